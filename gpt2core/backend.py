@@ -1,0 +1,161 @@
+"""The Backend protocol: the array kernels a runtime must bring, in pairs, forward and backward next to each other."""
+
+# B batch, T time, C channels, H heads, D = C // H, V vocabulary, K columns, N = B*T rows; `...` any leading axes.
+
+from abc import ABC, abstractmethod
+
+
+class Backend(ABC):
+    """Array kernels for one device. Weights are stored (in, out); `d` means gradient; `aux` is opaque to the core.
+
+    A kernel never writes into its inputs (only `*_step` functions update in place) and returns arrays it gives away.
+    A fused kernel is one more method pair: here its default is composed of the plain pairs, and a runtime that can
+    do better overrides it.
+    """
+
+    name: str
+    precisions: tuple[str, ...]  # values of --precision this backend computes in; the first is its default
+    xp: object  # the array module (numpy, cupy) that composed operations call
+
+    # -- arrays ------------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def empty(self, shape, dtype):
+        """An uninitialised C-contiguous array on this device."""
+
+    @abstractmethod
+    def asarray(self, array, dtype=None):
+        """A host array as an array on this device, copied only where it must be."""
+
+    @abstractmethod
+    def to_host(self, array):
+        """An array of this device as a NumPy array, copied only where it must be."""
+
+    def zeros(self, shape, dtype):
+        array = self.empty(shape, dtype)
+        array[...] = 0
+        return array
+
+    def ones(self, shape, dtype):
+        array = self.empty(shape, dtype)
+        array[...] = 1
+        return array
+
+    def add(self, a, b):
+        """a + b of one shape, as a new array: the sum of two gradients of one tensor."""
+        return a + b
+
+    def compile_step(self, function):
+        """`function`, possibly recorded once and replayed (CUDA graph). The identity where nothing is gained."""
+        return function
+
+    def peak_flops(self, precision):
+        """Peak floating-point operations per second of this device, or None where it is not known."""
+        return None
+
+    # -- kernel pairs ------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def linear_forward(self, x, w, b=None):
+        """x (..., C), w (C, K), b (K) or None -> x @ w + b (..., K)."""
+
+    @abstractmethod
+    def linear_backward(self, dy, x, w):
+        """dy (..., K) -> dx (..., C), dw (C, K), db (K)."""
+
+    @abstractmethod
+    def gelu_forward(self, x):
+        """x of any shape -> y = x * (1 + tanh(sqrt(2/pi) * (x + 0.044715 x^3))) / 2 (Hendrycks and Gimpel 2016)."""
+
+    @abstractmethod
+    def gelu_backward(self, dy, x):
+        """-> dx, the shape of x."""
+
+    def linear_gelu_forward(self, x, w, b):
+        """-> y = gelu(x @ w + b) (..., K), aux."""
+        h = self.linear_forward(x, w, b)
+        return self.gelu_forward(h), h
+
+    def linear_gelu_backward(self, dy, x, w, aux):
+        """-> dx (..., C), dw (C, K), db (K)."""
+        return self.linear_backward(self.gelu_backward(dy, aux), x, w)
+
+    @abstractmethod
+    def layernorm_forward(self, x, w, b, eps):
+        """x (..., C), w (C), b (C) -> y = (x - mean) / sqrt(var + eps) * w + b, aux (Ba et al. 2016)."""
+
+    @abstractmethod
+    def layernorm_backward(self, dy, w, aux):
+        """-> dx (..., C), dw (C), db (C)."""
+
+    def residual_layernorm_forward(self, x, a, a_bias, w, b, eps):
+        """x (..., C) the residual stream, a (..., C) a branch, its bias (C) -> s = x + a + a_bias, LN(s), aux."""
+        s = x + (a + a_bias)
+        y, aux = self.layernorm_forward(s, w, b, eps)
+        return s, y, aux
+
+    def residual_layernorm_backward(self, ds, dy, w, aux):
+        """ds (..., C) or None, dy (..., C) -> dx (and da, the same array), da_bias (C), dw (C), db (C)."""
+        dx, dw, db = self.layernorm_backward(dy, w, aux)
+        dx = dx if ds is None else self.add(dx, ds)
+        return dx, dx.reshape(-1, dx.shape[-1]).sum(0), dw, db
+
+    @abstractmethod
+    def attention_forward(self, qkv, n_head):
+        """qkv (B, T, 3C), q then k then v, heads side by side -> causal softmax(q k' / sqrt(D)) v (B, T, C), aux."""
+
+    @abstractmethod
+    def attention_backward(self, dy, qkv, y, aux, n_head):
+        """dy (B, T, C) -> dqkv (B, T, 3C)."""
+
+    @abstractmethod
+    def attention_cached(self, qkv, keys, values, position, n_head):
+        """Inference. qkv (B, t, 3C) of positions [position, position + t): writes its k and v into the caches
+
+        keys (B, H, D, block) and values (B, H, block, D), attends to all positions so far -> (B, t, C).
+        """
+
+    @abstractmethod
+    def embedding_forward(self, ids, wte, wpe, position=0):
+        """ids (B, T) integers in [0, V), wte (V, C), wpe (block, C) -> wte[ids] + wpe[position:position + T]."""
+
+    @abstractmethod
+    def embedding_backward(self, dy, ids, wte, wpe):
+        """dy (B, T, C) -> dwte (V, C), dwpe (block, C), summed in an order that does not vary."""
+
+    @abstractmethod
+    def unembed_forward(self, x, w):
+        """x (..., C), w (V, C) -> logits x @ w' (..., V)."""
+
+    @abstractmethod
+    def unembed_backward(self, dy, x, w):
+        """-> dx (..., C), dw (V, C)."""
+
+    @abstractmethod
+    def cross_entropy_forward(self, logits, targets, scale):
+        """logits (N, V), targets (N) -> scale * sum of -log softmax(logits)[target], a float64 scalar array, aux."""
+
+    @abstractmethod
+    def cross_entropy_backward(self, dy, logits, targets, scale, aux):
+        """dy a scalar array -> dlogits (N, V)."""
+
+    def unembed_cross_entropy_forward(self, x, w, targets, scale):
+        """cross_entropy(unembed(x)) for x (N, C), w (V, C), targets (N) -> loss, aux; logits need not all exist."""
+        logits = self.unembed_forward(x, w)
+        loss, aux = self.cross_entropy_forward(logits, targets, scale)
+        return loss, (logits, aux)
+
+    def unembed_cross_entropy_backward(self, dy, x, w, targets, scale, aux):
+        """-> dx (N, C), dw (V, C)."""
+        logits, aux = aux
+        return self.unembed_backward(self.cross_entropy_backward(dy, logits, targets, scale, aux), x, w)
+
+    # -- flat buffers ------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def sum_of_squares(self, flat, segments):
+        """flat (n) -> (segments) float64, one for each of `segments` equal parts; the same bits whoever computes it."""
+
+    @abstractmethod
+    def adamw_step(self, p, g, m, v, step, lr, beta1, beta2, eps, weight_decay, grad_scale=1.0):
+        """Update p, m, v (n) in place from g * grad_scale (n); `step` counts from 1 (Loshchilov and Hutter 2019)."""

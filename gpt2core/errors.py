@@ -1,0 +1,17 @@
+"""The mistakes a user can mend: each is one sentence on standard error and exit code 2, never a traceback."""
+
+
+class UserError(Exception):
+    """Raised at the border, with a message that names both values and says what to do; the command line exits 2."""
+
+
+class ConfigError(UserError):
+    """An option, a shape or a combination of options that cannot work."""
+
+
+class DataError(UserError):
+    """A corpus, a token file, a prompt or a tokenizer that cannot be used."""
+
+
+class CheckpointError(UserError):
+    """A checkpoint that is missing, truncated, corrupted or of another model, or that cannot be written."""

@@ -1,0 +1,311 @@
+"""One function per differentiable operation: its forward line, its backward line; kernels and collectives alike."""
+
+
+from gpt2core.tensor import ShapeError, Tensor, no_grad
+
+# -- kernels of the model ------------------------------------------------------------------------------------------------
+# B batch, T time, C channels, V vocabulary, K columns, N = B*T rows
+
+
+def linear(x, w, b=None):
+    """x (..., C) @ w (C, K) + b (K) -> (..., K)."""
+    require(x.shape[-1] == w.shape[0], "linear", x, w)
+    require(b is None or b.shape == w.shape[1:], "linear", w, b)
+    backend, parents = x.backend, (x, w) if b is None else (x, w, b)
+    y = backend.linear_forward(x.data, w.data, None if b is None else b.data)
+    return Tensor.from_op(y, parents, lambda dy: backend.linear_backward(dy, x.data, w.data)[: len(parents)])
+
+
+def gelu(x):
+    """The tanh approximation of x * Phi(x), the one that GPT-2 uses."""
+    backend = x.backend
+    return Tensor.from_op(backend.gelu_forward(x.data), (x,), lambda dy: (backend.gelu_backward(dy, x.data),))
+
+
+def linear_gelu(x, w, b):
+    """gelu(linear(x, w, b)), fused."""
+    require(x.shape[-1] == w.shape[0] and b.shape == w.shape[1:], "linear_gelu", x, w, b)
+    backend = x.backend
+    y, aux = backend.linear_gelu_forward(x.data, w.data, b.data)
+    return Tensor.from_op(y, (x, w, b), lambda dy: backend.linear_gelu_backward(dy, x.data, w.data, aux))
+
+
+def layernorm(x, w, b, eps=1e-5):
+    """(x - mean) / sqrt(variance + eps) * w + b over the last axis."""
+    require(x.shape[-1:] == w.shape == b.shape, "layernorm", x, w, b)
+    backend = x.backend
+    y, aux = backend.layernorm_forward(x.data, w.data, b.data, eps)
+    return Tensor.from_op(y, (x, w, b), lambda dy: backend.layernorm_backward(dy, w.data, aux))
+
+
+def residual_layernorm(x, a, a_bias, w, b, eps=1e-5):
+    """s = x + a + a_bias, the new residual stream, and layernorm(s, w, b): two outputs, one pass over memory."""
+    require(x.shape == a.shape and x.shape[-1:] == a_bias.shape == w.shape == b.shape, "residual_layernorm", x, a, w, b)
+    backend = x.backend
+    s, y, aux = backend.residual_layernorm_forward(x.data, a.data, a_bias.data, w.data, b.data, eps)
+
+    def backward(ds, dy):
+        if dy is None:  # the normalised output was not used: an ordinary addition
+            return ds, ds, ds.reshape(-1, ds.shape[-1]).sum(0), None, None
+        dx, da_bias, dw, db = backend.residual_layernorm_backward(ds, dy, w.data, aux)
+        return dx, dx, da_bias, dw, db
+
+    return Tensor.from_op((s, y), (x, a, a_bias, w, b), backward)
+
+
+def attention(qkv, n_head):
+    """Causal self-attention of a packed projection: qkv (B, T, 3C) -> (B, T, C) (Vaswani et al. 2017)."""
+    if qkv.ndim != 3 or qkv.shape[2] % (3 * n_head):
+        raise ShapeError(f"attention: qkv {qkv.shape} is not (B, T, 3C) with C divisible by {n_head} heads")
+    backend = qkv.backend
+    y, aux = backend.attention_forward(qkv.data, n_head)
+    return Tensor.from_op(y, (qkv,), lambda dy: (backend.attention_backward(dy, qkv.data, y, aux, n_head),))
+
+
+def embedding(ids, wte, wpe, position=0):
+    """ids (B, T), an array of token numbers -> wte[ids] + wpe[position : position + T] (B, T, C)."""
+    if ids.ndim != 2 or position + ids.shape[1] > wpe.shape[0]:
+        raise ShapeError(f"embedding: ids {ids.shape} from position {position} do not fit {wpe.shape[0]} positions")
+    if ids.size and not (0 <= int(ids.min()) and int(ids.max()) < wte.shape[0]):
+        raise ShapeError(f"embedding: token {int(ids.max())} is outside the vocabulary of {wte.shape[0]}")
+    backend = wte.backend
+    y = backend.embedding_forward(ids, wte.data, wpe.data, position)
+    return Tensor.from_op(y, (wte, wpe), lambda dy: backend.embedding_backward(dy, ids, wte.data, wpe.data))
+
+
+def unembed(x, w):
+    """x (..., C), w (V, C) -> logits (..., V); w may be the token embedding itself."""
+    require(x.shape[-1] == w.shape[1], "unembed", x, w)
+    backend = x.backend
+    y = backend.unembed_forward(x.data, w.data)
+    return Tensor.from_op(y, (x, w), lambda dy: backend.unembed_backward(dy, x.data, w.data))
+
+
+def cross_entropy(logits, targets, scale=None):
+    """scale * sum of -log softmax(logits)[target] over N rows, a float64 scalar; the default scale gives the mean."""
+    logits2, targets, scale = flat_targets("cross_entropy", logits, targets, scale)
+    backend, V = logits.backend, logits.shape[-1]
+    loss, aux = backend.cross_entropy_forward(logits2, targets, scale)
+
+    def backward(dy):
+        dlogits = backend.cross_entropy_backward(dy, logits.data.reshape(-1, V), targets, scale, aux)
+        return (dlogits.reshape(logits.shape),)
+
+    return Tensor.from_op(loss, (logits,), backward)
+
+
+def unembed_cross_entropy(x, w, targets, scale=None):
+    """cross_entropy(unembed(x, w), targets, scale), fused so that the logits (N, V) need not all exist."""
+    require(x.shape[-1] == w.shape[1], "unembed_cross_entropy", x, w)
+    x2, targets, scale = flat_targets("unembed_cross_entropy", x, targets, scale)
+    backend = x.backend
+    loss, aux = backend.unembed_cross_entropy_forward(x2, w.data, targets, scale)
+
+    def backward(dy):
+        dx, dw = backend.unembed_cross_entropy_backward(dy, x2, w.data, targets, scale, aux)
+        return dx.reshape(x.shape), dw
+
+    return Tensor.from_op(loss, (x, w), backward)
+
+
+# -- collectives: the same declaration with a group in place of a kernel; each one's backward is its dual -----------------
+
+
+def copy_to_group(x, group):
+    """Megatron's f: forward the same x on every rank, backward the sum of their gradients (Shoeybi et al. 2019)."""
+    return Tensor.from_op(x.data, (x,), lambda dy: (group.all_reduce(dy),))
+
+
+def reduce_from_group(x, group):
+    """Megatron's g: forward the sum over the group, backward the same gradient on every rank."""
+    return Tensor.from_op(group.all_reduce(x.data), (x,), lambda dy: (dy,))
+
+
+# -- primitives: what a lesson composes the kernels from -------------------------------------------------------------------
+
+
+def add(a, b):
+    """a + b with broadcasting."""
+    a, b = operands(a, b)
+    return Tensor.from_op(broadcasting(a, b, lambda x, y: x + y), (a, b), lambda dy: (dy_to(a, dy), dy_to(b, dy)))
+
+
+def multiply(a, b):
+    """a * b, elementwise with broadcasting."""
+    a, b = operands(a, b)
+    y = broadcasting(a, b, lambda x, y: x * y)
+    return Tensor.from_op(y, (a, b), lambda dy: (dy_to(a, dy * b.data), dy_to(b, dy * a.data)))
+
+
+def divide(a, b):
+    """a / b, elementwise with broadcasting."""
+    a, b = operands(a, b)
+    y = broadcasting(a, b, lambda x, y: x / y)
+    return Tensor.from_op(y, (a, b), lambda dy: (dy_to(a, dy / b.data), dy_to(b, -dy * y / b.data)))
+
+
+def power(x, exponent):
+    """x ** exponent for a constant number."""
+    y = x.data**exponent
+    return Tensor.from_op(y, (x,), lambda dy: (dy * exponent * x.data ** (exponent - 1),))
+
+
+def matmul(a, b):
+    """a (..., n, k) @ b (..., k, m) -> (..., n, m), leading axes broadcast."""
+    if a.ndim < 2 or b.ndim < 2 or a.shape[-1] != b.shape[-2]:
+        raise ShapeError(f"matmul: {a.shape} @ {b.shape}: the inner sizes must be equal, with two axes at least")
+    y = a.data @ b.data
+
+    def backward(dy):
+        return dy_to(a, dy @ b.data.swapaxes(-1, -2)), dy_to(b, a.data.swapaxes(-1, -2) @ dy)
+
+    return Tensor.from_op(y, (a, b), backward)
+
+
+def exp(x):
+    y = x.backend.xp.exp(x.data)
+    return Tensor.from_op(y, (x,), lambda dy: (dy * y,))
+
+
+def log(x):
+    return Tensor.from_op(x.backend.xp.log(x.data), (x,), lambda dy: (dy / x.data,))
+
+
+def tanh(x):
+    y = x.backend.xp.tanh(x.data)
+    return Tensor.from_op(y, (x,), lambda dy: (dy * (1 - y * y),))
+
+
+def softmax(x, axis=-1):
+    """exp(x) / sum(exp(x)) along one axis."""
+    e = x.backend.xp.exp(x.data - x.data.max(axis, keepdims=True))
+    y = e / e.sum(axis, keepdims=True)
+    return Tensor.from_op(y, (x,), lambda dy: (y * (dy - (dy * y).sum(axis, keepdims=True)),))
+
+
+def sum(x, axis=None, keepdims=False):
+    """The sum over `axis` (an axis, a tuple of them, or None for all)."""
+    xp = x.backend.xp
+    y = xp.asarray(x.data.sum(axis, keepdims=keepdims))
+
+    def backward(dy):
+        kept = x.data.sum(axis, keepdims=True).shape  # the reduced axes, as ones
+        return (xp.broadcast_to(dy.reshape(kept), x.shape),)
+
+    return Tensor.from_op(y, (x,), backward)
+
+
+def mean(x, axis=None, keepdims=False):
+    total = sum(x, axis, keepdims)
+    return multiply(total, total.data.size / x.data.size)
+
+
+def reshape(x, *shape):
+    """The same elements in another shape; a view where the memory allows it."""
+    try:
+        y = x.data.reshape(*shape)
+    except ValueError:
+        raise ShapeError(f"reshape: {x.data.size} elements of shape {x.shape} do not make {shape}") from None
+    return Tensor.from_op(y, (x,), lambda dy: (dy.reshape(x.shape),))
+
+
+def transpose(x, *axes):
+    """The axes in another order (reversed without arguments), as a view."""
+    axes = axes or tuple(reversed(range(x.ndim)))
+    if sorted(axis % x.ndim for axis in axes) != list(range(x.ndim)):
+        raise ShapeError(f"transpose: axes {axes} are not an order of the {x.ndim} axes of shape {x.shape}")
+    inverse = sorted(range(x.ndim), key=lambda i: axes[i] % x.ndim)
+    return Tensor.from_op(x.data.transpose(axes), (x,), lambda dy: (dy.transpose(inverse),))
+
+
+def getitem(x, index):
+    """x[index] for integers, slices and integer arrays; a view where NumPy gives one."""
+
+    def backward(dy):
+        dx = x.backend.zeros(x.shape, x.dtype)
+        x.backend.xp.add.at(dx, index, dy)  # an index may name an element twice
+        return (dx,)
+
+    return Tensor.from_op(x.data[index], (x,), backward)
+
+
+def where(condition, a, b):
+    """a where the array `condition` is true, else b."""
+    a, b = operands(a, b)
+    xp = a.backend.xp
+    y = xp.where(condition, a.data, b.data)
+    return Tensor.from_op(
+        y, (a, b), lambda dy: (dy_to(a, xp.where(condition, dy, 0)), dy_to(b, xp.where(condition, 0, dy)))
+    )
+
+
+def concatenate(tensors, axis=0):
+    """Tensors side by side along one axis."""
+    xp, edges, at = tensors[0].backend.xp, [], 0
+    for tensor in tensors[:-1]:
+        edges.append(at := at + tensor.shape[axis])
+    y = xp.concatenate([tensor.data for tensor in tensors], axis)
+    return Tensor.from_op(y, tuple(tensors), lambda dy: tuple(xp.split(dy, edges, axis)))
+
+
+def checkpoint(function, x):
+    """function(x), keeping only x: what it computes is forgotten and computed again in backward (Chen et al. 2016)."""
+    with no_grad():
+        y = function(x.detach())
+
+    def backward(dy):
+        again = x.detach(requires_grad=True)
+        function(again).backward(dy)  # parameters inside collect their gradients here
+        return (again.grad,)
+
+    return Tensor.from_op(y.data, (x,), backward)
+
+
+# -- helpers ---------------------------------------------------------------------------------------------------------------
+
+
+def require(condition, operation, *tensors):
+    if not condition:
+        raise ShapeError(f"{operation}: shapes {', '.join(str(tensor.shape) for tensor in tensors)} do not fit together")
+
+
+def flat_targets(operation, x, targets, scale):
+    """x (..., K) as (N, K), targets as (N), and the scale of the mean where none is given."""
+    if targets.shape != x.shape[:-1]:
+        raise ShapeError(f"{operation}: targets {targets.shape} are not one for each row of {x.shape}")
+    return x.data.reshape(-1, x.shape[-1]), targets.reshape(-1), 1 / targets.size if scale is None else scale
+
+
+def operands(a, b):
+    """Both as tensors; a plain number or array takes the backend and dtype of the other."""
+    known = a if isinstance(a, Tensor) else b
+    return tuple(
+        t if isinstance(t, Tensor) else Tensor(known.backend.asarray(t, known.dtype), known.backend) for t in (a, b)
+    )
+
+
+def broadcasting(a, b, function):
+    try:
+        return function(a.data, b.data)
+    except ValueError:
+        raise ShapeError(f"shapes {a.shape} and {b.shape} do not broadcast together") from None
+
+
+def dy_to(x, dy):
+    """The gradient of a broadcast operand: dy summed over the axes along which x was repeated."""
+    extra = dy.ndim - x.ndim
+    axes = tuple(range(extra)) + tuple(i + extra for i in range(x.ndim) if x.shape[i] == 1 != dy.shape[i + extra])
+    return dy.sum(axes, keepdims=True).reshape(x.shape) if axes else dy
+
+
+Tensor.__add__ = Tensor.__radd__ = add
+Tensor.__mul__ = Tensor.__rmul__ = multiply
+Tensor.__neg__ = lambda x: multiply(x, -1)
+Tensor.__sub__ = lambda a, b: add(a, multiply(b, -1) if isinstance(b, Tensor) else -b)
+Tensor.__rsub__ = lambda a, b: add(multiply(a, -1), b)
+Tensor.__truediv__ = divide
+Tensor.__rtruediv__ = lambda a, b: divide(b, a)
+Tensor.__matmul__ = matmul
+Tensor.__pow__ = power
+Tensor.__getitem__ = getitem
+Tensor.reshape, Tensor.transpose, Tensor.sum, Tensor.mean = reshape, transpose, sum, mean

@@ -1,0 +1,177 @@
+"""A Tensor is an array that remembers the operation it came from; backward() walks those operations in reverse."""
+
+import contextlib
+import contextvars
+import itertools
+
+_recording = contextvars.ContextVar("recording", default=True)  # per thread, so one lane's no_grad is no other lane's
+_creation_order = itertools.count()
+
+
+class AutogradError(RuntimeError):
+    """The graph cannot be differentiated as asked: already freed, never recorded, or not a scalar."""
+
+
+class ShapeError(ValueError):
+    """Shapes that do not fit together; the message names both."""
+
+
+class no_grad(contextlib.ContextDecorator):
+    """Inside, operations compute and record nothing: `with no_grad(): ...`, or `@no_grad()` on a function."""
+
+    def __enter__(self):
+        self.token = _recording.set(False)
+
+    def __exit__(self, *error):
+        _recording.reset(self.token)
+
+
+def is_recording():
+    """Whether operations are being recorded in this thread; a kernel may keep less where they are not."""
+    return _recording.get()
+
+
+class Node:
+    """One application of an operation: whose gradients it owes, and the closure that computes them."""
+
+    __slots__ = ("order", "parents", "backward", "n_outputs")
+
+    def __init__(self, parents, backward, n_outputs):
+        self.order = next(_creation_order)  # parents are created first, so newest first is reverse topological order
+        self.parents, self.backward, self.n_outputs = parents, backward, n_outputs
+
+    def free(self):
+        """Drop what the closure kept alive: activations are returned while backward is still running."""
+        self.parents, self.backward = (), None
+
+
+class Tensor:
+    """An array, its backend, and the node that made it (None for a leaf).
+
+    `data` is an array of the backend (NumPy, CuPy) of any shape and dtype. A leaf with `requires_grad` collects its
+    gradient, an array of the same shape, in `grad`. Arithmetic on tensors is defined in ops.py.
+    """
+
+    __array_priority__ = 1000  # array + tensor must ask the tensor
+
+    def __init__(self, data, backend, requires_grad=False):
+        self.data, self.backend, self.requires_grad = data, backend, requires_grad
+        self.grad, self.node, self.index = None, None, 0
+
+    @classmethod
+    def from_op(cls, data, parents, backward):
+        """The result of an operation: `backward(dy)` returns one gradient (or None) for each parent.
+
+        A tuple of arrays gives a tuple of tensors; backward then takes one gradient for each of them, None for an
+        output that nobody used.
+        """
+        outputs = data if isinstance(data, tuple) else (data,)
+        tensors = tuple(cls(array, parents[0].backend) for array in outputs)
+        if _recording.get() and any(parent.requires_grad for parent in parents):
+            node = Node(parents, backward, len(tensors))
+            for index, tensor in enumerate(tensors):
+                tensor.requires_grad, tensor.node, tensor.index = True, node, index
+        return tensors if isinstance(data, tuple) else tensors[0]
+
+    @property
+    def shape(self):
+        return self.data.shape
+
+    @property
+    def dtype(self):
+        return self.data.dtype
+
+    @property
+    def ndim(self):
+        return self.data.ndim
+
+    def item(self):
+        """The value of a tensor of one element, as a Python number."""
+        return self.data.item()
+
+    def numpy(self):
+        """The data as a NumPy array on the host."""
+        return self.backend.to_host(self.data)
+
+    def detach(self, requires_grad=False):
+        """The same array as a new leaf, outside the graph."""
+        return Tensor(self.data, self.backend, requires_grad)
+
+    def __repr__(self):
+        return f"Tensor(shape={self.shape}, dtype={self.dtype}, requires_grad={self.requires_grad})"
+
+    def on_gradient(self, gradient):
+        """Take the complete gradient of one backward pass; called once, as soon as the last contribution is in.
+
+        The default adds it to `grad`. Whoever wants more (canonical sums, communication that overlaps the rest of
+        backward) assigns another function of one array to this attribute of the leaf. The array belongs to the
+        engine: keep a copy, never the array.
+        """
+        if self.grad is None:
+            self.grad = gradient.copy()  # never adopt it: add() hands the same array to both its parents
+        else:
+            self.grad += gradient
+
+    def backward(self, seed=None, retain_graph=False):
+        """Send gradients from here to every leaf that requires them.
+
+        seed: gradient of this tensor, same shape; ones where the tensor has one element. The graph is freed on the
+        way unless `retain_graph`. Raises AutogradError for a graph that was freed or never recorded or a non-scalar
+        without a seed, ShapeError for a gradient whose shape is not its tensor's.
+        """
+        if not self.requires_grad:
+            raise AutogradError("backward() on a tensor that requires no gradient: nothing it depends on asked for one")
+        if seed is None:
+            if self.data.size != 1:
+                raise AutogradError(f"backward() on shape {self.shape} needs a seed: only a scalar has an obvious one")
+            seed = self.backend.ones(self.shape, self.dtype)
+        seed = seed.data if isinstance(seed, Tensor) else seed
+        nodes, uses = reachable(self)
+        arrived = {}  # node, or leaf -> gradients of its outputs, summed so far
+
+        def deliver(tensor, gradient):
+            if gradient is not None:
+                if gradient.shape != tensor.shape:
+                    raise ShapeError(f"a gradient of shape {gradient.shape} reached a tensor of shape {tensor.shape}")
+                slots = arrived.setdefault(tensor.node or tensor, [None] * (tensor.node.n_outputs if tensor.node else 1))
+                held = slots[tensor.index]
+                slots[tensor.index] = gradient if held is None else self.backend.add(held, gradient)
+            if tensor.node is None:
+                uses[tensor] -= 1
+                if uses[tensor] == 0 and tensor in arrived:
+                    tensor.on_gradient(arrived.pop(tensor)[0])
+
+        deliver(self, seed)
+        while nodes:
+            node = nodes.pop()
+            gradients = arrived.pop(node, None)
+            if gradients is None:  # every path to this node returned None
+                parent_gradients = (None,) * len(node.parents)
+            else:
+                parent_gradients = node.backward(*gradients)
+            for parent, gradient in zip(node.parents, parent_gradients, strict=True):
+                if parent.requires_grad:
+                    deliver(parent, gradient)
+            del gradients, parent_gradients
+            gradient = None
+            if not retain_graph:
+                node.free()
+
+
+def reachable(root):
+    """(nodes oldest first, {leaf: number of times the graph uses it}): what backward from `root` will visit."""
+    nodes, uses, stack = set(), {}, [root]
+    while stack:
+        tensor = stack.pop()
+        node = tensor.node
+        if node is None:
+            uses[tensor] = uses.get(tensor, 0) + 1
+        elif node not in nodes:
+            if node.backward is None:
+                raise AutogradError(
+                    "backward() through a graph that an earlier backward() freed: run the forward pass again, "
+                    "or keep the graph with backward(retain_graph=True)"
+                )
+            nodes.add(node)
+            stack.extend(parent for parent in node.parents if parent.requires_grad)
+    return sorted(nodes, key=lambda node: node.order), uses
