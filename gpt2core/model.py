@@ -1,0 +1,172 @@
+"""GPT-2 itself: its sizes, the names and shapes of its parameters, and one forward pass for every runtime."""
+
+# B batch, T time, C channels, V vocabulary
+
+import math
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from gpt2core import ops
+from gpt2core.communicator import Solo
+from gpt2core.errors import ConfigError
+
+SOLO = Solo()
+
+
+@dataclass(frozen=True)
+class GPT2Config:
+    """The size of one GPT-2. Names follow nanoGPT; `tied` says whether lm_head shares the token embedding.
+
+    Raises ConfigError when a size is not positive or the width is not divisible by the heads.
+    """
+
+    vocab_size: int = 50257
+    block_size: int = 1024  # positions: the longest sequence the model can see, in tokens
+    n_layer: int = 12
+    n_head: int = 12
+    n_embd: int = 768
+    tied: bool = True
+    layer_norm_epsilon: float = 1e-5
+
+    def __post_init__(self):
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.type is int and (not isinstance(value, int) or value < 1):
+                raise ConfigError(f"{field.name} must be a positive whole number, but it is {value!r}")
+        if self.n_embd % self.n_head:
+            raise ConfigError(
+                f"n_embd {self.n_embd} is not divisible by n_head {self.n_head}: every head needs the same width"
+            )
+
+
+PRESETS = {
+    "nano": GPT2Config(172, 16, 2, 2, 32, tied=False),
+    "tiny": GPT2Config(172, 64, 2, 4, 64, tied=False),
+    "paper": GPT2Config(172, 256, 6, 6, 384, tied=False),
+    "gpt2": GPT2Config(),
+    "gpt2-medium": GPT2Config(n_layer=24, n_head=16, n_embd=1024),
+    "gpt2-large": GPT2Config(n_layer=36, n_head=20, n_embd=1280),
+    "gpt2-xl": GPT2Config(n_layer=48, n_head=25, n_embd=1600),
+    "small": GPT2Config(10000),
+    "medium": GPT2Config(10000, n_layer=24, n_head=16, n_embd=1024),
+    "large": GPT2Config(10000, n_layer=36, n_head=20, n_embd=1280),
+    "xl": GPT2Config(10000, n_layer=48, n_head=25, n_embd=1600),
+    "2.7B": GPT2Config(10000, n_layer=32, n_head=32, n_embd=2560),
+}
+
+
+def parameter_shapes(config):
+    """Yield (name, shape) under Hugging Face's names, in forward order; weights are stored (in, out), as GPT-2's are.
+
+    `transformer.wte.weight` and `lm_head.weight` are (V, C); a tied model has no `lm_head.weight`.
+    """
+    C, V = config.n_embd, config.vocab_size
+    yield "transformer.wte.weight", (V, C)
+    yield "transformer.wpe.weight", (config.block_size, C)
+    for layer in range(config.n_layer):
+        for name, shape in (
+            ("ln_1.weight", (C,)),
+            ("ln_1.bias", (C,)),
+            ("attn.c_attn.weight", (C, 3 * C)),
+            ("attn.c_attn.bias", (3 * C,)),
+            ("attn.c_proj.weight", (C, C)),
+            ("attn.c_proj.bias", (C,)),
+            ("ln_2.weight", (C,)),
+            ("ln_2.bias", (C,)),
+            ("mlp.c_fc.weight", (C, 4 * C)),
+            ("mlp.c_fc.bias", (4 * C,)),
+            ("mlp.c_proj.weight", (4 * C, C)),
+            ("mlp.c_proj.bias", (C,)),
+        ):
+            yield f"transformer.h.{layer}.{name}", shape
+    yield "transformer.ln_f.weight", (C,)
+    yield "transformer.ln_f.bias", (C,)
+    if not config.tied:
+        yield "lm_head.weight", (V, C)
+
+
+def initial_parameters(config, seed):
+    """Yield (name, float32 array): GPT-2's initialisation (Radford et al. 2019), the same in every runtime.
+
+    Normal with deviation 0.02, divided by sqrt(2 n_layer) for the projections into the residual stream; biases 0,
+    LayerNorm weights 1. Every parameter has its own random stream, so that none depends on the order of the others.
+    """
+    for index, (name, shape) in enumerate(parameter_shapes(config)):
+        if name.endswith("bias"):
+            value = np.zeros(shape, np.float32)
+        elif len(shape) == 1:
+            value = np.ones(shape, np.float32)
+        else:
+            deviation = 0.02 / math.sqrt(2 * config.n_layer) if "c_proj" in name else 0.02
+            value = np.random.default_rng((seed, index)).standard_normal(shape, np.float32)
+            value *= np.float32(deviation)
+        yield name, value
+
+
+def parameter_count(config):
+    """Numbers in the model: the tied embedding counts once."""
+    return sum(math.prod(shape) for _, shape in parameter_shapes(config))
+
+
+def flops_per_token(config, seq_len):
+    """Floating-point operations of one training step for each token: 6 a weight, 12 L C T in attention (PaLM, app. B)."""
+    positions = config.block_size * config.n_embd
+    unused = positions + (0 if config.tied else config.vocab_size * config.n_embd)  # look-ups are no products
+    return 6 * (parameter_count(config) - unused) + 12 * config.n_layer * config.n_embd * seq_len
+
+
+class GPT2:
+    """A GPT-2 over given parameters; whoever owns the parameters decides where their gradients go.
+
+    parameters: {Hugging Face name: Tensor}; tensor_group: the ranks that share each layer (Megatron's tensor
+    parallelism), over which attention heads and MLP columns are already divided.
+    """
+
+    def __init__(self, config, parameters, tensor_group=SOLO):
+        self.config, self.parameters, self.group = config, parameters, tensor_group
+        self.head = parameters["transformer.wte.weight" if config.tied else "lm_head.weight"]
+
+    def trunk(self, ids, cache=None):
+        """ids (B, T) -> the final LayerNorm's output (B, T, C). With a cache, ids continue what the cache holds."""
+        p, eps = self.parameters, self.config.layer_norm_epsilon
+        position = 0 if cache is None else cache.length
+        x = ops.embedding(ids, p["transformer.wte.weight"], p["transformer.wpe.weight"], position)  # (B, T, C)
+        y = ops.layernorm(x, p["transformer.h.0.ln_1.weight"], p["transformer.h.0.ln_1.bias"], eps)
+        for layer in range(self.config.n_layer):
+            h = f"transformer.h.{layer}."
+            last = layer == self.config.n_layer - 1
+            following = "transformer.ln_f." if last else f"transformer.h.{layer + 1}.ln_1."
+            a = self.attention(y, h + "attn.", layer, cache)
+            x, y = ops.residual_layernorm(
+                x, a, p[h + "attn.c_proj.bias"], p[h + "ln_2.weight"], p[h + "ln_2.bias"], eps
+            )
+            m = self.mlp(y, h + "mlp.")
+            x, y = ops.residual_layernorm(
+                x, m, p[h + "mlp.c_proj.bias"], p[following + "weight"], p[following + "bias"], eps
+            )
+        return y
+
+    def attention(self, y, name, layer, cache):
+        """(B, T, C) -> (B, T, C) without its output bias: that is added after the reduce, or it is added group.size times."""
+        p, n_head = self.parameters, self.config.n_head // self.group.size
+        y = ops.copy_to_group(y, self.group)
+        qkv = ops.linear(y, p[name + "c_attn.weight"], p[name + "c_attn.bias"])  # (B, T, 3C / group.size)
+        a = ops.attention(qkv, n_head) if cache is None else cache.attend(qkv, layer, n_head)
+        return ops.reduce_from_group(ops.linear(a, p[name + "c_proj.weight"]), self.group)
+
+    def mlp(self, y, name):
+        """(B, T, C) -> (B, T, C) without its output bias."""
+        p = self.parameters
+        y = ops.copy_to_group(y, self.group)
+        h = ops.linear_gelu(y, p[name + "c_fc.weight"], p[name + "c_fc.bias"])  # (B, T, 4C / group.size)
+        return ops.reduce_from_group(ops.linear(h, p[name + "c_proj.weight"]), self.group)
+
+    def logits(self, ids, cache=None, last_only=False):
+        """ids (B, T) -> logits (B, T, V), or (B, 1, V) of the last position alone."""
+        y = self.trunk(ids, cache)
+        return ops.unembed(y[:, -1:] if last_only else y, self.head)
+
+    def loss(self, ids, targets, scale=None):
+        """scale * summed cross-entropy of targets (B, T), a float64 scalar; the default scale gives the mean."""
+        return ops.unembed_cross_entropy(self.trunk(ids), self.head, targets, scale)

@@ -1,0 +1,119 @@
+"""The gradient of a global batch is the sum over fixed micro-shards in one binary tree, whoever computes its subtrees."""
+
+# A lane is a thread that owns a subtree: it runs its micro-shards one after another and adds each parameter's gradient
+# into the tree the moment backward completes it, while it is still in the cache. The same tree continues over lanes
+# and then over ranks, so the bits of the sum do not depend on how many of either there are. And a micro-shard's
+# activations are all that exist at once: this is gradient accumulation as well.
+
+import math
+
+from gpt2core.canonical import tree_reduce
+from gpt2core.errors import ConfigError
+from gpt2core.model import GPT2
+from gpt2core.tensor import Tensor, no_grad
+
+SUM_BLOCK = 1 << 15  # elements
+
+
+class Lane:
+    """One thread's model: shared parameters, its own backend, and the partial sums of its subtree."""
+
+    def __init__(self, config, arena, parameters, backend, shards, group):
+        self.shards, self.backend = shards, backend
+        depth = max(1, (shards - 1).bit_length())  # a counter of that many bits holds every partial sum
+        self.partial = [backend.zeros((arena.size,), parameters.dtype) for _ in range(depth)]
+        self.views = [arena.views(flat) for flat in self.partial]
+        self.done = 0  # micro-shards summed so far in this step
+        self.tensors = {}
+        for name, array in arena.views(parameters).items():
+            tensor = self.tensors[name] = Tensor(array, backend, requires_grad=True)
+            tensor.on_gradient = lambda gradient, name=name: self.collect(name, gradient)
+        self.model = GPT2(config, self.tensors, group)
+
+    @property
+    def gradients(self):
+        """The flat sum over this lane's micro-shards, once all have run."""
+        return self.partial[-1]
+
+    def collect(self, name, gradient):
+        """Add one parameter's gradient of the current micro-shard: a binary counter whose carries are additions."""
+        levels = merged_levels(self.done, self.shards)
+        if not levels:
+            self.views[0][name][...] = gradient
+        for level in levels:
+            # the last addition lands where the next level looks for it, the others where they stand
+            target = min(level + 1, len(self.views) - 1) if level == levels[-1] else level
+            total = self.views[target][name]
+            self.backend.xp.add(self.views[level][name], gradient, out=total)
+            gradient = total
+
+    def run(self, shards, scale):
+        """[(inputs, targets)] -> their losses; leaves the sum of their gradients in `gradients`."""
+        losses = []
+        for self.done, (inputs, targets) in enumerate(shards):
+            loss = self.model.loss(inputs, targets, scale)
+            losses.append(loss.item())
+            loss.backward()
+        return losses
+
+
+def merged_levels(done, shards):
+    """Levels of the tree that micro-shard number `done` (from 0) completes: trailing ones, at the end all ones."""
+    levels = [level for level in range(done.bit_length()) if done >> level & 1]
+    if done < shards - 1:
+        levels = [level for i, level in enumerate(levels) if level == i]
+    return levels
+
+
+class MicroShards:
+    """One rank's micro-shards over its workers, a lane each; the first lane's sum becomes the rank's gradient.
+
+    parameters: the flat arena buffer that every lane shares; tensor_group: the ranks that share each layer.
+    """
+
+    def __init__(self, config, arena, parameters, workers, shards, tensor_group):
+        if shards % workers.size:
+            raise ConfigError(
+                f"{shards} micro-shards a rank do not divide evenly over {workers.size} threads: "
+                f"use --threads {math.gcd(shards, workers.size)} or another --micro-shards"
+            )
+        self.arena, self.workers, self.shards = arena, workers, shards
+        each = shards // workers.size
+        self.lanes = [Lane(config, arena, parameters, backend, each, tensor_group) for backend in workers.backends]
+
+    def deal(self, inputs, targets):
+        """inputs, targets (B, T) as one list of (inputs, targets) micro-shards for each lane, contiguous and in order."""
+        shards = [(inputs[part], targets[part]) for part in even_slices(len(inputs), self.shards)]
+        return [shards[part] for part in even_slices(self.shards, self.workers.size)]
+
+    def backward(self, inputs, targets, scale):
+        """-> the losses of the micro-shards in order; leaves the flat sum of their gradients in `gradients`."""
+        losses = self.workers.map(lambda lane, mine: lane.run(mine, scale), self.lanes, self.deal(inputs, targets))
+        self.workers.map_parts(self.sum_lanes, self.arena)
+        return [loss for lane in losses for loss in lane]
+
+    @no_grad()
+    def losses(self, inputs, targets, scale):
+        """The losses of the micro-shards in order, nothing recorded: validation."""
+        deal = self.deal(inputs, targets)
+        each = self.workers.map(
+            lambda lane, mine: [lane.model.loss(x, y, scale).item() for x, y in mine if len(x)], self.lanes, deal
+        )
+        return [loss for lane in each for loss in lane]
+
+    def sum_lanes(self, backend, part):
+        """The next levels of the tree, over lanes, in one part of the buffer, block by block while it is in the cache."""
+        for start in range(part.start, part.stop, SUM_BLOCK):
+            block = slice(start, min(start + SUM_BLOCK, part.stop))
+            tree_reduce([lane.gradients[block] for lane in self.lanes], lambda a, b: backend.xp.add(a, b, out=a))
+
+    @property
+    def gradients(self):
+        """The flat gradient of this rank's share of the global batch, after backward()."""
+        return self.lanes[0].gradients
+
+
+def even_slices(n, parts):
+    """n rows in `parts` contiguous slices whose lengths differ by one at most."""
+    edges = [n * i // parts for i in range(parts + 1)]
+    return [slice(a, b) for a, b in zip(edges, edges[1:])]

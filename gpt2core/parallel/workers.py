@@ -1,0 +1,29 @@
+"""The threads of one rank: each has a backend of its own and an equal part of every job."""
+
+import contextvars
+from concurrent.futures import ThreadPoolExecutor
+
+
+class Workers:
+    """`size` threads, one backend each. The calling thread waits; a failure in any of them is raised in it."""
+
+    def __init__(self, backends):
+        self.backends, self.size = list(backends), len(backends)
+        self.pool = ThreadPoolExecutor(self.size, "worker") if self.size > 1 else None
+
+    def map(self, function, *items):
+        """[function(item, ...) for each worker]: in threads of their own, which see the caller's no_grad."""
+        if self.pool is None:
+            return [function(*each) for each in zip(*items, strict=True)]
+        jobs = [
+            self.pool.submit(contextvars.copy_context().run, function, *each) for each in zip(*items, strict=True)
+        ]
+        return [job.result() for job in jobs]
+
+    def map_parts(self, function, arena):
+        """[function(backend, part)] with the arena divided into one slice for each worker."""
+        return self.map(function, self.backends, [arena.part(i, self.size) for i in range(self.size)])
+
+    def close(self):
+        if self.pool:
+            self.pool.shutdown()

@@ -1,0 +1,114 @@
+"""What a run says of itself: a progress bar, one line a step on the screen, one JSON object a step in the log."""
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+
+from tqdm import tqdm
+
+from gpt2core.errors import ConfigError
+
+
+class RunLog:
+    """Reports each step. `path` (JSON lines) and `plot` (PNG) may be None; steps before `first` are kept from a resume.
+
+    Floats are written at full precision; validation adds val_loss and val_perplexity; the last line carries
+    parameters_sha256. Raises ConfigError when a file cannot be written, before the first step.
+    """
+
+    def __init__(self, path, plot, every, first, steps):
+        self.every, self.plot, self.rows = every, plot, []
+        if path and first:
+            self.rows = [row for row in read_log(path) if row["step"] < first]
+        for file in filter(None, (path, plot)):
+            try:
+                open(file, "a").close()
+            except OSError as error:
+                raise ConfigError(f"{file}: cannot be written ({error.strerror}): choose another file") from None
+        self.file = open(path, "w") if path else None
+        for row in self.rows:
+            self.write(row)
+        self.bar = tqdm(total=steps, initial=first, unit="step", disable=None, leave=False, dynamic_ncols=True)
+
+    def __call__(self, step, val_loss, last_hash):
+        """Report a Step; `last_hash` is the hash of the parameters after the last one, else None."""
+        row = {key: value for key, value in dataclasses.asdict(step).items() if value is not None}
+        if val_loss is not None:
+            row |= {"val_loss": val_loss, "val_perplexity": perplexity(val_loss)}
+        if last_hash:
+            row["parameters_sha256"] = last_hash
+        self.bar.update()
+        self.bar.set_postfix_str(f"loss {step.loss:.4f}")
+        self.rows.append(row)
+        if step.step % self.every == 0 or val_loss is not None or last_hash:
+            self.write(row)
+            self.say(self.line(step, val_loss))
+
+    def line(self, step, val_loss):
+        parts = [
+            f"step {step.step:5d}",
+            f"loss {step.loss:.6f}",
+            f"lr {step.lr:.3e}",
+            f"norm {step.grad_norm:.4f}",
+            f"{step.seconds * 1e3:8.1f} ms",
+            f"{step.tokens_per_second:,.0f} tok/s",
+        ]
+        if step.mfu is not None:
+            parts.append(f"mfu {step.mfu:.1%}")
+        if val_loss is not None:
+            parts.append(f"val loss {val_loss:.6f} perplexity {perplexity(val_loss):.3f}")
+        return " | ".join(parts)
+
+    def say(self, text):
+        """Print without tearing the progress bar."""
+        tqdm.write(text)
+
+    def write(self, row):
+        if self.file:
+            self.file.write(json.dumps(row) + "\n")
+            self.file.flush()
+
+    def close(self):
+        self.bar.close()
+        if self.file:
+            self.file.close()
+        if self.plot and self.rows:
+            plot_curve(self.rows, self.plot)
+
+
+def perplexity(loss):
+    """exp(loss), infinite where that overflows."""
+    return math.exp(loss) if loss < 700 else math.inf
+
+
+def read_log(path):
+    """The rows of a log; a last line that a crash cut short is left out. A missing log has none."""
+    rows = []
+    if Path(path).exists():
+        for line in Path(path).read_text().splitlines():
+            try:
+                rows.append(json.loads(line))
+            except ValueError:
+                break
+    return [row for row in rows if isinstance(row, dict) and "step" in row]
+
+
+def plot_curve(rows, path):
+    """Write the loss curve of `rows` as PNG."""
+    import matplotlib  # here, because it takes longer to load than a step of `tiny` takes to run
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4.5), layout="constrained")
+    axes.plot([row["step"] for row in rows], [row["loss"] for row in rows], label="training")
+    validated = [row for row in rows if "val_loss" in row]
+    if validated:
+        steps = [row["step"] for row in validated]
+        axes.plot(steps, [row["val_loss"] for row in validated], "o-", label="validation")
+        axes.legend()
+    axes.set(xlabel="step", ylabel="cross-entropy (nats a token)", ylim=(0, None))
+    axes.grid(alpha=0.3)
+    figure.savefig(path, format="png", dpi=150)
+    pyplot.close(figure)
