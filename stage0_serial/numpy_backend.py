@@ -1,0 +1,353 @@
+"""The kernels in NumPy: every pass over memory is a ufunc with `out=`, every heavy one a BLAS call, nothing allocated."""
+
+# B batch, T time, C channels, H heads, D = C // H, V vocabulary, K columns, N = B*T rows
+
+import math
+
+import numpy as np
+
+from gpt2core.backend import Backend
+from gpt2core.errors import ConfigError
+from stage0_serial.buffer_pool import BufferPool
+
+BLOCK = 1 << 16  # elements of one elementwise block: a few of them fit in a core's second-level cache
+QUERIES = 64  # query rows of one attention block; blocks above the diagonal are skipped
+LOGITS = 1 << 23  # elements of logits that exist at once
+GELU_A, GELU_B = math.sqrt(2 / math.pi), 0.044715  # Python floats: a NumPy one would make every pass float64
+DTYPES = {"fp32": np.float32, "fp64": np.float64}
+
+
+class NumpyBackend(Backend):
+    """NumPy arrays on the host; one instance for each thread, because its buffers are recycled without locks."""
+
+    name = "numpy"
+    precisions = tuple(DTYPES)
+    xp = np
+
+    def __init__(self, precision="fp32"):
+        if precision not in DTYPES:
+            raise ConfigError(
+                f"--precision {precision} is not available on the CPU: NumPy has fast matrix products in "
+                f"{' and '.join(DTYPES)} only; tf32, bf16 and fp16 need a GPU stage"
+            )
+        self.dtype = np.dtype(DTYPES[precision])
+        self.pool = BufferPool()
+
+    # -- arrays ------------------------------------------------------------------------------------------------------
+
+    def empty(self, shape, dtype):
+        return self.pool.empty(shape, dtype)
+
+    def asarray(self, array, dtype=None):
+        return np.asarray(array, dtype)
+
+    def to_host(self, array):
+        return np.asarray(array)
+
+    def like(self, array):
+        return self.pool.empty(array.shape, array.dtype)
+
+    def add(self, a, b):
+        return np.add(a, b, out=self.like(a))
+
+    # -- linear ------------------------------------------------------------------------------------------------------
+
+    def matmul(self, a, b):
+        return np.matmul(a, b, out=self.empty((a.shape[0], b.shape[1]), a.dtype))
+
+    def column_sums(self, x):
+        return np.ones(x.shape[0], x.dtype) @ x  # a BLAS product adds columns three times as fast as np.sum
+
+    def linear_forward(self, x, w, b=None):
+        y = self.matmul(rows(x), w)
+        if b is not None:
+            np.add(y, b, out=y)
+        return y.reshape(*x.shape[:-1], w.shape[1])
+
+    def linear_backward(self, dy, x, w):
+        dy, x2 = rows(dy), rows(x)
+        return self.matmul(dy, w.T).reshape(x.shape), self.matmul(x2.T, dy), self.column_sums(dy)
+
+    # -- gelu: u = A (x + B x^3); y = x (1 + tanh u) / 2 = x s; dy/dx = s + 2 y (1 - s) du/dx -------------------------
+
+    def gelu_forward(self, x):
+        return self.gelu_with_derivative(x, None)[0]
+
+    def gelu_backward(self, dy, x):
+        derivative = self.gelu_with_derivative(x, None)[1]
+        return np.multiply(derivative, dy, out=derivative)
+
+    def gelu_with_derivative(self, x, bias, y=None):
+        """gelu(x + bias) and its derivative there; `y` may be x itself, which is then overwritten."""
+        y, derivative = self.like(x) if y is None else y, self.like(x)
+        x, y2, derivative2 = rows(x), rows(y), rows(derivative)
+        square, s = (self.empty((block_rows(x), x.shape[1]), x.dtype) for _ in range(2))
+        for block in blocks(x):
+            xb, yb, d = x[block], y2[block], derivative2[block]
+            a, t = square[: len(xb)], s[: len(xb)]
+            if bias is not None:
+                xb = np.add(xb, bias, out=yb)
+            np.multiply(xb, xb, out=a)  # never x**3: np.power is 250 times as slow
+            np.multiply(a, GELU_A * GELU_B, out=t)
+            np.add(t, GELU_A, out=t)
+            np.multiply(t, xb, out=t)
+            np.tanh(t, out=t)
+            np.multiply(t, 0.5, out=t)
+            np.add(t, 0.5, out=t)
+            np.multiply(xb, t, out=yb)
+            np.multiply(a, 6 * GELU_A * GELU_B, out=a)
+            np.add(a, 2 * GELU_A, out=a)
+            np.multiply(a, yb, out=a)
+            np.subtract(1, t, out=d)
+            np.multiply(d, a, out=d)
+            np.add(d, t, out=d)
+        return y, derivative
+
+    def linear_gelu_forward(self, x, w, b):
+        h = self.linear_forward(x, w)
+        return self.gelu_with_derivative(h, b, y=h)  # the derivative is all that backward needs: h is overwritten
+
+    def linear_gelu_backward(self, dy, x, w, aux):
+        return self.linear_backward(np.multiply(dy, aux, out=self.like(dy)), x, w)
+
+    # -- layernorm: h = (x - mean) r, r = 1 / sqrt(var + eps); dx = r (g - mean(g) - h mean(g h)), g = dy w ------------
+
+    def layernorm_forward(self, x, w, b, eps):
+        return self.residual_layernorm_forward(x, None, None, w, b, eps)[1:]
+
+    def layernorm_backward(self, dy, w, aux):
+        dx, _, dw, db = self.residual_layernorm_backward(None, dy, w, aux)
+        return dx, dw, db
+
+    def residual_layernorm_forward(self, x, a, a_bias, w, b, eps):
+        s = x if a is None else self.like(x)
+        normalised, y = self.like(x), self.like(x)
+        rstd = np.empty(rows(x).shape[0], x.dtype)
+        mean_of = np.full(x.shape[-1], 1 / x.shape[-1], x.dtype)
+        x2, a2, s2, h2, y2 = rows(x), None if a is None else rows(a), rows(s), rows(normalised), rows(y)
+        for block in blocks(x2):
+            sb, h, r = s2[block], h2[block], rstd[block]
+            if a is not None:
+                np.add(a2[block], a_bias, out=sb)
+                np.add(sb, x2[block], out=sb)
+            np.subtract(sb, np.matmul(sb, mean_of)[:, None], out=h)
+            np.vecdot(h, h, out=r)
+            np.multiply(r, 1 / x.shape[-1], out=r)
+            np.add(r, eps, out=r)
+            np.sqrt(r, out=r)
+            np.divide(1, r, out=r)
+            np.multiply(h, r[:, None], out=h)
+            np.multiply(h, w, out=y2[block])
+            np.add(y2[block], b, out=y2[block])
+        return s, y, (normalised, rstd)
+
+    def residual_layernorm_backward(self, ds, dy, w, aux):
+        normalised, rstd = aux
+        dx, dw = self.like(dy), np.zeros_like(w)
+        dy2, h2, dx2, ds2 = rows(dy), rows(normalised), rows(dx), None if ds is None else rows(ds)
+        mean_of = np.full(dy.shape[-1], 1 / dy.shape[-1], dy.dtype)
+        scratch = self.empty((block_rows(dy2), dy2.shape[1]), dy.dtype)
+        for block in blocks(dy2):
+            h, g, t = h2[block], dx2[block], scratch[: len(h2[block])]
+            np.multiply(dy2[block], h, out=t)
+            dw += self.column_sums(t)
+            mean_gh = np.matmul(t, w / dy.shape[-1])
+            np.multiply(dy2[block], w, out=g)
+            np.multiply(h, mean_gh[:, None], out=t)
+            np.subtract(g, np.matmul(g, mean_of)[:, None], out=g)
+            np.subtract(g, t, out=g)
+            np.multiply(g, rstd[block][:, None], out=g)
+            if ds is not None:
+                np.add(g, ds2[block], out=g)
+        return dx, self.column_sums(dx2), dw, self.column_sums(dy2)
+
+    # -- attention: E = exp(S - rowmax), S = scale q k', causal; y = E v / rowsum(E) -----------------------------------
+    #    backward: dS = E (dE - rowsum(dy y)) / rowsum, so the softmax is never normalised and never recomputed
+
+    def attention_forward(self, qkv, n_head):
+        q3, B, T, D = split_heads(qkv, n_head)
+        y = self.empty((B, T, n_head * D), qkv.dtype)
+        exps = self.empty((B, n_head, T, T), qkv.dtype)  # the part above the diagonal blocks is never touched
+        inverse_sums = self.empty((B, n_head, T), qkv.dtype)
+        q = self.empty((n_head, T, D), qkv.dtype)
+        mask = np.triu(np.full((QUERIES, QUERIES), -np.inf, qkv.dtype), 1)
+        ones = np.ones(T, qkv.dtype)
+        for b in range(B):
+            np.multiply(q3[b, 0], D**-0.5, out=q)
+            k, v = q3[b, 1].transpose(0, 2, 1), q3[b, 2]
+            out = y[b].reshape(T, n_head, D).transpose(1, 0, 2)
+            for i in range(0, T, QUERIES):
+                j = min(i + QUERIES, T)
+                s, inverse = exps[b, :, i:j, :j], inverse_sums[b, :, i:j]
+                np.matmul(q[:, i:j], k[:, :, :j], out=s)
+                np.add(s[:, :, i:j], mask[: j - i, : j - i], out=s[:, :, i:j])
+                np.subtract(s, np.maximum.reduce(s, axis=2, keepdims=True), out=s)
+                np.exp(s, out=s)
+                np.matmul(s, ones[:j], out=inverse)
+                np.divide(1, inverse, out=inverse)
+                np.matmul(s, v[:, :j], out=out[:, i:j])
+                np.multiply(out[:, i:j], inverse[:, :, None], out=out[:, i:j])
+        return y, (exps, inverse_sums)
+
+    def attention_backward(self, dy, qkv, y, aux, n_head):
+        exps, inverse_sums = aux
+        q3, B, T, D = split_heads(qkv, n_head)
+        dqkv = self.like(qkv)
+        d3 = split_heads(dqkv, n_head)[0]
+        q, dys = (self.empty((n_head, T, D), qkv.dtype) for _ in range(2))
+        ds = self.empty((n_head, T, T), qkv.dtype)
+        for b in range(B):
+            k, v = q3[b, 1], q3[b, 2].transpose(0, 2, 1)
+            np.multiply(q3[b, 0], D**-0.5, out=q)
+            np.multiply(heads(dy[b], n_head), inverse_sums[b][:, :, None], out=dys)
+            correction = np.vecdot(dys, heads(y[b], n_head))[:, :, None]  # (H, T, 1)
+            for i in range(0, T, QUERIES):
+                j = min(i + QUERIES, T)
+                g = ds[:, i:j, :j]
+                np.matmul(dys[:, i:j], v[:, :, :j], out=g)
+                np.subtract(g, correction[:, i:j], out=g)
+                np.multiply(g, exps[b, :, i:j, :j], out=g)
+                np.matmul(g, k[:, :j], out=d3[b, 0, :, i:j])
+            for i in range(0, T, QUERIES):
+                j = min(i + QUERIES, T)
+                np.matmul(exps[b, :, i:, i:j].transpose(0, 2, 1), dys[:, i:], out=d3[b, 2, :, i:j])
+                np.matmul(ds[:, i:, i:j].transpose(0, 2, 1), q[:, i:], out=d3[b, 1, :, i:j])
+            np.multiply(d3[b, 0], D**-0.5, out=d3[b, 0])
+        return dqkv
+
+    def attention_cached(self, qkv, keys, values, position, n_head):
+        q3, B, t, D = split_heads(qkv, n_head)
+        end = position + t
+        keys[:, :, :, position:end] = q3[:, 1].transpose(0, 1, 3, 2)
+        values[:, :, position:end] = q3[:, 2]
+        s = np.matmul(q3[:, 0] * q3.dtype.type(D**-0.5), keys[:, :, :, :end])  # (B, H, t, end)
+        if t > 1:
+            s += np.triu(np.full((t, end), -np.inf, s.dtype), position + 1)
+        s -= s.max(-1, keepdims=True)
+        np.exp(s, out=s)
+        s /= s.sum(-1, keepdims=True)
+        return np.matmul(s, values[:, :, :end]).transpose(0, 2, 1, 3).reshape(B, t, n_head * D)
+
+    # -- embedding ---------------------------------------------------------------------------------------------------
+
+    def embedding_forward(self, ids, wte, wpe, position=0):
+        x = self.empty((*ids.shape, wte.shape[1]), wte.dtype)
+        np.take(wte, ids, axis=0, out=x, mode="clip")  # "raise" copies through a buffer; ops.embedding checks the range
+        return np.add(x, wpe[position : position + ids.shape[1]], out=x)
+
+    def embedding_backward(self, dy, ids, wte, wpe):
+        ids, dy2 = ids.reshape(-1).astype(np.intp), rows(dy)
+        order = np.argsort(ids, kind="stable")
+        runs = np.flatnonzero(np.diff(ids[order], prepend=-1))  # first row of each token, in the order of the ids
+        dwte, dwpe = self.zeros(wte.shape, dy.dtype), self.zeros(wpe.shape, dy.dtype)
+        dwte[ids[order[runs]]] = np.add.reduceat(dy2[order], runs, axis=0)
+        np.add.reduce(dy, axis=0, out=dwpe[: dy.shape[1]])
+        return dwte, dwpe
+
+    # -- unembedding and cross-entropy: dlogits = scale (softmax - onehot) ---------------------------------------------
+
+    def unembed_forward(self, x, w):
+        return self.matmul(rows(x), w.T).reshape(*x.shape[:-1], w.shape[0])
+
+    def unembed_backward(self, dy, x, w):
+        dy = rows(dy)
+        return self.matmul(dy, w).reshape(x.shape), self.matmul(dy.T, rows(x))
+
+    def cross_entropy_forward(self, logits, targets, scale):
+        exps = np.subtract(logits, np.maximum.reduce(logits, axis=1, keepdims=True), out=self.like(logits))
+        picked = exps[np.arange(len(targets)), targets]
+        np.exp(exps, out=exps)
+        sums = exps.sum(axis=1)
+        return np.asarray((np.log(sums) - picked).sum(dtype=np.float64) * scale), (exps, sums)
+
+    def cross_entropy_backward(self, dy, logits, targets, scale, aux):
+        exps, sums = aux
+        factor = logits.dtype.type(float(dy) * scale)
+        dlogits = np.multiply(exps, (factor / sums)[:, None], out=self.like(logits))
+        dlogits[np.arange(len(targets)), targets] -= factor
+        return dlogits
+
+    def unembed_cross_entropy_forward(self, x, w, targets, scale):
+        loss, chunks = np.float64(0), logit_chunks(x, w)
+        for chunk in chunks:
+            part, aux = self.cross_entropy_forward(self.unembed_forward(x[chunk], w), targets[chunk], scale)
+            loss += part
+        return np.asarray(loss), aux if len(chunks) == 1 else None
+
+    def unembed_cross_entropy_backward(self, dy, x, w, targets, scale, aux):
+        if aux is not None:
+            dlogits = self.cross_entropy_backward(dy, aux[0], targets, scale, aux)
+            return self.unembed_backward(dlogits, x, w)
+        dx, dw = self.like(x), self.zeros(w.shape, w.dtype)
+        for chunk in logit_chunks(x, w):  # too many logits to keep: compute each chunk's again
+            logits = self.unembed_forward(x[chunk], w)
+            _, aux = self.cross_entropy_forward(logits, targets[chunk], scale)
+            dlogits = self.cross_entropy_backward(dy, logits, targets[chunk], scale, aux)
+            dx[chunk], part = self.unembed_backward(dlogits, x[chunk], w)
+            np.add(dw, part, out=dw)
+        return dx, dw
+
+    # -- flat buffers ------------------------------------------------------------------------------------------------
+
+    def sum_of_squares(self, flat, segments):
+        parts = flat.reshape(segments, -1, 1024)  # a row is short enough to sum in its own precision
+        return np.array([np.vecdot(part, part).sum(dtype=np.float64) for part in parts])
+
+    def adamw_step(self, p, g, m, v, step, lr, beta1, beta2, eps, weight_decay, grad_scale=1.0):
+        # p -= lr (m / c1 / (sqrt(v / c2) + eps) + weight_decay p), c = 1 - beta^step, with c2 moved out of the root
+        c1, c2 = 1 - beta1**step, 1 - beta2**step
+        rate, eps = lr / c1 * math.sqrt(c2), eps * math.sqrt(c2)
+        width = BLOCK // 2
+        t, u = (self.empty((width,), p.dtype) for _ in range(2))
+        for start in range(0, len(p), width):
+            block = slice(start, start + width)
+            pb, gb, mb, vb = p[block], g[block], m[block], v[block]
+            a, b = t[: len(pb)], u[: len(pb)]
+            if grad_scale != 1.0:
+                gb = np.multiply(gb, grad_scale, out=b)
+            np.multiply(mb, beta1, out=mb)
+            np.multiply(gb, 1 - beta1, out=a)
+            np.add(mb, a, out=mb)
+            np.multiply(gb, gb, out=a)
+            np.multiply(a, 1 - beta2, out=a)
+            np.multiply(vb, beta2, out=vb)
+            np.add(vb, a, out=vb)
+            np.sqrt(vb, out=a)
+            np.add(a, eps, out=a)
+            np.divide(mb, a, out=a)
+            np.multiply(a, rate, out=a)
+            if weight_decay:
+                np.multiply(pb, 1 - lr * weight_decay, out=pb)
+            np.subtract(pb, a, out=pb)
+
+
+def rows(x):
+    """(..., C) as (N, C), a view."""
+    return x.reshape(-1, x.shape[-1])
+
+
+def block_rows(x):
+    return max(1, BLOCK // x.shape[1])
+
+
+def blocks(x):
+    """Slices of rows that divide x (N, C) into cache-sized blocks."""
+    step = block_rows(x)
+    return [slice(start, start + step) for start in range(0, x.shape[0], step)]
+
+
+def logit_chunks(x, w):
+    """Slices of rows of x (N, C) whose logits (rows, V) stay below LOGITS elements."""
+    step = max(1, LOGITS // w.shape[0])
+    return [slice(start, start + step) for start in range(0, x.shape[0], step)]
+
+
+def heads(x, n_head):
+    """(T, C) as (H, T, D), a view."""
+    return x.reshape(x.shape[0], n_head, -1).transpose(1, 0, 2)
+
+
+def split_heads(qkv, n_head):
+    """(B, T, 3C) as a view (B, 3, H, T, D), and B, T, D."""
+    B, T, C3 = qkv.shape
+    return qkv.reshape(B, T, 3, n_head, -1).transpose(0, 2, 3, 1, 4), B, T, C3 // 3 // n_head

@@ -1,0 +1,8 @@
+"""Train GPT-2 on one CPU: NumPy arrays, one process."""
+
+from gpt2core.cli import train
+from gpt2core.communicator import Solo
+from stage0_serial.numpy_backend import NumpyBackend
+
+if __name__ == "__main__":
+    train(backend=NumpyBackend, world=Solo)
