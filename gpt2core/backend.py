@@ -120,7 +120,7 @@ class Backend(ABC):
         """ids (B, T) integers in [0, V), wte (V, C), wpe (block, C) -> wte[ids] + wpe[position:position + T]."""
 
     @abstractmethod
-    def embedding_backward(self, dy, ids, wte, wpe):
+    def embedding_backward(self, dy, ids, wte, wpe, position=0):
         """dy (B, T, C) -> dwte (V, C), dwpe (block, C), summed in an order that does not vary."""
 
     @abstractmethod

@@ -64,13 +64,15 @@ def attention(qkv, n_head):
 
 def embedding(ids, wte, wpe, position=0):
     """ids (B, T), an array of token numbers -> wte[ids] + wpe[position : position + T] (B, T, C)."""
+    require(wte.shape[1:] == wpe.shape[1:], "embedding", wte, wpe)
     if ids.ndim != 2 or position + ids.shape[1] > wpe.shape[0]:
         raise ShapeError(f"embedding: ids {ids.shape} from position {position} do not fit {wpe.shape[0]} positions")
     if ids.size and not (0 <= int(ids.min()) and int(ids.max()) < wte.shape[0]):
-        raise ShapeError(f"embedding: token {int(ids.max())} is outside the vocabulary of {wte.shape[0]}")
+        token = int(ids.min()) if int(ids.min()) < 0 else int(ids.max())
+        raise ShapeError(f"embedding: token {token} is outside the vocabulary of {wte.shape[0]}")
     backend = wte.backend
     y = backend.embedding_forward(ids, wte.data, wpe.data, position)
-    return Tensor.from_op(y, (wte, wpe), lambda dy: backend.embedding_backward(dy, ids, wte.data, wpe.data))
+    return Tensor.from_op(y, (wte, wpe), lambda dy: backend.embedding_backward(dy, ids, wte.data, wpe.data, position))
 
 
 def unembed(x, w):
@@ -154,7 +156,7 @@ def matmul(a, b):
     """a (..., n, k) @ b (..., k, m) -> (..., n, m), leading axes broadcast."""
     if a.ndim < 2 or b.ndim < 2 or a.shape[-1] != b.shape[-2]:
         raise ShapeError(f"matmul: {a.shape} @ {b.shape}: the inner sizes must be equal, with two axes at least")
-    y = a.data @ b.data
+    y = broadcasting(a, b, lambda x, y: x @ y)
 
     def backward(dy):
         return dy_to(a, dy @ b.data.swapaxes(-1, -2)), dy_to(b, a.data.swapaxes(-1, -2) @ dy)
@@ -233,7 +235,7 @@ def where(condition, a, b):
     """a where the array `condition` is true, else b."""
     a, b = operands(a, b)
     xp = a.backend.xp
-    y = xp.where(condition, a.data, b.data)
+    y = broadcasting(a, b, lambda x, y: xp.where(condition, x, y))
     return Tensor.from_op(
         y, (a, b), lambda dy: (dy_to(a, xp.where(condition, dy, 0)), dy_to(b, xp.where(condition, 0, dy)))
     )
@@ -244,7 +246,11 @@ def concatenate(tensors, axis=0):
     xp, edges, at = tensors[0].backend.xp, [], 0
     for tensor in tensors[:-1]:
         edges.append(at := at + tensor.shape[axis])
-    y = xp.concatenate([tensor.data for tensor in tensors], axis)
+    try:
+        y = xp.concatenate([tensor.data for tensor in tensors], axis)
+    except ValueError:
+        shapes = ", ".join(str(tensor.shape) for tensor in tensors)
+        raise ShapeError(f"concatenate: shapes {shapes} do not line up along axis {axis}") from None
     return Tensor.from_op(y, tuple(tensors), lambda dy: tuple(xp.split(dy, edges, axis)))
 
 

@@ -16,14 +16,14 @@ class ShapeError(ValueError):
     """Shapes that do not fit together; the message names both."""
 
 
-class no_grad(contextlib.ContextDecorator):
+@contextlib.contextmanager
+def no_grad():
     """Inside, operations compute and record nothing: `with no_grad(): ...`, or `@no_grad()` on a function."""
-
-    def __enter__(self):
-        self.token = _recording.set(False)
-
-    def __exit__(self, *error):
-        _recording.reset(self.token)
+    token = _recording.set(False)
+    try:
+        yield
+    finally:
+        _recording.reset(token)
 
 
 def is_recording():
@@ -153,7 +153,7 @@ class Tensor:
                 if parent.requires_grad:
                     deliver(parent, gradient)
             del gradients, parent_gradients
-            gradient = None
+            parent = gradient = None  # or the last input of this node would outlive the next one's backward
             if not retain_graph:
                 node.free()
 

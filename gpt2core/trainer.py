@@ -118,14 +118,13 @@ class Trainer:
         return peak and tokens_per_second * flops_per_token(self.config, self.seq_len) / (peak * self.world.size)
 
     def evaluate(self, windows):
-        """Mean cross-entropy over every window once, in nats a token; nothing is updated."""
-        count, total = windows.windows_per_epoch, 0.0
-        for position in range(0, count, self.batch_size):
-            size = min(self.batch_size, count - position)
-            mine = even_slices(size, self.world.size)[self.world.rank]
-            inputs, targets = windows.batch(position + mine.start, mine.stop - mine.start)
-            total += self.total(self.shards.losses(inputs, targets, 1.0))
-        return total / (count * self.seq_len)
+        """Mean cross-entropy over every whole window once, in nats a token; nothing is updated."""
+        total, count = 0.0, 0
+        for inputs, targets in windows.once(self.batch_size):
+            mine = even_slices(len(inputs), self.world.size)[self.world.rank]
+            total += self.total(self.shards.losses(inputs[mine], targets[mine], 1.0))
+            count += inputs.size
+        return total / count
 
     def model(self):
         """The current model, for generation: parameters shared, no gradients."""

@@ -30,7 +30,7 @@ class NumpyBackend(Backend):
                 f"--precision {precision} is not available on the CPU: NumPy has fast matrix products in "
                 f"{' and '.join(DTYPES)} only; tf32, bf16 and fp16 need a GPU stage"
             )
-        self.dtype = np.dtype(DTYPES[precision])
+        self.precision, self.dtype = precision, np.dtype(DTYPES[precision])
         self.pool = BufferPool()
 
     # -- arrays ------------------------------------------------------------------------------------------------------
@@ -235,13 +235,13 @@ class NumpyBackend(Backend):
         np.take(wte, ids, axis=0, out=x, mode="clip")  # "raise" copies through a buffer; ops.embedding checks the range
         return np.add(x, wpe[position : position + ids.shape[1]], out=x)
 
-    def embedding_backward(self, dy, ids, wte, wpe):
+    def embedding_backward(self, dy, ids, wte, wpe, position=0):
         ids, dy2 = ids.reshape(-1).astype(np.intp), rows(dy)
         order = np.argsort(ids, kind="stable")
         runs = np.flatnonzero(np.diff(ids[order], prepend=-1))  # first row of each token, in the order of the ids
         dwte, dwpe = self.zeros(wte.shape, dy.dtype), self.zeros(wpe.shape, dy.dtype)
         dwte[ids[order[runs]]] = np.add.reduceat(dy2[order], runs, axis=0)
-        np.add.reduce(dy, axis=0, out=dwpe[: dy.shape[1]])
+        np.add.reduce(dy, axis=0, out=dwpe[position : position + dy.shape[1]])
         return dwte, dwpe
 
     # -- unembedding and cross-entropy: dlogits = scale (softmax - onehot) ---------------------------------------------

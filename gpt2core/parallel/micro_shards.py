@@ -97,7 +97,9 @@ class MicroShards:
         """The losses of the micro-shards in order, nothing recorded: validation."""
         deal = self.deal(inputs, targets)
         each = self.workers.map(
-            lambda lane, mine: [lane.model.loss(x, y, scale).item() for x, y in mine if len(x)], self.lanes, deal
+            lambda lane, mine: [lane.model.loss(x, y, scale).item() if len(x) else 0.0 for x, y in mine],
+            self.lanes,
+            deal,
         )
         return [loss for lane in each for loss in lane]
 

@@ -1,0 +1,261 @@
+"""A corpus is one contiguous buffer of token ids, in memory or on disk; a batch is a view of it.
+
+A token file is a header of 32 bytes and the ids, little-endian, so that a corpus larger than memory is a memory map:
+
+    bytes 0-8    magic    93 "GPT2TOK"    (byte 93 hex opens no UTF-8 text, so a text is never taken for one)
+    bytes 8-12   version and bytes an id (2 or 4), uint16 each
+    bytes 12-16  fingerprint of the tokenizer's vocabulary, uint32
+    bytes 16-24  vocabulary size, uint64
+    bytes 24-32  number of tokens, uint64
+
+Its tokenizer.json lies beside it in the same directory; data/prepare.py writes both.
+"""
+
+# n tokens in the buffer, T tokens in a window
+
+import codecs
+import math
+import os
+import struct
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+
+from gpt2core.errors import ConfigError, DataError
+from gpt2core.tokenizer import Tokenizer, build_tokenizer
+
+MAGIC, VERSION, HEADER = b"\x93GPT2TOK", 1, struct.Struct("<8sHHIQQ")
+TOKEN_FILE = "tokens.bin"
+CHUNK = 1 << 17  # bytes read at once
+CHECKED = 1 << 30  # a token file up to this many bytes has every id checked when it is opened (under a second)
+
+
+def text_chunks(path, size=CHUNK):
+    """Yield the UTF-8 text of a file in chunks of about `size` bytes, every byte kept as it is (line ends, BOM).
+
+    Raises DataError naming the path: missing, a directory, unreadable, empty, or not UTF-8 (with the byte offset).
+    """
+    decoder, offset = codecs.getincrementaldecoder("utf-8")(), 0
+    try:
+        with open(path, "rb") as file:
+            while block := file.read(size):
+                pending = len(decoder.getstate()[0])  # the head of a character that the last block cut
+                try:
+                    yield decoder.decode(block)
+                    offset += len(block)
+                except UnicodeDecodeError as error:
+                    raise _not_utf8(path, offset - pending + error.start) from None
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}; give a UTF-8 text file") from None
+    if not offset:
+        raise DataError(f"{path} is empty (0 bytes): give a corpus with some text")
+    if pending := len(decoder.getstate()[0]):
+        raise _not_utf8(path, offset - pending)
+
+
+def _not_utf8(path, offset):
+    return DataError(f"{path} is not UTF-8: byte {offset} cannot be decoded; convert it with iconv -t UTF-8")
+
+
+def read_text(path):
+    """Return a whole UTF-8 file as str; raises DataError as `text_chunks` does."""
+    return "".join(text_chunks(path))
+
+
+@contextmanager
+def replaced(path):
+    """Open a temporary file for writing that becomes `path`, fsynced, when the block ends well, and vanishes otherwise.
+
+    Raises DataError when it cannot be written (no such directory, no permission, disk full).
+    """
+    path = Path(path)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        raise DataError(f"cannot write {path}: {error.strerror}; choose another --out or free some space") from None
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_token_file(path, arrays, tokenizer):
+    """Write the ids of an iterable of integer arrays as one token file, atomically; return how many there are."""
+    count, dtype = 0, tokenizer.dtype.newbyteorder("<")
+    with replaced(path) as file:
+        file.write(bytes(HEADER.size))
+        for array in arrays:
+            file.write(np.ascontiguousarray(array, dtype).data)
+            count += len(array)
+        file.seek(0)
+        sizes = (tokenizer.vocab_size, count)
+        file.write(HEADER.pack(MAGIC, VERSION, dtype.itemsize, tokenizer.fingerprint, *sizes))
+    return count
+
+
+def is_token_file(path):
+    """Return whether the file at `path` begins with a token file's magic; False when it cannot be read."""
+    try:
+        with open(path, "rb") as file:
+            return file.read(len(MAGIC)) == MAGIC
+    except OSError:
+        return False
+
+
+def _read_header(path):
+    """Return (dtype, fingerprint, vocab_size, count) of a token file, checked against the size of the file."""
+    try:
+        with open(path, "rb") as file:
+            head, size = file.read(HEADER.size), os.fstat(file.fileno()).st_size
+    except OSError as error:
+        raise DataError(f"cannot read the token file {path}: {error.strerror}; write it with data/prepare.py") from None
+    if not head.startswith(MAGIC):
+        raise DataError(f"{path} is not a token file: it does not begin with its magic; write it with data/prepare.py")
+    if len(head) < HEADER.size:
+        raise DataError(f"{path} is truncated: {len(head)} bytes of a header of {HEADER.size}; prepare it again")
+    _, version, item, fingerprint, vocab_size, count = HEADER.unpack(head)
+    if version != VERSION:
+        raise DataError(f"{path} is a token file of version {version}, this program reads {VERSION}: prepare it again")
+    if item not in (2, 4) or not 0 < vocab_size <= 1 << 8 * item or not count:
+        raise DataError(
+            f"the header of {path} is corrupt: {count} tokens of {item} bytes, vocabulary {vocab_size}; prepare it again"
+        )
+    if size != HEADER.size + count * item:
+        raise DataError(
+            f"{path} has {size} bytes, but its header promises {count} tokens, "
+            f"{HEADER.size + count * item} bytes: it is truncated or corrupt, prepare it again"
+        )
+    return np.dtype(f"<u{item}"), fingerprint, vocab_size, count
+
+
+def open_token_file(path):
+    """Return the ids of a token file as a read-only memory map, (n,) uint16 or uint32.
+
+    Raises DataError when the file is missing, foreign, truncated or corrupt; ids outside the vocabulary are looked for
+    in files of up to CHECKED bytes.
+    """
+    dtype, _, vocab_size, count = _read_header(path)
+    tokens = np.memmap(path, dtype, mode="r", offset=HEADER.size, shape=(count,))
+    if count * dtype.itemsize <= CHECKED and (largest := int(tokens.max())) >= vocab_size:
+        raise DataError(
+            f"{path} is corrupt: token id {largest} is outside its vocabulary of {vocab_size}; prepare it again"
+        )
+    return tokens
+
+
+def load_tokens(path, tokenizer=None):
+    """Return (tokens (n,), Tokenizer) of a text file, a token file, or a directory written by data/prepare.py.
+
+    tokenizer: None (the word-level one of a text; the tokenizer.json beside a token file), "word", "byte", the path of
+    a tokenizer.json, or a Tokenizer (to read validation data as the training data was). Raises DataError when a token
+    file was made with another vocabulary.
+    """
+    path = Path(path)
+    path = path / TOKEN_FILE if (path / TOKEN_FILE).is_file() else path
+    if not is_token_file(path):
+        text = read_text(path)
+        made = tokenizer if isinstance(tokenizer, Tokenizer) else build_tokenizer(tokenizer or "word", text)
+        return made.encode(text), made
+    asked = tokenizer
+    if not isinstance(tokenizer, Tokenizer):
+        tokenizer = Tokenizer.load(path.parent if asked in (None, "word", "byte") else asked)
+    _, fingerprint, vocab_size, _ = _read_header(path)
+    if asked in ("word", "byte") and tokenizer.kind != asked:
+        raise DataError(f"{path} holds {tokenizer.kind} tokens, but the tokenizer asked for is {asked}: leave it out")
+    if tokenizer.vocab_size != vocab_size or tokenizer.fingerprint != fingerprint:
+        raise DataError(
+            f"{path} was made with another tokenizer (its vocabulary has {vocab_size} tokens, this one "
+            f"{tokenizer.vocab_size}, fingerprints {fingerprint:08x} and {tokenizer.fingerprint:08x}): prepare it again"
+        )
+    return open_token_file(path), tokenizer
+
+
+def split_validation(tokens, fraction):
+    """Return (training, validation) views of `tokens`: the last `fraction` of them, 0 <= fraction < 1, validates."""
+    if not 0 <= fraction < 1:
+        raise ConfigError(f"the validation fraction is {fraction}, but it must be at least 0 and less than 1")
+    cut = len(tokens) - round(len(tokens) * fraction)
+    return tokens[:cut], tokens[cut:]
+
+
+class Windows:
+    """Sliding windows over one contiguous token buffer: stride = seq_len, circular at its end, so no padding token exists.
+
+    tokens: (n,) integers, array or memory map, never copied. seq_len: T. order: "sequential", where window w covers
+    tokens w*T to w*T + T of the endless circular stream, or "shuffled", where each epoch visits its ceil(n / T) windows
+    once, in a permutation seeded by (seed, epoch).
+
+    A batch is a pure function of its position, the number of windows consumed since the start of training. So that one
+    integer is all the state there is to resume, and a rank reads its own rows with batch(position + first_row, rows).
+
+    Raises DataError for a corpus shorter than one window, ConfigError for a wrong option.
+    """
+
+    def __init__(self, tokens, seq_len, order="sequential", seed=0):
+        if seq_len < 1:
+            raise ConfigError(f"seq_len is {seq_len}, but a window needs at least 1 token")
+        if order not in ("sequential", "shuffled"):
+            raise ConfigError(f"unknown order {order!r}: choose sequential or shuffled")
+        if seed < 0:
+            raise ConfigError(f"the seed is {seed}, but it must be 0 or more")
+        buffer = np.asarray(tokens)[:]
+        if buffer.ndim != 1 or buffer.dtype.kind not in "iu":
+            raise DataError(f"tokens must be one row of integers, but they are {buffer.dtype} of shape {buffer.shape}")
+        if len(buffer) < seq_len + 1:
+            raise DataError(
+                f"the corpus has {len(buffer)} tokens, but one window of {seq_len} needs {seq_len + 1} "
+                "(the last one is a target): give more text or a shorter --seq-len"
+            )
+        buffer.flags.writeable = False  # batches are views of it
+        self.tokens, self.seq_len, self.order, self.seed = buffer, seq_len, order, seed
+        self.windows_per_epoch = math.ceil(len(buffer) / seq_len)
+        self._permutation = (None, None)  # (epoch, its order)
+
+    def batch(self, position, count):
+        """Return (inputs, targets), each (count, T), of windows `position` to `position + count`; targets lead by one.
+
+        Both are read-only views of the corpus where a sequential run does not cross its end, else of one small copy.
+        """
+        if position < 0 or count < 1:
+            raise ConfigError(f"batch of {count} windows at {position}: the count must be positive, the position not negative")
+        if self.order == "sequential":
+            return self._run(position * self.seq_len, count)
+        starts = np.array([self._shuffled(position + row) for row in range(count)]) * self.seq_len
+        rows = self._circular(starts[:, None] + np.arange(self.seq_len + 1))  # (count, T + 1)
+        return rows[:, :-1], rows[:, 1:]
+
+    def once(self, count):
+        """Yield (inputs, targets) of up to `count` windows, covering each window that does not wrap exactly once.
+
+        This is an evaluation: the circle's seam, where the last token would predict the first, is not part of the text.
+        """
+        whole = (len(self.tokens) - 1) // self.seq_len
+        for first in range(0, whole, count):
+            yield self._run(first * self.seq_len, min(count, whole - first))
+
+    def _run(self, start, count):
+        """Return `count` consecutive windows from token `start` of the stream, as views where the buffer allows."""
+        start, length = start % len(self.tokens), count * self.seq_len
+        if start + length + 1 <= len(self.tokens):
+            run = self.tokens[start : start + length + 1]
+        else:
+            run = self._circular(start + np.arange(length + 1))
+        return run[:-1].reshape(count, self.seq_len), run[1:].reshape(count, self.seq_len)
+
+    def _circular(self, index):
+        rows = self.tokens[index % len(self.tokens)]
+        rows.flags.writeable = False
+        return rows
+
+    def _shuffled(self, window):
+        epoch, index = divmod(window, self.windows_per_epoch)
+        known, order = self._permutation
+        if known != epoch:
+            generator = np.random.Generator(np.random.PCG64(np.random.SeedSequence((self.seed, epoch))))
+            order = generator.permutation(self.windows_per_epoch)
+            self._permutation = (epoch, order)  # one assignment: threads may race to it, and each still has its own
+        return int(order[index])

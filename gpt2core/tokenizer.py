@@ -1,0 +1,256 @@
+"""Text to token ids and back without loss: words, bytes, or GPT-2's byte pairs, each in one tokenizer.json.
+
+The Hugging Face `tokenizers` library does the encoding and reads what we write. Decoding is one table for all three
+kinds, the bytes of every token: a text is the concatenation of its tokens' bytes, and a stream of tokens is fed through
+an incremental UTF-8 decoder, which holds half a character back until its other half arrives.
+"""
+
+import codecs
+import json
+import zlib
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+from gpt2core.errors import DataError
+
+FILE_NAME = "tokenizer.json"
+
+# A token is a word or one punctuation mark, each with the space before it, or one whitespace character: every character
+# of any text belongs to exactly one of them, which is why the round trip is exact.
+WORD_PATTERN = r" ?\w+| ?[^\w\s]|\s"
+
+PIECE = 1 << 16  # characters encoded at once: the library keeps about 200 bytes a token while it encodes
+
+
+def byte_alphabet():
+    """Return GPT-2's 256 printable characters; the one at index b stands for byte b (`bytes_to_unicode` of GPT-2)."""
+    printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    others = iter(range(256, 512))
+    return "".join(chr(byte if byte in printable else next(others)) for byte in range(256))
+
+
+def cut_at_words(chunks):
+    """Join and re-cut an iterable of str where no token crosses: before a space or newline that follows a word.
+
+    No kind of token has a space or a newline after a word's last character, so the pieces' tokens are the text's.
+    A text without such a place (one endless word) comes back in one piece.
+    """
+    held = []
+    for chunk in chunks:
+        at = len(chunk) - 1
+        while at > 0 and not (chunk[at] in " \n" and chunk[at - 1].isalnum()):
+            at -= 1
+        if at > 0:
+            yield "".join([*held, chunk[:at]])
+            held = []
+        held.append(chunk[max(at, 0) :])
+    if held:
+        yield "".join(held)
+
+
+def slices(text):
+    """Yield `text` in slices of PIECE characters."""
+    return (text[start : start + PIECE] for start in range(0, len(text), PIECE))
+
+
+class Tokenizer:
+    """One `tokenizers.Tokenizer`, its kind ("word", "byte" or "bpe"), and the bytes of every token.
+
+    Build one with `word_level`, `byte_level` or `load`. `dtype` is uint16 when the vocabulary fits, else uint32.
+    """
+
+    def __init__(self, library_tokenizer, kind):
+        self.library, self.kind = library_tokenizer, kind
+        self.ids = library_tokenizer.get_vocab(with_added_tokens=True)  # token -> id
+        self.vocab_size = max(self.ids.values()) + 1
+        self.dtype = np.dtype(np.uint16 if self.vocab_size <= 1 << 16 else np.uint32)
+        byte_of = {character: byte for byte, character in enumerate(byte_alphabet())}
+        self.token_bytes = [b""] * self.vocab_size  # a gap in the ids decodes to nothing
+        for token, id in self.ids.items():
+            spelled = kind != "word" and all(character in byte_of for character in token)
+            self.token_bytes[id] = bytes(map(byte_of.get, token)) if spelled else token.encode("utf-8")
+
+    @classmethod
+    def word_level(cls, text):
+        """Return the paper's tokenizer: the vocabulary is every distinct token of `text`, by falling count, then text.
+
+        text: a str, or an iterable of str chunks for a text larger than memory. Raises DataError if it is empty.
+        """
+        splitter = pre_tokenizers.Split(tokenizers.Regex(WORD_PATTERN), behavior="isolated")
+        count = Counter()
+        for piece in cut_at_words(slices(text) if isinstance(text, str) else text):
+            count.update(word for word, _ in splitter.pre_tokenize_str(piece))
+        if not count:
+            raise DataError("a word vocabulary cannot be made from an empty text: give a corpus with at least one word")
+        order = sorted(count, key=lambda word: (-count[word], word))
+        library = tokenizers.Tokenizer(models.WordLevel({word: id for id, word in enumerate(order)}))
+        library.pre_tokenizer, library.decoder = splitter, decoders.Fuse()
+        return cls(library, "word")
+
+    @classmethod
+    def byte_level(cls):
+        """Return the tokenizer whose 256 ids are the bytes of the text's UTF-8 form."""
+        alphabet = {character: byte for byte, character in enumerate(byte_alphabet())}
+        library = tokenizers.Tokenizer(models.BPE(alphabet, []))
+        library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        library.decoder = decoders.ByteLevel()
+        return cls(library, "byte")
+
+    @classmethod
+    def load(cls, path):
+        """Return the tokenizer of a tokenizer.json, or of the directory that holds one.
+
+        Raises DataError when the file is missing or corrupt, or describes a tokenizer that would lose text: only our
+        two kinds and byte-level BPE without a prefix space (GPT-2's) are taken.
+        """
+        path = Path(path)
+        path = path / FILE_NAME if path.is_dir() else path
+        try:
+            text = path.read_bytes().decode("utf-8")
+            library, description = tokenizers.Tokenizer.from_str(text), json.loads(text)
+        except OSError as error:
+            raise DataError(f"cannot read the tokenizer {path}: {error.strerror}; give a {FILE_NAME}") from None
+        except Exception as error:  # the library raises the bare Exception
+            raise DataError(f"{path} is not a tokenizer.json of the tokenizers library ({error})") from None
+        return cls(library, _kind(description, path))
+
+    def save(self, path):
+        """Write tokenizer.json at `path`, or inside it when it is a directory. Raises DataError if it cannot."""
+        path = Path(path)
+        path = path / FILE_NAME if path.is_dir() else path
+        try:
+            path.write_bytes(self.to_bytes())
+        except OSError as error:
+            raise DataError(f"cannot write the tokenizer {path}: {error.strerror}") from None
+
+    def to_bytes(self):
+        """Return the tokenizer.json as bytes: the same tokenizer always gives the same bytes."""
+        return self.library.to_str(pretty=True).encode("utf-8")
+
+    @property
+    def fingerprint(self):
+        """A 32-bit checksum of the vocabulary in the order of its ids: two tokenizers that share it decode alike."""
+        return zlib.crc32(b"".join(len(token).to_bytes(4, "little") + token for token in self.token_bytes))
+
+    def encode(self, text):
+        """Return the ids of `text`, (tokens,) of `dtype`; decode(encode(text)) == text.
+
+        Raises DataError naming the first word outside the vocabulary, or for a text that UTF-8 cannot hold.
+        """
+        return np.concatenate([np.empty(0, self.dtype), *self.encode_chunks(slices(text))])
+
+    def encode_chunks(self, chunks):
+        """Yield id arrays whose concatenation encodes the concatenation of `chunks`, in memory of a few chunks."""
+        encode = {"word": self._encode_words, "byte": self._encode_bytes, "bpe": self._encode_pairs}[self.kind]
+        pieces = cut_at_words(chunks)
+        for piece in pieces:
+            try:
+                yield encode(piece, pieces)
+            except UnicodeEncodeError as error:
+                raise DataError(
+                    f"the text has the lone surrogate U+{ord(error.object[error.start]):04X}, which UTF-8 cannot hold: "
+                    "remove it"
+                ) from None
+
+    def encode_prompt(self, text):
+        """Encode `text` as `encode` does, but give its first word the leading space if only so it is in the vocabulary.
+
+        A word of the corpus is mostly known as " word": a prompt that opens with it should not need the space.
+        """
+        if self.kind == "word" and text:
+            first = self._words(text[:PIECE])[0]
+            if first not in self.ids and " " + first in self.ids:
+                text = " " + text
+        return self.encode(text)
+
+    def decode(self, ids):
+        """Return the text of `ids` (any integers); bytes that are no UTF-8 become U+FFFD.
+
+        Raises DataError for an id outside the vocabulary.
+        """
+        return b"".join(map(self._bytes_of, np.asarray(ids).tolist())).decode("utf-8", errors="replace")
+
+    def stream(self):
+        """Return a TokenStream, which decodes one id at a time."""
+        return TokenStream(self._bytes_of)
+
+    def _bytes_of(self, id):
+        if not 0 <= id < self.vocab_size:
+            raise DataError(
+                f"token id {id} is outside the vocabulary of {self.vocab_size}: "
+                "these ids are of another tokenizer, use the one they were made with"
+            )
+        return self.token_bytes[id]
+
+    def _words(self, piece):
+        return [word for word, _ in self.library.pre_tokenizer.pre_tokenize_str(piece)]
+
+    def _encode_words(self, piece, rest):
+        words = self._words(piece)
+        try:
+            return np.array([self.ids[word] for word in words], self.dtype)
+        except KeyError as error:
+            strangers = sum(word not in self.ids for word in words)
+            strangers += sum(word not in self.ids for piece in rest for word in self._words(piece))
+            raise DataError(
+                f"the word {error.args[0]!r} is not in the vocabulary of {self.vocab_size} tokens "
+                f"({strangers} unknown in all): use words of the corpus, or train with --tokenizer byte"
+            ) from None
+
+    def _encode_bytes(self, piece, rest):
+        return np.frombuffer(piece.encode("utf-8"), np.uint8).astype(self.dtype)
+
+    def _encode_pairs(self, piece, rest):
+        piece.encode("utf-8")  # the library's own message for a lone surrogate names no character
+        return np.array(self.library.encode(piece, add_special_tokens=False).ids, self.dtype)
+
+
+class TokenStream:
+    """Decodes a stream of ids: the pieces and the last flush() concatenate to decode() of all ids."""
+
+    def __init__(self, bytes_of):
+        self.bytes_of = bytes_of
+        self.decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def push(self, id):
+        """Return the text that `id` completes, "" while a character is still missing a byte."""
+        return self.decoder.decode(self.bytes_of(int(id)))
+
+    def flush(self):
+        """Return U+FFFD if the stream ended inside a character, else ""."""
+        return self.decoder.decode(b"", final=True)
+
+
+def build_tokenizer(spec, text):
+    """Return the tokenizer that `spec` names: "word" (vocabulary of `text`), "byte", or the path of a tokenizer.json.
+
+    text: a str or an iterable of str; only "word" reads it.
+    """
+    if spec == "word":
+        return Tokenizer.word_level(text)
+    return Tokenizer.byte_level() if spec == "byte" else Tokenizer.load(spec)
+
+
+def _kind(description, path):
+    """Return the kind of a parsed tokenizer.json, or raise DataError if it is none whose round trip is exact."""
+    model, splitter = description["model"], description["pre_tokenizer"] or {}
+    if model["type"] == "WordLevel" and splitter.get("pattern") == {"Regex": WORD_PATTERN}:
+        return "word"
+    last = (splitter.get("pretokenizers") or [splitter])[-1]
+    if model["type"] != "BPE" or last.get("type") != "ByteLevel" or last["add_prefix_space"]:
+        raise DataError(
+            f"{path} holds a {model['type']} tokenizer that may lose text: use word-level, byte-level, "
+            "or byte-level BPE without a prefix space, as GPT-2's"
+        )
+    missing = sum(character not in model["vocab"] for character in byte_alphabet())
+    if missing:
+        raise DataError(
+            f"{path} lacks {missing} of the 256 byte tokens, so some text would vanish: "
+            "train it with initial_alphabet=ByteLevel.alphabet()"
+        )
+    plain = [model["vocab"][character] for character in byte_alphabet()] == list(range(256))
+    return "byte" if plain and len(model["vocab"]) == 256 and not description["added_tokens"] else "bpe"
