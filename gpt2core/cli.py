@@ -379,7 +379,7 @@ def read_prompt(args, tokenizer, block):
     if args.prompt is not None and args.prompt_file is not None:
         raise ConfigError("--prompt and --prompt-file exclude each other: give one of them")
     if args.prompt is None and args.prompt_file is None:
-        return tokenizer.encode(read_text(CORPUS)[:8192])[: min(256, block)].tolist()
+        return tokenizer.encode(read_text(CORPUS))[: min(256, block)].tolist()
     text = args.prompt if args.prompt_file is None else read_text(args.prompt_file).removesuffix("\n")
     tokens = tokenizer.encode_prompt(text).tolist()
     if not tokens:

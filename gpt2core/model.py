@@ -127,8 +127,11 @@ class GPT2:
         self.config, self.parameters, self.group = config, parameters, tensor_group
         self.head = parameters["transformer.wte.weight" if config.tied else "lm_head.weight"]
 
-    def trunk(self, ids, cache=None):
-        """ids (B, T) -> the final LayerNorm's output (B, T, C). With a cache, ids continue what the cache holds."""
+    def trunk(self, ids, cache=None, last_only=False):
+        """ids (B, T) -> the final LayerNorm's output (B, T, C), or (B, 1, C) of the last position alone.
+
+        With a cache, ids continue what the cache holds.
+        """
         p, eps = self.parameters, self.config.layer_norm_epsilon
         position = 0 if cache is None else cache.length
         x = ops.embedding(ids, p["transformer.wte.weight"], p["transformer.wpe.weight"], position)  # (B, T, C)
@@ -138,6 +141,8 @@ class GPT2:
             last = layer == self.config.n_layer - 1
             following = "transformer.ln_f." if last else f"transformer.h.{layer + 1}.ln_1."
             a = self.attention(y, h + "attn.", layer, cache)
+            if last and last_only:  # the other positions have said all they had to say
+                x, a = x[:, -1:], a[:, -1:]
             x, y = ops.residual_layernorm(
                 x, a, p[h + "attn.c_proj.bias"], p[h + "ln_2.weight"], p[h + "ln_2.bias"], eps
             )
@@ -164,8 +169,7 @@ class GPT2:
 
     def logits(self, ids, cache=None, last_only=False):
         """ids (B, T) -> logits (B, T, V), or (B, 1, V) of the last position alone."""
-        y = self.trunk(ids, cache)
-        return ops.unembed(y[:, -1:] if last_only else y, self.head)
+        return ops.unembed(self.trunk(ids, cache, last_only), self.head)
 
     def loss(self, ids, targets, scale=None):
         """scale * summed cross-entropy of targets (B, T), a float64 scalar; the default scale gives the mean."""

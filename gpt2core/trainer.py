@@ -52,6 +52,7 @@ class Trainer:
         self.config, self.world, self.seed = config, world or Solo(), seed
         self.batch_size, self.seq_len, self.micro_shards = batch_size, seq_len, micro_shards
         self.rows = even_slices(batch_size, self.world.size)[self.world.rank]
+        self.batch_rows = self.rows.stop - self.rows.start
         self.workers = Workers(backends)
         self.arena = Arena(parameter_shapes(config))
         backend = backends[0]
@@ -93,7 +94,7 @@ class Trainer:
         Raises Diverged, leaving the parameters as they were, when the loss or the gradient is not finite.
         """
         start = time.perf_counter()
-        inputs, targets = windows.batch(self.position + self.rows.start, self.rows.stop - self.rows.start)
+        inputs, targets = windows.batch(self.position + self.rows.start, self.batch_rows)
         tokens = self.batch_size * self.seq_len
         losses = self.shards.backward(inputs, targets, 1 / tokens)
         gradients = self.world.all_reduce(self.shards.gradients, out=self.shards.gradients)
@@ -121,8 +122,7 @@ class Trainer:
         """Mean cross-entropy over every whole window once, in nats a token; nothing is updated."""
         total, count = 0.0, 0
         for inputs, targets in windows.once(self.batch_size):
-            mine = even_slices(len(inputs), self.world.size)[self.world.rank]
-            total += self.total(self.shards.losses(inputs[mine], targets[mine], 1.0))
+            total += self.total(self.shards.losses(inputs[self.rows], targets[self.rows], 1.0, self.batch_rows))
             count += inputs.size
         return total / count
 

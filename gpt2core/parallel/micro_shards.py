@@ -81,26 +81,29 @@ class MicroShards:
         each = shards // workers.size
         self.lanes = [Lane(config, arena, parameters, backend, each, tensor_group) for backend in workers.backends]
 
-    def deal(self, inputs, targets):
-        """inputs, targets (B, T) as one list of (inputs, targets) micro-shards for each lane, contiguous and in order."""
-        shards = [(inputs[part], targets[part]) for part in even_slices(len(inputs), self.shards)]
+    def deal(self, inputs, targets, rows):
+        """inputs, targets (B, T) as one list of (inputs, targets) micro-shards for each lane, contiguous and in order.
+
+        The shards are those of a batch of `rows`; where B is less, the last of them are short or empty.
+        """
+        shards = [(inputs[part], targets[part]) for part in even_slices(rows, self.shards)]
         return [shards[part] for part in even_slices(self.shards, self.workers.size)]
 
     def backward(self, inputs, targets, scale):
         """-> the losses of the micro-shards in order; leaves the flat sum of their gradients in `gradients`."""
-        losses = self.workers.map(lambda lane, mine: lane.run(mine, scale), self.lanes, self.deal(inputs, targets))
+        deal = self.deal(inputs, targets, len(inputs))
+        losses = self.workers.map(lambda lane, mine: lane.run(mine, scale), self.lanes, deal)
         self.workers.map_parts(self.sum_lanes, self.arena)
         return [loss for lane in losses for loss in lane]
 
     @no_grad()
-    def losses(self, inputs, targets, scale):
-        """The losses of the micro-shards in order, nothing recorded: validation."""
-        deal = self.deal(inputs, targets)
-        each = self.workers.map(
-            lambda lane, mine: [lane.model.loss(x, y, scale).item() if len(x) else 0.0 for x, y in mine],
-            self.lanes,
-            deal,
-        )
+    def losses(self, inputs, targets, scale, rows):
+        """The losses of the micro-shards of a batch of `rows`, nothing recorded: validation. An empty one's is 0."""
+
+        def run(lane, mine):
+            return [lane.model.loss(x, y, scale).item() if len(x) else 0.0 for x, y in mine]
+
+        each = self.workers.map(run, self.lanes, self.deal(inputs, targets, rows))
         return [loss for lane in each for loss in lane]
 
     def sum_lanes(self, backend, part):

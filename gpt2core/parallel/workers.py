@@ -1,7 +1,7 @@
 """The threads of one rank: each has a backend of its own and an equal part of every job."""
 
 import contextvars
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 
 
 class Workers:
@@ -18,6 +18,7 @@ class Workers:
         jobs = [
             self.pool.submit(contextvars.copy_context().run, function, *each) for each in zip(*items, strict=True)
         ]
+        wait(jobs)  # all of them, also after a failure: none may still be writing when the caller goes on
         return [job.result() for job in jobs]
 
     def map_parts(self, function, arena):
