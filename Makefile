@@ -1,0 +1,93 @@
+# Two commands matter: `make train` and `make test`. Each prepares .venv for itself and is quick when repeated.
+
+STAGE  = 0
+N      = 1
+PRESET = paper
+ARGS   =
+
+STAGE_DIR_0 = stage0_serial
+
+OUT = out/stage$(STAGE)-$(PRESET)
+
+ifdef PYTHON
+  # The user's interpreter, as it is: nothing is installed, and the packages are found from the root.
+  python := $(if $(findstring /,$(filter-out /%,$(PYTHON))),$(CURDIR)/$(PYTHON),$(PYTHON))
+  export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
+else
+  python := $(CURDIR)/.venv/bin/python
+  train_ready = .venv/.train
+  test_ready  = .venv/.test
+endif
+
+ifneq ($(filter train generate,$(MAKECMDGOALS)),)
+  ifeq ($(filter $(STAGE),0 1 2 3),)
+    $(error there is no stage $(STAGE): STAGE is 0, 1, 2 or 3)
+  endif
+  stage_dir := $(STAGE_DIR_$(STAGE))
+  ifeq ($(stage_dir),)
+    $(error stage $(STAGE) is not built yet)
+  endif
+  ifneq ($(STAGE)-$(N),0-1)
+    $(error stage 0 is one process, so N=$(N) cannot work: leave N out, and choose threads with ARGS="--threads $(N)")
+  endif
+endif
+
+.PHONY: help train generate test test-gpu bench lint clean
+
+help:  ## this text
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
+	@echo
+	@echo '  STAGE=0         which runtime (0: NumPy; 1, 2 and 3 are not built yet)'
+	@echo '  N=1             how many ranks (stages 1 and 3)'
+	@echo '  PRESET=paper    which model: nano, tiny, paper, gpt2, ...'
+	@echo '  ARGS=           more flags for the command, e.g. ARGS="--steps 200 --lr 1e-3"'
+	@echo '  PYTHON=python3  use this interpreter as it is and install nothing (default: make .venv)'
+
+train: $(train_ready)  ## train PRESET on the shipped corpus, then write a sample; the result goes to out/
+	cd $(stage_dir) && "$(python)" train_gpt2.py --preset $(PRESET) --out ../$(OUT) $(ARGS)
+
+generate: $(train_ready)  ## continue a text with what `make train` learned, else with the shipped weights
+	cd $(stage_dir) && "$(python)" inference.py $(if $(wildcard $(OUT)/step-*),--weights ../$(OUT)) $(ARGS)
+
+test: $(test_ready)  ## run the test suite (CPU)
+	"$(python)" -m pytest -m "not gpu" $(ARGS)
+
+test-gpu: $(test_ready)  ## run the tests that need a CUDA device
+	"$(python)" -m pytest -m gpu $(ARGS)
+
+bench: $(test_ready)  ## compare with PyTorch: tables here, figures in results/ (ARGS go to the training step)
+	"$(python)" -m benchmarks.train_step $(ARGS)
+	"$(python)" -m benchmarks.decode
+
+lint: $(test_ready)  ## check the style (ruff)
+	"$(python)" -m ruff check .
+
+clean:  ## remove .venv, out/ and the caches
+	rm -rf .venv out build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# A stamp is newer than pyproject.toml when what it asks for is installed.
+.venv/.train: pyproject.toml | .venv/bin/python
+	$(call install,.)
+	@touch $@
+
+.venv/.test: pyproject.toml | .venv/bin/python
+	$(call install,.[test])
+	@touch .venv/.train $@
+
+define install
+@echo 'setting up .venv: $(1) (the first time takes a few minutes)'
+@.venv/bin/python -m pip install --quiet --disable-pip-version-check --editable '$(1)' || { \
+  echo 'make: the packages could not be installed (see above): is the package registry reachable? With them installed' \
+       'elsewhere, PYTHON=python3 uses that interpreter.' >&2; exit 2; }
+endef
+
+.venv/bin/python:
+	@for python in python3 python3.14 python3.13 python3.12 python3.11; do \
+	  $$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || continue; \
+	  $$python -m venv --clear .venv && exit 0; \
+	  rm -rf .venv; \
+	  echo "make: $$python cannot make a virtual environment (see above); on Debian and Ubuntu: apt install python3-venv" >&2; \
+	  exit 2; \
+	done; \
+	echo "make: Python 3.11 or newer is needed, and python3 is $$(python3 --version 2>&1)" >&2; exit 2
