@@ -1,0 +1,123 @@
+"""The peer: GPT-2 as a careful PyTorch user writes it: SDPA, fused AdamW, preallocated KV cache; eager or compiled."""
+
+import time
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+# B batch, T time, C channels, H heads, D = C // H, V vocabulary, P positions already in the cache
+
+
+class Attention(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.n_head = config.n_head
+        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)
+        self.c_proj = nn.Linear(config.n_embd, config.n_embd)
+
+    def forward(self, x, cache=None, past=0):
+        B, T, C = x.shape
+        qkv = self.c_attn(x).view(B, T, 3, self.n_head, C // self.n_head)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each (B, H, T, D)
+        if cache is not None:
+            cache[0, :, :, past : past + T], cache[1, :, :, past : past + T] = k, v
+            k, v = cache[:, :, :, : past + T]  # each (B, H, P + T, D)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=T > 1)  # T > 1 only where P = 0
+        return self.c_proj(y.transpose(1, 2).reshape(B, T, C))
+
+
+class Block(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.ln_1 = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
+        self.attn = Attention(config)
+        self.ln_2 = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
+        self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd)
+        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd)
+
+    def forward(self, x, cache=None, past=0):
+        x = x + self.attn(self.ln_1(x), cache, past)
+        return x + self.c_proj(F.gelu(self.c_fc(self.ln_2(x)), approximate="tanh"))
+
+
+class TorchGPT2(nn.Module):
+    """GPT-2 of a GPT2Config. `forward(ids (B, T))` gives logits (B, T, V); `last` keeps only the last position's."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        self.wte = nn.Embedding(config.vocab_size, config.n_embd)
+        self.wpe = nn.Embedding(config.block_size, config.n_embd)
+        self.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
+        self.ln_f = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
+        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        self.register_buffer("positions", torch.arange(config.block_size), persistent=False)
+        self.apply(self._initialise)
+        if config.tied:
+            self.lm_head.weight = self.wte.weight
+
+    @staticmethod
+    def _initialise(module):
+        if isinstance(module, (nn.Linear, nn.Embedding)):
+            nn.init.normal_(module.weight, std=0.02)
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            nn.init.zeros_(module.bias)
+
+    def forward(self, ids, caches=None, past=0, last=False):
+        x = self.wte(ids) + self.wpe(self.positions[past : past + ids.shape[1]])  # (B, T, C)
+        for layer, block in enumerate(self.h):
+            x = block(x, None if caches is None else caches[layer], past)
+        return self.lm_head(self.ln_f(x[:, -1:] if last else x))
+
+
+def make_trainer(config, batch_size, seq_len, threads, compiled=False):
+    """Return `step(inputs, targets) -> loss`; the arguments are NumPy int64 arrays (batch_size, seq_len)."""
+    torch.set_num_threads(threads)
+    torch.manual_seed(0)
+    model = TorchGPT2(config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.999), weight_decay=0.0, fused=True)
+    forward = torch.compile(model) if compiled else model
+
+    def step(inputs, targets):
+        logits = forward(torch.from_numpy(inputs))
+        loss = F.cross_entropy(logits.view(-1, config.vocab_size), torch.from_numpy(targets).view(-1))
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        optimizer.step()
+        return loss.item()
+
+    return step
+
+
+def make_generator(config, threads):
+    """Return `generate(prompt_ids, n, use_cache) -> (ids, seconds_to_first, seconds_total)`: n greedy new tokens.
+
+    Learned positions make a cache invalid once a full window slides: from there on every token recomputes the window.
+    """
+    torch.set_num_threads(threads)
+    torch.manual_seed(0)
+    model = TorchGPT2(config).eval()
+    for module in model.h.modules():
+        if isinstance(module, nn.Linear):  # stored (in, out), a product with one row is a tenth faster
+            module.weight = nn.Parameter(module.weight.detach().t().contiguous().t())
+    caches = torch.zeros(config.n_layer, 2, 1, config.n_head, config.block_size, config.n_embd // config.n_head)
+
+    @torch.inference_mode()
+    def generate(prompt_ids, n, use_cache):
+        started = time.perf_counter()
+        ids = torch.empty(1, len(prompt_ids) + n, dtype=torch.long)
+        ids[0, : len(prompt_ids)] = torch.as_tensor(prompt_ids)
+        past = 0
+        for end in range(len(prompt_ids), len(prompt_ids) + n):
+            if use_cache and end <= config.block_size:
+                logits = model(ids[:, past:end], caches, past, last=True)
+                past = end
+            else:
+                logits = model(ids[:, max(0, end - config.block_size) : end], last=True)
+            ids[0, end] = logits[0, -1].argmax()
+            if end == len(prompt_ids):
+                first = time.perf_counter() - started
+        return ids[0, len(prompt_ids) :].tolist(), first, time.perf_counter() - started
+
+    return generate
