@@ -25,12 +25,12 @@ class Arena:
         return {name: flat[part].reshape(self.shapes[name]) for name, part in self.slices.items()}
 
     def part(self, index, parts):
-        """The slice that belongs to number `index` of `parts` equal owners, in whole segments where parts divides them."""
+        """The slice that belongs to number `index` of `parts` equal owners, in whole segments where they divide."""
         edges = [SEGMENTS * i // parts * (self.size // SEGMENTS) for i in (index, index + 1)]
         return slice(*edges)
 
     def decayed(self, part):
-        """Yield (slice, whether weight decay applies) over `part`: matrices decay, biases and LayerNorm weights do not."""
+        """Yield (slice, whether weight decay applies) over `part`: matrices decay, biases and LayerNorm do not."""
         runs = []
         for name, shape in self.shapes.items():
             start = max(self.slices[name].start, part.start)

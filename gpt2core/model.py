@@ -32,8 +32,10 @@ class GPT2Config:
     def __post_init__(self):
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.type is int and (not isinstance(value, int) or value < 1):
+            if field.type is int and (type(value) is not int or value < 1):
                 raise ConfigError(f"{field.name} must be a positive whole number, but it is {value!r}")
+        if not 0 < self.layer_norm_epsilon < 1:
+            raise ConfigError(f"layer_norm_epsilon must be between 0 and 1, but it is {self.layer_norm_epsilon!r}")
         if self.n_embd % self.n_head:
             raise ConfigError(
                 f"n_embd {self.n_embd} is not divisible by n_head {self.n_head}: every head needs the same width"
@@ -110,7 +112,7 @@ def parameter_count(config):
 
 
 def flops_per_token(config, seq_len):
-    """Floating-point operations of one training step for each token: 6 a weight, 12 L C T in attention (PaLM, app. B)."""
+    """Floating-point operations of one training step for each token: 6 a weight, 12 LCT in attention (PaLM, app. B)."""
     positions = config.block_size * config.n_embd
     unused = positions + (0 if config.tied else config.vocab_size * config.n_embd)  # look-ups are no products
     return 6 * (parameter_count(config) - unused) + 12 * config.n_layer * config.n_embd * seq_len
@@ -153,7 +155,7 @@ class GPT2:
         return y
 
     def attention(self, y, name, layer, cache):
-        """(B, T, C) -> (B, T, C) without its output bias: that is added after the reduce, or it is added group.size times."""
+        """(B, T, C) -> (B, T, C) without its output bias: before the reduce, it would be added group.size times."""
         p, n_head = self.parameters, self.config.n_head // self.group.size
         y = ops.copy_to_group(y, self.group)
         qkv = ops.linear(y, p[name + "c_attn.weight"], p[name + "c_attn.bias"])  # (B, T, 3C / group.size)

@@ -1,9 +1,11 @@
 """One function per differentiable operation: its forward line, its backward line; kernels and collectives alike."""
 
 
-from gpt2core.tensor import ShapeError, Tensor, no_grad
+import numpy as np
 
-# -- kernels of the model ------------------------------------------------------------------------------------------------
+from gpt2core.tensor import AutogradError, ShapeError, Tensor, no_grad
+
+# -- kernels of the model ----------------------------------------------------------------------------------------------
 # B batch, T time, C channels, V vocabulary, K columns, N = B*T rows
 
 
@@ -67,9 +69,7 @@ def embedding(ids, wte, wpe, position=0):
     require(wte.shape[1:] == wpe.shape[1:], "embedding", wte, wpe)
     if ids.ndim != 2 or position + ids.shape[1] > wpe.shape[0]:
         raise ShapeError(f"embedding: ids {ids.shape} from position {position} do not fit {wpe.shape[0]} positions")
-    if ids.size and not (0 <= int(ids.min()) and int(ids.max()) < wte.shape[0]):
-        token = int(ids.min()) if int(ids.min()) < 0 else int(ids.max())
-        raise ShapeError(f"embedding: token {token} is outside the vocabulary of {wte.shape[0]}")
+    require_tokens("embedding", ids, wte.shape[0])
     backend = wte.backend
     y = backend.embedding_forward(ids, wte.data, wpe.data, position)
     return Tensor.from_op(y, (wte, wpe), lambda dy: backend.embedding_backward(dy, ids, wte.data, wpe.data, position))
@@ -85,7 +85,7 @@ def unembed(x, w):
 
 def cross_entropy(logits, targets, scale=None):
     """scale * sum of -log softmax(logits)[target] over N rows, a float64 scalar; the default scale gives the mean."""
-    logits2, targets, scale = flat_targets("cross_entropy", logits, targets, scale)
+    logits2, targets, scale = flat_targets("cross_entropy", logits, targets, scale, logits.shape[-1])
     backend, V = logits.backend, logits.shape[-1]
     loss, aux = backend.cross_entropy_forward(logits2, targets, scale)
 
@@ -99,7 +99,7 @@ def cross_entropy(logits, targets, scale=None):
 def unembed_cross_entropy(x, w, targets, scale=None):
     """cross_entropy(unembed(x, w), targets, scale), fused so that the logits (N, V) need not all exist."""
     require(x.shape[-1] == w.shape[1], "unembed_cross_entropy", x, w)
-    x2, targets, scale = flat_targets("unembed_cross_entropy", x, targets, scale)
+    x2, targets, scale = flat_targets("unembed_cross_entropy", x, targets, scale, w.shape[0])
     backend = x.backend
     loss, aux = backend.unembed_cross_entropy_forward(x2, w.data, targets, scale)
 
@@ -110,7 +110,7 @@ def unembed_cross_entropy(x, w, targets, scale=None):
     return Tensor.from_op(loss, (x, w), backward)
 
 
-# -- collectives: the same declaration with a group in place of a kernel; each one's backward is its dual -----------------
+# -- collectives: the same declaration with a group in place of a kernel; each one's backward is its dual --------------
 
 
 def copy_to_group(x, group):
@@ -123,7 +123,7 @@ def reduce_from_group(x, group):
     return Tensor.from_op(group.all_reduce(x.data), (x,), lambda dy: (dy,))
 
 
-# -- primitives: what a lesson composes the kernels from -------------------------------------------------------------------
+# -- primitives: what a lesson composes the kernels from ---------------------------------------------------------------
 
 
 def add(a, b):
@@ -149,11 +149,13 @@ def divide(a, b):
 def power(x, exponent):
     """x ** exponent for a constant number."""
     y = x.data**exponent
-    return Tensor.from_op(y, (x,), lambda dy: (dy * exponent * x.data ** (exponent - 1),))
+    slope = exponent and exponent - 1  # a constant has slope 0, at 0 too
+    return Tensor.from_op(y, (x,), lambda dy: (dy * exponent * x.data**slope,))
 
 
 def matmul(a, b):
     """a (..., n, k) @ b (..., k, m) -> (..., n, m), leading axes broadcast."""
+    a, b = operands(a, b)
     if a.ndim < 2 or b.ndim < 2 or a.shape[-1] != b.shape[-2]:
         raise ShapeError(f"matmul: {a.shape} @ {b.shape}: the inner sizes must be equal, with two axes at least")
     y = broadcasting(a, b, lambda x, y: x @ y)
@@ -256,6 +258,8 @@ def concatenate(tensors, axis=0):
 
 def checkpoint(function, x):
     """function(x), keeping only x: what it computes is forgotten and computed again in backward (Chen et al. 2016)."""
+    if not x.requires_grad:
+        raise AutogradError("checkpoint: x requires no gradient, so backward would never come by to compute it again")
     with no_grad():
         y = function(x.detach())
 
@@ -267,18 +271,28 @@ def checkpoint(function, x):
     return Tensor.from_op(y.data, (x,), backward)
 
 
-# -- helpers ---------------------------------------------------------------------------------------------------------------
+# -- helpers -----------------------------------------------------------------------------------------------------------
 
 
 def require(condition, operation, *tensors):
     if not condition:
-        raise ShapeError(f"{operation}: shapes {', '.join(str(tensor.shape) for tensor in tensors)} do not fit together")
+        raise ShapeError(f"{operation}: shapes {', '.join(str(tensor.shape) for tensor in tensors)} do not fit")
 
 
-def flat_targets(operation, x, targets, scale):
+def require_tokens(operation, tokens, vocabulary):
+    """Host arrays only: what is on a device was checked before it travelled, and asking would wait for the device."""
+    if isinstance(tokens, np.ndarray) and tokens.size:
+        lowest, highest = int(tokens.min()), int(tokens.max())
+        if lowest < 0 or highest >= vocabulary:
+            token = lowest if lowest < 0 else highest
+            raise ShapeError(f"{operation}: token {token} is outside the vocabulary of {vocabulary}")
+
+
+def flat_targets(operation, x, targets, scale, vocabulary):
     """x (..., K) as (N, K), targets as (N), and the scale of the mean where none is given."""
     if targets.shape != x.shape[:-1]:
         raise ShapeError(f"{operation}: targets {targets.shape} are not one for each row of {x.shape}")
+    require_tokens(operation, targets, vocabulary)
     return x.data.reshape(-1, x.shape[-1]), targets.reshape(-1), 1 / targets.size if scale is None else scale
 
 
@@ -312,6 +326,7 @@ Tensor.__rsub__ = lambda a, b: add(multiply(a, -1), b)
 Tensor.__truediv__ = divide
 Tensor.__rtruediv__ = lambda a, b: divide(b, a)
 Tensor.__matmul__ = matmul
+Tensor.__rmatmul__ = lambda a, b: matmul(b, a)
 Tensor.__pow__ = power
 Tensor.__getitem__ = getitem
 Tensor.reshape, Tensor.transpose, Tensor.sum, Tensor.mean = reshape, transpose, sum, mean

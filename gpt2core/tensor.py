@@ -133,7 +133,8 @@ class Tensor:
             if gradient is not None:
                 if gradient.shape != tensor.shape:
                     raise ShapeError(f"a gradient of shape {gradient.shape} reached a tensor of shape {tensor.shape}")
-                slots = arrived.setdefault(tensor.node or tensor, [None] * (tensor.node.n_outputs if tensor.node else 1))
+                outputs = tensor.node.n_outputs if tensor.node else 1
+                slots = arrived.setdefault(tensor.node or tensor, [None] * outputs)
                 held = slots[tensor.index]
                 slots[tensor.index] = gradient if held is None else self.backend.add(held, gradient)
             if tensor.node is None:

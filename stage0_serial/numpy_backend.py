@@ -1,4 +1,4 @@
-"""The kernels in NumPy: every pass over memory is a ufunc with `out=`, every heavy one a BLAS call, nothing allocated."""
+"""The kernels in NumPy: every pass over memory a ufunc with `out=`, every heavy one a BLAS call, nothing allocated."""
 
 # B batch, T time, C channels, H heads, D = C // H, V vocabulary, K columns, N = B*T rows
 
@@ -55,7 +55,8 @@ class NumpyBackend(Backend):
 
     def matmul(self, a, b):
         y = self.empty((a.shape[0], b.shape[1]), a.dtype)
-        if len(a) == 1 and b.flags.c_contiguous:  # bound by reading b, which einsum does up to 1.8 times as fast as BLAS
+        if len(a) == 1 and len(b) < BLOCK // 4 and b.flags.c_contiguous:
+            # reading b is all the work, and einsum reads up to 1.8 times as fast; but a long sum it adds one by one
             return np.einsum("nc,ck->nk", a, b, out=y)
         return np.matmul(a, b, out=y)
 

@@ -1,4 +1,4 @@
-"""The gradient of a global batch is the sum over fixed micro-shards in one binary tree, whoever computes its subtrees."""
+"""The gradient of a global batch is the sum over fixed micro-shards in one binary tree, whoever adds its subtrees."""
 
 # A lane is a thread that owns a subtree: it runs its micro-shards one after another and adds each parameter's gradient
 # into the tree the moment backward completes it, while it is still in the cache. The same tree continues over lanes
@@ -107,7 +107,7 @@ class MicroShards:
         return [loss for lane in each for loss in lane]
 
     def sum_lanes(self, backend, part):
-        """The next levels of the tree, over lanes, in one part of the buffer, block by block while it is in the cache."""
+        """The next levels of the tree, over lanes, in one part of the buffer, block by cache-sized block."""
         for start in range(part.start, part.stop, SUM_BLOCK):
             block = slice(start, min(start + SUM_BLOCK, part.stop))
             tree_reduce([lane.gradients[block] for lane in self.lanes], lambda a, b: backend.xp.add(a, b, out=a))
@@ -121,4 +121,4 @@ class MicroShards:
 def even_slices(n, parts):
     """n rows in `parts` contiguous slices whose lengths differ by one at most."""
     edges = [n * i // parts for i in range(parts + 1)]
-    return [slice(a, b) for a, b in zip(edges, edges[1:])]
+    return [slice(a, b) for a, b in zip(edges, edges[1:], strict=False)]
