@@ -1,0 +1,112 @@
+"""Write data/dummy.txt, the shipped corpus: one chapter about building a GPT-2, told 168 times.
+
+The text has 290,599 bytes, 52,600 word-level tokens and 172 distinct ones. It is written by an odometer, so there is
+nothing random in it, and `--check` can ask for the same bytes on every machine and Python:
+
+    chapter = 28 * year + 7 * season + topic            168 chapters = 6 years x 4 seasons x 7 topics
+
+A chapter is one line of 313 tokens. Its topic decides the order of the three movements. The refrain between them names
+all three digits, at most 105 tokens after their last mention, so a window of 256 tokens suffices to tell what comes
+next, and a model can learn the corpus by heart.
+
+Three choices are easily undone by accident. The refrain comes three times a chapter: some of the text is learned early
+and some late, else the loss rests at the entropy of single words and then falls too fast. A window of 256 starts at a
+multiple of 8 = gcd(256, 52600), so 313 is odd: with a multiple of 8 each sentence would meet only every eighth position
+of a window in training. And the topics are odd in number: the place of a chapter in its window tells its number modulo
+8, of six topics that is the parity, and a model takes this short cut instead of reading the topic in the text.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+CORPUS = Path(__file__).resolve().parent / "dummy.txt"
+
+YEARS = "first second third fourth fifth sixth".split()
+SEASONS = "spring summer autumn winter".split()
+TOPICS = {  # each with the order of its movements
+    "tokenizer": "ABC",
+    "loader": "BCA",
+    "kernel": "CAB",
+    "optimizer": "ACB",
+    "sampler": "CBA",
+    "scheduler": "BAC",
+    "profiler": "ABC",
+}
+
+# The notebook changes hands once. Alan is a letter shorter than Grace and each chapter names its owner three times, so
+# the chapter of the handover sets the file to the byte.
+NAMES, HANDOVER = ("Grace", "Alan"), 71
+
+OPENING = (
+    "In the {season} of the {year} year, {name} opened a notebook and decided to rebuild the {topic} with paper, "
+    "patience and coffee."
+)
+MOVEMENTS = {
+    "A": (
+        "Every token borrowed a vector from the embedding table and remembered its path.",
+        "Attention heads asked earlier words silent questions, while a triangular mask kept the future hidden.",
+        "Between blocks, a residual stream carried messages forward, and normalization kept the numbers calm.",
+        "The numbers flowed through a softmax, and the scores turned into honest probabilities.",
+    ),
+    "B": (
+        "The loss measured every surprise, and the gradients swam upstream like salmon through each earlier operation.",
+        "Momentum smoothed their path, and the optimizer took careful steps down a steep mountain.",
+        "Some evenings the loss curve bent down; other evenings it exploded, because somebody had transposed a matrix.",
+        "Nobody smiled until the last two digits agreed.",
+    ),
+    "C": (
+        "Four machines shared the work around a table, and passed partial sums forward until the last machine agreed.",
+        "Graphics processors finished in seconds, and the answers matched the serial program to the last digit.",
+        "Every evening a checkpoint defended our progress against thunder, power failures, and cats.",
+        "The cats asked no questions and kept silent.",
+    ),
+}
+REFRAIN = "That {year} {season} the loss wandered downward, step after step, and the {topic} continued counting."
+INTERLUDE = (
+    "{name} drank lukewarm coffee, counted the indices on napkins, and blamed the {topic} until the compiler confessed."
+)
+CLOSING = (
+    "By the end of the {year} {season}, the {topic} worked, {name} smiled, and the model recited its corpus from "
+    "memory."
+)
+EPILOGUE = MOVEMENTS["B"][1]
+
+
+def chapter(number):
+    """Return chapter `number` (from 0) as one line: the digits of `number` choose its year, season and topic."""
+    topic, order = list(TOPICS.items())[number % 7]
+    first, second, third = (MOVEMENTS[letter] for letter in order)
+    words = {"year": YEARS[number // 28], "season": SEASONS[number // 7 % 4], "topic": topic}
+    sentences = [OPENING, *first, REFRAIN, INTERLUDE, *second, REFRAIN, *third, REFRAIN, CLOSING]
+    return " ".join(sentences).format(**words, name=NAMES[number >= HANDOVER])
+
+
+def corpus():
+    """Return the whole text, ASCII: the chapters, and on the last line one sentence more, to the 52,600th token.
+
+    It ends with a newline, so it may be read in a circle.
+    """
+    chapters = [chapter(number) for number in range(len(YEARS) * len(SEASONS) * len(TOPICS))]
+    return "\n".join(chapters) + f" {EPILOGUE}\n"
+
+
+def main(arguments=None):
+    """Write the corpus, or with --check compare it: return 0 when the file is (now) right and 1 when it differs."""
+    parser = argparse.ArgumentParser(description="Write data/dummy.txt, the shipped corpus, byte for byte.")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if the file differs")
+    parser.add_argument("--out", type=Path, default=CORPUS, help="the file to write or check (default data/dummy.txt)")
+    options = parser.parse_args(arguments)
+    wanted = corpus().encode("ascii")
+    if not options.check:
+        options.out.write_bytes(wanted)
+        print(f"wrote {len(wanted):,} bytes to {options.out}")
+        return 0
+    if not options.out.is_file() or options.out.read_bytes() != wanted:
+        print(f"{options.out} is not what make_corpus.py writes: run python data/make_corpus.py", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
