@@ -122,7 +122,7 @@ def _read_header(path):
         raise DataError(f"{path} is a token file of version {version}, this program reads {VERSION}: prepare it again")
     if item not in (2, 4) or not 0 < vocab_size <= 1 << 8 * item or not count:
         raise DataError(
-            f"the header of {path} is corrupt: {count} tokens of {item} bytes, vocabulary {vocab_size}; prepare it again"
+            f"the header of {path} is corrupt: {count} tokens of {item} bytes, vocabulary {vocab_size}: prepare it"
         )
     if size != HEADER.size + count * item:
         raise DataError(
@@ -183,7 +183,7 @@ def split_validation(tokens, fraction):
 
 
 class Windows:
-    """Sliding windows over one contiguous token buffer: stride = seq_len, circular at its end, so no padding token exists.
+    """Sliding windows over one contiguous token buffer: stride = seq_len, circular at its end, so there is no padding.
 
     tokens: (n,) integers, array or memory map, never copied. seq_len: T. order: "sequential", where window w covers
     tokens w*T to w*T + T of the endless circular stream, or "shuffled", where each epoch visits its ceil(n / T) windows
@@ -202,7 +202,7 @@ class Windows:
             raise ConfigError(f"unknown order {order!r}: choose sequential or shuffled")
         if seed < 0:
             raise ConfigError(f"the seed is {seed}, but it must be 0 or more")
-        buffer = np.asarray(tokens)[:]
+        buffer = np.asarray(tokens)[...]  # a view of our own
         if buffer.ndim != 1 or buffer.dtype.kind not in "iu":
             raise DataError(f"tokens must be one row of integers, but they are {buffer.dtype} of shape {buffer.shape}")
         if len(buffer) < seq_len + 1:
@@ -221,7 +221,7 @@ class Windows:
         Both are read-only views of the corpus where a sequential run does not cross its end, else of one small copy.
         """
         if position < 0 or count < 1:
-            raise ConfigError(f"batch of {count} windows at {position}: the count must be positive, the position not negative")
+            raise ConfigError(f"{count} windows at {position}: the count must be positive, the position not negative")
         if self.order == "sequential":
             return self._run(position * self.seq_len, count)
         starts = np.array([self._shuffled(position + row) for row in range(count)]) * self.seq_len

@@ -57,6 +57,16 @@ def slices(text):
     return (text[start : start + PIECE] for start in range(0, len(text), PIECE))
 
 
+def utf8(text):
+    """Return `text`; raises DataError when it holds a lone surrogate, which the library would not name."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        stranger = f"U+{ord(text[error.start]):04X}"
+        raise DataError(f"the text has the lone surrogate {stranger}, which UTF-8 cannot hold: remove it") from None
+    return text
+
+
 class Tokenizer:
     """One `tokenizers.Tokenizer`, its kind ("word", "byte" or "bpe"), and the bytes of every token.
 
@@ -83,7 +93,7 @@ class Tokenizer:
         splitter = pre_tokenizers.Split(tokenizers.Regex(WORD_PATTERN), behavior="isolated")
         count = Counter()
         for piece in cut_at_words(slices(text) if isinstance(text, str) else text):
-            count.update(word for word, _ in splitter.pre_tokenize_str(piece))
+            count.update(word for word, _ in splitter.pre_tokenize_str(utf8(piece)))
         if not count:
             raise DataError("a word vocabulary cannot be made from an empty text: give a corpus with at least one word")
         order = sorted(count, key=lambda word: (-count[word], word))
@@ -110,13 +120,12 @@ class Tokenizer:
         path = Path(path)
         path = path / FILE_NAME if path.is_dir() else path
         try:
-            text = path.read_bytes().decode("utf-8")
-            library, description = tokenizers.Tokenizer.from_str(text), json.loads(text)
+            library = tokenizers.Tokenizer.from_str(path.read_bytes().decode("utf-8"))
         except OSError as error:
             raise DataError(f"cannot read the tokenizer {path}: {error.strerror}; give a {FILE_NAME}") from None
         except Exception as error:  # the library raises the bare Exception
             raise DataError(f"{path} is not a tokenizer.json of the tokenizers library ({error})") from None
-        return cls(library, _kind(description, path))
+        return cls(library, _kind(json.loads(library.to_str()), path))  # its own words name every field
 
     def save(self, path):
         """Write tokenizer.json at `path`, or inside it when it is a directory. Raises DataError if it cannot."""
@@ -146,15 +155,9 @@ class Tokenizer:
     def encode_chunks(self, chunks):
         """Yield id arrays whose concatenation encodes the concatenation of `chunks`, in memory of a few chunks."""
         encode = {"word": self._encode_words, "byte": self._encode_bytes, "bpe": self._encode_pairs}[self.kind]
-        pieces = cut_at_words(chunks)
+        pieces = map(utf8, cut_at_words(chunks))
         for piece in pieces:
-            try:
-                yield encode(piece, pieces)
-            except UnicodeEncodeError as error:
-                raise DataError(
-                    f"the text has the lone surrogate U+{ord(error.object[error.start]):04X}, which UTF-8 cannot hold: "
-                    "remove it"
-                ) from None
+            yield encode(piece, pieces)
 
     def encode_prompt(self, text):
         """Encode `text` as `encode` does, but give its first word the leading space if only so it is in the vocabulary.
@@ -162,7 +165,7 @@ class Tokenizer:
         A word of the corpus is mostly known as " word": a prompt that opens with it should not need the space.
         """
         if self.kind == "word" and text:
-            first = self._words(text[:PIECE])[0]
+            first = self._words(utf8(text[:PIECE]))[0]
             if first not in self.ids and " " + first in self.ids:
                 text = " " + text
         return self.encode(text)
@@ -205,7 +208,6 @@ class Tokenizer:
         return np.frombuffer(piece.encode("utf-8"), np.uint8).astype(self.dtype)
 
     def _encode_pairs(self, piece, rest):
-        piece.encode("utf-8")  # the library's own message for a lone surrogate names no character
         return np.array(self.library.encode(piece, add_special_tokens=False).ids, self.dtype)
 
 
@@ -238,6 +240,8 @@ def build_tokenizer(spec, text):
 def _kind(description, path):
     """Return the kind of a parsed tokenizer.json, or raise DataError if it is none whose round trip is exact."""
     model, splitter = description["model"], description["pre_tokenizer"] or {}
+    if not model["vocab"]:
+        raise DataError(f"{path} holds a tokenizer without any token: train it first")
     if model["type"] == "WordLevel" and splitter.get("pattern") == {"Regex": WORD_PATTERN}:
         return "word"
     last = (splitter.get("pretokenizers") or [splitter])[-1]
