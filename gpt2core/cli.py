@@ -1,18 +1,21 @@
 """Every flag of every stage: what a stage's objects cannot do is refused with one sentence and exit code 2."""
 
 import argparse
+import contextlib
 import hashlib
 import os
 import sys
 import time
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
+
+import numpy as np
 
 import gpt2core
 from gpt2core import checkpoint as checkpoints
 from gpt2core.dataset import Windows, load_tokens, read_text, split_validation
 from gpt2core.errors import CheckpointError, ConfigError, DataError, UserError
-from gpt2core.model import GPT2, PRESETS, parameter_count, parameter_shapes
+from gpt2core.model import GPT2, PRESETS, parameter_count
 from gpt2core.optimizer import Schedule
 from gpt2core.runlog import RunLog
 from gpt2core.sampler import chooser, generate
@@ -36,7 +39,10 @@ RECIPES = {name: LARGE for name in PRESETS} | {
     "nano": PAPER | dict(steps=20, batch_size=4, lr=3e-3),
 }
 COMMON = dict(preset="paper", seed=0, deterministic=True, precision="fp32", eps=1e-8, shuffle=False)
-RESUMED = (*PAPER, *COMMON, "tokenizer", "min_lr", "seq_len", "micro_shards", "data", "val_data", "val_fraction", "n_layer", "n_head")
+# What a resume takes from the checkpoint where no flag says otherwise, and the kind of each.
+RESUMED = {name: type(value) for name, value in (PAPER | COMMON).items()} | dict(
+    min_lr=float, seq_len=int, micro_shards=int, data=str, val_data=str, val_fraction=float
+)
 SHAPE = ("n_layer", "n_head", "n_embd", "block_size")  # flags that change the model itself
 
 
@@ -47,45 +53,56 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"error: {message} (--help lists the options)\n")
 
 
+def integer(text):
+    """An int of 31 bits: no size made of it overflows, so that too large a model is a matter of memory."""
+    value = int(text)
+    if abs(value) >= 1 << 31:
+        raise argparse.ArgumentTypeError(f"{text} is too large")
+    return value
+
+
 def train_parser():
     parser = Parser(description="Train a GPT-2. Without flags: the paper's configuration on the shipped corpus.")
     add = parser.add_argument
     add("--version", action="version", version=f"staged-gpt2 {gpt2core.__version__}")
     add("--preset", help=f"model and recipe: {', '.join(PRESETS)} (default paper)")
-    for flag, what in (("--n-layer", "layers"), ("--n-head", "heads"), ("--n-embd", "width"), ("--block-size", "block")):
-        add(flag, type=int, help=f"{what} of the model (default: the preset's)")
-    add("--steps", type=int, help="updates in all, also after a resume (default: the preset's; paper 50)")
-    add("--batch-size", type=int, help="sequences per step over all ranks (default: the preset's; paper 16)")
-    add("--seq-len", type=int, help="tokens per sequence (default: the model's block size)")
+    add("--n-layer", type=integer, help="layers of the model (default: the preset's)")
+    add("--n-head", type=integer, help="heads of each layer (default: the preset's)")
+    add("--n-embd", type=integer, help="width of the model, a multiple of its heads (default: the preset's)")
+    add("--block-size", type=integer, help="positions that the model can see, in tokens (default: the preset's)")
+    add("--steps", type=integer, help="updates in all, also after a resume (default: the preset's; paper 50)")
+    add("--batch-size", type=integer, help="sequences per step over all ranks (default: the preset's; paper 16)")
+    add("--seq-len", type=integer, help="tokens per sequence (default: the model's block size)")
     add("--lr", type=float, help="peak learning rate (default: the preset's; paper 3e-4)")
     add("--min-lr", type=float, help="where linear and cosine decay end (default: a tenth of --lr)")
     add("--schedule", help="constant, linear or cosine (default: the preset's; paper constant)")
-    add("--warmup", type=int, help="steps of linear warm-up (default: the preset's; paper 0)")
+    add("--warmup", type=integer, help="steps of linear warm-up (default: the preset's; paper 0)")
     add("--clip", type=float, help="bound of the gradient's global norm, 0 for none (default: the preset's; paper 0)")
     add("--weight-decay", type=float, help="decoupled decay of the matrices (default: the preset's; paper 0)")
     add("--beta1", type=float, help="decay of Adam's first moment (default 0.9)")
     add("--beta2", type=float, help="decay of Adam's second moment (default: the preset's; paper 0.999)")
     add("--eps", type=float, help="Adam's epsilon (default 1e-8)")
     add("--seed", type=int, help="of initial parameters, shuffling and sampling (default 0)")
-    add("--threads", type=int, help="worker threads a rank (default: the cores divided by the ranks on this host)")
+    add("--threads", type=integer, help="worker threads a rank (default: the cores divided by the ranks on this host)")
     add("--precision", choices=("fp32", "tf32", "bf16", "fp16"), help="of the arithmetic (default fp32)")
     add("--data", type=Path, help="corpus: a UTF-8 text, or a token file of data/prepare.py (default: data/dummy.txt)")
     add("--tokenizer", help="word, byte, or a tokenizer.json (default word; of a token file: its own)")
     add("--shuffle", action=argparse.BooleanOptionalAction, help="windows in a seeded random order (default: in order)")
     add("--val-data", type=Path, help="text or token file to validate on")
     add("--val-fraction", type=float, help="share of the corpus, at its end, kept for validation (default 0)")
-    add("--eval-every", type=int, default=0, metavar="N", help="steps between validations (default: only at the end)")
+    add("--eval-every", type=integer, default=0, metavar="N", help="steps between validations (default: at the end)")
     add("--out", type=Path, help="directory for checkpoints; always ends with one (default: nothing is saved)")
-    add("--checkpoint-every", type=int, default=0, metavar="N", help="steps between checkpoints (default: only the last)")
-    add("--keep", type=int, default=2, metavar="K", help="checkpoints to keep, 0 for all (default 2)")
+    add("--checkpoint-every", type=integer, default=0, metavar="N", help="steps between checkpoints (default: the end)")
+    add("--keep", type=integer, default=2, metavar="K", help="checkpoints to keep, 0 for all (default 2)")
     add("--resume", type=Path, metavar="DIR", help="go on from a checkpoint, with its flags where none is given")
     add("--init-from", type=Path, metavar="DIR", help="start from a Hugging Face GPT-2 directory, optimizer fresh")
     add("--log", type=Path, metavar="FILE.jsonl", help="one JSON object a step")
-    add("--log-every", type=int, default=1, metavar="N", help="steps between lines of screen and log (default 1)")
+    add("--log-every", type=integer, default=1, metavar="N", help="steps between lines of screen and log (default 1)")
     add("--plot", type=Path, metavar="FILE.png", help="write the loss curve")
-    add("--micro-shards", type=int, help="parts of the batch that are summed in one fixed tree (default 8)")
-    add("--deterministic", action=argparse.BooleanOptionalAction, help="the same bits for any threads and ranks (default)")
-    add("--sample", type=int, default=30, metavar="N", help="tokens to write when training is done (default 30, 0: none)")
+    add("--micro-shards", type=integer, help="parts of the batch that are summed in one fixed tree (default 8)")
+    flag = argparse.BooleanOptionalAction
+    add("--deterministic", action=flag, help="the same bits for any number of threads and ranks (default)")
+    add("--sample", type=integer, default=30, metavar="N", help="tokens to write after training, 0: none (default 30)")
     return parser
 
 
@@ -97,20 +114,21 @@ def inference_parser():
     add("--tokenizer", help="word, byte or a tokenizer.json (default: the one beside the weights)")
     add("--prompt", help="text to continue (default: the first 256 tokens of the corpus)")
     add("--prompt-file", type=Path, help="file with the text to continue; its last line break is not part of it")
-    add("--max-new-tokens", type=int, default=30, metavar="N", help="tokens to write (default 30)")
+    add("--max-new-tokens", type=integer, default=30, metavar="N", help="tokens to write (default 30)")
     add("--stop", metavar="TEXT", help="end as soon as the continuation contains this text")
     add("--temperature", type=float, default=0.0, help="0 takes the likeliest token, above 0 draws (default 0)")
-    add("--top-k", type=int, default=0, metavar="K", help="draw among the K likeliest tokens (default 0: all)")
-    add("--top-p", type=float, default=1.0, metavar="P", help="draw among the likeliest tokens of this total (default 1)")
+    add("--top-k", type=integer, default=0, metavar="K", help="draw among the K likeliest tokens (default 0: all)")
+    add("--top-p", type=float, default=1.0, metavar="P", help="draw among the likeliest that sum to P (default 1: all)")
     add("--seed", type=int, default=0, help="of the draws (default 0)")
     add("--stream", action="store_true", help="print each token as it comes")
     add("--stats", action="store_true", help="print prompt tokens, new tokens, time to first token, ms a token")
-    add("--threads", type=int, help="BLAS threads (default: the cores)")
-    add("--precision", choices=("fp32", "tf32", "bf16", "fp16"), default="fp32", help="of the arithmetic (default fp32)")
+    add("--threads", type=integer, help="BLAS threads (default: the cores)")
+    precisions = ("fp32", "tf32", "bf16", "fp16")
+    add("--precision", choices=precisions, default="fp32", help="of the arithmetic (default fp32)")
     return parser
 
 
-# -- the two commands ------------------------------------------------------------------------------------------------------
+# -- the two commands --------------------------------------------------------------------------------------------------
 
 
 def train(backend, world, argv=None):
@@ -126,22 +144,30 @@ def infer(backend, world, argv=None):
 def command(body):
     """Run `body` and exit with the code it returns; a user's mistake is one line on standard error and exit code 2."""
     try:
-        code = body()
+        with np.errstate(all="ignore"):  # numbers that overflow end in one sentence, not in a dozen warnings
+            code = body()
         sys.stdout.flush()
     except UserError as error:
-        sys.exit(fail(error))
+        code = fail(error)
     except MemoryError as error:
-        sys.exit(fail(f"out of memory ({error}): lower --batch-size, raise --micro-shards or take a smaller --preset"))
+        code = fail(f"out of memory ({error}): lower --batch-size, raise --micro-shards or take a smaller --preset")
     except KeyboardInterrupt:
-        sys.exit(130)
-    except BrokenPipeError:  # the reader of our output has left: nothing more to say, not even at exit
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
+        os._exit(130)  # at once: any other exit waits for the worker threads to end their step
+    except BrokenPipeError:  # the reader of our output has left: there is nobody to tell
+        code = 1
+    except OSError as error:
+        code = fail(f"{error.filename or 'the output'}: {error.strerror or error}")
+    try:
+        sys.stdout.flush()
+    except OSError:  # what cannot be written now would be complained about at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(1)
     sys.exit(code)
 
 
 def fail(message):
-    print(f"error: {message}", file=sys.stderr)
+    print("error:", " ".join(str(message).splitlines()), file=sys.stderr)
     return 2
 
 
@@ -187,12 +213,12 @@ def train_command(make_backend, world, args):
     elif initial:
         trainer.load(initial.parameters)
     out = checkpoints.writable_directory(args.out) if args.out else None
-    log = RunLog(args.log, args.plot, max(1, args.log_every), trainer.steps, max(args.steps, trainer.steps))
+    log = RunLog(args.log, args.plot, args.log_every, trainer.steps, max(args.steps, trainer.steps))
     log.say(
         f"GPT-2 {args.preset}: {parameter_count(config):,} parameters, {config.n_layer} layers, {config.n_head} heads, "
         f"{config.n_embd} wide, vocabulary {config.vocab_size}\n"
-        f"{len(tokens):,} tokens of {args.data.name}, {args.batch_size} x {seq_len} a step in {micro_shards} micro-shards "
-        f"on {threads} thread{'s' * (threads > 1)}, {args.precision} on {backends[0].name}"
+        f"{len(tokens):,} tokens of {args.data.name}, {args.batch_size} x {seq_len} a step in {micro_shards} "
+        f"micro-shards on {threads} thread{'s' * (threads > 1)}, {args.precision} on {backends[0].name}"
     )
     if args.threads and threads != args.threads:
         log.say(f"--threads {args.threads}: {threads} are used, because {micro_shards} micro-shards keep no more busy")
@@ -262,16 +288,17 @@ def inference_command(make_backend, world, args):
     return 0
 
 
-# -- training: from flags to objects ---------------------------------------------------------------------------------------
+# -- training: from flags to objects -----------------------------------------------------------------------------------
 
 
 def fill_defaults(args, resumed):
     """Give every flag a value: the command line's, else the resumed checkpoint's, else the preset's recipe."""
-    if resumed:
-        saved = resumed.state.get("arguments", {})
-        for name in RESUMED:
-            if getattr(args, name, None) is None and saved.get(name) is not None:
-                setattr(args, name, saved[name])
+    saved = saved_arguments(resumed) if resumed else {}
+    if args.preset not in (None, saved.get("preset", args.preset)):
+        raise ConfigError(f"--preset {args.preset} is not the checkpoint's {saved['preset']}: leave the flag away")
+    for name, value in saved.items():
+        if getattr(args, name, None) is None:
+            setattr(args, name, value)
     preset = args.preset or COMMON["preset"]
     if preset not in PRESETS:
         raise ConfigError(f"--preset {preset} is unknown: choose from {', '.join(PRESETS)}")
@@ -285,8 +312,24 @@ def fill_defaults(args, resumed):
     for name in ("steps", "eval_every", "checkpoint_every", "keep", "sample", "seed"):
         if getattr(args, name) < 0:
             raise ConfigError(f"--{name.replace('_', '-')} {getattr(args, name)} must not be negative")
-    positive("--threads", args.threads)
-    positive("--seq-len", args.seq_len)
+    for name in ("threads", "seq_len", "log_every"):
+        positive(f"--{name.replace('_', '-')}", getattr(args, name))
+    if args.val_data and args.val_fraction:
+        raise ConfigError(f"--val-data {args.val_data} and --val-fraction {args.val_fraction} exclude each other")
+
+
+def saved_arguments(resumed):
+    """The flags in a checkpoint's state.json; raises CheckpointError where one is not of its kind."""
+    path, arguments = resumed.path / "state.json", resumed.state.get("arguments", {})
+    if not isinstance(arguments, dict):
+        raise CheckpointError(f"{path}: arguments is {arguments!r}, not an object: it cannot be resumed")
+    saved = {name: arguments[name] for name in RESUMED if arguments.get(name) is not None}
+    for name, value in saved.items():
+        if not isinstance(value, int | float if RESUMED[name] is float else RESUMED[name]):
+            raise CheckpointError(f"{path}: {name} is {value!r}, not of type {RESUMED[name].__name__}")
+    if saved.get("preset", "paper") not in PRESETS:
+        raise CheckpointError(f"{path}: preset is {saved['preset']!r}, not one of {', '.join(PRESETS)}")
+    return saved
 
 
 def positive(flag, value):
@@ -297,16 +340,15 @@ def positive(flag, value):
 
 
 def model_config(args, source, tokenizer):
-    """The preset's GPT2Config with the flags' sizes and the tokenizer's vocabulary; a checkpoint's own where there is one."""
+    """A checkpoint's own GPT2Config, else the preset's with the flags' sizes and the tokenizer's vocabulary."""
     given = {name: getattr(args, name) for name in SHAPE if getattr(args, name) is not None}
     if source is None:
         return replace(PRESETS[args.preset], vocab_size=tokenizer.vocab_size, **given)
     config = source.config
     for name, value in given.items():
         if getattr(config, name) != value:
-            raise ConfigError(
-                f"--{name.replace('_', '-')} {value} is not the checkpoint's {getattr(config, name)}: leave the flag away"
-            )
+            flag = f"--{name.replace('_', '-')}"
+            raise ConfigError(f"{flag} {value} is not the checkpoint's {getattr(config, name)}: leave the flag away")
     if tokenizer.vocab_size > config.vocab_size:
         raise ConfigError(
             f"the tokenizer has {tokenizer.vocab_size} tokens but the checkpoint's vocabulary is {config.vocab_size}: "
@@ -335,12 +377,11 @@ def restore(trainer, resumed, corpus):
     """Load a checkpoint's parameters, moments and position; raises CheckpointError when it learnt another corpus."""
     state = resumed.state
     for key in ("step", "position"):
-        if not isinstance(state.get(key), int):
+        if not isinstance(state.get(key), int) or state[key] < 0:
             raise CheckpointError(f"{resumed.path / 'state.json'}: has no whole number {key!r}: it cannot be resumed")
     if state.get("corpus", corpus) != corpus:
         raise CheckpointError(
-            f"{resumed.path}: was trained on {state['corpus']['tokens']:,} tokens with hash "
-            f"{state['corpus']['sha256'][:12]}, but --data has {corpus['tokens']:,} with {corpus['sha256'][:12]}: "
+            f"{resumed.path}: was trained on {state['corpus']}, but --data has {corpus}: "
             f"give the same corpus, or start anew with --init-from"
         )
     trainer.load(resumed.parameters, resumed.moments, state["step"], state["position"])
@@ -351,7 +392,7 @@ def fingerprint(tokens):
     digest, edge = hashlib.sha256(), 1 << 22
     for part in (tokens[:edge], tokens[max(edge, len(tokens) - edge) :]):
         digest.update(part.tobytes())
-    return {"tokens": len(tokens), "sha256": digest.hexdigest()}
+    return f"{len(tokens):,} tokens with hash {digest.hexdigest()[:16]}"
 
 
 def available_cores():
@@ -365,7 +406,7 @@ def limit_blas(threads):
     threadpoolctl.threadpool_limits(threads, user_api="blas")
 
 
-# -- inference: from flags to text -----------------------------------------------------------------------------------------
+# -- inference: from flags to text -------------------------------------------------------------------------------------
 
 
 def load_tokenizer(spec, weights):
@@ -375,11 +416,14 @@ def load_tokenizer(spec, weights):
 
 
 def read_prompt(args, tokenizer, block):
-    """The prompt's tokens: --prompt, --prompt-file, or the first 256 tokens of the corpus, fewer for a shorter block."""
+    """The prompt's tokens: --prompt, --prompt-file, or the corpus's first 256 tokens, fewer for a shorter block."""
     if args.prompt is not None and args.prompt_file is not None:
         raise ConfigError("--prompt and --prompt-file exclude each other: give one of them")
     if args.prompt is None and args.prompt_file is None:
-        return tokenizer.encode(read_text(CORPUS))[: min(256, block)].tolist()
+        try:
+            return tokenizer.encode(read_text(CORPUS))[: min(256, block)].tolist()
+        except DataError as error:
+            raise DataError(f"{CORPUS.name} is no prompt for these weights, so give --prompt: {error}") from None
     text = args.prompt if args.prompt_file is None else read_text(args.prompt_file).removesuffix("\n")
     tokens = tokenizer.encode_prompt(text).tolist()
     if not tokens:

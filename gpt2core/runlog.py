@@ -1,5 +1,6 @@
 """What a run says of itself: a progress bar, one line a step on the screen, one JSON object a step in the log."""
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -14,18 +15,18 @@ class RunLog:
     """Reports each step. `path` (JSON lines) and `plot` (PNG) may be None; steps before `first` are kept from a resume.
 
     Floats are written at full precision; validation adds val_loss and val_perplexity; the last line carries
-    parameters_sha256. Raises ConfigError when a file cannot be written, before the first step.
+    parameters_sha256. Raises ConfigError when a file cannot be written: before the first step or as a disk fills up.
     """
 
     def __init__(self, path, plot, every, first, steps):
         self.every, self.plot, self.rows = every, plot, []
-        if path and first:
-            self.rows = [row for row in read_log(path) if row["step"] < first]
         for file in filter(None, (path, plot)):
             try:
                 open(file, "a").close()
             except OSError as error:
                 raise ConfigError(f"{file}: cannot be written ({error.strerror}): choose another file") from None
+        if path and first:
+            self.rows = [row for row in read_log(path) if row["step"] < first]
         self.file = open(path, "w") if path else None
         for row in self.rows:
             self.write(row)
@@ -66,13 +67,19 @@ class RunLog:
 
     def write(self, row):
         if self.file:
-            self.file.write(json.dumps(row) + "\n")
-            self.file.flush()
+            try:
+                self.file.write(json.dumps(row) + "\n")
+                self.file.flush()
+            except OSError as error:
+                raise ConfigError(
+                    f"{self.file.name}: cannot be written ({error.strerror}) at step {row['step']}: free some space"
+                ) from None
 
     def close(self):
         self.bar.close()
         if self.file:
-            self.file.close()
+            with contextlib.suppress(OSError):  # every row was flushed, or its failure is what ends the run
+                self.file.close()
         if self.plot and self.rows:
             plot_curve(self.rows, self.plot)
 
@@ -85,13 +92,13 @@ def perplexity(loss):
 def read_log(path):
     """The rows of a log; a last line that a crash cut short is left out. A missing log has none."""
     rows = []
-    if Path(path).exists():
-        for line in Path(path).read_text().splitlines():
+    if Path(path).is_file():  # a device has no end
+        for line in Path(path).read_text(encoding="utf-8", errors="replace").splitlines():
             try:
                 rows.append(json.loads(line))
             except ValueError:
                 break
-    return [row for row in rows if isinstance(row, dict) and "step" in row]
+    return [row for row in rows if isinstance(row, dict) and isinstance(row.get("step"), int) and "loss" in row]
 
 
 def plot_curve(rows, path):

@@ -75,6 +75,8 @@ class Sampling:
             raise ConfigError(f"--top-k {top_k} must be 0 (all tokens) or more")
         if not 0 < top_p <= 1:
             raise ConfigError(f"--top-p {top_p} must be above 0 and at most 1")
+        if seed < 0:
+            raise ConfigError(f"--seed {seed} must not be negative")
         self.temperature, self.top_k, self.top_p = temperature, top_k, top_p
         self.random = np.random.default_rng(seed)
 
@@ -90,6 +92,5 @@ class Sampling:
 
 def chooser(temperature=0.0, top_k=0, top_p=1.0, seed=0):
     """The rule that these options ask for: greedy at temperature 0."""
-    if temperature == 0:
-        return Greedy()
-    return Sampling(temperature, top_k, top_p, seed)
+    drawing = Sampling(temperature or 1.0, top_k, top_p, seed)  # greedy too refuses options outside their range
+    return drawing if temperature else Greedy()

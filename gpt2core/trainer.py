@@ -1,4 +1,4 @@
-"""The only training loop: batch, gradient, norm, update, log, checkpoint; the same lines for one thread and many ranks."""
+"""The only training loop: batch, gradient, norm, update, log, checkpoint; the same lines for any threads and ranks."""
 
 # B sequences of the global batch, T tokens of each; a rank reads B / ranks of them
 
@@ -84,7 +84,7 @@ class Trainer:
         for name, view in self.named_parameters().items():
             view[...] = asarray(parameters[name])
         for name, pair in (moments or {}).items():
-            for view, value in zip(self.named_moments()[name], pair):
+            for view, value in zip(self.named_moments()[name], pair, strict=True):
                 view[...] = asarray(value)
         self.optimizer.steps, self.position = steps, position
 
@@ -119,12 +119,26 @@ class Trainer:
         return peak and tokens_per_second * flops_per_token(self.config, self.seq_len) / (peak * self.world.size)
 
     def evaluate(self, windows):
-        """Mean cross-entropy over every whole window once, in nats a token; nothing is updated."""
+        """Mean cross-entropy over every whole window once, in nats a token; nothing is updated.
+
+        Raises Diverged when it is not finite.
+        """
         total, count = 0.0, 0
         for inputs, targets in windows.once(self.batch_size):
             total += self.total(self.shards.losses(inputs[self.rows], targets[self.rows], 1.0, self.batch_rows))
             count += inputs.size
+        if not math.isfinite(total):
+            raise Diverged(f"step {self.steps - 1}: the validation loss is {total / count}: lower --lr or set --clip")
         return total / count
+
+    def check_parameters(self):
+        """Raise Diverged when an update has blown the parameters up: they must not take a good checkpoint's place."""
+        norm = self.optimizer.gradient_norm(self.parameters)
+        if not math.isfinite(norm):
+            raise Diverged(
+                f"step {self.steps - 1}: the norm of the parameters is {norm} after the update: lower --lr or set "
+                f"--clip. They are not saved; the checkpoints before are as they were"
+            )
 
     def model(self):
         """The current model, for generation: parameters shared, no gradients."""
@@ -146,7 +160,9 @@ def plan(batch_size, micro_shards, threads, ranks, deterministic):
     Deterministic: a power of two of micro-shards, 8 where the batch allows it, that threads and ranks divide. Else one
     for each thread. Raises ConfigError, naming the nearest number that works.
     """
-    if batch_size < 1 or batch_size % ranks:
+    if batch_size < 1:
+        raise ConfigError(f"--batch-size {batch_size} must be at least 1")
+    if batch_size % ranks:
         near = max(ranks, round(batch_size / ranks) * ranks)
         raise ConfigError(f"--batch-size {batch_size} is not divisible by {ranks} ranks: use {near}")
     if threads < 1:
@@ -157,7 +173,8 @@ def plan(batch_size, micro_shards, threads, ranks, deterministic):
             return threads * ranks, threads
         if not 0 < micro_shards <= batch_size or micro_shards % ranks:
             raise ConfigError(
-                f"--micro-shards {micro_shards} must be from 1 to --batch-size {batch_size} and divisible by {ranks} ranks"
+                f"--micro-shards {micro_shards} must be from 1 to --batch-size {batch_size} "
+                f"and divisible by {ranks} ranks"
             )
         return micro_shards, max(n for n in range(1, threads + 1) if micro_shards // ranks % n == 0)
     if micro_shards is None:
@@ -211,8 +228,14 @@ def run(trainer, windows, schedule, steps, *, validation=None, eval_every=0, on_
     """Train until `steps` updates are made in all; returns the number of the signal that stopped it early, or None.
 
     on_step(step, validation loss or None, last) reports each step; save(trainer) writes a checkpoint, always at the
-    end where it is given. `validation` windows are evaluated every `eval_every` steps and at the end.
+    end where it is given, never of parameters that have diverged. `validation` windows are evaluated every `eval_every`
+    steps and at the end.
     """
+
+    def save_sound():
+        trainer.check_parameters()
+        save(trainer)
+
     stopping = None
     with StopSignals() as stop:
         while trainer.steps < steps and not stopping:
@@ -222,7 +245,7 @@ def run(trainer, windows, schedule, steps, *, validation=None, eval_every=0, on_
             due = validation is not None and (last or (eval_every and trainer.steps % eval_every == 0))
             on_step(step, trainer.evaluate(validation) if due else None, last)
             if save and save_every and trainer.steps % save_every == 0 and not last:
-                save(trainer)
+                save_sound()
         if save:
-            save(trainer)
+            save_sound()
     return stopping
