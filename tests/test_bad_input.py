@@ -170,6 +170,7 @@ TRAINING = [
     ("--log-every|-1", "--log-every -1"),
     ("--eval-every|-1", "--eval-every -1"),
     ("--checkpoint-every|-1", "--checkpoint-every -1"),
+    ("--checkpoint-every|5", "--checkpoint-every 5 saves nothing without a directory: give --out"),
     ("--keep|-1", "--keep -1"),
     ("--sample|-1", "--sample -1"),
     # where to write
@@ -358,7 +359,6 @@ INFERENCE = [
     ("--prompt|the|--threads|0", "--threads 0"),
     ("--prompt|the|--precision|bf16", "--precision bf16 is not available on the CPU"),
     ("--prompt|the|--precision|int8", "--precision|int8"),
-    ("--max-new-tokens|2", "dummy.txt is no prompt for these weights, so give --prompt"),
     ("--threads|99999999999", "--threads|99999999999 is too large"),
     ("--promt|the|--prompt|the", "unrecognized arguments: --promt the"),
     ("--temperature|hot", "--temperature|hot"),
@@ -370,6 +370,15 @@ def test_a_mistake_in_inference_is_one_line_before_any_text(infer, home, flags, 
     result = infer("--weights", home / "run", *expand(flags, home))
     assert_one_clear_line(result.code, result.err, *words.split("|"))
     assert result.out == ""
+
+
+def test_weights_whose_corpus_is_gone_need_a_prompt(infer, home, tmp_path):
+    shutil.copytree(home / "run" / "latest", tmp_path / "weights")
+    state = json.loads((tmp_path / "weights" / "state.json").read_text())
+    state["arguments"]["data"] = str(tmp_path / "gone.txt")
+    (tmp_path / "weights" / "state.json").write_text(json.dumps(state))
+    result = infer("--weights", tmp_path / "weights", "--max-new-tokens", "2")
+    assert_one_clear_line(result.code, result.err, "dummy.txt is no prompt for these weights, so give --prompt")
 
 
 # -- mistakes that show only while it runs ----------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from gpt2core.cli import WEIGHTS
+from gpt2core.recipes import WEIGHTS
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [page for page in (ROOT / "README.md", *sorted(ROOT.glob("stage*/README.md"))) if page.exists()]

@@ -1,0 +1,100 @@
+"""Make the shipped weights: train until the corpus is known by heart, then keep 16 bits of every number.
+
+    python data/make_weights.py --threads 8 --log results/shipped_weights.jsonl
+
+Training resumes from --out where it was interrupted. A prompt counts as known when its greedy continuation is the
+corpus's own, token for token.
+"""
+
+import argparse
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs uninstalled
+
+import numpy as np
+
+from gpt2core.checkpoint import load_checkpoint, save_checkpoint
+from gpt2core.cli import train_parser
+from gpt2core.commands import limit_blas, train_command
+from gpt2core.communicator import Solo
+from gpt2core.dataset import read_text
+from gpt2core.model import GPT2
+from gpt2core.parallel.workers import Workers
+from gpt2core.recipes import CORPUS, WEIGHTS
+from gpt2core.tensor import Tensor, no_grad
+from gpt2core.tokenizer import Tokenizer
+from stage0_serial.numpy_backend import NumpyBackend
+
+PROMPT, NEW = 256, 30  # tokens, the paper's inference
+
+
+def known(model, tokens, start):
+    """Whether the greedy continuation of tokens[start : start + PROMPT] is the corpus's own for NEW tokens.
+
+    By induction that is so when every next token is the likeliest one after the corpus's own window.
+    """
+    windows = np.stack([tokens[start + i : start + i + PROMPT] for i in range(NEW)])
+    with no_grad():
+        likeliest = model.logits(windows, last_only=True).numpy()[:, 0].argmax(-1)
+    return bool((likeliest == tokens[start + PROMPT : start + PROMPT + NEW]).all())
+
+
+def models(checkpoint, threads):
+    """One model for each thread over the same weights."""
+    for _ in range(threads):
+        backend = NumpyBackend()
+        yield GPT2(checkpoint.config, {name: Tensor(array, backend) for name, array in checkpoint.parameters.items()})
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=600, help="training steps (default 600)")
+    parser.add_argument("--lr", type=float, default=1e-3, help="peak of the cosine schedule (default 1e-3)")
+    parser.add_argument("--threads", type=int, default=2, help="worker threads (default 2)")
+    parser.add_argument("--prompts", type=int, default=100, help="random prompts to count (default 100)")
+    parser.add_argument("--out", type=Path, default=Path("out/shipped-weights"), help="checkpoints of the training")
+    parser.add_argument("--log", type=Path, default=Path("out/shipped_weights.jsonl"), help="training log")
+    parser.add_argument("--weights", type=Path, default=WEIGHTS, help="directory to write (default: the shipped one)")
+    args = parser.parse_args()
+
+    args.out.mkdir(parents=True, exist_ok=True)
+    flags = f"--steps {args.steps} --lr {args.lr} --min-lr 1e-5 --schedule cosine --warmup 50 --clip 1.0 --sample 0"
+    flags += f" --threads {args.threads} --out {args.out} --checkpoint-every 100 --keep 1 --log {args.log}"
+    if (args.out / "latest").exists():
+        flags += f" --resume {args.out}"
+    code = train_command(NumpyBackend, Solo(), train_parser().parse_args(flags.split()))
+    if code:
+        return code
+
+    trained = load_checkpoint(args.out)
+    tokenizer = Tokenizer.load(trained.path)
+    with tempfile.TemporaryDirectory() as scratch:
+        step = save_checkpoint(
+            scratch, 0, config=trained.config, parameters=trained.parameters, tokenizer=tokenizer, dtype=np.float16
+        )
+        args.weights.mkdir(parents=True, exist_ok=True)
+        for file in step.iterdir():
+            shutil.copyfile(file, args.weights / file.name)
+
+    limit_blas(1)
+    shipped = load_checkpoint(args.weights)
+    tokens = tokenizer.encode(read_text(CORPUS))
+    starts = np.random.default_rng(1).integers(0, len(tokens) - PROMPT - NEW, args.prompts)
+    workers = Workers([None] * args.threads)
+    parts = np.array_split(starts, args.threads)
+    counts = workers.map(
+        lambda model, part: sum(known(model, tokens, start) for start in part),
+        list(models(shipped, args.threads)),
+        parts,
+    )
+    workers.close()
+    size = sum(file.stat().st_size for file in args.weights.iterdir())
+    print(f"{sum(counts)} of {args.prompts} random prompts are continued as the corpus does; {size:,} bytes")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

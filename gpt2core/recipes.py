@@ -1,0 +1,78 @@
+"""What a run trains with when no flag says otherwise: the checkpoint's flags on a resume, else the preset's recipe."""
+
+from pathlib import Path
+
+from gpt2core.errors import CheckpointError, ConfigError
+from gpt2core.model import PRESETS
+
+DATA = Path(__file__).resolve().parents[1] / "data"
+CORPUS, WEIGHTS = DATA / "dummy.txt", DATA / "gpt2-paper"
+
+# What a preset trains with when no flag says otherwise: the paper's Adam, or GPT-2's recipe for the large ones.
+PAPER = dict(
+    steps=50, batch_size=16, lr=3e-4, schedule="constant", warmup=0, weight_decay=0.0, clip=0.0, beta1=0.9, beta2=0.999
+)
+LARGE = dict(
+    steps=1000, batch_size=8, lr=6e-4, schedule="cosine", warmup=100, weight_decay=0.1, clip=1.0, beta1=0.9, beta2=0.95
+)
+RECIPES = {name: LARGE for name in PRESETS} | {
+    "paper": PAPER,
+    "tiny": PAPER | dict(steps=60, lr=3e-3),
+    "nano": PAPER | dict(steps=20, batch_size=4, lr=3e-3),
+}
+COMMON = dict(preset="paper", seed=0, deterministic=True, precision="fp32", eps=1e-8, shuffle=False)
+# What a resume takes from the checkpoint where no flag says otherwise, and the kind of each.
+RESUMED = {name: type(value) for name, value in (PAPER | COMMON).items()} | dict(
+    min_lr=float, seq_len=int, micro_shards=int, data=str, val_data=str, val_fraction=float
+)
+SHAPE = ("n_layer", "n_head", "n_embd", "block_size")  # flags that change the model itself
+
+
+def fill_defaults(args, resumed):
+    """Give every flag a value: the command line's, else the resumed checkpoint's, else the preset's recipe."""
+    saved = saved_arguments(resumed) if resumed else {}
+    if args.preset not in (None, saved.get("preset", args.preset)):
+        raise ConfigError(f"--preset {args.preset} is not the checkpoint's {saved['preset']}: leave the flag away")
+    for name, value in saved.items():
+        if getattr(args, name, None) is None:
+            setattr(args, name, value)
+    preset = args.preset or COMMON["preset"]
+    if preset not in PRESETS:
+        raise ConfigError(f"--preset {preset} is unknown: choose from {', '.join(PRESETS)}")
+    for name, value in (COMMON | RECIPES[preset]).items():
+        if getattr(args, name, None) is None:
+            setattr(args, name, value)
+    args.data = Path(args.data or CORPUS)
+    args.val_data = args.val_data and Path(args.val_data)
+    if args.min_lr is None:
+        args.min_lr = 0.0 if args.schedule == "constant" else args.lr / 10
+    for name in ("steps", "eval_every", "checkpoint_every", "keep", "sample", "seed"):
+        if getattr(args, name) < 0:
+            raise ConfigError(f"--{name.replace('_', '-')} {getattr(args, name)} must not be negative")
+    for name in ("threads", "seq_len", "log_every"):
+        positive(f"--{name.replace('_', '-')}", getattr(args, name))
+    if args.checkpoint_every and not args.out:
+        raise ConfigError(f"--checkpoint-every {args.checkpoint_every} saves nothing without a directory: give --out")
+    if args.val_data and args.val_fraction:
+        raise ConfigError(f"--val-data {args.val_data} and --val-fraction {args.val_fraction} exclude each other")
+
+
+def saved_arguments(resumed):
+    """The flags in a checkpoint's state.json; raises CheckpointError where one is not of its kind."""
+    path, arguments = resumed.path / "state.json", resumed.state.get("arguments", {})
+    if not isinstance(arguments, dict):
+        raise CheckpointError(f"{path}: arguments is {arguments!r}, not an object: it cannot be resumed")
+    saved = {name: arguments[name] for name in RESUMED if arguments.get(name) is not None}
+    for name, value in saved.items():
+        if not isinstance(value, int | float if RESUMED[name] is float else RESUMED[name]):
+            raise CheckpointError(f"{path}: {name} is {value!r}, not of type {RESUMED[name].__name__}")
+    if saved.get("preset", "paper") not in PRESETS:
+        raise CheckpointError(f"{path}: preset is {saved['preset']!r}, not one of {', '.join(PRESETS)}")
+    return saved
+
+
+def positive(flag, value):
+    """`value`, which may be None; raises ConfigError below 1."""
+    if value is not None and value < 1:
+        raise ConfigError(f"{flag} {value} must be at least 1")
+    return value
