@@ -170,7 +170,6 @@ TRAINING = [
     ("--log-every|-1", "--log-every -1"),
     ("--eval-every|-1", "--eval-every -1"),
     ("--checkpoint-every|-1", "--checkpoint-every -1"),
-    ("--checkpoint-every|5", "--checkpoint-every 5 saves nothing without a directory: give --out"),
     ("--keep|-1", "--keep -1"),
     ("--sample|-1", "--sample -1"),
     # where to write
@@ -370,6 +369,11 @@ def test_a_mistake_in_inference_is_one_line_before_any_text(infer, home, flags, 
     result = infer("--weights", home / "run", *expand(flags, home))
     assert_one_clear_line(result.code, result.err, *words.split("|"))
     assert result.out == ""
+
+
+def test_checkpoints_need_a_directory(train):
+    result = train("--preset", "nano", "--checkpoint-every", 5)
+    assert_one_clear_line(result.code, result.err, "--checkpoint-every 5 saves nothing", "give --out")
 
 
 def test_weights_whose_corpus_is_gone_need_a_prompt(infer, home, tmp_path):
