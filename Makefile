@@ -58,6 +58,8 @@ test-gpu: $(test_ready)  ## run the tests that need a CUDA device
 bench: $(test_ready)  ## compare with PyTorch: tables here, figures in results/ (ARGS go to the training step)
 	"$(python)" -m benchmarks.train_step $(ARGS)
 	"$(python)" -m benchmarks.decode
+	"$(python)" -m benchmarks.choices
+	"$(python)" -m benchmarks.curve
 
 lint: $(test_ready)  ## check the style (ruff)
 	"$(python)" -m ruff check .

@@ -207,12 +207,12 @@ def print_table(rows):
 
 
 def run(main):
-    """Run a benchmark's main(): a contender that fails ends it with one message and status 1."""
+    """Return what a benchmark's main() returns; a contender that fails ends it with one message and status 1."""
     load = os.getloadavg()[0]
     if load > 0.3:
         print(f"Load average {load:.2f}: other programs may take unequal shares of the contenders.", file=sys.stderr)
     try:
-        main()
+        return main()
     except ContenderFailed as failure:
         progress("")
         sys.exit(str(failure))
