@@ -187,7 +187,7 @@ class Windows:
 
     tokens: (n,) integers, array or memory map, never copied. seq_len: T. order: "sequential", where window w covers
     tokens w*T to w*T + T of the endless circular stream, or "shuffled", where each epoch visits its ceil(n / T) windows
-    once, in a permutation seeded by (seed, epoch).
+    once, in an order and from a first token seeded by (seed, epoch): over the epochs a token meets every position.
 
     A batch is a pure function of its position, the number of windows consumed since the start of training. So that one
     integer is all the state there is to resume, and a rank reads its own rows with batch(position + first_row, rows).
@@ -213,7 +213,7 @@ class Windows:
         buffer.flags.writeable = False  # batches are views of it
         self.tokens, self.seq_len, self.order, self.seed = buffer, seq_len, order, seed
         self.windows_per_epoch = math.ceil(len(buffer) / seq_len)
-        self._permutation = (None, None)  # (epoch, its order)
+        self._epoch = (None, None)  # (epoch, the first token of each of its windows)
 
     def batch(self, position, count):
         """Return (inputs, targets), each (count, T), of windows `position` to `position + count`; targets lead by one.
@@ -224,7 +224,7 @@ class Windows:
             raise ConfigError(f"{count} windows at {position}: the count must be positive, the position not negative")
         if self.order == "sequential":
             return self._run(position * self.seq_len, count)
-        starts = np.array([self._shuffled(position + row) for row in range(count)]) * self.seq_len
+        starts = np.array([self._shuffled(position + row) for row in range(count)])
         rows = self._circular(starts[:, None] + np.arange(self.seq_len + 1))  # (count, T + 1)
         return rows[:, :-1], rows[:, 1:]
 
@@ -252,10 +252,11 @@ class Windows:
         return rows
 
     def _shuffled(self, window):
+        """Return the first token of window number `window` of the shuffled stream."""
         epoch, index = divmod(window, self.windows_per_epoch)
-        known, order = self._permutation
+        known, starts = self._epoch
         if known != epoch:
             generator = np.random.Generator(np.random.PCG64(np.random.SeedSequence((self.seed, epoch))))
-            order = generator.permutation(self.windows_per_epoch)
-            self._permutation = (epoch, order)  # one assignment: threads may race to it, and each still has its own
-        return int(order[index])
+            starts = generator.permutation(self.windows_per_epoch) * self.seq_len + generator.integers(self.seq_len)
+            self._epoch = (epoch, starts)  # one assignment: threads may race to it, and each still has its own
+        return int(starts[index])
