@@ -8,9 +8,8 @@ import numpy as np
 import threadpoolctl
 
 from benchmarks.harness import paired_ratio, print_table, run, save
-from gpt2core.commands import limit_blas
 from gpt2core.model import PRESETS
-from gpt2core.parallel.workers import Workers
+from gpt2core.parallel.workers import Workers, limit_blas
 from stage0_serial.buffer_pool import BufferPool
 from stage0_serial.numpy_backend import NumpyBackend
 

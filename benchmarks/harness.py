@@ -176,10 +176,10 @@ def installed_version(package):
 
 def commit():
     """The commit that was measured, `-dirty` when the tree differs from it."""
-    described = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    return described.stdout.strip() or "unknown"
+    git = ["git", "-C", str(ROOT)]
+    described = subprocess.run([*git, "describe", "--always"], capture_output=True, text=True, check=False)
+    changed = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", ".", ":!results"], check=False).returncode
+    return described.stdout.strip() + "-dirty" * bool(changed) or "unknown"
 
 
 def save(benchmark, results):

@@ -14,7 +14,8 @@ class Backend(ABC):
     """
 
     name: str
-    precisions: tuple[str, ...]  # values of --precision this backend computes in; the first is its default
+    precision: str  # the --precision it was made for
+    dtype: object  # of the parameters and their gradients
     xp: object  # the array module (numpy, cupy) that composed operations call
 
     # -- arrays ------------------------------------------------------------------------------------------------------
@@ -60,8 +61,8 @@ class Backend(ABC):
         """x (..., C), w (C, K), b (K) or None -> x @ w + b (..., K)."""
 
     @abstractmethod
-    def linear_backward(self, dy, x, w):
-        """dy (..., K) -> dx (..., C), dw (C, K), db (K)."""
+    def linear_backward(self, dy, x, w, bias=True):
+        """dy (..., K) -> dx (..., C), dw (C, K), and with `bias` db (K)."""
 
     @abstractmethod
     def gelu_forward(self, x):

@@ -112,6 +112,11 @@ def load_checkpoint(path, *, with_optimizer=False):
     raise CheckpointError(f"{path}: was replaced each time that it was read: try again when its writer is done")
 
 
+def newest_step(directory):
+    """The newest complete step of an `--out` directory, as a Path, or None: the one that was written last."""
+    return _latest(Path(directory)) or next(iter(_steps(Path(directory))), None)
+
+
 def resolve_checkpoint(path):
     """The one directory to read: the newest complete step of an `--out` directory, else `path` itself, as a Path.
 
@@ -124,7 +129,7 @@ def resolve_checkpoint(path):
     if path.name == LATEST and path.is_symlink():
         path = path.parent  # followed once, here: the link may move on between two files
     with _reading(path):
-        newest = _latest(path) or next(iter(_steps(path)), None)
+        newest = newest_step(path)
     if newest:
         return newest
     if not os.path.exists(path / CONFIG):

@@ -51,22 +51,22 @@ def train_parser():
     add("--beta1", type=float, help="decay of Adam's first moment (default 0.9)")
     add("--beta2", type=float, help="decay of Adam's second moment (default: the preset's; paper 0.999)")
     add("--eps", type=float, help="Adam's epsilon (default 1e-8)")
-    add("--seed", type=int, help="of initial parameters, shuffling and sampling (default 0)")
-    add("--threads", type=integer, help="worker threads a rank (default: the cores divided by the ranks on this host)")
+    add("--seed", type=int, help="of the initial parameters and of shuffling (default 0)")
+    add("--threads", type=integer, help="worker threads a rank (default: the cores)")
     add("--precision", choices=("fp32", "tf32", "bf16", "fp16"), help="of the arithmetic (default fp32)")
     add("--data", type=Path, help="corpus: a UTF-8 text, or a token file of data/prepare.py (default: data/dummy.txt)")
     add("--tokenizer", help="word, byte, or a tokenizer.json (default word; of a token file: its own)")
     add("--shuffle", action=argparse.BooleanOptionalAction, help="windows in a seeded random order (default: in order)")
     add("--val-data", type=Path, help="text or token file to validate on")
     add("--val-fraction", type=float, help="share of the corpus, at its end, kept for validation (default 0)")
-    add("--eval-every", type=integer, default=0, metavar="N", help="steps between validations (default: at the end)")
+    add("--eval-every", type=integer, metavar="N", help="steps between validations (default: at the end)")
     add("--out", type=Path, help="directory for checkpoints; always ends with one (default: nothing is saved)")
-    add("--checkpoint-every", type=integer, default=0, metavar="N", help="steps between checkpoints (default: the end)")
-    add("--keep", type=integer, default=2, metavar="K", help="checkpoints to keep, 0 for all (default 2)")
+    add("--checkpoint-every", type=integer, metavar="N", help="steps between checkpoints (default: the end)")
+    add("--keep", type=integer, metavar="K", help="checkpoints to keep, 0 for all (default 2)")
     add("--resume", type=Path, metavar="DIR", help="go on from a checkpoint, with its flags where none is given")
     add("--init-from", type=Path, metavar="DIR", help="start from a Hugging Face GPT-2 directory, optimizer fresh")
     add("--log", type=Path, metavar="FILE.jsonl", help="one JSON object a step")
-    add("--log-every", type=integer, default=1, metavar="N", help="steps between lines of screen and log (default 1)")
+    add("--log-every", type=integer, metavar="N", help="steps between lines of screen and log (default 1)")
     add("--plot", type=Path, metavar="FILE.png", help="write the loss curve")
     add("--micro-shards", type=integer, help="parts of the batch that are summed in one fixed tree (default 8)")
     flag = argparse.BooleanOptionalAction
@@ -85,7 +85,7 @@ def inference_parser():
     add("--prompt-file", type=Path, help="file with the text to continue; its last line break is not part of it")
     add("--max-new-tokens", type=integer, default=30, metavar="N", help="tokens to write (default 30)")
     add("--stop", metavar="TEXT", help="end as soon as the continuation contains this text")
-    add("--temperature", type=float, default=0.0, help="0 takes the likeliest token, above 0 draws (default 0)")
+    add("--temperature", type=float, help="0: the likeliest token, above: draw (default 0; 1 with --top-k, --top-p)")
     add("--top-k", type=integer, default=0, metavar="K", help="draw among the K likeliest tokens (default 0: all)")
     add("--top-p", type=float, default=1.0, metavar="P", help="draw among the likeliest that sum to P (default 1: all)")
     add("--seed", type=int, default=0, help="of the draws (default 0)")
@@ -109,6 +109,8 @@ def infer(backend, world, argv=None):
 
 def command(body):
     """Run `body` and exit with the code it returns; a user's mistake is one line on standard error and exit code 2."""
+    with contextlib.suppress(AttributeError):  # a character that the terminal lacks is no reason to stop
+        sys.stdout.reconfigure(errors="replace")
     try:
         with np.errstate(all="ignore"):  # numbers that overflow end in one sentence, not in a dozen warnings
             code = body()

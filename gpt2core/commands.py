@@ -7,15 +7,14 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-import threadpoolctl
-
 import gpt2core
 from gpt2core import checkpoint as checkpoints
-from gpt2core.dataset import Windows, load_tokens, read_text, split_validation
+from gpt2core.dataset import Windows, brings_tokenizer, first_tokens, load_tokens, read_text, split_validation
 from gpt2core.errors import CheckpointError, ConfigError, DataError
 from gpt2core.model import GPT2, PRESETS, parameter_count
 from gpt2core.optimizer import Schedule
-from gpt2core.recipes import CORPUS, RESUMED, SHAPE, fill_defaults, positive
+from gpt2core.parallel.workers import limit_blas
+from gpt2core.recipes import CORPUS, RESUMED, SHAPE, fill_defaults, positive, saved_arguments
 from gpt2core.runlog import RunLog
 from gpt2core.sampler import chooser, generate
 from gpt2core.tensor import Tensor
@@ -28,22 +27,23 @@ def train_command(make_backend, world, args):
     initial = checkpoints.load_checkpoint(args.init_from) if args.init_from else None
     if resumed and initial:
         raise ConfigError("--resume and --init-from exclude each other: go on with a run, or start a new one")
-    fill_defaults(args, resumed)
+    notes = fill_defaults(args, resumed)
     source = resumed or initial
     threads = args.threads or available_cores()
     micro_shards, threads = plan(args.batch_size, args.micro_shards, threads, world.size, args.deterministic)
-    limit_blas(1)
     backends = [make_backend(args.precision) for _ in range(threads)]
     schedule = Schedule(args.schedule, args.lr, args.min_lr, args.warmup, args.steps)
 
-    own = source and (source.path / "tokenizer.json").exists() and not args.tokenizer
-    tokens, tokenizer = load_tokens(args.data, Tokenizer.load(source.path) if own else args.tokenizer)
-    corpus = fingerprint(tokens)
+    tokenizer = args.tokenizer
+    if source and not tokenizer and not brings_tokenizer(args.data):
+        tokenizer = load_tokenizer(None, source.path)
+    tokens, tokenizer = load_tokens(args.data, tokenizer)
     validation = None
     if args.val_data:
         validation, _ = load_tokens(args.val_data, tokenizer)
     elif args.val_fraction:
         tokens, validation = split_validation(tokens, args.val_fraction)
+    corpus = fingerprint(tokens)
     config = model_config(args, source, tokenizer)
     seq_len = args.seq_len = args.seq_len or config.block_size
     windows = Windows(tokens, seq_len, "shuffled" if args.shuffle else "sequential", args.seed)
@@ -68,13 +68,20 @@ def train_command(make_backend, world, args):
     out = checkpoints.writable_directory(args.out) if args.out else None
     log = RunLog(args.log, args.plot, args.log_every, trainer.steps, max(args.steps, trainer.steps))
     log.say(
-        f"GPT-2 {args.preset}: {parameter_count(config):,} parameters, {config.n_layer} layers, {config.n_head} heads, "
-        f"{config.n_embd} wide, vocabulary {config.vocab_size}\n"
+        f"GPT-2 {args.init_from or args.preset}: {parameter_count(config):,} parameters, {config.n_layer} layers, "
+        f"{config.n_head} heads, {config.n_embd} wide, vocabulary {config.vocab_size}\n"
         f"{len(tokens):,} tokens of {args.data.name}, {args.batch_size} x {seq_len} a step in {micro_shards} "
         f"micro-shards on {threads} thread{'s' * (threads > 1)}, {args.precision} on {backends[0].name}"
     )
-    if args.threads and threads != args.threads:
-        log.say(f"--threads {args.threads}: {threads} are used, because {micro_shards} micro-shards keep no more busy")
+    if threads < (args.threads or available_cores()):
+        notes.append(
+            f"note: {threads} of {args.threads or available_cores()} threads are used: a batch of {args.batch_size} in "
+            f"{micro_shards} micro-shards keeps no more busy"
+        )
+    if out and not args.resume and (older := checkpoints.newest_step(out)):
+        notes.append(f"note: {out} holds {older.name} of an earlier run; only the {args.keep} newest will be kept")
+    for note in notes:
+        log.say(note)
     if trainer.steps:
         log.say(f"resumed after step {trainer.steps - 1}" + ("" if out else "; no --out: nothing will be saved"))
 
@@ -134,7 +141,9 @@ def inference_command(make_backend, world, args):
         note = f"note: the prompt has {len(prompt)} tokens, the block {block}: its last {block} tokens are used"
         print(note, file=sys.stderr)
         prompt = prompt[-block:]
-    choose = chooser(args.temperature, args.top_k, args.top_p, args.seed)
+    narrowed = args.top_k or args.top_p != 1
+    temperature = (1.0 if narrowed else 0.0) if args.temperature is None else args.temperature
+    choose = chooser(temperature, args.top_k, args.top_p, args.seed)
     parameters = {name: Tensor(backend.asarray(array), backend) for name, array in weights.parameters.items()}
     model = GPT2(weights.config, parameters)
     write_text(model, tokenizer, prompt, args.max_new_tokens, choose, args.stop, args.stream, args.stats)
@@ -204,11 +213,6 @@ def available_cores():
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def limit_blas(threads):
-    """Tell the loaded BLAS how many threads it may use: threads x BLAS threads over the cores is twice as slow."""
-    threadpoolctl.threadpool_limits(threads, user_api="blas")
-
-
 # -- inference ---------------------------------------------------------------------------------------------------------
 
 
@@ -226,10 +230,10 @@ def read_prompt(args, tokenizer, weights):
     if args.prompt is not None and args.prompt_file is not None:
         raise ConfigError("--prompt and --prompt-file exclude each other: give one of them")
     if args.prompt is None and args.prompt_file is None:
-        corpus = Path(((weights.state or {}).get("arguments") or {}).get("data") or CORPUS)
-        corpus = corpus if corpus.is_file() else CORPUS
+        corpus = Path(saved_arguments(weights).get("data", CORPUS))
+        corpus = corpus if corpus.exists() else CORPUS
         try:
-            return load_tokens(corpus, tokenizer)[0][: min(256, weights.config.block_size)].tolist()
+            return first_tokens(corpus, tokenizer, min(256, weights.config.block_size)).tolist()
         except DataError as error:
             raise DataError(f"{corpus.name} is no prompt for these weights, so give --prompt: {error}") from None
     text = args.prompt if args.prompt_file is None else read_text(args.prompt_file).removesuffix("\n")

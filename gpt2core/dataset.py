@@ -147,6 +147,24 @@ def open_token_file(path):
     return tokens
 
 
+def brings_tokenizer(path):
+    """Return whether `path` is a token file, or a directory with one: its tokenizer.json lies beside it."""
+    path = Path(path)
+    return is_token_file(path / TOKEN_FILE if (path / TOKEN_FILE).is_file() else path)
+
+
+def first_tokens(path, tokenizer, count):
+    """Return the first `count` ids of a text or token file, fewer if there are no more, reading only what it must."""
+    if brings_tokenizer(path):
+        return load_tokens(path, tokenizer)[0][:count]
+    ids = np.empty(0, tokenizer.dtype)
+    for part in tokenizer.encode_chunks(text_chunks(path, 1 << 13)):
+        ids = np.concatenate([ids, part])
+        if len(ids) >= count:
+            break
+    return ids[:count]
+
+
 def load_tokens(path, tokenizer=None):
     """Return (tokens (n,), Tokenizer) of a text file, a token file, or a directory written by data/prepare.py.
 
@@ -156,6 +174,8 @@ def load_tokens(path, tokenizer=None):
     """
     path = Path(path)
     path = path / TOKEN_FILE if (path / TOKEN_FILE).is_file() else path
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise DataError(f"{path} is not a regular file, and a corpus is read more than once: save it to a file first")
     if not is_token_file(path):
         text = read_text(path)
         made = tokenizer if isinstance(tokenizer, Tokenizer) else build_tokenizer(tokenizer or "word", text)

@@ -12,6 +12,7 @@ from gpt2core.communicator import Solo
 from gpt2core.errors import ConfigError
 
 SOLO = Solo()
+LARGEST = 1 << 40  # parameters: beyond it a size is a slip of the hand, and array libraries stop counting
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,12 @@ class GPT2Config:
                 raise ConfigError(f"{field.name} must be a positive whole number, but it is {value!r}")
         if not 0 < self.layer_norm_epsilon < 1:
             raise ConfigError(f"layer_norm_epsilon must be between 0 and 1, but it is {self.layer_norm_epsilon!r}")
+        weights = 12 * self.n_layer * self.n_embd**2 + (self.vocab_size + self.block_size) * self.n_embd
+        if weights > LARGEST:
+            raise ConfigError(
+                f"{self.n_layer} layers, {self.n_embd} wide, vocabulary {self.vocab_size} and block {self.block_size} "
+                f"make {weights:,} parameters, more than {LARGEST:,}: take a smaller model"
+            )
         if self.n_embd % self.n_head:
             raise ConfigError(
                 f"n_embd {self.n_embd} is not divisible by n_head {self.n_head}: every head needs the same width"

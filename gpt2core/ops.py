@@ -15,7 +15,7 @@ def linear(x, w, b=None):
     require(b is None or b.shape == w.shape[1:], "linear", w, b)
     backend, parents = x.backend, (x, w) if b is None else (x, w, b)
     y = backend.linear_forward(x.data, w.data, None if b is None else b.data)
-    return Tensor.from_op(y, parents, lambda dy: backend.linear_backward(dy, x.data, w.data)[: len(parents)])
+    return Tensor.from_op(y, parents, lambda dy: backend.linear_backward(dy, x.data, w.data, b is not None))
 
 
 def gelu(x):
@@ -192,8 +192,10 @@ def sum(x, axis=None, keepdims=False):
     xp = x.backend.xp
     y = xp.asarray(x.data.sum(axis, keepdims=keepdims))
 
+    axes = range(x.ndim) if axis is None else [i % x.ndim for i in (axis if isinstance(axis, tuple) else (axis,))]
+    kept = [1 if i in axes else extent for i, extent in enumerate(x.shape)]
+
     def backward(dy):
-        kept = x.data.sum(axis, keepdims=True).shape  # the reduced axes, as ones
         return (xp.broadcast_to(dy.reshape(kept), x.shape),)
 
     return Tensor.from_op(y, (x,), backward)
@@ -256,10 +258,13 @@ def concatenate(tensors, axis=0):
     return Tensor.from_op(y, tuple(tensors), lambda dy: tuple(xp.split(dy, edges, axis)))
 
 
-def checkpoint(function, x):
-    """function(x), keeping only x: what it computes is forgotten and computed again in backward (Chen et al. 2016)."""
+def recompute(function, x):
+    """function(x), keeping only x: what it computes is forgotten and computed again in backward (Chen et al. 2016).
+
+    A leaf inside gets one gradient from each recompute() it is in, so its hook is called as often.
+    """
     if not x.requires_grad:
-        raise AutogradError("checkpoint: x requires no gradient, so backward would never come by to compute it again")
+        raise AutogradError("recompute: x requires no gradient, so backward would never come by to compute it again")
     with no_grad():
         y = function(x.detach())
 

@@ -21,6 +21,7 @@ RECIPES = {name: LARGE for name in PRESETS} | {
     "nano": PAPER | dict(steps=20, batch_size=4, lr=3e-3),
 }
 COMMON = dict(preset="paper", seed=0, deterministic=True, precision="fp32", eps=1e-8, shuffle=False)
+COMMON |= dict(eval_every=0, checkpoint_every=0, keep=2, log_every=1)
 # What a resume takes from the checkpoint where no flag says otherwise, and the kind of each.
 RESUMED = {name: type(value) for name, value in (PAPER | COMMON).items()} | dict(
     min_lr=float, seq_len=int, micro_shards=int, data=str, val_data=str, val_fraction=float
@@ -29,13 +30,26 @@ SHAPE = ("n_layer", "n_head", "n_embd", "block_size")  # flags that change the m
 
 
 def fill_defaults(args, resumed):
-    """Give every flag a value: the command line's, else the resumed checkpoint's, else the preset's recipe."""
+    """Give every flag a value: the command line's, else the resumed checkpoint's, else the preset's recipe.
+
+    Returns what to tell of flags that are not the checkpoint's, one sentence each.
+    """
     saved = saved_arguments(resumed) if resumed else {}
+    if args.checkpoint_every and not args.out:
+        raise ConfigError(f"--checkpoint-every {args.checkpoint_every} saves nothing without a directory: give --out")
+    if args.eval_every and not (args.val_data or args.val_fraction or saved.keys() & {"val_data", "val_fraction"}):
+        raise ConfigError(f"--eval-every {args.eval_every} validates on nothing: give --val-data or --val-fraction")
+    if args.lr is not None or args.schedule is not None:
+        saved.pop("min_lr", None)  # it was a tenth of another rate, or the floor of another decay
     if args.preset not in (None, saved.get("preset", args.preset)):
         raise ConfigError(f"--preset {args.preset} is not the checkpoint's {saved['preset']}: leave the flag away")
+    notes = []
     for name, value in saved.items():
-        if getattr(args, name, None) is None:
+        given = getattr(args, name, None)
+        if given is None:
             setattr(args, name, value)
+        elif name not in ("steps", "data", "val_data") and given != value:
+            notes.append(f"note: --{name.replace('_', '-')} was {value} and is {given} from here on")
     preset = args.preset or COMMON["preset"]
     if preset not in PRESETS:
         raise ConfigError(f"--preset {preset} is unknown: choose from {', '.join(PRESETS)}")
@@ -51,17 +65,16 @@ def fill_defaults(args, resumed):
             raise ConfigError(f"--{name.replace('_', '-')} {getattr(args, name)} must not be negative")
     for name in ("threads", "seq_len", "log_every"):
         positive(f"--{name.replace('_', '-')}", getattr(args, name))
-    if args.checkpoint_every and not args.out:
-        raise ConfigError(f"--checkpoint-every {args.checkpoint_every} saves nothing without a directory: give --out")
     if args.val_data and args.val_fraction:
         raise ConfigError(f"--val-data {args.val_data} and --val-fraction {args.val_fraction} exclude each other")
+    return notes
 
 
-def saved_arguments(resumed):
-    """The flags in a checkpoint's state.json; raises CheckpointError where one is not of its kind."""
-    path, arguments = resumed.path / "state.json", resumed.state.get("arguments", {})
+def saved_arguments(checkpoint):
+    """The flags in a checkpoint's state.json, {} without one; raises CheckpointError where one is not of its kind."""
+    path, arguments = checkpoint.path / "state.json", (checkpoint.state or {}).get("arguments", {})
     if not isinstance(arguments, dict):
-        raise CheckpointError(f"{path}: arguments is {arguments!r}, not an object: it cannot be resumed")
+        raise CheckpointError(f"{path}: arguments is {arguments!r}, not an object: it cannot be used")
     saved = {name: arguments[name] for name in RESUMED if arguments.get(name) is not None}
     for name, value in saved.items():
         if not isinstance(value, int | float if RESUMED[name] is float else RESUMED[name]):

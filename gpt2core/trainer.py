@@ -18,7 +18,7 @@ from gpt2core.errors import ConfigError, UserError
 from gpt2core.model import GPT2, flops_per_token, initial_parameters, parameter_shapes
 from gpt2core.optimizer import AdamW
 from gpt2core.parallel.micro_shards import MicroShards, even_slices
-from gpt2core.parallel.workers import Workers
+from gpt2core.parallel.workers import Workers, limit_blas
 from gpt2core.tensor import Tensor
 
 
@@ -54,6 +54,7 @@ class Trainer:
         self.rows = even_slices(batch_size, self.world.size)[self.world.rank]
         self.batch_rows = self.rows.stop - self.rows.start
         self.workers = Workers(backends)
+        limit_blas(1)  # of its own in each worker, however many the environment allows
         self.arena = Arena(parameter_shapes(config))
         backend = backends[0]
         self.parameters = backend.zeros((self.arena.size,), backend.dtype)

@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 
+from gpt2core.arena import BLOCK as ARENA_BLOCK
 from gpt2core.backend import Backend
 from gpt2core.errors import ConfigError
 from gpt2core.tensor import is_recording
@@ -22,14 +23,13 @@ class NumpyBackend(Backend):
     """NumPy arrays on the host; one instance for each thread, because its buffers are recycled without locks."""
 
     name = "numpy"
-    precisions = tuple(DTYPES)
     xp = np
 
     def __init__(self, precision="fp32"):
         if precision not in DTYPES:
             raise ConfigError(
-                f"--precision {precision} is not available on the CPU: NumPy has fast matrix products in "
-                f"{' and '.join(DTYPES)} only; tf32, bf16 and fp16 need a GPU stage"
+                f"--precision {precision} is not available on the CPU, which computes in fp32: "
+                f"tf32, bf16 and fp16 need a GPU stage"
             )
         self.precision, self.dtype = precision, np.dtype(DTYPES[precision])
         self.pool, self.constants = BufferPool(), {}
@@ -76,9 +76,10 @@ class NumpyBackend(Backend):
             np.add(y, b, out=y)
         return y.reshape(*x.shape[:-1], w.shape[1])
 
-    def linear_backward(self, dy, x, w):
+    def linear_backward(self, dy, x, w, bias=True):
         dy, x2 = rows(dy), rows(x)
-        return self.matmul(dy, w.T).reshape(x.shape), self.matmul(x2.T, dy), self.column_sums(dy)
+        gradients = self.matmul(dy, w.T).reshape(x.shape), self.matmul(x2.T, dy)
+        return (*gradients, self.column_sums(dy)) if bias else gradients
 
     # -- gelu: u = A (x + B x^3); y = x (1 + tanh u) / 2 = x s; dy/dx = s + 2 y (1 - s) du/dx -------------------------
 
@@ -101,7 +102,7 @@ class NumpyBackend(Backend):
             a, s = square[: len(xb)], sigmoid[: len(xb)]
             if bias is not None:
                 xb = np.add(xb, bias, out=yb)
-            np.multiply(xb, xb, out=a)  # never x**3: np.power is 250 times as slow
+            np.multiply(xb, xb, out=a)  # never x**3: np.power takes hundreds of times as long
             np.multiply(a, GELU_A * GELU_B, out=s)
             np.add(s, GELU_A, out=s)
             np.multiply(s, xb, out=s)
@@ -309,8 +310,8 @@ class NumpyBackend(Backend):
     # -- flat buffers ------------------------------------------------------------------------------------------------
 
     def sum_of_squares(self, flat, segments):
-        rows_each = len(flat) // 1024 // max(1, segments)  # a row is short enough to sum in its own precision
-        parts = flat.reshape(segments, rows_each, 1024)
+        rows_each = len(flat) // ARENA_BLOCK // max(1, segments)  # a row is short enough to sum in its own precision
+        parts = flat.reshape(segments, rows_each, ARENA_BLOCK)
         return np.array([np.vecdot(part, part).sum(dtype=np.float64) for part in parts])
 
     def adamw_step(self, p, g, m, v, step, lr, beta1, beta2, eps, weight_decay, grad_scale=1.0):

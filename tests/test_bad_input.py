@@ -170,6 +170,9 @@ TRAINING = [
     ("--log-every|-1", "--log-every -1"),
     ("--eval-every|-1", "--eval-every -1"),
     ("--checkpoint-every|-1", "--checkpoint-every -1"),
+    ("--eval-every|5", "--eval-every 5 validates on nothing"),
+    ("--n-embd|2147483646", "2147483646 wide|take a smaller model"),
+    ("--n-layer|2147483646", "2147483646 layers|take a smaller model"),
     ("--keep|-1", "--keep -1"),
     ("--sample|-1", "--sample -1"),
     # where to write

@@ -5,6 +5,7 @@ import json
 import math
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -332,7 +333,7 @@ def test_any_number_of_threads_gives_the_same_bits(train, corpus, tmp_path):
         hashes.add(rows_of(log)[-1]["parameters_sha256"])
         assert curve(log) == curve(tmp_path / "1.jsonl")
     assert len(hashes) == 1
-    assert "--threads 3: 2 are used" in results[3].out
+    assert "2 of 3 threads are used" in results[3].out
 
 
 def test_without_determinism_the_curve_is_the_same_but_for_rounding(train, corpus, tmp_path):
@@ -543,3 +544,62 @@ def test_the_reader_of_the_output_may_leave(corpus):
     process.stdout.readline()
     process.stdout.close()
     assert process.stderr.read() == b"" and process.wait(60) == 1
+
+
+# -- what must not happen silently ------------------------------------------------------------------------------------
+
+
+def test_fine_tuning_weights_without_a_tokenizer_needs_one(train, tmp_path, corpus):
+    run = tmp_path / "run"
+    train("--preset", "nano", "--data", corpus, "--steps", 1, "--sample", 0, "--out", run)
+    weights = tmp_path / "weights"
+    shutil.copytree(run / "latest", weights, ignore=shutil.ignore_patterns("tokenizer.json", "state.json"))
+    flags = ("--init-from", weights, "--data", corpus, "--steps", 1, "--sample", 0)
+    refused = train(*flags)
+    assert refused.code == 2 and "has no tokenizer.json: give --tokenizer" in refused.err
+    assert train(*flags, "--tokenizer", "word").code == 0
+
+
+def test_a_corpus_from_a_pipe_is_refused_because_its_head_would_be_lost(train, tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    result = train("--preset", "nano", "--data", pipe)
+    assert result.code == 2 and "pipe is not a regular file" in result.err
+
+
+def test_a_resumed_run_keeps_its_checkpoint_interval_and_tells_what_changes(train, tmp_path, corpus):
+    out = tmp_path / "run"
+    base = ("--preset", "nano", "--data", corpus, "--sample", 0, "--out", out, "--keep", 0)
+    train(*base, "--steps", 2, "--checkpoint-every", 1)
+    result = train("--resume", out, "--out", out, "--steps", 4, "--shuffle", "--sample", 0)
+    assert "note: --shuffle was False and is True from here on" in result.out
+    assert {path.name for path in out.glob("step-*")} == {f"step-{step:08d}" for step in (1, 2, 3, 4)}
+
+
+def test_a_resume_over_another_share_of_the_corpus_is_refused(train, tmp_path, corpus):
+    out = tmp_path / "run"
+    train("--preset", "nano", "--data", corpus, "--sample", 0, "--out", out, "--steps", 1)
+    result = train("--resume", out, "--steps", 2, "--val-fraction", 0.5)
+    assert result.code == 2 and "give the same corpus" in result.err
+
+
+def test_a_new_run_into_an_old_directory_says_so(train, tmp_path, corpus):
+    flags = ("--preset", "nano", "--data", corpus, "--sample", 0, "--out", tmp_path / "run", "--steps", 1)
+    assert "of an earlier run" not in train(*flags).out
+    assert "holds step-00000001 of an earlier run" in train(*flags).out
+
+
+def test_narrowing_the_choice_draws_without_asking_for_a_temperature(train, infer, tmp_path, corpus):
+    out = tmp_path / "run"
+    train("--preset", "nano", "--data", corpus, "--sample", 0, "--out", out, "--steps", 1)
+    texts = {infer("--weights", out, "--top-k", 20, "--seed", seed).out for seed in range(4)}
+    assert len(texts) == 4
+
+
+def test_weights_of_a_token_file_are_prompted_with_it(train, infer, tmp_path, corpus):
+    tokens, out = tmp_path / "tokens", tmp_path / "run"
+    prepare = [sys.executable, ROOT / "data" / "prepare.py", corpus, "--tokenizer", "byte", "--out", tokens]
+    subprocess.run(prepare, check=True, capture_output=True)
+    train("--preset", "nano", "--data", tokens, "--sample", 0, "--out", out, "--steps", 1)
+    result = infer("--weights", out, "--max-new-tokens", 1)
+    assert result.code == 0 and corpus.read_text(encoding="utf-8")[:10] in result.out

@@ -607,7 +607,7 @@ def test_no_grad_is_of_its_own_thread(backend):
 # -- checkpoint ----------------------------------------------------------------------------------------------
 
 
-def test_a_checkpointed_function_has_the_same_gradients(backend, rng):
+def test_a_recomputed_function_has_the_same_gradients(backend, rng):
     arrays = [rng.standard_normal(shape) for shape in ((5, 4), (4, 4), (4, 4))]
 
     def gradients(apply):
@@ -620,7 +620,7 @@ def test_a_checkpointed_function_has_the_same_gradients(backend, rng):
         y.backward()
         return [y.data, x.grad, w1.grad, w2.grad]
 
-    plain, checkpointed = gradients(lambda f, x: f(x)), gradients(ops.checkpoint)
+    plain, checkpointed = gradients(lambda f, x: f(x)), gradients(ops.recompute)
     for got, want in zip(checkpointed, plain, strict=True):
         close(got, want)  # a weight used in two blocks receives its two gradients in the other order of addition
 
@@ -634,7 +634,7 @@ def test_a_checkpointed_function_keeps_nothing_of_what_it_computed(backend, rng)
         return y * y
 
     x = leaf(rng.standard_normal(1000), backend)
-    y = ops.checkpoint(block, x)
+    y = ops.recompute(block, x)
     assert [array() for array in kept] == [None]
     y.sum().backward()
     assert len(kept) == 2 and kept[1]() is None  # computed again, and gone again
@@ -658,7 +658,7 @@ def test_an_array_on_the_left_of_a_tensor_multiplies_as_a_matrix():
 
 def test_checkpoint_of_what_requires_no_gradient_is_an_error():
     with pytest.raises(AutogradError, match="requires no gradient"):
-        ops.checkpoint(lambda x: x * 2, Tensor(np.ones(3), NumpyBackend()))
+        ops.recompute(lambda x: x * 2, Tensor(np.ones(3), NumpyBackend()))
 
 
 @pytest.mark.parametrize("target", [-1, 7])

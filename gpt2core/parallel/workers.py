@@ -3,6 +3,13 @@
 import contextvars
 from concurrent.futures import ThreadPoolExecutor, wait
 
+import threadpoolctl
+
+
+def limit_blas(threads):
+    """Tell the loaded BLAS how many threads it may use: threads x BLAS threads over the cores is twice as slow."""
+    threadpoolctl.threadpool_limits(threads, user_api="blas")
+
 
 class Workers:
     """`size` threads, one backend each. The calling thread waits; a failure in any of them is raised in it."""
