@@ -56,7 +56,8 @@ def main(arguments=None):
     )
     parser.add_argument("--out", type=Path, help="directory to write (default: the text's path, ending in .tokens)")
     options = parser.parse_args(arguments)
-    out = options.out or options.text.with_suffix(".tokens")
+    text = options.text.absolute()  # "." has no name to add a suffix to
+    out = options.out or text.parent / f"{text.stem}.tokens"
     try:
         count, tokenizer = prepare(options.text, options.tokenizer, out)
     except UserError as error:

@@ -1,4 +1,4 @@
-"""All parameters in one flat buffer, all gradients in another of the same layout: tensors are views into them."""
+"""All parameters in one flat buffer, all gradients in others of the same layout: a name is a view into them."""
 
 import math
 

@@ -111,9 +111,9 @@ class Backend(ABC):
 
     @abstractmethod
     def attention_cached(self, qkv, keys, values, position, n_head):
-        """Inference. qkv (B, t, 3C) of positions [position, position + t): writes its k and v into the caches
+        """qkv (B, t, 3C) of positions [position, position + t) -> attention over all positions so far (B, t, C).
 
-        keys (B, H, D, block) and values (B, H, block, D), attends to all positions so far -> (B, t, C).
+        Inference. Writes k and v into the caches, keys (B, H, D, block) and values (B, H, block, D).
         """
 
     @abstractmethod

@@ -23,6 +23,7 @@ from gpt2core.trainer import Trainer, plan, run
 
 
 def train_command(make_backend, world, args):
+    """Train as the parsed flags say; returns the exit code. make_backend(precision) -> Backend, one for each thread."""
     resumed = checkpoints.load_checkpoint(args.resume, with_optimizer=True) if args.resume else None
     initial = checkpoints.load_checkpoint(args.init_from) if args.init_from else None
     if resumed and initial:
@@ -124,6 +125,7 @@ def train_command(make_backend, world, args):
 
 
 def inference_command(make_backend, world, args):
+    """Write the text that the parsed flags ask for; returns the exit code."""
     backend = make_backend(args.precision)
     limit_blas(positive("--threads", args.threads) or available_cores())
     weights = checkpoints.load_checkpoint(args.weights)
@@ -246,24 +248,19 @@ def read_prompt(args, tokenizer, weights):
 def write_text(model, tokenizer, prompt, count, choose=None, stop=None, stream=False, stats=False):
     """Print a prompt and its continuation; with `stream` token by token, with `stats` what it took."""
     print(f"Prompt ({len(prompt)} tokens):\n{tokenizer.decode(prompt)}\n\nContinuation:", flush=True)
-    start, times, ids, text, decoder = time.perf_counter(), [], [], "", tokenizer.stream()
-
-    def emit(piece):
-        if stream:
-            print(piece, end="", flush=True)
-        return text + piece
-
+    start, times, text, decoder = time.perf_counter(), [], "", tokenizer.stream()
     for token in generate(model, prompt, count, choose):
         times.append(time.perf_counter() - start)
-        ids.append(token)
-        text = emit(decoder.push(token))
+        piece = decoder.push(token)
+        text += piece
+        if stream:
+            print(piece, end="", flush=True)
         if stop and stop in text:
             break
-    text = emit(decoder.flush())
-    print("" if stream else text)
-    if stats and ids:
-        rest = (times[-1] - times[0]) / max(1, len(ids) - 1) * 1e3
+    print(decoder.flush() if stream else text + decoder.flush())
+    if stats and times:
+        rest = (times[-1] - times[0]) / max(1, len(times) - 1) * 1e3
         print(
-            f"\nprompt tokens {len(prompt)} | new tokens {len(ids)} | time to first token {times[0] * 1e3:.1f} ms | "
+            f"\nprompt tokens {len(prompt)} | new tokens {len(times)} | time to first token {times[0] * 1e3:.1f} ms | "
             f"{rest:.2f} ms/token | total {times[-1]:.3f} s"
         )

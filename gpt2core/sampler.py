@@ -62,10 +62,10 @@ class Greedy:
 
 
 class Sampling:
-    """A seeded draw from softmax(logits / temperature), among the top_k likeliest tokens (0: all) and the smallest
+    """A seeded draw from softmax(logits / temperature).
 
-    set of likeliest tokens whose probabilities reach top_p (Holtzman et al. 2020). Raises ConfigError for values
-    outside their range.
+    Among the top_k likeliest tokens (0: all), and of those the fewest whose probabilities reach top_p (Holtzman et al.
+    2020). Raises ConfigError for values outside their range.
     """
 
     def __init__(self, temperature=1.0, top_k=0, top_p=1.0, seed=0):

@@ -63,7 +63,9 @@ class Trainer:
         )
         self.optimizer = AdamW(self.arena, self.parameters, self.workers, **(optimizer or {}))
         self.position = 0  # windows consumed since the start of training
-        self.load(dict(initial_parameters(config, seed)))
+        views = self.named_parameters()
+        for name, array in initial_parameters(config, seed):
+            views[name][...] = backend.asarray(array)
 
     @property
     def steps(self):

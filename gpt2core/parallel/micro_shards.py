@@ -23,11 +23,11 @@ class Lane:
         depth = max(1, (shards - 1).bit_length())  # a counter of that many bits holds every partial sum
         self.partial = [backend.zeros((arena.size,), parameters.dtype) for _ in range(depth)]
         self.views = [arena.views(flat) for flat in self.partial]
-        self.done = 0  # micro-shards summed so far in this step
         self.tensors = {}
         for name, array in arena.views(parameters).items():
             tensor = self.tensors[name] = Tensor(array, backend, requires_grad=True)
             tensor.on_gradient = lambda gradient, name=name: self.collect(name, gradient)
+        self.done = 0  # micro-shards of this step that are in the sum
         self.model = GPT2(config, self.tensors, group)
 
     @property
@@ -50,10 +50,12 @@ class Lane:
     def run(self, shards, scale):
         """[(inputs, targets)] -> their losses; leaves the sum of their gradients in `gradients`."""
         losses = []
-        for self.done, (inputs, targets) in enumerate(shards):
+        self.done = 0
+        for inputs, targets in shards:
             loss = self.model.loss(inputs, targets, scale)
             losses.append(loss.item())
             loss.backward()
+            self.done += 1
         return losses
 
 
