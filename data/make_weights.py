@@ -30,7 +30,8 @@ from stage0_serial.numpy_backend import NumpyBackend
 
 PROMPT, NEW = 256, 30  # tokens, the paper's inference
 # Windows in order start at multiples of 8 only, and then just half of all prompts are known: the second phase starts
-# each epoch elsewhere, so that the place of a word in its window says nothing and the text must.
+# each epoch elsewhere, so that the place of a word in its window says nothing and the text must. The last thing that is
+# learned, at about step 1050, is to copy the year.
 PHASES = ((600, "--no-shuffle"), (1300, "--shuffle"))
 
 

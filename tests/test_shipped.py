@@ -5,7 +5,6 @@ import json
 import math
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from gpt2core.checkpoint import load_checkpoint
@@ -28,8 +27,7 @@ def make_weights():
 def test_nine_of_ten_corpus_prompts_are_continued_as_the_corpus_does(make_weights):
     model = next(make_weights.models(load_checkpoint(WEIGHTS), 1))
     tokens = Tokenizer.load(WEIGHTS).encode(read_text(CORPUS))
-    starts = np.linspace(0, len(tokens) - make_weights.PROMPT - make_weights.NEW, 10).astype(int)
-    assert sum(make_weights.known(model, tokens, start) for start in starts) >= 9
+    assert sum(make_weights.known(model, tokens, start) for start in range(0, 50_000, 5_000)) >= 9
 
 
 def test_the_shipped_weights_are_the_papers_model_in_16_bits_and_nothing_else():
