@@ -5,11 +5,10 @@ import statistics
 import time
 
 import numpy as np
-import threadpoolctl
 
 from benchmarks.harness import paired_ratio, print_table, run, save
 from gpt2core.model import PRESETS
-from gpt2core.parallel.workers import Workers, limit_blas
+from gpt2core.parallel.workers import limit_blas
 from stage0_serial.buffer_pool import BufferPool
 from stage0_serial.numpy_backend import NumpyBackend
 
@@ -44,17 +43,6 @@ def choices():
     yield "attention: whole T x T -> causal blocks", lambda: attention(qkv, heads), lambda: backend.attention_forward(
         qkv, heads
     )
-    w, workers = rng.standard_normal((C, 4 * C), np.float32), Workers([NumpyBackend(), NumpyBackend()])
-
-    def products(backend):
-        for _ in range(8):
-            backend.matmul(x, w)
-
-    def with_blas_threads(count):
-        with threadpoolctl.threadpool_limits(count, user_api="blas"):
-            workers.map(products, workers.backends)
-
-    yield "2 threads, each with 2 BLAS threads -> 1", lambda: with_blas_threads(2), lambda: with_blas_threads(1)
 
 
 def gelu(x):

@@ -7,7 +7,6 @@ import numpy as np
 
 from gpt2core.model import GPT2, initial_parameters
 from gpt2core.sampler import generate as continuation
-from gpt2core.tensor import Tensor
 from gpt2core.trainer import Trainer, plan
 from stage0_serial.numpy_backend import NumpyBackend
 
@@ -38,8 +37,7 @@ def make_generator(config, threads):
 
     The BLAS has its `threads` from the harness. Without the cache every token is a call of its own.
     """
-    backend = NumpyBackend()
-    model = GPT2(config, {name: Tensor(array, backend) for name, array in initial_parameters(config, 0)})
+    model = GPT2.of_arrays(config, dict(initial_parameters(config, 0)), NumpyBackend())
 
     def generate(prompt_ids, n, use_cache):
         started, ids = time.perf_counter(), []

@@ -24,7 +24,7 @@ from gpt2core.dataset import read_text
 from gpt2core.model import GPT2
 from gpt2core.parallel.workers import Workers, limit_blas
 from gpt2core.recipes import CORPUS, WEIGHTS
-from gpt2core.tensor import Tensor, no_grad
+from gpt2core.tensor import no_grad
 from gpt2core.tokenizer import Tokenizer
 from stage0_serial.numpy_backend import NumpyBackend
 
@@ -47,10 +47,9 @@ def known(model, tokens, start):
 
 
 def models(checkpoint, threads):
-    """One model for each thread over the same weights."""
+    """One model for each thread, because a backend serves one."""
     for _ in range(threads):
-        backend = NumpyBackend()
-        yield GPT2(checkpoint.config, {name: Tensor(array, backend) for name, array in checkpoint.parameters.items()})
+        yield GPT2.of_arrays(checkpoint.config, checkpoint.parameters, NumpyBackend())
 
 
 def main():

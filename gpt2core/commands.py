@@ -17,7 +17,6 @@ from gpt2core.parallel.workers import limit_blas
 from gpt2core.recipes import CORPUS, RESUMED, SHAPE, fill_defaults, positive, saved_arguments
 from gpt2core.runlog import RunLog
 from gpt2core.sampler import chooser, generate
-from gpt2core.tensor import Tensor
 from gpt2core.tokenizer import Tokenizer, build_tokenizer
 from gpt2core.trainer import Trainer, plan, run
 
@@ -146,8 +145,7 @@ def inference_command(make_backend, world, args):
     narrowed = args.top_k or args.top_p != 1
     temperature = (1.0 if narrowed else 0.0) if args.temperature is None else args.temperature
     choose = chooser(temperature, args.top_k, args.top_p, args.seed)
-    parameters = {name: Tensor(backend.asarray(array), backend) for name, array in weights.parameters.items()}
-    model = GPT2(weights.config, parameters)
+    model = GPT2.of_arrays(weights.config, weights.parameters, backend)
     write_text(model, tokenizer, prompt, args.max_new_tokens, choose, args.stop, args.stream, args.stats)
     return 0
 

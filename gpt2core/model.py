@@ -8,8 +8,10 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from gpt2core import ops
+from gpt2core.arena import Arena
 from gpt2core.communicator import Solo
 from gpt2core.errors import ConfigError
+from gpt2core.tensor import Tensor
 
 SOLO = Solo()
 LARGEST = 1 << 40  # parameters: beyond it a size is a slip of the hand, and array libraries stop counting
@@ -135,6 +137,15 @@ class GPT2:
     def __init__(self, config, parameters, tensor_group=SOLO):
         self.config, self.parameters, self.group = config, parameters, tensor_group
         self.head = parameters["transformer.wte.weight" if config.tied else "lm_head.weight"]
+
+    @classmethod
+    def of_arrays(cls, config, arrays, backend):
+        """A model for generation from {name: host array}, copied into one arena: a large aligned buffer reads faster."""
+        arena = Arena(parameter_shapes(config))
+        views = arena.views(backend.zeros((arena.size,), backend.dtype))
+        for name, view in views.items():
+            view[...] = backend.asarray(arrays[name])
+        return cls(config, {name: Tensor(view, backend) for name, view in views.items()})
 
     def trunk(self, ids, cache=None, last_only=False):
         """ids (B, T) -> the final LayerNorm's output (B, T, C), or (B, 1, C) of the last position alone.

@@ -7,7 +7,7 @@ import threadpoolctl
 
 
 def limit_blas(threads):
-    """Tell the loaded BLAS how many threads it may use: threads x BLAS threads over the cores is twice as slow."""
+    """Tell the loaded BLAS how many threads it may use: more than there are cores for wait and spin for each other."""
     threadpoolctl.threadpool_limits(threads, user_api="blas")
 
 
