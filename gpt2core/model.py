@@ -140,7 +140,7 @@ class GPT2:
 
     @classmethod
     def of_arrays(cls, config, arrays, backend):
-        """A model for generation from {name: host array}, copied into one arena: a large aligned buffer reads faster."""
+        """A model for generation from {name: host array}, copied into one arena: one large buffer reads faster."""
         arena = Arena(parameter_shapes(config))
         views = arena.views(backend.zeros((arena.size,), backend.dtype))
         for name, view in views.items():
