@@ -43,9 +43,9 @@ def cases(block, new):
 
 
 def contenders(args, threads):
-    """The table's rows: generation has one sequence, so the BLAS gets the threads, as in every stage's inference.py."""
+    """The table's rows. Ours divides matrix products over threads of its own, PyTorch has as many OpenMP threads."""
     sizes = {"preset": args.preset, "threads": threads}
-    yield Contender(OURS, "benchmarks.ours", threads, sizes)
+    yield Contender(OURS, "benchmarks.ours", 1, sizes)
     yield Contender(TORCH, "benchmarks.peers.torch_gpt2", threads, sizes)
 
 

@@ -35,9 +35,11 @@ def make_trainer(config, batch_size, seq_len, threads, deterministic):
 def make_generator(config, threads):
     """Return `generate(prompt_ids, n, use_cache) -> (ids, seconds_to_first, seconds_total)`: n greedy new tokens.
 
-    The BLAS has its `threads` from the harness. Without the cache every token is a call of its own.
+    Without the cache every token is a call of its own.
     """
-    model = GPT2.of_arrays(config, dict(initial_parameters(config, 0)), NumpyBackend())
+    backend = NumpyBackend()
+    backend.use_threads(threads)
+    model = GPT2.of_arrays(config, dict(initial_parameters(config, 0)), backend)
 
     def generate(prompt_ids, n, use_cache):
         started, ids = time.perf_counter(), []

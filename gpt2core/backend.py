@@ -46,6 +46,9 @@ class Backend(ABC):
         """a + b of one shape, as a new array: the sum of two gradients of one tensor."""
         return a + b
 
+    def use_threads(self, count):  # noqa: B027 - optional: a GPU has none to use
+        """Let one kernel use `count` host threads: for generation, where no batch is there to divide."""
+
     def compile_step(self, function):
         """`function`, possibly recorded once and replayed (CUDA graph). The identity where nothing is gained."""
         return function

@@ -91,7 +91,7 @@ def inference_parser():
     add("--seed", type=int, default=0, help="of the draws (default 0)")
     add("--stream", action="store_true", help="print each token as it comes")
     add("--stats", action="store_true", help="print prompt tokens, new tokens, time to first token, ms a token")
-    add("--threads", type=integer, help="BLAS threads (default: the cores)")
+    add("--threads", type=integer, help="threads of a matrix product (default: the cores)")
     precisions = ("fp32", "tf32", "bf16", "fp16")
     add("--precision", choices=precisions, default="fp32", help="of the arithmetic (default fp32)")
     return parser

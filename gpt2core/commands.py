@@ -117,7 +117,7 @@ def train_command(make_backend, world, args):
         return 128 + signal
     print(f"trained {trainer.steps} steps" + (f", saved in {out}" if out else " (no --out: nothing was saved)"))
     if args.sample > 0:
-        limit_blas(threads)
+        backends[0].use_threads(threads)
         prompt = tokens[: min(256, config.block_size)].tolist()
         write_text(trainer.model(), tokenizer, prompt, args.sample)
     return 0
@@ -126,7 +126,8 @@ def train_command(make_backend, world, args):
 def inference_command(make_backend, world, args):
     """Write the text that the parsed flags ask for; returns the exit code."""
     backend = make_backend(args.precision)
-    limit_blas(positive("--threads", args.threads) or available_cores())
+    limit_blas(1)
+    backend.use_threads(positive("--threads", args.threads) or available_cores())
     weights = checkpoints.load_checkpoint(args.weights)
     tokenizer = load_tokenizer(args.tokenizer, weights.path)
     if tokenizer.vocab_size > weights.config.vocab_size:

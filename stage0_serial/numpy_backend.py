@@ -3,17 +3,20 @@
 # B batch, T time, C channels, H heads, D = C // H, V vocabulary, K columns, N = B*T rows
 
 import math
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
 from gpt2core.arena import BLOCK as ARENA_BLOCK
 from gpt2core.backend import Backend
 from gpt2core.errors import ConfigError
+from gpt2core.parallel.micro_shards import even_slices
 from gpt2core.tensor import is_recording
 from stage0_serial.buffer_pool import BufferPool
 
 BLOCK = 1 << 16  # elements of one elementwise block: a few of them fit in a core's second-level cache
 QUERIES = 64  # query rows of one attention block; blocks above the diagonal are skipped
+ROWS_EACH = 32  # rows of a matrix product that are worth a thread
 LOGITS = 1 << 23  # elements of logits that exist at once
 GELU_A, GELU_B = math.sqrt(2 / math.pi), 0.044715  # Python floats: a NumPy one would make every pass float64
 DTYPES = {"fp32": np.float32, "fp64": np.float64}
@@ -33,6 +36,7 @@ class NumpyBackend(Backend):
             )
         self.precision, self.dtype = precision, np.dtype(DTYPES[precision])
         self.pool, self.constants = BufferPool(), {}
+        self.threads, self.executor = 1, None
 
     # -- arrays ------------------------------------------------------------------------------------------------------
 
@@ -51,6 +55,10 @@ class NumpyBackend(Backend):
     def add(self, a, b):
         return np.add(a, b, out=self.like(a))
 
+    def use_threads(self, count):
+        # not BLAS's own threads: they spin while they wait, and beside another program that takes 20 times as long
+        self.threads, self.executor = count, ThreadPoolExecutor(count) if count > 1 else None
+
     # -- linear ------------------------------------------------------------------------------------------------------
 
     def matmul(self, a, b):
@@ -58,7 +66,11 @@ class NumpyBackend(Backend):
         if len(a) == 1 and len(b) < BLOCK // 4 and b.flags.c_contiguous:
             # reading b is all the work, and einsum reads up to 1.8 times as fast; but a long sum it adds one by one
             return np.einsum("nc,ck->nk", a, b, out=y)
-        return np.matmul(a, b, out=y)
+        if self.executor is None or len(a) < 2 * ROWS_EACH:
+            return np.matmul(a, b, out=y)
+        parts = even_slices(len(a), min(self.threads, len(a) // ROWS_EACH))
+        list(self.executor.map(lambda part: np.matmul(a[part], b, out=y[part]), parts))
+        return y
 
     def constant(self, value, n, dtype):
         """A vector (n) of one number, made once: a product with it is the fastest sum that NumPy has."""

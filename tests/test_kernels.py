@@ -655,3 +655,11 @@ def test_no_two_live_arrays_ever_share_memory(actions):
 def test_a_size_class_wastes_little(nbytes):
     size = size_class(nbytes)
     assert nbytes <= size <= max(nbytes * 9 // 8 + 1, nbytes + SMALL) and size % SMALL == 0 and size_class(size) == size
+
+
+def test_products_divided_over_threads_are_the_same_products():
+    backend, rng = NumpyBackend("fp64"), np.random.default_rng()
+    backend.use_threads(3)
+    for n in (1, 63, 64, 65, 200):
+        x, w, b = rng.standard_normal((n, 24)), rng.standard_normal((24, 40)), rng.standard_normal(40)
+        assert_allclose(backend.linear_forward(x, w, b), x @ w + b, rtol=1e-12, atol=1e-12)  # only the order of a sum
