@@ -16,7 +16,7 @@ from stage0_serial.buffer_pool import BufferPool
 
 BLOCK = 1 << 16  # elements of one elementwise block: a few of them fit in a core's second-level cache
 QUERIES = 64  # query rows of one attention block; blocks above the diagonal are skipped
-ROWS_EACH = 32  # rows of a matrix product that are worth a thread
+ROWS = 64  # of a matrix product that is worth dividing over threads
 LOGITS = 1 << 23  # elements of logits that exist at once
 GELU_A, GELU_B = math.sqrt(2 / math.pi), 0.044715  # Python floats: a NumPy one would make every pass float64
 DTYPES = {"fp32": np.float32, "fp64": np.float64}
@@ -57,7 +57,7 @@ class NumpyBackend(Backend):
 
     def use_threads(self, count):
         # not BLAS's own threads: they spin while they wait, and beside another program that takes 20 times as long
-        self.threads, self.executor = count, ThreadPoolExecutor(count) if count > 1 else None
+        self.threads, self.executor = count, ThreadPoolExecutor(count - 1) if count > 1 else None
 
     # -- linear ------------------------------------------------------------------------------------------------------
 
@@ -66,10 +66,13 @@ class NumpyBackend(Backend):
         if len(a) == 1 and len(b) < BLOCK // 4 and b.flags.c_contiguous:
             # reading b is all the work, and einsum reads up to 1.8 times as fast; but a long sum it adds one by one
             return np.einsum("nc,ck->nk", a, b, out=y)
-        if self.executor is None or len(a) < 2 * ROWS_EACH:
+        if self.executor is None or len(a) < ROWS:
             return np.matmul(a, b, out=y)
-        parts = even_slices(len(a), min(self.threads, len(a) // ROWS_EACH))
-        list(self.executor.map(lambda part: np.matmul(a[part], b, out=y[part]), parts))
+        first, *others = even_slices(b.shape[1], self.threads)
+        jobs = [self.executor.submit(np.matmul, a, b[:, part], out=y[:, part]) for part in others]
+        np.matmul(a, b[:, first], out=y[:, first])
+        for job in jobs:
+            job.result()
         return y
 
     def constant(self, value, n, dtype):
