@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 
-
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [page for page in (ROOT / "README.md", *sorted(ROOT.glob("stage*/README.md"))) if page.exists()]
 LESSONS = [page for page in PAGES if page.parent != ROOT]
