@@ -40,7 +40,7 @@ help:  ## this text
 	@echo '  STAGE=0         which runtime (0: NumPy; 1, 2 and 3 are not built yet)'
 	@echo '  N=1             how many ranks (stages 1 and 3)'
 	@echo '  PRESET=paper    which model: nano, tiny, paper, gpt2, ...'
-	@echo '  ARGS=           more flags for the command, e.g. ARGS="--steps 200 --lr 1e-3"'
+	@echo '  ARGS=           more flags for the command, e.g. ARGS="--steps 200 --lr 1e-3"; paths are seen from the stage'
 	@echo '  PYTHON=python3  use this interpreter as it is and install nothing (default: make .venv)'
 
 train: $(train_ready)  ## train PRESET on the shipped corpus, then write a sample; the result goes to out/

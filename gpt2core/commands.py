@@ -65,6 +65,7 @@ def train_command(make_backend, world, args):
     elif initial:
         trainer.load(initial.parameters)
     resumed = initial = source = None  # the trainer has its own copy
+    begun = trainer.steps
     out = checkpoints.writable_directory(args.out) if args.out else None
     log = RunLog(args.log, args.plot, args.log_every, trainer.steps, max(args.steps, trainer.steps))
     log.say(
@@ -79,7 +80,7 @@ def train_command(make_backend, world, args):
             f"{micro_shards} micro-shards keeps no more busy"
         )
     if out and not args.resume and (older := checkpoints.newest_step(out)):
-        notes.append(f"note: {out} holds {older.name} of an earlier run; only the {args.keep} newest will be kept")
+        notes.append(f"note: {out} holds {older.name} of an earlier run, which this replaces: --resume goes on with it")
     for note in notes:
         log.say(note)
     if trainer.steps:
@@ -111,9 +112,12 @@ def train_command(make_backend, world, args):
         )
     finally:
         log.close()
+    if begun >= args.steps:
+        print(f"nothing was left to train: {begun} steps were done, and --steps is {args.steps} in all")
     if signal:
         done = f"stopped by signal {signal} after {trainer.steps} of {args.steps} steps"
-        print(f"{done}: {f'go on with --resume {out}' if out else 'nothing was saved, because --out was not given'}")
+        hint = f"go on with --resume {out} --out {out}" if out else "nothing was saved, because --out was not given"
+        print(f"{done}: {hint}")
         return 128 + signal
     print(f"trained {trainer.steps} steps" + (f", saved in {out}" if out else " (no --out: nothing was saved)"))
     if args.sample > 0:

@@ -122,7 +122,8 @@ class Tokenizer:
         try:
             library = tokenizers.Tokenizer.from_str(path.read_bytes().decode("utf-8"))
         except OSError as error:
-            raise DataError(f"cannot read the tokenizer {path}: {error.strerror}; give a {FILE_NAME}") from None
+            advice = f"give word, byte or a {FILE_NAME}"
+            raise DataError(f"cannot read the tokenizer {path}: {error.strerror}; {advice}") from None
         except Exception as error:  # the library raises the bare Exception
             raise DataError(f"{path} is not a tokenizer.json of the tokenizers library ({error})") from None
         return cls(library, _kind(json.loads(library.to_str()), path))  # its own words name every field
@@ -201,7 +202,7 @@ class Tokenizer:
             strangers += sum(word not in self.ids for piece in rest for word in self._words(piece))
             raise DataError(
                 f"the word {error.args[0]!r} is not in the vocabulary of {self.vocab_size} tokens "
-                f"({strangers} unknown in all): use words of the corpus, or train with --tokenizer byte"
+                f"({strangers} unknown in all): use words of the corpus, or train a new model with --tokenizer byte"
             ) from None
 
     def _encode_bytes(self, piece, rest):

@@ -232,7 +232,7 @@ def test_a_run_that_is_stopped_and_resumed_equals_one_that_was_not(
     checkpoint = load_checkpoint(stopped, with_optimizer=True)
     assert checkpoint.state["step"] == done  # the step in hand was finished and saved, unless nothing could be
     if code > 0:
-        assert process.stdout.endswith(f"after 24 of 40 steps: go on with --resume {stopped}\n")
+        assert process.stdout.endswith(f"after 24 of 40 steps: go on with --resume {stopped} --out {stopped}\n")
         assert [row["step"] for row in rows_of(logs[1])] == list(range(24))
     again = ["--out", stopped, "--log", logs[1], "--sample", 0, "--eval-every", 7 if options else 0]
     result = train("--resume", stopped, *again, "--threads", 1)  # the rest by another number of threads
@@ -603,3 +603,10 @@ def test_weights_of_a_token_file_are_prompted_with_it(train, infer, tmp_path, co
     train("--preset", "nano", "--data", tokens, "--sample", 0, "--out", out, "--steps", 1)
     result = infer("--weights", out, "--max-new-tokens", 1)
     assert result.code == 0 and corpus.read_text(encoding="utf-8")[:10] in result.out
+
+
+def test_a_resume_with_nothing_left_to_do_says_so(train, tmp_path, corpus):
+    out = tmp_path / "run"
+    train("--preset", "nano", "--data", corpus, "--sample", 0, "--out", out, "--steps", 2)
+    result = train("--resume", out, "--steps", 1, "--sample", 0)
+    assert "nothing was left to train: 2 steps were done, and --steps is 1 in all" in result.out
