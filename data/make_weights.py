@@ -1,6 +1,7 @@
 """Make the shipped weights: train until the corpus is known by heart, then keep 16 bits of every number.
 
-    python data/make_weights.py --threads 8 --log results/shipped_weights.jsonl
+    python data/make_weights.py --threads 8     trains, writes and counts
+    python data/make_weights.py --check         counts how many random prompts the weights know
 
 Training resumes from --out where it was interrupted. A prompt counts as known when its greedy continuation is the
 corpus's own, token for token.
@@ -52,15 +53,8 @@ def models(checkpoint, threads):
         yield GPT2.of_arrays(checkpoint.config, checkpoint.parameters, NumpyBackend())
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--threads", type=int, default=2, help="worker threads (default 2)")
-    parser.add_argument("--prompts", type=int, default=100, help="random prompts to count (default 100)")
-    parser.add_argument("--out", type=Path, default=Path("out/shipped-weights"), help="checkpoints of the training")
-    parser.add_argument("--log", type=Path, default=Path("out/shipped_weights.jsonl"), help="training log")
-    parser.add_argument("--weights", type=Path, default=WEIGHTS, help="directory to write (default: the shipped one)")
-    args = parser.parse_args()
-
+def train(args):
+    """Train and write the weights; returns the exit code."""
     args.out.mkdir(parents=True, exist_ok=True)
     for steps, order in PHASES:
         flags = f"--steps {steps} {order} --lr 1e-3 --min-lr 1e-5 --schedule cosine --warmup 50 --clip 1 --sample 0"
@@ -80,10 +74,14 @@ def main():
         args.weights.mkdir(parents=True, exist_ok=True)
         for file in step.iterdir():
             shutil.copyfile(file, args.weights / file.name)
+    return 0
 
+
+def count(args):
+    """Print how many random prompts the shipped weights know."""
     limit_blas(1)
     shipped = load_checkpoint(args.weights)
-    tokens = tokenizer.encode(read_text(CORPUS))
+    tokens = Tokenizer.load(args.weights).encode(read_text(CORPUS))
     starts = np.random.default_rng(1).integers(0, len(tokens) - PROMPT - NEW, args.prompts)
     workers = Workers([None] * args.threads)
     parts = np.array_split(starts, args.threads)
@@ -95,7 +93,21 @@ def main():
     workers.close()
     size = sum(file.stat().st_size for file in args.weights.iterdir())
     print(f"{sum(counts)} of {args.prompts} random prompts are continued as the corpus does; {size:,} bytes")
-    return 0
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", type=int, default=2, help="worker threads (default 2)")
+    parser.add_argument("--prompts", type=int, default=100, help="random prompts to count (default 100)")
+    parser.add_argument("--out", type=Path, default=Path("out/shipped-weights"), help="checkpoints of the training")
+    parser.add_argument("--log", type=Path, default=Path("out/shipped_weights.jsonl"), help="training log")
+    parser.add_argument("--weights", type=Path, default=WEIGHTS, help="directory to write (default: the shipped one)")
+    parser.add_argument("--check", action="store_true", help="train nothing, only count with the weights there")
+    args = parser.parse_args()
+    code = 0 if args.check else train(args)
+    if not code:
+        count(args)
+    return code
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from gpt2core.model import PRESETS
 DATA = Path(__file__).resolve().parents[1] / "data"
 CORPUS, WEIGHTS = DATA / "dummy.txt", DATA / "gpt2-paper"
 
-# What a preset trains with when no flag says otherwise: the paper's Adam, or GPT-2's recipe for the large ones.
+# The paper's Adam, and GPT-2's own recipe for the large presets.
 PAPER = dict(
     steps=50, batch_size=16, lr=3e-4, schedule="constant", warmup=0, weight_decay=0.0, clip=0.0, beta1=0.9, beta2=0.999
 )

@@ -56,7 +56,7 @@ class NumpyBackend(Backend):
         return np.add(a, b, out=self.like(a))
 
     def use_threads(self, count):
-        # not BLAS's own threads: they spin while they wait, and beside another program that takes 20 times as long
+        # not BLAS's own threads: they spin while they wait, and collapse beside another program
         self.threads, self.executor = count, ThreadPoolExecutor(count - 1) if count > 1 else None
 
     # -- linear ------------------------------------------------------------------------------------------------------
@@ -64,7 +64,7 @@ class NumpyBackend(Backend):
     def matmul(self, a, b):
         y = self.empty((a.shape[0], b.shape[1]), a.dtype)
         if len(a) == 1 and len(b) < BLOCK // 4 and b.flags.c_contiguous:
-            # reading b is all the work, and einsum reads up to 1.8 times as fast; but a long sum it adds one by one
+            # reading b is all the work, and einsum reads faster than BLAS; but a long sum it adds one by one
             return np.einsum("nc,ck->nk", a, b, out=y)
         if self.executor is None or len(a) < ROWS:
             return np.matmul(a, b, out=y)
@@ -83,7 +83,7 @@ class NumpyBackend(Backend):
         return self.constants[key]
 
     def column_sums(self, x):
-        return self.constant(1, x.shape[0], x.dtype) @ x  # three times as fast as np.sum over the rows
+        return self.constant(1, x.shape[0], x.dtype) @ x  # a BLAS product is faster than np.sum over the rows
 
     def linear_forward(self, x, w, b=None):
         y = self.matmul(rows(x), w)
