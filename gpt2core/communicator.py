@@ -5,6 +5,7 @@ Communicators are passed as arguments, and a group of one is Solo(): no caller e
 # p ranks in a group; a row is one index of axis 0
 
 import pickle
+import sys
 
 import numpy as np
 
@@ -50,6 +51,24 @@ class Communicator:
     rank: int
     size: int
     bytes_sent: int
+    local_rank: int  # among the ranks of this group on the same host
+    local_size: int  # how many those are: they share its cores
+
+    @property
+    def is_root(self):
+        """Whether this is the one rank that reads, logs, saves and prints for all."""
+        return self.rank == 0
+
+    def use_collectives(self, name):
+        """Sum by the algorithm called `name` from here on, in this group and those split from it later.
+
+        Raises ConfigError where there is nothing to choose.
+        """
+        raise ConfigError(f"--collectives {name} has no meaning here: this stage has no collectives to choose from")
+
+    def abort(self, code):
+        """End every rank of the job at once with this exit code; does not return."""
+        raise NotImplementedError
 
     def all_reduce_start(self, x, op="sum", out=None):
         """Handle of the elementwise "sum", "min" or "max" over ranks, the same on every rank; x (...) -> (...)."""
@@ -162,7 +181,10 @@ def rows_of(x, parts=1):
 class Solo(Communicator):
     """The group of one: every collective is the identity, on any kind of array, and copies only into another `out`."""
 
-    rank, size, bytes_sent = 0, 1, 0
+    rank, size, bytes_sent, local_rank, local_size = 0, 1, 0, 0, 1
+
+    def abort(self, code):
+        sys.exit(code)
 
     def all_reduce_start(self, x, op="sum", out=None):
         check_op(op)

@@ -36,7 +36,11 @@ class Threads(Communicator):
 
     def __init__(self, rank, group):
         self.rank, self.size, self.bytes_sent = rank, len(group.members), 0
+        self.local_rank, self.local_size = self.rank, self.size
         self._group, self._issued = group, collections.Counter()
+
+    def abort(self, code):
+        raise SystemExit(code)  # run_ranks ends the others
 
     def all_reduce_start(self, x, op="sum", out=None):
         x, p, add = np.asarray(x), self.size, check_op(op)
