@@ -10,15 +10,17 @@ class Arena:
     """The layout of named arrays in a flat buffer of `size` elements.
 
     `size` is a multiple of SEGMENTS * BLOCK, whatever the number of ranks, so that slices, norms and checksums are the
-    same for all of them. The padding is zero and stays zero: its gradient is.
+    same for all of them. The padding is zero and stays zero: its gradient is. Only where `owners` ranks, each with an
+    equal part, do not divide SEGMENTS (three, for instance) are there more segments.
     """
 
-    def __init__(self, shapes):
+    def __init__(self, shapes, owners=1):
         self.shapes, self.slices, end = dict(shapes), {}, 0
         for name, shape in self.shapes.items():
             self.slices[name] = slice(end, end + math.prod(shape))
             end = round_up(self.slices[name].stop, BLOCK)
-        self.size = round_up(end, SEGMENTS * BLOCK)
+        self.segments = math.lcm(SEGMENTS, owners)
+        self.size = round_up(end, self.segments * BLOCK)
 
     def views(self, flat):
         """{name: the array of its shape inside `flat` (size)}."""
@@ -26,8 +28,13 @@ class Arena:
 
     def part(self, index, parts):
         """The slice that belongs to number `index` of `parts` equal owners, in whole segments where they divide."""
-        edges = [SEGMENTS * i // parts * (self.size // SEGMENTS) for i in (index, index + 1)]
+        edges = [self.segments * i // parts * (self.size // self.segments) for i in (index, index + 1)]
         return slice(*edges)
+
+    def padded(self, name):
+        """The slice of `name` with the padding behind it: these slices, in order, are the buffer but for its end."""
+        part = self.slices[name]
+        return slice(part.start, round_up(part.stop, BLOCK))
 
     def decayed(self, part):
         """Yield (slice, whether weight decay applies) over `part`: matrices decay, biases and LayerNorm do not."""

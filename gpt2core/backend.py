@@ -120,12 +120,18 @@ class Backend(ABC):
         """
 
     @abstractmethod
-    def embedding_forward(self, ids, wte, wpe, position=0):
-        """ids (B, T) integers in [0, V), wte (V, C), wpe (block, C) -> wte[ids] + wpe[position:position + T]."""
+    def embedding_forward(self, ids, wte, wpe, position=0, first=0):
+        """ids (B, T) integers, wte (V, C), wpe (block, C) -> wte[ids - first] + wpe[position:position + T] (B, T, C).
+
+        wte holds the tokens [first, first + V): any other token's row is zero. No positions are added for wpe None.
+        """
 
     @abstractmethod
-    def embedding_backward(self, dy, ids, wte, wpe, position=0):
-        """dy (B, T, C) -> dwte (V, C), dwpe (block, C), summed in an order that does not vary."""
+    def embedding_backward(self, dy, ids, wte, wpe, position=0, first=0):
+        """dy (B, T, C) -> dwte (V, C), dwpe (block, C), summed in an order that does not vary.
+
+        Tokens outside [first, first + V) give nothing to dwte; dwpe is that of all rows.
+        """
 
     @abstractmethod
     def unembed_forward(self, x, w):
@@ -136,23 +142,32 @@ class Backend(ABC):
         """-> dx (..., C), dw (V, C)."""
 
     @abstractmethod
-    def cross_entropy_forward(self, logits, targets, scale):
-        """logits (N, V), targets (N) -> scale * sum of -log softmax(logits)[target], a float64 scalar array, aux."""
+    def cross_entropy_forward(self, logits, targets, first=0):
+        """logits (N, V), targets (N) -> maxima, sums, picked, each (N), and aux: all that a row's loss needs of them.
+
+        maxima of the rows; sums of exp(logit - maximum); picked, the target's logit. The logits are the columns
+        [first, first + V) of a vocabulary, and picked is 0 where the target is none of them. From these three ops.py
+        makes loss = log(sum) - (picked - maximum), over one rank's columns or those of all.
+        """
 
     @abstractmethod
-    def cross_entropy_backward(self, dy, logits, targets, scale, aux):
-        """dy a scalar array -> dlogits (N, V)."""
+    def cross_entropy_backward(self, dy, logits, targets, scale, maxima, sums, aux, first=0):
+        """dy a scalar array -> dlogits (N, V) = dy scale (exp(logits - maxima) / sums - onehot).
 
-    def unembed_cross_entropy_forward(self, x, w, targets, scale):
-        """cross_entropy(unembed(x)) for x (N, C), w (V, C), targets (N) -> loss, aux; logits need not all exist."""
+        maxima, sums (N) are those of the whole rows: forward's own, or what all ranks' amount to.
+        """
+
+    def unembed_cross_entropy_forward(self, x, w, targets, first=0):
+        """cross_entropy_forward(unembed(x)) for x (N, C), w (V, C), targets (N); logits need not all exist."""
         logits = self.unembed_forward(x, w)
-        loss, aux = self.cross_entropy_forward(logits, targets, scale)
-        return loss, (logits, aux)
+        *rows, aux = self.cross_entropy_forward(logits, targets, first)
+        return *rows, (logits, aux)
 
-    def unembed_cross_entropy_backward(self, dy, x, w, targets, scale, aux):
+    def unembed_cross_entropy_backward(self, dy, x, w, targets, scale, maxima, sums, aux, first=0):
         """-> dx (N, C), dw (V, C)."""
         logits, aux = aux
-        return self.unembed_backward(self.cross_entropy_backward(dy, logits, targets, scale, aux), x, w)
+        dlogits = self.cross_entropy_backward(dy, logits, targets, scale, maxima, sums, aux, first)
+        return self.unembed_backward(dlogits, x, w)
 
     # -- flat buffers ------------------------------------------------------------------------------------------------
 

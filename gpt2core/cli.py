@@ -4,22 +4,36 @@ import argparse
 import contextlib
 import os
 import sys
+import time
+import traceback
 from pathlib import Path
 
 import numpy as np
 
 import gpt2core
 from gpt2core.commands import inference_command, train_command
-from gpt2core.errors import UserError
+from gpt2core.communicator import Solo
+from gpt2core.errors import ConfigError, UserError
 from gpt2core.model import PRESETS
+from gpt2core.parallel.compression import CODECS
+from gpt2core.parallel.data_parallel import BUCKET_MB, STRATEGIES
+from gpt2core.ranks import compare, together
 from gpt2core.recipes import WEIGHTS
+
+GRACE = 0.4  # seconds that a failing rank leaves to the one before it
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse whose complaint is one line, as every other mistake's is."""
+    """argparse whose complaint is one line, as every other mistake's is, and whose help only the root prints."""
+
+    is_root = True
 
     def error(self, message):
-        self.exit(2, f"error: {message} (--help lists the options)\n")
+        raise ConfigError(f"{message} (--help lists the options)")
+
+    def _print_message(self, message, file=None):
+        if self.is_root:
+            super()._print_message(message, file)
 
 
 def integer(text):
@@ -52,7 +66,7 @@ def train_parser():
     add("--beta2", type=float, help="decay of Adam's second moment (default: the preset's; paper 0.999)")
     add("--eps", type=float, help="Adam's epsilon (default 1e-8)")
     add("--seed", type=int, help="of the initial parameters and of shuffling (default 0)")
-    add("--threads", type=integer, help="worker threads a rank (default: the cores)")
+    add("--threads", type=integer, help="worker threads a rank (default: the cores over the ranks on this host)")
     add("--precision", choices=("fp32", "tf32", "bf16", "fp16"), help="of the arithmetic (default fp32)")
     add("--data", type=Path, help="corpus: a UTF-8 text, or a token file of data/prepare.py (default: data/dummy.txt)")
     add("--tokenizer", help="word, byte, or a tokenizer.json (default word; of a token file: its own)")
@@ -71,6 +85,18 @@ def train_parser():
     add("--micro-shards", type=integer, help="parts of the batch that are summed in one fixed tree (default 8)")
     flag = argparse.BooleanOptionalAction
     add("--deterministic", action=flag, help="the same bits for any number of threads and ranks (default)")
+    ranks = parser.add_argument_group("many ranks", "How the ranks of stages 1 and 3 share the work.")
+    add = ranks.add_argument
+    add("--dp", metavar="HOW", help=f"how gradients travel: {', '.join(STRATEGIES)} (default flat)")
+    add("--bucket-mb", type=float, metavar="MB", help=f"least size of a bucket, 10^6 bytes (default {BUCKET_MB:g})")
+    add("--compress", metavar="HOW", help=f"gradients on the wire: none, {', '.join(CODECS)} (default none)")
+    add("--zero", type=int, choices=(0, 1), help="1: each rank keeps its part of the optimizer state (default 0)")
+    add("--tp", type=integer, metavar="N", help="ranks that share each layer, tensor parallel (default 1)")
+    add("--collectives", metavar="HOW", help="mpi, ring, halving-doubling, tree, canonical (default canonical, or mpi "
+        "with --no-deterministic)")  # fmt: skip
+    add("--verify-every", type=int, metavar="N", help="steps between comparing all ranks' parameters (default: end)")
+    add("--local-shuffle", action=flag, help="each rank shuffles its own part of the windows (default: no)")
+    add = parser.add_argument
     add("--sample", type=integer, default=30, metavar="N", help="tokens to write after training, 0: none (default 30)")
     return parser
 
@@ -91,7 +117,10 @@ def inference_parser():
     add("--seed", type=int, default=0, help="of the draws (default 0)")
     add("--stream", action="store_true", help="print each token as it comes")
     add("--stats", action="store_true", help="print prompt tokens, new tokens, time to first token, ms a token")
-    add("--threads", type=integer, help="threads of a matrix product (default: the cores)")
+    add("--threads", type=integer, help="threads of a matrix product (default: the cores over the ranks on this host)")
+    add("--mode", default="replicate", metavar="HOW", help="how ranks share it: replicate (all decode, the logits are "
+        "averaged), batch (each its share of --prompts), tensor (each its shard of the model) (default replicate)")  # fmt: skip
+    add("--prompts", type=Path, metavar="FILE", help="texts to continue, one a line (mode batch)")
     precisions = ("fp32", "tf32", "bf16", "fp16")
     add("--precision", choices=precisions, default="fp32", help="of the arithmetic (default fp32)")
     return parser
@@ -99,34 +128,52 @@ def inference_parser():
 
 def train(backend, world, argv=None):
     """The whole of a stage's train_gpt2.py. backend(precision) -> Backend; world() -> Communicator."""
-    command(lambda: train_command(backend, world(), train_parser().parse_args(argv)))
+    command(world, lambda ranks: train_command(backend, ranks, parsed(train_parser(), ranks, argv)))
 
 
 def infer(backend, world, argv=None):
     """The whole of a stage's inference.py."""
-    command(lambda: inference_command(backend, world(), inference_parser().parse_args(argv)))
+    command(world, lambda ranks: inference_command(backend, ranks, parsed(inference_parser(), ranks, argv)))
 
 
-def command(body):
-    """Run `body` and exit with the code it returns; a user's mistake is one line on standard error and exit code 2."""
+def parsed(parser, world, argv):
+    """The flags of the command line, which must be the same on every rank."""
+    parser.is_root = world.is_root
+    args = together(world, lambda: parser.parse_args(argv))
+    compare(world, args)
+    return args
+
+
+def command(make_world, body):
+    """Run body(world) and exit with the code it returns; a user's mistake is one line on standard error and code 2.
+
+    What one rank meets alone ends the whole job, with the cause told once.
+    """
     with contextlib.suppress(AttributeError):  # a character that the terminal lacks is no reason to stop
         sys.stdout.reconfigure(errors="replace")
+    world = Solo()
     try:
         with np.errstate(all="ignore"):  # numbers that overflow end in one sentence, not in a dozen warnings
-            code = body()
+            world = make_world()
+            code = body(world)
         sys.stdout.flush()
+        world.barrier()  # the root may still be writing: nobody waits for it in MPI's own busy way
     except UserError as error:
-        code = fail(error)
+        code = fail(world, error, error.shared)
     except MemoryError as error:
-        code = fail(f"out of memory ({error}): lower --batch-size, raise --micro-shards or take a smaller --preset")
+        advice = "lower --batch-size, raise --micro-shards or take a smaller --preset"
+        code = fail(world, f"out of memory ({error}): {advice}")
     except KeyboardInterrupt:
         with contextlib.suppress(OSError):
             sys.stdout.flush()
         os._exit(130)  # at once: any other exit waits for the worker threads to end their step
     except BrokenPipeError:  # the reader of our output has left: there is nobody to tell
-        code = 1
+        code = world.abort(1)
     except OSError as error:
-        code = fail(f"{error.filename or 'the output'}: {error.strerror or error}")
+        text = f"{error.filename or 'the output'}: {error.strerror or error}"
+        code = fail(world, text, getattr(error, "shared", False))
+    except Exception as error:
+        code = crash(world, error)
     try:
         sys.stdout.flush()
     except OSError:  # what cannot be written now would be complained about at exit
@@ -134,6 +181,28 @@ def command(body):
     sys.exit(code)
 
 
-def fail(message):
-    print("error:", " ".join(str(message).splitlines()), file=sys.stderr)
+def fail(world, message, shared=False):
+    """Tell a mistake; returns the exit code 2, or ends the job where not all ranks have met it."""
+    text = " ".join(str(message).splitlines())
+    if world.one_process or (shared and world.is_root):
+        print("error:", text, file=sys.stderr)
+    elif not shared:
+        speak_after_the_root(world)
+        print(f"error: rank {world.rank}: {text}", file=sys.stderr)
+        world.abort(2)
     return 2
+
+
+def crash(world, error):
+    """Raise what is no user's mistake, with its traceback, and end the job."""
+    if world.one_process:
+        raise error
+    speak_after_the_root(world)
+    print(f"rank {world.rank} of {world.size} failed:", file=sys.stderr)
+    traceback.print_exception(error)
+    world.abort(1)
+
+
+def speak_after_the_root(world):
+    """Give lower ranks the time to tell the same cause and to end the job: then it is told once."""
+    time.sleep(min(world.rank, 8) * GRACE)

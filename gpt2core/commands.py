@@ -1,102 +1,159 @@
 """The two commands, from flags to objects: train_gpt2.py builds a Trainer and runs it, inference.py writes a text."""
 
 import hashlib
-import os
 import sys
 import time
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+
 import gpt2core
 from gpt2core import checkpoint as checkpoints
-from gpt2core.dataset import Windows, brings_tokenizer, first_tokens, load_tokens, read_text, split_validation
+from gpt2core.communicator import Solo
+from gpt2core.dataset import (
+    LocalWindows,
+    Windows,
+    brings_tokenizer,
+    first_tokens,
+    load_tokens,
+    read_text,
+    split_validation,
+)
 from gpt2core.errors import CheckpointError, ConfigError, DataError
 from gpt2core.model import GPT2, PRESETS, parameter_count
 from gpt2core.optimizer import Schedule
+from gpt2core.parallel.micro_shards import even_slices
+from gpt2core.parallel.tensor_parallel import check_tensor_parallel
 from gpt2core.parallel.workers import limit_blas
-from gpt2core.recipes import CORPUS, RESUMED, SHAPE, fill_defaults, positive, saved_arguments
-from gpt2core.runlog import RunLog
-from gpt2core.sampler import chooser, generate
+from gpt2core.ranks import (
+    available_cores,
+    check_ranks,
+    choose_collectives,
+    data_parallel_ranks,
+    everywhere,
+    on_root,
+    shared_arrays,
+    shared_checkpoint,
+    shared_tokens,
+    silent,
+    together,
+)
+from gpt2core.recipes import CORPUS, MODES, RESUMED, SHAPE, fill_defaults, positive, saved_arguments
+from gpt2core.runlog import RunLog, SilentLog
+from gpt2core.sampler import Together, chooser, generate
 from gpt2core.tokenizer import Tokenizer, build_tokenizer
-from gpt2core.trainer import Trainer, plan, run
+from gpt2core.trainer import Parallel, Trainer, plan, run
 
 
 def train_command(make_backend, world, args):
-    """Train as the parsed flags say; returns the exit code. make_backend(precision) -> Backend, one for each thread."""
-    resumed = checkpoints.load_checkpoint(args.resume, with_optimizer=True) if args.resume else None
-    initial = checkpoints.load_checkpoint(args.init_from) if args.init_from else None
-    if resumed and initial:
-        raise ConfigError("--resume and --init-from exclude each other: go on with a run, or start a new one")
-    notes = fill_defaults(args, resumed)
-    source = resumed or initial
-    threads = args.threads or available_cores()
-    micro_shards, threads = plan(args.batch_size, args.micro_shards, threads, world.size, args.deterministic)
-    backends = [make_backend(args.precision) for _ in range(threads)]
-    schedule = Schedule(args.schedule, args.lr, args.min_lr, args.warmup, args.steps)
+    """Train as the parsed flags say; returns the exit code. make_backend(precision) -> Backend, one for each thread.
 
-    tokenizer = args.tokenizer
-    if source and not tokenizer and not brings_tokenizer(args.data):
-        tokenizer = load_tokenizer(None, source.path)
-    tokens, tokenizer = load_tokens(args.data, tokenizer)
+    All ranks call it with the same flags. Rank 0 reads and tokenizes, logs, saves and samples for all.
+    """
+    say = print if world.is_root else silent
+    check_ranks(world, args)
+    if args.resume and args.init_from:
+        exclusive = "--resume and --init-from exclude each other: go on with a run, or start a new one"
+        raise everywhere(ConfigError(exclusive))
+    resumed = shared_checkpoint(world, args.resume, with_optimizer=True)
+    initial = shared_checkpoint(world, args.init_from)
+    source = resumed or initial
+
+    def choose():
+        notes = fill_defaults(args, resumed)
+        notes += choose_collectives(world, args)
+        parallel = Parallel(args.tp, args.dp, args.bucket_mb, args.compress, args.zero)
+        threads = args.threads or available_cores(world)
+        replicas = data_parallel_ranks(world, args.tp)
+        micro_shards, threads = plan(args.batch_size, args.micro_shards, threads, replicas, args.deterministic)
+        backends = [make_backend(args.precision) for _ in range(threads)]
+        schedule = Schedule(args.schedule, args.lr, args.min_lr, args.warmup, args.steps)
+        return notes, parallel, micro_shards, threads, backends, schedule
+
+    notes, parallel, micro_shards, threads, backends, schedule = together(world, choose)
+
+    def read():
+        tokenizer = args.tokenizer
+        if source and not tokenizer and not brings_tokenizer(args.data):
+            tokenizer = load_tokenizer(None, source.path)
+        return load_tokens(args.data, tokenizer)
+
+    tokens, tokenizer = shared_tokens(world, read, args.data)
     validation = None
     if args.val_data:
-        validation, _ = load_tokens(args.val_data, tokenizer)
-    elif args.val_fraction:
-        tokens, validation = split_validation(tokens, args.val_fraction)
-    corpus = fingerprint(tokens)
-    config = model_config(args, source, tokenizer)
-    seq_len = args.seq_len = args.seq_len or config.block_size
-    windows = Windows(tokens, seq_len, "shuffled" if args.shuffle else "sequential", args.seed)
-    if validation is not None:
-        validation = Windows(validation, seq_len)
+        validation, _ = shared_tokens(world, lambda: load_tokens(args.val_data, tokenizer), args.val_data)
 
-    trainer = Trainer(
-        config,
-        backends,
-        batch_size=args.batch_size,
-        seq_len=seq_len,
-        micro_shards=micro_shards,
-        optimizer={key: getattr(args, key) for key in ("beta1", "beta2", "eps", "weight_decay", "clip")},
-        world=world,
-        seed=args.seed,
-    )
-    if resumed:
-        restore(trainer, resumed, corpus)
-    elif initial:
-        trainer.load(initial.parameters)
+    def build():
+        nonlocal tokens, validation
+        if args.val_fraction:
+            tokens, validation = split_validation(tokens, args.val_fraction)
+        config = model_config(args, source, tokenizer)
+        args.seq_len = args.seq_len or config.block_size
+        trainer = Trainer(
+            config,
+            backends,
+            batch_size=args.batch_size,
+            seq_len=args.seq_len,
+            micro_shards=micro_shards,
+            optimizer={key: getattr(args, key) for key in ("beta1", "beta2", "eps", "weight_decay", "clip")},
+            world=world,
+            parallel=parallel,
+            seed=args.seed,
+        )
+        data = trainer.mesh.data
+        if args.local_shuffle:
+            windows = LocalWindows(tokens, args.seq_len, args.seed, data.rank, data.size)
+            notes.append("note: --local-shuffle: the order of the windows, and so the curve, depends on the ranks")
+        else:
+            windows = Windows(tokens, args.seq_len, "shuffled" if args.shuffle else "sequential", args.seed)
+        corpus = fingerprint(tokens)
+        if resumed:
+            restore(trainer, resumed, corpus)
+        elif initial:
+            trainer.load(initial.parameters)
+        return trainer, windows, None if validation is None else Windows(validation, args.seq_len), corpus
+
+    trainer, windows, validation, corpus = together(world, build)
+    config = trainer.config
     resumed = initial = source = None  # the trainer has its own copy
     begun = trainer.steps
-    out = checkpoints.writable_directory(args.out) if args.out else None
-    log = RunLog(args.log, args.plot, args.log_every, trainer.steps, max(args.steps, trainer.steps))
-    log.say(
-        f"GPT-2 {args.init_from or args.preset}: {parameter_count(config):,} parameters, {config.n_layer} layers, "
-        f"{config.n_head} heads, {config.n_embd} wide, vocabulary {config.vocab_size}\n"
-        f"{len(tokens):,} tokens of {args.data.name}, {args.batch_size} x {seq_len} a step in {micro_shards} "
-        f"micro-shards on {threads} thread{'s' * (threads > 1)}, {args.precision} on {backends[0].name}"
-    )
-    if threads < (args.threads or available_cores()):
-        notes.append(
-            f"note: {threads} of {args.threads or available_cores()} threads are used: a batch of {args.batch_size} in "
-            f"{micro_shards} micro-shards keeps no more busy"
+
+    def open_outputs():
+        out = checkpoints.writable_directory(args.out) if args.out else None
+        log = RunLog(args.log, args.plot, args.log_every, trainer.steps, max(args.steps, trainer.steps))
+        if out and not args.resume and (older := checkpoints.newest_step(out)):
+            notes.append(
+                f"note: {out} holds {older.name} of an earlier run, which this replaces: --resume goes on with it"
+            )
+        return out, log
+
+    out, log = together(world, open_outputs if world.is_root else lambda: (args.out, SilentLog()))
+    if threads < (args.threads or available_cores(world)):
+        notes.insert(
+            0,
+            f"note: {threads} of {args.threads or available_cores(world)} threads are used: a batch of "
+            f"{args.batch_size} in {micro_shards} micro-shards keeps no more busy",
         )
-    if out and not args.resume and (older := checkpoints.newest_step(out)):
-        notes.append(f"note: {out} holds {older.name} of an earlier run, which this replaces: --resume goes on with it")
+    log.say(describe(args, trainer, tokens, threads, backends[0]))
     for note in notes:
         log.say(note)
     if trainer.steps:
         log.say(f"resumed after step {trainer.steps - 1}" + ("" if out else "; no --out: nothing will be saved"))
 
     def save(trainer):
-        checkpoints.save_checkpoint(
-            out,
-            trainer.steps,
-            config=config,
-            parameters=trainer.named_parameters(),
-            moments=trainer.named_moments(),
-            tokenizer=tokenizer,
-            state=run_state(trainer, args, corpus),
-            keep=args.keep,
-        )
+        parameters, moments = trainer.named_parameters(), trainer.named_moments()  # gathered: all ranks take part
+        if world.is_root:
+            checkpoints.save_checkpoint(
+                out,
+                trainer.steps,
+                config=config,
+                parameters=parameters,
+                moments=moments,
+                tokenizer=tokenizer,
+                state=run_state(trainer, args, corpus),
+                keep=args.keep,
+            )
 
     try:
         signal = run(
@@ -109,49 +166,76 @@ def train_command(make_backend, world, args):
             on_step=lambda step, loss, last: log(step, loss, trainer.parameter_hash() if last else None),
             save=save if out else None,
             save_every=args.checkpoint_every,
+            verify_every=args.verify_every,
         )
     finally:
         log.close()
     if begun >= args.steps:
-        print(f"nothing was left to train: {begun} steps were done, and --steps is {args.steps} in all")
+        say(f"nothing was left to train: {begun} steps were done, and --steps is {args.steps} in all")
     if signal:
         done = f"stopped by signal {signal} after {trainer.steps} of {args.steps} steps"
         hint = f"go on with --resume {out} --out {out}" if out else "nothing was saved, because --out was not given"
-        print(f"{done}: {hint}")
+        say(f"{done}: {hint}")
         return 128 + signal
-    print(f"trained {trainer.steps} steps" + (f", saved in {out}" if out else " (no --out: nothing was saved)"))
+    say(f"trained {trainer.steps} steps" + (f", saved in {out}" if out else " (no --out: nothing was saved)"))
     if args.sample > 0:
         backends[0].use_threads(threads)
         prompt = tokens[: min(256, config.block_size)].tolist()
-        write_text(trainer.model(), tokenizer, prompt, args.sample)
+        model = trainer.model()  # gathered: all ranks take part
+        if world.is_root:
+            write_text(model, tokenizer, prompt, args.sample)
     return 0
 
 
 def inference_command(make_backend, world, args):
-    """Write the text that the parsed flags ask for; returns the exit code."""
-    backend = make_backend(args.precision)
-    limit_blas(1)
-    backend.use_threads(positive("--threads", args.threads) or available_cores())
-    weights = checkpoints.load_checkpoint(args.weights)
-    tokenizer = load_tokenizer(args.tokenizer, weights.path)
-    if tokenizer.vocab_size > weights.config.vocab_size:
-        raise ConfigError(
-            f"the tokenizer has {tokenizer.vocab_size} tokens but the weights in {weights.path} know "
-            f"{weights.config.vocab_size}: give the --tokenizer they were trained with"
-        )
-    if args.max_new_tokens < 0:
-        raise ConfigError(f"--max-new-tokens {args.max_new_tokens} must not be negative")
-    block = weights.config.block_size
-    prompt = read_prompt(args, tokenizer, weights)
+    """Write the text that the parsed flags ask for; returns the exit code. All ranks call it with the same flags."""
+    weights = shared_checkpoint(world, args.weights)
+
+    def choose():
+        if args.mode not in MODES:
+            raise ConfigError(f"--mode {args.mode} is unknown: choose from {', '.join(MODES)}")
+        if (args.mode == "batch") != (args.prompts is not None):
+            raise ConfigError("--prompts FILE, one prompt a line, and --mode batch need each other: give both or none")
+        if args.mode == "batch" and (args.stream or args.prompt is not None or args.prompt_file is not None):
+            raise ConfigError("--mode batch takes no --prompt and no --stream: it writes all of --prompts at its end")
+        backend = make_backend(args.precision)
+        limit_blas(1)
+        backend.use_threads(positive("--threads", args.threads) or available_cores(world))
+        narrowed = args.top_k or args.top_p != 1
+        temperature = (1.0 if narrowed else 0.0) if args.temperature is None else args.temperature
+        if args.max_new_tokens < 0:
+            raise ConfigError(f"--max-new-tokens {args.max_new_tokens} must not be negative")
+        return backend, lambda seed=args.seed: chooser(temperature, args.top_k, args.top_p, seed)
+
+    def read():
+        tokenizer = load_tokenizer(args.tokenizer, weights.path)
+        if tokenizer.vocab_size > weights.config.vocab_size:
+            raise ConfigError(
+                f"the tokenizer has {tokenizer.vocab_size} tokens but the weights in {weights.path} know "
+                f"{weights.config.vocab_size}: give the --tokenizer they were trained with"
+            )
+        prompts = read_prompts(args.prompts, tokenizer) if args.prompts else [read_prompt(args, tokenizer, weights)]
+        return tokenizer, prompts
+
+    backend, make_chooser = together(world, choose)
+    tokenizer, prompts = world.broadcast_object(on_root(world, read))
+    arrays, config = shared_arrays(world, weights), weights.config
+    if args.mode == "batch":
+        model = GPT2.of_arrays(config, arrays, backend)
+        write_batch(world, model, tokenizer, prompts, make_chooser, args)
+        return 0
+    group = {"replicate": Solo(), "tensor": world}[args.mode]  # the ranks that share the model
+    together(world, lambda: check_tensor_parallel(config, group.size))
+    model = GPT2.of_arrays(config, arrays, backend, group)
+    say, prompt, block = print if world.is_root else silent, prompts[0], config.block_size
     if len(prompt) > block:
         note = f"note: the prompt has {len(prompt)} tokens, the block {block}: its last {block} tokens are used"
-        print(note, file=sys.stderr)
+        say(note, file=sys.stderr)
         prompt = prompt[-block:]
-    narrowed = args.top_k or args.top_p != 1
-    temperature = (1.0 if narrowed else 0.0) if args.temperature is None else args.temperature
-    choose = chooser(temperature, args.top_k, args.top_p, args.seed)
-    model = GPT2.of_arrays(weights.config, weights.parameters, backend)
-    write_text(model, tokenizer, prompt, args.max_new_tokens, choose, args.stop, args.stream, args.stats)
+    write_text(
+        model, tokenizer, prompt, args.max_new_tokens, Together(make_chooser(), world), args.stop, args.stream,
+        args.stats, say,
+    )  # fmt: skip
     return 0
 
 
@@ -174,6 +258,30 @@ def model_config(args, source, tokenizer):
             f"give the --tokenizer it was trained with"
         )
     return config
+
+
+def describe(args, trainer, tokens, threads, backend):
+    """What is trained, on what, and by whom, in a few lines."""
+    config, world, data = trainer.config, trainer.world, trainer.mesh.data
+    lines = [
+        f"GPT-2 {args.init_from or args.preset}: {parameter_count(config):,} parameters, {config.n_layer} layers, "
+        f"{config.n_head} heads, {config.n_embd} wide, vocabulary {config.vocab_size}",
+        f"{len(tokens):,} tokens of {args.data.name}, {args.batch_size} x {args.seq_len} a step in "
+        f"{trainer.micro_shards} micro-shards on {threads} thread{'s' * (threads > 1)}, "
+        f"{args.precision} on {backend.name}",
+    ]
+    if not world.one_process:
+        lines.append(
+            f"{world.size} ranks: {data.size} data x {trainer.mesh.tensor.size} tensor parallel, --dp {args.dp}, "
+            f"--collectives {args.collectives}, --compress {args.compress}, --zero {args.zero}"
+        )
+    if args.zero:
+        whole = 2 * trainer.arena.size * trainer.parameters.itemsize
+        lines.append(
+            f"optimizer state: {trainer.optimizer.nbytes / 2**20:.2f} MiB a rank, and {whole / 2**20:.2f} MiB without "
+            f"--zero 1"
+        )
+    return "\n".join(lines)
 
 
 def run_state(trainer, args, corpus):
@@ -214,10 +322,6 @@ def fingerprint(tokens):
     return f"{len(tokens):,} tokens with hash {digest.hexdigest()[:16]}"
 
 
-def available_cores():
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 # -- inference ---------------------------------------------------------------------------------------------------------
 
 
@@ -248,22 +352,67 @@ def read_prompt(args, tokenizer, weights):
     return tokens
 
 
-def write_text(model, tokenizer, prompt, count, choose=None, stop=None, stream=False, stats=False):
-    """Print a prompt and its continuation; with `stream` token by token, with `stats` what it took."""
-    print(f"Prompt ({len(prompt)} tokens):\n{tokenizer.decode(prompt)}\n\nContinuation:", flush=True)
-    start, times, text, decoder = time.perf_counter(), [], "", tokenizer.stream()
-    for token in generate(model, prompt, count, choose):
+def read_prompts(path, tokenizer):
+    """The tokens of each line of a file."""
+    prompts = [tokenizer.encode_prompt(line).tolist() for line in read_text(path).splitlines()]
+    empty = [number for number, prompt in enumerate(prompts, 1) if not prompt]
+    if empty:
+        raise DataError(f"{path}: line {empty[0]} is empty: give at least one word to continue on every line")
+    return prompts
+
+
+def write_text(model, tokenizer, prompt, count, choose=None, stop=None, stream=False, stats=False, say=print):
+    """Say a prompt and its continuation; with `stream` token by token, with `stats` what it took."""
+    say(f"Prompt ({len(prompt)} tokens):\n{tokenizer.decode(prompt)}\n\nContinuation:", flush=True)
+    start, times, text = time.perf_counter(), [], ""
+    for piece in pieces(model, tokenizer, prompt, count, choose, stop):
         times.append(time.perf_counter() - start)
-        piece = decoder.push(token)
         text += piece
         if stream:
-            print(piece, end="", flush=True)
+            say(piece, end="", flush=True)
+    say("" if stream else text)
+    new = max(0, len(times) - 1)  # the last piece is what the decoder held back
+    if stats and new:
+        rest = (times[new - 1] - times[0]) / max(1, new - 1) * 1e3
+        say(
+            f"\nprompt tokens {len(prompt)} | new tokens {new} | time to first token {times[0] * 1e3:.1f} ms | "
+            f"{rest:.2f} ms/token | total {times[new - 1]:.3f} s"
+        )
+
+
+def pieces(model, tokenizer, prompt, count, choose, stop):
+    """Yield the text of each new token, and at the end what the decoder still holds; ends early with `stop`."""
+    text, decoder = "", tokenizer.stream()
+    for token in generate(model, prompt, count, choose):
+        piece = decoder.push(token)
+        text += piece
+        yield piece
         if stop and stop in text:
             break
-    print(decoder.flush() if stream else text + decoder.flush())
-    if stats and times:
-        rest = (times[-1] - times[0]) / max(1, len(times) - 1) * 1e3
-        print(
-            f"\nprompt tokens {len(prompt)} | new tokens {len(times)} | time to first token {times[0] * 1e3:.1f} ms | "
-            f"{rest:.2f} ms/token | total {times[-1]:.3f} s"
+    yield decoder.flush()
+
+
+def write_batch(world, model, tokenizer, prompts, make_chooser, args):
+    """Every rank continues its share of the prompts; the root prints them all, in their order.
+
+    Prompt number i draws with the seed --seed + i, so that no text depends on how many ranks there are.
+    """
+    world.barrier()
+    start, mine, tokens = time.perf_counter(), [], 0
+    share = even_slices(len(prompts), world.size)[world.rank]
+    for number in range(share.start, share.stop):
+        written = list(
+            pieces(model, tokenizer, prompts[number], args.max_new_tokens, make_chooser(args.seed + number), args.stop)
+        )
+        mine.append("".join(written))
+        tokens += len(written) - 1
+    texts = [text for share in world.all_gather_object(mine) for text in share]
+    seconds, tokens = time.perf_counter() - start, int(world.all_reduce(np.array([tokens])).item())
+    say = print if world.is_root else silent
+    for number, (prompt, text) in enumerate(zip(prompts, texts, strict=True), 1):
+        say(f"Prompt {number} ({len(prompt)} tokens):\n{tokenizer.decode(prompt)}\n\nContinuation:\n{text}\n")
+    if args.stats:
+        say(
+            f"prompts {len(prompts)} | ranks {world.size} | new tokens {tokens} | total {seconds:.3f} s | "
+            f"{tokens / seconds:,.1f} tokens/s"
         )

@@ -53,6 +53,7 @@ class Communicator:
     bytes_sent: int
     local_rank: int  # among the ranks of this group on the same host
     local_size: int  # how many those are: they share its cores
+    one_process = False  # whether this can never be the world of more than one rank
 
     @property
     def is_root(self):
@@ -62,9 +63,10 @@ class Communicator:
     def use_collectives(self, name):
         """Sum by the algorithm called `name` from here on, in this group and those split from it later.
 
-        Raises ConfigError where there is nothing to choose.
+        Raises ConfigError for a name that this runtime does not know; every one knows "canonical".
         """
-        raise ConfigError(f"--collectives {name} has no meaning here: this stage has no collectives to choose from")
+        if name != "canonical":
+            raise ConfigError(f"--collectives {name} is unknown here: these ranks sum in the canonical order alone")
 
     def abort(self, code):
         """End every rank of the job at once with this exit code; does not return."""
@@ -178,10 +180,19 @@ def rows_of(x, parts=1):
     return x.shape[0] // parts
 
 
+def address(array):
+    """Where an array of the host or of a device begins."""
+    return (getattr(array, "__cuda_array_interface__", None) or array.__array_interface__)["data"][0]
+
+
 class Solo(Communicator):
     """The group of one: every collective is the identity, on any kind of array, and copies only into another `out`."""
 
     rank, size, bytes_sent, local_rank, local_size = 0, 1, 0, 0, 1
+    one_process = True
+
+    def use_collectives(self, name):
+        pass  # there is nothing to sum
 
     def abort(self, code):
         sys.exit(code)
@@ -191,7 +202,8 @@ class Solo(Communicator):
         check_out(out, x.shape, x.dtype)
         if out is None or out is x:
             return Handle(x)
-        out[...] = x
+        if not (x.flags.c_contiguous and address(x) == address(out)):  # else they are the same memory
+            out[...] = x
         return Handle(out)
 
     def all_gather_start(self, x, out=None):

@@ -4,6 +4,8 @@
 class UserError(Exception):
     """Raised at the border, with a message that names both values and says what to do; the command line exits 2."""
 
+    shared = False  # whether every rank raises it at the same place: then the root alone tells it, and all just end
+
 
 class ConfigError(UserError):
     """An option, a shape or a combination of options that cannot work."""

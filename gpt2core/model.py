@@ -9,11 +9,11 @@ import numpy as np
 
 from gpt2core import ops
 from gpt2core.arena import Arena
-from gpt2core.communicator import Solo
 from gpt2core.errors import ConfigError
+from gpt2core.ops import SOLO
+from gpt2core.parallel.tensor_parallel import shard, shard_shapes
 from gpt2core.tensor import Tensor
 
-SOLO = Solo()
 LARGEST = 1 << 40  # parameters: beyond it a size is a slip of the hand, and array libraries stop counting
 
 
@@ -130,8 +130,8 @@ def flops_per_token(config, seq_len):
 class GPT2:
     """A GPT-2 over given parameters; whoever owns the parameters decides where their gradients go.
 
-    parameters: {Hugging Face name: Tensor}; tensor_group: the ranks that share each layer (Megatron's tensor
-    parallelism), over which attention heads and MLP columns are already divided.
+    parameters: {Hugging Face name: Tensor}; tensor_group: the ranks that share each layer, over which they are already
+    divided (gpt2core.parallel.tensor_parallel).
     """
 
     def __init__(self, config, parameters, tensor_group=SOLO):
@@ -139,13 +139,16 @@ class GPT2:
         self.head = parameters["transformer.wte.weight" if config.tied else "lm_head.weight"]
 
     @classmethod
-    def of_arrays(cls, config, arrays, backend):
-        """A model for generation from {name: host array}, copied into one arena: one large buffer reads faster."""
-        arena = Arena(parameter_shapes(config))
+    def of_arrays(cls, config, arrays, backend, group=SOLO):
+        """A model for generation from {name: whole host array}: this rank's shards, copied into one arena.
+
+        One large buffer reads faster than many.
+        """
+        arena = Arena(shard_shapes(parameter_shapes(config), group.size))
         views = arena.views(backend.zeros((arena.size,), backend.dtype))
         for name, view in views.items():
-            view[...] = backend.asarray(arrays[name])
-        return cls(config, {name: Tensor(view, backend) for name, view in views.items()})
+            view[...] = backend.asarray(shard(name, arrays[name], group.rank, group.size))
+        return cls(config, {name: Tensor(view, backend) for name, view in views.items()}, group)
 
     def trunk(self, ids, cache=None, last_only=False):
         """ids (B, T) -> the final LayerNorm's output (B, T, C), or (B, 1, C) of the last position alone.
@@ -154,7 +157,8 @@ class GPT2:
         """
         p, eps = self.parameters, self.config.layer_norm_epsilon
         position = 0 if cache is None else cache.length
-        x = ops.embedding(ids, p["transformer.wte.weight"], p["transformer.wpe.weight"], position)  # (B, T, C)
+        wte, wpe = p["transformer.wte.weight"], p["transformer.wpe.weight"]
+        x = ops.embedding(ids, wte, wpe, position, self.group)  # (B, T, C)
         y = ops.layernorm(x, p["transformer.h.0.ln_1.weight"], p["transformer.h.0.ln_1.bias"], eps)
         for layer in range(self.config.n_layer):
             h = f"transformer.h.{layer}."
@@ -189,8 +193,10 @@ class GPT2:
 
     def logits(self, ids, cache=None, last_only=False):
         """ids (B, T) -> logits (B, T, V), or (B, 1, V) of the last position alone."""
-        return ops.unembed(self.trunk(ids, cache, last_only), self.head)
+        y = ops.copy_to_group(self.trunk(ids, cache, last_only), self.group)
+        return ops.gather_from_group(ops.unembed(y, self.head), self.group)
 
     def loss(self, ids, targets, scale=None):
         """scale * summed cross-entropy of targets (B, T), a float64 scalar; the default scale gives the mean."""
-        return ops.unembed_cross_entropy(self.trunk(ids), self.head, targets, scale)
+        y = ops.copy_to_group(self.trunk(ids), self.group)
+        return ops.unembed_cross_entropy(y, self.head, targets, scale, self.group)

@@ -3,10 +3,14 @@
 
 import numpy as np
 
+from gpt2core.communicator import Solo
 from gpt2core.tensor import AutogradError, ShapeError, Tensor, no_grad
 
+SOLO = Solo()
+
 # -- kernels of the model ----------------------------------------------------------------------------------------------
-# B batch, T time, C channels, V vocabulary, K columns, N = B*T rows
+# B batch, T time, C channels, V vocabulary, K columns, N = B*T rows. In a group of p ranks, rank t holds the rows
+# [t V/p, (t+1) V/p) of an embedding (V, C) and computes those columns of the logits.
 
 
 def linear(x, w, b=None):
@@ -64,15 +68,22 @@ def attention(qkv, n_head):
     return Tensor.from_op(y, (qkv,), lambda dy: (backend.attention_backward(dy, qkv.data, y, aux, n_head),))
 
 
-def embedding(ids, wte, wpe, position=0):
-    """ids (B, T), an array of token numbers -> wte[ids] + wpe[position : position + T] (B, T, C)."""
+def embedding(ids, wte, wpe, position=0, group=SOLO):
+    """ids (B, T), an array of token numbers -> wte[ids] + wpe[position : position + T] (B, T, C).
+
+    wte (V/p, C) holds this rank's tokens; the others' are zero here, and the sum over the group is the whole.
+    """
     require(wte.shape[1:] == wpe.shape[1:], "embedding", wte, wpe)
     if ids.ndim != 2 or position + ids.shape[1] > wpe.shape[0]:
         raise ShapeError(f"embedding: ids {ids.shape} from position {position} do not fit {wpe.shape[0]} positions")
-    require_tokens("embedding", ids, wte.shape[0])
-    backend = wte.backend
-    y = backend.embedding_forward(ids, wte.data, wpe.data, position)
-    return Tensor.from_op(y, (wte, wpe), lambda dy: backend.embedding_backward(dy, ids, wte.data, wpe.data, position))
+    require_tokens("embedding", ids, wte.shape[0] * group.size)
+    backend, first = wte.backend, group.rank * wte.shape[0]
+    once = wpe.data if group.is_root else None  # or the sum would hold the positions p times
+    y = backend.embedding_forward(ids, wte.data, once, position, first)
+    y = group.all_reduce(y, out=y)
+    return Tensor.from_op(
+        y, (wte, wpe), lambda dy: backend.embedding_backward(dy, ids, wte.data, wpe.data, position, first)
+    )
 
 
 def unembed(x, w):
@@ -83,31 +94,49 @@ def unembed(x, w):
     return Tensor.from_op(y, (x, w), lambda dy: backend.unembed_backward(dy, x.data, w.data))
 
 
-def cross_entropy(logits, targets, scale=None):
-    """scale * sum of -log softmax(logits)[target] over N rows, a float64 scalar; the default scale gives the mean."""
-    logits2, targets, scale = flat_targets("cross_entropy", logits, targets, scale, logits.shape[-1])
-    backend, V = logits.backend, logits.shape[-1]
-    loss, aux = backend.cross_entropy_forward(logits2, targets, scale)
+def cross_entropy(logits, targets, scale=None, group=SOLO):
+    """scale * sum of -log softmax(logits)[target] over N rows, a float64 scalar; the default scale gives the mean.
+
+    logits (..., V/p) are this rank's columns, the loss is that of whole rows, the same on every rank. No rank ever
+    sees another's logits: three numbers a row travel (Shoeybi et al. 2019).
+    """
+    V = logits.shape[-1] * group.size
+    logits2, targets, scale = flat_targets("cross_entropy", logits, targets, scale, V)
+    backend, first = logits.backend, group.rank * logits.shape[-1]
+    *own, aux = backend.cross_entropy_forward(logits2, targets, first)
+    loss, maxima, sums = loss_of_rows(*own, scale, group, backend.xp)
 
     def backward(dy):
-        dlogits = backend.cross_entropy_backward(dy, logits.data.reshape(-1, V), targets, scale, aux)
+        dlogits = backend.cross_entropy_backward(dy, logits2, targets, scale, maxima, sums, aux, first)
         return (dlogits.reshape(logits.shape),)
 
     return Tensor.from_op(loss, (logits,), backward)
 
 
-def unembed_cross_entropy(x, w, targets, scale=None):
-    """cross_entropy(unembed(x, w), targets, scale), fused so that the logits (N, V) need not all exist."""
+def unembed_cross_entropy(x, w, targets, scale=None, group=SOLO):
+    """cross_entropy(unembed(x, w), targets, scale, group), fused so that the logits (N, V/p) need not all exist."""
     require(x.shape[-1] == w.shape[1], "unembed_cross_entropy", x, w)
-    x2, targets, scale = flat_targets("unembed_cross_entropy", x, targets, scale, w.shape[0])
-    backend = x.backend
-    loss, aux = backend.unembed_cross_entropy_forward(x2, w.data, targets, scale)
+    x2, targets, scale = flat_targets("unembed_cross_entropy", x, targets, scale, w.shape[0] * group.size)
+    backend, first = x.backend, group.rank * w.shape[0]
+    *own, aux = backend.unembed_cross_entropy_forward(x2, w.data, targets, first)
+    loss, maxima, sums = loss_of_rows(*own, scale, group, backend.xp)
 
     def backward(dy):
-        dx, dw = backend.unembed_cross_entropy_backward(dy, x2, w.data, targets, scale, aux)
+        dx, dw = backend.unembed_cross_entropy_backward(dy, x2, w.data, targets, scale, maxima, sums, aux, first)
         return dx.reshape(x.shape), dw
 
     return Tensor.from_op(loss, (x, w), backward)
+
+
+def loss_of_rows(maxima, sums, picked, scale, group, xp):
+    """From this rank's columns of N rows, as cross_entropy_forward gives them: the loss, whole rows' maxima and sums.
+
+    A row's loss is log(sum of exp(logit - maximum)) - (the target's logit - maximum).
+    """
+    highest = group.all_reduce(maxima, "max")
+    sums, picked = group.all_reduce(xp.stack([sums * xp.exp(maxima - highest), picked]))  # picked: 0 but on one rank
+    losses = xp.log(sums) - (picked - highest)
+    return xp.asarray(losses.sum(dtype=np.float64) * scale), highest, sums
 
 
 # -- collectives: the same declaration with a group in place of a kernel; each one's backward is its dual --------------
@@ -121,6 +150,14 @@ def copy_to_group(x, group):
 def reduce_from_group(x, group):
     """Megatron's g: forward the sum over the group, backward the same gradient on every rank."""
     return Tensor.from_op(group.all_reduce(x.data), (x,), lambda dy: (dy,))
+
+
+def gather_from_group(x, group):
+    """Forward all ranks' columns x (..., K) side by side (..., pK), backward this rank's columns of the gradient."""
+    K, p = x.shape[-1], group.size
+    parts = group.all_gather(x.data.reshape(-1, K)).reshape(p, -1, K)  # (p, N, K)
+    y = parts.swapaxes(0, 1).reshape(*x.shape[:-1], p * K)
+    return Tensor.from_op(y, (x,), lambda dy: (dy[..., group.rank * K : (group.rank + 1) * K],))
 
 
 # -- primitives: what a lesson composes the kernels from ---------------------------------------------------------------

@@ -3,8 +3,10 @@
 import math
 from dataclasses import dataclass
 
-from gpt2core.arena import SEGMENTS
+import numpy as np
+
 from gpt2core.canonical import tree_sum
+from gpt2core.communicator import Solo
 from gpt2core.errors import ConfigError
 
 
@@ -46,9 +48,16 @@ class AdamW:
     """Decoupled weight decay, on matrices alone (Loshchilov and Hutter 2019); moments in flat buffers like the arena's.
 
     `clip` bounds the global norm of the gradient (0: no clipping), as torch.nn.utils.clip_grad_norm_ does.
+
+    owners: the ranks that divide the arena among them, each with the moments of its part alone, which is ZeRO-1
+    (Rajbhandari et al. 2020); the default is a group of one that owns it all. tensor_group: the ranks that hold a
+    shard of the model each, and `repeated`: slices of the arena that another of them counts in the norm already.
     """
 
-    def __init__(self, arena, parameters, workers, *, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0, clip=0.0):
+    def __init__(
+        self, arena, parameters, workers, *, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0, clip=0.0,
+        owners=None, tensor_group=None, repeated=(),
+    ):  # fmt: skip
         for flag, value in (("--beta1", beta1), ("--beta2", beta2)):
             if not 0 <= value < 1:
                 raise ConfigError(f"{flag} {value} must be in [0, 1)")
@@ -56,31 +65,56 @@ class AdamW:
             if not (math.isfinite(value) and value >= 0):
                 raise ConfigError(f"{flag} {value} must be finite and not negative")
         self.arena, self.parameters, self.workers = arena, parameters, workers
+        self.owners, self.tensor_group, self.repeated = owners or Solo(), tensor_group or Solo(), repeated
         self.betas, self.eps, self.weight_decay, self.clip = (beta1, beta2), eps, weight_decay, clip
-        self.exp_avg, self.exp_avg_sq = (workers.backends[0].zeros(parameters.shape, parameters.dtype) for _ in "mv")
+        self.own = arena.part(self.owners.rank, self.owners.size)
+        size = self.own.stop - self.own.start
+        self.exp_avg, self.exp_avg_sq = (workers.backends[0].zeros((size,), parameters.dtype) for _ in "mv")
         self.steps = 0
 
+    def map_own(self, function):
+        """[function(backend, part)] over this rank's part of the arena, in one slice for each worker."""
+        return self.workers.map_parts(function, self.arena, self.owners.rank, self.owners.size)
+
     def gradient_norm(self, gradients):
-        """The global L2 norm: sums over fixed segments in one canonical tree, whoever computed each of them."""
+        """The global L2 norm: sums over fixed segments in one canonical tree, whoever computed each of them.
+
+        Of `gradients` only this rank's part is read.
+        """
 
         def squares(backend, part):
-            return backend.sum_of_squares(gradients[part], SEGMENTS * (part.stop - part.start) // self.arena.size)
+            return backend.sum_of_squares(gradients[part], self.arena.segments * (part.stop - part.start) // arena_size)
 
-        parts = self.workers.map_parts(squares, self.arena)
-        return math.sqrt(tree_sum([float(square) for part in parts for square in part]))
+        arena_size, backend = self.arena.size, self.workers.backends[0]
+        own = [float(square) for part in self.map_own(squares) for square in part]
+        total = tree_sum([float(square) for square in self.owners.all_gather(np.array(own))])
+        elsewhere = [float(backend.xp.vdot(gradients[part], gradients[part])) for part in self.in_own(self.repeated)]
+        repeated = tree_sum([float(square) for square in self.owners.all_gather(np.array([sum(elsewhere)]))])
+        return math.sqrt(float(self.tensor_group.all_reduce(np.array(total - repeated))))
+
+    def in_own(self, slices):
+        """What of these slices lies in this rank's part."""
+        for part in slices:
+            start, stop = max(part.start, self.own.start), min(part.stop, self.own.stop)
+            if start < stop:
+                yield slice(start, stop)
 
     def step(self, gradients, lr, norm):
-        """One update from the flat `gradients` at rate `lr`; `norm` is their gradient_norm."""
+        """One update from the flat `gradients` at rate `lr`; `norm` is their gradient_norm.
+
+        Each owner updates its part, and all receive all parts.
+        """
         self.steps += 1
         scale = min(1.0, self.clip / (norm + 1e-6)) if self.clip else 1.0
 
         def update(backend, part):
             for run, decays in self.arena.decayed(part):
+                moments = slice(run.start - self.own.start, run.stop - self.own.start)
                 backend.adamw_step(
                     self.parameters[run],
                     gradients[run],
-                    self.exp_avg[run],
-                    self.exp_avg_sq[run],
+                    self.exp_avg[moments],
+                    self.exp_avg_sq[moments],
                     self.steps,
                     lr,
                     *self.betas,
@@ -89,4 +123,18 @@ class AdamW:
                     scale,
                 )
 
-        self.workers.map_parts(update, self.arena)
+        self.map_own(update)
+        self.owners.all_gather(self.parameters[self.own], out=self.parameters)
+
+    @property
+    def nbytes(self):
+        """Bytes of the optimizer state that this rank holds."""
+        return self.exp_avg.nbytes + self.exp_avg_sq.nbytes
+
+    def moments(self):
+        """The flat first and second moments of the whole arena, gathered from their owners."""
+        return tuple(self.owners.all_gather(flat) for flat in (self.exp_avg, self.exp_avg_sq))
+
+    def load_moments(self, first, second):
+        """Copy this rank's part of the flat moments of the whole arena."""
+        self.exp_avg[...], self.exp_avg_sq[...] = first[self.own], second[self.own]

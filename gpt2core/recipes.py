@@ -4,6 +4,7 @@ from pathlib import Path
 
 from gpt2core.errors import CheckpointError, ConfigError
 from gpt2core.model import PRESETS
+from gpt2core.parallel.data_parallel import BUCKET_MB
 
 DATA = Path(__file__).resolve().parents[1] / "data"
 CORPUS, WEIGHTS = DATA / "dummy.txt", DATA / "gpt2-paper"
@@ -26,6 +27,11 @@ COMMON |= dict(eval_every=0, checkpoint_every=0, keep=2, log_every=1)
 RESUMED = {name: type(value) for name, value in (PAPER | COMMON).items()} | dict(
     min_lr=float, seq_len=int, micro_shards=int, data=str, val_data=str, val_fraction=float
 )
+# How many ranks share the work: not part of a checkpoint, which any number of them may go on with.
+RANK_FLAGS = dict(
+    dp="flat", bucket_mb=BUCKET_MB, compress="none", zero=0, tp=1, collectives=None, verify_every=0, local_shuffle=False
+)
+MODES = ("replicate", "batch", "tensor")  # how ranks share an inference
 SHAPE = ("n_layer", "n_head", "n_embd", "block_size")  # flags that change the model itself
 
 
@@ -53,14 +59,14 @@ def fill_defaults(args, resumed):
     preset = args.preset or COMMON["preset"]
     if preset not in PRESETS:
         raise ConfigError(f"--preset {preset} is unknown: choose from {', '.join(PRESETS)}")
-    for name, value in (COMMON | RECIPES[preset]).items():
+    for name, value in (COMMON | RANK_FLAGS | RECIPES[preset]).items():
         if getattr(args, name, None) is None:
             setattr(args, name, value)
     args.data = Path(args.data or CORPUS)
     args.val_data = args.val_data and Path(args.val_data)
     if args.min_lr is None:
         args.min_lr = 0.0 if args.schedule == "constant" else args.lr / 10
-    for name in ("steps", "eval_every", "checkpoint_every", "keep", "sample", "seed"):
+    for name in ("steps", "eval_every", "checkpoint_every", "verify_every", "keep", "sample", "seed"):
         if getattr(args, name) < 0:
             raise ConfigError(f"--{name.replace('_', '-')} {getattr(args, name)} must not be negative")
     for name in ("threads", "seq_len", "log_every"):

@@ -55,6 +55,8 @@ class RunLog:
             f"{step.seconds * 1e3:8.1f} ms",
             f"{step.tokens_per_second:,.0f} tok/s",
         ]
+        if step.bytes_sent is not None:
+            parts.append(f"sent {step.bytes_sent / 1e6:.2f} MB")
         if step.mfu is not None:
             parts.append(f"mfu {step.mfu:.1%}")
         if val_loss is not None:
@@ -82,6 +84,19 @@ class RunLog:
                 self.file.close()
         if self.plot and self.rows:
             plot_curve(self.rows, self.plot)
+
+
+class SilentLog:
+    """The log of a rank that is not the root."""
+
+    def say(self, text):
+        pass
+
+    def __call__(self, step, val_loss, last_hash):
+        pass
+
+    def close(self):
+        pass
 
 
 def perplexity(loss):

@@ -13,17 +13,22 @@ import numpy as np
 
 from gpt2core.arena import Arena
 from gpt2core.canonical import tree_sum
-from gpt2core.communicator import Solo
+from gpt2core.communicator import Mesh, Solo
 from gpt2core.errors import ConfigError, UserError
 from gpt2core.model import GPT2, flops_per_token, initial_parameters, parameter_shapes
 from gpt2core.optimizer import AdamW
+from gpt2core.parallel import tensor_parallel
+from gpt2core.parallel.compression import Compressed
+from gpt2core.parallel.data_parallel import BUCKET_MB, data_parallel
 from gpt2core.parallel.micro_shards import MicroShards, even_slices
 from gpt2core.parallel.workers import Workers, limit_blas
 from gpt2core.tensor import Tensor
 
 
 class Diverged(UserError):
-    """The loss or the gradient is not finite; the parameters are those before the step."""
+    """The loss or the gradient is not finite, or ranks differ; the parameters are those before the step."""
+
+    shared = True  # it is seen in numbers that all ranks have alike
 
 
 @dataclass(frozen=True)
@@ -37,71 +42,137 @@ class Step:
     tokens_per_second: float
     seconds: float
     mfu: float | None = None  # model FLOPs over the device's peak, where that is known
+    bytes_sent: int | None = None  # by this rank, in all groups; None where there is nobody to send to
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """How the ranks share the work. The defaults are right for any number of them, one included."""
+
+    tp: int = 1  # ranks that share each layer; the others are data parallel
+    dp: str = "flat"  # how gradients travel: see data_parallel.STRATEGIES
+    bucket_mb: float = BUCKET_MB
+    compress: str = "none"  # or fp16, bf16, int8
+    zero: int = 0  # 1: each data-parallel rank keeps the optimizer state of its part of the arena alone
 
 
 class Trainer:
     """A model, its optimizer and the threads and ranks that share the work.
 
-    config: GPT2Config; backends: one for each thread of this rank; world: the data-parallel ranks; optimizer: keyword
-    arguments of AdamW. The global batch is `batch_size` sequences of `seq_len` tokens, in `micro_shards` shards.
+    config: GPT2Config; backends: one for each thread of this rank; world: all ranks; parallel: how they share the
+    work; optimizer: keyword arguments of AdamW. The global batch is `batch_size` sequences of `seq_len` tokens, in
+    `micro_shards` shards.
     """
 
-    def __init__(self, config, backends, *, batch_size, seq_len, micro_shards, optimizer=None, world=None, seed=0):
+    def __init__(
+        self, config, backends, *, batch_size, seq_len, micro_shards, optimizer=None, world=None, parallel=None, seed=0
+    ):
         if seq_len > config.block_size:
             raise ConfigError(f"--seq-len {seq_len} is longer than the model's block of {config.block_size} positions")
-        self.config, self.world, self.seed = config, world or Solo(), seed
+        parallel = parallel or Parallel()
+        self.config, self.world, self.parallel, self.seed = config, world or Solo(), parallel, seed
+        self.mesh = Mesh(self.world, self.world.size // parallel.tp, parallel.tp)
+        data, tensor = self.mesh.data, self.mesh.tensor
+        tensor_parallel.check_tensor_parallel(config, tensor.size)
         self.batch_size, self.seq_len, self.micro_shards = batch_size, seq_len, micro_shards
-        self.rows = even_slices(batch_size, self.world.size)[self.world.rank]
+        self.rows = even_slices(batch_size, data.size)[data.rank]
         self.batch_rows = self.rows.stop - self.rows.start
         self.workers = Workers(backends)
         limit_blas(1)  # of its own in each worker, however many the environment allows
-        self.arena = Arena(parameter_shapes(config))
+        owners = {0: Solo(), 1: data}[parallel.zero]
+        self.arena = Arena(tensor_parallel.shard_shapes(parameter_shapes(config), tensor.size), owners.size)
         backend = backends[0]
         self.parameters = backend.zeros((self.arena.size,), backend.dtype)
-        self.shards = MicroShards(
-            config, self.arena, self.parameters, self.workers, micro_shards // self.world.size, Solo()
-        )
-        self.optimizer = AdamW(self.arena, self.parameters, self.workers, **(optimizer or {}))
+        self.shards = MicroShards(config, self.arena, self.parameters, self.workers, micro_shards // data.size, tensor)
+        self.data_parallel = self.reduction(data, owners)
+        self.shards.on_complete = self.data_parallel.completed
+        replicated = filter(tensor_parallel.is_replicated, self.arena.slices)
+        repeated = [] if tensor.is_root else [self.arena.slices[name] for name in replicated]
+        self.optimizer = AdamW(
+            self.arena, self.parameters, self.workers, owners=owners, tensor_group=tensor, repeated=repeated,
+            **(optimizer or {}),
+        )  # fmt: skip
         self.position = 0  # windows consumed since the start of training
-        views = self.named_parameters()
-        for name, array in initial_parameters(config, seed):
-            views[name][...] = backend.asarray(array)
+        self.asked_to_stop = lambda: 0  # the number of a signal that this rank has received
+        self.stopped_by = 0  # and of one that any rank has
+        self.fill(self.parameters, initial_parameters(config, seed) if self.world.is_root else None)
+
+    def reduction(self, group, owners):
+        """The sum of the gradients over the data-parallel group, as the flags ask for it."""
+        gradients, parallel = self.shards.gradients, self.parallel
+        if parallel.compress != "none":
+            reduce_start = Compressed(parallel.compress, gradients, group).reduce_start
+        elif parallel.dp == "flat" and parallel.zero:
+            own = self.arena.part(owners.rank, owners.size)  # nobody needs more of the sum than it owns
+
+            def reduce_start(_):
+                return group.reduce_scatter_start(gradients, out=gradients[own])
+        else:
+
+            def reduce_start(part):
+                return group.all_reduce_start(gradients[part], out=gradients[part])
+
+        return data_parallel(parallel.dp, self.arena, reduce_start, gradients.itemsize, parallel.bucket_mb)
 
     @property
     def steps(self):
         """Updates made so far."""
         return self.optimizer.steps
 
+    def named(self, flat):
+        """{Hugging Face name: the whole array, gathered from its shards} of a flat buffer; views where none is."""
+        views, group = self.arena.views(flat), self.mesh.tensor
+        return {name: tensor_parallel.gather(name, view, group) for name, view in views.items()}
+
     def named_parameters(self):
-        """{Hugging Face name: view of the parameter}."""
-        return self.arena.views(self.parameters)
+        """{Hugging Face name: parameter}; views where this rank holds all of it. All ranks must call it."""
+        return self.named(self.parameters)
 
     def named_moments(self):
-        """{Hugging Face name: (first, second moment)}, views."""
-        first, second = self.arena.views(self.optimizer.exp_avg), self.arena.views(self.optimizer.exp_avg_sq)
+        """{Hugging Face name: (first, second moment)}; all ranks must call it."""
+        first, second = map(self.named, self.optimizer.moments())
         return {name: (first[name], second[name]) for name in first}
 
+    def fill(self, flat, arrays):
+        """Copy the root's (name, whole array) pairs, in the model's order, into everyone's shards; None elsewhere."""
+        backend, tensor, views = self.workers.backends[0], self.mesh.tensor, self.arena.views(flat)
+        dtype = np.dtype(backend.dtype)
+        for name, shape in parameter_shapes(self.config):
+            array = np.empty(shape, dtype) if arrays is None else np.ascontiguousarray(next(arrays)[1], dtype)
+            array = self.world.broadcast(array, out=array)
+            views[name][...] = backend.asarray(tensor_parallel.shard(name, array, tensor.rank, tensor.size))
+
     def load(self, parameters, moments=None, steps=0, position=0):
-        """Copy parameters {name: array}, moments {name: (first, second)}, and where training stood."""
-        asarray = self.workers.backends[0].asarray
-        for name, view in self.named_parameters().items():
-            view[...] = asarray(parameters[name])
-        for name, pair in (moments or {}).items():
-            for view, value in zip(self.named_moments()[name], pair, strict=True):
-                view[...] = asarray(value)
+        """Copy the root's parameters {name: array} and moments {name: (first, second)}, and where training stood.
+
+        The root's arguments count; other ranks pass None for the dictionaries, and all the same numbers.
+        """
+        names = self.arena.slices
+
+        def ordered(values):
+            return iter([(name, values(name)) for name in names]) if self.world.is_root else None
+
+        self.fill(self.parameters, ordered(lambda name: parameters[name]))
+        if self.world.broadcast_object(moments is not None):
+            flats = [np.zeros(self.arena.size, self.parameters.dtype) for _ in "mv"]
+            for which, flat in enumerate(flats):
+                self.fill(flat, ordered(lambda name, which=which: moments[name][which]))
+            self.optimizer.load_moments(*flats)
         self.optimizer.steps, self.position = steps, position
 
     def step(self, windows, lr):
         """One update from the next global batch of `windows`; returns a Step.
 
-        Raises Diverged, leaving the parameters as they were, when the loss or the gradient is not finite.
+        Sets `stopped_by` to the number of the signal that has asked any rank to stop, or 0. Raises Diverged, leaving
+        the parameters as they were, when the loss or the gradient is not finite.
         """
-        start = time.perf_counter()
+        start, sent = time.perf_counter(), self.bytes_sent()
         inputs, targets = windows.batch(self.position + self.rows.start, self.batch_rows)
         tokens = self.batch_size * self.seq_len
         losses = self.shards.backward(inputs, targets, 1 / tokens)
-        gradients = self.world.all_reduce(self.shards.gradients, out=self.shards.gradients)
-        loss = self.total(losses)
+        self.data_parallel.finish()
+        loss, self.stopped_by = self.total(losses, self.asked_to_stop())
+        gradients = self.shards.gradients
         norm = self.optimizer.gradient_norm(gradients)
         if not (math.isfinite(loss) and math.isfinite(norm)):
             raise Diverged(
@@ -110,12 +181,23 @@ class Trainer:
             )
         self.optimizer.step(gradients, lr, norm)
         self.position += self.batch_size
-        seconds = time.perf_counter() - start
-        return Step(self.steps - 1, loss, lr, norm, tokens / seconds, seconds, self.utilisation(tokens / seconds))
+        seconds, sent = time.perf_counter() - start, self.bytes_sent() - sent
+        rate = tokens / seconds
+        return Step(self.steps - 1, loss, lr, norm, rate, seconds, self.utilisation(rate), sent or None)
 
-    def total(self, losses):
-        """The canonical sum of this rank's losses and all others'."""
-        return tree_sum([float(loss) for loss in self.world.all_gather(np.array(losses, np.float64))])
+    def total(self, losses, signal_received=0):
+        """The canonical sum of all ranks' losses, and the largest signal number among them: it rides along.
+
+        Tensor-parallel ranks have the same losses; those of the first of them count.
+        """
+        mine = np.array([signal_received, *losses], np.float64)
+        everyones = self.world.all_gather(mine).reshape(-1, self.mesh.tensor.size, len(mine))  # (data, tensor, 1 + n)
+        return tree_sum([float(loss) for loss in everyones[:, 0, 1:].ravel()]), int(everyones[:, :, 0].max())
+
+    def bytes_sent(self):
+        """What this rank has handed to others so far."""
+        groups = (self.world, self.mesh.data, self.mesh.tensor, *(lane.model.group for lane in self.shards.lanes))
+        return sum(group.bytes_sent for group in groups)
 
     def utilisation(self, tokens_per_second):
         peak = self.workers.backends[0].peak_flops(self.workers.backends[0].precision)
@@ -128,7 +210,8 @@ class Trainer:
         """
         total, count = 0.0, 0
         for inputs, targets in windows.once(self.batch_size):
-            total += self.total(self.shards.losses(inputs[self.rows], targets[self.rows], 1.0, self.batch_rows))
+            losses = self.shards.losses(inputs[self.rows], targets[self.rows], 1.0, self.batch_rows)
+            total += self.total(losses)[0]
             count += inputs.size
         if not math.isfinite(total):
             raise Diverged(f"step {self.steps - 1}: the validation loss is {total / count}: lower --lr or set --clip")
@@ -144,17 +227,31 @@ class Trainer:
             )
 
     def model(self):
-        """The current model, for generation: parameters shared, no gradients."""
+        """The current model, for generation by this rank alone; all ranks must call it."""
         backend = self.workers.backends[0]
         return GPT2(self.config, {name: Tensor(array, backend) for name, array in self.named_parameters().items()})
 
     def parameter_hash(self):
-        """SHA-256 of all parameters by name, in model order: equal exactly when every bit is."""
+        """SHA-256 of all parameters by name, in model order: equal exactly when every bit is. All ranks must call."""
         digest = hashlib.sha256()
         for name, array in self.named_parameters().items():
             digest.update(name.encode())
             digest.update(np.ascontiguousarray(self.workers.backends[0].to_host(array)))
         return digest.hexdigest()
+
+    def verify(self):
+        """Raise Diverged unless all replicas of a parameter have the same bits; all ranks must call it."""
+        mine = hashlib.sha256(self.workers.backends[0].to_host(self.parameters)).hexdigest()
+        everyones = self.world.all_gather_object((self.mesh.tensor.rank, mine))
+        expected = {}  # tensor rank -> (the first rank that holds that shard, its hash)
+        for rank, (shard, found) in enumerate(everyones):
+            first, wanted = expected.setdefault(shard, (rank, found))
+            if found != wanted:
+                raise Diverged(
+                    f"step {self.steps - 1}: the parameters of rank {rank} differ from those of rank {first} (SHA-256 "
+                    f"{found[:12]} and {wanted[:12]}): a rank's memory or machine is at fault, or its software "
+                    f"differs; the checkpoints before are as they were"
+                )
 
 
 def plan(batch_size, micro_shards, threads, ranks, deterministic):
@@ -227,28 +324,37 @@ class StopSignals(contextlib.AbstractContextManager):
             signal.signal(number, handler)
 
 
-def run(trainer, windows, schedule, steps, *, validation=None, eval_every=0, on_step, save=None, save_every=0):
+def run(
+    trainer, windows, schedule, steps, *, on_step, validation=None, eval_every=0, save=None, save_every=0,
+    verify_every=0,
+):  # fmt: skip
     """Train until `steps` updates are made in all; returns the number of the signal that stopped it early, or None.
 
     on_step(step, validation loss or None, last) reports each step; save(trainer) writes a checkpoint, always at the
     end where it is given, never of parameters that have diverged. `validation` windows are evaluated every `eval_every`
-    steps and at the end.
+    steps and at the end; the ranks' parameters are compared every `verify_every` steps and at the end.
     """
+
+    def due(every, last):
+        return last or (every and trainer.steps % every == 0)
 
     def save_sound():
         trainer.check_parameters()
         save(trainer)
 
-    stopping = None
+    stopping = 0
     with StopSignals() as stop:
+        trainer.asked_to_stop = lambda: stop.received or 0
         while trainer.steps < steps and not stopping:
             step = trainer.step(windows, schedule(trainer.steps))
-            stopping = stop.received  # read once: a signal after this line belongs to the next step
+            stopping = trainer.stopped_by  # the same on every rank: all end with the same step
             last = bool(stopping) or trainer.steps >= steps
-            due = validation is not None and (last or (eval_every and trainer.steps % eval_every == 0))
-            on_step(step, trainer.evaluate(validation) if due else None, last)
+            if due(verify_every, last):
+                trainer.verify()
+            validate = validation is not None and due(eval_every, last)
+            on_step(step, trainer.evaluate(validation) if validate else None, last)
             if save and save_every and trainer.steps % save_every == 0 and not last:
                 save_sound()
         if save:
             save_sound()
-    return stopping
+    return stopping or None

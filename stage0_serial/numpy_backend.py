@@ -276,14 +276,16 @@ class NumpyBackend(Backend):
 
     # -- embedding ---------------------------------------------------------------------------------------------------
 
-    def embedding_forward(self, ids, wte, wpe, position=0):
-        x = self.empty((*ids.shape, wte.shape[1]), wte.dtype)
+    def embedding_forward(self, ids, wte, wpe, position=0, first=0):
+        x, ids = self.empty((*ids.shape, wte.shape[1]), wte.dtype), ids.astype(np.intp) - first
         np.take(wte, ids, axis=0, out=x, mode="clip")  # "raise" copies through a buffer; ops.embedding checks the range
-        return np.add(x, wpe[position : position + ids.shape[1]], out=x)
+        x[(ids < 0) | (ids >= len(wte))] = 0
+        return x if wpe is None else np.add(x, wpe[position : position + ids.shape[1]], out=x)
 
-    def embedding_backward(self, dy, ids, wte, wpe, position=0):
-        ids, dy2 = ids.reshape(-1).astype(np.intp), rows(dy)
+    def embedding_backward(self, dy, ids, wte, wpe, position=0, first=0):
+        ids, dy2 = ids.reshape(-1).astype(np.intp) - first, rows(dy)
         order = np.argsort(ids, kind="stable")
+        order = order[slice(*np.searchsorted(ids[order], (0, len(wte))))]  # the rows whose token is one of ours
         runs = np.flatnonzero(np.diff(ids[order], prepend=-1))  # first row of each token, in the order of the ids
         dwte, dwpe = self.zeros(wte.shape, dy.dtype), self.zeros(wpe.shape, dy.dtype)
         dwte[ids[order[runs]]] = np.add.reduceat(dy2[order], runs, axis=0)
@@ -299,36 +301,39 @@ class NumpyBackend(Backend):
         dy = rows(dy)
         return self.matmul(dy, w).reshape(x.shape), self.matmul(dy.T, rows(x))
 
-    def cross_entropy_forward(self, logits, targets, scale):
-        exps = np.subtract(logits, np.maximum.reduce(logits, axis=1, keepdims=True), out=self.like(logits))
-        picked = exps[np.arange(len(targets)), targets]
+    def cross_entropy_forward(self, logits, targets, first=0):
+        maxima, picked = np.maximum.reduce(logits, axis=1), np.zeros(len(logits), logits.dtype)
+        own = own_targets(targets, first, logits.shape[1])
+        picked[own[0]] = logits[own]
+        exps = np.subtract(logits, maxima[:, None], out=self.like(logits))
         np.exp(exps, out=exps)
-        sums = exps.sum(axis=1)
-        return np.asarray((np.log(sums) - picked).sum(dtype=np.float64) * scale), (exps, sums)
+        return maxima, exps.sum(axis=1), picked, (exps, maxima)
 
-    def cross_entropy_backward(self, dy, logits, targets, scale, aux):
-        exps, sums = aux
+    def cross_entropy_backward(self, dy, logits, targets, scale, maxima, sums, aux, first=0):
+        exps, subtracted = aux  # exp(logits - maxima) = exps * exp(subtracted - maxima)
         factor = logits.dtype.type(float(dy) * scale)
-        dlogits = np.multiply(exps, (factor / sums)[:, None], out=self.like(logits))
-        dlogits[np.arange(len(targets)), targets] -= factor
+        weights = np.exp(subtracted - maxima) * (factor / sums)
+        dlogits = np.multiply(exps, weights[:, None], out=self.like(logits))
+        dlogits[own_targets(targets, first, logits.shape[1])] -= factor
         return dlogits
 
-    def unembed_cross_entropy_forward(self, x, w, targets, scale):
-        loss, chunks = np.float64(0), logit_chunks(x, w)
+    def unembed_cross_entropy_forward(self, x, w, targets, first=0):
+        statistics, chunks = np.empty((3, len(x)), x.dtype), logit_chunks(x, w)
         for chunk in chunks:
-            part, aux = self.cross_entropy_forward(self.unembed_forward(x[chunk], w), targets[chunk], scale)
-            loss += part
-        return np.asarray(loss), aux if len(chunks) == 1 else None
+            logits = self.unembed_forward(x[chunk], w)
+            *statistics[:, chunk], aux = self.cross_entropy_forward(logits, targets[chunk], first)
+        return *statistics, aux if len(chunks) == 1 else None
 
-    def unembed_cross_entropy_backward(self, dy, x, w, targets, scale, aux):
+    def unembed_cross_entropy_backward(self, dy, x, w, targets, scale, maxima, sums, aux, first=0):
         if aux is not None:
-            dlogits = self.cross_entropy_backward(dy, aux[0], targets, scale, aux)
+            dlogits = self.cross_entropy_backward(dy, aux[0], targets, scale, maxima, sums, aux, first)
             return self.unembed_backward(dlogits, x, w)
         dx, dw = self.like(x), self.zeros(w.shape, w.dtype)
         for chunk in logit_chunks(x, w):  # too many logits to keep: compute each chunk's again
-            logits = self.unembed_forward(x[chunk], w)
-            _, aux = self.cross_entropy_forward(logits, targets[chunk], scale)
-            dlogits = self.cross_entropy_backward(dy, logits, targets[chunk], scale, aux)
+            exps = self.unembed_forward(x[chunk], w)
+            np.exp(np.subtract(exps, maxima[chunk, None], out=exps), out=exps)
+            rows_of_chunk = targets[chunk], scale, maxima[chunk], sums[chunk], (exps, maxima[chunk]), first
+            dlogits = self.cross_entropy_backward(dy, exps, *rows_of_chunk)
             dx[chunk], part = self.unembed_backward(dlogits, x[chunk], w)
             np.add(dw, part, out=dw)
         return dx, dw
@@ -381,6 +386,13 @@ def blocks(x):
     """Slices of rows that divide x (N, C) into cache-sized blocks."""
     step = block_rows(x)
     return [slice(start, start + step) for start in range(0, x.shape[0], step)]
+
+
+def own_targets(targets, first, count):
+    """(rows, columns) of the targets (N) that are among the columns [first, first + count), as an index."""
+    columns = targets.astype(np.intp) - first
+    own = np.flatnonzero((columns >= 0) & (columns < count))
+    return own, columns[own]
 
 
 def logit_chunks(x, w):

@@ -1,11 +1,13 @@
 """The gradient of a global batch is the sum over fixed micro-shards in one binary tree, whoever adds its subtrees."""
 
 # A lane is a thread that owns a subtree: it runs its micro-shards one after another and adds each parameter's gradient
-# into the tree the moment backward completes it, while it is still in the cache. The same tree continues over lanes
-# and then over ranks, so the bits of the sum do not depend on how many of either there are. And a micro-shard's
-# activations are all that exist at once: this is gradient accumulation as well.
+# into the tree the moment backward completes it, while it is still in the cache. The last lane to complete a parameter
+# continues the tree over the lanes, and tells whoever continues it over the ranks: so the bits of the sum do not depend
+# on how many of either there are. And a micro-shard's activations are all that exist at once: this is gradient
+# accumulation as well.
 
 import math
+import threading
 
 from gpt2core.canonical import tree_reduce
 from gpt2core.errors import ConfigError
@@ -16,10 +18,13 @@ SUM_BLOCK = 1 << 15  # elements
 
 
 class Lane:
-    """One thread's model: shared parameters, its own backend, and the partial sums of its subtree."""
+    """One thread's model: shared parameters, its own backend, and the partial sums of its subtree.
 
-    def __init__(self, config, arena, parameters, backend, shards, group):
-        self.shards, self.backend = shards, backend
+    completed(name) is called when the sum over this lane's micro-shards of that parameter's gradient is complete.
+    """
+
+    def __init__(self, config, arena, parameters, backend, shards, group, completed):
+        self.shards, self.backend, self.completed = shards, backend, completed
         depth = max(1, (shards - 1).bit_length())  # a counter of that many bits holds every partial sum
         self.partial = [backend.zeros((arena.size,), parameters.dtype) for _ in range(depth)]
         self.views = [arena.views(flat) for flat in self.partial]
@@ -46,6 +51,8 @@ class Lane:
             total = self.views[target][name]
             self.backend.xp.add(self.views[level][name], gradient, out=total)
             gradient = total
+        if self.done == self.shards - 1:
+            self.completed(name)
 
     def run(self, shards, scale):
         """[(inputs, targets)] -> their losses; leaves the sum of their gradients in `gradients`."""
@@ -70,7 +77,10 @@ def merged_levels(done, shards):
 class MicroShards:
     """One rank's micro-shards over its workers, a lane each; the first lane's sum becomes the rank's gradient.
 
-    parameters: the flat arena buffer that every lane shares; tensor_group: the ranks that share each layer.
+    parameters: the flat arena buffer that every lane shares; tensor_group: the ranks that share each layer, of which
+    each lane gets a group of its own, because lanes talk at the same time. on_complete(name), where it is assigned, is
+    called during backward as this rank's gradient of a parameter becomes complete: in the same order on every rank,
+    one call after the other, from the thread of some lane.
     """
 
     def __init__(self, config, arena, parameters, workers, shards, tensor_group):
@@ -80,8 +90,12 @@ class MicroShards:
                 f"use --threads {math.gcd(shards, workers.size)} or another --micro-shards"
             )
         self.arena, self.workers, self.shards = arena, workers, shards
+        self.on_complete, self.lock, self.arrived = None, threading.Lock(), dict.fromkeys(arena.slices, 0)
         each = shards // workers.size
-        self.lanes = [Lane(config, arena, parameters, backend, each, tensor_group) for backend in workers.backends]
+        self.lanes = [
+            Lane(config, arena, parameters, backend, each, tensor_group.split(0), self.lane_completed)
+            for backend in workers.backends
+        ]
 
     def deal(self, inputs, targets, rows):
         """inputs, targets (B, T) as one list of (inputs, targets) micro-shards for each lane, contiguous and in order.
@@ -95,8 +109,23 @@ class MicroShards:
         """-> the losses of the micro-shards in order; leaves the flat sum of their gradients in `gradients`."""
         deal = self.deal(inputs, targets, len(inputs))
         losses = self.workers.map(lambda lane, mine: lane.run(mine, scale), self.lanes, deal)
-        self.workers.map_parts(self.sum_lanes, self.arena)
         return [loss for lane in losses for loss in lane]
+
+    def lane_completed(self, name):
+        """The next levels of the tree, over lanes, once the last of them has come: block by cache-sized block."""
+        # Every lane completes the parameters in the same order, and counts one only when its part of those before is
+        # done: so the calls of on_complete never overtake each other, and no rank's order is another's.
+        with self.lock:
+            self.arrived[name] += 1
+            if self.arrived[name] < len(self.lanes):
+                return
+            self.arrived[name] = 0
+        xp, part = self.workers.backends[0].xp, self.arena.slices[name]
+        for start in range(part.start, part.stop, SUM_BLOCK):
+            block = slice(start, min(start + SUM_BLOCK, part.stop))
+            tree_reduce([lane.gradients[block] for lane in self.lanes], lambda a, b: xp.add(a, b, out=a))
+        if self.on_complete:
+            self.on_complete(name)
 
     @no_grad()
     def losses(self, inputs, targets, scale, rows):
@@ -107,12 +136,6 @@ class MicroShards:
 
         each = self.workers.map(run, self.lanes, self.deal(inputs, targets, rows))
         return [loss for lane in each for loss in lane]
-
-    def sum_lanes(self, backend, part):
-        """The next levels of the tree, over lanes, in one part of the buffer, block by cache-sized block."""
-        for start in range(part.start, part.stop, SUM_BLOCK):
-            block = slice(start, min(start + SUM_BLOCK, part.stop))
-            tree_reduce([lane.gradients[block] for lane in self.lanes], lambda a, b: backend.xp.add(a, b, out=a))
 
     @property
     def gradients(self):

@@ -28,9 +28,10 @@ class Workers:
         wait(jobs)  # all of them, also after a failure: none may still be writing when the caller goes on
         return [job.result() for job in jobs]
 
-    def map_parts(self, function, arena):
-        """[function(backend, part)] with the arena divided into one slice for each worker."""
-        return self.map(function, self.backends, [arena.part(i, self.size) for i in range(self.size)])
+    def map_parts(self, function, arena, owner=0, owners=1):
+        """[function(backend, part)]: what `owner` of `owners` has of the arena, in one slice for each worker."""
+        parts = [arena.part(owner * self.size + i, owners * self.size) for i in range(self.size)]
+        return self.map(function, self.backends, parts)
 
     def close(self):
         if self.pool:

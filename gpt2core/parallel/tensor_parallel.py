@@ -1,0 +1,94 @@
+"""Each layer divided over a group: attention by heads, the MLP by columns, then rows, the embeddings by vocabulary."""
+
+# C channels, V vocabulary, p parts (ranks of the tensor group)
+#
+# Megatron's scheme (Shoeybi et al. 2019). A pair of matrices (C, K) and (K, C) is split along K: a rank's columns of
+# the first meet its rows of the second, so that between them nothing is said, and the products are summed once.
+#
+#                      forward                                              backward
+#     embedding        own tokens' rows, all-reduce                         own rows, nothing to send
+#     attention, MLP   columns, own heads or gelu, rows, all-reduce         all-reduce of the input's gradient
+#     cross-entropy    own logits, all-reduce of 3 numbers a row            all-reduce of the input's gradient
+#
+# The forward pass itself is model.py's, with a group passed in. Here stands which parameter is split how.
+
+import math
+
+import numpy as np
+
+from gpt2core.errors import ConfigError
+
+# The end of a parameter's name: (axis that is split, blocks of it that are split one by one).
+SPLITS = {
+    "wte.weight": (0, 1),
+    "lm_head.weight": (0, 1),
+    "attn.c_attn.weight": (1, 3),  # the blocks are q, k and v: a rank gets the same heads of each
+    "attn.c_attn.bias": (0, 3),
+    "attn.c_proj.weight": (0, 1),
+    "mlp.c_fc.weight": (1, 1),
+    "mlp.c_fc.bias": (0, 1),
+    "mlp.c_proj.weight": (0, 1),
+}  # all others are held whole by every rank: LayerNorms, positions, and the biases that are added after a reduce
+
+
+def split_of(name):
+    """(axis, blocks) of a parameter, or None where every rank holds it whole."""
+    return next((split for end, split in SPLITS.items() if name.endswith(end)), None)
+
+
+def is_replicated(name):
+    """Whether every rank holds this parameter whole, with the same bits and the same gradient."""
+    return split_of(name) is None
+
+
+def shard_shapes(shapes, parts):
+    """{name: shape of one rank's piece} of the whole shapes, as parameter_shapes(config) yields them, in their order.
+
+    Sizes that `parts` does not divide are the business of check_tensor_parallel.
+    """
+    local = dict(shapes)
+    for name, shape in local.items():
+        if not is_replicated(name):
+            axis, _ = split_of(name)
+            local[name] = (*shape[:axis], shape[axis] // parts, *shape[axis + 1 :])
+    return local
+
+
+def shard(name, array, rank, parts):
+    """Rank's piece of a whole host array, C-contiguous; it shares memory with the whole where it can."""
+    if is_replicated(name):
+        return array
+    axis, blocks = split_of(name)
+    before, n, after = array.shape[:axis], array.shape[axis], array.shape[axis + 1 :]
+    every = (slice(None),) * axis
+    pieces = array.reshape(*before, blocks, parts, n // blocks // parts, *after)[(*every, slice(None), rank)]
+    return np.ascontiguousarray(pieces.reshape(*before, n // parts, *after))
+
+
+def unshard(name, pieces):
+    """The whole array of all ranks' pieces in rank order: the inverse of shard, bit for bit."""
+    if is_replicated(name):
+        return pieces[0]
+    axis, blocks = split_of(name)
+    by_rank = [np.split(piece, blocks, axis) for piece in pieces]
+    return np.concatenate([piece[block] for block in range(blocks) for piece in by_rank], axis)
+
+
+def gather(name, array, group):
+    """The whole array on every rank, from each rank's piece of it: a collective, except where all hold it whole."""
+    if is_replicated(name):
+        return array
+    return unshard(name, list(group.all_gather(array[None])))
+
+
+def check_tensor_parallel(config, parts):
+    """Raise ConfigError, naming what works, unless `parts` ranks can share the heads and the vocabulary evenly."""
+    for what, count in (("n_head", config.n_head), ("the vocabulary of", config.vocab_size)):
+        if parts < 1 or count % parts:
+            common = math.gcd(config.n_head, config.vocab_size)
+            *most, last = (str(n) for n in range(1, common + 1) if common % n == 0)
+            choices = f"{', '.join(most)} or {last}" if most else last
+            raise ConfigError(
+                f"{what} {count} is not divisible by --tp {parts}: use --tp {choices}, which divides both "
+                f"n_head {config.n_head} and the vocabulary of {config.vocab_size}"
+            )

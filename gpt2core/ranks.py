@@ -1,0 +1,155 @@
+"""What many ranks must do as one: start alike, read through one of them, and end together when any of them fails."""
+
+import hashlib
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+import gpt2core
+from gpt2core import checkpoint as checkpoints
+from gpt2core.dataset import brings_tokenizer
+from gpt2core.errors import ConfigError, UserError
+from gpt2core.model import parameter_shapes
+from gpt2core.recipes import RANK_FLAGS
+
+EDGE = 1 << 22  # bytes or tokens: of what is larger, only both ends are hashed
+
+
+def everywhere(error):
+    """`error`, marked as one that every rank raises at the same place: the root tells it, and all just end."""
+    error.shared = True
+    return error
+
+
+def together(world, body):
+    """body() of every rank; where it fails on any of them, all raise the error of the first of these.
+
+    A body may call collectives if it fails on all ranks or none; else it is local, and any one of them may fail.
+    """
+    result = error = None
+    try:
+        result = body()
+    except (UserError, OSError) as caught:
+        error = caught
+    failures = world.all_gather_object(error and str(error))
+    for rank, failure in enumerate(failures):
+        if failure is not None:
+            raise everywhere(error if rank == world.rank else UserError(f"rank {rank}: {failure}"))
+    return result
+
+
+def on_root(world, body):
+    """body() on the root alone, None elsewhere; its failure is everyone's."""
+    return together(world, body if world.is_root else lambda: None)
+
+
+def compare(world, args):
+    """Raise ConfigError, naming rank and field, unless every rank runs the same program with the same flags."""
+    fields = {f"--{name.replace('_', '-')}": str(value) for name, value in vars(args).items()}
+    paths = [value for value in vars(args).values() if isinstance(value, Path)]
+    fields |= {"version": gpt2core.__version__, "code": code_digest(), "NumPy": np.__version__}
+    files = {str(path): file_digest(path) for path in paths if path.is_file()}
+    everyones = world.all_gather_object((fields, files))
+    expected, read = everyones[0]
+    for rank, (found, also_read) in enumerate(everyones):
+        for name, value in expected.items():
+            if found.get(name) != value:
+                raise everywhere(ConfigError(
+                    f"rank {rank} has {name} {found.get(name)}, but rank 0 has {value}: start all ranks with the same "
+                    f"command, in the same version of the program"
+                ))
+        for path in read.keys() & also_read.keys():
+            if read[path] != also_read[path]:
+                raise everywhere(ConfigError(
+                    f"rank {rank} has another {path} than rank 0 (hashes {also_read[path]} and {read[path]}): give all "
+                    f"hosts the same corpus"
+                ))
+
+
+def code_digest():
+    """A hash of our own modules' sources: two versions of them could compute different bits."""
+    digest = hashlib.sha256()
+    for name, module in sorted(sys.modules.items()):
+        if name.split(".")[0] == "gpt2core" or name.startswith("stage"):
+            digest.update(Path(module.__file__).read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def file_digest(path):
+    """A hash of a file's size and of both its ends."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        for start in (0, max(EDGE, size - EDGE)):
+            file.seek(start)
+            digest.update(file.read(EDGE))
+    return f"{size}:{digest.hexdigest()[:16]}"
+
+
+def available_cores(world):
+    """Cores for each of the ranks on this host."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // world.local_size)
+
+
+def check_ranks(world, args):
+    """Raise ConfigError for a flag that is about many ranks in a stage that has one process."""
+    for name in RANK_FLAGS:
+        if world.one_process and getattr(args, name, None) is not None:
+            flag = f"--{name.replace('_', '-')} {getattr(args, name)}"
+            raise everywhere(ConfigError(f"{flag} is for many ranks, and this stage is one process: use stage 1 or 3"))
+
+
+def choose_collectives(world, args):
+    """Sum over ranks by the algorithm that --collectives names; returns what to tell of it, one sentence each."""
+    canonical = args.collectives in (None, "canonical")
+    args.collectives = args.collectives or ("canonical" if args.deterministic else "mpi")
+    world.use_collectives(args.collectives)
+    if args.deterministic and not canonical:
+        return [f"note: --collectives {args.collectives} adds in an order of its own: the bits depend on the ranks"]
+    return []
+
+
+def data_parallel_ranks(world, tp):
+    """How many replicas `tp` ranks a replica make; raises ConfigError unless they come out even."""
+    if tp < 1 or world.size % tp:
+        works = [n for n in range(1, world.size + 1) if world.size % n == 0]
+        raise ConfigError(f"--tp {tp} does not divide {world.size} ranks: use one of {', '.join(map(str, works))}")
+    return world.size // tp
+
+
+def shared_checkpoint(world, path, with_optimizer=False):
+    """The Checkpoint at `path` (None: None), read by the root; the others get all of it but the arrays."""
+    if path is None:
+        return None
+    found = on_root(world, lambda: checkpoints.load_checkpoint(path, with_optimizer=with_optimizer))
+    outline = world.broadcast_object(found and replace(found, parameters=None, moments=None))
+    return found or outline
+
+
+def shared_tokens(world, read, path):
+    """(tokens, tokenizer) of read(), done by the root, which broadcasts both.
+
+    A token file may be larger than memory: where every rank sees it, each maps it for itself.
+    """
+    if all(world.all_gather_object(brings_tokenizer(path))):
+        return together(world, read)
+    tokens, tokenizer = on_root(world, read) or (None, None)
+    tokenizer, shape, dtype = world.broadcast_object(tokens is not None and (tokenizer, tokens.shape, tokens.dtype))
+    return world.broadcast(tokens if world.is_root else np.empty(shape, dtype)), tokenizer
+
+
+def shared_arrays(world, weights):
+    """{name: array} of a shared checkpoint, on every rank."""
+
+    def share(name, shape):
+        return world.broadcast(weights.parameters[name] if world.is_root else np.empty(shape, np.float32))
+
+    return {name: share(name, shape) for name, shape in parameter_shapes(weights.config)}
+
+
+def silent(*text, **options):
+    """What print is to a rank that is not the root."""

@@ -1,0 +1,8 @@
+"""Train GPT-2 on many CPUs: NumPy arrays, MPI ranks."""
+
+from gpt2core.cli import train
+from stage0_serial.numpy_backend import NumpyBackend
+from stage1_mpi.mpi_communicator import MpiCommunicator
+
+if __name__ == "__main__":
+    train(backend=NumpyBackend, world=MpiCommunicator)
