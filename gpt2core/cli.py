@@ -92,8 +92,8 @@ def train_parser():
     add("--compress", metavar="HOW", help=f"gradients on the wire: none, {', '.join(CODECS)} (default none)")
     add("--zero", type=int, choices=(0, 1), help="1: each rank keeps its part of the optimizer state (default 0)")
     add("--tp", type=integer, metavar="N", help="ranks that share each layer, tensor parallel (default 1)")
-    add("--collectives", metavar="HOW", help="mpi, ring, halving-doubling, tree, canonical (default canonical, or mpi "
-        "with --no-deterministic)")  # fmt: skip
+    sums = "mpi, ring, halving-doubling, tree, canonical (default canonical, mpi with --no-deterministic)"
+    add("--collectives", metavar="HOW", help=f"how ranks are summed: {sums}")
     add("--verify-every", type=int, metavar="N", help="steps between comparing all ranks' parameters (default: end)")
     add("--local-shuffle", action=flag, help="each rank shuffles its own part of the windows (default: no)")
     add = parser.add_argument
@@ -118,8 +118,8 @@ def inference_parser():
     add("--stream", action="store_true", help="print each token as it comes")
     add("--stats", action="store_true", help="print prompt tokens, new tokens, time to first token, ms a token")
     add("--threads", type=integer, help="threads of a matrix product (default: the cores over the ranks on this host)")
-    add("--mode", default="replicate", metavar="HOW", help="how ranks share it: replicate (all decode, the logits are "
-        "averaged), batch (each its share of --prompts), tensor (each its shard of the model) (default replicate)")  # fmt: skip
+    modes = "replicate (all decode, logits averaged), batch (each its share of --prompts), tensor (each its shard)"
+    add("--mode", default="replicate", metavar="HOW", help=f"how ranks share it: {modes} (default replicate)")
     add("--prompts", type=Path, metavar="FILE", help="texts to continue, one a line (mode batch)")
     precisions = ("fp32", "tf32", "bf16", "fp16")
     add("--precision", choices=precisions, default="fp32", help="of the arithmetic (default fp32)")

@@ -1,9 +1,10 @@
 """The two commands, from flags to objects: train_gpt2.py builds a Trainer and runs it, inference.py writes a text."""
 
+import functools
 import hashlib
 import sys
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -49,97 +50,24 @@ from gpt2core.trainer import Parallel, Trainer, plan, run
 def train_command(make_backend, world, args):
     """Train as the parsed flags say; returns the exit code. make_backend(precision) -> Backend, one for each thread.
 
-    All ranks call it with the same flags. Rank 0 reads and tokenizes, logs, saves and samples for all.
+    All ranks call it with the same flags. The root reads and tokenizes, logs, saves and samples for all.
     """
-    say = print if world.is_root else silent
     check_ranks(world, args)
-    if args.resume and args.init_from:
-        exclusive = "--resume and --init-from exclude each other: go on with a run, or start a new one"
-        raise everywhere(ConfigError(exclusive))
-    resumed = shared_checkpoint(world, args.resume, with_optimizer=True)
-    initial = shared_checkpoint(world, args.init_from)
-    source = resumed or initial
-
-    def choose():
-        notes = fill_defaults(args, resumed)
-        notes += choose_collectives(world, args)
-        parallel = Parallel(args.tp, args.dp, args.bucket_mb, args.compress, args.zero)
-        threads = args.threads or available_cores(world)
-        replicas = data_parallel_ranks(world, args.tp)
-        micro_shards, threads = plan(args.batch_size, args.micro_shards, threads, replicas, args.deterministic)
-        backends = [make_backend(args.precision) for _ in range(threads)]
-        schedule = Schedule(args.schedule, args.lr, args.min_lr, args.warmup, args.steps)
-        return notes, parallel, micro_shards, threads, backends, schedule
-
-    notes, parallel, micro_shards, threads, backends, schedule = together(world, choose)
-
-    def read():
-        tokenizer = args.tokenizer
-        if source and not tokenizer and not brings_tokenizer(args.data):
-            tokenizer = load_tokenizer(None, source.path)
-        return load_tokens(args.data, tokenizer)
-
-    tokens, tokenizer = shared_tokens(world, read, args.data)
-    validation = None
-    if args.val_data:
-        validation, _ = shared_tokens(world, lambda: load_tokens(args.val_data, tokenizer), args.val_data)
-
-    def build():
-        nonlocal tokens, validation
-        if args.val_fraction:
-            tokens, validation = split_validation(tokens, args.val_fraction)
-        config = model_config(args, source, tokenizer)
-        args.seq_len = args.seq_len or config.block_size
-        trainer = Trainer(
-            config,
-            backends,
-            batch_size=args.batch_size,
-            seq_len=args.seq_len,
-            micro_shards=micro_shards,
-            optimizer={key: getattr(args, key) for key in ("beta1", "beta2", "eps", "weight_decay", "clip")},
-            world=world,
-            parallel=parallel,
-            seed=args.seed,
-        )
-        data = trainer.mesh.data
-        if args.local_shuffle:
-            windows = LocalWindows(tokens, args.seq_len, args.seed, data.rank, data.size)
-            notes.append("note: --local-shuffle: the order of the windows, and so the curve, depends on the ranks")
-        else:
-            windows = Windows(tokens, args.seq_len, "shuffled" if args.shuffle else "sequential", args.seed)
-        corpus = fingerprint(tokens)
-        if resumed:
-            restore(trainer, resumed, corpus)
-        elif initial:
-            trainer.load(initial.parameters)
-        return trainer, windows, None if validation is None else Windows(validation, args.seq_len), corpus
-
-    trainer, windows, validation, corpus = together(world, build)
-    config = trainer.config
-    resumed = initial = source = None  # the trainer has its own copy
-    begun = trainer.steps
-
-    def open_outputs():
-        out = checkpoints.writable_directory(args.out) if args.out else None
-        log = RunLog(args.log, args.plot, args.log_every, trainer.steps, max(args.steps, trainer.steps))
-        if out and not args.resume and (older := checkpoints.newest_step(out)):
-            notes.append(
-                f"note: {out} holds {older.name} of an earlier run, which this replaces: --resume goes on with it"
-            )
-        return out, log
-
-    out, log = together(world, open_outputs if world.is_root else lambda: (args.out, SilentLog()))
-    if threads < (args.threads or available_cores(world)):
-        notes.insert(
-            0,
-            f"note: {threads} of {args.threads or available_cores(world)} threads are used: a batch of "
-            f"{args.batch_size} in {micro_shards} micro-shards keeps no more busy",
-        )
-    log.say(describe(args, trainer, tokens, threads, backends[0]))
-    for note in notes:
+    resumed, initial = read_sources(world, args)
+    notes = together(world, lambda: fill_defaults(args, resumed) + choose_collectives(world, args))
+    corpus = read_corpus(world, args, resumed or initial)
+    trainer = together(world, lambda: make_trainer(make_backend, world, args, resumed or initial, corpus.tokenizer))
+    windows, validation = together(world, lambda: make_windows(args, corpus, trainer.mesh.data))
+    together(world, lambda: restore(trainer, resumed, initial, corpus))
+    resumed = initial = None  # the trainer has its own copy
+    schedule = Schedule(args.schedule, args.lr, args.min_lr, args.warmup, args.steps)
+    begun, threads = trainer.steps, trainer.workers.size
+    out, log = on_root(world, lambda: open_outputs(args, trainer, notes)) or (args.out, SilentLog())
+    log.say(describe(args, trainer, corpus))
+    for note in [*idle_threads(world, args, trainer), *notes]:
         log.say(note)
-    if trainer.steps:
-        log.say(f"resumed after step {trainer.steps - 1}" + ("" if out else "; no --out: nothing will be saved"))
+    if begun:
+        log.say(f"resumed after step {begun - 1}" + ("" if out else "; no --out: nothing will be saved"))
 
     def save(trainer):
         parameters, moments = trainer.named_parameters(), trainer.named_moments()  # gathered: all ranks take part
@@ -147,11 +75,11 @@ def train_command(make_backend, world, args):
             checkpoints.save_checkpoint(
                 out,
                 trainer.steps,
-                config=config,
+                config=trainer.config,
                 parameters=parameters,
                 moments=moments,
-                tokenizer=tokenizer,
-                state=run_state(trainer, args, corpus),
+                tokenizer=corpus.tokenizer,
+                state=run_state(trainer, args, corpus.fingerprint),
                 keep=args.keep,
             )
 
@@ -170,6 +98,7 @@ def train_command(make_backend, world, args):
         )
     finally:
         log.close()
+    say = print if world.is_root else silent
     if begun >= args.steps:
         say(f"nothing was left to train: {begun} steps were done, and --steps is {args.steps} in all")
     if signal:
@@ -179,11 +108,11 @@ def train_command(make_backend, world, args):
         return 128 + signal
     say(f"trained {trainer.steps} steps" + (f", saved in {out}" if out else " (no --out: nothing was saved)"))
     if args.sample > 0:
-        backends[0].use_threads(threads)
-        prompt = tokens[: min(256, config.block_size)].tolist()
         model = trainer.model()  # gathered: all ranks take part
         if world.is_root:
-            write_text(model, tokenizer, prompt, args.sample)
+            trainer.workers.backends[0].use_threads(threads)
+            prompt = corpus.tokens[: min(256, trainer.config.block_size)].tolist()
+            write_text(model, corpus.tokenizer, prompt, args.sample)
     return 0
 
 
@@ -242,6 +171,88 @@ def inference_command(make_backend, world, args):
 # -- training ----------------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Corpus:
+    """What is trained and validated on."""
+
+    tokens: np.ndarray
+    validation: np.ndarray | None
+    tokenizer: Tokenizer
+
+    @functools.cached_property
+    def fingerprint(self):
+        """Number of tokens and a hash of them (of both ends, where they are too many to read)."""
+        digest, edge = hashlib.sha256(), 1 << 22
+        for part in (self.tokens[:edge], self.tokens[max(edge, len(self.tokens) - edge) :]):
+            digest.update(part.tobytes())
+        return f"{len(self.tokens):,} tokens with hash {digest.hexdigest()[:16]}"
+
+
+def read_sources(world, args):
+    """(the checkpoint to resume or None, the weights to start from or None)."""
+    if args.resume and args.init_from:
+        exclusive = "--resume and --init-from exclude each other: go on with a run, or start a new one"
+        raise everywhere(ConfigError(exclusive))
+    return shared_checkpoint(world, args.resume, with_optimizer=True), shared_checkpoint(world, args.init_from)
+
+
+def read_corpus(world, args, source):
+    """The Corpus that the flags name; the tokenizer is the checkpoint's where no flag says otherwise."""
+
+    def read():
+        tokenizer = args.tokenizer
+        if source and not tokenizer and not brings_tokenizer(args.data):
+            tokenizer = load_tokenizer(None, source.path)
+        return load_tokens(args.data, tokenizer)
+
+    tokens, tokenizer = shared_tokens(world, read, args.data)
+    if args.val_data:
+        validation, _ = shared_tokens(world, lambda: load_tokens(args.val_data, tokenizer), args.val_data)
+        return Corpus(tokens, validation, tokenizer)
+    if args.val_fraction:
+        tokens, validation = together(world, lambda: split_validation(tokens, args.val_fraction))
+        return Corpus(tokens, validation, tokenizer)
+    return Corpus(tokens, None, tokenizer)
+
+
+def make_trainer(make_backend, world, args, source, tokenizer):
+    """The Trainer that the flags ask for."""
+    replicas = data_parallel_ranks(world, args.tp)
+    threads = args.threads or available_cores(world)
+    micro_shards, threads = plan(args.batch_size, args.micro_shards, threads, replicas, args.deterministic)
+    config = model_config(args, source, tokenizer)
+    args.seq_len = args.seq_len or config.block_size
+    return Trainer(
+        config,
+        [make_backend(args.precision) for _ in range(threads)],
+        batch_size=args.batch_size,
+        seq_len=args.seq_len,
+        micro_shards=micro_shards,
+        optimizer={key: getattr(args, key) for key in ("beta1", "beta2", "eps", "weight_decay", "clip")},
+        world=world,
+        parallel=Parallel(args.tp, args.dp, args.bucket_mb, args.compress, args.zero),
+        seed=args.seed,
+    )
+
+
+def make_windows(args, corpus, group):
+    """(training windows, validation windows or None) for one rank of the data-parallel group."""
+    if args.local_shuffle:
+        windows = LocalWindows(corpus.tokens, args.seq_len, args.seed, group.rank, group.size)
+    else:
+        windows = Windows(corpus.tokens, args.seq_len, "shuffled" if args.shuffle else "sequential", args.seed)
+    return windows, None if corpus.validation is None else Windows(corpus.validation, args.seq_len)
+
+
+def open_outputs(args, trainer, notes):
+    """(the directory for checkpoints or None, the run log), both proven to be writable."""
+    out = checkpoints.writable_directory(args.out) if args.out else None
+    log = RunLog(args.log, args.plot, args.log_every, trainer.steps, max(args.steps, trainer.steps))
+    if out and not args.resume and (older := checkpoints.newest_step(out)):
+        notes.append(f"note: {out} holds {older.name} of an earlier run, which this replaces: --resume goes on with it")
+    return out, log
+
+
 def model_config(args, source, tokenizer):
     """A checkpoint's own GPT2Config, else the preset's with the flags' sizes and the tokenizer's vocabulary."""
     given = {name: getattr(args, name) for name in SHAPE if getattr(args, name) is not None}
@@ -260,15 +271,15 @@ def model_config(args, source, tokenizer):
     return config
 
 
-def describe(args, trainer, tokens, threads, backend):
+def describe(args, trainer, corpus):
     """What is trained, on what, and by whom, in a few lines."""
-    config, world, data = trainer.config, trainer.world, trainer.mesh.data
+    config, world, data, threads = trainer.config, trainer.world, trainer.mesh.data, trainer.workers.size
     lines = [
         f"GPT-2 {args.init_from or args.preset}: {parameter_count(config):,} parameters, {config.n_layer} layers, "
         f"{config.n_head} heads, {config.n_embd} wide, vocabulary {config.vocab_size}",
-        f"{len(tokens):,} tokens of {args.data.name}, {args.batch_size} x {args.seq_len} a step in "
+        f"{len(corpus.tokens):,} tokens of {args.data.name}, {args.batch_size} x {args.seq_len} a step in "
         f"{trainer.micro_shards} micro-shards on {threads} thread{'s' * (threads > 1)}, "
-        f"{args.precision} on {backend.name}",
+        f"{args.precision} on {trainer.workers.backends[0].name}",
     ]
     if not world.one_process:
         lines.append(
@@ -282,6 +293,16 @@ def describe(args, trainer, tokens, threads, backend):
             f"--zero 1"
         )
     return "\n".join(lines)
+
+
+def idle_threads(world, args, trainer):
+    """What to tell where fewer threads work than there could, one sentence or none."""
+    threads, could = trainer.workers.size, args.threads or available_cores(world)
+    if threads < could:
+        yield (
+            f"note: {threads} of {could} threads are used: a batch of {args.batch_size} in {trainer.micro_shards} "
+            f"micro-shards keeps no more busy"
+        )
 
 
 def run_state(trainer, args, corpus):
@@ -300,26 +321,26 @@ def run_state(trainer, args, corpus):
     }
 
 
-def restore(trainer, resumed, corpus):
-    """Load a checkpoint's parameters, moments and position; raises CheckpointError when it learnt another corpus."""
-    state = resumed.state
-    for key in ("step", "position"):
-        if not isinstance(state.get(key), int) or state[key] < 0:
-            raise CheckpointError(f"{resumed.path / 'state.json'}: has no whole number {key!r}: it cannot be resumed")
-    if state.get("corpus", corpus) != corpus:
-        raise CheckpointError(
-            f"{resumed.path}: was trained on {state['corpus']}, but --data has {corpus}: "
-            f"give the same corpus, or start anew with --init-from"
-        )
-    trainer.load(resumed.parameters, resumed.moments, state["step"], state["position"])
+def restore(trainer, resumed, initial, corpus):
+    """Load the parameters to start from, and of a run to resume also the moments and where it stood.
 
-
-def fingerprint(tokens):
-    """Number of tokens and a hash of them (of both ends, where they are too many to read)."""
-    digest, edge = hashlib.sha256(), 1 << 22
-    for part in (tokens[:edge], tokens[max(edge, len(tokens) - edge) :]):
-        digest.update(part.tobytes())
-    return f"{len(tokens):,} tokens with hash {digest.hexdigest()[:16]}"
+    Raises CheckpointError when that run learnt another corpus.
+    """
+    if initial:
+        trainer.load(initial.parameters)
+    if resumed:
+        state = resumed.state
+        for key in ("step", "position"):
+            if not isinstance(state.get(key), int) or state[key] < 0:
+                raise CheckpointError(
+                    f"{resumed.path / 'state.json'}: has no whole number {key!r}: it cannot be resumed"
+                )
+        if state.get("corpus", corpus.fingerprint) != corpus.fingerprint:
+            raise CheckpointError(
+                f"{resumed.path}: was trained on {state['corpus']}, but --data has {corpus.fingerprint}: "
+                f"give the same corpus, or start anew with --init-from"
+            )
+        trainer.load(resumed.parameters, resumed.moments, state["step"], state["position"])
 
 
 # -- inference ---------------------------------------------------------------------------------------------------------

@@ -89,7 +89,7 @@ class AdamW:
         own = [float(square) for part in self.map_own(squares) for square in part]
         total = tree_sum([float(square) for square in self.owners.all_gather(np.array(own))])
         elsewhere = [float(backend.xp.vdot(gradients[part], gradients[part])) for part in self.in_own(self.repeated)]
-        repeated = tree_sum([float(square) for square in self.owners.all_gather(np.array([sum(elsewhere)]))])
+        repeated = tree_sum([float(square) for square in self.owners.all_gather(np.array([sum(elsewhere, 0.0)]))])
         return math.sqrt(float(self.tensor_group.all_reduce(np.array(total - repeated))))
 
     def in_own(self, slices):

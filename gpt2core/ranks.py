@@ -57,16 +57,12 @@ def compare(world, args):
     for rank, (found, also_read) in enumerate(everyones):
         for name, value in expected.items():
             if found.get(name) != value:
-                raise everywhere(ConfigError(
-                    f"rank {rank} has {name} {found.get(name)}, but rank 0 has {value}: start all ranks with the same "
-                    f"command, in the same version of the program"
-                ))
+                difference = f"rank {rank} has {name} {found.get(name)}, but rank 0 has {value}"
+                raise everywhere(ConfigError(f"{difference}: start all ranks with one command, of one program version"))
         for path in read.keys() & also_read.keys():
             if read[path] != also_read[path]:
-                raise everywhere(ConfigError(
-                    f"rank {rank} has another {path} than rank 0 (hashes {also_read[path]} and {read[path]}): give all "
-                    f"hosts the same corpus"
-                ))
+                hashes = f"size:hash {also_read[path]} and {read[path]}"
+                raise everywhere(ConfigError(f"rank {rank} has another {path} than rank 0 ({hashes}): copy rank 0's"))
 
 
 def code_digest():
@@ -104,13 +100,16 @@ def check_ranks(world, args):
 
 
 def choose_collectives(world, args):
-    """Sum over ranks by the algorithm that --collectives names; returns what to tell of it, one sentence each."""
+    """Sum over ranks by the algorithm that --collectives names; returns what depends on the ranks, one note each."""
     canonical = args.collectives in (None, "canonical")
     args.collectives = args.collectives or ("canonical" if args.deterministic else "mpi")
     world.use_collectives(args.collectives)
+    notes = []
     if args.deterministic and not canonical:
-        return [f"note: --collectives {args.collectives} adds in an order of its own: the bits depend on the ranks"]
-    return []
+        notes.append(f"note: --collectives {args.collectives} adds in its own order: the bits depend on the ranks")
+    if args.local_shuffle:
+        notes.append("note: --local-shuffle: the order of the windows, and so the curve, depends on the ranks")
+    return notes
 
 
 def data_parallel_ranks(world, tp):

@@ -190,7 +190,7 @@ class _World:
 
     def __init__(self, size, timeout):
         self.size, self.timeout, self.changed = size, timeout, threading.Condition()
-        self.waiting, self.returned = {}, set()
+        self.waiting, self.returned = collections.defaultdict(list), set()  # a rank's threads may wait side by side
         self.failure = None  # the sentence that every rank raises from then on
         self.origin = None  # (rank, exception) that ended a rank first: what run_ranks raises
 
@@ -217,18 +217,18 @@ class _World:
             return self.returned.intersection(meeting.members) - meeting.came
 
         with self.changed:
-            self.waiting[rank] = meeting
+            self.waiting[rank].append(meeting)
             arrived = self.changed.wait_for(lambda: self.failure or meeting.done or hopeless(), self.timeout)
             if not (self.failure or meeting.done):
                 why = "a rank waits for one that has returned" if arrived else f"a rank waited for {self.timeout} s"
                 self.fail(f"{why}: " + "; ".join(map(self.whereabouts, range(self.size))))
-            del self.waiting[rank]
+            self.waiting[rank].remove(meeting)
             if not meeting.done:  # what all have come to counts even after a failure: it is the next call that raises
                 self.check()
 
     def whereabouts(self, rank):
-        if rank in self.waiting:
-            meeting = self.waiting[rank]
+        if self.waiting[rank]:
+            meeting = self.waiting[rank][0]
             return f"rank {rank} waits in {meeting.call} for ranks {sorted(set(meeting.members) - meeting.came)}"
         return f"rank {rank} has returned" if rank in self.returned else f"rank {rank} computes"
 

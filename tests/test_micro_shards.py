@@ -114,7 +114,7 @@ def test_the_gradient_is_the_explicit_tree_over_separate_gradients_bit_for_bit(r
 @given(st.integers(1, 13), st.integers(0, 2**32))
 def test_a_lane_adds_any_number_of_shards_in_the_canonical_tree(shards, seed):
     rng, arena, backend = np.random.default_rng(seed), Arena(parameter_shapes(CONFIG)), NumpyBackend()
-    lane = Lane(CONFIG, arena, np.zeros(arena.size, np.float32), backend, shards, Solo())
+    lane = Lane(CONFIG, arena, np.zeros(arena.size, np.float32), backend, shards, Solo(), lambda name: None)
     assert len(lane.partial) == max(1, math.ceil(math.log2(shards)))  # the memory of a counter, not of all gradients
     name = "transformer.h.1.mlp.c_fc.weight"
     for _ in range(2):

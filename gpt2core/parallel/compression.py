@@ -23,7 +23,7 @@ def encode_bf16(x):
     """The upper half of a float32, rounded to nearest, ties to even."""
     bits = x.view(np.uint32)
     rounded = bits + (0x7FFF + (bits >> 16 & 1))
-    return (np.where(np.isfinite(x), rounded, bits | 1 << 16) >> 16).astype(np.uint16).view(np.uint8)
+    return (np.where(np.isnan(x), bits | 1 << 22, rounded) >> 16).astype(np.uint16).view(np.uint8)
 
 
 def decode_bf16(code):
