@@ -1,11 +1,13 @@
 # Two commands matter: `make train` and `make test`. Each prepares .venv for itself and is quick when repeated.
 
-STAGE  = 0
-N      = 1
-PRESET = paper
-ARGS   =
+STAGE    = 0
+N        = 1
+HOSTFILE = hostfile
+PRESET   = paper
+ARGS     =
 
 STAGE_DIR_0 = stage0_serial
+STAGE_DIR_1 = stage1_mpi
 
 OUT = out/stage$(STAGE)-$(PRESET)
 
@@ -15,7 +17,7 @@ ifdef PYTHON
   export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 else
   python := $(CURDIR)/.venv/bin/python
-  train_ready = .venv/.train
+  train_ready = .venv/.train$(if $(filter 1 3,$(STAGE)),-mpi)
   test_ready  = .venv/.test
 endif
 
@@ -27,8 +29,17 @@ ifneq ($(filter train generate,$(MAKECMDGOALS)),)
   ifeq ($(stage_dir),)
     $(error stage $(STAGE) is not built yet)
   endif
-  ifneq ($(STAGE)-$(N),0-1)
-    $(error stage 0 is one process, so N=$(N) cannot work: leave N out, and choose threads with ARGS="--threads $(N)")
+  ifneq ($(filter 0 2,$(STAGE)),)
+    ifneq ($(N),1)
+      $(error stage $(STAGE) is one process, so N=$(N) cannot work: leave N out; for threads, ARGS="--threads $(N)")
+    endif
+    run = exec "$(python)"
+  else
+    ifeq ($(shell echo '$(N)' | grep -xE '0*[1-9][0-9]{0,5}'),)
+      $(error N=$(N) is no number of ranks: N is a whole number, 1 or more)
+    endif
+    hosts = $(if $(HOSTFILE),--hostfile "$(if $(filter /%,$(HOSTFILE)),,../)$(HOSTFILE)")
+    run = exec "$(python)" -m stage1_mpi.launch -n $(N) $(hosts)
   endif
 endif
 
@@ -37,18 +48,19 @@ endif
 help:  ## this text
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
 	@echo
-	@echo '  STAGE=0         which runtime (0: NumPy; 1, 2 and 3 are not built yet)'
-	@echo '  N=1             how many ranks (stages 1 and 3)'
-	@echo '  PRESET=paper    which model: nano, tiny, paper, gpt2, ...'
-	@echo '  ARGS=           more flags for the command, e.g. ARGS="--steps 200 --lr 1e-3"; paths are seen from the stage'
-	@echo '  PYTHON=python3  use this interpreter as it is and install nothing (default: make .venv)'
+	@echo '  STAGE=0            which runtime (0: NumPy; 1: NumPy and MPI; 2 and 3 are not built yet)'
+	@echo '  N=1                how many ranks (stages 1 and 3)'
+	@echo '  HOSTFILE=hostfile  the hosts that run them; HOSTFILE= leaves it to mpiexec, as Slurm wants it'
+	@echo '  PRESET=paper       which model: nano, tiny, paper, gpt2, ...'
+	@echo '  ARGS=              more flags for the command, as ARGS="--steps 200 --lr 1e-3"; paths are seen from the stage'
+	@echo '  PYTHON=python3     use this interpreter as it is and install nothing (default: make .venv)'
 
 train: $(train_ready)  ## train PRESET on the shipped corpus, then write a sample; the result goes to out/
-	cd $(stage_dir) && "$(python)" train_gpt2.py --preset $(PRESET) --out ../$(OUT) $(ARGS)
+	cd $(stage_dir) && $(run) train_gpt2.py --preset $(PRESET) --out ../$(OUT) $(ARGS)
 
 generate: $(train_ready)  ## continue a text with what `make train` of this PRESET learned, else with the shipped weights
 	@echo "weights: $(if $(wildcard $(OUT)/step-*),$(OUT),data/gpt2-paper)"
-	@cd $(stage_dir) && "$(python)" inference.py $(if $(wildcard $(OUT)/step-*),--weights ../$(OUT)) $(ARGS)
+	@cd $(stage_dir) && $(run) inference.py $(if $(wildcard $(OUT)/step-*),--weights ../$(OUT)) $(ARGS)
 
 test: $(test_ready)  ## run the test suite (CPU)
 	"$(python)" -m pytest -m "not gpu" $(ARGS)
@@ -75,9 +87,13 @@ clean:  ## remove .venv, out/ and the caches
 	$(call install,.)
 	@touch $@
 
-.venv/.test: pyproject.toml | .venv/bin/python
-	$(call install,.[test])
+.venv/.train-mpi: pyproject.toml | .venv/bin/python
+	$(call install,.[mpi])
 	@touch .venv/.train $@
+
+.venv/.test: pyproject.toml | .venv/bin/python
+	$(call install,.[mpi,test])
+	@touch .venv/.train .venv/.train-mpi $@
 
 define install
 @echo 'setting up .venv: $(1) (the first time takes a few minutes)'
