@@ -17,10 +17,14 @@ from gpt2core.errors import ConfigError, UserError
 from gpt2core.model import PRESETS
 from gpt2core.parallel.compression import CODECS
 from gpt2core.parallel.data_parallel import BUCKET_MB, STRATEGIES
-from gpt2core.ranks import compare, together
+from gpt2core.ranks import compare, everywhere, together
 from gpt2core.recipes import WEIGHTS
 
 GRACE = 0.4  # seconds that a failing rank leaves to the one before it
+
+
+class Answered(Exception):
+    """The command line asked for --help or --version, and has its answer."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -30,6 +34,9 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message):
         raise ConfigError(f"{message} (--help lists the options)")
+
+    def exit(self, status=0, message=None):
+        raise Answered
 
     def _print_message(self, message, file=None):
         if self.is_root:
@@ -137,9 +144,21 @@ def infer(backend, world, argv=None):
 
 
 def parsed(parser, world, argv):
-    """The flags of the command line, which must be the same on every rank."""
+    """The flags, which must be the same on every rank; raises Answered where --help or --version left nothing to do."""
     parser.is_root = world.is_root
-    args = together(world, lambda: parser.parse_args(argv))
+
+    def parse():
+        try:
+            return parser.parse_args(argv)
+        except Answered:
+            return None
+
+    args = together(world, parse)
+    answered = world.all_gather_object(args is None)
+    if all(answered):
+        raise Answered
+    if any(answered):
+        raise everywhere(ConfigError(f"rank {answered.index(True)} asks for --help or --version, others do not"))
     compare(world, args)
     return args
 
@@ -158,6 +177,8 @@ def command(make_world, body):
             code = body(world)
         sys.stdout.flush()
         world.barrier()  # the root may still be writing: nobody waits for it in MPI's own busy way
+    except Answered:
+        code = 0
     except UserError as error:
         code = fail(world, error, error.shared)
     except MemoryError as error:
@@ -172,7 +193,7 @@ def command(make_world, body):
     except OSError as error:
         text = f"{error.filename or 'the output'}: {error.strerror or error}"
         code = fail(world, text, getattr(error, "shared", False))
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # one rank that just left would keep the others waiting
         code = crash(world, error)
     try:
         sys.stdout.flush()

@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import platform
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -10,11 +11,12 @@ import numpy as np
 
 import gpt2core
 from gpt2core import checkpoint as checkpoints
-from gpt2core.dataset import brings_tokenizer
-from gpt2core.errors import ConfigError, UserError
+from gpt2core.dataset import TOKEN_FILE, brings_tokenizer
+from gpt2core.errors import ConfigError, DataError, UserError
 from gpt2core.model import parameter_shapes
 from gpt2core.recipes import RANK_FLAGS
 
+TEXTS = "data", "val_data", "prompts", "prompt_file"  # flags that name what the run reads
 EDGE = 1 << 22  # bytes or tokens: of what is larger, only both ends are hashed
 
 
@@ -47,21 +49,26 @@ def on_root(world, body):
 
 
 def compare(world, args):
-    """Raise ConfigError, naming rank and field, unless every rank runs the same program with the same flags."""
+    """Raise ConfigError, naming rank and field, unless all ranks run the same program with the same flags and texts."""
     fields = {f"--{name.replace('_', '-')}": str(value) for name, value in vars(args).items()}
-    paths = [value for value in vars(args).values() if isinstance(value, Path)]
     fields |= {"version": gpt2core.__version__, "code": code_digest(), "NumPy": np.__version__}
-    files = {str(path): file_digest(path) for path in paths if path.is_file()}
-    everyones = world.all_gather_object((fields, files))
-    expected, read = everyones[0]
-    for rank, (found, also_read) in enumerate(everyones):
-        for name, value in expected.items():
+    everyones = world.all_gather_object(fields)
+    for rank, found in enumerate(everyones):
+        for name, value in everyones[0].items():
             if found.get(name) != value:
                 difference = f"rank {rank} has {name} {found.get(name)}, but rank 0 has {value}"
                 raise everywhere(ConfigError(f"{difference}: start all ranks with one command, of one program version"))
-        for path in read.keys() & also_read.keys():
-            if read[path] != also_read[path]:
-                hashes = f"size:hash {also_read[path]} and {read[path]}"
+    compare_files(world, [path for name in TEXTS if (path := getattr(args, name, None))])
+
+
+def compare_files(world, paths):
+    """Raise ConfigError, naming rank and file, where a rank has one of the root's files with another content."""
+    mine = together(world, lambda: {str(path): file_digest(path) for path in paths if path.is_file()})
+    everyones = world.all_gather_object(mine)
+    for rank, found in enumerate(everyones):
+        for path, digest in everyones[0].items():
+            if found.get(path, digest) != digest:
+                hashes = f"size:hash {found[path]} and {digest}"
                 raise everywhere(ConfigError(f"rank {rank} has another {path} than rank 0 ({hashes}): copy rank 0's"))
 
 
@@ -77,18 +84,25 @@ def code_digest():
 def file_digest(path):
     """A hash of a file's size and of both its ends."""
     digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        for start in (0, max(EDGE, size - EDGE)):
-            file.seek(start)
-            digest.update(file.read(EDGE))
+    try:
+        with open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            for start in (0, max(EDGE, size - EDGE)):
+                file.seek(start)
+                digest.update(file.read(EDGE))
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}") from None
     return f"{size}:{digest.hexdigest()[:16]}"
 
 
 def available_cores(world):
-    """Cores for each of the ranks on this host."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // world.local_size)
+    """Cores for this rank's threads: those it may run on, divided by the ranks of its host that may too.
+
+    A launcher that gives each rank its own cores, as Slurm does, has divided them already. All ranks must call it.
+    """
+    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    place = platform.node(), sorted(cores)
+    return max(1, len(cores) // world.all_gather_object(place).count(place))
 
 
 def check_ranks(world, args):
@@ -135,6 +149,7 @@ def shared_tokens(world, read, path):
     A token file may be larger than memory: where every rank sees it, each maps it for itself.
     """
     if all(world.all_gather_object(brings_tokenizer(path))):
+        compare_files(world, [path / TOKEN_FILE if path.is_dir() else path])
         return together(world, read)
     tokens, tokenizer = on_root(world, read) or (None, None)
     tokenizer, shape, dtype = world.broadcast_object(tokens is not None and (tokenizer, tokens.shape, tokens.dtype))

@@ -256,6 +256,24 @@ def test_embedding(backend, rng, B, T, C, V, position):
         check(backend, repeatable(backend.embedding_backward, dy, ids.astype(kind), wte, wpe, position), gradients)
 
 
+@pytest.mark.parametrize("kind", [np.int64, np.int32, np.uint16])
+def test_rows_of_an_embedding_give_what_all_rows_give_bit_for_bit(backend, rng, kind):
+    V, edges = 30, [0, 11, 12, 25, 30]  # the vocabulary in pieces; no token is in the second
+    ids = rng.choice(np.delete(np.arange(V), 11), (2, 70)).astype(kind)
+    wte, wpe, dy = normal(rng, backend, V, 8), normal(rng, backend, 80, 8), normal(rng, backend, 2, 70, 8)
+    y, (dwte, dwpe) = backend.embedding_forward(ids, wte, wpe, 3), backend.embedding_backward(dy, ids, wte, wpe, 3)
+    total = np.zeros_like(y)
+    for first, end in zip(edges, edges[1:], strict=False):
+        own = sealed(wte[first:end])
+        piece = backend.embedding_forward(ids, own, wpe if first == 0 else None, 3, first)
+        total += piece
+        got = repeatable(backend.embedding_backward, dy, ids, own, wpe, 3, first)
+        for gradient, want in zip(got, (dwte[first:end], dwpe), strict=True):
+            assert_array_equal(gradient, want, strict=True)
+        assert first == 0 or not piece[(ids < first) | (ids >= end)].any()
+    assert_array_equal(total, y, strict=True)  # all but one of the terms are zero
+
+
 @pytest.mark.parametrize("token", [-1, 7, 2**40])
 def test_a_token_outside_the_vocabulary_is_named(backend, rng, token):
     ids = np.array([[1, token, 6]])
@@ -282,11 +300,37 @@ def test_cross_entropy(backend, rng, N, V):
     logits, targets, scale = normal(rng, backend, N, V, scale=3), rng.integers(0, V, N), float(rng.uniform(0.1, 2))
     dy = np.asarray(rng.uniform(0.5, 2))
     want, gradients = oracle(lambda x: torch_cross_entropy(x, targets, scale), (logits,), dy)
-    loss, aux = backend.cross_entropy_forward(logits, targets, scale)
+    *whole, aux = backend.cross_entropy_forward(logits, targets)
+    loss, maxima, sums = ops.loss_of_rows(*whole, scale, ops.SOLO, backend.xp)
     assert loss.shape == () and loss.dtype == np.float64  # summed in float64 whatever the precision
     assert abs(loss - want[0]) <= TOLERANCE[backend.dtype] * scale * N  # a row's loss: a difference of numbers near 1
-    got = repeatable(lambda *a: (backend.cross_entropy_backward(*a, aux),), dy, logits, targets, scale)
+    rows = targets, scale, maxima, sums
+    got = repeatable(lambda dy, logits: (backend.cross_entropy_backward(dy, logits, *rows, aux),), dy, logits)
     check(backend, got, gradients)
+
+
+@pytest.mark.parametrize("shift", [0, 300])  # exp(300) overflows in fp32: a piece far below the maximum must not matter
+def test_columns_of_the_logits_give_the_cross_entropy_of_all(backend, rng, shift):
+    N, V, edges, scale, dy = 37, 172, [0, 60, 61, 172], 0.7, np.asarray(1.3)
+    logits = np.array(normal(rng, backend, N, V, scale=3))
+    logits[::2, :60] -= shift
+    logits[::3, 61:] += shift
+    targets, maxima = rng.integers(0, V, N), logits.max(1)
+    want, gradients = oracle(lambda x: torch_cross_entropy(x, targets, scale), (logits,), dy)
+    with np.errstate(over="raise", invalid="raise", divide="raise"):
+        pieces = []
+        for first, end in zip(edges, edges[1:], strict=False):
+            own = sealed(logits[:, first:end])
+            highest, sums, picked, aux = backend.cross_entropy_forward(own, targets, first)
+            assert_array_equal(highest, own.max(1), strict=True)
+            assert_array_equal(picked != 0, (targets >= first) & (targets < end))
+            pieces.append((own, first, sums * np.exp(highest - maxima), picked, aux))
+        sums, picked = (sum(piece[i] for piece in pieces) for i in (2, 3))
+        rows = targets, scale, maxima, sums
+        got = [backend.cross_entropy_backward(dy, own, *rows, aux, first) for own, first, _, _, aux in pieces]
+        loss = ops.loss_of_rows(maxima, sums, picked, scale, ops.SOLO, backend.xp)[0]
+    near(loss, want[0], TOLERANCE[backend.dtype])
+    check(backend, [np.concatenate(got, 1)], gradients)
 
 
 @pytest.mark.parametrize("N, C, V", [(1, 8, 172), (37, 8, 172), (6, 16, 50257)])
@@ -297,10 +341,12 @@ def test_unembed_cross_entropy_with_all_logits_at_once_and_in_chunks(backend, rn
     x, w, targets = normal(rng, backend, N, C), normal(rng, backend, V, C), rng.integers(0, V, N)
     dy, scale = np.asarray(1.5), 1 / N
     want, gradients = oracle(lambda x, w: torch_cross_entropy(x @ w.T, targets, scale), (x, w), dy)
-    loss, aux = backend.unembed_cross_entropy_forward(x, w, targets, scale)
+    *whole, aux = backend.unembed_cross_entropy_forward(x, w, targets)
+    loss, maxima, sums = ops.loss_of_rows(*whole, scale, ops.SOLO, backend.xp)
     assert (aux is None) == (chunk is not None and chunk < N)  # in chunks, no logits are kept
     near(loss, want[0], TOLERANCE[backend.dtype])
-    got = repeatable(lambda *a: backend.unembed_cross_entropy_backward(*a, aux), dy, x, w, targets, scale)
+    rows = targets, scale, maxima, sums, aux
+    got = repeatable(lambda *a: backend.unembed_cross_entropy_backward(*a, *rows), dy, x, w)
     check(backend, got, gradients)
 
 
@@ -308,7 +354,9 @@ def test_logits_that_do_not_fit_even_one_row_are_taken_row_by_row(rng, monkeypat
     monkeypatch.setattr(numpy_backend, "LOGITS", 10)
     backend = NumpyBackend("fp64")
     x, w, targets = normal(rng, backend, 4, 8), normal(rng, backend, 172, 8), rng.integers(0, 172, 4)
-    loss, aux = backend.unembed_cross_entropy_forward(x, w, targets, 1.0)
+    *whole, aux = backend.unembed_cross_entropy_forward(x, w, targets)
+    assert aux is None
+    loss = ops.loss_of_rows(*whole, 1.0, ops.SOLO, backend.xp)[0]
     assert_allclose(loss, oracle(lambda x: torch_cross_entropy(x, targets, 1.0), (x @ w.T,), 1.0)[0][0], rtol=1e-12)
 
 
@@ -321,8 +369,9 @@ def test_extreme_logits_neither_overflow_nor_lose_the_loss(backend, rng):
     for scale in (1e4, 1e30):
         extreme = sealed((logits * scale).astype(backend.dtype))
         with np.errstate(over="raise", invalid="raise", divide="raise"):
-            loss, aux = backend.cross_entropy_forward(extreme, targets, 1 / N)
-            dlogits = backend.cross_entropy_backward(np.asarray(1.0), extreme, targets, 1 / N, aux)
+            *whole, aux = backend.cross_entropy_forward(extreme, targets)
+            loss, maxima, sums = ops.loss_of_rows(*whole, 1 / N, ops.SOLO, backend.xp)
+            dlogits = backend.cross_entropy_backward(np.asarray(1.0), extreme, targets, 1 / N, maxima, sums, aux)
         want, gradients = oracle(lambda x: torch_cross_entropy(x, targets, 1 / N), (extreme,), 1.0)
         near(loss, want[0], TOLERANCE[backend.dtype])
         check(backend, [dlogits], gradients)
@@ -494,12 +543,13 @@ def test_overridden_fused_kernels_equal_the_composed_defaults_of_the_protocol(ba
     for cls in (Backend, NumpyBackend):
         h, aux_gelu = cls.linear_gelu_forward(backend, x, wide, wb)
         s, y, aux_norm = cls.residual_layernorm_forward(backend, x, a, a_bias, w, b, 1e-5)
-        loss, aux_loss = cls.unembed_cross_entropy_forward(backend, x2, head, targets, 0.1)
+        maxima, sums, picked, aux_loss = cls.unembed_cross_entropy_forward(backend, x2, head, targets, 5)
+        rows = targets, 0.1, maxima, sums, aux_loss, 5
         results.append([
-            h, s, y, np.asarray(loss, backend.dtype),
+            h, s, y, maxima, sums, picked,
             *cls.linear_gelu_backward(backend, d_wide, x, wide, aux_gelu),
             *cls.residual_layernorm_backward(backend, ds, dy, w, aux_norm),
-            *cls.unembed_cross_entropy_backward(backend, one, x2, head, targets, 0.1, aux_loss),
+            *cls.unembed_cross_entropy_backward(backend, one, x2, head, *rows),
         ])  # fmt: skip
         if cls is Backend:  # the default's aux is that of the kernels it is composed of
             assert cls.residual_layernorm_backward(backend, None, dy, w, aux_norm)[0].shape == x.shape

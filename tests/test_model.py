@@ -1,6 +1,6 @@
-"""GPT-2 against transformers' GPT-2: logits, loss and every parameter's gradient; its sizes; its shards; its files."""
+"""GPT-2 against transformers' GPT-2: logits, loss and every parameter's gradient; its sizes; its files."""
 
-# B batch, T time, C channels, V vocabulary, r ranks of a tensor group
+# B batch, T time, C channels, V vocabulary
 
 import math
 import secrets
@@ -25,7 +25,6 @@ from gpt2core.model import (
 )
 from gpt2core.sampler import KVCache
 from gpt2core.tensor import ShapeError, Tensor, no_grad
-from gpt2core.thread_communicator import run_ranks
 from stage0_serial.numpy_backend import NumpyBackend
 
 torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
@@ -212,49 +211,6 @@ def test_a_sequence_longer_than_the_block_and_a_strange_token_are_refused(rng):
         model.logits(np.full((1, 3), 19))
     with pytest.raises(ShapeError, match=r"\(2, 3\)"):
         model.loss(np.zeros((2, 4), np.int64), np.zeros((2, 3), np.int64))
-
-
-# -- tensor parallelism: the same forward pass over divided weights ------------------------------------------
-
-
-def shard(name, array, rank, ranks):
-    """Rank's part: heads of q, k and v, columns of the MLP, and the rows that they meet in the next matrix."""
-    if "c_attn" in name:
-        return np.concatenate([np.split(part, ranks, -1)[rank] for part in np.split(array, 3, -1)], -1)
-    if "c_fc" in name:
-        return np.split(array, ranks, -1)[rank]
-    if name.endswith("c_proj.weight"):
-        return np.split(array, ranks, 0)[rank]
-    return array
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-@pytest.mark.parametrize("tied", [True, False])
-def test_tensor_parallel_loss_and_gradients_equal_serial(rng, ranks, tied):
-    config = GPT2Config(37, 20, 2, 4, 16, tied)
-    parameters, (ids, targets) = random_parameters(config, rng, np.float64), batch(rng, config, 2, 17)
-    serial = model_of(config, parameters, NumpyBackend("fp64"))
-    loss = serial.loss(ids, targets)
-    loss.backward()
-
-    def run(comm):
-        mine = {name: shard(name, array, comm.rank, comm.size) for name, array in parameters.items()}
-        model = model_of(config, mine, NumpyBackend("fp64"), tensor_group=comm)
-        with no_grad():
-            logits = model.logits(ids).numpy()
-        loss = model.loss(ids, targets)
-        loss.backward()
-        return loss.item(), logits, {name: tensor.grad for name, tensor in model.parameters.items()}
-
-    with no_grad():
-        want_logits = serial.logits(ids).numpy()
-    for rank, (got, logits, gradients) in enumerate(run_ranks(ranks, run)):
-        assert got == pytest.approx(loss.item(), rel=1e-12)  # float64: only the order of sums differs
-        assert relative(logits, want_logits) <= 1e-12
-        for name, gradient in gradients.items():
-            want = shard(name, serial.parameters[name].grad, rank, ranks)
-            assert gradient.shape == want.shape
-            assert np.linalg.norm(gradient - want) <= 1e-12 * max(1, np.linalg.norm(want)), name
 
 
 # -- sizes ---------------------------------------------------------------------------------------------------

@@ -1,7 +1,8 @@
 """The pages are run: Python blocks by doctest, commands by a shell in a copy of the repository, their output compared.
 
 A ```console block shows commands after "$ " and, until the next one, what they print, where "..." stands for anything.
-Commands that set up (make, git, pip) or need several machines are not run; a ```sh block is not run at all.
+Commands that set up (make, git, pip) or need several machines are not run, nor those of mpirun where there is no MPICH;
+a ```sh block is not run at all.
 """
 
 import doctest
@@ -18,7 +19,9 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = [page for page in (ROOT / "README.md", *sorted(ROOT.glob("stage*/README.md"))) if page.exists()]
 LESSONS = [page for page in PAGES if page.parent != ROOT]
 ELLIPSIS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
-NOT_RUN = re.compile(r"(make|git|pip|python3? -m (pip|venv)|ssh|mpiexec|mpirun)\b|cd \S+$")
+MPIRUN = Path(sys.executable).with_name("mpirun")  # of the wheel beside this interpreter
+MPICH = MPIRUN.exists() and "HYDRA" in subprocess.run([MPIRUN, "--version"], capture_output=True, text=True).stdout
+NOT_RUN = re.compile(r"(make|git|pip|python3? -m (pip|venv)|ssh" + "|mpirun" * (not MPICH) + r")\b|cd \S+$")
 
 
 def blocks(page, language):
@@ -63,8 +66,9 @@ def test_the_python_of_a_page_gives_what_it_shows(page):
 def shell(tmp_path):
     """shell(command, folder): run a command in a folder of a copy of the repository, the same one throughout a test."""
     (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "python").write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
-    (tmp_path / "bin" / "python").chmod(0o755)
+    for name, program in (("python", sys.executable), ("mpirun", MPIRUN)):
+        (tmp_path / "bin" / name).write_text(f'#!/bin/sh\nexec "{program}" "$@"\n')
+        (tmp_path / "bin" / name).chmod(0o755)
     copy = tmp_path / "repository"
     shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "out", "results", "tests", "__pycache__"))
     environment = os.environ | {

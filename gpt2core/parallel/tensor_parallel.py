@@ -60,25 +60,29 @@ def shard(name, array, rank, parts):
         return array
     axis, blocks = split_of(name)
     before, n, after = array.shape[:axis], array.shape[axis], array.shape[axis + 1 :]
-    every = (slice(None),) * axis
-    pieces = array.reshape(*before, blocks, parts, n // blocks // parts, *after)[(*every, slice(None), rank)]
-    return np.ascontiguousarray(pieces.reshape(*before, n // parts, *after))
+    pieces = np.moveaxis(array.reshape(*before, blocks, parts, n // blocks // parts, *after), axis + 1, 0)
+    return np.ascontiguousarray(pieces[rank].reshape(*before, n // parts, *after))
 
 
 def unshard(name, pieces):
-    """The whole array of all ranks' pieces in rank order: the inverse of shard, bit for bit."""
+    """The whole array of all ranks' pieces (p, ...): the inverse of shard, bit for bit; one piece is not copied."""
     if is_replicated(name):
         return pieces[0]
     axis, blocks = split_of(name)
-    by_rank = [np.split(piece, blocks, axis) for piece in pieces]
-    return np.concatenate([piece[block] for block in range(blocks) for piece in by_rank], axis)
+    parts, *shape = pieces.shape
+    before, n, after = shape[:axis], shape[axis], shape[axis + 1 :]
+    whole = np.moveaxis(pieces.reshape(parts, *before, blocks, n // blocks, *after), 0, axis + 1)
+    return whole.reshape(*before, parts * n, *after)
 
 
 def gather(name, array, group):
-    """The whole array on every rank, from each rank's piece of it: a collective, except where all hold it whole."""
+    """The whole array on every rank, from each rank's piece: a collective, except where all hold it whole.
+
+    In a group of one it shares the piece's memory.
+    """
     if is_replicated(name):
         return array
-    return unshard(name, list(group.all_gather(array[None])))
+    return unshard(name, group.all_gather(array[None]))
 
 
 def check_tensor_parallel(config, parts):
@@ -89,6 +93,6 @@ def check_tensor_parallel(config, parts):
             *most, last = (str(n) for n in range(1, common + 1) if common % n == 0)
             choices = f"{', '.join(most)} or {last}" if most else last
             raise ConfigError(
-                f"{what} {count} is not divisible by --tp {parts}: use --tp {choices}, which divides both "
+                f"{what} {count} is not divisible by --tp {parts}: use --tp {choices}: it must divide both "
                 f"n_head {config.n_head} and the vocabulary of {config.vocab_size}"
             )
