@@ -9,7 +9,7 @@ cost model is Hockney's: a message of m bytes takes alpha + m beta seconds, and 
     ring                2 (p-1)                2 (p-1)/p n             2 (p-1) alpha + 2 (p-1)/p n beta
     halving-doubling    2 log2 p               2 (p-1)/p n             2 log2 p alpha + 2 (p-1)/p n beta
     canonical, p = 2^k  2 log2 p               2 (p-1)/p n             2 log2 p alpha + 2 (p-1)/p n beta
-    canonical, other p  p                      2 (p-1)/p n             2 (p-1) alpha + 2 (p-1)/p n beta
+    canonical, else     p                      2 (p-1)/p n             2 (p-1) alpha + 2 (p-1)/p n beta
 
 No all-reduce can send less than 2 (p-1)/p n (Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms for clusters
 of workstations, 2009). The other algorithms and their costs: Thakur, Rabenseifner and Gropp, Optimization of collective
@@ -23,7 +23,7 @@ from gpt2core.canonical import tree_reduce
 from gpt2core.communicator import Handle, Solo, check_op, check_out, check_rank, rows_of
 from gpt2core.errors import ConfigError
 
-CHUNK = 1 << 19  # bytes of one message that is added to something: two of them, and their sum, stay in a core's cache
+CHUNK = 1 << 20  # bytes of a message that is added to something: with less the messages cost more than the cache gains
 
 
 def all_reduce(comm, x, op="sum", out=None, algorithm="ring"):
@@ -32,7 +32,7 @@ def all_reduce(comm, x, op="sum", out=None, algorithm="ring"):
     check_out(out, x.shape, x.dtype)
     if comm.size == 1:
         return Solo().all_reduce(x, op, out)
-    x, out = _source(x, out), _result(out, x.shape, x.dtype)
+    x, out = _source(x, out, overwritten=True), _result(out, x.shape, x.dtype)
     reduce(comm, x.reshape(-1), out.reshape(-1), add)
     return out
 
@@ -52,9 +52,12 @@ def reduce_scatter(comm, x, op="sum", out=None, algorithm="ring"):
     if algorithm not in REDUCE_SCATTER:
         mine = all_reduce(comm, x, op, algorithm=algorithm).reshape(comm.size, *shape)[comm.rank]
         return _deliver(mine, out)
-    target = out if out is not None and not np.may_share_memory(x, out) else np.empty(shape, x.dtype)
-    REDUCE_SCATTER[algorithm](comm, _segments(_source(x).reshape(-1), comm.size), target.reshape(-1), add)
-    return _deliver(target, out)
+    x = np.ascontiguousarray(x)
+    parts = _segments(x.reshape(-1), comm.size)
+    usable = out is not None and (not np.may_share_memory(x, out) or _same_place(parts[comm.rank], out))
+    result = out if usable else np.empty(shape, x.dtype)
+    REDUCE_SCATTER[algorithm](comm, parts, result.reshape(-1), add)
+    return _deliver(result, out)
 
 
 def all_gather(comm, x, out=None):
@@ -81,7 +84,7 @@ def all_to_all(comm, x, out=None):
     x, p, r = np.asarray(x), comm.size, comm.rank
     rows_of(x, p)
     check_out(out, x.shape, x.dtype)
-    x, out = _source(x, out, overwrites=True), _result(out, x.shape, x.dtype)
+    x, out = _source(x, out), _result(out, x.shape, x.dtype)
     parts, places = _segments(x.reshape(-1), p), _segments(out.reshape(-1), p)
     places[r][...] = parts[r]
     for step in range(1, p):
@@ -381,14 +384,15 @@ def _segments(x, p):
 # -- arguments --------------------------------------------------------------------------------------------------------
 
 
-def _source(x, out=None, overwrites=False):
-    """x as it is where messages can leave from it: contiguous, and not half under `out`; else a copy."""
-    if out is not None and np.may_share_memory(x, out) and (overwrites or not _same_place(x, out)):
+def _source(x, out, overwritten=False):
+    """x as messages can take it: contiguous, and not under `out`, unless both are one place that may be overwritten."""
+    if out is not None and np.may_share_memory(x, out) and not (overwritten and _same_place(x, out)):
         return np.array(x, order="C")
     return np.ascontiguousarray(x)
 
 
 def _same_place(x, out):
+    """Whether two arrays of one size lie in the same memory in the same order."""
     return x.flags.c_contiguous and x.ctypes.data == out.ctypes.data
 
 

@@ -30,9 +30,9 @@ from stage1_mpi import collectives
 NATIVE = "mpi"  # the library's own algorithms
 OURS_FROM = 1 << 24  # bytes of the result: from here on our all_gather and all_to_all were faster than MPICH's
 LONGEST = 1 << 30  # bytes of one MPI call: Open MPI 4 counts to 2**31, in elements or in bytes
-HASTY = 5e-4  # seconds of polling without sleep: the others are about to come
-WORKED = 2e-5  # seconds: a poll that took longer has copied something; an idle one takes less than a microsecond
-NAP = 2e-4, 2e-3  # seconds, shortest and longest, between later polls; in between, 1/20 of the time waited so far
+HASTY = 5e-5  # seconds of polling without sleep: the others are about to come
+NAP = 1 / 20, 2e-3  # then sleeps of this part of the time waited so far, in seconds at most
+WORKED = 2e-5  # seconds on a core: a poll that took more has copied something; an idle one takes a few microseconds
 
 
 class MpiCommunicator(Communicator):
@@ -187,6 +187,7 @@ class MpiCommunicator(Communicator):
         """The result of run(), in this thread unless calls are under way behind it: then after them."""
         if self._latest is not None and not self._latest.done():
             return self._behind(run).wait()
+        self._latest = None  # its result may be large
         return self._guarded(run)
 
     def _behind(self, run):
@@ -319,16 +320,16 @@ def _wait_for(done):
     """
     idle_since = time.perf_counter()
     while True:
-        polled = time.perf_counter()
+        on_core = time.thread_time()  # neither another rank on this core nor another thread with the GIL is work
         if done():
             return
-        now = time.perf_counter()
-        if now - polled > WORKED:
+        worked, now = time.thread_time() - on_core > WORKED, time.perf_counter()
+        if worked:
             idle_since = now
         elif now - idle_since < HASTY:
             _give_way()
         else:
-            time.sleep(min(max(NAP[0], (now - idle_since) / 20), NAP[1]))
+            time.sleep(min((now - idle_since) * NAP[0], NAP[1]))
 
 
 _give_way = getattr(os, "sched_yield", lambda: time.sleep(0))  # macOS has none

@@ -48,8 +48,8 @@ def run_mpi(size, function, *args, timeout=60):
     """
     with tempfile.TemporaryDirectory() as folder:
         job = Path(folder) / "job"
-        job.write_bytes(pickle.dumps((f"{function.__module__}:{function.__qualname__}", args, timeout)))
-        command = [*mpiexec(), "-n", str(size), sys.executable, "-m", "tests.mpi", str(job)]
+        job.write_bytes(pickle.dumps((f"{function.__module__}:{function.__qualname__}", args)))
+        command = [*mpiexec(), "-n", str(size), sys.executable, "-m", "tests.mpi", str(job), str(timeout)]
         environment = dict(os.environ, PYTHONPATH=str(ROOT), **dict.fromkeys(THREADS, "1"))
         with open(Path(folder) / "out", "w+") as out, open(Path(folder) / "err", "w+") as err:
             process = subprocess.Popen(
@@ -82,15 +82,15 @@ def end(process):
     process.wait()
 
 
-def main(job):
+def main(job, timeout):
     """One rank: run the function of the job, leave its result; an exception ends the job."""
+    faulthandler.dump_traceback_later(timeout / 2)  # a rank that hangs says where
     from stage1_mpi.mpi_communicator import MpiCommunicator
 
     sys.path.append(str(ROOT / "tests"))  # pytest calls a test's module by its bare name
     communicator = MpiCommunicator()
     try:
-        target, args, timeout = pickle.loads(Path(job).read_bytes())
-        faulthandler.dump_traceback_later(timeout / 2)  # a rank that hangs says where
+        target, args = pickle.loads(Path(job).read_bytes())
         module, _, name = target.partition(":")
         result = attrgetter(name)(importlib.import_module(module))(communicator, *args)
         faulthandler.cancel_dump_traceback_later()
@@ -101,4 +101,4 @@ def main(job):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], float(sys.argv[2]))

@@ -215,6 +215,6 @@ def test_the_flags_that_a_page_names_exist(path):
     for script in (ROOT / "benchmarks").glob("*.py"):
         known |= set(re.findall(r'"(--[a-z-]+)"', script.read_text()))
     known |= set(re.findall(r'"(--[a-z-]+)"', (ROOT / "stage1_mpi" / "launch.py").read_text()))
-    known |= {"--extra-index-url", "--index-url", "--upgrade", "--hostfile", "--signal", "--mpi"}  # of pip, mpirun, srun
+    known |= {"--extra-index-url", "--index-url", "--upgrade", "--hostfile", "--mca"}  # of pip and mpirun
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", path.read_text(encoding="utf-8")))
     assert named - known == set()
