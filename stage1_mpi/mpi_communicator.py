@@ -57,6 +57,9 @@ class MpiCommunicator(Communicator):
         self.rank, self.size = comm.rank, comm.size
         host = comm.Split_type(self._mpi.COMM_TYPE_SHARED)
         self.local_rank, self.local_size = host.rank, host.size
+        cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count()))
+        own = len(cores) // host.allgather(cores).count(cores)
+        self._cores = comm.allreduce(own, self._mpi.MIN)  # that each rank has for itself; 0 where ranks outnumber them
         host.Free()
         # Two duplicates: no message of an algorithm is ever taken for one of the caller's.
         self._comm = comm.Dup()
@@ -78,6 +81,7 @@ class MpiCommunicator(Communicator):
     def abort(self, code):
         sys.stdout.flush()
         sys.stderr.flush()
+        time.sleep(FAREWELL)
         self._comm.Abort(code)
 
     # Each collective: check now, and return what there is to do, in this thread or behind it.
@@ -87,6 +91,7 @@ class MpiCommunicator(Communicator):
         add = self._op(op, x.dtype)
 
         def own():
+            self._meet_to_spin()
             return collectives.all_reduce(self._inner, x, op, out, name)
 
         def native():
@@ -106,6 +111,7 @@ class MpiCommunicator(Communicator):
         shape = (rows_of(x, p), *x.shape[1:])
 
         def own():
+            self._meet_to_spin()
             return collectives.reduce_scatter(self._inner, x, op, out, "ring" if name == NATIVE else name)
 
         def native():
@@ -123,6 +129,7 @@ class MpiCommunicator(Communicator):
         shape = (p * rows_of(x), *x.shape[1:])
 
         def own():
+            self._meet_to_spin()
             return collectives.all_gather(self._inner, x, out)
 
         def native():
@@ -141,6 +148,7 @@ class MpiCommunicator(Communicator):
         rows_of(x, p)
 
         def own():
+            self._meet_to_spin()
             return collectives.all_to_all(self._inner, x, out)
 
         def native():
@@ -188,7 +196,7 @@ class MpiCommunicator(Communicator):
         if self._latest is not None and not self._latest.done():
             return self._behind(run).wait()
         self._latest = None  # its result may be large
-        return self._guarded(run)
+        return self._guarded(run, cores=1)
 
     def _behind(self, run):
         """Handle of run(), which goes on while the caller computes."""
@@ -196,10 +204,12 @@ class MpiCommunicator(Communicator):
             raise ConfigError("a collective behind the caller needs MPI.THREAD_MULTIPLE: leave mpi4py.rc.threads alone")
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, f"collectives of rank {self.rank}")
-        self._latest = self._thread.submit(self._guarded, run)
+        self._latest = self._thread.submit(self._guarded, run, cores=2)  # one for the caller
         return _Behind(self._latest)
 
-    def _guarded(self, run):
+    def _guarded(self, run, cores):
+        """run(), whose messages may spin where this rank has so many cores; MPI's exceptions as ours."""
+        self._inner.spins = self._cores >= cores
         try:
             return run()
         except self._mpi.Exception as error:
@@ -208,6 +218,11 @@ class MpiCommunicator(Communicator):
     def _meet(self):
         """Return when every rank has come here: an Ibarrier, polled."""
         _wait_for(self._comm.Ibarrier().Test)
+
+    def _meet_to_spin(self):
+        """Before messages that may spin, on all ranks or none; where none does, the first message can wait as well."""
+        if self._cores:
+            self._meet()
 
     # The five collectives, behind the caller and in it
 
@@ -285,30 +300,34 @@ class _Messages:
     """Point-to-point on an mpi4py communicator: what the algorithms of stage1_mpi.collectives are made of."""
 
     def __init__(self, mpi, comm):
-        self._mpi, self._comm = mpi, comm
+        self.mpi, self._comm = mpi, comm
         self.rank, self.size, self.bytes_sent = comm.rank, comm.size, 0
+        self.spins = False  # whether to wait in MPI's own way: fastest, and with a core for nothing else
 
     def send_start(self, x, to, tag=0):
         self.bytes_sent += x.nbytes
         parts = _parts(np.ascontiguousarray(x))
-        return _Message(self._mpi, [self._comm.Isend(_bytes(part), to, tag) for part in parts])
+        return _Message(self, [self._comm.Isend(_bytes(part), to, tag) for part in parts])
 
     def recv_start(self, out, source, tag=0):
-        return _Message(self._mpi, [self._comm.Irecv(_bytes(part), source, tag) for part in _parts(out)], out)
+        return _Message(self, [self._comm.Irecv(_bytes(part), source, tag) for part in _parts(out)], out)
 
 
 class _Message(Handle):
     """A message under way, in one or several MPI messages."""
 
-    def __init__(self, mpi, requests, result=None):
-        self._mpi, self._requests, self._result = mpi, requests, result
+    def __init__(self, messages, requests, result=None):
+        self._messages, self._requests, self._result = messages, requests, result
 
     def wait(self):
         try:
             while self._requests:
-                _wait_for(self._requests[0].Test)
+                if self._messages.spins:
+                    self._requests[0].Wait()
+                else:
+                    _wait_for(self._requests[0].Test)
                 del self._requests[0]
-        except self._mpi.Exception as error:
+        except self._messages.mpi.Exception as error:
             raise CommunicatorError(f"MPI: {error}") from error
         return self._result
 
