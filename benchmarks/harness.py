@@ -2,6 +2,9 @@
 
 A benchmark script has a function `prepare(module, **options) -> turn`. It is called in each contender's process, with
 the contender's module; every request of the parent is then one call `turn(**request)`, whose answer (JSON) goes back.
+
+A contender may be a job of several ranks: all of them call `prepare(module, world=world, **options)` and `turn`, rank 0
+alone speaks with the parent, and the others wait for what it hears, asleep.
 """
 
 import json
@@ -15,11 +18,15 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from importlib import import_module, metadata
 from pathlib import Path
+
+from gpt2core.communicator import Solo
+from gpt2core.errors import UserError
 
 ROOT = Path(__file__).resolve().parent.parent
 BLAS_VARIABLES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
@@ -33,6 +40,8 @@ class Contender:
     module: str
     blas_threads: int
     options: dict = field(default_factory=dict)
+    ranks: int | None = None  # where it is given, module.make_world(ranks) is what `prepare` gets as `world`
+    launcher: tuple = ()  # the words before the interpreter's, mpiexec's for instance
 
 
 class ContenderFailed(Exception):
@@ -47,7 +56,7 @@ class Running:
         self.errors = tempfile.TemporaryFile("w+")
         job = dict(asdict(contender), benchmark=benchmark)
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.harness", json.dumps(job)],
+            [*contender.launcher, sys.executable, "-m", "benchmarks.harness", json.dumps(job)],
             cwd=ROOT,
             env=dict(os.environ, **dict.fromkeys(BLAS_VARIABLES, str(contender.blas_threads))),
             stdin=subprocess.PIPE,
@@ -66,9 +75,10 @@ class Running:
         return self
 
     def __exit__(self, *_):
-        with suppress(ProcessLookupError, PermissionError):  # it has ended by itself
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.communicate()
+        end(self.process)
+        self.process.stdout.close()
+        with suppress(BrokenPipeError):
+            self.process.stdin.close()
         self.errors.close()
 
     def ask(self, **request):
@@ -79,19 +89,67 @@ class Running:
         return self._answer()
 
     def _answer(self):
-        watchdog = threading.Timer(self.timeout, self.process.kill)
+        watchdog = threading.Timer(self.timeout, end, [self.process])
         watchdog.start()
         started = time.monotonic()
-        line = self.process.stdout.readline()
-        watchdog.cancel()
+        try:
+            while (line := self.process.stdout.readline()) and not line.startswith("{"):
+                self.errors.write(line)  # MPICH's mpiexec tells here how a rank has ended
+        finally:
+            watchdog.cancel()  # also on Ctrl-C: an exit would wait for it
         if line:
             return json.loads(line)
         status = self.process.wait()
         silent = time.monotonic() - started >= self.timeout
         reason = f"gave no answer in {self.timeout} s" if silent else f"ended with status {status}"
-        self.errors.seek(0)
-        wrote = "".join(self.errors.readlines()[-40:]).strip()  # a C++ compiler's complaints can be endless
-        raise ContenderFailed(f"contender '{self.contender.name}' {reason}; the end of what it wrote:\n{wrote}")
+        raise failure(f"contender '{self.contender.name}' {reason}", self.errors)
+
+
+class Member:
+    """One of several contenders that live in one job: its turns are requests that name it."""
+
+    def __init__(self, running, name):
+        self.running, self.contender = running, Contender(name, "", 1)
+
+    def ask(self, **request):
+        return self.running.ask(name=self.contender.name, **request)
+
+
+def end(process):
+    """No process of a job is left: the launcher is asked first, since it alone knows its ranks, then all are killed."""
+    if process.poll() is None:
+        process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(5)
+    with suppress(ProcessLookupError, PermissionError):  # all have ended
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def failure(what, errors):
+    """The ContenderFailed that tells `what`, and the end of the file that standard error went to."""
+    errors.seek(0)
+    wrote = "".join(errors.readlines()[-40:]).strip()  # a C++ compiler's complaints can be endless
+    return ContenderFailed(f"{what}; the end of what it wrote:\n{wrote}")
+
+
+def finish(name, command, blas_threads, timeout):
+    """Run a command line to its end. Raises ContenderFailed when it fails or takes more than `timeout` seconds."""
+    environment = dict(os.environ, **dict.fromkeys(BLAS_VARIABLES, str(blas_threads)))
+    with tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=errors, stderr=errors,
+            start_new_session=True,
+        )  # fmt: skip
+        try:
+            status = process.wait(timeout)
+            if status:
+                raise failure(f"'{name}' ended with status {status}", errors)
+        except subprocess.TimeoutExpired:
+            end(process)
+            raise failure(f"'{name}' was ended after {timeout} s", errors) from None
+        finally:
+            end(process)
 
 
 def peak_bytes():
@@ -106,14 +164,27 @@ def serve(job):
     os.dup2(2, 1)  # what a library prints must not look like an answer
 
     def answer(content):
-        answers.write(json.dumps(dict(content, peak_bytes=peak_bytes()), default=float) + "\n")
+        answers.write(json.dumps({"peak_bytes": peak_bytes(), **content}, default=float) + "\n")
         answers.flush()
 
-    benchmark, module = import_module(job["benchmark"]), import_module(job["module"])
-    answer({})  # everything is imported: the baseline of its memory
-    turn = benchmark.prepare(module, **job["options"])
-    for line in sys.stdin:
-        answer(turn(**json.loads(line)))
+    try:
+        benchmark, module = import_module(job["benchmark"]), import_module(job["module"])
+    except Exception:
+        traceback.print_exc()
+        os.kill(os.getpid(), signal.SIGKILL)  # MPICH does not notice a rank that exits before it has met the others
+    options, world = job["options"], Solo()
+    if job["ranks"]:
+        world = options["world"] = module.make_world(job["ranks"])
+    report = answer if world.is_root else lambda content: None
+    report({})  # everything is imported: the baseline of its memory
+    try:
+        turn = benchmark.prepare(module, **options)
+        while line := world.broadcast_object(sys.stdin.readline() if world.is_root else None):
+            report(turn(**json.loads(line)))
+    except Exception:
+        time.sleep(0.4 * min(world.rank, 8))  # what all ranks meet, the first of them tells, and ends the others
+        traceback.print_exc()
+        world.abort(1)
 
 
 def play(running, rounds, warm_up, request):
@@ -163,6 +234,8 @@ def hardware():
         "numpy": numpy.__version__,
         "blas": f"{blas['name']} {blas['version']}",
         "torch": installed_version("torch"),
+        "mpi4py": installed_version("mpi4py"),
+        "mpich": installed_version("mpich"),
     }
 
 
@@ -208,14 +281,15 @@ def print_table(rows):
 
 def run(main):
     """Return what a benchmark's main() returns; a contender that fails ends it with one message and status 1."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # on the way out, every job is ended
     load = os.getloadavg()[0]
     if load > 0.3:
         print(f"Load average {load:.2f}: other programs may take unequal shares of the contenders.", file=sys.stderr)
     try:
         return main()
-    except ContenderFailed as failure:
+    except (ContenderFailed, UserError) as error:
         progress("")
-        sys.exit(str(failure))
+        sys.exit(str(error))
     except KeyboardInterrupt:
         sys.exit(130)
 

@@ -5,31 +5,70 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from gpt2core.communicator import Solo
 from gpt2core.model import GPT2, initial_parameters
 from gpt2core.sampler import generate as continuation
-from gpt2core.trainer import Trainer, plan
+from gpt2core.trainer import Parallel, Trainer, plan
 from stage0_serial.numpy_backend import NumpyBackend
+from stage1_mpi.mpi_communicator import MpiCommunicator
 
 LR = 3e-4
 
 
 @dataclass
 class Batch:
-    """One global batch in the place of a data set."""
+    """One global batch in the place of a data set; every rank reads its rows of it."""
 
     inputs: np.ndarray
     targets: np.ndarray
 
     def batch(self, position, count):
-        return self.inputs, self.targets
+        rows = slice(position % len(self.inputs), position % len(self.inputs) + count)
+        return self.inputs[rows], self.targets[rows]
 
 
-def make_trainer(config, batch_size, seq_len, threads, deterministic):
-    """Return `step(inputs, targets) -> loss`: a full training step with AdamW; int64 arrays (batch_size, seq_len)."""
-    micro_shards, threads = plan(batch_size, None, threads, 1, deterministic)
-    backends = [NumpyBackend() for _ in range(threads)]
-    trainer = Trainer(config, backends, batch_size=batch_size, seq_len=seq_len, micro_shards=micro_shards)
+def make_world(ranks):
+    """The ranks of this job: one process, or as many as mpiexec has started."""
+    return Solo() if ranks == 1 else MpiCommunicator()
+
+
+def build_trainer(
+    config, batch_size, seq_len, threads, deterministic, world=None, collectives=None, backends=None, **parallel
+):
+    """A Trainer with the command line's defaults; `parallel`: arguments of Parallel, `threads` of each rank."""
+    world, parallel = world or Solo(), Parallel(**parallel)
+    world.use_collectives(collectives or ("canonical" if deterministic else "mpi"))
+    micro_shards, threads = plan(batch_size, None, threads, world.size // parallel.tp, deterministic)
+    backends = backends or [NumpyBackend() for _ in range(threads)]
+    return Trainer(
+        config, backends, batch_size=batch_size, seq_len=seq_len, micro_shards=micro_shards, world=world,
+        parallel=parallel,
+    )  # fmt: skip
+
+
+def make_trainer(*args, **options):
+    """Return `step(inputs, targets) -> loss`: a full training step with AdamW; int64 arrays (batch_size, seq_len).
+
+    The arguments are those of build_trainer; every rank passes the whole batch.
+    """
+    trainer = build_trainer(*args, **options)
     return lambda inputs, targets: trainer.step(Batch(inputs, targets), LR).loss
+
+
+def make_variants(config, batch_size, seq_len, world, variants):
+    """{name: (trainer, step(inputs, targets) -> gpt2core.trainer.Step)}, which take turns on the ranks of one job.
+
+    variants: {name: options of build_trainer}. They share one backend: its buffers belong to whose turn it is.
+    """
+    backends = [NumpyBackend()]
+
+    def variant(options):
+        trainer = build_trainer(
+            config, batch_size, seq_len, 1, deterministic=True, world=world, backends=backends, **options
+        )
+        return trainer, lambda inputs, targets: trainer.step(Batch(inputs, targets), LR)
+
+    return {name: variant(options) for name, options in variants.items()}
 
 
 def make_generator(config, threads):

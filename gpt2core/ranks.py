@@ -115,7 +115,7 @@ def check_ranks(world, args):
 
 def choose_collectives(world, args):
     """Sum over ranks by the algorithm that --collectives names; returns what depends on the ranks, one note each."""
-    canonical = args.collectives in (None, "canonical")
+    canonical = args.collectives in (None, "canonical", "tree")  # a binomial tree adds in that order too
     args.collectives = args.collectives or ("canonical" if args.deterministic else "mpi")
     world.use_collectives(args.collectives)
     notes = []
