@@ -14,6 +14,8 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
+import traceback
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -158,15 +160,27 @@ def end_with_parent():
 
 
 def listen(command):
-    """On a rank of Open MPI: run `command` as Python would, with a carrier taken for the signal that it stands for."""
+    """On a rank: run `command` as Python would, with a carrier taken for the signal that it stands for.
+
+    A rank that fails before MPI has begun (a package is missing on its host) would leave the others waiting for it in
+    MPI_Init, which is told of deaths alone: so it dies.
+    """
     for meant in (signal.SIGINT, signal.SIGTERM):
         signal.signal(CARRIERS[meant], lambda number, frame, meant=meant: signal.raise_signal(meant))
-    if command[0] == "-m":
-        sys.argv = command[1:]
-        runpy.run_module(command[1], run_name="__main__", alter_sys=True)
-    else:
-        sys.argv, sys.path[0] = command, str(Path(command[0]).resolve().parent)
-        runpy.run_path(command[0], run_name="__main__")
+    try:
+        if command[0] == "-m":
+            sys.argv = command[1:]
+            runpy.run_module(command[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv, sys.path[0] = command, str(Path(command[0]).resolve().parent)
+            runpy.run_path(command[0], run_name="__main__")
+    except Exception:
+        if "mpi4py.MPI" in sys.modules:
+            raise
+        traceback.print_exc()
+        sys.stderr.flush()
+        time.sleep(0.2)  # the launcher passes on what was written
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 # -- the command ------------------------------------------------------------------------------------------------------
@@ -205,10 +219,11 @@ def launch(args):
     if args.hostfile:
         check_hosts(args.hostfile, family)
     line = launch_line(mpiexec, family, args.n, args.hostfile, shlex.split(args.flags))
+    line += [sys.executable, "-m", "stage1_mpi.launch", "--listen", "--", *command]
     if family is OPEN_MPI:
-        return supervise([*line, sys.executable, "-m", "stage1_mpi.launch", "--listen", "--", *command])
+        return supervise(line)
     sys.stdout.flush()
-    os.execv(mpiexec, [*line, sys.executable, *command])  # its signals and its exit code are the job's
+    os.execv(mpiexec, line)  # its signals and its exit code are the job's
 
 
 if __name__ == "__main__":
