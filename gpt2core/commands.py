@@ -60,7 +60,8 @@ def train_command(make_backend, world, args):
     windows, validation = together(world, lambda: make_windows(args, corpus, trainer.mesh.data))
     together(world, lambda: restore(trainer, resumed, initial, corpus))
     resumed = initial = None  # the trainer has its own copy
-    schedule = Schedule(args.schedule, args.lr, args.min_lr, args.warmup, args.steps)
+    rates = args.schedule, args.lr, args.min_lr, args.warmup, args.steps
+    schedule = together(world, lambda: Schedule(*rates))
     begun, threads = trainer.steps, trainer.workers.size
     out, log = on_root(world, lambda: open_outputs(args, trainer, notes)) or (args.out, SilentLog())
     log.say(describe(args, trainer, corpus))

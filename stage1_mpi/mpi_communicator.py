@@ -6,6 +6,7 @@ before a call that does not let itself be polled, the ranks meet, so that inside
 """
 # p ranks in a group, n bytes of x on one rank
 
+import atexit
 import os
 import sys
 import time
@@ -381,6 +382,7 @@ def import_mpi():
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:  # RuntimeError: mpi4py is there, a library is not
         reason = str(error).splitlines()[0]
+        tell_launcher_at_exit()
         raise ConfigError(f"stage 1 needs mpi4py and an MPI library: pip install mpi4py mpich ({reason})") from error
     variable, ranks = launched()
     if MPI.COMM_WORLD.size == 1 and ranks > 1:
@@ -391,6 +393,15 @@ def import_mpi():
             f"they do not belong together, so use the mpiexec of {vendor}, or pip install mpich for both"
         )
     return MPI
+
+
+def tell_launcher_at_exit():
+    """MPICH's launcher ignores a rank that ends before MPI_Init, for which the others wait: tell it, in PMI-1."""
+    fd, rank = os.environ.get("PMI_FD", ""), int(os.environ.get("PMI_RANK", 0))
+    if fd.isdigit():
+        time.sleep(2 * FAREWELL * min(rank, 8))  # lower ranks first: the cause is told once
+        atexit.register(os.write, int(fd), b"cmd=abort exitcode=2\n")
+        atexit.register(time.sleep, FAREWELL)  # comes before it: what was said has to reach the launcher first
 
 
 def launched():
