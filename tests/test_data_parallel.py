@@ -90,7 +90,7 @@ def test_three_ranks_differ_by_rounding_alone(tokens, dp, zero):
                 assert np.linalg.norm(parameters[name] - value) <= 1e-9 * np.linalg.norm(value), name
 
 
-# -- what is packed, and when it leaves ---------------------------------------------------------------------------------
+# -- what is packed, and when it leaves -------------------------------------------------------------------------------
 
 
 class Recorder:
@@ -172,7 +172,7 @@ def test_a_strategy_moves_the_textbook_volume(tokens):
             assert want <= got < want + small, (dp, zero)
 
 
-# -- ZeRO-1 -------------------------------------------------------------------------------------------------------------
+# -- ZeRO-1 -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
@@ -203,7 +203,7 @@ def test_a_zero_run_goes_on_with_other_ranks(tokens, then):
         assert np.allclose(losses, [loss for loss, _ in want[0][2:]], rtol=1e-12 if then.tp > 1 else 0, atol=0)
 
 
-# -- data x tensor parallel -----------------------------------------------------------------------------------------------
+# -- data x tensor parallel -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("ranks, tp", [(2, 2), (4, 2), (4, 4), (8, 4)])
@@ -225,7 +225,7 @@ def test_two_lanes_talk_through_tensor_groups_of_their_own(tokens):
         assert np.allclose(curve, want, rtol=1e-11, atol=0)
 
 
-# -- compression --------------------------------------------------------------------------------------------------------
+# -- compression ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind, bound", [("fp16", 2**-11), ("bf16", 2**-8), ("int8", 1 / 254)])
@@ -249,7 +249,7 @@ def test_bf16_rounds_as_pytorch_does():
 
 @pytest.mark.parametrize("kind", CODECS)
 def test_what_is_not_finite_stays_not_finite(kind):
-    """A diverged gradient must not look healthy: all kinds keep NaN; fp16 saturates infinities, which feedback shows."""
+    """A diverged gradient must not look healthy: NaN stays; fp16 saturates infinities, which feedback shows."""
     encode, decode = CODECS[kind]
     x = np.ones((1, 256), np.float32)
     x[0, 3] = np.nan
@@ -300,7 +300,7 @@ def test_compressed_training_stays_close_and_sends_less(tokens, kind, ratio, dp)
     assert less < sent / ratio + padding
 
 
-# -- what else ranks do ---------------------------------------------------------------------------------------------------
+# -- what else ranks do -----------------------------------------------------------------------------------------------
 
 
 def test_verify_names_the_rank_that_differs(tokens):
