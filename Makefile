@@ -8,8 +8,14 @@ ARGS     =
 
 STAGE_DIR_0 = stage0_serial
 STAGE_DIR_1 = stage1_mpi
+STAGE_DIR_2 = stage2_cuda
 
 OUT = out/stage$(STAGE)-$(PRESET)
+
+ifneq ($(filter 2,$(STAGE))$(filter test-gpu,$(MAKECMDGOALS)),)
+  # The CUDA that the driver speaks (12, 13), as the head of nvidia-smi's table says; nothing where there is no GPU.
+  cuda := $(shell nvidia-smi 2>/dev/null | sed -n 's/.*CUDA[A-Z ]* Version: *\([0-9]*\).*/\1/p')
+endif
 
 ifdef PYTHON
   # The user's interpreter, as it is: nothing is installed, and the packages are found from the root.
@@ -17,7 +23,8 @@ ifdef PYTHON
   export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 else
   python := $(CURDIR)/.venv/bin/python
-  train_ready = .venv/.train$(if $(filter 1 3,$(STAGE)),-mpi)
+  cuda_ready  = $(if $(cuda),.venv/.train-cuda)
+  train_ready = .venv/.train$(if $(filter 1 3,$(STAGE)),-mpi)$(if $(filter 2,$(STAGE)),-$(if $(interpreted),interpreter,cuda))
   test_ready  = .venv/.test
 endif
 
@@ -31,7 +38,8 @@ ifneq ($(filter train generate,$(MAKECMDGOALS)),)
   endif
   ifneq ($(filter 0 2,$(STAGE)),)
     ifneq ($(N),1)
-      $(error stage $(STAGE) is one process, so N=$(N) cannot work: leave N out; for threads, ARGS="--threads $(N)")
+      threads = ; for threads, ARGS="--threads $(N)"
+      $(error stage $(STAGE) is one process, so N=$(N) cannot work: leave N out$(if $(filter 0,$(STAGE)),$(threads)))
     endif
     run = exec "$(python)"
   else
@@ -41,6 +49,23 @@ ifneq ($(filter train generate,$(MAKECMDGOALS)),)
     hosts = $(if $(HOSTFILE),--hostfile "$(if $(filter /%,$(HOSTFILE)),,../)$(HOSTFILE)")
     run = exec "$(python)" -m stage1_mpi.launch -n $(N) $(hosts)
   endif
+  ifeq ($(STAGE),2)
+    interpreted := $(if $(cuda),,1)
+    ifneq ($(filter-out 0,$(TRITON_INTERPRET)),)
+      interpreted := 1
+    else ifeq ($(interpreted),1)
+      ifneq ($(PRESET),nano)
+        $(error there is no GPU here, and Triton's interpreter is far too slow for PRESET=$(PRESET): use PRESET=nano)
+      endif
+      ifeq ($(filter train,$(MAKECMDGOALS))$(wildcard $(OUT)/step-*)$(findstring --weights,$(ARGS)),)
+        $(error the shipped weights are of preset paper, too large for Triton's interpreter: make train STAGE=2 PRESET=nano)
+      endif
+      $(info there is no GPU here: TRITON_INTERPRET=1 runs the same kernels on the CPU, slowly)
+      export TRITON_INTERPRET := 1
+    else ifneq ($(filter 1 2 3 4 5 6 7 8 9 10 11,$(cuda)),)
+      $(error the driver of this GPU speaks CUDA $(cuda), and stage 2 needs 12 or 13: install a newer driver)
+    endif
+  endif
 endif
 
 .PHONY: help train generate test test-gpu bench lint clean
@@ -48,10 +73,10 @@ endif
 help:  ## this text
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
 	@echo
-	@echo '  STAGE=0            which runtime (0: NumPy; 1: NumPy and MPI; 2 and 3 are not built yet)'
+	@echo '  STAGE=0            which runtime (0: NumPy; 1: NumPy and MPI; 2: CUDA; 3 is not built yet)'
 	@echo '  N=1                how many ranks (stages 1 and 3)'
 	@echo '  HOSTFILE=hostfile  the hosts that run them; HOSTFILE= leaves it to mpiexec, as Slurm wants it'
-	@echo '  PRESET=paper       which model: nano, tiny, paper, gpt2, ...'
+	@echo '  PRESET=paper       which model: nano, tiny, paper, gpt2, ...; stage 2 without a GPU takes nano alone'
 	@echo '  ARGS=              more flags for the command, as ARGS="--steps 200 --lr 1e-3"; paths are seen from the stage'
 	@echo '  PYTHON=python3     use this interpreter as it is and install nothing (default: make .venv)'
 
@@ -65,8 +90,8 @@ generate: $(train_ready)  ## continue a text with what `make train` of this PRES
 test: $(test_ready)  ## run the test suite (CPU)
 	"$(python)" -m pytest -m "not gpu" $(ARGS)
 
-test-gpu: $(test_ready)  ## run the tests that need a CUDA device
-	"$(python)" -m pytest -m gpu $(ARGS) || { code=$$?; test $$code -eq 5 && echo 'there is no test for the GPU yet'; }
+test-gpu: $(test_ready) $(cuda_ready)  ## run the tests that need a CUDA device (without one they are skipped)
+	"$(python)" -m pytest -m gpu $(ARGS)
 
 bench: $(test_ready)  ## compare with PyTorch: tables here, figures in results/ (ARGS go to the training step)
 	"$(python)" -m benchmarks.train_step $(ARGS)
@@ -74,6 +99,12 @@ bench: $(test_ready)  ## compare with PyTorch: tables here, figures in results/ 
 	"$(python)" -m benchmarks.choices
 	"$(python)" -m benchmarks.curve
 	"$(python)" -m benchmarks.first_run
+	"$(python)" -m benchmarks.ranks
+	"$(python)" -m benchmarks.strategies --ranks 2
+	"$(python)" -m benchmarks.collectives
+	"$(python)" -m benchmarks.collectives --idle
+	"$(python)" -m benchmarks.parity
+	"$(python)" -m benchmarks.kill
 
 lint: $(test_ready)  ## check the style (ruff)
 	"$(python)" -m ruff check .
@@ -91,9 +122,21 @@ clean:  ## remove .venv, out/ and the caches
 	$(call install,.[mpi])
 	@touch .venv/.train $@
 
+# As the interpreter comes with CUDA's packages, they are good for both.
+.venv/.train-cuda: pyproject.toml | .venv/bin/python
+	$(call install,.[cuda$(if $(filter 12,$(cuda)),12,13)])
+	@touch .venv/.train .venv/.train-interpreter $@
+
+.venv/.train-interpreter: pyproject.toml | .venv/bin/python
+	$(call install,.[interpreter])
+	@touch .venv/.train $@
+
+# By a name, because a comma in a call ends its argument.
+test_extras = mpi,test
+
 .venv/.test: pyproject.toml | .venv/bin/python
-	$(call install,.[mpi,test])
-	@touch .venv/.train .venv/.train-mpi $@
+	$(call install,.[$(test_extras)])
+	@touch .venv/.train .venv/.train-mpi .venv/.train-interpreter $@
 
 define install
 @echo 'setting up .venv: $(1) (the first time takes a few minutes)'

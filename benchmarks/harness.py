@@ -236,7 +236,34 @@ def hardware():
         "torch": installed_version("torch"),
         "mpi4py": installed_version("mpi4py"),
         "mpich": installed_version("mpich"),
+        **gpu_hardware(),
     }
+
+
+def gpu_hardware():
+    """The GPU, its driver, and what drives it from Python; {} where there is none."""
+    found = nvidia_smi("name", "driver_version", "power.limit")
+    if not found:
+        return {}
+    cupy = {name: installed_version(name) for name in ("cupy", "cupy-cuda13x", "cupy-cuda12x")}
+    return {
+        "gpu": found[0][0],
+        "gpus": len(found),
+        "driver": found[0][1],
+        "power_limit": found[0][2],
+        "cupy": next((f"{name} {version}" for name, version in cupy.items() if version), None),
+        "triton": installed_version("triton"),
+    }
+
+
+def nvidia_smi(*fields):
+    """The fields (nvidia-smi --help-query-gpu) of each GPU, as text; [] where there is no GPU, or no nvidia-smi."""
+    command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return [[cell.strip() for cell in line.split(",")] for line in answer.splitlines() if line.strip()]
 
 
 def installed_version(package):
@@ -250,18 +277,24 @@ def installed_version(package):
 def commit():
     """The commit that was measured, `-dirty` when the tree differs from it."""
     git = ["git", "-C", str(ROOT)]
-    described = subprocess.run([*git, "describe", "--always"], capture_output=True, text=True, check=False)
+    try:
+        described = subprocess.run([*git, "describe", "--always"], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):  # no git, or no repository
+        return "unknown"
     changed = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", ".", ":!results"], check=False).returncode
-    return described.stdout.strip() + "-dirty" * bool(changed) or "unknown"
+    return described.stdout.strip() + "-dirty" * bool(changed)
 
 
-def save(benchmark, results):
-    """Write results/<name>.json: the results, and when, what and on which hardware they were measured."""
-    path = ROOT / "results" / f"{benchmark.rpartition('.')[2]}.json"
+def save(benchmark, results, of_commit=None, name=None):
+    """Write results/<name>.json: the results, and when, what and on which hardware they were measured.
+
+    of_commit: what was measured, where it was measured from a copy without its repository. name: else the benchmark's.
+    """
+    path = ROOT / "results" / f"{name or benchmark.rpartition('.')[2]}.json"
     path.parent.mkdir(exist_ok=True)
     record = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "commit": commit(),
+        "commit": of_commit or commit(),
         "command": " ".join(["python", "-m", benchmark, *sys.argv[1:]]),
         "hardware": hardware(),
         "results": results,

@@ -13,6 +13,7 @@ from stage0_serial.numpy_backend import NumpyBackend
 from stage1_mpi.mpi_communicator import MpiCommunicator
 
 LR = 3e-4
+GPU_OPTIMIZER = dict(clip=1.0, weight_decay=0.1, beta2=0.95)  # GPT-2's recipe, and nanoGPT's
 
 
 @dataclass
@@ -69,6 +70,29 @@ def make_variants(config, batch_size, seq_len, world, variants):
         return trainer, lambda inputs, targets: trainer.step(Batch(inputs, targets), LR)
 
     return {name: variant(options) for name, options in variants.items()}
+
+
+class CudaSteps:
+    """Training steps on one GPU: `steps(inputs, targets) -> loss`; int64 arrays (batch_size, seq_len).
+
+    `trainer.update()` is what the device does by itself, as a graph; `trainer.compute_update()` is the same without.
+    """
+
+    def __init__(self, config, batch_size, seq_len, precision="bf16"):
+        from stage2_cuda.cuda_backend import CudaBackend  # the other benchmarks do without Triton
+
+        self.backend = CudaBackend(precision)
+        self.trainer = Trainer(
+            config, [self.backend], batch_size=batch_size, seq_len=seq_len, micro_shards=1, optimizer=GPU_OPTIMIZER
+        )
+
+    def __call__(self, inputs, targets):
+        return self.trainer.step(Batch(inputs, targets), LR).loss
+
+    def memory(self):
+        """{"held_bytes": what CuPy's pools hold now}: the state, and what the recorded step works in."""
+        pools = [self.backend.xp.get_default_memory_pool(), self.trainer.update.pool]
+        return {"held_bytes": sum(pool.total_bytes() for pool in pools)}
 
 
 def make_generator(config, threads):

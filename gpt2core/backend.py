@@ -4,6 +4,8 @@
 
 from abc import ABC, abstractmethod
 
+import numpy as np
+
 
 class Backend(ABC):
     """Array kernels for one device. Weights are stored (in, out); `d` means gradient; `aux` is opaque to the core.
@@ -13,9 +15,13 @@ class Backend(ABC):
     do better overrides it.
     """
 
+    deterministic = True  # whether --deterministic is the default: a GPU would rather have its batch whole
+    uses_threads = True  # whether worker threads, a backend each, divide the batch among them
+
     name: str
     precision: str  # the --precision it was made for
-    dtype: object  # of the parameters and their gradients
+    dtype: object  # of the parameters, their gradients and moments
+    compute: object  # of the activations, and of the copy of the parameters that kernels read
     xp: object  # the array module (numpy, cupy) that composed operations call
 
     # -- arrays ------------------------------------------------------------------------------------------------------
@@ -31,6 +37,10 @@ class Backend(ABC):
     @abstractmethod
     def to_host(self, array):
         """An array of this device as a NumPy array, copied only where it must be."""
+
+    def number(self, x):
+        """An array of one element, or a number, as a Python float: the one place that waits for the device."""
+        return float(np.asarray(self.to_host(x)).item())
 
     def zeros(self, shape, dtype):
         array = self.empty(shape, dtype)
@@ -50,8 +60,23 @@ class Backend(ABC):
         """Let one kernel use `count` host threads: for generation, where no batch is there to divide."""
 
     def compile_step(self, function):
-        """`function`, possibly recorded once and replayed (CUDA graph). The identity where nothing is gained."""
+        """`function()`, possibly recorded once and replayed (CUDA graph). The identity where nothing is gained.
+
+        What it reads must stay where it is: tokens() and adamw_rates() see to that. It returns arrays of this device,
+        which the next call may overwrite.
+        """
         return function
+
+    def tokens(self, array, slot):
+        """A host array of token numbers as kernels take it; the next call with this `slot` may overwrite it."""
+        return array
+
+    def compute_copy(self, parameters):
+        """The array of parameters' size that kernels read: itself, or one in the precision of the kernels."""
+        return parameters
+
+    def refresh(self, copy, parameters):  # noqa: B027 - nothing to do where they are the same
+        """copy = parameters, rounded."""
 
     def peak_flops(self, precision):
         """Peak floating-point operations per second of this device, or None where it is not known."""
@@ -157,8 +182,11 @@ class Backend(ABC):
         maxima, sums (N) are those of the whole rows: forward's own, or what all ranks' amount to.
         """
 
-    def unembed_cross_entropy_forward(self, x, w, targets, first=0):
-        """cross_entropy_forward(unembed(x)) for x (N, C), w (V, C), targets (N); logits need not all exist."""
+    def unembed_cross_entropy_forward(self, x, w, targets, first=0, scale=None):
+        """cross_entropy_forward(unembed(x)) for x (N, C), w (V, C), targets (N); logits need not all exist.
+
+        `scale` is backward's, given where these are whole rows and a gradient is wanted: it may be computed at once.
+        """
         logits = self.unembed_forward(x, w)
         *rows, aux = self.cross_entropy_forward(logits, targets, first)
         return *rows, (logits, aux)
@@ -176,5 +204,23 @@ class Backend(ABC):
         """flat (n) -> (segments) float64, one for each of `segments` equal parts; the same bits whoever computes it."""
 
     @abstractmethod
-    def adamw_step(self, p, g, m, v, step, lr, beta1, beta2, eps, weight_decay, grad_scale=1.0):
-        """Update p, m, v (n) in place from g * grad_scale (n); `step` counts from 1 (Loshchilov and Hutter 2019)."""
+    def clip(self, squares, bound):
+        """squares (segments) float64 -> the norm, the root of their canonical sum, and min(1, bound / (norm + 1e-6)).
+
+        Both as numbers of this device, of one element. A bound of 0 clips nothing: the second is 1; and NaN where the
+        norm is not finite, for which adamw_step does nothing.
+        """
+
+    @abstractmethod
+    def adamw_rates(self, step, lr, beta1, beta2, eps, weight_decay):
+        """What adamw_step needs to know of one step, from numbers of the host; `step` counts from 1.
+
+        The next call may overwrite it: a recorded step reads it where it was.
+        """
+
+    @abstractmethod
+    def adamw_step(self, p, m, v, copy, g, rates, scale, runs):
+        """Update p, m, v (n) in place from g * scale, g (n) (Loshchilov and Hutter 2019); copy (n) = p, or None.
+
+        rates: of adamw_rates; scale: of clip. runs: [(slice, whether weight decay applies)], which make up [0, n).
+        """

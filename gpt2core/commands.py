@@ -54,7 +54,9 @@ def train_command(make_backend, world, args):
     """
     check_ranks(world, args)
     resumed, initial = read_sources(world, args)
-    notes = together(world, lambda: fill_defaults(args, resumed) + choose_collectives(world, args))
+    notes = together(
+        world, lambda: fill_defaults(args, resumed, make_backend.deterministic) + choose_collectives(world, args)
+    )
     corpus = read_corpus(world, args, resumed or initial)
     trainer = together(world, lambda: make_trainer(make_backend, world, args, resumed or initial, corpus.tokenizer))
     windows, validation = together(world, lambda: make_windows(args, corpus, trainer.mesh.data))
@@ -65,7 +67,7 @@ def train_command(make_backend, world, args):
     begun, threads = trainer.steps, trainer.workers.size
     out, log = on_root(world, lambda: open_outputs(args, trainer, notes)) or (args.out, SilentLog())
     log.say(describe(args, trainer, corpus))
-    for note in [*idle_threads(world, args, trainer), *notes]:
+    for note in [*idle_threads(possible_threads(make_backend, world, args), args, trainer), *notes]:
         log.say(note)
     if begun:
         log.say(f"resumed after step {begun - 1}" + ("" if out else "; no --out: nothing will be saved"))
@@ -219,13 +221,13 @@ def read_corpus(world, args, source):
 def make_trainer(make_backend, world, args, source, tokenizer):
     """The Trainer that the flags ask for."""
     replicas = data_parallel_ranks(world, args.tp)
-    threads = args.threads or available_cores(world)
+    threads = possible_threads(make_backend, world, args)
     micro_shards, threads = plan(args.batch_size, args.micro_shards, threads, replicas, args.deterministic)
     config = model_config(args, source, tokenizer)
     args.seq_len = args.seq_len or config.block_size
     return Trainer(
         config,
-        [make_backend(args.precision) for _ in range(threads)],
+        [make_backend(args.precision, args.deterministic) for _ in range(threads)],
         batch_size=args.batch_size,
         seq_len=args.seq_len,
         micro_shards=micro_shards,
@@ -296,13 +298,19 @@ def describe(args, trainer, corpus):
     return "\n".join(lines)
 
 
-def idle_threads(world, args, trainer):
+def possible_threads(make_backend, world, args):
+    """How many threads of this rank may share the work; raises ConfigError where the backend has no use for them."""
+    if args.threads and not make_backend.uses_threads:
+        raise ConfigError(f"--threads {args.threads} has no meaning here: the device works through the batch by itself")
+    return args.threads or (available_cores(world) if make_backend.uses_threads else 1)
+
+
+def idle_threads(could, args, trainer):
     """What to tell where fewer threads work than there could, one sentence or none."""
-    threads, could = trainer.workers.size, args.threads or available_cores(world)
-    if threads < could:
+    if trainer.workers.size < could:
         yield (
-            f"note: {threads} of {could} threads are used: a batch of {args.batch_size} in {trainer.micro_shards} "
-            f"micro-shards keeps no more busy"
+            f"note: {trainer.workers.size} of {could} threads are used: a batch of {args.batch_size} in "
+            f"{trainer.micro_shards} micro-shards keeps no more busy"
         )
 
 

@@ -145,7 +145,7 @@ class GPT2:
         One large buffer reads faster than many.
         """
         arena = Arena(shard_shapes(parameter_shapes(config), group.size))
-        views = arena.views(backend.zeros((arena.size,), backend.dtype))
+        views = arena.views(backend.zeros((arena.size,), backend.compute))
         for name, view in views.items():
             view[...] = backend.asarray(shard(name, arrays[name], group.rank, group.size))
         return cls(config, {name: Tensor(view, backend) for name, view in views.items()}, group)

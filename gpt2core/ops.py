@@ -4,7 +4,7 @@
 import numpy as np
 
 from gpt2core.communicator import Solo
-from gpt2core.tensor import AutogradError, ShapeError, Tensor, no_grad
+from gpt2core.tensor import AutogradError, ShapeError, Tensor, is_recording, no_grad
 
 SOLO = Solo()
 
@@ -116,9 +116,11 @@ def cross_entropy(logits, targets, scale=None, group=SOLO):
 def unembed_cross_entropy(x, w, targets, scale=None, group=SOLO):
     """cross_entropy(unembed(x, w), targets, scale, group), fused so that the logits (N, V/p) need not all exist."""
     require(x.shape[-1] == w.shape[1], "unembed_cross_entropy", x, w)
-    x2, targets, scale = flat_targets("unembed_cross_entropy", x, targets, scale, w.shape[0] * group.size)
+    V = w.shape[0] * group.size
+    x2, targets, scale = flat_targets("unembed_cross_entropy", x, targets, scale, V)
     backend, first = x.backend, group.rank * w.shape[0]
-    *own, aux = backend.unembed_cross_entropy_forward(x2, w.data, targets, first)
+    whole = is_recording() and w.shape[0] == V  # this rank sees all of each row
+    *own, aux = backend.unembed_cross_entropy_forward(x2, w.data, targets, first, scale if whole else None)
     loss, maxima, sums = loss_of_rows(*own, scale, group, backend.xp)
 
     def backward(dy):

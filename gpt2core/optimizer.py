@@ -3,9 +3,6 @@
 import math
 from dataclasses import dataclass
 
-import numpy as np
-
-from gpt2core.canonical import tree_sum
 from gpt2core.communicator import Solo
 from gpt2core.errors import ConfigError
 
@@ -56,7 +53,7 @@ class AdamW:
 
     def __init__(
         self, arena, parameters, workers, *, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0, clip=0.0,
-        owners=None, tensor_group=None, repeated=(),
+        owners=None, tensor_group=None, repeated=(), copy=None,
     ):  # fmt: skip
         for flag, value in (("--beta1", beta1), ("--beta2", beta2)):
             if not 0 <= value < 1:
@@ -64,7 +61,7 @@ class AdamW:
         for flag, value in (("--eps", eps), ("--weight-decay", weight_decay), ("--clip", clip)):
             if not (math.isfinite(value) and value >= 0):
                 raise ConfigError(f"{flag} {value} must be finite and not negative")
-        self.arena, self.parameters, self.workers = arena, parameters, workers
+        self.arena, self.parameters, self.copy, self.workers = arena, parameters, copy, workers
         self.owners, self.tensor_group, self.repeated = owners or Solo(), tensor_group or Solo(), repeated
         self.betas, self.eps, self.weight_decay, self.clip = (beta1, beta2), eps, weight_decay, clip
         self.own = arena.part(self.owners.rank, self.owners.size)
@@ -76,21 +73,24 @@ class AdamW:
         """[function(backend, part)] over this rank's part of the arena, in one slice for each worker."""
         return self.workers.map_parts(function, self.arena, self.owners.rank, self.owners.size)
 
-    def gradient_norm(self, gradients):
-        """The global L2 norm: sums over fixed segments in one canonical tree, whoever computed each of them.
+    def norm_and_scale(self, gradients):
+        """The global L2 norm, and what clips it: sums over fixed segments in one canonical tree, whoever computed each.
 
-        Of `gradients` only this rank's part is read.
+        Of `gradients` only this rank's part is read. Both are numbers of the device.
         """
 
         def squares(backend, part):
             return backend.sum_of_squares(gradients[part], self.arena.segments * (part.stop - part.start) // arena_size)
 
         arena_size, backend = self.arena.size, self.workers.backends[0]
-        own = [float(square) for part in self.map_own(squares) for square in part]
-        total = tree_sum([float(square) for square in self.owners.all_gather(np.array(own))])
-        elsewhere = [float(backend.xp.vdot(gradients[part], gradients[part])) for part in self.in_own(self.repeated)]
-        repeated = tree_sum([float(square) for square in self.owners.all_gather(np.array([sum(elsewhere, 0.0)]))])
-        return math.sqrt(float(self.tensor_group.all_reduce(np.array(total - repeated))))
+        own = backend.xp.concatenate(self.map_own(squares))
+        for part in self.in_own(self.repeated):  # another tensor rank counts them; whose squares hold them is no matter
+            own[0] -= backend.xp.vdot(gradients[part], gradients[part])
+        return backend.clip(self.tensor_group.all_reduce(self.owners.all_gather(own)), self.clip)
+
+    def gradient_norm(self, gradients):
+        """The global L2 norm, a Python float."""
+        return self.workers.backends[0].number(self.norm_and_scale(gradients)[0])
 
     def in_own(self, slices):
         """What of these slices lies in this rank's part."""
@@ -99,32 +99,31 @@ class AdamW:
             if start < stop:
                 yield slice(start, stop)
 
-    def step(self, gradients, lr, norm):
-        """One update from the flat `gradients` at rate `lr`; `norm` is their gradient_norm.
+    def begin(self, lr):
+        """Say what the next update() needs of the step's number and rate, before it may be a recorded one."""
+        arguments = self.steps + 1, lr, *self.betas, self.eps, self.weight_decay
+        self.rates = {backend: backend.adamw_rates(*arguments) for backend in self.workers.backends}
 
-        Each owner updates its part, and all receive all parts.
-        """
-        self.steps += 1
-        scale = min(1.0, self.clip / (norm + 1e-6)) if self.clip else 1.0
+    def update(self, gradients, scale):
+        """Each owner updates its part from `gradients` (all of the arena) times `scale`, and all receive all parts."""
 
         def update(backend, part):
-            for run, decays in self.arena.decayed(part):
-                moments = slice(run.start - self.own.start, run.stop - self.own.start)
-                backend.adamw_step(
-                    self.parameters[run],
-                    gradients[run],
-                    self.exp_avg[moments],
-                    self.exp_avg_sq[moments],
-                    self.steps,
-                    lr,
-                    *self.betas,
-                    self.eps,
-                    self.weight_decay if decays else 0.0,
-                    scale,
-                )
+            moments = slice(part.start - self.own.start, part.stop - self.own.start)
+            runs = [(slice(a.start - part.start, a.stop - part.start), b) for a, b in self.arena.decayed(part)]
+            copy = None if self.copy is None else self.copy[part]
+            arrays = self.parameters[part], self.exp_avg[moments], self.exp_avg_sq[moments], copy, gradients[part]
+            backend.adamw_step(*arrays, self.rates[backend], scale, runs)
 
         self.map_own(update)
         self.owners.all_gather(self.parameters[self.own], out=self.parameters)
+
+    def step(self, gradients, lr):
+        """One update from the flat `gradients` at rate `lr`; returns their norm."""
+        self.begin(lr)
+        norm, scale = self.norm_and_scale(gradients)
+        self.update(gradients, scale)
+        self.steps += 1
+        return self.workers.backends[0].number(norm)
 
     @property
     def nbytes(self):

@@ -35,8 +35,10 @@ MODES = ("replicate", "batch", "tensor")  # how ranks share an inference
 SHAPE = ("n_layer", "n_head", "n_embd", "block_size")  # flags that change the model itself
 
 
-def fill_defaults(args, resumed):
+def fill_defaults(args, resumed, deterministic=True):
     """Give every flag a value: the command line's, else the resumed checkpoint's, else the preset's recipe.
+
+    deterministic: the stage's default of that flag.
 
     Returns what to tell of flags that are not the checkpoint's, one sentence each.
     """
@@ -59,7 +61,7 @@ def fill_defaults(args, resumed):
     preset = args.preset or COMMON["preset"]
     if preset not in PRESETS:
         raise ConfigError(f"--preset {preset} is unknown: choose from {', '.join(PRESETS)}")
-    for name, value in (COMMON | RANK_FLAGS | RECIPES[preset]).items():
+    for name, value in (COMMON | dict(deterministic=deterministic) | RANK_FLAGS | RECIPES[preset]).items():
         if getattr(args, name, None) is None:
             setattr(args, name, value)
     args.data = Path(args.data or CORPUS)

@@ -18,8 +18,8 @@ class KVCache:
     def __init__(self, config, backend, batch=1, group=SOLO):
         H, D = config.n_head // group.size, config.n_embd // config.n_head
         self.length = 0  # positions held
-        self.keys = [backend.empty((batch, H, D, config.block_size), backend.dtype) for _ in range(config.n_layer)]
-        self.values = [backend.empty((batch, H, config.block_size, D), backend.dtype) for _ in range(config.n_layer)]
+        self.keys = [backend.empty((batch, H, D, config.block_size), backend.compute) for _ in range(config.n_layer)]
+        self.values = [backend.empty((batch, H, config.block_size, D), backend.compute) for _ in range(config.n_layer)]
 
     def attend(self, qkv, layer, n_head):
         """qkv (B, t, 3HD) of the t positions after `length`; -> attention over all of them (B, t, HD)."""

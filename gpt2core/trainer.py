@@ -83,19 +83,22 @@ class Trainer:
         self.arena = Arena(tensor_parallel.shard_shapes(parameter_shapes(config), tensor.size), owners.size)
         backend = backends[0]
         self.parameters = backend.zeros((self.arena.size,), backend.dtype)
-        self.shards = MicroShards(config, self.arena, self.parameters, self.workers, micro_shards // data.size, tensor)
+        self.compute = backend.compute_copy(self.parameters)
+        self.shards = MicroShards(config, self.arena, self.compute, self.workers, micro_shards // data.size, tensor)
         self.data_parallel = self.reduction(data, owners)
         self.shards.on_complete = self.data_parallel.completed
         replicated = filter(tensor_parallel.is_replicated, self.arena.slices)
         repeated = [] if tensor.is_root else [self.arena.slices[name] for name in replicated]
         self.optimizer = AdamW(
             self.arena, self.parameters, self.workers, owners=owners, tensor_group=tensor, repeated=repeated,
-            **(optimizer or {}),
+            copy=None if self.compute is self.parameters else self.compute, **(optimizer or {}),
         )  # fmt: skip
         self.position = 0  # windows consumed since the start of training
         self.asked_to_stop = lambda: 0  # the number of a signal that this rank has received
         self.stopped_by = 0  # and of one that any rank has
+        self.update = backend.compile_step(self.compute_update)
         self.fill(self.parameters, initial_parameters(config, seed) if self.world.is_root else None)
+        backend.refresh(self.compute, self.parameters)
 
     def reduction(self, group, owners):
         """The sum of the gradients over the data-parallel group, as the flags ask for it."""
@@ -125,13 +128,16 @@ class Trainer:
         return {name: tensor_parallel.gather(name, view, group) for name, view in views.items()}
 
     def named_parameters(self):
-        """{Hugging Face name: parameter}; views where this rank holds all of it. All ranks must call it."""
-        return self.named(self.parameters)
+        """{Hugging Face name: parameter} on the host; views where this rank holds all of it. All ranks must call it."""
+        return self.on_host(self.named(self.parameters))
 
     def named_moments(self):
-        """{Hugging Face name: (first, second moment)}; all ranks must call it."""
-        first, second = map(self.named, self.optimizer.moments())
+        """{Hugging Face name: (first, second moment)} on the host; all ranks must call it."""
+        first, second = (self.on_host(self.named(flat)) for flat in self.optimizer.moments())
         return {name: (first[name], second[name]) for name in first}
+
+    def on_host(self, arrays):
+        return {name: self.workers.backends[0].to_host(array) for name, array in arrays.items()}
 
     def fill(self, flat, arrays):
         """Copy the root's (name, whole array) pairs, in the model's order, into everyone's shards; None elsewhere."""
@@ -152,9 +158,11 @@ class Trainer:
         def ordered(values):
             return iter([(name, values(name)) for name in names]) if self.world.is_root else None
 
+        backend = self.workers.backends[0]
         self.fill(self.parameters, ordered(lambda name: parameters[name]))
+        backend.refresh(self.compute, self.parameters)
         if self.world.broadcast_object(moments is not None):
-            flats = [np.zeros(self.arena.size, self.parameters.dtype) for _ in "mv"]
+            flats = [backend.zeros((self.arena.size,), backend.dtype) for _ in "mv"]
             for which, flat in enumerate(flats):
                 self.fill(flat, ordered(lambda name, which=which: moments[name][which]))
             self.optimizer.load_moments(*flats)
@@ -167,30 +175,39 @@ class Trainer:
         the parameters as they were, when the loss or the gradient is not finite.
         """
         start, sent = time.perf_counter(), self.bytes_sent()
-        inputs, targets = windows.batch(self.position + self.rows.start, self.batch_rows)
-        tokens = self.batch_size * self.seq_len
-        losses = self.shards.backward(inputs, targets, 1 / tokens)
-        self.data_parallel.finish()
+        self.shards.feed(*windows.batch(self.position + self.rows.start, self.batch_rows))
+        self.optimizer.begin(lr)
+        losses, norm = self.update()
         loss, self.stopped_by = self.total(losses, self.asked_to_stop())
-        gradients = self.shards.gradients
-        norm = self.optimizer.gradient_norm(gradients)
+        norm = self.workers.backends[0].number(norm)
         if not (math.isfinite(loss) and math.isfinite(norm)):
             raise Diverged(
                 f"step {self.steps}: the loss is {loss} and the gradient's norm {norm}: training cannot go on. "
                 f"Lower --lr (now {lr:g}) or set --clip; the parameters are still those of step {self.steps}"
             )
-        self.optimizer.step(gradients, lr, norm)
+        self.optimizer.steps += 1
         self.position += self.batch_size
         seconds, sent = time.perf_counter() - start, self.bytes_sent() - sent
-        rate = tokens / seconds
+        rate = self.batch_size * self.seq_len / seconds
         return Step(self.steps - 1, loss, lr, norm, rate, seconds, self.utilisation(rate), sent or None)
+
+    def compute_update(self):
+        """All of a step that a device does by itself: -> this rank's losses, and the norm; what is not finite stops it.
+
+        Nothing in it waits for a number, so that it can be recorded once and replayed.
+        """
+        losses = self.shards.backward(1 / (self.batch_size * self.seq_len))
+        self.data_parallel.finish()
+        norm, scale = self.optimizer.norm_and_scale(self.shards.gradients)
+        self.optimizer.update(self.shards.gradients, scale)
+        return losses, norm
 
     def total(self, losses, signal_received=0):
         """The canonical sum of all ranks' losses, and the largest signal number among them: it rides along.
 
         Tensor-parallel ranks have the same losses; those of the first of them count.
         """
-        mine = np.array([signal_received, *losses], np.float64)
+        mine = np.array([signal_received, *map(self.workers.backends[0].number, losses)], np.float64)
         everyones = self.world.all_gather(mine).reshape(-1, self.mesh.tensor.size, len(mine))  # (data, tensor, 1 + n)
         return tree_sum([float(loss) for loss in everyones[:, 0, 1:].ravel()]), int(everyones[:, :, 0].max())
 
@@ -229,14 +246,14 @@ class Trainer:
     def model(self):
         """The current model, for generation by this rank alone; all ranks must call it."""
         backend = self.workers.backends[0]
-        return GPT2(self.config, {name: Tensor(array, backend) for name, array in self.named_parameters().items()})
+        return GPT2(self.config, {name: Tensor(array, backend) for name, array in self.named(self.compute).items()})
 
     def parameter_hash(self):
         """SHA-256 of all parameters by name, in model order: equal exactly when every bit is. All ranks must call."""
         digest = hashlib.sha256()
         for name, array in self.named_parameters().items():
             digest.update(name.encode())
-            digest.update(np.ascontiguousarray(self.workers.backends[0].to_host(array)))
+            digest.update(np.ascontiguousarray(array))
         return digest.hexdigest()
 
     def verify(self):

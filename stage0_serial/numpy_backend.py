@@ -9,6 +9,7 @@ import numpy as np
 
 from gpt2core.arena import BLOCK as ARENA_BLOCK
 from gpt2core.backend import Backend
+from gpt2core.canonical import tree_sum
 from gpt2core.errors import ConfigError
 from gpt2core.parallel.micro_shards import even_slices
 from gpt2core.tensor import is_recording
@@ -28,13 +29,14 @@ class NumpyBackend(Backend):
     name = "numpy"
     xp = np
 
-    def __init__(self, precision="fp32"):
+    def __init__(self, precision="fp32", deterministic=True):
         if precision not in DTYPES:
             raise ConfigError(
                 f"--precision {precision} is not available on the CPU, which computes in fp32: "
                 f"tf32, bf16 and fp16 need a GPU stage"
             )
         self.precision, self.dtype = precision, np.dtype(DTYPES[precision])
+        self.compute = self.dtype
         self.pool, self.constants = BufferPool(), {}
         self.threads, self.executor = 1, None
 
@@ -317,7 +319,7 @@ class NumpyBackend(Backend):
         dlogits[own_targets(targets, first, logits.shape[1])] -= factor
         return dlogits
 
-    def unembed_cross_entropy_forward(self, x, w, targets, first=0):
+    def unembed_cross_entropy_forward(self, x, w, targets, first=0, scale=None):
         statistics, chunks = np.empty((3, len(x)), x.dtype), logit_chunks(x, w)
         for chunk in chunks:
             logits = self.unembed_forward(x[chunk], w)
@@ -345,18 +347,32 @@ class NumpyBackend(Backend):
         parts = flat.reshape(segments, rows_each, ARENA_BLOCK)
         return np.array([np.vecdot(part, part).sum(dtype=np.float64) for part in parts])
 
-    def adamw_step(self, p, g, m, v, step, lr, beta1, beta2, eps, weight_decay, grad_scale=1.0):
+    def clip(self, squares, bound):
+        norm = math.sqrt(tree_sum(squares.tolist()))
+        if not math.isfinite(norm):
+            return norm, math.nan
+        return norm, min(1.0, bound / (norm + 1e-6)) if bound else 1.0
+
+    def adamw_rates(self, step, lr, beta1, beta2, eps, weight_decay):
         # p -= lr (m / c1 / (sqrt(v / c2) + eps) + weight_decay p), c = 1 - beta^step, with c2 moved out of the root
         c1, c2 = 1 - beta1**step, 1 - beta2**step
-        rate, eps = lr / c1 * math.sqrt(c2), eps * math.sqrt(c2)
+        return lr / c1 * math.sqrt(c2), beta1, beta2, eps * math.sqrt(c2), 1 - lr * weight_decay
+
+    def adamw_step(self, p, m, v, copy, g, rates, scale, runs):
+        if math.isnan(scale):
+            return
+        rate, beta1, beta2, eps, shrink = rates
         width = BLOCK // 2
         t, u = (self.empty((width,), p.dtype) for _ in range(2))
-        for start in range(0, len(p), width):
-            block = slice(start, start + width)
+        for block, decays in (
+            (slice(start, min(start + width, run.stop)), decays)
+            for run, decays in runs
+            for start in range(run.start, run.stop, width)
+        ):
             pb, gb, mb, vb = p[block], g[block], m[block], v[block]
             a, b = t[: len(pb)], u[: len(pb)]
-            if grad_scale != 1.0:
-                gb = np.multiply(gb, grad_scale, out=b)
+            if scale != 1.0:
+                gb = np.multiply(gb, scale, out=b)
             np.multiply(mb, beta1, out=mb)
             np.multiply(gb, 1 - beta1, out=a)
             np.add(mb, a, out=mb)
@@ -368,8 +384,8 @@ class NumpyBackend(Backend):
             np.add(a, eps, out=a)
             np.divide(mb, a, out=a)
             np.multiply(a, rate, out=a)
-            if weight_decay:
-                np.multiply(pb, 1 - lr * weight_decay, out=pb)
+            if decays and shrink != 1.0:
+                np.multiply(pb, shrink, out=pb)
             np.subtract(pb, a, out=pb)
 
 

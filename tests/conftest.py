@@ -1,5 +1,6 @@
-"""The two commands of stage 0, in this process: `train("--steps", 3)` returns exit code, standard output and error."""
+"""The commands of stages 0 and 2, in this process: `train("--steps", 3)` returns exit code and what was written."""
 
+import os
 from dataclasses import dataclass
 
 import pytest
@@ -9,6 +10,29 @@ from gpt2core.communicator import Solo
 from stage0_serial.numpy_backend import NumpyBackend
 
 WORDS = "the model reads one token, then another; it learns what follows and forgets nothing of café and naïve text."
+
+
+def has_gpu():
+    """Whether CuPy finds a CUDA device that it can use."""
+    try:
+        import cupy
+
+        return cupy.cuda.runtime.getDeviceCount() > 0
+    except Exception:  # no CuPy, or one for another CUDA, or no driver
+        return False
+
+
+def pytest_configure(config):
+    """Without a GPU stage 2 runs in Triton's interpreter; it asks when triton is imported, which transformers does."""
+    config.has_gpu = has_gpu()
+    if not config.has_gpu:
+        os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def pytest_collection_modifyitems(config, items):
+    for item in items:
+        if item.get_closest_marker("gpu") and not config.has_gpu:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and CuPy to use it"))
 
 
 @dataclass(frozen=True)
@@ -22,12 +46,12 @@ class Result:
 
 @pytest.fixture
 def command(capsys):
-    """command(cli.train or cli.infer, *argv) -> Result, as the stage's script would give it."""
+    """command(cli.train or cli.infer, *argv) -> Result, as the stage's script would give it: stage 0's by default."""
 
-    def run(entry, *argv):
+    def run(entry, *argv, backend=NumpyBackend):
         capsys.readouterr()
         with pytest.raises(SystemExit) as exit:
-            entry(backend=NumpyBackend, world=Solo, argv=[str(word) for word in argv])
+            entry(backend=backend, world=Solo, argv=[str(word) for word in argv])
         return Result(exit.value.code, *capsys.readouterr())
 
     return run
@@ -43,6 +67,27 @@ def train(command):
 def infer(command):
     """infer(*argv) -> Result of inference.py."""
     return lambda *argv: command(cli.infer, *argv)
+
+
+@pytest.fixture
+def cuda_backend():
+    """Stage 2's Backend; the test is skipped where there is no Triton, which it cannot do without."""
+    pytest.importorskip("triton")
+    from stage2_cuda.cuda_backend import CudaBackend
+
+    return CudaBackend
+
+
+@pytest.fixture
+def train2(command, cuda_backend):
+    """train2(*argv) -> Result of stage 2's train_gpt2.py, on the GPU or else in the interpreter."""
+    return lambda *argv: command(cli.train, *argv, backend=cuda_backend)
+
+
+@pytest.fixture
+def infer2(command, cuda_backend):
+    """infer2(*argv) -> Result of stage 2's inference.py."""
+    return lambda *argv: command(cli.infer, *argv, backend=cuda_backend)
 
 
 @pytest.fixture(scope="session")

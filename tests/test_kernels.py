@@ -572,9 +572,8 @@ def test_adamw_step_equals_torch_over_several_steps(backend, rng, weight_decay, 
         g = normal(rng, backend, n, scale=10.0 ** rng.integers(-3, 2))
         reference.grad = torch.tensor(g.astype(np.float64) * clip_scale)
         optimizer.step()
-        backend.adamw_step(
-            p, g, m, v, step, options["lr"], *options["betas"], options["eps"], weight_decay, clip_scale
-        )
+        rates = backend.adamw_rates(step, options["lr"], *options["betas"], options["eps"], weight_decay)
+        backend.adamw_step(p, m, v, None, g, rates, clip_scale, [(slice(0, n), True)])
         state = optimizer.state[reference]
         near(m, state["exp_avg"])
         near(v, state["exp_avg_sq"])
@@ -582,13 +581,14 @@ def test_adamw_step_equals_torch_over_several_steps(backend, rng, weight_decay, 
 
 
 def test_adamw_in_parts_equals_adamw_at_once_bit_for_bit(backend, rng):
-    n, arguments = 70_000, (1e-3, 0.9, 0.999, 1e-8, 0.1, 0.5)
+    n, rates = 70_000, backend.adamw_rates(3, 1e-3, 0.9, 0.999, 1e-8, 0.1)
     g = normal(rng, backend, n)
     whole = [rng.random(n).astype(backend.dtype) for _ in range(3)]
     parts = [array.copy() for array in whole]
-    backend.adamw_step(whole[0], g, *whole[1:], 3, *arguments)
-    for part in (slice(0, 1024), slice(1024, 50_000), slice(50_000, n)):
-        backend.adamw_step(parts[0][part], g[part], parts[1][part], parts[2][part], 3, *arguments)
+    backend.adamw_step(*whole, None, g, rates, 0.5, [(slice(0, 4096), True), (slice(4096, n), False)])
+    for part in (slice(0, 1024), slice(1024, 4096), slice(4096, 50_000), slice(50_000, n)):
+        own = [array[part] for array in parts]
+        backend.adamw_step(*own, None, g[part], rates, 0.5, [(slice(0, len(own[0])), part.stop <= 4096)])
     for got, want in zip(parts, whole, strict=True):
         assert_array_equal(got, want)
 

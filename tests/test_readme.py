@@ -2,7 +2,8 @@
 
 A ```console block shows commands after "$ " and, until the next one, what they print, where "..." stands for anything.
 Commands that set up (make, git, pip) or need several machines are not run, nor those of mpirun where there is no MPICH;
-a ```sh block is not run at all.
+a ```sh block is not run at all. A ```python block that begins with a name, as in "# first.py", is a file of that name
+beside the page.
 """
 
 import doctest
@@ -32,6 +33,20 @@ def blocks(page, language):
             yield text.count("\n", 0, match.start()) + 1, match[2]
 
 
+def files(page):
+    """(name, text) of the files that a page has its reader write."""
+    for _, block in blocks(page, "python"):
+        if match := re.match(r"# (\w+\.py)\n", block):
+            yield match[1], block
+
+
+def write_files(page, directory):
+    if page.parent.name.startswith("stage2"):
+        pytest.importorskip("triton")
+    for name, text in files(page):
+        (directory / name).write_text(text, encoding="utf-8")
+
+
 def name_of(page):
     return str(page.relative_to(ROOT))
 
@@ -52,7 +67,9 @@ def differences(shown, got):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_the_python_of_a_page_gives_what_it_shows(page):
+def test_the_python_of_a_page_gives_what_it_shows(page, tmp_path, monkeypatch):
+    write_files(page, tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
     parser, names, said = doctest.DocTestParser(), {}, []
     for line, block in blocks(page, "python"):
         test = parser.get_doctest(block, names, f"{name_of(page)}:{line}", str(page), line)
@@ -64,7 +81,10 @@ def test_the_python_of_a_page_gives_what_it_shows(page):
 
 @pytest.fixture
 def shell(tmp_path):
-    """shell(command, folder): run a command in a folder of a copy of the repository, the same one throughout a test."""
+    """shell(command, folder): run a command in a folder of a copy of the repository, the same one throughout a test.
+
+    The copy is at shell.copy.
+    """
     (tmp_path / "bin").mkdir()
     for name, program in (("python", sys.executable), ("mpirun", MPIRUN)):
         (tmp_path / "bin" / name).write_text(f'#!/bin/sh\nexec "{program}" "$@"\n')
@@ -80,16 +100,18 @@ def shell(tmp_path):
         options = dict(cwd=copy / folder, env=environment, capture_output=True, text=True, timeout=300)
         return subprocess.run(["bash", "-c", command], **options)
 
+    run.copy = copy
     return run
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_the_commands_of_a_page_print_what_it_shows(page, shell):
-    failures = []
+    failures, folder = [], page.parent.relative_to(ROOT)
+    write_files(page, shell.copy / folder)
     for command, shown in commands(page):
         if NOT_RUN.match(command):
             continue
-        done = shell(command, page.parent.relative_to(ROOT))
+        done = shell(command, folder)
         wrong = differences(shown, done.stdout)
         if done.returncode or done.stderr or wrong:
             failures.append(f"$ {command}\nexit code {done.returncode}\n{done.stderr}{wrong or ''}")
@@ -97,10 +119,11 @@ def test_the_commands_of_a_page_print_what_it_shows(page, shell):
 
 
 @pytest.mark.parametrize("page", LESSONS, ids=name_of)
-def test_the_code_that_a_page_quotes_stands_in_the_core_word_for_word(page):
-    core = "\n".join(file.read_text(encoding="utf-8") for file in (ROOT / "gpt2core").rglob("*.py"))
-    quoted = [block for _, block in blocks(page, "") if block.startswith(("def ", "class "))]
-    assert [block for block in quoted if block not in core] == []
+def test_the_code_that_a_page_quotes_stands_in_the_core_or_the_stage_word_for_word(page):
+    sources = [file for place in (ROOT / "gpt2core", page.parent) for file in place.rglob("*.py")]
+    code = "\n".join(file.read_text(encoding="utf-8") for file in sources)
+    quoted = [block for _, block in blocks(page, "") if block.startswith(("def ", "class ", "@"))]
+    assert [block for block in quoted if block not in code] == []
 
 
 def test_the_first_lesson_quotes_gelu():

@@ -26,7 +26,7 @@ class Lane:
     def __init__(self, config, arena, parameters, backend, shards, group, completed):
         self.shards, self.backend, self.completed = shards, backend, completed
         depth = max(1, (shards - 1).bit_length())  # a counter of that many bits holds every partial sum
-        self.partial = [backend.zeros((arena.size,), parameters.dtype) for _ in range(depth)]
+        self.partial = [backend.zeros((arena.size,), backend.dtype) for _ in range(depth)]
         self.views = [arena.views(flat) for flat in self.partial]
         self.tensors = {}
         for name, array in arena.views(parameters).items():
@@ -55,12 +55,12 @@ class Lane:
             self.completed(name)
 
     def run(self, shards, scale):
-        """[(inputs, targets)] -> their losses; leaves the sum of their gradients in `gradients`."""
+        """[(inputs, targets)] -> their losses, arrays of one element; leaves the gradients' sum in `gradients`."""
         losses = []
         self.done = 0
         for inputs, targets in shards:
             loss = self.model.loss(inputs, targets, scale)
-            losses.append(loss.item())
+            losses.append(loss.data)
             loss.backward()
             self.done += 1
         return losses
@@ -105,10 +105,20 @@ class MicroShards:
         shards = [(inputs[part], targets[part]) for part in even_slices(rows, self.shards)]
         return [shards[part] for part in even_slices(self.shards, self.workers.size)]
 
-    def backward(self, inputs, targets, scale):
-        """-> the losses of the micro-shards in order; leaves the flat sum of their gradients in `gradients`."""
-        deal = self.deal(inputs, targets, len(inputs))
-        losses = self.workers.map(lambda lane, mine: lane.run(mine, scale), self.lanes, deal)
+    def feed(self, inputs, targets):
+        """The batch of the next backward(): inputs, targets (B, T) host arrays."""
+
+        def take(lane, shards):
+            return [tuple(lane.backend.tokens(x, (i, k)) for k, x in enumerate(pair)) for i, pair in enumerate(shards)]
+
+        self.batch = self.workers.map(take, self.lanes, self.deal(inputs, targets, len(inputs)))
+
+    def backward(self, scale):
+        """-> the losses of the micro-shards in order, each an array of one element.
+
+        Leaves the flat sum of their gradients in `gradients`.
+        """
+        losses = self.workers.map(lambda lane, mine: lane.run(mine, scale), self.lanes, self.batch)
         return [loss for lane in losses for loss in lane]
 
     def lane_completed(self, name):

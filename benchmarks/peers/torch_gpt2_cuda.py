@@ -1,0 +1,123 @@
+"""The GPU's peer: nanoGPT's GPT-2 as one trains it: torch.compile, bf16 autocast over fp32 weights, fused AdamW."""
+
+from contextlib import nullcontext
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch.nn.utils import clip_grad_norm_
+
+from benchmarks.peers import torch_gpt2
+
+# B batch, T time, C channels, H heads, D = C // H, V vocabulary
+
+LR, BETAS, DECAY, CLIP = 3e-4, (0.9, 0.95), 0.1, 1.0
+PAD = 64  # nanoGPT pads 50257 words to 50304: a whole number of tiles
+GRAPHS = (None, "trees", "step")
+
+
+class Attention(torch_gpt2.Attention):
+    """q, k and v as nanoGPT cuts them out: the gradient of a split is one concatenation."""
+
+    def forward(self, x, cache=None, past=0):
+        B, T, C = x.shape
+        q, k, v = self.c_attn(x).split(C, dim=2)
+        q = q.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)  # (B, H, T, D)
+        k = k.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)
+        v = v.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.c_proj(y.transpose(1, 2).contiguous().view(B, T, C))
+
+
+class NanoGPT(torch_gpt2.TorchGPT2):
+    """`forward(ids, targets)` gives the mean loss: it belongs to what is compiled, or the logits are written twice."""
+
+    def __init__(self, config):
+        super().__init__(replace(config, vocab_size=-(-config.vocab_size // PAD) * PAD))
+        for block in self.h:
+            block.attn = Attention(config)
+        self.apply(self._initialise)
+
+    def forward(self, ids, targets):
+        logits = super().forward(ids)
+        return F.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1))
+
+
+class CudaSteps:
+    """Training steps: `steps(inputs, targets) -> loss`; the arguments are NumPy int64 arrays (batch_size, seq_len).
+
+    precision: fp32, tf32, or bf16 (autocast, TF32 for what it leaves in fp32). graph: None; "trees": torch.compile's
+    own CUDA graphs of forward and backward (mode="reduce-overhead"); "step": the whole step, clipping and optimizer
+    included, captured once by hand and replayed. With wait=False the loss is a tensor that float() waits for.
+    """
+
+    def __init__(self, config, batch_size, seq_len, precision="bf16", compiled=True, graph=None, device="cuda"):
+        if graph not in GRAPHS or (graph == "trees" and not compiled):
+            raise ValueError(f"graph={graph!r} is none of {GRAPHS}, or wants compiled=True")
+        torch.manual_seed(0)
+        torch.set_float32_matmul_precision("highest" if precision == "fp32" else "high")  # high: TF32
+        self.device, self.kind, self.shape = device, graph, (batch_size, seq_len)
+        self.precision, self.graph = precision, None
+        self.model = NanoGPT(config).to(device)
+        self.loss_of = self.model
+        if compiled:
+            self.loss_of = torch.compile(self.model, mode="reduce-overhead" if graph == "trees" else None)
+        matrices = [parameter for parameter in self.model.parameters() if parameter.dim() >= 2]
+        others = [parameter for parameter in self.model.parameters() if parameter.dim() < 2]
+        groups = [{"params": matrices, "weight_decay": DECAY}, {"params": others, "weight_decay": 0.0}]
+        by_hand = graph == "step"  # a schedule changes the rate between replays: it must be in device memory
+        lr = torch.tensor(LR, device=device) if by_hand else LR
+        self.optimizer = torch.optim.AdamW(groups, lr=lr, betas=BETAS, fused=True, capturable=by_hand)
+
+    def update(self, inputs, targets):
+        """One step on device tensors (B, T) -> the loss, a tensor; nothing in it waits for the device."""
+        autocast = torch.autocast(self.device, torch.bfloat16) if self.precision == "bf16" else nullcontext()
+        with autocast:
+            loss = self.loss_of(inputs, targets)
+        loss.backward()
+        clip_grad_norm_(self.model.parameters(), CLIP)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    def record(self):
+        """Capture update() on fixed inputs, after steps on a side stream in which all is compiled and allocated."""
+        self.inputs, self.targets = (torch.zeros(self.shape, dtype=torch.long, device=self.device) for _ in "xy")
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                self.update(self.inputs, self.targets)
+        torch.cuda.current_stream().wait_stream(stream)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self.loss = self.update(self.inputs, self.targets)
+
+    def upload(self, array):
+        """To the device through pinned memory, without waiting, as nanoGPT's get_batch does."""
+        tensor = torch.from_numpy(array)
+        return tensor.pin_memory().to(self.device, non_blocking=True) if self.device == "cuda" else tensor
+
+    def __call__(self, inputs, targets, wait=True):
+        inputs, targets = self.upload(inputs), self.upload(targets)
+        if self.kind == "step":
+            if self.graph is None:
+                self.record()
+            self.inputs.copy_(inputs)
+            self.targets.copy_(targets)
+            self.graph.replay()
+            loss = self.loss
+        else:
+            if self.kind == "trees":
+                torch.compiler.cudagraph_mark_step_begin()
+            loss = self.update(inputs, targets)
+        if wait:
+            return loss.item()
+        return loss.clone() if self.kind else loss  # the next replay overwrites a graph's results
+
+    def memory(self):
+        """{"allocated_bytes": the peak of living tensors, "held_bytes": the peak of what PyTorch took for them}."""
+        return {
+            "allocated_bytes": torch.cuda.max_memory_allocated(),
+            "held_bytes": torch.cuda.max_memory_reserved(),
+        }

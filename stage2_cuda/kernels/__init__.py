@@ -1,0 +1,1 @@
+"""The Triton kernels, one file a pair: forward and backward next to each other, outputs first, nothing allocated."""

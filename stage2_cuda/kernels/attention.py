@@ -1,0 +1,430 @@
+"""Causal attention without its T x T matrix: FlashAttention-2 (Dao 2023), forward and backward, and over a KV cache.
+
+For q, k, v (T, D) of one head, s and p being (T, T):
+
+    s = q k' / sqrt(D), -inf above the diagonal    lse = log(sum(exp(s)))    p = exp(s - lse)    y = p v
+    dv = p' dy    dp = dy v'    delta = sum(p * dp) = sum(y * dy)    ds = p * (dp - delta)
+    dq = ds k / sqrt(D)    dk = ds' q / sqrt(D)                                            (sums run along a row)
+
+Forward and dq: a program owns M rows (queries) and walks over the columns (keys), N at a time, up to the diagonal.
+dk and dv: a program owns N columns and walks down the rows from the diagonal on. It computes p a second time, but
+nobody else adds to its result: no atomics, the same bits every time. Tiles above the diagonal are never touched, and
+only those on it are masked. Whoever has the longest way is launched first, so that the short ones fill the end.
+
+Tiles come through descriptors, which the TMA unit of a Hopper GPU copies without registers. What lies outside an array
+is read as zero and never written, so that no tile needs a mask for the last rows, or for the columns beyond D.
+"""
+
+# B batch, T time, C channels, H heads, D = C // H head size, in a kernel rounded up to a power of two
+# a tile is M rows of T (queries) by N columns (keys); g is a tile of dy
+
+import math
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from gpt2core.errors import ConfigError
+from stage2_cuda.triton_driver import Pointer, launch
+
+QUERY, KEY, VALUE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # the parts of qkv
+LOG2E, LN2 = tl.constexpr(math.log2(math.e)), tl.constexpr(math.log(2))  # exp(x) = exp2(x log2(e)): one instruction
+
+
+class Tile(NamedTuple):
+    """M rows (queries) by N columns (keys), for so many warps; `stages` tiles are in flight or in use."""
+
+    M: int
+    N: int
+    warps: int
+    stages: int
+
+
+class Config(NamedTuple):
+    """One tile for each kernel; with `both`, which is square, one kernel computes dq, dk and dv."""
+
+    forward: Tile
+    dq: Tile | None = None
+    dkdv: Tile | None = None
+    both: Tile | None = None
+
+
+ANY = 1 << 62
+# For (largest D, largest T), the first that fits. 16 bits: the fastest on an H200, but for the forward of short T; the
+# others are guesses, which spill few registers when compiled for it. Strict fp32 has no tensor cores to keep busy.
+CONFIGS = {
+    "16 bits": {
+        (64, 256): Config(Tile(64, 64, 4, 3), both=Tile(64, 64, 4, 2)),
+        (64, 4096): Config(Tile(128, 64, 8, 3), dq=Tile(128, 64, 8, 3), dkdv=Tile(64, 64, 4, 3)),
+        (64, ANY): Config(Tile(128, 64, 8, 3), dq=Tile(128, 64, 4, 3), dkdv=Tile(64, 64, 4, 3)),
+        (128, ANY): Config(Tile(64, 64, 4, 3), dq=Tile(128, 32, 8, 3), dkdv=Tile(64, 128, 8, 3)),
+    },
+    "ieee": {
+        (64, ANY): Config(Tile(32, 32, 8, 2), dq=Tile(32, 32, 8, 2), dkdv=Tile(32, 32, 8, 2)),
+        (128, ANY): Config(Tile(16, 16, 8, 2), dq=Tile(16, 16, 8, 2), dkdv=Tile(16, 16, 8, 2)),
+    },
+    "tf32": {
+        (64, ANY): Config(Tile(64, 64, 4, 2), dq=Tile(64, 64, 4, 2), dkdv=Tile(64, 64, 4, 2)),
+        (128, ANY): Config(Tile(64, 32, 8, 2), dq=Tile(64, 32, 8, 2), dkdv=Tile(32, 64, 8, 2)),
+    },
+    "tf32x3": {(128, ANY): Config(Tile(64, 32, 4, 2), dq=Tile(64, 32, 4, 2), dkdv=Tile(32, 64, 4, 2))},
+}
+CACHED = Tile(16, 64, 4, 2)  # new queries by keys, of attention over a cache; a guess too
+
+
+# -- tiles -------------------------------------------------------------------------------------------------------------
+
+
+def head_tiles(array, n_head, D, rows):
+    """array (B, T, parts C) as (B, parts, H, T, D), to be read and written `rows` of T at a time."""
+    B, T, columns = array.shape
+    C = n_head * D
+    shape, strides = [B, columns // C, n_head, T, D], [T * columns, C, D, columns, 1]
+    return TensorDescriptor(Pointer(array), shape, strides, [1, 1, 1, rows, padded(D)])
+
+
+@triton.jit
+def load_tile(x, b, part, h, row, ROWS: tl.constexpr, D: tl.constexpr):
+    return x.load([b, part, h, row, 0]).reshape(ROWS, D)
+
+
+@triton.jit
+def store_tile(x, tile, b, part, h, row, ROWS: tl.constexpr, D: tl.constexpr):
+    x.store([b, part, h, row, 0], tile.to(x.dtype).reshape(1, 1, 1, ROWS, D))
+
+
+@triton.jit
+def load_rows(x, rows, T):
+    return tl.load(x + rows, mask=rows < T, other=0.0)  # beyond T q, dy, lse and delta are 0, and so is what they add
+
+
+@triton.jit
+def below_diagonal(rows, columns):
+    return rows[:, None] >= columns[None, :]  # (M, N): a query sees its own key and those before
+
+
+# -- forward -----------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def softmax_step(s, peak, total, acc, scale):
+    """Scores s (M, N) -> p = exp(s - peak); where the peak (M) grows, the sums total (M) and acc (M, D) shrink."""
+    new = tl.maximum(peak, tl.max(s, 1) * scale)
+    p = tl.math.exp2(s * scale - new[:, None])
+    shrink = tl.math.exp2(peak - new)
+    return p, new, total * shrink + tl.sum(p, 1), acc * shrink[:, None]
+
+
+@triton.jit
+def forward_columns(
+    acc, peak, total, q, qkv, b, h, rows, first, end, scale,
+    N: tl.constexpr, D: tl.constexpr, DIAGONAL: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Let the queries q (M, D) of `rows` attend to the keys [first, end)."""
+    for n in tl.range(first, end, N):
+        n = tl.multiple_of(n, N)
+        k = load_tile(qkv, b, KEY, h, n, N, D)  # (N, D)
+        s = tl.dot(q, k.T, input_precision=PRECISION)  # (M, N)
+        if DIAGONAL:
+            s = tl.where(below_diagonal(rows, n + tl.arange(0, N)), s, float("-inf"))
+        p, peak, total, acc = softmax_step(s, peak, total, acc, scale)
+        v = load_tile(qkv, b, VALUE, h, n, N, D)
+        acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)  # (M, D)
+    return acc, peak, total
+
+
+@triton.jit
+def forward_kernel(
+    y, lse, qkv_m, qkv_n, T, H, scale,
+    M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """y and lse of M rows. qkv_m, qkv_n: qkv in tiles of M and of N; scale: log2(e) / sqrt(D)."""
+    b, h = tl.program_id(0) // H, tl.program_id(0) % H
+    m0 = (tl.num_programs(1) - 1 - tl.program_id(1)) * M  # the longest first
+    rows = m0 + tl.arange(0, M)
+    q = load_tile(qkv_m, b, QUERY, h, m0, M, D)
+    peak, total = tl.full([M], float("-inf"), tl.float32), tl.zeros([M], tl.float32)
+    acc = tl.zeros([M, D], tl.float32)
+    diagonal = tl.multiple_of(m0 // N * N, N)
+    acc, peak, total = forward_columns(
+        acc, peak, total, q, qkv_n, b, h, rows, 0, diagonal, scale, N, D, False, PRECISION
+    )
+    acc, peak, total = forward_columns(
+        acc, peak, total, q, qkv_n, b, h, rows, diagonal, tl.minimum(m0 + M, T), scale, N, D, True, PRECISION
+    )
+    tl.store(lse + tl.program_id(0).to(tl.int64) * T + rows, (peak + tl.math.log2(total)) * LN2, mask=rows < T)
+    store_tile(y, acc / total[:, None], b, 0, h, m0, M, D)
+
+
+def attention_forward(y, lse, qkv, n_head, precision="ieee", config=None):
+    """qkv (B, T, 3C), q then k then v, heads side by side -> y (B, T, C), lse (B, H, T) float32.
+
+    precision: "ieee", "tf32" or "tf32x3", of the products of fp32; fp16 and bf16 have but one, summed in fp32.
+    config: another `Config` than the table's. Raises ConfigError for a head size that is no multiple of 8 up to 128.
+    """
+    B, T, D, config = plan(qkv, n_head, precision, config)
+    M, N = config.forward[:2]
+    y, qkv_m, qkv_n = (head_tiles(x, n_head, D, rows) for x, rows in ((y, M), (qkv, M), (qkv, N)))
+    arguments = y, lse, qkv_m, qkv_n, T, n_head, LOG2E.value / math.sqrt(D)
+    launch(forward_kernel, (B * n_head, triton.cdiv(T, M)), *arguments, **constants(config.forward, D, precision))
+
+
+# -- backward ----------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def row_delta(y, dy):
+    return tl.sum(y.to(tl.float32) * dy.to(tl.float32), 1)  # (M)
+
+
+@triton.jit
+def dq_columns(
+    dq, q, dy, lse, delta, qkv, b, h, rows, first, end, scale,
+    N: tl.constexpr, D: tl.constexpr, DIAGONAL: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Add to dq (M, D) what the queries of `rows` owe to the keys [first, end)."""
+    for n in tl.range(first, end, N):
+        n = tl.multiple_of(n, N)
+        k = load_tile(qkv, b, KEY, h, n, N, D)
+        s = tl.dot(q, k.T, input_precision=PRECISION)  # (M, N)
+        v = load_tile(qkv, b, VALUE, h, n, N, D)
+        dp = tl.dot(dy, v.T, input_precision=PRECISION)
+        p = tl.math.exp2(s * (scale * LOG2E) - lse[:, None])
+        if DIAGONAL:
+            p = tl.where(below_diagonal(rows, n + tl.arange(0, N)), p, 0.0)
+        ds = p * (dp - delta[:, None])
+        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
+    return dq
+
+
+@triton.jit
+def dq_tile(
+    dqkv, dy, lse, delta, qkv_m, qkv_n, b, h, m0, T, scale,
+    M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dq of the rows [m0, m0 + M), whose dy (M, D), lse (M, times log2(e)) and delta (M) are given."""
+    rows = m0 + tl.arange(0, M)
+    q = load_tile(qkv_m, b, QUERY, h, m0, M, D)
+    dq = tl.zeros([M, D], tl.float32)
+    diagonal = tl.multiple_of(m0 // N * N, N)
+    dq = dq_columns(dq, q, dy, lse, delta, qkv_n, b, h, rows, 0, diagonal, scale, N, D, False, PRECISION)
+    end = tl.minimum(m0 + M, T)
+    dq = dq_columns(dq, q, dy, lse, delta, qkv_n, b, h, rows, diagonal, end, scale, N, D, True, PRECISION)
+    store_tile(dqkv, dq * scale, b, QUERY, h, m0, M, D)
+
+
+@triton.jit
+def dkdv_rows(
+    dk, dv, k, v, dy, lse, delta, qkv, b, h, columns, first, end, T, scale,
+    M: tl.constexpr, D: tl.constexpr, DIAGONAL: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Add to dk and dv (N, D) what the rows [first, end) owe to the keys of `columns`; a tile is transposed, (N, M)."""
+    for m in tl.range(first, end, M):
+        m = tl.multiple_of(m, M)
+        rows = m + tl.arange(0, M)
+        q = load_tile(qkv, b, QUERY, h, m, M, D)
+        s = tl.dot(k, q.T, input_precision=PRECISION)  # (N, M)
+        p = tl.math.exp2(s * (scale * LOG2E) - load_rows(lse, rows, T)[None, :] * LOG2E)
+        if DIAGONAL:
+            p = tl.where(below_diagonal(rows, columns).T, p, 0.0)
+        g = load_tile(dy, b, 0, h, m, M, D)
+        dv = tl.dot(p.to(g.dtype), g, dv, input_precision=PRECISION)  # (N, D)
+        dp = tl.dot(v, g.T, input_precision=PRECISION)  # (N, M)
+        ds = p * (dp - load_rows(delta, rows, T)[None, :])
+        dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
+    return dk, dv
+
+
+@triton.jit
+def dkdv_tile(
+    dqkv, dy, lse, delta, qkv_m, qkv_n, b, h, n0, T, scale,
+    M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dk and dv of the columns [n0, n0 + N); lse and delta point to the T of this head."""
+    columns = n0 + tl.arange(0, N)
+    k, v = load_tile(qkv_n, b, KEY, h, n0, N, D), load_tile(qkv_n, b, VALUE, h, n0, N, D)
+    dk, dv = tl.zeros([N, D], tl.float32), tl.zeros([N, D], tl.float32)
+    diagonal, end = n0 // M * M, tl.cdiv(T, M) * M
+    full = tl.minimum(tl.cdiv(n0 + N, M) * M, end)  # the first row that sees all of the columns, or none is left
+    dk, dv = dkdv_rows(
+        dk, dv, k, v, dy, lse, delta, qkv_m, b, h, columns, diagonal, full, T, scale, M, D, True, PRECISION
+    )
+    dk, dv = dkdv_rows(dk, dv, k, v, dy, lse, delta, qkv_m, b, h, columns, full, end, T, scale, M, D, False, PRECISION)
+    store_tile(dqkv, dv, b, VALUE, h, n0, N, D)
+    store_tile(dqkv, dk * scale, b, KEY, h, n0, N, D)
+
+
+@triton.jit
+def dq_kernel(
+    dqkv, delta, dy, y, lse, qkv_m, qkv_n, T, H, scale,
+    M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """delta and dq of M rows; scale: 1 / sqrt(D)."""
+    b, h = tl.program_id(0) // H, tl.program_id(0) % H
+    m0 = (tl.num_programs(1) - 1 - tl.program_id(1)) * M  # the longest first
+    rows, head = m0 + tl.arange(0, M), tl.program_id(0).to(tl.int64) * T
+    g = load_tile(dy, b, 0, h, m0, M, D)
+    d = row_delta(load_tile(y, b, 0, h, m0, M, D), g)
+    tl.store(delta + head + rows, d, mask=rows < T)
+    l2 = load_rows(lse + head, rows, T) * LOG2E
+    dq_tile(dqkv, g, l2, d, qkv_m, qkv_n, b, h, m0, T, scale, M, N, D, PRECISION)
+
+
+@triton.jit
+def dkdv_kernel(
+    dqkv, delta, dy, lse, qkv_m, qkv_n, T, H, scale,
+    M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dk and dv of N columns; the first columns, which all rows see, are launched first."""
+    b, h, head = tl.program_id(0) // H, tl.program_id(0) % H, tl.program_id(0).to(tl.int64) * T
+    n0 = tl.program_id(1) * N
+    dkdv_tile(dqkv, dy, lse + head, delta + head, qkv_m, qkv_n, b, h, n0, T, scale, M, N, D, PRECISION)
+
+
+@triton.jit
+def delta_kernel(delta, dy, y, T, H, M: tl.constexpr, D: tl.constexpr):
+    """delta of M rows, for `dqkv_kernel`, whose programs need that of other programs' rows too."""
+    b, h, m0 = tl.program_id(0) // H, tl.program_id(0) % H, tl.program_id(1) * M
+    rows = m0 + tl.arange(0, M)
+    d = row_delta(load_tile(y, b, 0, h, m0, M, D), load_tile(dy, b, 0, h, m0, M, D))
+    tl.store(delta + tl.program_id(0).to(tl.int64) * T + rows, d, mask=rows < T)
+
+
+@triton.jit
+def dqkv_kernel(
+    dqkv, delta, dy, lse, qkv, T, H, scale,
+    M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dk and dv of M columns, then dq of as many rows, M being N: for a short T, in one launch of equal shares."""
+    b, h, head = tl.program_id(0) // H, tl.program_id(0) % H, tl.program_id(0).to(tl.int64) * T
+    m0 = tl.program_id(1) * M
+    dkdv_tile(dqkv, dy, lse + head, delta + head, qkv, qkv, b, h, m0, T, scale, M, N, D, PRECISION)
+    rows = m0 + tl.arange(0, M)
+    l2, d = load_rows(lse + head, rows, T) * LOG2E, load_rows(delta + head, rows, T)
+    dq_tile(dqkv, load_tile(dy, b, 0, h, m0, M, D), l2, d, qkv, qkv, b, h, m0, T, scale, M, N, D, PRECISION)
+
+
+def attention_backward(dqkv, delta, dy, qkv, y, lse, n_head, precision="ieee", config=None):
+    """dy (B, T, C), with the y and lse of forward -> dqkv (B, T, 3C); delta (B, H, T) float32 is scratch."""
+    B, T, D, config = plan(qkv, n_head, precision, config)
+    heads, numbers = B * n_head, (T, n_head, 1 / math.sqrt(D))
+
+    def tiles(rows, *arrays):
+        return [head_tiles(array, n_head, D, rows) for array in arrays]
+
+    if both := config.both:
+        dqkv, dy, y, qkv = tiles(both.M, dqkv, dy, y, qkv)
+        grid = heads, triton.cdiv(T, both.M)
+        launch(delta_kernel, grid, delta, dy, y, T, n_head, M=both.M, D=padded(D))
+        launch(dqkv_kernel, grid, dqkv, delta, dy, lse, qkv, *numbers, **constants(both, D, precision))
+        return
+    M, N = config.dq[:2]
+    dqkv_m, dy_m, y_m, qkv_m = tiles(M, dqkv, dy, y, qkv)
+    arguments = dqkv_m, delta, dy_m, y_m, lse, qkv_m, *tiles(N, qkv)
+    launch(dq_kernel, (heads, triton.cdiv(T, M)), *arguments, *numbers, **constants(config.dq, D, precision))
+    M, N = config.dkdv[:2]
+    dqkv_n, qkv_n = tiles(N, dqkv, qkv)
+    arguments = dqkv_n, delta, *tiles(M, dy), lse, *tiles(M, qkv), qkv_n  # the delta that dq_kernel has left
+    launch(dkdv_kernel, (heads, triton.cdiv(T, N)), *arguments, *numbers, **constants(config.dkdv, D, precision))
+
+
+# -- inference ---------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def load_new(qkv, rows, dims, t, C, D: tl.constexpr):
+    """Rows of q, k or v out of qkv, which points to the first row of a head: (rows, dims)."""
+    inside = (rows < t)[:, None] & (dims < D)[None, :]
+    return tl.load(qkv + rows[:, None] * 3 * C + dims[None, :], mask=inside, other=0.0)
+
+
+@triton.jit
+def attend(acc, peak, total, q, k, v, visible, scale, PRECISION: tl.constexpr):
+    """Let the queries q (M, D) attend to those of the keys k and values v (N, D) that are visible."""
+    s = tl.where(visible, tl.dot(q, k.T, input_precision=PRECISION), float("-inf"))  # (M, N)
+    p, peak, total, acc = softmax_step(s, peak, total, acc, scale)
+    return tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION), peak, total
+
+
+@triton.jit(do_not_specialize=["position"])
+def cached_kernel(
+    y, keys, values, qkv, position, t, H, block, scale,
+    M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """y of M new rows, and their k and v into the caches; SIZE is the head size, D it rounded up.
+
+    Other programs write the caches from `position` on meanwhile: the new keys and values are read out of qkv.
+    """
+    if position.dtype.is_ptr():
+        position = tl.load(position)
+    C = H * SIZE
+    b, h, head = tl.program_id(0) // H, tl.program_id(0) % H, tl.program_id(0).to(tl.int64) * SIZE * block
+    rows, dims = tl.program_id(1) * M + tl.arange(0, M), tl.arange(0, D)
+    new = (rows < t)[:, None] & (dims < SIZE)[None, :]  # (M, D)
+    first = b.to(tl.int64) * t
+    qkv += first * 3 * C + h * SIZE
+    keys += head
+    values += head
+
+    slots = position + rows
+    new_k, new_v = load_new(qkv + C, rows, dims, t, C, SIZE), load_new(qkv + 2 * C, rows, dims, t, C, SIZE)
+    tl.store(keys + dims[None, :] * block + slots[:, None], new_k, mask=new)  # (D, block): keys are kept transposed
+    tl.store(values + slots[:, None] * SIZE + dims[None, :], new_v, mask=new)
+
+    q = load_new(qkv, rows, dims, t, C, SIZE)
+    peak, total = tl.full([M], float("-inf"), tl.float32), tl.zeros([M], tl.float32)
+    acc = tl.zeros([M, D], tl.float32)
+    for n in tl.range(0, position, N):
+        old = n + tl.arange(0, N)
+        inside = (old < position)[:, None] & (dims < SIZE)[None, :]  # (N, D)
+        k = tl.load(keys + dims[None, :] * block + old[:, None], mask=inside, other=0.0)
+        v = tl.load(values + old[:, None] * SIZE + dims[None, :], mask=inside, other=0.0)
+        acc, peak, total = attend(acc, peak, total, q, k, v, (old < position)[None, :], scale, PRECISION)
+    for n in tl.range(0, tl.minimum(tl.program_id(1) * M + M, t), N):
+        columns = n + tl.arange(0, N)
+        k, v = load_new(qkv + C, columns, dims, t, C, SIZE), load_new(qkv + 2 * C, columns, dims, t, C, SIZE)
+        acc, peak, total = attend(acc, peak, total, q, k, v, below_diagonal(rows, columns), scale, PRECISION)
+    y += first * C + h * SIZE
+    tl.store(y + rows[:, None] * C + dims[None, :], (acc / total[:, None]).to(y.dtype.element_ty), mask=new)
+
+
+def attention_cached(y, qkv, keys, values, position, n_head, precision="ieee"):
+    """qkv (B, t, 3C) of positions [position, position + t) -> y (B, t, C), attending to all positions so far.
+
+    Writes k and v into the caches, keys (B, H, D, block) and values (B, H, block, D). position: an integer, or an
+    array of one int32 on the device, which a captured graph reads anew at each replay.
+    """
+    B, t, D, _ = plan(qkv, n_head, precision)
+    block = keys.shape[3]
+    if isinstance(position, int) and position + t > block:
+        raise ConfigError(f"a cache of {block} positions has no room for {t} more after {position}")
+    arguments = y, keys, values, qkv, position, t, n_head, block, LOG2E.value / math.sqrt(D)
+    grid = B * n_head, triton.cdiv(t, CACHED.M)
+    launch(cached_kernel, grid, *arguments, SIZE=D, **constants(CACHED, D, precision))
+
+
+# -- what is launched --------------------------------------------------------------------------------------------------
+
+
+def padded(D):
+    return max(16, triton.next_power_of_2(D))  # tl.dot takes no less
+
+
+def constants(tile, D, precision):
+    options = {"num_warps": tile.warps, "num_stages": tile.stages}
+    return {"M": tile.M, "N": tile.N, "D": padded(D), "PRECISION": precision, **options}
+
+
+def plan(qkv, n_head, precision, config=None):
+    """-> B, T, the head size, and the config: the given one or the table's."""
+    B, T, columns = qkv.shape
+    D, rest = divmod(columns, 3 * n_head)
+    if rest or D % 8 or not 8 <= D <= 128:
+        raise ConfigError(
+            f"attention takes head sizes that are multiples of 8 up to 128, not {columns // 3} / {n_head}"
+        )
+    kind = "16 bits" if qkv.dtype.itemsize == 2 else precision
+    if not config:
+        config = next(best for (largest, longest), best in CONFIGS[kind].items() if D <= largest and T <= longest)
+    return B, T, D, config

@@ -1,0 +1,8 @@
+"""Train GPT-2 on one GPU: CuPy arrays, Triton kernels, one process."""
+
+from gpt2core.cli import train
+from gpt2core.communicator import Solo
+from stage2_cuda.cuda_backend import CudaBackend
+
+if __name__ == "__main__":
+    train(backend=CudaBackend, world=Solo)

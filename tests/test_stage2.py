@@ -1,0 +1,345 @@
+"""Stage 2 is stage 0 by other kernels: its losses, gradients, texts and checkpoints, on a GPU or in the interpreter."""
+
+# B batch, T time, C channels, V vocabulary
+
+import importlib
+import json
+import math
+import os
+import pkgutil
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("triton")
+
+from gpt2core import cli
+from gpt2core.dataset import Windows, load_tokens
+from gpt2core.model import GPT2, PRESETS, GPT2Config, initial_parameters
+from gpt2core.recipes import CORPUS, RECIPES
+from gpt2core.sampler import generate
+from gpt2core.trainer import Trainer
+from stage0_serial.numpy_backend import NumpyBackend
+from stage2_cuda import kernels, triton_driver
+from stage2_cuda.cuda_backend import CudaBackend
+
+ROOT = Path(__file__).resolve().parents[1]
+STAGE = ROOT / "stage2_cuda"
+gpu = pytest.mark.gpu
+# Where there is a GPU all of this is about it, but for what is about the interpreter itself.
+pytestmark = [] if triton_driver.interpreted() else [gpu]
+in_the_interpreter = pytest.mark.skipif(not triton_driver.interpreted(), reason="is about the interpreter")
+
+# The second has a head size that is no power of two, an odd vocabulary, and fewer positions than a tile has rows.
+UNTIED, TIED = GPT2Config(64, 16, 2, 2, 32, tied=False), GPT2Config(37, 12, 2, 2, 48, tied=True)
+BATCH = 6
+ADAMW = dict(clip=0.5, weight_decay=0.1)
+
+
+def parameters_of(config):
+    """Larger than they are initially, so that attention is not nearly uniform and every gradient is of some size."""
+    for name, array in initial_parameters(config, 0):
+        yield name, array * np.float32(45 / math.sqrt(config.n_embd) if array.ndim > 1 else 1)
+
+
+def windows_of(config):
+    """Most of it is one token, so that the embedding's gradient has a run of rows that is cut into pieces."""
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, config.vocab_size, 20 * config.block_size)
+    tokens[rng.random(tokens.size) < 0.75] = 3
+    return Windows(tokens, config.block_size)
+
+
+def trainer_of(backend, config, micro_shards=1, batch=BATCH, **options):
+    sizes = dict(batch_size=batch, seq_len=config.block_size, micro_shards=micro_shards)
+    trainer = Trainer(config, [backend], **sizes, optimizer=ADAMW | options)
+    trainer.load(dict(parameters_of(config)))
+    return trainer
+
+
+def gradients_of(trainer):
+    return {name: trainer.workers.backends[0].to_host(g) for name, g in trainer.named(trainer.shards.gradients).items()}
+
+
+def losses_of(trainer, steps, lr=1e-3):
+    windows = windows_of(trainer.config)
+    return [trainer.step(windows, lr).loss for _ in range(steps)]
+
+
+def assert_near(got, want, tolerance, name):
+    """norm(got - want) <= tolerance * norm(want), which no NaN passes."""
+    assert np.linalg.norm(got.astype(np.float64) - want) <= tolerance * np.linalg.norm(want.astype(np.float64)), name
+
+
+# -- the step ---------------------------------------------------------------------------------------------------------
+
+STEPS = [(UNTIED, 1), (TIED, 2), pytest.param(PRESETS["paper"], 1, marks=gpu)]
+
+
+@pytest.mark.parametrize("config, micro_shards", STEPS, ids=["untied", "tied, 2 micro-shards", "paper"])
+def test_a_training_step_has_stage_0_s_loss_norm_and_gradients(config, micro_shards):
+    # fp32 on both sides, sums in another order; the update is left out, as Adam makes a step of any rounding error
+    ours, stage0 = (trainer_of(backend(), config, micro_shards) for backend in (CudaBackend, NumpyBackend))
+    step, expected = (trainer.step(windows_of(config), 1e-3) for trainer in (ours, stage0))
+    assert step.loss == pytest.approx(expected.loss, rel=1e-5)
+    assert step.grad_norm == pytest.approx(expected.grad_norm, rel=1e-5)
+    gradients, wanted = gradients_of(ours), gradients_of(stage0)
+    assert gradients.keys() == wanted.keys()
+    for name, gradient in wanted.items():
+        # at the size of `paper` six layers' rounding adds up: the ladder's bound of a whole model
+        assert_near(gradients[name], gradient, 1e-4 if config is PRESETS["paper"] else 1e-5, name)
+
+
+def test_three_steps_have_stage_0_s_losses_and_twice_the_same_bits():
+    first, again, stage0 = (
+        trainer_of(backend(), TIED, batch=2) for backend in (CudaBackend, CudaBackend, NumpyBackend)
+    )
+    losses = losses_of(first, 3)
+    np.testing.assert_allclose(losses, losses_of(stage0, 3), rtol=1e-5)
+    assert losses == losses_of(again, 3)
+    assert first.parameter_hash() == again.parameter_hash()
+
+
+def test_the_validation_loss_is_stage_0_s():
+    ours, stage0 = (trainer_of(backend(), TIED, batch=8) for backend in (CudaBackend, NumpyBackend))
+    assert ours.evaluate(windows_of(TIED)) == pytest.approx(stage0.evaluate(windows_of(TIED)), rel=1e-5)
+
+
+# -- which kernels ----------------------------------------------------------------------------------------------------
+
+# Those that neither a step nor a validation nor a generated token of fp32 launches, and who needs them.
+ELSEWHERE = {
+    "attention.delta_kernel": "16 bits, T up to 256: dq, dk and dv in one launch",
+    "attention.dqkv_kernel": "16 bits, T up to 256",
+    "cast.cast_kernel": "16 bits: the copy of the parameters that kernels read, when they are loaded",
+    "cast.zero_kernel": "nobody yet",
+    "cross_entropy.backward_kernel": "a vocabulary that is divided over ranks: stage 3",
+}
+
+
+def name_of(kernel):
+    return f"{kernel.fn.__module__.rpartition('.')[2]}.{kernel.fn.__name__}"
+
+
+def all_kernels():
+    """The functions that are launched; those that they call have other names."""
+    for module in pkgutil.iter_modules(kernels.__path__):
+        for name, function in vars(importlib.import_module(f"{kernels.__name__}.{module.name}")).items():
+            if name.endswith("_kernel"):
+                yield name_of(function)
+
+
+def test_every_kernel_is_launched_by_a_step_a_validation_and_a_generated_token(monkeypatch):
+    launched, runtime = set(), triton_driver.runtime()
+
+    def launch(kernel, *arguments, original=runtime.launch):
+        launched.add(name_of(kernel))
+        return original(kernel, *arguments)
+
+    monkeypatch.setattr(runtime, "launch", launch)
+    trainer = trainer_of(CudaBackend(), UNTIED, batch=4)  # a piece of the embedding's gradient is 64 rows
+    losses_of(trainer, 1)
+    step = set(launched)
+    trainer.evaluate(Windows(np.arange(UNTIED.block_size + 1), UNTIED.block_size))
+    list(generate(trainer.model(), [1, 2, 3], 1))
+    assert launched - step == {"cross_entropy.forward_kernel", "attention.cached_kernel"}
+    assert set(all_kernels()) - launched == ELSEWHERE.keys()
+
+
+# -- generation, checkpoints ------------------------------------------------------------------------------------------
+
+
+def test_a_generated_text_is_stage_0_s_also_after_the_window_slides():
+    prompt, count = [1, 2, 3, 30, 3], 12  # the block is full after 7
+    texts = []
+    for backend in (CudaBackend(), NumpyBackend()):
+        model = GPT2.of_arrays(TIED, dict(parameters_of(TIED)), backend)
+        texts.append(list(generate(model, prompt, count)))
+    assert texts[0] == texts[1] and len(set(texts[0])) > 3
+
+
+def rows_of(log):
+    return [json.loads(line) for line in Path(log).read_text().splitlines()]
+
+
+@pytest.mark.parametrize("backends", [(CudaBackend, NumpyBackend), (NumpyBackend, CudaBackend)], ids=["2, 0", "0, 2"])
+def test_a_run_of_one_stage_is_resumed_by_the_other(command, corpus, tmp_path, backends):
+    first, then = backends
+    flags = ("--preset", "nano", "--data", corpus, "--micro-shards", 1, "--no-deterministic", "--sample", 0)
+    flags += ("--log", tmp_path / "log", "--out", tmp_path / "run")
+    assert command(cli.train, *flags, "--steps", 1, backend=first).code == 0
+    done = command(cli.train, *flags, "--steps", 3, "--resume", tmp_path / "run", backend=then)
+    assert (done.code, done.err) == (0, "") and "resumed after step 0" in done.out
+    losses = [row["loss"] for row in rows_of(tmp_path / "log")]
+    flags = (*flags[:-2], "--steps", 3, "--log", tmp_path / "whole")
+    assert command(cli.train, *flags).code == 0
+    np.testing.assert_allclose(losses, [row["loss"] for row in rows_of(tmp_path / "whole")][-len(losses) :], rtol=1e-5)
+    texts = [
+        command(cli.infer, "--weights", tmp_path / "run", "--prompt", "the model", "--max-new-tokens", 3, backend=each)
+        for each in (CudaBackend, NumpyBackend)
+    ]
+    assert texts[0] == texts[1] and texts[0].code == 0
+
+
+# -- what is refused --------------------------------------------------------------------------------------------------
+
+
+def one_line(result):
+    return result.code == 2 and result.err.startswith("error: ") and result.err.count("\n") == 1
+
+
+@in_the_interpreter
+@pytest.mark.parametrize("precision", ["bf16", "tf32"])
+def test_the_interpreter_computes_in_fp32_alone(train2, precision):
+    result = train2("--preset", "nano", "--steps", 1, "--precision", precision)
+    assert one_line(result) and f"--precision {precision}" in result.err and "use fp32" in result.err
+
+
+def test_fp16_is_not_built_yet(train2):
+    result = train2("--preset", "nano", "--precision", "fp16")
+    assert one_line(result) and "--precision fp16 is not built yet" in result.err
+
+
+@pytest.mark.parametrize(
+    "flags",
+    ["--tp 2", "--dp bucket", "--zero 1", "--compress int8", "--collectives ring", "--verify-every 5", "--bucket-mb 1"],
+)
+def test_what_is_for_many_ranks_is_refused(train2, flags):
+    result = train2("--preset", "nano", *flags.split())
+    assert one_line(result) and f"{flags.split()[0]}" in result.err and "this stage is one process" in result.err
+
+
+def test_threads_are_refused(train2):
+    result = train2("--preset", "nano", "--threads", 2)
+    assert one_line(result) and "--threads 2" in result.err
+
+
+def without_a_gpu(*argv, **variables):
+    """Run a command where no GPU is to be seen and TRITON_INTERPRET is not set."""
+    environment = {name: value for name, value in os.environ.items() if name not in ("TRITON_INTERPRET", "MAKEFLAGS")}
+    environment |= {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)} | variables
+    return subprocess.run(argv, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+
+
+def test_without_a_gpu_a_script_names_the_way(train, corpus, tmp_path):
+    train("--preset", "nano", "--data", corpus, "--steps", 1, "--sample", 0, "--out", tmp_path / "run")
+    for words in (["train_gpt2.py"], ["inference.py", "--weights", tmp_path / "run"]):
+        done = without_a_gpu(sys.executable, STAGE / words[0], *words[1:])
+        assert (done.returncode, done.stdout) == (2, "") and done.stderr.startswith("error: ")
+        assert "TRITON_INTERPRET=1" in done.stderr and done.stderr.count("\n") == 1
+
+
+# -- make -------------------------------------------------------------------------------------------------------------
+
+SMI = "| NVIDIA-SMI 580.65.06    Driver Version: 580.65.06    CUDA Version: {} |"
+
+
+@pytest.fixture
+def make(tmp_path):
+    """make(*words, cuda="13.0") -> the finished process, on a machine whose driver speaks that CUDA, or has no GPU."""
+    if not shutil.which("make"):
+        pytest.skip("there is no make")
+
+    def run(*words, cuda=None, **variables):
+        text = f"echo '{SMI.format(cuda)}'" if cuda else "echo 'No devices were found'; exit 6"
+        (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / "nvidia-smi").chmod(0o755)
+        path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+        return without_a_gpu("make", "--no-print-directory", *map(str, words), PATH=path, **variables)
+
+    return run
+
+
+@pytest.mark.parametrize("cuda, extra", [("12.8", "cuda12"), ("13.0", "cuda13"), ("14.1", "cuda13")])
+def test_make_installs_what_the_driver_can_use(make, cuda, extra):
+    done = make("-n", "-W", "pyproject.toml", "train", "STAGE=2", cuda=cuda)  # as if it had just changed
+    assert done.returncode == 0, done.stderr
+    assert f"--editable '.[{extra}]'" in done.stdout and "--preset paper" in done.stdout
+
+
+@pytest.mark.parametrize("goal, extras", [("test", ["mpi,test"]), ("test-gpu", ["mpi,test", "cuda13"])])
+def test_make_installs_what_the_tests_need(make, goal, extras):
+    done = make("-n", "-W", "pyproject.toml", goal, cuda="13.0")
+    assert done.returncode == 0, done.stderr
+    assert re.findall(r"--editable '\.\[(.*)\]'", done.stdout) == extras
+
+
+def test_make_without_a_gpu_interprets_nano_and_says_so(make, corpus):
+    arguments = f"ARGS=--steps 1 --sample 0 --batch-size 1 --data {corpus} --out {corpus.parent}/nano"
+    done = make("train", "STAGE=2", "PRESET=nano", f"PYTHON={sys.executable}", arguments)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "there is no GPU here: TRITON_INTERPRET=1" in done.stdout and "the Triton interpreter" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "words, cuda, said",
+    [
+        ("train STAGE=2", None, "far too slow for PRESET=paper: use PRESET=nano"),
+        ("generate STAGE=2 PRESET=tiny", None, "far too slow for PRESET=tiny: use PRESET=nano"),
+        ("generate STAGE=2 PRESET=nano OUT=nowhere", None, "make train STAGE=2 PRESET=nano"),
+        ("train STAGE=2", "11.8", "speaks CUDA 11, and stage 2 needs 12 or 13"),
+        ("train STAGE=2 N=2", "13.0", "stage 2 is one process"),
+    ],
+)
+def test_make_names_the_mistake_in_one_line(make, words, cuda, said):
+    done = make(*words.split(), f"PYTHON={sys.executable}", cuda=cuda)
+    assert done.returncode == 2 and said in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_who_sets_the_variable_has_any_preset_interpreted(make):
+    done = make("-n", "train", "STAGE=2", f"PYTHON={sys.executable}", cuda="13.0", TRITON_INTERPRET="1")
+    assert done.returncode == 0 and "--preset paper" in done.stdout
+
+
+# -- on a GPU ---------------------------------------------------------------------------------------------------------
+
+
+def train_paper(train2, log, *flags):
+    result = train2("--preset", "paper", "--steps", 50, "--sample", 0, "--log", log, *flags)
+    assert (result.code, result.err) == (0, "")
+    return [row["loss"] for row in rows_of(log)]
+
+
+@pytest.fixture(scope="module")
+def curve():
+    """Stage 0's losses of preset paper, as benchmarks/curve.py has kept them."""
+    return json.loads((ROOT / "results" / "curve.json").read_text())["results"]["losses"]
+
+
+@gpu
+@pytest.mark.parametrize("precision, tolerance", [("fp32", 1e-3), ("tf32", 1e-2)])
+@pytest.mark.parametrize("flags", [(), ("--deterministic",)], ids=["default", "deterministic"])
+def test_fifty_steps_have_stage_0_s_curve(train2, tmp_path, curve, precision, tolerance, flags):
+    losses = train_paper(train2, tmp_path / "log", "--precision", precision, *flags)
+    np.testing.assert_allclose(losses, curve, rtol=tolerance)
+
+
+@gpu
+def test_bf16_ends_where_fp32_does(train2, tmp_path, curve):
+    losses = train_paper(train2, tmp_path / "log", "--precision", "bf16")
+    assert losses[-1] == pytest.approx(curve[-1], rel=0.02)
+
+
+def paper_run(precision, steps=6, recorded=True):
+    """(losses, hash of the parameters) of preset paper's first steps."""
+    backend = CudaBackend(precision, deterministic=True)
+    if not recorded:
+        backend.record = lambda function: function
+    tokens, _ = load_tokens(CORPUS, None)
+    recipe, config = RECIPES["paper"], PRESETS["paper"]
+    sizes = dict(batch_size=recipe["batch_size"], seq_len=config.block_size, micro_shards=1)
+    trainer, windows = Trainer(config, [backend], **sizes, optimizer=ADAMW), Windows(tokens, config.block_size)
+    # a rate that changes: the graph must read it anew
+    return [trainer.step(windows, recipe["lr"] / (1 + i)).loss for i in range(steps)], trainer.parameter_hash()
+
+
+@gpu
+@pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16"])
+def test_a_replayed_step_has_the_bits_of_one_that_is_not_recorded_and_twice_the_same(precision):
+    runs = [paper_run(precision), paper_run(precision), paper_run(precision, recorded=False)]
+    assert runs[0] == runs[1] == runs[2]
