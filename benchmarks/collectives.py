@@ -215,7 +215,7 @@ def main():
     if args.idle:
         results = idle(args)
         if not args.no_save:
-            save(f"{BENCHMARK}_idle", results)
+            save(BENCHMARK, results, name="collectives_idle")
         return
     results = compare(args)
     if not args.no_save:

@@ -84,7 +84,7 @@ def train_parser():
     add("--out", type=Path, help="directory for checkpoints; always ends with one (default: nothing is saved)")
     add("--checkpoint-every", type=integer, metavar="N", help="steps between checkpoints (default: the end)")
     add("--keep", type=integer, metavar="K", help="checkpoints to keep, 0 for all (default 2)")
-    add("--resume", type=Path, metavar="DIR", help="go on from a checkpoint, with its flags where none is given")
+    add("--resume", type=Path, metavar="DIR", help="go on from a checkpoint, with its flags (not those of ranks)")
     add("--init-from", type=Path, metavar="DIR", help="start from a Hugging Face GPT-2 directory, optimizer fresh")
     add("--log", type=Path, metavar="FILE.jsonl", help="one JSON object a step")
     add("--log-every", type=integer, metavar="N", help="steps between lines of screen and log (default 1)")

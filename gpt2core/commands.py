@@ -157,7 +157,7 @@ def inference_command(make_backend, world, args):
         write_batch(world, model, tokenizer, prompts, make_chooser, args)
         return 0
     group = {"replicate": Solo(), "tensor": world}[args.mode]  # the ranks that share the model
-    together(world, lambda: check_tensor_parallel(config, group.size))
+    together(world, lambda: check_tensor_parallel(config, group.size, "mpirun -n"))
     model = GPT2.of_arrays(config, arrays, backend, group)
     say, prompt, block = print if world.is_root else silent, prompts[0], config.block_size
     if len(prompt) > block:

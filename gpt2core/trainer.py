@@ -297,9 +297,10 @@ def plan(batch_size, micro_shards, threads, ranks, deterministic):
     if micro_shards is None:
         micro_shards = min(8, batch_size & -batch_size)
         if micro_shards % ranks:
+            ask = f"--micro-shards {ranks}" if ranks & (ranks - 1) == 0 else "a power of two of ranks"
             raise ConfigError(
                 f"--batch-size {batch_size} makes {micro_shards} micro-shards, which {ranks} ranks do not divide: "
-                f"use a power of two of ranks and a --batch-size divisible by {8 * ranks}, or --no-deterministic"
+                f"use {ask}, or --no-deterministic"
             )
     if micro_shards < 1 or micro_shards & (micro_shards - 1):
         below = 1 << max(0, micro_shards.bit_length() - 1)

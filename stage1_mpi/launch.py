@@ -112,6 +112,9 @@ def check_hosts(path, family):
     if not hosts:
         raise ConfigError(f"the host file {path} names no host: write one a line, such as localhost")
     for i, line in hosts:
+        host, _, count = line.split()[0].rpartition(":")
+        if host and family is MPICH and ":" not in host and not count.isdigit():
+            raise ConfigError(f"{path}, line {i}: {line!r} names no number of ranks after the colon: write {host}:4")
         foreign = re.match(family.foreign_host, line)
         if foreign:
             raise ConfigError(

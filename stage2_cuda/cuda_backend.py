@@ -36,8 +36,11 @@ class CudaBackend(Backend):
         compute, self.products = PRECISIONS[precision]
         self.precision, self.dtype = precision, np.dtype(np.float32)
         if triton_driver.interpreted():
-            if compute != "float32":
-                raise ConfigError(f"--precision {precision} is silently wrong in Triton's interpreter: use fp32 there")
+            if precision != "fp32":
+                raise ConfigError(
+                    f"--precision {precision} has no meaning in Triton's interpreter, where bf16 is silently wrong: "
+                    f"use fp32 there"
+                )
             self.compute = self.dtype
             self.name, self.gemm, self.record = "the Triton interpreter", NumpyGemm(), lambda function: function
         else:

@@ -117,7 +117,6 @@ ELSEWHERE = {
     "attention.delta_kernel": "16 bits, T up to 256: dq, dk and dv in one launch",
     "attention.dqkv_kernel": "16 bits, T up to 256",
     "cast.cast_kernel": "16 bits: the copy of the parameters that kernels read, when they are loaded",
-    "cast.zero_kernel": "nobody yet",
     "cross_entropy.backward_kernel": "a vocabulary that is divided over ranks: stage 3",
 }
 

@@ -85,8 +85,8 @@ def gather(name, array, group):
     return unshard(name, group.all_gather(array[None]))
 
 
-def check_tensor_parallel(config, parts):
-    """Raise ConfigError, naming what works, unless `parts` ranks can share the heads and the vocabulary evenly."""
+def check_tensor_parallel(config, parts, flag="--tp"):
+    """Raise ConfigError, naming what works, unless `parts` ranks (of `flag`) can share heads and vocabulary evenly."""
     for what, count in (("n_head", config.n_head), ("the vocabulary of", config.vocab_size)):
         if parts < 1 or count % parts:
             common = math.gcd(config.n_head, config.vocab_size)

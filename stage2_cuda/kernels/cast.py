@@ -1,4 +1,4 @@
-"""Passes over a flat array: a copy in another precision, zeros, a multiple."""
+"""Two passes over a flat array: a copy in another precision, and a multiple."""
 
 import triton
 import triton.language as tl
@@ -13,10 +13,6 @@ def cast(out, x):
     launch(cast_kernel, (triton.cdiv(x.size, BLOCK),), out, x, x.size, BLOCK=BLOCK, num_warps=8)
 
 
-def fill_zero(out):
-    launch(zero_kernel, (triton.cdiv(out.size, BLOCK),), out, out.size, BLOCK=BLOCK, num_warps=8)
-
-
 def scale_in_place(x, factor):
     """x *= factor, an array of one float32 on the device; nothing is read or written where that is 1."""
     launch(scale_kernel, (triton.cdiv(x.size, BLOCK),), x, factor, x.size, BLOCK=BLOCK, num_warps=8)
@@ -26,12 +22,6 @@ def scale_in_place(x, factor):
 def cast_kernel(out, x, n, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     tl.store(out + at, tl.load(x + at, at < n), at < n)
-
-
-@triton.jit
-def zero_kernel(out, n, BLOCK: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(out + at, tl.zeros((BLOCK,), out.dtype.element_ty), at < n)
 
 
 @triton.jit
