@@ -180,7 +180,8 @@ def test_every_config_of_the_table(rng, T):
     for kind, configs in attention.CONFIGS.items():
         for (D, _), config in configs.items():
             precision, name = ("bf16", "ieee") if kind == "16 bits" else ("fp32", kind)
-            tolerance = 2e-3 if kind == "tf32" else None
+            # tl.dot cuts fp32 operands down to tf32, 1e-3 each, and dq and dk are products of such products
+            tolerance = 4e-3 if kind == "tf32" else None
             check(rng, precision, 1, T, 2, D, tolerance=tolerance, precision=name, config=config)
 
 
