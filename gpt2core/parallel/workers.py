@@ -25,7 +25,8 @@ class Workers:
         jobs = [
             self.pool.submit(contextvars.copy_context().run, function, *each) for each in zip(*items, strict=True)
         ]
-        wait(jobs)  # all of them, also after a failure: none may still be writing when the caller goes on
+        while wait(jobs, 0.1).not_done:  # all, also after a failure: none may still be writing when the caller goes on
+            pass  # woken now and then: a signal that came as this thread fell asleep is seen only when it wakes
         return [job.result() for job in jobs]
 
     def map_parts(self, function, arena, owner=0, owners=1):
