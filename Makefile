@@ -101,6 +101,7 @@ bench: $(test_ready)  ## compare with PyTorch: tables here, figures in results/ 
 	"$(python)" -m benchmarks.first_run
 	"$(python)" -m benchmarks.ranks
 	"$(python)" -m benchmarks.strategies --ranks 2
+	"$(python)" -m benchmarks.strategies --ranks 4 --only zero
 	"$(python)" -m benchmarks.collectives
 	"$(python)" -m benchmarks.collectives --idle
 	"$(python)" -m benchmarks.parity

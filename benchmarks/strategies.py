@@ -156,7 +156,7 @@ def main():
         print("\n" + verdict(of_ranks, ranks) + "\n")
         results += of_ranks
     if not args.no_save:
-        save(BENCHMARK, results)
+        save(BENCHMARK, results, name="_".join(["strategies", *args.only]) if args.only else None)
 
 
 if __name__ == "__main__":

@@ -132,7 +132,8 @@ def inference_command(make_backend, world, args):
             raise ConfigError("--mode batch takes no --prompt and no --stream: it writes all of --prompts at its end")
         backend = make_backend(args.precision)
         limit_blas(1)
-        backend.use_threads(positive("--threads", args.threads) or available_cores(world))
+        positive("--threads", args.threads)
+        backend.use_threads(possible_threads(make_backend, world, args))
         narrowed = args.top_k or args.top_p != 1
         temperature = (1.0 if narrowed else 0.0) if args.temperature is None else args.temperature
         if args.max_new_tokens < 0:

@@ -58,6 +58,8 @@ def fill_defaults(args, resumed, deterministic=True):
             setattr(args, name, value)
         elif name not in ("steps", "data", "val_data") and given != value:
             notes.append(f"note: --{name.replace('_', '-')} was {value} and is {given} from here on")
+    if deterministic and args.deterministic is False and saved.get("deterministic") is False:
+        notes.append("note: the checkpoint's run was --no-deterministic, and goes on so")
     preset = args.preset or COMMON["preset"]
     if preset not in PRESETS:
         raise ConfigError(f"--preset {preset} is unknown: choose from {', '.join(PRESETS)}")

@@ -32,9 +32,9 @@ NATIVE = "mpi"  # the library's own algorithms
 OURS_FROM = 1 << 24  # bytes of the result: from here on our all_gather and all_to_all were faster than MPICH's
 LONGEST = 1 << 30  # bytes of one MPI call: Open MPI 4 counts to 2**31, in elements or in bytes
 HASTY = 5e-5  # seconds of polling without sleep: the others are about to come
-FAREWELL = 0.2  # seconds that a launcher gets to pass on what was written, before it kills the writer
 NAP = 1 / 20, 2e-3  # then sleeps of this part of the time waited so far, in seconds at most
 WORKED = 2e-5  # seconds on a core: a poll that took more has copied something; an idle one takes a few microseconds
+FAREWELL = 0.2  # seconds that a launcher gets to pass on what was written, before it kills the writer
 
 
 class MpiCommunicator(Communicator):

@@ -17,7 +17,6 @@ from stage2_cuda.kernels.cast import cast, scale_in_place
 
 LOGITS = 1 << 29  # elements of logits that exist at once
 ALIGNED = 64  # columns: logits are padded to a multiple, because a row must begin where the GPU can read it at once
-CACHE = Path.home() / ".cache" / "staged-gpt2"  # which of cublasLt's algorithms was the fastest for a shape
 # --precision: the type of activations and of the parameters that kernels read, and what tl.dot makes of fp32 operands;
 # three passes of tf32 keep the bounds of fp32, and are faster
 PRECISIONS = {"fp32": ("float32", "tf32x3"), "tf32": ("float32", "tf32"), "bf16": ("bfloat16", "ieee")}
@@ -345,7 +344,11 @@ class NumpyGemm:
 def cublaslt(cupy, deterministic):
     from stage2_cuda.cublaslt import CublasLt, load_library
 
-    return CublasLt(cupy, load_library(), cache_dir=CACHE, deterministic=deterministic)
+    try:
+        cache = Path.home() / ".cache" / "staged-gpt2"  # which of its algorithms was the fastest for a shape
+    except RuntimeError:  # a user without a home, as in some containers: chosen anew in every run
+        cache = None
+    return CublasLt(cupy, load_library(), cache_dir=cache, deterministic=deterministic)
 
 
 def dtype_of(name):

@@ -1,5 +1,7 @@
 """A whole training step as one CUDA graph: recorded once, replayed from then on, with no Python between its kernels."""
 
+import contextlib
+
 
 class Recorded:
     """`function()` of fixed memory: the first call runs it, the second records it, and every call after replays it.
@@ -27,8 +29,11 @@ class Recorded:
                 self.stream.begin_capture(cuda.runtime.streamCaptureModeRelaxed)
                 try:
                     self.results = self.function()
-                finally:
-                    self.graph = self.stream.end_capture()
+                except BaseException:
+                    with contextlib.suppress(cuda.runtime.CUDARuntimeError):  # the cause is the one on its way
+                        self.stream.end_capture()
+                    raise
+                self.graph = self.stream.end_capture()
         self.graph.launch(self.stream)
         self.stream.synchronize()
         return self.results

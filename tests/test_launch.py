@@ -172,6 +172,7 @@ def test_a_host_file_in_the_mpi_s_own_form_is_accepted(tmp_path, family, text):
         (MPICH, "#\none slots = 4 max_slots=8\n", "line 2: .* 'one:4'"),
         (OPEN_MPI, "one:4\n", "hosts, line 1: 'one:4' is not how Open MPI writes it: 'one slots=4'"),
         (OPEN_MPI, "one\n\n10.0.0.2:16 # big\n", "line 3: .* '10.0.0.2 slots=16'"),
+        (MPICH, "one:4\ntwo:x\n", "hosts, line 2: 'two:x' names no number of ranks after the colon: write two:4"),
         (MPICH, "# nobody\n\n", "hosts names no host"),
         (OPEN_MPI, "", "hosts names no host"),
     ],

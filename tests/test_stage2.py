@@ -213,9 +213,9 @@ def test_what_is_for_many_ranks_is_refused(train2, flags):
     assert one_line(result) and f"{flags.split()[0]}" in result.err and "this stage is one process" in result.err
 
 
-def test_threads_are_refused(train2):
-    result = train2("--preset", "nano", "--threads", 2)
-    assert one_line(result) and "--threads 2" in result.err
+def test_threads_are_refused(train2, infer2):
+    for result in (train2("--preset", "nano", "--threads", 2), infer2("--threads", 2)):
+        assert one_line(result) and "--threads 2" in result.err
 
 
 def without_a_gpu(*argv, **variables):
