@@ -53,7 +53,7 @@ def launches_of(function, backend):
     """The Triton launches and products that one call of function() makes, in order."""
     from stage2_cuda import triton_driver
 
-    found, gpu, gemm = [], triton_driver.runtime(), backend.gemm
+    found, gpu, gemm = [], triton_driver.runtime(), backend.products.gemm
     launch, matmul = gpu.launch, gemm.matmul
 
     def noted_launch(kernel, grid, arguments, options):
@@ -273,17 +273,27 @@ def profile(config, args):
     """All figures of one configuration, as they go to results/."""
     open_cupti()
     from benchmarks.ours import CudaSteps  # after it: nothing of ours has touched the GPU before
+    from stage2_cuda.side_stream import NoStream
 
     seq_len = args.seq_len or config.block_size
     step = CudaSteps(config, args.batch_size, seq_len, args.precision)
     trainer, graph_update = step.trainer, step.trainer.update
+    step.backend.side = NoStream()  # one after another, or the n-th launch would not be the n-th kernel
     rng = np.random.default_rng(SEED)
 
     def train():
         tokens = rng.integers(0, config.vocab_size, (args.batch_size, seq_len + 1))
         step(tokens[:, :-1].copy(), tokens[:, 1:].copy())
 
-    trainer.update = trainer.compute_update
+    def eager_update():
+        step.backend.mailbox.send()
+        return trainer.compute_update()
+
+    def replay():
+        graph_update()
+        step.backend.wait()
+
+    trainer.update = eager_update
     train()  # compiles, chooses algorithms
     train()
     launches = launches_of(trainer.compute_update, step.backend)
@@ -295,9 +305,9 @@ def profile(config, args):
     for _ in range(3):  # eager once more, then recorded, then replayed
         train()
     graph_seconds = timed(train, args.steps)
-    replay_seconds = timed(graph_update, args.steps)
+    replay_seconds = timed(replay, args.steps)
     device_seconds = back_to_back(graph_update.graph, graph_update.stream, args.steps)
-    replays = recorded(graph_update, args.steps)
+    replays = recorded(replay, args.steps)
     if not replays:
         raise ConfigError("CUPTI saw no kernels in the replayed graph: this driver or this PyTorch does not tell them")
     listed, agree = named(replays, launches * args.steps)

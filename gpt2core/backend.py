@@ -42,6 +42,10 @@ class Backend(ABC):
         """An array of one element, or a number, as a Python float: the one place that waits for the device."""
         return float(np.asarray(self.to_host(x)).item())
 
+    def numbers(self, arrays):
+        """number() of each, waiting once."""
+        return [self.number(array) for array in arrays]
+
     def zeros(self, shape, dtype):
         array = self.empty(shape, dtype)
         array[...] = 0
@@ -58,6 +62,15 @@ class Backend(ABC):
 
     def use_threads(self, count):  # noqa: B027 - optional: a GPU has none to use
         """Let one kernel use `count` host threads: for generation, where no batch is there to divide."""
+
+    def place_gradients(self, places):  # noqa: B027 - only saves a copy
+        """places [(parameter, array)]: a backward kernel may write a parameter's gradient there, and then returns it.
+
+        It may be complete only after settle(). Each is written anew by every backward pass.
+        """
+
+    def settle(self):  # noqa: B027 - nothing to do where kernels run one after another
+        """Let what follows see all gradients that backward kernels have returned."""
 
     def compile_step(self, function):
         """`function()`, possibly recorded once and replayed (CUDA graph). The identity where nothing is gained.
@@ -90,7 +103,10 @@ class Backend(ABC):
 
     @abstractmethod
     def linear_backward(self, dy, x, w, bias=True):
-        """dy (..., K) -> dx (..., C), dw (C, K), and with `bias` db (K)."""
+        """dy (..., K) -> dx (..., C), dw (C, K), and db (K) unless bias is False.
+
+        The bias itself may be given too: its gradient may have a place (place_gradients).
+        """
 
     @abstractmethod
     def gelu_forward(self, x):
@@ -108,6 +124,17 @@ class Backend(ABC):
     def linear_gelu_backward(self, dy, x, w, aux):
         """-> dx (..., C), dw (C, K), db (K)."""
         return self.linear_backward(self.gelu_backward(dy, aux), x, w)
+
+    def mlp_forward(self, x, w, b, w2):
+        """-> y = gelu(x @ w + b) @ w2 (..., C), aux; w (C, K), b (K), w2 (K, C)."""
+        h, aux = self.linear_gelu_forward(x, w, b)
+        return self.linear_forward(h, w2), (h, aux)
+
+    def mlp_backward(self, dy, x, w, w2, aux):
+        """-> dx (..., C), dw (C, K), db (K), dw2 (K, C)."""
+        h, aux = aux
+        dh, dw2 = self.linear_backward(dy, h, w2, bias=False)
+        return *self.linear_gelu_backward(dh, x, w, aux), dw2
 
     @abstractmethod
     def layernorm_forward(self, x, w, b, eps):
@@ -196,6 +223,15 @@ class Backend(ABC):
         logits, aux = aux
         dlogits = self.cross_entropy_backward(dy, logits, targets, scale, maxima, sums, aux, first)
         return self.unembed_backward(dlogits, x, w)
+
+    def loss_rows(self, maxima, sums, picked, highest):
+        """Of one rank's columns: sums exp(maxima - highest) and picked as one array (2, N), to be added over ranks."""
+        return self.xp.stack([sums * self.xp.exp(maxima - highest), picked])
+
+    def loss(self, highest, sums, picked, scale):
+        """-> scale * sum over the rows of log(sums) - (picked - highest), a float64 scalar array."""
+        losses = self.xp.log(sums) - (picked - highest)
+        return self.xp.asarray(losses.sum(dtype=np.float64) * scale)
 
     # -- flat buffers ------------------------------------------------------------------------------------------------
 

@@ -188,8 +188,8 @@ class GPT2:
         """(B, T, C) -> (B, T, C) without its output bias."""
         p = self.parameters
         y = ops.copy_to_group(y, self.group)
-        h = ops.linear_gelu(y, p[name + "c_fc.weight"], p[name + "c_fc.bias"])  # (B, T, 4C / group.size)
-        return ops.reduce_from_group(ops.linear(h, p[name + "c_proj.weight"]), self.group)
+        y = ops.mlp(y, p[name + "c_fc.weight"], p[name + "c_fc.bias"], p[name + "c_proj.weight"])
+        return ops.reduce_from_group(y, self.group)
 
     def logits(self, ids, cache=None, last_only=False):
         """ids (B, T) -> logits (B, T, V), or (B, 1, V) of the last position alone."""

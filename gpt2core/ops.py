@@ -1,6 +1,5 @@
 """One function per differentiable operation: its forward line, its backward line; kernels and collectives alike."""
 
-
 import numpy as np
 
 from gpt2core.communicator import Solo
@@ -19,7 +18,7 @@ def linear(x, w, b=None):
     require(b is None or b.shape == w.shape[1:], "linear", w, b)
     backend, parents = x.backend, (x, w) if b is None else (x, w, b)
     y = backend.linear_forward(x.data, w.data, None if b is None else b.data)
-    return Tensor.from_op(y, parents, lambda dy: backend.linear_backward(dy, x.data, w.data, b is not None))
+    return Tensor.from_op(y, parents, lambda dy: backend.linear_backward(dy, x.data, w.data, b is not None and b.data))
 
 
 def gelu(x):
@@ -34,6 +33,14 @@ def linear_gelu(x, w, b):
     backend = x.backend
     y, aux = backend.linear_gelu_forward(x.data, w.data, b.data)
     return Tensor.from_op(y, (x, w, b), lambda dy: backend.linear_gelu_backward(dy, x.data, w.data, aux))
+
+
+def mlp(x, w, b, w2):
+    """linear(linear_gelu(x, w, b), w2), fused: x (..., C), w (C, K), b (K), w2 (K, C) -> (..., C)."""
+    require(x.shape[-1] == w.shape[0] and b.shape == w.shape[1:] == w2.shape[:1], "mlp", x, w, b, w2)
+    backend = x.backend
+    y, aux = backend.mlp_forward(x.data, w.data, b.data, w2.data)
+    return Tensor.from_op(y, (x, w, b, w2), lambda dy: backend.mlp_backward(dy, x.data, w.data, w2.data, aux))
 
 
 def layernorm(x, w, b, eps=1e-5):
@@ -104,7 +111,7 @@ def cross_entropy(logits, targets, scale=None, group=SOLO):
     logits2, targets, scale = flat_targets("cross_entropy", logits, targets, scale, V)
     backend, first = logits.backend, group.rank * logits.shape[-1]
     *own, aux = backend.cross_entropy_forward(logits2, targets, first)
-    loss, maxima, sums = loss_of_rows(*own, scale, group, backend.xp)
+    loss, maxima, sums = loss_of_rows(*own, scale, group, backend)
 
     def backward(dy):
         dlogits = backend.cross_entropy_backward(dy, logits2, targets, scale, maxima, sums, aux, first)
@@ -121,7 +128,7 @@ def unembed_cross_entropy(x, w, targets, scale=None, group=SOLO):
     backend, first = x.backend, group.rank * w.shape[0]
     whole = is_recording() and w.shape[0] == V  # this rank sees all of each row
     *own, aux = backend.unembed_cross_entropy_forward(x2, w.data, targets, first, scale if whole else None)
-    loss, maxima, sums = loss_of_rows(*own, scale, group, backend.xp)
+    loss, maxima, sums = loss_of_rows(*own, scale, group, backend)
 
     def backward(dy):
         dx, dw = backend.unembed_cross_entropy_backward(dy, x2, w.data, targets, scale, maxima, sums, aux, first)
@@ -130,15 +137,14 @@ def unembed_cross_entropy(x, w, targets, scale=None, group=SOLO):
     return Tensor.from_op(loss, (x, w), backward)
 
 
-def loss_of_rows(maxima, sums, picked, scale, group, xp):
+def loss_of_rows(maxima, sums, picked, scale, group, backend):
     """From this rank's columns of N rows, as cross_entropy_forward gives them: the loss, whole rows' maxima and sums.
 
     A row's loss is log(sum of exp(logit - maximum)) - (the target's logit - maximum).
     """
     highest = group.all_reduce(maxima, "max")
-    sums, picked = group.all_reduce(xp.stack([sums * xp.exp(maxima - highest), picked]))  # picked: 0 but on one rank
-    losses = xp.log(sums) - (picked - highest)
-    return xp.asarray(losses.sum(dtype=np.float64) * scale), highest, sums
+    sums, picked = group.all_reduce(backend.loss_rows(maxima, sums, picked, highest))  # picked: 0 but on one rank
+    return backend.loss(highest, sums, picked, scale), highest, sums
 
 
 # -- collectives: the same declaration with a group in place of a kernel; each one's backward is its dual --------------

@@ -94,6 +94,7 @@ class Trainer:
             copy=None if self.compute is self.parameters else self.compute, **(optimizer or {}),
         )  # fmt: skip
         self.position = 0  # windows consumed since the start of training
+        self.fed = None, 0  # the windows and the position of the batch that is fed already
         self.asked_to_stop = lambda: 0  # the number of a signal that this rank has received
         self.stopped_by = 0  # and of one that any rank has
         self.update = backend.compile_step(self.compute_update)
@@ -175,11 +176,12 @@ class Trainer:
         the parameters as they were, when the loss or the gradient is not finite.
         """
         start, sent = time.perf_counter(), self.bytes_sent()
-        self.shards.feed(*windows.batch(self.position + self.rows.start, self.batch_rows))
+        self.feed(windows, self.position)
         self.optimizer.begin(lr)
         losses, norm = self.update()
+        self.feed(windows, self.position + self.batch_size)  # while a device works, the host brings the next batch
+        *losses, norm = self.workers.backends[0].numbers([*losses, norm])
         loss, self.stopped_by = self.total(losses, self.asked_to_stop())
-        norm = self.workers.backends[0].number(norm)
         if not (math.isfinite(loss) and math.isfinite(norm)):
             raise Diverged(
                 f"step {self.steps}: the loss is {loss} and the gradient's norm {norm}: training cannot go on. "
@@ -190,6 +192,12 @@ class Trainer:
         seconds, sent = time.perf_counter() - start, self.bytes_sent() - sent
         rate = self.batch_size * self.seq_len / seconds
         return Step(self.steps - 1, loss, lr, norm, rate, seconds, self.utilisation(rate), sent or None)
+
+    def feed(self, windows, position):
+        """Bring this rank's rows of the batch at `position`, unless they are there already."""
+        if not (self.fed[0] is windows and self.fed[1] == position):
+            self.shards.feed(*windows.batch(position + self.rows.start, self.batch_rows))
+            self.fed = windows, position
 
     def compute_update(self):
         """All of a step that a device does by itself: -> this rank's losses, and the norm; what is not finite stops it.
@@ -207,7 +215,7 @@ class Trainer:
 
         Tensor-parallel ranks have the same losses; those of the first of them count.
         """
-        mine = np.array([signal_received, *map(self.workers.backends[0].number, losses)], np.float64)
+        mine = np.array([signal_received, *losses], np.float64)
         everyones = self.world.all_gather(mine).reshape(-1, self.mesh.tensor.size, len(mine))  # (data, tensor, 1 + n)
         return tree_sum([float(loss) for loss in everyones[:, 0, 1:].ravel()]), int(everyones[:, :, 0].max())
 

@@ -96,7 +96,7 @@ class NumpyBackend(Backend):
     def linear_backward(self, dy, x, w, bias=True):
         dy, x2 = rows(dy), rows(x)
         gradients = self.matmul(dy, w.T).reshape(x.shape), self.matmul(x2.T, dy)
-        return (*gradients, self.column_sums(dy)) if bias else gradients
+        return gradients if bias is False else (*gradients, self.column_sums(dy))
 
     # -- gelu: u = A (x + B x^3); y = x (1 + tanh u) / 2 = x s; dy/dx = s + 2 y (1 - s) du/dx -------------------------
 

@@ -184,20 +184,21 @@ class Plan:
 
 
 class CublasLt:
-    """Products on the current device and CuPy's current stream; one object serves one stream, as it has one workspace.
+    """Products on the current device and CuPy's current stream. Those of one stream share a workspace; see serve().
 
     library: from load_library(). cache_dir: where algorithms chosen by timing are kept, or None. deterministic: take
     cublasLt's first proposal and time nothing, so that every run and every rank computes the same bits.
     `choices` {str(Problem): algorithm in hex} may be recorded, or filled from another rank's before the first product.
     """
 
-    def __init__(self, cupy, library, *, cache_dir=None, deterministic=False, workspace_bytes=64 << 20):
+    def __init__(self, cupy, library, *, cache_dir=None, deterministic=False, workspace_bytes=32 << 20):
         self._cupy, self._library, self._deterministic = cupy, library, deterministic
         # The widest alignment to be told apart. More than 16 bytes may allow more algorithms, but then the bits of a
         # product depend on where in memory its operands lie.
         self._alignment = 16 if deterministic else 256
         self._handle = self._create("cublasLtCreate")  # lives as long as the process
         self._workspace = cupy.empty(workspace_bytes, np.uint8)
+        self._workspaces = {}  # of streams whose products run beside the others
         self._plans = {}
         self._one, self._zero = c_float(1), c_float(0)  # fp32 whatever the operands are
         name = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.runtime.getDevice())["name"].decode()
@@ -205,6 +206,10 @@ class CublasLt:
         file = "cublaslt-" + re.sub(r"\W+", "-", self._made_for) + ".json"
         self._cache = None if cache_dir is None or deterministic else Path(cache_dir) / file
         self.choices = read_choices(self._cache, self._made_for) if self._cache else {}
+
+    def serve(self, stream):
+        """Give the products of this stream a workspace of their own, so that they may run beside those of others."""
+        self._workspaces[stream.ptr] = self._cupy.empty_like(self._workspace)
 
     def matmul(self, out, a, b, **options):
         """out (N, K) = activation(op(a) (N, C) @ op(b) (C, K) + bias (K)), op the transpose where trans_a or trans_b.
@@ -241,11 +246,12 @@ class CublasLt:
         self._point(plan, addresses)
         out, a, b, *_ = addresses
         beta = self._one if problem.accumulate else self._zero  # with 0 the old values are not even read
+        stream = self._cupy.cuda.get_current_stream().ptr
+        workspace = self._workspaces.get(stream, self._workspace)
         self._call(
             "cublasLtMatmul",
             *(self._handle, plan.operation, byref(self._one), b, plan.b, a, plan.a, byref(beta)),
-            *(out, plan.out, out, plan.out, algorithm, self._workspace.data.ptr, self._workspace.nbytes),
-            self._cupy.cuda.get_current_stream().ptr,
+            *(out, plan.out, out, plan.out, algorithm, workspace.data.ptr, workspace.nbytes, stream),
             about=problem,
         )
 

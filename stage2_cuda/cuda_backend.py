@@ -2,7 +2,7 @@
 
 # B batch, T time, C channels, H heads, D = C // H, V vocabulary, K columns, N = B*T rows
 
-from pathlib import Path
+import contextlib
 
 import numpy as np
 
@@ -11,9 +11,12 @@ from gpt2core.backend import Backend
 from gpt2core.errors import ConfigError
 from stage2_cuda import triton_driver
 from stage2_cuda.graph import Recorded
-from stage2_cuda.kernels import adamw, column_sums, cross_entropy, embedding, gelu, layernorm
+from stage2_cuda.kernels import adamw, column_sums, cross_entropy, embedding, gelu, layernorm, losses
 from stage2_cuda.kernels import attention as flash
 from stage2_cuda.kernels.cast import cast, scale_in_place
+from stage2_cuda.mailbox import Mailbox
+from stage2_cuda.products import NumpyGemm, Products, cublaslt
+from stage2_cuda.side_stream import NoStream, SideStream
 
 LOGITS = 1 << 29  # elements of logits that exist at once
 ALIGNED = 64  # columns: logits are padded to a multiple, because a row must begin where the GPU can read it at once
@@ -32,7 +35,7 @@ class CudaBackend(Backend):
         if precision not in PRECISIONS:
             raise ConfigError(f"--precision {precision} is not built yet in this stage: use {', '.join(PRECISIONS)}")
         self.xp = triton_driver.array_module()
-        compute, self.products = PRECISIONS[precision]
+        compute, self.dot = PRECISIONS[precision]
         self.precision, self.dtype = precision, np.dtype(np.float32)
         if triton_driver.interpreted():
             if precision != "fp32":
@@ -41,11 +44,15 @@ class CudaBackend(Backend):
                     f"use fp32 there"
                 )
             self.compute = self.dtype
-            self.name, self.gemm, self.record = "the Triton interpreter", NumpyGemm(), lambda function: function
+            self.name, gemm, self.side = "the Triton interpreter", NumpyGemm(), NoStream()
         else:
             self.compute = dtype_of(compute)
-            self.name, self.gemm, self.record = gpu_name(self.xp), cublaslt(self.xp, deterministic), Recorded
-        self.kept, self.runs, self.decays = {}, {}, {}  # what has to stay where it is: see compile_step
+            self.name, self.side = gpu_name(self.xp), SideStream(self.xp)
+            gemm = cublaslt(self.xp, deterministic, self.side.stream)
+        self.products = Products(self.xp, precision, gemm)
+        self.mailbox, self.one = Mailbox(self.xp), self.xp.ones((), np.float64)
+        self.runs, self.decays = {}, {}  # what has to stay where it is: see compile_step
+        self.places, self.filled = {}, set()  # of gradients: see place_gradients
 
     # -- arrays ------------------------------------------------------------------------------------------------------
 
@@ -56,6 +63,7 @@ class CudaBackend(Backend):
         return self.xp.asarray(array, dtype)
 
     def to_host(self, array):
+        self.wait()
         host = array.get() if hasattr(array, "get") else np.asarray(array)
         return host.astype(np.float32) if host.dtype.name == "bfloat16" else host  # NumPy knows no such type
 
@@ -66,21 +74,54 @@ class CudaBackend(Backend):
         """Uninitialised float32: statistics, sums and scratch, in every precision."""
         return self.xp.empty(shape, np.float32)
 
+    def ones(self, shape, dtype):
+        return self.one if (shape, dtype) == ((), self.one.dtype) else super().ones(shape, dtype)
+
     def product(self, a, b, **options):
         """a @ b (N, K), with transposes, bias and the rest as cublaslt.matmul has them."""
         n = a.shape[1] if options.get("trans_a") else a.shape[0]
         k = b.shape[0] if options.get("trans_b") else b.shape[1]
         out = self.xp.empty((n, k), options.pop("dtype", a.dtype))
-        self.multiply(out, a, b, **options)
+        self.products.multiply(out, a, b, **options)
         return out
 
-    def multiply(self, out, a, b, **options):
-        self.gemm.matmul(out, a, b, compute="tf32" if self.precision == "tf32" else "fp32", **options)
+    # -- gradients of parameters --------------------------------------------------------------------------------------
 
-    def column_sums(self, x):
-        sums = self.floats(x.shape[1])
-        column_sums.column_sums(sums, self.floats(*column_sums.partials_shape(*x.shape)), x)
-        return sums
+    def place_gradients(self, places):
+        self.places = {self.address(parameter): place for parameter, place in places}
+
+    def gradients(self, parameters, shape, compute, *operands):
+        """[the gradient of each parameter], float32 of `shape`, which compute(*gradients) writes from `operands`.
+
+        Where they have places, those are filled, and beside all that follows: settle() waits for it. A parameter that
+        is not at hand is True, and one that is not there None, as is its gradient then.
+        """
+        places = [self.place(parameter) for parameter in parameters if parameter is not None]
+        placed = all(place is not None for place in places)
+        given = iter(places if placed else [self.floats(*shape) for _ in places])
+        results = [None if parameter is None else next(given) for parameter in parameters]
+        with self.side.beside(*operands) if placed else contextlib.nullcontext():
+            compute(*results)
+        return results
+
+    def place(self, parameter):
+        """The array that place_gradients() has for this parameter, or None."""
+        return None if parameter is True else self.places.get(self.address(parameter))
+
+    def weight_gradient(self, w, x, dy):
+        """x' dy (C, K), x (N, C), dy (N, K)."""
+        return self.gradients([w], w.shape, lambda dw: self.products.multiply(dw, x, dy, trans_a=True), x, dy)[0]
+
+    def bias_gradient(self, b, dy):
+        """The sums over the rows of dy (N, K); b: the bias, or True."""
+
+        def compute(db):
+            column_sums.column_sums(db, self.floats(*column_sums.partials_shape(*dy.shape)), dy)
+
+        return self.gradients([b], dy.shape[1:], compute, dy)[0]
+
+    def settle(self):
+        self.side.settle()
 
     # -- linear ------------------------------------------------------------------------------------------------------
 
@@ -88,10 +129,10 @@ class CudaBackend(Backend):
         return self.product(rows(x), w, bias=b).reshape(*x.shape[:-1], w.shape[1])
 
     def linear_backward(self, dy, x, w, bias=True):
-        dy, x2 = rows(dy), rows(x)
-        dx = self.product(dy, w, trans_b=True).reshape(x.shape)
-        dw = self.product(x2, dy, trans_a=True, dtype=np.float32)
-        return (dx, dw, self.column_sums(dy)) if bias else (dx, dw)
+        dy = rows(dy)
+        dw = self.weight_gradient(w, rows(x), dy)
+        db = () if bias is False else (self.bias_gradient(bias, dy),)
+        return self.product(dy, w, trans_b=True).reshape(x.shape), dw, *db
 
     # -- gelu --------------------------------------------------------------------------------------------------------
 
@@ -113,9 +154,28 @@ class CudaBackend(Backend):
 
     def linear_gelu_backward(self, dy, x, w, aux):
         h, b = aux
-        dh, db = self.like(h), self.floats(h.shape[1])
-        gelu.bias_gelu_backward(dh, db, self.floats(*gelu.gelu_partials_shape(*h.shape)), rows(dy), h, b)
-        return *self.linear_backward(dh, x, w, bias=False), db
+        dh = self.like(h)
+        partials = self.floats(*gelu.gelu_partials_shape(*h.shape))
+        gelu.bias_gelu_backward(dh, partials, rows(dy), h, b)
+        db = self.gradients([b], b.shape, lambda db: column_sums.add_partials(partials, db), partials)
+        return *self.linear_backward(dh, x, w, bias=False), *db
+
+    def mlp_forward(self, x, w, b, w2):
+        shape = x.size // x.shape[-1], w.shape[1]
+        if not self.products.fuses_gelu(*shape):
+            return super().mlp_forward(x, w, b, w2)
+        h, y = self.xp.empty(shape, x.dtype), self.xp.empty(shape, x.dtype)
+        self.products.multiply(y, rows(x), w, bias=b, activation="gelu", aux=h)
+        return self.product(y, w2).reshape(*x.shape[:-1], w2.shape[1]), (h, y, b)
+
+    def mlp_backward(self, dy, x, w, w2, aux):
+        if not self.products.fuses_gelu(x.size // x.shape[-1], w.shape[1]):
+            return super().mlp_backward(dy, x, w, w2, aux)
+        (h, y, b), dy = aux, rows(dy)
+        dh = self.like(h)
+        self.products.multiply(dh, dy, w2, trans_b=True, activation="dgelu", aux=h)
+        dw2 = self.weight_gradient(w2, y, dy)
+        return *self.linear_backward(dh, x, w, bias=b), dw2
 
     # -- layernorm ---------------------------------------------------------------------------------------------------
 
@@ -135,15 +195,16 @@ class CudaBackend(Backend):
         layernorm.residual_layernorm_forward(
             None if a is None else s, y, mean, rstd, x2, a2, a_bias, w, b, eps
         )  # fmt: skip
-        return s.reshape(x.shape), y.reshape(x.shape), (s, mean, rstd)
+        return s.reshape(x.shape), y.reshape(x.shape), (s, mean, rstd, a_bias, b)
 
     def residual_layernorm_backward(self, ds, dy, w, aux):
-        s, mean, rstd = aux
-        dx, C = self.like(s), s.shape[1]
-        da_bias, dw, db = (self.floats(C) for _ in range(3))
-        scratch = self.floats(*layernorm.layernorm_partials_shape(len(s), C))
+        s, mean, rstd, a_bias, b = aux
+        dx, partials = self.like(s), self.floats(*layernorm.layernorm_partials_shape(*s.shape))
         ds = None if ds is None else rows(contiguous(self.xp, ds))
-        layernorm.residual_layernorm_backward(dx, da_bias, dw, db, scratch, ds, rows(dy), s, w, mean, rstd)
+        layernorm.residual_layernorm_backward(dx, partials, ds, rows(dy), s, w, mean, rstd)
+        dw, db, da_bias = self.gradients(
+            [w, b, a_bias], w.shape, lambda *sums: column_sums.add_partials(partials, *sums), partials
+        )
         return dx.reshape(dy.shape), da_bias, dw, db
 
     # -- attention ---------------------------------------------------------------------------------------------------
@@ -151,12 +212,12 @@ class CudaBackend(Backend):
     def attention_forward(self, qkv, n_head):
         B, T, C3 = qkv.shape
         y, lse = self.xp.empty((B, T, C3 // 3), qkv.dtype), self.floats(B, n_head, T)
-        flash.attention_forward(y, lse, qkv, n_head, precision=self.products)
+        flash.attention_forward(y, lse, qkv, n_head, precision=self.dot)
         return y, lse
 
     def attention_backward(self, dy, qkv, y, aux, n_head):
         dqkv, delta = self.like(qkv), self.like(aux)
-        flash.attention_backward(dqkv, delta, contiguous(self.xp, dy), qkv, y, aux, n_head, precision=self.products)
+        flash.attention_backward(dqkv, delta, contiguous(self.xp, dy), qkv, y, aux, n_head, precision=self.dot)
         return dqkv
 
     def attention_cached(self, qkv, keys, values, position, n_head):
@@ -175,11 +236,18 @@ class CudaBackend(Backend):
 
     def embedding_backward(self, dy, ids, wte, wpe, position=0, first=0):
         ids, dy = self.asarray(ids, np.int32), contiguous(self.xp, dy)
-        dwte, dwpe = self.floats(*wte.shape), self.floats(*wpe.shape)
+        dwte, dwpe = self.space(wte), self.space(wpe)
+        shared = self.address(wte) in self.filled  # the same matrix at the other end has left its gradient there
+        self.filled.clear()
         pieces = self.floats(*embedding.pieces_shape(ids.size, wte.shape[1]))
         runs = self.sorted_rows(ids, wte.shape[0], first)
-        embedding.embedding_backward(dwte, dwpe, pieces, runs, dy, position)
-        return dwte, dwpe
+        embedding.embedding_backward(dwte, dwpe, pieces, runs, dy, position, accumulate=shared)
+        return None if shared else dwte, dwpe
+
+    def space(self, parameter):
+        """The place of a parameter's gradient, or new memory."""
+        place = self.place(parameter)
+        return self.floats(*parameter.shape) if place is None else place
 
     # -- unembedding and cross-entropy ---------------------------------------------------------------------------------
 
@@ -207,8 +275,7 @@ class CudaBackend(Backend):
 
     def unembed_cross_entropy_forward(self, x, w, targets, first=0, scale=None):
         targets, statistics, V = self.asarray(targets, np.int32), self.floats(3, len(x)), len(w)
-        w = self.whole_rows(w)
-        dx, dw = (None, None) if scale is None else (self.like(x), self.floats(*w.shape))
+        dx, dw = (None, None) if scale is None else (self.like(x), self.space(w))
         for number, chunk in enumerate(logit_chunks(x, w)):
             logits = self.padded_logits(x[chunk], w)
             if scale is None:
@@ -217,39 +284,53 @@ class CudaBackend(Backend):
                 own = targets[chunk], scale, V, first
                 cross_entropy.cross_entropy_forward_backward(logits, *statistics[:, chunk], logits, *own)
                 self.gradients_of(logits, x[chunk], w, dx[chunk], dw, number > 0)
-        return *statistics, None if scale is None else (dx, dw[:V])
+        return *statistics, None if scale is None else (dx, dw)
 
     def unembed_cross_entropy_backward(self, dy, x, w, targets, scale, maxima, sums, aux, first=0):
         if aux is not None:
-            for gradient in aux:
+            for gradient in () if dy is self.one else aux:
                 scale_in_place(gradient, self.asarray(dy, np.float32).reshape(1))
-            return aux
-        targets, dy, V = self.asarray(targets, np.int32), self.asarray(dy, np.float32).reshape(1), len(w)
-        w = self.whole_rows(w)
-        dx, dw = self.like(x), self.floats(*w.shape)
-        for number, chunk in enumerate(logit_chunks(x, w)):  # computed again: to keep them would take too much memory
-            logits = self.padded_logits(x[chunk], w)
-            own = targets[chunk], maxima[chunk], sums[chunk], scale, V, first, dy
-            cross_entropy.cross_entropy_backward(logits, logits, *own)
-            self.gradients_of(logits, x[chunk], w, dx[chunk], dw, number > 0)
-        return dx, dw[:V]
+            dx, dw = aux
+        else:
+            targets, dy, V = self.asarray(targets, np.int32), self.asarray(dy, np.float32).reshape(1), len(w)
+            dx, dw = self.like(x), self.space(w)
+            for number, chunk in enumerate(logit_chunks(x, w)):  # again: to keep them would take too much memory
+                logits = self.padded_logits(x[chunk], w)
+                own = targets[chunk], maxima[chunk], sums[chunk], scale, V, first, dy
+                cross_entropy.cross_entropy_backward(logits, logits, *own)
+                self.gradients_of(logits, x[chunk], w, dx[chunk], dw, number > 0)
+        if dw is self.place(w):
+            self.filled.add(self.address(w))
+        return dx, dw
+
+    def loss_rows(self, maxima, sums, picked, highest):
+        rows = self.floats(2, len(sums))
+        losses.rescale(rows, maxima, sums, picked, highest)
+        return rows
+
+    def loss(self, highest, sums, picked, scale):
+        loss = self.xp.empty((), np.float64)
+        losses.loss(loss, self.xp.empty(losses.partials_shape(len(sums)), np.float64), sums, picked, highest, scale)
+        return loss
 
     def padded_logits(self, x, w):
         """x @ w' in the first columns of an array (N, multiple of ALIGNED)."""
+        w = self.whole_rows(w)
         logits = self.xp.empty((len(x), -(-len(w) // ALIGNED) * ALIGNED), x.dtype)
-        self.multiply(logits[:, : len(w)], x, w, trans_b=True)
+        self.products.multiply(logits[:, : len(w)], x, w, trans_b=True)
         return logits
 
     def gradients_of(self, dlogits, x, w, dx, dw, accumulate):
-        dlogits = dlogits[:, : len(w)]
-        self.multiply(dx, dlogits, w)
-        self.multiply(dw, dlogits, x, trans_a=True, accumulate=accumulate)
+        w, dw = self.whole_rows(w), self.whole_rows(dw)
+        self.products.multiply(dx, dlogits[:, : len(w)], w)
+        self.products.multiply(dw, dlogits[:, : len(dw)], x, trans_a=True, accumulate=accumulate)
 
     def whole_rows(self, w):
         """w (V, C) with the rows behind it in its arena that make V a multiple of ALIGNED; w where there are none.
 
         An odd V would have no aligned product: at V = 50257 each takes five times as long. What these rows make of
-        logits is padding, which counts for nothing, and whose gradient is 0.
+        logits is padding, which counts for nothing, and whose gradient is 0; what lies behind a gradient is padding
+        too, or is written later in backward.
         """
         rows, base = -(-len(w) // ALIGNED) * ALIGNED, w.base
         if isinstance(w, np.ndarray) or base is None:
@@ -271,8 +352,7 @@ class CudaBackend(Backend):
         return norm, scale
 
     def adamw_rates(self, step, lr, beta1, beta2, eps, weight_decay):
-        self.overwrite("rates", adamw.adamw_scalars(step, lr, beta1, beta2, eps, weight_decay))
-        return self.kept["rates"], beta1, beta2
+        return self.mailbox.put("rates", adamw.adamw_scalars(step, lr, beta1, beta2, eps, weight_decay)), beta1, beta2
 
     def adamw_step(self, p, m, v, copy, g, rates, scale, runs):
         scalars, beta1, beta2 = rates
@@ -285,38 +365,30 @@ class CudaBackend(Backend):
 
     # -- a step that is recorded ---------------------------------------------------------------------------------------
 
-    def overwrite(self, name, array):
-        """Keep a host array on this device, in the same memory as the last one of that name."""
-        kept = self.kept.get(name)
-        if kept is None or kept.shape != array.shape:
-            self.kept[name] = self.xp.array(array)
-        elif isinstance(kept, np.ndarray):
-            kept[...] = array
-        else:
-            kept.set(array)
-
     def tokens(self, array, slot):
-        self.overwrite(slot, np.ascontiguousarray(array, np.int32))
-        for key, runs in self.runs.items():
-            if key[0] == self.address(self.kept[slot]):
-                for old, new in zip(runs, self.runs_of(self.kept[slot], *key[1:]), strict=True):
-                    old[...] = new
-        return self.kept[slot]
+        place = self.mailbox.put(slot, np.ascontiguousarray(array, np.int32))
+        for own, count, first in self.runs:
+            if own == slot:
+                self.put_runs(own, place, count, first)
+        return place
+
+    def sorted_rows(self, ids, count, first):
+        """The Runs of ids (B, T), for embedding_backward; those of tokens() stay in one place, and come with them."""
+        slot, _ = self.mailbox.host(ids)
+        if slot is None:
+            return embedding.Runs(*map(self.asarray, embedding.runs_of_tokens(self.to_host(ids), count, first)))
+        if (slot, count, first) not in self.runs:
+            self.runs[slot, count, first] = self.put_runs(slot, ids, count, first)
+            self.mailbox.send()
+        return self.runs[slot, count, first]
+
+    def put_runs(self, slot, place, count, first):
+        runs = embedding.runs_of_tokens(self.mailbox.host(place)[1], count, first)
+        names = ((slot, count, first, field) for field in runs._fields)
+        return embedding.Runs(*map(self.mailbox.put, names, runs))
 
     def address(self, array):
         return array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr
-
-    def runs_of(self, ids, count, first):
-        return embedding.runs_of_tokens(self.xp, ids, count, first)
-
-    def sorted_rows(self, ids, count, first):
-        """The rows of ids (B, T) sorted by token; of an array of tokens() they are renewed with it."""
-        if all(kept is not ids for kept in self.kept.values()):
-            return self.runs_of(ids, count, first)
-        key = self.address(ids), count, first
-        if key not in self.runs:
-            self.runs[key] = self.runs_of(ids, count, first)
-        return self.runs[key]
 
     def compute_copy(self, parameters):
         if self.compute == self.dtype:
@@ -328,27 +400,14 @@ class CudaBackend(Backend):
             cast(copy, parameters)
 
     def compile_step(self, function):
-        return self.record(function)
+        if triton_driver.interpreted():
+            return lambda: (self.mailbox.send(), function())[1]
+        return Recorded(function, self.mailbox.send)
 
-
-class NumpyGemm:
-    """What CublasLt is on a GPU: under the interpreter the matrix products alone are NumPy's."""
-
-    def matmul(self, out, a, b, *, bias=None, trans_a=False, trans_b=False, accumulate=False, compute="fp32"):
-        product = np.matmul(a.T if trans_a else a, b.T if trans_b else b)
-        np.add(out, product, out=out) if accumulate else np.copyto(out, product)
-        if bias is not None:
-            out += bias
-
-
-def cublaslt(cupy, deterministic):
-    from stage2_cuda.cublaslt import CublasLt, load_library
-
-    try:
-        cache = Path.home() / ".cache" / "staged-gpt2"  # which of its algorithms was the fastest for a shape
-    except RuntimeError:  # a user without a home, as in some containers: chosen anew in every run
-        cache = None
-    return CublasLt(cupy, load_library(), cache_dir=cache, deterministic=deterministic)
+    def wait(self):
+        """Return when the device has done all that it was given."""
+        if self.xp is not np:
+            self.xp.cuda.runtime.deviceSynchronize()
 
 
 def dtype_of(name):

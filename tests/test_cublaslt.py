@@ -177,7 +177,7 @@ class FakeLibrary:
         if number in self.refused:
             return 15
         attributes, beta = dict(self.objects[operation].attributes), ctypes.c_float.from_address(beta).value
-        assert (c, lc) == (d, ld) and size == 64 << 20 and ctypes.c_float.from_address(alpha).value == 1
+        assert (c, lc) == (d, ld) and size == 32 << 20 and ctypes.c_float.from_address(alpha).value == 1
         self.cupy.current.submit(lambda: self.run(number, attributes, (a, la), (b, lb), (d, ld), beta))
 
     def run(self, number, attributes, a, b, d, beta):
@@ -511,7 +511,7 @@ def test_parts_of_a_sum_are_never_added_in_16_bits_and_deterministically_in_one_
     fake.gemm(deterministic=deterministic).matmul(fake.poisoned((16, 32), out_type), a, b)
     (asked,) = fake.library.asked
     # CUBLASLT_MATMUL_PREF_: MAX_WORKSPACE_BYTES 1, REDUCTION_SCHEME_MASK 3; COMPUTE_TYPE is 2, all are 7
-    assert asked[1] == 64 << 20
+    assert asked[1] == 32 << 20
     assert asked[3] == (7 if out_type == np.float32 and not deterministic else 2)
 
 

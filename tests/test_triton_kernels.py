@@ -136,10 +136,9 @@ def test_layernorm_backward(rng, oracle, dtype, n, channels, fused):
     statistics = [device(array.astype(np.float32)) for array in (mean, 1 / np.sqrt(var + 1e-5))]
     vector = (channels,), FP32
     partials = layernorm.layernorm_partials_shape(n, channels), FP32
-    outputs = ((n, channels), dtype), vector if fused else None, vector, vector, partials
-    dx, da_bias, dw, db, _ = run(
-        layernorm.residual_layernorm_backward, outputs, ds if fused else None, dy, s, w, *statistics
-    )
+    outputs = ((n, channels), dtype), partials
+    dx, partials = run(layernorm.residual_layernorm_backward, outputs, ds if fused else None, dy, s, w, *statistics)
+    dw, db, da_bias = run(lambda *sums: column_sums.add_partials(device(partials), *sums), [vector] * 3)
     aux = oracle.layernorm_forward(s64, w64, w64, 1e-5)[1]
     want = oracle.residual_layernorm_backward(ds64 if fused else None, dy64, w64, aux)
     near(dx, want[0])
@@ -162,7 +161,8 @@ def test_gelu(rng, oracle, dtype, n, channels, fused):
     want = oracle.gelu_backward(dy64, x64)
     if fused:
         (y,) = run(gelu.bias_gelu_forward, [matrix], h, bias)
-        dh, dbias, _ = run(gelu.bias_gelu_backward, [matrix, vector, (partials, FP32)], dy, h, bias)
+        dh, partials = run(gelu.bias_gelu_backward, [matrix, (partials, FP32)], dy, h, bias)
+        (dbias,) = run(lambda sums: column_sums.add_partials(device(partials), sums), [vector])
         near(dbias, want.sum(0))
     else:
         (y,), (dh,) = run(gelu.gelu_forward, [matrix], h), run(gelu.gelu_backward, [matrix], dy, h)
@@ -218,7 +218,7 @@ def test_embedding_backward(rng, oracle, dtype, batch, time, channels, vocab, fi
     ids, position = tokens(rng, batch, time, vocab, first, np.int32), 4
     dy, dy64 = normal(rng, dtype, batch, time, channels)
     wte, wpe = np.empty((vocab, channels)), np.empty((time + 7, channels))
-    runs = embedding.runs_of_tokens(array_module(), device(ids), vocab, first)
+    runs = embedding.Runs(*map(device, embedding.runs_of_tokens(ids, vocab, first)))
     outputs = (wte.shape, FP32), (wpe.shape, FP32), (embedding.pieces_shape(ids.size, channels), FP32)
     dwte, dwpe, _ = run(embedding.embedding_backward, outputs, runs, dy, position)
     want_wte, want_wpe = oracle.embedding_backward(dy64, ids, wte, wpe, position, first)
@@ -231,13 +231,13 @@ def test_embedding_backward(rng, oracle, dtype, batch, time, channels, vocab, fi
 
 
 def test_runs_of_tokens():
-    order, starts, piece_starts, piece_tokens = embedding.runs_of_tokens(np, np.array([[7, 3, 9], [3, 7, 0]]), 5, 3)
+    order, starts, piece_starts, piece_tokens = embedding.runs_of_tokens(np.array([[7, 3, 9], [3, 7, 0]]), 5, 3)
     assert_array_equal(order, [5, 1, 3, 0, 4, 2])
     assert_array_equal(starts, [1, 3, 3, 3, 3, 5])  # tokens 3 to 7: rows 1, 3; none; none; none; rows 0, 4
     assert_array_equal(piece_starts, 0)
     assert piece_tokens.shape == (0,)
     ids = np.array([[1] * 130 + [0] * 63 + [2] * 64])
-    _, _, piece_starts, piece_tokens = embedding.runs_of_tokens(np, ids, 3)
+    _, _, piece_starts, piece_tokens = embedding.runs_of_tokens(ids, 3)
     assert_array_equal(piece_starts, [0, 0, 2, 3])
     assert_array_equal(piece_tokens, [1, 1, 2, 3])  # 257 rows could have 4 pieces, and have 3
 

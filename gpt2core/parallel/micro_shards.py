@@ -32,6 +32,8 @@ class Lane:
         for name, array in arena.views(parameters).items():
             tensor = self.tensors[name] = Tensor(array, backend, requires_grad=True)
             tensor.on_gradient = lambda gradient, name=name: self.collect(name, gradient)
+        if shards == 1:  # nothing is added to it
+            backend.place_gradients([(self.tensors[name].data, view) for name, view in self.views[0].items()])
         self.done = 0  # micro-shards of this step that are in the sum
         self.model = GPT2(config, self.tensors, group)
 
@@ -43,7 +45,7 @@ class Lane:
     def collect(self, name, gradient):
         """Add one parameter's gradient of the current micro-shard: a binary counter whose carries are additions."""
         levels = merged_levels(self.done, self.shards)
-        if not levels:
+        if not levels and gradient is not self.views[0][name]:  # else it was written there
             self.views[0][name][...] = gradient
         for level in levels:
             # the last addition lands where the next level looks for it, the others where they stand
@@ -63,6 +65,7 @@ class Lane:
             losses.append(loss.data)
             loss.backward()
             self.done += 1
+        self.backend.settle()
         return losses
 
 

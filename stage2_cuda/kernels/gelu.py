@@ -11,7 +11,7 @@ import math
 import triton
 import triton.language as tl
 
-from stage2_cuda.kernels.column_sums import PROGRAMS, add_partials
+from stage2_cuda.kernels.column_sums import PROGRAMS
 from stage2_cuda.triton_driver import launch
 
 ROWS, COLUMNS = 4, 512  # of one tile
@@ -31,7 +31,7 @@ def gelu_forward(y, h):
 
 def gelu_backward(dh, dy, h):
     """dh = dy gelu'(h), (N, K)."""
-    bias_gelu_backward(dh, None, None, dy, h, None)
+    bias_gelu_backward(dh, None, dy, h, None)
 
 
 def bias_gelu_forward(y, h, bias):
@@ -41,14 +41,15 @@ def bias_gelu_forward(y, h, bias):
     launch(forward_kernel, grid, y, h, bias, n, columns, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=4)
 
 
-def bias_gelu_backward(dh, dbias, partials, dy, h, bias):
-    """dh = dy gelu'(h + bias), (N, K); dbias (K) float32, through gelu_partials_shape(N, K) scratch, or both None."""
+def bias_gelu_backward(dh, partials, dy, h, bias):
+    """dh = dy gelu'(h + bias), (N, K); add_partials(partials, dbias) gives the bias's gradient, float32.
+
+    partials: of gelu_partials_shape(N, K), float32, or None.
+    """
     n, columns = h.shape
     programs = triton.cdiv(n, ROWS) if partials is None else partials.shape[0]
     grid = (programs, triton.cdiv(columns, COLUMNS))
     launch(backward_kernel, grid, dh, partials, dy, h, bias, n, columns, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=4)
-    if partials is not None:
-        add_partials(partials, dbias)
 
 
 @triton.jit

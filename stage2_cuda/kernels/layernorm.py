@@ -11,7 +11,6 @@ Both keep whole rows in registers, a few of them in one program, so that the two
 import triton
 import triton.language as tl
 
-from stage2_cuda.kernels.column_sums import add_partials
 from stage2_cuda.triton_driver import launch
 
 TILE = 2048  # elements of one program's tile of whole rows forward; a row that is longer has a tile of its own
@@ -40,17 +39,16 @@ def residual_layernorm_forward(s, y, mean, rstd, x, a, a_bias, w, b, eps):
     launch(forward_kernel, (triton.cdiv(n, rows),), *arguments, ROWS=rows, WIDTH=width, num_warps=4)
 
 
-def residual_layernorm_backward(dx, da_bias, dw, db, partials, ds, dy, s, w, mean, rstd):
-    """dx (N, C), which is da too, and da_bias, dw, db (C) float32; ds (N, C) or None, da_bias may be None.
+def residual_layernorm_backward(dx, partials, ds, dy, s, w, mean, rstd):
+    """dx (N, C), which is da too; ds (N, C) or None. add_partials(partials, dw, db, da_bias) gives the rest, float32.
 
-    partials: scratch of layernorm_partials_shape(N, C).
+    partials: of layernorm_partials_shape(N, C), float32.
     """
     n, channels = dy.shape
     width = triton.next_power_of_2(channels)
     arguments = dx, partials, ds, dy, s, w, mean, rstd, n, channels, 1 / channels
     warps = max(1, width // 1024)  # one row at a time, in one warp where it fits: measured, a sixth faster than eight
     launch(backward_kernel, (partials.shape[0],), *arguments, ROWS=1, WIDTH=width, num_warps=warps)
-    add_partials(partials, dw, db, da_bias)
 
 
 @triton.jit

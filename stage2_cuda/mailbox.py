@@ -1,0 +1,69 @@
+"""What the host tells a recorded step: arrays in fixed places of the device, filled ahead and sent by one copy."""
+
+import numpy as np
+
+BLOCK = 1 << 20  # bytes of a buffer; an array that is larger has one of its own
+ALIGNED = 256  # bytes: a place begins on a multiple, as any allocation does
+
+
+class Mailbox:
+    """Named host arrays, each with its place on the device, where a recorded step finds it again and again.
+
+    put() writes on the host, while the device may still be working; send() brings it all over, in the order of the
+    current stream. Where xp is numpy both are the same memory.
+    """
+
+    def __init__(self, xp):
+        self.xp, self.places, self.buffers, self.sent = xp, {}, [], None
+
+    def put(self, name, array):
+        """Keep a C-contiguous host array of this name; returns its place, an array of the device, filled by send()."""
+        if self.sent is not None:
+            self.sent.synchronize()  # the last copy has read what is overwritten now
+            self.sent = None
+        place, host = self.places.get(name, (None, None))
+        if place is None or place.shape != array.shape or place.dtype != array.dtype:
+            place, host = self.places[name] = self.find_place(array)
+        host[...] = array
+        return place
+
+    def host(self, place):
+        """(name, what was put last) of a place; (None, None) of an array that is none."""
+        return next(((name, host) for name, (own, host) in self.places.items() if own is place), (None, None))
+
+    def find_place(self, array):
+        if not self.buffers or self.buffers[-1].free < array.nbytes:
+            self.buffers.append(Buffer(self.xp, max(BLOCK, array.nbytes)))
+        return self.buffers[-1].cut(array.shape, array.dtype)
+
+    def send(self):
+        """Copy all that was put to its places, on the current stream."""
+        if self.xp is not np:
+            for buffer in self.buffers:
+                buffer.device[: buffer.used].set(buffer.host[: buffer.used], self.xp.cuda.get_current_stream())
+            self.sent = self.xp.cuda.Event(disable_timing=True)
+            self.sent.record()
+
+
+class Buffer:
+    """Bytes of the host, which the device can fetch by itself, and as many of the device."""
+
+    def __init__(self, xp, size):
+        if xp is np:
+            self.host = self.device = np.empty(size, np.uint8)
+        else:
+            import cupyx
+
+            self.host, self.device = cupyx.empty_pinned(size, np.uint8), xp.empty(size, np.uint8)
+        self.used = 0
+
+    @property
+    def free(self):
+        return self.host.size - self.used
+
+    def cut(self, shape, dtype):
+        """(device, host) views of the next bytes."""
+        size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+        begin, end = self.used, self.used + size
+        self.used += -(-size // ALIGNED) * ALIGNED
+        return tuple(memory[begin:end].view(dtype).reshape(shape) for memory in (self.device, self.host))

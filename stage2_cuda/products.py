@@ -1,0 +1,59 @@
+"""The matrix products of each precision: cublasLt's, or our own for fp32; in other types NumPy's in the interpreter."""
+
+from pathlib import Path
+
+import numpy as np
+
+from stage2_cuda.kernels import tf32x3
+
+WIDE = 1 << 25  # elements of a GELU's input from which it costs less in the product than in a kernel of its own
+
+
+class Products:
+    """multiply(out, a, b, ...) with the options of CublasLt.matmul but `compute`, which the precision says."""
+
+    def __init__(self, xp, precision, gemm):
+        self.xp, self.precision, self.gemm = xp, precision, gemm
+        self.multiply = self.three_passes if precision == "fp32" else self.one_pass
+
+    def fuses_gelu(self, n, k):
+        """Whether GELU and its derivative had better come out of the product that makes its (N, K) input."""
+        return self.precision in ("bf16", "fp16") and n * k >= WIDE
+
+    def one_pass(self, out, a, b, **options):
+        self.gemm.matmul(out, a, b, compute="tf32" if self.precision == "tf32" else "fp32", **options)
+
+    def three_passes(self, out, a, b, bias=None, trans_a=False, trans_b=False, accumulate=False):
+        a, b = self.halves(a, trans_a), self.halves(b, not trans_b)
+        shape = tf32x3.partials_shape(*out.shape, a.shape[2])
+        divided = shape and bias is None and not accumulate and out.flags.c_contiguous
+        partials = self.xp.empty(shape, np.float32) if divided else None
+        tf32x3.product(out, partials, a, b, bias, accumulate)
+
+    def halves(self, x, turned):
+        out = self.xp.empty(tf32x3.halves_shape(x, turned), np.float32)
+        tf32x3.halves(out, x, turned)
+        return out
+
+
+class NumpyGemm:
+    """What CublasLt is on a GPU: under the interpreter the matrix products alone are NumPy's."""
+
+    def matmul(self, out, a, b, *, bias=None, trans_a=False, trans_b=False, accumulate=False, compute="fp32"):
+        product = np.matmul(a.T if trans_a else a, b.T if trans_b else b)
+        np.add(out, product, out=out) if accumulate else np.copyto(out, product)
+        if bias is not None:
+            out += bias
+
+
+def cublaslt(cupy, deterministic, side):
+    """CublasLt with its cache on disk, for products on the current stream and on another beside it."""
+    from stage2_cuda.cublaslt import CublasLt, load_library
+
+    try:
+        cache = Path.home() / ".cache" / "staged-gpt2"  # which of its algorithms was the fastest for a shape
+    except RuntimeError:  # a user without a home, as in some containers: chosen anew in every run
+        cache = None
+    gemm = CublasLt(cupy, load_library(), cache_dir=cache, deterministic=deterministic)
+    gemm.serve(side)
+    return gemm
