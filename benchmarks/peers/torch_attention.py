@@ -1,0 +1,77 @@
+"""The peer of the attention kernels: PyTorch's scaled_dot_product_attention, by FlashAttention-2 or by cuDNN."""
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+# B batch, T time, C channels, H heads, D = C // H
+
+BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
+
+
+class CausalAttention:
+    """In bf16, calls recorded in CUDA graphs. qkv (B, T, 3C), dy (B, T, C) float32 on the host.
+
+    backend: "flash" or "cudnn", and no other in its place. packed: q, k and v are views of one projection, as the
+    model has them; otherwise arrays (B, H, T, D) of their own.
+    """
+
+    def __init__(self, qkv, dy, n_head, backend, packed, device="cuda"):
+        B, T, C = dy.shape
+
+        def heads(array, parts):  # (B, T, parts C) -> parts views (B, H, T, D)
+            tensor = torch.from_numpy(array).to(device, torch.bfloat16).view(B, T, parts, n_head, C // n_head)
+            views = [tensor[:, :, part].transpose(1, 2) for part in range(parts)]
+            return views if packed else [view.contiguous() for view in views]
+
+        self.inputs = [tensor.requires_grad_() for tensor in heads(qkv, 3)]
+        (self.dy,) = heads(dy, 1)
+        self.backend, self.graphs, self.results = BACKENDS[backend], {}, {}
+        self.stream = torch.cuda.Stream()
+        torch.cuda.synchronize()
+
+    def forward(self):
+        with torch.no_grad(), sdpa_kernel(self.backend):
+            return F.scaled_dot_product_attention(*self.inputs, is_causal=True)
+
+    def both(self):
+        with sdpa_kernel(self.backend):
+            y = F.scaled_dot_product_attention(*self.inputs, is_causal=True)
+            return y.detach(), torch.autograd.grad(y, self.inputs, self.dy)
+
+    def record(self, kind, milliseconds):
+        """Make a graph of about as many milliseconds; returns how many calls it has."""
+        if kind not in self.graphs:
+            call = getattr(self, kind)
+            with torch.cuda.stream(self.stream):
+                for _ in range(3):
+                    call()
+                once = min(self.timed(call) for _ in range(3))
+                calls = max(1, round(milliseconds / once))
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph, stream=self.stream):
+                    for _ in range(calls):
+                        self.results[kind] = call()
+            self.graphs[kind] = graph, calls
+        return self.graphs[kind][1]
+
+    def replay(self, kind):
+        """Milliseconds of one replay, after another that wakes the GPU up."""
+        graph, _ = self.graphs[kind]
+        with torch.cuda.stream(self.stream):
+            graph.replay()
+            return self.timed(graph.replay)
+
+    def timed(self, call):
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        call()
+        stop.record()
+        stop.synchronize()
+        return start.elapsed_time(stop)
+
+    def norms(self):
+        """Of y, and of the three gradients as of one array."""
+        y, gradients = self.results["both"]
+        norms = [float(torch.linalg.vector_norm(gradient.float())) for gradient in gradients]
+        return [float(torch.linalg.vector_norm(y.float())), sum(norm**2 for norm in norms) ** 0.5]
