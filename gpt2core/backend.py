@@ -138,7 +138,10 @@ class Backend(ABC):
 
     @abstractmethod
     def layernorm_forward(self, x, w, b, eps):
-        """x (..., C), w (C), b (C) -> y = (x - mean) / sqrt(var + eps) * w + b, aux (Ba et al. 2016)."""
+        """x (..., C), w (C), b (C) -> y = (x - mean) / sqrt(var + eps) * w + b, aux (Ba et al. 2016).
+
+        aux is good for residual_layernorm_backward too.
+        """
 
     @abstractmethod
     def layernorm_backward(self, dy, w, aux):

@@ -159,7 +159,7 @@ class GPT2:
         position = 0 if cache is None else cache.length
         wte, wpe = p["transformer.wte.weight"], p["transformer.wpe.weight"]
         x = ops.embedding(ids, wte, wpe, position, self.group)  # (B, T, C)
-        y = ops.layernorm(x, p["transformer.h.0.ln_1.weight"], p["transformer.h.0.ln_1.bias"], eps)
+        x, y = ops.stream_layernorm(x, p["transformer.h.0.ln_1.weight"], p["transformer.h.0.ln_1.bias"], eps)
         for layer in range(self.config.n_layer):
             h = f"transformer.h.{layer}."
             last = layer == self.config.n_layer - 1

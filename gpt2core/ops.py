@@ -51,6 +51,21 @@ def layernorm(x, w, b, eps=1e-5):
     return Tensor.from_op(y, (x, w, b), lambda dy: backend.layernorm_backward(dy, w.data, aux))
 
 
+def stream_layernorm(x, w, b, eps=1e-5):
+    """x again, for whoever goes on with it, and layernorm(x): so that backward adds both gradients in one pass."""
+    require(x.shape[-1:] == w.shape == b.shape, "stream_layernorm", x, w, b)
+    backend = x.backend
+    y, aux = backend.layernorm_forward(x.data, w.data, b.data, eps)
+
+    def backward(dx, dy):
+        if dy is None:
+            return dx, None, None
+        dx, _, dw, db = backend.residual_layernorm_backward(dx, dy, w.data, aux)
+        return dx, dw, db
+
+    return Tensor.from_op((x.data, y), (x, w, b), backward)
+
+
 def residual_layernorm(x, a, a_bias, w, b, eps=1e-5):
     """s = x + a + a_bias, the new residual stream, and layernorm(s, w, b): two outputs, one pass over memory."""
     require(x.shape == a.shape and x.shape[-1:] == a_bias.shape == w.shape == b.shape, "residual_layernorm", x, a, w, b)

@@ -63,9 +63,15 @@ class CudaBackend(Backend):
         return self.xp.asarray(array, dtype)
 
     def to_host(self, array):
-        self.wait()
-        host = array.get() if hasattr(array, "get") else np.asarray(array)
+        if isinstance(array, self.xp.ndarray) and self.xp is not np:
+            self.wait()
+            array = array.get()
+        host = np.asarray(array)
         return host.astype(np.float32) if host.dtype.name == "bfloat16" else host  # NumPy knows no such type
+
+    def numbers(self, arrays):
+        self.wait()  # a recorded step's are on the host then
+        return super().numbers(arrays)
 
     def like(self, array):
         return self.xp.empty(array.shape, array.dtype)
@@ -433,6 +439,7 @@ def contiguous(xp, x):
 
 
 def logit_chunks(x, w):
-    """Slices of rows of x (N, C) whose logits (rows, V) stay below LOGITS elements."""
+    """Slices of rows of x (N, C) whose logits (rows, V) stay below LOGITS elements; if many, of whole tiles."""
     step = max(1, LOGITS // w.shape[0])
+    step -= step % 1024 if step > 1024 else 0
     return [slice(start, start + step) for start in range(0, x.shape[0], step)]

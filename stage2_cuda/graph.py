@@ -7,13 +7,18 @@ class Recorded:
     """`function()` of fixed memory: the first call runs it, the second records it, and every call after replays it.
 
     The first call compiles kernels and chooses algorithms, none of which can be recorded. What the function allocates
-    while it is recorded comes from a pool of its own, which lives as long as the graph; its results are overwritten by
-    the next call. No call waits for the device. before(): called before each, on the stream that it runs on.
+    while it is recorded comes from a pool of its own, which lives as long as the graph. No call waits for the device.
+    before(): called before each, on the stream that it runs on.
+
+    The results, arrays in lists and tuples, are copied to the host as part of the graph: host arrays, to be read once
+    the device is done, and overwritten by the next call. Those of the first call are on the device still.
     """
 
     def __init__(self, function, before):
         import cupy
+        import cupyx
 
+        self.pinned = cupyx.empty_pinned
         self.cupy, self.function, self.before, self.graph = cupy, function, before, None
         self.stream, self.pool, self.calls = cupy.cuda.Stream(non_blocking=True), cupy.cuda.MemoryPool(), 0
 
@@ -29,7 +34,7 @@ class Recorded:
             with cuda.using_allocator(self.pool.malloc), self.stream:
                 self.stream.begin_capture(cuda.runtime.streamCaptureModeRelaxed)
                 try:
-                    self.results = self.function()
+                    self.results = self.to_host(self.function())
                 except BaseException:
                     with contextlib.suppress(cuda.runtime.CUDARuntimeError):  # the cause is the one on its way
                         self.stream.end_capture()
@@ -39,3 +44,9 @@ class Recorded:
             self.before()
         self.graph.launch(self.stream)
         return self.results
+
+    def to_host(self, results):
+        """The same lists and tuples of host arrays, to which the current stream copies."""
+        if isinstance(results, (list, tuple)):
+            return type(results)(map(self.to_host, results))
+        return results.get(out=self.pinned(results.shape, results.dtype), blocking=False)

@@ -4,6 +4,7 @@ import numpy as np
 
 BLOCK = 1 << 20  # bytes of a buffer; an array that is larger has one of its own
 ALIGNED = 256  # bytes: a place begins on a multiple, as any allocation does
+HOST_TO_DEVICE = 1  # cudaMemcpyKind
 
 
 class Mailbox:
@@ -14,13 +15,13 @@ class Mailbox:
     """
 
     def __init__(self, xp):
-        self.xp, self.places, self.buffers, self.sent = xp, {}, [], None
+        self.xp, self.places, self.buffers = xp, {}, []
+        self.copied = None if xp is np else xp.cuda.Event(disable_timing=True)
 
     def put(self, name, array):
         """Keep a C-contiguous host array of this name; returns its place, an array of the device, filled by send()."""
-        if self.sent is not None:
-            self.sent.synchronize()  # the last copy has read what is overwritten now
-            self.sent = None
+        if self.copied:
+            self.copied.synchronize()  # the last copy has read what is overwritten now
         place, host = self.places.get(name, (None, None))
         if place is None or place.shape != array.shape or place.dtype != array.dtype:
             place, host = self.places[name] = self.find_place(array)
@@ -38,11 +39,11 @@ class Mailbox:
 
     def send(self):
         """Copy all that was put to its places, on the current stream."""
-        if self.xp is not np:
+        if self.copied:
+            stream = self.xp.cuda.get_current_stream()
             for buffer in self.buffers:
-                buffer.device[: buffer.used].set(buffer.host[: buffer.used], self.xp.cuda.get_current_stream())
-            self.sent = self.xp.cuda.Event(disable_timing=True)
-            self.sent.record()
+                self.xp.cuda.runtime.memcpyAsync(*buffer.addresses, buffer.used, HOST_TO_DEVICE, stream.ptr)
+            self.copied.record(stream)
 
 
 class Buffer:
@@ -55,6 +56,7 @@ class Buffer:
             import cupyx
 
             self.host, self.device = cupyx.empty_pinned(size, np.uint8), xp.empty(size, np.uint8)
+            self.addresses = self.device.data.ptr, self.host.ctypes.data
         self.used = 0
 
     @property
