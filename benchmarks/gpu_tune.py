@@ -16,10 +16,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from benchmarks import trial_attention, trial_rows
+from benchmarks import trial_rows
 from benchmarks.harness import ROOT, print_table, run, save
-from stage2_cuda.kernels import attention, column_sums, cross_entropy, layernorm
-from stage2_cuda.triton_driver import array_module
+from stage2_cuda.kernels import adamw, attention, column_sums, cross_entropy, embedding, gelu, layernorm
+from stage2_cuda.triton_driver import array_module, launch
 
 BENCHMARK = "benchmarks.gpu_tune"
 SEED = 20260101
@@ -66,118 +66,59 @@ class Arrays:
         return self.empty(*shape, dtype=np.float32)
 
 
-ATTENTION = {"packed": (64, 12, 1024, 64), "long": (1, 16, 16384, 64), "short": (16, 6, 256, 64)}
-
-
-def attention_shape(which, small):
-    B, H, T, D = ATTENTION[which]
-    return (1, H, min(T, 1024), D) if small else (B, H, T, D)
+ATTENTION = {
+    "packed": (64, 12, 1024, 64),
+    "long": (1, 16, 16384, 64),
+    "short": (16, 6, 256, 64),
+    "wide": (4, 16, 4096, 128),
+}
 
 
 def attention_cases(which, small):
-    B, H, T, D = attention_shape(which, small)
+    B, H, T, D = ATTENTION[which]
+    B, T = (1, min(T, 1024)) if small else (B, T)
     of = Arrays()
     C = H * D
     qkv, dy = of.normal(B, T, 3 * C), of.normal(B, T, C)
     y, lse, delta, dqkv = of.empty(B, T, C), of.floats(B, H, T), of.floats(B, H, T), of.empty(B, T, 3 * C)
     attention.attention_forward(y, lse, qkv, H)
-    attention.attention_backward(dqkv, delta, dy, qkv, y, lse, H)
+    *_, used = attention.plan(qkv, H, "ieee")
     flops = 2 * B * H * T * T * D / 2  # of one product, causal
-    out, out_lse, out_delta = of.empty(*y.shape), of.floats(*lse.shape), of.floats(*lse.shape)
+    out, out_lse = of.empty(*y.shape), of.floats(*lse.shape)
 
-    def forward(**options):
-        return lambda: trial_attention.forward(out, out_lse, qkv, H, **options)
+    def forward(name, config):
+        return Candidate(name, lambda: attention.attention_forward(out, out_lse, qkv, H, config=config))
 
-    tiles = [(128, 64, 8, 3), (128, 64, 8, 4), (128, 64, 8, 2), (64, 128, 4, 2), (64, 128, 4, 3), (128, 128, 8, 2)]
-    tiles += [(64, 64, 4, 3), (64, 64, 4, 4), (64, 64, 4, 2), (128, 128, 8, 3), (128, 32, 8, 4)]
-    candidates = [Candidate("in use", lambda: attention.attention_forward(out, out_lse, qkv, H))]
-    candidates += [
-        Candidate(label(tile, loop=loop, qreg=qreg), forward(**named(tile), loop=loop, qreg=qreg))
-        for tile, loop, qreg in itertools.product(tiles, (0, 1, 2), (0, 1))
-        if tile[1] * tile[0] <= 8192 or loop < 2
-    ]
-    for tile, programs in itertools.product([(128, 64, 8, 3), (64, 128, 4, 2), (64, 64, 4, 3)], (264, 396, 528)):
-        options = dict(named(tile), programs=programs)
-        candidates.append(
-            Candidate(
-                f"persistent {label(tile, programs=programs)}",
-                lambda options=options: trial_attention.persistent(out, out_lse, qkv, H, **options),
-            )
-        )
+    def backward(name, config):
+        arguments = dqkv, delta, dy, qkv, y, lse, H
+        return Candidate(name, lambda: attention.attention_backward(*arguments, config=config))
+
+    def tiles(*several):
+        return [attention.Tile(*tile) for tile in several]
+
+    either = tiles((64, 64, 4, 2), (64, 64, 4, 3), (128, 64, 8, 2), (128, 64, 8, 3), (128, 64, 4, 2), (128, 32, 4, 3))
+    either += tiles((64, 32, 4, 3), (64, 32, 4, 4), (128, 32, 8, 3), (64, 128, 4, 2), (64, 128, 8, 3))
+    more = tiles((128, 64, 8, 4), (128, 128, 8, 2), (128, 128, 8, 3), (128, 32, 4, 4), (32, 64, 4, 3), (64, 64, 4, 4))
+    candidates = [forward("in use", None)]
+    candidates += [forward(label(tile), used._replace(forward=tile)) for tile in either + more]
     yield Case(f"attention forward {which}", candidates, [out, out_lse], flops=2 * flops)
 
-    out = of.empty(*dqkv.shape)
-
-    def dq(**options):
-        return lambda: trial_attention.dq(out, out_delta, dy, qkv, y, lse, H, **options)
-
-    tiles = [(128, 64, 8, 3), (128, 64, 8, 2), (128, 64, 4, 3), (128, 64, 4, 2), (64, 64, 4, 3), (64, 64, 4, 2)]
-    tiles += [(128, 128, 8, 2), (64, 128, 4, 2), (128, 32, 8, 3), (128, 32, 4, 3)]
-    candidates = [Candidate("in use, 128x64 w8 s3", dq(**named((128, 64, 8, 3))))]
+    candidates = [backward("in use", None)]
+    dq, dkdv = used.dq or used.both, used.dkdv or used.both
+    more = tiles((128, 64, 4, 3), (128, 128, 8, 2), (64, 64, 8, 2), (128, 32, 4, 4))
     candidates += [
-        Candidate(label(tile, loop=loop, qreg=qreg), dq(**named(tile), loop=loop, qreg=qreg))
-        for tile, loop, qreg in itertools.product(tiles, (0, 1), (0, 1))
+        backward("dq " + label(tile), attention.Config(used.forward, dq=tile, dkdv=dkdv)) for tile in either + more
     ]
-    yield Case(f"attention dq {which}", candidates, [out[:, :, :C], out_delta], flops=3 * flops)
-
-    def dkdv(**options):
-        return lambda: trial_attention.dkdv(out, delta, dy, qkv, lse, H, **options)
-
-    tiles = [(64, 64, 4, 3), (64, 64, 4, 2), (64, 128, 8, 3), (64, 128, 8, 2), (128, 64, 8, 2), (32, 128, 8, 3)]
-    tiles += [(32, 64, 4, 3), (64, 64, 8, 3), (128, 64, 4, 2), (32, 128, 4, 3)]
-    candidates = [Candidate("in use, 64x64 w4 s3", dkdv(**named((64, 64, 4, 3))))]
+    more = tiles((32, 64, 4, 3), (32, 128, 8, 3), (32, 128, 8, 2), (64, 128, 8, 2), (64, 64, 8, 3), (32, 64, 4, 4))
     candidates += [
-        Candidate(label(tile, loop=loop, kreg=kreg, rows=rows), dkdv(**named(tile), loop=loop, kreg=kreg, rows=rows))
-        for tile, loop, kreg, rows in itertools.product(tiles, (0, 1), (0, 1), (1, 2))
-        if tile in tiles[:5] or (loop, kreg) in ((1, 0), (0, 0))
+        backward("dkdv " + label(tile), attention.Config(used.forward, dq=dq, dkdv=tile)) for tile in either + more
     ]
-    yield Case(f"attention dkdv {which}", candidates, [out[:, :, C:]], flops=4 * flops)
-
-
-def backward_cases(which, small):
-    B, H, T, D = attention_shape(which, small)
-    of = Arrays()
-    C = H * D
-    qkv, dy = of.normal(B, T, 3 * C), of.normal(B, T, C)
-    y, lse, out, out_delta = of.empty(B, T, C), of.floats(B, H, T), of.empty(B, T, 3 * C), of.floats(B, H, T)
-    attention.attention_forward(y, lse, qkv, H)
-    flops = 2 * B * H * T * T * D / 2  # of one product, causal
-
-    def two():
-        attention.attention_backward(out, out_delta, dy, qkv, y, lse, H)
-
-    candidates = [Candidate("in use", two)]
-    sums = of.floats(B, H, T, D)
-
-    def whole(**options):
-        return lambda: trial_attention.whole(out, sums, out_delta, dy, qkv, y, lse, H, **options)
-
-    tiles = [(64, 64, 4, 2), (64, 64, 4, 3), (64, 128, 8, 2), (64, 128, 8, 3), (32, 128, 8, 2), (32, 64, 4, 2)]
-    tiles += [(32, 64, 4, 3), (32, 128, 4, 2), (64, 64, 8, 2)]
-    candidates += [
-        Candidate("whole " + label(tile, add=add, loop=loop), whole(**named(tile), add=add, loop=loop))
-        for tile, add, loop in itertools.product(tiles, (0, 1), (1, 2))
-    ]
-    for tile, limit in itertools.product(tiles[:4], (128, 168)):
-        options = dict(add=0, loop=1, maxnreg=limit)
-        candidates.append(Candidate("whole " + label(tile, **options), whole(**named(tile), **options)))
-    for M, warps, stages, parts in itertools.product((32, 64), (4, 8), (2, 3), (1, 2)):
-        options = dict(M=M, warps=warps, stages=stages, parts=parts)
-        candidates.append(
-            Candidate(
-                f"short {M} w{warps} s{stages} parts {parts}",
-                lambda options=options: trial_attention.short(out, dy, qkv, y, lse, H, **options),
-            )
-        )
-    for square in ((64, 64, 4, 2), (64, 64, 4, 3), (128, 128, 8, 2), (64, 64, 8, 2)):
-        config = attention.Config(attention.Tile(128, 64, 8, 3), both=attention.Tile(*square))
-        candidates.append(
-            Candidate(
-                f"both {label(square)}",
-                lambda config=config: attention.attention_backward(out, out_delta, dy, qkv, y, lse, H, config=config),
-            )
-        )
-    yield Case(f"attention backward {which}", candidates, [out], flops=5 * flops)
+    if T <= 1024:
+        candidates += [
+            backward("both " + label(tile), attention.Config(used.forward, both=tile))
+            for tile in tiles((64, 64, 4, 2), (64, 64, 4, 3), (32, 32, 4, 2), (64, 64, 8, 2), (128, 128, 8, 2))
+        ]
+    yield Case(f"attention backward {which}", candidates, [dqkv], flops=5 * flops)
 
 
 def cross_entropy_cases(which, small):
@@ -233,7 +174,6 @@ def layernorm_cases(which, small):
     w, b, bias = (of.normal(channels) for _ in range(3))
     s, y, dx = (of.empty(n, channels) for _ in range(3))
     mean, rstd = of.floats(n), of.floats(n)
-    vectors = [of.floats(channels) for _ in range(3)]
     layernorm.residual_layernorm_forward(s, y, mean, rstd, x, a, bias, w, b, 1e-5)
     outputs = [of.empty(n, channels), of.empty(n, channels), of.floats(n), of.floats(n)]
 
@@ -250,61 +190,152 @@ def layernorm_cases(which, small):
             candidates += [forward(*pair, programs, stages) for pair in ((1, 1), (1, 2), (2, 4), (4, 4))]
     yield Case(f"layernorm forward {which}", candidates, outputs, bytes=4 * x.nbytes)
 
-    partials = of.floats(8448, 3 * channels)
     scratch = of.floats(*layernorm.layernorm_partials_shape(n, channels))
-    outputs = [dx, *vectors]
+    used = lambda: layernorm.residual_layernorm_backward(dx, scratch, ds, dy, s, w, mean, rstd)  # noqa: E731
 
     def backward(rows, warps, programs, stages):
+        partials = of.floats(programs, 3 * channels)
         call = lambda: trial_rows.layernorm_backward(  # noqa: E731
-            *outputs, partials, ds, dy, s, w, mean, rstd, rows, warps, programs, stages
+            dx, partials, ds, dy, s, w, mean, rstd, rows, warps, stages
         )
         return Candidate(f"rows {rows} w{warps} programs {programs} stages {stages}", call)
 
-    candidates = [
-        Candidate("in use", lambda: layernorm.residual_layernorm_backward(*outputs, scratch, ds, dy, s, w, mean, rstd))
-    ]
-    several = (132, 264, 528, 1056, 2112) if which == "paper" else (264, 528, 792, 1056, 1584, 2112)
-    for rows, warps in ((1, 1), (1, 2), (1, 4), (2, 2), (2, 4), (4, 4), (4, 8)):
+    candidates = [Candidate("in use", used)]
+    several = (128, 132, 256, 264, 512, 528, 1024) if which == "paper" else (264, 528, 792, 1056, 1584, 2112)
+    for rows, warps in ((1, 1), (1, 2), (1, 4), (2, 2), (2, 4), (4, 2), (4, 4), (4, 8), (8, 8), (16, 8)):
         for programs in several:
-            if 4 <= programs * warps / 132 <= 32:
-                candidates += [backward(rows, warps, programs, stages) for stages in (1, 2, 3)]
-    yield Case(f"layernorm backward {which}", candidates, outputs, bytes=4 * x.nbytes)
+            if 2 <= programs * warps / 132 <= 32 and programs * rows <= n:
+                candidates += [backward(rows, warps, programs, stages) for stages in (1, 2)]
+    yield Case(f"layernorm backward {which}", candidates, [dx], bytes=4 * x.nbytes)
 
 
 def column_sums_cases(which, small):
-    n, columns = {"gpt2": (65536, 2304), "gpt2-c": (65536, 768), "paper": (4096, 1152)}[which]
+    n, columns = {"gpt2": (65536, 2304), "gpt2-c": (65536, 768), "paper": (4096, 1152), "paper-c": (4096, 384)}[which]
     n = 4096 if small else n
     of = Arrays()
     x, out = of.normal(n, columns), of.floats(columns)
-    scratch, partials = of.floats(*column_sums.partials_shape(n, columns)), of.floats(4224, columns)
+    scratch = of.floats(*column_sums.partials_shape(n, columns))
 
     def trial(rows, width, warps, programs, stages):
-        call = lambda: trial_rows.column_sums(out, partials, x, rows, width, warps, programs, stages)  # noqa: E731
+        partials = of.floats(max(1, programs * width // columns), columns)
+        call = lambda: trial_rows.column_sums(out, partials, x, rows, width, warps, stages)  # noqa: E731
         return Candidate(f"{rows}x{width} w{warps} programs {programs} stages {stages}", call)
 
     candidates = [Candidate("in use", lambda: column_sums.column_sums(out, scratch, x))]
-    for rows, width, warps in ((16, 128, 4), (32, 128, 4), (16, 256, 4), (8, 256, 4), (32, 64, 4), (64, 64, 4)):
-        for programs in (528, 1056, 2112, 4224):
-            candidates += [trial(rows, width, warps, programs, stages) for stages in (1, 3)]
+    shapes = [(16, 128, 4), (32, 128, 4), (16, 256, 4), (8, 256, 4), (32, 64, 4), (64, 64, 4), (32, 128, 8)]
+    for rows, width, warps in shapes + [(64, 128, 8), (128, 64, 8), (32, 256, 8)]:
+        for programs in (132, 264, 528, 1056, 2112):
+            if max(1, programs * width // columns) * rows <= n:
+                candidates += [trial(rows, width, warps, programs, stages) for stages in (1, 3)]
     yield Case(f"column sums {which}", candidates, [out], bytes=x.nbytes)
 
 
+def add_partials_cases(which, small):
+    rows, columns, parts = {"1056": (1056, 384, 3), "352": (352, 1536, 1), "256": (256, 384, 3), "128": (128, 1152, 1)}[
+        which
+    ]
+    of = Arrays()
+    partials = of.normal(rows, parts * columns, dtype=np.float32)
+    out = [of.floats(columns) for _ in range(parts)]
+    firsts = [*out, None, None][:3]
+
+    def trial(tall, wide, warps):
+        grid = -(-columns // wide), parts
+        arguments = *firsts, partials, rows, parts * columns, columns
+        options = dict(ROWS=tall, COLUMNS=wide, num_warps=warps)
+        return Candidate(
+            f"{tall}x{wide} w{warps}", lambda: launch(column_sums.add_partials_kernel, grid, *arguments, **options)
+        )
+
+    candidates = [Candidate("in use", lambda: column_sums.add_partials(partials, *firsts))]
+    for wide, (tall, warps) in itertools.product(
+        (8, 16, 32), ((64, 4), (128, 4), (128, 8), (256, 4), (256, 8), (512, 8), (512, 16), (1024, 16), (1024, 32))
+    ):
+        if tall * wide <= 16384 and tall < 2 * rows:
+            candidates.append(trial(tall, wide, warps))
+    yield Case(f"add partials {which}", candidates, out, bytes=partials.nbytes)
+
+
+def gelu_cases(which, small):
+    n, columns = {"paper": (4096, 1536), "gpt2": (65536, 3072)}[which]
+    n = 4096 if small else n
+    of = Arrays()
+    h, dy, bias, y, dh = of.normal(n, columns), of.normal(n, columns), of.normal(columns), of.empty(n, columns), None
+    shapes = [(4, 512, 4), (2, 512, 4), (1, 1024, 4), (1, 512, 2), (2, 512, 2), (1, 2048, 4), (8, 128, 4), (4, 256, 4)]
+    tries = list(itertools.product(shapes, trial_rows.GELU_MATHS))
+
+    def forward(shape, maths):
+        call = lambda: trial_rows.gelu_forward(y, h, bias, *shape, maths)  # noqa: E731
+        return Candidate(f"{shape[0]}x{shape[1]} w{shape[2]} {maths}", call)
+
+    candidates = [Candidate("in use", lambda: gelu.bias_gelu_forward(y, h, bias))]
+    candidates += [forward(*pair) for pair in tries]
+    yield Case(f"gelu forward {which}", candidates, [y], bytes=2 * h.nbytes)
+
+    dh, scratch = of.empty(n, columns), of.floats(*gelu.gelu_partials_shape(n, columns))
+
+    def backward(shape, maths, programs, stages):
+        partials = of.floats(max(1, programs * shape[1] // columns), columns)
+        call = lambda: trial_rows.gelu_backward(dh, partials, dy, h, bias, *shape, maths, stages)  # noqa: E731
+        words = f"{shape[0]}x{shape[1]} w{shape[2]} {maths} programs {programs} rows {len(partials)} stages {stages}"
+        return Candidate(words, call)
+
+    candidates = [Candidate("in use", lambda: gelu.bias_gelu_backward(dh, scratch, dy, h, bias))]
+    for (shape, maths), programs in itertools.product(tries, (528, 1056, 2112)):
+        if maths == "approximate" or programs == 1056:
+            candidates += [backward(shape, maths, programs, stages) for stages in (1, 2)]
+    yield Case(f"gelu backward {which}", candidates, [dh], bytes=3 * h.nbytes)
+
+
+def positions_cases(which, small):
+    batch, time_, channels = {"paper": (16, 256, 384), "gpt2": (64, 1024, 768)}[which]
+    of = Arrays()
+    dy, out = of.normal(batch, time_, channels), of.floats(time_, channels)
+    candidates = []
+    for rows, columns, warps in itertools.product((8, 16, 32), (128, 256, 512), (1, 2, 4, 8)):
+        if 128 <= rows * columns // warps <= 2048:
+            grid, options = (time_, -(-channels // columns)), dict(ROWS=rows, COLUMNS=columns, num_warps=warps)
+            call = lambda grid=grid, options=options: launch(  # noqa: E731
+                embedding.positions_kernel, grid, out, dy, batch, time_, channels, 0, **options
+            )
+            name = f"{rows}x{columns} w{warps}"
+            used = (rows, columns, warps) == (embedding.ROWS, embedding.COLUMNS, 4)
+            candidates.insert(0 if used else len(candidates), Candidate("in use" if used else name, call))
+    yield Case(f"embedding positions {which}", candidates, [out], bytes=dy.nbytes)
+
+
+def squares_cases(which, small):
+    blocks = {"paper": 10496, "gpt2": 121536}[which]
+    of = Arrays()
+    flat, out = of.normal(blocks * adamw.BLOCK, dtype=np.float32), of.floats(blocks)
+    candidates = []
+    for rows, warps in itertools.product((1, 2, 4, 8, 16), (1, 2, 4, 8, 16)):
+        if 256 <= rows * adamw.BLOCK // warps <= 2048:
+            options = dict(ROWS=rows, BLOCK=adamw.BLOCK, num_warps=warps)
+            call = lambda rows=rows, options=options: launch(  # noqa: E731
+                adamw.squares_kernel, (-(-blocks // rows),), out, flat, blocks, **options
+            )
+            used = (rows, warps) == (adamw.ROWS, 8)
+            name = "in use" if used else f"rows {rows} w{warps}"
+            candidates.insert(0 if used else len(candidates), Candidate(name, call))
+    yield Case(f"squares {which}", candidates, [out], bytes=flat.nbytes)
+
+
 KERNELS = {
-    "attention": (attention_cases, ("packed", "long", "short")),
-    "backward": (backward_cases, ("packed", "short")),
     "cross_entropy": (cross_entropy_cases, ("gpt2", "paper")),
     "layernorm": (layernorm_cases, ("gpt2", "paper", "xl")),
-    "column_sums": (column_sums_cases, ("gpt2", "gpt2-c", "paper")),
+    "gelu": (gelu_cases, ("paper", "gpt2")),
+    "column_sums": (column_sums_cases, ("paper", "paper-c", "gpt2", "gpt2-c")),
+    "add_partials": (add_partials_cases, ("1056", "352", "256", "128")),
+    "positions": (positions_cases, ("paper", "gpt2")),
+    "squares": (squares_cases, ("paper", "gpt2")),
+    "attention": (attention_cases, ("short", "packed", "long", "wide")),
 }
 
 
-def named(tile):
-    return dict(zip(("M", "N", "warps", "stages"), tile, strict=True))
-
-
-def label(tile, **options):
+def label(tile):
     M, N, warps, stages = tile
-    return " ".join([f"{M}x{N} w{warps} s{stages}", *(f"{key} {value}" for key, value in options.items())])
+    return f"{M}x{N} w{warps} s{stages}"
 
 
 # -- measuring ---------------------------------------------------------------------------------------------------------
@@ -374,6 +405,7 @@ def measure(case, args):
     """[{label, ms, error}] of a case, the fastest first."""
     xp = array_module()
     stream, ready, want = xp.cuda.Stream(non_blocking=True), [], None
+    xp.cuda.runtime.deviceSynchronize()  # the arrays were filled on another stream
     with stream:
         for candidate in case.candidates:
             for array in case.outputs:
@@ -399,6 +431,8 @@ def measure(case, args):
             once = time.perf_counter() - started
             repeats = int(min(max(args.turn / max(once, 1e-5), 1), 50))
             ready.append((candidate.label, error, captured(call, repeats, stream), repeats))
+        if not ready:
+            return []
         times = {name: [] for name, *_ in ready}
         for turn in range(args.rounds):
             first = turn % len(ready)
@@ -418,7 +452,10 @@ def measure(case, args):
 
 
 def show(title, rows, limit):
-    used = next(row for row in rows if row["label"].startswith("in use"))
+    if not rows:
+        print(f"{title}: no candidate works\n", flush=True)
+        return
+    used = next((row for row in rows if row["label"] == "in use"), rows[0])
     shown = rows[:limit] + [used] * (used not in rows[:limit])
     table = []
     for row in shown:

@@ -198,13 +198,11 @@ def layernorm_backward_kernel(
     tl.store(own + 2 * channels, tl.sum(da, 0), inside)
 
 
-def layernorm_backward(dx, da_bias, dw, db, partials, ds, dy, s, w, mean, rstd, rows, warps, programs, stages):
+def layernorm_backward(dx, partials, ds, dy, s, w, mean, rstd, rows, warps, stages):
     n, channels = dy.shape
-    partials = partials[: min(programs, triton.cdiv(n, rows))]
     arguments = dx, partials, ds, dy, s, w, mean, rstd, n, channels, 1 / channels
     options = dict(ROWS=rows, WIDTH=triton.next_power_of_2(channels), STAGES=stages, num_warps=warps)
     launch(layernorm_backward_kernel, (partials.shape[0],), *arguments, **options)
-    add_partials(partials, dw, db, da_bias)
 
 
 # -- column sums -------------------------------------------------------------------------------------------------------
@@ -223,10 +221,82 @@ def column_sums_kernel(
     tl.store(partials + tl.program_id(0) * columns + column, tl.sum(total, 0), column < columns)
 
 
-def column_sums(out, partials, x, rows, columns, warps, programs, stages):
+def column_sums(out, partials, x, rows, columns, warps, stages):
     n, width = x.shape
-    tiles = triton.cdiv(width, columns)
-    partials = partials[: min(triton.cdiv(n, rows), max(1, programs // tiles))]
-    grid, options = (partials.shape[0], tiles), dict(ROWS=rows, COLUMNS=columns, STAGES=stages, num_warps=warps)
-    launch(column_sums_kernel, grid, partials, x, n, width, **options)
+    grid, options = (partials.shape[0], triton.cdiv(width, columns)), dict(ROWS=rows, COLUMNS=columns)
+    launch(column_sums_kernel, grid, partials, x, n, width, **options, STAGES=stages, num_warps=warps)
     add_partials(partials, out)
+
+
+# -- GELU --------------------------------------------------------------------------------------------------------------
+
+A, B = tl.constexpr(0.7978845608028654), tl.constexpr(0.044715)
+EXACT, APPROXIMATE, TANH = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+GELU_MATHS = {"exact": 0, "approximate": 1, "tanh": 2}
+
+
+@triton.jit
+def sigmoid_of_2u(x, MATHS: tl.constexpr):
+    u = (x + x * x * x * B) * A
+    if MATHS == EXACT:
+        s = 1 / (1 + tl.exp(-2 * u))
+    elif MATHS == APPROXIMATE:  # no denormals, no fix for huge arguments: a third of the instructions
+        e = 1 + tl.inline_asm_elementwise(
+            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [u * (-2 * LOG2E)], dtype=tl.float32, is_pure=True, pack=1
+        )
+        s = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [e], dtype=tl.float32, is_pure=True, pack=1)
+    else:
+        t = tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [u], dtype=tl.float32, is_pure=True, pack=1)
+        s = 0.5 + 0.5 * t
+    return s
+
+
+@triton.jit
+def gelu_forward_kernel(
+    y, h, bias, n, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr, MATHS: tl.constexpr
+):  # fmt: skip
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    mask = (row < n)[:, None] & (column < columns)[None, :]
+    at = row.to(tl.int64)[:, None] * columns + column[None, :]
+    x = tl.load(h + at, mask, 0).to(tl.float32)
+    x += tl.load(bias + column, column < columns, 0).to(tl.float32)[None, :]
+    tl.store(y + at, x * sigmoid_of_2u(x, MATHS), mask)
+
+
+def gelu_forward(y, h, bias, rows, columns, warps, maths):
+    n, width = h.shape
+    grid, options = (triton.cdiv(n, rows), triton.cdiv(width, columns)), dict(MATHS=GELU_MATHS[maths], num_warps=warps)
+    launch(gelu_forward_kernel, grid, y, h, bias, n, width, ROWS=rows, COLUMNS=columns, **options)
+
+
+@triton.jit
+def gelu_backward_kernel(
+    dh, partials, dy, h, bias, n, columns,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, MATHS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    shift = tl.load(bias + column, column < columns, 0).to(tl.float32)
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for tile in tl.range(tl.program_id(0), tl.cdiv(n, ROWS), tl.num_programs(0), num_stages=STAGES):
+        row = tile * ROWS + tl.arange(0, ROWS)
+        mask = (row < n)[:, None] & (column < columns)[None, :]
+        at = row.to(tl.int64)[:, None] * columns + column[None, :]
+        x = tl.load(h + at, mask, 0).to(tl.float32) + shift[None, :]
+        g = tl.load(dy + at, mask, 0).to(tl.float32)
+        s = sigmoid_of_2u(x, MATHS)
+        if MATHS == EXACT:
+            slope = s + 2 * x * s * (1 - s) * (1 + 3 * x * x * B) * A
+        else:
+            slope = s + (s - s * s) * (x * (2 * A + x * x * (6 * A * B)))
+        g *= slope
+        tl.store(dh + at, g, mask)
+        total += g
+    tl.store(partials + tl.program_id(0) * columns + column, tl.sum(total, 0), column < columns)
+
+
+def gelu_backward(dh, partials, dy, h, bias, rows, columns, warps, maths, stages):
+    n, width = h.shape
+    grid, options = (len(partials), triton.cdiv(width, columns)), dict(MATHS=GELU_MATHS[maths], STAGES=stages)
+    arguments = dh, partials, dy, h, bias, n, width
+    launch(gelu_backward_kernel, grid, *arguments, ROWS=rows, COLUMNS=columns, **options, num_warps=warps)

@@ -114,8 +114,7 @@ def test_the_validation_loss_is_stage_0_s():
 
 # Those that neither a step nor a validation nor a generated token of fp32 launches, and who needs them.
 ELSEWHERE = {
-    "attention.delta_kernel": "16 bits, T up to 256: dq, dk and dv in one launch",
-    "attention.dqkv_kernel": "16 bits, T up to 256",
+    "attention.both_kernel": "16 bits, T up to 256: dq, dk and dv in one launch",
     "cast.cast_kernel": "16 bits: the copy of the parameters that kernels read, when they are loaded",
     "cast.scale_kernel": "a gradient of the loss that is not 1",
     "losses.add_kernel": "more than 4096 rows",

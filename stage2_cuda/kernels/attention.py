@@ -10,6 +10,7 @@ Forward and dq: a program owns M rows (queries) and walks over the columns (keys
 dk and dv: a program owns N columns and walks down the rows from the diagonal on. It computes p a second time, but
 nobody else adds to its result: no atomics, the same bits every time. Tiles above the diagonal are never touched, and
 only those on it are masked. Whoever has the longest way is launched first, so that the short ones fill the end.
+For a short T one launch does both, half of its programs each.
 
 Tiles come through descriptors, which the TMA unit of a Hopper GPU copies without registers. What lies outside an array
 is read as zero and never written, so that no tile needs a mask for the last rows, or for the columns beyond D.
@@ -42,7 +43,7 @@ class Tile(NamedTuple):
 
 
 class Config(NamedTuple):
-    """One tile for each kernel; with `both`, which is square, one kernel computes dq, dk and dv."""
+    """One tile for each kernel; with `both`, which is square, one launch computes dq, dk and dv."""
 
     forward: Tile
     dq: Tile | None = None
@@ -56,7 +57,7 @@ ANY = 1 << 62
 CONFIGS = {
     "16 bits": {
         (64, 256): Config(Tile(64, 64, 4, 3), both=Tile(64, 64, 4, 2)),
-        (64, 4096): Config(Tile(128, 64, 8, 3), dq=Tile(128, 64, 8, 3), dkdv=Tile(64, 64, 4, 3)),
+        (64, 4096): Config(Tile(128, 64, 8, 3), dq=Tile(128, 32, 4, 3), dkdv=Tile(64, 64, 4, 3)),
         (64, ANY): Config(Tile(128, 64, 8, 3), dq=Tile(128, 64, 4, 3), dkdv=Tile(64, 64, 4, 3)),
         (128, ANY): Config(Tile(64, 64, 4, 3), dq=Tile(128, 32, 8, 3), dkdv=Tile(64, 128, 8, 3)),
     },
@@ -95,8 +96,12 @@ def store_tile(x, tile, b, part, h, row, ROWS: tl.constexpr, D: tl.constexpr):
 
 
 @triton.jit
-def load_rows(x, rows, T):
-    return tl.load(x + rows, mask=rows < T, other=0.0)  # beyond T q, dy, lse and delta are 0, and so is what they add
+def load_rows(x, rows, T, EVEN: tl.constexpr):
+    if EVEN:  # no tile reaches beyond T: a mask in the innermost loop would cost 2 %
+        values = tl.load(x + rows)
+    else:
+        values = tl.load(x + rows, mask=rows < T, other=0.0)  # there q and dy are 0, and so is what they add
+    return values
 
 
 @triton.jit
@@ -117,24 +122,6 @@ def softmax_step(s, peak, total, acc, scale):
 
 
 @triton.jit
-def forward_columns(
-    acc, peak, total, q, qkv, b, h, rows, first, end, scale,
-    N: tl.constexpr, D: tl.constexpr, DIAGONAL: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Let the queries q (M, D) of `rows` attend to the keys [first, end)."""
-    for n in tl.range(first, end, N):
-        n = tl.multiple_of(n, N)
-        k = load_tile(qkv, b, KEY, h, n, N, D)  # (N, D)
-        s = tl.dot(q, k.T, input_precision=PRECISION)  # (M, N)
-        if DIAGONAL:
-            s = tl.where(below_diagonal(rows, n + tl.arange(0, N)), s, float("-inf"))
-        p, peak, total, acc = softmax_step(s, peak, total, acc, scale)
-        v = load_tile(qkv, b, VALUE, h, n, N, D)
-        acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)  # (M, D)
-    return acc, peak, total
-
-
-@triton.jit
 def forward_kernel(
     y, lse, qkv_m, qkv_n, T, H, scale,
     M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr,
@@ -146,13 +133,15 @@ def forward_kernel(
     q = load_tile(qkv_m, b, QUERY, h, m0, M, D)
     peak, total = tl.full([M], float("-inf"), tl.float32), tl.zeros([M], tl.float32)
     acc = tl.zeros([M, D], tl.float32)
-    diagonal = tl.multiple_of(m0 // N * N, N)
-    acc, peak, total = forward_columns(
-        acc, peak, total, q, qkv_n, b, h, rows, 0, diagonal, scale, N, D, False, PRECISION
-    )
-    acc, peak, total = forward_columns(
-        acc, peak, total, q, qkv_n, b, h, rows, diagonal, tl.minimum(m0 + M, T), scale, N, D, True, PRECISION
-    )
+    for n in tl.range(0, tl.minimum(m0 + M, T), N):
+        n = tl.multiple_of(n, N)
+        k = load_tile(qkv_n, b, KEY, h, n, N, D)
+        s = tl.dot(q, k.T, input_precision=PRECISION)  # (M, N)
+        if n + N > m0:
+            s = tl.where(below_diagonal(rows, n + tl.arange(0, N)), s, float("-inf"))
+        p, peak, total, acc = softmax_step(s, peak, total, acc, scale)
+        v = load_tile(qkv_n, b, VALUE, h, n, N, D)
+        acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)  # (M, D)
     tl.store(lse + tl.program_id(0).to(tl.int64) * T + rows, (peak + tl.math.log2(total)) * LN2, mask=rows < T)
     store_tile(y, acc / total[:, None], b, 0, h, m0, M, D)
 
@@ -179,78 +168,57 @@ def row_delta(y, dy):
 
 
 @triton.jit
-def dq_columns(
-    dq, q, dy, lse, delta, qkv, b, h, rows, first, end, scale,
-    N: tl.constexpr, D: tl.constexpr, DIAGONAL: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Add to dq (M, D) what the queries of `rows` owe to the keys [first, end)."""
-    for n in tl.range(first, end, N):
-        n = tl.multiple_of(n, N)
-        k = load_tile(qkv, b, KEY, h, n, N, D)
-        s = tl.dot(q, k.T, input_precision=PRECISION)  # (M, N)
-        v = load_tile(qkv, b, VALUE, h, n, N, D)
-        dp = tl.dot(dy, v.T, input_precision=PRECISION)
-        p = tl.math.exp2(s * (scale * LOG2E) - lse[:, None])
-        if DIAGONAL:
-            p = tl.where(below_diagonal(rows, n + tl.arange(0, N)), p, 0.0)
-        ds = p * (dp - delta[:, None])
-        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
-    return dq
-
-
-@triton.jit
 def dq_tile(
-    dqkv, dy, lse, delta, qkv_m, qkv_n, b, h, m0, T, scale,
+    dqkv, delta, dy, y, lse, qkv_m, qkv_n, b, h, m0, T, scale,
     M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dq of the rows [m0, m0 + M), whose dy (M, D), lse (M, times log2(e)) and delta (M) are given."""
+    """dq of the rows [m0, m0 + M), and delta, if it is not None; lse and delta point to the T of this head."""
     rows = m0 + tl.arange(0, M)
-    q = load_tile(qkv_m, b, QUERY, h, m0, M, D)
+    q, g = load_tile(qkv_m, b, QUERY, h, m0, M, D), load_tile(dy, b, 0, h, m0, M, D)
+    d, l2 = row_delta(load_tile(y, b, 0, h, m0, M, D), g), load_rows(lse, rows, T, False) * LOG2E
+    if delta is not None:
+        tl.store(delta + rows, d, mask=rows < T)
     dq = tl.zeros([M, D], tl.float32)
-    diagonal = tl.multiple_of(m0 // N * N, N)
-    dq = dq_columns(dq, q, dy, lse, delta, qkv_n, b, h, rows, 0, diagonal, scale, N, D, False, PRECISION)
-    end = tl.minimum(m0 + M, T)
-    dq = dq_columns(dq, q, dy, lse, delta, qkv_n, b, h, rows, diagonal, end, scale, N, D, True, PRECISION)
+    for n in tl.range(0, tl.minimum(m0 + M, T), N):
+        n = tl.multiple_of(n, N)
+        k = load_tile(qkv_n, b, KEY, h, n, N, D)
+        s = tl.dot(q, k.T, input_precision=PRECISION)  # (M, N)
+        v = load_tile(qkv_n, b, VALUE, h, n, N, D)
+        dp = tl.dot(g, v.T, input_precision=PRECISION)
+        p = tl.math.exp2(s * (scale * LOG2E) - l2[:, None])
+        if n + N > m0:
+            p = tl.where(below_diagonal(rows, n + tl.arange(0, N)), p, 0.0)
+        ds = p * (dp - d[:, None])
+        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
     store_tile(dqkv, dq * scale, b, QUERY, h, m0, M, D)
 
 
 @triton.jit
-def dkdv_rows(
-    dk, dv, k, v, dy, lse, delta, qkv, b, h, columns, first, end, T, scale,
-    M: tl.constexpr, D: tl.constexpr, DIAGONAL: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Add to dk and dv (N, D) what the rows [first, end) owe to the keys of `columns`; a tile is transposed, (N, M)."""
-    for m in tl.range(first, end, M):
-        m = tl.multiple_of(m, M)
-        rows = m + tl.arange(0, M)
-        q = load_tile(qkv, b, QUERY, h, m, M, D)
-        s = tl.dot(k, q.T, input_precision=PRECISION)  # (N, M)
-        p = tl.math.exp2(s * (scale * LOG2E) - load_rows(lse, rows, T)[None, :] * LOG2E)
-        if DIAGONAL:
-            p = tl.where(below_diagonal(rows, columns).T, p, 0.0)
-        g = load_tile(dy, b, 0, h, m, M, D)
-        dv = tl.dot(p.to(g.dtype), g, dv, input_precision=PRECISION)  # (N, D)
-        dp = tl.dot(v, g.T, input_precision=PRECISION)  # (N, M)
-        ds = p * (dp - load_rows(delta, rows, T)[None, :])
-        dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
-    return dk, dv
-
-
-@triton.jit
 def dkdv_tile(
-    dqkv, dy, lse, delta, qkv_m, qkv_n, b, h, n0, T, scale,
-    M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr,
+    dqkv, delta, dy, y, lse, qkv_m, qkv_n, b, h, n0, T, scale,
+    M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of the columns [n0, n0 + N); lse and delta point to the T of this head."""
+    """dk and dv of the columns [n0, n0 + N), in tiles that are transposed, (N, M); delta is made of y if it is None."""
     columns = n0 + tl.arange(0, N)
     k, v = load_tile(qkv_n, b, KEY, h, n0, N, D), load_tile(qkv_n, b, VALUE, h, n0, N, D)
     dk, dv = tl.zeros([N, D], tl.float32), tl.zeros([N, D], tl.float32)
-    diagonal, end = n0 // M * M, tl.cdiv(T, M) * M
-    full = tl.minimum(tl.cdiv(n0 + N, M) * M, end)  # the first row that sees all of the columns, or none is left
-    dk, dv = dkdv_rows(
-        dk, dv, k, v, dy, lse, delta, qkv_m, b, h, columns, diagonal, full, T, scale, M, D, True, PRECISION
-    )
-    dk, dv = dkdv_rows(dk, dv, k, v, dy, lse, delta, qkv_m, b, h, columns, full, end, T, scale, M, D, False, PRECISION)
+    for m in tl.range(n0 // M * M, T, M):
+        m = tl.multiple_of(m, M)
+        rows = m + tl.arange(0, M)
+        q = load_tile(qkv_m, b, QUERY, h, m, M, D)
+        s = tl.dot(k, q.T, input_precision=PRECISION)
+        p = tl.math.exp2(s * (scale * LOG2E) - load_rows(lse, rows, T, EVEN)[None, :] * LOG2E)
+        if m < n0 + N:
+            p = tl.where(below_diagonal(rows, columns).T, p, 0.0)
+        g = load_tile(dy, b, 0, h, m, M, D)
+        dv = tl.dot(p.to(g.dtype), g, dv, input_precision=PRECISION)  # (N, D)
+        dp = tl.dot(v, g.T, input_precision=PRECISION)
+        if delta is None:
+            d = row_delta(load_tile(y, b, 0, h, m, M, D), g)
+        else:
+            d = load_rows(delta, rows, T, EVEN)
+        ds = p * (dp - d[None, :])
+        dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
     store_tile(dqkv, dv, b, VALUE, h, n0, N, D)
     store_tile(dqkv, dk * scale, b, KEY, h, n0, N, D)
 
@@ -261,48 +229,35 @@ def dq_kernel(
     M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """delta and dq of M rows; scale: 1 / sqrt(D)."""
-    b, h = tl.program_id(0) // H, tl.program_id(0) % H
+    b, h, head = tl.program_id(0) // H, tl.program_id(0) % H, tl.program_id(0).to(tl.int64) * T
     m0 = (tl.num_programs(1) - 1 - tl.program_id(1)) * M  # the longest first
-    rows, head = m0 + tl.arange(0, M), tl.program_id(0).to(tl.int64) * T
-    g = load_tile(dy, b, 0, h, m0, M, D)
-    d = row_delta(load_tile(y, b, 0, h, m0, M, D), g)
-    tl.store(delta + head + rows, d, mask=rows < T)
-    l2 = load_rows(lse + head, rows, T) * LOG2E
-    dq_tile(dqkv, g, l2, d, qkv_m, qkv_n, b, h, m0, T, scale, M, N, D, PRECISION)
+    dq_tile(dqkv, delta + head, dy, y, lse + head, qkv_m, qkv_n, b, h, m0, T, scale, M, N, D, PRECISION)
 
 
 @triton.jit
 def dkdv_kernel(
     dqkv, delta, dy, lse, qkv_m, qkv_n, T, H, scale,
-    M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of N columns; the first columns, which all rows see, are launched first."""
     b, h, head = tl.program_id(0) // H, tl.program_id(0) % H, tl.program_id(0).to(tl.int64) * T
     n0 = tl.program_id(1) * N
-    dkdv_tile(dqkv, dy, lse + head, delta + head, qkv_m, qkv_n, b, h, n0, T, scale, M, N, D, PRECISION)
+    dkdv_tile(dqkv, delta + head, dy, None, lse + head, qkv_m, qkv_n, b, h, n0, T, scale, M, N, D, EVEN, PRECISION)
 
 
 @triton.jit
-def delta_kernel(delta, dy, y, T, H, M: tl.constexpr, D: tl.constexpr):
-    """delta of M rows, for `dqkv_kernel`, whose programs need that of other programs' rows too."""
-    b, h, m0 = tl.program_id(0) // H, tl.program_id(0) % H, tl.program_id(1) * M
-    rows = m0 + tl.arange(0, M)
-    d = row_delta(load_tile(y, b, 0, h, m0, M, D), load_tile(dy, b, 0, h, m0, M, D))
-    tl.store(delta + tl.program_id(0).to(tl.int64) * T + rows, d, mask=rows < T)
-
-
-@triton.jit
-def dqkv_kernel(
-    dqkv, delta, dy, lse, qkv, T, H, scale,
-    M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr,
+def both_kernel(
+    dqkv, dy, y, lse, qkv, T, H, scale,
+    M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of M columns, then dq of as many rows, M being N: for a short T, in one launch of equal shares."""
+    """dk and dv of M columns in the even programs, dq of M rows in the odd ones, M being N; both make their delta."""
     b, h, head = tl.program_id(0) // H, tl.program_id(0) % H, tl.program_id(0).to(tl.int64) * T
-    m0 = tl.program_id(1) * M
-    dkdv_tile(dqkv, dy, lse + head, delta + head, qkv, qkv, b, h, m0, T, scale, M, N, D, PRECISION)
-    rows = m0 + tl.arange(0, M)
-    l2, d = load_rows(lse + head, rows, T) * LOG2E, load_rows(delta + head, rows, T)
-    dq_tile(dqkv, load_tile(dy, b, 0, h, m0, M, D), l2, d, qkv, qkv, b, h, m0, T, scale, M, N, D, PRECISION)
+    pair, pairs = tl.program_id(1) // 2, tl.num_programs(1) // 2
+    if tl.program_id(1) % 2 == 0:
+        dkdv_tile(dqkv, None, dy, y, lse + head, qkv, qkv, b, h, pair * M, T, scale, M, N, D, EVEN, PRECISION)
+    else:
+        m0 = (pairs - 1 - pair) * M
+        dq_tile(dqkv, None, dy, y, lse + head, qkv, qkv, b, h, m0, T, scale, M, N, D, PRECISION)
 
 
 def attention_backward(dqkv, delta, dy, qkv, y, lse, n_head, precision="ieee", config=None):
@@ -315,9 +270,8 @@ def attention_backward(dqkv, delta, dy, qkv, y, lse, n_head, precision="ieee", c
 
     if both := config.both:
         dqkv, dy, y, qkv = tiles(both.M, dqkv, dy, y, qkv)
-        grid = heads, triton.cdiv(T, both.M)
-        launch(delta_kernel, grid, delta, dy, y, T, n_head, M=both.M, D=padded(D))
-        launch(dqkv_kernel, grid, dqkv, delta, dy, lse, qkv, *numbers, **constants(both, D, precision))
+        options = dict(constants(both, D, precision), EVEN=T % both.M == 0)
+        launch(both_kernel, (heads, 2 * triton.cdiv(T, both.M)), dqkv, dy, y, lse, qkv, *numbers, **options)
         return
     M, N = config.dq[:2]
     dqkv_m, dy_m, y_m, qkv_m = tiles(M, dqkv, dy, y, qkv)
@@ -326,7 +280,8 @@ def attention_backward(dqkv, delta, dy, qkv, y, lse, n_head, precision="ieee", c
     M, N = config.dkdv[:2]
     dqkv_n, qkv_n = tiles(N, dqkv, qkv)
     arguments = dqkv_n, delta, *tiles(M, dy), lse, *tiles(M, qkv), qkv_n  # the delta that dq_kernel has left
-    launch(dkdv_kernel, (heads, triton.cdiv(T, N)), *arguments, *numbers, **constants(config.dkdv, D, precision))
+    options = dict(constants(config.dkdv, D, precision), EVEN=T % M == 0)
+    launch(dkdv_kernel, (heads, triton.cdiv(T, N)), *arguments, *numbers, **options)
 
 
 # -- inference ---------------------------------------------------------------------------------------------------------

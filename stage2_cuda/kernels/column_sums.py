@@ -14,7 +14,7 @@ from stage2_cuda.triton_driver import launch
 
 ROWS, COLUMNS = 16, 128  # of one tile
 PROGRAMS = 1056  # 8 for each of an H200's 132 processors; a constant, so that the order depends on the shape alone
-PARTIALS, NARROW = 64, 32  # rows and columns of a tile of stage two
+PARTIALS, NARROW = 256, 16  # rows and columns of a tile of stage two: few turns, because each waits for memory
 
 
 def partials_shape(n, columns):
@@ -35,7 +35,7 @@ def add_partials(partials, first, second=None, third=None):
     columns = first.shape[0]
     grid = (triton.cdiv(columns, NARROW), 1 + (second is not None) + (third is not None))
     arguments = first, second, third, partials, *partials.shape, columns
-    launch(add_partials_kernel, grid, *arguments, ROWS=PARTIALS, COLUMNS=NARROW, num_warps=4)
+    launch(add_partials_kernel, grid, *arguments, ROWS=PARTIALS, COLUMNS=NARROW, num_warps=8)
 
 
 @triton.jit
@@ -50,9 +50,7 @@ def column_sums_kernel(partials, x, n, columns, ROWS: tl.constexpr, COLUMNS: tl.
 
 
 @triton.jit
-def add_partials_kernel(
-    first, second, third, partials, n, width, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr
-):
+def add_partials_kernel(first, second, third, partials, n, width, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     which = tl.program_id(1)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
