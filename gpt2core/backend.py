@@ -17,6 +17,8 @@ class Backend(ABC):
 
     deterministic = True  # whether --deterministic is the default: a GPU would rather have its batch whole
     uses_threads = True  # whether worker threads, a backend each, divide the batch among them
+    scales_loss = False  # whether small gradients would vanish in `compute`: see optimizer.LossScale
+    records = False  # whether compile_step() records: a step can then be run without, for debugging
 
     name: str
     precision: str  # the --precision it was made for
@@ -80,6 +82,10 @@ class Backend(ABC):
 
     def peak_flops(self, precision):
         """Peak floating-point operations per second of this device, or None where it is not known."""
+        return None
+
+    def peak_memory(self):
+        """The most bytes of device memory that were held so far, or None where nobody counts them."""
         return None
 
     # -- kernel pairs ------------------------------------------------------------------------------------------------
@@ -182,10 +188,11 @@ class Backend(ABC):
         maxima, sums (N) are those of the whole rows: forward's own, or what all ranks' amount to.
         """
 
-    def unembed_cross_entropy_forward(self, x, w, targets, first=0, scale=None):
+    def unembed_cross_entropy_forward(self, x, w, targets, first=0, scale=None, seed=None):
         """cross_entropy_forward(unembed(x)) for x (N, C), w (V, C), targets (N); logits need not all exist.
 
         `scale` is backward's, given where these are whole rows and a gradient is wanted: it may be computed at once.
+        `seed`: what backward's dy will be, an array of one element, where that is known and not 1.
         """
         logits = self.unembed_forward(x, w)
         *rows, aux = self.cross_entropy_forward(logits, targets, first)
@@ -204,11 +211,12 @@ class Backend(ABC):
         """flat (n) -> (segments) float64, one for each of `segments` equal parts; the same bits whoever computes it."""
 
     @abstractmethod
-    def clip(self, squares, bound):
+    def clip(self, squares, bound, loss_scale=None, interval=0):
         """squares (segments) float64 -> the norm, the root of their canonical sum, and min(1, bound / (norm + 1e-6)).
 
         Both as numbers of this device, of one element. A bound of 0 clips nothing: the second is 1; and NaN where the
-        norm is not finite, for which adamw_step does nothing.
+        norm is not finite, for which adamw_step does nothing. loss_scale: the state of a LossScale, whose factor both
+        are divided by, and which is brought up to date; only where `scales_loss`.
         """
 
     @abstractmethod

@@ -94,7 +94,7 @@ def train_command(make_backend, world, args):
             args.steps,
             validation=validation,
             eval_every=args.eval_every,
-            on_step=lambda step, loss, last: log(step, loss, trainer.parameter_hash() if last else None),
+            on_step=lambda step, loss, last: log(step, loss, last_words(trainer) if last else None),
             save=save if out else None,
             save_every=args.checkpoint_every,
             verify_every=args.verify_every,
@@ -110,6 +110,11 @@ def train_command(make_backend, world, args):
         say(f"{done}: {hint}")
         return 128 + signal
     say(f"trained {trainer.steps} steps" + (f", saved in {out}" if out else " (no --out: nothing was saved)"))
+    if trainer.loss_scale.value is not None:
+        skipped, factor = trainer.loss_scale.skipped, trainer.loss_scale.value
+        say(f"loss scale {factor:g}; {skipped} steps overflowed in fp16: they were skipped and made again")
+    if held := trainer.workers.backends[0].peak_memory():
+        say(f"device memory held, at most: {held / 2**30:.2f} GiB")
     if args.sample > 0:
         model = trainer.model()  # gathered: all ranks take part
         if world.is_root:
@@ -226,9 +231,11 @@ def make_trainer(make_backend, world, args, source, tokenizer):
     micro_shards, threads = plan(args.batch_size, args.micro_shards, threads, replicas, args.deterministic)
     config = model_config(args, source, tokenizer)
     args.seq_len = args.seq_len or config.block_size
+    backends = [make_backend(args.precision, args.deterministic) for _ in range(threads)]
+    check_graph(args, backends[0])
     return Trainer(
         config,
-        [make_backend(args.precision, args.deterministic) for _ in range(threads)],
+        backends,
         batch_size=args.batch_size,
         seq_len=args.seq_len,
         micro_shards=micro_shards,
@@ -236,7 +243,15 @@ def make_trainer(make_backend, world, args, source, tokenizer):
         world=world,
         parallel=Parallel(args.tp, args.dp, args.bucket_mb, args.compress, args.zero),
         seed=args.seed,
+        record=args.graph is not False,
     )
+
+
+def check_graph(args, backend):
+    """Raise ConfigError for --graph and --no-graph where the backend records nothing."""
+    if args.graph is not None and not backend.records:
+        flag = "--graph" if args.graph else "--no-graph"
+        raise ConfigError(f"{flag} has no meaning here: {backend.name} records no step, so leave the flag away")
 
 
 def make_windows(args, corpus, group):
@@ -315,6 +330,12 @@ def idle_threads(could, args, trainer):
         )
 
 
+def last_words(trainer):
+    """What the last line of the log says beside its step's numbers; all ranks must call it."""
+    held = trainer.workers.backends[0].peak_memory()
+    return {"parameters_sha256": trainer.parameter_hash()} | ({} if held is None else {"peak_memory_bytes": held})
+
+
 def run_state(trainer, args, corpus):
     """What state.json keeps: where training stood, and the flags that a resume goes on with."""
     arguments = {name: getattr(args, name, None) for name in RESUMED}
@@ -324,6 +345,7 @@ def run_state(trainer, args, corpus):
         "step": trainer.steps,
         "position": trainer.position,
         "seed": trainer.seed,
+        "loss_scale": trainer.loss_scale.to_json(),
         "world_size": trainer.world.size,
         "corpus": corpus,
         "arguments": arguments,
@@ -350,7 +372,10 @@ def restore(trainer, resumed, initial, corpus):
                 f"{resumed.path}: was trained on {state['corpus']}, but --data has {corpus.fingerprint}: "
                 f"give the same corpus, or start anew with --init-from"
             )
-        trainer.load(resumed.parameters, resumed.moments, state["step"], state["position"])
+        try:
+            trainer.load(resumed.parameters, resumed.moments, state["step"], state["position"], state.get("loss_scale"))
+        except ConfigError as error:
+            raise CheckpointError(f"{resumed.path / 'state.json'}: {error}: it cannot be resumed") from None
 
 
 # -- inference ---------------------------------------------------------------------------------------------------------

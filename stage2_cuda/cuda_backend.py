@@ -14,12 +14,19 @@ from stage2_cuda.graph import Recorded
 from stage2_cuda.kernels import adamw, column_sums, cross_entropy, embedding, gelu, layernorm
 from stage2_cuda.kernels import attention as flash
 from stage2_cuda.kernels.cast import cast, scale_in_place
+from stage2_cuda.peak_flops import peak_flops
 
 LOGITS = 1 << 29  # elements of logits that exist at once
 ALIGNED = 64  # columns: logits are padded to a multiple, because a row must begin where the GPU can read it at once
 # --precision: the type of activations and of the parameters that kernels read, and what tl.dot makes of fp32 operands;
 # three passes of tf32 keep the bounds of fp32, and are faster
-PRECISIONS = {"fp32": ("float32", "tf32x3"), "tf32": ("float32", "tf32"), "bf16": ("bfloat16", "ieee")}
+PRECISIONS = {
+    "fp32": ("float32", "tf32x3"),
+    "tf32": ("float32", "tf32"),
+    "bf16": ("bfloat16", "ieee"),
+    "fp16": ("float16", "ieee"),
+}
+INTERPRETED = "fp32", "fp16"  # what Triton's interpreter computes rightly; tf32 would be fp32 there
 
 
 class CudaBackend(Backend):
@@ -30,20 +37,20 @@ class CudaBackend(Backend):
 
     def __init__(self, precision="fp32", deterministic=True):
         if precision not in PRECISIONS:
-            raise ConfigError(f"--precision {precision} is not built yet in this stage: use {', '.join(PRECISIONS)}")
+            raise ConfigError(f"--precision {precision} is unknown in this stage: use {', '.join(PRECISIONS)}")
         self.xp = triton_driver.array_module()
         compute, self.products = PRECISIONS[precision]
-        self.precision, self.dtype = precision, np.dtype(np.float32)
+        self.precision, self.dtype, self.compute = precision, np.dtype(np.float32), dtype_of(compute)
+        self.scales_loss = precision == "fp16"
+        self.records, self.recorded = not triton_driver.interpreted(), []
         if triton_driver.interpreted():
-            if precision != "fp32":
+            if precision not in INTERPRETED:
                 raise ConfigError(
                     f"--precision {precision} has no meaning in Triton's interpreter, where bf16 is silently wrong: "
-                    f"use fp32 there"
+                    f"use fp32 or fp16 there"
                 )
-            self.compute = self.dtype
             self.name, self.gemm, self.record = "the Triton interpreter", NumpyGemm(), lambda function: function
         else:
-            self.compute = dtype_of(compute)
             self.name, self.gemm, self.record = gpu_name(self.xp), cublaslt(self.xp, deterministic), Recorded
         self.kept, self.runs, self.decays = {}, {}, {}  # what has to stay where it is: see compile_step
 
@@ -205,7 +212,7 @@ class CudaBackend(Backend):
         )  # fmt: skip
         return dlogits
 
-    def unembed_cross_entropy_forward(self, x, w, targets, first=0, scale=None):
+    def unembed_cross_entropy_forward(self, x, w, targets, first=0, scale=None, seed=None):
         targets, statistics, V = self.asarray(targets, np.int32), self.floats(3, len(x)), len(w)
         w = self.whole_rows(w)
         dx, dw = (None, None) if scale is None else (self.like(x), self.floats(*w.shape))
@@ -214,16 +221,18 @@ class CudaBackend(Backend):
             if scale is None:
                 cross_entropy.cross_entropy_forward(*statistics[:, chunk], logits, targets[chunk], V, first)
             else:  # at once, in the place of the logits, which nobody needs again
-                own = targets[chunk], scale, V, first
+                own = targets[chunk], scale, V, first, seed
                 cross_entropy.cross_entropy_forward_backward(logits, *statistics[:, chunk], logits, *own)
                 self.gradients_of(logits, x[chunk], w, dx[chunk], dw, number > 0)
-        return *statistics, None if scale is None else (dx, dw[:V])
+        return *statistics, None if scale is None else (dx, dw[:V], seed)
 
     def unembed_cross_entropy_backward(self, dy, x, w, targets, scale, maxima, sums, aux, first=0):
         if aux is not None:
-            for gradient in aux:
-                scale_in_place(gradient, self.asarray(dy, np.float32).reshape(1))
-            return aux
+            dx, dw, seed = aux
+            factor = self.asarray(dy if seed is None else dy / seed, np.float32).reshape(1)
+            for gradient in (dx, dw):
+                scale_in_place(gradient, factor)
+            return dx, dw
         targets, dy, V = self.asarray(targets, np.int32), self.asarray(dy, np.float32).reshape(1), len(w)
         w = self.whole_rows(w)
         dx, dw = self.like(x), self.floats(*w.shape)
@@ -265,9 +274,9 @@ class CudaBackend(Backend):
         adamw.sum_of_squares(out, self.floats(flat.size // ARENA_BLOCK), flat)
         return out
 
-    def clip(self, squares, bound):
+    def clip(self, squares, bound, loss_scale=None, interval=0):
         norm, scale = self.floats(1), self.floats(1)
-        adamw.clip_scale(scale, norm, squares, bound)
+        adamw.clip_scale(scale, norm, squares, bound, loss_scale, interval)
         return norm, scale
 
     def adamw_rates(self, step, lr, beta1, beta2, eps, weight_decay):
@@ -328,17 +337,31 @@ class CudaBackend(Backend):
             cast(copy, parameters)
 
     def compile_step(self, function):
-        return self.record(function)
+        step = self.record(function)
+        if self.records:
+            self.recorded.append(step)
+        return step
+
+    def peak_memory(self):
+        """Bytes that CuPy's pools held, what lies in them unused included; the context of CUDA is not in it."""
+        if not self.records:
+            return None
+        held = self.xp.get_default_memory_pool().total_bytes() + sum(step.pool.total_bytes() for step in self.recorded)
+        return max([held, *(step.held_before for step in self.recorded)])
+
+    def peak_flops(self, precision):
+        return peak_flops(self.name, precision)
 
 
 class NumpyGemm:
     """What CublasLt is on a GPU: under the interpreter the matrix products alone are NumPy's."""
 
     def matmul(self, out, a, b, *, bias=None, trans_a=False, trans_b=False, accumulate=False, compute="fp32"):
+        a, b = (x.astype(np.float32, copy=False) for x in (a, b))  # 16 bits are summed in fp32
         product = np.matmul(a.T if trans_a else a, b.T if trans_b else b)
-        np.add(out, product, out=out) if accumulate else np.copyto(out, product)
         if bias is not None:
-            out += bias
+            product += bias
+        np.add(out, product, out=out) if accumulate else np.copyto(out, product, casting="same_kind")
 
 
 def cublaslt(cupy, deterministic):

@@ -8,7 +8,7 @@ class Recorded:
 
     The first call compiles kernels and chooses algorithms, none of which can be recorded. What the function allocates
     while it is recorded comes from a pool of its own, which lives as long as the graph; its results are overwritten by
-    the next call.
+    the next call. `held_before`: bytes that the default pool held when it was emptied for that.
     """
 
     def __init__(self, function):
@@ -16,6 +16,7 @@ class Recorded:
 
         self.cupy, self.function, self.graph = cupy, function, None
         self.stream, self.pool, self.calls = cupy.cuda.Stream(non_blocking=True), cupy.cuda.MemoryPool(), 0
+        self.held_before = 0
 
     def __call__(self):
         self.calls += 1
@@ -24,12 +25,15 @@ class Recorded:
         if self.calls == 1:
             return self.function()
         if self.graph is None:
-            self.cupy.get_default_memory_pool().free_all_blocks()
+            shared = self.cupy.get_default_memory_pool()
+            self.held_before = shared.total_bytes()
+            shared.free_all_blocks()
             with cuda.using_allocator(self.pool.malloc), self.stream:
                 self.stream.begin_capture(cuda.runtime.streamCaptureModeRelaxed)
                 try:
                     self.results = self.function()
-                except BaseException:
+                except BaseException as error:
+                    error.add_note("This was while the step was recorded as a graph: --no-graph runs it without one.")
                     with contextlib.suppress(cuda.runtime.CUDARuntimeError):  # the cause is the one on its way
                         self.stream.end_capture()
                     raise
