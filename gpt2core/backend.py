@@ -88,6 +88,16 @@ class Backend(ABC):
         """The most bytes of device memory that were held so far, or None where nobody counts them."""
         return None
 
+    def out_of_memory(self, error, config, batch_size=None, seq_len=None, micro_shards=1, ranks=1):
+        """One sentence with the way out where `error` says that the device has no room for such a training step.
+
+        Or for a generation, without a batch. None where it says something else, or where nothing better is known.
+        """
+        return None
+
+    def check_model(self, config):  # noqa: B027 - any will do
+        """Raise ConfigError for a model that the kernels cannot compute."""
+
     # -- kernel pairs ------------------------------------------------------------------------------------------------
 
     @abstractmethod

@@ -13,7 +13,7 @@ import numpy as np
 import gpt2core
 from gpt2core.commands import inference_command, train_command
 from gpt2core.communicator import Solo
-from gpt2core.errors import ConfigError, UserError
+from gpt2core.errors import ConfigError, DeviceMemoryError, UserError
 from gpt2core.model import PRESETS
 from gpt2core.parallel.compression import CODECS
 from gpt2core.parallel.data_parallel import BUCKET_MB, STRATEGIES
@@ -182,6 +182,8 @@ def command(make_world, body):
         code = 0
     except UserError as error:
         code = fail(world, error, error.shared)
+    except DeviceMemoryError as error:
+        code = fail(world, error)
     except MemoryError as error:
         advice = "lower --batch-size, raise --micro-shards or take a smaller --preset"
         code = fail(world, f"out of memory ({error}): {advice}")

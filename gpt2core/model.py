@@ -144,6 +144,7 @@ class GPT2:
 
         One large buffer reads faster than many.
         """
+        backend.check_model(config)
         arena = Arena(shard_shapes(parameter_shapes(config), group.size))
         views = arena.views(backend.zeros((arena.size,), backend.compute))
         for name, view in views.items():

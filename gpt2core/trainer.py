@@ -77,6 +77,7 @@ class Trainer:
         self.mesh = Mesh(self.world, self.world.size // parallel.tp, parallel.tp)
         data, tensor = self.mesh.data, self.mesh.tensor
         tensor_parallel.check_tensor_parallel(config, tensor.size)
+        backends[0].check_model(config)
         self.batch_size, self.seq_len, self.micro_shards = batch_size, seq_len, micro_shards
         self.rows = even_slices(batch_size, data.size)[data.rank]
         self.batch_rows = self.rows.stop - self.rows.start

@@ -9,15 +9,14 @@ import numpy as np
 from gpt2core.arena import BLOCK as ARENA_BLOCK
 from gpt2core.backend import Backend
 from gpt2core.errors import ConfigError
-from stage2_cuda import triton_driver
+from stage2_cuda import memory, triton_driver
 from stage2_cuda.graph import Recorded
 from stage2_cuda.kernels import adamw, column_sums, cross_entropy, embedding, gelu, layernorm
 from stage2_cuda.kernels import attention as flash
 from stage2_cuda.kernels.cast import cast, scale_in_place
+from stage2_cuda.memory import ALIGNED, LOGITS
 from stage2_cuda.peak_flops import peak_flops
 
-LOGITS = 1 << 29  # elements of logits that exist at once
-ALIGNED = 64  # columns: logits are padded to a multiple, because a row must begin where the GPU can read it at once
 # --precision: the type of activations and of the parameters that kernels read, and what tl.dot makes of fp32 operands;
 # three passes of tf32 keep the bounds of fp32, and are faster
 PRECISIONS = {
@@ -224,6 +223,7 @@ class CudaBackend(Backend):
                 own = targets[chunk], scale, V, first, seed
                 cross_entropy.cross_entropy_forward_backward(logits, *statistics[:, chunk], logits, *own)
                 self.gradients_of(logits, x[chunk], w, dx[chunk], dw, number > 0)
+            del logits  # or the next chunk would be made beside it
         return *statistics, None if scale is None else (dx, dw[:V], seed)
 
     def unembed_cross_entropy_backward(self, dy, x, w, targets, scale, maxima, sums, aux, first=0):
@@ -241,6 +241,7 @@ class CudaBackend(Backend):
             own = targets[chunk], maxima[chunk], sums[chunk], scale, V, first, dy
             cross_entropy.cross_entropy_backward(logits, logits, *own)
             self.gradients_of(logits, x[chunk], w, dx[chunk], dw, number > 0)
+            del logits
         return dx, dw[:V]
 
     def padded_logits(self, x, w):
@@ -342,12 +343,30 @@ class CudaBackend(Backend):
             self.recorded.append(step)
         return step
 
+    # -- memory --------------------------------------------------------------------------------------------------------
+
+    def held_memory(self):
+        """Bytes that CuPy's pools hold, what lies in them unused included; the context of CUDA is not in it."""
+        pools = [self.xp.get_default_memory_pool(), *(step.pool for step in self.recorded)]
+        return sum(pool.total_bytes() for pool in pools)
+
     def peak_memory(self):
-        """Bytes that CuPy's pools held, what lies in them unused included; the context of CUDA is not in it."""
         if not self.records:
             return None
-        held = self.xp.get_default_memory_pool().total_bytes() + sum(step.pool.total_bytes() for step in self.recorded)
-        return max([held, *(step.held_before for step in self.recorded)])
+        return max([self.held_memory(), *(step.held_before for step in self.recorded)])
+
+    def out_of_memory(self, error, config, batch_size=None, seq_len=None, micro_shards=1, ranks=1):
+        if not (self.records and memory.is_out_of_memory(error)):
+            return None
+        free = self.xp.cuda.runtime.memGetInfo()[0] + self.held_memory() + memory.CONTEXT  # of others, that is
+        if batch_size is None:
+            told = memory.no_room_to_write(config, self.precision, free)
+        else:
+            told = memory.no_room_to_train(config, batch_size, seq_len, self.precision, micro_shards, ranks, free)
+        return f"out of memory on the {self.name}: {told}"
+
+    def check_model(self, config):
+        flash.check_head_size(config.n_embd, config.n_head)
 
     def peak_flops(self, precision):
         return peak_flops(self.name, precision)
@@ -371,7 +390,8 @@ def cublaslt(cupy, deterministic):
         cache = Path.home() / ".cache" / "staged-gpt2"  # which of its algorithms was the fastest for a shape
     except RuntimeError:  # a user without a home, as in some containers: chosen anew in every run
         cache = None
-    return CublasLt(cupy, load_library(), cache_dir=cache, deterministic=deterministic)
+    options = dict(deterministic=deterministic, workspace_bytes=memory.WORKSPACE)
+    return CublasLt(cupy, load_library(), cache_dir=cache, **options)
 
 
 def dtype_of(name):
