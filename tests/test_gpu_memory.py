@@ -67,7 +67,8 @@ def test_the_model_is_what_a_step_allocates(monkeypatch, precision, config, batc
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("flags", [(), ("--no-graph",)], ids=["recorded", "eager"])
 def test_the_model_is_within_a_tenth_of_what_a_run_says(train2, precision, flags):
-    result = train2("--preset", "paper", "--batch-size", 64, "--steps", 3, "--sample", 0, "--precision", precision, *flags)
+    flags = ("--batch-size", 64, "--steps", 3, "--sample", 0, "--precision", precision, *flags)
+    result = train2("--preset", "paper", *flags)
     held = float(re.search(r"device memory held, at most: ([\d.]+) GiB", result.out)[1])
     terms = training_memory(PRESETS["paper"], 64, 256, precision)
     assert held == pytest.approx((sum(terms.values()) - terms["context"]) / GIB, rel=0.1)
