@@ -2,9 +2,12 @@
 
 # B batch, T time, C channels, H heads, D = C // H, V vocabulary, K columns, N = B*T rows; `...` any leading axes.
 
+import contextlib
 from abc import ABC, abstractmethod
 
 import numpy as np
+
+from gpt2core.errors import ConfigError
 
 
 class Backend(ABC):
@@ -79,6 +82,14 @@ class Backend(ABC):
 
     def refresh(self, copy, parameters):  # noqa: B027 - nothing to do where they are the same
         """copy = parameters, rounded."""
+
+    def span(self, name):
+        """A context manager around a part of a step, by which a profiler may name it."""
+        return contextlib.nullcontext()
+
+    def annotate(self):
+        """Name spans and kernels on a profiler's time line from now on; raises ConfigError where there is none."""
+        raise ConfigError(f"--nvtx has no meaning here: there is no time line of {self.name}, so leave the flag away")
 
     def peak_flops(self, precision):
         """Peak floating-point operations per second of this device, or None where it is not known."""

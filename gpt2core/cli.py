@@ -92,6 +92,7 @@ def train_parser():
     add("--micro-shards", type=integer, help="parts of the batch that are summed in one fixed tree (default 8)")
     flag = argparse.BooleanOptionalAction
     add("--deterministic", action=flag, help="the same bits for any number of threads and ranks (default)")
+    add("--nvtx", action="store_true", help="name ops and phases for a profiler; needs --no-graph (default: no)")
     add("--graph", action=flag, help="record a step once and replay it, where the device can (default there)")
     ranks = parser.add_argument_group("many ranks", "How the ranks of stages 1 and 3 share the work.")
     add = ranks.add_argument

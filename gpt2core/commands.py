@@ -236,7 +236,7 @@ def make_trainer(make_backend, world, args, source, tokenizer):
     config = model_config(args, source, tokenizer)
     args.seq_len = args.seq_len or config.block_size
     backends = [make_backend(args.precision, args.deterministic) for _ in range(threads)]
-    check_graph(args, backends[0])
+    check_graph(args, backends)
     with told_of_memory(backends[0], config, args.batch_size, args.seq_len, micro_shards, replicas):
         return Trainer(
             config,
@@ -263,11 +263,16 @@ def told_of_memory(backend, config, *sizes):
         raise DeviceMemoryError(told) from error
 
 
-def check_graph(args, backend):
-    """Raise ConfigError for --graph and --no-graph where the backend records nothing."""
-    if args.graph is not None and not backend.records:
+def check_graph(args, backends):
+    """Raise ConfigError for --graph and --no-graph where the backend records nothing; do as --nvtx says."""
+    records, name = backends[0].records, backends[0].name
+    if args.graph is not None and not records:
         flag = "--graph" if args.graph else "--no-graph"
-        raise ConfigError(f"{flag} has no meaning here: {backend.name} records no step, so leave the flag away")
+        raise ConfigError(f"{flag} has no meaning here: {name} records no step, so leave the flag away")
+    if args.nvtx and records and args.graph is not False:
+        raise ConfigError("--nvtx names nothing in a step that is replayed from its graph: add --no-graph")
+    for backend in backends if args.nvtx else ():
+        backend.annotate()
 
 
 def make_windows(args, corpus, group):

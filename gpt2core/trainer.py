@@ -220,8 +220,9 @@ class Trainer:
         """
         losses = self.shards.backward(1 / (self.batch_size * self.seq_len), self.loss_scale.factor)
         self.data_parallel.finish()
-        norm, scale = self.optimizer.norm_and_scale(self.shards.gradients, self.loss_scale)
-        self.optimizer.update(self.shards.gradients, scale)
+        with self.workers.backends[0].span("optimizer"):
+            norm, scale = self.optimizer.norm_and_scale(self.shards.gradients, self.loss_scale)
+            self.optimizer.update(self.shards.gradients, scale)
         return losses, norm
 
     def total(self, losses, signal_received=0):

@@ -9,7 +9,7 @@ import numpy as np
 from gpt2core.arena import BLOCK as ARENA_BLOCK
 from gpt2core.backend import Backend
 from gpt2core.errors import ConfigError
-from stage2_cuda import memory, triton_driver
+from stage2_cuda import memory, nvtx, triton_driver
 from stage2_cuda.graph import Recorded
 from stage2_cuda.kernels import adamw, column_sums, cross_entropy, embedding, gelu, layernorm
 from stage2_cuda.kernels import attention as flash
@@ -342,6 +342,11 @@ class CudaBackend(Backend):
         if self.records:
             self.recorded.append(step)
         return step
+
+    def annotate(self):
+        if not self.records:
+            return super().annotate()
+        nvtx.annotate(self, self.xp.cuda.nvtx)
 
     # -- memory --------------------------------------------------------------------------------------------------------
 

@@ -228,7 +228,7 @@ def test_the_interpreter_computes_in_fp32_and_fp16_alone(train2, precision):
     assert one_line(result) and f"--precision {precision}" in result.err and "use fp32 or fp16" in result.err
 
 
-@pytest.mark.parametrize("flag", ["--graph", "--no-graph"])
+@pytest.mark.parametrize("flag", ["--graph", "--no-graph", "--nvtx"])
 def test_where_nothing_is_recorded_a_flag_about_it_is_refused(train, train2, flag):
     for run in (train, train2)[: 2 if triton_driver.interpreted() else 1]:
         result = run("--preset", "nano", "--steps", 1, flag)

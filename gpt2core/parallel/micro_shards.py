@@ -62,9 +62,11 @@ class Lane:
         losses = []
         self.done = 0
         for inputs, targets in shards:
-            loss = self.model.loss(inputs, targets, scale, seed)
+            with self.backend.span("forward"):
+                loss = self.model.loss(inputs, targets, scale, seed)
             losses.append(loss.data)
-            loss.backward(seed)
+            with self.backend.span("backward"):
+                loss.backward(seed)
             self.done += 1
         return losses
 
