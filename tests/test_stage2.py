@@ -2,11 +2,9 @@
 
 # B batch, T time, C channels, V vocabulary
 
-import importlib
 import json
 import math
 import os
-import pkgutil
 import re
 import shutil
 import subprocess
@@ -25,8 +23,9 @@ from gpt2core.recipes import CORPUS, RECIPES
 from gpt2core.sampler import generate
 from gpt2core.trainer import Trainer
 from stage0_serial.numpy_backend import NumpyBackend
-from stage2_cuda import kernels, triton_driver
+from stage2_cuda import triton_driver
 from stage2_cuda.cuda_backend import CudaBackend
+from tests.sanitize import all_kernels, name_of, program
 
 ROOT = Path(__file__).resolve().parents[1]
 STAGE = ROOT / "stage2_cuda"
@@ -150,18 +149,6 @@ ELSEWHERE = {
 }
 
 
-def name_of(kernel):
-    return f"{kernel.fn.__module__.rpartition('.')[2]}.{kernel.fn.__name__}"
-
-
-def all_kernels():
-    """The functions that are launched; those that they call have other names."""
-    for module in pkgutil.iter_modules(kernels.__path__):
-        for name, function in vars(importlib.import_module(f"{kernels.__name__}.{module.name}")).items():
-            if name.endswith("_kernel"):
-                yield name_of(function)
-
-
 def test_every_kernel_is_launched_by_a_step_a_validation_and_a_generated_token(monkeypatch):
     launched, runtime = set(), triton_driver.runtime()
 
@@ -177,6 +164,18 @@ def test_every_kernel_is_launched_by_a_step_a_validation_and_a_generated_token(m
     list(generate(trainer.model(), [1, 2, 3], 1))
     assert launched - step == {"cross_entropy.forward_kernel", "attention.cached_kernel"}
     assert set(all_kernels()) - launched == ELSEWHERE.keys()
+
+
+@in_the_interpreter
+def test_the_sanitizer_s_program_launches_every_kernel(monkeypatch):
+    monkeypatch.setattr(triton_driver.runtime(), "launch", lambda *_: None)
+    assert program(np, ("float32", "float16")) == set()
+
+
+@gpu
+def test_the_sanitizer_s_program_runs():
+    done = subprocess.run([sys.executable, "tests/sanitize.py", "--program"], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 # -- generation, checkpoints ------------------------------------------------------------------------------------------
