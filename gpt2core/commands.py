@@ -115,7 +115,7 @@ def train_command(make_backend, world, args):
     say(f"trained {trainer.steps} steps" + (f", saved in {out}" if out else " (no --out: nothing was saved)"))
     if trainer.loss_scale.value is not None:
         skipped, factor = trainer.loss_scale.skipped, trainer.loss_scale.value
-        say(f"loss scale {factor:g}; {skipped} steps overflowed in fp16: they were skipped and made again")
+        say(f"loss scale {factor:g}; steps that overflowed and were made again: {skipped}")
     if held := trainer.workers.backends[0].peak_memory():
         say(f"device memory held, at most: {held / 2**30:.2f} GiB")
     if args.sample > 0:
