@@ -64,8 +64,8 @@ class Backend(ABC):
     def use_threads(self, count):  # noqa: B027 - optional: a GPU has none to use
         """Let one kernel use `count` host threads: for generation, where no batch is there to divide."""
 
-    def compile_step(self, function):
-        """`function()`, possibly recorded once and replayed (CUDA graph). The identity where nothing is gained.
+    def compile_step(self, function, record=True):
+        """`function()`, with `record` possibly recorded once and replayed (CUDA graph). The identity elsewhere.
 
         What it reads must stay where it is: tokens() and adamw_rates() see to that. It returns arrays of this device,
         which the next call may overwrite.

@@ -101,7 +101,7 @@ class Trainer:
         self.position = 0  # windows consumed since the start of training
         self.asked_to_stop = lambda: 0  # the number of a signal that this rank has received
         self.stopped_by = 0  # and of one that any rank has
-        self.update = backend.compile_step(self.compute_update) if record else self.compute_update
+        self.update = backend.compile_step(self.compute_update, record)
         self.fill(self.parameters, initial_parameters(config, seed) if self.world.is_root else None)
         backend.refresh(self.compute, self.parameters)
 
@@ -182,9 +182,8 @@ class Trainer:
         computed again with half the loss scale, so that no batch is lost and the curve has no holes.
         """
         start, sent, skipped = time.perf_counter(), self.bytes_sent(), self.loss_scale.skipped
-        self.shards.feed(*windows.batch(self.position + self.rows.start, self.batch_rows))
         self.optimizer.begin(lr)
-        loss, norm = self.attempt()
+        loss, norm = self.attempt(windows)
         while self.loss_scale.skips(loss, norm):
             if (factor := self.loss_scale.value) < self.loss_scale.SMALLEST:
                 raise Diverged(
@@ -192,7 +191,7 @@ class Trainer:
                     f"in fp16: use --precision bf16, or lower --lr (now {lr:g}); the parameters are still those of "
                     f"step {self.steps}"
                 )
-            loss, norm = self.attempt()
+            loss, norm = self.attempt(windows)
         if not (math.isfinite(loss) and math.isfinite(norm)):
             raise Diverged(
                 f"step {self.steps}: the loss is {loss} and the gradient's norm {norm}: training cannot go on. "
@@ -207,8 +206,9 @@ class Trainer:
         mfu = self.utilisation(rate)
         return Step(self.steps - 1, loss, lr, norm, rate, seconds, scale, skipped, mfu, sent or None)
 
-    def attempt(self):
-        """The update of the batch that was fed -> its loss and norm as numbers, the same on all ranks."""
+    def attempt(self, windows):
+        """An update by the next batch, which may be skipped -> its loss and norm as numbers, the same on all ranks."""
+        self.shards.feed(*windows.batch(self.position + self.rows.start, self.batch_rows))
         losses, norm = self.update()
         loss, self.stopped_by = self.total(losses, self.asked_to_stop())
         return loss, self.workers.backends[0].number(norm)

@@ -48,9 +48,9 @@ class CudaBackend(Backend):
                     f"--precision {precision} has no meaning in Triton's interpreter, where bf16 is silently wrong: "
                     f"use fp32 or fp16 there"
                 )
-            self.name, self.gemm, self.record = "the Triton interpreter", NumpyGemm(), lambda function: function
+            self.name, self.gemm = "the Triton interpreter", NumpyGemm()
         else:
-            self.name, self.gemm, self.record = gpu_name(self.xp), cublaslt(self.xp, deterministic), Recorded
+            self.name, self.gemm = gpu_name(self.xp), cublaslt(self.xp, deterministic)
         self.kept, self.runs, self.decays = {}, {}, {}  # what has to stay where it is: see compile_step
 
     # -- arrays ------------------------------------------------------------------------------------------------------
@@ -337,11 +337,11 @@ class CudaBackend(Backend):
         if copy is not parameters:
             cast(copy, parameters)
 
-    def compile_step(self, function):
-        step = self.record(function)
-        if self.records:
-            self.recorded.append(step)
-        return step
+    def compile_step(self, function, record=True):
+        if not (record and self.records):
+            return function
+        self.recorded.append(Recorded(function))
+        return self.recorded[-1]
 
     def annotate(self):
         if not self.records:
