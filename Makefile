@@ -12,7 +12,7 @@ STAGE_DIR_2 = stage2_cuda
 
 OUT = out/stage$(STAGE)-$(PRESET)
 
-ifneq ($(filter 2,$(STAGE))$(filter test-gpu,$(MAKECMDGOALS)),)
+ifneq ($(filter 2,$(STAGE))$(filter test-gpu sanitize,$(MAKECMDGOALS)),)
   # The CUDA that the driver speaks (12, 13), as the head of nvidia-smi's table says; nothing where there is no GPU.
   cuda := $(shell nvidia-smi 2>/dev/null | sed -n 's/.*CUDA[A-Z ]* Version: *\([0-9]*\).*/\1/p')
 endif
@@ -68,7 +68,7 @@ ifneq ($(filter train generate,$(MAKECMDGOALS)),)
   endif
 endif
 
-.PHONY: help train generate test test-gpu bench lint clean
+.PHONY: help train generate test test-gpu sanitize bench lint clean
 
 help:  ## this text
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -92,6 +92,9 @@ test: $(test_ready)  ## run the test suite (CPU)
 
 test-gpu: $(test_ready) $(cuda_ready)  ## run the tests that need a CUDA device (without one they are skipped)
 	"$(python)" -m pytest -m gpu $(ARGS)
+
+sanitize: $(test_ready) $(cuda_ready)  ## run every kernel under compute-sanitizer, which comes with the CUDA toolkit
+	"$(python)" tests/sanitize.py $(ARGS)
 
 bench: $(test_ready)  ## compare with PyTorch: tables here, figures in results/ (ARGS go to the training step)
 	"$(python)" -m benchmarks.train_step $(ARGS)

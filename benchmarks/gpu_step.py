@@ -10,12 +10,13 @@ import numpy as np
 
 from benchmarks.harness import Contender, Running, nvidia_smi, paired_ratio, play, print_table, run, save
 from gpt2core.model import PRESETS, flops_per_token
+from stage2_cuda.peak_flops import peak_flops
 
 SEED = 20260101
 BENCHMARK = "benchmarks.gpu_step"  # how the contenders' processes import this file
 OURS = "ours"
 LEAD_IN = 3  # untimed steps that begin a turn: the GPU was another process's, or idle
-PEAK_FLOPS = {"bf16": 989e12, "tf32": 494e12, "fp32": 67e12}  # a second, dense, of an H100 or H200 (SXM), data sheet
+PRECISIONS = "bf16", "tf32", "fp32"
 PEERS = {
     "compiled": {"compiled": True},
     "eager": {"compiled": False},
@@ -131,6 +132,8 @@ def summarise(results):
     title = f"{options['preset']}, {options['precision']}, {options['batch_size']} x {options['seq_len']}"
     tokens = options["batch_size"] * options["seq_len"]
     flops = tokens * flops_per_token(PRESETS[options["preset"]], options["seq_len"])
+    name = (nvidia_smi("name") or [[""]])[0][0]
+    peak = peak_flops(name, options["precision"])
     for result in results:
         result["round_medians"] = [statistics.median(seconds) for seconds in result["seconds"]]
     peers, rows = results[1:], []
@@ -138,7 +141,7 @@ def summarise(results):
         every = [second for seconds in result["seconds"] for second in seconds]
         result["median"], result["min"] = statistics.median(every), min(every)
         result["tokens_per_second"] = tokens / result["median"]
-        result["mfu"] = flops / result["median"] / PEAK_FLOPS[options["precision"]]
+        result["mfu"] = peak and flops / result["median"] / peak
         own = result["round_medians"]
         result["times_as_fast"] = {peer["name"]: paired_ratio(peer["round_medians"], own) for peer in peers}
         unread = [seconds for seconds in result["unread_seconds"] if seconds]
@@ -155,7 +158,7 @@ def summarise(results):
                 "losses unread": f"{1e3 * result['unread_median']:.4g}" if unread else "",
                 "tokens/s": f"{result['tokens_per_second']:,.0f}",
                 **{f"x {peer['name']}": f"{result['times_as_fast'][peer['name']]:.3f}" for peer in peers[:1]},
-                "MFU": f"{100 * result['mfu']:.1f} %",
+                "MFU": f"{100 * result['mfu']:.1f} %" if peak else "",
                 "tensors GiB": gib(result["allocated_bytes"]),
                 "held GiB": gib(result["held_bytes"]),
                 "of the driver GiB": gib(result["driver_bytes"]),
@@ -183,7 +186,7 @@ def main(contenders=contenders):
     parser = argparse.ArgumentParser(prog=f"python -m {BENCHMARK}", description=__doc__)
     add = parser.add_argument
     add("--preset", choices=PRESETS, nargs="+", default=["gpt2"], help="models, a table for each (default gpt2)")
-    add("--precision", choices=PEAK_FLOPS, nargs="+", default=["bf16"], help="a table for each (default bf16)")
+    add("--precision", choices=PRECISIONS, nargs="+", default=["bf16"], help="a table for each (default bf16)")
     add("--batch-size", type=int, help="sequences per step (default 64; paper 16)")
     add("--seq-len", type=int, help="tokens per sequence (default: the model's block size)")
     add("--peers", choices=PEERS, nargs="+", help="PyTorch's rows (default compiled; paper: graph compiled eager)")

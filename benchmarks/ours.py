@@ -78,21 +78,21 @@ class CudaSteps:
     `trainer.update()` is what the device does by itself, as a graph; `trainer.compute_update()` is the same without.
     """
 
-    def __init__(self, config, batch_size, seq_len, precision="bf16"):
+    def __init__(self, config, batch_size, seq_len, precision="bf16", micro_shards=1):
         from stage2_cuda.cuda_backend import CudaBackend  # the other benchmarks do without Triton
 
         self.backend = CudaBackend(precision)
         self.trainer = Trainer(
-            config, [self.backend], batch_size=batch_size, seq_len=seq_len, micro_shards=1, optimizer=GPU_OPTIMIZER
-        )
+            config, [self.backend], batch_size=batch_size, seq_len=seq_len, micro_shards=micro_shards,
+            optimizer=GPU_OPTIMIZER,
+        )  # fmt: skip
 
     def __call__(self, inputs, targets):
         return self.trainer.step(Batch(inputs, targets), LR).loss
 
     def memory(self):
-        """{"held_bytes": what CuPy's pools hold now}: the state, and what the recorded step works in."""
-        pools = [self.backend.xp.get_default_memory_pool(), self.trainer.update.pool]
-        return {"held_bytes": sum(pool.total_bytes() for pool in pools)}
+        """{"held_bytes": what CuPy's pools held at most}: the state, and what the recorded step works in."""
+        return {"held_bytes": self.backend.peak_memory()}
 
 
 def make_generator(config, threads):

@@ -2,9 +2,12 @@
 
 # B batch, T time, C channels, H heads, D = C // H, V vocabulary, K columns, N = B*T rows; `...` any leading axes.
 
+import contextlib
 from abc import ABC, abstractmethod
 
 import numpy as np
+
+from gpt2core.errors import ConfigError
 
 
 class Backend(ABC):
@@ -17,6 +20,8 @@ class Backend(ABC):
 
     deterministic = True  # whether --deterministic is the default: a GPU would rather have its batch whole
     uses_threads = True  # whether worker threads, a backend each, divide the batch among them
+    scales_loss = False  # whether small gradients would vanish in `compute`: see optimizer.LossScale
+    records = False  # whether compile_step() records: a step can then be run without, for debugging
 
     name: str
     precision: str  # the --precision it was made for
@@ -72,8 +77,8 @@ class Backend(ABC):
     def settle(self):  # noqa: B027 - nothing to do where kernels run one after another
         """Let what follows see all gradients that backward kernels have returned."""
 
-    def compile_step(self, function):
-        """`function()`, possibly recorded once and replayed (CUDA graph). The identity where nothing is gained.
+    def compile_step(self, function, record=True):
+        """`function()`, with `record` possibly recorded once and replayed (CUDA graph). The identity elsewhere.
 
         What it reads must stay where it is: tokens() and adamw_rates() see to that. It returns arrays of this device,
         which the next call may overwrite.
@@ -91,9 +96,31 @@ class Backend(ABC):
     def refresh(self, copy, parameters):  # noqa: B027 - nothing to do where they are the same
         """copy = parameters, rounded."""
 
+    def span(self, name):
+        """A context manager around a part of a step, by which a profiler may name it."""
+        return contextlib.nullcontext()
+
+    def annotate(self):
+        """Name spans and kernels on a profiler's time line from now on; raises ConfigError where there is none."""
+        raise ConfigError(f"--nvtx has no meaning here: there is no time line of {self.name}, so leave the flag away")
+
     def peak_flops(self, precision):
         """Peak floating-point operations per second of this device, or None where it is not known."""
         return None
+
+    def peak_memory(self):
+        """The most bytes of device memory that were held so far, or None where nobody counts them."""
+        return None
+
+    def out_of_memory(self, error, config, batch_size=None, seq_len=None, micro_shards=1, ranks=1):
+        """One sentence with the way out where `error` says that the device has no room for such a training step.
+
+        Or for a generation, without a batch. None where it says something else, or where nothing better is known.
+        """
+        return None
+
+    def check_model(self, config):  # noqa: B027 - any will do
+        """Raise ConfigError for a model that the kernels cannot compute."""
 
     # -- kernel pairs ------------------------------------------------------------------------------------------------
 
@@ -212,10 +239,11 @@ class Backend(ABC):
         maxima, sums (N) are those of the whole rows: forward's own, or what all ranks' amount to.
         """
 
-    def unembed_cross_entropy_forward(self, x, w, targets, first=0, scale=None):
+    def unembed_cross_entropy_forward(self, x, w, targets, first=0, scale=None, seed=None):
         """cross_entropy_forward(unembed(x)) for x (N, C), w (V, C), targets (N); logits need not all exist.
 
         `scale` is backward's, given where these are whole rows and a gradient is wanted: it may be computed at once.
+        `seed`: what backward's dy will be, an array of one element, where that is known and not 1.
         """
         logits = self.unembed_forward(x, w)
         *rows, aux = self.cross_entropy_forward(logits, targets, first)
@@ -243,11 +271,12 @@ class Backend(ABC):
         """flat (n) -> (segments) float64, one for each of `segments` equal parts; the same bits whoever computes it."""
 
     @abstractmethod
-    def clip(self, squares, bound):
+    def clip(self, squares, bound, loss_scale=None, interval=0):
         """squares (segments) float64 -> the norm, the root of their canonical sum, and min(1, bound / (norm + 1e-6)).
 
         Both as numbers of this device, of one element. A bound of 0 clips nothing: the second is 1; and NaN where the
-        norm is not finite, for which adamw_step does nothing.
+        norm is not finite, for which adamw_step does nothing. loss_scale: the state of a LossScale, whose factor both
+        are divided by, and which is brought up to date; only where `scales_loss`.
         """
 
     @abstractmethod

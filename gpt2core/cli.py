@@ -13,7 +13,7 @@ import numpy as np
 import gpt2core
 from gpt2core.commands import inference_command, train_command
 from gpt2core.communicator import Solo
-from gpt2core.errors import ConfigError, UserError
+from gpt2core.errors import ConfigError, DeviceMemoryError, UserError
 from gpt2core.model import PRESETS
 from gpt2core.parallel.compression import CODECS
 from gpt2core.parallel.data_parallel import BUCKET_MB, STRATEGIES
@@ -92,6 +92,8 @@ def train_parser():
     add("--micro-shards", type=integer, help="parts of the batch that are summed in one fixed tree (default 8)")
     flag = argparse.BooleanOptionalAction
     add("--deterministic", action=flag, help="the same bits for any number of threads and ranks (default)")
+    add("--nvtx", action="store_true", help="name ops and phases for a profiler; needs --no-graph (default: no)")
+    add("--graph", action=flag, help="record a step once and replay it, where the device can (default there)")
     ranks = parser.add_argument_group("many ranks", "How the ranks of stages 1 and 3 share the work.")
     add = ranks.add_argument
     add("--dp", metavar="HOW", help=f"how gradients travel: {', '.join(STRATEGIES)} (default flat)")
@@ -181,6 +183,8 @@ def command(make_world, body):
         code = 0
     except UserError as error:
         code = fail(world, error, error.shared)
+    except DeviceMemoryError as error:
+        code = fail(world, error)
     except MemoryError as error:
         advice = "lower --batch-size, raise --micro-shards or take a smaller --preset"
         code = fail(world, f"out of memory ({error}): {advice}")

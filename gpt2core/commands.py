@@ -1,5 +1,6 @@
 """The two commands, from flags to objects: train_gpt2.py builds a Trainer and runs it, inference.py writes a text."""
 
+import contextlib
 import functools
 import hashlib
 import sys
@@ -21,7 +22,7 @@ from gpt2core.dataset import (
     read_text,
     split_validation,
 )
-from gpt2core.errors import CheckpointError, ConfigError, DataError
+from gpt2core.errors import CheckpointError, ConfigError, DataError, DeviceMemoryError
 from gpt2core.model import GPT2, PRESETS, parameter_count
 from gpt2core.optimizer import Schedule
 from gpt2core.parallel.micro_shards import even_slices
@@ -87,18 +88,20 @@ def train_command(make_backend, world, args):
             )
 
     try:
-        signal = run(
-            trainer,
-            windows,
-            schedule,
-            args.steps,
-            validation=validation,
-            eval_every=args.eval_every,
-            on_step=lambda step, loss, last: log(step, loss, trainer.parameter_hash() if last else None),
-            save=save if out else None,
-            save_every=args.checkpoint_every,
-            verify_every=args.verify_every,
-        )
+        sizes = args.batch_size, args.seq_len, trainer.micro_shards, trainer.mesh.data.size
+        with told_of_memory(trainer.workers.backends[0], trainer.config, *sizes):
+            signal = run(
+                trainer,
+                windows,
+                schedule,
+                args.steps,
+                validation=validation,
+                eval_every=args.eval_every,
+                on_step=lambda step, loss, last: log(step, loss, last_words(trainer) if last else None),
+                save=save if out else None,
+                save_every=args.checkpoint_every,
+                verify_every=args.verify_every,
+            )
     finally:
         log.close()
     say = print if world.is_root else silent
@@ -110,6 +113,11 @@ def train_command(make_backend, world, args):
         say(f"{done}: {hint}")
         return 128 + signal
     say(f"trained {trainer.steps} steps" + (f", saved in {out}" if out else " (no --out: nothing was saved)"))
+    if trainer.loss_scale.value is not None:
+        skipped, factor = trainer.loss_scale.skipped, trainer.loss_scale.value
+        say(f"loss scale {factor:g}; steps that overflowed and were made again: {skipped}")
+    if held := trainer.workers.backends[0].peak_memory():
+        say(f"device memory held, at most: {held / 2**30:.2f} GiB")
     if args.sample > 0:
         model = trainer.model()  # gathered: all ranks take part
         if world.is_root:
@@ -153,23 +161,24 @@ def inference_command(make_backend, world, args):
     backend, make_chooser = together(world, choose)
     tokenizer, prompts = world.broadcast_object(on_root(world, read))
     arrays, config = shared_arrays(world, weights), weights.config
-    if args.mode == "batch":
-        model = GPT2.of_arrays(config, arrays, backend)
-        write_batch(world, model, tokenizer, prompts, make_chooser, args)
+    with told_of_memory(backend, config):
+        if args.mode == "batch":
+            model = GPT2.of_arrays(config, arrays, backend)
+            write_batch(world, model, tokenizer, prompts, make_chooser, args)
+            return 0
+        group = {"replicate": Solo(), "tensor": world}[args.mode]  # the ranks that share the model
+        together(world, lambda: check_tensor_parallel(config, group.size, "mpirun -n"))
+        model = GPT2.of_arrays(config, arrays, backend, group)
+        say, prompt, block = print if world.is_root else silent, prompts[0], config.block_size
+        if len(prompt) > block:
+            note = f"note: the prompt has {len(prompt)} tokens, the block {block}: its last {block} tokens are used"
+            say(note, file=sys.stderr)
+            prompt = prompt[-block:]
+        write_text(
+            model, tokenizer, prompt, args.max_new_tokens, Together(make_chooser(), world), args.stop, args.stream,
+            args.stats, say,
+        )  # fmt: skip
         return 0
-    group = {"replicate": Solo(), "tensor": world}[args.mode]  # the ranks that share the model
-    together(world, lambda: check_tensor_parallel(config, group.size, "mpirun -n"))
-    model = GPT2.of_arrays(config, arrays, backend, group)
-    say, prompt, block = print if world.is_root else silent, prompts[0], config.block_size
-    if len(prompt) > block:
-        note = f"note: the prompt has {len(prompt)} tokens, the block {block}: its last {block} tokens are used"
-        say(note, file=sys.stderr)
-        prompt = prompt[-block:]
-    write_text(
-        model, tokenizer, prompt, args.max_new_tokens, Together(make_chooser(), world), args.stop, args.stream,
-        args.stats, say,
-    )  # fmt: skip
-    return 0
 
 
 # -- training ----------------------------------------------------------------------------------------------------------
@@ -226,17 +235,44 @@ def make_trainer(make_backend, world, args, source, tokenizer):
     micro_shards, threads = plan(args.batch_size, args.micro_shards, threads, replicas, args.deterministic)
     config = model_config(args, source, tokenizer)
     args.seq_len = args.seq_len or config.block_size
-    return Trainer(
-        config,
-        [make_backend(args.precision, args.deterministic) for _ in range(threads)],
-        batch_size=args.batch_size,
-        seq_len=args.seq_len,
-        micro_shards=micro_shards,
-        optimizer={key: getattr(args, key) for key in ("beta1", "beta2", "eps", "weight_decay", "clip")},
-        world=world,
-        parallel=Parallel(args.tp, args.dp, args.bucket_mb, args.compress, args.zero),
-        seed=args.seed,
-    )
+    backends = [make_backend(args.precision, args.deterministic) for _ in range(threads)]
+    check_graph(args, backends)
+    with told_of_memory(backends[0], config, args.batch_size, args.seq_len, micro_shards, replicas):
+        return Trainer(
+            config,
+            backends,
+            batch_size=args.batch_size,
+            seq_len=args.seq_len,
+            micro_shards=micro_shards,
+            optimizer={key: getattr(args, key) for key in ("beta1", "beta2", "eps", "weight_decay", "clip")},
+            world=world,
+            parallel=Parallel(args.tp, args.dp, args.bucket_mb, args.compress, args.zero),
+            seed=args.seed,
+            record=args.graph is not False,
+        )
+
+
+@contextlib.contextmanager
+def told_of_memory(backend, config, *sizes):
+    """Where the device runs out of memory inside, raise DeviceMemoryError with what the backend knows of it."""
+    try:
+        yield
+    except Exception as error:
+        if (told := backend.out_of_memory(error, config, *sizes)) is None:
+            raise
+        raise DeviceMemoryError(told) from error
+
+
+def check_graph(args, backends):
+    """Raise ConfigError for --graph and --no-graph where the backend records nothing; do as --nvtx says."""
+    records, name = backends[0].records, backends[0].name
+    if args.graph is not None and not records:
+        flag = "--graph" if args.graph else "--no-graph"
+        raise ConfigError(f"{flag} has no meaning here: {name} records no step, so leave the flag away")
+    if args.nvtx and records and args.graph is not False:
+        raise ConfigError("--nvtx names nothing in a step that is replayed from its graph: add --no-graph")
+    for backend in backends if args.nvtx else ():
+        backend.annotate()
 
 
 def make_windows(args, corpus, group):
@@ -315,6 +351,12 @@ def idle_threads(could, args, trainer):
         )
 
 
+def last_words(trainer):
+    """What the last line of the log says beside its step's numbers; all ranks must call it."""
+    held = trainer.workers.backends[0].peak_memory()
+    return {"parameters_sha256": trainer.parameter_hash()} | ({} if held is None else {"peak_memory_bytes": held})
+
+
 def run_state(trainer, args, corpus):
     """What state.json keeps: where training stood, and the flags that a resume goes on with."""
     arguments = {name: getattr(args, name, None) for name in RESUMED}
@@ -324,6 +366,7 @@ def run_state(trainer, args, corpus):
         "step": trainer.steps,
         "position": trainer.position,
         "seed": trainer.seed,
+        "loss_scale": trainer.loss_scale.to_json(),
         "world_size": trainer.world.size,
         "corpus": corpus,
         "arguments": arguments,
@@ -350,7 +393,10 @@ def restore(trainer, resumed, initial, corpus):
                 f"{resumed.path}: was trained on {state['corpus']}, but --data has {corpus.fingerprint}: "
                 f"give the same corpus, or start anew with --init-from"
             )
-        trainer.load(resumed.parameters, resumed.moments, state["step"], state["position"])
+        try:
+            trainer.load(resumed.parameters, resumed.moments, state["step"], state["position"], state.get("loss_scale"))
+        except ConfigError as error:
+            raise CheckpointError(f"{resumed.path / 'state.json'}: {error}: it cannot be resumed") from None
 
 
 # -- inference ---------------------------------------------------------------------------------------------------------

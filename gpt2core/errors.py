@@ -15,5 +15,9 @@ class DataError(UserError):
     """A corpus, a token file, a prompt or a tokenizer that cannot be used."""
 
 
+class DeviceMemoryError(MemoryError):
+    """The device has no room for what was asked; the message says what would fit. Any rank may meet it alone."""
+
+
 class CheckpointError(UserError):
     """A checkpoint that is missing, truncated, corrupted or of another model, or that cannot be written."""

@@ -144,6 +144,7 @@ class GPT2:
 
         One large buffer reads faster than many.
         """
+        backend.check_model(config)
         arena = Arena(shard_shapes(parameter_shapes(config), group.size))
         views = arena.views(backend.zeros((arena.size,), backend.compute))
         for name, view in views.items():
@@ -196,7 +197,10 @@ class GPT2:
         y = ops.copy_to_group(self.trunk(ids, cache, last_only), self.group)
         return ops.gather_from_group(ops.unembed(y, self.head), self.group)
 
-    def loss(self, ids, targets, scale=None):
-        """scale * summed cross-entropy of targets (B, T), a float64 scalar; the default scale gives the mean."""
+    def loss(self, ids, targets, scale=None, seed=None):
+        """scale * summed cross-entropy of targets (B, T), a float64 scalar; the default scale gives the mean.
+
+        seed: what backward() will be seeded with, or None for 1.
+        """
         y = ops.copy_to_group(self.trunk(ids), self.group)
-        return ops.unembed_cross_entropy(y, self.head, targets, scale, self.group)
+        return ops.unembed_cross_entropy(y, self.head, targets, scale, self.group, seed)

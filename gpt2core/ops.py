@@ -135,14 +135,17 @@ def cross_entropy(logits, targets, scale=None, group=SOLO):
     return Tensor.from_op(loss, (logits,), backward)
 
 
-def unembed_cross_entropy(x, w, targets, scale=None, group=SOLO):
-    """cross_entropy(unembed(x, w), targets, scale, group), fused so that the logits (N, V/p) need not all exist."""
+def unembed_cross_entropy(x, w, targets, scale=None, group=SOLO, seed=None):
+    """cross_entropy(unembed(x, w), targets, scale, group), fused so that the logits (N, V/p) need not all exist.
+
+    seed: what backward() will be seeded with, where that is not 1: a gradient that is computed at once has it in it.
+    """
     require(x.shape[-1] == w.shape[1], "unembed_cross_entropy", x, w)
     V = w.shape[0] * group.size
     x2, targets, scale = flat_targets("unembed_cross_entropy", x, targets, scale, V)
     backend, first = x.backend, group.rank * w.shape[0]
     whole = is_recording() and w.shape[0] == V  # this rank sees all of each row
-    *own, aux = backend.unembed_cross_entropy_forward(x2, w.data, targets, first, scale if whole else None)
+    *own, aux = backend.unembed_cross_entropy_forward(x2, w.data, targets, first, scale if whole else None, seed)
     loss, maxima, sums = loss_of_rows(*own, scale, group, backend)
 
     def backward(dy):

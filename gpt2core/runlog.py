@@ -15,7 +15,8 @@ class RunLog:
     """Reports each step. `path` (JSON lines) and `plot` (PNG) may be None; steps before `first` are kept from a resume.
 
     Floats are written at full precision; validation adds val_loss and val_perplexity; the last line carries
-    parameters_sha256. Raises ConfigError when a file cannot be written: before the first step or as a disk fills up.
+    parameters_sha256 and, on a device, peak_memory_bytes. Raises ConfigError when a file cannot be written: before the
+    first step or as a disk fills up.
     """
 
     def __init__(self, path, plot, every, first, steps):
@@ -32,17 +33,16 @@ class RunLog:
             self.write(row)
         self.bar = tqdm(total=steps, initial=first, unit="step", disable=None, leave=False, dynamic_ncols=True)
 
-    def __call__(self, step, val_loss, last_hash):
-        """Report a Step; `last_hash` is the hash of the parameters after the last one, else None."""
+    def __call__(self, step, val_loss, last_words):
+        """Report a Step; `last_words` are more fields for the last one's line, else None."""
         row = {key: value for key, value in dataclasses.asdict(step).items() if value is not None}
         if val_loss is not None:
             row |= {"val_loss": val_loss, "val_perplexity": perplexity(val_loss)}
-        if last_hash:
-            row["parameters_sha256"] = last_hash
+        row |= last_words or {}
         self.bar.update()
         self.bar.set_postfix_str(f"loss {step.loss:.4f}")
         self.rows.append(row)
-        if step.step % self.every == 0 or val_loss is not None or last_hash:
+        if step.step % self.every == 0 or val_loss is not None or last_words:
             self.write(row)
             self.say(self.line(step, val_loss))
 
@@ -55,6 +55,8 @@ class RunLog:
             f"{step.seconds * 1e3:8.1f} ms",
             f"{step.tokens_per_second:,.0f} tok/s",
         ]
+        if step.loss_scale is not None:
+            parts.append(f"scale {step.loss_scale:g}" + (f", skipped {step.skipped}" if step.skipped else ""))
         if step.bytes_sent is not None:
             parts.append(f"sent {step.bytes_sent / 1e6:.2f} MB")
         if step.mfu is not None:
@@ -92,7 +94,7 @@ class SilentLog:
     def say(self, text):
         pass
 
-    def __call__(self, step, val_loss, last_hash):
+    def __call__(self, step, val_loss, last_words):
         pass
 
     def close(self):

@@ -31,6 +31,19 @@ def is_recording():
     return _recording.get()
 
 
+class Edge:
+    """What backward has to know of an operation's input that another operation made: all but its array.
+
+    A closure keeps the arrays that it needs; the others are given back as soon as forward is past them.
+    """
+
+    __slots__ = ("shape", "requires_grad", "node", "index")
+
+    def __init__(self, tensor):
+        self.shape, self.requires_grad = tensor.shape, tensor.requires_grad
+        self.node, self.index = tensor.node, tensor.index
+
+
 class Node:
     """One application of an operation: whose gradients it owes, and the closure that computes them."""
 
@@ -38,7 +51,8 @@ class Node:
 
     def __init__(self, parents, backward, n_outputs):
         self.order = next(_creation_order)  # parents are created first, so newest first is reverse topological order
-        self.parents, self.backward, self.n_outputs = parents, backward, n_outputs
+        self.parents = [parent if parent.node is None else Edge(parent) for parent in parents]
+        self.backward, self.n_outputs = backward, n_outputs
 
     def free(self):
         """Drop what the closure kept alive: activations are returned while backward is still running."""

@@ -16,7 +16,7 @@ from gpt2core.canonical import tree_sum
 from gpt2core.communicator import Mesh, Solo
 from gpt2core.errors import ConfigError, UserError
 from gpt2core.model import GPT2, flops_per_token, initial_parameters, parameter_shapes
-from gpt2core.optimizer import AdamW
+from gpt2core.optimizer import AdamW, LossScale
 from gpt2core.parallel import tensor_parallel
 from gpt2core.parallel.compression import Compressed
 from gpt2core.parallel.data_parallel import BUCKET_MB, data_parallel
@@ -41,6 +41,8 @@ class Step:
     grad_norm: float
     tokens_per_second: float
     seconds: float
+    loss_scale: float | None = None  # fp16: after the step
+    skipped: int | None = None  # fp16: times that its gradient overflowed and it was made again
     mfu: float | None = None  # model FLOPs over the device's peak, where that is known
     bytes_sent: int | None = None  # by this rank, in all groups; None where there is nobody to send to
 
@@ -60,13 +62,14 @@ class Trainer:
     """A model, its optimizer and the threads and ranks that share the work.
 
     config: GPT2Config; backends: one for each thread of this rank; world: all ranks; parallel: how they share the
-    work; optimizer: keyword arguments of AdamW. The global batch is `batch_size` sequences of `seq_len` tokens, in
-    `micro_shards` shards.
+    work; optimizer and loss_scale: keyword arguments of AdamW and LossScale; record: let the backend record a step and
+    replay it. The global batch is `batch_size` sequences of `seq_len` tokens, in `micro_shards` shards.
     """
 
     def __init__(
-        self, config, backends, *, batch_size, seq_len, micro_shards, optimizer=None, world=None, parallel=None, seed=0
-    ):
+        self, config, backends, *, batch_size, seq_len, micro_shards, optimizer=None, world=None, parallel=None, seed=0,
+        record=True, loss_scale=None,
+    ):  # fmt: skip
         if seq_len > config.block_size:
             raise ConfigError(f"--seq-len {seq_len} is longer than the model's block of {config.block_size} positions")
         parallel = parallel or Parallel()
@@ -74,6 +77,7 @@ class Trainer:
         self.mesh = Mesh(self.world, self.world.size // parallel.tp, parallel.tp)
         data, tensor = self.mesh.data, self.mesh.tensor
         tensor_parallel.check_tensor_parallel(config, tensor.size)
+        backends[0].check_model(config)
         self.batch_size, self.seq_len, self.micro_shards = batch_size, seq_len, micro_shards
         self.rows = even_slices(batch_size, data.size)[data.rank]
         self.batch_rows = self.rows.stop - self.rows.start
@@ -93,11 +97,12 @@ class Trainer:
             self.arena, self.parameters, self.workers, owners=owners, tensor_group=tensor, repeated=repeated,
             copy=None if self.compute is self.parameters else self.compute, **(optimizer or {}),
         )  # fmt: skip
+        self.loss_scale = LossScale(backend, **(loss_scale or {}))
         self.position = 0  # windows consumed since the start of training
         self.fed = None, 0  # the windows and the position of the batch that is fed already
         self.asked_to_stop = lambda: 0  # the number of a signal that this rank has received
         self.stopped_by = 0  # and of one that any rank has
-        self.update = backend.compile_step(self.compute_update)
+        self.update = backend.compile_step(self.compute_update, record)
         self.fill(self.parameters, initial_parameters(config, seed) if self.world.is_root else None)
         backend.refresh(self.compute, self.parameters)
 
@@ -149,7 +154,7 @@ class Trainer:
             array = self.world.broadcast(array, out=array)
             views[name][...] = backend.asarray(tensor_parallel.shard(name, array, tensor.rank, tensor.size))
 
-    def load(self, parameters, moments=None, steps=0, position=0):
+    def load(self, parameters, moments=None, steps=0, position=0, loss_scale=None):
         """Copy the root's parameters {name: array} and moments {name: (first, second)}, and where training stood.
 
         The root's arguments count; other ranks pass None for the dictionaries, and all the same numbers.
@@ -160,6 +165,7 @@ class Trainer:
             return iter([(name, values(name)) for name in names]) if self.world.is_root else None
 
         backend = self.workers.backends[0]
+        self.loss_scale.load(loss_scale)
         self.fill(self.parameters, ordered(lambda name: parameters[name]))
         backend.refresh(self.compute, self.parameters)
         if self.world.broadcast_object(moments is not None):
@@ -173,15 +179,20 @@ class Trainer:
         """One update from the next global batch of `windows`; returns a Step.
 
         Sets `stopped_by` to the number of the signal that has asked any rank to stop, or 0. Raises Diverged, leaving
-        the parameters as they were, when the loss or the gradient is not finite.
+        the parameters as they were, when the loss or the gradient is not finite. In fp16 a gradient that overflows is
+        computed again with half the loss scale, so that no batch is lost and the curve has no holes.
         """
-        start, sent = time.perf_counter(), self.bytes_sent()
-        self.feed(windows, self.position)
+        start, sent, skipped = time.perf_counter(), self.bytes_sent(), self.loss_scale.skipped
         self.optimizer.begin(lr)
-        losses, norm = self.update()
-        self.feed(windows, self.position + self.batch_size)  # while a device works, the host brings the next batch
-        *losses, norm = self.workers.backends[0].numbers([*losses, norm])
-        loss, self.stopped_by = self.total(losses, self.asked_to_stop())
+        loss, norm = self.attempt(windows)
+        while self.loss_scale.skips(loss, norm):
+            if (factor := self.loss_scale.value) < self.loss_scale.SMALLEST:
+                raise Diverged(
+                    f"step {self.steps}: the loss scale has collapsed to {factor:g}, and the gradient still overflows "
+                    f"in fp16: use --precision bf16, or lower --lr (now {lr:g}); the parameters are still those of "
+                    f"step {self.steps}"
+                )
+            loss, norm = self.attempt(windows)
         if not (math.isfinite(loss) and math.isfinite(norm)):
             raise Diverged(
                 f"step {self.steps}: the loss is {loss} and the gradient's norm {norm}: training cannot go on. "
@@ -191,7 +202,19 @@ class Trainer:
         self.position += self.batch_size
         seconds, sent = time.perf_counter() - start, self.bytes_sent() - sent
         rate = self.batch_size * self.seq_len / seconds
-        return Step(self.steps - 1, loss, lr, norm, rate, seconds, self.utilisation(rate), sent or None)
+        scale = self.loss_scale.value
+        skipped = None if scale is None else self.loss_scale.skipped - skipped
+        mfu = self.utilisation(rate)
+        return Step(self.steps - 1, loss, lr, norm, rate, seconds, scale, skipped, mfu, sent or None)
+
+    def attempt(self, windows):
+        """An update by the next batch, which may be skipped -> its loss and norm as numbers, the same on all ranks."""
+        self.feed(windows, self.position)
+        losses, norm = self.update()
+        self.feed(windows, self.position + self.batch_size)  # while a device works, the host brings the next batch
+        *losses, norm = self.workers.backends[0].numbers([*losses, norm])
+        loss, self.stopped_by = self.total(losses, self.asked_to_stop())
+        return loss, norm
 
     def feed(self, windows, position):
         """Bring this rank's rows of the batch at `position`, unless they are there already."""
@@ -204,10 +227,11 @@ class Trainer:
 
         Nothing in it waits for a number, so that it can be recorded once and replayed.
         """
-        losses = self.shards.backward(1 / (self.batch_size * self.seq_len))
+        losses = self.shards.backward(1 / (self.batch_size * self.seq_len), self.loss_scale.factor)
         self.data_parallel.finish()
-        norm, scale = self.optimizer.norm_and_scale(self.shards.gradients)
-        self.optimizer.update(self.shards.gradients, scale)
+        with self.workers.backends[0].span("optimizer"):
+            norm, scale = self.optimizer.norm_and_scale(self.shards.gradients, self.loss_scale)
+            self.optimizer.update(self.shards.gradients, scale)
         return losses, norm
 
     def total(self, losses, signal_received=0):

@@ -319,7 +319,7 @@ class NumpyBackend(Backend):
         dlogits[own_targets(targets, first, logits.shape[1])] -= factor
         return dlogits
 
-    def unembed_cross_entropy_forward(self, x, w, targets, first=0, scale=None):
+    def unembed_cross_entropy_forward(self, x, w, targets, first=0, scale=None, seed=None):
         statistics, chunks = np.empty((3, len(x)), x.dtype), logit_chunks(x, w)
         for chunk in chunks:
             logits = self.unembed_forward(x[chunk], w)
@@ -347,7 +347,7 @@ class NumpyBackend(Backend):
         parts = flat.reshape(segments, rows_each, ARENA_BLOCK)
         return np.array([np.vecdot(part, part).sum(dtype=np.float64) for part in parts])
 
-    def clip(self, squares, bound):
+    def clip(self, squares, bound, loss_scale=None, interval=0):
         norm = math.sqrt(tree_sum(squares.tolist()))
         if not math.isfinite(norm):
             return norm, math.nan

@@ -9,20 +9,26 @@ import numpy as np
 from gpt2core.arena import BLOCK as ARENA_BLOCK
 from gpt2core.backend import Backend
 from gpt2core.errors import ConfigError
-from stage2_cuda import triton_driver
+from stage2_cuda import memory, nvtx, triton_driver
 from stage2_cuda.graph import Recorded
 from stage2_cuda.kernels import adamw, column_sums, cross_entropy, embedding, gelu, layernorm, losses
 from stage2_cuda.kernels import attention as flash
 from stage2_cuda.kernels.cast import cast, scale_in_place
 from stage2_cuda.mailbox import Mailbox
+from stage2_cuda.memory import ALIGNED, LOGITS
+from stage2_cuda.peak_flops import peak_flops
 from stage2_cuda.products import NumpyGemm, Products, cublaslt
 from stage2_cuda.side_stream import NoStream, SideStream
 
-LOGITS = 1 << 29  # elements of logits that exist at once
-ALIGNED = 64  # columns: logits are padded to a multiple, because a row must begin where the GPU can read it at once
 # --precision: the type of activations and of the parameters that kernels read, and what tl.dot makes of fp32 operands;
 # three passes of tf32 keep the bounds of fp32, and are faster
-PRECISIONS = {"fp32": ("float32", "tf32x3"), "tf32": ("float32", "tf32"), "bf16": ("bfloat16", "ieee")}
+PRECISIONS = {
+    "fp32": ("float32", "tf32x3"),
+    "tf32": ("float32", "tf32"),
+    "bf16": ("bfloat16", "ieee"),
+    "fp16": ("float16", "ieee"),
+}
+INTERPRETED = "fp32", "fp16"  # what Triton's interpreter computes rightly; tf32 would be fp32 there
 
 
 class CudaBackend(Backend):
@@ -33,20 +39,20 @@ class CudaBackend(Backend):
 
     def __init__(self, precision="fp32", deterministic=True):
         if precision not in PRECISIONS:
-            raise ConfigError(f"--precision {precision} is not built yet in this stage: use {', '.join(PRECISIONS)}")
+            raise ConfigError(f"--precision {precision} is unknown in this stage: use {', '.join(PRECISIONS)}")
         self.xp = triton_driver.array_module()
         compute, self.dot = PRECISIONS[precision]
-        self.precision, self.dtype = precision, np.dtype(np.float32)
+        self.precision, self.dtype, self.compute = precision, np.dtype(np.float32), dtype_of(compute)
+        self.scales_loss = precision == "fp16"
+        self.records, self.recorded = not triton_driver.interpreted(), []
         if triton_driver.interpreted():
-            if precision != "fp32":
+            if precision not in INTERPRETED:
                 raise ConfigError(
                     f"--precision {precision} has no meaning in Triton's interpreter, where bf16 is silently wrong: "
-                    f"use fp32 there"
+                    f"use fp32 or fp16 there"
                 )
-            self.compute = self.dtype
             self.name, gemm, self.side = "the Triton interpreter", NumpyGemm(), NoStream()
         else:
-            self.compute = dtype_of(compute)
             self.name, self.side = gpu_name(self.xp), SideStream(self.xp)
             gemm = cublaslt(self.xp, deterministic, self.side.stream)
         self.products = Products(self.xp, precision, gemm)
@@ -279,7 +285,7 @@ class CudaBackend(Backend):
         )  # fmt: skip
         return dlogits
 
-    def unembed_cross_entropy_forward(self, x, w, targets, first=0, scale=None):
+    def unembed_cross_entropy_forward(self, x, w, targets, first=0, scale=None, seed=None):
         targets, statistics, V = self.asarray(targets, np.int32), self.floats(3, len(x)), len(w)
         dx, dw = (None, None) if scale is None else (self.like(x), self.space(w))
         for number, chunk in enumerate(logit_chunks(x, w)):
@@ -287,16 +293,19 @@ class CudaBackend(Backend):
             if scale is None:
                 cross_entropy.cross_entropy_forward(*statistics[:, chunk], logits, targets[chunk], V, first)
             else:  # at once, in the place of the logits, which nobody needs again
-                own = targets[chunk], scale, V, first
+                own = targets[chunk], scale, V, first, seed
                 cross_entropy.cross_entropy_forward_backward(logits, *statistics[:, chunk], logits, *own)
                 self.gradients_of(logits, x[chunk], w, dx[chunk], dw, number > 0)
-        return *statistics, None if scale is None else (dx, dw)
+                del logits  # or the next chunk would be made beside it
+        return *statistics, None if scale is None else (dx, dw, seed)
 
     def unembed_cross_entropy_backward(self, dy, x, w, targets, scale, maxima, sums, aux, first=0):
         if aux is not None:
-            for gradient in () if dy is self.one else aux:
-                scale_in_place(gradient, self.asarray(dy, np.float32).reshape(1))
-            dx, dw = aux
+            dx, dw, seed = aux
+            if dy is not (self.one if seed is None else seed):
+                factor = self.asarray(dy if seed is None else dy / seed, np.float32).reshape(1)
+                for gradient in (dx, dw):
+                    scale_in_place(gradient, factor)
         else:
             targets, dy, V = self.asarray(targets, np.int32), self.asarray(dy, np.float32).reshape(1), len(w)
             dx, dw = self.like(x), self.space(w)
@@ -305,6 +314,7 @@ class CudaBackend(Backend):
                 own = targets[chunk], maxima[chunk], sums[chunk], scale, V, first, dy
                 cross_entropy.cross_entropy_backward(logits, logits, *own)
                 self.gradients_of(logits, x[chunk], w, dx[chunk], dw, number > 0)
+                del logits
         if dw is self.place(w):
             self.filled.add(self.address(w))
         return dx, dw
@@ -352,9 +362,9 @@ class CudaBackend(Backend):
         adamw.sum_of_squares(out, self.floats(flat.size // ARENA_BLOCK), flat)
         return out
 
-    def clip(self, squares, bound):
+    def clip(self, squares, bound, loss_scale=None, interval=0):
         norm, scale = self.floats(1), self.floats(1)
-        adamw.clip_scale(scale, norm, squares, bound)
+        adamw.clip_scale(scale, norm, squares, bound, loss_scale, interval)
         return norm, scale
 
     def adamw_rates(self, step, lr, beta1, beta2, eps, weight_decay):
@@ -405,15 +415,49 @@ class CudaBackend(Backend):
         if copy is not parameters:
             cast(copy, parameters)
 
-    def compile_step(self, function):
-        if triton_driver.interpreted():
+    def compile_step(self, function, record=True):
+        if not (record and self.records):
             return lambda: (self.mailbox.send(), function())[1]
-        return Recorded(function, self.mailbox.send)
+        self.recorded.append(Recorded(function, self.mailbox.send))
+        return self.recorded[-1]
 
     def wait(self):
         """Return when the device has done all that it was given."""
-        if self.xp is not np:
+        if self.records:
             self.xp.cuda.runtime.deviceSynchronize()
+
+    def annotate(self):
+        if not self.records:
+            return super().annotate()
+        nvtx.annotate(self, self.xp.cuda.nvtx)
+
+    # -- memory --------------------------------------------------------------------------------------------------------
+
+    def held_memory(self):
+        """Bytes that CuPy's pools hold, what lies in them unused included; the context of CUDA is not in it."""
+        pools = [self.xp.get_default_memory_pool(), *(step.pool for step in self.recorded)]
+        return sum(pool.total_bytes() for pool in pools)
+
+    def peak_memory(self):
+        if not self.records:
+            return None
+        return max([self.held_memory(), *(step.held_before for step in self.recorded)])
+
+    def out_of_memory(self, error, config, batch_size=None, seq_len=None, micro_shards=1, ranks=1):
+        if not (self.records and memory.is_out_of_memory(error)):
+            return None
+        free = self.xp.cuda.runtime.memGetInfo()[0] + self.held_memory() + memory.CONTEXT  # of others, that is
+        if batch_size is None:
+            told = memory.no_room_to_write(config, self.precision, free)
+        else:
+            told = memory.no_room_to_train(config, batch_size, seq_len, self.precision, micro_shards, ranks, free)
+        return f"out of memory on the {self.name}: {told}"
+
+    def check_model(self, config):
+        flash.check_head_size(config.n_embd, config.n_head)
+
+    def peak_flops(self, precision):
+        return peak_flops(self.name, precision)
 
 
 def dtype_of(name):

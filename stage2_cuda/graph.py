@@ -10,7 +10,8 @@ class Recorded:
 
     The first call compiles kernels and chooses algorithms, none of which can be recorded. What the function allocates
     while it is recorded comes from a pool of its own, which lives as long as the graph. No call waits for the device.
-    before(): called before each, on the stream that it runs on.
+    before(): called before each, on the stream that it runs on. `held_before`: bytes that the default pool held when it
+    was emptied for the recording.
 
     The results, arrays in lists and tuples, are copied to the host as part of the graph: host arrays, to be read once
     the device is done, and overwritten by the next call. Those of the first call are on the device still.
@@ -23,6 +24,7 @@ class Recorded:
         self.pinned = cupyx.empty_pinned
         self.cupy, self.function, self.before, self.graph = cupy, function, before, None
         self.stream, self.pool, self.calls = cupy.cuda.Stream(non_blocking=True), cupy.cuda.MemoryPool(), 0
+        self.held_before = 0
 
     def __call__(self):
         self.calls += 1
@@ -32,12 +34,15 @@ class Recorded:
             self.before()
             return self.function()
         if self.graph is None:
-            self.cupy.get_default_memory_pool().free_all_blocks()
+            shared = self.cupy.get_default_memory_pool()
+            self.held_before = shared.total_bytes()
+            shared.free_all_blocks()
             with cuda.using_allocator(self.pool.malloc), self.stream:
                 self.stream.begin_capture(cuda.runtime.streamCaptureModeRelaxed)
                 try:
                     self.results = self.to_host(self.function())
-                except BaseException:
+                except BaseException as error:
+                    error.add_note("This was while the step was recorded as a graph: --no-graph runs it without one.")
                     with contextlib.suppress(cuda.runtime.CUDARuntimeError):  # the cause is the one on its way
                         self.stream.end_capture()
                     raise

@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 
 from stage2_cuda.kernels import tf32x3
+from stage2_cuda.memory import WORKSPACE
 
 WIDE = 1 << 25  # elements of a GELU's input from which it costs less in the product than in a kernel of its own
 
@@ -40,10 +41,11 @@ class NumpyGemm:
     """What CublasLt is on a GPU: under the interpreter the matrix products alone are NumPy's."""
 
     def matmul(self, out, a, b, *, bias=None, trans_a=False, trans_b=False, accumulate=False, compute="fp32"):
+        a, b = (x.astype(np.float32, copy=False) for x in (a, b))  # 16 bits are summed in fp32
         product = np.matmul(a.T if trans_a else a, b.T if trans_b else b)
-        np.add(out, product, out=out) if accumulate else np.copyto(out, product)
         if bias is not None:
-            out += bias
+            product += bias
+        np.add(out, product, out=out) if accumulate else np.copyto(out, product, casting="same_kind")
 
 
 def cublaslt(cupy, deterministic, side):
@@ -54,6 +56,7 @@ def cublaslt(cupy, deterministic, side):
         cache = Path.home() / ".cache" / "staged-gpt2"  # which of its algorithms was the fastest for a shape
     except RuntimeError:  # a user without a home, as in some containers: chosen anew in every run
         cache = None
-    gemm = CublasLt(cupy, load_library(), cache_dir=cache, deterministic=deterministic)
+    options = dict(deterministic=deterministic, workspace_bytes=WORKSPACE // 2)
+    gemm = CublasLt(cupy, load_library(), cache_dir=cache, **options)
     gemm.serve(side)
     return gemm

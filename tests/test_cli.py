@@ -54,7 +54,7 @@ from gpt2core.communicator import Solo
 from gpt2core.parallel.micro_shards import Lane
 from stage0_serial.numpy_backend import NumpyBackend
 
-def run(self, shards, scale):
+def run(self, shards, scale, seed):
     print("computing\\n", end="", flush=True)  # in one write: two threads say it
     time.sleep(60)
 

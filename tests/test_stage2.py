@@ -2,11 +2,9 @@
 
 # B batch, T time, C channels, V vocabulary
 
-import importlib
 import json
 import math
 import os
-import pkgutil
 import re
 import shutil
 import subprocess
@@ -25,8 +23,9 @@ from gpt2core.recipes import CORPUS, RECIPES
 from gpt2core.sampler import generate
 from gpt2core.trainer import Trainer
 from stage0_serial.numpy_backend import NumpyBackend
-from stage2_cuda import kernels, triton_driver
+from stage2_cuda import triton_driver
 from stage2_cuda.cuda_backend import CudaBackend
+from tests.sanitize import all_kernels, name_of, program
 
 ROOT = Path(__file__).resolve().parents[1]
 STAGE = ROOT / "stage2_cuda"
@@ -64,6 +63,12 @@ def trainer_of(backend, config, micro_shards=1, batch=BATCH, **options):
 
 def gradients_of(trainer):
     return {name: trainer.workers.backends[0].to_host(g) for name, g in trainer.named(trainer.shards.gradients).items()}
+
+
+def bits_of(trainer):
+    """Parameters, moments, and what the kernels read, as bytes."""
+    arrays = trainer.parameters, trainer.optimizer.exp_avg, trainer.optimizer.exp_avg_sq, trainer.compute
+    return [trainer.workers.backends[0].to_host(array).tobytes() for array in arrays]
 
 
 def losses_of(trainer, steps, lr=1e-3):
@@ -105,6 +110,28 @@ def test_three_steps_have_stage_0_s_losses_and_twice_the_same_bits():
     assert first.parameter_hash() == again.parameter_hash()
 
 
+@pytest.mark.filterwarnings("ignore:overflow encountered", "ignore:invalid value encountered")
+def test_a_step_in_fp16_has_nearly_fp32_s_gradients_and_one_that_overflows_changes_no_bit():
+    # the loss scale is in the gradients. fp16 rounds to 2^-11, and a gradient has gone through some ten roundings; the
+    # two losses after an update differ by what Adam makes of that
+    ours, stage0 = trainer_of(CudaBackend("fp16"), TIED, batch=1), trainer_of(NumpyBackend(), TIED, batch=1)
+    step, expected = (trainer.step(windows_of(TIED), 1e-3) for trainer in (ours, stage0))
+    assert (step.loss_scale, step.skipped) == (2.0**16, 0)
+    assert step.loss == pytest.approx(expected.loss, rel=2e-3)
+    assert step.grad_norm == pytest.approx(expected.grad_norm, rel=1e-2)
+    for name, gradient in gradients_of(stage0).items():
+        assert_near(gradients_of(ours)[name] / step.loss_scale, gradient, 2e-2, name)
+    ours.loss_scale.state[0] = 2.0**21  # times (p - 1) / 12 rows: beyond 65504
+    before = bits_of(ours)
+    loss, norm = ours.attempt(windows_of(TIED))
+    assert math.isfinite(loss) and not math.isfinite(norm)
+    assert bits_of(ours) == before and ours.loss_scale.value == 2.0**20
+    ours.loss_scale.state[0] = 2.0**15
+    step, expected = (trainer.step(windows_of(TIED), 1e-3) for trainer in (ours, stage0))
+    assert (step.loss_scale, step.skipped, ours.steps) == (2.0**15, 0, 2)
+    assert step.loss == pytest.approx(expected.loss, rel=1e-2)
+
+
 def test_the_validation_loss_is_stage_0_s():
     ours, stage0 = (trainer_of(backend(), TIED, batch=8) for backend in (CudaBackend, NumpyBackend))
     assert ours.evaluate(windows_of(TIED)) == pytest.approx(stage0.evaluate(windows_of(TIED)), rel=1e-5)
@@ -122,18 +149,6 @@ ELSEWHERE = {
 }
 
 
-def name_of(kernel):
-    return f"{kernel.fn.__module__.rpartition('.')[2]}.{kernel.fn.__name__}"
-
-
-def all_kernels():
-    """The functions that are launched; those that they call have other names."""
-    for module in pkgutil.iter_modules(kernels.__path__):
-        for name, function in vars(importlib.import_module(f"{kernels.__name__}.{module.name}")).items():
-            if name.endswith("_kernel"):
-                yield name_of(function)
-
-
 def test_every_kernel_is_launched_by_a_step_a_validation_and_a_generated_token(monkeypatch):
     launched, runtime = set(), triton_driver.runtime()
 
@@ -149,6 +164,18 @@ def test_every_kernel_is_launched_by_a_step_a_validation_and_a_generated_token(m
     list(generate(trainer.model(), [1, 2, 3], 1))
     assert launched - step == {"cross_entropy.forward_kernel", "attention.cached_kernel"}
     assert set(all_kernels()) - launched == ELSEWHERE.keys()
+
+
+@in_the_interpreter
+def test_the_sanitizer_s_program_launches_every_kernel(monkeypatch):
+    monkeypatch.setattr(triton_driver.runtime(), "launch", lambda *_: None)
+    assert program(np, ("float32", "float16")) == set()
+
+
+@gpu
+def test_the_sanitizer_s_program_runs():
+    done = subprocess.run([sys.executable, "tests/sanitize.py", "--program"], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 # -- generation, checkpoints ------------------------------------------------------------------------------------------
@@ -195,14 +222,16 @@ def one_line(result):
 
 @in_the_interpreter
 @pytest.mark.parametrize("precision", ["bf16", "tf32"])
-def test_the_interpreter_computes_in_fp32_alone(train2, precision):
+def test_the_interpreter_computes_in_fp32_and_fp16_alone(train2, precision):
     result = train2("--preset", "nano", "--steps", 1, "--precision", precision)
-    assert one_line(result) and f"--precision {precision}" in result.err and "use fp32" in result.err
+    assert one_line(result) and f"--precision {precision}" in result.err and "use fp32 or fp16" in result.err
 
 
-def test_fp16_is_not_built_yet(train2):
-    result = train2("--preset", "nano", "--precision", "fp16")
-    assert one_line(result) and "--precision fp16 is not built yet" in result.err
+@pytest.mark.parametrize("flag", ["--graph", "--no-graph", "--nvtx"])
+def test_where_nothing_is_recorded_a_flag_about_it_is_refused(train, train2, flag):
+    for run in (train, train2)[: 2 if triton_driver.interpreted() else 1]:
+        result = run("--preset", "nano", "--steps", 1, flag)
+        assert one_line(result) and f"{flag} has no meaning here" in result.err
 
 
 @pytest.mark.parametrize(
@@ -321,26 +350,28 @@ def test_fifty_steps_have_stage_0_s_curve(train2, tmp_path, curve, precision, to
 
 
 @gpu
-def test_bf16_ends_where_fp32_does(train2, tmp_path, curve):
-    losses = train_paper(train2, tmp_path / "log", "--precision", "bf16")
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("flags", [(), ("--no-graph",)], ids=["recorded", "eager"])
+def test_sixteen_bits_end_where_fp32_does(train2, tmp_path, curve, precision, flags):
+    losses = train_paper(train2, tmp_path / "log", "--precision", precision, *flags)
     assert losses[-1] == pytest.approx(curve[-1], rel=0.02)
+    assert rows_of(tmp_path / "log")[-1]["peak_memory_bytes"] > 1 << 28
 
 
 def paper_run(precision, steps=6, recorded=True):
-    """(losses, hash of the parameters) of preset paper's first steps."""
+    """(losses, hash of the parameters) of preset paper's first steps; in fp16 the first ones overflow."""
     backend = CudaBackend(precision, deterministic=True)
-    if not recorded:
-        backend.compile_step = lambda function: lambda: (backend.mailbox.send(), function())[1]
     tokens, _ = load_tokens(CORPUS, None)
     recipe, config = RECIPES["paper"], PRESETS["paper"]
     sizes = dict(batch_size=recipe["batch_size"], seq_len=config.block_size, micro_shards=1)
-    trainer, windows = Trainer(config, [backend], **sizes, optimizer=ADAMW), Windows(tokens, config.block_size)
+    sizes |= dict(optimizer=ADAMW, record=recorded, loss_scale=dict(factor=2.0**30, interval=2))
+    trainer, windows = Trainer(config, [backend], **sizes), Windows(tokens, config.block_size)
     # a rate that changes: the graph must read it anew
     return [trainer.step(windows, recipe["lr"] / (1 + i)).loss for i in range(steps)], trainer.parameter_hash()
 
 
 @gpu
-@pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16", "fp16"])
 def test_a_replayed_step_has_the_bits_of_one_that_is_not_recorded_and_twice_the_same(precision):
     runs = [paper_run(precision), paper_run(precision), paper_run(precision, recorded=False)]
     assert runs[0] == runs[1] == runs[2]

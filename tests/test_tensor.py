@@ -416,6 +416,18 @@ def test_activations_are_freed_while_backward_is_still_running(backend, rng):
     assert alive == [depth] * depth
 
 
+def test_an_input_that_no_closure_keeps_is_gone_before_backward(backend, rng):
+    """A branch of the residual stream: its gradient is that of the sum, whatever it was."""
+    x, vectors = leaf(rng.standard_normal((3, 8)), backend), [leaf(rng.standard_normal(8), backend) for _ in "abc"]
+    branch = ops.tanh(x) * 2
+    array = weakref.ref(branch.data)
+    s, y = ops.residual_layernorm(x, branch, *vectors)
+    del branch
+    assert array() is None
+    (s.sum() + y.sum()).backward()
+    assert x.grad.shape == x.shape and all(vector.grad is not None for vector in vectors)
+
+
 def test_no_tensor_of_a_differentiated_layer_stays_alive(backend, rng):
     """Not even the one that the engine delivered to last."""
     outputs, alive = [], []

@@ -295,10 +295,10 @@ for dtype in ("bfloat16", "float16", "float32"):
     x, b, d, r = h(N, C), h(C), f(C), f(N)
     layernorm.residual_layernorm_forward(x, x, r, r, x, x, b, b, b, 1e-5)
     partials = f(*layernorm.layernorm_partials_shape(N, C))
-    layernorm.residual_layernorm_backward(x, d, d, d, partials, x, x, x, b, r, r)
+    layernorm.residual_layernorm_backward(x, partials, x, x, x, b, r, r)
     gelu.bias_gelu_forward(x, x, b)
     partials = f(*gelu.gelu_partials_shape(N, C))
-    gelu.bias_gelu_backward(x, d, partials, x, x, b)
+    gelu.bias_gelu_backward(x, partials, x, x, b)
     partials = f(*column_sums.partials_shape(N, C))
     column_sums.column_sums(d, partials, x)
     embedding.embedding_forward(h(4, 1024, C), i(4, 1024), h(V, C), h(1024, C))
@@ -365,11 +365,11 @@ def test_a_launch_goes_to_cupys_current_stream_and_into_its_graph():
 
 
 @gpu
-def test_pytorch_is_not_imported():
+def test_pytorch_is_not_needed():
     code = (
-        "import sys, cupy\nfrom stage2_cuda.kernels.cast import cast\nx = cupy.ones(10, 'float32')\n"
-        "y = cupy.zeros(10, 'float16')\ncast(y, x)\ncast(y, x)\n"
-        "assert float(y.sum()) == 10\nassert 'torch' not in sys.modules"
+        "import sys\nsys.modules['torch'] = None  # importing it fails\nimport cupy\n"
+        "from stage2_cuda.kernels.cast import cast\nx = cupy.ones(10, 'float32')\n"
+        "y = cupy.zeros(10, 'float16')\ncast(y, x)\ncast(y, x)\nassert float(y.sum()) == 10"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)

@@ -56,14 +56,19 @@ class Lane:
         if self.done == self.shards - 1:
             self.completed(name)
 
-    def run(self, shards, scale):
-        """[(inputs, targets)] -> their losses, arrays of one element; leaves the gradients' sum in `gradients`."""
+    def run(self, shards, scale, seed=None):
+        """[(inputs, targets)] -> their losses, arrays of one element; leaves the gradients' sum in `gradients`.
+
+        seed: an array of shape () that multiplies the gradients, or None for 1.
+        """
         losses = []
         self.done = 0
         for inputs, targets in shards:
-            loss = self.model.loss(inputs, targets, scale)
+            with self.backend.span("forward"):
+                loss = self.model.loss(inputs, targets, scale, seed)
             losses.append(loss.data)
-            loss.backward()
+            with self.backend.span("backward"):
+                loss.backward(seed)
             self.done += 1
         self.backend.settle()
         return losses
@@ -116,12 +121,12 @@ class MicroShards:
 
         self.batch = self.workers.map(take, self.lanes, self.deal(inputs, targets, len(inputs)))
 
-    def backward(self, scale):
+    def backward(self, scale, seed=None):
         """-> the losses of the micro-shards in order, each an array of one element.
 
-        Leaves the flat sum of their gradients in `gradients`.
+        Leaves the flat sum of their gradients, times `seed`, in `gradients`.
         """
-        losses = self.workers.map(lambda lane, mine: lane.run(mine, scale), self.lanes, self.batch)
+        losses = self.workers.map(lambda lane, mine: lane.run(mine, scale, seed), self.lanes, self.batch)
         return [loss for lane in losses for loss in lane]
 
     def lane_completed(self, name):

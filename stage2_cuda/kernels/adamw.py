@@ -50,14 +50,15 @@ def sum_of_squares(out, partials, flat):
     launch(add_kernel, (segments,), out, partials, blocks // segments, BLOCK=BLOCK, num_warps=4)
 
 
-def clip_scale(grad_scale, norm, squares, clip, loss_scale=None):
+def clip_scale(grad_scale, norm, squares, clip, loss_scale=None, interval=0):
     """norm (1) float32 of the gradients whose sums of squares are `squares` (any number) float64; what clips it.
 
-    grad_scale (1) float32 = min(1, clip / (norm + 1e-6)), or 1 for clip 0. loss_scale (1), on the device or None: the
-    gradients are that many times too large. Where the norm is not finite grad_scale is NaN, which skips the step.
+    grad_scale (1) float32 = min(1, clip / (norm + 1e-6)), or 1 for clip 0. Where the norm is not finite grad_scale is
+    NaN, which skips the step. loss_scale (2) float32 or None: the gradients are loss_scale[0] times too large; it is
+    halved where the norm is not finite, and doubled after `interval` finite ones, which loss_scale[1] counts.
     """
     width = triton.next_power_of_2(squares.size)
-    arguments = grad_scale, norm, squares, loss_scale, squares.size, float(clip)
+    arguments = grad_scale, norm, squares, loss_scale, squares.size, float(clip), float(interval)
     launch(clip_kernel, (1,), *arguments, WIDTH=width, num_warps=1)
 
 
@@ -102,12 +103,17 @@ def add_kernel(out, partials, each, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def clip_kernel(grad_scale, norm, squares, loss_scale, count, clip, WIDTH: tl.constexpr):
+def clip_kernel(grad_scale, norm, squares, loss_scale, count, clip, interval, WIDTH: tl.constexpr):
     at = tl.arange(0, WIDTH)
     length = tl.sqrt(tl.sum(tl.load(squares + at, at < count, 0), 0)).to(tl.float32)
     unit = 1.0
     if loss_scale is not None:
-        unit /= tl.load(loss_scale)
+        factor, finite = tl.load(loss_scale), tl.load(loss_scale + 1) + 1
+        unit /= factor
+        grown = tl.where((finite >= interval) & (factor < 1.0e38), 2 * factor, factor)  # doubled it stays finite
+        overflow = ~(length < float("inf"))  # NaN too
+        tl.store(loss_scale, tl.where(overflow, factor / 2, grown))
+        tl.store(loss_scale + 1, tl.where(overflow | (finite >= interval), 0.0, finite))
     length *= unit
     scale = unit * tl.where(clip > 0, tl.minimum(1.0, clip / (length + 1e-6)), 1.0)
     tl.store(norm, length)

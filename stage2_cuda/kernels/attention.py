@@ -371,14 +371,18 @@ def constants(tile, D, precision):
     return {"M": tile.M, "N": tile.N, "D": padded(D), "PRECISION": precision, **options}
 
 
+def check_head_size(width, n_head):
+    """C / H; raises ConfigError where no kernel here is made for it."""
+    D, rest = divmod(width, n_head)
+    if rest or D % 8 or not 8 <= D <= 128:
+        raise ConfigError(f"attention takes head sizes that are multiples of 8 up to 128, not {width} / {n_head}")
+    return D
+
+
 def plan(qkv, n_head, precision, config=None):
     """-> B, T, the head size, and the config: the given one or the table's."""
     B, T, columns = qkv.shape
-    D, rest = divmod(columns, 3 * n_head)
-    if rest or D % 8 or not 8 <= D <= 128:
-        raise ConfigError(
-            f"attention takes head sizes that are multiples of 8 up to 128, not {columns // 3} / {n_head}"
-        )
+    D = check_head_size(columns // 3, n_head)
     kind = "16 bits" if qkv.dtype.itemsize == 2 else precision
     if not config:
         config = next(best for (largest, longest), best in CONFIGS[kind].items() if D <= largest and T <= longest)

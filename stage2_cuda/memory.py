@@ -1,0 +1,112 @@
+"""How much device memory a training step takes, as a sum of terms that have names; and what to do where it is too much.
+
+benchmarks/gpu_memory.py holds the sum against what CuPy's pools and the driver have given out: within a tenth.
+"""
+
+# B sequences of T tokens in one micro-shard, N = B*T rows, C channels, V vocabulary, L layers
+
+from gpt2core.arena import Arena, round_up
+from gpt2core.model import parameter_shapes
+
+FP32 = 4  # bytes
+BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2}  # of an activation, and of a parameter that the kernels read
+LOGITS = 1 << 29  # elements of logits that exist at once
+ALIGNED = 64  # columns: logits are padded to a multiple, because a row must begin where the GPU can read it at once
+WORKSPACE = 64 << 20  # of cublasLt, for two streams
+CONTEXT = 550 << 20  # of CUDA, with the kernels that are loaded: what an H200's driver counts beside CuPy's pools
+MARGIN = 1.1  # the model is right within a tenth
+
+
+def training_memory(config, batch_size, seq_len, precision, micro_shards=1):
+    """{what: bytes at most} of a rank that trains on `batch_size` sequences a step, in `micro_shards` parts."""
+    C, V, L = config.n_embd, round_up(config.vocab_size, ALIGNED), config.n_layer
+    rows = -(-batch_size // micro_shards) * seq_len
+    stream = BYTES[precision] * rows * C  # an array (N, C), as large as the residual stream
+    several = micro_shards > 1  # else gradients are written where they are summed
+    head = FP32 * V * C * several  # the gradient of lm_head
+    in_middle = head * config.tied + 4 * FP32 * C * C * several  # of gradients, in the middle of backward
+    halves = 2 * (precision == "fp32")  # a product's operands are split in two first
+    logits = BYTES[precision] * min(rows, max(1, LOGITS // V)) * V
+    size = Arena(parameter_shapes(config)).size
+    return {
+        "parameters": FP32 * size,
+        "copy of the parameters": BYTES[precision] * size if BYTES[precision] < FP32 else 0,
+        # one sum for each level of the tree over the micro-shards
+        "gradients": FP32 * size * max(1, (micro_shards - 1).bit_length()),
+        "moments": 2 * FP32 * size,
+        # what forward keeps of a layer: qkv 3, attention 1, residual stream and LayerNorm 2, the MLP's middle before
+        # and after GELU 4 + 4, residual stream and LayerNorm 2
+        "activations": (16 * L + 2) * stream,
+        "statistics": FP32 * rows * (4 * L + 2 + config.n_head * L),  # LayerNorm's mean and 1 / deviation, logsumexp
+        # the most that exists beside these: a chunk of logits as the loss is computed, with the gradients of both
+        # factors; or, a little later, the gradients of an MLP
+        "at work": max(stream + logits + head + halves * (logits + stream), (4 + 5 * halves) * stream + in_middle),
+        "tokens": 12 * FP32 * rows * micro_shards,  # inputs and targets, their sorted order, and what sorts them
+        "workspace": WORKSPACE,
+        "context": CONTEXT,
+    }
+
+
+def generation_memory(config, precision, batch_size=1):
+    """{what: bytes at most} of a continuation of `batch_size` prompts that fill the block."""
+    rows, width = batch_size * config.block_size, BYTES[precision]
+    stream = width * rows * config.n_embd
+    return {
+        "parameters": width * Arena(parameter_shapes(config)).size,
+        "keys and values": 2 * config.n_layer * stream,
+        "at work": 12 * stream + width * batch_size * config.vocab_size,  # of one layer of the prompt, two at a time
+        "workspace": WORKSPACE,
+        "context": CONTEXT,
+    }
+
+
+def largest_batch(fits, batch_size, step):
+    """The largest multiple of `step` below `batch_size` that fits, or 0; fits(n) does not hold above where it fails."""
+    low, high = 0, -(-batch_size // step)  # in steps; `high` is too many
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle * step) else (low, middle)
+    return low * step
+
+
+def no_room_to_train(config, batch_size, seq_len, precision, micro_shards, ranks, free):
+    """One sentence: what was asked for takes so much, so much there is (`free`, bytes), and what would fit.
+
+    batch_size and micro_shards are those of all ranks, bytes those of one.
+    """
+
+    def needed(sequences, shards):
+        return sum(training_memory(config, sequences // ranks, seq_len, precision, shards // ranks).values())
+
+    def fits(sequences, shards=micro_shards):
+        return MARGIN * needed(sequences, shards) <= free
+
+    ways, shards = [], 2 * micro_shards
+    if batch := largest_batch(fits, batch_size, micro_shards):
+        ways.append(f"use --batch-size {batch}")
+    while batch_size % shards == 0 and not fits(batch_size, shards):
+        shards *= 2
+    if batch_size % shards == 0:
+        ways.append(f"{'' if ways else 'use '}--micro-shards {shards}")
+    return (
+        f"--batch-size {batch_size} of {seq_len} tokens in {micro_shards} micro-shard{'s' * (micro_shards > 1)} takes "
+        f"about {gib(needed(batch_size, micro_shards))} in {precision}, and {gib(free)} are free: "
+        f"{' or '.join(ways) or 'use a smaller --seq-len, or a smaller model'}"
+    )
+
+
+def no_room_to_write(config, precision, free):
+    """The same of a generation."""
+    needed = sum(generation_memory(config, precision).values())
+    way = "use --precision bf16, or a smaller model" if BYTES[precision] == FP32 else "use a smaller model"
+    return f"to write with these weights takes about {gib(needed)} in {precision}, and {gib(free)} are free: {way}"
+
+
+def is_out_of_memory(error):
+    """Whether CuPy, CUDA under it, Triton or cublasLt has found no memory."""
+    words = str(error).lower()
+    return isinstance(error, MemoryError) or "out of memory" in words or "alloc_failed" in words
+
+
+def gib(count):
+    return f"{count / 2**30:.1f} GiB"

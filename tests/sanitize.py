@@ -1,0 +1,231 @@
+"""Every Triton kernel once, forward and backward, at small odd sizes, under compute-sanitizer: `make sanitize`.
+
+memcheck finds what is read or written outside an array, racecheck what two threads of a program do to the same shared
+memory. Every array is an allocation of its own, without CuPy's pool, or what lies beyond its end would be valid too.
+Whether the numbers are right is the other tests' business.
+"""
+
+# B batch, T time, C channels, H heads, V vocabulary, N rows
+
+import argparse
+import importlib
+import pkgutil
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # started as a script
+
+from gpt2core.errors import ConfigError  # noqa: E402
+from stage2_cuda import kernels, triton_driver  # noqa: E402
+from stage2_cuda.cuda_backend import dtype_of  # noqa: E402
+from stage2_cuda.kernels import (  # noqa: E402
+    adamw,
+    attention,
+    cast,
+    column_sums,
+    cross_entropy,
+    embedding,
+    gelu,
+    layernorm,
+    losses,
+    tf32x3,
+)
+
+TOOLS = "memcheck", "racecheck"
+FOUND = 9  # the exit code where a tool has something to say
+
+
+class Arrays:
+    """Random arrays on the device: x of one type of activations, f of float32, i of int32 below `high`."""
+
+    def __init__(self, xp, dtype):
+        self.xp, self.dtype, self.random = xp, dtype_of(dtype), np.random.default_rng(0)
+
+    def x(self, *shape):
+        return self.xp.asarray(self.random.standard_normal(shape).astype(self.dtype))
+
+    def f(self, *shape):
+        return self.xp.asarray(self.random.random(shape, np.float32) + 0.5)
+
+    def i(self, *shape, high):
+        return self.xp.asarray(self.random.integers(0, high, shape).astype(np.int32))
+
+
+# -- the kernels, a file each -----------------------------------------------------------------------------------------
+
+
+def launch_layernorm(a):
+    for n, C in ((37, 172), (3, 1600)):
+        matrix, vector = [a.x(n, C) for _ in range(6)], [a.x(C) for _ in range(3)]
+        mean, rstd = a.f(n), a.f(n)
+        s, y, x, branch, ds, dy = matrix
+        layernorm.residual_layernorm_forward(s, y, mean, rstd, x, branch, *vector, 1e-5)
+        layernorm.residual_layernorm_forward(None, y, mean, rstd, x, None, None, *vector[1:], 1e-5)
+        sums, partials = [a.f(C) for _ in range(3)], a.f(*layernorm.layernorm_partials_shape(n, C))
+        layernorm.residual_layernorm_backward(y, partials, ds, dy, s, vector[0], mean, rstd)
+        column_sums.add_partials(partials, *sums)
+        layernorm.residual_layernorm_backward(y, partials, None, dy, s, vector[0], mean, rstd)
+        column_sums.add_partials(partials, *sums[1:])
+
+
+def launch_gelu(a):
+    n, K = 37, 172
+    h, y, dy, bias = a.x(n, K), a.x(n, K), a.x(n, K), a.x(K)
+    gelu.gelu_forward(y, h)
+    gelu.gelu_backward(y, dy, h)
+    gelu.bias_gelu_forward(y, h, bias)
+    partials = a.f(*gelu.gelu_partials_shape(n, K))
+    gelu.bias_gelu_backward(y, partials, dy, h, bias)
+    column_sums.add_partials(partials, a.f(K))
+
+
+def launch_column_sums(a):
+    for n, K in ((37, 172), (2, 1600)):
+        column_sums.column_sums(a.f(K), a.f(*column_sums.partials_shape(n, K)), a.x(n, K))
+
+
+def launch_embedding(a):
+    for B, T, C, V in ((3, 50, 40, 5), (2, 9, 300, 172)):  # runs that are cut into pieces; tokens that are not there
+        ids, dy, wte, wpe = a.i(B, T, high=V + 2), a.x(B, T, C), a.x(V, C), a.x(T + 3, C)
+        embedding.embedding_forward(dy, ids, wte, wpe, 3, 1)
+        host = ids if a.xp is np else ids.get()
+        runs = embedding.Runs(*map(a.xp.asarray, embedding.runs_of_tokens(host, V, 1)))
+        pieces, gradients = a.f(*embedding.pieces_shape(ids.size, C)), (a.f(V, C), a.f(T + 3, C))
+        for accumulate in (False, True):
+            embedding.embedding_backward(*gradients, pieces, runs, dy, 3, accumulate)
+
+
+def launch_cross_entropy(a):
+    for N, V, width in ((9, 50, 64), (2, 9001, 9024), (3, 172, 172)):
+        rows, targets, logits = [a.f(N) for _ in range(3)], a.i(N, high=V), a.x(N, width)
+        cross_entropy.cross_entropy_forward(*rows, logits, targets, V)
+        cross_entropy.cross_entropy_forward_backward(a.x(N, width), *rows, logits, targets, 0.1, V, 3, a.f(1))
+        cross_entropy.cross_entropy_backward(logits, logits, targets, *rows[:2], 0.1, V, 3, a.f(1))
+
+
+def launch_losses(a):
+    for n in (9, losses.ROWS + 5):
+        rows = a.f(2, n)
+        losses.rescale(rows, *(a.f(n) for _ in range(4)))
+        losses.loss(a.xp.empty(1), a.xp.empty(losses.partials_shape(n)), *rows, a.f(n), 0.1)
+
+
+def launch_tf32x3(a):
+    for m, k, n in ((5, 48, 24), (70, 33, 100), (8, 600, 9)):
+        left, right = a.f(m, k), a.f(k, n)
+        halves = a.f(*tf32x3.halves_shape(left, False)), a.f(*tf32x3.halves_shape(right, True))
+        tf32x3.halves(halves[0], left, False)
+        tf32x3.halves(halves[1], right, True)
+        tf32x3.product(a.f(m, n), None, *halves, a.f(n), True)
+        partials = tf32x3.partials_shape(m, n, halves[0].shape[2])
+        tf32x3.product(a.f(m, n), partials and a.f(*partials), *halves)
+
+
+def launch_adamw(a):
+    n = 3 * adamw.BLOCK + 7
+    scalars = a.xp.asarray(adamw.adamw_scalars(3, 1e-3, 0.9, 0.95, 1e-8, 0.1))
+    p, m, v, g = (a.f(n) for _ in range(4))
+    adamw.adamw_step(p, m, v, None, g, scalars, None, None, 0.9, 0.95)
+    adamw.adamw_step(p, m, v, a.x(n), g, scalars, a.f(1), a.i(4, high=2), 0.9, 0.95)
+    squares = a.xp.empty(3, np.float64)
+    adamw.sum_of_squares(squares, a.f(9), a.f(9 * adamw.BLOCK))
+    for state in (None, a.f(2)):
+        adamw.clip_scale(a.f(1), a.f(1), squares, 1.0, state, 2000)
+
+
+def launch_cast(a):
+    for n in (1, 5001):
+        cast.cast(a.x(n), a.f(n))
+        cast.scale_in_place(a.x(n), a.f(1))
+
+
+def launch_attention(a):
+    precisions = ("ieee", "tf32", "tf32x3") if a.dtype == np.float32 else ("ieee",)
+    for precision in precisions:
+        for B, T, H, D in ((2, 70, 3, 24), (1, 300, 1, 64), (1, 133, 1, 128)):
+            qkv, dqkv, y, dy = (a.x(B, T, parts * H * D) for parts in (3, 3, 1, 1))
+            lse, delta = a.f(B, H, T), a.f(B, H, T)
+            attention.attention_forward(y, lse, qkv, H, precision)
+            attention.attention_backward(dqkv, delta, dy, qkv, y, lse, H, precision)
+        B, H, D, block = 2, 3, 24, 37
+        keys, values = a.x(B, H, D, block), a.x(B, H, block, D)
+        for t, position in ((1, 36), (19, 5), (1, a.i(1, high=block))):
+            y, qkv = a.x(B, t, H * D), a.x(B, t, 3 * H * D)
+            attention.attention_cached(y, qkv, keys, values, position, H, precision)
+
+
+# -- all of them ------------------------------------------------------------------------------------------------------
+
+
+def name_of(kernel):
+    return f"{kernel.fn.__module__.rpartition('.')[2]}.{kernel.fn.__name__}"
+
+
+def all_kernels():
+    """The functions that are launched; those that they call have other names."""
+    for module in pkgutil.iter_modules(kernels.__path__):
+        for name, function in vars(importlib.import_module(f"{kernels.__name__}.{module.name}")).items():
+            if name.endswith("_kernel"):
+                yield name_of(function)
+
+
+def program(xp, dtypes):
+    """Launch all of the above; -> the kernels that were not."""
+    launched, runtime = set(), triton_driver.runtime()
+    launch = runtime.launch
+
+    def noted(kernel, *arguments):
+        launched.add(name_of(kernel))
+        return launch(kernel, *arguments)
+
+    runtime.launch = noted
+    try:
+        for dtype in dtypes:
+            for name, function in list(globals().items()):
+                if name.startswith("launch_"):
+                    function(Arrays(xp, dtype))
+    finally:
+        runtime.launch = launch
+    return set(all_kernels()) - launched
+
+
+def on_the_gpu():
+    """What compute-sanitizer runs."""
+    xp = triton_driver.array_module()
+    if xp is np:
+        raise ConfigError("TRITON_INTERPRET is set: there is nothing to sanitize on the CPU")
+    xp.cuda.set_allocator(None)  # an allocation each
+    if missing := program(xp, ("float32", "float16", "bfloat16")):
+        raise ConfigError(f"never launched: {', '.join(sorted(missing))}: add them to {Path(__file__).name}")
+    xp.cuda.Device().synchronize()
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tool", choices=TOOLS, nargs="+", default=TOOLS, help="of compute-sanitizer (default: both)")
+    parser.add_argument("--program", action="store_true", help="launch the kernels, without compute-sanitizer")
+    args = parser.parse_args()
+    try:
+        if args.program:
+            return on_the_gpu()
+        triton_driver.array_module()  # its sentence, where there is no GPU
+        sanitizer = shutil.which("compute-sanitizer") or shutil.which("/usr/local/cuda/bin/compute-sanitizer")
+        if sanitizer is None:
+            raise ConfigError("compute-sanitizer is not on the PATH: it comes with NVIDIA's CUDA toolkit")
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    for tool in args.tool:
+        print(f"{tool}: every kernel in stage2_cuda/kernels", flush=True)
+        words = [sanitizer, "--tool", tool, "--error-exitcode", str(FOUND), "--target-processes", "application-only"]
+        if code := subprocess.run([*words, sys.executable, __file__, "--program"], cwd=ROOT).returncode:
+            sys.exit(f"error: {tool} ended with exit code {code}: {FOUND} where it found something, see above")
+
+
+if __name__ == "__main__":
+    main()

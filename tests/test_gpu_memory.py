@@ -1,0 +1,186 @@
+"""The memory model: its sum is what a step allocates, and where that is too much it says what would fit."""
+
+import re
+import tracemalloc
+
+import numpy as np
+import pytest
+
+pytest.importorskip("triton")
+
+from gpt2core import cli
+from gpt2core.dataset import Windows
+from gpt2core.model import PRESETS, GPT2Config
+from gpt2core.trainer import Trainer
+from stage0_serial.numpy_backend import NumpyBackend
+from stage2_cuda import triton_driver
+from stage2_cuda.cuda_backend import CudaBackend
+from stage2_cuda.memory import (
+    MARGIN,
+    generation_memory,
+    is_out_of_memory,
+    largest_batch,
+    no_room_to_train,
+    no_room_to_write,
+    training_memory,
+)
+from stage2_cuda.peak_flops import peak_flops
+
+GIB = 2**30
+gpu = pytest.mark.gpu
+in_the_interpreter = pytest.mark.skipif(not triton_driver.interpreted(), reason="counts NumPy's allocations")
+
+# the layers, the head, the parameters: what is most of it differs
+SIZES = [
+    (GPT2Config(172, 128, 6, 4, 64, tied=False), 16, 128, 1),
+    (GPT2Config(20000, 64, 2, 4, 64, tied=True), 16, 64, 1),
+    (GPT2Config(100, 32, 4, 4, 256, tied=False), 4, 32, 4),
+]
+
+
+@in_the_interpreter
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("config, batch, seq_len, micro_shards", SIZES, ids=["layers", "head", "parameters"])
+def test_the_model_is_what_a_step_allocates(monkeypatch, precision, config, batch, seq_len, micro_shards):
+    """Within 10 %, with kernels that do nothing: what an array is for does not matter here, only when it is there."""
+    backend = CudaBackend(precision)
+    monkeypatch.setattr(triton_driver.runtime(), "launch", lambda *_: None)
+    monkeypatch.setattr(backend.products.gemm, "matmul", lambda *_, **__: None)
+    windows = Windows(np.arange(10_000) % config.vocab_size, seq_len)
+    tracemalloc.start()
+    try:
+        sizes = dict(batch_size=batch, seq_len=seq_len, micro_shards=micro_shards)
+        trainer = Trainer(config, [backend], **sizes)
+        trainer.shards.feed(*windows.batch(0, batch))
+        trainer.optimizer.begin(1e-3)
+        tracemalloc.reset_peak()  # the initial parameters are made on the host
+        with np.errstate(all="ignore"):
+            trainer.update()
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    terms = training_memory(config, batch, seq_len, precision, micro_shards)
+    assert peak == pytest.approx(sum(terms.values()) - terms["workspace"] - terms["context"], rel=0.1)
+
+
+@gpu
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("flags", [(), ("--no-graph",)], ids=["recorded", "eager"])
+def test_the_model_is_within_a_tenth_of_what_a_run_says(train2, precision, flags):
+    flags = ("--batch-size", 64, "--steps", 3, "--sample", 0, "--precision", precision, *flags)
+    result = train2("--preset", "paper", *flags)
+    held = float(re.search(r"device memory held, at most: ([\d.]+) GiB", result.out)[1])
+    terms = training_memory(PRESETS["paper"], 64, 256, precision)
+    assert held == pytest.approx((sum(terms.values()) - terms["context"]) / GIB, rel=0.1)
+
+
+# -- what would fit ---------------------------------------------------------------------------------------------------
+
+
+def needed(*step):
+    return sum(training_memory(*step).values())
+
+
+def test_the_batch_that_is_named_fits_and_a_larger_one_does_not():
+    config, free = PRESETS["gpt2"], 40 * GIB
+    told = no_room_to_train(config, 512, 1024, "bf16", 1, 1, free)
+    assert "--batch-size 512 of 1024 tokens in 1 micro-shard takes about" in told and "40.0 GiB are free" in told
+    batch, shards = map(int, re.search(r"use --batch-size (\d+) or --micro-shards (\d+)$", told).groups())
+    assert MARGIN * needed(config, batch, 1024, "bf16") <= free < MARGIN * needed(config, batch + 1, 1024, "bf16")
+    assert MARGIN * needed(config, 512, 1024, "bf16", shards) <= free
+    assert MARGIN * needed(config, 512, 1024, "bf16", shards // 2) > free
+
+
+def test_ranks_share_the_batch_and_what_is_named_can_be_divided():
+    told = no_room_to_train(PRESETS["gpt2"], 512, 1024, "bf16", 8, 4, 20 * GIB)
+    batch = int(re.search(r"--batch-size (\d+) or", told)[1])
+    assert batch % 8 == 0 and needed(PRESETS["gpt2"], batch // 4, 1024, "bf16", 2) < 20 * GIB
+
+
+def test_where_no_batch_fits_another_model_is_the_way_out():
+    assert no_room_to_train(PRESETS["gpt2-xl"], 4, 1024, "fp32", 1, 1, 20 * GIB).endswith(
+        ": use a smaller --seq-len, or a smaller model"
+    )
+    assert no_room_to_write(PRESETS["gpt2-xl"], "fp32", 4 * GIB).endswith("use --precision bf16, or a smaller model")
+    assert no_room_to_write(PRESETS["gpt2-xl"], "bf16", 2 * GIB).endswith("use a smaller model")
+    assert generation_memory(PRESETS["gpt2"], "bf16")["keys and values"] == 12 * 2 * 2 * 1024 * 768
+
+
+@pytest.mark.parametrize("most", [0, 1, 5, 8, 96, 99])
+@pytest.mark.parametrize("step", [1, 4])
+def test_the_largest_batch_is_found(most, step):
+    assert largest_batch(lambda n: n <= most, 100, step) == most // step * step
+
+
+@pytest.mark.parametrize(
+    "error, is_it",
+    [
+        (MemoryError(), True),
+        (RuntimeError("Triton Error [CUDA]: out of memory"), True),
+        (RuntimeError("cudaErrorMemoryAllocation: out of memory"), True),
+        (RuntimeError("cublasLtCreate returned CUBLAS_STATUS_ALLOC_FAILED"), True),
+        (RuntimeError("cudaErrorIllegalAddress"), False),
+    ],
+)
+def test_who_found_no_memory(error, is_it):
+    assert is_out_of_memory(error) is is_it
+
+
+# -- how it is told ---------------------------------------------------------------------------------------------------
+
+
+class Small(NumpyBackend):
+    """Stage 0 on a device that has no room for a step."""
+
+    def out_of_memory(self, error, config, batch_size=None, seq_len=None, micro_shards=1, ranks=1):
+        return f"no room for {batch_size} x {seq_len}" if is_out_of_memory(error) else None
+
+    def attention_forward(self, qkv, n_head):
+        raise MemoryError("of no interest")
+
+    def attention_cached(self, *_):
+        raise MemoryError("of no interest")
+
+
+def test_no_room_is_one_line(command, train, corpus, tmp_path):
+    flags = ("--preset", "nano", "--data", corpus, "--steps", 1)
+    result = command(cli.train, *flags, backend=Small)
+    assert (result.code, result.err) == (2, "error: no room for 4 x 16\n")
+    assert train(*flags, "--out", tmp_path / "run").code == 0
+    result = command(cli.infer, "--weights", tmp_path / "run", backend=Small)
+    assert (result.code, result.err) == (2, "error: no room for None x None\n")
+
+
+@gpu
+def test_a_batch_that_is_too_large_is_one_line_and_the_one_it_names_fits(train2):
+    flags = ("--preset", "gpt2-medium", "--steps", 3, "--precision", "bf16", "--sample", 0)
+    batch = 256  # 200 GiB of activations; a GPU of less than 20 GiB has no room for any
+    for _ in range(2):
+        result = train2(*flags, "--batch-size", batch)
+        if result.code == 0:
+            break
+        assert result.code == 2 and re.fullmatch(r"error: out of memory on the .*\n", result.err)
+        batch = int(re.search(r"use --batch-size (\d+)", result.err)[1])
+    assert (result.code, result.err) == (0, "") and batch < 256
+
+
+# -- utilisation ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name, precision, peak",
+    [
+        ("NVIDIA H200", "bf16", 989e12),
+        ("NVIDIA H100 80GB HBM3", "tf32", 494e12),
+        ("NVIDIA A100-SXM4-80GB", "fp16", 312e12),
+        ("NVIDIA A100-PCIE-40GB", "fp32", 19.5e12),
+        ("NVIDIA H100 PCIe", "bf16", None),
+        ("NVIDIA H100 NVL", "bf16", None),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "bf16", None),
+        ("NVIDIA GH200 480GB", "bf16", None),
+        ("NVIDIA GeForce RTX 4090", "bf16", None),
+        ("the Triton interpreter", "fp32", None),
+    ],
+)
+def test_the_peak_is_that_of_the_data_sheet_or_unknown(name, precision, peak):
+    assert peak_flops(name, precision) == peak
