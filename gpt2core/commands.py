@@ -130,6 +130,7 @@ def inference_command(make_backend, world, args):
             raise ConfigError("--prompts FILE, one prompt a line, and --mode batch need each other: give both or none")
         if args.mode == "batch" and (args.stream or args.prompt is not None or args.prompt_file is not None):
             raise ConfigError("--mode batch takes no --prompt and no --stream: it writes all of --prompts at its end")
+        world.use_transport(args.transport)
         backend = make_backend(args.precision)
         limit_blas(1)
         positive("--threads", args.threads)
@@ -289,6 +290,8 @@ def describe(args, trainer, corpus):
         lines.append(
             f"{world.size} ranks: {data.size} data x {trainer.mesh.tensor.size} tensor parallel, --dp {args.dp}, "
             f"--collectives {args.collectives}, --compress {args.compress}, --zero {args.zero}"
+            + f", --transport {args.transport}"
+            * bool(args.transport)
         )
     if args.zero:
         whole = 2 * trainer.arena.size * trainer.parameters.itemsize

@@ -88,7 +88,7 @@ class Trainer:
         self.data_parallel = self.reduction(data, owners)
         self.shards.on_complete = self.data_parallel.completed
         replicated = filter(tensor_parallel.is_replicated, self.arena.slices)
-        repeated = [] if tensor.is_root else [self.arena.slices[name] for name in replicated]
+        repeated = [] if tensor.is_root else [self.arena.padded(name) for name in replicated]
         self.optimizer = AdamW(
             self.arena, self.parameters, self.workers, owners=owners, tensor_group=tensor, repeated=repeated,
             copy=None if self.compute is self.parameters else self.compute, **(optimizer or {}),
@@ -96,7 +96,8 @@ class Trainer:
         self.position = 0  # windows consumed since the start of training
         self.asked_to_stop = lambda: 0  # the number of a signal that this rank has received
         self.stopped_by = 0  # and of one that any rank has
-        self.update = backend.compile_step(self.compute_update)
+        self.update = backend.compile_step(self.compute_update) if self.world.recordable else self.compute_update
+        self.choices = None  # what the root's backend has chosen by timing, once the first step has
         self.fill(self.parameters, initial_parameters(config, seed) if self.world.is_root else None)
         backend.refresh(self.compute, self.parameters)
 
@@ -104,7 +105,8 @@ class Trainer:
         """The sum of the gradients over the data-parallel group, as the flags ask for it."""
         gradients, parallel = self.shards.gradients, self.parallel
         if parallel.compress != "none":
-            reduce_start = Compressed(parallel.compress, gradients, group).reduce_start
+            xp = self.workers.backends[0].xp
+            reduce_start = Compressed(parallel.compress, gradients, group, xp).reduce_start
         elif parallel.dp == "flat" and parallel.zero:
             own = self.arena.part(owners.rank, owners.size)  # nobody needs more of the sum than it owns
 
@@ -129,6 +131,7 @@ class Trainer:
 
     def named_parameters(self):
         """{Hugging Face name: parameter} on the host; views where this rank holds all of it. All ranks must call it."""
+        self.optimizer.gather_parameters()
         return self.on_host(self.named(self.parameters))
 
     def named_moments(self):
@@ -174,10 +177,11 @@ class Trainer:
         Sets `stopped_by` to the number of the signal that has asked any rank to stop, or 0. Raises Diverged, leaving
         the parameters as they were, when the loss or the gradient is not finite.
         """
-        start, sent = time.perf_counter(), self.bytes_sent()
+        start = time.perf_counter()
         self.shards.feed(*windows.batch(self.position + self.rows.start, self.batch_rows))
         self.optimizer.begin(lr)
         losses, norm = self.update()
+        sent = self.bytes_sent() - self.sent_by_update
         loss, self.stopped_by = self.total(losses, self.asked_to_stop())
         norm = self.workers.backends[0].number(norm)
         if not (math.isfinite(loss) and math.isfinite(norm)):
@@ -185,6 +189,7 @@ class Trainer:
                 f"step {self.steps}: the loss is {loss} and the gradient's norm {norm}: training cannot go on. "
                 f"Lower --lr (now {lr:g}) or set --clip; the parameters are still those of step {self.steps}"
             )
+        self.agree()
         self.optimizer.steps += 1
         self.position += self.batch_size
         seconds, sent = time.perf_counter() - start, self.bytes_sent() - sent
@@ -196,11 +201,20 @@ class Trainer:
 
         Nothing in it waits for a number, so that it can be recorded once and replayed.
         """
+        sent = self.bytes_sent()
         losses = self.shards.backward(1 / (self.batch_size * self.seq_len))
         self.data_parallel.finish()
         norm, scale = self.optimizer.norm_and_scale(self.shards.gradients)
         self.optimizer.update(self.shards.gradients, scale)
+        self.sent_by_update = self.bytes_sent() - sent  # as much as any replay sends, which nobody counts
         return losses, norm
+
+    def agree(self):
+        """After the first step: what the root's backend chose by timing is everyone's choice from here on."""
+        if self.choices is None:
+            self.choices = self.world.broadcast_object(self.workers.backends[0].choices)
+            for backend in self.workers.backends:
+                backend.adopt(self.choices)
 
     def total(self, losses, signal_received=0):
         """The canonical sum of all ranks' losses, and the largest signal number among them: it rides along.
@@ -258,6 +272,7 @@ class Trainer:
 
     def verify(self):
         """Raise Diverged unless all replicas of a parameter have the same bits; all ranks must call it."""
+        self.optimizer.gather_parameters()
         mine = hashlib.sha256(self.workers.backends[0].to_host(self.parameters)).hexdigest()
         everyones = self.world.all_gather_object((self.mesh.tensor.rank, mine))
         expected = {}  # tensor rank -> (the first rank that holds that shard, its hash)

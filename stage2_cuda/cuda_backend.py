@@ -283,6 +283,15 @@ class CudaBackend(Backend):
             self.decays[flags] = self.asarray(blocks)
         adamw.adamw_step(p, m, v, copy, g, scalars, scale, self.decays[flags], beta1, beta2)
 
+    # -- what is chosen by timing --------------------------------------------------------------------------------------
+
+    @property
+    def choices(self):
+        return self.gemm.choices
+
+    def adopt(self, choices):
+        self.gemm.adopt(choices)
+
     # -- a step that is recorded ---------------------------------------------------------------------------------------
 
     def overwrite(self, name, array):
@@ -333,6 +342,11 @@ class CudaBackend(Backend):
 
 class NumpyGemm:
     """What CublasLt is on a GPU: under the interpreter the matrix products alone are NumPy's."""
+
+    choices = {}
+
+    def adopt(self, choices):
+        pass
 
     def matmul(self, out, a, b, *, bias=None, trans_a=False, trans_b=False, accumulate=False, compute="fp32"):
         product = np.matmul(a.T if trans_a else a, b.T if trans_b else b)
