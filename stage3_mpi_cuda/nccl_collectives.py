@@ -148,7 +148,7 @@ class NcclCollectives(Communicator):
         self._swap(pieces(x, edges), pieces(parts, [j * length for j in range(self.size + 1)]))
         return parts
 
-    # -- messages: all that are open travel as one group, or two ranks that send first would wait for each other --------
+    # -- messages: all that are open travel as one group, or two ranks that send first would wait for each other ------
 
     def send_start(self, x, to, tag=0):
         check_peer(to, self.rank, self.size, "to")
