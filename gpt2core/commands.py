@@ -319,7 +319,7 @@ def idle_threads(could, args, trainer):
 
 
 def run_state(trainer, args, corpus):
-    """What state.json keeps: where training stood, and the flags that a resume goes on with."""
+    """What state.json keeps: where training stood, the flags that a resume goes on with, and what timing has chosen."""
     arguments = {name: getattr(args, name, None) for name in RESUMED}
     for name in ("data", "val_data"):
         arguments[name] = arguments[name] and str(Path(arguments[name]).resolve())
@@ -330,6 +330,7 @@ def run_state(trainer, args, corpus):
         "world_size": trainer.world.size,
         "corpus": corpus,
         "arguments": arguments,
+        "choices": trainer.choices or {},
         "version": gpt2core.__version__,
     }
 

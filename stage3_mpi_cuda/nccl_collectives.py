@@ -10,7 +10,6 @@ import contextlib
 
 from gpt2core.communicator import (
     Communicator,
-    CommunicatorError,
     Handle,
     address,
     check_op,
@@ -39,7 +38,7 @@ class NcclCollectives(Communicator):
     bytes_sent: all_reduce 2 (p-1)/p n (rounded down), reduce_scatter and all_to_all (p-1)/p n, all_gather (p-1) n,
     broadcast (p-1) n on root and 0 elsewhere, in bytes of x. A replayed graph counts nothing.
 
-    Raises CommunicatorError where NCCL cannot connect the ranks.
+    Raises ConfigError where NCCL cannot connect the ranks.
     """
 
     def __init__(self, host, gpu):
@@ -51,7 +50,7 @@ class NcclCollectives(Communicator):
         try:
             self._comm = self._nccl.NcclCommunicator(self.size, unique, self.rank)
         except self._nccl.NcclError as error:
-            raise CommunicatorError(
+            raise ConfigError(
                 f"NCCL cannot connect {self.size} ranks ({error}): NCCL_DEBUG=WARN in the environment says why, and "
                 f"--transport mpi does without it"
             ) from error
