@@ -19,7 +19,7 @@ from gpt2core.communicator import (
     rows_of,
 )
 from gpt2core.errors import ConfigError
-from stage2_cuda.kernels.tree_sum import tree_sum
+from stage3_mpi_cuda.tree_sum import tree_sum
 
 NATIVE = "nccl"  # NCCL's own sums
 # ncclDataType_t and ncclRedOp_t, in the words of nccl.h; what only moves, moves as bytes

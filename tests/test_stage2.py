@@ -118,7 +118,6 @@ ELSEWHERE = {
     "attention.dqkv_kernel": "16 bits, T up to 256",
     "cast.cast_kernel": "16 bits: the copy of the parameters that kernels read, when they are loaded",
     "cross_entropy.backward_kernel": "a vocabulary that is divided over ranks: stage 3",
-    "tree_sum.tree_sum_kernel": "sums over ranks: stage 3",
 }
 
 
