@@ -73,12 +73,14 @@ class Watchdog:
     def _check_nccl(self):
         for communicator in list(self._watched):
             try:
-                communicator.check_async_error()
+                result, text = communicator.check_async_error() or 0, ""
+            except KeyError as error:  # CuPy has no name for the result
+                result, text = error.args[0], ""
             except RuntimeError as error:  # an NcclError
-                self._fail(f"NCCL has failed ({error}): NCCL_DEBUG=WARN in the environment says why")
-            except KeyError as result:  # CuPy has no name for it
-                if result.args[0] != IN_PROGRESS:
-                    self._fail(f"NCCL has failed (result {result}): another rank, or the way to it, is gone")
+                result, text = getattr(error, "status", None), f", {error}"
+            if result not in (0, IN_PROGRESS):
+                found = f"NCCL has failed (result {result}{text})"
+                self._fail(f"{found}: another rank, or the way to it, is gone; NCCL_DEBUG=WARN says more")
 
     def _fail(self, cause):
         """Tell the cause and end the job; a lower rank that has seen it too is given the time to tell it alone."""

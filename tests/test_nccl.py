@@ -13,6 +13,7 @@ pytest.importorskip("triton")
 from gpt2core.canonical import tree_sum
 from gpt2core.dataset import Windows, load_tokens
 from gpt2core.model import PRESETS
+from gpt2core.parallel.compression import CODECS
 from gpt2core.recipes import CORPUS
 from gpt2core.trainer import Parallel, Trainer
 from stage2_cuda.cuda_backend import CudaBackend, dtype_of
@@ -262,12 +263,12 @@ def test_the_fast_mode_has_stage_2_s_curve_and_all_ranks_the_same_parameters(gpu
     ways = [
         dict(precision="fp32", deterministic=False, micro_shards=ranks, dp="bucket"),
         dict(precision="fp32", deterministic=False, micro_shards=ranks // 2, tp=2),
-        dict(precision="fp32", deterministic=False, micro_shards=ranks, compress="bf16"),
+        *(dict(precision="fp32", deterministic=False, micro_shards=ranks, compress=kind) for kind in CODECS),
     ]
     all_ranks = run_mpi(ranks, fast_runs, ways, timeout=LIMIT)
     assert all(results == all_ranks[0] for results in all_ranks)
-    for result, tolerance in zip(all_ranks[0], (1e-3, 1e-3, 1e-2), strict=True):  # bf16 has 8 bits
-        near(result, want, tolerance)
+    for number, result in enumerate(all_ranks[0]):
+        near(result, want, 1e-3 if number < 2 else 1e-2)  # compressed gradients have 8 to 11 bits
 
 
 def fast_runs(host, ways):

@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,9 +19,10 @@ from gpt2core.trainer import Parallel, Trainer
 from stage0_serial.numpy_backend import NumpyBackend
 from stage2_cuda import triton_driver
 from stage2_cuda.cuda_backend import CudaBackend
-from stage3_mpi_cuda import staged_collectives
+from stage3_mpi_cuda import staged_collectives, watchdog
 from stage3_mpi_cuda.nccl_collectives import NcclCollectives
 from stage3_mpi_cuda.staged_collectives import StagedCollectives
+from stage3_mpi_cuda.watchdog import Watchdog
 from tests.fake_gpu import fake_gpu
 from tests.jobs import mpi
 from tests.mpi import ROOT, mpiexec
@@ -256,6 +258,31 @@ def test_without_a_gpu_the_ranks_name_the_way_once(mpi_is_here):
     words = ("-n", 2, sys.executable, "train_gpt2.py", *FLAGS)
     done = mpi(*words, cwd=ROOT / "stage3_mpi_cuda", CUDA_VISIBLE_DEVICES="", TRITON_INTERPRET="0")
     assert done.code == 2 and "TRITON_INTERPRET=1" in done.err and done.err.count("\n") == 1, done.err
+
+
+class Link:
+    """An NCCL communicator of which only this can be asked."""
+
+    def __init__(self, answer):
+        self.answer = answer
+
+    def check_async_error(self):
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+
+@pytest.mark.parametrize(
+    "answer, told",
+    [(None, False), (0, False), (7, False), (KeyError(7), False), (KeyError(6), True), (RuntimeError("lost"), True)],
+)
+def test_a_broken_connection_of_nccl_ends_the_job_and_one_that_is_busy_does_not(capsys, monkeypatch, answer, told):
+    codes, timers = [], []
+    monkeypatch.setattr(watchdog.threading, "Timer", lambda *what: timers.append(what) or SimpleNamespace(start=int))
+    gpu = SimpleNamespace(watched=[Link(None), Link(answer)])
+    Watchdog(SimpleNamespace(rank=0, size=2, gpu=gpu, abort=codes.append))._check_nccl()
+    assert codes == [1] * told and len(timers) == told
+    assert capsys.readouterr().err.startswith("error: rank 0: NCCL has failed" * told)
 
 
 STUCK = """

@@ -41,7 +41,7 @@ def encode_int8(x):
 
 def decode_int8(code):
     elements = code.shape[-1] * GROUP // (GROUP + 4)
-    steps, scale = code[..., :elements].view(np.int8), np.ascontiguousarray(code[..., elements:]).view(np.float32)
+    steps, scale = code[..., :elements].view(np.int8), code[..., elements:].copy().view(np.float32)
     groups = steps.reshape(*code.shape[:-1], -1, GROUP) * scale[..., None]
     return groups.reshape(*code.shape[:-1], elements)
 
