@@ -7,6 +7,7 @@ events are the fork and the join of a CUDA graph, so a step that is being record
 # p ranks in a group, r this one; n elements of x on one rank
 
 import contextlib
+import ctypes
 
 from gpt2core.communicator import (
     Communicator,
@@ -54,6 +55,9 @@ class NcclCollectives(Communicator):
                 f"NCCL cannot connect {self.size} ranks ({error}): NCCL_DEBUG=WARN in the environment says why, and "
                 f"--transport mpi does without it"
             ) from error
+        # For good: NCCL's destructor waits until every graph with a call in it is gone, and at the end of a program
+        # nobody says which of the two goes first. The process leaves nothing behind anyway.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._comm))
         gpu.watched.append(self._comm)
 
     def use_collectives(self, name):
