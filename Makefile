@@ -9,10 +9,11 @@ ARGS     =
 STAGE_DIR_0 = stage0_serial
 STAGE_DIR_1 = stage1_mpi
 STAGE_DIR_2 = stage2_cuda
+STAGE_DIR_3 = stage3_mpi_cuda
 
 OUT = out/stage$(STAGE)-$(PRESET)
 
-ifneq ($(filter 2,$(STAGE))$(filter test-gpu sanitize,$(MAKECMDGOALS)),)
+ifneq ($(filter 2 3,$(STAGE))$(filter test-gpu sanitize,$(MAKECMDGOALS)),)
   # The CUDA that the driver speaks (12, 13), as the head of nvidia-smi's table says; nothing where there is no GPU.
   cuda := $(shell nvidia-smi 2>/dev/null | sed -n 's/.*CUDA[A-Z ]* Version: *\([0-9]*\).*/\1/p')
 endif
@@ -23,9 +24,13 @@ ifdef PYTHON
   export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 else
   python := $(CURDIR)/.venv/bin/python
-  cuda_ready  = $(if $(cuda),.venv/.train-cuda)
-  train_ready = .venv/.train$(if $(filter 1 3,$(STAGE)),-mpi)$(if $(filter 2,$(STAGE)),-$(if $(interpreted),interpreter,cuda))
+  cuda_ready  = $(if $(cuda),.venv/.train-nccl)
   test_ready  = .venv/.test
+  ready_0     = .venv/.train
+  ready_1     = .venv/.train-mpi
+  ready_2     = .venv/.train-$(if $(interpreted),interpreter,cuda)
+  ready_3     = $(if $(interpreted),.venv/.train-interpreter .venv/.train-mpi,.venv/.train-nccl)
+  train_ready = $(ready_$(STAGE))
 endif
 
 ifneq ($(filter train generate,$(MAKECMDGOALS)),)
@@ -49,7 +54,7 @@ ifneq ($(filter train generate,$(MAKECMDGOALS)),)
     hosts = $(if $(HOSTFILE),--hostfile "$(if $(filter /%,$(HOSTFILE)),,../)$(HOSTFILE)")
     run = exec "$(python)" -m stage1_mpi.launch -n $(N) $(hosts)
   endif
-  ifeq ($(STAGE),2)
+  ifneq ($(filter 2 3,$(STAGE)),)
     interpreted := $(if $(cuda),,1)
     ifneq ($(filter-out 0,$(TRITON_INTERPRET)),)
       interpreted := 1
@@ -58,12 +63,12 @@ ifneq ($(filter train generate,$(MAKECMDGOALS)),)
         $(error there is no GPU here, and Triton's interpreter is far too slow for PRESET=$(PRESET): use PRESET=nano)
       endif
       ifeq ($(filter train,$(MAKECMDGOALS))$(wildcard $(OUT)/step-*)$(findstring --weights,$(ARGS)),)
-        $(error the shipped weights are of preset paper, too large for Triton's interpreter: make train STAGE=2 PRESET=nano)
+        $(error the shipped weights are of preset paper, too large for Triton's interpreter: make train STAGE=$(STAGE) PRESET=nano)
       endif
       $(info there is no GPU here: TRITON_INTERPRET=1 runs the same kernels on the CPU, slowly)
       export TRITON_INTERPRET := 1
     else ifneq ($(filter 1 2 3 4 5 6 7 8 9 10 11,$(cuda)),)
-      $(error the driver of this GPU speaks CUDA $(cuda), and stage 2 needs 12 or 13: install a newer driver)
+      $(error the driver of this GPU speaks CUDA $(cuda), and stage $(STAGE) needs 12 or 13: install a newer driver)
     endif
   endif
 endif
@@ -73,10 +78,10 @@ endif
 help:  ## this text
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
 	@echo
-	@echo '  STAGE=0            which runtime (0: NumPy; 1: NumPy and MPI; 2: CUDA; 3 is not built yet)'
+	@echo '  STAGE=0            which runtime (0: NumPy; 1: NumPy and MPI; 2: CUDA; 3: CUDA and MPI)'
 	@echo '  N=1                how many ranks (stages 1 and 3)'
 	@echo '  HOSTFILE=hostfile  the hosts that run them; HOSTFILE= leaves it to mpiexec, as Slurm wants it'
-	@echo '  PRESET=paper       which model: nano, tiny, paper, gpt2, ...; stage 2 without a GPU takes nano alone'
+	@echo '  PRESET=paper       which model: nano, tiny, paper, gpt2, ...; stages 2 and 3 without a GPU take nano alone'
 	@echo '  ARGS=              more flags for the command, as ARGS="--steps 200 --lr 1e-3"; paths are seen from the stage'
 	@echo '  PYTHON=python3     use this interpreter as it is and install nothing (default: make .venv)'
 
@@ -128,8 +133,12 @@ clean:  ## remove .venv, out/ and the caches
 
 # As the interpreter comes with CUDA's packages, they are good for both.
 .venv/.train-cuda: pyproject.toml | .venv/bin/python
-	$(call install,.[cuda$(if $(filter 12,$(cuda)),12,13)])
+	$(call install,.[cuda$(major)])
 	@touch .venv/.train .venv/.train-interpreter $@
+
+.venv/.train-nccl: pyproject.toml | .venv/bin/python
+	$(call install,.[$(nccl_extras)])
+	@touch .venv/.train .venv/.train-mpi .venv/.train-cuda .venv/.train-interpreter $@
 
 .venv/.train-interpreter: pyproject.toml | .venv/bin/python
 	$(call install,.[interpreter])
@@ -137,6 +146,8 @@ clean:  ## remove .venv, out/ and the caches
 
 # By a name, because a comma in a call ends its argument.
 test_extras = mpi,test
+nccl_extras = mpi,cuda$(major),nccl$(major)
+major       = $(if $(filter 12,$(cuda)),12,13)
 
 .venv/.test: pyproject.toml | .venv/bin/python
 	$(call install,.[$(test_extras)])

@@ -85,6 +85,11 @@ class Backend(ABC):
         """
         return function
 
+    choices = {}  # what was chosen by timing and so may differ between ranks: {what: choice}, all of it text
+
+    def adopt(self, choices):  # noqa: B027 - nothing is chosen by timing
+        """Choose as the `choices` of another rank's backend have it, from here on."""
+
     def tokens(self, array, slot):
         """A host array of token numbers as kernels take it; the next call with this `slot` may overwrite it."""
         return array

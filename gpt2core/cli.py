@@ -20,6 +20,7 @@ from gpt2core.parallel.data_parallel import BUCKET_MB, STRATEGIES
 from gpt2core.ranks import compare, everywhere, together
 from gpt2core.recipes import WEIGHTS
 
+TRANSPORT = "how arrays travel between GPUs: nccl, or mpi through the host (default nccl where each rank has its own)"
 GRACE = 0.4  # seconds that a failing rank leaves to the one before it
 
 
@@ -101,8 +102,9 @@ def train_parser():
     add("--compress", metavar="HOW", help=f"gradients on the wire: none, {', '.join(CODECS)} (default none)")
     add("--zero", type=int, choices=(0, 1), help="1: each rank keeps its part of the optimizer state (default 0)")
     add("--tp", type=integer, metavar="N", help="ranks that share each layer, tensor parallel (default 1)")
-    sums = "mpi, ring, halving-doubling, tree, canonical (default canonical, mpi with --no-deterministic)"
+    sums = "nccl, mpi, ring, halving-doubling, tree, canonical (default canonical, the first with --no-deterministic)"
     add("--collectives", metavar="HOW", help=f"how ranks are summed: {sums}")
+    add("--transport", metavar="HOW", help=TRANSPORT)
     add("--verify-every", type=int, metavar="N", help="steps between comparing all ranks' parameters (default: end)")
     add("--local-shuffle", action=flag, help="each rank shuffles its own part of the windows (default: no)")
     add = parser.add_argument
@@ -130,6 +132,7 @@ def inference_parser():
     modes = "replicate (all decode, logits averaged), batch (each its share of --prompts), tensor (each its shard)"
     add("--mode", default="replicate", metavar="HOW", help=f"how ranks share it: {modes} (default replicate)")
     add("--prompts", type=Path, metavar="FILE", help="texts to continue, one a line (mode batch)")
+    add("--transport", metavar="HOW", help=TRANSPORT)
     precisions = ("fp32", "tf32", "bf16", "fp16")
     add("--precision", choices=precisions, default="fp32", help="of the arithmetic (default fp32)")
     return parser

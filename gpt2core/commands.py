@@ -138,6 +138,7 @@ def inference_command(make_backend, world, args):
             raise ConfigError("--prompts FILE, one prompt a line, and --mode batch need each other: give both or none")
         if args.mode == "batch" and (args.stream or args.prompt is not None or args.prompt_file is not None):
             raise ConfigError("--mode batch takes no --prompt and no --stream: it writes all of --prompts at its end")
+        world.use_transport(args.transport)
         backend = make_backend(args.precision)
         limit_blas(1)
         positive("--threads", args.threads)
@@ -325,6 +326,8 @@ def describe(args, trainer, corpus):
         lines.append(
             f"{world.size} ranks: {data.size} data x {trainer.mesh.tensor.size} tensor parallel, --dp {args.dp}, "
             f"--collectives {args.collectives}, --compress {args.compress}, --zero {args.zero}"
+            + f", --transport {args.transport}"
+            * bool(args.transport)
         )
     if args.zero:
         whole = 2 * trainer.arena.size * trainer.parameters.itemsize
@@ -358,7 +361,7 @@ def last_words(trainer):
 
 
 def run_state(trainer, args, corpus):
-    """What state.json keeps: where training stood, and the flags that a resume goes on with."""
+    """What state.json keeps: where training stood, the flags that a resume goes on with, and what timing has chosen."""
     arguments = {name: getattr(args, name, None) for name in RESUMED}
     for name in ("data", "val_data"):
         arguments[name] = arguments[name] and str(Path(arguments[name]).resolve())
@@ -370,6 +373,7 @@ def run_state(trainer, args, corpus):
         "world_size": trainer.world.size,
         "corpus": corpus,
         "arguments": arguments,
+        "choices": trainer.choices or {},
         "version": gpt2core.__version__,
     }
 

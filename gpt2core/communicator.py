@@ -54,6 +54,8 @@ class Communicator:
     local_rank: int  # among the ranks of this group on the same host
     local_size: int  # how many those are: they share its cores
     one_process = False  # whether this can never be the world of more than one rank
+    native = "canonical"  # what use_collectives() calls the library's own sums, which are the fastest where it has any
+    recordable = True  # whether its calls on arrays of a device may be recorded along with the kernels around them
 
     @property
     def is_root(self):
@@ -67,6 +69,15 @@ class Communicator:
         """
         if name != "canonical":
             raise ConfigError(f"--collectives {name} is unknown here: these ranks sum in the canonical order alone")
+
+    def use_transport(self, name):
+        """Move the arrays of devices by the way called `name`, None for the best there is; returns the one chosen.
+
+        All ranks call it, before anything is put on a device: where each rank has one, this is what binds it. Raises
+        ConfigError where there is no such way.
+        """
+        if name is not None:
+            raise ConfigError(f"--transport {name} has no meaning here: it is about many GPUs, which stage 3 has")
 
     def abort(self, code):
         """End every rank of the job at once with this exit code; does not return."""

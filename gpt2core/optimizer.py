@@ -141,7 +141,7 @@ class AdamW:
         arena_size, backend = self.arena.size, self.workers.backends[0]
         own = backend.xp.concatenate(self.map_own(squares))
         for part in self.in_own(self.repeated):  # another tensor rank counts them; whose squares hold them is no matter
-            own[0] -= backend.xp.vdot(gradients[part], gradients[part])
+            own[:1] -= backend.sum_of_squares(gradients[part], 1)
         scaling = () if loss_scale is None else (loss_scale.state, loss_scale.interval)
         return backend.clip(self.tensor_group.all_reduce(self.owners.all_gather(own)), self.clip, *scaling)
 
@@ -162,7 +162,10 @@ class AdamW:
         self.rates = {backend: backend.adamw_rates(*arguments) for backend in self.workers.backends}
 
     def update(self, gradients, scale):
-        """Each owner updates its part from `gradients` (all of the arena) times `scale`, and all receive all parts."""
+        """Each owner updates its part from `gradients` (all of the arena) times `scale`.
+
+        All receive all parts of what kernels read: the copy, where there is one, else the parameters.
+        """
 
         def update(backend, part):
             moments = slice(part.start - self.own.start, part.stop - self.own.start)
@@ -172,7 +175,13 @@ class AdamW:
             backend.adamw_step(*arrays, self.rates[backend], scale, runs)
 
         self.map_own(update)
-        self.owners.all_gather(self.parameters[self.own], out=self.parameters)
+        read = self.parameters if self.copy is None else self.copy  # by the kernels: nobody needs more before the end
+        self.owners.all_gather(read[self.own], out=read)
+
+    def gather_parameters(self):
+        """Bring everyone all parameters, where an update exchanges only a copy of them. All ranks must call it."""
+        if self.copy is not None:
+            self.owners.all_gather(self.parameters[self.own], out=self.parameters)
 
     def step(self, gradients, lr):
         """One update from the flat `gradients` at rate `lr`; returns their norm."""

@@ -114,9 +114,10 @@ def check_ranks(world, args):
 
 
 def choose_collectives(world, args):
-    """Sum over ranks by the algorithm that --collectives names; returns what depends on the ranks, one note each."""
+    """Move and sum over ranks as --transport and --collectives ask; returns what depends on the ranks, a note each."""
+    args.transport = world.use_transport(args.transport)
     canonical = args.collectives in (None, "canonical", "tree")  # a binomial tree adds in that order too
-    args.collectives = args.collectives or ("canonical" if args.deterministic else "mpi")
+    args.collectives = args.collectives or ("canonical" if args.deterministic else world.native)
     world.use_collectives(args.collectives)
     notes = []
     if args.deterministic and not canonical:

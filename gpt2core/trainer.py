@@ -92,7 +92,7 @@ class Trainer:
         self.data_parallel = self.reduction(data, owners)
         self.shards.on_complete = self.data_parallel.completed
         replicated = filter(tensor_parallel.is_replicated, self.arena.slices)
-        repeated = [] if tensor.is_root else [self.arena.slices[name] for name in replicated]
+        repeated = [] if tensor.is_root else [self.arena.padded(name) for name in replicated]
         self.optimizer = AdamW(
             self.arena, self.parameters, self.workers, owners=owners, tensor_group=tensor, repeated=repeated,
             copy=None if self.compute is self.parameters else self.compute, **(optimizer or {}),
@@ -102,7 +102,8 @@ class Trainer:
         self.fed = None, 0  # the windows and the position of the batch that is fed already
         self.asked_to_stop = lambda: 0  # the number of a signal that this rank has received
         self.stopped_by = 0  # and of one that any rank has
-        self.update = backend.compile_step(self.compute_update, record)
+        self.update = backend.compile_step(self.compute_update, record and self.world.recordable)
+        self.choices = None  # what the root's backend has chosen by timing, once the first step has
         self.fill(self.parameters, initial_parameters(config, seed) if self.world.is_root else None)
         backend.refresh(self.compute, self.parameters)
 
@@ -110,7 +111,8 @@ class Trainer:
         """The sum of the gradients over the data-parallel group, as the flags ask for it."""
         gradients, parallel = self.shards.gradients, self.parallel
         if parallel.compress != "none":
-            reduce_start = Compressed(parallel.compress, gradients, group).reduce_start
+            xp = self.workers.backends[0].xp
+            reduce_start = Compressed(parallel.compress, gradients, group, xp).reduce_start
         elif parallel.dp == "flat" and parallel.zero:
             own = self.arena.part(owners.rank, owners.size)  # nobody needs more of the sum than it owns
 
@@ -121,7 +123,11 @@ class Trainer:
             def reduce_start(part):
                 return group.all_reduce_start(gradients[part], out=gradients[part])
 
-        return data_parallel(parallel.dp, self.arena, reduce_start, gradients.itemsize, parallel.bucket_mb)
+        def settled(part):  # a gradient may still be on its way to its place
+            self.workers.backends[0].settle()
+            return reduce_start(part)
+
+        return data_parallel(parallel.dp, self.arena, settled, gradients.itemsize, parallel.bucket_mb)
 
     @property
     def steps(self):
@@ -135,6 +141,7 @@ class Trainer:
 
     def named_parameters(self):
         """{Hugging Face name: parameter} on the host; views where this rank holds all of it. All ranks must call it."""
+        self.optimizer.gather_parameters()
         return self.on_host(self.named(self.parameters))
 
     def named_moments(self):
@@ -182,7 +189,7 @@ class Trainer:
         the parameters as they were, when the loss or the gradient is not finite. In fp16 a gradient that overflows is
         computed again with half the loss scale, so that no batch is lost and the curve has no holes.
         """
-        start, sent, skipped = time.perf_counter(), self.bytes_sent(), self.loss_scale.skipped
+        start, skipped, self.sent = time.perf_counter(), self.loss_scale.skipped, 0
         self.optimizer.begin(lr)
         loss, norm = self.attempt(windows)
         while self.loss_scale.skips(loss, norm):
@@ -198,14 +205,15 @@ class Trainer:
                 f"step {self.steps}: the loss is {loss} and the gradient's norm {norm}: training cannot go on. "
                 f"Lower --lr (now {lr:g}) or set --clip; the parameters are still those of step {self.steps}"
             )
+        self.agree()
         self.optimizer.steps += 1
         self.position += self.batch_size
-        seconds, sent = time.perf_counter() - start, self.bytes_sent() - sent
+        seconds = time.perf_counter() - start
         rate = self.batch_size * self.seq_len / seconds
         scale = self.loss_scale.value
         skipped = None if scale is None else self.loss_scale.skipped - skipped
         mfu = self.utilisation(rate)
-        return Step(self.steps - 1, loss, lr, norm, rate, seconds, scale, skipped, mfu, sent or None)
+        return Step(self.steps - 1, loss, lr, norm, rate, seconds, scale, skipped, mfu, self.sent or None)
 
     def attempt(self, windows):
         """An update by the next batch, which may be skipped -> its loss and norm as numbers, the same on all ranks."""
@@ -213,7 +221,9 @@ class Trainer:
         losses, norm = self.update()
         self.feed(windows, self.position + self.batch_size)  # while a device works, the host brings the next batch
         *losses, norm = self.workers.backends[0].numbers([*losses, norm])
+        sent = self.bytes_sent() - self.sent_by_update
         loss, self.stopped_by = self.total(losses, self.asked_to_stop())
+        self.sent += self.bytes_sent() - sent
         return loss, norm
 
     def feed(self, windows, position):
@@ -227,12 +237,21 @@ class Trainer:
 
         Nothing in it waits for a number, so that it can be recorded once and replayed.
         """
+        sent = self.bytes_sent()
         losses = self.shards.backward(1 / (self.batch_size * self.seq_len), self.loss_scale.factor)
         self.data_parallel.finish()
         with self.workers.backends[0].span("optimizer"):
             norm, scale = self.optimizer.norm_and_scale(self.shards.gradients, self.loss_scale)
             self.optimizer.update(self.shards.gradients, scale)
+        self.sent_by_update = self.bytes_sent() - sent  # as much as any replay sends, which nobody counts
         return losses, norm
+
+    def agree(self):
+        """After the first step: what the root's backend chose by timing is everyone's choice from here on."""
+        if self.choices is None:
+            self.choices = self.world.broadcast_object(self.workers.backends[0].choices)
+            for backend in self.workers.backends:
+                backend.adopt(self.choices)
 
     def total(self, losses, signal_received=0):
         """The canonical sum of all ranks' losses, and the largest signal number among them: it rides along.
@@ -290,6 +309,7 @@ class Trainer:
 
     def verify(self):
         """Raise Diverged unless all replicas of a parameter have the same bits; all ranks must call it."""
+        self.optimizer.gather_parameters()
         mine = hashlib.sha256(self.workers.backends[0].to_host(self.parameters)).hexdigest()
         everyones = self.world.all_gather_object((self.mesh.tensor.rank, mine))
         expected = {}  # tensor rank -> (the first rank that holds that shard, its hash)

@@ -53,6 +53,8 @@ class MpiCommunicator(Communicator):
     missing, or where the launcher belongs to another MPI than the library.
     """
 
+    native = NATIVE
+
     def __init__(self, comm=None):
         self._mpi = import_mpi()
         comm = self._mpi.COMM_WORLD if comm is None else comm
@@ -271,6 +273,10 @@ class MpiCommunicator(Communicator):
 
     def barrier(self):
         self._here(self._meet)
+
+    def duplicate(self):
+        """The same ranks as an mpi4py communicator of the caller's own, whose messages meet none of these."""
+        return self._comm.Dup()
 
     def split(self, color, key=0):
         def run():

@@ -229,6 +229,12 @@ class CublasLt:
         """Choose the algorithm for matmul() of the same arguments, whose values are neither read nor written."""
         self._plan(out, a, b, **options)
 
+    def adopt(self, choices):
+        """Compute by another rank's `choices` from here on, also what has been computed by its own before."""
+        if choices != self.choices:
+            self.choices |= choices
+            self._plans.clear()
+
     def _plan(self, out, a, b, bias=None, aux=None, **options):
         arrays = (out, a, b, None if bias is None else bias[None], aux)
         problem = Problem(*(None if array is None else matrix(array, self._alignment) for array in arrays), **options)

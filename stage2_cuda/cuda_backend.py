@@ -379,6 +379,15 @@ class CudaBackend(Backend):
             self.decays[flags] = self.asarray(blocks)
         adamw.adamw_step(p, m, v, copy, g, scalars, scale, self.decays[flags], beta1, beta2)
 
+    # -- what is chosen by timing --------------------------------------------------------------------------------------
+
+    @property
+    def choices(self):
+        return self.products.gemm.choices
+
+    def adopt(self, choices):
+        self.products.gemm.adopt(choices)
+
     # -- a step that is recorded ---------------------------------------------------------------------------------------
 
     def tokens(self, array, slot):

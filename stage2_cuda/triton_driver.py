@@ -11,6 +11,7 @@ divisible by 16, which integers are 1, and every constant.
 
 import functools
 import importlib
+import threading
 
 import numpy as np
 
@@ -56,8 +57,13 @@ class Interpreter:
 
     xp = np
 
+    def __init__(self):
+        self.one_at_a_time = threading.Lock()  # the interpreter keeps which program it is at for the whole process
+
     def launch(self, kernel, grid, arguments, options):
-        kernel[grid](*(self.argument(value) for value in arguments), **options)
+        arguments = [self.argument(value) for value in arguments]
+        with self.one_at_a_time:
+            kernel[grid](*arguments, **options)
 
     def argument(self, value):
         if type(value) in (int, float, type(None)):

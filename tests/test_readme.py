@@ -41,7 +41,7 @@ def files(page):
 
 
 def write_files(page, directory):
-    if page.parent.name.startswith("stage2"):
+    if page.parent.name.startswith(("stage2", "stage3")):
         pytest.importorskip("triton")
     for name, text in files(page):
         (directory / name).write_text(text, encoding="utf-8")

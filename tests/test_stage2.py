@@ -291,7 +291,14 @@ def test_make_installs_what_the_driver_can_use(make, cuda, extra):
     assert f"--editable '.[{extra}]'" in done.stdout and "--preset paper" in done.stdout
 
 
-@pytest.mark.parametrize("goal, extras", [("test", ["mpi,test"]), ("test-gpu", ["mpi,test", "cuda13"])])
+def test_make_starts_the_ranks_of_stage_3_with_nccl_installed(make):
+    done = make("-n", "-W", "pyproject.toml", "train", "STAGE=3", "N=2", cuda="12.8")
+    assert done.returncode == 0, done.stderr
+    assert "--editable '.[mpi,cuda12,nccl12]'" in done.stdout
+    assert "cd stage3_mpi_cuda" in done.stdout and "-m stage1_mpi.launch -n 2" in done.stdout
+
+
+@pytest.mark.parametrize("goal, extras", [("test", ["mpi,test"]), ("test-gpu", ["mpi,test", "mpi,cuda13,nccl13"])])
 def test_make_installs_what_the_tests_need(make, goal, extras):
     done = make("-n", "-W", "pyproject.toml", goal, cuda="13.0")
     assert done.returncode == 0, done.stderr
@@ -314,6 +321,8 @@ def test_make_without_a_gpu_interprets_nano_and_says_so(make, corpus):
         ("generate STAGE=2 PRESET=nano OUT=nowhere", None, "make train STAGE=2 PRESET=nano"),
         ("train STAGE=2", "11.8", "speaks CUDA 11, and stage 2 needs 12 or 13"),
         ("train STAGE=2 N=2", "13.0", "stage 2 is one process"),
+        ("train STAGE=3 N=2", None, "far too slow for PRESET=paper: use PRESET=nano"),
+        ("train STAGE=3 N=x", "13.0", "N=x is no number of ranks"),
     ],
 )
 def test_make_names_the_mistake_in_one_line(make, words, cuda, said):

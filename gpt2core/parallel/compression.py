@@ -41,7 +41,7 @@ def encode_int8(x):
 
 def decode_int8(code):
     elements = code.shape[-1] * GROUP // (GROUP + 4)
-    steps, scale = code[..., :elements].view(np.int8), np.ascontiguousarray(code[..., elements:]).view(np.float32)
+    steps, scale = code[..., :elements].view(np.int8), code[..., elements:].copy().view(np.float32)
     groups = steps.reshape(*code.shape[:-1], -1, GROUP) * scale[..., None]
     return groups.reshape(*code.shape[:-1], elements)
 
@@ -62,12 +62,12 @@ class Compressed:
     sent a rank. What is kept is not part of a checkpoint: a resumed run starts with none.
     """
 
-    def __init__(self, kind, gradients, group):
+    def __init__(self, kind, gradients, group, xp=np):
         if kind not in CODECS:
             raise ConfigError(f"--compress {kind} is unknown: choose from none, {', '.join(CODECS)}")
         if gradients.dtype != np.float32:
             raise ConfigError(f"--compress {kind} needs float32 gradients, and these are {gradients.dtype}")
-        (self.encode, self.decode), self.gradients, self.group = CODECS[kind], gradients, group
+        (self.encode, self.decode), self.gradients, self.group, self.xp = CODECS[kind], gradients, group, xp
         self.lost = {}  # first element of a slice -> (lost of my gradients (p, m), lost of my sums (m))
 
     def reduce_start(self, part):
@@ -75,7 +75,7 @@ class Compressed:
         n, p = part.stop - part.start, self.group.size
         m = -(-n // (p * GROUP)) * GROUP
         if part.start not in self.lost:
-            self.lost[part.start] = np.zeros((p, m), np.float32), np.zeros(m, np.float32)
+            self.lost[part.start] = self.xp.zeros((p, m), np.float32), self.xp.zeros(m, np.float32)
         mine, _ = self.lost[part.start]
         mine.reshape(-1)[:n] += self.gradients[part]  # from here on what is to be sent, and then what was lost of it
         code = self.encode(mine)  # (p, bytes)

@@ -1,0 +1,121 @@
+"""A GPU of NumPy arrays and an NCCL of threads: what stage 3 tells the two, addresses and all, runs without either."""
+
+import contextlib
+import ctypes
+from types import SimpleNamespace
+
+import numpy as np
+
+TYPES = {1: np.uint8, 2: np.int32, 4: np.int64, 6: np.float16, 7: np.float32, 8: np.float64}  # ncclDataType_t
+OPS = {0: "sum", 2: "max", 3: "min"}  # ncclRedOp_t
+
+
+class Stream(contextlib.AbstractContextManager):
+    """A stream that has always done all it was given."""
+
+    ptr = 0
+
+    def __exit__(self, *error):
+        pass
+
+    def wait_event(self, event):
+        assert event.recorded, "a stream that waits for an event nobody has recorded waits for nothing"
+
+    def record(self, event):
+        event.record(self)
+        return event
+
+    def synchronize(self):
+        pass
+
+
+class Event:
+    def __init__(self, disable_timing):
+        self.recorded = False
+
+    def record(self, stream=None):
+        self.recorded = True
+
+    def synchronize(self):
+        assert self.recorded
+
+
+def memory(at, count, kind=1):
+    """`count` elements of a type at an address, as an array."""
+    dtype = np.dtype(TYPES[kind])
+    if not count:
+        return np.empty(0, dtype)
+    return np.ctypeslib.as_array((ctypes.c_uint8 * (count * dtype.itemsize)).from_address(at)).view(dtype)
+
+
+class Nccl:
+    """cupy.cuda.nccl for one rank of a group of threads."""
+
+    NcclError = RuntimeError
+
+    def __init__(self, threads):
+        self.threads, self.group = threads.split(0), None
+
+    def get_unique_id(self):
+        return "unique"
+
+    def NcclCommunicator(self, size, unique, rank):
+        assert (size, unique, rank) == (self.threads.size, "unique", self.threads.rank)
+        return self
+
+    def groupStart(self):
+        assert self.group is None
+        self.group = []
+
+    def groupEnd(self):
+        handles, loops = [], ([], [])
+        for sends, at, count, peer in self.group:
+            if peer == self.threads.rank:
+                loops[sends].append(memory(at, count))
+            elif sends:
+                handles.append(self.threads.send_start(memory(at, count), peer))
+            else:
+                handles.append(self.threads.recv_start(memory(at, count), peer))
+        for come, gone in zip(*loops, strict=True):
+            come[...] = gone.copy()
+        for handle in handles:
+            handle.wait()
+        self.group = None
+
+    def send(self, at, count, kind, peer, stream):
+        self.group.append((True, at, count, peer))
+
+    def recv(self, at, count, kind, peer, stream):
+        self.group.append((False, at, count, peer))
+
+    def allReduce(self, x, out, count, kind, op, stream):
+        memory(out, count, kind)[...] = self.threads.all_reduce(memory(x, count, kind).copy(), OPS[op])
+
+    def reduceScatter(self, x, out, count, kind, op, stream):
+        x = memory(x, count * self.threads.size, kind).copy()
+        memory(out, count, kind)[...] = self.threads.reduce_scatter(x, OPS[op])
+
+    def allGather(self, x, out, count, kind, stream):
+        memory(out, count * self.threads.size, kind)[...] = self.threads.all_gather(memory(x, count, kind).copy())
+
+    def broadcast(self, x, out, count, kind, root, stream):
+        memory(out, count, kind)[...] = self.threads.broadcast(memory(x, count, kind).copy(), root)
+
+
+def copy(to, source, length, kind, stream):
+    ctypes.memmove(to, source, length)
+
+
+def fake_gpu(threads):
+    """What stage3_mpi_cuda.nccl_communicator.bind() gives, for one rank of a group of threads."""
+    stream = Stream()
+    cuda = SimpleNamespace(
+        Event=Event,
+        Stream=lambda non_blocking: stream,
+        Device=lambda number: contextlib.nullcontext(),
+        get_current_stream=lambda: stream,
+        alloc_pinned_memory=bytearray,
+        runtime=SimpleNamespace(memcpyAsync=copy),
+    )
+    cupy = SimpleNamespace(cuda=cuda, empty=np.empty, ascontiguousarray=np.ascontiguousarray)
+    return SimpleNamespace(cupy=cupy, stream=stream, number=0, nccl=Nccl(threads), watched=[])
