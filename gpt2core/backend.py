@@ -17,6 +17,7 @@ class Backend(ABC):
 
     deterministic = True  # whether --deterministic is the default: a GPU would rather have its batch whole
     uses_threads = True  # whether worker threads, a backend each, divide the batch among them
+    decoder_batch = 1  # texts that are best continued together
 
     name: str
     precision: str  # the --precision it was made for
@@ -77,6 +78,13 @@ class Backend(ABC):
 
     def refresh(self, copy, parameters):  # noqa: B027 - nothing to do where they are the same
         """copy = parameters, rounded."""
+
+    def decoder(self, model, batch):
+        """What continues `batch` texts by `model` faster than sampler.Decoder, with its methods; None where that is best.
+
+        At most `decoder_batch` texts are asked for.
+        """
+        return None
 
     def peak_flops(self, precision):
         """Peak floating-point operations per second of this device, or None where it is not known."""
