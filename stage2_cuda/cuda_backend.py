@@ -2,6 +2,7 @@
 
 # B batch, T time, C channels, H heads, D = C // H, V vocabulary, K columns, N = B*T rows
 
+import functools
 from pathlib import Path
 
 import numpy as np
@@ -9,11 +10,12 @@ import numpy as np
 from gpt2core.arena import BLOCK as ARENA_BLOCK
 from gpt2core.backend import Backend
 from gpt2core.errors import ConfigError
-from stage2_cuda import triton_driver
+from stage2_cuda import engine, triton_driver
 from stage2_cuda.graph import Recorded
 from stage2_cuda.kernels import adamw, column_sums, cross_entropy, embedding, gelu, layernorm
 from stage2_cuda.kernels import attention as flash
 from stage2_cuda.kernels.cast import cast, scale_in_place
+from stage2_cuda.kernels.decode import ROWS
 
 LOGITS = 1 << 29  # elements of logits that exist at once
 ALIGNED = 64  # columns: logits are padded to a multiple, because a row must begin where the GPU can read it at once
@@ -27,6 +29,7 @@ class CudaBackend(Backend):
 
     deterministic = False
     uses_threads = False
+    decoder_batch = ROWS
 
     def __init__(self, precision="fp32", deterministic=True):
         if precision not in PRECISIONS:
@@ -329,6 +332,16 @@ class CudaBackend(Backend):
 
     def compile_step(self, function):
         return self.record(function)
+
+    # -- generation ----------------------------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def queue(self):
+        """The order of all that generation launches and copies; one, because the products share a workspace."""
+        return engine.Eager() if triton_driver.interpreted() else engine.Queue(self.xp)
+
+    def decoder(self, model, batch):
+        return engine.Engine(model, batch, self.queue) if engine.fits(model, batch) else None
 
 
 class NumpyGemm:
