@@ -15,7 +15,7 @@ from stage2_cuda.graph import Recorded
 from stage2_cuda.kernels import adamw, column_sums, cross_entropy, embedding, gelu, layernorm
 from stage2_cuda.kernels import attention as flash
 from stage2_cuda.kernels.cast import cast, scale_in_place
-from stage2_cuda.kernels.decode import ROWS
+from stage2_cuda.kernels.decode import ROWS, Tiles
 
 LOGITS = 1 << 29  # elements of logits that exist at once
 ALIGNED = 64  # columns: logits are padded to a multiple, because a row must begin where the GPU can read it at once
@@ -30,6 +30,7 @@ class CudaBackend(Backend):
     deterministic = False
     uses_threads = False
     decoder_batch = ROWS
+    tiles = Tiles()  # of the engine's kernels
 
     def __init__(self, precision="fp32", deterministic=True):
         if precision not in PRECISIONS:
@@ -341,7 +342,7 @@ class CudaBackend(Backend):
         return engine.Eager() if triton_driver.interpreted() else engine.Queue(self.xp)
 
     def decoder(self, model, batch):
-        return engine.Engine(model, batch, self.queue) if engine.fits(model, batch) else None
+        return engine.Engine(model, batch, self.queue, self.tiles) if engine.fits(model, batch) else None
 
 
 class NumpyGemm:

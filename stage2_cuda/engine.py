@@ -27,15 +27,14 @@ UNIFORMS = 256  # random numbers that are brought to the device at once, for eac
 class Engine:
     """Continues `batch` sequences by one model: what sampler.Decoder does, with its methods.
 
-    model: a whole GPT2 on CudaBackend, whose parameters are read where they are; queue: of queue_of(). Sequences may be
-    of different lengths. Rules that are all Greedy(), or all Sampling() of the same options, choose on the device; any
+    model: a whole GPT2 on CudaBackend, whose parameters are read where they are; queue: Queue or Eager; tiles:
+    decode.Tiles. Sequences may be of different lengths. Rules that are all Greedy(), or all Sampling() of the same options, choose on the device; any
     other rule gets its logits on the host, and the host waits.
     """
 
-    def __init__(self, model, batch, queue, tiles=None):
+    def __init__(self, model, batch, queue, tiles):
         config, backend = model.config, model.head.backend
-        self.model, self.queue, self.backend, self.batch = model, queue, backend, batch
-        self.tiles = tiles or decode.Tiles()
+        self.model, self.queue, self.backend, self.batch, self.tiles = model, queue, backend, batch, tiles
         self.layers = [Layer(model.parameters, f"transformer.h.{layer}.") for layer in range(config.n_layer)]
         self.final = [model.parameters[f"transformer.ln_f.{name}"].data for name in ("weight", "bias")]
         self.steps = {}  # {what a step does: the function, or its graph}

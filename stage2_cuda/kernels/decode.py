@@ -81,9 +81,9 @@ def normed_columns(y, cache, s, stream, ln_w, ln_b, w, bias, lengths, block, eps
     x, partials, before = stream
     K, N = w.shape
     width = triton.next_power_of_2(K)
-    parts = 0 if partials is None else len(partials)
-    arguments = y, cache, s, x, partials, before, ln_w, ln_b, w, bias, lengths, K, N, block, 1 / K, float(eps)
-    options = dict(PARTS=parts, KIND=kind, WIDTH=width, COLUMNS=tiles.columns)
+    parts = 1 if partials is None else len(partials)
+    arguments = y, cache, s, x, partials, before, ln_w, ln_b, w, bias, lengths, parts, K, N, block, 1 / K, float(eps)
+    options = dict(PARTS=triton.next_power_of_2(parts), KIND=kind, WIDTH=width, COLUMNS=tiles.columns)
     go(normed_columns_kernel, (triton.cdiv(N, tiles.columns),), *arguments, tiles=tiles, **options)
 
 
@@ -91,9 +91,9 @@ def norm(h, s, stream, ln_w, ln_b, eps, tiles):
     """h = LN(x) (B, C), and s = x (B, C) float32, which may be x itself, or None; stream: as for normed_columns."""
     x, partials, before = stream
     B, C = h.shape
-    parts, width = 0 if partials is None else len(partials), triton.next_power_of_2(C)
-    arguments = h, s, x, partials, before, ln_w, ln_b, B, C, 1 / C, float(eps)
-    go(norm_kernel, (B,), *arguments, tiles=tiles, PARTS=parts, WIDTH=width)
+    parts, width = 1 if partials is None else len(partials), triton.next_power_of_2(C)
+    arguments = h, s, x, partials, before, ln_w, ln_b, parts, B, C, 1 / C, float(eps)
+    go(norm_kernel, (B,), *arguments, tiles=tiles, PARTS=triton.next_power_of_2(parts), WIDTH=width)
 
 
 def columns(y, cache, h, w, bias, lengths, block, kind, tiles, precision):
@@ -181,31 +181,20 @@ def go(kernel, grid, *arguments, tiles, **options):
 
 
 # -- what several kernels do -------------------------------------------------------------------------------------------
+# With OVERLAP a kernel lets the next one begin at once (gdc_launch_dependents), and what the kernels before have written
+# may be read, and what they have read be written, from gdc_wait on.
 
 
 @triton.jit
-def start(OVERLAP: tl.constexpr):
-    if OVERLAP:
-        gdc_launch_dependents()  # the next kernel may begin to read its weights
-
-
-@triton.jit
-def wait(OVERLAP: tl.constexpr):
-    """From here on what the kernels before have written may be read, and what they have read be written."""
-    if OVERLAP:
-        gdc_wait()
-
-
-@triton.jit
-def residual(x, partials, before, row, rows, C, PARTS: tl.constexpr, WIDTH: tl.constexpr):
+def residual(x, partials, before, row, rows, C, parts, PARTS: tl.constexpr, WIDTH: tl.constexpr):
     """x + (before + the partial sums) of one row (WIDTH)."""
     c = tl.arange(0, WIDTH)
     s = tl.load(x + row * C + c, c < C, 0)
-    if PARTS:
-        branch = tl.load(before + c, c < C, 0).to(tl.float32)
-        for part in tl.static_range(PARTS):
-            branch += tl.load(partials + (part * rows + row) * C + c, c < C, 0)
-        s += branch
+    if partials is not None:
+        part = tl.arange(0, PARTS)
+        at = (part * rows + row)[:, None] * C + c[None, :]
+        branch = tl.sum(tl.load(partials + at, (part < parts)[:, None] & (c < C)[None, :], 0), 0)
+        s += tl.load(before + c, c < C, 0).to(tl.float32) + branch
     return s
 
 
@@ -239,16 +228,18 @@ def leave(y, cache, value, rows, n, N, lengths, block, KIND: tl.constexpr, ROWS:
 
 @triton.jit
 def normed_columns_kernel(
-    y, cache, s, x, partials, before, ln_w, ln_b, w, bias, lengths, K, N, block, inverse, eps,
+    y, cache, s, x, partials, before, ln_w, ln_b, w, bias, lengths, parts, K, N, block, inverse, eps,
     PARTS: tl.constexpr, KIND: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    start(OVERLAP)
+    if OVERLAP:
+        gdc_launch_dependents()
     k, n = tl.arange(0, WIDTH), tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     inside = (k < K)[:, None] & (n < N)[None, :]
     tile = tl.load(w + k[:, None] * N + n[None, :], inside, 0)  # first: it has the longest way, and waits for nobody
     shift = tl.load(bias + n, n < N, 0).to(tl.float32)
-    wait(OVERLAP)
-    row = residual(x, partials, before, 0, 1, K, PARTS, WIDTH)
+    if OVERLAP:
+        gdc_wait()
+    row = residual(x, partials, before, 0, 1, K, parts, PARTS, WIDTH)
     if s is not None:
         if tl.program_id(0) == 0:
             tl.store(s + k, row, k < K)
@@ -259,13 +250,14 @@ def normed_columns_kernel(
 
 @triton.jit
 def norm_kernel(
-    h, s, x, partials, before, ln_w, ln_b, rows, C, inverse, eps,
+    h, s, x, partials, before, ln_w, ln_b, parts, rows, C, inverse, eps,
     PARTS: tl.constexpr, WIDTH: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    start(OVERLAP)
-    wait(OVERLAP)
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
     b, c = tl.program_id(0), tl.arange(0, WIDTH)
-    row = residual(x, partials, before, b, rows, C, PARTS, WIDTH)
+    row = residual(x, partials, before, b, rows, C, parts, PARTS, WIDTH)
     if s is not None:
         tl.store(s + b * C + c, row, c < C)
     tl.store(h + b * C + c, normalised(row, ln_w, ln_b, C, inverse, eps, WIDTH), c < C)
@@ -277,8 +269,9 @@ def columns_kernel(
     KIND: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    start(OVERLAP)
-    wait(OVERLAP)
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
     row, n = tl.arange(0, ROWS), tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     value = tl.zeros((ROWS, COLUMNS), tl.float32)
     for first in tl.range(0, K, DEPTH):
@@ -296,8 +289,9 @@ def attend_kernel(
     SIZE: tl.constexpr, D: tl.constexpr, KEYS: tl.constexpr, SPANS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One head of one sequence, all its keys; or with SPANS, KEYS of them. scale: log2(e) / sqrt(SIZE)."""
-    start(OVERLAP)
-    wait(OVERLAP)
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
     b, h, d = tl.program_id(0) // H, tl.program_id(0) % H, tl.arange(0, D)
     C = H * SIZE
     length = tl.minimum(tl.load(lengths + b), block)
@@ -343,12 +337,14 @@ def partial_kernel(
     SIZE: tl.constexpr, SPAN: tl.constexpr, SPANS: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr,
     COLUMNS: tl.constexpr, PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    start(OVERLAP)
+    if OVERLAP:
+        gdc_launch_dependents()
     part, n = tl.program_id(1), tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     k, row = part * depth + tl.arange(0, DEPTH), tl.arange(0, ROWS)
     own = (tl.arange(0, DEPTH) < depth) & (k < K)
     tile = tl.load(w + k[:, None] * N + n[None, :], own[:, None] & (n < N)[None, :], 0)
-    wait(OVERLAP)
+    if OVERLAP:
+        gdc_wait()
     if ROWS == 1:
         if SPANS:
             h = over_spans(x, peaks, totals, k, own, SIZE, SPANS)
@@ -367,17 +363,20 @@ def unembed_kernel(
     logits, best, index, h, w, rows, K, V, tiles,
     ROWS: tl.constexpr, DEPTH: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    start(OVERLAP)
+    if OVERLAP:
+        gdc_launch_dependents()
     row, v = tl.arange(0, ROWS), tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     at = v.to(tl.int64)[:, None] * K
     if ROWS == 1:
         k = tl.arange(0, DEPTH)
         tile = tl.load(w + at + k[None, :], (v < V)[:, None] & (k < K)[None, :], 0)
-        wait(OVERLAP)
+        if OVERLAP:
+            gdc_wait()
         x = tl.load(h + k, k < K, 0).to(tl.float32)
         value = tl.sum(tile.to(tl.float32) * x[None, :], 1)[None, :]
     else:
-        wait(OVERLAP)
+        if OVERLAP:
+            gdc_wait()
         value = tl.zeros((ROWS, COLUMNS), tl.float32)
         for first in tl.range(0, K, DEPTH):
             k = first + tl.arange(0, DEPTH)

@@ -127,11 +127,6 @@ def add_masses(
 
 
 @triton.jit
-def element(x, j, number):
-    return tl.sum(tl.where(j == number, x, 0), 0)
-
-
-@triton.jit
 def totals_above(partials, b, tiles, G: tl.constexpr, TILES: tl.constexpr):
     """Of the whole vocabulary: masses (G) and counts (G) above the thresholds."""
     t, j = tl.arange(0, TILES), tl.arange(0, G)
@@ -149,9 +144,11 @@ def narrowed(low, high, mass_above, count_above, masses, counts, goal, counted, 
     step = high - low
     if last < G - 1:
         high = low + step * (last + 1) // G
-        mass_above, count_above = element(masses, j, last + 1), element(counts, j, last + 1)
+        mass_above = tl.sum(tl.where(j == last + 1, masses, 0), 0)
+        count_above = tl.sum(tl.where(j == last + 1, counts, 0), 0)
     low += step * last // G
-    return low, high, element(masses, j, last), mass_above, element(counts, j, last), count_above
+    mass, equals = tl.sum(tl.where(j == last, masses, 0), 0), tl.sum(tl.where(j == last, counts, 0), 0)
+    return low, high, mass, mass_above, equals, count_above
 
 
 @triton.jit
@@ -181,7 +178,7 @@ def cut_kernel(
     b = tl.program_id(0)
     if FIRST:
         masses, counts = totals_above(whole, b, tiles, G, TILES)
-        total = element(masses, tl.arange(0, G), 0)
+        total = tl.max(masses, 0)
         if BEFORE >= 0:  # what the question before has left
             low, high, mass_above, count_above, goal = from_state(state_in, b)
             last_masses, last_counts = totals_above(partials_in, b, tiles, G, TILES)
