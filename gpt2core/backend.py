@@ -80,10 +80,7 @@ class Backend(ABC):
         """copy = parameters, rounded."""
 
     def decoder(self, model, batch):
-        """What continues `batch` texts by `model` faster than sampler.Decoder, with its methods; None where that is best.
-
-        At most `decoder_batch` texts are asked for.
-        """
+        """What continues `batch` texts by `model` faster than sampler.Decoder, and has its methods; None: nothing."""
         return None
 
     def peak_flops(self, precision):

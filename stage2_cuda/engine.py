@@ -27,9 +27,9 @@ UNIFORMS = 256  # random numbers that are brought to the device at once, for eac
 class Engine:
     """Continues `batch` sequences by one model: what sampler.Decoder does, with its methods.
 
-    model: a whole GPT2 on CudaBackend, whose parameters are read where they are; queue: Queue or Eager; tiles:
-    decode.Tiles. Sequences may be of different lengths. Rules that are all Greedy(), or all Sampling() of the same options, choose on the device; any
-    other rule gets its logits on the host, and the host waits.
+    model: a whole GPT2 on CudaBackend, whose parameters are read where they are; queue: a Queue or Eager; tiles:
+    decode.Tiles. Sequences may be of different lengths. Rules that are all Greedy(), or all Sampling() of the same
+    options, choose on the device; any other rule gets its logits on the host, and the host waits.
     """
 
     def __init__(self, model, batch, queue, tiles):
@@ -124,7 +124,7 @@ class Engine:
         sampling.take_given(self.sequences)
 
     def perform(self, compute, *arguments):
-        """Logits by compute(*arguments), then a token for each sequence: recorded together, where the device chooses."""
+        """Logits by compute(*arguments), then a token each: recorded together where the device chooses."""
         if self.choose == self.given:
             self.recorded(compute, *arguments)
             tokens = [rule(logits) for rule, logits in zip(self.rules, self.backend.to_host(self.logits), strict=True)]

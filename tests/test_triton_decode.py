@@ -187,9 +187,7 @@ def test_attention_of_many_rows_over_caches_of_different_lengths(rng, dtype, len
 @pytest.mark.parametrize("length", [1, 2, 64, 65, 149, 150])
 def test_attention_of_one_row_is_added_up_by_the_product_behind_it(rng, dtype, length, H, D):
     block, C, N = 150, H * D, 40
-    (q, q64), (cache, c64), (w, w64) = (
-        normal(rng, dtype, *shape) for shape in ((1, C), (1, block, 2 * C), (C, N))
-    )
+    (q, q64), (cache, c64), (w, w64) = (normal(rng, dtype, *shape) for shape in ((1, C), (1, block, 2 * C), (C, N)))
     cache[0, length:] = np.nan
     spans, lengths = decode.spans(block, TILES), device(np.array([length], np.int32))
     y, peaks, totals = poisoned(np.float32, H, spans, D), poisoned(np.float32, H, spans), poisoned(np.float32, H, spans)
@@ -298,8 +296,9 @@ def test_draws_are_those_of_stage_0_s_rule(rng, V, kind, temperature, top_k, top
         logits = np.round(logits)
         logits[logits == 0] *= rng.choice([-1, 1], (logits == 0).sum())  # -0.0 equals 0.0
     numbers = np.array([0, 0.5, np.nextafter(1, 0), *rng.random(B - 3)])
-    sequences, draw = sequences_of(rng, B, V, range(1, B + 1)), sampling.Draw(
-        empty, B, V, (B, 3), 0 < top_k < V, top_p < 1
+    sequences, draw = (
+        sequences_of(rng, B, V, range(1, B + 1)),
+        sampling.Draw(empty, B, V, (B, 3), 0 < top_k < V, top_p < 1),
     )
     draw.numbers[...], draw.top_k[...] = device(np.array([top_p, temperature])), top_k
     uniforms = np.full((B, 3), np.nan)

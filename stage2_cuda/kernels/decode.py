@@ -159,7 +159,7 @@ def last_rows(h, y, lengths):
 
 
 def windows(out, ids, lengths):
-    """out (B, block) = the last `block` of `lengths` (B) tokens, in order; token number i is in ids (B, block) at i mod block.
+    """out (B, block) = the last `block` of `lengths` (B) tokens in order, of which number i is in ids at i mod block.
 
     Where there are fewer, they come first, and what stands behind them does not matter.
     """
@@ -181,8 +181,8 @@ def go(kernel, grid, *arguments, tiles, **options):
 
 
 # -- what several kernels do -------------------------------------------------------------------------------------------
-# With OVERLAP a kernel lets the next one begin at once (gdc_launch_dependents), and what the kernels before have written
-# may be read, and what they have read be written, from gdc_wait on.
+# With OVERLAP a kernel lets the next one begin at once (gdc_launch_dependents). From gdc_wait on, what the kernels before
+# have written may be read, and what they have read be written.
 
 
 @triton.jit

@@ -72,7 +72,8 @@ class Draw:
         shape = B, self.tiles, 2, G
         self.whole, *self.partials = (empty(shape, "int64") for _ in range(3))
         self.states = [empty((B, FIELDS), "int64") for _ in range(2)]
-        self.numbers, self.top_k, self.uniforms = empty((2,), "float64"), empty((1,), "int64"), empty(uniforms, "float64")
+        self.numbers, self.top_k = empty((2,), "float64"), empty((1,), "int64")
+        self.uniforms = empty(uniforms, "float64")
         self.questions = [COUNT.value] * narrow_k + [NUCLEUS.value] * narrow_p + [DRAW.value]
 
     def take(self, sequences, logits, best):
