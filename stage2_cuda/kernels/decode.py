@@ -181,8 +181,8 @@ def go(kernel, grid, *arguments, tiles, **options):
 
 
 # -- what several kernels do -------------------------------------------------------------------------------------------
-# With OVERLAP a kernel lets the next one begin at once (gdc_launch_dependents). From gdc_wait on, what the kernels before
-# have written may be read, and what they have read be written.
+# With OVERLAP a kernel lets the next one begin at once (gdc_launch_dependents). From gdc_wait on, what the kernels
+# before have written may be read, and what they have read be written.
 
 
 @triton.jit
