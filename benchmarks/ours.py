@@ -97,7 +97,7 @@ class CudaSteps:
 
 
 class CudaTexts:
-    """Greedy continuations on one GPU: `texts(prompts (B, T), new) -> (ids (B, new), seconds to the first, seconds)`."""
+    """Greedy texts on one GPU: `texts(prompts (B, T), new) -> (ids (B, new), seconds to the first, seconds)`."""
 
     def __init__(self, config, batch, precision="bf16"):
         from stage2_cuda.cuda_backend import CudaBackend

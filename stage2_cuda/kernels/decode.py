@@ -47,7 +47,7 @@ class Tiles(NamedTuple):
     part_columns: int = 64
     keys: int = 64  # of a cache: a span of one program where there is one row, else a step
     wide: int = 32  # columns where there are many rows
-    deep: int = 128  # rows of a weight in a step of tl.dot
+    deep: int = 128  # rows of a weight in a step of tl.dot; half as many in fp32
     wide_vocabulary: int = 64
     overlap: bool = False
 
@@ -62,6 +62,11 @@ class Split(NamedTuple):
 def split(K, tiles):
     depth = min(256, 16 * triton.cdiv(K, 16 * tiles.parts))
     return Split(triton.cdiv(K, depth), depth)
+
+
+def step_of(tiles, w):
+    """Rows of a weight in a step of tl.dot: as many bytes in any precision."""
+    return tiles.deep * 2 // w.dtype.itemsize
 
 
 def spans(block, tiles):
@@ -100,7 +105,7 @@ def columns(y, cache, h, w, bias, lengths, block, kind, tiles, precision):
     """Many rows: y = f(h w + bias), h (B, K); the rest as for normed_columns."""
     (B, K), N = h.shape, w.shape[1]
     arguments = y, cache, h, w, bias, lengths, B, K, N, block
-    options = dict(KIND=kind, ROWS=padded(B), DEPTH=tiles.deep, COLUMNS=tiles.wide, PRECISION=precision)
+    options = dict(KIND=kind, ROWS=padded(B), DEPTH=step_of(tiles, w), COLUMNS=tiles.wide, PRECISION=precision)
     go(columns_kernel, (triton.cdiv(N, tiles.wide),), *arguments, tiles=tiles, num_stages=3, **options)
 
 
@@ -128,8 +133,9 @@ def partial_product(partials, x, w, tiles, precision, peaks=None, totals=None, l
     count = 0 if peaks is None else peaks.shape[1]
     arguments = partials, x, peaks, totals, w, lengths, B, K, N, depth
     options = dict(SIZE=head_size, SPAN=tiles.keys, SPANS=count, ROWS=padded(B))
-    options |= dict(DEPTH=triton.next_power_of_2(depth), COLUMNS=tiles.part_columns, PRECISION=precision)
-    go(partial_kernel, (triton.cdiv(N, tiles.part_columns), parts), *arguments, tiles=tiles, **options)
+    step = triton.next_power_of_2(depth) if B == 1 else step_of(tiles, w)
+    options |= dict(DEPTH=step, COLUMNS=tiles.part_columns, PRECISION=precision)
+    go(partial_kernel, (triton.cdiv(N, tiles.part_columns), parts), *arguments, tiles=tiles, num_stages=3, **options)
 
 
 def logits_tiles(V, B, tiles):
@@ -144,9 +150,10 @@ def unembed(logits, best, index, h, w, tiles, precision):
     """
     B, V = logits.shape
     K = h.shape[1]
-    rows = padded(B)
-    vocabulary, depth = (tiles.vocabulary, triton.next_power_of_2(K)) if B == 1 else (tiles.wide_vocabulary, tiles.deep)
-    options = dict(ROWS=rows, DEPTH=depth, COLUMNS=vocabulary, PRECISION=precision)
+    vocabulary, depth = tiles.wide_vocabulary, step_of(tiles, w)
+    if B == 1:
+        vocabulary, depth = tiles.vocabulary, triton.next_power_of_2(K)
+    options = dict(ROWS=padded(B), DEPTH=depth, COLUMNS=vocabulary, PRECISION=precision)
     grid = (best.shape[1],)
     go(unembed_kernel, grid, logits, best, index, h, w, B, K, V, best.shape[1], tiles=tiles, num_stages=3, **options)
 
@@ -173,7 +180,7 @@ def padded(B):
 
 def go(kernel, grid, *arguments, tiles, **options):
     """Launch with as many warps as the tile of weights asks for: 128 of its elements a thread."""
-    elements = options.get("WIDTH", options.get("DEPTH", 1)) * options.get("COLUMNS", 1)
+    elements = options.get("WIDTH", options.get("DEPTH", 1)) * options.get("COLUMNS", options.get("PARTS", 1))
     options["num_warps"] = min(16, max(4, elements // 4096))
     if tiles.overlap:
         options["launch_pdl"] = True
@@ -340,20 +347,29 @@ def partial_kernel(
     if OVERLAP:
         gdc_launch_dependents()
     part, n = tl.program_id(1), tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    k, row = part * depth + tl.arange(0, DEPTH), tl.arange(0, ROWS)
-    own = (tl.arange(0, DEPTH) < depth) & (k < K)
-    tile = tl.load(w + k[:, None] * N + n[None, :], own[:, None] & (n < N)[None, :], 0)
-    if OVERLAP:
-        gdc_wait()
-    if ROWS == 1:
+    row = tl.arange(0, ROWS)
+    if ROWS == 1:  # all of the share at once
+        k = part * depth + tl.arange(0, DEPTH)
+        own = (tl.arange(0, DEPTH) < depth) & (k < K)
+        tile = tl.load(w + k[:, None] * N + n[None, :], own[:, None] & (n < N)[None, :], 0)
+        if OVERLAP:
+            gdc_wait()
         if SPANS:
             h = over_spans(x, peaks, totals, k, own, SIZE, SPANS)
         else:
             h = tl.load(x + k, own, 0).to(tl.float32)
         value = tl.sum(h[:, None] * tile.to(tl.float32), 0)[None, :]
     else:
-        h = tl.load(x + row[:, None] * K + k[None, :], (row < rows)[:, None] & own[None, :], 0)
-        value = tl.dot(h, tile, input_precision=PRECISION)
+        if OVERLAP:
+            gdc_wait()
+        value = tl.zeros((ROWS, COLUMNS), tl.float32)
+        for first in tl.range(0, depth, DEPTH):
+            k = first + tl.arange(0, DEPTH)
+            own = (k < depth) & (part * depth + k < K)
+            k += part * depth
+            h = tl.load(x + row[:, None] * K + k[None, :], (row < rows)[:, None] & own[None, :], 0)
+            tile = tl.load(w + k[:, None] * N + n[None, :], own[:, None] & (n < N)[None, :], 0)
+            value = tl.dot(h, tile, value, input_precision=PRECISION)
     at = (part * rows + row)[:, None] * N + n[None, :]
     tl.store(partials + at, value, (row < rows)[:, None] & (n < N)[None, :])
 

@@ -24,6 +24,7 @@ from stage2_cuda.triton_driver import launch
 
 G, CUTS = 64, 6  # G^CUTS >= 2^32 keys
 TILE = 512  # tokens of one program
+SOME = tl.constexpr(16)  # thresholds, or tiles, that a program looks at together
 COUNT, NUCLEUS, DRAW = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # what is looked for: top_k, top_p, u
 UNIT = tl.constexpr(float(1 << 44))
 LOWEST_KEY, KEYS_END = tl.constexpr(-(1 << 31)), tl.constexpr(1 << 31)
@@ -80,8 +81,7 @@ class Draw:
         """Go on with a drawn token; best (B, tiles of their own): the largest logit of each tile."""
         B, V = logits.shape
         grid, peaks = (B, self.tiles), best.shape[1]
-        common = dict(G=G, TILES=triton.next_power_of_2(self.tiles), num_warps=4)
-        sizes = dict(common, TILE=TILE, PEAKS=triton.next_power_of_2(peaks))
+        sizes = dict(G=G, TILE=TILE, PEAKS=triton.next_power_of_2(peaks), num_warps=8)
         rule = self.numbers, self.top_k, self.uniforms, self.uniforms.shape[1], sequences.lengths
         launch(whole_kernel, grid, self.whole, logits, best, self.numbers, V, self.tiles, peaks, **sizes)
         before, old, new = None, 0, 1
@@ -94,7 +94,7 @@ class Draw:
                 )  # fmt: skip
                 before, old, new = question, new, old
         arguments = self.states[old], self.partials[old], logits, self.tiles
-        options = dict(sequences.options, **common, BLOCK=min(4096, triton.next_power_of_2(V)))
+        options = dict(sequences.options, G=G, BLOCK=min(4096, triton.next_power_of_2(V)))
         launch(drawn_kernel, (B,), *sequences.arguments(), *arguments, **options)
 
 
@@ -119,21 +119,25 @@ def add_masses(
     x = tl.load(logits + b.to(tl.int64) * V + v, v < V, float("-inf"))
     mass = (tl.exp((x.to(tl.float64) - peak) / tl.load(numbers + 1)) * UNIT + 0.5).to(tl.int64)
     mass = tl.where(v < V, mass, 0)
-    j = tl.arange(0, G)
-    threshold = low + (high - low) * j // G
-    above = (key_of(x).to(tl.int64)[:, None] >= threshold[None, :]) & (v < V)[:, None]  # (TILE, G)
-    at = partials + (b * tiles + tl.program_id(1)) * 2 * G + j
-    tl.store(at, tl.sum(tl.where(above, mass[:, None], 0), 0))
-    tl.store(at + G, tl.sum(above.to(tl.int64), 0))
+    key = tl.where(v < V, key_of(x).to(tl.int64), LOWEST_KEY - 1)
+    own = partials + (b * tiles + tl.program_id(1)) * 2 * G
+    for first in tl.range(0, G, SOME):  # all at once do not fit the registers
+        j = first + tl.arange(0, SOME)
+        above = key[:, None] >= (low + (high - low) * j // G)[None, :]  # (TILE, SOME)
+        tl.store(own + j, tl.sum(tl.where(above, mass[:, None], 0), 0))
+        tl.store(own + G + j, tl.sum(above.to(tl.int32), 0).to(tl.int64))
 
 
 @triton.jit
-def totals_above(partials, b, tiles, G: tl.constexpr, TILES: tl.constexpr):
+def totals_above(partials, b, tiles, G: tl.constexpr):
     """Of the whole vocabulary: masses (G) and counts (G) above the thresholds."""
-    t, j = tl.arange(0, TILES), tl.arange(0, G)
-    at = partials + (b * tiles + t)[:, None] * 2 * G + j[None, :]
-    here = (t < tiles)[:, None]
-    return tl.sum(tl.load(at, here, 0), 0), tl.sum(tl.load(at + G, here, 0), 0)
+    j, masses, counts = tl.arange(0, G), tl.zeros((SOME, G), tl.int64), tl.zeros((SOME, G), tl.int64)
+    for first in tl.range(0, tiles, SOME):
+        t = first + tl.arange(0, SOME)
+        at = partials + (b * tiles + t)[:, None] * 2 * G + j[None, :]
+        masses += tl.load(at, (t < tiles)[:, None], 0)
+        counts += tl.load(at + G, (t < tiles)[:, None], 0)
+    return tl.sum(masses, 0), tl.sum(counts, 0)
 
 
 @triton.jit
@@ -161,7 +165,7 @@ def from_state(state, b):
 @triton.jit
 def whole_kernel(
     whole, logits, best, numbers, V, tiles, peaks,
-    G: tl.constexpr, TILES: tl.constexpr, TILE: tl.constexpr, PEAKS: tl.constexpr,
+    G: tl.constexpr, TILE: tl.constexpr, PEAKS: tl.constexpr,
 ):  # fmt: skip
     """The first cut, of all keys."""
     low, high = tl.full((), LOWEST_KEY, tl.int64), tl.full((), KEYS_END, tl.int64)
@@ -173,16 +177,16 @@ def cut_kernel(
     state_out, partials_out, state_in, partials_in, whole, logits, best, numbers, top_k, uniforms, count, lengths,
     V, tiles, peaks,
     QUESTION: tl.constexpr, BEFORE: tl.constexpr, FIRST: tl.constexpr,
-    G: tl.constexpr, TILES: tl.constexpr, TILE: tl.constexpr, PEAKS: tl.constexpr,
+    G: tl.constexpr, TILE: tl.constexpr, PEAKS: tl.constexpr,
 ):  # fmt: skip
     """Find the part where the goal lies, by the last cut, and cut it again; with FIRST the question is a new one."""
     b = tl.program_id(0)
     if FIRST:
-        masses, counts = totals_above(whole, b, tiles, G, TILES)
+        masses, counts = totals_above(whole, b, tiles, G)
         total = tl.max(masses, 0)
         if BEFORE >= 0:  # what the question before has left
             low, high, mass_above, count_above, goal = from_state(state_in, b)
-            last_masses, last_counts = totals_above(partials_in, b, tiles, G, TILES)
+            last_masses, last_counts = totals_above(partials_in, b, tiles, G)
             _, _, mass, mass_above, equals, count_above = narrowed(
                 low, high, mass_above, count_above, last_masses, last_counts, goal, BEFORE == COUNT, G
             )
@@ -204,7 +208,7 @@ def cut_kernel(
         mass_above, count_above = tl.full((), 0, tl.int64), tl.full((), 0, tl.int64)
     else:
         low, high, mass_above, count_above, goal = from_state(state_in, b)
-        masses, counts = totals_above(partials_in, b, tiles, G, TILES)
+        masses, counts = totals_above(partials_in, b, tiles, G)
     low, high, mass, mass_above, equals, count_above = narrowed(
         low, high, mass_above, count_above, masses, counts, goal, QUESTION == COUNT, G
     )
@@ -256,11 +260,11 @@ def likeliest_kernel(
 @triton.jit
 def drawn_kernel(
     x, ids, tokens, lengths, wte, wpe, V, block, C, state, partials, logits, tiles,
-    WIDTH: tl.constexpr, G: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr, G: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     b = tl.program_id(0)
     low, high, mass_above, count_above, goal = from_state(state, b)
-    masses, counts = totals_above(partials, b, tiles, G, TILES)
+    masses, counts = totals_above(partials, b, tiles, G)
     key, _, mass, mass_above, equals, count_above = narrowed(
         low, high, mass_above, count_above, masses, counts, goal, False, G
     )
