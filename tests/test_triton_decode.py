@@ -292,13 +292,13 @@ DRAWS += [pytest.param(50257, kind, rule, marks=gpu) for kind in ("normal", "tie
 
 @pytest.mark.parametrize("V, kind, rule", DRAWS)
 def test_draws_are_those_of_stage_0_s_rule(rng, V, kind, rule):
-    B = 6  # draws, from other logits each, with numbers at both ends of [0, 1) and anywhere
+    B = 4  # draws, from other logits each, with numbers at both ends of [0, 1) and anywhere
     temperature, top_k, top_p = rule
     logits = (rng.standard_normal((B, V)) * 3).astype(np.float32)
     if kind == "ties":
         logits = np.round(logits)
         logits[logits == 0] *= rng.choice([-1, 1], (logits == 0).sum())  # -0.0 equals 0.0
-    numbers = np.array([0, 0.5, np.nextafter(1, 0), *rng.random(B - 3)])
+    numbers = np.array([0, np.nextafter(1, 0), *rng.random(B - 2)])
     sequences, draw = (
         sequences_of(rng, B, V, range(1, B + 1)),
         sampling.Draw(empty, B, V, (B, 3), 0 < top_k < V, top_p < 1),
