@@ -37,7 +37,7 @@ class Engine:
         self.model, self.queue, self.backend, self.batch, self.tiles = model, queue, backend, batch, tiles
         self.layers = [Layer(model.parameters, f"transformer.h.{layer}.") for layer in range(config.n_layer)]
         self.final = [model.parameters[f"transformer.ln_f.{name}"].data for name in ("weight", "bias")]
-        self.steps = {}  # {what a step does: the function, or its graph}
+        self.steps, self.pending = {}, deque()  # {what a step does: the function, or its graph}; tokens on their way
         with queue:
             self.allocate(config, backend.empty)
 
@@ -67,7 +67,9 @@ class Engine:
 
     def begin(self, prompts, rules):
         block = self.model.config.block_size
-        self.lengths, self.prompts, self.pending, self.count = [len(prompt) for prompt in prompts], prompts, deque(), 0
+        while self.pending:  # of a text that nobody has read to its end
+            self.tokens()
+        self.lengths, self.prompts, self.count = [len(prompt) for prompt in prompts], prompts, 0
         self.sliding = max(self.lengths) >= block  # after the next token at the latest, so nothing is worth caching
         self.rules, self.ahead = rules, AHEAD
         ids = np.zeros((self.batch, block), np.int32)
@@ -86,7 +88,7 @@ class Engine:
                 self.perform(self.whole, min(self.lengths) < self.model.config.block_size)
             elif self.count == 0:
                 self.prefill()
-                self.perform(self.nothing)
+                self.perform(self.unembed)
             else:
                 self.perform(self.cached)
             self.pending.append(self.queue.download(self.sequences.tokens))
@@ -156,36 +158,29 @@ class Engine:
 
     # -- logits of the next token --------------------------------------------------------------------------------------
 
-    def nothing(self):
-        """The logits are there already."""
-
     @no_grad()
     def prefill(self):
         """All positions of the prompts, shorter ones filled up behind their end, where no earlier position looks."""
         ids = np.zeros((self.batch, max(self.lengths)), np.int32)
         for row, prompt in zip(ids, self.prompts, strict=True):
             row[: len(prompt)] = prompt
-        together = min(self.lengths) == max(self.lengths)
-        self.unembed(self.model.trunk(self.backend.asarray(ids), self.cache_of_prefill, last_only=together))
+        equal = min(self.lengths) == max(self.lengths)
+        self.keep_last(self.model.trunk(self.backend.asarray(ids), self.cache_of_prefill, last_only=equal))
 
     @no_grad()
     def whole(self, mixed):
         """The last block_size positions of every sequence; with `mixed` some have fewer yet."""
         decode.windows(self.window, self.sequences.ids, self.sequences.lengths)
-        self.unembed(self.model.trunk(self.window, last_only=not mixed))
+        self.keep_last(self.model.trunk(self.window, last_only=not mixed))
+        self.unembed()
 
-    def unembed(self, y):
-        """Logits of the last position, from what the trunk gives: (B, 1, C), or (B, T, C) for lengths up to T."""
-        y, h = y.data, self.h
-        if y.shape[1] == 1:
-            h = y.reshape(h.shape)
-        else:
-            decode.last_rows(h, y, self.sequences.lengths)
-        self.logits_of(h)
+    def keep_last(self, y):
+        """h = the last position of each sequence in y (B, T, C), or of y (B, 1, C)."""
+        decode.last_rows(self.h, y.data, self.sequences.lengths)
 
-    def logits_of(self, h):
+    def unembed(self):
         head = self.model.head.data
-        decode.unembed(self.logits, self.best, self.index, h, head, self.tiles, self.backend.products)
+        decode.unembed(self.logits, self.best, self.index, self.h, head, self.tiles, self.backend.products)
 
     def cached(self):
         """The newest position of every sequence, whose embedding the choice of its token has left in sequences.x."""
@@ -199,7 +194,7 @@ class Engine:
             stream = self.normed_columns(self.g, None, stream, layer.ln_2, *layer.fc, decode.GELU.value)
             stream = self.partial_product(self.after_mlp, stream, self.g, *layer.fc_proj)
         decode.norm(self.h, None, stream, *self.final, self.model.config.layer_norm_epsilon, self.tiles)
-        self.logits_of(self.h)
+        self.unembed()
 
     def normed_columns(self, y, cache, stream, ln, w, bias, kind):
         """y = f(LN(stream) w + bias) -> the stream as one array, its partial sums added."""

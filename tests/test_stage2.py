@@ -120,7 +120,6 @@ ELSEWHERE = {
     "cross_entropy.backward_kernel": "a vocabulary that is divided over ranks: stage 3",
     "attention.cached_kernel": "layers that are divided over ranks: stage 3",
     "decode.columns_kernel": "texts that are continued together",
-    "decode.last_rows_kernel": "texts of different lengths that are continued together",
     "sampling.given_kernel": "a rule of the caller's own",
     "sampling.whole_kernel": "a draw",
     "sampling.cut_kernel": "a draw",
@@ -153,7 +152,7 @@ def test_every_kernel_is_launched_by_a_step_a_validation_and_a_generated_text(mo
     step = set(launched)
     trainer.evaluate(Windows(np.arange(UNTIED.block_size + 1), UNTIED.block_size))
     list(generate(trainer.model(), [1] * 15, 3))  # one by prefill, one over the cache, one by the whole window
-    generation = {"norm", "normed_columns", "attend", "partial", "unembed", "windows"}
+    generation = {"norm", "normed_columns", "attend", "partial", "unembed", "last_rows", "windows"}
     assert launched - step == {"cross_entropy.forward_kernel", "sampling.likeliest_kernel"} | {
         f"decode.{name}_kernel" for name in generation
     }
