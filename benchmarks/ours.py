@@ -7,6 +7,7 @@ import numpy as np
 
 from gpt2core.communicator import Solo
 from gpt2core.model import GPT2, initial_parameters
+from gpt2core.sampler import Greedy, generate_together
 from gpt2core.sampler import generate as continuation
 from gpt2core.trainer import Parallel, Trainer, plan
 from stage0_serial.numpy_backend import NumpyBackend
@@ -93,6 +94,29 @@ class CudaSteps:
     def memory(self):
         """{"held_bytes": what CuPy's pools held at most}: the state, and what the recorded step works in."""
         return {"held_bytes": self.backend.peak_memory()}
+
+
+class CudaTexts:
+    """Greedy texts on one GPU: `texts(prompts (B, T), new) -> (ids (B, new), seconds to the first, seconds)`."""
+
+    def __init__(self, config, batch, precision="bf16"):
+        from stage2_cuda.cuda_backend import CudaBackend
+
+        self.backend = CudaBackend(precision)
+        self.model = GPT2.of_arrays(config, dict(initial_parameters(config, 0)), self.backend)
+
+    def __call__(self, prompts, new):
+        started, ids, first = time.perf_counter(), [], None
+        for tokens in generate_together(self.model, prompts, new, [Greedy()] * len(prompts)):
+            ids.append(tokens)
+            first = first or time.perf_counter() - started
+        return np.transpose(ids), first, time.perf_counter() - started
+
+    def engine(self, batch, **constants):
+        """A decoder of its own, with other constants than decode.Tiles has."""
+        from stage2_cuda.engine import Engine
+
+        return Engine(self.model, batch, self.backend.queue, self.backend.tiles._replace(**constants))
 
 
 def make_generator(config, threads):

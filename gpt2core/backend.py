@@ -22,6 +22,7 @@ class Backend(ABC):
     uses_threads = True  # whether worker threads, a backend each, divide the batch among them
     scales_loss = False  # whether small gradients would vanish in `compute`: see optimizer.LossScale
     records = False  # whether compile_step() records: a step can then be run without, for debugging
+    decoder_batch = 1  # texts that are best continued together
 
     name: str
     precision: str  # the --precision it was made for
@@ -108,6 +109,10 @@ class Backend(ABC):
     def annotate(self):
         """Name spans and kernels on a profiler's time line from now on; raises ConfigError where there is none."""
         raise ConfigError(f"--nvtx has no meaning here: there is no time line of {self.name}, so leave the flag away")
+
+    def decoder(self, model, batch):
+        """What continues `batch` texts by `model` faster than sampler.Decoder, and has its methods; None: nothing."""
+        return None
 
     def peak_flops(self, precision):
         """Peak floating-point operations per second of this device, or None where it is not known."""

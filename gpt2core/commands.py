@@ -43,7 +43,7 @@ from gpt2core.ranks import (
 )
 from gpt2core.recipes import CORPUS, MODES, RESUMED, SHAPE, fill_defaults, positive, saved_arguments
 from gpt2core.runlog import RunLog, SilentLog
-from gpt2core.sampler import Together, chooser, generate
+from gpt2core.sampler import Together, chooser, generate, generate_together
 from gpt2core.tokenizer import Tokenizer, build_tokenizer
 from gpt2core.trainer import Parallel, Trainer, plan, run
 
@@ -175,10 +175,8 @@ def inference_command(make_backend, world, args):
             note = f"note: the prompt has {len(prompt)} tokens, the block {block}: its last {block} tokens are used"
             say(note, file=sys.stderr)
             prompt = prompt[-block:]
-        write_text(
-            model, tokenizer, prompt, args.max_new_tokens, Together(make_chooser(), world), args.stop, args.stream,
-            args.stats, say,
-        )  # fmt: skip
+        choose = make_chooser() if world.one_process else Together(make_chooser(), world)
+        write_text(model, tokenizer, prompt, args.max_new_tokens, choose, args.stop, args.stream, args.stats, say)
         return 0
 
 
@@ -473,20 +471,37 @@ def pieces(model, tokenizer, prompt, count, choose, stop):
     yield decoder.flush()
 
 
+def continuations(model, tokenizer, prompts, count, rules, stop):
+    """-> the texts that follow the prompts, each up to its `stop`, and the number of their tokens."""
+    decoders, texts, tokens = [tokenizer.stream() for _ in prompts], [""] * len(prompts), 0
+    going = range(len(prompts))
+    for chosen in generate_together(model, prompts, count, rules):
+        for number in going:
+            texts[number] += decoders[number].push(chosen[number])
+        tokens += len(going)
+        going = [number for number in going if not (stop and stop in texts[number])]
+        if not going:
+            break
+    return [text + decoder.flush() for text, decoder in zip(texts, decoders, strict=True)], tokens
+
+
 def write_batch(world, model, tokenizer, prompts, make_chooser, args):
     """Every rank continues its share of the prompts; the root prints them all, in their order.
 
-    Prompt number i draws with the seed --seed + i, so that no text depends on how many ranks there are.
+    As many are continued together as the backend likes. Prompt number i draws with the seed --seed + i, so that no
+    text depends on how many ranks there are.
     """
     world.barrier()
     start, mine, tokens = time.perf_counter(), [], 0
-    share = even_slices(len(prompts), world.size)[world.rank]
-    for number in range(share.start, share.stop):
-        written = list(
-            pieces(model, tokenizer, prompts[number], args.max_new_tokens, make_chooser(args.seed + number), args.stop)
+    share, batch = even_slices(len(prompts), world.size)[world.rank], model.head.backend.decoder_batch
+    for first in range(share.start, share.stop, batch):
+        numbers = range(first, min(first + batch, share.stop))
+        rules = [make_chooser(args.seed + number) for number in numbers]
+        texts, count = continuations(
+            model, tokenizer, prompts[numbers.start : numbers.stop], args.max_new_tokens, rules, args.stop
         )
-        mine.append("".join(written))
-        tokens += len(written) - 1
+        mine += texts
+        tokens += count
     texts = [text for share in world.all_gather_object(mine) for text in share]
     seconds, tokens = time.perf_counter() - start, int(world.all_reduce(np.array([tokens])).item())
     say = print if world.is_root else silent

@@ -137,6 +137,7 @@ class GPT2:
     def __init__(self, config, parameters, tensor_group=SOLO):
         self.config, self.parameters, self.group = config, parameters, tensor_group
         self.head = parameters["transformer.wte.weight" if config.tied else "lm_head.weight"]
+        self.decoders = {}  # {number of texts: idle decoders}, of sampler.py
 
     @classmethod
     def of_arrays(cls, config, arrays, backend, group=SOLO):

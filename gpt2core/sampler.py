@@ -2,6 +2,8 @@
 
 # B batch, t new positions, T positions so far, H heads of this rank, D width of a head, V vocabulary
 
+import contextlib
+
 import numpy as np
 
 from gpt2core.errors import ConfigError
@@ -37,26 +39,85 @@ def next_logits(model, ids, cache):
     return logits.numpy()[0, -1]
 
 
+class Decoder:
+    """What continues texts: this one with the kernels of training, one text after the other, chosen on the host.
+
+    A backend may bring another (Backend.decoder). Only the last block_size tokens are seen. While all of them fit the
+    block, each step computes one position and reads the others from the cache. Once the window slides, learned
+    positions move under every token and the cache is worthless: the window is computed again, for its last logits
+    alone. All ranks of a tensor group see the same logits, so they choose the same tokens by the same rule.
+    """
+
+    ahead = 0  # steps that may be under way while the tokens of an earlier one are being read
+
+    def __init__(self, model):
+        self.model = model
+
+    def begin(self, prompts, rules):
+        """Start anew, with up to block_size tokens of each text and the rule that chooses its next ones."""
+        self.texts, self.chosen = [Text(self.model, *each) for each in zip(prompts, rules, strict=True)], []
+
+    def step(self):
+        """Compute one more token for each text, or start to."""
+        self.chosen.append([text.step() for text in self.texts])
+
+    def tokens(self):
+        """The tokens of the first step whose tokens have not been read yet, one for each text."""
+        return self.chosen.pop(0)
+
+
+class Text:
+    """One text that Decoder continues."""
+
+    def __init__(self, model, prompt, choose):
+        self.model, self.choose, self.window = model, choose, prompt
+        self.restart()
+
+    def restart(self):
+        model = self.model
+        self.cache, self.fresh = KVCache(model.config, model.head.backend, group=model.group), self.window
+
+    def step(self):
+        block = self.model.config.block_size
+        if self.cache.length + len(self.fresh) > block:
+            self.restart()
+        token = self.choose(next_logits(self.model, self.fresh, self.cache))
+        self.window, self.fresh = (self.window + [token])[-block:], [token]
+        return token
+
+
 def generate(model, prompt, max_new_tokens, choose=None):
     """Yield up to `max_new_tokens` tokens after `prompt` (a sequence of tokens), one at a time; greedy by default.
 
-    Only the last block_size tokens are seen. While all of them fit the block, each step computes one position and
-    reads the others from the cache. Once the window slides, learned positions move under every token and the cache
-    is worthless: the window is computed again, for its last logits alone. All ranks of a tensor group see the same
-    logits, so they choose the same tokens by the same rule. Raises ConfigError for an empty prompt.
+    Raises ConfigError for an empty prompt.
     """
-    if not len(prompt):
-        raise ConfigError("the prompt is empty: generation continues at least 1 token")
-    choose = choose or Greedy()
-    block, backend = model.config.block_size, model.head.backend
-    window = [int(token) for token in prompt][-block:]
-    cache, fresh = KVCache(model.config, backend, group=model.group), window
-    for _ in range(max_new_tokens):
-        if cache.length + len(fresh) > block:
-            cache, fresh = KVCache(model.config, backend, group=model.group), window
-        token = choose(next_logits(model, fresh, cache))
+    for (token,) in generate_together(model, [prompt], max_new_tokens, [choose or Greedy()]):
         yield token
-        window, fresh = (window + [token])[-block:], [token]
+
+
+def generate_together(model, prompts, max_new_tokens, rules):
+    """The same for several prompts at once: yield lists of one token for each, which its own rule has chosen."""
+    if not all(len(prompt) for prompt in prompts):
+        raise ConfigError("the prompt is empty: generation continues at least 1 token")
+    block, started = model.config.block_size, 0
+    with idle_decoder(model, len(prompts)) as decoder:
+        decoder.begin([[int(token) for token in prompt[-block:]] for prompt in prompts], rules)
+        for number in range(max_new_tokens):
+            for _ in range(started, min(number + 1 + decoder.ahead, max_new_tokens)):
+                decoder.step()
+                started += 1
+            yield decoder.tokens()
+
+
+@contextlib.contextmanager
+def idle_decoder(model, batch):
+    """A decoder of `model` for that many texts, which nobody else uses meanwhile; it is kept for the next ones."""
+    idle = model.decoders.setdefault(batch, [])
+    decoder = idle.pop() if idle else model.head.backend.decoder(model, batch) or Decoder(model)
+    try:
+        yield decoder
+    finally:
+        idle.append(decoder)
 
 
 class Greedy:

@@ -3,17 +3,19 @@
 # B batch, T time, C channels, H heads, D = C // H, V vocabulary, K columns, N = B*T rows
 
 import contextlib
+import functools
 
 import numpy as np
 
 from gpt2core.arena import BLOCK as ARENA_BLOCK
 from gpt2core.backend import Backend
 from gpt2core.errors import ConfigError
-from stage2_cuda import memory, nvtx, triton_driver
+from stage2_cuda import engine, memory, nvtx, triton_driver
 from stage2_cuda.graph import Recorded
 from stage2_cuda.kernels import adamw, column_sums, cross_entropy, embedding, gelu, layernorm, losses
 from stage2_cuda.kernels import attention as flash
 from stage2_cuda.kernels.cast import cast, scale_in_place
+from stage2_cuda.kernels.decode import ROWS, Tiles
 from stage2_cuda.mailbox import Mailbox
 from stage2_cuda.memory import ALIGNED, LOGITS
 from stage2_cuda.peak_flops import peak_flops
@@ -36,6 +38,8 @@ class CudaBackend(Backend):
 
     deterministic = False
     uses_threads = False
+    decoder_batch = ROWS
+    tiles = Tiles()  # of the engine's kernels
 
     def __init__(self, precision="fp32", deterministic=True):
         if precision not in PRECISIONS:
@@ -434,6 +438,16 @@ class CudaBackend(Backend):
         """Return when the device has done all that it was given."""
         if self.records:
             self.xp.cuda.runtime.deviceSynchronize()
+
+    # -- generation ----------------------------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def queue(self):
+        """The order of all that generation launches and copies; one, because the products share a workspace."""
+        return engine.Queue(self.xp) if self.records else engine.Eager()
+
+    def decoder(self, model, batch):
+        return engine.Engine(model, batch, self.queue, self.tiles) if engine.fits(model, batch) else None
 
     def annotate(self):
         if not self.records:

@@ -12,7 +12,7 @@ from numpy.testing import assert_allclose
 
 from gpt2core.errors import ConfigError
 from gpt2core.model import GPT2, GPT2Config, parameter_shapes
-from gpt2core.sampler import Greedy, Sampling, chooser, generate
+from gpt2core.sampler import Greedy, Sampling, chooser, generate, generate_together
 from gpt2core.tensor import Tensor, is_recording, no_grad
 from stage0_serial.numpy_backend import NumpyBackend
 
@@ -136,6 +136,45 @@ def test_an_empty_prompt_is_refused(rng, prompt):
 
 def test_no_new_tokens_are_no_tokens(rng):
     assert list(generate(random_model(rng), [1], 0)) == []
+
+
+# -- several texts, and a backend's own way to continue them --------------------------------------------------
+
+
+def test_texts_are_continued_together_as_each_by_itself(rng):
+    model, prompts = random_model(rng), [rng.integers(0, 43, length) for length in (3, 1, BLOCK, 20)]
+    steps = list(generate_together(model, prompts, 15, [Sampling(seed=seed) for seed in range(4)]))
+    alone = [list(generate(model, prompt, 15, Sampling(seed=seed))) for seed, prompt in enumerate(prompts)]
+    assert [list(text) for text in zip(*steps, strict=True)] == alone
+
+
+class Ahead:
+    """A decoder that counts; two steps may be under way before the first one's tokens are read."""
+
+    ahead = 2
+
+    def begin(self, prompts, rules):
+        self.prompts, self.steps, self.read = prompts, 0, 0
+
+    def step(self):
+        self.steps += 1
+
+    def tokens(self):
+        self.read += 1
+        return [self.read]
+
+
+def test_a_backend_s_decoder_is_asked_for_no_step_too_many_and_kept_for_the_next_text(rng):
+    model, made = random_model(rng), []
+    model.head.backend.decoder = lambda model, batch: made.append((batch, Ahead())) or made[-1][1]
+    stream = generate(model, [40] * 2 * BLOCK, 4)
+    under_way = [(token, made[0][1].steps) for token in stream]
+    assert under_way == [(1, 3), (2, 4), (3, 4), (4, 4)]
+    assert made[0][0] == 1 and made[0][1].prompts == [[40] * BLOCK]
+    assert list(generate(model, [1], 2)) == [1, 2] and len(made) == 1
+    first, second = (generate(model, [1], 2) for _ in range(2))
+    next(first), next(second)  # at the same time: two decoders
+    assert len(made) == 2
 
 
 # -- which tokens may be drawn -------------------------------------------------------------------------------

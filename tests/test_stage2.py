@@ -139,13 +139,19 @@ def test_the_validation_loss_is_stage_0_s():
 
 # -- which kernels ----------------------------------------------------------------------------------------------------
 
-# Those that neither a step nor a validation nor a generated token of fp32 launches, and who needs them.
+# Those that neither a step nor a validation nor a text of fp32 launches, and who needs them.
 ELSEWHERE = {
     "attention.both_kernel": "16 bits, T up to 256: dq, dk and dv in one launch",
     "cast.cast_kernel": "16 bits: the copy of the parameters that kernels read, when they are loaded",
     "cast.scale_kernel": "a gradient of the loss that is not 1",
     "losses.add_kernel": "more than 4096 rows",
     "cross_entropy.backward_kernel": "a vocabulary that is divided over ranks: stage 3",
+    "attention.cached_kernel": "layers that are divided over ranks: stage 3",
+    "decode.columns_kernel": "texts that are continued together",
+    "sampling.given_kernel": "a rule of the caller's own",
+    "sampling.whole_kernel": "a draw",
+    "sampling.cut_kernel": "a draw",
+    "sampling.drawn_kernel": "a draw",
 }
 
 
@@ -161,8 +167,11 @@ def test_every_kernel_is_launched_by_a_step_a_validation_and_a_generated_token(m
     losses_of(trainer, 1)
     step = set(launched)
     trainer.evaluate(Windows(np.arange(UNTIED.block_size + 1), UNTIED.block_size))
-    list(generate(trainer.model(), [1, 2, 3], 1))
-    assert launched - step == {"cross_entropy.forward_kernel", "attention.cached_kernel"}
+    list(generate(trainer.model(), [1] * 15, 3))  # one by prefill, one over the cache, one by the whole window
+    generation = {"norm", "normed_columns", "attend", "partial", "unembed", "last_rows", "windows"}
+    assert launched - step == {"cross_entropy.forward_kernel", "sampling.likeliest_kernel"} | {
+        f"decode.{name}_kernel" for name in generation
+    }
     assert set(all_kernels()) - launched == ELSEWHERE.keys()
 
 

@@ -1,0 +1,135 @@
+"""The GPU's peer in generation: plain PyTorch with a static KV cache, eager, compiled, or with each step one graph."""
+
+import time
+
+import torch
+import torch.nn.functional as F
+
+from benchmarks.peers import torch_gpt2
+
+# B batch, T new positions, C channels, H heads, D = C // H, V vocabulary
+
+KINDS = ("eager", "compiled", "overhead", "graph")
+TYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16}
+
+
+class Attention(torch_gpt2.Attention):
+    """Over a cache of fixed size, whose unused positions are masked: every step has the same shapes."""
+
+    def forward(self, x, caches, positions):
+        B, T, C = x.shape
+        q, k, v = (part.view(B, T, self.n_head, -1).transpose(1, 2) for part in self.c_attn(x).split(C, dim=2))
+        if caches is None:
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        else:
+            keys, values = caches
+            keys.index_copy_(2, positions, k)
+            values.index_copy_(2, positions, v)
+            seen = torch.arange(keys.shape[2], device=x.device)[None, :] <= positions[:, None]  # (T, block)
+            y = F.scaled_dot_product_attention(q, keys, values, attn_mask=seen)
+        return self.c_proj(y.transpose(1, 2).reshape(B, T, C))
+
+
+class CachedGPT2(torch_gpt2.TorchGPT2):
+    """`forward(ids (B, T), positions (T), cached)` gives the likeliest token after the last position (B, 1)."""
+
+    def __init__(self, config, batch):
+        super().__init__(config)
+        for block in self.h:
+            block.attn = Attention(config)
+        self.apply(self._initialise)
+        shape = config.n_layer, 2, batch, config.n_head, config.block_size, config.n_embd // config.n_head
+        self.register_buffer("caches", torch.zeros(shape), persistent=False)
+
+    def forward(self, ids, positions, cached=True):
+        x = self.wte(ids) + self.wpe(positions)  # (B, T, C)
+        for layer, block in enumerate(self.h):
+            x = x + block.attn(block.ln_1(x), self.caches[layer] if cached else None, positions)
+            x = x + block.c_proj(F.gelu(block.c_fc(block.ln_2(x)), approximate="tanh"))
+        return self.lm_head(self.ln_f(x[:, -1:]))[:, -1].float().argmax(-1, keepdim=True)
+
+
+class CudaTexts:
+    """Greedy continuations: `texts(prompts, new) -> (ids (B, new), seconds to the first token, seconds)`.
+
+    prompts: a NumPy int64 array (B, T). kind: "eager"; "compiled"; "overhead" (torch.compile's own CUDA graphs);
+    "graph": each step, choice of the token included, is captured once by hand and replayed. Only the first and the last
+    token are waited for. Once the block is full every token recomputes the window, as learned positions ask for.
+    """
+
+    def __init__(self, config, batch, precision="bf16", kind="graph", device="cuda"):
+        if kind not in KINDS:
+            raise ValueError(f"kind={kind!r} is none of {KINDS}")
+        torch.manual_seed(0)
+        torch.set_float32_matmul_precision("highest" if precision == "fp32" else "high")  # high: TF32
+        self.device, self.kind, self.block = device, kind, config.block_size
+        self.model = CachedGPT2(config, batch).eval().to(device, TYPES[precision])
+        mode = "reduce-overhead" if kind == "overhead" else None
+        self.forward = self.model if kind == "eager" else torch.compile(self.model, mode=mode, dynamic=False)
+        self.token = torch.zeros(batch, 1, dtype=torch.long, device=device)
+        self.position = torch.zeros(1, dtype=torch.long, device=device)
+        self.window = torch.zeros(batch, self.block, dtype=torch.long, device=device)
+        self.every = torch.arange(self.block, device=device)
+        self.graphs = {}
+
+    def call(self, *arguments):
+        """One token, in memory of its own: a graph of torch.compile's overwrites its result."""
+        if self.kind != "overhead":
+            return self.forward(*arguments)
+        torch.compiler.cudagraph_mark_step_begin()
+        return self.forward(*arguments).clone()
+
+    def cached(self):
+        self.token.copy_(self.call(self.token, self.position))
+        self.position += 1
+
+    def whole(self):
+        self.token.copy_(self.call(self.window, self.every, False))
+        self.slide()
+
+    def slide(self):
+        self.window.copy_(torch.cat([self.window[:, 1:], self.token], 1))
+
+    def step(self, function):
+        """function(), captured at its first call where that is asked for."""
+        if self.kind != "graph":
+            return function()
+        if function not in self.graphs:
+            state = [each.clone() for each in (self.token, self.position, self.window)]
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                for _ in range(3):
+                    function()
+            torch.cuda.current_stream().wait_stream(stream)
+            self.graphs[function] = torch.cuda.CUDAGraph()
+            for each, value in zip((self.token, self.position, self.window), state, strict=True):
+                each.copy_(value)  # positions beyond the block are none
+            with torch.cuda.graph(self.graphs[function]):
+                function()
+            for each, value in zip((self.token, self.position, self.window), state, strict=True):
+                each.copy_(value)
+        self.graphs[function].replay()
+
+    @torch.no_grad()
+    def __call__(self, prompts, new):
+        started = time.perf_counter()
+        prompts = torch.from_numpy(prompts).to(self.device)
+        T, ids = prompts.shape[1], []
+        self.window[:, -T:] = prompts
+        for number in range(new):
+            if T + number >= self.block:
+                if number and T + number == self.block:
+                    self.window.copy_(torch.cat([prompts, *ids], 1))
+                self.step(self.whole)
+            elif number == 0:
+                self.token.copy_(self.model(prompts, self.every[:T]))  # as it is: prompts have all lengths
+                self.position.fill_(T)
+            else:
+                self.step(self.cached)
+            ids.append(self.token.clone())
+            if number == 0:
+                ids[0].cpu()
+                first = time.perf_counter() - started
+        ids = torch.cat(ids, 1).cpu()
+        return ids.numpy(), first, time.perf_counter() - started

@@ -1,0 +1,339 @@
+"""Generation without autograd: the cache, the step and the choice of a token stay on the GPU; the host reads along.
+
+A step is one CUDA graph. Its length, its tokens and its random numbers are read from device memory, so the graph that
+was recorded once serves every step, and the next one may be launched before anybody has read the token of this one.
+In Triton's interpreter the same launches are made one by one.
+
+There are two kinds of step. `cached` computes one position of each sequence, over a cache of keys and values that
+prefill has filled with the kernels of training. Once the longest sequence fills the block, the window slides, and
+`whole` computes the last block_size positions of all sequences again, as stage 0 does.
+"""
+
+# B sequences, T positions, C channels, H heads, V vocabulary; k and v of a layer are cached as (B, block, 2C)
+
+import contextlib
+from collections import deque
+
+import numpy as np
+
+from gpt2core.sampler import Greedy, Sampling
+from gpt2core.tensor import Tensor, no_grad
+from stage2_cuda.kernels import decode, sampling
+
+AHEAD = 4  # steps under way beyond the one whose tokens are read next
+UNIFORMS = 256  # random numbers that are brought to the device at once, for each sequence
+
+
+class Engine:
+    """Continues `batch` sequences by one model: what sampler.Decoder does, with its methods.
+
+    model: a whole GPT2 on CudaBackend, whose parameters are read where they are; queue: a Queue or Eager; tiles:
+    decode.Tiles. Sequences may be of different lengths. Rules that are all Greedy(), or all Sampling() of the same
+    options, choose on the device; any other rule gets its logits on the host, and the host waits.
+    """
+
+    def __init__(self, model, batch, queue, tiles):
+        config, backend = model.config, model.head.backend
+        self.model, self.queue, self.backend, self.batch, self.tiles = model, queue, backend, batch, tiles
+        self.layers = [Layer(model.parameters, f"transformer.h.{layer}.") for layer in range(config.n_layer)]
+        self.final = [model.parameters[f"transformer.ln_f.{name}"].data for name in ("weight", "bias")]
+        self.steps, self.pending = {}, deque()  # {what a step does: the function, or its graph}; tokens on their way
+        with queue:
+            self.allocate(config, backend.empty)
+
+    def allocate(self, config, empty):
+        B, C, H, V, block = self.batch, config.n_embd, config.n_head, config.vocab_size, config.block_size
+        wte, wpe = (self.model.parameters[f"transformer.{name}.weight"].data for name in ("wte", "wpe"))
+        kind, tiles = wte.dtype, self.tiles
+        self.sequences = sampling.Sequences(empty, B, C, block, wte, wpe)
+        self.cache = [empty((B, block, 2 * C), kind) for _ in self.layers]
+        self.cache_of_prefill = Filling(self.cache)
+        self.stream = [empty((B, C), "float32") for _ in range(2)]
+        self.h, self.q, self.g = empty((B, C), kind), empty((B, C), kind), empty((B, 4 * C), kind)
+        self.after_attention, self.after_mlp = (
+            empty((decode.split(K, tiles).parts, B, C), "float32") for K in (C, 4 * C)
+        )
+        self.y, self.peaks, self.totals = empty((B, C), kind), None, None
+        if B == 1:
+            spans = decode.spans(block, tiles)
+            self.y = empty((H, spans, C // H), "float32")
+            self.peaks, self.totals = empty((H, spans), "float32"), empty((H, spans), "float32")
+        self.logits, count = empty((B, V), "float32"), decode.logits_tiles(V, B, tiles)
+        self.best, self.index = empty((B, count), "float32"), empty((B, count), "int32")
+        self.window = empty((B, block), "int32")
+        self.draws = {}
+
+    # -- what generate() calls -----------------------------------------------------------------------------------------
+
+    def begin(self, prompts, rules):
+        block = self.model.config.block_size
+        while self.pending:  # of a text that nobody has read to its end
+            self.tokens()
+        self.lengths, self.prompts, self.count = [len(prompt) for prompt in prompts], prompts, 0
+        self.sliding = max(self.lengths) >= block  # after the next token at the latest, so nothing is worth caching
+        self.rules, self.ahead = rules, AHEAD
+        ids = np.zeros((self.batch, block), np.int32)
+        for row, prompt in zip(ids, prompts, strict=True):
+            row[: len(prompt)] = prompt
+        with self.queue:
+            self.queue.upload(self.sequences.ids, ids)
+            self.queue.upload(self.sequences.lengths, np.array(self.lengths, np.int32))
+            self.choose = self.choice(rules)
+
+    def step(self):
+        with self.queue:
+            if max(self.lengths) > self.model.config.block_size:
+                self.sliding = True
+            if self.sliding:
+                self.perform(self.whole, min(self.lengths) < self.model.config.block_size)
+            elif self.count == 0:
+                self.prefill()
+                self.perform(self.unembed)
+            else:
+                self.perform(self.cached)
+            self.pending.append(self.queue.download(self.sequences.tokens))
+        self.lengths = [length + 1 for length in self.lengths]
+        self.count += 1
+
+    def tokens(self):
+        return self.pending.popleft()().tolist()
+
+    # -- which token ---------------------------------------------------------------------------------------------------
+
+    def choice(self, rules):
+        """The function that follows the logits of a step, for these rules."""
+        if all(type(rule) is Greedy for rule in rules):
+            return self.likeliest
+        options = {(rule.temperature, rule.top_k, rule.top_p) for rule in rules if type(rule) is Sampling}
+        if len(options) != 1 or not all(type(rule) is Sampling for rule in rules):
+            self.ahead = 0
+            return self.given
+        temperature, top_k, top_p = options.pop()
+        B, V = self.logits.shape
+        narrowing = 0 < top_k < V, top_p < 1
+        if narrowing not in self.draws:
+            draw = sampling.Draw(self.backend.empty, B, V, (B, UNIFORMS), *narrowing)
+            self.draws[narrowing] = lambda: draw.take(self.sequences, self.logits, self.best), draw
+        drawn, self.draw = self.draws[narrowing]
+        self.queue.upload(self.draw.numbers, np.array([top_p, temperature]))
+        self.queue.upload(self.draw.top_k, np.array([min(top_k, V)]))
+        return drawn
+
+    def likeliest(self):
+        sampling.take_likeliest(self.sequences, self.best, self.index)
+
+    def given(self):
+        sampling.take_given(self.sequences)
+
+    def perform(self, compute, *arguments):
+        """Logits by compute(*arguments), then a token each: recorded together where the device chooses."""
+        if self.choose == self.given:
+            self.recorded(compute, *arguments)
+            tokens = [rule(logits) for rule, logits in zip(self.rules, self.backend.to_host(self.logits), strict=True)]
+            self.queue.upload(self.sequences.tokens, np.array(tokens, np.int32))
+            self.given()
+            return
+        if self.choose != self.likeliest and self.count % UNIFORMS == 0:
+            self.bring_uniforms()
+        self.recorded(compute, *arguments, then=self.choose)
+
+    def recorded(self, compute, *arguments, then=None):
+        key = compute, arguments, then
+        if key not in self.steps:
+
+            def step():
+                compute(*arguments)
+                if then is not None:
+                    then()
+
+            self.steps[key] = self.queue.record(step)
+        self.steps[key]()
+
+    def bring_uniforms(self):
+        """The next UNIFORMS numbers of each rule's generator, where a sequence of its length looks for them."""
+        uniforms = np.empty((self.batch, UNIFORMS))
+        for row, rule, length in zip(uniforms, self.rules, self.lengths, strict=True):
+            row[(length + np.arange(UNIFORMS)) % UNIFORMS] = [rule.random.random() for _ in range(UNIFORMS)]
+        self.queue.upload(self.draw.uniforms, uniforms)
+
+    # -- logits of the next token --------------------------------------------------------------------------------------
+
+    @no_grad()
+    def prefill(self):
+        """All positions of the prompts, shorter ones filled up behind their end, where no earlier position looks."""
+        ids = np.zeros((self.batch, max(self.lengths)), np.int32)
+        for row, prompt in zip(ids, self.prompts, strict=True):
+            row[: len(prompt)] = prompt
+        equal = min(self.lengths) == max(self.lengths)
+        self.keep_last(self.model.trunk(self.backend.asarray(ids), self.cache_of_prefill, last_only=equal))
+
+    @no_grad()
+    def whole(self, mixed):
+        """The last block_size positions of every sequence; with `mixed` some have fewer yet."""
+        decode.windows(self.window, self.sequences.ids, self.sequences.lengths)
+        self.keep_last(self.model.trunk(self.window, last_only=not mixed))
+        self.unembed()
+
+    def keep_last(self, y):
+        """h = the last position of each sequence in y (B, T, C), or of y (B, 1, C)."""
+        decode.last_rows(self.h, y.data, self.sequences.lengths)
+
+    def unembed(self):
+        head = self.model.head.data
+        decode.unembed(self.logits, self.best, self.index, self.h, head, self.tiles, self.backend.dot)
+
+    def cached(self):
+        """The newest position of every sequence, whose embedding the choice of its token has left in sequences.x."""
+        stream = self.sequences.x, None, None
+        for layer, cache in zip(self.layers, self.cache, strict=True):
+            stream = self.normed_columns(self.q, cache, stream, layer.ln_1, *layer.qkv, decode.QKV.value)
+            lengths, spans = self.sequences.lengths, (self.peaks, self.totals)
+            n_head = self.model.config.n_head
+            decode.attend(self.y, *spans, self.q, cache, lengths, n_head, self.tiles)
+            stream = self.partial_product(self.after_attention, stream, self.y, *layer.proj, spans)
+            stream = self.normed_columns(self.g, None, stream, layer.ln_2, *layer.fc, decode.GELU.value)
+            stream = self.partial_product(self.after_mlp, stream, self.g, *layer.fc_proj)
+        decode.norm(self.h, None, stream, *self.final, self.model.config.layer_norm_epsilon, self.tiles)
+        self.unembed()
+
+    def normed_columns(self, y, cache, stream, ln, w, bias, kind):
+        """y = f(LN(stream) w + bias) -> the stream as one array, its partial sums added."""
+        config, lengths = self.model.config, self.sequences.lengths
+        s = stream[0]
+        if stream[1] is not None:  # into the array that nobody reads any more
+            s = next(each for each in self.stream if each is not stream[0])
+        rest = lengths, config.block_size
+        if self.batch == 1:
+            left = None if s is stream[0] else s
+            decode.normed_columns(
+                y, cache, left, stream, *ln, w, bias, *rest, config.layer_norm_epsilon, kind, self.tiles
+            )  # fmt: skip
+        else:
+            decode.norm(self.h, s, stream, *ln, config.layer_norm_epsilon, self.tiles)
+            decode.columns(y, cache, self.h, w, bias, *rest, kind, self.tiles, self.backend.dot)
+        return s, None, None
+
+    def partial_product(self, partials, stream, x, w, bias, spans=(None, None)):
+        """-> the stream, to which x w + bias is to be added."""
+        config, lengths = self.model.config, self.sequences.lengths
+        options = dict(zip(("peaks", "totals"), spans, strict=True))
+        options |= dict(lengths=lengths, head_size=config.n_embd // config.n_head)
+        decode.partial_product(partials, x, w, self.tiles, self.backend.dot, **options)
+        return stream[0], partials, bias
+
+
+class Layer:
+    """The arrays of one layer, as the kernels take them."""
+
+    def __init__(self, parameters, name):
+        def pair(of):
+            return [parameters[f"{name}{of}.{kind}"].data for kind in ("weight", "bias")]
+
+        self.ln_1, self.ln_2 = pair("ln_1"), pair("ln_2")
+        self.qkv, self.proj = pair("attn.c_attn"), pair("attn.c_proj")
+        self.fc, self.fc_proj = pair("mlp.c_fc"), pair("mlp.c_proj")
+
+
+class Filling:
+    """In the place of a KVCache: flash attention over the prompts, whose keys and values are kept."""
+
+    length = 0  # positions held before
+
+    def __init__(self, cache):
+        self.cache = cache
+
+    def attend(self, qkv, layer, n_head):
+        _, T, columns = qkv.shape
+        self.cache[layer][:, :T] = qkv.data[:, :, columns // 3 :]
+        y, _ = qkv.backend.attention_forward(qkv.data, n_head)
+        return Tensor(y, qkv.backend)
+
+
+# -- in which order ----------------------------------------------------------------------------------------------------
+
+
+class Eager(contextlib.nullcontext):
+    """The interpreter's queue: everything at once."""
+
+    def record(self, function):
+        return function
+
+    def upload(self, array, values):
+        array[...] = values
+
+    def download(self, array):
+        """-> a function that returns what `array` holds now, as a NumPy array."""
+        values = array.copy()
+        return lambda: values
+
+
+class Queue:
+    """A CUDA stream on which everything happens in order; the host waits for nothing but what it reads.
+
+    `with queue:` puts launches, copies and memory on it.
+    """
+
+    def __init__(self, cupy):
+        self.cupy, self.stream = cupy, cupy.cuda.Stream(non_blocking=True)
+        self.slots = {}  # pinned memory that nobody reads, by its size
+
+    def __enter__(self):
+        self.cupy.cuda.get_current_stream().synchronize()  # what the caller has computed is there
+        self.outer = self.stream.__enter__()
+
+    def __exit__(self, *error):
+        self.stream.__exit__(*error)
+
+    def record(self, function):
+        return Replayed(self.cupy, self.stream, function)
+
+    def upload(self, array, values):
+        array.set(np.ascontiguousarray(values, array.dtype), stream=self.stream)
+
+    def download(self, array):
+        """-> a function that returns what `array` holds now, as a NumPy array, once it is here."""
+        idle = self.slots.setdefault(array.nbytes, [])
+        slot = idle.pop() if idle else self.cupy.cuda.alloc_pinned_memory(array.nbytes)
+        to_host = self.cupy.cuda.runtime.memcpyDeviceToHost
+        self.cupy.cuda.runtime.memcpyAsync(slot.ptr, array.data.ptr, array.nbytes, to_host, self.stream.ptr)
+        arrived = self.stream.record()
+
+        def wait():
+            arrived.synchronize()
+            values = np.frombuffer(slot, array.dtype, array.size).reshape(array.shape).copy()
+            idle.append(slot)
+            return values
+
+        return wait
+
+
+class Replayed:
+    """`function()` of fixed memory on a stream: run at first, recorded at the second call, replayed from then on.
+
+    Unlike graph.Recorded it waits for nothing, so that many calls may be under way.
+    """
+
+    def __init__(self, cupy, stream, function):
+        self.cupy, self.stream, self.function, self.graph, self.calls = cupy, stream, function, None, 0
+        self.pool = cupy.cuda.MemoryPool()  # of what is allocated while it is recorded
+
+    def __call__(self):
+        self.calls += 1
+        if self.calls == 1:  # compiles kernels and chooses algorithms, which cannot be recorded
+            return self.function()
+        if self.graph is None:
+            with self.cupy.cuda.using_allocator(self.pool.malloc):
+                self.stream.begin_capture(self.cupy.cuda.runtime.streamCaptureModeRelaxed)
+                try:
+                    self.function()
+                except BaseException:
+                    with contextlib.suppress(self.cupy.cuda.runtime.CUDARuntimeError):  # the cause is on its way
+                        self.stream.end_capture()
+                    raise
+                self.graph = self.stream.end_capture()
+        self.graph.launch(self.stream)
+
+
+def fits(model, batch):
+    """Whether an Engine can continue so many texts by this model: its weights must be whole, not a rank's shard."""
+    return model.head.shape[0] == model.config.vocab_size and batch <= decode.ROWS

@@ -1,0 +1,314 @@
+"""The kernels of generation against NumPy in float64, and draws against stage 0's rule; interpreted without a GPU."""
+
+# B sequences, C channels, H heads, D head size, V vocabulary, K and N rows and columns of a weight
+
+import math
+import secrets
+
+import numpy as np
+import pytest
+from numpy.testing import assert_array_equal
+
+pytest.importorskip("triton")
+
+from gpt2core.sampler import Greedy, Sampling
+from stage0_serial.numpy_backend import NumpyBackend
+from stage2_cuda.kernels import decode, sampling
+from stage2_cuda.triton_driver import array_module, interpreted
+
+gpu = pytest.mark.gpu
+pytestmark = [] if interpreted() else [gpu]  # where there is a GPU, all of this is about it
+EPS = 1e-5
+STORE, GELU, QKV = (kind.value for kind in (decode.STORE, decode.GELU, decode.QKV))
+# Relative norm against float64. fp32: a few roundings of 6e-8, grown by the square root of the terms of a sum; 16 bits:
+# the rounding of the result.
+TOLERANCE = {"float32": 1e-5, "float16": 1e-3, "bfloat16": 1e-2}
+PRECISION = "tf32x3"  # of fp32 products: the one that keeps their bound
+# few programs, as the interpreter takes 10 ms for each; on a GPU what is used there
+TILES = decode.Tiles(256, 256, part_columns=256, wide=256) if interpreted() else decode.Tiles()
+WIDTHS = [32, 48, 384, 768, 1600]
+
+
+@pytest.fixture
+def rng():
+    seed = secrets.randbits(32)
+    print(f"seed {seed}")
+    return np.random.default_rng(seed)
+
+
+@pytest.fixture(params=["float32", *(pytest.param(name, marks=gpu) for name in ("float16", "bfloat16"))])
+def dtype(request):
+    """The weights' type; the interpreter gets bf16 wrong, and is too slow for all of this twice."""
+    if request.param == "bfloat16":
+        return np.dtype(pytest.importorskip("ml_dtypes").bfloat16)
+    return np.dtype(request.param)
+
+
+def device(array):
+    return array_module().asarray(array)
+
+
+def host(array):
+    array = array if isinstance(array, np.ndarray) else array.get()
+    return array.astype(np.float64) if array.dtype.kind not in "iu" else array
+
+
+def normal(rng, dtype, *shape, scale=1.0):
+    """A random array on the device, and the same numbers in float64."""
+    array = (rng.standard_normal(shape) * scale).astype(dtype)
+    return device(array), array.astype(np.float64)
+
+
+def poisoned(dtype, *shape):
+    dtype = np.dtype(dtype)
+    return array_module().full(shape, np.nan if dtype.kind not in "iu" else -7, dtype)
+
+
+def near(got, want, dtype="float32"):
+    """norm(got - want) <= tolerance * norm(want), which no NaN passes."""
+    got = host(got)
+    assert got.shape == want.shape
+    assert np.linalg.norm(got - want) <= TOLERANCE[np.dtype(dtype).name] * np.linalg.norm(want)
+
+
+def residual_stream(rng, dtype, B, C, parts):
+    """(x, partial sums, their bias) on the device, and their sum in float64."""
+    x, x64 = normal(rng, np.float32, B, C)
+    if not parts:
+        return (x, None, None), x64
+    (partials, p64), (bias, b64) = normal(rng, np.float32, parts, B, C, scale=0.3), normal(rng, dtype, C)
+    return (x, partials, bias), x64 + p64.sum(0) + b64
+
+
+def layernorm(x, w, b):
+    return (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + EPS) * w + b
+
+
+def weight(rng, dtype, K, N):
+    return normal(rng, dtype, K, N, scale=K**-0.5)
+
+
+# -- products ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("parts", [0, 5, 12])
+@pytest.mark.parametrize("C", WIDTHS)
+def test_norm_and_the_sum_of_partial_sums(rng, dtype, C, parts):
+    B = 3
+    stream, s64 = residual_stream(rng, dtype, B, C, parts)
+    (w, w64), (b, b64) = normal(rng, dtype, C), normal(rng, dtype, C)
+    h, s = poisoned(dtype, B, C), poisoned(np.float32, B, C)
+    decode.norm(h, s, stream, w, b, EPS, TILES)
+    near(s, s64)
+    near(h, layernorm(s64, w64, b64), dtype)
+    decode.norm(h, stream[0], stream, w, b, EPS, TILES)  # in place
+    near(stream[0], s64)
+
+
+@pytest.mark.parametrize("C, N, parts", [(32, 172, 0), (48, 40, 3), (384, 96, 12), (768, 100, 12), (1600, 20, 13)])
+@pytest.mark.parametrize("kind", [STORE, GELU])
+def test_a_normed_product_of_one_row(rng, dtype, C, N, parts, kind):
+    stream, s64 = residual_stream(rng, dtype, 1, C, parts)
+    (w, w64), (b, b64), (bias, bias64) = normal(rng, dtype, C), normal(rng, dtype, C), normal(rng, dtype, N)
+    matrix, m64 = weight(rng, dtype, C, N)
+    y, s = poisoned(dtype, 1, N), poisoned(np.float32, 1, C)
+    decode.normed_columns(y, None, s, stream, w, b, matrix, bias, None, 8, EPS, kind, TILES)
+    want = layernorm(s64, w64, b64) @ m64 + bias64
+    near(y, NumpyBackend("fp64").gelu_forward(want) if kind == GELU else want, dtype)
+    near(s, s64)
+
+
+@pytest.mark.parametrize("B, K, N", [(3, 32, 172), (2, 48, 40), (17, 384, 96), (5, 768, 100), (3, 1600, 20)])
+@pytest.mark.parametrize("kind", [STORE, GELU])
+def test_a_product_of_many_rows(rng, dtype, B, K, N, kind):
+    (h, h64), (matrix, m64), (bias, bias64) = normal(rng, dtype, B, K), weight(rng, dtype, K, N), normal(rng, dtype, N)
+    y = poisoned(dtype, B, N)
+    decode.columns(y, None, h, matrix, bias, None, 8, kind, TILES, PRECISION)
+    want = h64 @ m64 + bias64
+    near(y, NumpyBackend("fp64").gelu_forward(want) if kind == GELU else want, dtype)
+
+
+@pytest.mark.parametrize("lengths", [[1], [7], [8], [3, 1, 8]])
+def test_keys_and_values_go_to_the_newest_position_alone(rng, dtype, lengths):
+    B, C, block = len(lengths), 24, 8
+    stream, s64 = residual_stream(rng, dtype, B, C, 0)
+    (w, w64), (b, b64), (bias, bias64) = normal(rng, dtype, C), normal(rng, dtype, C), normal(rng, dtype, 3 * C)
+    matrix, m64 = weight(rng, dtype, C, 3 * C)
+    q, cache, h = poisoned(dtype, B, C), poisoned(dtype, B, block, 2 * C), poisoned(dtype, B, C)
+    rest = matrix, bias, device(np.array(lengths, np.int32)), block
+    if B == 1:
+        decode.normed_columns(q, cache, None, stream, w, b, *rest, EPS, QKV, TILES)
+    else:
+        decode.norm(h, None, stream, w, b, EPS, TILES)
+        decode.columns(q, cache, h, *rest, QKV, TILES, PRECISION)
+    want = layernorm(s64, w64, b64) @ m64 + bias64
+    positions = np.array(lengths) - 1
+    near(q, want[:, :C], dtype)
+    near(host(cache)[range(B), positions], want[:, C:], dtype)
+    assert np.isnan(host(cache)).sum() == cache.size - B * 2 * C
+
+
+@pytest.mark.parametrize("K, N", [(32, 32), (48, 48), (384, 96), (1600, 40), (3072, 48)])
+@pytest.mark.parametrize("B", [1, 3])
+def test_partial_sums_add_up_to_the_product(rng, dtype, K, N, B):
+    (x, x64), (w, w64) = normal(rng, dtype, B, K), weight(rng, dtype, K, N)
+    partials = poisoned(np.float32, decode.split(K, TILES).parts, B, N)
+    decode.partial_product(partials, x, w, TILES, PRECISION)
+    near(host(partials).sum(0), x64 @ w64, np.float32 if B == 1 else dtype)
+
+
+# -- attention over the cache ------------------------------------------------------------------------------------------
+
+
+def attention(q, cache, lengths, H):
+    """q (B, C) over the first positions of cache (B, block, 2C), in float64."""
+    C, y = q.shape[1], np.empty_like(q)
+    for b, length in enumerate(lengths):
+        k, v = (cache[b, :length, part].reshape(length, H, -1) for part in (slice(0, C), slice(C, 2 * C)))
+        s = np.einsum("hd,thd->ht", q[b].reshape(H, -1), k) / math.sqrt(C // H)
+        p = np.exp(s - s.max(1, keepdims=True))
+        y[b] = np.einsum("ht,thd->hd", p / p.sum(1, keepdims=True), v).reshape(-1)
+    return y
+
+
+@pytest.mark.parametrize("H, D", [(2, 16), (2, 24), (1, 64)])
+@pytest.mark.parametrize("lengths", [[1, 2, 150], [149, 64, 65], [1, 1]])
+def test_attention_of_many_rows_over_caches_of_different_lengths(rng, dtype, lengths, H, D):
+    B, block, C = len(lengths), 150, H * D
+    (q, q64), (cache, c64) = normal(rng, dtype, B, C), normal(rng, dtype, B, block, 2 * C)
+    for b, length in enumerate(lengths):
+        cache[b, length:] = np.nan  # what was never written must not be looked at
+    y = poisoned(dtype, B, C)
+    decode.attend(y, None, None, q, cache, device(np.array(lengths, np.int32)), H, TILES)
+    near(y, attention(q64, c64, lengths, H), dtype)
+
+
+@pytest.mark.parametrize("H, D", [(2, 16), (3, 24), (2, 64)])
+@pytest.mark.parametrize("length", [1, 2, 64, 65, 149, 150])
+def test_attention_of_one_row_is_added_up_by_the_product_behind_it(rng, dtype, length, H, D):
+    block, C, N = 150, H * D, 40
+    (q, q64), (cache, c64), (w, w64) = (normal(rng, dtype, *shape) for shape in ((1, C), (1, block, 2 * C), (C, N)))
+    cache[0, length:] = np.nan
+    spans, lengths = decode.spans(block, TILES), device(np.array([length], np.int32))
+    y, peaks, totals = poisoned(np.float32, H, spans, D), poisoned(np.float32, H, spans), poisoned(np.float32, H, spans)
+    decode.attend(y, peaks, totals, q, cache, lengths, H, TILES)
+    partials = poisoned(np.float32, decode.split(C, TILES).parts, 1, N)
+    options = dict(peaks=peaks, totals=totals, lengths=lengths, head_size=D)
+    decode.partial_product(partials, y, w, TILES, PRECISION, **options)
+    near(host(partials).sum(0), attention(q64, c64, [length], H) @ w64)
+
+
+# -- logits ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("V, C", [(172, 384), (37, 48), (300, 1600), pytest.param(50257, 32, marks=gpu)])
+@pytest.mark.parametrize("B", [1, 3])
+def test_logits_and_the_largest_of_each_tile(rng, dtype, V, C, B):
+    (h, h64), (w, w64) = normal(rng, dtype, B, C), normal(rng, dtype, V, C)
+    tiles = decode.logits_tiles(V, B, TILES)
+    logits, best, index = poisoned(np.float32, B, V), poisoned(np.float32, B, tiles), poisoned(np.int32, B, tiles)
+    decode.unembed(logits, best, index, h, w, TILES, PRECISION)
+    near(logits, h64 @ w64.T, np.float32 if B == 1 else dtype)
+    logits, index = host(logits), host(index)
+    assert_array_equal(host(best), np.take_along_axis(logits, index, 1))
+    assert_array_equal(index[range(B), host(best).argmax(1)], logits.argmax(1))
+
+
+def test_rows_and_windows_end_at_each_sequence_s_own_length(rng):
+    lengths = np.array([1, 5, 12, 29], np.int32)
+    y, y64 = normal(rng, np.float32, 4, 12, 48)
+    h = poisoned(np.float32, 4, 48)
+    decode.last_rows(h, y, device(lengths))
+    assert_array_equal(host(h), y64[range(4), np.minimum(lengths, 12) - 1])
+    texts = [rng.integers(0, 100, length) for length in lengths]
+    ids, out = np.zeros((4, 12), np.int32), poisoned(np.int32, 4, 12)
+    for row, text in zip(ids, texts, strict=True):
+        row[np.arange(len(text))[-12:] % 12] = text[-12:]
+    decode.windows(out, device(ids), device(lengths))
+    for row, text in zip(host(out), texts, strict=True):
+        assert_array_equal(row[: len(text)], text[-12:])
+
+
+# -- the next token ----------------------------------------------------------------------------------------------------
+
+
+def empty(shape, dtype):
+    return array_module().empty(shape, dtype)
+
+
+def sequences_of(rng, B, V, lengths):
+    wte, wpe = normal(rng, np.float32, V, 24)[0], normal(rng, np.float32, 8, 24)[0]
+    sequences = sampling.Sequences(empty, B, 24, 8, wte, wpe)
+    sequences.lengths[...] = device(np.array(lengths, np.int32))
+    return sequences
+
+
+def tiles_of(logits, tile=16):
+    """(best, index) as unembed leaves them."""
+    B, V = logits.shape
+    padded = np.full((B, -(-V // tile) * tile), -np.inf, np.float32)
+    padded[:, :V] = logits
+    padded = padded.reshape(B, -1, tile)
+    index = padded.argmax(2).astype(np.int32)
+    return device(padded.max(2)), device(index + tile * np.arange(padded.shape[1], dtype=np.int32))
+
+
+@pytest.mark.parametrize("V", [5, 172, pytest.param(50257, marks=gpu)])
+def test_the_likeliest_token_the_first_of_equals_is_taken_and_embedded(rng, V):
+    lengths = [1, 7, 8, 21]
+    logits = rng.integers(0, 6, (4, V)).astype(np.float32)
+    sequences = sequences_of(rng, 4, V, lengths)
+    sampling.take_likeliest(sequences, *tiles_of(logits))
+    want = [Greedy()(row) for row in logits]
+    assert_array_equal(host(sequences.tokens), want)
+    assert_array_equal(host(sequences.lengths), np.array(lengths) + 1)
+    assert_array_equal(host(sequences.ids)[range(4), np.array(lengths) % 8], want)
+    near(sequences.x, host(sequences.wte)[want] + host(sequences.wpe)[np.minimum(lengths, 7)])
+
+
+def test_a_given_token_is_taken_and_one_outside_the_vocabulary_cut_to_it(rng):
+    sequences = sequences_of(rng, 3, 9, [1, 2, 3])
+    sequences.tokens[...] = device(np.array([4, 9, -1], np.int32))
+    sampling.take_given(sequences)
+    assert_array_equal(host(sequences.tokens), [4, 8, 0])
+    assert_array_equal(host(sequences.lengths), [2, 3, 4])
+
+
+class Numbers:
+    """In place of a rule's generator."""
+
+    def __init__(self, values):
+        self.values = iter(values)
+
+    def random(self):
+        return next(self.values)
+
+
+RULES = [(0.7, 0, 1.0), (1.3, 0, 0.8), (2.0, 9, 0.6)]
+EXTREMES = [(0.7, 5, 1.0), (1.0, 1, 1.0), (1.0, 0, 1e-9), (1e-8, 0, 1.0)]
+DRAWS = [(7, "normal", rule) for rule in RULES + EXTREMES] + [(700, "ties", rule) for rule in RULES]
+DRAWS += [pytest.param(50257, kind, rule, marks=gpu) for kind in ("normal", "ties") for rule in RULES + EXTREMES]
+
+
+@pytest.mark.parametrize("V, kind, rule", DRAWS)
+def test_draws_are_those_of_stage_0_s_rule(rng, V, kind, rule):
+    B = 4  # draws, from other logits each, with numbers at both ends of [0, 1) and anywhere
+    temperature, top_k, top_p = rule
+    logits = (rng.standard_normal((B, V)) * 3).astype(np.float32)
+    if kind == "ties":
+        logits = np.round(logits)
+        logits[logits == 0] *= rng.choice([-1, 1], (logits == 0).sum())  # -0.0 equals 0.0
+    numbers = np.array([0, np.nextafter(1, 0), *rng.random(B - 2)])
+    sequences, draw = (
+        sequences_of(rng, B, V, range(1, B + 1)),
+        sampling.Draw(empty, B, V, (B, 3), 0 < top_k < V, top_p < 1),
+    )
+    draw.numbers[...], draw.top_k[...] = device(np.array([top_p, temperature])), top_k
+    uniforms = np.full((B, 3), np.nan)
+    uniforms[range(B), np.arange(1, B + 1) % 3] = numbers
+    draw.uniforms[...] = device(uniforms)
+    draw.take(sequences, device(logits), tiles_of(logits)[0])
+    rule = Sampling(temperature, top_k, top_p)
+    rule.random = Numbers(numbers)
+    with np.errstate(over="ignore"):
+        assert_array_equal(host(sequences.tokens), [rule(row) for row in logits])
