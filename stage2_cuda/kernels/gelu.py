@@ -15,7 +15,7 @@ import triton.language as tl
 
 from stage2_cuda.triton_driver import launch
 
-ROWS, COLUMNS = 2, 512  # of one tile
+ROWS, COLUMNS, WARPS = 2, 512, 2  # of one tile
 PROGRAMS = 352  # that divide the rows backward; a constant, so that the order of the sums depends on the shape alone
 
 A, B = math.sqrt(2 / math.pi), 0.044715
@@ -42,7 +42,7 @@ def bias_gelu_forward(y, h, bias):
     """y = gelu(h + bias), (N, K); bias (K) or None."""
     n, columns = h.shape
     grid = (triton.cdiv(n, ROWS), triton.cdiv(columns, COLUMNS))
-    launch(forward_kernel, grid, y, h, bias, n, columns, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=2)
+    launch(forward_kernel, grid, y, h, bias, n, columns, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=WARPS)
 
 
 def bias_gelu_backward(dh, partials, dy, h, bias):
@@ -53,7 +53,7 @@ def bias_gelu_backward(dh, partials, dy, h, bias):
     n, columns = h.shape
     programs = triton.cdiv(n, ROWS) if partials is None else partials.shape[0]
     grid = (programs, triton.cdiv(columns, COLUMNS))
-    launch(backward_kernel, grid, dh, partials, dy, h, bias, n, columns, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=2)
+    launch(backward_kernel, grid, dh, partials, dy, h, bias, n, columns, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=WARPS)
 
 
 @triton.jit
