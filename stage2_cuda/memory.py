@@ -25,7 +25,7 @@ def training_memory(config, batch_size, seq_len, precision, micro_shards=1):
     several = micro_shards > 1  # else gradients are written where they are summed
     head = FP32 * V * C * several  # the gradient of lm_head
     in_middle = head * config.tied + 4 * FP32 * C * C * several  # of gradients, in the middle of backward
-    halves = 2 * (precision == "fp32")  # a product's operands are split in two first
+    halves = precision == "fp32"  # a product's operands are split first, in two of half the bytes
     logits = BYTES[precision] * min(rows, max(1, LOGITS // V)) * V
     size = Arena(parameter_shapes(config)).size
     return {
