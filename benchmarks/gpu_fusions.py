@@ -100,7 +100,7 @@ def stream_kernel(s, mean, rstd, x, branch, channels, WIDTH: tl.constexpr):
 
 
 def microseconds(ways, rounds=5, repeats=20):
-    """{name: median microseconds of one call} of functions that take turns, as graphs; without those that do not run."""
+    """{name: median microseconds of a call} of functions that take turns, as graphs; less those that do not run."""
     from cupy import cuda
 
     stream, graphs, times = cuda.Stream(non_blocking=True), {}, {}
