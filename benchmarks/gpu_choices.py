@@ -1,4 +1,4 @@
-"""What does each choice in the training step on a GPU gain? Whole steps without it against whole steps with all of them.
+"""What does each choice in the training step on a GPU gain? Steps without one of them against steps with all.
 
 Each row is a step with one thing taken back. The rows take turns, and each is compared with the full step of its round.
 """
