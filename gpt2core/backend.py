@@ -78,6 +78,10 @@ class Backend(ABC):
     def settle(self):  # noqa: B027 - nothing to do where kernels run one after another
         """Let what follows see all gradients that backward kernels have returned."""
 
+    def behind_gradients(self):
+        """A context whose work alone sees all of them: what follows it need not wait."""
+        return contextlib.nullcontext()
+
     def compile_step(self, function, record=True):
         """`function()`, with `record` possibly recorded once and replayed (CUDA graph). The identity elsewhere.
 

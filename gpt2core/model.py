@@ -2,6 +2,7 @@
 
 # B batch, T time, C channels, V vocabulary
 
+import functools
 import math
 from dataclasses import dataclass, fields
 
@@ -115,6 +116,7 @@ def initial_parameters(config, seed):
         yield name, value
 
 
+@functools.cache  # asked for at every step
 def parameter_count(config):
     """Numbers in the model: the tied embedding counts once."""
     return sum(math.prod(shape) for _, shape in parameter_shapes(config))

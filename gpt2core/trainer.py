@@ -123,11 +123,11 @@ class Trainer:
             def reduce_start(part):
                 return group.all_reduce_start(gradients[part], out=gradients[part])
 
-        def settled(part):  # a gradient may still be on its way to its place
-            self.workers.backends[0].settle()
-            return reduce_start(part)
+        def behind_gradients(part):
+            with self.workers.backends[0].behind_gradients():
+                return reduce_start(part)
 
-        return data_parallel(parallel.dp, self.arena, settled, gradients.itemsize, parallel.bucket_mb)
+        return data_parallel(parallel.dp, self.arena, behind_gradients, gradients.itemsize, parallel.bucket_mb)
 
     @property
     def steps(self):
@@ -240,6 +240,7 @@ class Trainer:
         sent = self.bytes_sent()
         losses = self.shards.backward(1 / (self.batch_size * self.seq_len), self.loss_scale.factor)
         self.data_parallel.finish()
+        self.workers.backends[0].settle()
         with self.workers.backends[0].span("optimizer"):
             norm, scale = self.optimizer.norm_and_scale(self.shards.gradients, self.loss_scale)
             self.optimizer.update(self.shards.gradients, scale)

@@ -139,6 +139,9 @@ class CudaBackend(Backend):
     def settle(self):
         self.side.settle()
 
+    def behind_gradients(self):
+        return self.side.behind()
+
     # -- linear ------------------------------------------------------------------------------------------------------
 
     def linear_forward(self, x, w, b=None):

@@ -125,7 +125,8 @@ class Kernel:
         self.compiled, self.launched = [], []
 
     def __getitem__(self, grid):
-        def compile_and_launch(*arguments, **options):
+        def compile_and_launch(*arguments, enable_fp_fusion, **options):
+            assert enable_fp_fusion
             self.compiled.append((grid, arguments, options))
             handle = {"TWICE": False} | options
             return Indexed(lambda grid: lambda *values: self.launched.append((handle, grid, values)))

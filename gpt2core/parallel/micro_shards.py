@@ -70,7 +70,6 @@ class Lane:
             with self.backend.span("backward"):
                 loss.backward(seed)
             self.done += 1
-        self.backend.settle()
         return losses
 
 
