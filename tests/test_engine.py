@@ -46,7 +46,11 @@ def rng():
 def few_programs(monkeypatch):
     """The interpreter takes 10 ms for each program."""
     if triton_driver.interpreted():
-        monkeypatch.setattr(CudaBackend, "tiles", Tiles(columns=256, vocabulary=16, parts=3, wide=256))
+        monkeypatch.setattr(
+            CudaBackend,
+            "tiles",
+            Tiles(columns=256, part_columns=256, bytes=4096, proj_rows=32, down_rows=64, span_keys=16, head_bytes=1024),
+        )
 
 
 def arrays_of(config, seed=0):
