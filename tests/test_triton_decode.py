@@ -350,13 +350,13 @@ class Numbers:
 
 RULES = [(0.7, 0, 1.0), (1.3, 0, 0.8), (2.0, 9, 0.6)]
 EXTREMES = [(0.7, 5, 1.0), (1.0, 1, 1.0), (1.0, 0, 1e-9), (1e-8, 0, 1.0)]
-DRAWS = [(7, "normal", rule) for rule in RULES + EXTREMES] + [(700, "ties", rule) for rule in RULES]
+DRAWS = [(7, "normal", rule) for rule in EXTREMES] + [(700, "ties", rule) for rule in RULES]
 DRAWS += [pytest.param(50257, kind, rule, marks=gpu) for kind in ("normal", "ties") for rule in RULES + EXTREMES]
 
 
 @pytest.mark.parametrize("V, kind, rule", DRAWS)
 def test_draws_are_those_of_stage_0_s_rule(rng, V, kind, rule):
-    B = 4  # draws, from other logits each, with numbers at both ends of [0, 1) and anywhere
+    B = 3  # draws, from other logits each, with numbers at both ends of [0, 1) and anywhere
     temperature, top_k, top_p = rule
     logits = (rng.standard_normal((B, V)) * 3).astype(np.float32)
     if kind == "ties":
