@@ -32,21 +32,23 @@ CASES = {
 }
 # what --variants tries, one constant after the other, keeping the fastest
 CANDIDATES = {
-    "overlap": [False, True],
-    "columns": [8, 16, 32],
-    "parts": [4, 6, 8, 12, 16],
-    "part_columns": [32, 64, 128],
-    "keys": [32, 64, 128],
-    "vocabulary": [4, 8, 16, 32, 64],
+    "line": [0, 64, 128],
+    "warps": [8, 16],
+    "spans": [4, 8, 16],
+    "span_keys": [32, 64, 128],
+    "proj_rows": [128, 256, 512, 1024],
+    "down_rows": [512, 1024, 2048],
+    "bytes": [32768, 65536],
+    "head_bytes": [8192, 16384, 32768],
+    "stages": [3, 4, 6],
 }
 CANDIDATES_OF_MANY = {
-    "overlap": [False, True],
-    "wide": [16, 32, 64],
-    "deep": [64, 128, 256],
+    "columns": [16, 32, 64],
+    "depth": [64, 128, 256],
     "parts": [4, 6, 8, 12, 16],
     "part_columns": [32, 64, 128],
     "keys": [32, 64, 128],
-    "wide_vocabulary": [32, 64, 128],
+    "vocabulary": [32, 64, 128],
 }
 
 
@@ -179,7 +181,13 @@ def main():
     parser = argparse.ArgumentParser(prog=f"python -m {BENCHMARK}", description=__doc__)
     add = parser.add_argument
     add("--cases", choices=CASES, nargs="+", default=list(CASES), help="a table for each (default: all)")
-    add("--peers", choices=PEERS, nargs="*", default=["graph", "eager"], help="PyTorch's rows (default graph eager)")
+    add(
+        "--peers",
+        choices=PEERS,
+        nargs="*",
+        default=["graph", "overhead", "eager"],
+        help="PyTorch's rows (default graph overhead eager)",
+    )
     add("--rounds", type=int, default=7, help="turns of each contender (default 7)")
     add("--threads", type=int, default=4, help="threads of each process on the host (default 4)")
     add("--timeout", type=int, default=500, help="seconds that one turn may take, compiling included (default 500)")

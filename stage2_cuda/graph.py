@@ -1,4 +1,4 @@
-"""A whole training step as one CUDA graph: recorded once, replayed from then on, with no Python between its kernels."""
+"""A whole step as one CUDA graph: recorded once, replayed from then on, with no Python between its kernels."""
 
 import contextlib
 
@@ -10,26 +10,28 @@ class Recorded:
 
     The first call compiles kernels and chooses algorithms, none of which can be recorded. What the function allocates
     while it is recorded comes from a pool of its own, which lives as long as the graph. No call waits for the device.
-    before(): called before each, on the stream that it runs on. `held_before`: bytes that the default pool held when it
-    was emptied for the recording.
+    before(): called before each, on the stream that it runs on. stream: where it is recorded and replayed, by default
+    one of its own; work that the caller has on another one is waited for. `held_before`: bytes that the default pool
+    held when it was emptied for the recording.
 
     The results, arrays in lists and tuples, are copied to the host as part of the graph: host arrays, to be read once
     the device is done, and overwritten by the next call. Those of the first call are on the device still.
     """
 
-    def __init__(self, function, before):
+    def __init__(self, function, before=lambda: None, stream=None):
         import cupy
         import cupyx
 
         self.pinned = cupyx.empty_pinned
         self.cupy, self.function, self.before, self.graph = cupy, function, before, None
-        self.stream, self.pool, self.calls = cupy.cuda.Stream(non_blocking=True), cupy.cuda.MemoryPool(), 0
-        self.held_before = 0
+        self.stream = stream or cupy.cuda.Stream(non_blocking=True)
+        self.pool, self.calls, self.held_before = cupy.cuda.MemoryPool(), 0, 0
 
     def __call__(self):
         self.calls += 1
         cuda = self.cupy.cuda
-        cuda.get_current_stream().synchronize()  # what was uploaded for this call has arrived
+        if cuda.get_current_stream().ptr != self.stream.ptr:
+            cuda.get_current_stream().synchronize()  # what was uploaded for this call has arrived
         if self.calls == 1:
             self.before()
             return self.function()
@@ -42,7 +44,7 @@ class Recorded:
                 try:
                     self.results = self.to_host(self.function())
                 except BaseException as error:
-                    error.add_note("This was while the step was recorded as a graph: --no-graph runs it without one.")
+                    error.add_note("This was while a step was recorded as a graph: --no-graph trains without one.")
                     with contextlib.suppress(cuda.runtime.CUDARuntimeError):  # the cause is the one on its way
                         self.stream.end_capture()
                     raise
@@ -54,6 +56,8 @@ class Recorded:
 
     def to_host(self, results):
         """The same lists and tuples of host arrays, to which the current stream copies."""
+        if results is None:
+            return None
         if isinstance(results, (list, tuple)):
             return type(results)(map(self.to_host, results))
         host = self.pinned(results.shape, results.dtype)

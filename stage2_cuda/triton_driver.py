@@ -46,6 +46,11 @@ def launch(kernel, grid, *arguments, **options):
     runtime().launch(kernel, grid, arguments, options)
 
 
+def resident():
+    """Programs that run at the same time, one a processor, so that those of one launch may wait for each other."""
+    return runtime().resident()
+
+
 @functools.cache
 def runtime():
     """What launches kernels in this process, made at the first call."""
@@ -59,6 +64,9 @@ class Interpreter:
 
     def __init__(self):
         self.one_at_a_time = threading.Lock()  # the interpreter keeps which program it is at for the whole process
+
+    def resident(self):
+        return 1
 
     def launch(self, kernel, grid, arguments, options):
         arguments = [self.argument(value) for value in arguments]
@@ -99,6 +107,9 @@ class Gpu:
     def capability(self, device=None):
         """(major, minor) compute capability."""
         return divmod(int(self.xp.cuda.Device(device).compute_capability), 10)
+
+    def resident(self):
+        return self.xp.cuda.Device().attributes["MultiProcessorCount"]
 
     def launch(self, kernel, grid, arguments, options):
         key, values = [id(kernel), self.device(), *options.items()], []  # hashing a kernel is slow; modules keep them

@@ -29,11 +29,14 @@ from stage2_cuda.kernels import (  # noqa: E402
     cast,
     column_sums,
     cross_entropy,
+    decode,
+    decode_step,
     embedding,
     fp16x3,
     gelu,
     layernorm,
     losses,
+    sampling,
 )
 
 TOOLS = "memcheck", "racecheck"
@@ -160,6 +163,48 @@ def launch_attention(a):
         for t, position in ((1, 36), (19, 5), (1, a.i(1, high=block))):
             y, qkv = a.x(B, t, H * D), a.x(B, t, 3 * H * D)
             attention.attention_cached(y, qkv, keys, values, position, H, precision)
+
+
+def launch_decode(a):
+    tiles, precision, block = decode.Tiles(), "tf32x3", 21
+    for B, C, H, V in ((2, 48, 2, 37), (17, 300, 3, 172)):
+        lengths, stream, h = a.i(B, high=block), a.f(B, C), a.x(B, C)
+        cache, q, y, wide = a.x(B, block, 2 * C), a.x(B, C), a.x(B, C), a.x(B, 4 * C)
+        decode.norm(h, None, (stream, None, None), a.x(C), a.x(C), 1e-5)
+        w, rest = a.x(C, 3 * C), (lengths, block, decode.QKV.value, tiles, precision)
+        decode.columns(q, cache, h, w, a.x(3 * C), *rest)
+        decode.columns(wide, None, h, a.x(C, 4 * C), a.x(4 * C), lengths, block, decode.GELU.value, tiles, precision)
+        decode.attend(y, q, cache, lengths, H, tiles)
+        partials = a.f(decode.split(4 * C, tiles).parts, B, C)
+        decode.partial_product(partials, wide, a.x(4 * C, C), tiles, precision)
+        decode.norm(h, stream, (stream, partials, a.x(C)), a.x(C), a.x(C), 1e-5)
+        count = decode.logits_tiles(V, tiles)
+        decode.unembed(a.f(B, V), a.f(B, count), a.i(B, count, high=V), h, a.x(V, C), tiles, precision)
+        decode.last_rows(h, a.x(B, 9, C), lengths)
+        decode.windows(a.i(B, block, high=V), a.i(B, block, high=V), lengths)
+
+
+def launch_decode_step(a):
+    L, block = 1, 70
+    for C, H, V in ((48, 2, 37), (300, 3, 172)):
+        shapes = (C,), (C,), (C, 3 * C), (3 * C,), (C, C), (C,), (C,), (C,), (C, 4 * C), (4 * C,), (4 * C, C), (C,)
+        cache, final, head = a.x(L, 1, block, 2 * C), [a.x(C), a.x(C)], a.x(V, C)
+        layers = [[a.x(*shape) for shape in shapes]]
+        row = decode_step.OneRow(layers, final, head, cache, H, 1e-5, decode.Tiles(), a.xp.zeros)
+        for length in (1, block):
+            row(a.f(1, V), a.f(1, C), a.i(1, high=1) + length)
+
+
+def launch_sampling(a):
+    for B, C, V in ((3, 48, 37), (2, 300, 1301)):
+        sequences = sampling.Sequences(a.xp.empty, B, C, 9, a.x(V, C), a.x(9, C))
+        sequences.lengths[...] = 8
+        logits, best, index = a.f(B, V), a.f(B, 5) + 1, a.i(B, 5, high=V)
+        sampling.take_likeliest(sequences, best, index)
+        sampling.take_given(sequences)
+        draw = sampling.Draw(a.xp.empty, B, V, (B, 7), True, True)
+        draw.numbers[...], draw.top_k[...], draw.uniforms[...] = 0.9, 5, 0.3
+        draw.take(sequences, logits, best)
 
 
 # -- all of them ------------------------------------------------------------------------------------------------------

@@ -46,7 +46,11 @@ def rng():
 def few_programs(monkeypatch):
     """The interpreter takes 10 ms for each program."""
     if triton_driver.interpreted():
-        monkeypatch.setattr(CudaBackend, "tiles", Tiles(columns=256, vocabulary=16, parts=3, wide=256))
+        monkeypatch.setattr(
+            CudaBackend,
+            "tiles",
+            Tiles(columns=256, part_columns=256, spans=2, head_bytes=32768),
+        )
 
 
 def arrays_of(config, seed=0):
@@ -71,12 +75,12 @@ def texts(model, prompts, count, rule):
 # fp32 on both sides: the sums' rounding decides a tie or a draw less often than once in 10^4 tokens of these models
 
 
-@pytest.mark.parametrize("rule", [RULES["greedy"], RULES["top-k, top-p"]], ids=["greedy", "top-k, top-p"])
+@pytest.mark.parametrize("rule", [RULES["greedy"], RULES["top-k"]], ids=["greedy", "top-k"])
 def test_a_text_is_stage_0_s_until_the_block_is_full_and_beyond(rule):
     ours, stage0 = models()
-    prompt = [1, 2, 3, 30, 3]
-    text = list(generate(ours, prompt, 11, rule(7)))
-    assert text == list(generate(stage0, prompt, 11, rule(7))) and len(set(text)) > 3
+    prompt = [30, 3, 1, 2, 3, 30, 3, 1]
+    text = list(generate(ours, prompt, 7, rule(7)))
+    assert text == list(generate(stage0, prompt, 7, rule(7))) and len(set(text)) > 2
 
 
 @pytest.mark.parametrize("length", [1, 7, 8, 20])
@@ -89,8 +93,8 @@ def test_a_prompt_of_any_length_is_continued_as_stage_0_does(length):
 @pytest.mark.parametrize("rule", [RULES["greedy"], RULES["drawn"]], ids=["greedy", "drawn"])
 def test_texts_of_different_lengths_are_continued_together_as_each_by_itself(rule):
     ours, stage0 = models()
-    prompts = [[1, 2, 3], [4] * 7, [9]]  # the second fills the block first, and its window slides before the others'
-    assert texts(ours, prompts, 8, rule) == texts(stage0, prompts, 8, rule)
+    prompts = [[1, 2, 3], [4] * 10, [9]]  # the second fills the block first, and its window slides before the others'
+    assert texts(ours, prompts, 4, rule) == texts(stage0, prompts, 4, rule)
 
 
 def test_another_rule_gets_its_logits_on_the_host(rng):
@@ -102,11 +106,11 @@ def test_another_rule_gets_its_logits_on_the_host(rng):
             seen.append(np.array(logits, np.float64))
             return int(logits.argsort()[-2])
 
-        list(generate(model, [3, 1, 4], 7, choose))
+        list(generate(model, [3, 1, 4, 1, 5], 5, choose))
     got, want = (np.array(seen[model]) for model in (ours, stage0))
     assert np.linalg.norm(got - want) <= 1e-5 * np.linalg.norm(want)  # fp32, one layer
-    together = list(generate(ours, [3, 1, 4], 7, Together(Greedy(), Solo())))
-    assert together == list(generate(ours, [3, 1, 4], 7))
+    together = list(generate(ours, [3, 1, 4], 3, Together(Greedy(), Solo())))
+    assert together == list(generate(ours, [3, 1, 4], 3))
 
 
 def test_rules_of_different_options_choose_on_the_host():
@@ -185,7 +189,7 @@ def weights(tmp_path_factory):
 
 def test_prompts_in_a_file_are_continued_as_stage_0_does_up_to_the_stop_text(command, tmp_path, weights):
     (tmp_path / "prompts").write_text("the model\nthe model the model the\nthe\n")
-    flags = ("--weights", weights, "--mode", "batch", "--prompts", tmp_path / "prompts", "--max-new-tokens", 5)
+    flags = ("--weights", weights, "--mode", "batch", "--prompts", tmp_path / "prompts", "--max-new-tokens", 4)
     ours, stage0 = (command(cli.infer, *flags, backend=backend) for backend in (CudaBackend, NumpyBackend))
     assert ours == stage0 and ours.code == 0 and ours.out.count("Continuation:") == 3
     word = ours.out.split("Continuation:\n")[1].split()[1]

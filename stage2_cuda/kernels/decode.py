@@ -1,17 +1,17 @@
-"""One position of every sequence through the model: products bound by reading the weights, attention over the cache.
+"""One position of several sequences through the model: products bound by reading the weights, attention over the cache.
 
-With one row a product is a sum over weights that are read once, so all that counts is that many programs read at the
-same time, and that few launches stand between one weight and the next. A layer is five launches:
+A few rows fill one tile of tl.dot, so a weight is read once for all of them. A layer is seven launches:
 
-    q, k, v = LN(x) w + b, k and v into the cache         normed_columns_kernel
-    softmax(q k') v over the keys of one span             attend_kernel
-    partial sums of y w over a share of the rows          partial_kernel, which first adds up the spans
-    g = gelu(LN(x + partial sums + bias) w + b)           normed_columns_kernel
+    h = LN(x)                                             norm_kernel
+    q, k, v = h w + b, k and v into the cache             columns_kernel
+    softmax(q k') v                                       attend_kernel
+    partial sums of y w over a share of the rows          partial_kernel
+    h = LN(x + partial sums + bias)                       norm_kernel
+    g = gelu(h w + b)                                     columns_kernel
     partial sums of g w                                   partial_kernel
 
-Who reads partial sums adds them, in a fixed order: no atomics, and no launch for the addition. LayerNorm is computed
-again by every program that needs it: a row of 768 numbers costs less than a launch. With more rows it costs more, so
-there norm_kernel is a launch of its own, and the products are tl.dot's.
+Who reads partial sums adds them, in a fixed order: no atomics, and no launch for the addition. One row alone has a
+launch of its own kind: decode_step.py.
 
 The sequences may be of different lengths. These are read from the device, so that one recorded step serves them all.
 """
@@ -24,7 +24,6 @@ from typing import NamedTuple
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from stage2_cuda.kernels.gelu import sigmoid_of_2u
 from stage2_cuda.triton_driver import launch
@@ -35,21 +34,25 @@ ROWS = 32  # sequences that one launch continues at most
 
 
 class Tiles(NamedTuple):
-    """How a launch is divided; guesses where nothing was measured. The first four are those of one row.
+    """How a launch is divided, as was fastest on an H200; the last ones are decode_step's, which has one row."""
 
-    With `overlap` a kernel may start while the one before it ends, to read its weights meanwhile (programmatic
-    dependent launch, from compute capability 9.0 on).
-    """
+    columns: int = 32  # of a weight, that one program owns
+    depth: int = 128  # rows of a weight in a step of tl.dot; half as many in fp32
+    parts: int = 4  # shares of a weight's rows, each with partial sums of its own
+    part_columns: int = 32
+    keys: int = 128  # of a cache, in a step
+    vocabulary: int = 128  # rows of lm_head
 
-    columns: int = 16  # of a weight, that one program owns
-    vocabulary: int = 16  # rows of lm_head
-    parts: int = 12  # shares of a weight's rows, each with partial sums of its own
-    part_columns: int = 64
-    keys: int = 64  # of a cache: a span of one program where there is one row, else a step
-    wide: int = 32  # columns where there are many rows
-    deep: int = 128  # rows of a weight in a step of tl.dot; half as many in fp32
-    wide_vocabulary: int = 64
-    overlap: bool = False
+    programs: int = 0  # among which a weight is divided; 0: as many as run at the same time
+    warps: int = 16
+    bytes: int = 65536  # of a weight, that a program's registers hold
+    proj_rows: int = 256  # of a share
+    down_rows: int = 1024
+    spans: int = 8  # of the keys of a head, a power of two
+    span_keys: int = 64  # of a span, in a step
+    head_bytes: int = 16384  # of lm_head, in a step
+    stages: int = 4  # of the loop over these
+    line: int = 128  # bytes of the L2 cache that one prefetch brings
 
 
 class Split(NamedTuple):
@@ -66,96 +69,66 @@ def split(K, tiles):
 
 def step_of(tiles, w):
     """Rows of a weight in a step of tl.dot: as many bytes in any precision."""
-    return tiles.deep * 2 // w.dtype.itemsize
-
-
-def spans(block, tiles):
-    """Programs that divide the keys of one head where there is one row; a power of two."""
-    return triton.next_power_of_2(triton.cdiv(block, tiles.keys))
+    return tiles.depth * 2 // w.dtype.itemsize
 
 
 # -- what is launched --------------------------------------------------------------------------------------------------
 
 
-def normed_columns(y, cache, s, stream, ln_w, ln_b, w, bias, lengths, block, eps, kind, tiles):
-    """One row: y = f(LN(x) w + bias), and s = x, for who needs it later, or None.
+def norm(h, s, stream, ln_w, ln_b, eps):
+    """h = LN(x) (B, C), and s = x (B, C) float32, for who needs it later, or None.
 
-    stream: x (1, C) float32, and partials (parts, 1, C) with their bias (C), which are to be added to it, or None both.
-    kind: STORE or GELU, y (1, N); QKV, y (1, C) = q, and k and v into `cache`, at the last of lengths (1) positions.
+    stream: x (B, C) float32, which may be s itself, and partials (parts, B, C) with their bias (C), which are to be
+    added to it, or None both.
     """
-    x, partials, before = stream
-    K, N = w.shape
-    width = triton.next_power_of_2(K)
-    parts = 1 if partials is None else len(partials)
-    arguments = y, cache, s, x, partials, before, ln_w, ln_b, w, bias, lengths, parts, K, N, block, 1 / K, float(eps)
-    options = dict(PARTS=triton.next_power_of_2(parts), KIND=kind, WIDTH=width, COLUMNS=tiles.columns)
-    go(normed_columns_kernel, (triton.cdiv(N, tiles.columns),), *arguments, tiles=tiles, **options)
-
-
-def norm(h, s, stream, ln_w, ln_b, eps, tiles):
-    """h = LN(x) (B, C), and s = x (B, C) float32, which may be x itself, or None; stream: as for normed_columns."""
     x, partials, before = stream
     B, C = h.shape
     parts, width = 1 if partials is None else len(partials), triton.next_power_of_2(C)
     arguments = h, s, x, partials, before, ln_w, ln_b, parts, B, C, 1 / C, float(eps)
-    go(norm_kernel, (B,), *arguments, tiles=tiles, PARTS=triton.next_power_of_2(parts), WIDTH=width)
+    go(norm_kernel, (B,), *arguments, PARTS=triton.next_power_of_2(parts), WIDTH=width)
 
 
 def columns(y, cache, h, w, bias, lengths, block, kind, tiles, precision):
-    """Many rows: y = f(h w + bias), h (B, K); the rest as for normed_columns."""
+    """y = f(h w + bias), h (B, K).
+
+    kind: STORE or GELU, y (B, N); QKV, y (B, C) = q, and k and v into `cache`, at the last of lengths (B) positions.
+    """
     (B, K), N = h.shape, w.shape[1]
     arguments = y, cache, h, w, bias, lengths, B, K, N, block
-    options = dict(KIND=kind, ROWS=padded(B), DEPTH=step_of(tiles, w), COLUMNS=tiles.wide, PRECISION=precision)
-    go(columns_kernel, (triton.cdiv(N, tiles.wide),), *arguments, tiles=tiles, num_stages=3, **options)
+    options = dict(KIND=kind, ROWS=padded(B), DEPTH=step_of(tiles, w), COLUMNS=tiles.columns, PRECISION=precision)
+    go(columns_kernel, (triton.cdiv(N, tiles.columns),), *arguments, num_stages=3, **options)
 
 
-def attend(y, peaks, totals, q, cache, lengths, n_head, tiles):
-    """q (B, C) over the first `lengths` (B) positions of the cache (B, block, 2C) -> y (B, C).
-
-    Given peaks and totals (H, spans) float32, for one row: y (H, spans, D) float32 of each span, not yet divided.
-    """
+def attend(y, q, cache, lengths, n_head, tiles):
+    """q (B, C) over the first `lengths` (B) positions of the cache (B, block, 2C) -> y (B, C)."""
     B, C = q.shape
     block, D = cache.shape[1], C // n_head
-    count = 0 if peaks is None else peaks.shape[1]
-    arguments = y, peaks, totals, q, cache, lengths, n_head, block, math.log2(math.e) / math.sqrt(D)
-    options = dict(SIZE=D, D=triton.next_power_of_2(D), KEYS=tiles.keys, SPANS=count)
-    go(attend_kernel, (B * n_head, count or 1), *arguments, tiles=tiles, **options)
+    arguments = y, q, cache, lengths, n_head, block, math.log2(math.e) / math.sqrt(D)
+    go(attend_kernel, (B * n_head,), *arguments, SIZE=D, D=triton.next_power_of_2(D), KEYS=tiles.keys)
 
 
-def partial_product(partials, x, w, tiles, precision, peaks=None, totals=None, lengths=None, head_size=1):
-    """partials (parts, B, N) float32, which add up to x (B, K) w: those of split(K).
-
-    With peaks and totals, for one row: x is what `attend` has left of each span.
-    """
+def partial_product(partials, x, w, tiles, precision):
+    """partials (parts, B, N) float32, which add up to x (B, K) w: those of split(K)."""
     parts, B, N = partials.shape
     K = w.shape[0]
-    depth = split(K, tiles).depth
-    count = 0 if peaks is None else peaks.shape[1]
-    arguments = partials, x, peaks, totals, w, lengths, B, K, N, depth
-    options = dict(SIZE=head_size, SPAN=tiles.keys, SPANS=count, ROWS=padded(B))
-    step = triton.next_power_of_2(depth) if B == 1 else step_of(tiles, w)
-    options |= dict(DEPTH=step, COLUMNS=tiles.part_columns, PRECISION=precision)
-    go(partial_kernel, (triton.cdiv(N, tiles.part_columns), parts), *arguments, tiles=tiles, num_stages=3, **options)
+    options = dict(ROWS=padded(B), DEPTH=step_of(tiles, w), COLUMNS=tiles.part_columns, PRECISION=precision)
+    grid = triton.cdiv(N, tiles.part_columns), parts
+    go(partial_kernel, grid, partials, x, w, B, K, N, split(K, tiles).depth, num_stages=3, **options)
 
 
-def logits_tiles(V, B, tiles):
+def logits_tiles(V, tiles):
     """Programs that divide the vocabulary."""
-    return triton.cdiv(V, tiles.vocabulary if B == 1 else tiles.wide_vocabulary)
+    return triton.cdiv(V, tiles.vocabulary)
 
 
 def unembed(logits, best, index, h, w, tiles, precision):
     """logits (B, V) float32 = h (B, C) w', and of each tile the largest, best (B, tiles) float32, and its first index.
 
-    tiles: logits_tiles(V, B); index int32.
+    tiles: logits_tiles(V); index int32.
     """
-    B, V = logits.shape
-    K = h.shape[1]
-    vocabulary, depth = tiles.wide_vocabulary, step_of(tiles, w)
-    if B == 1:
-        vocabulary, depth = tiles.vocabulary, triton.next_power_of_2(K)
-    options = dict(ROWS=padded(B), DEPTH=depth, COLUMNS=vocabulary, PRECISION=precision)
-    grid = (best.shape[1],)
-    go(unembed_kernel, grid, logits, best, index, h, w, B, K, V, best.shape[1], tiles=tiles, num_stages=3, **options)
+    (B, V), K, count = logits.shape, h.shape[1], best.shape[1]
+    options = dict(ROWS=padded(B), DEPTH=step_of(tiles, w), COLUMNS=tiles.vocabulary, PRECISION=precision)
+    go(unembed_kernel, (count,), logits, best, index, h, w, B, K, V, count, num_stages=3, **options)
 
 
 def last_rows(h, y, lengths):
@@ -175,21 +148,17 @@ def windows(out, ids, lengths):
 
 
 def padded(B):
-    return 1 if B == 1 else max(16, triton.next_power_of_2(B))  # tl.dot takes no fewer rows
+    return max(16, triton.next_power_of_2(B))  # tl.dot takes no fewer rows
 
 
-def go(kernel, grid, *arguments, tiles, **options):
-    """Launch with as many warps as the tile of weights asks for: 128 of its elements a thread."""
+def go(kernel, grid, *arguments, **options):
+    """Launch with as many warps as the tile asks for: 128 of its elements a thread."""
     elements = options.get("WIDTH", options.get("DEPTH", 1)) * options.get("COLUMNS", options.get("PARTS", 1))
     options["num_warps"] = min(16, max(4, elements // 4096))
-    if tiles.overlap:
-        options["launch_pdl"] = True
-    launch(kernel, grid, *arguments, OVERLAP=tiles.overlap, **options)
+    launch(kernel, grid, *arguments, **options)
 
 
 # -- what several kernels do -------------------------------------------------------------------------------------------
-# With OVERLAP a kernel lets the next one begin at once (gdc_launch_dependents). From gdc_wait on, what the kernels
-# before have written may be read, and what they have read be written.
 
 
 @triton.jit
@@ -206,11 +175,12 @@ def residual(x, partials, before, row, rows, C, parts, PARTS: tl.constexpr, WIDT
 
 
 @triton.jit
-def normalised(s, ln_w, ln_b, C, inverse, eps, WIDTH: tl.constexpr):
+def normalised(s, w, b, C, inverse, eps, WIDTH: tl.constexpr):
+    """LayerNorm of s (WIDTH), of which C are there."""
     c = tl.arange(0, WIDTH)
     h = tl.where(c < C, s - tl.sum(s, 0) * inverse, 0)
     h *= 1 / tl.sqrt(tl.sum(h * h, 0) * inverse + eps)
-    return h * tl.load(ln_w + c, c < C, 0).to(tl.float32) + tl.load(ln_b + c, c < C, 0).to(tl.float32)
+    return h * w.to(tl.float32) + b.to(tl.float32)
 
 
 @triton.jit
@@ -230,55 +200,36 @@ def leave(y, cache, value, rows, n, N, lengths, block, KIND: tl.constexpr, ROWS:
         tl.store(y + row[:, None] * N + n[None, :], value, inside)
 
 
-# -- the kernels -------------------------------------------------------------------------------------------------------
-
-
 @triton.jit
-def normed_columns_kernel(
-    y, cache, s, x, partials, before, ln_w, ln_b, w, bias, lengths, parts, K, N, block, inverse, eps,
-    PARTS: tl.constexpr, KIND: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, OVERLAP: tl.constexpr,
-):  # fmt: skip
-    if OVERLAP:
-        gdc_launch_dependents()
-    k, n = tl.arange(0, WIDTH), tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    inside = (k < K)[:, None] & (n < N)[None, :]
-    tile = tl.load(w + k[:, None] * N + n[None, :], inside, 0)  # first: it has the longest way, and waits for nobody
-    shift = tl.load(bias + n, n < N, 0).to(tl.float32)
-    if OVERLAP:
-        gdc_wait()
-    row = residual(x, partials, before, 0, 1, K, parts, PARTS, WIDTH)
-    if s is not None:
-        if tl.program_id(0) == 0:
-            tl.store(s + k, row, k < K)
-    h = normalised(row, ln_w, ln_b, K, inverse, eps, WIDTH)
-    value = tl.sum(h[:, None] * tile.to(tl.float32), 0) + shift
-    leave(y, cache, value[None, :], 1, n, N, lengths, block, KIND, 1)
+def keys_and_values(cache, first, end, C, SIZE: tl.constexpr, D: tl.constexpr, KEYS: tl.constexpr):
+    """Of one head: k and v (KEYS, D) from position `first` on and before `end`; 0 outside."""
+    key, d = first + tl.arange(0, KEYS), tl.arange(0, D)
+    inside = (key < end)[:, None] & (d < SIZE)[None, :]
+    at = cache + key[:, None] * (2 * C) + d[None, :]
+    return tl.load(at, inside, 0), tl.load(at + C, inside, 0)
+
+
+# -- the kernels -------------------------------------------------------------------------------------------------------
 
 
 @triton.jit
 def norm_kernel(
     h, s, x, partials, before, ln_w, ln_b, parts, rows, C, inverse, eps,
-    PARTS: tl.constexpr, WIDTH: tl.constexpr, OVERLAP: tl.constexpr,
+    PARTS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    if OVERLAP:
-        gdc_launch_dependents()
-        gdc_wait()
     b, c = tl.program_id(0), tl.arange(0, WIDTH)
     row = residual(x, partials, before, b, rows, C, parts, PARTS, WIDTH)
     if s is not None:
         tl.store(s + b * C + c, row, c < C)
-    tl.store(h + b * C + c, normalised(row, ln_w, ln_b, C, inverse, eps, WIDTH), c < C)
+    row = normalised(row, tl.load(ln_w + c, c < C, 0), tl.load(ln_b + c, c < C, 0), C, inverse, eps, WIDTH)
+    tl.store(h + b * C + c, row, c < C)
 
 
 @triton.jit
 def columns_kernel(
     y, cache, h, w, bias, lengths, rows, K, N, block,
     KIND: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    if OVERLAP:
-        gdc_launch_dependents()
-        gdc_wait()
     row, n = tl.arange(0, ROWS), tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     value = tl.zeros((ROWS, COLUMNS), tl.float32)
     for first in tl.range(0, K, DEPTH):
@@ -292,84 +243,42 @@ def columns_kernel(
 
 @triton.jit
 def attend_kernel(
-    y, peaks, totals, q, cache, lengths, H, block, scale,
-    SIZE: tl.constexpr, D: tl.constexpr, KEYS: tl.constexpr, SPANS: tl.constexpr, OVERLAP: tl.constexpr,
+    y, q, cache, lengths, H, block, scale,
+    SIZE: tl.constexpr, D: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """One head of one sequence, all its keys; or with SPANS, KEYS of them. scale: log2(e) / sqrt(SIZE)."""
-    if OVERLAP:
-        gdc_launch_dependents()
-        gdc_wait()
+    """One head of one sequence. scale: log2(e) / sqrt(SIZE)."""
     b, h, d = tl.program_id(0) // H, tl.program_id(0) % H, tl.arange(0, D)
     C = H * SIZE
     length = tl.minimum(tl.load(lengths + b), block)
-    first, end = 0, length
-    if SPANS:
-        first = tl.program_id(1) * KEYS
-        end = tl.minimum(first + KEYS, length)  # before `first`, where the sequence is not so long yet
     query = tl.load(q + b * C + h * SIZE + d, d < SIZE, 0).to(tl.float32) * scale
     cache += b.to(tl.int64) * block * 2 * C + h * SIZE
     peak, total, acc = tl.full((), LOWEST, tl.float32), tl.full((), 0, tl.float32), tl.zeros((D,), tl.float32)
-    for start_of_step in tl.range(first, end, KEYS):
-        key = start_of_step + tl.arange(0, KEYS)
-        inside = (key < end)[:, None] & (d < SIZE)[None, :]
-        at = cache + key[:, None] * (2 * C) + d[None, :]
-        k, v = tl.load(at, inside, 0).to(tl.float32), tl.load(at + C, inside, 0).to(tl.float32)
-        scores = tl.where(key < end, tl.sum(k * query[None, :], 1), float("-inf"))
+    for first in tl.range(0, length, KEYS):
+        inside = first + tl.arange(0, KEYS) < length
+        k, v = keys_and_values(cache, first, length, C, SIZE, D, KEYS)
+        scores = tl.where(inside, tl.sum(k.to(tl.float32) * query[None, :], 1), float("-inf"))
         higher = tl.maximum(peak, tl.max(scores, 0))
         p, shrink = tl.math.exp2(scores - higher), tl.math.exp2(peak - higher)
-        peak, total, acc = higher, total * shrink + tl.sum(p, 0), acc * shrink + tl.sum(p[:, None] * v, 0)
-    if SPANS:
-        at = h * SPANS + tl.program_id(1)
-        tl.store(peaks + at, peak)
-        tl.store(totals + at, total)
-        tl.store(y + at * SIZE + d, acc, d < SIZE)
-    else:
-        tl.store(y + b * C + h * SIZE + d, acc / total, d < SIZE)
-
-
-@triton.jit
-def over_spans(x, peaks, totals, k, own, SIZE: tl.constexpr, SPANS: tl.constexpr):
-    """The channels k of attention's result, from those of the spans; a span without keys has a total of 0."""
-    at = (k // SIZE)[None, :] * SPANS + tl.arange(0, SPANS)[:, None]  # (SPANS, DEPTH)
-    peak = tl.load(peaks + at, own[None, :], LOWEST)
-    weight = tl.math.exp2(peak - tl.max(peak, 0)[None, :])
-    total = tl.sum(weight * tl.load(totals + at, own[None, :], 1), 0)
-    y = tl.load(x + at * SIZE + (k % SIZE)[None, :], own[None, :], 0)
-    return tl.sum(weight * y, 0) / total
+        acc = acc * shrink + tl.sum(p[:, None] * v.to(tl.float32), 0)
+        peak, total = higher, total * shrink + tl.sum(p, 0)
+    tl.store(y + b * C + h * SIZE + d, acc / total, d < SIZE)
 
 
 @triton.jit
 def partial_kernel(
-    partials, x, peaks, totals, w, lengths, rows, K, N, depth,
-    SIZE: tl.constexpr, SPAN: tl.constexpr, SPANS: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr,
-    COLUMNS: tl.constexpr, PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
+    partials, x, w, rows, K, N, depth,
+    ROWS: tl.constexpr, DEPTH: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    if OVERLAP:
-        gdc_launch_dependents()
     part, n = tl.program_id(1), tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     row = tl.arange(0, ROWS)
-    if ROWS == 1:  # all of the share at once
-        k = part * depth + tl.arange(0, DEPTH)
-        own = (tl.arange(0, DEPTH) < depth) & (k < K)
+    value = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for first in tl.range(0, depth, DEPTH):
+        k = first + tl.arange(0, DEPTH)
+        own = (k < depth) & (part * depth + k < K)
+        k += part * depth
+        h = tl.load(x + row[:, None] * K + k[None, :], (row < rows)[:, None] & own[None, :], 0)
         tile = tl.load(w + k[:, None] * N + n[None, :], own[:, None] & (n < N)[None, :], 0)
-        if OVERLAP:
-            gdc_wait()
-        if SPANS:
-            h = over_spans(x, peaks, totals, k, own, SIZE, SPANS)
-        else:
-            h = tl.load(x + k, own, 0).to(tl.float32)
-        value = tl.sum(h[:, None] * tile.to(tl.float32), 0)[None, :]
-    else:
-        if OVERLAP:
-            gdc_wait()
-        value = tl.zeros((ROWS, COLUMNS), tl.float32)
-        for first in tl.range(0, depth, DEPTH):
-            k = first + tl.arange(0, DEPTH)
-            own = (k < depth) & (part * depth + k < K)
-            k += part * depth
-            h = tl.load(x + row[:, None] * K + k[None, :], (row < rows)[:, None] & own[None, :], 0)
-            tile = tl.load(w + k[:, None] * N + n[None, :], own[:, None] & (n < N)[None, :], 0)
-            value = tl.dot(h, tile, value, input_precision=PRECISION)
+        value = tl.dot(h, tile, value, input_precision=PRECISION)
     at = (part * rows + row)[:, None] * N + n[None, :]
     tl.store(partials + at, value, (row < rows)[:, None] & (n < N)[None, :])
 
@@ -377,28 +286,16 @@ def partial_kernel(
 @triton.jit
 def unembed_kernel(
     logits, best, index, h, w, rows, K, V, tiles,
-    ROWS: tl.constexpr, DEPTH: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
+    ROWS: tl.constexpr, DEPTH: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    if OVERLAP:
-        gdc_launch_dependents()
     row, v = tl.arange(0, ROWS), tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     at = v.to(tl.int64)[:, None] * K
-    if ROWS == 1:
-        k = tl.arange(0, DEPTH)
+    value = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for first in tl.range(0, K, DEPTH):
+        k = first + tl.arange(0, DEPTH)
+        a = tl.load(h + row[:, None] * K + k[None, :], (row < rows)[:, None] & (k < K)[None, :], 0)
         tile = tl.load(w + at + k[None, :], (v < V)[:, None] & (k < K)[None, :], 0)
-        if OVERLAP:
-            gdc_wait()
-        x = tl.load(h + k, k < K, 0).to(tl.float32)
-        value = tl.sum(tile.to(tl.float32) * x[None, :], 1)[None, :]
-    else:
-        if OVERLAP:
-            gdc_wait()
-        value = tl.zeros((ROWS, COLUMNS), tl.float32)
-        for first in tl.range(0, K, DEPTH):
-            k = first + tl.arange(0, DEPTH)
-            a = tl.load(h + row[:, None] * K + k[None, :], (row < rows)[:, None] & (k < K)[None, :], 0)
-            tile = tl.load(w + at + k[None, :], (v < V)[:, None] & (k < K)[None, :], 0)
-            value = tl.dot(a, tile.T, value, input_precision=PRECISION)
+        value = tl.dot(a, tile.T, value, input_precision=PRECISION)
     tl.store(logits + row.to(tl.int64)[:, None] * V + v[None, :], value, (row < rows)[:, None] & (v < V)[None, :])
     value = tl.where((v < V)[None, :], value, float("-inf"))
     top = tl.max(value, 1)
