@@ -80,7 +80,8 @@ def source_of(world, n):
     """(n) random numbers of this rank, on the GPU."""
     import cupy
 
-    return cupy.random.default_rng(world.rank).standard_normal(n, np.float32) * np.float32(SCALE)
+    cupy.random.seed(world.rank)
+    return cupy.random.standard_normal(n, np.float32) * np.float32(SCALE)
 
 
 def reduction(world, name, source):

@@ -235,16 +235,23 @@ def main(argv=None):
     tables = [(each, lambda count, each=each: count * each, f"{each} x {seq_len} a GPU") for each in args.batch_size]
     if args.strong:
         tables.append((None, lambda count: args.strong, f"{args.strong} x {seq_len} in all"))
-    results = {"paper": paper(args) if args.paper else None, "scaling": []}
+    results = {"paper": None, "scaling": []}
+
+    def keep():  # at once, as the next table may take long
+        if not args.no_save:
+            save(BENCHMARK, results, args.commit, args.save_as)
+
+    if args.paper:
+        results["paper"] = paper(args)
+        keep()
     for each, batch_of, title in tables:
         ours, peers = variants(ranks, batch_of, [WAYS[way] for way in args.ways], args.bucket_mb)
         contenders = list(jobs(args, args.preset, ours, {} if args.no_ddp else peers))
         of_table = measure(args, contenders, args.steps_per_round)
         print_table(summarise(of_table, f"{args.preset}, {args.precision}, {title}"))
-        print("\n" + "\n".join(verdicts(of_table, each)) + "\n", flush=True)
+        print("\n" + "\n".join(verdicts(of_table, each)), flush=True)
         results["scaling"].append({"title": title, "rows": of_table})
-    if not args.no_save:
-        save(BENCHMARK, results, args.commit, args.save_as)
+        keep()
 
 
 if __name__ == "__main__":

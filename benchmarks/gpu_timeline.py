@@ -2,7 +2,7 @@
 
 Rank 0 is looked at, and its step is a replayed graph. CUPTI tells every kernel of it, but in a graph not the stream
 that it was recorded on: what NCCL and the canonical sum run is communication, and of the rest a second line takes what
-runs beside the first.
+runs beside the first. Being watched costs each kernel a little, so the step is somewhat longer than one that is timed.
 """
 
 import argparse
@@ -32,12 +32,12 @@ def steps_of(host, preset, precision, batch_size, variants):
     """{name: [(start, duration, kernel) of one replayed step, in microseconds]} on rank 0, None elsewhere."""
     import torch  # on every rank, and first: all are to use the NCCL that comes with it
 
+    torch.cuda.set_device(host.local_rank)
     if host.is_root:
         open_cupti()
     from benchmarks.ours_gpus import make_variants
     from stage3_mpi_cuda.nccl_communicator import NcclCommunicator
 
-    assert torch.cuda.is_available()
     world, config = NcclCommunicator(host), PRESETS[preset]
     world.use_transport("nccl")
     tokens = np.random.default_rng(SEED).integers(0, config.vocab_size, 1 << 20)
