@@ -28,7 +28,7 @@ COLOURS = ("tab:blue", "tab:cyan", "tab:red")
 # -- on the ranks ------------------------------------------------------------------------------------------------------
 
 
-def steps_of(host, preset, precision, batch_size, variants):
+def steps_of(host, preset, precision, variants):
     """{name: [(start, duration, kernel) of one replayed step, in microseconds]} on rank 0, None elsewhere."""
     import torch  # on every rank, and first: all are to use the NCCL that comes with it
 
@@ -185,7 +185,7 @@ def main(argv=None):
     args = parser().parse_args(argv)
     sizes = {"ranks": args.ranks, "batch_size": args.ranks * args.batch_size, "bucket_mb": args.bucket_mb}
     variants = {f"--dp {dp}, {args.ranks} GPUs": dict(sizes, dp=dp) for dp in args.dp}
-    job = args.preset, args.precision, args.batch_size, variants
+    job = args.preset, args.precision, variants
     found = launch(args.ranks, "steps_of", *job, timeout=args.timeout, benchmark=BENCHMARK)
     steps = {name: streams_of([Ran(*ran) for ran in rans]) for name, rans in found.items()}
     figures = {name: figures_of(listed) for name, listed in steps.items()}
