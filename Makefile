@@ -13,7 +13,7 @@ STAGE_DIR_3 = stage3_mpi_cuda
 
 OUT = out/stage$(STAGE)-$(PRESET)
 
-ifneq ($(filter 2 3,$(STAGE))$(filter test-gpu sanitize,$(MAKECMDGOALS)),)
+ifneq ($(filter 2 3,$(STAGE))$(filter test-gpu sanitize bench-gpu,$(MAKECMDGOALS)),)
   # The CUDA that the driver speaks (12, 13), as the head of nvidia-smi's table says; nothing where there is no GPU.
   cuda := $(shell nvidia-smi 2>/dev/null | sed -n 's/.*CUDA[A-Z ]* Version: *\([0-9]*\).*/\1/p')
 endif
@@ -73,7 +73,7 @@ ifneq ($(filter train generate,$(MAKECMDGOALS)),)
   endif
 endif
 
-.PHONY: help train generate test test-gpu sanitize bench lint clean
+.PHONY: help train generate test test-gpu sanitize bench bench-gpu lint clean
 
 help:  ## this text
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -114,6 +114,18 @@ bench: $(test_ready)  ## compare with PyTorch: tables here, figures in results/ 
 	"$(python)" -m benchmarks.collectives --idle
 	"$(python)" -m benchmarks.parity
 	"$(python)" -m benchmarks.kill
+
+bench-gpu: $(test_ready) $(cuda_ready)  ## the same on GPUs: stage 2 on one, stage 3 on four (ARGS go to the training step)
+	"$(python)" -m benchmarks.gpu_step $(ARGS)
+	"$(python)" -m benchmarks.gpu_attention
+	"$(python)" -m benchmarks.gpu_decode
+	"$(python)" -m benchmarks.gpu_memory
+	"$(python)" -m benchmarks.gpu_profile
+	"$(python)" -m benchmarks.gpu_scaling --strong 64 --paper
+	"$(python)" -m benchmarks.gpu_strategies
+	"$(python)" -m benchmarks.gpu_collectives
+	"$(python)" -m benchmarks.gpu_timeline
+	"$(python)" -m benchmarks.gpu_kill
 
 lint: $(test_ready)  ## check the style (ruff)
 	"$(python)" -m ruff check .
