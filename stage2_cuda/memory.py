@@ -6,6 +6,7 @@ benchmarks/gpu_memory.py holds the sum against what CuPy's pools and the driver 
 # B sequences of T tokens in one micro-shard, N = B*T rows, C channels, V vocabulary, L layers
 
 from gpt2core.arena import Arena, round_up
+from gpt2core.errors import counted
 from gpt2core.model import parameter_shapes
 
 FP32 = 4  # bytes
@@ -89,7 +90,7 @@ def no_room_to_train(config, batch_size, seq_len, precision, micro_shards, ranks
     if batch_size % shards == 0:
         ways.append(f"{'' if ways else 'use '}--micro-shards {shards}")
     return (
-        f"--batch-size {batch_size} of {seq_len} tokens in {micro_shards} micro-shard{'s' * (micro_shards > 1)} takes "
+        f"--batch-size {batch_size} of {seq_len} tokens in {counted(micro_shards, 'micro-shard')} takes "
         f"about {gib(needed(batch_size, micro_shards))} in {precision}, and {gib(free)} are free: "
         f"{' or '.join(ways) or 'use a smaller --seq-len, or a smaller model'}"
     )

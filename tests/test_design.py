@@ -141,7 +141,7 @@ def test_these_lines_are_none_of_them(line):
 
 
 # The border to a launcher, which speaks to its processes through the environment alone.
-LAUNCHED = ("stage1_mpi/launch.py", "stage1_mpi/mpi_communicator.py")
+LAUNCHED = ("gpt2core/launched.py", "stage1_mpi/launch.py", "stage1_mpi/mpi_communicator.py")
 
 
 @pytest.mark.parametrize(
