@@ -8,9 +8,9 @@ from importlib import import_module
 import numpy as np
 
 from benchmarks.harness import ROOT, paired_ratio, print_table, progress, run, save
+from benchmarks.jobs import run_mpi
 from stage1_mpi import collectives
 from stage1_mpi.mpi_communicator import NATIVE
-from tests.mpi import run_mpi
 
 BENCHMARK = "benchmarks.collectives"  # how the ranks import this file
 SIZES = [10**k for k in range(3, 9)]

@@ -39,6 +39,7 @@ class CudaBackend(Backend):
     deterministic = False
     uses_threads = False
     decoder_batch = ROWS
+    many_ranks = "stage 3"
     tiles = Tiles()  # of the engine's kernels
 
     def __init__(self, precision="fp32", deterministic=True):

@@ -5,9 +5,7 @@ from pathlib import Path
 import numpy as np
 
 from stage2_cuda.kernels import fp16x3
-from stage2_cuda.memory import WORKSPACE
-
-WIDE = 1 << 25  # elements of a GELU's input from which it costs less in the product than in a kernel of its own
+from stage2_cuda.memory import WIDE, WORKSPACE
 
 
 class Products:
