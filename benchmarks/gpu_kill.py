@@ -16,11 +16,10 @@ import time
 from pathlib import Path
 
 from benchmarks.harness import ROOT, finish, nvidia_smi, print_table, progress, run, save
+from benchmarks.jobs import Job, launcher
 from benchmarks.kill import finished, kill_one
 from gpt2core.checkpoint import load_checkpoint
 from gpt2core.errors import CheckpointError
-from tests.jobs import Job
-from tests.mpi import mpiexec
 
 BENCHMARK = "benchmarks.gpu_kill"
 SOON = 30  # seconds from the kill until all is over
@@ -32,7 +31,7 @@ CAUSE = re.compile(r"signal 9|SIGKILL|Killed|^error: |KILLED BY SIGNAL", re.MULT
 
 def compile_all(ranks, *flags):
     """A run to its end, however long its kernels take to compile."""
-    words = (*mpiexec(), "-n", ranks, sys.executable, "-m", "stage3_mpi_cuda.train_gpt2", "--sample", 0, *flags)
+    words = (*launcher(), "-n", ranks, sys.executable, "-m", "stage3_mpi_cuda.train_gpt2", "--sample", 0, *flags)
     finish("the first run", list(map(str, words)), 1, COMPILED)
 
 
