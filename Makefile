@@ -87,7 +87,7 @@ train: $(train_ready)  ## train PRESET on the shipped corpus, then write a sampl
 	$(run) -m $(stage).train_gpt2 --preset $(PRESET) --out "$(OUT)" $(ARGS)
 
 generate: $(train_ready)  ## continue a text with what `make train` of this PRESET learned, else with the shipped weights
-	@echo "weights: $(if $(wildcard $(OUT)/step-*),$(OUT),data/gpt2-paper)"
+	@$(if $(findstring --weights,$(ARGS)),,echo "weights: $(if $(wildcard $(OUT)/step-*),$(OUT),data/gpt2-paper)")
 	@$(run) -m $(stage).inference $(if $(wildcard $(OUT)/step-*),--weights "$(OUT)") $(ARGS)
 
 test: $(test_ready)  ## run the test suite (CPU)

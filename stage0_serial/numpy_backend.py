@@ -33,8 +33,7 @@ class NumpyBackend(Backend):
     def __init__(self, precision="fp32", deterministic=True):
         if precision not in DTYPES:
             raise ConfigError(
-                f"--precision {precision} is not available on the CPU, which computes in fp32: "
-                f"tf32, bf16 and fp16 need a GPU stage"
+                f"--precision {precision} is not available on the CPU: use --precision fp32, or a GPU stage"
             )
         self.precision, self.dtype = precision, np.dtype(DTYPES[precision])
         self.compute = self.dtype

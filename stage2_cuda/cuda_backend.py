@@ -45,17 +45,17 @@ class CudaBackend(Backend):
     def __init__(self, precision="fp32", deterministic=True):
         if precision not in PRECISIONS:
             raise ConfigError(f"--precision {precision} is unknown in this stage: use {', '.join(PRECISIONS)}")
+        if triton_driver.interpreted() and precision not in INTERPRETED:
+            raise ConfigError(
+                f"--precision {precision} has no meaning in Triton's interpreter, where bf16 is silently wrong: "
+                f"use fp32 or fp16 there"
+            )
         self.xp = triton_driver.array_module()
         compute, self.dot = PRECISIONS[precision]
         self.precision, self.dtype, self.compute = precision, np.dtype(np.float32), dtype_of(compute)
         self.scales_loss = precision == "fp16"
         self.records, self.recorded = not triton_driver.interpreted(), []
         if triton_driver.interpreted():
-            if precision not in INTERPRETED:
-                raise ConfigError(
-                    f"--precision {precision} has no meaning in Triton's interpreter, where bf16 is silently wrong: "
-                    f"use fp32 or fp16 there"
-                )
             self.name, gemm, self.side = "the Triton interpreter", NumpyGemm(), NoStream()
         else:
             self.name, self.side = gpu_name(self.xp), SideStream(self.xp)

@@ -18,6 +18,7 @@ import numpy as np
 from gpt2core.errors import ConfigError
 
 WAY_OUT = "with TRITON_INTERPRET=1 in the environment the same kernels run on the CPU, slowly"
+PIP_INSTALL = "pip install cupy-cuda13x[ctk], or cupy-cuda12x[ctk] for a driver of CUDA 12"
 CAPABILITY = (8, 0)  # the oldest GPU with bf16 tensor cores
 
 
@@ -26,7 +27,7 @@ def interpreted():
 
     Raises ConfigError where there is no Triton.
     """
-    return imported("triton", "Triton").knobs.runtime.interpret
+    return imported("triton", "Triton", "pip install triton").knobs.runtime.interpret
 
 
 def array_module():
@@ -88,7 +89,8 @@ class Gpu:
     """Launches kernels on the current device of CuPy, on its current stream, and keeps what was compiled."""
 
     def __init__(self):
-        triton, self.xp = imported("triton", "Triton"), imported("cupy", "CuPy", WAY_OUT)
+        triton = imported("triton", "Triton", "pip install triton")
+        self.xp = imported("cupy", "CuPy", f"{PIP_INSTALL}; {WAY_OUT}")
         self.device = self.xp.cuda.runtime.getDevice
         try:
             count = self.xp.cuda.runtime.getDeviceCount()
@@ -208,11 +210,11 @@ def not_contiguous(array):
 # -- errors ------------------------------------------------------------------------------------------------------------
 
 
-def imported(module, name, way_out="see the README"):
+def imported(module, name, way_out):
     try:
         return importlib.import_module(module)
     except Exception as error:  # a CuPy for another CUDA raises more than ImportError
-        raise ConfigError(f"stage 2 needs {name}, which cannot be imported ({first_line(error)}): {way_out}") from error
+        raise ConfigError(f"{name} is needed, and cannot be imported ({first_line(error)}): {way_out}") from error
 
 
 def first_line(error):

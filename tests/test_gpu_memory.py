@@ -17,10 +17,11 @@ from gpt2core.dataset import Windows
 from gpt2core.model import PRESETS, GPT2Config
 from gpt2core.trainer import Trainer
 from stage0_serial.numpy_backend import NumpyBackend
-from stage2_cuda import triton_driver
+from stage2_cuda import memory, products, triton_driver
 from stage2_cuda.cuda_backend import CudaBackend
 from stage2_cuda.memory import (
     MARGIN,
+    WIDE,
     generation_memory,
     is_out_of_memory,
     largest_batch,
@@ -53,11 +54,13 @@ def keeping():
 
 
 @in_the_interpreter
-@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("precision, wide", [("fp32", WIDE), ("fp16", WIDE), ("fp16", 0)])
 @pytest.mark.parametrize("side", [NoStream, keeping])
 @pytest.mark.parametrize("config, batch, seq_len, micro_shards", SIZES, ids=["layers", "head", "parameters"])
-def test_the_model_is_what_a_step_allocates(monkeypatch, precision, side, config, batch, seq_len, micro_shards):
+def test_the_model_is_what_a_step_allocates(monkeypatch, precision, wide, side, config, batch, seq_len, micro_shards):
     """Within 10 %, with kernels that do nothing: what an array is for does not matter here, only when it is there."""
+    for module in (memory, products):
+        monkeypatch.setattr(module, "WIDE", wide)
     backend = CudaBackend(precision)
     backend.side = side()
     monkeypatch.setattr(triton_driver.runtime(), "launch", lambda *_: None)

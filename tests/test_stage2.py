@@ -232,7 +232,8 @@ def one_line(result):
 
 @in_the_interpreter
 @pytest.mark.parametrize("precision", ["bf16", "tf32"])
-def test_the_interpreter_computes_in_fp32_and_fp16_alone(train2, precision):
+def test_the_interpreter_computes_in_fp32_and_fp16_alone(train2, precision, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ml_dtypes", None)  # which comes with the packages for a GPU
     result = train2("--preset", "nano", "--steps", 1, "--precision", precision)
     assert one_line(result) and f"--precision {precision}" in result.err and "use fp32 or fp16" in result.err
 

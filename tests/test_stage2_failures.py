@@ -54,7 +54,7 @@ def test_a_cupy_for_another_cuda_is_one_sentence(monkeypatch, error):
     with pytest.raises(ConfigError) as caught:
         triton_driver.Gpu()
     said = str(caught.value)
-    assert said.startswith(f"stage 2 needs CuPy, which cannot be imported ({str(error).splitlines()[0]})")
+    assert said.startswith(f"CuPy is needed, and cannot be imported ({str(error).splitlines()[0]}): pip install cupy-")
     assert "TRITON_INTERPRET=1" in said and "\n" not in said
 
 

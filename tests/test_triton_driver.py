@@ -226,7 +226,7 @@ def fake_cupy(count=1, capability="90"):
 @pytest.mark.parametrize(
     "module, says",
     [
-        (None, "stage 2 needs CuPy, which cannot be imported"),
+        (None, "CuPy is needed, and cannot be imported"),
         (fake_cupy(0), "no GPU was found"),
         (
             fake_cupy(RuntimeError("cudaErrorInsufficientDriver: too old\nmore")),
@@ -249,7 +249,7 @@ def test_no_gpu_is_one_sentence_that_names_the_way_out(monkeypatch, module, says
 def test_no_triton_is_one_sentence(monkeypatch):
     monkeypatch.setitem(sys.modules, "triton", None)
     for runtime in (Gpu, triton_driver.runtime.__wrapped__):
-        with pytest.raises(ConfigError, match="stage 2 needs Triton, which cannot be imported"):
+        with pytest.raises(ConfigError, match="Triton is needed, and cannot be imported"):
             runtime()
 
 
