@@ -32,15 +32,12 @@ CASES = {
 }
 # what --variants tries, one constant after the other, keeping the fastest
 CANDIDATES = {
-    "line": [0, 64, 128],
     "warps": [8, 16],
-    "spans": [4, 8, 16],
-    "span_keys": [32, 64, 128],
-    "proj_rows": [128, 256, 512, 1024],
+    "line": [0, 64, 128],
+    "spans": [4, 8],
+    "proj_rows": [256, 1024],
     "down_rows": [512, 1024, 2048],
-    "bytes": [32768, 65536],
-    "head_bytes": [8192, 16384, 32768],
-    "stages": [3, 4, 6],
+    "head_bytes": [16384, 32768],
 }
 CANDIDATES_OF_MANY = {
     "columns": [16, 32, 64],

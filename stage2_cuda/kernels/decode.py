@@ -44,14 +44,13 @@ class Tiles(NamedTuple):
     vocabulary: int = 128  # rows of lm_head
 
     programs: int = 0  # among which a weight is divided; 0: as many as run at the same time
-    warps: int = 16
+    warps: int = 8
     bytes: int = 65536  # of a weight, that a program's registers hold
     proj_rows: int = 256  # of a share
     down_rows: int = 1024
     spans: int = 8  # of the keys of a head, a power of two
     span_keys: int = 64  # of a span, in a step
-    head_bytes: int = 16384  # of lm_head, in a step
-    stages: int = 4  # of the loop over these
+    head_bytes: int = 32768  # of lm_head, in a step
     line: int = 128  # bytes of the L2 cache that one prefetch brings
 
 

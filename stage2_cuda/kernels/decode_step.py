@@ -80,7 +80,7 @@ class OneRow:
             SPANS=tiles.spans, KEYS=tiles.span_keys, PROJ=columns(C * parts[0], proj), PROJ_ROWS=proj,
             PROJ_PARTS=triton.next_power_of_2(parts[0]), FC=columns(4 * C, width), DOWN=columns(C * parts[1], down),
             DOWN_ROWS=down, DOWN_PARTS=triton.next_power_of_2(parts[1]),
-            HEAD=max(1, tiles.head_bytes // (item * width)), STAGES=tiles.stages,
+            HEAD=max(1, tiles.head_bytes // (item * width)), CHUNK=min(width, 256),
             LINE=tiles.line * (self.programs > 1), num_warps=tiles.warps,
         )  # fmt: skip
         if self.programs > 1:
@@ -151,6 +151,14 @@ def columns(w, bias, t, K, N, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
+def vocabulary(head, t, C, V, ROWS: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr):
+    """Rows number t of lm_head (WIDTH // CHUNK, ROWS, CHUNK): a warp has whole rows, so no sum of one leaves it."""
+    v = t * ROWS + tl.arange(0, ROWS)
+    k = tl.arange(0, WIDTH // CHUNK)[:, None, None] * CHUNK + tl.arange(0, CHUNK)[None, None, :]
+    return tl.load(head + v.to(tl.int64)[None, :, None] * C + k, (v < V)[None, :, None] & (k < C), 0)
+
+
+@triton.jit
 def product(h, tile):
     return tl.sum(h[:, None] * tile.to(tl.float32), 0)
 
@@ -178,7 +186,7 @@ def step_kernel(
     L, C, H, V, block, stride, count, proj_parts, down_parts, inverse, eps, scale,
     SIZE: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, QKV: tl.constexpr, SPANS: tl.constexpr,
     KEYS: tl.constexpr, PROJ: tl.constexpr, PROJ_ROWS: tl.constexpr, PROJ_PARTS: tl.constexpr, FC: tl.constexpr,
-    DOWN: tl.constexpr, DOWN_ROWS: tl.constexpr, DOWN_PARTS: tl.constexpr, HEAD: tl.constexpr, STAGES: tl.constexpr,
+    DOWN: tl.constexpr, DOWN_ROWS: tl.constexpr, DOWN_PARTS: tl.constexpr, HEAD: tl.constexpr, CHUNK: tl.constexpr,
     LINE: tl.constexpr,
 ):  # fmt: skip
     program, programs = tl.program_id(0), tl.num_programs(0)
@@ -287,18 +295,19 @@ def step_kernel(
         words += count
         cache += block * 2 * C
 
+    tile = vocabulary(head, program, C, V, HEAD, WIDTH, CHUNK)
+    following = vocabulary(head, program + programs, C, V, HEAD, WIDTH, CHUNK)
     ln_w, ln_b = tl.load(ln_f_w + c, c < C, 0), tl.load(ln_f_b + c, c < C, 0)
     s = plus_branch(s, down_b + at - stride, words - count + m_at, C, down_parts, stamp, DOWN_PARTS, WIDTH)
-    h = normalised(s, ln_w, ln_b, C, inverse, eps, WIDTH)
+    h = tl.reshape(normalised(s, ln_w, ln_b, C, inverse, eps, WIDTH), (WIDTH // CHUNK, 1, CHUNK))
     top, top_at = tl.full((HEAD,), float("-inf"), tl.float32), tl.full((HEAD,), 0, tl.int32) + V
-    for t in tl.range(program, tl.cdiv(V, HEAD), programs, num_stages=STAGES):
+    for t in tl.range(program, tl.cdiv(V, HEAD), programs):
         v = t * HEAD + tl.arange(0, HEAD)
-        own = head + v.to(tl.int64)[:, None] * C + c[None, :]
-        tile = tl.load(own, (v < V)[:, None] & (c < C)[None, :], 0)
-        value = tl.sum(tile.to(tl.float32) * h[None, :], 1)
+        value = tl.sum(tl.sum(tile.to(tl.float32) * h, 0), 1)
         tl.store(logits + v, value, v < V)
         above = (value > top) & (v < V)
         top, top_at = tl.where(above, value, top), tl.where(above, v, top_at)
+        tile, following = following, vocabulary(head, t + 2 * programs, C, V, HEAD, WIDTH, CHUNK)
     highest = tl.max(top, 0)
     tl.store(best + program, highest)
     tl.store(index + program, tl.min(tl.where(top == highest, top_at, V), 0))
