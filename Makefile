@@ -6,14 +6,14 @@ HOSTFILE = hostfile
 PRESET   = paper
 ARGS     =
 
-STAGE_DIR_0 = stage0_serial
-STAGE_DIR_1 = stage1_mpi
-STAGE_DIR_2 = stage2_cuda
-STAGE_DIR_3 = stage3_mpi_cuda
+STAGE_0 = stage0_serial
+STAGE_1 = stage1_mpi
+STAGE_2 = stage2_cuda
+STAGE_3 = stage3_mpi_cuda
 
 OUT = out/stage$(STAGE)-$(PRESET)
 
-ifneq ($(filter 2 3,$(STAGE))$(filter test-gpu sanitize,$(MAKECMDGOALS)),)
+ifneq ($(filter 2 3,$(STAGE))$(filter test-gpu sanitize bench-gpu,$(MAKECMDGOALS)),)
   # The CUDA that the driver speaks (12, 13), as the head of nvidia-smi's table says; nothing where there is no GPU.
   cuda := $(shell nvidia-smi 2>/dev/null | sed -n 's/.*CUDA[A-Z ]* Version: *\([0-9]*\).*/\1/p')
 endif
@@ -37,10 +37,7 @@ ifneq ($(filter train generate,$(MAKECMDGOALS)),)
   ifeq ($(filter $(STAGE),0 1 2 3),)
     $(error there is no stage $(STAGE): STAGE is 0, 1, 2 or 3)
   endif
-  stage_dir := $(STAGE_DIR_$(STAGE))
-  ifeq ($(stage_dir),)
-    $(error stage $(STAGE) is not built yet)
-  endif
+  stage := $(STAGE_$(STAGE))
   ifneq ($(filter 0 2,$(STAGE)),)
     ifneq ($(N),1)
       threads = ; for threads, ARGS="--threads $(N)"
@@ -51,8 +48,8 @@ ifneq ($(filter train generate,$(MAKECMDGOALS)),)
     ifeq ($(shell echo '$(N)' | grep -xE '0*[1-9][0-9]{0,5}'),)
       $(error N=$(N) is no number of ranks: N is a whole number, 1 or more)
     endif
-    hosts = $(if $(HOSTFILE),--hostfile "$(if $(filter /%,$(HOSTFILE)),,../)$(HOSTFILE)")
-    run = exec "$(python)" -m stage1_mpi.launch -n $(N) $(hosts)
+    hosts = $(if $(HOSTFILE),--hostfile "$(HOSTFILE)")
+    run = exec "$(python)" -m stage1_mpi.launch -n $(N) $(hosts) --
   endif
   ifneq ($(filter 2 3,$(STAGE)),)
     interpreted := $(if $(cuda),,1)
@@ -73,7 +70,7 @@ ifneq ($(filter train generate,$(MAKECMDGOALS)),)
   endif
 endif
 
-.PHONY: help train generate test test-gpu sanitize bench lint clean
+.PHONY: help train generate test test-gpu sanitize bench bench-gpu lint clean
 
 help:  ## this text
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -82,15 +79,16 @@ help:  ## this text
 	@echo '  N=1                how many ranks (stages 1 and 3)'
 	@echo '  HOSTFILE=hostfile  the hosts that run them; HOSTFILE= leaves it to mpiexec, as Slurm wants it'
 	@echo '  PRESET=paper       which model: nano, tiny, paper, gpt2, ...; stages 2 and 3 without a GPU take nano alone'
-	@echo '  ARGS=              more flags for the command, as ARGS="--steps 200 --lr 1e-3"; paths are seen from the stage'
+	@echo '  ARGS=              more flags for the command, as ARGS="--steps 200 --lr 1e-3"'
+	@echo '  OUT=out/...        the directory that `make train` fills (default: out/stage$$STAGE-$$PRESET)'
 	@echo '  PYTHON=python3     use this interpreter as it is and install nothing (default: make .venv)'
 
 train: $(train_ready)  ## train PRESET on the shipped corpus, then write a sample; the result goes to out/
-	cd $(stage_dir) && $(run) train_gpt2.py --preset $(PRESET) --out ../$(OUT) $(ARGS)
+	$(run) -m $(stage).train_gpt2 --preset $(PRESET) --out "$(OUT)" $(ARGS)
 
 generate: $(train_ready)  ## continue a text with what `make train` of this PRESET learned, else with the shipped weights
 	@echo "weights: $(if $(wildcard $(OUT)/step-*),$(OUT),data/gpt2-paper)"
-	@cd $(stage_dir) && $(run) inference.py $(if $(wildcard $(OUT)/step-*),--weights ../$(OUT)) $(ARGS)
+	@$(run) -m $(stage).inference $(if $(wildcard $(OUT)/step-*),--weights "$(OUT)") $(ARGS)
 
 test: $(test_ready)  ## run the test suite (CPU)
 	"$(python)" -m pytest -m "not gpu" $(ARGS)
@@ -114,6 +112,18 @@ bench: $(test_ready)  ## compare with PyTorch: tables here, figures in results/ 
 	"$(python)" -m benchmarks.collectives --idle
 	"$(python)" -m benchmarks.parity
 	"$(python)" -m benchmarks.kill
+
+bench-gpu: $(test_ready) $(cuda_ready)  ## the same on GPUs: stage 2 on one, stage 3 on four (ARGS go to the training step)
+	"$(python)" -m benchmarks.gpu_step $(ARGS)
+	"$(python)" -m benchmarks.gpu_attention
+	"$(python)" -m benchmarks.gpu_decode
+	"$(python)" -m benchmarks.gpu_memory
+	"$(python)" -m benchmarks.gpu_profile
+	"$(python)" -m benchmarks.gpu_scaling --strong 64 --paper
+	"$(python)" -m benchmarks.gpu_strategies
+	"$(python)" -m benchmarks.gpu_collectives
+	"$(python)" -m benchmarks.gpu_timeline
+	"$(python)" -m benchmarks.gpu_kill
 
 lint: $(test_ready)  ## check the style (ruff)
 	"$(python)" -m ruff check .

@@ -8,9 +8,9 @@ from importlib import import_module
 import numpy as np
 
 from benchmarks.harness import ROOT, paired_ratio, print_table, progress, run, save
+from benchmarks.jobs import run_mpi
 from stage1_mpi import collectives
 from stage1_mpi.mpi_communicator import NATIVE
-from tests.mpi import run_mpi
 
 BENCHMARK = "benchmarks.collectives"  # how the ranks import this file
 SIZES = [10**k for k in range(3, 9)]
@@ -95,10 +95,10 @@ def receive_from_root(world):
 # -- on the one that launches them ------------------------------------------------------------------------------------
 
 
-def launch(ranks, function, *args, timeout):
-    """What `function` of this file returns on rank 0 of a job of its own."""
+def launch(ranks, function, *args, timeout, benchmark=BENCHMARK):
+    """What `function` of that file, else of this one, returns on rank 0 of a job of its own."""
     try:
-        return run_mpi(ranks, getattr(import_module(BENCHMARK), function), *args, timeout=timeout)[0]
+        return run_mpi(ranks, getattr(import_module(benchmark), function), *args, timeout=timeout)[0]
     except AssertionError as error:
         raise SystemExit(str(error)) from None
 
@@ -130,14 +130,15 @@ def fit(results):
 
     n is the length of x, so that the number of rounds is in alpha, and 2 (p-1)/p and the additions are in beta.
     """
-    lines = {}
-    for name in CONTENDERS:
-        of_name = [result for result in results if result["algorithm"] == name]
-        seconds = np.array([result["median"] for result in of_name])
-        sizes = np.array([result["bytes"] for result in of_name], float)
-        terms = np.stack([1 / seconds, sizes / seconds], axis=1)
-        lines[name] = np.linalg.lstsq(terms, np.ones(len(seconds)), rcond=None)[0].tolist()
-    return lines
+    of_name = {name: [result for result in results if result["algorithm"] == name] for name in CONTENDERS}
+    return {name: line([r["bytes"] for r in found], [r["median"] for r in found]) for name, found in of_name.items()}
+
+
+def line(sizes, seconds):
+    """[alpha, beta] of seconds = alpha + beta sizes by least squares of the relative error."""
+    sizes, seconds = np.array(sizes, float), np.array(seconds)
+    terms = np.stack([1 / seconds, sizes / seconds], axis=1)
+    return np.linalg.lstsq(terms, np.ones(len(seconds)), rcond=None)[0].tolist()
 
 
 def plot(results, path):

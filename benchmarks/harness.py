@@ -25,10 +25,10 @@ from datetime import UTC, datetime
 from importlib import import_module, metadata
 from pathlib import Path
 
+from benchmarks.jobs import ROOT, end
 from gpt2core.communicator import Solo
 from gpt2core.errors import UserError
 
-ROOT = Path(__file__).resolve().parent.parent
 BLAS_VARIABLES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
 
 
@@ -113,17 +113,6 @@ class Member:
 
     def ask(self, **request):
         return self.running.ask(name=self.contender.name, **request)
-
-
-def end(process):
-    """No process of a job is left: the launcher is asked first, since it alone knows its ranks, then all are killed."""
-    if process.poll() is None:
-        process.terminate()
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(5)
-    with suppress(ProcessLookupError, PermissionError):  # all have ended
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
 
 
 def failure(what, errors):

@@ -16,16 +16,16 @@ import time
 from pathlib import Path
 
 from benchmarks.harness import print_table, progress, run, save
+from benchmarks.jobs import Job
 from gpt2core.checkpoint import load_checkpoint
 from gpt2core.errors import CheckpointError
-from tests.jobs import Job
 
 BENCHMARK = "benchmarks.kill"
 
 
 def train(ranks, *flags):
     """The running job of `ranks` ranks."""
-    return Job("-n", ranks, sys.executable, "train_gpt2.py", "--threads", 1, "--sample", 0, *flags)
+    return Job("-n", ranks, sys.executable, "-m", "stage1_mpi.train_gpt2", "--threads", 1, "--sample", 0, *flags)
 
 
 def finished(job):

@@ -23,6 +23,7 @@ class Backend(ABC):
     scales_loss = False  # whether small gradients would vanish in `compute`: see optimizer.LossScale
     records = False  # whether compile_step() records: a step can then be run without, for debugging
     decoder_batch = 1  # texts that are best continued together
+    many_ranks = "stage 1 or 3"  # where many processes compute with it
 
     name: str
     precision: str  # the --precision it was made for

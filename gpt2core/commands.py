@@ -22,7 +22,7 @@ from gpt2core.dataset import (
     read_text,
     split_validation,
 )
-from gpt2core.errors import CheckpointError, ConfigError, DataError, DeviceMemoryError
+from gpt2core.errors import CheckpointError, ConfigError, DataError, DeviceMemoryError, counted
 from gpt2core.model import GPT2, PRESETS, parameter_count
 from gpt2core.optimizer import Schedule
 from gpt2core.parallel.micro_shards import even_slices
@@ -31,6 +31,7 @@ from gpt2core.parallel.workers import limit_blas
 from gpt2core.ranks import (
     available_cores,
     check_ranks,
+    check_started,
     choose_collectives,
     data_parallel_ranks,
     everywhere,
@@ -53,7 +54,8 @@ def train_command(make_backend, world, args):
 
     All ranks call it with the same flags. The root reads and tokenizes, logs, saves and samples for all.
     """
-    check_ranks(world, args)
+    check_started(world, make_backend.many_ranks)
+    check_ranks(world, args, make_backend.many_ranks)
     resumed, initial = read_sources(world, args)
     notes = together(
         world, lambda: fill_defaults(args, resumed, make_backend.deterministic) + choose_collectives(world, args)
@@ -106,13 +108,14 @@ def train_command(make_backend, world, args):
         log.close()
     say = print if world.is_root else silent
     if begun >= args.steps:
-        say(f"nothing was left to train: {begun} steps were done, and --steps is {args.steps} in all")
+        say(f"nothing was left to train after {counted(begun, 'step')}: --steps is {args.steps} in all")
     if signal:
-        done = f"stopped by signal {signal} after {trainer.steps} of {args.steps} steps"
+        done = f"stopped by signal {signal} after {trainer.steps} of {counted(args.steps, 'step')}"
         hint = f"go on with --resume {out} --out {out}" if out else "nothing was saved, because --out was not given"
         say(f"{done}: {hint}")
         return 128 + signal
-    say(f"trained {trainer.steps} steps" + (f", saved in {out}" if out else " (no --out: nothing was saved)"))
+    saved = f", saved in {out}" if out else " (no --out: nothing was saved)"
+    say(f"trained {counted(trainer.steps, 'step')}{saved}")
     if trainer.loss_scale.value is not None:
         skipped, factor = trainer.loss_scale.skipped, trainer.loss_scale.value
         say(f"loss scale {factor:g}; steps that overflowed and were made again: {skipped}")
@@ -129,6 +132,7 @@ def train_command(make_backend, world, args):
 
 def inference_command(make_backend, world, args):
     """Write the text that the parsed flags ask for; returns the exit code. All ranks call it with the same flags."""
+    check_started(world, make_backend.many_ranks)
     weights = shared_checkpoint(world, args.weights)
 
     def choose():
@@ -317,13 +321,13 @@ def describe(args, trainer, corpus):
         f"GPT-2 {args.init_from or args.preset}: {parameter_count(config):,} parameters, {config.n_layer} layers, "
         f"{config.n_head} heads, {config.n_embd} wide, vocabulary {config.vocab_size}",
         f"{len(corpus.tokens):,} tokens of {args.data.name}, {args.batch_size} x {args.seq_len} a step in "
-        f"{trainer.micro_shards} micro-shards on {threads} thread{'s' * (threads > 1)}, "
+        f"{counted(trainer.micro_shards, 'micro-shard')} on {counted(threads, 'thread')}, "
         f"{args.precision} on {trainer.workers.backends[0].name}",
     ]
     if not world.one_process:
         lines.append(
-            f"{world.size} ranks: {data.size} data x {trainer.mesh.tensor.size} tensor parallel, --dp {args.dp}, "
-            f"--collectives {args.collectives}, --compress {args.compress}, --zero {args.zero}"
+            f"{counted(world.size, 'rank')}: {data.size} data x {trainer.mesh.tensor.size} tensor parallel, "
+            f"--dp {args.dp}, --collectives {args.collectives}, --compress {args.compress}, --zero {args.zero}"
             + f", --transport {args.transport}"
             * bool(args.transport)
         )
@@ -347,8 +351,8 @@ def idle_threads(could, args, trainer):
     """What to tell where fewer threads work than there could, one sentence or none."""
     if trainer.workers.size < could:
         yield (
-            f"note: {trainer.workers.size} of {could} threads are used: a batch of {args.batch_size} in "
-            f"{trainer.micro_shards} micro-shards keeps no more busy"
+            f"note: a batch of {args.batch_size} in {counted(trainer.micro_shards, 'micro-shard')} keeps no more than "
+            f"{trainer.workers.size} of {could} threads busy"
         )
 
 
@@ -442,7 +446,7 @@ def read_prompts(path, tokenizer):
 
 def write_text(model, tokenizer, prompt, count, choose=None, stop=None, stream=False, stats=False, say=print):
     """Say a prompt and its continuation; with `stream` token by token, with `stats` what it took."""
-    say(f"Prompt ({len(prompt)} tokens):\n{tokenizer.decode(prompt)}\n\nContinuation:", flush=True)
+    say(f"Prompt ({counted(len(prompt), 'token')}):\n{tokenizer.decode(prompt)}\n\nContinuation:", flush=True)
     start, times, text = time.perf_counter(), [], ""
     for piece in pieces(model, tokenizer, prompt, count, choose, stop):
         times.append(time.perf_counter() - start)
@@ -506,7 +510,8 @@ def write_batch(world, model, tokenizer, prompts, make_chooser, args):
     seconds, tokens = time.perf_counter() - start, int(world.all_reduce(np.array([tokens])).item())
     say = print if world.is_root else silent
     for number, (prompt, text) in enumerate(zip(prompts, texts, strict=True), 1):
-        say(f"Prompt {number} ({len(prompt)} tokens):\n{tokenizer.decode(prompt)}\n\nContinuation:\n{text}\n")
+        head = f"Prompt {number} ({counted(len(prompt), 'token')})"
+        say(f"{head}:\n{tokenizer.decode(prompt)}\n\nContinuation:\n{text}\n")
     if args.stats:
         say(
             f"prompts {len(prompts)} | ranks {world.size} | new tokens {tokens} | total {seconds:.3f} s | "

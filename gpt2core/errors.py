@@ -21,3 +21,8 @@ class DeviceMemoryError(MemoryError):
 
 class CheckpointError(UserError):
     """A checkpoint that is missing, truncated, corrupted or of another model, or that cannot be written."""
+
+
+def counted(count, noun):
+    """A number with its noun, as sentences have it: 1 rank, 2 ranks."""
+    return f"{count} {noun}{'s' * (count != 1)}"

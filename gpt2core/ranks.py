@@ -12,7 +12,8 @@ import numpy as np
 import gpt2core
 from gpt2core import checkpoint as checkpoints
 from gpt2core.dataset import TOKEN_FILE, brings_tokenizer
-from gpt2core.errors import ConfigError, DataError, UserError
+from gpt2core.errors import ConfigError, DataError, UserError, counted
+from gpt2core.launched import launched
 from gpt2core.model import parameter_shapes
 from gpt2core.recipes import RANK_FLAGS
 
@@ -105,12 +106,27 @@ def available_cores(world):
     return max(1, len(cores) // world.all_gather_object(place).count(place))
 
 
-def check_ranks(world, args):
-    """Raise ConfigError for a flag that is about many ranks in a stage that has one process."""
-    for name in RANK_FLAGS:
+def check_started(world, stage):
+    """Raise ConfigError, naming the `stage` to use, where a launcher started many processes of a stage that is one.
+
+    They know nothing of each other; the first tells it for all, and the others just end.
+    """
+    variable, count, number = launched()
+    if world.one_process and count > 1:
+        if number:
+            sys.exit(2)
+        raise ConfigError(
+            f"{count} processes were started ({variable}), but this stage is one process, and each of them would do "
+            f"all of the work: use {stage}, or leave the launcher out"
+        )
+
+
+def check_ranks(world, args, stage):
+    """Raise ConfigError, naming the `stage` to use, for a flag about many ranks in a stage that is one process."""
+    for name in RANK_FLAGS.keys() - {"transport"}:  # which stage 1 would not take either: see use_transport
         if world.one_process and getattr(args, name, None) is not None:
             flag = f"--{name.replace('_', '-')} {getattr(args, name)}"
-            raise everywhere(ConfigError(f"{flag} is for many ranks, and this stage is one process: use stage 1 or 3"))
+            raise everywhere(ConfigError(f"{flag} is for many ranks, and this stage is one process: use {stage}"))
 
 
 def choose_collectives(world, args):
@@ -124,6 +140,10 @@ def choose_collectives(world, args):
         notes.append(f"note: --collectives {args.collectives} adds in its own order: the bits depend on the ranks")
     if args.local_shuffle:
         notes.append("note: --local-shuffle: the order of the windows, and so the curve, depends on the ranks")
+    idle = [name for name in ("dp", "compress", "zero") if getattr(args, name) != RANK_FLAGS[name]]
+    if idle and data_parallel_ranks(world, args.tp) == 1:
+        flags = " and ".join(f"--{name} {getattr(args, name)}" for name in idle)
+        notes.append(f"note: one data-parallel rank has nobody to share gradients with: {flags} can be left out")
     return notes
 
 
@@ -131,7 +151,8 @@ def data_parallel_ranks(world, tp):
     """How many replicas `tp` ranks a replica make; raises ConfigError unless they come out even."""
     if tp < 1 or world.size % tp:
         works = [n for n in range(1, world.size + 1) if world.size % n == 0]
-        raise ConfigError(f"--tp {tp} does not divide {world.size} ranks: use one of {', '.join(map(str, works))}")
+        ranks = counted(world.size, "rank")
+        raise ConfigError(f"--tp {tp} does not divide {ranks}: use one of {', '.join(map(str, works))}")
     return world.size // tp
 
 

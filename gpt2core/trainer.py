@@ -14,7 +14,7 @@ import numpy as np
 from gpt2core.arena import Arena
 from gpt2core.canonical import tree_sum
 from gpt2core.communicator import Mesh, Solo
-from gpt2core.errors import ConfigError, UserError
+from gpt2core.errors import ConfigError, UserError, counted
 from gpt2core.model import GPT2, flops_per_token, initial_parameters, parameter_shapes
 from gpt2core.optimizer import AdamW, LossScale
 from gpt2core.parallel import tensor_parallel
@@ -344,7 +344,7 @@ def plan(batch_size, micro_shards, threads, ranks, deterministic):
         if not 0 < micro_shards <= batch_size or micro_shards % ranks:
             raise ConfigError(
                 f"--micro-shards {micro_shards} must be from 1 to --batch-size {batch_size} "
-                f"and divisible by {ranks} ranks"
+                f"and divisible by {counted(ranks, 'rank')}"
             )
         return micro_shards, max(n for n in range(1, threads + 1) if micro_shards // ranks % n == 0)
     if micro_shards is None:

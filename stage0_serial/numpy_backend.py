@@ -28,6 +28,7 @@ class NumpyBackend(Backend):
 
     name = "numpy"
     xp = np
+    many_ranks = "stage 1"
 
     def __init__(self, precision="fp32", deterministic=True):
         if precision not in DTYPES:

@@ -203,7 +203,7 @@ def parser():
     add("--hostfile", type=Path, metavar="FILE", help="hosts that run them, one a line (default: this one)")
     add("--flags", default="", metavar="TEXT", help="more flags for mpiexec, as one word")
     add("--listen", action="store_true", help=argparse.SUPPRESS)  # this process is a rank
-    add("command", nargs=argparse.REMAINDER, metavar="SCRIPT ...", help="the program and its flags, or -m MODULE ...")
+    add("command", nargs=argparse.REMAINDER, metavar="SCRIPT ...", help="a program and its flags, or -- -m MODULE ...")
     return parser
 
 

@@ -26,6 +26,7 @@ from gpt2core.communicator import (
     rows_of,
 )
 from gpt2core.errors import ConfigError
+from gpt2core.launched import launched
 from stage1_mpi import collectives
 
 NATIVE = "mpi"  # the library's own algorithms
@@ -390,7 +391,7 @@ def import_mpi():
         reason = str(error).splitlines()[0]
         tell_launcher_at_exit()
         raise ConfigError(f"stage 1 needs mpi4py and an MPI library: pip install mpi4py mpich ({reason})") from error
-    variable, ranks = launched()
+    variable, ranks, _ = launched()
     if MPI.COMM_WORLD.size == 1 and ranks > 1:
         vendor, version = MPI.get_vendor()
         library = f"{vendor} {'.'.join(map(str, version))}"
@@ -408,11 +409,3 @@ def tell_launcher_at_exit():
         time.sleep(2 * FAREWELL * min(rank, 8))  # lower ranks first: the cause is told once
         atexit.register(os.write, int(fd), b"cmd=abort exitcode=2\n")
         atexit.register(time.sleep, FAREWELL)  # comes before it: what was said has to reach the launcher first
-
-
-def launched():
-    """(variable, ranks) as a launcher left them in the environment; ("", 1) without one."""
-    for variable in ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS"):
-        if os.environ.get(variable, "").isdigit():
-            return variable, int(os.environ[variable])
-    return "", 1

@@ -39,6 +39,7 @@ class CudaBackend(Backend):
     deterministic = False
     uses_threads = False
     decoder_batch = ROWS
+    many_ranks = "stage 3"
     tiles = Tiles()  # of the engine's kernels
 
     def __init__(self, precision="fp32", deterministic=True):
@@ -148,10 +149,10 @@ class CudaBackend(Backend):
         return self.product(rows(x), w, bias=b).reshape(*x.shape[:-1], w.shape[1])
 
     def linear_backward(self, dy, x, w, bias=True):
-        dy = rows(dy)
-        dw = self.weight_gradient(w, rows(x), dy)
-        db = () if bias is False else (self.bias_gradient(bias, dy),)
-        return self.product(dy, w, trans_b=True).reshape(x.shape), dw, *db
+        operand = self.products.operand(rows(dy))
+        dw = self.weight_gradient(w, rows(x), operand)
+        db = () if bias is False else (self.bias_gradient(bias, rows(dy)),)
+        return self.product(operand, w, trans_b=True).reshape(x.shape), dw, *db
 
     # -- gelu --------------------------------------------------------------------------------------------------------
 
@@ -345,8 +346,10 @@ class CudaBackend(Backend):
 
     def gradients_of(self, dlogits, x, w, dx, dw, accumulate):
         w, dw = self.whole_rows(w), self.whole_rows(dw)
-        self.products.multiply(dx, dlogits[:, : len(w)], w)
-        self.products.multiply(dw, dlogits[:, : len(dw)], x, trans_a=True, accumulate=accumulate)
+        operand = self.products.operand(dlogits[:, : len(w)])
+        self.products.multiply(dx, operand, w)
+        operand = operand if len(dw) == len(w) else dlogits[:, : len(dw)]
+        self.products.multiply(dw, operand, x, trans_a=True, accumulate=accumulate)
 
     def whole_rows(self, w):
         """w (V, C) with the rows behind it in its arena that make V a multiple of ALIGNED; w where there are none.

@@ -6,6 +6,7 @@ benchmarks/gpu_memory.py holds the sum against what CuPy's pools and the driver 
 # B sequences of T tokens in one micro-shard, N = B*T rows, C channels, V vocabulary, L layers
 
 from gpt2core.arena import Arena, round_up
+from gpt2core.errors import counted
 from gpt2core.model import parameter_shapes
 
 FP32 = 4  # bytes
@@ -13,6 +14,7 @@ BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2}  # of an activation, and of
 LOGITS = 1 << 29  # elements of logits that exist at once
 ALIGNED = 64  # columns: logits are padded to a multiple, because a row must begin where the GPU can read it at once
 WORKSPACE = 64 << 20  # of cublasLt, for two streams
+WIDE = 1 << 25  # elements of a GELU's input from which it costs less in the product than in a kernel of its own
 CONTEXT = 550 << 20  # of CUDA, with the kernels that are loaded: what an H200's driver counts beside CuPy's pools
 MARGIN = 1.1  # the model is right within a tenth
 
@@ -25,8 +27,9 @@ def training_memory(config, batch_size, seq_len, precision, micro_shards=1):
     several = micro_shards > 1  # else gradients are written where they are summed
     head = FP32 * V * C * several  # the gradient of lm_head
     in_middle = head * config.tied + 4 * FP32 * C * C * several  # of gradients, in the middle of backward
-    halves = 2 * (precision == "fp32")  # a product's operands are split in two first
+    halves = precision == "fp32"  # a product's operands are split first, in two of half the bytes
     logits = BYTES[precision] * min(rows, max(1, LOGITS // V)) * V
+    fused = BYTES[precision] < FP32 and 4 * rows * C >= WIDE  # then GELU's input has a gradient, its output none
     size = Arena(parameter_shapes(config)).size
     return {
         "parameters": FP32 * size,
@@ -40,7 +43,13 @@ def training_memory(config, batch_size, seq_len, precision, micro_shards=1):
         "statistics": FP32 * rows * (4 * L + 2 + config.n_head * L),  # LayerNorm's mean and 1 / deviation, logsumexp
         # the most that exists beside these: a chunk of logits as the loss is computed, with the gradients of both
         # factors; or, a little later, the gradients of an MLP
-        "at work": max(stream + logits + head + halves * (logits + stream), (4 + 5 * halves) * stream + in_middle),
+        "at work": max(
+            stream + logits + head + halves * (logits + stream),
+            (5 + 4 * (not fused) + 4 * halves) * stream + in_middle,
+        ),
+        # its own scratch, which CuPy's pool keeps for each stream apart: the halves of an MLP's product. The operands
+        # that wait for it (side_stream.DEPTH) take nothing more: less than what backward has let go by then
+        "side stream": 5 * halves * stream * (not several),
         "tokens": 12 * FP32 * rows * micro_shards,  # inputs and targets, their sorted order, and what sorts them
         "workspace": WORKSPACE,
         "context": CONTEXT,
@@ -89,7 +98,7 @@ def no_room_to_train(config, batch_size, seq_len, precision, micro_shards, ranks
     if batch_size % shards == 0:
         ways.append(f"{'' if ways else 'use '}--micro-shards {shards}")
     return (
-        f"--batch-size {batch_size} of {seq_len} tokens in {micro_shards} micro-shard{'s' * (micro_shards > 1)} takes "
+        f"--batch-size {batch_size} of {seq_len} tokens in {counted(micro_shards, 'micro-shard')} takes "
         f"about {gib(needed(batch_size, micro_shards))} in {precision}, and {gib(free)} are free: "
         f"{' or '.join(ways) or 'use a smaller --seq-len, or a smaller model'}"
     )

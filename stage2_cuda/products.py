@@ -4,14 +4,15 @@ from pathlib import Path
 
 import numpy as np
 
-from stage2_cuda.kernels import tf32x3
-from stage2_cuda.memory import WORKSPACE
-
-WIDE = 1 << 25  # elements of a GELU's input from which it costs less in the product than in a kernel of its own
+from stage2_cuda.kernels import fp16x3
+from stage2_cuda.memory import WIDE, WORKSPACE
 
 
 class Products:
-    """multiply(out, a, b, ...) with the options of CublasLt.matmul but `compute`, which the precision says."""
+    """multiply(out, a, b, ...) with the options of CublasLt.matmul but `compute`, which the precision says.
+
+    operand(x) is x as multiply takes it; of a matrix that several products read it is asked for once.
+    """
 
     def __init__(self, xp, precision, gemm):
         self.xp, self.precision, self.gemm = xp, precision, gemm
@@ -21,20 +22,21 @@ class Products:
         """Whether GELU and its derivative had better come out of the product that makes its (N, K) input."""
         return self.precision in ("bf16", "fp16") and n * k >= WIDE
 
+    def operand(self, x):
+        if self.precision != "fp32" or isinstance(x, fp16x3.Split):
+            return x
+        halves, scales = fp16x3.split_shapes(x)
+        return fp16x3.split(self.xp.empty(halves, np.float16), self.xp.empty(scales, np.float32), x)
+
     def one_pass(self, out, a, b, **options):
         self.gemm.matmul(out, a, b, compute="tf32" if self.precision == "tf32" else "fp32", **options)
 
     def three_passes(self, out, a, b, bias=None, trans_a=False, trans_b=False, accumulate=False):
-        a, b = self.halves(a, trans_a), self.halves(b, not trans_b)
-        shape = tf32x3.partials_shape(*out.shape, a.shape[2])
+        a, b = self.operand(a), self.operand(b)
+        shape = fp16x3.partials_shape(*out.shape, a.shape[0 if trans_a else 1])
         divided = shape and bias is None and not accumulate and out.flags.c_contiguous
         partials = self.xp.empty(shape, np.float32) if divided else None
-        tf32x3.product(out, partials, a, b, bias, accumulate)
-
-    def halves(self, x, turned):
-        out = self.xp.empty(tf32x3.halves_shape(x, turned), np.float32)
-        tf32x3.halves(out, x, turned)
-        return out
+        fp16x3.product(out, partials, a, b, bias, trans_a, trans_b, accumulate)
 
 
 class NumpyGemm:

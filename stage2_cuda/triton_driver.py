@@ -142,7 +142,7 @@ class Gpu:
         if kernel.constexprs != constants:
             raise TypeError(f"{kernel.__name__}: {len(arguments)} arguments, but the constants are {kernel.constexprs}")
         arguments = (Pointer(value) if isinstance(value, self.xp.ndarray) else value for value in arguments)
-        compiled = kernel[grid](*arguments, **options)
+        compiled = kernel[grid](*arguments, **options, enable_fp_fusion=True)  # Triton 3.9 warns where nobody says
         defaults = kernel.signature.parameters
         names = [kernel.arg_names[number] for number in constants]
         return compiled, [options[name] if name in options else defaults[name].default for name in names]

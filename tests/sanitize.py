@@ -32,11 +32,11 @@ from stage2_cuda.kernels import (  # noqa: E402
     decode,
     decode_step,
     embedding,
+    fp16x3,
     gelu,
     layernorm,
     losses,
     sampling,
-    tf32x3,
 )
 
 TOOLS = "memcheck", "racecheck"
@@ -118,15 +118,18 @@ def launch_losses(a):
         losses.loss(a.xp.empty(1), a.xp.empty(losses.partials_shape(n)), *rows, a.f(n), 0.1)
 
 
-def launch_tf32x3(a):
-    for m, k, n in ((5, 48, 24), (70, 33, 100), (8, 600, 9)):
-        left, right = a.f(m, k), a.f(k, n)
-        halves = a.f(*tf32x3.halves_shape(left, False)), a.f(*tf32x3.halves_shape(right, True))
-        tf32x3.halves(halves[0], left, False)
-        tf32x3.halves(halves[1], right, True)
-        tf32x3.product(a.f(m, n), None, *halves, a.f(n), True)
-        partials = tf32x3.partials_shape(m, n, halves[0].shape[2])
-        tf32x3.product(a.f(m, n), partials and a.f(*partials), *halves)
+def launch_fp16x3(a):
+    def split(x):
+        halves, scales = fp16x3.split_shapes(x)
+        return fp16x3.split(a.xp.empty(halves, np.float16), a.f(*scales), x)
+
+    for m, k, n in ((5, 48, 24), (170, 33, 200), (8, 1200, 9)):
+        partials = fp16x3.partials_shape(m, n, k)
+        for turn in ((False, False), (False, True), (True, False)):
+            left, right = ((c, r) if t else (r, c) for (r, c), t in zip(((m, k), (k, n)), turn, strict=True))
+            operands = split(a.f(*left)), split(a.f(*right))
+            fp16x3.product(a.f(m, n), None, *operands, a.f(n), *turn, True)
+            fp16x3.product(a.f(m, n), partials and a.f(*partials), *operands, None, *turn)
 
 
 def launch_adamw(a):

@@ -48,6 +48,11 @@ def test_a_stage_imports_only_what_it_adds_to(stage):
         assert [module for module in others if module[5] not in allowed] == [], name_of(path)
 
 
+def test_no_benchmark_needs_what_only_tests_do():
+    for path in (ROOT / "benchmarks").rglob("*.py"):
+        assert not {"tests", "pytest"} & set(imported(tree_of(path))), name_of(path)
+
+
 # -- no branch on the number of ranks or on the device ----------------------------------------------------------------
 
 # A rank count or a device by its name: `world.size`, `world_size`, `n_ranks`, `is_cuda`, `use_gpu`.
@@ -141,7 +146,7 @@ def test_these_lines_are_none_of_them(line):
 
 
 # The border to a launcher, which speaks to its processes through the environment alone.
-LAUNCHED = ("stage1_mpi/launch.py", "stage1_mpi/mpi_communicator.py")
+LAUNCHED = ("gpt2core/launched.py", "stage1_mpi/launch.py", "stage1_mpi/mpi_communicator.py")
 
 
 @pytest.mark.parametrize(

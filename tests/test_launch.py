@@ -329,13 +329,19 @@ def make(*words):
 
 
 def test_make_trains_and_generates_on_several_ranks(mpi, tmp_path):
-    flags = f"--steps 2 --sample 0 --out {tmp_path}/run --log {tmp_path}/log"
-    done = make("train", "STAGE=1", "N=2", "PRESET=nano", f"ARGS={flags}")
+    words = ("STAGE=1", "N=2", "PRESET=nano", f"OUT={tmp_path}/run")
+    done = make("train", *words, "ARGS=--steps 2 --sample 0")
     assert done.returncode == 0, done.stderr
-    assert "2 ranks" in done.stdout and "trained 2 steps" in done.stdout
-    flags = f"--weights {tmp_path}/run --max-new-tokens 2"
-    done = make("generate", "STAGE=1", "N=2", "PRESET=nano", f"ARGS={flags}")
+    assert "2 ranks" in done.stdout and f"trained 2 steps, saved in {tmp_path}/run\n" in done.stdout
+    done = make("generate", *words, "ARGS=--max-new-tokens 2")
     assert done.returncode == 0 and done.stdout.count("Continuation:") == 1, done.stdout + done.stderr
+    assert done.stdout.startswith(f"weights: {tmp_path}/run\n")
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_make_sees_paths_from_the_root(mpi, stage):
+    done = make("train", f"STAGE={stage}", "PRESET=nano", "ARGS=--steps 1 --data README.md --out Makefile")
+    assert done.returncode == 2 and "error: Makefile: cannot write checkpoints here" in done.stderr, done.stderr
 
 
 @pytest.mark.parametrize(
@@ -348,7 +354,7 @@ def test_make_trains_and_generates_on_several_ranks(mpi, tmp_path):
         ("STAGE=1 N=", "N= is no number of ranks"),
         ("STAGE=0 N=2", "stage 0 is one process"),
         ("STAGE=9", "there is no stage 9"),
-        ("STAGE=1 N=2 HOSTFILE=missing", "the host file ../missing cannot be read"),
+        ("STAGE=1 N=2 HOSTFILE=missing", "the host file missing cannot be read"),
     ],
 )
 @pytest.mark.parametrize("goal", ["train", "generate"])

@@ -349,7 +349,7 @@ def test_without_mpi4py_or_a_library_the_message_says_what_to_install():
 @pytest.mark.parametrize("variable", ["PMI_SIZE", "OMPI_COMM_WORLD_SIZE"])
 def test_the_launcher_of_another_mpi_is_named(variable, monkeypatch):
     monkeypatch.setenv(variable, "4")
-    assert mpi_communicator.launched() == (variable, 4)
+    assert mpi_communicator.launched() == (variable, 4, 0)
     answer = started(
         "from mpi4py import MPI; import os; os.environ['" + variable + "'] = '4'; " + MAKE
     )  # set after MPI has started: the library must not look for such a launcher

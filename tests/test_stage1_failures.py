@@ -193,7 +193,7 @@ def test_a_signal_from_outside_stops_and_saves(run, tmp_path, who):
     if who.startswith("mpiexec") and "--oversubscribe" in mpiexec():
         pytest.skip("Open MPI's mpiexec kills the ranks: stage1_mpi.launch stands between")
     number = signal.SIGINT if who.endswith("ctrl-c") else signal.SIGTERM
-    with Job("-n", 4, sys.executable, "train_gpt2.py", *run, "--steps", 10**6) as job:
+    with Job("-n", 4, sys.executable, "train_gpt2.py", *run, "--steps", 10**6, cwd=STAGE) as job:
         job.wait_for("step    20 ")
         pids = job.ranks()
         assert sorted(pids) == [0, 1, 2, 3]
@@ -209,7 +209,7 @@ def test_a_signal_from_outside_stops_and_saves(run, tmp_path, who):
 @pytest.mark.skipif(not LINUX, reason="ranks are found through /proc")
 @pytest.mark.parametrize("when", ["a rank at its start", "mpiexec"])
 def test_kill_9_from_outside_leaves_nobody(run, when):
-    with Job("-n", 4, sys.executable, "train_gpt2.py", *run, "--steps", 10**6) as job:
+    with Job("-n", 4, sys.executable, "train_gpt2.py", *run, "--steps", 10**6, cwd=STAGE) as job:
         if when == "mpiexec":
             job.wait_for("step     2 ")
             job.process.kill()
@@ -372,3 +372,9 @@ def test_help_and_version_are_told_once(tmp_path):
     done = succeeded(script(2, "--help"))
     assert done.out.count("usage: ") == 1 and "--verify-every" in done.out
     assert succeeded(script(2, "--version", name="inference.py")).out.startswith("staged-gpt2 ")
+
+
+def test_stage_0_on_several_ranks_is_refused_once():
+    done = mpi("-n", 3, sys.executable, "-m", "stage0_serial.train_gpt2", cwd=ROOT)
+    assert (done.code, len(done.lines), done.left) == (2, 1, ()), done.err
+    assert "3 processes were started" in done.lines[0] and "use stage 1, or leave the launcher out" in done.lines[0]

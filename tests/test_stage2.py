@@ -250,7 +250,19 @@ def test_where_nothing_is_recorded_a_flag_about_it_is_refused(train, train2, fla
 )
 def test_what_is_for_many_ranks_is_refused(train2, flags):
     result = train2("--preset", "nano", *flags.split())
-    assert one_line(result) and f"{flags.split()[0]}" in result.err and "this stage is one process" in result.err
+    assert one_line(result) and f"{flags.split()[0]}" in result.err
+    assert "this stage is one process: use stage 3" in result.err
+
+
+def test_many_processes_of_a_stage_that_is_one_are_refused_by_the_first_of_them(train, train2, infer, monkeypatch):
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "3")
+    for run, stage in ((train, "stage 1"), (train2, "stage 3"), (infer, "stage 1")):
+        monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
+        result = run()
+        assert one_line(result) and "3 processes were started (OMPI_COMM_WORLD_SIZE)" in result.err
+        assert f"use {stage}, or leave the launcher out" in result.err
+        monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "2")
+        assert run() == type(result)(2, "", "")
 
 
 def test_threads_are_refused(train2, infer2):
@@ -305,7 +317,7 @@ def test_make_starts_the_ranks_of_stage_3_with_nccl_installed(make):
     done = make("-n", "-W", "pyproject.toml", "train", "STAGE=3", "N=2", cuda="12.8")
     assert done.returncode == 0, done.stderr
     assert "--editable '.[mpi,cuda12,nccl12]'" in done.stdout
-    assert "cd stage3_mpi_cuda" in done.stdout and "-m stage1_mpi.launch -n 2" in done.stdout
+    assert re.search(r"-m stage1_mpi.launch -n 2 .*-- -m stage3_mpi_cuda.train_gpt2 ", done.stdout)
 
 
 @pytest.mark.parametrize("goal, extras", [("test", ["mpi,test"]), ("test-gpu", ["mpi,test", "mpi,cuda13,nccl13"])])

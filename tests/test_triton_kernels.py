@@ -398,7 +398,7 @@ def test_sum_of_squares(rng):
 @pytest.mark.parametrize("segments", [1, 3, 64])
 @pytest.mark.parametrize("loss_scale", [None, 1024.0])
 def test_clip_scale(rng, segments, loss_scale):
-    squares = rng.random(segments) * (loss_scale or 1) ** 2
+    squares = (rng.random(segments) + 0.1) * (loss_scale or 1) ** 2
     norm = np.sqrt(squares.sum()) / (loss_scale or 1)
 
     def clip_scale(*arguments):

@@ -1,4 +1,4 @@
-"""fp32 products in three passes of tf32, and the loss from its rows, against NumPy in float64."""
+"""fp32 products in three passes of fp16, and the loss from its rows, against NumPy in float64."""
 
 # N rows, C summed over, K columns
 
@@ -19,7 +19,7 @@ if not HAS_GPU:
 pytest.importorskip("triton")
 
 from stage2_cuda.cuda_backend import CudaBackend  # noqa: E402
-from stage2_cuda.kernels import losses, tf32x3  # noqa: E402
+from stage2_cuda.kernels import fp16x3, losses  # noqa: E402
 from stage2_cuda.triton_driver import array_module, interpreted  # noqa: E402
 
 gpu = pytest.mark.gpu
@@ -46,19 +46,43 @@ def near(got, want, tolerance):
     assert np.linalg.norm(host(got).astype(np.float64) - want) <= tolerance * np.linalg.norm(want)
 
 
-@pytest.mark.parametrize("turned", [True, False])
-@pytest.mark.parametrize("shape", [(1, 8), (5, 384), (70, 172), pytest.param((4096, 1536), marks=gpu)])
-def test_halves_are_tf32_and_add_up_to_22_bits(rng, shape, turned):
-    x = rng.standard_normal(shape, np.float32) * 10.0 ** rng.integers(-3, 4, shape).astype(np.float32)
-    out = device(np.full(tf32x3.halves_shape(x, turned), np.nan, np.float32))
-    tf32x3.halves(out, device(x), turned)
-    x = x.T if turned else x
-    high, low = host(out)[:, :, : x.shape[1]]
-    assert not host(out)[:, :, x.shape[1] :].any()
-    for part in (high, low):
-        assert not (np.ascontiguousarray(part).view(np.int32) & 0x1FFF).any()  # bits that tensor cores do not see
-    # high is within half of its last bit, 2^-11 of x; low within half of its own, another 2^-11
-    assert (abs(high.astype(np.float64) + low - x) <= 2.0**-22 * abs(x)).all()
+def split(x):
+    halves, scales = (array_module().full(shape, np.nan, dtype) for shape, dtype in
+                      zip(fp16x3.split_shapes(x), ("float16", "float32"), strict=True))  # fmt: skip
+    return fp16x3.split(halves, scales, device(x))
+
+
+@pytest.mark.parametrize("shape", [(1, 8), (5, 384), (150, 172), pytest.param((4096, 1536), marks=gpu)])
+def test_halves_add_up_to_22_bits(rng, shape):
+    x = rng.standard_normal(shape, np.float32) * 10.0 ** rng.integers(-6, 4, shape).astype(np.float32)
+    x *= np.float32(10.0 ** rng.integers(-25, 25))
+    halves, scales = (host(array) for array in split(x)[:2])
+    squares = np.kron(scales, np.ones((fp16x3.SQUARE, fp16x3.SQUARE)))[: shape[0], : shape[1]]
+    assert (np.log2(scales) % 1 == 0).all()
+    assert not halves[:, :, shape[1] :].any()
+    high, low = halves[:, :, : shape[1]].astype(np.float64) * squares
+    # high is within half of its last bit, 2^-11 of x; low within half of its own, another 2^-11, or of the last one
+    # that fp16 has, 2^-24 of a number that is 2^14 for the largest of the square
+    assert (abs(high + low - x) <= np.maximum(2.0**-22 * abs(x), 2.0**-25 * squares)).all()
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered")  # of the interpreter's NumPy
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_what_is_not_finite_stays_so(bad):
+    a, b = np.ones((70, 70), np.float32), np.ones((70, 9), np.float32)
+    a[3, 5] = bad
+    backend = CudaBackend()
+    assert not np.isfinite(host(backend.product(device(a), device(b)))[3]).any()
+    assert not np.isfinite(host(backend.product(device(b), device(a), trans_a=True))[:, 5]).any()
+
+
+@pytest.mark.parametrize("size", [0.0, 1e-42, 1e-36, 1e-15, 1e36])
+def test_a_product_of_very_small_or_very_large_numbers(rng, size):
+    a, b = (rng.standard_normal(shape).astype(np.float32) for shape in ((9, 40), (40, 70)))
+    a *= np.float32(size)
+    want = a.astype(np.float64) @ b
+    got = CudaBackend().product(device(a), device(b))
+    assert np.linalg.norm(host(got).astype(np.float64) - want) <= 1e-5 * np.linalg.norm(want) + 1e-42 * want.size
 
 
 @pytest.mark.parametrize("n, c, k", [(5, 48, 24), (64, 96, 40), (8, 600, 9), pytest.param(4096, 1536, 384, marks=gpu)])

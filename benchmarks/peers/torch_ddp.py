@@ -3,11 +3,8 @@
 import os
 import subprocess
 import sys
-import tempfile
 import threading
-from contextlib import nullcontext
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -28,15 +25,14 @@ class Processes:
     def __init__(self, size):
         self.rank, self.size = int(os.environ.get("RANK", 0)), size  # torchrun's name for it
         self.is_root, self.others = self.rank == 0, []
-        with tempfile.TemporaryDirectory() if self.is_root else nullcontext() as folder:
-            meeting = os.environ.get("MEETING") or Path(folder, "meeting").as_uri()
-            for rank in range(1, size) if self.is_root else ():
-                environment = dict(os.environ, RANK=str(rank), MEETING=meeting)
-                other = subprocess.Popen(sys.orig_argv, env=environment, stdin=subprocess.PIPE, text=True)
-                self.others.append(other)
-                threading.Thread(target=self._watch, args=(other,), daemon=True).start()
-            dist.init_process_group("gloo", init_method=meeting, rank=self.rank, world_size=size, timeout=TIMEOUT)
-            dist.barrier()  # all have read the file
+        meeting = int(os.environ.get("MEETING", 0))  # the root's port; the root itself takes one that is free
+        store = dist.TCPStore("127.0.0.1", meeting, size, self.is_root, TIMEOUT, wait_for_workers=False)
+        for rank in range(1, size) if self.is_root else ():
+            environment = dict(os.environ, RANK=str(rank), MEETING=str(store.port))
+            other = subprocess.Popen(sys.orig_argv, env=environment, stdin=subprocess.PIPE, text=True)
+            self.others.append(other)
+            threading.Thread(target=self._watch, args=(other,), daemon=True).start()
+        dist.init_process_group("gloo", store=store, rank=self.rank, world_size=size, timeout=TIMEOUT)
 
     def _watch(self, other):
         if status := other.wait():  # a rank that failed ends them all

@@ -16,7 +16,7 @@ import triton.language as tl
 from stage2_cuda.triton_driver import launch
 
 BLOCK = 1024  # elements of one program: a block of the arena, which has one weight decay
-ROWS = 8  # blocks that one program squares and adds
+ROWS = 2  # blocks that one program squares and adds
 
 
 def adamw_scalars(step, lr, beta1, beta2, eps, weight_decay):
@@ -46,7 +46,7 @@ def sum_of_squares(out, partials, flat):
         return
     if flat.size != blocks * BLOCK or blocks % segments:
         raise ValueError(f"{segments} equal segments of whole blocks of {BLOCK} do not make {flat.size} elements")
-    launch(squares_kernel, (triton.cdiv(blocks, ROWS),), partials, flat, blocks, ROWS=ROWS, BLOCK=BLOCK, num_warps=8)
+    launch(squares_kernel, (triton.cdiv(blocks, ROWS),), partials, flat, blocks, ROWS=ROWS, BLOCK=BLOCK, num_warps=4)
     launch(add_kernel, (segments,), out, partials, blocks // segments, BLOCK=BLOCK, num_warps=4)
 
 

@@ -12,21 +12,25 @@ import triton.language as tl
 
 from stage2_cuda.triton_driver import launch
 
-ROWS, COLUMNS = 16, 128  # of one tile
-PROGRAMS = 1056  # 8 for each of an H200's 132 processors; a constant, so that the order depends on the shape alone
-PARTIALS, NARROW = 256, 16  # rows and columns of a tile of stage two: few turns, because each waits for memory
+# As measured on an H200, with its 132 processors. The number of programs is a function of the shape alone, because the
+# order of the sums depends on it.
+ROWS, COLUMNS, STAGES = 64, 64, 3  # of one tile, and how many tiles are on their way
+FEW, MANY, EACH = 132, 528, 32  # programs of stage one at least, and at most, and rows for each in between
+PARTIALS, NARROW = 128, 16  # rows and columns of a tile of stage two: few turns, because each waits for memory
 
 
 def partials_shape(n, columns):
     """The shape (P, columns) of the float32 scratch that sums over n rows go through."""
-    return min(triton.cdiv(n, ROWS), max(1, PROGRAMS // triton.cdiv(columns, COLUMNS))), columns
+    programs = min(MANY, max(FEW, n // EACH))
+    return min(triton.cdiv(n, ROWS), max(1, programs // triton.cdiv(columns, COLUMNS))), columns
 
 
 def column_sums(out, partials, x):
     """out (K) float32 = the sum over the rows of x (N, K); partials: scratch of partials_shape(N, K)."""
     n, columns = x.shape
     grid = (partials.shape[0], triton.cdiv(columns, COLUMNS))
-    launch(column_sums_kernel, grid, partials, x, n, columns, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=4)
+    options = dict(ROWS=ROWS, COLUMNS=COLUMNS, STAGES=STAGES, num_warps=4)
+    launch(column_sums_kernel, grid, partials, x, n, columns, **options)
     add_partials(partials, out)
 
 
@@ -39,10 +43,12 @@ def add_partials(partials, first, second=None, third=None):
 
 
 @triton.jit
-def column_sums_kernel(partials, x, n, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def column_sums_kernel(
+    partials, x, n, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr
+):  # fmt: skip
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for tile in tl.range(tl.program_id(0), tl.cdiv(n, ROWS), tl.num_programs(0)):
+    for tile in tl.range(tl.program_id(0), tl.cdiv(n, ROWS), tl.num_programs(0), num_stages=STAGES):
         row = tile * ROWS + tl.arange(0, ROWS)
         mask = (row < n)[:, None] & (column < columns)[None, :]
         total += tl.load(x + row.to(tl.int64)[:, None] * columns + column[None, :], mask, 0).to(tl.float32)

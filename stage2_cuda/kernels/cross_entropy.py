@@ -5,7 +5,8 @@
 
 Pad V to a multiple of 16, or the GPU reads element by element; what stands in the padding does not matter.
 The maximum and the sum come from one reading (Milakov and Gimelshein 2018): whenever the maximum rises from m to m',
-the sum so far is multiplied by exp(m - m').
+the sum so far is multiplied by exp(m - m'). Each LANE columns, which one thread loads at once, have a maximum and a sum
+of their own, so that no thread waits for another before the row ends.
 """
 
 # N rows of this chunk, V columns that are tokens, from the token `first` on, then columns that are padding
@@ -15,13 +16,20 @@ import triton.language as tl
 
 from stage2_cuda.triton_driver import launch
 
-COLUMNS = 4096  # of a tile
+COLUMNS, LANE = 8192, 8  # of a tile, and of what a thread loads at once
+STAGES = 3  # tiles in flight at the first reading, from memory; the second is from the cache
 
 
 def tile_of(columns):
     """Columns and warps of a tile."""
-    width = min(COLUMNS, triton.next_power_of_2(columns))
-    return width, min(8, max(1, width // 512))
+    width = min(COLUMNS, max(LANE, triton.next_power_of_2(columns)))
+    return width, max(1, width // 512)
+
+
+def reading(columns):
+    """How forward_kernel and forward_backward_kernel go over a row."""
+    width, warps = tile_of(columns)
+    return dict(COLUMNS=width, LANE=LANE, STAGES=STAGES if columns > width else 1, num_warps=warps)
 
 
 def cross_entropy_forward(maxima, sums, picked, logits, targets, vocab, first=0):
@@ -29,9 +37,8 @@ def cross_entropy_forward(maxima, sums, picked, logits, targets, vocab, first=0)
 
     picked is 0 where the target is outside [first, first + V).
     """
-    width, warps = tile_of(logits.shape[1])
     arguments = maxima, sums, picked, logits, targets, vocab, logits.shape[1], first
-    launch(forward_kernel, (logits.shape[0],), *arguments, COLUMNS=width, num_warps=warps)
+    launch(forward_kernel, (logits.shape[0],), *arguments, **reading(logits.shape[1]))
 
 
 def cross_entropy_backward(dlogits, logits, targets, maxima, sums, scale, vocab, first=0, dy=None):
@@ -47,41 +54,47 @@ def cross_entropy_backward(dlogits, logits, targets, maxima, sums, scale, vocab,
 
 def cross_entropy_forward_backward(dlogits, maxima, sums, picked, logits, targets, scale, vocab, first=0, dy=None):
     """Both at once, where no other rank has part of the row: its logits are read again while the cache has them."""
-    width, warps = tile_of(logits.shape[1])
     arguments = dlogits, maxima, sums, picked, logits, targets, dy, float(scale), vocab, logits.shape[1], first
-    launch(forward_backward_kernel, (logits.shape[0],), *arguments, COLUMNS=width, num_warps=warps)
+    launch(forward_backward_kernel, (logits.shape[0],), *arguments, **reading(logits.shape[1]))
 
 
 @triton.jit
-def load(logits, column, vocab, width):
+def load(logits, column, vocab, width, CACHE: tl.constexpr):
     # a mask with an edge at `vocab`, which is no multiple of 16, would be loaded element by element: four times slower
-    x = tl.load(logits + column, column < width, 0).to(tl.float32)
+    x = tl.load(logits + column, column < width, 0, eviction_policy=CACHE).to(tl.float32)
     return tl.where(column < vocab, x, float("-inf"))
 
 
 @triton.jit
-def statistics(logits, target, vocab, width, COLUMNS: tl.constexpr):
+def statistics(
+    logits, target, vocab, width,
+    COLUMNS: tl.constexpr, LANE: tl.constexpr, STAGES: tl.constexpr, CACHE: tl.constexpr,
+):  # fmt: skip
     """maximum, sum and picked of the row that `logits` points to."""
     own = (target >= 0) & (target < vocab)
     picked = tl.load(logits + target, own, 0).to(tl.float32)  # first: the gradient may take the place of the logits
-    maximum = tl.full((), -3.0e38, tl.float32)  # no infinity: -inf - -inf would be NaN
-    total = tl.zeros((COLUMNS,), tl.float32)
-    for start in tl.range(0, vocab, COLUMNS):
-        column = start + tl.arange(0, COLUMNS)
-        x = load(logits, column, vocab, width)
-        higher = tl.maximum(maximum, tl.max(x, 0))
-        total = total * tl.exp(maximum - higher) + tl.exp(x - higher)
-        maximum = higher
-    return maximum, tl.sum(total, 0), picked
+    peak = tl.full((COLUMNS // LANE,), -3.0e38, tl.float32)  # no infinity: -inf - -inf would be NaN
+    total = tl.zeros((COLUMNS // LANE,), tl.float32)
+    lanes = tl.arange(0, COLUMNS // LANE)[:, None] * LANE + tl.arange(0, LANE)[None, :]
+    for start in tl.range(0, vocab, COLUMNS, num_stages=STAGES):
+        x = load(logits, start + lanes, vocab, width, CACHE)
+        higher = tl.maximum(peak, tl.max(x, 1))
+        total = total * tl.exp(peak - higher) + tl.sum(tl.exp(x - higher[:, None]), 1)
+        peak = higher
+    maximum = tl.max(peak, 0)
+    return maximum, tl.sum(total * tl.exp(peak - maximum), 0), picked
 
 
 @triton.jit
-def gradient(dlogits, logits, target, maximum, weight, factor, start, vocab, width, COLUMNS: tl.constexpr):
+def gradient(
+    dlogits, logits, target, maximum, weight, factor, start, vocab, width,
+    COLUMNS: tl.constexpr, CACHE: tl.constexpr,
+):  # fmt: skip
     """One tile of dlogits = weight exp(logits - maximum) - factor onehot."""
     column = start + tl.arange(0, COLUMNS)
-    x = load(logits, column, vocab, width)
+    x = load(logits, column, vocab, width, CACHE)
     g = weight * tl.exp(x - maximum) - tl.where(column == target, factor, 0.0)
-    tl.store(dlogits + column, tl.where(column < vocab, g, 0.0), column < width)
+    tl.store(dlogits + column, tl.where(column < vocab, g, 0.0), column < width, eviction_policy=CACHE)
 
 
 @triton.jit
@@ -92,10 +105,13 @@ def scaled(dy, scale):
 
 
 @triton.jit
-def forward_kernel(maxima, sums, picked, logits, targets, vocab, width, first, COLUMNS: tl.constexpr):
+def forward_kernel(
+    maxima, sums, picked, logits, targets, vocab, width, first,
+    COLUMNS: tl.constexpr, LANE: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0)
-    target = tl.load(targets + row).to(tl.int32) - first
-    maximum, total, logit = statistics(logits + row.to(tl.int64) * width, target, vocab, width, COLUMNS)
+    target, at = tl.load(targets + row).to(tl.int32) - first, row.to(tl.int64) * width
+    maximum, total, logit = statistics(logits + at, target, vocab, width, COLUMNS, LANE, STAGES, "")
     tl.store(maxima + row, maximum)
     tl.store(sums + row, total)
     tl.store(picked + row, logit)
@@ -109,18 +125,22 @@ def backward_kernel(
     target, maximum = tl.load(targets + row).to(tl.int32) - first, tl.load(maxima + row)
     at, start = row.to(tl.int64) * width, tl.program_id(1) * COLUMNS
     weight = factor / tl.load(sums + row)
-    gradient(dlogits + at, logits + at, target, maximum, weight, factor, start, vocab, width, COLUMNS)
+    gradient(dlogits + at, logits + at, target, maximum, weight, factor, start, vocab, width, COLUMNS, "")
 
 
 @triton.jit
 def forward_backward_kernel(
-    dlogits, maxima, sums, picked, logits, targets, dy, scale, vocab, width, first, COLUMNS: tl.constexpr
-):
+    dlogits, maxima, sums, picked, logits, targets, dy, scale, vocab, width, first,
+    COLUMNS: tl.constexpr, LANE: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     row, factor = tl.program_id(0), scaled(dy, scale)
     target, at = tl.load(targets + row).to(tl.int32) - first, row.to(tl.int64) * width
-    maximum, total, logit = statistics(logits + at, target, vocab, width, COLUMNS)
+    maximum, total, logit = statistics(logits + at, target, vocab, width, COLUMNS, LANE, STAGES, "evict_last")
     tl.store(maxima + row, maximum)
     tl.store(sums + row, total)
     tl.store(picked + row, logit)
-    for start in tl.range(0, width, COLUMNS):
-        gradient(dlogits + at, logits + at, target, maximum, factor / total, factor, start, vocab, width, COLUMNS)
+    weight = factor / total
+    for start in tl.range(0, width, COLUMNS, num_stages=1):
+        gradient(
+            dlogits + at, logits + at, target, maximum, weight, factor, start, vocab, width, COLUMNS, "evict_first"
+        )

@@ -19,6 +19,7 @@ from stage2_cuda.triton_driver import launch
 
 ROWS, COLUMNS = 8, 256  # of a tile
 WIDE = 1024  # columns of a tile where there is one program for each token: few have more than a row or two
+NARROW = 128  # columns of a tile where a program adds the rows of one position
 PIECE = 64  # rows of a long run that one program adds
 
 Runs = namedtuple("Runs", "order starts piece_starts piece_tokens")
@@ -72,8 +73,8 @@ def embedding_backward(dwte, dwpe, pieces, runs, dy, position=0, accumulate=Fals
     options = dict(ROWS=4 * WIDE // width, COLUMNS=width, PIECE=PIECE, num_warps=4)
     launch(tokens_kernel, grid, *arguments, ACCUMULATE=accumulate, **options)
     if dwpe is not None:
-        grid, arguments = (dwpe.shape[0], tiles), (dwpe, dy, batch, time, channels, position)
-        launch(positions_kernel, grid, *arguments, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=4)
+        grid, arguments = (dwpe.shape[0], triton.cdiv(channels, NARROW)), (dwpe, dy, batch, time, channels, position)
+        launch(positions_kernel, grid, *arguments, ROWS=ROWS, COLUMNS=NARROW, num_warps=1)
 
 
 @triton.jit

@@ -13,8 +13,10 @@ import triton.language as tl
 
 from stage2_cuda.triton_driver import launch
 
-TILE = 2048  # elements of one program's tile of whole rows forward; a row that is longer has a tile of its own
-PROGRAMS = 1056  # backward, 8 for each of an H200's 132 processors; a constant: the order depends on the shape alone
+TILE = 2048  # elements of one program's tile of whole rows; a row that is longer has a tile of its own
+PROGRAMS = 528  # backward, 4 for each of an H200's 132 processors; a constant: the order depends on the shape alone
+EACH = 8  # rows at least of a program of backward, or the partial sums would take longer to add than to make
+TURNS = 8  # tiles of a program, from which it pays to load the next one before this one is done
 
 
 def tile_of(channels):
@@ -25,7 +27,8 @@ def tile_of(channels):
 
 def layernorm_partials_shape(n, channels):
     """The shape (P, 3C) of backward's float32 scratch."""
-    return min(PROGRAMS, n), 3 * channels
+    rows, _ = tile_of(channels)
+    return min(PROGRAMS, triton.cdiv(n, max(EACH, rows))), 3 * channels
 
 
 def residual_layernorm_forward(s, y, mean, rstd, x, a, a_bias, w, b, eps):
@@ -44,11 +47,13 @@ def residual_layernorm_backward(dx, partials, ds, dy, s, w, mean, rstd):
 
     partials: of layernorm_partials_shape(N, C), float32.
     """
-    n, channels = dy.shape
-    width = triton.next_power_of_2(channels)
+    (n, channels), programs = dy.shape, partials.shape[0]
+    rows, width = tile_of(channels)
+    warps = 4 if width == 1024 else max(2, width // 1024)  # measured
+    stages = 2 if n >= TURNS * rows * programs else 1
     arguments = dx, partials, ds, dy, s, w, mean, rstd, n, channels, 1 / channels
-    warps = max(1, width // 1024)  # one row at a time, in one warp where it fits: measured, a sixth faster than eight
-    launch(backward_kernel, (partials.shape[0],), *arguments, ROWS=1, WIDTH=width, num_warps=warps)
+    options = dict(ROWS=rows, WIDTH=width, STAGES=stages, num_warps=warps)
+    launch(backward_kernel, (programs,), *arguments, **options)
 
 
 @triton.jit
@@ -78,15 +83,16 @@ def forward_kernel(
 
 @triton.jit
 def backward_kernel(
-    dx, partials, ds, dy, s, w, mean, rstd, n, channels, inverse, ROWS: tl.constexpr, WIDTH: tl.constexpr
-):
+    dx, partials, ds, dy, s, w, mean, rstd, n, channels, inverse,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     column = tl.arange(0, WIDTH)
     inside = column < channels
     scale = tl.load(w + column, inside, 0).to(tl.float32)
     dw = tl.zeros((ROWS, WIDTH), tl.float32)
     db = tl.zeros((ROWS, WIDTH), tl.float32)
     da = tl.zeros((ROWS, WIDTH), tl.float32)
-    for tile in tl.range(tl.program_id(0), tl.cdiv(n, ROWS), tl.num_programs(0)):
+    for tile in tl.range(tl.program_id(0), tl.cdiv(n, ROWS), tl.num_programs(0), num_stages=STAGES):
         row = tile * ROWS + tl.arange(0, ROWS)
         mask = (row < n)[:, None] & inside[None, :]
         at = row.to(tl.int64)[:, None] * channels + column[None, :]  # (ROWS, WIDTH)

@@ -1,0 +1,150 @@
+"""What does each choice in the training step on a GPU gain? Steps without one of them against steps with all.
+
+Each row is a step with one thing taken back. The rows take turns, and each is compared with the full step of its round.
+"""
+
+import argparse
+import gc
+import statistics
+import time
+
+import numpy as np
+
+from benchmarks.harness import paired_ratio, print_table, run, save
+from gpt2core.errors import ConfigError
+from gpt2core.model import PRESETS
+
+BENCHMARK = "benchmarks.gpu_choices"
+SEED = 20260101
+FULL = "all of them"
+SIZES = {"gpt2": (64, 10), "paper": (16, 100)}  # sequences a step, steps in a turn
+
+
+# -- what is taken back -----------------------------------------------------------------------------------------------
+
+
+def no_graph(backend):
+    """Every kernel launched from Python."""
+    backend.records = False
+
+
+def one_stream(backend):
+    """The gradients of weights in the chain, not beside it."""
+    from stage2_cuda.side_stream import NoStream
+
+    backend.side = NoStream()
+
+
+def no_places(backend):
+    """The gradients of weights in new arrays, copied to their place."""
+    backend.place_gradients = lambda places: None
+
+
+def no_epilogues(backend):
+    """GELU and its derivative as kernels of their own."""
+    backend.products.fuses_gelu = lambda n, k: False
+
+
+def first_algorithms(backend):
+    """The first algorithm that cublasLt proposes, none timed."""
+    backend.products.gemm._deterministic = True
+
+
+def logits_twice(backend):
+    """Logits computed again in backward, instead of their gradient at once in forward."""
+    forward = backend.unembed_cross_entropy_forward
+    backend.unembed_cross_entropy_forward = lambda x, w, targets, first, scale, seed=None: forward(x, w, targets, first)
+
+
+def odd_vocabulary(backend):
+    """Products with as many columns as there are tokens, 50257 of them."""
+    backend.whole_rows = lambda w: w
+
+
+CHOICES = {
+    "no graph": no_graph,
+    "one stream": one_stream,
+    "gradients copied to their place": no_places,
+    "GELU in kernels of its own": no_epilogues,
+    "products not timed": first_algorithms,
+    "logits computed twice": logits_twice,
+    "vocabulary not padded": odd_vocabulary,
+}
+
+
+# -- timing -----------------------------------------------------------------------------------------------------------
+
+
+class Variant:
+    """A training of its own, built when its turn comes and given up after it: two may not fit beside each other."""
+
+    def __init__(self, config, batch_size, precision, change):
+        from benchmarks.ours import GPU_OPTIMIZER
+        from gpt2core.trainer import Trainer
+        from stage2_cuda.cuda_backend import CudaBackend
+
+        backend = CudaBackend(precision, deterministic=False)
+        if change:
+            change(backend)
+        sizes = dict(batch_size=batch_size, seq_len=config.block_size, micro_shards=1)
+        self.trainer = Trainer(config, [backend], **sizes, optimizer=GPU_OPTIMIZER)
+
+    def seconds(self, batch, steps):
+        """Median of so many steps, after four that compile, choose and record."""
+        from benchmarks.ours import LR
+
+        times = []
+        for _ in range(4 + steps):
+            started = time.perf_counter()
+            self.trainer.step(batch, LR)
+            times.append(time.perf_counter() - started)
+        return statistics.median(times[4:])
+
+
+def measure(preset, precision, rounds):
+    """{choice: seconds of a step in each round}."""
+    import cupy
+
+    from benchmarks.ours import Batch
+
+    config, (batch_size, steps) = PRESETS[preset], SIZES[preset]
+    tokens = np.random.default_rng(SEED).integers(0, config.vocab_size, (batch_size, config.block_size + 1))
+    batch, found = Batch(tokens[:, :-1].copy(), tokens[:, 1:].copy()), {}
+    for _ in range(rounds):
+        for name, change in {FULL: None, **CHOICES}.items():
+            seconds = Variant(config, batch_size, precision, change).seconds(batch, steps)
+            found.setdefault(name, []).append(seconds)
+            gc.collect()
+            cupy.get_default_memory_pool().free_all_blocks()
+    return found
+
+
+def main():
+    parser = argparse.ArgumentParser(prog=f"python -m {BENCHMARK}", description=__doc__)
+    add = parser.add_argument
+    add("--preset", choices=SIZES, nargs="+", default=list(SIZES), help="models (default both)")
+    add("--precision", default="bf16", help="of the arithmetic (default bf16)")
+    add("--rounds", type=int, default=2, help="turns of each (default 2)")
+    add("--commit", help="what is measured, for the record, where this is a copy without its repository")
+    add("--no-save", action="store_true", help="leave results/ as it is")
+    args = parser.parse_args()
+    from stage2_cuda.triton_driver import array_module
+
+    if array_module() is np:
+        raise ConfigError("TRITON_INTERPRET is set: there is nothing to time on the CPU")
+    results = []
+    for preset in args.preset:
+        found, rows = measure(preset, args.precision, args.rounds), []
+        for name, seconds in found.items():
+            gain = paired_ratio(seconds, found[FULL])
+            results.append({"preset": preset, "without": name, "seconds": seconds, "gain": gain})
+            row = {f"{preset}, {args.precision}, without": name, "ms/step": f"{1e3 * statistics.median(seconds):.4g}"}
+            rows.append(row | {"times as slow": f"{gain:.3f}"})
+        print_table(rows)
+        print(flush=True)
+    if not args.no_save:
+        save(BENCHMARK, results, args.commit)
+
+
+if __name__ == "__main__":
+    run(main)

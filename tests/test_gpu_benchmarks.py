@@ -1,0 +1,199 @@
+"""The benchmarks of many GPUs, as far as they run without one: tables, the trace, trainers that take turns."""
+
+import json
+
+import numpy as np
+import pytest
+
+pytest.importorskip("triton")
+
+from benchmarks import gpu_collectives, gpu_kill, gpu_scaling, gpu_strategies, gpu_timeline
+from benchmarks.gpu_profile import Ran
+from benchmarks.harness import Contender, print_table
+from gpt2core.dataset import Windows
+from gpt2core.model import GPT2Config
+from stage2_cuda import triton_driver
+from tests.mpi import run_mpi
+
+MODEL = GPT2Config(vocab_size=24, block_size=8, n_layer=1, n_head=2, n_embd=16, tied=False)
+
+
+@pytest.mark.parametrize("module", [gpu_collectives, gpu_kill, gpu_scaling, gpu_strategies, gpu_timeline])
+def test_every_flag_has_a_default_and_saves_under_the_module_s_name(module):
+    args = module.parser().parse_args([])
+    assert args.save_as == module.BENCHMARK.removeprefix("benchmarks.") and not args.no_save and args.commit is None
+    assert module.parser().parse_args(["--commit", "abc1234", "--no-save"]).commit == "abc1234"
+
+
+# -- scaling and strategies --------------------------------------------------------------------------------------------
+
+
+def played(variants, who, seconds):
+    """What measure() gives for these variants; seconds: {name: of each round}."""
+    told = {"bytes_sent": 10**6, "optimizer_bytes": 8 * 10**6, "messages": 3} if who == "ours" else {}
+    told = dict.fromkeys(("bytes_sent", "optimizer_bytes", "messages")) | told
+    return [
+        {"name": name, "who": who, "seq_len": 1024, "seconds": seconds[name], "last_loss": 5.0, **options, **told}
+        for name, options in variants.items()
+    ]
+
+
+def test_weak_scaling_counts_tokens_and_takes_ratios_within_rounds(capsys):
+    ours, peers = gpu_scaling.variants([1, 4], lambda count: 64 * count, [gpu_scaling.WAYS["bucket"]], 25.0)
+    assert list(ours) == ["ours, 1 GPU", "ours, 4 GPUs --dp bucket"] and ours["ours, 1 GPU"]["batch_size"] == 64
+    noise = np.array([1.0, 2.0, 1.5])  # a neighbour that slows all contenders of a round alike
+    of_ours = dict(zip(ours, (noise * 0.096, noise * 0.1), strict=True))
+    of_peers = dict(zip(peers, (noise * 0.11, noise * 0.125), strict=True))
+    results = played(ours, "ours", of_ours) + played(peers, "DDP", of_peers)
+    rows = gpu_scaling.summarise(results, "title")
+    four, ddp = results[1], results[3]
+    assert four["share_of_one"] == pytest.approx(0.96) and four["times_as_fast"] == pytest.approx(1.25)
+    assert ddp["share_of_one"] == pytest.approx(0.88) and ddp["times_as_fast"] == 1
+    assert four["tokens_per_second"] == pytest.approx(4 * 64 * 1024 / 0.15)
+    (sentence,) = gpu_scaling.verdicts(results, 64)
+    assert "96.0 % of its own 1-GPU rate (target 96.0 %" in sentence and "1.250 x DDP (target 1: reached)" in sentence
+    print_table(rows)
+    assert capsys.readouterr().out.count("\n") == 6
+
+
+def test_strong_scaling_is_a_share_of_the_ideal_speed_up():
+    one = {"batch_size": 64, "seconds": [1.0]}
+    assert gpu_scaling.share_of_one({"batch_size": 64, "ranks": 4, "seconds": [0.25]}, one) == 1
+    assert gpu_scaling.share_of_one({"batch_size": 64, "ranks": 4, "seconds": [0.5]}, one) == 0.5
+
+
+def test_communication_is_what_a_step_takes_longer_than_that_of_ranks_without_it():
+    chosen = gpu_strategies.variants(4, 64, 25.0)
+    seconds = {name: [0.1, 0.2] if options.get("talks", True) else [0.08, 0.16] for name, options in chosen.items()}
+    results = played(chosen, "ours", seconds)
+    rows = gpu_strategies.summarise(results, "title")
+    floors = [result for result in results if not result.get("talks", True)]
+    assert len(floors) == 2 and {floor["communication_share"] for floor in floors} == {0}
+    others = [result["communication_share"] for result in results if result not in floors]
+    np.testing.assert_allclose(others, 0.2)
+    assert len(rows) == len(chosen) and all("reached" in text for text in gpu_strategies.verdicts(results, 4))
+
+
+def trained(host, variants):
+    """The losses of every variant of a small model, as the ranks of a benchmark's job take turns."""
+    from benchmarks import ours_gpus
+    from stage3_mpi_cuda.nccl_communicator import NcclCommunicator
+
+    world = NcclCommunicator(host)
+    world.use_transport(None)
+    windows = Windows(np.random.default_rng(0).integers(0, MODEL.vocab_size, 200), MODEL.block_size)
+    trains = ours_gpus.make_variants(MODEL, world, windows, variants, "fp32")
+    told = {name: train and train(1) for name, train in trains.items()}
+    assert all((told[name] is None) == (world.rank >= options["ranks"]) for name, options in variants.items())
+    return {name: each["loss"] for name, each in told.items() if each}
+
+
+@pytest.mark.skipif(not triton_driver.interpreted(), reason="runs in the interpreter")
+def test_all_ways_of_a_job_train_on_the_same_batches_from_the_same_parameters():
+    ways = [dict(dp="bucket", bucket_mb=0.01), dict(dp="flat", zero=1, deterministic=True)]
+    variants = {str(number): dict(ranks=2, batch_size=2, **way) for number, way in enumerate(ways)}
+    variants["one"] = dict(ranks=1, batch_size=2)
+    variants["alone"] = dict(ranks=2, batch_size=4, talks=False)  # each on what is the whole batch of the others
+    for losses in run_mpi(2, trained, variants, timeout=120):
+        want = losses["0"]
+        np.testing.assert_allclose(list(losses.values()), want, rtol=1e-5)  # float32 sums in other orders
+
+
+def test_one_and_two_processes_of_pytorch_take_turns_in_one_job():
+    pytest.importorskip("torch")
+    sizes = {"preset": "nano", "seq_len": 16, "precision": "fp32", "compiled": False, "device": "cpu"}
+    variants = {"one": dict(ranks=1, batch_size=2), "two": dict(ranks=2, batch_size=2)}
+    options = dict(sizes, variants=variants)
+    args = gpu_scaling.parser().parse_args(["--rounds", "1", "--timeout", "120"])
+    contender = Contender("DDP", "benchmarks.peers.torch_ddp_cuda", 1, options, ranks=2)
+    one, two = gpu_scaling.measure(args, [contender], steps=1)
+    assert one["last_loss"] != two["last_loss"]  # each rank of DDP knows the loss of its own rows
+    assert (one["who"], two["ranks"]) == ("DDP", 2) and min(one["seconds"] + two["seconds"]) > 0
+
+
+# -- collectives -------------------------------------------------------------------------------------------------------
+
+
+def test_alpha_and_beta_are_found_and_say_how_large_a_bucket_is_best():
+    alpha, beta = 2e-5, 4e-12
+    results, names = [], gpu_collectives.CONTENDERS
+    for size in gpu_collectives.SIZES:
+        results += [{"name": name, "bytes": size, "seconds": [alpha + beta * size] * 3} for name in names]
+    rows = gpu_collectives.summarise(results, dict.fromkeys(names, 1e-7), 4)
+    assert len(rows) == len(results) and {result["times_as_fast_as_torch"] for result in results} == {1}
+    np.testing.assert_allclose(gpu_collectives.fit(results)["nccl, fp32"], [alpha, beta], rtol=1e-6)
+    assert results[0]["bus_bandwidth"] == pytest.approx(1.5 * 10**6 / (alpha + beta * 10**6))
+    size = gpu_collectives.gradient_bytes("gpt2")
+    assert size == pytest.approx(4 * 124.4e6, rel=0.01)
+
+    def exposed(bucket):
+        return beta * bucket + size / bucket * alpha
+
+    best = gpu_collectives.best_bucket(alpha, beta, size)
+    assert exposed(best) < min(exposed(0.9 * best), exposed(1.1 * best))
+    assert len(list(gpu_collectives.verdicts(results, 4))) == 2
+
+
+# -- the timeline ------------------------------------------------------------------------------------------------------
+
+STEP = [
+    Ran(100.0, 50.0, "void layernorm_kernel<float>(int)"),
+    Ran(120.0, 20.0, "nvjet_hsh_128x128"),  # beside it
+    Ran(140.0, 30.0, "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)"),
+    Ran(150.0, 10.0, "adamw_kernel"),
+]
+
+
+def test_the_second_step_begins_behind_the_longest_pause():
+    later = [ran._replace(start=ran.start + 500) for ran in STEP]
+    assert gpu_timeline.last_of_two(STEP + later) == later
+
+
+def test_a_timeline_tells_streams_and_what_of_communication_is_hidden(tmp_path):
+    listed = gpu_timeline.streams_of(STEP)
+    assert [stream for stream, _ in listed] == [0, 1, 2, 0]
+    figures = gpu_timeline.figures_of(listed)
+    want = {"step_ms": 0.07, "compute_ms": 0.06, "communication_ms": 0.03, "hidden_ms": 0.02, "kernels": 4}
+    assert figures == pytest.approx(want)  # it runs from 40 to 70, computation from 0 to 60
+    assert gpu_timeline.rows_of({"naive": figures})[0]["hidden of it"] == "67 %"
+    steps = {"naive": listed, "bucket": listed}
+    gpu_timeline.plot(steps, tmp_path / "timeline.png")
+    assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
+    events = json.loads(json.dumps(gpu_timeline.trace_of(steps)))["traceEvents"]
+    names = {event["args"]["name"] for event in events if event["name"] in ("process_name", "thread_name")}
+    assert names == {"naive", "bucket", *gpu_timeline.STREAMS}
+    ran = [(event["tid"], event["ts"], event["dur"]) for event in events if event["ph"] == "X" and event["pid"] == 1]
+    assert ran == [(0, 0, 50), (1, 20, 20), (2, 40, 30), (0, 50, 10)]
+
+
+# -- kills -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "change, clean",
+    [
+        ({}, True),
+        ({"code": 0}, False),
+        ({"left": 1}, False),
+        ({"on_gpus": "700 MiB on GPU 1"}, False),
+        ({"cause": ""}, False),
+        ({"seconds": 31.0}, False),
+    ],
+)
+def test_an_end_is_clean_if_it_is_told_and_soon_and_leaves_nothing(change, clean):
+    row = dict(rank=1, moment=3.0, seconds=2.0, code=137, left=0, on_gpus="", cause="signal 9", steps_seen=7, step=20)
+    rows = [row | change]
+    gpu_kill.summarise(rows)
+    assert rows[0]["clean"] is clean
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "mpirun noticed that process rank 1 with PID 0 on node host exited on signal 9 (Killed).",
+        "note\nerror: rank 0: rank 1 has given no sign of life for 20 s",
+        "=   EXIT CODE: 9\n=   KILLED BY SIGNAL: 9 (Killed)",
+    ],
+)
+def test_a_cause_is_found_in_what_launchers_and_ranks_say(text):
+    assert gpu_kill.CAUSE.search(text)
