@@ -32,20 +32,21 @@ CASES = {
 }
 # what --variants tries, one constant after the other, keeping the fastest
 CANDIDATES = {
-    "warps": [8, 16],
-    "line": [0, 64, 128],
-    "spans": [4, 8],
-    "proj_rows": [256, 1024],
-    "down_rows": [512, 1024, 2048],
-    "head_bytes": [16384, 32768],
-}
-CANDIDATES_OF_MANY = {
-    "columns": [16, 32, 64],
-    "depth": [64, 128, 256],
-    "parts": [4, 6, 8, 12, 16],
+    "overlap": [False, True],
+    "columns": [8, 16, 32],
+    "parts": [4, 6, 8, 12],
     "part_columns": [32, 64, 128],
     "keys": [32, 64, 128],
-    "vocabulary": [32, 64, 128],
+    "vocabulary": [4, 8, 16, 32],
+}
+CANDIDATES_OF_MANY = {
+    "overlap": [False, True],
+    "columns": [16, 32, 64],
+    "depth": [64, 128, 256],
+    "parts": [2, 4, 6, 8, 12],
+    "part_columns": [32, 64, 128],
+    "keys": [64, 128, 256],
+    "vocabulary": [64, 128, 256],
 }
 
 

@@ -46,11 +46,8 @@ def rng():
 def few_programs(monkeypatch):
     """The interpreter takes 10 ms for each program."""
     if triton_driver.interpreted():
-        monkeypatch.setattr(
-            CudaBackend,
-            "tiles",
-            Tiles(columns=256, part_columns=256, spans=2, head_bytes=32768),
-        )
+        tiles = Tiles(columns=256, parts=3, part_columns=256, keys=64, vocabulary=256)
+        monkeypatch.setattr(CudaBackend, "tiles", staticmethod(lambda batch: tiles))
 
 
 def arrays_of(config, seed=0):
