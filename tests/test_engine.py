@@ -21,7 +21,7 @@ from gpt2core.tokenizer import build_tokenizer
 from stage0_serial.numpy_backend import NumpyBackend
 from stage2_cuda import engine, triton_driver
 from stage2_cuda.cuda_backend import CudaBackend
-from stage2_cuda.kernels.decode import Tiles
+from stage2_cuda.kernels.decode import ONE_ROW, Tiles
 
 gpu = pytest.mark.gpu
 pytestmark = [] if triton_driver.interpreted() else [gpu]  # where there is a GPU, all of this is about it
@@ -222,6 +222,15 @@ def test_a_recorded_step_gives_the_tokens_of_one_that_is_not_and_twice_the_same(
     first, again = (list(generate(recorded, prompt, 40, rule(5))) for _ in range(2))
     assert first == again == list(generate(paper(precision, recorded=False), prompt, 40, rule(5)))
     assert len(set(first)) > 3
+
+
+@gpu
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_kernels_that_overlap_write_the_text_of_those_that_do_not(rng, monkeypatch, precision):
+    prompt = rng.integers(0, 172, 5).tolist()
+    text = list(generate(paper(precision), prompt, 240))
+    monkeypatch.setattr(CudaBackend, "tiles", staticmethod(lambda batch: ONE_ROW))
+    assert text == list(generate(paper(precision), prompt, 240))
 
 
 @gpu
