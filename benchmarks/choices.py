@@ -40,8 +40,10 @@ def choices():
     )
     qkv = rng.standard_normal((2, 256, 3 * C), np.float32)
     heads = config.n_head
-    yield "attention: whole T x T -> causal blocks", lambda: attention(qkv, heads), lambda: backend.attention_forward(
-        qkv, heads
+    yield (
+        "attention: whole T x T -> causal blocks",
+        lambda: attention(qkv, heads),
+        lambda: backend.attention_forward(qkv, heads),
     )
 
 

@@ -32,23 +32,21 @@ CASES = {
 }
 # what --variants tries, one constant after the other, keeping the fastest
 CANDIDATES = {
-    "line": [0, 64, 128],
-    "warps": [8, 16],
-    "spans": [4, 8, 16],
-    "span_keys": [32, 64, 128],
-    "proj_rows": [128, 256, 512, 1024],
-    "down_rows": [512, 1024, 2048],
-    "bytes": [32768, 65536],
-    "head_bytes": [8192, 16384, 32768],
-    "stages": [3, 4, 6],
-}
-CANDIDATES_OF_MANY = {
-    "columns": [16, 32, 64],
-    "depth": [64, 128, 256],
-    "parts": [4, 6, 8, 12, 16],
+    "overlap": [False, True],
+    "columns": [8, 16, 32],
+    "parts": [4, 6, 8, 12],
     "part_columns": [32, 64, 128],
     "keys": [32, 64, 128],
-    "vocabulary": [32, 64, 128],
+    "vocabulary": [4, 8, 16, 32],
+}
+CANDIDATES_OF_MANY = {
+    "overlap": [False, True],
+    "columns": [16, 32, 64],
+    "depth": [64, 128, 256],
+    "parts": [2, 4, 6, 8, 12],
+    "part_columns": [32, 64, 128],
+    "keys": [64, 128, 256],
+    "vocabulary": [64, 128, 256],
 }
 
 

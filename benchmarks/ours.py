@@ -132,10 +132,10 @@ class CudaTexts:
         return np.transpose(ids), first, time.perf_counter() - started
 
     def engine(self, batch, **constants):
-        """A decoder of its own, with other constants than decode.Tiles has."""
+        """A decoder of its own, with other constants than decode.tiles_for(batch) has."""
         from stage2_cuda.engine import Engine
 
-        return Engine(self.model, batch, self.backend.queue, self.backend.tiles._replace(**constants))
+        return Engine(self.model, batch, self.backend.queue, self.backend.tiles(batch)._replace(**constants))
 
 
 def make_generator(config, threads):

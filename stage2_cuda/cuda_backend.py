@@ -15,7 +15,7 @@ from stage2_cuda.graph import Recorded
 from stage2_cuda.kernels import adamw, column_sums, cross_entropy, embedding, gelu, layernorm, losses
 from stage2_cuda.kernels import attention as flash
 from stage2_cuda.kernels.cast import cast, scale_in_place
-from stage2_cuda.kernels.decode import ROWS, Tiles
+from stage2_cuda.kernels.decode import ROWS, tiles_for
 from stage2_cuda.mailbox import Mailbox
 from stage2_cuda.memory import ALIGNED, LOGITS
 from stage2_cuda.peak_flops import peak_flops
@@ -40,7 +40,7 @@ class CudaBackend(Backend):
     uses_threads = False
     decoder_batch = ROWS
     many_ranks = "stage 3"
-    tiles = Tiles()  # of the engine's kernels
+    tiles = staticmethod(tiles_for)  # of the engine's kernels, for a number of texts
 
     def __init__(self, precision="fp32", deterministic=True):
         if precision not in PRECISIONS:
@@ -453,7 +453,7 @@ class CudaBackend(Backend):
         return engine.Queue(self.xp) if self.records else engine.Eager()
 
     def decoder(self, model, batch):
-        return engine.Engine(model, batch, self.queue, self.tiles) if engine.fits(model, batch) else None
+        return engine.Engine(model, batch, self.queue, self.tiles(batch)) if engine.fits(model, batch) else None
 
     def annotate(self):
         if not self.records:

@@ -4,10 +4,9 @@ A step is one CUDA graph. Its length, its tokens and its random numbers are read
 was recorded once serves every step, and the next one may be launched before anybody has read the token of this one.
 In Triton's interpreter the same launches are made one by one.
 
-There are two kinds of step. The first computes one position of each sequence, over a cache of keys and values that
-prefill has filled with the kernels of training: `cached` launches some kernels for each layer, `one_row` one kernel
-for all, where there is a single sequence. Once the longest sequence fills the block, the window slides, and `whole`
-computes the last block_size positions of all sequences again, as stage 0 does.
+There are two kinds of step. `cached` computes one position of each sequence, over a cache of keys and values that
+prefill has filled with the kernels of training. Once the longest sequence fills the block, the window slides, and
+`whole` computes the last block_size positions of all sequences again, as stage 0 does.
 """
 
 # B sequences, T positions, C channels, H heads, V vocabulary; k and v of a layer are cached as (B, block, 2C)
@@ -20,7 +19,7 @@ import numpy as np
 from gpt2core.sampler import Greedy, Sampling
 from gpt2core.tensor import Tensor, no_grad
 from stage2_cuda.graph import Recorded
-from stage2_cuda.kernels import decode, decode_step, sampling
+from stage2_cuda.kernels import decode, ends, sampling
 
 AHEAD = 4  # steps under way beyond the one whose tokens are read next
 UNIFORMS = 256  # random numbers that are brought to the device at once, for each sequence
@@ -44,28 +43,26 @@ class Engine:
             self.allocate(config, backend.empty)
 
     def allocate(self, config, empty):
-        B, C, L, V, block = self.batch, config.n_embd, config.n_layer, config.vocab_size, config.block_size
+        B, C, H, V, block = self.batch, config.n_embd, config.n_head, config.vocab_size, config.block_size
         wte, wpe = (self.model.parameters[f"transformer.{name}.weight"].data for name in ("wte", "wpe"))
         kind, tiles = wte.dtype, self.tiles
         self.sequences = sampling.Sequences(empty, B, C, block, wte, wpe)
-        self.cache = empty((L, B, block, 2 * C), kind)
+        self.cache = [empty((B, block, 2 * C), kind) for _ in self.layers]
         self.cache_of_prefill = Filling(self.cache)
-        self.stream, self.h = empty((B, C), "float32"), empty((B, C), kind)
+        self.stream = [empty((B, C), "float32") for _ in range(2)]
+        self.h, self.q, self.g = empty((B, C), kind), empty((B, C), kind), empty((B, 4 * C), kind)
+        self.after_attention, self.after_mlp = (
+            empty((decode.split(K, tiles).parts, B, C), "float32") for K in (C, 4 * C)
+        )
+        self.y, self.peaks, self.totals = empty((B, C), kind), None, None
+        if B == 1:
+            spans = decode.spans(block, tiles)
+            self.y = empty((H, spans, C // H), "float32")
+            self.peaks, self.totals = empty((H, spans), "float32"), empty((H, spans), "float32")
         self.logits, count = empty((B, V), "float32"), decode.logits_tiles(V, tiles)
         self.best, self.index = empty((B, count), "float32"), empty((B, count), "int32")
         self.window = empty((B, block), "int32")
         self.draws = {}
-        self.next_position = self.cached
-        layers = [layer.arrays for layer in self.layers]
-        if B == 1 and decode_step.stride_of(layers) is not None:
-            rest = config.n_head, config.layer_norm_epsilon, tiles, self.backend.zeros
-            self.row = decode_step.OneRow(layers, self.final, self.model.head.data, self.cache, *rest)
-            self.next_position = self.one_row
-            return
-        self.q, self.y, self.g = empty((B, C), kind), empty((B, C), kind), empty((B, 4 * C), kind)
-        self.after_attention, self.after_mlp = (
-            empty((decode.split(K, tiles).parts, B, C), "float32") for K in (C, 4 * C)
-        )
 
     # -- what generate() calls -----------------------------------------------------------------------------------------
 
@@ -94,7 +91,7 @@ class Engine:
                 self.prefill()
                 self.perform(self.unembed)
             else:
-                self.perform(self.next_position)
+                self.perform(self.cached)
             self.pending.append(self.queue.download(self.sequences.tokens))
         self.lengths = [length + 1 for length in self.lengths]
         self.count += 1
@@ -105,7 +102,7 @@ class Engine:
     # -- which token ---------------------------------------------------------------------------------------------------
 
     def choice(self, rules):
-        """The function that follows the logits of a step, for these rules; it is given unembed's best and index."""
+        """The function that follows the logits of a step, for these rules."""
         if all(type(rule) is Greedy for rule in rules):
             return self.likeliest
         options = {(rule.temperature, rule.top_k, rule.top_p) for rule in rules if type(rule) is Sampling}
@@ -117,16 +114,16 @@ class Engine:
         narrowing = 0 < top_k < V, top_p < 1
         if narrowing not in self.draws:
             draw = sampling.Draw(self.backend.empty, B, V, (B, UNIFORMS), *narrowing)
-            self.draws[narrowing] = lambda best, _: draw.take(self.sequences, self.logits, best), draw
+            self.draws[narrowing] = lambda: draw.take(self.sequences, self.logits, self.best), draw
         drawn, self.draw = self.draws[narrowing]
         self.queue.upload(self.draw.numbers, np.array([top_p, temperature]))
         self.queue.upload(self.draw.top_k, np.array([min(top_k, V)]))
         return drawn
 
-    def likeliest(self, best, index):
-        sampling.take_likeliest(self.sequences, best, index)
+    def likeliest(self):
+        sampling.take_likeliest(self.sequences, self.best, self.index)
 
-    def given(self, best=None, index=None):
+    def given(self):
         sampling.take_given(self.sequences)
 
     def perform(self, compute, *arguments):
@@ -146,9 +143,9 @@ class Engine:
         if key not in self.steps:
 
             def step():
-                leaders = compute(*arguments)
+                compute(*arguments)
                 if then is not None:
-                    then(*leaders)
+                    then()
 
             self.steps[key] = self.queue.record(step)
         self.steps[key]()
@@ -174,53 +171,66 @@ class Engine:
     @no_grad()
     def whole(self, mixed):
         """The last block_size positions of every sequence; with `mixed` some have fewer yet."""
-        decode.windows(self.window, self.sequences.ids, self.sequences.lengths)
+        ends.windows(self.window, self.sequences.ids, self.sequences.lengths)
         self.keep_last(self.model.trunk(self.window, last_only=not mixed))
-        return self.unembed()
+        self.unembed()
 
     def keep_last(self, y):
         """h = the last position of each sequence in y (B, T, C), or of y (B, 1, C)."""
-        decode.last_rows(self.h, y.data, self.sequences.lengths)
+        ends.last_rows(self.h, y.data, self.sequences.lengths)
 
     def unembed(self):
         head = self.model.head.data
         decode.unembed(self.logits, self.best, self.index, self.h, head, self.tiles, self.backend.dot)
-        return self.best, self.index
-
-    def one_row(self):
-        """The newest position of the only sequence, whose embedding the choice of its token has left in sequences.x."""
-        self.row(self.logits, self.sequences.x, self.sequences.lengths)
-        return self.row.best, self.row.index
 
     def cached(self):
         """The newest position of every sequence, whose embedding the choice of its token has left in sequences.x."""
-        config, backend, lengths, tiles = self.model.config, self.backend, self.sequences.lengths, self.tiles
-        stream, s = (self.sequences.x, None, None), self.stream
+        stream = self.sequences.x, None, None
         for layer, cache in zip(self.layers, self.cache, strict=True):
-            decode.norm(self.h, s, stream, *layer.ln_1, config.layer_norm_epsilon)
-            rest = lengths, config.block_size, decode.QKV.value, tiles, backend.dot
-            decode.columns(self.q, cache, self.h, *layer.qkv, *rest)
-            decode.attend(self.y, self.q, cache, lengths, config.n_head, tiles)
-            w, bias = layer.proj
-            decode.partial_product(self.after_attention, self.y, w, tiles, backend.dot)
-            decode.norm(self.h, s, (s, self.after_attention, bias), *layer.ln_2, config.layer_norm_epsilon)
-            rest = lengths, config.block_size, decode.GELU.value, tiles, backend.dot
-            decode.columns(self.g, None, self.h, *layer.fc, *rest)
-            w, bias = layer.fc_proj
-            decode.partial_product(self.after_mlp, self.g, w, tiles, backend.dot)
-            stream = s, self.after_mlp, bias
-        decode.norm(self.h, None, stream, *self.final, config.layer_norm_epsilon)
-        return self.unembed()
+            stream = self.normed_columns(self.q, cache, stream, layer.ln_1, *layer.qkv, decode.QKV.value)
+            lengths, spans = self.sequences.lengths, (self.peaks, self.totals)
+            n_head = self.model.config.n_head
+            decode.attend(self.y, *spans, self.q, cache, lengths, n_head, self.tiles)
+            stream = self.partial_product(self.after_attention, stream, self.y, *layer.proj, spans)
+            stream = self.normed_columns(self.g, None, stream, layer.ln_2, *layer.fc, decode.GELU.value)
+            stream = self.partial_product(self.after_mlp, stream, self.g, *layer.fc_proj)
+        decode.norm(self.h, None, stream, *self.final, self.model.config.layer_norm_epsilon, self.tiles)
+        self.unembed()
+
+    def normed_columns(self, y, cache, stream, ln, w, bias, kind):
+        """y = f(LN(stream) w + bias) -> the stream as one array, its partial sums added."""
+        config, lengths = self.model.config, self.sequences.lengths
+        s = stream[0]
+        if stream[1] is not None:  # into the array that nobody reads any more
+            s = next(each for each in self.stream if each is not stream[0])
+        rest = lengths, config.block_size
+        if self.batch == 1:
+            left = None if s is stream[0] else s
+            decode.normed_columns(
+                y, cache, left, stream, *ln, w, bias, *rest, config.layer_norm_epsilon, kind, self.tiles
+            )  # fmt: skip
+        else:
+            decode.norm(self.h, s, stream, *ln, config.layer_norm_epsilon, self.tiles)
+            decode.columns(y, cache, self.h, w, bias, *rest, kind, self.tiles, self.backend.dot)
+        return s, None, None
+
+    def partial_product(self, partials, stream, x, w, bias, spans=(None, None)):
+        """-> the stream, to which x w + bias is to be added."""
+        config = self.model.config
+        decode.partial_product(partials, x, w, self.tiles, self.backend.dot, *spans, config.n_embd // config.n_head)
+        return stream[0], partials, bias
 
 
 class Layer:
     """The arrays of one layer, as the kernels take them."""
 
     def __init__(self, parameters, name):
-        self.arrays = [parameters[name + each].data for each in decode_step.NAMES]
-        self.ln_1, self.qkv, self.proj, self.ln_2, self.fc, self.fc_proj = zip(
-            self.arrays[::2], self.arrays[1::2], strict=True
-        )
+        def pair(of):
+            return [parameters[f"{name}{of}.{kind}"].data for kind in ("weight", "bias")]
+
+        self.ln_1, self.ln_2 = pair("ln_1"), pair("ln_2")
+        self.qkv, self.proj = pair("attn.c_attn"), pair("attn.c_proj")
+        self.fc, self.fc_proj = pair("mlp.c_fc"), pair("mlp.c_proj")
 
 
 class Filling:

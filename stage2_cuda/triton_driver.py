@@ -20,6 +20,7 @@ from gpt2core.errors import ConfigError
 WAY_OUT = "with TRITON_INTERPRET=1 in the environment the same kernels run on the CPU, slowly"
 PIP_INSTALL = "pip install cupy-cuda13x[ctk], or cupy-cuda12x[ctk] for a driver of CUDA 12"
 CAPABILITY = (8, 0)  # the oldest GPU with bf16 tensor cores
+OVERLAPS = (9, 0)  # the oldest with programmatic dependent launch
 
 
 def interpreted():
@@ -47,9 +48,9 @@ def launch(kernel, grid, *arguments, **options):
     runtime().launch(kernel, grid, arguments, options)
 
 
-def resident():
-    """Programs that run at the same time, one a processor, so that those of one launch may wait for each other."""
-    return runtime().resident()
+def can_overlap():
+    """Whether a kernel can start while the one before it ends: the option launch_pdl, and what kernels do with it."""
+    return runtime().can_overlap()
 
 
 @functools.cache
@@ -66,8 +67,8 @@ class Interpreter:
     def __init__(self):
         self.one_at_a_time = threading.Lock()  # the interpreter keeps which program it is at for the whole process
 
-    def resident(self):
-        return 1
+    def can_overlap(self):
+        return False
 
     def launch(self, kernel, grid, arguments, options):
         arguments = [self.argument(value) for value in arguments]
@@ -110,8 +111,8 @@ class Gpu:
         """(major, minor) compute capability."""
         return divmod(int(self.xp.cuda.Device(device).compute_capability), 10)
 
-    def resident(self):
-        return self.xp.cuda.Device().attributes["MultiProcessorCount"]
+    def can_overlap(self):
+        return self.capability() >= OVERLAPS
 
     def launch(self, kernel, grid, arguments, options):
         key, values = [id(kernel), self.device(), *options.items()], []  # hashing a kernel is slow; modules keep them

@@ -30,8 +30,8 @@ from stage2_cuda.kernels import (  # noqa: E402
     column_sums,
     cross_entropy,
     decode,
-    decode_step,
     embedding,
+    ends,
     fp16x3,
     gelu,
     layernorm,
@@ -166,33 +166,39 @@ def launch_attention(a):
 
 
 def launch_decode(a):
-    tiles, precision, block = decode.Tiles(), "tf32x3", 21
-    for B, C, H, V in ((2, 48, 2, 37), (17, 300, 3, 172)):
-        lengths, stream, h = a.i(B, high=block), a.f(B, C), a.x(B, C)
-        cache, q, y, wide = a.x(B, block, 2 * C), a.x(B, C), a.x(B, C), a.x(B, 4 * C)
-        decode.norm(h, None, (stream, None, None), a.x(C), a.x(C), 1e-5)
-        w, rest = a.x(C, 3 * C), (lengths, block, decode.QKV.value, tiles, precision)
-        decode.columns(q, cache, h, w, a.x(3 * C), *rest)
-        decode.columns(wide, None, h, a.x(C, 4 * C), a.x(4 * C), lengths, block, decode.GELU.value, tiles, precision)
-        decode.attend(y, q, cache, lengths, H, tiles)
-        partials = a.f(decode.split(4 * C, tiles).parts, B, C)
-        decode.partial_product(partials, wide, a.x(4 * C, C), tiles, precision)
-        decode.norm(h, stream, (stream, partials, a.x(C)), a.x(C), a.x(C), 1e-5)
-        count = decode.logits_tiles(V, tiles)
-        decode.unembed(a.f(B, V), a.f(B, count), a.i(B, count, high=V), h, a.x(V, C), tiles, precision)
-        decode.last_rows(h, a.x(B, 9, C), lengths)
-        decode.windows(a.i(B, block, high=V), a.i(B, block, high=V), lengths)
-
-
-def launch_decode_step(a):
-    L, block = 1, 70
+    block, precision, eps = 70, "tf32x3", 1e-5
+    qkv, gelu = decode.QKV.value, decode.GELU.value
     for C, H, V in ((48, 2, 37), (300, 3, 172)):
-        shapes = (C,), (C,), (C, 3 * C), (3 * C,), (C, C), (C,), (C,), (C,), (C, 4 * C), (4 * C,), (4 * C, C), (C,)
-        cache, final, head = a.x(L, 1, block, 2 * C), [a.x(C), a.x(C)], a.x(V, C)
-        layers = [[a.x(*shape) for shape in shapes]]
-        row = decode_step.OneRow(layers, final, head, cache, H, 1e-5, decode.Tiles(), a.xp.zeros)
-        for length in (1, block):
-            row(a.f(1, V), a.f(1, C), a.i(1, high=1) + length)
+        ln, bias, up, head = (a.x(C), a.x(C)), a.x(4 * C), a.x(C, 4 * C), a.x(V, C)
+        for B in (1, 2, 17):
+            tiles, lengths, x, h, g = decode.tiles_for(B), a.i(B, high=block) + 1, a.f(B, C), a.x(B, C), a.x(B, 4 * C)
+            q, cache, partials = a.x(B, C), a.x(B, block, 2 * C), a.f(decode.split(4 * C, tiles).parts, B, C)
+            of_qkv, of_mlp = (a.x(C, 3 * C), a.x(3 * C), lengths, block), (up, bias, lengths, block)
+            stream = x, partials, a.x(C)
+            if B == 1:
+                decode.normed_columns(q, cache, None, (x, None, None), *ln, *of_qkv, eps, qkv, tiles)
+                decode.normed_columns(g, None, a.f(B, C), stream, *ln, *of_mlp, eps, gelu, tiles)
+                peaks, totals = (a.f(H, decode.spans(block, tiles)) for _ in range(2))
+                y = a.f(*peaks.shape, C // H)
+                decode.attend(y, peaks, totals, q, cache, lengths, H, tiles)
+                of_spans = a.f(decode.split(C, tiles).parts, B, C)
+                decode.partial_product(of_spans, y, a.x(C, C), tiles, precision, peaks, totals, C // H)
+            else:
+                decode.columns(q, cache, h, *of_qkv, qkv, tiles, precision)
+                decode.columns(g, None, h, *of_mlp, gelu, tiles, precision)
+                decode.attend(h, None, None, q, cache, lengths, H, tiles)
+            decode.partial_product(partials, g, a.x(4 * C, C), tiles, precision)
+            decode.norm(h, None, (x, None, None), *ln, eps, tiles)
+            decode.norm(h, x, stream, *ln, eps, tiles)
+            count = decode.logits_tiles(V, tiles)
+            decode.unembed(a.f(B, V), a.f(B, count), a.i(B, count, high=V), h, head, tiles, precision)
+
+
+def launch_ends(a):
+    for B, C, block in ((1, 48, 9), (17, 300, 1000)):
+        lengths = a.i(B, high=2 * block) + 1
+        ends.last_rows(a.x(B, C), a.x(B, 9, C), lengths)
+        ends.windows(a.i(B, block, high=37), a.i(B, block, high=37), lengths)
 
 
 def launch_sampling(a):

@@ -21,7 +21,7 @@ from gpt2core.tokenizer import build_tokenizer
 from stage0_serial.numpy_backend import NumpyBackend
 from stage2_cuda import engine, triton_driver
 from stage2_cuda.cuda_backend import CudaBackend
-from stage2_cuda.kernels.decode import Tiles
+from stage2_cuda.kernels.decode import ONE_ROW, Tiles
 
 gpu = pytest.mark.gpu
 pytestmark = [] if triton_driver.interpreted() else [gpu]  # where there is a GPU, all of this is about it
@@ -46,11 +46,8 @@ def rng():
 def few_programs(monkeypatch):
     """The interpreter takes 10 ms for each program."""
     if triton_driver.interpreted():
-        monkeypatch.setattr(
-            CudaBackend,
-            "tiles",
-            Tiles(columns=256, part_columns=256, spans=2, head_bytes=32768),
-        )
+        tiles = Tiles(columns=256, parts=3, part_columns=256, keys=64, vocabulary=256)
+        monkeypatch.setattr(CudaBackend, "tiles", staticmethod(lambda batch: tiles))
 
 
 def arrays_of(config, seed=0):
@@ -77,10 +74,10 @@ def texts(model, prompts, count, rule):
 
 @pytest.mark.parametrize("rule", [RULES["greedy"], RULES["top-k"]], ids=["greedy", "top-k"])
 def test_a_text_is_stage_0_s_until_the_block_is_full_and_beyond(rule):
-    ours, stage0 = models()
-    prompt = [30, 3, 1, 2, 3, 30, 3, 1]
+    ours, stage0 = models(UNTIED)
+    prompt = [1, 2, 3, 28]
     text = list(generate(ours, prompt, 7, rule(7)))
-    assert text == list(generate(stage0, prompt, 7, rule(7))) and len(set(text)) > 2
+    assert text == list(generate(stage0, prompt, 7, rule(7))) and len(set(text)) > 3
 
 
 @pytest.mark.parametrize("length", [1, 7, 8, 20])
@@ -225,6 +222,15 @@ def test_a_recorded_step_gives_the_tokens_of_one_that_is_not_and_twice_the_same(
     first, again = (list(generate(recorded, prompt, 40, rule(5))) for _ in range(2))
     assert first == again == list(generate(paper(precision, recorded=False), prompt, 40, rule(5)))
     assert len(set(first)) > 3
+
+
+@gpu
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_kernels_that_overlap_write_the_text_of_those_that_do_not(rng, monkeypatch, precision):
+    prompt = rng.integers(0, 172, 5).tolist()
+    text = list(generate(paper(precision), prompt, 240))
+    monkeypatch.setattr(CudaBackend, "tiles", staticmethod(lambda batch: ONE_ROW))
+    assert text == list(generate(paper(precision), prompt, 240))
 
 
 @gpu

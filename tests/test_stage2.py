@@ -147,10 +147,7 @@ ELSEWHERE = {
     "losses.add_kernel": "more than 4096 rows",
     "cross_entropy.backward_kernel": "a vocabulary that is divided over ranks: stage 3",
     "attention.cached_kernel": "layers that are divided over ranks: stage 3",
-    "decode.norm_kernel": "texts that are continued together",
     "decode.columns_kernel": "texts that are continued together",
-    "decode.attend_kernel": "texts that are continued together",
-    "decode.partial_kernel": "texts that are continued together",
     "sampling.given_kernel": "a rule of the caller's own",
     "sampling.whole_kernel": "a draw",
     "sampling.cut_kernel": "a draw",
@@ -171,8 +168,9 @@ def test_every_kernel_is_launched_by_a_step_a_validation_and_a_generated_token(m
     step = set(launched)
     trainer.evaluate(Windows(np.arange(UNTIED.block_size + 1), UNTIED.block_size))
     list(generate(trainer.model(), [1] * 15, 3))  # one by prefill, one over the cache, one by the whole window
-    generation = {"decode_step.step", "decode.unembed", "decode.last_rows", "decode.windows", "sampling.likeliest"}
-    assert launched - step == {f"{name}_kernel" for name in generation | {"cross_entropy.forward"}}
+    generation = {f"decode.{name}" for name in ("norm", "normed_columns", "attend", "partial", "unembed")}
+    generation |= {"ends.last_rows", "ends.windows", "sampling.likeliest", "cross_entropy.forward"}
+    assert launched - step == {f"{name}_kernel" for name in generation}
     assert set(all_kernels()) - launched == ELSEWHERE.keys()
 
 

@@ -1,17 +1,17 @@
-"""One position of several sequences through the model: products bound by reading the weights, attention over the cache.
+"""One position of every sequence through the model: products bound by reading the weights, attention over the cache.
 
-A few rows fill one tile of tl.dot, so a weight is read once for all of them. A layer is seven launches:
+With one row a product is a sum over weights that are read once, so all that counts is that many programs read at the
+same time, and that few launches stand between one weight and the next. A layer is five launches:
 
-    h = LN(x)                                             norm_kernel
-    q, k, v = h w + b, k and v into the cache             columns_kernel
-    softmax(q k') v                                       attend_kernel
-    partial sums of y w over a share of the rows          partial_kernel
-    h = LN(x + partial sums + bias)                       norm_kernel
-    g = gelu(h w + b)                                     columns_kernel
+    q, k, v = LN(x) w + b, k and v into the cache         normed_columns_kernel
+    softmax(q k') v over the keys of one span             attend_kernel
+    partial sums of y w over a share of the rows          partial_kernel, which first adds up the spans
+    g = gelu(LN(x + partial sums + bias) w + b)           normed_columns_kernel
     partial sums of g w                                   partial_kernel
 
-Who reads partial sums adds them, in a fixed order: no atomics, and no launch for the addition. One row alone has a
-launch of its own kind: decode_step.py.
+Who reads partial sums adds them, in a fixed order: no atomics, and no launch for the addition. LayerNorm is computed
+again by every program that needs it: a row of 768 numbers costs less than a launch. With more rows it costs more, so
+there norm_kernel is a launch of its own, and the products are tl.dot's.
 
 The sequences may be of different lengths. These are read from the device, so that one recorded step serves them all.
 """
@@ -24,9 +24,10 @@ from typing import NamedTuple
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from stage2_cuda.kernels.gelu import sigmoid_of_2u
-from stage2_cuda.triton_driver import launch
+from stage2_cuda.triton_driver import can_overlap, launch
 
 STORE, GELU, QKV = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # what becomes of a product
 LOWEST = tl.constexpr(-3.0e38)  # no infinity: -inf - -inf would be NaN
@@ -34,25 +35,28 @@ ROWS = 32  # sequences that one launch continues at most
 
 
 class Tiles(NamedTuple):
-    """How a launch is divided, as was fastest on an H200; the last ones are decode_step's, which has one row."""
+    """How a launch is divided.
 
-    columns: int = 32  # of a weight, that one program owns
-    depth: int = 128  # rows of a weight in a step of tl.dot; half as many in fp32
-    parts: int = 4  # shares of a weight's rows, each with partial sums of its own
-    part_columns: int = 32
-    keys: int = 128  # of a cache, in a step
-    vocabulary: int = 128  # rows of lm_head
+    With `overlap` a kernel may start while the one before it ends, to read its weights meanwhile (programmatic
+    dependent launch).
+    """
 
-    programs: int = 0  # among which a weight is divided; 0: as many as run at the same time
-    warps: int = 16
-    bytes: int = 65536  # of a weight, that a program's registers hold
-    proj_rows: int = 256  # of a share
-    down_rows: int = 1024
-    spans: int = 8  # of the keys of a head, a power of two
-    span_keys: int = 64  # of a span, in a step
-    head_bytes: int = 16384  # of lm_head, in a step
-    stages: int = 4  # of the loop over these
-    line: int = 128  # bytes of the L2 cache that one prefetch brings
+    columns: int  # of a weight, that one program owns
+    parts: int  # shares of a weight's rows, each with partial sums of its own
+    part_columns: int
+    keys: int  # of a cache: a span of one program where there is one row, else a step
+    vocabulary: int  # rows of lm_head
+    depth: int = 128  # of many rows: rows of a weight in a step of tl.dot; half as many in fp32
+    overlap: bool = False
+
+
+ONE_ROW = Tiles(columns=16, parts=6, part_columns=64, keys=64, vocabulary=8)
+MANY_ROWS = Tiles(columns=32, parts=4, part_columns=32, keys=128, vocabulary=128)
+
+
+def tiles_for(B):
+    """What was fastest on an H200 for B rows."""
+    return ONE_ROW._replace(overlap=can_overlap()) if B == 1 else MANY_ROWS
 
 
 class Split(NamedTuple):
@@ -72,48 +76,73 @@ def step_of(tiles, w):
     return tiles.depth * 2 // w.dtype.itemsize
 
 
+def spans(block, tiles):
+    """Programs that divide the keys of one head where there is one row; a power of two."""
+    return triton.next_power_of_2(triton.cdiv(block, tiles.keys))
+
+
 # -- what is launched --------------------------------------------------------------------------------------------------
 
 
-def norm(h, s, stream, ln_w, ln_b, eps):
-    """h = LN(x) (B, C), and s = x (B, C) float32, for who needs it later, or None.
+def normed_columns(y, cache, s, stream, ln_w, ln_b, w, bias, lengths, block, eps, kind, tiles):
+    """One row: y = f(LN(x) w + bias), and s = x, for who needs it later, or None.
 
-    stream: x (B, C) float32, which may be s itself, and partials (parts, B, C) with their bias (C), which are to be
-    added to it, or None both.
+    stream: x (1, C) float32, and partials (parts, 1, C) with their bias (C), which are to be added to it, or None both.
+    kind: STORE or GELU, y (1, N); QKV, y (1, C) = q, and k and v into `cache`, at the last of lengths (1) positions.
     """
+    x, partials, before = stream
+    K, N = w.shape
+    width = triton.next_power_of_2(K)
+    parts = 1 if partials is None else len(partials)
+    arguments = y, cache, s, x, partials, before, ln_w, ln_b, w, bias, lengths, parts, K, N, block, 1 / K, float(eps)
+    options = dict(PARTS=triton.next_power_of_2(parts), KIND=kind, WIDTH=width, COLUMNS=tiles.columns)
+    go(normed_columns_kernel, (triton.cdiv(N, tiles.columns),), *arguments, tiles=tiles, **options)
+
+
+def norm(h, s, stream, ln_w, ln_b, eps, tiles):
+    """h = LN(x) (B, C), and s = x (B, C) float32, which may be x itself, or None; stream: as for normed_columns."""
     x, partials, before = stream
     B, C = h.shape
     parts, width = 1 if partials is None else len(partials), triton.next_power_of_2(C)
     arguments = h, s, x, partials, before, ln_w, ln_b, parts, B, C, 1 / C, float(eps)
-    go(norm_kernel, (B,), *arguments, PARTS=triton.next_power_of_2(parts), WIDTH=width)
+    go(norm_kernel, (B,), *arguments, tiles=tiles, PARTS=triton.next_power_of_2(parts), WIDTH=width)
 
 
 def columns(y, cache, h, w, bias, lengths, block, kind, tiles, precision):
-    """y = f(h w + bias), h (B, K).
-
-    kind: STORE or GELU, y (B, N); QKV, y (B, C) = q, and k and v into `cache`, at the last of lengths (B) positions.
-    """
+    """Many rows: y = f(h w + bias), h (B, K); the rest as for normed_columns."""
     (B, K), N = h.shape, w.shape[1]
     arguments = y, cache, h, w, bias, lengths, B, K, N, block
     options = dict(KIND=kind, ROWS=padded(B), DEPTH=step_of(tiles, w), COLUMNS=tiles.columns, PRECISION=precision)
-    go(columns_kernel, (triton.cdiv(N, tiles.columns),), *arguments, num_stages=3, **options)
+    go(columns_kernel, (triton.cdiv(N, tiles.columns),), *arguments, tiles=tiles, num_stages=3, **options)
 
 
-def attend(y, q, cache, lengths, n_head, tiles):
-    """q (B, C) over the first `lengths` (B) positions of the cache (B, block, 2C) -> y (B, C)."""
+def attend(y, peaks, totals, q, cache, lengths, n_head, tiles):
+    """q (B, C) over the first `lengths` (B) positions of the cache (B, block, 2C) -> y (B, C).
+
+    Given peaks and totals (H, spans) float32, for one row: y (H, spans, D) float32 of each span, not yet divided.
+    """
     B, C = q.shape
     block, D = cache.shape[1], C // n_head
-    arguments = y, q, cache, lengths, n_head, block, math.log2(math.e) / math.sqrt(D)
-    go(attend_kernel, (B * n_head,), *arguments, SIZE=D, D=triton.next_power_of_2(D), KEYS=tiles.keys)
+    count = 0 if peaks is None else peaks.shape[1]
+    arguments = y, peaks, totals, q, cache, lengths, n_head, block, math.log2(math.e) / math.sqrt(D)
+    options = dict(SIZE=D, D=triton.next_power_of_2(D), KEYS=tiles.keys, SPANS=count)
+    go(attend_kernel, (B * n_head, count or 1), *arguments, tiles=tiles, **options)
 
 
-def partial_product(partials, x, w, tiles, precision):
-    """partials (parts, B, N) float32, which add up to x (B, K) w: those of split(K)."""
+def partial_product(partials, x, w, tiles, precision, peaks=None, totals=None, head_size=1):
+    """partials (parts, B, N) float32, which add up to x (B, K) w: those of split(K).
+
+    With peaks and totals, for one row: x is what `attend` has left of each span.
+    """
     parts, B, N = partials.shape
     K = w.shape[0]
-    options = dict(ROWS=padded(B), DEPTH=step_of(tiles, w), COLUMNS=tiles.part_columns, PRECISION=precision)
-    grid = triton.cdiv(N, tiles.part_columns), parts
-    go(partial_kernel, grid, partials, x, w, B, K, N, split(K, tiles).depth, num_stages=3, **options)
+    depth = split(K, tiles).depth
+    count = 0 if peaks is None else peaks.shape[1]
+    arguments = partials, x, peaks, totals, w, B, K, N, depth
+    options = dict(SIZE=head_size, SPANS=count, ROWS=padded(B))
+    step = triton.next_power_of_2(depth) if B == 1 else step_of(tiles, w)
+    options |= dict(DEPTH=step, COLUMNS=tiles.part_columns, PRECISION=precision)
+    go(partial_kernel, (triton.cdiv(N, tiles.part_columns), parts), *arguments, tiles=tiles, num_stages=3, **options)
 
 
 def logits_tiles(V, tiles):
@@ -127,38 +156,27 @@ def unembed(logits, best, index, h, w, tiles, precision):
     tiles: logits_tiles(V); index int32.
     """
     (B, V), K, count = logits.shape, h.shape[1], best.shape[1]
-    options = dict(ROWS=padded(B), DEPTH=step_of(tiles, w), COLUMNS=tiles.vocabulary, PRECISION=precision)
-    go(unembed_kernel, (count,), logits, best, index, h, w, B, K, V, count, num_stages=3, **options)
-
-
-def last_rows(h, y, lengths):
-    """h (B, C) = the row of each sequence's last position, of y (B, T, C)."""
-    B, T, C = y.shape
-    width = triton.next_power_of_2(C)
-    launch(last_rows_kernel, (B,), h, y, lengths, T, C, WIDTH=width, num_warps=4)
-
-
-def windows(out, ids, lengths):
-    """out (B, block) = the last `block` of `lengths` (B) tokens in order, of which number i is in ids at i mod block.
-
-    Where there are fewer, they come first, and what stands behind them does not matter.
-    """
-    B, block = ids.shape
-    launch(windows_kernel, (B, triton.cdiv(block, 256)), out, ids, lengths, block, BLOCK=256, num_warps=4)
+    depth = triton.next_power_of_2(K) if B == 1 else step_of(tiles, w)
+    options = dict(ROWS=padded(B), DEPTH=depth, COLUMNS=tiles.vocabulary, PRECISION=precision)
+    go(unembed_kernel, (count,), logits, best, index, h, w, B, K, V, count, tiles=tiles, num_stages=3, **options)
 
 
 def padded(B):
-    return max(16, triton.next_power_of_2(B))  # tl.dot takes no fewer rows
+    return 1 if B == 1 else max(16, triton.next_power_of_2(B))  # tl.dot takes no fewer rows
 
 
-def go(kernel, grid, *arguments, **options):
-    """Launch with as many warps as the tile asks for: 128 of its elements a thread."""
+def go(kernel, grid, *arguments, tiles, **options):
+    """Launch with as many warps as the tile of weights asks for: 128 of its elements a thread."""
     elements = options.get("WIDTH", options.get("DEPTH", 1)) * options.get("COLUMNS", options.get("PARTS", 1))
     options["num_warps"] = min(16, max(4, elements // 4096))
-    launch(kernel, grid, *arguments, **options)
+    if tiles.overlap:
+        options["launch_pdl"] = True
+    launch(kernel, grid, *arguments, OVERLAP=tiles.overlap, **options)
 
 
 # -- what several kernels do -------------------------------------------------------------------------------------------
+# With OVERLAP a kernel lets the next one begin at once (gdc_launch_dependents). From gdc_wait on, what the kernels
+# before have written may be read, and what they have read be written.
 
 
 @triton.jit
@@ -175,12 +193,11 @@ def residual(x, partials, before, row, rows, C, parts, PARTS: tl.constexpr, WIDT
 
 
 @triton.jit
-def normalised(s, w, b, C, inverse, eps, WIDTH: tl.constexpr):
-    """LayerNorm of s (WIDTH), of which C are there."""
+def normalised(s, ln_w, ln_b, C, inverse, eps, WIDTH: tl.constexpr):
     c = tl.arange(0, WIDTH)
     h = tl.where(c < C, s - tl.sum(s, 0) * inverse, 0)
     h *= 1 / tl.sqrt(tl.sum(h * h, 0) * inverse + eps)
-    return h * w.to(tl.float32) + b.to(tl.float32)
+    return h * tl.load(ln_w + c, c < C, 0).to(tl.float32) + tl.load(ln_b + c, c < C, 0).to(tl.float32)
 
 
 @triton.jit
@@ -200,36 +217,55 @@ def leave(y, cache, value, rows, n, N, lengths, block, KIND: tl.constexpr, ROWS:
         tl.store(y + row[:, None] * N + n[None, :], value, inside)
 
 
-@triton.jit
-def keys_and_values(cache, first, end, C, SIZE: tl.constexpr, D: tl.constexpr, KEYS: tl.constexpr):
-    """Of one head: k and v (KEYS, D) from position `first` on and before `end`; 0 outside."""
-    key, d = first + tl.arange(0, KEYS), tl.arange(0, D)
-    inside = (key < end)[:, None] & (d < SIZE)[None, :]
-    at = cache + key[:, None] * (2 * C) + d[None, :]
-    return tl.load(at, inside, 0), tl.load(at + C, inside, 0)
-
-
 # -- the kernels -------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def normed_columns_kernel(
+    y, cache, s, x, partials, before, ln_w, ln_b, w, bias, lengths, parts, K, N, block, inverse, eps,
+    PARTS: tl.constexpr, KIND: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    if OVERLAP:
+        gdc_launch_dependents()
+    k, n = tl.arange(0, WIDTH), tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = (k < K)[:, None] & (n < N)[None, :]
+    tile = tl.load(w + k[:, None] * N + n[None, :], inside, 0)  # first: it has the longest way, and waits for nobody
+    shift = tl.load(bias + n, n < N, 0).to(tl.float32)
+    if OVERLAP:
+        gdc_wait()
+    row = residual(x, partials, before, 0, 1, K, parts, PARTS, WIDTH)
+    if s is not None:
+        if tl.program_id(0) == 0:
+            tl.store(s + k, row, k < K)
+    h = normalised(row, ln_w, ln_b, K, inverse, eps, WIDTH)
+    value = tl.sum(h[:, None] * tile.to(tl.float32), 0) + shift
+    leave(y, cache, value[None, :], 1, n, N, lengths, block, KIND, 1)
 
 
 @triton.jit
 def norm_kernel(
     h, s, x, partials, before, ln_w, ln_b, parts, rows, C, inverse, eps,
-    PARTS: tl.constexpr, WIDTH: tl.constexpr,
+    PARTS: tl.constexpr, WIDTH: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
     b, c = tl.program_id(0), tl.arange(0, WIDTH)
     row = residual(x, partials, before, b, rows, C, parts, PARTS, WIDTH)
     if s is not None:
         tl.store(s + b * C + c, row, c < C)
-    row = normalised(row, tl.load(ln_w + c, c < C, 0), tl.load(ln_b + c, c < C, 0), C, inverse, eps, WIDTH)
-    tl.store(h + b * C + c, row, c < C)
+    tl.store(h + b * C + c, normalised(row, ln_w, ln_b, C, inverse, eps, WIDTH), c < C)
 
 
 @triton.jit
 def columns_kernel(
     y, cache, h, w, bias, lengths, rows, K, N, block,
     KIND: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
     row, n = tl.arange(0, ROWS), tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     value = tl.zeros((ROWS, COLUMNS), tl.float32)
     for first in tl.range(0, K, DEPTH):
@@ -243,42 +279,84 @@ def columns_kernel(
 
 @triton.jit
 def attend_kernel(
-    y, q, cache, lengths, H, block, scale,
-    SIZE: tl.constexpr, D: tl.constexpr, KEYS: tl.constexpr,
+    y, peaks, totals, q, cache, lengths, H, block, scale,
+    SIZE: tl.constexpr, D: tl.constexpr, KEYS: tl.constexpr, SPANS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """One head of one sequence. scale: log2(e) / sqrt(SIZE)."""
+    """One head of one sequence, all its keys; or with SPANS, KEYS of them. scale: log2(e) / sqrt(SIZE)."""
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
     b, h, d = tl.program_id(0) // H, tl.program_id(0) % H, tl.arange(0, D)
     C = H * SIZE
     length = tl.minimum(tl.load(lengths + b), block)
+    first, end = 0, length
+    if SPANS:
+        first = tl.program_id(1) * KEYS
+        end = tl.minimum(first + KEYS, length)  # before `first`, where the sequence is not so long yet
     query = tl.load(q + b * C + h * SIZE + d, d < SIZE, 0).to(tl.float32) * scale
     cache += b.to(tl.int64) * block * 2 * C + h * SIZE
     peak, total, acc = tl.full((), LOWEST, tl.float32), tl.full((), 0, tl.float32), tl.zeros((D,), tl.float32)
-    for first in tl.range(0, length, KEYS):
-        inside = first + tl.arange(0, KEYS) < length
-        k, v = keys_and_values(cache, first, length, C, SIZE, D, KEYS)
-        scores = tl.where(inside, tl.sum(k.to(tl.float32) * query[None, :], 1), float("-inf"))
+    for start_of_step in tl.range(first, end, KEYS):
+        key = start_of_step + tl.arange(0, KEYS)
+        inside = (key < end)[:, None] & (d < SIZE)[None, :]
+        at = cache + key[:, None] * (2 * C) + d[None, :]
+        k, v = tl.load(at, inside, 0).to(tl.float32), tl.load(at + C, inside, 0).to(tl.float32)
+        scores = tl.where(key < end, tl.sum(k * query[None, :], 1), float("-inf"))
         higher = tl.maximum(peak, tl.max(scores, 0))
         p, shrink = tl.math.exp2(scores - higher), tl.math.exp2(peak - higher)
-        acc = acc * shrink + tl.sum(p[:, None] * v.to(tl.float32), 0)
-        peak, total = higher, total * shrink + tl.sum(p, 0)
-    tl.store(y + b * C + h * SIZE + d, acc / total, d < SIZE)
+        peak, total, acc = higher, total * shrink + tl.sum(p, 0), acc * shrink + tl.sum(p[:, None] * v, 0)
+    if SPANS:
+        at = h * SPANS + tl.program_id(1)
+        tl.store(peaks + at, peak)
+        tl.store(totals + at, total)
+        tl.store(y + at * SIZE + d, acc, d < SIZE)
+    else:
+        tl.store(y + b * C + h * SIZE + d, acc / total, d < SIZE)
+
+
+@triton.jit
+def over_spans(x, peaks, totals, k, own, SIZE: tl.constexpr, SPANS: tl.constexpr):
+    """The channels k of attention's result, from those of the spans; a span without keys has a total of 0."""
+    at = (k // SIZE)[None, :] * SPANS + tl.arange(0, SPANS)[:, None]  # (SPANS, DEPTH)
+    peak = tl.load(peaks + at, own[None, :], LOWEST)
+    weight = tl.math.exp2(peak - tl.max(peak, 0)[None, :])
+    total = tl.sum(weight * tl.load(totals + at, own[None, :], 1), 0)
+    y = tl.load(x + at * SIZE + (k % SIZE)[None, :], own[None, :], 0)
+    return tl.sum(weight * y, 0) / total
 
 
 @triton.jit
 def partial_kernel(
-    partials, x, w, rows, K, N, depth,
-    ROWS: tl.constexpr, DEPTH: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
+    partials, x, peaks, totals, w, rows, K, N, depth,
+    SIZE: tl.constexpr, SPANS: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr, COLUMNS: tl.constexpr,
+    PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    if OVERLAP:
+        gdc_launch_dependents()
     part, n = tl.program_id(1), tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     row = tl.arange(0, ROWS)
-    value = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for first in tl.range(0, depth, DEPTH):
-        k = first + tl.arange(0, DEPTH)
-        own = (k < depth) & (part * depth + k < K)
-        k += part * depth
-        h = tl.load(x + row[:, None] * K + k[None, :], (row < rows)[:, None] & own[None, :], 0)
+    if ROWS == 1:  # all of the share at once
+        k = part * depth + tl.arange(0, DEPTH)
+        own = (tl.arange(0, DEPTH) < depth) & (k < K)
         tile = tl.load(w + k[:, None] * N + n[None, :], own[:, None] & (n < N)[None, :], 0)
-        value = tl.dot(h, tile, value, input_precision=PRECISION)
+        if OVERLAP:
+            gdc_wait()
+        if SPANS:
+            h = over_spans(x, peaks, totals, k, own, SIZE, SPANS)
+        else:
+            h = tl.load(x + k, own, 0).to(tl.float32)
+        value = tl.sum(h[:, None] * tile.to(tl.float32), 0)[None, :]
+    else:
+        if OVERLAP:
+            gdc_wait()
+        value = tl.zeros((ROWS, COLUMNS), tl.float32)
+        for first in tl.range(0, depth, DEPTH):
+            k = first + tl.arange(0, DEPTH)
+            own = (k < depth) & (part * depth + k < K)
+            k += part * depth
+            h = tl.load(x + row[:, None] * K + k[None, :], (row < rows)[:, None] & own[None, :], 0)
+            tile = tl.load(w + k[:, None] * N + n[None, :], own[:, None] & (n < N)[None, :], 0)
+            value = tl.dot(h, tile, value, input_precision=PRECISION)
     at = (part * rows + row)[:, None] * N + n[None, :]
     tl.store(partials + at, value, (row < rows)[:, None] & (n < N)[None, :])
 
@@ -286,34 +364,31 @@ def partial_kernel(
 @triton.jit
 def unembed_kernel(
     logits, best, index, h, w, rows, K, V, tiles,
-    ROWS: tl.constexpr, DEPTH: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
+    ROWS: tl.constexpr, DEPTH: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    if OVERLAP:
+        gdc_launch_dependents()
     row, v = tl.arange(0, ROWS), tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     at = v.to(tl.int64)[:, None] * K
-    value = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for first in tl.range(0, K, DEPTH):
-        k = first + tl.arange(0, DEPTH)
-        a = tl.load(h + row[:, None] * K + k[None, :], (row < rows)[:, None] & (k < K)[None, :], 0)
+    if ROWS == 1:
+        k = tl.arange(0, DEPTH)
         tile = tl.load(w + at + k[None, :], (v < V)[:, None] & (k < K)[None, :], 0)
-        value = tl.dot(a, tile.T, value, input_precision=PRECISION)
+        if OVERLAP:
+            gdc_wait()
+        x = tl.load(h + k, k < K, 0).to(tl.float32)
+        value = tl.sum(tile.to(tl.float32) * x[None, :], 1)[None, :]
+    else:
+        if OVERLAP:
+            gdc_wait()
+        value = tl.zeros((ROWS, COLUMNS), tl.float32)
+        for first in tl.range(0, K, DEPTH):
+            k = first + tl.arange(0, DEPTH)
+            a = tl.load(h + row[:, None] * K + k[None, :], (row < rows)[:, None] & (k < K)[None, :], 0)
+            tile = tl.load(w + at + k[None, :], (v < V)[:, None] & (k < K)[None, :], 0)
+            value = tl.dot(a, tile.T, value, input_precision=PRECISION)
     tl.store(logits + row.to(tl.int64)[:, None] * V + v[None, :], value, (row < rows)[:, None] & (v < V)[None, :])
     value = tl.where((v < V)[None, :], value, float("-inf"))
     top = tl.max(value, 1)
     first_of_equals = tl.min(tl.where(value == top[:, None], v[None, :], V - 1), 1)
     tl.store(best + row * tiles + tl.program_id(0), top, row < rows)
     tl.store(index + row * tiles + tl.program_id(0), first_of_equals, row < rows)
-
-
-@triton.jit
-def last_rows_kernel(h, y, lengths, T, C, WIDTH: tl.constexpr):
-    b, c = tl.program_id(0), tl.arange(0, WIDTH)
-    last = tl.minimum(tl.load(lengths + b), T) - 1
-    row = tl.load(y + (b.to(tl.int64) * T + last) * C + c, c < C, 0)
-    tl.store(h + b * C + c, row, c < C)
-
-
-@triton.jit
-def windows_kernel(out, ids, lengths, block, BLOCK: tl.constexpr):
-    b, i = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    first = tl.maximum(tl.load(lengths + b) - block, 0)
-    tl.store(out + b * block + i, tl.load(ids + b * block + (first + i) % block, i < block, 0), i < block)
