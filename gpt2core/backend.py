@@ -71,7 +71,7 @@ class Backend(ABC):
         """Let one kernel use `count` host threads: for generation, where no batch is there to divide."""
 
     def place_gradients(self, places):  # noqa: B027 - only saves a copy
-        """places [(parameter, array)]: a backward kernel may write a parameter's gradient there, and then returns it.
+        """places [(parameter, array)]: a kernel may write a parameter's gradient there, and backward then returns it.
 
         It may be complete only after settle(). Each is written anew by every backward pass.
         """

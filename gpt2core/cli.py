@@ -90,9 +90,9 @@ def train_parser():
     add("--log", type=Path, metavar="FILE.jsonl", help="one JSON object a step")
     add("--log-every", type=integer, metavar="N", help="steps between lines of screen and log (default 1)")
     add("--plot", type=Path, metavar="FILE.png", help="write the loss curve")
-    add("--micro-shards", type=integer, help="parts of the batch that are summed in one fixed tree (default 8)")
+    add("--micro-shards", type=integer, help="parts of the batch, summed in one fixed tree (default 8; GPUs: 1 a rank)")
     flag = argparse.BooleanOptionalAction
-    add("--deterministic", action=flag, help="the same bits for any number of threads and ranks (default)")
+    add("--deterministic", action=flag, help="the same bits for any number of threads and ranks (default on CPUs)")
     add("--nvtx", action="store_true", help="name ops and phases for a profiler; needs --no-graph (default: no)")
     add("--graph", action=flag, help="record a step once and replay it, where the device can (default there)")
     ranks = parser.add_argument_group("many ranks", "How the ranks of stages 1 and 3 share the work.")

@@ -238,8 +238,13 @@ def make_trainer(make_backend, world, args, source, tokenizer):
     micro_shards, threads = plan(args.batch_size, args.micro_shards, threads, replicas, args.deterministic)
     config = model_config(args, source, tokenizer)
     args.seq_len = args.seq_len or config.block_size
-    backends = [make_backend(args.precision, args.deterministic) for _ in range(threads)]
-    check_graph(args, backends)
+
+    def make_backends():  # one rank's device or libraries may fail where the others' do not
+        backends = [make_backend(args.precision, args.deterministic) for _ in range(threads)]
+        check_graph(args, backends)
+        return backends
+
+    backends = together(world, make_backends)
     with told_of_memory(backends[0], config, args.batch_size, args.seq_len, micro_shards, replicas):
         return Trainer(
             config,

@@ -89,7 +89,7 @@ class Text:
 def generate(model, prompt, max_new_tokens, choose=None):
     """Yield up to `max_new_tokens` tokens after `prompt` (a sequence of tokens), one at a time; greedy by default.
 
-    Raises ConfigError for an empty prompt.
+    `choose` serves one text: a device may draw its random numbers ahead. Raises ConfigError for an empty prompt.
     """
     for (token,) in generate_together(model, [prompt], max_new_tokens, [choose or Greedy()]):
         yield token

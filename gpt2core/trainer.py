@@ -110,6 +110,11 @@ class Trainer:
     def reduction(self, group, owners):
         """The sum of the gradients over the data-parallel group, as the flags ask for it."""
         gradients, parallel = self.shards.gradients, self.parallel
+        if parallel.compress != "none" and self.workers.backends[0].scales_loss:
+            raise ConfigError(
+                f"--compress {parallel.compress} would keep what overflows in fp16 and send it again: use --precision "
+                f"bf16 with it, or leave it away"
+            )
         if parallel.compress != "none":
             xp = self.workers.backends[0].xp
             reduce_start = Compressed(parallel.compress, gradients, group, xp).reduce_start
@@ -205,7 +210,6 @@ class Trainer:
                 f"step {self.steps}: the loss is {loss} and the gradient's norm {norm}: training cannot go on. "
                 f"Lower --lr (now {lr:g}) or set --clip; the parameters are still those of step {self.steps}"
             )
-        self.agree()
         self.optimizer.steps += 1
         self.position += self.batch_size
         seconds = time.perf_counter() - start
@@ -219,6 +223,7 @@ class Trainer:
         """An update by the next batch, which may be skipped -> its loss and norm as numbers, the same on all ranks."""
         self.feed(windows, self.position)
         losses, norm = self.update()
+        self.agree()
         self.feed(windows, self.position + self.batch_size)  # while a device works, the host brings the next batch
         *losses, norm = self.workers.backends[0].numbers([*losses, norm])
         sent = self.bytes_sent() - self.sent_by_update
@@ -311,7 +316,10 @@ class Trainer:
     def verify(self):
         """Raise Diverged unless all replicas of a parameter have the same bits; all ranks must call it."""
         self.optimizer.gather_parameters()
-        mine = hashlib.sha256(self.workers.backends[0].to_host(self.parameters)).hexdigest()
+        digest = hashlib.sha256()
+        for flat in (self.parameters, self.compute):  # the copy that kernels read is what ZeRO-1 gathers at each step
+            digest.update(self.workers.backends[0].to_host(flat))
+        mine = digest.hexdigest()
         everyones = self.world.all_gather_object((self.mesh.tensor.rank, mine))
         expected = {}  # tensor rank -> (the first rank that holds that shard, its hash)
         for rank, (shard, found) in enumerate(everyones):

@@ -295,7 +295,7 @@ class CudaBackend(Backend):
 
     def unembed_cross_entropy_forward(self, x, w, targets, first=0, scale=None, seed=None):
         targets, statistics, V = self.asarray(targets, np.int32), self.floats(3, len(x)), len(w)
-        dx, dw = (None, None) if scale is None else (self.like(x), self.space(w))
+        dx, dw = (None, None) if scale is None else (self.like(x), self.space_of_head(w))
         for number, chunk in enumerate(logit_chunks(x, w)):
             logits = self.padded_logits(x[chunk], w)
             if scale is None:
@@ -316,7 +316,7 @@ class CudaBackend(Backend):
                     scale_in_place(gradient, factor)
         else:
             targets, dy, V = self.asarray(targets, np.int32), self.asarray(dy, np.float32).reshape(1), len(w)
-            dx, dw = self.like(x), self.space(w)
+            dx, dw = self.like(x), self.space_of_head(w)
             for number, chunk in enumerate(logit_chunks(x, w)):  # again: to keep them would take too much memory
                 logits = self.padded_logits(x[chunk], w)
                 own = targets[chunk], maxima[chunk], sums[chunk], scale, V, first, dy
@@ -326,6 +326,11 @@ class CudaBackend(Backend):
         if dw is self.place(w):
             self.filled.add(self.address(w))
         return dx, dw
+
+    def space_of_head(self, w):
+        """The place of its gradient, or new memory with room for whole rows, as that has: one product for both."""
+        place = self.place(w)
+        return self.floats(len(self.whole_rows(w)), w.shape[1])[: len(w)] if place is None else place
 
     def loss_rows(self, maxima, sums, picked, highest):
         rows = self.floats(2, len(sums))
@@ -404,7 +409,7 @@ class CudaBackend(Backend):
         place = self.mailbox.put(slot, np.ascontiguousarray(array, np.int32))
         for own, count, first in self.runs:
             if own == slot:
-                self.put_runs(own, place, count, first)
+                self.runs[own, count, first] = self.put_runs(own, place, count, first)
         return place
 
     def sorted_rows(self, ids, count, first):

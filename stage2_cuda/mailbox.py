@@ -34,7 +34,7 @@ class Mailbox:
 
     def find_place(self, array):
         if not self.buffers or self.buffers[-1].free < array.nbytes:
-            self.buffers.append(Buffer(self.xp, max(BLOCK, array.nbytes)))
+            self.buffers.append(Buffer(self.xp, max(BLOCK, -(-array.nbytes // ALIGNED) * ALIGNED)))
         return self.buffers[-1].cut(array.shape, array.dtype)
 
     def send(self):

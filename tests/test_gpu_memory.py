@@ -199,7 +199,7 @@ def test_a_batch_that_is_too_large_is_one_line_and_the_one_it_names_fits():
         ("NVIDIA H200", "bf16", 989e12),
         ("NVIDIA H100 80GB HBM3", "tf32", 494e12),
         ("NVIDIA A100-SXM4-80GB", "fp16", 312e12),
-        ("NVIDIA A100-PCIE-40GB", "fp32", 19.5e12),
+        ("NVIDIA A100-PCIE-40GB", "fp32", 104e12),
         ("NVIDIA H100 PCIe", "bf16", None),
         ("NVIDIA H100 NVL", "bf16", None),
         ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "bf16", None),

@@ -14,7 +14,7 @@ from gpt2core.errors import ConfigError
 from gpt2core.model import GPT2Config
 from gpt2core.optimizer import LossScale
 from gpt2core.thread_communicator import run_ranks
-from gpt2core.trainer import Diverged, Trainer
+from gpt2core.trainer import Diverged, Parallel, Trainer
 from stage0_serial.numpy_backend import NumpyBackend
 
 torch = pytest.importorskip("torch")
@@ -75,6 +75,12 @@ def test_steps_that_are_skipped_leave_no_trace_in_the_curve(ranks):
 def test_a_precision_with_the_range_of_fp32_has_no_scale():
     step = trainer_of(NumpyBackend()).step(windows(), 1e-3)
     assert (step.loss_scale, step.skipped) == (None, None)
+
+
+@pytest.mark.parametrize("codec", ["fp16", "bf16", "int8"])
+def test_what_overflows_is_not_kept_by_a_compression(codec):
+    with pytest.raises(ConfigError, match=f"--compress {codec} would keep what overflows .*use --precision bf16"):
+        Trainer(CONFIG, [Narrow()], batch_size=2, seq_len=16, micro_shards=1, parallel=Parallel(compress=codec))
 
 
 def test_a_scale_that_collapses_is_one_sentence_and_changes_nothing():

@@ -32,8 +32,8 @@ class Lane:
         for name, array in arena.views(parameters).items():
             tensor = self.tensors[name] = Tensor(array, backend, requires_grad=True)
             tensor.on_gradient = lambda gradient, name=name: self.collect(name, gradient)
-        if shards == 1:  # nothing is added to it
-            backend.place_gradients([(self.tensors[name].data, view) for name, view in self.views[0].items()])
+        places = [(self.tensors[name].data, view) for name, view in self.views[0].items()]
+        backend.place_gradients(places if shards == 1 else [])  # else something is added to a gradient
         self.done = 0  # micro-shards of this step that are in the sum
         self.model = GPT2(config, self.tensors, group)
 
@@ -123,7 +123,7 @@ class MicroShards:
     def backward(self, scale, seed=None):
         """-> the losses of the micro-shards in order, each an array of one element.
 
-        Leaves the flat sum of their gradients, times `seed`, in `gradients`.
+        Leaves the flat sum of their gradients, times `seed`, in `gradients`; to be read behind the backend's settle().
         """
         losses = self.workers.map(lambda lane, mine: lane.run(mine, scale, seed), self.lanes, self.batch)
         return [loss for lane in losses for loss in lane]

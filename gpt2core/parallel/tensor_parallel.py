@@ -93,6 +93,6 @@ def check_tensor_parallel(config, parts, flag="--tp"):
             *most, last = (str(n) for n in range(1, common + 1) if common % n == 0)
             choices = f"{', '.join(most)} or {last}" if most else last
             raise ConfigError(
-                f"{what} {count} is not divisible by --tp {parts}: use --tp {choices}: it must divide both "
+                f"{what} {count} is not divisible by {flag} {parts}: use {flag} {choices}: it must divide both "
                 f"n_head {config.n_head} and the vocabulary of {config.vocab_size}"
             )

@@ -14,7 +14,7 @@ ROWS, TILE = 4096, 1024  # of one program, and of one step of it
 
 
 def partials_shape(n):
-    """The shape (P) of the float64 scratch of mean_loss."""
+    """The shape (P) of the float64 scratch of loss()."""
     return (triton.cdiv(n, ROWS),)
 
 
