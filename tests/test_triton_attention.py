@@ -52,6 +52,9 @@ TILES = {  # small ones, so that a short T has tiles above, on and below the dia
     "wide": Config(WIDE, WIDE, WIDE),
     "tall": Config(TALL, TALL, TALL),
     "both": Config(TALL, both=Tile(16, 16, 4, 2)),
+    "two loops, wide": Config(*[WIDE._replace(loops=2)] * 3),
+    "two loops, tall": Config(*[TALL._replace(loops=2)] * 3),
+    "two loops, both": Config(TALL, both=Tile(16, 16, 4, 2, loops=2)),
 }
 
 

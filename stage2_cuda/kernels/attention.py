@@ -34,12 +34,16 @@ LOG2E, LN2 = tl.constexpr(math.log2(math.e)), tl.constexpr(math.log(2))  # exp(x
 
 
 class Tile(NamedTuple):
-    """M rows (queries) by N columns (keys), for so many warps; `stages` tiles are in flight or in use."""
+    """M rows (queries) by N columns (keys), for so many warps; `stages` tiles are in flight or in use.
+
+    loops: 1 over all tiles, or 2, of which one has those on the diagonal and the other needs no `if` for a mask.
+    """
 
     M: int
     N: int
     warps: int
     stages: int
+    loops: int = 1
 
 
 class Config(NamedTuple):
@@ -105,6 +109,32 @@ def load_rows(x, rows, T, EVEN: tl.constexpr):
 
 
 @triton.jit
+def columns_seen(m0, T, loop, M: tl.constexpr, N: tl.constexpr, LOOPS: tl.constexpr):
+    """[begin, end) of the columns that the rows from m0 on see in this loop: with two, first the full tiles."""
+    begin, end = 0, tl.minimum(m0 + M, T)
+    if LOOPS == 2:
+        full = m0 // N * N
+        if loop == 0:
+            end = full
+        else:
+            begin = full
+    return begin, end
+
+
+@triton.jit
+def rows_that_see(n0, T, loop, M: tl.constexpr, N: tl.constexpr, LOOPS: tl.constexpr):
+    """[begin, end) of the rows that see the columns from n0 on in this loop: with two, last the full tiles."""
+    begin, end = n0 // M * M, T
+    if LOOPS == 2:
+        full = tl.minimum(tl.cdiv(n0 + N, M) * M, T)
+        if loop == 0:
+            end = full
+        else:
+            begin = full
+    return begin, end
+
+
+@triton.jit
 def below_diagonal(rows, columns):
     return rows[:, None] >= columns[None, :]  # (M, N): a query sees its own key and those before
 
@@ -124,7 +154,7 @@ def softmax_step(s, peak, total, acc, scale):
 @triton.jit
 def forward_kernel(
     y, lse, qkv_m, qkv_n, T, H, scale,
-    M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, LOOPS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """y and lse of M rows. qkv_m, qkv_n: qkv in tiles of M and of N; scale: log2(e) / sqrt(D)."""
     b, h = tl.program_id(0) // H, tl.program_id(0) % H
@@ -133,15 +163,18 @@ def forward_kernel(
     q = load_tile(qkv_m, b, QUERY, h, m0, M, D)
     peak, total = tl.full([M], float("-inf"), tl.float32), tl.zeros([M], tl.float32)
     acc = tl.zeros([M, D], tl.float32)
-    for n in tl.range(0, tl.minimum(m0 + M, T), N):
-        n = tl.multiple_of(n, N)
-        k = load_tile(qkv_n, b, KEY, h, n, N, D)
-        s = tl.dot(q, k.T, input_precision=PRECISION)  # (M, N)
-        if n + N > m0:
-            s = tl.where(below_diagonal(rows, n + tl.arange(0, N)), s, float("-inf"))
-        p, peak, total, acc = softmax_step(s, peak, total, acc, scale)
-        v = load_tile(qkv_n, b, VALUE, h, n, N, D)
-        acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)  # (M, D)
+    for loop in tl.static_range(LOOPS):
+        begin, end = columns_seen(m0, T, loop, M, N, LOOPS)
+        for n in tl.range(begin, end, N):
+            n = tl.multiple_of(n, N)
+            k = load_tile(qkv_n, b, KEY, h, n, N, D)
+            s = tl.dot(q, k.T, input_precision=PRECISION)  # (M, N)
+            if loop == LOOPS - 1:
+                if n + N > m0:
+                    s = tl.where(below_diagonal(rows, n + tl.arange(0, N)), s, float("-inf"))
+            p, peak, total, acc = softmax_step(s, peak, total, acc, scale)
+            v = load_tile(qkv_n, b, VALUE, h, n, N, D)
+            acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)  # (M, D)
     tl.store(lse + tl.program_id(0).to(tl.int64) * T + rows, (peak + tl.math.log2(total)) * LN2, mask=rows < T)
     store_tile(y, acc / total[:, None], b, 0, h, m0, M, D)
 
@@ -156,7 +189,8 @@ def attention_forward(y, lse, qkv, n_head, precision="ieee", config=None):
     M, N = config.forward[:2]
     y, qkv_m, qkv_n = (head_tiles(x, n_head, D, rows) for x, rows in ((y, M), (qkv, M), (qkv, N)))
     arguments = y, lse, qkv_m, qkv_n, T, n_head, LOG2E.value / math.sqrt(D)
-    launch(forward_kernel, (B * n_head, triton.cdiv(T, M)), *arguments, **constants(config.forward, D, precision))
+    options = dict(constants(config.forward, D, precision), LOOPS=config.forward.loops)
+    launch(forward_kernel, (B * n_head, triton.cdiv(T, M)), *arguments, **options)
 
 
 # -- backward ----------------------------------------------------------------------------------------------------------
@@ -170,7 +204,7 @@ def row_delta(y, dy):
 @triton.jit
 def dq_tile(
     dqkv, delta, dy, y, lse, qkv_m, qkv_n, b, h, m0, T, scale,
-    M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, LOOPS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dq of the rows [m0, m0 + M), and delta, if it is not None; lse and delta point to the T of this head."""
     rows = m0 + tl.arange(0, M)
@@ -179,46 +213,52 @@ def dq_tile(
     if delta is not None:
         tl.store(delta + rows, d, mask=rows < T)
     dq = tl.zeros([M, D], tl.float32)
-    for n in tl.range(0, tl.minimum(m0 + M, T), N):
-        n = tl.multiple_of(n, N)
-        k = load_tile(qkv_n, b, KEY, h, n, N, D)
-        s = tl.dot(q, k.T, input_precision=PRECISION)  # (M, N)
-        v = load_tile(qkv_n, b, VALUE, h, n, N, D)
-        dp = tl.dot(g, v.T, input_precision=PRECISION)
-        p = tl.math.exp2(s * (scale * LOG2E) - l2[:, None])
-        if n + N > m0:
-            p = tl.where(below_diagonal(rows, n + tl.arange(0, N)), p, 0.0)
-        ds = p * (dp - d[:, None])
-        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
+    for loop in tl.static_range(LOOPS):
+        begin, end = columns_seen(m0, T, loop, M, N, LOOPS)
+        for n in tl.range(begin, end, N):
+            n = tl.multiple_of(n, N)
+            k = load_tile(qkv_n, b, KEY, h, n, N, D)
+            s = tl.dot(q, k.T, input_precision=PRECISION)  # (M, N)
+            v = load_tile(qkv_n, b, VALUE, h, n, N, D)
+            dp = tl.dot(g, v.T, input_precision=PRECISION)
+            p = tl.math.exp2(s * (scale * LOG2E) - l2[:, None])
+            if loop == LOOPS - 1:
+                if n + N > m0:
+                    p = tl.where(below_diagonal(rows, n + tl.arange(0, N)), p, 0.0)
+            ds = p * (dp - d[:, None])
+            dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
     store_tile(dqkv, dq * scale, b, QUERY, h, m0, M, D)
 
 
 @triton.jit
 def dkdv_tile(
     dqkv, delta, dy, y, lse, qkv_m, qkv_n, b, h, n0, T, scale,
-    M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, LOOPS: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of the columns [n0, n0 + N), in tiles that are transposed, (N, M); delta is made of y if it is None."""
     columns = n0 + tl.arange(0, N)
     k, v = load_tile(qkv_n, b, KEY, h, n0, N, D), load_tile(qkv_n, b, VALUE, h, n0, N, D)
     dk, dv = tl.zeros([N, D], tl.float32), tl.zeros([N, D], tl.float32)
-    for m in tl.range(n0 // M * M, T, M):
-        m = tl.multiple_of(m, M)
-        rows = m + tl.arange(0, M)
-        q = load_tile(qkv_m, b, QUERY, h, m, M, D)
-        s = tl.dot(k, q.T, input_precision=PRECISION)
-        p = tl.math.exp2(s * (scale * LOG2E) - load_rows(lse, rows, T, EVEN)[None, :] * LOG2E)
-        if m < n0 + N:
-            p = tl.where(below_diagonal(rows, columns).T, p, 0.0)
-        g = load_tile(dy, b, 0, h, m, M, D)
-        dv = tl.dot(p.to(g.dtype), g, dv, input_precision=PRECISION)  # (N, D)
-        dp = tl.dot(v, g.T, input_precision=PRECISION)
-        if delta is None:
-            d = row_delta(load_tile(y, b, 0, h, m, M, D), g)
-        else:
-            d = load_rows(delta, rows, T, EVEN)
-        ds = p * (dp - d[None, :])
-        dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
+    for loop in tl.static_range(LOOPS):
+        begin, end = rows_that_see(n0, T, loop, M, N, LOOPS)
+        for m in tl.range(begin, end, M):
+            m = tl.multiple_of(m, M)
+            rows = m + tl.arange(0, M)
+            q = load_tile(qkv_m, b, QUERY, h, m, M, D)
+            s = tl.dot(k, q.T, input_precision=PRECISION)
+            p = tl.math.exp2(s * (scale * LOG2E) - load_rows(lse, rows, T, EVEN)[None, :] * LOG2E)
+            if loop == 0:
+                if m < n0 + N:
+                    p = tl.where(below_diagonal(rows, columns).T, p, 0.0)
+            g = load_tile(dy, b, 0, h, m, M, D)
+            dv = tl.dot(p.to(g.dtype), g, dv, input_precision=PRECISION)  # (N, D)
+            dp = tl.dot(v, g.T, input_precision=PRECISION)
+            if delta is None:
+                d = row_delta(load_tile(y, b, 0, h, m, M, D), g)
+            else:
+                d = load_rows(delta, rows, T, EVEN)
+            ds = p * (dp - d[None, :])
+            dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
     store_tile(dqkv, dv, b, VALUE, h, n0, N, D)
     store_tile(dqkv, dk * scale, b, KEY, h, n0, N, D)
 
@@ -226,38 +266,39 @@ def dkdv_tile(
 @triton.jit
 def dq_kernel(
     dqkv, delta, dy, y, lse, qkv_m, qkv_n, T, H, scale,
-    M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, LOOPS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """delta and dq of M rows; scale: 1 / sqrt(D)."""
     b, h, head = tl.program_id(0) // H, tl.program_id(0) % H, tl.program_id(0).to(tl.int64) * T
     m0 = (tl.num_programs(1) - 1 - tl.program_id(1)) * M  # the longest first
-    dq_tile(dqkv, delta + head, dy, y, lse + head, qkv_m, qkv_n, b, h, m0, T, scale, M, N, D, PRECISION)
+    dq_tile(dqkv, delta + head, dy, y, lse + head, qkv_m, qkv_n, b, h, m0, T, scale, M, N, D, LOOPS, PRECISION)
 
 
 @triton.jit
 def dkdv_kernel(
     dqkv, delta, dy, lse, qkv_m, qkv_n, T, H, scale,
-    M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, LOOPS: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of N columns; the first columns, which all rows see, are launched first."""
     b, h, head = tl.program_id(0) // H, tl.program_id(0) % H, tl.program_id(0).to(tl.int64) * T
     n0 = tl.program_id(1) * N
-    dkdv_tile(dqkv, delta + head, dy, None, lse + head, qkv_m, qkv_n, b, h, n0, T, scale, M, N, D, EVEN, PRECISION)
+    delta, lse = delta + head, lse + head
+    dkdv_tile(dqkv, delta, dy, None, lse, qkv_m, qkv_n, b, h, n0, T, scale, M, N, D, LOOPS, EVEN, PRECISION)
 
 
 @triton.jit
 def both_kernel(
     dqkv, dy, y, lse, qkv, T, H, scale,
-    M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, LOOPS: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of M columns in the even programs, dq of M rows in the odd ones, M being N; both make their delta."""
     b, h, head = tl.program_id(0) // H, tl.program_id(0) % H, tl.program_id(0).to(tl.int64) * T
-    pair, pairs = tl.program_id(1) // 2, tl.num_programs(1) // 2
+    pair, pairs, lse = tl.program_id(1) // 2, tl.num_programs(1) // 2, lse + head
     if tl.program_id(1) % 2 == 0:
-        dkdv_tile(dqkv, None, dy, y, lse + head, qkv, qkv, b, h, pair * M, T, scale, M, N, D, EVEN, PRECISION)
+        dkdv_tile(dqkv, None, dy, y, lse, qkv, qkv, b, h, pair * M, T, scale, M, N, D, LOOPS, EVEN, PRECISION)
     else:
         m0 = (pairs - 1 - pair) * M
-        dq_tile(dqkv, None, dy, y, lse + head, qkv, qkv, b, h, m0, T, scale, M, N, D, PRECISION)
+        dq_tile(dqkv, None, dy, y, lse, qkv, qkv, b, h, m0, T, scale, M, N, D, LOOPS, PRECISION)
 
 
 def attention_backward(dqkv, delta, dy, qkv, y, lse, n_head, precision="ieee", config=None):
@@ -270,17 +311,18 @@ def attention_backward(dqkv, delta, dy, qkv, y, lse, n_head, precision="ieee", c
 
     if both := config.both:
         dqkv, dy, y, qkv = tiles(both.M, dqkv, dy, y, qkv)
-        options = dict(constants(both, D, precision), EVEN=T % both.M == 0)
+        options = dict(constants(both, D, precision), LOOPS=both.loops, EVEN=T % both.M == 0)
         launch(both_kernel, (heads, 2 * triton.cdiv(T, both.M)), dqkv, dy, y, lse, qkv, *numbers, **options)
         return
     M, N = config.dq[:2]
     dqkv_m, dy_m, y_m, qkv_m = tiles(M, dqkv, dy, y, qkv)
     arguments = dqkv_m, delta, dy_m, y_m, lse, qkv_m, *tiles(N, qkv)
-    launch(dq_kernel, (heads, triton.cdiv(T, M)), *arguments, *numbers, **constants(config.dq, D, precision))
+    options = dict(constants(config.dq, D, precision), LOOPS=config.dq.loops)
+    launch(dq_kernel, (heads, triton.cdiv(T, M)), *arguments, *numbers, **options)
     M, N = config.dkdv[:2]
     dqkv_n, qkv_n = tiles(N, dqkv, qkv)
     arguments = dqkv_n, delta, *tiles(M, dy), lse, *tiles(M, qkv), qkv_n  # the delta that dq_kernel has left
-    options = dict(constants(config.dkdv, D, precision), EVEN=T % M == 0)
+    options = dict(constants(config.dkdv, D, precision), LOOPS=config.dkdv.loops, EVEN=T % M == 0)
     launch(dkdv_kernel, (heads, triton.cdiv(T, N)), *arguments, *numbers, **options)
 
 
