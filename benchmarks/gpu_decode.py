@@ -38,6 +38,7 @@ CANDIDATES = {
     "part_columns": [32, 64, 128],
     "keys": [32, 64, 128],
     "vocabulary": [4, 8, 16, 32],
+    "each": [32, 64, 128],
 }
 CANDIDATES_OF_MANY = {
     "overlap": [False, True],

@@ -187,18 +187,18 @@ class Engine:
         """The newest position of every sequence, whose embedding the choice of its token has left in sequences.x."""
         stream = self.sequences.x, None, None
         for layer, cache in zip(self.layers, self.cache, strict=True):
-            stream = self.normed_columns(self.q, cache, stream, layer.ln_1, *layer.qkv, decode.QKV.value)
+            stream = self.normed_columns(self.q, cache, stream, layer.ln_1, *layer.qkv)
             lengths, spans = self.sequences.lengths, (self.peaks, self.totals)
             n_head = self.model.config.n_head
             decode.attend(self.y, *spans, self.q, cache, lengths, n_head, self.tiles)
             stream = self.partial_product(self.after_attention, stream, self.y, *layer.proj, spans)
-            stream = self.normed_columns(self.g, None, stream, layer.ln_2, *layer.fc, decode.GELU.value)
+            stream = self.normed_columns(self.g, None, stream, layer.ln_2, *layer.fc)
             stream = self.partial_product(self.after_mlp, stream, self.g, *layer.fc_proj)
         decode.norm(self.h, None, stream, *self.final, self.model.config.layer_norm_epsilon, self.tiles)
         self.unembed()
 
-    def normed_columns(self, y, cache, stream, ln, w, bias, kind):
-        """y = f(LN(stream) w + bias) -> the stream as one array, its partial sums added."""
+    def normed_columns(self, y, cache, stream, ln, w, bias):
+        """y = gelu(LN(stream) w + bias), or q, k and v -> the stream as one array, its partial sums added."""
         config, lengths = self.model.config, self.sequences.lengths
         s = stream[0]
         if stream[1] is not None:  # into the array that nobody reads any more
@@ -206,12 +206,10 @@ class Engine:
         rest = lengths, config.block_size
         if self.batch == 1:
             left = None if s is stream[0] else s
-            decode.normed_columns(
-                y, cache, left, stream, *ln, w, bias, *rest, config.layer_norm_epsilon, kind, self.tiles
-            )  # fmt: skip
+            decode.normed_columns(y, cache, left, stream, *ln, w, bias, *rest, config.layer_norm_epsilon, self.tiles)
         else:
             decode.norm(self.h, s, stream, *ln, config.layer_norm_epsilon, self.tiles)
-            decode.columns(y, cache, self.h, w, bias, *rest, kind, self.tiles, self.backend.dot)
+            decode.columns(y, cache, self.h, w, bias, *rest, self.tiles, self.backend.dot)
         return s, None, None
 
     def partial_product(self, partials, stream, x, w, bias, spans=(None, None)):

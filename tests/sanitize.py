@@ -167,7 +167,6 @@ def launch_attention(a):
 
 def launch_decode(a):
     block, precision, eps = 70, "tf32x3", 1e-5
-    qkv, gelu = decode.QKV.value, decode.GELU.value
     for C, H, V in ((48, 2, 37), (300, 3, 172)):
         ln, bias, up, head = (a.x(C), a.x(C)), a.x(4 * C), a.x(C, 4 * C), a.x(V, C)
         for B in (1, 2, 17):
@@ -176,16 +175,16 @@ def launch_decode(a):
             of_qkv, of_mlp = (a.x(C, 3 * C), a.x(3 * C), lengths, block), (up, bias, lengths, block)
             stream = x, partials, a.x(C)
             if B == 1:
-                decode.normed_columns(q, cache, None, (x, None, None), *ln, *of_qkv, eps, qkv, tiles)
-                decode.normed_columns(g, None, a.f(B, C), stream, *ln, *of_mlp, eps, gelu, tiles)
+                decode.normed_columns(q, cache, None, (x, None, None), *ln, *of_qkv, eps, tiles)
+                decode.normed_columns(g, None, a.f(B, C), stream, *ln, *of_mlp, eps, tiles)
                 peaks, totals = (a.f(H, decode.spans(block, tiles)) for _ in range(2))
                 y = a.f(*peaks.shape, C // H)
                 decode.attend(y, peaks, totals, q, cache, lengths, H, tiles)
                 of_spans = a.f(decode.split(C, tiles).parts, B, C)
                 decode.partial_product(of_spans, y, a.x(C, C), tiles, precision, peaks, totals, C // H)
             else:
-                decode.columns(q, cache, h, *of_qkv, qkv, tiles, precision)
-                decode.columns(g, None, h, *of_mlp, gelu, tiles, precision)
+                decode.columns(q, cache, h, *of_qkv, tiles, precision)
+                decode.columns(g, None, h, *of_mlp, tiles, precision)
                 decode.attend(h, None, None, q, cache, lengths, H, tiles)
             decode.partial_product(partials, g, a.x(4 * C, C), tiles, precision)
             decode.norm(h, None, (x, None, None), *ln, eps, tiles)

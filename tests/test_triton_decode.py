@@ -19,7 +19,6 @@ from stage2_cuda.triton_driver import array_module, interpreted
 gpu = pytest.mark.gpu
 pytestmark = [] if interpreted() else [gpu]  # where there is a GPU, all of this is about it
 EPS = 1e-5
-STORE, GELU, QKV = (kind.value for kind in (decode.STORE, decode.GELU, decode.QKV))
 # Relative norm against float64. fp32: a few roundings of 6e-8, grown by the square root of the terms of a sum; 16 bits:
 # the rounding of the result.
 TOLERANCE = {"float32": 1e-5, "float16": 1e-3, "bfloat16": 1e-2}
@@ -107,26 +106,24 @@ def test_norm_and_the_sum_of_partial_sums(rng, dtype, C, parts):
 
 
 @pytest.mark.parametrize("C, N, parts", [(32, 172, 0), (48, 40, 3), (384, 96, 12), (768, 100, 12), (1600, 20, 13)])
-@pytest.mark.parametrize("kind", [STORE, GELU])
-def test_a_normed_product_of_one_row(rng, dtype, C, N, parts, kind):
+def test_a_normed_product_of_one_row(rng, dtype, C, N, parts):
     stream, s64 = residual_stream(rng, dtype, 1, C, parts)
     (w, w64), (b, b64), (bias, bias64) = normal(rng, dtype, C), normal(rng, dtype, C), normal(rng, dtype, N)
     matrix, m64 = weight(rng, dtype, C, N)
     y, s = poisoned(dtype, 1, N), poisoned(np.float32, 1, C)
-    decode.normed_columns(y, None, s, stream, w, b, matrix, bias, None, 8, EPS, kind, ONE_ROW)
+    decode.normed_columns(y, None, s, stream, w, b, matrix, bias, None, 8, EPS, ONE_ROW)
     want = layernorm(s64, w64, b64) @ m64 + bias64
-    near(y, NumpyBackend("fp64").gelu_forward(want) if kind == GELU else want, dtype)
+    near(y, NumpyBackend("fp64").gelu_forward(want), dtype)
     near(s, s64)
 
 
 @pytest.mark.parametrize("B, K, N", [(3, 32, 172), (2, 48, 40), (17, 384, 96), (5, 768, 100), (3, 1600, 20)])
-@pytest.mark.parametrize("kind", [STORE, GELU])
-def test_a_product_of_many_rows(rng, dtype, B, K, N, kind):
+def test_a_product_of_many_rows(rng, dtype, B, K, N):
     (h, h64), (matrix, m64), (bias, bias64) = normal(rng, dtype, B, K), weight(rng, dtype, K, N), normal(rng, dtype, N)
     y = poisoned(dtype, B, N)
-    decode.columns(y, None, h, matrix, bias, None, 8, kind, MANY_ROWS, PRECISION)
+    decode.columns(y, None, h, matrix, bias, None, 8, MANY_ROWS, PRECISION)
     want = h64 @ m64 + bias64
-    near(y, NumpyBackend("fp64").gelu_forward(want) if kind == GELU else want, dtype)
+    near(y, NumpyBackend("fp64").gelu_forward(want), dtype)
 
 
 @pytest.mark.parametrize("lengths", [[1], [7], [8], [3, 1, 8]])
@@ -138,10 +135,10 @@ def test_keys_and_values_go_to_the_newest_position_alone(rng, dtype, lengths):
     q, cache, h = poisoned(dtype, B, C), poisoned(dtype, B, block, 2 * C), poisoned(dtype, B, C)
     rest = matrix, bias, device(np.array(lengths, np.int32)), block
     if B == 1:
-        decode.normed_columns(q, cache, None, stream, w, b, *rest, EPS, QKV, ONE_ROW)
+        decode.normed_columns(q, cache, None, stream, w, b, *rest, EPS, ONE_ROW)
     else:
         decode.norm(h, None, stream, w, b, EPS, MANY_ROWS)
-        decode.columns(q, cache, h, *rest, QKV, MANY_ROWS, PRECISION)
+        decode.columns(q, cache, h, *rest, MANY_ROWS, PRECISION)
     want = layernorm(s64, w64, b64) @ m64 + bias64
     positions = np.array(lengths) - 1
     near(q, want[:, :C], dtype)

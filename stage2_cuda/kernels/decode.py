@@ -29,7 +29,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from stage2_cuda.kernels.gelu import sigmoid_of_2u
 from stage2_cuda.triton_driver import can_overlap, launch
 
-STORE, GELU, QKV = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # what becomes of a product
 LOWEST = tl.constexpr(-3.0e38)  # no infinity: -inf - -inf would be NaN
 ROWS = 32  # sequences that one launch continues at most
 
@@ -46,6 +45,7 @@ class Tiles(NamedTuple):
     part_columns: int
     keys: int  # of a cache: a span of one program where there is one row, else a step
     vocabulary: int  # rows of lm_head
+    each: int = 128  # elements of a tile of weights that one thread holds
     depth: int = 128  # of many rows: rows of a weight in a step of tl.dot; half as many in fp32
     overlap: bool = False
 
@@ -84,18 +84,17 @@ def spans(block, tiles):
 # -- what is launched --------------------------------------------------------------------------------------------------
 
 
-def normed_columns(y, cache, s, stream, ln_w, ln_b, w, bias, lengths, block, eps, kind, tiles):
-    """One row: y = f(LN(x) w + bias), and s = x, for who needs it later, or None.
+def normed_columns(y, cache, s, stream, ln_w, ln_b, w, bias, lengths, block, eps, tiles):
+    """One row: y = gelu(LN(x) w + bias), and s = x, for who needs it later, or None.
 
     stream: x (1, C) float32, and partials (parts, 1, C) with their bias (C), which are to be added to it, or None both.
-    kind: STORE or GELU, y (1, N); QKV, y (1, C) = q, and k and v into `cache`, at the last of lengths (1) positions.
+    Given a cache (1, block, 2C): without gelu, y (1, C) = q, and k and v into it, at the last of lengths (1) positions.
     """
     x, partials, before = stream
     K, N = w.shape
     width = triton.next_power_of_2(K)
-    parts = 1 if partials is None else len(partials)
-    arguments = y, cache, s, x, partials, before, ln_w, ln_b, w, bias, lengths, parts, K, N, block, 1 / K, float(eps)
-    options = dict(PARTS=triton.next_power_of_2(parts), KIND=kind, WIDTH=width, COLUMNS=tiles.columns)
+    arguments = y, cache, s, x, partials, before, ln_w, ln_b, w, bias, lengths, K, N, block, 1 / K, float(eps)
+    options = dict(PARTS=0 if partials is None else len(partials), WIDTH=width, COLUMNS=tiles.columns)
     go(normed_columns_kernel, (triton.cdiv(N, tiles.columns),), *arguments, tiles=tiles, **options)
 
 
@@ -103,16 +102,16 @@ def norm(h, s, stream, ln_w, ln_b, eps, tiles):
     """h = LN(x) (B, C), and s = x (B, C) float32, which may be x itself, or None; stream: as for normed_columns."""
     x, partials, before = stream
     B, C = h.shape
-    parts, width = 1 if partials is None else len(partials), triton.next_power_of_2(C)
-    arguments = h, s, x, partials, before, ln_w, ln_b, parts, B, C, 1 / C, float(eps)
-    go(norm_kernel, (B,), *arguments, tiles=tiles, PARTS=triton.next_power_of_2(parts), WIDTH=width)
+    parts, width = 0 if partials is None else len(partials), triton.next_power_of_2(C)
+    arguments = h, s, x, partials, before, ln_w, ln_b, B, C, 1 / C, float(eps)
+    go(norm_kernel, (B,), *arguments, tiles=tiles, PARTS=parts, WIDTH=width)
 
 
-def columns(y, cache, h, w, bias, lengths, block, kind, tiles, precision):
-    """Many rows: y = f(h w + bias), h (B, K); the rest as for normed_columns."""
+def columns(y, cache, h, w, bias, lengths, block, tiles, precision):
+    """Many rows: y = gelu(h w + bias), h (B, K); the rest as for normed_columns."""
     (B, K), N = h.shape, w.shape[1]
     arguments = y, cache, h, w, bias, lengths, B, K, N, block
-    options = dict(KIND=kind, ROWS=padded(B), DEPTH=step_of(tiles, w), COLUMNS=tiles.columns, PRECISION=precision)
+    options = dict(ROWS=padded(B), DEPTH=step_of(tiles, w), COLUMNS=tiles.columns, PRECISION=precision)
     go(columns_kernel, (triton.cdiv(N, tiles.columns),), *arguments, tiles=tiles, num_stages=3, **options)
 
 
@@ -166,9 +165,9 @@ def padded(B):
 
 
 def go(kernel, grid, *arguments, tiles, **options):
-    """Launch with as many warps as the tile of weights asks for: 128 of its elements a thread."""
+    """Launch with as many warps as the tile of weights asks for."""
     elements = options.get("WIDTH", options.get("DEPTH", 1)) * options.get("COLUMNS", options.get("PARTS", 1))
-    options["num_warps"] = min(16, max(4, elements // 4096))
+    options["num_warps"] = min(16, max(4, triton.next_power_of_2(elements) // (32 * tiles.each)))
     if tiles.overlap:
         options["launch_pdl"] = True
     launch(kernel, grid, *arguments, OVERLAP=tiles.overlap, **options)
@@ -176,45 +175,55 @@ def go(kernel, grid, *arguments, tiles, **options):
 
 # -- what several kernels do -------------------------------------------------------------------------------------------
 # With OVERLAP a kernel lets the next one begin at once (gdc_launch_dependents). From gdc_wait on, what the kernels
-# before have written may be read, and what they have read be written.
+# before have written may be read, and what they have read be written. Ahead of it, all may be read that is older than
+# this step: a copy to the host, or the end of a graph, lies between two steps, and there nothing overlaps.
 
 
 @triton.jit
-def residual(x, partials, before, row, rows, C, parts, PARTS: tl.constexpr, WIDTH: tl.constexpr):
-    """x + (before + the partial sums) of one row (WIDTH)."""
+def vector(x, C, WIDTH: tl.constexpr):
+    """x (C) as WIDTH float32, the rest 0."""
+    c = tl.arange(0, WIDTH)
+    return tl.load(x + c, c < C, 0).to(tl.float32)
+
+
+@triton.jit
+def newest(lengths, rows, block, ROWS: tl.constexpr):
+    """The position of each sequence's newest token (ROWS)."""
+    row = tl.arange(0, ROWS)
+    return tl.minimum(tl.load(lengths + row, row < rows, 1), block) - 1
+
+
+@triton.jit
+def residual(x, partials, added, row, rows, C, PARTS: tl.constexpr, WIDTH: tl.constexpr):
+    """x + (added + the partial sums) of one row (WIDTH); without partials x alone."""
     c = tl.arange(0, WIDTH)
     s = tl.load(x + row * C + c, c < C, 0)
     if partials is not None:
-        part = tl.arange(0, PARTS)
-        at = (part * rows + row)[:, None] * C + c[None, :]
-        branch = tl.sum(tl.load(partials + at, (part < parts)[:, None] & (c < C)[None, :], 0), 0)
-        s += tl.load(before + c, c < C, 0).to(tl.float32) + branch
+        for part in tl.static_range(PARTS):  # each thread adds its own columns: no tile of all parts, which warps share
+            added += tl.load(partials + (part * rows + row) * C + c, c < C, 0)
+        s += added
     return s
 
 
 @triton.jit
-def normalised(s, ln_w, ln_b, C, inverse, eps, WIDTH: tl.constexpr):
-    c = tl.arange(0, WIDTH)
-    h = tl.where(c < C, s - tl.sum(s, 0) * inverse, 0)
+def normalised(s, weight, bias, C, inverse, eps, WIDTH: tl.constexpr):
+    h = tl.where(tl.arange(0, WIDTH) < C, s - tl.sum(s, 0) * inverse, 0)
     h *= 1 / tl.sqrt(tl.sum(h * h, 0) * inverse + eps)
-    return h * tl.load(ln_w + c, c < C, 0).to(tl.float32) + tl.load(ln_b + c, c < C, 0).to(tl.float32)
+    return h * weight + bias
 
 
 @triton.jit
-def leave(y, cache, value, rows, n, N, lengths, block, KIND: tl.constexpr, ROWS: tl.constexpr):
-    """Store value (ROWS, columns n) where KIND says."""
+def leave(y, cache, value, rows, n, N, position, block, ROWS: tl.constexpr):
+    """Store gelu(value) (ROWS, columns n); or q alone in y, k and v in the cache at `position` (ROWS)."""
     row = tl.arange(0, ROWS)
     inside = (row < rows)[:, None] & (n < N)[None, :]
-    if KIND == QKV:
+    if cache is not None:
         C = N // 3
-        position = tl.minimum(tl.load(lengths + row, row < rows, 1), block) - 1  # of the newest token
         at = (row.to(tl.int64) * block + position)[:, None] * (2 * C) + (n - C)[None, :]
         tl.store(y + row[:, None] * C + n[None, :], value, inside & (n < C)[None, :])
         tl.store(cache + at, value, inside & (n >= C)[None, :])
     else:
-        if KIND == GELU:
-            value = value * sigmoid_of_2u(value)
-        tl.store(y + row[:, None] * N + n[None, :], value, inside)
+        tl.store(y + row[:, None] * N + n[None, :], value * sigmoid_of_2u(value), inside)
 
 
 # -- the kernels -------------------------------------------------------------------------------------------------------
@@ -222,45 +231,53 @@ def leave(y, cache, value, rows, n, N, lengths, block, KIND: tl.constexpr, ROWS:
 
 @triton.jit
 def normed_columns_kernel(
-    y, cache, s, x, partials, before, ln_w, ln_b, w, bias, lengths, parts, K, N, block, inverse, eps,
-    PARTS: tl.constexpr, KIND: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, OVERLAP: tl.constexpr,
+    y, cache, s, x, partials, before, ln_w, ln_b, w, bias, lengths, K, N, block, inverse, eps,
+    PARTS: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     if OVERLAP:
         gdc_launch_dependents()
     k, n = tl.arange(0, WIDTH), tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     inside = (k < K)[:, None] & (n < N)[None, :]
     tile = tl.load(w + k[:, None] * N + n[None, :], inside, 0)  # first: it has the longest way, and waits for nobody
+    weight, offset, added = vector(ln_w, K, WIDTH), vector(ln_b, K, WIDTH), 0.0
+    if partials is not None:
+        added = vector(before, K, WIDTH)
     shift = tl.load(bias + n, n < N, 0).to(tl.float32)
+    position = newest(lengths, 1, block, 1) if cache is not None else 0
     if OVERLAP:
         gdc_wait()
-    row = residual(x, partials, before, 0, 1, K, parts, PARTS, WIDTH)
+    row = residual(x, partials, added, 0, 1, K, PARTS, WIDTH)
     if s is not None:
         if tl.program_id(0) == 0:
             tl.store(s + k, row, k < K)
-    h = normalised(row, ln_w, ln_b, K, inverse, eps, WIDTH)
+    h = normalised(row, weight, offset, K, inverse, eps, WIDTH)
     value = tl.sum(h[:, None] * tile.to(tl.float32), 0) + shift
-    leave(y, cache, value[None, :], 1, n, N, lengths, block, KIND, 1)
+    leave(y, cache, value[None, :], 1, n, N, position, block, 1)
 
 
 @triton.jit
 def norm_kernel(
-    h, s, x, partials, before, ln_w, ln_b, parts, rows, C, inverse, eps,
+    h, s, x, partials, before, ln_w, ln_b, rows, C, inverse, eps,
     PARTS: tl.constexpr, WIDTH: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     if OVERLAP:
         gdc_launch_dependents()
-        gdc_wait()
     b, c = tl.program_id(0), tl.arange(0, WIDTH)
-    row = residual(x, partials, before, b, rows, C, parts, PARTS, WIDTH)
+    weight, offset, added = vector(ln_w, C, WIDTH), vector(ln_b, C, WIDTH), 0.0
+    if partials is not None:
+        added = vector(before, C, WIDTH)
+    if OVERLAP:
+        gdc_wait()
+    row = residual(x, partials, added, b, rows, C, PARTS, WIDTH)
     if s is not None:
         tl.store(s + b * C + c, row, c < C)
-    tl.store(h + b * C + c, normalised(row, ln_w, ln_b, C, inverse, eps, WIDTH), c < C)
+    tl.store(h + b * C + c, normalised(row, weight, offset, C, inverse, eps, WIDTH), c < C)
 
 
 @triton.jit
 def columns_kernel(
     y, cache, h, w, bias, lengths, rows, K, N, block,
-    KIND: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
+    ROWS: tl.constexpr, DEPTH: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
     if OVERLAP:
@@ -274,7 +291,17 @@ def columns_kernel(
         tile = tl.load(w + k[:, None] * N + n[None, :], (k < K)[:, None] & (n < N)[None, :], 0)
         value = tl.dot(a, tile, value, input_precision=PRECISION)
     value += tl.load(bias + n, n < N, 0).to(tl.float32)[None, :]
-    leave(y, cache, value, rows, n, N, lengths, block, KIND, ROWS)
+    position = newest(lengths, rows, block, ROWS) if cache is not None else 0
+    leave(y, cache, value, rows, n, N, position, block, ROWS)
+
+
+@triton.jit
+def look(query, k, v, visible, peak, total, acc):
+    """Let a query (D) attend to those of the keys k and values v (KEYS, D) that are visible (KEYS)."""
+    scores = tl.where(visible, tl.sum(k.to(tl.float32) * query[None, :], 1), float("-inf"))
+    higher = tl.maximum(peak, tl.max(scores, 0))
+    p, shrink = tl.math.exp2(scores - higher), tl.math.exp2(peak - higher)
+    return higher, total * shrink + tl.sum(p, 0), acc * shrink + tl.sum(p[:, None] * v.to(tl.float32), 0)
 
 
 @triton.jit
@@ -285,32 +312,39 @@ def attend_kernel(
     """One head of one sequence, all its keys; or with SPANS, KEYS of them. scale: log2(e) / sqrt(SIZE)."""
     if OVERLAP:
         gdc_launch_dependents()
-        gdc_wait()
     b, h, d = tl.program_id(0) // H, tl.program_id(0) % H, tl.arange(0, D)
     C = H * SIZE
-    length = tl.minimum(tl.load(lengths + b), block)
-    first, end = 0, length
-    if SPANS:
-        first = tl.program_id(1) * KEYS
-        end = tl.minimum(first + KEYS, length)  # before `first`, where the sequence is not so long yet
-    query = tl.load(q + b * C + h * SIZE + d, d < SIZE, 0).to(tl.float32) * scale
     cache += b.to(tl.int64) * block * 2 * C + h * SIZE
+    q += b * C + h * SIZE
+    length = tl.minimum(tl.load(lengths + b), block)
     peak, total, acc = tl.full((), LOWEST, tl.float32), tl.full((), 0, tl.float32), tl.zeros((D,), tl.float32)
-    for start_of_step in tl.range(first, end, KEYS):
-        key = start_of_step + tl.arange(0, KEYS)
-        inside = (key < end)[:, None] & (d < SIZE)[None, :]
-        at = cache + key[:, None] * (2 * C) + d[None, :]
-        k, v = tl.load(at, inside, 0).to(tl.float32), tl.load(at + C, inside, 0).to(tl.float32)
-        scores = tl.where(key < end, tl.sum(k * query[None, :], 1), float("-inf"))
-        higher = tl.maximum(peak, tl.max(scores, 0))
-        p, shrink = tl.math.exp2(scores - higher), tl.math.exp2(peak - higher)
-        peak, total, acc = higher, total * shrink + tl.sum(p, 0), acc * shrink + tl.sum(p[:, None] * v, 0)
     if SPANS:
+        key, last = tl.program_id(1) * KEYS + tl.arange(0, KEYS), length - 1
+        at = cache + key[:, None] * (2 * C) + d[None, :]
+        older = (key < last)[:, None] & (d < SIZE)[None, :]
+        k, v = tl.load(at, older, 0), tl.load(at + C, older, 0)  # the newest ones are of this step, and come behind
+        if OVERLAP:
+            gdc_wait()
+        own = d < tl.where(last // KEYS == tl.program_id(1), SIZE, 0)
+        new_k, new_v = tl.load(cache + last * 2 * C + d, own, 0), tl.load(cache + last * 2 * C + C + d, own, 0)
+        is_last = (key == last)[:, None]
+        k, v = tl.where(is_last, new_k[None, :], k), tl.where(is_last, new_v[None, :], v)
+        query = tl.load(q + d, d < SIZE, 0).to(tl.float32) * scale
+        peak, total, acc = look(query, k, v, key < length, peak, total, acc)  # none, if the sequence is not so long yet
         at = h * SPANS + tl.program_id(1)
         tl.store(peaks + at, peak)
         tl.store(totals + at, total)
         tl.store(y + at * SIZE + d, acc, d < SIZE)
     else:
+        if OVERLAP:
+            gdc_wait()
+        query = tl.load(q + d, d < SIZE, 0).to(tl.float32) * scale
+        for first in tl.range(0, length, KEYS):
+            key = first + tl.arange(0, KEYS)
+            inside = (key < length)[:, None] & (d < SIZE)[None, :]
+            at = cache + key[:, None] * (2 * C) + d[None, :]
+            k, v = tl.load(at, inside, 0), tl.load(at + C, inside, 0)
+            peak, total, acc = look(query, k, v, key < length, peak, total, acc)
         tl.store(y + b * C + h * SIZE + d, acc / total, d < SIZE)
 
 
