@@ -285,15 +285,11 @@ def profile(config, args):
         tokens = rng.integers(0, config.vocab_size, (args.batch_size, seq_len + 1))
         step(tokens[:, :-1].copy(), tokens[:, 1:].copy())
 
-    def eager_update():
-        step.backend.mailbox.send()
-        return trainer.compute_update()
-
     def replay():
         graph_update()
         step.backend.wait()
 
-    trainer.update = eager_update
+    trainer.update = step.backend.compile_step(trainer.compute_update, record=False)
     train()  # compiles, chooses algorithms
     train()
     launches = launches_of(trainer.compute_update, step.backend)

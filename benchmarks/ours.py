@@ -101,14 +101,19 @@ class CudaSteps:
         )  # fmt: skip
 
     def announce(self, batches):
-        """Say which (inputs, targets) the next calls will have, so that each comes while the one before is at work."""
+        """Say which (inputs, targets) the next calls will have, so that each is begun while the one before is at work.
+
+        As in training, the loss of a step is read before the call ends, and by then the next step has been given to
+        the device.
+        """
         position, size = self.trainer.position, self.trainer.batch_size
         self.windows = Announced({position + i * size: batch for i, batch in enumerate(batches)})
 
     def __call__(self, inputs, targets):
         if self.trainer.position not in self.windows.batches:
             self.announce([(inputs, targets)])
-        return self.trainer.step(self.windows, LR).loss
+        follows = self.trainer.position + self.trainer.batch_size in self.windows.batches
+        return self.trainer.step(self.windows, LR, LR if follows else None).loss
 
     def memory(self):
         """{"held_bytes": what CuPy's pools held at most}: the state, and what the recorded step works in."""

@@ -10,6 +10,22 @@ import numpy as np
 from gpt2core.errors import ConfigError
 
 
+class Immediate:
+    """A call begins function(), and returns finish(), which waits for its end and returns its list of arrays.
+
+    Here it has ended when the call does.
+    """
+
+    ahead = False  # whether a call may be made before the finish() of the one before it
+
+    def __init__(self, function):
+        self.function = function
+
+    def __call__(self):
+        results = self.function()
+        return lambda: results
+
+
 class Backend(ABC):
     """Array kernels for one device. Weights are stored (in, out); `d` means gradient; `aux` is opaque to the core.
 
@@ -84,12 +100,12 @@ class Backend(ABC):
         return contextlib.nullcontext()
 
     def compile_step(self, function, record=True):
-        """`function()`, with `record` possibly recorded once and replayed (CUDA graph). The identity elsewhere.
+        """Immediate(function), or with `record` what is called like it: recorded once and then replayed (CUDA graph).
 
-        What it reads must stay where it is: tokens() and adamw_rates() see to that. It returns arrays of this device,
-        which the next call may overwrite.
+        What function() reads must stay where it is: tokens() and adamw_rates() see to that. It returns a list of arrays
+        of this device.
         """
-        return function
+        return Immediate(function)
 
     choices = {}  # what was chosen by timing and so may differ between ranks: {what: choice}, all of it text
 
@@ -286,12 +302,13 @@ class Backend(ABC):
         """flat (n) -> (segments) float64, one for each of `segments` equal parts; the same bits whoever computes it."""
 
     @abstractmethod
-    def clip(self, squares, bound, loss_scale=None, interval=0):
+    def clip(self, squares, bound, loss_scale=None, interval=0, stop=None):
         """squares (segments) float64 -> the norm, the root of their canonical sum, and min(1, bound / (norm + 1e-6)).
 
         Both as numbers of this device, of one element. A bound of 0 clips nothing: the second is 1; and NaN where the
         norm is not finite, for which adamw_step does nothing. loss_scale: the state of a LossScale, whose factor both
-        are divided by, and which is brought up to date; only where `scales_loss`.
+        are divided by, and which is brought up to date; only where `scales_loss`. stop: an array (1) of 0, which the
+        first norm that is not finite makes NaN, and with which the second is NaN from then on.
         """
 
     @abstractmethod

@@ -123,16 +123,17 @@ class AdamW:
         size = self.own.stop - self.own.start
         self.exp_avg, self.exp_avg_sq = (workers.backends[0].zeros((size,), parameters.dtype) for _ in "mv")
         self.steps = 0
+        self.stop = workers.backends[0].zeros((1,), np.float32)  # 0, or NaN since a gradient was not finite
 
     def map_own(self, function):
         """[function(backend, part)] over this rank's part of the arena, in one slice for each worker."""
         return self.workers.map_parts(function, self.arena, self.owners.rank, self.owners.size)
 
-    def norm_and_scale(self, gradients, loss_scale=None):
+    def norm_and_scale(self, gradients, loss_scale=None, stop=None):
         """The global L2 norm, and what clips it: sums over fixed segments in one canonical tree, whoever computed each.
 
         Of `gradients` only this rank's part is read. Both are numbers of the device. loss_scale: the LossScale whose
-        factor is in the gradients, which is brought up to date.
+        factor is in the gradients, which is brought up to date. stop: see Backend.clip.
         """
 
         def squares(backend, part):
@@ -142,8 +143,8 @@ class AdamW:
         own = backend.xp.concatenate(self.map_own(squares))
         for part in self.in_own(self.repeated):  # another tensor rank counts them; whose squares hold them is no matter
             own[:1] -= backend.sum_of_squares(gradients[part], 1)
-        scaling = () if loss_scale is None else (loss_scale.state, loss_scale.interval)
-        return backend.clip(self.tensor_group.all_reduce(self.owners.all_gather(own)), self.clip, *scaling)
+        scaling = {} if loss_scale is None else {"loss_scale": loss_scale.state, "interval": loss_scale.interval}
+        return backend.clip(self.tensor_group.all_reduce(self.owners.all_gather(own)), self.clip, stop=stop, **scaling)
 
     def gradient_norm(self, gradients):
         """The global L2 norm, a Python float."""
@@ -156,9 +157,12 @@ class AdamW:
             if start < stop:
                 yield slice(start, stop)
 
-    def begin(self, lr):
-        """Say what the next update() needs of the step's number and rate, before it may be a recorded one."""
-        arguments = self.steps + 1, lr, *self.betas, self.eps, self.weight_decay
+    def begin(self, lr, ahead=0):
+        """Say what the next update() needs of the step's number and rate, before it may be a recorded one.
+
+        ahead: updates that are under way already, and not counted in `steps` yet.
+        """
+        arguments = self.steps + 1 + ahead, lr, *self.betas, self.eps, self.weight_decay
         self.rates = {backend: backend.adamw_rates(*arguments) for backend in self.workers.backends}
 
     def update(self, gradients, scale):

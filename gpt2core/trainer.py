@@ -100,6 +100,7 @@ class Trainer:
         self.loss_scale = LossScale(backend, **(loss_scale or {}))
         self.position = 0  # windows consumed since the start of training
         self.fed = None, 0  # the windows and the position of the batch that is fed already
+        self.under_way = None  # (windows, rate, finish) of the step that was begun before its turn
         self.asked_to_stop = lambda: 0  # the number of a signal that this rank has received
         self.stopped_by = 0  # and of one that any rank has
         self.update = backend.compile_step(self.compute_update, record and self.world.recordable)
@@ -187,16 +188,19 @@ class Trainer:
             self.optimizer.load_moments(*flats)
         self.optimizer.steps, self.position = steps, position
 
-    def step(self, windows, lr):
+    def step(self, windows, lr, then=None):
         """One update from the next global batch of `windows`; returns a Step.
 
         Sets `stopped_by` to the number of the signal that has asked any rank to stop, or 0. Raises Diverged, leaving
         the parameters as they were, when the loss or the gradient is not finite. In fp16 a gradient that overflows is
         computed again with half the loss scale, so that no batch is lost and the curve has no holes.
+
+        then: the rate of the step after this one, if nothing comes between the two. A device that can begins that one
+        before it is asked for this one's numbers, and waits for nobody; `under_way` is then not None, and the
+        parameters are already those of that step.
         """
         start, skipped, self.sent = time.perf_counter(), self.loss_scale.skipped, 0
-        self.optimizer.begin(lr)
-        loss, norm = self.attempt(windows)
+        loss, norm = self.attempt(windows, lr, then)
         while self.loss_scale.skips(loss, norm):
             if (factor := self.loss_scale.value) < self.loss_scale.SMALLEST:
                 raise Diverged(
@@ -204,8 +208,9 @@ class Trainer:
                     f"in fp16: use --precision bf16, or lower --lr (now {lr:g}); the parameters are still those of "
                     f"step {self.steps}"
                 )
-            loss, norm = self.attempt(windows)
+            loss, norm = self.attempt(windows, lr)
         if not (math.isfinite(loss) and math.isfinite(norm)):
+            self.abandon()
             raise Diverged(
                 f"step {self.steps}: the loss is {loss} and the gradient's norm {norm}: training cannot go on. "
                 f"Lower --lr (now {lr:g}) or set --clip; the parameters are still those of step {self.steps}"
@@ -219,17 +224,36 @@ class Trainer:
         mfu = self.utilisation(rate)
         return Step(self.steps - 1, loss, lr, norm, rate, seconds, scale, skipped, mfu, self.sent or None)
 
-    def attempt(self, windows):
+    def attempt(self, windows, lr, then=None):
         """An update by the next batch, which may be skipped -> its loss and norm as numbers, the same on all ranks."""
-        self.feed(windows, self.position)
-        losses, norm = self.update()
-        self.agree()
-        self.feed(windows, self.position + self.batch_size)  # while a device works, the host brings the next batch
-        *losses, norm = self.workers.backends[0].numbers([*losses, norm])
+        if self.under_way and (self.under_way[0] is not windows or self.under_way[1] != lr):
+            raise ValueError(f"another step is under way already, at rate {self.under_way[1]} and not {lr}")
+        finish = self.under_way[2] if self.under_way else self.begin(windows, lr)
+        self.under_way = None
+        if then is not None and self.update.ahead and self.loss_scale.state is None:
+            self.under_way = windows, then, self.begin(windows, then, ahead=1)
+        else:
+            self.feed(windows, self.position + self.batch_size)  # while a device works, the host brings the next batch
+        *losses, norm = self.workers.backends[0].numbers(finish())
         sent = self.bytes_sent() - self.sent_by_update
         loss, self.stopped_by = self.total(losses, self.asked_to_stop())
         self.sent += self.bytes_sent() - sent
         return loss, norm
+
+    def begin(self, windows, lr, ahead=0):
+        """Begin the next update, or the one that is `ahead` of it; returns what waits for its losses and norm."""
+        self.optimizer.begin(lr, ahead)
+        self.feed(windows, self.position + ahead * self.batch_size)
+        finish = self.update()
+        self.agree()
+        return finish
+
+    def abandon(self):
+        """Let a step that is under way end: it updates nothing, as the gradient before it was not finite."""
+        if self.under_way:
+            self.under_way[2]()
+            self.under_way = None
+        self.optimizer.stop[...] = 0
 
     def feed(self, windows, position):
         """Bring this rank's rows of the batch at `position`, unless they are there already."""
@@ -238,7 +262,7 @@ class Trainer:
             self.fed = windows, position
 
     def compute_update(self):
-        """All of a step that a device does by itself: -> this rank's losses, and the norm; what is not finite stops it.
+        """All of a step that a device does by itself: -> [*this rank's losses, norm]; what is not finite stops it.
 
         Nothing in it waits for a number, so that it can be recorded once and replayed.
         """
@@ -247,10 +271,11 @@ class Trainer:
         self.data_parallel.finish()
         self.workers.backends[0].settle()
         with self.workers.backends[0].span("optimizer"):
-            norm, scale = self.optimizer.norm_and_scale(self.shards.gradients, self.loss_scale)
+            stop = self.optimizer.stop if self.loss_scale.state is None else None  # fp16 repeats such a step
+            norm, scale = self.optimizer.norm_and_scale(self.shards.gradients, self.loss_scale, stop)
             self.optimizer.update(self.shards.gradients, scale)
         self.sent_by_update = self.bytes_sent() - sent  # as much as any replay sends, which nobody counts
-        return losses, norm
+        return [*losses, norm]
 
     def agree(self):
         """After the first step: what the root's backend chose by timing is everyone's choice from here on."""
@@ -417,6 +442,14 @@ def run(
     def due(every, last):
         return last or (every and trainer.steps % every == 0)
 
+    pauses = [verify_every, eval_every if validation is not None else 0, save_every if save else 0]
+
+    def rates():
+        """Of the next step, and of the one behind it if nothing is to be done between the two."""
+        after = trainer.steps + 1
+        pause = stopping or after >= steps or any(every and after % every == 0 for every in pauses)
+        return [schedule(step) for step in range(trainer.steps, after + (not pause))]
+
     def save_sound():
         trainer.check_parameters()
         save(trainer)
@@ -424,10 +457,10 @@ def run(
     stopping = 0
     with StopSignals() as stop:
         trainer.asked_to_stop = lambda: stop.received or 0
-        while trainer.steps < steps and not stopping:
-            step = trainer.step(windows, schedule(trainer.steps))
-            stopping = trainer.stopped_by  # the same on every rank: all end with the same step
-            last = bool(stopping) or trainer.steps >= steps
+        while trainer.steps < steps and (trainer.under_way or not stopping):
+            step = trainer.step(windows, *rates())
+            stopping = trainer.stopped_by or stopping  # the same on every rank: all end with the same step
+            last = trainer.steps >= steps or bool(stopping) and not trainer.under_way
             if due(verify_every, last):
                 trainer.verify()
             validate = validation is not None and due(eval_every, last)

@@ -347,9 +347,11 @@ class NumpyBackend(Backend):
         parts = flat.reshape(segments, rows_each, ARENA_BLOCK)
         return np.array([np.vecdot(part, part).sum(dtype=np.float64) for part in parts])
 
-    def clip(self, squares, bound, loss_scale=None, interval=0):
+    def clip(self, squares, bound, loss_scale=None, interval=0, stop=None):
         norm = math.sqrt(tree_sum(squares.tolist()))
-        if not math.isfinite(norm):
+        if stop is not None:
+            stop += 0.0 * norm
+        if not math.isfinite(norm) or stop is not None and np.isnan(stop[0]):
             return norm, math.nan
         return norm, min(1.0, bound / (norm + 1e-6)) if bound else 1.0
 

@@ -8,7 +8,7 @@ import functools
 import numpy as np
 
 from gpt2core.arena import BLOCK as ARENA_BLOCK
-from gpt2core.backend import Backend
+from gpt2core.backend import Backend, Immediate
 from gpt2core.errors import ConfigError
 from stage2_cuda import engine, memory, nvtx, triton_driver
 from stage2_cuda.graph import Recorded
@@ -79,10 +79,6 @@ class CudaBackend(Backend):
             array = array.get()
         host = np.asarray(array)
         return host.astype(np.float32) if host.dtype.name == "bfloat16" else host  # NumPy knows no such type
-
-    def numbers(self, arrays):
-        self.wait()  # a recorded step's are on the host then
-        return super().numbers(arrays)
 
     def like(self, array):
         return self.xp.empty(array.shape, array.dtype)
@@ -377,9 +373,9 @@ class CudaBackend(Backend):
         adamw.sum_of_squares(out, self.floats(flat.size // ARENA_BLOCK), flat)
         return out
 
-    def clip(self, squares, bound, loss_scale=None, interval=0):
+    def clip(self, squares, bound, loss_scale=None, interval=0, stop=None):
         norm, scale = self.floats(1), self.floats(1)
-        adamw.clip_scale(scale, norm, squares, bound, loss_scale, interval)
+        adamw.clip_scale(scale, norm, squares, bound, loss_scale, interval, stop)
         return norm, scale
 
     def adamw_rates(self, step, lr, beta1, beta2, eps, weight_decay):
@@ -441,7 +437,7 @@ class CudaBackend(Backend):
 
     def compile_step(self, function, record=True):
         if not (record and self.records):
-            return lambda: (self.mailbox.send(), function())[1]
+            return Immediate(lambda: (self.mailbox.send(), function())[1])
         self.recorded.append(Recorded(function, self.mailbox.send))
         return self.recorded[-1]
 

@@ -2,7 +2,10 @@
 
 import contextlib
 
-DEVICE_TO_HOST = 2  # cudaMemcpyKind
+import numpy as np
+
+DEVICE_TO_HOST, DEVICE_TO_DEVICE = 2, 3  # cudaMemcpyKind
+ALIGNED = 16  # bytes: where a result begins
 
 
 class Recorded:
@@ -14,18 +17,21 @@ class Recorded:
     one of its own; work that the caller has on another one is waited for. `held_before`: bytes that the default pool
     held when it was emptied for the recording.
 
-    The results, arrays in lists and tuples, are copied to the host as part of the graph: host arrays, to be read once
-    the device is done, and overwritten by the next call. Those of the first call are on the device still.
+    A call returns finish(), which waits for what it began and returns the arrays that function() has in its list, or
+    [] for None: host arrays, which the call after the next one overwrites; the first call's are on the device still.
     """
 
     def __init__(self, function, before=lambda: None, stream=None):
         import cupy
-        import cupyx
 
-        self.pinned = cupyx.empty_pinned
         self.cupy, self.function, self.before, self.graph = cupy, function, before, None
         self.stream = stream or cupy.cuda.Stream(non_blocking=True)
         self.pool, self.calls, self.held_before = cupy.cuda.MemoryPool(), 0, 0
+
+    @property
+    def ahead(self):
+        """Whether a call may be made before the finish() of the one before it."""
+        return self.graph is not None
 
     def __call__(self):
         self.calls += 1
@@ -34,7 +40,8 @@ class Recorded:
             cuda.get_current_stream().synchronize()  # what was uploaded for this call has arrived
         if self.calls == 1:
             self.before()
-            return self.function()
+            results = self.function() or []
+            return lambda: results
         if self.graph is None:
             shared = self.cupy.get_default_memory_pool()
             self.held_before = shared.total_bytes()
@@ -42,7 +49,7 @@ class Recorded:
             with cuda.using_allocator(self.pool.malloc), self.stream:
                 self.stream.begin_capture(cuda.runtime.streamCaptureModeRelaxed)
                 try:
-                    self.results = self.to_host(self.function())
+                    self.results = Results(self.cupy, self.stream, self.function() or [])
                 except BaseException as error:
                     error.add_note("This was while a step was recorded as a graph: --no-graph trains without one.")
                     with contextlib.suppress(cuda.runtime.CUDARuntimeError):  # the cause is the one on its way
@@ -52,16 +59,44 @@ class Recorded:
         with self.stream:
             self.before()
         self.graph.launch(self.stream)
-        return self.results
+        return self.results.bring()
 
-    def to_host(self, results):
-        """The same lists and tuples of host arrays, to which the current stream copies."""
-        if results is None:
-            return None
-        if isinstance(results, (list, tuple)):
-            return type(results)(map(self.to_host, results))
-        host = self.pinned(results.shape, results.dtype)
-        stream = self.cupy.cuda.get_current_stream().ptr
-        # not get(), which CuPy refuses while it records, as pages that move could not be read later: these do not
-        self.cupy.cuda.runtime.memcpyAsync(host.ctypes.data, results.data.ptr, host.nbytes, DEVICE_TO_HOST, stream)
-        return host
+
+class Results:
+    """What a graph leaves: copies of `arrays` side by side on the device, as part of what the stream is recording.
+
+    One more copy brings them home, in turns to one of two places: the host may read from one while the next replay's
+    arrive in the other.
+    """
+
+    def __init__(self, cupy, stream, arrays):
+        import cupyx
+
+        self.copy, self.stream, self.brought = cupy.cuda.runtime.memcpyAsync, stream, 0
+        ends = np.cumsum([0, *(-(-array.nbytes // ALIGNED) * ALIGNED for array in arrays)]).tolist()
+        self.device = cupy.empty(ends[-1], np.uint8)
+        for array, at in zip(arrays, ends, strict=False):
+            # not CuPy's copies, which refuse while it records, as they would with pages on the host that can move
+            self.copy(self.device.data.ptr + at, array.data.ptr, array.nbytes, DEVICE_TO_DEVICE, stream.ptr)
+        self.homes = []
+        for _ in range(2):
+            home = cupyx.empty_pinned(ends[-1], np.uint8)
+            views = [
+                home[at : at + array.nbytes].view(array.dtype).reshape(array.shape)
+                for array, at in zip(arrays, ends, strict=False)
+            ]
+            self.homes.append((home, views, cupy.cuda.Event(disable_timing=True)))
+
+    def bring(self):
+        """Copy what the device is about to have; returns what waits for it."""
+        home, views, here = self.homes[self.brought % 2]
+        self.brought += 1
+        if views:
+            self.copy(home.ctypes.data, self.device.data.ptr, home.nbytes, DEVICE_TO_HOST, self.stream.ptr)
+        here.record(self.stream)
+
+        def finish():
+            here.synchronize()
+            return views
+
+        return finish

@@ -37,10 +37,10 @@ from stage0_serial.numpy_backend import NumpyBackend
 at, number = int(sys.argv.pop(1)), int(sys.argv.pop(1))
 original = Trainer.step
 
-def step(self, windows, lr):
+def step(self, windows, *rates):
     if self.steps == at:
         os.kill(os.getpid(), number)
-    return original(self, windows, lr)
+    return original(self, windows, *rates)
 
 Trainer.step = step
 train(backend=NumpyBackend, world=Solo)

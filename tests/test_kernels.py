@@ -616,7 +616,7 @@ def test_arrays_are_made_on_the_backend_in_its_precision(backend):
     assert_array_equal(backend.ones((200, 300), np.float32), np.ones((200, 300), np.float32), strict=True)
     assert backend.ones((), backend.dtype).shape == ()
     assert_array_equal(backend.to_host(backend.asarray([1, 2], backend.dtype)), [1, 2])
-    assert backend.compile_step(len) is len and backend.peak_flops(backend.precision) is None
+    assert backend.compile_step(list)()() == [] and backend.peak_flops(backend.precision) is None
     assert backend.precision in ("fp32", "fp64")
     for precision in ("bf16", "fp16", "tf32", "float32"):
         with pytest.raises(ConfigError, match=f"--precision {precision}"):

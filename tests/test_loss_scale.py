@@ -29,7 +29,7 @@ class Narrow(NumpyBackend):
 
     scales_loss, largest = True, 2.0**14
 
-    def clip(self, squares, bound, loss_scale=None, interval=0):
+    def clip(self, squares, bound, loss_scale=None, interval=0, stop=None):
         factor = 1.0 if loss_scale is None else float(loss_scale[0])
         overflow = loss_scale is not None and math.sqrt(squares.sum()) > self.largest
         norm, scale = super().clip(np.full_like(squares, np.inf) if overflow else squares / factor**2, bound)

@@ -35,10 +35,10 @@ original = Trainer.step
 def fault(trainer, rank):
 {fault}
 
-def step(self, windows, lr):
+def step(self, windows, *rates):
     if self.steps == 3:
         fault(self, self.world.rank)
-    return original(self, windows, lr)
+    return original(self, windows, *rates)
 
 Trainer.step = step
 train(backend=NumpyBackend, world=MpiCommunicator)

@@ -295,10 +295,10 @@ from stage3_mpi_cuda.nccl_communicator import NcclCommunicator
 
 watchdog.PERIOD, watchdog.SILENCE, original = 0.2, 4.0, Trainer.step
 
-def step(self, windows, lr):
+def step(self, windows, *rates):
     if self.world.rank == 1 and self.steps == 1:
         os.kill(os.getpid(), signal.{signal})
-    return original(self, windows, lr)
+    return original(self, windows, *rates)
 
 Trainer.step = step
 train(backend=CudaBackend, world=NcclCommunicator)

@@ -412,6 +412,18 @@ def test_clip_scale(rng, segments, loss_scale):
         near(scale, np.array([want / (loss_scale or 1)]), 1e-6)
 
 
+@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
+def test_a_norm_that_is_not_finite_stops_all_steps_behind_it(rng, bad):
+    stop, good, spoilt = device(np.zeros(1, np.float32)), device(np.array([4.0, 5.0])), device(np.array([1.0, bad]))
+    scales = []
+    for squares in (good, good, spoilt, good):
+        scale, norm = run(lambda *outputs: adamw.clip_scale(*outputs, squares, 0.3, None, 0, stop), [((1,), FP32)] * 2)  # noqa: B023
+        scales.append(scale.item())
+        near(norm, np.array([3.0]), 1e-6) if squares is good else None
+    assert scales[:2] == [np.float32(0.3 / (np.float32(3) + np.float32(1e-6)))] * 2 and np.isnan(scales[2:]).all()
+    assert np.isnan(host(stop)).all()
+
+
 @pytest.mark.parametrize("bad", [np.inf, np.nan])
 def test_a_step_whose_gradient_is_not_finite_changes_nothing(rng, bad):
     squares = device(np.array([1.0, bad]))

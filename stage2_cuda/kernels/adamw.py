@@ -50,15 +50,16 @@ def sum_of_squares(out, partials, flat):
     launch(add_kernel, (segments,), out, partials, blocks // segments, BLOCK=BLOCK, num_warps=4)
 
 
-def clip_scale(grad_scale, norm, squares, clip, loss_scale=None, interval=0):
+def clip_scale(grad_scale, norm, squares, clip, loss_scale=None, interval=0, stop=None):
     """norm (1) float32 of the gradients whose sums of squares are `squares` (any number) float64; what clips it.
 
     grad_scale (1) float32 = min(1, clip / (norm + 1e-6)), or 1 for clip 0. Where the norm is not finite grad_scale is
     NaN, which skips the step. loss_scale (2) float32 or None: the gradients are loss_scale[0] times too large; it is
-    halved where the norm is not finite, and doubled after `interval` finite ones, which loss_scale[1] counts.
+    halved where the norm is not finite, and doubled after `interval` finite ones, which loss_scale[1] counts. stop (1)
+    float32 or None: 0, and NaN from the first norm on that is not finite; it is added to grad_scale.
     """
     width = triton.next_power_of_2(squares.size)
-    arguments = grad_scale, norm, squares, loss_scale, squares.size, float(clip), float(interval)
+    arguments = grad_scale, norm, squares, loss_scale, stop, squares.size, float(clip), float(interval)
     launch(clip_kernel, (1,), *arguments, WIDTH=width, num_warps=1)
 
 
@@ -103,7 +104,7 @@ def add_kernel(out, partials, each, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def clip_kernel(grad_scale, norm, squares, loss_scale, count, clip, interval, WIDTH: tl.constexpr):
+def clip_kernel(grad_scale, norm, squares, loss_scale, stop, count, clip, interval, WIDTH: tl.constexpr):
     at = tl.arange(0, WIDTH)
     length = tl.sqrt(tl.sum(tl.load(squares + at, at < count, 0), 0)).to(tl.float32)
     unit = 1.0
@@ -116,5 +117,9 @@ def clip_kernel(grad_scale, norm, squares, loss_scale, count, clip, interval, WI
         tl.store(loss_scale + 1, tl.where(overflow | (finite >= interval), 0.0, finite))
     length *= unit
     scale = unit * tl.where(clip > 0, tl.minimum(1.0, clip / (length + 1e-6)), 1.0)
+    scale = tl.where(length < float("inf"), scale, float("nan"))
+    if stop is not None:
+        scale += tl.load(stop)
+        tl.store(stop, tl.where(length < float("inf"), tl.load(stop), float("nan")))
     tl.store(norm, length)
-    tl.store(grad_scale, tl.where(length < float("inf"), scale, float("nan")))
+    tl.store(grad_scale, scale)
