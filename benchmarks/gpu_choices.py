@@ -142,8 +142,8 @@ def main():
             rows.append(row | {"times as slow": f"{gain:.3f}"})
         print_table(rows)
         print(flush=True)
-    if not args.no_save:
-        save(BENCHMARK, results, args.commit)
+        if not args.no_save:  # after each table: what cuts a long run off must not take all of it along
+            save(BENCHMARK, results, args.commit)
 
 
 if __name__ == "__main__":

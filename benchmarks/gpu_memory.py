@@ -94,11 +94,11 @@ def main():
     for case in given or CASES:
         progress(" ".join(map(str, case)))
         results.append(measure(case, args.timeout))
+        if not args.no_save:  # after each case: what cuts a long run off must not take all of it along
+            save(BENCHMARK, results, args.commit)
     progress("")
     print_table([row_of(result) for result in results])
     print(f"\nThe model takes {gib(CONTEXT)} GiB for CUDA's context, which is in neither of the first two columns.")
-    if not args.no_save:
-        save(BENCHMARK, results, args.commit)
     beyond = [result for result in results if abs(result["difference"]) > BOUND]
     if beyond:
         sys.exit(f"{len(beyond)} of {len(results)} differ by more than {BOUND:.0%}")

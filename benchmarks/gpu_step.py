@@ -210,8 +210,8 @@ def main(contenders=contenders):
             print_table(summarise(of_table))
             print("\n" + "\n".join(verdicts(of_table)) + "\n", flush=True)
             results += of_table
-    if not args.no_save:
-        save(BENCHMARK, results, args.commit, args.save_as)
+            if not args.no_save:  # after each table: what cuts a long run off must not take all of it along
+                save(BENCHMARK, results, args.commit, args.save_as)
 
 
 if __name__ == "__main__":

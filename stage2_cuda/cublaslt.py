@@ -307,7 +307,7 @@ class CublasLt:
             write_choices(self._cache, self._made_for, self.choices)
         return algorithm
 
-    def _candidates(self, problem, plan, count=8):
+    def _candidates(self, problem, plan, count=16):
         """Up to `count` algorithms, the one that cublasLt expects to be fastest first."""
         ordered = self._deterministic or problem.out.dtype.itemsize < 4
         preference = self._create("cublasLtMatmulPreferenceCreate")
