@@ -5,6 +5,7 @@ import functools
 import statistics
 import time
 from contextlib import ExitStack
+from dataclasses import replace
 
 import numpy as np
 
@@ -41,7 +42,7 @@ def prepare(module, preset, vocab_size, batch_size, seq_len, unread, **options):
 
     unread: after these steps come as many whose losses are read at the end, all at once.
     """
-    build = functools.cache(lambda: module.CudaSteps(PRESETS[preset], batch_size, seq_len, **options))
+    build = functools.cache(lambda: module.CudaSteps(config_of(preset, seq_len), batch_size, seq_len, **options))
     rng = np.random.default_rng(SEED)  # the same tokens for every contender
 
     def batches(count):
@@ -76,6 +77,12 @@ def prepare(module, preset, vocab_size, batch_size, seq_len, unread, **options):
         return dict(answer, driver_bytes=None if before is None else driver_bytes() - before)
 
     return counted
+
+
+def config_of(preset, seq_len):
+    """The preset, with positions for longer sequences than it has where these are asked for."""
+    config = PRESETS[preset]
+    return replace(config, block_size=max(config.block_size, seq_len))
 
 
 def driver_bytes():
@@ -132,7 +139,7 @@ def summarise(results):
     options = results[0]["options"]
     title = f"{options['preset']}, {options['precision']}, {options['batch_size']} x {options['seq_len']}"
     tokens = options["batch_size"] * options["seq_len"]
-    flops = tokens * flops_per_token(PRESETS[options["preset"]], options["seq_len"])
+    flops = tokens * flops_per_token(config_of(options["preset"], options["seq_len"]), options["seq_len"])
     name = (nvidia_smi("name") or [[""]])[0][0]
     peak = peak_flops(name, options["precision"])
     for result in results:
@@ -189,7 +196,7 @@ def main(contenders=contenders):
     add("--preset", choices=PRESETS, nargs="+", default=["gpt2"], help="models, a table for each (default gpt2)")
     add("--precision", choices=PRECISIONS, nargs="+", default=["bf16"], help="a table for each (default bf16)")
     add("--batch-size", type=int, help="sequences per step (default 64; paper 16)")
-    add("--seq-len", type=int, help="tokens per sequence (default: the model's block size)")
+    add("--seq-len", type=int, help="tokens per sequence, also beyond the block (default: the block)")
     add("--peers", choices=PEERS, nargs="+", help="PyTorch's rows (default compiled; paper: graph compiled eager)")
     add("--no-compile", action="store_true", help="leave all out that torch.compile has a part in")
     add("--rounds", type=int, default=7, help="turns of each contender (default 7)")

@@ -38,7 +38,7 @@ GUARD = 64  # elements before and after every output, which no kernel may touch
 SHAPES = [(2, 1, 1, 8), (1, 7, 3, 16), (2, 16, 2, 24), (1, 33, 2, 64), (1, 65, 1, 40), (1, 20, 3, 128)]
 if GPU:
     SHAPES += [(2, 200, 12, 64), (3, 256, 6, 64), (1, 1000, 25, 64), (2, 1024, 2, 128), (1, 2049, 3, 80)]
-    SHAPES += [(1, 4100, 2, 64)]
+    SHAPES += [(1, 4100, 2, 64), (1, 8192, 1, 64)]
 
 
 def square(size):
