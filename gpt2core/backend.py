@@ -37,6 +37,7 @@ class Backend(ABC):
     deterministic = True  # whether --deterministic is the default: a GPU would rather have its batch whole
     uses_threads = True  # whether worker threads, a backend each, divide the batch among them
     scales_loss = False  # whether small gradients would vanish in `compute`: see optimizer.LossScale
+    rounds_stochastically = False  # whether adamw_step can round `copy` up or down at random
     records = False  # whether compile_step() records: a step can then be run without, for debugging
     decoder_batch = 1  # texts that are best continued together
     many_ranks = "stage 1 or 3"  # where many processes compute with it
@@ -120,8 +121,8 @@ class Backend(ABC):
         """The array of parameters' size that kernels read: itself, or one in the precision of the kernels."""
         return parameters
 
-    def refresh(self, copy, parameters):  # noqa: B027 - nothing to do where they are the same
-        """copy = parameters, rounded."""
+    def refresh(self, copy, parameters, drawn=None):  # noqa: B027 - nothing to do where they are the same
+        """copy = parameters, rounded to nearest; for drawn (seed, step) as adamw_step has rounded them in that step."""
 
     def span(self, name):
         """A context manager around a part of a step, by which a profiler may name it."""
@@ -312,15 +313,17 @@ class Backend(ABC):
         """
 
     @abstractmethod
-    def adamw_rates(self, step, lr, beta1, beta2, eps, weight_decay):
+    def adamw_rates(self, step, lr, beta1, beta2, eps, weight_decay, seed=None):
         """What adamw_step needs to know of one step, from numbers of the host; `step` counts from 1.
 
-        The next call may overwrite it: a recorded step reads it where it was.
+        seed: of stochastic rounding, only where the backend `rounds_stochastically`; None: to nearest. The next call
+        may overwrite it: a recorded step reads it where it was.
         """
 
     @abstractmethod
-    def adamw_step(self, p, m, v, copy, g, rates, scale, runs):
+    def adamw_step(self, p, m, v, copy, g, rates, scale, runs, offset=0):
         """Update p, m, v (n) in place from g * scale, g (n) (Loshchilov and Hutter 2019); copy (n) = p, or None.
 
         rates: of adamw_rates; scale: of clip. runs: [(slice, whether weight decay applies)], which make up [0, n).
+        offset: the number of p's first element in the arena, with which random numbers are drawn.
         """

@@ -48,6 +48,8 @@ from gpt2core.sampler import Together, chooser, generate, generate_together
 from gpt2core.tokenizer import Tokenizer, build_tokenizer
 from gpt2core.trainer import Parallel, Trainer, plan, run
 
+OPTIMIZER = "beta1", "beta2", "eps", "weight_decay", "clip", "rounding", "seed"  # flags that are AdamW's options
+
 
 def train_command(make_backend, world, args):
     """Train as the parsed flags say; returns the exit code. make_backend(precision) -> Backend, one for each thread.
@@ -252,7 +254,7 @@ def make_trainer(make_backend, world, args, source, tokenizer):
             batch_size=args.batch_size,
             seq_len=args.seq_len,
             micro_shards=micro_shards,
-            optimizer={key: getattr(args, key) for key in ("beta1", "beta2", "eps", "weight_decay", "clip")},
+            optimizer={name: getattr(args, name) for name in OPTIMIZER},
             world=world,
             parallel=Parallel(args.tp, args.dp, args.bucket_mb, args.compress, args.zero),
             seed=args.seed,

@@ -104,11 +104,13 @@ class AdamW:
     owners: the ranks that divide the arena among them, each with the moments of its part alone, which is ZeRO-1
     (Rajbhandari et al. 2020); the default is a group of one that owns it all. tensor_group: the ranks that hold a
     shard of the model each, and `repeated`: slices of the arena that another of them counts in the norm already.
+    rounding: of the copy that kernels read, "nearest" or "stochastic", whose random numbers are drawn from `seed`, the
+    number of the step and an element's place in the arena: the same for any owners.
     """
 
     def __init__(
         self, arena, parameters, workers, *, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0, clip=0.0,
-        owners=None, tensor_group=None, repeated=(), copy=None,
+        rounding="nearest", seed=0, owners=None, tensor_group=None, repeated=(), copy=None,
     ):  # fmt: skip
         for flag, value in (("--beta1", beta1), ("--beta2", beta2)):
             if not 0 <= value < 1:
@@ -116,6 +118,14 @@ class AdamW:
         for flag, value in (("--eps", eps), ("--weight-decay", weight_decay), ("--clip", clip)):
             if not (math.isfinite(value) and value >= 0):
                 raise ConfigError(f"{flag} {value} must be finite and not negative")
+        if rounding not in ("nearest", "stochastic"):
+            raise ConfigError(f"--rounding {rounding} is unknown: use nearest or stochastic")
+        if rounding == "stochastic" and not workers.backends[0].rounds_stochastically:
+            raise ConfigError(
+                f"--rounding stochastic is of the bf16 copy of the parameters, and --precision "
+                f"{workers.backends[0].precision} has none: use --precision bf16, on a GPU, or --rounding nearest"
+            )
+        self.seed = seed if rounding == "stochastic" else None
         self.arena, self.parameters, self.copy, self.workers = arena, parameters, copy, workers
         self.owners, self.tensor_group, self.repeated = owners or Solo(), tensor_group or Solo(), repeated
         self.betas, self.eps, self.weight_decay, self.clip = (beta1, beta2), eps, weight_decay, clip
@@ -162,7 +172,7 @@ class AdamW:
 
         ahead: updates that are under way already, and not counted in `steps` yet.
         """
-        arguments = self.steps + 1 + ahead, lr, *self.betas, self.eps, self.weight_decay
+        arguments = self.steps + 1 + ahead, lr, *self.betas, self.eps, self.weight_decay, self.seed
         self.rates = {backend: backend.adamw_rates(*arguments) for backend in self.workers.backends}
 
     def update(self, gradients, scale):
@@ -176,11 +186,17 @@ class AdamW:
             runs = [(slice(a.start - part.start, a.stop - part.start), b) for a, b in self.arena.decayed(part)]
             copy = None if self.copy is None else self.copy[part]
             arrays = self.parameters[part], self.exp_avg[moments], self.exp_avg_sq[moments], copy, gradients[part]
-            backend.adamw_step(*arrays, self.rates[backend], scale, runs)
+            backend.adamw_step(*arrays, self.rates[backend], scale, runs, part.start)
 
         self.map_own(update)
         read = self.parameters if self.copy is None else self.copy  # by the kernels: nobody needs more before the end
         self.owners.all_gather(read[self.own], out=read)
+
+    def refresh_copy(self):
+        """Make the copy of all parameters that the last update has made of them, which no checkpoint keeps."""
+        if self.copy is not None:
+            drawn = None if self.seed is None or self.steps == 0 else (self.seed, self.steps)
+            self.workers.backends[0].refresh(self.copy, self.parameters, drawn)
 
     def gather_parameters(self):
         """Bring everyone all parameters, where an update exchanges only a copy of them. All ranks must call it."""

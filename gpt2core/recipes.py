@@ -21,7 +21,7 @@ RECIPES = {name: LARGE for name in PRESETS} | {
     "tiny": PAPER | dict(steps=60, lr=3e-3),
     "nano": PAPER | dict(steps=20, batch_size=4, lr=3e-3),
 }
-COMMON = dict(preset="paper", seed=0, deterministic=True, precision="fp32", eps=1e-8, shuffle=False)
+COMMON = dict(preset="paper", seed=0, deterministic=True, precision="fp32", rounding="nearest", eps=1e-8, shuffle=False)
 COMMON |= dict(eval_every=0, checkpoint_every=0, keep=2, log_every=1)
 # What a resume takes from the checkpoint where no flag says otherwise, and the kind of each.
 RESUMED = {name: type(value) for name, value in (PAPER | COMMON).items()} | dict(

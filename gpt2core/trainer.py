@@ -180,13 +180,13 @@ class Trainer:
         backend = self.workers.backends[0]
         self.loss_scale.load(loss_scale)
         self.fill(self.parameters, ordered(lambda name: parameters[name]))
-        backend.refresh(self.compute, self.parameters)
         if self.world.broadcast_object(moments is not None):
             flats = [backend.zeros((self.arena.size,), backend.dtype) for _ in "mv"]
             for which, flat in enumerate(flats):
                 self.fill(flat, ordered(lambda name, which=which: moments[name][which]))
             self.optimizer.load_moments(*flats)
         self.optimizer.steps, self.position = steps, position
+        self.optimizer.refresh_copy()
 
     def step(self, windows, lr, then=None):
         """One update from the next global batch of `windows`; returns a Step.

@@ -355,12 +355,12 @@ class NumpyBackend(Backend):
             return norm, math.nan
         return norm, min(1.0, bound / (norm + 1e-6)) if bound else 1.0
 
-    def adamw_rates(self, step, lr, beta1, beta2, eps, weight_decay):
+    def adamw_rates(self, step, lr, beta1, beta2, eps, weight_decay, seed=None):
         # p -= lr (m / c1 / (sqrt(v / c2) + eps) + weight_decay p), c = 1 - beta^step, with c2 moved out of the root
         c1, c2 = 1 - beta1**step, 1 - beta2**step
         return lr / c1 * math.sqrt(c2), beta1, beta2, eps * math.sqrt(c2), 1 - lr * weight_decay
 
-    def adamw_step(self, p, m, v, copy, g, rates, scale, runs):
+    def adamw_step(self, p, m, v, copy, g, rates, scale, runs, offset=0):
         if math.isnan(scale):
             return
         rate, beta1, beta2, eps, shrink = rates

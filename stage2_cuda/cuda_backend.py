@@ -12,7 +12,7 @@ from gpt2core.backend import Backend, Immediate
 from gpt2core.errors import ConfigError
 from stage2_cuda import engine, memory, nvtx, triton_driver
 from stage2_cuda.graph import Recorded
-from stage2_cuda.kernels import adamw, column_sums, cross_entropy, embedding, gelu, layernorm, losses
+from stage2_cuda.kernels import adamw, column_sums, cross_entropy, embedding, gelu, layernorm, losses, rounding
 from stage2_cuda.kernels import attention as flash
 from stage2_cuda.kernels.cast import cast, scale_in_place
 from stage2_cuda.kernels.decode import ROWS, tiles_for
@@ -53,7 +53,7 @@ class CudaBackend(Backend):
         self.xp = triton_driver.array_module()
         compute, self.dot = PRECISIONS[precision]
         self.precision, self.dtype, self.compute = precision, np.dtype(np.float32), dtype_of(compute)
-        self.scales_loss = precision == "fp16"
+        self.scales_loss, self.rounds_stochastically = precision == "fp16", precision == "bf16"
         self.records, self.recorded = not triton_driver.interpreted(), []
         if triton_driver.interpreted():
             self.name, gemm, self.side = "the Triton interpreter", NumpyGemm(), NoStream()
@@ -378,17 +378,20 @@ class CudaBackend(Backend):
         adamw.clip_scale(scale, norm, squares, bound, loss_scale, interval, stop)
         return norm, scale
 
-    def adamw_rates(self, step, lr, beta1, beta2, eps, weight_decay):
-        return self.mailbox.put("rates", adamw.adamw_scalars(step, lr, beta1, beta2, eps, weight_decay)), beta1, beta2
+    def adamw_rates(self, step, lr, beta1, beta2, eps, weight_decay, seed=None):
+        scalars = self.mailbox.put("rates", adamw.adamw_scalars(step, lr, beta1, beta2, eps, weight_decay))
+        return scalars, beta1, beta2, None if seed is None else self.mailbox.put("key", rounding.key_of(seed, step))
 
-    def adamw_step(self, p, m, v, copy, g, rates, scale, runs):
-        scalars, beta1, beta2 = rates
+    def adamw_step(self, p, m, v, copy, g, rates, scale, runs, offset=0):
+        scalars, beta1, beta2, key = rates
         if (flags := tuple((run.start, run.stop, decays) for run, decays in runs)) not in self.decays:
             blocks = np.zeros(p.size // ARENA_BLOCK, np.int32)
             for start, stop, decays in flags:
                 blocks[start // ARENA_BLOCK : stop // ARENA_BLOCK] = decays
             self.decays[flags] = self.asarray(blocks)
-        adamw.adamw_step(p, m, v, copy, g, scalars, scale, self.decays[flags], beta1, beta2)
+        random = () if key is None else (key, offset)
+        copy = copy if key is None else copy.view(np.uint16)
+        adamw.adamw_step(p, m, v, copy, g, scalars, scale, self.decays[flags], beta1, beta2, *random)
 
     # -- what is chosen by timing --------------------------------------------------------------------------------------
 
@@ -431,8 +434,10 @@ class CudaBackend(Backend):
             return parameters
         return self.zeros(parameters.shape, self.compute)
 
-    def refresh(self, copy, parameters):
-        if copy is not parameters:
+    def refresh(self, copy, parameters, drawn=None):
+        if drawn is not None:
+            rounding.round_to_bf16(copy.view(np.uint16), parameters, self.asarray(rounding.key_of(*drawn)))
+        elif copy is not parameters:
             cast(copy, parameters)
 
     def compile_step(self, function, record=True):

@@ -36,6 +36,7 @@ from stage2_cuda.kernels import (  # noqa: E402
     gelu,
     layernorm,
     losses,
+    rounding,
     sampling,
 )
 
@@ -138,6 +139,9 @@ def launch_adamw(a):
     p, m, v, g = (a.f(n) for _ in range(4))
     adamw.adamw_step(p, m, v, None, g, scalars, None, None, 0.9, 0.95)
     adamw.adamw_step(p, m, v, a.x(n), g, scalars, a.f(1), a.i(4, high=2), 0.9, 0.95)
+    key, bits = a.xp.asarray(rounding.key_of(1, 2)), a.xp.empty(n, np.uint16)
+    adamw.adamw_step(p, m, v, bits, g, scalars, a.f(1), a.i(4, high=2), 0.9, 0.95, key, 4096)
+    rounding.round_to_bf16(bits, p, key)
     squares = a.xp.empty(3, np.float64)
     adamw.sum_of_squares(squares, a.f(9), a.f(9 * adamw.BLOCK))
     for state in (None, a.f(2)):

@@ -165,6 +165,8 @@ TRAINING = [
     ("--seed|-1", "--seed -1"),
     ("--precision|bf16", "--precision bf16 is not available on the CPU"),
     ("--precision|fp8", "--precision|fp8|fp32"),
+    ("--rounding|stochastic", "--rounding stochastic|--precision fp32 has none|--rounding nearest"),
+    ("--rounding|up", "--rounding|up|nearest"),
     # when to report and to save
     ("--log-every|0", "--log-every 0"),
     ("--log-every|-1", "--log-every -1"),

@@ -122,7 +122,7 @@ def test_uninstalled_it_runs_from_the_root_as_a_module(script, tmp_path):
 
 TRAINING_FLAGS = (
     "--preset --steps --batch-size --seq-len --lr --schedule --warmup --clip --weight-decay --seed --threads "
-    "--precision --data --tokenizer --val-data --val-fraction --eval-every --out --resume --init-from "
+    "--precision --rounding --data --tokenizer --val-data --val-fraction --eval-every --out --resume --init-from "
     "--checkpoint-every --log --log-every --plot --micro-shards --deterministic --no-deterministic --version --help"
 )
 INFERENCE_FLAGS = (

@@ -145,6 +145,7 @@ ELSEWHERE = {
     "cast.cast_kernel": "16 bits: the copy of the parameters that kernels read, when they are loaded",
     "cast.scale_kernel": "a gradient of the loss that is not 1",
     "losses.add_kernel": "more than 4096 rows",
+    "rounding.rounding_kernel": "bf16 and --rounding stochastic: the copy of the parameters, after a resume",
     "cross_entropy.backward_kernel": "a vocabulary that is divided over ranks: stage 3",
     "attention.cached_kernel": "layers that are divided over ranks: stage 3",
     "decode.columns_kernel": "texts that are continued together",

@@ -289,7 +289,7 @@ class Compiler:
 
 triton.runtime.driver.set_active(Driver())
 triton_driver.runtime = Compiler
-from stage2_cuda.kernels import adamw, cast, column_sums, cross_entropy, embedding, gelu, layernorm
+from stage2_cuda.kernels import adamw, cast, column_sums, cross_entropy, embedding, gelu, layernorm, rounding
 f, N, C, V, W = Array, 4096, 768, 50257, 50304
 for dtype in ("bfloat16", "float16", "float32"):
     h = lambda *shape: Array(*shape, dtype=dtype)
@@ -314,6 +314,9 @@ for dtype in ("bfloat16", "float16", "float32"):
     cross_entropy.cross_entropy_forward_backward(logits, r, r, r, logits, i(N), 0.1, V)
     p = f(1 << 20)
     adamw.adamw_step(p, p, p, h(1 << 20), p, f(3), f(1), Array(1024, dtype="int8"), 0.9, 0.95)
+    bits, key = Array(1 << 20, dtype="uint16"), Array(1, dtype="int64")
+    adamw.adamw_step(p, p, p, bits, p, f(3), f(1), Array(1024, dtype="int8"), 0.9, 0.95, key, 1 << 32)
+    rounding.round_to_bf16(bits, p, key)
     adamw.sum_of_squares(Array(64, dtype="float64"), f(1024), p)
     adamw.clip_scale(f(1), f(1), Array(64, dtype="float64"), 1.0, f(1))
     cast.cast(h(1 << 20), p)
@@ -333,7 +336,7 @@ def compiled():
 
 def test_every_kernel_compiles_for_a_gpu_and_none_spills_or_adds_atomically(compiled):
     names = {name for name, *_ in compiled}
-    mine = "adamw", "cast", "column_sums", "cross_entropy", "embedding", "gelu", "layernorm"
+    mine = "adamw", "cast", "column_sums", "cross_entropy", "embedding", "gelu", "layernorm", "rounding"
     files = [ROOT / "stage2_cuda" / "kernels" / f"{file}.py" for file in mine]
     assert len(names) == sum(
         file.read_text().count("launch(") - file.read_text().count("def launch(") for file in files

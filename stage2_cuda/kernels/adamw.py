@@ -13,6 +13,7 @@ import numpy as np
 import triton
 import triton.language as tl
 
+from stage2_cuda.kernels.rounding import stochastic_bf16
 from stage2_cuda.triton_driver import launch
 
 BLOCK = 1024  # elements of one program: a block of the arena, which has one weight decay
@@ -25,15 +26,17 @@ def adamw_scalars(step, lr, beta1, beta2, eps, weight_decay):
     return np.array([lr / c1 * math.sqrt(c2), eps * math.sqrt(c2), 1 - lr * weight_decay], np.float32)
 
 
-def adamw_step(p, m, v, copy, g, scalars, grad_scale, decays, beta1, beta2):
+def adamw_step(p, m, v, copy, g, scalars, grad_scale, decays, beta1, beta2, key=None, offset=0):
     """Update p, m, v (n) float32 in place from g (n) float32 * grad_scale (1); where grad_scale is NaN, not at all.
 
     copy (n): p in the precision of the kernels, or None; scalars (3): adamw_scalars on the device; grad_scale: an array
     on the device, or None for 1; decays (n / 1024) integers: whether weight decay applies to a block, None for yes.
+    key: of rounding.key_of(), on the device: copy is uint16 then, the bits of bf16, stochastically rounded, and offset
+    is the number of p's first element in the arena.
     """
     arguments = p, m, v, copy, g, scalars, grad_scale, decays, p.size
     betas = float(beta1), float(1 - beta1), float(beta2), float(1 - beta2)
-    launch(adamw_kernel, (triton.cdiv(p.size, BLOCK),), *arguments, *betas, BLOCK=BLOCK, num_warps=4)
+    launch(adamw_kernel, (triton.cdiv(p.size, BLOCK),), *arguments, *betas, key, offset, BLOCK=BLOCK, num_warps=4)
 
 
 def sum_of_squares(out, partials, flat):
@@ -64,7 +67,9 @@ def clip_scale(grad_scale, norm, squares, clip, loss_scale=None, interval=0, sto
 
 
 @triton.jit
-def adamw_kernel(p, m, v, copy, g, scalars, grad_scale, decays, n, beta1, rest1, beta2, rest2, BLOCK: tl.constexpr):
+def adamw_kernel(
+    p, m, v, copy, g, scalars, grad_scale, decays, n, beta1, rest1, beta2, rest2, key, offset, BLOCK: tl.constexpr
+):
     block = tl.program_id(0)
     at = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     rate, eps, shrink = tl.load(scalars), tl.load(scalars + 1), tl.load(scalars + 2)
@@ -83,7 +88,9 @@ def adamw_kernel(p, m, v, copy, g, scalars, grad_scale, decays, n, beta1, rest1,
     tl.store(v + at, second, mask)
     tl.store(p + at, new, mask)
     if copy is not None:
-        tl.store(copy + at, new, mask)  # rounded to nearest
+        if key is not None:
+            new = stochastic_bf16(new, key, offset + block.to(tl.int64) * BLOCK, BLOCK)
+        tl.store(copy + at, new, mask)  # else rounded to nearest
 
 
 @triton.jit
