@@ -333,7 +333,7 @@ def attention_backward(dqkv, delta, dy, qkv, y, lse, n_head, precision="ieee", c
 def load_new(qkv, rows, dims, t, C, D: tl.constexpr):
     """Rows of q, k or v out of qkv, which points to the first row of a head: (rows, dims)."""
     inside = (rows < t)[:, None] & (dims < D)[None, :]
-    return tl.load(qkv + rows[:, None] * 3 * C + dims[None, :], mask=inside, other=0.0)
+    return tl.load(qkv + rows.to(tl.int64)[:, None] * 3 * C + dims[None, :], mask=inside, other=0.0)
 
 
 @triton.jit
@@ -383,7 +383,7 @@ def cached_kernel(
         k, v = load_new(qkv + C, columns, dims, t, C, SIZE), load_new(qkv + 2 * C, columns, dims, t, C, SIZE)
         acc, peak, total = attend(acc, peak, total, q, k, v, below_diagonal(rows, columns), scale, PRECISION)
     y += first * C + h * SIZE
-    tl.store(y + rows[:, None] * C + dims[None, :], (acc / total[:, None]).to(y.dtype.element_ty), mask=new)
+    tl.store(y + rows.to(tl.int64)[:, None] * C + dims[None, :], (acc / total[:, None]).to(y.dtype.element_ty), mask=new)
 
 
 def attention_cached(y, qkv, keys, values, position, n_head, precision="ieee"):

@@ -88,7 +88,7 @@ def forward_kernel(
     own = (token >= 0) & (token < count)
     x = tl.load(wte + token[:, None] * channels + column[None, :], mask & own[:, None], 0).to(tl.float32)
     if wpe is not None:
-        place = position + row % time
+        place = (position + row % time).to(tl.int64)
         x += tl.load(wpe + place[:, None] * channels + column[None, :], mask, 0).to(tl.float32)
     tl.store(y + row.to(tl.int64)[:, None] * channels + column[None, :], x, mask)
 
@@ -155,4 +155,4 @@ def positions_kernel(dwpe, dy, batch, time, channels, position, ROWS: tl.constex
             mask = (b < batch)[:, None] & (column < channels)[None, :]
             row = b.to(tl.int64) * time + t
             total += tl.load(dy + row[:, None] * channels + column[None, :], mask, 0).to(tl.float32)
-    tl.store(dwpe + place * channels + column, tl.sum(total, 0), column < channels)
+    tl.store(dwpe + place.to(tl.int64) * channels + column, tl.sum(total, 0), column < channels)
