@@ -92,7 +92,7 @@ def train_command(make_backend, world, args):
             )
 
     try:
-        sizes = args.batch_size, args.seq_len, trainer.micro_shards, trainer.mesh.data.size
+        sizes = step_sizes(args, trainer.micro_shards, trainer.mesh.data.size)
         with told_of_memory(trainer.workers.backends[0], trainer.config, *sizes):
             signal = run(
                 trainer,
@@ -168,7 +168,7 @@ def inference_command(make_backend, world, args):
     backend, make_chooser = together(world, choose)
     tokenizer, prompts = world.broadcast_object(on_root(world, read))
     arrays, config = shared_arrays(world, weights), weights.config
-    with told_of_memory(backend, config):
+    with told_of_memory(backend, config, parallel=Parallel(tp=world.size if args.mode == "tensor" else 1)):
         if args.mode == "batch":
             model = GPT2.of_arrays(config, arrays, backend)
             write_batch(world, model, tokenizer, prompts, make_chooser, args)
@@ -247,7 +247,7 @@ def make_trainer(make_backend, world, args, source, tokenizer):
         return backends
 
     backends = together(world, make_backends)
-    with told_of_memory(backends[0], config, args.batch_size, args.seq_len, micro_shards, replicas):
+    with told_of_memory(backends[0], config, *step_sizes(args, micro_shards, replicas)):
         return Trainer(
             config,
             backends,
@@ -256,19 +256,29 @@ def make_trainer(make_backend, world, args, source, tokenizer):
             micro_shards=micro_shards,
             optimizer={name: getattr(args, name) for name in OPTIMIZER},
             world=world,
-            parallel=Parallel(args.tp, args.dp, args.bucket_mb, args.compress, args.zero),
+            parallel=parallel_of(args),
             seed=args.seed,
             record=args.graph is not False,
         )
 
 
+def parallel_of(args):
+    return Parallel(args.tp, args.dp, args.bucket_mb, args.compress, args.zero)
+
+
+def step_sizes(args, micro_shards, replicas):
+    """What Backend.out_of_memory wants to know of a training step, behind the model."""
+    in_order = args.transport == "nccl" and args.collectives == "canonical"  # by mpi they are added up on the host
+    return args.batch_size, args.seq_len, micro_shards, replicas, parallel_of(args), in_order
+
+
 @contextlib.contextmanager
-def told_of_memory(backend, config, *sizes):
+def told_of_memory(backend, config, *sizes, **shared):
     """Where the device runs out of memory inside, raise DeviceMemoryError with what the backend knows of it."""
     try:
         yield
     except Exception as error:
-        if (told := backend.out_of_memory(error, config, *sizes)) is None:
+        if (told := backend.out_of_memory(error, config, *sizes, **shared)) is None:
             raise
         raise DeviceMemoryError(told) from error
 

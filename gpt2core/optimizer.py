@@ -217,8 +217,12 @@ class AdamW:
         return self.exp_avg.nbytes + self.exp_avg_sq.nbytes
 
     def moments(self):
-        """The flat first and second moments of the whole arena, gathered from their owners."""
-        return tuple(self.owners.all_gather(flat) for flat in (self.exp_avg, self.exp_avg_sq))
+        """The flat first and second moments of the whole arena, gathered from their owners; on the host.
+
+        A device that holds its part alone need not have room for all of them.
+        """
+        to_host = self.workers.backends[0].to_host
+        return tuple(self.owners.all_gather(to_host(flat)) for flat in (self.exp_avg, self.exp_avg_sq))
 
     def load_moments(self, first, second):
         """Copy this rank's part of the flat moments of the whole arena."""

@@ -478,14 +478,17 @@ class CudaBackend(Backend):
             return None
         return max([self.held_memory(), *(step.held_before for step in self.recorded)])
 
-    def out_of_memory(self, error, config, batch_size=None, seq_len=None, micro_shards=1, ranks=1):
+    def out_of_memory(
+        self, error, config, batch_size=None, seq_len=None, micro_shards=1, ranks=1, parallel=None, in_order=False
+    ):
         if not (self.records and memory.is_out_of_memory(error)):
             return None
         free = self.xp.cuda.runtime.memGetInfo()[0] + self.held_memory() + memory.CONTEXT  # of others, that is
         if batch_size is None:
-            told = memory.no_room_to_write(config, self.precision, free)
+            told = memory.no_room_to_write(config, self.precision, free, parallel.tp if parallel else 1)
         else:
-            told = memory.no_room_to_train(config, batch_size, seq_len, self.precision, micro_shards, ranks, free)
+            sizes = batch_size, seq_len, self.precision, micro_shards, ranks
+            told = memory.no_room_to_train(config, *sizes, free, parallel, in_order)
         return f"out of memory on the {self.name}: {told}"
 
     def check_model(self, config):

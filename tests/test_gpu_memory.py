@@ -13,9 +13,13 @@ import pytest
 pytest.importorskip("triton")
 
 from gpt2core import cli
+from gpt2core import trainer as trainers
+from gpt2core.commands import step_sizes, told_of_memory
+from gpt2core.communicator import Communicator, Handle, Solo
 from gpt2core.dataset import Windows
+from gpt2core.errors import DeviceMemoryError
 from gpt2core.model import PRESETS, GPT2Config
-from gpt2core.trainer import Trainer
+from gpt2core.trainer import Parallel, Trainer
 from stage0_serial.numpy_backend import NumpyBackend
 from stage2_cuda import memory, products, triton_driver
 from stage2_cuda.cuda_backend import CudaBackend
@@ -35,6 +39,7 @@ from tests.fake_gpu import Event, Stream
 
 ROOT = Path(__file__).resolve().parents[1]
 GIB = 2**30
+CONFIG = PRESETS["nano"]
 gpu = pytest.mark.gpu
 in_the_interpreter = pytest.mark.skipif(not triton_driver.interpreted(), reason="counts NumPy's allocations")
 
@@ -53,6 +58,25 @@ def keeping():
     return SideStream(SimpleNamespace(cuda=cuda))
 
 
+def peak_of(monkeypatch, backend, config, batch, seq_len, steps=1, **options):
+    """Bytes that steps on `batch` sequences a rank have at most, with kernels that do nothing."""
+    monkeypatch.setattr(triton_driver.runtime(), "launch", lambda *_: None)
+    monkeypatch.setattr(backend.products.gemm, "matmul", lambda *_, **__: None)
+    windows = Windows(np.arange(10_000) % config.vocab_size, seq_len)
+    tracemalloc.start()
+    try:
+        trainer = Trainer(config, [backend], seq_len=seq_len, **options)
+        trainer.shards.feed(*windows.batch(0, batch))
+        trainer.optimizer.begin(1e-3)
+        for _ in range(steps):
+            tracemalloc.reset_peak()  # the initial parameters are made on the host
+            with np.errstate(all="ignore"):
+                trainer.update()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
 @in_the_interpreter
 @pytest.mark.parametrize("precision, wide", [("fp32", WIDE), ("fp16", WIDE), ("fp16", 0)])
 @pytest.mark.parametrize("side", [NoStream, keeping])
@@ -63,23 +87,65 @@ def test_the_model_is_what_a_step_allocates(monkeypatch, precision, wide, side, 
         monkeypatch.setattr(module, "WIDE", wide)
     backend = CudaBackend(precision)
     backend.side = side()
-    monkeypatch.setattr(triton_driver.runtime(), "launch", lambda *_: None)
-    monkeypatch.setattr(backend.products.gemm, "matmul", lambda *_, **__: None)
-    windows = Windows(np.arange(10_000) % config.vocab_size, seq_len)
-    tracemalloc.start()
-    try:
-        sizes = dict(batch_size=batch, seq_len=seq_len, micro_shards=micro_shards)
-        trainer = Trainer(config, [backend], **sizes)
-        trainer.shards.feed(*windows.batch(0, batch))
-        trainer.optimizer.begin(1e-3)
-        tracemalloc.reset_peak()  # the initial parameters are made on the host
-        with np.errstate(all="ignore"):
-            trainer.update()
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
+    sizes = dict(batch_size=batch, seq_len=seq_len, micro_shards=micro_shards)
+    peak = peak_of(monkeypatch, backend, config, batch, **sizes)
     terms = training_memory(config, batch, seq_len, precision, micro_shards)
     elsewhere = terms["workspace"] + terms["context"] + terms["side stream"]
+    assert peak == pytest.approx(sum(terms.values()) - elsewhere, rel=0.1)
+
+
+class Pretended(Communicator):
+    """A group of ranks of which the others say what this one says: in its own memory is all that is there."""
+
+    rank = bytes_sent = 0
+
+    def __init__(self, size):
+        self.size = size
+
+    def all_reduce_start(self, x, op="sum", out=None):
+        return Handle(x.copy() if out is None else out)
+
+    def reduce_scatter_start(self, x, op="sum", out=None):
+        return Handle(x[: len(x) // self.size].copy() if out is None else out)
+
+    def all_gather_start(self, x, out=None):
+        return Handle(np.concatenate([x] * self.size) if out is None else out)
+
+    def all_to_all_start(self, x, out=None):
+        return Handle(x.copy())
+
+    def broadcast_start(self, x, root=0, out=None):
+        return Handle(x)
+
+    def split(self, color, key=0):
+        return Pretended(self.size)
+
+
+SHARED = [
+    ("layers", 2, Parallel(dp="bucket", bucket_mb=1)),
+    ("layers", 1, Parallel(tp=2)),
+    ("layers", 1, Parallel(tp=4)),
+    ("head", 2, Parallel(tp=2)),
+    ("parameters", 4, Parallel(zero=1)),
+    ("parameters", 2, Parallel(tp=2, zero=1)),
+    ("parameters", 2, Parallel(compress="fp16")),
+    ("parameters", 2, Parallel(compress="bf16")),
+    ("parameters", 4, Parallel(compress="int8", zero=1)),
+    ("parameters", 2, Parallel(compress="int8", dp="bucket", bucket_mb=0.5)),
+]
+
+
+@in_the_interpreter
+@pytest.mark.parametrize("kind, ranks, parallel", SHARED)
+def test_the_model_is_what_a_step_of_one_of_many_ranks_allocates(monkeypatch, kind, ranks, parallel):
+    config, batch, seq_len, micro_shards = SIZES[["layers", "head", "parameters"].index(kind)]
+    mesh = SimpleNamespace(data=Pretended(ranks), tensor=Pretended(parallel.tp) if parallel.tp > 1 else Solo())
+    monkeypatch.setattr(trainers, "Mesh", lambda *_: mesh)
+    sizes = dict(batch_size=batch * ranks, seq_len=seq_len, micro_shards=micro_shards * ranks)
+    shared = dict(world=Pretended(ranks * parallel.tp), parallel=parallel)
+    peak = peak_of(monkeypatch, CudaBackend(), config, batch, steps=2, **sizes, **shared)
+    terms = training_memory(config, batch, seq_len, "fp32", micro_shards, ranks, parallel)
+    elsewhere = sum(terms[name] for name in ("workspace", "context", "side stream", "gathered to save"))
     assert peak == pytest.approx(sum(terms.values()) - elsewhere, rel=0.1)
 
 
@@ -123,6 +189,44 @@ def test_ranks_share_the_batch_and_what_is_named_can_be_divided():
     assert batch % 8 == 0 and needed(PRESETS["gpt2"], batch // 4, 1024, "bf16", 2) < 20 * GIB
 
 
+def test_what_ranks_share_is_named_and_zero_where_it_is_enough():
+    config, sizes = PRESETS["gpt2-xl"], (1024, "bf16", 4, 4)
+    with_zero = sum(training_memory(config, 1, 1024, "bf16", 1, 4, Parallel(zero=1)).values())
+    told = no_room_to_train(config, 4, *sizes, MARGIN * with_zero + GIB)
+    assert told.startswith("--batch-size 4 of 1024 tokens in 4 micro-shards takes") and told.endswith("use --zero 1")
+    told = no_room_to_train(config, 4, *sizes, MARGIN * with_zero + GIB, Parallel(zero=1, tp=5, compress="int8"), True)
+    assert "in 4 micro-shards with --tp 5 --zero 1 --compress int8 takes about" in told and "use" in told
+    told = no_room_to_train(config, 4, *sizes, MARGIN * with_zero + GIB, Parallel(zero=1, compress="bf16"))
+    assert told.endswith("use --compress none")
+
+
+def test_each_way_to_share_takes_what_it_takes():
+    config, sizes = PRESETS["gpt2"], (8, 1024, "bf16", 1)
+    alone = training_memory(config, *sizes)
+    assert training_memory(config, *sizes, 4, Parallel(zero=1))["moments"] == alone["moments"] / 4
+    halves = training_memory(PRESETS["small"], *sizes, 1, Parallel(tp=2))
+    whole = training_memory(PRESETS["small"], *sizes)
+    assert all(0.5 * whole[name] <= halves[name] < 0.7 * whole[name] for name in ("parameters", "activations"))
+    in_order = {dp: training_memory(config, *sizes, 4, Parallel(dp=dp), in_order=True) for dp in ("flat", "bucket")}
+    assert in_order["flat"]["sums over ranks"] == alone["gradients"]
+    largest = 50257 * 768 + 25e6 / 4  # a bucket ends with a parameter, and this one is a bucket of its own
+    assert in_order["bucket"]["sums over ranks"] == pytest.approx(4 * largest)
+    kept = training_memory(config, *sizes, 4, Parallel(dp="bucket", compress="int8"))["compression"]
+    assert 1.25 * alone["gradients"] < kept < 2.5 * alone["gradients"]
+
+
+def test_the_flags_of_many_ranks_reach_the_memory_model(monkeypatch):
+    args = SimpleNamespace(batch_size=16, seq_len=32, tp=2, dp="bucket", bucket_mb=3.0, compress="int8", zero=1)
+    args.transport, args.collectives = "nccl", "canonical"
+    asked = {}
+    backend = SimpleNamespace(out_of_memory=lambda error, *sizes: asked.setdefault("sizes", sizes) and "no room")
+    with pytest.raises(DeviceMemoryError, match="no room"), told_of_memory(backend, CONFIG, *step_sizes(args, 4, 2)):
+        raise MemoryError
+    assert asked["sizes"] == (CONFIG, 16, 32, 4, 2, Parallel(2, "bucket", 3.0, "int8", 1), True)
+    args.transport = "mpi"
+    assert step_sizes(args, 4, 2)[-1] is False
+
+
 def test_where_no_batch_fits_another_model_is_the_way_out():
     assert no_room_to_train(PRESETS["gpt2-xl"], 4, 1024, "fp32", 1, 1, 20 * GIB).endswith(
         ": use a smaller --seq-len, or a smaller model"
@@ -158,7 +262,7 @@ def test_who_found_no_memory(error, is_it):
 class Small(NumpyBackend):
     """Stage 0 on a device that has no room for a step."""
 
-    def out_of_memory(self, error, config, batch_size=None, seq_len=None, micro_shards=1, ranks=1):
+    def out_of_memory(self, error, config, batch_size=None, seq_len=None, *sizes, **shared):
         return f"no room for {batch_size} x {seq_len}" if is_out_of_memory(error) else None
 
     def attention_forward(self, qkv, n_head):

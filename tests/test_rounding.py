@@ -208,7 +208,7 @@ class Rounding(NumpyBackend):
 
 
 def trained(world, steps, before=None, threads=1, **parallel):
-    """Losses, the bits of master and copy, and what to go on from, as `before`; and the copies that ranks have alike."""
+    """Losses, the bits of master and copy, what to go on from (`before`), and the copies that all ranks have alike."""
     backends, sizes = [Rounding() for _ in range(threads)], dict(batch_size=4, seq_len=16, micro_shards=4)
     options = dict(rounding="stochastic", seed=11, clip=0.5)
     trainer = Trainer(CONFIG, backends, **sizes, world=world, parallel=Parallel(**parallel), optimizer=options)

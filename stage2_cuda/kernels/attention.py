@@ -383,7 +383,8 @@ def cached_kernel(
         k, v = load_new(qkv + C, columns, dims, t, C, SIZE), load_new(qkv + 2 * C, columns, dims, t, C, SIZE)
         acc, peak, total = attend(acc, peak, total, q, k, v, below_diagonal(rows, columns), scale, PRECISION)
     y += first * C + h * SIZE
-    tl.store(y + rows.to(tl.int64)[:, None] * C + dims[None, :], (acc / total[:, None]).to(y.dtype.element_ty), mask=new)
+    y += rows.to(tl.int64)[:, None] * C + dims[None, :]
+    tl.store(y, (acc / total[:, None]).to(y.dtype.element_ty), mask=new)
 
 
 def attention_cached(y, qkv, keys, values, position, n_head, precision="ieee"):
