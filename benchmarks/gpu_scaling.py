@@ -202,28 +202,46 @@ def paper(args):
     return results
 
 
-def parser():
-    parser = argparse.ArgumentParser(prog=f"python -m {BENCHMARK}", description=__doc__.splitlines()[0])
-    add = parser.add_argument
+def parser_of(benchmark, thesis, timeout, of):
+    """The flags that all benchmarks of training on GPUs have; `timeout` seconds are the default for `of`."""
+    parser = argparse.ArgumentParser(prog=f"python -m {benchmark}", description=thesis.splitlines()[0])
+    add, name = parser.add_argument, benchmark.split(".")[-1]
     add("--preset", choices=PRESETS, default="gpt2", help="model (default gpt2)")
     add("--precision", choices=("fp32", "tf32", "bf16"), default="bf16", help="of the arithmetic (default bf16)")
+    add("--bucket-mb", type=float, default=BUCKET_MB, help=f"least size of a bucket, 10^6 bytes ({BUCKET_MB:g})")
+    add("--timeout", type=int, default=timeout, help=f"seconds that {of} may take (default {timeout})")
+    add("--commit", help="what is measured, for the record, where this is a copy without its repository")
+    add("--save-as", default=name, help=f"the name of what is written to results/, up to its dot (default {name})")
+    add("--no-save", action="store_true", help="leave results/ as it is")
+    return parser
+
+
+def add_rounds(add, warm_up):
+    """The flags of those that take turns."""
+    add("--rounds", type=int, default=5, help="turns of each row (default 5)")
+    add("--steps-per-round", type=int, default=10, help="timed steps in one turn (default 10)")
+    add("--warm-up", type=int, default=1, help=f"timed steps of a first turn that does not count ({warm_up})")
+    add("--threads", type=int, default=4, help="threads of each process on the host (default 4)")
+    add("--seq-len", type=int, help="tokens per sequence (default: the model's block size)")
+
+
+def add_sizes(add):
+    """The flags of those that look at one number of GPUs."""
+    add("--ranks", type=int, default=4, help="GPUs (default 4)")
+    add("--batch-size", type=int, default=16, help="sequences a GPU (default 16)")
+
+
+def parser():
+    parser = parser_of(BENCHMARK, __doc__, 300, "one turn, compiling included,")
+    add = parser.add_argument
+    add_rounds(add, f"1, after {LEAD_IN}")
     add("--ranks", type=int, nargs="+", default=[1, 2, 4], help="numbers of GPUs (default 1 2 4)")
     add("--batch-size", type=int, nargs="*", default=[64, 16], help="sequences a GPU, a table for each (default 64 16)")
-    add("--seq-len", type=int, help="tokens per sequence (default: the model's block size)")
     add("--strong", type=int, metavar="B", help="also a table for a global batch of B, whatever the number of GPUs")
     add("--paper", action="store_true", help="also the paper's 50 steps on two GPUs, in seconds")
     add("--ways", choices=WAYS, nargs="+", default=list(WAYS), help="rows of ours (default: all)")
-    add("--bucket-mb", type=float, default=BUCKET_MB, help=f"least size of a bucket, 10^6 bytes ({BUCKET_MB:g})")
     add("--no-ddp", action="store_true", help="leave PyTorch out")
     add("--no-compile", action="store_true", help="PyTorch without torch.compile")
-    add("--rounds", type=int, default=5, help="turns of each row (default 5)")
-    add("--steps-per-round", type=int, default=10, help="timed steps in one turn (default 10)")
-    add("--warm-up", type=int, default=1, help=f"timed steps of a first turn that does not count (1, after {LEAD_IN})")
-    add("--threads", type=int, default=4, help="threads of each process on the host (default 4)")
-    add("--timeout", type=int, default=300, help="seconds that one turn may take, compiling included (default 300)")
-    add("--commit", help="what is measured, for the record, where this is a copy without its repository")
-    add("--save-as", default="gpu_scaling", help="the file in results/, without .json (default gpu_scaling)")
-    add("--no-save", action="store_true", help="leave results/ as it is")
     return parser
 
 

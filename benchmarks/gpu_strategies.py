@@ -4,13 +4,12 @@ The same ranks also train each by itself, without a word to the others: what a s
 of communication, and the deterministic mode, which computes with other products, has such a floor of its own.
 """
 
-import argparse
 import statistics
 
-from benchmarks.gpu_scaling import gpus, measure, named, percent
+from benchmarks.gpu_scaling import add_rounds, add_sizes, gpus, measure, named, parser_of, percent
 from benchmarks.harness import Contender, paired_ratio, print_table, run, save
 from gpt2core.model import PRESETS
-from gpt2core.parallel.data_parallel import BUCKET_MB, STRATEGIES
+from gpt2core.parallel.data_parallel import STRATEGIES
 from stage1_mpi.launch import choose, launch_line
 
 BENCHMARK = "benchmarks.gpu_strategies"
@@ -86,22 +85,9 @@ def times(one, other):
 
 
 def parser():
-    parser = argparse.ArgumentParser(prog=f"python -m {BENCHMARK}", description=__doc__.splitlines()[0])
-    add = parser.add_argument
-    add("--preset", choices=PRESETS, default="gpt2", help="model (default gpt2)")
-    add("--precision", choices=("fp32", "tf32", "bf16"), default="bf16", help="of the arithmetic (default bf16)")
-    add("--ranks", type=int, default=4, help="GPUs (default 4)")
-    add("--batch-size", type=int, default=16, help="sequences a GPU (default 16)")
-    add("--seq-len", type=int, help="tokens per sequence (default: the model's block size)")
-    add("--bucket-mb", type=float, default=BUCKET_MB, help=f"least size of a bucket, 10^6 bytes ({BUCKET_MB:g})")
-    add("--rounds", type=int, default=5, help="turns of each row (default 5)")
-    add("--steps-per-round", type=int, default=10, help="timed steps in one turn (default 10)")
-    add("--warm-up", type=int, default=1, help="timed steps of a first turn that does not count (default 1)")
-    add("--threads", type=int, default=4, help="threads of each process on the host (default 4)")
-    add("--timeout", type=int, default=300, help="seconds that one turn may take (default 300)")
-    add("--commit", help="what is measured, for the record, where this is a copy without its repository")
-    add("--save-as", default="gpu_strategies", help="the file in results/, without .json (default gpu_strategies)")
-    add("--no-save", action="store_true", help="leave results/ as it is")
+    parser = parser_of(BENCHMARK, __doc__, 300, "one turn")
+    add_sizes(parser.add_argument)
+    add_rounds(parser.add_argument, "default 1")
     return parser
 
 

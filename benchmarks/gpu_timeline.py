@@ -5,7 +5,6 @@ that it was recorded on: what NCCL and the canonical sum run is communication, a
 runs beside the first. Being watched costs each kernel a little, so the step is somewhat longer than one that is timed.
 """
 
-import argparse
 import json
 import re
 
@@ -13,10 +12,11 @@ import numpy as np
 
 from benchmarks.collectives import launch
 from benchmarks.gpu_profile import Ran, open_cupti, recorded, short
+from benchmarks.gpu_scaling import add_sizes, parser_of
 from benchmarks.harness import ROOT, print_table, run, save
 from gpt2core.dataset import Windows
 from gpt2core.model import PRESETS
-from gpt2core.parallel.data_parallel import BUCKET_MB, STRATEGIES
+from gpt2core.parallel.data_parallel import STRATEGIES
 
 BENCHMARK = "benchmarks.gpu_timeline"  # how the ranks import this file
 SEED = 20260101
@@ -166,18 +166,10 @@ def rows_of(figures):
 
 
 def parser():
-    parser = argparse.ArgumentParser(prog=f"python -m {BENCHMARK}", description=__doc__.splitlines()[0])
-    add = parser.add_argument
-    add("--preset", choices=PRESETS, default="gpt2", help="model (default gpt2)")
-    add("--precision", choices=("fp32", "tf32", "bf16"), default="bf16", help="of the arithmetic (default bf16)")
-    add("--ranks", type=int, default=4, help="GPUs (default 4)")
-    add("--batch-size", type=int, default=16, help="sequences a GPU (default 16)")
-    add("--dp", choices=STRATEGIES, nargs="+", default=["naive", "bucket"], help="a panel each (default naive bucket)")
-    add("--bucket-mb", type=float, default=BUCKET_MB, help=f"least size of a bucket, 10^6 bytes ({BUCKET_MB:g})")
-    add("--timeout", type=int, default=200, help="seconds that the job may take (default 200)")
-    add("--commit", help="what is measured, for the record, where this is a copy without its repository")
-    add("--save-as", default="gpu_timeline", help="the files in results/, without what follows (default gpu_timeline)")
-    add("--no-save", action="store_true", help="leave results/ as it is")
+    parser = parser_of(BENCHMARK, __doc__, 200, "the job")
+    add_sizes(parser.add_argument)
+    panels = "a panel each (default naive bucket)"
+    parser.add_argument("--dp", choices=STRATEGIES, nargs="+", default=["naive", "bucket"], help=panels)
     return parser
 
 
