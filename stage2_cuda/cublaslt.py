@@ -220,14 +220,10 @@ class CublasLt:
         "dgelu", which multiplies by gelu'(aux). bias and aux are of out's type.
 
         Raises ShapeError, TypeError or ValueError where these do not fit; RuntimeError where cublasLt cannot, and where
-        a stream is being captured and the product is new, as nothing can be timed then: `prepare` it.
+        a stream is being captured and the product is new, as nothing can be timed then: run it once before.
         """
         problem, plan, addresses = self._plan(out, a, b, **options)
         self._launch(problem, plan, addresses, plan.algorithm)
-
-    def prepare(self, out, a, b, **options):
-        """Choose the algorithm for matmul() of the same arguments, whose values are neither read nor written."""
-        self._plan(out, a, b, **options)
 
     def adopt(self, choices):
         """Compute by another rank's `choices` from here on, also what has been computed by its own before."""
@@ -299,7 +295,7 @@ class CublasLt:
         if self._deterministic or len(candidates) == 1:
             algorithm = candidates[0]
         elif self._cupy.cuda.get_current_stream().is_capturing():
-            raise RuntimeError(f"in a stream capture nothing can be timed: prepare() this product before: {problem}")
+            raise RuntimeError(f"in a stream capture nothing can be timed: run this product once before: {problem}")
         else:
             algorithm = self._fastest(problem, plan, candidates)
         self.choices[str(problem)] = bytes(algorithm).hex()

@@ -9,6 +9,7 @@ import numpy as np
 
 from gpt2core.arena import BLOCK as ARENA_BLOCK
 from gpt2core.backend import Backend, Immediate
+from gpt2core.communicator import address
 from gpt2core.errors import ConfigError
 from stage2_cuda import engine, memory, nvtx, triton_driver
 from stage2_cuda.graph import Recorded
@@ -101,7 +102,7 @@ class CudaBackend(Backend):
     # -- gradients of parameters --------------------------------------------------------------------------------------
 
     def place_gradients(self, places):
-        self.places = {self.address(parameter): place for parameter, place in places}
+        self.places = {address(parameter): place for parameter, place in places}
 
     def gradients(self, parameters, shape, compute, *operands):
         """[the gradient of each parameter], float32 of `shape`, which compute(*gradients) writes from `operands`.
@@ -119,7 +120,7 @@ class CudaBackend(Backend):
 
     def place(self, parameter):
         """The array that place_gradients() has for this parameter, or None."""
-        return None if parameter is True else self.places.get(self.address(parameter))
+        return None if parameter is True else self.places.get(address(parameter))
 
     def weight_gradient(self, w, x, dy):
         """x' dy (C, K), x (N, C), dy (N, K)."""
@@ -159,7 +160,7 @@ class CudaBackend(Backend):
 
     def gelu_backward(self, dy, x):
         dx = self.like(x)
-        gelu.gelu_backward(rows(dx), rows(contiguous(self.xp, dy)), rows(x))
+        gelu.gelu_backward(rows(dx), rows(self.xp.ascontiguousarray(dy)), rows(x))
         return dx
 
     def linear_gelu_forward(self, x, w, b):
@@ -204,10 +205,10 @@ class CudaBackend(Backend):
         return dx, dw, db
 
     def residual_layernorm_forward(self, x, a, a_bias, w, b, eps):
-        x2 = rows(contiguous(self.xp, x))
+        x2 = rows(self.xp.ascontiguousarray(x))
         y, mean, rstd = self.like(x2), self.floats(len(x2)), self.floats(len(x2))
         s = x2 if a is None else self.like(x2)
-        a2 = None if a is None else rows(contiguous(self.xp, a))
+        a2 = None if a is None else rows(self.xp.ascontiguousarray(a))
         layernorm.residual_layernorm_forward(
             None if a is None else s, y, mean, rstd, x2, a2, a_bias, w, b, eps
         )  # fmt: skip
@@ -216,7 +217,7 @@ class CudaBackend(Backend):
     def residual_layernorm_backward(self, ds, dy, w, aux):
         s, mean, rstd, a_bias, b = aux
         dx, partials = self.like(s), self.floats(*layernorm.layernorm_partials_shape(*s.shape))
-        ds = None if ds is None else rows(contiguous(self.xp, ds))
+        ds = None if ds is None else rows(self.xp.ascontiguousarray(ds))
         layernorm.residual_layernorm_backward(dx, partials, ds, rows(dy), s, w, mean, rstd)
         dw, db, da_bias = self.gradients(
             [w, b, a_bias], w.shape, lambda *sums: column_sums.add_partials(partials, *sums), partials
@@ -233,7 +234,7 @@ class CudaBackend(Backend):
 
     def attention_backward(self, dy, qkv, y, aux, n_head):
         dqkv, delta = self.like(qkv), self.like(aux)
-        flash.attention_backward(dqkv, delta, contiguous(self.xp, dy), qkv, y, aux, n_head, precision=self.dot)
+        flash.attention_backward(dqkv, delta, self.xp.ascontiguousarray(dy), qkv, y, aux, n_head, precision=self.dot)
         return dqkv
 
     def attention_cached(self, qkv, keys, values, position, n_head):
@@ -251,9 +252,9 @@ class CudaBackend(Backend):
         return y
 
     def embedding_backward(self, dy, ids, wte, wpe, position=0, first=0):
-        ids, dy = self.asarray(ids, np.int32), contiguous(self.xp, dy)
+        ids, dy = self.asarray(ids, np.int32), self.xp.ascontiguousarray(dy)
         dwte, dwpe = self.space(wte), self.space(wpe)
-        shared = self.address(wte) in self.filled  # the same matrix at the other end has left its gradient there
+        shared = address(wte) in self.filled  # the same matrix at the other end has left its gradient there
         self.filled.clear()
         pieces = self.floats(*embedding.pieces_shape(ids.size, wte.shape[1]))
         runs = self.sorted_rows(ids, wte.shape[0], first)
@@ -268,10 +269,10 @@ class CudaBackend(Backend):
     # -- unembedding and cross-entropy ---------------------------------------------------------------------------------
 
     def unembed_forward(self, x, w):
-        return self.product(rows(contiguous(self.xp, x)), w, trans_b=True).reshape(*x.shape[:-1], w.shape[0])
+        return self.product(rows(self.xp.ascontiguousarray(x)), w, trans_b=True).reshape(*x.shape[:-1], w.shape[0])
 
     def unembed_backward(self, dy, x, w):
-        dy, x2 = rows(dy), rows(contiguous(self.xp, x))
+        dy, x2 = rows(dy), rows(self.xp.ascontiguousarray(x))
         return self.product(dy, w).reshape(x.shape), self.product(dy, x2, trans_a=True, dtype=np.float32)
 
     def cross_entropy_forward(self, logits, targets, first=0):
@@ -308,6 +309,7 @@ class CudaBackend(Backend):
             dx, dw, seed = aux
             if dy is not (self.one if seed is None else seed):
                 factor = self.asarray(dy if seed is None else dy / seed, np.float32).reshape(1)
+                dx, dw = dx.copy(), dw.copy()  # where the graph is retained, another backward multiplies them anew
                 for gradient in (dx, dw):
                     scale_in_place(gradient, factor)
         else:
@@ -320,7 +322,7 @@ class CudaBackend(Backend):
                 self.gradients_of(logits, x[chunk], w, dx[chunk], dw, number > 0)
                 del logits
         if dw is self.place(w):
-            self.filled.add(self.address(w))
+            self.filled.add(address(w))
         return dx, dw
 
     def space_of_head(self, w):
@@ -426,9 +428,6 @@ class CudaBackend(Backend):
         names = ((slot, count, first, field) for field in runs._fields)
         return embedding.Runs(*map(self.mailbox.put, names, runs))
 
-    def address(self, array):
-        return array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr
-
     def compute_copy(self, parameters):
         if self.compute == self.dtype:
             return parameters
@@ -514,10 +513,6 @@ def gpu_name(cupy):
 def rows(x):
     """(..., C) as (N, C), a view."""
     return x.reshape(-1, x.shape[-1])
-
-
-def contiguous(xp, x):
-    return xp.ascontiguousarray(x)
 
 
 def logit_chunks(x, w):

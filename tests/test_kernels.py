@@ -13,6 +13,7 @@ from numpy.testing import assert_allclose, assert_array_equal
 
 from gpt2core import ops
 from gpt2core.backend import Backend
+from gpt2core.communicator import address
 from gpt2core.errors import ConfigError
 from gpt2core.tensor import ShapeError, Tensor, no_grad
 from stage0_serial import numpy_backend
@@ -621,10 +622,6 @@ def test_arrays_are_made_on_the_backend_in_its_precision(backend):
     for precision in ("bf16", "fp16", "tf32", "float32"):
         with pytest.raises(ConfigError, match=f"--precision {precision}"):
             NumpyBackend(precision)
-
-
-def address(array):
-    return array.__array_interface__["data"][0]
 
 
 @pytest.mark.parametrize("shape", [(SMALL,), (100, 333), (3, 5, 7, 111), (1, 1 << 20)])

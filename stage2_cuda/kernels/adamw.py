@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from stage2_cuda.kernels.rounding import stochastic_bf16
+from stage2_cuda.kernels.totals import totals
 from stage2_cuda.triton_driver import launch
 
 BLOCK = 1024  # elements of one program: a block of the arena, which has one weight decay
@@ -50,7 +51,7 @@ def sum_of_squares(out, partials, flat):
     if flat.size != blocks * BLOCK or blocks % segments:
         raise ValueError(f"{segments} equal segments of whole blocks of {BLOCK} do not make {flat.size} elements")
     launch(squares_kernel, (triton.cdiv(blocks, ROWS),), partials, flat, blocks, ROWS=ROWS, BLOCK=BLOCK, num_warps=4)
-    launch(add_kernel, (segments,), out, partials, blocks // segments, BLOCK=BLOCK, num_warps=4)
+    totals(out, partials)
 
 
 def clip_scale(grad_scale, norm, squares, clip, loss_scale=None, interval=0, stop=None):
@@ -99,15 +100,6 @@ def squares_kernel(partials, flat, blocks, ROWS: tl.constexpr, BLOCK: tl.constex
     at = block.to(tl.int64)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     x = tl.load(flat + at, (block < blocks)[:, None], 0).to(tl.float32)
     tl.store(partials + block, tl.sum(x * x, 1), block < blocks)
-
-
-@triton.jit
-def add_kernel(out, partials, each, BLOCK: tl.constexpr):
-    total = tl.zeros((BLOCK,), tl.float64)
-    for start in tl.range(0, each, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        total += tl.load(partials + tl.program_id(0) * each + at, at < each, 0).to(tl.float64)
-    tl.store(out + tl.program_id(0), tl.sum(total, 0))
 
 
 @triton.jit

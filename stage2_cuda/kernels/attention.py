@@ -353,8 +353,6 @@ def cached_kernel(
 
     Other programs write the caches from `position` on meanwhile: the new keys and values are read out of qkv.
     """
-    if position.dtype.is_ptr():
-        position = tl.load(position)
     C = H * SIZE
     b, h, head = tl.program_id(0) // H, tl.program_id(0) % H, tl.program_id(0).to(tl.int64) * SIZE * block
     rows, dims = tl.program_id(1) * M + tl.arange(0, M), tl.arange(0, D)
@@ -390,12 +388,11 @@ def cached_kernel(
 def attention_cached(y, qkv, keys, values, position, n_head, precision="ieee"):
     """qkv (B, t, 3C) of positions [position, position + t) -> y (B, t, C), attending to all positions so far.
 
-    Writes k and v into the caches, keys (B, H, D, block) and values (B, H, block, D). position: an integer, or an
-    array of one int32 on the device, which a captured graph reads anew at each replay.
+    Writes k and v into the caches, keys (B, H, D, block) and values (B, H, block, D).
     """
     B, t, D, _ = plan(qkv, n_head, precision)
     block = keys.shape[3]
-    if isinstance(position, int) and position + t > block:
+    if position + t > block:
         raise ConfigError(f"a cache of {block} positions has no room for {t} more after {position}")
     arguments = y, keys, values, qkv, position, t, n_head, block, LOG2E.value / math.sqrt(D)
     grid = B * n_head, triton.cdiv(t, CACHED.M)

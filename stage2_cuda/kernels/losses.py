@@ -8,6 +8,7 @@ loss = scale sum over rows of (log(sum) - (picked - highest)),  sum = own sums e
 import triton
 import triton.language as tl
 
+from stage2_cuda.kernels.totals import totals
 from stage2_cuda.triton_driver import launch
 
 ROWS, TILE = 4096, 1024  # of one program, and of one step of it
@@ -30,7 +31,7 @@ def loss(out, partials, sums, picked, highest, scale):
     arguments = partials if programs > 1 else out, sums, picked, highest, n, float(scale)
     launch(loss_kernel, (programs,), *arguments, ROWS=ROWS, TILE=TILE, num_warps=8)
     if programs > 1:
-        launch(add_kernel, (1,), out, partials, programs, TILE=TILE, num_warps=4)
+        totals(out, partials)
 
 
 @triton.jit
@@ -51,12 +52,3 @@ def loss_kernel(out, sums, picked, highest, n, scale, ROWS: tl.constexpr, TILE: 
         rows = tl.log(tl.load(sums + row, own, 1)) - (tl.load(picked + row, own, 0) - tl.load(highest + row, own, 0))
         total += rows.to(tl.float64)
     tl.store(out + tl.program_id(0), tl.sum(total, 0) * scale)
-
-
-@triton.jit
-def add_kernel(out, partials, n, TILE: tl.constexpr):
-    total = tl.zeros((TILE,), tl.float64)
-    for start in tl.range(0, n, TILE):
-        at = start + tl.arange(0, TILE)
-        total += tl.load(partials + at, at < n, 0)
-    tl.store(out, tl.sum(total, 0))
