@@ -233,8 +233,8 @@ def divide(config, precision):
     qkv, logits = (np.empty((B, T, size), backend.compute) for size in (3 * config.n_embd, config.vocab_size))
     backend.attention_cached(qkv, cache.keys[0], cache.values[0], 3, config.n_head)
     logits, targets = logits.reshape(B * T, -1), np.zeros(B * T, np.int32)
-    statistics = backend.cross_entropy_forward(logits, targets)
-    backend.cross_entropy_backward(np.ones((), np.float32), logits, targets, 1.0, *statistics)
+    maxima, sums, _, aux = backend.cross_entropy_forward(logits, targets)
+    backend.cross_entropy_backward(np.ones((), np.float32), logits, targets, 1.0, maxima, sums, aux)
     scale_in_place(logits, backend.floats(1))
 
 
