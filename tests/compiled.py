@@ -226,6 +226,14 @@ def attend(precision, T, D):
     backend.attention_backward(dy, qkv, *backend.attention_forward(qkv, H), H)
 
 
+def multiply(precision, rows, C, K):
+    """A linear layer, forward and backward."""
+    backend = Backend(precision)
+    x, w, dy = (np.empty(shape, backend.compute) for shape in ((rows, C), (C, K), (rows, K)))
+    backend.linear_forward(x, w, np.empty(K, backend.compute))
+    backend.linear_backward(dy, x, w)
+
+
 def divide(config, precision):
     """What a rank of stage 3 launches besides: its heads over a cache, the gradient of its part of the vocabulary."""
     backend, B, T = Backend(precision), 2, 5
@@ -254,27 +262,26 @@ def everything(preset, precision):
 
 
 def suite(gpu):
-    """What the tests compile: all kernels for a Hopper GPU; for an older one those with descriptors and tl.dot."""
-    narrowed = Sampling(top_k=40, top_p=0.9)
+    """What the tests compile: every kernel for a Hopper GPU; for an older one those with descriptors and tl.dot."""
+    greedy, narrowed = Greedy(), Sampling(top_k=40, top_p=0.9)
+    attend("bf16", 256, 64)
+    multiply("fp32", 4096, 768, 3072)
     if gpu == "a100":
-        write(cut("paper"), "fp32", 8, [narrowed])
-        for precision in ("tf32", "bf16"):
-            attend(precision, 256, 64)
-        return
-    for precision in PRECISIONS:
-        train(cut("paper"), precision, 16)
-        for batch in (1, 8):
-            write(cut("paper"), precision, batch, [Greedy()])
-    divide(cut("paper"), "fp32")
+        return write(cut("paper"), "bf16", 8, [greedy])
     for precision in ("fp32", "bf16"):
-        train(cut("gpt2"), precision, 8)
-    write(cut("gpt2"), "bf16", 1, [Greedy(), of_the_caller, narrowed])
+        train(cut("paper"), precision, 16)
+    for precision in ("tf32", "fp16"):
+        attend(precision, 256, 64)
+    divide(cut("paper"), "fp32")
+    for precision, batch in (("fp32", 1), ("tf32", 8), ("fp16", 8)):
+        write(cut("paper"), precision, batch, [greedy])
+    train(cut("gpt2"), "bf16", 8)
+    write(cut("gpt2"), "bf16", 1, [greedy, of_the_caller, narrowed])
     wide = dataclasses.replace(PRESETS["gpt2-xl"], n_layer=1, vocab_size=172, block_size=64)
     train(wide, "bf16", 8)
-    write(wide, "bf16", 1, [Greedy()])
-    attend("bf16", 16384, 64)
-    for precision in ("fp32", "tf32", "bf16"):
-        attend(precision, 1024, 128)
+    write(wide, "bf16", 1, [greedy])
+    for T, D in ((16384, 64), (1024, 128)):
+        attend("bf16", T, D)
 
 
 # -- what comes out ---------------------------------------------------------------------------------------------------
