@@ -141,11 +141,16 @@ class Gpu:
 
     def compile_and_launch(self, kernel, grid, arguments, options):
         """-> the compiled kernel, and its constants in the order of its signature."""
+        from triton import OutOfResources
+
         constants = list(range(len(arguments), len(kernel.arg_names)))
         if kernel.constexprs != constants:
             raise TypeError(f"{kernel.__name__}: {len(arguments)} arguments, but the constants are {kernel.constexprs}")
         arguments = (Pointer(value) if isinstance(value, self.xp.ndarray) else value for value in arguments)
-        compiled = kernel[grid](*arguments, **options, enable_fp_fusion=True)  # Triton 3.9 warns where nobody says
+        try:
+            compiled = kernel[grid](*arguments, **options, enable_fp_fusion=True)  # Triton 3.9 warns where nobody says
+        except OutOfResources as error:
+            raise too_small(kernel, error) from error
         defaults = kernel.signature.parameters
         names = [kernel.arg_names[number] for number in constants]
         return compiled, [options[name] if name in options else defaults[name].default for name in names]
@@ -216,6 +221,14 @@ def imported(module, name, way_out):
         return importlib.import_module(module)
     except Exception as error:  # a CuPy for another CUDA raises more than ImportError
         raise ConfigError(f"{name} is needed, and cannot be imported ({first_line(error)}): {way_out}") from error
+
+
+def too_small(kernel, error):
+    name = f"{kernel.__module__.rpartition('.')[2]}.{kernel.__name__}"
+    return ConfigError(
+        f"{name} does not fit this GPU ({error.name}: {error.required:,} needed, {error.limit:,} there): "
+        f"use --precision bf16, whose tiles are smaller, or a GPU of compute capability 9.0"
+    )
 
 
 def first_line(error):

@@ -208,6 +208,21 @@ def test_constants_come_last():
         gpu.launch(Kernel(), (4,), (x, np.zeros(3), None, 0.5, 1), {"BLOCK": 16})
 
 
+def test_a_kernel_that_is_too_large_for_the_gpu_is_one_sentence():
+    class Large(Kernel):
+        __module__ = "stage2_cuda.kernels.attention"
+
+        def __getitem__(self, grid):
+            def refused(*_, **__):
+                raise triton.OutOfResources(212992, 166912, "shared memory")
+
+            return refused
+
+    sentence = r"attention.axpy does not fit this GPU \(shared memory: 212,992 needed, 166,912 there\): use --precision"
+    with pytest.raises(ConfigError, match=sentence):
+        fake_gpu().launch(Large(), (4,), (Memory(256), Memory(512), None, 0.5, 64), {"BLOCK": 16})
+
+
 # -- no GPU --------------------------------------------------------------------------------------------------
 
 
