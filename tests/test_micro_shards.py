@@ -271,7 +271,7 @@ def test_a_step_that_diverges_leaves_everything_as_it_was(rng, ranks, what):
 
 @pytest.mark.parametrize("size", [1, 2, 5])
 def test_workers_run_side_by_side_and_answer_in_order(size):
-    workers, together = Workers([f"backend {i}" for i in range(size)]), threading.Barrier(size, timeout=10)
+    workers, together = Workers([f"backend {i}" for i in range(size)]), threading.Barrier(size, timeout=60)
 
     def work(backend, item):
         together.wait()
