@@ -143,7 +143,7 @@ class Job:
 # -- a function on every rank -----------------------------------------------------------------------------------------
 
 
-def run_mpi(size, function, *args, timeout=60):
+def run_mpi(size, function, *args, timeout=LIMIT):
     """[function(communicator, *args) of each rank], every rank a process of one MPI job.
 
     `function` is a top-level function of a module; `args` and the results are pickled. Raises AssertionError with what
