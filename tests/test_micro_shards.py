@@ -144,7 +144,10 @@ def test_the_levels_a_shard_completes_are_the_carries_of_a_binary_counter():
     "shards, threads, rows", [(8, 1, 16), (8, 4, 16), (3, 3, 16), (5, 1, 16), (7, 7, 9), (6, 2, 7)]
 )
 def test_the_sum_over_shards_is_the_gradient_of_one_big_batch(rng, config, shards, threads, rows):
-    """Also where the rows do not divide evenly, as without determinism: only roundings of float64 differ, which grow in large weights."""
+    """Also where the rows do not divide evenly, as without determinism: only roundings of float64 differ.
+
+    Weights are ten times as large as a model's at its start, and so is what a layer makes of them: hence 1e-11.
+    """
     inputs, targets = random_batch(rng, rows)
     whole, _ = micro_shards(config, 1, 1, "fp64")
     parts, _ = micro_shards(config, shards, threads, "fp64")

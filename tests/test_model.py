@@ -81,8 +81,8 @@ def batch(rng, config, B, T):
 # -- logits, loss, gradients ---------------------------------------------------------------------------------
 
 
-# Relative norm, float64 on both sides. In fp32 no bound would do: of rows of four channels some are nearly constant, and
-# their LayerNorm divides rounding by what is left of them, four times over.
+# Relative norm, float64 on both sides. In fp32 no bound would do: some rows of four channels are nearly constant, and
+# their LayerNorm divides rounding by what is left of them, layer after layer.
 MODEL = 1e-9
 
 
