@@ -25,7 +25,7 @@ from stage1_mpi.launch import choose
 
 ROOT = Path(__file__).resolve().parents[1]
 THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-LIMIT = 60  # seconds until a job that does not end is ended
+LIMIT = 180  # seconds until a job that does not start, or does not end, is ended: ten times what a loaded machine takes
 # What a launcher or an MPI library says of its own when ranks are killed or abort: never a line of ours.
 NOISE = re.compile(r"Abort\(\d+\) on node|MPI_A(BORT|bort)|^[-=]{20,}|^=  |^YOUR APPLICATION|^This typ|^Please see")
 
@@ -143,11 +143,12 @@ class Job:
 # -- a function on every rank -----------------------------------------------------------------------------------------
 
 
-def run_mpi(size, function, *args, timeout=60):
+def run_mpi(size, function, *args, timeout=LIMIT):
     """[function(communicator, *args) of each rank], every rank a process of one MPI job.
 
     `function` is a top-level function of a module; `args` and the results are pickled. Raises AssertionError with what
-    the ranks wrote on standard error when the job fails or takes more than `timeout` seconds.
+    the ranks wrote on standard error when the job fails or takes more than `timeout` seconds from the moment that all
+    ranks have started.
     """
     with tempfile.TemporaryDirectory() as folder:
         job = Path(folder) / "job"
@@ -159,7 +160,10 @@ def run_mpi(size, function, *args, timeout=60):
                 command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=err,
                 start_new_session=True,
             )  # fmt: skip
+            ready, starting = [job.with_name(f"ready{rank}") for rank in range(size)], time.monotonic() + LIMIT
             try:
+                while process.poll() is None and time.monotonic() < starting and not all(map(Path.exists, ready)):
+                    time.sleep(0.01)
                 status = f"ended with status {process.wait(timeout)}"
             except subprocess.TimeoutExpired:
                 status = f"was ended after {timeout} s"
@@ -176,7 +180,7 @@ def run_mpi(size, function, *args, timeout=60):
 
 def main(job, timeout):
     """One rank: run the function of the job, leave its result; an exception ends the job."""
-    faulthandler.dump_traceback_later(timeout / 2)  # a rank that hangs says where
+    faulthandler.dump_traceback_later(LIMIT / 2)  # a rank that hangs says where: here in its start
     from stage1_mpi.mpi_communicator import MpiCommunicator
 
     sys.path.append(str(ROOT / "tests"))  # pytest calls a test's module by its bare name
@@ -184,7 +188,10 @@ def main(job, timeout):
     try:
         target, args = pickle.loads(Path(job).read_bytes())
         module, _, name = target.partition(":")
-        result = attrgetter(name)(importlib.import_module(module))(communicator, *args)
+        function = attrgetter(name)(importlib.import_module(module))
+        faulthandler.dump_traceback_later(timeout / 2)
+        Path(job).with_name(f"ready{communicator.rank}").touch()
+        result = function(communicator, *args)
         faulthandler.cancel_dump_traceback_later()
         Path(job).with_name(f"result{communicator.rank}").write_bytes(pickle.dumps(result))
     except BaseException:

@@ -318,7 +318,9 @@ def _read_weights(step):
                     raise ValueError(f"{_some(twice)} is in {name} and in another file")
                 tensors |= shard
             return index, tensors
-    if not os.path.exists(step / MODEL) and any(step.glob("pytorch_model*.bin")):
+    with _reading(step):  # a writer may have removed it a moment ago
+        pickled = not os.path.exists(step / MODEL) and any(step.glob("pytorch_model*.bin"))
+    if pickled:
         raise CheckpointError(
             f"{step}: holds only pytorch_model.bin, a pickle, which could run code and is not read here: convert it "
             f"with transformers, GPT2LMHeadModel.from_pretrained({str(step)!r}).save_pretrained(NEW_DIRECTORY)"

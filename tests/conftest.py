@@ -1,6 +1,7 @@
 """The commands of stages 0 and 2, in this process: `train("--steps", 3)` returns exit code and what was written."""
 
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 
 import pytest
@@ -10,6 +11,14 @@ from gpt2core.communicator import Solo
 from stage0_serial.numpy_backend import NumpyBackend
 
 WORDS = "the model reads one token, then another; it learns what follows and forgets nothing of café and naïve text."
+
+
+with suppress(ImportError):  # not every test needs it
+    from hypothesis import HealthCheck, settings
+
+    # An example takes as long as the machine lets it: no test may fail because others were at work.
+    settings.register_profile("suite", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("suite")
 
 
 def has_gpu():

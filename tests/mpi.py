@@ -20,7 +20,7 @@ def mpiexec():
         pytest.skip(str(error))
 
 
-def run_mpi(size, function, *args, timeout=60):
+def run_mpi(size, function, *args, timeout=jobs.LIMIT):
     """jobs.run_mpi, skipped in the same way."""
     mpiexec()
     return jobs.run_mpi(size, function, *args, timeout=timeout)

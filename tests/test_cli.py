@@ -297,9 +297,8 @@ def test_a_second_interrupt_ends_at_once(corpus):
     process.send_signal(signal.SIGINT)
     with pytest.raises(subprocess.TimeoutExpired):  # the step in hand is not done
         process.wait(0.5)
-    start = time.monotonic()
     process.send_signal(signal.SIGINT)
-    assert process.wait(30) == 130 and time.monotonic() - start < 5
+    assert process.wait(30) == 130  # the step would take a minute
     assert process.communicate()[1] == ""
 
 
@@ -544,7 +543,7 @@ def test_a_foreign_directory_without_a_tokenizer_needs_one_to_be_named(infer, we
 
 def test_the_reader_of_the_output_may_leave(corpus):
     process = subprocess.Popen(
-        [sys.executable, "train_gpt2.py", "--preset", "nano", "--data", str(corpus), "--steps", "500"],
+        [sys.executable, "train_gpt2.py", "--preset", "nano", "--data", str(corpus), "--steps", "1000000"],
         cwd=STAGE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
     process.stdout.readline()

@@ -94,7 +94,7 @@ def test_all_ways_of_a_job_train_on_the_same_batches_from_the_same_parameters():
     variants = {str(number): dict(ranks=2, batch_size=2, **way) for number, way in enumerate(ways)}
     variants["one"] = dict(ranks=1, batch_size=2)
     variants["alone"] = dict(ranks=2, batch_size=4, talks=False)  # each on what is the whole batch of the others
-    for losses in run_mpi(2, trained, variants, timeout=120):
+    for losses in run_mpi(2, trained, variants):
         want = losses["0"]
         np.testing.assert_allclose(list(losses.values()), want, rtol=1e-5)  # float32 sums in other orders
 

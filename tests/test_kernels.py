@@ -38,12 +38,12 @@ def backend(request):
     return NumpyBackend(request.param)
 
 
-def near(got, want, tolerance=None):
-    """norm(got - want) <= tolerance * norm(want), which no NaN passes."""
+def near(got, want, tolerance=None, least=0.0):
+    """norm(got - want) <= tolerance * max(norm(want), least), which no NaN passes."""
     got, want = np.asarray(got), np.asarray(want)
     assert got.shape == want.shape
     error = np.linalg.norm(np.subtract(got, want, dtype=np.float64))
-    assert error <= (tolerance or TOLERANCE[got.dtype]) * np.linalg.norm(want)
+    assert error <= (tolerance or TOLERANCE[got.dtype]) * max(np.linalg.norm(want), least)
 
 
 def sealed(array):
@@ -66,10 +66,10 @@ def oracle(function, arrays, *dys):
     return [output.detach().numpy() for output in outputs], [leaf.grad.numpy() for leaf in leaves]
 
 
-def check(backend, got, want):
+def check(backend, got, want, least=0.0):
     for g, w in zip(got, want, strict=True):
         assert g.dtype == backend.dtype
-        near(g, w)
+        near(g, w, least=least)
 
 
 def repeatable(backward, *arguments):
@@ -112,7 +112,8 @@ def test_gelu(backend, rng, shape):
     x, dy = normal(rng, backend, *shape, scale=2), normal(rng, backend, *shape)
     want, gradients = oracle(lambda x: torch.nn.functional.gelu(x, approximate="tanh"), (x,), dy)
     check(backend, [backend.gelu_forward(x)], want)
-    check(backend, [backend.gelu_backward(dy, x)], gradients)
+    # a slope is a sum of terms of size one that cancel below zero: its error is theirs, also where all slopes are small
+    check(backend, [backend.gelu_backward(dy, x)], gradients, least=np.linalg.norm(dy))
     assert_array_equal(backend.gelu_backward(dy, x), backend.gelu_backward(dy, x))
 
 
@@ -339,7 +340,8 @@ def test_columns_of_the_logits_give_the_cross_entropy_of_all(backend, rng, shift
 def test_unembed_cross_entropy_with_all_logits_at_once_and_in_chunks(backend, rng, monkeypatch, N, C, V, chunk):
     if chunk:
         monkeypatch.setattr(numpy_backend, "LOGITS", chunk * V)  # so many rows at once
-    x, w, targets = normal(rng, backend, N, C), normal(rng, backend, V, C), rng.integers(0, V, N)
+    # logits near 1: no target is so likely that its loss and gradient are differences of numbers that are nearly equal
+    x, w, targets = normal(rng, backend, N, C), normal(rng, backend, V, C, scale=C**-0.5), rng.integers(0, V, N)
     dy, scale = np.asarray(1.5), 1 / N
     want, gradients = oracle(lambda x, w: torch_cross_entropy(x @ w.T, targets, scale), (x, w), dy)
     *whole, aux = backend.unembed_cross_entropy_forward(x, w, targets)

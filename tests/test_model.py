@@ -58,7 +58,8 @@ def model_of(config, parameters, backend, **options):
 
 
 def hugging_face(config, parameters):
-    """transformers' model of the same sizes and weights, every dropout off."""
+    """transformers' model of the same sizes and weights, in their precision, every dropout off."""
+    state = {name: torch.tensor(array) for name, array in parameters.items()}
     theirs = transformers.GPT2LMHeadModel(
         transformers.GPT2Config(
             vocab_size=config.vocab_size, n_positions=config.block_size, n_embd=config.n_embd, n_layer=config.n_layer,
@@ -67,7 +68,7 @@ def hugging_face(config, parameters):
             attn_implementation="eager",
         )
     )  # fmt: skip
-    state = {name: torch.tensor(array) for name, array in parameters.items()}
+    theirs.to(state["transformer.wte.weight"].dtype)
     missing, unexpected = theirs.load_state_dict(state, strict=False)
     assert not unexpected and set(missing) <= {"lm_head.weight"}
     return theirs
@@ -80,6 +81,11 @@ def batch(rng, config, B, T):
 # -- logits, loss, gradients ---------------------------------------------------------------------------------
 
 
+# Relative norm, float64 on both sides. In fp32 no bound would do: some rows of four channels are nearly constant, and
+# their LayerNorm divides rounding by what is left of them, layer after layer.
+MODEL = 1e-9
+
+
 def gradient_error(name, got, want):
     """The relative error of a gradient; of the bias of c_attn without its keys, which are checked by themselves.
 
@@ -89,7 +95,7 @@ def gradient_error(name, got, want):
     """
     if name.endswith("c_attn.bias"):
         (q, k, v), (want_q, _, want_v) = np.split(got, 3), np.split(want, 3)
-        assert np.linalg.norm(k) <= 1e-4 * np.linalg.norm(want)
+        assert np.linalg.norm(k) <= MODEL * np.linalg.norm(want)
         got, want = np.concatenate([q, v]), np.concatenate([want_q, want_v])
     return relative(got, want)
 
@@ -109,25 +115,23 @@ def test_logits_loss_and_every_gradient_equal_transformers(rng, tied, trial):
     )
     B, T = int(rng.integers(1, 5)), int(rng.integers(2, config.block_size + 1))
     print(config, B, T)
-    parameters, (ids, targets) = random_parameters(config, rng), batch(rng, config, B, T)
-    ours, theirs = model_of(config, parameters, NumpyBackend()), hugging_face(config, parameters)
+    parameters, (ids, targets) = random_parameters(config, rng, np.float64), batch(rng, config, B, T)
+    ours, theirs = model_of(config, parameters, NumpyBackend("fp64")), hugging_face(config, parameters)
 
     want = theirs(torch.tensor(ids)).logits
     want_loss = torch.nn.functional.cross_entropy(want.flatten(0, 1), torch.tensor(targets).flatten())
     want_loss.backward()
     with no_grad():
-        assert relative(ours.logits(ids).numpy(), want.detach()) <= 1e-4
+        assert relative(ours.logits(ids).numpy(), want.detach()) <= MODEL
         assert_array_equal(ours.logits(ids, last_only=True).shape, (B, 1, config.vocab_size))
-        assert relative(ours.logits(ids, last_only=True).numpy(), want[:, -1:].detach()) <= 1e-4
+        assert relative(ours.logits(ids, last_only=True).numpy(), want[:, -1:].detach()) <= MODEL
     loss = ours.loss(ids, targets)
-    assert abs(loss.item() / want_loss.item() - 1) <= 1e-4
+    assert abs(loss.item() / want_loss.item() - 1) <= MODEL
     loss.backward()
-
-    # fp32 on both sides through up to 4 layers of matrices whose gain is above one: rounding grows with depth
     theirs = dict(theirs.named_parameters())
     assert set(theirs) == set(parameters)
     for name, tensor in ours.parameters.items():
-        assert gradient_error(name, tensor.grad, theirs[name].grad.numpy()) <= 1e-4, name
+        assert gradient_error(name, tensor.grad, theirs[name].grad.numpy()) <= MODEL, name
 
 
 def test_logits_take_part_in_the_graph_like_the_fused_loss(rng):
@@ -316,7 +320,9 @@ def test_initial_parameters_depend_on_the_seed_and_on_nothing_else():
 def test_the_first_loss_is_that_of_a_uniform_guess(rng):
     config = PRESETS["nano"]
     model = model_of(config, dict(initial_parameters(config, 0)), NumpyBackend())
-    ids, targets = batch(rng, config, 4, 16)
+    ids, targets = batch(rng, config, 64, 16)
+    # A logit deviates by 0.02 sqrt(32) = 0.113: half of its square is what a guess of such logits costs, and over 1024
+    # targets the mean of the targets' logits deviates by 0.0035. Twelve of that are left.
     with no_grad():
         assert abs(model.loss(ids, targets).item() - math.log(172)) < 0.05
 

@@ -299,8 +299,8 @@ def hangs(comm):
 
 
 def test_a_job_that_hangs_is_ended_and_says_where():
-    with pytest.raises(AssertionError, match="was ended after 5 s(.|\n)*most recent call first"):
-        run_mpi(2, hangs, timeout=5)
+    with pytest.raises(AssertionError, match="was ended after 4 s(.|\n)*most recent call first"):
+        run_mpi(2, hangs, timeout=4)
 
 
 def alone(comm):

@@ -109,11 +109,11 @@ def peak_memory(*arguments):
 @pytest.mark.parametrize("spec, copies", [("word", 12), ("byte", 100)])
 def test_peak_memory_does_not_grow_with_the_text(spec, copies, tmp_path):
     peaks = []
-    for times in (1, copies):
+    for times in (4, copies):  # of a single one the chunks are no whole ones, and the buffers smaller by megabytes
         text = tmp_path / f"{times}.txt"
         text.write_bytes(CORPUS.read_bytes() * times)
         peaks.append(peak_memory(text, "--tokenizer", spec, "--out", tmp_path / str(times)))
-    grown = (copies - 1) * CORPUS.stat().st_size / 1024
+    grown = (copies - 4) * CORPUS.stat().st_size / 1024
     assert peaks[1] - peaks[0] < grown  # KiB: whole in memory, a text costs several times its size as ids and words
 
 

@@ -233,7 +233,8 @@ def test_real_draws_have_the_probabilities_of_softmax(rng):
     rule = Sampling(temperature=0.8, seed=123)
     drawn = np.bincount([rule(logits) for _ in range(n)], minlength=6) / n
     p = softmax(logits / 0.8)
-    assert (abs(drawn - p) <= 5.5 * np.sqrt(p * (1 - p) / n) + 1 / n).all()  # 5.5 standard errors: one in 10^7
+    # 6.5 standard errors: of six binomials, the rare ones of which have a longer tail, one misses it once in 10^9 runs
+    assert (abs(drawn - p) <= 6.5 * np.sqrt(p * (1 - p) / n) + 1 / n).all()
 
 
 def test_a_seed_gives_the_same_draws_again_and_another_seed_others(rng):

@@ -16,7 +16,7 @@ from gpt2core.checkpoint import load_checkpoint
 from tests.jobs import STAGE, Job, mpi, script, succeeded
 from tests.mpi import ROOT, mpiexec
 
-SOON = 10  # seconds from a failure to the end of the job
+SOON = 60  # seconds of a job that fails, from its start: two, or ten beside other work; one that hangs is never done
 LINUX = Path("/proc/self/environ").exists()
 
 # The script of stage 1, with fault(trainer), which is put in, called on every rank as step 3 begins.
@@ -78,7 +78,7 @@ def faulty(fault, *flags, ranks=4, **options):
 def assert_failed(done, *causes, code=None):
     """The job ended by itself, soon, with nothing left; each cause, one line at least, is told once."""
     assert done.code == code if code else done.code not in (0, None), done.err
-    assert done.seconds < SOON + 5 and not done.left  # five for the start, on a machine that has other work
+    assert done.seconds < SOON and not done.left
     for cause in causes:
         assert (done.out + done.err).count(cause) == 1, done.err
 
@@ -105,7 +105,8 @@ ALONE = {  # name: (what happens on a rank as step 3 begins, what is told of it 
     "kill -9 of the root": ("if rank == 0: os.kill(os.getpid(), signal.SIGKILL)", [], None),
     "exception": ("if rank == 1: raise ZeroDivisionError('a strange fault')",
         ["rank 1 of 4 failed:", "Traceback", "ZeroDivisionError: a strange fault"], 1),
-    "exception on all": ("raise ZeroDivisionError('a strange fault')",
+    # the others leave the root the time to speak and to end the job, which no other work may use up
+    "exception on all": ("from gpt2core import cli; cli.GRACE = 60; raise ZeroDivisionError('a strange fault')",
         ["rank 0 of 4 failed:", "Traceback", "ZeroDivisionError: a strange fault"], None),
     "memory": ("if rank == 2: raise MemoryError('no 3 GiB')", ["error: rank 2: out of memory (no 3 GiB): lower"], 2),
     "user's": ("if rank == 1: raise DataError('a strange word')", ["error: rank 1: a strange word"], 2),

@@ -18,7 +18,7 @@ from stage0_serial.numpy_backend import NumpyBackend
 
 torch = pytest.importorskip("torch")
 
-DOUBLE = 1e-12  # relative norm in float64: both sides round differently, nothing else differs
+DOUBLE = 1e-12  # in float64, of the size of the terms: both sides round differently, nothing else differs
 
 
 @pytest.fixture
@@ -38,10 +38,13 @@ def leaf(array, backend):
 
 
 def close(got, want, tolerance=DOUBLE):
-    """norm(got - want) <= tolerance * norm(want), and no NaN passes."""
+    """norm(got - want) <= tolerance * max(norm(want), 1), and no NaN passes.
+
+    Operands are of size one and so are the terms of sums, which may cancel: an error is then small beside them alone.
+    """
     got, want = np.asarray(got), np.asarray(want)
     assert got.shape == want.shape
-    assert np.linalg.norm(got - want) <= tolerance * max(np.linalg.norm(want), 1e-30) or np.array_equal(got, want)
+    assert np.linalg.norm(got - want) <= tolerance * max(np.linalg.norm(want), 1)
 
 
 def same_as_torch(backend, rng, ours, theirs, *arrays):
@@ -69,7 +72,7 @@ PRIMITIVES = {  # name: (ours, PyTorch's, shapes of the operands)
     "add a row": (ops.add, torch.add, (5, 3, 4), (4,)),
     "subtract": (lambda a, b: a - b, torch.sub, (3, 1), (1, 4)),
     "multiply": (ops.multiply, torch.mul, (2, 1, 4), (3, 1)),
-    "divide": (ops.divide, torch.div, (2, 3, 4), (3, 1)),
+    "divide": (lambda a, b: a / (b * b + 1), lambda a, b: a / (b * b + 1), (2, 3, 4), (3, 1)),
     "negate": (lambda x: -x, torch.neg, (3, 4)),
     "numbers on the left": (lambda x: 2 - 3 / (x * x + 1) + 2 * x, lambda x: 2 - 3 / (x * x + 1) + 2 * x, (3, 4)),
     "numbers on the right": (lambda x: (x - 2) / 3 + 1, lambda x: (x - 2) / 3 + 1, (3, 4)),
@@ -580,7 +583,7 @@ def test_no_grad_records_nothing_and_nests(backend):
 
 def test_no_grad_as_a_decorator_may_recurse_and_be_shared_by_threads(backend):
     x = leaf([1.0], backend)
-    inside = threading.Barrier(2, timeout=10)
+    inside = threading.Barrier(2, timeout=60)
 
     @no_grad()
     def countdown(n):

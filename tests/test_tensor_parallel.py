@@ -94,7 +94,7 @@ def loss_and_gradients_equal_serial(comm, config, B, T, seed, loss_of=GPT2.loss)
 
 SIZES = [  # config, B, T
     (GPT2Config(36, 20, 2, 4, 16), 2, 17),
-    (GPT2Config(4, 3, 1, 4, 4), 1, 1),
+    (GPT2Config(4, 3, 1, 4, 8), 3, 1),  # the least, but for channels: of four, LayerNorm's gradient may all but vanish
     (GPT2Config(172, 70, 3, 8, 24), 3, 70),
     (GPT2Config(1000, 9, 1, 4, 8), 5, 3),  # most tokens of a rank do not occur
 ]

@@ -271,13 +271,14 @@ def test_time_to_encode_grows_with_the_text_and_not_with_its_square():
     for lines in (8_000, 64_000):  # 290 KB, the shipped corpus's size, and 8 times that
         text = line * lines
         seconds[lines] = min(timed(lambda text=text: tokenizer.encode(text)) for _ in range(2))
-    assert seconds[8_000] < 1 and seconds[64_000] < 4 * 8 * seconds[8_000]  # 4: the machine may be busy
+    assert seconds[64_000] < 4 * 8 * seconds[8_000]  # 4: a square would make it 8
 
 
 def timed(work):
-    start = time.perf_counter()
+    """Seconds that this thread was on a core: other work of the machine does not count."""
+    start = time.thread_time()
     work()
-    return time.perf_counter() - start
+    return time.thread_time() - start
 
 
 def test_text_without_a_cut_comes_in_one_piece_in_linear_time():

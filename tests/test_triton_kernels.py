@@ -2,6 +2,7 @@
 
 # B batch, T time, C channels, V vocabulary, K columns, N = B*T rows
 
+import math
 import os
 import secrets
 
@@ -84,11 +85,14 @@ def run(function, outputs, *inputs):
     return results[0]
 
 
-def near(got, want, tolerance=None):
-    """norm(got - want) <= tolerance * norm(want), which no NaN passes."""
+def near(got, want, tolerance=None, least=0.0):
+    """norm(got - want) <= tolerance * max(norm(want), least), which no NaN passes.
+
+    `least` is the norm of the terms whose sum may nearly cancel: rounding is small beside them, not beside the sum.
+    """
     assert got.shape == want.shape
     error = np.linalg.norm(got.astype(np.float64) - want)
-    assert error <= (tolerance or TOLERANCE[got.dtype.name]) * np.linalg.norm(want)
+    assert error <= (tolerance or TOLERANCE[got.dtype.name]) * max(np.linalg.norm(want), least)
 
 
 # fewer rows than a tile, more than one tile, rows that no tile divides; GPT-2's own widths
@@ -110,7 +114,7 @@ def test_layernorm_forward(rng, oracle, dtype, n, channels):
         lambda *arrays: layernorm.residual_layernorm_forward(None, *arrays, x, None, None, w, b, 1e-5), outputs
     )
     near(y, oracle.layernorm_forward(x64, w64, b64, 1e-5)[0])
-    near(mean, x64.mean(1))
+    near(mean, x64.mean(1), least=np.linalg.norm(abs(x64).mean(1)))
     near(rstd, 1 / np.sqrt(x64.var(1) + 1e-5))
 
 
@@ -120,11 +124,11 @@ def test_residual_layernorm_forward(rng, oracle, dtype, n, channels):
     (a_bias, a_bias64), (w, w64), (b, b64) = (normal(rng, dtype, channels) for _ in range(3))
     outputs = ((n, channels), dtype), ((n, channels), dtype), ((n,), FP32), ((n,), FP32)
     s, y, mean, rstd = run(layernorm.residual_layernorm_forward, outputs, x, a, a_bias, w, b, 1e-5)
-    want_s, want_y, _ = oracle.residual_layernorm_forward(x64, a64, a_bias64, w64, b64, 1e-5)
-    near(s, want_s)
-    near(y, want_y)
-    near(mean, s.astype(np.float64).mean(1))  # of what was stored: backward reads that
-    near(rstd, 1 / np.sqrt(s.astype(np.float64).var(1) + 1e-5))
+    near(s, x64 + a64 + a_bias64)
+    stored = s.astype(np.float64)  # rounded: backward reads that, and so does the norm
+    near(y, oracle.layernorm_forward(stored, w64, b64, 1e-5)[0])
+    near(mean, stored.mean(1), least=np.linalg.norm(abs(stored).mean(1)))
+    near(rstd, 1 / np.sqrt(stored.var(1) + 1e-5))
 
 
 @rows
@@ -158,16 +162,16 @@ def test_gelu(rng, oracle, dtype, n, channels, fused):
     bias, bias64 = normal(rng, dtype, channels)
     x64 = h64 + bias64 if fused else h64
     matrix, vector, partials = ((n, channels), dtype), ((channels,), FP32), gelu.gelu_partials_shape(n, channels)
-    want = oracle.gelu_backward(dy64, x64)
+    want, size = oracle.gelu_backward(dy64, x64), np.linalg.norm(dy64)  # slopes near zero are sums that cancel
     if fused:
         (y,) = run(gelu.bias_gelu_forward, [matrix], h, bias)
         dh, partials = run(gelu.bias_gelu_backward, [matrix, (partials, FP32)], dy, h, bias)
         (dbias,) = run(lambda sums: column_sums.add_partials(device(partials), sums), [vector])
-        near(dbias, want.sum(0))
+        near(dbias, want.sum(0), least=size)
     else:
         (y,), (dh,) = run(gelu.gelu_forward, [matrix], h), run(gelu.gelu_backward, [matrix], dy, h)
     near(y, oracle.gelu_forward(x64))
-    near(dh, want)
+    near(dh, want, least=size)
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # exp(huge) is infinite, and 1 / (1 + that) zero
@@ -275,14 +279,15 @@ def test_cross_entropy(rng, oracle, dtype, n, vocab, width, first, integer):
     inputs = logits, ids, *statistics, scale, vocab, first, device(np.array([dy]))
     (dlogits,) = run(cross_entropy.cross_entropy_backward, [((n, width), dtype)], *inputs)
     want = oracle.cross_entropy_backward(dy, logits64, targets, scale, *want[:2], aux, first)
-    near(dlogits[:, :vocab], want)
+    size = dy * scale * math.sqrt(n)  # of the ones in p - 1, which is nearly zero for a target that is nearly certain
+    near(dlogits[:, :vocab], want, least=size)
     assert_array_equal(dlogits[:, vocab:], 0)
 
     both = [((n, width), dtype), *[vector] * 3]
     dlogits2, *rows2 = run(
         cross_entropy.cross_entropy_forward_backward, both, logits, ids, scale, vocab, first, inputs[-1]
     )
-    near(dlogits2[:, :vocab], want)
+    near(dlogits2[:, :vocab], want, least=size)
     for again, array in zip(rows2, rows, strict=True):
         assert_array_equal(again, array)
     cross_entropy.cross_entropy_forward_backward(
@@ -345,9 +350,10 @@ def test_adamw_equals_stage_0s(rng, oracle, dtype, n, grad_scale):
         runs = [(slice(*pair), bool(decayed)) for *pair, decayed in zip(edges, edges[1:], decays, strict=False)]
         rates = oracle.adamw_rates(step, lr, beta1, beta2, eps, decay)
         oracle.adamw_step(p64, m64, v64, None, g64, rates, grad_scale or 1.0, runs)
-        near(host(m), m64)
+        near(host(m), m64, least=np.linalg.norm(np.sqrt(v64)))  # one number's gradients may cancel in m, not in v
         near(host(v), v64)
-        near(host(p) - start, p64 - start, 1e-4)  # what was learned, less exact by what was there: 0.02 / 0.003
+        # what was learned, less exact by what was there: 0.02 / 0.003; and of one number steps of lr may cancel
+        near(host(p) - start, p64 - start, 1e-4, least=lr * math.sqrt(n))
         if copy is not None:
             assert_array_equal(host(copy), host(p).astype(dtype))
 
