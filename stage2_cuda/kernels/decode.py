@@ -213,12 +213,11 @@ def normalised(s, weight, bias, C, inverse, eps, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def leave(y, cache, value, rows, n, N, position, block, ROWS: tl.constexpr):
+def leave(y, cache, value, rows, n, N, C, position, block, ROWS: tl.constexpr):
     """Store gelu(value) (ROWS, columns n); or q alone in y, k and v in the cache at `position` (ROWS)."""
     row = tl.arange(0, ROWS)
     inside = (row < rows)[:, None] & (n < N)[None, :]
     if cache is not None:
-        C = N // 3
         at = (row.to(tl.int64) * block + position)[:, None] * (2 * C) + (n - C)[None, :]
         tl.store(y + row[:, None] * C + n[None, :], value, inside & (n < C)[None, :])
         tl.store(cache + at, value, inside & (n >= C)[None, :])
@@ -252,7 +251,7 @@ def normed_columns_kernel(
             tl.store(s + k, row, k < K)
     h = normalised(row, weight, offset, K, inverse, eps, WIDTH)
     value = tl.sum(h[:, None] * tile.to(tl.float32), 0) + shift
-    leave(y, cache, value[None, :], 1, n, N, position, block, 1)
+    leave(y, cache, value[None, :], 1, n, N, K, position, block, 1)
 
 
 @triton.jit
@@ -292,7 +291,7 @@ def columns_kernel(
         value = tl.dot(a, tile, value, input_precision=PRECISION)
     value += tl.load(bias + n, n < N, 0).to(tl.float32)[None, :]
     position = newest(lengths, rows, block, ROWS) if cache is not None else 0
-    leave(y, cache, value, rows, n, N, position, block, ROWS)
+    leave(y, cache, value, rows, n, N, K, position, block, ROWS)
 
 
 @triton.jit
