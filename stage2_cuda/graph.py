@@ -74,13 +74,14 @@ class Results:
 
         self.copy, self.stream, self.brought = cupy.cuda.runtime.memcpyAsync, stream, 0
         ends = np.cumsum([0, *(-(-array.nbytes // ALIGNED) * ALIGNED for array in arrays)]).tolist()
-        self.device = cupy.empty(ends[-1], np.uint8)
+        size = max(ends[-1], ALIGNED)
+        self.device = cupy.empty(size, np.uint8)
         for array, at in zip(arrays, ends, strict=False):
             # not CuPy's copies, which refuse while it records, as they would with pages on the host that can move
             self.copy(self.device.data.ptr + at, array.data.ptr, array.nbytes, DEVICE_TO_DEVICE, stream.ptr)
         self.homes = []
         for _ in range(2):
-            home = cupyx.empty_pinned(ends[-1], np.uint8)
+            home = cupyx.empty_pinned(size, np.uint8)
             views = [
                 home[at : at + array.nbytes].view(array.dtype).reshape(array.shape)
                 for array, at in zip(arrays, ends, strict=False)
