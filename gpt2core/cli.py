@@ -15,7 +15,7 @@ from gpt2core.commands import inference_command, train_command
 from gpt2core.communicator import Solo
 from gpt2core.errors import ConfigError, DeviceMemoryError, UserError
 from gpt2core.model import PRESETS
-from gpt2core.parallel.compression import CODECS
+from gpt2core.parallel.codecs import CODECS
 from gpt2core.parallel.data_parallel import BUCKET_MB, STRATEGIES
 from gpt2core.ranks import compare, everywhere, together
 from gpt2core.recipes import WEIGHTS

@@ -9,7 +9,8 @@ from gpt2core.communicator import Handle, Solo
 from gpt2core.dataset import LocalWindows, Windows
 from gpt2core.errors import ConfigError
 from gpt2core.model import GPT2Config, parameter_shapes
-from gpt2core.parallel.compression import CODECS, Compressed
+from gpt2core.parallel.codecs import CODECS
+from gpt2core.parallel.compression import Compressed
 from gpt2core.parallel.data_parallel import STRATEGIES, buckets_of, data_parallel
 from gpt2core.thread_communicator import run_ranks
 from gpt2core.trainer import Diverged, Parallel, Trainer

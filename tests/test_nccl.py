@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 from gpt2core.canonical import tree_sum
 from gpt2core.dataset import Windows, load_tokens
 from gpt2core.model import PRESETS
-from gpt2core.parallel.compression import CODECS
+from gpt2core.parallel.codecs import CODECS
 from gpt2core.recipes import CORPUS
 from gpt2core.trainer import Parallel, Trainer
 from stage2_cuda.cuda_backend import CudaBackend, dtype_of
