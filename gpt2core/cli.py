@@ -98,7 +98,8 @@ def train_parser():
     ranks = parser.add_argument_group("many ranks", "How the ranks of stages 1 and 3 share the work.")
     add = ranks.add_argument
     add("--dp", metavar="HOW", help=f"how gradients travel: {', '.join(STRATEGIES)} (default flat)")
-    add("--bucket-mb", type=float, metavar="MB", help=f"least size of a bucket, 10^6 bytes (default {BUCKET_MB:g})")
+    size = f"least size of a bucket, 10^6 bytes (default {BUCKET_MB:g}; between GPUs measured, if not --deterministic)"
+    add("--bucket-mb", type=float, metavar="MB", help=size)
     add("--compress", metavar="HOW", help=f"gradients on the wire: none, {', '.join(CODECS)} (default none)")
     add("--zero", type=int, choices=(0, 1), help="1: each rank keeps its part of the optimizer state (default 0)")
     add("--tp", type=integer, metavar="N", help="ranks that share each layer, tensor parallel (default 1)")

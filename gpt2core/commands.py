@@ -336,6 +336,8 @@ def describe(args, trainer, corpus):
             + f", --transport {args.transport}"
             * bool(args.transport)
         )
+    if trainer.measured:
+        lines.append(str(trainer.measured))
     if args.zero:
         whole = 2 * trainer.arena.size * trainer.parameters.itemsize
         lines.append(
@@ -380,7 +382,7 @@ def run_state(trainer, args, corpus):
         "world_size": trainer.world.size,
         "corpus": corpus,
         "arguments": arguments,
-        "choices": trainer.choices or {},
+        "choices": (trainer.choices or {}) | ({"--bucket-mb": str(trainer.measured.mb)} if trainer.measured else {}),
         "version": gpt2core.__version__,
     }
 

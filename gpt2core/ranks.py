@@ -15,6 +15,7 @@ from gpt2core.dataset import TOKEN_FILE, brings_tokenizer
 from gpt2core.errors import ConfigError, DataError, UserError, counted
 from gpt2core.launched import launched
 from gpt2core.model import parameter_shapes
+from gpt2core.parallel.data_parallel import BUCKET_MB
 from gpt2core.recipes import RANK_FLAGS
 
 TEXTS = "data", "val_data", "prompts", "prompt_file"  # flags that name what the run reads
@@ -130,11 +131,17 @@ def check_ranks(world, args, stage):
 
 
 def choose_collectives(world, args):
-    """Move and sum over ranks as --transport and --collectives ask; returns what depends on the ranks, a note each."""
+    """Move and sum over ranks as --transport and --collectives ask; returns what depends on the ranks, a note each.
+
+    What no flag says is chosen here, but for a --bucket-mb that is to be measured, which stays None.
+    """
     args.transport = world.use_transport(args.transport)
     canonical = args.collectives in (None, "canonical", "tree")  # a binomial tree adds in that order too
     args.collectives = args.collectives or ("canonical" if args.deterministic else world.native)
     world.use_collectives(args.collectives)
+    times = world.times_buckets and args.dp == "bucket" and not args.deterministic
+    if args.bucket_mb is None and not (times and data_parallel_ranks(world, args.tp) > 1):
+        args.bucket_mb = BUCKET_MB
     notes = []
     if args.deterministic and not canonical:
         notes.append(f"note: --collectives {args.collectives} adds in its own order: the bits depend on the ranks")

@@ -18,6 +18,7 @@ from gpt2core.errors import ConfigError, UserError, counted
 from gpt2core.model import GPT2, flops_per_token, initial_parameters, parameter_shapes
 from gpt2core.optimizer import AdamW, LossScale
 from gpt2core.parallel import tensor_parallel
+from gpt2core.parallel.bucket_size import measured_bucket
 from gpt2core.parallel.compression import Compressed
 from gpt2core.parallel.data_parallel import BUCKET_MB, data_parallel
 from gpt2core.parallel.micro_shards import MicroShards, even_slices
@@ -53,7 +54,7 @@ class Parallel:
 
     tp: int = 1  # ranks that share each layer; the others are data parallel
     dp: str = "flat"  # how gradients travel: see data_parallel.STRATEGIES
-    bucket_mb: float = BUCKET_MB
+    bucket_mb: float | None = BUCKET_MB  # None: measured
     compress: str = "none"  # or fp16, bf16, int8
     zero: int = 0  # 1: each data-parallel rank keeps the optimizer state of its part of the arena alone
 
@@ -89,6 +90,7 @@ class Trainer:
         self.parameters = backend.zeros((self.arena.size,), backend.dtype)
         self.compute = backend.compute_copy(self.parameters)
         self.shards = MicroShards(config, self.arena, self.compute, self.workers, micro_shards // data.size, tensor)
+        self.measured = self.measure(data, record) if parallel.bucket_mb is None else None
         self.data_parallel = self.reduction(data, owners)
         self.shards.on_complete = self.data_parallel.completed
         replicated = filter(tensor_parallel.is_replicated, self.arena.slices)
@@ -106,6 +108,11 @@ class Trainer:
         self.choices = None  # what the root's backend has chosen by timing, once the first step has
         self.fill(self.parameters, initial_parameters(config, seed) if self.world.is_root else None)
         backend.refresh(self.compute, self.parameters)
+
+    def measure(self, group, record):
+        """The root's BucketSize, for everyone: it is chosen by timing."""
+        step = self.workers.backends[0], record and self.world.recordable
+        return self.world.broadcast_object(measured_bucket(group, self.shards.gradients, *step))
 
     def reduction(self, group, owners):
         """The sum of the gradients over the data-parallel group, as the flags ask for it."""
@@ -132,7 +139,8 @@ class Trainer:
             with self.workers.backends[0].behind_gradients():
                 return reduce_start(part)
 
-        return data_parallel(parallel.dp, self.arena, behind_gradients, gradients.itemsize, parallel.bucket_mb)
+        bucket_mb = parallel.bucket_mb if self.measured is None else self.measured.mb
+        return data_parallel(parallel.dp, self.arena, behind_gradients, gradients.itemsize, bucket_mb)
 
     @property
     def steps(self):

@@ -56,8 +56,8 @@ class FusedCodec(Codec):
 
 @triton.jit
 def encoded(x, KIND: tl.constexpr):
-    """x (GROUPS, GROUP) float32 -> what is stored of it, its scales (GROUPS) or None, and what will be read of it."""
-    scale = None
+    """x (GROUPS, GROUP) float32 -> what is stored of it, its scales (GROUPS), and what will be read of it."""
+    scale = tl.max(tl.abs(x), 1)
     if KIND == "bf16":
         bits = x.to(tl.uint32, bitcast=True)
         rounded = bits + (0x7FFF + ((bits >> 16) & 1))
@@ -66,9 +66,8 @@ def encoded(x, KIND: tl.constexpr):
         bounded = tl.where(x > 65504.0, 65504.0, tl.where(x < -65504.0, -65504.0, x))  # beyond is infinity
         code = bounded.to(tl.float16).to(tl.uint16, bitcast=True)
     else:
-        largest = tl.max(tl.abs(x), 1)
-        largest = tl.where(tl.max((x != x).to(tl.int32), 1) != 0, float("nan"), largest)  # which max may leave out
-        scale = tl.div_rn(largest, 127.0)
+        scale = tl.where(tl.max((x != x).to(tl.int32), 1) != 0, float("nan"), scale)  # which max may leave out
+        scale = tl.div_rn(scale, 127.0)
         steps = tl.div_rn(x, tl.where(scale > 0, scale, 1.0)[:, None])
         steps = tl.where(tl.abs(steps) < 128.0, steps, 0.0)  # what is not finite shows in its scale
         code = ((steps + ROUND) - ROUND).to(tl.int8)
@@ -89,11 +88,10 @@ def decoded(code, scale, KIND: tl.constexpr):
 @triton.jit
 def places(row, group, per_row, KIND: tl.constexpr, GROUP: tl.constexpr):
     """Where group number `group` of a row begins in the array of steps, and where its scale is."""
-    at, scale_at = (row * per_row + group) * GROUP, None
+    at = (row * per_row + group) * GROUP
     if KIND == "int8":  # a row: its steps, and then its scales, of 4 bytes each
         at += row * per_row * 4
-        scale_at = row * per_row * (GROUP // 4 + 1) + per_row * (GROUP // 4) + group
-    return at, scale_at
+    return at, (row * (GROUP // 4 + 1) + GROUP // 4) * per_row + group
 
 
 @triton.jit
@@ -112,7 +110,7 @@ def read(steps, scales, row, group, per_row, inside, KIND: tl.constexpr, GROUP: 
     """-> (GROUPS, GROUP) float32."""
     at, scale_at = places(row, group, per_row, KIND, GROUP)
     code = tl.load(steps + at[:, None] + tl.arange(0, GROUP)[None, :], inside[:, None], 0)
-    scale = None
+    scale = tl.zeros(inside.shape, tl.float32)
     if KIND == "int8":
         scale = tl.load(scales + scale_at, inside, 0.0)
     return decoded(code, scale, KIND)

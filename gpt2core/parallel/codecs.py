@@ -1,4 +1,4 @@
-"""How a gradient is written in fewer bits, and what writing lost is kept: fp16, bf16, or int8 with a scale to each 256."""
+"""A gradient written in fewer bits, and what that lost kept: fp16, bf16, or int8 with a scale for each 256 elements."""
 
 # p rows, one for each rank, m elements of a row; m is a multiple of GROUP
 
@@ -52,11 +52,10 @@ CODECS = {
 }
 
 
-
 class Codec:
     """One way to write, add up and read float32 messages; composed of NumPy's functions, which CuPy's arrays take too.
 
-    A code is an array of bytes whose last axis holds m elements. A runtime may have one that makes each method a kernel.
+    A code is an array of bytes whose last axis holds m elements. A runtime may have a Codec of one kernel a method.
     """
 
     def __init__(self, kind):
