@@ -102,6 +102,8 @@ def train_parser():
     add("--bucket-mb", type=float, metavar="MB", help=size)
     add("--compress", metavar="HOW", help=f"gradients on the wire: none, {', '.join(CODECS)} (default none)")
     add("--zero", type=int, choices=(0, 1), help="1: each rank keeps its part of the optimizer state (default 0)")
+    gather = "when ranks get what others have updated: at the end of a step, or beside the next forward (default end)"
+    add("--zero-gather", metavar="WHEN", help=gather)
     add("--tp", type=integer, metavar="N", help="ranks that share each layer, tensor parallel (default 1)")
     sums = "nccl, mpi, ring, halving-doubling, tree, canonical (default canonical, the first with --no-deterministic)"
     add("--collectives", metavar="HOW", help=f"how ranks are summed: {sums}")

@@ -254,7 +254,7 @@ def make_trainer(make_backend, world, args, source, tokenizer):
             micro_shards=micro_shards,
             optimizer={key: getattr(args, key) for key in ("beta1", "beta2", "eps", "weight_decay", "clip")},
             world=world,
-            parallel=Parallel(args.tp, args.dp, args.bucket_mb, args.compress, args.zero),
+            parallel=Parallel(args.tp, args.dp, args.bucket_mb, args.compress, args.zero, args.zero_gather),
             seed=args.seed,
             record=args.graph is not False,
         )
@@ -333,8 +333,8 @@ def describe(args, trainer, corpus):
         lines.append(
             f"{counted(world.size, 'rank')}: {data.size} data x {trainer.mesh.tensor.size} tensor parallel, "
             f"--dp {args.dp}, --collectives {args.collectives}, --compress {args.compress}, --zero {args.zero}"
-            + f", --transport {args.transport}"
-            * bool(args.transport)
+            + f", --zero-gather {args.zero_gather}" * (args.zero_gather != "end")
+            + f", --transport {args.transport}" * bool(args.transport)
         )
     if trainer.measured:
         lines.append(str(trainer.measured))

@@ -147,9 +147,10 @@ def choose_collectives(world, args):
         notes.append(f"note: --collectives {args.collectives} adds in its own order: the bits depend on the ranks")
     if args.local_shuffle:
         notes.append("note: --local-shuffle: the order of the windows, and so the curve, depends on the ranks")
-    idle = [name for name in ("dp", "compress", "zero") if getattr(args, name) != RANK_FLAGS[name]]
+    named = "dp", "compress", "zero", "zero_gather"
+    idle = [name for name in named if getattr(args, name) != RANK_FLAGS[name]]
     if idle and data_parallel_ranks(world, args.tp) == 1:
-        flags = " and ".join(f"--{name} {getattr(args, name)}" for name in idle)
+        flags = " and ".join(f"--{name.replace('_', '-')} {getattr(args, name)}" for name in idle)
         notes.append(f"note: one data-parallel rank has nobody to share gradients with: {flags} can be left out")
     return notes
 
