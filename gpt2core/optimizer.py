@@ -182,7 +182,7 @@ class AdamW:
             self.owners.all_gather(self.read[self.own], out=self.read)
 
     def gather(self):
-        """Bring everyone all of what kernels read, where an update leaves it with its owners. All ranks must call it."""
+        """Bring everyone all of what kernels read, where updates leave it with the owners. All ranks must call it."""
         if not self.gathers:
             self.owners.all_gather(self.read[self.own], out=self.read)
 

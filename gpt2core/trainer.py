@@ -23,7 +23,7 @@ from gpt2core.parallel.compression import Compressed
 from gpt2core.parallel.data_parallel import BUCKET_MB, data_parallel
 from gpt2core.parallel.micro_shards import MicroShards, even_slices
 from gpt2core.parallel.workers import Workers, limit_blas
-from gpt2core.parallel.zero import Arriving, check_gather
+from gpt2core.parallel.zero import PIECE_MB, Arriving, check_gather
 from gpt2core.tensor import Tensor
 
 
@@ -151,11 +151,11 @@ class Trainer:
         return self.parallel.bucket_mb if self.measured is None else self.measured.mb
 
     def gathering(self, owners):
-        """The context of a step's forward and backward: in it comes what kernels read, if it was not gathered before."""
+        """The context of forward and backward: in it comes what kernels read, where it was not gathered before."""
         check_gather(self.parallel.zero_gather, self.parallel.zero)
         if self.parallel.zero_gather == "end":
             return contextlib.nullcontext()
-        arriving = Arriving(self.arena, self.compute, owners, self.bucket_mb)
+        arriving = Arriving(self.arena, self.compute, owners, min(PIECE_MB, self.bucket_mb))
         for lane in self.shards.lanes:
             lane.model.parameters = arriving.watched(lane.model.parameters)
         return arriving

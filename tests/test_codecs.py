@@ -12,6 +12,7 @@ from gpt2core.parallel.compression import Compressed
 from gpt2core.thread_communicator import run_ranks
 from stage2_cuda.triton_driver import array_module, interpreted
 from stage3_mpi_cuda.codecs import GROUPS, FusedCodec
+from tests.fake_gpu import OnFakeGpu
 
 pytestmark = [] if interpreted() else [pytest.mark.gpu]  # where there is a GPU, all of this is about it
 
@@ -91,12 +92,11 @@ def test_what_is_not_finite_stays_so_or_is_kept_as_lost(kind, what):
 
 @pytest.mark.skipif(not interpreted(), reason="runs in the interpreter")
 @pytest.mark.parametrize("kind", CODECS)
-def test_three_sums_in_a_row_are_the_same_with_kernels(rng, kind):
+def test_three_sums_in_a_row_are_the_same_by_kernels_and_nccl(rng, kind):
     """What is kept from one sum goes into the next, on the way there and on the way back."""
     xs = rng.standard_normal((3, 3, 1000)).astype(np.float32)
 
-    def sums(world, make):
-        world.codec = make
+    def sums(world):
         gradients, results = np.empty(1000, np.float32), []
         compressed = Compressed(kind, gradients, world)
         for x in xs:
@@ -105,6 +105,6 @@ def test_three_sums_in_a_row_are_the_same_with_kernels(rng, kind):
             results.append(gradients.copy())
         return results
 
-    wanted = run_ranks(3, sums, Codec)
-    for got in run_ranks(3, sums, lambda kind: FusedCodec(kind, np)):
+    wanted = run_ranks(3, sums)
+    for got in run_ranks(3, lambda threads: sums(OnFakeGpu(threads))):
         np.testing.assert_array_equal(got, wanted[0])

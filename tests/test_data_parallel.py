@@ -29,9 +29,11 @@ def tokens():
     return np.random.default_rng(seed).integers(0, 36, 1000)
 
 
-def make_trainer(comm, parallel, config=CONFIG, threads=1, precision="fp32", batch_size=16, micro_shards=8):
+def make_trainer(
+    comm, parallel, config=CONFIG, threads=1, precision="fp32", batch_size=16, micro_shards=8, backend=NumpyBackend
+):  # fmt: skip
     return Trainer(
-        config, [NumpyBackend(precision) for _ in range(threads)], batch_size=batch_size, seq_len=16,
+        config, [backend(precision) for _ in range(threads)], batch_size=batch_size, seq_len=16,
         micro_shards=micro_shards, world=comm, parallel=parallel, seed=3, optimizer=OPTIMIZER,
     )  # fmt: skip
 

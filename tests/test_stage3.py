@@ -23,7 +23,7 @@ from stage3_mpi_cuda import staged_collectives, watchdog
 from stage3_mpi_cuda.nccl_collectives import NcclCollectives
 from stage3_mpi_cuda.staged_collectives import StagedCollectives
 from stage3_mpi_cuda.watchdog import Watchdog
-from tests.fake_gpu import fake_gpu
+from tests.fake_gpu import OnFakeGpu, fake_gpu
 from tests.jobs import mpi
 from tests.mpi import ROOT, mpiexec
 from tests.test_communicator import DTYPES, check_every_collective, everyones, same
@@ -161,6 +161,13 @@ def test_zero_exchanges_the_kernels_copy_alone_and_gathers_the_parameters_when_t
         assert got == serial
 
 
+def test_what_training_tells_nccl_gives_stage_2_s_bits(serial):
+    """Addresses, counts, owners, and events that are recorded before anybody waits for them; with a copy to gather."""
+    how = dict(dp="bucket", zero=1, zero_gather="forward")
+    for got in run_ranks(2, lambda threads: trained(OnFakeGpu(threads), Copied, 4, steps=2, **how)):
+        assert got == serial
+
+
 def test_tensor_parallel_ranks_have_stage_2_s_losses(serial):
     for rows in run_ranks(2, lambda world: trained(world, CudaBackend, 1, tp=2)):
         assert_near(rows, serial, loss=1e-5, norm=1e-4)  # products are summed in another order
@@ -291,7 +298,6 @@ from gpt2core.cli import train
 from gpt2core.trainer import Trainer
 from stage2_cuda.cuda_backend import CudaBackend
 from stage3_mpi_cuda import watchdog
-from stage3_mpi_cuda.nccl_communicator import NcclCommunicator
 
 watchdog.PERIOD, watchdog.SILENCE, original = 0.2, 4.0, Trainer.step
 

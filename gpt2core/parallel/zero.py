@@ -16,7 +16,8 @@ import threading
 from gpt2core.errors import ConfigError
 from gpt2core.parallel.data_parallel import buckets_of
 
-GATHERS = "end", "forward"  # when a step gathers what the one before it, or its own update, has left with the owners
+GATHERS = "end", "forward"  # when a step gathers: what its own update has left with the owners, or the last step's
+PIECE_MB = 5.0  # 10^6 bytes: of a larger piece more comes than the first layer needs, and it waits for all of it
 
 
 def check_gather(when, zero):
@@ -24,17 +25,17 @@ def check_gather(when, zero):
     if when not in GATHERS:
         raise ConfigError(f"--zero-gather {when} is unknown: choose from {', '.join(GATHERS)}")
     if when == "forward" and not zero:
-        raise ConfigError(f"--zero-gather {when} is about --zero 1, and this is --zero {zero}: add the one, or leave both")
+        raise ConfigError(f"--zero-gather forward is about --zero 1, and this is --zero {zero}: add that, or use end")
 
 
 class Arriving(contextlib.AbstractContextManager):
-    """`with arriving: loss = model.loss(...)` brings everyone all of `flat` (size), of which the owners have a part each.
+    """`with arriving: loss = model.loss(...)` brings everyone all of `flat` (size), of which each owner has a part.
 
     piece_mb (10^6 bytes) bounds a piece from below. A model that reads its parameters through watched() waits for each
     when it first asks for it. At the end all have come. All ranks of the group must enter it.
     """
 
-    def __init__(self, arena, flat, owners, piece_mb):
+    def __init__(self, arena, flat, owners, piece_mb=PIECE_MB):
         self.flat, self.owners = flat, owners
         self.on_their_way, self.one_at_a_time = {}, threading.Lock()
         self.pieces, self.number_of = [], {}
