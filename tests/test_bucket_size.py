@@ -94,7 +94,8 @@ def test_the_root_s_measurement_is_everyone_s_and_changes_no_bits():
     assert first == second == [*want[:2]] and measured == other and measured.mb >= 1 and want[2] is None
 
 
-ASKED = dict(dp="bucket", bucket_mb=None, compress="none", zero=0, tp=1, deterministic=False, local_shuffle=False)
+ASKED = dict(dp="bucket", bucket_mb=None, compress="none", zero=0, zero_gather="end", tp=1)
+ASKED |= dict(deterministic=False, local_shuffle=False)
 
 
 @pytest.mark.parametrize(

@@ -196,7 +196,7 @@ def test_a_failure_inside_waits_for_nobody():
     "parallel, words",
     [
         (Parallel(zero=1, zero_gather="later"), "--zero-gather later is unknown: choose from end, forward"),
-        (Parallel(zero_gather="forward"), "--zero-gather forward is about --zero 1, and this is --zero 0: add that, or"),
+        (Parallel(zero_gather="forward"), "--zero-gather forward is about --zero 1, and this is --zero 0: add"),
     ],
 )
 def test_what_cannot_be_gathered_is_refused(parallel, words):
