@@ -380,9 +380,10 @@ def run_state(trainer, args, corpus):
         "seed": trainer.seed,
         "loss_scale": trainer.loss_scale.to_json(),
         "world_size": trainer.world.size,
+        "bucket_mb": trainer.bucket_mb,
         "corpus": corpus,
         "arguments": arguments,
-        "choices": (trainer.choices or {}) | ({"--bucket-mb": str(trainer.measured.mb)} if trainer.measured else {}),
+        "choices": trainer.choices or {},
         "version": gpt2core.__version__,
     }
 

@@ -342,7 +342,7 @@ def test_the_size_of_a_bucket_is_measured_and_kept_with_the_run(gpus, tmp_path):
     size, alpha, _ = re.search(r"--bucket-mb (\d+): ([\d.-]+) us a message and ([\d.-]+) ps a byte", done.out).groups()
     assert int(size) >= 1 and 0 < float(alpha) < 1000
     (state,) = (tmp_path / "run").glob("step-*/state.json")
-    assert json.loads(state.read_text())["choices"]["--bucket-mb"] == size
+    assert json.loads(state.read_text())["bucket_mb"] == int(size)
     assert "a message" not in script(2, *flags, "--deterministic").out
 
 
