@@ -421,6 +421,7 @@ from gpt2core.cli import train
 from gpt2core.trainer import Trainer
 from stage2_cuda.cuda_backend import CudaBackend
 from stage3_mpi_cuda import watchdog
+from stage3_mpi_cuda.nccl_communicator import NcclCommunicator
 
 watchdog.PERIOD, watchdog.SILENCE, original = 0.2, 4.0, Trainer.step
 
