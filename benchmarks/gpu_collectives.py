@@ -5,7 +5,6 @@ Python calls them, which is what DistributedDataParallel does, and hides the cal
 """
 
 import argparse
-import math
 import statistics
 import tempfile
 from pathlib import Path
@@ -16,6 +15,7 @@ from benchmarks.collectives import launch, line
 from benchmarks.harness import paired_ratio, print_table, progress, run, save
 from gpt2core.arena import Arena
 from gpt2core.model import PRESETS, parameter_shapes
+from gpt2core.parallel.bucket_size import best_bucket
 from gpt2core.parallel.compression import Compressed
 
 BENCHMARK = "benchmarks.gpu_collectives"
@@ -215,11 +215,6 @@ def fit(results):
     """{name: [alpha seconds, beta seconds a byte]} of t = alpha + beta n, n the bytes of the array."""
     of_name = {name: [result for result in results if result["name"] == name] for name in FIT}
     return {name: line([r["bytes"] for r in found], [r["median"] for r in found]) for name, found in of_name.items()}
-
-
-def best_bucket(alpha, beta, size):
-    """The least exposed time, in bytes: the last bucket of s is hidden by nothing, and each of size / s costs alpha."""
-    return math.sqrt(size * max(alpha, 0) / beta)
 
 
 def gradient_bytes(preset):

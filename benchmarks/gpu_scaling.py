@@ -27,6 +27,7 @@ WAYS = {  # of ours, at the largest number of GPUs; the first also at the others
     "bucket": {"dp": "bucket"},
     "flat": {"dp": "flat"},
     "zero": {"dp": "flat", "zero": 1},
+    "zero-forward": {"dp": "flat", "zero": 1, "zero_gather": "forward"},
     "deterministic": {"dp": "bucket", "deterministic": True},
 }
 TARGETS = {64: 0.96, 16: 0.93}  # sequences a GPU: least share of the own 1-GPU rate at 4 GPUs
@@ -65,7 +66,8 @@ def gpus(count):
 
 def named(ranks, options):
     """What a row of ours is called: the number of GPUs, and the flags of train_gpt2.py."""
-    flags = [f"--{name} {options[name]}" for name in ("dp", "zero") if name in options]
+    names = "dp", "zero", "zero_gather", "compress"
+    flags = [f"--{name.replace('_', '-')} {options[name]}" for name in names if name in options]
     return " ".join([f"ours, {gpus(ranks)}", *flags, *["--deterministic"] * options.get("deterministic", False)])
 
 

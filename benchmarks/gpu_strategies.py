@@ -18,8 +18,10 @@ KEPT = 0.97  # of the speed without it, what ZeRO-1 has to keep
 
 
 def variants(ranks, batch_size, bucket_mb):
-    """{name: options}: the floors, every strategy, ZeRO-1, and the deterministic mode."""
-    fast = [{"dp": dp} for dp in STRATEGIES] + [{"dp": "flat", "zero": 1}, {"dp": "bucket", "zero": 1}]
+    """{name: options}: the floors, every strategy, ZeRO-1 both ways, gradients in bf16, and the deterministic mode."""
+    fast = [{"dp": dp} for dp in STRATEGIES]
+    for more in ({"zero": 1}, {"zero": 1, "zero_gather": "forward"}, {"compress": "bf16"}):
+        fast += [{"dp": dp, **more} for dp in ("flat", "bucket")]
     exact = [{"dp": dp, "deterministic": True} for dp in ("flat", "bucket")]
     sizes = {"ranks": ranks, "batch_size": batch_size, "bucket_mb": bucket_mb}
     chosen = {}
@@ -64,18 +66,22 @@ def added(result):
 
 
 def verdicts(results, ranks):
-    """What the deterministic mode and ZeRO-1 cost, against their targets."""
+    """What the deterministic mode and ZeRO-1 cost, against their targets, and what bf16 does."""
     by_name = {result["name"]: result for result in results}
     for dp in ("flat", "bucket"):
         fast = by_name[named(ranks, {"dp": dp})]
         exact = by_name[named(ranks, {"dp": dp, "deterministic": True})]
         sharded = by_name[named(ranks, {"dp": dp, "zero": 1})]
+        beside = by_name[named(ranks, {"dp": dp, "zero": 1, "zero_gather": "forward"})]
+        packed = by_name[named(ranks, {"dp": dp, "compress": "bf16"})]
         slower, kept = times(exact, fast), times(fast, sharded)
         share = sharded["optimizer_bytes"] / fast["optimizer_bytes"]
         yield (
             f"--dp {dp}: deterministic takes {slower:.3f} x the fast mode's time (target: at most {SLOWER}: "
             f"{'reached' if slower <= SLOWER else 'MISSED'}); ZeRO-1 has {kept:.3f} x the speed without it (target: at "
-            f"least {KEPT}: {'reached' if kept >= KEPT else 'MISSED'}) and {share:.3f} of the optimizer's bytes"
+            f"least {KEPT}: {'reached' if kept >= KEPT else 'MISSED'}) and {share:.3f} of the optimizer's bytes, and "
+            f"{times(fast, beside):.3f} x the speed with --zero-gather forward; --compress bf16 has "
+            f"{times(fast, packed):.3f} x the speed"
         )
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from benchmarks.harness import Contender, Running, paired_ratio, peak_bytes, play, print_table, run, save
 from gpt2core.model import PRESETS
-from gpt2core.parallel.compression import CODECS
+from gpt2core.parallel.codecs import CODECS
 from gpt2core.parallel.data_parallel import BUCKET_MB, STRATEGIES
 from gpt2core.trainer import plan
 from stage1_mpi.collectives import ALL_REDUCE

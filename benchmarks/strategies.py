@@ -6,7 +6,7 @@ import statistics
 from benchmarks.harness import Contender, Member, Running, paired_ratio, play, print_table, run, save
 from benchmarks.ranks import timed
 from gpt2core.model import PRESETS
-from gpt2core.parallel.compression import CODECS
+from gpt2core.parallel.codecs import CODECS
 from gpt2core.parallel.data_parallel import BUCKET_MB, STRATEGIES
 from gpt2core.trainer import plan
 from stage1_mpi.collectives import ALL_REDUCE

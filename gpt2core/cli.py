@@ -15,7 +15,7 @@ from gpt2core.commands import inference_command, train_command
 from gpt2core.communicator import Solo
 from gpt2core.errors import ConfigError, DeviceMemoryError, UserError
 from gpt2core.model import PRESETS
-from gpt2core.parallel.compression import CODECS
+from gpt2core.parallel.codecs import CODECS
 from gpt2core.parallel.data_parallel import BUCKET_MB, STRATEGIES
 from gpt2core.ranks import compare, everywhere, together
 from gpt2core.recipes import WEIGHTS
@@ -99,9 +99,12 @@ def train_parser():
     ranks = parser.add_argument_group("many ranks", "How the ranks of stages 1 and 3 share the work.")
     add = ranks.add_argument
     add("--dp", metavar="HOW", help=f"how gradients travel: {', '.join(STRATEGIES)} (default flat)")
-    add("--bucket-mb", type=float, metavar="MB", help=f"least size of a bucket, 10^6 bytes (default {BUCKET_MB:g})")
+    size = f"least size of a bucket, 10^6 bytes (default {BUCKET_MB:g}; between GPUs measured, if not --deterministic)"
+    add("--bucket-mb", type=float, metavar="MB", help=size)
     add("--compress", metavar="HOW", help=f"gradients on the wire: none, {', '.join(CODECS)} (default none)")
     add("--zero", type=int, choices=(0, 1), help="1: each rank keeps its part of the optimizer state (default 0)")
+    gather = "when ranks get what others have updated: at the end of a step, or beside the next forward (default end)"
+    add("--zero-gather", metavar="WHEN", help=gather)
     add("--tp", type=integer, metavar="N", help="ranks that share each layer, tensor parallel (default 1)")
     sums = "nccl, mpi, ring, halving-doubling, tree, canonical (default canonical, the first with --no-deterministic)"
     add("--collectives", metavar="HOW", help=f"how ranks are summed: {sums}")

@@ -263,7 +263,7 @@ def make_trainer(make_backend, world, args, source, tokenizer):
 
 
 def parallel_of(args):
-    return Parallel(args.tp, args.dp, args.bucket_mb, args.compress, args.zero)
+    return Parallel(args.tp, args.dp, args.bucket_mb, args.compress, args.zero, args.zero_gather)
 
 
 def step_sizes(args, micro_shards, replicas):
@@ -345,9 +345,11 @@ def describe(args, trainer, corpus):
         lines.append(
             f"{counted(world.size, 'rank')}: {data.size} data x {trainer.mesh.tensor.size} tensor parallel, "
             f"--dp {args.dp}, --collectives {args.collectives}, --compress {args.compress}, --zero {args.zero}"
-            + f", --transport {args.transport}"
-            * bool(args.transport)
+            + f", --zero-gather {args.zero_gather}" * (args.zero_gather != "end")
+            + f", --transport {args.transport}" * bool(args.transport)
         )
+    if trainer.measured:
+        lines.append(str(trainer.measured))
     if args.zero:
         whole = 2 * trainer.arena.size * trainer.parameters.itemsize
         lines.append(
@@ -390,6 +392,7 @@ def run_state(trainer, args, corpus):
         "seed": trainer.seed,
         "loss_scale": trainer.loss_scale.to_json(),
         "world_size": trainer.world.size,
+        "bucket_mb": trainer.bucket_mb,
         "corpus": corpus,
         "arguments": arguments,
         "choices": trainer.choices or {},

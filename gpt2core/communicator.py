@@ -10,6 +10,7 @@ import sys
 import numpy as np
 
 from gpt2core.errors import ConfigError
+from gpt2core.parallel.codecs import Codec
 
 REDUCTIONS = {"sum": np.add, "min": np.minimum, "max": np.maximum}
 
@@ -56,6 +57,7 @@ class Communicator:
     one_process = False  # whether this can never be the world of more than one rank
     native = "canonical"  # what use_collectives() calls the library's own sums, which are the fastest where it has any
     recordable = True  # whether its calls on arrays of a device may be recorded along with the kernels around them
+    times_buckets = False  # whether the least size of a bucket is measured, where no flag says it: see bucket_size.py
 
     @property
     def is_root(self):
@@ -78,6 +80,10 @@ class Communicator:
         """
         if name is not None:
             raise ConfigError(f"--transport {name} has no meaning here: it is about many GPUs, which stage 3 has")
+
+    def codec(self, kind):
+        """The Codec of --compress `kind`, for what this group sums; raises ConfigError where there is none of it."""
+        return Codec(kind)
 
     def abort(self, code):
         """End every rank of the job at once with this exit code; does not return."""

@@ -138,8 +138,12 @@ class GPT2:
 
     def __init__(self, config, parameters, tensor_group=SOLO):
         self.config, self.parameters, self.group = config, parameters, tensor_group
-        self.head = parameters["transformer.wte.weight" if config.tied else "lm_head.weight"]
         self.decoders = {}  # {number of texts: idle decoders}, of sampler.py
+
+    @property
+    def head(self):
+        """The matrix (V, C) of the logits."""
+        return self.parameters["transformer.wte.weight" if self.config.tied else "lm_head.weight"]
 
     @classmethod
     def of_arrays(cls, config, arrays, backend, group=SOLO):

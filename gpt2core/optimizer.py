@@ -106,11 +106,13 @@ class AdamW:
     shard of the model each, and `repeated`: slices of the arena that another of them counts in the norm already.
     rounding: of the copy that kernels read, "nearest" or "stochastic", whose random numbers are drawn from `seed`, the
     number of the step and an element's place in the arena: the same for any owners.
+    copy: what kernels read, where that are not the parameters. gathers: whether update() brings all of that to
+    everyone; else gather() does.
     """
 
     def __init__(
         self, arena, parameters, workers, *, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0, clip=0.0,
-        rounding="nearest", seed=0, owners=None, tensor_group=None, repeated=(), copy=None,
+        rounding="nearest", seed=0, owners=None, tensor_group=None, repeated=(), copy=None, gathers=True,
     ):  # fmt: skip
         for flag, value in (("--beta1", beta1), ("--beta2", beta2)):
             if not 0 <= value < 1:
@@ -128,6 +130,7 @@ class AdamW:
         self.seed = seed if rounding == "stochastic" else None
         self.arena, self.parameters, self.copy, self.workers = arena, parameters, copy, workers
         self.owners, self.tensor_group, self.repeated = owners or Solo(), tensor_group or Solo(), repeated
+        self.read, self.gathers = parameters if copy is None else copy, gathers
         self.betas, self.eps, self.weight_decay, self.clip = (beta1, beta2), eps, weight_decay, clip
         self.own = arena.part(self.owners.rank, self.owners.size)
         size = self.own.stop - self.own.start
@@ -178,7 +181,7 @@ class AdamW:
     def update(self, gradients, scale):
         """Each owner updates its part from `gradients` (all of the arena) times `scale`.
 
-        All receive all parts of what kernels read: the copy, where there is one, else the parameters.
+        Where it `gathers`, all receive all parts of what kernels read: the copy, if there is one, else the parameters.
         """
 
         def update(backend, part):
@@ -189,8 +192,13 @@ class AdamW:
             backend.adamw_step(*arrays, self.rates[backend], scale, runs, part.start)
 
         self.map_own(update)
-        read = self.parameters if self.copy is None else self.copy  # by the kernels: nobody needs more before the end
-        self.owners.all_gather(read[self.own], out=read)
+        if self.gathers:  # what the kernels read: nobody needs more before the end
+            self.owners.all_gather(self.read[self.own], out=self.read)
+
+    def gather(self):
+        """Bring everyone all of what kernels read, where updates leave it with the owners. All ranks must call it."""
+        if not self.gathers:
+            self.owners.all_gather(self.read[self.own], out=self.read)
 
     def refresh_copy(self):
         """Make the copy of all parameters that the last update has made of them, which no checkpoint keeps."""
@@ -199,7 +207,8 @@ class AdamW:
             self.workers.backends[0].refresh(self.copy, self.parameters, drawn)
 
     def gather_parameters(self):
-        """Bring everyone all parameters, where an update exchanges only a copy of them. All ranks must call it."""
+        """Bring everyone all parameters too, where an update exchanges only a copy of them. All ranks must call it."""
+        self.gather()
         if self.copy is not None:
             self.owners.all_gather(self.parameters[self.own], out=self.parameters)
 

@@ -15,6 +15,7 @@ from gpt2core.dataset import TOKEN_FILE, brings_tokenizer
 from gpt2core.errors import ConfigError, DataError, UserError, counted
 from gpt2core.launched import launched
 from gpt2core.model import parameter_shapes
+from gpt2core.parallel.data_parallel import BUCKET_MB
 from gpt2core.recipes import RANK_FLAGS
 
 TEXTS = "data", "val_data", "prompts", "prompt_file"  # flags that name what the run reads
@@ -130,19 +131,26 @@ def check_ranks(world, args, stage):
 
 
 def choose_collectives(world, args):
-    """Move and sum over ranks as --transport and --collectives ask; returns what depends on the ranks, a note each."""
+    """Move and sum over ranks as --transport and --collectives ask; returns what depends on the ranks, a note each.
+
+    What no flag says is chosen here, but for a --bucket-mb that is to be measured, which stays None.
+    """
     args.transport = world.use_transport(args.transport)
     canonical = args.collectives in (None, "canonical", "tree")  # a binomial tree adds in that order too
     args.collectives = args.collectives or ("canonical" if args.deterministic else world.native)
     world.use_collectives(args.collectives)
+    times = world.times_buckets and args.dp == "bucket" and not args.deterministic
+    if args.bucket_mb is None and not (times and data_parallel_ranks(world, args.tp) > 1):
+        args.bucket_mb = BUCKET_MB
     notes = []
     if args.deterministic and not canonical:
         notes.append(f"note: --collectives {args.collectives} adds in its own order: the bits depend on the ranks")
     if args.local_shuffle:
         notes.append("note: --local-shuffle: the order of the windows, and so the curve, depends on the ranks")
-    idle = [name for name in ("dp", "compress", "zero") if getattr(args, name) != RANK_FLAGS[name]]
+    named = "dp", "compress", "zero", "zero_gather"
+    idle = [name for name in named if getattr(args, name) != RANK_FLAGS[name]]
     if idle and data_parallel_ranks(world, args.tp) == 1:
-        flags = " and ".join(f"--{name} {getattr(args, name)}" for name in idle)
+        flags = " and ".join(f"--{name.replace('_', '-')} {getattr(args, name)}" for name in idle)
         notes.append(f"note: one data-parallel rank has nobody to share gradients with: {flags} can be left out")
     return notes
 

@@ -4,7 +4,6 @@ from pathlib import Path
 
 from gpt2core.errors import CheckpointError, ConfigError
 from gpt2core.model import PRESETS
-from gpt2core.parallel.data_parallel import BUCKET_MB
 
 DATA = Path(__file__).resolve().parents[1] / "data"
 CORPUS, WEIGHTS = DATA / "dummy.txt", DATA / "gpt2-paper"
@@ -28,8 +27,8 @@ RESUMED = {name: type(value) for name, value in (PAPER | COMMON).items()} | dict
     min_lr=float, seq_len=int, micro_shards=int, data=str, val_data=str, val_fraction=float
 )
 # How many ranks share the work: not part of a checkpoint, which any number of them may go on with.
-RANK_FLAGS = dict(dp="flat", bucket_mb=BUCKET_MB, compress="none", zero=0, tp=1, collectives=None, transport=None)
-RANK_FLAGS |= dict(verify_every=0, local_shuffle=False)
+RANK_FLAGS = dict(dp="flat", bucket_mb=None, compress="none", zero=0, zero_gather="end", tp=1)
+RANK_FLAGS |= dict(collectives=None, transport=None, verify_every=0, local_shuffle=False)
 MODES = ("replicate", "batch", "tensor")  # how ranks share an inference
 SHAPE = ("n_layer", "n_head", "n_embd", "block_size")  # flags that change the model itself
 

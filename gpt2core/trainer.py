@@ -18,10 +18,12 @@ from gpt2core.errors import ConfigError, UserError, counted
 from gpt2core.model import GPT2, flops_per_token, initial_parameters, parameter_shapes
 from gpt2core.optimizer import AdamW, LossScale
 from gpt2core.parallel import tensor_parallel
+from gpt2core.parallel.bucket_size import measured_bucket
 from gpt2core.parallel.compression import Compressed
 from gpt2core.parallel.data_parallel import BUCKET_MB, data_parallel
 from gpt2core.parallel.micro_shards import MicroShards, even_slices
 from gpt2core.parallel.workers import Workers, limit_blas
+from gpt2core.parallel.zero import PIECE_MB, Arriving, check_gather
 from gpt2core.tensor import Tensor
 
 
@@ -53,9 +55,10 @@ class Parallel:
 
     tp: int = 1  # ranks that share each layer; the others are data parallel
     dp: str = "flat"  # how gradients travel: see data_parallel.STRATEGIES
-    bucket_mb: float = BUCKET_MB
+    bucket_mb: float | None = BUCKET_MB  # None: measured
     compress: str = "none"  # or fp16, bf16, int8
     zero: int = 0  # 1: each data-parallel rank keeps the optimizer state of its part of the arena alone
+    zero_gather: str = "end"  # of the step, or beside the next "forward": when everyone gets what kernels read
 
 
 class Trainer:
@@ -89,13 +92,16 @@ class Trainer:
         self.parameters = backend.zeros((self.arena.size,), backend.dtype)
         self.compute = backend.compute_copy(self.parameters)
         self.shards = MicroShards(config, self.arena, self.compute, self.workers, micro_shards // data.size, tensor)
+        self.measured = self.measure(data, record) if parallel.bucket_mb is None else None
         self.data_parallel = self.reduction(data, owners)
         self.shards.on_complete = self.data_parallel.completed
+        self.arriving = self.gathering(owners)
         replicated = filter(tensor_parallel.is_replicated, self.arena.slices)
         repeated = [] if tensor.is_root else [self.arena.padded(name) for name in replicated]
         self.optimizer = AdamW(
             self.arena, self.parameters, self.workers, owners=owners, tensor_group=tensor, repeated=repeated,
-            copy=None if self.compute is self.parameters else self.compute, **(optimizer or {}),
+            copy=None if self.compute is self.parameters else self.compute, gathers=parallel.zero_gather == "end",
+            **(optimizer or {}),
         )  # fmt: skip
         self.loss_scale = LossScale(backend, **(loss_scale or {}))
         self.position = 0  # windows consumed since the start of training
@@ -107,6 +113,11 @@ class Trainer:
         self.choices = None  # what the root's backend has chosen by timing, once the first step has
         self.fill(self.parameters, initial_parameters(config, seed) if self.world.is_root else None)
         backend.refresh(self.compute, self.parameters)
+
+    def measure(self, group, record):
+        """The root's BucketSize, for everyone: it is chosen by timing."""
+        step = self.workers.backends[0], record and self.world.recordable
+        return self.world.broadcast_object(measured_bucket(group, self.shards.gradients, *step))
 
     def reduction(self, group, owners):
         """The sum of the gradients over the data-parallel group, as the flags ask for it."""
@@ -133,7 +144,22 @@ class Trainer:
             with self.workers.backends[0].behind_gradients():
                 return reduce_start(part)
 
-        return data_parallel(parallel.dp, self.arena, behind_gradients, gradients.itemsize, parallel.bucket_mb)
+        return data_parallel(parallel.dp, self.arena, behind_gradients, gradients.itemsize, self.bucket_mb)
+
+    @property
+    def bucket_mb(self):
+        """The least size of a message that packs several parameters, in 10^6 bytes."""
+        return self.parallel.bucket_mb if self.measured is None else self.measured.mb
+
+    def gathering(self, owners):
+        """The context of forward and backward: in it comes what kernels read, where it was not gathered before."""
+        check_gather(self.parallel.zero_gather, self.parallel.zero)
+        if self.parallel.zero_gather == "end":
+            return contextlib.nullcontext()
+        arriving = Arriving(self.arena, self.compute, owners, min(PIECE_MB, self.bucket_mb))
+        for lane in self.shards.lanes:
+            lane.model.parameters = arriving.watched(lane.model.parameters)
+        return arriving
 
     @property
     def steps(self):
@@ -267,7 +293,8 @@ class Trainer:
         Nothing in it waits for a number, so that it can be recorded once and replayed.
         """
         sent = self.bytes_sent()
-        losses = self.shards.backward(1 / (self.batch_size * self.seq_len), self.loss_scale.factor)
+        with self.arriving:
+            losses = self.shards.backward(1 / (self.batch_size * self.seq_len), self.loss_scale.factor)
         self.data_parallel.finish()
         self.workers.backends[0].settle()
         with self.workers.backends[0].span("optimizer"):
@@ -307,6 +334,7 @@ class Trainer:
 
         Raises Diverged when it is not finite.
         """
+        self.optimizer.gather()
         total, count = 0.0, 0
         for inputs, targets in windows.once(self.batch_size):
             losses = self.shards.losses(inputs[self.rows], targets[self.rows], 1.0, self.batch_rows)
@@ -327,6 +355,7 @@ class Trainer:
 
     def model(self):
         """The current model, for generation by this rank alone; all ranks must call it."""
+        self.optimizer.gather()
         backend = self.workers.backends[0]
         return GPT2(self.config, {name: Tensor(array, backend) for name, array in self.named(self.compute).items()})
 

@@ -23,12 +23,7 @@ WORKSPACE = 64 << 20  # of cublasLt, for two streams
 WIDE = 1 << 25  # elements of a GELU's input from which it costs less in the product than in a kernel of its own
 CONTEXT = 550 << 20  # of CUDA, with the kernels that are loaded: what an H200's driver counts beside CuPy's pools
 MARGIN = 1.1  # the model is right within a tenth
-CODING = {
-    "none": 0,
-    "fp16": 2.2,
-    "bf16": 3.6,
-    "int8": 2.3,
-}  # arrays of a message's size: to encode and add it up
+CODING = {"none": 0, "fp16": 1.2, "bf16": 1.2, "int8": 0.7}  # arrays of a message's size: its codes, sent and come
 
 
 def training_memory(config, batch_size, seq_len, precision, micro_shards=1, ranks=1, parallel=None, in_order=False):
@@ -51,7 +46,7 @@ def training_memory(config, batch_size, seq_len, precision, micro_shards=1, rank
     arena = Arena(shard_shapes(parameter_shapes(config), tp), owners)
     size, whole = arena.size, Arena(parameter_shapes(config)).size
     message = size  # elements of gradients that travel together
-    if parallel.dp != "flat":
+    if parallel.dp != "flat" and parallel.bucket_mb is not None:  # else it is measured, and all of it at most
         message = min(size, int(parallel.bucket_mb * 1e6 / FP32) + max(map(math.prod, arena.shapes.values())))
     return {
         "parameters": FP32 * size,

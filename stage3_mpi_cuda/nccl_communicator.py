@@ -15,6 +15,7 @@ from gpt2core.errors import ConfigError
 from gpt2core.ranks import everywhere, together
 from stage1_mpi.mpi_communicator import MpiCommunicator
 from stage2_cuda import triton_driver
+from stage3_mpi_cuda.codecs import FusedCodec
 from stage3_mpi_cuda.nccl_collectives import NATIVE, NcclCollectives
 from stage3_mpi_cuda.staged_collectives import StagedCollectives
 from stage3_mpi_cuda.watchdog import Watchdog
@@ -82,6 +83,10 @@ class NcclCommunicator(Communicator):
         return self.transport == "nccl"  # the other one waits on the host
 
     @property
+    def times_buckets(self):
+        return self.transport == "nccl"  # the host's arrays travel in the time of the cores that would compute
+
+    @property
     def bytes_sent(self):
         return self.host.bytes_sent + (self._carrier.bytes_sent if self._carrier else 0)
 
@@ -93,6 +98,9 @@ class NcclCommunicator(Communicator):
         self._algorithm = name
         if self._carrier:
             self._carrier.use_collectives(name)
+
+    def codec(self, kind):
+        return FusedCodec(kind, triton_driver.array_module())
 
     def _by(self, x):
         """Who carries x: the host's communicator, or the transport between GPUs."""

@@ -6,6 +6,10 @@ from types import SimpleNamespace
 
 import numpy as np
 
+from gpt2core.communicator import Solo
+from stage3_mpi_cuda.nccl_collectives import NcclCollectives
+from stage3_mpi_cuda.nccl_communicator import NcclCommunicator
+
 TYPES = {1: np.uint8, 2: np.int32, 4: np.int64, 6: np.float16, 7: np.float32, 8: np.float64}  # ncclDataType_t
 OPS = {0: "sum", 2: "max", 3: "min"}  # ncclRedOp_t
 
@@ -119,3 +123,25 @@ def fake_gpu(threads):
     )
     cupy = SimpleNamespace(cuda=cuda, empty=np.empty, ascontiguousarray=np.ascontiguousarray)
     return SimpleNamespace(cupy=cupy, stream=stream, number=0, nccl=Nccl(threads), watched=[])
+
+
+class OnFakeGpu(NcclCommunicator):
+    """Stage 3's communicator of a group of threads, each with a fake GPU: all arrays travel by NcclCollectives."""
+
+    def __init__(self, threads, parent=None):
+        super().__init__(threads, parent)
+        self.gpu, self.transport = fake_gpu(threads), "nccl"
+
+    def _by(self, x):
+        self._carrier = self._carrier or NcclCollectives(self.host, self.gpu)
+        return self._carrier
+
+    def split(self, color, key=0):
+        group = self.host.split(color, key)
+        return group if group is None or isinstance(group, Solo) else OnFakeGpu(group, self)
+
+    def broadcast_object(self, obj, root=0):
+        return self.host.broadcast_object(obj, root)
+
+    def all_gather_object(self, obj):
+        return self.host.all_gather_object(obj)

@@ -9,7 +9,8 @@ from gpt2core.communicator import Handle, Solo
 from gpt2core.dataset import LocalWindows, Windows
 from gpt2core.errors import ConfigError
 from gpt2core.model import GPT2Config, parameter_shapes
-from gpt2core.parallel.compression import CODECS, Compressed
+from gpt2core.parallel.codecs import CODECS
+from gpt2core.parallel.compression import Compressed
 from gpt2core.parallel.data_parallel import STRATEGIES, buckets_of, data_parallel
 from gpt2core.thread_communicator import run_ranks
 from gpt2core.trainer import Diverged, Parallel, Trainer
@@ -28,9 +29,11 @@ def tokens():
     return np.random.default_rng(seed).integers(0, 36, 1000)
 
 
-def make_trainer(comm, parallel, config=CONFIG, threads=1, precision="fp32", batch_size=16, micro_shards=8):
+def make_trainer(
+    comm, parallel, config=CONFIG, threads=1, precision="fp32", batch_size=16, micro_shards=8, backend=NumpyBackend
+):  # fmt: skip
     return Trainer(
-        config, [NumpyBackend(precision) for _ in range(threads)], batch_size=batch_size, seq_len=16,
+        config, [backend(precision) for _ in range(threads)], batch_size=batch_size, seq_len=16,
         micro_shards=micro_shards, world=comm, parallel=parallel, seed=3, optimizer=OPTIMIZER,
     )  # fmt: skip
 

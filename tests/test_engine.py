@@ -161,7 +161,7 @@ def test_more_texts_than_an_engine_takes_and_a_shard_of_a_model_go_the_core_s_wa
     model, _ = models(UNTIED)
     backend = model.head.backend
     assert backend.decoder(model, backend.decoder_batch + 1) is None
-    model.head = type(model.head)(model.head.data[:10], backend)
+    model.parameters["lm_head.weight"] = type(model.head)(model.head.data[:10], backend)
     assert backend.decoder(model, 1) is None
     assert Decoder(model).ahead == 0
 

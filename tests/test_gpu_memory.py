@@ -35,6 +35,7 @@ from stage2_cuda.memory import (
 )
 from stage2_cuda.peak_flops import peak_flops
 from stage2_cuda.side_stream import NoStream, SideStream
+from stage3_mpi_cuda.codecs import FusedCodec
 from tests.fake_gpu import Event, Stream
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -116,6 +117,9 @@ class Pretended(Communicator):
 
     def broadcast_start(self, x, root=0, out=None):
         return Handle(x)
+
+    def codec(self, kind):
+        return FusedCodec(kind, np)
 
     def split(self, color, key=0):
         return Pretended(self.size)
@@ -217,12 +221,12 @@ def test_each_way_to_share_takes_what_it_takes():
 
 def test_the_flags_of_many_ranks_reach_the_memory_model(monkeypatch):
     args = SimpleNamespace(batch_size=16, seq_len=32, tp=2, dp="bucket", bucket_mb=3.0, compress="int8", zero=1)
-    args.transport, args.collectives = "nccl", "canonical"
+    args.transport, args.collectives, args.zero_gather = "nccl", "canonical", "forward"
     asked = {}
     backend = SimpleNamespace(out_of_memory=lambda error, *sizes: asked.setdefault("sizes", sizes) and "no room")
     with pytest.raises(DeviceMemoryError, match="no room"), told_of_memory(backend, CONFIG, *step_sizes(args, 4, 2)):
         raise MemoryError
-    assert asked["sizes"] == (CONFIG, 16, 32, 4, 2, Parallel(2, "bucket", 3.0, "int8", 1), True)
+    assert asked["sizes"] == (CONFIG, 16, 32, 4, 2, Parallel(2, "bucket", 3.0, "int8", 1, "forward"), True)
     args.transport = "mpi"
     assert step_sizes(args, 4, 2)[-1] is False
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import sys
 
@@ -13,7 +14,7 @@ pytest.importorskip("triton")
 from gpt2core.canonical import tree_sum
 from gpt2core.dataset import Windows, load_tokens
 from gpt2core.model import PRESETS
-from gpt2core.parallel.compression import CODECS
+from gpt2core.parallel.codecs import CODECS
 from gpt2core.recipes import CORPUS
 from gpt2core.trainer import Parallel, Trainer
 from stage2_cuda.cuda_backend import CudaBackend, dtype_of
@@ -233,6 +234,7 @@ def runs(host, transport, ways):
 
 
 WAYS = [dict(dp="flat"), dict(dp="bucket"), dict(dp="overlap"), dict(zero=1), dict(dp="bucket", zero=1)]
+WAYS += [dict(dp=dp, zero=1, zero_gather="forward") for dp in ("flat", "bucket")]
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -312,6 +314,36 @@ def test_two_ranks_train_and_write_as_one(gpus, tmp_path):
         script(ranks, *ask, "--mode", mode, name="inference.py") for ranks, mode in ((1, "replicate"), (2, "tensor"))
     ]
     assert texts[0].out == texts[1].out and "Continuation:" in texts[0].out, texts[1].err
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_what_zero_gathers_beside_the_next_forward_is_there_for_whoever_reads_between_steps(gpus, tmp_path, precision):
+    """Validation, checkpoints, the comparison of ranks and a resume, among recorded steps: as gathered at the end."""
+    gpus(2)
+    curves = []
+    for when in ("end", "forward"):
+        flags = (*TINY, "--precision", precision, "--deterministic", "--val-fraction", 0.1, "--out", tmp_path / when)
+        how = ("--dp", "bucket", "--zero", 1, "--zero-gather", when, "--bucket-mb", 0.1, "--verify-every", 2)
+        rows = []
+        for steps, more in ((5, ("--checkpoint-every", 3)), (9, ("--resume", tmp_path / when))):
+            log = tmp_path / f"{when}-{steps}.jsonl"
+            done = script(2, *flags, *how, *more, "--eval-every", 2, "--steps", steps, "--log", log)
+            assert (done.code, done.left) == (0, ()), done.err
+            rows += [(row["loss"], row.get("val_loss"), row.get("parameters_sha256")) for row in rows_of(log)]
+        curves.append(rows)
+    assert curves[0] == curves[1] and len(curves[0]) == 9
+
+
+def test_the_size_of_a_bucket_is_measured_and_kept_with_the_run(gpus, tmp_path):
+    gpus(2)
+    flags = (*TINY, "--steps", 4, "--dp", "bucket", "--verify-every", 1)
+    done = script(2, *flags, "--out", tmp_path / "run")
+    assert (done.code, done.left) == (0, ()), done.err
+    size, alpha, _ = re.search(r"--bucket-mb (\d+): ([\d.-]+) us a message and ([\d.-]+) ps a byte", done.out).groups()
+    assert int(size) >= 1 and 0 < float(alpha) < 1000
+    (state,) = (tmp_path / "run").glob("step-*/state.json")
+    assert json.loads(state.read_text())["bucket_mb"] == int(size)
+    assert "a message" not in script(2, *flags, "--deterministic").out
 
 
 def test_ranks_that_outnumber_the_gpus_share_and_say_so(gpus, tmp_path):

@@ -94,6 +94,14 @@ def test_every_way_to_share_the_gradients_gives_the_serial_bits(serial, ranks, n
     assert rows_of(log)[0]["bytes_sent"] > 4 * int(re.search(r"([\d,]+) parameters", done.out)[1].replace(",", ""))
 
 
+def test_what_zero_gathers_beside_the_next_forward_gives_the_serial_bits(serial, ranks):
+    flags = ("--preset", "nano", *RECIPE.split())
+    done, log = ranks(
+        4, *flags, "--dp", "bucket", "--zero", 1, "--zero-gather", "forward", "--verify-every", 1, *BUCKETS
+    )
+    assert curve(log) == curve(serial(*flags)) and "--zero 1, --zero-gather forward" in done.out
+
+
 @pytest.mark.parametrize("dp, zero", [("flat", 0), ("bucket", 1)])
 def test_eight_ranks_of_tiny_give_the_serial_bits(serial, ranks, dp, zero):
     flags = ("--preset", "tiny", "--steps", 2, "--batch-size", 16)
@@ -191,7 +199,7 @@ def test_a_checkpoint_of_any_ranks_goes_on_at_any_other_number(serial, train, ra
         return [row[:5] for row in curve(log)]
 
     saved = (*flags, "--steps", 4, "--checkpoint-every", 3, "--out", out, "--keep", 0)
-    done, log = ranks(4, *saved, "--zero", 1)
+    done, log = ranks(4, *saved, "--zero", 1, "--zero-gather", "forward")
     assert rows(log) == [row[:5] for row in want[:4]] and state() == (4, 4)
     assert sorted(path.name for path in out.glob("step-*")) == ["step-00000003", "step-00000004"]
 

@@ -3,7 +3,9 @@
 import json
 import re
 import sys
-from types import SimpleNamespace
+import threading
+import warnings
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,18 +14,19 @@ pytest.importorskip("triton")
 
 from gpt2core.canonical import tree_sum
 from gpt2core.dataset import Windows
-from gpt2core.errors import ConfigError
+from gpt2core.errors import ConfigError, UserError
 from gpt2core.model import GPT2Config
 from gpt2core.thread_communicator import run_ranks
 from gpt2core.trainer import Parallel, Trainer
 from stage0_serial.numpy_backend import NumpyBackend
 from stage2_cuda import triton_driver
 from stage2_cuda.cuda_backend import CudaBackend
-from stage3_mpi_cuda import staged_collectives, watchdog
+from stage3_mpi_cuda import nccl_communicator, staged_collectives, watchdog
 from stage3_mpi_cuda.nccl_collectives import NcclCollectives
+from stage3_mpi_cuda.nccl_communicator import Gpu, NcclCommunicator
 from stage3_mpi_cuda.staged_collectives import StagedCollectives
 from stage3_mpi_cuda.watchdog import Watchdog
-from tests.fake_gpu import fake_gpu
+from tests.fake_gpu import OnFakeGpu, fake_gpu
 from tests.jobs import mpi
 from tests.mpi import ROOT, mpiexec
 from tests.test_communicator import DTYPES, check_every_collective, everyones, same
@@ -109,6 +112,99 @@ def test_what_nccl_cannot_do_is_refused():
     run_ranks(2, mistakes)
 
 
+# -- which GPU each rank has, and how they talk ------------------------------------------------------------------------
+
+H200, A100 = "NVIDIA H200", "NVIDIA A100"
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """machine([(name, bus) of each rank's GPU, or an error], asked) -> [(transport, or the error's text) of each rank].
+
+    without_nccl: ranks whose CuPy finds no NCCL.
+    """
+    said = threading.local()
+
+    class Fixed(NcclCommunicator):
+        def __init__(self, host, gpus, without_nccl):
+            super().__init__(host)
+            said.gpu, said.nccl = gpus[self.rank], self.rank not in without_nccl
+
+    def bind(local_rank):
+        if isinstance(said.gpu, Exception):
+            raise said.gpu
+        return Gpu(None, local_rank, *said.gpu)
+
+    def import_nccl(cupy):
+        if not said.nccl:
+            raise ConfigError("CuPy finds no NCCL: install it")
+
+    monkeypatch.setattr(nccl_communicator, "bind", bind)
+    monkeypatch.setattr(nccl_communicator, "import_nccl", import_nccl)
+    monkeypatch.setattr(nccl_communicator, "Watchdog", lambda world: SimpleNamespace(start=lambda: None))
+    monkeypatch.setattr(nccl_communicator, "triton_driver", SimpleNamespace(interpreted=lambda: False))
+
+    def run(gpus, asked=None, without_nccl=()):
+        def rank(threads):
+            try:
+                return Fixed(threads, gpus, without_nccl).use_transport(asked)
+            except UserError as error:
+                assert error.shared  # all raise it: the root tells it alone
+                return str(error)
+
+        return run_ranks(len(gpus), rank)
+
+    return run
+
+
+def test_ranks_with_a_gpu_each_talk_by_nccl_and_those_that_share_one_through_the_host(machine, capsys):
+    assert machine([(H200, "0"), (H200, "1")]) == ["nccl"] * 2
+    assert machine([(H200, "0"), (H200, "1")], "mpi") == ["mpi"] * 2 and capsys.readouterr().err == ""
+    assert machine([(H200, "0"), (H200, "1"), (H200, "0")]) == ["mpi"] * 3
+    assert capsys.readouterr().err.count("note: 3 ranks share 2 GPUs") == 1
+
+
+@pytest.mark.parametrize(
+    "gpus, asked, without_nccl, words",
+    [
+        ([(H200, "0"), (H200, "1"), (A100, "2")], None, (), f"rank 2 has an {A100}, but rank 0 an {H200}: start the"),
+        (
+            [(H200, "0"), (H200, "0")],
+            "nccl",
+            (),
+            "nccl needs a GPU for each rank, and these 2 ranks have 1: start 1, or",
+        ),
+        ([(H200, "0"), ConfigError("no GPU was found")], None, (), "rank 1: no GPU was found"),
+        ([(H200, "0"), (H200, "1")], None, (1,), "rank 1: CuPy finds no NCCL: install it"),
+    ],
+)
+def test_ranks_that_cannot_talk_end_together_with_the_rank_named(machine, gpus, asked, without_nccl, words):
+    for rank, told in enumerate(machine(gpus, asked, without_nccl)):
+        assert words in told or (words == f"rank {rank}: {told}")
+
+
+@pytest.mark.parametrize("version, wheel", [(12080, "nvidia-nccl-cu12"), (13000, "nvidia-nccl-cu13")])
+def test_a_missing_nccl_is_named_by_the_cuda_that_cupy_is_for(monkeypatch, version, wheel):
+    """As CuPy does where its NCCL is not there or is for another CUDA: it warns, and goes on."""
+    cuda = ModuleType("cupy.cuda")
+    cuda.runtime = SimpleNamespace(runtimeGetVersion=lambda: version)
+
+    def nccl(name):
+        warnings.warn("libnccl.so.2: cannot open shared object file\nand more", stacklevel=1)
+        return SimpleNamespace(available=False)
+
+    cuda.__getattr__ = nccl
+    cupy = ModuleType("cupy")
+    cupy.cuda = cuda
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    monkeypatch.setitem(sys.modules, "cupy.cuda", cuda)
+    words = (
+        f"CuPy finds no NCCL (libnccl.so.2: cannot open shared object file): pip install {wheel}, or use --transport"
+    )
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        nccl_communicator.import_nccl(cupy)
+
+
 # -- a step by threads as ranks ----------------------------------------------------------------------------------------
 
 MODEL = GPT2Config(vocab_size=24, block_size=8, n_layer=1, n_head=2, n_embd=16, tied=False)
@@ -158,6 +254,13 @@ class Copied(CudaBackend):
 
 def test_zero_exchanges_the_kernels_copy_alone_and_gathers_the_parameters_when_they_are_wanted(serial):
     for got in run_ranks(2, lambda world: trained(world, Copied, 4, steps=2, dp="bucket", zero=1)):
+        assert got == serial
+
+
+def test_what_training_tells_nccl_gives_stage_2_s_bits(serial):
+    """Addresses, counts, owners, and events that are recorded before anybody waits for them; with a copy to gather."""
+    how = dict(dp="bucket", zero=1, zero_gather="forward")
+    for got in run_ranks(2, lambda threads: trained(OnFakeGpu(threads), Copied, 4, steps=2, **how)):
         assert got == serial
 
 
@@ -237,6 +340,8 @@ MISTAKES = [
     ("--collectives nccl", "unknown collectives 'nccl': choose one of mpi, "),
     ("--precision bf16", "--precision bf16 has no meaning in Triton's interpreter"),
     ("--tp 3", "--tp 3 does not divide 2 ranks"),
+    ("--batch-size 3", "--batch-size 3 is not divisible by 2 ranks: use 4"),
+    ("--zero-gather forward", "--zero-gather forward is about --zero 1, and this is --zero 0"),
 ]
 
 
@@ -283,6 +388,31 @@ def test_a_broken_connection_of_nccl_ends_the_job_and_one_that_is_busy_does_not(
     Watchdog(SimpleNamespace(rank=0, size=2, gpu=gpu, abort=codes.append))._check_nccl()
     assert codes == [1] * told and len(timers) == told
     assert capsys.readouterr().err.startswith("error: rank 0: NCCL has failed" * told)
+
+
+FULL = """
+from gpt2core.cli import train
+from gpt2core.trainer import Trainer
+from stage2_cuda.cuda_backend import CudaBackend
+from stage3_mpi_cuda.nccl_communicator import NcclCommunicator
+
+original = Trainer.step
+
+def step(self, windows, lr):
+    if self.world.rank == 1 and self.steps == 1:
+        raise MemoryError("cudaErrorMemoryAllocation: out of memory")
+    return original(self, windows, lr)
+
+Trainer.step = step
+CudaBackend.out_of_memory = lambda self, error, *sizes: "out of memory on the GPU: use --batch-size 1"
+train(backend=CudaBackend, world=NcclCommunicator)
+"""
+
+
+def test_one_rank_out_of_its_gpu_s_memory_ends_all_and_is_named(mpi_is_here, corpus):
+    done = mpi("-n", 2, sys.executable, "-c", FULL, *FLAGS, "--data", corpus, TRITON_INTERPRET="1")
+    assert done.code == 2 and not done.left and done.seconds < 20
+    assert done.err.count("error: rank 1: out of memory on the GPU: use --batch-size 1\n") == 1, done.err
 
 
 STUCK = """

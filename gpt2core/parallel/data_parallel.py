@@ -4,7 +4,8 @@
     a message a parameter       naive                 overlap
     packed                      flat                  bucket
 
-Every choice gives the same bits, because the canonical sum over ranks is taken element by element.
+Every choice gives the same bits, because the canonical sum over ranks is taken element by element. The update waits for
+the last message in any case: before, nobody knows whether the gradient is finite, and else it must change nothing.
 """
 
 from gpt2core.errors import ConfigError
