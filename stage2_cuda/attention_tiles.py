@@ -1,7 +1,8 @@
 """Which tiles attention takes: those of its table, or of a few others the ones that a Tuner finds to be the fastest.
 
 Forward, dq, and dk with dv are tried each by itself. Where T is not long, a launch that does all of backward is tried
-against the best two. Compiled for an H200 by Triton 3.6 and 3.9, no tile here spills registers.
+against the best two. Compiled for an H200 by Triton 3.6 and 3.9, no tile here spills registers, but those of tf32x3's
+backward, where the table's spill more.
 """
 
 # B batch, T time, C channels, H heads, D = C // H
@@ -15,9 +16,25 @@ TRIED = {  # (what is multiplied, largest D): {part: tiles beside the table's}
             Tile(128, 64, 8, 3, loops=2), Tile(128, 64, 8, 3), Tile(128, 64, 4, 3), Tile(128, 128, 8, 2),
             Tile(64, 64, 4, 3), Tile(64, 128, 4, 2),
         ],
-        "dq": [Tile(128, 64, 4, 3), Tile(128, 64, 8, 3, loops=2), Tile(128, 32, 4, 3), Tile(64, 64, 4, 3)],
+        "dq": [Tile(128, 64, 4, 3), Tile(128, 64, 4, 2, loops=2), Tile(128, 32, 4, 3), Tile(64, 64, 4, 3)],
         "dkdv": [Tile(64, 64, 4, 3), Tile(64, 64, 4, 3, loops=2), Tile(64, 128, 8, 3), Tile(32, 64, 4, 3)],
         "both": [Tile(64, 64, 4, 2), Tile(64, 64, 8, 2)],
+    },
+    ("16 bits", 128): {
+        "forward": [Tile(64, 64, 4, 3, loops=2), Tile(128, 64, 8, 3), Tile(128, 64, 8, 2, loops=2)],
+        "dq": [Tile(64, 64, 4, 2), Tile(64, 64, 8, 2), Tile(128, 64, 8, 2)],
+        "dkdv": [Tile(64, 64, 4, 2), Tile(64, 64, 8, 3), Tile(32, 128, 8, 3)],
+    },
+    ("tf32", 64): {
+        "forward": [Tile(128, 64, 8, 2), Tile(64, 64, 8, 2)],
+        "dq": [Tile(128, 64, 8, 2), Tile(64, 32, 4, 3)],
+        "dkdv": [Tile(32, 64, 4, 3), Tile(64, 64, 8, 2)],
+        "both": [Tile(64, 64, 8, 2)],
+    },
+    ("tf32x3", 64): {
+        "forward": [Tile(128, 32, 8, 2), Tile(64, 64, 4, 2)],
+        "dq": [Tile(128, 32, 8, 2)],
+        "dkdv": [Tile(32, 128, 8, 2), Tile(16, 64, 4, 2)],
     },
 }  # fmt: skip
 

@@ -1,7 +1,7 @@
 """What is fastest on this GPU is found by trying it, once: algorithms and tiles, chosen by timing and kept on disk.
 
     tuner = Tuner(cupy, made_for="NVIDIA H200, cublasLt 130000, Triton 3.6.0", directory=cache_directory())
-    config = tuner.choose("attention forward ...", configs, run, outputs)     # times at the first call, then looks it up
+    config = tuner.choose("attention forward ...", configs, run, outputs)  # times at the first call, looks up later
 
 Candidates are timed in turns, A B C, A B C, ..., each in a CUDA graph of several calls, or a small kernel would time
 its launch. A choice is text, {what: choice}, so that it can be recorded with a run and given to other ranks.
@@ -70,7 +70,8 @@ class Tuner:
     def announce(self):
         """Tell once why the first step takes so long."""
         if not self.announced:
-            self.say(f"timing kernels for this GPU, {f'once: {self.file}' if self.file else 'in every run: no home'}")
+            where = f"once: the fastest are kept in {self.file}" if self.file else "in this run alone: there is no home"
+            self.say(f"timing kernels for this GPU, {where}")
         self.announced = True
 
     # -- candidates ----------------------------------------------------------------------------------------------------

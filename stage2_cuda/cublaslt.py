@@ -189,7 +189,7 @@ class CublasLt:
     """
 
     def __init__(self, cupy, library, tuner, *, workspace_bytes=32 << 20):
-        self._cupy, self._library, self._tuner = cupy, library, tuner
+        self._cupy, self._library, self.tuner = cupy, library, tuner
         self._deterministic = tuner.made_for is None
         # The widest alignment to be told apart. More than 16 bytes may allow more algorithms, but then the bits of a
         # product depend on where in memory its operands lie.
@@ -279,7 +279,7 @@ class CublasLt:
     def _chosen_before(self, problem, plan):
         """The algorithm that the tuner's choices have for this problem, if cublasLt still accepts it."""
         try:
-            chosen = bytes.fromhex(self._tuner.choices.get(str(problem), ""))
+            chosen = bytes.fromhex(self.tuner.choices.get(str(problem), ""))
         except ValueError:
             return None
         if len(chosen) != sizeof(Algorithm):
@@ -293,12 +293,12 @@ class CublasLt:
         candidates = self._candidates(problem, plan)
         if self._deterministic or len(candidates) == 1:
             algorithm = candidates[0]
-        elif self._tuner.capturing():
+        elif self.tuner.capturing():
             raise RuntimeError(f"in a stream capture nothing can be timed: prepare() this product before: {problem}")
         else:
-            self._tuner.announce()
+            self.tuner.announce()
             algorithm = self._fastest(problem, plan, candidates)
-        self._tuner.keep(str(problem), bytes(algorithm).hex())
+        self.tuner.keep(str(problem), bytes(algorithm).hex())
         return algorithm
 
     def _candidates(self, problem, plan, count=8):
