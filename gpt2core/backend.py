@@ -96,7 +96,10 @@ class Backend(ABC):
     chosen_for = None  # the device and libraries for which they are good, as text; None: nothing is chosen by timing
 
     def adopt(self, choices, final=False):  # noqa: B027 - nothing is chosen by timing
-        """Choose as `choices`, another rank's or an earlier run's, have it; `final`: they are all there will be."""
+        """Choose as `choices`, another rank's or an earlier run's, have it, and know of no others.
+
+        final: add them to what is known, and time nothing more.
+        """
 
     def choose_anew(self):
         """Time all again that was chosen by timing before; raises ConfigError where nothing is."""

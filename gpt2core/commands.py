@@ -419,14 +419,15 @@ def adopt_choices(trainer, state, path):
 
     Raises CheckpointError where its choices are none.
     """
-    here, there, choices = trainer.workers.backends[0].chosen_for, state.get("chosen_for"), state.get("choices", {})
+    backend, there, choices = trainer.workers.backends[0], state.get("chosen_for"), state.get("choices", {})
+    here = backend.chosen_for
     if here is None or there is None:  # on either side nothing is chosen by timing
         return []
     if here != there:
         return [f"note: the checkpoint's kernels were chosen by timing on {there}: on {here} they are timed anew"]
     if not isinstance(choices, dict) or not all(isinstance(choice, str) for choice in choices.values()):
         raise CheckpointError(f"{path}: choices is {choices!r:.80}, not an object of texts: it cannot be resumed")
-    trainer.adopt(choices)
+    trainer.adopt(backend.choices | choices)
     return []
 
 

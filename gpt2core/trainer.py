@@ -106,7 +106,7 @@ class Trainer:
         self.choices = None  # what the root's backend has chosen by timing, once the first step has
         self.fill(self.parameters, initial_parameters(config, seed) if self.world.is_root else None)
         backend.refresh(self.compute, self.parameters)
-        self.adopt(self.world.broadcast_object(backend.choices))  # so that all ranks time the same, what is left
+        self.adopt(self.world.broadcast_object(backend.choices))  # so that all ranks try out the same: what is left
 
     def reduction(self, group, owners):
         """The sum of the gradients over the data-parallel group, as the flags ask for it."""
@@ -260,7 +260,7 @@ class Trainer:
             self.adopt(self.choices, final=True)
 
     def adopt(self, choices, final=False):
-        """Let all backends of this rank choose as `choices` have it; `final`: they are all there will be."""
+        """Let all backends of this rank choose as `choices` have it: see Backend.adopt."""
         for backend in self.workers.backends:
             backend.adopt(choices, final)
 

@@ -47,16 +47,17 @@ class Tuner:
     def adopt(self, choices, final=False):
         """Choose as `choices`, another rank's or an earlier run's, have it; -> whether that is new here.
 
-        final: try no candidates from here on; what comes later takes the first.
+        Nothing else is known then, so that ranks which adopt the same try out the same. But if it is final, what only
+        this rank has met stays as it is, and no candidates are tried from here on: what comes later takes the first.
         """
-        self.final = self.final or final
-        if new := choices.items() - self.choices.items():
-            self.choices |= choices
+        self.final, before = self.final or final, self.choices
+        self.choices = self.choices | choices if final else dict(choices)
+        if new := self.choices != before:
             self.chosen.clear()
-            if overruled := {what: choice for what, choice in new if what in self.timed}:
+            if overruled := {what: choices[what] for what in self.timed.keys() & choices.keys()}:
                 self.timed |= overruled  # or the next run, which reads the file, would choose otherwise than this one
                 self.write()
-        return bool(new)
+        return new
 
     def keep(self, what, choice):
         """Let what has been chosen by timing be found again, on disk too."""

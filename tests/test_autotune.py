@@ -279,9 +279,11 @@ def test_a_rank_computes_by_what_it_adopts_and_keeps_that_on_disk(fake, tuner, t
     assert json.loads((tmp_path / "cache" / FILE).read_text())["choices"] == {"kernel": "roots"}
 
 
-def test_what_is_adopted_before_the_first_step_is_not_timed(fake, tuner):
-    kernel = Kernel(fake, table=(1.0, 7), other=(0.5, 7))
+def test_before_the_first_step_a_rank_knows_what_the_root_knows_and_times_the_rest(fake, tmp_path):
+    Tuner(fake, GPU, tmp_path).keep("b", "table")
+    kernel, tuner = Kernel(fake, table=(1.0, 7), other=(0.5, 7)), Tuner(fake, GPU, tmp_path, lambda text: None)
     tuner.adopt({"kernel": "table"})
+    # "b" too: the root may choose another for it, which must be compiled here before a graph is recorded
     assert (kernel.chosen(tuner), kernel.chosen(tuner, "b")) == ("table", "other")
 
 

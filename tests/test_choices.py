@@ -35,7 +35,7 @@ class Choosing(NumpyBackend):
 
     def adopt(self, choices, final=False):
         self.adopted.append((dict(choices), final))
-        self.choices |= choices
+        self.choices = self.choices | choices if final else dict(choices)
 
     def choose_anew(self):
         self.choices, self.anew = {}, True
