@@ -114,25 +114,28 @@ class Tuner:
         return self.cupy.cuda.get_current_stream().is_capturing()
 
     def fastest(self, candidates, run, outputs, before):
-        cuda = self.cupy.cuda
+        cuda, sound, graphs, wanted = self.cupy.cuda, [], [], None
         cuda.runtime.deviceSynchronize()  # what is read may be at work on another stream
         stream = cuda.Stream(non_blocking=True)
         try:
             with cuda.using_allocator(None), stream:  # not out of the pool, whose peak is shown to the user
                 before()
-                wanted = [array.copy() for array in written(outputs, run, candidates[0])]
-                check(outputs, wanted)  # of numbers that are not finite nothing can be said
-                once = milliseconds(self.cupy, stream, lambda: run(candidates[0]))
-                calls = int(min(max(ENOUGH / max(once, 1e-3), 1), CALLS))
-                graphs = [recorded(stream, lambda: run(candidates[0]), calls)]
-                sound = [candidates[0]]
-                for candidate in candidates[1:]:
+                for candidate in candidates:
+                    call = functools.partial(run, candidate)
                     try:
-                        check(written(outputs, run, candidate), wanted)
-                        graphs.append(recorded(stream, functools.partial(run, candidate), calls))
+                        for array in outputs:
+                            array[...] = np.nan  # what is not written is noticed
+                        call()
+                        wanted = wanted or [array.copy() for array in outputs]
+                        check(outputs, wanted)  # the first against itself: what is not finite decides nothing
+                        if not graphs:
+                            calls = calls_for(milliseconds(self.cupy, stream, call))
+                        graphs.append(recorded(stream, call, calls))
                         sound.append(candidate)
-                    except Exception:  # more registers or shared memory than there are, or a compiler that gives up
-                        continue
+                    except Exception as error:  # it asks for more than there is, or its compiler gives up
+                        problem = error
+                if not graphs:
+                    raise problem
                 times = shortest(self.cupy, stream, graphs)
         finally:
             cuda.runtime.deviceSynchronize()  # whatever happened, what follows meets no work of ours
@@ -141,6 +144,11 @@ class Tuner:
 
 
 # -- time --------------------------------------------------------------------------------------------------------------
+
+
+def calls_for(once):
+    """How many calls of so many milliseconds had better be timed together."""
+    return max(1, int(ENOUGH / max(once, ENOUGH / CALLS)))
 
 
 def recorded(stream, call, calls):
@@ -173,14 +181,6 @@ def milliseconds(cupy, stream, call):
 
 
 # -- results -----------------------------------------------------------------------------------------------------------
-
-
-def written(outputs, run, candidate):
-    """The outputs, after this candidate has written them over NaN."""
-    for array in outputs:
-        array[...] = np.nan
-    run(candidate)
-    return outputs
 
 
 def check(outputs, wanted):

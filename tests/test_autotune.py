@@ -102,6 +102,12 @@ def test_a_candidate_that_fails_or_writes_something_else_is_passed_over(fake, tu
     assert kernel.chosen(tuner) == "other"
 
 
+@pytest.mark.parametrize("takes, wins", [(9.9, "first"), (9.7, "second")])
+def test_where_the_table_asks_for_more_than_this_gpu_has_the_first_that_runs_stands_in(fake, tuner, takes, wins):
+    too_large = RuntimeError("out of resource: shared memory")
+    assert Kernel(fake, table=(1, too_large), first=(10, 7), second=(takes, 7)).chosen(tuner) == wins
+
+
 def test_rounding_is_told_from_a_wrong_result_by_the_type():
     want = np.linspace(1, 2, 40).reshape(8, 5)
     for dtype, near, far in ((np.float16, 1e-2, 3e-2), (np.float32, 1e-3, 3e-3)):
