@@ -244,4 +244,4 @@ def write_choices(path, made_for, choices):
         partial.write_text(json.dumps({"made_for": made_for, "choices": before | choices}, indent=1), encoding="utf-8")
         os.replace(partial, path)
     except OSError as error:
-        warnings.warn(f"the autotune cache {path} cannot be written: {error}", stacklevel=3)
+        warnings.warn(f"the autotune cache {path} cannot be written: {error.strerror or error}", stacklevel=3)
