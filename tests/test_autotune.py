@@ -460,7 +460,7 @@ def kind_of(kind):
 
 @gpu
 @pytest.mark.parametrize("T", [1024, 1000])
-def test_every_candidate_runs_on_this_gpu_or_is_passed_over(T):
+def test_every_candidate_has_float64_s_gradients_on_this_gpu(T):
     for kind, D, part, tile in tried():
         dtype, precision, tolerance = kind_of(kind)
         qkv, dy, y, lse, delta, dqkv = arrays_of(cupy, dtype, T, 2, D)
