@@ -20,6 +20,7 @@ if not HAS_GPU:
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is imported
 pytest.importorskip("triton")
 
+from gpt2core import cli  # noqa: E402
 from gpt2core.errors import ConfigError  # noqa: E402
 from stage2_cuda import attention_tiles, autotune, products  # noqa: E402
 from stage2_cuda.autotune import Tuner  # noqa: E402
@@ -57,6 +58,11 @@ class Kernel:
 
     def chosen(self, tuner, what="kernel", **options):
         return tuner.choose(what, list(self.candidates), self.run, [self.output], **options)
+
+
+def told(caught):
+    """The warnings of ours: what a collector tells of another test's files may come at any time."""
+    return [str(warning.message) for warning in caught if warning.category is UserWarning]
 
 
 @pytest.fixture
@@ -172,7 +178,7 @@ def test_whatever_goes_wrong_the_run_goes_on_with_the_table_and_one_warning(fake
     kernel = Kernel(fake, table=(1.0, 7), other=(0.5, 7))
     with pytest.warns(UserWarning, match="kernel: cannot be timed .* takes tiles from the table") as caught:
         assert [kernel.chosen(tuner, what) for what in ("kernel", "kernel", "another")] == ["table"] * 3
-    assert len(caught) == 1 and "\n" not in str(caught[0].message)
+    assert len(told(caught)) == 1 and "\n" not in told(caught)[0]
     assert tuner.choices == {"kernel": "table", "another": "table"}  # for the other ranks
     assert not list(tmp_path.iterdir())  # the next run tries again
 
@@ -234,7 +240,7 @@ def test_a_corrupt_or_foreign_cache_is_one_warning_and_is_rewritten(fake, tmp_pa
     (tmp_path / FILE).write_text(content)
     with pytest.warns(UserWarning, match=f"the autotune cache .* is ignored and will be rewritten: .*{why}") as caught:
         assert kernel.chosen(Tuner(fake, GPU, tmp_path, lambda text: None)) == "other"
-    assert len(caught) == 1
+    assert len(told(caught)) == 1
     assert json.loads((tmp_path / FILE).read_text()) == {"made_for": GPU, "choices": {"kernel": "other"}}
     assert [file.name for file in tmp_path.iterdir()] == [FILE]
 
@@ -431,6 +437,33 @@ def test_a_backend_that_tries_all_and_takes_the_last_has_float64_s_gradients(fak
         str(Config(**{part: tried[part][-1]})) for part in ("forward", "dq", "dkdv")[: len(parts)]
     ]
     assert np.array_equal(backend.attention_backward(dy, qkv, y, aux, 1), dqkv)
+
+
+@in_the_interpreter
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp2")
+def test_a_run_times_once_and_keeps_its_choices_on_disk_and_in_its_checkpoint(
+    command, corpus, fake, tmp_path, monkeypatch
+):
+    class OnFakeGpu(CudaBackend):
+        def __init__(self, precision, deterministic):
+            super().__init__(precision, deterministic)
+            self.tuner = Tuner(fake, GPU, tmp_path / "cache", lambda text: self.say(text))
+
+    def run():
+        flags = "--preset nano --n-layer 1 --n-embd 16 --seq-len 8 --batch-size 1 --steps 1 --sample 0".split()
+        result = command(cli.train, *flags, "--data", corpus, "--out", tmp_path / "run", backend=OnFakeGpu)
+        assert result.code == 0, result.err
+        return result.err
+
+    few = {part: [SMALL] for part in ("forward", "dq", "dkdv")}
+    monkeypatch.setattr(autotune, "CALLS", 1)
+    monkeypatch.setitem(attention_tiles.TRIED, ("tf32x3", 64), few)
+    assert run() == f"timing kernels for this GPU, once: the fastest are kept in {tmp_path / 'cache' / FILE}\n"
+    choices = json.loads((tmp_path / "cache" / FILE).read_text())["choices"]
+    assert [what.split()[1] for what in choices] == ["forward", "dq", "dk"]
+    assert run() == ""
+    state = json.loads((tmp_path / "run" / "latest" / "state.json").read_text())
+    assert (state["choices"], state["chosen_for"]) == (choices, GPU)
 
 
 @in_the_interpreter
