@@ -3,7 +3,7 @@
 Ours reads q, k and v where the projection left them, (B, T, 3C), and writes their gradient there. PyTorch gets three
 arrays (B, H, T, D), or with --packed views of the same projection, and writes three gradients. Both as a CUDA graph of
 several calls, timed by events on the device, in turns; 2 B H T T D operations forward (4, half of them masked), and 2.5
-times as many backward.
+times as many backward. Our tiles are those that a training run chooses by timing, and in a second row the table's.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from benchmarks.harness import Contender, Running, paired_ratio, play, print_tab
 
 SEED = 20260101
 BENCHMARK = "benchmarks.gpu_attention"  # how the contenders' processes import this file
-OURS = "ours"
+OURS, TABLE = "ours", "ours, the table's tiles"
 PEERS = {"flash": "torch, FlashAttention-2", "cudnn": "torch, cuDNN"}
 SHAPES = [
     (1, 16, 16384, 64),
@@ -59,7 +59,7 @@ def prepare(module, **options):
 class CausalAttention:
     """Ours, in bf16: calls recorded in CUDA graphs. qkv (B, T, 3C), dy (B, T, C) on the host."""
 
-    def __init__(self, qkv, dy, n_head):
+    def __init__(self, qkv, dy, n_head, tuned=True):
         import ml_dtypes
 
         from stage2_cuda.kernels import attention
@@ -71,16 +71,29 @@ class CausalAttention:
         self.y, self.dqkv = self.cupy.empty_like(self.dy), self.cupy.empty_like(self.qkv)
         self.lse, self.delta = (self.cupy.empty((B, n_head, T), np.float32) for _ in range(2))
         self.stream, self.graphs = self.cupy.cuda.Stream(non_blocking=True), {}
+        self.choose(tuned)
         self.cupy.cuda.runtime.deviceSynchronize()
 
-    def forward(self):
-        self.kernels.attention_forward(self.y, self.lse, self.qkv, self.heads)
+    def choose(self, tuned):
+        """Take the tiles that a training run takes: chosen by timing, or as with --deterministic."""
+        from stage2_cuda.attention_tiles import tuned_backward, tuned_forward
+        from stage2_cuda.cuda_backend import CudaBackend
+
+        tuner, options = CudaBackend("bf16", deterministic=not tuned).tuner, (self.qkv, self.heads, "ieee")
+        self.config = tuned_forward(tuner, self.forward, self.y, self.lse, *options)
+        self.forward()
+        self.backward_config = tuned_backward(tuner, self.backward, self.dqkv, self.delta, *options)
+
+    def forward(self, config=None):
+        self.kernels.attention_forward(self.y, self.lse, self.qkv, self.heads, config=config or self.config)
+
+    def backward(self, config=None):
+        arrays = self.dqkv, self.delta, self.dy, self.qkv, self.y, self.lse
+        self.kernels.attention_backward(*arrays, self.heads, config=config or self.backward_config)
 
     def both(self):
         self.forward()
-        self.kernels.attention_backward(
-            self.dqkv, self.delta, self.dy, self.qkv, self.y, self.lse, self.heads
-        )  # fmt: skip
+        self.backward()
 
     def record(self, kind, milliseconds):
         """Make a graph of about as many milliseconds; returns how many calls it has."""
@@ -120,6 +133,7 @@ class CausalAttention:
 
 def contenders(args):
     yield Contender(OURS, BENCHMARK, args.threads)
+    yield Contender(TABLE, BENCHMARK, args.threads, {"tuned": False})
     for peer in args.peers:
         options = {"backend": peer, "packed": args.packed}
         yield Contender(PEERS[peer], "benchmarks.peers.torch_attention", args.threads, options)

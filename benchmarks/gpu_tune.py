@@ -5,10 +5,14 @@
 A candidate is a set of values for constants of one module, {} the ones in use. Every candidate is first compiled in
 processes beside this one, then compared with what is in use (relative norm of what it writes), then captured in a CUDA
 graph and replayed in turns, A B C, B C A, ...; the median of its turns counts.
+
+A training run tries out a few tiles of attention by itself (stage2_cuda/attention_tiles.py); this is the wide search,
+for its table, for what is worth trying there, and for the constants of the other kernels.
 """
 
 import argparse
 import contextlib
+import functools
 import itertools
 import statistics
 import subprocess
@@ -18,6 +22,7 @@ from typing import NamedTuple
 import numpy as np
 
 from benchmarks.harness import ROOT, print_table, run, save
+from stage2_cuda.autotune import difference, milliseconds, recorded
 from stage2_cuda.cuda_backend import dtype_of
 from stage2_cuda.kernels import attention, column_sums, cross_entropy, gelu, layernorm
 from stage2_cuda.triton_driver import array_module
@@ -188,22 +193,12 @@ def compile_share(args):
 
 
 def error_of(got, want):
-    """norm(got - want) / norm(want), the largest of several arrays; a NaN stays one."""
-    norm, worst = array_module().linalg.norm, 0.0
+    """The largest difference() of several arrays; a NaN stays one."""
+    worst = 0.0
     for one, other in zip(got, want, strict=True):
-        error = float(norm((one.astype(np.float64) - other).ravel()) / norm(other.astype(np.float64).ravel()))
+        error = difference(one, other)
         worst = worst if error <= worst else error
     return worst
-
-
-def milliseconds(graph, stream):
-    cuda = array_module().cuda
-    start, stop = cuda.Event(), cuda.Event()
-    start.record(stream)
-    graph.launch(stream)
-    stop.record(stream)
-    stop.synchronize()
-    return cuda.get_elapsed_time(start, stop)
 
 
 def captured(case, values, stream):
@@ -214,10 +209,7 @@ def captured(case, values, stream):
         call = case.prepare()
         call()
         outputs = [array.copy() for array in case.outputs]
-        stream.begin_capture()
-        for _ in range(CALLS):
-            call()
-        return stream.end_capture(), outputs, call  # the call keeps its scratch
+        return recorded(stream, call, CALLS), outputs, call  # the call keeps its scratch
 
 
 def measure(case):
@@ -245,7 +237,7 @@ def measure(case):
         for turn in range(TURNS):
             first = turn % max(1, len(ready))
             for label, _, graph, _ in ready[first:] + ready[:first]:
-                times[label].append(milliseconds(graph, stream) / CALLS)
+                times[label].append(milliseconds(xp, stream, functools.partial(graph.launch, stream)) / CALLS)
     rows = [{"label": label, "ms": statistics.median(times[label]), "error": error} for label, error, *_ in ready]
     return sorted(rows, key=lambda row: row["ms"])
 

@@ -3,6 +3,7 @@
 # B batch, T time, C channels, H heads, D = C // H, V vocabulary, K columns, N = B*T rows; `...` any leading axes.
 
 import contextlib
+import sys
 from abc import ABC, abstractmethod
 
 import numpy as np
@@ -109,9 +110,21 @@ class Backend(ABC):
         return Immediate(function)
 
     choices = {}  # what was chosen by timing and so may differ between ranks: {what: choice}, all of it text
+    chosen_for = None  # the device and libraries for which they are good, as text; None: nothing is chosen by timing
 
-    def adopt(self, choices):  # noqa: B027 - nothing is chosen by timing
-        """Choose as the `choices` of another rank's backend have it, from here on."""
+    def adopt(self, choices, final=False):  # noqa: B027 - nothing is chosen by timing
+        """Choose as `choices`, another rank's or an earlier run's, have it, and know of no others.
+
+        final: add them to what is known, and time nothing more.
+        """
+
+    def choose_anew(self):
+        """Time all again that was chosen by timing before; raises ConfigError where nothing is."""
+        raise ConfigError(f"--autotune has no meaning here: {self.name} times nothing, so leave the flag away")
+
+    def say(self, text):
+        """Tell the user why something takes long."""
+        print(text, file=sys.stderr)
 
     def tokens(self, array, slot):
         """A host array of token numbers as kernels take it; the next call with this `slot` may overwrite it."""

@@ -96,6 +96,7 @@ def train_parser():
     add("--deterministic", action=flag, help="the same bits for any number of threads and ranks (default on CPUs)")
     add("--nvtx", action="store_true", help="name ops and phases for a profiler; needs --no-graph (default: no)")
     add("--graph", action=flag, help="record a step once and replay it, where the device can (default there)")
+    add("--autotune", action="store_true", help="on GPUs: time kernels again, not for new shapes alone (default: no)")
     ranks = parser.add_argument_group("many ranks", "How the ranks of stages 1 and 3 share the work.")
     add = ranks.add_argument
     add("--dp", metavar="HOW", help=f"how gradients travel: {', '.join(STRATEGIES)} (default flat)")

@@ -65,12 +65,13 @@ def train_command(make_backend, world, args):
     corpus = read_corpus(world, args, resumed or initial)
     trainer = together(world, lambda: make_trainer(make_backend, world, args, resumed or initial, corpus.tokenizer))
     windows, validation = together(world, lambda: make_windows(args, corpus, trainer.mesh.data))
-    together(world, lambda: restore(trainer, resumed, initial, corpus))
+    notes += together(world, lambda: restore(trainer, resumed, initial, corpus, args.autotune))
     resumed = initial = None  # the trainer has its own copy
     rates = args.schedule, args.lr, args.min_lr, args.warmup, args.steps
     schedule = together(world, lambda: Schedule(*rates))
     begun, threads = trainer.steps, trainer.workers.size
     out, log = on_root(world, lambda: open_outputs(args, trainer, notes)) or (args.out, SilentLog())
+    trainer.workers.backends[0].say = log.tell
     log.say(describe(args, trainer, corpus))
     for note in [*idle_threads(possible_threads(make_backend, world, args), args, trainer), *notes]:
         log.say(note)
@@ -244,6 +245,8 @@ def make_trainer(make_backend, world, args, source, tokenizer):
     def make_backends():  # one rank's device or libraries may fail where the others' do not
         backends = [make_backend(args.precision, args.deterministic) for _ in range(threads)]
         check_graph(args, backends)
+        for backend in backends if args.autotune else ():
+            backend.choose_anew()
         return backends
 
     backends = together(world, make_backends)
@@ -396,33 +399,51 @@ def run_state(trainer, args, corpus):
         "corpus": corpus,
         "arguments": arguments,
         "choices": trainer.choices or {},
+        "chosen_for": trainer.workers.backends[0].chosen_for,
         "version": gpt2core.__version__,
     }
 
 
-def restore(trainer, resumed, initial, corpus):
-    """Load the parameters to start from, and of a run to resume also the moments and where it stood.
+def restore(trainer, resumed, initial, corpus, choose_anew=False):
+    """Load the parameters to start from, and of a run to resume also the moments, where it stood, and what it chose.
 
-    Raises CheckpointError when that run learnt another corpus.
+    Returns what to tell, one sentence or none. Raises CheckpointError when that run learnt another corpus.
     """
     if initial:
         trainer.load(initial.parameters)
-    if resumed:
-        state = resumed.state
-        for key in ("step", "position"):
-            if not isinstance(state.get(key), int) or state[key] < 0:
-                raise CheckpointError(
-                    f"{resumed.path / 'state.json'}: has no whole number {key!r}: it cannot be resumed"
-                )
-        if state.get("corpus", corpus.fingerprint) != corpus.fingerprint:
-            raise CheckpointError(
-                f"{resumed.path}: was trained on {state['corpus']}, but --data has {corpus.fingerprint}: "
-                f"give the same corpus, or start anew with --init-from"
-            )
-        try:
-            trainer.load(resumed.parameters, resumed.moments, state["step"], state["position"], state.get("loss_scale"))
-        except ConfigError as error:
-            raise CheckpointError(f"{resumed.path / 'state.json'}: {error}: it cannot be resumed") from None
+    if not resumed:
+        return []
+    state, path = resumed.state, resumed.path / "state.json"
+    for key in ("step", "position"):
+        if not isinstance(state.get(key), int) or state[key] < 0:
+            raise CheckpointError(f"{path}: has no whole number {key!r}: it cannot be resumed")
+    if state.get("corpus", corpus.fingerprint) != corpus.fingerprint:
+        raise CheckpointError(
+            f"{resumed.path}: was trained on {state['corpus']}, but --data has {corpus.fingerprint}: "
+            f"give the same corpus, or start anew with --init-from"
+        )
+    try:
+        trainer.load(resumed.parameters, resumed.moments, state["step"], state["position"], state.get("loss_scale"))
+    except ConfigError as error:
+        raise CheckpointError(f"{path}: {error}: it cannot be resumed") from None
+    return [] if choose_anew else adopt_choices(trainer, state, path)
+
+
+def adopt_choices(trainer, state, path):
+    """Choose as the run did that is resumed, where that is good for this device: -> what to tell, one sentence or none.
+
+    Raises CheckpointError where its choices are none.
+    """
+    backend, there, choices = trainer.workers.backends[0], state.get("chosen_for"), state.get("choices", {})
+    here = backend.chosen_for
+    if here is None or there is None:  # on either side nothing is chosen by timing
+        return []
+    if here != there:
+        return [f"note: the checkpoint's kernels were chosen by timing on {there}: on {here} they are timed anew"]
+    if not isinstance(choices, dict) or not all(isinstance(choice, str) for choice in choices.values()):
+        raise CheckpointError(f"{path}: choices is {choices!r:.80}, not an object of texts: it cannot be resumed")
+    trainer.adopt(backend.choices | choices)
+    return []
 
 
 # -- inference ---------------------------------------------------------------------------------------------------------

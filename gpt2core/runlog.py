@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import json
 import math
+import sys
 from pathlib import Path
 
 from tqdm import tqdm
@@ -69,6 +70,10 @@ class RunLog:
         """Print without tearing the progress bar."""
         tqdm.write(text)
 
+    def tell(self, text):
+        """The same on standard error."""
+        tqdm.write(text, file=sys.stderr)
+
     def write(self, row):
         if self.file:
             try:
@@ -93,6 +98,8 @@ class SilentLog:
 
     def say(self, text):
         pass
+
+    tell = say
 
     def __call__(self, step, val_loss, last_words):
         pass

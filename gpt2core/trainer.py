@@ -113,6 +113,7 @@ class Trainer:
         self.choices = None  # what the root's backend has chosen by timing, once the first step has
         self.fill(self.parameters, initial_parameters(config, seed) if self.world.is_root else None)
         backend.refresh(self.compute, self.parameters)
+        self.adopt(self.world.broadcast_object(backend.choices))  # so that all ranks try out the same: what is left
 
     def measure(self, group, record):
         """The root's BucketSize, for everyone: it is chosen by timing."""
@@ -308,8 +309,12 @@ class Trainer:
         """After the first step: what the root's backend chose by timing is everyone's choice from here on."""
         if self.choices is None:
             self.choices = self.world.broadcast_object(self.workers.backends[0].choices)
-            for backend in self.workers.backends:
-                backend.adopt(self.choices)
+            self.adopt(self.choices, final=True)
+
+    def adopt(self, choices, final=False):
+        """Let all backends of this rank choose as `choices` have it: see Backend.adopt."""
+        for backend in self.workers.backends:
+            backend.adopt(choices, final)
 
     def total(self, losses, signal_received=0):
         """The canonical sum of all ranks' losses, and the largest signal number among them: it rides along.

@@ -1,6 +1,6 @@
 """Matrix products by NVIDIA's cublasLt, called through ctypes on CuPy arrays, with fused epilogues, in CUDA graphs too.
 
-    gemm = CublasLt(cupy, load_library(), cache_dir=...)
+    gemm = CublasLt(cupy, load_library(), tuner)
     gemm.matmul(y, x, w, bias=b)                                      # y (N,K) = x (N,C) w (C,K) + b (K)
     gemm.matmul(dx, dy, w, trans_b=True)                              # dx (N,C) = dy (N,K) w'
     gemm.matmul(dw, x, dy, trans_a=True, accumulate=True)             # dw (C,K) += x' dy, dw in fp32
@@ -18,19 +18,16 @@ CuPy's own matmul refuses to be captured; this one neither allocates nor waits: 
 # N, K rows and columns of the result, C what is summed over, ld elements from one row to the next
 
 import ctypes
-import json
-import os
-import re
-import warnings
 from ctypes import byref, c_char_p, c_float, c_int, c_int32, c_int64, c_size_t, c_uint32, c_uint64, c_void_p, sizeof
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 
 from gpt2core.errors import ConfigError
 from gpt2core.tensor import ShapeError
+from stage2_cuda import autotune
 
 # -- the library, in the words of cublasLt.h ---------------------------------------------------------------------------
 
@@ -186,26 +183,22 @@ class Plan:
 class CublasLt:
     """Products on the current device and CuPy's current stream. Those of one stream share a workspace; see serve().
 
-    library: from load_library(). cache_dir: where algorithms chosen by timing are kept, or None. deterministic: take
-    cublasLt's first proposal and time nothing, so that every run and every rank computes the same bits.
-    `choices` {str(Problem): algorithm in hex} may be recorded, or filled from another rank's before the first product.
+    library: from load_library(). tuner: an autotune.Tuner, whose choices are {str(Problem): algorithm in hex}. One that
+    is made for nothing times nothing: then cublasLt's first proposal is taken, so that every run and every rank
+    computes the same bits.
     """
 
-    def __init__(self, cupy, library, *, cache_dir=None, deterministic=False, workspace_bytes=32 << 20):
-        self._cupy, self._library, self._deterministic = cupy, library, deterministic
+    def __init__(self, cupy, library, tuner, *, workspace_bytes=32 << 20):
+        self._cupy, self._library, self.tuner = cupy, library, tuner
+        self._deterministic = tuner.made_for is None
         # The widest alignment to be told apart. More than 16 bytes may allow more algorithms, but then the bits of a
         # product depend on where in memory its operands lie.
-        self._alignment = 16 if deterministic else 256
+        self._alignment = 16 if self._deterministic else 256
         self._handle = self._create("cublasLtCreate")  # lives as long as the process
         self._workspace = cupy.empty(workspace_bytes, np.uint8)
         self._workspaces = {}  # of streams whose products run beside the others
         self._plans = {}
         self._one, self._zero = c_float(1), c_float(0)  # fp32 whatever the operands are
-        name = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.runtime.getDevice())["name"].decode()
-        self._made_for = f"{name}, cublasLt {library.cublasLtGetVersion()}"
-        file = "cublaslt-" + re.sub(r"\W+", "-", self._made_for) + ".json"
-        self._cache = None if cache_dir is None or deterministic else Path(cache_dir) / file
-        self.choices = read_choices(self._cache, self._made_for) if self._cache else {}
 
     def serve(self, stream):
         """Give the products of this stream a workspace of their own, so that they may run beside those of others."""
@@ -225,11 +218,9 @@ class CublasLt:
         problem, plan, addresses = self._plan(out, a, b, **options)
         self._launch(problem, plan, addresses, plan.algorithm)
 
-    def adopt(self, choices):
-        """Compute by another rank's `choices` from here on, also what has been computed by its own before."""
-        if choices != self.choices:
-            self.choices |= choices
-            self._plans.clear()
+    def plan_anew(self):
+        """Compute by what the tuner has adopted, also what has been computed by its own choices before."""
+        self._plans.clear()
 
     def _plan(self, out, a, b, bias=None, aux=None, **options):
         arrays = (out, a, b, None if bias is None else bias[None], aux)
@@ -282,10 +273,14 @@ class CublasLt:
     # -- algorithms ----------------------------------------------------------------------------------------------------
 
     def _chosen_before(self, problem, plan):
-        """The algorithm that `choices` has for this problem, if cublasLt still accepts it."""
-        if (chosen := self.choices.get(str(problem))) is None:
+        """The algorithm that the tuner's choices have for this problem, if cublasLt still accepts it."""
+        try:
+            chosen = bytes.fromhex(self.tuner.choices.get(str(problem), ""))
+        except ValueError:
             return None
-        algorithm, result = Algorithm.from_buffer_copy(bytes.fromhex(chosen)), Result()
+        if len(chosen) != sizeof(Algorithm):
+            return None
+        algorithm, result = Algorithm.from_buffer_copy(chosen), Result()
         operands = (self._handle, plan.operation, plan.b, plan.a, plan.out, plan.out)
         status = self._library.cublasLtMatmulAlgoCheck(*operands, algorithm, byref(result))
         return algorithm if status == 0 and result.workspace_bytes <= self._workspace.nbytes else None
@@ -294,13 +289,12 @@ class CublasLt:
         candidates = self._candidates(problem, plan)
         if self._deterministic or len(candidates) == 1:
             algorithm = candidates[0]
-        elif self._cupy.cuda.get_current_stream().is_capturing():
+        elif self.tuner.capturing():
             raise RuntimeError(f"in a stream capture nothing can be timed: run this product once before: {problem}")
         else:
+            self.tuner.announce()
             algorithm = self._fastest(problem, plan, candidates)
-        self.choices[str(problem)] = bytes(algorithm).hex()
-        if self._cache:
-            write_choices(self._cache, self._made_for, self.choices)
+        self.tuner.keep(str(problem), bytes(algorithm).hex())
         return algorithm
 
     def _candidates(self, problem, plan, count=16):
@@ -325,40 +319,27 @@ class CublasLt:
             raise RuntimeError(f"cublasLt has no algorithm for {problem}")
         return usable
 
-    def _fastest(self, problem, plan, candidates, rounds=3):
-        """The candidate that runs shortest, on scratch memory; in graphs, or a small product would time its launch."""
+    def _fastest(self, problem, plan, candidates):
+        """The candidate that runs shortest, on scratch memory."""
         cuda = self._cupy.cuda
         cuda.runtime.deviceSynchronize()  # the workspace may be at work on another stream
-        repeats = int(min(max(1e12 // (2 * problem.a.rows * problem.a.columns * problem.out.columns), 1), 20))
-        stream, runs = cuda.Stream(non_blocking=True), []
+        calls = int(min(max(1e12 // (2 * problem.a.rows * problem.a.columns * problem.out.columns), 1), 20))
+        stream, graphs, ready = cuda.Stream(non_blocking=True), [], []
         with cuda.using_allocator(None), stream:  # not out of the pool, whose peak is shown to the user
             scratch = [operand and self._scratch(operand) for operand in problem[:5]]
             addresses = [None if memory is None else memory.data.ptr for memory in scratch]
             for algorithm in candidates:
+                launch = partial(self._launch, problem, plan, addresses, algorithm)
                 try:
-                    self._launch(problem, plan, addresses, algorithm)  # loads the kernel, too
+                    launch()  # loads the kernel, too
                 except RuntimeError as error:  # proposed, yet refused
                     refusal = error
                     continue
-                stream.begin_capture()
-                for _ in range(repeats):
-                    self._launch(problem, plan, addresses, algorithm)
-                runs.append((stream.end_capture(), algorithm))
-            if not runs:
+                graphs.append(autotune.recorded(stream, launch, calls))
+                ready.append(algorithm)
+            if not ready:
                 raise refusal
-            for graph, _ in runs:
-                graph.launch(stream)
-            times = [[self._milliseconds(graph, stream) for graph, _ in runs] for _ in range(rounds)]
-        best = np.min(times, axis=0)  # in turns, so that a clock that sinks is no one's disadvantage
-        return runs[int(best.argmin())][1]
-
-    def _milliseconds(self, graph, stream):
-        start, stop = self._cupy.cuda.Event(), self._cupy.cuda.Event()
-        start.record(stream)
-        graph.launch(stream)
-        stop.record(stream)
-        stop.synchronize()
-        return self._cupy.cuda.get_elapsed_time(start, stop)
+            return ready[int(autotune.shortest(self._cupy, stream, graphs).argmin())]
 
     def _scratch(self, m):
         """Device memory as large as `m`, full of random numbers: on zeros a GPU draws less power and runs faster."""
@@ -385,33 +366,3 @@ class CublasLt:
     def _set(self, function, target, attributes):
         for (number, kind), value in attributes.items():
             self._call(function, target, number, byref(kind(value)), sizeof(kind), about=f"attribute {number}")
-
-
-# -- the cache on disk -------------------------------------------------------------------------------------------------
-
-
-def read_choices(path, made_for):
-    """{str(Problem): algorithm in hex}; {} where there is no file, and with a warning where it is not of use."""
-    try:
-        cache = json.loads(path.read_text(encoding="utf-8"))
-        if cache["made_for"] != made_for:
-            raise ValueError(f"it was made for {cache['made_for']}, this is {made_for}")
-        if any(len(bytes.fromhex(algorithm)) != sizeof(Algorithm) for algorithm in cache["algorithms"].values()):
-            raise ValueError("an algorithm has not its size")
-        return cache["algorithms"]
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        warnings.warn(f"the GEMM cache {path} is ignored and will be rewritten: {error!r}", stacklevel=3)
-        return {}
-
-
-def write_choices(path, made_for, choices):
-    """Replace the file as a whole: a reader never sees half of one. Where it cannot be written, warn and go on."""
-    partial = path.with_name(f"{path.name}.{os.getpid()}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(json.dumps({"made_for": made_for, "algorithms": choices}, indent=1), encoding="utf-8")
-        os.replace(partial, path)
-    except OSError as error:
-        warnings.warn(f"the GEMM cache {path} cannot be written: {error}", stacklevel=3)

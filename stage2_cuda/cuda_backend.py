@@ -11,7 +11,8 @@ from gpt2core.arena import BLOCK as ARENA_BLOCK
 from gpt2core.backend import Backend, Immediate
 from gpt2core.communicator import address
 from gpt2core.errors import ConfigError
-from stage2_cuda import engine, memory, nvtx, triton_driver
+from stage2_cuda import attention_tiles, engine, memory, nvtx, triton_driver
+from stage2_cuda.autotune import Tuner
 from stage2_cuda.graph import Recorded
 from stage2_cuda.kernels import adamw, column_sums, cross_entropy, embedding, gelu, layernorm, losses, rounding
 from stage2_cuda.kernels import attention as flash
@@ -57,10 +58,12 @@ class CudaBackend(Backend):
         self.scales_loss, self.rounds_stochastically = precision == "fp16", precision == "bf16"
         self.records, self.recorded = not triton_driver.interpreted(), []
         if triton_driver.interpreted():
-            self.name, gemm, self.side = "the Triton interpreter", NumpyGemm(), NoStream()
+            self.name, self.side = "the Triton interpreter", NoStream()
+            gemm, self.tuner = NumpyGemm(), Tuner(self.xp)
         else:
             self.name, self.side = gpu_name(self.xp), SideStream(self.xp)
-            gemm = cublaslt(self.xp, deterministic, self.side.stream)
+            tell = lambda text: self.say(text)  # noqa: E731 - which the command may yet redirect
+            gemm, self.tuner = cublaslt(self.xp, self.name, deterministic, self.side.stream, tell)
         self.products = Products(self.xp, precision, gemm)
         self.mailbox, self.one = Mailbox(self.xp), self.xp.ones((), np.float64)
         self.runs, self.decays = {}, {}  # what has to stay where it is: see compile_step
@@ -229,12 +232,20 @@ class CudaBackend(Backend):
     def attention_forward(self, qkv, n_head):
         B, T, C3 = qkv.shape
         y, lse = self.xp.empty((B, T, C3 // 3), qkv.dtype), self.floats(B, n_head, T)
-        flash.attention_forward(y, lse, qkv, n_head, precision=self.dot)
+
+        def run(config):
+            flash.attention_forward(y, lse, qkv, n_head, self.dot, config)
+
+        run(attention_tiles.tuned_forward(self.tuner, run, y, lse, qkv, n_head, self.dot))
         return y, lse
 
     def attention_backward(self, dy, qkv, y, aux, n_head):
-        dqkv, delta = self.like(qkv), self.like(aux)
-        flash.attention_backward(dqkv, delta, self.xp.ascontiguousarray(dy), qkv, y, aux, n_head, precision=self.dot)
+        dqkv, delta, dy = self.like(qkv), self.like(aux), self.xp.ascontiguousarray(dy)
+
+        def run(config, dy=y):  # y where it is tried out: as large as dy, and finite whatever the loss scale
+            flash.attention_backward(dqkv, delta, dy, qkv, y, aux, n_head, self.dot, config)
+
+        run(attention_tiles.tuned_backward(self.tuner, run, dqkv, delta, qkv, n_head, self.dot), dy)
         return dqkv
 
     def attention_cached(self, qkv, keys, values, position, n_head):
@@ -399,10 +410,22 @@ class CudaBackend(Backend):
 
     @property
     def choices(self):
-        return self.products.gemm.choices
+        return self.tuner.choices
 
-    def adopt(self, choices):
-        self.products.gemm.adopt(choices)
+    @property
+    def chosen_for(self):
+        return self.tuner.made_for
+
+    def adopt(self, choices, final=False):
+        if self.tuner.adopt(choices, final):
+            self.products.gemm.plan_anew()
+
+    def choose_anew(self):
+        if not self.records:
+            return super().choose_anew()
+        if self.chosen_for is None:
+            raise ConfigError("--autotune and --deterministic exclude each other: that mode chooses nothing by timing")
+        self.tuner.forget()
 
     # -- a step that is recorded ---------------------------------------------------------------------------------------
 

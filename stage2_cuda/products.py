@@ -1,9 +1,8 @@
 """The matrix products of each precision: cublasLt's, or our own for fp32; in other types NumPy's in the interpreter."""
 
-from pathlib import Path
-
 import numpy as np
 
+from stage2_cuda.autotune import Tuner, cache_directory
 from stage2_cuda.kernels import fp16x3
 from stage2_cuda.memory import WIDE, WORKSPACE
 
@@ -42,9 +41,7 @@ class Products:
 class NumpyGemm:
     """What CublasLt is on a GPU: under the interpreter the matrix products alone are NumPy's."""
 
-    choices = {}
-
-    def adopt(self, choices):
+    def plan_anew(self):
         pass
 
     def matmul(self, out, a, b, *, bias=None, trans_a=False, trans_b=False, accumulate=False, compute="fp32"):
@@ -55,15 +52,19 @@ class NumpyGemm:
         np.add(out, product, out=out) if accumulate else np.copyto(out, product, casting="same_kind")
 
 
-def cublaslt(cupy, deterministic, side):
-    """CublasLt with its cache on disk, for products on the current stream and on another beside it."""
+def cublaslt(cupy, name, deterministic, side, say):
+    """CublasLt for products on the current stream and on another beside it, and the Tuner that it shares with kernels.
+
+    name: the GPU's; deterministic: nothing is timed; say(text): tells the user what takes long.
+    """
+    import triton
+
     from stage2_cuda.cublaslt import CublasLt, load_library
 
-    try:
-        cache = Path.home() / ".cache" / "staged-gpt2"  # which of its algorithms was the fastest for a shape
-    except RuntimeError:  # a user without a home, as in some containers: chosen anew in every run
-        cache = None
-    options = dict(deterministic=deterministic, workspace_bytes=WORKSPACE // 2)
-    gemm = CublasLt(cupy, load_library(), cache_dir=cache, **options)
+    library, tuner = load_library(), Tuner(cupy)
+    if not deterministic:
+        made_for = f"{name}, cublasLt {library.cublasLtGetVersion()}, Triton {triton.__version__}"
+        tuner = Tuner(cupy, made_for, cache_directory(), say)
+    gemm = CublasLt(cupy, library, tuner, workspace_bytes=WORKSPACE // 2)
     gemm.serve(side)
-    return gemm
+    return gemm, tuner

@@ -7,7 +7,6 @@ import json
 import math
 import secrets
 import sys
-from contextlib import nullcontext
 from types import SimpleNamespace
 
 import numpy as np
@@ -17,7 +16,9 @@ from numpy.testing import assert_array_equal
 from gpt2core.errors import ConfigError
 from gpt2core.tensor import ShapeError
 from stage2_cuda import cublaslt
+from stage2_cuda.autotune import Tuner
 from stage2_cuda.cublaslt import CublasLt, load_library
+from tests.fake_cupy import FakeCupy
 
 # Relative norm against float64 on the very same operands. The type of the result rounds it: half a unit in the last
 # place is 2^-9 of a bf16 number and 2^-12 of an fp16 one at worst; fp32 grows with the root of the sum's length.
@@ -36,91 +37,7 @@ def gelu_slope(x):
     return (1 + t) / 2 + x * (1 - t * t) / 2 * math.sqrt(2 / math.pi) * (1 + 3 * 0.044715 * x * x)
 
 
-# -- a GPU of NumPy ----------------------------------------------------------------------------------------------------
-
-
-class DeviceArray(np.ndarray):
-    """A NumPy array that tells its address as CuPy's do."""
-
-    data = property(lambda self: SimpleNamespace(ptr=self.ctypes.data))
-
-
-class FakeCupy:
-    """As much of CuPy as cublaslt.py and these tests touch. Work costs the time that its algorithm says."""
-
-    def __init__(self):
-        self.allocations, self.waits, self.clock = 0, 0, 0.0
-        self.current = self.null = FakeStream(self)
-        self.cuda = SimpleNamespace(
-            runtime=SimpleNamespace(
-                getDevice=lambda: 0,
-                getDeviceProperties=lambda index: {"name": b"Fake GPU"},
-                deviceSynchronize=self.wait,
-            ),
-            get_current_stream=lambda: self.current,
-            using_allocator=nullcontext,
-            Stream=lambda non_blocking: FakeStream(self),
-            Event=lambda: FakeEvent(self),
-            get_elapsed_time=lambda start, stop: stop.time - start.time,
-        )
-
-    def wait(self):
-        self.waits += 1
-
-    def empty(self, shape, dtype):
-        self.allocations += 1
-        return self.asarray(np.full(shape, 0xFF, np.uint8) if dtype == np.uint8 else np.full(shape, np.nan, dtype))
-
-    def asarray(self, array):
-        aligned = np.zeros(array.nbytes + 512, np.uint8)  # CuPy's memory is aligned to 512 bytes
-        start = -aligned.ctypes.data % 512
-        copy = aligned[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
-        copy[...] = array
-        return copy.view(DeviceArray)
-
-    def asnumpy(self, array):
-        return np.array(array)
-
-
-class FakeStream:
-    ptr = 0
-
-    def __init__(self, cupy):
-        self.cupy, self.captured = cupy, None
-
-    def __enter__(self):
-        self.before, self.cupy.current = self.cupy.current, self
-        return self
-
-    def __exit__(self, *error):
-        self.cupy.current = self.before
-
-    def is_capturing(self):
-        return self.captured is not None
-
-    def begin_capture(self):
-        self.captured = []
-
-    def end_capture(self):
-        work, self.captured = self.captured, None
-        return SimpleNamespace(launch=lambda stream: [run() for run in work])
-
-    def submit(self, run):
-        self.captured.append(run) if self.is_capturing() else run()
-
-    def synchronize(self):
-        self.cupy.wait()
-
-
-class FakeEvent:
-    def __init__(self, cupy):
-        self.cupy = cupy
-
-    def record(self, stream):
-        self.time = self.cupy.clock
-
-    def synchronize(self):
-        self.cupy.wait()
+# -- a cublasLt of NumPy -----------------------------------------------------------------------------------------------
 
 
 ONE, THREE = ((7, 3.0),), ((7, 3.0), (8, 1.0), (9, 2.0))  # algorithms: id, milliseconds
@@ -223,8 +140,9 @@ class Machine:
         print(f"seed {seed}")
         self.rng = np.random.default_rng(seed)
 
-    def gemm(self, **options):
-        return CublasLt(self.cupy, self.library, **options)
+    def gemm(self, cache_dir=None, deterministic=False):
+        made_for = f"Fake GPU, cublasLt {self.library.cublasLtGetVersion()}"
+        return CublasLt(self.cupy, self.library, Tuner(self.cupy, None if deterministic else made_for, cache_dir))
 
     def normal(self, shape, dtype, ld=None):
         return self.put(self.rng.standard_normal(shape, dtype=np.float32).astype(dtype), ld)
@@ -455,15 +373,15 @@ def test_choices_are_kept_on_disk_and_never_timed_again(machine, tmp_path, monke
     first = machine.gemm(cache_dir=tmp_path / "new" / "directory")
     first.matmul(y, x, w)
     (file,) = (tmp_path / "new" / "directory").iterdir()
-    assert len(first.choices) == 1 and json.loads(file.read_text())["algorithms"] == first.choices
+    assert len(first.tuner.choices) == 1 and json.loads(file.read_text())["choices"] == first.tuner.choices
     monkeypatch.setattr(CublasLt, "_candidates", None)
     second = machine.gemm(cache_dir=file.parent)
     y[...] = float("nan")
     second.matmul(y, x, w)
-    assert second.choices == first.choices
+    assert second.tuner.choices == first.tuner.choices
     near(machine.host(y), machine.host(x) @ machine.host(w), TOLERANCE["float16"])
     adopted = machine.gemm()
-    adopted.choices.update(first.choices)  # as another rank would
+    adopted.tuner.adopt(first.tuner.choices)  # as another rank would
     adopted.matmul(y, x, w)
 
 
@@ -527,28 +445,14 @@ def test_the_heuristic_is_told_how_the_operands_are_aligned(fake, deterministic,
     assert [asked[5] for asked in fake.library.asked] == [4, widest]
 
 
-@pytest.mark.parametrize(
-    "content, why",
-    [
-        ("{", "JSONDecodeError"),
-        ("[]", "TypeError"),
-        ('{"made_for": "Fake GPU, cublasLt 130000"}', "KeyError"),
-        ('{"made_for": "Fake GPU, cublasLt 130000", "algorithms": {"x": "00ff"}}', "has not its size"),
-        ('{"made_for": "Fake GPU, cublasLt 130000", "algorithms": {"x": 3}}', "TypeError"),
-        ('{"made_for": "Old GPU, cublasLt 120000", "algorithms": {}}', "Old GPU, cublasLt 120000, this is Fake GPU"),
-    ],
-)
-def test_a_corrupt_or_foreign_cache_is_one_warning_and_is_rewritten(fake, tmp_path, content, why):
-    fake.gemm(cache_dir=tmp_path).matmul(*operands(fake))
-    (file,) = tmp_path.iterdir()
-    assert file.name == "cublaslt-Fake-GPU-cublasLt-130000.json"
-    good = file.read_text()
-    file.write_text(content)
-    with pytest.warns(UserWarning, match="is ignored and will be rewritten") as caught:
-        fake.gemm(cache_dir=tmp_path).matmul(*operands(fake))
-    # what a collector tells of another test's files (ResourceWarning) may come at any time
-    (told,) = (str(warning.message) for warning in caught if warning.category is UserWarning)
-    assert why in told and file.read_text() == good
+@pytest.mark.parametrize("choice", ["", "00ff", "no hexadecimal number"])
+def test_a_recorded_choice_that_is_no_algorithm_is_made_anew(fake, choice):
+    gemm, arrays = fake.gemm(), operands(fake)
+    gemm.matmul(*arrays)
+    (what,), again = gemm.tuner.choices, fake.gemm()
+    again.tuner.adopt({what: choice})
+    again.matmul(*arrays)
+    assert fake.library.ran[-1] == 8 and again.tuner.choices == gemm.tuner.choices
 
 
 def test_a_cached_algorithm_that_cublaslt_no_longer_takes_is_chosen_anew(fake, tmp_path):
@@ -563,7 +467,7 @@ def test_a_cached_algorithm_that_cublaslt_no_longer_takes_is_chosen_anew(fake, t
 
 def test_a_cache_that_cannot_be_written_is_a_warning(fake, tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.warns(UserWarning, match="GEMM cache"):
+    with pytest.warns(UserWarning, match="the autotune cache"):
         gemm = fake.gemm(cache_dir=tmp_path / "file")
         gemm.matmul(*operands(fake))
     assert fake.library.ran[-1] == 8

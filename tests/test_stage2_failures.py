@@ -82,7 +82,7 @@ def test_the_cpu_computes_in_fp32(train, infer, precision):
 @gpu
 def test_nvtx_and_the_graph_exclude_each_other(train2):
     assert one_line(train2(*NANO, "--steps", 1, "--nvtx"), "add --no-graph")
-    assert train2(*NANO, "--steps", 2, "--nvtx", "--no-graph").err == ""
+    assert train2(*NANO, "--steps", 2, "--nvtx", "--no-graph").code == 0
 
 
 # -- what a profiler sees ---------------------------------------------------------------------------------------------

@@ -49,10 +49,15 @@ class Tile(NamedTuple):
 class Config(NamedTuple):
     """One tile for each kernel; with `both`, which is square, one launch computes dq, dk and dv."""
 
-    forward: Tile
+    forward: Tile | None = None
     dq: Tile | None = None
     dkdv: Tile | None = None
     both: Tile | None = None
+
+    def __str__(self):
+        """As a choice by timing is recorded: "dq 128 x 64, 4 warps, 3 stages, 1 loops"."""
+        words = "{} {} x {}, {} warps, {} stages, {} loops".format
+        return "; ".join(words(part, *tile) for part, tile in self._asdict().items() if tile)
 
 
 ANY = 1 << 62
@@ -62,7 +67,7 @@ CONFIGS = {
     "16 bits": {
         (64, 256): Config(Tile(64, 64, 4, 3), both=Tile(64, 64, 4, 2)),
         (64, 4096): Config(Tile(128, 64, 8, 3), dq=Tile(128, 32, 4, 3), dkdv=Tile(64, 64, 4, 3)),
-        (64, ANY): Config(Tile(128, 64, 8, 3), dq=Tile(128, 64, 4, 3), dkdv=Tile(64, 64, 4, 3)),
+        (64, ANY): Config(Tile(128, 64, 8, 3, 2), dq=Tile(128, 64, 4, 3), dkdv=Tile(64, 64, 4, 3, 2)),
         (128, ANY): Config(Tile(64, 64, 4, 3), dq=Tile(128, 32, 8, 3), dkdv=Tile(64, 128, 8, 3)),
     },
     "ieee": {
@@ -302,7 +307,10 @@ def both_kernel(
 
 
 def attention_backward(dqkv, delta, dy, qkv, y, lse, n_head, precision="ieee", config=None):
-    """dy (B, T, C), with the y and lse of forward -> dqkv (B, T, 3C); delta (B, H, T) float32 is scratch."""
+    """dy (B, T, C), with the y and lse of forward -> dqkv (B, T, 3C); delta (B, H, T) float32 is scratch.
+
+    A config with dq alone leaves dk and dv as they are, one with dkdv alone dq, and takes the delta that dq has left.
+    """
     B, T, D, config = plan(qkv, n_head, precision, config)
     heads, numbers = B * n_head, (T, n_head, 1 / math.sqrt(D))
 
@@ -314,16 +322,18 @@ def attention_backward(dqkv, delta, dy, qkv, y, lse, n_head, precision="ieee", c
         options = dict(constants(both, D, precision), LOOPS=both.loops, EVEN=T % both.M == 0)
         launch(both_kernel, (heads, 2 * triton.cdiv(T, both.M)), dqkv, dy, y, lse, qkv, *numbers, **options)
         return
-    M, N = config.dq[:2]
-    dqkv_m, dy_m, y_m, qkv_m = tiles(M, dqkv, dy, y, qkv)
-    arguments = dqkv_m, delta, dy_m, y_m, lse, qkv_m, *tiles(N, qkv)
-    options = dict(constants(config.dq, D, precision), LOOPS=config.dq.loops)
-    launch(dq_kernel, (heads, triton.cdiv(T, M)), *arguments, *numbers, **options)
-    M, N = config.dkdv[:2]
-    dqkv_n, qkv_n = tiles(N, dqkv, qkv)
-    arguments = dqkv_n, delta, *tiles(M, dy), lse, *tiles(M, qkv), qkv_n  # the delta that dq_kernel has left
-    options = dict(constants(config.dkdv, D, precision), LOOPS=config.dkdv.loops, EVEN=T % M == 0)
-    launch(dkdv_kernel, (heads, triton.cdiv(T, N)), *arguments, *numbers, **options)
+    if config.dq:
+        M, N = config.dq[:2]
+        dqkv_m, dy_m, y_m, qkv_m = tiles(M, dqkv, dy, y, qkv)
+        arguments = dqkv_m, delta, dy_m, y_m, lse, qkv_m, *tiles(N, qkv)
+        options = dict(constants(config.dq, D, precision), LOOPS=config.dq.loops)
+        launch(dq_kernel, (heads, triton.cdiv(T, M)), *arguments, *numbers, **options)
+    if config.dkdv:
+        M, N = config.dkdv[:2]
+        dqkv_n, qkv_n = tiles(N, dqkv, qkv)
+        arguments = dqkv_n, delta, *tiles(M, dy), lse, *tiles(M, qkv), qkv_n
+        options = dict(constants(config.dkdv, D, precision), LOOPS=config.dkdv.loops, EVEN=T % M == 0)
+        launch(dkdv_kernel, (heads, triton.cdiv(T, N)), *arguments, *numbers, **options)
 
 
 # -- inference ---------------------------------------------------------------------------------------------------------

@@ -1,0 +1,78 @@
+"""Which tiles attention takes: those of its table, or of a few others the ones that a Tuner finds to be the fastest.
+
+Forward, dq, and dk with dv are tried each by itself. Where T is not long, a launch that does all of backward is tried
+against the best two. Compiled for an H200 by Triton 3.6 and 3.9, no tile here spills registers, but those of tf32x3's
+backward, where the table's spill more.
+"""
+
+# B batch, T time, C channels, H heads, D = C // H
+
+from stage2_cuda.kernels.attention import Config, Tile, plan
+
+BOTH = 4096  # the longest T for which one launch may do all of backward
+TRIED = {  # (what is multiplied, largest D): {part: tiles beside the table's}
+    ("16 bits", 64): {
+        "forward": [
+            Tile(128, 64, 8, 3, loops=2), Tile(128, 64, 8, 3), Tile(128, 64, 4, 3), Tile(128, 128, 8, 2),
+            Tile(64, 64, 4, 3), Tile(64, 128, 4, 2),
+        ],
+        "dq": [Tile(128, 64, 4, 3), Tile(128, 64, 4, 2, loops=2), Tile(128, 32, 4, 3), Tile(64, 64, 4, 3)],
+        "dkdv": [Tile(64, 64, 4, 3), Tile(64, 64, 4, 3, loops=2), Tile(64, 128, 8, 3), Tile(32, 64, 4, 3)],
+        "both": [Tile(64, 64, 4, 2), Tile(64, 64, 8, 2)],
+    },
+    ("16 bits", 128): {
+        "forward": [Tile(64, 64, 4, 3, loops=2), Tile(128, 64, 8, 3), Tile(128, 64, 8, 2, loops=2)],
+        "dq": [Tile(64, 64, 4, 2), Tile(64, 64, 8, 2), Tile(128, 64, 8, 2)],
+        "dkdv": [Tile(64, 64, 4, 2), Tile(64, 64, 8, 3), Tile(32, 128, 8, 3)],
+    },
+    ("tf32", 64): {
+        "forward": [Tile(128, 64, 8, 2), Tile(64, 64, 8, 2)],
+        "dq": [Tile(128, 64, 8, 2), Tile(64, 32, 4, 3)],
+        "dkdv": [Tile(32, 64, 4, 3), Tile(64, 64, 8, 2)],
+        "both": [Tile(64, 64, 8, 2)],
+    },
+    ("tf32x3", 64): {
+        "forward": [Tile(128, 32, 8, 2), Tile(64, 64, 4, 2)],
+        "dq": [Tile(128, 32, 8, 2)],
+        "dkdv": [Tile(32, 128, 8, 2), Tile(16, 64, 4, 2)],
+    },
+}  # fmt: skip
+
+
+def tuned_forward(tuner, run, y, lse, qkv, n_head, precision):
+    """-> the Config for forward. run(config) launches it, and writes y and lse."""
+    table, tried, about = tiles_for(qkv, n_head, precision)
+    first = Config(forward=table.forward)
+    return tuner.choose(f"attention forward {about}", [first, *others(first, "forward", tried)], run, [y, lse])
+
+
+def tuned_backward(tuner, run, dqkv, delta, qkv, n_head, precision):
+    """-> the Config for backward. run(config) launches it, and writes of dqkv (B, T, 3C) what config has, and delta."""
+    table, tried, about = tiles_for(qkv, n_head, precision)
+    C, first = qkv.shape[2] // 3, table._replace(forward=None)
+    if not table.both:
+        dq, dkdv = Config(dq=table.dq), Config(dkdv=table.dkdv)
+        rows, columns = [dqkv[:, :, :C], delta], [dqkv[:, :, C:]]
+        dq = tuner.choose(f"attention dq {about}", [dq, *others(dq, "dq", tried)], run, rows)
+        dkdv = tuner.choose(
+            f"attention dk and dv {about}", [dkdv, *others(dkdv, "dkdv", tried)], run, columns, lambda: run(dq)
+        )  # fmt: skip
+        first = Config(dq=dq.dq, dkdv=dkdv.dkdv)
+    rest = others(first, "both", tried) if qkv.shape[1] <= BOTH else []
+    if table.both and tried:
+        rest.append(Config(dq=tried["dq"][0], dkdv=tried["dkdv"][0]))
+    return tuner.choose(f"attention backward {about}", [first, *rest], run, [dqkv])
+
+
+def tiles_for(qkv, n_head, precision):
+    """-> the table's Config, what is tried beside it, and in words for what."""
+    B, T, D, table = plan(qkv, n_head, precision)
+    kind = "16 bits" if qkv.dtype.itemsize == 2 else precision
+    tried = next((tiles for (name, largest), tiles in TRIED.items() if name == kind and D <= largest), {})
+    return table, tried, f"{qkv.dtype} {B} x {T}, {n_head} heads of {D}, {precision}"
+
+
+def others(first, part, tried):
+    """A Config for each other tile of this part."""
+    configs = [Config(**{part: tile}) for tile in tried.get(part, ())]
+    return [config for config in configs if config != first]
