@@ -1,6 +1,7 @@
 """The commands of stages 0 and 2, in this process: `train("--steps", 3)` returns exit code and what was written."""
 
 import os
+import signal
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -36,6 +37,8 @@ def pytest_configure(config):
     config.has_gpu = has_gpu()
     if not config.has_gpu:
         os.environ.setdefault("TRITON_INTERPRET", "1")
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as shells start what runs in the background
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # or no child of the tests could be interrupted
 
 
 def pytest_collection_modifyitems(config, items):
