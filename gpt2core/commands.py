@@ -4,28 +4,22 @@ import contextlib
 import functools
 import hashlib
 import sys
-import time
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 
-import gpt2core
 from gpt2core import checkpoint as checkpoints
 from gpt2core.communicator import Solo
 from gpt2core.dataset import (
     LocalWindows,
     Windows,
     brings_tokenizer,
-    first_tokens,
     load_tokens,
-    read_text,
     split_validation,
 )
-from gpt2core.errors import CheckpointError, ConfigError, DataError, DeviceMemoryError, counted
+from gpt2core.errors import ConfigError, DeviceMemoryError, counted
 from gpt2core.model import GPT2, PRESETS, parameter_count
 from gpt2core.optimizer import Schedule
-from gpt2core.parallel.micro_shards import even_slices
 from gpt2core.parallel.tensor_parallel import check_tensor_parallel
 from gpt2core.parallel.workers import limit_blas
 from gpt2core.ranks import (
@@ -42,10 +36,12 @@ from gpt2core.ranks import (
     silent,
     together,
 )
-from gpt2core.recipes import CORPUS, MODES, RESUMED, SHAPE, fill_defaults, positive, saved_arguments
+from gpt2core.recipes import MODES, SHAPE, fill_defaults, positive
+from gpt2core.resuming import restore, run_state
 from gpt2core.runlog import RunLog, SilentLog
-from gpt2core.sampler import Together, chooser, generate, generate_together
-from gpt2core.tokenizer import Tokenizer, build_tokenizer
+from gpt2core.sampler import Together, chooser
+from gpt2core.texts import load_tokenizer, read_prompt, read_prompts, write_batch, write_text
+from gpt2core.tokenizer import Tokenizer
 from gpt2core.trainer import Parallel, Trainer, plan, run
 
 OPTIMIZER = "beta1", "beta2", "eps", "weight_decay", "clip", "rounding", "seed"  # flags that are AdamW's options
@@ -382,179 +378,3 @@ def last_words(trainer):
     """What the last line of the log says beside its step's numbers; all ranks must call it."""
     held = trainer.workers.backends[0].peak_memory()
     return {"parameters_sha256": trainer.parameter_hash()} | ({} if held is None else {"peak_memory_bytes": held})
-
-
-def run_state(trainer, args, corpus):
-    """What state.json keeps: where training stood, the flags that a resume goes on with, and what timing has chosen."""
-    arguments = {name: getattr(args, name, None) for name in RESUMED}
-    for name in ("data", "val_data"):
-        arguments[name] = arguments[name] and str(Path(arguments[name]).resolve())
-    return {
-        "step": trainer.steps,
-        "position": trainer.position,
-        "seed": trainer.seed,
-        "loss_scale": trainer.loss_scale.to_json(),
-        "world_size": trainer.world.size,
-        "bucket_mb": trainer.bucket_mb,
-        "corpus": corpus,
-        "arguments": arguments,
-        "choices": trainer.choices or {},
-        "chosen_for": trainer.workers.backends[0].chosen_for,
-        "version": gpt2core.__version__,
-    }
-
-
-def restore(trainer, resumed, initial, corpus, choose_anew=False):
-    """Load the parameters to start from, and of a run to resume also the moments, where it stood, and what it chose.
-
-    Returns what to tell, one sentence or none. Raises CheckpointError when that run learnt another corpus.
-    """
-    if initial:
-        trainer.load(initial.parameters)
-    if not resumed:
-        return []
-    state, path = resumed.state, resumed.path / "state.json"
-    for key in ("step", "position"):
-        if not isinstance(state.get(key), int) or state[key] < 0:
-            raise CheckpointError(f"{path}: has no whole number {key!r}: it cannot be resumed")
-    if state.get("corpus", corpus.fingerprint) != corpus.fingerprint:
-        raise CheckpointError(
-            f"{resumed.path}: was trained on {state['corpus']}, but --data has {corpus.fingerprint}: "
-            f"give the same corpus, or start anew with --init-from"
-        )
-    try:
-        trainer.load(resumed.parameters, resumed.moments, state["step"], state["position"], state.get("loss_scale"))
-    except ConfigError as error:
-        raise CheckpointError(f"{path}: {error}: it cannot be resumed") from None
-    return [] if choose_anew else adopt_choices(trainer, state, path)
-
-
-def adopt_choices(trainer, state, path):
-    """Choose as the run did that is resumed, where that is good for this device: -> what to tell, one sentence or none.
-
-    Raises CheckpointError where its choices are none.
-    """
-    backend, there, choices = trainer.workers.backends[0], state.get("chosen_for"), state.get("choices", {})
-    here = backend.chosen_for
-    if here is None or there is None:  # on either side nothing is chosen by timing
-        return []
-    if here != there:
-        return [f"note: the checkpoint's kernels were chosen by timing on {there}: on {here} they are timed anew"]
-    if not isinstance(choices, dict) or not all(isinstance(choice, str) for choice in choices.values()):
-        raise CheckpointError(f"{path}: choices is {choices!r:.80}, not an object of texts: it cannot be resumed")
-    trainer.adopt(backend.choices | choices)
-    return []
-
-
-# -- inference ---------------------------------------------------------------------------------------------------------
-
-
-def load_tokenizer(spec, weights):
-    if spec is None and not (weights / "tokenizer.json").exists():
-        raise DataError(f"{weights}: has no tokenizer.json: give --tokenizer word, byte or a file")
-    return build_tokenizer(spec, read_text(CORPUS)) if spec else Tokenizer.load(weights)
-
-
-def read_prompt(args, tokenizer, weights):
-    """The prompt's tokens: --prompt, --prompt-file, or the first 256 of the corpus that the weights were trained on.
-
-    Fewer where the block is shorter; the shipped corpus where the weights do not say, or theirs is gone.
-    """
-    if args.prompt is not None and args.prompt_file is not None:
-        raise ConfigError("--prompt and --prompt-file exclude each other: give one of them")
-    if args.prompt is None and args.prompt_file is None:
-        corpus = Path(saved_arguments(weights).get("data", CORPUS))
-        corpus = corpus if corpus.exists() else CORPUS
-        try:
-            return first_tokens(corpus, tokenizer, min(256, weights.config.block_size)).tolist()
-        except DataError as error:
-            raise DataError(f"{corpus.name} is no prompt for these weights, so give --prompt: {error}") from None
-    text = args.prompt if args.prompt_file is None else read_text(args.prompt_file).removesuffix("\n")
-    tokens = tokenizer.encode_prompt(text).tolist()
-    if not tokens:
-        raise DataError("the prompt is empty: give at least one word to continue")
-    return tokens
-
-
-def read_prompts(path, tokenizer):
-    """The tokens of each line of a file."""
-    prompts = [tokenizer.encode_prompt(line).tolist() for line in read_text(path).splitlines()]
-    empty = [number for number, prompt in enumerate(prompts, 1) if not prompt]
-    if empty:
-        raise DataError(f"{path}: line {empty[0]} is empty: give at least one word to continue on every line")
-    return prompts
-
-
-def write_text(model, tokenizer, prompt, count, choose=None, stop=None, stream=False, stats=False, say=print):
-    """Say a prompt and its continuation; with `stream` token by token, with `stats` what it took."""
-    say(f"Prompt ({counted(len(prompt), 'token')}):\n{tokenizer.decode(prompt)}\n\nContinuation:", flush=True)
-    start, times, text = time.perf_counter(), [], ""
-    for piece in pieces(model, tokenizer, prompt, count, choose, stop):
-        times.append(time.perf_counter() - start)
-        text += piece
-        if stream:
-            say(piece, end="", flush=True)
-    say("" if stream else text)
-    new = max(0, len(times) - 1)  # the last piece is what the decoder held back
-    if stats and new:
-        rest = (times[new - 1] - times[0]) / max(1, new - 1) * 1e3
-        say(
-            f"\nprompt tokens {len(prompt)} | new tokens {new} | time to first token {times[0] * 1e3:.1f} ms | "
-            f"{rest:.2f} ms/token | total {times[new - 1]:.3f} s"
-        )
-
-
-def pieces(model, tokenizer, prompt, count, choose, stop):
-    """Yield the text of each new token, and at the end what the decoder still holds; ends early with `stop`."""
-    text, decoder = "", tokenizer.stream()
-    for token in generate(model, prompt, count, choose):
-        piece = decoder.push(token)
-        text += piece
-        yield piece
-        if stop and stop in text:
-            break
-    yield decoder.flush()
-
-
-def continuations(model, tokenizer, prompts, count, rules, stop):
-    """-> the texts that follow the prompts, each up to its `stop`, and the number of their tokens."""
-    decoders, texts, tokens = [tokenizer.stream() for _ in prompts], [""] * len(prompts), 0
-    going = range(len(prompts))
-    for chosen in generate_together(model, prompts, count, rules):
-        for number in going:
-            texts[number] += decoders[number].push(chosen[number])
-        tokens += len(going)
-        going = [number for number in going if not (stop and stop in texts[number])]
-        if not going:
-            break
-    return [text + decoder.flush() for text, decoder in zip(texts, decoders, strict=True)], tokens
-
-
-def write_batch(world, model, tokenizer, prompts, make_chooser, args):
-    """Every rank continues its share of the prompts; the root prints them all, in their order.
-
-    As many are continued together as the backend likes. Prompt number i draws with the seed --seed + i, so that no
-    text depends on how many ranks there are.
-    """
-    world.barrier()
-    start, mine, tokens = time.perf_counter(), [], 0
-    share, batch = even_slices(len(prompts), world.size)[world.rank], model.head.backend.decoder_batch
-    for first in range(share.start, share.stop, batch):
-        numbers = range(first, min(first + batch, share.stop))
-        rules = [make_chooser(args.seed + number) for number in numbers]
-        texts, count = continuations(
-            model, tokenizer, prompts[numbers.start : numbers.stop], args.max_new_tokens, rules, args.stop
-        )
-        mine += texts
-        tokens += count
-    texts = [text for share in world.all_gather_object(mine) for text in share]
-    seconds, tokens = time.perf_counter() - start, int(world.all_reduce(np.array([tokens])).item())
-    say = print if world.is_root else silent
-    for number, (prompt, text) in enumerate(zip(prompts, texts, strict=True), 1):
-        head = f"Prompt {number} ({counted(len(prompt), 'token')})"
-        say(f"{head}:\n{tokenizer.decode(prompt)}\n\nContinuation:\n{text}\n")
-    if args.stats:
-        say(
-            f"prompts {len(prompts)} | ranks {world.size} | new tokens {tokens} | total {seconds:.3f} s | "
-            f"{tokens / seconds:,.1f} tokens/s"
-        )

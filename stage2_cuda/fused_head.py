@@ -1,0 +1,126 @@
+"""lm_head and the loss, as one: logits come in chunks, and no more than one of them exists at a time."""
+
+# N rows, C channels, V vocabulary
+
+import numpy as np
+
+from gpt2core.communicator import address
+from stage2_cuda.kernels import cross_entropy, losses
+from stage2_cuda.kernels.cast import scale_in_place
+from stage2_cuda.memory import ALIGNED, LOGITS
+
+
+class FusedHead:
+    """The part of CudaBackend that ends the model: see gpt2core/backend.py for what each method is asked for."""
+
+    def unembed_forward(self, x, w):
+        return self.product(rows(self.xp.ascontiguousarray(x)), w, trans_b=True).reshape(*x.shape[:-1], w.shape[0])
+
+    def unembed_backward(self, dy, x, w):
+        dy, x2 = rows(dy), rows(self.xp.ascontiguousarray(x))
+        return self.product(dy, w).reshape(x.shape), self.product(dy, x2, trans_a=True, dtype=np.float32)
+
+    def cross_entropy_forward(self, logits, targets, first=0):
+        maxima, sums, picked = (self.floats(len(logits)) for _ in range(3))
+        cross_entropy.cross_entropy_forward(
+            maxima, sums, picked, logits, self.asarray(targets, np.int32), logits.shape[1], first
+        )
+        return maxima, sums, picked, None
+
+    def cross_entropy_backward(self, dy, logits, targets, scale, maxima, sums, aux, first=0):
+        dlogits, dy = self.like(logits), self.asarray(dy, np.float32).reshape(1)
+        targets = self.asarray(targets, np.int32)
+        cross_entropy.cross_entropy_backward(
+            dlogits, logits, targets, maxima, sums, scale, logits.shape[1], first, dy
+        )  # fmt: skip
+        return dlogits
+
+    def unembed_cross_entropy_forward(self, x, w, targets, first=0, scale=None, seed=None):
+        targets, statistics, V = self.asarray(targets, np.int32), self.floats(3, len(x)), len(w)
+        dx, dw = (None, None) if scale is None else (self.like(x), self.space_of_head(w))
+        for number, chunk in enumerate(logit_chunks(x, w)):
+            logits = self.padded_logits(x[chunk], w)
+            if scale is None:
+                cross_entropy.cross_entropy_forward(*statistics[:, chunk], logits, targets[chunk], V, first)
+            else:  # at once, in the place of the logits, which nobody needs again
+                own = targets[chunk], scale, V, first, seed
+                cross_entropy.cross_entropy_forward_backward(logits, *statistics[:, chunk], logits, *own)
+                self.gradients_of(logits, x[chunk], w, dx[chunk], dw, number > 0)
+                del logits  # or the next chunk would be made beside it
+        return *statistics, None if scale is None else (dx, dw, seed)
+
+    def unembed_cross_entropy_backward(self, dy, x, w, targets, scale, maxima, sums, aux, first=0):
+        if aux is not None:
+            dx, dw, seed = aux
+            if dy is not (self.one if seed is None else seed):
+                factor = self.asarray(dy if seed is None else dy / seed, np.float32).reshape(1)
+                dx, dw = dx.copy(), dw.copy()  # where the graph is retained, another backward multiplies them anew
+                for gradient in (dx, dw):
+                    scale_in_place(gradient, factor)
+        else:
+            targets, dy, V = self.asarray(targets, np.int32), self.asarray(dy, np.float32).reshape(1), len(w)
+            dx, dw = self.like(x), self.space_of_head(w)
+            for number, chunk in enumerate(logit_chunks(x, w)):  # again: to keep them would take too much memory
+                logits = self.padded_logits(x[chunk], w)
+                own = targets[chunk], maxima[chunk], sums[chunk], scale, V, first, dy
+                cross_entropy.cross_entropy_backward(logits, logits, *own)
+                self.gradients_of(logits, x[chunk], w, dx[chunk], dw, number > 0)
+                del logits
+        if dw is self.place(w):
+            self.filled.add(address(w))
+        return dx, dw
+
+    def space_of_head(self, w):
+        """The place of its gradient, or new memory with room for whole rows, as that has: one product for both."""
+        place = self.place(w)
+        return self.floats(len(self.whole_rows(w)), w.shape[1])[: len(w)] if place is None else place
+
+    def loss_rows(self, maxima, sums, picked, highest):
+        rows = self.floats(2, len(sums))
+        losses.rescale(rows, maxima, sums, picked, highest)
+        return rows
+
+    def loss(self, highest, sums, picked, scale):
+        loss = self.xp.empty((), np.float64)
+        losses.loss(loss, self.xp.empty(losses.partials_shape(len(sums)), np.float64), sums, picked, highest, scale)
+        return loss
+
+    def padded_logits(self, x, w):
+        """x @ w' in the first columns of an array (N, multiple of ALIGNED)."""
+        w = self.whole_rows(w)
+        logits = self.xp.empty((len(x), -(-len(w) // ALIGNED) * ALIGNED), x.dtype)
+        self.products.multiply(logits[:, : len(w)], x, w, trans_b=True)
+        return logits
+
+    def gradients_of(self, dlogits, x, w, dx, dw, accumulate):
+        w, dw = self.whole_rows(w), self.whole_rows(dw)
+        operand = self.products.operand(dlogits[:, : len(w)])
+        self.products.multiply(dx, operand, w)
+        operand = operand if len(dw) == len(w) else dlogits[:, : len(dw)]
+        self.products.multiply(dw, operand, x, trans_a=True, accumulate=accumulate)
+
+    def whole_rows(self, w):
+        """w (V, C) with the rows behind it in its arena that make V a multiple of ALIGNED; w where there are none.
+
+        An odd V would have no aligned product: at V = 50257 each takes five times as long. What these rows make of
+        logits is padding, which counts for nothing, and whose gradient is 0; what lies behind a gradient is padding
+        too, or is written later in backward.
+        """
+        rows, base = -(-len(w) // ALIGNED) * ALIGNED, w.base
+        if isinstance(w, np.ndarray) or base is None:
+            return w
+        if w.data.ptr + rows * w.strides[0] > base.data.ptr + base.nbytes:
+            return w
+        return self.xp.ndarray((rows, w.shape[1]), w.dtype, w.data)
+
+
+def rows(x):
+    """(..., C) as (N, C), a view."""
+    return x.reshape(-1, x.shape[-1])
+
+
+def logit_chunks(x, w):
+    """Slices of rows of x (N, C) whose logits (rows, V) stay below LOGITS elements; if many, of whole tiles."""
+    step = max(1, LOGITS // w.shape[0])
+    step -= step % 1024 if step > 1024 else 0
+    return [slice(start, start + step) for start in range(0, x.shape[0], step)]
