@@ -53,7 +53,8 @@ def prepare(module, preset, vocab_size, batch_size, seq_len, unread, **options):
     def turn(steps):
         step, seconds, losses = build(), [], []
         fresh = list(batches(LEAD_IN + 2 * steps))
-        getattr(step, "announce", list)(fresh)  # as a data loader would: PyTorch's copies overlap by themselves
+        own = fresh if unread else fresh[: LEAD_IN + steps]  # ours would begin what is announced beyond
+        getattr(step, "announce", list)(own)  # as a data loader would: PyTorch's copies overlap by themselves
         for batch in fresh[:LEAD_IN]:
             step(*batch)
         for batch in fresh[LEAD_IN : LEAD_IN + steps]:

@@ -53,7 +53,8 @@ class Job:
         def train(steps):
             nonlocal trainer
             trainer = trainer or self.trainer(group, **options)
-            last = [trainer.step(self.windows, LR) for _ in range(steps)][-1]
+            ahead = [LR] * (steps - 1) + [None]  # as in training a step is begun before the last one's numbers are read
+            last = [trainer.step(self.windows, LR, then) for then in ahead][-1]
             return {
                 "loss": last.loss,
                 "bytes_sent": last.bytes_sent or 0,

@@ -230,7 +230,7 @@ def test_a_run_of_one_stage_is_resumed_by_the_other(command, corpus, tmp_path, b
     flags += ("--log", tmp_path / "log", "--out", tmp_path / "run")
     assert command(cli.train, *flags, "--steps", 1, backend=first).code == 0
     done = command(cli.train, *flags, "--steps", 3, "--resume", tmp_path / "run", backend=then)
-    assert (done.code, done.err) == (0, "") and "resumed after step 0" in done.out
+    assert done.code == 0 and "resumed after step 0" in done.out, done.err
     losses = [row["loss"] for row in rows_of(tmp_path / "log")]
     flags = (*flags[:-2], "--steps", 3, "--log", tmp_path / "whole")
     assert command(cli.train, *flags).code == 0
@@ -382,7 +382,7 @@ def test_who_sets_the_variable_has_any_preset_interpreted(make):
 
 def train_paper(train2, log, *flags):
     result = train2("--preset", "paper", "--steps", 50, "--sample", 0, "--log", log, *flags)
-    assert (result.code, result.err) == (0, "")
+    assert result.code == 0, result.err  # which may tell that kernels are timed
     return [row["loss"] for row in rows_of(log)]
 
 

@@ -3,10 +3,12 @@
 import math
 import secrets
 import signal
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from benchmarks import gpu_step, ours
 from gpt2core.backend import Immediate
 from gpt2core.dataset import Windows
 from gpt2core.model import GPT2Config
@@ -155,6 +157,21 @@ def test_what_was_announced_must_be_asked_for_next(rng):
     with pytest.raises(ValueError, match="under way already"):
         trainer.step(windows_of(1), 2e-3)
     assert trainer.step(windows, 2e-3).step == 2 and trainer.under_way is None
+
+
+def test_a_turn_of_a_benchmark_leaves_no_step_under_way():
+    trainers = []
+
+    class Steps(ours.CudaSteps):
+        def __init__(self, config, batch_size, seq_len):
+            self.backend, self.windows = RecordingBackend(), ours.Announced({})
+            trainers.append(Trainer(config, [self.backend], batch_size=batch_size, seq_len=seq_len, micro_shards=1))
+            (self.trainer,) = trainers
+
+    turn = gpu_step.prepare(SimpleNamespace(CudaSteps=Steps), "nano", 37, 4, 16, unread=False)
+    for steps in (1, 3, 3):
+        assert len(turn(steps)["seconds"]) == steps and trainers[0].under_way is None
+    assert trainers[0].update.most_ahead == 2
 
 
 @pytest.mark.gpu
