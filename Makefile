@@ -70,6 +70,8 @@ ifneq ($(filter train generate,$(MAKECMDGOALS)),)
   endif
 endif
 
+untrained := $(if $(filter-out paper,$(PRESET)), (preset paper: make train PRESET=$(PRESET) has left nothing in $(OUT)))
+
 .PHONY: help train generate test test-gpu sanitize bench bench-gpu lint clean
 
 help:  ## this text
@@ -87,7 +89,7 @@ train: $(train_ready)  ## train PRESET on the shipped corpus, then write a sampl
 	$(run) -m $(stage).train_gpt2 --preset $(PRESET) --out "$(OUT)" $(ARGS)
 
 generate: $(train_ready)  ## continue a text with what `make train` of this PRESET learned, else with the shipped weights
-	@$(if $(findstring --weights,$(ARGS)),,echo "weights: $(if $(wildcard $(OUT)/step-*),$(OUT),data/gpt2-paper)")
+	@$(if $(findstring --weights,$(ARGS)),,echo "weights: $(if $(wildcard $(OUT)/step-*),$(OUT),data/gpt2-paper$(untrained))")
 	@$(run) -m $(stage).inference $(if $(wildcard $(OUT)/step-*),--weights "$(OUT)") $(ARGS)
 
 test: $(test_ready)  ## run the test suite (CPU)

@@ -171,6 +171,10 @@ class Backend(ABC):
     def check_model(self, config):  # noqa: B027 - any will do
         """Raise ConfigError for a model that the kernels cannot compute."""
 
+    def remarks(self, config):
+        """Sentences for whoever is about to compute this model here; [] where nobody would be surprised."""
+        return []
+
     # -- kernel pairs ------------------------------------------------------------------------------------------------
 
     @abstractmethod

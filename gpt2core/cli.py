@@ -52,6 +52,13 @@ def integer(text):
     return value
 
 
+def directory(text):
+    """The Path of a directory that has a name: an empty one would be the current directory."""
+    if not text:
+        raise argparse.ArgumentTypeError("it is empty: name a directory, or leave --out away")
+    return Path(text)
+
+
 def train_parser():
     parser = Parser(description="Train a GPT-2. Without flags: the paper's configuration on the shipped corpus.")
     add = parser.add_argument
@@ -75,15 +82,15 @@ def train_parser():
     add("--eps", type=float, help="Adam's epsilon (default 1e-8)")
     add("--seed", type=int, help="of the initial parameters, shuffling and stochastic rounding (default 0)")
     add("--threads", type=integer, help="worker threads a rank (default: the cores over the ranks on this host)")
-    add("--precision", choices=("fp32", "tf32", "bf16", "fp16"), help="of the arithmetic (default fp32)")
-    add("--rounding", choices=("nearest", "stochastic"), help="of the parameters' bf16 copy (default nearest)")
+    add("--precision", choices=("fp32", "tf32", "bf16", "fp16"), help="of arithmetic; others on GPUs (default fp32)")
+    add("--rounding", choices=("nearest", "stochastic"), help="of what --precision bf16 copies (default nearest)")
     add("--data", type=Path, help="corpus: a UTF-8 text, or a token file of data/prepare.py (default: data/dummy.txt)")
     add("--tokenizer", help="word, byte, or a tokenizer.json (default word; of a token file: its own)")
     add("--shuffle", action=argparse.BooleanOptionalAction, help="windows in a seeded random order (default: in order)")
     add("--val-data", type=Path, help="text or token file to validate on")
     add("--val-fraction", type=float, help="share of the corpus, at its end, kept for validation (default 0)")
     add("--eval-every", type=integer, metavar="N", help="steps between validations (default: at the end)")
-    add("--out", type=Path, help="directory for checkpoints; always ends with one (default: nothing is saved)")
+    add("--out", type=directory, help="directory for checkpoints; always ends with one (default: nothing is saved)")
     add("--checkpoint-every", type=integer, metavar="N", help="steps between checkpoints (default: the end)")
     add("--keep", type=integer, metavar="K", help="checkpoints to keep, 0 for all (default 2)")
     add("--resume", type=Path, metavar="DIR", help="go on from a checkpoint, with its flags (not those of ranks)")
@@ -96,15 +103,15 @@ def train_parser():
     add("--deterministic", action=flag, help="the same bits for any number of threads and ranks (default on CPUs)")
     add("--nvtx", action="store_true", help="name ops and phases for a profiler; needs --no-graph (default: no)")
     add("--graph", action=flag, help="record a step once and replay it, where the device can (default there)")
-    add("--autotune", action="store_true", help="on GPUs: time kernels again, not for new shapes alone (default: no)")
+    add("--autotune", action="store_true", help="on GPUs: time again which kernels are the fastest here (default: no)")
     ranks = parser.add_argument_group("many ranks", "How the ranks of stages 1 and 3 share the work.")
     add = ranks.add_argument
     add("--dp", metavar="HOW", help=f"how gradients travel: {', '.join(STRATEGIES)} (default flat)")
-    size = f"least size of a bucket, 10^6 bytes (default {BUCKET_MB:g}; between GPUs measured, if not --deterministic)"
+    size = f"least size for --dp bucket, 10^6 bytes (default {BUCKET_MB:g}; on GPUs measured, if not --deterministic)"
     add("--bucket-mb", type=float, metavar="MB", help=size)
     add("--compress", metavar="HOW", help=f"gradients on the wire: none, {', '.join(CODECS)} (default none)")
     add("--zero", type=int, choices=(0, 1), help="1: each rank keeps its part of the optimizer state (default 0)")
-    gather = "when ranks get what others have updated: at the end of a step, or beside the next forward (default end)"
+    gather = "when --zero 1 gathers what was updated: end, of the step; forward, beside the next one's (default end)"
     add("--zero-gather", metavar="WHEN", help=gather)
     add("--tp", type=integer, metavar="N", help="ranks that share each layer, tensor parallel (default 1)")
     sums = "nccl, mpi, ring, halving-doubling, tree, canonical (default canonical, the first with --no-deterministic)"

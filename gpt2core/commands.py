@@ -42,7 +42,7 @@ from gpt2core.runlog import RunLog, SilentLog
 from gpt2core.sampler import Together, chooser
 from gpt2core.texts import load_tokenizer, read_prompt, read_prompts, write_batch, write_text
 from gpt2core.tokenizer import Tokenizer
-from gpt2core.trainer import Parallel, Trainer, plan, run
+from gpt2core.trainer import LogLost, Parallel, Trainer, plan, run
 
 OPTIMIZER = "beta1", "beta2", "eps", "weight_decay", "clip", "rounding", "seed"  # flags that are AdamW's options
 
@@ -69,7 +69,8 @@ def train_command(make_backend, world, args):
     out, log = on_root(world, lambda: open_outputs(args, trainer, notes)) or (args.out, SilentLog())
     trainer.workers.backends[0].say = log.tell
     log.say(describe(args, trainer, corpus))
-    for note in [*idle_threads(possible_threads(make_backend, world, args), args, trainer), *notes]:
+    remarks = trainer.workers.backends[0].remarks(trainer.config)
+    for note in [*idle_threads(possible_threads(make_backend, world, args), args, trainer), *remarks, *notes]:
         log.say(note)
     if begun:
         log.say(f"resumed after step {begun - 1}" + ("" if out else "; no --out: nothing will be saved"))
@@ -103,6 +104,11 @@ def train_command(make_backend, world, args):
                 save_every=args.checkpoint_every,
                 verify_every=args.verify_every,
             )
+    except LogLost as error:
+        if out:
+            saved = f"; the {counted(error.steps, 'step')} made are saved: go on with --resume {out} --out {out}"
+            error.args = (f"{error}{saved}",)
+        raise
     finally:
         log.close()
     say = print if world.is_root else silent
@@ -174,6 +180,8 @@ def inference_command(make_backend, world, args):
         together(world, lambda: check_tensor_parallel(config, group.size, "mpirun -n"))
         model = GPT2.of_arrays(config, arrays, backend, group)
         say, prompt, block = print if world.is_root else silent, prompts[0], config.block_size
+        for remark in backend.remarks(config):
+            say(remark, file=sys.stderr)
         if len(prompt) > block:
             note = f"note: the prompt has {len(prompt)} tokens, the block {block}: its last {block} tokens are used"
             say(note, file=sys.stderr)

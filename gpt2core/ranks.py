@@ -140,9 +140,11 @@ def choose_collectives(world, args):
     args.collectives = args.collectives or ("canonical" if args.deterministic else world.native)
     world.use_collectives(args.collectives)
     times = world.times_buckets and args.dp == "bucket" and not args.deterministic
+    notes = []
+    if args.bucket_mb is not None and args.dp != "bucket" and args.zero_gather == "end":
+        notes.append(f"note: --bucket-mb {args.bucket_mb:g} is for --dp bucket, and --dp is {args.dp}")
     if args.bucket_mb is None and not (times and data_parallel_ranks(world, args.tp) > 1):
         args.bucket_mb = BUCKET_MB
-    notes = []
     if args.deterministic and not canonical:
         notes.append(f"note: --collectives {args.collectives} adds in its own order: the bits depend on the ranks")
     if args.local_shuffle:

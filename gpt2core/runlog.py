@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import json
 import math
+import os
 import sys
 from pathlib import Path
 
@@ -21,7 +22,7 @@ class RunLog:
     """
 
     def __init__(self, path, plot, every, first, steps):
-        self.every, self.plot, self.rows = every, plot, []
+        self.every, self.plot, self.rows, self.whole = every, plot, [], 0
         for file in filter(None, (path, plot)):
             try:
                 open(file, "a").close()
@@ -79,9 +80,15 @@ class RunLog:
             try:
                 self.file.write(json.dumps(row) + "\n")
                 self.file.flush()
+                self.whole = self.file.tell()
             except OSError as error:
+                file, self.file = self.file, None
+                with contextlib.suppress(OSError):
+                    file.close()
+                with contextlib.suppress(OSError):
+                    os.truncate(file.name, self.whole)  # half a line is of no use
                 raise ConfigError(
-                    f"{self.file.name}: cannot be written ({error.strerror}) at step {row['step']}: free some space"
+                    f"{file.name}: cannot be written ({error.strerror}) at step {row['step']}: free some space"
                 ) from None
 
     def close(self):
@@ -90,7 +97,10 @@ class RunLog:
             with contextlib.suppress(OSError):  # every row was flushed, or its failure is what ends the run
                 self.file.close()
         if self.plot and self.rows:
-            plot_curve(self.rows, self.plot)
+            try:
+                plot_curve(self.rows, self.plot)
+            except OSError as error:
+                raise ConfigError(f"{self.plot}: cannot be written ({error.strerror}): free some space") from None
 
 
 class SilentLog:

@@ -5,7 +5,9 @@
 import contextlib
 import hashlib
 import math
+import os
 import signal
+import sys
 import time
 from dataclasses import dataclass
 
@@ -401,7 +403,8 @@ def plan(batch_size, micro_shards, threads, ranks, deterministic):
         raise ConfigError(f"--batch-size {batch_size} must be at least 1")
     if batch_size % ranks:
         near = max(ranks, round(batch_size / ranks) * ranks)
-        raise ConfigError(f"--batch-size {batch_size} is not divisible by {ranks} ranks: use {near}")
+        also = " and --no-deterministic" if deterministic and ranks & (ranks - 1) else ""
+        raise ConfigError(f"--batch-size {batch_size} is not divisible by {ranks} ranks: use --batch-size {near}{also}")
     if threads < 1:
         raise ConfigError(f"--threads {threads} must be at least 1")
     if not deterministic:
@@ -419,8 +422,8 @@ def plan(batch_size, micro_shards, threads, ranks, deterministic):
         if micro_shards % ranks:
             ask = f"--micro-shards {ranks}" if ranks & (ranks - 1) == 0 else "a power of two of ranks"
             raise ConfigError(
-                f"--batch-size {batch_size} makes {micro_shards} micro-shards, which {ranks} ranks do not divide: "
-                f"use {ask}, or --no-deterministic"
+                f"--batch-size {batch_size} makes {counted(micro_shards, 'micro-shard')}, which {ranks} ranks do not "
+                f"divide: use {ask}, or --no-deterministic"
             )
     if micro_shards < 1 or micro_shards & (micro_shards - 1):
         below = 1 << max(0, micro_shards.bit_length() - 1)
@@ -443,19 +446,34 @@ def plan(batch_size, micro_shards, threads, ranks, deterministic):
     return micro_shards, 1 << each.bit_length() - 1  # a thread owns a whole subtree
 
 
+LOG_LOST = 255  # in the place of a signal's number
+
+
+class LogLost(UserError):
+    """What reports the steps could not be written; the steps until then are made, and saved if the others are."""
+
+    def __init__(self, error, steps, shared):
+        text = f"{error.filename or 'the output'}: {error.strerror}" if isinstance(error, OSError) else error
+        super().__init__(text or "another rank could not write its log")
+        self.steps, self.shared = steps, shared  # shared: all ranks know, and raise it too
+
+
 class StopSignals(contextlib.AbstractContextManager):
-    """SIGINT and SIGTERM set `received` so that the step in hand is finished; a second one acts at once."""
+    """SIGINT, SIGTERM and SIGHUP set `received` so that the step in hand is finished; a second one acts at once."""
 
     def __enter__(self):
         self.received, self.previous = None, {}
         with contextlib.suppress(ValueError):  # signals belong to the main thread: Threads ranks run without
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self.previous[number] = signal.signal(number, self.receive)
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
+                    self.previous[number] = signal.signal(number, self.receive)
         return self
 
     def receive(self, number, frame):
         self.received = number
         signal.signal(number, self.previous[number])
+        if sys.stderr.isatty():  # not print(), which may be what was interrupted
+            os.write(sys.stderr.fileno(), b"\nending with the step in hand; once more ends at once\n")
 
     def __exit__(self, *error):
         for number, handler in self.previous.items():
@@ -470,7 +488,8 @@ def run(
 
     on_step(step, validation loss or None, last) reports each step; save(trainer) writes a checkpoint, always at the
     end where it is given, never of parameters that have diverged. `validation` windows are evaluated every `eval_every`
-    steps and at the end; the ranks' parameters are compared every `verify_every` steps and at the end.
+    steps and at the end; the ranks' parameters are compared every `verify_every` steps and at the end. Where on_step
+    cannot write what it has to, the run ends as at a signal, and then with LogLost.
     """
 
     def due(every, last):
@@ -488,9 +507,16 @@ def run(
         trainer.check_parameters()
         save(trainer)
 
-    stopping = 0
+    def report(*arguments):
+        nonlocal lost
+        try:
+            on_step(*arguments)  # also when something was lost before: all ranks take part in what the last line says
+        except (ConfigError, OSError) as error:
+            lost = lost or error
+
+    stopping, lost = 0, None
     with StopSignals() as stop:
-        trainer.asked_to_stop = lambda: stop.received or 0
+        trainer.asked_to_stop = lambda: LOG_LOST if lost else stop.received or 0
         while trainer.steps < steps and (trainer.under_way or not stopping):
             step = trainer.step(windows, *rates())
             stopping = trainer.stopped_by or stopping  # the same on every rank: all end with the same step
@@ -498,9 +524,13 @@ def run(
             if due(verify_every, last):
                 trainer.verify()
             validate = validation is not None and due(eval_every, last)
-            on_step(step, trainer.evaluate(validation) if validate else None, last)
+            report(step, trainer.evaluate(validation) if validate else None, last)
             if save and save_every and trainer.steps % save_every == 0 and not last:
                 save_sound()
         if save:
             save_sound()
+    if isinstance(lost, BrokenPipeError):  # there is nobody to tell
+        raise lost
+    if lost or stopping == LOG_LOST:
+        raise LogLost(lost, trainer.steps, shared=stopping == LOG_LOST)
     return stopping or None

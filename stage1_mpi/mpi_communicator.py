@@ -80,7 +80,7 @@ class MpiCommunicator(Communicator):
     def use_collectives(self, name):
         choices = [NATIVE, *collectives.ALL_REDUCE]
         if name not in choices:
-            raise ConfigError(f"unknown collectives {name!r}: choose one of {', '.join(choices)}")
+            raise ConfigError(f"--collectives {name} is unknown here: choose one of {', '.join(choices)}")
         self._algorithm = name
 
     def abort(self, code):

@@ -11,6 +11,7 @@ from gpt2core.arena import BLOCK as ARENA_BLOCK
 from gpt2core.backend import Backend, Immediate
 from gpt2core.communicator import address
 from gpt2core.errors import ConfigError
+from gpt2core.model import parameter_count
 from stage2_cuda import attention_tiles, engine, memory, nvtx, triton_driver
 from stage2_cuda.autotune import Tuner
 from stage2_cuda.fused_head import FusedHead, rows
@@ -32,6 +33,7 @@ PRECISIONS = {
     "bf16": ("bfloat16", "ieee"),
     "fp16": ("float16", "ieee"),
 }
+LARGE = 1_000_000  # parameters of a model that the interpreter takes too long for
 INTERPRETED = "fp32", "fp16"  # what Triton's interpreter computes rightly; tf32 would be fp32 there
 
 
@@ -48,10 +50,8 @@ class CudaBackend(FusedHead, Backend):
         if precision not in PRECISIONS:
             raise ConfigError(f"--precision {precision} is unknown in this stage: use {', '.join(PRECISIONS)}")
         if triton_driver.interpreted() and precision not in INTERPRETED:
-            raise ConfigError(
-                f"--precision {precision} has no meaning in Triton's interpreter, where bf16 is silently wrong: "
-                f"use fp32 or fp16 there"
-            )
+            why = ", where it is silently wrong" if precision == "bf16" else ", which has no tensor cores"
+            raise ConfigError(f"--precision {precision} has no meaning in Triton's interpreter{why}: use fp32 or fp16")
         self.xp = triton_driver.array_module()
         compute, self.dot = PRECISIONS[precision]
         self.precision, self.dtype, self.compute = precision, np.dtype(np.float32), dtype_of(compute)
@@ -413,6 +413,11 @@ class CudaBackend(FusedHead, Backend):
 
     def check_model(self, config):
         flash.check_head_size(config.n_embd, config.n_head)
+
+    def remarks(self, config):
+        if self.records or parameter_count(config) < LARGE:
+            return []
+        return ["note: Triton's interpreter takes minutes for a step of this size: it is meant for --preset nano"]
 
     def peak_flops(self, precision):
         return peak_flops(self.name, precision)

@@ -9,6 +9,7 @@ dictionary look-up finds it. Its key holds all that Triton specialises on: the t
 divisible by 16, which integers are 1, and every constant.
 """
 
+import ctypes
 import functools
 import importlib
 import threading
@@ -91,7 +92,12 @@ class Gpu:
 
     def __init__(self):
         triton = imported("triton", "Triton", "pip install triton")
-        self.xp = imported("cupy", "CuPy", f"{PIP_INSTALL}; {WAY_OUT}")
+        try:
+            self.xp = imported("cupy", "CuPy", f"{PIP_INSTALL}; {WAY_OUT}")
+        except ConfigError:
+            if not has_driver():  # then installing it would be in vain
+                raise ConfigError(f"no GPU was found, for there is no NVIDIA driver here: {WAY_OUT}") from None
+            raise
         self.device = self.xp.cuda.runtime.getDevice
         try:
             count = self.xp.cuda.runtime.getDeviceCount()
@@ -154,6 +160,15 @@ class Gpu:
         defaults = kernel.signature.parameters
         names = [kernel.arg_names[number] for number in constants]
         return compiled, [options[name] if name in options else defaults[name].default for name in names]
+
+
+def has_driver():
+    """Whether the library is there by which programs talk to NVIDIA's driver."""
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True
 
 
 def cupy_driver(gpu):

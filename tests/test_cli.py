@@ -261,7 +261,7 @@ def test_a_log_cut_in_mid_line_is_continued_without_duplicates(train, corpus, tm
     assert [row["step"] for row in rows_of(log)] == list(range(7)) and rows_of(log)[4]["loss"] != 1.0
 
 
-@pytest.mark.parametrize("number, code", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize("number, code", [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)])
 def test_without_out_a_stopped_run_says_that_nothing_was_saved(corpus, number, code):
     done = python("-c", SIGNALLED, 2, int(number), "--preset", "nano", "--data", corpus)
     assert done.returncode == code and done.stderr == ""

@@ -356,7 +356,7 @@ def test_the_plan(batch, shards, threads, ranks, deterministic, want):
     [
         ((0, None, 1, 1, True), "--batch-size 0"),
         ((-4, None, 1, 2, False), "--batch-size -4"),
-        ((16, None, 1, 3, True), "--batch-size 16 is not divisible by 3 ranks: use 15"),
+        ((16, None, 1, 3, True), "--batch-size 16 .* by 3 ranks: use --batch-size 15 and --no-deterministic$"),
         ((16, None, 0, 1, True), "--threads 0 must be at least 1"),
         ((6, None, 1, 3, True), "2 micro-shards, which 3 ranks do not divide.*--no-deterministic"),
         ((16, 6, 1, 1, True), "--micro-shards 6 is not a power of two: use 4 or 8"),
@@ -380,9 +380,11 @@ def test_any_plan_is_a_sound_division_or_a_message_whose_advice_works(batch, sha
     try:
         M, each = plan(batch, shards, threads, ranks, deterministic)
     except ConfigError as error:
-        advice = re.search(r"--batch-size \S+ is not divisible by \d+ ranks: use (\d+)$", str(error))
+        advice = re.search(r"by \d+ ranks: use --batch-size (\d+)( and --no-deterministic)?$", str(error))
         if advice:
             assert int(advice[1]) % ranks == 0 and int(advice[1]) > 0
+            if advice[2] and shards is None and threads > 0:
+                plan(int(advice[1]), shards, threads, ranks, False)
         advice = re.search(r": use --micro-shards (\d+) or --batch-size (\d+)$", str(error))
         if advice:
             assert batch % int(advice[1]) == 0 and int(advice[2]) % shards == 0 and int(advice[2]) > 0

@@ -177,6 +177,17 @@ def assert_one_line_after_steps(done, cause):
     assert done.err.count("\n") == 1
 
 
+def test_a_full_disk_under_the_log_ends_all_with_what_they_have(train, tmp_path, unbroken):
+    if not os.path.exists("/dev/full"):
+        pytest.skip("no /dev/full on this system")
+    out = tmp_path / "run"
+    flags = ("--steps", 30, *NANO, "--out", out, "--log", "/dev/full")
+    done = mpi("-n", 2, sys.executable, "-m", "stage1_mpi.train_gpt2", *flags, cwd=ROOT)
+    assert_one_line_after_steps(done, "/dev/full: cannot be written (No space left on device) at step 0")
+    assert "the 2 steps made are saved: go on with --resume" in done.err
+    assert load_checkpoint(out, with_optimizer=True).state["step"] == 2
+
+
 # -- signals ----------------------------------------------------------------------------------------------------------
 
 
@@ -293,8 +304,8 @@ def test_ranks_with_another_version_of_the_code_are_named(tmp_path):
 # -- what a user gets wrong -------------------------------------------------------------------------------------------
 
 MISTAKES = [  # ranks, flags, what the one line says
-    (3, "--batch-size|16", "--batch-size 16 is not divisible by 3 ranks: use 15"),
-    (4, "--batch-size|6", "--batch-size 6 is not divisible by 4 ranks: use 8"),
+    (3, "--batch-size|16", "--batch-size 16 is not divisible by 3 ranks: use --batch-size 15 and --no-deterministic"),
+    (4, "--batch-size|6", "--batch-size 6 is not divisible by 4 ranks: use --batch-size 8"),
     (3, "--batch-size|12", "--batch-size 12 makes 4 micro-shards, which 3 ranks do not divide"),
     (2, "--tp|3", "--tp 3 does not divide 2 ranks: use one of 1, 2"),
     (4, "--tp|4", "n_head 2 is not divisible by --tp 4: use --tp 1 or 2"),
@@ -302,9 +313,9 @@ MISTAKES = [  # ranks, flags, what the one line says
     (2, "--tp|0", "--tp 0 does not divide 2 ranks"),
     (2, "--dp|x", "--dp x is unknown: choose from naive, flat, overlap, bucket"),
     (2, "--compress|x", "--compress x is unknown: choose from none, fp16, bf16, int8"),
-    (2, "--collectives|x", "collectives 'x': choose one of mpi, "),
+    (2, "--collectives|x", "--collectives x is unknown here: choose one of mpi, "),
     (2, "--zero|2", "--zero: invalid choice"),
-    (2, "--bucket-mb|0", "--bucket-mb 0.0 must be above 0"),
+    (2, "--bucket-mb|0", "--bucket-mb 0 must be above 0"),
     (2, "--verify-every|-1", "--verify-every -1 must not be negative"),
     (2, "--lr|nan", "--lr nan is not a learning rate"),
     (2, "--data|{missing}", "cannot read "),

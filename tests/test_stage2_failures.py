@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("triton")
 
 from gpt2core.errors import ConfigError
-from gpt2core.model import GPT2Config
+from gpt2core.model import PRESETS, GPT2Config
 from gpt2core.trainer import Trainer
 from stage2_cuda import nvtx, triton_driver
 from stage2_cuda.cuda_backend import CudaBackend
@@ -26,6 +26,13 @@ def one_line(result, *words):
     for word in words:
         assert word in result.err
     return True
+
+
+@in_the_interpreter
+def test_who_asks_the_interpreter_for_a_large_model_is_told():
+    assert CudaBackend().remarks(PRESETS["nano"]) == []
+    (said,) = CudaBackend().remarks(PRESETS["paper"])
+    assert "--preset nano" in said
 
 
 class Broken(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -51,6 +58,7 @@ class Broken(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 def test_a_cupy_for_another_cuda_is_one_sentence(monkeypatch, error):
     monkeypatch.delitem(sys.modules, "cupy", raising=False)
     monkeypatch.setattr(sys, "meta_path", [Broken(error), *sys.meta_path])
+    monkeypatch.setattr(triton_driver, "has_driver", lambda: True)
     with pytest.raises(ConfigError) as caught:
         triton_driver.Gpu()
     said = str(caught.value)

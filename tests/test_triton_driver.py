@@ -242,6 +242,7 @@ def fake_cupy(count=1, capability="90"):
     "module, says",
     [
         (None, "CuPy is needed, and cannot be imported"),
+        (None, "no GPU was found, for there is no NVIDIA driver"),
         (fake_cupy(0), "no GPU was found"),
         (
             fake_cupy(RuntimeError("cudaErrorInsufficientDriver: too old\nmore")),
@@ -249,10 +250,11 @@ def fake_cupy(count=1, capability="90"):
         ),
         (fake_cupy(1, "75"), "this GPU has compute capability 7.5, the kernels need 8.0"),
     ],
-    ids=["no CuPy", "no GPU", "no driver", "too old a GPU"],
+    ids=["no CuPy", "no CuPy and no driver", "no GPU", "too old a driver", "too old a GPU"],
 )
 def test_no_gpu_is_one_sentence_that_names_the_way_out(monkeypatch, module, says):
     monkeypatch.setitem(sys.modules, "cupy", module)
+    monkeypatch.setattr(triton_driver, "has_driver", lambda: says != "no GPU was found, for there is no NVIDIA driver")
     with pytest.raises(ConfigError) as error:
         Gpu()
     assert says in str(error.value) and "\n" not in str(error.value)

@@ -65,8 +65,8 @@ def data_parallel(strategy, arena, reduce_start, itemsize, bucket_mb=BUCKET_MB):
     """The DataParallel that `strategy` names; `bucket_mb` (10^6 bytes) bounds the buckets of "bucket" from below."""
     if strategy not in STRATEGIES:
         raise ConfigError(f"--dp {strategy} is unknown: choose from {', '.join(STRATEGIES)}")
-    if not bucket_mb > 0:
-        raise ConfigError(f"--bucket-mb {bucket_mb} must be above 0")
+    if not 0 < bucket_mb < float("inf"):
+        raise ConfigError(f"--bucket-mb {bucket_mb:g} must be above 0 and finite")
     packed, eager = STRATEGIES[strategy]
     buckets = buckets_of(arena, packed, bucket_mb * 1e6 if eager else float("inf"), itemsize)
     return DataParallel(arena, buckets, reduce_start, eager)
