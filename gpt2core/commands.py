@@ -42,7 +42,8 @@ from gpt2core.runlog import RunLog, SilentLog
 from gpt2core.sampler import Together, chooser
 from gpt2core.texts import load_tokenizer, read_prompt, read_prompts, write_batch, write_text
 from gpt2core.tokenizer import Tokenizer
-from gpt2core.trainer import LogLost, Parallel, Trainer, plan, run
+from gpt2core.trainer import Parallel, Trainer, plan
+from gpt2core.training_run import LogLost, run
 
 OPTIMIZER = "beta1", "beta2", "eps", "weight_decay", "clip", "rounding", "seed"  # flags that are AdamW's options
 

@@ -14,7 +14,8 @@ from gpt2core.dataset import Windows
 from gpt2core.model import GPT2Config
 from gpt2core.optimizer import Schedule
 from gpt2core.thread_communicator import run_ranks
-from gpt2core.trainer import Diverged, Trainer, run
+from gpt2core.trainer import Diverged, Trainer
+from gpt2core.training_run import run
 from stage0_serial.numpy_backend import NumpyBackend
 
 CONFIG = GPT2Config(37, 16, 2, 2, 16, tied=False)

@@ -1,0 +1,97 @@
+"""The only training loop: step after step, what comes between two of them, and the ways in which it ends."""
+
+import contextlib
+import os
+import signal
+import sys
+
+from gpt2core.errors import ConfigError, UserError
+
+LOG_LOST = 255  # in the place of a signal's number
+
+
+class LogLost(UserError):
+    """What reports the steps could not be written; the steps until then are made, and saved if the others are."""
+
+    def __init__(self, error, steps, shared):
+        text = f"{error.filename or 'the output'}: {error.strerror}" if isinstance(error, OSError) else error
+        super().__init__(text or "another rank could not write its log")
+        self.steps, self.shared = steps, shared  # shared: all ranks know, and raise it too
+
+
+class StopSignals(contextlib.AbstractContextManager):
+    """SIGINT, SIGTERM and SIGHUP set `received` so that the step in hand is finished; a second one acts at once."""
+
+    def __enter__(self):
+        self.received, self.previous = None, {}
+        with contextlib.suppress(ValueError):  # signals belong to the main thread: Threads ranks run without
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
+                    self.previous[number] = signal.signal(number, self.receive)
+        return self
+
+    def receive(self, number, frame):
+        self.received = number
+        signal.signal(number, self.previous[number])
+        if sys.stderr.isatty():  # not print(), which may be what was interrupted
+            os.write(sys.stderr.fileno(), b"\nending with the step in hand; once more ends at once\n")
+
+    def __exit__(self, *error):
+        for number, handler in self.previous.items():
+            signal.signal(number, handler)
+
+
+def run(
+    trainer, windows, schedule, steps, *, on_step, validation=None, eval_every=0, save=None, save_every=0,
+    verify_every=0,
+):  # fmt: skip
+    """Train until `steps` updates are made in all; returns the number of the signal that stopped it early, or None.
+
+    on_step(step, validation loss or None, last) reports each step; save(trainer) writes a checkpoint, always at the
+    end where it is given, never of parameters that have diverged. `validation` windows are evaluated every `eval_every`
+    steps and at the end; the ranks' parameters are compared every `verify_every` steps and at the end. Where on_step
+    cannot write what it has to, the run ends as at a signal, and then with LogLost.
+    """
+
+    def due(every, last):
+        return last or (every and trainer.steps % every == 0)
+
+    pauses = [verify_every, eval_every if validation is not None else 0, save_every if save else 0]
+
+    def rates():
+        """Of the next step, and of the one behind it if nothing is to be done between the two."""
+        after = trainer.steps + 1
+        pause = stopping or after >= steps or any(every and after % every == 0 for every in pauses)
+        return [schedule(step) for step in range(trainer.steps, after + (not pause))]
+
+    def save_sound():
+        trainer.check_parameters()
+        save(trainer)
+
+    def report(*arguments):
+        nonlocal lost
+        try:
+            on_step(*arguments)  # also when something was lost before: all ranks take part in what the last line says
+        except (ConfigError, OSError) as error:
+            lost = lost or error
+
+    stopping, lost = 0, None
+    with StopSignals() as stop:
+        trainer.asked_to_stop = lambda: LOG_LOST if lost else stop.received or 0
+        while trainer.steps < steps and (trainer.under_way or not stopping):
+            step = trainer.step(windows, *rates())
+            stopping = trainer.stopped_by or stopping  # the same on every rank: all end with the same step
+            last = trainer.steps >= steps or bool(stopping) and not trainer.under_way
+            if due(verify_every, last):
+                trainer.verify()
+            validate = validation is not None and due(eval_every, last)
+            report(step, trainer.evaluate(validation) if validate else None, last)
+            if save and save_every and trainer.steps % save_every == 0 and not last:
+                save_sound()
+        if save:
+            save_sound()
+    if isinstance(lost, BrokenPipeError):  # there is nobody to tell
+        raise lost
+    if lost or stopping == LOG_LOST:
+        raise LogLost(lost, trainer.steps, shared=stopping == LOG_LOST)
+    return stopping or None
