@@ -37,8 +37,9 @@ from gpt2core import trainer as gpt2core_trainer  # noqa: E402
 from gpt2core.dataset import Windows  # noqa: E402
 from gpt2core.model import GPT2, PRESETS, parameter_shapes  # noqa: E402
 from gpt2core.sampler import Greedy, KVCache, Sampling, generate_together  # noqa: E402
-from stage2_cuda import cuda_backend, triton_driver  # noqa: E402
+from stage2_cuda import attention_tiles, cuda_backend, triton_driver  # noqa: E402
 from stage2_cuda.cuda_backend import PRECISIONS  # noqa: E402
+from stage2_cuda.kernels import attention  # noqa: E402
 from stage2_cuda.kernels.cast import scale_in_place  # noqa: E402
 from stage2_cuda.memory import ALIGNED  # noqa: E402
 from tests import sanitize  # noqa: E402
@@ -228,6 +229,20 @@ def attend(precision, T, D):
     backend.attention_backward(dy, qkv, *backend.attention_forward(qkv, H), H)
 
 
+def attend_by_all(precision, T, D):
+    """Attention by every tile that may be chosen beside the table's."""
+    backend, H = Backend(precision), 2
+    qkv, y = (np.empty((1, T, parts * H * D), backend.compute) for parts in (3, 1))
+    dqkv, lse = np.empty_like(qkv), np.empty((1, H, T), np.float32)
+    for part, tiles in attention_tiles.tiles_for(qkv, H, backend.dot)[1].items():
+        for tile in tiles:
+            config = attention.Config(**{part: tile})
+            if part == "forward":
+                attention.attention_forward(y, lse, qkv, H, backend.dot, config)
+            else:
+                attention.attention_backward(dqkv, lse, y, qkv, y, lse, H, backend.dot, config)
+
+
 def multiply(precision, rows, C, K):
     """A linear layer, forward and backward."""
     backend = Backend(precision)
@@ -284,6 +299,8 @@ def suite(gpu):
     write(wide, "bf16", 1, [greedy])
     for T, D in ((16384, 64), (1024, 128)):
         attend("bf16", T, D)
+    for precision, D in (("bf16", 64), ("bf16", 128), ("tf32", 64)):
+        attend_by_all(precision, 1024, D)
 
 
 # -- what comes out ---------------------------------------------------------------------------------------------------
