@@ -14,7 +14,7 @@ class LogLost(UserError):
     """What reports the steps could not be written; the steps until then are made, and saved if the others are."""
 
     def __init__(self, error, steps, shared):
-        text = f"{error.filename or 'the output'}: {error.strerror}" if isinstance(error, OSError) else error
+        text = f"{error.filename or 'the output'}: {error.strerror or error}" if isinstance(error, OSError) else error
         super().__init__(text or "another rank could not write its log")
         self.steps, self.shared = steps, shared  # shared: all ranks know, and raise it too
 

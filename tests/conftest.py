@@ -1,10 +1,12 @@
 """The commands of stages 0 and 2, in this process: `train("--steps", 3)` returns exit code and what was written."""
 
 import os
+import secrets
 import signal
 from contextlib import suppress
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 
 from gpt2core import cli
@@ -45,6 +47,14 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if item.get_closest_marker("gpu") and not config.has_gpu:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and CuPy to use it"))
+
+
+@pytest.fixture
+def rng():
+    """Fresh random numbers; a test that fails shows their seed."""
+    seed = secrets.randbits(32)
+    print(f"seed {seed}")
+    return np.random.default_rng(seed)
 
 
 @dataclass(frozen=True)

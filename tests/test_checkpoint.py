@@ -3,7 +3,6 @@
 import errno
 import json
 import os
-import secrets
 import shutil
 import signal
 import subprocess
@@ -40,13 +39,6 @@ class Tokenizer:
 
     def save(self, path):
         Path(path).write_text('{"version": "1.0"}')
-
-
-@pytest.fixture
-def rng():
-    seed = secrets.randbits(32)
-    print(f"seed {seed}")
-    return np.random.default_rng(seed)
 
 
 def random_config(rng, tied=False):

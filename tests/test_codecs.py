@@ -1,6 +1,5 @@
 """--compress by one kernel each way is NumPy's arithmetic, what was lost included; on the GPU where there is one."""
 
-import secrets
 
 import numpy as np
 import pytest
@@ -15,13 +14,6 @@ from stage3_mpi_cuda.codecs import GROUPS, FusedCodec
 from tests.fake_gpu import OnFakeGpu
 
 pytestmark = [] if interpreted() else [pytest.mark.gpu]  # where there is a GPU, all of this is about it
-
-
-@pytest.fixture
-def rng():
-    seed = secrets.randbits(32)
-    print(f"seed {seed}")
-    return np.random.default_rng(seed)
 
 
 def host(array):

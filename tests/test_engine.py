@@ -3,7 +3,6 @@
 # B texts, V vocabulary
 
 import math
-import secrets
 
 import numpy as np
 import pytest
@@ -33,13 +32,6 @@ RULES = {
     "top-k": lambda seed: Sampling(2.0, top_k=9, seed=seed),
     "top-k, top-p": lambda seed: Sampling(1.3, 9, 0.8, seed),
 }
-
-
-@pytest.fixture
-def rng():
-    seed = secrets.randbits(32)
-    print(f"seed {seed}")
-    return np.random.default_rng(seed)
 
 
 @pytest.fixture(autouse=True)

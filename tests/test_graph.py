@@ -1,7 +1,6 @@
 """A recorded step, what goes to it and what comes from it, on a device that works when somebody waits for it."""
 
 import ctypes
-import secrets
 import sys
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -99,13 +98,6 @@ def cupy(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     monkeypatch.setitem(sys.modules, "cupyx", SimpleNamespace(empty_pinned=np.empty))
     return cupy
-
-
-@pytest.fixture
-def rng():
-    seed = secrets.randbits(32)
-    print(f"seed {seed}")
-    return np.random.default_rng(seed)
 
 
 @pytest.mark.parametrize("late", [True, False])

@@ -2,7 +2,6 @@
 
 # B batch, T time, C channels, H heads, D = C // H, V vocabulary, K columns, N = B*T rows
 
-import secrets
 import weakref
 
 import numpy as np
@@ -24,13 +23,6 @@ torch = pytest.importorskip("torch")
 
 # Relative norm against float64: a few roundings of 6e-8 or 1e-16, grown by the square root of the terms of a sum.
 TOLERANCE = {np.dtype(np.float32): 1e-5, np.dtype(np.float64): 1e-12}
-
-
-@pytest.fixture
-def rng():
-    seed = secrets.randbits(32)
-    print(f"seed {seed}")
-    return np.random.default_rng(seed)
 
 
 @pytest.fixture(params=["fp32", "fp64"])

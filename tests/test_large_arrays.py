@@ -7,21 +7,11 @@ pages are touched, and only the last programs of each axis run, by their true nu
 # N rows, B batch, T time, C channels, H heads, V vocabulary, K columns
 
 import mmap
-import os
-import secrets
 
 import numpy as np
 import pytest
 from numpy.testing import assert_array_equal
 
-try:
-    import cupy
-
-    HAS_GPU = cupy.cuda.runtime.getDeviceCount() > 0
-except Exception:  # no CuPy, or no driver
-    HAS_GPU = False
-if not HAS_GPU:
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is imported
 pytest.importorskip("triton")
 
 from stage2_cuda import triton_driver  # noqa: E402
@@ -40,17 +30,11 @@ from stage2_cuda.kernels import (  # noqa: E402
 )
 from stage3_mpi_cuda.tree_sum import tree_sum  # noqa: E402
 
-pytestmark = [] if triton_driver.interpreted() else [pytest.mark.gpu]
+HAS_GPU = not triton_driver.interpreted()
+pytestmark = [pytest.mark.gpu] if HAS_GPU else []
 MORE = (1 << 31) + (1 << 20)  # elements
 NORESERVE = 0x4000  # Linux's MAP_NORESERVE, which Python's mmap has from 3.13 on: nothing is set aside for the pages
 HELD = 1 << 27  # bytes of memory beyond the large arrays, that a test may take of a GPU
-
-
-@pytest.fixture
-def rng():
-    seed = secrets.randbits(32)
-    print(f"seed {seed}")
-    return np.random.default_rng(seed)
 
 
 @pytest.fixture
@@ -58,12 +42,14 @@ def large():
     """large(*shape, dtype): zeros. The test is skipped where there is no room for them."""
     if HAS_GPU:
         yield large_on_gpu
-        cupy.get_default_memory_pool().free_all_blocks()
+        triton_driver.array_module().get_default_memory_pool().free_all_blocks()
     else:
         yield addresses_alone
 
 
 def large_on_gpu(*shape, dtype="float32"):
+    import cupy
+
     cupy.get_default_memory_pool().free_all_blocks()
     free, wanted = cupy.cuda.runtime.memGetInfo()[0], int(np.prod(shape)) * np.dtype(dtype).itemsize
     if wanted + HELD > free:

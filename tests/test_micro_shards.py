@@ -2,7 +2,6 @@
 
 import math
 import re
-import secrets
 import threading
 import time
 from itertools import product
@@ -39,13 +38,6 @@ def one_blas_thread():
     """As a run sets it: BLAS may split a product differently for another number of its own threads."""
     with threadpoolctl.threadpool_limits(1, user_api="blas"):
         yield
-
-
-@pytest.fixture
-def rng():
-    seed = secrets.randbits(32)
-    print(f"seed {seed}")
-    return np.random.default_rng(seed)
 
 
 def backends(n, precision="fp32"):

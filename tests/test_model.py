@@ -3,7 +3,6 @@
 # B batch, T time, C channels, V vocabulary
 
 import math
-import secrets
 import warnings
 from dataclasses import replace
 
@@ -28,13 +27,6 @@ from gpt2core.tensor import ShapeError, Tensor, no_grad
 from stage0_serial.numpy_backend import NumpyBackend
 
 torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
-
-
-@pytest.fixture
-def rng():
-    seed = secrets.randbits(32)
-    print(f"seed {seed}")
-    return np.random.default_rng(seed)
 
 
 def relative(got, want):

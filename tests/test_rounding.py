@@ -1,20 +1,9 @@
 """Stochastic rounding to bf16: as integers, against NumPy; without bias; and the same whoever rounds a part."""
 
-import os
-import secrets
-
 import numpy as np
 import pytest
 from numpy.testing import assert_array_equal
 
-try:
-    import cupy
-
-    HAS_GPU = cupy.cuda.runtime.getDeviceCount() > 0
-except Exception:  # no CuPy, or no driver
-    HAS_GPU = False
-if not HAS_GPU:
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is imported
 pytest.importorskip("triton")
 
 from gpt2core import cli  # noqa: E402
@@ -33,13 +22,6 @@ gpu = pytest.mark.gpu
 pytestmark = [] if interpreted() else [gpu]
 CONFIG = GPT2Config(38, 16, 2, 2, 16, tied=False)
 SIGMAS = 6  # what a sum of independent draws stays within, but for one time in 5 * 10^8
-
-
-@pytest.fixture
-def rng():
-    seed = secrets.randbits(32)
-    print(f"seed {seed}")
-    return np.random.default_rng(seed)
 
 
 def device(array):

@@ -1,7 +1,6 @@
 """Generation with a cache equals recomputing everything, and sampling draws from exactly the set it says."""
 
 import math
-import secrets
 from itertools import islice
 
 import numpy as np
@@ -17,13 +16,6 @@ from gpt2core.tensor import Tensor, is_recording, no_grad
 from stage0_serial.numpy_backend import NumpyBackend
 
 BLOCK = 12
-
-
-@pytest.fixture
-def rng():
-    seed = secrets.randbits(32)
-    print(f"seed {seed}")
-    return np.random.default_rng(seed)
 
 
 def random_model(rng, precision="fp64", tied=False, requires_grad=False):

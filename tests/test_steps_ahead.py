@@ -1,7 +1,6 @@
 """A step may be begun before the numbers of the one before it are read: the same bits, and no step too many."""
 
 import math
-import secrets
 import signal
 from types import SimpleNamespace
 
@@ -20,13 +19,6 @@ from stage0_serial.numpy_backend import NumpyBackend
 
 CONFIG = GPT2Config(37, 16, 2, 2, 16, tied=False)
 SCHEDULE = Schedule("linear", 3e-3, warmup=2, steps=12)  # another rate each step
-
-
-@pytest.fixture
-def rng():
-    seed = secrets.randbits(32)
-    print(f"seed {seed}")
-    return np.random.default_rng(seed)
 
 
 class Recording(Immediate):

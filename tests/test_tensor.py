@@ -1,7 +1,6 @@
 """The engine: every primitive against PyTorch in float64; how gradients travel, add up, are reported and freed."""
 
 import gc
-import secrets
 import threading
 import weakref
 
@@ -24,13 +23,6 @@ DOUBLE = 1e-12  # in float64, of the size of the terms: both sides round differe
 @pytest.fixture
 def backend():
     return NumpyBackend("fp64")
-
-
-@pytest.fixture
-def rng():
-    seed = secrets.randbits(32)
-    print(f"seed {seed}")
-    return np.random.default_rng(seed)
 
 
 def leaf(array, backend):

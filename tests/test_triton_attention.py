@@ -2,21 +2,11 @@
 
 # B batch, T time, C channels, H heads, D = C // H
 
-import os
-import secrets
 
 import numpy as np
 import pytest
 from numpy.testing import assert_array_equal
 
-try:
-    import cupy
-
-    HAS_GPU = cupy.cuda.runtime.getDeviceCount() > 0
-except Exception:  # no CuPy, or no driver
-    HAS_GPU = False
-if not HAS_GPU:
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is imported
 pytest.importorskip("triton")
 
 from gpt2core.errors import ConfigError  # noqa: E402
@@ -56,13 +46,6 @@ TILES = {  # small ones, so that a short T has tiles above, on and below the dia
     "two loops, tall": Config(*[TALL._replace(loops=2)] * 3),
     "two loops, both": Config(TALL, both=Tile(16, 16, 4, 2, loops=2)),
 }
-
-
-@pytest.fixture
-def rng():
-    seed = secrets.randbits(32)
-    print(f"seed {seed}")
-    return np.random.default_rng(seed)
 
 
 def array(values, precision):

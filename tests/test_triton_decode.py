@@ -3,7 +3,6 @@
 # B sequences, C channels, H heads, D head size, V vocabulary, K and N rows and columns of a weight
 
 import math
-import secrets
 
 import numpy as np
 import pytest
@@ -27,13 +26,6 @@ PRECISION = "tf32x3"  # of fp32 products: the one that keeps their bound
 FEW = decode.Tiles(columns=256, parts=12, part_columns=256, keys=64, vocabulary=256)
 ONE_ROW, MANY_ROWS = (FEW if interpreted() else decode.tiles_for(B) for B in (1, 2))
 WIDTHS = [32, 48, 384, 768, 1600]
-
-
-@pytest.fixture
-def rng():
-    seed = secrets.randbits(32)
-    print(f"seed {seed}")
-    return np.random.default_rng(seed)
 
 
 @pytest.fixture(params=["float32", *(pytest.param(name, marks=gpu) for name in ("float16", "bfloat16"))])

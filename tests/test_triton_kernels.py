@@ -3,21 +3,11 @@
 # B batch, T time, C channels, V vocabulary, K columns, N = B*T rows
 
 import math
-import os
-import secrets
 
 import numpy as np
 import pytest
 from numpy.testing import assert_array_equal
 
-try:
-    import cupy
-
-    HAS_GPU = cupy.cuda.runtime.getDeviceCount() > 0
-except Exception:  # no CuPy, or no driver
-    HAS_GPU = False
-if not HAS_GPU:
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is imported
 pytest.importorskip("triton")
 
 from gpt2core.arena import BLOCK  # noqa: E402
@@ -32,13 +22,6 @@ FP32 = np.dtype(np.float32)
 # the rounding of the result, and of the sum that a fused kernel stores before it goes on.
 TOLERANCE = {"float32": 1e-5, "float16": 1e-3, "bfloat16": 1e-2, "float64": 1e-6}  # float64: of sums in fp32
 DTYPES = ["float32", "float16", pytest.param("bfloat16", marks=gpu)]
-
-
-@pytest.fixture
-def rng():
-    seed = secrets.randbits(32)
-    print(f"seed {seed}")
-    return np.random.default_rng(seed)
 
 
 @pytest.fixture(params=DTYPES)

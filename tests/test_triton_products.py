@@ -2,20 +2,10 @@
 
 # N rows, C summed over, K columns
 
-import os
-import secrets
 
 import numpy as np
 import pytest
 
-try:
-    import cupy
-
-    HAS_GPU = cupy.cuda.runtime.getDeviceCount() > 0
-except Exception:  # no CuPy, or no driver
-    HAS_GPU = False
-if not HAS_GPU:
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is imported
 pytest.importorskip("triton")
 
 from stage2_cuda.cuda_backend import CudaBackend  # noqa: E402
@@ -24,13 +14,6 @@ from stage2_cuda.triton_driver import array_module, interpreted  # noqa: E402
 
 gpu = pytest.mark.gpu
 pytestmark = [] if interpreted() else [gpu]
-
-
-@pytest.fixture
-def rng():
-    seed = secrets.randbits(32)
-    print(f"seed {seed}")
-    return np.random.default_rng(seed)
 
 
 def device(array):
