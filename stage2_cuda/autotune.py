@@ -20,7 +20,7 @@ import numpy as np
 FASTER = 0.99  # of the first candidate's time: less may be noise, and noise shall not change bits from run to run
 DIFFERENT = {2: 2e-2, 4: 2e-3}  # relative norm beyond what another order of sums makes, by bytes of an element
 PIECE = 1 << 22  # elements that are compared at once
-ROUNDS, CALLS, ENOUGH = 3, 20, 5.0  # turns of each graph; calls in one, at most; milliseconds that they should take
+ROUNDS, CALLS, ENOUGH = 5, 20, 20.0  # turns of each graph; calls in one, at most; milliseconds that they should take
 
 
 class Tuner:
@@ -136,7 +136,7 @@ class Tuner:
                         problem = error
                 if not graphs:
                     raise problem
-                times = shortest(self.cupy, stream, graphs)
+                times = medians(self.cupy, stream, graphs)
         finally:
             cuda.runtime.deviceSynchronize()  # whatever happened, what follows meets no work of ours
         best = int(times.argmin())
@@ -162,13 +162,16 @@ def recorded(stream, call, calls):
     return graph
 
 
-def shortest(cupy, stream, graphs):
-    """Milliseconds of each graph, the best of its turns: a clock that sinks is no one's disadvantage."""
+def medians(cupy, stream, graphs):
+    """Milliseconds of each graph, the median of its turns; all one after the other, so that the GPU is as hot as later.
+
+    What is fastest in a burst may draw more power, and be slower once the clock has sunk.
+    """
     for graph in graphs:
         graph.launch(stream)
     calls = [functools.partial(graph.launch, stream) for graph in graphs]
     times = [[milliseconds(cupy, stream, call) for call in calls] for _ in range(ROUNDS)]
-    return np.min(times, axis=0)
+    return np.median(times, axis=0)
 
 
 def milliseconds(cupy, stream, call):

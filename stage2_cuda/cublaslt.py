@@ -339,7 +339,7 @@ class CublasLt:
                 ready.append(algorithm)
             if not ready:
                 raise refusal
-            return ready[int(autotune.shortest(self._cupy, stream, graphs).argmin())]
+            return ready[int(autotune.medians(self._cupy, stream, graphs).argmin())]
 
     def _scratch(self, m):
         """Device memory as large as `m`, full of random numbers: on zeros a GPU draws less power and runs faster."""

@@ -44,7 +44,8 @@ def launch(kernel, grid, *arguments, **options):
     """Run kernel[grid] on CuPy's current stream; an array stands for the pointer to its first element.
 
     arguments: arrays, integers, floats, None and descriptors, for all parameters of the kernel but its constants.
-    options: the constants (annotated tl.constexpr, last in the signature), num_warps, num_stages. grid: 1-3 integers.
+    options: the constants (annotated tl.constexpr, last in the signature), num_warps, num_stages, enable_fp_fusion.
+    grid: 1-3 integers.
     """
     runtime().launch(kernel, grid, arguments, options)
 
@@ -154,7 +155,7 @@ class Gpu:
             raise TypeError(f"{kernel.__name__}: {len(arguments)} arguments, but the constants are {kernel.constexprs}")
         arguments = (Pointer(value) if isinstance(value, self.xp.ndarray) else value for value in arguments)
         try:
-            compiled = kernel[grid](*arguments, **options, enable_fp_fusion=True)  # Triton 3.9 warns where nobody says
+            compiled = kernel[grid](*arguments, **{"enable_fp_fusion": True} | options)  # 3.9 warns where nobody says
         except OutOfResources as error:
             raise too_small(kernel, error) from error
         defaults = kernel.signature.parameters

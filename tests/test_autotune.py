@@ -79,10 +79,10 @@ def test_another_candidate_wins_by_more_than_one_percent(fake, tuner, takes, win
 
 
 def test_the_fastest_of_many_wins_which_take_turns(fake, tuner):
-    kernel = Kernel(fake, table=(10, 7), slow=(30, 7), fast=(4, 7), faster=(3, 7))
+    kernel = Kernel(fake, table=(100, 7), slow=(300, 7), fast=(40, 7), faster=(30, 7))
     assert kernel.chosen(tuner) == "faster"
-    # in turns, and one call each, as a call takes long: to load them, and for three measurements
-    assert kernel.ran[-16:] == ["table", "slow", "fast", "faster"] * 4
+    # in turns, and one call each, as a call takes long: to load them, and for five measurements
+    assert kernel.ran[-24:] == ["table", "slow", "fast", "faster"] * 6
 
 
 def test_short_calls_are_timed_by_the_dozen(fake, tuner):
@@ -163,7 +163,7 @@ def test_whatever_goes_wrong_the_run_goes_on_with_the_table_and_one_warning(fake
     def failing(*arguments):
         raise error
 
-    monkeypatch.setattr(autotune, "shortest", failing)
+    monkeypatch.setattr(autotune, "medians", failing)
     tuner = Tuner(fake, GPU, tmp_path, lambda text: None)
     kernel = Kernel(fake, table=(1.0, 7), other=(0.5, 7))
     with pytest.warns(UserWarning, match="kernel: cannot be timed .* takes tiles from the table") as caught:
@@ -406,7 +406,7 @@ def test_every_candidate_has_float64_s_gradients(rng, part, tile):
 @pytest.mark.parametrize("table, last", [(Config(SMALL, both=SMALL), "dq"), (Config(SMALL, SMALL, SMALL), "both")])
 def test_a_backend_that_tries_all_and_takes_the_last_has_float64_s_gradients(rng, fake, monkeypatch, table, last):
     monkeypatch.setattr(autotune, "CALLS", 1)
-    monkeypatch.setattr(autotune, "shortest", lambda cupy, stream, graphs: -np.arange(len(graphs)))
+    monkeypatch.setattr(autotune, "medians", lambda cupy, stream, graphs: -np.arange(len(graphs)))
     monkeypatch.setitem(attention.CONFIGS, "16 bits", {(64, attention.ANY): table})
     backend, (qkv, dy, *_) = CudaBackend("fp16"), arrays_of(rng, np, np.float16, 37, 1, 8)
     backend.tuner = Tuner(fake, GPU, say=lambda text: None)

@@ -41,10 +41,11 @@ class Tiles(NamedTuple):
     """
 
     columns: int  # of a weight, that one program owns
-    parts: int  # shares of a weight's rows, each with partial sums of its own
+    parts: int  # shares of a weight's rows, each with partial sums of its own; more, where they exceed `share`
     part_columns: int
     keys: int  # of a cache: a span of one program where there is one row, else a step
     vocabulary: int  # rows of lm_head
+    share: int = 256  # rows of a weight that one program takes at most
     each: int = 128  # elements of a tile of weights that one thread holds
     depth: int = 128  # of many rows: rows of a weight in a step of tl.dot; half as many in fp32
     overlap: bool = False
@@ -67,7 +68,7 @@ class Split(NamedTuple):
 
 
 def split(K, tiles):
-    depth = min(256, 16 * triton.cdiv(K, 16 * tiles.parts))
+    depth = min(tiles.share, 16 * triton.cdiv(K, 16 * tiles.parts))
     return Split(triton.cdiv(K, depth), depth)
 
 
