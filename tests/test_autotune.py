@@ -511,7 +511,8 @@ def test_what_is_chosen_here_has_float64_s_gradients_and_is_timed_once(
         assert before is None or backend.tuner.choices == before
         before = dict(backend.tuner.choices)
         monkeypatch.setattr(Tuner, "fastest", None)  # the second reads
-    assert len(said) == 1 and all(np.array_equal(*pair) for pair in zip(*results, strict=True))
+    has_choice = kind == "16 bits" or D <= 64
+    assert len(said) == has_choice and all(map(np.array_equal, *results))
     assert backend.tuner.failed is False and not backend.tuner.timed
 
 

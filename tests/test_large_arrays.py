@@ -115,6 +115,11 @@ def same_end(large, small, rows):
     assert_array_equal(host(large[len(large) - rows :]), host(small[len(small) - rows :]))
 
 
+def same(got, want):
+    """But for rounding: the kernel of a small array is another variant, and may contract other products and sums."""
+    np.testing.assert_allclose(host(got), host(want), rtol=1e-6, atol=1e-6)
+
+
 def near(got, want, tolerance=1e-5):
     assert np.linalg.norm(host(got) - want) <= tolerance * np.linalg.norm(want)
 
@@ -171,7 +176,7 @@ def test_tree_sum(rng, large):
 
 
 def test_layernorm(rng, large):
-    C, N, k = 1 << 16, 528 * 63, 2  # so that the last row is the last program's
+    k, (C, N) = 2, (1 << 13, 528 * 498) if HAS_GPU else (1 << 16, 528 * 63)  # the last row is the last program's
     ends, (a_bias, w, b) = [normal(rng, k, C) for _ in range(3)], (normal(rng, C) for _ in range(3))
     results = []
     for rows, zeros in ((N, large), (k, empty)):
@@ -195,10 +200,10 @@ def test_gelu(rng, large):
     partials, small = large(*gelu.gelu_partials_shape(n, K)), empty(k, 1024)
     gelu.bias_gelu_forward(arrays[2], arrays[0], shift)
     gelu.bias_gelu_forward(small, h, bias)
-    assert_array_equal(host(arrays[2][-1:, K - 1024 :]), host(small[1:]))
+    same(arrays[2][-1:, K - 1024 :], small[1:])
     gelu.bias_gelu_backward(arrays[2], partials, arrays[1], arrays[0], shift)
     gelu.bias_gelu_backward(small, None, dy, h, bias)
-    assert_array_equal(host(arrays[2][-1:, K - 1024 :]), host(small[1:]))
+    same(arrays[2][-1:, K - 1024 :], small[1:])
 
 
 def test_column_sums(rng, large):

@@ -26,10 +26,12 @@ def tile_of(columns):
     return width, max(1, width // 512)
 
 
-def reading(columns):
-    """How forward_kernel and forward_backward_kernel go over a row."""
+def reading(vocab, columns):
+    """How forward_kernel and forward_backward_kernel go over a row: full tiles, and one that is cut to what is left."""
     width, warps = tile_of(columns)
-    return dict(COLUMNS=width, LANE=LANE, STAGES=STAGES if columns > width else 1, num_warps=warps)
+    full = vocab // width
+    tail = triton.next_power_of_2(max(LANE, columns - full * width)) if columns > full * width else 0
+    return dict(COLUMNS=width, TAIL=tail, LANE=LANE, STAGES=STAGES if full > 1 else 1, num_warps=warps)
 
 
 def cross_entropy_forward(maxima, sums, picked, logits, targets, vocab, first=0):
@@ -38,7 +40,7 @@ def cross_entropy_forward(maxima, sums, picked, logits, targets, vocab, first=0)
     picked is 0 where the target is outside [first, first + V).
     """
     arguments = maxima, sums, picked, logits, targets, vocab, logits.shape[1], first
-    launch(forward_kernel, (logits.shape[0],), *arguments, **reading(logits.shape[1]))
+    launch(forward_kernel, (logits.shape[0],), *arguments, **reading(vocab, logits.shape[1]))
 
 
 def cross_entropy_backward(dlogits, logits, targets, maxima, sums, scale, vocab, first=0, dy=None):
@@ -55,7 +57,7 @@ def cross_entropy_backward(dlogits, logits, targets, maxima, sums, scale, vocab,
 def cross_entropy_forward_backward(dlogits, maxima, sums, picked, logits, targets, scale, vocab, first=0, dy=None):
     """Both at once, where no other rank has part of the row: its logits are read again while the cache has them."""
     arguments = dlogits, maxima, sums, picked, logits, targets, dy, float(scale), vocab, logits.shape[1], first
-    launch(forward_backward_kernel, (logits.shape[0],), *arguments, **reading(logits.shape[1]))
+    launch(forward_backward_kernel, (logits.shape[0],), *arguments, **reading(vocab, logits.shape[1]))
 
 
 @triton.jit
@@ -66,23 +68,44 @@ def load(logits, column, vocab, width, CACHE: tl.constexpr):
 
 
 @triton.jit
+def read(peak, total, x):
+    """The maxima and sums of lanes, after another tile x (lanes, LANE)."""
+    higher = tl.maximum(peak, tl.max(x, 1))
+    return higher, total * tl.exp(peak - higher) + tl.sum(tl.exp(x - higher[:, None]), 1)
+
+
+@triton.jit
+def nothing(LANES: tl.constexpr):
+    return tl.full((LANES,), -3.0e38, tl.float32), tl.zeros((LANES,), tl.float32)  # no infinity: -inf - -inf is NaN
+
+
+@triton.jit
+def lanes(start, COLUMNS: tl.constexpr, LANE: tl.constexpr):
+    return start + tl.arange(0, COLUMNS // LANE)[:, None] * LANE + tl.arange(0, LANE)[None, :]
+
+
+@triton.jit
 def statistics(
     logits, target, vocab, width,
-    COLUMNS: tl.constexpr, LANE: tl.constexpr, STAGES: tl.constexpr, CACHE: tl.constexpr,
+    COLUMNS: tl.constexpr, TAIL: tl.constexpr, LANE: tl.constexpr, STAGES: tl.constexpr, CACHE: tl.constexpr,
 ):  # fmt: skip
     """maximum, sum and picked of the row that `logits` points to."""
     own = (target >= 0) & (target < vocab)
     picked = tl.load(logits + target, own, 0).to(tl.float32)  # first: the gradient may take the place of the logits
-    peak = tl.full((COLUMNS // LANE,), -3.0e38, tl.float32)  # no infinity: -inf - -inf would be NaN
-    total = tl.zeros((COLUMNS // LANE,), tl.float32)
-    lanes = tl.arange(0, COLUMNS // LANE)[:, None] * LANE + tl.arange(0, LANE)[None, :]
-    for start in tl.range(0, vocab, COLUMNS, num_stages=STAGES):
-        x = load(logits, start + lanes, vocab, width, CACHE)
-        higher = tl.maximum(peak, tl.max(x, 1))
-        total = total * tl.exp(peak - higher) + tl.sum(tl.exp(x - higher[:, None]), 1)
-        peak = higher
+    peak, total = nothing(COLUMNS // LANE)
+    full = vocab // COLUMNS * COLUMNS
+    for start in tl.range(0, full, COLUMNS, num_stages=STAGES):
+        x = tl.load(logits + lanes(start, COLUMNS, LANE), eviction_policy=CACHE).to(tl.float32)
+        peak, total = read(peak, total, x)
     maximum = tl.max(peak, 0)
-    return maximum, tl.sum(total * tl.exp(peak - maximum), 0), picked
+    if TAIL:
+        last, last_total = nothing(TAIL // LANE)
+        last, last_total = read(last, last_total, load(logits, lanes(full, TAIL, LANE), vocab, width, CACHE))
+        maximum = tl.maximum(maximum, tl.max(last, 0))
+        rest = tl.sum(last_total * tl.exp(last - maximum), 0)
+    else:
+        rest = 0.0
+    return maximum, tl.sum(total * tl.exp(peak - maximum), 0) + rest, picked
 
 
 @triton.jit
@@ -107,11 +130,11 @@ def scaled(dy, scale):
 @triton.jit
 def forward_kernel(
     maxima, sums, picked, logits, targets, vocab, width, first,
-    COLUMNS: tl.constexpr, LANE: tl.constexpr, STAGES: tl.constexpr,
+    COLUMNS: tl.constexpr, TAIL: tl.constexpr, LANE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     target, at = tl.load(targets + row).to(tl.int32) - first, row.to(tl.int64) * width
-    maximum, total, logit = statistics(logits + at, target, vocab, width, COLUMNS, LANE, STAGES, "")
+    maximum, total, logit = statistics(logits + at, target, vocab, width, COLUMNS, TAIL, LANE, STAGES, "")
     tl.store(maxima + row, maximum)
     tl.store(sums + row, total)
     tl.store(picked + row, logit)
@@ -131,16 +154,22 @@ def backward_kernel(
 @triton.jit
 def forward_backward_kernel(
     dlogits, maxima, sums, picked, logits, targets, dy, scale, vocab, width, first,
-    COLUMNS: tl.constexpr, LANE: tl.constexpr, STAGES: tl.constexpr,
+    COLUMNS: tl.constexpr, TAIL: tl.constexpr, LANE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     row, factor = tl.program_id(0), scaled(dy, scale)
     target, at = tl.load(targets + row).to(tl.int32) - first, row.to(tl.int64) * width
-    maximum, total, logit = statistics(logits + at, target, vocab, width, COLUMNS, LANE, STAGES, "evict_last")
+    logits, dlogits = logits + at, dlogits + at
+    maximum, total, logit = statistics(logits, target, vocab, width, COLUMNS, TAIL, LANE, STAGES, "evict_last")
     tl.store(maxima + row, maximum)
     tl.store(sums + row, total)
     tl.store(picked + row, logit)
-    weight = factor / total
-    for start in tl.range(0, width, COLUMNS, num_stages=1):
-        gradient(
-            dlogits + at, logits + at, target, maximum, weight, factor, start, vocab, width, COLUMNS, "evict_first"
-        )
+    weight, full = factor / total, vocab // COLUMNS * COLUMNS
+    for start in tl.range(0, full, COLUMNS, num_stages=1):  # as if no column here were the target's
+        column = start + tl.arange(0, COLUMNS)
+        x = tl.load(logits + column, eviction_policy="evict_first").to(tl.float32)
+        tl.store(dlogits + column, weight * tl.exp(x - maximum), eviction_policy="evict_first")
+    if TAIL:
+        gradient(dlogits, logits, target, maximum, weight, factor, full, vocab, width, TAIL, "evict_first")
+    tl.debug_barrier()  # that column is written by another thread before
+    own = (target >= 0) & (target < full)
+    tl.store(dlogits + target, weight * tl.exp(logit - maximum) - factor, own)

@@ -51,7 +51,7 @@ class Tiles(NamedTuple):
     overlap: bool = False
 
 
-ONE_ROW = Tiles(columns=16, parts=6, part_columns=64, keys=64, vocabulary=8)
+ONE_ROW = Tiles(columns=16, parts=3, part_columns=64, keys=64, vocabulary=8, share=512)
 MANY_ROWS = Tiles(columns=32, parts=4, part_columns=32, keys=128, vocabulary=128)
 
 
