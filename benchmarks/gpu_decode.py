@@ -90,8 +90,11 @@ def measure(args, case, precision):
     results = []
     for row in rows:
         rounds = played[row.name]["rounds"]
-        if any(answer["ids"] != rounds[0]["ids"] for answer in rounds):
-            raise SystemExit(f"contender '{row.name}': the same prompts were continued differently")
+        if differing := sum(answer["ids"] != rounds[0]["ids"] for answer in rounds):
+            told = f"{row.name} continued the same prompts differently in {differing} of {len(rounds)} rounds"
+            if row.name == OURS:
+                raise SystemExit(told)
+            print(told)  # PyTorch promises nothing of the kind; its time counts all the same
         results.append(
             {
                 "name": row.name,

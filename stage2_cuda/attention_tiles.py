@@ -1,8 +1,8 @@
 """Which tiles attention takes: those of its table, or of a few others the ones that a Tuner finds to be the fastest.
 
-Forward, dq, and dk with dv are tried each by itself. Where T is not long, a launch that does all of backward is tried
-against the best two. Compiled for an H200 by Triton 3.6 and 3.9, no tile here spills registers, but those of tf32x3's
-backward, where the table's spill more.
+Forward, dq, and dk with dv are tried each by itself; then all of backward as the table has it, with the best two, and
+where T is not long in one launch. Compiled for an H200 by Triton 3.6 and 3.9, no tile here spills registers, but those
+of tf32x3's backward, where the table's spill more.
 """
 
 # B batch, T time, C channels, H heads, D = C // H
@@ -49,7 +49,7 @@ def tuned_forward(tuner, run, y, lse, qkv, n_head, precision):
 def tuned_backward(tuner, run, dqkv, delta, qkv, n_head, precision):
     """-> the Config for backward. run(config) launches it, and writes of dqkv (B, T, 3C) what config has, and delta."""
     table, tried, about = tiles_for(qkv, n_head, precision)
-    C, first = qkv.shape[2] // 3, table._replace(forward=None)
+    C, first, rest = qkv.shape[2] // 3, table._replace(forward=None), []
     if not table.both:
         dq, dkdv = Config(dq=table.dq), Config(dkdv=table.dkdv)
         rows, columns = [dqkv[:, :, :C], delta], [dqkv[:, :, C:]]
@@ -57,8 +57,10 @@ def tuned_backward(tuner, run, dqkv, delta, qkv, n_head, precision):
         dkdv = tuner.choose(
             f"attention dk and dv {about}", [dkdv, *others(dkdv, "dkdv", tried)], run, columns, lambda: run(dq)
         )  # fmt: skip
-        first = Config(dq=dq.dq, dkdv=dkdv.dkdv)
-    rest = others(first, "both", tried) if qkv.shape[1] <= BOTH else []
+        best = Config(dq=dq.dq, dkdv=dkdv.dkdv)
+        rest += [best] * (best != first)
+    if qkv.shape[1] <= BOTH:
+        rest += others(first, "both", tried)
     if table.both and tried:
         rest.append(Config(dq=tried["dq"][0], dkdv=tried["dkdv"][0]))
     return tuner.choose(f"attention backward {about}", [first, *rest], run, [dqkv])

@@ -7,6 +7,10 @@ Pad V to a multiple of 16, or the GPU reads element by element; what stands in t
 The maximum and the sum come from one reading (Milakov and Gimelshein 2018): whenever the maximum rises from m to m',
 the sum so far is multiplied by exp(m - m'). Each LANE columns, which one thread loads at once, have a maximum and a sum
 of their own, so that no thread waits for another before the row ends.
+
+Full tiles are read without a mask, and their gradient is written as if none of their columns were the target's, which
+one thread then mends: a mask and a comparison for each element would take a third of the instructions. And few programs
+with large tiles share a processor, or the rows at work would not stay in the cache until they are read again.
 """
 
 # N rows of this chunk, V columns that are tokens, from the token `first` on, then columns that are padding
@@ -16,7 +20,7 @@ import triton.language as tl
 
 from stage2_cuda.triton_driver import launch
 
-COLUMNS, LANE = 8192, 8  # of a tile, and of what a thread loads at once
+COLUMNS, LANE = 16384, 8  # of a tile, and of what a thread loads at once
 STAGES = 3  # tiles in flight at the first reading, from memory; the second is from the cache
 
 
