@@ -76,7 +76,7 @@ def cross_entropy_case(of, rows, channels, vocab, width):
     def prepare():
         return lambda: cross_entropy.cross_entropy_forward_backward(*outputs, logits, targets, 1 / n, vocab)
 
-    yield cross_entropy, prepare, outputs, grid(COLUMNS=(4096, 8192, 16384), STAGES=(1, 2, 3)), 2 * logits.nbytes
+    yield cross_entropy, prepare, outputs, grid(TILE=(8192, 16384, 32768), STAGES=(1, 2, 3)), 2 * logits.nbytes
 
 
 def layernorm_case(of, n, channels, *_):

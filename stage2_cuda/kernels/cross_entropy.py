@@ -20,20 +20,20 @@ import triton.language as tl
 
 from stage2_cuda.triton_driver import launch
 
-COLUMNS, LANE = 16384, 8  # of a tile, and of what a thread loads at once
+TILE, LANE = 32768, 8  # bytes of a tile; columns that a thread loads at once
 STAGES = 3  # tiles in flight at the first reading, from memory; the second is from the cache
 
 
-def tile_of(columns):
+def tile_of(logits):
     """Columns and warps of a tile."""
-    width = min(COLUMNS, max(LANE, triton.next_power_of_2(columns)))
+    width = min(TILE // logits.itemsize, max(LANE, triton.next_power_of_2(logits.shape[1])))
     return width, max(1, width // 512)
 
 
-def reading(vocab, columns):
+def reading(logits, vocab):
     """How forward_kernel and forward_backward_kernel go over a row: full tiles, and one that is cut to what is left."""
-    width, warps = tile_of(columns)
-    full = vocab // width
+    width, warps = tile_of(logits)
+    full, columns = vocab // width, logits.shape[1]
     tail = triton.next_power_of_2(max(LANE, columns - full * width)) if columns > full * width else 0
     return dict(COLUMNS=width, TAIL=tail, LANE=LANE, STAGES=STAGES if full > 1 else 1, num_warps=warps)
 
@@ -44,7 +44,7 @@ def cross_entropy_forward(maxima, sums, picked, logits, targets, vocab, first=0)
     picked is 0 where the target is outside [first, first + V).
     """
     arguments = maxima, sums, picked, logits, targets, vocab, logits.shape[1], first
-    launch(forward_kernel, (logits.shape[0],), *arguments, **reading(vocab, logits.shape[1]))
+    launch(forward_kernel, (logits.shape[0],), *arguments, **reading(logits, vocab))
 
 
 def cross_entropy_backward(dlogits, logits, targets, maxima, sums, scale, vocab, first=0, dy=None):
@@ -52,7 +52,7 @@ def cross_entropy_backward(dlogits, logits, targets, maxima, sums, scale, vocab,
 
     scale: a float; dy: an array of one element on the device, or None for 1.
     """
-    width, warps = tile_of(logits.shape[1])
+    width, warps = tile_of(logits)
     grid = (logits.shape[0], triton.cdiv(logits.shape[1], width))
     arguments = dlogits, logits, targets, maxima, sums, dy, float(scale), vocab, logits.shape[1], first
     launch(backward_kernel, grid, *arguments, COLUMNS=width, num_warps=warps)
@@ -61,7 +61,7 @@ def cross_entropy_backward(dlogits, logits, targets, maxima, sums, scale, vocab,
 def cross_entropy_forward_backward(dlogits, maxima, sums, picked, logits, targets, scale, vocab, first=0, dy=None):
     """Both at once, where no other rank has part of the row: its logits are read again while the cache has them."""
     arguments = dlogits, maxima, sums, picked, logits, targets, dy, float(scale), vocab, logits.shape[1], first
-    launch(forward_backward_kernel, (logits.shape[0],), *arguments, **reading(vocab, logits.shape[1]))
+    launch(forward_backward_kernel, (logits.shape[0],), *arguments, **reading(logits, vocab))
 
 
 @triton.jit
