@@ -137,6 +137,9 @@ class Backend(ABC):
     def refresh(self, copy, parameters, drawn=None):  # noqa: B027 - nothing to do where they are the same
         """copy = parameters, rounded to nearest; for drawn (seed, step) as adamw_step has rounded them in that step."""
 
+    def trim(self):  # noqa: B027 - only for what keeps memory that nobody uses
+        """Give back to the device what loading has used and let go: a step would cut it up for other sizes."""
+
     def span(self, name):
         """A context manager around a part of a step, by which a profiler may name it."""
         return contextlib.nullcontext()

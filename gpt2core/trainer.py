@@ -112,6 +112,7 @@ class Trainer:
         self.choices = None  # what the root's backend has chosen by timing, once the first step has
         self.fill(self.parameters, initial_parameters(config, seed) if self.world.is_root else None)
         backend.refresh(self.compute, self.parameters)
+        backend.trim()
         self.adopt(self.world.broadcast_object(backend.choices))  # so that all ranks try out the same: what is left
 
     def measure(self, group, record):
@@ -211,8 +212,10 @@ class Trainer:
             for which, flat in enumerate(flats):
                 self.fill(flat, ordered(lambda name, which=which: moments[name][which]))
             self.optimizer.load_moments(*flats)
+            del flats, flat
         self.optimizer.steps, self.position = steps, position
         self.optimizer.refresh_copy()
+        backend.trim()
 
     def step(self, windows, lr, then=None):
         """One update from the next global batch of `windows`; returns a Step.

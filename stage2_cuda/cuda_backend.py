@@ -20,7 +20,7 @@ from stage2_cuda.kernels import adamw, column_sums, embedding, gelu, layernorm, 
 from stage2_cuda.kernels import attention as flash
 from stage2_cuda.kernels.cast import cast
 from stage2_cuda.kernels.decode import ROWS, tiles_for
-from stage2_cuda.mailbox import Mailbox
+from stage2_cuda.mailbox import Mailbox, lasting
 from stage2_cuda.peak_flops import peak_flops
 from stage2_cuda.products import NumpyGemm, Products, cublaslt
 from stage2_cuda.side_stream import NoStream, SideStream
@@ -299,7 +299,8 @@ class CudaBackend(FusedHead, Backend):
             blocks = np.zeros(p.size // ARENA_BLOCK, np.int32)
             for start, stop, decays in flags:
                 blocks[start // ARENA_BLOCK : stop // ARENA_BLOCK] = decays
-            self.decays[flags] = self.asarray(blocks)
+            with lasting(self.xp):
+                self.decays[flags] = self.asarray(blocks)
         random = () if key is None else (key, offset)
         copy = copy if key is None else copy.view(np.uint16)
         adamw.adamw_step(p, m, v, copy, g, scalars, scale, self.decays[flags], beta1, beta2, *random)
@@ -387,6 +388,10 @@ class CudaBackend(FusedHead, Backend):
         nvtx.annotate(self, self.xp.cuda.nvtx)
 
     # -- memory --------------------------------------------------------------------------------------------------------
+
+    def trim(self):
+        if self.records:
+            self.xp.get_default_memory_pool().free_all_blocks()
 
     def held_memory(self):
         """Bytes that CuPy's pools hold, what lies in them unused included; the context of CUDA is not in it."""

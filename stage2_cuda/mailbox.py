@@ -1,10 +1,17 @@
 """What the host tells a recorded step: arrays in fixed places of the device, filled ahead and sent by one copy."""
 
+import contextlib
+
 import numpy as np
 
 BLOCK = 1 << 20  # bytes of a buffer; an array that is larger has one of its own
 ALIGNED = 256  # bytes: a place begins on a multiple, as any allocation does
 HOST_TO_DEVICE = 1  # cudaMemcpyKind
+
+
+def lasting(xp):
+    """Inside, arrays are not cut out of CuPy's pool: one that stays keeps a block, however large, from being whole."""
+    return contextlib.nullcontext() if xp is np else xp.cuda.using_allocator(None)
 
 
 class Mailbox:
@@ -55,7 +62,9 @@ class Buffer:
         else:
             import cupyx
 
-            self.host, self.device = cupyx.empty_pinned(size, np.uint8), xp.empty(size, np.uint8)
+            self.host = cupyx.empty_pinned(size, np.uint8)
+            with lasting(xp):
+                self.device = xp.empty(size, np.uint8)
             self.addresses = self.device.data.ptr, self.host.ctypes.data
         self.used = 0
 

@@ -18,7 +18,7 @@ from gpt2core.commands import step_sizes, told_of_memory
 from gpt2core.communicator import Communicator, Handle, Solo
 from gpt2core.dataset import Windows
 from gpt2core.errors import DeviceMemoryError
-from gpt2core.model import PRESETS, GPT2Config
+from gpt2core.model import PRESETS, GPT2Config, parameter_shapes
 from gpt2core.trainer import Parallel, Trainer
 from stage0_serial.numpy_backend import NumpyBackend
 from stage2_cuda import memory, products, triton_driver
@@ -37,6 +37,7 @@ from stage2_cuda.peak_flops import peak_flops
 from stage2_cuda.side_stream import NoStream, SideStream
 from stage3_mpi_cuda.codecs import FusedCodec
 from tests.fake_gpu import Event, Stream
+from tests.pooled_cupy import PooledCupy
 
 ROOT = Path(__file__).resolve().parents[1]
 GIB = 2**30
@@ -59,16 +60,22 @@ def keeping():
     return SideStream(SimpleNamespace(cuda=cuda))
 
 
-def peak_of(monkeypatch, backend, config, batch, seq_len, steps=1, **options):
-    """Bytes that steps on `batch` sequences a rank have at most, with kernels that do nothing."""
+def trainer_of(monkeypatch, backend, config, batch, seq_len, **options):
+    """A Trainer whose kernels do nothing, and that has been given `batch` sequences."""
     monkeypatch.setattr(triton_driver.runtime(), "launch", lambda *_: None)
     monkeypatch.setattr(backend.products.gemm, "matmul", lambda *_, **__: None)
-    windows = Windows(np.arange(10_000) % config.vocab_size, seq_len)
+    windows = Windows(np.arange(batch * seq_len + 1) % config.vocab_size, seq_len)
+    trainer = Trainer(config, [backend], seq_len=seq_len, **options)
+    trainer.shards.feed(*windows.batch(0, batch))
+    trainer.optimizer.begin(1e-3)
+    return trainer
+
+
+def peak_of(*args, steps=1, **options):
+    """Bytes that steps of trainer_of(*args, **options) have at most."""
     tracemalloc.start()
     try:
-        trainer = Trainer(config, [backend], seq_len=seq_len, **options)
-        trainer.shards.feed(*windows.batch(0, batch))
-        trainer.optimizer.begin(1e-3)
+        trainer = trainer_of(*args, **options)
         for _ in range(steps):
             tracemalloc.reset_peak()  # the initial parameters are made on the host
             with np.errstate(all="ignore"):
@@ -93,6 +100,41 @@ def test_the_model_is_what_a_step_allocates(monkeypatch, precision, wide, side, 
     terms = training_memory(config, batch, seq_len, precision, micro_shards)
     elsewhere = terms["workspace"] + terms["context"] + terms["side stream"]
     assert peak == pytest.approx(sum(terms.values()) - elsewhere, rel=0.1)
+
+
+@in_the_interpreter
+@pytest.mark.parametrize(
+    "preset, batch, micro_shards, how",
+    [
+        ("gpt2", 64, 2, "recorded"),
+        ("gpt2", 64, 4, "recorded"),
+        ("gpt2", 64, 8, "recorded"),
+        ("gpt2", 64, 8, "eager"),
+        ("gpt2", 64, 8, "resumed"),
+        ("gpt2", 64, 16, "recorded"),
+        ("gpt2", 1, 1, "recorded"),
+        ("gpt2-medium", 32, 8, "recorded"),
+    ],
+)
+def test_the_model_is_what_cupy_s_pools_hold(monkeypatch, preset, batch, micro_shards, how):
+    """Within 1 %: what is let go is used again, because nothing small stays in the middle of it."""
+    cupy, config = PooledCupy(), PRESETS[preset]
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    monkeypatch.setitem(sys.modules, "cupyx", SimpleNamespace(empty_pinned=np.empty))
+    monkeypatch.setattr(triton_driver, "array_module", lambda: cupy)
+    drawn = [(name, np.empty(shape, np.float32)) for name, shape in parameter_shapes(config)]
+    monkeypatch.setattr(trainers, "initial_parameters", lambda *_: iter(drawn))
+    backend = CudaBackend("fp16")
+    backend.records, backend.side = True, SideStream(cupy)
+    sizes = dict(batch_size=batch, seq_len=config.block_size, micro_shards=micro_shards)
+    trainer = trainer_of(monkeypatch, backend, config, batch, record=how != "eager", **sizes)
+    if how == "resumed":
+        trainer.load(dict(drawn), {name: (array, array) for name, array in drawn})
+    for _ in range(3):  # one that compiles, one that is recorded, one that is replayed
+        trainer.update()
+    terms = training_memory(config, batch, config.block_size, "fp16", micro_shards)
+    want = sum(terms.values()) - terms["workspace"] - terms["context"]
+    assert backend.peak_memory() == pytest.approx(want, rel=0.01)
 
 
 class Pretended(Communicator):

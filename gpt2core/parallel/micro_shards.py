@@ -9,6 +9,8 @@
 import math
 import threading
 
+import numpy as np
+
 from gpt2core.canonical import tree_reduce
 from gpt2core.errors import ConfigError
 from gpt2core.model import GPT2
@@ -28,6 +30,8 @@ class Lane:
         depth = max(1, (shards - 1).bit_length())  # a counter of that many bits holds every partial sum
         self.partial = [backend.zeros((arena.size,), backend.dtype) for _ in range(depth)]
         self.views = [arena.views(flat) for flat in self.partial]
+        losses = backend.zeros((shards,), np.float64)
+        self.losses = [losses[number : number + 1].reshape(()) for number in range(shards)]
         self.tensors = {}
         for name, array in arena.views(parameters).items():
             tensor = self.tensors[name] = Tensor(array, backend, requires_grad=True)
@@ -57,20 +61,20 @@ class Lane:
             self.completed(name)
 
     def run(self, shards, scale, seed=None):
-        """[(inputs, targets)] -> their losses, arrays of one element; leaves the gradients' sum in `gradients`.
+        """[(inputs, targets)] -> `losses`, of each; leaves the gradients' sum in `gradients`.
 
         seed: an array of shape () that multiplies the gradients, or None for 1.
         """
-        losses = []
         self.done = 0
         for inputs, targets in shards:
             with self.backend.span("forward"):
                 loss = self.model.loss(inputs, targets, scale, seed)
-            losses.append(loss.data)
+            self.losses[self.done][...] = loss.data
             with self.backend.span("backward"):
                 loss.backward(seed)
+            del loss  # a pool has cut it out of where the logits were, and the next ones need all of that
             self.done += 1
-        return losses
+        return self.losses
 
 
 def merged_levels(done, shards):
@@ -121,7 +125,7 @@ class MicroShards:
         self.batch = self.workers.map(take, self.lanes, self.deal(inputs, targets, len(inputs)))
 
     def backward(self, scale, seed=None):
-        """-> the losses of the micro-shards in order, each an array of one element.
+        """-> the losses of the micro-shards in order, arrays of shape () that the next call overwrites.
 
         Leaves the flat sum of their gradients, times `seed`, in `gradients`; to be read behind the backend's settle().
         """
