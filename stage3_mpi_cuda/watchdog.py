@@ -6,6 +6,7 @@ rank tells its right neighbour each second that it lives, over MPI, and listens 
 """
 
 import atexit
+import contextlib
 import os
 import sys
 import threading
@@ -85,8 +86,9 @@ class Watchdog:
     def _fail(self, cause):
         """Tell the cause and end the job; a lower rank that has seen it too is given the time to tell it alone."""
         time.sleep(0.4 * min(self._world.rank, 8))
-        print(f"error: rank {self._world.rank}: {cause}", file=sys.stderr)
         threading.Timer(FAREWELL, os._exit, (1,)).start()  # should MPI itself be stuck
+        with contextlib.suppress(OSError, ValueError):  # nobody may be there to read it
+            print(f"error: rank {self._world.rank}: {cause}", file=sys.stderr)
         self._world.abort(1)
 
     def _end(self):

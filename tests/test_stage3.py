@@ -390,6 +390,18 @@ def test_a_broken_connection_of_nccl_ends_the_job_and_one_that_is_busy_does_not(
     assert capsys.readouterr().err.startswith("error: rank 0: NCCL has failed" * told)
 
 
+def test_a_job_ends_also_where_nobody_reads_why(monkeypatch):
+    def gone(*_):
+        raise BrokenPipeError
+
+    codes = []
+    monkeypatch.setattr(watchdog.threading, "Timer", lambda *what: SimpleNamespace(start=int))
+    monkeypatch.setattr(watchdog.sys, "stderr", SimpleNamespace(write=gone, flush=gone))
+    gpu = SimpleNamespace(watched=[Link(RuntimeError("lost"))])
+    Watchdog(SimpleNamespace(rank=0, size=2, gpu=gpu, abort=codes.append))._check_nccl()
+    assert codes == [1]
+
+
 FULL = """
 from gpt2core.cli import train
 from gpt2core.trainer import Trainer
