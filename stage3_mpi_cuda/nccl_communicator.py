@@ -6,6 +6,7 @@ is large lies on GPUs, and travels from one to the other without a halt in the h
 # p ranks in a group
 
 import platform
+import signal
 import sys
 import warnings
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from stage3_mpi_cuda.nccl_collectives import NATIVE, NcclCollectives
 from stage3_mpi_cuda.staged_collectives import StagedCollectives
 from stage3_mpi_cuda.watchdog import Watchdog
 
+ABORT = 5  # seconds that the end of a process may take
 TRANSPORTS = {"nccl": NcclCollectives, "mpi": StagedCollectives}
 
 
@@ -112,6 +114,7 @@ class NcclCommunicator(Communicator):
         return self._carrier
 
     def abort(self, code):
+        signal.alarm(ABORT)  # should CUDA wait for the GPU, as a process ends; no thread could, as MPI holds the GIL
         self.host.abort(code)
 
     def barrier(self):

@@ -8,15 +8,18 @@ rank tells its right neighbour each second that it lives, over MPI, and listens 
 import atexit
 import contextlib
 import os
+import signal
 import sys
 import threading
 import time
 
 import numpy as np
 
+from stage1_mpi.mpi_communicator import FAREWELL as HEARD  # seconds until the launcher has what was said
+
 PERIOD = 1.0  # seconds between two signs of life
 SILENCE = 20.0  # seconds without one until a rank counts as lost
-FAREWELL = 5.0  # seconds that a rank which ends waits for its neighbours to end too, or that an abort may take
+FAREWELL = 5.0  # seconds that a rank which ends waits for its neighbours to end too
 ALIVE, LEAVING = (np.array([word], np.int8) for word in (0, 1))
 IN_PROGRESS = 7  # ncclResult_t of a communicator that is not done, and fine
 
@@ -84,12 +87,16 @@ class Watchdog:
                 self._fail(f"{found}: another rank, or the way to it, is gone; NCCL_DEBUG=WARN says more")
 
     def _fail(self, cause):
-        """Tell the cause and end the job; a lower rank that has seen it too is given the time to tell it alone."""
-        time.sleep(0.4 * min(self._world.rank, 8))
-        threading.Timer(FAREWELL, os._exit, (1,)).start()  # should MPI itself be stuck
+        """Tell the cause and kill this process, for which the launcher ends the job.
+
+        MPI's abort would call exit(), where CUDA waits for NCCL's kernel, which waits for the other rank. A lower rank
+        that has seen it too is given the time to tell it alone.
+        """
+        time.sleep(2 * HEARD * min(self._world.rank, 8))
         with contextlib.suppress(OSError, ValueError):  # nobody may be there to read it
-            print(f"error: rank {self._world.rank}: {cause}", file=sys.stderr)
-        self._world.abort(1)
+            print(f"error: rank {self._world.rank}: {cause}", file=sys.stderr, flush=True)
+        time.sleep(HEARD)
+        os.kill(os.getpid(), signal.SIGKILL)
 
     def _end(self):
         self._ending.set()

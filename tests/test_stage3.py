@@ -1,7 +1,9 @@
 """Stage 3 without GPUs: stage 2's bits under mpiexec, in the interpreter, and its talk with NCCL to one of threads."""
 
 import json
+import os
 import re
+import signal
 import sys
 import threading
 import warnings
@@ -377,29 +379,33 @@ class Link:
         return self.answer
 
 
+@pytest.fixture
+def killed(monkeypatch):
+    """What the watchdog would kill, and how."""
+    kills = []
+    monkeypatch.setattr(watchdog.os, "kill", lambda *what: kills.append(what))
+    return kills
+
+
 @pytest.mark.parametrize(
     "answer, told",
     [(None, False), (0, False), (7, False), (KeyError(7), False), (KeyError(6), True), (RuntimeError("lost"), True)],
 )
-def test_a_broken_connection_of_nccl_ends_the_job_and_one_that_is_busy_does_not(capsys, monkeypatch, answer, told):
-    codes, timers = [], []
-    monkeypatch.setattr(watchdog.threading, "Timer", lambda *what: timers.append(what) or SimpleNamespace(start=int))
+def test_a_broken_connection_of_nccl_ends_the_job_and_one_that_is_busy_does_not(capsys, killed, answer, told):
     gpu = SimpleNamespace(watched=[Link(None), Link(answer)])
-    Watchdog(SimpleNamespace(rank=0, size=2, gpu=gpu, abort=codes.append))._check_nccl()
-    assert codes == [1] * told and len(timers) == told
+    Watchdog(SimpleNamespace(rank=0, size=2, gpu=gpu))._check_nccl()
+    assert killed == [(os.getpid(), signal.SIGKILL)] * told
     assert capsys.readouterr().err.startswith("error: rank 0: NCCL has failed" * told)
 
 
-def test_a_job_ends_also_where_nobody_reads_why(monkeypatch):
+def test_a_job_ends_also_where_nobody_reads_why(monkeypatch, killed):
     def gone(*_):
         raise BrokenPipeError
 
-    codes = []
-    monkeypatch.setattr(watchdog.threading, "Timer", lambda *what: SimpleNamespace(start=int))
     monkeypatch.setattr(watchdog.sys, "stderr", SimpleNamespace(write=gone, flush=gone))
     gpu = SimpleNamespace(watched=[Link(RuntimeError("lost"))])
-    Watchdog(SimpleNamespace(rank=0, size=2, gpu=gpu, abort=codes.append))._check_nccl()
-    assert codes == [1]
+    Watchdog(SimpleNamespace(rank=0, size=2, gpu=gpu))._check_nccl()
+    assert killed == [(os.getpid(), signal.SIGKILL)]
 
 
 FULL = """
