@@ -121,6 +121,7 @@ bench-gpu: $(test_ready) $(cuda_ready)  ## the same on GPUs: stage 2 on one, sta
 	"$(python)" -m benchmarks.gpu_decode
 	"$(python)" -m benchmarks.gpu_memory
 	"$(python)" -m benchmarks.gpu_profile
+	"$(python)" -m benchmarks.gpu_lesson
 	"$(python)" -m benchmarks.gpu_choices
 	"$(python)" -m benchmarks.gpu_fusions
 	"$(python)" -m benchmarks.gpu_scaling --strong 64 --paper
