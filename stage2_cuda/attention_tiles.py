@@ -2,8 +2,8 @@
 
 Forward, dq, and dk with dv are tried each by itself; then all of backward as the table has it, with the best two, and
 where T is not long in one launch. Where it is long the table's forward stays: at T = 16384 another one was 8 % faster
-by itself, three times, and forward and backward together 1 to 3 % slower. Compiled for an H200 by Triton 3.6 and 3.9, no
-tile here spills registers, but those of tf32x3's backward, where the table's spill more.
+by itself, three times, and forward and backward together 1 to 3 % slower. Compiled for an H200 by Triton 3.6 and 3.9,
+no tile here spills registers, but those of tf32x3's backward, where the table's spill more.
 """
 
 # B batch, T time, C channels, H heads, D = C // H
