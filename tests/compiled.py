@@ -263,6 +263,13 @@ def divide(config, precision):
     scale_in_place(logits, backend.floats(1))
 
 
+def share(kind):
+    """What ranks do with each other's gradients."""
+    arrays = sanitize.Arrays(np, kind)
+    sanitize.launch_tree_sum(arrays)
+    sanitize.launch_codecs(arrays)
+
+
 def of_the_caller(logits):
     """A rule that is not the sampler's own."""
     return 0
@@ -301,6 +308,7 @@ def suite(gpu):
         attend("bf16", T, D)
     for precision, D in (("bf16", 64), ("bf16", 128), ("tf32", 64)):
         attend_by_all(precision, 1024, D)
+    share("bfloat16")
 
 
 # -- what comes out ---------------------------------------------------------------------------------------------------

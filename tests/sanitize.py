@@ -21,6 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # started as a script
 
 from gpt2core.errors import ConfigError  # noqa: E402
+from gpt2core.parallel.codecs import CODECS, GROUP  # noqa: E402
 from stage2_cuda import kernels, triton_driver  # noqa: E402
 from stage2_cuda.cuda_backend import dtype_of  # noqa: E402
 from stage2_cuda.kernels import (  # noqa: E402
@@ -39,8 +40,10 @@ from stage2_cuda.kernels import (  # noqa: E402
     rounding,
     sampling,
 )
+from stage3_mpi_cuda import codecs, tree_sum  # noqa: E402
 
 TOOLS = "memcheck", "racecheck"
+OF_STAGE_3 = tree_sum.__name__, codecs.__name__
 FOUND = 9  # the exit code where a tool has something to say
 
 
@@ -216,6 +219,20 @@ def launch_sampling(a):
         draw.take(sequences, logits, best)
 
 
+def launch_tree_sum(a):
+    for p, n in ((1, 9), (3, 5000), (8, tree_sum.BLOCK)):
+        tree_sum.tree_sum(a.x(n), a.x(p, n))
+
+
+def launch_codecs(a):
+    p, m, n = 3, 5 * GROUP, 13 * GROUP + 1
+    for kind in CODECS:
+        codec = codecs.FusedCodec(kind, a.xp)
+        code = codec.pack(a.f(p, m), a.f(n))
+        codec.add(a.f(m), code)
+        codec.unpack(a.f(n), code)
+
+
 # -- all of them ------------------------------------------------------------------------------------------------------
 
 
@@ -223,10 +240,11 @@ def name_of(kernel):
     return f"{kernel.fn.__module__.rpartition('.')[2]}.{kernel.fn.__name__}"
 
 
-def all_kernels():
+def all_kernels(stages=(2, 3)):
     """The functions that are launched; those that they call have other names."""
-    for module in pkgutil.iter_modules(kernels.__path__):
-        for name, function in vars(importlib.import_module(f"{kernels.__name__}.{module.name}")).items():
+    of_stage_2 = (f"{kernels.__name__}.{module.name}" for module in pkgutil.iter_modules(kernels.__path__))
+    for module in [*(of_stage_2 if 2 in stages else ()), *(OF_STAGE_3 if 3 in stages else ())]:
+        for name, function in vars(importlib.import_module(module)).items():
             if name.endswith("_kernel"):
                 yield name_of(function)
 
@@ -278,7 +296,7 @@ def main():
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     for tool in args.tool:
-        print(f"{tool}: every kernel in stage2_cuda/kernels", flush=True)
+        print(f"{tool}: every kernel of stages 2 and 3", flush=True)
         words = [sanitizer, "--tool", tool, "--error-exitcode", str(FOUND), "--target-processes", "application-only"]
         if code := subprocess.run([*words, sys.executable, __file__, "--program"], cwd=ROOT).returncode:
             sys.exit(f"error: {tool} ended with exit code {code}: {FOUND} where it found something, see above")
