@@ -7,6 +7,7 @@ before a call that does not let itself be polled, the ranks meet, so that inside
 # p ranks in a group, n bytes of x on one rank
 
 import atexit
+import contextlib
 import os
 import sys
 import time
@@ -84,10 +85,11 @@ class MpiCommunicator(Communicator):
         self._algorithm = name
 
     def abort(self, code):
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):  # nobody may be there to read it
+                stream.flush()
         time.sleep(FAREWELL)
-        self._comm.Abort(code)
+        self._mpi.COMM_WORLD.Abort(code)  # of another communicator MPICH would not tell the launcher, but end itself
 
     # Each collective: check now, and return what there is to do, in this thread or behind it.
 

@@ -114,7 +114,7 @@ class NcclCommunicator(Communicator):
         return self._carrier
 
     def abort(self, code):
-        signal.alarm(ABORT)  # should CUDA wait for the GPU, as a process ends; no thread could, as MPI holds the GIL
+        signal.alarm(ABORT)  # kills this process: CUDA's end waits for NCCL's kernel, which may wait for another rank
         self.host.abort(code)
 
     def barrier(self):

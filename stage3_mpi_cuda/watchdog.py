@@ -7,8 +7,6 @@ rank tells its right neighbour each second that it lives, over MPI, and listens 
 
 import atexit
 import contextlib
-import os
-import signal
 import sys
 import threading
 import time
@@ -87,16 +85,11 @@ class Watchdog:
                 self._fail(f"{found}: another rank, or the way to it, is gone; NCCL_DEBUG=WARN says more")
 
     def _fail(self, cause):
-        """Tell the cause and kill this process, for which the launcher ends the job.
-
-        MPI's abort would call exit(), where CUDA waits for NCCL's kernel, which waits for the other rank. A lower rank
-        that has seen it too is given the time to tell it alone.
-        """
+        """Tell the cause and end the job; a lower rank that has seen it too is given the time to tell it alone."""
         time.sleep(2 * HEARD * min(self._world.rank, 8))
         with contextlib.suppress(OSError, ValueError):  # nobody may be there to read it
-            print(f"error: rank {self._world.rank}: {cause}", file=sys.stderr, flush=True)
-        time.sleep(HEARD)
-        os.kill(os.getpid(), signal.SIGKILL)
+            print(f"error: rank {self._world.rank}: {cause}", file=sys.stderr)
+        self._world.abort(1)
 
     def _end(self):
         self._ending.set()

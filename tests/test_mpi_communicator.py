@@ -1,6 +1,8 @@
 """Real processes under mpiexec meet the same oracles as threads do, wait without burning a core, and end together."""
 
+import ctypes
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -279,6 +281,21 @@ def one_aborts(comm):
 def test_abort_ends_every_rank_and_keeps_what_was_written():
     with pytest.raises(AssertionError, match="ended with status 7(.|\n)*the last words"):
         run_mpi(3, one_aborts)
+
+
+def one_aborts_whose_end_never_comes(comm):
+    """As where CUDA waits, in exit(), for a kernel that waits for another rank."""
+    libc = ctypes.CDLL(None)
+    getattr(libc, "__cxa_atexit")(ctypes.cast(libc.pause, ctypes.c_void_p), None, None)
+    group = comm.split(0)
+    if comm.rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    group.abort(7)
+
+
+def test_an_abort_needs_no_end_of_the_process_that_asks_for_it():
+    with pytest.raises(AssertionError, match="ended with status 7"):
+        run_mpi(2, one_aborts_whose_end_never_comes, timeout=30)
 
 
 def one_raises(comm):
