@@ -72,8 +72,7 @@ class Steps:
 
     def __init__(self, precision="bf16", recorded=True, ahead=True, count=100):
         self.config, self.count, self.ahead, self.rng = PRESETS["paper"], count, ahead, np.random.default_rng(SEED)
-        self.steps = our_own.CudaSteps(self.config, 16, self.config.block_size, precision)
-        self.steps.backend.records = recorded
+        self.steps = our_own.CudaSteps(self.config, 16, self.config.block_size, precision, recorded=recorded)
 
     def __call__(self):
         shape = 16, self.config.block_size + 1

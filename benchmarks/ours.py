@@ -90,10 +90,11 @@ class CudaSteps:
     `trainer.update()` is what the device does by itself, as a graph; `trainer.compute_update()` is the same without.
     """
 
-    def __init__(self, config, batch_size, seq_len, precision="bf16", micro_shards=1):
+    def __init__(self, config, batch_size, seq_len, precision="bf16", micro_shards=1, recorded=True):
         from stage2_cuda.cuda_backend import CudaBackend  # the other benchmarks do without Triton
 
         self.backend = CudaBackend(precision, deterministic=False)  # as train_gpt2.py has it: products chosen by timing
+        self.backend.records &= recorded
         self.windows = Announced({})
         self.trainer = Trainer(
             config, [self.backend], batch_size=batch_size, seq_len=seq_len, micro_shards=micro_shards,
