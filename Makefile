@@ -118,6 +118,7 @@ bench: $(test_ready)  ## compare with PyTorch: tables here, figures in results/ 
 bench-gpu: $(test_ready) $(cuda_ready)  ## the same on GPUs: stage 2 on one, stage 3 on four (ARGS go to the training step)
 	"$(python)" -m benchmarks.gpu_step $(ARGS)
 	"$(python)" -m benchmarks.gpu_attention
+	"$(python)" -m benchmarks.gpu_products
 	"$(python)" -m benchmarks.gpu_decode
 	"$(python)" -m benchmarks.gpu_memory
 	"$(python)" -m benchmarks.gpu_profile

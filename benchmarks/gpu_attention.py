@@ -14,6 +14,7 @@ from contextlib import ExitStack
 
 import numpy as np
 
+from benchmarks import ours
 from benchmarks.harness import Contender, Running, paired_ratio, play, print_table, run, save
 
 # B batch, H heads, T time, D head size, C = H * D
@@ -56,21 +57,21 @@ def prepare(module, **options):
     return turn
 
 
-class CausalAttention:
+class CausalAttention(ours.Graphs):
     """Ours, in bf16: calls recorded in CUDA graphs. qkv (B, T, 3C), dy (B, T, C) on the host."""
 
     def __init__(self, qkv, dy, n_head, tuned=True):
         import ml_dtypes
 
         from stage2_cuda.kernels import attention
-        from stage2_cuda.triton_driver import array_module
 
-        self.kernels, self.cupy, self.heads = attention, array_module(), n_head
+        super().__init__()
+        self.kernels, self.heads = attention, n_head
         B, T, C = dy.shape
         self.qkv, self.dy = (self.cupy.asarray(array).astype(ml_dtypes.bfloat16) for array in (qkv, dy))
         self.y, self.dqkv = self.cupy.empty_like(self.dy), self.cupy.empty_like(self.qkv)
         self.lse, self.delta = (self.cupy.empty((B, n_head, T), np.float32) for _ in range(2))
-        self.stream, self.graphs = self.cupy.cuda.Stream(non_blocking=True), {}
+        self.calls = {"forward": self.forward, "both": self.both}
         self.choose(tuned)
         self.cupy.cuda.runtime.deviceSynchronize()
 
@@ -95,37 +96,8 @@ class CausalAttention:
         self.forward()
         self.backward()
 
-    def record(self, kind, milliseconds):
-        """Make a graph of about as many milliseconds; returns how many calls it has."""
-        if kind not in self.graphs:
-            call = getattr(self, kind)
-            with self.stream:
-                call()  # compiles
-                once = min(self.timed(call) for _ in range(3))
-                calls = max(1, round(milliseconds / once))
-                self.stream.begin_capture()
-                for _ in range(calls):
-                    call()
-                self.graphs[kind] = self.stream.end_capture(), calls
-        return self.graphs[kind][1]
-
-    def replay(self, kind):
-        """Milliseconds of one replay, after another that wakes the GPU up."""
-        graph, _ = self.graphs[kind]
-        with self.stream:
-            graph.launch(self.stream)
-            return self.timed(lambda: graph.launch(self.stream))
-
-    def timed(self, call):
-        start, stop = self.cupy.cuda.Event(), self.cupy.cuda.Event()
-        start.record(self.stream)
-        call()
-        stop.record(self.stream)
-        stop.synchronize()
-        return self.cupy.cuda.get_elapsed_time(start, stop)
-
     def norms(self):
-        return [float(self.cupy.linalg.norm(array.astype(np.float32).ravel())) for array in (self.y, self.dqkv)]
+        return [self.norm(array) for array in (self.y, self.dqkv)]
 
 
 # -- on the one that starts them --------------------------------------------------------------------------------------
@@ -159,7 +131,7 @@ def measure(args, rows):
 
 def summarise(results):
     """Add medians, rates and ratios (taken within rounds) to the results of one shape; return the table's rows."""
-    shape, ours, rows = results[0]["shape"], results[0], []
+    shape, mine, rows = results[0]["shape"], results[0], []
     B, H, T, D = shape
     forward = 2 * B * H * T * T * D
     flops = {"forward": forward, "both": 3.5 * forward}
@@ -167,11 +139,11 @@ def summarise(results):
         result["median"] = {kind: statistics.median(result["ms"][kind]) for kind in KINDS}
         result["tflops"] = {kind: flops[kind] / result["median"][kind] / 1e9 for kind in KINDS}
         result["ours_is_times_as_fast"] = {
-            kind: paired_ratio(result["ms"][kind], ours["ms"][kind]) for kind in KINDS
+            kind: paired_ratio(result["ms"][kind], mine["ms"][kind]) for kind in KINDS
         }  # fmt: skip
-        worst = max(abs(a / b - 1) for a, b in zip(result["norms"], ours["norms"], strict=True))
+        worst = max(abs(a / b - 1) for a, b in zip(result["norms"], mine["norms"], strict=True))
         if not worst < AGREE:
-            print(f"{result['name']} and {ours['name']} do not compute the same: norms {result['norms']}")
+            print(f"{result['name']} and {mine['name']} do not compute the same: norms {result['norms']}")
         rows.append(
             {
                 f"{B} x {H} x {T} x {D}": result["name"],

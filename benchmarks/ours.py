@@ -144,6 +144,48 @@ class CudaTexts:
         return Engine(self.model, batch, self.backend.queue, self.backend.tiles(batch)._replace(**constants))
 
 
+class Graphs:
+    """Calls of one GPU, several of a kind in a CUDA graph. calls: {kind: function}, which a subclass fills."""
+
+    def __init__(self):
+        from stage2_cuda.triton_driver import array_module
+
+        self.cupy = array_module()
+        self.stream, self.calls, self.graphs = self.cupy.cuda.Stream(non_blocking=True), {}, {}
+
+    def record(self, kind, milliseconds):
+        """Make a graph of about as many milliseconds; returns how many calls it has."""
+        if kind not in self.graphs:
+            call = self.calls[kind]
+            with self.stream:
+                call()  # compiles
+                once = min(self.timed(call) for _ in range(3))
+                calls = max(1, round(milliseconds / once))
+                self.stream.begin_capture()
+                for _ in range(calls):
+                    call()
+                self.graphs[kind] = self.stream.end_capture(), calls
+        return self.graphs[kind][1]
+
+    def replay(self, kind):
+        """Milliseconds of one replay, after another that wakes the GPU up."""
+        graph, _ = self.graphs[kind]
+        with self.stream:
+            graph.launch(self.stream)
+            return self.timed(lambda: graph.launch(self.stream))
+
+    def timed(self, call):
+        start, stop = self.cupy.cuda.Event(), self.cupy.cuda.Event()
+        start.record(self.stream)
+        call()
+        stop.record(self.stream)
+        stop.synchronize()
+        return self.cupy.cuda.get_elapsed_time(start, stop)
+
+    def norm(self, array):
+        return float(self.cupy.linalg.norm(array.astype(np.float32).ravel()))
+
+
 def make_generator(config, threads):
     """Return `generate(prompt_ids, n, use_cache) -> (ids, seconds_to_first, seconds_total)`: n greedy new tokens.
 

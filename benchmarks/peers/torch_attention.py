@@ -4,12 +4,14 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from benchmarks.peers.torch_graphs import Graphs
+
 # B batch, T time, C channels, H heads, D = C // H
 
 BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
 
 
-class CausalAttention:
+class CausalAttention(Graphs):
     """In bf16, calls recorded in CUDA graphs. qkv (B, T, 3C), dy (B, T, C) float32 on the host.
 
     backend: "flash" or "cudnn", and no other in its place. packed: q, k and v are views of one projection, as the
@@ -17,6 +19,7 @@ class CausalAttention:
     """
 
     def __init__(self, qkv, dy, n_head, backend, packed, device="cuda"):
+        super().__init__()
         B, T, C = dy.shape
 
         def heads(array, parts):  # (B, T, parts C) -> parts views (B, H, T, D)
@@ -26,8 +29,7 @@ class CausalAttention:
 
         self.inputs = [tensor.requires_grad_() for tensor in heads(qkv, 3)]
         (self.dy,) = heads(dy, 1)
-        self.backend, self.graphs, self.results = BACKENDS[backend], {}, {}
-        self.stream = torch.cuda.Stream()
+        self.backend, self.calls = BACKENDS[backend], {"forward": self.forward, "both": self.both}
         torch.cuda.synchronize()
 
     def forward(self):
@@ -38,37 +40,6 @@ class CausalAttention:
         with sdpa_kernel(self.backend):
             y = F.scaled_dot_product_attention(*self.inputs, is_causal=True)
             return y.detach(), torch.autograd.grad(y, self.inputs, self.dy)
-
-    def record(self, kind, milliseconds):
-        """Make a graph of about as many milliseconds; returns how many calls it has."""
-        if kind not in self.graphs:
-            call = getattr(self, kind)
-            with torch.cuda.stream(self.stream):
-                for _ in range(3):
-                    call()
-                once = min(self.timed(call) for _ in range(3))
-                calls = max(1, round(milliseconds / once))
-                graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph, stream=self.stream):
-                    for _ in range(calls):
-                        self.results[kind] = call()
-            self.graphs[kind] = graph, calls
-        return self.graphs[kind][1]
-
-    def replay(self, kind):
-        """Milliseconds of one replay, after another that wakes the GPU up."""
-        graph, _ = self.graphs[kind]
-        with torch.cuda.stream(self.stream):
-            graph.replay()
-            return self.timed(graph.replay)
-
-    def timed(self, call):
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        call()
-        stop.record()
-        stop.synchronize()
-        return start.elapsed_time(stop)
 
     def norms(self):
         """Of y, and of the three gradients as of one array."""

@@ -1,0 +1,82 @@
+"""The benchmark of products, as far as it runs without a GPU: both sides compute the three products, and its table."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+pytest.importorskip("triton")
+
+from benchmarks import gpu_products, ours
+from benchmarks.harness import print_table
+from stage2_cuda.triton_driver import interpreted
+
+in_the_interpreter = pytest.mark.skipif(not interpreted(), reason="on a GPU the benchmark itself compares the two")
+WAIT = SimpleNamespace(runtime=SimpleNamespace(deviceSynchronize=int))
+
+
+@pytest.fixture
+def numpy_s(monkeypatch):
+    """Ours on NumPy's arrays, without graphs."""
+
+    class Arrays:
+        cuda = WAIT
+
+        def __getattr__(self, name):
+            return getattr(np, name)
+
+    monkeypatch.setattr(ours.Graphs, "__init__", lambda self: vars(self).update(cupy=Arrays()))
+
+
+@in_the_interpreter
+@pytest.mark.parametrize("turned", [False, True])
+def test_ours_are_the_three_products(numpy_s, turned):
+    x, w, dy = gpu_products.numbers(20, 24, 40, turned)
+    linear = gpu_products.Linear(x, w, dy, turned, "fp32")
+    for call in linear.calls.values():
+        call()
+    plain = w.T if turned else w
+    wanted = x @ plain, dy @ plain.T, (x.T @ dy).T if turned else x.T @ dy
+    for got, want in zip(linear.results, wanted, strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
+    assert linear.norms() == pytest.approx([np.linalg.norm(want) for want in wanted], rel=1e-5)
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_the_peer_s_are_the_same(monkeypatch, turned):
+    torch = pytest.importorskip("torch")
+    from benchmarks.peers import torch_graphs, torch_products
+
+    monkeypatch.setattr(torch_graphs.Graphs, "__init__", lambda self: vars(self).update(results={}))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    before = torch.get_float32_matmul_precision()
+    x, w, dy = gpu_products.numbers(20, 24, 40, turned)
+    try:
+        linear = torch_products.Linear(x, w, dy, turned, "fp32", device="cpu")
+    finally:
+        torch.set_float32_matmul_precision(before)
+    linear.results = {kind: call() for kind, call in linear.calls.items()}
+    plain = w.T if turned else w
+    wanted = x @ plain, dy @ plain.T, x.T @ dy
+    assert linear.norms() == pytest.approx([np.linalg.norm(want) for want in wanted], rel=1e-5)
+
+
+def test_the_table_has_rates_and_ratios_within_rounds(capsys):
+    noise = np.array([1.0, 3.0, 2.0])  # a neighbour that slows both of a round alike
+    pair = [
+        {"name": name, "precision": "bf16", "shape": [1000, 500, 2000, False], "norms": [1.0, 2.0, norm],
+         "ms": {kind: (factor * noise).tolist() for kind in gpu_products.KINDS}}
+        for name, factor, norm in (("ours", 1.0, 3.0), ("torch.matmul", 1.5, 3.001))
+    ]  # fmt: skip
+    row = gpu_products.summarise(pair)
+    assert list(row.values()) == ["1000 x 500 x 2000", *["1", "1", "1.500"] * 3]
+    print_table([row])
+    assert "do not compute" not in capsys.readouterr().out
+    pair[1]["norms"][2] = 3.3
+    gpu_products.summarise(pair)
+    assert "do not compute the same" in capsys.readouterr().out
+
+
+def test_flags_have_defaults():
+    args = gpu_products.parser().parse_args([])
+    assert args.save_as == "gpu_products" and args.preset == ["gpt2", "paper"] and not args.no_save
