@@ -28,6 +28,10 @@ SEED = 20260101
 ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")  # Kineto's categories of what runs on the GPU
 PRODUCT = re.compile(r"nvjet|gemm|gemv|cutlass|xmma", re.IGNORECASE)
 SECOND_PART = re.compile(r"splitk_?reduce", re.IGNORECASE)  # adds up a product that was divided: no launch of its own
+CEILINGS = {"tflops": 766, "tbps": 4.26}  # of an H200: products of bf16 on random numbers, and a copy
+OF_ATTENTION = {"forward_kernel": 2, "dq_kernel": 3, "dkdv_kernel": 4, "both_kernel": 7}  # causal products, for a head
+ONCE = "layernorm", "gelu", "column_sums", "cross_entropy", "adamw", "cast"  # files of kernels that go over arrays once
+WRITTEN_BACK = {"adamw_kernel": ("p", "m", "v")}  # what is one argument, and both read and written
 
 
 class Ran(NamedTuple):
@@ -39,11 +43,12 @@ class Ran(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """One launch that Python made: what CUPTI calls it (None: a product), what we call it, and its operations."""
+    """One launch that Python made: what CUPTI calls it (None: a product), what we call it, its operations or bytes."""
 
     kernel: str | None
     title: str
     flops: int = 0
+    bytes: int = 0
 
 
 # -- what Python launches ---------------------------------------------------------------------------------------------
@@ -58,7 +63,8 @@ def launches_of(function, backend):
 
     def noted_launch(kernel, grid, arguments, options):
         module = kernel.fn.__module__.rpartition(".")[2]
-        found.append(Launch(kernel.__name__, f"{module}: {kernel.__name__.removesuffix('_kernel')}"))
+        work = work_of(module, kernel.__name__, dict(zip(kernel.arg_names, arguments, strict=False)), options)
+        found.append(Launch(kernel.__name__, f"{module}: {kernel.__name__.removesuffix('_kernel')}", **work))
         return launch(kernel, grid, arguments, options)
 
     def noted_matmul(out, a, b, **options):
@@ -74,6 +80,19 @@ def launches_of(function, backend):
     finally:
         del gpu.launch, gemm.matmul  # the methods of their classes again
     return found
+
+
+def work_of(module, name, arguments, options):
+    """{"flops": operations} of products, {"bytes": moved} of a kernel that goes over its arrays once, or {}."""
+    if name == "product_kernel":  # of fp32, once, however many passes it takes
+        return {"flops": 2 * arguments["m"] * arguments["n"] * arguments["k"]}
+    if module == "attention" and name in OF_ATTENTION:
+        B, H, T = arguments["lse"].shape
+        return {"flops": OF_ATTENTION[name] * B * H * T * T * options["D"]}
+    if module not in ONCE:
+        return {}
+    again = [arguments[which] for which in WRITTEN_BACK.get(name, ())]
+    return {"bytes": sum(value.nbytes for value in [*arguments.values(), *again] if hasattr(value, "nbytes"))}
 
 
 # -- what the GPU ran -------------------------------------------------------------------------------------------------
@@ -129,7 +148,7 @@ def triton_kernel(name, kernels):
 
 
 def named(rans, launches):
-    """[(title, Ran, flops)]: with the launches' titles where both lists agree, else with short names; and whether.
+    """[(title, Ran, Launch or None)]: with the launches' titles where both lists agree, else short names; and whether.
 
     Triton's kernels and the products are compared each by itself.
     """
@@ -150,7 +169,7 @@ def named(rans, launches):
     listed = []
     for ran in rans:
         launch = titles.get(id(ran))
-        listed.append((launch.title if launch else short(ran.name), ran, launch.flops if launch else 0))
+        listed.append((launch.title if launch else short(ran.name), ran, launch))
     return listed, agree
 
 
@@ -177,12 +196,14 @@ def idle_share(rans, steps):
 
 def kernel_rows(listed, steps):
     """One dictionary for each title, the longest first: milliseconds and calls of one step."""
-    microseconds, calls, flops, names = Counter(), Counter(), Counter(), defaultdict(set)
-    for title, ran, operations in listed:
+    microseconds, calls, flops, moved, names = Counter(), Counter(), Counter(), Counter(), defaultdict(set)
+    for title, ran, launch in listed:
         microseconds[title] += ran.duration
         calls[title] += 1
-        flops[title] += operations
         names[title].add(short(ran.name))
+        if launch:
+            flops[title] += launch.flops
+            moved[title] += launch.bytes
     total = sum(microseconds.values())
     return [
         {
@@ -191,6 +212,7 @@ def kernel_rows(listed, steps):
             "ms": spent / 1e3 / steps,
             "share": spent / total,
             "tflops": flops[title] / spent / 1e6 or None,
+            "tbps": moved[title] / spent / 1e6 or None,
             "kernels": sorted(names[title]),
         }
         for title, spent in microseconds.most_common()
@@ -200,11 +222,15 @@ def kernel_rows(listed, steps):
 def family(row):
     """What a row of the table belongs to: a file of kernels, the products, or CuPy's own."""
     file, colon, _ = row["title"].partition(": ")
-    if row["tflops"] or any(PRODUCT.search(name) or SECOND_PART.search(name) for name in row["kernels"]):
-        return "products"
     if colon:
         return file
+    if row["tflops"] or any(PRODUCT.search(name) or SECOND_PART.search(name) for name in row["kernels"]):
+        return "products"
     return "copies and fills" if row["title"].startswith(("Mem", "cupy_copy")) else "CuPy"
+
+
+def share_of_ceiling(row):
+    return next((f"{100 * row[rate] / most:.0f} %" for rate, most in CEILINGS.items() if row[rate]), "")
 
 
 def print_kernels(heading, rows, limit):
@@ -216,6 +242,8 @@ def print_kernels(heading, rows, limit):
             "ms": f"{row['ms']:.4f}",
             "share": f"{100 * row['share']:.1f} %",
             "TFLOP/s": f"{row['tflops']:.0f}" if row["tflops"] else "",
+            "TB/s": f"{row['tbps']:.2f}" if row["tbps"] else "",
+            "of the ceiling": share_of_ceiling(row),
         }
         for row in shown
     ]
@@ -223,7 +251,8 @@ def print_kernels(heading, rows, limit):
         if some:
             calls, spent = sum(row["calls"] for row in some), sum(row["ms"] for row in some)
             share = f"{100 * sum(row['share'] for row in some):.1f} %"
-            table.append({heading: name, "calls": f"{calls:g}", "ms": f"{spent:.4f}", "share": share, "TFLOP/s": ""})
+            sums = {heading: name, "calls": f"{calls:g}", "ms": f"{spent:.4f}", "share": share}
+            table.append(dict.fromkeys(table[0], "") | sums)
     print_table(table)
     print()
 
@@ -330,6 +359,7 @@ def profile(config, args):
 
 def report(result, limit):
     print_kernels("a step as a graph", result["graph"], limit)
+    print(f"The ceilings are an H200's: {CEILINGS['tflops']} TFLOP/s in bf16, {CEILINGS['tbps']} TB/s.\n")
     print_families(result["graph"])
     inside = {row["title"] for row in result["graph"]}
     outside = [row for row in result["eager"] if row["title"] not in inside]

@@ -8,11 +8,13 @@ import pytest
 pytest.importorskip("triton")
 
 from benchmarks import gpu_collectives, gpu_kill, gpu_scaling, gpu_strategies, gpu_timeline
-from benchmarks.gpu_profile import Ran
+from benchmarks.gpu_profile import Launch, Ran, family, kernel_rows, launches_of, print_kernels
 from benchmarks.harness import Contender, print_table
 from gpt2core.dataset import Windows
 from gpt2core.model import GPT2Config
+from gpt2core.trainer import Trainer
 from stage2_cuda import triton_driver
+from stage2_cuda.cuda_backend import CudaBackend
 from tests.mpi import run_mpi
 
 MODEL = GPT2Config(vocab_size=24, block_size=8, n_layer=1, n_head=2, n_embd=16, tied=False)
@@ -23,6 +25,49 @@ def test_every_flag_has_a_default_and_saves_under_the_module_s_name(module):
     args = module.parser().parse_args([])
     assert args.save_as == module.BENCHMARK.removeprefix("benchmarks.") and not args.no_save and args.commit is None
     assert module.parser().parse_args(["--commit", "abc1234", "--no-save"]).commit == "abc1234"
+
+
+# -- the profile of one step ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not triton_driver.interpreted(), reason="counts what NumPy's arrays have")
+def test_the_work_of_each_launch_is_counted():
+    B, H, T, C, vocab = 2, MODEL.n_head, MODEL.block_size, MODEL.n_embd, MODEL.vocab_size
+    backend = CudaBackend("fp16")
+    trainer = Trainer(MODEL, [backend], batch_size=B, seq_len=T, micro_shards=1)
+    trainer.shards.feed(*Windows(np.arange(100) % vocab, T).batch(0, B))
+    trainer.optimizer.begin(1e-3)
+    launches = launches_of(trainer.compute_update, backend)
+    work = {launch.title: launch for launch in launches}
+    D = 16  # of 8, padded to what tl.dot takes
+    assert work["attention: forward"].flops == 2 * B * H * T * T * D
+    assert work["attention: both"].flops == 7 * B * H * T * T * D and not work["attention: both"].bytes
+    moved = (4 * 7 + 2) * trainer.arena.size  # p, m, v twice, g once, and a copy of 16 bits
+    assert moved <= work["adamw: adamw"].bytes <= moved + 1000
+    assert work["embedding: forward"].bytes == work["embedding: forward"].flops == 0
+    head = [launch for launch in launches if launch.kernel is None and f"({vocab}, {C})'" in launch.title]
+    assert [launch.flops for launch in head] == [2 * B * T * C * vocab]
+    exact = CudaBackend()
+    matrices = exact.asarray(np.ones((6, 9), np.float32)), exact.asarray(np.ones((9, 5), np.float32))
+    assert [launch.flops for launch in launches_of(lambda: exact.product(*matrices), exact)] == [0, 0, 2 * 6 * 9 * 5]
+
+
+def test_the_profile_s_table_has_rates_and_their_share_of_the_ceiling(capsys):
+    product = Launch(None, "product a b", flops=383 * 10**9)
+    norm = Launch("forward_kernel", "layernorm: forward", bytes=10**9)
+    listed = [
+        ("product a b", Ran(0, 1000.0, "nvjet_hsh_128x128"), product),  # microseconds
+        ("layernorm: forward", Ran(1000, 1000.0, "forward_kernel"), norm),
+        ("Memcpy HtoD", Ran(2000, 500.0, "Memcpy HtoD"), None),
+    ]
+    rows = kernel_rows(listed, 1)
+    assert [(row["tflops"], row["tbps"]) for row in rows] == [(383, None), (None, 1), (None, None)]
+    assert [family(row) for row in rows] == ["products", "layernorm", "copies and fills"]
+    print_kernels("a step", rows, 2)
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in capsys.readouterr().out.splitlines() if line]
+    assert lines[2] == ["product a b", "1", "1.0000", "40.0 %", "383", "", "50 %"]
+    assert lines[3] == ["layernorm: forward", "1", "1.0000", "40.0 %", "", "1.00", "23 %"]
+    assert lines[-1] == ["sum", "3", "2.5000", "100.0 %", "", "", ""]
 
 
 # -- scaling and strategies --------------------------------------------------------------------------------------------
