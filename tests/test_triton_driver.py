@@ -286,6 +286,7 @@ class Driver:
 class Array:
     def __init__(self, *shape, dtype="float32"):
         self.shape, self.size, self.dtype = shape, math.prod(shape), dtype
+        self.itemsize = next(size for size in (1, 2, 4, 8) if dtype.endswith(str(8 * size)))
     def data_ptr(self):
         return 256
 
