@@ -34,16 +34,16 @@ SHAPES = {
     ],
     "paper": [(4096, 384, 1152, False), (4096, 384, 384, False), (4096, 384, 1536, False), (4096, 1536, 384, False)],
 }
-AGREE = {"bf16": 1e-2, "tf32": 1e-3, "fp32": 1e-5}  # between the norms of what the two compute
+AGREE = {"bf16": 1e-2, "tf32": 1e-3, "fp32": 1e-4}  # between norms of what the two compute, summed in fp32
 
 
 # -- in the contender's process ---------------------------------------------------------------------------------------
 
 
 def numbers(N, C, K, turned):
-    """x, w and dy, float32, the same for both contenders; a million numbers over and over."""
+    """[(numbers, shape)] of x, w and dy, float32, the same for both contenders, who repeat them as needed."""
     some = np.random.default_rng(SEED).standard_normal(1_000_003, np.float32)
-    return [np.resize(some[at:], shape) for at, shape in enumerate(((N, C), (K, C) if turned else (C, K), (N, K)))]
+    return [(some[at:], shape) for at, shape in enumerate(((N, C), (K, C) if turned else (C, K), (N, K)))]
 
 
 def prepare(module, precision):
@@ -54,7 +54,7 @@ def prepare(module, precision):
         shape = tuple(shape)
         if shape not in held:
             held.clear()  # the largest are some gigabytes
-            held[shape] = module.Linear(*numbers(*shape), shape[3], precision)
+            held[shape] = module.Linear(numbers(*shape), shape[3], precision)
         linear = held[shape]
         repeats = {kind: linear.record(kind, milliseconds) for kind in KINDS}
         answer = {kind: linear.replay(kind) / repeats[kind] for kind in KINDS}
@@ -66,12 +66,14 @@ def prepare(module, precision):
 class Linear(ours.Graphs):
     """Ours. The arguments are those of the peer."""
 
-    def __init__(self, x, w, dy, turned, precision):
+    def __init__(self, numbers, turned, precision):
         from stage2_cuda.cuda_backend import CudaBackend
 
         super().__init__()
         backend = CudaBackend(precision, deterministic=False)
-        x, w, dy = (self.cupy.asarray(array).astype(backend.compute) for array in (x, w, dy))
+        x, w, dy = (
+            self.cupy.resize(self.cupy.asarray(some), shape).astype(backend.compute) for some, shape in numbers
+        )  # fmt: skip
         y, dx, dw = self.cupy.empty_like(dy), self.cupy.empty_like(x), self.cupy.empty(w.shape, np.float32)
         self.results, multiply = (y, dx, dw), backend.products.multiply
         self.calls = {
