@@ -15,7 +15,7 @@ from contextlib import ExitStack
 import numpy as np
 
 from benchmarks import ours
-from benchmarks.harness import Contender, Running, paired_ratio, play, print_table, run, save
+from benchmarks.harness import Contender, Running, paired_ratio, play, print_table, run, save, timed_turn
 
 # B batch, H heads, T time, D head size, C = H * D
 
@@ -48,13 +48,7 @@ def prepare(module, **options):
     """Return `turn(shape, milliseconds)`: {"forward", "both": ms of one call, "norms": of y and of the gradient}."""
     build = functools.cache(lambda *shape: module.CausalAttention(*numbers(*shape), shape[1], **options))
 
-    def turn(shape, milliseconds):
-        attention = build(*shape)
-        repeats = {kind: attention.record(kind, milliseconds) for kind in KINDS}
-        answer = {kind: attention.replay(kind) / repeats[kind] for kind in KINDS}
-        return dict(answer, norms=attention.norms())
-
-    return turn
+    return lambda shape, milliseconds: timed_turn(build(*shape), milliseconds)
 
 
 class CausalAttention(ours.Graphs):

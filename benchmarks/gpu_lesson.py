@@ -23,6 +23,7 @@ from gpt2core.errors import ConfigError
 from gpt2core.model import PRESETS
 
 BENCHMARK = "benchmarks.gpu_lesson"
+BATCH = 16  # sequences of a training step, as the paper has it
 
 
 # -- what the host waits for ------------------------------------------------------------------------------------------
@@ -72,10 +73,10 @@ class Steps:
 
     def __init__(self, precision="bf16", recorded=True, ahead=True, count=100):
         self.config, self.count, self.ahead, self.rng = PRESETS["paper"], count, ahead, np.random.default_rng(SEED)
-        self.steps = our_own.CudaSteps(self.config, 16, self.config.block_size, precision, recorded=recorded)
+        self.steps = our_own.CudaSteps(self.config, BATCH, self.config.block_size, precision, recorded=recorded)
 
     def __call__(self):
-        shape = 16, self.config.block_size + 1
+        shape = BATCH, self.config.block_size + 1
         tokens = [self.rng.integers(0, self.config.vocab_size, shape) for _ in range(self.count)]
         batches = [(each[:, :-1].copy(), each[:, 1:].copy()) for each in tokens]
         if self.ahead:
@@ -183,6 +184,7 @@ def main():
         results.append(measure(turn, args.rounds))
         if not args.no_save:  # after each: what cuts a run off must not take all of it along
             save(BENCHMARK, results, args.commit, "gpu_lesson")
+        del turn  # or its arrays would be there beside the next one's
     progress("")
     print_table([row_of(result) for result in results])
 

@@ -15,7 +15,7 @@ from contextlib import ExitStack
 import numpy as np
 
 from benchmarks import ours
-from benchmarks.harness import Contender, Running, paired_ratio, play, print_table, run, save
+from benchmarks.harness import Contender, Running, paired_ratio, play, print_table, run, save, timed_turn
 
 # x (N, C), w (C, K), dy (N, K); where it is turned, w is (K, C), as lm_head is
 
@@ -55,10 +55,7 @@ def prepare(module, precision):
         if shape not in held:
             held.clear()  # the largest are some gigabytes
             held[shape] = module.Linear(numbers(*shape), shape[3], precision)
-        linear = held[shape]
-        repeats = {kind: linear.record(kind, milliseconds) for kind in KINDS}
-        answer = {kind: linear.replay(kind) / repeats[kind] for kind in KINDS}
-        return dict(answer, norms=linear.norms())
+        return timed_turn(held[shape], milliseconds)
 
     return turn
 
@@ -92,10 +89,8 @@ class Linear(ours.Graphs):
 
 def measure(args, precision):
     """One pair of results for each shape, with every turn's milliseconds."""
-    rows = Contender(OURS, BENCHMARK, args.threads, {"precision": precision}), Contender(
-        PEER, "benchmarks.peers.torch_products", args.threads, {"precision": precision}
-    )
-    results = []
+    modules, results = {OURS: BENCHMARK, PEER: "benchmarks.peers.torch_products"}, []
+    rows = [Contender(name, module, args.threads, {"precision": precision}) for name, module in modules.items()]
     with ExitStack() as stack:
         running = [stack.enter_context(Running(row, BENCHMARK, args.timeout)) for row in rows]
         for shape in [shape for preset in args.preset for shape in SHAPES[preset]]:

@@ -84,7 +84,7 @@ def launches_of(function, backend):
 
 def work_of(module, name, arguments, options):
     """{"flops": operations} of products, {"bytes": moved} of a kernel that goes over its arrays once, or {}."""
-    if name == "product_kernel":  # of fp32, once, however many passes it takes
+    if module == "fp16x3" and name == "product_kernel":  # of fp32, once, however many passes it takes
         return {"flops": 2 * arguments["m"] * arguments["n"] * arguments["k"]}
     if module == "attention" and name in OF_ATTENTION:
         B, H, T = arguments["lse"].shape

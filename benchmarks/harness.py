@@ -192,6 +192,13 @@ def play(running, rounds, warm_up, request):
     return played
 
 
+def timed_turn(graphs, milliseconds):
+    """{kind: ms of one of its calls, "norms": of what they compute}, of the Graphs of either side."""
+    repeats = {kind: graphs.record(kind, milliseconds) for kind in graphs.calls}
+    answer = {kind: graphs.replay(kind) / count for kind, count in repeats.items()}
+    return dict(answer, norms=graphs.norms())
+
+
 def progress(text):
     """One line on the terminal that the next one overwrites; nothing where standard error is a file."""
     if sys.stderr.isatty():

@@ -10,7 +10,7 @@ no tile here spills registers, but those of tf32x3's backward, where the table's
 
 from stage2_cuda.kernels.attention import Config, Tile, plan
 
-LONG = 4096  # tokens; up to here one launch may do all of backward
+LONG = 4096  # tokens; beyond, forward is the table's, and no launch does all of backward
 TRIED = {  # (what is multiplied, largest D): {part: tiles beside the table's}
     ("16 bits", 64): {
         "forward": [

@@ -52,7 +52,7 @@ class FusedCodec(Codec):
     def run(self, kernel, elements, *arguments, **constants):
         grid = (triton.cdiv(elements, GROUP * GROUPS),)
         constants |= dict(KIND=self.kind, GROUP=GROUP, GROUPS=GROUPS, num_warps=4)
-        launch(kernel, grid, *arguments, **constants, enable_fp_fusion=False)  # which rounds once less
+        launch(kernel, grid, *arguments, **constants, enable_fp_fusion=False)  # NumPy rounds the product before the sum
 
 
 @triton.jit

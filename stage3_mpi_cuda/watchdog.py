@@ -13,8 +13,6 @@ import time
 
 import numpy as np
 
-from stage1_mpi.mpi_communicator import FAREWELL as HEARD  # seconds until the launcher has what was said
-
 PERIOD = 1.0  # seconds between two signs of life
 SILENCE = 20.0  # seconds without one until a rank counts as lost
 FAREWELL = 5.0  # seconds that a rank which ends waits for its neighbours to end too
@@ -86,7 +84,7 @@ class Watchdog:
 
     def _fail(self, cause):
         """Tell the cause and end the job; a lower rank that has seen it too is given the time to tell it alone."""
-        time.sleep(2 * HEARD * min(self._world.rank, 8))
+        time.sleep(0.4 * min(self._world.rank, 8))
         with contextlib.suppress(OSError, ValueError):  # nobody may be there to read it
             print(f"error: rank {self._world.rank}: {cause}", file=sys.stderr)
         self._world.abort(1)

@@ -512,7 +512,7 @@ def test_what_is_chosen_here_has_float64_s_gradients_and_is_timed_once(
         before = dict(backend.tuner.choices)
         monkeypatch.setattr(Tuner, "fastest", None)  # the second reads
     has_choice = kind == "16 bits" or D <= 64
-    assert len(said) == has_choice and all(map(np.array_equal, *results))
+    assert len(said) == has_choice and all(np.array_equal(*pair) for pair in zip(*results, strict=True))
     assert backend.tuner.failed is False and not backend.tuner.timed
 
 

@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("triton")
 
 from benchmarks import gpu_products, ours
-from benchmarks.harness import print_table
+from benchmarks.harness import print_table, timed_turn
 from stage2_cuda.triton_driver import interpreted
 
 in_the_interpreter = pytest.mark.skipif(not interpreted(), reason="on a GPU the benchmark itself compares the two")
@@ -86,3 +86,9 @@ def test_the_table_has_rates_and_ratios_within_rounds(capsys):
 def test_flags_have_defaults():
     args = gpu_products.parser().parse_args([])
     assert args.save_as == "gpu_products" and args.preset == ["gpt2", "paper"] and not args.no_save
+
+
+def test_a_turn_is_one_graph_of_each_kind():
+    counts, spent = {"forward": 4, "weight": 5}, {"forward": 8.0, "weight": 20.0}
+    graphs = SimpleNamespace(calls=counts, record=lambda kind, _: counts[kind], replay=spent.get, norms=lambda: [7.0])
+    assert timed_turn(graphs, 20) == {"forward": 2.0, "weight": 4.0, "norms": [7.0]}

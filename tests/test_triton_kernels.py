@@ -164,7 +164,8 @@ def test_gelu_of_extreme_numbers():
     (y,) = run(gelu.gelu_forward, [(h.shape, FP32)], device(h))
     (dh,) = run(gelu.gelu_backward, [(h.shape, FP32)], one, device(h))
     np.testing.assert_allclose(y, np.maximum(h, 0), atol=1e-20)
-    np.testing.assert_allclose(dh, [[0, 0, 0, 0.5, 0.5, 1, 1, 1]], rtol=4e-7, atol=1e-20)  # exp2 errs
+    bound = 1e-7 if interpreted() else 4e-7  # a GPU's exp2 and rsqrt are not exact
+    np.testing.assert_allclose(dh, [[0, 0, 0, 0.5, 0.5, 1, 1, 1]], rtol=bound, atol=1e-20)
 
 
 @rows

@@ -9,8 +9,8 @@ the sum so far is multiplied by exp(m - m'). Each LANE columns, which one thread
 of their own, so that no thread waits for another before the row ends.
 
 Full tiles are read without a mask, and their gradient is written as if none of their columns were the target's, which
-one thread then mends: a mask and a comparison for each element would take a third of the instructions. And few programs
-with large tiles share a processor, or the rows at work would not stay in the cache until they are read again.
+one thread then mends: two comparisons and two selections less for each element. And few programs with large tiles share
+a processor, or the rows at work would not stay in the cache until they are read again.
 """
 
 # N rows of this chunk, V columns that are tokens, from the token `first` on, then columns that are padding
