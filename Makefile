@@ -127,6 +127,7 @@ bench-gpu: $(test_ready) $(cuda_ready)  ## the same on GPUs: stage 2 on one, sta
 	"$(python)" -m benchmarks.gpu_fusions
 	"$(python)" -m benchmarks.gpu_scaling --strong 64 --paper
 	"$(python)" -m benchmarks.gpu_strategies
+	"$(python)" -m benchmarks.gpu_parity
 	"$(python)" -m benchmarks.gpu_collectives
 	"$(python)" -m benchmarks.gpu_timeline
 	"$(python)" -m benchmarks.gpu_kill

@@ -253,8 +253,10 @@ def gpu_hardware():
 
 
 def nvidia_smi(*fields):
-    """The fields (nvidia-smi --help-query-gpu) of each GPU, as text; [] where there is no GPU, or no nvidia-smi."""
+    """The fields (nvidia-smi --help-query-gpu) of each GPU that CUDA sees, as text; [] where there is none."""
     command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
+    if chosen := os.environ.get("CUDA_VISIBLE_DEVICES"):
+        command.append(f"--id={chosen}")
     try:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
     except (OSError, subprocess.SubprocessError):

@@ -22,12 +22,12 @@ def cases(ranks, preset, everything):
     return [(dp, zero) for dp in STRATEGIES if every or dp in FEW for zero in (0, 1)]
 
 
-def train(name, command, args, preset):
+def train(name, command, preset, steps, timeout):
     """The rows of the log of a real run, its last with the hash of the parameters."""
     with tempfile.TemporaryDirectory() as scratch:
         log = Path(scratch) / "log.jsonl"
-        flags = ["--preset", preset, "--steps", str(args.steps or STEPS[preset]), "--threads", "1", "--sample", "0"]
-        finish(f"{preset}, {name}", [*command, *flags, "--log", str(log)], blas_threads=1, timeout=args.timeout)
+        flags = ["--preset", preset, "--steps", str(steps), "--sample", "0", "--log", str(log)]
+        finish(f"{preset}, {name}", [*command, *flags], blas_threads=1, timeout=timeout)
         return read_log(log)
 
 
@@ -44,14 +44,16 @@ def first_difference(rows, expected):
 
 def compare(args, preset):
     """Run one preset everywhere; return the serial losses and a result for each row."""
-    serial = train("stage 0", [sys.executable, "-m", "stage0_serial.train_gpt2"], args, preset)
+    job = preset, args.steps or STEPS[preset], args.timeout
+    single = ("--threads", "1")
+    serial = train("stage 0", [sys.executable, "-m", "stage0_serial.train_gpt2", *single], *job)
     mpiexec, results = choose(), []
     for ranks in args.ranks:
         for dp, zero in cases(ranks, preset, args.all):
             name = f"{ranks} ranks, --dp {dp} --zero {zero}"
             progress(f"{preset}: {name}")
-            line = [*launch_line(*mpiexec, ranks), sys.executable, "-m", "stage1_mpi.train_gpt2"]
-            rows = train(name, [*line, "--dp", dp, "--zero", str(zero), *BUCKET[preset]], args, preset)
+            line = [*launch_line(*mpiexec, ranks), sys.executable, "-m", "stage1_mpi.train_gpt2", *single]
+            rows = train(name, [*line, "--dp", dp, "--zero", str(zero), *BUCKET[preset]], *job)
             results.append({"ranks": ranks, "dp": dp, "zero": zero, "difference": first_difference(rows, serial)})
     progress("")
     return {"losses": [row["loss"] for row in serial], "hash": serial[-1]["parameters_sha256"], "runs": results}

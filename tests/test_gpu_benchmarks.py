@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from benchmarks import gpu_collectives, gpu_kill, gpu_scaling, gpu_strategies, gpu_timeline
+from benchmarks import gpu_collectives, gpu_kill, gpu_parity, gpu_scaling, gpu_strategies, gpu_timeline
 from benchmarks.gpu_profile import Launch, Ran, family, kernel_rows, launches_of, print_kernels
 from benchmarks.harness import Contender, print_table
 from gpt2core.dataset import Windows
@@ -20,7 +20,7 @@ from tests.mpi import run_mpi
 MODEL = GPT2Config(vocab_size=24, block_size=8, n_layer=1, n_head=2, n_embd=16, tied=False)
 
 
-@pytest.mark.parametrize("module", [gpu_collectives, gpu_kill, gpu_scaling, gpu_strategies, gpu_timeline])
+@pytest.mark.parametrize("module", [gpu_collectives, gpu_kill, gpu_parity, gpu_scaling, gpu_strategies, gpu_timeline])
 def test_every_flag_has_a_default_and_saves_under_the_module_s_name(module):
     args = module.parser().parse_args([])
     assert args.save_as == module.BENCHMARK.removeprefix("benchmarks.") and not args.no_save and args.commit is None
@@ -154,6 +154,31 @@ def test_one_and_two_processes_of_pytorch_take_turns_in_one_job():
     one, two = gpu_scaling.measure(args, [contender], steps=1)
     assert one["last_loss"] != two["last_loss"]  # each rank of DDP knows the loss of its own rows
     assert (one["who"], two["ranks"]) == ("DDP", 2) and min(one["seconds"] + two["seconds"]) > 0
+
+
+# -- parity ------------------------------------------------------------------------------------------------------------
+
+
+def test_only_the_fast_mode_may_differ_from_stage_2_and_by_little():
+    want = [{"step": step, "loss": 5.0, "grad_norm": 1.0, "seconds": 0.5} for step in range(8)]
+    want[-1]["parameters_sha256"] = "abc"
+    near = [dict(row, loss=5.0005) for row in want]
+    names = ["stage 2", *(" ".join([str(ranks), *flags]) for ranks, flags in gpu_parity.cases([1, 2, 4]))]
+    assert [name[0] for name in names[1:]] == list("1224444") and sum("mpi" in name for name in names) == 1
+
+    def judged(rows_of):
+        results = [gpu_parity.result_of(name, 1, "fp32", rows_of(name), want) for name in names]
+        assert len(gpu_parity.summarise(results, "title")) == len(names)
+        return gpu_parity.verdict(results)
+
+    def fast(rows):
+        return lambda name: want if "deterministic" in name or name == "stage 2" else rows
+
+    good, sentence = judged(fast(near))
+    assert good and sentence.startswith("6 of 6 runs") and "1.0e-04" in sentence
+    assert not judged(fast([dict(row, loss=5.1) for row in want]))[0]
+    good, sentence = judged(lambda name: near if "mpi" in name else want)
+    assert not good and sentence.startswith("5 of 6 runs")
 
 
 # -- collectives -------------------------------------------------------------------------------------------------------
