@@ -15,7 +15,7 @@ from stage1_mpi.launch import choose, launch_line
 
 BENCHMARK = "benchmarks.gpu_parity"
 SETTLED = 5  # steps until one takes its usual time: the first compiles, the second is recorded
-TOLERANCE = 1e-3  # of the fast mode's losses
+TOLERANCE = {"fp32": 1e-3, "tf32": 1e-2, "bf16": 2e-2}  # of the fast mode's losses: its micro-shards round elsewhere
 WAYS = ("--dp", "bucket"), ("--dp", "flat", "--zero", "1")
 HOST = ("--dp", "flat", "--transport", "mpi")
 EXACT = "--deterministic"
@@ -78,11 +78,11 @@ def verdict(results):
     """(whether all is as promised, a sentence)."""
     exact = [result for result in results[1:] if EXACT in result["name"]]
     equal = sum(result["difference"] is None for result in exact)
-    furthest = max(result["largest_deviation"] for result in results)
+    furthest, bound = max(result["largest_deviation"] for result in results), TOLERANCE[results[0]["precision"]]
     words = f"{equal} of {len(exact)} runs have every loss, every gradient norm and the last parameters of stage 2, bit"
     return (
-        equal == len(exact) and furthest < TOLERANCE,
-        f"{words} for bit; no loss of any run is further than {furthest:.1e} from it (target {TOLERANCE})",
+        equal == len(exact) and furthest < bound,
+        f"{words} for bit; no loss of any run is further than {furthest:.1e} from it (target {bound})",
     )
 
 
