@@ -4,15 +4,16 @@ Each row is a step with one thing taken back. The rows take turns, and each is c
 """
 
 import argparse
-import gc
 import statistics
 import time
 
 import numpy as np
 
 from benchmarks.harness import paired_ratio, print_table, run, save
+from benchmarks.ours import GPU_OPTIMIZER, LR, Batch
 from gpt2core.errors import ConfigError
 from gpt2core.model import PRESETS
+from gpt2core.trainer import Trainer
 
 BENCHMARK = "benchmarks.gpu_choices"
 SEED = 20260101
@@ -77,47 +78,50 @@ CHOICES = {
 # -- timing -----------------------------------------------------------------------------------------------------------
 
 
-class Variant:
-    """A training of its own, built when its turn comes and given up after it: two may not fit beside each other."""
+class Variants:
+    """Trainings that take turns: each has its state, and all record their steps in the memory of the first."""
 
-    def __init__(self, config, batch_size, precision, change):
-        from benchmarks.ours import GPU_OPTIMIZER
-        from gpt2core.trainer import Trainer
+    def __init__(self, config, batch_size, precision):
+        tokens = np.random.default_rng(SEED).integers(0, config.vocab_size, (batch_size, config.block_size + 1))
+        self.batch = Batch(tokens[:, :-1].copy(), tokens[:, 1:].copy())
+        self.sizes = dict(batch_size=batch_size, seq_len=config.block_size, micro_shards=1)
+        self.config, self.precision, self.first = config, precision, None
+
+    def trainer(self, change, steps=4):
+        """A training of its own, with the steps that compile, choose, record and replay behind it."""
         from stage2_cuda.cuda_backend import CudaBackend
 
-        backend = CudaBackend(precision, deterministic=False)
+        backend = CudaBackend(self.precision, deterministic=False)
         if change:
             change(backend)
-        sizes = dict(batch_size=batch_size, seq_len=config.block_size, micro_shards=1)
-        self.trainer = Trainer(config, [backend], **sizes, optimizer=GPU_OPTIMIZER)
+        trainer = Trainer(self.config, [backend], **self.sizes, optimizer=GPU_OPTIMIZER)
+        for recorded in backend.recorded:  # what one leaves there, the next one may write over
+            self.first = self.first or recorded
+            recorded.pool, recorded.stream = self.first.pool, self.first.stream
+        self.seconds(trainer, steps)
+        backend.trim()
+        return trainer
 
-    def seconds(self, batch, steps):
-        """Median of so many steps, after four that compile, choose and record."""
-        from benchmarks.ours import LR
-
+    def seconds(self, trainer, steps):
+        """Median of so many steps."""
         times = []
-        for _ in range(4 + steps):
+        for _ in range(steps):
             started = time.perf_counter()
-            self.trainer.step(batch, LR)
+            trainer.step(self.batch, LR)
             times.append(time.perf_counter() - started)
-        return statistics.median(times[4:])
+        return statistics.median(times)
 
 
 def measure(preset, precision, rounds):
     """{choice: seconds of a step in each round}."""
-    import cupy
-
-    from benchmarks.ours import Batch
-
-    config, (batch_size, steps) = PRESETS[preset], SIZES[preset]
-    tokens = np.random.default_rng(SEED).integers(0, config.vocab_size, (batch_size, config.block_size + 1))
-    batch, found = Batch(tokens[:, :-1].copy(), tokens[:, 1:].copy()), {}
+    batch_size, steps = SIZES[preset]
+    variants = Variants(PRESETS[preset], batch_size, precision)
+    trainers = {name: variants.trainer(change) for name, change in {FULL: None, **CHOICES}.items()}
+    found = {name: [] for name in trainers}
     for _ in range(rounds):
-        for name, change in {FULL: None, **CHOICES}.items():
-            seconds = Variant(config, batch_size, precision, change).seconds(batch, steps)
-            found.setdefault(name, []).append(seconds)
-            gc.collect()
-            cupy.get_default_memory_pool().free_all_blocks()
+        for name, trainer in trainers.items():
+            variants.seconds(trainer, 1)  # what the others had in the caches is out of them
+            found[name].append(variants.seconds(trainer, steps))
     return found
 
 
@@ -126,7 +130,7 @@ def main():
     add = parser.add_argument
     add("--preset", choices=SIZES, nargs="+", default=list(SIZES), help="models (default both)")
     add("--precision", default="bf16", help="of the arithmetic (default bf16)")
-    add("--rounds", type=int, default=2, help="turns of each (default 2)")
+    add("--rounds", type=int, default=5, help="turns of each (default 5)")
     add("--commit", help="what is measured, for the record, where this is a copy without its repository")
     add("--no-save", action="store_true", help="leave results/ as it is")
     args = parser.parse_args()

@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from benchmarks import gpu_collectives, gpu_kill, gpu_parity, gpu_scaling, gpu_strategies, gpu_timeline
+from benchmarks import gpu_choices, gpu_collectives, gpu_kill, gpu_parity, gpu_scaling, gpu_strategies, gpu_timeline
 from benchmarks.gpu_profile import Launch, Ran, family, kernel_rows, launches_of, print_kernels
 from benchmarks.harness import Contender, print_table
 from gpt2core.dataset import Windows
@@ -68,6 +68,18 @@ def test_the_profile_s_table_has_rates_and_their_share_of_the_ceiling(capsys):
     assert lines[2] == ["product a b", "1", "1.0000", "40.0 %", "383", "", "50 %"]
     assert lines[3] == ["layernorm: forward", "1", "1.0000", "40.0 %", "", "1.00", "23 %"]
     assert lines[-1] == ["sum", "3", "2.5000", "100.0 %", "", "", ""]
+
+
+# -- choices -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not triton_driver.interpreted(), reason="runs in the interpreter")
+def test_a_choice_that_is_taken_back_changes_the_time_alone():
+    variants = gpu_choices.Variants(MODEL, 2, "fp16")
+    want = variants.trainer(None, 1).parameters.copy()
+    for change in set(gpu_choices.CHOICES.values()) - {gpu_choices.first_algorithms}:  # which is cublasLt's
+        got = variants.trainer(change, 1).parameters
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5 * np.abs(want).max())
 
 
 # -- scaling and strategies --------------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ pytestmark += [pytest.mark.filterwarnings("ignore:overflow encountered in exp2")
 # Relative norm against float64: fp32 rounds every sum; with 16 bits p, ds and the results are rounded, and delta is
 # made of a rounded y.
 TOLERANCE = {"fp32": 1e-5, "fp16": 2e-3, "bf16": 1e-2}
+CUT_TO_TF32 = 4e-3  # tl.dot cuts fp32 operands, 2^-10 each at most, and dq and dk are products of such products
 DTYPES = ["fp32", "fp16", *(["bf16"] if GPU else [])]  # bf16 is silently wrong in the interpreter
 GUARD = 64  # elements before and after every output, which no kernel may touch
 
@@ -154,7 +155,7 @@ def test_attention_in_many_tiles(rng, precision, T, H, D, tiles):
 
 
 @pytest.mark.skipif(not GPU, reason="the interpreter multiplies in fp32 whatever is asked")
-@pytest.mark.parametrize("name, tolerance", [("tf32", 2e-3), ("tf32x3", 1e-5)])  # a tf32 has the mantissa of an fp16
+@pytest.mark.parametrize("name, tolerance", [("tf32", CUT_TO_TF32), ("tf32x3", 1e-5)])
 @pytest.mark.parametrize("D", [16, 64, 128])
 def test_attention_on_tensor_cores_in_fp32(rng, name, tolerance, D):
     check(rng, "fp32", 2, 300, 3, D, tolerance=tolerance, precision=name)
@@ -166,8 +167,7 @@ def test_every_config_of_the_table(rng, T):
     for kind, configs in attention.CONFIGS.items():
         for (D, _), config in configs.items():
             precision, name = ("bf16", "ieee") if kind == "16 bits" else ("fp32", kind)
-            # tl.dot cuts fp32 operands down to tf32, 1e-3 each, and dq and dk are products of such products
-            tolerance = 4e-3 if kind == "tf32" else None
+            tolerance = CUT_TO_TF32 if kind == "tf32" else None
             check(rng, precision, 1, T, 2, D, tolerance=tolerance, precision=name, config=config)
 
 
