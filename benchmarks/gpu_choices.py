@@ -97,7 +97,7 @@ class Variants:
         trainer = Trainer(self.config, [backend], **self.sizes, optimizer=GPU_OPTIMIZER)
         for recorded in backend.recorded:  # what one leaves there, the next one may write over
             self.first = self.first or recorded
-            recorded.pool, recorded.stream = self.first.pool, self.first.stream
+            recorded.workspace, recorded.stream = self.first.workspace, self.first.stream
         self.seconds(trainer, steps)
         backend.trim()
         return trainer

@@ -73,9 +73,9 @@ class Job:
             self.values, self.config, [backend], batch_size=batch_size, seq_len=self.windows.seq_len,
             micro_shards=group.size, optimizer=OPTIMIZER, world=group, parallel=Parallel(**parallel),
         )  # fmt: skip
-        for recorded in backend.recorded:  # they take turns, and none leaves anything in its pool for its next one
+        for recorded in backend.recorded:  # they take turns, and none leaves anything there for its next one
             self.first = self.first or recorded
-            recorded.pool, recorded.stream = self.first.pool, self.first.stream
+            recorded.workspace, recorded.stream = self.first.workspace, self.first.stream
         return trainer
 
 

@@ -395,7 +395,7 @@ class CudaBackend(FusedHead, Backend):
 
     def held_memory(self):
         """Bytes that CuPy's pools hold, what lies in them unused included; the context of CUDA is not in it."""
-        pools = [self.xp.get_default_memory_pool(), *(step.pool for step in self.recorded)]
+        pools = [self.xp.get_default_memory_pool(), *(step.workspace.pool for step in self.recorded)]
         return sum(pool.total_bytes() for pool in pools)
 
     def peak_memory(self):

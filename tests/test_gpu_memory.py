@@ -1,5 +1,6 @@
 """The memory model: its sum is what a step allocates, and where that is too much it says what would fit."""
 
+import gc
 import re
 import subprocess
 import sys
@@ -102,6 +103,19 @@ def test_the_model_is_what_a_step_allocates(monkeypatch, precision, wide, side, 
     assert peak == pytest.approx(sum(terms.values()) - elsewhere, rel=0.1)
 
 
+def pooled(monkeypatch, config):
+    """A CudaBackend on a PooledCupy, which records its steps, and that CuPy; parameters come from nowhere."""
+    cupy = PooledCupy()
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    monkeypatch.setitem(sys.modules, "cupyx", SimpleNamespace(empty_pinned=np.empty))
+    monkeypatch.setattr(triton_driver, "array_module", lambda: cupy)
+    drawn = [(name, np.empty(shape, np.float32)) for name, shape in parameter_shapes(config)]
+    monkeypatch.setattr(trainers, "initial_parameters", lambda *_: iter(drawn))
+    backend = CudaBackend("fp16")
+    backend.records, backend.side = True, SideStream(cupy)
+    return backend, cupy, drawn
+
+
 @in_the_interpreter
 @pytest.mark.parametrize(
     "preset, batch, micro_shards, how",
@@ -118,14 +132,8 @@ def test_the_model_is_what_a_step_allocates(monkeypatch, precision, wide, side, 
 )
 def test_the_model_is_what_cupy_s_pools_hold(monkeypatch, preset, batch, micro_shards, how):
     """Within 1 %: what is let go is used again, because nothing small stays in the middle of it."""
-    cupy, config = PooledCupy(), PRESETS[preset]
-    monkeypatch.setitem(sys.modules, "cupy", cupy)
-    monkeypatch.setitem(sys.modules, "cupyx", SimpleNamespace(empty_pinned=np.empty))
-    monkeypatch.setattr(triton_driver, "array_module", lambda: cupy)
-    drawn = [(name, np.empty(shape, np.float32)) for name, shape in parameter_shapes(config)]
-    monkeypatch.setattr(trainers, "initial_parameters", lambda *_: iter(drawn))
-    backend = CudaBackend("fp16")
-    backend.records, backend.side = True, SideStream(cupy)
+    config = PRESETS[preset]
+    backend, _, drawn = pooled(monkeypatch, config)
     sizes = dict(batch_size=batch, seq_len=config.block_size, micro_shards=micro_shards)
     trainer = trainer_of(monkeypatch, backend, config, batch, record=how != "eager", **sizes)
     if how == "resumed":
@@ -135,6 +143,44 @@ def test_the_model_is_what_cupy_s_pools_hold(monkeypatch, preset, batch, micro_s
     terms = training_memory(config, batch, config.block_size, "fp16", micro_shards)
     want = sum(terms.values()) - terms["workspace"] - terms["context"]
     assert backend.peak_memory() == pytest.approx(want, rel=0.01)
+
+
+@in_the_interpreter
+def test_a_trainer_that_is_dropped_gives_all_of_its_memory_back(monkeypatch):
+    def trained():
+        backend, cupy, _ = pooled(monkeypatch, PRESETS["gpt2"])
+        trainer = trainer_of(monkeypatch, backend, PRESETS["gpt2"], 8, 1024, batch_size=8, micro_shards=1)
+        for _ in range(3):
+            trainer.update()
+        pools = [cupy.pool, *(recorded.workspace.pool for recorded in backend.recorded)]
+        assert len(pools) == 2 and all(pool.total_bytes() > GIB for pool in pools)
+        return pools
+
+    shared, own = trained()
+    gc.collect()
+    assert own.total_bytes() == 0
+    shared.free_all_blocks()
+    assert shared.total_bytes() == 0
+
+
+@gpu
+def test_trainers_that_follow_each_other_do_not_add_up():
+    import cupy
+
+    def free_after_training():
+        backend = CudaBackend("bf16")
+        windows = Windows(np.arange(10_000) % 172, 128)
+        trainer = Trainer(PRESETS["tiny"], [backend], batch_size=64, seq_len=128, micro_shards=1)
+        losses = [trainer.step(windows, 1e-3).loss for _ in range(3)]
+        assert np.isfinite(losses).all()
+        held = backend.held_memory()
+        del trainer, backend
+        gc.collect()
+        cupy.get_default_memory_pool().free_all_blocks()
+        return cupy.cuda.runtime.memGetInfo()[0], held
+
+    (before, _), (after, held) = free_after_training(), free_after_training()
+    assert held > 32 << 20 and before - after < held / 4  # the driver keeps something small of its own
 
 
 class Pretended(Communicator):

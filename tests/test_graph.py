@@ -74,7 +74,7 @@ class LateCupy:
             get_current_stream=lambda: self.current,
             Stream=lambda non_blocking: LateStream(self),
             Event=LateEvent,
-            MemoryPool=lambda: SimpleNamespace(malloc=None),
+            MemoryPool=lambda: SimpleNamespace(malloc=None, free_all_blocks=lambda: None),
             using_allocator=lambda malloc: nullcontext(),
         )
 
