@@ -4,9 +4,10 @@ A step is one CUDA graph. Its length, its tokens and its random numbers are read
 was recorded once serves every step, and the next one may be launched before anybody has read the token of this one.
 In Triton's interpreter the same launches are made one by one.
 
-There are two kinds of step. `cached` computes one position of each sequence, over a cache of keys and values that
-prefill has filled with the kernels of training. Once the longest sequence fills the block, the window slides, and
-`whole` computes the last block_size positions of all sequences again, as stage 0 does.
+There are three kinds of step. `prefill` computes all positions of the prompts with the kernels of training, and fills
+a cache with their keys and values; `cached` computes one more position of each sequence, over that cache. Once the
+longest sequence fills the block, the window slides, and `whole` computes the last block_size positions of all sequences
+again, as stage 0 does.
 """
 
 # B sequences, T positions, C channels, H heads, V vocabulary; k and v of a layer are cached as (B, block, 2C)
@@ -16,9 +17,10 @@ from collections import deque
 
 import numpy as np
 
+from gpt2core.arena import round_up
 from gpt2core.sampler import Greedy, Sampling
 from gpt2core.tensor import Tensor, no_grad
-from stage2_cuda.graph import Recorded
+from stage2_cuda.graph import Recorded, Workspace
 from stage2_cuda.kernels import decode, ends, sampling
 
 AHEAD = 4  # steps under way beyond the one whose tokens are read next
@@ -70,7 +72,7 @@ class Engine:
         block = self.model.config.block_size
         while self.pending:  # of a text that nobody has read to its end
             self.tokens()
-        self.lengths, self.prompts, self.count = [len(prompt) for prompt in prompts], prompts, 0
+        self.lengths, self.count = [len(prompt) for prompt in prompts], 0
         self.sliding = max(self.lengths) >= block  # after the next token at the latest, so nothing is worth caching
         self.rules, self.ahead = rules, AHEAD
         ids = np.zeros((self.batch, block), np.int32)
@@ -88,8 +90,8 @@ class Engine:
             if self.sliding:
                 self.perform(self.whole, min(self.lengths) < self.model.config.block_size)
             elif self.count == 0:
-                self.prefill()
-                self.perform(self.unembed)
+                T = min(round_up(max(self.lengths), self.queue.bucket), self.model.config.block_size)
+                self.perform(self.prefill, T, min(self.lengths) == T)
             else:
                 self.perform(self.cached)
             self.pending.append(self.queue.download(self.sequences.tokens))
@@ -160,13 +162,11 @@ class Engine:
     # -- logits of the next token --------------------------------------------------------------------------------------
 
     @no_grad()
-    def prefill(self):
-        """All positions of the prompts, shorter ones filled up behind their end, where no earlier position looks."""
-        ids = np.zeros((self.batch, max(self.lengths)), np.int32)
-        for row, prompt in zip(ids, self.prompts, strict=True):
-            row[: len(prompt)] = prompt
-        equal = min(self.lengths) == max(self.lengths)
-        self.keep_last(self.model.trunk(self.backend.asarray(ids), self.cache_of_prefill, last_only=equal))
+    def prefill(self, T, full):
+        """The first T positions of every sequence; not `full`, some end earlier, and look at nothing behind them."""
+        ids = self.backend.xp.ascontiguousarray(self.sequences.ids[:, :T])
+        self.keep_last(self.model.trunk(ids, self.cache_of_prefill, last_only=full))
+        self.unembed()
 
     @no_grad()
     def whole(self, mixed):
@@ -252,6 +252,8 @@ class Filling:
 class Eager(contextlib.nullcontext):
     """The interpreter's queue: everything at once."""
 
+    bucket = 1  # prefill takes prompts of a multiple of so many tokens, shorter ones filled up
+
     def record(self, function):
         return function
 
@@ -270,8 +272,10 @@ class Queue:
     `with queue:` puts launches, copies and memory on it.
     """
 
+    bucket = 64  # as above: one recorded prefill is for all prompts of so many lengths
+
     def __init__(self, cupy):
-        self.cupy, self.stream = cupy, cupy.cuda.Stream(non_blocking=True)
+        self.cupy, self.stream, self.workspace = cupy, cupy.cuda.Stream(non_blocking=True), Workspace(cupy)
         self.slots = {}  # pinned memory that nobody reads, by its size
 
     def __enter__(self):
@@ -282,7 +286,7 @@ class Queue:
         self.stream.__exit__(*error)
 
     def record(self, function):
-        return Recorded(function, stream=self.stream)
+        return Recorded(function, stream=self.stream, workspace=self.workspace)
 
     def upload(self, array, values):
         array.set(np.ascontiguousarray(values, array.dtype), stream=self.stream)

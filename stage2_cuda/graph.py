@@ -1,6 +1,7 @@
 """A whole step as one CUDA graph: recorded once, replayed from then on, with no Python between its kernels."""
 
 import contextlib
+import gc
 import weakref
 
 import numpy as np
@@ -32,19 +33,19 @@ class Recorded:
     The first call compiles kernels and chooses algorithms, none of which can be recorded. What the function allocates
     while it is recorded comes from a Workspace, which lives as long as the graph. No call waits for the device.
     before(): called before each, on the stream that it runs on. stream: where it is recorded and replayed, by default
-    one of its own; work that the caller has on another one is waited for. `held_before`: bytes that the default pool
-    held when it was emptied for the recording.
+    one of its own; work that the caller has on another one is waited for. workspace: that of others with which it takes
+    turns. `held_before`: bytes that the default pool held when it was emptied for the recording.
 
     A call returns finish(), which waits for what it began and returns the arrays that function() has in its list, or
     [] for None: host arrays, which the call after the next one overwrites; the first call's are on the device still.
     """
 
-    def __init__(self, function, before=lambda: None, stream=None):
+    def __init__(self, function, before=lambda: None, stream=None, workspace=None):
         import cupy
 
         self.cupy, self.function, self.before, self.graph = cupy, function, before, None
         self.stream = stream or cupy.cuda.Stream(non_blocking=True)
-        self.workspace, self.calls, self.held_before = Workspace(cupy), 0, 0
+        self.workspace, self.calls, self.held_before = workspace or Workspace(cupy), 0, 0
 
     @property
     def ahead(self):
@@ -64,7 +65,7 @@ class Recorded:
             shared = self.cupy.get_default_memory_pool()
             self.held_before = shared.total_bytes()
             shared.free_all_blocks()
-            with cuda.using_allocator(self.workspace.pool.malloc), self.stream:
+            with no_collection(), cuda.using_allocator(self.workspace.pool.malloc), self.stream:
                 self.stream.begin_capture(cuda.runtime.streamCaptureModeRelaxed)
                 try:
                     self.results = Results(self.cupy, self.stream, self.function() or [], self.workspace.kept)
@@ -78,6 +79,18 @@ class Recorded:
             self.before()
         self.graph.launch(self.stream)
         return self.results.bring()
+
+
+@contextlib.contextmanager
+def no_collection():
+    """Inside, no garbage is looked for: what it gives back to the device would be part of what is being recorded."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 class Results:

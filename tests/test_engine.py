@@ -86,6 +86,14 @@ def test_texts_of_different_lengths_are_continued_together_as_each_by_itself(rul
     assert texts(ours, prompts, 4, rule) == texts(stage0, prompts, 4, rule)
 
 
+@pytest.mark.parametrize("prompts", [[[3, 1, 4]], [[1, 2, 3], [4] * 6, [9]], [[5] * 11]], ids=["one", "three", "long"])
+def test_prompts_that_are_filled_up_are_continued_as_stage_0_does(monkeypatch, prompts):
+    for queue in (engine.Eager, engine.Queue):
+        monkeypatch.setattr(queue, "bucket", 8)  # of a block of 12
+    ours, stage0 = models()
+    assert texts(ours, prompts, 3, RULES["drawn"]) == texts(stage0, prompts, 3, RULES["drawn"])
+
+
 def test_another_rule_gets_its_logits_on_the_host(rng):
     ours, stage0 = models(UNTIED)
     seen = {ours: [], stage0: []}
@@ -210,10 +218,12 @@ def paper(precision, recorded=True):
 @pytest.mark.parametrize("length", [5, 250, 256])
 def test_a_recorded_step_gives_the_tokens_of_one_that_is_not_and_twice_the_same(rng, precision, rule, length):
     prompt = rng.integers(0, 172, length).tolist()
-    recorded = paper(precision)
-    first, again = (list(generate(recorded, prompt, 40, rule(5))) for _ in range(2))
-    assert first == again == list(generate(paper(precision, recorded=False), prompt, 40, rule(5)))
+    recorded, unrecorded = paper(precision), paper(precision, recorded=False)
+    first, *others = (list(generate(recorded, prompt, 40, rule(5))) for _ in range(3))  # run, recorded, replayed
+    assert others == [first, first] and first == list(generate(unrecorded, prompt, 40, rule(5)))
     assert len(set(first)) > 3
+    shorter = prompt[: max(length - 30, 1)]  # of a graph that was recorded for another
+    assert list(generate(recorded, shorter, 5, rule(6))) == list(generate(unrecorded, shorter, 5, rule(6)))
 
 
 @gpu
