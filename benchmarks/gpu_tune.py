@@ -33,6 +33,7 @@ COMPILERS = 12  # processes that compile beside each other
 TURNS, CALLS = 9, 10  # of each candidate, and in one of them
 DIFFERENT = 2e-2  # a relative norm beyond what another order of the sums in bf16 can make
 SHAPES = {"paper": (4096, 384, 172, 176), "gpt2": (65536, 768, 50257, 50304)}  # rows, channels, vocabulary, padded
+HEADS = {"paper": (16, 256, 6, 64), "gpt2": (64, 1024, 12, 64), "long": (1, 16384, 16, 64)}  # B, T, H, D of attention
 
 
 class Case(NamedTuple):
@@ -126,8 +127,7 @@ def column_sums_case(of, n, channels, *_):
     yield column_sums, prepare, [out], candidates, x.nbytes
 
 
-def attention_case(of, n, channels, *_):
-    B, T, H, D = (16, 256, 6, 64) if n < 65536 else (64, 1024, 12, 64)
+def attention_case(of, B, T, H, D):
     qkv, dy = of.normal(B, T, 3 * H * D), of.normal(B, T, H * D)
     y, lse, delta = of.xp.empty_like(dy), of.floats(B, H, T), of.floats(B, H, T)
     dqkv, *_, used = of.xp.empty_like(qkv), *attention.plan(qkv, H, "ieee")
@@ -141,7 +141,17 @@ def attention_case(of, n, channels, *_):
     tiles = list(itertools.product((64, 128), (32, 64, 128), (4, 8), (2, 3, 4)))
     prepare = lambda: lambda: attention.attention_forward(*out, qkv, H)  # noqa: E731
     yield attention, prepare, out, several("forward", tiles), qkv.nbytes + y.nbytes
-    prepare = lambda: lambda: attention.attention_backward(dqkv, delta, dy, qkv, y, lse, H)  # noqa: E731
+
+    def backward():
+        attention.attention_backward(dqkv, delta, dy, qkv, y, lse, H)
+
+    def both_ways():
+        attention.attention_forward(*out, qkv, H)
+        backward()
+
+    prepare = lambda: both_ways  # noqa: E731
+    yield attention, prepare, [*out, dqkv], several("forward", tiles), 3 * qkv.nbytes + 3 * y.nbytes
+    prepare = lambda: backward  # noqa: E731
     for part in ("both",) if used.both else ("dq", "dkdv"):
         chosen = [(M, N, *rest) for M, N, *rest in tiles if part != "both" or M == N]
         yield attention, prepare, [dqkv], several(part, chosen), 2 * qkv.nbytes + 2 * y.nbytes
@@ -158,8 +168,9 @@ KERNELS = {
 
 def cases(args):
     of = Arrays()
-    for kernel, (shape, sizes) in itertools.product(args.kernel, SHAPES.items()):
-        for number, case in enumerate(KERNELS[kernel](of, *sizes), 1):
+    for kernel, shape in itertools.product(args.kernel, args.shape):
+        sizes = (HEADS if kernel == "attention" else SHAPES).get(shape)
+        for number, case in enumerate(KERNELS[kernel](of, *sizes) if sizes else (), 1):
             yield Case(f"{kernel} {number} {shape}", *case)
 
 
@@ -179,7 +190,7 @@ def replaced(module, values):
 
 def compile_all(args):
     """Fill Triton's cache on disk from several processes: each runs its share of the candidates once."""
-    command = [sys.executable, "-m", BENCHMARK, "--kernel", *args.kernel, "--share"]
+    command = [sys.executable, "-m", BENCHMARK, "--kernel", *args.kernel, "--shape", *args.shape, "--share"]
     quiet = dict(cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     for share in [subprocess.Popen([*command, str(part)], **quiet) for part in range(COMPILERS)]:
         share.wait()
@@ -262,6 +273,7 @@ def main():
     parser = argparse.ArgumentParser(prog=f"python -m {BENCHMARK}", description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--kernel", choices=KERNELS, nargs="+", default=list(KERNELS), help="what is tuned (default all)")
+    add("--shape", choices=HEADS, nargs="+", default=list(HEADS), help="of what size; long: attention (default all)")
     add("--share", type=int, help="as one of the processes that compile: which")
     add("--commit", help="what is measured, for the record, where this is a copy without its repository")
     add("--no-save", action="store_true", help="leave results/ as it is")

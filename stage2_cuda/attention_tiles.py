@@ -18,7 +18,10 @@ TRIED = {  # (what is multiplied, largest D): {part: tiles beside the table's}
             Tile(64, 64, 4, 3), Tile(64, 128, 4, 2),
         ],
         "dq": [Tile(128, 64, 4, 3), Tile(128, 64, 4, 2, loops=2), Tile(128, 32, 4, 3), Tile(64, 64, 4, 3)],
-        "dkdv": [Tile(64, 64, 4, 3), Tile(64, 64, 4, 3, loops=2), Tile(64, 128, 8, 3), Tile(32, 64, 4, 3)],
+        "dkdv": [
+            Tile(64, 64, 4, 3), Tile(64, 64, 4, 3, loops=2), Tile(64, 128, 8, 3), Tile(32, 64, 4, 3),
+            Tile(128, 64, 4, 2),
+        ],
         "both": [Tile(64, 64, 4, 2), Tile(64, 64, 8, 2)],
     },
     ("16 bits", 128): {

@@ -87,18 +87,19 @@ def near(got, want, tolerance, least=0.0):
 
 
 def oracle(qkv, dy, H):
-    """y, lse and dqkv in float64."""
+    """y, lse to the base of 2, and dqkv, in float64."""
     B, T, columns = qkv.shape
     D = columns // 3 // H
     q, k, v = qkv.reshape(B, T, 3, H, D).transpose(2, 0, 3, 1, 4)  # (B, H, T, D)
     s = np.where(np.tri(T, dtype=bool), q @ k.swapaxes(2, 3) / D**0.5, -np.inf)
     peak = s.max(-1, keepdims=True)
     lse = peak + np.log(np.exp(s - peak).sum(-1, keepdims=True))
+    base_2 = lse[..., 0] / np.log(2)
     p, g = np.exp(s - lse), dy.reshape(B, T, H, D).swapaxes(1, 2)
     y, dp = p @ v, g @ v.swapaxes(2, 3)
     ds = p * (dp - (p * dp).sum(-1, keepdims=True))
     dqkv = np.stack([ds @ k / D**0.5, ds.swapaxes(2, 3) @ q / D**0.5, p.swapaxes(2, 3) @ g])  # (3, B, H, T, D)
-    return y.swapaxes(1, 2).reshape(B, T, H * D), lse[..., 0], dqkv.transpose(1, 3, 0, 2, 4).reshape(qkv.shape)
+    return y.swapaxes(1, 2).reshape(B, T, H * D), base_2, dqkv.transpose(1, 3, 0, 2, 4).reshape(qkv.shape)
 
 
 def run(qkv, dy, H, dtype, **options):

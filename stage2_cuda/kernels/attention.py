@@ -30,7 +30,7 @@ from gpt2core.errors import ConfigError
 from stage2_cuda.triton_driver import Pointer, launch
 
 QUERY, KEY, VALUE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # the parts of qkv
-LOG2E, LN2 = tl.constexpr(math.log2(math.e)), tl.constexpr(math.log(2))  # exp(x) = exp2(x log2(e)): one instruction
+LOG2E = tl.constexpr(math.log2(math.e))  # exp(x) = exp2(x log2(e)): one instruction
 
 
 class Tile(NamedTuple):
@@ -161,7 +161,7 @@ def forward_kernel(
     y, lse, qkv_m, qkv_n, T, H, scale,
     M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, LOOPS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """y and lse of M rows. qkv_m, qkv_n: qkv in tiles of M and of N; scale: log2(e) / sqrt(D)."""
+    """y and lse / log(2) of M rows. qkv_m, qkv_n: qkv in tiles of M and of N; scale: log2(e) / sqrt(D)."""
     b, h = tl.program_id(0) // H, tl.program_id(0) % H
     m0 = (tl.num_programs(1) - 1 - tl.program_id(1)) * M  # the longest first
     rows = m0 + tl.arange(0, M)
@@ -180,13 +180,14 @@ def forward_kernel(
             p, peak, total, acc = softmax_step(s, peak, total, acc, scale)
             v = load_tile(qkv_n, b, VALUE, h, n, N, D)
             acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)  # (M, D)
-    tl.store(lse + tl.program_id(0).to(tl.int64) * T + rows, (peak + tl.math.log2(total)) * LN2, mask=rows < T)
+    tl.store(lse + tl.program_id(0).to(tl.int64) * T + rows, peak + tl.math.log2(total), mask=rows < T)
     store_tile(y, acc / total[:, None], b, 0, h, m0, M, D)
 
 
 def attention_forward(y, lse, qkv, n_head, precision="ieee", config=None):
     """qkv (B, T, 3C), q then k then v, heads side by side -> y (B, T, C), lse (B, H, T) float32.
 
+    lse is to the base of 2, as exp2 wants it: log2(e) times that of the formula.
     precision: "ieee", "tf32" or "tf32x3", of the products of fp32; fp16 and bf16 have but one, summed in fp32.
     config: another `Config` than the table's. Raises ConfigError for a head size that is no multiple of 8 up to 128.
     """
@@ -214,7 +215,7 @@ def dq_tile(
     """dq of the rows [m0, m0 + M), and delta, if it is not None; lse and delta point to the T of this head."""
     rows = m0 + tl.arange(0, M)
     q, g = load_tile(qkv_m, b, QUERY, h, m0, M, D), load_tile(dy, b, 0, h, m0, M, D)
-    d, l2 = row_delta(load_tile(y, b, 0, h, m0, M, D), g), load_rows(lse, rows, T, False) * LOG2E
+    d, l2 = row_delta(load_tile(y, b, 0, h, m0, M, D), g), load_rows(lse, rows, T, False)
     if delta is not None:
         tl.store(delta + rows, d, mask=rows < T)
     dq = tl.zeros([M, D], tl.float32)
@@ -251,7 +252,7 @@ def dkdv_tile(
             rows = m + tl.arange(0, M)
             q = load_tile(qkv_m, b, QUERY, h, m, M, D)
             s = tl.dot(k, q.T, input_precision=PRECISION)
-            p = tl.math.exp2(s * (scale * LOG2E) - load_rows(lse, rows, T, EVEN)[None, :] * LOG2E)
+            p = tl.math.exp2(s * (scale * LOG2E) - load_rows(lse, rows, T, EVEN)[None, :])
             if loop == 0:
                 if m < n0 + N:
                     p = tl.where(below_diagonal(rows, columns).T, p, 0.0)
