@@ -106,7 +106,7 @@ def contenders(args):
 
 
 def measure(args, rows):
-    """One result for each shape and row, with every turn's milliseconds."""
+    """Yield the results of all shapes so far, one for each row with every turn's milliseconds, after each shape."""
     results = []
     with ExitStack() as stack:
         running = [stack.enter_context(Running(row, BENCHMARK, args.timeout)) for row in rows]
@@ -120,7 +120,7 @@ def measure(args, rows):
                 results[-1].append({"name": row.name, "shape": shape, "norms": rounds[-1]["norms"], "ms": times})
             print_table(summarise(results[-1]))
             print(flush=True)
-    return results
+            yield results
 
 
 def summarise(results):
@@ -173,9 +173,9 @@ def main():
     add("--save-as", default="gpu_attention", help="the file in results/, without .json (default gpu_attention)")
     add("--no-save", action="store_true", help="leave results/ as it is")
     args = parser.parse_args()
-    results = measure(args, list(contenders(args)))
-    if not args.no_save:
-        save(BENCHMARK, results, args.commit, args.save_as)
+    for results in measure(args, list(contenders(args))):
+        if not args.no_save:  # after each shape: what cuts a long run off must not take all of it along
+            save(BENCHMARK, results, args.commit, args.save_as)
 
 
 if __name__ == "__main__":

@@ -229,11 +229,11 @@ def family(row):
     return "copies and fills" if row["title"].startswith(("Mem", "cupy_copy")) else "CuPy"
 
 
-def share_of_ceiling(row):
-    return next((f"{100 * row[rate] / most:.0f} %" for rate, most in CEILINGS.items() if row[rate]), "")
+def share_of_ceiling(row, ceilings):
+    return next((f"{100 * row[rate] / most:.0f} %" for rate, most in ceilings.items() if row[rate]), "")
 
 
-def print_kernels(heading, rows, limit):
+def print_kernels(heading, rows, limit, ceilings=CEILINGS):
     shown = rows[:limit]
     table = [
         {
@@ -243,7 +243,7 @@ def print_kernels(heading, rows, limit):
             "share": f"{100 * row['share']:.1f} %",
             "TFLOP/s": f"{row['tflops']:.0f}" if row["tflops"] else "",
             "TB/s": f"{row['tbps']:.2f}" if row["tbps"] else "",
-            "of the ceiling": share_of_ceiling(row),
+            "of the ceiling": share_of_ceiling(row, ceilings),
         }
         for row in shown
     ]
@@ -358,13 +358,15 @@ def profile(config, args):
 
 
 def report(result, limit):
-    print_kernels("a step as a graph", result["graph"], limit)
-    print(f"The ceilings are an H200's: {CEILINGS['tflops']} TFLOP/s in bf16, {CEILINGS['tbps']} TB/s.\n")
+    known = CEILINGS if result["precision"] == "bf16" else {"tbps": CEILINGS["tbps"]}
+    print_kernels("a step as a graph", result["graph"], limit, known)
+    products = f"{CEILINGS['tflops']} TFLOP/s in bf16 (of other products none was measured), "
+    print(f"The ceilings are an H200's: {products}{CEILINGS['tbps']} TB/s.\n")
     print_families(result["graph"])
     inside = {row["title"] for row in result["graph"]}
     outside = [row for row in result["eager"] if row["title"] not in inside]
     if outside:
-        print_kernels("beside the graph, tokens and loss", outside, limit)
+        print_kernels("beside the graph, tokens and loss", outside, limit, known)
     for key, text in (
         ("eager_step_seconds", "a whole step without the graph, wall clock"),
         ("graph_step_seconds", "a whole step with it, wall clock: tokens made, uploaded, sorted; the loss read"),
