@@ -15,6 +15,8 @@ a processor, or the rows at work would not stay in the cache until they are read
 
 # N rows of this chunk, V columns that are tokens, from the token `first` on, then columns that are padding
 
+import math
+
 import triton
 import triton.language as tl
 
@@ -22,6 +24,7 @@ from stage2_cuda.triton_driver import launch
 
 TILE, LANE = 32768, 8  # bytes of a tile; columns that a thread loads at once
 STAGES = 3  # tiles in flight at the first reading, from memory; the second is from the cache
+LOG2E = tl.constexpr(math.log2(math.e))
 
 
 def tile_of(logits):
@@ -65,6 +68,11 @@ def cross_entropy_forward_backward(dlogits, maxima, sums, picked, logits, target
 
 
 @triton.jit
+def exp(x):
+    return tl.math.exp2(x * LOG2E)  # tl.exp takes three instructions more, for results below 2^-126, which are 0 here
+
+
+@triton.jit
 def load(logits, column, vocab, width, CACHE: tl.constexpr):
     # a mask with an edge at `vocab`, which is no multiple of 16, would be loaded element by element: four times slower
     x = tl.load(logits + column, column < width, 0, eviction_policy=CACHE).to(tl.float32)
@@ -75,12 +83,12 @@ def load(logits, column, vocab, width, CACHE: tl.constexpr):
 def read(peak, total, x):
     """The maxima and sums of lanes, after another tile x (lanes, LANE)."""
     higher = tl.maximum(peak, tl.max(x, 1))
-    return higher, total * tl.exp(peak - higher) + tl.sum(tl.exp(x - higher[:, None]), 1)
+    return higher, total * exp(peak - higher) + tl.sum(exp(x - higher[:, None]), 1)
 
 
 @triton.jit
 def nothing(LANES: tl.constexpr):
-    return tl.full((LANES,), -3.0e38, tl.float32), tl.zeros((LANES,), tl.float32)  # no infinity: -inf - -inf is NaN
+    return tl.full((LANES,), -2.0e38, tl.float32), tl.zeros((LANES,), tl.float32)  # no infinity: -inf - -inf is NaN
 
 
 @triton.jit
@@ -106,10 +114,10 @@ def statistics(
         last, last_total = nothing(TAIL // LANE)
         last, last_total = read(last, last_total, load(logits, lanes(full, TAIL, LANE), vocab, width, CACHE))
         maximum = tl.maximum(maximum, tl.max(last, 0))
-        rest = tl.sum(last_total * tl.exp(last - maximum), 0)
+        rest = tl.sum(last_total * exp(last - maximum), 0)
     else:
         rest = 0.0
-    return maximum, tl.sum(total * tl.exp(peak - maximum), 0) + rest, picked
+    return maximum, tl.sum(total * exp(peak - maximum), 0) + rest, picked
 
 
 @triton.jit
@@ -120,7 +128,7 @@ def gradient(
     """One tile of dlogits = weight exp(logits - maximum) - factor onehot."""
     column = start + tl.arange(0, COLUMNS)
     x = load(logits, column, vocab, width, CACHE)
-    g = weight * tl.exp(x - maximum) - tl.where(column == target, factor, 0.0)
+    g = weight * exp(x - maximum) - tl.where(column == target, factor, 0.0)
     tl.store(dlogits + column, tl.where(column < vocab, g, 0.0), column < width, eviction_policy=CACHE)
 
 
@@ -171,9 +179,9 @@ def forward_backward_kernel(
     for start in tl.range(0, full, COLUMNS, num_stages=1):  # as if no column here were the target's
         column = start + tl.arange(0, COLUMNS)
         x = tl.load(logits + column, eviction_policy="evict_first").to(tl.float32)
-        tl.store(dlogits + column, weight * tl.exp(x - maximum), eviction_policy="evict_first")
+        tl.store(dlogits + column, weight * exp(x - maximum), eviction_policy="evict_first")
     if TAIL:
         gradient(dlogits, logits, target, maximum, weight, factor, full, vocab, width, TAIL, "evict_first")
     tl.debug_barrier()  # that column is written by another thread before
     own = (target >= 0) & (target < full)
-    tl.store(dlogits + target, weight * tl.exp(logit - maximum) - factor, own)
+    tl.store(dlogits + target, weight * exp(logit - maximum) - factor, own)
