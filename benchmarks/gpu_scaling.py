@@ -28,6 +28,7 @@ WAYS = {  # of ours, at the largest number of GPUs; the first also at the others
     "flat": {"dp": "flat"},
     "zero": {"dp": "flat", "zero": 1},
     "zero-forward": {"dp": "flat", "zero": 1, "zero_gather": "forward"},
+    "zero-bf16": {"dp": "flat", "zero": 1, "compress": "bf16"},
     "deterministic": {"dp": "bucket", "deterministic": True},
 }
 TARGETS = {64: 0.96, 16: 0.93}  # sequences a GPU: least share of the own 1-GPU rate at 4 GPUs

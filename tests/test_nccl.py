@@ -314,6 +314,10 @@ def test_two_ranks_train_and_write_as_one(gpus, tmp_path):
         script(ranks, *ask, "--mode", mode, name="inference.py") for ranks, mode in ((1, "replicate"), (2, "tensor"))
     ]
     assert texts[0].out == texts[1].out and "Continuation:" in texts[0].out, texts[1].err
+    (tmp_path / "prompts").write_text("The model\nEvery token\nThe\n")
+    ask = ("--weights", tmp_path / "run", "--prompts", tmp_path / "prompts", "--max-new-tokens", 5, "--mode", "batch")
+    one, two = (script(ranks, *ask, name="inference.py") for ranks in (1, 2))
+    assert one.out == two.out and two.out.count("Continuation:") == 3, two.err
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
