@@ -53,7 +53,7 @@ def result_of(name, ranks, precision, rows, want):
         "precision": precision,
         "difference": first_difference(rows, want),
         "largest_deviation": max(abs(row["loss"] / one["loss"] - 1) for row, one in zip(rows, want, strict=True)),
-        "median": statistics.median(row["seconds"] for row in rows[SETTLED:]),
+        "median": statistics.median(row["seconds"] for row in rows[SETTLED:] or rows),
         "parameters_sha256": rows[-1]["parameters_sha256"],
         "losses": [row["loss"] for row in rows],
     }

@@ -254,8 +254,11 @@ def gpu_hardware():
 
 def nvidia_smi(*fields):
     """The fields (nvidia-smi --help-query-gpu) of each GPU that CUDA sees, as text; [] where there is none."""
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen == "":
+        return []
     command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
-    if chosen := os.environ.get("CUDA_VISIBLE_DEVICES"):
+    if chosen is not None:
         command.append(f"--id={chosen}")
     try:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout

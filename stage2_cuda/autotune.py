@@ -17,6 +17,8 @@ from pathlib import Path
 
 import numpy as np
 
+from stage2_cuda.graph import no_collection
+
 FASTER = 0.99  # of the first candidate's time: less may be noise, and noise shall not change bits from run to run
 DIFFERENT = {2: 2e-2, 4: 2e-3}  # relative norm beyond what another order of sums makes, by bytes of an element
 PIECE = 1 << 22  # elements that are compared at once
@@ -153,12 +155,13 @@ def calls_for(once):
 
 def recorded(stream, call, calls):
     """A graph of so many calls, recorded on the current stream, which is `stream`."""
-    stream.begin_capture()
-    try:
-        for _ in range(calls):
-            call()
-    finally:
-        graph = stream.end_capture()
+    with no_collection():
+        stream.begin_capture()
+        try:
+            for _ in range(calls):
+                call()
+        finally:
+            graph = stream.end_capture()
     return graph
 
 

@@ -395,7 +395,8 @@ class CudaBackend(FusedHead, Backend):
 
     def held_memory(self):
         """Bytes that CuPy's pools hold, what lies in them unused included; the context of CUDA is not in it."""
-        pools = [self.xp.get_default_memory_pool(), *(step.workspace.pool for step in self.recorded)]
+        others = [step.workspace for step in self.recorded] + ([self.queue.workspace] if "queue" in vars(self) else [])
+        pools = [self.xp.get_default_memory_pool(), *(workspace.pool for workspace in others)]
         return sum(pool.total_bytes() for pool in pools)
 
     def peak_memory(self):

@@ -5,9 +5,9 @@ was recorded once serves every step, and the next one may be launched before any
 In Triton's interpreter the same launches are made one by one.
 
 There are three kinds of step. `prefill` computes all positions of the prompts with the kernels of training, and fills
-a cache with their keys and values; `cached` computes one more position of each sequence, over that cache. Once the
-longest sequence fills the block, the window slides, and `whole` computes the last block_size positions of all sequences
-again, as stage 0 does.
+a cache with their keys and values, not recorded where they are many; `cached` computes one more position of each
+sequence, over that cache. Once the longest sequence fills the block, the window slides, and `whole` computes the last
+block_size positions of all sequences again, as stage 0 does.
 """
 
 # B sequences, T positions, C channels, H heads, V vocabulary; k and v of a layer are cached as (B, block, 2C)
@@ -23,6 +23,7 @@ from gpt2core.tensor import Tensor, no_grad
 from stage2_cuda.graph import Recorded, Workspace
 from stage2_cuda.kernels import decode, ends, sampling
 
+FEW = 4096  # tokens of all prompts that a GPU has done before Python has launched the kernels: their pass is recorded
 AHEAD = 4  # steps under way beyond the one whose tokens are read next
 UNIFORMS = 256  # random numbers that are brought to the device at once, for each sequence
 
@@ -90,8 +91,7 @@ class Engine:
             if self.sliding:
                 self.perform(self.whole, min(self.lengths) < self.model.config.block_size)
             elif self.count == 0:
-                T = min(round_up(max(self.lengths), self.queue.bucket), self.model.config.block_size)
-                self.perform(self.prefill, T, min(self.lengths) == T)
+                self.fill()
             else:
                 self.perform(self.cached)
             self.pending.append(self.queue.download(self.sequences.tokens))
@@ -161,12 +161,25 @@ class Engine:
 
     # -- logits of the next token --------------------------------------------------------------------------------------
 
+    def fill(self):
+        """The prompts: where they are short, in a step that is recorded for all lengths of its bucket."""
+        longest = max(self.lengths)
+        T = min(round_up(longest, self.queue.bucket), self.model.config.block_size)
+        if self.batch * T <= FEW:
+            self.perform(self.prefill, T)
+        else:
+            self.fill_cache(longest, min(self.lengths) == longest)
+            self.perform(self.unembed)
+
+    def prefill(self, T):
+        self.fill_cache(T, False)
+        self.unembed()
+
     @no_grad()
-    def prefill(self, T, full):
+    def fill_cache(self, T, full):
         """The first T positions of every sequence; not `full`, some end earlier, and look at nothing behind them."""
         ids = self.backend.xp.ascontiguousarray(self.sequences.ids[:, :T])
         self.keep_last(self.model.trunk(ids, self.cache_of_prefill, last_only=full))
-        self.unembed()
 
     @no_grad()
     def whole(self, mixed):
@@ -252,7 +265,7 @@ class Filling:
 class Eager(contextlib.nullcontext):
     """The interpreter's queue: everything at once."""
 
-    bucket = 1  # prefill takes prompts of a multiple of so many tokens, shorter ones filled up
+    bucket = 1  # prefill takes prompts of a multiple of so many tokens, others filled up
 
     def record(self, function):
         return function

@@ -13,7 +13,7 @@ ALIGNED = 16  # bytes: where a result begins
 class Workspace:
     """What recorded steps work in, one or several that take turns: a pool of CuPy's, and the arrays that stay there.
 
-    With the last of the steps it goes back to the device. By itself it would not: CuPy's free blocks (version 14) and
+    It goes back to the device with the last that has it. By itself it would not: CuPy's free blocks (version 14) and
     the pool that was dropped keep each other.
     """
 
@@ -53,14 +53,15 @@ class Recorded:
         return self.graph is not None
 
     def __call__(self):
-        self.calls += 1
         cuda = self.cupy.cuda
         if cuda.get_current_stream().ptr != self.stream.ptr:
             cuda.get_current_stream().synchronize()  # what was uploaded for this call has arrived
-        if self.calls == 1:
+        if self.calls == 0:
             self.before()
             results = self.function() or []
+            self.calls = 1  # not before: what has failed has not compiled all that a recording needs
             return lambda: results
+        self.calls += 1
         if self.graph is None:
             shared = self.cupy.get_default_memory_pool()
             self.held_before = shared.total_bytes()
@@ -83,7 +84,7 @@ class Recorded:
 
 @contextlib.contextmanager
 def no_collection():
-    """Inside, no garbage is looked for: what it gives back to the device would be part of what is being recorded."""
+    """Inside, no garbage is looked for: nobody gives memory back to the device while a stream is recorded."""
     was_on = gc.isenabled()
     gc.disable()
     try:

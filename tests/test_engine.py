@@ -87,7 +87,9 @@ def test_texts_of_different_lengths_are_continued_together_as_each_by_itself(rul
 
 
 @pytest.mark.parametrize("prompts", [[[3, 1, 4]], [[1, 2, 3], [4] * 6, [9]], [[5] * 11]], ids=["one", "three", "long"])
-def test_prompts_that_are_filled_up_are_continued_as_stage_0_does(monkeypatch, prompts):
+@pytest.mark.parametrize("few", [0, 4096])
+def test_prompts_that_are_filled_up_are_continued_as_stage_0_does(monkeypatch, prompts, few):
+    monkeypatch.setattr(engine, "FEW", few)
     for queue in (engine.Eager, engine.Queue):
         monkeypatch.setattr(queue, "bucket", 8)  # of a block of 12
     ours, stage0 = models()
@@ -215,15 +217,30 @@ def paper(precision, recorded=True):
 @gpu
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 @pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16"])
-@pytest.mark.parametrize("length", [5, 250, 256])
+@pytest.mark.parametrize("length", [5, 192, 250, 256])
 def test_a_recorded_step_gives_the_tokens_of_one_that_is_not_and_twice_the_same(rng, precision, rule, length):
     prompt = rng.integers(0, 172, length).tolist()
     recorded, unrecorded = paper(precision), paper(precision, recorded=False)
     first, *others = (list(generate(recorded, prompt, 40, rule(5))) for _ in range(3))  # run, recorded, replayed
     assert others == [first, first] and first == list(generate(unrecorded, prompt, 40, rule(5)))
     assert len(set(first)) > 3
-    shorter = prompt[: max(length - 30, 1)]  # of a graph that was recorded for another
-    assert list(generate(recorded, shorter, 5, rule(6))) == list(generate(unrecorded, shorter, 5, rule(6)))
+    shorter = prompt[: max(length - 30, 1)]  # of the graph that was recorded for another, or run, recorded, replayed
+    want = list(generate(unrecorded, shorter, 5, rule(6)))
+    assert all(list(generate(recorded, shorter, 5, rule(6))) == want for _ in range(3))
+
+
+@gpu
+@pytest.mark.parametrize("B", [1, 3])
+def test_two_engines_that_take_turns_in_the_same_memory_write_what_each_writes_alone(rng, B):
+    model, alone = paper("bf16"), paper("bf16", recorded=False)
+    for _ in range(3):  # run, recorded, replayed
+        several = [[rng.integers(0, 172, int(n)).tolist() for n in rng.integers(3, 200, B)] for _ in range(2)]
+        want = [texts(alone, prompts, 12, RULES["top-k"]) for prompts in several]
+        streams = [
+            generate_together(model, prompts, 12, [RULES["top-k"](seed) for seed in range(B)]) for prompts in several
+        ]
+        steps = zip(*zip(*streams, strict=True), strict=True)
+        assert [[list(text) for text in zip(*each, strict=True)] for each in steps] == want
 
 
 @gpu

@@ -76,10 +76,11 @@ def test_the_profile_s_table_has_rates_and_their_share_of_the_ceiling(capsys):
 @pytest.mark.skipif(not triton_driver.interpreted(), reason="runs in the interpreter")
 def test_a_choice_that_is_taken_back_changes_the_time_alone():
     variants = gpu_choices.Variants(MODEL, 2, "fp16")
-    want = variants.trainer(None, 1).parameters.copy()
+    want = variants.trainer(None, 1).shards.gradients.copy()
+    assert np.linalg.norm(want) > 0
     for change in set(gpu_choices.CHOICES.values()) - {gpu_choices.first_algorithms}:  # which is cublasLt's
-        got = variants.trainer(change, 1).parameters
-        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5 * np.abs(want).max())
+        got = variants.trainer(change, 1).shards.gradients
+        assert np.linalg.norm(got - want) <= 2e-3 * np.linalg.norm(want)  # the bound of kernels of fp16
 
 
 # -- scaling and strategies --------------------------------------------------------------------------------------------

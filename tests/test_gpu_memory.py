@@ -169,8 +169,8 @@ def test_trainers_that_follow_each_other_do_not_add_up():
 
     def free_after_training():
         backend = CudaBackend("bf16")
-        windows = Windows(np.arange(10_000) % 172, 128)
-        trainer = Trainer(PRESETS["tiny"], [backend], batch_size=64, seq_len=128, micro_shards=1)
+        windows = Windows(np.arange(10_000) % 172, 256)
+        trainer = Trainer(PRESETS["paper"], [backend], batch_size=16, seq_len=256, micro_shards=1)
         losses = [trainer.step(windows, 1e-3).loss for _ in range(3)]
         assert np.isfinite(losses).all()
         held = backend.held_memory()
@@ -180,7 +180,7 @@ def test_trainers_that_follow_each_other_do_not_add_up():
         return cupy.cuda.runtime.memGetInfo()[0], held
 
     (before, _), (after, held) = free_after_training(), free_after_training()
-    assert held > 32 << 20 and before - after < held / 4  # the driver keeps something small of its own
+    assert held > GIB / 4 and before - after < held / 4  # the driver keeps something small of its own
 
 
 class Pretended(Communicator):
