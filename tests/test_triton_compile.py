@@ -42,9 +42,10 @@ SPILLS = {
 
 
 @pytest.fixture(scope="module")
-def compiled(request):
+def compiled(request, tmp_path_factory):
     """What tests/compiled.py --suite prints. A process of its own: triton.jit has asked for the interpreter in ours."""
-    cache = request.config.cache.mkdir("triton")
+    kept = getattr(request.config, "cache", None)  # not there with -p no:cacheprovider
+    cache = kept.mkdir("triton") if kept else tmp_path_factory.mktemp("triton")
     words = [sys.executable, ROOT / "tests" / "compiled.py", "--suite"]
     done = subprocess.run(words, env=os.environ | {"TRITON_CACHE_DIR": str(cache)}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
