@@ -15,7 +15,7 @@ from contextlib import ExitStack
 import numpy as np
 
 from benchmarks import ours
-from benchmarks.harness import Contender, Running, paired_ratio, play, print_table, run, save, timed_turn
+from benchmarks.harness import Contender, Running, add_saving, paired_ratio, play, print_table, run, save, timed_turn
 
 # B batch, H heads, T time, D head size, C = H * D
 
@@ -169,9 +169,7 @@ def main():
     add("--turn", type=float, default=30, help="milliseconds on the device of one turn, about (default 30)")
     add("--threads", type=int, default=4, help="threads of each process on the host (default 4)")
     add("--timeout", type=int, default=300, help="seconds that one turn may take, compiling included (default 300)")
-    add("--commit", help="what is measured, for the record, where this is a copy without its repository")
-    add("--save-as", default="gpu_attention", help="the file in results/, without .json (default gpu_attention)")
-    add("--no-save", action="store_true", help="leave results/ as it is")
+    add_saving(add, "gpu_attention")
     args = parser.parse_args()
     for results in measure(args, list(contenders(args))):
         if not args.no_save:  # after each shape: what cuts a long run off must not take all of it along

@@ -9,8 +9,8 @@ import time
 
 import numpy as np
 
-from benchmarks.harness import paired_ratio, print_table, run, save
-from benchmarks.ours import GPU_OPTIMIZER, LR, Batch
+from benchmarks.harness import add_saving, paired_ratio, print_table, run, save
+from benchmarks.ours import GPU_OPTIMIZER, LR, Batch, take_turns
 from gpt2core.errors import ConfigError
 from gpt2core.model import PRESETS
 from gpt2core.trainer import Trainer
@@ -95,9 +95,7 @@ class Variants:
         if change:
             change(backend)
         trainer = Trainer(self.config, [backend], **self.sizes, optimizer=GPU_OPTIMIZER)
-        for recorded in backend.recorded:  # what one leaves there, the next one may write over
-            self.first = self.first or recorded
-            recorded.workspace, recorded.stream = self.first.workspace, self.first.stream
+        self.first = take_turns(self.first, backend)
         self.seconds(trainer, steps)
         backend.trim()
         return trainer
@@ -131,8 +129,7 @@ def main():
     add("--preset", choices=SIZES, nargs="+", default=list(SIZES), help="models (default both)")
     add("--precision", default="bf16", help="of the arithmetic (default bf16)")
     add("--rounds", type=int, default=5, help="turns of each (default 5)")
-    add("--commit", help="what is measured, for the record, where this is a copy without its repository")
-    add("--no-save", action="store_true", help="leave results/ as it is")
+    add_saving(add)
     args = parser.parse_args()
     from stage2_cuda.triton_driver import array_module
 

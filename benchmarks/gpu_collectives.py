@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.collectives import launch, line
-from benchmarks.harness import paired_ratio, print_table, progress, run, save
+from benchmarks.harness import add_saving, paired_ratio, print_table, progress, run, save
 from gpt2core.arena import Arena
 from gpt2core.model import PRESETS, parameter_shapes
 from gpt2core.parallel.bucket_size import best_bucket
@@ -273,9 +273,7 @@ def parser():
     add("--preset", choices=PRESETS, default="gpt2", help="whose gradient the size of a bucket is for (default gpt2)")
     add("--rounds", type=int, default=9, help="turns of each all-reduce (default 9)")
     add("--timeout", type=int, default=150, help="seconds that one job may take (default 150)")
-    add("--commit", help="what is measured, for the record, where this is a copy without its repository")
-    add("--save-as", default="gpu_collectives", help="the file in results/, without .json (default gpu_collectives)")
-    add("--no-save", action="store_true", help="leave results/ as it is")
+    add_saving(add, "gpu_collectives")
     return parser
 
 

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 import numpy as np
 
 from benchmarks import ours
-from benchmarks.harness import Contender, Running, paired_ratio, play, print_table, run, save
+from benchmarks.harness import Contender, Running, add_saving, paired_ratio, play, print_table, run, save
 from gpt2core.model import PRESETS
 from gpt2core.sampler import Greedy
 
@@ -200,9 +200,7 @@ def main():
     add("--timeout", type=int, default=500, help="seconds that one turn may take, compiling included (default 500)")
     add("--variants", action="store_true", help="time the kernels' constants instead, ours alone")
     add("--steps", type=int, default=200, help="steps of one timing of --variants (default 200)")
-    add("--commit", help="what is measured, for the record, where this is a copy without its repository")
-    add("--save-as", default="gpu_decode", help="the file in results/, without .json (default gpu_decode)")
-    add("--no-save", action="store_true", help="leave results/ as it is")
+    add_saving(add, "gpu_decode")
     args = parser.parse_args()
 
     results = []

@@ -5,13 +5,15 @@ product that does it to a tile on the chip. The Triton products live here and no
 """
 
 import argparse
+import functools
 
 import numpy as np
 import triton
 import triton.language as tl
 
-from benchmarks.harness import print_table, run, save
+from benchmarks.harness import add_saving, print_table, run, save
 from gpt2core.errors import ConfigError
+from stage2_cuda.autotune import milliseconds, recorded
 
 BENCHMARK = "benchmarks.gpu_fusions"
 SEED = 20260101
@@ -101,29 +103,22 @@ def stream_kernel(s, mean, rstd, x, branch, channels, WIDTH: tl.constexpr):
 
 def microseconds(ways, rounds=5, repeats=20):
     """{name: median microseconds of a call} of functions that take turns, as graphs; less those that do not run."""
-    from cupy import cuda
+    import cupy
 
-    stream, graphs, times = cuda.Stream(non_blocking=True), {}, {}
+    stream, graphs, times = cupy.cuda.Stream(non_blocking=True), {}, {}
     for name, function in ways.items():
         try:
             function()
         except Exception as error:  # a tile that needs more than there is on the chip
             print(f"{name}: {str(error).splitlines()[0][:100]}")
             continue
-        cuda.runtime.deviceSynchronize()
+        cupy.cuda.runtime.deviceSynchronize()
         with stream:
-            stream.begin_capture()
-            for _ in range(repeats):
-                function()
-            graphs[name] = stream.end_capture()
+            graphs[name] = recorded(stream, function, repeats)
     for _ in range(rounds):
         for name, graph in graphs.items():
-            begin, end = cuda.Event(), cuda.Event()
-            begin.record(stream)
-            graph.launch(stream)
-            end.record(stream)
-            end.synchronize()
-            times.setdefault(name, []).append(1e3 * cuda.get_elapsed_time(begin, end) / repeats)
+            spent = milliseconds(cupy, stream, functools.partial(graph.launch, stream))
+            times.setdefault(name, []).append(1e3 * spent / repeats)
     return {name: float(np.median(each)) for name, each in times.items()}
 
 
@@ -199,9 +194,7 @@ def ways_of(cupy, backend, n, c, k):
 def main():
     parser = argparse.ArgumentParser(prog=f"python -m {BENCHMARK}", description=__doc__)
     parser.add_argument("--rounds", type=int, default=5, help="turns of each way (default 5)")
-    add = parser.add_argument
-    add("--commit", help="what is measured, for the record, where this is a copy without its repository")
-    parser.add_argument("--no-save", action="store_true", help="leave results/ as it is")
+    add_saving(parser.add_argument)
     args = parser.parse_args()
     from stage2_cuda.cuda_backend import CudaBackend
 

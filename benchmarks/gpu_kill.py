@@ -15,7 +15,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from benchmarks.harness import ROOT, finish, nvidia_smi, print_table, progress, run, save
+from benchmarks.harness import ROOT, add_saving, finish, nvidia_smi, print_table, progress, run, save
 from benchmarks.jobs import Job, launcher
 from benchmarks.kill import finished, kill_one
 from gpt2core.checkpoint import load_checkpoint
@@ -113,9 +113,7 @@ def parser():
     add("--steps", type=int, default=4000, help="steps of a run (default 4000)")
     add("--checkpoint-every", type=int, default=100, help="steps between checkpoints (default 100)")
     add("--seed", type=int, default=0, help="of ranks and moments (default 0)")
-    add("--commit", help="what is measured, for the record, where this is a copy without its repository")
-    add("--save-as", default="gpu_kill", help="the file in results/, without .json (default gpu_kill)")
-    add("--no-save", action="store_true", help="leave results/ as it is")
+    add_saving(add, "gpu_kill")
     return parser
 
 

@@ -17,7 +17,7 @@ import triton.language as tl
 
 from benchmarks import ours as our_own
 from benchmarks.gpu_decode import seconds_a_step
-from benchmarks.harness import paired_ratio, print_table, progress, run, save
+from benchmarks.harness import add_saving, paired_ratio, print_table, progress, run, save
 from benchmarks.plain_kernels import GPT2, KERNELS, SEED, compare
 from gpt2core.errors import ConfigError
 from gpt2core.model import PRESETS
@@ -171,8 +171,7 @@ def main():
     parser = argparse.ArgumentParser(prog=f"python -m {BENCHMARK}", description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--rounds", type=int, default=7, help="turns of each way (default 7)")
-    add("--commit", help="what is measured, for the record, where this is a copy without its repository")
-    add("--no-save", action="store_true", help="leave results/ as it is")
+    add_saving(add)
     args = parser.parse_args()
     from stage2_cuda.triton_driver import array_module
 

@@ -6,7 +6,7 @@ import sys
 import numpy as np
 
 from benchmarks.gpu_step import driver_bytes, gib
-from benchmarks.harness import Contender, Running, print_table, progress, run, save
+from benchmarks.harness import Contender, Running, add_saving, print_table, progress, run, save
 from gpt2core.model import PRESETS
 from stage2_cuda.memory import BYTES, CONTEXT, training_memory
 
@@ -80,8 +80,7 @@ def main():
     add("--precision", choices=BYTES, nargs="+", default=["bf16"], help="with --preset (default bf16)")
     add("--micro-shards", type=int, nargs="+", default=[1], help="with --preset (default 1)")
     add("--timeout", type=int, default=300, help="seconds that one case may take, compiling included (default 300)")
-    add("--commit", help="what is measured, for the record, where this is a copy without its repository")
-    add("--no-save", action="store_true", help="leave results/ as it is")
+    add_saving(add)
     args = parser.parse_args()
     given = [
         (preset, batch, precision, shards)

@@ -9,8 +9,9 @@ import statistics
 import sys
 
 from benchmarks.gpu_scaling import gpus
-from benchmarks.harness import print_table, progress, run, save
+from benchmarks.harness import add_saving, print_table, progress, run, save
 from benchmarks.parity import first_difference, train
+from gpt2core.model import PRESETS
 from stage1_mpi.launch import choose, launch_line
 
 BENCHMARK = "benchmarks.gpu_parity"
@@ -89,14 +90,12 @@ def verdict(results):
 def parser():
     parser = argparse.ArgumentParser(prog=f"python -m {BENCHMARK}", description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("--preset", default="paper", help="model (default paper)")
+    add("--preset", choices=PRESETS, default="paper", help="model (default paper)")
     add("--precision", choices=("fp32", "tf32", "bf16"), nargs="+", default=["fp32", "bf16"], help="a table for each")
     add("--ranks", type=int, nargs="+", default=[1, 2, 4], help="GPUs, one for each rank (default 1 2 4)")
     add("--steps", type=int, default=50, help="steps of each run (default 50)")
     add("--timeout", type=int, default=300, help="seconds that one run may take (default 300)")
-    add("--commit", help="what is measured, for the record, where this is a copy without its repository")
-    add("--save-as", default="gpu_parity", help="the file in results/, without .json (default gpu_parity)")
-    add("--no-save", action="store_true", help="leave results/ as it is")
+    add_saving(add, "gpu_parity")
     return parser
 
 

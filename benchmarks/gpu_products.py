@@ -15,7 +15,7 @@ from contextlib import ExitStack
 import numpy as np
 
 from benchmarks import ours
-from benchmarks.harness import Contender, Running, paired_ratio, play, print_table, run, save, timed_turn
+from benchmarks.harness import Contender, Running, add_saving, paired_ratio, play, print_table, run, save, timed_turn
 
 # x (N, C), w (C, K), dy (N, K); where it is turned, w is (K, C), as lm_head is
 
@@ -134,9 +134,7 @@ def parser():
     add("--turn", type=float, default=20, help="milliseconds on the device of one turn, about (default 20)")
     add("--threads", type=int, default=4, help="threads of each process on the host (default 4)")
     add("--timeout", type=int, default=300, help="seconds that one turn may take, compiling included (default 300)")
-    add("--commit", help="what is measured, for the record, where this is a copy without its repository")
-    add("--save-as", default="gpu_products", help="the file in results/, without .json (default gpu_products)")
-    add("--no-save", action="store_true", help="leave results/ as it is")
+    add_saving(add, "gpu_products")
     return parser
 
 

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from benchmarks.harness import print_table, run, save
+from benchmarks.harness import add_saving, print_table, run, save
 from gpt2core.errors import ConfigError
 from gpt2core.model import PRESETS
 
@@ -394,9 +394,7 @@ def main():
     add("--vocab-size", type=int, help="words, to see what an odd number of them costs (default: the preset's)")
     add("--steps", type=int, default=5, help="steps that are averaged, of each kind (default 5)")
     add("--rows", type=int, default=30, help="longest rows of a table that are shown (default 30)")
-    add("--commit", help="what is measured, for the record, where this is a copy without its repository")
-    add("--save-as", default="gpu_profile", help="the file in results/, without .json (default gpu_profile)")
-    add("--no-save", action="store_true", help="leave results/ as it is")
+    add_saving(add, "gpu_profile")
     args = parser.parse_args()
     args.batch_size = args.batch_size or (16 if args.preset == "paper" else 64)
     config = PRESETS[args.preset]

@@ -11,7 +11,7 @@ from contextlib import ExitStack
 
 import numpy as np
 
-from benchmarks.harness import Contender, Member, Running, paired_ratio, play, print_table, run, save
+from benchmarks.harness import Contender, Member, Running, add_saving, paired_ratio, play, print_table, run, save
 from gpt2core.dataset import Windows
 from gpt2core.errors import ConfigError
 from gpt2core.model import PRESETS
@@ -213,9 +213,7 @@ def parser_of(benchmark, thesis, timeout, of):
     add("--precision", choices=("fp32", "tf32", "bf16"), default="bf16", help="of the arithmetic (default bf16)")
     add("--bucket-mb", type=float, default=BUCKET_MB, help=f"least size of a bucket, 10^6 bytes ({BUCKET_MB:g})")
     add("--timeout", type=int, default=timeout, help=f"seconds that {of} may take (default {timeout})")
-    add("--commit", help="what is measured, for the record, where this is a copy without its repository")
-    add("--save-as", default=name, help=f"the name of what is written to results/, up to its dot (default {name})")
-    add("--no-save", action="store_true", help="leave results/ as it is")
+    add_saving(add, name)
     return parser
 
 

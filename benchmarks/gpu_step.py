@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from benchmarks.harness import Contender, Running, nvidia_smi, paired_ratio, play, print_table, run, save
+from benchmarks.harness import Contender, Running, add_saving, nvidia_smi, paired_ratio, play, print_table, run, save
 from gpt2core.model import PRESETS, flops_per_token
 from stage2_cuda.peak_flops import peak_flops
 
@@ -205,9 +205,7 @@ def main(contenders=contenders):
     add("--warm-up", type=int, default=3, help="steps before the first round (default 3)")
     add("--threads", type=int, default=4, help="threads of each process on the host (default 4)")
     add("--timeout", type=int, default=500, help="seconds that one turn may take, compiling included (default 500)")
-    add("--commit", help="what is measured, for the record, where this is a copy without its repository")
-    add("--save-as", default="gpu_step", help="the file in results/, without .json (default gpu_step)")
-    add("--no-save", action="store_true", help="leave results/ as it is")
+    add_saving(add, "gpu_step")
     args = parser.parse_args()
 
     results = []

@@ -21,7 +21,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from benchmarks.harness import ROOT, print_table, run, save
+from benchmarks.harness import ROOT, add_saving, print_table, run, save
+from gpt2core.errors import ConfigError
 from stage2_cuda.autotune import difference, milliseconds, recorded
 from stage2_cuda.cuda_backend import dtype_of
 from stage2_cuda.kernels import attention, column_sums, cross_entropy, gelu, layernorm
@@ -275,11 +276,13 @@ def main():
     add("--kernel", choices=KERNELS, nargs="+", default=list(KERNELS), help="what is tuned (default all)")
     add("--shape", choices=HEADS, nargs="+", default=list(HEADS), help="of what size; long: attention (default all)")
     add("--share", type=int, help="as one of the processes that compile: which")
-    add("--commit", help="what is measured, for the record, where this is a copy without its repository")
-    add("--no-save", action="store_true", help="leave results/ as it is")
+    add_saving(add)
     args = parser.parse_args()
     if args.share is not None:
         return compile_share(args)
+    if args.shape == ["long"] and "attention" not in args.kernel:
+        asked = " ".join(args.kernel)
+        raise ConfigError(f"--shape long is a size of attention, and --kernel asks for {asked}: use --shape gpt2")
     compile_all(args)
     results = {}
     for case in cases(args):

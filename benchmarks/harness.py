@@ -286,6 +286,14 @@ def commit():
     return described.stdout.strip() + "-dirty" * bool(changed)
 
 
+def add_saving(add, name=None):
+    """The flags that say what save() writes; `name`: the file's in results/, up to its dot, where it can be another."""
+    add("--commit", help="what is measured, for the record, where this is a copy without its repository")
+    if name:
+        add("--save-as", default=name, help=f"the file's name in results/, up to its dot (default {name})")
+    add("--no-save", action="store_true", help="leave results/ as it is")
+
+
 def save(benchmark, results, of_commit=None, name=None):
     """Write results/<name>.json: the results, and when, what and on which hardware they were measured.
 
@@ -314,7 +322,7 @@ def print_table(rows):
 
 
 def run(main):
-    """Return what a benchmark's main() returns; a contender that fails ends it with one message and status 1."""
+    """Return what main() returns; what fails ends it with one message, a contender with status 1, its user with 2."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # on the way out, every job is ended
     load = os.getloadavg()[0]
     if load > 0.3:
@@ -323,7 +331,8 @@ def run(main):
         return main()
     except (ContenderFailed, UserError) as error:
         progress("")
-        sys.exit(str(error))
+        print(error, file=sys.stderr)
+        sys.exit(2 if isinstance(error, UserError) else 1)
     except KeyboardInterrupt:
         sys.exit(130)
 

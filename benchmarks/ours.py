@@ -1,5 +1,6 @@
 """The one place where the benchmarks touch our own GPT-2."""
 
+import functools
 import time
 from dataclasses import dataclass
 
@@ -12,6 +13,7 @@ from gpt2core.sampler import generate as continuation
 from gpt2core.trainer import Parallel, Trainer, plan
 from stage0_serial.numpy_backend import NumpyBackend
 from stage1_mpi.mpi_communicator import MpiCommunicator
+from stage2_cuda import autotune
 
 LR = 3e-4
 GPU_OPTIMIZER = dict(clip=1.0, weight_decay=0.1, beta2=0.95)  # GPT-2's recipe, and nanoGPT's
@@ -121,6 +123,17 @@ class CudaSteps:
         return {"held_bytes": self.backend.peak_memory()}
 
 
+def take_turns(first, backend):
+    """Let the steps of `backend`, still to be recorded, work where `first` does, another's or None; -> the first.
+
+    What one leaves there the next one may write over, and so none may leave anything for its next call.
+    """
+    for step in backend.recorded:
+        first = first or step
+        step.workspace, step.stream = first.workspace, first.stream
+    return first
+
+
 class CudaTexts:
     """Greedy texts on one GPU: `texts(prompts (B, T), new) -> (ids (B, new), seconds to the first, seconds)`."""
 
@@ -153,18 +166,15 @@ class Graphs:
         self.cupy = array_module()
         self.stream, self.calls, self.graphs = self.cupy.cuda.Stream(non_blocking=True), {}, {}
 
-    def record(self, kind, milliseconds):
+    def record(self, kind, length):
         """Make a graph of about as many milliseconds; returns how many calls it has."""
         if kind not in self.graphs:
             call = self.calls[kind]
             with self.stream:
                 call()  # compiles
-                once = min(self.timed(call) for _ in range(3))
-                calls = max(1, round(milliseconds / once))
-                self.stream.begin_capture()
-                for _ in range(calls):
-                    call()
-                self.graphs[kind] = self.stream.end_capture(), calls
+                once = min(autotune.milliseconds(self.cupy, self.stream, call) for _ in range(3))
+                calls = max(1, round(length / once))
+                self.graphs[kind] = autotune.recorded(self.stream, call, calls), calls
         return self.graphs[kind][1]
 
     def replay(self, kind):
@@ -172,15 +182,7 @@ class Graphs:
         graph, _ = self.graphs[kind]
         with self.stream:
             graph.launch(self.stream)
-            return self.timed(lambda: graph.launch(self.stream))
-
-    def timed(self, call):
-        start, stop = self.cupy.cuda.Event(), self.cupy.cuda.Event()
-        start.record(self.stream)
-        call()
-        stop.record(self.stream)
-        stop.synchronize()
-        return self.cupy.cuda.get_elapsed_time(start, stop)
+            return autotune.milliseconds(self.cupy, self.stream, functools.partial(graph.launch, self.stream))
 
     def norm(self, array):
         return float(self.cupy.linalg.norm(array.astype(np.float32).ravel()))

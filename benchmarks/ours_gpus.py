@@ -1,5 +1,6 @@
 """Where the benchmarks touch our own GPT-2 on many GPUs: ways to train that take turns on the ranks of one job."""
 
+from benchmarks.ours import take_turns
 from gpt2core.communicator import Solo
 from gpt2core.model import initial_parameters
 from gpt2core.trainer import Parallel, Trainer
@@ -73,9 +74,7 @@ class Job:
             self.values, self.config, [backend], batch_size=batch_size, seq_len=self.windows.seq_len,
             micro_shards=group.size, optimizer=OPTIMIZER, world=group, parallel=Parallel(**parallel),
         )  # fmt: skip
-        for recorded in backend.recorded:  # they take turns, and none leaves anything there for its next one
-            self.first = self.first or recorded
-            recorded.workspace, recorded.stream = self.first.workspace, self.first.stream
+        self.first = take_turns(self.first, backend)
         return trainer
 
 

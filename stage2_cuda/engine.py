@@ -23,7 +23,7 @@ from gpt2core.tensor import Tensor, no_grad
 from stage2_cuda.graph import Recorded, Workspace
 from stage2_cuda.kernels import decode, ends, sampling
 
-FEW = 4096  # tokens of all prompts that a GPU has done before Python has launched the kernels: their pass is recorded
+SHORT = 4096  # tokens of all prompts, up to which Python takes longer to launch prefill than the GPU: it is recorded
 AHEAD = 4  # steps under way beyond the one whose tokens are read next
 UNIFORMS = 256  # random numbers that are brought to the device at once, for each sequence
 
@@ -91,7 +91,7 @@ class Engine:
             if self.sliding:
                 self.perform(self.whole, min(self.lengths) < self.model.config.block_size)
             elif self.count == 0:
-                self.fill()
+                self.prefill()
             else:
                 self.perform(self.cached)
             self.pending.append(self.queue.download(self.sequences.tokens))
@@ -161,17 +161,17 @@ class Engine:
 
     # -- logits of the next token --------------------------------------------------------------------------------------
 
-    def fill(self):
+    def prefill(self):
         """The prompts: where they are short, in a step that is recorded for all lengths of its bucket."""
         longest = max(self.lengths)
         T = min(round_up(longest, self.queue.bucket), self.model.config.block_size)
-        if self.batch * T <= FEW:
-            self.perform(self.prefill, T)
+        if self.batch * T <= SHORT:
+            self.perform(self.short_prompts, T)
         else:
             self.fill_cache(longest, min(self.lengths) == longest)
             self.perform(self.unembed)
 
-    def prefill(self, T):
+    def short_prompts(self, T):
         self.fill_cache(T, False)
         self.unembed()
 

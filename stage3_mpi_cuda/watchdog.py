@@ -15,6 +15,7 @@ import numpy as np
 
 PERIOD = 1.0  # seconds between two signs of life
 SILENCE = 20.0  # seconds without one until a rank counts as lost
+TURN = 0.4  # seconds that a rank has to tell the cause before the next one would
 FAREWELL = 5.0  # seconds that a rank which ends waits for its neighbours to end too
 ALIVE, LEAVING = (np.array([word], np.int8) for word in (0, 1))
 IN_PROGRESS = 7  # ncclResult_t of a communicator that is not done, and fine
@@ -84,7 +85,7 @@ class Watchdog:
 
     def _fail(self, cause):
         """Tell the cause and end the job; a lower rank that has seen it too is given the time to tell it alone."""
-        time.sleep(0.4 * min(self._world.rank, 8))
+        time.sleep(TURN * min(self._world.rank, 8))
         with contextlib.suppress(OSError, ValueError):  # nobody may be there to read it
             print(f"error: rank {self._world.rank}: {cause}", file=sys.stderr)
         self._world.abort(1)

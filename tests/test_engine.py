@@ -87,9 +87,9 @@ def test_texts_of_different_lengths_are_continued_together_as_each_by_itself(rul
 
 
 @pytest.mark.parametrize("prompts", [[[3, 1, 4]], [[1, 2, 3], [4] * 6, [9]], [[5] * 11]], ids=["one", "three", "long"])
-@pytest.mark.parametrize("few", [0, 4096])
-def test_prompts_that_are_filled_up_are_continued_as_stage_0_does(monkeypatch, prompts, few):
-    monkeypatch.setattr(engine, "FEW", few)
+@pytest.mark.parametrize("short", [0, 4096])
+def test_prompts_that_are_filled_up_are_continued_as_stage_0_does(monkeypatch, prompts, short):
+    monkeypatch.setattr(engine, "SHORT", short)
     for queue in (engine.Eager, engine.Queue):
         monkeypatch.setattr(queue, "bucket", 8)  # of a block of 12
     ours, stage0 = models()

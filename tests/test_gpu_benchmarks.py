@@ -7,7 +7,17 @@ import pytest
 
 pytest.importorskip("triton")
 
-from benchmarks import gpu_choices, gpu_collectives, gpu_kill, gpu_parity, gpu_scaling, gpu_strategies, gpu_timeline
+from benchmarks import (
+    gpu_choices,
+    gpu_collectives,
+    gpu_kill,
+    gpu_parity,
+    gpu_scaling,
+    gpu_strategies,
+    gpu_timeline,
+    gpu_tune,
+    harness,
+)
 from benchmarks.gpu_profile import Launch, Ran, family, kernel_rows, launches_of, print_kernels
 from benchmarks.harness import Contender, print_table
 from gpt2core.dataset import Windows
@@ -25,6 +35,14 @@ def test_every_flag_has_a_default_and_saves_under_the_module_s_name(module):
     args = module.parser().parse_args([])
     assert args.save_as == module.BENCHMARK.removeprefix("benchmarks.") and not args.no_save and args.commit is None
     assert module.parser().parse_args(["--commit", "abc1234", "--no-save"]).commit == "abc1234"
+
+
+def test_a_size_that_no_asked_kernel_has_is_refused(monkeypatch, capsys):
+    monkeypatch.setattr(harness.signal, "signal", lambda *_: None)  # this process is pytest's
+    monkeypatch.setattr("sys.argv", ["gpu_tune", "--kernel", "gelu", "--shape", "long"])
+    with pytest.raises(SystemExit) as ended:
+        harness.run(gpu_tune.main)
+    assert ended.value.code == 2 and "--shape long" in capsys.readouterr().err
 
 
 # -- the profile of one step ------------------------------------------------------------------------------------------

@@ -308,6 +308,6 @@ def test_draws_are_those_of_stage_0_s_rule(rng, V, kind, rule):
         with np.errstate(over="ignore"):
             place = np.argsort(np.argsort(-row, kind="stable"))  # in the order of the rule
             first, last = (place[rule(row)] for _ in near_u)
-            if u + 1e-8 > 1 and top_k in (0, V) and top_p == 1:  # in float64 its sum is off by more
+            if u + 1e-8 > 1 and top_k in (0, V) and top_p == 1:  # float64's sum is off by more than these weigh
                 last = np.count_nonzero(np.exp((row.astype(np.float64) - row.max()) / temperature)) - 1
         assert first <= place[token] <= last

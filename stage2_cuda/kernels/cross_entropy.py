@@ -88,7 +88,8 @@ def read(peak, total, x):
 
 @triton.jit
 def nothing(LANES: tl.constexpr):
-    return tl.full((LANES,), -2.0e38, tl.float32), tl.zeros((LANES,), tl.float32)  # no infinity: -inf - -inf is NaN
+    lowest = -2.0e38  # no infinity, as -inf - -inf is NaN, and times LOG2E it must not become one
+    return tl.full((LANES,), lowest, tl.float32), tl.zeros((LANES,), tl.float32)
 
 
 @triton.jit
