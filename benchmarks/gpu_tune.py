@@ -4,7 +4,7 @@
 
 A candidate is a set of values for constants of one module, {} the ones in use. Every candidate is first compiled in
 processes beside this one, then compared with what is in use (relative norm of what it writes), then captured in a CUDA
-graph and replayed in turns, A B C, B C A, ...; the median of its turns counts.
+graph and replayed in turns, in another order each time; the median of its turns counts.
 
 A training run tries out a few tiles of attention by itself (stage2_cuda/attention_tiles.py); this is the wide search,
 for its table, for what is worth trying there, and for the constants of the other kernels.
@@ -12,9 +12,7 @@ for its table, for what is worth trying there, and for the constants of the othe
 
 import argparse
 import contextlib
-import functools
 import itertools
-import statistics
 import subprocess
 import sys
 from typing import NamedTuple
@@ -23,7 +21,7 @@ import numpy as np
 
 from benchmarks.harness import ROOT, add_saving, print_table, run, save
 from gpt2core.errors import ConfigError
-from stage2_cuda.autotune import difference, milliseconds, recorded
+from stage2_cuda.autotune import difference, medians, recorded
 from stage2_cuda.cuda_backend import dtype_of
 from stage2_cuda.kernels import attention, column_sums, cross_entropy, gelu, layernorm
 from stage2_cuda.triton_driver import array_module
@@ -34,6 +32,11 @@ COMPILERS = 12  # processes that compile beside each other
 TURNS, CALLS = 9, 10  # of each candidate, and in one of them
 DIFFERENT = 2e-2  # a relative norm beyond what another order of the sums in bf16 can make
 SHAPES = {"paper": (4096, 384, 172, 176), "gpt2": (65536, 768, 50257, 50304)}  # rows, channels, vocabulary, padded
+SHORTLIST = {  # tiles of attention that are the fastest by themselves, to be tried together
+    "forward": [(128, 64, 8, 3), (128, 64, 8, 3, 2), (128, 64, 4, 3), (64, 64, 4, 2), (64, 128, 4, 2)],
+    "dq": [(128, 64, 4, 3), (128, 32, 4, 3), (64, 64, 4, 2), (64, 64, 4, 3)],
+    "dkdv": [(64, 64, 4, 3), (128, 64, 4, 2)],
+}
 HEADS = {"paper": (16, 256, 6, 64), "gpt2": (64, 1024, 12, 64), "long": (1, 16384, 16, 64)}  # B, T, H, D of attention
 
 
@@ -135,13 +138,16 @@ def attention_case(of, B, T, H, D):
     attention.attention_forward(y, lse, qkv, H)
     out = [y.copy(), lse.copy()]
 
-    def several(part, tiles):
-        configs = [used._replace(**{part: attention.Tile(*tile)}) for tile in tiles]
+    def several(*parts):
+        """{} and every combination of tiles, parts being (name, tiles)."""
+        names, tiles = zip(*parts, strict=True)
+        chosen = [[attention.Tile(*tile) for tile in each] for each in tiles]
+        configs = [used._replace(**dict(zip(names, each, strict=True))) for each in itertools.product(*chosen)]
         return [{}, *(dict(CONFIGS={"16 bits": {(D, T): config}}) for config in configs)]
 
     tiles = list(itertools.product((64, 128), (32, 64, 128), (4, 8), (2, 3, 4)))
     prepare = lambda: lambda: attention.attention_forward(*out, qkv, H)  # noqa: E731
-    yield attention, prepare, out, several("forward", tiles), qkv.nbytes + y.nbytes
+    yield attention, prepare, out, several(("forward", tiles)), qkv.nbytes + y.nbytes
 
     def backward():
         attention.attention_backward(dqkv, delta, dy, qkv, y, lse, H)
@@ -150,12 +156,13 @@ def attention_case(of, B, T, H, D):
         attention.attention_forward(*out, qkv, H)
         backward()
 
-    prepare = lambda: both_ways  # noqa: E731
-    yield attention, prepare, [*out, dqkv], several("forward", tiles), 3 * qkv.nbytes + 3 * y.nbytes
     prepare = lambda: backward  # noqa: E731
     for part in ("both",) if used.both else ("dq", "dkdv"):
         chosen = [(M, N, *rest) for M, N, *rest in tiles if part != "both" or M == N]
-        yield attention, prepare, [dqkv], several(part, chosen), 2 * qkv.nbytes + 2 * y.nbytes
+        yield attention, prepare, [dqkv], several((part, chosen)), 2 * qkv.nbytes + 2 * y.nbytes
+    prepare = lambda: both_ways  # noqa: E731
+    if not used.both:
+        yield attention, prepare, [*out, dqkv], several(*SHORTLIST.items()), 3 * qkv.nbytes + 3 * y.nbytes
 
 
 KERNELS = {
@@ -245,12 +252,8 @@ def measure(case):
                 print(f"{case.title}: {label}: WRONG, {error:.3g}", flush=True)
                 continue
             ready.append((label, error, graph, call))
-        times = {label: [] for label, *_ in ready}
-        for turn in range(TURNS):
-            first = turn % max(1, len(ready))
-            for label, _, graph, _ in ready[first:] + ready[:first]:
-                times[label].append(milliseconds(xp, stream, functools.partial(graph.launch, stream)) / CALLS)
-    rows = [{"label": label, "ms": statistics.median(times[label]), "error": error} for label, error, *_ in ready]
+        times = medians(xp, stream, [graph for _, _, graph, _ in ready], TURNS) / CALLS
+    rows = [{"label": label, "ms": ms, "error": error} for (label, error, *_), ms in zip(ready, times, strict=True)]
     return sorted(rows, key=lambda row: row["ms"])
 
 

@@ -57,6 +57,7 @@ class Communicator:
     one_process = False  # whether this can never be the world of more than one rank
     native = "canonical"  # what use_collectives() calls the library's own sums, which are the fastest where it has any
     recordable = True  # whether its calls on arrays of a device may be recorded along with the kernels around them
+    shares_updates = False  # whether ZeRO-1 is what a run takes, where no flag says otherwise
     times_buckets = False  # whether the least size of a bucket is measured, where no flag says it: see bucket_size.py
 
     @property

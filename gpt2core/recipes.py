@@ -27,7 +27,7 @@ RESUMED = {name: type(value) for name, value in (PAPER | COMMON).items()} | dict
     min_lr=float, seq_len=int, micro_shards=int, data=str, val_data=str, val_fraction=float
 )
 # How many ranks share the work: not part of a checkpoint, which any number of them may go on with.
-RANK_FLAGS = dict(dp="flat", bucket_mb=None, compress="none", zero=0, zero_gather="end", tp=1)
+RANK_FLAGS = dict(dp="flat", bucket_mb=None, compress="none", zero=None, zero_gather="end", tp=1)
 RANK_FLAGS |= dict(collectives=None, transport=None, verify_every=0, local_shuffle=False)
 MODES = ("replicate", "batch", "tensor")  # how ranks share an inference
 SHAPE = ("n_layer", "n_head", "n_embd", "block_size")  # flags that change the model itself

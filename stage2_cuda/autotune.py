@@ -3,7 +3,7 @@
     tuner = Tuner(cupy, made_for="NVIDIA H200, cublasLt 130000, Triton 3.6.0", directory=cache_directory())
     config = tuner.choose("attention forward ...", configs, run, outputs)  # times at the first call, looks up later
 
-Candidates are timed in turns, A B C, A B C, ..., each in a CUDA graph of several calls, or a small kernel would time
+Candidates are timed in turns, A B C, B A C, ..., each in a CUDA graph of several calls, or a small kernel would time
 its launch. A choice is text, {what: choice}, so that it can be recorded with a run and given to other ranks.
 """
 
@@ -22,6 +22,7 @@ from stage2_cuda.graph import no_collection
 FASTER = 0.99  # of the first candidate's time: less may be noise, and noise shall not change bits from run to run
 DIFFERENT = {2: 2e-2, 4: 2e-3}  # relative norm beyond what another order of sums makes, by bytes of an element
 PIECE = 1 << 22  # elements that are compared at once
+SEED = 20260101  # of the order in which candidates take their turns
 ROUNDS, CALLS, ENOUGH = 5, 20, 20.0  # turns of each graph; calls in one, at most; milliseconds that they should take
 
 
@@ -165,15 +166,18 @@ def recorded(stream, call, calls):
     return graph
 
 
-def medians(cupy, stream, graphs):
+def medians(cupy, stream, graphs, rounds=ROUNDS):
     """Milliseconds of each graph, the median of its turns; all one after the other, so that the GPU is as hot as later.
 
-    What is fastest in a burst may draw more power, and be slower once the clock has sunk.
+    What is fastest in a burst may draw more power, and be slower once the clock has sunk. Each round has its own order:
+    behind the same other one a graph would be up to 5 % slower or faster every time, by the power that that one draws.
     """
     for graph in graphs:
         graph.launch(stream)
-    calls = [functools.partial(graph.launch, stream) for graph in graphs]
-    times = [[milliseconds(cupy, stream, call) for call in calls] for _ in range(ROUNDS)]
+    times, shuffled = np.empty((rounds, len(graphs))), np.random.default_rng(SEED)
+    for row in times:
+        for number in shuffled.permutation(len(graphs)):
+            row[number] = milliseconds(cupy, stream, functools.partial(graphs[number].launch, stream))
     return np.median(times, axis=0)
 
 

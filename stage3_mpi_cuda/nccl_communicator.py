@@ -85,6 +85,10 @@ class NcclCommunicator(Communicator):
         return self.transport == "nccl"  # the other one waits on the host
 
     @property
+    def shares_updates(self):
+        return self.transport == "nccl"  # what follows a sum of NCCL's is 1/p of the update, and half of what travels
+
+    @property
     def times_buckets(self):
         return self.transport == "nccl"  # the host's arrays travel in the time of the cores that would compute
 

@@ -81,13 +81,16 @@ def test_another_candidate_wins_by_more_than_one_percent(fake, tuner, takes, win
 def test_the_fastest_of_many_wins_which_take_turns(fake, tuner):
     kernel = Kernel(fake, table=(100, 7), slow=(300, 7), fast=(40, 7), faster=(30, 7))
     assert kernel.chosen(tuner) == "faster"
-    # in turns, and one call each, as a call takes long: to load them, and for five measurements
-    assert kernel.ran[-24:] == ["table", "slow", "fast", "faster"] * 6
+    # in turns, and one call each, as a call takes long: to load them, and for five measurements, in several orders
+    turns = [kernel.ran[at : at + 4] for at in range(len(kernel.ran) - 24, len(kernel.ran), 4)]
+    assert turns[0] == list(kernel.candidates) and all(sorted(turn) == sorted(turns[0]) for turn in turns)
+    assert len({*map(tuple, turns)}) > 2
 
 
 def test_short_calls_are_timed_by_the_dozen(fake, tuner):
     kernel = Kernel(fake, table=(0.01, 7), other=(0.005, 7))
-    assert kernel.chosen(tuner) == "other" and kernel.ran[-40:] == ["table"] * 20 + ["other"] * 20
+    assert kernel.chosen(tuner) == "other"
+    assert {*kernel.ran[-40:-20]} | {*kernel.ran[-20:]} == {"table", "other"} and len({*kernel.ran[-20:]}) == 1
 
 
 @pytest.mark.parametrize(

@@ -112,8 +112,31 @@ ASKED |= dict(deterministic=False, local_shuffle=False)
     ],
 )
 def test_a_bucket_is_measured_between_gpus_alone_and_where_it_matters(size, times, asked, bucket_mb):
-    world = SimpleNamespace(size=size, times_buckets=times, native="nccl")
+    world = SimpleNamespace(size=size, times_buckets=times, shares_updates=False, native="nccl")
     world.use_transport, world.use_collectives = lambda name: "nccl", lambda name: None
     args = SimpleNamespace(**ASKED | dict(collectives=None, transport=None) | asked)
     choose_collectives(world, args)
     assert args.bucket_mb == bucket_mb
+
+
+@pytest.mark.parametrize(
+    "size, shares, asked, zero",
+    [
+        (4, True, {}, 1),
+        (4, True, dict(deterministic=True), 1),
+        (4, True, dict(zero=0), 0),
+        (4, True, dict(dp="bucket"), 0),
+        (4, True, dict(compress="bf16"), 0),
+        (4, True, dict(tp=4), 0),
+        (4, True, dict(tp=2), 1),
+        (1, True, {}, 0),
+        (4, False, {}, 0),
+        (4, False, dict(zero=1), 1),
+    ],
+)
+def test_ranks_share_the_update_by_themselves_where_that_is_the_fastest(size, shares, asked, zero):
+    world = SimpleNamespace(size=size, times_buckets=True, shares_updates=shares, native="nccl")
+    world.use_transport, world.use_collectives = lambda name: "nccl", lambda name: None
+    args = SimpleNamespace(**ASKED | dict(dp="flat", zero=None, collectives=None, transport=None) | asked)
+    notes = choose_collectives(world, args)
+    assert args.zero == zero and not notes

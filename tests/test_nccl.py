@@ -247,6 +247,14 @@ def test_every_way_to_share_the_gradients_has_stage_2_s_bits(gpus, ranks, precis
         assert results == [want] * len(ways)
 
 
+def test_gradients_that_overflow_in_fp16_are_made_again_by_all_ranks(gpus):
+    gpus(2)
+    want = trained(None, "fp16")
+    ways = [dict(precision="fp16", **way) for way in (dict(dp="flat"), dict(zero=1))]
+    for results in run_mpi(2, runs, "nccl", ways, timeout=LIMIT):
+        assert results == [want] * 2
+
+
 def test_ranks_that_share_a_gpu_have_stage_2_s_bits_through_the_host(gpus):
     gpus(1)
     want = trained(None, "fp32")
@@ -307,7 +315,7 @@ def test_two_ranks_train_and_write_as_one(gpus, tmp_path):
         flags = (*TINY, "--steps", 6, "--deterministic", "--log", logs[-1], "--out", tmp_path / "run")
         done = script(ranks, *flags, "--verify-every", 2)
         assert (done.code, done.left) == (0, ()), done.err
-    assert "--collectives canonical, --compress none, --zero 0, --transport nccl" in done.out
+    assert "--collectives canonical, --compress none, --zero 1, --transport nccl" in done.out
     assert curve(logs[0]) == curve(logs[1]) and rows_of(logs[1])[-1]["bytes_sent"] > 4 * 126_208
     ask = ("--weights", tmp_path / "run", "--prompt", "The model", "--max-new-tokens", 5)
     texts = [
