@@ -67,7 +67,7 @@ CONFIGS = {
     "16 bits": {
         (64, 256): Config(Tile(64, 64, 4, 3), both=Tile(64, 64, 4, 2)),
         (64, 4096): Config(Tile(128, 64, 8, 3), dq=Tile(128, 32, 4, 3), dkdv=Tile(64, 64, 4, 3)),
-        (64, ANY): Config(Tile(64, 128, 4, 2), dq=Tile(128, 64, 4, 3), dkdv=Tile(64, 64, 4, 3)),
+        (64, ANY): Config(Tile(128, 64, 8, 3), dq=Tile(128, 64, 4, 3), dkdv=Tile(64, 64, 4, 3)),
         (128, ANY): Config(Tile(64, 64, 4, 3), dq=Tile(128, 32, 8, 3), dkdv=Tile(64, 128, 8, 3)),
     },
     "ieee": {
