@@ -25,7 +25,7 @@ CORPUS = 1 << 22  # random tokens
 PAPER_STEPS, PAPER_SECONDS = 50, 0.1
 WAYS = {  # of ours, at the largest number of GPUs; the first also at the others
     "bucket": {"dp": "bucket"},
-    "flat": {"dp": "flat"},
+    "flat": {"dp": "flat", "zero": 0},
     "zero": {"dp": "flat", "zero": 1},
     "zero-forward": {"dp": "flat", "zero": 1, "zero_gather": "forward"},
     "zero-bf16": {"dp": "flat", "zero": 1, "compress": "bf16"},

@@ -159,7 +159,8 @@ def attention_case(of, B, T, H, D):
     prepare = lambda: backward  # noqa: E731
     for part in ("both",) if used.both else ("dq", "dkdv"):
         chosen = [(M, N, *rest) for M, N, *rest in tiles if part != "both" or M == N]
-        yield attention, prepare, [dqkv], several((part, chosen)), 2 * qkv.nbytes + 2 * y.nbytes
+        pointers = [dict(TILED=())] * (part == "dkdv")
+        yield attention, prepare, [dqkv], several((part, chosen)) + pointers, 2 * qkv.nbytes + 2 * y.nbytes
     prepare = lambda: both_ways  # noqa: E731
     if not used.both:
         yield attention, prepare, [*out, dqkv], several(*SHORTLIST.items()), 3 * qkv.nbytes + 3 * y.nbytes

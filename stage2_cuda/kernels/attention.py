@@ -67,7 +67,7 @@ CONFIGS = {
     "16 bits": {
         (64, 256): Config(Tile(64, 64, 4, 3), both=Tile(64, 64, 4, 2)),
         (64, 4096): Config(Tile(128, 64, 8, 3), dq=Tile(128, 32, 4, 3), dkdv=Tile(64, 64, 4, 3)),
-        (64, ANY): Config(Tile(128, 64, 8, 3), dq=Tile(128, 64, 4, 3), dkdv=Tile(64, 64, 4, 3)),
+        (64, ANY): Config(Tile(64, 128, 4, 2), dq=Tile(128, 64, 4, 3), dkdv=Tile(64, 64, 4, 3)),
         (128, ANY): Config(Tile(64, 64, 4, 3), dq=Tile(128, 32, 8, 3), dkdv=Tile(64, 128, 8, 3)),
     },
     "ieee": {
@@ -80,6 +80,7 @@ CONFIGS = {
     },
     "tf32x3": {(128, ANY): Config(Tile(64, 32, 4, 2), dq=Tile(64, 32, 4, 2), dkdv=Tile(32, 64, 4, 2))},
 }
+TILED = (64,)  # head sizes at which, in 16 bits, lse and delta come to dk and dv by the TMA unit too: those measured
 CACHED = Tile(16, 64, 4, 2)  # new queries by keys, of attention over a cache; a guess too
 
 
@@ -104,9 +105,20 @@ def store_tile(x, tile, b, part, h, row, ROWS: tl.constexpr, D: tl.constexpr):
     x.store([b, part, h, row, 0], tile.to(x.dtype).reshape(1, 1, 1, ROWS, D))
 
 
+def row_tiles(array, rows):
+    """array (B, H, T), to be read `rows` at a time, of which T is a multiple: TMA wants to begin at 16 bytes."""
+    return TensorDescriptor(Pointer(array), [array.size], [1], [rows])
+
+
 @triton.jit
-def load_rows(x, rows, T, EVEN: tl.constexpr):
-    if EVEN:  # no tile reaches beyond T: a mask in the innermost loop would cost 2 %
+def load_rows(x, head, rows, m, T, EVEN: tl.constexpr, TILED: tl.constexpr):
+    """x of the rows, m the first. TILED: x is of row_tiles(), and this head's begin at `head`; else x points to them.
+
+    In the innermost loop a mask would cost 2 %, and pointers 6 %: every thread makes its own, the TMA unit needs none.
+    """
+    if TILED:
+        values = x.load([head + m])
+    elif EVEN:  # no tile reaches beyond T
         values = tl.load(x + rows)
     else:
         values = tl.load(x + rows, mask=rows < T, other=0.0)  # there q and dy are 0, and so is what they add
@@ -215,7 +227,7 @@ def dq_tile(
     """dq of the rows [m0, m0 + M), and delta, if it is not None; lse and delta point to the T of this head."""
     rows = m0 + tl.arange(0, M)
     q, g = load_tile(qkv_m, b, QUERY, h, m0, M, D), load_tile(dy, b, 0, h, m0, M, D)
-    d, l2 = row_delta(load_tile(y, b, 0, h, m0, M, D), g), load_rows(lse, rows, T, False)
+    d, l2 = row_delta(load_tile(y, b, 0, h, m0, M, D), g), load_rows(lse, 0, rows, m0, T, False, False)
     if delta is not None:
         tl.store(delta + rows, d, mask=rows < T)
     dq = tl.zeros([M, D], tl.float32)
@@ -238,8 +250,9 @@ def dq_tile(
 
 @triton.jit
 def dkdv_tile(
-    dqkv, delta, dy, y, lse, qkv_m, qkv_n, b, h, n0, T, scale,
-    M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, LOOPS: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
+    dqkv, delta, dy, y, lse, qkv_m, qkv_n, b, h, head, n0, T, scale,
+    M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, LOOPS: tl.constexpr,
+    EVEN: tl.constexpr, TILED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of the columns [n0, n0 + N), in tiles that are transposed, (N, M); delta is made of y if it is None."""
     columns = n0 + tl.arange(0, N)
@@ -252,7 +265,7 @@ def dkdv_tile(
             rows = m + tl.arange(0, M)
             q = load_tile(qkv_m, b, QUERY, h, m, M, D)
             s = tl.dot(k, q.T, input_precision=PRECISION)
-            p = tl.math.exp2(s * (scale * LOG2E) - load_rows(lse, rows, T, EVEN)[None, :])
+            p = tl.math.exp2(s * (scale * LOG2E) - load_rows(lse, head, rows, m, T, EVEN, TILED)[None, :])
             if loop == 0:
                 if m < n0 + N:
                     p = tl.where(below_diagonal(rows, columns).T, p, 0.0)
@@ -262,7 +275,7 @@ def dkdv_tile(
             if delta is None:
                 d = row_delta(load_tile(y, b, 0, h, m, M, D), g)
             else:
-                d = load_rows(delta, rows, T, EVEN)
+                d = load_rows(delta, head, rows, m, T, EVEN, TILED)
             ds = p * (dp - d[None, :])
             dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
     store_tile(dqkv, dv, b, VALUE, h, n0, N, D)
@@ -283,13 +296,16 @@ def dq_kernel(
 @triton.jit
 def dkdv_kernel(
     dqkv, delta, dy, lse, qkv_m, qkv_n, T, H, scale,
-    M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, LOOPS: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, LOOPS: tl.constexpr,
+    EVEN: tl.constexpr, TILED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of N columns; the first columns, which all rows see, are launched first."""
-    b, h, head = tl.program_id(0) // H, tl.program_id(0) % H, tl.program_id(0).to(tl.int64) * T
+    b, h, head = tl.program_id(0) // H, tl.program_id(0) % H, tl.program_id(0) * T
     n0 = tl.program_id(1) * N
-    delta, lse = delta + head, lse + head
-    dkdv_tile(dqkv, delta, dy, None, lse, qkv_m, qkv_n, b, h, n0, T, scale, M, N, D, LOOPS, EVEN, PRECISION)
+    if not TILED:
+        delta, lse = delta + tl.program_id(0).to(tl.int64) * T, lse + tl.program_id(0).to(tl.int64) * T
+    arrays = dqkv, delta, dy, None, lse, qkv_m, qkv_n
+    dkdv_tile(*arrays, b, h, head, n0, T, scale, M, N, D, LOOPS, EVEN, TILED, PRECISION)
 
 
 @triton.jit
@@ -301,7 +317,8 @@ def both_kernel(
     b, h, head = tl.program_id(0) // H, tl.program_id(0) % H, tl.program_id(0).to(tl.int64) * T
     pair, pairs, lse = tl.program_id(1) // 2, tl.num_programs(1) // 2, lse + head
     if tl.program_id(1) % 2 == 0:
-        dkdv_tile(dqkv, None, dy, y, lse, qkv, qkv, b, h, pair * M, T, scale, M, N, D, LOOPS, EVEN, PRECISION)
+        n0 = pair * M
+        dkdv_tile(dqkv, None, dy, y, lse, qkv, qkv, b, h, 0, n0, T, scale, M, N, D, LOOPS, EVEN, False, PRECISION)
     else:
         m0 = (pairs - 1 - pair) * M
         dq_tile(dqkv, None, dy, y, lse, qkv, qkv, b, h, m0, T, scale, M, N, D, LOOPS, PRECISION)
@@ -332,8 +349,11 @@ def attention_backward(dqkv, delta, dy, qkv, y, lse, n_head, precision="ieee", c
     if config.dkdv:
         M, N = config.dkdv[:2]
         dqkv_n, qkv_n = tiles(N, dqkv, qkv)
+        even = T % M == 0
+        tiled = even and D in TILED and qkv.dtype.itemsize == 2
+        delta, lse = (row_tiles(x, M) if tiled else x for x in (delta, lse))
         arguments = dqkv_n, delta, *tiles(M, dy), lse, *tiles(M, qkv), qkv_n
-        options = dict(constants(config.dkdv, D, precision), LOOPS=config.dkdv.loops, EVEN=T % M == 0)
+        options = dict(constants(config.dkdv, D, precision), LOOPS=config.dkdv.loops, EVEN=even, TILED=tiled)
         launch(dkdv_kernel, (heads, triton.cdiv(T, N)), *arguments, *numbers, **options)
 
 
