@@ -87,7 +87,7 @@ def work_of(module, name, arguments, options):
     if module == "fp16x3" and name == "product_kernel":  # of fp32, once, however many passes it takes
         return {"flops": 2 * arguments["m"] * arguments["n"] * arguments["k"]}
     if module == "attention" and name in OF_ATTENTION:
-        B, H, T = arguments["lse"].shape
+        B, _, H, T, _ = (arguments["qkv"] if name == "both_kernel" else arguments["qkv_m"]).shape
         return {"flops": OF_ATTENTION[name] * B * H * T * T * options["D"]}
     if module not in ONCE:
         return {}

@@ -25,7 +25,7 @@ CORPUS = 1 << 22  # random tokens
 PAPER_STEPS, PAPER_SECONDS = 50, 0.1
 WAYS = {  # of ours, at the largest number of GPUs; the first also at the others
     "bucket": {"dp": "bucket"},
-    "flat": {"dp": "flat", "zero": 0},
+    "flat": {"dp": "flat"},
     "zero": {"dp": "flat", "zero": 1},
     "zero-forward": {"dp": "flat", "zero": 1, "zero_gather": "forward"},
     "zero-bf16": {"dp": "flat", "zero": 1, "compress": "bf16"},
@@ -67,6 +67,8 @@ def gpus(count):
 
 def named(ranks, options):
     """What a row of ours is called: the number of GPUs, and the flags of train_gpt2.py."""
+    if options.get("dp") == "flat" and "compress" not in options:
+        options = {"dp": "flat", "zero": 0, **options}  # there 1 is the default
     names = "dp", "zero", "zero_gather", "compress"
     flags = [f"--{name.replace('_', '-')} {options[name]}" for name in names if name in options]
     return " ".join([f"ours, {gpus(ranks)}", *flags, *["--deterministic"] * options.get("deterministic", False)])

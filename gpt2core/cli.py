@@ -110,7 +110,7 @@ def train_parser():
     size = f"least size for --dp bucket, 10^6 bytes (default {BUCKET_MB:g}; on GPUs measured, if not --deterministic)"
     add("--bucket-mb", type=float, metavar="MB", help=size)
     add("--compress", metavar="HOW", help=f"gradients on the wire: none, {', '.join(CODECS)} (default none)")
-    shared = "default 0; by NCCL, with --dp flat and no --compress, 1"
+    shared = "default 0; where many GPUs talk by NCCL, --dp is flat and --compress none, 1"
     add("--zero", type=int, choices=(0, 1), help=f"1: each rank keeps its part of the optimizer state ({shared})")
     gather = "when --zero 1 gathers what was updated: end, of the step; forward, beside the next one's (default end)"
     add("--zero-gather", metavar="WHEN", help=gather)

@@ -361,8 +361,8 @@ def describe(args, trainer, corpus):
     if args.zero:
         whole = 2 * trainer.arena.size * trainer.parameters.itemsize
         lines.append(
-            f"optimizer state: {trainer.optimizer.nbytes / 2**20:.2f} MiB a rank, and {whole / 2**20:.2f} MiB without "
-            f"--zero 1"
+            f"optimizer state: {trainer.optimizer.nbytes / 2**20:.2f} MiB a rank, and {whole / 2**20:.2f} MiB with "
+            f"--zero 0"
         )
     return "\n".join(lines)
 

@@ -150,13 +150,15 @@ def choose_collectives(world, args):
     if args.local_shuffle:
         notes.append("note: --local-shuffle: the order of the windows, and so the curve, depends on the ranks")
     named = "dp", "compress", "zero", "zero_gather"
-    idle = [name for name in named if getattr(args, name) not in (RANK_FLAGS[name], 0)]
+    idle = [name for name in named if getattr(args, name) not in (RANK_FLAGS[name], 0)]  # --zero 0 is no way to share
     if idle and data_parallel_ranks(world, args.tp) == 1:
         flags = " and ".join(f"--{name.replace('_', '-')} {getattr(args, name)}" for name in idle)
         notes.append(f"note: one data-parallel rank has nobody to share gradients with: {flags} can be left out")
     if args.zero is None:
-        whole = args.dp == "flat" and args.compress == "none"  # else the sum of all gradients comes to everyone anyway
-        args.zero = int(world.shares_updates and whole and data_parallel_ranks(world, args.tp) > 1)
+        several, flat = data_parallel_ranks(world, args.tp) > 1, args.dp == "flat" and args.compress == "none"
+        args.zero = int(world.shares_updates and several and flat)
+        if args.zero_gather == "forward" and not several:
+            args.zero_gather = "end"  # it is said above that there is nothing to gather
     return notes
 
 

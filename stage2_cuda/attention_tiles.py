@@ -1,10 +1,9 @@
 """Which tiles attention takes: those of its table, or of a few others the ones that a Tuner finds to be the fastest.
 
 Forward, dq, and dk with dv are tried each by itself; then all of backward as the table has it, with the best two, and
-where T is not long in one launch. Where it is long the table's forward stays: of two tiles that differed by 8 % at
-T = 16384, now the one and now the other was 1 or 2 % faster with backward behind it, by how hot the GPU was. Compiled
-for an H200 by Triton 3.6 and 3.9, no tile here spills registers, but those of tf32x3's backward, where the table's
-spill more.
+where T is not long in one launch. Where it is long the table's forward stays: what was faster by itself, at T = 16384,
+was now faster and now slower with backward behind it, by how hot the GPU was. Compiled for an H200 by Triton 3.6 and
+3.9, no tile here spills registers, but those of tf32x3's backward, where the table's spill more.
 """
 
 # B batch, T time, C channels, H heads, D = C // H

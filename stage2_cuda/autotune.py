@@ -170,7 +170,7 @@ def medians(cupy, stream, graphs, rounds=ROUNDS):
     """Milliseconds of each graph, the median of its turns; all one after the other, so that the GPU is as hot as later.
 
     What is fastest in a burst may draw more power, and be slower once the clock has sunk. Each round has its own order:
-    behind the same other one a graph would be up to 5 % slower or faster every time, by the power that that one draws.
+    behind the same other one a graph would be slower or faster every time, by the power that that one draws.
     """
     for graph in graphs:
         graph.launch(stream)

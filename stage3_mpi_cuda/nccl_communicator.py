@@ -86,7 +86,7 @@ class NcclCommunicator(Communicator):
 
     @property
     def shares_updates(self):
-        return self.transport == "nccl"  # what follows a sum of NCCL's is 1/p of the update, and half of what travels
+        return self.transport == "nccl"  # an update is 1/p then, and no more travels than in an all-reduce
 
     @property
     def times_buckets(self):

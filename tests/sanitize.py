@@ -160,7 +160,7 @@ def launch_cast(a):
 def launch_attention(a):
     precisions = ("ieee", "tf32", "tf32x3") if a.dtype == np.float32 else ("ieee",)
     for precision in precisions:
-        for B, T, H, D in ((2, 70, 3, 24), (1, 300, 1, 64), (1, 133, 1, 128)):
+        for B, T, H, D in ((2, 70, 3, 24), (1, 300, 1, 64), (1, 320, 2, 64), (1, 133, 1, 128)):
             qkv, dqkv, y, dy = (a.x(B, T, parts * H * D) for parts in (3, 3, 1, 1))
             lse, delta = a.f(B, H, T), a.f(B, H, T)
             attention.attention_forward(y, lse, qkv, H, precision)

@@ -140,3 +140,14 @@ def test_ranks_share_the_update_by_themselves_where_that_is_the_fastest(size, sh
     args = SimpleNamespace(**ASKED | dict(dp="flat", zero=None, collectives=None, transport=None) | asked)
     notes = choose_collectives(world, args)
     assert args.zero == zero and not notes
+
+
+@pytest.mark.parametrize("size, zero, gather", [(4, 1, "forward"), (1, 0, "end")])
+def test_what_is_to_be_gathered_beside_forward_is_left_out_where_there_is_nothing(size, zero, gather):
+    world = SimpleNamespace(size=size, times_buckets=True, shares_updates=True, native="nccl")
+    world.use_transport, world.use_collectives = lambda name: "nccl", lambda name: None
+    asked = dict(dp="flat", zero=None, zero_gather="forward", bucket_mb=5.0, collectives=None, transport=None)
+    args = SimpleNamespace(**ASKED | asked)
+    notes = choose_collectives(world, args)
+    assert (args.zero, args.zero_gather) == (zero, gather)
+    assert ["--zero-gather forward can be left out" in note for note in notes] == [True] * (size == 1)

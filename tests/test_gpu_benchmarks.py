@@ -1,6 +1,7 @@
 """The benchmarks of many GPUs, as far as they run without one: tables, the trace, trainers that take turns."""
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -68,6 +69,36 @@ def test_the_work_of_each_launch_is_counted():
     exact = CudaBackend()
     matrices = exact.asarray(np.ones((6, 9), np.float32)), exact.asarray(np.ones((9, 5), np.float32))
     assert [launch.flops for launch in launches_of(lambda: exact.product(*matrices), exact)] == [0, 0, 2 * 6 * 9 * 5]
+
+
+@pytest.mark.skipif(not triton_driver.interpreted(), reason="the launches are the same")
+@pytest.mark.parametrize("T", [320, 330])
+def test_the_work_of_attention_s_backward_in_two_launches_is_counted(T):
+    """lse comes as an array, or where T is even as a descriptor of another shape."""
+    backend, H, D = CudaBackend("fp16"), 2, 64
+    qkv, dy = (np.zeros((1, T, parts * H * D), np.float16) for parts in (3, 1))
+    launches = launches_of(lambda: backend.attention_backward(dy, qkv, *backend.attention_forward(qkv, H), H), backend)
+    assert [launch.title for launch in launches] == ["attention: forward", "attention: dq", "attention: dkdv"]
+    assert [launch.flops for launch in launches] == [factor * H * T * T * D for factor in (2, 3, 4)]
+
+
+@pytest.mark.skipif(not triton_driver.interpreted(), reason="the search itself is for a GPU")
+def test_the_search_for_tiles_has_each_part_alone_and_a_few_together():
+    rng, B, T, H, D = np.random.default_rng(), 1, 320, 1, 64
+    of = SimpleNamespace(xp=np, normal=lambda *shape: rng.standard_normal(shape, np.float32).astype(np.float16))
+    of.floats = lambda *shape: np.empty(shape, np.float32)
+    cases = list(gpu_tune.attention_case(of, B, T, H, D))
+    assert len(cases) == 4 and all(candidates[0] == {} for *_, candidates, _ in cases)
+    together = [candidate["CONFIGS"]["16 bits"][D, T] for candidate in cases[3][3][1:]]
+    assert len(set(together)) == np.prod([len(tiles) for tiles in gpu_tune.SHORTLIST.values()]) == len(together)
+    assert cases[2][3][-1] == dict(TILED=())
+    module, prepare, outputs, *_ = cases[2]
+    results = []
+    for values in ({}, dict(TILED=())):
+        with gpu_tune.replaced(module, values):
+            prepare()()
+        results.append(outputs[0].copy())
+    np.testing.assert_array_equal(*results)
 
 
 def test_the_profile_s_table_has_rates_and_their_share_of_the_ceiling(capsys):

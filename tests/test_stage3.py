@@ -157,6 +157,13 @@ def machine(monkeypatch):
     return run
 
 
+@pytest.mark.parametrize("transport, shares", [("nccl", True), ("mpi", False)])
+def test_ranks_share_the_update_where_nccl_carries_it(transport, shares):
+    world = object.__new__(NcclCommunicator)
+    world.transport = transport
+    assert world.shares_updates == shares
+
+
 def test_ranks_with_a_gpu_each_talk_by_nccl_and_those_that_share_one_through_the_host(machine, capsys):
     assert machine([(H200, "0"), (H200, "1")]) == ["nccl"] * 2
     assert machine([(H200, "0"), (H200, "1")], "mpi") == ["mpi"] * 2 and capsys.readouterr().err == ""

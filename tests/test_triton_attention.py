@@ -181,6 +181,18 @@ def test_attention_twice_gives_the_same_bits(rng, precision, tiles):
         assert_array_equal(a, b, strict=True)
 
 
+@pytest.mark.parametrize("precision", DTYPES[1:])
+@pytest.mark.parametrize("tile", [(64, 64, 4, 3), (32, 64, 4, 3), (128, 64, 4, 2), (64, 64, 4, 3, 2)], ids=str)
+def test_rows_in_tiles_have_the_bits_of_those_through_pointers(rng, monkeypatch, precision, tile):
+    (qkv, dy), results = operands(rng, precision, 2, 256, 2, 64), []
+    config = Config(*[Tile(64, 64, 4, 3)] * 2, Tile(*tile))
+    for sizes in ((64,), ()):
+        monkeypatch.setattr(attention, "TILED", sizes)
+        results.append(run(qkv, dy, 2, precision, config=config))
+    for a, b in zip(*results, strict=True):
+        assert_array_equal(a, b, strict=True)
+
+
 @pytest.mark.parametrize("precision", DTYPES)
 @pytest.mark.parametrize("tiles", ["square", "both"])
 def test_large_scores_do_not_overflow(rng, precision, tiles):

@@ -61,8 +61,8 @@ class Config(NamedTuple):
 
 
 ANY = 1 << 62
-# For (largest D, largest T), the first that fits. 16 bits: the fastest on an H200, but for the forward of short T; the
-# others are guesses, which spill few registers when compiled for it. Strict fp32 has no tensor cores to keep busy.
+# For (largest D, largest T), the first that fits. 16 bits: none is faster on an H200, but for the forward of short T;
+# the others are guesses, which spill few registers when compiled for it. Strict fp32 has no tensor cores to keep busy.
 CONFIGS = {
     "16 bits": {
         (64, 256): Config(Tile(64, 64, 4, 3), both=Tile(64, 64, 4, 2)),
@@ -106,7 +106,7 @@ def store_tile(x, tile, b, part, h, row, ROWS: tl.constexpr, D: tl.constexpr):
 
 
 def row_tiles(array, rows):
-    """array (B, H, T), to be read `rows` at a time, of which T is a multiple: TMA wants to begin at 16 bytes."""
+    """array (B, H, T), to be read `rows` at a time; T is a multiple of them, or a tile had rows of the next head."""
     return TensorDescriptor(Pointer(array), [array.size], [1], [rows])
 
 
@@ -114,7 +114,7 @@ def row_tiles(array, rows):
 def load_rows(x, head, rows, m, T, EVEN: tl.constexpr, TILED: tl.constexpr):
     """x of the rows, m the first. TILED: x is of row_tiles(), and this head's begin at `head`; else x points to them.
 
-    In the innermost loop a mask would cost 2 %, and pointers 6 %: every thread makes its own, the TMA unit needs none.
+    In the innermost loop a mask would cost 2 %, and pointers more: every thread makes its own, the TMA unit needs none.
     """
     if TILED:
         values = x.load([head + m])
@@ -302,7 +302,7 @@ def dkdv_kernel(
     """dk and dv of N columns; the first columns, which all rows see, are launched first."""
     b, h, head = tl.program_id(0) // H, tl.program_id(0) % H, tl.program_id(0) * T
     n0 = tl.program_id(1) * N
-    if not TILED:
+    if not TILED:  # coordinates are of 32 bits, and pointers of 64
         delta, lse = delta + tl.program_id(0).to(tl.int64) * T, lse + tl.program_id(0).to(tl.int64) * T
     arrays = dqkv, delta, dy, None, lse, qkv_m, qkv_n
     dkdv_tile(*arrays, b, h, head, n0, T, scale, M, N, D, LOOPS, EVEN, TILED, PRECISION)
