@@ -8,9 +8,10 @@ import numpy as np
 
 from gpt2core.communicator import Solo
 from gpt2core.model import GPT2, initial_parameters
+from gpt2core.parallel.micro_shards import plan
 from gpt2core.sampler import Greedy, generate_together
 from gpt2core.sampler import generate as continuation
-from gpt2core.trainer import Parallel, Trainer, plan
+from gpt2core.trainer import Parallel, Trainer
 from stage0_serial.numpy_backend import NumpyBackend
 from stage1_mpi.mpi_communicator import MpiCommunicator
 from stage2_cuda import autotune

@@ -11,7 +11,7 @@ from benchmarks.harness import Contender, Running, paired_ratio, peak_bytes, pla
 from gpt2core.model import PRESETS
 from gpt2core.parallel.codecs import CODECS
 from gpt2core.parallel.data_parallel import BUCKET_MB, STRATEGIES
-from gpt2core.trainer import plan
+from gpt2core.parallel.micro_shards import plan
 from stage1_mpi.collectives import ALL_REDUCE
 from stage1_mpi.launch import choose, launch_line
 from stage1_mpi.mpi_communicator import NATIVE

@@ -20,6 +20,7 @@ from gpt2core.dataset import (
 from gpt2core.errors import ConfigError, DeviceMemoryError, counted
 from gpt2core.model import GPT2, PRESETS, parameter_count
 from gpt2core.optimizer import Schedule
+from gpt2core.parallel.micro_shards import plan
 from gpt2core.parallel.tensor_parallel import check_tensor_parallel
 from gpt2core.parallel.workers import limit_blas
 from gpt2core.ranks import (
@@ -42,7 +43,7 @@ from gpt2core.runlog import RunLog, SilentLog
 from gpt2core.sampler import Together, chooser
 from gpt2core.texts import load_tokenizer, read_prompt, read_prompts, write_batch, write_text
 from gpt2core.tokenizer import Tokenizer
-from gpt2core.trainer import Parallel, Trainer, plan
+from gpt2core.trainer import Parallel, Trainer
 from gpt2core.training_run import LogLost, run
 
 OPTIMIZER = "beta1", "beta2", "eps", "weight_decay", "clip", "rounding", "seed"  # flags that are AdamW's options

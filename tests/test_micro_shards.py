@@ -20,11 +20,11 @@ from gpt2core.dataset import Windows
 from gpt2core.errors import ConfigError
 from gpt2core.model import GPT2, PRESETS, GPT2Config, initial_parameters, parameter_shapes
 from gpt2core.optimizer import AdamW, Schedule
-from gpt2core.parallel.micro_shards import Lane, MicroShards, even_slices, merged_levels
+from gpt2core.parallel.micro_shards import Lane, MicroShards, even_slices, merged_levels, plan
 from gpt2core.parallel.workers import Workers
 from gpt2core.tensor import Tensor, is_recording, no_grad
 from gpt2core.thread_communicator import run_ranks
-from gpt2core.trainer import Diverged, Trainer, plan
+from gpt2core.trainer import Diverged, Trainer
 from stage0_serial.numpy_backend import NumpyBackend
 
 torch = pytest.importorskip("torch")
