@@ -18,6 +18,7 @@ from stage2_cuda.fused_head import FusedHead, rows
 from stage2_cuda.graph import Recorded
 from stage2_cuda.kernels import adamw, column_sums, embedding, gelu, layernorm, rounding
 from stage2_cuda.kernels import attention as flash
+from stage2_cuda.kernels.cached_attention import attention_cached
 from stage2_cuda.kernels.cast import cast
 from stage2_cuda.kernels.decode import ROWS, tiles_for
 from stage2_cuda.mailbox import Mailbox, lasting
@@ -251,7 +252,7 @@ class CudaBackend(FusedHead, Backend):
     def attention_cached(self, qkv, keys, values, position, n_head):
         B, t, C3 = qkv.shape
         y = self.xp.empty((B, t, C3 // 3), qkv.dtype)
-        flash.attention_cached(y, qkv, keys, values, position, n_head)
+        attention_cached(y, qkv, keys, values, position, n_head)
         return y
 
     # -- embedding ---------------------------------------------------------------------------------------------------

@@ -27,6 +27,7 @@ from stage2_cuda.cuda_backend import dtype_of  # noqa: E402
 from stage2_cuda.kernels import (  # noqa: E402
     adamw,
     attention,
+    cached_attention,
     cast,
     column_sums,
     cross_entropy,
@@ -169,7 +170,7 @@ def launch_attention(a):
         keys, values = a.x(B, H, D, block), a.x(B, H, block, D)
         for t, position in ((1, 36), (19, 5)):
             y, qkv = a.x(B, t, H * D), a.x(B, t, 3 * H * D)
-            attention.attention_cached(y, qkv, keys, values, position, H, precision)
+            cached_attention.attention_cached(y, qkv, keys, values, position, H, precision)
 
 
 def launch_decode(a):

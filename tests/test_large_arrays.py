@@ -18,6 +18,7 @@ from stage2_cuda import triton_driver  # noqa: E402
 from stage2_cuda.kernels import (  # noqa: E402
     adamw,
     attention,
+    cached_attention,
     cast,
     column_sums,
     cross_entropy,
@@ -312,7 +313,7 @@ def test_attention_over_a_cache_of_a_long_text(rng, large):
     qkv, y = large(1, t, 3 * C), large(1, t, C)
     qkv[:, t - k :] = end
     caches = large(1, H, D, t), large(1, H, t, D)
-    attention.attention_cached(y, qkv, *caches, 0, H)
+    cached_attention.attention_cached(y, qkv, *caches, 0, H)
     q, key, value = host(end).reshape(k, 3, H, D).astype(np.float64).swapaxes(0, 1)  # (k, H, D)
     weights = np.exp((key * q[-1]).sum(-1) / np.sqrt(D))  # (k, H); of all others 1, and their values are 0
     want = (weights[:, :, None] * value).sum(0) / (t - k + weights.sum(0))[:, None]

@@ -167,7 +167,7 @@ ELSEWHERE = {
     "cast.scale_kernel": "a gradient of the loss that is not 1",
     "rounding.rounding_kernel": "bf16 and --rounding stochastic: the copy of the parameters, after a resume",
     "cross_entropy.backward_kernel": "a vocabulary that is divided over ranks: stage 3",
-    "attention.cached_kernel": "layers that are divided over ranks: stage 3",
+    "cached_attention.cached_kernel": "layers that are divided over ranks: stage 3",
     "decode.columns_kernel": "texts that are continued together",
     "sampling.given_kernel": "a rule of the caller's own",
     "sampling.whole_kernel": "a draw",

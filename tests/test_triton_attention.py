@@ -12,6 +12,7 @@ pytest.importorskip("triton")
 from gpt2core.errors import ConfigError  # noqa: E402
 from stage2_cuda.kernels import attention  # noqa: E402
 from stage2_cuda.kernels.attention import Config, Tile  # noqa: E402
+from stage2_cuda.kernels.cached_attention import attention_cached  # noqa: E402
 from stage2_cuda.triton_driver import array_module  # noqa: E402
 
 xp = array_module()  # cupy, or numpy under the interpreter
@@ -239,7 +240,7 @@ def test_cached_attention_equals_attention_however_the_sequence_is_cut(rng, prec
     parts, position = [], 0
     for t in pieces:
         y, piece = outputs.empty(B, t, C), xp.ascontiguousarray(qkv[:, position : position + t])
-        attention.attention_cached(y, piece, keys, values, position, H)
+        attention_cached(y, piece, keys, values, position, H)
         parts.append(host(y))
         position += t
     outputs.check_guards()
@@ -253,4 +254,4 @@ def test_cached_attention_equals_attention_however_the_sequence_is_cut(rng, prec
 def test_a_cache_without_room_is_named():
     qkv, cache = xp.empty((1, 3, 24), np.float32), xp.empty((1, 1, 8, 8), np.float32)
     with pytest.raises(ConfigError, match="a cache of 8 positions has no room for 3 more after 6"):
-        attention.attention_cached(None, qkv, cache, cache, 6, 1)
+        attention_cached(None, qkv, cache, cache, 6, 1)

@@ -1,4 +1,4 @@
-"""Causal attention without its T x T matrix: FlashAttention-2 (Dao 2023), forward and backward, and over a KV cache.
+"""Causal attention without its T x T matrix: FlashAttention-2 (Dao 2023), forward and backward.
 
 For q, k, v (T, D) of one head, s and p being (T, T):
 
@@ -81,7 +81,6 @@ CONFIGS = {
     "tf32x3": {(128, ANY): Config(Tile(64, 32, 4, 2), dq=Tile(64, 32, 4, 2), dkdv=Tile(32, 64, 4, 2))},
 }
 TILED = (64,)  # head sizes at which, in 16 bits, lse and delta come to dk and dv by the TMA unit too: those measured
-CACHED = Tile(16, 64, 4, 2)  # new queries by keys, of attention over a cache; a guess too
 
 
 # -- tiles -------------------------------------------------------------------------------------------------------------
@@ -355,79 +354,6 @@ def attention_backward(dqkv, delta, dy, qkv, y, lse, n_head, precision="ieee", c
         arguments = dqkv_n, delta, *tiles(M, dy), lse, *tiles(M, qkv), qkv_n
         options = dict(constants(config.dkdv, D, precision), LOOPS=config.dkdv.loops, EVEN=even, TILED=tiled)
         launch(dkdv_kernel, (heads, triton.cdiv(T, N)), *arguments, *numbers, **options)
-
-
-# -- inference ---------------------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def load_new(qkv, rows, dims, t, C, D: tl.constexpr):
-    """Rows of q, k or v out of qkv, which points to the first row of a head: (rows, dims)."""
-    inside = (rows < t)[:, None] & (dims < D)[None, :]
-    return tl.load(qkv + rows.to(tl.int64)[:, None] * 3 * C + dims[None, :], mask=inside, other=0.0)
-
-
-@triton.jit
-def attend(acc, peak, total, q, k, v, visible, scale, PRECISION: tl.constexpr):
-    """Let the queries q (M, D) attend to those of the keys k and values v (N, D) that are visible."""
-    s = tl.where(visible, tl.dot(q, k.T, input_precision=PRECISION), float("-inf"))  # (M, N)
-    p, peak, total, acc = softmax_step(s, peak, total, acc, scale)
-    return tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION), peak, total
-
-
-@triton.jit(do_not_specialize=["position"])
-def cached_kernel(
-    y, keys, values, qkv, position, t, H, block, scale,
-    M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """y of M new rows, and their k and v into the caches; SIZE is the head size, D it rounded up.
-
-    Other programs write the caches from `position` on meanwhile: the new keys and values are read out of qkv.
-    """
-    C = H * SIZE
-    b, h, head = tl.program_id(0) // H, tl.program_id(0) % H, tl.program_id(0).to(tl.int64) * SIZE * block
-    rows, dims = tl.program_id(1) * M + tl.arange(0, M), tl.arange(0, D)
-    new = (rows < t)[:, None] & (dims < SIZE)[None, :]  # (M, D)
-    first = b.to(tl.int64) * t
-    qkv += first * 3 * C + h * SIZE
-    keys += head
-    values += head
-
-    slots = position + rows
-    new_k, new_v = load_new(qkv + C, rows, dims, t, C, SIZE), load_new(qkv + 2 * C, rows, dims, t, C, SIZE)
-    tl.store(keys + dims[None, :] * block + slots[:, None], new_k, mask=new)  # (D, block): keys are kept transposed
-    tl.store(values + slots[:, None] * SIZE + dims[None, :], new_v, mask=new)
-
-    q = load_new(qkv, rows, dims, t, C, SIZE)
-    peak, total = tl.full([M], float("-inf"), tl.float32), tl.zeros([M], tl.float32)
-    acc = tl.zeros([M, D], tl.float32)
-    for n in tl.range(0, position, N):
-        old = n + tl.arange(0, N)
-        inside = (old < position)[:, None] & (dims < SIZE)[None, :]  # (N, D)
-        k = tl.load(keys + dims[None, :] * block + old[:, None], mask=inside, other=0.0)
-        v = tl.load(values + old[:, None] * SIZE + dims[None, :], mask=inside, other=0.0)
-        acc, peak, total = attend(acc, peak, total, q, k, v, (old < position)[None, :], scale, PRECISION)
-    for n in tl.range(0, tl.minimum(tl.program_id(1) * M + M, t), N):
-        columns = n + tl.arange(0, N)
-        k, v = load_new(qkv + C, columns, dims, t, C, SIZE), load_new(qkv + 2 * C, columns, dims, t, C, SIZE)
-        acc, peak, total = attend(acc, peak, total, q, k, v, below_diagonal(rows, columns), scale, PRECISION)
-    y += first * C + h * SIZE
-    y += rows.to(tl.int64)[:, None] * C + dims[None, :]
-    tl.store(y, (acc / total[:, None]).to(y.dtype.element_ty), mask=new)
-
-
-def attention_cached(y, qkv, keys, values, position, n_head, precision="ieee"):
-    """qkv (B, t, 3C) of positions [position, position + t) -> y (B, t, C), attending to all positions so far.
-
-    Writes k and v into the caches, keys (B, H, D, block) and values (B, H, block, D).
-    """
-    B, t, D, _ = plan(qkv, n_head, precision)
-    block = keys.shape[3]
-    if position + t > block:
-        raise ConfigError(f"a cache of {block} positions has no room for {t} more after {position}")
-    arguments = y, keys, values, qkv, position, t, n_head, block, LOG2E.value / math.sqrt(D)
-    grid = B * n_head, triton.cdiv(t, CACHED.M)
-    launch(cached_kernel, grid, *arguments, SIZE=D, **constants(CACHED, D, precision))
 
 
 # -- what is launched --------------------------------------------------------------------------------------------------
