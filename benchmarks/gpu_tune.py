@@ -32,12 +32,12 @@ COMPILERS = 12  # processes that compile beside each other
 TURNS, CALLS = 9, 10  # of each candidate, and in one of them
 DIFFERENT = 2e-2  # a relative norm beyond what another order of the sums in bf16 can make
 SHAPES = {"paper": (4096, 384, 172, 176), "gpt2": (65536, 768, 50257, 50304)}  # rows, channels, vocabulary, padded
+HEADS = {"paper": (16, 256, 6, 64), "gpt2": (64, 1024, 12, 64), "long": (1, 16384, 16, 64)}  # B, T, H, D of attention
 SHORTLIST = {  # tiles of attention that are the fastest by themselves, to be tried together
     "forward": [(128, 64, 8, 3), (128, 64, 8, 3, 2), (128, 64, 4, 3), (64, 64, 4, 2), (64, 128, 4, 2)],
     "dq": [(128, 64, 4, 3), (128, 32, 4, 3), (64, 64, 4, 2), (64, 64, 4, 3)],
     "dkdv": [(64, 64, 4, 3), (128, 64, 4, 2)],
 }
-HEADS = {"paper": (16, 256, 6, 64), "gpt2": (64, 1024, 12, 64), "long": (1, 16384, 16, 64)}  # B, T, H, D of attention
 
 
 class Case(NamedTuple):

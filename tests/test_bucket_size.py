@@ -95,7 +95,15 @@ def test_the_root_s_measurement_is_everyone_s_and_changes_no_bits():
 
 
 ASKED = dict(dp="bucket", bucket_mb=None, compress="none", zero=0, zero_gather="end", tp=1)
-ASKED |= dict(deterministic=False, local_shuffle=False)
+ASKED |= dict(deterministic=False, local_shuffle=False, collectives=None, transport=None)
+
+
+def chosen(size, asked, times_buckets=True, shares_updates=False):
+    """(the flags as choose_collectives() leaves them, its notes) on so many ranks, whose communicator is such a one."""
+    world = SimpleNamespace(size=size, times_buckets=times_buckets, shares_updates=shares_updates, native="nccl")
+    world.use_transport, world.use_collectives = lambda name: "nccl", lambda name: None
+    args = SimpleNamespace(**ASKED | asked)
+    return args, choose_collectives(world, args)
 
 
 @pytest.mark.parametrize(
@@ -112,42 +120,4 @@ ASKED |= dict(deterministic=False, local_shuffle=False)
     ],
 )
 def test_a_bucket_is_measured_between_gpus_alone_and_where_it_matters(size, times, asked, bucket_mb):
-    world = SimpleNamespace(size=size, times_buckets=times, shares_updates=False, native="nccl")
-    world.use_transport, world.use_collectives = lambda name: "nccl", lambda name: None
-    args = SimpleNamespace(**ASKED | dict(collectives=None, transport=None) | asked)
-    choose_collectives(world, args)
-    assert args.bucket_mb == bucket_mb
-
-
-@pytest.mark.parametrize(
-    "size, shares, asked, zero",
-    [
-        (4, True, {}, 1),
-        (4, True, dict(deterministic=True), 1),
-        (4, True, dict(zero=0), 0),
-        (4, True, dict(dp="bucket"), 0),
-        (4, True, dict(compress="bf16"), 0),
-        (4, True, dict(tp=4), 0),
-        (4, True, dict(tp=2), 1),
-        (1, True, {}, 0),
-        (4, False, {}, 0),
-        (4, False, dict(zero=1), 1),
-    ],
-)
-def test_ranks_share_the_update_by_themselves_where_that_is_the_fastest(size, shares, asked, zero):
-    world = SimpleNamespace(size=size, times_buckets=True, shares_updates=shares, native="nccl")
-    world.use_transport, world.use_collectives = lambda name: "nccl", lambda name: None
-    args = SimpleNamespace(**ASKED | dict(dp="flat", zero=None, collectives=None, transport=None) | asked)
-    notes = choose_collectives(world, args)
-    assert args.zero == zero and not notes
-
-
-@pytest.mark.parametrize("size, zero, gather", [(4, 1, "forward"), (1, 0, "end")])
-def test_what_is_to_be_gathered_beside_forward_is_left_out_where_there_is_nothing(size, zero, gather):
-    world = SimpleNamespace(size=size, times_buckets=True, shares_updates=True, native="nccl")
-    world.use_transport, world.use_collectives = lambda name: "nccl", lambda name: None
-    asked = dict(dp="flat", zero=None, zero_gather="forward", bucket_mb=5.0, collectives=None, transport=None)
-    args = SimpleNamespace(**ASKED | asked)
-    notes = choose_collectives(world, args)
-    assert (args.zero, args.zero_gather) == (zero, gather)
-    assert ["--zero-gather forward can be left out" in note for note in notes] == [True] * (size == 1)
+    assert chosen(size, asked, times)[0].bucket_mb == bucket_mb

@@ -16,6 +16,7 @@ from gpt2core.parallel.zero import Arriving
 from gpt2core.thread_communicator import run_ranks
 from gpt2core.trainer import Parallel
 from stage0_serial.numpy_backend import NumpyBackend
+from tests.test_bucket_size import chosen
 from tests.test_data_parallel import BUCKET_MB, CONFIG, TIED, assert_same, make_trainer, train
 
 FORWARD = dict(zero=1, zero_gather="forward", bucket_mb=BUCKET_MB)
@@ -202,3 +203,34 @@ def test_a_failure_inside_waits_for_nobody():
 def test_what_cannot_be_gathered_is_refused(parallel, words):
     with pytest.raises(ConfigError, match=words):
         make_trainer(Solo(), parallel)
+
+
+# -- who shares the update ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "size, shares, asked, zero",
+    [
+        (4, True, {}, 1),
+        (4, True, dict(deterministic=True), 1),
+        (4, True, dict(zero=0), 0),
+        (4, True, dict(dp="bucket"), 0),
+        (4, True, dict(compress="bf16"), 0),
+        (4, True, dict(tp=4), 0),
+        (4, True, dict(tp=2), 1),
+        (1, True, {}, 0),
+        (4, False, {}, 0),
+        (4, False, dict(zero=1), 1),
+    ],
+)
+def test_ranks_share_the_update_by_themselves_where_that_is_the_fastest(size, shares, asked, zero):
+    args, notes = chosen(size, dict(dp="flat", zero=None) | asked, shares_updates=shares)
+    assert args.zero == zero and not notes
+
+
+@pytest.mark.parametrize("size, zero, gather", [(4, 1, "forward"), (1, 0, "end")])
+def test_what_is_to_be_gathered_beside_forward_is_left_out_where_there_is_nothing(size, zero, gather):
+    asked = dict(dp="flat", zero=None, zero_gather="forward", bucket_mb=5.0)
+    args, notes = chosen(size, asked, shares_updates=True)
+    assert (args.zero, args.zero_gather) == (zero, gather)
+    assert ["--zero-gather forward can be left out" in note for note in notes] == [True] * (size == 1)

@@ -226,7 +226,7 @@ def dq_tile(
     """dq of the rows [m0, m0 + M), and delta, if it is not None; lse and delta point to the T of this head."""
     rows = m0 + tl.arange(0, M)
     q, g = load_tile(qkv_m, b, QUERY, h, m0, M, D), load_tile(dy, b, 0, h, m0, M, D)
-    d, l2 = row_delta(load_tile(y, b, 0, h, m0, M, D), g), load_rows(lse, 0, rows, m0, T, False, False)
+    d, l2 = row_delta(load_tile(y, b, 0, h, m0, M, D), g), tl.load(lse + rows, mask=rows < T, other=0.0)
     if delta is not None:
         tl.store(delta + rows, d, mask=rows < T)
     dq = tl.zeros([M, D], tl.float32)
