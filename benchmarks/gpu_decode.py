@@ -33,11 +33,10 @@ CASES = {
 # what --variants tries, one constant after the other, keeping the fastest
 CANDIDATES = {
     "overlap": [False, True],
-    "parts": [2, 3, 4, 6, 8],
-    "share": [256, 512, 768],
-    "part_columns": [16, 32, 64, 128],
-    "keys": [32, 64, 128, 256],
-    "columns": [8, 16, 32],
+    "parts": [2, 3, 4, 6],
+    "part_columns": [32, 64, 128],
+    "keys": [16, 32, 64],
+    "columns": [8, 16, 32, 64],
     "vocabulary": [4, 8, 16, 32],
     "each": [64, 128, 256],
 }

@@ -20,6 +20,7 @@ import numpy as np
 from gpt2core.arena import round_up
 from gpt2core.sampler import Greedy, Sampling
 from gpt2core.tensor import Tensor, no_grad
+from stage2_cuda.cached_step import ManyRows, OneRow
 from stage2_cuda.graph import Recorded, Workspace
 from stage2_cuda.kernels import decode, ends, sampling
 
@@ -39,30 +40,20 @@ class Engine:
     def __init__(self, model, batch, queue, tiles):
         config, backend = model.config, model.head.backend
         self.model, self.queue, self.backend, self.batch, self.tiles = model, queue, backend, batch, tiles
-        self.layers = [Layer(model.parameters, f"transformer.h.{layer}.") for layer in range(config.n_layer)]
-        self.final = [model.parameters[f"transformer.ln_f.{name}"].data for name in ("weight", "bias")]
         self.steps, self.pending = {}, deque()  # {what a step does: the function, or its graph}; tokens on their way
         with queue:
             self.allocate(config, backend.empty)
 
     def allocate(self, config, empty):
-        B, C, H, V, block = self.batch, config.n_embd, config.n_head, config.vocab_size, config.block_size
+        B, C, V, block = self.batch, config.n_embd, config.vocab_size, config.block_size
         wte, wpe = (self.model.parameters[f"transformer.{name}.weight"].data for name in ("wte", "wpe"))
-        kind, tiles = wte.dtype, self.tiles
-        self.sequences = sampling.Sequences(empty, B, C, block, wte, wpe)
-        self.cache = [empty((B, block, 2 * C), kind) for _ in self.layers]
-        self.cache_of_prefill = Filling(self.cache)
-        self.stream = [empty((B, C), "float32") for _ in range(2)]
-        self.h, self.q, self.g = empty((B, C), kind), empty((B, C), kind), empty((B, 4 * C), kind)
-        self.after_attention, self.after_mlp = (
-            empty((decode.split(K, tiles).parts, B, C), "float32") for K in (C, 4 * C)
-        )
-        self.y, self.peaks, self.totals = empty((B, C), kind), None, None
-        if B == 1:
-            spans = decode.spans(block, tiles)
-            self.y = empty((H, spans, C // H), "float32")
-            self.peaks, self.totals = empty((H, spans), "float32"), empty((H, spans), "float32")
-        self.logits, count = empty((B, V), "float32"), decode.logits_tiles(V, tiles)
+        sent, self.sent = self.queue.shared((B, sampling.SENT), "int32")
+        self.sequences = sampling.Sequences(empty, B, C, block, wte, wpe, sent)
+        self.cache = [empty((B, block, 2 * C), wte.dtype) for _ in range(config.n_layer)]
+        self.cache_of_prefill, self.h = Filling(self.cache), empty((B, C), wte.dtype)
+        rows = OneRow if B == 1 else ManyRows
+        self.newest = rows(self.model, self.sequences, self.cache, self.h, self.tiles, empty)
+        self.logits, count = empty((B, V), "float32"), decode.logits_tiles(V, self.tiles)
         self.best, self.index = empty((B, count), "float32"), empty((B, count), "int32")
         self.window = empty((B, block), "int32")
         self.draws = {}
@@ -93,13 +84,17 @@ class Engine:
             elif self.count == 0:
                 self.prefill()
             else:
+                if self.count == 1 and self.batch == 1:  # behind the first token, which need not wait for it
+                    self.recorded(self.newest.refresh)
                 self.perform(self.cached)
-            self.pending.append(self.queue.download(self.sequences.tokens))
+            self.pending.append((self.queue.reached(), self.lengths))
         self.lengths = [length + 1 for length in self.lengths]
         self.count += 1
 
     def tokens(self):
-        return self.pending.popleft()().tolist()
+        wait, lengths = self.pending.popleft()
+        wait()
+        return self.sent[np.arange(self.batch), np.array(lengths) % sampling.SENT].tolist()
 
     # -- which token ---------------------------------------------------------------------------------------------------
 
@@ -123,7 +118,7 @@ class Engine:
         return drawn
 
     def likeliest(self):
-        sampling.take_likeliest(self.sequences, self.best, self.index)
+        sampling.take_likeliest(self.sequences, self.best, self.index, self.tiles.overlap)
 
     def given(self):
         sampling.take_given(self.sequences)
@@ -198,50 +193,8 @@ class Engine:
 
     def cached(self):
         """The newest position of every sequence, whose embedding the choice of its token has left in sequences.x."""
-        stream = self.sequences.x, None, None
-        for layer, cache in zip(self.layers, self.cache, strict=True):
-            stream = self.normed_columns(self.q, cache, stream, layer.ln_1, *layer.qkv)
-            lengths, spans = self.sequences.lengths, (self.peaks, self.totals)
-            n_head = self.model.config.n_head
-            decode.attend(self.y, *spans, self.q, cache, lengths, n_head, self.tiles)
-            stream = self.partial_product(self.after_attention, stream, self.y, *layer.proj, spans)
-            stream = self.normed_columns(self.g, None, stream, layer.ln_2, *layer.fc)
-            stream = self.partial_product(self.after_mlp, stream, self.g, *layer.fc_proj)
-        decode.norm(self.h, None, stream, *self.final, self.model.config.layer_norm_epsilon, self.tiles)
+        self.newest.step()
         self.unembed()
-
-    def normed_columns(self, y, cache, stream, ln, w, bias):
-        """y = gelu(LN(stream) w + bias), or q, k and v -> the stream as one array, its partial sums added."""
-        config, lengths = self.model.config, self.sequences.lengths
-        s = stream[0]
-        if stream[1] is not None:  # into the array that nobody reads any more
-            s = next(each for each in self.stream if each is not stream[0])
-        rest = lengths, config.block_size
-        if self.batch == 1:
-            left = None if s is stream[0] else s
-            decode.normed_columns(y, cache, left, stream, *ln, w, bias, *rest, config.layer_norm_epsilon, self.tiles)
-        else:
-            decode.norm(self.h, s, stream, *ln, config.layer_norm_epsilon, self.tiles)
-            decode.columns(y, cache, self.h, w, bias, *rest, self.tiles, self.backend.dot)
-        return s, None, None
-
-    def partial_product(self, partials, stream, x, w, bias, spans=(None, None)):
-        """-> the stream, to which x w + bias is to be added."""
-        config = self.model.config
-        decode.partial_product(partials, x, w, self.tiles, self.backend.dot, *spans, config.n_embd // config.n_head)
-        return stream[0], partials, bias
-
-
-class Layer:
-    """The arrays of one layer, as the kernels take them."""
-
-    def __init__(self, parameters, name):
-        def pair(of):
-            return [parameters[f"{name}{of}.{kind}"].data for kind in ("weight", "bias")]
-
-        self.ln_1, self.ln_2 = pair("ln_1"), pair("ln_2")
-        self.qkv, self.proj = pair("attn.c_attn"), pair("attn.c_proj")
-        self.fc, self.fc_proj = pair("mlp.c_fc"), pair("mlp.c_proj")
 
 
 class Filling:
@@ -273,10 +226,12 @@ class Eager(contextlib.nullcontext):
     def upload(self, array, values):
         array[...] = values
 
-    def download(self, array):
-        """-> a function that returns what `array` holds now, as a NumPy array."""
-        values = array.copy()
-        return lambda: values
+    def shared(self, shape, dtype):
+        array = np.empty(shape, dtype)
+        return array, array
+
+    def reached(self):
+        return lambda: None
 
 
 class Queue:
@@ -289,7 +244,6 @@ class Queue:
 
     def __init__(self, cupy):
         self.cupy, self.stream, self.workspace = cupy, cupy.cuda.Stream(non_blocking=True), Workspace(cupy)
-        self.slots = {}  # pinned memory that nobody reads, by its size
 
     def __enter__(self):
         self.cupy.cuda.get_current_stream().synchronize()  # what the caller has computed is there
@@ -304,21 +258,19 @@ class Queue:
     def upload(self, array, values):
         array.set(np.ascontiguousarray(values, array.dtype), stream=self.stream)
 
-    def download(self, array):
-        """-> a function that returns what `array` holds now, as a NumPy array, once it is here."""
-        idle = self.slots.setdefault(array.nbytes, [])
-        slot = idle.pop() if idle else self.cupy.cuda.alloc_pinned_memory(array.nbytes)
-        to_host = self.cupy.cuda.runtime.memcpyDeviceToHost
-        self.cupy.cuda.runtime.memcpyAsync(slot.ptr, array.data.ptr, array.nbytes, to_host, self.stream.ptr)
-        arrived = self.stream.record()
+    def shared(self, shape, dtype):
+        """Memory of the host that kernels write to, as an array of theirs and one of the host's."""
+        import cupyx
 
-        def wait():
-            arrived.synchronize()
-            values = np.frombuffer(slot, array.dtype, array.size).reshape(array.shape).copy()
-            idle.append(slot)
-            return values
+        here = cupyx.empty_pinned(shape, dtype)
+        memory = self.cupy.cuda.UnownedMemory(here.ctypes.data, here.nbytes, here)
+        return self.cupy.ndarray(shape, dtype, self.cupy.cuda.MemoryPointer(memory, 0)), here
 
-        return wait
+    def reached(self):
+        """-> a function that waits until all that is on the stream now has been done."""
+        event = self.cupy.cuda.Event(disable_timing=True)
+        event.record(self.stream)
+        return event.synchronize
 
 
 def fits(model, batch):

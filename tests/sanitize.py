@@ -32,6 +32,7 @@ from stage2_cuda.kernels import (  # noqa: E402
     column_sums,
     cross_entropy,
     decode,
+    decode_row,
     embedding,
     ends,
     fp16x3,
@@ -176,29 +177,43 @@ def launch_attention(a):
 def launch_decode(a):
     block, precision, eps = 70, "tf32x3", 1e-5
     for C, H, V in ((48, 2, 37), (300, 3, 172)):
-        ln, bias, up, head = (a.x(C), a.x(C)), a.x(4 * C), a.x(C, 4 * C), a.x(V, C)
+        ln, head = (a.x(C), a.x(C)), a.x(V, C)
+        qkv, fc, fc_proj = ((a.x(K, N), a.x(N)) for K, N in ((C, 3 * C), (C, 4 * C), (4 * C, C)))
         for B in (1, 2, 17):
             tiles, lengths, x, h, g = decode.tiles_for(B), a.i(B, high=block) + 1, a.f(B, C), a.x(B, C), a.x(B, 4 * C)
             q, cache, partials = a.x(B, C), a.x(B, block, 2 * C), a.f(decode.split(4 * C, tiles).parts, B, C)
-            of_qkv, of_mlp = (a.x(C, 3 * C), a.x(3 * C), lengths, block), (up, bias, lengths, block)
             stream = x, partials, a.x(C)
             if B == 1:
-                decode.normed_columns(q, cache, None, (x, None, None), *ln, *of_qkv, eps, tiles)
-                decode.normed_columns(g, None, a.f(B, C), stream, *ln, *of_mlp, eps, tiles)
-                peaks, totals = (a.f(H, decode.spans(block, tiles)) for _ in range(2))
-                y = a.f(*peaks.shape, C // H)
-                decode.attend(y, peaks, totals, q, cache, lengths, H, tiles)
-                of_spans = a.f(decode.split(C, tiles).parts, B, C)
-                decode.partial_product(of_spans, y, a.x(C, C), tiles, precision, peaks, totals, C // H)
+                one_row_of(a, x, q, cache, lengths, (ln, qkv, fc, fc_proj), H, eps, tiles)
             else:
-                decode.columns(q, cache, h, *of_qkv, tiles, precision)
-                decode.columns(g, None, h, *of_mlp, tiles, precision)
-                decode.attend(h, None, None, q, cache, lengths, H, tiles)
-            decode.partial_product(partials, g, a.x(4 * C, C), tiles, precision)
+                decode.columns(q, cache, h, *qkv, lengths, block, tiles, precision)
+                decode.columns(g, None, h, *fc, lengths, block, tiles, precision)
+                decode.attend(h, q, cache, lengths, H, tiles)
+                decode.partial_product(partials, g, fc_proj[0], tiles, precision)
             decode.norm(h, None, (x, None, None), *ln, eps, tiles)
             decode.norm(h, x, stream, *ln, eps, tiles)
             count = decode.logits_tiles(V, tiles)
             decode.unembed(a.f(B, V), a.f(B, count), a.i(B, count, high=V), h, head, tiles, precision)
+
+
+def one_row_of(a, x, q, cache, lengths, weights, H, eps, tiles):
+    C, block, (ln, qkv, fc, fc_proj) = q.shape[1], cache.shape[1], weights
+    D = C // H
+    rows = [a.x(*matrix.shape[::-1]) for matrix, _ in (qkv, fc, fc_proj)]
+    sums = [[a.f(len(bias)) for _ in range(2)] for _, bias in (qkv, fc)]
+    for row, (matrix, _) in zip(rows, (qkv, fc, fc_proj), strict=True):
+        decode_row.transpose(row, matrix)
+    for each, row, (_, bias) in zip(sums, rows, (qkv, fc), strict=False):
+        decode_row.sums_of_columns(*each, row, *ln, bias)
+    decode_row.normed_row(q, cache, None, (x, None, None), ln[0], rows[0], *sums[0], lengths, block, eps, tiles)
+    spans = decode_row.spans(block, tiles)
+    of_spans = a.f(H, spans, D), a.f(H, spans), a.f(H, spans)
+    decode_row.attend_spans(*of_spans, q, cache, lengths, H, tiles)
+    partials = a.f(decode_row.heads_of(H, D, tiles).parts, 1, C)
+    decode_row.joined_product(partials, *of_spans, lengths, a.x(C, C), block, tiles)
+    s, g = a.f(1, C), a.x(1, 4 * C)
+    decode_row.normed_row(g, None, s, (x, partials, a.x(C)), ln[0], rows[1], *sums[1], lengths, block, eps, tiles)
+    decode_row.added_row(a.f(1, C), s, g, rows[2], fc_proj[1], tiles)
 
 
 def launch_ends(a):
@@ -210,7 +225,7 @@ def launch_ends(a):
 
 def launch_sampling(a):
     for B, C, V in ((3, 48, 37), (2, 300, 1301)):
-        sequences = sampling.Sequences(a.xp.empty, B, C, 9, a.x(V, C), a.x(9, C))
+        sequences = sampling.Sequences(a.xp.empty, B, C, 9, a.x(V, C), a.x(9, C), a.i(B, sampling.SENT, high=V))
         sequences.lengths[...] = 8
         logits, best, index = a.f(B, V), a.f(B, 5) + 1, a.i(B, 5, high=V)
         sampling.take_likeliest(sequences, best, index)

@@ -169,6 +169,8 @@ ELSEWHERE = {
     "cross_entropy.backward_kernel": "a vocabulary that is divided over ranks: stage 3",
     "cached_attention.cached_kernel": "layers that are divided over ranks: stage 3",
     "decode.columns_kernel": "texts that are continued together",
+    "decode.attend_kernel": "texts that are continued together",
+    "decode.partial_kernel": "texts that are continued together",
     "sampling.given_kernel": "a rule of the caller's own",
     "sampling.whole_kernel": "a draw",
     "sampling.cut_kernel": "a draw",
@@ -189,7 +191,8 @@ def test_every_kernel_is_launched_by_a_step_a_validation_and_a_generated_token(m
     step = set(launched)
     trainer.evaluate(Windows(np.arange(UNTIED.block_size + 1), UNTIED.block_size))
     list(generate(trainer.model(), [1] * 15, 3))  # one by prefill, one over the cache, one by the whole window
-    generation = {f"decode.{name}" for name in ("norm", "normed_columns", "attend", "partial", "unembed")}
+    of_a_row = "transpose", "sums_of_columns", "normed_row", "attend_span", "joined", "added_row"
+    generation = {"decode.norm", "decode.unembed", *(f"decode_row.{name}" for name in of_a_row)}
     generation |= {"ends.last_rows", "ends.windows", "sampling.likeliest", "cross_entropy.forward"}
     assert launched - step == {f"{name}_kernel" for name in generation}
     assert set(all_kernels(stages=[2])) - launched == ELSEWHERE.keys()

@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 
 from gpt2core.sampler import Greedy, Sampling
 from stage0_serial.numpy_backend import NumpyBackend
-from stage2_cuda.kernels import decode, ends, sampling
+from stage2_cuda.kernels import decode, decode_row, ends, sampling
 from stage2_cuda.triton_driver import array_module, interpreted
 
 gpu = pytest.mark.gpu
@@ -97,16 +97,58 @@ def test_norm_and_the_sum_of_partial_sums(rng, dtype, C, parts):
     near(stream[0], s64)
 
 
+def transposed(w):
+    out = poisoned(w.dtype, *w.shape[::-1])
+    decode_row.transpose(out, w)
+    return out
+
+
+def sums_of_columns(w, *ln_and_bias):
+    slopes, shifts = (poisoned(np.float32, len(w)) for _ in range(2))
+    decode_row.sums_of_columns(slopes, shifts, w, *ln_and_bias)
+    return slopes, shifts
+
+
+@pytest.mark.parametrize("K, N", [(32, 172), (48, 40), (130, 7)])
+def test_a_weight_is_transposed(rng, dtype, K, N):
+    matrix, m64 = normal(rng, dtype, K, N)
+    assert_array_equal(host(transposed(matrix)), m64.T)
+
+
 @pytest.mark.parametrize("C, N, parts", [(32, 172, 0), (48, 40, 3), (384, 96, 12), (768, 100, 12), (1600, 20, 13)])
 def test_a_normed_product_of_one_row(rng, dtype, C, N, parts):
     stream, s64 = residual_stream(rng, dtype, 1, C, parts)
     (w, w64), (b, b64), (bias, bias64) = normal(rng, dtype, C), normal(rng, dtype, C), normal(rng, dtype, N)
     matrix, m64 = weight(rng, dtype, C, N)
-    y, s = poisoned(dtype, 1, N), poisoned(np.float32, 1, C)
-    decode.normed_columns(y, None, s, stream, w, b, matrix, bias, None, 8, EPS, ONE_ROW)
+    y, s, matrix = poisoned(dtype, 1, N), poisoned(np.float32, 1, C), transposed(matrix)
+    sums = sums_of_columns(matrix, w, b, bias)
+    near(sums[0], w64 @ m64)
+    near(sums[1], b64 @ m64 + bias64)
+    decode_row.normed_row(y, None, s, stream, w, matrix, *sums, None, 8, EPS, ONE_ROW)
     want = layernorm(s64, w64, b64) @ m64 + bias64
     near(y, NumpyBackend("fp64").gelu_forward(want), dtype)
     near(s, s64)
+
+
+def test_the_layernorm_of_a_row_far_from_zero(rng):
+    """Its variance is a difference of squares: with a mean of 30 deviations it loses three digits, not all of them."""
+    (x, x64), (matrix, m64) = normal(rng, np.float32, 1, 768), weight(rng, np.float32, 768, 16)
+    x += 30
+    ones, zeros = device(np.ones(768, np.float32)), device(np.zeros(768, np.float32))
+    y, matrix = poisoned(np.float32, 1, 16), transposed(matrix)
+    sums = sums_of_columns(matrix, ones, zeros, zeros[:16])
+    decode_row.normed_row(y, None, None, (x, None, None), ones, matrix, *sums, None, 8, EPS, ONE_ROW)
+    want = NumpyBackend("fp64").gelu_forward(layernorm(x64 + 30, 1, 0) @ m64)
+    assert np.linalg.norm(host(y) - want) <= 1e-3 * np.linalg.norm(want)
+
+
+@pytest.mark.parametrize("K, N", [(128, 32), (192, 48), (3072, 20), (6400, 9)])
+def test_a_product_that_is_added_to_the_row(rng, dtype, K, N):
+    (x, x64), (s, s64), (bias, bias64) = normal(rng, dtype, 1, K), normal(rng, np.float32, 1, N), normal(rng, dtype, N)
+    matrix, m64 = weight(rng, dtype, K, N)
+    out = poisoned(np.float32, 1, N)
+    decode_row.added_row(out, s, x, transposed(matrix), bias, ONE_ROW)
+    near(out, s64 + x64 @ m64 + bias64)
 
 
 @pytest.mark.parametrize("B, K, N", [(3, 32, 172), (2, 48, 40), (17, 384, 96), (5, 768, 100), (3, 1600, 20)])
@@ -125,12 +167,14 @@ def test_keys_and_values_go_to_the_newest_position_alone(rng, dtype, lengths):
     (w, w64), (b, b64), (bias, bias64) = normal(rng, dtype, C), normal(rng, dtype, C), normal(rng, dtype, 3 * C)
     matrix, m64 = weight(rng, dtype, C, 3 * C)
     q, cache, h = poisoned(dtype, B, C), poisoned(dtype, B, block, 2 * C), poisoned(dtype, B, C)
-    rest = matrix, bias, device(np.array(lengths, np.int32)), block
+    rest = device(np.array(lengths, np.int32)), block
     if B == 1:
-        decode.normed_columns(q, cache, None, stream, w, b, *rest, EPS, ONE_ROW)
+        matrix = transposed(matrix)
+        sums = sums_of_columns(matrix, w, b, bias)
+        decode_row.normed_row(q, cache, None, stream, w, matrix, *sums, *rest, EPS, ONE_ROW)
     else:
         decode.norm(h, None, stream, w, b, EPS, MANY_ROWS)
-        decode.columns(q, cache, h, *rest, MANY_ROWS, PRECISION)
+        decode.columns(q, cache, h, matrix, bias, *rest, MANY_ROWS, PRECISION)
     want = layernorm(s64, w64, b64) @ m64 + bias64
     positions = np.array(lengths) - 1
     near(q, want[:, :C], dtype)
@@ -139,13 +183,12 @@ def test_keys_and_values_go_to_the_newest_position_alone(rng, dtype, lengths):
 
 
 @pytest.mark.parametrize("K, N", [(32, 32), (48, 48), (384, 96), (1600, 40), (3072, 48)])
-@pytest.mark.parametrize("B", [1, 3])
-def test_partial_sums_add_up_to_the_product(rng, dtype, K, N, B):
+def test_partial_sums_add_up_to_the_product(rng, dtype, K, N):
+    B = 3
     (x, x64), (w, w64) = normal(rng, dtype, B, K), weight(rng, dtype, K, N)
-    tiles = ONE_ROW if B == 1 else MANY_ROWS
-    partials = poisoned(np.float32, decode.split(K, tiles).parts, B, N)
-    decode.partial_product(partials, x, w, tiles, PRECISION)
-    near(host(partials).sum(0), x64 @ w64, np.float32 if B == 1 else dtype)
+    partials = poisoned(np.float32, decode.split(K, MANY_ROWS).parts, B, N)
+    decode.partial_product(partials, x, w, MANY_ROWS, PRECISION)
+    near(host(partials).sum(0), x64 @ w64, dtype)
 
 
 # -- attention over the cache ------------------------------------------------------------------------------------------
@@ -170,22 +213,33 @@ def test_attention_of_many_rows_over_caches_of_different_lengths(rng, dtype, len
     for b, length in enumerate(lengths):
         cache[b, length:] = np.nan  # what was never written must not be looked at
     y = poisoned(dtype, B, C)
-    decode.attend(y, None, None, q, cache, device(np.array(lengths, np.int32)), H, MANY_ROWS)
+    decode.attend(y, q, cache, device(np.array(lengths, np.int32)), H, MANY_ROWS)
     near(y, attention(q64, c64, lengths, H), dtype)
 
 
-@pytest.mark.parametrize("H, D", [(2, 16), (3, 24), (2, 64)])
+@pytest.mark.parametrize("H, D", [(2, 16), (7, 24), (2, 64), (3, 128)])
 @pytest.mark.parametrize("length", [1, 2, 64, 65, 149, 150])
 def test_attention_of_one_row_is_added_up_by_the_product_behind_it(rng, dtype, length, H, D):
     block, C, N = 150, H * D, 40
     (q, q64), (cache, c64), (w, w64) = (normal(rng, dtype, *shape) for shape in ((1, C), (1, block, 2 * C), (C, N)))
-    cache[0, length:] = np.nan
-    spans, lengths = decode.spans(block, ONE_ROW), device(np.array([length], np.int32))
-    y, peaks, totals = poisoned(np.float32, H, spans, D), poisoned(np.float32, H, spans), poisoned(np.float32, H, spans)
-    decode.attend(y, peaks, totals, q, cache, lengths, H, ONE_ROW)
-    partials = poisoned(np.float32, decode.split(C, ONE_ROW).parts, 1, N)
-    decode.partial_product(partials, y, w, ONE_ROW, PRECISION, peaks, totals, D)
+    cache[0, length:] = np.nan  # what was never written must not be looked at
+    lengths = device(np.array([length], np.int32))
+    y, peaks, totals = (poisoned(np.float32, H, decode_row.spans(block, ONE_ROW), *rest) for rest in ((D,), (), ()))
+    decode_row.attend_spans(y, peaks, totals, q, cache, lengths, H, ONE_ROW)
+    partials = poisoned(np.float32, decode_row.heads_of(H, D, ONE_ROW).parts, 1, N)
+    decode_row.joined_product(partials, y, peaks, totals, lengths, w, block, ONE_ROW)
     near(host(partials).sum(0), attention(q64, c64, [length], H) @ w64)
+
+
+@pytest.mark.parametrize("block", [8, 256, 1024, 8192, 10000])
+def test_spans_cover_the_block_and_are_few(block):
+    spans = decode_row.spans(block, decode.ONE_ROW)
+    assert spans <= decode_row.SPANS and spans * decode_row.keys_of(block, decode.ONE_ROW) >= block
+
+
+@pytest.mark.parametrize("H, D, want", [(12, 64, (3, 4)), (25, 64, (7, 4)), (16, 128, (8, 2)), (1, 8, (1, 1))])
+def test_heads_are_divided_into_shares(H, D, want):
+    assert decode_row.heads_of(H, D, decode.ONE_ROW) == want
 
 
 # -- logits ------------------------------------------------------------------------------------------------------------
@@ -229,7 +283,7 @@ def empty(shape, dtype):
 
 def sequences_of(rng, B, V, lengths):
     wte, wpe = normal(rng, np.float32, V, 24)[0], normal(rng, np.float32, 8, 24)[0]
-    sequences = sampling.Sequences(empty, B, 24, 8, wte, wpe)
+    sequences = sampling.Sequences(empty, B, 24, 8, wte, wpe, poisoned(np.int32, B, sampling.SENT))
     sequences.lengths[...] = device(np.array(lengths, np.int32))
     return sequences
 
@@ -246,7 +300,7 @@ def tiles_of(logits, tile=16):
 
 @pytest.mark.parametrize("V", [5, 172, pytest.param(50257, marks=gpu)])
 def test_the_likeliest_token_the_first_of_equals_is_taken_and_embedded(rng, V):
-    lengths = [1, 7, 8, 21]
+    lengths = [1, 7, 8, sampling.SENT + 5]
     logits = rng.integers(0, 6, (4, V)).astype(np.float32)
     sequences = sequences_of(rng, 4, V, lengths)
     sampling.take_likeliest(sequences, *tiles_of(logits))
@@ -254,6 +308,7 @@ def test_the_likeliest_token_the_first_of_equals_is_taken_and_embedded(rng, V):
     assert_array_equal(host(sequences.tokens), want)
     assert_array_equal(host(sequences.lengths), np.array(lengths) + 1)
     assert_array_equal(host(sequences.ids)[range(4), np.array(lengths) % 8], want)
+    assert_array_equal(host(sequences.sent)[range(4), np.array(lengths) % sampling.SENT], want)
     near(sequences.x, host(sequences.wte)[want] + host(sequences.wpe)[np.minimum(lengths, 7)])
 
 

@@ -19,6 +19,7 @@ in 63 bits; what rounding moves are borders, by less than one draw in 10^8 would
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
 from stage2_cuda.triton_driver import launch
 
@@ -28,25 +29,27 @@ SOME = tl.constexpr(16)  # thresholds, or tiles, that a program looks at togethe
 COUNT, NUCLEUS, DRAW = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # what is looked for: top_k, top_p, u
 UNIT = tl.constexpr(float(1 << 44))
 LOWEST_KEY, KEYS_END = tl.constexpr(-(1 << 31)), tl.constexpr(1 << 31)
+SENT = 1024  # tokens that the host may not have read yet
 FIELDS = 5  # of a state: the borders low and high, mass and count from high on, goal
 
 
 class Sequences:
     """What the choice of a token moves on: the arrays of one group of sequences, all on the device.
 
-    lengths (B) int32; tokens (B) int32, the newest; ids (B, block) int32, token number i at i mod block; and x (B, C)
-    float32, the newest token's embedding, with which the next step begins.
+    lengths (B) int32; tokens (B) int32, the newest; ids (B, block) int32, token number i at i mod block; sent (B, SENT)
+    int32, the same at i mod SENT, where the host can read it without a copy; and x (B, C) float32, the newest token's
+    embedding, with which the next step begins.
     """
 
-    def __init__(self, empty, B, C, block, wte, wpe):
+    def __init__(self, empty, B, C, block, wte, wpe, sent):
         self.lengths, self.tokens, self.ids = empty((B,), "int32"), empty((B,), "int32"), empty((B, block), "int32")
-        self.x, self.wte, self.wpe = empty((B, C), "float32"), wte, wpe
+        self.x, self.sent, self.wte, self.wpe = empty((B, C), "float32"), sent, wte, wpe
         self.ids[...] = 0  # what stands behind a sequence is read too: it must be some token
         self.sizes = wte.shape[0], block, C
-        self.options = dict(WIDTH=triton.next_power_of_2(C), num_warps=4)
+        self.options = dict(WIDTH=triton.next_power_of_2(C), SENT=SENT, num_warps=4)
 
     def arguments(self):
-        return self.x, self.ids, self.tokens, self.lengths, self.wte, self.wpe, *self.sizes
+        return self.x, self.ids, self.sent, self.tokens, self.lengths, self.wte, self.wpe, *self.sizes
 
 
 def take_given(sequences):
@@ -54,10 +57,13 @@ def take_given(sequences):
     launch(given_kernel, sequences.lengths.shape, *sequences.arguments(), **sequences.options)
 
 
-def take_likeliest(sequences, best, index):
+def take_likeliest(sequences, best, index, overlap=False):
     """Go on with the likeliest token, from the largest logit of each tile and its index, both (B, tiles)."""
     tiles = best.shape[1]
-    options = dict(sequences.options, TILES=triton.next_power_of_2(tiles))
+    count = triton.next_power_of_2(tiles)
+    options = dict(sequences.options, TILES=count, OVERLAP=overlap, num_warps=min(32, max(4, count // 256)))
+    if overlap:
+        options["launch_pdl"] = True
     launch(likeliest_kernel, sequences.lengths.shape, *sequences.arguments(), best, index, tiles, **options)
 
 
@@ -226,7 +232,7 @@ def cut_kernel(
 
 
 @triton.jit
-def go_on(x, ids, tokens, lengths, wte, wpe, V, block, C, b, token, WIDTH: tl.constexpr):
+def go_on(x, ids, sent, tokens, lengths, wte, wpe, V, block, C, b, token, WIDTH: tl.constexpr, SENT: tl.constexpr):
     """Append `token` to sequence b."""
     length, c = tl.load(lengths + b), tl.arange(0, WIDTH)
     token = tl.minimum(tl.maximum(token, 0), V - 1)  # logits that are no numbers must not lead out of the vocabulary
@@ -235,32 +241,36 @@ def go_on(x, ids, tokens, lengths, wte, wpe, V, block, C, b, token, WIDTH: tl.co
     row += tl.load(wpe + position.to(tl.int64) * C + c, c < C, 0).to(tl.float32)
     tl.store(x + b * C + c, row, c < C)
     tl.store(ids + b * block + length % block, token)
+    tl.store(sent + b * SENT + length % SENT, token)
     tl.store(tokens + b, token)
     tl.debug_barrier()  # all threads have read the length
     tl.store(lengths + b, length + 1)
 
 
 @triton.jit
-def given_kernel(x, ids, tokens, lengths, wte, wpe, V, block, C, WIDTH: tl.constexpr):
+def given_kernel(x, ids, sent, tokens, lengths, wte, wpe, V, block, C, WIDTH: tl.constexpr, SENT: tl.constexpr):
     token = tl.load(tokens + tl.program_id(0))
-    go_on(x, ids, tokens, lengths, wte, wpe, V, block, C, tl.program_id(0), token, WIDTH)
+    go_on(x, ids, sent, tokens, lengths, wte, wpe, V, block, C, tl.program_id(0), token, WIDTH, SENT)
 
 
 @triton.jit
 def likeliest_kernel(
-    x, ids, tokens, lengths, wte, wpe, V, block, C, best, index, tiles, WIDTH: tl.constexpr, TILES: tl.constexpr
-):
+    x, ids, sent, tokens, lengths, wte, wpe, V, block, C, best, index, tiles,
+    WIDTH: tl.constexpr, SENT: tl.constexpr, TILES: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    if OVERLAP:
+        gdc_wait()
     b, t = tl.program_id(0), tl.arange(0, TILES)
     values = tl.load(best + b * tiles + t, t < tiles, float("-inf"))
     first = tl.load(index + b * tiles + t, t < tiles, V)
     token = tl.min(tl.where(values == tl.max(values, 0), first, V), 0)
-    go_on(x, ids, tokens, lengths, wte, wpe, V, block, C, b, token, WIDTH)
+    go_on(x, ids, sent, tokens, lengths, wte, wpe, V, block, C, b, token, WIDTH, SENT)
 
 
 @triton.jit
 def drawn_kernel(
-    x, ids, tokens, lengths, wte, wpe, V, block, C, state, partials, logits, tiles,
-    WIDTH: tl.constexpr, G: tl.constexpr, BLOCK: tl.constexpr,
+    x, ids, sent, tokens, lengths, wte, wpe, V, block, C, state, partials, logits, tiles,
+    WIDTH: tl.constexpr, SENT: tl.constexpr, G: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     b = tl.program_id(0)
     low, high, mass_above, count_above, goal = from_state(state, b)
@@ -278,4 +288,4 @@ def drawn_kernel(
         order = seen + tl.cumsum(equal, 0) - equal
         token = tl.minimum(token, tl.min(tl.where((equal == 1) & (order == number), v, V), 0))
         seen += tl.sum(equal, 0)
-    go_on(x, ids, tokens, lengths, wte, wpe, V, block, C, b, token, WIDTH)
+    go_on(x, ids, sent, tokens, lengths, wte, wpe, V, block, C, b, token, WIDTH, SENT)
