@@ -20,7 +20,7 @@ from gpt2core.tokenizer import build_tokenizer
 from stage0_serial.numpy_backend import NumpyBackend
 from stage2_cuda import engine, triton_driver
 from stage2_cuda.cuda_backend import CudaBackend
-from stage2_cuda.kernels.decode import ONE_ROW, Tiles
+from stage2_cuda.kernels.decode import Tiles, tiles_for
 
 gpu = pytest.mark.gpu
 pytestmark = [] if triton_driver.interpreted() else [gpu]  # where there is a GPU, all of this is about it
@@ -244,12 +244,15 @@ def test_two_engines_that_take_turns_in_the_same_memory_write_what_each_writes_a
 
 
 @gpu
+@pytest.mark.parametrize("B", [1, 5, 32])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_kernels_that_overlap_write_the_text_of_those_that_do_not(rng, monkeypatch, precision):
-    prompt = rng.integers(0, 172, 5).tolist()
-    text = list(generate(paper(precision), prompt, 240))
-    monkeypatch.setattr(CudaBackend, "tiles", staticmethod(lambda batch: ONE_ROW))
-    assert text == list(generate(paper(precision), prompt, 240))
+def test_kernels_that_overlap_write_the_text_of_those_that_do_not(rng, monkeypatch, precision, B):
+    prompts, found = [rng.integers(0, 172, int(n)).tolist() for n in rng.integers(3, 9, B)], []
+    for overlap in (False, True):
+        tiles = tiles_for(B)._replace(overlap=overlap)
+        monkeypatch.setattr(CudaBackend, "tiles", staticmethod(lambda batch, tiles=tiles: tiles))
+        found += [texts(paper(precision, recorded), prompts, 240, RULES["greedy"]) for recorded in (False, True)]
+    assert all(each == found[0] for each in found)
 
 
 @gpu
