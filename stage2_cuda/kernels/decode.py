@@ -37,7 +37,7 @@ ROWS = 32  # sequences that one launch continues at most
 class Tiles(NamedTuple):
     """How a launch is divided.
 
-    With `overlap` a kernel may start while the one before it ends, to read its weights meanwhile (programmatic
+    With `overlap` a kernel may start while the one before it is at work, to read its weights meanwhile (programmatic
     dependent launch).
     """
 
@@ -58,7 +58,7 @@ MANY_ROWS = Tiles(columns=32, parts=4, part_columns=32, keys=128, vocabulary=128
 
 def tiles_for(B):
     """What was fastest on an H200 for B rows."""
-    return ONE_ROW._replace(overlap=can_overlap()) if B == 1 else MANY_ROWS
+    return (ONE_ROW if B == 1 else MANY_ROWS)._replace(overlap=can_overlap())
 
 
 class Split(NamedTuple):

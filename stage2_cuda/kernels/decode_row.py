@@ -1,7 +1,7 @@
 """One position of one sequence through the model: a chain of launches, each as long as its numbers take to get there.
 
-The weights of GPT-2 124M are read in 60 us, and by kernels that have begun while the one before them was still at work.
-What is left is a chain of five launches a layer:
+A weight depends on nothing, and a kernel has it before its turn comes (decode.wait). What is left is a chain of five
+launches a layer:
 
     q, k, v = LN(x) w + b, k and v into the cache         normed_row_kernel
     softmax(q k') v over the keys of one span             attend_span_kernel
@@ -9,16 +9,17 @@ What is left is a chain of five launches a layer:
     s = x + partial sums + b; g = gelu(LN(s) w + b)       normed_row_kernel
     x = s + g w + b                                       added_row_kernel
 
-Each waits for numbers that others have just written, some 400 ns, then for its arithmetic, and for what its warps have
-to tell each other: a sum over all of them takes as long as the numbers did. So a warp owns whole columns of a weight,
-whose sums never leave it. For that a column has to lie in one piece, and these weights are used transposed. LayerNorm
-would be two sums before the product; they are taken beside it instead:
+Each waits for numbers that others have just written, then for its arithmetic, and for what its warps have to tell each
+other: a sum over all of them takes about as long as the numbers did. So a warp owns whole columns of a weight, whose
+sums never leave it. For that a column has to lie in one piece, and these weights are used transposed. LayerNorm would
+be two sums before the product; they are taken beside it instead:
 
     LN(x) w + b = r (x o l) w - r m (l w) + (o w + b),  m and r: mean and 1 / deviation of x;  l, o: LayerNorm's weights
 
 What does not depend on x, w' and l w and o w + b, is made at the beginning of a text (`transpose`, `sums_of_columns`).
-Attention's projection is not of this kind: as little as possible may be read of what the spans have left, so its
-programs are few, and each has many columns.
+The variance is then the mean of the squares less the square of the mean, in fp32: a row whose mean is 30 deviations
+loses three digits by that, and the rows of a GPT-2 are not of that kind. Attention's projection keeps its weight as it
+is: as little as possible may be read of what the spans have left, so its programs are few, with many columns each.
 """
 
 # C channels, H heads, D head size; K rows and N columns of a weight, which is (N, K) where it is transposed
