@@ -35,7 +35,7 @@ CANDIDATES = {
     "overlap": [False, True],
     "parts": [2, 3, 4, 6],
     "part_columns": [32, 64, 128],
-    "keys": [16, 32, 64],
+    "keys": [32, 64],
     "columns": [8, 16, 32, 64],
     "vocabulary": [4, 8, 16, 32],
     "each": [64, 128, 256],

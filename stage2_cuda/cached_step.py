@@ -1,7 +1,6 @@
 """One more position of every sequence, through all layers, over a cache: which kernels, in which order, with what.
 
-OneRow and ManyRows do the same for a number of sequences that is one, or more. Their step() leaves the last LayerNorm's
-result in h, and refresh() is what is to be done when weights may have changed, before the first step of a text.
+OneRow and ManyRows do the same for one sequence and for more: step() leaves what the last LayerNorm gives in h.
 """
 
 # B sequences, C channels, H heads; k and v of a layer are cached as (B, block, 2C)
@@ -9,8 +8,13 @@ result in h, and refresh() is what is to be done when weights may have changed, 
 from stage2_cuda.kernels import decode, decode_row
 
 
-class ManyRows:
-    """h (B, C) of the newest position of every sequence, whose embeddings are in sequences.x."""
+class Rows:
+    """h (B, C) of the newest position of every sequence, whose embeddings are in sequences.x.
+
+    cache: an array (B, block, 2C) for each layer; empty(shape, dtype) makes an array.
+    """
+
+    refresh = None  # what is to be done before the first step() of a text, if anything
 
     def __init__(self, model, sequences, cache, h, tiles, empty):
         self.model, self.config = model, model.config
@@ -19,15 +23,14 @@ class ManyRows:
         self.final = pair(model.parameters, "transformer.ln_f")
         self.allocate(h.dtype, empty)
 
+
+class ManyRows(Rows):
     def allocate(self, kind, empty):
         B, C = self.h.shape
         self.q, self.y, self.g = empty((B, C), kind), empty((B, C), kind), empty((B, 4 * C), kind)
         self.s = empty((B, C), "float32")
         parts = [decode.split(K, self.tiles).parts for K in (C, 4 * C)]
         self.after_attention, self.after_mlp = (empty((count, B, C), "float32") for count in parts)
-
-    def refresh(self):
-        """The weights are read where they are."""
 
     def step(self):
         lengths, tiles, precision = self.sequences.lengths, self.tiles, self.model.head.backend.dot
@@ -50,8 +53,8 @@ class ManyRows:
         return s, None, None
 
 
-class OneRow(ManyRows):
-    """The same for one sequence, with transposed copies of most weights."""
+class OneRow(Rows):
+    """One sequence, with transposed copies of most weights: what they are at refresh() holds for all of a text."""
 
     def allocate(self, kind, empty):
         C, H, D = self.config.n_embd, self.config.n_head, self.config.n_embd // self.config.n_head
@@ -60,35 +63,25 @@ class OneRow(ManyRows):
         spans = decode_row.spans(self.config.block_size, self.tiles)
         self.spans = empty((H, spans, D), "float32"), empty((H, spans), "float32"), empty((H, spans), "float32")
         self.after_attention = empty((decode_row.heads_of(H, D, self.tiles).parts, 1, C), "float32")
-        for layer in self.layers:
-            layer.qkv_row, layer.fc_row, layer.fc_proj_row = (
-                empty(weight.shape[::-1], kind) for weight, _ in (layer.qkv, layer.fc, layer.fc_proj)
-            )
-            layer.qkv_sums, layer.fc_sums = (
-                [empty(bias.shape, "float32") for _ in range(2)] for _, bias in (layer.qkv, layer.fc)
-            )
+        self.transposed = [Transposed(layer, kind, empty) for layer in self.layers]
 
     def refresh(self):
-        for layer in self.layers:
-            decode_row.transpose(layer.qkv_row, layer.qkv[0])
-            decode_row.transpose(layer.fc_row, layer.fc[0])
-            decode_row.transpose(layer.fc_proj_row, layer.fc_proj[0])
-            decode_row.sums_of_columns(*layer.qkv_sums, layer.qkv_row, *layer.ln_1, layer.qkv[1])
-            decode_row.sums_of_columns(*layer.fc_sums, layer.fc_row, *layer.ln_2, layer.fc[1])
+        for each in self.transposed:
+            each.refresh()
 
     def step(self):
         lengths, tiles, x = self.sequences.lengths, self.tiles, self.sequences.x
         block, n_head, eps = self.config.block_size, self.config.n_head, self.config.layer_norm_epsilon
         rest = lengths, block, eps, tiles
-        for layer, cache in zip(self.layers, self.cache, strict=True):
+        for layer, own, cache in zip(self.layers, self.transposed, self.cache, strict=True):
             stream = x, None, None
-            decode_row.normed_row(self.q, cache, None, stream, layer.ln_1[0], layer.qkv_row, *layer.qkv_sums, *rest)
+            decode_row.normed_row(self.q, cache, None, stream, layer.ln_1[0], own.qkv, *own.of_qkv, *rest)
             decode_row.attend_spans(*self.spans, self.q, cache, lengths, n_head, tiles)
             decode_row.joined_product(self.after_attention, *self.spans, lengths, layer.proj[0], block, tiles)
             stream = x, self.after_attention, layer.proj[1]
-            decode_row.normed_row(self.g, None, self.s, stream, layer.ln_2[0], layer.fc_row, *layer.fc_sums, *rest)
+            decode_row.normed_row(self.g, None, self.s, stream, layer.ln_2[0], own.fc, *own.of_fc, *rest)
             x = self.x
-            decode_row.added_row(x, self.s, self.g, layer.fc_proj_row, layer.fc_proj[1], tiles)
+            decode_row.added_row(x, self.s, self.g, own.fc_proj, layer.fc_proj[1], tiles)
         decode.norm(self.h, None, (x, None, None), *self.final, eps, tiles)
 
 
@@ -99,6 +92,25 @@ class Layer:
         self.ln_1, self.ln_2 = pair(parameters, f"{name}ln_1"), pair(parameters, f"{name}ln_2")
         self.qkv, self.proj = pair(parameters, f"{name}attn.c_attn"), pair(parameters, f"{name}attn.c_proj")
         self.fc, self.fc_proj = pair(parameters, f"{name}mlp.c_fc"), pair(parameters, f"{name}mlp.c_proj")
+
+
+class Transposed:
+    """What decode_row takes of a layer's weights in another form: a column in one piece, and sums of columns."""
+
+    def __init__(self, layer, kind, empty):
+        self.layer = layer
+        weights = layer.qkv[0], layer.fc[0], layer.fc_proj[0]
+        self.qkv, self.fc, self.fc_proj = (empty(weight.shape[::-1], kind) for weight in weights)
+        self.of_qkv, self.of_fc = ([empty((len(each),), "float32") for _ in range(2)] for each in (self.qkv, self.fc))
+
+    def refresh(self):
+        layer = self.layer
+        decode_row.transpose(self.qkv, layer.qkv[0])
+        decode_row.sums_of_columns(*self.of_qkv, self.qkv, *layer.ln_1, layer.qkv[1])
+        decode_row.transpose(self.fc, layer.fc[0])
+        decode_row.transpose(self.fc_proj, layer.fc_proj[0])
+        # last, because step() begins with qkv, and reads it before it waits for anything
+        decode_row.sums_of_columns(*self.of_fc, self.fc, *layer.ln_2, layer.fc[1])
 
 
 def pair(parameters, name):

@@ -32,9 +32,10 @@ UNIFORMS = 256  # random numbers that are brought to the device at once, for eac
 class Engine:
     """Continues `batch` sequences by one model: what sampler.Decoder does, with its methods.
 
-    model: a whole GPT2 on CudaBackend, whose parameters are read where they are; queue: a Queue or Eager; tiles:
-    decode.Tiles. Sequences may be of different lengths. Rules that are all Greedy(), or all Sampling() of the same
-    options, choose on the device; any other rule gets its logits on the host, and the host waits.
+    model: a whole GPT2 on CudaBackend, whose parameters are read where they are; of one text, most only when it begins.
+    queue: a Queue or Eager; tiles: decode.Tiles. Sequences may be of different lengths. Rules that are all Greedy(), or
+    all Sampling() of the same options, choose on the device; any other rule gets its logits on the host, and the host
+    waits.
     """
 
     def __init__(self, model, batch, queue, tiles):
@@ -51,8 +52,8 @@ class Engine:
         self.sequences = sampling.Sequences(empty, B, C, block, wte, wpe, sent)
         self.cache = [empty((B, block, 2 * C), wte.dtype) for _ in range(config.n_layer)]
         self.cache_of_prefill, self.h = Filling(self.cache), empty((B, C), wte.dtype)
-        rows = OneRow if B == 1 else ManyRows
-        self.newest = rows(self.model, self.sequences, self.cache, self.h, self.tiles, empty)
+        kind = OneRow if B == 1 else ManyRows
+        self.rows = kind(self.model, self.sequences, self.cache, self.h, self.tiles, empty)
         self.logits, count = empty((B, V), "float32"), decode.logits_tiles(V, self.tiles)
         self.best, self.index = empty((B, count), "float32"), empty((B, count), "int32")
         self.window = empty((B, block), "int32")
@@ -84,8 +85,8 @@ class Engine:
             elif self.count == 0:
                 self.prefill()
             else:
-                if self.count == 1 and self.batch == 1:  # behind the first token, which need not wait for it
-                    self.recorded(self.newest.refresh)
+                if self.count == 1 and self.rows.refresh:  # behind the first token, which need not wait for it
+                    self.recorded(self.rows.refresh)
                 self.perform(self.cached)
             self.pending.append((self.queue.reached(), self.lengths))
         self.lengths = [length + 1 for length in self.lengths]
@@ -193,7 +194,7 @@ class Engine:
 
     def cached(self):
         """The newest position of every sequence, whose embedding the choice of its token has left in sequences.x."""
-        self.newest.step()
+        self.rows.step()
         self.unembed()
 
 

@@ -20,6 +20,7 @@ from gpt2core.tokenizer import build_tokenizer
 from stage0_serial.numpy_backend import NumpyBackend
 from stage2_cuda import engine, triton_driver
 from stage2_cuda.cuda_backend import CudaBackend
+from stage2_cuda.kernels import sampling
 from stage2_cuda.kernels.decode import Tiles, tiles_for
 
 gpu = pytest.mark.gpu
@@ -94,6 +95,13 @@ def test_prompts_that_are_filled_up_are_continued_as_stage_0_does(monkeypatch, p
         monkeypatch.setattr(queue, "bucket", 8)  # of a block of 12
     ours, stage0 = models()
     assert texts(ours, prompts, 3, RULES["drawn"]) == texts(stage0, prompts, 3, RULES["drawn"])
+
+
+def test_more_tokens_are_written_than_there_are_places_for_those_that_were_not_read(monkeypatch):
+    monkeypatch.setattr(sampling, "SENT", engine.AHEAD + 2)
+    ours, stage0 = models(GPT2Config(29, 32, 1, 2, 32, tied=False))
+    prompts = [[1, 2, 3], [4] * 5]
+    assert texts(ours, prompts, 15, RULES["greedy"]) == texts(stage0, prompts, 15, RULES["greedy"])
 
 
 def test_another_rule_gets_its_logits_on_the_host(rng):

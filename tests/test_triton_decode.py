@@ -218,9 +218,11 @@ def test_attention_of_many_rows_over_caches_of_different_lengths(rng, dtype, len
 
 
 @pytest.mark.parametrize("H, D", [(2, 16), (7, 24), (2, 64), (3, 128)])
-@pytest.mark.parametrize("length", [1, 2, 64, 65, 149, 150])
-def test_attention_of_one_row_is_added_up_by_the_product_behind_it(rng, dtype, length, H, D):
-    block, C, N = 150, H * D, 40
+@pytest.mark.parametrize(
+    "block, length", [*((150, length) for length in (1, 2, 64, 65, 149, 150)), (33, 33), (1500, 1100)]
+)
+def test_attention_of_one_row_is_added_up_by_the_product_behind_it(rng, dtype, block, length, H, D):
+    C, N = H * D, 40
     (q, q64), (cache, c64), (w, w64) = (normal(rng, dtype, *shape) for shape in ((1, C), (1, block, 2 * C), (C, N)))
     cache[0, length:] = np.nan  # what was never written must not be looked at
     lengths = device(np.array([length], np.int32))

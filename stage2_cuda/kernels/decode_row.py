@@ -69,8 +69,8 @@ def transpose(out, w):
 
 def sums_of_columns(slopes, shifts, w, ln_w, ln_b, bias):
     """slopes (N) = ln_w w', shifts (N) = ln_b w' + bias, float32; w (N, K)."""
-    arguments = slopes, shifts, w, ln_w, ln_b, bias
-    go_by_columns(sums_of_columns_kernel, WARPS, *arguments, w=w)
+    grid, options = of_columns(w, WARPS)
+    launch(sums_of_columns_kernel, grid, slopes, shifts, w, ln_w, ln_b, bias, w.shape[1], w.shape[0], **options)
 
 
 # -- what is launched for a position -----------------------------------------------------------------------------------
@@ -84,9 +84,9 @@ def normed_row(y, cache, s, stream, ln_w, w, slopes, shifts, lengths, block, eps
     Given a cache (1, block, 2K): without gelu, y (1, K) = q, and k and v into it, at the last of lengths (1) positions.
     """
     x, partials, before = stream
-    parts, K = 0 if partials is None else len(partials), w.shape[1]
-    arguments = y, cache, s, x, partials, before, ln_w, w, slopes, shifts, lengths, block, 1 / K, float(eps)
-    go_by_columns(normed_row_kernel, tiles.columns, *arguments, w=w, overlap=tiles.overlap, PARTS=parts)
+    (N, K), (grid, options) = w.shape, of_columns(w, tiles.columns)
+    arguments = y, cache, s, x, partials, before, ln_w, w, slopes, shifts, lengths, block, 1 / K, float(eps), K, N
+    go(normed_row_kernel, grid, *arguments, tiles=tiles, PARTS=0 if partials is None else len(partials), **options)
 
 
 def attend_spans(y, peaks, totals, q, cache, lengths, n_head, tiles):
@@ -118,20 +118,19 @@ def joined_product(partials, y, peaks, totals, lengths, w, block, tiles):
 
 def added_row(out, s, x, w, bias, tiles):
     """out (1, N) = s + x w' + bias; s float32, x (1, K), w (N, K)."""
-    go_by_columns(added_row_kernel, WARPS, out, s, x, w, bias, w=w, overlap=tiles.overlap)
+    grid, options = of_columns(w, WARPS)
+    go(added_row_kernel, grid, out, s, x, w, bias, w.shape[1], w.shape[0], tiles=tiles, **options)
 
 
-def go_by_columns(kernel, columns, *arguments, w, overlap=False, **options):
-    """Launch programs whose warps own columns: a power of two, at least WARPS, and fewer where they are long."""
-    (N, K), chunk = w.shape, CHUNK // w.dtype.itemsize
-    while columns > WARPS and columns * K * w.dtype.itemsize > FITTING:
+def of_columns(w, columns):
+    """Grid and options of programs whose warps own columns of w (N, K): a power of two, fewer where they are long."""
+    (N, K), size = w.shape, w.dtype.itemsize
+    while columns > WARPS and columns * K * size > FITTING:
         columns //= 2
-    options |= dict(CHUNKS=triton.cdiv(K, chunk), CHUNK=chunk, COLUMNS=columns, OVERLAP=overlap, num_warps=WARPS)
-    if w.dtype.itemsize == 2 and columns * K * 2 <= FITTING:
+    options = dict(CHUNKS=triton.cdiv(K, CHUNK // size), CHUNK=CHUNK // size, COLUMNS=columns, num_warps=WARPS)
+    if size == 2 and columns * K * size <= FITTING:
         options["maxnreg"] = REGISTERS
-    if overlap:
-        options["launch_pdl"] = True
-    launch(kernel, (triton.cdiv(N, columns),), *arguments, K, N, **options)
+    return (triton.cdiv(N, columns),), options
 
 
 # -- columns that a warp owns ------------------------------------------------------------------------------------------
@@ -183,9 +182,8 @@ def transpose_kernel(out, w, K, N, SQUARE: tl.constexpr):
 
 @triton.jit
 def sums_of_columns_kernel(
-    slopes, shifts, w, ln_w, ln_b, bias, K, N,
-    CHUNKS: tl.constexpr, CHUNK: tl.constexpr, COLUMNS: tl.constexpr, OVERLAP: tl.constexpr,
-):  # fmt: skip
+    slopes, shifts, w, ln_w, ln_b, bias, K, N, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, COLUMNS: tl.constexpr
+):
     n = own_columns(COLUMNS)
     tiles, shift = columns_of(w, n, K, N, CHUNKS, CHUNK), tl.load(bias + n, n < N, 0).to(tl.float32)
     tl.store(slopes + n, product(tiles, row_of(ln_w, K, CHUNKS, CHUNK), CHUNKS), n < N)
@@ -205,9 +203,9 @@ def normed_row_kernel(
     n, k = own_columns(COLUMNS), tl.arange(0, CHUNK)
     tiles = columns_of(w, n, K, N, CHUNKS, CHUNK)  # first: they have the longest way, and wait for nobody
     scales, slope, shift = row_of(ln_w, K, CHUNKS, CHUNK), tl.load(slopes + n, n < N, 0), tl.load(shifts + n, n < N, 0)
-    rows = ()
+    added = ()
     if partials is not None:
-        rows = row_of(before, K, CHUNKS, CHUNK)
+        added = row_of(before, K, CHUNKS, CHUNK)
     if OVERLAP:
         wait()
     position = newest(lengths, 1, block, 1) if cache is not None else 0
@@ -215,7 +213,7 @@ def normed_row_kernel(
     if partials is not None:
         for part in tl.static_range(PARTS):
             read = added_up(read, row_of(partials + part * K, K, CHUNKS, CHUNK), CHUNKS)
-        read = added_up(read, rows, CHUNKS)
+        read = added_up(read, added, CHUNKS)
     scaled, total, squares = (), tl.zeros((CHUNK,), tl.float32), tl.zeros((CHUNK,), tl.float32)
     for c in tl.static_range(CHUNKS):
         scaled += (read[c] * scales[c],)

@@ -29,12 +29,12 @@ SOME = tl.constexpr(16)  # thresholds, or tiles, that a program looks at togethe
 COUNT, NUCLEUS, DRAW = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # what is looked for: top_k, top_p, u
 UNIT = tl.constexpr(float(1 << 44))
 LOWEST_KEY, KEYS_END = tl.constexpr(-(1 << 31)), tl.constexpr(1 << 31)
-SENT = 1024  # tokens that the host may not have read yet
+SENT = 1024  # tokens of a sequence that the host may not have read yet: more than engine.AHEAD + 1
 FIELDS = 5  # of a state: the borders low and high, mass and count from high on, goal
 
 
 class Sequences:
-    """What the choice of a token moves on: the arrays of one group of sequences, all on the device.
+    """What the choice of a token moves on: the arrays of one group of sequences, which kernels read and write.
 
     lengths (B) int32; tokens (B) int32, the newest; ids (B, block) int32, token number i at i mod block; sent (B, SENT)
     int32, the same at i mod SENT, where the host can read it without a copy; and x (B, C) float32, the newest token's
@@ -259,7 +259,7 @@ def likeliest_kernel(
     WIDTH: tl.constexpr, SENT: tl.constexpr, TILES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     if OVERLAP:
-        gdc_wait()
+        gdc_wait()  # and no more: the kernel behind it is of another step
     b, t = tl.program_id(0), tl.arange(0, TILES)
     values = tl.load(best + b * tiles + t, t < tiles, float("-inf"))
     first = tl.load(index + b * tiles + t, t < tiles, V)
