@@ -62,7 +62,7 @@ class OneRow(Rows):
         self.s, self.x = empty((1, C), "float32"), empty((1, C), "float32")
         spans = decode_row.spans(self.config.block_size, self.tiles)
         self.spans = empty((H, spans, D), "float32"), empty((H, spans), "float32"), empty((H, spans), "float32")
-        self.after_attention = empty((decode_row.heads_of(H, D, self.tiles).parts, 1, C), "float32")
+        self.after_attention = empty((decode_row.heads_of(H, D, self.tiles)[0], 1, C), "float32")
         self.transposed = [Transposed(layer, kind, empty) for layer in self.layers]
 
     def refresh(self):

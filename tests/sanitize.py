@@ -209,7 +209,7 @@ def one_row_of(a, x, q, cache, lengths, weights, H, eps, tiles):
     spans = decode_row.spans(block, tiles)
     of_spans = a.f(H, spans, D), a.f(H, spans), a.f(H, spans)
     decode_row.attend_spans(*of_spans, q, cache, lengths, H, tiles)
-    partials = a.f(decode_row.heads_of(H, D, tiles).parts, 1, C)
+    partials = a.f(decode_row.heads_of(H, D, tiles)[0], 1, C)
     decode_row.joined_product(partials, *of_spans, lengths, a.x(C, C), block, tiles)
     s, g = a.f(1, C), a.x(1, 4 * C)
     decode_row.normed_row(g, None, s, (x, partials, a.x(C)), ln[0], rows[1], *sums[1], lengths, block, eps, tiles)

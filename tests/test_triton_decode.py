@@ -228,7 +228,7 @@ def test_attention_of_one_row_is_added_up_by_the_product_behind_it(rng, dtype, b
     lengths = device(np.array([length], np.int32))
     y, peaks, totals = (poisoned(np.float32, H, decode_row.spans(block, ONE_ROW), *rest) for rest in ((D,), (), ()))
     decode_row.attend_spans(y, peaks, totals, q, cache, lengths, H, ONE_ROW)
-    partials = poisoned(np.float32, decode_row.heads_of(H, D, ONE_ROW).parts, 1, N)
+    partials = poisoned(np.float32, decode_row.heads_of(H, D, ONE_ROW)[0], 1, N)
     decode_row.joined_product(partials, y, peaks, totals, lengths, w, block, ONE_ROW)
     near(host(partials).sum(0), attention(q64, c64, [length], H) @ w64)
 

@@ -158,8 +158,8 @@ def wait():
     """For the kernel before this one; the one behind it may begin.
 
     With OVERLAP a kernel is there before its turn. Ahead of wait() it may read what the kernel before the last has
-    written, and all that is older, so weights in any case; from here on also what the last has, and write what that has
-    read. If the next were let in sooner, more of them would share the processors with the one whose turn it is, and
+    written, and all that is older, such as weights; from here on also what the last has, and write what that has read.
+    If the next were let in sooner, more of them would share the processors with the one whose turn it is, and
     that costs it more than they gain.
     """
     gdc_wait()

@@ -18,8 +18,8 @@ be two sums before the product; they are taken beside it instead:
 
 What does not depend on x, w' and l w and o w + b, is made at the beginning of a text (`transpose`, `sums_of_columns`).
 The variance is then the mean of the squares less the square of the mean, in fp32: a row whose mean is 30 deviations
-loses three digits by that, and the rows of a GPT-2 are not of that kind. Attention's projection keeps its weight as it
-is: as little as possible may be read of what the spans have left, so its programs are few, with many columns each.
+loses three digits by that. Attention's projection keeps its weight as it is: as little as possible may be read of what
+the spans have left, so its programs are few, with many columns each.
 """
 
 # C channels, H heads, D head size; K rows and N columns of a weight, which is (N, K) where it is transposed
@@ -30,7 +30,7 @@ import math
 import triton
 import triton.language as tl
 
-from stage2_cuda.kernels.decode import LOWEST, Split, go, newest, wait
+from stage2_cuda.kernels.decode import LOWEST, go, newest, wait
 from stage2_cuda.kernels.gelu import sigmoid_of_2u
 from stage2_cuda.triton_driver import launch
 
@@ -43,9 +43,9 @@ FITTING = 48 << 10  # ... if its columns have no more bytes than these, in 16 bi
 
 
 def heads_of(H, D, tiles):
-    """Heads in shares of one program, with partial sums of their own."""
+    """(shares that the heads are divided into, each with partial sums of its own; heads of a share)."""
     heads = max(1, min(triton.cdiv(H, tiles.parts), tiles.share // D))
-    return Split(triton.cdiv(H, heads), heads)
+    return triton.cdiv(H, heads), heads
 
 
 def keys_of(block, tiles):
@@ -109,11 +109,11 @@ def joined_product(partials, y, peaks, totals, lengths, w, block, tiles):
     y, peaks, totals: what attend_spans has left.
     """
     (H, count, D), N = y.shape, w.shape[1]
-    heads, width = heads_of(H, D, tiles).depth, triton.next_power_of_2(D)
+    (shares, heads), width = heads_of(H, D, tiles), triton.next_power_of_2(D)
     arguments = partials, y, peaks, totals, lengths, w, H, N, heads, block
     options = dict(SIZE=D, D=width, SPANS=count, KEYS=keys_of(block, tiles), HEADS=triton.next_power_of_2(heads))
     options |= dict(DEPTH=options["HEADS"] * width, COLUMNS=tiles.part_columns)
-    go(joined_kernel, (triton.cdiv(N, tiles.part_columns), len(partials)), *arguments, tiles=tiles, **options)
+    go(joined_kernel, (triton.cdiv(N, tiles.part_columns), shares), *arguments, tiles=tiles, **options)
 
 
 def added_row(out, s, x, w, bias, tiles):
