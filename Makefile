@@ -99,38 +99,38 @@ test-gpu: $(test_ready) $(cuda_ready)  ## run the tests that need a CUDA device 
 	"$(python)" -m pytest -m gpu $(ARGS)
 
 sanitize: $(test_ready) $(cuda_ready)  ## run every kernel under compute-sanitizer, which comes with the CUDA toolkit
-	"$(python)" tests/sanitize.py $(ARGS)
+	"$(python)" tests/tools/sanitize.py $(ARGS)
 
 bench: $(test_ready)  ## compare with PyTorch: tables here, figures in results/ (ARGS go to the training step)
-	"$(python)" -m benchmarks.train_step $(ARGS)
-	"$(python)" -m benchmarks.decode
-	"$(python)" -m benchmarks.choices
-	"$(python)" -m benchmarks.curve
-	"$(python)" -m benchmarks.first_run
-	"$(python)" -m benchmarks.ranks
-	"$(python)" -m benchmarks.strategies --ranks 2
-	"$(python)" -m benchmarks.strategies --ranks 4 --only zero
-	"$(python)" -m benchmarks.collectives
-	"$(python)" -m benchmarks.collectives --idle
-	"$(python)" -m benchmarks.parity
-	"$(python)" -m benchmarks.kill
+	"$(python)" -m benchmarks.cpu.train_step $(ARGS)
+	"$(python)" -m benchmarks.cpu.decode
+	"$(python)" -m benchmarks.cpu.choices
+	"$(python)" -m benchmarks.cpu.curve
+	"$(python)" -m benchmarks.cpu.first_run
+	"$(python)" -m benchmarks.ranks.ranks
+	"$(python)" -m benchmarks.ranks.strategies --ranks 2
+	"$(python)" -m benchmarks.ranks.strategies --ranks 4 --only zero
+	"$(python)" -m benchmarks.ranks.collectives
+	"$(python)" -m benchmarks.ranks.collectives --idle
+	"$(python)" -m benchmarks.ranks.parity
+	"$(python)" -m benchmarks.ranks.kill
 
 bench-gpu: $(test_ready) $(cuda_ready)  ## the same on GPUs: stage 2 on one, stage 3 on four (ARGS go to the training step)
-	"$(python)" -m benchmarks.gpu_step $(ARGS)
-	"$(python)" -m benchmarks.gpu_attention
-	"$(python)" -m benchmarks.gpu_products
-	"$(python)" -m benchmarks.gpu_decode
-	"$(python)" -m benchmarks.gpu_memory
-	"$(python)" -m benchmarks.gpu_profile
-	"$(python)" -m benchmarks.gpu_lesson
-	"$(python)" -m benchmarks.gpu_choices
-	"$(python)" -m benchmarks.gpu_fusions
-	"$(python)" -m benchmarks.gpu_scaling --strong 64 --paper
-	"$(python)" -m benchmarks.gpu_strategies
-	"$(python)" -m benchmarks.gpu_parity
-	"$(python)" -m benchmarks.gpu_collectives
-	"$(python)" -m benchmarks.gpu_timeline
-	"$(python)" -m benchmarks.gpu_kill
+	"$(python)" -m benchmarks.gpu.step $(ARGS)
+	"$(python)" -m benchmarks.gpu.attention
+	"$(python)" -m benchmarks.gpu.products
+	"$(python)" -m benchmarks.gpu.decode
+	"$(python)" -m benchmarks.gpu.memory
+	"$(python)" -m benchmarks.gpu.profile
+	"$(python)" -m benchmarks.gpu.lesson
+	"$(python)" -m benchmarks.gpu.choices
+	"$(python)" -m benchmarks.gpu.fusions
+	"$(python)" -m benchmarks.gpus.scaling --strong 64 --paper
+	"$(python)" -m benchmarks.gpus.strategies
+	"$(python)" -m benchmarks.gpus.parity
+	"$(python)" -m benchmarks.gpus.collectives
+	"$(python)" -m benchmarks.gpus.timeline
+	"$(python)" -m benchmarks.gpus.kill
 
 lint: $(test_ready)  ## check the style (ruff)
 	"$(python)" -m ruff check .

@@ -17,16 +17,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs 
 
 import numpy as np
 
-from gpt2core.checkpoint import load_checkpoint, save_checkpoint
-from gpt2core.cli import command, train_parser
-from gpt2core.commands import train_command
+from gpt2core.app.checkpoint_directory import load_checkpoint, save_checkpoint
+from gpt2core.app.cli import command, train_parser
+from gpt2core.app.presets import CORPUS, WEIGHTS
+from gpt2core.app.train_command import train_command
 from gpt2core.communicator import Solo
-from gpt2core.dataset import read_text
 from gpt2core.model import GPT2
-from gpt2core.parallel.workers import Workers, limit_blas
-from gpt2core.recipes import CORPUS, WEIGHTS
+from gpt2core.parallel.threads import Workers, limit_blas
 from gpt2core.tensor import no_grad
-from gpt2core.tokenizer import Tokenizer
+from gpt2core.text.token_file import read_text
+from gpt2core.text.tokenizer import Tokenizer
 from stage0_serial.numpy_backend import NumpyBackend
 
 PROMPT, NEW = 256, 30  # tokens, the paper's inference

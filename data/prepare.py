@@ -15,9 +15,9 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))  # a fresh clone runs 
 
 from tqdm import tqdm  # noqa: E402
 
-from gpt2core.dataset import TOKEN_FILE, replaced, text_chunks, write_token_file  # noqa: E402
 from gpt2core.errors import DataError, UserError  # noqa: E402
-from gpt2core.tokenizer import FILE_NAME, build_tokenizer  # noqa: E402
+from gpt2core.text.token_file import TOKEN_FILE, replaced, text_chunks, write_token_file  # noqa: E402
+from gpt2core.text.tokenizer import FILE_NAME, build_tokenizer  # noqa: E402
 
 
 def chunks_with_bar(path, pass_name):

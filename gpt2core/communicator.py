@@ -42,8 +42,8 @@ class Communicator:
     Result     A new array, or `out` filled and returned: a C-contiguous array of the result's shape and dtype, which
                may be x or share its memory (all_reduce(x, out=x) needs no second buffer). A group of one returns
                x itself: whoever then overwrites x or the result passes an `out` of its own.
-    Sum        In x's dtype, elementwise, in the canonical tree over ranks (gpt2core.canonical). A runtime that offers
-               a faster order too must be asked for it.
+    Sum        In x's dtype, elementwise, in the canonical tree over ranks (gpt2core.parallel.tree_sum). A runtime that
+               offers a faster order too must be asked for it.
     bytes_sent What this rank handed to others through this communicator (not its sub-groups), by the textbook volume
                of the algorithm used.
     Errors     ConfigError for an argument that cannot work, CommunicatorError for a group that cannot go on.
@@ -250,27 +250,3 @@ class Solo(Communicator):
 
     def split(self, color, key=0):
         return None if color is None else Solo()
-
-
-class Mesh:
-    """The dp x tp x pp grid: each rank's data, tensor and pipeline group, tensor ranks next to each other.
-
-        rank = tensor + tp * (data + dp * pipeline)
-
-    Tensor groups talk most, so they get neighbours (on one host, one NVLink). dp = tp = 2, one row a tensor group:
-
-        rank 0  rank 1      .tensor {0, 1} and {2, 3}
-        rank 2  rank 3      .data   {0, 2} and {1, 3}      .pipeline a group of one each
-
-    Raises ConfigError unless dp * tp * pp is the size of the world.
-    """
-
-    def __init__(self, world, dp, tp, pp=1):
-        if min(dp, tp, pp) < 1 or dp * tp * pp != world.size:
-            sizes = f"dp {dp} x tp {tp} x pp {pp} = {dp * tp * pp}"
-            raise ConfigError(f"a mesh of {sizes} ranks does not fit {world.size}: give sizes >= 1 of that product")
-        tensor, data, pipeline = world.rank % tp, world.rank // tp % dp, world.rank // (tp * dp)
-        self.world = world
-        self.tensor = world.split(data + dp * pipeline, key=tensor)
-        self.data = world.split(tensor + tp * pipeline, key=data)
-        self.pipeline = world.split(tensor + tp * data, key=pipeline)

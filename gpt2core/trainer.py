@@ -11,17 +11,21 @@ from dataclasses import dataclass
 import numpy as np
 
 from gpt2core.arena import Arena
-from gpt2core.canonical import tree_sum
-from gpt2core.communicator import Mesh, Solo
+from gpt2core.communicator import Solo
 from gpt2core.errors import ConfigError, UserError
 from gpt2core.model import GPT2, flops_per_token, initial_parameters, parameter_shapes
-from gpt2core.optimizer import AdamW, LossScale
+from gpt2core.optimizer import AdamW
 from gpt2core.parallel import tensor_parallel
 from gpt2core.parallel.bucket_size import measured_bucket
 from gpt2core.parallel.compression import Compressed
-from gpt2core.parallel.data_parallel import BUCKET_MB, data_parallel
-from gpt2core.parallel.micro_shards import MicroShards, even_slices
-from gpt2core.parallel.workers import Workers, limit_blas
+from gpt2core.parallel.config import Parallel
+from gpt2core.parallel.data_parallel import data_parallel
+from gpt2core.parallel.even_slices import even_slices
+from gpt2core.parallel.loss_scale import LossScale
+from gpt2core.parallel.mesh import Mesh
+from gpt2core.parallel.micro_batches import MicroShards
+from gpt2core.parallel.threads import Workers, limit_blas
+from gpt2core.parallel.tree_sum import tree_sum
 from gpt2core.parallel.zero import PIECE_MB, Arriving, check_gather
 from gpt2core.tensor import Tensor
 
@@ -46,18 +50,6 @@ class Step:
     skipped: int | None = None  # fp16: times that its gradient overflowed and it was made again
     mfu: float | None = None  # model FLOPs over the device's peak, where that is known
     bytes_sent: int | None = None  # by this rank, in all groups; None where there is nobody to send to
-
-
-@dataclass(frozen=True)
-class Parallel:
-    """How the ranks share the work. The defaults are right for any number of them, one included."""
-
-    tp: int = 1  # ranks that share each layer; the others are data parallel
-    dp: str = "flat"  # how gradients travel: see data_parallel.STRATEGIES
-    bucket_mb: float | None = BUCKET_MB  # None: measured
-    compress: str = "none"  # or fp16, bf16, int8
-    zero: int = 0  # 1: each data-parallel rank keeps the optimizer state of its part of the arena alone
-    zero_gather: str = "end"  # of the step, or beside the next "forward": when everyone gets what kernels read
 
 
 class Trainer:

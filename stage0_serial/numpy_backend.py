@@ -9,9 +9,9 @@ import numpy as np
 
 from gpt2core.arena import BLOCK as ARENA_BLOCK
 from gpt2core.backend import Backend
-from gpt2core.canonical import tree_sum
 from gpt2core.errors import ConfigError
-from gpt2core.parallel.micro_shards import even_slices
+from gpt2core.parallel.even_slices import even_slices
+from gpt2core.parallel.tree_sum import tree_sum
 from gpt2core.tensor import is_recording
 from stage0_serial.buffer_pool import BufferPool
 

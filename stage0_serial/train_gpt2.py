@@ -1,6 +1,6 @@
 """Train GPT-2 on one CPU: NumPy arrays, one process."""
 
-from gpt2core.cli import train
+from gpt2core.app.cli import train
 from gpt2core.communicator import Solo
 from stage0_serial.numpy_backend import NumpyBackend
 

@@ -19,9 +19,9 @@ communication operations in MPICH, 2005.
 
 import numpy as np
 
-from gpt2core.canonical import tree_reduce
 from gpt2core.communicator import Handle, Solo, check_op, check_out, check_rank, rows_of
 from gpt2core.errors import ConfigError
+from gpt2core.parallel.tree_sum import tree_reduce
 
 CHUNK = 1 << 20  # bytes of a message that is added to something: with less the messages cost more than the cache gains
 
@@ -171,7 +171,7 @@ def _halving_doubling(comm, x, out, add):
 
 
 def _canonical(comm, x, out, add):
-    """The bits of gpt2core.canonical.tree_reduce over ranks, for any p, and no more bytes than any other order.
+    """The bits of gpt2core.parallel.tree_sum.tree_reduce over ranks, for any p, and no more bytes than any other order.
 
     A power of two halves and doubles, but nearest partner first: rank 0 adds 0+1, then (0+1)+(2+3), and so on. Other
     numbers go by the direct algorithm: rank j gets everyone's part j, adds up the tree, and passes the sum around.

@@ -1,6 +1,6 @@
 """Start the ranks with the MPI that is here: MPICH and Open MPI want different flags, and their launchers do not mix.
 
-    python -m stage1_mpi.launch -n 4 [--hostfile FILE] train_gpt2.py --preset tiny
+python -m stage1_mpi.launch -n 4 [--hostfile FILE] train_gpt2.py --preset tiny
 """
 
 import argparse

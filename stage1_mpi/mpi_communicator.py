@@ -27,7 +27,7 @@ from gpt2core.communicator import (
     rows_of,
 )
 from gpt2core.errors import ConfigError
-from gpt2core.launched import launched
+from gpt2core.parallel.launcher_env import launched
 from stage1_mpi import collectives
 
 NATIVE = "mpi"  # the library's own algorithms

@@ -8,8 +8,8 @@ out_dim / mp_size), a rank needs the others' features for its product and the ot
     backward   d out -> naive_collect_backward_output -> @ w.T -> naive_collect_backward_x -> d x, this rank's features
 
 Megatron-LM (Shoeybi et al. 2019, section 3) cuts the same weight into rows instead: x @ w needs no gathering, and one
-all-reduce of the result replaces both collectives forward and the one backward. tests/test_naive_tensor_parallel.py
-trains both, finds the same numbers, and counts the bytes.
+all-reduce of the result replaces both collectives forward and the one backward.
+tests/stage1/test_naive_tensor_parallel.py trains both, finds the same numbers, and counts the bytes.
 """
 # p = mp_size ranks share one replica, dp_size replicas; rank = dp_idx * p + mp_idx
 

@@ -1,6 +1,6 @@
 """Train GPT-2 on many CPUs: NumPy arrays, MPI ranks."""
 
-from gpt2core.cli import train
+from gpt2core.app.cli import train
 from stage0_serial.numpy_backend import NumpyBackend
 from stage1_mpi.mpi_communicator import MpiCommunicator
 

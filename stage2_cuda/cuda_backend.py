@@ -12,19 +12,23 @@ from gpt2core.backend import Backend, Immediate
 from gpt2core.communicator import address
 from gpt2core.errors import ConfigError
 from gpt2core.model import parameter_count
-from stage2_cuda import attention_tiles, engine, memory, nvtx, triton_driver
-from stage2_cuda.autotune import Tuner
+from stage2_cuda import memory_model as memory
+from stage2_cuda.decoding import decoder as engine
+from stage2_cuda.decoding.batched import ROWS, tiles_for
+from stage2_cuda.decoding.cached_attention import attention_cached
 from stage2_cuda.fused_head import FusedHead, rows
-from stage2_cuda.graph import Recorded
+from stage2_cuda.gemm.products import NumpyGemm, Products, cublaslt
 from stage2_cuda.kernels import adamw, column_sums, embedding, gelu, layernorm, rounding
 from stage2_cuda.kernels import attention as flash
-from stage2_cuda.kernels.cached_attention import attention_cached
 from stage2_cuda.kernels.cast import cast
-from stage2_cuda.kernels.decode import ROWS, tiles_for
-from stage2_cuda.mailbox import Mailbox, lasting
-from stage2_cuda.peak_flops import peak_flops
-from stage2_cuda.products import NumpyGemm, Products, cublaslt
-from stage2_cuda.side_stream import NoStream, SideStream
+from stage2_cuda.runtime import nvtx
+from stage2_cuda.runtime import triton_launch as triton_driver
+from stage2_cuda.runtime.cuda_graph import Recorded
+from stage2_cuda.runtime.peak_flops import peak_flops
+from stage2_cuda.runtime.side_stream import NoStream, SideStream
+from stage2_cuda.runtime.static_inputs import Mailbox, lasting
+from stage2_cuda.tuning import attention_tiles
+from stage2_cuda.tuning.tuner import Tuner
 
 # --precision: the type of activations and of the parameters that kernels read, and what tl.dot makes of fp32 operands;
 # three passes of tf32 keep the bounds of fp32, and are faster

@@ -7,7 +7,7 @@ import numpy as np
 from gpt2core.communicator import address
 from stage2_cuda.kernels import cross_entropy, losses
 from stage2_cuda.kernels.cast import scale_in_place
-from stage2_cuda.memory import ALIGNED, LOGITS
+from stage2_cuda.memory_model import ALIGNED, LOGITS
 
 
 class FusedHead:

@@ -1,6 +1,6 @@
 """Train GPT-2 on one GPU: CuPy arrays, Triton kernels, one process."""
 
-from gpt2core.cli import train
+from gpt2core.app.cli import train
 from gpt2core.communicator import Solo
 from stage2_cuda.cuda_backend import CudaBackend
 

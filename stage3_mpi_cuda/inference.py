@@ -1,6 +1,6 @@
 """Write text with a trained GPT-2 on many GPUs: CuPy arrays, Triton kernels, one MPI rank for each GPU."""
 
-from gpt2core.cli import infer
+from gpt2core.app.cli import infer
 from stage2_cuda.cuda_backend import CudaBackend
 from stage3_mpi_cuda.nccl_communicator import NcclCommunicator
 

@@ -33,8 +33,8 @@ class NcclCollectives(Communicator):
     """The ranks of `host`, an MPI group of more than one, each with its GPU; x and out are arrays there.
 
     A sum is "canonical" unless use_collectives("nccl") is called: slices to their owners, the tree of
-    gpt2core.canonical over what came (float16 and bfloat16 are added up in float32, and rounded once), and the sums
-    back to all. Sums of integers, minima and maxima do not depend on an order, and are always NCCL's own.
+    gpt2core.parallel.tree_sum over what came (float16 and bfloat16 are added up in float32, and rounded once), and the
+    sums back to all. Sums of integers, minima and maxima do not depend on an order, and are always NCCL's own.
 
     bytes_sent: all_reduce 2 (p-1)/p n (rounded down), reduce_scatter and all_to_all (p-1)/p n, all_gather (p-1) n,
     broadcast (p-1) n on root and 0 elsewhere, in bytes of x. A replayed graph counts nothing.

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 
 from gpt2core.communicator import Communicator, Solo
 from gpt2core.errors import ConfigError
-from gpt2core.ranks import everywhere, together
+from gpt2core.parallel.all_or_raise import everywhere, together
 from stage1_mpi.mpi_communicator import MpiCommunicator
-from stage2_cuda import triton_driver
-from stage3_mpi_cuda.codecs import FusedCodec
+from stage2_cuda.kernels.codecs import FusedCodec
+from stage2_cuda.runtime import triton_launch as triton_driver
 from stage3_mpi_cuda.nccl_collectives import NATIVE, NcclCollectives
 from stage3_mpi_cuda.staged_collectives import StagedCollectives
 from stage3_mpi_cuda.watchdog import Watchdog

@@ -1,6 +1,6 @@
 """The sum of several arrays in the canonical tree, in one pass: what each rank does with the parts that others sent it.
 
-    5 rows  ((0+1) + (2+3)) + 4                                                           (gpt2core/canonical.py)
+    5 rows  ((0+1) + (2+3)) + 4                                                 (gpt2core/parallel/tree_sum.py)
 
 NCCL's own all-reduce adds up along a ring or a tree of GPUs, which depends on their number, and rounds to the type of
 the array at every hop. Here the order is fixed, sums are float32 (float64 of float64), and rounding comes once, last.
@@ -9,7 +9,7 @@ the array at every hop. Here the order is fixed, sums are float32 (float64 of fl
 import triton
 import triton.language as tl
 
-from stage2_cuda.triton_driver import launch
+from stage2_cuda.runtime.triton_launch import launch
 
 BLOCK = 1024  # elements of one program
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from gpt2core import cli
+from gpt2core.app import cli
 from gpt2core.communicator import Solo
 from stage0_serial.numpy_backend import NumpyBackend
 

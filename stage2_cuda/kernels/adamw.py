@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 
 from stage2_cuda.kernels.rounding import stochastic_bf16
-from stage2_cuda.kernels.totals import totals
-from stage2_cuda.triton_driver import launch
+from stage2_cuda.kernels.segment_sum import totals
+from stage2_cuda.runtime.triton_launch import launch
 
 BLOCK = 1024  # elements of one program: a block of the arena, which has one weight decay
 ROWS = 2  # blocks that one program squares and adds

@@ -27,7 +27,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from gpt2core.errors import ConfigError
-from stage2_cuda.triton_driver import Pointer, launch
+from stage2_cuda.runtime.triton_launch import Pointer, launch
 
 QUERY, KEY, VALUE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # the parts of qkv
 LOG2E = tl.constexpr(math.log2(math.e))  # exp(x) = exp2(x log2(e)): one instruction

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from stage2_cuda.triton_driver import launch
+from stage2_cuda.runtime.triton_launch import launch
 
 BLOCK = 4096
 

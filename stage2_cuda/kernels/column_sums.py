@@ -10,7 +10,7 @@ atomic additions would come in another order each time.
 import triton
 import triton.language as tl
 
-from stage2_cuda.triton_driver import launch
+from stage2_cuda.runtime.triton_launch import launch
 
 # As measured on an H200, with its 132 processors. The number of programs is a function of the shape alone, because the
 # order of the sums depends on it.

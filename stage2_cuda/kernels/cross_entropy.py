@@ -20,7 +20,7 @@ import math
 import triton
 import triton.language as tl
 
-from stage2_cuda.triton_driver import launch
+from stage2_cuda.runtime.triton_launch import launch
 
 TILE, LANE = 32768, 8  # bytes of a tile; columns that a thread loads at once
 STAGES = 3  # tiles in flight at the first reading, from memory; the second is from the cache

@@ -15,7 +15,7 @@ import numpy as np
 import triton
 import triton.language as tl
 
-from stage2_cuda.triton_driver import launch
+from stage2_cuda.runtime.triton_launch import launch
 
 ROWS, COLUMNS = 8, 256  # of a tile
 WIDE = 1024  # columns of a tile where there is one program for each token: few have more than a row or two

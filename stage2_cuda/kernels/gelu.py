@@ -13,7 +13,7 @@ import math
 import triton
 import triton.language as tl
 
-from stage2_cuda.triton_driver import launch
+from stage2_cuda.runtime.triton_launch import launch
 
 ROWS, COLUMNS, WARPS = 2, 512, 2  # of one tile
 PROGRAMS = 352  # that divide the rows backward; a constant, so that the order of the sums depends on the shape alone

@@ -11,7 +11,7 @@ Both keep whole rows in registers, a few of them in one program, so that the two
 import triton
 import triton.language as tl
 
-from stage2_cuda.triton_driver import launch
+from stage2_cuda.runtime.triton_launch import launch
 
 TILE = 2048  # elements of one program's tile of whole rows; a row that is longer has a tile of its own
 PROGRAMS = 528  # backward, 4 for each of an H200's 132 processors; a constant: the order depends on the shape alone

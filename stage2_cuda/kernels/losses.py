@@ -8,8 +8,8 @@ loss = scale sum over rows of (log(sum) - (picked - highest)),  sum = own sums e
 import triton
 import triton.language as tl
 
-from stage2_cuda.kernels.totals import totals
-from stage2_cuda.triton_driver import launch
+from stage2_cuda.kernels.segment_sum import totals
+from stage2_cuda.runtime.triton_launch import launch
 
 ROWS, TILE = 4096, 1024  # of one program, and of one step of it
 

@@ -11,7 +11,7 @@ import numpy as np
 import triton
 import triton.language as tl
 
-from stage2_cuda.triton_driver import launch
+from stage2_cuda.runtime.triton_launch import launch
 
 BLOCK = 1024  # elements of one program
 

@@ -1,0 +1,101 @@
+"""What does each choice in the NumPy backend gain? The naive way against ours, in turns, on the arrays of `paper`."""
+
+import argparse
+import statistics
+import time
+
+import numpy as np
+
+from benchmarks.harness.contenders import paired_ratio, print_table, run, save
+from gpt2core.app.presets import PRESETS
+from gpt2core.parallel.threads import limit_blas
+from stage0_serial.buffer_pool import BufferPool
+from stage0_serial.numpy_backend import NumpyBackend
+
+ROWS = 512  # a micro-shard: 2 sequences of 256 tokens
+
+
+def choices():
+    """Yield (what, naive, ours): two functions that compute the same."""
+    config, rng, backend = PRESETS["paper"], np.random.default_rng(), NumpyBackend()
+    C = config.n_embd
+    x, wide = (rng.standard_normal((ROWS, n), np.float32) for n in (C, 4 * C))
+    out, pool, live = np.empty_like(wide), BufferPool(), range(24)  # activations alive at once: 75 MB, then all freed
+    yield "cube: x**3 -> x*x*x", lambda: wide**3, lambda: np.multiply(np.multiply(wide, wide, out=out), wide, out=out)
+    yield (
+        "activations: np.empty -> BufferPool",
+        lambda: [np.add(wide, 1, out=np.empty_like(wide)) for _ in live],
+        lambda: [np.add(wide, 1, out=pool.empty(wide.shape, wide.dtype)) for _ in live],
+    )
+    slope = np.empty_like(wide)
+    yield "GELU and slope: whole arrays -> blocks", lambda: gelu(wide), lambda: backend.gelu(wide, None, out, slope)
+    sums = np.ones(ROWS, np.float32)
+    yield "bias gradient: x.sum(0) -> ones @ x", lambda: wide.sum(0), lambda: sums @ wide
+    weights = [rng.standard_normal((4 * C, C), np.float32) for _ in range(24)]  # too many for the cache
+    row = wide[:1]
+    yield (
+        "one row @ w: BLAS gemv -> einsum",
+        lambda: [np.matmul(row, w) for w in weights],
+        lambda: [backend.matmul(row, w) for w in weights],
+    )
+    qkv = rng.standard_normal((2, 256, 3 * C), np.float32)
+    heads = config.n_head
+    yield (
+        "attention: whole T x T -> causal blocks",
+        lambda: attention(qkv, heads),
+        lambda: backend.attention_forward(qkv, heads),
+    )
+
+
+def gelu(x):
+    """GELU and its derivative as one writes them down, without **3."""
+    u = np.float32(0.7978846) * (x + np.float32(0.044715) * x * x * x)
+    t = np.tanh(u)
+    slope = np.float32(0.7978846) * (1 + np.float32(3 * 0.044715) * x * x)
+    return np.float32(0.5) * x * (1 + t), np.float32(0.5) * (1 + t) + np.float32(0.5) * x * (1 - t * t) * slope
+
+
+def attention(qkv, n_head):
+    """Causal attention with all of its scores."""
+    B, T, C3 = qkv.shape
+    q, k, v = qkv.reshape(B, T, 3, n_head, -1).transpose(2, 0, 3, 1, 4)  # (B, H, T, D) each
+    s = q @ k.transpose(0, 1, 3, 2) * np.float32((C3 // 3 // n_head) ** -0.5)
+    s = np.where(np.tril(np.ones((T, T), bool)), s, np.float32(-1e30))
+    p = np.exp(s - s.max(-1, keepdims=True))
+    p /= p.sum(-1, keepdims=True)
+    return (p @ v).transpose(0, 2, 1, 3).reshape(B, T, C3 // 3)
+
+
+def seconds(function, repeat):
+    start = time.perf_counter()
+    for _ in range(repeat):
+        function()
+    return (time.perf_counter() - start) / repeat
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=15, help="turns of each pair (default 15)")
+    args = parser.parse_args()
+    limit_blas(1)
+    results, rows = [], []
+    for what, naive, ours in choices():
+        repeat = max(1, int(0.02 / seconds(ours, 2)))
+        played = [(seconds(naive, repeat), seconds(ours, repeat)) for _ in range(args.rounds)]
+        naive_seconds, our_seconds = zip(*played, strict=True)
+        gain = paired_ratio(naive_seconds, our_seconds)
+        results.append({"choice": what, "naive_seconds": naive_seconds, "our_seconds": our_seconds, "gain": gain})
+        rows.append(
+            {
+                "choice": what,
+                "naive, us": f"{statistics.median(naive_seconds) * 1e6:,.0f}",
+                "ours, us": f"{statistics.median(our_seconds) * 1e6:,.0f}",
+                "times as fast": f"{gain:.2f}",
+            }
+        )
+    print_table(rows)
+    save("benchmarks.cpu.choices", results)
+
+
+if __name__ == "__main__":
+    run(main)

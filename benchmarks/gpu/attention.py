@@ -1,0 +1,190 @@
+"""Is causal attention, forward and backward, faster than PyTorch's own, FlashAttention-2 and cuDNN?
+
+Ours reads q, k and v where the projection left them, (B, T, 3C), and writes their gradient there. PyTorch gets three
+arrays (B, H, T, D), or with --packed views of the same projection, and writes three gradients. Both as a CUDA graph of
+several calls, timed by events on the device, in turns; 2 B H T T D operations forward (4, half of them masked), and 2.5
+times as many backward. Our tiles are those that a training run chooses by timing, and in a second row the table's.
+"""
+
+import argparse
+import functools
+import statistics
+import sys
+from contextlib import ExitStack
+
+import numpy as np
+
+from benchmarks.harness.contenders import (
+    Contender,
+    Running,
+    add_saving,
+    ours,
+    paired_ratio,
+    play,
+    print_table,
+    run,
+    save,
+    timed_turn,
+)
+
+# B batch, H heads, T time, D head size, C = H * D
+
+SEED = 20260101
+BENCHMARK = "benchmarks.gpu.attention"  # how the contenders' processes import this file
+OURS, TABLE = "ours", "ours, the table's tiles"
+PEERS = {"flash": "torch, FlashAttention-2", "cudnn": "torch, cuDNN"}
+SHAPES = [
+    (1, 16, 16384, 64),
+    (64, 12, 1024, 64),
+    (32, 12, 1024, 64),
+    (16, 6, 256, 64),
+    (4, 16, 4096, 128),
+    (1, 12, 8192, 64),
+]
+AGREE = 1e-2  # between the norms of what two contenders compute in bf16
+KINDS = ("forward", "both")
+
+
+# -- in the contender's process ---------------------------------------------------------------------------------------
+
+
+def numbers(B, H, T, D):
+    """qkv (B, T, 3C) and dy (B, T, C), float32, the same for every contender; a million numbers over and over."""
+    some = np.random.default_rng(SEED).standard_normal(1_000_003, np.float32)
+    return np.resize(some, (B, T, 3 * H * D)), np.resize(some[::-1], (B, T, H * D))
+
+
+def prepare(module, **options):
+    """Return `turn(shape, milliseconds)`: {"forward", "both": ms of one call, "norms": of y and of the gradient}."""
+    build = functools.cache(lambda *shape: module.CausalAttention(*numbers(*shape), shape[1], **options))
+
+    return lambda shape, milliseconds: timed_turn(build(*shape), milliseconds)
+
+
+class CausalAttention(ours.Graphs):
+    """Ours, in bf16: calls recorded in CUDA graphs. qkv (B, T, 3C), dy (B, T, C) on the host."""
+
+    def __init__(self, qkv, dy, n_head, tuned=True):
+        import ml_dtypes
+
+        from stage2_cuda.kernels import attention
+
+        super().__init__()
+        self.kernels, self.heads = attention, n_head
+        B, T, C = dy.shape
+        self.qkv, self.dy = (self.cupy.asarray(array).astype(ml_dtypes.bfloat16) for array in (qkv, dy))
+        self.y, self.dqkv = self.cupy.empty_like(self.dy), self.cupy.empty_like(self.qkv)
+        self.lse, self.delta = (self.cupy.empty((B, n_head, T), np.float32) for _ in range(2))
+        self.calls = {"forward": self.forward, "both": self.both}
+        self.choose(tuned)
+        self.cupy.cuda.runtime.deviceSynchronize()
+
+    def choose(self, tuned):
+        """Take the tiles that a training run takes: chosen by timing, or as with --deterministic."""
+        from stage2_cuda.cuda_backend import CudaBackend
+        from stage2_cuda.tuning.attention_tiles import tuned_backward, tuned_forward
+
+        tuner, options = CudaBackend("bf16", deterministic=not tuned).tuner, (self.qkv, self.heads, "ieee")
+        self.config = tuned_forward(tuner, self.forward, self.y, self.lse, *options)
+        self.forward()
+        self.backward_config = tuned_backward(tuner, self.backward, self.dqkv, self.delta, *options)
+
+    def forward(self, config=None):
+        self.kernels.attention_forward(self.y, self.lse, self.qkv, self.heads, config=config or self.config)
+
+    def backward(self, config=None):
+        arrays = self.dqkv, self.delta, self.dy, self.qkv, self.y, self.lse
+        self.kernels.attention_backward(*arrays, self.heads, config=config or self.backward_config)
+
+    def both(self):
+        self.forward()
+        self.backward()
+
+    def norms(self):
+        return [self.norm(array) for array in (self.y, self.dqkv)]
+
+
+# -- on the one that starts them --------------------------------------------------------------------------------------
+
+
+def contenders(args):
+    yield Contender(OURS, BENCHMARK, args.threads)
+    yield Contender(TABLE, BENCHMARK, args.threads, {"tuned": False})
+    for peer in args.peers:
+        options = {"backend": peer, "packed": args.packed}
+        yield Contender(PEERS[peer], "benchmarks.peers.torch_attention", args.threads, options)
+
+
+def measure(args, rows):
+    """Yield the results of all shapes so far, one for each row with every turn's milliseconds, after each shape."""
+    results = []
+    with ExitStack() as stack:
+        running = [stack.enter_context(Running(row, BENCHMARK, args.timeout)) for row in rows]
+        for shape in args.shape or SHAPES:
+            request = {"shape": shape, "milliseconds": args.turn}
+            played = play(running, args.rounds, request, request)
+            results.append([])
+            for row in rows:
+                rounds = played[row.name]["rounds"]
+                times = {kind: [answer[kind] for answer in rounds] for kind in KINDS}
+                results[-1].append({"name": row.name, "shape": shape, "norms": rounds[-1]["norms"], "ms": times})
+            print_table(summarise(results[-1]))
+            print(flush=True)
+            yield results
+
+
+def summarise(results):
+    """Add medians, rates and ratios (taken within rounds) to the results of one shape; return the table's rows."""
+    shape, mine, rows = results[0]["shape"], results[0], []
+    B, H, T, D = shape
+    forward = 2 * B * H * T * T * D
+    flops = {"forward": forward, "both": 3.5 * forward}
+    for result in results:
+        result["median"] = {kind: statistics.median(result["ms"][kind]) for kind in KINDS}
+        result["tflops"] = {kind: flops[kind] / result["median"][kind] / 1e9 for kind in KINDS}
+        result["ours_is_times_as_fast"] = {
+            kind: paired_ratio(result["ms"][kind], mine["ms"][kind]) for kind in KINDS
+        }  # fmt: skip
+        worst = max(abs(a / b - 1) for a, b in zip(result["norms"], mine["norms"], strict=True))
+        if not worst < AGREE:
+            print(f"{result['name']} and {mine['name']} do not compute the same: norms {result['norms']}")
+        rows.append(
+            {
+                f"{B} x {H} x {T} x {D}": result["name"],
+                "forward ms": f"{result['median']['forward']:.4g}",
+                "TFLOP/s": f"{result['tflops']['forward']:.0f}",
+                "ours x": f"{result['ours_is_times_as_fast']['forward']:.3f}",
+                "forward + backward ms": f"{result['median']['both']:.4g}",
+                "TFLOP/s ": f"{result['tflops']['both']:.0f}",
+                "ours x ": f"{result['ours_is_times_as_fast']['both']:.3f}",
+            }
+        )
+    return rows
+
+
+def shape_of(text):
+    shape = tuple(int(part) for part in text.split("x"))
+    if len(shape) != 4 or min(shape) < 1:
+        raise ValueError
+    return shape
+
+
+def main():
+    parser = argparse.ArgumentParser(prog=f"python -m {BENCHMARK}", description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--shape", type=shape_of, nargs="+", metavar="BxHxTxD", help="shapes, a table for each (default six)")
+    add("--peers", choices=PEERS, nargs="+", default=list(PEERS), help="PyTorch's rows (default flash cudnn)")
+    add("--packed", action="store_true", help="PyTorch too gets views of the projection (B, T, 3C)")
+    add("--rounds", type=int, default=15, help="turns of each contender (default 15)")
+    add("--turn", type=float, default=30, help="milliseconds on the device of one turn, about (default 30)")
+    add("--threads", type=int, default=4, help="threads of each process on the host (default 4)")
+    add("--timeout", type=int, default=300, help="seconds that one turn may take, compiling included (default 300)")
+    add_saving(add, "gpu_attention")
+    args = parser.parse_args()
+    for results in measure(args, list(contenders(args))):
+        if not args.no_save:  # after each shape: what cuts a long run off must not take all of it along
+            save(BENCHMARK, results, args.commit, args.save_as)
+
+
+if __name__ == "__main__":
+    sys.exit(run(main))

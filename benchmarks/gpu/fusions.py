@@ -1,0 +1,219 @@
+"""Which neighbours of a matrix product pay inside it? LayerNorm before it, GELU or its derivative behind it.
+
+Three ways each: a kernel of its own beside cublasLt's product, cublasLt's epilogue where it has one, and a Triton
+product that does it to a tile on the chip. The Triton products live here and nowhere else: they lose.
+"""
+
+import argparse
+import functools
+
+import numpy as np
+import triton
+import triton.language as tl
+
+from benchmarks.harness.contenders import add_saving, print_table, run, save
+from gpt2core.errors import ConfigError
+from stage2_cuda.tuning.tuner import milliseconds, recorded
+
+BENCHMARK = "benchmarks.gpu.fusions"
+SEED = 20260101
+SHAPES = [(65536, 768, 3072), (65536, 768, 2304), (4096, 384, 1536), (4096, 384, 1152)]  # rows, C, K: gpt2, paper
+TILES = [(128, 128, 64, 4, 3), (128, 256, 64, 8, 3), (64, 128, 64, 4, 3)]  # rows, K, C, warps, stages
+GROUP = tl.constexpr(8)  # tiles above each other that are launched together: they find their operands in the cache
+A, B = tl.constexpr((2 / np.pi) ** 0.5), tl.constexpr(0.044715)
+
+
+# -- products that do more --------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def place_of_tile(n, k, N: tl.constexpr, K: tl.constexpr):
+    """First row and column of this program's tile."""
+    above, beside = tl.cdiv(n, N), tl.cdiv(k, K)
+    group = tl.program_id(0) // (GROUP * beside)
+    height = tl.minimum(above - group * GROUP, GROUP)
+    within = tl.program_id(0) % (GROUP * beside)
+    return (group * GROUP + within % height) * N, within // height * K
+
+
+@triton.jit
+def sigmoid_of_2u(x):
+    u = (x + x * x * x * B) * A
+    t = tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [u], dtype=tl.float32, is_pure=True, pack=1)
+    return 0.5 + 0.5 * t
+
+
+@triton.jit
+def gelu_kernel(y, h, x, w, b, n, k, c, N: tl.constexpr, K: tl.constexpr, C: tl.constexpr):
+    """h = x w + b, y = gelu(h)."""
+    row, column = place_of_tile(n, k, N, K)
+    total = tl.zeros((N, K), tl.float32)
+    for at in tl.range(0, c, C):
+        total = tl.dot(x.load([row, at]), w.load([at, column]), total)
+    total += tl.load(b + column + tl.arange(0, K)).to(tl.float32)[None, :]
+    h.store([row, column], total.to(h.dtype))
+    y.store([row, column], (total * sigmoid_of_2u(total)).to(y.dtype))
+
+
+@triton.jit
+def slope_kernel(dh, sums, dy, w2, h, n, k, c, N: tl.constexpr, K: tl.constexpr, C: tl.constexpr):
+    """dh = (dy w2') gelu'(h), and the sums over each tile's rows, for the bias."""
+    row, column = place_of_tile(n, k, N, K)
+    total = tl.zeros((N, K), tl.float32)
+    for at in tl.range(0, c, C):
+        total = tl.dot(dy.load([row, at]), w2.load([column, at]).T, total)
+    v = h.load([row, column]).to(tl.float32)
+    s = sigmoid_of_2u(v)
+    total *= s + 2 * v * s * (1 - s) * (1 + 3 * v * v * B) * A
+    dh.store([row, column], total.to(dh.dtype))
+    tl.store(sums + row // N * k + column + tl.arange(0, K), tl.sum(total, 0))
+
+
+@triton.jit
+def normed_kernel(y, x, mean, rstd, weight, bias, w, b, n, k, c, N: tl.constexpr, K: tl.constexpr, C: tl.constexpr):
+    """y = ((x - mean) rstd weight + bias) w + b: the LayerNorm of a tile is computed as it is read."""
+    row, column = place_of_tile(n, k, N, K)
+    rows = row + tl.arange(0, N)
+    mu, r = tl.load(mean + rows)[:, None], tl.load(rstd + rows)[:, None]
+    total = tl.zeros((N, K), tl.float32)
+    for at in tl.range(0, c, C):
+        channel = at + tl.arange(0, C)
+        h = (x.load([row, at]).to(tl.float32) - mu) * r * tl.load(weight + channel).to(tl.float32)[None, :]
+        h += tl.load(bias + channel).to(tl.float32)[None, :]
+        total = tl.dot(h.to(x.dtype), w.load([at, column]), total)
+    total += tl.load(b + column + tl.arange(0, K)).to(tl.float32)[None, :]
+    y.store([row, column], total.to(y.dtype))
+
+
+@triton.jit
+def stream_kernel(s, mean, rstd, x, branch, channels, WIDTH: tl.constexpr):
+    """s = x + branch and its statistics: what is left of the LayerNorm's own kernel."""
+    column = tl.arange(0, WIDTH)
+    at, inside = tl.program_id(0).to(tl.int64) * channels + column, column < channels
+    h = tl.load(x + at, inside, 0).to(tl.float32) + tl.load(branch + at, inside, 0).to(tl.float32)
+    tl.store(s + at, h, inside)
+    mu = tl.sum(h, 0) / channels
+    h = tl.where(inside, h - mu, 0)
+    tl.store(mean + tl.program_id(0), mu)
+    tl.store(rstd + tl.program_id(0), 1 / tl.sqrt(tl.sum(h * h, 0) / channels + 1e-5))
+
+
+# -- timing -----------------------------------------------------------------------------------------------------------
+
+
+def microseconds(ways, rounds=5, repeats=20):
+    """{name: median microseconds of a call} of functions that take turns, as graphs; less those that do not run."""
+    import cupy
+
+    stream, graphs, times = cupy.cuda.Stream(non_blocking=True), {}, {}
+    for name, function in ways.items():
+        try:
+            function()
+        except Exception as error:  # a tile that needs more than there is on the chip
+            print(f"{name}: {str(error).splitlines()[0][:100]}")
+            continue
+        cupy.cuda.runtime.deviceSynchronize()
+        with stream:
+            graphs[name] = recorded(stream, function, repeats)
+    for _ in range(rounds):
+        for name, graph in graphs.items():
+            spent = milliseconds(cupy, stream, functools.partial(graph.launch, stream))
+            times.setdefault(name, []).append(1e3 * spent / repeats)
+    return {name: float(np.median(each)) for name, each in times.items()}
+
+
+def ways_of(cupy, backend, n, c, k):
+    """{(what, way): function}, on random numbers of 16 bits."""
+    from stage2_cuda.kernels import column_sums, gelu, layernorm
+    from stage2_cuda.runtime.triton_launch import descriptor, launch
+
+    rng, kind, gemm = np.random.default_rng(SEED), backend.compute, backend.products.gemm
+
+    def numbers(*shape, type=kind):
+        return cupy.asarray(rng.standard_normal(shape, np.float32) * 0.5).astype(type)
+
+    def floats(*shape):
+        return cupy.empty(shape, np.float32)
+
+    x, w, b, dy, w2 = numbers(n, c), numbers(c, k), numbers(k), numbers(n, c), numbers(k, c)
+    weight, bias, branch, zero = numbers(c), numbers(c), numbers(n, c), cupy.zeros(c, kind)
+    h, y, dh, s, normed = (cupy.empty((n, size), kind) for size in (k, k, k, c, c))
+    mean, rstd, db = floats(n), floats(n), floats(k)
+    partials, sums = floats(*gelu.gelu_partials_shape(n, k)), floats(*column_sums.partials_shape(n, k))
+
+    def layernorm_forward():
+        layernorm.residual_layernorm_forward(s, normed, mean, rstd, x, branch, zero, weight, bias, 1e-5)
+
+    def stream():
+        width = triton.next_power_of_2(c)
+        launch(stream_kernel, (n,), s, mean, rstd, x, branch, c, WIDTH=width, num_warps=4)
+
+    def then(*functions):
+        return lambda: [function() for function in functions]
+
+    def triton_product(kernel, tile, *arguments):
+        N, K, C, warps, stages = tile
+        grid = (triton.cdiv(n, N) * triton.cdiv(k, K),)
+        launch(kernel, grid, *arguments, n, k, c, N=N, K=K, C=C, num_warps=warps, num_stages=stages)
+
+    ways = {
+        ("GELU behind", "a kernel"): then(lambda: gemm.matmul(h, x, w), lambda: gelu.bias_gelu_forward(y, h, b)),
+        ("GELU behind", "cublasLt"): lambda: gemm.matmul(y, x, w, bias=b, activation="gelu", aux=h),
+        ("GELU' behind", "a kernel"): then(
+            lambda: gemm.matmul(dh, dy, w2, trans_b=True),
+            lambda: gelu.bias_gelu_backward(dh, partials, dh, h, b),
+            lambda: column_sums.add_partials(partials, db),
+        ),
+        ("GELU' behind", "cublasLt"): then(
+            lambda: gemm.matmul(dh, dy, w2, trans_b=True, activation="dgelu", aux=h),
+            lambda: column_sums.column_sums(db, sums, dh),
+        ),
+        ("LayerNorm before", "a kernel"): then(layernorm_forward, lambda: gemm.matmul(y, normed, w, bias=b)),
+    }
+    for tile in TILES:
+        N, K, C = tile[:3]
+        ts, name = floats(triton.cdiv(n, N), k), f"Triton {N} x {K} x {C}"
+        a, wide = [descriptor(each, (N, C)) for each in (x, dy, s)], [descriptor(each, (N, K)) for each in (y, h, dh)]
+        ww, w2w = descriptor(w, (C, K)), descriptor(w2, (K, C))
+        ways["GELU behind", name] = lambda t=tile, a=a, o=wide, ww=ww: triton_product(
+            gelu_kernel, t, *o[:2], a[0], ww, b
+        )
+        ways["GELU' behind", name] = then(
+            lambda t=tile, a=a, o=wide, v=w2w, ts=ts: triton_product(slope_kernel, t, o[2], ts, a[1], v, o[1]),
+            lambda ts=ts: column_sums.add_partials(ts, db),
+        )
+        ways["LayerNorm before", name] = then(
+            stream,
+            lambda t=tile, a=a, o=wide, ww=ww: triton_product(
+                normed_kernel, t, o[0], a[2], mean, rstd, weight, bias, ww, b
+            ),
+        )
+    return ways
+
+
+def main():
+    parser = argparse.ArgumentParser(prog=f"python -m {BENCHMARK}", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=5, help="turns of each way (default 5)")
+    add_saving(parser.add_argument)
+    args = parser.parse_args()
+    from stage2_cuda.cuda_backend import CudaBackend
+
+    backend, results = CudaBackend("bf16", deterministic=False), []
+    if backend.xp is np:
+        raise ConfigError("TRITON_INTERPRET is set: there is nothing to time on the CPU")
+    for n, c, k in SHAPES:
+        found = microseconds(ways_of(backend.xp, backend, n, c, k), args.rounds)
+        rows = []
+        for (what, way), each in found.items():
+            results.append({"rows": n, "c": c, "k": k, "what": what, "way": way, "us": each})
+            base = found[what, "a kernel"]
+            row = {f"{n} x {c} x {k}": what, "way": way, "us": f"{each:.1f}", "times as fast": f"{base / each:.2f}"}
+            rows.append(row)
+        print_table(rows)
+        print()
+    if not args.no_save:
+        save(BENCHMARK, results, args.commit, "gpu_fusions")
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,194 @@
+"""What do the compute and the communication stream of a GPU do during one step, without and with buckets?
+
+Rank 0 is looked at, and its step is a replayed graph. CUPTI tells every kernel of it, but in a graph not the stream
+that it was recorded on: what NCCL and the canonical sum run is communication, and of the rest a second line takes what
+runs beside the first. Being watched costs each kernel a little, so the step is somewhat longer than one that is timed.
+"""
+
+import json
+import re
+
+import numpy as np
+
+from benchmarks.gpu.profile import Ran, open_cupti, recorded, short
+from benchmarks.gpus.scaling import add_sizes, parser_of
+from benchmarks.harness.contenders import ROOT, print_table, run, save
+from benchmarks.ranks.collectives import launch
+from gpt2core.app.presets import PRESETS
+from gpt2core.data import Windows
+from gpt2core.parallel.data_parallel import STRATEGIES
+
+BENCHMARK = "benchmarks.gpus.timeline"  # how the ranks import this file
+SEED = 20260101
+COMMUNICATION = re.compile("nccl|tree_sum", re.IGNORECASE)
+STREAMS = ("compute", "compute, beside it", "communication")
+COLOURS = ("tab:blue", "tab:cyan", "tab:red")
+
+
+# -- on the ranks ------------------------------------------------------------------------------------------------------
+
+
+def steps_of(host, preset, precision, variants):
+    """{name: [(start, duration, kernel) of one replayed step, in microseconds]} on rank 0, None elsewhere."""
+    import torch  # on every rank, and first: all are to use the NCCL that comes with it
+
+    torch.cuda.set_device(host.local_rank)
+    if host.is_root:
+        open_cupti()
+    from benchmarks.gpus.ours import make_variants
+    from stage3_mpi_cuda.nccl_communicator import NcclCommunicator
+
+    world, config = NcclCommunicator(host), PRESETS[preset]
+    world.use_transport("nccl")
+    tokens = np.random.default_rng(SEED).integers(0, config.vocab_size, 1 << 20)
+    windows = Windows(tokens, config.block_size)
+    trains = make_variants(config, world, windows, variants, precision)
+    found = {}
+    for name, train in trains.items():
+        train(4)  # runs, is recorded, and is replayed twice
+        host.barrier()
+        if host.is_root:
+            found[name] = [tuple(ran) for ran in last_of_two(recorded(lambda train=train: train(1), 2))]
+        else:
+            train(2)
+        host.barrier()
+    return found if host.is_root else None
+
+
+def last_of_two(rans):
+    """The second of two steps: what comes behind the longest time in which nothing ran."""
+    gaps, end = [], rans[0].start
+    for ran in rans:
+        gaps.append(ran.start - end)
+        end = max(end, ran.start + ran.duration)
+    return rans[int(np.argmax(gaps)) :]
+
+
+# -- on the one that starts them ---------------------------------------------------------------------------------------
+
+
+def streams_of(rans):
+    """[(index into STREAMS, Ran)], starts counted from the first one's."""
+    listed, busy, origin = [], 0.0, rans[0].start
+    for ran in rans:
+        ran = ran._replace(start=ran.start - origin)
+        if COMMUNICATION.search(ran.name):
+            listed.append((2, ran))
+        elif ran.start < busy:
+            listed.append((1, ran))
+        else:
+            listed.append((0, ran))
+            busy = ran.start + ran.duration
+    return listed
+
+
+def trace_of(steps):
+    """Chrome's trace format, which ui.perfetto.dev opens, of {name: [(stream, Ran)]}; a process for each name."""
+    events = []
+    for number, (name, listed) in enumerate(steps.items()):
+        events.append({"ph": "M", "name": "process_name", "pid": number, "args": {"name": name}})
+        for stream, title in enumerate(STREAMS):
+            place = {"ph": "M", "pid": number, "tid": stream}
+            events.append({"name": "thread_name", "args": {"name": title}, **place})
+            events.append({"name": "thread_sort_index", "args": {"sort_index": stream}, **place})
+        for stream, ran in listed:
+            times = {"ts": round(ran.start, 3), "dur": round(ran.duration, 3)}
+            events.append({"ph": "X", "name": short(ran.name), "pid": number, "tid": stream, **times})
+    return {"displayTimeUnit": "ms", "traceEvents": events}
+
+
+def union(intervals):
+    """[(start, end)] in order and apart from each other, which cover the same."""
+    merged = []
+    for start, end in sorted(intervals):
+        if merged and start <= merged[-1][1]:
+            merged[-1][1] = max(merged[-1][1], end)
+        else:
+            merged.append([start, end])
+    return merged
+
+
+def length(intervals):
+    return sum(end - start for start, end in union(intervals))
+
+
+def figures_of(listed):
+    """Milliseconds of a step: the whole, each kind of work, and how much of communication runs beside computation."""
+    spans = {kind: [] for kind in ("compute", "communication")}
+    for stream, ran in listed:
+        spans[STREAMS[stream] if stream == 2 else "compute"].append((ran.start, ran.start + ran.duration))
+    compute, communication = (length(spans[kind]) for kind in ("compute", "communication"))
+    both = compute + communication - length(spans["compute"] + spans["communication"])
+    end = max(ran.start + ran.duration for _, ran in listed)
+    return {
+        "step_ms": end / 1e3,
+        "compute_ms": compute / 1e3,
+        "communication_ms": communication / 1e3,
+        "hidden_ms": both / 1e3,
+        "kernels": len(listed),
+    }
+
+
+def plot(steps, path):
+    """A panel for each of {name: [(stream, Ran)]}, the first on top, each stream a line, all on one axis of time."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, panels = plt.subplots(len(steps), 1, figsize=(10, 1.8 * len(steps)), sharex=True, squeeze=False)
+    for panel, (name, listed) in zip(panels[:, 0], steps.items(), strict=True):
+        for stream, colour in enumerate(COLOURS):
+            bars = [(ran.start / 1e3, ran.duration / 1e3) for at, ran in listed if at == stream]
+            panel.broken_barh(bars, (len(STREAMS) - 1.4 - stream, 0.8), facecolors=colour, linewidth=0)
+        panel.set_yticks([len(STREAMS) - 1 - stream for stream in range(len(STREAMS))], STREAMS)
+        panel.set_title(f"{name}: {figures_of(listed)['step_ms']:.1f} ms", loc="left", fontsize=10)
+        panel.grid(axis="x", alpha=0.3)
+    panels[-1, 0].set_xlabel("ms")
+    figure.tight_layout()
+    path.parent.mkdir(exist_ok=True)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def rows_of(figures):
+    return [
+        {
+            "rank 0": name,
+            "step ms": f"{each['step_ms']:.2f}",
+            "compute": f"{each['compute_ms']:.2f}",
+            "communication": f"{each['communication_ms']:.2f}",
+            "hidden of it": f"{100 * each['hidden_ms'] / each['communication_ms']:.0f} %",
+            "kernels": each["kernels"],
+        }
+        for name, each in figures.items()
+    ]
+
+
+def parser():
+    parser = parser_of(BENCHMARK, __doc__, 200, "the job")
+    add_sizes(parser.add_argument)
+    panels = "a panel each (default naive bucket)"
+    parser.add_argument("--dp", choices=STRATEGIES, nargs="+", default=["naive", "bucket"], help=panels)
+    return parser
+
+
+def main(argv=None):
+    args = parser().parse_args(argv)
+    sizes = {"ranks": args.ranks, "batch_size": args.ranks * args.batch_size, "bucket_mb": args.bucket_mb}
+    variants = {f"--dp {dp}, {args.ranks} GPUs": dict(sizes, dp=dp) for dp in args.dp}
+    job = args.preset, args.precision, variants
+    found = launch(args.ranks, "steps_of", *job, timeout=args.timeout, benchmark=BENCHMARK)
+    steps = {name: streams_of([Ran(*ran) for ran in rans]) for name, rans in found.items()}
+    figures = {name: figures_of(listed) for name, listed in steps.items()}
+    print_table(rows_of(figures))
+    if not args.no_save:
+        save(BENCHMARK, figures, args.commit, args.save_as)
+        trace = ROOT / "results" / f"{args.save_as}_trace.json"
+        trace.write_text(json.dumps(trace_of(steps), separators=(",", ":")) + "\n")
+        plot(steps, trace.with_name(f"{args.save_as}.png"))
+        print(f"And {trace.name}, which ui.perfetto.dev opens, and {args.save_as}.png.")
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,204 @@
+"""MPI jobs that are started from Python: a command line, or a function on every rank; nothing of them is left after.
+
+A benchmark counts on that as a test does, and neither needs pytest for it.
+"""
+
+import faulthandler
+import functools
+import importlib
+import os
+import pickle
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+import uuid
+from contextlib import suppress
+from dataclasses import dataclass
+from operator import attrgetter
+from pathlib import Path
+
+from stage1_mpi.launch import choose
+
+ROOT = Path(__file__).resolve().parents[2]
+THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+LIMIT = 180  # seconds until a job that does not start, or does not end, is ended: ten times what a loaded machine takes
+# What a launcher or an MPI library says of its own when ranks are killed or abort: never a line of ours.
+NOISE = re.compile(r"Abort\(\d+\) on node|MPI_A(BORT|bort)|^[-=]{20,}|^=  |^YOUR APPLICATION|^This typ|^Please see")
+
+
+@functools.cache
+def launcher():
+    """[mpiexec, its flags] of the MPI that mpi4py loads; raises ConfigError where there is none that works."""
+    path, family = choose()
+    return [path, *family.flags, *(family.root_flags if os.geteuid() == 0 else ())]
+
+
+def end(process):
+    """No process of the job is left: the launcher is asked first, since it knows its ranks, then all are killed."""
+    if process.poll() is None:
+        process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(5)
+    with suppress(ProcessLookupError, PermissionError):  # all have ended
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+# -- a command line ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Done:
+    """How a job ended: mpiexec's exit code, the text of all ranks, seconds, and the processes that it left behind."""
+
+    code: int
+    out: str
+    err: str
+    seconds: float
+    left: tuple
+
+    @property
+    def lines(self):
+        """Lines on standard error without the launcher's and the MPI library's."""
+        return [line for line in self.err.splitlines() if line.strip() and not NOISE.search(line)]
+
+
+class Job:
+    """A running mpiexec. `words` are what follows its flags: "-n", 4, script, ... with ":" between groups of ranks.
+
+    Use it as a context manager: a job that has not ended by then is ended. Every process of it carries a mark in its
+    environment, by which it is found on Linux; elsewhere pids() is empty.
+    """
+
+    def __init__(self, *words, cwd=ROOT, **environment):
+        self.mark = f"JOB_OF_TEST={uuid.uuid4()}"
+        name, _, value = self.mark.partition("=")
+        environment = os.environ | dict.fromkeys(THREADS, "1") | {"PYTHONPATH": str(ROOT), name: value} | environment
+        self.files = [tempfile.TemporaryFile("w+") for _ in "oe"]
+        self.began = time.monotonic()
+        self.process = subprocess.Popen(
+            [*launcher(), *map(str, words)],
+            cwd=cwd, env=environment, stdin=subprocess.DEVNULL, stdout=self.files[0], stderr=self.files[1],
+            start_new_session=True,
+        )  # fmt: skip
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        end(self.process)
+        for pid in self.pids():
+            with suppress(ProcessLookupError):
+                os.kill(pid, 9)
+        for file in self.files:
+            file.close()
+
+    def pids(self, variable=""):
+        """Process ids of the job, or {value of that environment variable: id} of those that have it."""
+        found = {}
+        for path in Path("/proc").glob("[0-9]*/environ"):
+            with suppress(OSError):
+                values = path.read_text(errors="replace").split("\0")
+                if self.mark in values:
+                    key = next((v.partition("=")[2] for v in values if v.partition("=")[0] == variable), None)
+                    if key is not None or not variable:
+                        found[key or path.parent.name] = int(path.parent.name)
+        return found if variable else list(found.values())
+
+    def ranks(self):
+        """{rank: process id} of the ranks that have been started."""
+        pids = self.pids("OMPI_COMM_WORLD_RANK") or self.pids("PMI_RANK")
+        return {int(rank): pid for rank, pid in pids.items()}
+
+    def out(self):
+        """What has been written on standard output so far."""
+        return os.pread(self.files[0].fileno(), 1 << 24, 0).decode(errors="replace")
+
+    def wait_for(self, text):
+        """Return when standard output has `text`."""
+        while text not in self.out():
+            assert self.process.poll() is None and time.monotonic() - self.began < LIMIT, self.done().err
+            time.sleep(0.01)
+
+    def done(self):
+        """The Done of the job, once it has ended."""
+        since = time.monotonic()
+        try:
+            self.process.wait(LIMIT)
+        except subprocess.TimeoutExpired:
+            end(self.process)
+            raise AssertionError(f"the job hung for {LIMIT} s; the ranks wrote: {self.texts()}") from None
+        while (left := self.pids()) and time.monotonic() - since < 10:
+            time.sleep(0.02)
+        return Done(self.process.returncode, *self.texts(), time.monotonic() - since, tuple(left))
+
+    def texts(self):
+        return [os.pread(file.fileno(), 1 << 24, 0).decode(errors="replace") for file in self.files]
+
+
+# -- a function on every rank -----------------------------------------------------------------------------------------
+
+
+def run_mpi(size, function, *args, timeout=LIMIT):
+    """[function(communicator, *args) of each rank], every rank a process of one MPI job.
+
+    `function` is a top-level function of a module; `args` and the results are pickled. Raises AssertionError with what
+    the ranks wrote on standard error when the job fails or takes more than `timeout` seconds from the moment that all
+    ranks have started.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        job = Path(folder) / "job"
+        job.write_bytes(pickle.dumps((f"{function.__module__}:{function.__qualname__}", args)))
+        program = [sys.executable, "-m", "benchmarks.harness.jobs", str(job), str(timeout)]
+        command = [*launcher(), "-n", str(size), *program]
+        environment = dict(os.environ, PYTHONPATH=str(ROOT), **dict.fromkeys(THREADS, "1"))
+        with open(Path(folder) / "out", "w+") as out, open(Path(folder) / "err", "w+") as err:
+            process = subprocess.Popen(
+                command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=err,
+                start_new_session=True,
+            )  # fmt: skip
+            ready, starting = [job.with_name(f"ready{rank}") for rank in range(size)], time.monotonic() + LIMIT
+            try:
+                while process.poll() is None and time.monotonic() < starting and not all(map(Path.exists, ready)):
+                    time.sleep(0.01)
+                status = f"ended with status {process.wait(timeout)}"
+            except subprocess.TimeoutExpired:
+                status = f"was ended after {timeout} s"
+            finally:
+                end(process)
+            results = [job.with_name(f"result{rank}") for rank in range(size)]
+            if process.returncode or not all(result.exists() for result in results):
+                out.seek(0)
+                err.seek(0)
+                wrote = f"{out.read()[-4000:]}\n{err.read()[-12000:]}".strip()
+                raise AssertionError(f"{function.__name__} on {size} ranks {status}; the ranks wrote:\n{wrote}")
+        return [pickle.loads(result.read_bytes()) for result in results]
+
+
+def main(job, timeout):
+    """One rank: run the function of the job, leave its result; an exception ends the job."""
+    faulthandler.dump_traceback_later(LIMIT / 2)  # a rank that hangs says where: here in its start
+    from stage1_mpi.mpi_communicator import MpiCommunicator
+
+    sys.path.append(str(ROOT / "tests"))  # pytest calls a test's module by its bare name
+    communicator = MpiCommunicator()
+    try:
+        target, args = pickle.loads(Path(job).read_bytes())
+        module, _, name = target.partition(":")
+        function = attrgetter(name)(importlib.import_module(module))
+        faulthandler.dump_traceback_later(timeout / 2)
+        Path(job).with_name(f"ready{communicator.rank}").touch()
+        result = function(communicator, *args)
+        faulthandler.cancel_dump_traceback_later()
+        Path(job).with_name(f"result{communicator.rank}").write_bytes(pickle.dumps(result))
+    except BaseException:
+        print(f"rank {communicator.rank}:\n{traceback.format_exc()}", file=sys.stderr)
+        communicator.abort(1)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], float(sys.argv[2]))

@@ -1,0 +1,1 @@
+"""The two commands, train and inference: flags, files, checkpoints, logs, and agreement between ranks."""

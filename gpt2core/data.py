@@ -1,0 +1,97 @@
+"""Batches (inputs, targets) from a token array: a batch is a pure function of its position."""
+
+# n tokens in the buffer, T tokens in a window
+
+import math
+
+import numpy as np
+
+from gpt2core.errors import ConfigError, DataError
+
+
+def split_validation(tokens, fraction):
+    """Return (training, validation) views of `tokens`: the last `fraction` of them, 0 <= fraction < 1, validates."""
+    if not 0 <= fraction < 1:
+        raise ConfigError(f"the validation fraction is {fraction}, but it must be at least 0 and less than 1")
+    cut = len(tokens) - round(len(tokens) * fraction)
+    return tokens[:cut], tokens[cut:]
+
+
+class Windows:
+    """Sliding windows over one contiguous token buffer: stride = seq_len, circular at its end, so there is no padding.
+
+    tokens: (n,) integers, array or memory map, never copied. seq_len: T. order: "sequential", where window w covers
+    tokens w*T to w*T + T of the endless circular stream, or "shuffled", where each epoch visits its ceil(n / T) windows
+    once, in an order and from a first token seeded by (seed, epoch): over the epochs a token meets every position.
+
+    A batch is a pure function of its position, the number of windows consumed since the start of training. So that one
+    integer is all the state there is to resume, and a rank reads its own rows with batch(position + first_row, rows).
+
+    Raises DataError for a corpus shorter than one window, ConfigError for a wrong option.
+    """
+
+    def __init__(self, tokens, seq_len, order="sequential", seed=0):
+        if seq_len < 1:
+            raise ConfigError(f"seq_len is {seq_len}, but a window needs at least 1 token")
+        if order not in ("sequential", "shuffled"):
+            raise ConfigError(f"unknown order {order!r}: choose sequential or shuffled")
+        if seed < 0:
+            raise ConfigError(f"the seed is {seed}, but it must be 0 or more")
+        buffer = np.asarray(tokens)[...]  # a view of our own
+        if buffer.ndim != 1 or buffer.dtype.kind not in "iu":
+            raise DataError(f"tokens must be one row of integers, but they are {buffer.dtype} of shape {buffer.shape}")
+        if len(buffer) < seq_len + 1:
+            raise DataError(
+                f"the corpus has {len(buffer)} tokens, but one window of {seq_len} needs {seq_len + 1} "
+                "(the last one is a target): give more text or a shorter --seq-len"
+            )
+        buffer.flags.writeable = False  # batches are views of it
+        self.tokens, self.seq_len, self.order, self.seed = buffer, seq_len, order, seed
+        self.windows_per_epoch = math.ceil(len(buffer) / seq_len)
+        self._epoch = (None, None)  # (epoch, the first token of each of its windows)
+
+    def batch(self, position, count):
+        """Return (inputs, targets), each (count, T), of windows `position` to `position + count`; targets lead by one.
+
+        Both are read-only views of the corpus where a sequential run does not cross its end, else of one small copy.
+        """
+        if position < 0 or count < 1:
+            raise ConfigError(f"{count} windows at {position}: the count must be positive, the position not negative")
+        if self.order == "sequential":
+            return self._run(position * self.seq_len, count)
+        starts = np.array([self._shuffled(position + row) for row in range(count)])
+        rows = self._circular(starts[:, None] + np.arange(self.seq_len + 1))  # (count, T + 1)
+        return rows[:, :-1], rows[:, 1:]
+
+    def once(self, count):
+        """Yield (inputs, targets) of up to `count` windows, covering each window that does not wrap exactly once.
+
+        This is an evaluation: the circle's seam, where the last token would predict the first, is not part of the text.
+        """
+        whole = (len(self.tokens) - 1) // self.seq_len
+        for first in range(0, whole, count):
+            yield self._run(first * self.seq_len, min(count, whole - first))
+
+    def _run(self, start, count):
+        """Return `count` consecutive windows from token `start` of the stream, as views where the buffer allows."""
+        start, length = start % len(self.tokens), count * self.seq_len
+        if start + length + 1 <= len(self.tokens):
+            run = self.tokens[start : start + length + 1]
+        else:
+            run = self._circular(start + np.arange(length + 1))
+        return run[:-1].reshape(count, self.seq_len), run[1:].reshape(count, self.seq_len)
+
+    def _circular(self, index):
+        rows = self.tokens[index % len(self.tokens)]
+        rows.flags.writeable = False
+        return rows
+
+    def _shuffled(self, window):
+        """Return the first token of window number `window` of the shuffled stream."""
+        epoch, index = divmod(window, self.windows_per_epoch)
+        known, starts = self._epoch
+        if known != epoch:
+            generator = np.random.Generator(np.random.PCG64(np.random.SeedSequence((self.seed, epoch))))
+            starts = generator.permutation(self.windows_per_epoch) * self.seq_len + generator.integers(self.seq_len)
+            self._epoch = (epoch, starts)  # one assignment: threads may race to it, and each still has its own
+        return int(starts[index])

@@ -1,0 +1,1 @@
+"""Generation on the GPU: the decode step, its kernels, and sampling."""

@@ -1,0 +1,1 @@
+"""Matrix products: cublasLt, and fp32 products made of three fp16 products."""

@@ -1,0 +1,70 @@
+"""The matrix products of each precision: cublasLt's, or our own for fp32; in other types NumPy's in the interpreter."""
+
+import numpy as np
+
+from stage2_cuda.gemm import fp16x3
+from stage2_cuda.memory_model import WIDE, WORKSPACE
+from stage2_cuda.tuning.tuner import Tuner, cache_directory
+
+
+class Products:
+    """multiply(out, a, b, ...) with the options of CublasLt.matmul but `compute`, which the precision says.
+
+    operand(x) is x as multiply takes it; of a matrix that several products read it is asked for once.
+    """
+
+    def __init__(self, xp, precision, gemm):
+        self.xp, self.precision, self.gemm = xp, precision, gemm
+        self.multiply = self.three_passes if precision == "fp32" else self.one_pass
+
+    def fuses_gelu(self, n, k):
+        """Whether GELU and its derivative had better come out of the product that makes its (N, K) input."""
+        return self.precision in ("bf16", "fp16") and n * k >= WIDE
+
+    def operand(self, x):
+        if self.precision != "fp32" or isinstance(x, fp16x3.Split):
+            return x
+        halves, scales = fp16x3.split_shapes(x)
+        return fp16x3.split(self.xp.empty(halves, np.float16), self.xp.empty(scales, np.float32), x)
+
+    def one_pass(self, out, a, b, **options):
+        self.gemm.matmul(out, a, b, compute="tf32" if self.precision == "tf32" else "fp32", **options)
+
+    def three_passes(self, out, a, b, bias=None, trans_a=False, trans_b=False, accumulate=False):
+        a, b = self.operand(a), self.operand(b)
+        shape = fp16x3.partials_shape(*out.shape, a.shape[0 if trans_a else 1])
+        divided = shape and bias is None and not accumulate and out.flags.c_contiguous
+        partials = self.xp.empty(shape, np.float32) if divided else None
+        fp16x3.product(out, partials, a, b, bias, trans_a, trans_b, accumulate)
+
+
+class NumpyGemm:
+    """What CublasLt is on a GPU: under the interpreter the matrix products alone are NumPy's."""
+
+    def plan_anew(self):
+        pass
+
+    def matmul(self, out, a, b, *, bias=None, trans_a=False, trans_b=False, accumulate=False, compute="fp32"):
+        a, b = (x.astype(np.float32, copy=False) for x in (a, b))  # 16 bits are summed in fp32
+        product = np.matmul(a.T if trans_a else a, b.T if trans_b else b)
+        if bias is not None:
+            product += bias
+        np.add(out, product, out=out) if accumulate else np.copyto(out, product, casting="same_kind")
+
+
+def cublaslt(cupy, name, deterministic, side, say):
+    """CublasLt for products on the current stream and on another beside it, and the Tuner that it shares with kernels.
+
+    name: the GPU's; deterministic: nothing is timed; say(text): tells the user what takes long.
+    """
+    import triton
+
+    from stage2_cuda.gemm.cublaslt import CublasLt, load_library
+
+    library, tuner = load_library(), Tuner(cupy)
+    if not deterministic:
+        made_for = f"{name}, cublasLt {library.cublasLtGetVersion()}, Triton {triton.__version__}"
+        tuner = Tuner(cupy, made_for, cache_directory(), say)
+    gemm = CublasLt(cupy, library, tuner, workspace_bytes=WORKSPACE // 2)
+    gemm.serve(side)
+    return gemm, tuner

@@ -1,0 +1,1 @@
+"""What the GPU offers beside kernels: launches, CUDA graphs, streams, profiling."""

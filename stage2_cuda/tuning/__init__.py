@@ -1,0 +1,1 @@
+"""Choosing kernels and tiles by timing them."""

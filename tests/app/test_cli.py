@@ -1,0 +1,617 @@
+"""The two scripts as their users run them: places, flags, logs, kills and resumes, threads, corpora, continuations."""
+
+import hashlib
+import json
+import math
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.testing import assert_array_equal
+
+import gpt2core
+from gpt2core.app import cli
+from gpt2core.app.checkpoint_directory import load_checkpoint
+from gpt2core.app.run_log import RunLog
+from gpt2core.text.tokenizer import Tokenizer
+
+ROOT = Path(__file__).resolve().parents[2]
+STAGE = ROOT / "stage0_serial"
+PNG = b"\x89PNG\r\n\x1a\n"
+
+# The script of stage 0, which sends itself a signal as the step numbered by its first argument begins.
+SIGNALLED = """
+import os, signal, sys
+from gpt2core.app.cli import train
+from gpt2core.communicator import Solo
+from gpt2core.trainer import Trainer
+from stage0_serial.numpy_backend import NumpyBackend
+
+at, number = int(sys.argv.pop(1)), int(sys.argv.pop(1))
+original = Trainer.step
+
+def step(self, windows, *rates):
+    if self.steps == at:
+        os.kill(os.getpid(), number)
+    return original(self, windows, *rates)
+
+Trainer.step = step
+train(backend=NumpyBackend, world=Solo)
+"""
+
+# The same with a step that takes a minute in its worker threads.
+SLOW = """
+import time
+from gpt2core.app.cli import train
+from gpt2core.communicator import Solo
+from gpt2core.parallel.micro_batches import Lane
+from stage0_serial.numpy_backend import NumpyBackend
+
+def run(self, shards, scale, seed):
+    print("computing\\n", end="", flush=True)  # in one write: two threads say it
+    time.sleep(60)
+
+Lane.run = run
+train(backend=NumpyBackend, world=Solo)
+"""
+
+
+def python(*argv, cwd=ROOT, **options):
+    """Run Python as a user would; returns the finished process with its text."""
+    argv = [sys.executable, *map(str, argv)]
+    return subprocess.run(argv, cwd=cwd, capture_output=True, encoding="utf-8", timeout=120, **options)
+
+
+def rows_of(log):
+    return [json.loads(line) for line in Path(log).read_text().splitlines()]
+
+
+def curve(log):
+    """What must not depend on when or where a step ran."""
+    names = ("step", "loss", "lr", "grad_norm", "val_loss")
+    return [tuple(row.get(name) for name in names) for row in rows_of(log)]
+
+
+def assert_same_checkpoint(got, want):
+    got, want = (load_checkpoint(path, with_optimizer=True) for path in (got, want))
+    assert got.state["step"] == want.state["step"] and got.state["position"] == want.state["position"]
+    assert got.parameters.keys() == want.parameters.keys()
+    for name, array in want.parameters.items():
+        assert_array_equal(got.parameters[name], array, strict=True, err_msg=name)
+        for moment in (0, 1):
+            assert_array_equal(got.moments[name][moment], want.moments[name][moment], strict=True, err_msg=name)
+
+
+# -- where the scripts run --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "cwd, script",
+    [(STAGE, ["train_gpt2.py"]), (ROOT, ["stage0_serial/train_gpt2.py"]), (ROOT, ["-m", "stage0_serial.train_gpt2"])],
+    ids=["own directory", "root by path", "root as a module"],
+)
+def test_training_runs_from_its_directory_and_from_the_root(cwd, script):
+    done = python(*script, "--preset", "nano", "--steps", 2, "--sample", 3, cwd=cwd)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "step     1 | loss" in done.stdout and "Continuation:" in done.stdout
+
+
+def test_ctrl_c_while_modules_are_loaded_is_quiet(tmp_path):
+    (tmp_path / "numpy.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGINT)")
+    done = python("-m", "stage0_serial.train_gpt2", env=os.environ | {"PYTHONPATH": str(tmp_path)})
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")  # of which a shell makes 130
+
+
+@pytest.mark.parametrize("script", ["train_gpt2", "inference"])
+def test_uninstalled_it_runs_from_the_root_as_a_module(script, tmp_path):
+    # -S leaves out the editable installation, and what it needs from there comes by PYTHONPATH
+    packages = os.pathsep.join(path for path in sys.path if path.endswith("-packages"))
+    environment = os.environ | {"PYTHONPATH": packages}
+    hidden = python("-S", "-c", "import gpt2core", cwd=tmp_path, env=environment)
+    assert "No module named 'gpt2core'" in hidden.stderr
+    done = python("-S", "-m", f"stage0_serial.{script}", "--version", env=environment)
+    assert (done.returncode, done.stdout) == (0, f"staged-gpt2 {gpt2core.__version__}\n")
+
+
+TRAINING_FLAGS = (
+    "--preset --steps --batch-size --seq-len --lr --schedule --warmup --clip --weight-decay --seed --threads "
+    "--precision --rounding --data --tokenizer --val-data --val-fraction --eval-every --out --resume --init-from "
+    "--checkpoint-every --log --log-every --plot --micro-shards --deterministic --no-deterministic --version --help"
+)
+INFERENCE_FLAGS = (
+    "--weights --prompt --prompt-file --max-new-tokens --stop --temperature --top-k --top-p --seed --stream --stats "
+    "--threads --version --help"
+)
+
+
+@pytest.mark.parametrize("entry, flags", [(cli.train, TRAINING_FLAGS), (cli.infer, INFERENCE_FLAGS)])
+def test_help_names_every_flag(command, entry, flags):
+    result = command(entry, "--help")
+    assert (result.code, result.err) == (0, "")
+    assert set(flags.split()) <= set(re.findall(r"--[a-z0-9-]+", result.out))
+
+
+def test_every_flag_has_a_help_text():
+    for parser in (cli.train_parser(), cli.inference_parser()):
+        assert [action.dest for action in parser._actions if not action.help] == []
+
+
+@pytest.mark.parametrize("entry", [cli.train, cli.infer])
+def test_version(command, entry):
+    assert command(entry, "--version").out == f"staged-gpt2 {gpt2core.__version__}\n"
+
+
+# -- the log ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_log_has_one_object_a_step_at_full_precision_and_ends_with_the_parameters_hash(
+    train, corpus, tmp_path, monkeypatch
+):
+    seen, original = [], RunLog.__call__
+    monkeypatch.setattr(RunLog, "__call__", lambda self, *args: (seen.append(args[0]), original(self, *args)))
+    log, out = tmp_path / "log.jsonl", tmp_path / "run"
+    assert train("--preset", "nano", "--data", corpus, "--steps", 5, "--log", log, "--out", out).code == 0
+    rows = rows_of(log)
+    assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
+    for row, step in zip(rows, seen, strict=True):
+        names = {"step", "loss", "lr", "grad_norm", "tokens_per_second", "seconds"}
+        assert names == row.keys() - {"parameters_sha256"}
+        assert all(row[name] == getattr(step, name) for name in names)  # bit for bit through the text
+        assert row["tokens_per_second"] == pytest.approx(4 * 16 / row["seconds"])
+    assert [i for i, row in enumerate(rows) if "parameters_sha256" in row] == [4]
+    digest = hashlib.sha256()
+    for name, array in load_checkpoint(out).parameters.items():
+        digest.update(name.encode() + array.tobytes())
+    assert rows[-1]["parameters_sha256"] == digest.hexdigest()
+
+
+@pytest.mark.parametrize(
+    "validation, steps", [((), [0, 3, 6, 8]), (("--eval-every", 5, "--val-fraction", 0.2), [0, 3, 4, 6, 8])]
+)
+def test_log_every_writes_each_nth_step_the_validated_ones_and_the_last(train, corpus, tmp_path, validation, steps):
+    log = tmp_path / "log.jsonl"
+    options = ("--steps", 9, "--log-every", 3, "--log", log, *validation)
+    result = train("--preset", "nano", "--data", corpus, *options)
+    assert [row["step"] for row in rows_of(log)] == steps
+    assert [int(step) for step in re.findall(r"^step +(\d+)", result.out, re.M)] == steps
+    assert "parameters_sha256" in rows_of(log)[-1]
+
+
+@pytest.mark.parametrize("by", ["--val-fraction", "--val-data"])
+def test_validation_is_logged_every_n_steps_and_at_the_end(train, corpus, tmp_path, by):
+    log, held_out = tmp_path / "log.jsonl", tmp_path / "held_out.txt"
+    held_out.write_text("\n".join(corpus.read_text(encoding="utf-8").splitlines()[-6:]), encoding="utf-8")
+    value = 0.1 if by == "--val-fraction" else held_out
+    options = ("--steps", 10, "--eval-every", 4, by, value, "--log", log)
+    assert train("--preset", "nano", "--data", corpus, *options).code == 0
+    validated = [row for row in rows_of(log) if "val_loss" in row]
+    assert [row["step"] for row in validated] == [3, 7, 9]
+    assert all(row["val_perplexity"] == math.exp(row["val_loss"]) for row in validated)
+    losses = [row["val_loss"] for row in validated]
+    assert losses[2] < losses[1] < losses[0] < 6
+
+
+def test_without_learning_the_validation_loss_of_the_corpus_is_its_mean_training_loss(train, tmp_path):
+    # 8 windows of 16 tokens, 4 a step: two steps see what validation sees
+    text, log = tmp_path / "text.txt", tmp_path / "log.jsonl"
+    text.write_text(" ".join(f"word{i % 50}" for i in range(8 * 16 + 1)))
+    train("--preset", "nano", "--data", text, "--val-data", text, "--steps", 2, "--lr", 0, "--log", log)
+    one, two = rows_of(log)
+    assert two["val_loss"] == pytest.approx((one["loss"] + two["loss"]) / 2, rel=1e-12)
+
+
+def test_plot_writes_a_png(train, corpus, tmp_path):
+    plot = tmp_path / "curve.png"
+    assert train("--preset", "nano", "--data", corpus, "--steps", 2, "--val-fraction", 0.2, "--plot", plot).code == 0
+    assert plot.read_bytes().startswith(PNG) and plot.stat().st_size > 5000
+
+
+# -- kill and resume --------------------------------------------------------------------------------------------------
+
+PLAIN = ()
+RECIPE = "--shuffle --schedule cosine --warmup 5 --clip 0.5 --weight-decay 0.1"
+EVERYTHING = f"{RECIPE} --val-fraction 0.1 --eval-every 7".split()
+
+
+@pytest.mark.parametrize("options", [PLAIN, EVERYTHING], ids=["plain", "shuffle, cosine, clip, decay, validation"])
+@pytest.mark.parametrize(
+    "number, code, done",
+    [(signal.SIGKILL, -9, 20), (signal.SIGTERM, 143, 24), (signal.SIGINT, 130, 24)],
+    ids=["kill -9", "SIGTERM", "SIGINT"],
+)
+def test_a_run_that_is_stopped_and_resumed_equals_one_that_was_not(
+    train, corpus, tmp_path, options, number, code, done
+):
+    straight, stopped = tmp_path / "straight", tmp_path / "stopped"
+    logs = straight.with_suffix(".jsonl"), stopped.with_suffix(".jsonl")
+    flags = ["--preset", "nano", "--data", corpus, "--steps", 40, "--threads", 2, "--checkpoint-every", 20, *options]
+    assert train(*flags, "--out", straight, "--log", logs[0], "--sample", 0).code == 0
+    process = python("-c", SIGNALLED, 23, int(number), *flags, "--out", stopped, "--log", logs[1])
+    assert process.returncode == code and process.stderr == ""
+    checkpoint = load_checkpoint(stopped, with_optimizer=True)
+    assert checkpoint.state["step"] == done  # the step in hand was finished and saved, unless nothing could be
+    if code > 0:
+        assert process.stdout.endswith(f"after 24 of 40 steps: go on with --resume {stopped} --out {stopped}\n")
+        assert [row["step"] for row in rows_of(logs[1])] == list(range(24))
+    again = ["--out", stopped, "--log", logs[1], "--sample", 0, "--eval-every", 7 if options else 0]
+    result = train("--resume", stopped, *again, "--threads", 1)  # the rest by another number of threads
+    assert (result.code, result.err) == (0, "") and f"resumed after step {done - 1}\n" in result.out
+    assert_same_checkpoint(stopped, straight)
+    if options and code > 0:  # the stopped run validated once more, where it stopped
+        assert curve(logs[1])[23][4] is not None
+    want, got = ([row[:4] for row in curve(log)] for log in logs)
+    assert got == want and [row[0] for row in got] == list(range(40))
+    assert rows_of(logs[0])[-1]["parameters_sha256"] == rows_of(logs[1])[-1]["parameters_sha256"]
+
+
+def test_a_log_cut_in_mid_line_is_continued_without_duplicates(train, corpus, tmp_path):
+    out, log = tmp_path / "run", tmp_path / "log.jsonl"
+    flags = ("--out", out, "--log", log, "--sample", 0)
+    train("--preset", "nano", "--data", corpus, "--steps", 4, *flags)
+    with open(log, "a") as file:
+        file.write('{"step": 4, "loss": 1.0}\n{"step": 5, "lo')  # as a kill leaves it, after the last checkpoint
+    assert train("--resume", out, "--steps", 7, *flags).code == 0
+    assert [row["step"] for row in rows_of(log)] == list(range(7)) and rows_of(log)[4]["loss"] != 1.0
+
+
+@pytest.mark.parametrize("number, code", [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)])
+def test_without_out_a_stopped_run_says_that_nothing_was_saved(corpus, number, code):
+    done = python("-c", SIGNALLED, 2, int(number), "--preset", "nano", "--data", corpus)
+    assert done.returncode == code and done.stderr == ""
+    assert done.stdout.endswith("after 3 of 20 steps: nothing was saved, because --out was not given\n")
+
+
+def test_a_signal_from_outside_in_mid_run_is_resumable(train, corpus, tmp_path):
+    out, log = tmp_path / "run", tmp_path / "log.jsonl"
+    flags = ["--preset", "nano", "--data", corpus, "--out", out, "--log", log, "--steps", 10**7, "--log-every", 1]
+    process = subprocess.Popen(
+        [sys.executable, "train_gpt2.py", *map(str, flags)],
+        cwd=STAGE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    deadline = time.monotonic() + 60
+    while not (log.exists() and len(log.read_bytes().splitlines()) > 5):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=60)[1] == b"" and process.returncode == 130
+    steps = load_checkpoint(out, with_optimizer=True).state["step"]
+    assert steps == len(rows_of(log)) > 5 and "parameters_sha256" in rows_of(log)[-1]
+    assert train("--resume", out, "--steps", steps + 2, "--log", log).code == 0
+    assert [row["step"] for row in rows_of(log)] == list(range(steps + 2))
+
+
+def test_a_second_interrupt_ends_at_once(corpus):
+    process = subprocess.Popen(
+        [sys.executable, "-c", SLOW, "--preset", "nano", "--data", str(corpus), "--threads", "2"],
+        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    while process.stdout.readline() != "computing\n":
+        assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    with pytest.raises(subprocess.TimeoutExpired):  # the step in hand is not done
+        process.wait(0.5)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(30) == 130  # the step would take a minute
+    assert process.communicate()[1] == ""
+
+
+def test_steps_are_the_total_after_a_resume_too(train, corpus, tmp_path):
+    out = tmp_path / "run"
+    train("--preset", "nano", "--data", corpus, "--steps", 3, "--out", out)
+    result = train("--resume", out, "--out", out, "--steps", 3, "--sample", 0)
+    assert (result.code, result.out.splitlines()[-1]) == (0, f"trained 3 steps, saved in {out}")
+
+
+def test_a_resumed_run_needs_only_the_checkpoint_of_its_tokenizer(train, corpus, tmp_path, monkeypatch):
+    # started elsewhere with a relative path to a tokenizer that is gone since
+    monkeypatch.chdir(tmp_path)
+    Tokenizer.byte_level().save("tokenizer.json")
+    flags = ("--preset", "nano", "--data", corpus, "--tokenizer", "tokenizer.json", "--steps", 2, "--out", "run")
+    assert train(*flags).code == 0
+    os.remove("tokenizer.json")
+    assert train("--resume", "run", "--steps", 3).code == 0
+
+
+@pytest.mark.parametrize("keep, left", [((), [4, 5]), (("--keep", 1), [5]), (("--keep", 0), [1, 2, 3, 4, 5])])
+def test_the_newest_checkpoints_are_kept(train, corpus, tmp_path, keep, left):
+    flags = ("--preset", "nano", "--data", corpus, "--steps", 5, "--out", tmp_path / "run", "--checkpoint-every", 1)
+    assert train(*flags, "--sample", 0, *keep).code == 0
+    assert sorted(path.name for path in (tmp_path / "run").glob("step-*")) == [f"step-{step:08d}" for step in left]
+
+
+# -- threads ----------------------------------------------------------------------------------------------------------
+
+
+def test_any_number_of_threads_gives_the_same_bits(train, corpus, tmp_path):
+    results, hashes = {}, set()
+    for threads in (1, 2, 3, 4):
+        log = tmp_path / f"{threads}.jsonl"
+        flags = ("--preset", "tiny", "--data", corpus, "--steps", 3, "--sample", 0, "--log", log)
+        results[threads] = train(*flags, "--threads", threads, "--clip", 1)
+        hashes.add(rows_of(log)[-1]["parameters_sha256"])
+        assert curve(log) == curve(tmp_path / "1.jsonl")
+    assert len(hashes) == 1
+    assert "no more than 2 of 3 threads busy" in results[3].out
+
+
+def test_without_determinism_the_curve_is_the_same_but_for_rounding(train, corpus, tmp_path):
+    losses = []
+    for flags in (["--threads", 2], ["--threads", 3, "--no-deterministic"]):
+        log = tmp_path / f"{len(losses)}.jsonl"
+        assert train("--preset", "nano", "--data", corpus, "--steps", 20, "--log", log, *flags).code == 0
+        losses.append([row["loss"] for row in rows_of(log)])
+    assert losses[0] != losses[1]
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)  # 20 steps of fp32 with another order of the sums
+
+
+def test_a_run_repeats_itself_and_another_seed_is_another_run(train, corpus, tmp_path):
+    hashes = []
+    for seed in (0, 0, 1):
+        log = tmp_path / "log.jsonl"
+        train("--preset", "nano", "--data", corpus, "--steps", 2, "--sample", 0, "--log", log, "--seed", seed)
+        hashes.append(rows_of(log)[-1]["parameters_sha256"])
+    assert hashes[0] == hashes[1] != hashes[2]
+
+
+# -- corpora, tokenizers, foreign weights -----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def pairs(tmp_path_factory, corpus):
+    """A small byte-level BPE tokenizer.json, trained on the corpus by the tokenizers library."""
+    import tokenizers
+
+    path = tmp_path_factory.mktemp("bpe") / "tokenizer.json"
+    library = tokenizers.Tokenizer(tokenizers.models.BPE())
+    library.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, show_progress=False)
+    library.train([str(corpus)], trainer)
+    library.save(str(path))
+    return path
+
+
+@pytest.mark.parametrize("kind", ["word", "byte", "bpe"])
+def test_every_tokenizer_trains_and_then_continues_a_text(train, infer, corpus, pairs, tmp_path, kind):
+    out = tmp_path / "run"
+    spec = pairs if kind == "bpe" else kind
+    result = train("--preset", "nano", "--data", corpus, "--tokenizer", spec, "--steps", 30, "--out", out)
+    assert (result.code, result.err) == (0, "")
+    result = infer("--weights", out, "--prompt", "the model reads", "--max-new-tokens", 6)
+    assert (result.code, result.err) == (0, "") and "the model reads" in result.out
+    assert len(result.out.split("Continuation:\n")[1]) > 5
+
+
+@pytest.mark.parametrize("kind", ["word", "byte"])
+def test_a_token_file_of_prepare_trains_to_the_same_bits_as_its_text(train, corpus, tmp_path, kind):
+    tokens = tmp_path / "tokens"
+    done = python("data/prepare.py", corpus, "--tokenizer", kind, "--out", tokens)
+    assert done.returncode == 0
+    hashes = set()
+    for data in (corpus, tokens, tokens / "tokens.bin"):
+        log = tmp_path / "log.jsonl"
+        flags = ("--tokenizer", kind) if data == corpus else ()
+        result = train("--preset", "nano", "--data", data, *flags, "--steps", 2, "--sample", 0, "--log", log)
+        assert (result.code, result.err) == (0, "")
+        hashes.add(rows_of(log)[-1]["parameters_sha256"])
+    assert len(hashes) == 1
+
+
+@pytest.mark.parametrize("with_tokenizer", [True, False])
+def test_init_from_a_transformers_directory_starts_at_its_loss(train, corpus, pairs, tmp_path, with_tokenizer):
+    import torch
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    directory, log = tmp_path / "theirs", tmp_path / "log.jsonl"
+    tokenizer = Tokenizer.load(pairs) if with_tokenizer else Tokenizer.byte_level()
+    sizes = dict(vocab_size=tokenizer.vocab_size, n_positions=24, n_layer=3, n_head=2, n_embd=16)
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config(**sizes, initializer_range=0.3)).eval()
+    model.save_pretrained(directory)
+    flags = [] if with_tokenizer else ["--tokenizer", "byte"]
+    if with_tokenizer:
+        (directory / "tokenizer.json").write_bytes(pairs.read_bytes())
+    result = train("--preset", "nano", "--init-from", directory, "--data", corpus, *flags, "--steps", 1, "--log", log)
+    assert (result.code, result.err) == (0, "") and "3 layers, 2 heads, 16 wide" in result.out
+    ids = torch.from_numpy(tokenizer.encode(corpus.read_text(encoding="utf-8"))[: 4 * 24 + 1].astype(np.int64))
+    with torch.no_grad():
+        logits = model(ids[:-1].reshape(4, 24)).logits.reshape(4 * 24, -1)
+        theirs = torch.nn.functional.cross_entropy(logits, ids[1:]).item()
+    assert rows_of(log)[0]["loss"] == pytest.approx(theirs, rel=1e-5)  # fp32 on both sides
+
+
+def test_init_from_our_own_checkpoint_starts_where_it_ended_with_a_fresh_optimizer(train, corpus, tmp_path):
+    out, log = tmp_path / "run", tmp_path / "log.jsonl"
+    train("--preset", "nano", "--data", corpus, "--steps", 20, "--lr", 1e-2, "--out", out, "--log", log)
+    first = rows_of(log)
+    assert train("--preset", "nano", "--init-from", out, "--data", corpus, "--steps", 2, "--log", log).code == 0
+    again = rows_of(log)
+    assert [row["step"] for row in again] == [0, 1]
+    assert again[0]["loss"] < (first[0]["loss"] + first[-1]["loss"]) / 2 < 0.9 * first[0]["loss"]
+
+
+# -- inference --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def weights(tmp_path_factory, corpus):
+    """{kind of tokenizer: a nano checkpoint that has begun to learn the corpus}."""
+    directory = tmp_path_factory.mktemp("weights")
+    for kind in ("word", "byte"):
+        flags = ["--preset", "nano", "--data", corpus, "--tokenizer", kind, "--steps", 60, "--out", directory / kind]
+        done = python(STAGE / "train_gpt2.py", *flags, "--sample", 0)
+        assert done.returncode == 0, done.stderr
+    return {kind: directory / kind for kind in ("word", "byte")}
+
+
+def continuation(result):
+    assert (result.code, result.err) == (0, "")
+    return result.out.split("Continuation:\n")[1]
+
+
+@pytest.mark.parametrize("kind", ["word", "byte"])
+@pytest.mark.parametrize("draw", [(), ("--temperature", 2, "--seed", 3)], ids=["greedy", "drawn"])
+def test_streamed_text_equals_text_at_once(infer, weights, kind, draw):
+    # drawn bytes are often no UTF-8 and then come as U+FFFD, in pieces as at once
+    flags = ("--weights", weights[kind], "--prompt", "the model", "--max-new-tokens", 60, *draw)
+    assert infer(*flags).out == infer(*flags, "--stream").out
+
+
+@pytest.mark.parametrize("stream", [(), ("--stream",)])
+def test_stop_ends_the_continuation_with_its_text(infer, weights, stream):
+    flags = ("--weights", weights["word"], "--prompt", "the model", "--max-new-tokens", 40)
+    whole = continuation(infer(*flags)).removesuffix("\n")
+    stop = whole.split()[4]
+    stopped = continuation(infer(*flags, "--stop", stop, *stream)).removesuffix("\n")
+    assert whole.startswith(stopped) and len(stopped) < len(whole)
+    assert whole.index(stop) + len(stop) <= len(stopped) <= whole.index(stop) + 8  # the end of the token that has it
+
+
+def test_stats_count_the_tokens_and_the_time(infer, weights):
+    result = infer("--weights", weights["word"], "--prompt", "the model reads", "--max-new-tokens", 7, "--stats")
+    line = r"prompt tokens 3 \| new tokens 7 \| time to first token [\d.]+ ms \| [\d.]+ ms/token \| total [\d.]+ s"
+    assert re.fullmatch(line, result.out.splitlines()[-1])
+
+
+def test_draws_are_reproducible_by_seed_and_narrow_to_greedy(infer, weights):
+    def text(*flags):
+        return continuation(infer("--weights", weights["word"], "--prompt", "the model", *flags))
+
+    drawn = ("--temperature", 1.5, "--top-k", 20, "--top-p", 0.95, "--seed")
+    assert text(*drawn, 1) == text(*drawn, 1) != text(*drawn, 2)
+    assert text("--temperature", 1.5, "--top-k", 1) == text("--temperature", 1.5, "--top-p", 1e-9) == text()
+
+
+def test_a_prompt_longer_than_the_block_says_so_and_uses_its_last_tokens(infer, weights, corpus):
+    tokens = Tokenizer.load(weights["word"]).encode(corpus.read_text(encoding="utf-8"))[:25]
+    text, tail = (Tokenizer.load(weights["word"]).decode(ids) for ids in (tokens, tokens[-16:]))
+    result = infer("--weights", weights["word"], "--prompt", text)
+    assert result.err == "note: the prompt has 25 tokens, the block 16: its last 16 tokens are used\n"
+    assert (result.code, result.out) == (0, infer("--weights", weights["word"], "--prompt", tail).out)
+
+
+def test_prompt_file_is_the_prompt_without_its_last_line_break(infer, weights, tmp_path):
+    file = tmp_path / "prompt.txt"
+    file.write_text("the model reads\n")
+    flags = ("--weights", weights["word"])
+    assert infer(*flags, "--prompt-file", file).out == infer(*flags, "--prompt", "the model reads").out
+
+
+def test_no_new_tokens_are_an_empty_continuation(infer, weights):
+    flags = ("--weights", weights["word"], "--prompt", "the model", "--max-new-tokens", 0, "--stats")
+    assert continuation(infer(*flags)) == "\n"
+
+
+def test_an_interrupted_continuation_ends_at_once_without_a_word(weights):
+    flags = ["--weights", weights["word"], "--prompt", "the model", "--max-new-tokens", 10**9, "--stream"]
+    process = subprocess.Popen(
+        [sys.executable, "inference.py", *map(str, flags)], cwd=STAGE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    while process.stdout.readline() != b"Continuation:\n":
+        assert process.poll() is None
+    assert len(process.stdout.read(50)) == 50  # tokens come while it writes
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=60)[1] == b"" and process.returncode == 130
+
+
+def test_without_a_prompt_the_shipped_corpus_opens(train, infer, tmp_path):
+    out = tmp_path / "run"
+    result = train("--preset", "nano", "--steps", 1, "--out", out)
+    assert "Prompt (16 tokens):\n" in result.out and continuation(infer("--weights", out))
+    assert infer("--weights", out).out.split("\n\nCont")[0] in result.out
+
+
+def test_a_foreign_directory_without_a_tokenizer_needs_one_to_be_named(infer, weights, tmp_path):
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (bare / name).write_bytes((weights["byte"] / name).read_bytes())
+    refused = infer("--weights", bare, "--prompt", "the")
+    assert refused.code == 2 and "has no tokenizer.json: give --tokenizer" in refused.err
+    flags = ("--prompt", "the")
+    named = infer("--weights", bare, "--tokenizer", "byte", *flags)
+    assert named.out == infer("--weights", weights["byte"], *flags).out
+
+
+def test_the_reader_of_the_output_may_leave(corpus):
+    process = subprocess.Popen(
+        [sys.executable, "train_gpt2.py", "--preset", "nano", "--data", str(corpus), "--steps", "1000000"],
+        cwd=STAGE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    process.stdout.readline()
+    process.stdout.close()
+    assert process.stderr.read() == b"" and process.wait(60) == 1
+
+
+# -- what must not happen silently ------------------------------------------------------------------------------------
+
+
+def test_fine_tuning_weights_without_a_tokenizer_needs_one(train, tmp_path, corpus):
+    run = tmp_path / "run"
+    train("--preset", "nano", "--data", corpus, "--steps", 1, "--sample", 0, "--out", run)
+    weights = tmp_path / "weights"
+    shutil.copytree(run / "latest", weights, ignore=shutil.ignore_patterns("tokenizer.json", "state.json"))
+    flags = ("--init-from", weights, "--data", corpus, "--steps", 1, "--sample", 0)
+    refused = train(*flags)
+    assert refused.code == 2 and "has no tokenizer.json: give --tokenizer" in refused.err
+    assert train(*flags, "--tokenizer", "word").code == 0
+
+
+def test_a_corpus_from_a_pipe_is_refused_because_its_head_would_be_lost(train, tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    result = train("--preset", "nano", "--data", pipe)
+    assert result.code == 2 and "pipe is not a regular file" in result.err
+
+
+def test_a_resumed_run_keeps_its_checkpoint_interval_and_tells_what_changes(train, tmp_path, corpus):
+    out = tmp_path / "run"
+    base = ("--preset", "nano", "--data", corpus, "--sample", 0, "--out", out, "--keep", 0)
+    train(*base, "--steps", 2, "--checkpoint-every", 1)
+    result = train("--resume", out, "--out", out, "--steps", 4, "--shuffle", "--sample", 0)
+    assert "note: --shuffle was False and is True from here on" in result.out
+    assert {path.name for path in out.glob("step-*")} == {f"step-{step:08d}" for step in (1, 2, 3, 4)}
+
+
+def test_a_resume_over_another_share_of_the_corpus_is_refused(train, tmp_path, corpus):
+    out = tmp_path / "run"
+    train("--preset", "nano", "--data", corpus, "--sample", 0, "--out", out, "--steps", 1)
+    result = train("--resume", out, "--steps", 2, "--val-fraction", 0.5)
+    assert result.code == 2 and "give the same corpus" in result.err
+
+
+def test_a_new_run_into_an_old_directory_says_so(train, tmp_path, corpus):
+    flags = ("--preset", "nano", "--data", corpus, "--sample", 0, "--out", tmp_path / "run", "--steps", 1)
+    assert "of an earlier run" not in train(*flags).out
+    assert "holds step-00000001 of an earlier run" in train(*flags).out
+
+
+def test_narrowing_the_choice_draws_without_asking_for_a_temperature(train, infer, tmp_path, corpus):
+    out = tmp_path / "run"
+    train("--preset", "nano", "--data", corpus, "--sample", 0, "--out", out, "--steps", 1)
+    texts = {infer("--weights", out, "--top-k", 20, "--seed", seed).out for seed in range(4)}
+    assert len(texts) == 4
+
+
+def test_weights_of_a_token_file_are_prompted_with_it(train, infer, tmp_path, corpus):
+    tokens, out = tmp_path / "tokens", tmp_path / "run"
+    prepare = [sys.executable, ROOT / "data" / "prepare.py", corpus, "--tokenizer", "byte", "--out", tokens]
+    subprocess.run(prepare, check=True, capture_output=True)
+    train("--preset", "nano", "--data", tokens, "--sample", 0, "--out", out, "--steps", 1)
+    result = infer("--weights", out, "--max-new-tokens", 1)
+    assert result.code == 0 and corpus.read_text(encoding="utf-8")[:10] in result.out
+
+
+def test_a_resume_with_nothing_left_to_do_says_so(train, tmp_path, corpus):
+    out = tmp_path / "run"
+    train("--preset", "nano", "--data", corpus, "--sample", 0, "--out", out, "--steps", 2)
+    result = train("--resume", out, "--steps", 1, "--sample", 0)
+    assert "nothing was left to train after 2 steps: --steps is 1 in all" in result.out

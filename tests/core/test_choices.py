@@ -1,0 +1,120 @@
+"""What a backend has chosen by timing: the same on all ranks, kept beside the checkpoint, taken up by a run resumed."""
+
+import json
+
+import numpy as np
+import pytest
+
+from gpt2core.app import cli
+from gpt2core.data import Windows
+from gpt2core.model import GPT2Config
+from gpt2core.parallel.thread_communicator import run_ranks
+from gpt2core.trainer import Trainer
+from stage0_serial.numpy_backend import NumpyBackend
+
+CONFIG = GPT2Config(vocab_size=36, block_size=8, n_layer=1, n_head=2, n_embd=8)
+NANO = ("--preset", "nano", "--steps", 2, "--sample", 0, "--threads", 1)
+HERE, THERE = "Fake GPU, cublasLt 1, Triton 3.6.0", "Old GPU, cublasLt 1, Triton 3.6.0"
+
+
+class Choosing(NumpyBackend):
+    """A backend that is told what it knows, and at each attention chooses what it does not know yet."""
+
+    chosen_for, known = HERE, {}
+    made = []
+
+    def __init__(self, precision="fp32", deterministic=False, mark=0):
+        super().__init__(precision)
+        self.mark, self.choices, self.adopted, self.anew = mark, dict(self.known), [], False
+        self.made.append(self)
+
+    def attention_forward(self, qkv, n_head):
+        for what in ("forward", "backward"):
+            self.choices.setdefault(what, f"tile {self.mark}")
+        return super().attention_forward(qkv, n_head)
+
+    def adopt(self, choices, final=False):
+        self.adopted.append((dict(choices), final))
+        self.choices = self.choices | choices if final else dict(choices)
+
+    def choose_anew(self):
+        self.choices, self.anew = {}, True
+
+
+@pytest.fixture
+def choosing(monkeypatch):
+    monkeypatch.setattr(Choosing, "made", [])
+    monkeypatch.setattr(Choosing, "known", {})
+    return Choosing
+
+
+def steps(comm, known):
+    """What a rank's backend has been told to choose, before the first of three steps and after it."""
+    backend = Choosing(mark=comm.rank)
+    backend.choices = dict(known[comm.rank])
+    trainer = Trainer(CONFIG, [backend], batch_size=4, seq_len=8, micro_shards=4, world=comm)
+    windows = Windows(np.random.default_rng(0).integers(0, 36, 200), 8)
+    for _ in range(3):
+        trainer.step(windows, 1e-3)
+    return backend.adopted, backend.choices, trainer.choices
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_all_ranks_choose_as_the_root_does_from_the_start_and_after_the_first_step(ranks):
+    # the root knows one from an earlier run; another rank's cache has other things in it, and each times what is left
+    known = [{"forward": "tile of the root"}, *({"backward": f"cached {rank}"} for rank in range(1, ranks))]
+    for adopted, choices, recorded in run_ranks(ranks, steps, known):
+        everyones = {"forward": "tile of the root", "backward": "tile 0"}
+        assert adopted == [({"forward": "tile of the root"}, False), (everyones, True)]
+        assert choices == recorded == everyones
+
+
+def state_of(path):
+    return json.loads((path / "latest" / "state.json").read_text())
+
+
+def test_a_checkpoint_keeps_what_was_chosen_and_for_which_device(command, choosing, corpus, tmp_path):
+    flags = (*NANO, "--data", corpus, "--out", tmp_path / "run")
+    assert command(cli.train, *flags, backend=choosing).code == 0
+    state = state_of(tmp_path / "run")
+    assert (state["choices"], state["chosen_for"]) == ({"forward": "tile 0", "backward": "tile 0"}, HERE)
+
+    # resumed, it goes on with these, whatever this machine's own cache has
+    resumed = ("--resume", tmp_path / "run", "--steps", 3, "--sample", 0, "--threads", 1)
+    choosing.known = {"forward": "of the cache"}
+    result = command(cli.train, *resumed, backend=choosing)
+    assert result.code == 0 and "chosen by timing" not in result.out
+    assert (state["choices"], False) in choosing.made[-1].adopted and not choosing.made[-1].anew
+    assert choosing.made[-1].choices == state["choices"]
+
+    result = command(cli.train, *resumed, "--autotune", backend=choosing)
+    assert result.code == 0 and choosing.made[-1].anew and (state["choices"], False) not in choosing.made[-1].adopted
+
+
+def test_choices_of_another_device_are_made_anew_with_a_note(command, choosing, corpus, tmp_path, monkeypatch):
+    command(cli.train, *NANO, "--data", corpus, "--out", tmp_path / "run", backend=choosing)
+    monkeypatch.setattr(choosing, "chosen_for", THERE)
+    resumed = ("--resume", tmp_path / "run", "--steps", 3, "--sample", 0, "--threads", 1)
+    result = command(cli.train, *resumed, backend=choosing)
+    note = f"note: the checkpoint's kernels were chosen by timing on {HERE}: on {THERE} they are timed anew"
+    assert result.code == 0 and result.out.count(note) == 1 and result.out.count("note: ") == 1
+    assert choosing.made[-1].adopted[0] == ({}, False)
+    for backend in (NumpyBackend, choosing):  # where nothing is timed, now or then, there is nothing to say
+        monkeypatch.setattr(choosing, "chosen_for", None)
+        assert "timing" not in command(cli.train, *resumed, backend=backend).out
+
+
+@pytest.mark.parametrize("choices", [[], "text", {"forward": 3}, {"forward": None}])
+def test_a_checkpoint_whose_choices_are_none_is_refused(command, choosing, corpus, tmp_path, choices):
+    command(cli.train, *NANO, "--data", corpus, "--out", tmp_path / "run", backend=choosing)
+    state = state_of(tmp_path / "run") | {"choices": choices}
+    (tmp_path / "run" / "latest" / "state.json").write_text(json.dumps(state))
+    result = command(cli.train, "--resume", tmp_path / "run", "--steps", 3, "--threads", 1, backend=choosing)
+    assert result.code == 2 and result.err.startswith("error: ") and result.err.count("\n") == 1
+    assert "state.json: choices is" in result.err and "cannot be resumed" in result.err
+
+
+def test_a_stage_that_times_nothing_refuses_the_flag(train, corpus):
+    result = train(*NANO, "--data", corpus, "--autotune")
+    assert (result.code, result.out) == (2, "")
+    assert result.err == "error: --autotune has no meaning here: numpy times nothing, so leave the flag away\n"

@@ -1,0 +1,225 @@
+"""The promises of the layout: the core knows no stage, nothing asks for rank counts or devices, a stage is a choice."""
+
+import ast
+import re
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from gpt2core.app import cli
+
+ROOT = Path(__file__).resolve().parents[2]
+STAGES = sorted(path.name for path in ROOT.glob("stage[0-9]_*") if (path / "__init__.py").exists())
+CORE = sorted((ROOT / "gpt2core").rglob("*.py"))
+CODE = CORE + sorted(file for stage in STAGES for file in (ROOT / stage).rglob("*.py"))
+READMES = [path for path in (ROOT / "README.md", *(ROOT / stage / "README.md" for stage in STAGES)) if path.exists()]
+
+
+def name_of(path):
+    return str(path.relative_to(ROOT))
+
+
+def tree_of(path):
+    return ast.parse(path.read_text(encoding="utf-8"), name_of(path))
+
+
+def imported(tree):
+    """The first component of every module that the tree imports, with relative imports as they stand."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.split(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield "." * node.level + (node.module or "").split(".")[0]
+
+
+@pytest.mark.parametrize("path", CORE, ids=name_of)
+def test_the_core_imports_no_stage(path):
+    assert not [module for module in imported(tree_of(path)) if re.match(r"\.|stage|torch|cupy|triton|mpi4py", module)]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_stage_imports_only_what_it_adds_to(stage):
+    # Stage 3 is the product of stages 1 and 2; stages 0, 1 and 2 stand on the core, and stage 1 on stage 0's arrays.
+    allowed = {"0": "0", "1": "01", "2": "2", "3": "123"}[stage[5]]
+    for path in (ROOT / stage).rglob("*.py"):
+        others = [module for module in imported(tree_of(path)) if module.startswith("stage")]
+        assert [module for module in others if module[5] not in allowed] == [], name_of(path)
+
+
+def test_no_benchmark_needs_what_only_tests_do():
+    for path in (ROOT / "benchmarks").rglob("*.py"):
+        assert not {"tests", "pytest"} & set(imported(tree_of(path))), name_of(path)
+
+
+# -- no branch on the number of ranks or on the device ----------------------------------------------------------------
+
+# A rank count or a device by its name: `world.size`, `world_size`, `n_ranks`, `is_cuda`, `use_gpu`.
+RANKS = re.compile(r"(world|group|communicator|comm)\.(size|rank)$|(^|\.|_)(world_size|ranks?|n_ranks|local_rank)$")
+DEVICES = re.compile(r"(is|use|has|if|on)_?(distributed|ddp|mpi|parallel|cuda|gpu|cpu|nccl|cupy|numpy)|\bdevice$")
+# A group must know its members: these files are what makes the rest independent of them.
+COMMUNICATORS = re.compile(r"communicator\.py$|collectives\.py$")
+
+
+def conditions(tree):
+    """Every expression that decides what runs next."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If | ast.While | ast.IfExp | ast.Assert):
+            yield node.test
+        elif isinstance(node, ast.comprehension):
+            yield from node.ifs
+        elif isinstance(node, ast.Match):
+            yield node.subject
+        elif isinstance(node, ast.BoolOp):
+            yield from node.values
+
+
+def dotted(node):
+    """`self.world.size` of an attribute chain, else ""."""
+    if isinstance(node, ast.Name):
+        return node.id
+    return f"{dotted(node.value)}.{node.attr}" if isinstance(node, ast.Attribute) else ""
+
+
+def counted_against_a_number(node):
+    """Whether `node` compares a number of ranks, or a rank, with a literal, or asks for its truth."""
+    if isinstance(node, ast.Compare):
+        sides = [node.left, *node.comparators]
+        numbers = any(isinstance(side, ast.Constant) and isinstance(side.value, int) for side in sides)
+        return numbers and any(RANKS.search(dotted(side)) for side in sides)
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+        return counted_against_a_number(node.operand)
+    return bool(RANKS.search(dotted(node)))
+
+
+def branches_on_ranks(tree):
+    for test in conditions(tree):
+        if any(counted_against_a_number(node) for node in [test, *ast.walk(test)] if isinstance(node, ast.Compare)):
+            yield ast.unparse(test)
+        elif counted_against_a_number(test):
+            yield ast.unparse(test)
+
+
+def branches_on_devices(tree):
+    for test in conditions(tree):
+        names = {dotted(node) for node in ast.walk(test) if isinstance(node, ast.Name | ast.Attribute)}
+        strings = {node.value for node in ast.walk(test) if isinstance(node, ast.Constant)} - {None}
+        kinds = strings & {"cpu", "cuda", "gpu", "numpy", "cupy"}
+        backends = {name for name in names if name.endswith("Backend") or name == "backend.name"}
+        if kinds or backends or any(DEVICES.search(name) for name in names):
+            yield ast.unparse(test)
+
+
+@pytest.mark.parametrize("path", [path for path in CODE if not COMMUNICATORS.search(path.name)], ids=name_of)
+def test_no_branch_on_the_number_of_ranks(path):
+    assert list(branches_on_ranks(tree_of(path))) == []
+
+
+@pytest.mark.parametrize("path", CODE, ids=name_of)
+def test_no_branch_on_the_device(path):
+    assert list(branches_on_devices(tree_of(path))) == []
+
+
+@pytest.mark.parametrize(
+    "line, found",
+    [
+        ("if world_size > 1: pass", branches_on_ranks),
+        ("if self.world.rank == 0: pass", branches_on_ranks),
+        ("x = y if 1 < group.size else z", branches_on_ranks),
+        ("x = [y for y in z if not rank]", branches_on_ranks),
+        ("while ok and world.size != 1: pass", branches_on_ranks),
+        ("rank == 0 and save()", branches_on_ranks),
+        ("if use_cuda: pass", branches_on_devices),
+        ("if backend.name == 'numpy': pass", branches_on_devices),
+        ("if isinstance(backend, NumpyBackend): pass", branches_on_devices),
+        ("assert not self.is_distributed", branches_on_devices),
+    ],
+)
+def test_these_lines_would_be_found(line, found):
+    assert list(found(ast.parse(line)))
+
+
+@pytest.mark.parametrize("line", ["if batch % group.size: pass", "if x.size > 1: pass", "if threads > 1: pass"])
+def test_these_lines_are_none_of_them(line):
+    assert not list(branches_on_ranks(ast.parse(line))) and not list(branches_on_devices(ast.parse(line)))
+
+
+# The border to a launcher, which speaks to its processes through the environment alone.
+LAUNCHED = ("gpt2core/parallel/launcher_env.py", "stage1_mpi/launch.py", "stage1_mpi/mpi_communicator.py")
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in CODE if name_of(path) not in ("gpt2core/__init__.py", *LAUNCHED)], ids=name_of
+)
+def test_no_environment_is_read_in_the_middle_of_code(path):
+    tree = tree_of(path)
+    names = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    names |= {alias.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names}
+    assert not names & {"environ", "getenv", "environb", "putenv"}
+
+
+# -- a stage is two objects -------------------------------------------------------------------------------------------
+
+
+def skeleton(path):
+    """What is left of a stage's script without its thesis, its imports and the names of its two objects."""
+    tree = tree_of(path)
+    body = [node for node in tree.body[1:] if not isinstance(node, ast.Import | ast.ImportFrom)]
+    for node in ast.walk(ast.Module(body, [])):
+        if isinstance(node, ast.keyword) and node.arg in ("backend", "world"):
+            assert isinstance(node.value, ast.Name | ast.Attribute), f"{name_of(path)}: {ast.unparse(node)} is no name"
+            node.value = ast.Name("chosen")
+    return "\n".join(map(ast.unparse, body))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("script, function", [("train_gpt2.py", "train"), ("inference.py", "infer")])
+def test_the_scripts_of_all_stages_differ_only_in_imports_and_constructors(stage, script, function):
+    assert skeleton(ROOT / stage / script) == (
+        f"if __name__ == '__main__':\n    {function}(backend=chosen, world=chosen)"
+    )
+
+
+# -- what a reader meets ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", CODE + sorted((ROOT / "tests").rglob("*[a-z].py")), ids=name_of)
+def test_a_file_opens_with_its_thesis(path):
+    thesis = (ast.get_docstring(tree_of(path)) or "").split("\n")[0]
+    assert len(thesis) > 20 and thesis[-1] in ".:?", f"{name_of(path)} opens with {thesis!r}"
+
+
+def tracked_files():
+    """Every file that is or may be committed."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    try:
+        listed = subprocess.run(command, cwd=ROOT, capture_output=True, check=True).stdout.decode().split("\0")
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("not a git checkout")
+    return [ROOT / name for name in listed if name and (ROOT / name).is_file()]
+
+
+def test_no_file_names_a_place_on_somebody_s_machine():
+    somewhere = re.compile(rb"(?<![\w.])/(?:home|root|work|Users|mnt)/[\w.]")
+    assert [name_of(path) for path in tracked_files() if somewhere.search(path.read_bytes())] == []
+
+
+def test_every_package_is_listed_for_installation():
+    packages = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    roots = [ROOT / "gpt2core", *(ROOT / stage for stage in STAGES), ROOT / "torch_bridge"]
+    there = [path.parent for root in roots if root.exists() for path in root.rglob("__init__.py")]
+    assert sorted(packages) == sorted(".".join(path.relative_to(ROOT).parts) for path in there)
+
+
+@pytest.mark.parametrize("path", READMES, ids=name_of)
+def test_the_flags_that_a_page_names_exist(path):
+    parsers = (cli.train_parser(), cli.inference_parser())
+    known = {flag for parser in parsers for action in parser._actions for flag in action.option_strings}
+    known |= set(re.findall(r'"(--[a-z-]+)"', (ROOT / "data" / "prepare.py").read_text()))
+    for script in (ROOT / "benchmarks").rglob("*.py"):
+        known |= set(re.findall(r'"(--[a-z-]+)"', script.read_text()))
+    known |= set(re.findall(r'"(--[a-z-]+)"', (ROOT / "stage1_mpi" / "launch.py").read_text()))
+    known |= {"--extra-index-url", "--index-url", "--upgrade", "--hostfile", "--mca"}  # of pip and mpirun
+    named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", path.read_text(encoding="utf-8")))
+    assert named - known == set()

@@ -1,0 +1,124 @@
+"""The size of a bucket follows from two timed sums: on a clock that knows what they cost, the right one is found."""
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from gpt2core.app.rank_agreement import choose_collectives
+from gpt2core.communicator import Solo
+from gpt2core.data import Windows
+from gpt2core.model import GPT2Config
+from gpt2core.parallel.bucket_size import BucketSize, best_bucket, measured_bucket
+from gpt2core.parallel.config import Parallel
+from gpt2core.parallel.data_parallel import BUCKET_MB
+from gpt2core.parallel.thread_communicator import run_ranks
+from gpt2core.trainer import Trainer
+from stage0_serial.numpy_backend import NumpyBackend
+
+CONFIG = GPT2Config(vocab_size=36, block_size=16, n_layer=2, n_head=4, n_embd=16, tied=False)
+
+
+@dataclass
+class Wire:
+    """A group whose all-reduce takes alpha + beta bytes on its own clock, and four times as long until it is warm."""
+
+    alpha: float
+    beta: float
+    now: float = 0.0
+    calls: int = 0
+
+    def all_reduce(self, x, out):
+        assert out is x and not x.any()
+        self.calls += 1
+        self.now += (self.alpha + self.beta * x.nbytes) * (4 if self.calls <= 4 else 1)
+
+    def measure(self, size):
+        gradients = np.zeros(size // 4, np.float32)
+        found = measured_bucket(self, gradients, NumpyBackend(), record=False, clock=lambda: self.now)
+        assert not gradients.any()
+        return found
+
+
+@pytest.mark.parametrize("alpha, beta", [(1.5e-5, 4.5e-12), (2e-4, 1e-9), (3e-6, 2e-11)])
+def test_alpha_beta_and_the_size_that_exposes_least_are_found(alpha, beta):
+    size = 2 * 10**8
+    found = Wire(alpha, beta).measure(size)
+    assert (found.alpha, found.beta) == (pytest.approx(alpha, rel=1e-6), pytest.approx(beta, rel=1e-6))
+
+    def exposed(bucket):
+        return beta * bucket + size / bucket * alpha
+
+    best = best_bucket(alpha, beta, size)
+    assert exposed(best) < min(exposed(0.9 * best), exposed(1.1 * best))
+    assert found.mb == max(1, round(best / 1e6))
+
+
+@pytest.mark.parametrize(
+    "alpha, beta, size, mb",
+    [
+        (0.0, 1e-9, 10**7, 1),  # messages cost nothing: as small as they come
+        (1e-3, 0.0, 2 * 10**7, 20),  # bytes cost nothing: all in one
+        (1.0, 1e-12, 10**7, 10),  # never more than there is
+        (1e-5, 1e-9, 10**4, 1),  # a model that is smaller than any bucket
+    ],
+)
+def test_the_size_stays_between_a_megabyte_and_the_gradient(alpha, beta, size, mb):
+    assert Wire(alpha, beta).measure(size).mb == mb
+
+
+def test_a_clock_that_goes_backwards_still_gives_a_size():
+    """Where noise is all there is, alpha or beta may come out negative."""
+    assert Wire(-1e-5, 1e-9).measure(10**7).mb == 1 and Wire(1e-5, -1e-9).measure(10**7).mb == 10
+
+
+def test_the_header_says_what_was_measured():
+    words = "--bucket-mb 40: 14.7 us a message and 4.56 ps a byte were measured"
+    assert str(BucketSize(1.4655e-5, 4.5615e-12, 40)) == words
+
+
+def test_the_root_s_measurement_is_everyone_s_and_changes_no_bits():
+    """Threads measure for real, and each another number: the buckets are alike, and so is what they sum."""
+    tokens = np.random.default_rng(0).integers(0, 36, 500)
+
+    def train(comm, **parallel):
+        trainer = Trainer(
+            CONFIG, [NumpyBackend()], batch_size=8, seq_len=16, micro_shards=4, world=comm,
+            parallel=Parallel(dp="bucket", **parallel),
+        )  # fmt: skip
+        steps = [trainer.step(Windows(tokens, 16), 1e-3) for _ in range(2)]
+        return [step.loss for step in steps], trainer.parameter_hash(), trainer.measured
+
+    want = train(Solo())
+    (*first, measured), (*second, other) = run_ranks(2, lambda comm: train(comm, bucket_mb=None))
+    assert first == second == [*want[:2]] and measured == other and measured.mb >= 1 and want[2] is None
+
+
+ASKED = dict(dp="bucket", bucket_mb=None, compress="none", zero=0, zero_gather="end", tp=1)
+ASKED |= dict(deterministic=False, local_shuffle=False, collectives=None, transport=None)
+
+
+def chosen(size, asked, times_buckets=True, shares_updates=False):
+    """(the flags as choose_collectives() leaves them, its notes) on so many ranks, whose communicator is such a one."""
+    world = SimpleNamespace(size=size, times_buckets=times_buckets, shares_updates=shares_updates, native="nccl")
+    world.use_transport, world.use_collectives = lambda name: "nccl", lambda name: None
+    args = SimpleNamespace(**ASKED | asked)
+    return args, choose_collectives(world, args)
+
+
+@pytest.mark.parametrize(
+    "size, times, asked, bucket_mb",
+    [
+        (4, True, {}, None),  # to be measured
+        (4, True, dict(bucket_mb=7.0), 7.0),
+        (4, True, dict(deterministic=True), BUCKET_MB),
+        (4, True, dict(dp="flat"), BUCKET_MB),
+        (4, False, {}, BUCKET_MB),
+        (1, True, {}, BUCKET_MB),
+        (4, True, dict(tp=4), BUCKET_MB),
+        (4, True, dict(tp=2), None),
+    ],
+)
+def test_a_bucket_is_measured_between_gpus_alone_and_where_it_matters(size, times, asked, bucket_mb):
+    assert chosen(size, asked, times)[0].bucket_mb == bucket_mb

@@ -1,0 +1,545 @@
+"""Threads, ranks and micro-shards never show in the bits of a gradient; the optimizer equals PyTorch's."""
+
+import math
+import re
+import threading
+import time
+from itertools import product
+
+import numpy as np
+import pytest
+import threadpoolctl
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.testing import assert_array_equal
+
+from gpt2core.app.presets import PRESETS
+from gpt2core.arena import BLOCK, SEGMENTS, Arena
+from gpt2core.communicator import Solo
+from gpt2core.data import Windows
+from gpt2core.errors import ConfigError
+from gpt2core.model import GPT2, GPT2Config, initial_parameters, parameter_shapes
+from gpt2core.optimizer import AdamW, Schedule
+from gpt2core.parallel.config import plan
+from gpt2core.parallel.even_slices import even_slices
+from gpt2core.parallel.micro_batches import Lane, MicroShards, merged_levels
+from gpt2core.parallel.thread_communicator import run_ranks
+from gpt2core.parallel.threads import Workers
+from gpt2core.parallel.tree_sum import tree_reduce, tree_sum
+from gpt2core.tensor import Tensor, is_recording, no_grad
+from gpt2core.trainer import Diverged, Trainer
+from stage0_serial.numpy_backend import NumpyBackend
+
+torch = pytest.importorskip("torch")
+
+CONFIG = GPT2Config(37, 16, 2, 2, 16, tied=False)
+TIED = GPT2Config(37, 16, 2, 2, 16, tied=True)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_blas_thread():
+    """As a run sets it: BLAS may split a product differently for another number of its own threads."""
+    with threadpoolctl.threadpool_limits(1, user_api="blas"):
+        yield
+
+
+def backends(n, precision="fp32"):
+    return [NumpyBackend(precision) for _ in range(n)]
+
+
+def random_batch(rng, rows, T=16):
+    return rng.integers(0, 37, (2, rows, T))
+
+
+def micro_shards(config, shards, threads, precision="fp32", seed=1):
+    """MicroShards over freshly initialised parameters, and those parameters."""
+    workers, arena = Workers(backends(threads, precision)), Arena(parameter_shapes(config))
+    flat = np.zeros(arena.size, workers.backends[0].dtype)
+    for name, value in initial_parameters(config, seed):
+        arena.views(flat)[name][...] = value * 10  # large enough for gradients that differ between shards
+    return MicroShards(config, arena, flat, workers, shards, Solo()), arena.views(flat)
+
+
+def backward(run, inputs, targets, scale):
+    """The losses of one batch, as numbers."""
+    run.feed(inputs, targets)
+    return [float(loss) for loss in run.backward(scale)]
+
+
+# -- the same bits whoever computes them ---------------------------------------------------------------------
+
+
+def train(comm, threads, tokens, config, validation, steps=3):
+    """What a run leaves that must not depend on who computed it."""
+    trainer = Trainer(
+        config, backends(threads), batch_size=16, seq_len=16, micro_shards=8, world=comm, seed=3,
+        optimizer=dict(clip=0.5, weight_decay=0.1),
+    )  # fmt: skip
+    windows = Windows(tokens, 16)
+    reports = [trainer.step(windows, lr=3e-3) for _ in range(steps)]
+    curve = [(step.step, step.loss, step.lr, step.grad_norm) for step in reports]
+    return curve, trainer.evaluate(Windows(validation, 16)), trainer.parameter_hash(), trainer.position
+
+
+@pytest.mark.parametrize("config", [CONFIG, TIED], ids=["untied", "tied"])
+def test_threads_and_ranks_never_show_in_the_bits(rng, config):
+    """Loss curve, gradient norms, validation loss and parameters of 1 thread, for every division of 8 micro-shards."""
+    tokens, validation = rng.integers(0, 37, 3 * 16 * 16 - 30), rng.integers(0, 37, 16 * 29 + 5)  # 29 = 16 + 13 windows
+    alone = train(Solo(), 1, tokens, config, validation)
+    assert [step for step, *_ in alone[0]] == [0, 1, 2] and alone[3] == 48
+    for ranks, threads in product((1, 2, 4, 8), (1, 2, 4, 8)):
+        if ranks * threads <= 8:
+            for result in run_ranks(ranks, train, threads, tokens, config, validation):
+                assert result == alone, f"{ranks} ranks of {threads} threads"
+
+
+@pytest.mark.parametrize("threads, shards", [(1, n) for n in range(1, 9)] + [(2, 4), (2, 8), (4, 8), (8, 8), (2, 2)])
+def test_the_gradient_is_the_explicit_tree_over_separate_gradients_bit_for_bit(rng, threads, shards):
+    run, parameters = micro_shards(CONFIG, shards, threads)
+    for _ in range(2):  # the second step starts from the sums of the first
+        inputs, targets = random_batch(rng, 16)
+        losses = backward(run, inputs, targets, 1 / inputs.size)
+        separate = []
+        for part, loss in zip(even_slices(16, shards), losses, strict=True):
+            backend = NumpyBackend()
+            leaves = {name: Tensor(array, backend, True) for name, array in parameters.items()}
+            want = GPT2(CONFIG, leaves).loss(inputs[part], targets[part], 1 / inputs.size)
+            want.backward()
+            assert want.item() == loss
+            separate.append({name: leaf.grad for name, leaf in leaves.items()})
+        for name, got in run.arena.views(run.gradients).items():
+            assert_array_equal(got, tree_sum([gradients[name] for gradients in separate]))
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 13), st.integers(0, 2**32))
+def test_a_lane_adds_any_number_of_shards_in_the_canonical_tree(shards, seed):
+    rng, arena, backend = np.random.default_rng(seed), Arena(parameter_shapes(CONFIG)), NumpyBackend()
+    lane = Lane(CONFIG, arena, np.zeros(arena.size, np.float32), backend, shards, Solo(), lambda name: None)
+    assert len(lane.partial) == max(1, math.ceil(math.log2(shards)))  # the memory of a counter, not of all gradients
+    name = "transformer.h.1.mlp.c_fc.weight"
+    for _ in range(2):
+        gradients = rng.standard_normal((shards, *arena.shapes[name])).astype(np.float32)
+        gradients *= (10.0 ** rng.integers(-4, 5, (shards, 1, 1))).astype(np.float32)  # the order of a sum shows
+        given_arrays = gradients.copy()
+        for lane.done in range(shards):
+            lane.collect(name, gradients[lane.done])
+        assert_array_equal(arena.views(lane.gradients)[name], tree_reduce(list(gradients), np.add))
+        assert_array_equal(gradients, given_arrays)  # a gradient is the engine's: it was read only
+
+
+def test_the_levels_a_shard_completes_are_the_carries_of_a_binary_counter():
+    assert [merged_levels(done, 8) for done in range(8)] == [[], [0], [], [0, 1], [], [0], [], [0, 1, 2]]
+    assert [merged_levels(done, 5) for done in range(5)] == [[], [0], [], [0, 1], [2]]
+    assert [merged_levels(done, 7)[-1:] for done in range(7)] == [[], [0], [], [1], [], [0], [2]]
+
+
+@pytest.mark.parametrize("config", [CONFIG, TIED], ids=["untied", "tied"])
+@pytest.mark.parametrize(
+    "shards, threads, rows", [(8, 1, 16), (8, 4, 16), (3, 3, 16), (5, 1, 16), (7, 7, 9), (6, 2, 7)]
+)
+def test_the_sum_over_shards_is_the_gradient_of_one_big_batch(rng, config, shards, threads, rows):
+    """Also where the rows do not divide evenly, as without determinism: only roundings of float64 differ.
+
+    Weights are ten times as large as a model's at its start, and so is what a layer makes of them: hence 1e-11.
+    """
+    inputs, targets = random_batch(rng, rows)
+    whole, _ = micro_shards(config, 1, 1, "fp64")
+    parts, _ = micro_shards(config, shards, threads, "fp64")
+    (loss,), losses = (backward(run, inputs, targets, 1 / inputs.size) for run in (whole, parts))
+    assert len(losses) == shards and abs(sum(losses) / loss - 1) <= 1e-11
+    got, want = parts.gradients, whole.gradients
+    assert np.linalg.norm(got - want) <= 1e-11 * np.linalg.norm(want) and np.linalg.norm(want) > 0.01
+    for name, gradient in parts.arena.views(got).items():
+        want_here = whole.arena.views(want)[name]  # key biases have a gradient of rounding only: hence the second term
+        assert np.linalg.norm(gradient - want_here) <= 1e-11 * (np.linalg.norm(want_here) + 0.1 * np.linalg.norm(want))
+
+
+def test_shards_that_threads_do_not_divide_are_refused():
+    with pytest.raises(ConfigError, match="8 micro-shards .* 3 threads: use --threads 1"):
+        micro_shards(CONFIG, 8, 3)
+
+
+def test_padding_of_the_arena_stays_zero(rng):
+    run, _ = micro_shards(CONFIG, 4, 2)
+    backward(run, *random_batch(rng, 8), 1.0)
+    used = np.zeros(run.arena.size, bool)
+    for part in run.arena.slices.values():
+        used[part] = True
+    assert not run.gradients[~used].any() and run.gradients[used].any()
+
+
+@given(st.integers(0, 100), st.integers(1, 20))
+def test_even_slices_tile_the_rows(n, parts):
+    slices = even_slices(n, parts)
+    assert [i for part in slices for i in range(n)[part]] == list(range(n)) and len(slices) == parts
+    lengths = {part.stop - part.start for part in slices}
+    assert max(lengths) - min(lengths) <= 1
+
+
+def test_evaluate_is_the_mean_over_every_whole_window(rng):
+    tokens = rng.integers(0, 37, 16 * 11 + 9)
+    trainer = Trainer(CONFIG, backends(2, "fp64"), batch_size=8, seq_len=16, micro_shards=4)
+    before = trainer.parameter_hash()
+    inputs, targets = tokens[:-1][: 16 * 11].reshape(11, 16), tokens[1:][: 16 * 11].reshape(11, 16)
+    with no_grad():
+        want = np.mean([trainer.model().loss(x[None], y[None]).item() for x, y in zip(inputs, targets, strict=True)])
+    assert trainer.evaluate(Windows(tokens, 16)) == pytest.approx(want, rel=1e-12)
+    assert trainer.parameter_hash() == before and trainer.steps == trainer.position == 0
+
+
+def test_the_validation_loss_is_the_same_bits_for_any_threads_and_ranks(rng):
+    """In float64, where regrouping the rows of a short last batch would show; 29 windows are a batch of 16 and 13."""
+    texts = rng.integers(0, 37, (8, 16 * 29 + 5))  # several, because one sum in another order is often the same by luck
+
+    def evaluate(comm, threads):
+        options = dict(batch_size=16, seq_len=16, micro_shards=8, world=comm)
+        trainer = Trainer(CONFIG, backends(threads, "fp64"), **options)
+        trainer.parameters *= 20
+        return [trainer.evaluate(Windows(tokens, 16)) for tokens in texts]
+
+    want = evaluate(Solo(), 1)
+    for ranks, threads in ((1, 2), (1, 8), (2, 1), (2, 4), (4, 1), (8, 1)):
+        assert run_ranks(ranks, evaluate, threads) == [want] * ranks
+
+
+# -- the trainer ---------------------------------------------------------------------------------------------
+
+
+def test_training_learns_and_continues_from_what_it_loads_bit_for_bit(rng):
+    windows = Windows(np.tile(rng.integers(0, 37, 50), 20), 16)
+
+    def fresh():
+        options = dict(optimizer=dict(weight_decay=0.1, clip=1.0))
+        return Trainer(CONFIG, backends(1), batch_size=8, seq_len=16, micro_shards=8, **options)
+
+    straight, first, second = fresh(), fresh(), fresh()
+    curve = [straight.step(windows, 1e-2).loss for _ in range(12)]
+    assert curve[0] == pytest.approx(math.log(37), rel=0.02) and curve[-1] < 0.8 * curve[0]
+    for _ in range(5):
+        first.step(windows, 1e-2)
+    moments = {name: tuple(m.copy() for m in pair) for name, pair in first.named_moments().items()}
+    parameters = {name: array.copy() for name, array in first.named_parameters().items()}
+    second.load(parameters, moments, first.steps, first.position)
+    assert second.parameter_hash() == first.parameter_hash()
+    assert [second.step(windows, 1e-2).loss for _ in range(7)] == curve[5:]
+    assert second.parameter_hash() == straight.parameter_hash() != first.parameter_hash()
+
+
+def test_the_model_of_a_trainer_shares_its_parameters(rng):
+    trainer = Trainer(CONFIG, backends(1), batch_size=4, seq_len=16, micro_shards=4, seed=2)
+    for name, value in initial_parameters(CONFIG, 2):
+        assert_array_equal(trainer.model().parameters[name].numpy(), value)
+        assert np.shares_memory(trainer.model().parameters[name].data, trainer.parameters)
+
+
+def test_a_sequence_longer_than_the_block_is_refused():
+    with pytest.raises(ConfigError, match="--seq-len 17 .* block of 16"):
+        Trainer(CONFIG, backends(1), batch_size=4, seq_len=17, micro_shards=4)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("what", ["loss", "gradient"])
+def test_a_step_that_diverges_leaves_everything_as_it_was(rng, ranks, what):
+    windows = Windows(rng.integers(0, 37, 500), 16)
+
+    def run(comm):
+        trainer = Trainer(CONFIG, backends(2), batch_size=8, seq_len=16, micro_shards=8, world=comm)
+        trainer.step(windows, 1e-3)
+        if what == "loss":
+            trainer.named_parameters()["transformer.ln_f.bias"][3] = np.nan
+        else:
+            trainer.optimizer.norm_and_scale = lambda *_: (math.inf, math.nan)
+
+        def state():
+            moments = trainer.named_moments().values()
+            return trainer.parameters.tobytes(), [[m.tobytes() for m in pair] for pair in moments]
+
+        before = state()
+        with pytest.raises(Diverged, match=r"step 1: .*(nan|inf).*--lr \(now 0.5\)"):
+            trainer.step(windows, 0.5)
+        assert state() == before and trainer.steps == 1 and trainer.position == 8
+        return True
+
+    assert all(run_ranks(ranks, run))
+
+
+# -- workers -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_workers_run_side_by_side_and_answer_in_order(size):
+    workers, together = Workers([f"backend {i}" for i in range(size)]), threading.Barrier(size, timeout=60)
+
+    def work(backend, item):
+        together.wait()
+        return backend, item, is_recording()
+
+    want = [(f"backend {i}", i, True) for i in range(size)]
+    assert workers.map(work, workers.backends, range(size)) == want
+    with no_grad():  # of the caller, and so of its workers
+        assert workers.map(work, workers.backends, range(size)) == [(*w[:2], False) for w in want]
+    assert workers.map(work, workers.backends, range(size)) == want
+    workers.close()
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_a_failure_in_any_worker_is_raised_when_all_have_stopped(size):
+    workers, running = Workers(range(size)), set()
+
+    def work(worker, failing):
+        running.add(worker)
+        if worker == failing:
+            running.remove(worker)
+            raise ZeroDivisionError(f"worker {worker}")
+        time.sleep(0.05)  # the others take longer than the failure
+        running.remove(worker)
+        return worker
+
+    for failing in range(size):
+        with pytest.raises(ZeroDivisionError, match=f"worker {failing}"):
+            workers.map(work, workers.backends, [failing] * size)
+        assert not running
+    assert workers.map(work, workers.backends, [-1] * size) == list(range(size))  # and they can go on
+
+
+def test_a_failure_in_a_kernel_surfaces_from_a_step(rng):
+    trainer = Trainer(CONFIG, backends(4), batch_size=8, seq_len=16, micro_shards=8)
+    windows = Windows(np.full(500, 36), 16)
+    trainer.step(windows, 1e-3)
+    before = trainer.parameter_hash()
+
+    def out_of_memory(*arguments):
+        raise MemoryError("no room for logits")
+
+    trainer.workers.backends[2].unembed_cross_entropy_backward = out_of_memory
+    with pytest.raises(MemoryError, match="no room"):
+        trainer.step(windows, 1e-3)
+    assert trainer.parameter_hash() == before and trainer.steps == 1
+
+
+# -- the plan ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "batch, shards, threads, ranks, deterministic, want",
+    [
+        (16, None, 1, 1, True, (8, 1)),
+        (16, None, 2, 1, True, (8, 2)),
+        (16, None, 3, 1, True, (8, 2)),  # a thread owns a whole subtree
+        (16, None, 64, 1, True, (8, 8)),
+        (16, None, 2, 8, True, (8, 1)),
+        (16, None, 4, 4, True, (8, 2)),
+        (4, None, 2, 1, True, (4, 2)),
+        (12, None, 8, 1, True, (4, 4)),
+        (7, None, 8, 1, True, (1, 1)),
+        (64, 32, 16, 2, True, (32, 16)),
+        (16, None, 3, 1, False, (3, 3)),
+        (16, None, 2, 4, False, (8, 2)),
+        (2, None, 8, 1, False, (2, 2)),
+        (15, None, 2, 5, False, (10, 2)),
+        (16, 6, 4, 1, False, (6, 3)),
+        (16, 5, 4, 1, False, (5, 1)),
+    ],
+)
+def test_the_plan(batch, shards, threads, ranks, deterministic, want):
+    assert plan(batch, shards, threads, ranks, deterministic) == want
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        ((0, None, 1, 1, True), "--batch-size 0"),
+        ((-4, None, 1, 2, False), "--batch-size -4"),
+        ((16, None, 1, 3, True), "--batch-size 16 .* by 3 ranks: use --batch-size 15 and --no-deterministic$"),
+        ((16, None, 0, 1, True), "--threads 0 must be at least 1"),
+        ((6, None, 1, 3, True), "2 micro-shards, which 3 ranks do not divide.*--no-deterministic"),
+        ((16, 6, 1, 1, True), "--micro-shards 6 is not a power of two: use 4 or 8"),
+        ((16, 0, 1, 1, True), "--micro-shards 0 "),
+        ((16, -2, 1, 1, True), "--micro-shards -2 "),
+        ((12, 8, 1, 1, True), "--batch-size 12 is not divisible by --micro-shards 8: use --micro-shards 4"),
+        ((16, 2, 1, 4, True), "--micro-shards 2 is not divisible by 4 ranks"),
+        ((16, 17, 1, 1, False), "--micro-shards 17 must be from 1 to --batch-size 16"),
+        ((16, 0, 1, 1, False), "--micro-shards 0 must be"),
+        ((16, 6, 1, 4, False), "--micro-shards 6 .* divisible by 4 ranks"),
+    ],
+)
+def test_a_plan_that_cannot_work_says_what_would(arguments, words):
+    with pytest.raises(ConfigError, match=words):
+        plan(*arguments)
+
+
+@settings(max_examples=300)
+@given(st.integers(-1, 40), st.none() | st.integers(-1, 40), st.integers(0, 20), st.integers(1, 9), st.booleans())
+def test_any_plan_is_a_sound_division_or_a_message_whose_advice_works(batch, shards, threads, ranks, deterministic):
+    try:
+        M, each = plan(batch, shards, threads, ranks, deterministic)
+    except ConfigError as error:
+        advice = re.search(r"by \d+ ranks: use --batch-size (\d+)( and --no-deterministic)?$", str(error))
+        if advice:
+            assert int(advice[1]) % ranks == 0 and int(advice[1]) > 0
+            if advice[2] and shards is None and threads > 0:
+                plan(int(advice[1]), shards, threads, ranks, False)
+        advice = re.search(r": use --micro-shards (\d+) or --batch-size (\d+)$", str(error))
+        if advice:
+            assert batch % int(advice[1]) == 0 and int(advice[2]) % shards == 0 and int(advice[2]) > 0
+        return
+    assert M % ranks == 0 and M // ranks % each == 0 and 1 <= each <= threads and ranks <= M <= batch
+    assert shards in (None, M)
+    if deterministic:
+        assert batch % M == 0 and M & (M - 1) == 0 and M // ranks // each & (M // ranks // each - 1) == 0
+
+
+# -- the arena -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("config", [CONFIG, TIED, PRESETS["nano"], PRESETS["tiny"]])
+def test_the_arena_holds_every_parameter_once_on_its_own_blocks(config):
+    arena = Arena(parameter_shapes(config))
+    flat, seen = np.zeros(arena.size, np.float32), np.zeros(arena.size, int)
+    assert arena.size % (SEGMENTS * BLOCK) == 0
+    assert list(arena.views(flat)) == [name for name, _ in parameter_shapes(config)]
+    for (name, view), (_, shape) in zip(arena.views(flat).items(), parameter_shapes(config), strict=True):
+        assert view.shape == shape and np.shares_memory(view, flat)
+        assert arena.slices[name].start % BLOCK == 0
+        seen[arena.slices[name]] += 1
+        view += 1
+    assert_array_equal(seen, flat)
+    assert seen.max() == 1 and seen.sum() == sum(math.prod(shape) for _, shape in parameter_shapes(config))
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 4, 5, 7, 8, 16, 32, 63, 64, 65, 100])
+def test_parts_tile_the_arena_and_decay_exactly_the_matrices(parts):
+    arena = Arena(parameter_shapes(CONFIG))
+    slices = [arena.part(i, parts) for i in range(parts)]
+    assert [edge for part in slices for edge in (part.start, part.stop)] == sorted(
+        edge for part in slices for edge in (part.start, part.stop)
+    )
+    assert slices[0].start == 0 and slices[-1].stop == arena.size
+    assert all(a.stop == b.start for a, b in zip(slices, slices[1:], strict=False))
+    segment = arena.size // SEGMENTS
+    assert all(part.start % segment == 0 for part in slices)
+    if SEGMENTS % parts == 0:
+        assert {part.stop - part.start for part in slices} == {arena.size // parts}
+    got = np.full(arena.size, -1)
+    for part in slices:
+        for run, decays in arena.decayed(part):
+            assert part.start <= run.start < run.stop <= part.stop
+            assert (got[run] == -1).all()  # no element is updated twice
+            got[run] = decays
+    for name, shape in arena.shapes.items():
+        assert (got[arena.slices[name]] == (len(shape) == 2)).all(), name
+
+
+# -- optimizer and schedule ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("clip, weight_decay", [(0.0, 0.0), (1.0, 0.1), (1e9, 0.01)])
+def test_adamw_with_clipping_equals_torch(rng, threads, clip, weight_decay):
+    """clip_grad_norm_ and AdamW with two groups, for five steps, gradients both above and below the clipping norm."""
+    arena = Arena(parameter_shapes(CONFIG))
+    flat, gradients = np.zeros((2, arena.size))
+    views, gradient_views = arena.views(flat), arena.views(gradients)
+    for name, value in initial_parameters(CONFIG, 4):
+        views[name][...] = value
+    theirs = {name: torch.tensor(value.copy(), requires_grad=True) for name, value in views.items()}
+    groups = [
+        dict(params=[p for p in theirs.values() if p.ndim > 1], weight_decay=weight_decay),
+        dict(params=[p for p in theirs.values() if p.ndim == 1], weight_decay=0.0),
+    ]
+    reference = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8)
+    workers = Workers(backends(threads, "fp64"))
+    options = dict(beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=weight_decay, clip=clip)
+    ours = AdamW(arena, flat, workers, **options)
+    for step in range(5):
+        lr = 1e-2 / (step + 1)
+        for name, parameter in theirs.items():
+            gradient_views[name][...] = rng.standard_normal(parameter.shape) * 10.0 ** (step - 4)
+            parameter.grad = torch.tensor(gradient_views[name].copy())
+        untouched = gradients.copy()
+        norm = ours.gradient_norm(gradients)
+        want = torch.nn.utils.clip_grad_norm_(theirs.values(), clip or math.inf)
+        assert norm == pytest.approx(want.item(), rel=1e-12)
+        for group in reference.param_groups:
+            group["lr"] = lr
+        reference.step()
+        assert ours.step(gradients, lr) == norm
+        assert_array_equal(gradients, untouched)
+        for name, parameter in theirs.items():
+            got, want = views[name], parameter.detach().numpy()
+            assert np.linalg.norm(got - want) <= 1e-12 * np.linalg.norm(want), name  # float64 on both sides
+    used = sum(part.stop - part.start for part in arena.slices.values())
+    assert np.count_nonzero(flat) <= used and ours.steps == 5
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp64"])
+def test_the_norm_and_the_update_are_the_same_bits_for_any_number_of_threads(rng, precision):
+    arena = Arena(parameter_shapes(PRESETS["nano"]))
+    start, gradients = rng.standard_normal((2, arena.size)).astype(NumpyBackend(precision).dtype)
+    results = []
+    for threads in (1, 2, 3, 5, 8, 64, 65):
+        flat = start.copy()
+        optimizer = AdamW(arena, flat, Workers(backends(threads, precision)), weight_decay=0.1, clip=1.0)
+        norm = optimizer.gradient_norm(gradients)
+        optimizer.step(gradients, 1e-2)
+        results.append((norm, flat.tobytes()))
+    assert len(set(results)) == 1
+    assert results[0][0] == pytest.approx(np.linalg.norm(gradients.astype(np.float64)), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    "option, value",
+    [("beta1", 1.0), ("beta1", -0.1), ("beta2", math.nan), ("eps", -1), ("weight_decay", math.nan), ("clip", math.inf)],
+)
+def test_options_of_adamw_outside_their_range_are_refused_by_flag(option, value):
+    arena = Arena(parameter_shapes(CONFIG))
+    with pytest.raises(ConfigError, match=f"--{option.replace('_', '-')} {value}"):
+        AdamW(arena, np.zeros(arena.size), Workers(backends(1)), **{option: value})
+
+
+def test_schedules_equal_their_formulas():
+    peak, floor, warmup, steps = 3e-3, 3e-4, 10, 110
+    rates = {
+        kind: [Schedule(kind, peak, floor, warmup, steps)(step) for step in range(200)]
+        for kind in ("constant", "linear", "cosine")
+    }
+    for rate in rates.values():
+        assert rate[:10] == pytest.approx([peak * n / 10 for n in range(1, 11)])  # the first step is not wasted on 0
+        assert rate[10] == pytest.approx(peak)
+    assert rates["constant"][10:] == [peak] * 190
+    assert rates["linear"][60] == pytest.approx((peak + floor) / 2)
+    assert rates["linear"][35] == pytest.approx(0.75 * peak + 0.25 * floor)
+    assert rates["cosine"][60] == pytest.approx((peak + floor) / 2)
+    assert rates["cosine"][35] == pytest.approx(floor + (peak - floor) * (1 + math.sqrt(0.5)) / 2)
+    for kind in ("linear", "cosine"):
+        assert rates[kind][110:] == pytest.approx([floor] * 90)  # where the decay ended, it stays
+        assert all(a > b for a, b in zip(rates[kind][10:110], rates[kind][11:111], strict=True))
+    theirs = torch.optim.lr_scheduler.CosineAnnealingLR(
+        torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=peak), T_max=100, eta_min=floor
+    )
+    for step in range(10, 100):
+        assert rates["cosine"][step] == pytest.approx(theirs.get_last_lr()[0], rel=1e-9)
+        theirs.optimizer.step(), theirs.step()
+
+
+def test_a_schedule_without_warmup_and_one_that_never_decays():
+    assert Schedule("cosine", 1.0, 0.0, 0, 10)(0) == 1.0 and Schedule("linear", 1.0, 0.5, 0, 10)(10) == 0.5
+    assert Schedule("linear", 1.0, 0.0, 5, 5)(4) == 1.0  # a warm-up as long as the run
+    assert Schedule("constant", 0.0)(3) == 0.0
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        (dict(kind="step"), "--schedule step is unknown: use constant, linear or cosine"),
+        (dict(peak=-1e-3), "--lr -0.001"),
+        (dict(peak=math.nan), "--lr nan"),
+        (dict(peak=math.inf), "--lr inf"),
+        (dict(floor=-1.0), "--min-lr -1"),
+        (dict(warmup=-1), "--warmup -1"),
+    ],
+)
+def test_a_schedule_that_cannot_be_is_refused_by_flag(options, words):
+    with pytest.raises(ConfigError, match=words):
+        Schedule(**options)

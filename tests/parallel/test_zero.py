@@ -1,0 +1,236 @@
+"""What ZeRO-1 gathers beside the next forward comes before it is read: the bits are those of a gather at the end."""
+
+from functools import partial
+
+import numpy as np
+import pytest
+from numpy.testing import assert_array_equal
+
+from gpt2core.arena import Arena
+from gpt2core.communicator import Handle, Solo
+from gpt2core.data import Windows
+from gpt2core.errors import ConfigError
+from gpt2core.model import parameter_shapes
+from gpt2core.parallel.config import Parallel
+from gpt2core.parallel.data_parallel import STRATEGIES
+from gpt2core.parallel.thread_communicator import run_ranks
+from gpt2core.parallel.zero import Arriving
+from stage0_serial.numpy_backend import NumpyBackend
+from tests.parallel.test_bucket_size import chosen
+from tests.parallel.test_data_parallel import BUCKET_MB, CONFIG, TIED, assert_same, make_trainer, train
+
+FORWARD = dict(zero=1, zero_gather="forward", bucket_mb=BUCKET_MB)
+
+
+@pytest.fixture
+def tokens():
+    seed = int(np.random.SeedSequence().entropy % 2**32)
+    print("seed", seed)
+    return np.random.default_rng(seed).integers(0, 36, 1000)
+
+
+# -- the same bits ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dp", STRATEGIES)
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_every_strategy_gives_the_serial_bits(tokens, ranks, dp):
+    want = train(Solo(), None, tokens)
+    for got in run_ranks(ranks, train, Parallel(dp=dp, **FORWARD), tokens):
+        assert_same(got, want)
+
+
+class Copied(NumpyBackend):
+    """Kernels read a copy of the parameters, as with bf16 on a GPU."""
+
+    def compute_copy(self, parameters):
+        return self.zeros(parameters.shape, self.dtype)
+
+    def refresh(self, copy, parameters, *rounding):
+        copy[...] = parameters
+
+    def adamw_step(self, p, m, v, copy, *how):
+        super().adamw_step(p, m, v, None, *how)
+        copy[...] = p
+
+
+@pytest.mark.parametrize("dp, when", [("flat", "end"), ("flat", "forward"), ("bucket", "forward")])
+def test_a_copy_that_kernels_read_is_gathered_in_the_place_of_the_parameters(tokens, dp, when):
+    want = train(Solo(), None, tokens)
+    parallel = Parallel(dp=dp, **FORWARD | dict(zero_gather=when))
+    for got in run_ranks(4, lambda comm: train(comm, parallel, tokens, backend=Copied)):
+        assert_same(got, want)
+
+
+def test_a_tied_head_two_threads_and_many_pieces_change_nothing(tokens):
+    """Two lanes ask for the same pieces at the same time; a piece is a parameter, and some have two owners."""
+    want = train(Solo(), None, tokens, config=TIED)
+    parallel = Parallel(**FORWARD | dict(bucket_mb=1e-6))
+    for got in run_ranks(4, lambda comm: train(comm, parallel, tokens, config=TIED, threads=2)):
+        assert_same(got, want)
+
+
+def test_three_ranks_and_tensor_parallel_ranks_differ_by_rounding_alone(tokens):
+    for ranks, sizes, how in ((3, dict(batch_size=12, micro_shards=12), {}), (4, {}, dict(tp=2))):
+        options = dict(precision="fp64", **sizes)
+        want = train(Solo(), None, tokens, **options)[0]
+        parallel = Parallel(**FORWARD, **how)
+        for curve, *_ in run_ranks(ranks, partial(train, parallel=parallel, tokens=tokens, **options)):
+            assert np.allclose(curve, want, rtol=1e-11, atol=0)
+
+
+def test_what_others_own_is_not_read_before_it_has_come_and_whoever_reads_between_steps_has_it_gathered(tokens):
+    """NaN takes the place of others' parts before every step and every look from outside."""
+
+    def main(comm, when, poison):
+        trainer = make_trainer(comm, Parallel(dp="bucket", **FORWARD | dict(zero_gather=when)))
+        windows = Windows(tokens, 16)
+
+        def forget():
+            if poison:
+                own = trainer.parameters[trainer.optimizer.own].copy()
+                trainer.parameters[...] = np.nan
+                trainer.parameters[trainer.optimizer.own] = own
+
+        seen = []
+        for _ in range(3):
+            for look in (
+                lambda: trainer.step(windows, 3e-3).loss,
+                lambda: trainer.evaluate(Windows(tokens[:160], 16)),
+                lambda: trainer.model().logits(np.arange(8)[None]).data.tobytes(),
+                lambda: trainer.parameter_hash(),
+                lambda: trainer.verify(),
+                lambda: trainer.check_parameters(),
+                lambda: {name: np.array(value) for name, value in trainer.named_parameters().items()},
+            ):
+                forget()
+                seen.append(look())
+        return seen
+
+    want = run_ranks(4, main, "end", False)[0]
+    for got in run_ranks(4, main, "forward", True):
+        np.testing.assert_equal(got, want)
+
+
+def test_a_run_saved_and_resumed_between_two_ways_to_gather_is_the_serial_run(tokens):
+    want = train(Solo(), None, tokens)
+
+    def first(comm):
+        return train(comm, Parallel(**FORWARD), tokens, steps=2)
+
+    def second(comm, parameters, moments, position, when):
+        trainer = make_trainer(comm, Parallel(**FORWARD | dict(zero_gather=when)))
+        trainer.load(parameters if comm.is_root else None, moments if comm.is_root else None, 2, position)
+        return [(step.loss, step.grad_norm) for step in (trainer.step(Windows(tokens, 16), 3e-3) for _ in range(2))]
+
+    _, parameters, moments, trainer = run_ranks(4, first)[3]
+    for when in ("end", "forward"):
+        for curve in run_ranks(2, second, parameters, moments, trainer.position, when):
+            assert curve == want[0][2:]
+
+
+def test_no_more_is_sent_than_by_an_all_gather(tokens):
+    """Over all ranks: a broadcast of each part to p - 1 others, but for the padding at the end, which nobody reads."""
+
+    def sent(comm, when):
+        trainer = make_trainer(comm, Parallel(**FORWARD | dict(zero_gather=when)))
+        return trainer.step(Windows(tokens, 16), 1e-3).bytes_sent, trainer.arena
+
+    at_end, beside = run_ranks(4, sent, "end"), run_ranks(4, sent, "forward")
+    arena = at_end[0][1]
+    padding = 3 * 4 * (arena.size - max(arena.padded(name).stop for name in arena.slices))
+    assert sum(count for count, _ in at_end) - sum(count for count, _ in beside) == padding
+
+
+# -- the pieces -------------------------------------------------------------------------------------------------------
+
+
+class Owners:
+    """A group of `size` in which a broadcast notes what it was asked for, and when it is waited for."""
+
+    def __init__(self, size):
+        self.rank, self.size, self.sent, self.waited = 0, size, [], []
+
+    def broadcast_start(self, x, root, out):
+        assert out is x
+        self.sent.append((x, root))
+        handle = Handle(x)
+        handle.wait = lambda: self.waited.append((x, root))
+        return handle
+
+
+@pytest.mark.parametrize("mb", [1e-6, BUCKET_MB, 1.0])
+@pytest.mark.parametrize("size", [1, 2, 3, 8])
+def test_each_element_leaves_once_from_its_owner_in_the_order_of_forward(size, mb):
+    arena, owners = Arena(parameter_shapes(CONFIG), size), Owners(size)
+    flat = np.arange(arena.size)
+    arriving = Arriving(arena, flat, owners, mb)
+    read = arriving.watched(arena.views(flat))
+    for _ in range(2):  # a second step begins afresh
+        owners.sent.clear(), owners.waited.clear()
+        with arriving:
+            assert_array_equal(np.concatenate([x for x, _ in owners.sent]), flat[: arena.padded(list(read)[-1]).stop])
+            for x, root in owners.sent:
+                own = arena.part(root, size)
+                assert own.start <= x[0] and x[-1] < own.stop
+            assert not owners.waited
+            for name in read:
+                view = read[name].ravel()
+                come = np.concatenate([x for x, _ in owners.waited])
+                assert view[0] >= come[0] and view[-1] <= come[-1], name
+                assert mb == 1.0 or name == list(read)[-1] or len(come) < len(flat)  # no later than needed, no sooner
+                read[name]
+        assert owners.waited == owners.sent
+        owners.waited.clear()
+        assert read["transformer.wte.weight"] is not None and not owners.waited  # outside nothing is on its way
+
+
+def test_a_failure_inside_waits_for_nobody():
+    owners = Owners(2)
+    arena = Arena(parameter_shapes(CONFIG), 2)
+    with pytest.raises(ZeroDivisionError), Arriving(arena, np.zeros(arena.size), owners, 1.0):
+        raise ZeroDivisionError
+    assert owners.sent and not owners.waited
+
+
+@pytest.mark.parametrize(
+    "parallel, words",
+    [
+        (Parallel(zero=1, zero_gather="later"), "--zero-gather later is unknown: choose from end, forward"),
+        (Parallel(zero_gather="forward"), "--zero-gather forward is about --zero 1, and this is --zero 0: add"),
+    ],
+)
+def test_what_cannot_be_gathered_is_refused(parallel, words):
+    with pytest.raises(ConfigError, match=words):
+        make_trainer(Solo(), parallel)
+
+
+# -- who shares the update ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "size, shares, asked, zero",
+    [
+        (4, True, {}, 1),
+        (4, True, dict(deterministic=True), 1),
+        (4, True, dict(zero=0), 0),
+        (4, True, dict(dp="bucket"), 0),
+        (4, True, dict(compress="bf16"), 0),
+        (4, True, dict(tp=4), 0),
+        (4, True, dict(tp=2), 1),
+        (1, True, {}, 0),
+        (4, False, {}, 0),
+        (4, False, dict(zero=1), 1),
+    ],
+)
+def test_ranks_share_the_update_by_themselves_where_that_is_the_fastest(size, shares, asked, zero):
+    args, notes = chosen(size, dict(dp="flat", zero=None) | asked, shares_updates=shares)
+    assert args.zero == zero and not notes
+
+
+@pytest.mark.parametrize("size, zero, gather", [(4, 1, "forward"), (1, 0, "end")])
+def test_what_is_to_be_gathered_beside_forward_is_left_out_where_there_is_nothing(size, zero, gather):
+    asked = dict(dp="flat", zero=None, zero_gather="forward", bucket_mb=5.0)
+    args, notes = chosen(size, asked, shares_updates=True)
+    assert (args.zero, args.zero_gather) == (zero, gather)
+    assert ["--zero-gather forward can be left out" in note for note in notes] == [True] * (size == 1)

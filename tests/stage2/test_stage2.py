@@ -1,0 +1,434 @@
+"""Stage 2 is stage 0 by other kernels: its losses, gradients, texts and checkpoints, on a GPU or in the interpreter."""
+
+# B batch, T time, C channels, V vocabulary
+
+import json
+import math
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("triton")
+
+from gpt2core import ops
+from gpt2core.app import cli
+from gpt2core.app.presets import CORPUS, PRESETS, RECIPES
+from gpt2core.data import Windows
+from gpt2core.model import GPT2, GPT2Config, initial_parameters
+from gpt2core.sampler import generate
+from gpt2core.tensor import Tensor
+from gpt2core.text.token_file import load_tokens
+from gpt2core.trainer import Trainer
+from stage0_serial.numpy_backend import NumpyBackend
+from stage2_cuda.cuda_backend import CudaBackend
+from stage2_cuda.runtime import triton_launch as triton_driver
+from tests.tools.sanitize import all_kernels, name_of, program
+
+ROOT = Path(__file__).resolve().parents[2]
+STAGE = ROOT / "stage2_cuda"
+gpu = pytest.mark.gpu
+# Where there is a GPU all of this is about it, but for what is about the interpreter itself.
+pytestmark = [] if triton_driver.interpreted() else [gpu]
+in_the_interpreter = pytest.mark.skipif(not triton_driver.interpreted(), reason="is about the interpreter")
+
+# The second has a head size that is no power of two, an odd vocabulary, and fewer positions than a tile has rows.
+UNTIED, TIED = GPT2Config(64, 16, 2, 2, 32, tied=False), GPT2Config(37, 12, 2, 2, 48, tied=True)
+BATCH = 6
+ADAMW = dict(clip=0.5, weight_decay=0.1)
+
+
+def parameters_of(config):
+    """Larger than they are initially, so that attention is not nearly uniform and every gradient is of some size."""
+    for name, array in initial_parameters(config, 0):
+        yield name, array * np.float32(45 / math.sqrt(config.n_embd) if array.ndim > 1 else 1)
+
+
+def windows_of(config):
+    """Most of it is one token, so that the embedding's gradient has a run of rows that is cut into pieces."""
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, config.vocab_size, 20 * config.block_size)
+    tokens[rng.random(tokens.size) < 0.75] = 3
+    return Windows(tokens, config.block_size)
+
+
+def trainer_of(backend, config, micro_shards=1, batch=BATCH, **options):
+    sizes = dict(batch_size=batch, seq_len=config.block_size, micro_shards=micro_shards)
+    trainer = Trainer(config, [backend], **sizes, optimizer=ADAMW | options)
+    trainer.load(dict(parameters_of(config)))
+    return trainer
+
+
+def gradients_of(trainer):
+    return {name: trainer.workers.backends[0].to_host(g) for name, g in trainer.named(trainer.shards.gradients).items()}
+
+
+def bits_of(trainer):
+    """Parameters, moments, and what the kernels read, as bytes."""
+    arrays = trainer.parameters, trainer.optimizer.exp_avg, trainer.optimizer.exp_avg_sq, trainer.compute
+    return [trainer.workers.backends[0].to_host(array).tobytes() for array in arrays]
+
+
+def losses_of(trainer, steps, lr=1e-3):
+    windows = windows_of(trainer.config)
+    return [trainer.step(windows, lr).loss for _ in range(steps)]
+
+
+def assert_near(got, want, tolerance, name):
+    """norm(got - want) <= tolerance * norm(want), which no NaN passes."""
+    assert np.linalg.norm(got.astype(np.float64) - want) <= tolerance * np.linalg.norm(want.astype(np.float64)), name
+
+
+# -- the step ---------------------------------------------------------------------------------------------------------
+
+STEPS = [(UNTIED, 1), (TIED, 2), pytest.param(PRESETS["paper"], 1, marks=gpu)]
+
+
+@pytest.mark.parametrize("config, micro_shards", STEPS, ids=["untied", "tied, 2 micro-shards", "paper"])
+def test_a_training_step_has_stage_0_s_loss_norm_and_gradients(config, micro_shards):
+    # fp32 on both sides, sums in another order; the update is left out, as Adam makes a step of any rounding error
+    ours, stage0 = (trainer_of(backend(), config, micro_shards) for backend in (CudaBackend, NumpyBackend))
+    step, expected = (trainer.step(windows_of(config), 1e-3) for trainer in (ours, stage0))
+    assert step.loss == pytest.approx(expected.loss, rel=1e-5)
+    assert step.grad_norm == pytest.approx(expected.grad_norm, rel=1e-5)
+    gradients, wanted = gradients_of(ours), gradients_of(stage0)
+    assert gradients.keys() == wanted.keys()
+    for name, gradient in wanted.items():
+        # at the size of `paper` six layers' rounding adds up: the ladder's bound of a whole model
+        assert_near(gradients[name], gradient, 1e-4 if config is PRESETS["paper"] else 1e-5, name)
+
+
+def test_three_steps_have_stage_0_s_losses_and_twice_the_same_bits():
+    first, again, stage0 = (
+        trainer_of(backend(), TIED, batch=2) for backend in (CudaBackend, CudaBackend, NumpyBackend)
+    )
+    losses = losses_of(first, 3)
+    np.testing.assert_allclose(losses, losses_of(stage0, 3), rtol=1e-5)
+    assert losses == losses_of(again, 3)
+    assert first.parameter_hash() == again.parameter_hash()
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered", "ignore:invalid value encountered")
+def test_a_step_in_fp16_has_nearly_fp32_s_gradients_and_one_that_overflows_changes_no_bit():
+    # the loss scale is in the gradients. fp16 rounds to 2^-11, and a gradient has gone through some ten roundings; the
+    # two losses after an update differ by what Adam makes of that
+    ours, stage0 = trainer_of(CudaBackend("fp16"), TIED, batch=1), trainer_of(NumpyBackend(), TIED, batch=1)
+    step, expected = (trainer.step(windows_of(TIED), 1e-3) for trainer in (ours, stage0))
+    assert (step.loss_scale, step.skipped) == (2.0**16, 0)
+    assert step.loss == pytest.approx(expected.loss, rel=2e-3)
+    assert step.grad_norm == pytest.approx(expected.grad_norm, rel=1e-2)
+    for name, gradient in gradients_of(stage0).items():
+        assert_near(gradients_of(ours)[name] / step.loss_scale, gradient, 2e-2, name)
+    ours.loss_scale.state[0] = 2.0**21  # times (p - 1) / 12 rows: beyond 65504
+    before = bits_of(ours)
+    loss, norm = ours.attempt(windows_of(TIED), 1e-3)
+    assert math.isfinite(loss) and not math.isfinite(norm)
+    assert bits_of(ours) == before and ours.loss_scale.value == 2.0**20
+    ours.loss_scale.state[0] = 2.0**15
+    step, expected = (trainer.step(windows_of(TIED), 1e-3) for trainer in (ours, stage0))
+    assert (step.loss_scale, step.skipped, ours.steps) == (2.0**15, 0, 2)
+    assert step.loss == pytest.approx(expected.loss, rel=1e-2)
+
+
+def test_the_validation_loss_is_stage_0_s():
+    ours, stage0 = (trainer_of(backend(), TIED, batch=8) for backend in (CudaBackend, NumpyBackend))
+    assert ours.evaluate(windows_of(TIED)) == pytest.approx(stage0.evaluate(windows_of(TIED)), rel=1e-5)
+
+
+@pytest.mark.parametrize("seed", [None, 3.0], ids=["1", "known"])
+def test_a_head_that_is_gone_back_through_again_gives_its_gradient_again(seed):
+    rng, seeds = np.random.default_rng(0), (2.0, 0.0, 1.0, 3.0)
+    x, w, targets = rng.standard_normal((5, 8), np.float32), rng.standard_normal((11, 8), np.float32), np.arange(5)
+    found = []
+    for backend in (CudaBackend(), NumpyBackend()):
+        leaves = [Tensor(backend.asarray(array), backend, requires_grad=True) for array in (x, w)]
+        known = None if seed is None else backend.asarray(np.array(seed))
+        loss = ops.unembed_cross_entropy(*leaves, targets, seed=known)
+        each = []
+        for dy in [known, *(backend.asarray(np.array(dy)) for dy in seeds)]:
+            for leaf in leaves:
+                leaf.grad = None
+            loss.backward(dy, retain_graph=True)
+            each += [backend.to_host(leaf.grad) for leaf in leaves]
+        found.append(each)
+    for got, want in zip(*found, strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)  # fp32, and a gradient's size is 0.1
+
+
+# -- which kernels ----------------------------------------------------------------------------------------------------
+
+# Those that neither a step nor a validation nor a text of fp32 launches, and who needs them.
+ELSEWHERE = {
+    "attention.both_kernel": "16 bits, T up to 256: dq, dk and dv in one launch",
+    "cast.cast_kernel": "16 bits: the copy of the parameters that kernels read, when they are loaded",
+    "cast.scale_kernel": "a gradient of the loss that is not 1",
+    "rounding.rounding_kernel": "bf16 and --rounding stochastic: the copy of the parameters, after a resume",
+    "cross_entropy.backward_kernel": "a vocabulary that is divided over ranks: stage 3",
+    "cached_attention.cached_kernel": "layers that are divided over ranks: stage 3",
+    "decode.columns_kernel": "texts that are continued together",
+    "decode.attend_kernel": "texts that are continued together",
+    "decode.partial_kernel": "texts that are continued together",
+    "sampling.given_kernel": "a rule of the caller's own",
+    "sampling.whole_kernel": "a draw",
+    "sampling.cut_kernel": "a draw",
+    "sampling.drawn_kernel": "a draw",
+}
+
+
+def test_every_kernel_is_launched_by_a_step_a_validation_and_a_generated_token(monkeypatch):
+    launched, runtime = set(), triton_driver.runtime()
+
+    def launch(kernel, *arguments, original=runtime.launch):
+        launched.add(name_of(kernel))
+        return original(kernel, *arguments)
+
+    monkeypatch.setattr(runtime, "launch", launch)
+    trainer = trainer_of(CudaBackend(), UNTIED, batch=4)  # a piece of the embedding's gradient is 64 rows
+    losses_of(trainer, 1)
+    step = set(launched)
+    trainer.evaluate(Windows(np.arange(UNTIED.block_size + 1), UNTIED.block_size))
+    list(generate(trainer.model(), [1] * 15, 3))  # one by prefill, one over the cache, one by the whole window
+    of_a_row = "transpose", "sums_of_columns", "normed_row", "attend_span", "joined", "added_row"
+    generation = {"decode.norm", "decode.unembed", *(f"decode_row.{name}" for name in of_a_row)}
+    generation |= {"ends.last_rows", "ends.windows", "sampling.likeliest", "cross_entropy.forward"}
+    assert launched - step == {f"{name}_kernel" for name in generation}
+    assert set(all_kernels(stages=[2])) - launched == ELSEWHERE.keys()
+
+
+@in_the_interpreter
+def test_the_sanitizer_s_program_launches_every_kernel(monkeypatch):
+    monkeypatch.setattr(triton_driver.runtime(), "launch", lambda *_: None)
+    assert program(np, ("float32", "float16")) == set()
+
+
+@gpu
+def test_the_sanitizer_s_program_runs():
+    command = [sys.executable, "tests/tools/sanitize.py", "--program"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+# -- generation, checkpoints ------------------------------------------------------------------------------------------
+
+
+def test_a_generated_text_is_stage_0_s_also_after_the_window_slides():
+    prompt, count = [1, 2, 3, 30, 3], 12  # the block is full after 7
+    texts = []
+    for backend in (CudaBackend(), NumpyBackend()):
+        model = GPT2.of_arrays(TIED, dict(parameters_of(TIED)), backend)
+        texts.append(list(generate(model, prompt, count)))
+    assert texts[0] == texts[1] and len(set(texts[0])) > 3
+
+
+def rows_of(log):
+    return [json.loads(line) for line in Path(log).read_text().splitlines()]
+
+
+@pytest.mark.parametrize("backends", [(CudaBackend, NumpyBackend), (NumpyBackend, CudaBackend)], ids=["2, 0", "0, 2"])
+def test_a_run_of_one_stage_is_resumed_by_the_other(command, corpus, tmp_path, backends):
+    first, then = backends
+    flags = ("--preset", "nano", "--data", corpus, "--micro-shards", 1, "--no-deterministic", "--sample", 0)
+    flags += ("--log", tmp_path / "log", "--out", tmp_path / "run")
+    assert command(cli.train, *flags, "--steps", 1, backend=first).code == 0
+    done = command(cli.train, *flags, "--steps", 3, "--resume", tmp_path / "run", backend=then)
+    assert done.code == 0 and "resumed after step 0" in done.out, done.err
+    losses = [row["loss"] for row in rows_of(tmp_path / "log")]
+    flags = (*flags[:-2], "--steps", 3, "--log", tmp_path / "whole")
+    assert command(cli.train, *flags).code == 0
+    np.testing.assert_allclose(losses, [row["loss"] for row in rows_of(tmp_path / "whole")][-len(losses) :], rtol=1e-5)
+    texts = [
+        command(cli.infer, "--weights", tmp_path / "run", "--prompt", "the model", "--max-new-tokens", 3, backend=each)
+        for each in (CudaBackend, NumpyBackend)
+    ]
+    assert texts[0] == texts[1] and texts[0].code == 0
+
+
+# -- what is refused --------------------------------------------------------------------------------------------------
+
+
+def one_line(result):
+    return result.code == 2 and result.err.startswith("error: ") and result.err.count("\n") == 1
+
+
+@in_the_interpreter
+@pytest.mark.parametrize("precision", ["bf16", "tf32"])
+def test_the_interpreter_computes_in_fp32_and_fp16_alone(train2, precision, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ml_dtypes", None)  # which comes with the packages for a GPU
+    result = train2("--preset", "nano", "--steps", 1, "--precision", precision)
+    assert one_line(result) and f"--precision {precision}" in result.err and "use fp32 or fp16" in result.err
+
+
+@pytest.mark.parametrize("flag", ["--graph", "--no-graph", "--nvtx"])
+def test_where_nothing_is_recorded_a_flag_about_it_is_refused(train, train2, flag):
+    for run in (train, train2)[: 2 if triton_driver.interpreted() else 1]:
+        result = run("--preset", "nano", "--steps", 1, flag)
+        assert one_line(result) and f"{flag} has no meaning here" in result.err
+
+
+@pytest.mark.parametrize(
+    "flags",
+    ["--tp 2", "--dp bucket", "--zero 1", "--compress int8", "--collectives ring", "--verify-every 5", "--bucket-mb 1"],
+)
+def test_what_is_for_many_ranks_is_refused(train2, flags):
+    result = train2("--preset", "nano", *flags.split())
+    assert one_line(result) and f"{flags.split()[0]}" in result.err
+    assert "this stage is one process: use stage 3" in result.err
+
+
+def test_many_processes_of_a_stage_that_is_one_are_refused_by_the_first_of_them(train, train2, infer, monkeypatch):
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "3")
+    for run, stage in ((train, "stage 1"), (train2, "stage 3"), (infer, "stage 1")):
+        monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
+        result = run()
+        assert one_line(result) and "3 processes were started (OMPI_COMM_WORLD_SIZE)" in result.err
+        assert f"use {stage}, or leave the launcher out" in result.err
+        monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "2")
+        assert run() == type(result)(2, "", "")
+
+
+def test_threads_are_refused(train2, infer2):
+    for result in (train2("--preset", "nano", "--threads", 2), infer2("--threads", 2)):
+        assert one_line(result) and "--threads 2" in result.err
+
+
+def without_a_gpu(*argv, **variables):
+    """Run a command where no GPU is to be seen and TRITON_INTERPRET is not set."""
+    environment = {name: value for name, value in os.environ.items() if name not in ("TRITON_INTERPRET", "MAKEFLAGS")}
+    environment |= {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)} | variables
+    return subprocess.run(argv, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+
+
+def test_without_a_gpu_a_script_names_the_way(train, corpus, tmp_path):
+    train("--preset", "nano", "--data", corpus, "--steps", 1, "--sample", 0, "--out", tmp_path / "run")
+    for words in (["train_gpt2.py"], ["inference.py", "--weights", tmp_path / "run"]):
+        done = without_a_gpu(sys.executable, STAGE / words[0], *words[1:])
+        assert (done.returncode, done.stdout) == (2, "") and done.stderr.startswith("error: ")
+        assert "TRITON_INTERPRET=1" in done.stderr and done.stderr.count("\n") == 1
+
+
+# -- make -------------------------------------------------------------------------------------------------------------
+
+SMI = "| NVIDIA-SMI 580.65.06    Driver Version: 580.65.06    CUDA Version: {} |"
+
+
+@pytest.fixture
+def make(tmp_path):
+    """make(*words, cuda="13.0") -> the finished process, on a machine whose driver speaks that CUDA, or has no GPU."""
+    if not shutil.which("make"):
+        pytest.skip("there is no make")
+
+    def run(*words, cuda=None, **variables):
+        text = f"echo '{SMI.format(cuda)}'" if cuda else "echo 'No devices were found'; exit 6"
+        (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / "nvidia-smi").chmod(0o755)
+        path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+        return without_a_gpu("make", "--no-print-directory", *map(str, words), PATH=path, **variables)
+
+    return run
+
+
+@pytest.mark.parametrize("cuda, extra", [("12.8", "cuda12"), ("13.0", "cuda13"), ("14.1", "cuda13")])
+def test_make_installs_what_the_driver_can_use(make, cuda, extra):
+    done = make("-n", "-W", "pyproject.toml", "train", "STAGE=2", cuda=cuda)  # as if it had just changed
+    assert done.returncode == 0, done.stderr
+    assert f"--editable '.[{extra}]'" in done.stdout and "--preset paper" in done.stdout
+
+
+def test_make_starts_the_ranks_of_stage_3_with_nccl_installed(make):
+    done = make("-n", "-W", "pyproject.toml", "train", "STAGE=3", "N=2", cuda="12.8")
+    assert done.returncode == 0, done.stderr
+    assert "--editable '.[mpi,cuda12,nccl12]'" in done.stdout
+    assert re.search(r"-m stage1_mpi.launch -n 2 .*-- -m stage3_mpi_cuda.train_gpt2 ", done.stdout)
+
+
+@pytest.mark.parametrize("goal, extras", [("test", ["mpi,test"]), ("test-gpu", ["mpi,test", "mpi,cuda13,nccl13"])])
+def test_make_installs_what_the_tests_need(make, goal, extras):
+    done = make("-n", "-W", "pyproject.toml", goal, cuda="13.0")
+    assert done.returncode == 0, done.stderr
+    assert re.findall(r"--editable '\.\[(.*)\]'", done.stdout) == extras
+
+
+@pytest.mark.skipif(not triton_driver.interpreted(), reason="runs the interpreter, which may be too old beside a GPU")
+def test_make_without_a_gpu_interprets_nano_and_says_so(make, corpus):
+    arguments = f"ARGS=--steps 1 --sample 0 --batch-size 1 --data {corpus} --out {corpus.parent}/nano"
+    done = make("train", "STAGE=2", "PRESET=nano", f"PYTHON={sys.executable}", arguments)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "there is no GPU here: TRITON_INTERPRET=1" in done.stdout and "the Triton interpreter" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "words, cuda, said",
+    [
+        ("train STAGE=2", None, "far too slow for PRESET=paper: use PRESET=nano"),
+        ("generate STAGE=2 PRESET=tiny", None, "far too slow for PRESET=tiny: use PRESET=nano"),
+        ("generate STAGE=2 PRESET=nano OUT=nowhere", None, "make train STAGE=2 PRESET=nano"),
+        ("train STAGE=2", "11.8", "speaks CUDA 11, and stage 2 needs 12 or 13"),
+        ("train STAGE=2 N=2", "13.0", "stage 2 is one process"),
+        ("train STAGE=3 N=2", None, "far too slow for PRESET=paper: use PRESET=nano"),
+        ("train STAGE=3 N=x", "13.0", "N=x is no number of ranks"),
+    ],
+)
+def test_make_names_the_mistake_in_one_line(make, words, cuda, said):
+    done = make(*words.split(), f"PYTHON={sys.executable}", cuda=cuda)
+    assert done.returncode == 2 and said in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_who_sets_the_variable_has_any_preset_interpreted(make):
+    done = make("-n", "train", "STAGE=2", f"PYTHON={sys.executable}", cuda="13.0", TRITON_INTERPRET="1")
+    assert done.returncode == 0 and "--preset paper" in done.stdout
+
+
+# -- on a GPU ---------------------------------------------------------------------------------------------------------
+
+
+def train_paper(train2, log, *flags):
+    result = train2("--preset", "paper", "--steps", 50, "--sample", 0, "--log", log, *flags)
+    assert result.code == 0, result.err  # which may tell that kernels are timed
+    return [row["loss"] for row in rows_of(log)]
+
+
+@pytest.fixture(scope="module")
+def curve():
+    """Stage 0's losses of preset paper, as benchmarks/cpu/curve.py has kept them."""
+    return json.loads((ROOT / "results" / "curve.json").read_text())["results"]["losses"]
+
+
+@gpu
+@pytest.mark.parametrize("precision, tolerance", [("fp32", 1e-3), ("tf32", 1e-2)])
+@pytest.mark.parametrize("flags", [(), ("--deterministic",)], ids=["default", "deterministic"])
+def test_fifty_steps_have_stage_0_s_curve(train2, tmp_path, curve, precision, tolerance, flags):
+    losses = train_paper(train2, tmp_path / "log", "--precision", precision, *flags)
+    np.testing.assert_allclose(losses, curve, rtol=tolerance)
+
+
+@gpu
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("flags", [(), ("--no-graph",)], ids=["recorded", "eager"])
+def test_sixteen_bits_end_where_fp32_does(train2, tmp_path, curve, precision, flags):
+    losses = train_paper(train2, tmp_path / "log", "--precision", precision, *flags)
+    assert losses[-1] == pytest.approx(curve[-1], rel=0.02)
+    assert rows_of(tmp_path / "log")[-1]["peak_memory_bytes"] > 1 << 28
+
+
+def paper_run(precision, steps=6, recorded=True):
+    """(losses, hash of the parameters) of preset paper's first steps; in fp16 the first ones overflow."""
+    backend = CudaBackend(precision, deterministic=True)
+    tokens, _ = load_tokens(CORPUS, None)
+    recipe, config = RECIPES["paper"], PRESETS["paper"]
+    sizes = dict(batch_size=recipe["batch_size"], seq_len=config.block_size, micro_shards=1)
+    sizes |= dict(optimizer=ADAMW, record=recorded, loss_scale=dict(factor=2.0**30, interval=2))
+    trainer, windows = Trainer(config, [backend], **sizes), Windows(tokens, config.block_size)
+    # a rate that changes: the graph must read it anew
+    return [trainer.step(windows, recipe["lr"] / (1 + i)).loss for i in range(steps)], trainer.parameter_hash()
+
+
+@gpu
+@pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16", "fp16"])
+def test_a_replayed_step_has_the_bits_of_one_that_is_not_recorded_and_twice_the_same(precision):
+    runs = [paper_run(precision), paper_run(precision), paper_run(precision, recorded=False)]
+    assert runs[0] == runs[1] == runs[2]

@@ -1,0 +1,134 @@
+"""What goes wrong with a GPU, or with what it is asked for, is one line, at once, and names the way out."""
+
+import importlib.abc
+import importlib.machinery
+import sys
+
+import numpy as np
+import pytest
+
+pytest.importorskip("triton")
+
+from gpt2core.app.presets import PRESETS
+from gpt2core.errors import ConfigError
+from gpt2core.model import GPT2Config
+from gpt2core.trainer import Trainer
+from stage2_cuda.cuda_backend import CudaBackend
+from stage2_cuda.runtime import nvtx
+from stage2_cuda.runtime import triton_launch as triton_driver
+
+gpu = pytest.mark.gpu
+in_the_interpreter = pytest.mark.skipif(not triton_driver.interpreted(), reason="is about the interpreter")
+pytestmark = [] if triton_driver.interpreted() else [gpu]
+NANO = ("--preset", "nano", "--sample", 0)
+
+
+def one_line(result, *words):
+    assert result.code == 2 and result.err.startswith("error: ") and result.err.count("\n") == 1, result
+    for word in words:
+        assert word in result.err
+    return True
+
+
+@in_the_interpreter
+def test_who_asks_the_interpreter_for_a_large_model_is_told():
+    assert CudaBackend().remarks(PRESETS["nano"]) == []
+    (said,) = CudaBackend().remarks(PRESETS["paper"])
+    assert "--preset nano" in said
+
+
+class Broken(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """A CuPy that is installed, and cannot be imported."""
+
+    def __init__(self, error):
+        self.error = error
+
+    def find_spec(self, name, path, target=None):
+        return importlib.machinery.ModuleSpec(name, self) if name == "cupy" else None
+
+    def exec_module(self, module):
+        raise self.error
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ImportError("libcudart.so.12: cannot open shared object file\nCuPy is not correctly installed"),
+        RuntimeError("CuPy was built for CUDA 12, and this driver has 13"),
+    ],
+)
+def test_a_cupy_for_another_cuda_is_one_sentence(monkeypatch, error):
+    monkeypatch.delitem(sys.modules, "cupy", raising=False)
+    monkeypatch.setattr(sys, "meta_path", [Broken(error), *sys.meta_path])
+    monkeypatch.setattr(triton_driver, "has_driver", lambda: True)
+    with pytest.raises(ConfigError) as caught:
+        triton_driver.Gpu()
+    said = str(caught.value)
+    assert said.startswith(f"CuPy is needed, and cannot be imported ({str(error).splitlines()[0]}): pip install cupy-")
+    assert "TRITON_INTERPRET=1" in said and "\n" not in said
+
+
+@pytest.mark.parametrize("width, heads", [(272, 2), (24, 2), (512, 2)])
+def test_a_head_that_no_kernel_takes_is_refused_at_once(train, train2, infer2, corpus, tmp_path, width, heads):
+    flags = (*NANO, "--data", corpus, "--steps", 1, "--n-embd", width, "--n-head", heads)
+    result = train2(*flags)
+    assert one_line(result, f"multiples of 8 up to 128, not {width} / {heads}") and result.out == ""
+    assert train(*flags, "--out", tmp_path / "run").code == 0  # stage 0 takes any
+    result = infer2("--weights", tmp_path / "run", "--prompt", "the model")
+    assert one_line(result, f"not {width} / {heads}") and result.out == ""
+
+
+def test_a_loss_that_is_not_finite_ends_the_run(train2, corpus):
+    flags = (*NANO, "--data", corpus, "--batch-size", 1, "--steps", 9, "--lr", 1e30, "--deterministic")  # not timed
+    assert one_line(train2(*flags), "the loss is nan", "Lower --lr")
+
+
+@pytest.mark.parametrize("precision", ["tf32", "bf16", "fp16"])
+def test_the_cpu_computes_in_fp32(train, infer, precision):
+    for run in (train, infer):
+        assert one_line(run("--precision", precision), f"--precision {precision} is not available on the CPU")
+
+
+@gpu
+def test_nvtx_and_the_graph_exclude_each_other(train2):
+    assert one_line(train2(*NANO, "--steps", 1, "--nvtx"), "add --no-graph")
+    assert train2(*NANO, "--steps", 2, "--nvtx", "--no-graph").code == 0
+
+
+# -- what a profiler sees ---------------------------------------------------------------------------------------------
+
+
+class Ranges:
+    """cupy.cuda.nvtx, which keeps the paths of the ranges that were opened."""
+
+    def __init__(self):
+        self.open, self.paths = [], []
+
+    def RangePush(self, name):
+        self.open.append(name)
+        self.paths.append("/".join(self.open))
+
+    def RangePop(self):
+        self.open.pop()
+
+
+@in_the_interpreter
+def test_a_profiler_sees_the_phases_of_a_step_and_the_ops_in_them(monkeypatch):
+    monkeypatch.setattr(triton_driver.runtime(), "launch", lambda *_: None)
+    ranges, config = Ranges(), GPT2Config(40, 8, 1, 2, 16)
+    backend = CudaBackend()
+    nvtx.annotate(backend, ranges)
+    trainer = Trainer(config, [backend], batch_size=2, seq_len=8, micro_shards=2)
+    trainer.shards.feed(*np.zeros((2, 2, 8), np.int64))
+    trainer.optimizer.begin(1e-3)
+    with np.errstate(all="ignore"):
+        trainer.update()
+    assert ranges.open == []
+    seen = [path for path in ranges.paths if "/" not in path]
+    assert seen == ["forward", "backward"] * 2 + ["optimizer"]
+    ops = "embedding linear attention residual_layernorm mlp unembed_cross_entropy"
+    for op in ops.split():
+        assert f"forward/{op}_forward" in ranges.paths and f"backward/{op}_backward" in ranges.paths
+    assert {"optimizer/sum_of_squares", "optimizer/clip", "optimizer/adamw_step"} <= set(ranges.paths)
+    assert CudaBackend.linear_forward is vars(CudaBackend)["linear_forward"]  # no other backend is touched
+    assert "span" not in vars(CudaBackend())

@@ -1,0 +1,444 @@
+"""Every Triton kernel pair against NumPy in float64; under the interpreter where there is no GPU."""
+
+# B batch, T time, C channels, V vocabulary, K columns, N = B*T rows
+
+import math
+
+import numpy as np
+import pytest
+from numpy.testing import assert_array_equal
+
+pytest.importorskip("triton")
+
+from gpt2core.arena import BLOCK  # noqa: E402
+from stage0_serial.numpy_backend import NumpyBackend  # noqa: E402
+from stage2_cuda.kernels import adamw, cast, column_sums, cross_entropy, embedding, gelu, layernorm  # noqa: E402
+from stage2_cuda.runtime.triton_launch import array_module, interpreted  # noqa: E402
+
+gpu = pytest.mark.gpu
+pytestmark = [] if interpreted() else [gpu]  # where there is a GPU, all of this is about it
+FP32 = np.dtype(np.float32)
+# Relative norm against float64. fp32: a few roundings of 6e-8, grown by the square root of the terms of a sum; 16 bits:
+# the rounding of the result, and of the sum that a fused kernel stores before it goes on.
+TOLERANCE = {"float32": 1e-5, "float16": 1e-3, "bfloat16": 1e-2, "float64": 1e-6}  # float64: of sums in fp32
+DTYPES = ["float32", "float16", pytest.param("bfloat16", marks=gpu)]
+
+
+@pytest.fixture(params=DTYPES)
+def dtype(request):
+    """The activations' type; bf16 needs a GPU: the interpreter gets it wrong."""
+    if request.param == "bfloat16":
+        return np.dtype(pytest.importorskip("ml_dtypes").bfloat16)
+    return np.dtype(request.param)
+
+
+@pytest.fixture(scope="module")
+def oracle():
+    return NumpyBackend("fp64")
+
+
+def device(array):
+    return array_module().asarray(array)
+
+
+def host(array):
+    return array if isinstance(array, np.ndarray) else array.get()
+
+
+def normal(rng, dtype, *shape, scale=1.0, shift=0.0):
+    """A random array on the device, and the same numbers in float64."""
+    array = (rng.standard_normal(shape) * scale + shift).astype(dtype)
+    return device(array), array.astype(np.float64)
+
+
+def poisoned(shape, dtype):
+    return array_module().full(shape, np.nan, dtype)
+
+
+def run(function, outputs, *inputs):
+    """What `function` writes into `outputs`, (shape, dtype) or None: the same bits twice, over nothing but NaN."""
+    results = []
+    for _ in range(2):
+        arrays = [output if output is None else poisoned(*output) for output in outputs]
+        function(*arrays, *inputs)
+        results.append([None if array is None else host(array) for array in arrays])
+    for first, second in zip(*results, strict=True):
+        if first is not None:
+            assert_array_equal(first, second)
+    return results[0]
+
+
+def near(got, want, tolerance=None, least=0.0):
+    """norm(got - want) <= tolerance * max(norm(want), least), which no NaN passes.
+
+    `least` is the norm of the terms whose sum may nearly cancel: rounding is small beside them, not beside the sum.
+    """
+    assert got.shape == want.shape
+    error = np.linalg.norm(got.astype(np.float64) - want)
+    assert error <= (tolerance or TOLERANCE[got.dtype.name]) * max(np.linalg.norm(want), least)
+
+
+# fewer rows than a tile, more than one tile, rows that no tile divides; GPT-2's own widths
+ROWS = [(1, 8), (5, 384), (9, 172), (37, 96), (3, 768), (2, 1600)]
+ROWS += [pytest.param(*shape, marks=gpu) for shape in [(4099, 768), (1031, 1600), (65536, 384)]]
+rows = pytest.mark.parametrize("n, channels", ROWS)
+
+
+# -- layernorm -----------------------------------------------------------------------------------------------
+
+
+@rows
+def test_layernorm_forward(rng, oracle, dtype, n, channels):
+    (x, x64), (w, w64), (b, b64) = (
+        normal(rng, dtype, *shape, scale=2, shift=1) for shape in ((n, channels), (channels,), (channels,))
+    )
+    outputs = ((n, channels), dtype), ((n,), FP32), ((n,), FP32)
+    y, mean, rstd = run(
+        lambda *arrays: layernorm.residual_layernorm_forward(None, *arrays, x, None, None, w, b, 1e-5), outputs
+    )
+    near(y, oracle.layernorm_forward(x64, w64, b64, 1e-5)[0])
+    near(mean, x64.mean(1), least=np.linalg.norm(abs(x64).mean(1)))
+    near(rstd, 1 / np.sqrt(x64.var(1) + 1e-5))
+
+
+@rows
+def test_residual_layernorm_forward(rng, oracle, dtype, n, channels):
+    (x, x64), (a, a64) = (normal(rng, dtype, n, channels) for _ in "xa")
+    (a_bias, a_bias64), (w, w64), (b, b64) = (normal(rng, dtype, channels) for _ in range(3))
+    outputs = ((n, channels), dtype), ((n, channels), dtype), ((n,), FP32), ((n,), FP32)
+    s, y, mean, rstd = run(layernorm.residual_layernorm_forward, outputs, x, a, a_bias, w, b, 1e-5)
+    near(s, x64 + a64 + a_bias64)
+    stored = s.astype(np.float64)  # rounded: backward reads that, and so does the norm
+    near(y, oracle.layernorm_forward(stored, w64, b64, 1e-5)[0])
+    near(mean, stored.mean(1), least=np.linalg.norm(abs(stored).mean(1)))
+    near(rstd, 1 / np.sqrt(stored.var(1) + 1e-5))
+
+
+@rows
+@pytest.mark.parametrize("fused", [True, False], ids=["residual", "plain"])
+def test_layernorm_backward(rng, oracle, dtype, n, channels, fused):
+    (s, s64), (dy, dy64), (ds, ds64) = (normal(rng, dtype, n, channels) for _ in range(3))
+    w, w64 = normal(rng, dtype, channels)
+    mean, var = s64.mean(1), s64.var(1)
+    statistics = [device(array.astype(np.float32)) for array in (mean, 1 / np.sqrt(var + 1e-5))]
+    vector = (channels,), FP32
+    partials = layernorm.layernorm_partials_shape(n, channels), FP32
+    outputs = ((n, channels), dtype), partials
+    dx, partials = run(layernorm.residual_layernorm_backward, outputs, ds if fused else None, dy, s, w, *statistics)
+    dw, db, da_bias = run(lambda *sums: column_sums.add_partials(device(partials), *sums), [vector] * 3)
+    aux = oracle.layernorm_forward(s64, w64, w64, 1e-5)[1]
+    want = oracle.residual_layernorm_backward(ds64 if fused else None, dy64, w64, aux)
+    near(dx, want[0])
+    near(dw, want[2])
+    near(db, want[3])
+    if fused:
+        near(da_bias, want[1])
+
+
+# -- gelu ----------------------------------------------------------------------------------------------------
+
+
+@rows
+@pytest.mark.parametrize("fused", [True, False], ids=["bias", "plain"])
+def test_gelu(rng, oracle, dtype, n, channels, fused):
+    (h, h64), (dy, dy64) = (normal(rng, dtype, n, channels, scale=2) for _ in "hy")
+    bias, bias64 = normal(rng, dtype, channels)
+    x64 = h64 + bias64 if fused else h64
+    matrix, vector, partials = ((n, channels), dtype), ((channels,), FP32), gelu.gelu_partials_shape(n, channels)
+    want, size = oracle.gelu_backward(dy64, x64), np.linalg.norm(dy64)  # slopes near zero are sums that cancel
+    if fused:
+        (y,) = run(gelu.bias_gelu_forward, [matrix], h, bias)
+        dh, partials = run(gelu.bias_gelu_backward, [matrix, (partials, FP32)], dy, h, bias)
+        (dbias,) = run(lambda sums: column_sums.add_partials(device(partials), sums), [vector])
+        near(dbias, want.sum(0), least=size)
+    else:
+        (y,), (dh,) = run(gelu.gelu_forward, [matrix], h), run(gelu.gelu_backward, [matrix], dy, h)
+    near(y, oracle.gelu_forward(x64))
+    near(dh, want, least=size)
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # exp(huge) is infinite, and 1 / (1 + that) zero
+def test_gelu_of_extreme_numbers():
+    h = np.array([[-1e4, -90, -10, -0.0, 0.0, 10, 90, 1e4]], np.float32)
+    one = device(np.ones_like(h))
+    (y,) = run(gelu.gelu_forward, [(h.shape, FP32)], device(h))
+    (dh,) = run(gelu.gelu_backward, [(h.shape, FP32)], one, device(h))
+    np.testing.assert_allclose(y, np.maximum(h, 0), atol=1e-20)
+    bound = 1e-7 if interpreted() else 4e-7  # a GPU's exp2 and rsqrt are not exact
+    np.testing.assert_allclose(dh, [[0, 0, 0, 0.5, 0.5, 1, 1, 1]], rtol=bound, atol=1e-20)
+
+
+@rows
+def test_column_sums(rng, dtype, n, channels):
+    x, x64 = normal(rng, dtype, n, channels)
+    partials = column_sums.partials_shape(n, channels), FP32
+    near(run(column_sums.column_sums, [((channels,), FP32), partials], x)[0], x64.sum(0))
+
+
+# -- embedding -----------------------------------------------------------------------------------------------
+
+# few tokens and so long runs (pieces), a few of each, more tokens than rows, a rank's part of the tokens
+BATCHES = [(1, 1, 8, 5, 0), (2, 5, 96, 3, 0), (3, 130, 40, 2, 0), (2, 9, 384, 172, 0), (3, 50, 300, 5, 3)]
+BATCHES += [pytest.param(*shape, marks=gpu) for shape in [(16, 256, 384, 172, 0), (9, 1023, 768, 50257, 0)]]
+batches = pytest.mark.parametrize("batch, time, channels, vocab, first", BATCHES)
+
+
+def tokens(rng, batch, time, vocab, first, integer):
+    """ids of which those outside [first, first + vocab) belong to another rank; half are one and the same."""
+    ids = rng.integers(0, vocab + 2 * first, (batch, time))
+    return np.where(rng.random(ids.shape) < 0.5, first, ids).astype(integer)
+
+
+@batches
+@pytest.mark.parametrize("integer", [np.int32, np.int64])
+def test_embedding_forward(rng, oracle, dtype, batch, time, channels, vocab, first, integer):
+    ids, position = tokens(rng, batch, time, vocab, first, integer), 4
+    (wte, wte64), (wpe, wpe64) = normal(rng, dtype, vocab, channels), normal(rng, dtype, time + 7, channels)
+    output = [((batch, time, channels), dtype)]
+    (y,) = run(embedding.embedding_forward, output, device(ids), wte, wpe, position, first)
+    near(y, oracle.embedding_forward(ids, wte64, wpe64, position, first))
+    (y,) = run(embedding.embedding_forward, output, device(ids), wte, None, 0, first)
+    assert_array_equal(y, oracle.embedding_forward(ids, wte64, None, 0, first))  # copied, not computed
+
+
+@batches
+def test_embedding_backward(rng, oracle, dtype, batch, time, channels, vocab, first):
+    ids, position = tokens(rng, batch, time, vocab, first, np.int32), 4
+    dy, dy64 = normal(rng, dtype, batch, time, channels)
+    wte, wpe = np.empty((vocab, channels)), np.empty((time + 7, channels))
+    runs = embedding.Runs(*map(device, embedding.runs_of_tokens(ids, vocab, first)))
+    outputs = (wte.shape, FP32), (wpe.shape, FP32), (embedding.pieces_shape(ids.size, channels), FP32)
+    dwte, dwpe, _ = run(embedding.embedding_backward, outputs, runs, dy, position)
+    want_wte, want_wpe = oracle.embedding_backward(dy64, ids, wte, wpe, position, first)
+    near(dwte, want_wte)
+    near(dwpe, want_wpe)
+    assert_array_equal(dwte[~np.isin(np.arange(vocab) + first, ids)], 0)
+    other, other64 = normal(rng, FP32, vocab, channels)
+    embedding.embedding_backward(other, None, poisoned(*outputs[2]), runs, dy, accumulate=True)
+    near(host(other), other64 + want_wte)
+
+
+def test_runs_of_tokens():
+    order, starts, piece_starts, piece_tokens = embedding.runs_of_tokens(np.array([[7, 3, 9], [3, 7, 0]]), 5, 3)
+    assert_array_equal(order, [5, 1, 3, 0, 4, 2])
+    assert_array_equal(starts, [1, 3, 3, 3, 3, 5])  # tokens 3 to 7: rows 1, 3; none; none; none; rows 0, 4
+    assert_array_equal(piece_starts, 0)
+    assert piece_tokens.shape == (0,)
+    ids = np.array([[1] * 130 + [0] * 63 + [2] * 64])
+    _, _, piece_starts, piece_tokens = embedding.runs_of_tokens(ids, 3)
+    assert_array_equal(piece_starts, [0, 0, 2, 3])
+    assert_array_equal(piece_tokens, [1, 1, 2, 3])  # 257 rows could have 4 pieces, and have 3
+
+
+# -- cross-entropy -------------------------------------------------------------------------------------------
+
+# (rows, vocabulary, padded vocabulary, first): one tile, several tiles, a rank's columns
+LOGITS = [(1, 5, 5, 0), (3, 172, 172, 0), (7, 172, 192, 0), (2, 9001, 9008, 0), (9, 50, 64, 30)]
+LOGITS += [pytest.param(*shape, marks=gpu) for shape in [(65, 50257, 50304, 0), (33, 50257, 50257, 0)]]
+logits_of = pytest.mark.parametrize("n, vocab, width, first", LOGITS)
+
+
+def some_logits(rng, dtype, n, vocab, width, first, scale=3.0):
+    """Logits with NaN in the padding, the same in float64 without it, and targets, a few of which are elsewhere."""
+    logits, logits64 = normal(rng, dtype, n, width, scale=scale)
+    logits[:, vocab:] = np.nan
+    targets = rng.integers(0, vocab + 2 * first, n)
+    targets[0], targets[-1] = first, first + vocab - 1
+    return logits, logits64[:, :vocab], targets
+
+
+@logits_of
+@pytest.mark.parametrize("integer", [np.int32, np.int64])
+def test_cross_entropy(rng, oracle, dtype, n, vocab, width, first, integer):
+    logits, logits64, targets = some_logits(rng, dtype, n, vocab, width, first)
+    ids, vector = device(targets.astype(integer)), ((n,), FP32)
+    rows = run(cross_entropy.cross_entropy_forward, [vector] * 3, logits, ids, vocab, first)
+    *want, aux = oracle.cross_entropy_forward(logits64, targets, first)
+    near(rows[0], want[0])
+    near(rows[1], want[1])
+    near(rows[2], want[2], 1e-7)  # copied
+
+    dy, scale = 0.3, 1 / n
+    statistics = [device(array.astype(np.float32)) for array in want[:2]]
+    inputs = logits, ids, *statistics, scale, vocab, first, device(np.array([dy]))
+    (dlogits,) = run(cross_entropy.cross_entropy_backward, [((n, width), dtype)], *inputs)
+    want = oracle.cross_entropy_backward(dy, logits64, targets, scale, *want[:2], aux, first)
+    size = dy * scale * math.sqrt(n)  # of the ones in p - 1, which is nearly zero for a target that is nearly certain
+    near(dlogits[:, :vocab], want, least=size)
+    assert_array_equal(dlogits[:, vocab:], 0)
+
+    both = [((n, width), dtype), *[vector] * 3]
+    dlogits2, *rows2 = run(
+        cross_entropy.cross_entropy_forward_backward, both, logits, ids, scale, vocab, first, inputs[-1]
+    )
+    near(dlogits2[:, :vocab], want, least=size)
+    for again, array in zip(rows2, rows, strict=True):
+        assert_array_equal(again, array)
+    cross_entropy.cross_entropy_forward_backward(
+        logits, *map(device, rows), logits, ids, scale, vocab, first, inputs[-1]
+    )
+    assert_array_equal(host(logits), dlogits2)  # in place
+
+
+def test_cross_entropy_of_whole_rows_from_two_ranks_columns(rng, oracle):
+    """Each rank's gradient, with the maxima and sums of whole rows, is its columns of the gradient."""
+    n, vocab = 6, 20
+    logits, logits64, targets = some_logits(rng, FP32, n, vocab, vocab, 0)
+    *want, aux = oracle.cross_entropy_forward(logits64, targets)
+    whole = oracle.cross_entropy_backward(1.0, logits64, targets, 0.5, *want[:2], aux)
+    maxima, sums = (device(array.astype(np.float32)) for array in want[:2])
+    for first in (0, 10):
+        columns = array_module().ascontiguousarray(logits[:, first : first + 10])
+        inputs = columns, device(targets), maxima, sums, 0.5, 10, first
+        (dlogits,) = run(cross_entropy.cross_entropy_backward, [((n, 10), FP32)], *inputs)
+        near(dlogits, whole[:, first : first + 10])
+
+
+@pytest.mark.parametrize("vocab", [6, 5000])
+def test_cross_entropy_of_extreme_logits(rng, oracle, vocab):
+    logits64 = rng.standard_normal((5, vocab))
+    logits64[0], logits64[1] = 1e4, -1e4
+    logits64[2, 0], logits64[3, -1] = 1e4, -1e4  # one token is certain, one is impossible
+    logits64[4, : vocab - 1] = -np.inf
+    logits64 = logits64.astype(np.float32).astype(np.float64)
+    logits, targets = device(logits64.astype(np.float32)), np.array([1, 1, 0, vocab - 1, vocab - 1])
+    vector = (5,), FP32
+    rows = run(cross_entropy.cross_entropy_forward, [vector] * 3, logits, device(targets), vocab)
+    *want, aux = oracle.cross_entropy_forward(logits64, targets)
+    for got, wanted in zip(rows, want, strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=1e-6)
+    inputs = logits, device(targets), device(rows[0]), device(rows[1]), 1.0, vocab
+    (dlogits,) = run(cross_entropy.cross_entropy_backward, [((5, vocab), FP32)], *inputs)
+    near(dlogits, oracle.cross_entropy_backward(1.0, logits64, targets, 1.0, *want[:2], aux))
+
+
+# -- optimizer -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n", [1, 1000, 3 * BLOCK, pytest.param(300 * BLOCK + 5, marks=gpu)])
+@pytest.mark.parametrize("grad_scale", [None, 0.5])
+def test_adamw_equals_stage_0s(rng, oracle, dtype, n, grad_scale):
+    lr, beta1, beta2, eps, decay = 3e-3, 0.9, 0.95, 1e-6, 0.1
+    start = (rng.standard_normal(n) * 0.02).astype(np.float32)
+    p, m, v = device(start.copy()), device(np.zeros_like(start)), device(np.zeros_like(start))
+    p64, m64, v64 = start.astype(np.float64), np.zeros(n), np.zeros(n)
+    scale = None if grad_scale is None else device(np.array([grad_scale], np.float32))
+    decays = np.arange(-(-n // BLOCK)) % 2 == 0
+    flags = device(decays.astype(np.int8))
+    copy = None if dtype == FP32 else poisoned((n,), dtype)
+    for step in range(1, 6):
+        g, g64 = normal(rng, FP32, n, scale=10.0 ** rng.integers(-3, 2))
+        scalars = device(adamw.adamw_scalars(step, lr, beta1, beta2, eps, decay))
+        adamw.adamw_step(p, m, v, copy, g, scalars, scale, flags, beta1, beta2)
+        edges = [*range(0, n, BLOCK), n]
+        runs = [(slice(*pair), bool(decayed)) for *pair, decayed in zip(edges, edges[1:], decays, strict=False)]
+        rates = oracle.adamw_rates(step, lr, beta1, beta2, eps, decay)
+        oracle.adamw_step(p64, m64, v64, None, g64, rates, grad_scale or 1.0, runs)
+        near(host(m), m64, least=np.linalg.norm(np.sqrt(v64)))  # one number's gradients may cancel in m, not in v
+        near(host(v), v64)
+        # what was learned, less exact by what was there: 0.02 / 0.003; and of one number steps of lr may cancel
+        near(host(p) - start, p64 - start, 1e-4, least=lr * math.sqrt(n))
+        if copy is not None:
+            assert_array_equal(host(copy), host(p).astype(dtype))
+
+
+def test_adamw_against_pytorch(rng):
+    torch = pytest.importorskip("torch")
+    options = dict(lr=1e-2, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.3)
+    start = rng.standard_normal(700).astype(np.float32)
+    p, m, v = device(start.copy()), device(np.zeros_like(start)), device(np.zeros_like(start))
+    reference = torch.tensor(start.astype(np.float64), requires_grad=True)
+    optimizer = torch.optim.AdamW([reference], **options)
+    for step in range(1, 5):
+        g, g64 = normal(rng, FP32, 700)
+        reference.grad = torch.tensor(g64)
+        optimizer.step()
+        scalars = device(adamw.adamw_scalars(step, options["lr"], *options["betas"], options["eps"], 0.3))
+        adamw.adamw_step(p, m, v, None, g, scalars, None, None, *options["betas"])
+    near(host(p) - start, reference.detach().numpy() - start)
+
+
+def test_adamw_in_parts_equals_adamw_at_once_bit_for_bit(rng):
+    n, scalars = 5 * BLOCK, device(adamw.adamw_scalars(3, 1e-3, 0.9, 0.999, 1e-8, 0.1))
+    g, scale = normal(rng, FP32, n)[0], device(np.array([0.5], np.float32))
+    whole = [device(rng.random(n).astype(np.float32)) for _ in range(3)]
+    parts = [array.copy() for array in whole]
+    adamw.adamw_step(*whole, None, g, scalars, scale, None, 0.9, 0.999)
+    for part in (slice(0, 2 * BLOCK), slice(2 * BLOCK, 3 * BLOCK), slice(3 * BLOCK, n)):
+        adamw.adamw_step(*(array[part] for array in parts), None, g[part], scalars, scale, None, 0.9, 0.999)
+    for got, want in zip(parts, whole, strict=True):
+        assert_array_equal(host(got), host(want))
+
+
+def test_sum_of_squares(rng):
+    flat, flat64 = normal(rng, FP32, 16 * 3 * BLOCK, scale=1e-3)
+    scratch = (48,), FP32
+    got, _ = run(adamw.sum_of_squares, [((16,), np.float64), scratch], flat)
+    near(got, (flat64**2).reshape(16, -1).sum(1))
+    for segments in (1, 2, 8):  # a segment's bits do not depend on who computes how many of them
+        each = flat.size * segments // 16
+        outputs = ((segments,), np.float64), ((each // BLOCK,), FP32)
+        parts = [run(adamw.sum_of_squares, outputs, flat[at : at + each])[0] for at in range(0, flat.size, each)]
+        assert_array_equal(np.concatenate(parts), got)
+    adamw.sum_of_squares(poisoned((0,), np.float64), poisoned((0,), FP32), flat[:0])
+    with pytest.raises(ValueError, match="3 equal segments.* 4096"):
+        adamw.sum_of_squares(poisoned((3,), np.float64), poisoned(*scratch), flat[: 4 * BLOCK])
+
+
+@pytest.mark.parametrize("segments", [1, 3, 64])
+@pytest.mark.parametrize("loss_scale", [None, 1024.0])
+def test_clip_scale(rng, segments, loss_scale):
+    squares = (rng.random(segments) + 0.1) * (loss_scale or 1) ** 2
+    norm = np.sqrt(squares.sum()) / (loss_scale or 1)
+
+    def clip_scale(*arguments):
+        state = None if loss_scale is None else device(np.array([loss_scale, 0], np.float32))  # which it changes
+        adamw.clip_scale(*arguments, state, 2000)
+
+    for clip, want in ((0.0, 1.0), (1e9, 1.0), (0.1, 0.1 / (norm + 1e-6))):
+        outputs = ((1,), FP32), ((1,), FP32)
+        scale, length = run(clip_scale, outputs, device(squares), clip)
+        near(length, np.array([norm]), 1e-6)
+        near(scale, np.array([want / (loss_scale or 1)]), 1e-6)
+
+
+@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
+def test_a_norm_that_is_not_finite_stops_all_steps_behind_it(rng, bad):
+    stop, good, spoilt = device(np.zeros(1, np.float32)), device(np.array([4.0, 5.0])), device(np.array([1.0, bad]))
+    scales = []
+    for squares in (good, good, spoilt, good):
+        scale, norm = run(lambda *outputs: adamw.clip_scale(*outputs, squares, 0.3, None, 0, stop), [((1,), FP32)] * 2)  # noqa: B023
+        scales.append(scale.item())
+        near(norm, np.array([3.0]), 1e-6) if squares is good else None
+    assert scales[:2] == [np.float32(0.3 / (np.float32(3) + np.float32(1e-6)))] * 2 and np.isnan(scales[2:]).all()
+    assert np.isnan(host(stop)).all()
+
+
+@pytest.mark.parametrize("bad", [np.inf, np.nan])
+def test_a_step_whose_gradient_is_not_finite_changes_nothing(rng, bad):
+    squares = device(np.array([1.0, bad]))
+    scale, _ = run(lambda *outputs: adamw.clip_scale(*outputs, squares, 1.0), [((1,), FP32)] * 2)
+    assert np.isnan(scale).all()
+    arrays = [device(rng.random(2000).astype(np.float32)) for _ in range(4)]
+    g, scalars = normal(rng, FP32, 2000)[0], device(adamw.adamw_scalars(1, 1e-3, 0.9, 0.999, 1e-8, 0.1))
+    g[3] = bad
+    before = [array.copy() for array in arrays]
+    adamw.adamw_step(*arrays, g, scalars, device(scale), None, 0.9, 0.999)
+    for after, array in zip(arrays, before, strict=True):
+        assert_array_equal(host(after), host(array))
+
+
+# -- passes --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n", [1, 4096, 10_001])
+def test_cast_and_scale(rng, dtype, n):
+    x, x64 = normal(rng, FP32, n)
+    (narrow,) = run(cast.cast, [((n,), dtype)], x)
+    assert_array_equal(narrow, host(x).astype(dtype))  # to nearest, like NumPy
+    (wide,) = run(cast.cast, [((n,), FP32)], device(narrow))
+    assert_array_equal(wide, narrow.astype(np.float32))
+    for factor in (1, -0.5):  # a power of two: exact
+        scaled = device(narrow.copy())
+        cast.scale_in_place(scaled, device(np.array([factor], np.float32)))
+        assert_array_equal(host(scaled), (narrow.astype(np.float32) * np.float32(factor)).astype(narrow.dtype))

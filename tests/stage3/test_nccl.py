@@ -1,0 +1,426 @@
+"""Stage 3 on GPUs: every collective against NumPy, in a graph too; stage 2's bits on 1, 2 and 4 ranks; clean ends."""
+
+import json
+import os
+import re
+import signal
+import sys
+
+import numpy as np
+import pytest
+
+pytest.importorskip("triton")
+
+from gpt2core.app.presets import CORPUS, PRESETS
+from gpt2core.data import Windows
+from gpt2core.parallel.codecs import CODECS
+from gpt2core.parallel.config import Parallel
+from gpt2core.parallel.tree_sum import tree_sum
+from gpt2core.text.token_file import load_tokens
+from gpt2core.trainer import Trainer
+from stage2_cuda.cuda_backend import CudaBackend, dtype_of
+from stage2_cuda.runtime.cuda_graph import Recorded
+from stage3_mpi_cuda.nccl_communicator import NcclCommunicator
+from tests.parallel.test_communicator import REDUCED, everyones
+from tests.support.jobs import Job, mpi
+from tests.support.mpi import ROOT, mpiexec, run_mpi
+
+pytestmark = pytest.mark.gpu
+
+STAGE = ROOT / "stage3_mpi_cuda"
+LIMIT = 240  # seconds of a job: its ranks may have kernels to compile first
+SOON = 30  # seconds from a failure to the end of the job
+TYPES = ["float32", "float64", "int32", "int64", "float16", "bfloat16"]
+
+
+@pytest.fixture
+def gpus():
+    """gpus(n): skip the test where there are fewer."""
+    import cupy
+
+    def need(count):
+        there = cupy.cuda.runtime.getDeviceCount()
+        if there < count:
+            pytest.skip(f"needs {count} GPUs, and there are {there}")
+
+    mpiexec()  # or skip
+    return need
+
+
+def world_of(host, transport):
+    world = NcclCommunicator(host)
+    assert world.use_transport(transport) == transport
+    return world
+
+
+# -- collectives -------------------------------------------------------------------------------------------------------
+
+
+def rounded(x, name):
+    """A float32 or integer array with the values that `name` can hold, of a type that NumPy can compare."""
+    return x.astype(dtype_of(name)).astype(np.float32) if name.endswith("16") else x
+
+
+def to_gpu(x, name):
+    import cupy
+
+    return cupy.asarray(x).astype(dtype_of(name))
+
+
+def same(got, want, name):
+    """Bit for bit; `got` an array of the GPU in type `name`, want as rounded() gives it."""
+    assert got.dtype == dtype_of(name) and got.flags.c_contiguous
+    got = (got.astype(np.float32) if name.endswith("16") else got).get()
+    np.testing.assert_array_equal(got, rounded(want, name))
+
+
+def poisoned(like):
+    """An array of the same kind, full of NaN, or of -1 where there is no such number."""
+    import cupy
+
+    out = cupy.empty(like.shape, like.dtype)
+    out.view(np.uint8)[...] = 0xFF
+    return out
+
+
+def check_collectives(world, name, rows):
+    """Each collective against NumPy, out of place, in place, into NaN; xs of all ranks are known to every rank."""
+    p, r = world.size, world.rank
+    kind = np.float32 if name.endswith("16") else np.dtype(name)
+    xs = [rounded(x, name) for x in everyones(rows, p, (rows, 3), kind)]
+    longs = [rounded(x, name) for x in everyones(rows + 1, p, (p * rows, 3), kind)]
+    mine, root = slice(r * rows, (r + 1) * rows), rows % p
+    x, long = to_gpu(xs[r], name), to_gpu(longs[r], name)
+    ops = {"sum": tree_sum, "min": REDUCED["min"], "max": REDUCED["max"]}
+    for op, reduced in ops.items():
+        same(world.all_reduce(x, op), reduced(xs), name)
+        same(world.all_reduce(x, op, out=poisoned(x)), reduced(xs), name)
+        same(world.reduce_scatter(long, op), reduced(longs)[mine], name)
+        buffer, other = x.copy(), long.copy()
+        assert world.all_reduce(buffer, op, out=buffer) is buffer
+        world.reduce_scatter(other, op, out=other[mine])
+        same(buffer, reduced(xs), name)
+        same(other[mine], reduced(longs)[mine], name)
+    transposed = np.concatenate([np.ascontiguousarray(other.T) for other in xs])
+    same(world.all_gather(x.T), transposed, name)
+    same(world.all_to_all(long), np.concatenate([other[mine] for other in longs]), name)
+    for at in range(p):
+        same(world.broadcast(x, at), xs[at], name)
+    buffer, other = poisoned(long), long.copy()
+    buffer[mine] = x
+    assert world.all_gather(buffer[mine], out=buffer) is buffer
+    same(buffer, np.concatenate(xs), name)
+    assert world.all_to_all(other, out=other) is other
+    same(other, np.concatenate([each[mine] for each in longs]), name)
+    same(x, xs[r], name)
+    same(long, longs[r], name)
+    handles = [world.all_reduce_start(x), world.all_gather_start(x), world.broadcast_start(x, root)]
+    wants = [tree_sum(xs), np.concatenate(xs), xs[root]]
+    for handle, want in list(zip(handles, wants, strict=True))[::-1]:
+        same(handle.wait(), want, name)
+
+
+def collectives(host, transport):
+    world = world_of(host, transport)
+    for name in TYPES if transport == "nccl" else TYPES[:4]:  # MPI rounds 16 bits at each addition
+        for rows in (1, 7, 1000):
+            check_collectives(world, name, rows)
+    same(world.all_reduce(to_gpu(np.float32(world.rank), "float32")), np.float32(sum(range(world.size))), "float32")
+    group = world.split(world.rank % 2, key=-world.rank)  # a group of one where there are two ranks
+    members = [rank for rank in range(world.size) if rank % 2 == world.rank % 2][::-1]
+    same(group.all_gather(to_gpu(np.float32([world.rank]), "float32")), np.float32(members), "float32")
+    exchange(world)
+    return world.native
+
+
+def exchange(world):
+    """All send before they receive."""
+    to, source = (world.rank + 1) % world.size, (world.rank - 1) % world.size
+    x, out = to_gpu(np.full(1 << 20, world.rank, np.float32), "float32"), to_gpu(np.zeros(1 << 20), "float32")
+    sent, came = world.send_start(x, to), world.recv_start(out, source)
+    same(came.wait(), np.full(1 << 20, source, np.float32), "float32")
+    sent.wait()
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_every_collective_equals_its_oracle(gpus, ranks):
+    gpus(ranks)
+    assert run_mpi(ranks, collectives, "nccl", timeout=LIMIT) == ["nccl"] * ranks
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_every_collective_through_the_host_equals_its_oracle(gpus, ranks):
+    gpus(1)  # which the ranks may share
+    assert run_mpi(ranks, collectives, "mpi", timeout=LIMIT) == ["mpi"] * ranks
+
+
+def large_sums(host, transport, megabytes):
+    """An all-reduce of many chunks, of a length that nothing divides."""
+    world = world_of(host, transport)
+    xs = everyones(3, world.size, (megabytes * 250_000 + 3,), np.float32)
+    x = to_gpu(xs[world.rank], "float32")
+    same(world.all_reduce(x, out=x), tree_sum(xs), "float32")
+    world.use_collectives(world.native)
+    got, want = world.all_reduce(to_gpu(xs[world.rank], "float32")).get(), tree_sum(xs)
+    # another order of at most four float32 numbers, which may cancel
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5 * np.abs(xs).max())
+
+
+@pytest.mark.parametrize("transport", ["nccl", "mpi"])
+def test_a_large_sum_is_the_canonical_tree_s(gpus, transport):
+    gpus({"nccl": 2, "mpi": 1}[transport])
+    run_mpi(2, large_sums, transport, 100, timeout=LIMIT)
+
+
+def recorded(host):
+    """Collectives of two groups beside kernels, run, recorded and replayed, each time with other numbers."""
+    import cupy
+
+    world = world_of(host, "nccl")
+    data = world.split(0)
+    p, r, n = world.size, world.rank, 1 << 18
+    x, total, parts = (cupy.empty(size, np.float32) for size in (n, n, n))
+    own = slice(r * n // p, (r + 1) * n // p)
+
+    def step():
+        first = data.all_reduce_start(x, out=total)
+        second = world.reduce_scatter_start(x, out=parts[own])
+        twice = x * 2
+        first.wait()
+        second.wait()
+        return data.all_gather(parts[own], out=parts), total + twice
+
+    replay = Recorded(step, before=lambda: None)
+    for call in range(5):
+        xs = everyones(call, p, (n,), np.float32)
+        x.set(xs[r])
+        results = replay()()
+        cupy.cuda.runtime.deviceSynchronize()
+        gathered, got = map(cupy.asarray, results)  # from the second call on they are on the host
+        same(gathered, tree_sum(xs), "float32")
+        same(got, tree_sum(xs) + xs[r] * 2, "float32")
+    return replay.graph is not None
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_collectives_are_recorded_with_the_kernels_around_them(gpus, ranks):
+    gpus(ranks)
+    assert run_mpi(ranks, recorded, timeout=LIMIT) == [True] * ranks
+
+
+# -- training ----------------------------------------------------------------------------------------------------------
+
+STEPS, SHARDS = 5, 4  # the first runs, the second is recorded, the others are replayed
+
+
+def trained(world, precision, deterministic=True, micro_shards=SHARDS, **parallel):
+    """[(loss, gradient norm) of each step], and the hash of the parameters."""
+    tokens, _ = load_tokens(CORPUS, None)
+    config, recipe = PRESETS["tiny"], dict(clip=0.5, weight_decay=0.1)
+    sizes = dict(batch_size=16, seq_len=config.block_size, micro_shards=micro_shards)
+    backend, sharing = CudaBackend(precision, deterministic), Parallel(bucket_mb=0.1, **parallel)
+    trainer = Trainer(config, [backend], **sizes, optimizer=recipe, world=world, parallel=sharing)
+    windows = Windows(tokens, config.block_size)
+    steps = [trainer.step(windows, 1e-3 / (1 + i)) for i in range(STEPS)]
+    return [(step.loss, step.grad_norm) for step in steps], trainer.parameter_hash()
+
+
+def runs(host, transport, ways):
+    world = world_of(host, transport)
+    results = []
+    for options in ways:
+        results.append(trained(world, **options))
+        host.barrier()
+    return results
+
+
+WAYS = [dict(dp="flat"), dict(dp="bucket"), dict(dp="overlap"), dict(zero=1), dict(dp="bucket", zero=1)]
+WAYS += [dict(dp=dp, zero=1, zero_gather="forward") for dp in ("flat", "bucket")]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_every_way_to_share_the_gradients_has_stage_2_s_bits(gpus, ranks, precision):
+    gpus(ranks)
+    want = trained(None, precision)
+    ways = [dict(precision=precision, **way) for way in WAYS]
+    for results in run_mpi(ranks, runs, "nccl", ways, timeout=LIMIT):
+        assert results == [want] * len(ways)
+
+
+def test_gradients_that_overflow_in_fp16_are_made_again_by_all_ranks(gpus):
+    gpus(2)
+    want = trained(None, "fp16")
+    ways = [dict(precision="fp16", **way) for way in (dict(dp="flat"), dict(zero=1))]
+    for results in run_mpi(2, runs, "nccl", ways, timeout=LIMIT):
+        assert results == [want] * 2
+
+
+def test_ranks_that_share_a_gpu_have_stage_2_s_bits_through_the_host(gpus):
+    gpus(1)
+    want = trained(None, "fp32")
+    ways = [dict(precision="fp32", dp="flat"), dict(precision="fp32", dp="bucket", zero=1)]
+    for results in run_mpi(2, runs, "mpi", ways, timeout=LIMIT):
+        assert results == [want] * 2
+
+
+def near(result, want, tolerance):
+    losses, wanted = ([step[0] for step in rows] for rows, _ in (result, want))
+    np.testing.assert_allclose(losses, wanted, rtol=tolerance)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_the_fast_mode_has_stage_2_s_curve_and_all_ranks_the_same_parameters(gpus, ranks):
+    gpus(ranks)
+    want = trained(None, "fp32", deterministic=False, micro_shards=1)
+    ways = [
+        dict(precision="fp32", deterministic=False, micro_shards=ranks, dp="bucket"),
+        dict(precision="fp32", deterministic=False, micro_shards=ranks // 2, tp=2),
+        *(dict(precision="fp32", deterministic=False, micro_shards=ranks, compress=kind) for kind in CODECS),
+    ]
+    all_ranks = run_mpi(ranks, fast_runs, ways, timeout=LIMIT)
+    assert all(results == all_ranks[0] for results in all_ranks)
+    for number, result in enumerate(all_ranks[0]):
+        near(result, want, 1e-3 if number < 2 else 1e-2)  # compressed gradients have 8 to 11 bits
+
+
+def fast_runs(host, ways):
+    """As runs(), with NCCL's own sums."""
+    world = world_of(host, "nccl")
+    world.use_collectives("nccl")
+    return [trained(world, **options) for options in ways]
+
+
+# -- the scripts -------------------------------------------------------------------------------------------------------
+
+TINY = ("--preset", "tiny", "--sample", 0)
+
+
+def script(ranks, *flags, name="train_gpt2.py", **environment):
+    return mpi("-n", ranks, sys.executable, name, *flags, cwd=STAGE, **environment)
+
+
+def rows_of(log):
+    return [json.loads(line) for line in log.read_text().splitlines()]
+
+
+def curve(log):
+    return [(row["loss"], row["grad_norm"], row.get("parameters_sha256")) for row in rows_of(log)]
+
+
+def test_two_ranks_train_and_write_as_one(gpus, tmp_path):
+    gpus(2)
+    logs = []
+    for ranks in (1, 2):
+        logs.append(tmp_path / f"{ranks}.jsonl")
+        flags = (*TINY, "--steps", 6, "--deterministic", "--log", logs[-1], "--out", tmp_path / "run")
+        done = script(ranks, *flags, "--verify-every", 2)
+        assert (done.code, done.left) == (0, ()), done.err
+    assert "--collectives canonical, --compress none, --zero 1, --transport nccl" in done.out
+    assert curve(logs[0]) == curve(logs[1]) and rows_of(logs[1])[-1]["bytes_sent"] > 4 * 126_208
+    ask = ("--weights", tmp_path / "run", "--prompt", "The model", "--max-new-tokens", 5)
+    texts = [
+        script(ranks, *ask, "--mode", mode, name="inference.py") for ranks, mode in ((1, "replicate"), (2, "tensor"))
+    ]
+    assert texts[0].out == texts[1].out and "Continuation:" in texts[0].out, texts[1].err
+    (tmp_path / "prompts").write_text("The model\nEvery token\nThe\n")
+    ask = ("--weights", tmp_path / "run", "--prompts", tmp_path / "prompts", "--max-new-tokens", 5, "--mode", "batch")
+    one, two = (script(ranks, *ask, name="inference.py") for ranks in (1, 2))
+    assert one.out == two.out and two.out.count("Continuation:") == 3, two.err
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_what_zero_gathers_beside_the_next_forward_is_there_for_whoever_reads_between_steps(gpus, tmp_path, precision):
+    """Validation, checkpoints, the comparison of ranks and a resume, among recorded steps: as gathered at the end."""
+    gpus(2)
+    curves = []
+    for when in ("end", "forward"):
+        flags = (*TINY, "--precision", precision, "--deterministic", "--val-fraction", 0.1, "--out", tmp_path / when)
+        how = ("--dp", "bucket", "--zero", 1, "--zero-gather", when, "--bucket-mb", 0.1, "--verify-every", 2)
+        rows = []
+        for steps, more in ((5, ("--checkpoint-every", 3)), (9, ("--resume", tmp_path / when))):
+            log = tmp_path / f"{when}-{steps}.jsonl"
+            done = script(2, *flags, *how, *more, "--eval-every", 2, "--steps", steps, "--log", log)
+            assert (done.code, done.left) == (0, ()), done.err
+            rows += [(row["loss"], row.get("val_loss"), row.get("parameters_sha256")) for row in rows_of(log)]
+        curves.append(rows)
+    assert curves[0] == curves[1] and len(curves[0]) == 9
+
+
+def test_the_size_of_a_bucket_is_measured_and_kept_with_the_run(gpus, tmp_path):
+    gpus(2)
+    flags = (*TINY, "--steps", 4, "--dp", "bucket", "--verify-every", 1)
+    done = script(2, *flags, "--out", tmp_path / "run")
+    assert (done.code, done.left) == (0, ()), done.err
+    size, alpha, _ = re.search(r"--bucket-mb (\d+): ([\d.-]+) us a message and ([\d.-]+) ps a byte", done.out).groups()
+    assert int(size) >= 1 and 0 < float(alpha) < 1000
+    (state,) = (tmp_path / "run").glob("step-*/state.json")
+    assert json.loads(state.read_text())["bucket_mb"] == int(size)
+    assert "a message" not in script(2, *flags, "--deterministic").out
+
+
+def test_ranks_that_outnumber_the_gpus_share_and_say_so(gpus, tmp_path):
+    gpus(1)
+    flags, one = (*TINY, "--steps", 3), dict(CUDA_VISIBLE_DEVICES="0")
+    done = script(2, *flags, **one)
+    assert (done.code, done.left) == (0, ()), done.err
+    assert "note: 2 ranks share 1 GPU" in done.err and "--transport mpi" in done.out
+    done = script(2, *flags, "--transport", "nccl", **one)
+    assert done.code == 2 and "--transport nccl needs a GPU for each rank, and these 2 ranks have 1" in done.err
+    assert done.err.count("error: ") == 1 and not done.left
+
+
+def test_nccl_is_said_to_be_missing_with_the_package_to_install(gpus):
+    gpus(2)
+    hide = "import cupy.cuda.nccl as nccl; nccl.available = False"
+    code = f"{hide}; import runpy; runpy.run_path('train_gpt2.py', run_name='__main__')"
+    done = mpi("-n", 2, sys.executable, "-c", code, cwd=STAGE)
+    assert done.code == 2 and "pip install nvidia-nccl-cu" in done.err and done.err.count("error: ") == 1
+
+
+FAULTY = """
+import os, signal
+import cupy
+from gpt2core.app.cli import train
+from gpt2core.trainer import Trainer
+from stage2_cuda.cuda_backend import CudaBackend
+from stage3_mpi_cuda.nccl_communicator import NcclCommunicator
+
+original = Trainer.step
+
+def step(self, windows, *rates):
+    if self.world.rank == 1 and self.steps == 4:
+        {fault}
+    return original(self, windows, *rates)
+
+Trainer.step = step
+train(backend=CudaBackend, world=NcclCommunicator)
+"""
+
+
+@pytest.mark.parametrize(
+    "fault, cause",
+    [
+        ("os.kill(os.getpid(), signal.SIGKILL)", ""),
+        ("os.kill(os.getpid(), signal.SIGSTOP)", "rank 1 has given no sign of life for 20 s"),
+        ("cupy.empty(1 << 50, 'u1')", "error: rank 1: out of memory"),
+        ("raise ZeroDivisionError('a strange fault')", "ZeroDivisionError: a strange fault"),
+    ],
+    ids=["SIGKILL", "SIGSTOP", "memory", "exception"],
+)
+def test_a_rank_that_fails_while_the_others_wait_in_nccl_ends_all(gpus, fault, cause):
+    gpus(2)
+    with Job("-n", 2, sys.executable, "-c", FAULTY.format(fault=fault), *TINY, "--steps", 1000) as job:
+        job.wait_for("step     3 ")
+        done = job.done()
+    assert done.code not in (0, None) and not done.left and done.seconds < SOON, done.err
+    assert (done.out + done.err).count(cause) == 1 or not cause, done.err
+
+
+def test_a_rank_that_is_killed_from_outside_in_the_midst_of_replays_ends_all(gpus):
+    gpus(2)
+    with Job("-n", 2, sys.executable, "train_gpt2.py", *TINY, "--steps", 10**6, "--dp", "bucket", cwd=STAGE) as job:
+        job.wait_for("step    50 ")
+        os.kill(job.ranks()[1], signal.SIGKILL)
+        done = job.done()
+    assert done.code not in (0, None) and not done.left and done.seconds < SOON, done.err

@@ -1,0 +1,461 @@
+"""Stage 3 without GPUs: stage 2's bits under mpiexec, in the interpreter, and its talk with NCCL to one of threads."""
+
+import json
+import re
+import sys
+import threading
+import warnings
+from types import ModuleType, SimpleNamespace
+
+import numpy as np
+import pytest
+
+pytest.importorskip("triton")
+
+from gpt2core.data import Windows
+from gpt2core.errors import ConfigError, UserError
+from gpt2core.model import GPT2Config
+from gpt2core.parallel.config import Parallel
+from gpt2core.parallel.thread_communicator import run_ranks
+from gpt2core.parallel.tree_sum import tree_sum
+from gpt2core.trainer import Trainer
+from stage0_serial.numpy_backend import NumpyBackend
+from stage2_cuda.cuda_backend import CudaBackend
+from stage2_cuda.runtime import triton_launch as triton_driver
+from stage3_mpi_cuda import nccl_communicator, staged_collectives, watchdog
+from stage3_mpi_cuda.nccl_collectives import NcclCollectives
+from stage3_mpi_cuda.nccl_communicator import Gpu, NcclCommunicator
+from stage3_mpi_cuda.staged_collectives import StagedCollectives
+from stage3_mpi_cuda.watchdog import Watchdog
+from tests.parallel.test_communicator import DTYPES, check_every_collective, everyones, same
+from tests.support.fake_gpu import OnFakeGpu, fake_gpu
+from tests.support.jobs import mpi
+from tests.support.mpi import ROOT, mpiexec
+
+pytestmark = pytest.mark.skipif(not triton_driver.interpreted(), reason="runs in the interpreter: see test_nccl.py")
+
+
+# -- the collectives of arrays of a GPU --------------------------------------------------------------------------------
+
+
+def collectives_of(kind, threads):
+    found = kind(threads, fake_gpu(threads))
+    found.barrier = threads.barrier
+    return found
+
+
+def every_collective(threads, kind):
+    comm = collectives_of(kind, threads)
+    for rows in (0, 1, 13):
+        for dtype in DTYPES:
+            check_every_collective(comm, rows, rows, dtype)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("kind", [NcclCollectives, StagedCollectives])
+def test_every_collective_of_a_gpu_s_arrays_equals_its_oracle(monkeypatch, kind, size):
+    monkeypatch.setattr(staged_collectives, "CHUNK", 32)  # four chunks of a few dozen bytes
+    run_ranks(size, every_collective, kind)
+
+
+def sums(threads):
+    """Lengths that the ranks do not divide, none among them, in every type that NCCL adds up, in both orders."""
+    comm = collectives_of(NcclCollectives, threads)
+    for shape in ((), (1,), (7,), (2, 5), (0,)):
+        for dtype in (*DTYPES, np.float16):
+            xs = [x.astype(dtype) for x in everyones(1, comm.size, shape, np.float32 if dtype is np.float16 else dtype)]
+            x = np.array(xs[comm.rank])
+            wide = [np.float32(x) if dtype is np.float16 else x for x in xs]
+            got = comm.all_reduce(x, out=np.full(shape, 77, dtype))
+            same(got, np.asarray(tree_sum(wide), dtype))  # 16 bits are added up in 32, and rounded once
+            comm.use_collectives("nccl")
+            assert comm.all_reduce(x, out=x) is x
+            np.testing.assert_allclose(x, np.asarray(tree_sum(wide), dtype), rtol=1e-2)  # another order, in 16 bits
+            comm.use_collectives("canonical")
+
+
+@pytest.mark.parametrize("size", [2, 5])
+def test_a_sum_of_any_length_and_type_is_the_canonical_tree_s(size):
+    with np.errstate(over="ignore"):
+        run_ranks(size, sums)
+
+
+def messages(threads, kind):
+    """All send before they receive, and wait for what came before what went."""
+    comm = collectives_of(kind, threads)
+    to, source = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    x, out = np.full(3, comm.rank), np.full(3, -1)
+    sent, came = comm.send_start(x, to), comm.recv_start(out, source)
+    same(comm.all_reduce(x), np.full(3, sum(range(comm.size))))  # in between
+    assert came.wait() is out and sent.wait() is None
+    same(out, np.full(3, source))
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_ranks_that_send_first_do_not_wait_for_each_other(size):
+    run_ranks(size, messages, NcclCollectives)
+
+
+def mistakes(threads):
+    comm = collectives_of(NcclCollectives, threads)
+    for call, words in (
+        (lambda: comm.all_reduce(np.zeros(4, np.uint16)), "NCCL cannot reduce uint16: use one of int32"),
+        (lambda: comm.all_reduce(np.zeros(4), "mean"), "unknown reduction 'mean'"),
+        (lambda: comm.reduce_scatter(np.zeros(5)), "axis 0 of length 5 is not divisible by 2 ranks"),
+        (lambda: comm.send(np.zeros(4), 1 - comm.rank, tag=3), "tag 3: NCCL knows no tags"),
+        (lambda: comm.all_gather(np.zeros(4), out=np.zeros(4)), "out is float64 (4,)"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(words)):
+            call()
+
+
+def test_what_nccl_cannot_do_is_refused():
+    run_ranks(2, mistakes)
+
+
+# -- which GPU each rank has, and how they talk ------------------------------------------------------------------------
+
+H200, A100 = "NVIDIA H200", "NVIDIA A100"
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """machine([(name, bus) of each rank's GPU, or an error], asked) -> [(transport, or the error's text) of each rank].
+
+    without_nccl: ranks whose CuPy finds no NCCL.
+    """
+    said = threading.local()
+
+    class Fixed(NcclCommunicator):
+        def __init__(self, host, gpus, without_nccl):
+            super().__init__(host)
+            said.gpu, said.nccl = gpus[self.rank], self.rank not in without_nccl
+
+    def bind(local_rank):
+        if isinstance(said.gpu, Exception):
+            raise said.gpu
+        return Gpu(None, local_rank, *said.gpu)
+
+    def import_nccl(cupy):
+        if not said.nccl:
+            raise ConfigError("CuPy finds no NCCL: install it")
+
+    monkeypatch.setattr(nccl_communicator, "bind", bind)
+    monkeypatch.setattr(nccl_communicator, "import_nccl", import_nccl)
+    monkeypatch.setattr(nccl_communicator, "Watchdog", lambda world: SimpleNamespace(start=lambda: None))
+    monkeypatch.setattr(nccl_communicator, "triton_driver", SimpleNamespace(interpreted=lambda: False))
+
+    def run(gpus, asked=None, without_nccl=()):
+        def rank(threads):
+            try:
+                return Fixed(threads, gpus, without_nccl).use_transport(asked)
+            except UserError as error:
+                assert error.shared  # all raise it: the root tells it alone
+                return str(error)
+
+        return run_ranks(len(gpus), rank)
+
+    return run
+
+
+@pytest.mark.parametrize("transport, shares", [("nccl", True), ("mpi", False)])
+def test_ranks_share_the_update_where_nccl_carries_it(transport, shares):
+    world = object.__new__(NcclCommunicator)
+    world.transport = transport
+    assert world.shares_updates == shares
+
+
+def test_ranks_with_a_gpu_each_talk_by_nccl_and_those_that_share_one_through_the_host(machine, capsys):
+    assert machine([(H200, "0"), (H200, "1")]) == ["nccl"] * 2
+    assert machine([(H200, "0"), (H200, "1")], "mpi") == ["mpi"] * 2 and capsys.readouterr().err == ""
+    assert machine([(H200, "0"), (H200, "1"), (H200, "0")]) == ["mpi"] * 3
+    assert capsys.readouterr().err.count("note: 3 ranks share 2 GPUs") == 1
+
+
+@pytest.mark.parametrize(
+    "gpus, asked, without_nccl, words",
+    [
+        ([(H200, "0"), (H200, "1"), (A100, "2")], None, (), f"rank 2 has an {A100}, but rank 0 an {H200}: start the"),
+        (
+            [(H200, "0"), (H200, "0")],
+            "nccl",
+            (),
+            "nccl needs a GPU for each rank, and these 2 ranks have 1: start 1, or",
+        ),
+        ([(H200, "0"), ConfigError("no GPU was found")], None, (), "rank 1: no GPU was found"),
+        ([(H200, "0"), (H200, "1")], None, (1,), "rank 1: CuPy finds no NCCL: install it"),
+    ],
+)
+def test_ranks_that_cannot_talk_end_together_with_the_rank_named(machine, gpus, asked, without_nccl, words):
+    for rank, told in enumerate(machine(gpus, asked, without_nccl)):
+        assert words in told or (words == f"rank {rank}: {told}")
+
+
+@pytest.mark.parametrize("version, wheel", [(12080, "nvidia-nccl-cu12"), (13000, "nvidia-nccl-cu13")])
+def test_a_missing_nccl_is_named_by_the_cuda_that_cupy_is_for(monkeypatch, version, wheel):
+    """As CuPy does where its NCCL is not there or is for another CUDA: it warns, and goes on."""
+    cuda = ModuleType("cupy.cuda")
+    cuda.runtime = SimpleNamespace(runtimeGetVersion=lambda: version)
+
+    def nccl(name):
+        warnings.warn("libnccl.so.2: cannot open shared object file\nand more", stacklevel=1)
+        return SimpleNamespace(available=False)
+
+    cuda.__getattr__ = nccl
+    cupy = ModuleType("cupy")
+    cupy.cuda = cuda
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    monkeypatch.setitem(sys.modules, "cupy.cuda", cuda)
+    words = (
+        f"CuPy finds no NCCL (libnccl.so.2: cannot open shared object file): pip install {wheel}, or use --transport"
+    )
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        nccl_communicator.import_nccl(cupy)
+
+
+# -- a step by threads as ranks ----------------------------------------------------------------------------------------
+
+MODEL = GPT2Config(vocab_size=24, block_size=8, n_layer=1, n_head=2, n_embd=16, tied=False)
+RECIPE = dict(clip=0.5, weight_decay=0.1)
+
+
+def trained(world, backend, micro_shards, steps=1, **parallel):
+    """[(loss, gradient norm, hash of the parameters after it) of each step]."""
+    tokens = np.random.default_rng(0).integers(0, MODEL.vocab_size, 200)
+    sizes = dict(batch_size=4, seq_len=MODEL.block_size, micro_shards=micro_shards)
+    sharing = Parallel(bucket_mb=0.01, **parallel)
+    trainer = Trainer(MODEL, [backend()], **sizes, optimizer=RECIPE, world=world, parallel=sharing)
+    windows, rows = Windows(tokens, MODEL.block_size), []
+    for _ in range(steps):
+        step = trainer.step(windows, 1e-3)
+        rows.append((step.loss, step.grad_norm, trainer.parameter_hash()))
+    return rows
+
+
+@pytest.fixture(scope="module")
+def serial():
+    """What stage 2 makes of four micro-shards, in two steps."""
+    return trained(None, CudaBackend, 4, steps=2)
+
+
+def assert_near(rows, wanted, loss, norm):
+    for got, want in zip(rows, wanted, strict=False):
+        assert got[:2] == (pytest.approx(want[0], rel=loss), pytest.approx(want[1], rel=norm))
+
+
+def test_stage_2_is_stage_0_here_but_for_rounding(serial):
+    assert_near(trained(None, NumpyBackend, 4, steps=2), serial, loss=1e-5, norm=1e-5)  # fp32 sums in another order
+
+
+@pytest.mark.parametrize("ranks, how", [(2, dict(dp="flat")), (4, dict(dp="overlap")), (4, dict(zero=1))], ids=str)
+def test_ranks_have_stage_2_s_bits(serial, ranks, how):
+    for got in run_ranks(ranks, lambda world: trained(world, CudaBackend, 4, **how)):
+        assert got == serial[:1]
+
+
+class Copied(CudaBackend):
+    """Kernels read a copy of the parameters, as with bf16 on a GPU; in fp32, which the interpreter can compute."""
+
+    def compute_copy(self, parameters):
+        return self.zeros(parameters.shape, self.dtype)
+
+
+def test_zero_exchanges_the_kernels_copy_alone_and_gathers_the_parameters_when_they_are_wanted(serial):
+    for got in run_ranks(2, lambda world: trained(world, Copied, 4, steps=2, dp="bucket", zero=1)):
+        assert got == serial
+
+
+def test_what_training_tells_nccl_gives_stage_2_s_bits(serial):
+    """Addresses, counts, owners, and events that are recorded before anybody waits for them; with a copy to gather."""
+    how = dict(dp="bucket", zero=1, zero_gather="forward")
+    for got in run_ranks(2, lambda threads: trained(OnFakeGpu(threads), Copied, 4, steps=2, **how)):
+        assert got == serial
+
+
+def test_tensor_parallel_ranks_have_stage_2_s_losses(serial):
+    for rows in run_ranks(2, lambda world: trained(world, CudaBackend, 1, tp=2)):
+        assert_near(rows, serial, loss=1e-5, norm=1e-4)  # products are summed in another order
+
+
+def test_gradients_may_travel_in_bf16(serial):
+    for rows in run_ranks(2, lambda world: trained(world, CudaBackend, 2, compress="bf16")):
+        assert_near(rows, serial, loss=1e-5, norm=1e-2)  # the gradients have 8 bits, the loss came before them
+
+
+# -- the scripts, under mpiexec ----------------------------------------------------------------------------------------
+
+FLAGS = ("--preset", "nano", "--n-layer", 1, "--block-size", 8, "--batch-size", 2, "--steps", 2, "--sample", 0)
+
+
+@pytest.fixture(scope="module")
+def mpi_is_here():
+    mpiexec()  # or skip
+
+
+@pytest.fixture(scope="module")
+def corpus(corpus, tmp_path_factory):
+    """The corpus with one word more: an even vocabulary, which two tensor-parallel ranks can share."""
+    path = tmp_path_factory.mktemp("even") / "corpus.txt"
+    path.write_text(corpus.read_text(encoding="utf-8") + " indeed", encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def stage3(mpi_is_here, corpus):
+    """stage3(ranks, *flags, name=...) -> Done of the script, in the interpreter."""
+
+    def run(ranks, *flags, name="train_gpt2.py"):
+        flags = (*FLAGS, "--data", corpus, *flags) if name == "train_gpt2.py" else flags
+        return mpi("-n", ranks, sys.executable, name, *flags, cwd=ROOT / "stage3_mpi_cuda", TRITON_INTERPRET="1")
+
+    return run
+
+
+def log_of(path):
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    return [(row["loss"], row["grad_norm"], row.get("parameters_sha256")) for row in rows]
+
+
+def succeeded(done):
+    assert (done.code, done.err, done.left) == (0, "", ()), done.out[-2000:] + done.err
+    return done
+
+
+def test_the_script_has_stage_2_s_bits_on_two_ranks_and_any_stage_reads_what_it_saves(
+    stage3, train, train2, infer, corpus, tmp_path
+):
+    flags = ("--deterministic", "--verify-every", 1, "--dp", "bucket", "--bucket-mb", 0.01, "--zero", 1)
+    done = succeeded(stage3(2, *flags, "--log", tmp_path / "ranks", "--out", tmp_path / "run"))
+    assert "2 ranks: 2 data x 1 tensor parallel, --dp bucket, --collectives canonical" in done.out
+    serial = (*FLAGS, "--data", corpus, "--log", tmp_path / "serial")
+    assert train2(*serial, "--deterministic").code == 0
+    assert log_of(tmp_path / "ranks") == log_of(tmp_path / "serial")
+    assert train(*serial, "--threads", 1).code == 0
+    losses = [row[0] for row in log_of(tmp_path / "serial")]
+    np.testing.assert_allclose([row[0] for row in log_of(tmp_path / "ranks")], losses, rtol=1e-5)
+
+    ask = ("--weights", tmp_path / "run", "--prompt", "the model", "--max-new-tokens", 3)
+    want = infer(*ask, "--threads", 1)
+    assert want.code == 0 and succeeded(stage3(2, *ask, "--mode", "tensor", name="inference.py")).out == want.out
+    (tmp_path / "prompts").write_text("the model\nit learns\n")
+    ask = (*ask[:2], "--mode", "batch", "--prompts", tmp_path / "prompts", "--max-new-tokens", 2)
+    done = succeeded(stage3(2, *ask, name="inference.py"))
+    assert done.out == infer(*ask, "--threads", 1).out and done.out.count("Continuation:") == 2
+
+
+MISTAKES = [
+    ("--transport nccl", "--transport nccl is for GPUs, and Triton's interpreter has none"),
+    ("--collectives nccl", "--collectives nccl is unknown here: choose one of mpi, "),
+    ("--precision bf16", "--precision bf16 has no meaning in Triton's interpreter"),
+    ("--tp 3", "--tp 3 does not divide 2 ranks"),
+    ("--batch-size 3", "--batch-size 3 is not divisible by 2 ranks: use --batch-size 4"),
+    ("--zero-gather forward", "--zero-gather forward is about --zero 1, and this is --zero 0"),
+]
+
+
+@pytest.mark.parametrize("flags, words", MISTAKES, ids=[row[0] for row in MISTAKES])
+def test_a_mistake_is_one_line_of_one_rank(stage3, flags, words):
+    done = stage3(2, *flags.split())
+    assert (done.code, done.out, done.left) == (2, "", ())
+    assert words in done.err and done.err.startswith("error: ") and done.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_a_transport_is_for_many_ranks(train, train2, infer, infer2, stage):
+    for run, flags in (((train, train2)[stage // 2], ("--preset", "nano")), ((infer, infer2)[stage // 2], ())):
+        result = run(*flags, "--transport", "nccl")
+        assert result.code == 2 and "--transport nccl" in result.err and result.err.count("\n") == 1
+
+
+def test_without_a_gpu_the_ranks_name_the_way_once(mpi_is_here):
+    words = ("-n", 2, sys.executable, "train_gpt2.py", *FLAGS)
+    done = mpi(*words, cwd=ROOT / "stage3_mpi_cuda", CUDA_VISIBLE_DEVICES="", TRITON_INTERPRET="0")
+    assert done.code == 2 and "TRITON_INTERPRET=1" in done.err and done.err.count("\n") == 1, done.err
+
+
+class Link:
+    """An NCCL communicator of which only this can be asked."""
+
+    def __init__(self, answer):
+        self.answer = answer
+
+    def check_async_error(self):
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+
+@pytest.mark.parametrize(
+    "answer, told",
+    [(None, False), (0, False), (7, False), (KeyError(7), False), (KeyError(6), True), (RuntimeError("lost"), True)],
+)
+def test_a_broken_connection_of_nccl_ends_the_job_and_one_that_is_busy_does_not(capsys, answer, told):
+    gpu, codes = SimpleNamespace(watched=[Link(None), Link(answer)]), []
+    Watchdog(SimpleNamespace(rank=0, size=2, gpu=gpu, abort=codes.append))._check_nccl()
+    assert codes == [1] * told
+    assert capsys.readouterr().err.startswith("error: rank 0: NCCL has failed" * told)
+
+
+def test_a_job_ends_also_where_nobody_reads_why(monkeypatch):
+    def gone(*_):
+        raise BrokenPipeError
+
+    monkeypatch.setattr(watchdog.sys, "stderr", SimpleNamespace(write=gone, flush=gone))
+    gpu, codes = SimpleNamespace(watched=[Link(RuntimeError("lost"))]), []
+    Watchdog(SimpleNamespace(rank=0, size=2, gpu=gpu, abort=codes.append))._check_nccl()
+    assert codes == [1]
+
+
+FULL = """
+from gpt2core.app.cli import train
+from gpt2core.trainer import Trainer
+from stage2_cuda.cuda_backend import CudaBackend
+from stage3_mpi_cuda.nccl_communicator import NcclCommunicator
+
+original = Trainer.step
+
+def step(self, windows, *rates):
+    if self.world.rank == 1 and self.steps == 1:
+        raise MemoryError("cudaErrorMemoryAllocation: out of memory")
+    return original(self, windows, *rates)
+
+Trainer.step = step
+CudaBackend.out_of_memory = lambda self, error, *sizes: "out of memory on the GPU: use --batch-size 1"
+train(backend=CudaBackend, world=NcclCommunicator)
+"""
+
+
+def test_one_rank_out_of_its_gpu_s_memory_ends_all_and_is_named(mpi_is_here, corpus):
+    done = mpi("-n", 2, sys.executable, "-c", FULL, *FLAGS, "--data", corpus, TRITON_INTERPRET="1")
+    assert done.code == 2 and not done.left
+    assert done.err.count("error: rank 1: out of memory on the GPU: use --batch-size 1\n") == 1, done.err
+
+
+STUCK = """
+import ctypes, os, signal
+from gpt2core.app.cli import train
+from gpt2core.trainer import Trainer
+from stage2_cuda.cuda_backend import CudaBackend
+from stage3_mpi_cuda import watchdog
+from stage3_mpi_cuda.nccl_communicator import NcclCommunicator
+
+watchdog.PERIOD, watchdog.SILENCE, original = 0.2, 4.0, Trainer.step
+
+def step(self, windows, *rates):
+    if self.world.rank == 1 and self.steps == 1:
+        os.kill(os.getpid(), signal.{signal})
+    return original(self, windows, *rates)
+
+Trainer.step = step
+libc = ctypes.CDLL(None)  # exit() never ends, as with CUDA, which waits for a kernel of NCCL that waits for a rank
+getattr(libc, "__cxa_atexit")(ctypes.cast(libc.pause, ctypes.c_void_p), None, None)
+train(backend=CudaBackend, world=NcclCommunicator)
+"""
+
+
+@pytest.mark.parametrize("name, cause", [("SIGSTOP", "rank 1 has given no sign of life for 4 s"), ("SIGKILL", "")])
+def test_a_rank_that_stands_still_or_dies_ends_all(mpi_is_here, corpus, name, cause):
+    code = (sys.executable, "-c", STUCK.format(signal=name), *FLAGS, "--data", corpus)
+    done = mpi("-n", 2, *code, TRITON_INTERPRET="1")
+    assert done.code not in (0, None) and not done.left
+    assert cause in done.err and done.err.count("error: rank 0: ") == bool(cause), done.err

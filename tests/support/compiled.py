@@ -1,0 +1,418 @@
+"""What Triton's compiler makes of the kernels, for a GPU that need not be there: registers, spills, shared memory.
+
+    python tests/support/compiled.py --preset gpt2 --precision bf16
+    python tests/support/compiled.py --precision fp32 --gpu a100 --kernel attention --keep out/kernels
+
+Training and generation of a preset, cut to two layers, run up to each launch. What a GPU would be given there is
+compiled for it, and never started. --keep leaves PTX and machine code, this with the lines of the source in it.
+"""
+
+# B batch, T time, C channels, H heads, D head size, V vocabulary
+
+import argparse
+import contextlib
+import dataclasses
+import functools
+import importlib
+import json
+import multiprocessing
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))  # started as a script
+os.environ.pop("TRITON_INTERPRET", None)  # triton.jit asks for it where a kernel is defined
+
+import numpy as np  # noqa: E402
+import triton  # noqa: E402
+from triton.backends.compiler import GPUTarget  # noqa: E402
+
+from gpt2core import trainer as gpt2core_trainer  # noqa: E402
+from gpt2core.app.presets import PRESETS  # noqa: E402
+from gpt2core.data import Windows  # noqa: E402
+from gpt2core.model import GPT2, parameter_shapes  # noqa: E402
+from gpt2core.sampler import Greedy, KVCache, Sampling, generate_together  # noqa: E402
+from stage2_cuda import cuda_backend  # noqa: E402
+from stage2_cuda.cuda_backend import PRECISIONS  # noqa: E402
+from stage2_cuda.kernels import attention  # noqa: E402
+from stage2_cuda.kernels.cast import scale_in_place  # noqa: E402
+from stage2_cuda.memory_model import ALIGNED  # noqa: E402
+from stage2_cuda.runtime import triton_launch as triton_driver  # noqa: E402
+from stage2_cuda.tuning import attention_tiles  # noqa: E402
+from tests.tools import sanitize  # noqa: E402
+
+
+class Target(NamedTuple):
+    """A GPU: its compute capability, and the bytes of shared memory that a program may ask for."""
+
+    capability: tuple
+    shared: int
+
+
+GPUS = {"a100": Target((8, 0), 163 << 10), "h200": Target((9, 0), 227 << 10)}
+REGISTERS, WARPS = 1 << 16, 64  # of one processor, of either
+
+
+# -- what would be launched -------------------------------------------------------------------------------------------
+
+
+class Variant(NamedTuple):
+    """One kernel for one GPU, with all that Triton specialises on in Triton's own words, as JSON."""
+
+    gpu: str
+    module: str
+    function: str
+    specialization: str
+
+    @property
+    def kernel(self):
+        return getattr(importlib.import_module(self.module), self.function)
+
+
+class Address:
+    """An array as a launch sees CuPy's."""
+
+    def __init__(self, array):
+        self.dtype, self.shape, self.strides, self.flags = array.dtype, array.shape, array.strides, array.flags
+        self.data = SimpleNamespace(ptr=array.ctypes.data)
+
+
+class Found:
+    """What Gpu keeps of a variant, to be launched from then on."""
+
+    def __init__(self, gpu, variant):
+        self.gpu, self.variant = gpu, variant
+
+    def __getitem__(self, grid):
+        return self
+
+    def __call__(self, *_):
+        self.gpu.last = self.variant
+
+
+class Absent(triton_driver.Gpu):
+    """Gpu up to the compiler: each launch is noted as the variant that it needs."""
+
+    xp = SimpleNamespace(ndarray=Address)
+
+    def __init__(self, name):
+        self.name, self.device = name, lambda: name
+        self.compiled, self.variants, self.last = {}, {}, None
+
+    def capability(self, device=None):
+        return GPUS[self.name].capability
+
+    def launch(self, kernel, grid, arguments, options):
+        arguments = [Address(value) if isinstance(value, np.ndarray) else value for value in arguments]
+        super().launch(kernel, grid, arguments, options)
+        found = self.last
+        super().compile_and_launch(kernel, grid, arguments, options)
+        assert self.last == found, f"our key of {found} is that of {self.last} too"
+
+    def compile_and_launch(self, kernel, grid, arguments, options):
+        _, constants = super().compile_and_launch(kernel, grid, arguments, options)
+        return Found(self, self.last), constants
+
+    def note(self, *, fn, compile, **_):
+        """What Triton calls before it compiles, which the answer prevents."""
+        kernel = fn.jit_function.fn
+        self.last = Variant(self.name, kernel.__module__, kernel.__name__, compile["specialization_data"])
+        self.variants[self.last] = None
+        return True
+
+    @contextlib.contextmanager
+    def in_place(self):
+        """Inside, the launches of arrays of NumPy's come here."""
+        with contextlib.ExitStack() as stack:
+
+            def replace(owner, name, value):
+                stack.callback(setattr, owner, name, getattr(owner, name))
+                setattr(owner, name, value)
+
+            runtime = SimpleNamespace(xp=np, launch=self.launch, can_overlap=self.can_overlap)
+            replace(triton_driver, "runtime", lambda: runtime)
+            replace(triton_driver, "interpreted", lambda: True)  # arrays are NumPy's, and steps are not recorded
+            replace(cuda_backend, "INTERPRETED", tuple(PRECISIONS))
+            replace(gpt2core_trainer, "initial_parameters", zeros)
+            replace(triton.knobs.runtime, "jit_cache_hook", self.note)
+            activate(self.name)
+            yield
+
+
+def activate(gpu):
+    """Let Triton compile for this GPU."""
+    major, minor = GPUS[gpu].capability
+    target = GPUTarget("cuda", 10 * major + minor, 32)
+    triton.runtime.driver.set_active(
+        SimpleNamespace(
+            get_current_device=lambda: gpu, get_current_stream=lambda device: 0, get_current_target=lambda: target
+        )
+    )
+
+
+class Nothing:
+    """In the place of cublasLt, whose products are none of Triton's."""
+
+    choices = {}
+
+    def adopt(self, choices):
+        pass
+
+    def matmul(self, *_, **__):
+        pass
+
+
+class Backend(cuda_backend.CudaBackend):
+    """CudaBackend on NumPy's arrays, with the launches of a GPU; nothing is computed."""
+
+    def __init__(self, precision):
+        super().__init__(precision)
+        self.products.gemm = Nothing()
+
+    def empty(self, shape, dtype):
+        return np.zeros(shape, dtype)  # what holds tokens must hold some
+
+    def whole_rows(self, w):
+        rows = -(-len(w) // ALIGNED) * ALIGNED
+        first = 0 if w.base is None else w.ctypes.data - w.base.ctypes.data
+        if w.base is None or first + rows * w.strides[0] > w.base.nbytes:
+            return w
+        return np.ndarray((rows, w.shape[1]), w.dtype, w.base, first)
+
+
+# -- what is run ------------------------------------------------------------------------------------------------------
+
+
+def cut(preset, **sizes):
+    """The config with two layers: one that comes first, and one that comes after another."""
+    return dataclasses.replace(PRESETS[preset], n_layer=2, **sizes)
+
+
+def zeros(config, seed=0):
+    """In the place of initial_parameters, which would take seconds."""
+    return ((name, np.zeros(shape, np.float32)) for name, shape in parameter_shapes(config))
+
+
+def train(config, precision, batch, **options):
+    """A step and a validation, and what a resumed run begins with."""
+    T = config.block_size
+    windows = Windows(np.zeros(batch * T + 1, np.int32), T)
+    sizes = dict(batch_size=batch, seq_len=T, micro_shards=1)
+    trainer = gpt2core_trainer.Trainer(
+        config, [Backend(precision)], **sizes, optimizer=dict(clip=1.0, weight_decay=0.1, **options)
+    )
+    trainer.feed(windows, 0)
+    trainer.optimizer.begin(1e-3)
+    trainer.update()
+    with contextlib.suppress(gpt2core_trainer.Diverged):  # the loss is whatever was in its place
+        trainer.evaluate(windows)
+    trainer.optimizer.steps = 1
+    trainer.optimizer.refresh_copy()
+
+
+def write(config, precision, batch, rules):
+    """Texts by each of the rules: the prompt, a step over the cache, a step by the whole window."""
+    model = GPT2.of_arrays(config, dict(zeros(config)), Backend(precision))
+    prompt = [0] * (config.block_size - 1)
+    for rule in rules:
+        for _ in generate_together(model, [prompt] * batch, 3, [rule] * batch):
+            pass
+
+
+def attend(precision, T, D):
+    """Attention alone, forward and backward."""
+    backend, H = Backend(precision), 2
+    qkv, dy = (np.empty((1, T, parts * H * D), backend.compute) for parts in (3, 1))
+    backend.attention_backward(dy, qkv, *backend.attention_forward(qkv, H), H)
+
+
+def attend_by_all(precision, T, D):
+    """Attention by every tile that may be chosen beside the table's."""
+    backend, H = Backend(precision), 2
+    qkv, y = (np.empty((1, T, parts * H * D), backend.compute) for parts in (3, 1))
+    dqkv, lse = np.empty_like(qkv), np.empty((1, H, T), np.float32)
+    for part, tiles in attention_tiles.tiles_for(qkv, H, backend.dot)[1].items():
+        for tile in tiles:
+            config = attention.Config(**{part: tile})
+            if part == "forward":
+                attention.attention_forward(y, lse, qkv, H, backend.dot, config)
+            else:
+                attention.attention_backward(dqkv, lse, y, qkv, y, lse, H, backend.dot, config)
+
+
+def multiply(precision, rows, C, K):
+    """A linear layer, forward and backward."""
+    backend = Backend(precision)
+    x, w, dy = (np.empty(shape, backend.compute) for shape in ((rows, C), (C, K), (rows, K)))
+    backend.linear_forward(x, w, np.empty(K, backend.compute))
+    backend.linear_backward(dy, x, w)
+
+
+def divide(config, precision):
+    """What a rank of stage 3 launches besides: its heads over a cache, the gradient of its part of the vocabulary."""
+    backend, B, T = Backend(precision), 2, 5
+    cache = KVCache(config, backend, B)
+    qkv, logits = (np.empty((B, T, size), backend.compute) for size in (3 * config.n_embd, config.vocab_size))
+    backend.attention_cached(qkv, cache.keys[0], cache.values[0], 3, config.n_head)
+    logits, targets = logits.reshape(B * T, -1), np.zeros(B * T, np.int32)
+    maxima, sums, _, aux = backend.cross_entropy_forward(logits, targets)
+    backend.cross_entropy_backward(np.ones((), np.float32), logits, targets, 1.0, maxima, sums, aux)
+    scale_in_place(logits, backend.floats(1))
+
+
+def share(kind):
+    """What ranks do with each other's gradients."""
+    arrays = sanitize.Arrays(np, kind)
+    sanitize.launch_tree_sum(arrays)
+    sanitize.launch_codecs(arrays)
+
+
+def of_the_caller(logits):
+    """A rule that is not the sampler's own."""
+    return 0
+
+
+def everything(preset, precision):
+    """What the table shows."""
+    config = cut(preset)
+    drawn = [Sampling(top_k=top_k, top_p=top_p) for top_k in (0, 40) for top_p in (1.0, 0.9)]
+    train(config, precision, 16)
+    divide(config, precision)
+    for batch in (1, 8):
+        write(config, precision, batch, [Greedy(), of_the_caller, *drawn])
+
+
+def suite(gpu):
+    """What the tests compile: every kernel for a Hopper GPU; for an older one those with descriptors and tl.dot."""
+    greedy, narrowed = Greedy(), Sampling(top_k=40, top_p=0.9)
+    attend("bf16", 256, 64)
+    multiply("fp32", 4096, 768, 3072)
+    if gpu == "a100":
+        return write(cut("paper"), "bf16", 8, [greedy])
+    train(cut("paper"), "fp32", 16)
+    train(cut("paper"), "bf16", 16, rounding="stochastic")
+    for precision in ("tf32", "fp16"):
+        attend(precision, 256, 64)
+    divide(cut("paper"), "fp32")
+    for precision, batch in (("fp32", 1), ("tf32", 8), ("fp16", 8)):
+        write(cut("paper"), precision, batch, [greedy])
+    train(cut("gpt2"), "bf16", 8)
+    write(cut("gpt2"), "bf16", 1, [greedy, of_the_caller, narrowed])
+    wide = dataclasses.replace(PRESETS["gpt2-xl"], n_layer=1, vocab_size=172, block_size=64)
+    train(wide, "bf16", 8)
+    write(wide, "bf16", 1, [greedy])
+    for T, D in ((16384, 64), (1024, 128)):
+        attend("bf16", T, D)
+    for precision, D in (("bf16", 64), ("bf16", 128), ("tf32", 64)):
+        attend_by_all(precision, 1024, D)
+    share("bfloat16")
+
+
+# -- what comes out ---------------------------------------------------------------------------------------------------
+
+
+def compile_variant(variant, keep=None):
+    """{gpu, kernel, constants, types, registers, local, shared, warps} of a Variant, sizes in bytes.
+
+    `error` in place of the last four where the compiler refuses it. keep: a directory for its code, or None.
+    """
+    activate(variant.gpu)
+    words, kernel = json.loads(variant.specialization), variant.kernel
+    names = [kernel.arg_names[path[0]] for path in words["constant_keys"]]
+    constants = dict(zip(names, words["constant_vals"], strict=True))
+    types = [kind for kind in words["signature"].values() if kind != "constexpr"]
+    row = dict(gpu=variant.gpu, kernel=sanitize.name_of(kernel), constants=constants, types=types)
+    try:
+        compiled = kernel.preload(variant.specialization)
+    except Exception as error:  # whatever it is, it is the finding
+        return row | dict(error=f"{type(error).__name__}: {error}")
+    with tempfile.TemporaryDirectory() as directory:
+        cubin = Path(directory, "cubin")
+        cubin.write_bytes(compiled.asm["cubin"])
+        usage = tool("cuobjdump", "--dump-resource-usage", cubin)
+        if keep:
+            row["file"] = f"{row['kernel']}-{compiled.hash[:8].lower()}"
+            Path(keep, f"{row['file']}.ptx").write_text(compiled.asm["ptx"])
+            Path(keep, f"{row['file']}.sass").write_text(tool("nvdisasm", "--print-line-info", "--print-code", cubin))
+    registers, local = map(int, re.search(r"REG:(\d+) STACK:(\d+)", usage).groups())
+    found = compiled.metadata
+    return row | dict(registers=registers, local=local, shared=found.shared, warps=found.num_warps)
+
+
+def tool(name, *words):
+    """What one of the tools prints that come with Triton."""
+    path = getattr(triton.knobs.nvidia, name).path
+    return subprocess.run([path, *words], capture_output=True, text=True, check=True).stdout
+
+
+def variants_of(gpu, run, *arguments):
+    absent = Absent(gpu)
+    with absent.in_place():
+        run(*arguments)
+    return list(absent.variants)
+
+
+def compile_all(variants, keep=None):
+    """Yield their rows, in order, from as many processes as there are cores."""
+    with multiprocessing.get_context("fork").Pool(len(os.sched_getaffinity(0))) as pool:
+        yield from pool.imap(functools.partial(compile_variant, keep=keep), variants)
+
+
+def resident(row):
+    """Programs that one processor of the GPU can hold at the same time."""
+    registers = -(-row["registers"] // 8) * 8 * 32 * row["warps"]  # given out in eights
+    shared = row["shared"] + 1024  # which each takes more than it asks for
+    return min(REGISTERS // registers, WARPS // row["warps"], (GPUS[row["gpu"]].shared + 1024) // shared)
+
+
+def print_table(rows):
+    print(f"{'kernel':32} {'registers':>9} {'spilled':>8} {'shared':>8} {'warps':>5} {'resident':>8}  constants, types")
+    for row in rows:
+        constants = " ".join(f"{name}={value}" for name, value in row["constants"].items())
+        words = f"{constants} | {' '.join(row['types'])} {row.get('file', '')}"
+        if "error" in row:
+            print(f"{row['kernel']:32} {row['error']}  {words}")
+        else:
+            sizes = f"{row['registers']:9} {row['local']:8} {row['shared']:8} {row['warps']:5} {resident(row):8}"
+            print(f"{row['kernel']:32} {sizes}  {words}", flush=True)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--preset", choices=PRESETS, default="paper", help="whose kernels (default: paper)")
+    parser.add_argument(
+        "--precision", choices=PRECISIONS, nargs="+", default=list(PRECISIONS), help="one or more (default: all)"
+    )
+    parser.add_argument("--gpu", choices=GPUS, default="h200", help="which to compile for (default: h200)")
+    parser.add_argument("--kernel", default="", help="only those with this in their name, as attention or decode.norm")
+    parser.add_argument("--keep", type=Path, metavar="DIR", help="write PTX and machine code there")
+    parser.add_argument("--suite", action="store_true", help="what tests/stage2/test_triton_compile.py reads, as JSON")
+    args = parser.parse_args()
+    if args.suite:
+        return print_suite()
+    variants = []
+    for precision in args.precision:
+        variants += variants_of(args.gpu, everything, args.preset, precision)
+    if args.keep:
+        args.keep.mkdir(parents=True, exist_ok=True)
+    wanted = [variant for variant in dict.fromkeys(variants) if args.kernel in sanitize.name_of(variant.kernel)]
+    print_table(compile_all(wanted, args.keep))
+
+
+def print_suite():
+    """{unsanitized: the kernels that sanitize.py does not launch, rows: those of the suite}."""
+    absent = Absent("h200")
+    with absent.in_place():
+        unsanitized = sanitize.program(np, ("float32", "float16", "bfloat16"))
+    rows = list(compile_all([variant for gpu in GPUS for variant in variants_of(gpu, suite, gpu)]))
+    print(json.dumps(dict(unsanitized=sorted(unsanitized), rows=rows)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,323 @@
+"""Every Triton kernel once, forward and backward, at small odd sizes, under compute-sanitizer: `make sanitize`.
+
+memcheck finds what is read or written outside an array, racecheck what two threads of a program do to the same shared
+memory. Every array is an allocation of its own, without CuPy's pool, or what lies beyond its end would be valid too.
+Whether the numbers are right is the other tests' business.
+"""
+
+# B batch, T time, C channels, H heads, V vocabulary, N rows
+
+import argparse
+import importlib
+import pkgutil
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))  # started as a script
+
+from gpt2core.errors import ConfigError  # noqa: E402
+from gpt2core.parallel.codecs import CODECS, GROUP  # noqa: E402
+from stage2_cuda import kernels  # noqa: E402
+from stage2_cuda.cuda_backend import dtype_of  # noqa: E402
+from stage2_cuda.decoding import batched as decode  # noqa: E402
+from stage2_cuda.decoding import cached_attention, sampling  # noqa: E402
+from stage2_cuda.decoding import last_token as ends  # noqa: E402
+from stage2_cuda.decoding import single_row as decode_row  # noqa: E402
+from stage2_cuda.gemm import fp16x3  # noqa: E402
+from stage2_cuda.kernels import (  # noqa: E402
+    adamw,
+    attention,
+    cast,
+    codecs,  # noqa: E402
+    column_sums,
+    cross_entropy,
+    embedding,
+    gelu,
+    layernorm,
+    losses,
+    rounding,
+)
+from stage2_cuda.runtime import triton_launch as triton_driver  # noqa: E402
+from stage3_mpi_cuda import tree_sum  # noqa: E402
+
+TOOLS = "memcheck", "racecheck"
+OF_STAGE_3 = tree_sum.__name__, codecs.__name__
+FOUND = 9  # the exit code where a tool has something to say
+
+
+class Arrays:
+    """Random arrays on the device: x of one type of activations, f of float32, i of int32 below `high`."""
+
+    def __init__(self, xp, dtype):
+        self.xp, self.dtype, self.random = xp, dtype_of(dtype), np.random.default_rng(0)
+
+    def x(self, *shape):
+        return self.xp.asarray(self.random.standard_normal(shape).astype(self.dtype))
+
+    def f(self, *shape):
+        return self.xp.asarray(self.random.random(shape, np.float32) + 0.5)
+
+    def i(self, *shape, high):
+        return self.xp.asarray(self.random.integers(0, high, shape).astype(np.int32))
+
+
+# -- the kernels, a file each -----------------------------------------------------------------------------------------
+
+
+def launch_layernorm(a):
+    for n, C in ((37, 172), (3, 1600)):
+        matrix, vector = [a.x(n, C) for _ in range(6)], [a.x(C) for _ in range(3)]
+        mean, rstd = a.f(n), a.f(n)
+        s, y, x, branch, ds, dy = matrix
+        layernorm.residual_layernorm_forward(s, y, mean, rstd, x, branch, *vector, 1e-5)
+        layernorm.residual_layernorm_forward(None, y, mean, rstd, x, None, None, *vector[1:], 1e-5)
+        sums, partials = [a.f(C) for _ in range(3)], a.f(*layernorm.layernorm_partials_shape(n, C))
+        layernorm.residual_layernorm_backward(y, partials, ds, dy, s, vector[0], mean, rstd)
+        column_sums.add_partials(partials, *sums)
+        layernorm.residual_layernorm_backward(y, partials, None, dy, s, vector[0], mean, rstd)
+        column_sums.add_partials(partials, *sums[1:])
+
+
+def launch_gelu(a):
+    n, K = 37, 172
+    h, y, dy, bias = a.x(n, K), a.x(n, K), a.x(n, K), a.x(K)
+    gelu.gelu_forward(y, h)
+    gelu.gelu_backward(y, dy, h)
+    gelu.bias_gelu_forward(y, h, bias)
+    partials = a.f(*gelu.gelu_partials_shape(n, K))
+    gelu.bias_gelu_backward(y, partials, dy, h, bias)
+    column_sums.add_partials(partials, a.f(K))
+
+
+def launch_column_sums(a):
+    for n, K in ((37, 172), (2, 1600)):
+        column_sums.column_sums(a.f(K), a.f(*column_sums.partials_shape(n, K)), a.x(n, K))
+
+
+def launch_embedding(a):
+    for B, T, C, V in ((3, 50, 40, 5), (2, 9, 300, 172)):  # runs that are cut into pieces; tokens that are not there
+        ids, dy, wte, wpe = a.i(B, T, high=V + 2), a.x(B, T, C), a.x(V, C), a.x(T + 3, C)
+        embedding.embedding_forward(dy, ids, wte, wpe, 3, 1)
+        host = ids if a.xp is np else ids.get()
+        runs = embedding.Runs(*map(a.xp.asarray, embedding.runs_of_tokens(host, V, 1)))
+        pieces, gradients = a.f(*embedding.pieces_shape(ids.size, C)), (a.f(V, C), a.f(T + 3, C))
+        for accumulate in (False, True):
+            embedding.embedding_backward(*gradients, pieces, runs, dy, 3, accumulate)
+
+
+def launch_cross_entropy(a):
+    for N, V, width in ((9, 50, 64), (2, 9001, 9024), (3, 172, 172)):
+        rows, targets, logits = [a.f(N) for _ in range(3)], a.i(N, high=V), a.x(N, width)
+        cross_entropy.cross_entropy_forward(*rows, logits, targets, V)
+        cross_entropy.cross_entropy_forward_backward(a.x(N, width), *rows, logits, targets, 0.1, V, 3, a.f(1))
+        cross_entropy.cross_entropy_backward(logits, logits, targets, *rows[:2], 0.1, V, 3, a.f(1))
+
+
+def launch_losses(a):
+    for n in (9, losses.ROWS + 5):
+        rows = a.f(2, n)
+        losses.rescale(rows, *(a.f(n) for _ in range(4)))
+        losses.loss(a.xp.empty(1), a.xp.empty(losses.partials_shape(n)), *rows, a.f(n), 0.1)
+
+
+def launch_fp16x3(a):
+    def split(x):
+        halves, scales = fp16x3.split_shapes(x)
+        return fp16x3.split(a.xp.empty(halves, np.float16), a.f(*scales), x)
+
+    for m, k, n in ((5, 48, 24), (170, 33, 200), (8, 1200, 9)):
+        partials = fp16x3.partials_shape(m, n, k)
+        for turn in ((False, False), (False, True), (True, False)):
+            left, right = ((c, r) if t else (r, c) for (r, c), t in zip(((m, k), (k, n)), turn, strict=True))
+            operands = split(a.f(*left)), split(a.f(*right))
+            fp16x3.product(a.f(m, n), None, *operands, a.f(n), *turn, True)
+            fp16x3.product(a.f(m, n), partials and a.f(*partials), *operands, None, *turn)
+
+
+def launch_adamw(a):
+    n = 3 * adamw.BLOCK + 7
+    scalars = a.xp.asarray(adamw.adamw_scalars(3, 1e-3, 0.9, 0.95, 1e-8, 0.1))
+    p, m, v, g = (a.f(n) for _ in range(4))
+    adamw.adamw_step(p, m, v, None, g, scalars, None, None, 0.9, 0.95)
+    adamw.adamw_step(p, m, v, a.x(n), g, scalars, a.f(1), a.i(4, high=2), 0.9, 0.95)
+    key, bits = a.xp.asarray(rounding.key_of(1, 2)), a.xp.empty(n, np.uint16)
+    adamw.adamw_step(p, m, v, bits, g, scalars, a.f(1), a.i(4, high=2), 0.9, 0.95, key, 4096)
+    rounding.round_to_bf16(bits, p, key)
+    squares = a.xp.empty(3, np.float64)
+    adamw.sum_of_squares(squares, a.f(9), a.f(9 * adamw.BLOCK))
+    for state in (None, a.f(2)):
+        adamw.clip_scale(a.f(1), a.f(1), squares, 1.0, state, 2000)
+
+
+def launch_cast(a):
+    for n in (1, 5001):
+        cast.cast(a.x(n), a.f(n))
+        cast.scale_in_place(a.x(n), a.f(1))
+
+
+def launch_attention(a):
+    precisions = ("ieee", "tf32", "tf32x3") if a.dtype == np.float32 else ("ieee",)
+    for precision in precisions:
+        for B, T, H, D in ((2, 70, 3, 24), (1, 300, 1, 64), (1, 320, 2, 64), (1, 133, 1, 128)):
+            qkv, dqkv, y, dy = (a.x(B, T, parts * H * D) for parts in (3, 3, 1, 1))
+            lse, delta = a.f(B, H, T), a.f(B, H, T)
+            attention.attention_forward(y, lse, qkv, H, precision)
+            attention.attention_backward(dqkv, delta, dy, qkv, y, lse, H, precision)
+        B, H, D, block = 2, 3, 24, 37
+        keys, values = a.x(B, H, D, block), a.x(B, H, block, D)
+        for t, position in ((1, 36), (19, 5)):
+            y, qkv = a.x(B, t, H * D), a.x(B, t, 3 * H * D)
+            cached_attention.attention_cached(y, qkv, keys, values, position, H, precision)
+
+
+def launch_decode(a):
+    block, precision, eps = 70, "tf32x3", 1e-5
+    for C, H, V in ((48, 2, 37), (300, 3, 172)):
+        ln, head = (a.x(C), a.x(C)), a.x(V, C)
+        qkv, fc, fc_proj = ((a.x(K, N), a.x(N)) for K, N in ((C, 3 * C), (C, 4 * C), (4 * C, C)))
+        for B in (1, 2, 17):
+            tiles, lengths, x, h, g = decode.tiles_for(B), a.i(B, high=block) + 1, a.f(B, C), a.x(B, C), a.x(B, 4 * C)
+            q, cache, partials = a.x(B, C), a.x(B, block, 2 * C), a.f(decode.split(4 * C, tiles).parts, B, C)
+            stream = x, partials, a.x(C)
+            if B == 1:
+                one_row_of(a, x, q, cache, lengths, (ln, qkv, fc, fc_proj), H, eps, tiles)
+            else:
+                decode.columns(q, cache, h, *qkv, lengths, block, tiles, precision)
+                decode.columns(g, None, h, *fc, lengths, block, tiles, precision)
+                decode.attend(h, q, cache, lengths, H, tiles)
+                decode.partial_product(partials, g, fc_proj[0], tiles, precision)
+            decode.norm(h, None, (x, None, None), *ln, eps, tiles)
+            decode.norm(h, x, stream, *ln, eps, tiles)
+            count = decode.logits_tiles(V, tiles)
+            decode.unembed(a.f(B, V), a.f(B, count), a.i(B, count, high=V), h, head, tiles, precision)
+
+
+def one_row_of(a, x, q, cache, lengths, weights, H, eps, tiles):
+    C, block, (ln, qkv, fc, fc_proj) = q.shape[1], cache.shape[1], weights
+    D = C // H
+    rows = [a.x(*matrix.shape[::-1]) for matrix, _ in (qkv, fc, fc_proj)]
+    sums = [[a.f(len(bias)) for _ in range(2)] for _, bias in (qkv, fc)]
+    for row, (matrix, _) in zip(rows, (qkv, fc, fc_proj), strict=True):
+        decode_row.transpose(row, matrix)
+    for each, row, (_, bias) in zip(sums, rows, (qkv, fc), strict=False):
+        decode_row.sums_of_columns(*each, row, *ln, bias)
+    decode_row.normed_row(q, cache, None, (x, None, None), ln[0], rows[0], *sums[0], lengths, block, eps, tiles)
+    spans = decode_row.spans(block, tiles)
+    of_spans = a.f(H, spans, D), a.f(H, spans), a.f(H, spans)
+    decode_row.attend_spans(*of_spans, q, cache, lengths, H, tiles)
+    partials = a.f(decode_row.heads_of(H, D, tiles)[0], 1, C)
+    decode_row.joined_product(partials, *of_spans, lengths, a.x(C, C), block, tiles)
+    s, g = a.f(1, C), a.x(1, 4 * C)
+    decode_row.normed_row(g, None, s, (x, partials, a.x(C)), ln[0], rows[1], *sums[1], lengths, block, eps, tiles)
+    decode_row.added_row(a.f(1, C), s, g, rows[2], fc_proj[1], tiles)
+
+
+def launch_ends(a):
+    for B, C, block in ((1, 48, 9), (17, 300, 1000)):
+        lengths = a.i(B, high=2 * block) + 1
+        ends.last_rows(a.x(B, C), a.x(B, 9, C), lengths)
+        ends.windows(a.i(B, block, high=37), a.i(B, block, high=37), lengths)
+
+
+def launch_sampling(a):
+    for B, C, V in ((3, 48, 37), (2, 300, 1301)):
+        sequences = sampling.Sequences(a.xp.empty, B, C, 9, a.x(V, C), a.x(9, C), a.i(B, sampling.SENT, high=V))
+        sequences.lengths[...] = 8
+        logits, best, index = a.f(B, V), a.f(B, 5) + 1, a.i(B, 5, high=V)
+        sampling.take_likeliest(sequences, best, index)
+        sampling.take_given(sequences)
+        draw = sampling.Draw(a.xp.empty, B, V, (B, 7), True, True)
+        draw.numbers[...], draw.top_k[...], draw.uniforms[...] = 0.9, 5, 0.3
+        draw.take(sequences, logits, best)
+
+
+def launch_tree_sum(a):
+    for p, n in ((1, 9), (3, 5000), (8, tree_sum.BLOCK)):
+        tree_sum.tree_sum(a.x(n), a.x(p, n))
+
+
+def launch_codecs(a):
+    p, m, n = 3, 5 * GROUP, 13 * GROUP + 1
+    for kind in CODECS:
+        codec = codecs.FusedCodec(kind, a.xp)
+        code = codec.pack(a.f(p, m), a.f(n))
+        codec.add(a.f(m), code)
+        codec.unpack(a.f(n), code)
+
+
+# -- all of them ------------------------------------------------------------------------------------------------------
+
+
+def name_of(kernel):
+    return f"{kernel.fn.__module__.rpartition('.')[2]}.{kernel.fn.__name__}"
+
+
+def all_kernels(stages=(2, 3)):
+    """The functions that are launched; those that they call have other names."""
+    of_stage_2 = (f"{kernels.__name__}.{module.name}" for module in pkgutil.iter_modules(kernels.__path__))
+    for module in [*(of_stage_2 if 2 in stages else ()), *(OF_STAGE_3 if 3 in stages else ())]:
+        for name, function in vars(importlib.import_module(module)).items():
+            if name.endswith("_kernel"):
+                yield name_of(function)
+
+
+def program(xp, dtypes):
+    """Launch all of the above; -> the kernels that were not."""
+    launched, runtime = set(), triton_driver.runtime()
+    launch = runtime.launch
+
+    def noted(kernel, *arguments):
+        launched.add(name_of(kernel))
+        return launch(kernel, *arguments)
+
+    runtime.launch = noted
+    try:
+        for dtype in dtypes:
+            for name, function in list(globals().items()):
+                if name.startswith("launch_"):
+                    function(Arrays(xp, dtype))
+    finally:
+        runtime.launch = launch
+    return set(all_kernels()) - launched
+
+
+def on_the_gpu():
+    """What compute-sanitizer runs."""
+    xp = triton_driver.array_module()
+    if xp is np:
+        raise ConfigError("TRITON_INTERPRET is set: there is nothing to sanitize on the CPU")
+    xp.cuda.set_allocator(None)  # an allocation each
+    if missing := program(xp, ("float32", "float16", "bfloat16")):
+        raise ConfigError(f"never launched: {', '.join(sorted(missing))}: add them to {Path(__file__).name}")
+    xp.cuda.Device().synchronize()
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tool", choices=TOOLS, nargs="+", default=TOOLS, help="of compute-sanitizer (default: both)")
+    parser.add_argument("--program", action="store_true", help="launch the kernels, without compute-sanitizer")
+    args = parser.parse_args()
+    try:
+        if args.program:
+            return on_the_gpu()
+        triton_driver.array_module()  # its sentence, where there is no GPU
+        sanitizer = shutil.which("compute-sanitizer") or shutil.which("/usr/local/cuda/bin/compute-sanitizer")
+        if sanitizer is None:
+            raise ConfigError("compute-sanitizer is not on the PATH: it comes with NVIDIA's CUDA toolkit")
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    for tool in args.tool:
+        print(f"{tool}: every kernel of stages 2 and 3", flush=True)
+        words = [sanitizer, "--tool", tool, "--error-exitcode", str(FOUND), "--target-processes", "application-only"]
+        if code := subprocess.run([*words, sys.executable, __file__, "--program"], cwd=ROOT).returncode:
+            sys.exit(f"error: {tool} ended with exit code {code}: {FOUND} where it found something, see above")
+
+
+if __name__ == "__main__":
+    main()
