@@ -14,11 +14,11 @@ from contextlib import ExitStack
 
 import numpy as np
 
+from benchmarks.harness import ours
 from benchmarks.harness.contenders import (
     Contender,
     Running,
     add_saving,
-    ours,
     paired_ratio,
     play,
     print_table,

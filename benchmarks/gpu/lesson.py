@@ -17,8 +17,8 @@ import triton.language as tl
 
 from benchmarks.gpu.decode import seconds_a_step
 from benchmarks.gpu.plain_kernels import GPT2, KERNELS, SEED, compare
+from benchmarks.harness import ours as our_own
 from benchmarks.harness.contenders import add_saving, paired_ratio, print_table, progress, run, save
-from benchmarks.harness.contenders import ours as our_own
 from gpt2core.app.presets import PRESETS
 from gpt2core.errors import ConfigError
 

@@ -17,8 +17,8 @@ from benchmarks.gpus import parity as gpu_parity
 from benchmarks.gpus import scaling as gpu_scaling
 from benchmarks.gpus import strategies as gpu_strategies
 from benchmarks.gpus import timeline as gpu_timeline
+from benchmarks.harness import contenders as harness
 from benchmarks.harness.contenders import Contender, print_table
-from benchmarks.harness.contenders import contenders as harness
 from gpt2core.data import Windows
 from gpt2core.model import GPT2Config
 from gpt2core.trainer import Trainer

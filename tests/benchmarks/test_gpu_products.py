@@ -8,7 +8,8 @@ import pytest
 pytest.importorskip("triton")
 
 from benchmarks.gpu import products as gpu_products
-from benchmarks.harness.contenders import ours, print_table, timed_turn
+from benchmarks.harness import ours
+from benchmarks.harness.contenders import print_table, timed_turn
 from stage2_cuda.runtime.triton_launch import interpreted
 
 in_the_interpreter = pytest.mark.skipif(not interpreted(), reason="on a GPU the benchmark itself compares the two")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from benchmarks.gpu import step as gpu_step
-from benchmarks.harness.contenders import ours
+from benchmarks.harness import ours
 from gpt2core.backend import Immediate
 from gpt2core.data import Windows
 from gpt2core.model import GPT2Config

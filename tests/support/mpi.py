@@ -5,7 +5,7 @@ The mpiexec twin of thread_communicator.run_ranks; benchmarks/harness/jobs.py do
 
 import pytest
 
-from benchmarks.harness.contenders import jobs
+from benchmarks.harness import jobs
 from benchmarks.harness.jobs import ROOT
 from gpt2core.errors import ConfigError
 
