@@ -161,12 +161,12 @@ class Backend(ABC):
         return None
 
     def out_of_memory(
-        self, error, config, batch_size=None, seq_len=None, micro_shards=1, ranks=1, parallel=None, in_order=False
+        self, error, config, batch_size=None, seq_len=None, micro_batches=1, ranks=1, parallel=None, in_order=False
     ):
         """One sentence with the way out where `error` says that the device has no room for such a training step.
 
         Or for a generation, without a batch. None where it says something else, or where nothing better is known.
-        ranks: that are data parallel; parallel: a trainer.Parallel, or None for its defaults; in_order: whether the
+        ranks: that are data parallel; parallel: a ParallelConfig, or None for its defaults; in_order: whether the
         devices add gradients up in the canonical tree.
         """
         return None

@@ -24,5 +24,6 @@ class CheckpointError(UserError):
 
 
 def counted(count, noun):
-    """A number with its noun, as sentences have it: 1 rank, 2 ranks."""
-    return f"{count} {noun}{'s' * (count != 1)}"
+    """A number with its noun: 1 rank, 2 ranks, 3 micro-batches."""
+    plural = f"{noun}es" if noun.endswith("ch") else f"{noun}s"
+    return f"{count} {noun if count == 1 else plural}"

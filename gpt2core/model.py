@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from gpt2core import ops
+from gpt2core import ops, primitives
 from gpt2core.arena import Arena
 from gpt2core.errors import ConfigError
 from gpt2core.ops import SOLO
@@ -157,8 +157,8 @@ class GPT2:
             last = layer == self.config.n_layer - 1
             following = "transformer.ln_f." if last else f"transformer.h.{layer + 1}.ln_1."
             a = self.attention(y, h + "attn.", layer, cache)
-            if last and last_only:  # the other positions have said all they had to say
-                x, a = x[:, -1:], a[:, -1:]
+            if last and last_only:  # only the last position's logits are needed
+                x, a = (primitives.getitem(each, np.s_[:, -1:]) for each in (x, a))
             x, y = ops.residual_layernorm(
                 x, a, p[h + "attn.c_proj.bias"], p[h + "ln_2.weight"], p[h + "ln_2.bias"], eps
             )

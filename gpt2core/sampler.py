@@ -156,7 +156,7 @@ class Sampling:
         return int(order[min(int(np.searchsorted(np.cumsum(p), self.random.random(), "right")), len(p) - 1)])
 
 
-class Together:
+class GroupSampler:
     """One choice for a whole group: the ranks' logits are averaged, the root chooses, and all get its token."""
 
     def __init__(self, choose, group):

@@ -18,12 +18,12 @@ from gpt2core.optimizer import AdamW
 from gpt2core.parallel import tensor_parallel
 from gpt2core.parallel.bucket_size import measured_bucket
 from gpt2core.parallel.compression import Compressed
-from gpt2core.parallel.config import Parallel
+from gpt2core.parallel.config import ParallelConfig
 from gpt2core.parallel.data_parallel import data_parallel
 from gpt2core.parallel.even_slices import even_slices
 from gpt2core.parallel.loss_scale import LossScale
 from gpt2core.parallel.mesh import Mesh
-from gpt2core.parallel.micro_batches import MicroShards
+from gpt2core.parallel.micro_batches import MicroBatches
 from gpt2core.parallel.threads import Workers, limit_blas
 from gpt2core.parallel.tree_sum import tree_sum
 from gpt2core.parallel.zero import PIECE_MB, Arriving, check_gather
@@ -57,22 +57,22 @@ class Trainer:
 
     config: GPT2Config; backends: one for each thread of this rank; world: all ranks; parallel: how they share the
     work; optimizer and loss_scale: keyword arguments of AdamW and LossScale; record: let the backend record a step and
-    replay it. The global batch is `batch_size` sequences of `seq_len` tokens, in `micro_shards` shards.
+    replay it. The global batch is `batch_size` sequences of `seq_len` tokens, in `micro_batches` shards.
     """
 
     def __init__(
-        self, config, backends, *, batch_size, seq_len, micro_shards, optimizer=None, world=None, parallel=None, seed=0,
-        record=True, loss_scale=None,
+        self, config, backends, *, batch_size, seq_len, micro_batches, optimizer=None, world=None, parallel=None,
+        seed=0, record=True, loss_scale=None,
     ):  # fmt: skip
         if seq_len > config.block_size:
             raise ConfigError(f"--seq-len {seq_len} is longer than the model's block of {config.block_size} positions")
-        parallel = parallel or Parallel()
+        parallel = parallel or ParallelConfig()
         self.config, self.world, self.parallel, self.seed = config, world or Solo(), parallel, seed
         self.mesh = Mesh(self.world, self.world.size // parallel.tp, parallel.tp)
         data, tensor = self.mesh.data, self.mesh.tensor
         tensor_parallel.check_tensor_parallel(config, tensor.size)
         backends[0].check_model(config)
-        self.batch_size, self.seq_len, self.micro_shards = batch_size, seq_len, micro_shards
+        self.batch_size, self.seq_len, self.micro_batches = batch_size, seq_len, micro_batches
         self.rows = even_slices(batch_size, data.size)[data.rank]
         self.batch_rows = self.rows.stop - self.rows.start
         self.workers = Workers(backends)
@@ -82,7 +82,7 @@ class Trainer:
         backend = backends[0]
         self.parameters = backend.zeros((self.arena.size,), backend.dtype)
         self.compute = backend.compute_copy(self.parameters)
-        self.shards = MicroShards(config, self.arena, self.compute, self.workers, micro_shards // data.size, tensor)
+        self.shards = MicroBatches(config, self.arena, self.compute, self.workers, micro_batches // data.size, tensor)
         self.measured = self.measure(data, record) if parallel.bucket_mb is None else None
         self.data_parallel = self.reduction(data, owners)
         self.shards.on_complete = self.data_parallel.completed
@@ -109,19 +109,19 @@ class Trainer:
 
     def measure(self, group, record):
         """The root's BucketSize, for everyone: it is chosen by timing."""
-        step = self.workers.backends[0], record and self.world.recordable
+        step = self.backend, record and self.world.recordable
         return self.world.broadcast_object(measured_bucket(group, self.shards.gradients, *step))
 
     def reduction(self, group, owners):
         """The sum of the gradients over the data-parallel group, as the flags ask for it."""
         gradients, parallel = self.shards.gradients, self.parallel
-        if parallel.compress != "none" and self.workers.backends[0].scales_loss:
+        if parallel.compress != "none" and self.backend.scales_loss:
             raise ConfigError(
                 f"--compress {parallel.compress} would keep what overflows in fp16 and send it again: use --precision "
                 f"bf16 with it, or leave it away"
             )
         if parallel.compress != "none":
-            xp = self.workers.backends[0].xp
+            xp = self.backend.xp
             reduce_start = Compressed(parallel.compress, gradients, group, xp).reduce_start
         elif parallel.dp == "flat" and parallel.zero:
             own = self.arena.part(owners.rank, owners.size)  # nobody needs more of the sum than it owns
@@ -134,7 +134,7 @@ class Trainer:
                 return group.all_reduce_start(gradients[part], out=gradients[part])
 
         def behind_gradients(part):
-            with self.workers.backends[0].behind_gradients():
+            with self.backend.behind_gradients():
                 return reduce_start(part)
 
         return data_parallel(parallel.dp, self.arena, behind_gradients, gradients.itemsize, self.bucket_mb)
@@ -153,6 +153,11 @@ class Trainer:
         for lane in self.shards.lanes:
             lane.model.parameters = arriving.watched(lane.model.parameters)
         return arriving
+
+    @property
+    def backend(self):
+        """The backend of the first worker, which also computes what is done once a rank."""
+        return self.workers.backends[0]
 
     @property
     def steps(self):
@@ -175,11 +180,11 @@ class Trainer:
         return {name: (first[name], second[name]) for name in first}
 
     def on_host(self, arrays):
-        return {name: self.workers.backends[0].to_host(array) for name, array in arrays.items()}
+        return {name: self.backend.to_host(array) for name, array in arrays.items()}
 
     def fill(self, flat, arrays):
         """Copy the root's (name, whole array) pairs, in the model's order, into everyone's shards; None elsewhere."""
-        backend, tensor, views = self.workers.backends[0], self.mesh.tensor, self.arena.views(flat)
+        backend, tensor, views = self.backend, self.mesh.tensor, self.arena.views(flat)
         dtype = np.dtype(backend.dtype)
         for name, shape in parameter_shapes(self.config):
             array = np.empty(shape, dtype) if arrays is None else np.ascontiguousarray(next(arrays)[1], dtype)
@@ -196,7 +201,7 @@ class Trainer:
         def ordered(values):
             return iter([(name, values(name)) for name in names]) if self.world.is_root else None
 
-        backend = self.workers.backends[0]
+        backend = self.backend
         self.loss_scale.load(loss_scale)
         self.fill(self.parameters, ordered(lambda name: parameters[name]))
         if self.world.broadcast_object(moments is not None):
@@ -255,7 +260,7 @@ class Trainer:
             self.under_way = windows, then, self.begin(windows, then, ahead=1)
         else:
             self.feed(windows, self.position + self.batch_size)  # while a device works, the host brings the next batch
-        *losses, norm = self.workers.backends[0].numbers(finish())
+        *losses, norm = self.backend.numbers(finish())
         sent = self.bytes_sent() - self.sent_by_update
         loss, self.stopped_by = self.total(losses, self.asked_to_stop())
         self.sent += self.bytes_sent() - sent
@@ -291,8 +296,8 @@ class Trainer:
         with self.arriving:
             losses = self.shards.backward(1 / (self.batch_size * self.seq_len), self.loss_scale.factor)
         self.data_parallel.finish()
-        self.workers.backends[0].settle()
-        with self.workers.backends[0].span("optimizer"):
+        self.backend.settle()
+        with self.backend.span("optimizer"):
             stop = self.optimizer.stop if self.loss_scale.state is None else None  # fp16 repeats such a step
             norm, scale = self.optimizer.norm_and_scale(self.shards.gradients, self.loss_scale, stop)
             self.optimizer.update(self.shards.gradients, scale)
@@ -302,7 +307,7 @@ class Trainer:
     def agree(self):
         """After the first step: what the root's backend chose by timing is everyone's choice from here on."""
         if self.choices is None:
-            self.choices = self.world.broadcast_object(self.workers.backends[0].choices)
+            self.choices = self.world.broadcast_object(self.backend.choices)
             self.adopt(self.choices, final=True)
 
     def adopt(self, choices, final=False):
@@ -325,7 +330,7 @@ class Trainer:
         return sum(group.bytes_sent for group in groups)
 
     def utilisation(self, tokens_per_second):
-        peak = self.workers.backends[0].peak_flops(self.workers.backends[0].precision)
+        peak = self.backend.peak_flops(self.backend.precision)
         return peak and tokens_per_second * flops_per_token(self.config, self.seq_len) / (peak * self.world.size)
 
     def evaluate(self, windows):
@@ -355,7 +360,7 @@ class Trainer:
     def model(self):
         """The current model, for generation by this rank alone; all ranks must call it."""
         self.optimizer.gather()
-        backend = self.workers.backends[0]
+        backend = self.backend
         return GPT2(self.config, {name: Tensor(array, backend) for name, array in self.named(self.compute).items()})
 
     def parameter_hash(self):
@@ -371,7 +376,7 @@ class Trainer:
         self.optimizer.gather_parameters()
         digest = hashlib.sha256()
         for flat in (self.parameters, self.compute):  # the copy that kernels read is what ZeRO-1 gathers at each step
-            digest.update(self.workers.backends[0].to_host(flat))
+            digest.update(self.backend.to_host(flat))
         mine = digest.hexdigest()
         everyones = self.world.all_gather_object((self.mesh.tensor.rank, mine))
         expected = {}  # tensor rank -> (the first rank that holds that shard, its hash)

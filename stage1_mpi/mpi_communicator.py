@@ -27,7 +27,7 @@ from gpt2core.communicator import (
     rows_of,
 )
 from gpt2core.errors import ConfigError
-from gpt2core.parallel.launcher_env import launched
+from gpt2core.parallel.launcher_env import read_launcher_env
 from stage1_mpi import collectives
 
 NATIVE = "mpi"  # the library's own algorithms
@@ -393,7 +393,7 @@ def import_mpi():
         reason = str(error).splitlines()[0]
         tell_launcher_at_exit()
         raise ConfigError(f"stage 1 needs mpi4py and an MPI library: pip install mpi4py mpich ({reason})") from error
-    variable, ranks, _ = launched()
+    variable, ranks, _ = read_launcher_env()
     if MPI.COMM_WORLD.size == 1 and ranks > 1:
         vendor, version = MPI.get_vendor()
         library = f"{vendor} {'.'.join(map(str, version))}"

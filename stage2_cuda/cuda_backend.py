@@ -21,8 +21,7 @@ from stage2_cuda.gemm.products import NumpyGemm, Products, cublaslt
 from stage2_cuda.kernels import adamw, column_sums, embedding, gelu, layernorm, rounding
 from stage2_cuda.kernels import attention as flash
 from stage2_cuda.kernels.cast import cast
-from stage2_cuda.runtime import nvtx
-from stage2_cuda.runtime import triton_launch as triton_driver
+from stage2_cuda.runtime import nvtx, triton_launch
 from stage2_cuda.runtime.cuda_graph import Recorded
 from stage2_cuda.runtime.peak_flops import peak_flops
 from stage2_cuda.runtime.side_stream import NoStream, SideStream
@@ -54,15 +53,15 @@ class CudaBackend(FusedHead, Backend):
     def __init__(self, precision="fp32", deterministic=True):
         if precision not in PRECISIONS:
             raise ConfigError(f"--precision {precision} is unknown in this stage: use {', '.join(PRECISIONS)}")
-        if triton_driver.interpreted() and precision not in INTERPRETED:
+        if triton_launch.interpreted() and precision not in INTERPRETED:
             why = ", where it is silently wrong" if precision == "bf16" else ", which has no tensor cores"
             raise ConfigError(f"--precision {precision} has no meaning in Triton's interpreter{why}: use fp32 or fp16")
-        self.xp = triton_driver.array_module()
+        self.xp = triton_launch.array_module()
         compute, self.dot = PRECISIONS[precision]
         self.precision, self.dtype, self.compute = precision, np.dtype(np.float32), dtype_of(compute)
         self.scales_loss, self.rounds_stochastically = precision == "fp16", precision == "bf16"
-        self.records, self.recorded = not triton_driver.interpreted(), []
-        if triton_driver.interpreted():
+        self.records, self.recorded = not triton_launch.interpreted(), []
+        if triton_launch.interpreted():
             self.name, self.side = "the Triton interpreter", NoStream()
             gemm, self.tuner = NumpyGemm(), Tuner(self.xp)
         else:
@@ -410,7 +409,7 @@ class CudaBackend(FusedHead, Backend):
         return max([self.held_memory(), *(step.held_before for step in self.recorded)])
 
     def out_of_memory(
-        self, error, config, batch_size=None, seq_len=None, micro_shards=1, ranks=1, parallel=None, in_order=False
+        self, error, config, batch_size=None, seq_len=None, micro_batches=1, ranks=1, parallel=None, in_order=False
     ):
         if not (self.records and memory.is_out_of_memory(error)):
             return None
@@ -418,7 +417,7 @@ class CudaBackend(FusedHead, Backend):
         if batch_size is None:
             told = memory.no_room_to_write(config, self.precision, free, parallel.tp if parallel else 1)
         else:
-            sizes = batch_size, seq_len, self.precision, micro_shards, ranks
+            sizes = batch_size, seq_len, self.precision, micro_batches, ranks
             told = memory.no_room_to_train(config, *sizes, free, parallel, in_order)
         return f"out of memory on the {self.name}: {told}"
 

@@ -3,7 +3,7 @@
 benchmarks/gpu/memory.py holds the sum against what CuPy's pools and the driver have given out: within a tenth.
 """
 
-# B sequences of T tokens in one micro-shard, N = B*T rows, C channels, V vocabulary, L layers
+# B sequences of T tokens in one micro-batch, N = B*T rows, C channels, V vocabulary, L layers
 # a rank has heads / tp, V / tp, and a middle of the MLP of 4C / tp channels
 
 import math
@@ -12,7 +12,7 @@ from dataclasses import replace
 from gpt2core.arena import Arena, round_up
 from gpt2core.errors import counted
 from gpt2core.model import parameter_shapes
-from gpt2core.parallel.config import Parallel
+from gpt2core.parallel.config import ParallelConfig
 from gpt2core.parallel.tensor_parallel import shard_shapes
 
 FP32 = 4  # bytes
@@ -26,18 +26,18 @@ MARGIN = 1.1  # the model is right within a tenth
 CODING = {"none": 0, "fp16": 1.2, "bf16": 1.2, "int8": 0.7}  # arrays of a message's size: its codes, sent and come
 
 
-def training_memory(config, batch_size, seq_len, precision, micro_shards=1, ranks=1, parallel=None, in_order=False):
-    """{what: bytes at most} of a rank that trains on `batch_size` sequences a step, in `micro_shards` parts.
+def training_memory(config, batch_size, seq_len, precision, micro_batches=1, ranks=1, parallel=None, in_order=False):
+    """{what: bytes at most} of a rank that trains on `batch_size` sequences a step, in `micro_batches` parts.
 
-    It is one of `ranks` that are data parallel, times parallel.tp (a trainer.Parallel); in_order: whether the GPUs add
+    It is one of `ranks` that are data parallel, times parallel.tp (a ParallelConfig); in_order: whether the GPUs add
     gradients up in the canonical tree.
     """
-    parallel = parallel or Parallel()
+    parallel = parallel or ParallelConfig()
     tp, owners = parallel.tp, ranks if parallel.zero else 1
     C, V, L = config.n_embd, round_up(config.vocab_size // tp, ALIGNED), config.n_layer
-    rows = -(-batch_size // micro_shards) * seq_len
+    rows = -(-batch_size // micro_batches) * seq_len
     stream = BYTES[precision] * rows * C  # an array (N, C), as large as the residual stream
-    several = micro_shards > 1  # else gradients are written where they are summed
+    several = micro_batches > 1  # else gradients are written where they are summed
     head = FP32 * V * C * several  # the gradient of lm_head
     in_middle = head * config.tied + 4 * FP32 * C * C // tp * several  # of gradients, in the middle of backward
     halves = precision == "fp32"  # a product's operands are split first, in two of half the bytes
@@ -51,8 +51,8 @@ def training_memory(config, batch_size, seq_len, precision, micro_shards=1, rank
     return {
         "parameters": FP32 * size,
         "copy of the parameters": BYTES[precision] * size if BYTES[precision] < FP32 else 0,
-        # one sum for each level of the tree over the micro-shards
-        "gradients": FP32 * size * max(1, (micro_shards - 1).bit_length()),
+        # one sum for each level of the tree over the micro-batches
+        "gradients": FP32 * size * max(1, (micro_batches - 1).bit_length()),
         "moments": 2 * FP32 * size // owners,
         # what forward keeps of a layer: qkv 3, attention 1, residual stream and LayerNorm 2, the MLP's middle before
         # and after GELU 4 + 4, residual stream and LayerNorm 2; of heads and the middle this rank has its part
@@ -73,7 +73,7 @@ def training_memory(config, batch_size, seq_len, precision, micro_shards=1, rank
         "compression": int(FP32 * (size + size // ranks + CODING[parallel.compress] * message))
         * (parallel.compress != "none"),
         "gathered to save": FP32 * whole * (tp > 1),  # beside what a recorded step holds for good
-        "tokens": 12 * FP32 * rows * micro_shards,  # inputs and targets, their sorted order, and what sorts them
+        "tokens": 12 * FP32 * rows * micro_batches,  # inputs and targets, their sorted order, and what sorts them
         "workspace": WORKSPACE,
         "context": CONTEXT,
     }
@@ -103,38 +103,38 @@ def largest_batch(fits, batch_size, step):
 
 
 def no_room_to_train(
-    config, batch_size, seq_len, precision, micro_shards, ranks, free, parallel=None, in_order=False
+    config, batch_size, seq_len, precision, micro_batches, ranks, free, parallel=None, in_order=False
 ):  # fmt: skip
     """One sentence: what was asked for takes so much, so much there is (`free`, bytes), and what would fit.
 
-    batch_size and micro_shards are those of all ranks, bytes those of one; the rest is training_memory's.
+    batch_size and micro_batches are those of all ranks, bytes those of one; the rest is training_memory's.
     """
-    parallel = parallel or Parallel()
+    parallel = parallel or ParallelConfig()
 
     def needed(sequences, shards, parallel=parallel):
         sizes = sequences // ranks, seq_len, precision, shards // ranks
         return sum(training_memory(config, *sizes, ranks, parallel, in_order).values())
 
-    def fits(sequences, shards=micro_shards, parallel=parallel):
+    def fits(sequences, shards=micro_batches, parallel=parallel):
         return MARGIN * needed(sequences, shards, parallel) <= free
 
-    ways, shards = [], 2 * micro_shards
-    if batch := largest_batch(fits, batch_size, micro_shards):
+    ways, shards = [], 2 * micro_batches
+    if batch := largest_batch(fits, batch_size, micro_batches):
         ways.append(f"--batch-size {batch}")
     while batch_size % shards == 0 and not fits(batch_size, shards):
         shards *= 2
     if batch_size % shards == 0:
-        ways.append(f"--micro-shards {shards}")
+        ways.append(f"--micro-batches {shards}")
     if not parallel.zero and fits(batch_size, parallel=replace(parallel, zero=1)):
         ways.append("--zero 1")
     if parallel.compress != "none" and fits(batch_size, parallel=replace(parallel, compress="none")):
         ways.append("--compress none")
     given = {"tp": parallel.tp, "zero": parallel.zero, "compress": parallel.compress}
-    flags = "".join(f" --{name} {value}" for name, value in given.items() if value != getattr(Parallel(), name))
+    flags = "".join(f" --{name} {value}" for name, value in given.items() if value != getattr(ParallelConfig(), name))
     return (
-        f"--batch-size {batch_size} of {seq_len} tokens in {counted(micro_shards, 'micro-shard')}"
+        f"--batch-size {batch_size} of {seq_len} tokens in {counted(micro_batches, 'micro-batch')}"
         f"{' with' * bool(flags)}{flags} takes "
-        f"about {gib(needed(batch_size, micro_shards))} in {precision}, and {gib(free)} are free: "
+        f"about {gib(needed(batch_size, micro_batches))} in {precision}, and {gib(free)} are free: "
         f"use {listed(ways) or 'a smaller --seq-len, or a smaller model'}"
     )
 

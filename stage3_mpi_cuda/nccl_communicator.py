@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 
 from gpt2core.communicator import Communicator, Solo
 from gpt2core.errors import ConfigError
-from gpt2core.parallel.all_or_raise import everywhere, together
+from gpt2core.parallel.all_or_raise import all_or_raise, shared_error
 from stage1_mpi.mpi_communicator import MpiCommunicator
 from stage2_cuda.kernels.codecs import FusedCodec
-from stage2_cuda.runtime import triton_launch as triton_driver
+from stage2_cuda.runtime import triton_launch
 from stage3_mpi_cuda.nccl_collectives import NATIVE, NcclCollectives
 from stage3_mpi_cuda.staged_collectives import StagedCollectives
 from stage3_mpi_cuda.watchdog import Watchdog
@@ -46,15 +46,15 @@ class NcclCommunicator(Communicator):
     def use_transport(self, name):
         if name not in (None, *TRANSPORTS):
             raise ConfigError(f"--transport {name} is unknown: choose from {', '.join(TRANSPORTS)}")
-        if triton_driver.interpreted():
+        if triton_launch.interpreted():
             if name == "nccl":
                 raise ConfigError("--transport nccl is for GPUs, and Triton's interpreter has none: leave it out")
             self.transport, self.gpu = "mpi", Gpu()
         else:
-            self.gpu = together(self.host, lambda: bind(self.host.local_rank))
+            self.gpu = all_or_raise(self.host, lambda: bind(self.host.local_rank))
             self.transport = self._choose(name)
             if self.transport == "nccl":
-                self.gpu.nccl = together(self.host, lambda: import_nccl(self.gpu.cupy))
+                self.gpu.nccl = all_or_raise(self.host, lambda: import_nccl(self.gpu.cupy))
         Watchdog(self).start()
         return self.transport
 
@@ -64,13 +64,15 @@ class NcclCommunicator(Communicator):
         for rank, (kind, *_) in enumerate(places):
             if kind != places[0][0]:
                 advice = "start the ranks on GPUs of one kind, as CUDA_VISIBLE_DEVICES selects them"
-                raise everywhere(ConfigError(f"rank {rank} has an {kind}, but rank 0 an {places[0][0]}: {advice}"))
+                raise shared_error(ConfigError(f"rank {rank} has an {kind}, but rank 0 an {places[0][0]}: {advice}"))
         count = len(set(places))
         if count == self.size:
             return name or "nccl"
         if name == "nccl":
             found = f"--transport nccl needs a GPU for each rank, and these {self.size} ranks have {count}"
-            raise everywhere(ConfigError(f"{found}: start {count}, or use --transport mpi, with which ranks can share"))
+            raise shared_error(
+                ConfigError(f"{found}: start {count}, or use --transport mpi, with which ranks can share")
+            )
         if self.is_root:
             shared = f"note: {self.size} ranks share {count} GPU{'s' * (count > 1)}, each with a part of its time"
             print(f"{shared}, and so --transport is mpi: NCCL wants a GPU for each rank", file=sys.stderr)
@@ -106,7 +108,7 @@ class NcclCommunicator(Communicator):
             self._carrier.use_collectives(name)
 
     def codec(self, kind):
-        return FusedCodec(kind, triton_driver.array_module())
+        return FusedCodec(kind, triton_launch.array_module())
 
     def _by(self, x):
         """Who carries x: the host's communicator, or the transport between GPUs."""
@@ -185,7 +187,7 @@ class Gpu:
 
 def bind(local_rank):
     """This process's Gpu: of those that it sees, number `local_rank`, from the first again after the last."""
-    cupy = triton_driver.array_module()  # refuses, with the reason, where there is none
+    cupy = triton_launch.array_module()  # refuses, with the reason, where there is none
     number = local_rank % cupy.cuda.runtime.getDeviceCount()
     cupy.cuda.Device(number).use()
     name = cupy.cuda.runtime.getDeviceProperties(number)["name"].decode()

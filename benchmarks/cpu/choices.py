@@ -12,7 +12,7 @@ from gpt2core.parallel.threads import limit_blas
 from stage0_serial.buffer_pool import BufferPool
 from stage0_serial.numpy_backend import NumpyBackend
 
-ROWS = 512  # a micro-shard: 2 sequences of 256 tokens
+ROWS = 512  # a micro-batch: 2 sequences of 256 tokens
 
 
 def choices():

@@ -34,7 +34,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="thread counts to compare (default 1 2)")
     args = parser.parse_args()
-    logs = {threads: train(threads, ROOT / "results" / "curve.png") for threads in args.threads}
+    logs = {threads: train(threads, ROOT / "results" / "cpu" / "curve.png") for threads in args.threads}
     losses = [row["loss"] for row in next(iter(logs.values()))]
     deviations = [ours / theirs - 1 for ours, theirs in zip(losses, PAPER, strict=True)]
     print_table(

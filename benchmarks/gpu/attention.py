@@ -179,7 +179,7 @@ def main():
     add("--turn", type=float, default=30, help="milliseconds on the device of one turn, about (default 30)")
     add("--threads", type=int, default=4, help="threads of each process on the host (default 4)")
     add("--timeout", type=int, default=300, help="seconds that one turn may take, compiling included (default 300)")
-    add_saving(add, "gpu_attention")
+    add_saving(add, "attention")
     args = parser.parse_args()
     for results in measure(args, list(contenders(args))):
         if not args.no_save:  # after each shape: what cuts a long run off must not take all of it along

@@ -84,7 +84,7 @@ class Variants:
     def __init__(self, config, batch_size, precision):
         tokens = np.random.default_rng(SEED).integers(0, config.vocab_size, (batch_size, config.block_size + 1))
         self.batch = Batch(tokens[:, :-1].copy(), tokens[:, 1:].copy())
-        self.sizes = dict(batch_size=batch_size, seq_len=config.block_size, micro_shards=1)
+        self.sizes = dict(batch_size=batch_size, seq_len=config.block_size, micro_batches=1)
         self.config, self.precision, self.first = config, precision, None
 
     def trainer(self, change, steps=4):

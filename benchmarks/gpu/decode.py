@@ -208,7 +208,7 @@ def main():
     add("--timeout", type=int, default=500, help="seconds that one turn may take, compiling included (default 500)")
     add("--variants", action="store_true", help="time the kernels' constants instead, ours alone")
     add("--steps", type=int, default=200, help="steps of one timing of --variants (default 200)")
-    add_saving(add, "gpu_decode")
+    add_saving(add, "decode")
     args = parser.parse_args()
 
     results = []

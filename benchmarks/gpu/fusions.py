@@ -212,7 +212,7 @@ def main():
         print_table(rows)
         print()
     if not args.no_save:
-        save(BENCHMARK, results, args.commit, "gpu_fusions")
+        save(BENCHMARK, results, args.commit, "fusions")
 
 
 if __name__ == "__main__":

@@ -182,7 +182,7 @@ def main():
         progress(turn.what)
         results.append(measure(turn, args.rounds))
         if not args.no_save:  # after each: what cuts a run off must not take all of it along
-            save(BENCHMARK, results, args.commit, "gpu_lesson")
+            save(BENCHMARK, results, args.commit, "lesson")
         del turn  # or its arrays would be there beside the next one's
     progress("")
     print_table([row_of(result) for result in results])

@@ -13,7 +13,7 @@ from stage2_cuda.memory_model import BYTES, CONTEXT, training_memory
 BENCHMARK = "benchmarks.gpu.memory"
 STEPS = 3  # one that compiles, one that is recorded, one that is replayed
 BOUND = 0.10  # of the measured bytes
-# (preset, sequences a step, precision, micro-shards): where activations are most of it, logits, or the parameters
+# (preset, sequences a step, precision, micro-batches): where activations are most of it, logits, or the parameters
 CASES = [
     ("gpt2", 64, "bf16", 1),
     ("gpt2", 64, "fp16", 1),
@@ -29,13 +29,13 @@ CASES = [
 ]
 
 
-def prepare(module, preset, batch_size, precision, micro_shards):
+def prepare(module, preset, batch_size, precision, micro_batches):
     """Return `turn()`, which trains on random tokens; it may be asked once: a process's second peak tells nothing."""
     config, rng = PRESETS[preset], np.random.default_rng(0)
 
     def turn():
         before = driver_bytes()
-        step = module.CudaSteps(config, batch_size, config.block_size, precision, micro_shards)
+        step = module.CudaSteps(config, batch_size, config.block_size, precision, micro_batches)
         for _ in range(STEPS):
             tokens = rng.integers(0, config.vocab_size, (batch_size, config.block_size + 1))
             step(tokens[:, :-1].copy(), tokens[:, 1:].copy())
@@ -46,7 +46,7 @@ def prepare(module, preset, batch_size, precision, micro_shards):
 
 def measure(case, timeout):
     """One result: what the pools held, what the driver gave out, and the model's terms, in bytes."""
-    options = dict(zip(("preset", "batch_size", "precision", "micro_shards"), case, strict=True))
+    options = dict(zip(("preset", "batch_size", "precision", "micro_batches"), case, strict=True))
     with Running(Contender("ours", "benchmarks.harness.ours", 4, options), BENCHMARK, timeout) as running:
         answer = running.ask()
     config, batch, (precision, shards) = PRESETS[case[0]], case[1], case[2:]
@@ -63,7 +63,7 @@ def row_of(result):
     largest = sorted(result["terms"].items(), key=lambda term: -term[1])[:3]
     return {
         "configuration": f"{options['preset']}, {options['precision']}, {options['batch_size']} sequences"
-        + f" in {options['micro_shards']} micro-shards" * (options["micro_shards"] > 1),
+        + f" in {options['micro_batches']} micro-batches" * (options["micro_batches"] > 1),
         "held GiB": gib(result["held_bytes"]),
         "model GiB": gib(result["model_bytes"]),
         "difference": f"{100 * result['difference']:+.1f} %",
@@ -78,7 +78,7 @@ def main():
     add("--preset", choices=PRESETS, nargs="+", help="models (default: a list of cases)")
     add("--batch-size", type=int, nargs="+", default=[8, 64], help="sequences a step, with --preset (default 8 64)")
     add("--precision", choices=BYTES, nargs="+", default=["bf16"], help="with --preset (default bf16)")
-    add("--micro-shards", type=int, nargs="+", default=[1], help="with --preset (default 1)")
+    add("--micro-batches", type=int, nargs="+", default=[1], help="with --preset (default 1)")
     add("--timeout", type=int, default=300, help="seconds that one case may take, compiling included (default 300)")
     add_saving(add)
     args = parser.parse_args()
@@ -87,7 +87,7 @@ def main():
         for preset in args.preset or ()
         for batch in args.batch_size
         for precision in args.precision
-        for shards in args.micro_shards
+        for shards in args.micro_batches
     ]
     results = []
     for case in given or CASES:

@@ -127,7 +127,7 @@ def attention(xp, rng, of):
     def heads(x):
         return x.reshape(B, T, -1, H, D).transpose(2, 0, 3, 1, 4)  # (parts, B, H, T, D)
 
-    def together(*parts):
+    def all_or_raise(*parts):
         return xp.stack(parts).transpose(1, 3, 0, 2, 4).reshape(B, T, -1)
 
     def plain():
@@ -138,7 +138,7 @@ def attention(xp, rng, of):
         dweights = g @ v.swapaxes(2, 3)
         dscores = weights * (dweights - (dweights * weights).sum(-1, keepdims=True)) * scale
         dq, dk, dv = dscores @ k, dscores.swapaxes(2, 3) @ q, weights.swapaxes(2, 3) @ g
-        return together(weights @ v), together(dq, dk, dv)
+        return all_or_raise(weights @ v), all_or_raise(dq, dk, dv)
 
     def ours():
         kernels.attention_forward(y, lse, qkv, H)

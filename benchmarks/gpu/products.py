@@ -144,7 +144,7 @@ def parser():
     add("--turn", type=float, default=20, help="milliseconds on the device of one turn, about (default 20)")
     add("--threads", type=int, default=4, help="threads of each process on the host (default 4)")
     add("--timeout", type=int, default=300, help="seconds that one turn may take, compiling included (default 300)")
-    add_saving(add, "gpu_products")
+    add_saving(add, "products")
     return parser
 
 

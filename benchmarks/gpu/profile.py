@@ -56,9 +56,9 @@ class Launch(NamedTuple):
 
 def launches_of(function, backend):
     """The Triton launches and products that one call of function() makes, in order."""
-    from stage2_cuda.runtime import triton_launch as triton_driver
+    from stage2_cuda.runtime import triton_launch
 
-    found, gpu, gemm = [], triton_driver.runtime(), backend.products.gemm
+    found, gpu, gemm = [], triton_launch.runtime(), backend.products.gemm
     launch, matmul = gpu.launch, gemm.matmul
 
     def noted_launch(kernel, grid, arguments, options):
@@ -394,7 +394,7 @@ def main():
     add("--vocab-size", type=int, help="words, to see what an odd number of them costs (default: the preset's)")
     add("--steps", type=int, default=5, help="steps that are averaged, of each kind (default 5)")
     add("--rows", type=int, default=30, help="longest rows of a table that are shown (default 30)")
-    add_saving(add, "gpu_profile")
+    add_saving(add, "profile")
     args = parser.parse_args()
     args.batch_size = args.batch_size or (16 if args.preset == "paper" else 64)
     config = PRESETS[args.preset]

@@ -216,7 +216,7 @@ def main(contenders=contenders):
     add("--warm-up", type=int, default=3, help="steps before the first round (default 3)")
     add("--threads", type=int, default=4, help="threads of each process on the host (default 4)")
     add("--timeout", type=int, default=500, help="seconds that one turn may take, compiling included (default 500)")
-    add_saving(add, "gpu_step")
+    add_saving(add, "step")
     args = parser.parse_args()
 
     results = []

@@ -274,7 +274,7 @@ def parser():
     add("--preset", choices=PRESETS, default="gpt2", help="whose gradient the size of a bucket is for (default gpt2)")
     add("--rounds", type=int, default=9, help="turns of each all-reduce (default 9)")
     add("--timeout", type=int, default=150, help="seconds that one job may take (default 150)")
-    add_saving(add, "gpu_collectives")
+    add_saving(add, "collectives")
     return parser
 
 

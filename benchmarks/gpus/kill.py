@@ -122,7 +122,7 @@ def parser():
     add("--steps", type=int, default=4000, help="steps of a run (default 4000)")
     add("--checkpoint-every", type=int, default=100, help="steps between checkpoints (default 100)")
     add("--seed", type=int, default=0, help="of ranks and moments (default 0)")
-    add_saving(add, "gpu_kill")
+    add_saving(add, "kill")
     return parser
 
 

@@ -3,10 +3,10 @@
 from benchmarks.harness.ours import take_turns
 from gpt2core.communicator import Solo
 from gpt2core.model import initial_parameters
-from gpt2core.parallel.config import Parallel
+from gpt2core.parallel.config import ParallelConfig
 from gpt2core.trainer import Trainer
 from stage2_cuda.cuda_backend import CudaBackend
-from stage2_cuda.runtime import triton_launch as triton_driver
+from stage2_cuda.runtime import triton_launch
 from stage3_mpi_cuda.nccl_communicator import NcclCommunicator
 
 LR = 3e-4
@@ -16,7 +16,7 @@ OPTIMIZER = dict(clip=1.0, weight_decay=0.1, beta2=0.95)  # GPT-2's recipe, and 
 def make_world(ranks):
     """The ranks of this job, each with its GPU: `ranks` are as many as mpiexec has started."""
     world = NcclCommunicator()
-    world.use_transport(None if triton_driver.interpreted() else "nccl")  # refuses what is fewer GPUs than ranks
+    world.use_transport(None if triton_launch.interpreted() else "nccl")  # refuses what is fewer GPUs than ranks
     return world
 
 
@@ -24,7 +24,7 @@ def make_variants(config, world, windows, variants, precision="bf16"):
     """{name: train(steps) -> what this rank can tell of them}; None where this rank has no part in it.
 
     variants: {name: dict(ranks=, batch_size= of all ranks, deterministic=False, talks=True, and those of Parallel)};
-    the ranks are the first ones of the world, with a micro-shard each. With talks=False each of them trains by itself
+    the ranks are the first ones of the world, with a micro-batch each. With talks=False each of them trains by itself
     on its share of the batch. A trainer is made at its first turn, and all ranks call those in the same order.
     """
     job = Job(config, windows, precision)
@@ -73,7 +73,7 @@ class Job:
             self.values = {name: backend.asarray(array) for name, array in initial_parameters(self.config, 0)}
         trainer = Twin(
             self.values, self.config, [backend], batch_size=batch_size, seq_len=self.windows.seq_len,
-            micro_shards=group.size, optimizer=OPTIMIZER, world=group, parallel=Parallel(**parallel),
+            micro_batches=group.size, optimizer=OPTIMIZER, world=group, parallel=ParallelConfig(**parallel),
         )  # fmt: skip
         self.first = take_turns(self.first, backend)
         return trainer

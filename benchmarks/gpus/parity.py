@@ -16,7 +16,7 @@ from stage1_mpi.launch import choose, launch_line
 
 BENCHMARK = "benchmarks.gpus.parity"
 SETTLED = 5  # steps until one takes its usual time: the first compiles, the second is recorded
-TOLERANCE = {"fp32": 1e-3, "tf32": 1e-2, "bf16": 2e-2}  # of the fast mode's losses: its micro-shards round elsewhere
+TOLERANCE = {"fp32": 1e-3, "tf32": 1e-2, "bf16": 2e-2}  # of the fast mode's losses: its micro-batches round elsewhere
 WAYS = ("--dp", "bucket"), ("--dp", "flat", "--zero", "1")
 HOST = ("--dp", "flat", "--transport", "mpi")
 EXACT = "--deterministic"
@@ -95,7 +95,7 @@ def parser():
     add("--ranks", type=int, nargs="+", default=[1, 2, 4], help="GPUs, one for each rank (default 1 2 4)")
     add("--steps", type=int, default=50, help="steps of each run (default 50)")
     add("--timeout", type=int, default=300, help="seconds that one run may take (default 300)")
-    add_saving(add, "gpu_parity")
+    add_saving(add, "parity")
     return parser
 
 

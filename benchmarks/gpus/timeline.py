@@ -184,7 +184,7 @@ def main(argv=None):
     print_table(rows_of(figures))
     if not args.no_save:
         save(BENCHMARK, figures, args.commit, args.save_as)
-        trace = ROOT / "results" / f"{args.save_as}_trace.json"
+        trace = ROOT / "results" / "gpus" / f"{args.save_as}_trace.json"
         trace.write_text(json.dumps(trace_of(steps), separators=(",", ":")) + "\n")
         plot(steps, trace.with_name(f"{args.save_as}.png"))
         print(f"And {trace.name}, which ui.perfetto.dev opens, and {args.save_as}.png.")

@@ -295,12 +295,13 @@ def add_saving(add, name=None):
 
 
 def save(benchmark, results, of_commit=None, name=None):
-    """Write results/<name>.json: the results, and when, what and on which hardware they were measured.
+    """Write results/<group>/<name>.json: the results, and when, what and on which hardware they were measured.
 
     of_commit: what was measured, where it was measured from a copy without its repository. name: else the benchmark's.
     """
-    path = ROOT / "results" / f"{name or benchmark.rpartition('.')[2]}.json"
-    path.parent.mkdir(exist_ok=True)
+    *_, group, module = benchmark.split(".")
+    path = ROOT / "results" / group / f"{name or module}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
     record = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": of_commit or commit(),

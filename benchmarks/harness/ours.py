@@ -8,7 +8,7 @@ import numpy as np
 
 from gpt2core.communicator import Solo
 from gpt2core.model import GPT2, initial_parameters
-from gpt2core.parallel.config import Parallel, plan
+from gpt2core.parallel.config import ParallelConfig, plan_micro_batches
 from gpt2core.sampler import Greedy, generate_together
 from gpt2core.sampler import generate as continuation
 from gpt2core.trainer import Trainer
@@ -52,12 +52,12 @@ def build_trainer(
     config, batch_size, seq_len, threads, deterministic, world=None, collectives=None, backends=None, **parallel
 ):
     """A Trainer with the command line's defaults; `parallel`: arguments of Parallel, `threads` of each rank."""
-    world, parallel = world or Solo(), Parallel(**parallel)
+    world, parallel = world or Solo(), ParallelConfig(**parallel)
     world.use_collectives(collectives or ("canonical" if deterministic else "mpi"))
-    micro_shards, threads = plan(batch_size, None, threads, world.size // parallel.tp, deterministic)
+    micro_batches, threads = plan_micro_batches(batch_size, None, threads, world.size // parallel.tp, deterministic)
     backends = backends or [NumpyBackend() for _ in range(threads)]
     return Trainer(
-        config, backends, batch_size=batch_size, seq_len=seq_len, micro_shards=micro_shards, world=world,
+        config, backends, batch_size=batch_size, seq_len=seq_len, micro_batches=micro_batches, world=world,
         parallel=parallel,
     )  # fmt: skip
 
@@ -93,14 +93,14 @@ class CudaSteps:
     `trainer.update()` is what the device does by itself, as a graph; `trainer.compute_update()` is the same without.
     """
 
-    def __init__(self, config, batch_size, seq_len, precision="bf16", micro_shards=1, recorded=True):
+    def __init__(self, config, batch_size, seq_len, precision="bf16", micro_batches=1, recorded=True):
         from stage2_cuda.cuda_backend import CudaBackend  # the other benchmarks do without Triton
 
         self.backend = CudaBackend(precision, deterministic=False)  # as train_gpt2.py has it: products chosen by timing
         self.backend.records &= recorded
         self.windows = Announced({})
         self.trainer = Trainer(
-            config, [self.backend], batch_size=batch_size, seq_len=seq_len, micro_shards=micro_shards,
+            config, [self.backend], batch_size=batch_size, seq_len=seq_len, micro_batches=micro_batches,
             optimizer=GPU_OPTIMIZER,
         )  # fmt: skip
 

@@ -220,7 +220,7 @@ def main():
         return
     results = compare(args)
     if not args.no_save:
-        plot(results["all_reduce"], ROOT / "results" / "collectives.png")
+        plot(results["all_reduce"], ROOT / "results" / "ranks" / "collectives.png")
         save(BENCHMARK, results)
 
 

@@ -19,7 +19,7 @@ from benchmarks.harness.contenders import (
 )
 from gpt2core.app.presets import PRESETS
 from gpt2core.parallel.codecs import CODECS
-from gpt2core.parallel.config import plan
+from gpt2core.parallel.config import plan_micro_batches
 from gpt2core.parallel.data_parallel import BUCKET_MB, STRATEGIES
 from stage1_mpi.collectives import ALL_REDUCE
 from stage1_mpi.launch import choose, launch_line
@@ -159,7 +159,7 @@ def main():
     add("--zero", type=int, choices=(0, 1), default=0, help="1: optimizer state sharded (default 0)")
     add("--compress", choices=("none", *CODECS), default="none", help="gradients on the wire (default none)")
     add("--collectives", choices=(NATIVE, *ALL_REDUCE), help="default canonical, or mpi with --no-deterministic")
-    add("--no-deterministic", action="store_true", help="one micro-shard a rank, sums in any order")
+    add("--no-deterministic", action="store_true", help="one micro-batch a rank, sums in any order")
     add("--with-threads", action="store_true", help="a row for stage 0 with as many threads as there are ranks")
     add("--no-ddp", action="store_true", help="leave PyTorch out")
     add("--rounds", type=int, default=7, help="turns of each contender (default 7)")
@@ -168,7 +168,7 @@ def main():
     add("--timeout", type=int, default=900, help="seconds that one turn may take (default 900)")
     add("--no-save", action="store_true", help="leave results/ as it is")
     args = parser.parse_args()
-    plan(args.batch_size, None, 1, args.ranks, not args.no_deterministic)  # raises where the batch does not divide
+    plan_micro_batches(args.batch_size, None, 1, args.ranks, not args.no_deterministic)
 
     results = measure(args, list(contenders(args)))
     print_table(summarise(results, args.batch_size * PRESETS[args.preset].block_size))

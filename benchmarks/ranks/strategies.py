@@ -16,7 +16,7 @@ from benchmarks.harness.contenders import (
 from benchmarks.ranks.ranks import timed
 from gpt2core.app.presets import PRESETS
 from gpt2core.parallel.codecs import CODECS
-from gpt2core.parallel.config import plan
+from gpt2core.parallel.config import plan_micro_batches
 from gpt2core.parallel.data_parallel import BUCKET_MB, STRATEGIES
 from stage1_mpi.collectives import ALL_REDUCE
 from stage1_mpi.launch import choose, launch_line
@@ -150,7 +150,7 @@ def main():
     add("--no-save", action="store_true", help="leave results/ as it is")
     args = parser.parse_args()
     for ranks in args.ranks:
-        plan(args.batch_size, None, 1, ranks, deterministic=True)  # raises where the batch does not divide
+        plan_micro_batches(args.batch_size, None, 1, ranks, deterministic=True)
 
     wanted = [FLAT, SHARDED, *(args.only or [""])]
     chosen = {

@@ -16,7 +16,7 @@ from gpt2core.app.rank_agreement import compare
 from gpt2core.app.train_command import inference_command, train_command
 from gpt2core.communicator import Solo
 from gpt2core.errors import ConfigError, DeviceMemoryError, UserError
-from gpt2core.parallel.all_or_raise import everywhere, together
+from gpt2core.parallel.all_or_raise import all_or_raise, shared_error
 from gpt2core.parallel.codecs import CODECS
 from gpt2core.parallel.data_parallel import BUCKET_MB, STRATEGIES
 
@@ -98,7 +98,9 @@ def train_parser():
     add("--log", type=Path, metavar="FILE.jsonl", help="one JSON object a step")
     add("--log-every", type=integer, metavar="N", help="steps between lines of screen and log (default 1)")
     add("--plot", type=Path, metavar="FILE.png", help="write the loss curve")
-    add("--micro-shards", type=integer, help="parts of the batch, summed in one fixed tree (default 8; GPUs: 1 a rank)")
+    parts = "parts of the batch over all ranks together, summed in one fixed tree (default 8; GPUs: 1 a rank)"
+    add("--micro-batches", type=integer, metavar="M", help=parts)
+    add("--micro-shards", type=integer, dest="micro_batches", help=argparse.SUPPRESS)  # the flag's earlier name
     flag = argparse.BooleanOptionalAction
     add("--deterministic", action=flag, help="the same bits for any number of threads and ranks (default on CPUs)")
     add("--nvtx", action="store_true", help="name ops and phases for a profiler; needs --no-graph (default: no)")
@@ -171,12 +173,12 @@ def parsed(parser, world, argv):
         except Answered:
             return None
 
-    args = together(world, parse)
+    args = all_or_raise(world, parse)
     answered = world.all_gather_object(args is None)
     if all(answered):
         raise Answered
     if any(answered):
-        raise everywhere(ConfigError(f"rank {answered.index(True)} asks for --help or --version, others do not"))
+        raise shared_error(ConfigError(f"rank {answered.index(True)} asks for --help or --version, others do not"))
     compare(world, args)
     return args
 
@@ -202,7 +204,7 @@ def command(make_world, body):
     except DeviceMemoryError as error:
         code = fail(world, error)
     except MemoryError as error:
-        advice = "lower --batch-size, raise --micro-shards or take a smaller --preset"
+        advice = "lower --batch-size, raise --micro-batches or take a smaller --preset"
         code = fail(world, f"out of memory ({error}): {advice}")
     except KeyboardInterrupt:
         with contextlib.suppress(OSError):

@@ -39,8 +39,9 @@ COMMON = dict(preset="paper", seed=0, deterministic=True, precision="fp32", roun
 COMMON |= dict(eval_every=0, checkpoint_every=0, keep=2, log_every=1)
 # What a resume takes from the checkpoint where no flag says otherwise, and the kind of each.
 RESUMED = {name: type(value) for name, value in (PAPER | COMMON).items()} | dict(
-    min_lr=float, seq_len=int, micro_shards=int, data=str, val_data=str, val_fraction=float
+    min_lr=float, seq_len=int, micro_batches=int, data=str, val_data=str, val_fraction=float
 )
+RENAMED = {"micro_shards": "micro_batches"}  # flags under the names that older checkpoints have
 # How many ranks share the work: not part of a checkpoint, which any number of them may go on with.
 RANK_FLAGS = dict(dp="flat", bucket_mb=None, compress="none", zero=None, zero_gather="end", tp=1)
 RANK_FLAGS |= dict(collectives=None, transport=None, verify_every=0, local_shuffle=False)
@@ -98,6 +99,7 @@ def saved_arguments(checkpoint):
     path, arguments = checkpoint.path / "state.json", (checkpoint.state or {}).get("arguments", {})
     if not isinstance(arguments, dict):
         raise CheckpointError(f"{path}: arguments is {arguments!r}, not an object: it cannot be used")
+    arguments = {RENAMED.get(name, name): value for name, value in arguments.items()}
     saved = {name: arguments[name] for name in RESUMED if arguments.get(name) is not None}
     for name, value in saved.items():
         if not isinstance(value, int | float if RESUMED[name] is float else RESUMED[name]):

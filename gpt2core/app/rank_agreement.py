@@ -14,9 +14,9 @@ from gpt2core.app import checkpoint_directory as checkpoints
 from gpt2core.app.presets import RANK_FLAGS
 from gpt2core.errors import ConfigError, DataError, counted
 from gpt2core.model import parameter_shapes
-from gpt2core.parallel.all_or_raise import everywhere, on_root, together
+from gpt2core.parallel.all_or_raise import all_or_raise, on_root, shared_error
 from gpt2core.parallel.data_parallel import BUCKET_MB
-from gpt2core.parallel.launcher_env import launched
+from gpt2core.parallel.launcher_env import read_launcher_env
 from gpt2core.text.token_file import TOKEN_FILE, brings_tokenizer
 
 TEXTS = "data", "val_data", "prompts", "prompt_file"  # flags that name what the run reads
@@ -32,19 +32,21 @@ def compare(world, args):
         for name, value in everyones[0].items():
             if found.get(name) != value:
                 difference = f"rank {rank} has {name} {found.get(name)}, but rank 0 has {value}"
-                raise everywhere(ConfigError(f"{difference}: start all ranks with one command, of one program version"))
+                raise shared_error(
+                    ConfigError(f"{difference}: start all ranks with one command, of one program version")
+                )
     compare_files(world, [path for name in TEXTS if (path := getattr(args, name, None))])
 
 
 def compare_files(world, paths):
     """Raise ConfigError, naming rank and file, where a rank has one of the root's files with another content."""
-    mine = together(world, lambda: {str(path): file_digest(path) for path in paths if path.is_file()})
+    mine = all_or_raise(world, lambda: {str(path): file_digest(path) for path in paths if path.is_file()})
     everyones = world.all_gather_object(mine)
     for rank, found in enumerate(everyones):
         for path, digest in everyones[0].items():
             if found.get(path, digest) != digest:
                 hashes = f"size:hash {found[path]} and {digest}"
-                raise everywhere(ConfigError(f"rank {rank} has another {path} than rank 0 ({hashes}): copy rank 0's"))
+                raise shared_error(ConfigError(f"rank {rank} has another {path} than rank 0 ({hashes}): copy rank 0's"))
 
 
 def code_digest():
@@ -85,7 +87,7 @@ def check_started(world, stage):
 
     They know nothing of each other; the first tells it for all, and the others just end.
     """
-    variable, count, number = launched()
+    variable, count, number = read_launcher_env()
     if world.one_process and count > 1:
         if number:
             sys.exit(2)
@@ -100,7 +102,7 @@ def check_ranks(world, args, stage):
     for name in RANK_FLAGS.keys() - {"transport"}:  # which stage 1 would not take either: see use_transport
         if world.one_process and getattr(args, name, None) is not None:
             flag = f"--{name.replace('_', '-')} {getattr(args, name)}"
-            raise everywhere(ConfigError(f"{flag} is for many ranks, and this stage is one process: use {stage}"))
+            raise shared_error(ConfigError(f"{flag} is for many ranks, and this stage is one process: use {stage}"))
 
 
 def choose_collectives(world, args):
@@ -160,7 +162,7 @@ def shared_tokens(world, read, path):
     """
     if all(world.all_gather_object(brings_tokenizer(path))):
         compare_files(world, [path / TOKEN_FILE if path.is_dir() else path])
-        return together(world, read)
+        return all_or_raise(world, read)
     tokens, tokenizer = on_root(world, read) or (None, None)
     tokenizer, shape, dtype = world.broadcast_object(tokens is not None and (tokenizer, tokens.shape, tokens.dtype))
     return world.broadcast(tokens if world.is_root else np.empty(shape, dtype)), tokenizer

@@ -22,7 +22,7 @@ def run_state(trainer, args, corpus):
         "corpus": corpus,
         "arguments": arguments,
         "choices": trainer.choices or {},
-        "chosen_for": trainer.workers.backends[0].chosen_for,
+        "chosen_for": trainer.backend.chosen_for,
         "version": gpt2core.__version__,
     }
 
@@ -57,7 +57,7 @@ def adopt_choices(trainer, state, path):
 
     Raises CheckpointError where its choices are none.
     """
-    backend, there, choices = trainer.workers.backends[0], state.get("chosen_for"), state.get("choices", {})
+    backend, there, choices = trainer.backend, state.get("chosen_for"), state.get("choices", {})
     here = backend.chosen_for
     if here is None or there is None:  # on either side nothing is chosen by timing
         return []

@@ -11,7 +11,7 @@ class StopSignals(contextlib.AbstractContextManager):
 
     def __enter__(self):
         self.received, self.previous = None, {}
-        with contextlib.suppress(ValueError):  # signals belong to the main thread: Threads ranks run without
+        with contextlib.suppress(ValueError):  # signals belong to the main thread: ranks that are threads run without
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                 if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
                     self.previous[number] = signal.signal(number, self.receive)

@@ -30,12 +30,12 @@ from gpt2core.data import Windows, split_validation
 from gpt2core.errors import ConfigError, DeviceMemoryError, counted
 from gpt2core.model import GPT2, parameter_count
 from gpt2core.optimizer import Schedule
-from gpt2core.parallel.all_or_raise import everywhere, on_root, together
-from gpt2core.parallel.config import Parallel, plan
+from gpt2core.parallel.all_or_raise import all_or_raise, on_root, shared_error
+from gpt2core.parallel.config import ParallelConfig, plan_micro_batches
 from gpt2core.parallel.local_windows import LocalWindows
 from gpt2core.parallel.tensor_parallel import check_tensor_parallel
 from gpt2core.parallel.threads import limit_blas
-from gpt2core.sampler import Together, chooser
+from gpt2core.sampler import GroupSampler, chooser
 from gpt2core.text.token_file import brings_tokenizer, load_tokens
 from gpt2core.text.tokenizer import Tokenizer
 from gpt2core.trainer import Trainer
@@ -52,21 +52,21 @@ def train_command(make_backend, world, args):
     check_started(world, make_backend.many_ranks)
     check_ranks(world, args, make_backend.many_ranks)
     resumed, initial = read_sources(world, args)
-    notes = together(
+    notes = all_or_raise(
         world, lambda: fill_defaults(args, resumed, make_backend.deterministic) + choose_collectives(world, args)
     )
     corpus = read_corpus(world, args, resumed or initial)
-    trainer = together(world, lambda: make_trainer(make_backend, world, args, resumed or initial, corpus.tokenizer))
-    windows, validation = together(world, lambda: make_windows(args, corpus, trainer.mesh.data))
-    notes += together(world, lambda: restore(trainer, resumed, initial, corpus, args.autotune))
+    trainer = all_or_raise(world, lambda: make_trainer(make_backend, world, args, resumed or initial, corpus.tokenizer))
+    windows, validation = all_or_raise(world, lambda: make_windows(args, corpus, trainer.mesh.data))
+    notes += all_or_raise(world, lambda: restore(trainer, resumed, initial, corpus, args.autotune))
     resumed = initial = None  # the trainer has its own copy
     rates = args.schedule, args.lr, args.min_lr, args.warmup, args.steps
-    schedule = together(world, lambda: Schedule(*rates))
+    schedule = all_or_raise(world, lambda: Schedule(*rates))
     begun, threads = trainer.steps, trainer.workers.size
     out, log = on_root(world, lambda: open_outputs(args, trainer, notes)) or (args.out, SilentLog())
-    trainer.workers.backends[0].say = log.tell
+    trainer.backend.say = log.tell
     log.say(describe(args, trainer, corpus))
-    remarks = trainer.workers.backends[0].remarks(trainer.config)
+    remarks = trainer.backend.remarks(trainer.config)
     for note in [*idle_threads(possible_threads(make_backend, world, args), args, trainer), *remarks, *notes]:
         log.say(note)
     if begun:
@@ -87,8 +87,8 @@ def train_command(make_backend, world, args):
             )
 
     try:
-        sizes = step_sizes(args, trainer.micro_shards, trainer.mesh.data.size)
-        with StopSignals() as stop, told_of_memory(trainer.workers.backends[0], trainer.config, *sizes):
+        sizes = step_sizes(args, trainer.micro_batches, trainer.mesh.data.size)
+        with StopSignals() as stop, told_of_memory(trainer.backend, trainer.config, *sizes):
             signal = run(
                 trainer,
                 windows,
@@ -122,12 +122,12 @@ def train_command(make_backend, world, args):
     if trainer.loss_scale.value is not None:
         skipped, factor = trainer.loss_scale.skipped, trainer.loss_scale.value
         say(f"loss scale {factor:g}; steps that overflowed and were made again: {skipped}")
-    if held := trainer.workers.backends[0].peak_memory():
+    if held := trainer.backend.peak_memory():
         say(f"device memory held, at most: {held / 2**30:.2f} GiB")
     if args.sample > 0:
         model = trainer.model()  # gathered: all ranks take part
         if world.is_root:
-            trainer.workers.backends[0].use_threads(threads)
+            trainer.backend.use_threads(threads)
             prompt = corpus.tokens[: min(256, trainer.config.block_size)].tolist()
             write_text(model, corpus.tokenizer, prompt, args.sample)
     return 0
@@ -166,16 +166,16 @@ def inference_command(make_backend, world, args):
         prompts = read_prompts(args.prompts, tokenizer) if args.prompts else [read_prompt(args, tokenizer, weights)]
         return tokenizer, prompts
 
-    backend, make_chooser = together(world, choose)
+    backend, make_chooser = all_or_raise(world, choose)
     tokenizer, prompts = world.broadcast_object(on_root(world, read))
     arrays, config = shared_arrays(world, weights), weights.config
-    with told_of_memory(backend, config, parallel=Parallel(tp=world.size if args.mode == "tensor" else 1)):
+    with told_of_memory(backend, config, parallel=ParallelConfig(tp=world.size if args.mode == "tensor" else 1)):
         if args.mode == "batch":
             model = GPT2.of_arrays(config, arrays, backend)
             write_batch(world, model, tokenizer, prompts, make_chooser, args)
             return 0
         group = {"replicate": Solo(), "tensor": world}[args.mode]  # the ranks that share the model
-        together(world, lambda: check_tensor_parallel(config, group.size, "mpirun -n"))
+        all_or_raise(world, lambda: check_tensor_parallel(config, group.size, "mpirun -n"))
         model = GPT2.of_arrays(config, arrays, backend, group)
         say, prompt, block = print if world.is_root else silent, prompts[0], config.block_size
         for remark in backend.remarks(config):
@@ -184,7 +184,7 @@ def inference_command(make_backend, world, args):
             note = f"note: the prompt has {len(prompt)} tokens, the block {block}: its last {block} tokens are used"
             say(note, file=sys.stderr)
             prompt = prompt[-block:]
-        choose = make_chooser() if world.one_process else Together(make_chooser(), world)
+        choose = make_chooser() if world.one_process else GroupSampler(make_chooser(), world)
         write_text(model, tokenizer, prompt, args.max_new_tokens, choose, args.stop, args.stream, args.stats, say)
         return 0
 
@@ -213,7 +213,7 @@ def read_sources(world, args):
     """(the checkpoint to resume or None, the weights to start from or None)."""
     if args.resume and args.init_from:
         exclusive = "--resume and --init-from exclude each other: go on with a run, or start a new one"
-        raise everywhere(ConfigError(exclusive))
+        raise shared_error(ConfigError(exclusive))
     return shared_checkpoint(world, args.resume, with_optimizer=True), shared_checkpoint(world, args.init_from)
 
 
@@ -231,7 +231,7 @@ def read_corpus(world, args, source):
         validation, _ = shared_tokens(world, lambda: load_tokens(args.val_data, tokenizer), args.val_data)
         return Corpus(tokens, validation, tokenizer)
     if args.val_fraction:
-        tokens, validation = together(world, lambda: split_validation(tokens, args.val_fraction))
+        tokens, validation = all_or_raise(world, lambda: split_validation(tokens, args.val_fraction))
         return Corpus(tokens, validation, tokenizer)
     return Corpus(tokens, None, tokenizer)
 
@@ -240,7 +240,9 @@ def make_trainer(make_backend, world, args, source, tokenizer):
     """The Trainer that the flags ask for."""
     replicas = data_parallel_ranks(world, args.tp)
     threads = possible_threads(make_backend, world, args)
-    micro_shards, threads = plan(args.batch_size, args.micro_shards, threads, replicas, args.deterministic)
+    micro_batches, threads = plan_micro_batches(
+        args.batch_size, args.micro_batches, threads, replicas, args.deterministic
+    )
     config = model_config(args, source, tokenizer)
     args.seq_len = args.seq_len or config.block_size
 
@@ -251,14 +253,14 @@ def make_trainer(make_backend, world, args, source, tokenizer):
             backend.choose_anew()
         return backends
 
-    backends = together(world, make_backends)
-    with told_of_memory(backends[0], config, *step_sizes(args, micro_shards, replicas)):
+    backends = all_or_raise(world, make_backends)
+    with told_of_memory(backends[0], config, *step_sizes(args, micro_batches, replicas)):
         return Trainer(
             config,
             backends,
             batch_size=args.batch_size,
             seq_len=args.seq_len,
-            micro_shards=micro_shards,
+            micro_batches=micro_batches,
             optimizer={name: getattr(args, name) for name in OPTIMIZER},
             world=world,
             parallel=parallel_of(args),
@@ -268,13 +270,13 @@ def make_trainer(make_backend, world, args, source, tokenizer):
 
 
 def parallel_of(args):
-    return Parallel(args.tp, args.dp, args.bucket_mb, args.compress, args.zero, args.zero_gather)
+    return ParallelConfig(args.tp, args.dp, args.bucket_mb, args.compress, args.zero, args.zero_gather)
 
 
-def step_sizes(args, micro_shards, replicas):
+def step_sizes(args, micro_batches, replicas):
     """What Backend.out_of_memory wants to know of a training step, behind the model."""
     in_order = args.transport == "nccl" and args.collectives == "canonical"  # by mpi they are added up on the host
-    return args.batch_size, args.seq_len, micro_shards, replicas, parallel_of(args), in_order
+    return args.batch_size, args.seq_len, micro_batches, replicas, parallel_of(args), in_order
 
 
 @contextlib.contextmanager
@@ -343,8 +345,8 @@ def describe(args, trainer, corpus):
         f"GPT-2 {args.init_from or args.preset}: {parameter_count(config):,} parameters, {config.n_layer} layers, "
         f"{config.n_head} heads, {config.n_embd} wide, vocabulary {config.vocab_size}",
         f"{len(corpus.tokens):,} tokens of {args.data.name}, {args.batch_size} x {args.seq_len} a step in "
-        f"{counted(trainer.micro_shards, 'micro-shard')} on {counted(threads, 'thread')}, "
-        f"{args.precision} on {trainer.workers.backends[0].name}",
+        f"{counted(trainer.micro_batches, 'micro-batch')} on {counted(threads, 'thread')}, "
+        f"{args.precision} on {trainer.backend.name}",
     ]
     if not world.one_process:
         lines.append(
@@ -375,12 +377,12 @@ def idle_threads(could, args, trainer):
     """What to tell where fewer threads work than there could, one sentence or none."""
     if trainer.workers.size < could:
         yield (
-            f"note: a batch of {args.batch_size} in {counted(trainer.micro_shards, 'micro-shard')} keeps no more than "
+            f"note: a batch of {args.batch_size} in {counted(trainer.micro_batches, 'micro-batch')} keeps no more than "
             f"{trainer.workers.size} of {could} threads busy"
         )
 
 
 def last_words(trainer):
     """What the last line of the log says beside its step's numbers; all ranks must call it."""
-    held = trainer.workers.backends[0].peak_memory()
+    held = trainer.backend.peak_memory()
     return {"parameters_sha256": trainer.parameter_hash()} | ({} if held is None else {"peak_memory_bytes": held})

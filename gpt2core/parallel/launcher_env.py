@@ -18,7 +18,7 @@ class Launched(NamedTuple):
     number: int = 0
 
 
-def launched():
+def read_launcher_env():
     """The Launched of this process."""
     for count, number in VARIABLES:
         if os.environ.get(count, "").isdigit():

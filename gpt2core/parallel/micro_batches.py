@@ -1,9 +1,9 @@
-"""The gradient of a global batch is the sum over fixed micro-shards in one binary tree, whoever adds its subtrees."""
+"""The gradient of a global batch is the sum over fixed micro-batches in one binary tree, whoever adds its subtrees."""
 
-# A lane is a thread that owns a subtree: it runs its micro-shards one after another and adds each parameter's gradient
+# A lane is a thread that owns a subtree: it runs its micro-batches one after another and adds each parameter's gradient
 # into the tree the moment backward completes it, while it is still in the cache. The last lane to complete a parameter
 # continues the tree over the lanes, and tells whoever continues it over the ranks: so the bits of the sum do not depend
-# on how many of either there are. And a micro-shard's activations are all that exist at once: this is gradient
+# on how many of either there are. And a micro-batch's activations are all that exist at once: this is gradient
 # accumulation as well.
 
 import math
@@ -23,7 +23,7 @@ SUM_BLOCK = 1 << 15  # elements
 class Lane:
     """One thread's model: shared parameters, its own backend, and the partial sums of its subtree.
 
-    completed(name) is called when the sum over this lane's micro-shards of that parameter's gradient is complete.
+    completed(name) is called when the sum over this lane's micro-batches of that parameter's gradient is complete.
     """
 
     def __init__(self, config, arena, parameters, backend, shards, group, completed):
@@ -39,16 +39,16 @@ class Lane:
             tensor.on_gradient = lambda gradient, name=name: self.collect(name, gradient)
         places = [(self.tensors[name].data, view) for name, view in self.views[0].items()]
         backend.place_gradients(places if shards == 1 else [])  # else something is added to a gradient
-        self.done = 0  # micro-shards of this step that are in the sum
+        self.done = 0  # micro-batches of this step that are in the sum
         self.model = GPT2(config, self.tensors, group)
 
     @property
     def gradients(self):
-        """The flat sum over this lane's micro-shards, once all have run."""
+        """The flat sum over this lane's micro-batches, once all have run."""
         return self.partial[-1]
 
     def collect(self, name, gradient):
-        """Add one parameter's gradient of the current micro-shard: a binary counter whose carries are additions."""
+        """Add one parameter's gradient of the current micro-batch: a binary counter whose carries are additions."""
         levels = merged_levels(self.done, self.shards)
         if not levels and gradient is not self.views[0][name]:  # else it was written there
             self.views[0][name][...] = gradient
@@ -79,15 +79,15 @@ class Lane:
 
 
 def merged_levels(done, shards):
-    """Levels of the tree that micro-shard number `done` (from 0) completes: trailing ones, at the end all ones."""
+    """Levels of the tree that micro-batch number `done` (from 0) completes: trailing ones, at the end all ones."""
     levels = [level for level in range(done.bit_length()) if done >> level & 1]
     if done < shards - 1:
         levels = [level for i, level in enumerate(levels) if level == i]
     return levels
 
 
-class MicroShards:
-    """One rank's micro-shards over its workers, a lane each; the first lane's sum becomes the rank's gradient.
+class MicroBatches:
+    """One rank's micro-batches over its workers, a lane each; the first lane's sum becomes the rank's gradient.
 
     parameters: the flat arena buffer that every lane shares; tensor_group: the ranks that share each layer, of which
     each lane gets a group of its own, because lanes talk at the same time. on_complete(name), where it is assigned, is
@@ -98,8 +98,8 @@ class MicroShards:
     def __init__(self, config, arena, parameters, workers, shards, tensor_group):
         if shards % workers.size:
             raise ConfigError(
-                f"{shards} micro-shards a rank do not divide evenly over {workers.size} threads: "
-                f"use --threads {math.gcd(shards, workers.size)} or another --micro-shards"
+                f"{shards} micro-batches a rank do not divide evenly over {workers.size} threads: "
+                f"use --threads {math.gcd(shards, workers.size)} or another --micro-batches"
             )
         self.arena, self.workers, self.shards = arena, workers, shards
         self.on_complete, self.lock, self.arrived = None, threading.Lock(), dict.fromkeys(arena.slices, 0)
@@ -110,7 +110,7 @@ class MicroShards:
         ]
 
     def deal(self, inputs, targets, rows):
-        """inputs, targets (B, T) as one list of (inputs, targets) micro-shards for each lane, contiguous and in order.
+        """inputs, targets (B, T) as one list of (inputs, targets) micro-batches for each lane, contiguous and in order.
 
         The shards are those of a batch of `rows`; where B is less, the last of them are short or empty.
         """
@@ -126,7 +126,7 @@ class MicroShards:
         self.batch = self.workers.map(take, self.lanes, self.deal(inputs, targets, len(inputs)))
 
     def backward(self, scale, seed=None):
-        """-> the losses of the micro-shards in order, arrays of shape () that the next call overwrites.
+        """-> the losses of the micro-batches in order, arrays of shape () that the next call overwrites.
 
         Leaves the flat sum of their gradients, times `seed`, in `gradients`; to be read behind the backend's settle().
         """
@@ -151,7 +151,7 @@ class MicroShards:
 
     @no_grad()
     def losses(self, inputs, targets, scale, rows):
-        """The losses of the micro-shards of a batch of `rows`, nothing recorded: validation. An empty one's is 0."""
+        """The losses of the micro-batches of a batch of `rows`, nothing recorded: validation. An empty one's is 0."""
 
         def run(lane, mine):
             return [lane.model.loss(x, y, scale).item() if len(x) else 0.0 for x, y in mine]

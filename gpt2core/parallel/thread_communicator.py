@@ -25,7 +25,7 @@ from gpt2core.errors import ConfigError
 from gpt2core.parallel.tree_sum import tree_reduce
 
 
-class Threads(Communicator):
+class ThreadCommunicator(Communicator):
     """One rank's end of a group of threads, made by run_ranks and by split.
 
     Stricter than MPI and NCCL, so that a mistake shows here first: calls that differ between ranks, a send that nobody
@@ -182,7 +182,7 @@ class _Group:
         self.world, self.members, self.meetings = world, members, {}
 
     def communicator(self, member):
-        return Solo() if len(self.members) == 1 else Threads(self.members.index(member), self)
+        return Solo() if len(self.members) == 1 else ThreadCommunicator(self.members.index(member), self)
 
 
 class _World:

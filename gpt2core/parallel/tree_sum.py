@@ -1,4 +1,4 @@
-"""One order for every sum: a binary tree over micro-shards and ranks, so that who holds a part never shows in the bits.
+"""One order for every sum: a binary tree over micro-batches and ranks gives the same bits for any number of ranks.
 
 Floating-point addition is not associative. Neighbours are added first, then those sums, and so on; the last of an odd
 number is carried up:

@@ -141,12 +141,12 @@ TRAINING = [
     # the batch and who shares it
     ("--batch-size|0", "--batch-size 0"),
     ("--batch-size|-4", "--batch-size -4"),
-    ("--batch-size|6|--micro-shards|4", "--batch-size 6 is not divisible by --micro-shards 4|use --micro-shards 2"),
-    ("--micro-shards|3", "--micro-shards 3 is not a power of two"),
-    ("--micro-shards|0", "--micro-shards 0"),
-    ("--micro-shards|-1", "--micro-shards -1"),
-    ("--micro-shards|8", "--batch-size 4 is not divisible by --micro-shards 8"),
-    ("--micro-shards|5|--no-deterministic", "--micro-shards 5|--batch-size 4"),
+    ("--batch-size|6|--micro-batches|4", "--batch-size 6 is not divisible by --micro-batches 4|use --micro-batches 2"),
+    ("--micro-batches|3", "--micro-batches 3 is not a power of two"),
+    ("--micro-batches|0", "--micro-batches 0"),
+    ("--micro-batches|-1", "--micro-batches -1"),
+    ("--micro-batches|8", "--batch-size 4 is not divisible by --micro-batches 8"),
+    ("--micro-batches|5|--no-deterministic", "--micro-batches 5|--batch-size 4"),
     ("--threads|0", "--threads 0 must be at least 1"),
     ("--threads|-2", "--threads -2"),
     # the recipe
@@ -231,7 +231,7 @@ RESUMING = [
     ("--preset|tiny", "--preset tiny is not the checkpoint's nano"),
     ("--seq-len|32", "--seq-len 32|block of 16"),
     ("--tokenizer|byte", "256 tokens|the checkpoint's vocabulary"),
-    ("--batch-size|7|--micro-shards|2", "--batch-size 7|--micro-shards 2"),
+    ("--batch-size|7|--micro-batches|2", "--batch-size 7|--micro-batches 2"),
     ("--lr|nan", "--lr nan"),
     ("--steps|-5", "--steps -5"),
 ]

@@ -23,7 +23,7 @@ from gpt2core.data import Windows
 from gpt2core.model import GPT2Config
 from gpt2core.trainer import Trainer
 from stage2_cuda.cuda_backend import CudaBackend
-from stage2_cuda.runtime import triton_launch as triton_driver
+from stage2_cuda.runtime import triton_launch
 from tests.support.mpi import run_mpi
 
 MODEL = GPT2Config(vocab_size=24, block_size=8, n_layer=1, n_head=2, n_embd=16, tied=False)
@@ -32,7 +32,7 @@ MODEL = GPT2Config(vocab_size=24, block_size=8, n_layer=1, n_head=2, n_embd=16, 
 @pytest.mark.parametrize("module", [gpu_collectives, gpu_kill, gpu_parity, gpu_scaling, gpu_strategies, gpu_timeline])
 def test_every_flag_has_a_default_and_saves_under_the_module_s_name(module):
     args = module.parser().parse_args([])
-    assert args.save_as == module.BENCHMARK.removeprefix("benchmarks.") and not args.no_save and args.commit is None
+    assert args.save_as == module.BENCHMARK.rpartition(".")[2] and not args.no_save and args.commit is None
     assert module.parser().parse_args(["--commit", "abc1234", "--no-save"]).commit == "abc1234"
 
 
@@ -47,11 +47,11 @@ def test_a_size_that_no_asked_kernel_has_is_refused(monkeypatch, capsys):
 # -- the profile of one step ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(not triton_driver.interpreted(), reason="counts what NumPy's arrays have")
+@pytest.mark.skipif(not triton_launch.interpreted(), reason="counts what NumPy's arrays have")
 def test_the_work_of_each_launch_is_counted():
     B, H, T, C, vocab = 2, MODEL.n_head, MODEL.block_size, MODEL.n_embd, MODEL.vocab_size
     backend = CudaBackend("fp16")
-    trainer = Trainer(MODEL, [backend], batch_size=B, seq_len=T, micro_shards=1)
+    trainer = Trainer(MODEL, [backend], batch_size=B, seq_len=T, micro_batches=1)
     trainer.shards.feed(*Windows(np.arange(100) % vocab, T).batch(0, B))
     trainer.optimizer.begin(1e-3)
     launches = launches_of(trainer.compute_update, backend)
@@ -69,7 +69,7 @@ def test_the_work_of_each_launch_is_counted():
     assert [launch.flops for launch in launches_of(lambda: exact.product(*matrices), exact)] == [0, 0, 2 * 6 * 9 * 5]
 
 
-@pytest.mark.skipif(not triton_driver.interpreted(), reason="the launches are the same")
+@pytest.mark.skipif(not triton_launch.interpreted(), reason="the launches are the same")
 @pytest.mark.parametrize("T", [320, 330])
 def test_the_work_of_attention_s_backward_in_two_launches_is_counted(T):
     """lse comes as an array, or where T is even as a descriptor of another shape."""
@@ -80,7 +80,7 @@ def test_the_work_of_attention_s_backward_in_two_launches_is_counted(T):
     assert [launch.flops for launch in launches] == [factor * H * T * T * D for factor in (2, 3, 4)]
 
 
-@pytest.mark.skipif(not triton_driver.interpreted(), reason="the search itself is for a GPU")
+@pytest.mark.skipif(not triton_launch.interpreted(), reason="the search itself is for a GPU")
 def test_the_search_for_tiles_has_each_part_alone_and_a_few_together():
     rng, B, T, H, D = np.random.default_rng(), 1, 320, 1, 64
     of = SimpleNamespace(xp=np, normal=lambda *shape: rng.standard_normal(shape, np.float32).astype(np.float16))
@@ -120,7 +120,7 @@ def test_the_profile_s_table_has_rates_and_their_share_of_the_ceiling(capsys):
 # -- choices -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(not triton_driver.interpreted(), reason="runs in the interpreter")
+@pytest.mark.skipif(not triton_launch.interpreted(), reason="runs in the interpreter")
 def test_a_choice_that_is_taken_back_changes_the_time_alone():
     variants = gpu_choices.Variants(MODEL, 2, "fp16")
     want = variants.trainer(None, 1).shards.gradients.copy()
@@ -193,7 +193,7 @@ def trained(host, variants):
     return {name: each["loss"] for name, each in told.items() if each}
 
 
-@pytest.mark.skipif(not triton_driver.interpreted(), reason="runs in the interpreter")
+@pytest.mark.skipif(not triton_launch.interpreted(), reason="runs in the interpreter")
 def test_all_ways_of_a_job_train_on_the_same_batches_from_the_same_parameters():
     ways = [dict(dp="bucket", bucket_mb=0.01), dict(dp="flat", zero=1, deterministic=True)]
     variants = {str(number): dict(ranks=2, batch_size=2, **way) for number, way in enumerate(ways)}

@@ -52,7 +52,7 @@ def steps(comm, known):
     """What a rank's backend has been told to choose, before the first of three steps and after it."""
     backend = Choosing(mark=comm.rank)
     backend.choices = dict(known[comm.rank])
-    trainer = Trainer(CONFIG, [backend], batch_size=4, seq_len=8, micro_shards=4, world=comm)
+    trainer = Trainer(CONFIG, [backend], batch_size=4, seq_len=8, micro_batches=4, world=comm)
     windows = Windows(np.random.default_rng(0).integers(0, 36, 200), 8)
     for _ in range(3):
         trainer.step(windows, 1e-3)

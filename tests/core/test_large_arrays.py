@@ -18,10 +18,10 @@ from stage2_cuda.decoding import cached_attention  # noqa: E402
 from stage2_cuda.decoding import last_token as ends
 from stage2_cuda.gemm import fp16x3  # noqa: E402
 from stage2_cuda.kernels import adamw, attention, cast, column_sums, cross_entropy, embedding, gelu, layernorm, rounding  # noqa: E402
-from stage2_cuda.runtime import triton_launch as triton_driver  # noqa: E402
+from stage2_cuda.runtime import triton_launch  # noqa: E402
 from stage3_mpi_cuda.tree_sum import tree_sum  # noqa: E402
 
-HAS_GPU = not triton_driver.interpreted()
+HAS_GPU = not triton_launch.interpreted()
 pytestmark = [pytest.mark.gpu] if HAS_GPU else []
 MORE = (1 << 31) + (1 << 20)  # elements
 NORESERVE = 0x4000  # Linux's MAP_NORESERVE, which Python's mmap has from 3.13 on: nothing is set aside for the pages
@@ -33,7 +33,7 @@ def large():
     """large(*shape, dtype): zeros. The test is skipped where there is no room for them."""
     if HAS_GPU:
         yield large_on_gpu
-        triton_driver.array_module().get_default_memory_pool().free_all_blocks()
+        triton_launch.array_module().get_default_memory_pool().free_all_blocks()
     else:
         yield addresses_alone
 
@@ -67,7 +67,7 @@ def last_programs(monkeypatch):
         return
     from triton.runtime.interpreter import interpreter_builder as builder
 
-    run, be, among = triton_driver.runtime().launch, builder.set_grid_idx, builder.set_grid_dim
+    run, be, among = triton_launch.runtime().launch, builder.set_grid_idx, builder.set_grid_dim
 
     def launch(kernel, grid, arguments, options):
         grid = (*grid, 1, 1)[:3]
@@ -77,11 +77,11 @@ def last_programs(monkeypatch):
             patch.setattr(builder, "set_grid_idx", lambda *at: be(*(i + b for i, b in zip(at, before, strict=True))))
             run(kernel, tuple(count - b for count, b in zip(grid, before, strict=True)), arguments, options)
 
-    monkeypatch.setattr(triton_driver.runtime(), "launch", launch)
+    monkeypatch.setattr(triton_launch.runtime(), "launch", launch)
 
 
 def device(array):
-    return triton_driver.array_module().asarray(array)
+    return triton_launch.array_module().asarray(array)
 
 
 def host(array):
@@ -89,7 +89,7 @@ def host(array):
 
 
 def empty(*shape, dtype="float32"):
-    return triton_driver.array_module().full(shape, np.nan, dtype)
+    return triton_launch.array_module().full(shape, np.nan, dtype)
 
 
 def normal(rng, *shape):

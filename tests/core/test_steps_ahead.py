@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks.gpu import step as gpu_step
 from benchmarks.harness import ours
+from gpt2core.app.stop_signals import StopSignals
 from gpt2core.backend import Immediate
 from gpt2core.data import Windows
 from gpt2core.model import GPT2Config
@@ -54,7 +55,7 @@ class RecordingBackend(NumpyBackend):
 
 
 def trainer_of(backend, world=None, **options):
-    sizes = dict(batch_size=4, seq_len=16, micro_shards=4, optimizer=dict(clip=0.5, weight_decay=0.1))
+    sizes = dict(batch_size=4, seq_len=16, micro_batches=4, optimizer=dict(clip=0.5, weight_decay=0.1))
     return Trainer(CONFIG, [backend], world=world, **sizes | options)
 
 
@@ -75,16 +76,18 @@ def train(backend, seed, world=None, steps=12, interrupt=None, **intervals):
         assert trainer.under_way is None
         seen.append((trainer.steps, trainer.position, trainer.parameter_hash()))
 
-    received = run(
-        trainer,
-        windows_of(seed),
-        SCHEDULE,
-        steps,
-        on_step=on_step,
-        validation=windows_of(seed + 1),
-        save=save,
-        **intervals,
-    )
+    with StopSignals() as stop:
+        received = run(
+            trainer,
+            windows_of(seed),
+            SCHEDULE,
+            steps,
+            on_step=on_step,
+            validation=windows_of(seed + 1),
+            save=save,
+            received_signal=lambda: stop.received or 0,
+            **intervals,
+        )
     return seen, trainer.parameters.tobytes(), getattr(trainer.update, "most_ahead", 1), received
 
 
@@ -159,7 +162,7 @@ def test_a_turn_of_a_benchmark_leaves_no_step_under_way():
     class Steps(ours.CudaSteps):
         def __init__(self, config, batch_size, seq_len):
             self.backend, self.windows = RecordingBackend(), ours.Announced({})
-            trainers.append(Trainer(config, [self.backend], batch_size=batch_size, seq_len=seq_len, micro_shards=1))
+            trainers.append(Trainer(config, [self.backend], batch_size=batch_size, seq_len=seq_len, micro_batches=1))
             (self.trainer,) = trainers
 
     turn = gpu_step.prepare(SimpleNamespace(CudaSteps=Steps), "nano", 37, 4, 16, unread=False)

@@ -11,7 +11,7 @@ from gpt2core.communicator import Solo
 from gpt2core.data import Windows
 from gpt2core.model import GPT2Config
 from gpt2core.parallel.bucket_size import BucketSize, best_bucket, measured_bucket
-from gpt2core.parallel.config import Parallel
+from gpt2core.parallel.config import ParallelConfig
 from gpt2core.parallel.data_parallel import BUCKET_MB
 from gpt2core.parallel.thread_communicator import run_ranks
 from gpt2core.trainer import Trainer
@@ -84,8 +84,8 @@ def test_the_root_s_measurement_is_everyone_s_and_changes_no_bits():
 
     def train(comm, **parallel):
         trainer = Trainer(
-            CONFIG, [NumpyBackend()], batch_size=8, seq_len=16, micro_shards=4, world=comm,
-            parallel=Parallel(dp="bucket", **parallel),
+            CONFIG, [NumpyBackend()], batch_size=8, seq_len=16, micro_batches=4, world=comm,
+            parallel=ParallelConfig(dp="bucket", **parallel),
         )  # fmt: skip
         steps = [trainer.step(Windows(tokens, 16), 1e-3) for _ in range(2)]
         return [step.loss for step in steps], trainer.parameter_hash(), trainer.measured

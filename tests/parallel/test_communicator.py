@@ -12,7 +12,7 @@ from numpy.testing import assert_array_equal
 from gpt2core.communicator import CommunicatorError, Solo
 from gpt2core.errors import ConfigError
 from gpt2core.parallel.mesh import Mesh
-from gpt2core.parallel.thread_communicator import Threads, run_ranks
+from gpt2core.parallel.thread_communicator import ThreadCommunicator, run_ranks
 from gpt2core.parallel.tree_sum import tree_reduce, tree_sum
 
 SIZES = [1, 2, 3, 4, 5, 8]
@@ -182,8 +182,8 @@ def test_all_reduce_sums_in_the_canonical_order_bit_for_bit():
 
 
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
-def test_micro_shards_sum_to_the_same_bits_at_any_rank_count(size):
-    """A rank owns a whole subtree of 8 micro-shards: adding its own, then all-reducing, is the tree over all 8."""
+def test_micro_batches_sum_to_the_same_bits_at_any_rank_count(size):
+    """A rank owns a whole subtree of 8 micro-batches: adding its own, then all-reducing, is the tree over all 8."""
     shards = everyones(6, 8, (1000,), np.float32)
     each = 8 // size
     for got in run_ranks(
@@ -597,7 +597,7 @@ def test_an_axis_that_does_not_divide_names_both_numbers(name):
 
 def test_run_ranks_gives_each_rank_its_number_and_its_arguments():
     results = run_ranks(5, lambda comm, a, b: (comm.rank, comm.size, a + b, type(comm)), 3, 4)
-    assert results == [(rank, 5, 7, Threads) for rank in range(5)]
+    assert results == [(rank, 5, 7, ThreadCommunicator) for rank in range(5)]
     assert run_ranks(1, type) == [Solo]
     with pytest.raises(ConfigError, match="0 ranks"):
         run_ranks(0, type)

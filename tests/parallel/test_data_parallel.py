@@ -11,7 +11,7 @@ from gpt2core.errors import ConfigError
 from gpt2core.model import GPT2Config, parameter_shapes
 from gpt2core.parallel.codecs import CODECS
 from gpt2core.parallel.compression import Compressed
-from gpt2core.parallel.config import Parallel
+from gpt2core.parallel.config import ParallelConfig
 from gpt2core.parallel.data_parallel import STRATEGIES, buckets_of, data_parallel
 from gpt2core.parallel.local_windows import LocalWindows
 from gpt2core.parallel.thread_communicator import run_ranks
@@ -32,11 +32,11 @@ def tokens():
 
 
 def make_trainer(
-    comm, parallel, config=CONFIG, threads=1, precision="fp32", batch_size=16, micro_shards=8, backend=NumpyBackend
+    comm, parallel, config=CONFIG, threads=1, precision="fp32", batch_size=16, micro_batches=8, backend=NumpyBackend
 ):  # fmt: skip
     return Trainer(
         config, [backend(precision) for _ in range(threads)], batch_size=batch_size, seq_len=16,
-        micro_shards=micro_shards, world=comm, parallel=parallel, seed=3, optimizer=OPTIMIZER,
+        micro_batches=micro_batches, world=comm, parallel=parallel, seed=3, optimizer=OPTIMIZER,
     )  # fmt: skip
 
 
@@ -67,7 +67,7 @@ def assert_same(got, want):
 def test_every_strategy_gives_the_serial_bits(tokens, ranks, dp, zero):
     """Losses, gradient norms, parameters and moments, with clipping and weight decay."""
     want = train(Solo(), None, tokens)
-    for got in run_ranks(ranks, train, Parallel(dp=dp, zero=zero, bucket_mb=BUCKET_MB), tokens):
+    for got in run_ranks(ranks, train, ParallelConfig(dp=dp, zero=zero, bucket_mb=BUCKET_MB), tokens):
         assert_same(got, want)
 
 
@@ -75,7 +75,7 @@ def test_every_strategy_gives_the_serial_bits(tokens, ranks, dp, zero):
 def test_threads_inside_the_ranks_and_a_tied_head_change_nothing(tokens, dp):
     """Two lanes race to complete each parameter: the messages still leave in one order."""
     want = train(Solo(), None, tokens, config=TIED)
-    parallel = Parallel(dp=dp, zero=1, bucket_mb=0.005)
+    parallel = ParallelConfig(dp=dp, zero=1, bucket_mb=0.005)
     for got in run_ranks(2, lambda comm: train(comm, parallel, tokens, config=TIED, threads=2)):
         assert_same(got, want)
 
@@ -83,10 +83,10 @@ def test_threads_inside_the_ranks_and_a_tied_head_change_nothing(tokens, dp):
 @pytest.mark.parametrize("zero", [0, 1])
 @pytest.mark.parametrize("dp", STRATEGIES)
 def test_three_ranks_differ_by_rounding_alone(tokens, dp, zero):
-    """float64, 12 micro-shards: the tree has another shape, so the bits may differ and nothing else."""
-    options = dict(precision="fp64", batch_size=12, micro_shards=12)
+    """float64, 12 micro-batches: the tree has another shape, so the bits may differ and nothing else."""
+    options = dict(precision="fp64", batch_size=12, micro_batches=12)
     want = train(Solo(), None, tokens, **options)
-    parallel = Parallel(dp=dp, zero=zero, bucket_mb=BUCKET_MB)
+    parallel = ParallelConfig(dp=dp, zero=zero, bucket_mb=BUCKET_MB)
     for curve, parameters, _, _ in run_ranks(3, lambda comm: train(comm, parallel, tokens, **options)):
         assert np.allclose(curve, want[0], rtol=1e-12, atol=0)
         for name, value in want[1].items():
@@ -144,7 +144,7 @@ def test_messages_leave_in_the_same_order_on_every_rank_and_thread(tokens):
     """Overlap with two lanes a rank: the order in which parameters complete is the graph's alone."""
 
     def order(comm):
-        trainer, names = make_trainer(comm, Parallel(dp="overlap"), threads=2), []
+        trainer, names = make_trainer(comm, ParallelConfig(dp="overlap"), threads=2), []
         original = trainer.shards.on_complete
         trainer.shards.on_complete = lambda name: (names.append(name), original(name))
         trainer.step(Windows(tokens, 16), 1e-3)
@@ -171,7 +171,7 @@ def test_a_strategy_moves_the_textbook_volume(tokens):
     small = 3000  # losses, norms: a few numbers a rank
     for dp in STRATEGIES:
         for zero in (0, 1):
-            got, arena = run_ranks(p, sent, Parallel(dp=dp, zero=zero, bucket_mb=BUCKET_MB))[0]
+            got, arena = run_ranks(p, sent, ParallelConfig(dp=dp, zero=zero, bucket_mb=BUCKET_MB))[0]
             parts = max(arena.padded(name).stop for name in arena.slices) * 4
             want = expected(None if zero and dp == "flat" else parts, arena.size * 4, zero)
             assert want <= got < want + small, (dp, zero)
@@ -183,14 +183,14 @@ def test_a_strategy_moves_the_textbook_volume(tokens):
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
 def test_zero_keeps_an_equal_part_of_the_optimizer_state(ranks):
     def nbytes(comm):
-        trainer = make_trainer(comm, Parallel(zero=1), batch_size=24, micro_shards=24)
+        trainer = make_trainer(comm, ParallelConfig(zero=1), batch_size=24, micro_batches=24)
         return trainer.optimizer.nbytes, trainer.arena.size
 
     for own, size in run_ranks(ranks, nbytes):
         assert own * ranks == 2 * 4 * size
 
 
-@pytest.mark.parametrize("then", [Parallel(), Parallel(zero=1), Parallel(tp=2, zero=1)])
+@pytest.mark.parametrize("then", [ParallelConfig(), ParallelConfig(zero=1), ParallelConfig(tp=2, zero=1)])
 def test_a_zero_run_goes_on_with_other_ranks(tokens, then):
     """Two steps on 4 ranks, gathered; then two on 2 ranks: the serial run of four (within rounding under tp)."""
     want = train(Solo(), None, tokens, precision="fp64")
@@ -201,7 +201,7 @@ def test_a_zero_run_goes_on_with_other_ranks(tokens, then):
         return [trainer.step(Windows(tokens, 16), lr=3e-3).loss for _ in range(2)]
 
     def first(comm):
-        return train(comm, Parallel(zero=1), tokens, steps=2, precision="fp64")
+        return train(comm, ParallelConfig(zero=1), tokens, steps=2, precision="fp64")
 
     _, parameters, moments, trainer = run_ranks(4, first)[2]
     for losses in run_ranks(2, second, parameters, moments, trainer.position):
@@ -216,7 +216,7 @@ def test_a_zero_run_goes_on_with_other_ranks(tokens, then):
 def test_data_times_tensor_parallel_training_equals_serial(tokens, ranks, tp, zero):
     """float64: losses and clipped norms of four steps; every norm counts replicated parameters once."""
     want = train(Solo(), None, tokens, precision="fp64")
-    parallel = Parallel(tp=tp, zero=zero, dp="bucket", bucket_mb=0.01)
+    parallel = ParallelConfig(tp=tp, zero=zero, dp="bucket", bucket_mb=0.01)
     for curve, parameters, _, _ in run_ranks(ranks, lambda comm: train(comm, parallel, tokens, precision="fp64")):
         assert np.allclose(curve, want[0], rtol=1e-11, atol=0)
         for name, value in want[1].items():
@@ -226,7 +226,7 @@ def test_data_times_tensor_parallel_training_equals_serial(tokens, ranks, tp, ze
 
 def test_two_lanes_talk_through_tensor_groups_of_their_own(tokens):
     want = train(Solo(), None, tokens, precision="fp64")[0]
-    for curve, *_ in run_ranks(2, lambda comm: train(comm, Parallel(tp=2), tokens, precision="fp64", threads=2)):
+    for curve, *_ in run_ranks(2, lambda comm: train(comm, ParallelConfig(tp=2), tokens, precision="fp64", threads=2)):
         assert np.allclose(curve, want, rtol=1e-11, atol=0)
 
 
@@ -293,7 +293,7 @@ def test_compressed_training_stays_close_and_sends_less(tokens, kind, ratio, dp)
     want = [loss for loss, _ in train(Solo(), None, tokens, steps=10)[0]]
 
     def run(comm, compress):
-        parallel = Parallel(dp=dp, compress=compress, bucket_mb=BUCKET_MB)
+        parallel = ParallelConfig(dp=dp, compress=compress, bucket_mb=BUCKET_MB)
         trainer, windows = make_trainer(comm, parallel), Windows(tokens, 16)
         steps = [trainer.step(windows, lr=3e-3) for _ in range(10)]
         trainer.verify()
@@ -310,7 +310,7 @@ def test_compressed_training_stays_close_and_sends_less(tokens, kind, ratio, dp)
 
 def test_verify_names_the_rank_that_differs(tokens):
     def main(comm):
-        trainer = make_trainer(comm, Parallel())
+        trainer = make_trainer(comm, ParallelConfig())
         trainer.step(Windows(tokens, 16), 1e-3)
         trainer.verify()
         trainer.parameters[5] += comm.rank == 2
@@ -323,7 +323,7 @@ def test_verify_names_the_rank_that_differs(tokens):
 
 def test_a_signal_on_one_rank_stops_all_at_the_same_step(tokens):
     def main(comm):
-        trainer = make_trainer(comm, Parallel())
+        trainer = make_trainer(comm, ParallelConfig())
         trainer.asked_to_stop = lambda: 15 * (comm.rank == 1 and trainer.steps == 2)
         stopped = []
         for _ in range(4):
@@ -359,9 +359,9 @@ def test_local_windows_resume_anywhere():
 @pytest.mark.parametrize(
     "parallel, words",
     [
-        (Parallel(dp="ring"), "--dp ring is unknown: choose from naive, flat, overlap, bucket"),
-        (Parallel(bucket_mb=0), "--bucket-mb 0 must be above 0"),
-        (Parallel(compress="zip"), "--compress zip is unknown: choose from none, fp16, bf16, int8"),
+        (ParallelConfig(dp="ring"), "--dp ring is unknown: choose from naive, flat, overlap, bucket"),
+        (ParallelConfig(bucket_mb=0), "--bucket-mb 0 must be above 0"),
+        (ParallelConfig(compress="zip"), "--compress zip is unknown: choose from none, fp16, bf16, int8"),
     ],
 )
 def test_unknown_choices_name_those_that_exist(parallel, words):

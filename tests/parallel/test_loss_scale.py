@@ -12,7 +12,7 @@ from gpt2core.app import cli
 from gpt2core.data import Windows
 from gpt2core.errors import ConfigError
 from gpt2core.model import GPT2Config
-from gpt2core.parallel.config import Parallel
+from gpt2core.parallel.config import ParallelConfig
 from gpt2core.parallel.loss_scale import LossScale
 from gpt2core.parallel.thread_communicator import run_ranks
 from gpt2core.trainer import Diverged, Trainer
@@ -51,7 +51,7 @@ def windows(seed=0):
 
 
 def trainer_of(backend, **options):
-    sizes = dict(batch_size=4, seq_len=16, micro_shards=4, optimizer=dict(clip=0.5, weight_decay=0.1))
+    sizes = dict(batch_size=4, seq_len=16, micro_batches=4, optimizer=dict(clip=0.5, weight_decay=0.1))
     return Trainer(CONFIG, [backend], **sizes | options)
 
 
@@ -81,13 +81,13 @@ def test_a_precision_with_the_range_of_fp32_has_no_scale():
 @pytest.mark.parametrize("codec", ["fp16", "bf16", "int8"])
 def test_what_overflows_is_not_kept_by_a_compression(codec):
     with pytest.raises(ConfigError, match=f"--compress {codec} would keep what overflows .*use --precision bf16"):
-        Trainer(CONFIG, [Narrow()], batch_size=2, seq_len=16, micro_shards=1, parallel=Parallel(compress=codec))
+        Trainer(CONFIG, [Narrow()], batch_size=2, seq_len=16, micro_batches=1, parallel=ParallelConfig(compress=codec))
 
 
 def test_a_scale_that_collapses_is_one_sentence_and_changes_nothing():
     trainer = trainer_of(Narrow(), loss_scale=dict(factor=8.0))
     trainer.step(windows(), 1e-3)
-    trainer.workers.backends[0].largest, before = 0, trainer.parameter_hash()
+    trainer.backend.largest, before = 0, trainer.parameter_hash()
     with pytest.raises(Diverged, match=r"step 1: the loss scale has collapsed to 0.5, .*bf16, or lower --lr \(now 0.5"):
         trainer.step(windows(), 0.5)
     assert trainer.parameter_hash() == before and (trainer.steps, trainer.position) == (1, 4)

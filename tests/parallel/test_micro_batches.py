@@ -1,4 +1,4 @@
-"""Threads, ranks and micro-shards never show in the bits of a gradient; the optimizer equals PyTorch's."""
+"""Threads, ranks and micro-batches never show in the bits of a gradient; the optimizer equals PyTorch's."""
 
 import math
 import re
@@ -20,9 +20,9 @@ from gpt2core.data import Windows
 from gpt2core.errors import ConfigError
 from gpt2core.model import GPT2, GPT2Config, initial_parameters, parameter_shapes
 from gpt2core.optimizer import AdamW, Schedule
-from gpt2core.parallel.config import plan
+from gpt2core.parallel.config import plan_micro_batches
 from gpt2core.parallel.even_slices import even_slices
-from gpt2core.parallel.micro_batches import Lane, MicroShards, merged_levels
+from gpt2core.parallel.micro_batches import Lane, MicroBatches, merged_levels
 from gpt2core.parallel.thread_communicator import run_ranks
 from gpt2core.parallel.threads import Workers
 from gpt2core.parallel.tree_sum import tree_reduce, tree_sum
@@ -51,13 +51,13 @@ def random_batch(rng, rows, T=16):
     return rng.integers(0, 37, (2, rows, T))
 
 
-def micro_shards(config, shards, threads, precision="fp32", seed=1):
-    """MicroShards over freshly initialised parameters, and those parameters."""
+def micro_batches(config, shards, threads, precision="fp32", seed=1):
+    """MicroBatches over freshly initialised parameters, and those parameters."""
     workers, arena = Workers(backends(threads, precision)), Arena(parameter_shapes(config))
     flat = np.zeros(arena.size, workers.backends[0].dtype)
     for name, value in initial_parameters(config, seed):
         arena.views(flat)[name][...] = value * 10  # large enough for gradients that differ between shards
-    return MicroShards(config, arena, flat, workers, shards, Solo()), arena.views(flat)
+    return MicroBatches(config, arena, flat, workers, shards, Solo()), arena.views(flat)
 
 
 def backward(run, inputs, targets, scale):
@@ -72,7 +72,7 @@ def backward(run, inputs, targets, scale):
 def train(comm, threads, tokens, config, validation, steps=3):
     """What a run leaves that must not depend on who computed it."""
     trainer = Trainer(
-        config, backends(threads), batch_size=16, seq_len=16, micro_shards=8, world=comm, seed=3,
+        config, backends(threads), batch_size=16, seq_len=16, micro_batches=8, world=comm, seed=3,
         optimizer=dict(clip=0.5, weight_decay=0.1),
     )  # fmt: skip
     windows = Windows(tokens, 16)
@@ -83,7 +83,7 @@ def train(comm, threads, tokens, config, validation, steps=3):
 
 @pytest.mark.parametrize("config", [CONFIG, TIED], ids=["untied", "tied"])
 def test_threads_and_ranks_never_show_in_the_bits(rng, config):
-    """Loss curve, gradient norms, validation loss and parameters of 1 thread, for every division of 8 micro-shards."""
+    """Loss curve, gradient norms, validation loss and parameters of 1 thread, for every division of 8 micro-batches."""
     tokens, validation = rng.integers(0, 37, 3 * 16 * 16 - 30), rng.integers(0, 37, 16 * 29 + 5)  # 29 = 16 + 13 windows
     alone = train(Solo(), 1, tokens, config, validation)
     assert [step for step, *_ in alone[0]] == [0, 1, 2] and alone[3] == 48
@@ -95,7 +95,7 @@ def test_threads_and_ranks_never_show_in_the_bits(rng, config):
 
 @pytest.mark.parametrize("threads, shards", [(1, n) for n in range(1, 9)] + [(2, 4), (2, 8), (4, 8), (8, 8), (2, 2)])
 def test_the_gradient_is_the_explicit_tree_over_separate_gradients_bit_for_bit(rng, threads, shards):
-    run, parameters = micro_shards(CONFIG, shards, threads)
+    run, parameters = micro_batches(CONFIG, shards, threads)
     for _ in range(2):  # the second step starts from the sums of the first
         inputs, targets = random_batch(rng, 16)
         losses = backward(run, inputs, targets, 1 / inputs.size)
@@ -144,8 +144,8 @@ def test_the_sum_over_shards_is_the_gradient_of_one_big_batch(rng, config, shard
     Weights are ten times as large as a model's at its start, and so is what a layer makes of them: hence 1e-11.
     """
     inputs, targets = random_batch(rng, rows)
-    whole, _ = micro_shards(config, 1, 1, "fp64")
-    parts, _ = micro_shards(config, shards, threads, "fp64")
+    whole, _ = micro_batches(config, 1, 1, "fp64")
+    parts, _ = micro_batches(config, shards, threads, "fp64")
     (loss,), losses = (backward(run, inputs, targets, 1 / inputs.size) for run in (whole, parts))
     assert len(losses) == shards and abs(sum(losses) / loss - 1) <= 1e-11
     got, want = parts.gradients, whole.gradients
@@ -156,12 +156,12 @@ def test_the_sum_over_shards_is_the_gradient_of_one_big_batch(rng, config, shard
 
 
 def test_shards_that_threads_do_not_divide_are_refused():
-    with pytest.raises(ConfigError, match="8 micro-shards .* 3 threads: use --threads 1"):
-        micro_shards(CONFIG, 8, 3)
+    with pytest.raises(ConfigError, match="8 micro-batches .* 3 threads: use --threads 1"):
+        micro_batches(CONFIG, 8, 3)
 
 
 def test_padding_of_the_arena_stays_zero(rng):
-    run, _ = micro_shards(CONFIG, 4, 2)
+    run, _ = micro_batches(CONFIG, 4, 2)
     backward(run, *random_batch(rng, 8), 1.0)
     used = np.zeros(run.arena.size, bool)
     for part in run.arena.slices.values():
@@ -179,7 +179,7 @@ def test_even_slices_tile_the_rows(n, parts):
 
 def test_evaluate_is_the_mean_over_every_whole_window(rng):
     tokens = rng.integers(0, 37, 16 * 11 + 9)
-    trainer = Trainer(CONFIG, backends(2, "fp64"), batch_size=8, seq_len=16, micro_shards=4)
+    trainer = Trainer(CONFIG, backends(2, "fp64"), batch_size=8, seq_len=16, micro_batches=4)
     before = trainer.parameter_hash()
     inputs, targets = tokens[:-1][: 16 * 11].reshape(11, 16), tokens[1:][: 16 * 11].reshape(11, 16)
     with no_grad():
@@ -193,7 +193,7 @@ def test_the_validation_loss_is_the_same_bits_for_any_threads_and_ranks(rng):
     texts = rng.integers(0, 37, (8, 16 * 29 + 5))  # several, because one sum in another order is often the same by luck
 
     def evaluate(comm, threads):
-        options = dict(batch_size=16, seq_len=16, micro_shards=8, world=comm)
+        options = dict(batch_size=16, seq_len=16, micro_batches=8, world=comm)
         trainer = Trainer(CONFIG, backends(threads, "fp64"), **options)
         trainer.parameters *= 20
         return [trainer.evaluate(Windows(tokens, 16)) for tokens in texts]
@@ -211,7 +211,7 @@ def test_training_learns_and_continues_from_what_it_loads_bit_for_bit(rng):
 
     def fresh():
         options = dict(optimizer=dict(weight_decay=0.1, clip=1.0))
-        return Trainer(CONFIG, backends(1), batch_size=8, seq_len=16, micro_shards=8, **options)
+        return Trainer(CONFIG, backends(1), batch_size=8, seq_len=16, micro_batches=8, **options)
 
     straight, first, second = fresh(), fresh(), fresh()
     curve = [straight.step(windows, 1e-2).loss for _ in range(12)]
@@ -227,7 +227,7 @@ def test_training_learns_and_continues_from_what_it_loads_bit_for_bit(rng):
 
 
 def test_the_model_of_a_trainer_shares_its_parameters(rng):
-    trainer = Trainer(CONFIG, backends(1), batch_size=4, seq_len=16, micro_shards=4, seed=2)
+    trainer = Trainer(CONFIG, backends(1), batch_size=4, seq_len=16, micro_batches=4, seed=2)
     for name, value in initial_parameters(CONFIG, 2):
         assert_array_equal(trainer.model().parameters[name].numpy(), value)
         assert np.shares_memory(trainer.model().parameters[name].data, trainer.parameters)
@@ -235,7 +235,7 @@ def test_the_model_of_a_trainer_shares_its_parameters(rng):
 
 def test_a_sequence_longer_than_the_block_is_refused():
     with pytest.raises(ConfigError, match="--seq-len 17 .* block of 16"):
-        Trainer(CONFIG, backends(1), batch_size=4, seq_len=17, micro_shards=4)
+        Trainer(CONFIG, backends(1), batch_size=4, seq_len=17, micro_batches=4)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -244,7 +244,7 @@ def test_a_step_that_diverges_leaves_everything_as_it_was(rng, ranks, what):
     windows = Windows(rng.integers(0, 37, 500), 16)
 
     def run(comm):
-        trainer = Trainer(CONFIG, backends(2), batch_size=8, seq_len=16, micro_shards=8, world=comm)
+        trainer = Trainer(CONFIG, backends(2), batch_size=8, seq_len=16, micro_batches=8, world=comm)
         trainer.step(windows, 1e-3)
         if what == "loss":
             trainer.named_parameters()["transformer.ln_f.bias"][3] = np.nan
@@ -304,7 +304,7 @@ def test_a_failure_in_any_worker_is_raised_when_all_have_stopped(size):
 
 
 def test_a_failure_in_a_kernel_surfaces_from_a_step(rng):
-    trainer = Trainer(CONFIG, backends(4), batch_size=8, seq_len=16, micro_shards=8)
+    trainer = Trainer(CONFIG, backends(4), batch_size=8, seq_len=16, micro_batches=8)
     windows = Windows(np.full(500, 36), 16)
     trainer.step(windows, 1e-3)
     before = trainer.parameter_hash()
@@ -343,7 +343,7 @@ def test_a_failure_in_a_kernel_surfaces_from_a_step(rng):
     ],
 )
 def test_the_plan(batch, shards, threads, ranks, deterministic, want):
-    assert plan(batch, shards, threads, ranks, deterministic) == want
+    assert plan_micro_batches(batch, shards, threads, ranks, deterministic) == want
 
 
 @pytest.mark.parametrize(
@@ -353,34 +353,34 @@ def test_the_plan(batch, shards, threads, ranks, deterministic, want):
         ((-4, None, 1, 2, False), "--batch-size -4"),
         ((16, None, 1, 3, True), "--batch-size 16 .* by 3 ranks: use --batch-size 15 and --no-deterministic$"),
         ((16, None, 0, 1, True), "--threads 0 must be at least 1"),
-        ((6, None, 1, 3, True), "2 micro-shards, which 3 ranks do not divide.*--no-deterministic"),
-        ((16, 6, 1, 1, True), "--micro-shards 6 is not a power of two: use 4 or 8"),
-        ((16, 0, 1, 1, True), "--micro-shards 0 "),
-        ((16, -2, 1, 1, True), "--micro-shards -2 "),
-        ((12, 8, 1, 1, True), "--batch-size 12 is not divisible by --micro-shards 8: use --micro-shards 4"),
-        ((16, 2, 1, 4, True), "--micro-shards 2 is not divisible by 4 ranks"),
-        ((16, 17, 1, 1, False), "--micro-shards 17 must be from 1 to --batch-size 16"),
-        ((16, 0, 1, 1, False), "--micro-shards 0 must be"),
-        ((16, 6, 1, 4, False), "--micro-shards 6 .* divisible by 4 ranks"),
+        ((6, None, 1, 3, True), "2 micro-batches, which 3 ranks do not divide.*--no-deterministic"),
+        ((16, 6, 1, 1, True), "--micro-batches 6 is not a power of two: use 4 or 8"),
+        ((16, 0, 1, 1, True), "--micro-batches 0 "),
+        ((16, -2, 1, 1, True), "--micro-batches -2 "),
+        ((12, 8, 1, 1, True), "--batch-size 12 is not divisible by --micro-batches 8: use --micro-batches 4"),
+        ((16, 2, 1, 4, True), "--micro-batches 2 is not divisible by 4 ranks"),
+        ((16, 17, 1, 1, False), "--micro-batches 17 must be from 1 to --batch-size 16"),
+        ((16, 0, 1, 1, False), "--micro-batches 0 must be"),
+        ((16, 6, 1, 4, False), "--micro-batches 6 .* divisible by 4 ranks"),
     ],
 )
 def test_a_plan_that_cannot_work_says_what_would(arguments, words):
     with pytest.raises(ConfigError, match=words):
-        plan(*arguments)
+        plan_micro_batches(*arguments)
 
 
 @settings(max_examples=300)
 @given(st.integers(-1, 40), st.none() | st.integers(-1, 40), st.integers(0, 20), st.integers(1, 9), st.booleans())
 def test_any_plan_is_a_sound_division_or_a_message_whose_advice_works(batch, shards, threads, ranks, deterministic):
     try:
-        M, each = plan(batch, shards, threads, ranks, deterministic)
+        M, each = plan_micro_batches(batch, shards, threads, ranks, deterministic)
     except ConfigError as error:
         advice = re.search(r"by \d+ ranks: use --batch-size (\d+)( and --no-deterministic)?$", str(error))
         if advice:
             assert int(advice[1]) % ranks == 0 and int(advice[1]) > 0
             if advice[2] and shards is None and threads > 0:
-                plan(int(advice[1]), shards, threads, ranks, False)
-        advice = re.search(r": use --micro-shards (\d+) or --batch-size (\d+)$", str(error))
+                plan_micro_batches(int(advice[1]), shards, threads, ranks, False)
+        advice = re.search(r": use --micro-batches (\d+) or --batch-size (\d+)$", str(error))
         if advice:
             assert batch % int(advice[1]) == 0 and int(advice[2]) % shards == 0 and int(advice[2]) > 0
         return

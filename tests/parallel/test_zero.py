@@ -11,7 +11,7 @@ from gpt2core.communicator import Handle, Solo
 from gpt2core.data import Windows
 from gpt2core.errors import ConfigError
 from gpt2core.model import parameter_shapes
-from gpt2core.parallel.config import Parallel
+from gpt2core.parallel.config import ParallelConfig
 from gpt2core.parallel.data_parallel import STRATEGIES
 from gpt2core.parallel.thread_communicator import run_ranks
 from gpt2core.parallel.zero import Arriving
@@ -36,7 +36,7 @@ def tokens():
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_every_strategy_gives_the_serial_bits(tokens, ranks, dp):
     want = train(Solo(), None, tokens)
-    for got in run_ranks(ranks, train, Parallel(dp=dp, **FORWARD), tokens):
+    for got in run_ranks(ranks, train, ParallelConfig(dp=dp, **FORWARD), tokens):
         assert_same(got, want)
 
 
@@ -57,7 +57,7 @@ class Copied(NumpyBackend):
 @pytest.mark.parametrize("dp, when", [("flat", "end"), ("flat", "forward"), ("bucket", "forward")])
 def test_a_copy_that_kernels_read_is_gathered_in_the_place_of_the_parameters(tokens, dp, when):
     want = train(Solo(), None, tokens)
-    parallel = Parallel(dp=dp, **FORWARD | dict(zero_gather=when))
+    parallel = ParallelConfig(dp=dp, **FORWARD | dict(zero_gather=when))
     for got in run_ranks(4, lambda comm: train(comm, parallel, tokens, backend=Copied)):
         assert_same(got, want)
 
@@ -65,16 +65,16 @@ def test_a_copy_that_kernels_read_is_gathered_in_the_place_of_the_parameters(tok
 def test_a_tied_head_two_threads_and_many_pieces_change_nothing(tokens):
     """Two lanes ask for the same pieces at the same time; a piece is a parameter, and some have two owners."""
     want = train(Solo(), None, tokens, config=TIED)
-    parallel = Parallel(**FORWARD | dict(bucket_mb=1e-6))
+    parallel = ParallelConfig(**FORWARD | dict(bucket_mb=1e-6))
     for got in run_ranks(4, lambda comm: train(comm, parallel, tokens, config=TIED, threads=2)):
         assert_same(got, want)
 
 
 def test_three_ranks_and_tensor_parallel_ranks_differ_by_rounding_alone(tokens):
-    for ranks, sizes, how in ((3, dict(batch_size=12, micro_shards=12), {}), (4, {}, dict(tp=2))):
+    for ranks, sizes, how in ((3, dict(batch_size=12, micro_batches=12), {}), (4, {}, dict(tp=2))):
         options = dict(precision="fp64", **sizes)
         want = train(Solo(), None, tokens, **options)[0]
-        parallel = Parallel(**FORWARD, **how)
+        parallel = ParallelConfig(**FORWARD, **how)
         for curve, *_ in run_ranks(ranks, partial(train, parallel=parallel, tokens=tokens, **options)):
             assert np.allclose(curve, want, rtol=1e-11, atol=0)
 
@@ -83,7 +83,7 @@ def test_what_others_own_is_not_read_before_it_has_come_and_whoever_reads_betwee
     """NaN takes the place of others' parts before every step and every look from outside."""
 
     def main(comm, when, poison):
-        trainer = make_trainer(comm, Parallel(dp="bucket", **FORWARD | dict(zero_gather=when)))
+        trainer = make_trainer(comm, ParallelConfig(dp="bucket", **FORWARD | dict(zero_gather=when)))
         windows = Windows(tokens, 16)
 
         def forget():
@@ -116,10 +116,10 @@ def test_a_run_saved_and_resumed_between_two_ways_to_gather_is_the_serial_run(to
     want = train(Solo(), None, tokens)
 
     def first(comm):
-        return train(comm, Parallel(**FORWARD), tokens, steps=2)
+        return train(comm, ParallelConfig(**FORWARD), tokens, steps=2)
 
     def second(comm, parameters, moments, position, when):
-        trainer = make_trainer(comm, Parallel(**FORWARD | dict(zero_gather=when)))
+        trainer = make_trainer(comm, ParallelConfig(**FORWARD | dict(zero_gather=when)))
         trainer.load(parameters if comm.is_root else None, moments if comm.is_root else None, 2, position)
         return [(step.loss, step.grad_norm) for step in (trainer.step(Windows(tokens, 16), 3e-3) for _ in range(2))]
 
@@ -133,7 +133,7 @@ def test_no_more_is_sent_than_by_an_all_gather(tokens):
     """Over all ranks: a broadcast of each part to p - 1 others, but for the padding at the end, which nobody reads."""
 
     def sent(comm, when):
-        trainer = make_trainer(comm, Parallel(**FORWARD | dict(zero_gather=when)))
+        trainer = make_trainer(comm, ParallelConfig(**FORWARD | dict(zero_gather=when)))
         return trainer.step(Windows(tokens, 16), 1e-3).bytes_sent, trainer.arena
 
     at_end, beside = run_ranks(4, sent, "end"), run_ranks(4, sent, "forward")
@@ -196,8 +196,8 @@ def test_a_failure_inside_waits_for_nobody():
 @pytest.mark.parametrize(
     "parallel, words",
     [
-        (Parallel(zero=1, zero_gather="later"), "--zero-gather later is unknown: choose from end, forward"),
-        (Parallel(zero_gather="forward"), "--zero-gather forward is about --zero 1, and this is --zero 0: add"),
+        (ParallelConfig(zero=1, zero_gather="later"), "--zero-gather later is unknown: choose from end, forward"),
+        (ParallelConfig(zero_gather="forward"), "--zero-gather forward is about --zero 1, and this is --zero 0: add"),
     ],
 )
 def test_what_cannot_be_gathered_is_refused(parallel, words):

@@ -306,7 +306,7 @@ def test_ranks_with_another_version_of_the_code_are_named(tmp_path):
 MISTAKES = [  # ranks, flags, what the one line says
     (3, "--batch-size|16", "--batch-size 16 is not divisible by 3 ranks: use --batch-size 15 and --no-deterministic"),
     (4, "--batch-size|6", "--batch-size 6 is not divisible by 4 ranks: use --batch-size 8"),
-    (3, "--batch-size|12", "--batch-size 12 makes 4 micro-shards, which 3 ranks do not divide"),
+    (3, "--batch-size|12", "--batch-size 12 makes 4 micro-batches, which 3 ranks do not divide"),
     (2, "--tp|3", "--tp 3 does not divide 2 ranks: use one of 1, 2"),
     (4, "--tp|4", "n_head 2 is not divisible by --tp 4: use --tp 1 or 2"),
     (2, "--tp|2|--data|{corpus}", "the vocabulary of 29 is not divisible by --tp 2: use --tp 1"),

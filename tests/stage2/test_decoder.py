@@ -15,7 +15,7 @@ from gpt2core.app.presets import CORPUS, PRESETS
 from gpt2core.communicator import Solo
 from gpt2core.errors import ConfigError
 from gpt2core.model import GPT2, GPT2Config, initial_parameters
-from gpt2core.sampler import Decoder, Greedy, Sampling, Together, generate, generate_together
+from gpt2core.sampler import Decoder, Greedy, GroupSampler, Sampling, generate, generate_together
 from gpt2core.text.token_file import read_text
 from gpt2core.text.tokenizer import build_tokenizer
 from stage0_serial.numpy_backend import NumpyBackend
@@ -23,10 +23,10 @@ from stage2_cuda.cuda_backend import CudaBackend
 from stage2_cuda.decoding import decoder as engine
 from stage2_cuda.decoding import sampling
 from stage2_cuda.decoding.batched import Tiles, tiles_for
-from stage2_cuda.runtime import triton_launch as triton_driver
+from stage2_cuda.runtime import triton_launch
 
 gpu = pytest.mark.gpu
-pytestmark = [] if triton_driver.interpreted() else [gpu]  # where there is a GPU, all of this is about it
+pytestmark = [] if triton_launch.interpreted() else [gpu]  # where there is a GPU, all of this is about it
 CONFIG = GPT2Config(37, 12, 2, 2, 48, tied=True)
 UNTIED = GPT2Config(29, 8, 1, 2, 32, tied=False)
 RULES = {
@@ -40,7 +40,7 @@ RULES = {
 @pytest.fixture(autouse=True)
 def few_programs(monkeypatch):
     """The interpreter takes 10 ms for each program."""
-    if triton_driver.interpreted():
+    if triton_launch.interpreted():
         tiles = Tiles(columns=256, parts=3, part_columns=256, keys=64, vocabulary=256)
         monkeypatch.setattr(CudaBackend, "tiles", staticmethod(lambda batch: tiles))
 
@@ -118,7 +118,7 @@ def test_another_rule_gets_its_logits_on_the_host(rng):
         list(generate(model, [3, 1, 4, 1, 5], 5, choose))
     got, want = (np.array(seen[model]) for model in (ours, stage0))
     assert np.linalg.norm(got - want) <= 1e-5 * np.linalg.norm(want)  # fp32, one layer
-    together = list(generate(ours, [3, 1, 4], 3, Together(Greedy(), Solo())))
+    together = list(generate(ours, [3, 1, 4], 3, GroupSampler(Greedy(), Solo())))
     assert together == list(generate(ours, [3, 1, 4], 3))
 
 

@@ -21,7 +21,7 @@ from gpt2core.communicator import Communicator, Handle, Solo
 from gpt2core.data import Windows
 from gpt2core.errors import DeviceMemoryError
 from gpt2core.model import GPT2Config, parameter_shapes
-from gpt2core.parallel.config import Parallel
+from gpt2core.parallel.config import ParallelConfig
 from gpt2core.trainer import Trainer
 from stage0_serial.numpy_backend import NumpyBackend
 from stage2_cuda import memory_model as memory
@@ -38,7 +38,7 @@ from stage2_cuda.memory_model import (
     no_room_to_write,
     training_memory,
 )
-from stage2_cuda.runtime import triton_launch as triton_driver
+from stage2_cuda.runtime import triton_launch
 from stage2_cuda.runtime.peak_flops import peak_flops
 from stage2_cuda.runtime.side_stream import NoStream, SideStream
 from tests.support.fake_gpu import Event, Stream
@@ -48,7 +48,7 @@ ROOT = Path(__file__).resolve().parents[2]
 GIB = 2**30
 CONFIG = PRESETS["nano"]
 gpu = pytest.mark.gpu
-in_the_interpreter = pytest.mark.skipif(not triton_driver.interpreted(), reason="counts NumPy's allocations")
+in_the_interpreter = pytest.mark.skipif(not triton_launch.interpreted(), reason="counts NumPy's allocations")
 
 # the layers, the head, the parameters: what is most of it differs
 SIZES = [
@@ -67,7 +67,7 @@ def keeping():
 
 def trainer_of(monkeypatch, backend, config, batch, seq_len, **options):
     """A Trainer whose kernels do nothing, and that has been given `batch` sequences."""
-    monkeypatch.setattr(triton_driver.runtime(), "launch", lambda *_: None)
+    monkeypatch.setattr(triton_launch.runtime(), "launch", lambda *_: None)
     monkeypatch.setattr(backend.products.gemm, "matmul", lambda *_, **__: None)
     windows = Windows(np.arange(batch * seq_len + 1) % config.vocab_size, seq_len)
     trainer = Trainer(config, [backend], seq_len=seq_len, **options)
@@ -93,16 +93,16 @@ def peak_of(*args, steps=1, **options):
 @in_the_interpreter
 @pytest.mark.parametrize("precision, wide", [("fp32", WIDE), ("fp16", WIDE), ("fp16", 0)])
 @pytest.mark.parametrize("side", [NoStream, keeping])
-@pytest.mark.parametrize("config, batch, seq_len, micro_shards", SIZES, ids=["layers", "head", "parameters"])
-def test_the_model_is_what_a_step_allocates(monkeypatch, precision, wide, side, config, batch, seq_len, micro_shards):
+@pytest.mark.parametrize("config, batch, seq_len, micro_batches", SIZES, ids=["layers", "head", "parameters"])
+def test_the_model_is_what_a_step_allocates(monkeypatch, precision, wide, side, config, batch, seq_len, micro_batches):
     """Within 10 %, with kernels that do nothing: what an array is for does not matter here, only when it is there."""
     for module in (memory, products):
         monkeypatch.setattr(module, "WIDE", wide)
     backend = CudaBackend(precision)
     backend.side = side()
-    sizes = dict(batch_size=batch, seq_len=seq_len, micro_shards=micro_shards)
+    sizes = dict(batch_size=batch, seq_len=seq_len, micro_batches=micro_batches)
     peak = peak_of(monkeypatch, backend, config, batch, **sizes)
-    terms = training_memory(config, batch, seq_len, precision, micro_shards)
+    terms = training_memory(config, batch, seq_len, precision, micro_batches)
     elsewhere = terms["workspace"] + terms["context"] + terms["side stream"]
     assert peak == pytest.approx(sum(terms.values()) - elsewhere, rel=0.1)
 
@@ -112,7 +112,7 @@ def pooled(monkeypatch, config):
     cupy = PooledCupy()
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     monkeypatch.setitem(sys.modules, "cupyx", SimpleNamespace(empty_pinned=np.empty))
-    monkeypatch.setattr(triton_driver, "array_module", lambda: cupy)
+    monkeypatch.setattr(triton_launch, "array_module", lambda: cupy)
     drawn = [(name, np.empty(shape, np.float32)) for name, shape in parameter_shapes(config)]
     monkeypatch.setattr(trainers, "initial_parameters", lambda *_: iter(drawn))
     backend = CudaBackend("fp16")
@@ -122,7 +122,7 @@ def pooled(monkeypatch, config):
 
 @in_the_interpreter
 @pytest.mark.parametrize(
-    "preset, batch, micro_shards, how",
+    "preset, batch, micro_batches, how",
     [
         ("gpt2", 64, 2, "recorded"),
         ("gpt2", 64, 4, "recorded"),
@@ -134,17 +134,17 @@ def pooled(monkeypatch, config):
         ("gpt2-medium", 32, 8, "recorded"),
     ],
 )
-def test_the_model_is_what_cupy_s_pools_hold(monkeypatch, preset, batch, micro_shards, how):
+def test_the_model_is_what_cupy_s_pools_hold(monkeypatch, preset, batch, micro_batches, how):
     """Within 1 %: what is let go is used again, because nothing small stays in the middle of it."""
     config = PRESETS[preset]
     backend, _, drawn = pooled(monkeypatch, config)
-    sizes = dict(batch_size=batch, seq_len=config.block_size, micro_shards=micro_shards)
+    sizes = dict(batch_size=batch, seq_len=config.block_size, micro_batches=micro_batches)
     trainer = trainer_of(monkeypatch, backend, config, batch, record=how != "eager", **sizes)
     if how == "resumed":
         trainer.load(dict(drawn), {name: (array, array) for name, array in drawn})
     for _ in range(3):  # one that compiles, one that is recorded, one that is replayed
         trainer.update()
-    terms = training_memory(config, batch, config.block_size, "fp16", micro_shards)
+    terms = training_memory(config, batch, config.block_size, "fp16", micro_batches)
     want = sum(terms.values()) - terms["workspace"] - terms["context"]
     assert backend.peak_memory() == pytest.approx(want, rel=0.01)
 
@@ -153,7 +153,7 @@ def test_the_model_is_what_cupy_s_pools_hold(monkeypatch, preset, batch, micro_s
 def test_a_trainer_that_is_dropped_gives_all_of_its_memory_back(monkeypatch):
     def trained():
         backend, cupy, _ = pooled(monkeypatch, PRESETS["gpt2"])
-        trainer = trainer_of(monkeypatch, backend, PRESETS["gpt2"], 8, 1024, batch_size=8, micro_shards=1)
+        trainer = trainer_of(monkeypatch, backend, PRESETS["gpt2"], 8, 1024, batch_size=8, micro_batches=1)
         for _ in range(3):
             trainer.update()
         pools = [cupy.pool, *(recorded.workspace.pool for recorded in backend.recorded)]
@@ -174,7 +174,7 @@ def test_trainers_that_follow_each_other_do_not_add_up():
     def free_after_training():
         backend = CudaBackend("bf16")
         windows = Windows(np.arange(10_000) % 172, 256)
-        trainer = Trainer(PRESETS["paper"], [backend], batch_size=16, seq_len=256, micro_shards=1)
+        trainer = Trainer(PRESETS["paper"], [backend], batch_size=16, seq_len=256, micro_batches=1)
         losses = [trainer.step(windows, 1e-3).loss for _ in range(3)]
         assert np.isfinite(losses).all()
         held = backend.held_memory()
@@ -218,29 +218,29 @@ class Pretended(Communicator):
 
 
 SHARED = [
-    ("layers", 2, Parallel(dp="bucket", bucket_mb=1)),
-    ("layers", 1, Parallel(tp=2)),
-    ("layers", 1, Parallel(tp=4)),
-    ("head", 2, Parallel(tp=2)),
-    ("parameters", 4, Parallel(zero=1)),
-    ("parameters", 2, Parallel(tp=2, zero=1)),
-    ("parameters", 2, Parallel(compress="fp16")),
-    ("parameters", 2, Parallel(compress="bf16")),
-    ("parameters", 4, Parallel(compress="int8", zero=1)),
-    ("parameters", 2, Parallel(compress="int8", dp="bucket", bucket_mb=0.5)),
+    ("layers", 2, ParallelConfig(dp="bucket", bucket_mb=1)),
+    ("layers", 1, ParallelConfig(tp=2)),
+    ("layers", 1, ParallelConfig(tp=4)),
+    ("head", 2, ParallelConfig(tp=2)),
+    ("parameters", 4, ParallelConfig(zero=1)),
+    ("parameters", 2, ParallelConfig(tp=2, zero=1)),
+    ("parameters", 2, ParallelConfig(compress="fp16")),
+    ("parameters", 2, ParallelConfig(compress="bf16")),
+    ("parameters", 4, ParallelConfig(compress="int8", zero=1)),
+    ("parameters", 2, ParallelConfig(compress="int8", dp="bucket", bucket_mb=0.5)),
 ]
 
 
 @in_the_interpreter
 @pytest.mark.parametrize("kind, ranks, parallel", SHARED)
 def test_the_model_is_what_a_step_of_one_of_many_ranks_allocates(monkeypatch, kind, ranks, parallel):
-    config, batch, seq_len, micro_shards = SIZES[["layers", "head", "parameters"].index(kind)]
+    config, batch, seq_len, micro_batches = SIZES[["layers", "head", "parameters"].index(kind)]
     mesh = SimpleNamespace(data=Pretended(ranks), tensor=Pretended(parallel.tp) if parallel.tp > 1 else Solo())
     monkeypatch.setattr(trainers, "Mesh", lambda *_: mesh)
-    sizes = dict(batch_size=batch * ranks, seq_len=seq_len, micro_shards=micro_shards * ranks)
+    sizes = dict(batch_size=batch * ranks, seq_len=seq_len, micro_batches=micro_batches * ranks)
     shared = dict(world=Pretended(ranks * parallel.tp), parallel=parallel)
     peak = peak_of(monkeypatch, CudaBackend(), config, batch, steps=2, **sizes, **shared)
-    terms = training_memory(config, batch, seq_len, "fp32", micro_shards, ranks, parallel)
+    terms = training_memory(config, batch, seq_len, "fp32", micro_batches, ranks, parallel)
     elsewhere = sum(terms[name] for name in ("workspace", "context", "side stream", "gathered to save"))
     assert peak == pytest.approx(sum(terms.values()) - elsewhere, rel=0.1)
 
@@ -272,8 +272,8 @@ def needed(*step):
 def test_the_batch_that_is_named_fits_and_a_larger_one_does_not():
     config, free = PRESETS["gpt2"], 40 * GIB
     told = no_room_to_train(config, 512, 1024, "bf16", 1, 1, free)
-    assert "--batch-size 512 of 1024 tokens in 1 micro-shard takes about" in told and "40.0 GiB are free" in told
-    batch, shards = map(int, re.search(r"use --batch-size (\d+) or --micro-shards (\d+)$", told).groups())
+    assert "--batch-size 512 of 1024 tokens in 1 micro-batch takes about" in told and "40.0 GiB are free" in told
+    batch, shards = map(int, re.search(r"use --batch-size (\d+) or --micro-batches (\d+)$", told).groups())
     assert MARGIN * needed(config, batch, 1024, "bf16") <= free < MARGIN * needed(config, batch + 1, 1024, "bf16")
     assert MARGIN * needed(config, 512, 1024, "bf16", shards) <= free
     assert MARGIN * needed(config, 512, 1024, "bf16", shards // 2) > free
@@ -287,27 +287,31 @@ def test_ranks_share_the_batch_and_what_is_named_can_be_divided():
 
 def test_what_ranks_share_is_named_and_zero_where_it_is_enough():
     config, sizes = PRESETS["gpt2-xl"], (1024, "bf16", 4, 4)
-    with_zero = sum(training_memory(config, 1, 1024, "bf16", 1, 4, Parallel(zero=1)).values())
+    with_zero = sum(training_memory(config, 1, 1024, "bf16", 1, 4, ParallelConfig(zero=1)).values())
     told = no_room_to_train(config, 4, *sizes, MARGIN * with_zero + GIB)
-    assert told.startswith("--batch-size 4 of 1024 tokens in 4 micro-shards takes") and told.endswith("use --zero 1")
-    told = no_room_to_train(config, 4, *sizes, MARGIN * with_zero + GIB, Parallel(zero=1, tp=5, compress="int8"), True)
-    assert "in 4 micro-shards with --tp 5 --zero 1 --compress int8 takes about" in told and "use" in told
-    told = no_room_to_train(config, 4, *sizes, MARGIN * with_zero + GIB, Parallel(zero=1, compress="bf16"))
+    assert told.startswith("--batch-size 4 of 1024 tokens in 4 micro-batches takes") and told.endswith("use --zero 1")
+    told = no_room_to_train(
+        config, 4, *sizes, MARGIN * with_zero + GIB, ParallelConfig(zero=1, tp=5, compress="int8"), True
+    )
+    assert "in 4 micro-batches with --tp 5 --zero 1 --compress int8 takes about" in told and "use" in told
+    told = no_room_to_train(config, 4, *sizes, MARGIN * with_zero + GIB, ParallelConfig(zero=1, compress="bf16"))
     assert told.endswith("use --compress none")
 
 
 def test_each_way_to_share_takes_what_it_takes():
     config, sizes = PRESETS["gpt2"], (8, 1024, "bf16", 1)
     alone = training_memory(config, *sizes)
-    assert training_memory(config, *sizes, 4, Parallel(zero=1))["moments"] == alone["moments"] / 4
-    halves = training_memory(PRESETS["small"], *sizes, 1, Parallel(tp=2))
+    assert training_memory(config, *sizes, 4, ParallelConfig(zero=1))["moments"] == alone["moments"] / 4
+    halves = training_memory(PRESETS["small"], *sizes, 1, ParallelConfig(tp=2))
     whole = training_memory(PRESETS["small"], *sizes)
     assert all(0.5 * whole[name] <= halves[name] < 0.7 * whole[name] for name in ("parameters", "activations"))
-    in_order = {dp: training_memory(config, *sizes, 4, Parallel(dp=dp), in_order=True) for dp in ("flat", "bucket")}
+    in_order = {
+        dp: training_memory(config, *sizes, 4, ParallelConfig(dp=dp), in_order=True) for dp in ("flat", "bucket")
+    }
     assert in_order["flat"]["sums over ranks"] == alone["gradients"]
     largest = 50257 * 768 + 25e6 / 4  # a bucket ends with a parameter, and this one is a bucket of its own
     assert in_order["bucket"]["sums over ranks"] == pytest.approx(4 * largest)
-    kept = training_memory(config, *sizes, 4, Parallel(dp="bucket", compress="int8"))["compression"]
+    kept = training_memory(config, *sizes, 4, ParallelConfig(dp="bucket", compress="int8"))["compression"]
     assert 1.25 * alone["gradients"] < kept < 2.5 * alone["gradients"]
 
 
@@ -318,7 +322,7 @@ def test_the_flags_of_many_ranks_reach_the_memory_model(monkeypatch):
     backend = SimpleNamespace(out_of_memory=lambda error, *sizes: asked.setdefault("sizes", sizes) and "no room")
     with pytest.raises(DeviceMemoryError, match="no room"), told_of_memory(backend, CONFIG, *step_sizes(args, 4, 2)):
         raise MemoryError
-    assert asked["sizes"] == (CONFIG, 16, 32, 4, 2, Parallel(2, "bucket", 3.0, "int8", 1, "forward"), True)
+    assert asked["sizes"] == (CONFIG, 16, 32, 4, 2, ParallelConfig(2, "bucket", 3.0, "int8", 1, "forward"), True)
     args.transport = "mpi"
     assert step_sizes(args, 4, 2)[-1] is False
 

@@ -10,7 +10,7 @@ from gpt2core.app import cli  # noqa: E402
 from gpt2core.communicator import Solo  # noqa: E402
 from gpt2core.data import Windows  # noqa: E402
 from gpt2core.model import GPT2Config  # noqa: E402
-from gpt2core.parallel.config import Parallel  # noqa: E402
+from gpt2core.parallel.config import ParallelConfig  # noqa: E402
 from gpt2core.parallel.tensor_parallel import is_replicated  # noqa: E402
 from gpt2core.parallel.thread_communicator import run_ranks  # noqa: E402
 from gpt2core.trainer import Trainer  # noqa: E402
@@ -192,9 +192,9 @@ class Rounding(NumpyBackend):
 
 def trained(world, steps, before=None, threads=1, **parallel):
     """Losses, the bits of master and copy, what to go on from (`before`), and the copies that all ranks have alike."""
-    backends, sizes = [Rounding() for _ in range(threads)], dict(batch_size=4, seq_len=16, micro_shards=4)
+    backends, sizes = [Rounding() for _ in range(threads)], dict(batch_size=4, seq_len=16, micro_batches=4)
     options = dict(rounding="stochastic", seed=11, clip=0.5)
-    trainer = Trainer(CONFIG, backends, **sizes, world=world, parallel=Parallel(**parallel), optimizer=options)
+    trainer = Trainer(CONFIG, backends, **sizes, world=world, parallel=ParallelConfig(**parallel), optimizer=options)
     if before is not None:
         root = trainer.world.is_root
         trainer.load(*(before[:2] if root else (None, True)), steps=before[2], position=before[3])
@@ -249,7 +249,7 @@ def test_a_resume_goes_on_with_the_saved_rounding(command, corpus, tmp_path):
 def test_a_run_in_bf16_rounds_its_copy_as_numpy_would(record):
     def run(steps, before=None):
         options = dict(rounding="stochastic", seed=3, weight_decay=0.1)
-        sizes = dict(batch_size=4, seq_len=16, micro_shards=1, record=record)
+        sizes = dict(batch_size=4, seq_len=16, micro_batches=1, record=record)
         trainer = Trainer(CONFIG, [CudaBackend("bf16")], **sizes, optimizer=options)
         master, copy = host(trainer.parameters), host(trainer.compute.view(np.uint16))
         assert_array_equal(copy, master.astype(trainer.compute.dtype).view(np.uint16))  # at first to nearest

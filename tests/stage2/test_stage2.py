@@ -27,15 +27,15 @@ from gpt2core.text.token_file import load_tokens
 from gpt2core.trainer import Trainer
 from stage0_serial.numpy_backend import NumpyBackend
 from stage2_cuda.cuda_backend import CudaBackend
-from stage2_cuda.runtime import triton_launch as triton_driver
+from stage2_cuda.runtime import triton_launch
 from tests.tools.sanitize import all_kernels, name_of, program
 
 ROOT = Path(__file__).resolve().parents[2]
 STAGE = ROOT / "stage2_cuda"
 gpu = pytest.mark.gpu
 # Where there is a GPU all of this is about it, but for what is about the interpreter itself.
-pytestmark = [] if triton_driver.interpreted() else [gpu]
-in_the_interpreter = pytest.mark.skipif(not triton_driver.interpreted(), reason="is about the interpreter")
+pytestmark = [] if triton_launch.interpreted() else [gpu]
+in_the_interpreter = pytest.mark.skipif(not triton_launch.interpreted(), reason="is about the interpreter")
 
 # The second has a head size that is no power of two, an odd vocabulary, and fewer positions than a tile has rows.
 UNTIED, TIED = GPT2Config(64, 16, 2, 2, 32, tied=False), GPT2Config(37, 12, 2, 2, 48, tied=True)
@@ -57,21 +57,21 @@ def windows_of(config):
     return Windows(tokens, config.block_size)
 
 
-def trainer_of(backend, config, micro_shards=1, batch=BATCH, **options):
-    sizes = dict(batch_size=batch, seq_len=config.block_size, micro_shards=micro_shards)
+def trainer_of(backend, config, micro_batches=1, batch=BATCH, **options):
+    sizes = dict(batch_size=batch, seq_len=config.block_size, micro_batches=micro_batches)
     trainer = Trainer(config, [backend], **sizes, optimizer=ADAMW | options)
     trainer.load(dict(parameters_of(config)))
     return trainer
 
 
 def gradients_of(trainer):
-    return {name: trainer.workers.backends[0].to_host(g) for name, g in trainer.named(trainer.shards.gradients).items()}
+    return {name: trainer.backend.to_host(g) for name, g in trainer.named(trainer.shards.gradients).items()}
 
 
 def bits_of(trainer):
     """Parameters, moments, and what the kernels read, as bytes."""
     arrays = trainer.parameters, trainer.optimizer.exp_avg, trainer.optimizer.exp_avg_sq, trainer.compute
-    return [trainer.workers.backends[0].to_host(array).tobytes() for array in arrays]
+    return [trainer.backend.to_host(array).tobytes() for array in arrays]
 
 
 def losses_of(trainer, steps, lr=1e-3):
@@ -89,10 +89,10 @@ def assert_near(got, want, tolerance, name):
 STEPS = [(UNTIED, 1), (TIED, 2), pytest.param(PRESETS["paper"], 1, marks=gpu)]
 
 
-@pytest.mark.parametrize("config, micro_shards", STEPS, ids=["untied", "tied, 2 micro-shards", "paper"])
-def test_a_training_step_has_stage_0_s_loss_norm_and_gradients(config, micro_shards):
+@pytest.mark.parametrize("config, micro_batches", STEPS, ids=["untied", "tied, 2 micro-batches", "paper"])
+def test_a_training_step_has_stage_0_s_loss_norm_and_gradients(config, micro_batches):
     # fp32 on both sides, sums in another order; the update is left out, as Adam makes a step of any rounding error
-    ours, stage0 = (trainer_of(backend(), config, micro_shards) for backend in (CudaBackend, NumpyBackend))
+    ours, stage0 = (trainer_of(backend(), config, micro_batches) for backend in (CudaBackend, NumpyBackend))
     step, expected = (trainer.step(windows_of(config), 1e-3) for trainer in (ours, stage0))
     assert step.loss == pytest.approx(expected.loss, rel=1e-5)
     assert step.grad_norm == pytest.approx(expected.grad_norm, rel=1e-5)
@@ -170,9 +170,9 @@ ELSEWHERE = {
     "rounding.rounding_kernel": "bf16 and --rounding stochastic: the copy of the parameters, after a resume",
     "cross_entropy.backward_kernel": "a vocabulary that is divided over ranks: stage 3",
     "cached_attention.cached_kernel": "layers that are divided over ranks: stage 3",
-    "decode.columns_kernel": "texts that are continued together",
-    "decode.attend_kernel": "texts that are continued together",
-    "decode.partial_kernel": "texts that are continued together",
+    "batched.columns_kernel": "texts that are continued together",
+    "batched.attend_kernel": "texts that are continued together",
+    "batched.partial_kernel": "texts that are continued together",
     "sampling.given_kernel": "a rule of the caller's own",
     "sampling.whole_kernel": "a draw",
     "sampling.cut_kernel": "a draw",
@@ -181,7 +181,7 @@ ELSEWHERE = {
 
 
 def test_every_kernel_is_launched_by_a_step_a_validation_and_a_generated_token(monkeypatch):
-    launched, runtime = set(), triton_driver.runtime()
+    launched, runtime = set(), triton_launch.runtime()
 
     def launch(kernel, *arguments, original=runtime.launch):
         launched.add(name_of(kernel))
@@ -194,15 +194,15 @@ def test_every_kernel_is_launched_by_a_step_a_validation_and_a_generated_token(m
     trainer.evaluate(Windows(np.arange(UNTIED.block_size + 1), UNTIED.block_size))
     list(generate(trainer.model(), [1] * 15, 3))  # one by prefill, one over the cache, one by the whole window
     of_a_row = "transpose", "sums_of_columns", "normed_row", "attend_span", "joined", "added_row"
-    generation = {"decode.norm", "decode.unembed", *(f"decode_row.{name}" for name in of_a_row)}
-    generation |= {"ends.last_rows", "ends.windows", "sampling.likeliest", "cross_entropy.forward"}
+    generation = {"batched.norm", "batched.unembed", *(f"single_row.{name}" for name in of_a_row)}
+    generation |= {"last_token.last_rows", "last_token.windows", "sampling.likeliest", "cross_entropy.forward"}
     assert launched - step == {f"{name}_kernel" for name in generation}
     assert set(all_kernels(stages=[2])) - launched == ELSEWHERE.keys()
 
 
 @in_the_interpreter
 def test_the_sanitizer_s_program_launches_every_kernel(monkeypatch):
-    monkeypatch.setattr(triton_driver.runtime(), "launch", lambda *_: None)
+    monkeypatch.setattr(triton_launch.runtime(), "launch", lambda *_: None)
     assert program(np, ("float32", "float16")) == set()
 
 
@@ -232,7 +232,7 @@ def rows_of(log):
 @pytest.mark.parametrize("backends", [(CudaBackend, NumpyBackend), (NumpyBackend, CudaBackend)], ids=["2, 0", "0, 2"])
 def test_a_run_of_one_stage_is_resumed_by_the_other(command, corpus, tmp_path, backends):
     first, then = backends
-    flags = ("--preset", "nano", "--data", corpus, "--micro-shards", 1, "--no-deterministic", "--sample", 0)
+    flags = ("--preset", "nano", "--data", corpus, "--micro-batches", 1, "--no-deterministic", "--sample", 0)
     flags += ("--log", tmp_path / "log", "--out", tmp_path / "run")
     assert command(cli.train, *flags, "--steps", 1, backend=first).code == 0
     done = command(cli.train, *flags, "--steps", 3, "--resume", tmp_path / "run", backend=then)
@@ -265,7 +265,7 @@ def test_the_interpreter_computes_in_fp32_and_fp16_alone(train2, precision, monk
 
 @pytest.mark.parametrize("flag", ["--graph", "--no-graph", "--nvtx"])
 def test_where_nothing_is_recorded_a_flag_about_it_is_refused(train, train2, flag):
-    for run in (train, train2)[: 2 if triton_driver.interpreted() else 1]:
+    for run in (train, train2)[: 2 if triton_launch.interpreted() else 1]:
         result = run("--preset", "nano", "--steps", 1, flag)
         assert one_line(result) and f"{flag} has no meaning here" in result.err
 
@@ -353,7 +353,7 @@ def test_make_installs_what_the_tests_need(make, goal, extras):
     assert re.findall(r"--editable '\.\[(.*)\]'", done.stdout) == extras
 
 
-@pytest.mark.skipif(not triton_driver.interpreted(), reason="runs the interpreter, which may be too old beside a GPU")
+@pytest.mark.skipif(not triton_launch.interpreted(), reason="runs the interpreter, which may be too old beside a GPU")
 def test_make_without_a_gpu_interprets_nano_and_says_so(make, corpus):
     arguments = f"ARGS=--steps 1 --sample 0 --batch-size 1 --data {corpus} --out {corpus.parent}/nano"
     done = make("train", "STAGE=2", "PRESET=nano", f"PYTHON={sys.executable}", arguments)
@@ -420,7 +420,7 @@ def paper_run(precision, steps=6, recorded=True):
     backend = CudaBackend(precision, deterministic=True)
     tokens, _ = load_tokens(CORPUS, None)
     recipe, config = RECIPES["paper"], PRESETS["paper"]
-    sizes = dict(batch_size=recipe["batch_size"], seq_len=config.block_size, micro_shards=1)
+    sizes = dict(batch_size=recipe["batch_size"], seq_len=config.block_size, micro_batches=1)
     sizes |= dict(optimizer=ADAMW, record=recorded, loss_scale=dict(factor=2.0**30, interval=2))
     trainer, windows = Trainer(config, [backend], **sizes), Windows(tokens, config.block_size)
     # a rate that changes: the graph must read it anew

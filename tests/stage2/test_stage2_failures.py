@@ -14,12 +14,11 @@ from gpt2core.errors import ConfigError
 from gpt2core.model import GPT2Config
 from gpt2core.trainer import Trainer
 from stage2_cuda.cuda_backend import CudaBackend
-from stage2_cuda.runtime import nvtx
-from stage2_cuda.runtime import triton_launch as triton_driver
+from stage2_cuda.runtime import nvtx, triton_launch
 
 gpu = pytest.mark.gpu
-in_the_interpreter = pytest.mark.skipif(not triton_driver.interpreted(), reason="is about the interpreter")
-pytestmark = [] if triton_driver.interpreted() else [gpu]
+in_the_interpreter = pytest.mark.skipif(not triton_launch.interpreted(), reason="is about the interpreter")
+pytestmark = [] if triton_launch.interpreted() else [gpu]
 NANO = ("--preset", "nano", "--sample", 0)
 
 
@@ -60,9 +59,9 @@ class Broken(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 def test_a_cupy_for_another_cuda_is_one_sentence(monkeypatch, error):
     monkeypatch.delitem(sys.modules, "cupy", raising=False)
     monkeypatch.setattr(sys, "meta_path", [Broken(error), *sys.meta_path])
-    monkeypatch.setattr(triton_driver, "has_driver", lambda: True)
+    monkeypatch.setattr(triton_launch, "has_driver", lambda: True)
     with pytest.raises(ConfigError) as caught:
-        triton_driver.Gpu()
+        triton_launch.Gpu()
     said = str(caught.value)
     assert said.startswith(f"CuPy is needed, and cannot be imported ({str(error).splitlines()[0]}): pip install cupy-")
     assert "TRITON_INTERPRET=1" in said and "\n" not in said
@@ -114,11 +113,11 @@ class Ranges:
 
 @in_the_interpreter
 def test_a_profiler_sees_the_phases_of_a_step_and_the_ops_in_them(monkeypatch):
-    monkeypatch.setattr(triton_driver.runtime(), "launch", lambda *_: None)
+    monkeypatch.setattr(triton_launch.runtime(), "launch", lambda *_: None)
     ranges, config = Ranges(), GPT2Config(40, 8, 1, 2, 16)
     backend = CudaBackend()
     nvtx.annotate(backend, ranges)
-    trainer = Trainer(config, [backend], batch_size=2, seq_len=8, micro_shards=2)
+    trainer = Trainer(config, [backend], batch_size=2, seq_len=8, micro_batches=2)
     trainer.shards.feed(*np.zeros((2, 2, 8), np.int64))
     trainer.optimizer.begin(1e-3)
     with np.errstate(all="ignore"):

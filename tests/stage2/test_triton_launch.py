@@ -17,7 +17,7 @@ triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
 
 from gpt2core.errors import ConfigError  # noqa: E402
-from stage2_cuda.runtime import triton_launch as triton_driver  # noqa: E402
+from stage2_cuda.runtime import triton_launch  # noqa: E402
 from stage2_cuda.runtime.triton_launch import Gpu, Interpreter, array_module, interpreted, launch  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -90,7 +90,7 @@ class Bfloat16(np.ndarray):
 
 def test_the_interpreter_refuses_bf16():
     x = np.zeros((8, 8), np.float32).view(Bfloat16)
-    described = SimpleNamespace(base=triton_driver.Pointer(x), block_shape=[8, 8])
+    described = SimpleNamespace(base=triton_launch.Pointer(x), block_shape=[8, 8])
     for argument in (x, described):
         with pytest.raises(ConfigError, match="bf16 is silently wrong in Triton's interpreter"):
             Interpreter().launch(axpy_kernel, (1,), (argument,), {})
@@ -246,7 +246,7 @@ def fake_cupy(count=1, capability="90"):
 )
 def test_no_gpu_is_one_sentence_that_names_the_way_out(monkeypatch, module, says):
     monkeypatch.setitem(sys.modules, "cupy", module)
-    monkeypatch.setattr(triton_driver, "has_driver", lambda: says != "no GPU was found, for there is no NVIDIA driver")
+    monkeypatch.setattr(triton_launch, "has_driver", lambda: says != "no GPU was found, for there is no NVIDIA driver")
     with pytest.raises(ConfigError) as error:
         Gpu()
     assert says in str(error.value) and "\n" not in str(error.value)
@@ -257,7 +257,7 @@ def test_no_gpu_is_one_sentence_that_names_the_way_out(monkeypatch, module, says
 
 def test_no_triton_is_one_sentence(monkeypatch):
     monkeypatch.setitem(sys.modules, "triton", None)
-    for runtime in (Gpu, triton_driver.runtime.__wrapped__):
+    for runtime in (Gpu, triton_launch.runtime.__wrapped__):
         with pytest.raises(ConfigError, match="Triton is needed, and cannot be imported"):
             runtime()
 
@@ -276,7 +276,7 @@ COMPILE = """
 import json, math, sys
 import triton
 from triton.backends.compiler import GPUTarget
-from stage2_cuda import triton_driver
+from stage2_cuda import triton_launch
 
 class Driver:
     get_current_target = lambda self: GPUTarget("cuda", 90, 32)
@@ -298,7 +298,7 @@ class Compiler:
         print(json.dumps([name, wide, ".local" in ptx, "atom" in ptx]))
 
 triton.runtime.driver.set_active(Driver())
-triton_driver.runtime = Compiler
+triton_launch.runtime = Compiler
 from stage2_cuda.kernels import adamw, cast, column_sums, cross_entropy, embedding, gelu, layernorm, rounding
 f, N, C, V, W = Array, 4096, 768, 50257, 50304
 for dtype in ("bfloat16", "float16", "float32"):
@@ -394,5 +394,5 @@ def test_pytorch_is_not_needed():
 
 
 def test_the_runtime_is_made_once():
-    assert triton_driver.runtime() is triton_driver.runtime()
+    assert triton_launch.runtime() is triton_launch.runtime()
     assert (array_module() is np) == interpreted()

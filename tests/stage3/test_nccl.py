@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 from gpt2core.app.presets import CORPUS, PRESETS
 from gpt2core.data import Windows
 from gpt2core.parallel.codecs import CODECS
-from gpt2core.parallel.config import Parallel
+from gpt2core.parallel.config import ParallelConfig
 from gpt2core.parallel.tree_sum import tree_sum
 from gpt2core.text.token_file import load_tokens
 from gpt2core.trainer import Trainer
@@ -213,12 +213,12 @@ def test_collectives_are_recorded_with_the_kernels_around_them(gpus, ranks):
 STEPS, SHARDS = 5, 4  # the first runs, the second is recorded, the others are replayed
 
 
-def trained(world, precision, deterministic=True, micro_shards=SHARDS, **parallel):
+def trained(world, precision, deterministic=True, micro_batches=SHARDS, **parallel):
     """[(loss, gradient norm) of each step], and the hash of the parameters."""
     tokens, _ = load_tokens(CORPUS, None)
     config, recipe = PRESETS["tiny"], dict(clip=0.5, weight_decay=0.1)
-    sizes = dict(batch_size=16, seq_len=config.block_size, micro_shards=micro_shards)
-    backend, sharing = CudaBackend(precision, deterministic), Parallel(bucket_mb=0.1, **parallel)
+    sizes = dict(batch_size=16, seq_len=config.block_size, micro_batches=micro_batches)
+    backend, sharing = CudaBackend(precision, deterministic), ParallelConfig(bucket_mb=0.1, **parallel)
     trainer = Trainer(config, [backend], **sizes, optimizer=recipe, world=world, parallel=sharing)
     windows = Windows(tokens, config.block_size)
     steps = [trainer.step(windows, 1e-3 / (1 + i)) for i in range(STEPS)]
@@ -272,11 +272,11 @@ def near(result, want, tolerance):
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_the_fast_mode_has_stage_2_s_curve_and_all_ranks_the_same_parameters(gpus, ranks):
     gpus(ranks)
-    want = trained(None, "fp32", deterministic=False, micro_shards=1)
+    want = trained(None, "fp32", deterministic=False, micro_batches=1)
     ways = [
-        dict(precision="fp32", deterministic=False, micro_shards=ranks, dp="bucket"),
-        dict(precision="fp32", deterministic=False, micro_shards=ranks // 2, tp=2),
-        *(dict(precision="fp32", deterministic=False, micro_shards=ranks, compress=kind) for kind in CODECS),
+        dict(precision="fp32", deterministic=False, micro_batches=ranks, dp="bucket"),
+        dict(precision="fp32", deterministic=False, micro_batches=ranks // 2, tp=2),
+        *(dict(precision="fp32", deterministic=False, micro_batches=ranks, compress=kind) for kind in CODECS),
     ]
     all_ranks = run_mpi(ranks, fast_runs, ways, timeout=LIMIT)
     assert all(results == all_ranks[0] for results in all_ranks)

@@ -15,13 +15,13 @@ pytest.importorskip("triton")
 from gpt2core.data import Windows
 from gpt2core.errors import ConfigError, UserError
 from gpt2core.model import GPT2Config
-from gpt2core.parallel.config import Parallel
+from gpt2core.parallel.config import ParallelConfig
 from gpt2core.parallel.thread_communicator import run_ranks
 from gpt2core.parallel.tree_sum import tree_sum
 from gpt2core.trainer import Trainer
 from stage0_serial.numpy_backend import NumpyBackend
 from stage2_cuda.cuda_backend import CudaBackend
-from stage2_cuda.runtime import triton_launch as triton_driver
+from stage2_cuda.runtime import triton_launch
 from stage3_mpi_cuda import nccl_communicator, staged_collectives, watchdog
 from stage3_mpi_cuda.nccl_collectives import NcclCollectives
 from stage3_mpi_cuda.nccl_communicator import Gpu, NcclCommunicator
@@ -32,7 +32,7 @@ from tests.support.fake_gpu import OnFakeGpu, fake_gpu
 from tests.support.jobs import mpi
 from tests.support.mpi import ROOT, mpiexec
 
-pytestmark = pytest.mark.skipif(not triton_driver.interpreted(), reason="runs in the interpreter: see test_nccl.py")
+pytestmark = pytest.mark.skipif(not triton_launch.interpreted(), reason="runs in the interpreter: see test_nccl.py")
 
 
 # -- the collectives of arrays of a GPU --------------------------------------------------------------------------------
@@ -143,7 +143,7 @@ def machine(monkeypatch):
     monkeypatch.setattr(nccl_communicator, "bind", bind)
     monkeypatch.setattr(nccl_communicator, "import_nccl", import_nccl)
     monkeypatch.setattr(nccl_communicator, "Watchdog", lambda world: SimpleNamespace(start=lambda: None))
-    monkeypatch.setattr(nccl_communicator, "triton_driver", SimpleNamespace(interpreted=lambda: False))
+    monkeypatch.setattr(nccl_communicator, "triton_launch", SimpleNamespace(interpreted=lambda: False))
 
     def run(gpus, asked=None, without_nccl=()):
         def rank(threads):
@@ -219,11 +219,11 @@ MODEL = GPT2Config(vocab_size=24, block_size=8, n_layer=1, n_head=2, n_embd=16, 
 RECIPE = dict(clip=0.5, weight_decay=0.1)
 
 
-def trained(world, backend, micro_shards, steps=1, **parallel):
+def trained(world, backend, micro_batches, steps=1, **parallel):
     """[(loss, gradient norm, hash of the parameters after it) of each step]."""
     tokens = np.random.default_rng(0).integers(0, MODEL.vocab_size, 200)
-    sizes = dict(batch_size=4, seq_len=MODEL.block_size, micro_shards=micro_shards)
-    sharing = Parallel(bucket_mb=0.01, **parallel)
+    sizes = dict(batch_size=4, seq_len=MODEL.block_size, micro_batches=micro_batches)
+    sharing = ParallelConfig(bucket_mb=0.01, **parallel)
     trainer = Trainer(MODEL, [backend()], **sizes, optimizer=RECIPE, world=world, parallel=sharing)
     windows, rows = Windows(tokens, MODEL.block_size), []
     for _ in range(steps):
@@ -234,7 +234,7 @@ def trained(world, backend, micro_shards, steps=1, **parallel):
 
 @pytest.fixture(scope="module")
 def serial():
-    """What stage 2 makes of four micro-shards, in two steps."""
+    """What stage 2 makes of four micro-batches, in two steps."""
     return trained(None, CudaBackend, 4, steps=2)
 
 

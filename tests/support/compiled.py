@@ -43,7 +43,7 @@ from stage2_cuda.cuda_backend import PRECISIONS  # noqa: E402
 from stage2_cuda.kernels import attention  # noqa: E402
 from stage2_cuda.kernels.cast import scale_in_place  # noqa: E402
 from stage2_cuda.memory_model import ALIGNED  # noqa: E402
-from stage2_cuda.runtime import triton_launch as triton_driver  # noqa: E402
+from stage2_cuda.runtime import triton_launch  # noqa: E402
 from stage2_cuda.tuning import attention_tiles  # noqa: E402
 from tests.tools import sanitize  # noqa: E402
 
@@ -96,7 +96,7 @@ class Found:
         self.gpu.last = self.variant
 
 
-class Absent(triton_driver.Gpu):
+class Absent(triton_launch.Gpu):
     """Gpu up to the compiler: each launch is noted as the variant that it needs."""
 
     xp = SimpleNamespace(ndarray=Address)
@@ -136,8 +136,8 @@ class Absent(triton_driver.Gpu):
                 setattr(owner, name, value)
 
             runtime = SimpleNamespace(xp=np, launch=self.launch, can_overlap=self.can_overlap)
-            replace(triton_driver, "runtime", lambda: runtime)
-            replace(triton_driver, "interpreted", lambda: True)  # arrays are NumPy's, and steps are not recorded
+            replace(triton_launch, "runtime", lambda: runtime)
+            replace(triton_launch, "interpreted", lambda: True)  # arrays are NumPy's, and steps are not recorded
             replace(cuda_backend, "INTERPRETED", tuple(PRECISIONS))
             replace(gpt2core_trainer, "initial_parameters", zeros)
             replace(triton.knobs.runtime, "jit_cache_hook", self.note)
@@ -203,7 +203,7 @@ def train(config, precision, batch, **options):
     """A step and a validation, and what a resumed run begins with."""
     T = config.block_size
     windows = Windows(np.zeros(batch * T + 1, np.int32), T)
-    sizes = dict(batch_size=batch, seq_len=T, micro_shards=1)
+    sizes = dict(batch_size=batch, seq_len=T, micro_batches=1)
     trainer = gpt2core_trainer.Trainer(
         config, [Backend(precision)], **sizes, optimizer=dict(clip=1.0, weight_decay=0.1, **options)
     )

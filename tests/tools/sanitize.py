@@ -42,7 +42,7 @@ from stage2_cuda.kernels import (  # noqa: E402
     losses,
     rounding,
 )
-from stage2_cuda.runtime import triton_launch as triton_driver  # noqa: E402
+from stage2_cuda.runtime import triton_launch  # noqa: E402
 from stage3_mpi_cuda import tree_sum  # noqa: E402
 
 TOOLS = "memcheck", "racecheck"
@@ -268,7 +268,7 @@ def all_kernels(stages=(2, 3)):
 
 def program(xp, dtypes):
     """Launch all of the above; -> the kernels that were not."""
-    launched, runtime = set(), triton_driver.runtime()
+    launched, runtime = set(), triton_launch.runtime()
     launch = runtime.launch
 
     def noted(kernel, *arguments):
@@ -288,7 +288,7 @@ def program(xp, dtypes):
 
 def on_the_gpu():
     """What compute-sanitizer runs."""
-    xp = triton_driver.array_module()
+    xp = triton_launch.array_module()
     if xp is np:
         raise ConfigError("TRITON_INTERPRET is set: there is nothing to sanitize on the CPU")
     xp.cuda.set_allocator(None)  # an allocation each
@@ -305,7 +305,7 @@ def main():
     try:
         if args.program:
             return on_the_gpu()
-        triton_driver.array_module()  # its sentence, where there is no GPU
+        triton_launch.array_module()  # its sentence, where there is no GPU
         sanitizer = shutil.which("compute-sanitizer") or shutil.which("/usr/local/cuda/bin/compute-sanitizer")
         if sanitizer is None:
             raise ConfigError("compute-sanitizer is not on the PATH: it comes with NVIDIA's CUDA toolkit")
