@@ -171,6 +171,10 @@ class Backend(ABC):
         """
         return None
 
+    @abstractmethod
+    def codec(self, kind):
+        """The Codec of --compress `kind` for this device's arrays; raises ConfigError for an unknown kind."""
+
     def check_model(self, config):  # noqa: B027 - any will do
         """Raise ConfigError for a model that the kernels cannot compute."""
 

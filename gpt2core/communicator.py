@@ -10,7 +10,6 @@ import sys
 import numpy as np
 
 from gpt2core.errors import ConfigError
-from gpt2core.parallel.codecs import Codec
 
 REDUCTIONS = {"sum": np.add, "min": np.minimum, "max": np.maximum}
 
@@ -81,10 +80,6 @@ class Communicator:
         """
         if name is not None:
             raise ConfigError(f"--transport {name} has no meaning here: it is about many GPUs, which stage 3 has")
-
-    def codec(self, kind):
-        """The Codec of --compress `kind`, for what this group sums; raises ConfigError where there is none of it."""
-        return Codec(kind)
 
     def abort(self, code):
         """End every rank of the job at once with this exit code; does not return."""

@@ -122,7 +122,7 @@ class Trainer:
             )
         if parallel.compress != "none":
             xp = self.backend.xp
-            reduce_start = Compressed(parallel.compress, gradients, group, xp).reduce_start
+            reduce_start = Compressed(self.backend.codec(parallel.compress), gradients, group, xp).reduce_start
         elif parallel.dp == "flat" and parallel.zero:
             own = self.arena.part(owners.rank, owners.size)  # nobody needs more of the sum than it owns
 

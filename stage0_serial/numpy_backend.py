@@ -10,6 +10,7 @@ import numpy as np
 from gpt2core.arena import BLOCK as ARENA_BLOCK
 from gpt2core.backend import Backend
 from gpt2core.errors import ConfigError
+from gpt2core.parallel.codecs import Codec
 from gpt2core.parallel.even_slices import even_slices
 from gpt2core.parallel.tree_sum import tree_sum
 from gpt2core.tensor import is_recording
@@ -56,6 +57,9 @@ class NumpyBackend(Backend):
 
     def add(self, a, b):
         return np.add(a, b, out=self.like(a))
+
+    def codec(self, kind):
+        return Codec(kind)
 
     def use_threads(self, count):
         # not BLAS's own threads: they spin while they wait, and collapse beside another program

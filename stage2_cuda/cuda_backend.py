@@ -21,6 +21,7 @@ from stage2_cuda.gemm.products import NumpyGemm, Products, cublaslt
 from stage2_cuda.kernels import adamw, column_sums, embedding, gelu, layernorm, rounding
 from stage2_cuda.kernels import attention as flash
 from stage2_cuda.kernels.cast import cast
+from stage2_cuda.kernels.codecs import FusedCodec
 from stage2_cuda.runtime import nvtx, triton_launch
 from stage2_cuda.runtime.cuda_graph import Recorded
 from stage2_cuda.runtime.peak_flops import peak_flops
@@ -420,6 +421,9 @@ class CudaBackend(FusedHead, Backend):
             sizes = batch_size, seq_len, self.precision, micro_batches, ranks
             told = memory.no_room_to_train(config, *sizes, free, parallel, in_order)
         return f"out of memory on the {self.name}: {told}"
+
+    def codec(self, kind):
+        return FusedCodec(kind, self.xp)
 
     def check_model(self, config):
         flash.check_head_size(config.n_embd, config.n_head)

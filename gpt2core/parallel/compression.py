@@ -18,10 +18,10 @@ class Compressed:
     sent a rank. What is kept is not part of a checkpoint: a resumed run starts with none.
     """
 
-    def __init__(self, kind, gradients, group, xp=np):
-        self.codec, self.gradients, self.group, self.xp = group.codec(kind), gradients, group, xp
+    def __init__(self, codec, gradients, group, xp=np):
+        self.codec, self.gradients, self.group, self.xp = codec, gradients, group, xp
         if gradients.dtype != np.float32:
-            raise ConfigError(f"--compress {kind} needs float32 gradients, and these are {gradients.dtype}")
+            raise ConfigError(f"--compress {codec.kind}: needs float32 gradients, not {gradients.dtype}; omit the flag")
         self.lost = {}  # first element of a slice -> (lost of my gradients (p, m), lost of my sums (m))
 
     def reduce_start(self, part):
