@@ -100,7 +100,7 @@ class Trainer:
         self.under_way = None  # (windows, rate, finish) of the step that was begun before its turn
         self.asked_to_stop = lambda: 0  # the number of a signal that this rank has received
         self.stopped_by = 0  # and of one that any rank has
-        self.update = backend.compile_step(self.compute_update, record and self.world.recordable)
+        self.update = backend.compile_step(self.compute_update, record and self.world.capturable)
         self.choices = None  # what the root's backend has chosen by timing, once the first step has
         self.fill(self.parameters, initial_parameters(config, seed) if self.world.is_root else None)
         backend.refresh(self.compute, self.parameters)
@@ -109,7 +109,7 @@ class Trainer:
 
     def measure(self, group, record):
         """The root's BucketSize, for everyone: it is chosen by timing."""
-        step = self.backend, record and self.world.recordable
+        step = self.backend, record and self.world.capturable
         return self.world.broadcast_object(measured_bucket(group, self.shards.gradients, *step))
 
     def reduction(self, group, owners):

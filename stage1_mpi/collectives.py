@@ -19,7 +19,7 @@ communication operations in MPICH, 2005.
 
 import numpy as np
 
-from gpt2core.communicator import Handle, Solo, check_op, check_out, check_rank, rows_of
+from gpt2core.communicator import Handle, Solo, check_op, check_out, check_rank, rows_per_part
 from gpt2core.errors import ConfigError
 from gpt2core.parallel.tree_sum import tree_reduce
 
@@ -45,7 +45,7 @@ def reduce_scatter(comm, x, op="sum", out=None, algorithm="ring"):
     """
     x, add = np.asarray(x), check_op(op)
     check_algorithm(algorithm)
-    shape = (rows_of(x, comm.size), *x.shape[1:])
+    shape = (rows_per_part(x, comm.size), *x.shape[1:])
     check_out(out, shape, x.dtype)
     if comm.size == 1:
         return Solo().reduce_scatter(x, op, out)
@@ -67,7 +67,7 @@ def all_gather(comm, x, out=None):
     (p-1) (alpha + n beta).
     """
     x = np.asarray(x)
-    shape = (comm.size * rows_of(x), *x.shape[1:])
+    shape = (comm.size * rows_per_part(x), *x.shape[1:])
     check_out(out, shape, x.dtype)
     out = _result(out, shape, x.dtype)
     out.reshape(comm.size, *x.shape)[comm.rank] = x
@@ -82,7 +82,7 @@ def all_to_all(comm, x, out=None):
     left, so that no rank is ever the target of two. (p-1)/p n bytes a rank; (p-1) alpha + (p-1)/p n beta.
     """
     x, p, r = np.asarray(x), comm.size, comm.rank
-    rows_of(x, p)
+    rows_per_part(x, p)
     check_out(out, x.shape, x.dtype)
     x, out = _source(x, out), _result(out, x.shape, x.dtype)
     parts, places = _segments(x.reshape(-1), p), _segments(out.reshape(-1), p)

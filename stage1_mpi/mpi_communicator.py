@@ -24,7 +24,7 @@ from gpt2core.communicator import (
     check_out,
     check_peer,
     check_rank,
-    rows_of,
+    rows_per_part,
 )
 from gpt2core.errors import ConfigError
 from gpt2core.parallel.launcher_env import read_launcher_env
@@ -115,7 +115,7 @@ class MpiCommunicator(Communicator):
     def _reduce_scatter(self, x, op="sum", out=None):
         x, p, name = np.asarray(x), self.size, self._algorithm
         add = self._op(op, x.dtype)
-        shape = (rows_of(x, p), *x.shape[1:])
+        shape = (rows_per_part(x, p), *x.shape[1:])
 
         def own():
             self._meet_to_spin()
@@ -133,7 +133,7 @@ class MpiCommunicator(Communicator):
 
     def _all_gather(self, x, out=None):
         x, p = np.asarray(x), self.size
-        shape = (p * rows_of(x), *x.shape[1:])
+        shape = (p * rows_per_part(x), *x.shape[1:])
 
         def own():
             self._meet_to_spin()
@@ -152,7 +152,7 @@ class MpiCommunicator(Communicator):
 
     def _all_to_all(self, x, out=None):
         x, p = np.asarray(x), self.size
-        rows_of(x, p)
+        rows_per_part(x, p)
 
         def own():
             self._meet_to_spin()

@@ -162,7 +162,7 @@ def machine(monkeypatch):
 def test_ranks_share_the_update_where_nccl_carries_it(transport, shares):
     world = object.__new__(NcclCommunicator)
     world.transport = transport
-    assert world.shares_updates == shares
+    assert world.prefers_zero == shares
 
 
 def test_ranks_with_a_gpu_each_talk_by_nccl_and_those_that_share_one_through_the_host(machine, capsys):
