@@ -364,9 +364,9 @@ def test_ranks_that_outnumber_the_gpus_share_and_say_so(gpus, tmp_path):
     flags, one = (*TINY, "--steps", 3), dict(CUDA_VISIBLE_DEVICES="0")
     done = script(2, *flags, **one)
     assert (done.code, done.left) == (0, ()), done.err
-    assert "note: 2 ranks share 1 GPU" in done.err and "--transport mpi" in done.out
+    assert "note: 2 ranks have 1 GPU, so ranks share GPUs" in done.err and "--transport mpi" in done.out
     done = script(2, *flags, "--transport", "nccl", **one)
-    assert done.code == 2 and "--transport nccl needs a GPU for each rank, and these 2 ranks have 1" in done.err
+    assert done.code == 2 and "--transport nccl: needs a GPU for each rank, but 2 ranks have 1 GPU" in done.err
     assert done.err.count("error: ") == 1 and not done.left
 
 
@@ -402,7 +402,7 @@ train(backend=CudaBackend, world=NcclCommunicator)
     "fault, cause",
     [
         ("os.kill(os.getpid(), signal.SIGKILL)", ""),
-        ("os.kill(os.getpid(), signal.SIGSTOP)", "rank 1 has given no sign of life for 20 s"),
+        ("os.kill(os.getpid(), signal.SIGSTOP)", "rank 1 has sent no heartbeat for 20 s"),
         ("cupy.empty(1 << 50, 'u1')", "error: rank 1: out of memory"),
         ("raise ZeroDivisionError('a strange fault')", "ZeroDivisionError: a strange fault"),
     ],

@@ -24,7 +24,7 @@ from stage2_cuda.cuda_backend import CudaBackend
 from stage2_cuda.runtime import triton_launch
 from stage3_mpi_cuda import nccl_communicator, staged_collectives, watchdog
 from stage3_mpi_cuda.nccl_collectives import NcclCollectives
-from stage3_mpi_cuda.nccl_communicator import Gpu, NcclCommunicator
+from stage3_mpi_cuda.nccl_communicator import GpuBinding, NcclCommunicator
 from stage3_mpi_cuda.staged_collectives import StagedCollectives
 from stage3_mpi_cuda.watchdog import Watchdog
 from tests.support.collectives import DTYPES, assert_same, check_every_collective, rank_inputs
@@ -104,7 +104,7 @@ def mistakes(threads):
         (lambda: comm.all_reduce(np.zeros(4, np.uint16)), "NCCL cannot reduce uint16: use one of int32"),
         (lambda: comm.all_reduce(np.zeros(4), "mean"), "unknown reduction 'mean'"),
         (lambda: comm.reduce_scatter(np.zeros(5)), "axis 0 of length 5 is not divisible by 2 ranks"),
-        (lambda: comm.send(np.zeros(4), 1 - comm.rank, tag=3), "tag 3: NCCL knows no tags"),
+        (lambda: comm.send(np.zeros(4), 1 - comm.rank, tag=3), "tag 3: NCCL has no tags"),
         (lambda: comm.all_gather(np.zeros(4), out=np.zeros(4)), "out is float64 (4,)"),
     ):
         with pytest.raises(ConfigError, match=re.escape(words)):
@@ -133,16 +133,16 @@ def machine(monkeypatch):
             super().__init__(host)
             said.gpu, said.nccl = gpus[self.rank], self.rank not in without_nccl
 
-    def bind(local_rank):
+    def bind_gpu(local_rank):
         if isinstance(said.gpu, Exception):
             raise said.gpu
-        return Gpu(None, local_rank, *said.gpu)
+        return GpuBinding(None, local_rank, *said.gpu)
 
     def import_nccl(cupy):
         if not said.nccl:
             raise ConfigError("CuPy finds no NCCL: install it")
 
-    monkeypatch.setattr(nccl_communicator, "bind", bind)
+    monkeypatch.setattr(nccl_communicator, "bind_gpu", bind_gpu)
     monkeypatch.setattr(nccl_communicator, "import_nccl", import_nccl)
     monkeypatch.setattr(nccl_communicator, "Watchdog", lambda world: SimpleNamespace(start=lambda: None))
     monkeypatch.setattr(nccl_communicator, "triton_launch", SimpleNamespace(interpreted=lambda: False))
@@ -171,18 +171,18 @@ def test_ranks_with_a_gpu_each_talk_by_nccl_and_those_that_share_one_through_the
     assert machine([(H200, "0"), (H200, "1")]) == ["nccl"] * 2
     assert machine([(H200, "0"), (H200, "1")], "mpi") == ["mpi"] * 2 and capsys.readouterr().err == ""
     assert machine([(H200, "0"), (H200, "1"), (H200, "0")]) == ["mpi"] * 3
-    assert capsys.readouterr().err.count("note: 3 ranks share 2 GPUs") == 1
+    assert capsys.readouterr().err.count("note: 3 ranks have 2 GPUs, so ranks share GPUs") == 1
 
 
 @pytest.mark.parametrize(
     "gpus, asked, without_nccl, words",
     [
-        ([(H200, "0"), (H200, "1"), (A100, "2")], None, (), f"rank 2 has an {A100}, but rank 0 an {H200}: start the"),
+        ([(H200, "0"), (H200, "1"), (A100, "2")], None, (), f"rank 2 has an {A100}, but rank 0 an {H200}; select"),
         (
             [(H200, "0"), (H200, "0")],
             "nccl",
             (),
-            "nccl needs a GPU for each rank, and these 2 ranks have 1: start 1, or",
+            "nccl: needs a GPU for each rank, but 2 ranks have 1 GPU; start 1 rank, or",
         ),
         ([(H200, "0"), ConfigError("no GPU was found")], None, (), "rank 1: no GPU was found"),
         ([(H200, "0"), (H200, "1")], None, (1,), "rank 1: CuPy finds no NCCL: install it"),
@@ -209,7 +209,7 @@ def test_a_missing_nccl_is_named_by_the_cuda_that_cupy_is_for(monkeypatch, versi
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     monkeypatch.setitem(sys.modules, "cupy.cuda", cuda)
     words = (
-        f"CuPy finds no NCCL (libnccl.so.2: cannot open shared object file): pip install {wheel}, or use --transport"
+        f"CuPy finds no NCCL (libnccl.so.2: cannot open shared object file); pip install {wheel}, or use --transport"
     )
     with pytest.raises(ConfigError, match=re.escape(words)):
         nccl_communicator.import_nccl(cupy)
@@ -346,7 +346,7 @@ def test_the_script_has_stage_2_s_bits_on_two_ranks_and_any_stage_reads_what_it_
 
 
 MISTAKES = [
-    ("--transport nccl", "--transport nccl is for GPUs, and Triton's interpreter has none"),
+    ("--transport nccl", "--transport nccl: needs GPUs, and Triton's interpreter uses none; omit the flag"),
     ("--collectives nccl", "--collectives nccl: unknown algorithm; choose one of mpi, "),
     ("--precision bf16", "--precision bf16 has no meaning in Triton's interpreter"),
     ("--tp 3", "--tp 3 does not divide 2 ranks"),
@@ -392,7 +392,7 @@ class Link:
     [(None, False), (0, False), (7, False), (KeyError(7), False), (KeyError(6), True), (RuntimeError("lost"), True)],
 )
 def test_a_broken_connection_of_nccl_ends_the_job_and_one_that_is_busy_does_not(capsys, answer, told):
-    gpu, codes = SimpleNamespace(watched=[Link(None), Link(answer)]), []
+    gpu, codes = SimpleNamespace(communicators=[Link(None), Link(answer)]), []
     Watchdog(SimpleNamespace(rank=0, size=2, gpu=gpu, abort=codes.append))._check_nccl()
     assert codes == [1] * told
     assert capsys.readouterr().err.startswith("error: rank 0: NCCL has failed" * told)
@@ -403,7 +403,7 @@ def test_a_job_ends_also_where_nobody_reads_why(monkeypatch):
         raise BrokenPipeError
 
     monkeypatch.setattr(watchdog.sys, "stderr", SimpleNamespace(write=gone, flush=gone))
-    gpu, codes = SimpleNamespace(watched=[Link(RuntimeError("lost"))]), []
+    gpu, codes = SimpleNamespace(communicators=[Link(RuntimeError("lost"))]), []
     Watchdog(SimpleNamespace(rank=0, size=2, gpu=gpu, abort=codes.append))._check_nccl()
     assert codes == [1]
 
@@ -455,7 +455,7 @@ train(backend=CudaBackend, world=NcclCommunicator)
 """
 
 
-@pytest.mark.parametrize("name, cause", [("SIGSTOP", "rank 1 has given no sign of life for 4 s"), ("SIGKILL", "")])
+@pytest.mark.parametrize("name, cause", [("SIGSTOP", "rank 1 has sent no heartbeat for 4 s"), ("SIGKILL", "")])
 def test_a_rank_that_stands_still_or_dies_ends_all(mpi_is_here, corpus, name, cause):
     code = (sys.executable, "-c", STUCK.format(signal=name), *FLAGS, "--data", corpus)
     done = mpi("-n", 2, *code, TRITON_INTERPRET="1")

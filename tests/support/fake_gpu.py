@@ -111,7 +111,7 @@ def copy(to, source, length, kind, stream):
 
 
 def fake_gpu(threads):
-    """What stage3_mpi_cuda.nccl_communicator.bind() gives, for one rank of a group of threads."""
+    """What stage3_mpi_cuda.nccl_communicator.bind_gpu() gives, for one rank of a group of threads."""
     stream = Stream()
     cuda = SimpleNamespace(
         Event=Event,
@@ -122,7 +122,7 @@ def fake_gpu(threads):
         runtime=SimpleNamespace(memcpyAsync=copy),
     )
     cupy = SimpleNamespace(cuda=cuda, empty=np.empty, ascontiguousarray=np.ascontiguousarray)
-    return SimpleNamespace(cupy=cupy, stream=stream, number=0, nccl=Nccl(threads), watched=[])
+    return SimpleNamespace(cupy=cupy, stream=stream, device_id=0, nccl=Nccl(threads), communicators=[])
 
 
 class OnFakeGpu(NcclCommunicator):
@@ -132,9 +132,9 @@ class OnFakeGpu(NcclCommunicator):
         super().__init__(threads, parent)
         self.gpu, self.transport = fake_gpu(threads), "nccl"
 
-    def _by(self, x):
-        self._carrier = self._carrier or NcclCollectives(self.host, self.gpu)
-        return self._carrier
+    def _collectives_for(self, x):
+        self._device_collectives = self._device_collectives or NcclCollectives(self.host, self.gpu)
+        return self._device_collectives
 
     def split(self, color, key=0):
         group = self.host.split(color, key)
