@@ -56,7 +56,7 @@ def get_info(comm, rank, mp_size, dp_size, fc_layer, in_dim, out_dim):
     return mp_idx, dp_idx, mp_comm, dp_comm, in_dim, out_dim
 
 
-# -- forward ----------------------------------------------------------------------------------------------------------
+# -- forward -----------------------------------------------------------------------------------------------------------
 
 
 def naive_collect_forward_input(x, mp_comm, mp_size):
@@ -69,7 +69,7 @@ def naive_collect_forward_output(out, mp_comm, mp_size):
     return all_gather(out, mp_comm, mp_size)
 
 
-# -- backward: the duals, in reverse order ----------------------------------------------------------------------------
+# -- backward: the duals, in reverse order -----------------------------------------------------------------------------
 
 
 def naive_collect_backward_output(output_grad, mp_group_idx, mp_size):
@@ -90,7 +90,7 @@ def naive_collect_backward_x(grad_x, mp_comm, mp_size):
     return reduce_scatter(np.ascontiguousarray(np.moveaxis(parts, -2, 0)), mp_comm)  # (p, batch, seq, part)
 
 
-# -- two collectives on arrays ----------------------------------------------------------------------------------------
+# -- two collectives on arrays -----------------------------------------------------------------------------------------
 
 
 def all_gather(x, comm, p):
@@ -131,7 +131,7 @@ def as_mpi_type(array):
     return array if mpi_has_type(array.dtype) else array.view(np.uint8)
 
 
-# -- arguments --------------------------------------------------------------------------------------------------------
+# -- arguments ---------------------------------------------------------------------------------------------------------
 
 
 def with_axes(x, name):

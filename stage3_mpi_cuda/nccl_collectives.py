@@ -63,7 +63,7 @@ class NcclCollectives(Communicator):
     def use_collectives(self, name):
         self._algorithm = name
 
-    # -- collectives; each `run` enqueues NCCL calls on the communication stream -------------------------------------
+    # -- collectives; each `run` enqueues NCCL calls on the communication stream ---------------------------------------
 
     def all_reduce_start(self, x, op="sum", out=None):
         check_op(op)
@@ -151,7 +151,7 @@ class NcclCollectives(Communicator):
         self._send_recv(buffers(x, edges), buffers(parts, [j * length for j in range(self.size + 1)]))
         return parts
 
-    # -- messages; all that are not yet posted form one NCCL group, or two ranks that both send first would deadlock -
+    # -- messages; all that are not yet posted form one NCCL group, or two ranks that both send first would deadlock ---
 
     def send_start(self, x, to, tag=0):
         check_peer(to, self.rank, self.size, "to")

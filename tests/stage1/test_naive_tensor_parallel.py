@@ -22,7 +22,7 @@ from tests.support.mpi import run_mpi
 GRIDS = [(p, d) for p in (1, 2, 4, 8) for d in (1, 2, 4, 8) if p * d in (2, 4, 8)]
 
 
-# -- communicators without MPI, with only the methods that the functions may use --------------------------------------
+# -- communicators without MPI, with only the methods that the functions may use ---------------------------------------
 
 
 class Fake:
@@ -98,7 +98,7 @@ def on_threads(size, function, *args, kind=Fake):
     return results
 
 
-# -- each function against NumPy --------------------------------------------------------------------------------------
+# -- each function against NumPy ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mp_size, dp_size", GRIDS)
@@ -213,7 +213,7 @@ def test_halves_are_added_in_single_precision_and_rounded_once():
     assert [array.tolist() for array in found] == [[[2052.0]]] * 4  # 2051 rounds to even
 
 
-# -- invalid arguments ------------------------------------------------------------------------------------------------
+# -- invalid arguments -------------------------------------------------------------------------------------------------
 
 ALONE = Fake(0, Fake.Group(1))
 PAIR = Fake(0, Fake.Group(2))  # every error is raised before a message is sent
@@ -252,7 +252,7 @@ def test_a_mistake_is_a_value_error_that_names_both_numbers(call, words):
         call()
 
 
-# -- one attention block, trained with both divisions -----------------------------------------------------------------
+# -- one attention block, trained with both divisions ------------------------------------------------------------------
 
 B, T, C, H, STEPS, RATE = 4, 6, 16, 8, 4, 1.0  # B: the global batch
 LAYERS = ("fc_q", "fc_k", "fc_v", "fc_o")

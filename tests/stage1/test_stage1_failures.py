@@ -98,7 +98,7 @@ def assert_resumes(directory, tmp_path, train, unbroken, step):
     assert (result.code, result.err) == (0, "") and final_hash(log) == unbroken
 
 
-# -- one rank fails during a run --------------------------------------------------------------------------------------
+# -- one rank fails during a run ---------------------------------------------------------------------------------------
 
 FAULTS = {  # name: (fault at the start of step 3, texts that are printed exactly once, exit code or None)
     "kill -9": ("if rank == 1: os.kill(os.getpid(), signal.SIGKILL)", [], None),
@@ -190,7 +190,7 @@ def test_a_full_disk_for_the_log_ends_the_job_after_a_checkpoint(train, tmp_path
     assert load_checkpoint(out, with_optimizer=True).state["step"] == 2
 
 
-# -- signals ----------------------------------------------------------------------------------------------------------
+# -- signals -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("who", ["True", "rank == 1", "rank == 0"], ids=["all ranks", "rank 1", "the root"])
@@ -303,7 +303,7 @@ def test_a_rank_with_a_different_version_of_the_code_is_named(tmp_path):
     assert_one_line(two_commands(("-wdir", ROOT, *module), other), "rank 1 has code ", ", but rank 0 has ")
 
 
-# -- invalid flags and files -----------------------------------------------------------------------------------------
+# -- invalid flags and files -------------------------------------------------------------------------------------------
 
 MISTAKES = [  # ranks, flags, text of the error line
     (3, "--batch-size|16", "--batch-size 16 is not divisible by 3 ranks: use --batch-size 15 and --no-deterministic"),
