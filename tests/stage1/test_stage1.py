@@ -223,9 +223,9 @@ FILES = {"config.json", "model.safetensors", "optimizer.safetensors", "state.jso
 
 def test_only_the_root_prints_and_logs(ranks, tmp_path):
     done, log = ranks(4, "--preset", "nano", "--steps", 3, "--sample", 5, "--out", tmp_path / "run")
-    said = done.out.splitlines()
+    lines = done.out.splitlines()
     for start in ("GPT-2 nano", "4 ranks", "step     0 ", "step     1 ", "step     2 ", "trained 3 steps", "Prompt"):
-        assert sum(line.startswith(start) for line in said) == 1, start
+        assert sum(line.startswith(start) for line in lines) == 1, start
     assert done.out.count("Continuation:") == 1 and [row["step"] for row in rows_of(log)] == [0, 1, 2]
 
 

@@ -137,9 +137,9 @@ def exchange(world):
     """Every rank sends before it receives."""
     to, source = (world.rank + 1) % world.size, (world.rank - 1) % world.size
     x, out = to_gpu(np.full(1 << 20, world.rank, np.float32), "float32"), to_gpu(np.zeros(1 << 20), "float32")
-    sent, came = world.send_start(x, to), world.recv_start(out, source)
-    same(came.wait(), np.full(1 << 20, source, np.float32), "float32")
-    sent.wait()
+    send, receive = world.send_start(x, to), world.recv_start(out, source)
+    same(receive.wait(), np.full(1 << 20, source, np.float32), "float32")
+    send.wait()
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])

@@ -91,9 +91,9 @@ def messages(threads, kind):
     comm = collectives_of(kind, threads)
     to, source = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     x, out = np.full(3, comm.rank), np.full(3, -1)
-    sent, came = comm.send_start(x, to), comm.recv_start(out, source)
+    send, receive = comm.send_start(x, to), comm.recv_start(out, source)
     assert_same(comm.all_reduce(x), np.full(3, sum(range(comm.size))))  # between start and wait
-    assert came.wait() is out and sent.wait() is None
+    assert receive.wait() is out and send.wait() is None
     assert_same(out, np.full(3, source))
 
 

@@ -80,8 +80,8 @@ class Nccl:
                 handles.append(self.threads.send_start(memory(at, count), peer))
             else:
                 handles.append(self.threads.recv_start(memory(at, count), peer))
-        for come, gone in zip(*loops, strict=True):
-            come[...] = gone.copy()
+        for received, sent in zip(*loops, strict=True):
+            received[...] = sent.copy()
         for handle in handles:
             handle.wait()
         self.group = None
