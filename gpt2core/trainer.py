@@ -51,7 +51,7 @@ class Trainer:
         data, owners = self.mesh.data, self.mesh.data if self.parallel.zero else Solo()
         self.rows = even_slices(batch_size, data.size)[data.rank]  # this rank's part of the global batch
         self.loss_scale = LossScale(self.backend, **(loss_scale or {}))
-        record = record and self.world.recordable
+        record = record and self.world.capturable
         self.allocate(micro_batches // data.size, data, owners, record)
         self.optimizer = self.make_optimizer(owners, optimizer or {})
         self.compiled = self.backend.runtime.compile_step(self.compute_update, record)

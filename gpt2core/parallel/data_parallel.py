@@ -74,7 +74,7 @@ def gradient_reduction(parallel, arena, gradients, group, owners, backend, bucke
             f"--precision bf16 with it, or omit the flag"
         )
     if parallel.compress != "none":
-        start = Compressed(parallel.compress, gradients, group, backend.xp).reduce_start
+        start = Compressed(backend.codec(parallel.compress), gradients, group, backend.xp).reduce_start
     elif parallel.dp == "flat" and parallel.zero:
         own = arena.part(owners.rank, owners.size)  # a rank needs no more of the sum than the part that it owns
 

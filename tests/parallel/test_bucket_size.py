@@ -99,9 +99,11 @@ ASKED = dict(dp="bucket", bucket_mb=None, compress="none", zero=0, zero_gather="
 ASKED |= dict(deterministic=False, local_shuffle=False, collectives=None, transport=None)
 
 
-def chosen(size, asked, times_buckets=True, shares_updates=False):
+def chosen(size, asked, measures_buckets=True, prefers_zero=False):
     """(the flags as choose_collectives() leaves them, its notes) on so many ranks, whose communicator is such a one."""
-    world = SimpleNamespace(size=size, times_buckets=times_buckets, shares_updates=shares_updates, native="nccl")
+    world = SimpleNamespace(
+        size=size, measures_buckets=measures_buckets, prefers_zero=prefers_zero, native_collectives="nccl"
+    )
     world.use_transport, world.use_collectives = lambda name: "nccl", lambda name: None
     args = SimpleNamespace(**ASKED | asked)
     return args, choose_collectives(world, args)

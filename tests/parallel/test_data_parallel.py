@@ -9,7 +9,7 @@ from gpt2core.communicator import Handle, Solo
 from gpt2core.data import Windows
 from gpt2core.errors import ConfigError
 from gpt2core.model import GPT2Config, parameter_shapes
-from gpt2core.parallel.codecs import CODECS
+from gpt2core.parallel.codecs import CODECS, Codec
 from gpt2core.parallel.compression import Compressed
 from gpt2core.parallel.config import ParallelConfig
 from gpt2core.parallel.data_parallel import STRATEGIES, buckets_of, data_parallel
@@ -271,7 +271,7 @@ def test_compressed_sums_are_the_same_on_all_ranks_and_feedback_makes_up_for_rou
 
     def main(comm):
         gradients = np.empty(1000, np.float32)
-        compressed, sums = Compressed(kind, gradients, comm), []
+        compressed, sums = Compressed(Codec(kind), gradients, comm), []
         for _ in range(times):
             gradients[:] = xs[comm.rank]
             compressed.reduce_start(slice(0, 1000)).wait()
