@@ -1,7 +1,5 @@
 """Every algorithm of stage1_mpi.collectives on threads: the oracle's values, the textbook's bytes, any rank count."""
 
-import functools
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -13,7 +11,7 @@ from gpt2core.errors import ConfigError
 from gpt2core.parallel.thread_communicator import run_ranks
 from gpt2core.parallel.tree_sum import tree_sum
 from stage1_mpi import collectives
-from tests.parallel.test_communicator import DTYPES, everyones, same
+from tests.support.collectives import DTYPES, check_reduced, everyones, same
 
 ALGORITHMS = list(collectives.ALL_REDUCE)
 RANKS = [1, 2, 3, 4, 5, 8]
@@ -24,18 +22,6 @@ LENGTHS = [0, 1, 7, 40]  # none, fewer than ranks, divisible and not
 def small_chunks(monkeypatch):
     """Even these arrays travel in several messages."""
     monkeypatch.setattr(collectives, "CHUNK", 64)
-
-
-def check_reduced(got, xs, op, algorithm):
-    """`got` is the reduction of xs: bit for bit where the order is canonical or the result exact, else closely."""
-    exact = algorithm in ("canonical", "tree") or op != "sum" or np.issubdtype(xs[0].dtype, np.integer)
-    if exact:
-        same(got, np.asarray(tree_sum(xs) if op == "sum" else functools.reduce(REDUCTIONS[op], xs)))
-        return
-    assert got.dtype == xs[0].dtype and got.shape == xs[0].shape
-    # p-1 roundings, each half a unit in the last place of a partial sum, which is at most the sum of all |x|
-    bound = len(xs) * np.finfo(got.dtype).eps * np.sum(np.abs(xs), axis=0, dtype=np.float64)
-    assert (np.abs(got - np.sum(xs, axis=0, dtype=np.float64)) <= bound).all()
 
 
 def every_sum(comm, algorithm, op, dtype):

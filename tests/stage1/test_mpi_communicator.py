@@ -16,11 +16,10 @@ from gpt2core.parallel.mesh import Mesh
 from gpt2core.parallel.tree_sum import tree_sum
 from stage1_mpi import collectives, mpi_communicator
 from stage1_mpi.mpi_communicator import MpiCommunicator
-from tests.parallel.test_communicator import DTYPES, check_every_collective, everyones, same
-from tests.stage1.test_collectives import ALGORITHMS, check_reduced
+from tests.support.collectives import DTYPES, check_every_collective, check_reduced, everyones, same
 from tests.support.mpi import ROOT, mpiexec, run_mpi
 
-CHOICES = ["mpi", *ALGORITHMS]
+CHOICES = ["mpi", *collectives.ALL_REDUCE]
 
 
 # -- what the ranks do: one launch runs many checks -------------------------------------------------------------------

@@ -21,7 +21,7 @@ from gpt2core.trainer import Trainer
 from stage2_cuda.cuda_backend import CudaBackend, dtype_of
 from stage2_cuda.runtime.cuda_graph import Recorded
 from stage3_mpi_cuda.nccl_communicator import NcclCommunicator
-from tests.parallel.test_communicator import REDUCED, everyones
+from tests.support.collectives import REDUCED, everyones
 from tests.support.jobs import Job, mpi
 from tests.support.mpi import ROOT, mpiexec, run_mpi
 

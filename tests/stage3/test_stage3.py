@@ -27,7 +27,7 @@ from stage3_mpi_cuda.nccl_collectives import NcclCollectives
 from stage3_mpi_cuda.nccl_communicator import Gpu, NcclCommunicator
 from stage3_mpi_cuda.staged_collectives import StagedCollectives
 from stage3_mpi_cuda.watchdog import Watchdog
-from tests.parallel.test_communicator import DTYPES, check_every_collective, everyones, same
+from tests.support.collectives import DTYPES, check_every_collective, everyones, same
 from tests.support.fake_gpu import OnFakeGpu, fake_gpu
 from tests.support.jobs import mpi
 from tests.support.mpi import ROOT, mpiexec
