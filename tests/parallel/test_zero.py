@@ -16,8 +16,8 @@ from gpt2core.parallel.data_parallel import STRATEGIES
 from gpt2core.parallel.thread_communicator import run_ranks
 from gpt2core.parallel.zero import Arriving
 from stage0_serial.numpy_backend import NumpyBackend
-from tests.parallel.test_bucket_size import chosen
-from tests.parallel.test_data_parallel import BUCKET_MB, CONFIG, TIED, assert_same, make_trainer, train
+from tests.support.collective_choice import chosen
+from tests.support.training import BUCKET_MB, CONFIG, TIED, assert_same, make_trainer, train
 
 FORWARD = dict(zero=1, zero_gather="forward", bucket_mb=BUCKET_MB)
 
