@@ -23,7 +23,7 @@ LINUX = Path("/proc/self/environ").exists()
 FAULTY = """
 import os, signal, sys
 from pathlib import Path
-from gpt2core import checkpoint
+from gpt2core.app import checkpoint_files as checkpoint
 from gpt2core.app.cli import train
 from gpt2core.errors import DataError
 from gpt2core.trainer import Trainer
