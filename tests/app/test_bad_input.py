@@ -176,7 +176,7 @@ TRAINING = [
     ("--log-every|-1", "--log-every -1"),
     ("--eval-every|-1", "--eval-every -1"),
     ("--checkpoint-every|-1", "--checkpoint-every -1"),
-    ("--eval-every|5", "--eval-every 5 validates on nothing"),
+    ("--eval-every|5", "--eval-every 5 needs validation data"),
     ("--n-embd|2147483646", "2147483646 wide|take a smaller model"),
     ("--n-layer|2147483646", "2147483646 layers|take a smaller model"),
     ("--keep|-1", "--keep -1"),
@@ -474,7 +474,7 @@ def test_a_full_disk_under_the_log_loses_no_step(train, directory):
     result = train("--resume", run, "--out", run, "--steps", 60, "--sample", 0, "--log", FULL)
     steps = load_checkpoint(run, with_optimizer=True).state["step"]
     assert 4 < steps < 60 and loads_soundly(run, steps)
-    saved = f"the {steps} steps made are saved: go on with --resume {run} --out {run}"
+    saved = f"the {steps} steps made are saved: continue with --resume {run} --out {run}"
     assert_one_clear_line(result.code, result.err, "/dev/full: cannot be written", f"at step {steps - 2}", saved)
 
 

@@ -150,7 +150,7 @@ LAUNCHED = ("gpt2core/parallel/launcher_env.py", "stage1_mpi/launch.py", "stage1
 
 
 @pytest.mark.parametrize(
-    "path", [path for path in CODE if name_of(path) not in ("gpt2core/__init__.py", *LAUNCHED)], ids=name_of
+    "path", [path for path in CODE if name_of(path) not in ("gpt2core/app/__init__.py", *LAUNCHED)], ids=name_of
 )
 def test_no_environment_is_read_in_the_middle_of_code(path):
     tree = tree_of(path)

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from gpt2core.app.rank_agreement import choose_collectives
+from gpt2core.app.run_config import resolve_rank_flags
 from gpt2core.communicator import Solo
 from gpt2core.data import Windows
 from gpt2core.model import GPT2Config
@@ -100,11 +100,10 @@ ASKED |= dict(deterministic=False, local_shuffle=False, collectives=None, transp
 
 
 def chosen(size, asked, times_buckets=True, shares_updates=False):
-    """(the flags as choose_collectives() leaves them, its notes) on so many ranks, whose communicator is such a one."""
+    """(the flags as resolve_rank_flags() returns them, its notes) on `size` ranks with such a communicator."""
     world = SimpleNamespace(size=size, times_buckets=times_buckets, shares_updates=shares_updates, native="nccl")
-    world.use_transport, world.use_collectives = lambda name: "nccl", lambda name: None
-    args = SimpleNamespace(**ASKED | asked)
-    return args, choose_collectives(world, args)
+    values, notes = resolve_rank_flags(ASKED | asked, world)
+    return SimpleNamespace(**values), notes
 
 
 @pytest.mark.parametrize(
