@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # it also runs wit
 import numpy as np
 
 from gpt2core.app.checkpoint_directory import load_checkpoint, save_checkpoint
-from gpt2core.app.cli import command, train_parser
+from gpt2core.app.cli import command, parse, train_parser
 from gpt2core.app.presets import CORPUS, WEIGHTS
 from gpt2core.app.train_command import train_command
 from gpt2core.communicator import Solo
@@ -62,7 +62,7 @@ def train(args):
         flags += ["--out", str(args.out), "--log", str(args.log)]
         if (args.out / "latest").exists():
             flags += ["--resume", str(args.out)]
-        if code := train_command(NumpyBackend, Solo(), train_parser().parse_args(flags)):
+        if code := train_command(NumpyBackend, Solo(), *parse(train_parser(), Solo(), flags)):
             return code
 
     trained = load_checkpoint(args.out)
@@ -111,4 +111,4 @@ def main():
 
 
 if __name__ == "__main__":
-    command(main)
+    command(Solo, lambda world: main())
