@@ -23,7 +23,7 @@ from gpt2core.app.presets import CORPUS, WEIGHTS
 from gpt2core.app.train_command import train_command
 from gpt2core.communicator import Solo
 from gpt2core.model import GPT2
-from gpt2core.parallel.threads import Workers, limit_blas
+from gpt2core.parallel.threads import WorkerPool, limit_blas
 from gpt2core.tensor import no_grad
 from gpt2core.text.token_file import read_text
 from gpt2core.text.tokenizer import Tokenizer
@@ -83,7 +83,7 @@ def count(args):
     shipped = load_checkpoint(args.weights)
     tokens = Tokenizer.load(args.weights).encode(read_text(CORPUS))
     starts = np.random.default_rng(1).integers(0, len(tokens) - PROMPT - NEW, args.prompts)
-    workers = Workers([None] * args.threads)
+    workers = WorkerPool([None] * args.threads)
     parts = np.array_split(starts, args.threads)
     counts = workers.map(
         lambda model, part: sum(continues_correctly(model, tokens, start) for start in part),

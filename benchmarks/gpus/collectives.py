@@ -117,7 +117,7 @@ def turn_of(world, name, source, repeats, torch_sum):
         return staged_turn(world, source)
     from cupy import cuda
 
-    from stage2_cuda.runtime.cuda_graph import Recorded
+    from stage2_cuda.runtime.cuda_graph import RecordedStep
 
     x, reduce = reduction(world, name, source)
 
@@ -126,7 +126,7 @@ def turn_of(world, name, source, repeats, torch_sum):
             reduce()
         return ()
 
-    step = Recorded(sums, lambda: None)
+    step = RecordedStep(sums, lambda: None)
 
     def turn():
         x[...] = source.astype(x.dtype)

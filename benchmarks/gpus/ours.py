@@ -2,8 +2,8 @@
 
 from benchmarks.harness.ours import take_turns
 from gpt2core.communicator import Solo
-from gpt2core.model import initial_parameters
 from gpt2core.parallel.config import ParallelConfig
+from gpt2core.parallel.whole_parameters import initial_parameters
 from gpt2core.trainer import Trainer
 from stage2_cuda.cuda_backend import CudaBackend
 from stage2_cuda.runtime import triton_launch

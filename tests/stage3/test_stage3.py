@@ -18,7 +18,9 @@ from gpt2core.model import GPT2Config
 from gpt2core.parallel.config import ParallelConfig
 from gpt2core.parallel.thread_communicator import run_ranks
 from gpt2core.parallel.tree_sum import tree_sum
+from gpt2core.parallel.whole_parameters import parameter_hash
 from gpt2core.trainer import Trainer
+from gpt2core.training_loop import read_batch
 from stage0_serial.numpy_backend import NumpyBackend
 from stage2_cuda.cuda_backend import CudaBackend
 from stage2_cuda.runtime import triton_launch
@@ -229,8 +231,8 @@ def trained(world, backend, micro_batches, steps=1, **parallel):
     trainer = Trainer(MODEL, [backend()], **sizes, optimizer=RECIPE, world=world, parallel=sharing)
     windows, rows = Windows(tokens, MODEL.block_size), []
     for _ in range(steps):
-        step = trainer.step(windows, 1e-3)
-        rows.append((step.loss, step.grad_norm, trainer.parameter_hash()))
+        step = trainer.step(read_batch(trainer, windows), 1e-3)
+        rows.append((step.loss, step.grad_norm, parameter_hash(trainer)))
     return rows
 
 
