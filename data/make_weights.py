@@ -18,7 +18,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # it also runs wit
 import numpy as np
 
 from gpt2core.app.checkpoint_directory import load_checkpoint, save_checkpoint
-from gpt2core.app.cli import command, parse, train_parser
+from gpt2core.app.cli import parse, train_parser
+from gpt2core.app.command import run_command
 from gpt2core.app.presets import CORPUS, WEIGHTS
 from gpt2core.app.train_command import train_command
 from gpt2core.communicator import Solo
@@ -111,4 +112,4 @@ def main():
 
 
 if __name__ == "__main__":
-    command(Solo, lambda world: main())
+    run_command(Solo, lambda world: main())

@@ -106,7 +106,8 @@ ALONE = {  # name: (what happens on a rank as step 3 begins, what is told of it 
     "exception": ("if rank == 1: raise ZeroDivisionError('a strange fault')",
         ["rank 1 of 4 failed:", "Traceback", "ZeroDivisionError: a strange fault"], 1),
     # the others leave the root the time to speak and to end the job, which no other work may use up
-    "exception on all": ("from gpt2core import cli; cli.GRACE = 60; raise ZeroDivisionError('a strange fault')",
+    "exception on all": (
+        "from gpt2core.app import command; command.GRACE = 60; raise ZeroDivisionError('a strange fault')",
         ["rank 0 of 4 failed:", "Traceback", "ZeroDivisionError: a strange fault"], None),
     "memory": ("if rank == 2: raise MemoryError('no 3 GiB')", ["error: rank 2: out of memory (no 3 GiB): lower"], 2),
     "user's": ("if rank == 1: raise DataError('a strange word')", ["error: rank 1: a strange word"], 2),
@@ -152,7 +153,7 @@ def test_the_roots_full_disk_ends_all_and_leaves_the_checkpoint_before(train, ru
         checkpoint.save_file = save_file
     """
     done = faulty(fault, *run)
-    assert_failed(done, "error: rank 0: ", "step-00000004", "No space left on device", "as they were", code=2)
+    assert_failed(done, "error: rank 0: ", "step-00000004", "No space left on device", "are unchanged", code=2)
     assert len(done.lines) == 1
     assert_goes_on(tmp_path / "run", tmp_path, train, unbroken, 2)
 
