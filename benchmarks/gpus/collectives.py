@@ -75,7 +75,7 @@ def open_torch(world, meeting):
     import torch
     import torch.distributed as dist
 
-    torch.cuda.set_device(world.gpu.number)
+    torch.cuda.set_device(world.gpu.device_id)
     dist.init_process_group("nccl", init_method=f"file://{meeting}", rank=world.rank, world_size=world.size)
     return lambda array: dist.all_reduce(torch.as_tensor(array, device="cuda"))
 

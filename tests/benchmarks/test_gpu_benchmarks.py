@@ -314,7 +314,7 @@ def test_an_end_is_clean_if_it_is_told_and_soon_and_leaves_nothing(change, clean
     "text",
     [
         "mpirun noticed that process rank 1 with PID 0 on node host exited on signal 9 (Killed).",
-        "note\nerror: rank 0: rank 1 has given no sign of life for 20 s",
+        "note\nerror: rank 0: rank 1 has sent no heartbeat for 20 s",
         "=   EXIT CODE: 9\n=   KILLED BY SIGNAL: 9 (Killed)",
     ],
 )
