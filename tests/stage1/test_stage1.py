@@ -83,6 +83,7 @@ def ranks(corpus, tmp_path):
 # -- the serial bits --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.fast("2-bucket-1", "4-flat-0")
 @pytest.mark.parametrize("zero", [0, 1])
 @pytest.mark.parametrize("dp", STRATEGIES)
 @pytest.mark.parametrize("number", [2, 4])
@@ -147,6 +148,7 @@ def test_ranks_that_shuffle_for_themselves_learn_too_and_say_so(serial, ranks):
 # -- tensor parallel --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.fast("4-1")
 @pytest.mark.parametrize("number, zero", [(2, 0), (4, 0), (4, 1)])
 def test_tensor_parallel_is_the_serial_curve_but_for_rounding(serial, ranks, tmp_path, number, zero):
     flags = ("--preset", "nano", *RECIPE.split())
