@@ -18,12 +18,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # it also runs wit
 import numpy as np
 
 from gpt2core.app.checkpoint_directory import load_checkpoint, save_checkpoint
-from gpt2core.app.cli import command, train_parser
+from gpt2core.app.cli import command, parse, train_parser
 from gpt2core.app.presets import CORPUS, WEIGHTS
 from gpt2core.app.train_command import train_command
 from gpt2core.communicator import Solo
 from gpt2core.model import GPT2
-from gpt2core.parallel.threads import Workers, limit_blas
+from gpt2core.parallel.threads import WorkerPool, limit_blas
 from gpt2core.tensor import no_grad
 from gpt2core.text.token_file import read_text
 from gpt2core.text.tokenizer import Tokenizer
@@ -62,7 +62,7 @@ def train(args):
         flags += ["--out", str(args.out), "--log", str(args.log)]
         if (args.out / "latest").exists():
             flags += ["--resume", str(args.out)]
-        if code := train_command(NumpyBackend, Solo(), train_parser().parse_args(flags)):
+        if code := train_command(NumpyBackend, Solo(), *parse(train_parser(), Solo(), flags)):
             return code
 
     trained = load_checkpoint(args.out)
@@ -83,7 +83,7 @@ def count(args):
     shipped = load_checkpoint(args.weights)
     tokens = Tokenizer.load(args.weights).encode(read_text(CORPUS))
     starts = np.random.default_rng(1).integers(0, len(tokens) - PROMPT - NEW, args.prompts)
-    workers = Workers([None] * args.threads)
+    workers = WorkerPool([None] * args.threads)
     parts = np.array_split(starts, args.threads)
     counts = workers.map(
         lambda model, part: sum(continues_correctly(model, tokens, start) for start in part),
@@ -111,4 +111,4 @@ def main():
 
 
 if __name__ == "__main__":
-    command(main)
+    command(Solo, lambda world: main())

@@ -205,7 +205,7 @@ READ_LAUNCHER = ("gpt2core/parallel/launcher_env.py", "stage1_mpi/launch.py", "s
 
 
 @pytest.mark.parametrize(
-    "path", [path for path in CODE if name_of(path) not in ("gpt2core/__init__.py", *READ_LAUNCHER)], ids=name_of
+    "path", [path for path in CODE if name_of(path) not in ("gpt2core/app/__init__.py", *READ_LAUNCHER)], ids=name_of
 )
 def test_no_environment_is_read_in_the_middle_of_code(path):
     tree = tree_of(path)

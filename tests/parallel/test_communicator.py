@@ -13,7 +13,7 @@ from gpt2core.errors import ConfigError
 from gpt2core.parallel.mesh import Mesh
 from gpt2core.parallel.thread_communicator import ThreadCommunicator, run_ranks
 from gpt2core.parallel.tree_sum import tree_reduce, tree_sum
-from tests.support.collectives import DTYPES, check_every_collective, everyones, fresh, same
+from tests.support.collectives import DTYPES, assert_same, check_every_collective, random_values, rank_inputs
 
 SIZES = [1, 2, 3, 4, 5, 8]
 HANG = 60.0  # seconds: a guard, not a measure; what is tested takes milliseconds
@@ -38,9 +38,9 @@ def test_every_collective_at_any_size_and_length(size, seed, rows, dtype):
 def test_all_reduce_needs_no_divisible_length(size, length):
     """Lengths shorter than the group, and a scalar such as the loss."""
     for shape in ((length,), ()):
-        xs = everyones(length, size, shape, np.float32)
+        xs = rank_inputs(length, size, shape, np.float32)
         for got in run_ranks(size, lambda comm, xs=xs: comm.all_reduce(xs[comm.rank])):
-            same(np.asarray(got), np.asarray(tree_sum(xs)))
+            assert_same(np.asarray(got), np.asarray(tree_sum(xs)))
 
 
 # The canonical order
@@ -92,25 +92,27 @@ def test_tree_keeps_few_partial_sums_alive():
 
 def test_all_reduce_sums_in_the_canonical_order_bit_for_bit():
     """float32 data whose sums differ with the order: the explicit tree is met, the sum from left to right is not."""
-    xs = everyones(5, 8, (1000,), np.float32)
+    xs = rank_inputs(5, 8, (1000,), np.float32)
     want = ((xs[0] + xs[1]) + (xs[2] + xs[3])) + ((xs[4] + xs[5]) + (xs[6] + xs[7]))
     assert (sum(xs) != want).any()
     for got in run_ranks(8, lambda comm: comm.all_reduce(xs[comm.rank])):
-        same(got, want)
+        assert_same(got, want)
     for rank, got in enumerate(run_ranks(8, lambda comm: comm.reduce_scatter(xs[comm.rank]))):
-        same(got, want[rank * 125 : (rank + 1) * 125])
-    same(run_ranks(5, lambda comm: comm.all_reduce(xs[comm.rank]))[3], ((xs[0] + xs[1]) + (xs[2] + xs[3])) + xs[4])
+        assert_same(got, want[rank * 125 : (rank + 1) * 125])
+    assert_same(
+        run_ranks(5, lambda comm: comm.all_reduce(xs[comm.rank]))[3], ((xs[0] + xs[1]) + (xs[2] + xs[3])) + xs[4]
+    )
 
 
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
 def test_micro_batches_sum_to_the_same_bits_at_any_rank_count(size):
     """A rank owns a whole subtree of 8 micro-batches: adding its own, then all-reducing, is the tree over all 8."""
-    shards = everyones(6, 8, (1000,), np.float32)
+    shards = rank_inputs(6, 8, (1000,), np.float32)
     each = 8 // size
     for got in run_ranks(
         size, lambda comm: comm.all_reduce(tree_sum(shards[comm.rank * each : (comm.rank + 1) * each]))
     ):
-        same(got, tree_sum(shards))
+        assert_same(got, tree_sum(shards))
 
 
 # Ownership and non-blocking forms
@@ -120,7 +122,7 @@ def test_micro_batches_sum_to_the_same_bits_at_any_rank_count(size):
 def test_start_returns_before_the_others_come(start):
     """Rank 0 starts, and only then lets rank 1 go on."""
     started = threading.Event()
-    xs = everyones(7, 2, (4,), np.float64)
+    xs = rank_inputs(7, 2, (4,), np.float64)
 
     def main(comm):
         if comm.rank == 1:
@@ -131,13 +133,13 @@ def test_start_returns_before_the_others_come(start):
 
     want = {"all_reduce_start": xs[0] + xs[1], "all_gather_start": np.concatenate(xs),
             "all_to_all_start": np.concatenate([xs[0][:2], xs[1][:2]]), "broadcast_start": xs[0]}[start]  # fmt: skip
-    same(run_ranks(2, main)[0], want)
+    assert_same(run_ranks(2, main)[0], want)
 
 
 @pytest.mark.parametrize("start", ["all_reduce_start", "all_gather_start", "reduce_scatter_start", "broadcast_start"])
 def test_overwriting_x_before_wait_is_an_error(start):
     def main(comm):
-        x = fresh(np.random.default_rng(comm.rank), 4, np.float32)
+        x = random_values(np.random.default_rng(comm.rank), 4, np.float32)
         handle = getattr(comm, start)(x)
         x[comm.rank] += 1
         handle.wait()
@@ -148,7 +150,7 @@ def test_overwriting_x_before_wait_is_an_error(start):
 
 def test_overwriting_a_message_before_wait_is_an_error():
     def main(comm):
-        x = fresh(np.random.default_rng(8), 4, np.float32)
+        x = random_values(np.random.default_rng(8), 4, np.float32)
         if comm.rank == 0:
             handle = comm.send_start(x, 1)
             x[0] += 1
@@ -160,7 +162,7 @@ def test_overwriting_a_message_before_wait_is_an_error():
 
 
 def test_results_are_private_to_each_rank():
-    xs = everyones(9, 4, (8,), np.float64)
+    xs = rank_inputs(9, 4, (8,), np.float64)
 
     def main(comm):
         x = xs[comm.rank]
@@ -172,19 +174,19 @@ def test_results_are_private_to_each_rank():
         return results
 
     for rank, (reduced, gathered, sent, scattered) in enumerate(run_ranks(4, main)):
-        same(reduced, tree_sum(xs) + rank)
-        same(gathered, np.concatenate(xs) + rank)
-        same(sent, xs[0] + rank)
-        same(scattered, tree_sum(xs)[2 * rank : 2 * rank + 2] + rank)
+        assert_same(reduced, tree_sum(xs) + rank)
+        assert_same(gathered, np.concatenate(xs) + rank)
+        assert_same(sent, xs[0] + rank)
+        assert_same(scattered, tree_sum(xs)[2 * rank : 2 * rank + 2] + rank)
 
 
 def test_solo_returns_x_itself_and_honours_out():
-    comm, x = Solo(), fresh(np.random.default_rng(10), (4, 3), np.float32)
+    comm, x = Solo(), random_values(np.random.default_rng(10), (4, 3), np.float32)
     for call in (comm.all_reduce, comm.all_gather, comm.reduce_scatter, comm.all_to_all, comm.broadcast):
         assert call(x) is x and call(x, out=x) is x
         out = np.empty_like(x)
         assert call(x, out=out) is out
-        same(out, x)
+        assert_same(out, x)
     assert (comm.rank, comm.size, comm.bytes_sent) == (0, 1, 0)
     assert comm.split(None) is None and isinstance(comm.split(3), Solo)
 
@@ -193,7 +195,7 @@ def test_solo_returns_x_itself_and_honours_out():
 
 
 def test_messages_keep_their_order_within_a_tag_and_none_across_tags():
-    xs = everyones(11, 6, (5,), np.float64)
+    xs = rank_inputs(11, 6, (5,), np.float64)
 
     def main(comm):
         if comm.rank == 0:
@@ -208,12 +210,12 @@ def test_messages_keep_their_order_within_a_tag_and_none_across_tags():
     sent, received = run_ranks(2, main)
     assert sent == [None] * 6
     for got, want in zip(received, xs, strict=True):
-        same(got, want)
+        assert_same(got, want)
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 5, 8])
 def test_a_ring_of_messages_and_its_bytes(size):
-    xs = everyones(12, size, (6,), np.float32)
+    xs = rank_inputs(12, size, (6,), np.float32)
 
     def main(comm):
         handle = comm.send_start(xs[comm.rank][::2], (comm.rank + 1) % size)  # non-contiguous input
@@ -223,7 +225,7 @@ def test_a_ring_of_messages_and_its_bytes(size):
         return got
 
     for rank, got in enumerate(run_ranks(size, main)):
-        same(got, xs[rank - 1][::2])
+        assert_same(got, xs[rank - 1][::2])
 
 
 # Objects, bytes
@@ -250,7 +252,7 @@ def test_objects_reach_every_rank_as_copies(size):
 @pytest.mark.parametrize("size", SIZES)
 def test_bytes_sent_is_the_textbook_volume(size):
     n, p = 120 * 4, size  # 120 float32, divisible by every size
-    x = fresh(np.random.default_rng(13), 120, np.float32)
+    x = random_values(np.random.default_rng(13), 120, np.float32)
 
     def main(comm):
         def sent(call):
@@ -480,9 +482,9 @@ def test_waiting_for_a_rank_that_has_returned_ends_at_once():
 
 def test_a_rank_that_returned_early_has_done_its_part():
     """Started, never waited for: the others still get their result."""
-    xs = everyones(14, 2, (3,), np.float32)
+    xs = rank_inputs(14, 2, (3,), np.float32)
     results = run_ranks(2, lambda comm: comm.all_reduce_start(xs[1]) and None if comm.rank else comm.all_reduce(xs[0]))
-    same(results[0], xs[0] + xs[1])
+    assert_same(results[0], xs[0] + xs[1])
 
 
 # Bad arguments: both values, and what to do
