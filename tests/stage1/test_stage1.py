@@ -83,6 +83,7 @@ def ranks(corpus, tmp_path):
 # -- the serial bits ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.fast("2-bucket-1", "4-flat-0")
 @pytest.mark.parametrize("zero", [0, 1])
 @pytest.mark.parametrize("dp", STRATEGIES)
 @pytest.mark.parametrize("number", [2, 4])
@@ -147,6 +148,7 @@ def test_local_shuffle_trains_reproducibly_and_prints_a_note(serial, ranks):
 # -- tensor parallel ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.fast("4-1")
 @pytest.mark.parametrize("number, zero", [(2, 0), (4, 0), (4, 1)])
 def test_tensor_parallel_equals_the_serial_curve_within_rounding(serial, ranks, tmp_path, number, zero):
     flags = ("--preset", "nano", *RECIPE.split())

@@ -114,6 +114,7 @@ def test_residual_layernorm_forward(rng, oracle, dtype, n, channels):
     near(rstd, 1 / np.sqrt(stored.var(1) + 1e-5))
 
 
+@pytest.mark.fast
 @rows
 @pytest.mark.parametrize("fused", [True, False], ids=["residual", "plain"])
 def test_layernorm_backward(rng, oracle, dtype, n, channels, fused):
@@ -138,6 +139,7 @@ def test_layernorm_backward(rng, oracle, dtype, n, channels, fused):
 # -- gelu ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.fast
 @rows
 @pytest.mark.parametrize("fused", [True, False], ids=["bias", "plain"])
 def test_gelu(rng, oracle, dtype, n, channels, fused):
@@ -201,6 +203,7 @@ def test_embedding_forward(rng, oracle, dtype, batch, time, channels, vocab, fir
     assert_array_equal(y, oracle.embedding_forward(ids, wte64, None, 0, first))  # copied, not computed
 
 
+@pytest.mark.fast
 @batches
 def test_embedding_backward(rng, oracle, dtype, batch, time, channels, vocab, first):
     ids, position = tokens(rng, batch, time, vocab, first, np.int32), 4
@@ -247,6 +250,7 @@ def some_logits(rng, dtype, n, vocab, width, first, scale=3.0):
     return logits, logits64[:, :vocab], targets
 
 
+@pytest.mark.fast
 @logits_of
 @pytest.mark.parametrize("integer", [np.int32, np.int64])
 def test_cross_entropy(rng, oracle, dtype, n, vocab, width, first, integer):
@@ -315,6 +319,7 @@ def test_cross_entropy_of_extreme_logits(rng, oracle, vocab):
 # -- optimizer -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("n", [1, 1000, 3 * BLOCK, pytest.param(300 * BLOCK + 5, marks=gpu)])
 @pytest.mark.parametrize("grad_scale", [None, 0.5])
 def test_adamw_equals_stage_0s(rng, oracle, dtype, n, grad_scale):
