@@ -18,7 +18,7 @@ from gpt2core.trainer import Trainer
 
 BENCHMARK = "benchmarks.gpu.choices"
 SEED = 20260101
-FULL = "all of them"
+FULL = "nothing"
 SIZES = {"gpt2": (64, 10), "paper": (16, 100)}  # sequences per step, steps per round
 
 

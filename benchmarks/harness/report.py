@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import re
 import statistics
 import subprocess
 import sys
@@ -155,6 +156,12 @@ def commit():
     return described.stdout.strip() + "-dirty" * bool(changed)
 
 
+def to_json(record):
+    """JSON with an indent of one space and each summary on one line."""
+    text = json.dumps(record, indent=1) + "\n"
+    return re.sub(r'\{\s+("median":[^{}\[\]]*?)\s+\}', lambda found: "{" + re.sub(r"\s+", " ", found[1]) + "}", text)
+
+
 def add_save_flags(add, name=None):
     """Add --no-save and --commit; with `name` (the default file name without .json) also --save-as."""
     add("--commit", help="commit to write into the file, for a copy of the repository without .git")
@@ -179,5 +186,5 @@ def save(benchmark, results, of_commit=None, name=None):
         "hardware": hardware(),
         "results": summarized(results),
     }
-    path.write_text(json.dumps(record, indent=1) + "\n")
+    path.write_text(to_json(record))
     print(f"\nWritten to {path.relative_to(ROOT)}, commit {record['commit']}.")
