@@ -163,7 +163,7 @@ def rows_of(figures):
             "step ms": f"{each['step_ms']:.2f}",
             "compute": f"{each['compute_ms']:.2f}",
             "communication": f"{each['communication_ms']:.2f}",
-            "of it hidden": f"{100 * each['hidden_ms'] / each['communication_ms']:.0f} %",
+            "hidden share": f"{100 * each['hidden_ms'] / each['communication_ms']:.0f} %",
             "kernels": each["kernels"],
         }
         for name, each in figures.items()

@@ -282,7 +282,7 @@ def test_a_timeline_separates_streams_and_computes_hidden_communication(tmp_path
     figures = gpu_timeline.figures_of(listed)
     want = {"step_ms": 0.07, "compute_ms": 0.06, "communication_ms": 0.03, "hidden_ms": 0.02, "kernels": 4}
     assert figures == pytest.approx(want)  # it runs from 40 to 70, computation from 0 to 60
-    assert gpu_timeline.rows_of({"naive": figures})[0]["of it hidden"] == "67 %"
+    assert gpu_timeline.rows_of({"naive": figures})[0]["hidden share"] == "67 %"
     steps = {"naive": listed, "bucket": listed}
     gpu_timeline.plot(steps, tmp_path / "timeline.png")
     assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
