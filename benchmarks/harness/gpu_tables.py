@@ -200,7 +200,8 @@ def gpu_memory():
     rows = []
     for row in load("gpu/memory")["results"]:
         options = row["options"]
-        title = f"{options['preset']}, {options['precision']}, {options['batch_size']} sequence{'s' * (options['batch_size'] > 1)}"
+        plural = "s" * (options["batch_size"] > 1)
+        title = f"{options['preset']}, {options['precision']}, {options['batch_size']} sequence{plural}"
         if options["micro_batches"] > 1:
             title += f", {options['micro_batches']} micro-batches"
         rows.append(
