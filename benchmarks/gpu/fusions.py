@@ -31,11 +31,11 @@ A, B = tl.constexpr((2 / np.pi) ** 0.5), tl.constexpr(0.044715)
 @triton.jit
 def tile_origin(n, k, N: tl.constexpr, K: tl.constexpr):
     """The first row and column of this program's tile."""
-    above, beside = tl.cdiv(n, N), tl.cdiv(k, K)
-    group = tl.program_id(0) // (GROUP * beside)
-    height = tl.minimum(above - group * GROUP, GROUP)
-    within = tl.program_id(0) % (GROUP * beside)
-    return (group * GROUP + within % height) * N, within // height * K
+    tiles_n, tiles_k = tl.cdiv(n, N), tl.cdiv(k, K)
+    pid_in_group = tl.program_id(0) % (GROUP * tiles_k)
+    first = tl.program_id(0) // (GROUP * tiles_k) * GROUP
+    group_size = tl.minimum(tiles_n - first, GROUP)
+    return (first + pid_in_group % group_size) * N, pid_in_group // group_size * K
 
 
 @triton.jit
@@ -46,58 +46,64 @@ def sigmoid_of_2u(x):
 
 
 @triton.jit
-def gelu_kernel(y, h, x, w, b, n, k, c, N: tl.constexpr, K: tl.constexpr, C: tl.constexpr):
+def gelu_kernel(y_desc, h_desc, x_desc, w_desc, b_ptr, n, k, c, N: tl.constexpr, K: tl.constexpr, C: tl.constexpr):
     """h = x w + b; y = gelu(h)."""
-    row, column = tile_origin(n, k, N, K)
-    total = tl.zeros((N, K), tl.float32)
-    for at in tl.range(0, c, C):
-        total = tl.dot(x.load([row, at]), w.load([at, column]), total)
-    total += tl.load(b + column + tl.arange(0, K)).to(tl.float32)[None, :]
-    h.store([row, column], total.to(h.dtype))
-    y.store([row, column], (total * sigmoid_of_2u(total)).to(y.dtype))
+    row, col = tile_origin(n, k, N, K)
+    acc = tl.zeros((N, K), tl.float32)
+    for start in tl.range(0, c, C):
+        acc = tl.dot(x_desc.load([row, start]), w_desc.load([start, col]), acc)
+    acc += tl.load(b_ptr + col + tl.arange(0, K)).to(tl.float32)[None, :]
+    h_desc.store([row, col], acc.to(h_desc.dtype))
+    y_desc.store([row, col], (acc * sigmoid_of_2u(acc)).to(y_desc.dtype))
 
 
 @triton.jit
-def slope_kernel(dh, sums, dy, w2, h, n, k, c, N: tl.constexpr, K: tl.constexpr, C: tl.constexpr):
+def gelu_backward_kernel(
+    dh_desc, sums_ptr, dy_desc, w2_desc, h_desc, n, k, c, N: tl.constexpr, K: tl.constexpr, C: tl.constexpr
+):
     """dh = (dy w2') gelu'(h); sums: dh summed over each tile's rows, for the bias gradient."""
-    row, column = tile_origin(n, k, N, K)
-    total = tl.zeros((N, K), tl.float32)
-    for at in tl.range(0, c, C):
-        total = tl.dot(dy.load([row, at]), w2.load([column, at]).T, total)
-    v = h.load([row, column]).to(tl.float32)
-    s = sigmoid_of_2u(v)
-    total *= s + 2 * v * s * (1 - s) * (1 + 3 * v * v * B) * A
-    dh.store([row, column], total.to(dh.dtype))
-    tl.store(sums + row // N * k + column + tl.arange(0, K), tl.sum(total, 0))
+    row, col = tile_origin(n, k, N, K)
+    acc = tl.zeros((N, K), tl.float32)
+    for start in tl.range(0, c, C):
+        acc = tl.dot(dy_desc.load([row, start]), w2_desc.load([col, start]).T, acc)
+    h = h_desc.load([row, col]).to(tl.float32)
+    s = sigmoid_of_2u(h)
+    acc *= s + 2 * h * s * (1 - s) * (1 + 3 * h * h * B) * A
+    dh_desc.store([row, col], acc.to(dh_desc.dtype))
+    tl.store(sums_ptr + row // N * k + col + tl.arange(0, K), tl.sum(acc, 0))
 
 
 @triton.jit
-def normed_kernel(y, x, mean, rstd, weight, bias, w, b, n, k, c, N: tl.constexpr, K: tl.constexpr, C: tl.constexpr):
+def layernorm_product_kernel(
+    y_desc, x_desc, mean_ptr, rstd_ptr, weight_ptr, bias_ptr, w_desc, b_ptr, n, k, c,
+    N: tl.constexpr, K: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
     """y = ((x - mean) rstd weight + bias) w + b: LayerNorm is applied to each tile of x after loading it."""
-    row, column = tile_origin(n, k, N, K)
+    row, col = tile_origin(n, k, N, K)
     rows = row + tl.arange(0, N)
-    mu, r = tl.load(mean + rows)[:, None], tl.load(rstd + rows)[:, None]
-    total = tl.zeros((N, K), tl.float32)
-    for at in tl.range(0, c, C):
-        channel = at + tl.arange(0, C)
-        h = (x.load([row, at]).to(tl.float32) - mu) * r * tl.load(weight + channel).to(tl.float32)[None, :]
-        h += tl.load(bias + channel).to(tl.float32)[None, :]
-        total = tl.dot(h.to(x.dtype), w.load([at, column]), total)
-    total += tl.load(b + column + tl.arange(0, K)).to(tl.float32)[None, :]
-    y.store([row, column], total.to(y.dtype))
+    mean, rstd = tl.load(mean_ptr + rows)[:, None], tl.load(rstd_ptr + rows)[:, None]
+    acc = tl.zeros((N, K), tl.float32)
+    for start in tl.range(0, c, C):
+        channels = start + tl.arange(0, C)
+        x = (x_desc.load([row, start]).to(tl.float32) - mean) * rstd
+        x *= tl.load(weight_ptr + channels).to(tl.float32)[None, :]
+        x += tl.load(bias_ptr + channels).to(tl.float32)[None, :]
+        acc = tl.dot(x.to(x_desc.dtype), w_desc.load([start, col]), acc)
+    acc += tl.load(b_ptr + col + tl.arange(0, K)).to(tl.float32)[None, :]
+    y_desc.store([row, col], acc.to(y_desc.dtype))
 
 
 @triton.jit
-def stream_kernel(s, mean, rstd, x, branch, channels, WIDTH: tl.constexpr):
+def residual_statistics_kernel(s_ptr, mean_ptr, rstd_ptr, x_ptr, branch_ptr, channels, WIDTH: tl.constexpr):
     """s = x + branch, and the mean and 1/std of its rows: the remaining part of the LayerNorm kernel."""
-    column = tl.arange(0, WIDTH)
-    at, inside = tl.program_id(0).to(tl.int64) * channels + column, column < channels
-    h = tl.load(x + at, inside, 0).to(tl.float32) + tl.load(branch + at, inside, 0).to(tl.float32)
-    tl.store(s + at, h, inside)
-    mu = tl.sum(h, 0) / channels
-    h = tl.where(inside, h - mu, 0)
-    tl.store(mean + tl.program_id(0), mu)
-    tl.store(rstd + tl.program_id(0), 1 / tl.sqrt(tl.sum(h * h, 0) / channels + 1e-5))
+    cols = tl.arange(0, WIDTH)
+    offs, mask = tl.program_id(0).to(tl.int64) * channels + cols, cols < channels
+    s = tl.load(x_ptr + offs, mask, 0).to(tl.float32) + tl.load(branch_ptr + offs, mask, 0).to(tl.float32)
+    tl.store(s_ptr + offs, s, mask)
+    mean = tl.sum(s, 0) / channels
+    centred = tl.where(mask, s - mean, 0)
+    tl.store(mean_ptr + tl.program_id(0), mean)
+    tl.store(rstd_ptr + tl.program_id(0), 1 / tl.sqrt(tl.sum(centred * centred, 0) / channels + 1e-5))
 
 
 # -- timing -----------------------------------------------------------------------------------------------------------
@@ -148,7 +154,7 @@ def functions_of(cupy, backend, n, c, k):
 
     def stream():
         width = triton.next_power_of_2(c)
-        launch(stream_kernel, (n,), s, mean, rstd, x, branch, c, WIDTH=width, num_warps=4)
+        launch(residual_statistics_kernel, (n,), s, mean, rstd, x, branch, c, WIDTH=width, num_warps=4)
 
     def then(*steps):
         return lambda: [step() for step in steps]
@@ -181,13 +187,13 @@ def functions_of(cupy, backend, n, c, k):
             gelu_kernel, t, *o[:2], a[0], ww, b
         )
         functions["GELU' after", name] = then(
-            lambda t=tile, a=a, o=wide, v=w2w, ts=ts: triton_product(slope_kernel, t, o[2], ts, a[1], v, o[1]),
+            lambda t=tile, a=a, o=wide, v=w2w, ts=ts: triton_product(gelu_backward_kernel, t, o[2], ts, a[1], v, o[1]),
             lambda ts=ts: column_sums.add_partials(ts, db),
         )
         functions["LayerNorm before", name] = then(
             stream,
             lambda t=tile, a=a, o=wide, ww=ww: triton_product(
-                normed_kernel, t, o[0], a[2], mean, rstd, weight, bias, ww, b
+                layernorm_product_kernel, t, o[0], a[2], mean, rstd, weight, bias, ww, b
             ),
         )
     return functions
