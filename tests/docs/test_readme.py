@@ -1,4 +1,4 @@
-"""The documents are tested: Python blocks, commands and their output, quoted code, flags, paths and line counts.
+"""The documents are tested: Python blocks, commands and their output, flags, paths and line counts.
 
 A ```console block shows commands after "$ " and, until the next one, their output, where "..." stands for anything.
 `make train` and `make generate` run with this interpreter. Commands that install something or need several machines are
@@ -6,14 +6,12 @@ not run, nor those of mpirun where there is no MPICH; a ```sh block is not run a
 with a name, as in "# first.py", is a file of that name beside the page.
 """
 
-import ast
 import doctest
 import os
 import re
 import shutil
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 
 import pytest
@@ -27,7 +25,6 @@ PAGES = [
     *sorted(ROOT.glob("docs/*.md")),
     *sorted(ROOT.glob("stage*/*.md")),
 ]
-LESSONS = [page for page in PAGES if page.parent.name.startswith("stage")]
 ELLIPSIS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 MPIRUN = Path(sys.executable).with_name("mpirun")  # of the wheel beside this interpreter
 MPICH = MPIRUN.exists() and "HYDRA" in subprocess.run([MPIRUN, "--version"], capture_output=True, text=True).stdout
@@ -139,38 +136,6 @@ def test_a_command_whose_output_differs_is_found():
     assert differences("step 0 | loss 5.1...\n", "step 0 | loss 4.1\n") and not differences("a ... c\n", "a b c\n")
 
 
-# -- quoted code ------------------------------------------------------------------------------------------------------
-
-
-def without_docstrings(text):
-    """A list of the statements of `text`, without comments, docstrings and layout."""
-    tree = ast.parse(textwrap.dedent(text))
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.ClassDef) and ast.get_docstring(node) is not None:
-            node.body = node.body[1:] or [ast.Pass()]
-    return [ast.unparse(statement) for statement in tree.body]
-
-
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_quoted_code_is_the_code_of_the_repository(page):
-    text = "\n".join(path.read_text(encoding="utf-8") for path in CODE)
-    quoted = [block for _, block in blocks(page, "") if block.startswith(("def ", "class ", "@", "from "))]
-    missing = [block for block in quoted if block not in text]
-    if missing:  # a docstring may differ
-        functions = {
-            ast.unparse(node)
-            for path in CODE
-            for node in ast.walk(ast.parse("\n".join(without_docstrings(path.read_text(encoding="utf-8")))))
-            if isinstance(node, ast.FunctionDef | ast.ClassDef)
-        }
-        missing = [block for block in missing if not functions.issuperset(without_docstrings(block))]
-    assert missing == []
-
-
-def test_the_first_lesson_quotes_gelu():
-    assert any(block.startswith("def gelu(x):") for _, block in blocks(ROOT / "stage0_serial" / "README.md", ""))
-
-
 # -- flags, paths, modules --------------------------------------------------------------------------------------------
 
 
@@ -240,6 +205,22 @@ def test_the_modules_that_a_page_runs_exist(page):
     )
     missing = [name for name in names if not (ROOT / name.replace(".", "/")).with_suffix(".py").exists()]
     assert missing == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_the_make_targets_that_a_page_names_exist(page):
+    targets = set(re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M))
+    named = re.findall(r"(?:`|^\$ |^)make ([a-z][a-z-]*)", page.read_text(encoding="utf-8"), re.M)
+    assert set(named) - targets == set()
+
+
+# -- quoted code: see also test_quotes.py -----------------------------------------------------------------------------
+
+
+def test_the_architecture_quotes_the_script_of_stage_1():
+    page, script = ROOT / "docs" / "ARCHITECTURE.md", ROOT / "stage1_mpi" / "train_gpt2.py"
+    (quoted,) = [block for _, block in blocks(page, "") if block.startswith("from ")]
+    assert script.read_text(encoding="utf-8").endswith(quoted)
 
 
 # -- the README -------------------------------------------------------------------------------------------------------
