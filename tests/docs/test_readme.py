@@ -217,6 +217,11 @@ def test_the_make_targets_that_a_page_names_exist(page):
 # -- quoted code: see also test_quotes.py -----------------------------------------------------------------------------
 
 
+def test_the_first_lesson_quotes_gelu():
+    lesson = ROOT / "stage0_serial" / "README.md"
+    assert any(block.startswith("def gelu(x):") for _, block in blocks(lesson, "python"))
+
+
 def test_the_architecture_quotes_the_script_of_stage_1():
     page, script = ROOT / "docs" / "ARCHITECTURE.md", ROOT / "stage1_mpi" / "train_gpt2.py"
     (quoted,) = [block for _, block in blocks(page, "") if block.startswith("from ")]
