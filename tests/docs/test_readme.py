@@ -34,6 +34,11 @@ CODE = [path for folder in ("gpt2core", "stage*", "torch_bridge") for path in RO
 SCRIPTS = [path for folder in ("benchmarks", "data", "tests", "docs") for path in (ROOT / folder).rglob("*.py")]
 
 
+def prose(page):
+    """The text of a page without its generated tables, which name commands of the commit that was measured."""
+    return re.sub(r"<!-- table: .*?<!-- end -->", "", page.read_text(encoding="utf-8"), flags=re.S)
+
+
 def blocks(page, language):
     """(line number, text) of each fenced block of a page in `language`."""
     text = page.read_text(encoding="utf-8")
@@ -149,7 +154,7 @@ def test_the_flags_that_a_page_names_exist(page):
     for script in CODE + SCRIPTS:
         known |= set(re.findall(r'"(--[a-z][a-z0-9-]*)', script.read_text(encoding="utf-8")))
     known |= {"--extra-index-url", "--index-url", "--upgrade", "--hostfile", "--mca"}  # of pip and mpirun
-    named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", page.read_text(encoding="utf-8")))
+    named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", prose(page)))
     assert named - known == set()
 
 
@@ -167,7 +172,7 @@ OF_THE_READER |= set("my.txt prompts.txt run.jsonl run.png one.jsonl two.jsonl".
 
 def paths_in(page):
     """(path, whether it is a link) for everything in `page` that reads like a path of this repository."""
-    text = page.read_text(encoding="utf-8")
+    text = prose(page)
     for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text):
         if not re.match(r"\w+:", target):
             yield target, True
@@ -200,9 +205,7 @@ def test_the_paths_that_a_page_names_exist(page):
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_the_modules_that_a_page_runs_exist(page):
-    names = re.findall(
-        r"python3? -m ((?:benchmarks|stage\d_\w+|gpt2core|tests)[\w.]*\w)", page.read_text(encoding="utf-8")
-    )
+    names = re.findall(r"python3? -m ((?:benchmarks|stage\d_\w+|gpt2core|tests)[\w.]*\w)", prose(page))
     missing = [name for name in names if not (ROOT / name.replace(".", "/")).with_suffix(".py").exists()]
     assert missing == []
 
@@ -210,7 +213,7 @@ def test_the_modules_that_a_page_runs_exist(page):
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_the_make_targets_that_a_page_names_exist(page):
     targets = set(re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M))
-    named = re.findall(r"(?:`|^\$ |^)make ([a-z][a-z-]*)", page.read_text(encoding="utf-8"), re.M)
+    named = re.findall(r"(?:`|^\$ |^)make ([a-z][a-z-]*)", prose(page), re.M)
     assert set(named) - targets == set()
 
 
