@@ -204,6 +204,17 @@ def test_the_paths_that_a_page_names_exist(page):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_the_sections_that_a_page_links_exist(page):
+    missing = []
+    for target, section in re.findall(r"\]\(([^)#\s]*\.md)?#([\w-]+)\)", page.read_text(encoding="utf-8")):
+        text = (page.parent / target if target else page).read_text(encoding="utf-8")
+        headings = [re.sub(r"[^\w -]", "", heading).lower() for heading in re.findall(r"^#+ (.*)$", text, re.M)]
+        if section not in [heading.replace(" ", "-") for heading in headings]:
+            missing.append(f"{target}#{section}")
+    assert missing == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_the_modules_that_a_page_runs_exist(page):
     names = re.findall(r"python3? -m ((?:benchmarks|stage\d_\w+|gpt2core|tests)[\w.]*\w)", prose(page))
     missing = [name for name in names if not (ROOT / name.replace(".", "/")).with_suffix(".py").exists()]
