@@ -23,6 +23,12 @@ class CheckpointError(UserError):
     """A checkpoint that is missing, truncated, corrupted or of another model, or that cannot be written."""
 
 
+class Diverged(UserError):
+    """The loss or the gradient is not finite, or replicas differ; the parameters are those before the step."""
+
+    shared = True  # all ranks have the same numbers, so all raise it
+
+
 def counted(count, noun):
     """A number with its noun: 1 rank, 2 ranks, 3 micro-batches."""
     plural = f"{noun}es" if noun.endswith("ch") else f"{noun}s"

@@ -112,9 +112,9 @@ def choose_collectives(world, args):
     """
     args.transport = world.use_transport(args.transport)
     canonical = args.collectives in (None, "canonical", "tree")  # a binomial tree adds in that order too
-    args.collectives = args.collectives or ("canonical" if args.deterministic else world.native)
+    args.collectives = args.collectives or ("canonical" if args.deterministic else world.native_collectives)
     world.use_collectives(args.collectives)
-    times = world.times_buckets and args.dp == "bucket" and not args.deterministic
+    times = world.measures_buckets and args.dp == "bucket" and not args.deterministic
     notes = []
     if args.bucket_mb is not None and args.dp != "bucket" and args.zero_gather == "end":
         notes.append(f"note: --bucket-mb {args.bucket_mb:g} is for --dp bucket, and --dp is {args.dp}")
@@ -131,7 +131,7 @@ def choose_collectives(world, args):
         notes.append(f"note: one data-parallel rank has nobody to share gradients with: {flags} can be left out")
     if args.zero is None:
         several, flat = data_parallel_ranks(world, args.tp) > 1, args.dp == "flat" and args.compress == "none"
-        args.zero = int(world.shares_updates and several and flat)
+        args.zero = int(world.prefers_zero and several and flat)
         if args.zero_gather == "forward" and not several:
             args.zero_gather = "end"  # it is said above that there is nothing to gather
     return notes

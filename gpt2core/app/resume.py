@@ -5,6 +5,7 @@ from pathlib import Path
 import gpt2core
 from gpt2core.app.presets import RESUMED
 from gpt2core.errors import CheckpointError, ConfigError
+from gpt2core.parallel.whole_parameters import load
 
 
 def run_state(trainer, args, corpus):
@@ -21,8 +22,8 @@ def run_state(trainer, args, corpus):
         "bucket_mb": trainer.bucket_mb,
         "corpus": corpus,
         "arguments": arguments,
-        "choices": trainer.choices or {},
-        "chosen_for": trainer.backend.chosen_for,
+        "choices": trainer.tuned or {},
+        "chosen_for": trainer.backend.runtime.tuned_for,
         "version": gpt2core.__version__,
     }
 
@@ -33,7 +34,7 @@ def restore(trainer, resumed, initial, corpus, choose_anew=False):
     Returns what to tell, one sentence or none. Raises CheckpointError when that run learnt another corpus.
     """
     if initial:
-        trainer.load(initial.parameters)
+        load(trainer, initial.parameters)
     if not resumed:
         return []
     state, path = resumed.state, resumed.path / "state.json"
@@ -46,7 +47,8 @@ def restore(trainer, resumed, initial, corpus, choose_anew=False):
             f"give the same corpus, or start anew with --init-from"
         )
     try:
-        trainer.load(resumed.parameters, resumed.moments, state["step"], state["position"], state.get("loss_scale"))
+        progress = state["step"], state["position"], state.get("loss_scale")
+        load(trainer, resumed.parameters, resumed.moments, *progress)
     except ConfigError as error:
         raise CheckpointError(f"{path}: {error}: it cannot be resumed") from None
     return [] if choose_anew else adopt_choices(trainer, state, path)
@@ -57,13 +59,13 @@ def adopt_choices(trainer, state, path):
 
     Raises CheckpointError where its choices are none.
     """
-    backend, there, choices = trainer.backend, state.get("chosen_for"), state.get("choices", {})
-    here = backend.chosen_for
+    runtime, there, choices = trainer.backend.runtime, state.get("chosen_for"), state.get("choices", {})
+    here = runtime.tuned_for
     if here is None or there is None:  # on either side nothing is chosen by timing
         return []
     if here != there:
         return [f"note: the checkpoint's kernels were chosen by timing on {there}: on {here} they are timed anew"]
     if not isinstance(choices, dict) or not all(isinstance(choice, str) for choice in choices.values()):
         raise CheckpointError(f"{path}: choices is {choices!r:.80}, not an object of texts: it cannot be resumed")
-    trainer.adopt(backend.choices | choices)
+    trainer.load_tuned(runtime.tuned | choices)
     return []

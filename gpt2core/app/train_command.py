@@ -28,13 +28,14 @@ from gpt2core.app.stop_signals import StopSignals
 from gpt2core.communicator import Solo
 from gpt2core.data import Windows, split_validation
 from gpt2core.errors import ConfigError, DeviceMemoryError, counted
-from gpt2core.model import GPT2, parameter_count
+from gpt2core.model import parameter_count
 from gpt2core.optimizer import Schedule
 from gpt2core.parallel.all_or_raise import all_or_raise, on_root, shared_error
 from gpt2core.parallel.config import ParallelConfig, plan_micro_batches
 from gpt2core.parallel.local_windows import LocalWindows
-from gpt2core.parallel.tensor_parallel import check_tensor_parallel
+from gpt2core.parallel.tensor_parallel import check_tensor_parallel, load_model
 from gpt2core.parallel.threads import limit_blas
+from gpt2core.parallel.whole_parameters import current_model, named_moments, named_parameters, parameter_hash
 from gpt2core.sampler import GroupSampler, chooser
 from gpt2core.text.token_file import brings_tokenizer, load_tokens
 from gpt2core.text.tokenizer import Tokenizer
@@ -64,16 +65,16 @@ def train_command(make_backend, world, args):
     schedule = all_or_raise(world, lambda: Schedule(*rates))
     begun, threads = trainer.steps, trainer.workers.size
     out, log = on_root(world, lambda: open_outputs(args, trainer, notes)) or (args.out, SilentLog())
-    trainer.backend.say = log.tell
+    trainer.backend.runtime.notify = log.tell
     log.say(describe(args, trainer, corpus))
-    remarks = trainer.backend.remarks(trainer.config)
+    remarks = trainer.backend.runtime.notes(trainer.config)
     for note in [*idle_threads(possible_threads(make_backend, world, args), args, trainer), *remarks, *notes]:
         log.say(note)
     if begun:
         log.say(f"resumed after step {begun - 1}" + ("" if out else "; no --out: nothing will be saved"))
 
     def save(trainer):
-        parameters, moments = trainer.named_parameters(), trainer.named_moments()  # gathered: all ranks take part
+        parameters, moments = named_parameters(trainer), named_moments(trainer)  # gathered: all ranks take part
         if world.is_root:
             checkpoints.save_checkpoint(
                 out,
@@ -122,12 +123,12 @@ def train_command(make_backend, world, args):
     if trainer.loss_scale.value is not None:
         skipped, factor = trainer.loss_scale.skipped, trainer.loss_scale.value
         say(f"loss scale {factor:g}; steps that overflowed and were made again: {skipped}")
-    if held := trainer.backend.peak_memory():
+    if held := trainer.backend.runtime.peak_memory():
         say(f"device memory held, at most: {held / 2**30:.2f} GiB")
     if args.sample > 0:
-        model = trainer.model()  # gathered: all ranks take part
+        model = current_model(trainer)  # gathered: all ranks take part
         if world.is_root:
-            trainer.backend.use_threads(threads)
+            trainer.backend.runtime.use_threads(threads)
             prompt = corpus.tokens[: min(256, trainer.config.block_size)].tolist()
             write_text(model, corpus.tokenizer, prompt, args.sample)
     return 0
@@ -149,7 +150,7 @@ def inference_command(make_backend, world, args):
         backend = make_backend(args.precision)
         limit_blas(1)
         positive("--threads", args.threads)
-        backend.use_threads(possible_threads(make_backend, world, args))
+        backend.runtime.use_threads(possible_threads(make_backend, world, args))
         narrowed = args.top_k or args.top_p != 1
         temperature = (1.0 if narrowed else 0.0) if args.temperature is None else args.temperature
         if args.max_new_tokens < 0:
@@ -171,14 +172,14 @@ def inference_command(make_backend, world, args):
     arrays, config = shared_arrays(world, weights), weights.config
     with told_of_memory(backend, config, parallel=ParallelConfig(tp=world.size if args.mode == "tensor" else 1)):
         if args.mode == "batch":
-            model = GPT2.of_arrays(config, arrays, backend)
+            model = load_model(config, arrays, backend)
             write_batch(world, model, tokenizer, prompts, make_chooser, args)
             return 0
         group = {"replicate": Solo(), "tensor": world}[args.mode]  # the ranks that share the model
         all_or_raise(world, lambda: check_tensor_parallel(config, group.size, "mpirun -n"))
-        model = GPT2.of_arrays(config, arrays, backend, group)
+        model = load_model(config, arrays, backend, group)
         say, prompt, block = print if world.is_root else silent, prompts[0], config.block_size
-        for remark in backend.remarks(config):
+        for remark in backend.runtime.notes(config):
             say(remark, file=sys.stderr)
         if len(prompt) > block:
             note = f"note: the prompt has {len(prompt)} tokens, the block {block}: its last {block} tokens are used"
@@ -250,7 +251,7 @@ def make_trainer(make_backend, world, args, source, tokenizer):
         backends = [make_backend(args.precision, args.deterministic) for _ in range(threads)]
         check_graph(args, backends)
         for backend in backends if args.autotune else ():
-            backend.choose_anew()
+            backend.runtime.retune()
         return backends
 
     backends = all_or_raise(world, make_backends)
@@ -285,21 +286,21 @@ def told_of_memory(backend, config, *sizes, **shared):
     try:
         yield
     except Exception as error:
-        if (told := backend.out_of_memory(error, config, *sizes, **shared)) is None:
+        if (told := backend.runtime.explain_oom(error, config, *sizes, **shared)) is None:
             raise
         raise DeviceMemoryError(told) from error
 
 
 def check_graph(args, backends):
     """Raise ConfigError for --graph and --no-graph where the backend records nothing; do as --nvtx says."""
-    records, name = backends[0].records, backends[0].name
+    records, name = backends[0].runtime.records, backends[0].name
     if args.graph is not None and not records:
         flag = "--graph" if args.graph else "--no-graph"
         raise ConfigError(f"{flag} has no meaning here: {name} records no step, so leave the flag away")
     if args.nvtx and records and args.graph is not False:
         raise ConfigError("--nvtx names nothing in a step that is replayed from its graph: add --no-graph")
     for backend in backends if args.nvtx else ():
-        backend.annotate()
+        backend.runtime.annotate(backend)
 
 
 def make_windows(args, corpus, group):
@@ -384,5 +385,5 @@ def idle_threads(could, args, trainer):
 
 def last_words(trainer):
     """What the last line of the log says beside its step's numbers; all ranks must call it."""
-    held = trainer.backend.peak_memory()
-    return {"parameters_sha256": trainer.parameter_hash()} | ({} if held is None else {"peak_memory_bytes": held})
+    held = trainer.backend.runtime.peak_memory()
+    return {"parameters_sha256": parameter_hash(trainer)} | ({} if held is None else {"peak_memory_bytes": held})

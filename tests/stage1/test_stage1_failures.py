@@ -313,7 +313,7 @@ MISTAKES = [  # ranks, flags, what the one line says
     (2, "--tp|0", "--tp 0 does not divide 2 ranks"),
     (2, "--dp|x", "--dp x is unknown: choose from naive, flat, overlap, bucket"),
     (2, "--compress|x", "--compress x is unknown: choose from none, fp16, bf16, int8"),
-    (2, "--collectives|x", "--collectives x is unknown here: choose one of mpi, "),
+    (2, "--collectives|x", "--collectives x: unknown algorithm; choose one of mpi, "),
     (2, "--zero|2", "--zero: invalid choice"),
     (2, "--bucket-mb|0", "--bucket-mb 0 must be above 0"),
     (2, "--verify-every|-1", "--verify-every -1 must not be negative"),
