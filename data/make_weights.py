@@ -51,7 +51,7 @@ def continues_correctly(model, tokens, start):
 def models(checkpoint, threads):
     """Yield one model for each thread, because two threads must not share a backend."""
     for _ in range(threads):
-        yield GPT2.of_arrays(checkpoint.config, checkpoint.parameters, NumpyBackend())
+        yield load_model(checkpoint.config, checkpoint.parameters, NumpyBackend())
 
 
 def train(args):

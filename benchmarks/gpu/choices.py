@@ -27,19 +27,21 @@ SIZES = {"gpt2": (64, 10), "paper": (16, 100)}  # sequences per step, steps per 
 
 def no_graph(backend):
     """Every kernel launched from Python."""
-    backend.records = False
+    backend.runtime.records = False
 
 
 def one_stream(backend):
     """Weight gradients on the main stream instead of a second one."""
     from stage2_cuda.runtime.side_stream import NoStream
 
-    backend.side = NoStream()
+    backend.runtime.side = NoStream()
 
 
-def no_places(backend):
+def no_places(trainer):
     """Weight gradients in new arrays that are then copied to the gradient buffer."""
-    backend.place_gradients = lambda places: None
+    for worker in trainer.accumulator.workers:
+        for tensor in worker.tensors.values():
+            tensor.grad_buffer = None
 
 
 def no_epilogues(backend):
@@ -93,12 +95,14 @@ class Variants:
         from stage2_cuda.cuda_backend import CudaBackend
 
         backend = CudaBackend(self.precision, deterministic=False)
-        if change:
+        if change and change is not no_places:
             change(backend)
         trainer = Trainer(self.config, [backend], **self.sizes, optimizer=GPU_OPTIMIZER)
+        if change is no_places:
+            change(trainer)
         self.first = share_workspace(self.first, backend)
         self.seconds(trainer, steps)
-        backend.trim()
+        backend.runtime.release_cached_memory()
         return trainer
 
     def seconds(self, trainer, steps):

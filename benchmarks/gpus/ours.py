@@ -68,21 +68,12 @@ class Job:
         backend = CudaBackend(self.precision, deterministic)
         if self.values is None:
             self.values = {name: backend.asarray(array) for name, array in initial_parameters(self.config, 0)}
-        trainer = TrainerOnDevice(
-            self.values, self.config, [backend], batch_size=batch_size, seq_len=self.windows.seq_len,
-            micro_batches=group.size, optimizer=GPU_OPTIMIZER, world=group, parallel=ParallelConfig(**parallel),
+        trainer = Trainer(
+            self.config, [backend], batch_size=batch_size, seq_len=self.windows.seq_len, micro_batches=group.size,
+            optimizer=GPU_OPTIMIZER, world=group, parallel=ParallelConfig(**parallel), seed=None,
         )  # fmt: skip
+        for name, view in trainer.arena.views(trainer.parameters).items():  # from the GPU: from the host takes seconds
+            view[...] = self.values[name]
+        trainer.optimizer.refresh_copy(0)
         self.first = share_workspace(self.first, backend)
         return trainer
-
-
-class TrainerOnDevice(Trainer):
-    """A Trainer that copies its initial parameters from the GPU: copying them from the host takes seconds."""
-
-    def __init__(self, values, *args, **options):
-        self.values = values
-        super().__init__(*args, **options)
-
-    def fill(self, flat, arrays):
-        for name, view in self.arena.views(flat).items():
-            view[...] = self.values[name]

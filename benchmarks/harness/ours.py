@@ -5,17 +5,17 @@ The functions under "calls into the trainer" are the only lines of both files th
 
 import functools
 import time
-from dataclasses import dataclass
 
 import numpy as np
 
 from gpt2core.communicator import Solo
-from gpt2core.model import GPT2
 from gpt2core.parallel.config import ParallelConfig, plan_micro_batches
+from gpt2core.parallel.tensor_parallel import load_model
 from gpt2core.parallel.whole_parameters import initial_parameters
 from gpt2core.sampler import Greedy, generate_together
 from gpt2core.sampler import generate as continuation
 from gpt2core.trainer import Trainer
+from gpt2core.training_loop import read_batch
 from stage0_serial.numpy_backend import NumpyBackend
 from stage1_mpi.mpi_communicator import MpiCommunicator
 from stage2_cuda.tuning import tuner as autotune
@@ -26,49 +26,31 @@ GPU_OPTIMIZER = dict(clip=1.0, weight_decay=0.1, beta2=0.95)  # the recipe of GP
 # -- calls into the trainer -------------------------------------------------------------------------------------------
 
 
-@dataclass
-class Batch:
-    """One global batch with the interface of Windows; each rank reads its rows of it."""
-
-    inputs: np.ndarray
-    targets: np.ndarray
-
-    def batch(self, position, count):
-        rows = slice(position % len(self.inputs), position % len(self.inputs) + count)
-        return self.inputs[rows], self.targets[rows]
-
-
-class Announced:
-    """Batches with the interface of Windows that are known in advance: {position: (inputs, targets)}."""
-
-    def __init__(self, batches):
-        self.batches = batches
-
-    def batch(self, position, count):
-        inputs, targets = self.batches.get(position) or next(iter(self.batches.values()))  # after the last: any batch
-        return inputs[:count], targets[:count]
-
-
 def train_step(trainer, inputs, targets):
-    """One training step on a global batch; returns gpt2core.trainer.Step. Every rank passes the whole batch."""
-    return trainer.step(Batch(inputs, targets), LR)
+    """One training step on a global batch; returns a Step. Every rank passes the whole batch."""
+    return trainer.step(trainer.prepare(inputs[trainer.rows], targets[trainer.rows]), LR)
 
 
 def overlapped_steps(trainer, windows, count):
     """`count` training steps, each begun before the result of the previous one is read; returns the last Step."""
-    return [trainer.step(windows, LR, following) for following in [LR] * (count - 1) + [None]][-1]
+    for left in reversed(range(count)):
+        if not trainer.in_flight:
+            trainer.begin(read_batch(trainer, windows), LR)
+        if left and trainer.overlaps:
+            trainer.begin(read_batch(trainer, windows, ahead=1), LR)
+        last = trainer.in_flight[0].result()
+    return last
 
 
 def update_function(trainer, inputs, targets):
-    """A function that computes one update of this batch on the device: what a graph would record."""
-    trainer.shards.feed(inputs, targets)
-    trainer.optimizer.begin(LR)
-    return trainer.compute_update
+    """A function that launches one update of this batch, kernel by kernel: what a graph would record."""
+    arguments = trainer.prepare(inputs, targets), trainer.optimizer.hyperparameters(trainer.steps + 1, LR)
+    return functools.partial(trainer.backend.runtime.compile_step(trainer.compute_update, record=False), *arguments)
 
 
 def gradients(trainer):
     """The flat gradient buffer."""
-    return trainer.shards.gradients
+    return trainer.accumulator.gradients
 
 
 def message_count(trainer):
@@ -82,7 +64,7 @@ def share_workspace(first, backend):
     `first` may be None; returns it, or the first step of `backend`. Steps that share a workspace overwrite each other's
     intermediate arrays, so no step may keep data in it between two calls.
     """
-    for step in backend.recorded:
+    for step in backend.runtime.compiled:
         first = first or step
         step.workspace, step.stream = first.workspace, first.stream
     return first
@@ -95,8 +77,8 @@ class CudaSteps:
         from stage2_cuda.cuda_backend import CudaBackend  # here, because the CPU benchmarks run without Triton
 
         self.backend = CudaBackend(precision, deterministic=False)  # as train_gpt2.py: algorithms chosen by timing
-        self.backend.records &= recorded
-        self.windows = Announced({})
+        self.backend.runtime.records &= recorded
+        self.announced = []
         self.trainer = Trainer(
             config, [self.backend], batch_size=batch_size, seq_len=seq_len, micro_batches=micro_batches,
             optimizer=GPU_OPTIMIZER,
@@ -107,18 +89,29 @@ class CudaSteps:
 
         As in training, the next step is given to the device before the loss of the current one is read.
         """
-        position, size = self.trainer.position, self.trainer.batch_size
-        self.windows = Announced({position + i * size: batch for i, batch in enumerate(batches)})
+        self.announced = list(batches)
 
     def __call__(self, inputs, targets):
-        if self.trainer.position not in self.windows.batches:
+        trainer = self.trainer
+        if not self.announced:
             self.announce([(inputs, targets)])
-        follows = self.trainer.position + self.trainer.batch_size in self.windows.batches
-        return self.trainer.step(self.windows, LR, LR if follows else None).loss
+        if not trainer.in_flight:
+            self.begin()
+        if len(self.announced) > 1 and trainer.overlaps:
+            self.announced.pop(0)
+            self.begin()
+            return trainer.in_flight[0].result().loss
+        self.announced.pop(0)
+        return trainer.in_flight[0].result().loss
+
+    def begin(self):
+        """Begin the step of the first announced batch."""
+        self.last = self.announced[0]
+        self.trainer.begin(self.trainer.prepare(*self.last), LR)
 
     def memory(self):
         """{"held_bytes": the peak of CuPy's pools}: the training state and the workspace of the recorded step."""
-        return {"held_bytes": self.backend.peak_memory()}
+        return {"held_bytes": self.backend.runtime.peak_memory()}
 
 
 class ProfiledSteps(CudaSteps):
@@ -128,27 +121,30 @@ class ProfiledSteps(CudaSteps):
         from stage2_cuda.runtime.side_stream import NoStream
 
         super().__init__(*args, **options)
-        self.recorded_update = self.trainer.update
-        self.backend.side = NoStream()
+        self.recorded, self.backend.runtime.side = self.trainer.compiled, NoStream()
+        self.launched = self.backend.runtime.compile_step(self.trainer.compute_update, record=False)
 
     def use_graph(self, graph):
         """True: replay the graph. False: launch every kernel from Python."""
-        eager = functools.partial(self.backend.compile_step, self.trainer.compute_update, record=False)
-        self.trainer.update = self.recorded_update if graph else eager()
+        self.trainer.compiled = self.recorded if graph else self.launched
+
+    def arguments(self):
+        """The arguments of one update of the last batch."""
+        return self.trainer.prepare(*self.last), self.trainer.optimizer.hyperparameters(self.trainer.steps + 1, LR)
 
     def compute_update(self):
         """Launch one update of the last batch from Python."""
-        return self.trainer.compute_update()
+        return self.launched(*self.arguments())
 
     def replay(self):
         """Replay the graph on the last batch and wait for the device."""
-        self.recorded_update()
-        self.backend.wait()
+        self.recorded(*self.arguments())
+        self.backend.runtime.synchronize()
 
     @property
     def graph(self):
         """(graph, stream) of the recorded step."""
-        return self.recorded_update.graph, self.recorded_update.stream
+        return self.recorded.graph, self.recorded.stream
 
 
 # -- trainers ---------------------------------------------------------------------------------------------------------
@@ -219,8 +215,8 @@ def make_generator(config, threads):
     Without the cache each token is a separate call.
     """
     backend = NumpyBackend()
-    backend.use_threads(threads)
-    model = GPT2.of_arrays(config, dict(initial_parameters(config, 0)), backend)
+    backend.runtime.use_threads(threads)
+    model = load_model(config, dict(initial_parameters(config, 0)), backend)
 
     def generate(prompt_ids, n, use_cache):
         started, ids = time.perf_counter(), []
@@ -244,7 +240,7 @@ class CudaGenerator:
         from stage2_cuda.cuda_backend import CudaBackend
 
         self.backend = CudaBackend(precision)
-        self.model = GPT2.of_arrays(config, dict(initial_parameters(config, 0)), self.backend)
+        self.model = load_model(config, dict(initial_parameters(config, 0)), self.backend)
 
     def __call__(self, prompts, new):
         started, ids, first = time.perf_counter(), [], None

@@ -106,7 +106,8 @@ FAULTS = {  # name: (fault at the start of step 3, texts that are printed exactl
     "exception": ("if rank == 1: raise ZeroDivisionError('an injected fault')",
         ["rank 1 of 4 failed:", "Traceback", "ZeroDivisionError: an injected fault"], 1),
     # a long GRACE: the other ranks wait until the root has printed its error and ended the job
-    "exception on all": ("from gpt2core.app import command; command.GRACE = 60; raise ZeroDivisionError('an injected fault')",
+    "exception on all": (
+        "from gpt2core.app import command; command.GRACE = 60; raise ZeroDivisionError('an injected fault')",
         ["rank 0 of 4 failed:", "Traceback", "ZeroDivisionError: an injected fault"], None),
     "memory": ("if rank == 2: raise MemoryError('no 3 GiB')", ["error: rank 2: out of memory (no 3 GiB): lower"], 2),
     "user's": ("if rank == 1: raise DataError('an injected error')", ["error: rank 1: an injected error"], 2),
