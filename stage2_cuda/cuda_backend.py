@@ -271,7 +271,7 @@ class CudaBackend(FusedHead, Backend):
         dwte, dwpe = self.space(wte), self.space(wpe)
         shared = address(wte) in self.filled  # the same matrix at the other end has left its gradient there
         self.filled.clear()
-        pieces = self.floats(*embedding.pieces_shape(ids.size, wte.shape[1]))
+        pieces = self.floats(*embedding.chunk_sums_shape(ids.size, wte.shape[1]))
         runs = self.sorted_rows(ids, wte.shape[0], first)
         embedding.embedding_backward(dwte, dwpe, pieces, runs, dy, position, accumulate=shared)
         return None if shared else dwte, dwpe
@@ -295,7 +295,12 @@ class CudaBackend(FusedHead, Backend):
 
     def adamw_rates(self, step, lr, beta1, beta2, eps, weight_decay, seed=None):
         scalars = self.mailbox.put("rates", adamw.adamw_scalars(step, lr, beta1, beta2, eps, weight_decay))
-        return scalars, beta1, beta2, None if seed is None else self.mailbox.put("key", rounding.key_of(seed, step))
+        return (
+            scalars,
+            beta1,
+            beta2,
+            None if seed is None else self.mailbox.put("key", rounding.rounding_seed(seed, step)),
+        )
 
     def adamw_step(self, p, m, v, copy, g, rates, scale, runs, offset=0):
         scalars, beta1, beta2, key = rates
@@ -321,7 +326,7 @@ class CudaBackend(FusedHead, Backend):
 
     def adopt(self, choices, final=False):
         if self.tuner.adopt(choices, final):
-            self.products.gemm.plan_anew()
+            self.products.gemm.clear_plans()
 
     def choose_anew(self):
         if not self.records:
@@ -343,16 +348,16 @@ class CudaBackend(FusedHead, Backend):
         """The Runs of ids (B, T), for embedding_backward; those of tokens() stay in one place, and come with them."""
         slot, _ = self.mailbox.host(ids)
         if slot is None:
-            return embedding.Runs(*map(self.asarray, embedding.runs_of_tokens(self.to_host(ids), count, first)))
+            return embedding.SortedTokens(*map(self.asarray, embedding.sort_tokens(self.to_host(ids), count, first)))
         if (slot, count, first) not in self.runs:
             self.runs[slot, count, first] = self.put_runs(slot, ids, count, first)
             self.mailbox.send()
         return self.runs[slot, count, first]
 
     def put_runs(self, slot, place, count, first):
-        runs = embedding.runs_of_tokens(self.mailbox.host(place)[1], count, first)
+        runs = embedding.sort_tokens(self.mailbox.host(place)[1], count, first)
         names = ((slot, count, first, field) for field in runs._fields)
-        return embedding.Runs(*map(self.mailbox.put, names, runs))
+        return embedding.SortedTokens(*map(self.mailbox.put, names, runs))
 
     def compute_copy(self, parameters):
         if self.compute == self.dtype:
@@ -361,7 +366,7 @@ class CudaBackend(FusedHead, Backend):
 
     def refresh(self, copy, parameters, drawn=None):
         if drawn is not None:
-            rounding.round_to_bf16(copy.view(np.uint16), parameters, self.asarray(rounding.key_of(*drawn)))
+            rounding.round_to_bf16(copy.view(np.uint16), parameters, self.asarray(rounding.rounding_seed(*drawn)))
         elif copy is not parameters:
             cast(copy, parameters)
 

@@ -31,7 +31,7 @@ SECOND_PART = re.compile(r"splitk_?reduce", re.IGNORECASE)  # adds up a product 
 CEILINGS = {"tflops": 766, "tbps": 4.26}  # of an H200: products of bf16 on random numbers, and a copy
 OF_ATTENTION = {"forward_kernel": 2, "dq_kernel": 3, "dkdv_kernel": 4, "both_kernel": 7}  # causal products, for a head
 ONCE = "layernorm", "gelu", "column_sums", "cross_entropy", "adamw", "cast"  # files of kernels that go over arrays once
-WRITTEN_BACK = {"adamw_kernel": ("p", "m", "v")}  # what is one argument, and both read and written
+WRITTEN_BACK = {"adamw_kernel": ("p_ptr", "m_ptr", "v_ptr")}  # what is one argument, and both read and written
 
 
 class Ran(NamedTuple):
@@ -58,7 +58,7 @@ def launches_of(function, backend):
     """The Triton launches and products that one call of function() makes, in order."""
     from stage2_cuda.runtime import triton_launch
 
-    found, gpu, gemm = [], triton_launch.runtime(), backend.products.gemm
+    found, gpu, gemm = [], triton_launch.launcher(), backend.products.gemm
     launch, matmul = gpu.launch, gemm.matmul
 
     def noted_launch(kernel, grid, arguments, options):
@@ -87,8 +87,8 @@ def work_of(module, name, arguments, options):
     if module == "fp16x3" and name == "product_kernel":  # of fp32, once, however many passes it takes
         return {"flops": 2 * arguments["m"] * arguments["n"] * arguments["k"]}
     if module == "attention" and name in OF_ATTENTION:
-        B, _, H, T, _ = (arguments["qkv"] if name == "both_kernel" else arguments["qkv_m"]).shape
-        return {"flops": OF_ATTENTION[name] * B * H * T * T * options["D"]}
+        B, _, H, T, _ = (arguments["qkv_desc"] if name == "both_kernel" else arguments["qkv_m"]).shape
+        return {"flops": OF_ATTENTION[name] * B * H * T * T * options["HEAD_DIM"]}
     if module not in ONCE:
         return {}
     again = [arguments[which] for which in WRITTEN_BACK.get(name, ())]

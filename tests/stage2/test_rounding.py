@@ -36,7 +36,7 @@ def host(array):
 def rounded(x, seed=1, step=1, offset=0):
     """The bits of x (n) float32 as bf16, by the kernel."""
     out = device(np.full(x.size, 0x7FC0, np.uint16))  # NaN
-    rounding.round_to_bf16(out, device(x), device(rounding.key_of(seed, step)), offset)
+    rounding.round_to_bf16(out, device(x), device(rounding.rounding_seed(seed, step)), offset)
     return host(out)
 
 
@@ -61,7 +61,7 @@ def oracle(x, seed, step, offset=0):
     """rounded() in NumPy."""
     number = np.arange(offset // 4, (offset + x.size + 3) // 4, dtype=np.uint64)
     counters = np.stack([number & np.uint64(0xFFFFFFFF), number >> np.uint64(32), 0 * number, 0 * number], 1)
-    r = philox(int(rounding.key_of(seed, step).view(np.uint64)[0]), counters).ravel()[: x.size] >> np.uint64(16)
+    r = philox(int(rounding.rounding_seed(seed, step).view(np.uint64)[0]), counters).ravel()[: x.size] >> np.uint64(16)
     bits = x.view(np.uint32).astype(np.uint64)
     r = np.where((bits & np.uint64(0x7FFFFFFF)) < 0x7F7F0000, r, 0x8000)
     return np.where(np.isnan(x), bits | np.uint64(0x400000), bits + r).astype(np.uint32) >> 16
@@ -134,7 +134,7 @@ def test_the_mean_of_many_numbers_is_kept_and_the_next_step_draws_anew(rng):
 
 
 def test_adamw_rounds_its_copy_so_and_changes_nothing_else(rng):
-    n, key = 3 * adamw.BLOCK + 5, device(rounding.key_of(7, 3))
+    n, key = 3 * adamw.BLOCK + 5, device(rounding.rounding_seed(7, 3))
     scalars = device(adamw.adamw_scalars(3, 1e-3, 0.9, 0.999, 1e-8, 0.1))
     g, start = rng.standard_normal(n).astype(np.float32), [rng.random(n).astype(np.float32) for _ in "pmv"]
 

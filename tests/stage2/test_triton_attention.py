@@ -165,7 +165,7 @@ def test_attention_on_tensor_cores_in_fp32(rng, name, tolerance, D):
 @pytest.mark.skipif(not GPU, reason="the interpreter would take minutes")
 @pytest.mark.parametrize("T", [1024, 1000])
 def test_every_config_of_the_table(rng, T):
-    for kind, configs in attention.CONFIGS.items():
+    for kind, configs in attention.DEFAULT_TILES.items():
         for (D, _), config in configs.items():
             precision, name = ("bf16", "ieee") if kind == "16 bits" else ("fp32", kind)
             tolerance = CUT_TO_TF32 if kind == "tf32" else None
@@ -187,7 +187,7 @@ def test_rows_in_tiles_have_the_bits_of_those_through_pointers(rng, monkeypatch,
     (qkv, dy), results = operands(rng, precision, 2, 256, 2, 64), []
     config = Config(*[Tile(64, 64, 4, 3)] * 2, Tile(*tile))
     for sizes in ((64,), ()):
-        monkeypatch.setattr(attention, "TILED", sizes)
+        monkeypatch.setattr(attention, "DESCRIPTOR_HEAD_SIZES", sizes)
         results.append(run(qkv, dy, 2, precision, config=config))
     for a, b in zip(*results, strict=True):
         assert_array_equal(a, b, strict=True)

@@ -257,7 +257,7 @@ def test_no_gpu_is_one_sentence_that_names_the_way_out(monkeypatch, module, says
 
 def test_no_triton_is_one_sentence(monkeypatch):
     monkeypatch.setitem(sys.modules, "triton", None)
-    for runtime in (Gpu, triton_launch.runtime.__wrapped__):
+    for runtime in (Gpu, triton_launch.launcher.__wrapped__):
         with pytest.raises(ConfigError, match="Triton is needed, and cannot be imported"):
             runtime()
 
@@ -298,7 +298,7 @@ class Compiler:
         print(json.dumps([name, wide, ".local" in ptx, "atom" in ptx]))
 
 triton.runtime.driver.set_active(Driver())
-triton_launch.runtime = Compiler
+triton_launch.launcher = Compiler
 from stage2_cuda.kernels import adamw, cast, column_sums, cross_entropy, embedding, gelu, layernorm, rounding
 f, N, C, V, W = Array, 4096, 768, 50257, 50304
 for dtype in ("bfloat16", "float16", "float32"):
@@ -314,7 +314,7 @@ for dtype in ("bfloat16", "float16", "float32"):
     partials = f(*column_sums.partials_shape(N, C))
     column_sums.column_sums(d, partials, x)
     embedding.embedding_forward(h(4, 1024, C), i(4, 1024), h(V, C), h(1024, C))
-    runs = embedding.Runs(i(N), i(V + 1), i(V + 1), i(N // 64))
+    runs = embedding.SortedTokens(i(N), i(V + 1), i(V + 1), i(N // 64))
     for accumulate in (False, True):
         pieces = f(N // 64, C)
         embedding.embedding_backward(f(V, C), f(1024, C), pieces, runs, h(4, 1024, C), accumulate=accumulate)
@@ -394,5 +394,5 @@ def test_pytorch_is_not_needed():
 
 
 def test_the_runtime_is_made_once():
-    assert triton_launch.runtime() is triton_launch.runtime()
+    assert triton_launch.launcher() is triton_launch.launcher()
     assert (array_module() is np) == interpreted()
