@@ -93,10 +93,11 @@ def reduction(world, name, source):
     import cupy
 
     from stage2_cuda.cuda_backend import dtype_of
+    from stage2_cuda.kernels.codecs import FusedCodec
 
     kind, algorithm, codec = OURS[name]
     x = cupy.empty(source.shape, dtype_of(kind))
-    compressed = codec and Compressed(codec, x, world, cupy)
+    compressed = codec and Compressed(FusedCodec(codec, cupy), x, world, cupy)
 
     def reduce():
         world.use_collectives(algorithm)

@@ -67,7 +67,7 @@ class Job:
         return train
 
     def trainer(self, group, batch_size, deterministic=False, **parallel):
-        group.use_collectives("canonical" if deterministic else group.native)
+        group.use_collectives("canonical" if deterministic else group.native_collectives)
         backend = CudaBackend(self.precision, deterministic)
         if self.values is None:
             self.values = {name: backend.asarray(array) for name, array in initial_parameters(self.config, 0)}

@@ -3,12 +3,11 @@
     bits(x) = 2^16 high + low;  bits(bf16(x)) = floor((bits(x) + r) / 2^16),  r uniform in [0, 2^16)
 
 x is rounded away from zero with probability low / 2^16, which makes the mean of the result x. The random numbers come
-from a counter-based generator (Philox 4x32-10, Salmon et al. 2011): they depend only on a seed, which is derived from
+from a counter-based generator (Philox 4x32-10, Salmon et al. 2011): they depend only on a key, which is derived from
 the run's seed and the step, and on the element's index in the arena. No generator state is stored, and every rank that
 rounds a part of the arena computes the same bits.
 """
 
-import numpy as np
 import triton
 import triton.language as tl
 
@@ -17,16 +16,11 @@ from stage2_cuda.runtime.triton_launch import launch
 BLOCK = 1024  # elements per program
 
 
-def rounding_seed(seed, step):
-    """The Philox key of one step's random numbers, an int64 array (1) on the host."""
-    return np.random.SeedSequence((seed, step)).generate_state(1, np.uint64).view(np.int64)
-
-
 def round_to_bf16(out, x, philox_key, offset=0):
     """out (n) uint16 = the bits of x (n) float32 as bfloat16, stochastically rounded.
 
-    philox_key (1) int64: rounding_seed(...) on the device. offset: the index of x's first element in the arena, a
-    multiple of 4.
+    philox_key (1) int64: gpt2core.optimizer.rounding_key() on the device. offset: the arena index of x's first element,
+    a multiple of 4.
     """
     grid = (triton.cdiv(x.size, BLOCK),)
     launch(rounding_kernel, grid, out, x, philox_key, offset, x.size, BLOCK=BLOCK, num_warps=4)

@@ -11,8 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gpt2core.app import checkpoint_directory as checkpoint
-from gpt2core.app.checkpoint_directory import load_checkpoint, read_safetensors, write_safetensors
+from gpt2core.app import checkpoint_files
+from gpt2core.app.checkpoint_directory import load_checkpoint
+from gpt2core.app.checkpoint_files import read_safetensors, write_safetensors
 from gpt2core.app.run_log import RunLog
 from gpt2core.errors import ConfigError
 from gpt2core.text.token_file import write_token_file
@@ -175,7 +176,7 @@ TRAINING = [
     ("--log-every|-1", "--log-every -1"),
     ("--eval-every|-1", "--eval-every -1"),
     ("--checkpoint-every|-1", "--checkpoint-every -1"),
-    ("--eval-every|5", "--eval-every 5 validates on nothing"),
+    ("--eval-every|5", "--eval-every 5 needs validation data"),
     ("--n-embd|2147483646", "2147483646 wide|take a smaller model"),
     ("--n-layer|2147483646", "2147483646 layers|take a smaller model"),
     ("--keep|-1", "--keep -1"),
@@ -440,7 +441,7 @@ def test_warnings_of_a_diverging_run_do_not_reach_standard_error(directory):
 
 
 def test_a_disk_that_fills_up_during_a_save_leaves_the_checkpoints_before(train, directory, monkeypatch):
-    run, original, saved = directory / "run", checkpoint.save_file, []
+    run, original, saved = directory / "run", checkpoint_files.save_file, []
 
     def save_file(tensors, path, **options):
         saved.append(path)
@@ -449,10 +450,10 @@ def test_a_disk_that_fills_up_during_a_save_leaves_the_checkpoints_before(train,
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         original(tensors, path, **options)
 
-    monkeypatch.setattr(checkpoint, "save_file", save_file)
+    monkeypatch.setattr(checkpoint_files, "save_file", save_file)
     flags = ("--resume", run, "--out", run, "--steps", 9, "--checkpoint-every", 1)
     result = train(*flags)
-    assert_one_clear_line(result.code, result.err, "step-00000006", "No space left on device", "as they were")
+    assert_one_clear_line(result.code, result.err, "step-00000006", "No space left on device", "are unchanged")
     assert loads_soundly(run, 5) and loads_soundly(run / "step-00000004", 4)
     assert {path.name for path in run.glob("step-*")} == {"step-00000004", "step-00000005"}
     assert not [path for path in run.iterdir() if path.name.startswith(".")]
@@ -473,7 +474,7 @@ def test_a_full_disk_under_the_log_loses_no_step(train, directory):
     result = train("--resume", run, "--out", run, "--steps", 60, "--sample", 0, "--log", FULL)
     steps = load_checkpoint(run, with_optimizer=True).state["step"]
     assert 4 < steps < 60 and loads_soundly(run, steps)
-    saved = f"the {steps} steps made are saved: go on with --resume {run} --out {run}"
+    saved = f"the {steps} steps made are saved: continue with --resume {run} --out {run}"
     assert_one_clear_line(result.code, result.err, "/dev/full: cannot be written", f"at step {steps - 2}", saved)
 
 

@@ -21,12 +21,11 @@ from numpy.testing import assert_array_equal
 
 from gpt2core.app.checkpoint_directory import (
     load_checkpoint,
-    read_safetensors,
     resolve_checkpoint,
     save_checkpoint,
     writable_directory,
-    write_safetensors,
 )
+from gpt2core.app.checkpoint_files import read_safetensors, write_safetensors
 from gpt2core.errors import CheckpointError
 from gpt2core.model import GPT2Config, parameter_shapes
 
@@ -234,7 +233,7 @@ def test_older_files_without_prefix_and_with_mask_buffers_open(tmp_path, rng):
     write_safetensors(tmp_path / "latest" / "model.safetensors", older)
     assert_same(load_checkpoint(tmp_path).parameters, parameters)
     write_safetensors(tmp_path / "latest" / "model.safetensors", older | parameters)
-    with pytest.raises(CheckpointError, match="is there twice, with and without the prefix"):
+    with pytest.raises(CheckpointError, match="is stored twice, with and without the prefix"):
         load_checkpoint(tmp_path)
 
 
@@ -660,7 +659,7 @@ def test_the_files_of_somebody_else_are_not_replaced(tmp_path, rng):
     assert os.listdir(tmp_path) == ["model.safetensors"]
 
 
-@pytest.mark.parametrize("failing", ["write_safetensors", "_write_json", "tokenizer"])
+@pytest.mark.parametrize("failing", ["write_safetensors", "write_json", "tokenizer"])
 def test_a_full_disk_is_one_clear_error(tmp_path, rng, monkeypatch, failing):
     def full(*arguments):
         Path(arguments[-1] if failing == "tokenizer" else arguments[0]).write_bytes(b"ha")
@@ -671,7 +670,7 @@ def test_a_full_disk_is_one_clear_error(tmp_path, rng, monkeypatch, failing):
     if failing == "tokenizer":
         options["tokenizer"] = type("Full", (), {"save": full})()
     else:
-        monkeypatch.setattr(f"gpt2core.app.checkpoint_directory.{failing}", full)
+        monkeypatch.setattr(f"gpt2core.app.checkpoint_files.{failing}", full)
     with pytest.raises(CheckpointError, match="step-00000002: cannot save.*No space left on device.*earlier"):
         save_all(tmp_path, 2, config, rng, **options)
     assert_same(load_checkpoint(tmp_path).parameters, before)

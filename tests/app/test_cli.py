@@ -238,7 +238,7 @@ def test_a_run_that_is_stopped_and_resumed_equals_one_that_was_not(
     checkpoint = load_checkpoint(stopped, with_optimizer=True)
     assert checkpoint.state["step"] == done  # the step in hand was finished and saved, unless nothing could be
     if code > 0:
-        assert process.stdout.endswith(f"after 24 of 40 steps: go on with --resume {stopped} --out {stopped}\n")
+        assert process.stdout.endswith(f"after 24 of 40 steps: continue with --resume {stopped} --out {stopped}\n")
         assert [row["step"] for row in rows_of(logs[1])] == list(range(24))
     again = ["--out", stopped, "--log", logs[1], "--sample", 0, "--eval-every", 7 if options else 0]
     result = train("--resume", stopped, *again, "--threads", 1)  # the rest by another number of threads
@@ -263,7 +263,8 @@ def test_a_log_cut_in_mid_line_is_continued_without_duplicates(train, corpus, tm
 
 @pytest.mark.parametrize("number, code", [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)])
 def test_without_out_a_stopped_run_says_that_nothing_was_saved(corpus, number, code):
-    done = python("-c", SIGNALLED, 2, int(number), "--preset", "nano", "--data", corpus)
+    reset = "import signal; signal.signal(signal.SIGHUP, signal.SIG_DFL)\n"  # nohup starts its children with SIG_IGN
+    done = python("-c", reset + SIGNALLED, 2, int(number), "--preset", "nano", "--data", corpus)
     assert done.returncode == code and done.stderr == ""
     assert done.stdout.endswith("after 3 of 20 steps: nothing was saved, because --out was not given\n")
 

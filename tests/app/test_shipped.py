@@ -26,7 +26,7 @@ def make_weights():
 def test_nine_of_ten_corpus_prompts_are_continued_as_the_corpus_does(make_weights):
     model = next(make_weights.models(load_checkpoint(WEIGHTS), 1))
     tokens = Tokenizer.load(WEIGHTS).encode(read_text(CORPUS))
-    assert sum(make_weights.known(model, tokens, start) for start in range(0, 50_000, 5_000)) >= 9
+    assert sum(make_weights.continues_correctly(model, tokens, start) for start in range(0, 50_000, 5_000)) >= 9
 
 
 def test_the_shipped_weights_are_the_papers_model_in_16_bits_and_nothing_else():

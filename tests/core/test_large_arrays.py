@@ -14,6 +14,7 @@ from numpy.testing import assert_array_equal
 
 pytest.importorskip("triton")
 
+from gpt2core.optimizer import rounding_key  # noqa: E402
 from stage2_cuda.decoding import cached_attention  # noqa: E402
 from stage2_cuda.decoding import last_token as ends
 from stage2_cuda.gemm import fp16x3  # noqa: E402
@@ -124,7 +125,7 @@ def test_adamw(rng, large, random):
     n, k = MORE, 2 * adamw.BLOCK
     ends = [device(rng.random(k, np.float32)) for _ in "pmvg"]
     arrays, kind = [filled(large(n), end) for end in ends], "uint16" if random else "float16"
-    copies, key = (large(n, dtype=kind), device(np.zeros(k, kind))), device(rounding.rounding_seed(1, 2))
+    copies, key = (large(n, dtype=kind), device(np.zeros(k, kind))), device(rounding_key(1, 2))
     scalars = device(adamw.adamw_scalars(3, 1e-3, 0.9, 0.95, 1e-8, 0.1))
     for (p, m, v, g), copy in zip((arrays, ends), copies, strict=True):
         place = (key, n - p.size) if random else ()
@@ -154,7 +155,7 @@ def test_stochastic_rounding(rng, large):
     bits, some, key = (
         large(n, dtype="uint16"),
         device(np.zeros(end.size, np.uint16)),
-        device(rounding.rounding_seed(1, 2)),
+        device(rounding_key(1, 2)),
     )
     rounding.round_to_bf16(bits, filled(large(n), end), key)
     rounding.round_to_bf16(some, end, key, n - end.size)

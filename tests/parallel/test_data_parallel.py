@@ -8,20 +8,15 @@ from gpt2core.arena import Arena
 from gpt2core.communicator import Handle, Solo
 from gpt2core.data import Windows
 from gpt2core.errors import ConfigError
-from gpt2core.model import GPT2Config, parameter_shapes
-from gpt2core.parallel.codecs import CODECS
+from gpt2core.model import parameter_shapes
+from gpt2core.parallel.codecs import CODECS, Codec
 from gpt2core.parallel.compression import Compressed
 from gpt2core.parallel.config import ParallelConfig
 from gpt2core.parallel.data_parallel import STRATEGIES, buckets_of, data_parallel
 from gpt2core.parallel.local_windows import LocalWindows
 from gpt2core.parallel.thread_communicator import run_ranks
-from gpt2core.trainer import Diverged, Trainer
-from stage0_serial.numpy_backend import NumpyBackend
-
-CONFIG = GPT2Config(vocab_size=36, block_size=16, n_layer=2, n_head=4, n_embd=16, tied=False)
-TIED = GPT2Config(vocab_size=36, block_size=16, n_layer=1, n_head=4, n_embd=16, tied=True)
-BUCKET_MB = 0.02  # several buckets in these models
-OPTIMIZER = dict(clip=0.5, weight_decay=0.1, beta2=0.95)
+from gpt2core.trainer import Diverged
+from tests.support.training import BUCKET_MB, CONFIG, TIED, assert_same, make_trainer, train
 
 
 @pytest.fixture
@@ -29,33 +24,6 @@ def tokens():
     seed = int(np.random.SeedSequence().entropy % 2**32)
     print("seed", seed)
     return np.random.default_rng(seed).integers(0, 36, 1000)
-
-
-def make_trainer(
-    comm, parallel, config=CONFIG, threads=1, precision="fp32", batch_size=16, micro_batches=8, backend=NumpyBackend
-):  # fmt: skip
-    return Trainer(
-        config, [backend(precision) for _ in range(threads)], batch_size=batch_size, seq_len=16,
-        micro_batches=micro_batches, world=comm, parallel=parallel, seed=3, optimizer=OPTIMIZER,
-    )  # fmt: skip
-
-
-def train(comm, parallel, tokens, steps=4, **options):
-    """What a run leaves that must not depend on who computed it, and the trainer."""
-    trainer, windows = make_trainer(comm, parallel, **options), Windows(tokens, 16)
-    reports = [trainer.step(windows, lr=3e-3) for _ in range(steps)]
-    trainer.verify()
-    moments = {name: [np.array(m) for m in pair] for name, pair in trainer.named_moments().items()}
-    parameters = {name: np.array(p) for name, p in trainer.named_parameters().items()}
-    return [(step.loss, step.grad_norm) for step in reports], parameters, moments, trainer
-
-
-def assert_same(got, want):
-    assert got[0] == want[0]
-    for name in want[1]:
-        assert_array_equal(got[1][name], want[1][name], strict=True)
-        for mine, theirs in zip(got[2][name], want[2][name], strict=True):
-            assert_array_equal(mine, theirs, strict=True)
 
 
 # -- the same bits ----------------------------------------------------------------------------------------------------
@@ -271,7 +239,7 @@ def test_compressed_sums_are_the_same_on_all_ranks_and_feedback_makes_up_for_rou
 
     def main(comm):
         gradients = np.empty(1000, np.float32)
-        compressed, sums = Compressed(kind, gradients, comm), []
+        compressed, sums = Compressed(Codec(kind), gradients, comm), []
         for _ in range(times):
             gradients[:] = xs[comm.rank]
             compressed.reduce_start(slice(0, 1000)).wait()

@@ -16,8 +16,8 @@ from gpt2core.parallel.data_parallel import STRATEGIES
 from gpt2core.parallel.thread_communicator import run_ranks
 from gpt2core.parallel.zero import Arriving
 from stage0_serial.numpy_backend import NumpyBackend
-from tests.parallel.test_bucket_size import chosen
-from tests.parallel.test_data_parallel import BUCKET_MB, CONFIG, TIED, assert_same, make_trainer, train
+from tests.support.collective_choice import chosen
+from tests.support.training import BUCKET_MB, CONFIG, TIED, assert_same, make_trainer, train
 
 FORWARD = dict(zero=1, zero_gather="forward", bucket_mb=BUCKET_MB)
 
@@ -224,13 +224,13 @@ def test_what_cannot_be_gathered_is_refused(parallel, words):
     ],
 )
 def test_ranks_share_the_update_by_themselves_where_that_is_the_fastest(size, shares, asked, zero):
-    args, notes = chosen(size, dict(dp="flat", zero=None) | asked, shares_updates=shares)
+    args, notes = chosen(size, dict(dp="flat", zero=None) | asked, prefers_zero=shares)
     assert args.zero == zero and not notes
 
 
 @pytest.mark.parametrize("size, zero, gather", [(4, 1, "forward"), (1, 0, "end")])
 def test_what_is_to_be_gathered_beside_forward_is_left_out_where_there_is_nothing(size, zero, gather):
     asked = dict(dp="flat", zero=None, zero_gather="forward", bucket_mb=5.0)
-    args, notes = chosen(size, asked, shares_updates=True)
+    args, notes = chosen(size, asked, prefers_zero=True)
     assert (args.zero, args.zero_gather) == (zero, gather)
     assert ["--zero-gather forward can be left out" in note for note in notes] == [True] * (size == 1)

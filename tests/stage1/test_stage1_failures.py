@@ -23,7 +23,7 @@ LINUX = Path("/proc/self/environ").exists()
 FAULTY = """
 import os, signal, sys
 from pathlib import Path
-from gpt2core import checkpoint
+from gpt2core.app import checkpoint_files as checkpoint
 from gpt2core.app.cli import train
 from gpt2core.errors import DataError
 from gpt2core.trainer import Trainer
@@ -184,7 +184,7 @@ def test_a_full_disk_under_the_log_ends_all_with_what_they_have(train, tmp_path,
     flags = ("--steps", 30, *NANO, "--out", out, "--log", "/dev/full")
     done = mpi("-n", 2, sys.executable, "-m", "stage1_mpi.train_gpt2", *flags, cwd=ROOT)
     assert_one_line_after_steps(done, "/dev/full: cannot be written (No space left on device) at step 0")
-    assert "the 2 steps made are saved: go on with --resume" in done.err
+    assert "the 2 steps made are saved: continue with --resume" in done.err
     assert load_checkpoint(out, with_optimizer=True).state["step"] == 2
 
 
@@ -195,7 +195,7 @@ def test_a_full_disk_under_the_log_ends_all_with_what_they_have(train, tmp_path,
 def test_sigterm_to_all_or_one_saves_the_same_step_everywhere(train, run, tmp_path, unbroken, who):
     done = faulty(f"if {who}: os.kill(os.getpid(), signal.SIGTERM)", *run)
     assert_failed(done, code=143)
-    assert done.err == "" and done.out.count("stopped by signal 15 after 4 of 8 steps: go on with --resume") == 1
+    assert done.err == "" and done.out.count("stopped by signal 15 after 4 of 8 steps: continue with --resume") == 1
     assert_goes_on(tmp_path / "run", tmp_path, train, unbroken, 4)
 
 
@@ -213,7 +213,7 @@ def test_a_signal_from_outside_stops_and_saves(run, tmp_path, who):
             os.kill(pid, number)
         done = job.done()
     assert_failed(done, code=128 + number)
-    stopped = re.findall(rf"^stopped by signal {int(number)} after (\d+) of 1000000 steps: go on", done.out, re.M)
+    stopped = re.findall(rf"^stopped by signal {int(number)} after (\d+) of 1000000 steps: continue", done.out, re.M)
     assert len(stopped) == 1 and done.err == ""
     assert load_checkpoint(tmp_path / "run", with_optimizer=True).state["step"] == int(stopped[0])
 
@@ -313,7 +313,7 @@ MISTAKES = [  # ranks, flags, what the one line says
     (2, "--tp|0", "--tp 0 does not divide 2 ranks"),
     (2, "--dp|x", "--dp x is unknown: choose from naive, flat, overlap, bucket"),
     (2, "--compress|x", "--compress x is unknown: choose from none, fp16, bf16, int8"),
-    (2, "--collectives|x", "--collectives x is unknown here: choose one of mpi, "),
+    (2, "--collectives|x", "--collectives x: unknown algorithm; choose one of mpi, "),
     (2, "--zero|2", "--zero: invalid choice"),
     (2, "--bucket-mb|0", "--bucket-mb 0 must be above 0"),
     (2, "--verify-every|-1", "--verify-every -1 must not be negative"),

@@ -15,8 +15,9 @@ pytest.importorskip("triton")
 
 from gpt2core import trainer as trainers
 from gpt2core.app import cli
+from gpt2core.app.backend_setup import memory_errors, step_sizes
 from gpt2core.app.presets import PRESETS
-from gpt2core.app.train_command import step_sizes, told_of_memory
+from gpt2core.app.run_config import RunConfig
 from gpt2core.communicator import Communicator, Handle, Solo
 from gpt2core.data import Windows
 from gpt2core.errors import DeviceMemoryError
@@ -318,9 +319,10 @@ def test_each_way_to_share_takes_what_it_takes():
 def test_the_flags_of_many_ranks_reach_the_memory_model(monkeypatch):
     args = SimpleNamespace(batch_size=16, seq_len=32, tp=2, dp="bucket", bucket_mb=3.0, compress="int8", zero=1)
     args.transport, args.collectives, args.zero_gather = "nccl", "canonical", "forward"
+    args.parallel = RunConfig.parallel.fget(args)
     asked = {}
     backend = SimpleNamespace(out_of_memory=lambda error, *sizes: asked.setdefault("sizes", sizes) and "no room")
-    with pytest.raises(DeviceMemoryError, match="no room"), told_of_memory(backend, CONFIG, *step_sizes(args, 4, 2)):
+    with pytest.raises(DeviceMemoryError, match="no room"), memory_errors(backend, CONFIG, *step_sizes(args, 4, 2)):
         raise MemoryError
     assert asked["sizes"] == (CONFIG, 16, 32, 4, 2, ParallelConfig(2, "bucket", 3.0, "int8", 1, "forward"), True)
     args.transport = "mpi"

@@ -11,6 +11,7 @@ from numpy.testing import assert_array_equal
 pytest.importorskip("triton")
 
 from gpt2core.arena import BLOCK  # noqa: E402
+from gpt2core.optimizer import Hyperparameters  # noqa: E402
 from stage0_serial.numpy_backend import NumpyBackend  # noqa: E402
 from stage2_cuda.kernels import adamw, cast, column_sums, cross_entropy, embedding, gelu, layernorm  # noqa: E402
 from stage2_cuda.runtime.triton_launch import array_module, interpreted  # noqa: E402
@@ -333,6 +334,12 @@ def test_cross_entropy_of_extreme_logits_equals_float64(rng, oracle, vocab):
 # -- optimizer -----------------------------------------------------------------------------------------------
 
 
+def exact_scalars(step, lr, beta1, beta2, eps, weight_decay):
+    """The three scalars of adamw_step in float64, as gpt2core/optimizer.py computes them."""
+    c1, c2 = 1 - beta1**step, 1 - beta2**step
+    return np.array([lr / c1 * math.sqrt(c2), eps * math.sqrt(c2), 1 - lr * weight_decay])
+
+
 @pytest.mark.parametrize("n", [1, 1000, 3 * BLOCK, pytest.param(300 * BLOCK + 5, marks=gpu)])
 @pytest.mark.parametrize("grad_scale", [None, 0.5])
 def test_adamw_equals_stage_0(rng, oracle, dtype, n, grad_scale):
@@ -341,17 +348,15 @@ def test_adamw_equals_stage_0(rng, oracle, dtype, n, grad_scale):
     p, m, v = device(start.copy()), device(np.zeros_like(start)), device(np.zeros_like(start))
     p64, m64, v64 = start.astype(np.float64), np.zeros(n), np.zeros(n)
     scale = None if grad_scale is None else device(np.array([grad_scale], np.float32))
-    decays = np.arange(-(-n // BLOCK)) % 2 == 0
-    flags = device(decays.astype(np.int8))
+    decays = (np.arange(-(-n // BLOCK)) % 2 == 0).astype(np.int8)
+    flags = device(decays)
     copy = None if dtype == FP32 else poisoned((n,), dtype)
     for step in range(1, 6):
         g, g64 = normal(rng, FP32, n, scale=10.0 ** rng.integers(-3, 2))
         scalars = device(adamw.adamw_scalars(step, lr, beta1, beta2, eps, decay))
         adamw.adamw_step(p, m, v, copy, g, scalars, scale, flags, beta1, beta2)
-        edges = [*range(0, n, BLOCK), n]
-        runs = [(slice(*pair), bool(decayed)) for *pair, decayed in zip(edges, edges[1:], decays, strict=False)]
-        rates = oracle.adamw_rates(step, lr, beta1, beta2, eps, decay)
-        oracle.adamw_step(p64, m64, v64, None, g64, rates, grad_scale or 1.0, runs)
+        hyper = Hyperparameters(exact_scalars(step, lr, beta1, beta2, eps, decay), None)
+        oracle.adamw_step(p64, m64, v64, None, g64, hyper, grad_scale or 1.0, decays, (beta1, beta2))
         near(host(m), m64, least=np.linalg.norm(np.sqrt(v64)))  # the gradients of one number may cancel in m, not in v
         near(host(v), v64)
         # the update p - start: the rounding of p is relative to start, and 0.02 / 0.003 larger relative to the update;
@@ -381,8 +386,7 @@ def test_adamw_equals_pytorch(rng):
 def test_scalars_in_float64_give_the_bits_of_float32(rng, step):
     n = 2 * BLOCK + 3
     lr, beta1, beta2, eps, decay = 3e-4, 0.9, 0.95, 1e-8, 0.1
-    c1, c2 = 1 - beta1**step, 1 - beta2**step
-    exact = np.array([lr / c1 * math.sqrt(c2), eps * math.sqrt(c2), 1 - lr * decay])
+    exact = exact_scalars(step, lr, beta1, beta2, eps, decay)
     start, g = [rng.random(n).astype(np.float32) for _ in "pmv"], device(rng.standard_normal(n).astype(np.float32))
     results = []
     for scalars in (adamw.adamw_scalars(step, lr, beta1, beta2, eps, decay), exact):

@@ -21,6 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # started as a script
 
 from gpt2core.errors import ConfigError  # noqa: E402
+from gpt2core.optimizer import rounding_key  # noqa: E402
 from gpt2core.parallel.codecs import CODECS, GROUP  # noqa: E402
 from stage2_cuda import decoding, gemm, kernels  # noqa: E402
 from stage2_cuda.cuda_backend import dtype_of  # noqa: E402
@@ -145,7 +146,7 @@ def launch_adamw(a):
     p, m, v, g = (a.f(n) for _ in range(4))
     adamw.adamw_step(p, m, v, None, g, scalars, None, None, 0.9, 0.95)
     adamw.adamw_step(p, m, v, a.x(n), g, scalars, a.f(1), a.i(4, high=2), 0.9, 0.95)
-    philox_key, bits = a.xp.asarray(rounding.rounding_seed(1, 2)), a.xp.empty(n, np.uint16)
+    philox_key, bits = a.xp.asarray(rounding_key(1, 2)), a.xp.empty(n, np.uint16)
     adamw.adamw_step(p, m, v, bits, g, scalars, a.f(1), a.i(4, high=2), 0.9, 0.95, philox_key, 4096)
     rounding.round_to_bf16(bits, p, philox_key)
     squares = a.xp.empty(3, np.float64)
