@@ -219,8 +219,7 @@ def forward_kernel(
             p, row_max, row_sum, acc = softmax_step(s, row_max, row_sum, acc, scale)
             v = load_tile(qkv_n, b, VALUE, h, start_n, BLOCK_N, HEAD_DIM)
             acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)  # (BLOCK_M, HEAD_DIM)
-    lse = row_max + tl.math.log2(row_sum)
-    tl.store(lse_ptr + tl.program_id(0).to(tl.int64) * T + offs_m, lse, mask=offs_m < T)
+    tl.store(lse_ptr + tl.program_id(0).to(tl.int64) * T + offs_m, row_max + tl.math.log2(row_sum), mask=offs_m < T)
     store_tile(y_desc, acc / row_sum[:, None], b, 0, h, start_m, BLOCK_M, HEAD_DIM)
 
 

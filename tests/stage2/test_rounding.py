@@ -190,8 +190,8 @@ class Rounding(NumpyBackend):
 
     rounds_stochastically = True
 
-    def __init__(self, precision="fp32"):
-        super().__init__(precision)
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
         self.compute = Float32Copy()
 
     def cast(self, x, out, key=None):
