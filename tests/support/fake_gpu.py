@@ -1,4 +1,4 @@
-"""A GPU of NumPy arrays and an NCCL of threads: what stage 3 tells the two, addresses and all, runs without either."""
+"""Fakes of CuPy and NCCL for stage 3: NumPy arrays on the host, and ranks that are threads of one process."""
 
 import contextlib
 import ctypes
@@ -15,7 +15,7 @@ OPS = {0: "sum", 2: "max", 3: "min"}  # ncclRedOp_t
 
 
 class Stream(contextlib.AbstractContextManager):
-    """A stream that has always done all it was given."""
+    """A stream whose work is complete as soon as it is submitted."""
 
     ptr = 0
 
@@ -23,7 +23,7 @@ class Stream(contextlib.AbstractContextManager):
         pass
 
     def wait_event(self, event):
-        assert event.recorded, "a stream that waits for an event nobody has recorded waits for nothing"
+        assert event.recorded, "wait_event on an event that was not recorded does not wait"
 
     def record(self, event):
         event.record(self)
@@ -45,7 +45,7 @@ class Event:
 
 
 def memory(at, count, kind=1):
-    """`count` elements of a type at an address, as an array."""
+    """`count` elements of the NCCL type `kind` at the address `at`, as an array."""
     dtype = np.dtype(TYPES[kind])
     if not count:
         return np.empty(0, dtype)
@@ -53,7 +53,7 @@ def memory(at, count, kind=1):
 
 
 class Nccl:
-    """cupy.cuda.nccl for one rank of a group of threads."""
+    """A fake of cupy.cuda.nccl for one rank of a ThreadCommunicator."""
 
     NcclError = RuntimeError
 
@@ -72,16 +72,16 @@ class Nccl:
         self.group = []
 
     def groupEnd(self):
-        handles, loops = [], ([], [])
+        handles, to_self = [], ([], [])  # to_self: (received, sent) arrays of this rank itself
         for sends, at, count, peer in self.group:
             if peer == self.threads.rank:
-                loops[sends].append(memory(at, count))
+                to_self[sends].append(memory(at, count))
             elif sends:
                 handles.append(self.threads.send_start(memory(at, count), peer))
             else:
                 handles.append(self.threads.recv_start(memory(at, count), peer))
-        for come, gone in zip(*loops, strict=True):
-            come[...] = gone.copy()
+        for received, sent in zip(*to_self, strict=True):
+            received[...] = sent.copy()
         for handle in handles:
             handle.wait()
         self.group = None
@@ -111,7 +111,7 @@ def copy(to, source, length, kind, stream):
 
 
 def fake_gpu(threads):
-    """What stage3_mpi_cuda.nccl_communicator.bind() gives, for one rank of a group of threads."""
+    """The Gpu that stage3_mpi_cuda.nccl_communicator.bind() returns, for one rank of a ThreadCommunicator."""
     stream = Stream()
     cuda = SimpleNamespace(
         Event=Event,
@@ -126,7 +126,7 @@ def fake_gpu(threads):
 
 
 class OnFakeGpu(NcclCommunicator):
-    """Stage 3's communicator of a group of threads, each with a fake GPU: all arrays travel by NcclCollectives."""
+    """An NcclCommunicator whose ranks are threads, each with a fake GPU; NcclCollectives exchanges all arrays."""
 
     def __init__(self, threads, parent=None):
         super().__init__(threads, parent)
