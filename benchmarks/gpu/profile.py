@@ -32,7 +32,7 @@ SECOND_PART = re.compile(r"splitk_?reduce", re.IGNORECASE)  # sums the parts of 
 CEILINGS = {"tflops": 766, "tbps": 4.26}  # measured on an H200: bf16 products of random numbers, and a copy
 ATTENTION_PRODUCTS = {"forward_kernel": 2, "dq_kernel": 3, "dkdv_kernel": 4, "both_kernel": 7}  # causal, per head
 ONE_PASS = "layernorm", "gelu", "column_sums", "cross_entropy", "adamw", "cast"  # files of one-pass kernels
-UPDATED = {"adamw_kernel": ("p", "m", "v")}  # arguments that are read and written
+UPDATED = {"adamw_kernel": ("p_ptr", "m_ptr", "v_ptr")}  # arguments that are read and written
 
 
 class Ran(NamedTuple):
@@ -59,7 +59,7 @@ def launches_of(function, backend):
     """[Launch] of the Triton kernels and products that one call of function() launches, in order."""
     from stage2_cuda.runtime import triton_launch
 
-    found, gpu, gemm = [], triton_launch.runtime(), backend.products.gemm
+    found, gpu, gemm = [], triton_launch.launcher(), backend.products.gemm
     launch, matmul = gpu.launch, gemm.matmul
 
     def record_launch(kernel, grid, arguments, options):
@@ -88,8 +88,8 @@ def work_of(module, name, arguments, options):
     if module == "fp16x3" and name == "product_kernel":  # counted as one fp32 product, whatever the number of passes
         return {"flops": 2 * arguments["m"] * arguments["n"] * arguments["k"]}
     if module == "attention" and name in ATTENTION_PRODUCTS:
-        B, _, H, T, _ = (arguments["qkv"] if name == "both_kernel" else arguments["qkv_m"]).shape
-        return {"flops": ATTENTION_PRODUCTS[name] * B * H * T * T * options["D"]}
+        B, _, H, T, _ = (arguments["qkv_desc"] if name == "both_kernel" else arguments["qkv_m"]).shape
+        return {"flops": ATTENTION_PRODUCTS[name] * B * H * T * T * options["HEAD_DIM"]}
     if module not in ONE_PASS:
         return {}
     written = [arguments[which] for which in UPDATED.get(name, ())]

@@ -87,12 +87,12 @@ def test_the_tile_search_varies_each_part_and_a_few_combinations():
     of.floats = lambda *shape: np.empty(shape, np.float32)
     cases = list(gpu_tune.attention_case(of, B, T, H, D))
     assert len(cases) == 4 and all(candidates[0] == {} for *_, candidates, _ in cases)
-    together = [candidate["CONFIGS"]["16 bits"][D, T] for candidate in cases[3][3][1:]]
+    together = [candidate["DEFAULT_TILES"]["16 bits"][D, T] for candidate in cases[3][3][1:]]
     assert len(set(together)) == np.prod([len(tiles) for tiles in gpu_tune.SHORTLIST.values()]) == len(together)
-    assert cases[2][3][-1] == dict(TILED=())
+    assert cases[2][3][-1] == dict(DESCRIPTOR_HEAD_SIZES=())
     module, prepare, outputs, *_ = cases[2]
     results = []
-    for values in ({}, dict(TILED=())):
+    for values in ({}, dict(DESCRIPTOR_HEAD_SIZES=())):
         with gpu_tune.replaced(module, values):
             prepare()()
         results.append(outputs[0].copy())

@@ -186,7 +186,7 @@ ELSEWHERE = {
 
 
 def test_every_kernel_is_launched_by_a_step_a_validation_and_a_generated_token(monkeypatch):
-    launched, runtime = set(), triton_launch.runtime()
+    launched, runtime = set(), triton_launch.launcher()
 
     def launch(kernel, *arguments, original=runtime.launch):
         launched.add(name_of(kernel))
@@ -207,7 +207,7 @@ def test_every_kernel_is_launched_by_a_step_a_validation_and_a_generated_token(m
 
 @in_the_interpreter
 def test_the_sanitizer_s_program_launches_every_kernel(monkeypatch):
-    monkeypatch.setattr(triton_launch.runtime(), "launch", lambda *_: None)
+    monkeypatch.setattr(triton_launch.launcher(), "launch", lambda *_: None)
     assert program(np, ("float32", "float16")) == set()
 
 
