@@ -13,9 +13,10 @@ from gpt2core.communicator import address
 from gpt2core.errors import ConfigError
 from gpt2core.model import parameter_count
 from stage2_cuda import memory_model as memory
-from stage2_cuda.decoding import decoder as engine
-from stage2_cuda.decoding.batched import ROWS, tiles_for
+from stage2_cuda.decoding.batched import MAX_BATCH, tiling_for
 from stage2_cuda.decoding.cached_attention import attention_cached
+from stage2_cuda.decoding.decode_stream import DecodeStream, EagerStream
+from stage2_cuda.decoding.decoder import GpuDecoder, supports
 from stage2_cuda.fused_head import FusedHead, rows
 from stage2_cuda.gemm.products import NumpyGemm, Products, cublaslt
 from stage2_cuda.kernels import adamw, column_sums, embedding, gelu, layernorm, rounding
@@ -46,9 +47,9 @@ class CudaBackend(FusedHead, Backend):
 
     deterministic = False
     uses_threads = False
-    decoder_batch = ROWS
+    decoder_batch = MAX_BATCH
     many_ranks = "stage 3"
-    tiles = staticmethod(tiles_for)  # of the engine's kernels, for a number of texts
+    decode_tiling = staticmethod(tiling_for)  # of the decode kernels, for a batch size
 
     def __init__(self, precision="fp32", deterministic=True):
         if precision not in PRECISIONS:
@@ -379,12 +380,14 @@ class CudaBackend(FusedHead, Backend):
     # -- generation ----------------------------------------------------------------------------------------------------
 
     @functools.cached_property
-    def queue(self):
-        """The order of all that generation launches and copies; one, because the products share a workspace."""
-        return engine.Queue(self.xp) if self.records else engine.Eager()
+    def decode_stream(self):
+        """The stream of all generation; only one, because the products share a workspace."""
+        return DecodeStream(self.xp) if self.records else EagerStream()
 
     def decoder(self, model, batch):
-        return engine.Engine(model, batch, self.queue, self.tiles(batch)) if engine.fits(model, batch) else None
+        if not supports(model, batch):
+            return None
+        return GpuDecoder(model, batch, self.decode_stream, self.decode_tiling(batch))
 
     def annotate(self):
         if not self.records:
@@ -399,7 +402,8 @@ class CudaBackend(FusedHead, Backend):
 
     def held_memory(self):
         """Bytes that CuPy's pools hold, what lies in them unused included; the context of CUDA is not in it."""
-        others = [step.workspace for step in self.recorded] + ([self.queue.workspace] if "queue" in vars(self) else [])
+        others = [step.workspace for step in self.recorded]
+        others += [self.decode_stream.workspace] if "decode_stream" in vars(self) else []
         pools = [self.xp.get_default_memory_pool(), *(workspace.pool for workspace in others)]
         return sum(pool.total_bytes() for pool in pools)
 

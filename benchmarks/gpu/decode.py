@@ -41,22 +41,22 @@ CASES = {
 }
 # what --variants tries, one constant after the other, keeping the fastest
 CANDIDATES = {
-    "overlap": [False, True],
-    "parts": [2, 3, 4, 6],
-    "part_columns": [32, 64, 128],
-    "keys": [32, 64],
-    "columns": [8, 16, 32, 64],
-    "vocabulary": [4, 8, 16, 32],
-    "each": [64, 128, 256],
+    "pdl": [False, True],
+    "split_k": [2, 3, 4, 6],
+    "split_block_n": [32, 64, 128],
+    "block_keys": [32, 64],
+    "block_n": [8, 16, 32, 64],
+    "block_vocab": [4, 8, 16, 32],
+    "elements_per_thread": [64, 128, 256],
 }
 CANDIDATES_OF_MANY = {
-    "overlap": [False, True],
-    "columns": [16, 32, 64],
-    "depth": [64, 128, 256],
-    "parts": [2, 4, 6, 8, 12],
-    "part_columns": [32, 64, 128],
-    "keys": [64, 128, 256],
-    "vocabulary": [64, 128, 256],
+    "pdl": [False, True],
+    "block_n": [16, 32, 64],
+    "block_k": [64, 128, 256],
+    "split_k": [2, 4, 6, 8, 12],
+    "split_block_n": [32, 64, 128],
+    "block_keys": [64, 128, 256],
+    "block_vocab": [64, 128, 256],
 }
 
 
@@ -150,15 +150,15 @@ def summarise(results):
 
 def seconds_a_step(engine, prompts, steps):
     """Of the recorded step, without anybody who reads its tokens."""
-    engine.begin(prompts, [Greedy()] * len(prompts))
+    engine.start(prompts, [Greedy()] * len(prompts))
     for _ in range(4):  # prefill, one that compiles, one that is recorded, one that is replayed
         engine.step()
-        engine.tokens()
+        engine.read_tokens()
     started = time.perf_counter()
     for _ in range(steps):
         engine.step()
     for _ in range(steps):
-        engine.tokens()
+        engine.read_tokens()
     return (time.perf_counter() - started) / steps
 
 

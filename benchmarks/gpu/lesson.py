@@ -97,19 +97,20 @@ def training():
 
 def generation():
     """Section 10: a token of GPT-2 124M, one text."""
-    from stage2_cuda.decoding.decoder import Engine, Queue
+    from stage2_cuda.decoding.decode_stream import DecodeStream
+    from stage2_cuda.decoding.decoder import GpuDecoder
 
-    class Unrecorded(Queue):
+    class Unrecorded(DecodeStream):
         def record(self, function):
             return function
 
     texts = our_own.CudaTexts(PRESETS["gpt2"], 1)
-    tiles, prompt = texts.backend.tiles(1), [list(range(256))]
-    unrecorded = Engine(texts.model, 1, Unrecorded(texts.backend.xp), tiles)
+    tiles, prompt = texts.backend.decode_tiling(1), [list(range(256))]
+    unrecorded = GpuDecoder(texts.model, 1, Unrecorded(texts.backend.xp), tiles)
     turn = lambda engine, steps: functools.partial(seconds_a_step, engine, prompt, steps)  # noqa: E731
     best = turn(texts.engine(1), 200)
     yield Turn(10, "a token, recorded", turn(unrecorded, 50), best)
-    yield Turn(10, "a token, each kernel's weights fetched ahead", turn(texts.engine(1, overlap=False), 200), best)
+    yield Turn(10, "a token, each kernel's weights fetched ahead", turn(texts.engine(1, pdl=False), 200), best)
 
 
 # -- measuring --------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import numpy as np
 from gpt2core.communicator import Solo
 from gpt2core.model import GPT2, initial_parameters
 from gpt2core.parallel.config import ParallelConfig, plan_micro_batches
-from gpt2core.sampler import Greedy, generate_together
+from gpt2core.sampler import Greedy, generate_batch
 from gpt2core.sampler import generate as continuation
 from gpt2core.trainer import Trainer
 from stage0_serial.numpy_backend import NumpyBackend
@@ -143,19 +143,21 @@ class CudaTexts:
 
         self.backend = CudaBackend(precision)
         self.model = GPT2.of_arrays(config, dict(initial_parameters(config, 0)), self.backend)
+        self.decoders = {}  # kept between calls, with the steps that they have recorded
 
     def __call__(self, prompts, new):
         started, ids, first = time.perf_counter(), [], None
-        for tokens in generate_together(self.model, prompts, new, [Greedy()] * len(prompts)):
+        for tokens in generate_batch(self.model, prompts, new, [Greedy()] * len(prompts), self.decoders):
             ids.append(tokens)
             first = first or time.perf_counter() - started
         return np.transpose(ids), first, time.perf_counter() - started
 
     def engine(self, batch, **constants):
-        """A decoder of its own, with other constants than decode.tiles_for(batch) has."""
-        from stage2_cuda.decoding.decoder import Engine
+        """A decoder of its own, with other constants than batched.tiling_for(batch) has."""
+        from stage2_cuda.decoding.decoder import GpuDecoder
 
-        return Engine(self.model, batch, self.backend.queue, self.backend.tiles(batch)._replace(**constants))
+        tiling = self.backend.decode_tiling(batch)._replace(**constants)
+        return GpuDecoder(self.model, batch, self.backend.decode_stream, tiling)
 
 
 class Graphs:

@@ -9,7 +9,7 @@ from gpt2core.app.presets import CORPUS, saved_arguments
 from gpt2core.app.rank_agreement import silent
 from gpt2core.errors import ConfigError, DataError, counted
 from gpt2core.parallel.even_slices import even_slices
-from gpt2core.sampler import generate, generate_together
+from gpt2core.sampler import generate, generate_batch
 from gpt2core.text.token_file import first_tokens, read_text
 from gpt2core.text.tokenizer import Tokenizer, build_tokenizer
 
@@ -81,11 +81,11 @@ def pieces(model, tokenizer, prompt, count, choose, stop):
     yield decoder.flush()
 
 
-def continuations(model, tokenizer, prompts, count, rules, stop):
+def continuations(model, tokenizer, prompts, count, rules, stop, idle=None):
     """-> the texts that follow the prompts, each up to its `stop`, and the number of their tokens."""
     decoders, texts, tokens = [tokenizer.stream() for _ in prompts], [""] * len(prompts), 0
     going = range(len(prompts))
-    for chosen in generate_together(model, prompts, count, rules):
+    for chosen in generate_batch(model, prompts, count, rules, idle):
         for number in going:
             texts[number] += decoders[number].push(chosen[number])
         tokens += len(going)
@@ -102,13 +102,13 @@ def write_batch(world, model, tokenizer, prompts, make_chooser, args):
     text depends on how many ranks there are.
     """
     world.barrier()
-    start, mine, tokens = time.perf_counter(), [], 0
+    start, mine, tokens, idle = time.perf_counter(), [], 0, {}
     share, batch = even_slices(len(prompts), world.size)[world.rank], model.head.backend.decoder_batch
     for first in range(share.start, share.stop, batch):
         numbers = range(first, min(first + batch, share.stop))
         rules = [make_chooser(args.seed + number) for number in numbers]
         texts, count = continuations(
-            model, tokenizer, prompts[numbers.start : numbers.stop], args.max_new_tokens, rules, args.stop
+            model, tokenizer, prompts[numbers.start : numbers.stop], args.max_new_tokens, rules, args.stop, idle
         )
         mine += texts
         tokens += count

@@ -28,8 +28,8 @@ SPILLS = {
         "tf32x3",
     ): "144 bytes: for three products an operand of 64 x 64 is in registers twice",
     ("h200", "attention.dkdv_kernel", "tf32x3"): "496 bytes, for the same reason",
-    ("h200", "decode.unembed_kernel", "tf32"): "16 bytes, and not in its loop",
-    ("h200", "decode.unembed_kernel", "ieee"): "16 bytes, and not in its loop",
+    ("h200", "batched.unembed_kernel", "tf32"): "16 bytes, and not in its loop",
+    ("h200", "batched.unembed_kernel", "ieee"): "16 bytes, and not in its loop",
     ("h200", "layernorm.backward_kernel", None): "8 bytes, with rows of 2048",
     (
         "a100",
