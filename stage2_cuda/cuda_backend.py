@@ -314,14 +314,14 @@ class CudaBackend(FusedHead, Backend):
 
     @property
     def choices(self):
-        return self.tuner.choices
+        return self.tuner.tuned
 
     @property
     def chosen_for(self):
-        return self.tuner.made_for
+        return self.tuner.tuned_for
 
     def adopt(self, choices, final=False):
-        if self.tuner.adopt(choices, final):
+        if self.tuner.load_tuned(choices, final):
             self.products.gemm.plan_anew()
 
     def choose_anew(self):
@@ -329,7 +329,7 @@ class CudaBackend(FusedHead, Backend):
             return super().choose_anew()
         if self.chosen_for is None:
             raise ConfigError("--autotune and --deterministic exclude each other: that mode chooses nothing by timing")
-        self.tuner.forget()
+        self.tuner.retune()
 
     # -- a step that is recorded ---------------------------------------------------------------------------------------
 

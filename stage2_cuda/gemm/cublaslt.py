@@ -190,7 +190,7 @@ class CublasLt:
 
     def __init__(self, cupy, library, tuner, *, workspace_bytes=32 << 20):
         self._cupy, self._library, self.tuner = cupy, library, tuner
-        self._deterministic = tuner.made_for is None
+        self._deterministic = tuner.tuned_for is None
         # The widest alignment to be told apart. More than 16 bytes may allow more algorithms, but then the bits of a
         # product depend on where in memory its operands lie.
         self._alignment = 16 if self._deterministic else 256
@@ -275,7 +275,7 @@ class CublasLt:
     def _chosen_before(self, problem, plan):
         """The algorithm that the tuner's choices have for this problem, if cublasLt still accepts it."""
         try:
-            chosen = bytes.fromhex(self.tuner.choices.get(str(problem), ""))
+            chosen = bytes.fromhex(self.tuner.tuned.get(str(problem), ""))
         except ValueError:
             return None
         if len(chosen) != sizeof(Algorithm):

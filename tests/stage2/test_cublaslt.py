@@ -373,15 +373,15 @@ def test_choices_are_kept_on_disk_and_never_timed_again(machine, tmp_path, monke
     first = machine.gemm(cache_dir=tmp_path / "new" / "directory")
     first.matmul(y, x, w)
     (file,) = (tmp_path / "new" / "directory").iterdir()
-    assert len(first.tuner.choices) == 1 and json.loads(file.read_text())["choices"] == first.tuner.choices
+    assert len(first.tuner.tuned) == 1 and json.loads(file.read_text())["choices"] == first.tuner.tuned
     monkeypatch.setattr(CublasLt, "_candidates", None)
     second = machine.gemm(cache_dir=file.parent)
     y[...] = float("nan")
     second.matmul(y, x, w)
-    assert second.tuner.choices == first.tuner.choices
+    assert second.tuner.tuned == first.tuner.tuned
     near(machine.host(y), machine.host(x) @ machine.host(w), TOLERANCE["float16"])
     adopted = machine.gemm()
-    adopted.tuner.adopt(first.tuner.choices)  # as another rank would
+    adopted.tuner.load_tuned(first.tuner.tuned)  # as another rank would
     adopted.matmul(y, x, w)
 
 
@@ -449,10 +449,10 @@ def test_the_heuristic_is_told_how_the_operands_are_aligned(fake, deterministic,
 def test_a_recorded_choice_that_is_no_algorithm_is_made_anew(fake, choice):
     gemm, arrays = fake.gemm(), operands(fake)
     gemm.matmul(*arrays)
-    (what,), again = gemm.tuner.choices, fake.gemm()
-    again.tuner.adopt({what: choice})
+    (what,), again = gemm.tuner.tuned, fake.gemm()
+    again.tuner.load_tuned({what: choice})
     again.matmul(*arrays)
-    assert fake.library.ran[-1] == 8 and again.tuner.choices == gemm.tuner.choices
+    assert fake.library.ran[-1] == 8 and again.tuner.tuned == gemm.tuner.tuned
 
 
 def test_a_cached_algorithm_that_cublaslt_no_longer_takes_is_chosen_anew(fake, tmp_path):
