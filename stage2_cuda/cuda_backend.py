@@ -419,10 +419,10 @@ class CudaBackend(FusedHead, Backend):
             return None
         free = self.xp.cuda.runtime.memGetInfo()[0] + self.held_memory() + memory.CONTEXT  # of others, that is
         if batch_size is None:
-            told = memory.no_room_to_write(config, self.precision, free, parallel.tp if parallel else 1)
+            told = memory.explain_generation_oom(config, self.precision, free, parallel.tp if parallel else 1)
         else:
             sizes = batch_size, seq_len, self.precision, micro_batches, ranks
-            told = memory.no_room_to_train(config, *sizes, free, parallel, in_order)
+            told = memory.explain_training_oom(config, *sizes, free, parallel, in_order)
         return f"out of memory on the {self.name}: {told}"
 
     def check_model(self, config):
