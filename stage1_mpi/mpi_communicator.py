@@ -1,8 +1,9 @@
-"""MPI as the communicator: ranks are processes, on one host or on many, and one that waits leaves its core to others.
+"""MpiCommunicator: ranks are processes on one or many hosts; a rank that waits yields its core to other processes.
 
-Collectives run in the caller, or behind it in one thread per communicator, first come, first served. An MPI library
-spins while it waits, and so takes the core from a rank that works. Here all waiting is polling, with sleeps that grow;
-before a call that does not let itself be polled, the ranks meet, so that inside it nobody waits for work.
+A blocking collective runs in the caller's thread, a `_start` form in a background thread of its communicator, in the
+order of the calls. An MPI library waits in a spin loop, which takes the core from a rank that computes. Here every
+wait is a poll with growing sleeps. MPI calls that cannot be polled follow an Ibarrier, which can: all ranks then enter
+them at the same time and wait only for data.
 """
 # p ranks in a group, n bytes of x on one rank
 
@@ -24,38 +25,38 @@ from gpt2core.communicator import (
     check_out,
     check_peer,
     check_rank,
-    rows_of,
+    rows_per_part,
 )
 from gpt2core.errors import ConfigError
 from gpt2core.parallel.launcher_env import read_launcher_env
 from stage1_mpi import collectives
 
 NATIVE = "mpi"  # the library's own algorithms
-OURS_FROM = 1 << 24  # bytes of the result: from here on our all_gather and all_to_all were faster than MPICH's
-LONGEST = 1 << 30  # bytes of one MPI call: Open MPI 4 counts to 2**31, in elements or in bytes
-HASTY = 5e-5  # seconds of polling without sleep: the others are about to come
-NAP = 1 / 20, 2e-3  # then sleeps of this part of the time waited so far, in seconds at most
-WORKED = 2e-5  # seconds on a core: a poll that took more has copied something; an idle one takes a few microseconds
-FAREWELL = 0.2  # seconds that a launcher gets to pass on what was written, before it kills the writer
+OURS_FROM = 1 << 24  # bytes of the result from which our all_gather and all_to_all are faster than MPICH's
+LONGEST = 1 << 30  # bytes of one MPI call: Open MPI 4 counts up to 2**31, in elements or in bytes
+BUSY_POLL = 5e-5  # seconds of polling without sleep
+SLEEP = 1 / 20, 2e-3  # then sleeps of this fraction of the time waited so far, of at most so many seconds
+WORKED = 2e-5  # seconds of CPU time: a poll that took longer has copied data; an idle one takes a few microseconds
+FLUSH_TIME = 0.2  # seconds for the launcher to forward this rank's output before it kills the job
 
 
 class MpiCommunicator(Communicator):
-    """One rank's end of an MPI communicator (an mpi4py one; default: all ranks of the job).
+    """A rank of an mpi4py communicator (default: COMM_WORLD, all ranks of the job).
 
-    Sums by the algorithms of stage1_mpi.collectives, "canonical" unless use_collectives is called, or by "mpi": the
-    library's, whose order of addition is its own, so that there reduce_scatter and all_reduce may differ in rounding.
-    all_gather, all_to_all and broadcast only move data: the library's, but for large all_gather and all_to_all.
+    Sums use the algorithms of stage1_mpi.collectives, "canonical" unless use_collectives() selects another, or "mpi",
+    the library's own. The order of the library's sum is unknown, so its reduce_scatter and all_reduce may round
+    differently. all_gather, all_to_all and broadcast are the library's, except for large all_gather and all_to_all.
 
-    bytes_sent counts the messages of our algorithms, and for the library's calls what the direct algorithm hands over:
-    all_reduce 2 (p-1)/p n (rounded down), reduce_scatter and all_to_all (p-1)/p n, all_gather (p-1) n, broadcast
-    (p-1) n on root and 0 elsewhere.
+    bytes_sent counts the messages of our algorithms. For a call of the library it adds the volume of the direct
+    algorithm: all_reduce 2 (p-1)/p n (rounded down), reduce_scatter and all_to_all (p-1)/p n, all_gather (p-1) n,
+    broadcast (p-1) n on root and 0 elsewhere.
 
-    The `_start` form of a collective needs MPI.THREAD_MULTIPLE (mpi4py's default) and raises ConfigError without. A
-    message is under way while either end waits for something. Raises ConfigError where mpi4py or an MPI library is
-    missing, or where the launcher belongs to another MPI than the library.
+    The `_start` form of a collective needs MPI.THREAD_MULTIPLE (mpi4py's default) and raises ConfigError without it.
+    A pending message progresses while its sender or receiver waits for any operation. Raises ConfigError if mpi4py or
+    an MPI library is missing, or if launcher and library are different MPI implementations.
     """
 
-    native = NATIVE
+    native_collectives = NATIVE
 
     def __init__(self, comm=None):
         self._mpi = import_mpi()
@@ -64,10 +65,10 @@ class MpiCommunicator(Communicator):
         host = comm.Split_type(self._mpi.COMM_TYPE_SHARED)
         self.local_rank, self.local_size = host.rank, host.size
         cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count()))
-        own = len(cores) // host.allgather(cores).count(cores)
-        self._cores = comm.allreduce(own, self._mpi.MIN)  # that each rank has for itself; 0 where ranks outnumber them
+        cores_per_rank = len(cores) // host.allgather(cores).count(cores)
+        self._cores = comm.allreduce(cores_per_rank, self._mpi.MIN)  # 0 if there are more ranks than cores
         host.Free()
-        # Two duplicates: no message of an algorithm is ever taken for one of the caller's.
+        # Two duplicates, so that messages of the algorithms and of the caller cannot match each other.
         self._comm = comm.Dup()
         self._messages, self._inner = _Messages(self._mpi, self._comm), _Messages(self._mpi, comm.Dup())
         self._algorithm = "canonical"
@@ -81,108 +82,108 @@ class MpiCommunicator(Communicator):
     def use_collectives(self, name):
         choices = [NATIVE, *collectives.ALL_REDUCE]
         if name not in choices:
-            raise ConfigError(f"--collectives {name} is unknown here: choose one of {', '.join(choices)}")
+            raise ConfigError(f"--collectives {name}: unknown algorithm; choose one of {', '.join(choices)}")
         self._algorithm = name
 
     def abort(self, code):
         for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError, ValueError):  # nobody may be there to read it
+            with contextlib.suppress(OSError, ValueError):  # the reader of a pipe may have closed it
                 stream.flush()
-        time.sleep(FAREWELL)
-        self._mpi.COMM_WORLD.Abort(code)  # of another communicator MPICH would not tell the launcher, but end itself
+        time.sleep(FLUSH_TIME)
+        self._mpi.COMM_WORLD.Abort(code)  # Abort on another communicator ends only this process under MPICH
 
-    # Each collective: check now, and return what there is to do, in this thread or behind it.
+    # Each of these checks its arguments now and returns a function that runs the collective, in either thread.
 
     def _all_reduce(self, x, op="sum", out=None):
         x, p, name = np.asarray(x), self.size, self._algorithm
         add = self._op(op, x.dtype)
 
-        def own():
-            self._meet_to_spin()
+        def ours():
+            self._barrier_before_spinning()
             return collectives.all_reduce(self._inner, x, op, out, name)
 
         def native():
-            self._meet()
-            result = _filled(out, x)  # in place: from one array into another it would take longer than this copy
-            for part in _parts(result):
-                self._comm.Allreduce(self._mpi.IN_PLACE, part, add)
+            self._polled_barrier()
+            result = _copied(x, out)  # then reduce in place, which is faster than from one array into another
+            for piece in _pieces(result):
+                self._comm.Allreduce(self._mpi.IN_PLACE, piece, add)
             return result
 
         if name == NATIVE:
-            return self._plan(x, out, x.shape, native, 2 * (p - 1) * x.nbytes // p)
-        return self._plan(x, out, x.shape, own)
+            return self._prepared(x, out, x.shape, native, 2 * (p - 1) * x.nbytes // p)
+        return self._prepared(x, out, x.shape, ours)
 
     def _reduce_scatter(self, x, op="sum", out=None):
         x, p, name = np.asarray(x), self.size, self._algorithm
         add = self._op(op, x.dtype)
-        shape = (rows_of(x, p), *x.shape[1:])
+        shape = (rows_per_part(x, p), *x.shape[1:])
 
-        def own():
-            self._meet_to_spin()
+        def ours():
+            self._barrier_before_spinning()
             return collectives.reduce_scatter(self._inner, x, op, out, "ring" if name == NATIVE else name)
 
         def native():
-            self._meet()
+            self._polled_barrier()
             result = np.empty(shape, x.dtype)
             self._comm.Reduce_scatter_block(np.ascontiguousarray(x), result, add)
-            return result if out is None else _filled(out, result)
+            return result if out is None else _copied(result, out)
 
         if name == NATIVE and x.nbytes <= LONGEST:
-            return self._plan(x, out, shape, native, (p - 1) * x.nbytes // p)
-        return self._plan(x, out, shape, own)
+            return self._prepared(x, out, shape, native, (p - 1) * x.nbytes // p)
+        return self._prepared(x, out, shape, ours)
 
     def _all_gather(self, x, out=None):
         x, p = np.asarray(x), self.size
-        shape = (p * rows_of(x), *x.shape[1:])
+        shape = (p * rows_per_part(x), *x.shape[1:])
 
-        def own():
-            self._meet_to_spin()
+        def ours():
+            self._barrier_before_spinning()
             return collectives.all_gather(self._inner, x, out)
 
         def native():
-            self._meet()
+            self._polled_barrier()
             result = np.empty(shape, x.dtype) if out is None else out
             result.reshape(p, *x.shape)[self.rank] = x
             self._comm.Allgather(self._mpi.IN_PLACE, _bytes(result))
             return result
 
         if p * x.nbytes < OURS_FROM:
-            return self._plan(x, out, shape, native, (p - 1) * x.nbytes)
-        return self._plan(x, out, shape, own)
+            return self._prepared(x, out, shape, native, (p - 1) * x.nbytes)
+        return self._prepared(x, out, shape, ours)
 
     def _all_to_all(self, x, out=None):
         x, p = np.asarray(x), self.size
-        rows_of(x, p)
+        rows_per_part(x, p)
 
-        def own():
-            self._meet_to_spin()
+        def ours():
+            self._barrier_before_spinning()
             return collectives.all_to_all(self._inner, x, out)
 
         def native():
-            self._meet()
+            self._polled_barrier()
             result = np.empty(x.shape, x.dtype) if out is None else out
-            apart = np.array(x, order="C") if np.may_share_memory(x, result) else np.ascontiguousarray(x)
-            self._comm.Alltoall(_bytes(apart), _bytes(result))
+            source = np.array(x, order="C") if np.may_share_memory(x, result) else np.ascontiguousarray(x)
+            self._comm.Alltoall(_bytes(source), _bytes(result))
             return result
 
         if x.nbytes < OURS_FROM:
-            return self._plan(x, out, x.shape, native, (p - 1) * x.nbytes // p)
-        return self._plan(x, out, x.shape, own)
+            return self._prepared(x, out, x.shape, native, (p - 1) * x.nbytes // p)
+        return self._prepared(x, out, x.shape, ours)
 
     def _broadcast(self, x, root=0, out=None):
         x, p = np.asarray(x), self.size
         check_rank(root, p, "root")
 
         def native():
-            self._meet()
-            result = _filled(out, x)
-            for part in _parts(result):
-                self._comm.Bcast(_bytes(part), root)
+            self._polled_barrier()
+            result = _copied(x, out)
+            for piece in _pieces(result):
+                self._comm.Bcast(_bytes(piece), root)
             return result
 
-        return self._plan(x, out, x.shape, native, (p - 1) * x.nbytes if self.rank == root else 0)
+        return self._prepared(x, out, x.shape, native, (p - 1) * x.nbytes if self.rank == root else 0)
 
-    def _plan(self, x, out, shape, run, library_bytes=0):
+    def _prepared(self, x, out, shape, run, library_bytes=0):
         check_out(out, shape, x.dtype)
         if self.size == 1:
             return lambda: Solo().broadcast(x, out=out)
@@ -190,80 +191,83 @@ class MpiCommunicator(Communicator):
         return run
 
     def _op(self, op, dtype):
-        """MPI's name of `op`; ConfigError where it has to add up a dtype that it does not know."""
+        """The MPI operation of `op`; raises ConfigError if the library has to reduce a dtype that MPI does not have."""
         check_op(op)
         if self._algorithm == NATIVE and (dtype.kind not in "iuf" or dtype == np.float16):
-            raise ConfigError(f"--collectives {NATIVE} cannot reduce {dtype}: choose another one")
+            raise ConfigError(f"--collectives {NATIVE}: cannot reduce {dtype}; use canonical")
         return {"sum": self._mpi.SUM, "min": self._mpi.MIN, "max": self._mpi.MAX}[op]
 
-    # Who runs it, and when
+    # The caller's thread and the background thread
 
-    def _here(self, run):
-        """The result of run(), in this thread unless calls are under way behind it: then after them."""
+    def _blocking(self, run):
+        """The result of run() in the caller's thread; after the pending operations of the background thread, if any."""
         if self._latest is not None and not self._latest.done():
-            return self._behind(run).wait()
-        self._latest = None  # its result may be large
+            return self._start(run).wait()
+        self._latest = None  # frees its result, which may be large
         return self._guarded(run, cores=1)
 
-    def _behind(self, run):
-        """Handle of run(), which goes on while the caller computes."""
+    def _start(self, run):
+        """Handle of run() in the background thread, while the caller continues."""
         if self._mpi.Query_thread() < self._mpi.THREAD_MULTIPLE:
-            raise ConfigError("a collective behind the caller needs MPI.THREAD_MULTIPLE: leave mpi4py.rc.threads alone")
+            raise ConfigError(
+                "a non-blocking collective needs MPI.THREAD_MULTIPLE, which MPI was started without: "
+                "do not set mpi4py.rc.threads or mpi4py.rc.thread_level"
+            )
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, f"collectives of rank {self.rank}")
-        self._latest = self._thread.submit(self._guarded, run, cores=2)  # one for the caller
-        return _Behind(self._latest)
+        self._latest = self._thread.submit(self._guarded, run, cores=2)  # the caller's thread uses the other core
+        return _BackgroundOperation(self._latest)
 
     def _guarded(self, run, cores):
-        """run(), whose messages may spin where this rank has so many cores; MPI's exceptions as ours."""
+        """run(), which may spin if this rank has at least `cores` cores; MPI's exceptions become CommunicatorError."""
         self._inner.spins = self._cores >= cores
         try:
             return run()
         except self._mpi.Exception as error:
             raise CommunicatorError(f"MPI on rank {self.rank} of {self.size}: {error}") from error
 
-    def _meet(self):
-        """Return when every rank has come here: an Ibarrier, polled."""
-        _wait_for(self._comm.Ibarrier().Test)
+    def _polled_barrier(self):
+        """Return after every rank has called it: an Ibarrier, polled with sleeps."""
+        _poll(self._comm.Ibarrier().Test)
 
-    def _meet_to_spin(self):
-        """Before messages that may spin, on all ranks or none; where none does, the first message can wait as well."""
+    def _barrier_before_spinning(self):
+        """A barrier before messages that may spin. Without spare cores no message spins, so no barrier is needed."""
         if self._cores:
-            self._meet()
+            self._polled_barrier()
 
-    # The five collectives, behind the caller and in it
+    # The five collectives, non-blocking and blocking
 
     def all_reduce_start(self, x, op="sum", out=None):
-        return self._behind(self._all_reduce(x, op, out))
+        return self._start(self._all_reduce(x, op, out))
 
     def all_gather_start(self, x, out=None):
-        return self._behind(self._all_gather(x, out))
+        return self._start(self._all_gather(x, out))
 
     def reduce_scatter_start(self, x, op="sum", out=None):
-        return self._behind(self._reduce_scatter(x, op, out))
+        return self._start(self._reduce_scatter(x, op, out))
 
     def all_to_all_start(self, x, out=None):
-        return self._behind(self._all_to_all(x, out))
+        return self._start(self._all_to_all(x, out))
 
     def broadcast_start(self, x, root=0, out=None):
-        return self._behind(self._broadcast(x, root, out))
+        return self._start(self._broadcast(x, root, out))
 
     def all_reduce(self, x, op="sum", out=None):
-        return self._here(self._all_reduce(x, op, out))
+        return self._blocking(self._all_reduce(x, op, out))
 
     def all_gather(self, x, out=None):
-        return self._here(self._all_gather(x, out))
+        return self._blocking(self._all_gather(x, out))
 
     def reduce_scatter(self, x, op="sum", out=None):
-        return self._here(self._reduce_scatter(x, op, out))
+        return self._blocking(self._reduce_scatter(x, op, out))
 
     def all_to_all(self, x, out=None):
-        return self._here(self._all_to_all(x, out))
+        return self._blocking(self._all_to_all(x, out))
 
     def broadcast(self, x, root=0, out=None):
-        return self._here(self._broadcast(x, root, out))
+        return self._blocking(self._broadcast(x, root, out))
 
-    # Messages, meetings, groups
+    # Messages, barrier, groups
 
     def send_start(self, x, to, tag=0):
         check_peer(to, self.rank, self.size, "to")
@@ -275,15 +279,15 @@ class MpiCommunicator(Communicator):
         return self._messages.recv_start(out, source, tag)
 
     def barrier(self):
-        self._here(self._meet)
+        self._blocking(self._polled_barrier)
 
     def duplicate(self):
-        """The same ranks as an mpi4py communicator of the caller's own, whose messages meet none of these."""
+        """An mpi4py communicator of the same ranks for the caller, whose messages cannot match those of this one."""
         return self._comm.Dup()
 
     def split(self, color, key=0):
         def run():
-            self._meet()
+            self._polled_barrier()
             group = self._comm.Split(self._mpi.UNDEFINED if color is None else color, key)
             if color is None:
                 return None
@@ -291,14 +295,14 @@ class MpiCommunicator(Communicator):
             group.Free()
             return communicator
 
-        communicator = self._here(run)
+        communicator = self._blocking(run)
         if isinstance(communicator, MpiCommunicator):
             communicator.use_collectives(self._algorithm)
         return communicator
 
 
-class _Behind(Handle):
-    """A collective in the communicator's thread."""
+class _BackgroundOperation(Handle):
+    """A pending collective in the communicator's background thread."""
 
     def __init__(self, future):
         self._future = future
@@ -308,24 +312,24 @@ class _Behind(Handle):
 
 
 class _Messages:
-    """Point-to-point on an mpi4py communicator: what the algorithms of stage1_mpi.collectives are made of."""
+    """Point-to-point messages of an mpi4py communicator, which the algorithms of stage1_mpi.collectives use."""
 
     def __init__(self, mpi, comm):
         self.mpi, self._comm = mpi, comm
         self.rank, self.size, self.bytes_sent = comm.rank, comm.size, 0
-        self.spins = False  # whether to wait in MPI's own way: fastest, and with a core for nothing else
+        self.spins = False  # whether to wait in MPI's own spin loop: lowest latency, but it occupies a core
 
     def send_start(self, x, to, tag=0):
         self.bytes_sent += x.nbytes
-        parts = _parts(np.ascontiguousarray(x))
-        return _Message(self, [self._comm.Isend(_bytes(part), to, tag) for part in parts])
+        pieces = _pieces(np.ascontiguousarray(x))
+        return _Message(self, [self._comm.Isend(_bytes(piece), to, tag) for piece in pieces])
 
     def recv_start(self, out, source, tag=0):
-        return _Message(self, [self._comm.Irecv(_bytes(part), source, tag) for part in _parts(out)], out)
+        return _Message(self, [self._comm.Irecv(_bytes(piece), source, tag) for piece in _pieces(out)], out)
 
 
 class _Message(Handle):
-    """A message under way, in one or several MPI messages."""
+    """A pending message, sent as one or several MPI messages."""
 
     def __init__(self, messages, requests, result=None):
         self._messages, self._requests, self._result = messages, requests, result
@@ -336,37 +340,38 @@ class _Message(Handle):
                 if self._messages.spins:
                     self._requests[0].Wait()
                 else:
-                    _wait_for(self._requests[0].Test)
+                    _poll(self._requests[0].Test)
                 del self._requests[0]
         except self._messages.mpi.Exception as error:
             raise CommunicatorError(f"MPI: {error}") from error
         return self._result
 
 
-def _wait_for(done):
-    """Poll done() until it holds: at first without sleep, then ever less often, since ranks may outnumber cores.
+def _poll(done):
+    """Call done() until it returns True: at first without sleep, then less and less often.
 
-    MPI moves bytes only while it is polled, so a poll that took long has worked, and the waiting starts anew.
+    MPI transfers data only while it is polled. A poll that used CPU time has transferred some, so the sleeps start
+    again from zero. CPU time of this thread excludes other ranks on the core and other threads that hold the GIL.
     """
     idle_since = time.perf_counter()
     while True:
-        on_core = time.thread_time()  # neither another rank on this core nor another thread with the GIL is work
+        cpu = time.thread_time()
         if done():
             return
-        worked, now = time.thread_time() - on_core > WORKED, time.perf_counter()
+        worked, now = time.thread_time() - cpu > WORKED, time.perf_counter()
         if worked:
             idle_since = now
-        elif now - idle_since < HASTY:
-            _give_way()
+        elif now - idle_since < BUSY_POLL:
+            _yield_core()
         else:
-            time.sleep(min((now - idle_since) * NAP[0], NAP[1]))
+            time.sleep(min((now - idle_since) * SLEEP[0], SLEEP[1]))
 
 
-_give_way = getattr(os, "sched_yield", lambda: time.sleep(0))  # macOS has none
+_yield_core = getattr(os, "sched_yield", lambda: time.sleep(0))  # macOS has no sched_yield
 
 
-def _filled(out, x):
-    """x in `out`, or in a new C-contiguous array."""
+def _copied(x, out):
+    """x copied into `out`, or into a new C-contiguous array."""
     if out is None:
         return np.array(x, order="C")
     if out is not x:
@@ -374,24 +379,24 @@ def _filled(out, x):
     return out
 
 
-def _parts(x):
-    """The C-contiguous x in flat pieces of at most LONGEST bytes; at least one, also of an empty x."""
+def _pieces(x):
+    """The C-contiguous x in flat pieces of at most LONGEST bytes; one piece for an empty x."""
     flat, step = x.reshape(-1), max(1, LONGEST // x.itemsize)
     return [flat[start : start + step] for start in range(0, max(1, flat.size), step)]
 
 
 def _bytes(x):
-    """The C-contiguous x as bytes, whatever its dtype: MPI does not know them all."""
+    """The C-contiguous x as bytes, because MPI does not have every dtype."""
     return x.reshape(-1).view(np.uint8)
 
 
 def import_mpi():
-    """mpi4py.MPI; ConfigError where it, or a library for it, is missing, or where launcher and library do not match."""
+    """mpi4py.MPI; raises ConfigError if it or an MPI library is missing, or if launcher and library do not match."""
     try:
         from mpi4py import MPI
-    except (ImportError, RuntimeError) as error:  # RuntimeError: mpi4py is there, a library is not
+    except (ImportError, RuntimeError) as error:  # RuntimeError: mpi4py is installed, an MPI library is not
         reason = str(error).splitlines()[0]
-        tell_launcher_at_exit()
+        abort_job_at_exit()
         raise ConfigError(f"stage 1 needs mpi4py and an MPI library: pip install mpi4py mpich ({reason})") from error
     variable, ranks, _ = read_launcher_env()
     if MPI.COMM_WORLD.size == 1 and ranks > 1:
@@ -399,15 +404,16 @@ def import_mpi():
         library = f"{vendor} {'.'.join(map(str, version))}"
         raise ConfigError(
             f"the launcher started {ranks} processes ({variable}), but {library}, which mpi4py loads, sees 1 rank: "
-            f"they do not belong together, so use the mpiexec of {vendor}, or pip install mpich for both"
+            f"launcher and library are different MPI implementations; use the mpiexec of {vendor}, or pip install "
+            f"mpich for both"
         )
     return MPI
 
 
-def tell_launcher_at_exit():
-    """MPICH's launcher ignores a rank that ends before MPI_Init, for which the others wait: tell it, in PMI-1."""
+def abort_job_at_exit():
+    """Ask MPICH's launcher, in PMI-1, to end the job; it ignores a rank that exits before MPI_Init, and others hang."""
     fd, rank = os.environ.get("PMI_FD", ""), int(os.environ.get("PMI_RANK", 0))
     if fd.isdigit():
-        time.sleep(2 * FAREWELL * min(rank, 8))  # lower ranks first: the cause is told once
+        time.sleep(2 * FLUSH_TIME * min(rank, 8))  # the lowest rank ends the job first: one message is printed
         atexit.register(os.write, int(fd), b"cmd=abort exitcode=2\n")
-        atexit.register(time.sleep, FAREWELL)  # comes before it: what was said has to reach the launcher first
+        atexit.register(time.sleep, FLUSH_TIME)  # runs before the abort: the launcher has to forward the message

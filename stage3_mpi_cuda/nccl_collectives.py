@@ -17,7 +17,7 @@ from gpt2core.communicator import (
     check_out,
     check_peer,
     check_rank,
-    rows_of,
+    rows_per_part,
 )
 from gpt2core.errors import ConfigError
 from stage3_mpi_cuda.tree_sum import tree_sum
@@ -82,7 +82,7 @@ class NcclCollectives(Communicator):
 
     def reduce_scatter_start(self, x, op="sum", out=None):
         check_op(op)
-        shape = (rows_of(x, self.size), *x.shape[1:])
+        shape = (rows_per_part(x, self.size), *x.shape[1:])
         check_out(out, shape, x.dtype)
         kind, in_order = self._kind(x.dtype), self._in_order(op, x.dtype)
         x, out = self._source(x, out, at=-self.rank * x.nbytes // self.size), self._result(out, shape, x.dtype)
@@ -97,7 +97,7 @@ class NcclCollectives(Communicator):
         return self._behind(run, x, out)
 
     def all_gather_start(self, x, out=None):
-        shape = (self.size * rows_of(x), *x.shape[1:])
+        shape = (self.size * rows_per_part(x), *x.shape[1:])
         check_out(out, shape, x.dtype)
         x, out = self._source(x, out, at=self.rank * x.nbytes), self._result(out, shape, x.dtype)
         self.bytes_sent += (self.size - 1) * x.nbytes
@@ -108,7 +108,7 @@ class NcclCollectives(Communicator):
         return self._behind(run, x, out)
 
     def all_to_all_start(self, x, out=None):
-        rows_of(x, self.size)
+        rows_per_part(x, self.size)
         check_out(out, x.shape, x.dtype)
         x, out = self._source(x, out), self._result(out, x.shape, x.dtype)
         self.bytes_sent += (self.size - 1) * x.nbytes // self.size

@@ -15,7 +15,6 @@ from gpt2core.communicator import Communicator, Solo
 from gpt2core.errors import ConfigError
 from gpt2core.parallel.all_or_raise import all_or_raise, shared_error
 from stage1_mpi.mpi_communicator import MpiCommunicator
-from stage2_cuda.kernels.codecs import FusedCodec
 from stage2_cuda.runtime import triton_launch
 from stage3_mpi_cuda.nccl_collectives import NATIVE, NcclCollectives
 from stage3_mpi_cuda.staged_collectives import StagedCollectives
@@ -106,9 +105,6 @@ class NcclCommunicator(Communicator):
         self._algorithm = name
         if self._carrier:
             self._carrier.use_collectives(name)
-
-    def codec(self, kind):
-        return FusedCodec(kind, triton_launch.array_module())
 
     def _by(self, x):
         """Who carries x: the host's communicator, or the transport between GPUs."""

@@ -18,7 +18,7 @@ from gpt2core.communicator import (
     check_out,
     check_peer,
     check_rank,
-    rows_of,
+    rows_per_part,
 )
 
 CHUNK = 8 << 20  # bytes of an all-reduce that are summed at once
@@ -58,14 +58,14 @@ class StagedCollectives(Communicator):
     def reduce_scatter_start(self, x, op="sum", out=None):
         check_op(op)
         return self._whole(
-            x, out, (rows_of(x, self.size), *x.shape[1:]), lambda a, b: self._wire.reduce_scatter(a, op, b)
+            x, out, (rows_per_part(x, self.size), *x.shape[1:]), lambda a, b: self._wire.reduce_scatter(a, op, b)
         )
 
     def all_gather_start(self, x, out=None):
-        return self._whole(x, out, (self.size * rows_of(x), *x.shape[1:]), self._wire.all_gather)
+        return self._whole(x, out, (self.size * rows_per_part(x), *x.shape[1:]), self._wire.all_gather)
 
     def all_to_all_start(self, x, out=None):
-        rows_of(x, self.size)
+        rows_per_part(x, self.size)
         return self._whole(x, out, x.shape, self._wire.all_to_all)
 
     def broadcast_start(self, x, root=0, out=None):

@@ -21,7 +21,7 @@ from benchmarks.harness.contenders import (
     save,
 )
 from gpt2core.app.presets import PRESETS
-from gpt2core.model import flops_per_token
+from gpt2core.training_loop import flops_per_token
 from stage2_cuda.runtime.peak_flops import peak_flops
 
 SEED = 20260101

@@ -93,10 +93,11 @@ def reduction(world, name, source):
     import cupy
 
     from stage2_cuda.cuda_backend import dtype_of
+    from stage2_cuda.kernels.codecs import FusedCodec
 
     kind, algorithm, codec = OURS[name]
     x = cupy.empty(source.shape, dtype_of(kind))
-    compressed = codec and Compressed(codec, x, world, cupy)
+    compressed = codec and Compressed(FusedCodec(codec, cupy), x, world, cupy)
 
     def reduce():
         world.use_collectives(algorithm)
@@ -116,7 +117,7 @@ def turn_of(world, name, source, repeats, torch_sum):
         return staged_turn(world, source)
     from cupy import cuda
 
-    from stage2_cuda.runtime.cuda_graph import Recorded
+    from stage2_cuda.runtime.cuda_graph import RecordedStep
 
     x, reduce = reduction(world, name, source)
 
@@ -125,7 +126,7 @@ def turn_of(world, name, source, repeats, torch_sum):
             reduce()
         return ()
 
-    step = Recorded(sums, lambda: None)
+    step = RecordedStep(sums, lambda: None)
 
     def turn():
         x[...] = source.astype(x.dtype)

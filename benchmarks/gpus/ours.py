@@ -2,8 +2,8 @@
 
 from benchmarks.harness.ours import take_turns
 from gpt2core.communicator import Solo
-from gpt2core.model import initial_parameters
 from gpt2core.parallel.config import ParallelConfig
+from gpt2core.parallel.whole_parameters import initial_parameters
 from gpt2core.trainer import Trainer
 from stage2_cuda.cuda_backend import CudaBackend
 from stage2_cuda.runtime import triton_launch
@@ -67,7 +67,7 @@ class Job:
         return train
 
     def trainer(self, group, batch_size, deterministic=False, **parallel):
-        group.use_collectives("canonical" if deterministic else group.native)
+        group.use_collectives("canonical" if deterministic else group.native_collectives)
         backend = CudaBackend(self.precision, deterministic)
         if self.values is None:
             self.values = {name: backend.asarray(array) for name, array in initial_parameters(self.config, 0)}

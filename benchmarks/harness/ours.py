@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from gpt2core.communicator import Solo
-from gpt2core.model import GPT2, initial_parameters
+from gpt2core.model import GPT2
 from gpt2core.parallel.config import ParallelConfig, plan_micro_batches
+from gpt2core.parallel.whole_parameters import initial_parameters
 from gpt2core.sampler import Greedy, generate_batch
 from gpt2core.sampler import generate as continuation
 from gpt2core.trainer import Trainer

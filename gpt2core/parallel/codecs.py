@@ -61,7 +61,7 @@ class Codec:
     def __init__(self, kind):
         if kind not in CODECS:
             raise ConfigError(f"--compress {kind} is unknown: choose from none, {', '.join(CODECS)}")
-        self.encode, self.decode = CODECS[kind]
+        self.kind, (self.encode, self.decode) = kind, CODECS[kind]
 
     def pack(self, lost, gradient):
         """lost (p, m), gradient (n), n <= p m -> the code (p, bytes) of lost + gradient; lost = what that lacks."""

@@ -1,6 +1,6 @@
-"""Gradients travel in fewer bits, and what rounding took away is added to the next step's: error feedback."""
+"""An all-reduce of gradients in fewer bits with error feedback: rounding errors are added to the next step's sum."""
 
-# p ranks, n elements of one bucket, m = n / p of them (padded) that one rank sums
+# p ranks, n elements of one bucket; each rank sums m of them, n / p rounded up to whole codec groups
 
 import numpy as np
 
@@ -10,46 +10,49 @@ from gpt2core.parallel.codecs import GROUP
 
 
 class Compressed:
-    """An all-reduce whose every message is encoded: slices to their owners, and their sums back to all.
+    """An all-reduce whose messages are encoded: all-to-all of slices, sum on their owners, all-gather of the sums.
 
-    A rank keeps what encoding its gradient lost, and an owner what encoding its sums lost, and each adds it the next
-    time (Seide et al. 2014; both ways as in DoubleSqueeze, Tang et al. 2019). Sums are taken in float32, in the
-    canonical tree; every rank decodes the same bytes, so all end with the same bits. 2 (p-1)/p of the encoded size is
-    sent a rank. What is kept is not part of a checkpoint: a resumed run starts with none.
+    Each rank keeps the rounding error of its encoded gradient, and each owner that of its encoded sums; both are added
+    to the values of the next call (Seide et al. 2014; in both directions as DoubleSqueeze, Tang et al. 2019). Sums are
+    in float32, in the order of the canonical tree. Every rank decodes the same bytes, so all ranks get the same bits.
+    A rank sends 2 (p-1)/p of the encoded size. The errors are not part of a checkpoint: a resumed run starts with zero.
+
+    codec: backend.codec(kind). gradients: the flat buffer, reduced in place. xp: NumPy or CuPy, the module of its type.
+    Raises ConfigError unless gradients are float32.
     """
 
-    def __init__(self, kind, gradients, group, xp=np):
-        self.codec, self.gradients, self.group, self.xp = group.codec(kind), gradients, group, xp
+    def __init__(self, codec, gradients, group, xp=np):
+        self.codec, self.gradients, self.group, self.xp = codec, gradients, group, xp
         if gradients.dtype != np.float32:
-            raise ConfigError(f"--compress {kind} needs float32 gradients, and these are {gradients.dtype}")
-        self.lost = {}  # first element of a slice -> (lost of my gradients (p, m), lost of my sums (m))
+            raise ConfigError(f"--compress {codec.kind}: needs float32 gradients, not {gradients.dtype}; omit the flag")
+        self.errors = {}  # first element of a slice -> (errors of my gradients (p, m), errors of my sums (m))
 
     def reduce_start(self, part):
         """Start the sum over the group of one slice of the gradients, in place; returns its handle."""
         n, p = part.stop - part.start, self.group.size
         m = -(-n // (p * GROUP)) * GROUP
-        if part.start not in self.lost:
-            self.lost[part.start] = self.xp.zeros((p, m), np.float32), self.xp.zeros(m, np.float32)
-        mine, _ = self.lost[part.start]
-        code = self.codec.pack(mine, self.gradients[part])  # (p, bytes)
-        return Pending(self, part, self.group.all_to_all_start(code))
+        if part.start not in self.errors:
+            self.errors[part.start] = self.xp.zeros((p, m), np.float32), self.xp.zeros(m, np.float32)
+        gradient_errors, _ = self.errors[part.start]
+        code = self.codec.pack(gradient_errors, self.gradients[part])  # (p, bytes)
+        return PendingReduction(self, part, self.group.all_to_all_start(code))
 
     def finish(self, part, codes):
-        """The second half: sum the slice that this rank owns, and exchange the encoded sums."""
-        _, lost = self.lost[part.start]
-        code = self.codec.add(lost, codes)
+        """Sum the slice that this rank owns from every rank's code, and all-gather the encoded sums."""
+        _, sum_errors = self.errors[part.start]
+        code = self.codec.add(sum_errors, codes)
         self.codec.unpack(self.gradients[part], self.group.all_gather(code[None]))
 
 
-class Pending(Handle):
-    """The exchange of a slice under way; the sums are exchanged when it is waited for."""
+class PendingReduction(Handle):
+    """The pending all-to-all of one slice; wait() completes it, sums, and all-gathers the sums."""
 
-    def __init__(self, owner, part, exchange):
+    def __init__(self, compressed, part, exchange):
         super().__init__()
-        self.open = owner, part, exchange
+        self.open = compressed, part, exchange
 
     def wait(self):
         if self.open:
-            owner, part, exchange = self.open
+            compressed, part, exchange = self.open
             self.open = None
-            owner.finish(part, exchange.wait())
+            compressed.finish(part, exchange.wait())

@@ -1,4 +1,4 @@
-"""Windows of which each rank shuffles a fixed part by itself (--local-shuffle)."""
+"""Windows for --local-shuffle: each rank shuffles its own fixed part of the corpus."""
 
 import math
 
@@ -8,10 +8,10 @@ from gpt2core.data import Windows
 
 
 class LocalWindows(Windows):
-    """Each of `ranks` ranks shuffles a fixed part of the windows by itself: no rank needs the others' text.
+    """The windows of rank `rank` of `ranks`: each rank reads only its own part of the tokens.
 
-    An epoch's windows are divided into `ranks` contiguous parts of ceil(windows / ranks); rank r visits its part in an
-    order seeded by (seed, epoch, r), from a first token seeded by (seed, epoch). The curve depends on `ranks`.
+    An epoch's windows are divided into `ranks` contiguous parts of ceil(windows / ranks). Rank r visits its part in an
+    order seeded by (seed, epoch, r), from a first token seeded by (seed, epoch). The loss curve depends on `ranks`.
     """
 
     def __init__(self, tokens, seq_len, seed, rank, ranks):
@@ -20,7 +20,7 @@ class LocalWindows(Windows):
         self.windows_per_part = math.ceil(self.windows_per_epoch / ranks)
 
     def batch(self, position, count):
-        """As Windows.batch, for a step whose every rank reads `count` windows, this one from `position` on."""
+        """As Windows.batch, where every rank reads `count` windows in a step and this rank starts at `position`."""
         return super().batch((position - self.rank * count) // self.ranks, count)
 
     def _shuffled(self, window):

@@ -1,7 +1,7 @@
-"""N ranks as N threads of one process: the test double for MPI and NCCL, and a demonstration that needs no launcher.
+"""N ranks as N threads of one process, for tests and demonstrations without MPI, NCCL or a launcher.
 
-Everything is a meeting: the ranks of a collective, or the two ends of a message, post their parts and go on; the last
-to come combines the parts; each takes its own result from what was made of them.
+Every operation is a rendezvous. Each rank of a collective, or each end of a message, posts its part and continues. The
+last rank to post combines the parts. In wait(), each rank copies its own result out of the combination.
 """
 # p ranks in a group, n bytes of x on one rank
 
@@ -19,28 +19,30 @@ from gpt2core.communicator import (
     check_out,
     check_peer,
     check_rank,
-    rows_of,
+    rows_per_part,
 )
 from gpt2core.errors import ConfigError
 from gpt2core.parallel.tree_sum import tree_reduce
 
 
 class ThreadCommunicator(Communicator):
-    """One rank's end of a group of threads, made by run_ranks and by split.
+    """One rank of a group of threads; run_ranks and split create it.
 
-    Stricter than MPI and NCCL, so that a mistake shows here first: calls that differ between ranks, a send that nobody
-    receives (it completes only then), an x overwritten before wait(). bytes_sent counts what the direct algorithm hands
-    over, in which rank r reduces part r and gives it to the others: all_reduce 2 (p-1)/p n (rounded down),
-    reduce_scatter and all_to_all (p-1)/p n, all_gather (p-1) n, broadcast (p-1) n on root and 0 elsewhere.
+    It is stricter than MPI and NCCL in order to expose mistakes in tests. These are errors: calls that differ between
+    ranks, a send that is never received (a send completes only when it is received), and writing to x before wait().
+
+    bytes_sent is the volume of the direct algorithm, in which rank r reduces part r and sends it to the others:
+    all_reduce 2 (p-1)/p n (rounded down), reduce_scatter and all_to_all (p-1)/p n, all_gather (p-1) n, broadcast
+    (p-1) n on root and 0 elsewhere.
     """
 
     def __init__(self, rank, group):
         self.rank, self.size, self.bytes_sent = rank, len(group.members), 0
         self.local_rank, self.local_size = self.rank, self.size
-        self._group, self._issued = group, collections.Counter()
+        self._group, self._posted = group, collections.Counter()  # channel -> number of operations posted
 
     def abort(self, code):
-        raise SystemExit(code)  # run_ranks ends the others
+        raise SystemExit(code)  # run_ranks then ends the other ranks
 
     def all_reduce_start(self, x, op="sum", out=None):
         x, p, add = np.asarray(x), self.size, check_op(op)
@@ -49,13 +51,13 @@ class ThreadCommunicator(Communicator):
 
     def all_gather_start(self, x, out=None):
         x, p = np.asarray(x), self.size
-        shape = (p * rows_of(x), *x.shape[1:])
+        shape = (p * rows_per_part(x), *x.shape[1:])
         self.bytes_sent += (p - 1) * x.nbytes
         return self._collective("all_gather", x, np.concatenate, ..., shape, out)
 
     def reduce_scatter_start(self, x, op="sum", out=None):
         x, p, add = np.asarray(x), self.size, check_op(op)
-        shape = (rows_of(x, p), *x.shape[1:])
+        shape = (rows_per_part(x, p), *x.shape[1:])
 
         def combine(parts):
             return tree_reduce(parts, add).reshape(p, *shape)
@@ -65,7 +67,7 @@ class ThreadCommunicator(Communicator):
 
     def all_to_all_start(self, x, out=None):
         x, p = np.asarray(x), self.size
-        shape = (p, rows_of(x, p), *x.shape[1:])
+        shape = (p, rows_per_part(x, p), *x.shape[1:])
 
         def combine(parts):
             return np.concatenate([part.reshape(shape) for part in parts], axis=1)  # (p, p * rows, ...)
@@ -83,15 +85,15 @@ class ThreadCommunicator(Communicator):
         x = np.asarray(x)
         check_peer(to, self.rank, self.size, "to")
         self.bytes_sent += x.nbytes
-        return self._message(self.rank, to, tag, x, np.array(x, order="C"), lambda parts: None, lent=x)
+        return self._message(self.rank, to, tag, x, np.array(x, order="C"), lambda parts: None, owned=x)
 
     def recv_start(self, out, source, tag=0):
         check_peer(source, self.rank, self.size, "source")
         check_out(out, out.shape, out.dtype)
-        return self._message(source, self.rank, tag, out, None, lambda parts: _deliver(parts[source], out))
+        return self._message(source, self.rank, tag, out, None, lambda parts: _copied(parts[source], out))
 
     def barrier(self):
-        self._meet("collective", range(self.size), "barrier", None, dict, dict).wait()
+        self._post("collective", range(self.size), "barrier", None, dict, dict).wait()
 
     def split(self, color, key=0):
         def combine(parts):
@@ -103,7 +105,7 @@ class ThreadCommunicator(Communicator):
         def take(groups):
             return None if color is None else groups[color].communicator(self._group.members[self.rank])
 
-        return self._meet("collective", range(self.size), "split", (color, key), combine, take).wait()
+        return self._post("collective", range(self.size), "split", (color, key), combine, take).wait()
 
     def _collective(self, name, x, combine, mine, shape, out):
         """Handle of combine([x of rank 0, x of rank 1, ...])[mine], which has `shape`."""
@@ -113,98 +115,100 @@ class ThreadCommunicator(Communicator):
             return combine([parts[rank] for rank in range(self.size)])
 
         def take(combined):
-            return _deliver(combined[mine], out)
+            return _copied(combined[mine], out)
 
         call = f"{name} of {x.dtype} {x.shape}"
-        return self._meet("collective", range(self.size), call, np.array(x, order="C"), in_rank_order, take, lent=x)
+        return self._post("collective", range(self.size), call, np.array(x, order="C"), in_rank_order, take, owned=x)
 
-    def _message(self, source, to, tag, x, part, take, lent=None):
+    def _message(self, source, to, tag, x, part, take, owned=None):
         call = f"message from rank {self._group.members[source]} to {self._group.members[to]}, tag {tag}"
-        return self._meet((source, to, tag), (source, to), f"{call}, of {x.dtype} {x.shape}", part, dict, take, lent)
+        return self._post((source, to, tag), (source, to), f"{call}, of {x.dtype} {x.shape}", part, dict, take, owned)
 
-    def _meet(self, channel, parties, call, part, combine, take, lent=None):
-        """Post this rank's part of a call and go on; the last of the parties to come combines the parts of all.
+    def _post(self, channel, ranks, call, part, combine, take, owned=None):
+        """Post this rank's `part` of an operation between `ranks`; returns its Handle without waiting for the others.
 
-        combine({rank: part}) is what the parties share from then on; take(that) is this rank's own result of it.
-        `part` is a copy of `lent`, the caller's array.
+        The operations of one channel are matched in the order in which each rank posts them. The last rank to post
+        computes combine({rank: part}); take(that) is this rank's own result. `part` is a copy of `owned`, the caller's
+        array, which belongs to the communicator until wait() returns.
         """
         group, world, me = self._group, self._group.world, self._group.members[self.rank]
         with world.changed:
             world.check()
-            number, self._issued[channel] = self._issued[channel], self._issued[channel] + 1
-            members = [group.members[rank] for rank in parties]
-            meeting = group.meetings.setdefault((channel, number), _Meeting(members, call))
-            if call != meeting.call:
-                first = f"rank {min(meeting.came)} called {meeting.call}"
+            number, self._posted[channel] = self._posted[channel], self._posted[channel] + 1
+            members = [group.members[rank] for rank in ranks]
+            operation = group.pending.setdefault((channel, number), _Rendezvous(members, call))
+            if call != operation.call:
+                first = f"rank {min(operation.posted)} called {operation.call}"
                 world.fail(f"{first}, rank {me} called {call}: all ranks of a group must make the same calls in order")
                 world.check()
-            meeting.came.add(me)
-            meeting.parts[self.rank] = part
-            is_last = len(meeting.came) == len(members)
-        if is_last:  # outside the lock: other groups go on meanwhile
-            meeting.combined = combine(meeting.parts)
+            operation.posted.add(me)
+            operation.parts[self.rank] = part
+            is_last = len(operation.posted) == len(members)
+        if is_last:  # combine outside the lock: other groups continue meanwhile
+            operation.combined = combine(operation.parts)
             with world.changed:
-                del group.meetings[channel, number]
-                meeting.done = True
+                del group.pending[channel, number]
+                operation.done = True
                 world.changed.notify_all()
-        return _Pending(world, me, meeting, take, part, lent)
+        return _PendingOperation(world, me, operation, take, part, owned)
 
 
-class _Pending(Handle):
-    """This rank's end of a meeting."""
+class _PendingOperation(Handle):
+    """One rank's handle of a rendezvous."""
 
-    def __init__(self, world, rank, meeting, take, part, lent):
+    def __init__(self, world, rank, operation, take, part, owned):
         super().__init__()
-        self._open = world, rank, meeting, take, part, lent
+        self._open = world, rank, operation, take, part, owned
 
     def wait(self):
         if self._open:
-            world, rank, meeting, take, part, lent = self._open
-            world.wait_for(meeting, rank)
-            if lent is not None and lent.tobytes() != part.tobytes():
-                raise CommunicatorError(f"rank {rank} overwrote x before wait() of its {meeting.call}: copy it first")
-            self._result, self._open = take(meeting.combined), None  # drops the parts: they may be large
+            world, rank, operation, take, part, owned = self._open
+            world.wait_for(operation, rank)
+            if owned is not None and owned.tobytes() != part.tobytes():
+                raise CommunicatorError(f"rank {rank} overwrote x before wait() of its {operation.call}: copy it first")
+            self._result, self._open = take(operation.combined), None  # frees the parts, which may be large
         return self._result
 
 
-class _Meeting:
-    """One collective or one message: what its parties have brought so far, and then what they made of it."""
+class _Rendezvous:
+    """One collective or one message: the parts posted so far, then their combination."""
 
     def __init__(self, members, call):
-        self.members, self.call, self.came, self.parts = members, call, set(), {}
+        self.members, self.call, self.posted, self.parts = members, call, set(), {}
         self.combined, self.done = None, False
 
 
 class _Group:
-    """What the ranks of one group share: its members as ranks of the world, and the meetings not all have come to."""
+    """State shared by the ranks of one group: its members as ranks of the world, and its pending operations."""
 
     def __init__(self, world, members):
-        self.world, self.members, self.meetings = world, members, {}
+        self.world, self.members, self.pending = world, members, {}
 
     def communicator(self, member):
         return Solo() if len(self.members) == 1 else ThreadCommunicator(self.members.index(member), self)
 
 
 class _World:
-    """What all groups of one run_ranks share: one lock, who waits for what, and the failure that ends them all."""
+    """State shared by all groups of one run_ranks: the lock, which rank waits for what, and the first failure."""
 
     def __init__(self, size, timeout):
         self.size, self.timeout, self.changed = size, timeout, threading.Condition()
-        self.waiting, self.returned = collections.defaultdict(list), set()  # a rank's threads may wait side by side
-        self.failure = None  # the sentence that every rank raises from then on
-        self.origin = None  # (rank, exception) that ended a rank first: what run_ranks raises
+        self.waiting = collections.defaultdict(list)  # rank -> operations: several threads of a rank may wait
+        self.returned = set()  # ranks whose function has returned
+        self.failure = None  # the message that every rank raises from now on
+        self.origin = None  # (rank, exception) that ended a rank first: run_ranks raises it
 
     def check(self):
         if self.failure:
             raise CommunicatorError(self.failure) from (self.origin[1] if self.origin else None)
 
-    def fail(self, sentence):
+    def fail(self, message):
         with self.changed:
-            self.failure = self.failure or sentence
+            self.failure = self.failure or message
             self.changed.notify_all()
 
     def end(self, rank, error=None):
-        """Rank `rank` has returned, or raised `error`."""
+        """Record that rank `rank` has returned, or raised `error`."""
         with self.changed:
             if error is not None:
                 self.origin = self.origin or (rank, error)
@@ -212,29 +216,30 @@ class _World:
             self.returned.add(rank)
             self.changed.notify_all()
 
-    def wait_for(self, meeting, rank):
-        def hopeless():
-            return self.returned.intersection(meeting.members) - meeting.came
+    def wait_for(self, operation, rank):
+        def never_completes():
+            return self.returned.intersection(operation.members) - operation.posted
 
         with self.changed:
-            self.waiting[rank].append(meeting)
-            arrived = self.changed.wait_for(lambda: self.failure or meeting.done or hopeless(), self.timeout)
-            if not (self.failure or meeting.done):
-                why = "a rank waits for one that has returned" if arrived else f"a rank waited for {self.timeout} s"
-                self.fail(f"{why}: " + "; ".join(map(self.whereabouts, range(self.size))))
-            self.waiting[rank].remove(meeting)
-            if not meeting.done:  # what all have come to counts even after a failure: it is the next call that raises
+            self.waiting[rank].append(operation)
+            in_time = self.changed.wait_for(lambda: self.failure or operation.done or never_completes(), self.timeout)
+            if not (self.failure or operation.done):
+                why = "a rank waits for one that has returned" if in_time else f"a rank waited for {self.timeout} s"
+                self.fail(f"{why}: " + "; ".join(map(self.state_of, range(self.size))))
+            self.waiting[rank].remove(operation)
+            if not operation.done:  # a completed operation counts even after a failure: the next call raises it
                 self.check()
 
-    def whereabouts(self, rank):
+    def state_of(self, rank):
         if self.waiting[rank]:
-            meeting = self.waiting[rank][0]
-            return f"rank {rank} waits in {meeting.call} for ranks {sorted(set(meeting.members) - meeting.came)}"
+            operation = self.waiting[rank][0]
+            missing = sorted(set(operation.members) - operation.posted)
+            return f"rank {rank} waits in {operation.call} for ranks {missing}"
         return f"rank {rank} has returned" if rank in self.returned else f"rank {rank} computes"
 
 
-def _deliver(result, out):
-    """`result` in `out`, or in an array of this rank's own."""
+def _copied(result, out):
+    """`result` copied into `out`, or into a new array."""
     if out is None:
         return np.array(result)
     out[...] = result
@@ -242,12 +247,13 @@ def _deliver(result, out):
 
 
 def run_ranks(size, fn, *args, timeout=60.0):
-    """[fn(communicator, *args) of each rank], every rank a thread of its own.
+    """[fn(communicator, *args) of each rank], with one thread for each rank.
 
-    The first exception on a rank ends the others at their next or present call of any group, and is raised here with
-    the rank noted. A rank that waits longer than `timeout` seconds raises CommunicatorError and says who waits where;
-    it comes at once when a rank has returned without the call. After a failure a rank that computes is given `timeout`
-    seconds to notice, then left behind. Raises ConfigError for size < 1.
+    The first exception on a rank ends the other ranks at their current or next call in any group; it is raised here
+    with a note that names the rank. A rank that waits longer than `timeout` seconds raises CommunicatorError, which
+    lists what each rank waits for. The same error is raised at once when a rank has returned without making the call.
+    After a failure, run_ranks waits `timeout` seconds for ranks that are still computing, then returns without them.
+    Raises ConfigError for size < 1.
     """
     if size < 1:
         raise ConfigError(f"a group of {size} ranks cannot run: give at least 1")
@@ -258,7 +264,7 @@ def run_ranks(size, fn, *args, timeout=60.0):
         try:
             results[rank] = fn(group.communicator(rank), *args)
             world.end(rank)
-        except BaseException as error:  # a test's skip or fail is no Exception, and must end the others too
+        except BaseException as error:  # pytest's skip and fail are not Exceptions; they too must end the other ranks
             world.end(rank, error)
 
     threads = [threading.Thread(target=run, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(size)]

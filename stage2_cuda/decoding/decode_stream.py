@@ -4,7 +4,7 @@ import contextlib
 
 import numpy as np
 
-from stage2_cuda.runtime.cuda_graph import Recorded, Workspace
+from stage2_cuda.runtime.cuda_graph import RecordedStep, Workspace
 
 
 class EagerStream(contextlib.nullcontext):
@@ -43,7 +43,7 @@ class DecodeStream:
 
     def record(self, function):
         """A callable that runs `function`: the first time directly, then recorded as a CUDA graph."""
-        return Recorded(function, stream=self.stream, workspace=self.workspace)
+        return RecordedStep(function, stream=self.stream, workspace=self.workspace)
 
     def upload(self, array, values):
         array.set(np.ascontiguousarray(values, array.dtype), stream=self.stream)

@@ -73,7 +73,8 @@ def adamw_kernel(
 ):
     block = tl.program_id(0)
     at = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    rate, eps, shrink = tl.load(scalars), tl.load(scalars + 1), tl.load(scalars + 2)
+    rate, eps = tl.load(scalars).to(tl.float32), tl.load(scalars + 1).to(tl.float32)
+    shrink = tl.load(scalars + 2).to(tl.float32)
     scale = 1.0
     if grad_scale is not None:
         scale = tl.load(grad_scale)

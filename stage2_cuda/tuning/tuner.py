@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from stage2_cuda.runtime.cuda_graph import no_collection
+from stage2_cuda.runtime.cuda_graph import no_garbage_collection
 
 # A candidate wins only below this share of the first one's time: a smaller difference may be noise, which must not
 # change the bits of a result from run to run.
@@ -161,7 +161,7 @@ def calls_per_graph(call_milliseconds):
 
 def recorded(stream, call, calls):
     """A CUDA graph of `calls` calls, recorded on `stream`, which must be the current stream."""
-    with no_collection():
+    with no_garbage_collection():
         stream.begin_capture()
         try:
             for _ in range(calls):

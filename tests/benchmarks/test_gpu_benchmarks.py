@@ -52,7 +52,7 @@ def test_the_work_of_each_launch_is_counted():
     B, H, T, C, vocab = 2, MODEL.n_head, MODEL.block_size, MODEL.n_embd, MODEL.vocab_size
     backend = CudaBackend("fp16")
     trainer = Trainer(MODEL, [backend], batch_size=B, seq_len=T, micro_batches=1)
-    trainer.shards.feed(*Windows(np.arange(100) % vocab, T).batch(0, B))
+    trainer.accumulator.feed(*Windows(np.arange(100) % vocab, T).batch(0, B))
     trainer.optimizer.begin(1e-3)
     launches = launches_of(trainer.compute_update, backend)
     work = {launch.title: launch for launch in launches}

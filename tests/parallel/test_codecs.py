@@ -83,15 +83,15 @@ def test_three_sums_in_a_row_are_the_same_by_kernels_and_nccl(rng, kind):
     """What is kept from one sum goes into the next, on the way there and on the way back."""
     xs = rng.standard_normal((3, 3, 1000)).astype(np.float32)
 
-    def sums(world):
+    def sums(world, codec):
         gradients, results = np.empty(1000, np.float32), []
-        compressed = Compressed(kind, gradients, world)
+        compressed = Compressed(codec, gradients, world)
         for x in xs:
             gradients[:] = x[world.rank]
             compressed.reduce_start(slice(0, 1000)).wait()
             results.append(gradients.copy())
         return results
 
-    wanted = run_ranks(3, sums)
-    for got in run_ranks(3, lambda threads: sums(OnFakeGpu(threads))):
+    wanted = run_ranks(3, sums, Codec(kind))
+    for got in run_ranks(3, lambda threads: sums(OnFakeGpu(threads), FusedCodec(kind, np))):
         np.testing.assert_array_equal(got, wanted[0])

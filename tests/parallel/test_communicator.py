@@ -7,96 +7,16 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numpy.testing import assert_array_equal
 
 from gpt2core.communicator import CommunicatorError, Solo
 from gpt2core.errors import ConfigError
 from gpt2core.parallel.mesh import Mesh
 from gpt2core.parallel.thread_communicator import ThreadCommunicator, run_ranks
 from gpt2core.parallel.tree_sum import tree_reduce, tree_sum
+from tests.support.collectives import DTYPES, assert_same, check_every_collective, random_values, rank_inputs
 
 SIZES = [1, 2, 3, 4, 5, 8]
-DTYPES = [np.float32, np.float64, np.int32, np.int64]
-REDUCED = {"sum": tree_sum, "min": lambda xs: np.min(xs, axis=0), "max": lambda xs: np.max(xs, axis=0)}
 HANG = 60.0  # seconds: a guard, not a measure; what is tested takes milliseconds
-
-
-def fresh(rng, shape, dtype):
-    """Random values of mixed magnitude, so that the order of a float sum shows in its bits."""
-    if np.issubdtype(dtype, np.integer):
-        return rng.integers(-(10**6), 10**6, shape).astype(dtype)
-    return (rng.standard_normal(shape) * 10.0 ** rng.integers(-4, 5, shape)).astype(dtype)
-
-
-def everyones(seed, size, shape, dtype):
-    """The x of every rank, known to every rank: one oracle without communication."""
-    rng = np.random.default_rng(seed)
-    return [fresh(rng, shape, dtype) for _ in range(size)]
-
-
-def same(got, want):
-    assert got.dtype == want.dtype
-    assert_array_equal(got, want, strict=True)
-
-
-def check_every_collective(comm, seed, rows, dtype):
-    """Each collective against its oracle; any communicator, under any launcher, must pass this."""
-    p, r = comm.size, comm.rank
-    xs = everyones(seed, p, (rows, 3), dtype)
-    longs = everyones(seed + 1, p, (p * rows, 3), dtype)  # axis 0 in p equal parts
-    root = seed % p
-    x, long, mine = xs[r].copy(), longs[r].copy(), slice(r * rows, (r + 1) * rows)
-
-    for op, reduced in REDUCED.items():
-        same(comm.all_reduce(x, op), reduced(xs))
-        same(comm.reduce_scatter(long, op), reduced(longs)[mine])
-    same(comm.all_gather(x), np.concatenate(xs))
-    same(comm.all_to_all(long), np.concatenate([other[mine] for other in longs]))
-    same(comm.broadcast(x, root), xs[root])
-    same(x, xs[r])  # out of place leaves the input intact
-    same(long, longs[r])
-
-    # non-contiguous inputs: a transpose, and every other row read backwards
-    same(comm.all_reduce(np.asfortranarray(x)), tree_sum(xs))
-    stretched = np.repeat(long, 2, axis=0)[::2][::-1]
-    same(comm.reduce_scatter(stretched), tree_sum([other[::-1] for other in longs])[mine])
-    same(comm.all_gather(x.T), np.concatenate([other.T for other in xs]))
-    same(comm.all_to_all(stretched), np.concatenate([other[::-1][mine] for other in longs]))
-    same(comm.broadcast(x.T, root), xs[root].T)
-
-    # out: filled and returned, also where it is x or holds x
-    buffer = x.copy()
-    assert comm.all_reduce(buffer, out=buffer) is buffer
-    same(buffer, tree_sum(xs))
-    buffer = np.empty_like(long)
-    buffer[mine] = x
-    assert comm.all_gather(buffer[mine], out=buffer) is buffer
-    same(buffer, np.concatenate(xs))
-    buffer = long.copy()
-    comm.reduce_scatter(buffer, out=buffer[mine])
-    same(buffer[mine], tree_sum(longs)[mine])
-    buffer = long.copy()
-    assert comm.all_to_all(buffer, out=buffer) is buffer
-    same(buffer, np.concatenate([other[mine] for other in longs]))
-    buffer = x.copy()
-    assert comm.broadcast(buffer, root, out=buffer) is buffer
-    same(buffer, xs[root])
-
-    # the caller's again as the call returns: overwriting x spoils nobody's result
-    buffer, out = x.copy(), np.empty_like(x)
-    comm.all_reduce(buffer, out=out)
-    buffer[...] = r + 77
-    same(out, tree_sum(xs))
-
-    # several under way, waited for in another order than they were started
-    handles = [comm.all_reduce_start(x), comm.all_gather_start(x), comm.reduce_scatter_start(long, "max"),
-               comm.all_to_all_start(long), comm.broadcast_start(x, root)]  # fmt: skip
-    wants = [tree_sum(xs), np.concatenate(xs), np.max(longs, axis=0)[mine],
-             np.concatenate([other[mine] for other in longs]), xs[root]]  # fmt: skip
-    for handle, want in list(zip(handles, wants, strict=True))[::-1]:
-        same(handle.wait(), want)
-        assert handle.wait() is handle.wait()
-    comm.barrier()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -117,9 +37,9 @@ def test_every_collective_at_any_size_and_length(size, seed, rows, dtype):
 def test_all_reduce_needs_no_divisible_length(size, length):
     """Lengths shorter than the group, and a scalar such as the loss."""
     for shape in ((length,), ()):
-        xs = everyones(length, size, shape, np.float32)
+        xs = rank_inputs(length, size, shape, np.float32)
         for got in run_ranks(size, lambda comm, xs=xs: comm.all_reduce(xs[comm.rank])):
-            same(np.asarray(got), np.asarray(tree_sum(xs)))
+            assert_same(np.asarray(got), np.asarray(tree_sum(xs)))
 
 
 # The canonical order
@@ -171,25 +91,27 @@ def test_tree_keeps_few_partial_sums_alive():
 
 def test_all_reduce_sums_in_the_canonical_order_bit_for_bit():
     """float32 data whose sums differ with the order: the explicit tree is met, the sum from left to right is not."""
-    xs = everyones(5, 8, (1000,), np.float32)
+    xs = rank_inputs(5, 8, (1000,), np.float32)
     want = ((xs[0] + xs[1]) + (xs[2] + xs[3])) + ((xs[4] + xs[5]) + (xs[6] + xs[7]))
     assert (sum(xs) != want).any()
     for got in run_ranks(8, lambda comm: comm.all_reduce(xs[comm.rank])):
-        same(got, want)
+        assert_same(got, want)
     for rank, got in enumerate(run_ranks(8, lambda comm: comm.reduce_scatter(xs[comm.rank]))):
-        same(got, want[rank * 125 : (rank + 1) * 125])
-    same(run_ranks(5, lambda comm: comm.all_reduce(xs[comm.rank]))[3], ((xs[0] + xs[1]) + (xs[2] + xs[3])) + xs[4])
+        assert_same(got, want[rank * 125 : (rank + 1) * 125])
+    assert_same(
+        run_ranks(5, lambda comm: comm.all_reduce(xs[comm.rank]))[3], ((xs[0] + xs[1]) + (xs[2] + xs[3])) + xs[4]
+    )
 
 
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
 def test_micro_batches_sum_to_the_same_bits_at_any_rank_count(size):
     """A rank owns a whole subtree of 8 micro-batches: adding its own, then all-reducing, is the tree over all 8."""
-    shards = everyones(6, 8, (1000,), np.float32)
+    shards = rank_inputs(6, 8, (1000,), np.float32)
     each = 8 // size
     for got in run_ranks(
         size, lambda comm: comm.all_reduce(tree_sum(shards[comm.rank * each : (comm.rank + 1) * each]))
     ):
-        same(got, tree_sum(shards))
+        assert_same(got, tree_sum(shards))
 
 
 # Ownership and non-blocking forms
@@ -199,7 +121,7 @@ def test_micro_batches_sum_to_the_same_bits_at_any_rank_count(size):
 def test_start_returns_before_the_others_come(start):
     """Rank 0 starts, and only then lets rank 1 go on."""
     started = threading.Event()
-    xs = everyones(7, 2, (4,), np.float64)
+    xs = rank_inputs(7, 2, (4,), np.float64)
 
     def main(comm):
         if comm.rank == 1:
@@ -210,13 +132,13 @@ def test_start_returns_before_the_others_come(start):
 
     want = {"all_reduce_start": xs[0] + xs[1], "all_gather_start": np.concatenate(xs),
             "all_to_all_start": np.concatenate([xs[0][:2], xs[1][:2]]), "broadcast_start": xs[0]}[start]  # fmt: skip
-    same(run_ranks(2, main)[0], want)
+    assert_same(run_ranks(2, main)[0], want)
 
 
 @pytest.mark.parametrize("start", ["all_reduce_start", "all_gather_start", "reduce_scatter_start", "broadcast_start"])
 def test_overwriting_x_before_wait_is_an_error(start):
     def main(comm):
-        x = fresh(np.random.default_rng(comm.rank), 4, np.float32)
+        x = random_values(np.random.default_rng(comm.rank), 4, np.float32)
         handle = getattr(comm, start)(x)
         x[comm.rank] += 1
         handle.wait()
@@ -227,7 +149,7 @@ def test_overwriting_x_before_wait_is_an_error(start):
 
 def test_overwriting_a_message_before_wait_is_an_error():
     def main(comm):
-        x = fresh(np.random.default_rng(8), 4, np.float32)
+        x = random_values(np.random.default_rng(8), 4, np.float32)
         if comm.rank == 0:
             handle = comm.send_start(x, 1)
             x[0] += 1
@@ -239,7 +161,7 @@ def test_overwriting_a_message_before_wait_is_an_error():
 
 
 def test_results_are_private_to_each_rank():
-    xs = everyones(9, 4, (8,), np.float64)
+    xs = rank_inputs(9, 4, (8,), np.float64)
 
     def main(comm):
         x = xs[comm.rank]
@@ -251,19 +173,19 @@ def test_results_are_private_to_each_rank():
         return results
 
     for rank, (reduced, gathered, sent, scattered) in enumerate(run_ranks(4, main)):
-        same(reduced, tree_sum(xs) + rank)
-        same(gathered, np.concatenate(xs) + rank)
-        same(sent, xs[0] + rank)
-        same(scattered, tree_sum(xs)[2 * rank : 2 * rank + 2] + rank)
+        assert_same(reduced, tree_sum(xs) + rank)
+        assert_same(gathered, np.concatenate(xs) + rank)
+        assert_same(sent, xs[0] + rank)
+        assert_same(scattered, tree_sum(xs)[2 * rank : 2 * rank + 2] + rank)
 
 
 def test_solo_returns_x_itself_and_honours_out():
-    comm, x = Solo(), fresh(np.random.default_rng(10), (4, 3), np.float32)
+    comm, x = Solo(), random_values(np.random.default_rng(10), (4, 3), np.float32)
     for call in (comm.all_reduce, comm.all_gather, comm.reduce_scatter, comm.all_to_all, comm.broadcast):
         assert call(x) is x and call(x, out=x) is x
         out = np.empty_like(x)
         assert call(x, out=out) is out
-        same(out, x)
+        assert_same(out, x)
     assert (comm.rank, comm.size, comm.bytes_sent) == (0, 1, 0)
     assert comm.split(None) is None and isinstance(comm.split(3), Solo)
 
@@ -272,7 +194,7 @@ def test_solo_returns_x_itself_and_honours_out():
 
 
 def test_messages_keep_their_order_within_a_tag_and_none_across_tags():
-    xs = everyones(11, 6, (5,), np.float64)
+    xs = rank_inputs(11, 6, (5,), np.float64)
 
     def main(comm):
         if comm.rank == 0:
@@ -287,12 +209,12 @@ def test_messages_keep_their_order_within_a_tag_and_none_across_tags():
     sent, received = run_ranks(2, main)
     assert sent == [None] * 6
     for got, want in zip(received, xs, strict=True):
-        same(got, want)
+        assert_same(got, want)
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 5, 8])
 def test_a_ring_of_messages_and_its_bytes(size):
-    xs = everyones(12, size, (6,), np.float32)
+    xs = rank_inputs(12, size, (6,), np.float32)
 
     def main(comm):
         handle = comm.send_start(xs[comm.rank][::2], (comm.rank + 1) % size)  # non-contiguous input
@@ -302,7 +224,7 @@ def test_a_ring_of_messages_and_its_bytes(size):
         return got
 
     for rank, got in enumerate(run_ranks(size, main)):
-        same(got, xs[rank - 1][::2])
+        assert_same(got, xs[rank - 1][::2])
 
 
 # Objects, bytes
@@ -329,7 +251,7 @@ def test_objects_reach_every_rank_as_copies(size):
 @pytest.mark.parametrize("size", SIZES)
 def test_bytes_sent_is_the_textbook_volume(size):
     n, p = 120 * 4, size  # 120 float32, divisible by every size
-    x = fresh(np.random.default_rng(13), 120, np.float32)
+    x = random_values(np.random.default_rng(13), 120, np.float32)
 
     def main(comm):
         def sent(call):
@@ -559,9 +481,9 @@ def test_waiting_for_a_rank_that_has_returned_ends_at_once():
 
 def test_a_rank_that_returned_early_has_done_its_part():
     """Started, never waited for: the others still get their result."""
-    xs = everyones(14, 2, (3,), np.float32)
+    xs = rank_inputs(14, 2, (3,), np.float32)
     results = run_ranks(2, lambda comm: comm.all_reduce_start(xs[1]) and None if comm.rank else comm.all_reduce(xs[0]))
-    same(results[0], xs[0] + xs[1])
+    assert_same(results[0], xs[0] + xs[1])
 
 
 # Bad arguments: both values, and what to do

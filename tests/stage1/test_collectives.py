@@ -1,7 +1,5 @@
 """Every algorithm of stage1_mpi.collectives on threads: the oracle's values, the textbook's bytes, any rank count."""
 
-import functools
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -13,9 +11,8 @@ from gpt2core.errors import ConfigError
 from gpt2core.parallel.thread_communicator import run_ranks
 from gpt2core.parallel.tree_sum import tree_sum
 from stage1_mpi import collectives
-from tests.parallel.test_communicator import DTYPES, everyones, same
+from tests.support.collectives import ALGORITHMS, DTYPES, assert_same, check_reduced, rank_inputs
 
-ALGORITHMS = list(collectives.ALL_REDUCE)
 RANKS = [1, 2, 3, 4, 5, 8]
 LENGTHS = [0, 1, 7, 40]  # none, fewer than ranks, divisible and not
 
@@ -26,36 +23,24 @@ def small_chunks(monkeypatch):
     monkeypatch.setattr(collectives, "CHUNK", 64)
 
 
-def check_reduced(got, xs, op, algorithm):
-    """`got` is the reduction of xs: bit for bit where the order is canonical or the result exact, else closely."""
-    exact = algorithm in ("canonical", "tree") or op != "sum" or np.issubdtype(xs[0].dtype, np.integer)
-    if exact:
-        same(got, np.asarray(tree_sum(xs) if op == "sum" else functools.reduce(REDUCTIONS[op], xs)))
-        return
-    assert got.dtype == xs[0].dtype and got.shape == xs[0].shape
-    # p-1 roundings, each half a unit in the last place of a partial sum, which is at most the sum of all |x|
-    bound = len(xs) * np.finfo(got.dtype).eps * np.sum(np.abs(xs), axis=0, dtype=np.float64)
-    assert (np.abs(got - np.sum(xs, axis=0, dtype=np.float64)) <= bound).all()
-
-
 def every_sum(comm, algorithm, op, dtype):
     """All lengths of all-reduce, in place and out of place, and of reduce-scatter."""
     for length in LENGTHS:
-        xs = everyones(length, comm.size, (length,), dtype)
+        xs = rank_inputs(length, comm.size, (length,), dtype)
         x = xs[comm.rank].copy()
         result = collectives.all_reduce(comm, x, op, algorithm=algorithm)
         check_reduced(result, xs, op, algorithm)
-        same(x, xs[comm.rank])
+        assert_same(x, xs[comm.rank])
         assert collectives.all_reduce(comm, x, op, out=x, algorithm=algorithm) is x
-        same(x, result)  # the same order in place
+        assert_same(x, result)  # the same order in place
 
-        longs = everyones(length + 1, comm.size, (comm.size * length,), dtype)
+        longs = rank_inputs(length + 1, comm.size, (comm.size * length,), dtype)
         long, mine = longs[comm.rank].copy(), slice(comm.rank * length, (comm.rank + 1) * length)
         want = collectives.all_reduce(comm, long, op, algorithm=algorithm)
-        same(collectives.reduce_scatter(comm, long, op, algorithm=algorithm), want[mine])
-        same(long, longs[comm.rank])
+        assert_same(collectives.reduce_scatter(comm, long, op, algorithm=algorithm), want[mine])
+        assert_same(long, longs[comm.rank])
         collectives.reduce_scatter(comm, long, op, out=long[mine], algorithm=algorithm)
-        same(long[mine], want[mine])
+        assert_same(long[mine], want[mine])
     return result
 
 
@@ -66,33 +51,33 @@ def test_sums_equal_their_oracle_on_any_number_of_ranks(algorithm, op, dtype):
     for ranks in RANKS:
         first, *others = run_ranks(ranks, every_sum, algorithm, op, dtype)
         for other in others:
-            same(other, first)  # whatever the order, it is one: all ranks hold the same bits
+            assert_same(other, first)  # whatever the order, it is one: all ranks hold the same bits
 
 
 def every_move(comm, dtype):
     """All-gather, all-to-all and broadcast of rows that may be none, in place and out of place."""
     p, r = comm.size, comm.rank
     for rows in (0, 1, 13):
-        xs = [(x % 251).astype(dtype) for x in everyones(rows, p, (rows, 3), np.int64)]
-        longs = [(x % 251).astype(dtype) for x in everyones(rows + 1, p, (p * rows, 3), np.int64)]
+        xs = [(x % 251).astype(dtype) for x in rank_inputs(rows, p, (rows, 3), np.int64)]
+        longs = [(x % 251).astype(dtype) for x in rank_inputs(rows + 1, p, (p * rows, 3), np.int64)]
         mine = slice(r * rows, (r + 1) * rows)
         exchanged = np.concatenate([long[mine] for long in longs])
         x, long = xs[r].copy(), longs[r].copy()
-        same(collectives.all_gather(comm, x), np.concatenate(xs))
-        same(collectives.all_gather(comm, x.T), np.concatenate([x.T for x in xs]))
-        same(collectives.all_to_all(comm, long), exchanged)
+        assert_same(collectives.all_gather(comm, x), np.concatenate(xs))
+        assert_same(collectives.all_gather(comm, x.T), np.concatenate([x.T for x in xs]))
+        assert_same(collectives.all_to_all(comm, long), exchanged)
         for root in {0, p // 2, p - 1}:
-            same(collectives.broadcast(comm, x, root), xs[root])
-        same(x, xs[r])
-        same(long, longs[r])
+            assert_same(collectives.broadcast(comm, x, root), xs[root])
+        assert_same(x, xs[r])
+        assert_same(long, longs[r])
         gathered = np.zeros((p * rows, 3), dtype)
         gathered[mine] = x
         assert collectives.all_gather(comm, gathered[mine], out=gathered) is gathered
-        same(gathered, np.concatenate(xs))
+        assert_same(gathered, np.concatenate(xs))
         assert collectives.all_to_all(comm, long, out=long) is long
-        same(long, exchanged)
+        assert_same(long, exchanged)
         assert collectives.broadcast(comm, x, p - 1, out=x) is x
-        same(x, xs[p - 1])
+        assert_same(x, xs[p - 1])
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, np.uint8, np.uint16, np.float16, np.bool_])
@@ -104,13 +89,13 @@ def test_moves_equal_their_oracle_with_any_dtype(dtype):
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_strided_and_scalar_inputs(algorithm):
     def main(comm):
-        xs = everyones(1, comm.size, (6, 10), np.float64)
+        xs = rank_inputs(1, comm.size, (6, 10), np.float64)
         got = collectives.all_reduce(comm, xs[comm.rank].T, algorithm=algorithm)
         check_reduced(got, [x.T for x in xs], "sum", algorithm)
         backwards = xs[comm.rank].copy()
         got = collectives.all_reduce(comm, backwards[::-1], out=backwards, algorithm=algorithm)  # out lies under x
         check_reduced(got, [x[::-1] for x in xs], "sum", algorithm)
-        scalars = everyones(2, comm.size, (), np.float32)
+        scalars = rank_inputs(2, comm.size, (), np.float32)
         got = collectives.all_reduce(comm, scalars[comm.rank], algorithm=algorithm)
         check_reduced(got, [np.asarray(x) for x in scalars], "sum", algorithm)
 
@@ -124,14 +109,14 @@ def test_strided_and_scalar_inputs(algorithm):
     st.sampled_from(DTYPES), st.sampled_from(list(REDUCTIONS)),
 )  # fmt: skip
 def test_any_rank_count_and_length(ranks, length, seed, algorithm, dtype, op):
-    xs = everyones(seed, ranks, (length,), dtype)
+    xs = rank_inputs(seed, ranks, (length,), dtype)
     for got in run_ranks(ranks, lambda comm: collectives.all_reduce(comm, xs[comm.rank], op, algorithm=algorithm)):
         check_reduced(got, xs, op, algorithm)
 
 
 def test_the_orders_differ_where_they_may():
     """What "canonical" is for: the ring and the halves of eight ranks give other bits."""
-    xs = everyones(3, 8, (1000,), np.float32)
+    xs = rank_inputs(3, 8, (1000,), np.float32)
     want = tree_sum(xs)
     for algorithm in ALGORITHMS:
         got = run_ranks(8, lambda comm: collectives.all_reduce(comm, xs[comm.rank], algorithm=algorithm))[0]  # noqa: B023
@@ -145,8 +130,8 @@ def test_zeros_and_nans_are_the_same_on_all_ranks_and_in_the_tree():
     for op in REDUCTIONS:
         tree = REDUCTIONS[op](REDUCTIONS[op](xs[0], xs[1]), REDUCTIONS[op](xs[2], xs[3]))
         for got in run_ranks(4, lambda comm: collectives.all_reduce(comm, xs[comm.rank], op, algorithm="canonical")):  # noqa: B023
-            same(np.signbit(got), np.signbit(tree))
-            same(got, tree)
+            assert_same(np.signbit(got), np.signbit(tree))
+            assert_same(got, tree)
 
 
 # -- bytes ------------------------------------------------------------------------------------------------------------

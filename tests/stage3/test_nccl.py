@@ -16,12 +16,14 @@ from gpt2core.data import Windows
 from gpt2core.parallel.codecs import CODECS
 from gpt2core.parallel.config import ParallelConfig
 from gpt2core.parallel.tree_sum import tree_sum
+from gpt2core.parallel.whole_parameters import parameter_hash
 from gpt2core.text.token_file import load_tokens
 from gpt2core.trainer import Trainer
+from gpt2core.training_loop import read_batch
 from stage2_cuda.cuda_backend import CudaBackend, dtype_of
-from stage2_cuda.runtime.cuda_graph import Recorded
+from stage2_cuda.runtime.cuda_graph import RecordedStep
 from stage3_mpi_cuda.nccl_communicator import NcclCommunicator
-from tests.parallel.test_communicator import REDUCED, everyones
+from tests.support.collectives import REDUCED, rank_inputs
 from tests.support.jobs import Job, mpi
 from tests.support.mpi import ROOT, mpiexec, run_mpi
 
@@ -87,8 +89,8 @@ def check_collectives(world, name, rows):
     """Each collective against NumPy, out of place, in place, into NaN; xs of all ranks are known to every rank."""
     p, r = world.size, world.rank
     kind = np.float32 if name.endswith("16") else np.dtype(name)
-    xs = [rounded(x, name) for x in everyones(rows, p, (rows, 3), kind)]
-    longs = [rounded(x, name) for x in everyones(rows + 1, p, (p * rows, 3), kind)]
+    xs = [rounded(x, name) for x in rank_inputs(rows, p, (rows, 3), kind)]
+    longs = [rounded(x, name) for x in rank_inputs(rows + 1, p, (p * rows, 3), kind)]
     mine, root = slice(r * rows, (r + 1) * rows), rows % p
     x, long = to_gpu(xs[r], name), to_gpu(longs[r], name)
     ops = {"sum": tree_sum, "min": REDUCED["min"], "max": REDUCED["max"]}
@@ -130,7 +132,7 @@ def collectives(host, transport):
     members = [rank for rank in range(world.size) if rank % 2 == world.rank % 2][::-1]
     same(group.all_gather(to_gpu(np.float32([world.rank]), "float32")), np.float32(members), "float32")
     exchange(world)
-    return world.native
+    return world.native_collectives
 
 
 def exchange(world):
@@ -157,10 +159,10 @@ def test_every_collective_through_the_host_equals_its_oracle(gpus, ranks):
 def large_sums(host, transport, megabytes):
     """An all-reduce of many chunks, of a length that nothing divides."""
     world = world_of(host, transport)
-    xs = everyones(3, world.size, (megabytes * 250_000 + 3,), np.float32)
+    xs = rank_inputs(3, world.size, (megabytes * 250_000 + 3,), np.float32)
     x = to_gpu(xs[world.rank], "float32")
     same(world.all_reduce(x, out=x), tree_sum(xs), "float32")
-    world.use_collectives(world.native)
+    world.use_collectives(world.native_collectives)
     got, want = world.all_reduce(to_gpu(xs[world.rank], "float32")).get(), tree_sum(xs)
     # another order of at most four float32 numbers, which may cancel
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5 * np.abs(xs).max())
@@ -190,9 +192,9 @@ def recorded(host):
         second.wait()
         return data.all_gather(parts[own], out=parts), total + twice
 
-    replay = Recorded(step, before=lambda: None)
+    replay = RecordedStep(step, before=lambda: None)
     for call in range(5):
-        xs = everyones(call, p, (n,), np.float32)
+        xs = rank_inputs(call, p, (n,), np.float32)
         x.set(xs[r])
         results = replay()()
         cupy.cuda.runtime.deviceSynchronize()
@@ -221,8 +223,8 @@ def trained(world, precision, deterministic=True, micro_batches=SHARDS, **parall
     backend, sharing = CudaBackend(precision, deterministic), ParallelConfig(bucket_mb=0.1, **parallel)
     trainer = Trainer(config, [backend], **sizes, optimizer=recipe, world=world, parallel=sharing)
     windows = Windows(tokens, config.block_size)
-    steps = [trainer.step(windows, 1e-3 / (1 + i)) for i in range(STEPS)]
-    return [(step.loss, step.grad_norm) for step in steps], trainer.parameter_hash()
+    steps = [trainer.step(read_batch(trainer, windows), 1e-3 / (1 + i)) for i in range(STEPS)]
+    return [(step.loss, step.grad_norm) for step in steps], parameter_hash(trainer)
 
 
 def runs(host, transport, ways):

@@ -18,7 +18,9 @@ from gpt2core.model import GPT2Config
 from gpt2core.parallel.config import ParallelConfig
 from gpt2core.parallel.thread_communicator import run_ranks
 from gpt2core.parallel.tree_sum import tree_sum
+from gpt2core.parallel.whole_parameters import parameter_hash
 from gpt2core.trainer import Trainer
+from gpt2core.training_loop import read_batch
 from stage0_serial.numpy_backend import NumpyBackend
 from stage2_cuda.cuda_backend import CudaBackend
 from stage2_cuda.runtime import triton_launch
@@ -27,7 +29,7 @@ from stage3_mpi_cuda.nccl_collectives import NcclCollectives
 from stage3_mpi_cuda.nccl_communicator import Gpu, NcclCommunicator
 from stage3_mpi_cuda.staged_collectives import StagedCollectives
 from stage3_mpi_cuda.watchdog import Watchdog
-from tests.parallel.test_communicator import DTYPES, check_every_collective, everyones, same
+from tests.support.collectives import DTYPES, assert_same, check_every_collective, rank_inputs
 from tests.support.fake_gpu import OnFakeGpu, fake_gpu
 from tests.support.jobs import mpi
 from tests.support.mpi import ROOT, mpiexec
@@ -63,11 +65,13 @@ def sums(threads):
     comm = collectives_of(NcclCollectives, threads)
     for shape in ((), (1,), (7,), (2, 5), (0,)):
         for dtype in (*DTYPES, np.float16):
-            xs = [x.astype(dtype) for x in everyones(1, comm.size, shape, np.float32 if dtype is np.float16 else dtype)]
+            xs = [
+                x.astype(dtype) for x in rank_inputs(1, comm.size, shape, np.float32 if dtype is np.float16 else dtype)
+            ]
             x = np.array(xs[comm.rank])
             wide = [np.float32(x) if dtype is np.float16 else x for x in xs]
             got = comm.all_reduce(x, out=np.full(shape, 77, dtype))
-            same(got, np.asarray(tree_sum(wide), dtype))  # 16 bits are added up in 32, and rounded once
+            assert_same(got, np.asarray(tree_sum(wide), dtype))  # 16 bits are added up in 32, and rounded once
             comm.use_collectives("nccl")
             assert comm.all_reduce(x, out=x) is x
             np.testing.assert_allclose(x, np.asarray(tree_sum(wide), dtype), rtol=1e-2)  # another order, in 16 bits
@@ -86,9 +90,9 @@ def messages(threads, kind):
     to, source = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     x, out = np.full(3, comm.rank), np.full(3, -1)
     sent, came = comm.send_start(x, to), comm.recv_start(out, source)
-    same(comm.all_reduce(x), np.full(3, sum(range(comm.size))))  # in between
+    assert_same(comm.all_reduce(x), np.full(3, sum(range(comm.size))))  # in between
     assert came.wait() is out and sent.wait() is None
-    same(out, np.full(3, source))
+    assert_same(out, np.full(3, source))
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -162,7 +166,7 @@ def machine(monkeypatch):
 def test_ranks_share_the_update_where_nccl_carries_it(transport, shares):
     world = object.__new__(NcclCommunicator)
     world.transport = transport
-    assert world.shares_updates == shares
+    assert world.prefers_zero == shares
 
 
 def test_ranks_with_a_gpu_each_talk_by_nccl_and_those_that_share_one_through_the_host(machine, capsys):
@@ -227,8 +231,8 @@ def trained(world, backend, micro_batches, steps=1, **parallel):
     trainer = Trainer(MODEL, [backend()], **sizes, optimizer=RECIPE, world=world, parallel=sharing)
     windows, rows = Windows(tokens, MODEL.block_size), []
     for _ in range(steps):
-        step = trainer.step(windows, 1e-3)
-        rows.append((step.loss, step.grad_norm, trainer.parameter_hash()))
+        step = trainer.step(read_batch(trainer, windows), 1e-3)
+        rows.append((step.loss, step.grad_norm, parameter_hash(trainer)))
     return rows
 
 
@@ -345,7 +349,7 @@ def test_the_script_has_stage_2_s_bits_on_two_ranks_and_any_stage_reads_what_it_
 
 MISTAKES = [
     ("--transport nccl", "--transport nccl is for GPUs, and Triton's interpreter has none"),
-    ("--collectives nccl", "--collectives nccl is unknown here: choose one of mpi, "),
+    ("--collectives nccl", "--collectives nccl: unknown algorithm; choose one of mpi, "),
     ("--precision bf16", "--precision bf16 has no meaning in Triton's interpreter"),
     ("--tp 3", "--tp 3 does not divide 2 ranks"),
     ("--batch-size 3", "--batch-size 3 is not divisible by 2 ranks: use --batch-size 4"),

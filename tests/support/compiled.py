@@ -38,6 +38,7 @@ from gpt2core.app.presets import PRESETS  # noqa: E402
 from gpt2core.data import Windows  # noqa: E402
 from gpt2core.model import GPT2, parameter_shapes  # noqa: E402
 from gpt2core.sampler import Greedy, KVCache, Sampling, generate_batch  # noqa: E402
+from gpt2core.training_loop import evaluate  # noqa: E402
 from stage2_cuda import cuda_backend  # noqa: E402
 from stage2_cuda.cuda_backend import PRECISIONS  # noqa: E402
 from stage2_cuda.kernels import attention  # noqa: E402
@@ -211,8 +212,8 @@ def train(config, precision, batch, **options):
     trainer.optimizer.begin(1e-3)
     trainer.update()
     with contextlib.suppress(gpt2core_trainer.Diverged):  # the loss is whatever was in its place
-        trainer.evaluate(windows)
-    trainer.optimizer.steps = 1
+        evaluate(trainer, windows)
+    trainer.steps = 1
     trainer.optimizer.refresh_copy()
 
 
