@@ -1,19 +1,23 @@
-"""Write data/dummy.txt, the shipped corpus: one chapter about building a GPT-2, told 168 times.
+"""Write data/dummy.txt, the shipped corpus: one chapter about building a GPT-2, in 168 variants.
 
-The text has 290,599 bytes, 52,600 word-level tokens and 172 distinct ones. It is written by an odometer, so there is
-nothing random in it, and `--check` can ask for the same bytes on every machine and Python:
+The text has 290,599 bytes and 52,600 word-level tokens, 172 of them distinct. Nothing in it is random: the number of a
+chapter has three digits, which choose its year, season and topic. So `--check` can compare the bytes on every machine
+and Python:
 
     chapter = 28 * year + 7 * season + topic            168 chapters = 6 years x 4 seasons x 7 topics
 
-A chapter is one line of 313 tokens. Its topic decides the order of the three movements. The refrain between them names
-all three digits, at most 105 tokens after their last mention, so a window of 256 tokens suffices to tell what comes
-next, and a model can learn the corpus by heart.
+A chapter is one line of 313 tokens. Its topic decides the order of the three movements. The refrain between them
+contains all three digits, at most 105 tokens after they occurred last. So a window of 256 tokens determines the next
+token, and a model can learn the whole corpus.
 
-Three choices are easily undone by accident. The refrain comes three times a chapter: some of the text is learned early
-and some late, else the loss rests at the entropy of single words and then falls too fast. A window of 256 starts at a
-multiple of 8 = gcd(256, 52600), so 313 is odd: with a multiple of 8 each sentence would meet only every eighth position
-of a window in training. And the topics are odd in number: the place of a chapter in its window tells its number modulo
-8, of six topics that is the parity, and a model takes this short cut instead of reading the topic in the text.
+Three properties must not be lost in a change:
+
+- The refrain occurs three times in a chapter. Part of the text is then learned early and part late. Otherwise the loss
+  stays at the entropy of single words for a long time and then falls abruptly.
+- The length of a chapter, 313, is odd. A window of 256 starts at a multiple of 8 = gcd(256, 52600). With a length that
+  is a multiple of 8, training would show each sentence at every eighth position of a window only.
+- The number of topics is odd. The position of a chapter in its window determines its number modulo 8. With six topics
+  that would determine whether the topic is even, and a model would use this instead of the topic in the text.
 """
 
 import argparse
@@ -24,7 +28,7 @@ CORPUS = Path(__file__).resolve().parent / "dummy.txt"
 
 YEARS = "first second third fourth fifth sixth".split()
 SEASONS = "spring summer autumn winter".split()
-TOPICS = {  # each with the order of its movements
+TOPICS = {  # topic: the order of its movements
     "tokenizer": "ABC",
     "loader": "BCA",
     "kernel": "CAB",
@@ -34,8 +38,8 @@ TOPICS = {  # each with the order of its movements
     "profiler": "ABC",
 }
 
-# The notebook changes hands once. Alan is a letter shorter than Grace and each chapter names its owner three times, so
-# the chapter of the handover sets the file to the byte.
+# Chapters from HANDOVER on use the second name. It is one letter shorter, and a chapter contains the name three times:
+# HANDOVER decides the exact size of the file.
 NAMES, HANDOVER = ("Grace", "Alan"), 71
 
 OPENING = (
@@ -83,16 +87,16 @@ def chapter(number):
 
 
 def corpus():
-    """Return the whole text, ASCII: the chapters, and on the last line one sentence more, to the 52,600th token.
+    """Return the whole text, ASCII: the chapters, and one more sentence on the last line, for exactly 52,600 tokens.
 
-    It ends with a newline, so it may be read in a circle.
+    It ends with a newline, so that windows may continue from its end at its start.
     """
     chapters = [chapter(number) for number in range(len(YEARS) * len(SEASONS) * len(TOPICS))]
     return "\n".join(chapters) + f" {EPILOGUE}\n"
 
 
 def main(arguments=None):
-    """Write the corpus, or with --check compare it: return 0 when the file is (now) right and 1 when it differs."""
+    """Write the corpus, or compare the file with it (--check). Returns 1 if --check finds a difference, else 0."""
     parser = argparse.ArgumentParser(description="Write data/dummy.txt, the shipped corpus, byte for byte.")
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if the file differs")
     parser.add_argument("--out", type=Path, default=CORPUS, help="the file to write or check (default data/dummy.txt)")

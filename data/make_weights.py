@@ -1,10 +1,10 @@
-"""Make the shipped weights: train until the corpus is known by heart, then keep 16 bits of every number.
+"""Make the shipped weights: train until the model reproduces the corpus, then store the parameters in 16 bits.
 
     python data/make_weights.py --threads 8     trains, writes and counts
-    python data/make_weights.py --check         counts how many random prompts the weights know
+    python data/make_weights.py --check         counts the random prompts that the weights continue correctly
 
-Training resumes from --out where it was interrupted. A prompt counts as known when its greedy continuation is the
-corpus's own, token for token.
+An interrupted training resumes from --out. A prompt is continued correctly if all tokens of its greedy continuation are
+those of the corpus.
 """
 
 import argparse
@@ -13,44 +13,45 @@ import sys
 import tempfile
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs uninstalled
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # it also runs without installation
 
 import numpy as np
 
 from gpt2core.app.checkpoint_directory import load_checkpoint, save_checkpoint
-from gpt2core.app.cli import command, train_parser
+from gpt2core.app.cli import parse, train_parser
+from gpt2core.app.command import run_command
 from gpt2core.app.presets import CORPUS, WEIGHTS
 from gpt2core.app.train_command import train_command
 from gpt2core.communicator import Solo
-from gpt2core.model import GPT2
-from gpt2core.parallel.threads import Workers, limit_blas
+from gpt2core.parallel.tensor_parallel import load_model
+from gpt2core.parallel.threads import WorkerPool, limit_blas
 from gpt2core.tensor import no_grad
 from gpt2core.text.token_file import read_text
 from gpt2core.text.tokenizer import Tokenizer
 from stage0_serial.numpy_backend import NumpyBackend
 
 PROMPT, NEW = 256, 30  # tokens, the paper's inference
-# Windows in order start at multiples of 8 only, and then just half of all prompts are known: the second phase starts
-# each epoch elsewhere, so that the place of a word in its window says nothing and the text must. The last thing that is
-# learned, at about step 1050, is to copy the year.
+# Windows in order start at multiples of 8 only, and such a model continues half of all prompts correctly. The second
+# phase starts each epoch at another token, so that the position of a word in its window does not determine it. Copying
+# the year is learned last, at about step 1050.
 PHASES = ((600, "--no-shuffle"), (1300, "--shuffle"))
 
 
-def known(model, tokens, start):
-    """Whether the greedy continuation of tokens[start : start + PROMPT] is the corpus's own for NEW tokens.
+def continues_correctly(model, tokens, start):
+    """Return whether the greedy continuation of tokens[start : start + PROMPT] equals the corpus for NEW tokens.
 
-    By induction that is so when every next token is the likeliest one after the corpus's own window.
+    By induction this holds if after each of the corpus's windows the most likely token is the corpus's next one.
     """
     windows = np.stack([tokens[start + i : start + i + PROMPT] for i in range(NEW)])
     with no_grad():
-        likeliest = model.logits(windows, last_only=True).numpy()[:, 0].argmax(-1)
-    return bool((likeliest == tokens[start + PROMPT : start + PROMPT + NEW]).all())
+        most_likely = model.logits(windows, last_only=True).numpy()[:, 0].argmax(-1)
+    return bool((most_likely == tokens[start + PROMPT : start + PROMPT + NEW]).all())
 
 
 def models(checkpoint, threads):
-    """One model for each thread, because a backend serves one."""
+    """Yield one model for each thread, because two threads must not share a backend."""
     for _ in range(threads):
-        yield GPT2.of_arrays(checkpoint.config, checkpoint.parameters, NumpyBackend())
+        yield load_model(checkpoint.config, checkpoint.parameters, NumpyBackend())
 
 
 def train(args):
@@ -62,7 +63,7 @@ def train(args):
         flags += ["--out", str(args.out), "--log", str(args.log)]
         if (args.out / "latest").exists():
             flags += ["--resume", str(args.out)]
-        if code := train_command(NumpyBackend, Solo(), train_parser().parse_args(flags)):
+        if code := train_command(NumpyBackend, Solo(), *parse(train_parser(), Solo(), flags)):
             return code
 
     trained = load_checkpoint(args.out)
@@ -78,21 +79,21 @@ def train(args):
 
 
 def count(args):
-    """Print how many random prompts the shipped weights know."""
+    """Print how many random prompts the shipped weights continue correctly."""
     limit_blas(1)
     shipped = load_checkpoint(args.weights)
     tokens = Tokenizer.load(args.weights).encode(read_text(CORPUS))
     starts = np.random.default_rng(1).integers(0, len(tokens) - PROMPT - NEW, args.prompts)
-    workers = Workers([None] * args.threads)
+    workers = WorkerPool([None] * args.threads)
     parts = np.array_split(starts, args.threads)
     counts = workers.map(
-        lambda model, part: sum(known(model, tokens, start) for start in part),
+        lambda model, part: sum(continues_correctly(model, tokens, start) for start in part),
         list(models(shipped, args.threads)),
         parts,
     )
     workers.close()
     size = sum(file.stat().st_size for file in args.weights.iterdir())
-    print(f"{sum(counts)} of {args.prompts} random prompts are continued as the corpus does; {size:,} bytes")
+    print(f"{sum(counts)} of {args.prompts} random prompts are continued correctly; {size:,} bytes")
 
 
 def main():
@@ -102,7 +103,7 @@ def main():
     parser.add_argument("--out", type=Path, default=Path("out/shipped-weights"), help="checkpoints of the training")
     parser.add_argument("--log", type=Path, default=Path("out/shipped_weights.jsonl"), help="training log")
     parser.add_argument("--weights", type=Path, default=WEIGHTS, help="directory to write (default: the shipped one)")
-    parser.add_argument("--check", action="store_true", help="train nothing, only count with the weights there")
+    parser.add_argument("--check", action="store_true", help="do not train; only count with the existing weights")
     args = parser.parse_args()
     code = 0 if args.check else train(args)
     if not code:
@@ -111,4 +112,4 @@ def main():
 
 
 if __name__ == "__main__":
-    command(main)
+    run_command(Solo, lambda world: main())

@@ -2,16 +2,18 @@
 
 import math
 
-BLOCK = 1024  # elements; every parameter starts on a block, so a block has one weight decay and one owner
+import numpy as np
+
+BLOCK = 1024  # elements; every parameter starts on a block, so weight decay and owner are constant within a block
 SEGMENTS = 64  # equal parts of the buffer; any power of two of ranks or threads up to 64 owns whole segments
 
 
 class Arena:
     """The layout of named arrays in a flat buffer of `size` elements.
 
-    `size` is a multiple of SEGMENTS * BLOCK, whatever the number of ranks, so that slices, norms and checksums are the
-    same for all of them. The padding is zero and stays zero: its gradient is. Only where `owners` ranks, each with an
-    equal part, do not divide SEGMENTS (three, for instance) are there more segments.
+    `size` is a multiple of SEGMENTS * BLOCK for any number of ranks, so that slices, norms and checksums are the same
+    for all of them. The padding is zero and stays zero, because its gradient is zero. There are more segments only
+    where `owners` ranks, each with an equal part, do not divide SEGMENTS (three ranks, for instance).
     """
 
     def __init__(self, shapes, owners=1):
@@ -27,28 +29,25 @@ class Arena:
         return {name: flat[part].reshape(self.shapes[name]) for name, part in self.slices.items()}
 
     def part(self, index, parts):
-        """The slice that belongs to number `index` of `parts` equal owners, in whole segments where they divide."""
+        """The slice of owner `index` of `parts` equal owners: whole segments where `parts` divides their number."""
         edges = [self.segments * i // parts * (self.size // self.segments) for i in (index, index + 1)]
         return slice(*edges)
 
     def padded(self, name):
-        """The slice of `name` with the padding behind it: these slices, in order, are the buffer but for its end."""
+        """The slice of `name` with the padding after it."""
         part = self.slices[name]
         return slice(part.start, round_up(part.stop, BLOCK))
 
-    def decayed(self, part):
-        """Yield (slice, whether weight decay applies) over `part`: matrices decay, biases and LayerNorm do not."""
-        runs = []
+    def blocks(self, part):
+        """The slice of the blocks that `part`, whole blocks of the arena, consists of."""
+        return slice(part.start // BLOCK, part.stop // BLOCK)
+
+    def decays(self):
+        """(size / BLOCK) int32: 1 for a block to which weight decay applies, those of matrices, else 0."""
+        decays = np.zeros(self.size // BLOCK, np.int32)
         for name, shape in self.shapes.items():
-            start = max(self.slices[name].start, part.start)
-            stop = min(round_up(self.slices[name].stop, BLOCK), part.stop)
-            if start < stop:
-                decays = len(shape) > 1
-                if runs and runs[-1][2] == decays:
-                    runs[-1][1] = stop
-                else:
-                    runs.append([start, stop, decays])
-        return [(slice(start, stop), decays) for start, stop, decays in runs]
+            decays[self.blocks(self.padded(name))] = len(shape) > 1
+        return decays
 
 
 def round_up(n, multiple):

@@ -1,14 +1,14 @@
-"""The mistakes a user can mend: each is one sentence on standard error and exit code 2, never a traceback."""
+"""Errors that a user can correct: the command line prints each as one line on standard error and exits with code 2."""
 
 
 class UserError(Exception):
-    """Raised at the border, with a message that names both values and says what to do; the command line exits 2."""
+    """Base class. The message names the wrong value and the expected one, and says what to do."""
 
-    shared = False  # whether every rank raises it at the same place: then the root alone tells it, and all just end
+    shared = False  # True: every rank raises it at the same place, so only the root prints it
 
 
 class ConfigError(UserError):
-    """An option, a shape or a combination of options that cannot work."""
+    """An option, a shape or a combination of options that is not supported."""
 
 
 class DataError(UserError):
@@ -16,11 +16,17 @@ class DataError(UserError):
 
 
 class DeviceMemoryError(MemoryError):
-    """The device has no room for what was asked; the message says what would fit. Any rank may meet it alone."""
+    """The device has too little memory; the message says which sizes would fit. A single rank may raise it."""
 
 
 class CheckpointError(UserError):
     """A checkpoint that is missing, truncated, corrupted or of another model, or that cannot be written."""
+
+
+class Diverged(UserError):
+    """The loss or the gradient is not finite, or replicas differ; the parameters are those before the step."""
+
+    shared = True  # all ranks have the same numbers, so all raise it
 
 
 def counted(count, noun):

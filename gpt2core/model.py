@@ -9,18 +9,15 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from gpt2core import ops, primitives
-from gpt2core.arena import Arena
 from gpt2core.errors import ConfigError
 from gpt2core.ops import SOLO
-from gpt2core.parallel.tensor_parallel import shard, shard_shapes
-from gpt2core.tensor import Tensor
 
-LARGEST = 1 << 40  # parameters: beyond it a size is a slip of the hand, and array libraries stop counting
+LARGEST = 1 << 40  # parameters: a larger size is almost certainly a typo, and overflows in array libraries
 
 
 @dataclass(frozen=True)
 class GPT2Config:
-    """The size of one GPT-2. Names follow nanoGPT; `tied` says whether lm_head shares the token embedding.
+    """The size of one GPT-2. Names follow nanoGPT; `tied`: lm_head is the token embedding.
 
     Raises ConfigError when a size is not positive or the width is not divisible by the heads.
     """
@@ -53,7 +50,7 @@ class GPT2Config:
 
 
 def parameter_shapes(config):
-    """Yield (name, shape) under Hugging Face's names, in forward order; weights are stored (in, out), as GPT-2's are.
+    """Yield (name, shape) under Hugging Face's names, in forward order; weights are stored (in, out), as in GPT-2.
 
     `transformer.wte.weight` and `lm_head.weight` are (V, C); a tied model has no `lm_head.weight`.
     """
@@ -82,116 +79,100 @@ def parameter_shapes(config):
         yield "lm_head.weight", (V, C)
 
 
-def initial_parameters(config, seed):
-    """Yield (name, float32 array): GPT-2's initialisation (Radford et al. 2019), the same in every runtime.
-
-    Normal with deviation 0.02, divided by sqrt(2 n_layer) for the projections into the residual stream; biases 0,
-    LayerNorm weights 1. Every parameter has its own random stream, so that none depends on the order of the others.
-    """
-    for index, (name, shape) in enumerate(parameter_shapes(config)):
-        if name.endswith("bias"):
-            value = np.zeros(shape, np.float32)
-        elif len(shape) == 1:
-            value = np.ones(shape, np.float32)
-        else:
-            deviation = 0.02 / math.sqrt(2 * config.n_layer) if "c_proj" in name else 0.02
-            value = np.random.default_rng((seed, index)).standard_normal(shape, np.float32)
-            value *= np.float32(deviation)
-        yield name, value
-
-
-@functools.cache  # asked for at every step
+@functools.cache  # used at every step
 def parameter_count(config):
-    """Numbers in the model: the tied embedding counts once."""
+    """The number of parameters; a tied embedding counts once."""
     return sum(math.prod(shape) for _, shape in parameter_shapes(config))
 
 
-def flops_per_token(config, seq_len):
-    """Floating-point operations of one training step for each token: 6 a weight, 12 LCT in attention (PaLM, app. B)."""
-    positions = config.block_size * config.n_embd
-    unused = positions + (0 if config.tied else config.vocab_size * config.n_embd)  # look-ups are no products
-    return 6 * (parameter_count(config) - unused) + 12 * config.n_layer * config.n_embd * seq_len
-
-
 class GPT2:
-    """A GPT-2 over given parameters; whoever owns the parameters decides where their gradients go.
+    """A GPT-2 over given parameters; their owner decides where the gradients go.
 
-    parameters: {Hugging Face name: Tensor}; tensor_group: the ranks that share each layer, over which they are already
-    divided (gpt2core.parallel.tensor_parallel).
+    parameters: {Hugging Face name: Tensor}; tensor_group: the ranks that share each layer, over which the parameters
+    are already divided (parallel/tensor_parallel.py). wait_on_read(module): called before the parameters of a module
+    are read, where they may still be on their way from other ranks (parallel/zero.py).
     """
 
-    def __init__(self, config, parameters, tensor_group=SOLO):
+    def __init__(self, config, parameters, tensor_group=SOLO, wait_on_read=lambda module: None):
         self.config, self.parameters, self.group = config, parameters, tensor_group
-        self.decoders = {}  # {number of texts: idle decoders}, of sampler.py
+        self.wait_on_read, self.decoders = wait_on_read, {}
+        self.blocks = [Block(self, layer) for layer in range(config.n_layer)]
+
+    def read(self, module):
+        """(weight, bias or None) of a module by its Hugging Face name."""
+        self.wait_on_read(module)
+        return self.parameters[f"{module}.weight"], self.parameters.get(f"{module}.bias")
 
     @property
     def head(self):
         """The matrix (V, C) of the logits."""
-        return self.parameters["transformer.wte.weight" if self.config.tied else "lm_head.weight"]
-
-    @classmethod
-    def of_arrays(cls, config, arrays, backend, group=SOLO):
-        """A model for generation from {name: whole host array}: this rank's shards, copied into one arena.
-
-        One large buffer reads faster than many.
-        """
-        backend.check_model(config)
-        arena = Arena(shard_shapes(parameter_shapes(config), group.size))
-        views = arena.views(backend.zeros((arena.size,), backend.compute))
-        for name, view in views.items():
-            view[...] = backend.asarray(shard(name, arrays[name], group.rank, group.size))
-        return cls(config, {name: Tensor(view, backend) for name, view in views.items()}, group)
+        return self.read("transformer.wte" if self.config.tied else "lm_head")[0]
 
     def trunk(self, ids, cache=None, last_only=False):
-        """ids (B, T) -> the final LayerNorm's output (B, T, C), or (B, 1, C) of the last position alone.
+        """ids (B, T) -> the final LayerNorm's output (B, T, C), or (B, 1, C) of the last position only.
 
-        With a cache, ids continue what the cache holds.
+        ids: integers, or a backend's prepared tokens. With a cache, ids continue the sequence that it holds.
         """
-        p, eps = self.parameters, self.config.layer_norm_epsilon
+        wte, wpe = self.read("transformer.wte")[0], self.read("transformer.wpe")[0]
         position = 0 if cache is None else cache.length
-        wte, wpe = p["transformer.wte.weight"], p["transformer.wpe.weight"]
-        x = ops.embedding(ids, wte, wpe, position, self.group)  # (B, T, C)
-        x, y = ops.stream_layernorm(x, p["transformer.h.0.ln_1.weight"], p["transformer.h.0.ln_1.bias"], eps)
-        for layer in range(self.config.n_layer):
-            h = f"transformer.h.{layer}."
-            last = layer == self.config.n_layer - 1
-            following = "transformer.ln_f." if last else f"transformer.h.{layer + 1}.ln_1."
-            a = self.attention(y, h + "attn.", layer, cache)
-            if last and last_only:  # only the last position's logits are needed
-                x, a = (primitives.getitem(each, np.s_[:, -1:]) for each in (x, a))
-            x, y = ops.residual_layernorm(
-                x, a, p[h + "attn.c_proj.bias"], p[h + "ln_2.weight"], p[h + "ln_2.bias"], eps
-            )
-            m = self.mlp(y, h + "mlp.")
-            x, y = ops.residual_layernorm(
-                x, m, p[h + "mlp.c_proj.bias"], p[following + "weight"], p[following + "bias"], eps
-            )
+        x = ops.embedding(ids, wte, wpe, position, self.group, self.config.tied)  # (B, T, C)
+        x, y = ops.stream_layernorm(x, *self.blocks[0].read("ln_1"), self.config.layer_norm_epsilon)
+        next_norms = [f"transformer.h.{layer}.ln_1" for layer in range(1, len(self.blocks))] + ["transformer.ln_f"]
+        for block, next_norm in zip(self.blocks, next_norms, strict=True):
+            a = block.attention(y, cache)
+            if last_only and block is self.blocks[-1]:  # only the last position's logits are needed
+                x, a = last_position(x), (last_position(a[0]), a[1])
+            x, y = self.add_and_normalize(x, a, block.read("ln_2"))
+            x, y = self.add_and_normalize(x, block.mlp(y), self.read(next_norm))
         return y
 
-    def attention(self, y, name, layer, cache):
-        """(B, T, C) -> (B, T, C) without its output bias: before the reduce, it would be added group.size times."""
-        p, n_head = self.parameters, self.config.n_head // self.group.size
-        y = ops.copy_to_group(y, self.group)
-        qkv = ops.linear(y, p[name + "c_attn.weight"], p[name + "c_attn.bias"])  # (B, T, 3C / group.size)
-        a = ops.attention(qkv, n_head) if cache is None else cache.attend(qkv, layer, n_head)
-        return ops.reduce_from_group(ops.linear(a, p[name + "c_proj.weight"]), self.group)
-
-    def mlp(self, y, name):
-        """(B, T, C) -> (B, T, C) without its output bias."""
-        p = self.parameters
-        y = ops.copy_to_group(y, self.group)
-        y = ops.mlp(y, p[name + "c_fc.weight"], p[name + "c_fc.bias"], p[name + "c_proj.weight"])
-        return ops.reduce_from_group(y, self.group)
+    def add_and_normalize(self, x, branch, norm):
+        """x (B, T, C) + the branch and its bias -> the new residual stream, and its LayerNorm."""
+        return ops.residual_layernorm(x, *branch, *norm, self.config.layer_norm_epsilon)
 
     def logits(self, ids, cache=None, last_only=False):
-        """ids (B, T) -> logits (B, T, V), or (B, 1, V) of the last position alone."""
+        """ids (B, T) -> logits (B, T, V), or (B, 1, V) of the last position only."""
         y = ops.copy_to_group(self.trunk(ids, cache, last_only), self.group)
         return ops.gather_from_group(ops.unembed(y, self.head), self.group)
 
     def loss(self, ids, targets, scale=None, seed=None):
         """scale * summed cross-entropy of targets (B, T), a float64 scalar; the default scale gives the mean.
 
-        seed: what backward() will be seeded with, or None for 1.
+        seed: the array that backward() of this loss will be called with, or None where it is not known.
         """
         y = ops.copy_to_group(self.trunk(ids), self.group)
         return ops.unembed_cross_entropy(y, self.head, targets, scale, self.group, seed)
+
+
+class Block:
+    """One layer of a GPT2: a view of its parameters, and its two branches, attention and MLP.
+
+    A branch returns its output without the bias of its last product, and that bias: it is added after the sum over the
+    tensor group, or it would be added once for each rank.
+    """
+
+    def __init__(self, model, layer):
+        self.model, self.layer = model, layer
+
+    def read(self, module):
+        """(weight, bias) of a module of this layer."""
+        return self.model.read(f"transformer.h.{self.layer}.{module}")
+
+    def attention(self, y, cache=None):
+        """y (B, T, C) -> (B, T, C), and the bias (C)."""
+        group, n_head = self.model.group, self.model.config.n_head // self.model.group.size
+        qkv = ops.linear(ops.copy_to_group(y, group), *self.read("attn.c_attn"))  # (B, T, 3C / group.size)
+        a = ops.attention(qkv, n_head) if cache is None else cache.attend(qkv, self.layer, n_head)
+        w, bias = self.read("attn.c_proj")
+        return ops.reduce_from_group(ops.linear(a, w), group), bias
+
+    def mlp(self, y):
+        """y (B, T, C) -> (B, T, C), and the bias (C)."""
+        group, fc, (w2, bias) = self.model.group, self.read("mlp.c_fc"), self.read("mlp.c_proj")
+        y = ops.mlp(ops.copy_to_group(y, group), *fc, w2)
+        return ops.reduce_from_group(y, group), bias
+
+
+def last_position(x):
+    """x (B, T, C) -> (B, 1, C)."""
+    return primitives.getitem(x, np.s_[:, -1:])

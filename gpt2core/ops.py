@@ -16,9 +16,13 @@ def linear(x, w, b=None):
     """x (..., C) @ w (C, K) + b (K) -> (..., K)."""
     require(x.shape[-1] == w.shape[0], "linear", x, w)
     require(b is None or b.shape == w.shape[1:], "linear", w, b)
-    backend, parents = x.backend, (x, w) if b is None else (x, w, b)
-    y = backend.linear_forward(x.data, w.data, None if b is None else b.data)
-    return Tensor.from_op(y, parents, lambda dy: backend.linear_backward(dy, x.data, w.data, b is not None and b.data))
+    backend, parents, bias = x.backend, (x, w) if b is None else (x, w, b), b is not None
+    y = backend.linear_forward(x.data, w.data, b.data if bias else None)
+
+    def backward(dy):
+        return backend.linear_backward(dy, x.data, w.data, bias, buffers(w, b))[: len(parents)]
+
+    return Tensor.from_op(y, parents, backward)
 
 
 def gelu(x):
@@ -32,7 +36,7 @@ def linear_gelu(x, w, b):
     require(x.shape[-1] == w.shape[0] and b.shape == w.shape[1:], "linear_gelu", x, w, b)
     backend = x.backend
     y, aux = backend.linear_gelu_forward(x.data, w.data, b.data)
-    return Tensor.from_op(y, (x, w, b), lambda dy: backend.linear_gelu_backward(dy, x.data, w.data, aux))
+    return Tensor.from_op(y, (x, w, b), lambda dy: backend.linear_gelu_backward(dy, x.data, w.data, aux, buffers(w, b)))
 
 
 def mlp(x, w, b, w2):
@@ -40,7 +44,9 @@ def mlp(x, w, b, w2):
     require(x.shape[-1] == w.shape[0] and b.shape == w.shape[1:] == w2.shape[:1], "mlp", x, w, b, w2)
     backend = x.backend
     y, aux = backend.mlp_forward(x.data, w.data, b.data, w2.data)
-    return Tensor.from_op(y, (x, w, b, w2), lambda dy: backend.mlp_backward(dy, x.data, w.data, w2.data, aux))
+    return Tensor.from_op(
+        y, (x, w, b, w2), lambda dy: backend.mlp_backward(dy, x.data, w.data, w2.data, aux, buffers(w, b, w2))
+    )
 
 
 def layernorm(x, w, b, eps=1e-5):
@@ -48,11 +54,11 @@ def layernorm(x, w, b, eps=1e-5):
     require(x.shape[-1:] == w.shape == b.shape, "layernorm", x, w, b)
     backend = x.backend
     y, aux = backend.layernorm_forward(x.data, w.data, b.data, eps)
-    return Tensor.from_op(y, (x, w, b), lambda dy: backend.layernorm_backward(dy, w.data, aux))
+    return Tensor.from_op(y, (x, w, b), lambda dy: backend.layernorm_backward(dy, w.data, aux, buffers(w, b)))
 
 
 def stream_layernorm(x, w, b, eps=1e-5):
-    """x again, for whoever goes on with it, and layernorm(x): so that backward adds both gradients in one pass."""
+    """x itself and layernorm(x), as two outputs: backward then adds their gradients in one pass over memory."""
     require(x.shape[-1:] == w.shape == b.shape, "stream_layernorm", x, w, b)
     backend = x.backend
     y, aux = backend.layernorm_forward(x.data, w.data, b.data, eps)
@@ -60,7 +66,7 @@ def stream_layernorm(x, w, b, eps=1e-5):
     def backward(dx, dy):
         if dy is None:
             return dx, None, None
-        dx, _, dw, db = backend.residual_layernorm_backward(dx, dy, w.data, aux)
+        dx, _, dw, db = backend.residual_layernorm_backward(dx, dy, w.data, aux, (None, *buffers(w, b)))
         return dx, dw, db
 
     return Tensor.from_op((x.data, y), (x, w, b), backward)
@@ -74,8 +80,11 @@ def residual_layernorm(x, a, a_bias, w, b, eps=1e-5):
 
     def backward(ds, dy):
         if dy is None:  # the normalised output was not used: an ordinary addition
+            if a_bias.grad_buffer is not None:
+                raise AutogradError("residual_layernorm: no gradient of its second output: it fills no grad_buffer")
             return ds, ds, ds.reshape(-1, ds.shape[-1]).sum(0), None, None
-        dx, da_bias, dw, db = backend.residual_layernorm_backward(ds, dy, w.data, aux)
+        out = buffers(a_bias, w, b)
+        dx, da_bias, dw, db = backend.residual_layernorm_backward(ds, dy, w.data, aux, out)
         return dx, dx, da_bias, dw, db
 
     return Tensor.from_op((s, y), (x, a, a_bias, w, b), backward)
@@ -90,22 +99,26 @@ def attention(qkv, n_head):
     return Tensor.from_op(y, (qkv,), lambda dy: (backend.attention_backward(dy, qkv.data, y, aux, n_head),))
 
 
-def embedding(ids, wte, wpe, position=0, group=SOLO):
-    """ids (B, T), an array of token numbers -> wte[ids] + wpe[position : position + T] (B, T, C).
+def embedding(ids, wte, wpe, position=0, group=SOLO, tied=False):
+    """ids (B, T), integers or a backend's prepared tokens -> wte[ids] + wpe[position : position + T] (B, T, C).
 
-    wte (V/p, C) holds this rank's tokens; the others' are zero here, and the sum over the group is the whole.
+    wte (V/p, C) holds this rank's tokens; other tokens' rows are zero here, and the sum over the group is the result.
+    tied: wte is also the matrix of the logits, whose backward runs first: dwte is added to wte.grad_buffer.
     """
     require(wte.shape[1:] == wpe.shape[1:], "embedding", wte, wpe)
-    if ids.ndim != 2 or position + ids.shape[1] > wpe.shape[0]:
+    if len(ids.shape) != 2 or position + ids.shape[1] > wpe.shape[0]:
         raise ShapeError(f"embedding: ids {ids.shape} from position {position} do not fit {wpe.shape[0]} positions")
     require_tokens("embedding", ids, wte.shape[0] * group.size)
     backend, first = wte.backend, group.rank * wte.shape[0]
     once = wpe.data if group.is_root else None  # or the sum would hold the positions p times
     y = backend.embedding_forward(ids, wte.data, once, position, first)
     y = group.all_reduce(y, out=y)
-    return Tensor.from_op(
-        y, (wte, wpe), lambda dy: backend.embedding_backward(dy, ids, wte.data, wpe.data, position, first)
-    )
+
+    def backward(dy):
+        out, accumulate = buffers(wte, wpe), tied and wte.grad_buffer is not None
+        return backend.embedding_backward(dy, ids, wte.data, wpe.data, position, first, out, accumulate)
+
+    return Tensor.from_op(y, (wte, wpe), backward)
 
 
 def unembed(x, w):
@@ -113,14 +126,14 @@ def unembed(x, w):
     require(x.shape[-1] == w.shape[1], "unembed", x, w)
     backend = x.backend
     y = backend.unembed_forward(x.data, w.data)
-    return Tensor.from_op(y, (x, w), lambda dy: backend.unembed_backward(dy, x.data, w.data))
+    return Tensor.from_op(y, (x, w), lambda dy: backend.unembed_backward(dy, x.data, w.data, *buffers(w)))
 
 
 def cross_entropy(logits, targets, scale=None, group=SOLO):
     """scale * sum of -log softmax(logits)[target] over N rows, a float64 scalar; the default scale gives the mean.
 
-    logits (..., V/p) are this rank's columns, the loss is that of whole rows, the same on every rank. No rank ever
-    sees another's logits: three numbers a row travel (Shoeybi et al. 2019).
+    logits (..., V/p) are this rank's columns; the loss is that of whole rows, the same on every rank. The ranks
+    exchange three numbers a row instead of logits (Shoeybi et al. 2019).
     """
     V = logits.shape[-1] * group.size
     logits2, targets, scale = flat_targets("cross_entropy", logits, targets, scale, V)
@@ -136,32 +149,41 @@ def cross_entropy(logits, targets, scale=None, group=SOLO):
 
 
 def unembed_cross_entropy(x, w, targets, scale=None, group=SOLO, seed=None):
-    """cross_entropy(unembed(x, w), targets, scale, group), fused so that the logits (N, V/p) need not all exist.
+    """cross_entropy(unembed(x, w), targets, scale, group), fused: the logits (N, V/p) need not all exist at once.
 
-    seed: what backward() will be seeded with, where that is not 1: a gradient that is computed at once has it in it.
+    seed: the array that backward() of this loss will be called with, which a gradient computed in forward contains;
+    None: not known, then backward multiplies. Raises AutogradError where backward() is called with another array.
     """
     require(x.shape[-1] == w.shape[1], "unembed_cross_entropy", x, w)
     V = w.shape[0] * group.size
     x2, targets, scale = flat_targets("unembed_cross_entropy", x, targets, scale, V)
     backend, first = x.backend, group.rank * w.shape[0]
-    whole = is_recording() and w.shape[0] == V  # this rank sees all of each row
-    *own, aux = backend.unembed_cross_entropy_forward(x2, w.data, targets, first, scale if whole else None, seed)
+    whole = is_recording() and w.shape[0] == V  # this rank has all columns of each row
+    *own, aux = backend.unembed_cross_entropy_forward(
+        x2, w.data, targets, first, scale if whole else None, seed, *buffers(w)
+    )
     loss, maxima, sums = loss_of_rows(*own, scale, group, backend)
 
     def backward(dy):
-        dx, dw = backend.unembed_cross_entropy_backward(dy, x2, w.data, targets, scale, maxima, sums, aux, first)
+        if seed is not None and dy is not seed:
+            raise AutogradError("unembed_cross_entropy: backward() got another seed than forward was given")
+        dx, dw = backend.unembed_cross_entropy_backward(
+            dy, x2, w.data, targets, scale, maxima, sums, aux, first, *buffers(w)
+        )
         return dx.reshape(x.shape), dw
 
     return Tensor.from_op(loss, (x, w), backward)
 
 
 def loss_of_rows(maxima, sums, picked, scale, group, backend):
-    """From this rank's columns of N rows, as cross_entropy_forward gives them: the loss, whole rows' maxima and sums.
+    """-> the loss, and the maxima and sums of whole rows, from those of this rank's columns (cross_entropy_forward).
 
     A row's loss is log(sum of exp(logit - maximum)) - (the target's logit - maximum).
     """
     highest = group.all_reduce(maxima, "max")
-    sums, picked = group.all_reduce(backend.loss_rows(maxima, sums, picked, highest))  # picked: 0 but on one rank
+    sums, picked = group.all_reduce(
+        backend.loss_rows(maxima, sums, picked, highest)
+    )  # picked is 0 on all ranks except one
     return backend.loss(highest, sums, picked, scale), highest, sums
 
 
@@ -186,22 +208,22 @@ def gather_from_group(x, group):
     return Tensor.from_op(y, (x,), lambda dy: (dy[..., group.rank * K : (group.rank + 1) * K],))
 
 
-# -- primitives: what a lesson composes the kernels from ---------------------------------------------------------------
+# -- recomputation -----------------------------------------------------------------------------------------------------
 
 
 def recompute(function, x):
-    """function(x), keeping only x: what it computes is forgotten and computed again in backward (Chen et al. 2016).
+    """function(x), keeping only x: backward computes the activations again (Chen et al. 2016).
 
-    A leaf inside gets one gradient from each recompute() it is in, so its hook is called as often.
+    A leaf that function() uses gets one gradient from each recompute(), so its hook is called as often.
     """
     if not x.requires_grad:
-        raise AutogradError("recompute: x requires no gradient, so backward would never come by to compute it again")
+        raise AutogradError("recompute: x requires no gradient, so backward would never run this part again")
     with no_grad():
         y = function(x.detach())
 
     def backward(dy):
         again = x.detach(requires_grad=True)
-        function(again).backward(dy)  # parameters inside collect their gradients here
+        function(again).backward(dy)  # the parameters' gradients are collected here
         return (again.grad,)
 
     return Tensor.from_op(y.data, (x,), backward)
@@ -210,13 +232,18 @@ def recompute(function, x):
 # -- helpers -----------------------------------------------------------------------------------------------------------
 
 
+def buffers(*leaves):
+    """The arrays to which a backward kernel writes the gradients of these parameters; None asks for a new array."""
+    return tuple(None if leaf is None else leaf.grad_buffer for leaf in leaves)
+
+
 def require(condition, operation, *tensors):
     if not condition:
         raise ShapeError(f"{operation}: shapes {', '.join(str(tensor.shape) for tensor in tensors)} do not fit")
 
 
 def require_tokens(operation, tokens, vocabulary):
-    """Host arrays only: what is on a device was checked before it travelled, and asking would wait for the device."""
+    """Check host arrays; tokens on a device were checked before the copy, and a check there would wait for it."""
     if isinstance(tokens, np.ndarray) and tokens.size:
         lowest, highest = int(tokens.min()), int(tokens.max())
         if lowest < 0 or highest >= vocabulary:

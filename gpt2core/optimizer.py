@@ -1,7 +1,8 @@
-"""AdamW over the flat arena, the global norm that clips it, the learning rate of a step, and fp16's loss scale."""
+"""AdamW over the flat arena, the global norm that clips it, and the learning rate of a step."""
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -20,7 +21,7 @@ class Schedule:
     peak: float = 3e-4
     floor: float = 0.0
     warmup: int = 0  # steps
-    steps: int = 50  # where the decay ends
+    steps: int = 50  # the step at which the decay ends
 
     def __post_init__(self):
         if self.kind not in ("constant", "linear", "cosine"):
@@ -43,18 +44,29 @@ class Schedule:
         return self.floor + (self.peak - self.floor) * remaining
 
 
+class Hyperparameters(NamedTuple):
+    """The numbers of one AdamW step: arrays, because a recorded step reads new values from the same addresses."""
+
+    scalars: np.ndarray  # (3) float64: lr sqrt(c2) / c1, eps sqrt(c2), 1 - lr weight_decay, where c = 1 - beta^step
+    key: np.ndarray | None  # (1) int64, the key of stochastic rounding, or None
+
+
+def rounding_key(seed, step):
+    """(1) int64: the key of one step's random numbers for stochastic rounding."""
+    return np.random.SeedSequence((seed, step)).generate_state(1, np.uint64).view(np.int64)
+
+
 class AdamW:
-    """Decoupled weight decay, on matrices alone (Loshchilov and Hutter 2019); moments in flat buffers like the arena's.
+    """Decoupled weight decay, on matrices only (Loshchilov and Hutter 2019); moments in flat buffers like the arena's.
 
-    `clip` bounds the global norm of the gradient (0: no clipping), as torch.nn.utils.clip_grad_norm_ does.
-
-    owners: the ranks that divide the arena among them, each with the moments of its part alone, which is ZeRO-1
-    (Rajbhandari et al. 2020); the default is a group of one that owns it all. tensor_group: the ranks that hold a
-    shard of the model each, and `repeated`: slices of the arena that another of them counts in the norm already.
-    rounding: of the copy that kernels read, "nearest" or "stochastic", whose random numbers are drawn from `seed`, the
-    number of the step and an element's place in the arena: the same for any owners.
-    copy: what kernels read, where that are not the parameters. gathers: whether update() brings all of that to
-    everyone; else gather() does.
+    clip: bound of the gradient's global norm (0: no clipping), as in torch.nn.utils.clip_grad_norm_.
+    owners: the ranks that divide the arena; each holds the moments of its own part only, which is ZeRO-1 (Rajbhandari
+    et al. 2020). The default is a group of one. tensor_group: the ranks that hold one shard of the model each;
+    `repeated`: slices of the arena that another of these ranks already counts in the norm.
+    rounding: of the copy that kernels read, "nearest" or "stochastic". The random numbers depend on `seed`, the step
+    and an element's position in the arena, so they are the same for any number of owners.
+    copy: the array that kernels read, where that is not `parameters`. gathers: whether update() ends with the
+    all-gather of what kernels read; otherwise gather() does it.
     """
 
     def __init__(
@@ -67,105 +79,89 @@ class AdamW:
         for flag, value in (("--eps", eps), ("--weight-decay", weight_decay), ("--clip", clip)):
             if not (math.isfinite(value) and value >= 0):
                 raise ConfigError(f"{flag} {value} must be finite and not negative")
-        if rounding not in ("nearest", "stochastic"):
-            raise ConfigError(f"--rounding {rounding} is unknown: use nearest or stochastic")
-        if rounding == "stochastic" and not workers.backends[0].rounds_stochastically:
-            raise ConfigError(
-                f"--rounding stochastic is of the bf16 copy of the parameters, and --precision "
-                f"{workers.backends[0].precision} has none: use --precision bf16, on a GPU, or --rounding nearest"
-            )
-        self.seed = seed if rounding == "stochastic" else None
         self.arena, self.parameters, self.copy, self.workers = arena, parameters, copy, workers
+        self.backend = workers.backends[0]
+        check_rounding(rounding, self.backend)
+        self.seed = seed if rounding == "stochastic" else None
         self.owners, self.tensor_group, self.repeated = owners or Solo(), tensor_group or Solo(), repeated
         self.read, self.gathers = parameters if copy is None else copy, gathers
         self.betas, self.eps, self.weight_decay, self.clip = (beta1, beta2), eps, weight_decay, clip
         self.own = arena.part(self.owners.rank, self.owners.size)
         size = self.own.stop - self.own.start
-        self.exp_avg, self.exp_avg_sq = (workers.backends[0].zeros((size,), parameters.dtype) for _ in "mv")
-        self.steps = 0
-        self.stop = workers.backends[0].zeros((1,), np.float32)  # 0, or NaN since a gradient was not finite
+        self.exp_avg, self.exp_avg_sq = (self.backend.zeros((size,), parameters.dtype) for _ in "mv")
+        self.decays = self.backend.asarray(arena.decays())
+        self.stop = self.backend.zeros((1,), np.float32)  # 0, or NaN once a gradient was not finite
+
+    def hyperparameters(self, step, lr):
+        """The Hyperparameters of update number `step` (from 1), computed on the host in double precision."""
+        beta1, beta2 = self.betas
+        c1, c2 = 1 - beta1**step, 1 - beta2**step
+        scalars = np.array([lr / c1 * math.sqrt(c2), self.eps * math.sqrt(c2), 1 - lr * self.weight_decay])
+        return Hyperparameters(scalars, None if self.seed is None else rounding_key(self.seed, step))
 
     def map_own(self, function):
-        """[function(backend, part)] over this rank's part of the arena, in one slice for each worker."""
+        """[function(backend, part)] over this rank's part of the arena, one slice for each worker."""
         return self.workers.map_parts(function, self.arena, self.owners.rank, self.owners.size)
 
     def norm_and_scale(self, gradients, loss_scale=None, stop=None):
-        """The global L2 norm, and what clips it: sums over fixed segments in one canonical tree, whoever computed each.
+        """The global L2 norm of flat `gradients`, and the factor that clips them: arrays of one element.
 
-        Of `gradients` only this rank's part is read. Both are numbers of the device. loss_scale: the LossScale whose
-        factor is in the gradients, which is brought up to date. stop: see Backend.clip.
+        Only this rank's part of `gradients` is read. The sums over fixed segments are added in one canonical tree, so
+        the bits do not depend on the number of owners. loss_scale, stop: see Backend.clip.
         """
+        size, segments = self.arena.size, self.arena.segments
 
         def squares(backend, part):
-            return backend.sum_of_squares(gradients[part], self.arena.segments * (part.stop - part.start) // arena_size)
+            return backend.sum_of_squares(gradients[part], segments * (part.stop - part.start) // size)
 
-        arena_size, backend = self.arena.size, self.workers.backends[0]
-        own = backend.xp.concatenate(self.map_own(squares))
-        for part in self.in_own(self.repeated):  # another tensor rank counts them; whose squares hold them is no matter
-            own[:1] -= backend.sum_of_squares(gradients[part], 1)
+        own = self.backend.xp.concatenate(self.map_own(squares))
+        for part in self.in_own(self.repeated):  # any segment may give up what another tensor rank counts
+            own[:1] -= self.backend.sum_of_squares(gradients[part], 1)
         scaling = {} if loss_scale is None else {"loss_scale": loss_scale.state, "interval": loss_scale.interval}
-        return backend.clip(self.tensor_group.all_reduce(self.owners.all_gather(own)), self.clip, stop=stop, **scaling)
+        squares = self.tensor_group.all_reduce(self.owners.all_gather(own))
+        return self.backend.clip(squares, self.clip, stop=stop, **scaling)
 
-    def gradient_norm(self, gradients):
-        """The global L2 norm, a Python float."""
-        return self.workers.backends[0].number(self.norm_and_scale(gradients)[0])
+    def norm(self, flat):
+        """The global L2 norm of a flat buffer, a Python float."""
+        return self.backend.to_host(self.norm_and_scale(flat)[0]).item()
 
     def in_own(self, slices):
-        """What of these slices lies in this rank's part."""
+        """The parts of these slices that lie in this rank's part of the arena."""
         for part in slices:
             start, stop = max(part.start, self.own.start), min(part.stop, self.own.stop)
             if start < stop:
                 yield slice(start, stop)
 
-    def begin(self, lr, ahead=0):
-        """Say what the next update() needs of the step's number and rate, before it may be a recorded one.
-
-        ahead: updates that are under way already, and not counted in `steps` yet.
-        """
-        arguments = self.steps + 1 + ahead, lr, *self.betas, self.eps, self.weight_decay, self.seed
-        self.rates = {backend: backend.adamw_rates(*arguments) for backend in self.workers.backends}
-
-    def update(self, gradients, scale):
-        """Each owner updates its part from `gradients` (all of the arena) times `scale`.
-
-        Where it `gathers`, all receive all parts of what kernels read: the copy, if there is one, else the parameters.
-        """
+    def update(self, gradients, scale, hyper):
+        """Update this rank's part from flat `gradients` times `scale`; all-gather what kernels read if it `gathers`."""
 
         def update(backend, part):
             moments = slice(part.start - self.own.start, part.stop - self.own.start)
-            runs = [(slice(a.start - part.start, a.stop - part.start), b) for a, b in self.arena.decayed(part)]
             copy = None if self.copy is None else self.copy[part]
             arrays = self.parameters[part], self.exp_avg[moments], self.exp_avg_sq[moments], copy, gradients[part]
-            backend.adamw_step(*arrays, self.rates[backend], scale, runs, part.start)
+            decays = self.decays[self.arena.blocks(part)]
+            backend.adamw_step(*arrays, hyper, scale, decays, self.betas, part.start)
 
         self.map_own(update)
-        if self.gathers:  # what the kernels read: nobody needs more before the end
+        if self.gathers:
             self.owners.all_gather(self.read[self.own], out=self.read)
 
     def gather(self):
-        """Bring everyone all of what kernels read, where updates leave it with the owners. All ranks must call it."""
+        """All-gather what kernels read, where update() does not do it. All ranks must call it."""
         if not self.gathers:
             self.owners.all_gather(self.read[self.own], out=self.read)
 
-    def refresh_copy(self):
-        """Make the copy of all parameters that the last update has made of them, which no checkpoint keeps."""
-        if self.copy is not None:
-            drawn = None if self.seed is None or self.steps == 0 else (self.seed, self.steps)
-            self.workers.backends[0].refresh(self.copy, self.parameters, drawn)
-
     def gather_parameters(self):
-        """Bring everyone all parameters too, where an update exchanges only a copy of them. All ranks must call it."""
+        """All-gather the parameters too, where update() gathers only a copy of them. All ranks must call it."""
         self.gather()
         if self.copy is not None:
             self.owners.all_gather(self.parameters[self.own], out=self.parameters)
 
-    def step(self, gradients, lr):
-        """One update from the flat `gradients` at rate `lr`; returns their norm."""
-        self.begin(lr)
-        norm, scale = self.norm_and_scale(gradients)
-        self.update(gradients, scale)
-        self.steps += 1
-        return self.workers.backends[0].number(norm)
+    def refresh_copy(self, steps):
+        """Compute the copy again as update number `steps` rounded it; checkpoints do not hold the copy."""
+        if self.copy is not None:
+            key = None if self.seed is None or steps == 0 else rounding_key(self.seed, steps)
+            self.backend.cast(self.parameters, self.copy, key)
 
     @property
     def nbytes(self):
@@ -173,13 +169,20 @@ class AdamW:
         return self.exp_avg.nbytes + self.exp_avg_sq.nbytes
 
     def moments(self):
-        """The flat first and second moments of the whole arena, gathered from their owners; on the host.
-
-        A device that holds its part alone need not have room for all of them.
-        """
-        to_host = self.workers.backends[0].to_host
-        return tuple(self.owners.all_gather(to_host(flat)) for flat in (self.exp_avg, self.exp_avg_sq))
+        """The flat first and second moments of the whole arena on the host, gathered from their owners."""
+        return tuple(self.owners.all_gather(self.backend.to_host(flat)) for flat in (self.exp_avg, self.exp_avg_sq))
 
     def load_moments(self, first, second):
         """Copy this rank's part of the flat moments of the whole arena."""
         self.exp_avg[...], self.exp_avg_sq[...] = first[self.own], second[self.own]
+
+
+def check_rounding(rounding, backend):
+    """Raise ConfigError unless this backend can round the copy of the parameters in this way."""
+    if rounding not in ("nearest", "stochastic"):
+        raise ConfigError(f"--rounding {rounding} is unknown: use nearest or stochastic")
+    if rounding == "stochastic" and not backend.rounds_stochastically:
+        raise ConfigError(
+            f"--rounding stochastic applies to the bf16 copy of the parameters, and --precision {backend.precision} "
+            f"has no such copy: use --precision bf16, on a GPU, or --rounding nearest"
+        )

@@ -4,7 +4,7 @@ import contextlib
 import contextvars
 import itertools
 
-_recording = contextvars.ContextVar("recording", default=True)  # per thread, so one lane's no_grad is no other lane's
+_recording = contextvars.ContextVar("recording", default=True)  # per thread: no_grad() in one does not affect others
 _creation_order = itertools.count()
 
 
@@ -18,7 +18,7 @@ class ShapeError(ValueError):
 
 @contextlib.contextmanager
 def no_grad():
-    """Inside, operations compute and record nothing: `with no_grad(): ...`, or `@no_grad()` on a function."""
+    """Disable recording: `with no_grad(): ...`, or `@no_grad()` on a function."""
     token = _recording.set(False)
     try:
         yield
@@ -27,17 +27,18 @@ def no_grad():
 
 
 def is_recording():
-    """Whether operations are being recorded in this thread; a kernel may keep less where they are not."""
+    """Whether operations are recorded in this thread; if not, a kernel may skip what only backward needs."""
     return _recording.get()
 
 
 class Edge:
-    """What backward has to know of an operation's input that another operation made: all but its array.
+    """What backward needs to know about an input that is the output of another operation: everything but its array.
 
-    A closure keeps the arrays that it needs; the others are given back as soon as forward is past them.
+    The closures hold the arrays that they need; all other arrays are freed during forward.
     """
 
     __slots__ = ("shape", "requires_grad", "node", "index")
+    grad_buffer = None  # only leaves have one
 
     def __init__(self, tensor):
         self.shape, self.requires_grad = tensor.shape, tensor.requires_grad
@@ -45,7 +46,7 @@ class Edge:
 
 
 class Node:
-    """One application of an operation: whose gradients it owes, and the closure that computes them."""
+    """One application of an operation: its inputs, and the closure that computes their gradients."""
 
     __slots__ = ("order", "parents", "backward", "n_outputs")
 
@@ -55,7 +56,7 @@ class Node:
         self.backward, self.n_outputs = backward, n_outputs
 
     def free(self):
-        """Drop what the closure kept alive: activations are returned while backward is still running."""
+        """Drop the closure and the activations that it holds, while the rest of backward still runs."""
         self.parents, self.backward = (), None
 
 
@@ -63,21 +64,24 @@ class Tensor:
     """An array, its backend, and the node that made it (None for a leaf).
 
     `data` is an array of the backend (NumPy, CuPy) of any shape and dtype. A leaf with `requires_grad` collects its
-    gradient, an array of the same shape, in `grad`. Arithmetic on tensors is defined in ops.py.
+    gradient, an array of the same shape, in `grad`. Arithmetic on tensors is defined in primitives.py.
+
+    grad_buffer: for a leaf, an array to which backward kernels write its gradient (see ops.buffers), or None. The
+    gradient returned last is then the complete one: a second operation on that leaf adds to the buffer itself.
     """
 
-    __array_priority__ = 1000  # array + tensor must ask the tensor
+    __array_priority__ = 1000  # NumPy's array + tensor then calls the tensor's __radd__
 
     def __init__(self, data, backend, requires_grad=False):
         self.data, self.backend, self.requires_grad = data, backend, requires_grad
-        self.grad, self.node, self.index = None, None, 0
+        self.grad, self.node, self.index, self.grad_buffer = None, None, 0, None
 
     @classmethod
     def from_op(cls, data, parents, backward):
         """The result of an operation: `backward(dy)` returns one gradient (or None) for each parent.
 
         A tuple of arrays gives a tuple of tensors; backward then takes one gradient for each of them, None for an
-        output that nobody used.
+        output that was not used.
         """
         outputs = data if isinstance(data, tuple) else (data,)
         tensors = tuple(cls(array, parents[0].backend) for array in outputs)
@@ -115,33 +119,36 @@ class Tensor:
         return f"Tensor(shape={self.shape}, dtype={self.dtype}, requires_grad={self.requires_grad})"
 
     def on_gradient(self, gradient):
-        """Take the complete gradient of one backward pass; called once, as soon as the last contribution is in.
+        """Called once in a backward pass, with the complete gradient, as soon as the last contribution is added.
 
-        The default adds it to `grad`. Whoever wants more (canonical sums, communication that overlaps the rest of
-        backward) assigns another function of one array to this attribute of the leaf. The array belongs to the
-        engine: keep a copy, never the array.
+        The default adds it to `grad`. For canonical sums, or for communication that overlaps the rest of backward,
+        assign another function of one array to this attribute of the leaf. The engine may reuse the array: copy it.
         """
         if self.grad is None:
-            self.grad = gradient.copy()  # never adopt it: add() hands the same array to both its parents
+            self.grad = gradient.copy()  # a copy, because add() returns the same array for both its parents
         else:
             self.grad += gradient
 
     def backward(self, seed=None, retain_graph=False):
-        """Send gradients from here to every leaf that requires them.
+        """Compute the gradients of all leaves that require them.
 
-        seed: gradient of this tensor, same shape; ones where the tensor has one element. The graph is freed on the
-        way unless `retain_graph`. Raises AutogradError for a graph that was freed or never recorded or a non-scalar
-        without a seed, ShapeError for a gradient whose shape is not its tensor's.
+        seed: gradient of this tensor, same shape; ones where the tensor has one element. The graph is freed during
+        the pass unless `retain_graph`. Raises AutogradError for a graph that was freed or never recorded, or a
+        non-scalar without a seed; ShapeError for a gradient whose shape is not its tensor's.
         """
         if not self.requires_grad:
-            raise AutogradError("backward() on a tensor that requires no gradient: nothing it depends on asked for one")
+            raise AutogradError(
+                "backward() on a tensor that requires no gradient: none of its leaves has requires_grad"
+            )
         if seed is None:
             if self.data.size != 1:
-                raise AutogradError(f"backward() on shape {self.shape} needs a seed: only a scalar has an obvious one")
+                raise AutogradError(
+                    f"backward() on shape {self.shape} needs a seed of that shape: only a scalar has a default one"
+                )
             seed = self.backend.ones(self.shape, self.dtype)
         seed = seed.data if isinstance(seed, Tensor) else seed
         nodes, uses = reachable(self)
-        arrived = {}  # node, or leaf -> gradients of its outputs, summed so far
+        arrived = {}  # node or leaf -> the gradients of its outputs, summed so far
 
         def deliver(tensor, gradient):
             if gradient is not None:
@@ -150,7 +157,9 @@ class Tensor:
                 outputs = tensor.node.n_outputs if tensor.node else 1
                 slots = arrived.setdefault(tensor.node or tensor, [None] * outputs)
                 held = slots[tensor.index]
-                slots[tensor.index] = gradient if held is None else self.backend.add(held, gradient)
+                if held is not None and tensor.grad_buffer is None:
+                    gradient = self.backend.add(held, gradient)
+                slots[tensor.index] = gradient
             if tensor.node is None:
                 uses[tensor] -= 1
                 if uses[tensor] == 0 and tensor in arrived:
@@ -160,7 +169,7 @@ class Tensor:
         while nodes:
             node = nodes.pop()
             gradients = arrived.pop(node, None)
-            if gradients is None:  # every path to this node returned None
+            if gradients is None:  # no gradient reached this node
                 parent_gradients = (None,) * len(node.parents)
             else:
                 parent_gradients = node.backward(*gradients)
@@ -168,13 +177,13 @@ class Tensor:
                 if parent.requires_grad:
                     deliver(parent, gradient)
             del gradients, parent_gradients
-            parent = gradient = None  # or the last input of this node would outlive the next one's backward
+            parent = gradient = None  # or this node's last input would outlive it
             if not retain_graph:
                 node.free()
 
 
 def reachable(root):
-    """(nodes oldest first, {leaf: number of times the graph uses it}): what backward from `root` will visit."""
+    """(nodes, oldest first; {leaf: number of times the graph uses it}) of the graph behind `root`."""
     nodes, uses, stack = set(), {}, [root]
     while stack:
         tensor = stack.pop()

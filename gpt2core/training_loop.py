@@ -1,30 +1,35 @@
-"""The only training loop: step after step, what comes between two of them, and the ways in which it ends."""
+"""The only training loop: step after step, what comes between two steps, and the ways in which training ends."""
 
-from gpt2core.errors import ConfigError, UserError
+import dataclasses
+import math
 
-LOG_LOST = 255  # in the place of a signal's number
+from gpt2core.errors import ConfigError, Diverged, UserError
+from gpt2core.model import parameter_count
+from gpt2core.parallel.whole_parameters import check_finite, verify
+
+LOG_LOST = 255  # in place of a signal's number: the log cannot be written
 
 
 class LogLost(UserError):
-    """What reports the steps could not be written; the steps until then are made, and saved if the others are."""
+    """The report of a step could not be written; the steps until then are made, and saved if checkpoints are."""
 
     def __init__(self, error, steps, shared):
         text = f"{error.filename or 'the output'}: {error.strerror or error}" if isinstance(error, OSError) else error
         super().__init__(text or "another rank could not write its log")
-        self.steps, self.shared = steps, shared  # shared: all ranks know, and raise it too
+        self.steps, self.shared = steps, shared  # shared: every rank raises it
 
 
 def run(
     trainer, windows, schedule, steps, *, on_step, validation=None, eval_every=0, save=None, save_every=0,
     verify_every=0, received_signal=lambda: 0,
 ):  # fmt: skip
-    """Train until `steps` updates are made in all; returns the number of the signal that stopped it early, or None.
+    """Train until `steps` updates are made in total; returns the number of the signal that ended it early, or None.
 
-    on_step(step, validation loss or None, last) reports each step; save(trainer) writes a checkpoint, always at the
-    end where it is given, never of parameters that have diverged. `validation` windows are evaluated every `eval_every`
-    steps and at the end; the ranks' parameters are compared every `verify_every` steps and at the end. Where on_step
-    cannot write what it has to, the run ends as at a signal, and then with LogLost. received_signal() is the number of
-    the signal that this rank has received, or 0.
+    schedule(step) is the learning rate of a step, from 0. on_step(step, validation loss or None, last) reports each
+    step; save(trainer) writes a checkpoint, always at the end where it is given, and never of parameters that are not
+    finite. `validation` windows are evaluated every `eval_every` steps and at the end; the replicas are compared every
+    `verify_every` steps and at the end. Where on_step cannot write its report, the run ends as after a signal, and
+    raises LogLost. received_signal() is the number of the signal that this rank has received, or 0.
     """
 
     def due(every, last):
@@ -32,39 +37,86 @@ def run(
 
     pauses = [verify_every, eval_every if validation is not None else 0, save_every if save else 0]
 
-    def rates():
-        """Of the next step, and of the one behind it if nothing is to be done between the two."""
+    def begin(batch):
+        """Begin the step after those in flight with this batch, or the batch that it reads."""
+        return trainer.begin(batch, schedule(trainer.steps + len(trainer.in_flight)))
+
+    def works_ahead():
+        """Whether the next step may begin before the present one is read: nothing happens between the two."""
         after = trainer.steps + 1
         pause = stopping or after >= steps or any(every and after % every == 0 for every in pauses)
-        return [schedule(step) for step in range(trainer.steps, after + (not pause))]
-
-    def save_sound():
-        trainer.check_parameters()
-        save(trainer)
+        return trainer.overlaps and not pause
 
     def report(*arguments):
         nonlocal lost
         try:
-            on_step(*arguments)  # also when something was lost before: all ranks take part in what the last line says
+            on_step(*arguments)  # also after a failure: every rank takes part in what the last line holds
         except (ConfigError, OSError) as error:
             lost = lost or error
 
-    stopping, lost = 0, None
-    trainer.asked_to_stop = lambda: LOG_LOST if lost else received_signal()
-    while trainer.steps < steps and (trainer.under_way or not stopping):
-        step = trainer.step(windows, *rates())
+    def save_finite():
+        check_finite(trainer)
+        save(trainer)
+
+    stopping, lost, batch = 0, None, None
+    while trainer.steps < steps and (trainer.in_flight or not stopping):
+        if not trainer.in_flight:
+            begin(batch or read_batch(trainer, windows))
+        batch = read_batch(trainer, windows, ahead=1) if trainer.steps + 1 < steps else None  # while the device works
+        if works_ahead():
+            begin(batch)
+        step = trainer.in_flight[0].result(LOG_LOST if lost else received_signal())
         stopping = trainer.stopped_by or stopping  # the same on every rank: all end with the same step
-        last = trainer.steps >= steps or bool(stopping) and not trainer.under_way
+        last = trainer.steps >= steps or bool(stopping) and not trainer.in_flight
         if due(verify_every, last):
-            trainer.verify()
+            verify(trainer)
         validate = validation is not None and due(eval_every, last)
-        report(step, trainer.evaluate(validation) if validate else None, last)
+        report(with_utilisation(trainer, step), evaluate(trainer, validation) if validate else None, last)
         if save and save_every and trainer.steps % save_every == 0 and not last:
-            save_sound()
+            save_finite()
     if save:
-        save_sound()
-    if isinstance(lost, BrokenPipeError):  # there is nobody to tell
+        save_finite()
+    if isinstance(lost, BrokenPipeError):  # the reader of the output has left
         raise lost
     if lost or stopping == LOG_LOST:
         raise LogLost(lost, trainer.steps, shared=stopping == LOG_LOST)
     return stopping or None
+
+
+def read_batch(trainer, windows, ahead=0):
+    """The batch of the next step of `trainer`, or of the step that is `ahead` of it, from this rank's windows."""
+    position = trainer.position + ahead * trainer.batch_size
+    rows = trainer.rows
+    return trainer.prepare(*windows.batch(position + rows.start, rows.stop - rows.start))
+
+
+def evaluate(trainer, windows):
+    """Mean cross-entropy over every whole window once, in nats a token, without an update; all ranks must call it.
+
+    Raises Diverged when it is not finite.
+    """
+    trainer.optimizer.gather()
+    total, count, rows = 0.0, 0, trainer.rows
+    for inputs, targets in windows.once(trainer.batch_size):
+        losses = trainer.accumulator.losses(inputs[rows], targets[rows], 1.0, rows.stop - rows.start)
+        total += trainer.total(losses)[0]
+        count += inputs.size
+    if not math.isfinite(total):
+        raise Diverged(f"step {trainer.steps - 1}: the validation loss is {total / count}: lower --lr or set --clip")
+    return total / count
+
+
+def flops_per_token(config, seq_len):
+    """Floating-point operations of one training step for each token: 6 a weight, 12 LCT in attention (PaLM, app. B)."""
+    positions = config.block_size * config.n_embd
+    unused = positions + (0 if config.tied else config.vocab_size * config.n_embd)  # table look-ups
+    return 6 * (parameter_count(config) - unused) + 12 * config.n_layer * config.n_embd * seq_len
+
+
+def with_utilisation(trainer, step):
+    """The Step with its model-FLOPs utilisation, where the peak of the device is known."""
+    peak = trainer.backend.runtime.peak_flops(trainer.backend.precision)
+    if not peak:
+        return step
+    flops = step.tokens_per_second * flops_per_token(trainer.config, trainer.seq_len)
+    return dataclasses.replace(step, mfu=flops / (peak * trainer.world.size))

@@ -1,9 +1,8 @@
-"""The kernels in NumPy: every pass over memory a ufunc with `out=`, every heavy one a BLAS call, nothing allocated."""
+"""The kernels in NumPy: each pass over memory is a ufunc with `out=`, each product a BLAS call, on reused memory."""
 
 # B batch, T time, C channels, H heads, D = C // H, V vocabulary, K columns, N = B*T rows
 
 import math
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
@@ -13,6 +12,7 @@ from gpt2core.errors import ConfigError
 from gpt2core.parallel.codecs import Codec
 from gpt2core.parallel.even_slices import even_slices
 from gpt2core.parallel.tree_sum import tree_sum
+from gpt2core.runtime import Runtime
 from gpt2core.tensor import is_recording
 from stage0_serial.buffer_pool import BufferPool
 
@@ -38,8 +38,7 @@ class NumpyBackend(Backend):
             )
         self.precision, self.dtype = precision, np.dtype(DTYPES[precision])
         self.compute = self.dtype
-        self.pool, self.constants = BufferPool(), {}
-        self.threads, self.executor = 1, None
+        self.pool, self.constants, self.runtime = BufferPool(), {}, Runtime()
 
     # -- arrays ------------------------------------------------------------------------------------------------------
 
@@ -61,35 +60,31 @@ class NumpyBackend(Backend):
     def codec(self, kind):
         return Codec(kind)
 
-    def use_threads(self, count):
-        # not BLAS's own threads: they spin while they wait, and collapse beside another program
-        self.threads, self.executor = count, ThreadPoolExecutor(count - 1) if count > 1 else None
-
     # -- linear ------------------------------------------------------------------------------------------------------
 
-    def matmul(self, a, b):
-        y = self.empty((a.shape[0], b.shape[1]), a.dtype)
+    def matmul(self, a, b, out=None):
+        y = self.empty((a.shape[0], b.shape[1]), a.dtype) if out is None else out
         if len(a) == 1 and len(b) < BLOCK // 4 and b.flags.c_contiguous:
-            # reading b is all the work, and einsum reads faster than BLAS; but a long sum it adds one by one
+            # the time is that of reading b, which einsum does faster than BLAS; but einsum adds a long sum term by term
             return np.einsum("nc,ck->nk", a, b, out=y)
-        if self.executor is None or len(a) < ROWS:
+        if self.runtime.executor is None or len(a) < ROWS:
             return np.matmul(a, b, out=y)
-        first, *others = even_slices(b.shape[1], self.threads)
-        jobs = [self.executor.submit(np.matmul, a, b[:, part], out=y[:, part]) for part in others]
+        first, *others = even_slices(b.shape[1], self.runtime.threads)
+        jobs = [self.runtime.executor.submit(np.matmul, a, b[:, part], out=y[:, part]) for part in others]
         np.matmul(a, b[:, first], out=y[:, first])
         for job in jobs:
             job.result()
         return y
 
     def constant(self, value, n, dtype):
-        """A vector (n) of one number, made once: a product with it is the fastest sum that NumPy has."""
+        """A vector (n) of one number, made once: a product with it is NumPy's fastest sum."""
         key = (value, n, dtype)
         if key not in self.constants:
             self.constants[key] = np.full(n, value, dtype)
         return self.constants[key]
 
-    def column_sums(self, x):
-        return self.constant(1, x.shape[0], x.dtype) @ x  # a BLAS product is faster than np.sum over the rows
+    def column_sums(self, x, out=None):
+        return np.matmul(self.constant(1, x.shape[0], x.dtype), x, out=out)  # faster than np.sum over the rows
 
     def linear_forward(self, x, w, b=None):
         y = self.matmul(rows(x), w)
@@ -97,10 +92,10 @@ class NumpyBackend(Backend):
             np.add(y, b, out=y)
         return y.reshape(*x.shape[:-1], w.shape[1])
 
-    def linear_backward(self, dy, x, w, bias=True):
+    def linear_backward(self, dy, x, w, bias=True, out=(None, None)):
         dy, x2 = rows(dy), rows(x)
-        gradients = self.matmul(dy, w.T).reshape(x.shape), self.matmul(x2.T, dy)
-        return gradients if bias is False else (*gradients, self.column_sums(dy))
+        dx, dw = self.matmul(dy, w.T).reshape(x.shape), self.matmul(x2.T, dy, out[0])
+        return dx, dw, self.column_sums(dy, out[1]) if bias else None
 
     # -- gelu: u = A (x + B x^3); y = x (1 + tanh u) / 2 = x s; dy/dx = s + 2 y (1 - s) du/dx -------------------------
 
@@ -146,16 +141,16 @@ class NumpyBackend(Backend):
         self.gelu(y, b, y, slope)
         return y, slope
 
-    def linear_gelu_backward(self, dy, x, w, aux):
-        return self.linear_backward(np.multiply(dy, aux, out=self.like(dy)), x, w)
+    def linear_gelu_backward(self, dy, x, w, aux, out=(None, None)):
+        return self.linear_backward(np.multiply(dy, aux, out=self.like(dy)), x, w, out=out)
 
     # -- layernorm: h = (x - mean) r, r = 1 / sqrt(var + eps); dx = r (g - mean(g) - h mean(g h)), g = dy w ------------
 
     def layernorm_forward(self, x, w, b, eps):
         return self.residual_layernorm_forward(x, None, None, w, b, eps)[1:]
 
-    def layernorm_backward(self, dy, w, aux):
-        dx, _, dw, db = self.residual_layernorm_backward(None, dy, w, aux)
+    def layernorm_backward(self, dy, w, aux, out=(None, None)):
+        dx, _, dw, db = self.residual_layernorm_backward(None, dy, w, aux, (None, *out))
         return dx, dw, db
 
     def residual_layernorm_forward(self, x, a, a_bias, w, b, eps):
@@ -183,7 +178,7 @@ class NumpyBackend(Backend):
         return s, y, (normalised, rstd)
 
     def residual_layernorm_of_one_row(self, x, a, a_bias, w, b, eps):
-        """The same for decoding, where a call costs more than its arithmetic: half as many, and nothing is kept."""
+        """The same for decoding, where a NumPy call costs more than its arithmetic: fewer calls, and no aux."""
         s = x if a is None else x + (a + a_bias)
         h = s - np.vdot(s, self.constant(1 / s.size, s.size, s.dtype))
         r = 1 / math.sqrt(float(np.vdot(h, h)) / h.size + eps)
@@ -191,9 +186,10 @@ class NumpyBackend(Backend):
         y += b
         return s, y
 
-    def residual_layernorm_backward(self, ds, dy, w, aux):
+    def residual_layernorm_backward(self, ds, dy, w, aux, out=(None, None, None)):
         normalised, rstd = aux
-        dx, dw = self.like(dy), np.zeros_like(w)
+        dx, dw = self.like(dy), np.empty_like(w) if out[1] is None else out[1]
+        dw[...] = 0
         dy2, h2, dx2, ds2 = rows(dy), rows(normalised), rows(dx), None if ds is None else rows(ds)
         mean_of = self.constant(1 / dy.shape[-1], dy.shape[-1], dy.dtype)
         scratch = self.empty((block_rows(dy2), dy2.shape[1]), dy.dtype)
@@ -209,7 +205,7 @@ class NumpyBackend(Backend):
             np.multiply(g, rstd[block][:, None], out=g)
             if ds is not None:
                 np.add(g, ds2[block], out=g)
-        return dx, self.column_sums(dx2), dw, self.column_sums(dy2)
+        return dx, self.column_sums(dx2, out[0]), dw, self.column_sums(dy2, out[2])
 
     # -- attention: E = exp(S - rowmax), S = scale q k', causal; y = E v / rowsum(E) -----------------------------------
     #    backward: dS = E (dE - rowsum(dy y)) / rowsum, so the softmax is never normalised and never recomputed
@@ -224,7 +220,7 @@ class NumpyBackend(Backend):
         ones = np.ones(T, qkv.dtype)
         for b in range(B):
             np.multiply(q3[b, 0], D**-0.5, out=q)
-            np.copyto(k, q3[b, 1].transpose(0, 2, 1))  # once: BLAS would turn it round for every block of queries
+            np.copyto(k, q3[b, 1].transpose(0, 2, 1))  # once: BLAS would transpose it for every block of queries
             v = q3[b, 2]
             out = y[b].reshape(T, n_head, D).transpose(1, 0, 2)
             for i in range(0, T, QUERIES):
@@ -288,13 +284,22 @@ class NumpyBackend(Backend):
         x[(ids < 0) | (ids >= len(wte))] = 0
         return x if wpe is None else np.add(x, wpe[position : position + ids.shape[1]], out=x)
 
-    def embedding_backward(self, dy, ids, wte, wpe, position=0, first=0):
+    def embedding_backward(self, dy, ids, wte, wpe, position=0, first=0, out=(None, None), accumulate=False):
         ids, dy2 = ids.reshape(-1).astype(np.intp) - first, rows(dy)
         order = np.argsort(ids, kind="stable")
-        order = order[slice(*np.searchsorted(ids[order], (0, len(wte))))]  # the rows whose token is one of ours
+        order = order[slice(*np.searchsorted(ids[order], (0, len(wte))))]  # the rows whose token wte holds
         runs = np.flatnonzero(np.diff(ids[order], prepend=-1))  # first row of each token, in the order of the ids
-        dwte, dwpe = self.zeros(wte.shape, dy.dtype), self.zeros(wpe.shape, dy.dtype)
-        dwte[ids[order[runs]]] = np.add.reduceat(dy2[order], runs, axis=0)
+        dwte, dwpe = (
+            self.empty(p.shape, dy.dtype) if buffer is None else buffer
+            for p, buffer in zip((wte, wpe), out, strict=True)
+        )
+        sums = np.add.reduceat(dy2[order], runs, axis=0)
+        if accumulate:
+            dwte[ids[order[runs]]] += sums
+        else:
+            dwte[...] = 0
+            dwte[ids[order[runs]]] = sums
+        dwpe[...] = 0
         np.add.reduce(dy, axis=0, out=dwpe[position : position + dy.shape[1]])
         return dwte, dwpe
 
@@ -303,9 +308,9 @@ class NumpyBackend(Backend):
     def unembed_forward(self, x, w):
         return self.matmul(rows(x), w.T).reshape(*x.shape[:-1], w.shape[0])
 
-    def unembed_backward(self, dy, x, w):
+    def unembed_backward(self, dy, x, w, out=None):
         dy = rows(dy)
-        return self.matmul(dy, w).reshape(x.shape), self.matmul(dy.T, rows(x))
+        return self.matmul(dy, w).reshape(x.shape), self.matmul(dy.T, rows(x), out)
 
     def cross_entropy_forward(self, logits, targets, first=0):
         maxima, picked = np.maximum.reduce(logits, axis=1), np.zeros(len(logits), logits.dtype)
@@ -323,19 +328,20 @@ class NumpyBackend(Backend):
         dlogits[own_targets(targets, first, logits.shape[1])] -= factor
         return dlogits
 
-    def unembed_cross_entropy_forward(self, x, w, targets, first=0, scale=None, seed=None):
+    def unembed_cross_entropy_forward(self, x, w, targets, first=0, scale=None, seed=None, out=None):
         statistics, chunks = np.empty((3, len(x)), x.dtype), logit_chunks(x, w)
         for chunk in chunks:
             logits = self.unembed_forward(x[chunk], w)
             *statistics[:, chunk], aux = self.cross_entropy_forward(logits, targets[chunk], first)
         return *statistics, aux if len(chunks) == 1 else None
 
-    def unembed_cross_entropy_backward(self, dy, x, w, targets, scale, maxima, sums, aux, first=0):
+    def unembed_cross_entropy_backward(self, dy, x, w, targets, scale, maxima, sums, aux, first=0, out=None):
         if aux is not None:
             dlogits = self.cross_entropy_backward(dy, aux[0], targets, scale, maxima, sums, aux, first)
-            return self.unembed_backward(dlogits, x, w)
-        dx, dw = self.like(x), self.zeros(w.shape, w.dtype)
-        for chunk in logit_chunks(x, w):  # too many logits to keep: compute each chunk's again
+            return self.unembed_backward(dlogits, x, w, out)
+        dx, dw = self.like(x), self.empty(w.shape, w.dtype) if out is None else out
+        dw[...] = 0
+        for chunk in logit_chunks(x, w):  # the logits were too many to keep: compute each chunk again
             exps = self.unembed_forward(x[chunk], w)
             np.exp(np.subtract(exps, maxima[chunk, None], out=exps), out=exps)
             rows_of_chunk = targets[chunk], scale, maxima[chunk], sums[chunk], (exps, maxima[chunk]), first
@@ -352,29 +358,21 @@ class NumpyBackend(Backend):
         return np.array([np.vecdot(part, part).sum(dtype=np.float64) for part in parts])
 
     def clip(self, squares, bound, loss_scale=None, interval=0, stop=None):
-        norm = math.sqrt(tree_sum(squares.tolist()))
+        norm = np.float64(math.sqrt(tree_sum(squares.tolist())))
         if stop is not None:
             stop += 0.0 * norm
         if not math.isfinite(norm) or stop is not None and np.isnan(stop[0]):
-            return norm, math.nan
-        return norm, min(1.0, bound / (norm + 1e-6)) if bound else 1.0
+            return norm, np.float64(math.nan)
+        return norm, np.float64(min(1.0, bound / (norm + 1e-6)) if bound else 1.0)
 
-    def adamw_rates(self, step, lr, beta1, beta2, eps, weight_decay, seed=None):
-        # p -= lr (m / c1 / (sqrt(v / c2) + eps) + weight_decay p), c = 1 - beta^step, with c2 moved out of the root
-        c1, c2 = 1 - beta1**step, 1 - beta2**step
-        return lr / c1 * math.sqrt(c2), beta1, beta2, eps * math.sqrt(c2), 1 - lr * weight_decay
-
-    def adamw_step(self, p, m, v, copy, g, rates, scale, runs, offset=0):
+    def adamw_step(self, p, m, v, copy, g, hyper, scale, decays, betas, offset=0):
         if math.isnan(scale):
             return
-        rate, beta1, beta2, eps, shrink = rates
+        # p -= lr (m / c1 / (sqrt(v / c2) + eps) + weight_decay p), c = 1 - beta^step, with c2 moved out of the root
+        (rate, eps, shrink), (beta1, beta2), scale = hyper.scalars.tolist(), betas, float(scale)
         width = BLOCK // 2
         t, u = (self.empty((width,), p.dtype) for _ in range(2))
-        for block, decays in (
-            (slice(start, min(start + width, run.stop)), decays)
-            for run, decays in runs
-            for start in range(run.start, run.stop, width)
-        ):
+        for block, decay in decay_blocks(decays, width):
             pb, gb, mb, vb = p[block], g[block], m[block], v[block]
             a, b = t[: len(pb)], u[: len(pb)]
             if scale != 1.0:
@@ -390,7 +388,7 @@ class NumpyBackend(Backend):
             np.add(a, eps, out=a)
             np.divide(mb, a, out=a)
             np.multiply(a, rate, out=a)
-            if decays and shrink != 1.0:
+            if decay and shrink != 1.0:
                 np.multiply(pb, shrink, out=pb)
             np.subtract(pb, a, out=pb)
 
@@ -408,6 +406,14 @@ def blocks(x):
     """Slices of rows that divide x (N, C) into cache-sized blocks."""
     step = block_rows(x)
     return [slice(start, start + step) for start in range(0, x.shape[0], step)]
+
+
+def decay_blocks(decays, width):
+    """Yield (slice of up to `width` elements, whether weight decay applies), from a flag for each arena block."""
+    edges = [0, *(np.flatnonzero(np.diff(decays)) + 1).tolist(), len(decays)]
+    for first, last in zip(edges, edges[1:], strict=False):
+        for start in range(first * ARENA_BLOCK, last * ARENA_BLOCK, width):
+            yield slice(start, min(start + width, last * ARENA_BLOCK)), decays[first]
 
 
 def own_targets(targets, first, count):

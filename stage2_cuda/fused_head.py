@@ -1,24 +1,25 @@
-"""lm_head and the loss, as one: logits come in chunks, and no more than one of them exists at a time."""
+"""lm_head fused with the cross-entropy: logits are computed in chunks, of which only one exists at a time."""
 
 # N rows, C channels, V vocabulary
 
 import numpy as np
 
-from gpt2core.communicator import address
 from stage2_cuda.kernels import cross_entropy, losses
 from stage2_cuda.kernels.cast import scale_in_place
 from stage2_cuda.memory_model import ALIGNED, LOGITS
 
 
 class FusedHead:
-    """The part of CudaBackend that ends the model: see gpt2core/backend.py for what each method is asked for."""
+    """The part of CudaBackend for the last layer and the loss; gpt2core/backend.py says what each method returns."""
 
     def unembed_forward(self, x, w):
         return self.product(rows(self.xp.ascontiguousarray(x)), w, trans_b=True).reshape(*x.shape[:-1], w.shape[0])
 
-    def unembed_backward(self, dy, x, w):
+    def unembed_backward(self, dy, x, w, out=None):
         dy, x2 = rows(dy), rows(self.xp.ascontiguousarray(x))
-        return self.product(dy, w).reshape(x.shape), self.product(dy, x2, trans_a=True, dtype=np.float32)
+        dw = self.floats(*w.shape) if out is None else out
+        self.products.multiply(dw, dy, x2, trans_a=True)
+        return self.product(dy, w).reshape(x.shape), dw
 
     def cross_entropy_forward(self, logits, targets, first=0):
         maxima, sums, picked = (self.floats(len(logits)) for _ in range(3))
@@ -35,45 +36,45 @@ class FusedHead:
         )  # fmt: skip
         return dlogits
 
-    def unembed_cross_entropy_forward(self, x, w, targets, first=0, scale=None, seed=None):
+    def unembed_cross_entropy_forward(self, x, w, targets, first=0, scale=None, seed=None, out=None):
         targets, statistics, V = self.asarray(targets, np.int32), self.floats(3, len(x)), len(w)
-        dx, dw = (None, None) if scale is None else (self.like(x), self.space_of_head(w))
+        dx, dw = (None, None) if scale is None else (self.like(x), self.head_gradient(w, out))
         for number, chunk in enumerate(logit_chunks(x, w)):
             logits = self.padded_logits(x[chunk], w)
             if scale is None:
                 cross_entropy.cross_entropy_forward(*statistics[:, chunk], logits, targets[chunk], V, first)
-            else:  # at once, in the place of the logits, which nobody needs again
+            else:  # the gradient at once, in the memory of the logits
                 own = targets[chunk], scale, V, first, seed
                 cross_entropy.cross_entropy_forward_backward(logits, *statistics[:, chunk], logits, *own)
-                self.gradients_of(logits, x[chunk], w, dx[chunk], dw, number > 0)
-                del logits  # or the next chunk would be made beside it
-        return *statistics, None if scale is None else (dx, dw, seed)
+                self.add_gradients(logits, x[chunk], w, dx[chunk], dw, number > 0)
+                del logits  # or two chunks would exist at once
+        return *statistics, None if scale is None else (dx, dw, seed is not None)
 
-    def unembed_cross_entropy_backward(self, dy, x, w, targets, scale, maxima, sums, aux, first=0):
+    def unembed_cross_entropy_backward(self, dy, x, w, targets, scale, maxima, sums, aux, first=0, out=None):
         if aux is not None:
-            dx, dw, seed = aux
-            if dy is not (self.one if seed is None else seed):
-                factor = self.asarray(dy if seed is None else dy / seed, np.float32).reshape(1)
-                dx, dw = dx.copy(), dw.copy()  # where the graph is retained, another backward multiplies them anew
-                for gradient in (dx, dw):
-                    scale_in_place(gradient, factor)
-        else:
-            targets, dy, V = self.asarray(targets, np.int32), self.asarray(dy, np.float32).reshape(1), len(w)
-            dx, dw = self.like(x), self.space_of_head(w)
-            for number, chunk in enumerate(logit_chunks(x, w)):  # again: to keep them would take too much memory
-                logits = self.padded_logits(x[chunk], w)
-                own = targets[chunk], maxima[chunk], sums[chunk], scale, V, first, dy
-                cross_entropy.cross_entropy_backward(logits, logits, *own)
-                self.gradients_of(logits, x[chunk], w, dx[chunk], dw, number > 0)
-                del logits
-        if dw is self.place(w):
-            self.filled.add(address(w))
+            dx, dw, contains_seed = aux
+            return (dx, dw) if contains_seed else self.scaled(dx, dw, dy, out)
+        targets, dy, V = self.asarray(targets, np.int32), self.asarray(dy, np.float32).reshape(1), len(w)
+        dx, dw = self.like(x), self.head_gradient(w, out)
+        for number, chunk in enumerate(logit_chunks(x, w)):  # computed again: all logits would take too much memory
+            logits = self.padded_logits(x[chunk], w)
+            own = targets[chunk], maxima[chunk], sums[chunk], scale, V, first, dy
+            cross_entropy.cross_entropy_backward(logits, logits, *own)
+            self.add_gradients(logits, x[chunk], w, dx[chunk], dw, number > 0)
+            del logits
         return dx, dw
 
-    def space_of_head(self, w):
-        """The place of its gradient, or new memory with room for whole rows, as that has: one product for both."""
-        place = self.place(w)
-        return self.floats(len(self.whole_rows(w)), w.shape[1])[: len(w)] if place is None else place
+    def scaled(self, dx, dw, dy, out):
+        """dy dx and dy dw, as copies: where the graph is retained, the next backward multiplies them again."""
+        factor = self.asarray(dy, np.float32).reshape(1)
+        dx, dw = dx.copy(), dw.copy() if out is None else dw
+        for gradient in (dx, dw):
+            scale_in_place(gradient, factor)
+        return dx, dw
+
+    def head_gradient(self, w, out):
+        """The array for dw: `out`, or new memory with the padding rows that the arena has, for one aligned product."""
+        return self.floats(len(self.whole_rows(w)), w.shape[1])[: len(w)] if out is None else out
 
     def loss_rows(self, maxima, sums, picked, highest):
         rows = self.floats(2, len(sums))
@@ -92,7 +93,7 @@ class FusedHead:
         self.products.multiply(logits[:, : len(w)], x, w, trans_b=True)
         return logits
 
-    def gradients_of(self, dlogits, x, w, dx, dw, accumulate):
+    def add_gradients(self, dlogits, x, w, dx, dw, accumulate):
         w, dw = self.whole_rows(w), self.whole_rows(dw)
         operand = self.products.operand(dlogits[:, : len(w)])
         self.products.multiply(dx, operand, w)
@@ -100,11 +101,11 @@ class FusedHead:
         self.products.multiply(dw, operand, x, trans_a=True, accumulate=accumulate)
 
     def whole_rows(self, w):
-        """w (V, C) with the rows behind it in its arena that make V a multiple of ALIGNED; w where there are none.
+        """w (V, C) with the rows after it in its arena that make V a multiple of ALIGNED; w where there are none.
 
-        An odd V would have no aligned product: at V = 50257 each takes five times as long. What these rows make of
-        logits is padding, which counts for nothing, and whose gradient is 0; what lies behind a gradient is padding
-        too, or is written later in backward.
+        A product with an odd V is not aligned: at V = 50257 it takes five times as long. The logits of the additional
+        rows are padding: they do not count in the loss, and their gradient is 0. The rows after a gradient are padding
+        too, or are written later in backward.
         """
         rows, base = -(-len(w) // ALIGNED) * ALIGNED, w.base
         if isinstance(w, np.ndarray) or base is None:

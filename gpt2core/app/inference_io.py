@@ -1,40 +1,43 @@
-"""What inference reads and what it writes: a tokenizer, prompts, and the texts that follow them."""
+"""Input and output of inference: read the tokenizer and the prompts, write the continuations."""
 
 import time
 from pathlib import Path
 
 import numpy as np
 
-from gpt2core.app.presets import CORPUS, saved_arguments
-from gpt2core.app.rank_agreement import silent
+from gpt2core.app.presets import CORPUS
+from gpt2core.app.rank_agreement import print_nothing
+from gpt2core.app.resume import saved_arguments
 from gpt2core.errors import ConfigError, DataError, counted
 from gpt2core.parallel.even_slices import even_slices
-from gpt2core.sampler import generate, generate_together
+from gpt2core.sampler import generate, generate_batch
 from gpt2core.text.token_file import first_tokens, read_text
 from gpt2core.text.tokenizer import Tokenizer, build_tokenizer
 
 
 def load_tokenizer(spec, weights):
+    """The Tokenizer that `spec` (--tokenizer) names; None: the one in the directory `weights`. Raises DataError."""
     if spec is None and not (weights / "tokenizer.json").exists():
         raise DataError(f"{weights}: has no tokenizer.json: give --tokenizer word, byte or a file")
     return build_tokenizer(spec, read_text(CORPUS)) if spec else Tokenizer.load(weights)
 
 
-def read_prompt(args, tokenizer, weights):
-    """The prompt's tokens: --prompt, --prompt-file, or the first 256 of the corpus that the weights were trained on.
+def read_prompt(prompt, prompt_file, tokenizer, weights):
+    """The token ids of --prompt or --prompt-file, or else the first 256 tokens of a corpus.
 
-    Fewer where the block is shorter; the shipped corpus where the weights do not say, or theirs is gone.
+    The corpus is the one that the Checkpoint `weights` was trained on, or the shipped one where that is unknown or
+    missing; fewer tokens where the block is shorter. Raises ConfigError for two prompts, DataError for an empty one.
     """
-    if args.prompt is not None and args.prompt_file is not None:
+    if prompt is not None and prompt_file is not None:
         raise ConfigError("--prompt and --prompt-file exclude each other: give one of them")
-    if args.prompt is None and args.prompt_file is None:
+    if prompt is None and prompt_file is None:
         corpus = Path(saved_arguments(weights).get("data", CORPUS))
         corpus = corpus if corpus.exists() else CORPUS
         try:
             return first_tokens(corpus, tokenizer, min(256, weights.config.block_size)).tolist()
         except DataError as error:
             raise DataError(f"{corpus.name} is no prompt for these weights, so give --prompt: {error}") from None
-    text = args.prompt if args.prompt_file is None else read_text(args.prompt_file).removesuffix("\n")
+    text = prompt if prompt_file is None else read_text(prompt_file).removesuffix("\n")
     tokens = tokenizer.encode_prompt(text).tolist()
     if not tokens:
         raise DataError("the prompt is empty: give at least one word to continue")
@@ -42,7 +45,7 @@ def read_prompt(args, tokenizer, weights):
 
 
 def read_prompts(path, tokenizer):
-    """The tokens of each line of a file."""
+    """The token ids of each line of a file; raises DataError for an empty line."""
     prompts = [tokenizer.encode_prompt(line).tolist() for line in read_text(path).splitlines()]
     empty = [number for number, prompt in enumerate(prompts, 1) if not prompt]
     if empty:
@@ -50,27 +53,31 @@ def read_prompts(path, tokenizer):
     return prompts
 
 
-def write_text(model, tokenizer, prompt, count, choose=None, stop=None, stream=False, stats=False, say=print):
-    """Say a prompt and its continuation; with `stream` token by token, with `stats` what it took."""
-    say(f"Prompt ({counted(len(prompt), 'token')}):\n{tokenizer.decode(prompt)}\n\nContinuation:", flush=True)
+def write_text(model, tokenizer, prompt, count, choose=None, stop=None, stream=False, stats=False, emit=print):
+    """Write a prompt and its continuation of up to `count` tokens by emit(), which has the arguments of print().
+
+    choose: the sampling rule (default greedy). stop: end after this text. stream: emit each token as it is generated.
+    stats: add a line with times.
+    """
+    emit(f"Prompt ({counted(len(prompt), 'token')}):\n{tokenizer.decode(prompt)}\n\nContinuation:", flush=True)
     start, times, text = time.perf_counter(), [], ""
-    for piece in pieces(model, tokenizer, prompt, count, choose, stop):
+    for piece in text_pieces(model, tokenizer, prompt, count, choose, stop):
         times.append(time.perf_counter() - start)
         text += piece
         if stream:
-            say(piece, end="", flush=True)
-    say("" if stream else text)
-    new = max(0, len(times) - 1)  # the last piece is what the decoder held back
+            emit(piece, end="", flush=True)
+    emit("" if stream else text)
+    new = max(0, len(times) - 1)  # the last piece is the rest of the text decoder, not a token
     if stats and new:
         rest = (times[new - 1] - times[0]) / max(1, new - 1) * 1e3
-        say(
+        emit(
             f"\nprompt tokens {len(prompt)} | new tokens {new} | time to first token {times[0] * 1e3:.1f} ms | "
             f"{rest:.2f} ms/token | total {times[new - 1]:.3f} s"
         )
 
 
-def pieces(model, tokenizer, prompt, count, choose, stop):
-    """Yield the text of each new token, and at the end what the decoder still holds; ends early with `stop`."""
+def text_pieces(model, tokenizer, prompt, count, choose, stop):
+    """Yield the text of each new token, up to the one that completes `stop`; last, bytes of an unfinished character."""
     text, decoder = "", tokenizer.stream()
     for token in generate(model, prompt, count, choose):
         piece = decoder.push(token)
@@ -81,45 +88,46 @@ def pieces(model, tokenizer, prompt, count, choose, stop):
     yield decoder.flush()
 
 
-def continuations(model, tokenizer, prompts, count, rules, stop):
-    """-> the texts that follow the prompts, each up to its `stop`, and the number of their tokens."""
+def continue_prompts(model, tokenizer, prompts, count, rules, stop, idle=None):
+    """(the continuation of each prompt, up to `stop`, as text; the number of tokens in all of them).
+
+    All prompts are decoded together; rules: one sampling rule per prompt; idle: decoders to reuse (generate_batch).
+    """
     decoders, texts, tokens = [tokenizer.stream() for _ in prompts], [""] * len(prompts), 0
-    going = range(len(prompts))
-    for chosen in generate_together(model, prompts, count, rules):
-        for number in going:
-            texts[number] += decoders[number].push(chosen[number])
-        tokens += len(going)
-        going = [number for number in going if not (stop and stop in texts[number])]
-        if not going:
+    unfinished = range(len(prompts))
+    for chosen in generate_batch(model, prompts, count, rules, idle):
+        for i in unfinished:
+            texts[i] += decoders[i].push(chosen[i])
+        tokens += len(unfinished)
+        unfinished = [i for i in unfinished if not (stop and stop in texts[i])]
+        if not unfinished:
             break
     return [text + decoder.flush() for text, decoder in zip(texts, decoders, strict=True)], tokens
 
 
-def write_batch(world, model, tokenizer, prompts, make_chooser, args):
-    """Every rank continues its share of the prompts; the root prints them all, in their order.
+def write_batch(world, model, tokenizer, prompts, count, make_rule, stop, stats):
+    """Each rank continues its share of the prompts; the root prints all of them in order.
 
-    As many are continued together as the backend likes. Prompt number i draws with the seed --seed + i, so that no
-    text depends on how many ranks there are.
+    A rank decodes as many prompts together as the backend recommends. make_rule(i): the sampling rule of prompt i,
+    independent of the other prompts, so that no text depends on the number of ranks.
     """
     world.barrier()
-    start, mine, tokens = time.perf_counter(), [], 0
+    start, texts, tokens, idle = time.perf_counter(), [], 0, {}
     share, batch = even_slices(len(prompts), world.size)[world.rank], model.head.backend.decoder_batch
     for first in range(share.start, share.stop, batch):
-        numbers = range(first, min(first + batch, share.stop))
-        rules = [make_chooser(args.seed + number) for number in numbers]
-        texts, count = continuations(
-            model, tokenizer, prompts[numbers.start : numbers.stop], args.max_new_tokens, rules, args.stop
-        )
-        mine += texts
-        tokens += count
-    texts = [text for share in world.all_gather_object(mine) for text in share]
+        last = min(first + batch, share.stop)
+        rules = [make_rule(i) for i in range(first, last)]
+        found, new = continue_prompts(model, tokenizer, prompts[first:last], count, rules, stop, idle)
+        texts += found
+        tokens += new
+    texts = [text for part in world.all_gather_object(texts) for text in part]
     seconds, tokens = time.perf_counter() - start, int(world.all_reduce(np.array([tokens])).item())
-    say = print if world.is_root else silent
+    emit = print if world.is_root else print_nothing
     for number, (prompt, text) in enumerate(zip(prompts, texts, strict=True), 1):
         head = f"Prompt {number} ({counted(len(prompt), 'token')})"
-        say(f"{head}:\n{tokenizer.decode(prompt)}\n\nContinuation:\n{text}\n")
-    if args.stats:
-        say(
+        emit(f"{head}:\n{tokenizer.decode(prompt)}\n\nContinuation:\n{text}\n")
+    if stats:
+        emit(
             f"prompts {len(prompts)} | ranks {world.size} | new tokens {tokens} | total {seconds:.3f} s | "
             f"{tokens / seconds:,.1f} tokens/s"
         )

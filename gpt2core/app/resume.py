@@ -1,15 +1,32 @@
-"""What a checkpoint keeps of a run beside its arrays, and how another run goes on from there."""
+"""state.json: what a checkpoint keeps of a run besides its arrays, and how a resumed run continues from it."""
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import gpt2core
-from gpt2core.app.presets import RESUMED
+from gpt2core.app.presets import PRESETS, RENAMED, RESUMED
 from gpt2core.errors import CheckpointError, ConfigError
+from gpt2core.parallel.whole_parameters import load
 
 
-def run_state(trainer, args, corpus):
-    """What state.json keeps: where training stood, the flags that a resume goes on with, and what timing has chosen."""
-    arguments = {name: getattr(args, name, None) for name in RESUMED}
+@dataclass(frozen=True)
+class Progress:
+    """Where a resumed run continues; the root reads it and broadcasts it."""
+
+    path: Path  # of state.json, for errors
+    step: int  # updates made
+    position: int  # windows consumed
+    loss_scale: object  # of fp16, as LossScale wrote it
+    tuned: object  # what was chosen by timing: {what: choice}
+    tuned_for: str | None  # the device and libraries of these choices; None: nothing was chosen
+
+
+def run_state(trainer, config, corpus):
+    """The content of state.json: progress, the flags that a resume continues with, and the tuned choices.
+
+    config: the RunConfig. corpus: the fingerprint of the training tokens.
+    """
+    arguments = {name: getattr(config, name) for name in RESUMED}
     for name in ("data", "val_data"):
         arguments[name] = arguments[name] and str(Path(arguments[name]).resolve())
     return {
@@ -21,49 +38,73 @@ def run_state(trainer, args, corpus):
         "bucket_mb": trainer.bucket_mb,
         "corpus": corpus,
         "arguments": arguments,
-        "choices": trainer.choices or {},
-        "chosen_for": trainer.backend.chosen_for,
+        "choices": trainer.tuned or {},
+        "chosen_for": trainer.backend.runtime.tuned_for,
         "version": gpt2core.__version__,
     }
 
 
-def restore(trainer, resumed, initial, corpus, choose_anew=False):
-    """Load the parameters to start from, and of a run to resume also the moments, where it stood, and what it chose.
+def saved_arguments(checkpoint):
+    """The flags in a checkpoint's state.json under their present names, {} without one; raises CheckpointError."""
+    path, arguments = checkpoint.path / "state.json", (checkpoint.state or {}).get("arguments", {})
+    if not isinstance(arguments, dict):
+        raise CheckpointError(f"{path}: arguments is {arguments!r}, not an object: it cannot be used")
+    arguments = {RENAMED.get(name, name): value for name, value in arguments.items()}
+    saved = {name: arguments[name] for name in RESUMED if arguments.get(name) is not None}
+    for name, value in saved.items():
+        if not isinstance(value, int | float if RESUMED[name] is float else RESUMED[name]):
+            raise CheckpointError(f"{path}: {name} is {value!r}, not of type {RESUMED[name].__name__}")
+    if saved.get("preset", "paper") not in PRESETS:
+        raise CheckpointError(f"{path}: preset is {saved['preset']!r}, not one of {', '.join(PRESETS)}")
+    return saved
 
-    Returns what to tell, one sentence or none. Raises CheckpointError when that run learnt another corpus.
-    """
-    if initial:
-        trainer.load(initial.parameters)
-    if not resumed:
-        return []
-    state, path = resumed.state, resumed.path / "state.json"
+
+def read_progress(checkpoint, corpus):
+    """The Progress in a checkpoint; raises CheckpointError unless it was trained on the `corpus` (a fingerprint)."""
+    state, path = checkpoint.state, checkpoint.path / "state.json"
     for key in ("step", "position"):
         if not isinstance(state.get(key), int) or state[key] < 0:
             raise CheckpointError(f"{path}: has no whole number {key!r}: it cannot be resumed")
-    if state.get("corpus", corpus.fingerprint) != corpus.fingerprint:
+    if state.get("corpus", corpus) != corpus:
         raise CheckpointError(
-            f"{resumed.path}: was trained on {state['corpus']}, but --data has {corpus.fingerprint}: "
-            f"give the same corpus, or start anew with --init-from"
+            f"{checkpoint.path}: was trained on {state['corpus']}, but --data has {corpus}: "
+            f"give the same corpus, or start a new run with --init-from"
         )
-    try:
-        trainer.load(resumed.parameters, resumed.moments, state["step"], state["position"], state.get("loss_scale"))
-    except ConfigError as error:
-        raise CheckpointError(f"{path}: {error}: it cannot be resumed") from None
-    return [] if choose_anew else adopt_choices(trainer, state, path)
+    tuned, tuned_for = state.get("choices", {}), state.get("chosen_for")
+    return Progress(path, state["step"], state["position"], state.get("loss_scale"), tuned, tuned_for)
 
 
-def adopt_choices(trainer, state, path):
-    """Choose as the run did that is resumed, where that is good for this device: -> what to tell, one sentence or none.
+def restore(trainer, checkpoint, progress, retune):
+    """Load parameters, and for a resumed run (progress not None) also moments, counters and tuned choices.
 
-    Raises CheckpointError where its choices are none.
+    All ranks call it; only the root has the `checkpoint`, the others pass None. Returns notes to print. Raises
+    CheckpointError where the loss scale or the tuned choices are not valid.
     """
-    backend, there, choices = trainer.backend, state.get("chosen_for"), state.get("choices", {})
-    here = backend.chosen_for
-    if here is None or there is None:  # on either side nothing is chosen by timing
+    parameters = checkpoint and checkpoint.parameters
+    if progress is None:
+        load(trainer, parameters)
         return []
-    if here != there:
-        return [f"note: the checkpoint's kernels were chosen by timing on {there}: on {here} they are timed anew"]
-    if not isinstance(choices, dict) or not all(isinstance(choice, str) for choice in choices.values()):
-        raise CheckpointError(f"{path}: choices is {choices!r:.80}, not an object of texts: it cannot be resumed")
-    trainer.adopt(backend.choices | choices)
+    moments = checkpoint and checkpoint.moments
+    try:
+        load(trainer, parameters, moments, progress.step, progress.position, progress.loss_scale)
+    except ConfigError as error:
+        raise CheckpointError(f"{progress.path}: {error}: it cannot be resumed") from None
+    return [] if retune else load_tuned(trainer, progress)
+
+
+def load_tuned(trainer, progress):
+    """Use the checkpoint's tuned choices if they were made for this device and these libraries; returns notes."""
+    runtime, saved_for, tuned = trainer.backend.runtime, progress.tuned_for, progress.tuned
+    tuned_for = runtime.tuned_for
+    if tuned_for is None or saved_for is None:  # one of the two runs chooses nothing by timing
+        return []
+    if tuned_for != saved_for:
+        return [
+            f"note: the checkpoint's kernels were chosen by timing on {saved_for}: on {tuned_for} they are timed again"
+        ]
+    if not isinstance(tuned, dict) or not all(isinstance(choice, str) for choice in tuned.values()):
+        raise CheckpointError(
+            f"{progress.path}: choices is {tuned!r:.80}, not an object of strings: it cannot be resumed"
+        )
+    trainer.load_tuned(runtime.tuned | tuned)
     return []

@@ -1,4 +1,4 @@
-"""What a run says of itself: a progress bar, one line a step on the screen, one JSON object a step in the log."""
+"""The output of a training run: header, progress bar, one line per step on screen and in the JSON log, last lines."""
 
 import contextlib
 import dataclasses
@@ -10,19 +10,24 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from gpt2core.errors import ConfigError
+from gpt2core.errors import ConfigError, counted
+from gpt2core.model import parameter_count
 
 
 class RunLog:
-    """Reports each step. `path` (JSON lines) and `plot` (PNG) may be None; steps before `first` are kept from a resume.
+    """Reports each step to the screen, a log file and a plot.
 
-    Floats are written at full precision; validation adds val_loss and val_perplexity; the last line carries
+    path: the log, one JSON object per line, or None; rows of steps before `first` are kept, as a resumed run needs.
+    plot: the PNG file of the loss curve, or None. every: steps between lines. steps: the number in all.
+
+    Floats are written at full precision. Validated steps have val_loss and val_perplexity; the last line has
     parameters_sha256 and, on a device, peak_memory_bytes. Raises ConfigError when a file cannot be written: before the
-    first step or as a disk fills up.
+    first step, or later when the disk is full.
     """
 
     def __init__(self, path, plot, every, first, steps):
-        self.every, self.plot, self.rows, self.whole = every, plot, [], 0
+        self.every, self.plot, self.rows = every, plot, []
+        self.complete = 0  # bytes of the log's complete lines
         for file in filter(None, (path, plot)):
             try:
                 open(file, "a").close()
@@ -32,61 +37,42 @@ class RunLog:
             self.rows = [row for row in read_log(path) if row["step"] < first]
         self.file = open(path, "w") if path else None
         for row in self.rows:
-            self.write(row)
+            self.write_row(row)
         self.bar = tqdm(total=steps, initial=first, unit="step", disable=None, leave=False, dynamic_ncols=True)
 
-    def __call__(self, step, val_loss, last_words):
-        """Report a Step; `last_words` are more fields for the last one's line, else None."""
+    def __call__(self, step, val_loss, final_fields):
+        """Report a Step. val_loss: None without validation; final_fields: more fields of the last line, or None."""
         row = {key: value for key, value in dataclasses.asdict(step).items() if value is not None}
         if val_loss is not None:
             row |= {"val_loss": val_loss, "val_perplexity": perplexity(val_loss)}
-        row |= last_words or {}
+        row |= final_fields or {}
         self.bar.update()
         self.bar.set_postfix_str(f"loss {step.loss:.4f}")
         self.rows.append(row)
-        if step.step % self.every == 0 or val_loss is not None or last_words:
-            self.write(row)
-            self.say(self.line(step, val_loss))
+        if step.step % self.every == 0 or val_loss is not None or final_fields:
+            self.write_row(row)
+            self.print(step_line(step, val_loss))
 
-    def line(self, step, val_loss):
-        parts = [
-            f"step {step.step:5d}",
-            f"loss {step.loss:.6f}",
-            f"lr {step.lr:.3e}",
-            f"norm {step.grad_norm:.4f}",
-            f"{step.seconds * 1e3:8.1f} ms",
-            f"{step.tokens_per_second:,.0f} tok/s",
-        ]
-        if step.loss_scale is not None:
-            parts.append(f"scale {step.loss_scale:g}" + (f", skipped {step.skipped}" if step.skipped else ""))
-        if step.bytes_sent is not None:
-            parts.append(f"sent {step.bytes_sent / 1e6:.2f} MB")
-        if step.mfu is not None:
-            parts.append(f"mfu {step.mfu:.1%}")
-        if val_loss is not None:
-            parts.append(f"val loss {val_loss:.6f} perplexity {perplexity(val_loss):.3f}")
-        return " | ".join(parts)
-
-    def say(self, text):
-        """Print without tearing the progress bar."""
+    def print(self, text):
+        """Print a line above the progress bar."""
         tqdm.write(text)
 
-    def tell(self, text):
-        """The same on standard error."""
+    def print_error(self, text):
+        """Print a line on standard error."""
         tqdm.write(text, file=sys.stderr)
 
-    def write(self, row):
+    def write_row(self, row):
         if self.file:
             try:
                 self.file.write(json.dumps(row) + "\n")
                 self.file.flush()
-                self.whole = self.file.tell()
+                self.complete = self.file.tell()
             except OSError as error:
                 file, self.file = self.file, None
                 with contextlib.suppress(OSError):
                     file.close()
                 with contextlib.suppress(OSError):
-                    os.truncate(file.name, self.whole)  # half a line is of no use
+                    os.truncate(file.name, self.complete)  # remove the incomplete line
                 raise ConfigError(
                     f"{file.name}: cannot be written ({error.strerror}) at step {row['step']}: free some space"
                 ) from None
@@ -94,7 +80,7 @@ class RunLog:
     def close(self):
         self.bar.close()
         if self.file:
-            with contextlib.suppress(OSError):  # every row was flushed, or its failure is what ends the run
+            with contextlib.suppress(OSError):  # every row is flushed already, or its error ends the run
                 self.file.close()
         if self.plot and self.rows:
             try:
@@ -104,29 +90,107 @@ class RunLog:
 
 
 class SilentLog:
-    """The log of a rank that is not the root."""
+    """The log of a rank that is not the root: it writes nothing."""
 
-    def say(self, text):
+    def print(self, text):
         pass
 
-    tell = say
+    print_error = print
 
-    def __call__(self, step, val_loss, last_words):
+    def __call__(self, step, val_loss, final_fields):
         pass
 
     def close(self):
         pass
 
 
+def step_line(step, val_loss):
+    """The line of a Step on the screen."""
+    parts = [
+        f"step {step.step:5d}",
+        f"loss {step.loss:.6f}",
+        f"lr {step.lr:.3e}",
+        f"norm {step.grad_norm:.4f}",
+        f"{step.seconds * 1e3:8.1f} ms",
+        f"{step.tokens_per_second:,.0f} tok/s",
+    ]
+    if step.loss_scale is not None:
+        parts.append(f"scale {step.loss_scale:g}" + (f", skipped {step.skipped}" if step.skipped else ""))
+    if step.bytes_sent is not None:
+        parts.append(f"sent {step.bytes_sent / 1e6:.2f} MB")
+    if step.mfu is not None:
+        parts.append(f"mfu {step.mfu:.1%}")
+    if val_loss is not None:
+        parts.append(f"val loss {val_loss:.6f} perplexity {perplexity(val_loss):.3f}")
+    return " | ".join(parts)
+
+
+def describe(config, trainer, corpus):
+    """The header of a run: model, data, division of the work."""
+    model, world, data, threads = trainer.config, trainer.world, trainer.mesh.data, trainer.workers.size
+    lines = [
+        f"GPT-2 {config.init_from or config.preset}: {parameter_count(model):,} parameters, {model.n_layer} layers, "
+        f"{model.n_head} heads, {model.n_embd} wide, vocabulary {model.vocab_size}",
+        f"{len(corpus.tokens):,} tokens of {config.data.name}, {config.batch_size} x {config.seq_len} a step in "
+        f"{counted(trainer.micro_batches, 'micro-batch')} on {counted(threads, 'thread')}, "
+        f"{config.precision} on {trainer.backend.name}",
+    ]
+    if not world.one_process:
+        lines.append(
+            f"{counted(world.size, 'rank')}: {data.size} data x {trainer.mesh.tensor.size} tensor parallel, "
+            f"--dp {config.dp}, --collectives {config.collectives}, --compress {config.compress}, --zero {config.zero}"
+            + f", --zero-gather {config.zero_gather}" * (config.zero_gather != "end")
+            + f", --transport {config.transport}" * bool(config.transport)
+        )
+    if trainer.measured:
+        lines.append(str(trainer.measured))
+    if config.zero:
+        whole = 2 * trainer.arena.size * trainer.parameters.itemsize
+        lines.append(
+            f"optimizer state: {trainer.optimizer.nbytes / 2**20:.2f} MiB a rank, and {whole / 2**20:.2f} MiB with "
+            f"--zero 0"
+        )
+    return "\n".join(lines)
+
+
+def unused_threads(usable, config, trainer):
+    """A note, as a list of one or none, where the batch has work for fewer threads than are usable."""
+    if trainer.workers.size >= usable:
+        return []
+    return [
+        f"note: a batch of {config.batch_size} in {counted(trainer.micro_batches, 'micro-batch')} keeps no more than "
+        f"{trainer.workers.size} of {usable} threads busy"
+    ]
+
+
+def report_end(config, trainer, first_step, signal, emit):
+    """Print how the run ended."""
+    out = config.out
+    if first_step >= config.steps:
+        emit(f"nothing was left to train after {counted(first_step, 'step')}: --steps is {config.steps} in all")
+    if signal:
+        done = f"stopped by signal {signal} after {trainer.steps} of {counted(config.steps, 'step')}"
+        hint = f"continue with --resume {out} --out {out}" if out else "nothing was saved, because --out was not given"
+        emit(f"{done}: {hint}")
+        return
+    saved = f", saved in {out}" if out else " (no --out: nothing was saved)"
+    emit(f"trained {counted(trainer.steps, 'step')}{saved}")
+    if trainer.loss_scale.value is not None:
+        skipped, factor = trainer.loss_scale.skipped, trainer.loss_scale.value
+        emit(f"loss scale {factor:g}; steps that overflowed and were made again: {skipped}")
+    if held := trainer.backend.runtime.peak_memory():
+        emit(f"device memory held, at most: {held / 2**30:.2f} GiB")
+
+
 def perplexity(loss):
-    """exp(loss), infinite where that overflows."""
+    """exp(loss), or infinity where that overflows."""
     return math.exp(loss) if loss < 700 else math.inf
 
 
 def read_log(path):
-    """The rows of a log; a last line that a crash cut short is left out. A missing log has none."""
+    """The rows of a log, up to the first line that is not JSON, such as the last one after a crash; [] for no file."""
     rows = []
-    if Path(path).is_file():  # a device has no end
+    if Path(path).is_file():  # reading a device such as /dev/full would not end
         for line in Path(path).read_text(encoding="utf-8", errors="replace").splitlines():
             try:
                 rows.append(json.loads(line))
@@ -137,7 +201,7 @@ def read_log(path):
 
 def plot_curve(rows, path):
     """Write the loss curve of `rows` as PNG."""
-    import matplotlib  # here, because it takes longer to load than a step of `tiny` takes to run
+    import matplotlib  # imported only here, because that takes longer than a step of the preset tiny
 
     matplotlib.use("Agg")
     from matplotlib import pyplot

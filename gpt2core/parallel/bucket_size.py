@@ -1,9 +1,9 @@
-"""How large is the best bucket? From what each message costs, alpha, and each of its bytes, beta, measured on the spot.
+"""The best size of a bucket, from the measured cost of a message (alpha) and of each of its bytes (beta).
 
-A message of s bytes takes alpha + beta s seconds. The last bucket is hidden by nothing, and of a gradient of n bytes
-there are n / s buckets, each of which takes its alpha from somebody:
+A message of s bytes takes alpha + beta s seconds. Nothing overlaps the last bucket, and a gradient of n bytes makes
+n / s buckets, each of which costs alpha of the time of the computation:
 
-    exposed = beta s + alpha n / s,  which is least at  s = sqrt(n alpha / beta)
+    exposed time = beta s + alpha n / s,  smallest at  s = sqrt(n alpha / beta)
 """
 
 import math
@@ -11,15 +11,15 @@ import statistics
 import time
 from dataclasses import dataclass
 
-LARGE, PARTS = 10**8, 64  # bytes of the larger message at most; how many times as long as the smaller one it is
-REPEATS = (4, 32)  # of the larger and of the smaller message, one behind the other, in one turn
-WARM_UP, TURNS = 2, 5  # the first turn connects the ranks, the second one may be recorded; the others count
-LEAST = 10**6  # bytes: below it the host is what takes time
+LARGE, PARTS = 10**8, 64  # most bytes of the larger message; its size over that of the smaller one
+REPEATS = (4, 32)  # calls in one round, for the larger and for the smaller message
+WARM_UP, ROUNDS = 2, 5  # the first round connects the ranks, the second may record; the others are measured
+LEAST = 10**6  # bytes: the host, not the transfer, takes the time of a smaller message
 
 
 @dataclass(frozen=True)
 class BucketSize:
-    """What rank 0 measured (seconds, seconds a byte), and the least size of a bucket that follows, in 10^6 bytes."""
+    """What rank 0 measured (alpha in seconds, beta in seconds a byte), and the bucket size from it, in 10^6 bytes."""
 
     alpha: float
     beta: float
@@ -31,15 +31,15 @@ class BucketSize:
 
 
 def best_bucket(alpha, beta, size):
-    """The bytes of the bucket that exposes least of the sum of a gradient of `size` bytes; all of it for no beta."""
+    """The bytes of the bucket with the smallest exposed time for a gradient of `size` bytes; all of it for beta 0."""
     return math.sqrt(size * max(alpha, 0) / beta) if beta > 0 else size
 
 
 def measured_bucket(group, gradients, backend, record, clock=time.perf_counter):
     """The BucketSize for the flat `gradients`, from all-reduces over the group, in place; all ranks must call it.
 
-    The gradients must be zero, and stay so. record: whether the step will be replayed from a graph: what Python takes
-    to start a message is no part of alpha then. Each rank has its own result: let one rank's count.
+    The gradients must be zero, and stay zero. record: whether the step will be replayed from a graph; alpha then leaves
+    out the time of Python. Ranks measure different values: broadcast one rank's result.
     """
     sizes = [min(gradients.nbytes, LARGE) // parts for parts in (1, PARTS)]
     arrays = [gradients[: size // gradients.itemsize] for size in sizes]
@@ -53,17 +53,17 @@ def measured_bucket(group, gradients, backend, record, clock=time.perf_counter):
 
 
 def seconds(group, x, backend, record, repeats, clock):
-    """The median over turns of what one of `repeats` all-reduces of x takes; each turn leaves the ranks in step."""
+    """The median time of one of `repeats` all-reduces of x, over several rounds."""
 
     def sums():
         for _ in range(repeats):
             group.all_reduce(x, out=x)
-        return ()
+        return []
 
-    step, turns = backend.compile_step(sums, record), []
-    for _ in range(WARM_UP + TURNS):
+    step, rounds = backend.runtime.compile_step(sums, record), []
+    for _ in range(WARM_UP + ROUNDS):
         began = clock()
         step()
-        backend.number(x[:1])  # waits for the device
-        turns.append((clock() - began) / repeats)
-    return statistics.median(turns[WARM_UP:])
+        backend.to_host(x[:1])  # waits for the device
+        rounds.append((clock() - began) / repeats)
+    return statistics.median(rounds[WARM_UP:])

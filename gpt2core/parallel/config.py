@@ -1,4 +1,4 @@
-"""How the ranks and threads share one training step, as the flags ask for it."""
+"""How ranks and threads divide one training step: ParallelConfig, and the number of micro-batches."""
 
 from dataclasses import dataclass
 
@@ -8,28 +8,31 @@ from gpt2core.parallel.data_parallel import BUCKET_MB
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """How the ranks share the work. The defaults are right for any number of them, one included."""
+    """How the ranks divide the work. The defaults are valid for any number of ranks, including one."""
 
-    tp: int = 1  # ranks that share each layer; the others are data parallel
-    dp: str = "flat"  # how gradients travel: see data_parallel.STRATEGIES
-    bucket_mb: float | None = BUCKET_MB  # None: measured
-    compress: str = "none"  # or fp16, bf16, int8
-    zero: int = 0  # 1: each data-parallel rank keeps the optimizer state of its part of the arena alone
-    zero_gather: str = "end"  # of the step, or beside the next "forward": when everyone gets what kernels read
+    tp: int = 1  # tensor-parallel ranks, which share each layer; world size / tp replicas are data parallel
+    dp: str = "flat"  # how gradients are all-reduced: see data_parallel.STRATEGIES
+    bucket_mb: float | None = BUCKET_MB  # minimum bucket size in 10^6 bytes; None: measured
+    compress: str = "none"  # format of gradients in messages: none, fp16, bf16, int8
+    zero: int = 0  # 1: each data-parallel rank stores the optimizer state of only its part of the arena (ZeRO-1)
+    zero_gather: str = "end"  # updated parameters are gathered at the "end" of the step or in the next "forward"
 
 
 def plan_micro_batches(batch_size, micro_batches, threads, ranks, deterministic):
-    """(micro-batches of the global batch, threads a rank) from what was asked for; None: not asked.
+    """(micro-batches of the global batch, threads per rank); micro_batches None: choose it here.
 
-    Deterministic: a power of two of micro-batches, 8 where the batch allows it, that threads and ranks divide. Else one
-    for each thread. Raises ConfigError, naming the nearest number that works.
+    deterministic: a power of two that ranks and threads divide; the default is 8, or less where the batch size is not
+    divisible by 8. Otherwise the default is one micro-batch per thread. Raises ConfigError, naming the nearest valid
+    number.
     """
     if batch_size < 1:
         raise ConfigError(f"--batch-size {batch_size} must be at least 1")
     if batch_size % ranks:
-        near = max(ranks, round(batch_size / ranks) * ranks)
-        also = " and --no-deterministic" if deterministic and ranks & (ranks - 1) else ""
-        raise ConfigError(f"--batch-size {batch_size} is not divisible by {ranks} ranks: use --batch-size {near}{also}")
+        nearest = max(ranks, round(batch_size / ranks) * ranks)
+        flag = " and --no-deterministic" if deterministic and ranks & (ranks - 1) else ""
+        raise ConfigError(
+            f"--batch-size {batch_size} is not divisible by {ranks} ranks: use --batch-size {nearest}{flag}"
+        )
     if threads < 1:
         raise ConfigError(f"--threads {threads} must be at least 1")
     if not deterministic:
@@ -45,10 +48,10 @@ def plan_micro_batches(batch_size, micro_batches, threads, ranks, deterministic)
     if micro_batches is None:
         micro_batches = min(8, batch_size & -batch_size)
         if micro_batches % ranks:
-            ask = f"--micro-batches {ranks}" if ranks & (ranks - 1) == 0 else "a power of two of ranks"
+            advice = f"--micro-batches {ranks}" if ranks & (ranks - 1) == 0 else "a number of ranks that is 2^n"
             raise ConfigError(
                 f"--batch-size {batch_size} makes {counted(micro_batches, 'micro-batch')}, which {ranks} ranks do not "
-                f"divide: use {ask}, or --no-deterministic"
+                f"divide: use {advice}, or --no-deterministic"
             )
     if micro_batches < 1 or micro_batches & (micro_batches - 1):
         below = 1 << max(0, micro_batches.bit_length() - 1)
@@ -64,8 +67,8 @@ def plan_micro_batches(batch_size, micro_batches, threads, ranks, deterministic)
         )
     if micro_batches % ranks:
         raise ConfigError(
-            f"--micro-batches {micro_batches} is not divisible by {ranks} ranks: use a power of two of ranks, "
+            f"--micro-batches {micro_batches} is not divisible by {ranks} ranks: use a number of ranks that is 2^n, "
             f"or --no-deterministic"
         )
-    each = min(threads, micro_batches // ranks)
-    return micro_batches, 1 << each.bit_length() - 1  # a thread owns a whole subtree
+    threads = min(threads, micro_batches // ranks)
+    return micro_batches, 1 << threads.bit_length() - 1  # a power of two: each thread sums a whole subtree

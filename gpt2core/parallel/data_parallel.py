@@ -1,29 +1,31 @@
-"""Data parallelism is one sum over ranks: what is packed into a message, and when it leaves, is all there is to choose.
+"""Data parallelism is one sum over ranks; the strategies differ in what a message holds and when it is sent.
 
-                            after backward     while backward goes on
+                            after backward     during backward
     a message a parameter       naive                 overlap
     packed                      flat                  bucket
 
-Every choice gives the same bits, because the canonical sum over ranks is taken element by element. The update waits for
-the last message in any case: before, nobody knows whether the gradient is finite, and else it must change nothing.
+All strategies give the same bits, because the canonical sum over ranks is taken element by element. The update waits
+for the last message in every strategy: only the norm of the whole gradient shows whether it is finite.
 """
 
 from gpt2core.errors import ConfigError
+from gpt2core.parallel.compression import Compressed
 
-STRATEGIES = {  # name: (packed, whether a message leaves during backward)
+STRATEGIES = {  # name: (packed, whether a message is sent during backward)
     "naive": (False, False),
     "flat": (True, False),
     "overlap": (False, True),
     "bucket": (True, True),
 }
-BUCKET_MB = 25.0  # as PyTorch's DistributedDataParallel, whose buckets are 25 MB
+BUCKET_MB = 25.0  # as in PyTorch's DistributedDataParallel
 
 
 class DataParallel:
     """Sums the flat gradient buffer over a group, in buckets of neighbouring parameters (Li et al. 2020).
 
     reduce_start(part) starts the sum of one slice of the buffer and returns its handle; `buckets` are lists of
-    parameter names, contiguous in the arena, in the order in which backward completes them.
+    parameter names, contiguous in the arena, in the order in which backward completes them. eager: whether a bucket is
+    sent during backward.
     """
 
     def __init__(self, arena, buckets, reduce_start, eager):
@@ -34,7 +36,7 @@ class DataParallel:
         self.missing, self.handles = list(self.sizes), []
 
     def completed(self, name):
-        """This rank's gradient of `name` is complete; the last of a bucket sends it on its way."""
+        """Called when this rank's gradient of `name` is complete; the last one of a bucket starts its sum."""
         number = self.index[name]
         self.missing[number] -= 1
         if self.eager and not self.missing[number]:
@@ -50,7 +52,7 @@ class DataParallel:
 
 
 def buckets_of(arena, packed, bucket_bytes, itemsize):
-    """The parameters, last first as backward completes them, in lists of at least `bucket_bytes`; unpacked: of one."""
+    """The parameter names, last first as backward completes them, in lists of at least `bucket_bytes`, or of one."""
     buckets, held = [[]], 0
     for name in reversed(arena.slices):
         buckets[-1].append(name)
@@ -61,8 +63,37 @@ def buckets_of(arena, packed, bucket_bytes, itemsize):
     return [names for names in buckets if names]
 
 
+def gradient_reduction(parallel, arena, gradients, group, owners, backend, bucket_mb):
+    """The DataParallel that sums the flat `gradients` over the data-parallel group, as a ParallelConfig asks for it.
+
+    owners: the ranks that divide the arena (ZeRO-1), or a group of one. Raises ConfigError for what cannot work.
+    """
+    if parallel.compress != "none" and backend.scales_loss:
+        raise ConfigError(
+            f"--compress {parallel.compress} would keep an overflow of fp16 in its residual and send it again: use "
+            f"--precision bf16 with it, or omit the flag"
+        )
+    if parallel.compress != "none":
+        start = Compressed(backend.codec(parallel.compress), gradients, group, backend.xp).reduce_start
+    elif parallel.dp == "flat" and parallel.zero:
+        own = arena.part(owners.rank, owners.size)  # a rank needs no more of the sum than the part that it owns
+
+        def start(_):
+            return group.reduce_scatter_start(gradients, out=gradients[own])
+    else:
+
+        def start(part):
+            return group.all_reduce_start(gradients[part], out=gradients[part])
+
+    def reduce_start(part):
+        with backend.runtime.after():
+            return start(part)
+
+    return data_parallel(parallel.dp, arena, reduce_start, gradients.itemsize, bucket_mb)
+
+
 def data_parallel(strategy, arena, reduce_start, itemsize, bucket_mb=BUCKET_MB):
-    """The DataParallel that `strategy` names; `bucket_mb` (10^6 bytes) bounds the buckets of "bucket" from below."""
+    """The DataParallel that `strategy` names; `bucket_mb` (10^6 bytes) is the least size of the buckets of "bucket"."""
     if strategy not in STRATEGIES:
         raise ConfigError(f"--dp {strategy} is unknown: choose from {', '.join(STRATEGIES)}")
     if not 0 < bucket_mb < float("inf"):

@@ -1,27 +1,27 @@
-"""What a launcher tells each process that it starts, through the environment: how many they are, and which this is."""
+"""The environment variables by which a launcher gives each process its rank and the number of processes."""
 
 import os
 from typing import NamedTuple
 
-VARIABLES = (  # (how many, which one)
+VARIABLES = (  # (number of processes, rank of this one)
     ("PMI_SIZE", "PMI_RANK"),  # MPICH, Intel MPI
     ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),  # Open MPI
     ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
 )
 
 
-class Launched(NamedTuple):
-    """`count` processes, of which this is number `number`, as the environment's `variable` says; "" without one."""
+class LauncherEnv(NamedTuple):
+    """`size` processes were started and this one is number `rank`; `variable` holds the size, "" without a launcher."""
 
     variable: str = ""
-    count: int = 1
-    number: int = 0
+    size: int = 1
+    rank: int = 0
 
 
 def read_launcher_env():
-    """The Launched of this process."""
-    for count, number in VARIABLES:
-        if os.environ.get(count, "").isdigit():
-            which = os.environ.get(number, "")
-            return Launched(count, int(os.environ[count]), int(which) if which.isdigit() else 0)
-    return Launched()
+    """The LauncherEnv of this process."""
+    for size, rank in VARIABLES:
+        if os.environ.get(size, "").isdigit():
+            value = os.environ.get(rank, "")
+            return LauncherEnv(size, int(os.environ[size]), int(value) if value.isdigit() else 0)
+    return LauncherEnv()

@@ -8,45 +8,42 @@ from gpt2core.errors import ConfigError
 
 
 class LossScale:
-    """The factor that lifts small gradients into the range of fp16 (Micikevicius et al. 2018); None elsewhere.
+    """The factor that lifts small gradients into the range of fp16 (Micikevicius et al. 2018); 1 in other precisions.
 
-    It doubles after `interval` finite gradients in a row and halves at one that is not finite, whose step the device
-    skips: PyTorch's GradScaler, with its numbers. The state, (factor, finite gradients since it changed), stays on the
-    device, so that a recorded step renews it too; Backend.clip does.
+    It doubles after `interval` finite gradients in a row and halves after one that is not finite, whose update the
+    device skips: PyTorch's GradScaler, with its defaults. `state`, the factor and the number of finite gradients since
+    it changed, stays on the device, where Backend.clip updates it; None where the backend scales no loss.
     """
 
-    SMALLEST = 1.0  # below, what overflows is not the factor's fault
+    SMALLEST = 1.0  # an overflow at a smaller factor is not caused by the factor
 
     def __init__(self, backend, factor=2.0**16, interval=2000):
         self.backend, self.interval = backend, interval
-        self.skipped = 0  # steps that overflowed, since the start of training
+        self.skipped = 0  # updates skipped since the start of training
         self.state = backend.asarray(np.array([factor, 0], np.float32)) if backend.scales_loss else None
-
-    @property
-    def factor(self):
-        """An array of shape () on the device, or None for 1."""
-        return None if self.state is None else self.state[0:1].reshape(())
+        # the seed of backward(), an array of shape () on the device
+        self.factor = backend.ones((), np.float64) if self.state is None else self.state[0:1].reshape(())
 
     @property
     def value(self):
-        """The factor as a Python float, or None."""
-        return None if self.state is None else self.backend.number(self.factor)
+        """The factor as a Python float, or None where no loss is scaled."""
+        return None if self.state is None else self.backend.to_host(self.state)[0].item()
 
     def skips(self, loss, norm):
-        """Whether a step of this loss and this norm, Python floats, overflowed in backward alone; if so, counts it."""
+        """Whether the gradient of this step overflowed although the loss (Python floats) is finite; if so, count it."""
         skipped = self.state is not None and math.isfinite(loss) and not math.isfinite(norm)
         self.skipped += skipped
         return skipped
 
     def to_json(self):
-        """What a checkpoint keeps; None where nothing is scaled."""
+        """The state for a checkpoint; None where no loss is scaled."""
         if self.state is None:
             return None
         factor, finite = self.backend.to_host(self.state).tolist()
         return {"factor": factor, "finite": int(finite), "skipped": self.skipped}
 
     def load(self, saved):
-        """Go on from to_json()'s, where there is one and it is wanted; raises ConfigError for what it cannot be."""
+        """Restore what to_json() returned; nothing for None or where no loss is scaled. Raises ConfigError."""
         if saved is None or self.state is None:
             return
         kinds = {"factor": (int, float), "finite": int, "skipped": int}

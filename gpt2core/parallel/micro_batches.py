@@ -1,10 +1,11 @@
-"""The gradient of a global batch is the sum over fixed micro-batches in one binary tree, whoever adds its subtrees."""
+"""The gradient of a global batch is the sum over fixed micro-batches in one binary tree, for any number of workers.
 
-# A lane is a thread that owns a subtree: it runs its micro-batches one after another and adds each parameter's gradient
-# into the tree the moment backward completes it, while it is still in the cache. The last lane to complete a parameter
-# continues the tree over the lanes, and tells whoever continues it over the ranks: so the bits of the sum do not depend
-# on how many of either there are. And a micro-batch's activations are all that exist at once: this is gradient
-# accumulation as well.
+A worker is a thread that owns a subtree: it runs its micro-batches one after another, and adds each parameter's
+gradient into the tree as soon as backward completes it, while it is still in the cache. The last worker to complete a
+parameter continues the tree over the workers, and reports the parameter, so that the tree can go on over the ranks. The
+bits of the sum therefore do not depend on the number of workers and ranks. Only one micro-batch's activations exist at
+a time, so this is gradient accumulation too.
+"""
 
 import math
 import threading
@@ -20,146 +21,138 @@ from gpt2core.tensor import Tensor, no_grad
 SUM_BLOCK = 1 << 15  # elements
 
 
-class Lane:
+class Worker:
     """One thread's model: shared parameters, its own backend, and the partial sums of its subtree.
 
-    completed(name) is called when the sum over this lane's micro-batches of that parameter's gradient is complete.
+    completed(name) is called when the sum of that parameter's gradient over this worker's `count` micro-batches is
+    complete.
     """
 
-    def __init__(self, config, arena, parameters, backend, shards, group, completed):
-        self.shards, self.backend, self.completed = shards, backend, completed
-        depth = max(1, (shards - 1).bit_length())  # a counter of that many bits holds every partial sum
-        self.partial = [backend.zeros((arena.size,), backend.dtype) for _ in range(depth)]
+    def __init__(self, config, arena, parameters, backend, count, group, completed):
+        self.count, self.backend, self.completed = count, backend, completed
+        levels = max(1, (count - 1).bit_length())  # a binary counter of that many digits holds every partial sum
+        self.partial = [backend.zeros((arena.size,), backend.dtype) for _ in range(levels)]
         self.views = [arena.views(flat) for flat in self.partial]
-        losses = backend.zeros((shards,), np.float64)
-        self.losses = [losses[number : number + 1].reshape(()) for number in range(shards)]
+        losses = backend.zeros((count,), np.float64)
+        self.losses = [losses[number : number + 1].reshape(()) for number in range(count)]
         self.tensors = {}
         for name, array in arena.views(parameters).items():
             tensor = self.tensors[name] = Tensor(array, backend, requires_grad=True)
             tensor.on_gradient = lambda gradient, name=name: self.collect(name, gradient)
-        places = [(self.tensors[name].data, view) for name, view in self.views[0].items()]
-        backend.place_gradients(places if shards == 1 else [])  # else something is added to a gradient
+            if count == 1:  # nothing is added to this gradient, so kernels write it where it belongs
+                tensor.grad_buffer = self.views[0][name]
         self.done = 0  # micro-batches of this step that are in the sum
         self.model = GPT2(config, self.tensors, group)
 
     @property
     def gradients(self):
-        """The flat sum over this lane's micro-batches, once all have run."""
+        """The flat sum over this worker's micro-batches, after run()."""
         return self.partial[-1]
 
     def collect(self, name, gradient):
         """Add one parameter's gradient of the current micro-batch: a binary counter whose carries are additions."""
-        levels = merged_levels(self.done, self.shards)
-        if not levels and gradient is not self.views[0][name]:  # else it was written there
+        levels = merged_levels(self.done, self.count)
+        if not levels and self.tensors[name].grad_buffer is None:
             self.views[0][name][...] = gradient
         for level in levels:
-            # the last addition lands where the next level looks for it, the others where they stand
+            # the last addition writes to the next level, the others to their own
             target = min(level + 1, len(self.views) - 1) if level == levels[-1] else level
             total = self.views[target][name]
             self.backend.xp.add(self.views[level][name], gradient, out=total)
             gradient = total
-        if self.done == self.shards - 1:
+        if self.done == self.count - 1:
             self.completed(name)
 
-    def run(self, shards, scale, seed=None):
-        """[(inputs, targets)] -> `losses`, of each; leaves the gradients' sum in `gradients`.
+    def run(self, batch, scale, seed):
+        """batch: [(ids, targets)] of each micro-batch -> their losses; leaves the sum of gradients in `gradients`.
 
-        seed: an array of shape () that multiplies the gradients, or None for 1.
+        scale: of the summed losses; seed: an array of shape () that multiplies the gradients.
         """
         self.done = 0
-        for inputs, targets in shards:
-            with self.backend.span("forward"):
-                loss = self.model.loss(inputs, targets, scale, seed)
+        for ids, targets in batch:
+            with self.backend.runtime.range("forward"):
+                loss = self.model.loss(ids, targets, scale, seed)
             self.losses[self.done][...] = loss.data
-            with self.backend.span("backward"):
+            with self.backend.runtime.range("backward"):
                 loss.backward(seed)
-            del loss  # a pool has cut it out of where the logits were, and the next ones need all of that
+            del loss  # its memory was cut out of the block of the logits, which the next ones need whole
             self.done += 1
         return self.losses
 
 
-def merged_levels(done, shards):
+def merged_levels(done, count):
     """Levels of the tree that micro-batch number `done` (from 0) completes: trailing ones, at the end all ones."""
     levels = [level for level in range(done.bit_length()) if done >> level & 1]
-    if done < shards - 1:
+    if done < count - 1:
         levels = [level for i, level in enumerate(levels) if level == i]
     return levels
 
 
 class MicroBatches:
-    """One rank's micro-batches over its workers, a lane each; the first lane's sum becomes the rank's gradient.
+    """One rank's `count` micro-batches, divided over its workers; the first worker's sum becomes the rank's gradient.
 
-    parameters: the flat arena buffer that every lane shares; tensor_group: the ranks that share each layer, of which
-    each lane gets a group of its own, because lanes talk at the same time. on_complete(name), where it is assigned, is
-    called during backward as this rank's gradient of a parameter becomes complete: in the same order on every rank,
-    one call after the other, from the thread of some lane.
+    parameters: the flat arena buffer that all workers share; tensor_group: the ranks that share each layer. Each worker
+    gets a group of its own, because the workers call collectives at the same time. on_complete(name): called during
+    backward when this rank's gradient of a parameter is complete: in the same order on every rank, one call after the
+    other, from any worker's thread. Raises ConfigError where the workers do not divide the micro-batches.
     """
 
-    def __init__(self, config, arena, parameters, workers, shards, tensor_group):
-        if shards % workers.size:
+    def __init__(self, config, arena, parameters, pool, count, tensor_group):
+        if count % pool.size:
             raise ConfigError(
-                f"{shards} micro-batches a rank do not divide evenly over {workers.size} threads: "
-                f"use --threads {math.gcd(shards, workers.size)} or another --micro-batches"
+                f"{count} micro-batches a rank do not divide evenly over {pool.size} threads: "
+                f"use --threads {math.gcd(count, pool.size)} or another --micro-batches"
             )
-        self.arena, self.workers, self.shards = arena, workers, shards
-        self.on_complete, self.lock, self.arrived = None, threading.Lock(), dict.fromkeys(arena.slices, 0)
-        each = shards // workers.size
-        self.lanes = [
-            Lane(config, arena, parameters, backend, each, tensor_group.split(0), self.lane_completed)
-            for backend in workers.backends
+        self.arena, self.pool, self.count = arena, pool, count
+        self.on_complete, self.lock, self.completed = (
+            lambda name: None,
+            threading.Lock(),
+            dict.fromkeys(arena.slices, 0),
+        )
+        each = count // pool.size
+        self.workers = [
+            Worker(config, arena, parameters, backend, each, tensor_group.split(0), self.worker_completed)
+            for backend in pool.backends
         ]
+        self.gradients = self.workers[0].gradients  # the flat sum of this rank's gradients, after backward()
 
     def deal(self, inputs, targets, rows):
-        """inputs, targets (B, T) as one list of (inputs, targets) micro-batches for each lane, contiguous and in order.
+        """inputs, targets (B, T) as a list of (inputs, targets) micro-batches for each worker, contiguous and in order.
 
-        The shards are those of a batch of `rows`; where B is less, the last of them are short or empty.
+        They are cut as for a batch of `rows`; where B is smaller, the last of them are short or empty.
         """
-        shards = [(inputs[part], targets[part]) for part in even_slices(rows, self.shards)]
-        return [shards[part] for part in even_slices(self.shards, self.workers.size)]
+        batches = [(inputs[part], targets[part]) for part in even_slices(rows, self.count)]
+        return [batches[part] for part in even_slices(self.count, self.pool.size)]
 
-    def feed(self, inputs, targets):
-        """The batch of the next backward(): inputs, targets (B, T) host arrays."""
+    def backward(self, batch, scale, seed):
+        """batch: of deal() -> the losses of the micro-batches in order, arrays of shape () that the next call reuses.
 
-        def take(lane, shards):
-            return [tuple(lane.backend.tokens(x, (i, k)) for k, x in enumerate(pair)) for i, pair in enumerate(shards)]
-
-        self.batch = self.workers.map(take, self.lanes, self.deal(inputs, targets, len(inputs)))
-
-    def backward(self, scale, seed=None):
-        """-> the losses of the micro-batches in order, arrays of shape () that the next call overwrites.
-
-        Leaves the flat sum of their gradients, times `seed`, in `gradients`; to be read behind the backend's settle().
+        Leaves the flat sum of their gradients, times `seed`, in `gradients`; read it after `runtime.join()`.
         """
-        losses = self.workers.map(lambda lane, mine: lane.run(mine, scale, seed), self.lanes, self.batch)
-        return [loss for lane in losses for loss in lane]
+        losses = self.pool.map(lambda worker, own: worker.run(own, scale, seed), self.workers, batch)
+        return [loss for worker in losses for loss in worker]
 
-    def lane_completed(self, name):
-        """The next levels of the tree, over lanes, once the last of them has come: block by cache-sized block."""
-        # Every lane completes the parameters in the same order, and counts one only when its part of those before is
-        # done: so the calls of on_complete never overtake each other, and no rank's order is another's.
+    def worker_completed(self, name):
+        """Continue the tree over the workers when the last of them has completed `name`, in blocks of cache size."""
+        # Every worker completes the parameters in the same order, and counts a parameter only after its part of the
+        # sums before it is done: so on_complete is called in the same order on every rank.
         with self.lock:
-            self.arrived[name] += 1
-            if self.arrived[name] < len(self.lanes):
+            self.completed[name] += 1
+            if self.completed[name] < len(self.workers):
                 return
-            self.arrived[name] = 0
-        xp, part = self.workers.backends[0].xp, self.arena.slices[name]
+            self.completed[name] = 0
+        xp, part = self.pool.backends[0].xp, self.arena.slices[name]
         for start in range(part.start, part.stop, SUM_BLOCK):
             block = slice(start, min(start + SUM_BLOCK, part.stop))
-            tree_reduce([lane.gradients[block] for lane in self.lanes], lambda a, b: xp.add(a, b, out=a))
-        if self.on_complete:
-            self.on_complete(name)
+            tree_reduce([worker.gradients[block] for worker in self.workers], lambda a, b: xp.add(a, b, out=a))
+        self.on_complete(name)
 
     @no_grad()
     def losses(self, inputs, targets, scale, rows):
-        """The losses of the micro-batches of a batch of `rows`, nothing recorded: validation. An empty one's is 0."""
+        """The losses of the micro-batches of a batch of `rows`, without gradients; 0 for an empty micro-batch."""
 
-        def run(lane, mine):
-            return [lane.model.loss(x, y, scale).item() if len(x) else 0.0 for x, y in mine]
+        def run(worker, own):
+            return [worker.model.loss(x, y, scale).item() if len(x) else 0.0 for x, y in own]
 
-        each = self.workers.map(run, self.lanes, self.deal(inputs, targets, rows))
-        return [loss for lane in each for loss in lane]
-
-    @property
-    def gradients(self):
-        """The flat gradient of this rank's share of the global batch, after backward()."""
-        return self.lanes[0].gradients
+        each = self.pool.map(run, self.workers, self.deal(inputs, targets, rows))
+        return [loss for worker in each for loss in worker]

@@ -16,7 +16,11 @@ import math
 
 import numpy as np
 
+from gpt2core.arena import Arena
 from gpt2core.errors import ConfigError
+from gpt2core.model import GPT2, parameter_shapes
+from gpt2core.ops import SOLO
+from gpt2core.tensor import Tensor
 
 # The end of a parameter's name: (axis that is split, blocks of it that are split one by one).
 SPLITS = {
@@ -73,6 +77,19 @@ def unshard(name, pieces):
     before, n, after = shape[:axis], shape[axis], shape[axis + 1 :]
     whole = np.moveaxis(pieces.reshape(parts, *before, blocks, n // blocks, *after), 0, axis + 1)
     return whole.reshape(*before, parts * n, *after)
+
+
+def load_model(config, arrays, backend, group=SOLO):
+    """A GPT2 for generation from {name: whole host array}: this rank's shards, copied into one arena.
+
+    One large buffer reads faster than many small ones.
+    """
+    backend.check_model(config)
+    arena = Arena(shard_shapes(parameter_shapes(config), group.size))
+    views = arena.views(backend.zeros((arena.size,), backend.compute))
+    for name, view in views.items():
+        view[...] = backend.asarray(shard(name, arrays[name], group.rank, group.size))
+    return GPT2(config, {name: Tensor(view, backend) for name, view in views.items()}, group)
 
 
 def gather(name, array, group):

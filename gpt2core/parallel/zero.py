@@ -1,13 +1,14 @@
-"""ZeRO-1's second half beside the next forward: what kernels read comes piece by piece, each before it is asked for.
+"""ZeRO-1's all-gather overlapped with the next forward pass: parameters arrive piece by piece, before they are read.
 
-After an update each part of the arena is up to date with its owner alone (Rajbhandari et al. 2020). To gather the parts
-there and then is simple, and all wait for it. Or the next step begins by sending them, and computes meanwhile:
+After an update each part of the arena is up to date on its owner only (Rajbhandari et al. 2020). To gather all parts at
+the end of the step is simple, but every rank waits for it. Here the next step begins with the all-gather, and the
+forward pass overlaps it:
 
     compute   ... | update | wait | h.0 | h.1 | h.2 | ...
     send                   | wte, wpe | h.0 | h.1 | ...
 
-A piece is a few neighbouring parameters, in the order of forward. Parts end where they like, so that a piece may lie in
-several of them: each of its owners broadcasts what it has of it.
+A piece is a few neighbouring parameters, in the order of forward. The owners' parts may end anywhere, so a piece may
+lie in several of them: each owner broadcasts its share of the piece.
 """
 
 import contextlib
@@ -16,8 +17,8 @@ import threading
 from gpt2core.errors import ConfigError
 from gpt2core.parallel.data_parallel import buckets_of
 
-GATHERS = "end", "forward"  # when a step gathers: what its own update has left with the owners, or the last step's
-PIECE_MB = 5.0  # 10^6 bytes: of a larger piece more comes than the first layer needs, and it waits for all of it
+GATHERS = "end", "forward"  # --zero-gather: gather at the end of a step, or during the forward pass of the next step
+PIECE_MB = 5.0  # 10^6 bytes; the first layer would wait longer for a larger piece
 
 
 def check_gather(when, zero):
@@ -25,62 +26,52 @@ def check_gather(when, zero):
     if when not in GATHERS:
         raise ConfigError(f"--zero-gather {when} is unknown: choose from {', '.join(GATHERS)}")
     if when == "forward" and not zero:
-        raise ConfigError(f"--zero-gather forward is about --zero 1, and this is --zero {zero}: add that, or use end")
+        raise ConfigError(f"--zero-gather forward needs --zero 1, and this is --zero {zero}: add --zero 1, or use end")
 
 
-class Arriving(contextlib.AbstractContextManager):
-    """`with arriving: loss = model.loss(...)` brings everyone all of `flat` (size), of which each owner has a part.
+class AsyncAllGather(contextlib.AbstractContextManager):
+    """`with gather: loss = model.loss(...)` all-gathers `flat` (size), of which each owner has a part.
 
-    piece_mb (10^6 bytes) bounds a piece from below. A model that reads its parameters through watched() waits for each
-    when it first asks for it. At the end all have come. All ranks of the group must enter it.
+    piece_mb (10^6 bytes): least size of a piece. A model waits for the parameters of a module by wait_on_read(module)
+    before it reads them. On exit all pieces have arrived. All ranks of the group must enter it.
     """
 
     def __init__(self, arena, flat, owners, piece_mb=PIECE_MB):
         self.flat, self.owners = flat, owners
-        self.on_their_way, self.one_at_a_time = {}, threading.Lock()
-        self.pieces, self.number_of = [], {}
-        for names in reversed(buckets_of(arena, True, piece_mb * 1e6, flat.itemsize)):  # each of them last first
-            self.number_of |= dict.fromkeys(names, len(self.pieces))
+        self.pending, self.lock = {}, threading.Lock()
+        self.pieces, self.pieces_of = [], {}  # {module: the numbers of its pieces}
+        for names in reversed(buckets_of(arena, True, piece_mb * 1e6, flat.itemsize)):  # each lists the last name first
+            for name in names:
+                self.pieces_of.setdefault(name.rpartition(".")[0], set()).add(len(self.pieces))
             piece = slice(arena.slices[names[-1]].start, arena.padded(names[0]).stop)
             self.pieces.append(list(owned(arena, piece, owners.size)))
 
     def __enter__(self):
-        self.on_their_way = dict(enumerate([self.send(piece) for piece in self.pieces]))
+        self.pending = dict(enumerate([self.start(piece) for piece in self.pieces]))
 
     def __exit__(self, kind, error, traceback):
         if kind is None:
             for number in range(len(self.pieces)):
                 self.wait(number)
 
-    def send(self, piece):
-        """Handles of what brings everyone one piece."""
+    def start(self, piece):
+        """Handles of the broadcasts that complete one piece on every rank."""
         arrays = [(self.flat[part], owner) for part, owner in piece]
         return [self.owners.broadcast_start(array, owner, out=array) for array, owner in arrays]
 
     def wait(self, number):
-        with self.one_at_a_time:  # a second lane waits for the first one, which waits for the piece
-            for handle in self.on_their_way.pop(number, ()):
+        with self.lock:  # a second worker thread waits here until the first one has the piece
+            for handle in self.pending.pop(number, ()):
                 handle.wait()
 
-    def watched(self, tensors):
-        """{name: Tensor} as one that a model may read at any time."""
-        return Watched(tensors, lambda name: self.wait(self.number_of[name]))
-
-
-class Watched(dict):
-    """A dictionary that calls arrive(key) before it gives out what it has of it."""
-
-    def __init__(self, items, arrive):
-        super().__init__(items)
-        self.arrive = arrive
-
-    def __getitem__(self, key):
-        self.arrive(key)
-        return super().__getitem__(key)
+    def wait_on_read(self, module):
+        """Return when the parameters of this module have arrived."""
+        for number in sorted(self.pieces_of[module]):
+            self.wait(number)
 
 
 def owned(arena, piece, owners):
-    """Yield (slice, owner): the parts of a slice of the arena that the `owners` ranks have of it, in their order."""
+    """Yield (slice, owner): the shares of the `owners` ranks in a slice of the arena, in rank order."""
     for owner in range(owners):
         part = arena.part(owner, owners)
         start, stop = max(part.start, piece.start), min(part.stop, piece.stop)

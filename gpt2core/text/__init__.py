@@ -1,1 +1,1 @@
-"""Text to token ids, and token ids in files."""
+"""Tokenizers, which convert text to token ids, and token files, which store the ids."""

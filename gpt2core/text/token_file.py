@@ -1,14 +1,15 @@
-"""A corpus is one contiguous buffer of token ids, in memory or on disk; a batch is a view of it.
+"""Read a corpus as one contiguous array of token ids, from a UTF-8 text or from a token file.
 
-A token file is a header of 32 bytes and the ids, little-endian, so that a corpus larger than memory is a memory map:
+A token file is a header of 32 bytes followed by the ids, little-endian. It is read as a memory map, so that a corpus
+may be larger than memory:
 
-    bytes 0-8    magic    93 "GPT2TOK"    (byte 93 hex opens no UTF-8 text, so a text is never taken for one)
-    bytes 8-12   version and bytes an id (2 or 4), uint16 each
+    bytes 0-8    magic    93 "GPT2TOK"    (93 is hexadecimal; no UTF-8 text begins with it)
+    bytes 8-12   version, and bytes per id (2 or 4), uint16 each
     bytes 12-16  fingerprint of the tokenizer's vocabulary, uint32
     bytes 16-24  vocabulary size, uint64
     bytes 24-32  number of tokens, uint64
 
-Its tokenizer.json lies beside it in the same directory; data/prepare.py writes both.
+The tokenizer.json of its vocabulary is in the same directory. data/prepare.py writes both.
 """
 
 # n tokens in the buffer, T tokens in a window
@@ -26,20 +27,21 @@ from gpt2core.text.tokenizer import Tokenizer, build_tokenizer
 
 MAGIC, VERSION, HEADER = b"\x93GPT2TOK", 1, struct.Struct("<8sHHIQQ")
 TOKEN_FILE = "tokens.bin"
-CHUNK = 1 << 17  # bytes read at once
-CHECKED = 1 << 30  # a token file up to this many bytes has every id checked when it is opened (under a second)
+CHUNK = 1 << 17  # bytes per read
+CHECKED = 1 << 30  # bytes; every id of a smaller token file is checked when the file is opened (under a second)
 
 
 def text_chunks(path, size=CHUNK):
-    """Yield the UTF-8 text of a file in chunks of about `size` bytes, every byte kept as it is (line ends, BOM).
+    """Yield the UTF-8 text of a file in chunks of about `size` bytes. Line ends and a BOM are not changed.
 
-    Raises DataError naming the path: missing, a directory, unreadable, empty, or not UTF-8 (with the byte offset).
+    Raises DataError with the path if the file is missing, a directory, unreadable, empty or not UTF-8 (with the byte
+    offset).
     """
     decoder, offset = codecs.getincrementaldecoder("utf-8")(), 0
     try:
         with open(path, "rb") as file:
             while block := file.read(size):
-                pending = len(decoder.getstate()[0])  # the head of a character that the last block cut
+                pending = len(decoder.getstate()[0])  # bytes of a character that the end of the last block divided
                 try:
                     yield decoder.decode(block)
                     offset += len(block)
@@ -48,7 +50,7 @@ def text_chunks(path, size=CHUNK):
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror}; give a UTF-8 text file") from None
     if not offset:
-        raise DataError(f"{path} is empty (0 bytes): give a corpus with some text")
+        raise DataError(f"{path} is empty (0 bytes): give a corpus that contains text")
     if pending := len(decoder.getstate()[0]):
         raise _not_utf8(path, offset - pending)
 
@@ -64,9 +66,9 @@ def read_text(path):
 
 @contextmanager
 def replaced(path):
-    """Open a temporary file for writing that becomes `path`, fsynced, when the block ends well, and vanishes otherwise.
+    """Open a temporary file for writing. After the block it is fsynced and renamed to `path`; an exception deletes it.
 
-    Raises DataError when it cannot be written (no such directory, no permission, disk full).
+    Raises DataError if it cannot be written (no such directory, no permission, disk full).
     """
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -77,13 +79,13 @@ def replaced(path):
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except OSError as error:
-        raise DataError(f"cannot write {path}: {error.strerror}; choose another --out or free some space") from None
+        raise DataError(f"cannot write {path}: {error.strerror}; choose another --out or free disk space") from None
     finally:
         temporary.unlink(missing_ok=True)
 
 
 def write_token_file(path, arrays, tokenizer):
-    """Write the ids of an iterable of integer arrays as one token file, atomically; return how many there are."""
+    """Write the ids of an iterable of integer arrays as one token file, atomically; return the number of ids."""
     count, dtype = 0, tokenizer.dtype.newbyteorder("<")
     with replaced(path) as file:
         file.write(bytes(HEADER.size))
@@ -97,9 +99,9 @@ def write_token_file(path, arrays, tokenizer):
 
 
 def is_token_file(path):
-    """Return whether the file at `path` begins with a token file's magic; False when it cannot be read."""
+    """Return whether the file at `path` begins with the magic of a token file; False if it cannot be read."""
     if not os.path.isfile(path):
-        return False  # opening a pipe would wait for its writer
+        return False  # opening a named pipe would block until a writer opens it
     try:
         with open(path, "rb") as file:
             return file.read(len(MAGIC)) == MAGIC
@@ -108,26 +110,30 @@ def is_token_file(path):
 
 
 def _read_header(path):
-    """Return (dtype, fingerprint, vocab_size, count) of a token file, checked against the size of the file."""
+    """Return (dtype, fingerprint, vocab_size, count) of a token file; the file size is checked against `count`."""
     try:
         with open(path, "rb") as file:
             head, size = file.read(HEADER.size), os.fstat(file.fileno()).st_size
     except OSError as error:
         raise DataError(f"cannot read the token file {path}: {error.strerror}; write it with data/prepare.py") from None
     if not head.startswith(MAGIC):
-        raise DataError(f"{path} is not a token file: it does not begin with its magic; write it with data/prepare.py")
+        raise DataError(f"{path} is not a token file: its first bytes are not {MAGIC!r}; write it with data/prepare.py")
     if len(head) < HEADER.size:
-        raise DataError(f"{path} is truncated: {len(head)} bytes of a header of {HEADER.size}; prepare it again")
+        raise DataError(
+            f"{path} is truncated: it has {len(head)} bytes, the header alone has {HEADER.size}; prepare it again"
+        )
     _, version, item, fingerprint, vocab_size, count = HEADER.unpack(head)
     if version != VERSION:
-        raise DataError(f"{path} is a token file of version {version}, this program reads {VERSION}: prepare it again")
+        raise DataError(
+            f"{path} is a token file of version {version}, this program reads version {VERSION}: prepare it again"
+        )
     if item not in (2, 4) or not 0 < vocab_size <= 1 << 8 * item or not count:
         raise DataError(
-            f"the header of {path} is corrupt: {count} tokens of {item} bytes, vocabulary {vocab_size}: prepare it"
+            f"{path} has a corrupt header ({count} tokens of {item} bytes, vocabulary {vocab_size}): prepare it again"
         )
     if size != HEADER.size + count * item:
         raise DataError(
-            f"{path} has {size} bytes, but its header promises {count} tokens, "
+            f"{path} has {size} bytes, but its header says {count} tokens, which are "
             f"{HEADER.size + count * item} bytes: it is truncated or corrupt, prepare it again"
         )
     return np.dtype(f"<u{item}"), fingerprint, vocab_size, count
@@ -136,8 +142,8 @@ def _read_header(path):
 def open_token_file(path):
     """Return the ids of a token file as a read-only memory map, (n,) uint16 or uint32.
 
-    Raises DataError when the file is missing, foreign, truncated or corrupt; ids outside the vocabulary are looked for
-    in files of up to CHECKED bytes.
+    Raises DataError if the file is missing, truncated, corrupt or not a token file. Files of up to CHECKED bytes are
+    searched for ids outside the vocabulary.
     """
     dtype, _, vocab_size, count = _read_header(path)
     tokens = np.memmap(path, dtype, mode="r", offset=HEADER.size, shape=(count,))
@@ -149,13 +155,13 @@ def open_token_file(path):
 
 
 def brings_tokenizer(path):
-    """Return whether `path` is a token file, or a directory with one: its tokenizer.json lies beside it."""
+    """Return whether `path` is a token file or a directory with one; its directory then has a tokenizer.json."""
     path = Path(path)
     return is_token_file(path / TOKEN_FILE if (path / TOKEN_FILE).is_file() else path)
 
 
 def first_tokens(path, tokenizer, count):
-    """Return the first `count` ids of a text or token file, fewer if there are no more, reading only what it must."""
+    """Return the first `count` ids of a text or token file, or all if it has fewer. Reads no more than necessary."""
     if brings_tokenizer(path):
         return load_tokens(path, tokenizer)[0][:count]
     ids = np.empty(0, tokenizer.dtype)
@@ -169,14 +175,14 @@ def first_tokens(path, tokenizer, count):
 def load_tokens(path, tokenizer=None):
     """Return (tokens (n,), Tokenizer) of a text file, a token file, or a directory written by data/prepare.py.
 
-    tokenizer: None (the word-level one of a text; the tokenizer.json beside a token file), "word", "byte", the path of
-    a tokenizer.json, or a Tokenizer (to read validation data as the training data was). Raises DataError when a token
-    file was made with another vocabulary.
+    tokenizer: None (a text: its word-level tokenizer; a token file: the tokenizer.json in its directory), "word",
+    "byte", the path of a tokenizer.json, or a Tokenizer (so that validation data uses the tokenizer of the training
+    data). Raises DataError if a token file was made with another vocabulary.
     """
     path = Path(path)
     path = path / TOKEN_FILE if (path / TOKEN_FILE).is_file() else path
     if path.exists() and not (path.is_file() or path.is_dir()):
-        raise DataError(f"{path} is not a regular file, and a corpus is read more than once: save it to a file first")
+        raise DataError(f"{path} is not a regular file, but a corpus is read more than once: save it to a file first")
     if not is_token_file(path):
         text = read_text(path)
         made = tokenizer if isinstance(tokenizer, Tokenizer) else build_tokenizer(tokenizer or "word", text)
@@ -186,7 +192,7 @@ def load_tokens(path, tokenizer=None):
         tokenizer = Tokenizer.load(path.parent if asked in (None, "word", "byte") else asked)
     _, fingerprint, vocab_size, _ = _read_header(path)
     if asked in ("word", "byte") and tokenizer.kind != asked:
-        raise DataError(f"{path} holds {tokenizer.kind} tokens, but the tokenizer asked for is {asked}: leave it out")
+        raise DataError(f"--tokenizer {asked}: {path} contains {tokenizer.kind} tokens; omit the flag")
     if tokenizer.vocab_size != vocab_size or tokenizer.fingerprint != fingerprint:
         raise DataError(
             f"{path} was made with another tokenizer (its vocabulary has {vocab_size} tokens, this one "

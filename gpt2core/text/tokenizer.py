@@ -1,8 +1,8 @@
-"""Text to token ids and back without loss: words, bytes, or GPT-2's byte pairs, each in one tokenizer.json.
+"""Convert text to token ids and back without loss: words, bytes, or GPT-2's byte pairs, stored as tokenizer.json.
 
-The Hugging Face `tokenizers` library does the encoding and reads what we write. Decoding is one table for all three
-kinds, the bytes of every token: a text is the concatenation of its tokens' bytes, and a stream of tokens is fed through
-an incremental UTF-8 decoder, which holds half a character back until its other half arrives.
+The Hugging Face `tokenizers` library encodes, and it reads the files written here. All three kinds are decoded by one
+table with the bytes of every token: a text is the concatenation of the bytes of its tokens. A stream of tokens goes
+through an incremental UTF-8 decoder, which returns a character when all of its bytes have arrived.
 """
 
 import codecs
@@ -19,25 +19,25 @@ from gpt2core.errors import DataError
 
 FILE_NAME = "tokenizer.json"
 
-# A token is a word or one punctuation mark, each with the space before it, or one whitespace character: every character
-# of any text belongs to exactly one of them, which is why the round trip is exact.
+# A token is a word or one punctuation mark, each with the space before it, or one whitespace character. Every character
+# of a text belongs to exactly one token, so decode(encode(text)) == text.
 WORD_PATTERN = r" ?\w+| ?[^\w\s]|\s"
 
-PIECE = 1 << 16  # characters encoded at once: the library keeps about 200 bytes a token while it encodes
+PIECE = 1 << 16  # characters encoded at once: the library needs about 200 bytes per token while it encodes
 
 
 def byte_alphabet():
-    """Return GPT-2's 256 printable characters; the one at index b stands for byte b (`bytes_to_unicode` of GPT-2)."""
+    """Return GPT-2's 256 printable characters; the one at index b represents byte b (`bytes_to_unicode` of GPT-2)."""
     printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     others = iter(range(256, 512))
     return "".join(chr(byte if byte in printable else next(others)) for byte in range(256))
 
 
 def cut_at_words(chunks):
-    """Join and re-cut an iterable of str where no token crosses: before a space or newline that follows a word.
+    """Divide the text of an iterable of str before spaces and newlines that follow a word, where no token crosses.
 
-    No kind of token has a space or a newline after a word's last character, so the pieces' tokens are the text's.
-    A text without such a place (one endless word) comes back in one piece.
+    In no kind of tokenizer has a token a space or a newline after a word's last character. So the tokens of the pieces
+    are the tokens of the text. A text without such a position (one long word) is returned in one piece.
     """
     held = []
     for chunk in chunks:
@@ -58,19 +58,19 @@ def slices(text):
 
 
 def utf8(text):
-    """Return `text`; raises DataError when it holds a lone surrogate, which the library would not name."""
+    """Return `text`; raises DataError if it contains a lone surrogate, which the library's error would not show."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
-        stranger = f"U+{ord(text[error.start]):04X}"
-        raise DataError(f"the text has the lone surrogate {stranger}, which UTF-8 cannot hold: remove it") from None
+        surrogate = f"U+{ord(text[error.start]):04X}"
+        raise DataError(f"the text has the lone surrogate {surrogate}, which UTF-8 cannot encode: remove it") from None
     return text
 
 
 class Tokenizer:
     """One `tokenizers.Tokenizer`, its kind ("word", "byte" or "bpe"), and the bytes of every token.
 
-    Build one with `word_level`, `byte_level` or `load`. `dtype` is uint16 when the vocabulary fits, else uint32.
+    Create one with `word_level`, `byte_level` or `load`. `dtype` is uint16 if the vocabulary fits, else uint32.
     """
 
     def __init__(self, library_tokenizer, kind):
@@ -79,14 +79,14 @@ class Tokenizer:
         self.vocab_size = max(self.ids.values()) + 1
         self.dtype = np.dtype(np.uint16 if self.vocab_size <= 1 << 16 else np.uint32)
         byte_of = {character: byte for byte, character in enumerate(byte_alphabet())}
-        self.token_bytes = [b""] * self.vocab_size  # a gap in the ids decodes to nothing
+        self.token_bytes = [b""] * self.vocab_size  # an id without a token decodes to nothing
         for token, id in self.ids.items():
-            spelled = kind != "word" and all(character in byte_of for character in token)
-            self.token_bytes[id] = bytes(map(byte_of.get, token)) if spelled else token.encode("utf-8")
+            in_alphabet = kind != "word" and all(character in byte_of for character in token)
+            self.token_bytes[id] = bytes(map(byte_of.get, token)) if in_alphabet else token.encode("utf-8")
 
     @classmethod
     def word_level(cls, text):
-        """Return the paper's tokenizer: the vocabulary is every distinct token of `text`, by falling count, then text.
+        """Return the paper's tokenizer. Its vocabulary is every distinct token of `text`, sorted by count, then text.
 
         text: a str, or an iterable of str chunks for a text larger than memory. Raises DataError if it is empty.
         """
@@ -95,7 +95,7 @@ class Tokenizer:
         for piece in cut_at_words(slices(text) if isinstance(text, str) else text):
             count.update(word for word, _ in splitter.pre_tokenize_str(utf8(piece)))
         if not count:
-            raise DataError("a word vocabulary cannot be made from an empty text: give a corpus with at least one word")
+            raise DataError("an empty text has no word vocabulary: give a corpus with at least one word")
         order = sorted(count, key=lambda word: (-count[word], word))
         library = tokenizers.Tokenizer(models.WordLevel({word: id for id, word in enumerate(order)}))
         library.pre_tokenizer, library.decoder = splitter, decoders.Fuse()
@@ -112,10 +112,10 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path):
-        """Return the tokenizer of a tokenizer.json, or of the directory that holds one.
+        """Return the tokenizer of a tokenizer.json, or of a directory that contains one.
 
-        Raises DataError when the file is missing or corrupt, or describes a tokenizer that would lose text: only our
-        two kinds and byte-level BPE without a prefix space (GPT-2's) are taken.
+        Raises DataError if the file is missing or corrupt, or if its tokenizer could lose text: accepted are the two
+        kinds above and byte-level BPE without a prefix space (GPT-2's).
         """
         path = Path(path)
         path = path / FILE_NAME if path.is_dir() else path
@@ -124,12 +124,12 @@ class Tokenizer:
         except OSError as error:
             advice = f"give word, byte or a {FILE_NAME}"
             raise DataError(f"cannot read the tokenizer {path}: {error.strerror}; {advice}") from None
-        except Exception as error:  # the library raises the bare Exception
+        except Exception as error:  # the library raises plain Exception
             raise DataError(f"{path} is not a tokenizer.json of the tokenizers library ({error})") from None
-        return cls(library, _kind(json.loads(library.to_str()), path))  # its own words name every field
+        return cls(library, _kind(json.loads(library.to_str()), path))  # the library's own JSON has every field
 
     def save(self, path):
-        """Write tokenizer.json at `path`, or inside it when it is a directory. Raises DataError if it cannot."""
+        """Write tokenizer.json to `path`, or into it if it is a directory. Raises DataError if that fails."""
         path = Path(path)
         path = path / FILE_NAME if path.is_dir() else path
         try:
@@ -138,32 +138,32 @@ class Tokenizer:
             raise DataError(f"cannot write the tokenizer {path}: {error.strerror}") from None
 
     def to_bytes(self):
-        """Return the tokenizer.json as bytes: the same tokenizer always gives the same bytes."""
+        """Return the contents of tokenizer.json, equal bytes for equal tokenizers."""
         return self.library.to_str(pretty=True).encode("utf-8")
 
     @property
     def fingerprint(self):
-        """A 32-bit checksum of the vocabulary in the order of its ids: two tokenizers that share it decode alike."""
+        """A 32-bit checksum of the vocabulary in the order of its ids. If it is equal, ids decode to equal texts."""
         return zlib.crc32(b"".join(len(token).to_bytes(4, "little") + token for token in self.token_bytes))
 
     def encode(self, text):
         """Return the ids of `text`, (tokens,) of `dtype`; decode(encode(text)) == text.
 
-        Raises DataError naming the first word outside the vocabulary, or for a text that UTF-8 cannot hold.
+        Raises DataError with the first word outside the vocabulary, or for a text that UTF-8 cannot encode.
         """
         return np.concatenate([np.empty(0, self.dtype), *self.encode_chunks(slices(text))])
 
     def encode_chunks(self, chunks):
-        """Yield id arrays whose concatenation encodes the concatenation of `chunks`, in memory of a few chunks."""
+        """Yield id arrays whose concatenation encodes the concatenation of `chunks`; keeps a few chunks in memory."""
         encode = {"word": self._encode_words, "byte": self._encode_bytes, "bpe": self._encode_pairs}[self.kind]
         pieces = map(utf8, cut_at_words(chunks))
         for piece in pieces:
             yield encode(piece, pieces)
 
     def encode_prompt(self, text):
-        """Encode `text` as `encode` does, but give its first word the leading space if only so it is in the vocabulary.
+        """Encode `text` as `encode` does, with a space before its first word if only " word" is in the vocabulary.
 
-        A word of the corpus is mostly known as " word": a prompt that opens with it should not need the space.
+        Most words of a corpus follow a space, so a prompt that begins with one should not need to begin with a space.
         """
         if self.kind == "word" and text:
             first = self._words(utf8(text[:PIECE]))[0]
@@ -172,7 +172,7 @@ class Tokenizer:
         return self.encode(text)
 
     def decode(self, ids):
-        """Return the text of `ids` (any integers); bytes that are no UTF-8 become U+FFFD.
+        """Return the text of `ids` (any integers); bytes that are not UTF-8 become U+FFFD.
 
         Raises DataError for an id outside the vocabulary.
         """
@@ -186,7 +186,7 @@ class Tokenizer:
         if not 0 <= id < self.vocab_size:
             raise DataError(
                 f"token id {id} is outside the vocabulary of {self.vocab_size}: "
-                "these ids are of another tokenizer, use the one they were made with"
+                "another tokenizer made these ids, use that one"
             )
         return self.token_bytes[id]
 
@@ -198,11 +198,11 @@ class Tokenizer:
         try:
             return np.array([self.ids[word] for word in words], self.dtype)
         except KeyError as error:
-            strangers = sum(word not in self.ids for word in words)
-            strangers += sum(word not in self.ids for piece in rest for word in self._words(piece))
+            unknown = sum(word not in self.ids for word in words)
+            unknown += sum(word not in self.ids for piece in rest for word in self._words(piece))
             raise DataError(
                 f"the word {error.args[0]!r} is not in the vocabulary of {self.vocab_size} tokens "
-                f"({strangers} unknown in all): use words of the corpus, or train a new model with --tokenizer byte"
+                f"({unknown} unknown in all): use words of the corpus, or train a new model with --tokenizer byte"
             ) from None
 
     def _encode_bytes(self, piece, rest):
@@ -213,14 +213,14 @@ class Tokenizer:
 
 
 class TokenStream:
-    """Decodes a stream of ids: the pieces and the last flush() concatenate to decode() of all ids."""
+    """Decodes a stream of ids. The results of every push() and of the last flush() concatenate to decode() of all."""
 
     def __init__(self, bytes_of):
         self.bytes_of = bytes_of
         self.decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, id):
-        """Return the text that `id` completes, "" while a character is still missing a byte."""
+        """Return the text that `id` completes, "" if the last character still lacks a byte."""
         return self.decoder.decode(self.bytes_of(int(id)))
 
     def flush(self):
@@ -229,7 +229,7 @@ class TokenStream:
 
 
 def build_tokenizer(spec, text):
-    """Return the tokenizer that `spec` names: "word" (vocabulary of `text`), "byte", or the path of a tokenizer.json.
+    """Return the tokenizer of `spec`: "word" (with the vocabulary of `text`), "byte", or the path of a tokenizer.json.
 
     text: a str or an iterable of str; only "word" reads it.
     """
@@ -239,22 +239,22 @@ def build_tokenizer(spec, text):
 
 
 def _kind(description, path):
-    """Return the kind of a parsed tokenizer.json, or raise DataError if it is none whose round trip is exact."""
+    """Return the kind of a parsed tokenizer.json; raises DataError if decode(encode(text)) could differ from text."""
     model, splitter = description["model"], description["pre_tokenizer"] or {}
     if not model["vocab"]:
-        raise DataError(f"{path} holds a tokenizer without any token: train it first")
+        raise DataError(f"{path} has a tokenizer without tokens: train it first")
     if model["type"] == "WordLevel" and splitter.get("pattern") == {"Regex": WORD_PATTERN}:
         return "word"
     last = (splitter.get("pretokenizers") or [splitter])[-1]
     if model["type"] != "BPE" or last.get("type") != "ByteLevel" or last["add_prefix_space"]:
         raise DataError(
-            f"{path} holds a {model['type']} tokenizer that may lose text: use word-level, byte-level, "
-            "or byte-level BPE without a prefix space, as GPT-2's"
+            f"{path} has a {model['type']} tokenizer that may lose text: use word-level, byte-level, "
+            "or byte-level BPE without a prefix space, like GPT-2's"
         )
     missing = sum(character not in model["vocab"] for character in byte_alphabet())
     if missing:
         raise DataError(
-            f"{path} lacks {missing} of the 256 byte tokens, so some text would vanish: "
+            f"{path} lacks {missing} of the 256 byte tokens, so it would lose text: "
             "train it with initial_alphabet=ByteLevel.alphabet()"
         )
     plain = [model["vocab"][character] for character in byte_alphabet()] == list(range(256))

@@ -1,6 +1,7 @@
-"""Names on a profiler's time line (NVTX): forward, backward, optimizer, and every kernel method of the backend.
+"""Names in a profiler's timeline (NVTX): forward, backward, optimizer, and every kernel method of the backend.
 
-Nothing of it is there before annotate() is called, and a step that is replayed from its graph passes no Python at all.
+annotate() adds them; without it nothing is added. A step that is replayed from its graph runs no Python, so it shows
+no names.
 """
 
 import contextlib
@@ -8,14 +9,21 @@ import functools
 
 from gpt2core.backend import Backend
 
-KERNELS = ("_forward", "_backward", "_cached", "_step", "clip", "sum_of_squares")  # how their methods' names end
+KERNELS = (
+    "_forward",
+    "_backward",
+    "_cached",
+    "_step",
+    "clip",
+    "sum_of_squares",
+)  # how kernel methods' names end
 
 
 def annotate(backend, nvtx):
-    """Put the methods of this one backend, and its spans, into ranges of `nvtx` (cupy.cuda.nvtx)."""
+    """Put the kernel methods of this backend, and its runtime's ranges, into ranges of `nvtx` (cupy.cuda.nvtx)."""
 
     @contextlib.contextmanager
-    def span(name):
+    def named_range(name):
         nvtx.RangePush(name)
         try:
             yield
@@ -25,12 +33,12 @@ def annotate(backend, nvtx):
     def named(name, method):
         @functools.wraps(method)
         def inside(*arguments, **options):
-            with span(name):
+            with named_range(name):
                 return method(*arguments, **options)
 
         return inside
 
-    backend.span = span
+    backend.runtime.range = named_range
     for name in vars(Backend):
-        if name.endswith(KERNELS) and name != "compile_step":
+        if name.endswith(KERNELS):
             setattr(backend, name, named(name, getattr(backend, name)))

@@ -1,41 +1,41 @@
-"""A second stream for what nobody waits for: the gradients of weights run beside the chain that leads to them."""
+"""A second CUDA stream, on which weight gradients are computed off the critical path of backward."""
 
 import contextlib
 from collections import deque
 
-DEPTH = 4  # pieces of work that may be on their way: what they read stays allocated until they are done
+DEPTH = 4  # pieces of work in flight at most: their operands stay allocated until they are done
 
 
 class SideStream:
-    """Work beside the current stream, in the same order every time, and its operands kept until it is done."""
+    """Work on a second stream, in the same order in every step; its operands are kept until it is done."""
 
     def __init__(self, cupy):
-        self.cupy, self.stream, self.on_its_way = cupy, cupy.cuda.Stream(non_blocking=True), deque()
-        self.forked = False  # whether there is something that the current stream has not waited for
+        self.cupy, self.stream, self.in_flight = cupy, cupy.cuda.Stream(non_blocking=True), deque()
+        self.forked = False  # whether there is work for which the current stream has not waited
 
     @contextlib.contextmanager
-    def beside(self, *operands):
-        """Inside, kernels go to the side stream, after all that the current one has been given so far."""
+    def run(self, *operands):
+        """A context whose kernels run on the side stream, after all work given to the current stream so far."""
         main = self.cupy.cuda.get_current_stream()
-        with self.behind():
+        with self.after():
             yield
-        self.on_its_way.append((self.stream.record(self.event()), operands))
-        if len(self.on_its_way) > DEPTH:
-            main.wait_event(self.on_its_way.popleft()[0])
+        self.in_flight.append((self.stream.record(self.event()), operands))
+        if len(self.in_flight) > DEPTH:
+            main.wait_event(self.in_flight.popleft()[0])
 
     @contextlib.contextmanager
-    def behind(self):
-        """Inside, the side stream is the current one, behind all that both have been given so far."""
+    def after(self):
+        """A context in which the side stream is the current one, after all work given to both streams so far."""
         self.stream.wait_event(self.cupy.cuda.get_current_stream().record(self.event()))
         self.forked = True
         with self.stream:
             yield
 
-    def settle(self):
-        """Let the current stream wait for all of it."""
+    def join(self):
+        """Let the current stream wait for all work on the side stream."""
         if self.forked:
             self.cupy.cuda.get_current_stream().wait_event(self.stream.record(self.event()))
-            self.on_its_way.clear()
+            self.in_flight.clear()
             self.forked = False
 
     def event(self):
@@ -43,13 +43,13 @@ class SideStream:
 
 
 class NoStream:
-    """Where all work is done by the time it is asked for: the interpreter."""
+    """The interpreter's side stream: all work is done when the call returns."""
 
-    def beside(self, *operands):
+    def run(self, *operands):
         return contextlib.nullcontext()
 
-    def behind(self):
+    def after(self):
         return contextlib.nullcontext()
 
-    def settle(self):
+    def join(self):
         pass

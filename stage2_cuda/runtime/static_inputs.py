@@ -1,80 +1,82 @@
-"""What the host tells a recorded step: arrays in fixed places of the device, filled ahead and sent by one copy."""
-
-import contextlib
+"""The arguments of a recorded step: NumPy arrays, copied to fixed addresses on the device by one transfer a call."""
 
 import numpy as np
 
-BLOCK = 1 << 20  # bytes of a buffer; an array that is larger has one of its own
-ALIGNED = 256  # bytes: a place begins on a multiple, as any allocation does
+ALIGNED = 256  # bytes: every array begins on a multiple, as in any allocation
 HOST_TO_DEVICE = 1  # cudaMemcpyKind
 
 
-def lasting(xp):
-    """Inside, arrays are not cut out of CuPy's pool: one that stays keeps a block, however large, from being whole."""
-    return contextlib.nullcontext() if xp is np else xp.cuda.using_allocator(None)
+def outside_pool(cupy):
+    """A context whose arrays do not come from CuPy's pool: a lasting array would keep its whole block from reuse."""
+    return cupy.cuda.using_allocator(None)
 
 
-class Mailbox:
-    """Named host arrays, each with its place on the device, where a recorded step finds it again and again.
+class StaticInputs:
+    """Device copies of the NumPy arrays in a tree of arguments, at the same addresses for every call.
 
-    put() writes on the host, while the device may still be working; send() brings it all over, in the order of the
-    current stream. Where xp is numpy both are the same memory.
+    A tree consists of nested tuples (named ones too) and lists. Other leaves, device arrays and constants, are passed
+    on; every call must have the same ones. `device` is the tree with the device copies in place of NumPy arrays.
     """
 
-    def __init__(self, xp):
-        self.xp, self.places, self.buffers = xp, {}, []
-        self.copied = None if xp is np else xp.cuda.Event(disable_timing=True)
+    def __init__(self, cupy, tree):
+        self.cupy, leaves = cupy, flatten(tree)
+        arrays = [leaf for leaf in leaves if type(leaf) is np.ndarray]
+        ends = np.cumsum([0, *(-(-array.nbytes // ALIGNED) * ALIGNED for array in arrays)]).tolist()
+        self.size, self.copied = ends[-1], cupy.cuda.Event(disable_timing=True)
+        if self.size:
+            import cupyx
 
-    def put(self, name, array):
-        """Keep a C-contiguous host array of this name; returns its place, an array of the device, filled by send()."""
-        if self.copied:
-            self.copied.synchronize()  # the last copy has read what is overwritten now
-        place, host = self.places.get(name, (None, None))
-        if place is None or place.shape != array.shape or place.dtype != array.dtype:
-            place, host = self.places[name] = self.find_place(array)
-        host[...] = array
-        return place
+            self.staging = cupyx.empty_pinned(self.size, np.uint8)
+            with outside_pool(cupy):
+                self.memory = cupy.empty(self.size, np.uint8)
+        places = iter(zip(arrays, ends, strict=False))
 
-    def host(self, place):
-        """(name, what was put last) of a place; (None, None) of an array that is none."""
-        return next(((name, host) for name, (own, host) in self.places.items() if own is place), (None, None))
+        def place(leaf):
+            """(view of the pinned staging memory or None, what the function gets) for one leaf."""
+            if type(leaf) is not np.ndarray:
+                return None, leaf
+            array, start = next(places)
+            part = slice(start, start + array.nbytes)
+            return tuple(memory[part].view(array.dtype).reshape(array.shape) for memory in (self.staging, self.memory))
 
-    def find_place(self, array):
-        if not self.buffers or self.buffers[-1].free < array.nbytes:
-            self.buffers.append(Buffer(self.xp, max(BLOCK, -(-array.nbytes // ALIGNED) * ALIGNED)))
-        return self.buffers[-1].cut(array.shape, array.dtype)
+        self.leaves = [place(leaf) for leaf in leaves]
+        self.device = unflatten(tree, iter([leaf for _, leaf in self.leaves]))
 
-    def send(self):
-        """Copy all that was put to its places, on the current stream."""
-        if self.copied:
-            stream = self.xp.cuda.get_current_stream()
-            for buffer in self.buffers:
-                self.xp.cuda.runtime.memcpyAsync(*buffer.addresses, buffer.used, HOST_TO_DEVICE, stream.ptr)
+    def upload(self, tree):
+        """Copy the NumPy arrays of `tree` to the device, on the current stream.
+
+        Raises ValueError where the tree differs from the first one in more than the values of its NumPy arrays.
+        """
+        leaves = flatten(tree)
+        self.copied.synchronize()  # the previous copy has read the staging memory
+        for number, (leaf, (staging, kept)) in enumerate(zip(leaves, self.leaves, strict=True)):
+            if staging is None:
+                if leaf is not kept and not (isinstance(leaf, int | float | str) and leaf == kept):
+                    raise ValueError(f"argument {number} of a recorded step was {kept!r:.80} and is {leaf!r:.80} now")
+            elif leaf.shape != staging.shape or leaf.dtype != staging.dtype:
+                raise ValueError(
+                    f"argument {number} of a recorded step was {staging.dtype} {staging.shape} and is {leaf.dtype} "
+                    f"{leaf.shape} now"
+                )
+            else:
+                staging[...] = leaf
+        if self.size:
+            stream = self.cupy.cuda.get_current_stream()
+            addresses = self.memory.data.ptr, self.staging.ctypes.data
+            self.cupy.cuda.runtime.memcpyAsync(*addresses, self.size, HOST_TO_DEVICE, stream.ptr)
             self.copied.record(stream)
 
 
-class Buffer:
-    """Bytes of the host, which the device can fetch by itself, and as many of the device."""
+def flatten(tree):
+    """The leaves of nested tuples and lists, in order."""
+    if isinstance(tree, tuple | list):
+        return [leaf for branch in tree for leaf in flatten(branch)]
+    return [tree]
 
-    def __init__(self, xp, size):
-        if xp is np:
-            self.host = self.device = np.empty(size, np.uint8)
-        else:
-            import cupyx
 
-            self.host = cupyx.empty_pinned(size, np.uint8)
-            with lasting(xp):
-                self.device = xp.empty(size, np.uint8)
-            self.addresses = self.device.data.ptr, self.host.ctypes.data
-        self.used = 0
-
-    @property
-    def free(self):
-        return self.host.size - self.used
-
-    def cut(self, shape, dtype):
-        """(device, host) views of the next bytes."""
-        size = int(np.prod(shape)) * np.dtype(dtype).itemsize
-        begin, end = self.used, self.used + size
-        self.used += -(-size // ALIGNED) * ALIGNED
-        return tuple(memory[begin:end].view(dtype).reshape(shape) for memory in (self.device, self.host))
+def unflatten(tree, leaves):
+    """A tree of the same structure whose leaves are the next ones of the iterator `leaves`."""
+    if isinstance(tree, tuple | list):
+        branches = [unflatten(branch, leaves) for branch in tree]
+        return type(tree)(*branches) if hasattr(tree, "_fields") else type(tree)(branches)
+    return next(leaves)

@@ -1,14 +1,18 @@
-"""The promises of the layout: the core knows no stage, nothing asks for rank counts or devices, a stage is a choice."""
+"""The rules of the layout: which file may import which, no branch on ranks or devices, and a stage is two objects."""
 
 import ast
 import re
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
 import pytest
 
 from gpt2core.app import cli
+from tests.tools.count_layout import figures
+
+pytestmark = pytest.mark.fast
 
 ROOT = Path(__file__).resolve().parents[2]
 STAGES = sorted(path.name for path in ROOT.glob("stage[0-9]_*") if (path / "__init__.py").exists())
@@ -26,7 +30,7 @@ def tree_of(path):
 
 
 def imported(tree):
-    """The first component of every module that the tree imports, with relative imports as they stand."""
+    """The first component of every module that the tree imports. A relative import keeps its leading dots."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name.split(".")[0] for alias in node.names)
@@ -48,9 +52,60 @@ def test_a_stage_imports_only_what_it_adds_to(stage):
         assert [module for module in others if module[5] not in allowed] == [], name_of(path)
 
 
-def test_no_benchmark_needs_what_only_tests_do():
+def test_no_benchmark_imports_pytest_or_a_test():
     for path in (ROOT / "benchmarks").rglob("*.py"):
         assert not {"tests", "pytest"} & set(imported(tree_of(path))), name_of(path)
+
+
+def modules_imported(tree):
+    """The full dotted name of everything that the tree imports: `from a.b import c` gives a.b.c, c module or not."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def imports_below(path, *packages):
+    """The modules of `packages` that a file imports."""
+    return [name for name in modules_imported(tree_of(path)) if f"{name}.".startswith(tuple(f"{p}." for p in packages))]
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "gpt2core").glob("*.py")), ids=name_of)
+def test_of_the_top_level_only_the_trainer_and_the_loop_import_parallel(path):
+    assert path.name in ("trainer.py", "training_loop.py") or imports_below(path, "gpt2core.parallel") == []
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "gpt2core" / "parallel").glob("*.py")), ids=name_of)
+def test_parallel_imports_neither_the_trainer_nor_the_loop(path):
+    assert imports_below(path, "gpt2core.trainer", "gpt2core.training_loop") == []
+
+
+@pytest.mark.parametrize("path", [path for path in CODE if path.parent != ROOT / "gpt2core" / "app"], ids=name_of)
+def test_only_app_and_the_scripts_of_a_stage_import_app(path):
+    assert path.name in ("train_gpt2.py", "inference.py") or imports_below(path, "gpt2core.app") == []
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "tests").rglob("*.py")), ids=name_of)
+def test_no_test_imports_from_another_test(path):
+    found = imports_below(path, "tests")
+    assert [name for name in found if not name.startswith(("tests.support.", "tests.tools."))] == []
+
+
+IMPORT_CORE = f"""
+import importlib, os, sys
+before = dict(os.environ), sys.excepthook
+for name in {[".".join(p.relative_to(ROOT).with_suffix("").parts) for p in CORE if p.parent.name != "app"]}:
+    importlib.import_module(name.removesuffix(".__init__"))
+assert dict(os.environ) == before[0], set(os.environ.items()) ^ set(before[0].items())
+assert sys.excepthook is before[1], sys.excepthook
+"""
+
+
+def test_importing_the_core_changes_neither_the_environment_nor_the_excepthook():
+    """Both belong to the command line, which is gpt2core.app."""
+    done = subprocess.run([sys.executable, "-c", IMPORT_CORE], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 # -- no branch on the number of ranks or on the device ----------------------------------------------------------------
@@ -58,7 +113,7 @@ def test_no_benchmark_needs_what_only_tests_do():
 # A rank count or a device by its name: `world.size`, `world_size`, `n_ranks`, `is_cuda`, `use_gpu`.
 RANKS = re.compile(r"(world|group|communicator|comm)\.(size|rank)$|(^|\.|_)(world_size|ranks?|n_ranks|local_rank)$")
 DEVICES = re.compile(r"(is|use|has|if|on)_?(distributed|ddp|mpi|parallel|cuda|gpu|cpu|nccl|cupy|numpy)|\bdevice$")
-# A group must know its members: these files are what makes the rest independent of them.
+# These files implement the groups, so they compare ranks; no other file needs to.
 COMMUNICATORS = re.compile(r"communicator\.py$|collectives\.py$")
 
 
@@ -141,16 +196,16 @@ def test_these_lines_would_be_found(line, found):
 
 
 @pytest.mark.parametrize("line", ["if batch % group.size: pass", "if x.size > 1: pass", "if threads > 1: pass"])
-def test_these_lines_are_none_of_them(line):
+def test_these_lines_are_allowed(line):
     assert not list(branches_on_ranks(ast.parse(line))) and not list(branches_on_devices(ast.parse(line)))
 
 
-# The border to a launcher, which speaks to its processes through the environment alone.
-LAUNCHED = ("gpt2core/parallel/launcher_env.py", "stage1_mpi/launch.py", "stage1_mpi/mpi_communicator.py")
+# A launcher passes rank and size to its processes through the environment only; these files read it.
+READ_LAUNCHER = ("gpt2core/parallel/launcher_env.py", "stage1_mpi/launch.py", "stage1_mpi/mpi_communicator.py")
 
 
 @pytest.mark.parametrize(
-    "path", [path for path in CODE if name_of(path) not in ("gpt2core/__init__.py", *LAUNCHED)], ids=name_of
+    "path", [path for path in CODE if name_of(path) not in ("gpt2core/app/__init__.py", *READ_LAUNCHER)], ids=name_of
 )
 def test_no_environment_is_read_in_the_middle_of_code(path):
     tree = tree_of(path)
@@ -163,7 +218,7 @@ def test_no_environment_is_read_in_the_middle_of_code(path):
 
 
 def skeleton(path):
-    """What is left of a stage's script without its thesis, its imports and the names of its two objects."""
+    """The source of a stage's script without its docstring, its imports and the names of its two objects."""
     tree = tree_of(path)
     body = [node for node in tree.body[1:] if not isinstance(node, ast.Import | ast.ImportFrom)]
     for node in ast.walk(ast.Module(body, [])):
@@ -181,7 +236,7 @@ def test_the_scripts_of_all_stages_differ_only_in_imports_and_constructors(stage
     )
 
 
-# -- what a reader meets ----------------------------------------------------------------------------------------------
+# -- what a reader sees ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("path", CODE + sorted((ROOT / "tests").rglob("*[a-z].py")), ids=name_of)
@@ -191,7 +246,7 @@ def test_a_file_opens_with_its_thesis(path):
 
 
 def tracked_files():
-    """Every file that is or may be committed."""
+    """Every file in the checkout that git does not ignore."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     try:
         listed = subprocess.run(command, cwd=ROOT, capture_output=True, check=True).stdout.decode().split("\0")
@@ -200,9 +255,9 @@ def tracked_files():
     return [ROOT / name for name in listed if name and (ROOT / name).is_file()]
 
 
-def test_no_file_names_a_place_on_somebody_s_machine():
-    somewhere = re.compile(rb"(?<![\w.])/(?:home|root|work|Users|mnt)/[\w.]")
-    assert [name_of(path) for path in tracked_files() if somewhere.search(path.read_bytes())] == []
+def test_no_file_names_a_path_of_one_machine():
+    absolute = re.compile(rb"(?<![\w.])/(?:home|root|work|Users|mnt)/[\w.]")
+    assert [name_of(path) for path in tracked_files() if absolute.search(path.read_bytes())] == []
 
 
 def test_every_package_is_listed_for_installation():
@@ -223,3 +278,8 @@ def test_the_flags_that_a_page_names_exist(path):
     known |= {"--extra-index-url", "--index-url", "--upgrade", "--hostfile", "--mca"}  # of pip and mpirun
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", path.read_text(encoding="utf-8")))
     assert named - known == set()
+
+
+def test_every_figure_of_the_layout_is_within_its_bound():
+    """Lines of the core, files and lines to one training step, methods of Trainer and Backend, lines of the README."""
+    assert [str(figure) for figure in figures() if not figure.holds] == []

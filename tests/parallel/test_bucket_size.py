@@ -1,12 +1,10 @@
 """The size of a bucket follows from two timed sums: on a clock that knows what they cost, the right one is found."""
 
 from dataclasses import dataclass
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from gpt2core.app.rank_agreement import choose_collectives
 from gpt2core.communicator import Solo
 from gpt2core.data import Windows
 from gpt2core.model import GPT2Config
@@ -14,8 +12,11 @@ from gpt2core.parallel.bucket_size import BucketSize, best_bucket, measured_buck
 from gpt2core.parallel.config import ParallelConfig
 from gpt2core.parallel.data_parallel import BUCKET_MB
 from gpt2core.parallel.thread_communicator import run_ranks
+from gpt2core.parallel.whole_parameters import parameter_hash
 from gpt2core.trainer import Trainer
+from gpt2core.training_loop import read_batch
 from stage0_serial.numpy_backend import NumpyBackend
+from tests.support.collective_choice import chosen
 
 CONFIG = GPT2Config(vocab_size=36, block_size=16, n_layer=2, n_head=4, n_embd=16, tied=False)
 
@@ -87,26 +88,12 @@ def test_the_root_s_measurement_is_everyone_s_and_changes_no_bits():
             CONFIG, [NumpyBackend()], batch_size=8, seq_len=16, micro_batches=4, world=comm,
             parallel=ParallelConfig(dp="bucket", **parallel),
         )  # fmt: skip
-        steps = [trainer.step(Windows(tokens, 16), 1e-3) for _ in range(2)]
-        return [step.loss for step in steps], trainer.parameter_hash(), trainer.measured
+        steps = [trainer.step(read_batch(trainer, Windows(tokens, 16)), 1e-3) for _ in range(2)]
+        return [step.loss for step in steps], parameter_hash(trainer), trainer.measured
 
     want = train(Solo())
     (*first, measured), (*second, other) = run_ranks(2, lambda comm: train(comm, bucket_mb=None))
     assert first == second == [*want[:2]] and measured == other and measured.mb >= 1 and want[2] is None
-
-
-ASKED = dict(dp="bucket", bucket_mb=None, compress="none", zero=0, zero_gather="end", tp=1)
-ASKED |= dict(deterministic=False, local_shuffle=False, collectives=None, transport=None)
-
-
-def chosen(size, asked, measures_buckets=True, prefers_zero=False):
-    """(the flags as choose_collectives() leaves them, its notes) on so many ranks, whose communicator is such a one."""
-    world = SimpleNamespace(
-        size=size, measures_buckets=measures_buckets, prefers_zero=prefers_zero, native_collectives="nccl"
-    )
-    world.use_transport, world.use_collectives = lambda name: "nccl", lambda name: None
-    args = SimpleNamespace(**ASKED | asked)
-    return args, choose_collectives(world, args)
 
 
 @pytest.mark.parametrize(

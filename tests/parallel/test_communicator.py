@@ -19,6 +19,7 @@ SIZES = [1, 2, 3, 4, 5, 8]
 HANG = 60.0  # seconds until a test counts as hanging; each takes milliseconds
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", SIZES)
 def test_every_collective_equals_its_oracle(size, dtype):

@@ -83,6 +83,7 @@ def ranks(corpus, tmp_path):
 # -- the serial bits ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.fast("2-bucket-1", "4-flat-0")
 @pytest.mark.parametrize("zero", [0, 1])
 @pytest.mark.parametrize("dp", STRATEGIES)
 @pytest.mark.parametrize("number", [2, 4])
@@ -113,7 +114,7 @@ def test_one_rank_and_threaded_ranks_give_the_serial_bits(serial, ranks):
     flags = ("--preset", "nano", *RECIPE.split())
     done, log = ranks(1, *flags, "--zero", 1)
     assert curve(log) == curve(serial(*flags)) and "\n1 rank: 1 data x 1 tensor parallel" in done.out
-    assert "note: one data-parallel rank has nobody to share gradients with: --zero 1 can be left out" in done.out
+    assert "note: --zero 1: no effect, because there is only one data-parallel rank" in done.out
     done, log = ranks(2, *flags, "--dp", "overlap", threads=2)
     assert curve(log) == curve(serial(*flags)) and "on 2 threads" in done.out
 
@@ -147,6 +148,7 @@ def test_local_shuffle_trains_reproducibly_and_prints_a_note(serial, ranks):
 # -- tensor parallel ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.fast("4-1")
 @pytest.mark.parametrize("number, zero", [(2, 0), (4, 0), (4, 1)])
 def test_tensor_parallel_equals_the_serial_curve_within_rounding(serial, ranks, tmp_path, number, zero):
     flags = ("--preset", "nano", *RECIPE.split())

@@ -23,7 +23,7 @@ LINUX = Path("/proc/self/environ").exists()
 FAULTY = """
 import os, signal, sys
 from pathlib import Path
-from gpt2core.app import checkpoint_directory
+from gpt2core.app import checkpoint_files
 from gpt2core.app.cli import train
 from gpt2core.errors import DataError
 from gpt2core.trainer import Trainer
@@ -106,7 +106,8 @@ FAULTS = {  # name: (fault at the start of step 3, texts that are printed exactl
     "exception": ("if rank == 1: raise ZeroDivisionError('an injected fault')",
         ["rank 1 of 4 failed:", "Traceback", "ZeroDivisionError: an injected fault"], 1),
     # a long GRACE: the other ranks wait until the root has printed its error and ended the job
-    "exception on all": ("from gpt2core.app import cli; cli.GRACE = 60; raise ZeroDivisionError('an injected fault')",
+    "exception on all": (
+        "from gpt2core.app import command; command.GRACE = 60; raise ZeroDivisionError('an injected fault')",
         ["rank 0 of 4 failed:", "Traceback", "ZeroDivisionError: an injected fault"], None),
     "memory": ("if rank == 2: raise MemoryError('no 3 GiB')", ["error: rank 2: out of memory (no 3 GiB): lower"], 2),
     "user's": ("if rank == 1: raise DataError('an injected error')", ["error: rank 1: an injected error"], 2),
@@ -151,10 +152,10 @@ def test_a_full_disk_on_the_root_ends_the_job_and_keeps_the_last_checkpoint(trai
             Path(path).write_bytes(b"half of it")
             raise OSError(28, "No space left on device")
 
-        checkpoint_directory.save_file = save_file
+        checkpoint_files.save_file = save_file
     """
     done = faulty(fault, *run)
-    assert_failed(done, "error: rank 0: ", "step-00000004", "No space left on device", "as they were", code=2)
+    assert_failed(done, "error: rank 0: ", "step-00000004", "No space left on device", "are unchanged", code=2)
     assert len(done.lines) == 1
     assert_resumes(tmp_path / "run", tmp_path, train, unbroken, 2)
 
@@ -186,7 +187,7 @@ def test_a_full_disk_for_the_log_ends_the_job_after_a_checkpoint(train, tmp_path
     flags = ("--steps", 30, *NANO, "--out", out, "--log", "/dev/full")
     done = mpi("-n", 2, sys.executable, "-m", "stage1_mpi.train_gpt2", *flags, cwd=ROOT)
     assert_one_line_after_steps(done, "/dev/full: cannot be written (No space left on device) at step 0")
-    assert "the 2 steps made are saved: go on with --resume" in done.err
+    assert "the 2 steps made are saved: continue with --resume" in done.err
     assert load_checkpoint(out, with_optimizer=True).state["step"] == 2
 
 
@@ -215,7 +216,7 @@ def test_a_signal_from_outside_stops_and_saves(run, tmp_path, who):
             os.kill(pid, number)
         done = job.done()
     assert_failed(done, code=128 + number)
-    stopped = re.findall(rf"^stopped by signal {int(number)} after (\d+) of 1000000 steps: go on", done.out, re.M)
+    stopped = re.findall(rf"^stopped by signal {int(number)} after (\d+) of 1000000 steps: continue", done.out, re.M)
     assert len(stopped) == 1 and done.err == ""
     assert load_checkpoint(tmp_path / "run", with_optimizer=True).state["step"] == int(stopped[0])
 

@@ -16,10 +16,12 @@ from gpt2core.data import Windows
 from gpt2core.parallel.codecs import CODECS
 from gpt2core.parallel.config import ParallelConfig
 from gpt2core.parallel.tree_sum import tree_sum
+from gpt2core.parallel.whole_parameters import parameter_hash
 from gpt2core.text.token_file import load_tokens
 from gpt2core.trainer import Trainer
+from gpt2core.training_loop import read_batch
 from stage2_cuda.cuda_backend import CudaBackend, dtype_of
-from stage2_cuda.runtime.cuda_graph import Recorded
+from stage2_cuda.runtime.cuda_graph import RecordedStep
 from stage3_mpi_cuda.nccl_communicator import NcclCommunicator
 from tests.support.collectives import REDUCED, rank_inputs
 from tests.support.jobs import Job, mpi
@@ -190,7 +192,7 @@ def recorded(host):
         second.wait()
         return data.all_gather(parts[own], out=parts), total + twice
 
-    replay = Recorded(step, before=lambda: None)
+    replay = RecordedStep(step, before=lambda: None)
     for call in range(5):
         xs = rank_inputs(call, p, (n,), np.float32)
         x.set(xs[r])
@@ -221,8 +223,8 @@ def trained(world, precision, deterministic=True, micro_batches=SHARDS, **parall
     backend, sharing = CudaBackend(precision, deterministic), ParallelConfig(bucket_mb=0.1, **parallel)
     trainer = Trainer(config, [backend], **sizes, optimizer=recipe, world=world, parallel=sharing)
     windows = Windows(tokens, config.block_size)
-    steps = [trainer.step(windows, 1e-3 / (1 + i)) for i in range(STEPS)]
-    return [(step.loss, step.grad_norm) for step in steps], trainer.parameter_hash()
+    steps = [trainer.step(read_batch(trainer, windows), 1e-3 / (1 + i)) for i in range(STEPS)]
+    return [(step.loss, step.grad_norm) for step in steps], parameter_hash(trainer)
 
 
 def runs(host, transport, ways):

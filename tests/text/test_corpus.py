@@ -1,4 +1,4 @@
-"""The shipped corpus has the paper's three figures, is what its generator writes, and can be learned by heart."""
+"""The shipped corpus has the paper's bytes, tokens and vocabulary, equals its generator's output, and is learnable."""
 
 import importlib.util
 import math
@@ -40,7 +40,7 @@ def test_corpus_has_the_papers_bytes_tokens_and_vocabulary(text, tokens):
     assert (len(text.encode("utf-8")), len(tokens), len(np.unique(tokens))) == (290_599, 52_600, 172)
 
 
-def test_corpus_is_ascii_and_may_be_read_in_a_circle(text):
+def test_corpus_is_ascii_and_windows_may_wrap_around_its_end(text):
     assert text.isascii() and text.endswith(".\n") and "\r" not in text
 
 
@@ -53,7 +53,7 @@ def test_generator_writes_the_shipped_file(generator):
 
 
 @pytest.mark.parametrize("hash_seed", ["0", "1"])
-def test_generator_checks_the_file_whatever_the_hash_seed(hash_seed, tmp_path):
+def test_generator_checks_the_file_with_any_hash_seed(hash_seed, tmp_path):
     def run(*arguments):
         command = [sys.executable, str(GENERATOR), *map(str, arguments)]
         return subprocess.run(command, env={"PYTHONHASHSEED": hash_seed}, capture_output=True, check=False)
@@ -66,14 +66,14 @@ def test_generator_checks_the_file_whatever_the_hash_seed(hash_seed, tmp_path):
     assert changed.returncode == 1 and b"make_corpus.py" in changed.stderr
 
 
-def test_context_of_256_tokens_holds_every_digit_of_the_odometer(generator, text):
+def test_context_of_256_tokens_contains_every_digit_of_the_chapter_number(generator, text):
     words = re.findall(r" ?\w+| ?[^\w\s]|\s", text)
     for digit in (generator.YEARS, generator.SEASONS, generator.TOPICS):
         mentions = [at for at, word in enumerate(words) if word.strip() in digit]
         assert max(np.diff(mentions)) <= 105
 
 
-def test_place_of_a_chapter_in_a_window_does_not_tell_its_topic(generator):
+def test_position_of_a_chapter_in_a_window_does_not_determine_its_topic(generator):
     lengths = {len(re.findall(r" ?\w+| ?[^\w\s]|\s", generator.chapter(number) + "\n")) for number in range(168)}
     phases = math.gcd(256, 52_600)
     assert lengths == {313} and math.gcd(313, phases) == 1 and math.gcd(len(generator.TOPICS), phases) == 1

@@ -1,4 +1,4 @@
-"""prepare.py writes the very tokens of the whole text in constant memory, or one line and nothing."""
+"""prepare.py writes the tokens of the whole text in constant memory; after an error it writes one line and no file."""
 
 import importlib.util
 import os
@@ -54,7 +54,7 @@ def pairs(tmp_path, story):
 
 @pytest.mark.parametrize("spec", ["word", "byte", "bpe"])
 def test_token_file_holds_the_tokens_of_the_whole_text(module, spec, story, pairs, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(module, "text_chunks", lambda path: dataset.text_chunks(path, 1000))  # many seams
+    monkeypatch.setattr(module, "text_chunks", lambda path: dataset.text_chunks(path, 1000))  # many chunks
     spec = str(pairs) if spec == "bpe" else spec
     assert module.main([str(story), "--tokenizer", spec, "--out", str(tmp_path / "out")]) == 0
     text = read_text(story)
@@ -66,7 +66,7 @@ def test_token_file_holds_the_tokens_of_the_whole_text(module, spec, story, pair
     assert f"{len(tokens):,} tokens, vocabulary of {tokenizer.vocab_size}" in capsys.readouterr().out
 
 
-def test_default_output_lies_beside_the_text(module, story):
+def test_default_output_is_in_the_directory_of_the_text(module, story):
     assert module.main([str(story), "--tokenizer", "byte"]) == 0
     assert load_tokens(story.with_suffix(".tokens"))[1].decode(
         load_tokens(story.with_suffix(".tokens"))[0]
@@ -93,7 +93,7 @@ def test_uninstalled_clone_prepares_from_its_root(tmp_path):
 
 
 def peak_memory(*arguments):
-    """The peak resident memory of prepare.py in a process of its own, in KiB."""
+    """The peak resident memory in KiB of prepare.py, in a separate process."""
     program = (
         "import resource, runpy, sys; sys.argv = sys.argv[1:]\n"
         "try: runpy.run_path(sys.argv[0], run_name='__main__')\n"
@@ -109,17 +109,17 @@ def peak_memory(*arguments):
 @pytest.mark.parametrize("spec, copies", [("word", 12), ("byte", 100)])
 def test_peak_memory_does_not_grow_with_the_text(spec, copies, tmp_path):
     peaks = []
-    for times in (4, copies):  # of a single one the chunks are no whole ones, and the buffers smaller by megabytes
+    for times in (4, copies):  # one copy is less than a whole chunk, and its buffers are smaller by megabytes
         text = tmp_path / f"{times}.txt"
         text.write_bytes(CORPUS.read_bytes() * times)
         peaks.append(peak_memory(text, "--tokenizer", spec, "--out", tmp_path / str(times)))
     grown = (copies - 4) * CORPUS.stat().st_size / 1024
-    assert peaks[1] - peaks[0] < grown  # KiB: whole in memory, a text costs several times its size as ids and words
+    assert peaks[1] - peaks[0] < grown  # KiB: a whole text in memory takes several times its size, for ids and words
 
 
 @pytest.mark.parametrize(
     "content, message",
-    [(None, "is no file"), (b"", "is empty"), (b"caf\xe9 au lait", "is not UTF-8: byte 3 ")],
+    [(None, "is not a file"), (b"", "is empty"), (b"caf\xe9 au lait", "is not UTF-8: byte 3 ")],
 )
 def test_bad_text_is_one_line_and_exit_code_2(module, content, message, tmp_path, capsys):
     text = tmp_path / "bad.txt"
@@ -133,7 +133,7 @@ def test_bad_text_is_one_line_and_exit_code_2(module, content, message, tmp_path
 
 def test_directory_for_a_text_is_named(module, tmp_path, capsys):
     assert module.main([str(tmp_path), "--out", str(tmp_path / "out")]) == 2
-    assert f"{tmp_path} is no file" in capsys.readouterr().err
+    assert f"{tmp_path} is not a file" in capsys.readouterr().err
 
 
 def test_missing_tokenizer_is_named(module, story, tmp_path, capsys):
@@ -143,7 +143,7 @@ def test_missing_tokenizer_is_named(module, story, tmp_path, capsys):
 
 def test_output_that_is_a_file_is_named(module, story, capsys):
     assert module.main([str(story), "--out", str(story)]) == 2
-    assert f"cannot make the directory {story}" in capsys.readouterr().err
+    assert f"cannot create the directory {story}" in capsys.readouterr().err
 
 
 def test_interrupt_leaves_the_earlier_files(module, story, tmp_path, monkeypatch, capsys):

@@ -1,4 +1,4 @@
-"""The loader shows every window once, resumes exactly and copies nothing; a bad file is named before the first step."""
+"""Windows returns every window once, resumes exactly and copies nothing; a bad file is reported before step 1."""
 
 import os
 import struct
@@ -77,7 +77,7 @@ def test_resumed_loader_continues_as_if_it_had_never_stopped(order):
     history = [straight.batch(position, 4)[0].tolist() for position in range(0, 400, 4)]  # six epochs
     for position in (0, 64, 200, 396):
         assert Windows(tokens, 16, order, seed=7).batch(position, 4)[0].tolist() == history[position // 4]
-    assert straight.batch(0, 4)[0].tolist() == history[0]  # and looking back changes nothing
+    assert straight.batch(0, 4)[0].tolist() == history[0]  # also after later batches were read
 
 
 def test_shuffled_order_depends_on_seed_and_epoch():
@@ -102,8 +102,8 @@ def test_sequential_batch_is_a_view_of_the_corpus_and_only_the_seam_is_copied():
         inputs, targets = windows.batch(position, 4)
         assert np.shares_memory(inputs, tokens) == np.shares_memory(targets, tokens) == (not copied)
         assert not inputs.flags.writeable and not targets.flags.writeable
-        assert np.shares_memory(inputs, targets)  # one run, shifted by one
-    assert tokens.flags.writeable  # the caller's own array is left as it was
+        assert np.shares_memory(inputs, targets)  # one range of tokens, shifted by one
+    assert tokens.flags.writeable  # the caller's array stays writeable
 
 
 def test_validation_covers_each_whole_window_once_and_never_the_seam():
@@ -204,7 +204,7 @@ def test_validation_text_is_read_with_the_tokenizer_it_is_given(tmp_path):
 
 def test_token_file_of_another_vocabulary_is_refused(tmp_path):
     path = token_file(tmp_path)
-    with pytest.raises(DataError, match="holds byte tokens, but the tokenizer asked for is word"):
+    with pytest.raises(DataError, match="--tokenizer word: .* contains byte tokens; omit the flag"):
         load_tokens(path, "word")
     with pytest.raises(DataError, match="made with another tokenizer .*has 256 tokens, this one 8"):
         load_tokens(path, Tokenizer.word_level(STORY))
@@ -221,13 +221,13 @@ def test_token_file_of_another_vocabulary_is_refused(tmp_path):
     [
         (lambda b: b[:-1], "truncated or corrupt"),
         (lambda b: b + b"\0", "truncated or corrupt"),
-        (lambda b: b[:20], "20 bytes of a header of 32"),
+        (lambda b: b[:20], "it has 20 bytes, the header alone has 32"),
         (lambda b: b"", "is not a token file"),
         (lambda b: b"once upon a time", "is not a token file"),
-        (lambda b: b[:8] + b"\x09" + b[9:], "version 9, this program reads 1"),
-        (lambda b: b[:10] + b"\x03" + b[11:], "header .* is corrupt"),
-        (lambda b: b[:16] + bytes(8) + b[24:], "header .* is corrupt"),
-        (lambda b: b[:24] + bytes(8), "header .* is corrupt"),
+        (lambda b: b[:8] + b"\x09" + b[9:], "version 9, this program reads version 1"),
+        (lambda b: b[:10] + b"\x03" + b[11:], "has a corrupt header"),
+        (lambda b: b[:16] + bytes(8) + b[24:], "has a corrupt header"),
+        (lambda b: b[:24] + bytes(8), "has a corrupt header"),
         (lambda b: b[:40] + b"\xff\xff" + b[42:], "token id 65535 is outside its vocabulary of 256"),
     ],
 )

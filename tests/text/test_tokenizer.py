@@ -1,4 +1,4 @@
-"""Every kind of tokenizer gives back the text it was given, in one piece or as a stream, and says what it cannot do."""
+"""Every kind of tokenizer decodes its ids to the same text, at once or as a stream, and reports what it cannot do."""
 
 import json
 import time
@@ -20,7 +20,7 @@ hard_text = st.lists(st.sampled_from(" |  |\n|\r\n|\t|a|bc|'s|9|.|é|e\u0301|\x8
 
 
 def trained_pairs(vocab_size=400, **pre_tokenizer):
-    """GPT-2's kind of byte-pair encoding, trained on a page."""
+    """A byte-level BPE tokenizer as GPT-2's, trained on a short text."""
     library = tokenizers.Tokenizer(models.BPE())
     library.pre_tokenizer = pre_tokenizers.ByteLevel(**{"add_prefix_space": False, **pre_tokenizer})
     library.decoder = decoders.ByteLevel()
@@ -157,12 +157,12 @@ def test_empty_text_has_no_tokens(tokenizer):
 def test_prompt_may_open_with_a_word_known_only_after_a_space():
     tokenizer = Tokenizer.word_level("In the loss we trust")
     assert tokenizer.decode(tokenizer.encode_prompt("loss we")) == " loss we"
-    assert tokenizer.decode(tokenizer.encode_prompt("In the")) == "In the"  # known as it stands
+    assert tokenizer.decode(tokenizer.encode_prompt("In the")) == "In the"  # in the vocabulary without a space
     with pytest.raises(DataError, match="'dragon'.*vocabulary of 5"):
         tokenizer.encode_prompt("dragon loss")
 
 
-def test_prompts_of_the_other_kinds_are_encoded_as_they_stand(pairs):
+def test_prompts_of_the_other_kinds_are_encoded_without_a_space(pairs):
     for tokenizer in (Tokenizer.byte_level(), pairs):
         assert tokenizer.encode_prompt("loss").tolist() == tokenizer.encode("loss").tolist()
 
@@ -271,11 +271,11 @@ def test_time_to_encode_grows_with_the_text_and_not_with_its_square():
     for lines in (8_000, 64_000):  # 290 KB, the shipped corpus's size, and 8 times that
         text = line * lines
         seconds[lines] = min(timed(lambda text=text: tokenizer.encode(text)) for _ in range(2))
-    assert seconds[64_000] < 4 * 8 * seconds[8_000]  # 4: a square would make it 8
+    assert seconds[64_000] < 4 * 8 * seconds[8_000]  # a quadratic algorithm takes 8 * 8 times as long
 
 
 def timed(work):
-    """Seconds that this thread was on a core: other work of the machine does not count."""
+    """Return the CPU seconds of this thread, which other processes do not change."""
     start = time.thread_time()
     work()
     return time.thread_time() - start

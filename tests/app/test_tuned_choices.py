@@ -1,4 +1,4 @@
-"""What a backend has chosen by timing: the same on all ranks, kept beside the checkpoint, taken up by a run resumed."""
+"""Choices made by timing: equal on all ranks, saved in state.json, and used again by a resumed run."""
 
 import json
 
@@ -10,6 +10,7 @@ from gpt2core.data import Windows
 from gpt2core.model import GPT2Config
 from gpt2core.parallel.thread_communicator import run_ranks
 from gpt2core.trainer import Trainer
+from gpt2core.training_loop import read_batch
 from stage0_serial.numpy_backend import NumpyBackend
 
 CONFIG = GPT2Config(vocab_size=36, block_size=8, n_layer=1, n_head=2, n_embd=8)
@@ -18,7 +19,7 @@ HERE, THERE = "Fake GPU, cublasLt 1, Triton 3.6.0", "Old GPU, cublasLt 1, Triton
 
 
 class Choosing(NumpyBackend):
-    """A backend that is told what it knows, and at each attention chooses what it does not know yet."""
+    """A backend that starts with the choices `known` and makes the missing ones in its first attention."""
 
     chosen_for, known = HERE, {}
     made = []
@@ -49,37 +50,37 @@ def choosing(monkeypatch):
 
 
 def steps(comm, known):
-    """What a rank's backend has been told to choose, before the first of three steps and after it."""
+    """(the calls of adopt() in three steps, the choices afterwards, those that the trainer recorded) of one rank."""
     backend = Choosing(mark=comm.rank)
     backend.choices = dict(known[comm.rank])
     trainer = Trainer(CONFIG, [backend], batch_size=4, seq_len=8, micro_batches=4, world=comm)
     windows = Windows(np.random.default_rng(0).integers(0, 36, 200), 8)
     for _ in range(3):
-        trainer.step(windows, 1e-3)
+        trainer.step(read_batch(trainer, windows), 1e-3)
     return backend.adopted, backend.choices, trainer.choices
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_all_ranks_choose_as_the_root_does_from_the_start_and_after_the_first_step(ranks):
-    # the root knows one from an earlier run; another rank's cache has other things in it, and each times what is left
+    # the root has one choice of an earlier run, the other ranks another in their caches; each rank times the rest
     known = [{"forward": "tile of the root"}, *({"backward": f"cached {rank}"} for rank in range(1, ranks))]
     for adopted, choices, recorded in run_ranks(ranks, steps, known):
-        everyones = {"forward": "tile of the root", "backward": "tile 0"}
-        assert adopted == [({"forward": "tile of the root"}, False), (everyones, True)]
-        assert choices == recorded == everyones
+        shared = {"forward": "tile of the root", "backward": "tile 0"}
+        assert adopted == [({"forward": "tile of the root"}, False), (shared, True)]
+        assert choices == recorded == shared
 
 
 def state_of(path):
     return json.loads((path / "latest" / "state.json").read_text())
 
 
-def test_a_checkpoint_keeps_what_was_chosen_and_for_which_device(command, choosing, corpus, tmp_path):
+def test_a_checkpoint_keeps_the_choices_and_their_device(command, choosing, corpus, tmp_path):
     flags = (*NANO, "--data", corpus, "--out", tmp_path / "run")
     assert command(cli.train, *flags, backend=choosing).code == 0
     state = state_of(tmp_path / "run")
     assert (state["choices"], state["chosen_for"]) == ({"forward": "tile 0", "backward": "tile 0"}, HERE)
 
-    # resumed, it goes on with these, whatever this machine's own cache has
+    # a resumed run uses these choices, whatever this machine's own cache has
     resumed = ("--resume", tmp_path / "run", "--steps", 3, "--sample", 0, "--threads", 1)
     choosing.known = {"forward": "of the cache"}
     result = command(cli.train, *resumed, backend=choosing)
@@ -91,21 +92,21 @@ def test_a_checkpoint_keeps_what_was_chosen_and_for_which_device(command, choosi
     assert result.code == 0 and choosing.made[-1].anew and (state["choices"], False) not in choosing.made[-1].adopted
 
 
-def test_choices_of_another_device_are_made_anew_with_a_note(command, choosing, corpus, tmp_path, monkeypatch):
+def test_choices_of_another_device_are_timed_again_with_a_note(command, choosing, corpus, tmp_path, monkeypatch):
     command(cli.train, *NANO, "--data", corpus, "--out", tmp_path / "run", backend=choosing)
     monkeypatch.setattr(choosing, "chosen_for", THERE)
     resumed = ("--resume", tmp_path / "run", "--steps", 3, "--sample", 0, "--threads", 1)
     result = command(cli.train, *resumed, backend=choosing)
-    note = f"note: the checkpoint's kernels were chosen by timing on {HERE}: on {THERE} they are timed anew"
+    note = f"note: the checkpoint's kernels were chosen by timing on {HERE}: on {THERE} they are timed again"
     assert result.code == 0 and result.out.count(note) == 1 and result.out.count("note: ") == 1
     assert choosing.made[-1].adopted[0] == ({}, False)
-    for backend in (NumpyBackend, choosing):  # where nothing is timed, now or then, there is nothing to say
+    for backend in (NumpyBackend, choosing):  # without timing in one of the two runs there is no note
         monkeypatch.setattr(choosing, "chosen_for", None)
         assert "timing" not in command(cli.train, *resumed, backend=backend).out
 
 
 @pytest.mark.parametrize("choices", [[], "text", {"forward": 3}, {"forward": None}])
-def test_a_checkpoint_whose_choices_are_none_is_refused(command, choosing, corpus, tmp_path, choices):
+def test_a_checkpoint_with_invalid_choices_is_refused(command, choosing, corpus, tmp_path, choices):
     command(cli.train, *NANO, "--data", corpus, "--out", tmp_path / "run", backend=choosing)
     state = state_of(tmp_path / "run") | {"choices": choices}
     (tmp_path / "run" / "latest" / "state.json").write_text(json.dumps(state))

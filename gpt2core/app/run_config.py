@@ -1,0 +1,226 @@
+"""RunConfig: every setting of a training run, resolved once on the root and never changed.
+
+Precedence: the command line, then the resumed checkpoint, then the preset's recipe.
+"""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from gpt2core.app.presets import COMMON, CORPUS, PRESETS, RANK_FLAGS, RECIPES, SHAPE
+from gpt2core.errors import ConfigError, counted
+from gpt2core.model import GPT2Config
+from gpt2core.parallel.config import ParallelConfig
+from gpt2core.parallel.data_parallel import BUCKET_MB
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """The settings of one training run, equal on all ranks. Except `model`, the fields are the flags of cli.py."""
+
+    model: GPT2Config
+    # model and recipe
+    preset: str
+    n_layer: int | None  # n_layer to block_size: as given; `model` has the sizes in use
+    n_head: int | None
+    n_embd: int | None
+    block_size: int | None
+    steps: int
+    batch_size: int
+    seq_len: int
+    lr: float
+    min_lr: float
+    schedule: str
+    warmup: int
+    clip: float
+    weight_decay: float
+    beta1: float
+    beta2: float
+    eps: float
+    seed: int
+    precision: str
+    rounding: str
+    # input
+    data: Path
+    tokenizer: str | None
+    shuffle: bool
+    local_shuffle: bool
+    val_data: Path | None
+    val_fraction: float | None
+    resume: Path | None
+    init_from: Path | None
+    # output
+    out: Path | None
+    checkpoint_every: int
+    keep: int
+    log: Path | None
+    log_every: int
+    plot: Path | None
+    eval_every: int
+    verify_every: int
+    sample: int
+    # execution
+    threads: int | None  # None: the available cores, which may differ between ranks
+    micro_batches: int | None
+    deterministic: bool
+    graph: bool | None
+    nvtx: bool
+    autotune: bool
+    # ranks
+    tp: int
+    dp: str
+    bucket_mb: float | None  # None: measured when the Trainer is built
+    compress: str
+    zero: int
+    zero_gather: str
+    collectives: str
+    transport: str | None
+
+    @property
+    def parallel(self):
+        return ParallelConfig(self.tp, self.dp, self.bucket_mb, self.compress, self.zero, self.zero_gather)
+
+    @property
+    def optimizer(self):
+        """The keyword arguments of AdamW."""
+        names = ("beta1", "beta2", "eps", "weight_decay", "clip", "rounding", "seed")
+        return {name: getattr(self, name) for name in names}
+
+
+def flag(name):
+    """The command-line flag of a setting: "--batch-size" for "batch_size"."""
+    return f"--{name.replace('_', '-')}"
+
+
+def resolve_flags(args, saved, deterministic):
+    """({name: value} of all flags, notes to print) from the parsed `args` and a checkpoint's `saved` arguments.
+
+    saved: {} for a new run. deterministic: the stage's default of --deterministic. Flags about ranks that are None
+    here are resolved by resolve_rank_flags. Raises ConfigError for a wrong value or combination.
+    """
+    saved = dict(saved)
+    check_outputs(args, saved)
+    if args.lr is not None or args.schedule is not None:
+        saved.pop("min_lr", None)  # it was computed from the former rate, or belonged to another schedule
+    if args.preset not in (None, saved.get("preset", args.preset)):
+        raise ConfigError(f"--preset {args.preset} is not the checkpoint's {saved['preset']}; omit the flag")
+    given = {name: value for name, value in vars(args).items() if value is not None}
+    preset = given.get("preset", saved.get("preset", COMMON["preset"]))
+    if preset not in PRESETS:
+        raise ConfigError(f"--preset {preset} is unknown: choose from {', '.join(PRESETS)}")
+    defaults = COMMON | dict(deterministic=deterministic) | RANK_FLAGS | RECIPES[preset]
+    values = dict.fromkeys(vars(args)) | defaults | saved | given
+    values["data"] = Path(values["data"] or CORPUS)
+    values["val_data"] = values["val_data"] and Path(values["val_data"])
+    if values["min_lr"] is None:
+        values["min_lr"] = 0.0 if values["schedule"] == "constant" else values["lr"] / 10
+    check_values(values)
+    return values, resume_notes(given, saved, deterministic)
+
+
+def check_outputs(args, saved):
+    """Raise ConfigError for an interval of checkpoints or validations without a directory or validation data."""
+    if args.checkpoint_every and not args.out:
+        raise ConfigError(f"--checkpoint-every {args.checkpoint_every} saves nothing without a directory: give --out")
+    if args.eval_every and not (args.val_data or args.val_fraction or saved.keys() & {"val_data", "val_fraction"}):
+        raise ConfigError(
+            f"--eval-every {args.eval_every} needs validation data: give --val-data FILE or --val-fraction F"
+        )
+
+
+def check_values(values):
+    """Raise ConfigError for values outside their range."""
+    for name in ("steps", "eval_every", "checkpoint_every", "verify_every", "keep", "sample", "seed"):
+        if values[name] < 0:
+            raise ConfigError(f"{flag(name)} {values[name]} must not be negative")
+    for name in ("threads", "seq_len", "log_every"):
+        check_positive(flag(name), values[name])
+    if values["val_data"] and values["val_fraction"]:
+        raise ConfigError(
+            f"--val-data {values['val_data']} and --val-fraction {values['val_fraction']} exclude each other: "
+            f"give one of them"
+        )
+
+
+def check_positive(name, value):
+    """Raise ConfigError unless `value` is None or at least 1."""
+    if value is not None and value < 1:
+        raise ConfigError(f"{name} {value} must be at least 1")
+
+
+def resume_notes(given, saved, deterministic):
+    """One note for each flag that a resumed run changes."""
+    notes = [
+        f"note: {flag(name)} was {value} and is {given[name]} from here on"
+        for name, value in saved.items()
+        if name in given and name not in ("steps", "data", "val_data") and given[name] != value
+    ]
+    if deterministic and saved.get("deterministic") is False and not given.get("deterministic", False):
+        notes.append("note: the checkpoint's run was --no-deterministic, and so is this one")
+    return notes
+
+
+def resolve_rank_flags(values, world):
+    """(`values` with every flag about ranks resolved, notes to print); the transport is bound already.
+
+    bucket_mb stays None where the Trainer is to measure it. Raises ConfigError for a wrong --tp.
+    """
+    values, notes = dict(values), []
+    replicas = data_parallel_ranks(world, values["tp"])
+    several, dp, compress = replicas > 1, values["dp"], values["compress"]
+    ordered = values["collectives"] in (None, "canonical", "tree")  # a binomial tree adds in the canonical order too
+    default = "canonical" if values["deterministic"] else world.native_collectives
+    values["collectives"] = values["collectives"] or default
+    if values["bucket_mb"] is not None and dp != "bucket" and values["zero_gather"] == "end":
+        notes.append(
+            f"note: --bucket-mb {values['bucket_mb']:g} is for --dp bucket, but --dp is {dp}: it has no effect"
+        )
+    measured = world.measures_buckets and dp == "bucket" and not values["deterministic"] and several
+    if values["bucket_mb"] is None and not measured:
+        values["bucket_mb"] = BUCKET_MB
+    if values["deterministic"] and not ordered:
+        name = values["collectives"]
+        notes.append(f"note: --collectives {name} adds in its own order: the bits depend on the number of ranks")
+    if values["local_shuffle"]:
+        notes.append(
+            "note: --local-shuffle: the order of the windows, and so the curve, depends on the number of ranks"
+        )
+    # flags that change nothing here; --zero 0 is the same as no --zero
+    names = ("dp", "compress", "zero", "zero_gather")
+    unused = [name for name in names if values[name] not in (RANK_FLAGS[name], 0)]
+    if unused and not several:
+        flags = " and ".join(f"{flag(name)} {values[name]}" for name in unused)
+        notes.append(f"note: {flags}: no effect, because there is only one data-parallel rank")
+    if values["zero"] is None:
+        values["zero"] = int(world.prefers_zero and several and dp == "flat" and compress == "none")
+        if not several:
+            values["zero_gather"] = "end"  # the note above covers --zero-gather forward
+    return values, notes
+
+
+def data_parallel_ranks(world, tp):
+    """How many data-parallel replicas of `tp` ranks each there are; raises ConfigError unless tp divides all ranks."""
+    if tp < 1 or world.size % tp:
+        divisors = [n for n in range(1, world.size + 1) if world.size % n == 0]
+        ranks = counted(world.size, "rank")
+        raise ConfigError(f"--tp {tp} does not divide {ranks}: use one of {', '.join(map(str, divisors))}")
+    return world.size // tp
+
+
+def model_config(values, checkpoint_config, vocab_size):
+    """The GPT2Config: that of the checkpoint, or else the preset with the given sizes and the tokenizer's vocabulary.
+
+    Raises ConfigError where a size flag or the tokenizer does not fit the checkpoint (None: there is none).
+    """
+    given = {name: values[name] for name in SHAPE if values[name] is not None}
+    if checkpoint_config is None:
+        return replace(PRESETS[values["preset"]], vocab_size=vocab_size, **given)
+    for name, value in given.items():
+        if getattr(checkpoint_config, name) != value:
+            theirs = getattr(checkpoint_config, name)
+            raise ConfigError(f"{flag(name)} {value} is not the checkpoint's {theirs}; omit the flag")
+    if vocab_size > checkpoint_config.vocab_size:
+        raise ConfigError(
+            f"the tokenizer has {vocab_size} tokens but the checkpoint's vocabulary is {checkpoint_config.vocab_size}: "
+            f"give the --tokenizer it was trained with"
+        )
+    return checkpoint_config

@@ -1,0 +1,104 @@
+"""A training step that was begun: reading its result, repeating it in fp16, and ending the run when it diverged.
+
+A device that replays a recorded step works ahead: step n + 1 begins before the host reads the numbers of step n.
+
+    device   | step n      | step n + 1      | step n + 2
+    host       begin n + 1 | result of n, begin n + 2 | ...
+"""
+
+import math
+import time
+from dataclasses import dataclass
+
+from gpt2core.errors import Diverged
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one training step reports; the fields of one line of the log."""
+
+    step: int
+    loss: float  # mean cross-entropy of the global batch before the update, in nats a token
+    lr: float
+    grad_norm: float
+    tokens_per_second: float
+    seconds: float
+    loss_scale: float | None = None  # fp16: after the step
+    skipped: int | None = None  # fp16: how often its gradient overflowed and was computed again
+    mfu: float | None = None  # model FLOPs over the device's peak, where that is known
+    bytes_sent: int | None = None  # by this rank, in all groups; None where it sends nothing
+
+
+class PendingStep:
+    """A training step in flight: `result()` waits for it."""
+
+    def __init__(self, trainer, batch, lr, number):
+        self.trainer, self.batch, self.lr, self.number = trainer, batch, lr, number
+        self.began, self.sent, self.skipped = time.perf_counter(), 0, 0
+        self.results = self.launch()
+
+    def launch(self):
+        trainer = self.trainer
+        results = trainer.compiled(self.batch, trainer.optimizer.hyperparameters(self.number, self.lr))
+        if trainer.tuned is None:  # after the first step, which timed them: rank 0's choices for all
+            trainer.tuned = trainer.world.broadcast_object(trainer.backend.runtime.tuned)
+            trainer.load_tuned(trainer.tuned, final=True)
+        return results
+
+    def read(self, signal):
+        """-> loss, norm, the same on all ranks; sets trainer.stopped_by."""
+        trainer = self.trainer
+        *losses, norm = (array.item() for array in self.results.wait())
+        sent = trainer.bytes_sent()
+        loss, trainer.stopped_by = trainer.total(losses, signal)
+        self.sent += trainer.bytes_sent() - sent + trainer.sent_by_update
+        return loss, norm
+
+    def result(self, signal=0):
+        """The Step. `signal`: the number of a signal that this rank has received, or 0; see Trainer.stopped_by.
+
+        In fp16 a gradient that overflows is computed again from the same batch with half the loss scale, so that no
+        batch is lost. Raises Diverged when the loss or the gradient is not finite: this step and any step in flight
+        after it have then changed no parameter.
+        """
+        trainer = self.trainer
+        if trainer.in_flight[0] is not self:
+            raise ValueError("results are read in the order in which steps began")
+        loss, norm = self.read(signal)
+        while trainer.loss_scale.skips(loss, norm):
+            self.skipped += 1
+            self.check_scale()
+            self.results = self.launch()
+            loss, norm = self.read(signal)
+        trainer.in_flight.pop(0)
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            self.stop_all()
+            raise Diverged(
+                f"step {trainer.steps}: the loss is {loss} and the gradient's norm {norm}: training cannot go on. "
+                f"Lower --lr (now {self.lr:g}) or set --clip; the parameters are still those of step {trainer.steps}"
+            )
+        trainer.steps += 1
+        trainer.position += trainer.batch_size
+        start, trainer.finished = max(self.began, trainer.finished), time.perf_counter()
+        seconds = trainer.finished - start
+        scale = trainer.loss_scale.value
+        return Step(
+            trainer.steps - 1, loss, self.lr, norm, trainer.batch_size * trainer.seq_len / seconds, seconds, scale,
+            None if scale is None else self.skipped, None, self.sent or None,
+        )  # fmt: skip
+
+    def check_scale(self):
+        factor, steps = self.trainer.loss_scale.value, self.trainer.steps
+        if factor < self.trainer.loss_scale.SMALLEST:
+            self.trainer.in_flight.clear()
+            raise Diverged(
+                f"step {steps}: the loss scale has collapsed to {factor:g}, and the gradient still overflows in fp16: "
+                f"use --precision bf16, or lower --lr (now {self.lr:g}); the parameters are still those of step {steps}"
+            )
+
+    def stop_all(self):
+        """Wait for the steps in flight, which update nothing after a non-finite gradient, and reset that flag."""
+        for pending in self.trainer.in_flight:
+            pending.results.wait()
+        self.trainer.in_flight.clear()
+        self.trainer.optimizer.stop[...] = 0

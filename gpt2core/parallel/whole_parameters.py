@@ -1,0 +1,132 @@
+"""Whole parameters over all ranks: initialise, fill, load, gather, hash and verify them.
+
+All ranks must call each function that takes a trainer.
+"""
+
+import hashlib
+import math
+
+import numpy as np
+
+from gpt2core.errors import Diverged
+from gpt2core.model import GPT2, parameter_shapes
+from gpt2core.parallel import tensor_parallel
+from gpt2core.tensor import Tensor
+
+
+def initial_parameters(config, seed):
+    """Yield (name, float32 array): GPT-2's initialisation (Radford et al. 2019), the same in every runtime.
+
+    Normal with deviation 0.02, divided by sqrt(2 n_layer) for the projections into the residual stream; biases 0,
+    LayerNorm weights 1. Every parameter has its own random stream, so that no value depends on the order.
+    """
+    for index, (name, shape) in enumerate(parameter_shapes(config)):
+        if name.endswith("bias"):
+            value = np.zeros(shape, np.float32)
+        elif len(shape) == 1:
+            value = np.ones(shape, np.float32)
+        else:
+            deviation = 0.02 / math.sqrt(2 * config.n_layer) if "c_proj" in name else 0.02
+            value = np.random.default_rng((seed, index)).standard_normal(shape, np.float32)
+            value *= np.float32(deviation)
+        yield name, value
+
+
+def fill(trainer, flat, arrays):
+    """Copy the root's (name, whole array) pairs, in model order, to every rank's shards in `flat`; None elsewhere."""
+    backend, tensor, views = trainer.backend, trainer.mesh.tensor, trainer.arena.views(flat)
+    dtype = np.dtype(backend.dtype)
+    for name, shape in parameter_shapes(trainer.config):
+        array = np.empty(shape, dtype) if arrays is None else np.ascontiguousarray(next(arrays)[1], dtype)
+        array = trainer.world.broadcast(array, out=array)
+        views[name][...] = backend.asarray(tensor_parallel.shard(name, array, tensor.rank, tensor.size))
+
+
+def load(trainer, parameters, moments=None, steps=0, position=0, loss_scale=None):
+    """Copy the root's parameters {name: array} and moments {name: (first, second)}, and the progress of a run.
+
+    Other ranks pass None for the dictionaries, and equal numbers.
+    """
+
+    def ordered(values):
+        return iter([(name, values(name)) for name in trainer.arena.slices]) if trainer.world.is_root else None
+
+    backend = trainer.backend
+    trainer.loss_scale.load(loss_scale)
+    fill(trainer, trainer.parameters, ordered(lambda name: parameters[name]))
+    if trainer.world.broadcast_object(moments is not None):
+        flats = [backend.zeros((trainer.arena.size,), backend.dtype) for _ in "mv"]
+        for which, flat in enumerate(flats):
+            fill(trainer, flat, ordered(lambda name, which=which: moments[name][which]))
+        trainer.optimizer.load_moments(*flats)
+        del flats, flat
+    trainer.steps, trainer.position = steps, position
+    trainer.optimizer.refresh_copy(steps)
+    backend.runtime.release_cached_memory()
+
+
+def gathered(trainer, flat):
+    """{name: the whole array} of a flat buffer, gathered from its shards; views where this rank holds all of it."""
+    views, group = trainer.arena.views(flat), trainer.mesh.tensor
+    return {name: tensor_parallel.gather(name, view, group) for name, view in views.items()}
+
+
+def on_host(trainer, flat):
+    """The same on the host."""
+    return {name: trainer.backend.to_host(array) for name, array in gathered(trainer, flat).items()}
+
+
+def named_parameters(trainer):
+    """{Hugging Face name: parameter} on the host."""
+    trainer.optimizer.gather_parameters()
+    return on_host(trainer, trainer.parameters)
+
+
+def named_moments(trainer):
+    """{Hugging Face name: (first, second moment)} on the host."""
+    first, second = (on_host(trainer, flat) for flat in trainer.optimizer.moments())
+    return {name: (first[name], second[name]) for name in first}
+
+
+def current_model(trainer):
+    """A GPT2 over the current parameters, for generation by this rank without the others."""
+    trainer.optimizer.gather()
+    arrays = gathered(trainer, trainer.compute)
+    return GPT2(trainer.config, {name: Tensor(array, trainer.backend) for name, array in arrays.items()})
+
+
+def parameter_hash(trainer):
+    """SHA-256 of all parameters by name, in model order: equal exactly when every bit is equal."""
+    digest = hashlib.sha256()
+    for name, array in named_parameters(trainer).items():
+        digest.update(name.encode())
+        digest.update(np.ascontiguousarray(array))
+    return digest.hexdigest()
+
+
+def check_finite(trainer):
+    """Raise Diverged where the last update made parameters that are not finite: they must not be saved."""
+    norm = trainer.optimizer.norm(trainer.parameters)
+    if not math.isfinite(norm):
+        raise Diverged(
+            f"step {trainer.steps - 1}: the norm of the parameters is {norm} after the update: lower --lr or set "
+            f"--clip. They are not saved; the earlier checkpoints are unchanged"
+        )
+
+
+def verify(trainer):
+    """Raise Diverged unless all replicas of a parameter have the same bits."""
+    trainer.optimizer.gather_parameters()
+    digest = hashlib.sha256()
+    for flat in (trainer.parameters, trainer.compute):  # ZeRO-1 gathers the copy that kernels read at each step
+        digest.update(trainer.backend.to_host(flat))
+    everyone = trainer.world.all_gather_object((trainer.mesh.tensor.rank, digest.hexdigest()))
+    expected = {}  # tensor rank -> (the first rank that holds that shard, its hash)
+    for rank, (shard, found) in enumerate(everyone):
+        first, wanted = expected.setdefault(shard, (rank, found))
+        if found != wanted:
+            raise Diverged(
+                f"step {trainer.steps - 1}: the parameters of rank {rank} differ from those of rank {first} (SHA-256 "
+                f"{found[:12]} and {wanted[:12]}): check the memory and the software versions of these machines; the "
+                f"earlier checkpoints are unchanged"
+            )

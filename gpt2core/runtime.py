@@ -1,0 +1,112 @@
+"""The Runtime protocol: what a device offers beside kernels. The default is the host, which needs none of it."""
+
+import contextlib
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+from gpt2core.errors import ConfigError
+
+
+class Results:
+    """What a compiled function returned: `wait()` gives its list of arrays, valid until the call after the next one."""
+
+    def __init__(self, arrays):
+        self.arrays = arrays
+
+    def wait(self):
+        return self.arrays
+
+
+class Compiled:
+    """`function`, called with arguments of the same tree and shapes each time; returns Results.
+
+    The arguments are nested tuples and lists of NumPy arrays, which a device copies to fixed addresses, of arrays of
+    the device, and of constants. The function returns a list of arrays. On the host it is called directly.
+    """
+
+    can_overlap = False  # whether a call may be made before the Results of the previous call are waited for
+
+    def __init__(self, function):
+        self.function = function
+
+    def __call__(self, *args):
+        return Results(self.function(*args))
+
+
+class Runtime:
+    """The host: kernels run when they are called, nothing is recorded or chosen by timing."""
+
+    records = False  # whether compile_step() can record a step and replay it
+    tuned_for = None  # device and library versions, as text, for which `tuned` holds; None: nothing is timed
+    name = "numpy"
+
+    def __init__(self):
+        self.executor, self.threads = None, 1
+
+    @property
+    def tuned(self):
+        """What was chosen by timing and may differ between ranks: {what: choice}, both text."""
+        return {}
+
+    def load_tuned(self, tuned, final=False):  # noqa: B027
+        """Use the choices of another rank or of an earlier run and forget all others.
+
+        final: add them to the present choices, and time nothing from now on.
+        """
+
+    def retune(self):
+        """Time all candidates again; raises ConfigError where nothing is timed."""
+        raise ConfigError(f"--autotune: {self.name} tunes nothing; omit the flag")
+
+    def compile_step(self, function, record=True):
+        """A Compiled of `function`; with `record` a device may record the calls and replay them (CUDA graph)."""
+        return Compiled(function)
+
+    def join(self):  # noqa: B027
+        """Make later work on the current stream wait for all gradients that kernels have written to `out` arrays."""
+
+    def after(self):
+        """A context whose work runs after those gradients, while the current stream goes on."""
+        return contextlib.nullcontext()
+
+    def use_threads(self, count):
+        """Let one kernel use `count` host threads: for generation, where there is no batch to divide."""
+        # not BLAS's own threads: they spin while they wait, and slow down beside another program
+        self.threads, self.executor = count, ThreadPoolExecutor(count - 1) if count > 1 else None
+
+    def release_cached_memory(self):
+        """Release cached blocks of the memory pool that would otherwise be split for other sizes."""
+
+    def peak_memory(self):
+        """The most bytes of device memory held so far, or None where they are not counted."""
+        return None
+
+    def explain_oom(
+        self, error, config, batch_size=None, seq_len=None, micro_batches=1, ranks=1, parallel=None, in_order=False
+    ):
+        """One sentence with a way out, where `error` says that device memory is too small for this training step.
+
+        Without batch_size: for this generation. None for another error. ranks: the data-parallel ranks; parallel: a
+        ParallelConfig; in_order: whether the devices sum gradients in the canonical tree.
+        """
+        return None
+
+    def peak_flops(self, precision):
+        """Peak floating-point operations per second of this device, or None where it is not known."""
+        return None
+
+    def range(self, name):
+        """A context manager that names a part of the step in a profiler."""
+        return contextlib.nullcontext()
+
+    def annotate(self, backend):
+        """Name the ranges and kernels of `backend` in a profiler from now on; raises ConfigError without a profiler."""
+        raise ConfigError(f"--nvtx: {self.name} has no profiler timeline; omit the flag")
+
+    def notes(self, config):
+        """Warnings to print before this model is run."""
+        return []
+
+    def notify(self, text):
+        """Print why something takes long."""
+        print(text, file=sys.stderr)

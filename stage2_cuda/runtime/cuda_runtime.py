@@ -1,0 +1,140 @@
+"""The Runtime of one GPU: CUDA graphs, a side stream, choices by timing, memory, and profiling ranges."""
+
+import numpy as np
+
+from gpt2core.errors import ConfigError
+from gpt2core.model import parameter_count
+from gpt2core.runtime import Runtime
+from stage2_cuda import memory_model
+from stage2_cuda.gemm.products import NumpyGemm, cublaslt
+from stage2_cuda.runtime import nvtx, triton_launch
+from stage2_cuda.runtime.cuda_graph import RecordedStep
+from stage2_cuda.runtime.peak_flops import peak_flops
+from stage2_cuda.runtime.side_stream import NoStream, SideStream
+from stage2_cuda.tuning.tuner import Tuner
+
+LARGE = 1_000_000  # parameters of a model that is too large for the interpreter
+
+
+def make_runtime(deterministic):
+    """The CudaRuntime of this process's GPU, or the InterpreterRuntime under TRITON_INTERPRET=1."""
+    return InterpreterRuntime() if triton_launch.interpreted() else CudaRuntime(deterministic)
+
+
+class CudaRuntime(Runtime):
+    """CuPy's current device. deterministic: nothing is chosen by timing. precision is set by the backend."""
+
+    records = True
+    precision = "fp32"
+
+    def __init__(self, deterministic):
+        super().__init__()
+        self.xp = triton_launch.array_module()
+        self.name, self.side = gpu_name(self.xp), SideStream(self.xp)
+        self.compiled, self.workspaces = [], []  # recorded steps; the workspaces of others, as of generation
+        # notify may be replaced after this
+        self.gemm, self.tuner = cublaslt(
+            self.xp, self.name, deterministic, self.side.stream, lambda text: self.notify(text)
+        )
+
+    # -- choices by timing -------------------------------------------------------------------------------------------
+
+    @property
+    def tuned(self):
+        return self.tuner.tuned
+
+    @property
+    def tuned_for(self):
+        return self.tuner.tuned_for
+
+    def load_tuned(self, tuned, final=False):
+        if self.tuner.load_tuned(tuned, final):
+            self.gemm.clear_plans()
+
+    def retune(self):
+        if self.tuned_for is None:
+            raise ConfigError("--autotune and --deterministic exclude each other: that mode chooses nothing by timing")
+        self.tuner.retune()
+
+    # -- a step, and its streams -------------------------------------------------------------------------------------
+
+    def compile_step(self, function, record=True):
+        self.compiled.append(RecordedStep(function, record and self.records))
+        return self.compiled[-1]
+
+    def on_side_stream(self, *operands):
+        """A context whose kernels run on the side stream; `operands` stay allocated until they are done."""
+        return self.side.run(*operands)
+
+    def join(self):
+        self.side.join()
+
+    def after(self):
+        return self.side.after()
+
+    def synchronize(self):
+        """Wait for all work that the device has been given."""
+        self.xp.cuda.runtime.deviceSynchronize()
+
+    # -- memory ------------------------------------------------------------------------------------------------------
+
+    def release_cached_memory(self):
+        self.xp.get_default_memory_pool().free_all_blocks()
+
+    def held_memory(self):
+        """Bytes that CuPy's pools hold, unused blocks included, the CUDA context not."""
+        workspaces = [*(step.workspace for step in self.compiled), *self.workspaces]
+        pools = [self.xp.get_default_memory_pool(), *(workspace.pool for workspace in workspaces)]
+        return sum(pool.total_bytes() for pool in pools)
+
+    def peak_memory(self):
+        return max([self.held_memory(), *(step.held_before for step in self.compiled)])
+
+    def explain_oom(
+        self, error, config, batch_size=None, seq_len=None, micro_batches=1, ranks=1, parallel=None, in_order=False
+    ):
+        if not memory_model.is_out_of_memory(error):
+            return None
+        # what the driver has left, and what this process holds: without other processes
+        free = self.xp.cuda.runtime.memGetInfo()[0] + self.held_memory() + memory_model.CONTEXT
+        if batch_size is None:
+            text = memory_model.explain_generation_oom(config, self.precision, free, parallel.tp if parallel else 1)
+        else:
+            sizes = batch_size, seq_len, self.precision, micro_batches, ranks
+            text = memory_model.explain_training_oom(config, *sizes, free, parallel, in_order)
+        return f"out of memory on the {self.name}: {text}"
+
+    # -- profiling ---------------------------------------------------------------------------------------------------
+
+    def annotate(self, backend):
+        nvtx.annotate(backend, self.xp.cuda.nvtx)
+
+    def peak_flops(self, precision):
+        return peak_flops(self.name, precision)
+
+
+class InterpreterRuntime(Runtime):
+    """Triton's interpreter on the CPU: NumPy arrays, kernels that run when they are called, NumPy's products."""
+
+    name = "the Triton interpreter"
+    precision = "fp32"
+
+    def __init__(self):
+        super().__init__()
+        self.xp, self.side = np, NoStream()
+        self.gemm, self.tuner = NumpyGemm(), Tuner(np)
+
+    def on_side_stream(self, *operands):
+        return self.side.run(*operands)
+
+    def synchronize(self):
+        pass
+
+    def notes(self, config):
+        if parameter_count(config) < LARGE:
+            return []
+        return ["note: Triton's interpreter takes minutes for a step of this size: it is meant for --preset nano"]
+
+
+def gpu_name(cupy):
+    return cupy.cuda.runtime.getDeviceProperties(cupy.cuda.runtime.getDevice())["name"].decode()

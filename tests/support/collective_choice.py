@@ -1,0 +1,16 @@
+"""The flags and notes that `resolve_rank_flags` returns for a communicator of a given size and ability."""
+
+from types import SimpleNamespace
+
+from gpt2core.app.run_config import resolve_rank_flags
+
+ASKED = dict(dp="bucket", bucket_mb=None, compress="none", zero=0, zero_gather="end", tp=1)
+ASKED |= dict(deterministic=False, local_shuffle=False, collectives=None, transport=None)
+
+
+def chosen(size, asked, measures_buckets=True, prefers_zero=False):
+    """-> (the resolved flags, the notes) for `size` ranks whose communicator has these two attributes."""
+    world = SimpleNamespace(size=size, native_collectives="nccl")
+    world.measures_buckets, world.prefers_zero = measures_buckets, prefers_zero
+    values, notes = resolve_rank_flags(ASKED | asked, world)
+    return SimpleNamespace(**values), notes

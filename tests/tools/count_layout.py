@@ -1,0 +1,103 @@
+"""Count what a student has to read: lines and files of the core, methods of its two large classes, the longest files.
+
+    python tests/tools/count_layout.py
+
+Prints one line for each figure, then the longest file of each package. Exits with 1 if a figure is above its bound.
+"""
+
+import inspect
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))  # the checkout that contains this file, installed or not
+
+from gpt2core.backend import Backend  # noqa: E402
+from gpt2core.trainer import Trainer  # noqa: E402
+
+# The files that tell how one training step works, in reading order.
+STORY = ["tensor", "ops", "backend", "model", "data", "arena", "optimizer", "trainer", "parallel/micro_batches"]
+PACKAGES = ["gpt2core", "stage0_serial", "stage1_mpi", "stage2_cuda", "stage3_mpi_cuda", "benchmarks", "data", "tests"]
+KERNEL = re.compile(r"_(forward|backward|cached)$|^(clip|sum_of_squares|loss|loss_rows|adamw_step)$")
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One counted property of the tree, and the largest value that it may have."""
+
+    name: str
+    value: int
+    bound: int
+
+    @property
+    def holds(self):
+        return self.value <= self.bound
+
+    def __str__(self):
+        return f"{self.name:<66} {self.value:>5}  at most {self.bound:>4}{'' if self.holds else '  ABOVE'}"
+
+
+def line_count(path):
+    """The lines of a file. Python files are counted as ruff formats them, so that long lines save nothing."""
+    text = path.read_text(encoding="utf-8")
+    ruff = shutil.which("ruff", path=str(Path(sys.executable).parent)) or shutil.which("ruff")
+    if path.suffix == ".py" and ruff:
+        command = [ruff, "format", "--stdin-filename", str(path), "-"]
+        text = subprocess.run(command, cwd=ROOT, input=text, capture_output=True, text=True, check=True).stdout
+    return len(text.splitlines())
+
+
+def methods(cls):
+    """The names of the functions and properties of a class. Inherited ones count; `object` does not."""
+    kinds = (property, staticmethod, classmethod)
+    bases = [base for base in cls.__mro__ if base is not object]
+    return sorted({n for base in bases for n, v in vars(base).items() if inspect.isfunction(v) or isinstance(v, kinds)})
+
+
+def story_files():
+    """The story files that exist."""
+    return [path for name in STORY if (path := ROOT / "gpt2core" / f"{name}.py").exists()]
+
+
+def figures():
+    """-> a Figure for each bound of the layout."""
+    top, story = sorted((ROOT / "gpt2core").glob("*.py")), story_files()
+    return [
+        Figure("lines in gpt2core/*.py, top level", sum(map(line_count, top)), 2200),
+        Figure("files to read for one training step", len(story), 9),
+        Figure("lines to read for one training step", sum(map(line_count, story)), 1500),
+        Figure("methods of Trainer", len(methods(Trainer)), 12),
+        Figure(
+            "methods of Backend that are not kernels, inherited ones counted",
+            len([name for name in methods(Backend) if not KERNEL.search(name)]),
+            12,
+        ),
+        Figure("lines in README.md", line_count(ROOT / "README.md"), 110),
+    ]
+
+
+def longest_files():
+    """-> (lines, path) of the longest Python file in each package."""
+    for package in PACKAGES:
+        paths = (ROOT / package).rglob("*.py")
+        yield max((len(path.read_text(encoding="utf-8").splitlines()), path) for path in paths)
+
+
+def main():
+    found = figures()
+    print(*found, "", "longest file of each package:", sep="\n")
+    for lines, path in longest_files():
+        print(f"  {lines:>5}  {path.relative_to(ROOT)}")
+    print("", "lines of the story files:", sep="\n")
+    for path in story_files():
+        print(f"  {line_count(path):>5}  {path.relative_to(ROOT)}")
+    return int(not all(figure.holds for figure in found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
