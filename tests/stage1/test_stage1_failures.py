@@ -390,4 +390,5 @@ def test_help_and_version_are_told_once(tmp_path):
 def test_stage_0_on_several_ranks_is_refused_once():
     done = mpi("-n", 3, sys.executable, "-m", "stage0_serial.train_gpt2", cwd=ROOT)
     assert (done.code, len(done.lines), done.left) == (2, 1, ()), done.err
-    assert "3 processes were started" in done.lines[0] and "use stage 1, or start it without a launcher" in done.lines[0]
+    assert "3 processes were started" in done.lines[0]
+    assert "use stage 1, or start it without a launcher" in done.lines[0]
