@@ -168,9 +168,8 @@ def resolve_rank_flags(values, world):
     replicas = data_parallel_ranks(world, values["tp"])
     several, dp, compress = replicas > 1, values["dp"], values["compress"]
     ordered = values["collectives"] in (None, "canonical", "tree")  # a binomial tree adds in the canonical order too
-    values["collectives"] = values["collectives"] or (
-        "canonical" if values["deterministic"] else world.native_collectives
-    )
+    default = "canonical" if values["deterministic"] else world.native_collectives
+    values["collectives"] = values["collectives"] or default
     if values["bucket_mb"] is not None and dp != "bucket" and values["zero_gather"] == "end":
         notes.append(
             f"note: --bucket-mb {values['bucket_mb']:g} is for --dp bucket, but --dp is {dp}: it has no effect"

@@ -24,7 +24,7 @@ from stage2_cuda.decoding import batched as decode
 from stage2_cuda.decoding import last_token as ends
 from stage2_cuda.decoding import sampling
 from stage2_cuda.decoding.decode_step import ManyRows, OneRow
-from stage2_cuda.runtime.cuda_graph import Recorded, Workspace
+from stage2_cuda.runtime.cuda_graph import RecordedStep, Workspace
 
 SHORT = 4096  # tokens of all prompts, up to which Python takes longer to launch prefill than the GPU: it is recorded
 AHEAD = 4  # steps under way beyond the one whose tokens are read next
@@ -256,7 +256,7 @@ class Queue:
         self.stream.__exit__(*error)
 
     def record(self, function):
-        return Recorded(function, stream=self.stream, workspace=self.workspace)
+        return RecordedStep(function, stream=self.stream, workspace=self.workspace)
 
     def upload(self, array, values):
         array.set(np.ascontiguousarray(values, array.dtype), stream=self.stream)

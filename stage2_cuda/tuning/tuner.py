@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from stage2_cuda.runtime.cuda_graph import no_collection
+from stage2_cuda.runtime.cuda_graph import no_garbage_collection
 
 FASTER = 0.99  # of the first candidate's time: less may be noise, and noise shall not change bits from run to run
 DIFFERENT = {2: 2e-2, 4: 2e-3}  # relative norm beyond what another order of sums makes, by bytes of an element
@@ -156,7 +156,7 @@ def calls_for(once):
 
 def recorded(stream, call, calls):
     """A graph of so many calls, recorded on the current stream, which is `stream`."""
-    with no_collection():
+    with no_garbage_collection():
         stream.begin_capture()
         try:
             for _ in range(calls):

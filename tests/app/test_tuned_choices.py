@@ -10,6 +10,7 @@ from gpt2core.data import Windows
 from gpt2core.model import GPT2Config
 from gpt2core.parallel.thread_communicator import run_ranks
 from gpt2core.trainer import Trainer
+from gpt2core.training_loop import read_batch
 from stage0_serial.numpy_backend import NumpyBackend
 
 CONFIG = GPT2Config(vocab_size=36, block_size=8, n_layer=1, n_head=2, n_embd=8)
@@ -55,7 +56,7 @@ def steps(comm, known):
     trainer = Trainer(CONFIG, [backend], batch_size=4, seq_len=8, micro_batches=4, world=comm)
     windows = Windows(np.random.default_rng(0).integers(0, 36, 200), 8)
     for _ in range(3):
-        trainer.step(windows, 1e-3)
+        trainer.step(read_batch(trainer, windows), 1e-3)
     return backend.adopted, backend.choices, trainer.choices
 
 

@@ -14,9 +14,11 @@ from gpt2core import ops
 from gpt2core.app.checkpoint_directory import load_checkpoint, save_checkpoint
 from gpt2core.app.presets import PRESETS
 from gpt2core.errors import ConfigError
-from gpt2core.model import GPT2, GPT2Config, flops_per_token, initial_parameters, parameter_count, parameter_shapes
+from gpt2core.model import GPT2, GPT2Config, parameter_count, parameter_shapes
+from gpt2core.parallel.whole_parameters import initial_parameters, named_parameters
 from gpt2core.sampler import KVCache
 from gpt2core.tensor import ShapeError, Tensor, no_grad
+from gpt2core.training_loop import flops_per_token
 from stage0_serial.numpy_backend import NumpyBackend
 
 torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
@@ -85,6 +87,7 @@ def gradient_error(name, got, want):
     return relative(got, want)
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("trial", range(10))
 def test_logits_loss_and_every_gradient_equal_transformers(rng, tied, trial):
@@ -113,7 +116,7 @@ def test_logits_loss_and_every_gradient_equal_transformers(rng, tied, trial):
     loss = ours.loss(ids, targets)
     assert abs(loss.item() / want_loss.item() - 1) <= MODEL
     loss.backward()
-    theirs = dict(theirs.named_parameters())
+    theirs = dict(named_parameters(theirs))
     assert set(theirs) == set(parameters)
     for name, tensor in ours.parameters.items():
         assert gradient_error(name, tensor.grad, theirs[name].grad.numpy()) <= MODEL, name
@@ -156,6 +159,7 @@ def test_the_scale_of_the_loss_scales_loss_and_gradients(rng):
         assert_allclose(total.parameters[name].grad, 30 * mean.parameters[name].grad, rtol=0, atol=1e-11)
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("tied", [True, False])
 def test_gradients_equal_finite_differences(rng, tied):
     config = GPT2Config(11, 6, 2, 2, 8, tied)
@@ -243,7 +247,7 @@ def test_names_and_shapes_are_transformers(name, tied):
             )
         )  # fmt: skip
         theirs.tie_weights()
-    assert dict(parameter_shapes(config)) == {n: tuple(p.shape) for n, p in theirs.named_parameters()}
+    assert dict(parameter_shapes(config)) == {n: tuple(p.shape) for n, p in named_parameters(theirs)}
 
 
 def test_flops_are_those_of_every_matrix_product():

@@ -42,6 +42,7 @@ def naive(model, prompt, new, choose):
 
 
 # float64, so that no tie is decided by the rounding in which a cached and a recomputed product differ
+@pytest.mark.fast
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("new", [1, 3, 30])
 @pytest.mark.parametrize("length", [1, 5, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK])

@@ -12,7 +12,9 @@ from gpt2core.parallel.bucket_size import BucketSize, best_bucket, measured_buck
 from gpt2core.parallel.config import ParallelConfig
 from gpt2core.parallel.data_parallel import BUCKET_MB
 from gpt2core.parallel.thread_communicator import run_ranks
+from gpt2core.parallel.whole_parameters import parameter_hash
 from gpt2core.trainer import Trainer
+from gpt2core.training_loop import read_batch
 from stage0_serial.numpy_backend import NumpyBackend
 from tests.support.collective_choice import chosen
 
@@ -86,8 +88,8 @@ def test_the_root_s_measurement_is_everyone_s_and_changes_no_bits():
             CONFIG, [NumpyBackend()], batch_size=8, seq_len=16, micro_batches=4, world=comm,
             parallel=ParallelConfig(dp="bucket", **parallel),
         )  # fmt: skip
-        steps = [trainer.step(Windows(tokens, 16), 1e-3) for _ in range(2)]
-        return [step.loss for step in steps], trainer.parameter_hash(), trainer.measured
+        steps = [trainer.step(read_batch(trainer, Windows(tokens, 16)), 1e-3) for _ in range(2)]
+        return [step.loss for step in steps], parameter_hash(trainer), trainer.measured
 
     want = train(Solo())
     (*first, measured), (*second, other) = run_ranks(2, lambda comm: train(comm, bucket_mb=None))

@@ -7,7 +7,7 @@ from numpy.testing import assert_array_equal
 from gpt2core.arena import Arena
 from gpt2core.communicator import Handle, Solo
 from gpt2core.data import Windows
-from gpt2core.errors import ConfigError
+from gpt2core.errors import ConfigError, Diverged
 from gpt2core.model import parameter_shapes
 from gpt2core.parallel.codecs import CODECS, Codec
 from gpt2core.parallel.compression import Compressed
@@ -15,7 +15,8 @@ from gpt2core.parallel.config import ParallelConfig
 from gpt2core.parallel.data_parallel import STRATEGIES, buckets_of, data_parallel
 from gpt2core.parallel.local_windows import LocalWindows
 from gpt2core.parallel.thread_communicator import run_ranks
-from gpt2core.trainer import Diverged
+from gpt2core.parallel.whole_parameters import load, verify
+from gpt2core.training_loop import read_batch
 from tests.support.training import BUCKET_MB, CONFIG, TIED, assert_same, make_trainer, train
 
 
@@ -29,6 +30,7 @@ def tokens():
 # -- the same bits ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("zero", [0, 1])
 @pytest.mark.parametrize("dp", STRATEGIES)
 @pytest.mark.parametrize("ranks", [2, 4, 8])
@@ -113,9 +115,9 @@ def test_messages_leave_in_the_same_order_on_every_rank_and_thread(tokens):
 
     def order(comm):
         trainer, names = make_trainer(comm, ParallelConfig(dp="overlap"), threads=2), []
-        original = trainer.shards.on_complete
-        trainer.shards.on_complete = lambda name: (names.append(name), original(name))
-        trainer.step(Windows(tokens, 16), 1e-3)
+        original = trainer.accumulator.on_complete
+        trainer.accumulator.on_complete = lambda name: (names.append(name), original(name))
+        trainer.step(read_batch(trainer, Windows(tokens, 16)), 1e-3)
         return names
 
     first, second = run_ranks(2, order)
@@ -128,7 +130,7 @@ def test_a_strategy_moves_the_textbook_volume(tokens):
 
     def sent(comm, parallel):
         trainer = make_trainer(comm, parallel)
-        step = trainer.step(Windows(tokens, 16), 1e-3)
+        step = trainer.step(read_batch(trainer, Windows(tokens, 16)), 1e-3)
         return step.bytes_sent, trainer.arena
 
     def expected(parts, arena_bytes, zero):
@@ -165,8 +167,8 @@ def test_a_zero_run_goes_on_with_other_ranks(tokens, then):
 
     def second(comm, parameters, moments, position):
         trainer = make_trainer(comm, then, precision="fp64")
-        trainer.load(parameters if comm.is_root else None, moments if comm.is_root else None, 2, position)
-        return [trainer.step(Windows(tokens, 16), lr=3e-3).loss for _ in range(2)]
+        load(trainer, parameters if comm.is_root else None, moments if comm.is_root else None, 2, position)
+        return [trainer.step(read_batch(trainer, Windows(tokens, 16)), 3e-3).loss for _ in range(2)]
 
     def first(comm):
         return train(comm, ParallelConfig(zero=1), tokens, steps=2, precision="fp64")
@@ -263,8 +265,8 @@ def test_compressed_training_stays_close_and_sends_less(tokens, kind, ratio, dp)
     def run(comm, compress):
         parallel = ParallelConfig(dp=dp, compress=compress, bucket_mb=BUCKET_MB)
         trainer, windows = make_trainer(comm, parallel), Windows(tokens, 16)
-        steps = [trainer.step(windows, lr=3e-3) for _ in range(10)]
-        trainer.verify()
+        steps = [trainer.step(read_batch(trainer, windows), 3e-3) for _ in range(10)]
+        verify(trainer)
         return [step.loss for step in steps], steps[-1].bytes_sent
 
     (plain, sent), (losses, less) = run_ranks(4, run, "none")[0], run_ranks(4, run, kind)[0]
@@ -279,11 +281,11 @@ def test_compressed_training_stays_close_and_sends_less(tokens, kind, ratio, dp)
 def test_verify_names_the_rank_that_differs(tokens):
     def main(comm):
         trainer = make_trainer(comm, ParallelConfig())
-        trainer.step(Windows(tokens, 16), 1e-3)
-        trainer.verify()
+        trainer.step(read_batch(trainer, Windows(tokens, 16)), 1e-3)
+        verify(trainer)
         trainer.parameters[5] += comm.rank == 2
         with pytest.raises(Diverged, match="step 0: the parameters of rank 2 differ from those of rank 0"):
-            trainer.verify()
+            verify(trainer)
         return True
 
     assert all(run_ranks(4, main))
@@ -295,7 +297,7 @@ def test_a_signal_on_one_rank_stops_all_at_the_same_step(tokens):
         trainer.asked_to_stop = lambda: 15 * (comm.rank == 1 and trainer.steps == 2)
         stopped = []
         for _ in range(4):
-            trainer.step(Windows(tokens, 16), 1e-3)
+            trainer.step(read_batch(trainer, Windows(tokens, 16)), 1e-3)
             stopped.append(trainer.stopped_by)
         return stopped
 

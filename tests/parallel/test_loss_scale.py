@@ -10,12 +10,14 @@ import pytest
 
 from gpt2core.app import cli
 from gpt2core.data import Windows
-from gpt2core.errors import ConfigError
+from gpt2core.errors import ConfigError, Diverged
 from gpt2core.model import GPT2Config
 from gpt2core.parallel.config import ParallelConfig
 from gpt2core.parallel.loss_scale import LossScale
 from gpt2core.parallel.thread_communicator import run_ranks
-from gpt2core.trainer import Diverged, Trainer
+from gpt2core.parallel.whole_parameters import named_parameters, parameter_hash
+from gpt2core.trainer import Trainer
+from gpt2core.training_loop import read_batch
 from stage0_serial.numpy_backend import NumpyBackend
 
 torch = pytest.importorskip("torch")
@@ -58,23 +60,24 @@ def trainer_of(backend, **options):
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_steps_that_are_skipped_leave_no_trace_in_the_curve(ranks):
     plain = trainer_of(NumpyBackend())
-    wanted = [plain.step(windows(), 1e-3) for _ in range(5)]
+    wanted = [plain.step(read_batch(plain, windows()), 1e-3) for _ in range(5)]
 
     def run(comm):
         trainer = trainer_of(Narrow(), world=comm, loss_scale=dict(factor=2.0**20, interval=2))
-        steps = [trainer.step(windows(), 1e-3) for _ in range(5)]
-        return steps, trainer.parameter_hash(), trainer.steps, trainer.position, trainer.loss_scale.skipped
+        steps = [trainer.step(read_batch(trainer, windows()), 1e-3) for _ in range(5)]
+        return steps, parameter_hash(trainer), trainer.steps, trainer.position, trainer.loss_scale.skipped
 
     for steps, digest, done, position, skipped in run_ranks(ranks, run):
         assert [(step.loss, step.grad_norm) for step in steps] == [(step.loss, step.grad_norm) for step in wanted]
-        assert digest == plain.parameter_hash() and (done, position) == (5, 20)
+        assert digest == parameter_hash(plain) and (done, position) == (5, 20)
         assert steps[0].skipped > 2 and steps[0].loss_scale == 2.0 ** (20 - steps[0].skipped)
         assert steps[1].loss_scale == 2 * steps[0].loss_scale  # after two finite gradients
         assert skipped == sum(step.skipped for step in steps) > steps[0].skipped  # which was too much soon
 
 
 def test_a_precision_with_the_range_of_fp32_has_no_scale():
-    step = trainer_of(NumpyBackend()).step(windows(), 1e-3)
+    trainer = trainer_of(NumpyBackend())
+    step = trainer.step(read_batch(trainer, windows()), 1e-3)
     assert (step.loss_scale, step.skipped) == (None, None)
 
 
@@ -86,18 +89,18 @@ def test_what_overflows_is_not_kept_by_a_compression(codec):
 
 def test_a_scale_that_collapses_is_one_sentence_and_changes_nothing():
     trainer = trainer_of(Narrow(), loss_scale=dict(factor=8.0))
-    trainer.step(windows(), 1e-3)
-    trainer.backend.largest, before = 0, trainer.parameter_hash()
+    trainer.step(read_batch(trainer, windows()), 1e-3)
+    trainer.backend.largest, before = 0, parameter_hash(trainer)
     with pytest.raises(Diverged, match=r"step 1: the loss scale has collapsed to 0.5, .*bf16, or lower --lr \(now 0.5"):
-        trainer.step(windows(), 0.5)
-    assert trainer.parameter_hash() == before and (trainer.steps, trainer.position) == (1, 4)
+        trainer.step(read_batch(trainer, windows()), 0.5)
+    assert parameter_hash(trainer) == before and (trainer.steps, trainer.position) == (1, 4)
 
 
 def test_a_loss_that_is_not_finite_is_no_matter_of_scale():
     trainer = trainer_of(Narrow())
-    trainer.named_parameters()["transformer.ln_f.bias"][3] = np.nan
+    named_parameters(trainer)["transformer.ln_f.bias"][3] = np.nan
     with pytest.raises(Diverged, match="step 0: the loss is nan"):
-        trainer.step(windows(), 1e-3)
+        trainer.step(read_batch(trainer, windows()), 1e-3)
     assert trainer.loss_scale.skipped == 0
 
 

@@ -17,17 +17,26 @@ from gpt2core.app.presets import PRESETS
 from gpt2core.arena import BLOCK, SEGMENTS, Arena
 from gpt2core.communicator import Solo
 from gpt2core.data import Windows
-from gpt2core.errors import ConfigError
-from gpt2core.model import GPT2, GPT2Config, initial_parameters, parameter_shapes
+from gpt2core.errors import ConfigError, Diverged
+from gpt2core.model import GPT2, GPT2Config, parameter_shapes
 from gpt2core.optimizer import AdamW, Schedule
 from gpt2core.parallel.config import plan_micro_batches
 from gpt2core.parallel.even_slices import even_slices
-from gpt2core.parallel.micro_batches import Lane, MicroBatches, merged_levels
+from gpt2core.parallel.micro_batches import MicroBatches, Worker, merged_levels
 from gpt2core.parallel.thread_communicator import run_ranks
-from gpt2core.parallel.threads import Workers
+from gpt2core.parallel.threads import WorkerPool
 from gpt2core.parallel.tree_sum import tree_reduce, tree_sum
+from gpt2core.parallel.whole_parameters import (
+    current_model,
+    initial_parameters,
+    load,
+    named_moments,
+    named_parameters,
+    parameter_hash,
+)
 from gpt2core.tensor import Tensor, is_recording, no_grad
-from gpt2core.trainer import Diverged, Trainer
+from gpt2core.trainer import Trainer
+from gpt2core.training_loop import evaluate, read_batch
 from stage0_serial.numpy_backend import NumpyBackend
 
 torch = pytest.importorskip("torch")
@@ -53,7 +62,7 @@ def random_batch(rng, rows, T=16):
 
 def micro_batches(config, shards, threads, precision="fp32", seed=1):
     """MicroBatches over freshly initialised parameters, and those parameters."""
-    workers, arena = Workers(backends(threads, precision)), Arena(parameter_shapes(config))
+    workers, arena = WorkerPool(backends(threads, precision)), Arena(parameter_shapes(config))
     flat = np.zeros(arena.size, workers.backends[0].dtype)
     for name, value in initial_parameters(config, seed):
         arena.views(flat)[name][...] = value * 10  # large enough for gradients that differ between shards
@@ -76,11 +85,12 @@ def train(comm, threads, tokens, config, validation, steps=3):
         optimizer=dict(clip=0.5, weight_decay=0.1),
     )  # fmt: skip
     windows = Windows(tokens, 16)
-    reports = [trainer.step(windows, lr=3e-3) for _ in range(steps)]
+    reports = [trainer.step(read_batch(trainer, windows), 3e-3) for _ in range(steps)]
     curve = [(step.step, step.loss, step.lr, step.grad_norm) for step in reports]
-    return curve, trainer.evaluate(Windows(validation, 16)), trainer.parameter_hash(), trainer.position
+    return curve, evaluate(trainer, Windows(validation, 16)), parameter_hash(trainer), trainer.position
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("config", [CONFIG, TIED], ids=["untied", "tied"])
 def test_threads_and_ranks_never_show_in_the_bits(rng, config):
     """Loss curve, gradient norms, validation loss and parameters of 1 thread, for every division of 8 micro-batches."""
@@ -115,7 +125,7 @@ def test_the_gradient_is_the_explicit_tree_over_separate_gradients_bit_for_bit(r
 @given(st.integers(1, 13), st.integers(0, 2**32))
 def test_a_lane_adds_any_number_of_shards_in_the_canonical_tree(shards, seed):
     rng, arena, backend = np.random.default_rng(seed), Arena(parameter_shapes(CONFIG)), NumpyBackend()
-    lane = Lane(CONFIG, arena, np.zeros(arena.size, np.float32), backend, shards, Solo(), lambda name: None)
+    lane = Worker(CONFIG, arena, np.zeros(arena.size, np.float32), backend, shards, Solo(), lambda name: None)
     assert len(lane.partial) == max(1, math.ceil(math.log2(shards)))  # the memory of a counter, not of all gradients
     name = "transformer.h.1.mlp.c_fc.weight"
     for _ in range(2):
@@ -180,12 +190,14 @@ def test_even_slices_tile_the_rows(n, parts):
 def test_evaluate_is_the_mean_over_every_whole_window(rng):
     tokens = rng.integers(0, 37, 16 * 11 + 9)
     trainer = Trainer(CONFIG, backends(2, "fp64"), batch_size=8, seq_len=16, micro_batches=4)
-    before = trainer.parameter_hash()
+    before = parameter_hash(trainer)
     inputs, targets = tokens[:-1][: 16 * 11].reshape(11, 16), tokens[1:][: 16 * 11].reshape(11, 16)
     with no_grad():
-        want = np.mean([trainer.model().loss(x[None], y[None]).item() for x, y in zip(inputs, targets, strict=True)])
-    assert trainer.evaluate(Windows(tokens, 16)) == pytest.approx(want, rel=1e-12)
-    assert trainer.parameter_hash() == before and trainer.steps == trainer.position == 0
+        want = np.mean(
+            [current_model(trainer).loss(x[None], y[None]).item() for x, y in zip(inputs, targets, strict=True)]
+        )
+    assert evaluate(trainer, Windows(tokens, 16)) == pytest.approx(want, rel=1e-12)
+    assert parameter_hash(trainer) == before and trainer.steps == trainer.position == 0
 
 
 def test_the_validation_loss_is_the_same_bits_for_any_threads_and_ranks(rng):
@@ -196,7 +208,7 @@ def test_the_validation_loss_is_the_same_bits_for_any_threads_and_ranks(rng):
         options = dict(batch_size=16, seq_len=16, micro_batches=8, world=comm)
         trainer = Trainer(CONFIG, backends(threads, "fp64"), **options)
         trainer.parameters *= 20
-        return [trainer.evaluate(Windows(tokens, 16)) for tokens in texts]
+        return [evaluate(trainer, Windows(tokens, 16)) for tokens in texts]
 
     want = evaluate(Solo(), 1)
     for ranks, threads in ((1, 2), (1, 8), (2, 1), (2, 4), (4, 1), (8, 1)):
@@ -214,23 +226,23 @@ def test_training_learns_and_continues_from_what_it_loads_bit_for_bit(rng):
         return Trainer(CONFIG, backends(1), batch_size=8, seq_len=16, micro_batches=8, **options)
 
     straight, first, second = fresh(), fresh(), fresh()
-    curve = [straight.step(windows, 1e-2).loss for _ in range(12)]
+    curve = [straight.step(read_batch(straight, windows), 1e-2).loss for _ in range(12)]
     assert curve[0] == pytest.approx(math.log(37), rel=0.02) and curve[-1] < 0.8 * curve[0]
     for _ in range(5):
-        first.step(windows, 1e-2)
-    moments = {name: tuple(m.copy() for m in pair) for name, pair in first.named_moments().items()}
-    parameters = {name: array.copy() for name, array in first.named_parameters().items()}
-    second.load(parameters, moments, first.steps, first.position)
-    assert second.parameter_hash() == first.parameter_hash()
-    assert [second.step(windows, 1e-2).loss for _ in range(7)] == curve[5:]
-    assert second.parameter_hash() == straight.parameter_hash() != first.parameter_hash()
+        first.step(read_batch(first, windows), 1e-2)
+    moments = {name: tuple(m.copy() for m in pair) for name, pair in named_moments(first).items()}
+    parameters = {name: array.copy() for name, array in named_parameters(first).items()}
+    load(second, parameters, moments, first.steps, first.position)
+    assert parameter_hash(second) == parameter_hash(first)
+    assert [second.step(read_batch(second, windows), 1e-2).loss for _ in range(7)] == curve[5:]
+    assert parameter_hash(second) == straight.parameter_hash() != parameter_hash(first)
 
 
 def test_the_model_of_a_trainer_shares_its_parameters(rng):
     trainer = Trainer(CONFIG, backends(1), batch_size=4, seq_len=16, micro_batches=4, seed=2)
     for name, value in initial_parameters(CONFIG, 2):
-        assert_array_equal(trainer.model().parameters[name].numpy(), value)
-        assert np.shares_memory(trainer.model().parameters[name].data, trainer.parameters)
+        assert_array_equal(current_model(trainer).parameters[name].numpy(), value)
+        assert np.shares_memory(current_model(trainer).parameters[name].data, trainer.parameters)
 
 
 def test_a_sequence_longer_than_the_block_is_refused():
@@ -245,19 +257,19 @@ def test_a_step_that_diverges_leaves_everything_as_it_was(rng, ranks, what):
 
     def run(comm):
         trainer = Trainer(CONFIG, backends(2), batch_size=8, seq_len=16, micro_batches=8, world=comm)
-        trainer.step(windows, 1e-3)
+        trainer.step(read_batch(trainer, windows), 1e-3)
         if what == "loss":
-            trainer.named_parameters()["transformer.ln_f.bias"][3] = np.nan
+            named_parameters(trainer)["transformer.ln_f.bias"][3] = np.nan
         else:
             trainer.optimizer.norm_and_scale = lambda *_: (math.inf, math.nan)
 
         def state():
-            moments = trainer.named_moments().values()
+            moments = named_moments(trainer).values()
             return trainer.parameters.tobytes(), [[m.tobytes() for m in pair] for pair in moments]
 
         before = state()
         with pytest.raises(Diverged, match=r"step 1: .*(nan|inf).*--lr \(now 0.5\)"):
-            trainer.step(windows, 0.5)
+            trainer.step(read_batch(trainer, windows), 0.5)
         assert state() == before and trainer.steps == 1 and trainer.position == 8
         return True
 
@@ -269,7 +281,7 @@ def test_a_step_that_diverges_leaves_everything_as_it_was(rng, ranks, what):
 
 @pytest.mark.parametrize("size", [1, 2, 5])
 def test_workers_run_side_by_side_and_answer_in_order(size):
-    workers, together = Workers([f"backend {i}" for i in range(size)]), threading.Barrier(size, timeout=60)
+    workers, together = WorkerPool([f"backend {i}" for i in range(size)]), threading.Barrier(size, timeout=60)
 
     def work(backend, item):
         together.wait()
@@ -285,7 +297,7 @@ def test_workers_run_side_by_side_and_answer_in_order(size):
 
 @pytest.mark.parametrize("size", [1, 3])
 def test_a_failure_in_any_worker_is_raised_when_all_have_stopped(size):
-    workers, running = Workers(range(size)), set()
+    workers, running = WorkerPool(range(size)), set()
 
     def work(worker, failing):
         running.add(worker)
@@ -306,16 +318,16 @@ def test_a_failure_in_any_worker_is_raised_when_all_have_stopped(size):
 def test_a_failure_in_a_kernel_surfaces_from_a_step(rng):
     trainer = Trainer(CONFIG, backends(4), batch_size=8, seq_len=16, micro_batches=8)
     windows = Windows(np.full(500, 36), 16)
-    trainer.step(windows, 1e-3)
-    before = trainer.parameter_hash()
+    trainer.step(read_batch(trainer, windows), 1e-3)
+    before = parameter_hash(trainer)
 
     def out_of_memory(*arguments):
         raise MemoryError("no room for logits")
 
     trainer.workers.backends[2].unembed_cross_entropy_backward = out_of_memory
     with pytest.raises(MemoryError, match="no room"):
-        trainer.step(windows, 1e-3)
-    assert trainer.parameter_hash() == before and trainer.steps == 1
+        trainer.step(read_batch(trainer, windows), 1e-3)
+    assert parameter_hash(trainer) == before and trainer.steps == 1
 
 
 # -- the plan ------------------------------------------------------------------------------------------------
@@ -434,6 +446,7 @@ def test_parts_tile_the_arena_and_decay_exactly_the_matrices(parts):
 # -- optimizer and schedule ----------------------------------------------------------------------------------
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("threads", [1, 2, 3])
 @pytest.mark.parametrize("clip, weight_decay", [(0.0, 0.0), (1.0, 0.1), (1e9, 0.01)])
 def test_adamw_with_clipping_equals_torch(rng, threads, clip, weight_decay):
@@ -449,7 +462,7 @@ def test_adamw_with_clipping_equals_torch(rng, threads, clip, weight_decay):
         dict(params=[p for p in theirs.values() if p.ndim == 1], weight_decay=0.0),
     ]
     reference = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8)
-    workers = Workers(backends(threads, "fp64"))
+    workers = WorkerPool(backends(threads, "fp64"))
     options = dict(beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=weight_decay, clip=clip)
     ours = AdamW(arena, flat, workers, **options)
     for step in range(5):
@@ -480,7 +493,7 @@ def test_the_norm_and_the_update_are_the_same_bits_for_any_number_of_threads(rng
     results = []
     for threads in (1, 2, 3, 5, 8, 64, 65):
         flat = start.copy()
-        optimizer = AdamW(arena, flat, Workers(backends(threads, precision)), weight_decay=0.1, clip=1.0)
+        optimizer = AdamW(arena, flat, WorkerPool(backends(threads, precision)), weight_decay=0.1, clip=1.0)
         norm = optimizer.gradient_norm(gradients)
         optimizer.step(gradients, 1e-2)
         results.append((norm, flat.tobytes()))
@@ -495,7 +508,7 @@ def test_the_norm_and_the_update_are_the_same_bits_for_any_number_of_threads(rng
 def test_options_of_adamw_outside_their_range_are_refused_by_flag(option, value):
     arena = Arena(parameter_shapes(CONFIG))
     with pytest.raises(ConfigError, match=f"--{option.replace('_', '-')} {value}"):
-        AdamW(arena, np.zeros(arena.size), Workers(backends(1)), **{option: value})
+        AdamW(arena, np.zeros(arena.size), WorkerPool(backends(1)), **{option: value})
 
 
 def test_schedules_equal_their_formulas():

@@ -14,7 +14,16 @@ from gpt2core.model import parameter_shapes
 from gpt2core.parallel.config import ParallelConfig
 from gpt2core.parallel.data_parallel import STRATEGIES
 from gpt2core.parallel.thread_communicator import run_ranks
-from gpt2core.parallel.zero import Arriving
+from gpt2core.parallel.whole_parameters import (
+    check_finite,
+    current_model,
+    load,
+    named_parameters,
+    parameter_hash,
+    verify,
+)
+from gpt2core.parallel.zero import AsyncAllGather
+from gpt2core.training_loop import evaluate, read_batch
 from stage0_serial.numpy_backend import NumpyBackend
 from tests.support.collective_choice import chosen
 from tests.support.training import BUCKET_MB, CONFIG, TIED, assert_same, make_trainer, train
@@ -32,6 +41,7 @@ def tokens():
 # -- the same bits ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("dp", STRATEGIES)
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_every_strategy_gives_the_serial_bits(tokens, ranks, dp):
@@ -95,13 +105,13 @@ def test_what_others_own_is_not_read_before_it_has_come_and_whoever_reads_betwee
         seen = []
         for _ in range(3):
             for look in (
-                lambda: trainer.step(windows, 3e-3).loss,
-                lambda: trainer.evaluate(Windows(tokens[:160], 16)),
-                lambda: trainer.model().logits(np.arange(8)[None]).data.tobytes(),
-                lambda: trainer.parameter_hash(),
-                lambda: trainer.verify(),
-                lambda: trainer.check_parameters(),
-                lambda: {name: np.array(value) for name, value in trainer.named_parameters().items()},
+                lambda: trainer.step(read_batch(trainer, windows), 3e-3).loss,
+                lambda: evaluate(trainer, Windows(tokens[:160], 16)),
+                lambda: current_model(trainer).logits(np.arange(8)[None]).data.tobytes(),
+                lambda: parameter_hash(trainer),
+                lambda: verify(trainer),
+                lambda: check_finite(trainer),
+                lambda: {name: np.array(value) for name, value in named_parameters(trainer).items()},
             ):
                 forget()
                 seen.append(look())
@@ -120,8 +130,11 @@ def test_a_run_saved_and_resumed_between_two_ways_to_gather_is_the_serial_run(to
 
     def second(comm, parameters, moments, position, when):
         trainer = make_trainer(comm, ParallelConfig(**FORWARD | dict(zero_gather=when)))
-        trainer.load(parameters if comm.is_root else None, moments if comm.is_root else None, 2, position)
-        return [(step.loss, step.grad_norm) for step in (trainer.step(Windows(tokens, 16), 3e-3) for _ in range(2))]
+        load(trainer, parameters if comm.is_root else None, moments if comm.is_root else None, 2, position)
+        return [
+            (step.loss, step.grad_norm)
+            for step in (trainer.step(read_batch(trainer, Windows(tokens, 16)), 3e-3) for _ in range(2))
+        ]
 
     _, parameters, moments, trainer = run_ranks(4, first)[3]
     for when in ("end", "forward"):
@@ -134,7 +147,7 @@ def test_no_more_is_sent_than_by_an_all_gather(tokens):
 
     def sent(comm, when):
         trainer = make_trainer(comm, ParallelConfig(**FORWARD | dict(zero_gather=when)))
-        return trainer.step(Windows(tokens, 16), 1e-3).bytes_sent, trainer.arena
+        return trainer.step(read_batch(trainer, Windows(tokens, 16)), 1e-3).bytes_sent, trainer.arena
 
     at_end, beside = run_ranks(4, sent, "end"), run_ranks(4, sent, "forward")
     arena = at_end[0][1]
@@ -164,7 +177,7 @@ class Owners:
 def test_each_element_leaves_once_from_its_owner_in_the_order_of_forward(size, mb):
     arena, owners = Arena(parameter_shapes(CONFIG), size), Owners(size)
     flat = np.arange(arena.size)
-    arriving = Arriving(arena, flat, owners, mb)
+    arriving = AsyncAllGather(arena, flat, owners, mb)
     read = arriving.watched(arena.views(flat))
     for _ in range(2):  # a second step begins afresh
         owners.sent.clear(), owners.waited.clear()
@@ -188,7 +201,7 @@ def test_each_element_leaves_once_from_its_owner_in_the_order_of_forward(size, m
 def test_a_failure_inside_waits_for_nobody():
     owners = Owners(2)
     arena = Arena(parameter_shapes(CONFIG), 2)
-    with pytest.raises(ZeroDivisionError), Arriving(arena, np.zeros(arena.size), owners, 1.0):
+    with pytest.raises(ZeroDivisionError), AsyncAllGather(arena, np.zeros(arena.size), owners, 1.0):
         raise ZeroDivisionError
     assert owners.sent and not owners.waited
 
@@ -233,4 +246,4 @@ def test_what_is_to_be_gathered_beside_forward_is_left_out_where_there_is_nothin
     asked = dict(dp="flat", zero=None, zero_gather="forward", bucket_mb=5.0)
     args, notes = chosen(size, asked, prefers_zero=True)
     assert (args.zero, args.zero_gather) == (zero, gather)
-    assert ["--zero-gather forward can be left out" in note for note in notes] == [True] * (size == 1)
+    assert ["--zero-gather forward: no effect" in note for note in notes] == [True] * (size == 1)

@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from stage2_cuda.runtime.cuda_graph import Recorded
+from stage2_cuda.runtime.cuda_graph import RecordedStep
 from stage2_cuda.runtime.static_inputs import Mailbox
 from tests.support.fake_cupy import DeviceArray
 
@@ -120,7 +120,7 @@ def test_each_call_has_its_own_input_and_its_own_results(cupy, rng, most_ahead, 
         cupy.current.submit(work)
         return [total, wide]
 
-    recorded, unread, got = Recorded(step, mailbox.send), [], []
+    recorded, unread, got = RecordedStep(step, mailbox.send), [], []
     for number, each in enumerate(inputs):
         mailbox.put("tokens", each), mailbox.put("rate", np.array([number + 0.5]))
         unread.append(recorded())
@@ -141,7 +141,7 @@ def read(finish, cupy):
 
 def test_a_step_without_results_is_recorded_too(cupy):
     calls = []
-    recorded = Recorded(lambda: cupy.current.submit(lambda: calls.append(1)))
+    recorded = RecordedStep(lambda: cupy.current.submit(lambda: calls.append(1)))
     for _ in range(4):
         assert recorded()() == []
     cupy.current.synchronize()
@@ -149,7 +149,7 @@ def test_a_step_without_results_is_recorded_too(cupy):
 
 
 def test_a_step_that_cannot_be_recorded_says_how_to_do_without(cupy):
-    recorded = Recorded(lambda: cupy.current.synchronize() if recorded.calls > 1 else None)
+    recorded = RecordedStep(lambda: cupy.current.synchronize() if recorded.calls > 1 else None)
     recorded()
     with pytest.raises(AssertionError, match="being captured") as caught:
         recorded()

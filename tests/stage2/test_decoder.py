@@ -14,7 +14,8 @@ from gpt2core.app import cli
 from gpt2core.app.presets import CORPUS, PRESETS
 from gpt2core.communicator import Solo
 from gpt2core.errors import ConfigError
-from gpt2core.model import GPT2, GPT2Config, initial_parameters
+from gpt2core.model import GPT2, GPT2Config
+from gpt2core.parallel.whole_parameters import initial_parameters
 from gpt2core.sampler import Decoder, Greedy, GroupSampler, Sampling, generate, generate_together
 from gpt2core.text.token_file import read_text
 from gpt2core.text.tokenizer import build_tokenizer

@@ -23,7 +23,9 @@ from gpt2core.data import Windows
 from gpt2core.errors import DeviceMemoryError
 from gpt2core.model import GPT2Config, parameter_shapes
 from gpt2core.parallel.config import ParallelConfig
+from gpt2core.parallel.whole_parameters import load
 from gpt2core.trainer import Trainer
+from gpt2core.training_loop import read_batch
 from stage0_serial.numpy_backend import NumpyBackend
 from stage2_cuda import memory_model as memory
 from stage2_cuda.cuda_backend import CudaBackend
@@ -72,7 +74,7 @@ def trainer_of(monkeypatch, backend, config, batch, seq_len, **options):
     monkeypatch.setattr(backend.products.gemm, "matmul", lambda *_, **__: None)
     windows = Windows(np.arange(batch * seq_len + 1) % config.vocab_size, seq_len)
     trainer = Trainer(config, [backend], seq_len=seq_len, **options)
-    trainer.shards.feed(*windows.batch(0, batch))
+    trainer.accumulator.feed(*windows.batch(0, batch))
     trainer.optimizer.begin(1e-3)
     return trainer
 
@@ -142,7 +144,7 @@ def test_the_model_is_what_cupy_s_pools_hold(monkeypatch, preset, batch, micro_b
     sizes = dict(batch_size=batch, seq_len=config.block_size, micro_batches=micro_batches)
     trainer = trainer_of(monkeypatch, backend, config, batch, record=how != "eager", **sizes)
     if how == "resumed":
-        trainer.load(dict(drawn), {name: (array, array) for name, array in drawn})
+        load(trainer, dict(drawn), {name: (array, array) for name, array in drawn})
     for _ in range(3):  # one that compiles, one that is recorded, one that is replayed
         trainer.update()
     terms = training_memory(config, batch, config.block_size, "fp16", micro_batches)
@@ -176,7 +178,7 @@ def test_trainers_that_follow_each_other_do_not_add_up():
         backend = CudaBackend("bf16")
         windows = Windows(np.arange(10_000) % 172, 256)
         trainer = Trainer(PRESETS["paper"], [backend], batch_size=16, seq_len=256, micro_batches=1)
-        losses = [trainer.step(windows, 1e-3).loss for _ in range(3)]
+        losses = [trainer.step(read_batch(trainer, windows), 1e-3).loss for _ in range(3)]
         assert np.isfinite(losses).all()
         held = backend.held_memory()
         del trainer, backend

@@ -20,11 +20,13 @@ from gpt2core import ops
 from gpt2core.app import cli
 from gpt2core.app.presets import CORPUS, PRESETS, RECIPES
 from gpt2core.data import Windows
-from gpt2core.model import GPT2, GPT2Config, initial_parameters
+from gpt2core.model import GPT2, GPT2Config
+from gpt2core.parallel.whole_parameters import current_model, initial_parameters, load, parameter_hash
 from gpt2core.sampler import generate
 from gpt2core.tensor import Tensor
 from gpt2core.text.token_file import load_tokens
 from gpt2core.trainer import Trainer
+from gpt2core.training_loop import evaluate, read_batch
 from stage0_serial.numpy_backend import NumpyBackend
 from stage2_cuda.cuda_backend import CudaBackend
 from stage2_cuda.runtime import triton_launch
@@ -60,12 +62,12 @@ def windows_of(config):
 def trainer_of(backend, config, micro_batches=1, batch=BATCH, **options):
     sizes = dict(batch_size=batch, seq_len=config.block_size, micro_batches=micro_batches)
     trainer = Trainer(config, [backend], **sizes, optimizer=ADAMW | options)
-    trainer.load(dict(parameters_of(config)))
+    load(trainer, dict(parameters_of(config)))
     return trainer
 
 
 def gradients_of(trainer):
-    return {name: trainer.backend.to_host(g) for name, g in trainer.named(trainer.shards.gradients).items()}
+    return {name: trainer.backend.to_host(g) for name, g in trainer.named(trainer.accumulator.gradients).items()}
 
 
 def bits_of(trainer):
@@ -76,7 +78,7 @@ def bits_of(trainer):
 
 def losses_of(trainer, steps, lr=1e-3):
     windows = windows_of(trainer.config)
-    return [trainer.step(windows, lr).loss for _ in range(steps)]
+    return [trainer.step(read_batch(trainer, windows), lr).loss for _ in range(steps)]
 
 
 def assert_near(got, want, tolerance, name):
@@ -89,11 +91,12 @@ def assert_near(got, want, tolerance, name):
 STEPS = [(UNTIED, 1), (TIED, 2), pytest.param(PRESETS["paper"], 1, marks=gpu)]
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("config, micro_batches", STEPS, ids=["untied", "tied, 2 micro-batches", "paper"])
 def test_a_training_step_has_stage_0_s_loss_norm_and_gradients(config, micro_batches):
     # fp32 on both sides, sums in another order; the update is left out, as Adam makes a step of any rounding error
     ours, stage0 = (trainer_of(backend(), config, micro_batches) for backend in (CudaBackend, NumpyBackend))
-    step, expected = (trainer.step(windows_of(config), 1e-3) for trainer in (ours, stage0))
+    step, expected = (trainer.step(read_batch(trainer, windows_of(config)), 1e-3) for trainer in (ours, stage0))
     assert step.loss == pytest.approx(expected.loss, rel=1e-5)
     assert step.grad_norm == pytest.approx(expected.grad_norm, rel=1e-5)
     gradients, wanted = gradients_of(ours), gradients_of(stage0)
@@ -103,6 +106,7 @@ def test_a_training_step_has_stage_0_s_loss_norm_and_gradients(config, micro_bat
         assert_near(gradients[name], gradient, 1e-4 if config is PRESETS["paper"] else 1e-5, name)
 
 
+@pytest.mark.fast
 def test_three_steps_have_stage_0_s_losses_and_twice_the_same_bits():
     first, again, stage0 = (
         trainer_of(backend(), TIED, batch=2) for backend in (CudaBackend, CudaBackend, NumpyBackend)
@@ -110,15 +114,16 @@ def test_three_steps_have_stage_0_s_losses_and_twice_the_same_bits():
     losses = losses_of(first, 3)
     np.testing.assert_allclose(losses, losses_of(stage0, 3), rtol=1e-5)
     assert losses == losses_of(again, 3)
-    assert first.parameter_hash() == again.parameter_hash()
+    assert parameter_hash(first) == parameter_hash(again)
 
 
+@pytest.mark.fast
 @pytest.mark.filterwarnings("ignore:overflow encountered", "ignore:invalid value encountered")
 def test_a_step_in_fp16_has_nearly_fp32_s_gradients_and_one_that_overflows_changes_no_bit():
     # the loss scale is in the gradients. fp16 rounds to 2^-11, and a gradient has gone through some ten roundings; the
     # two losses after an update differ by what Adam makes of that
     ours, stage0 = trainer_of(CudaBackend("fp16"), TIED, batch=1), trainer_of(NumpyBackend(), TIED, batch=1)
-    step, expected = (trainer.step(windows_of(TIED), 1e-3) for trainer in (ours, stage0))
+    step, expected = (trainer.step(read_batch(trainer, windows_of(TIED)), 1e-3) for trainer in (ours, stage0))
     assert (step.loss_scale, step.skipped) == (2.0**16, 0)
     assert step.loss == pytest.approx(expected.loss, rel=2e-3)
     assert step.grad_norm == pytest.approx(expected.grad_norm, rel=1e-2)
@@ -130,7 +135,7 @@ def test_a_step_in_fp16_has_nearly_fp32_s_gradients_and_one_that_overflows_chang
     assert math.isfinite(loss) and not math.isfinite(norm)
     assert bits_of(ours) == before and ours.loss_scale.value == 2.0**20
     ours.loss_scale.state[0] = 2.0**15
-    step, expected = (trainer.step(windows_of(TIED), 1e-3) for trainer in (ours, stage0))
+    step, expected = (trainer.step(read_batch(trainer, windows_of(TIED)), 1e-3) for trainer in (ours, stage0))
     assert (step.loss_scale, step.skipped, ours.steps) == (2.0**15, 0, 2)
     assert step.loss == pytest.approx(expected.loss, rel=1e-2)
 
@@ -191,8 +196,8 @@ def test_every_kernel_is_launched_by_a_step_a_validation_and_a_generated_token(m
     trainer = trainer_of(CudaBackend(), UNTIED, batch=4)  # a piece of the embedding's gradient is 64 rows
     losses_of(trainer, 1)
     step = set(launched)
-    trainer.evaluate(Windows(np.arange(UNTIED.block_size + 1), UNTIED.block_size))
-    list(generate(trainer.model(), [1] * 15, 3))  # one by prefill, one over the cache, one by the whole window
+    evaluate(trainer, Windows(np.arange(UNTIED.block_size + 1), UNTIED.block_size))
+    list(generate(current_model(trainer), [1] * 15, 3))  # one by prefill, one over the cache, one by the whole window
     of_a_row = "transpose", "sums_of_columns", "normed_row", "attend_span", "joined", "added_row"
     generation = {"batched.norm", "batched.unembed", *(f"single_row.{name}" for name in of_a_row)}
     generation |= {"last_token.last_rows", "last_token.windows", "sampling.likeliest", "cross_entropy.forward"}
@@ -424,7 +429,9 @@ def paper_run(precision, steps=6, recorded=True):
     sizes |= dict(optimizer=ADAMW, record=recorded, loss_scale=dict(factor=2.0**30, interval=2))
     trainer, windows = Trainer(config, [backend], **sizes), Windows(tokens, config.block_size)
     # a rate that changes: the graph must read it anew
-    return [trainer.step(windows, recipe["lr"] / (1 + i)).loss for i in range(steps)], trainer.parameter_hash()
+    return [
+        trainer.step(read_batch(trainer, windows), recipe["lr"] / (1 + i)).loss for i in range(steps)
+    ], parameter_hash(trainer)
 
 
 @gpu

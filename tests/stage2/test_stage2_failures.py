@@ -118,7 +118,7 @@ def test_a_profiler_sees_the_phases_of_a_step_and_the_ops_in_them(monkeypatch):
     backend = CudaBackend()
     nvtx.annotate(backend, ranges)
     trainer = Trainer(config, [backend], batch_size=2, seq_len=8, micro_batches=2)
-    trainer.shards.feed(*np.zeros((2, 2, 8), np.int64))
+    trainer.accumulator.feed(*np.zeros((2, 2, 8), np.int64))
     trainer.optimizer.begin(1e-3)
     with np.errstate(all="ignore"):
         trainer.update()

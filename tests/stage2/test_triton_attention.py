@@ -133,6 +133,7 @@ def check(rng, dtype, B, T, H, D, tolerance=None, **options):
 # -- forward and backward ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("precision", DTYPES)
 @pytest.mark.parametrize("B, T, H, D", SHAPES)
 def test_attention_equals_float64(rng, precision, B, T, H, D):

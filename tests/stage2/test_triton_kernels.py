@@ -118,6 +118,7 @@ def test_residual_layernorm_forward_equals_float64(rng, oracle, dtype, n, channe
     near(rstd, 1 / np.sqrt(stored.var(1) + 1e-5))
 
 
+@pytest.mark.fast
 @rows
 @pytest.mark.parametrize("fused", [True, False], ids=["residual", "plain"])
 def test_layernorm_backward_equals_float64(rng, oracle, dtype, n, channels, fused):
@@ -142,6 +143,7 @@ def test_layernorm_backward_equals_float64(rng, oracle, dtype, n, channels, fuse
 # -- gelu ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.fast
 @rows
 @pytest.mark.parametrize("fused", [True, False], ids=["bias", "plain"])
 def test_gelu_forward_and_backward_equal_float64(rng, oracle, dtype, n, channels, fused):
@@ -205,6 +207,7 @@ def test_embedding_forward_equals_float64(rng, oracle, dtype, batch, time, chann
     assert_array_equal(y, oracle.embedding_forward(ids, wte64, None, 0, first))  # copied, so equal bits
 
 
+@pytest.mark.fast
 @batches
 def test_embedding_backward_equals_float64(rng, oracle, dtype, batch, time, channels, vocab, first):
     ids, position = tokens(rng, batch, time, vocab, first, np.int32), 4
@@ -251,6 +254,7 @@ def some_logits(rng, dtype, n, vocab, width, first, scale=3.0):
     return logits, logits64[:, :vocab], targets
 
 
+@pytest.mark.fast
 @logits_of
 @pytest.mark.parametrize("integer", [np.int32, np.int64])
 def test_cross_entropy_forward_and_backward_equal_float64(rng, oracle, dtype, n, vocab, width, first, integer):
@@ -340,6 +344,7 @@ def exact_scalars(step, lr, beta1, beta2, eps, weight_decay):
     return np.array([lr / c1 * math.sqrt(c2), eps * math.sqrt(c2), 1 - lr * weight_decay])
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("n", [1, 1000, 3 * BLOCK, pytest.param(300 * BLOCK + 5, marks=gpu)])
 @pytest.mark.parametrize("grad_scale", [None, 0.5])
 def test_adamw_equals_stage_0(rng, oracle, dtype, n, grad_scale):

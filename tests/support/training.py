@@ -5,7 +5,9 @@ from numpy.testing import assert_array_equal
 
 from gpt2core.data import Windows
 from gpt2core.model import GPT2Config
+from gpt2core.parallel.whole_parameters import named_moments, named_parameters, verify
 from gpt2core.trainer import Trainer
+from gpt2core.training_loop import read_batch
 from stage0_serial.numpy_backend import NumpyBackend
 
 CONFIG = GPT2Config(vocab_size=36, block_size=16, n_layer=2, n_head=4, n_embd=16, tied=False)
@@ -27,10 +29,10 @@ def make_trainer(
 def train(comm, parallel, tokens, steps=4, **options):
     """-> ((loss, gradient norm) of each step, parameters, moments, trainer) of `steps` steps on this rank of `comm`."""
     trainer, windows = make_trainer(comm, parallel, **options), Windows(tokens, 16)
-    reports = [trainer.step(windows, lr=3e-3) for _ in range(steps)]
-    trainer.verify()
-    moments = {name: [np.array(m) for m in pair] for name, pair in trainer.named_moments().items()}
-    parameters = {name: np.array(p) for name, p in trainer.named_parameters().items()}
+    reports = [trainer.step(read_batch(trainer, windows), 3e-3) for _ in range(steps)]
+    verify(trainer)
+    moments = {name: [np.array(m) for m in pair] for name, pair in named_moments(trainer).items()}
+    parameters = {name: np.array(p) for name, p in named_parameters(trainer).items()}
     return [(step.loss, step.grad_norm) for step in reports], parameters, moments, trainer
 
 

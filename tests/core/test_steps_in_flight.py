@@ -1,0 +1,207 @@
+"""A step may begin before the numbers of the previous one are read: the same bits, and no step too many."""
+
+import math
+import signal
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from benchmarks.gpu import step as gpu_step
+from benchmarks.harness import ours
+from gpt2core.app.stop_signals import StopSignals
+from gpt2core.data import Windows
+from gpt2core.errors import Diverged
+from gpt2core.model import GPT2Config
+from gpt2core.optimizer import Schedule
+from gpt2core.parallel.thread_communicator import run_ranks
+from gpt2core.parallel.whole_parameters import parameter_hash
+from gpt2core.runtime import Compiled, Results, Runtime
+from gpt2core.trainer import Trainer
+from gpt2core.training_loop import read_batch, run
+from stage0_serial.numpy_backend import NumpyBackend
+
+CONFIG = GPT2Config(37, 16, 2, 2, 16, tied=False)
+SCHEDULE = Schedule("linear", 3e-3, warmup=2, steps=12)  # another rate each step
+
+
+class Replayed(Compiled):
+    """Called like a recorded step: from the third call on one step may be ahead, and results last for two calls."""
+
+    calls, unread, most_ahead, buffers = 0, 0, 0, ()
+
+    @property
+    def can_overlap(self):
+        return self.calls >= 2
+
+    def __call__(self, *args):
+        results = [np.array(result) for result in self.function(*args)]
+        self.buffers = [*self.buffers, results]
+        if len(self.buffers) > 2:
+            for buffer in self.buffers.pop(0):
+                buffer[...] = np.nan
+        self.calls, self.unread = self.calls + 1, self.unread + 1
+        assert self.unread <= 1 + (self.calls > 2)
+        self.most_ahead = max(self.most_ahead, self.unread)
+        return ReplayedResults(self, results)
+
+
+class ReplayedResults(Results):
+    def __init__(self, owner, arrays):
+        super().__init__(arrays)
+        self.owner = owner
+
+    def wait(self):
+        self.owner.unread -= 1
+        return self.arrays
+
+
+class ReplayingRuntime(Runtime):
+    def compile_step(self, function, record=True):
+        return Replayed(function)
+
+
+class ReplayingBackend(NumpyBackend):
+    def __init__(self, *options):
+        super().__init__(*options)
+        self.runtime = ReplayingRuntime()
+
+
+def trainer_of(backend, world=None, **options):
+    sizes = dict(batch_size=4, seq_len=16, micro_batches=4, optimizer=dict(clip=0.5, weight_decay=0.1))
+    return Trainer(CONFIG, [backend], world=world, **sizes | options)
+
+
+def windows_of(seed):
+    return Windows(np.random.default_rng(seed).integers(0, 37, 700), 16)
+
+
+def train(backend, seed, world=None, steps=12, interrupt=None, **intervals):
+    """-> what on_step and the checkpoints saw, the last parameters, how many were under way at once, the signal."""
+    trainer, seen = trainer_of(backend(), world), []
+
+    def on_step(step, validation, last):
+        seen.append((step.step, step.loss, step.grad_norm, step.lr, validation, last))
+        if step.step == interrupt:
+            signal.raise_signal(signal.SIGINT)
+
+    def save(trainer):
+        assert trainer.in_flight == []
+        seen.append((trainer.steps, trainer.position, parameter_hash(trainer)))
+
+    with StopSignals() as stop:
+        received = run(
+            trainer,
+            windows_of(seed),
+            SCHEDULE,
+            steps,
+            on_step=on_step,
+            validation=windows_of(seed + 1),
+            save=save,
+            received_signal=lambda: stop.received or 0,
+            **intervals,
+        )
+    return seen, trainer.parameters.tobytes(), getattr(trainer.compiled, "most_ahead", 1), received
+
+
+@pytest.mark.parametrize("intervals", [{}, dict(eval_every=3), dict(save_every=4, verify_every=5), dict(eval_every=1)])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_curve_is_the_same(rng, ranks, intervals):
+    seed = int(rng.integers(1 << 30))
+    *plain, most, _ = run_ranks(ranks, lambda comm: train(NumpyBackend, seed, comm, **intervals))[0]
+    for *ahead, most_ahead, received in run_ranks(ranks, lambda comm: train(ReplayingBackend, seed, comm, **intervals)):
+        assert ahead == plain and received is None
+        assert (most, most_ahead) == (1, 1 if intervals.get("eval_every") == 1 else 2)
+
+
+def test_a_signal_ends_the_run_after_the_steps_in_flight(rng):
+    seed = int(rng.integers(1 << 30))
+    seen, parameters, _, received = train(ReplayingBackend, seed, interrupt=5)
+    steps = [line[0] for line in seen if len(line) == 6]
+    assert received == signal.SIGINT and steps == list(range(8))  # 6 was in flight when 5 was reported, and then 7
+    assert [line[-1] for line in seen if len(line) == 6] == [False] * 7 + [True]
+    plain, windows = trainer_of(NumpyBackend()), windows_of(seed)
+    losses = [plain.step(read_batch(plain, windows), SCHEDULE(step)).loss for step in steps]
+    assert losses == [line[1] for line in seen if len(line) == 6] and plain.parameters.tobytes() == parameters
+
+
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_step_that_diverges_changes_nothing_though_another_was_begun(rng, ranks, bad):
+    windows = windows_of(int(rng.integers(1 << 30)))
+
+    def steps(comm):
+        trainer, plain = trainer_of(ReplayingBackend(), comm), trainer_of(NumpyBackend(), comm)
+        for _ in range(3):
+            for each in (trainer, plain):
+                each.step(read_batch(each, windows), 1e-3)
+        backward, spoil = trainer.accumulator.backward, [bad, 0.0]  # the first of two gradients
+
+        def spoilt(*arguments):
+            losses = backward(*arguments)
+            trainer.accumulator.gradients[7] += spoil.pop(0)
+            return losses
+
+        trainer.accumulator.backward = spoilt
+        pending = trainer.begin(read_batch(trainer, windows), 0.5)
+        trainer.begin(read_batch(trainer, windows, ahead=1), 0.25)
+        with pytest.raises(Diverged, match=r"step 3: .*(nan|inf).*--lr \(now 0.5\).*those of step 3"):
+            pending.result()
+        assert spoil == [] and trainer.in_flight == []  # both were computed
+        assert trainer.parameters.tobytes() == plain.parameters.tobytes()
+        assert trainer.optimizer.exp_avg.tobytes() == plain.optimizer.exp_avg.tobytes()
+        assert (trainer.steps, trainer.position) == (3, 12)
+        trainer.accumulator.backward = backward
+        got, want = (each.step(read_batch(each, windows), 1e-3).loss for each in (trainer, plain))
+        assert got == want  # the flag of the divergence is reset
+        assert trainer.parameters.tobytes() == plain.parameters.tobytes()
+        return True
+
+    assert all(run_ranks(ranks, steps))
+
+
+def test_results_are_read_in_order_and_no_step_begins_too_early(rng):
+    windows, trainer = windows_of(int(rng.integers(1 << 30))), trainer_of(ReplayingBackend())
+    first = trainer.begin(read_batch(trainer, windows), 2e-3)
+    with pytest.raises(ValueError, match="cannot overlap steps: read its result"):
+        trainer.begin(read_batch(trainer, windows, ahead=1), 2e-3)
+    assert first.result().step == 0
+    trainer.step(read_batch(trainer, windows), 2e-3)  # from the next call on one step may be ahead
+    pending = [trainer.begin(read_batch(trainer, windows, ahead), 2e-3) for ahead in (0, 1)]
+    with pytest.raises(ValueError, match="read in the order in which steps began"):
+        pending[1].result()
+    assert [each.result().step for each in pending] == [2, 3] and trainer.in_flight == []
+
+
+def test_a_turn_of_a_benchmark_leaves_no_step_under_way():
+    trainers = []
+
+    class Steps(ours.CudaSteps):
+        def __init__(self, config, batch_size, seq_len):
+            self.backend, self.windows = ReplayingBackend(), ours.Announced({})
+            trainers.append(Trainer(config, [self.backend], batch_size=batch_size, seq_len=seq_len, micro_batches=1))
+            (self.trainer,) = trainers
+
+    turn = gpu_step.prepare(SimpleNamespace(CudaSteps=Steps), "nano", 37, 4, 16, unread=False)
+    for steps in (1, 3, 3):
+        assert len(turn(steps)["seconds"]) == steps and trainers[0].under_way is None
+    assert trainers[0].update.most_ahead == 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_a_gpu_computes_the_same_bits(rng, cuda_backend, precision):
+    seed, results = int(rng.integers(1 << 30)), []
+    for ahead in (False, True):
+        trainer, windows, numbers, most = trainer_of(cuda_backend(precision)), windows_of(seed), [], 0
+        while trainer.steps < 12:
+            if not trainer.in_flight:
+                trainer.begin(read_batch(trainer, windows), SCHEDULE(trainer.steps))
+            if ahead and trainer.overlaps and trainer.steps < 11:
+                trainer.begin(read_batch(trainer, windows, ahead=1), SCHEDULE(trainer.steps + 1))
+            most = max(most, len(trainer.in_flight))
+            step = trainer.in_flight[0].result()
+            numbers.append((step.loss, step.grad_norm))
+        assert most == (2 if ahead and precision != "fp16" else 1)
+        results.append((numbers, parameter_hash(trainer)))
+    assert results[0] == results[1]
