@@ -198,7 +198,7 @@ class CublasLt:
 
     def __init__(self, cupy, library, tuner, *, workspace_bytes=32 << 20):
         self._cupy, self._library, self.tuner = cupy, library, tuner
-        self._deterministic = tuner.made_for is None
+        self._deterministic = tuner.tuned_for is None
         # The largest alignment that is distinguished. More than 16 bytes may allow more algorithms, but then the bits
         # of a product depend on the addresses of its operands.
         self._alignment = 16 if self._deterministic else 256
@@ -283,7 +283,7 @@ class CublasLt:
     def _recorded_algorithm(self, problem, plan):
         """The algorithm that the tuner's choices hold for this problem, or None if cublasLt no longer accepts it."""
         try:
-            chosen = bytes.fromhex(self.tuner.choices.get(str(problem), ""))
+            chosen = bytes.fromhex(self.tuner.tuned.get(str(problem), ""))
         except ValueError:
             return None
         if len(chosen) != sizeof(Algorithm):

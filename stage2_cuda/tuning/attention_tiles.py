@@ -1,9 +1,9 @@
-"""Which tiles attention takes: those of its table, or of a few others the ones that a Tuner finds to be the fastest.
+"""The tile sizes that a Tuner times for attention, besides the defaults of kernels/attention.py.
 
-Forward, dq, and dk with dv are tried each by itself; then all of backward as the table has it, with the best two, and
-where T is not long in one launch. Where it is long the table's forward stays: what was faster by itself, at T = 16384,
-was now faster and now slower with backward behind it, by how hot the GPU was. Compiled for an H200 by Triton 3.6 and
-3.9, no tile here spills registers, but those of tf32x3's backward, where the table's spill more.
+The forward kernel, dq, and dk with dv are timed separately. Then the whole backward pass is timed: with the default
+tiles, with the best two, and, unless T is long, in one launch. For long T the default forward stays, because at
+T = 16384 the order of the candidates changed with the temperature of the GPU. Compiled for an H200 by Triton 3.6 and
+3.9, only the tiles of tf32x3's backward spill registers, and they spill less than the defaults.
 """
 
 # B batch, T time, C channels, H heads, D = C // H

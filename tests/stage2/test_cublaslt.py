@@ -377,15 +377,15 @@ def test_choices_are_saved_and_not_timed_again(machine, tmp_path, monkeypatch):
     first = machine.gemm(cache_dir=tmp_path / "new" / "directory")
     first.matmul(y, x, w)
     (file,) = (tmp_path / "new" / "directory").iterdir()
-    assert len(first.tuner.choices) == 1 and json.loads(file.read_text())["choices"] == first.tuner.choices
+    assert len(first.tuner.tuned) == 1 and json.loads(file.read_text())["choices"] == first.tuner.tuned
     monkeypatch.setattr(CublasLt, "_candidates", None)
     second = machine.gemm(cache_dir=file.parent)
     y[...] = float("nan")
     second.matmul(y, x, w)
-    assert second.tuner.choices == first.tuner.choices
+    assert second.tuner.tuned == first.tuner.tuned
     near(machine.host(y), machine.host(x) @ machine.host(w), TOLERANCE["float16"])
     adopted = machine.gemm()
-    adopted.tuner.adopt(first.tuner.choices)  # as on another rank
+    adopted.tuner.load_tuned(first.tuner.tuned)  # as another rank would
     adopted.matmul(y, x, w)
 
 
@@ -453,10 +453,10 @@ def test_the_heuristic_gets_the_alignment_of_the_operands(fake, deterministic, w
 def test_a_recorded_choice_that_is_no_algorithm_is_ignored(fake, choice):
     gemm, arrays = fake.gemm(), operands(fake)
     gemm.matmul(*arrays)
-    (what,), again = gemm.tuner.choices, fake.gemm()
-    again.tuner.adopt({what: choice})
+    (what,), again = gemm.tuner.tuned, fake.gemm()
+    again.tuner.load_tuned({what: choice})
     again.matmul(*arrays)
-    assert fake.library.ran[-1] == 8 and again.tuner.choices == gemm.tuner.choices
+    assert fake.library.ran[-1] == 8 and again.tuner.tuned == gemm.tuner.tuned
 
 
 def test_a_cached_algorithm_that_cublaslt_rejects_is_chosen_again(fake, tmp_path):

@@ -40,7 +40,7 @@ from gpt2core.data import Windows  # noqa: E402
 from gpt2core.errors import Diverged  # noqa: E402
 from gpt2core.model import parameter_shapes  # noqa: E402
 from gpt2core.parallel.tensor_parallel import load_model  # noqa: E402
-from gpt2core.sampler import Greedy, KVCache, Sampling, generate_together  # noqa: E402
+from gpt2core.sampler import Greedy, KVCache, Sampling, generate_batch  # noqa: E402
 from gpt2core.training_loop import evaluate, read_batch  # noqa: E402
 from stage2_cuda import cuda_backend  # noqa: E402
 from stage2_cuda.cuda_backend import PRECISIONS  # noqa: E402
@@ -222,7 +222,7 @@ def write(config, precision, batch, rules):
     model = load_model(config, dict(zeros(config)), Backend(precision))
     prompt = [0] * (config.block_size - 1)
     for rule in rules:
-        for _ in generate_together(model, [prompt] * batch, 3, [rule] * batch):
+        for _ in generate_batch(model, [prompt] * batch, 3, [rule] * batch):
             pass
 
 

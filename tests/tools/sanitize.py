@@ -25,10 +25,7 @@ from gpt2core.optimizer import rounding_key  # noqa: E402
 from gpt2core.parallel.codecs import CODECS, GROUP  # noqa: E402
 from stage2_cuda import decoding, gemm, kernels  # noqa: E402
 from stage2_cuda.cuda_backend import dtype_of  # noqa: E402
-from stage2_cuda.decoding import batched as decode  # noqa: E402
-from stage2_cuda.decoding import cached_attention, sampling  # noqa: E402
-from stage2_cuda.decoding import last_token as ends  # noqa: E402
-from stage2_cuda.decoding import single_row as decode_row  # noqa: E402
+from stage2_cuda.decoding import batched, cached_attention, last_token, sampling, single_row  # noqa: E402
 from stage2_cuda.gemm import fp16x3  # noqa: E402
 from stage2_cuda.kernels import (  # noqa: E402
     adamw,
@@ -182,59 +179,67 @@ def launch_decode(a):
         ln, head = (a.x(C), a.x(C)), a.x(V, C)
         qkv, fc, fc_proj = ((a.x(K, N), a.x(N)) for K, N in ((C, 3 * C), (C, 4 * C), (4 * C, C)))
         for B in (1, 2, 17):
-            tiles, lengths, x, h, g = decode.tiles_for(B), a.i(B, high=block) + 1, a.f(B, C), a.x(B, C), a.x(B, 4 * C)
-            q, cache, partials = a.x(B, C), a.x(B, block, 2 * C), a.f(decode.split(4 * C, tiles).parts, B, C)
+            tiling, lengths, x, h, g = (
+                batched.tiling_for(B),
+                a.i(B, high=block) + 1,
+                a.f(B, C),
+                a.x(B, C),
+                a.x(B, 4 * C),
+            )
+            q, cache, partials = a.x(B, C), a.x(B, block, 2 * C), a.f(batched.split_k(4 * C, tiling).parts, B, C)
             stream = x, partials, a.x(C)
             if B == 1:
-                one_row_of(a, x, q, cache, lengths, (ln, qkv, fc, fc_proj), H, eps, tiles)
+                single_row_step(a, x, q, cache, lengths, (ln, qkv, fc, fc_proj), H, eps, tiling)
             else:
-                decode.columns(q, cache, h, *qkv, lengths, block, tiles, precision)
-                decode.columns(g, None, h, *fc, lengths, block, tiles, precision)
-                decode.attend(h, q, cache, lengths, H, tiles)
-                decode.partial_product(partials, g, fc_proj[0], tiles, precision)
-            decode.norm(h, None, (x, None, None), *ln, eps, tiles)
-            decode.norm(h, x, stream, *ln, eps, tiles)
-            count = decode.logits_tiles(V, tiles)
-            decode.unembed(a.f(B, V), a.f(B, count), a.i(B, count, high=V), h, head, tiles, precision)
+                batched.linear(q, cache, h, *qkv, lengths, block, tiling, precision)
+                batched.linear(g, None, h, *fc, lengths, block, tiling, precision)
+                batched.attention(h, q, cache, lengths, H, tiling)
+                batched.split_k_product(partials, g, fc_proj[0], tiling, precision)
+            batched.layernorm(h, None, (x, None, None), *ln, eps, tiling)
+            batched.layernorm(h, x, stream, *ln, eps, tiling)
+            count = batched.vocab_tiles(V, tiling)
+            batched.unembed(a.f(B, V), a.f(B, count), a.i(B, count, high=V), h, head, tiling, precision)
 
 
-def one_row_of(a, x, q, cache, lengths, weights, H, eps, tiles):
+def single_row_step(a, x, q, cache, lengths, weights, H, eps, tiling):
     C, block, (ln, qkv, fc, fc_proj) = q.shape[1], cache.shape[1], weights
     D = C // H
     rows = [a.x(*matrix.shape[::-1]) for matrix, _ in (qkv, fc, fc_proj)]
     sums = [[a.f(len(bias)) for _ in range(2)] for _, bias in (qkv, fc)]
     for row, (matrix, _) in zip(rows, (qkv, fc, fc_proj), strict=True):
-        decode_row.transpose(row, matrix)
+        single_row.transpose(row, matrix)
     for each, row, (_, bias) in zip(sums, rows, (qkv, fc), strict=False):
-        decode_row.sums_of_columns(*each, row, *ln, bias)
-    decode_row.normed_row(q, cache, None, (x, None, None), ln[0], rows[0], *sums[0], lengths, block, eps, tiles)
-    spans = decode_row.spans(block, tiles)
-    of_spans = a.f(H, spans, D), a.f(H, spans), a.f(H, spans)
-    decode_row.attend_spans(*of_spans, q, cache, lengths, H, tiles)
-    partials = a.f(decode_row.heads_of(H, D, tiles)[0], 1, C)
-    decode_row.joined_product(partials, *of_spans, lengths, a.x(C, C), block, tiles)
+        single_row.fold_layernorm(*each, row, *ln, bias)
+    single_row.layernorm_linear(q, cache, None, (x, None, None), ln[0], rows[0], *sums[0], lengths, block, eps, tiling)
+    splits = single_row.key_splits(block, tiling)
+    split_results = a.f(H, splits, D), a.f(H, splits), a.f(H, splits)
+    single_row.split_keys_attention(*split_results, q, cache, lengths, H, tiling)
+    partials = a.f(single_row.split_heads(H, D, tiling)[0], 1, C)
+    single_row.combine_product(partials, *split_results, lengths, a.x(C, C), block, tiling)
     s, g = a.f(1, C), a.x(1, 4 * C)
-    decode_row.normed_row(g, None, s, (x, partials, a.x(C)), ln[0], rows[1], *sums[1], lengths, block, eps, tiles)
-    decode_row.added_row(a.f(1, C), s, g, rows[2], fc_proj[1], tiles)
+    single_row.layernorm_linear(
+        g, None, s, (x, partials, a.x(C)), ln[0], rows[1], *sums[1], lengths, block, eps, tiling
+    )
+    single_row.linear_residual(a.f(1, C), s, g, rows[2], fc_proj[1], tiling)
 
 
-def launch_ends(a):
+def launch_last_token(a):
     for B, C, block in ((1, 48, 9), (17, 300, 1000)):
         lengths = a.i(B, high=2 * block) + 1
-        ends.last_rows(a.x(B, C), a.x(B, 9, C), lengths)
-        ends.windows(a.i(B, block, high=37), a.i(B, block, high=37), lengths)
+        last_token.gather_last_rows(a.x(B, C), a.x(B, 9, C), lengths)
+        last_token.gather_windows(a.i(B, block, high=37), a.i(B, block, high=37), lengths)
 
 
 def launch_sampling(a):
     for B, C, V in ((3, 48, 37), (2, 300, 1301)):
-        sequences = sampling.Sequences(a.xp.empty, B, C, 9, a.x(V, C), a.x(9, C), a.i(B, sampling.SENT, high=V))
+        sequences = sampling.Sequences(a.xp.empty, B, C, 9, a.x(V, C), a.x(9, C), a.i(B, sampling.READBACK, high=V))
         sequences.lengths[...] = 8
-        logits, best, index = a.f(B, V), a.f(B, 5) + 1, a.i(B, 5, high=V)
-        sampling.take_likeliest(sequences, best, index)
-        sampling.take_given(sequences)
-        draw = sampling.Draw(a.xp.empty, B, V, (B, 7), True, True)
-        draw.numbers[...], draw.top_k[...], draw.uniforms[...] = 0.9, 5, 0.3
-        draw.take(sequences, logits, best)
+        logits, maxima, indices = a.f(B, V), a.f(B, 5) + 1, a.i(B, 5, high=V)
+        sampling.append_greedy(sequences, maxima, indices)
+        sampling.append_given(sequences)
+        sampler = sampling.DeviceSampler(a.xp.empty, B, V, (B, 7), True, True)
+        sampler.numbers[...], sampler.top_k[...], sampler.uniforms[...] = 0.9, 5, 0.3
+        sampler.append_sampled(sequences, logits, maxima)
 
 
 def launch_tree_sum(a):
