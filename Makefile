@@ -72,7 +72,7 @@ endif
 
 untrained := $(if $(filter-out paper,$(PRESET)), (preset paper: make train PRESET=$(PRESET) has left nothing in $(OUT)))
 
-.PHONY: help train generate test test-gpu sanitize bench bench-gpu lint clean
+.PHONY: help train generate test test-fast test-long test-gpu sanitize bench bench-gpu lint clean
 
 help:  ## this text
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -92,8 +92,17 @@ generate: $(train_ready)  ## continue a text with what `make train` of this PRES
 	@$(if $(findstring --weights,$(ARGS)),,echo "weights: $(if $(wildcard $(OUT)/step-*),$(OUT),data/gpt2-paper$(untrained))")
 	@$(run) -m $(stage).inference $(if $(wildcard $(OUT)/step-*),--weights "$(OUT)") $(ARGS)
 
+# pytest-xdist, two tests at a time but one mpiexec job at a time; without it, one test after another.
+parallel = $$("$(python)" -c 'import xdist; print("-n 2 --dist loadgroup")' 2>/dev/null)
+
 test: $(test_ready)  ## run the test suite (CPU)
-	"$(python)" -m pytest -m "not gpu" $(ARGS)
+	"$(python)" -m pytest -m "not gpu" $(parallel) $(ARGS)
+
+test-fast: $(test_ready)  ## run each rung of the parity ladder once, in less than 90 seconds
+	"$(python)" -m pytest -m "not gpu" --fast $(parallel) $(ARGS)
+
+test-long: $(test_ready)  ## run the suite, then its random tests again with other seeds; the result goes to results/
+	"$(python)" tests/tools/run_long.py $(ARGS)
 
 test-gpu: $(test_ready) $(cuda_ready)  ## run the tests that need a CUDA device (without one they are skipped)
 	"$(python)" -m pytest -m gpu $(ARGS)

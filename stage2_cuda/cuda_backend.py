@@ -40,7 +40,7 @@ class PreparedTokens(NamedTuple):
     """Token ids (B, T) int32, and the rows of the batch sorted by token, which embedding_backward reads."""
 
     ids: object
-    runs: embedding.Runs
+    runs: embedding.SortedTokens
 
     @property
     def shape(self):
@@ -100,7 +100,7 @@ class CudaBackend(FusedHead, Backend):
 
     def prepare_tokens(self, ids, rows=None, first=0):
         ids = np.ascontiguousarray(ids, np.int32)
-        return ids if rows is None else PreparedTokens(ids, embedding.runs_of_tokens(ids, rows, first))
+        return ids if rows is None else PreparedTokens(ids, embedding.sort_tokens(ids, rows, first))
 
     def check_model(self, config):
         flash.check_head_size(config.n_embd, config.n_head)
@@ -281,11 +281,11 @@ class CudaBackend(FusedHead, Backend):
     def embedding_backward(self, dy, ids, wte, wpe, position=0, first=0, out=(None, None), accumulate=False):
         if not isinstance(ids, PreparedTokens):
             ids = self.prepare_tokens(self.to_host(ids), wte.shape[0], first)
-        runs, dy = embedding.Runs(*map(self.asarray, ids.runs)), self.xp.ascontiguousarray(dy)
+        runs, dy = embedding.SortedTokens(*map(self.asarray, ids.runs)), self.xp.ascontiguousarray(dy)
         dwte, dwpe = (
             self.floats(*p.shape) if buffer is None else buffer for p, buffer in zip((wte, wpe), out, strict=True)
         )
-        pieces = self.floats(*embedding.pieces_shape(dy.size // dy.shape[-1], wte.shape[1]))
+        pieces = self.floats(*embedding.chunk_sums_shape(dy.size // dy.shape[-1], wte.shape[1]))
         embedding.embedding_backward(dwte, dwpe, pieces, runs, dy, position, accumulate)
         return dwte, dwpe
 

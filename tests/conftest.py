@@ -1,4 +1,4 @@
-"""The commands of stages 0 and 2, in this process: `train("--steps", 3)` returns exit code and what was written."""
+"""Fixtures that run the commands of stages 0 and 2 in this process, and the options that select tests."""
 
 import os
 import secrets
@@ -16,42 +16,64 @@ from stage0_serial.numpy_backend import NumpyBackend
 WORDS = "the model reads one token, then another; it learns what follows and forgets nothing of café and naïve text."
 
 
-with suppress(ImportError):  # not every test needs it
+with suppress(ImportError):  # some tests run without hypothesis
     from hypothesis import HealthCheck, settings
 
-    # An example takes as long as the machine lets it: no test may fail because others were at work.
+    # No deadline: on a loaded machine an example may take any time.
     settings.register_profile("suite", deadline=None, suppress_health_check=[HealthCheck.too_slow])
     settings.load_profile("suite")
 
 
 def has_gpu():
-    """Whether CuPy finds a CUDA device that it can use."""
+    """Return whether CuPy finds a CUDA device that it can use."""
     try:
         import cupy
 
         return cupy.cuda.runtime.getDeviceCount() > 0
-    except Exception:  # no CuPy, or one for another CUDA, or no driver
+    except Exception:  # no CuPy, CuPy for another CUDA version, or no driver
         return False
 
 
+def pytest_addoption(parser):
+    parser.addoption("--fast", action="store_true", help="run only tests marked fast: each rung of the parity ladder")
+
+
 def pytest_configure(config):
-    """Without a GPU stage 2 runs in Triton's interpreter; it asks when triton is imported, which transformers does."""
+    """Without a GPU, select Triton's interpreter before any test imports triton, as transformers does."""
     config.has_gpu = has_gpu()
     if not config.has_gpu:
         os.environ.setdefault("TRITON_INTERPRET", "1")
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as shells start what runs in the background
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # or no child of the tests could be interrupted
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # set by a shell for jobs in the background
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # children inherit it: tests interrupt them
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(config, items):
     for item in items:
         if item.get_closest_marker("gpu") and not config.has_gpu:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and CuPy to use it"))
+        if starts_ranks(item.module):
+            item.add_marker(pytest.mark.xdist_group("mpi"))
+    if config.getoption("--fast"):
+        chosen = [item for item in items if is_fast(item)]
+        config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+        items[:] = chosen
+
+
+def starts_ranks(module):
+    """Return whether a test module starts jobs of several processes. `make test` runs one such test at a time."""
+    return any(name in vars(module) for name in ("mpiexec", "run_mpi"))
+
+
+def is_fast(item):
+    """Return whether --fast selects a test: marked fast(), or fast(ids...) with the id of its parameters."""
+    marker = item.get_closest_marker("fast")
+    return marker is not None and (not marker.args or item.callspec.id in marker.args)
 
 
 @pytest.fixture
 def rng():
-    """Fresh random numbers; a test that fails shows their seed."""
+    """A generator with a new seed each time. pytest shows the printed seed if the test fails."""
     seed = secrets.randbits(32)
     print(f"seed {seed}")
     return np.random.default_rng(seed)
@@ -59,7 +81,7 @@ def rng():
 
 @dataclass(frozen=True)
 class Result:
-    """What a command left: its exit code and what it wrote."""
+    """The exit code of a command, its standard output and its standard error."""
 
     code: int
     out: str
@@ -68,7 +90,7 @@ class Result:
 
 @pytest.fixture
 def command(capsys):
-    """command(cli.train or cli.infer, *argv) -> Result, as the stage's script would give it: stage 0's by default."""
+    """command(cli.train or cli.infer, *argv) -> Result of a stage's script, by default of stage 0."""
 
     def run(entry, *argv, backend=NumpyBackend):
         capsys.readouterr()
@@ -93,7 +115,7 @@ def infer(command):
 
 @pytest.fixture
 def cuda_backend():
-    """Stage 2's Backend; the test is skipped where there is no Triton, which it cannot do without."""
+    """The Backend class of stage 2. Skips the test if Triton is not installed."""
     pytest.importorskip("triton")
     from stage2_cuda.cuda_backend import CudaBackend
 
@@ -114,7 +136,7 @@ def infer2(command, cuda_backend):
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory):
-    """A text of a thousand words that is learnt in seconds; some of its letters are two bytes long."""
+    """The path of a text of a thousand words that is learned in seconds; some characters have two bytes."""
     path = tmp_path_factory.mktemp("corpus") / "corpus.txt"
     words = WORDS.split()
     lines = (" ".join(words[i % 7 :] + words[: i % 5]) for i in range(60))

@@ -13,10 +13,17 @@ import triton
 import triton.language as tl
 
 from gpt2core.errors import ConfigError
-from stage2_cuda.kernels.attention import LOG2E, Tile, below_diagonal, constants, plan, softmax_step
+from stage2_cuda.kernels.attention import (
+    LOG2E,
+    TileConfig,
+    causal_mask,
+    padded_head_size,
+    shapes_and_tiles,
+    softmax_step,
+)
 from stage2_cuda.runtime.triton_launch import launch
 
-TILE = Tile(16, 64, 4, 2)  # new queries by keys; a guess
+TILE = TileConfig(16, 64, 4, 2)  # new queries by keys; a guess
 
 
 @triton.jit
@@ -69,7 +76,7 @@ def cached_kernel(
     for n in tl.range(0, tl.minimum(tl.program_id(1) * M + M, t), N):
         columns = n + tl.arange(0, N)
         k, v = load_new(qkv_ptr + C, columns, dims, t, C, SIZE), load_new(qkv_ptr + 2 * C, columns, dims, t, C, SIZE)
-        acc, peak, total = attend(acc, peak, total, q, k, v, below_diagonal(rows, columns), scale, PRECISION)
+        acc, peak, total = attend(acc, peak, total, q, k, v, causal_mask(rows, columns), scale, PRECISION)
     y_ptr += first * C + h * SIZE
     y_ptr += rows.to(tl.int64)[:, None] * C + dims[None, :]
     tl.store(y_ptr, (acc / total[:, None]).to(y_ptr.dtype.element_ty), mask=mask)
@@ -81,10 +88,13 @@ def attention_cached(y, qkv, keys, values, position, n_head, precision="ieee"):
     Stores k and v in the caches, keys (B, H, D, block) and values (B, H, block, D). Raises ConfigError if they do not
     fit.
     """
-    B, t, D, _ = plan(qkv, n_head, precision)
+    B, t, D, _ = shapes_and_tiles(qkv, n_head, precision)
     block = keys.shape[3]
     if position + t > block:
         raise ConfigError(f"a cache of {block} positions has no room for {t} more after {position}")
     arguments = y, keys, values, qkv, position, t, n_head, block, LOG2E.value / math.sqrt(D)
-    grid = B * n_head, triton.cdiv(t, TILE.M)
-    launch(cached_kernel, grid, *arguments, SIZE=D, **constants(TILE, D, precision))
+    grid = B * n_head, triton.cdiv(t, TILE.block_m)
+    tile = dict(
+        M=TILE.block_m, N=TILE.block_n, D=padded_head_size(D), num_warps=TILE.num_warps, num_stages=TILE.num_stages
+    )
+    launch(cached_kernel, grid, *arguments, SIZE=D, PRECISION=precision, **tile)

@@ -49,7 +49,7 @@ class CudaRuntime(Runtime):
 
     def load_tuned(self, tuned, final=False):
         if self.tuner.load_tuned(tuned, final):
-            self.gemm.plan_anew()
+            self.gemm.clear_plans()
 
     def retune(self):
         if self.tuned_for is None:

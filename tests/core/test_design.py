@@ -12,6 +12,8 @@ import pytest
 from gpt2core.app import cli
 from tests.tools.count_layout import figures
 
+pytestmark = pytest.mark.fast
+
 ROOT = Path(__file__).resolve().parents[2]
 STAGES = sorted(path.name for path in ROOT.glob("stage[0-9]_*") if (path / "__init__.py").exists())
 CORE = sorted((ROOT / "gpt2core").rglob("*.py"))

@@ -21,6 +21,8 @@ from stage0_serial.numpy_backend import NumpyBackend
 
 torch = pytest.importorskip("torch")
 
+pytestmark = pytest.mark.fast
+
 # Relative norm against float64: a few roundings of 6e-8 or 1e-16, grown by the square root of the terms of a sum.
 TOLERANCE = {np.dtype(np.float32): 1e-5, np.dtype(np.float64): 1e-12}
 

@@ -87,6 +87,7 @@ def gradient_error(name, got, want):
     return relative(got, want)
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("trial", range(10))
 def test_logits_loss_and_every_gradient_equal_transformers(rng, tied, trial):
@@ -158,6 +159,7 @@ def test_the_scale_of_the_loss_scales_loss_and_gradients(rng):
         assert_allclose(total.parameters[name].grad, 30 * mean.parameters[name].grad, rtol=0, atol=1e-11)
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("tied", [True, False])
 def test_gradients_equal_finite_differences(rng, tied):
     config = GPT2Config(11, 6, 2, 2, 8, tied)

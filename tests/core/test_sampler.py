@@ -42,6 +42,7 @@ def naive(model, prompt, new, choose):
 
 
 # float64: cached and recomputed products differ by rounding, which could decide a near-tie in fp32
+@pytest.mark.fast
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("new", [1, 3, 30])
 @pytest.mark.parametrize("length", [1, 5, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK])

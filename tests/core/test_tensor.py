@@ -17,6 +17,8 @@ from stage0_serial.numpy_backend import NumpyBackend
 
 torch = pytest.importorskip("torch")
 
+pytestmark = pytest.mark.fast
+
 DOUBLE = 1e-12  # in float64, of the size of the terms: both sides round differently, nothing else differs
 
 

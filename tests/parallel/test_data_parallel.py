@@ -30,6 +30,7 @@ def tokens():
 # -- the same bits ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("zero", [0, 1])
 @pytest.mark.parametrize("dp", STRATEGIES)
 @pytest.mark.parametrize("ranks", [2, 4, 8])

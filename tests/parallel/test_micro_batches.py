@@ -90,6 +90,7 @@ def train(comm, threads, tokens, config, validation, steps=3):
     return curve, evaluate(trainer, Windows(validation, 16)), parameter_hash(trainer), trainer.position
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("config", [CONFIG, TIED], ids=["untied", "tied"])
 def test_threads_and_ranks_never_show_in_the_bits(rng, config):
     """Loss curve, gradient norms, validation loss and parameters of 1 thread, for every division of 8 micro-batches."""
@@ -445,6 +446,7 @@ def test_parts_tile_the_arena_and_decay_exactly_the_matrices(parts):
 # -- optimizer and schedule ----------------------------------------------------------------------------------
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("threads", [1, 2, 3])
 @pytest.mark.parametrize("clip, weight_decay", [(0.0, 0.0), (1.0, 0.1), (1e9, 0.01)])
 def test_adamw_with_clipping_equals_torch(rng, threads, clip, weight_decay):

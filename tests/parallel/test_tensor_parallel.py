@@ -101,6 +101,7 @@ SIZES = [  # config, B, T
 ]
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("size", SIZES, ids=lambda size: "V{0.vocab_size}-L{0.n_layer}".format(*size))
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("ranks", [1, 2, 4])

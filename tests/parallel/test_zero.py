@@ -41,6 +41,7 @@ def tokens():
 # -- the same bits ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("dp", STRATEGIES)
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_every_strategy_gives_the_serial_bits(tokens, ranks, dp):

@@ -70,7 +70,7 @@ def keeping():
 
 def trainer_of(monkeypatch, backend, config, batch, seq_len, **options):
     """A Trainer whose kernels do nothing, and that has been given `batch` sequences."""
-    monkeypatch.setattr(triton_launch.runtime(), "launch", lambda *_: None)
+    monkeypatch.setattr(triton_launch.launcher(), "launch", lambda *_: None)
     monkeypatch.setattr(backend.products.gemm, "matmul", lambda *_, **__: None)
     windows = Windows(np.arange(batch * seq_len + 1) % config.vocab_size, seq_len)
     trainer = Trainer(config, [backend], seq_len=seq_len, **options)

@@ -92,6 +92,7 @@ def assert_near(got, want, tolerance, name):
 STEPS = [(UNTIED, 1), (TIED, 2), pytest.param(PRESETS["paper"], 1, marks=gpu)]
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("config, micro_batches", STEPS, ids=["untied", "tied, 2 micro-batches", "paper"])
 def test_a_training_step_has_stage_0_s_loss_norm_and_gradients(config, micro_batches):
     # fp32 on both sides, sums in another order; the update is left out, as Adam makes a step of any rounding error
@@ -106,6 +107,7 @@ def test_a_training_step_has_stage_0_s_loss_norm_and_gradients(config, micro_bat
         assert_near(gradients[name], gradient, 1e-4 if config is PRESETS["paper"] else 1e-5, name)
 
 
+@pytest.mark.fast
 def test_three_steps_have_stage_0_s_losses_and_twice_the_same_bits():
     first, again, stage0 = (
         trainer_of(backend(), TIED, batch=2) for backend in (CudaBackend, CudaBackend, NumpyBackend)
@@ -116,6 +118,7 @@ def test_three_steps_have_stage_0_s_losses_and_twice_the_same_bits():
     assert parameter_hash(first) == parameter_hash(again)
 
 
+@pytest.mark.fast
 @pytest.mark.filterwarnings("ignore:overflow encountered", "ignore:invalid value encountered")
 def test_a_step_in_fp16_has_nearly_fp32_s_gradients_and_one_that_overflows_changes_no_bit():
     # the loss scale is in the gradients. fp16 rounds to 2^-11, and a gradient has gone through some ten roundings; the
@@ -184,7 +187,7 @@ ELSEWHERE = {
 
 
 def test_every_kernel_is_launched_by_a_step_a_validation_and_a_generated_token(monkeypatch):
-    launched, runtime = set(), triton_launch.runtime()
+    launched, runtime = set(), triton_launch.launcher()
 
     def launch(kernel, *arguments, original=runtime.launch):
         launched.add(name_of(kernel))
@@ -205,7 +208,7 @@ def test_every_kernel_is_launched_by_a_step_a_validation_and_a_generated_token(m
 
 @in_the_interpreter
 def test_the_sanitizer_s_program_launches_every_kernel(monkeypatch):
-    monkeypatch.setattr(triton_launch.runtime(), "launch", lambda *_: None)
+    monkeypatch.setattr(triton_launch.launcher(), "launch", lambda *_: None)
     assert program(np, ("float32", "float16")) == set()
 
 

@@ -15,7 +15,7 @@ from gpt2core.errors import ConfigError  # noqa: E402
 from stage2_cuda.cuda_backend import PRECISIONS, CudaBackend, dtype_of  # noqa: E402
 from stage2_cuda.gemm import products  # noqa: E402
 from stage2_cuda.kernels import attention  # noqa: E402
-from stage2_cuda.kernels.attention import Config, Tile  # noqa: E402
+from stage2_cuda.kernels.attention import AttentionTiles, TileConfig  # noqa: E402
 from stage2_cuda.runtime.triton_launch import interpreted  # noqa: E402
 from stage2_cuda.tuning import attention_tiles  # noqa: E402
 from stage2_cuda.tuning import tuner as autotune
@@ -306,7 +306,7 @@ class Recorder(Tuner):
 
     def choose(self, what, candidates, run, outputs, before=lambda: None):
         assert len(set(map(str, candidates))) == len(candidates), "two candidates of one name"
-        assert all(isinstance(config, Config) for config in candidates)
+        assert all(isinstance(config, AttentionTiles) for config in candidates)
         self.asked[what] = candidates
         return candidates[-1]
 
@@ -325,9 +325,9 @@ def asked(T, D, dtype=np.float16, precision="ieee", tuner=None, H=2):
 @pytest.mark.parametrize("kind", ["16 bits", "tf32x3", "tf32", "ieee"])
 def test_the_table_comes_first_and_is_taken_where_nothing_is_timed(T, D, kind):
     dtype, precision = (np.float16, "ieee") if kind == "16 bits" else (np.float32, kind)
-    *_, table = attention.plan(np.empty((1, T, 6 * D), dtype), 2, precision)
+    *_, table = attention.shapes_and_tiles(np.empty((1, T, 6 * D), dtype), 2, precision)
     _, forward, backward = asked(T, D, dtype, precision, Tuner(None))
-    assert (forward, backward) == (Config(table.forward), table._replace(forward=None))
+    assert (forward, backward) == (AttentionTiles(table.forward), table._replace(forward=None))
 
 
 def test_one_launch_for_all_of_backward_is_tried_against_two_where_T_is_not_long():
@@ -390,17 +390,17 @@ def host(array):
     return (array if isinstance(array, np.ndarray) else array.get()).astype(np.float64)
 
 
-SMALL = Tile(64, 64, 4, 2)
+SMALL = TileConfig(64, 64, 4, 2)
 # the interpreter knows neither warps nor stages, and computes all in fp32, or in fp16, which stands for bf16
 SEEN = sorted({(part, tile._replace(warps=4, stages=2)) for _, _, part, tile in tried()})
 
 
 @in_the_interpreter
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp2")  # of scores that are then masked
-@pytest.mark.parametrize("part, tile", SEEN, ids=[str(Config(**{part: tile})) for part, tile in SEEN])
+@pytest.mark.parametrize("part, tile", SEEN, ids=[str(AttentionTiles(**{part: tile})) for part, tile in SEEN])
 def test_every_candidate_has_float64_s_gradients(rng, part, tile):
     qkv, dy, y, lse, delta, dqkv = arrays_of(rng, np, np.float16, 137, 1, 8)  # more than a tile of rows, and a bit
-    config = Config(SMALL, dq=SMALL, dkdv=SMALL)._replace(**{part: tile})
+    config = AttentionTiles(SMALL, dq=SMALL, dkdv=SMALL)._replace(**{part: tile})
     attention.attention_forward(y, lse, qkv, 1, "ieee", config)
     attention.attention_backward(dqkv, delta, dy, qkv, y, lse, 1, "ieee", config)
     check_gradients(qkv, dy, y, dqkv, 1, 2e-3)  # p, ds and the results are rounded to fp16, 2^-11 each
@@ -408,11 +408,13 @@ def test_every_candidate_has_float64_s_gradients(rng, part, tile):
 
 @in_the_interpreter
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp2")
-@pytest.mark.parametrize("table, last", [(Config(SMALL, both=SMALL), "dq"), (Config(SMALL, SMALL, SMALL), "both")])
+@pytest.mark.parametrize(
+    "table, last", [(AttentionTiles(SMALL, both=SMALL), "dq"), (AttentionTiles(SMALL, SMALL, SMALL), "both")]
+)
 def test_a_backend_that_tries_all_and_takes_the_last_has_float64_s_gradients(rng, fake, monkeypatch, table, last):
     monkeypatch.setattr(autotune, "CALLS", 1)
     monkeypatch.setattr(autotune, "medians", lambda cupy, stream, graphs: -np.arange(len(graphs)))
-    monkeypatch.setitem(attention.CONFIGS, "16 bits", {(64, attention.ANY): table})
+    monkeypatch.setitem(attention.DEFAULT_TILES, "16 bits", {(64, attention.NO_LIMIT): table})
     backend, (qkv, dy, *_) = CudaBackend("fp16"), arrays_of(rng, np, np.float16, 37, 1, 8)
     backend.tuner = Tuner(fake, GPU, notify=lambda text: None)
     y, aux = backend.attention_forward(qkv, 1)
@@ -422,7 +424,7 @@ def test_a_backend_that_tries_all_and_takes_the_last_has_float64_s_gradients(rng
     *parts, whole = backend.tuner.tuned.values()
     tried = attention_tiles.TRIED["16 bits", 64]
     assert whole.startswith(last) and parts == [
-        str(Config(**{part: tried[part][-1]})) for part in ("forward", "dq", "dkdv")[: len(parts)]
+        str(AttentionTiles(**{part: tried[part][-1]})) for part in ("forward", "dq", "dkdv")[: len(parts)]
     ]
     assert np.array_equal(backend.attention_backward(dy, qkv, y, aux, 1), dqkv)
 
@@ -487,9 +489,9 @@ def test_every_candidate_has_float64_s_gradients_on_this_gpu(rng, T):
     for kind, D, part, tile in tried():
         dtype, precision, tolerance = kind_of(kind)
         qkv, dy, y, lse, delta, dqkv = arrays_of(rng, cupy, dtype, T, 2, D)
-        *_, config = attention.plan(qkv, 2, precision)
+        *_, config = attention.shapes_and_tiles(qkv, 2, precision)
         if part in ("dq", "dkdv") and config.both:
-            config = Config(config.forward, SMALL, SMALL)
+            config = AttentionTiles(config.forward, SMALL, SMALL)
         config = config._replace(**{part: tile})
         attention.attention_forward(y, lse, qkv, 2, precision, config)
         attention.attention_backward(dqkv, delta, dy, qkv, y, lse, 2, precision, config)

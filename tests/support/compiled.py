@@ -97,7 +97,7 @@ class Found:
         self.gpu.last = self.variant
 
 
-class Absent(triton_launch.Gpu):
+class Absent(triton_launch.GpuLauncher):
     """Gpu up to the compiler: each launch is noted as the variant that it needs."""
 
     xp = SimpleNamespace(ndarray=Address)
@@ -136,8 +136,8 @@ class Absent(triton_launch.Gpu):
                 stack.callback(setattr, owner, name, getattr(owner, name))
                 setattr(owner, name, value)
 
-            runtime = SimpleNamespace(xp=np, launch=self.launch, can_overlap=self.can_overlap)
-            replace(triton_launch, "runtime", lambda: runtime)
+            launcher = SimpleNamespace(xp=np, launch=self.launch, can_overlap=self.can_overlap)
+            replace(triton_launch, "launcher", lambda: launcher)
             replace(triton_launch, "interpreted", lambda: True)  # arrays are NumPy's, and steps are not recorded
             replace(cuda_backend, "INTERPRETED", tuple(PRECISIONS))
             replace(gpt2core_trainer, "initial_parameters", zeros)
@@ -240,7 +240,7 @@ def attend_by_all(precision, T, D):
     dqkv, lse = np.empty_like(qkv), np.empty((1, H, T), np.float32)
     for part, tiles in attention_tiles.tiles_for(qkv, H, backend.dot)[1].items():
         for tile in tiles:
-            config = attention.Config(**{part: tile})
+            config = attention.AttentionTiles(**{part: tile})
             if part == "forward":
                 attention.attention_forward(y, lse, qkv, H, backend.dot, config)
             else:

@@ -1,0 +1,69 @@
+"""Run the test suite, then its tests on random data again with other seeds, and save the result with date and commit.
+
+    python tests/tools/run_long.py --rounds 20
+
+Writes results/cpu/test_long.json. The exit code is 1 if a test failed; the record then has the names and the seed.
+"""
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import time
+from datetime import UTC, datetime
+from importlib.util import find_spec
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))  # the checkout that contains this file, installed or not
+
+from benchmarks.harness.report import commit, hardware  # noqa: E402
+
+RECORD = ROOT / "results" / "cpu" / "test_long.json"
+RANDOM = ("core", "parallel", "text", "stage2")  # folders of tests/ whose tests draw new data in every run
+PARALLEL = ("-n", "2", "--dist", "loadgroup") if find_spec("xdist") else ()
+COUNT = re.compile(r"(\d+) (passed|failed|errors?|skipped)")
+
+
+def run_round(name, *arguments):
+    """Run pytest once, with its output on the screen -> its result as a dictionary."""
+    print(f"== {name}", flush=True)
+    began = time.monotonic()
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "not gpu", *PARALLEL, *arguments]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    lines = []
+    for line in process.stdout:
+        print(line, end="", flush=True)
+        lines.append(line)
+    return {
+        "round": name,
+        "arguments": list(arguments),
+        "exit_code": process.wait(),
+        "seconds": round(time.monotonic() - began, 1),
+        "counts": {kind: int(number) for number, kind in COUNT.findall(lines[-1] if lines else "")},
+        "failed": [line.split()[1] for line in lines if line.startswith(("FAILED ", "ERROR "))],
+    }
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--rounds", type=int, default=10, help="runs of the random tests after the whole suite (default 10)")
+    add("--no-save", action="store_true", help="leave results/ as it is")
+    args = parser.parse_args()
+    # The commit is read first: the record is about the files that are tested.
+    record = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "commit": commit(), "hardware": hardware()}
+    folders = [f"tests/{folder}" for folder in RANDOM]
+    rounds = [run_round("the whole suite")]
+    for seed in range(1, args.rounds + 1):
+        rounds.append(run_round(f"random tests, seed {seed}", "--hypothesis-seed", str(seed), *folders))
+    if not args.no_save:
+        record["command"] = " ".join(["python", "tests/tools/run_long.py", *sys.argv[1:]])
+        RECORD.write_text(json.dumps(record | {"results": rounds}, indent=1) + "\n")
+        print(f"Written to {RECORD.relative_to(ROOT)}, commit {record['commit']}.")
+    return int(any(one["exit_code"] for one in rounds))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
