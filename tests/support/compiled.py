@@ -36,9 +36,11 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from gpt2core import trainer as gpt2core_trainer  # noqa: E402
 from gpt2core.app.presets import PRESETS  # noqa: E402
 from gpt2core.data import Windows  # noqa: E402
-from gpt2core.model import GPT2, parameter_shapes  # noqa: E402
+from gpt2core.errors import Diverged  # noqa: E402
+from gpt2core.model import parameter_shapes  # noqa: E402
+from gpt2core.parallel.tensor_parallel import load_model  # noqa: E402
 from gpt2core.sampler import Greedy, KVCache, Sampling, generate_batch  # noqa: E402
-from gpt2core.training_loop import evaluate  # noqa: E402
+from gpt2core.training_loop import evaluate, read_batch  # noqa: E402
 from stage2_cuda import cuda_backend  # noqa: E402
 from stage2_cuda.cuda_backend import PRECISIONS  # noqa: E402
 from stage2_cuda.kernels import attention  # noqa: E402
@@ -208,18 +210,15 @@ def train(config, precision, batch, **options):
     trainer = gpt2core_trainer.Trainer(
         config, [Backend(precision)], **sizes, optimizer=dict(clip=1.0, weight_decay=0.1, **options)
     )
-    trainer.feed(windows, 0)
-    trainer.optimizer.begin(1e-3)
-    trainer.update()
-    with contextlib.suppress(gpt2core_trainer.Diverged):  # the loss is whatever was in its place
+    trainer.compute_update(read_batch(trainer, windows), trainer.optimizer.hyperparameters(1, 1e-3))
+    with contextlib.suppress(Diverged):  # the loss is whatever was in its place
         evaluate(trainer, windows)
-    trainer.steps = 1
-    trainer.optimizer.refresh_copy()
+    trainer.optimizer.refresh_copy(1)
 
 
 def write(config, precision, batch, rules):
     """Texts by each of the rules: the prompt, a step over the cache, a step by the whole window."""
-    model = GPT2.of_arrays(config, dict(zeros(config)), Backend(precision))
+    model = load_model(config, dict(zeros(config)), Backend(precision))
     prompt = [0] * (config.block_size - 1)
     for rule in rules:
         for _ in generate_batch(model, [prompt] * batch, 3, [rule] * batch):
