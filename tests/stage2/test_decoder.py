@@ -14,7 +14,8 @@ from gpt2core.app import cli
 from gpt2core.app.presets import CORPUS, PRESETS
 from gpt2core.communicator import Solo
 from gpt2core.errors import ConfigError
-from gpt2core.model import GPT2, GPT2Config
+from gpt2core.model import GPT2Config
+from gpt2core.parallel.tensor_parallel import load_model
 from gpt2core.parallel.whole_parameters import initial_parameters
 from gpt2core.sampler import Decoder, Greedy, GroupSampler, Sampling, generate, generate_batch
 from gpt2core.text.token_file import read_text
@@ -54,7 +55,7 @@ def arrays_of(config, seed=0):
 
 
 def models(config=CONFIG, **options):
-    return [GPT2.of_arrays(config, arrays_of(config), backend) for backend in (CudaBackend(**options), NumpyBackend())]
+    return [load_model(config, arrays_of(config), backend) for backend in (CudaBackend(**options), NumpyBackend())]
 
 
 def generated(model, prompts, count, rule, decoders=None):
@@ -224,7 +225,7 @@ def paper(precision, recorded=True):
     backend = CudaBackend(precision)
     if not recorded:
         backend.decode_stream.record = lambda function: function
-    return GPT2.of_arrays(PRESETS["paper"], arrays_of(PRESETS["paper"]), backend)
+    return load_model(PRESETS["paper"], arrays_of(PRESETS["paper"]), backend)
 
 
 @gpu
@@ -273,7 +274,7 @@ def test_programmatic_dependent_launch_changes_no_token(rng, monkeypatch, precis
 @pytest.mark.parametrize("length", [5, 250, 256])
 def test_the_paper_s_model_gives_stage_0_s_tokens_in_fp32(rng, length):
     prompt = rng.integers(0, 172, length).tolist()
-    stage0 = GPT2.of_arrays(PRESETS["paper"], arrays_of(PRESETS["paper"]), NumpyBackend())
+    stage0 = load_model(PRESETS["paper"], arrays_of(PRESETS["paper"]), NumpyBackend())
     assert list(generate(paper("fp32"), prompt, 20)) == list(generate(stage0, prompt, 20))
 
 

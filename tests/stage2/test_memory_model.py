@@ -24,9 +24,11 @@ from gpt2core.errors import DeviceMemoryError
 from gpt2core.model import GPT2Config, parameter_shapes
 from gpt2core.parallel.config import ParallelConfig
 from gpt2core.parallel.whole_parameters import load
+from gpt2core.runtime import Runtime
 from gpt2core.trainer import Trainer
 from gpt2core.training_loop import read_batch
 from stage0_serial.numpy_backend import NumpyBackend
+from stage2_cuda import cuda_backend
 from stage2_cuda import memory_model as memory
 from stage2_cuda.cuda_backend import CudaBackend
 from stage2_cuda.gemm import products
@@ -42,8 +44,10 @@ from stage2_cuda.memory_model import (
     training_memory,
 )
 from stage2_cuda.runtime import triton_launch
+from stage2_cuda.runtime.cuda_runtime import CudaRuntime
 from stage2_cuda.runtime.peak_flops import peak_flops
 from stage2_cuda.runtime.side_stream import NoStream, SideStream
+from stage2_cuda.tuning.tuner import Tuner
 from tests.support.fake_gpu import Event, Stream
 from tests.support.pooled_cupy import PooledCupy
 
@@ -69,25 +73,24 @@ def keeping():
 
 
 def trainer_of(monkeypatch, backend, config, batch, seq_len, **options):
-    """A Trainer whose kernels do nothing, and that has been given `batch` sequences."""
+    """(a Trainer whose kernels do nothing, a function that updates it with a batch of `batch` sequences)."""
     monkeypatch.setattr(triton_launch.launcher(), "launch", lambda *_: None)
     monkeypatch.setattr(backend.products.gemm, "matmul", lambda *_, **__: None)
     windows = Windows(np.arange(batch * seq_len + 1) % config.vocab_size, seq_len)
     trainer = Trainer(config, [backend], seq_len=seq_len, **options)
-    trainer.accumulator.feed(*windows.batch(0, batch))
-    trainer.optimizer.begin(1e-3)
-    return trainer
+    prepared = trainer.prepare(*windows.batch(0, batch))
+    return trainer, lambda: trainer.compiled(prepared, trainer.optimizer.hyperparameters(1, 1e-3))
 
 
 def peak_of(*args, steps=1, **options):
     """Bytes that steps of trainer_of(*args, **options) have at most."""
     tracemalloc.start()
     try:
-        trainer = trainer_of(*args, **options)
+        _, update = trainer_of(*args, **options)
         for _ in range(steps):
             tracemalloc.reset_peak()  # the initial parameters are made on the host
             with np.errstate(all="ignore"):
-                trainer.update()
+                update()
         return tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -102,7 +105,7 @@ def test_the_model_is_what_a_step_allocates(monkeypatch, precision, wide, side, 
     for module in (memory, products):
         monkeypatch.setattr(module, "WIDE", wide)
     backend = CudaBackend(precision)
-    backend.side = side()
+    backend.runtime.side = side()
     sizes = dict(batch_size=batch, seq_len=seq_len, micro_batches=micro_batches)
     peak = peak_of(monkeypatch, backend, config, batch, **sizes)
     terms = training_memory(config, batch, seq_len, precision, micro_batches)
@@ -118,9 +121,13 @@ def pooled(monkeypatch, config):
     monkeypatch.setattr(triton_launch, "array_module", lambda: cupy)
     drawn = [(name, np.empty(shape, np.float32)) for name, shape in parameter_shapes(config)]
     monkeypatch.setattr(trainers, "initial_parameters", lambda *_: iter(drawn))
-    backend = CudaBackend("fp16")
-    backend.records, backend.side = True, SideStream(cupy)
-    return backend, cupy, drawn
+    runtime = CudaRuntime.__new__(CudaRuntime)
+    Runtime.__init__(runtime)
+    runtime.xp, runtime.name, runtime.side = cupy, "a pooled CuPy", SideStream(cupy)
+    runtime.gemm, runtime.tuner, runtime.compiled, runtime.workspaces = products.NumpyGemm(), Tuner(cupy), [], []
+    runtimes = [runtime]  # only the backend keeps it, so that its memory is freed with the backend
+    monkeypatch.setattr(cuda_backend, "make_runtime", lambda deterministic: runtimes.pop())
+    return CudaBackend("fp16"), cupy, drawn
 
 
 @in_the_interpreter
@@ -142,24 +149,24 @@ def test_the_model_is_what_cupy_s_pools_hold(monkeypatch, preset, batch, micro_b
     config = PRESETS[preset]
     backend, _, drawn = pooled(monkeypatch, config)
     sizes = dict(batch_size=batch, seq_len=config.block_size, micro_batches=micro_batches)
-    trainer = trainer_of(monkeypatch, backend, config, batch, record=how != "eager", **sizes)
+    trainer, update = trainer_of(monkeypatch, backend, config, batch, record=how != "eager", **sizes)
     if how == "resumed":
         load(trainer, dict(drawn), {name: (array, array) for name, array in drawn})
     for _ in range(3):  # one that compiles, one that is recorded, one that is replayed
-        trainer.update()
+        update()
     terms = training_memory(config, batch, config.block_size, "fp16", micro_batches)
     want = sum(terms.values()) - terms["workspace"] - terms["context"]
-    assert backend.peak_memory() == pytest.approx(want, rel=0.01)
+    assert backend.runtime.peak_memory() == pytest.approx(want, rel=0.01)
 
 
 @in_the_interpreter
 def test_deleting_a_trainer_frees_all_of_its_memory(monkeypatch):
     def trained():
         backend, cupy, _ = pooled(monkeypatch, PRESETS["gpt2"])
-        trainer = trainer_of(monkeypatch, backend, PRESETS["gpt2"], 8, 1024, batch_size=8, micro_batches=1)
+        _, update = trainer_of(monkeypatch, backend, PRESETS["gpt2"], 8, 1024, batch_size=8, micro_batches=1)
         for _ in range(3):
-            trainer.update()
-        pools = [cupy.pool, *(recorded.workspace.pool for recorded in backend.recorded)]
+            update()
+        pools = [cupy.pool, *(recorded.workspace.pool for recorded in backend.runtime.compiled)]
         assert len(pools) == 2 and all(pool.total_bytes() > GIB for pool in pools)
         return pools
 
@@ -180,7 +187,7 @@ def test_memory_does_not_grow_over_successive_trainers():
         trainer = Trainer(PRESETS["paper"], [backend], batch_size=16, seq_len=256, micro_batches=1)
         losses = [trainer.step(read_batch(trainer, windows), 1e-3).loss for _ in range(3)]
         assert np.isfinite(losses).all()
-        held = backend.held_memory()
+        held = backend.runtime.held_memory()
         del trainer, backend
         gc.collect()
         cupy.get_default_memory_pool().free_all_blocks()
@@ -323,7 +330,8 @@ def test_the_flags_of_many_ranks_reach_the_memory_model(monkeypatch):
     args.transport, args.collectives, args.zero_gather = "nccl", "canonical", "forward"
     args.parallel = RunConfig.parallel.fget(args)
     asked = {}
-    backend = SimpleNamespace(out_of_memory=lambda error, *sizes: asked.setdefault("sizes", sizes) and "no room")
+    runtime = SimpleNamespace(explain_oom=lambda error, *sizes: asked.setdefault("sizes", sizes) and "no room")
+    backend = SimpleNamespace(runtime=runtime)
     with pytest.raises(DeviceMemoryError, match="no room"), memory_errors(backend, CONFIG, *step_sizes(args, 4, 2)):
         raise MemoryError
     assert asked["sizes"] == (CONFIG, 16, 32, 4, 2, ParallelConfig(2, "bucket", 3.0, "int8", 1, "forward"), True)
@@ -365,11 +373,17 @@ def test_which_errors_are_out_of_memory(error, is_it):
 # -- error messages ---------------------------------------------------------------------------------------------------
 
 
+class SmallRuntime(Runtime):
+    def explain_oom(self, error, config, batch_size=None, seq_len=None, *sizes, **shared):
+        return f"no room for {batch_size} x {seq_len}" if is_out_of_memory(error) else None
+
+
 class Small(NumpyBackend):
     """Stage 0 on a device without enough memory for a step."""
 
-    def out_of_memory(self, error, config, batch_size=None, seq_len=None, *sizes, **shared):
-        return f"no room for {batch_size} x {seq_len}" if is_out_of_memory(error) else None
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.runtime = SmallRuntime()
 
     def attention_forward(self, qkv, n_head):
         raise MemoryError("of no interest")

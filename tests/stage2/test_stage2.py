@@ -20,7 +20,8 @@ from gpt2core import ops
 from gpt2core.app import cli
 from gpt2core.app.presets import CORPUS, PRESETS, RECIPES
 from gpt2core.data import Windows
-from gpt2core.model import GPT2, GPT2Config
+from gpt2core.model import GPT2Config
+from gpt2core.parallel.tensor_parallel import load_model
 from gpt2core.parallel.whole_parameters import current_model, initial_parameters, load, parameter_hash
 from gpt2core.sampler import generate
 from gpt2core.tensor import Tensor
@@ -225,7 +226,7 @@ def test_a_generated_text_is_stage_0_s_also_after_the_window_slides():
     prompt, count = [1, 2, 3, 30, 3], 12  # the block is full after 7
     texts = []
     for backend in (CudaBackend(), NumpyBackend()):
-        model = GPT2.of_arrays(TIED, dict(parameters_of(TIED)), backend)
+        model = load_model(TIED, dict(parameters_of(TIED)), backend)
         texts.append(list(generate(model, prompt, count)))
     assert texts[0] == texts[1] and len(set(texts[0])) > 3
 

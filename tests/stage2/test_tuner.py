@@ -16,6 +16,7 @@ from stage2_cuda.cuda_backend import PRECISIONS, CudaBackend, dtype_of  # noqa: 
 from stage2_cuda.gemm import products  # noqa: E402
 from stage2_cuda.kernels import attention  # noqa: E402
 from stage2_cuda.kernels.attention import AttentionTiles, TileConfig  # noqa: E402
+from stage2_cuda.runtime.cuda_runtime import CudaRuntime, InterpreterRuntime  # noqa: E402
 from stage2_cuda.runtime.triton_launch import interpreted  # noqa: E402
 from stage2_cuda.tuning import attention_tiles  # noqa: E402
 from stage2_cuda.tuning import tuner as autotune
@@ -392,7 +393,7 @@ def host(array):
 
 SMALL = TileConfig(64, 64, 4, 2)
 # the interpreter knows neither warps nor stages, and computes all in fp32, or in fp16, which stands for bf16
-SEEN = sorted({(part, tile._replace(warps=4, stages=2)) for _, _, part, tile in tried()})
+SEEN = sorted({(part, tile._replace(num_warps=4, num_stages=2)) for _, _, part, tile in tried()})
 
 
 @in_the_interpreter
@@ -416,12 +417,12 @@ def test_a_backend_that_tries_all_and_takes_the_last_has_float64_s_gradients(rng
     monkeypatch.setattr(autotune, "medians", lambda cupy, stream, graphs: -np.arange(len(graphs)))
     monkeypatch.setitem(attention.DEFAULT_TILES, "16 bits", {(64, attention.NO_LIMIT): table})
     backend, (qkv, dy, *_) = CudaBackend("fp16"), arrays_of(rng, np, np.float16, 37, 1, 8)
-    backend.tuner = Tuner(fake, GPU, notify=lambda text: None)
+    backend.runtime.tuner = Tuner(fake, GPU, notify=lambda text: None)
     y, aux = backend.attention_forward(qkv, 1)
     dqkv = backend.attention_backward(dy, qkv, y, aux, 1)
     check_gradients(qkv, dy, y, dqkv, 1, 2e-3)
-    assert not backend.tuner.failed
-    *parts, whole = backend.tuner.tuned.values()
+    assert not backend.runtime.tuner.failed
+    *parts, whole = backend.runtime.tuner.tuned.values()
     tried = attention_tiles.TRIED["16 bits", 64]
     assert whole.startswith(last) and parts == [
         str(AttentionTiles(**{part: tried[part][-1]})) for part in ("forward", "dq", "dkdv")[: len(parts)]
@@ -434,10 +435,14 @@ def test_a_backend_that_tries_all_and_takes_the_last_has_float64_s_gradients(rng
 def test_a_run_times_once_and_keeps_its_choices_on_disk_and_in_its_checkpoint(
     command, corpus, fake, tmp_path, monkeypatch
 ):
+    class TunedRuntime(InterpreterRuntime):
+        tuned, tuned_for, load_tuned = CudaRuntime.tuned, CudaRuntime.tuned_for, CudaRuntime.load_tuned
+
     class OnFakeGpu(CudaBackend):
         def __init__(self, precision, deterministic):
             super().__init__(precision, deterministic)
-            self.tuner = Tuner(fake, GPU, tmp_path / "cache", lambda text: self.say(text))
+            self.runtime = TunedRuntime()
+            self.runtime.tuner = Tuner(fake, GPU, tmp_path / "cache", self.runtime.notify)
 
     def run():
         flags = "--preset nano --n-layer 1 --n-embd 16 --seq-len 8 --batch-size 1 --steps 1 --sample 0".split()
@@ -460,14 +465,13 @@ def test_a_run_times_once_and_keeps_its_choices_on_disk_and_in_its_checkpoint(
 def test_the_interpreter_refuses_the_flag(train2, corpus):
     result = train2("--preset", "nano", "--data", corpus, "--autotune")
     assert (result.code, result.out) == (2, "") and result.err.count("\n") == 1
-    assert "--autotune has no meaning here: the Triton interpreter times nothing, so leave the flag away" in result.err
+    assert "--autotune: the Triton interpreter tunes nothing; omit the flag" in result.err
 
 
 def test_deterministic_mode_refuses_the_flag():
-    backend = CudaBackend(deterministic=True)
-    backend.records = True  # as one on a GPU
+    runtime = CudaBackend(deterministic=True).runtime
     with pytest.raises(ConfigError, match="--autotune and --deterministic exclude each other"):
-        backend.choose_anew()
+        CudaRuntime.retune(runtime)  # also in the interpreter
 
 
 # -- on a GPU ----------------------------------------------------------------------------------------------------------
@@ -508,17 +512,17 @@ def test_what_is_chosen_here_has_float64_s_gradients_and_is_timed_once(rng, tmp_
     qkv, dy, *_ = arrays_of(rng, cupy, dtype, T, H, D)
     backend, results, before = CudaBackend(KINDS[kind][0], deterministic=False), [], None
     for _ in range(2):
-        backend.tuner = Tuner(cupy, "this GPU", tmp_path, notes.append)
+        backend.runtime.tuner = Tuner(cupy, "this GPU", tmp_path, notes.append)
         y, aux = backend.attention_forward(qkv, H)
         dqkv = backend.attention_backward(dy, qkv, y, aux, H)
         check_gradients(qkv, dy, y, dqkv, H, tolerance)
         results.append([cupy.asnumpy(array.astype(np.float32)) for array in (y, dqkv)])
-        assert before is None or backend.tuner.tuned == before
-        before = dict(backend.tuner.tuned)
+        assert before is None or backend.runtime.tuner.tuned == before
+        before = dict(backend.runtime.tuner.tuned)
         monkeypatch.setattr(Tuner, "fastest", None)  # the second reads
     has_choice = kind == "16 bits" or D <= 64
     assert len(notes) == has_choice and all(np.array_equal(*pair) for pair in zip(*results, strict=True))
-    assert backend.tuner.failed is False and not backend.tuner.timed
+    assert backend.runtime.tuner.failed is False and not backend.runtime.tuner.timed
 
 
 @gpu
