@@ -92,7 +92,7 @@ generate: $(train_ready)  ## continue a text with what `make train` of this PRES
 	@$(if $(findstring --weights,$(ARGS)),,echo "weights: $(if $(wildcard $(OUT)/step-*),$(OUT),data/gpt2-paper$(untrained))")
 	@$(run) -m $(stage).inference $(if $(wildcard $(OUT)/step-*),--weights "$(OUT)") $(ARGS)
 
-# pytest-xdist, two tests at a time but one mpiexec job at a time; without it, one test after another.
+# With pytest-xdist two tests run at a time, without it one (an interpreter given as PYTHON may not have it).
 parallel = $$("$(python)" -c 'import xdist; print("-n 2 --dist loadgroup")' 2>/dev/null)
 
 test: $(test_ready)  ## run the test suite (CPU)

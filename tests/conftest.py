@@ -52,7 +52,7 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if item.get_closest_marker("gpu") and not config.has_gpu:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and CuPy to use it"))
-        if starts_ranks(item.module):
+        if item.path.parent.name == "stage1" and starts_ranks(item.module):
             item.add_marker(pytest.mark.xdist_group("mpi"))
     if config.getoption("--fast"):
         chosen = [item for item in items if is_fast(item)]
@@ -61,7 +61,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def starts_ranks(module):
-    """Return whether a test module starts jobs of several processes. `make test` runs one such test at a time."""
+    """Return whether a test module starts mpiexec. Under xdist, stage 1's jobs run one at a time: they fill the cores."""
     return any(name in vars(module) for name in ("mpiexec", "run_mpi"))
 
 
