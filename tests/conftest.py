@@ -61,7 +61,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def starts_ranks(module):
-    """Return whether a test module starts mpiexec. Under xdist, stage 1's jobs run one at a time: they fill the cores."""
+    """Return whether a test module starts mpiexec. Stage 1's jobs fill the cores, so under xdist they run one at a time."""
     return any(name in vars(module) for name in ("mpiexec", "run_mpi"))
 
 
