@@ -61,7 +61,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def starts_ranks(module):
-    """Return whether a test module starts mpiexec. Stage 1's jobs fill the cores, so under xdist they run one at a time."""
+    """Return whether a test module starts mpiexec. Stage 1's jobs fill the cores: under xdist they run one by one."""
     return any(name in vars(module) for name in ("mpiexec", "run_mpi"))
 
 
