@@ -55,9 +55,8 @@ def pytest_collection_modifyitems(config, items):
         if item.path.parent.name == "stage1" and starts_ranks(item.module):
             item.add_marker(pytest.mark.xdist_group("mpi"))
     if config.getoption("--fast"):
-        chosen = [item for item in items if is_fast(item)]
-        config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
-        items[:] = chosen
+        config.hook.pytest_deselected(items=[item for item in items if not is_fast(item)])
+        items[:] = filter(is_fast, items)
 
 
 def starts_ranks(module):
