@@ -18,11 +18,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # it also runs wit
 import numpy as np
 
 from gpt2core.app.checkpoint_directory import load_checkpoint, save_checkpoint
-from gpt2core.app.cli import command, parse, train_parser
+from gpt2core.app.cli import parse, train_parser
+from gpt2core.app.command import run_command
 from gpt2core.app.presets import CORPUS, WEIGHTS
 from gpt2core.app.train_command import train_command
 from gpt2core.communicator import Solo
-from gpt2core.model import GPT2
+from gpt2core.parallel.tensor_parallel import load_model
 from gpt2core.parallel.threads import WorkerPool, limit_blas
 from gpt2core.tensor import no_grad
 from gpt2core.text.token_file import read_text
@@ -50,7 +51,7 @@ def continues_correctly(model, tokens, start):
 def models(checkpoint, threads):
     """Yield one model for each thread, because two threads must not share a backend."""
     for _ in range(threads):
-        yield GPT2.of_arrays(checkpoint.config, checkpoint.parameters, NumpyBackend())
+        yield load_model(checkpoint.config, checkpoint.parameters, NumpyBackend())
 
 
 def train(args):
@@ -111,4 +112,4 @@ def main():
 
 
 if __name__ == "__main__":
-    command(Solo, lambda world: main())
+    run_command(Solo, lambda world: main())

@@ -57,7 +57,7 @@ class Communicator:
     one_process = False  # True: this world can never have more than one rank
     native_collectives = "canonical"  # the use_collectives() name of the library's own, fastest sums
     capturable = True  # whether calls on device arrays can be captured in a CUDA graph
-    prefers_zero = False  # the default of --zero where gradients travel flat and uncompressed
+    prefers_zero = False  # True: --zero 1 is the default if --dp is flat and --compress is none
     measures_buckets = False  # whether an unset --bucket-mb is measured (bucket_size.py)
 
     @property

@@ -32,7 +32,8 @@ class Trainer:
 
     config: GPT2Config; backends: one for each worker thread of this rank; world: all ranks; parallel: ParallelConfig;
     optimizer and loss_scale: keyword arguments of AdamW and LossScale; record: let the device record a step and replay
-    it. The global batch is `batch_size` sequences of `seq_len` tokens, in `micro_batches` parts.
+    it; seed: of the initial parameters, None leaves them zero. The global batch is `batch_size` sequences of `seq_len`
+    tokens, in `micro_batches` parts.
     """
 
     def __init__(
@@ -59,7 +60,8 @@ class Trainer:
         self.in_flight, self.finished = [], 0.0  # steps begun and not read yet; when the last one was read
         self.stopped_by = 0  # the signal number that any rank reported with the last step, or 0
         self.tuned = None  # what rank 0 chose by timing, after the first step
-        fill(self, self.parameters, initial_parameters(config, seed) if self.world.is_root else None)
+        if seed is not None:
+            fill(self, self.parameters, initial_parameters(config, seed) if self.world.is_root else None)
         self.optimizer.refresh_copy(self.steps)
         self.backend.runtime.release_cached_memory()
         self.load_tuned(self.world.broadcast_object(self.backend.runtime.tuned))  # so that all ranks time the same

@@ -109,7 +109,7 @@ def broadcast(comm, x, root=0, out=None):
     return out
 
 
-# -- all-reduce -------------------------------------------------------------------------------------------------------
+# -- all-reduce --------------------------------------------------------------------------------------------------------
 
 
 def _root(comm, x, out, add):
@@ -211,7 +211,7 @@ def check_algorithm(name):
     return ALL_REDUCE[name]
 
 
-# -- the reduce-scatter phase -----------------------------------------------------------------------------------------
+# -- the reduce-scatter phase ------------------------------------------------------------------------------------------
 
 
 def _ring_reduce_scatter(comm, parts, sums, add):
@@ -291,7 +291,7 @@ def _direct_reduce_scatter(comm, parts, out, add):
 REDUCE_SCATTER = {"ring": _ring_scatter, "canonical": _direct_reduce_scatter}
 
 
-# -- the all-gather phase, and broadcast ------------------------------------------------------------------------------
+# -- the all-gather phase, and broadcast -------------------------------------------------------------------------------
 
 
 def _ring_all_gather(comm, segments):
@@ -337,7 +337,7 @@ def _powers_below(p):
     return [1 << k for k in range((p - 1).bit_length())]
 
 
-# -- messages ---------------------------------------------------------------------------------------------------------
+# -- messages ----------------------------------------------------------------------------------------------------------
 
 
 def _recv_and_add(comm, source, mine, out, add, forward_to=None):
@@ -404,7 +404,7 @@ def _segments(x, p):
     return [x[x.size * j // p : x.size * (j + 1) // p] for j in range(p)]
 
 
-# -- arguments --------------------------------------------------------------------------------------------------------
+# -- arguments ---------------------------------------------------------------------------------------------------------
 
 
 def _source(x, out, in_place=False):

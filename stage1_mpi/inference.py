@@ -1,4 +1,4 @@
-"""Write text with a trained GPT-2 on many CPUs: NumPy arrays, MPI ranks."""
+"""Generate text with a trained GPT-2 on many CPUs: NumPy arrays, MPI ranks."""
 
 from gpt2core.app.cli import infer
 from stage0_serial.numpy_backend import NumpyBackend

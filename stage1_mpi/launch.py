@@ -138,7 +138,7 @@ def launch_line(mpiexec, implementation, count, hostfile=None, extra=()):
     return [mpiexec, "-n", str(count), *hosts, *implementation.flags, *root, *extra]
 
 
-# -- signals ----------------------------------------------------------------------------------------------------------
+# -- signals -----------------------------------------------------------------------------------------------------------
 # MPICH's mpiexec forwards SIGINT and SIGTERM to the ranks and waits for them. Open MPI's sends the ranks SIGTERM and
 # kills them before they can save a checkpoint. But it forwards SIGUSR1 and SIGUSR2, so these are sent instead.
 
@@ -194,7 +194,7 @@ def run_rank(command):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-# -- the command ------------------------------------------------------------------------------------------------------
+# -- the command -------------------------------------------------------------------------------------------------------
 
 
 class Parser(argparse.ArgumentParser):

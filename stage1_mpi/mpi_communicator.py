@@ -1,9 +1,9 @@
 """MpiCommunicator: ranks are processes on one or many hosts; a rank that waits yields its core to other processes.
 
 A blocking collective runs in the caller's thread, a `_start` form in a background thread of its communicator, in the
-order of the calls. An MPI library waits in a spin loop, which takes the core from a rank that computes. Here every
-wait is a poll with growing sleeps. MPI calls that cannot be polled follow an Ibarrier, which can: all ranks then enter
-them at the same time and wait only for data.
+order of the calls. An MPI library waits in a spin loop, which takes the core from a rank that computes. Here a wait
+polls with growing sleeps; messages of a collective may spin if each rank has enough cores. MPI calls that cannot be
+polled follow an Ibarrier, which can: all ranks then enter them at the same time and wait only for data.
 """
 # p ranks in a group, n bytes of x on one rank
 
@@ -35,7 +35,8 @@ NATIVE = "mpi"  # the library's own algorithms
 OURS_FROM = 1 << 24  # bytes of the result from which our all_gather and all_to_all are faster than MPICH's
 LONGEST = 1 << 30  # bytes of one MPI call: Open MPI 4 counts up to 2**31, in elements or in bytes
 BUSY_POLL = 5e-5  # seconds of polling without sleep
-SLEEP = 1 / 20, 2e-3  # then sleeps of this fraction of the time waited so far, of at most so many seconds
+SLEEP_FRACTION = 1 / 20  # then each sleep is this fraction of the time waited so far
+LONGEST_SLEEP = 2e-3  # seconds, at most
 WORKED = 2e-5  # seconds of CPU time: a poll that took longer has copied data; an idle one takes a few microseconds
 FLUSH_TIME = 0.2  # seconds for the launcher to forward this rank's output before it kills the job
 
@@ -364,7 +365,7 @@ def _poll(done):
         elif now - idle_since < BUSY_POLL:
             _yield_core()
         else:
-            time.sleep(min((now - idle_since) * SLEEP[0], SLEEP[1]))
+            time.sleep(min((now - idle_since) * SLEEP_FRACTION, LONGEST_SLEEP))
 
 
 _yield_core = getattr(os, "sched_yield", lambda: time.sleep(0))  # macOS has no sched_yield

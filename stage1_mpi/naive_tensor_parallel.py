@@ -1,35 +1,35 @@
-"""Tensor parallelism the naive way: gather whole activations around one projection, and see what that costs.
+"""Naive tensor parallelism: gather the input and the output of one projection, and compare the cost with Megatron's.
 
-Stands alone: NumPy arrays and any mpi4py communicator. An attention block divides its heads over mp_size ranks, so what
-fc_o meets is one rank's features, x (batch, seq, in_dim / mp_size). With fc_o's weight cut into columns, (in_dim,
-out_dim / mp_size), a rank needs the others' features for its product and the others' columns for its result:
+This file needs only NumPy and an mpi4py communicator. An attention block divides its heads over mp_size ranks, so the
+input of fc_o on each rank is that rank's features, x (batch, seq, in_dim / mp_size). If fc_o's weight is divided by
+columns, w (in_dim, out_dim / mp_size), a rank needs all features for x @ w and all columns for the output:
 
-    forward    x -> naive_collect_forward_input -> @ w -> naive_collect_forward_output -> out, whole on every rank
+    forward    x -> naive_collect_forward_input -> @ w -> naive_collect_forward_output -> out, complete on every rank
     backward   d out -> naive_collect_backward_output -> @ w.T -> naive_collect_backward_x -> d x, this rank's features
 
-Megatron-LM (Shoeybi et al. 2019, section 3) cuts the same weight into rows instead: x @ w needs no gathering, and one
-all-reduce of the result replaces both collectives forward and the one backward.
-tests/stage1/test_naive_tensor_parallel.py trains both, finds the same numbers, and counts the bytes.
+Megatron-LM (Shoeybi et al. 2019, section 3) divides the same weight by rows: x @ w then needs no gather, and one
+all-reduce of the result replaces both collectives of forward and the one of backward.
+tests/stage1/test_naive_tensor_parallel.py trains both, checks that the numbers agree, and counts the bytes.
 """
-# p = mp_size ranks share one replica, dp_size replicas; rank = dp_idx * p + mp_idx
+# p = mp_size ranks form one replica, dp_size replicas; rank = dp_idx * p + mp_idx
 
 import numpy as np
 
-COLUMNS = ("fc_q", "fc_k", "fc_v")  # their output is divided
-ROWS = ("fc_o",)  # its input is divided
-MPI_TYPES = "bBhHiIlLqQfdFD"  # what every MPI can send and add; float16 is not among them
+COLUMNS = ("fc_q", "fc_k", "fc_v")  # layers whose output dimension is divided
+ROWS = ("fc_o",)  # layers whose input dimension is divided
+MPI_TYPES = "bBhHiIlLqQfdFD"  # dtype.char of the types that every MPI has; float16 is not one of them
 
 
 def split_data(x, y, mp_size, dp_size, rank):
-    """This rank's (x, y): block number rank // mp_size of dp_size equal blocks of axis 0, the same for a whole replica.
+    """This rank's (x, y): block rank // mp_size of dp_size equal blocks of axis 0; ranks of a replica get the same.
 
-    Raises ValueError where x and y differ in length or dp_size does not divide it.
+    Raises ValueError if x and y differ in length or dp_size does not divide it.
     """
     check_rank(rank, mp_size, dp_size)
     x, y = with_axes(x, "x"), with_axes(y, "y")
     if len(x) != len(y):
-        raise ValueError(f"x has {len(x)} samples and y {len(y)}")
-    rows = divide("the samples", len(x), "dp_size", dp_size)
+        raise ValueError(f"x has {len(x)} samples, but y has {len(y)}")
+    rows = divide("the number of samples,", len(x), "dp_size", dp_size)
     block = slice(rank // mp_size * rows, (rank // mp_size + 1) * rows)
     return np.ascontiguousarray(x[block]), np.ascontiguousarray(y[block])
 
@@ -37,111 +37,113 @@ def split_data(x, y, mp_size, dp_size, rank):
 def get_info(comm, rank, mp_size, dp_size, fc_layer, in_dim, out_dim):
     """(mp_idx, dp_idx, mp_comm, dp_comm, part_in_dim, part_out_dim) of this rank for one projection.
 
-    mp_comm joins the ranks that share a replica, dp_comm those that hold the same part of each replica. "fc_q", "fc_k"
-    and "fc_v" divide out_dim by mp_size, "fc_o" divides in_dim. All ranks of `comm` must call it. Raises ValueError.
+    mp_comm contains the ranks of one replica, dp_comm the ranks that hold the same part of each replica. "fc_q", "fc_k"
+    and "fc_v" divide out_dim by mp_size, "fc_o" divides in_dim. All ranks of `comm` must call it. Raises ValueError for
+    sizes that do not fit the communicator, a size that is not divisible, and an unknown layer.
     """
     if comm.Get_size() != mp_size * dp_size:
         raise ValueError(f"mp_size {mp_size} x dp_size {dp_size} is not the communicator's size {comm.Get_size()}")
     check_rank(rank, mp_size, dp_size)
     if fc_layer in COLUMNS:
-        out_dim = divide(f"the output of {fc_layer}", out_dim, "mp_size", mp_size)
+        out_dim = divide(f"the output dimension of {fc_layer},", out_dim, "mp_size", mp_size)
     elif fc_layer in ROWS:
-        in_dim = divide(f"the input of {fc_layer}", in_dim, "mp_size", mp_size)
+        in_dim = divide(f"the input dimension of {fc_layer},", in_dim, "mp_size", mp_size)
     else:
-        raise ValueError(f"the layer {fc_layer!r} is none of {', '.join(COLUMNS + ROWS)}")
+        raise ValueError(f"unknown layer {fc_layer!r}: choose one of {', '.join(COLUMNS + ROWS)}")
     mp_idx, dp_idx = rank % mp_size, rank // mp_size
     mp_comm = comm.Split(color=dp_idx, key=mp_idx)
     dp_comm = comm.Split(color=mp_idx, key=dp_idx)
     return mp_idx, dp_idx, mp_comm, dp_comm, in_dim, out_dim
 
 
-# -- forward ----------------------------------------------------------------------------------------------------------
+# -- forward -----------------------------------------------------------------------------------------------------------
 
 
 def naive_collect_forward_input(x, mp_comm, mp_size):
-    """x (batch, seq, part_in_dim) of every rank, side by side: (batch, seq, part_in_dim * mp_size)."""
+    """All-gather of x (batch, seq, part_in_dim) along the last axis -> (batch, seq, part_in_dim * mp_size)."""
     return all_gather(x, mp_comm, mp_size)
 
 
 def naive_collect_forward_output(out, mp_comm, mp_size):
-    """out (batch, seq, part_out_dim) of every rank, side by side: (batch, seq, part_out_dim * mp_size)."""
+    """All-gather of out (batch, seq, part_out_dim) along the last axis -> (batch, seq, part_out_dim * mp_size)."""
     return all_gather(out, mp_comm, mp_size)
 
 
-# -- backward: the duals, in reverse order ----------------------------------------------------------------------------
+# -- backward: the duals, in reverse order -----------------------------------------------------------------------------
 
 
 def naive_collect_backward_output(output_grad, mp_group_idx, mp_size):
-    """This rank's columns of output_grad (batch, seq, out_dim): (batch, seq, out_dim / mp_size), without a message."""
+    """This rank's columns of output_grad (batch, seq, out_dim) -> (batch, seq, out_dim / mp_size); sends nothing."""
     grad = with_axes(output_grad, "output_grad")
     if mp_group_idx not in range(mp_size):
         raise ValueError(f"mp_group_idx {mp_group_idx} is not in a group of {mp_size}")
-    part = divide("the last axis of output_grad", grad.shape[-1], "mp_size", mp_size)
+    part = divide("the last axis of output_grad,", grad.shape[-1], "mp_size", mp_size)
     return np.array(grad[..., mp_group_idx * part : (mp_group_idx + 1) * part], order="C")
 
 
 def naive_collect_backward_x(grad_x, mp_comm, mp_size):
-    """This rank's features of the sum of all ranks' grad_x (batch, seq, in_dim): (batch, seq, in_dim / mp_size)."""
+    """Reduce-scatter of grad_x (batch, seq, in_dim) along the last axis -> (batch, seq, in_dim / mp_size)."""
     grad = with_axes(grad_x, "grad_x")
     check_group(mp_comm, mp_size)
-    part = divide("the last axis of grad_x", grad.shape[-1], "mp_size", mp_size)
+    part = divide("the last axis of grad_x,", grad.shape[-1], "mp_size", mp_size)
     parts = grad.reshape(*grad.shape[:-1], mp_size, part)
     return reduce_scatter(np.ascontiguousarray(np.moveaxis(parts, -2, 0)), mp_comm)  # (p, batch, seq, part)
 
 
-# -- two collectives on arrays ----------------------------------------------------------------------------------------
+# -- two collectives on arrays -----------------------------------------------------------------------------------------
 
 
 def all_gather(x, comm, p):
-    """The x of p ranks, equal in shape, along the last axis; (p - 1) / p of the result travels to each rank."""
+    """Concatenate x of p ranks, equal in shape, along the last axis; a rank receives (p - 1) / p of the result."""
     x = np.ascontiguousarray(with_axes(x, "the array"))
     check_group(comm, p)
-    everyones = np.empty((p, *x.shape), x.dtype)
-    comm.Allgather(wire(x), wire(everyones))
-    return np.concatenate(everyones, axis=-1, dtype=x.dtype)
+    gathered = np.empty((p, *x.shape), x.dtype)
+    comm.Allgather(as_mpi_type(x), as_mpi_type(gathered))
+    return np.concatenate(gathered, axis=-1, dtype=x.dtype)
 
 
 def reduce_scatter(parts, comm):
-    """The sum over ranks of parts[own rank], where parts (p, ...) is one part for each rank."""
-    names = ("Reduce_scatter_block", "Reduce_scatter") if native(parts.dtype) else ()
+    """The sum over ranks of their parts[this rank]; parts (p, ...) has one part for each rank."""
+    names = ("Reduce_scatter_block", "Reduce_scatter") if mpi_has_type(parts.dtype) else ()
     method = next((getattr(comm, name) for name in names if hasattr(comm, name)), None)
     if method:
         mine = np.empty(parts.shape[1:], parts.dtype)
         method(parts, mine)
         return mine
-    # MPI cannot add these: exchange the parts, as many bytes, and add them here; halves in fp32, then rounded once.
+    # MPI cannot add this type: all-to-all of the same bytes, then add here, in float32 at least, and round once.
     if parts.dtype.kind not in "iufcV":
         raise ValueError(f"an array of {parts.dtype} cannot be summed over ranks")
     received = np.empty_like(parts)
-    comm.Alltoall(wire(parts), wire(received))
+    comm.Alltoall(as_mpi_type(parts), as_mpi_type(received))
     wide = np.promote_types(parts.dtype, np.float32) if parts.dtype.kind in "fV" else parts.dtype
     return received.astype(wide).sum(axis=0, dtype=wide).astype(parts.dtype)
 
 
-def native(dtype):
+def mpi_has_type(dtype):
+    """Whether every MPI can send and add this dtype."""
     return dtype.isnative and dtype.char in MPI_TYPES
 
 
-def wire(array):
-    """The array as MPI may send it: of a type that MPI lacks, its bytes."""
+def as_mpi_type(array):
+    """The array, or its bytes if MPI does not have its dtype; raises ValueError for Python objects."""
     if array.dtype.hasobject:
         raise ValueError(f"an array of {array.dtype} cannot be sent")
-    return array if native(array.dtype) else array.view(np.uint8)
+    return array if mpi_has_type(array.dtype) else array.view(np.uint8)
 
 
-# -- what is checked at the border ------------------------------------------------------------------------------------
+# -- arguments ---------------------------------------------------------------------------------------------------------
 
 
 def with_axes(x, name):
     x = np.asarray(x)
     if not x.ndim:
-        raise ValueError(f"{name} is a single number of shape {x.shape}: there is no axis to divide")
+        raise ValueError(f"{name} has shape {x.shape}: it needs at least one axis to divide")
     return x
 
 
 def divide(what, size, name, by):
     if by < 1 or size % by:
-        raise ValueError(f"{what}, {size}, is not divisible by {name} {by}")
+        raise ValueError(f"{what} {size}, is not divisible by {name} {by}")
     return size // by
 
 

@@ -1,1 +1,1 @@
-"""Stage 3: many GPUs, one for each rank. MPI starts the ranks and carries what is on the host, NCCL what is on GPUs."""
+"""Stage 3: GPT-2 on many GPUs, one for each rank. MPI starts the ranks and transfers host data, NCCL GPU data."""

@@ -1,8 +1,8 @@
-"""Collectives on the arrays of GPUs, by NCCL: on a stream of their own, so that kernels go on while data travels.
+"""Collectives on GPU arrays by NCCL, on a communication stream, so that they overlap with kernels of the caller.
 
-Nobody waits on the host. A call records an event behind what has been computed so far, the communication stream waits
-for it, and NCCL's kernel follows there; wait() lets the caller's stream wait for the event behind that. These two
-events are the fork and the join of a CUDA graph, so a step that is being recorded takes the same lines.
+No call waits on the host. A call records an event on the caller's stream, the communication stream waits for it, and
+NCCL's kernel follows there. wait() makes the caller's stream wait for a second event, recorded after NCCL's kernel.
+During stream capture these two events become the fork and the join of the CUDA graph, so capture needs no other code.
 """
 # p ranks in a group, r this one; n elements of x on one rank
 
@@ -23,89 +23,89 @@ from gpt2core.errors import ConfigError
 from stage3_mpi_cuda.tree_sum import tree_sum
 
 NATIVE = "nccl"  # NCCL's own sums
-# ncclDataType_t and ncclRedOp_t, in the words of nccl.h; what only moves, moves as bytes
+# ncclDataType_t and ncclRedOp_t by their names in nccl.h; a collective that only moves data sends bytes
 TYPES = {"int32": 2, "int64": 4, "float16": 6, "float32": 7, "float64": 8, "bfloat16": 9}
 OPS = {"sum": 0, "max": 2, "min": 3}
 BYTE = 1
 
 
 class NcclCollectives(Communicator):
-    """The ranks of `host`, an MPI group of more than one, each with its GPU; x and out are arrays there.
+    """The collectives of the ranks of `host`, an MPI group of at least two, with a GPU each; x and out are CuPy arrays.
 
-    A sum is "canonical" unless use_collectives("nccl") is called: slices to their owners, the tree of
-    gpt2core.parallel.tree_sum over what came (float16 and bfloat16 are added up in float32, and rounded once), and the
-    sums back to all. Sums of integers, minima and maxima do not depend on an order, and are always NCCL's own.
+    A sum is "canonical" unless use_collectives("nccl") is called: all-to-all of parts, the sum of the received parts in
+    the order of gpt2core/parallel/tree_sum.py (float16 and bfloat16 are added in float32 and rounded once), and
+    all-gather of the sums. Sums of integers, minima and maxima do not depend on the order and always use NCCL's own.
 
     bytes_sent: all_reduce 2 (p-1)/p n (rounded down), reduce_scatter and all_to_all (p-1)/p n, all_gather (p-1) n,
-    broadcast (p-1) n on root and 0 elsewhere, in bytes of x. A replayed graph counts nothing.
+    broadcast (p-1) n on root and 0 elsewhere, in bytes of x. A replay of a CUDA graph is not counted.
 
-    Raises ConfigError where NCCL cannot connect the ranks.
+    Raises ConfigError if NCCL cannot connect the ranks.
     """
 
     def __init__(self, host, gpu):
         self.rank, self.size, self.bytes_sent = host.rank, host.size, 0
         self.local_rank, self.local_size = host.local_rank, host.local_size
         self._xp, self._cuda, self._stream, self._nccl = gpu.cupy, gpu.cupy.cuda, gpu.stream, gpu.nccl
-        self._algorithm, self._messages = "canonical", []
-        unique = host.broadcast_object(self._nccl.get_unique_id() if host.is_root else None)
+        self._algorithm, self._unposted = "canonical", []
+        unique_id = host.broadcast_object(self._nccl.get_unique_id() if host.is_root else None)
         try:
-            self._comm = self._nccl.NcclCommunicator(self.size, unique, self.rank)
+            self._comm = self._nccl.NcclCommunicator(self.size, unique_id, self.rank)
         except self._nccl.NcclError as error:
             raise ConfigError(
-                f"NCCL cannot connect {self.size} ranks ({error}): NCCL_DEBUG=WARN in the environment says why, and "
-                f"--transport mpi does without it"
+                f"NCCL cannot connect {self.size} ranks ({error}); set NCCL_DEBUG=WARN in the environment for the "
+                f"cause, or use --transport mpi"
             ) from error
-        # For good: NCCL's destructor waits until every graph with a call in it is gone, and at the end of a program
-        # nobody says which of the two goes first. The process leaves nothing behind anyway.
+        # Never destroyed: NCCL's destructor waits until every graph with one of its calls is destroyed, and Python
+        # does not define the order of destruction at exit. The operating system frees everything then.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._comm))
-        gpu.watched.append(self._comm)
+        gpu.communicators.append(self._comm)
 
     def use_collectives(self, name):
         self._algorithm = name
 
-    # -- the collectives: what NCCL is to do, on the communication stream ----------------------------------------------
+    # -- collectives; each `run` enqueues NCCL calls on the communication stream ---------------------------------------
 
     def all_reduce_start(self, x, op="sum", out=None):
         check_op(op)
         check_out(out, x.shape, x.dtype)
-        kind, in_order = self._kind(x.dtype), self._in_order(op, x.dtype)
-        x, out = self._source(x, out, at=0), self._result(out, x.shape, x.dtype)
+        kind, canonical = self._nccl_type(x.dtype), self._is_canonical(op, x.dtype)
+        x, out = self._source(x, out, offset=0), self._result(out, x.shape, x.dtype)
         self.bytes_sent += 2 * (self.size - 1) * x.nbytes // self.size
 
         def run():
-            if in_order:
+            if canonical:
                 self._canonical_all_reduce(x.reshape(-1), out.reshape(-1))
             else:
                 self._comm.allReduce(address(x), address(out), x.size, kind, OPS[op], self._stream.ptr)
 
-        return self._behind(run, x, out)
+        return self._enqueue(run, x, out)
 
     def reduce_scatter_start(self, x, op="sum", out=None):
         check_op(op)
         shape = (rows_per_part(x, self.size), *x.shape[1:])
         check_out(out, shape, x.dtype)
-        kind, in_order = self._kind(x.dtype), self._in_order(op, x.dtype)
-        x, out = self._source(x, out, at=-self.rank * x.nbytes // self.size), self._result(out, shape, x.dtype)
+        kind, canonical = self._nccl_type(x.dtype), self._is_canonical(op, x.dtype)
+        x, out = self._source(x, out, offset=-self.rank * x.nbytes // self.size), self._result(out, shape, x.dtype)
         self.bytes_sent += (self.size - 1) * x.nbytes // self.size
 
         def run():
-            if in_order:
-                tree_sum(out.reshape(-1), self._exchange(x.reshape(-1), edges_of(x.size, self.size)))
+            if canonical:
+                tree_sum(out.reshape(-1), self._exchange_parts(x.reshape(-1), part_edges(x.size, self.size)))
             else:
                 self._comm.reduceScatter(address(x), address(out), out.size, kind, OPS[op], self._stream.ptr)
 
-        return self._behind(run, x, out)
+        return self._enqueue(run, x, out)
 
     def all_gather_start(self, x, out=None):
         shape = (self.size * rows_per_part(x), *x.shape[1:])
         check_out(out, shape, x.dtype)
-        x, out = self._source(x, out, at=self.rank * x.nbytes), self._result(out, shape, x.dtype)
+        x, out = self._source(x, out, offset=self.rank * x.nbytes), self._result(out, shape, x.dtype)
         self.bytes_sent += (self.size - 1) * x.nbytes
 
         def run():
             self._comm.allGather(address(x), address(out), x.nbytes, BYTE, self._stream.ptr)
 
-        return self._behind(run, x, out)
+        return self._enqueue(run, x, out)
 
     def all_to_all_start(self, x, out=None):
         rows_per_part(x, self.size)
@@ -114,44 +114,44 @@ class NcclCollectives(Communicator):
         self.bytes_sent += (self.size - 1) * x.nbytes // self.size
 
         def run():
-            edges = edges_of(x.size, self.size)
-            self._swap(pieces(x, edges), pieces(out, edges))
+            edges = part_edges(x.size, self.size)
+            self._send_recv(buffers(x, edges), buffers(out, edges))
 
-        return self._behind(run, x, out)
+        return self._enqueue(run, x, out)
 
     def broadcast_start(self, x, root=0, out=None):
         check_rank(root, self.size, "root")
         check_out(out, x.shape, x.dtype)
-        x, out = self._source(x, out, at=0), self._result(out, x.shape, x.dtype)
+        x, out = self._source(x, out, offset=0), self._result(out, x.shape, x.dtype)
         self.bytes_sent += (self.size - 1) * x.nbytes if self.rank == root else 0
 
         def run():
             self._comm.broadcast(address(x), address(out), x.nbytes, BYTE, root, self._stream.ptr)
 
-        return self._behind(run, x, out)
+        return self._enqueue(run, x, out)
 
     # -- the canonical sum ---------------------------------------------------------------------------------------------
 
     def _canonical_all_reduce(self, x, out):
-        """Part j of x to rank j, who adds up the tree over all parts j; its sum to all. x and out (n), maybe one."""
-        edges = edges_of(x.size, self.size)
+        """Rank j receives part j from every rank and adds in tree order; all-gather of the sums. x may be out; (n)."""
+        edges = part_edges(x.size, self.size)
         mine = out[edges[self.rank] : edges[self.rank + 1]]
-        parts = self._exchange(x, edges)
+        parts = self._exchange_parts(x, edges)
         if mine.size:
             tree_sum(mine, parts)
-        if x.size % self.size:  # parts of different lengths
-            self._swap([(address(mine), mine.nbytes)] * self.size, pieces(out, edges))
+        if x.size % self.size:  # allGather needs parts of equal length
+            self._send_recv([(address(mine), mine.nbytes)] * self.size, buffers(out, edges))
         else:
             self._comm.allGather(address(mine), address(out), mine.nbytes, BYTE, self._stream.ptr)
 
-    def _exchange(self, x, edges):
-        """Everyone's part r of x (n), which the edges divide into p: (p, length of part r)."""
+    def _exchange_parts(self, x, edges):
+        """Part r of every rank's x (n), divided at `edges`, as an array (p, length of part r)."""
         length = edges[self.rank + 1] - edges[self.rank]
         parts = self._xp.empty((self.size, length), x.dtype)
-        self._swap(pieces(x, edges), pieces(parts, [j * length for j in range(self.size + 1)]))
+        self._send_recv(buffers(x, edges), buffers(parts, [j * length for j in range(self.size + 1)]))
         return parts
 
-    # -- messages: all that are open travel as one group, or two ranks that send first would wait for each other ------
+    # -- messages; all that are not yet posted form one NCCL group, or two ranks that both send first would deadlock ---
 
     def send_start(self, x, to, tag=0):
         check_peer(to, self.rank, self.size, "to")
@@ -166,13 +166,13 @@ class NcclCollectives(Communicator):
 
     def _message(self, call, array, peer, tag, result=None):
         if tag:
-            raise ConfigError(f"tag {tag}: NCCL knows no tags, so receive in the order of sending, with tag 0")
+            raise ConfigError(f"tag {tag}: NCCL has no tags; use tag 0 and receive in the order of sending")
         message = _Message(self, lambda: call(address(array), array.nbytes, BYTE, peer, self._stream.ptr), result)
-        self._messages.append(message)
+        self._unposted.append(message)
         return message
 
     def _post_messages(self):
-        messages, self._messages = self._messages, []
+        messages, self._unposted = self._unposted, []
 
         def run():
             with grouped(self._nccl):
@@ -180,52 +180,55 @@ class NcclCollectives(Communicator):
                     message.call()
 
         if messages:
-            behind = self._behind(run)
+            operation = self._enqueue(run)
             for message in messages:
-                message.behind = behind
+                message.operation = operation
 
-    def _swap(self, gone, come):
-        """Send piece j to rank j and receive one from it, (address, bytes) each, for all j, this rank included."""
+    def _send_recv(self, sends, receives):
+        """Send buffer j of `sends` to rank j and receive buffer j of `receives` from it, for all j, this rank included.
+
+        A buffer is (address, bytes).
+        """
         with grouped(self._nccl):
-            for peer, ((source, length), (place, room)) in enumerate(zip(gone, come, strict=True)):
+            for peer, ((source, length), (target, capacity)) in enumerate(zip(sends, receives, strict=True)):
                 if length:
                     self._comm.send(source, length, BYTE, peer, self._stream.ptr)
-                if room:
-                    self._comm.recv(place, room, BYTE, peer, self._stream.ptr)
+                if capacity:
+                    self._comm.recv(target, capacity, BYTE, peer, self._stream.ptr)
 
     # -- streams and events --------------------------------------------------------------------------------------------
 
-    def _behind(self, run, *arrays):
-        """Handle of run() on the communication stream, behind all that the caller's stream has to do by now.
+    def _enqueue(self, run, *arrays):
+        """Handle of run() on the communication stream, after all work that the caller's stream has now.
 
-        arrays: what it reads, and last its result; kept until the caller's stream waits for it, so that no one is
-        given their memory before.
+        arrays: those that run() uses, the result last. The handle keeps them alive until the caller's stream waits, so
+        that CuPy's pool cannot give their memory to another array before.
         """
         self._post_messages()
-        begun, done = (self._cuda.Event(disable_timing=True) for _ in range(2))
-        begun.record()
-        self._stream.wait_event(begun)
-        with self._stream:  # what is allocated here is this stream's, and used again in its order
+        ready, done = (self._cuda.Event(disable_timing=True) for _ in range(2))
+        ready.record()
+        self._stream.wait_event(ready)
+        with self._stream:  # temporary arrays belong to this stream, which reuses their memory in order
             run()
         done.record(self._stream)
-        return _Behind(self._cuda, done, arrays)
+        return _StreamOperation(self._cuda, done, arrays)
 
     # -- arguments -----------------------------------------------------------------------------------------------------
 
-    def _kind(self, dtype):
-        """NCCL's number for a type that it can add up."""
+    def _nccl_type(self, dtype):
+        """The ncclDataType_t of a dtype that NCCL can reduce."""
         if dtype.name not in TYPES:
             raise ConfigError(f"NCCL cannot reduce {dtype}: use one of {', '.join(TYPES)}")
         return TYPES[dtype.name]
 
-    def _in_order(self, op, dtype):
-        """Whether the result depends on the order, and the canonical one is wanted."""
+    def _is_canonical(self, op, dtype):
+        """Whether the result depends on the order of addition and the canonical order is selected."""
         return op == "sum" and dtype.kind not in "iu" and self._algorithm != NATIVE
 
-    def _source(self, x, out, at=None):
-        """x in one piece, which may lie `at` so many bytes into out, and nowhere else in its memory."""
+    def _source(self, x, out, offset=None):
+        """x, contiguous; a copy if it overlaps `out`, except where x starts `offset` bytes after the start of out."""
         x = self._xp.ascontiguousarray(x)
-        if out is not None and address(x) - address(out) != at and overlap(x, out):
+        if out is not None and address(x) - address(out) != offset and overlap(x, out):
             return x.copy()
         return x
 
@@ -233,8 +236,8 @@ class NcclCollectives(Communicator):
         return self._xp.empty(shape, dtype) if out is None else out
 
 
-class _Behind(Handle):
-    """A call on the communication stream; to wait for it is the business of the caller's stream, not of the host."""
+class _StreamOperation(Handle):
+    """A call on the communication stream. wait() makes the caller's stream wait for it, not the host."""
 
     def __init__(self, cuda, done, arrays):
         super().__init__(arrays[-1] if arrays else None)
@@ -249,22 +252,22 @@ class _Behind(Handle):
 
 
 class _Message(Handle):
-    """A message that leaves, with all others that are open, when any of them is waited for."""
+    """A message. wait() of any message posts all that are not yet posted, as one group."""
 
     def __init__(self, collectives, call, result):
         super().__init__(result)
-        self._collectives, self.call, self.behind = collectives, call, None
+        self._collectives, self.call, self.operation = collectives, call, None
 
     def wait(self):
-        if self.behind is None:
+        if self.operation is None:
             self._collectives._post_messages()
-        self.behind.wait()
+        self.operation.wait()
         return self._result
 
 
 @contextlib.contextmanager
 def grouped(nccl):
-    """Calls inside are one to NCCL: none of them can wait for another."""
+    """NCCL treats the calls in this context as one operation, so none of them waits for another."""
     nccl.groupStart()
     try:
         yield
@@ -272,15 +275,15 @@ def grouped(nccl):
         nccl.groupEnd()
 
 
-def edges_of(n, p):
-    """n elements in p pieces as equal as they come: where they begin, and n."""
+def part_edges(n, p):
+    """The p + 1 edges of n elements in p parts whose lengths differ by at most one."""
     return [n * j // p for j in range(p + 1)]
 
 
-def pieces(array, edges):
-    """(address, bytes) of each piece of a contiguous array; edges in elements."""
-    at, step = address(array), array.itemsize
-    return [(at + a * step, (b - a) * step) for a, b in zip(edges, edges[1:], strict=False)]
+def buffers(array, edges):
+    """(address, bytes) of each part of a contiguous array; edges in elements."""
+    start, step = address(array), array.itemsize
+    return [(start + a * step, (b - a) * step) for a, b in zip(edges, edges[1:], strict=False)]
 
 
 def overlap(a, b):

@@ -1,7 +1,7 @@
-"""NCCL for the arrays of GPUs and MPI for those of the host: one communicator, which goes by where an array lies.
+"""NcclCommunicator: NCCL for CuPy arrays and MPI for NumPy arrays, chosen by the type of the array.
 
-MPI starts the ranks, tells them apart, and carries all that is small or strange: objects, losses, file contents. What
-is large lies on GPUs, and travels from one to the other without a halt in the host's memory; that is NCCL's business.
+MPI starts and numbers the ranks, and transfers what is in host memory: objects, losses, file contents. NCCL transfers
+large arrays directly from GPU to GPU.
 """
 # p ranks in a group
 
@@ -12,7 +12,7 @@ import warnings
 from dataclasses import dataclass, field
 
 from gpt2core.communicator import Communicator, Solo
-from gpt2core.errors import ConfigError
+from gpt2core.errors import ConfigError, counted
 from gpt2core.parallel.all_or_raise import all_or_raise, shared_error
 from stage1_mpi.mpi_communicator import MpiCommunicator
 from stage2_cuda.runtime import triton_launch
@@ -20,17 +20,17 @@ from stage3_mpi_cuda.nccl_collectives import NATIVE, NcclCollectives
 from stage3_mpi_cuda.staged_collectives import StagedCollectives
 from stage3_mpi_cuda.watchdog import Watchdog
 
-ABORT = 5  # seconds that the end of a process may take
+ABORT_TIMEOUT = 5  # seconds after which a process that aborts is killed
 TRANSPORTS = {"nccl": NcclCollectives, "mpi": StagedCollectives}
 
 
 class NcclCommunicator(Communicator):
-    """One rank's end of a group of ranks with a GPU each; without arguments the world, all ranks of the MPI job.
+    """A rank of a group with one GPU for each rank; without arguments the world, all ranks of the MPI job.
 
-    `host` is the same group as an MpiCommunicator, which carries NumPy arrays. CuPy's go by the transport that
-    use_transport() chose: nccl, on a stream of their own, or mpi, through the host. Under TRITON_INTERPRET=1 there are
-    no others than NumPy's. Sums over GPUs are "canonical" unless use_collectives("nccl") asks for NCCL's own, whose
-    order depends on the number of ranks; with transport mpi, those of MpiCommunicator.
+    `host` is the MpiCommunicator of the same group, for NumPy arrays. CuPy arrays use the transport that
+    use_transport() selected: nccl, on a communication stream, or mpi, through host memory. Under TRITON_INTERPRET=1 all
+    arrays are NumPy's. Sums are "canonical" unless use_collectives() selects another algorithm: "nccl", NCCL's own,
+    whose order depends on the number of ranks, or with transport mpi one of MpiCommunicator's.
     """
 
     def __init__(self, host=None, parent=None):
@@ -40,17 +40,17 @@ class NcclCommunicator(Communicator):
         self.gpu, self.transport, self._algorithm = None, None, "canonical"
         if parent is not None:
             self.gpu, self.transport, self._algorithm = parent.gpu, parent.transport, parent._algorithm
-        self._carrier = None  # of what lies on the GPU: made when there is something to carry
+        self._device_collectives = None  # created for the first CuPy array, as NCCL connects the ranks then
 
     def use_transport(self, name):
         if name not in (None, *TRANSPORTS):
-            raise ConfigError(f"--transport {name} is unknown: choose from {', '.join(TRANSPORTS)}")
+            raise ConfigError(f"--transport {name}: unknown transport; choose from {', '.join(TRANSPORTS)}")
         if triton_launch.interpreted():
             if name == "nccl":
-                raise ConfigError("--transport nccl is for GPUs, and Triton's interpreter has none: leave it out")
-            self.transport, self.gpu = "mpi", Gpu()
+                raise ConfigError("--transport nccl: needs GPUs, and Triton's interpreter uses none; omit the flag")
+            self.transport, self.gpu = "mpi", GpuBinding()
         else:
-            self.gpu = all_or_raise(self.host, lambda: bind(self.host.local_rank))
+            self.gpu = all_or_raise(self.host, lambda: bind_gpu(self.host.local_rank))
             self.transport = self._choose(name)
             if self.transport == "nccl":
                 self.gpu.nccl = all_or_raise(self.host, lambda: import_nccl(self.gpu.cupy))
@@ -58,65 +58,66 @@ class NcclCommunicator(Communicator):
         return self.transport
 
     def _choose(self, name):
-        """The transport, from what GPUs the ranks have; tells on the root where several have to share one."""
-        places = self.host.all_gather_object((self.gpu.name, platform.node(), self.gpu.bus))
-        for rank, (kind, *_) in enumerate(places):
-            if kind != places[0][0]:
-                advice = "start the ranks on GPUs of one kind, as CUDA_VISIBLE_DEVICES selects them"
-                raise shared_error(ConfigError(f"rank {rank} has an {kind}, but rank 0 an {places[0][0]}: {advice}"))
-        count = len(set(places))
+        """The transport for the GPUs that the ranks are bound to; prints a note on the root if ranks share a GPU."""
+        gpus = self.host.all_gather_object((self.gpu.name, platform.node(), self.gpu.pci_bus_id))
+        first, count = gpus[0][0], len(set(gpus))
+        for rank, (model, *_) in enumerate(gpus):
+            if model != first:
+                advice = "select GPUs of one model with CUDA_VISIBLE_DEVICES"
+                raise shared_error(ConfigError(f"rank {rank} has an {model}, but rank 0 an {first}; {advice}"))
         if count == self.size:
             return name or "nccl"
+        found = f"{self.size} ranks have {counted(count, 'GPU')}"
         if name == "nccl":
-            found = f"--transport nccl needs a GPU for each rank, and these {self.size} ranks have {count}"
-            raise shared_error(
-                ConfigError(f"{found}: start {count}, or use --transport mpi, with which ranks can share")
-            )
+            advice = f"start {counted(count, 'rank')}, or use --transport mpi, where ranks can share a GPU"
+            raise shared_error(ConfigError(f"--transport nccl: needs a GPU for each rank, but {found}; {advice}"))
         if self.is_root:
-            shared = f"note: {self.size} ranks share {count} GPU{'s' * (count > 1)}, each with a part of its time"
-            print(f"{shared}, and so --transport is mpi: NCCL wants a GPU for each rank", file=sys.stderr)
+            print(f"note: {found}, so ranks share GPUs; NCCL cannot, so --transport is mpi", file=sys.stderr)
         return "mpi"
 
     @property
-    def native(self):
-        return NATIVE if self.transport == "nccl" else self.host.native
+    def native_collectives(self):
+        return NATIVE if self.transport == "nccl" else self.host.native_collectives
 
     @property
-    def recordable(self):
-        return self.transport == "nccl"  # the other one waits on the host
+    def capturable(self):
+        return self.transport == "nccl"  # transport mpi waits on the host
 
     @property
-    def shares_updates(self):
-        return self.transport == "nccl"  # an update is 1/p then, and no more travels than in an all-reduce
+    def prefers_zero(self):
+        return self.transport == "nccl"  # 1/p of the update on each rank, with the bytes of an all-reduce
 
     @property
-    def times_buckets(self):
-        return self.transport == "nccl"  # the host's arrays travel in the time of the cores that would compute
+    def measures_buckets(self):
+        return self.transport == "nccl"  # on the host, communication and computation compete for the same cores
 
     @property
     def bytes_sent(self):
-        return self.host.bytes_sent + (self._carrier.bytes_sent if self._carrier else 0)
+        return self.host.bytes_sent + (self._device_collectives.bytes_sent if self._device_collectives else 0)
 
     def use_collectives(self, name):
         if self.transport == "mpi":
             self.host.use_collectives(name)
         elif name not in ("canonical", NATIVE):
-            raise ConfigError(f"--collectives {name} is none of NCCL's: use canonical or {NATIVE}, or --transport mpi")
+            raise ConfigError(
+                f"--collectives {name}: not available with NCCL; use canonical, {NATIVE} or --transport mpi"
+            )
         self._algorithm = name
-        if self._carrier:
-            self._carrier.use_collectives(name)
+        if self._device_collectives:
+            self._device_collectives.use_collectives(name)
 
-    def _by(self, x):
-        """Who carries x: the host's communicator, or the transport between GPUs."""
+    def _collectives_for(self, x):
+        """The communicator for arrays like x: the host's, or that of the transport between GPUs."""
         if not hasattr(x, "__cuda_array_interface__"):
             return self.host
-        if self._carrier is None:
-            self._carrier = TRANSPORTS[self.transport](self.host, self.gpu)
-            self._carrier.use_collectives(self._algorithm)
-        return self._carrier
+        if self._device_collectives is None:
+            self._device_collectives = TRANSPORTS[self.transport](self.host, self.gpu)
+            self._device_collectives.use_collectives(self._algorithm)
+        return self._device_collectives
 
     def abort(self, code):
-        signal.alarm(ABORT)  # kills this process: CUDA's end waits for NCCL's kernel, which may wait for another rank
+        # SIGALRM kills this process: at exit, CUDA waits for NCCL's kernel, which may wait for another rank forever.
+        signal.alarm(ABORT_TIMEOUT)
         self.host.abort(code)
 
     def barrier(self):
@@ -126,78 +127,81 @@ class NcclCommunicator(Communicator):
         host = self.host.split(color, key)
         return host if host is None or isinstance(host, Solo) else NcclCommunicator(host, self)
 
-    # The collectives, of either kind of array: behind the caller, and in it
+    # The collectives and messages for both array types, non-blocking and blocking
 
     def all_reduce_start(self, x, op="sum", out=None):
-        return self._by(x).all_reduce_start(x, op, out)
+        return self._collectives_for(x).all_reduce_start(x, op, out)
 
     def all_gather_start(self, x, out=None):
-        return self._by(x).all_gather_start(x, out)
+        return self._collectives_for(x).all_gather_start(x, out)
 
     def reduce_scatter_start(self, x, op="sum", out=None):
-        return self._by(x).reduce_scatter_start(x, op, out)
+        return self._collectives_for(x).reduce_scatter_start(x, op, out)
 
     def all_to_all_start(self, x, out=None):
-        return self._by(x).all_to_all_start(x, out)
+        return self._collectives_for(x).all_to_all_start(x, out)
 
     def broadcast_start(self, x, root=0, out=None):
-        return self._by(x).broadcast_start(x, root, out)
+        return self._collectives_for(x).broadcast_start(x, root, out)
 
     def send_start(self, x, to, tag=0):
-        return self._by(x).send_start(x, to, tag)
+        return self._collectives_for(x).send_start(x, to, tag)
 
     def recv_start(self, out, source, tag=0):
-        return self._by(out).recv_start(out, source, tag)
+        return self._collectives_for(out).recv_start(out, source, tag)
 
     def all_reduce(self, x, op="sum", out=None):
-        return self._by(x).all_reduce(x, op, out)
+        return self._collectives_for(x).all_reduce(x, op, out)
 
     def all_gather(self, x, out=None):
-        return self._by(x).all_gather(x, out)
+        return self._collectives_for(x).all_gather(x, out)
 
     def reduce_scatter(self, x, op="sum", out=None):
-        return self._by(x).reduce_scatter(x, op, out)
+        return self._collectives_for(x).reduce_scatter(x, op, out)
 
     def all_to_all(self, x, out=None):
-        return self._by(x).all_to_all(x, out)
+        return self._collectives_for(x).all_to_all(x, out)
 
     def broadcast(self, x, root=0, out=None):
-        return self._by(x).broadcast(x, root, out)
+        return self._collectives_for(x).broadcast(x, root, out)
 
 
-# -- which GPU ---------------------------------------------------------------------------------------------------------
+# -- binding a rank to its GPU -----------------------------------------------------------------------------------------
 
 
 @dataclass
-class Gpu:
-    """What the groups of a rank share: its GPU, the stream of their calls, and the communicators to be watched."""
+class GpuBinding:
+    """The GPU of this rank, and what all groups of the rank share: a communication stream and NCCL."""
 
-    cupy: object = None
-    number: int | None = None  # among those that this process sees
+    cupy: object = None  # the module
+    device_id: int | None = None  # among the GPUs that this process sees
     name: str = ""
-    bus: str = ""  # where it is in its host: equal for ranks that share it
-    stream: object = None
-    nccl: object = None
-    watched: list = field(default_factory=list)
+    pci_bus_id: str = ""  # equal for ranks of a host that share a GPU
+    stream: object = None  # for all NCCL calls
+    nccl: object = None  # the module cupy.cuda.nccl
+    communicators: list = field(default_factory=list)  # NCCL's, which the watchdog checks
 
 
-def bind(local_rank):
-    """This process's Gpu: of those that it sees, number `local_rank`, from the first again after the last."""
-    cupy = triton_launch.array_module()  # refuses, with the reason, where there is none
-    number = local_rank % cupy.cuda.runtime.getDeviceCount()
-    cupy.cuda.Device(number).use()
-    name = cupy.cuda.runtime.getDeviceProperties(number)["name"].decode()
-    bus = cupy.cuda.Device(number).pci_bus_id
-    return Gpu(cupy, number, name, bus, cupy.cuda.Stream(non_blocking=True))
+def bind_gpu(local_rank):
+    """Make GPU `local_rank` modulo the number of visible GPUs current; returns its GpuBinding.
+
+    Raises ConfigError if there is no GPU.
+    """
+    cupy = triton_launch.array_module()
+    device_id = local_rank % cupy.cuda.runtime.getDeviceCount()
+    cupy.cuda.Device(device_id).use()
+    name = cupy.cuda.runtime.getDeviceProperties(device_id)["name"].decode()
+    pci_bus_id = cupy.cuda.Device(device_id).pci_bus_id
+    return GpuBinding(cupy, device_id, name, pci_bus_id, cupy.cuda.Stream(non_blocking=True))
 
 
 def import_nccl(cupy):
-    """cupy.cuda.nccl; ConfigError where it finds no library."""
-    with warnings.catch_warnings(record=True) as said:  # CuPy warns, with a reason, and goes on without
+    """The module cupy.cuda.nccl; raises ConfigError if CuPy cannot load the NCCL library."""
+    with warnings.catch_warnings(record=True) as caught:  # CuPy warns with the reason and imports an empty module
         warnings.simplefilter("always")
         from cupy.cuda import nccl
     if not nccl.available:
-        reason = f" ({str(said[-1].message).strip().splitlines()[0]})" if said else ""
+        reason = f" ({str(caught[-1].message).strip().splitlines()[0]})" if caught else ""
         wheel = f"nvidia-nccl-cu{cupy.cuda.runtime.runtimeGetVersion() // 1000}"
-        raise ConfigError(f"CuPy finds no NCCL{reason}: pip install {wheel}, or use --transport mpi")
+        raise ConfigError(f"CuPy finds no NCCL{reason}; pip install {wheel}, or use --transport mpi")
     return nccl

@@ -1,8 +1,8 @@
-"""Collectives on the arrays of GPUs over plain MPI: down to pinned memory of the host, over, and up again.
+"""Collectives on GPU arrays over plain MPI: copy to pinned host memory, call MPI there, and copy back.
 
-This is how one does it first, and where no MPI can read a GPU's memory and there is no NCCL the only way. A GPU copies
-from and to *pinned* memory, which the system cannot move, by itself; so an all-reduce goes in chunks, and while one is
-summed on the host, the next comes down and the one before goes up. What NCCL saves is the way down and up.
+This is needed where NCCL is missing and MPI is not CUDA-aware, or where ranks share a GPU. A GPU copies asynchronously
+only from and to *pinned* memory, which the system cannot move. An all-reduce is divided into chunks: while the host
+sums one, the GPU copies the chunk before it back and the chunk after it to the host. NCCL needs neither copy.
 """
 # p ranks in a group, n bytes of x on one rank
 
@@ -21,31 +21,32 @@ from gpt2core.communicator import (
     rows_per_part,
 )
 
-CHUNK = 8 << 20  # bytes of an all-reduce that are summed at once
-DOWN, UP = 2, 1  # cudaMemcpyKind
+CHUNK = 8 << 20  # bytes of an all-reduce that the host sums at once
+HOST_TO_DEVICE, DEVICE_TO_HOST = 1, 2  # cudaMemcpyKind
 
 
 class StagedCollectives(Communicator):
-    """The ranks of `host`, an MPI group of more than one; x and out are arrays of their GPUs.
+    """The collectives of the ranks of `host`, an MPI group of at least two; x and out are arrays of their GPUs.
 
-    Sums, their order and bytes_sent are those of the MpiCommunicator. Calls are made one after the other in a thread,
-    while the caller goes on; wait() waits on the host, and so this can be no part of a CUDA graph.
+    Sums, their order and bytes_sent are those of MpiCommunicator. A background thread runs the calls in order while the
+    caller continues. wait() waits on the host, so a CUDA graph cannot capture these calls.
     """
 
     def __init__(self, host, gpu):
         self.rank, self.size = host.rank, host.size
         self.local_rank, self.local_size = host.local_rank, host.local_size
-        self._host, self._wire = host, host.split(0, host.rank)  # the thread's own: its calls meet none of the caller's
-        self._cupy, self._number, self._stream = gpu.cupy, gpu.number, gpu.cupy.cuda.Stream(non_blocking=True)
+        # The thread has its own MPI communicator, so that its messages and the caller's cannot match each other.
+        self._host, self._thread_host = host, host.split(0, host.rank)
+        self._cupy, self._device_id, self._stream = gpu.cupy, gpu.device_id, gpu.cupy.cuda.Stream(non_blocking=True)
         self._thread = ThreadPoolExecutor(1, f"transport of rank {self.rank}")
         self._pinned = {}
 
     @property
     def bytes_sent(self):
-        return self._wire.bytes_sent
+        return self._thread_host.bytes_sent
 
     def use_collectives(self, name):
-        self._wire.use_collectives(name)
+        self._thread_host.use_collectives(name)
 
     # -- the collectives -----------------------------------------------------------------------------------------------
 
@@ -53,24 +54,23 @@ class StagedCollectives(Communicator):
         check_op(op)
         check_out(out, x.shape, x.dtype)
         x, out = self._cupy.ascontiguousarray(x), self._result(out, x.shape, x.dtype)
-        return self._behind(lambda: self._all_reduce_chunks(x, op, out), x, out)
+        return self._enqueue(lambda: self._all_reduce_chunks(x, op, out), x, out)
 
     def reduce_scatter_start(self, x, op="sum", out=None):
         check_op(op)
-        return self._whole(
-            x, out, (rows_per_part(x, self.size), *x.shape[1:]), lambda a, b: self._wire.reduce_scatter(a, op, b)
-        )
+        shape = (rows_per_part(x, self.size), *x.shape[1:])
+        return self._staged(x, out, shape, lambda a, b: self._thread_host.reduce_scatter(a, op, b))
 
     def all_gather_start(self, x, out=None):
-        return self._whole(x, out, (self.size * rows_per_part(x), *x.shape[1:]), self._wire.all_gather)
+        return self._staged(x, out, (self.size * rows_per_part(x), *x.shape[1:]), self._thread_host.all_gather)
 
     def all_to_all_start(self, x, out=None):
         rows_per_part(x, self.size)
-        return self._whole(x, out, x.shape, self._wire.all_to_all)
+        return self._staged(x, out, x.shape, self._thread_host.all_to_all)
 
     def broadcast_start(self, x, root=0, out=None):
         check_rank(root, self.size, "root")
-        return self._whole(x, out, x.shape, lambda a, b: self._wire.broadcast(a, root, b))
+        return self._staged(x, out, x.shape, lambda a, b: self._thread_host.broadcast(a, root, b))
 
     def send_start(self, x, to, tag=0):
         check_peer(to, self.rank, self.size, "to")
@@ -79,65 +79,68 @@ class StagedCollectives(Communicator):
     def recv_start(self, out, source, tag=0):
         check_peer(source, self.rank, self.size, "source")
         check_out(out, out.shape, out.dtype)
-        return _Arriving(self._host.recv_start(np.empty(out.shape, out.dtype), source, tag), out)
+        return _PendingReceive(self._host.recv_start(np.empty(out.shape, out.dtype), source, tag), out)
 
-    # -- down, over, and up --------------------------------------------------------------------------------------------
+    # -- copies to the host and back -----------------------------------------------------------------------------------
 
-    def _whole(self, x, out, shape, call):
-        """Handle of call(x, out) of copies on the host; `out` has, or gets, `shape`."""
+    def _staged(self, x, out, shape, call):
+        """Handle of call(x, out) on host copies of both; `out` has `shape`, or is a new array."""
         check_out(out, shape, x.dtype)
         x, out = self._cupy.ascontiguousarray(x), self._result(out, shape, x.dtype)
 
         def run():
-            below, above = self._buffer("in", x.nbytes, x.dtype), self._buffer("out", out.nbytes, out.dtype)
-            self._copy(address(below), address(x), x.nbytes, DOWN)
+            host_x, host_out = (
+                self._pinned_buffer("x", x.nbytes, x.dtype),
+                self._pinned_buffer("out", out.nbytes, out.dtype),
+            )
+            self._copy(address(host_x), address(x), x.nbytes, DEVICE_TO_HOST)
             self._stream.synchronize()
-            call(below.reshape(x.shape), above.reshape(shape))
-            self._copy(address(out), address(above), out.nbytes, UP)
+            call(host_x.reshape(x.shape), host_out.reshape(shape))
+            self._copy(address(out), address(host_out), out.nbytes, HOST_TO_DEVICE)
 
-        return self._behind(run, x, out)
+        return self._enqueue(run, x, out)
 
     def _all_reduce_chunks(self, x, op, out):
-        """Two buffers in turn. The copies are one stream's, so a chunk comes down only when the one before it is up."""
+        """All-reduce with two pinned buffers in turn; one stream orders the copies, so no buffer is reused early."""
         step = CHUNK // x.itemsize * x.itemsize
         chunks = [(start, min(step, x.nbytes - start)) for start in range(0, x.nbytes, step)]
-        arrived = []
+        copies = []
 
-        def fetch(number):
+        def copy_to_host(number):
             start, length = chunks[number]
-            buffer = self._buffer(number % 2, length, x.dtype)
-            self._copy(address(buffer), address(x) + start, length, DOWN)
-            arrived.append((buffer, self._stream.record(self._cupy.cuda.Event(disable_timing=True))))
+            buffer = self._pinned_buffer(number % 2, length, x.dtype)
+            self._copy(address(buffer), address(x) + start, length, DEVICE_TO_HOST)
+            copies.append((buffer, self._stream.record(self._cupy.cuda.Event(disable_timing=True))))
 
         for number in range(min(2, len(chunks))):
-            fetch(number)
+            copy_to_host(number)
         for number, (start, length) in enumerate(chunks):
-            buffer, event = arrived[number]
-            event.synchronize()
-            self._wire.all_reduce(buffer, op, out=buffer)
-            self._copy(address(out) + start, address(buffer), length, UP)
+            buffer, copied = copies[number]
+            copied.synchronize()
+            self._thread_host.all_reduce(buffer, op, out=buffer)
+            self._copy(address(out) + start, address(buffer), length, HOST_TO_DEVICE)
             if number + 2 < len(chunks):
-                fetch(number + 2)
+                copy_to_host(number + 2)
 
-    def _behind(self, run, x, out):
-        """Handle of run() in the thread, behind all that the caller's stream has to do by now."""
+    def _enqueue(self, run, x, out):
+        """Handle of run() in the background thread, after all work that the caller's stream has now."""
         cuda = self._cupy.cuda
-        begun = cuda.Event(disable_timing=True)
-        begun.record()
+        ready = cuda.Event(disable_timing=True)
+        ready.record()
 
         def job():
-            with cuda.Device(self._number):  # a thread begins on the first one
-                self._stream.wait_event(begun)
+            with cuda.Device(self._device_id):  # CUDA's current device is per thread, device 0 at first
+                self._stream.wait_event(ready)
                 run()
                 self._stream.synchronize()
 
-        return _Staged(self._thread.submit(job), x, out)
+        return _ThreadOperation(self._thread.submit(job), x, out)
 
-    def _copy(self, to, source, length, kind):
-        self._cupy.cuda.runtime.memcpyAsync(to, source, length, kind, self._stream.ptr)
+    def _copy(self, target, source, length, kind):
+        self._cupy.cuda.runtime.memcpyAsync(target, source, length, kind, self._stream.ptr)
 
-    def _buffer(self, name, length, dtype):
-        """Pinned memory as a flat array, the same for the same name, as large as it was ever wanted."""
+    def _pinned_buffer(self, name, length, dtype):
+        """`length` bytes of pinned memory as a flat array; each name keeps its buffer, which only grows."""
         if name not in self._pinned or self._pinned[name].nbytes < length:
             memory = self._cupy.cuda.alloc_pinned_memory(max(1, length))
             self._pinned[name] = np.frombuffer(memory, np.uint8, max(1, length))
@@ -147,8 +150,8 @@ class StagedCollectives(Communicator):
         return self._cupy.empty(shape, dtype) if out is None else out
 
 
-class _Staged(Handle):
-    """A call in the thread; x and out live until it is done."""
+class _ThreadOperation(Handle):
+    """A call in the background thread; keeps x and out alive until it is complete."""
 
     def __init__(self, future, x, out):
         super().__init__(out)
@@ -161,8 +164,8 @@ class _Staged(Handle):
         return self._result
 
 
-class _Arriving(Handle):
-    """A message on its way to the host, and then to the GPU."""
+class _PendingReceive(Handle):
+    """A pending receive into host memory; wait() copies the message to the GPU."""
 
     def __init__(self, message, out):
         super().__init__(out)

@@ -1,9 +1,9 @@
-"""The sum of several arrays in the canonical tree, in one pass: what each rank does with the parts that others sent it.
+"""A kernel that sums the rows of an array in the canonical order: each rank applies it to the parts that it received.
 
     5 rows  ((0+1) + (2+3)) + 4                                                 (gpt2core/parallel/tree_sum.py)
 
-NCCL's own all-reduce adds up along a ring or a tree of GPUs, which depends on their number, and rounds to the type of
-the array at every hop. Here the order is fixed, sums are float32 (float64 of float64), and rounding comes once, last.
+NCCL's all-reduce adds along a ring or a tree of GPUs. Its order depends on their number, and it rounds to the dtype of
+the array at every step. Here the order is fixed, sums are float32 (float64 for float64), and rounding comes once.
 """
 
 import triton
@@ -15,26 +15,27 @@ BLOCK = 1024  # elements of one program
 
 
 def tree_sum(out, rows):
-    """out (n) = the canonical sum of rows (p, n), of out's type; p is compiled in."""
+    """out (n) = the sum of rows (p, n) in the canonical order, rounded to out's dtype; compiled for each p."""
     count, n = rows.shape
     launch(tree_sum_kernel, (triton.cdiv(n, BLOCK),), out, rows, n, COUNT=count, BLOCK=BLOCK, num_warps=4)
 
 
 @triton.jit
-def tree_of(rows, at, stride, mask, COUNT: tl.constexpr):
-    """The sum of COUNT rows from `rows` on: the largest power of two below COUNT of them, and then the others."""
+def tree_of_rows(rows_ptr, offs, stride, mask, COUNT: tl.constexpr):
+    """Sum of COUNT rows from rows_ptr on: that of the largest power of two below COUNT, plus that of the rest."""
     if COUNT == 1:
-        x = tl.load(rows + at, mask, 0)
+        x = tl.load(rows_ptr + offs, mask, 0)
         total = x if x.dtype == tl.float64 else x.to(tl.float32)
     else:
         HALF: tl.constexpr = triton.next_power_of_2(COUNT) // 2
-        left = tree_of(rows, at, stride, mask, HALF)
-        total = left + tree_of(rows + HALF * stride, at, stride, mask, COUNT - HALF)
+        left = tree_of_rows(rows_ptr, offs, stride, mask, HALF)
+        total = left + tree_of_rows(rows_ptr + HALF * stride, offs, stride, mask, COUNT - HALF)
     return total
 
 
 @triton.jit
-def tree_sum_kernel(out, rows, n, COUNT: tl.constexpr, BLOCK: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    total = tree_of(rows, at, tl.cast(n, tl.int64), at < n, COUNT)
-    tl.store(out + at, total, at < n)
+def tree_sum_kernel(out_ptr, rows_ptr, n, COUNT: tl.constexpr, BLOCK: tl.constexpr):
+    offs = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = offs < n
+    total = tree_of_rows(rows_ptr, offs, tl.cast(n, tl.int64), mask, COUNT)
+    tl.store(out_ptr + offs, total, mask)

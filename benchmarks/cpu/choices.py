@@ -1,4 +1,4 @@
-"""What does each choice in the NumPy backend gain? The naive way against ours, in turns, on the arrays of `paper`."""
+"""What does each choice in the NumPy backend gain? Naive code against ours, interleaved, on the arrays of `paper`."""
 
 import argparse
 import statistics
@@ -6,7 +6,8 @@ import time
 
 import numpy as np
 
-from benchmarks.harness.contenders import paired_ratio, print_table, run, save
+from benchmarks.harness.processes import run_main
+from benchmarks.harness.report import add_save_flags, paired_ratio, print_table, save
 from gpt2core.app.presets import PRESETS
 from gpt2core.parallel.threads import limit_blas
 from stage0_serial.buffer_pool import BufferPool
@@ -16,11 +17,11 @@ ROWS = 512  # a micro-batch: 2 sequences of 256 tokens
 
 
 def choices():
-    """Yield (what, naive, ours): two functions that compute the same."""
+    """Yield (name, naive, ours) of each choice: two functions that compute the same."""
     config, rng, backend = PRESETS["paper"], np.random.default_rng(), NumpyBackend()
     C = config.n_embd
     x, wide = (rng.standard_normal((ROWS, n), np.float32) for n in (C, 4 * C))
-    out, pool, live = np.empty_like(wide), BufferPool(), range(24)  # activations alive at once: 75 MB, then all freed
+    out, pool, live = np.empty_like(wide), BufferPool(), range(24)  # 24 activations of 3 MB at once, then all freed
     yield "cube: x**3 -> x*x*x", lambda: wide**3, lambda: np.multiply(np.multiply(wide, wide, out=out), wide, out=out)
     yield (
         "activations: np.empty -> BufferPool",
@@ -48,7 +49,7 @@ def choices():
 
 
 def gelu(x):
-    """GELU and its derivative as one writes them down, without **3."""
+    """GELU and its derivative in whole-array operations, with x * x * x for the cube."""
     u = np.float32(0.7978846) * (x + np.float32(0.044715) * x * x * x)
     t = np.tanh(u)
     slope = np.float32(0.7978846) * (1 + np.float32(3 * 0.044715) * x * x)
@@ -56,7 +57,7 @@ def gelu(x):
 
 
 def attention(qkv, n_head):
-    """Causal attention with all of its scores."""
+    """Causal attention that computes all T x T scores."""
     B, T, C3 = qkv.shape
     q, k, v = qkv.reshape(B, T, 3, n_head, -1).transpose(2, 0, 3, 1, 4)  # (B, H, T, D) each
     s = q @ k.transpose(0, 1, 3, 2) * np.float32((C3 // 3 // n_head) ** -0.5)
@@ -74,28 +75,30 @@ def seconds(function, repeat):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=15, help="turns of each pair (default 15)")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.cpu.choices", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=15, help="rounds of each pair (default 15)")
+    add_save_flags(parser.add_argument)
     args = parser.parse_args()
     limit_blas(1)
     results, rows = [], []
-    for what, naive, ours in choices():
+    for name, naive, ours in choices():
         repeat = max(1, int(0.02 / seconds(ours, 2)))
-        played = [(seconds(naive, repeat), seconds(ours, repeat)) for _ in range(args.rounds)]
-        naive_seconds, our_seconds = zip(*played, strict=True)
+        times = [(seconds(naive, repeat), seconds(ours, repeat)) for _ in range(args.rounds)]
+        naive_seconds, our_seconds = zip(*times, strict=True)
         gain = paired_ratio(naive_seconds, our_seconds)
-        results.append({"choice": what, "naive_seconds": naive_seconds, "our_seconds": our_seconds, "gain": gain})
+        results.append({"choice": name, "naive_seconds": naive_seconds, "our_seconds": our_seconds, "gain": gain})
         rows.append(
             {
-                "choice": what,
+                "choice": name,
                 "naive, us": f"{statistics.median(naive_seconds) * 1e6:,.0f}",
                 "ours, us": f"{statistics.median(our_seconds) * 1e6:,.0f}",
-                "times as fast": f"{gain:.2f}",
+                "times as fast": f"{gain['median']:.2f}",
             }
         )
     print_table(rows)
-    save("benchmarks.cpu.choices", results)
+    if not args.no_save:
+        save("benchmarks.cpu.choices", results, args.commit)
 
 
 if __name__ == "__main__":
-    run(main)
+    run_main(main)

@@ -1,4 +1,4 @@
-"""Does the loss fall as the paper's serial run does, and is the curve the same bits for any number of threads?"""
+"""Does the loss follow the paper's serial run, and is the curve bit-identical for every number of threads?"""
 
 import argparse
 import subprocess
@@ -6,7 +6,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-from benchmarks.harness.contenders import ROOT, print_table, run, save
+from benchmarks.harness.jobs import ROOT
+from benchmarks.harness.processes import run_main
+from benchmarks.harness.report import add_save_flags, print_table, save
 from gpt2core.app.run_log import read_log
 
 # Table 2, column "Serial Loss", of "Distributed GPT-2" (Sahdev, Mathews, Guerrero): 50 steps of preset `paper`.
@@ -21,7 +23,7 @@ PAPER = [float(loss) for loss in PAPER.split()]
 
 
 def train(threads, plot):
-    """The rows of the log of the default run on `threads` threads."""
+    """The log rows of the default run on `threads` threads; the curve is drawn to the file `plot`."""
     with tempfile.TemporaryDirectory() as scratch:
         log = Path(scratch) / "log.jsonl"
         command = [sys.executable, "-m", "stage0_serial.train_gpt2", "--threads", str(threads), "--log", str(log)]
@@ -31,10 +33,13 @@ def train(threads, plot):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.cpu.curve", description=__doc__)
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="thread counts to compare (default 1 2)")
+    add_save_flags(parser.add_argument)
     args = parser.parse_args()
-    logs = {threads: train(threads, ROOT / "results" / "cpu" / "curve.png") for threads in args.threads}
+    with tempfile.TemporaryDirectory() as scratch:
+        plot = Path(scratch, "curve.png") if args.no_save else ROOT / "results" / "cpu" / "curve.png"
+        logs = {threads: train(threads, plot) for threads in args.threads}
     losses = [row["loss"] for row in next(iter(logs.values()))]
     deviations = [ours / theirs - 1 for ours, theirs in zip(losses, PAPER, strict=True)]
     print_table(
@@ -44,13 +49,15 @@ def main():
         ]
     )
     worst = max(range(50), key=lambda step: abs(deviations[step]))
-    print(f"\nfarthest from the paper at step {worst}: {deviations[worst]:+.1%}")
+    print(f"\nlargest deviation from the paper: step {worst}: {deviations[worst]:+.1%}")
     hashes = {threads: rows[-1]["parameters_sha256"] for threads, rows in logs.items()}
     same = len({(*(row["loss"] for row in rows), hashes[threads]) for threads, rows in logs.items()}) == 1
-    print(f"losses and parameters at {args.threads} threads: {'equal, bit for bit' if same else 'DIFFERENT'}")
-    save("benchmarks.cpu.curve", {"losses": losses, "deviations": deviations, "hashes": hashes, "equal": same})
+    print(f"losses and parameters at {args.threads} threads: {'bit-identical' if same else 'DIFFERENT'}")
+    if not args.no_save:
+        results = {"losses": losses, "deviations": deviations, "hashes": hashes, "equal": same}
+        save("benchmarks.cpu.curve", results, args.commit)
     return 0 if same and abs(deviations[worst]) < 0.25 else 1
 
 
 if __name__ == "__main__":
-    sys.exit(run(main))
+    sys.exit(run_main(main))

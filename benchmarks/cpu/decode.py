@@ -7,20 +7,21 @@ from contextlib import ExitStack
 
 import numpy as np
 
-from benchmarks.harness.contenders import Contender, Running, paired_ratio, play, print_table, run, save
+from benchmarks.harness.processes import BenchmarkProcess, ProcessSpec, run_main, run_rounds
+from benchmarks.harness.report import add_save_flags, paired_ratio, print_table, save
 from gpt2core.app.presets import PRESETS
 
 OURS, TORCH = "ours", "torch eager"
 SEED = 20260101
-BENCHMARK = "benchmarks.cpu.decode"  # how the contenders' processes import this file
+BENCHMARK = "benchmarks.cpu.decode"  # the name under which the benchmark processes import this file
 
 
 def prepare(module, preset, threads):
-    """In the contender's process: return `turn(prompt, new, use_cache)`, one greedy continuation of random tokens."""
+    """In each process: return `run_round(prompt, new, use_cache)`, one greedy continuation of random tokens."""
     config = PRESETS[preset]
     generate = module.make_generator(config, threads)
 
-    def turn(prompt, new, use_cache):
+    def run_round(prompt, new, use_cache):
         prompt_ids = np.random.default_rng(SEED).integers(0, config.vocab_size, prompt)
         cpu_started = time.process_time()
         ids, first, total = generate(prompt_ids, new, use_cache)
@@ -32,93 +33,99 @@ def prepare(module, preset, threads):
             "cpu": time.process_time() - cpu_started,
         }
 
-    return turn
+    return run_round
 
 
 def cases(block, new):
-    """What is decoded. The last is the paper's inference: its window slides, so no cache outlives its first token."""
+    """(name, request) of each case. In the last, the paper's inference, the window slides after the first token.
+
+    A sliding window changes the learned position of every token, so the cache is invalid there.
+    """
     yield "KV cache", {"prompt": block - new, "new": new, "use_cache": True}
     yield "recomputing", {"prompt": block - new, "new": new, "use_cache": False}
     yield "full window", {"prompt": block, "new": new, "use_cache": True}
 
 
-def contenders(args, threads):
-    """The table's rows. Ours divides matrix products over threads of its own, PyTorch has as many OpenMP threads."""
+def process_specs(args, threads):
+    """The table's rows. Ours divides matrix products over its own threads; PyTorch uses as many OpenMP threads."""
     sizes = {"preset": args.preset, "threads": threads}
-    yield Contender(OURS, "benchmarks.harness.ours", 1, sizes)
-    yield Contender(TORCH, "benchmarks.peers.torch_gpt2", threads, sizes)
+    yield ProcessSpec(OURS, "benchmarks.harness.ours", 1, sizes)
+    yield ProcessSpec(TORCH, "benchmarks.peers.torch_gpt2", threads, sizes)
 
 
-def measure(args, threads, rows):
-    """Play every case of one thread count. Every contender's cache must give the tokens that it gives recomputing."""
+def measure(args, threads, specs):
+    """Run every case at one thread count. Raises SystemExit if the cache changes the tokens."""
     results = []
     with ExitStack() as stack:
-        running = [stack.enter_context(Running(row, BENCHMARK, args.timeout)) for row in rows]
+        processes = [stack.enter_context(BenchmarkProcess(spec, BENCHMARK, args.timeout)) for spec in specs]
         for case, request in cases(PRESETS[args.preset].block_size, args.new):
-            for name, answers in play(running, args.rounds, request, request).items():
-                turns = answers["rounds"]
+            for name, one in run_rounds(processes, args.rounds, request, request).items():
+                rounds = one["rounds"]
                 results.append(
                     {
                         "name": name,
                         "case": case,
                         "threads": threads,
                         **request,
-                        **{key: [turn[key] for turn in turns] for key in ("first", "token", "total", "cpu")},
-                        "peak_bytes": turns[-1]["peak_bytes"],
-                        "ids": turns[-1]["ids"],
+                        **{key: [each[key] for each in rounds] for key in ("first", "token", "total", "cpu")},
+                        "peak_bytes": rounds[-1]["peak_bytes"],
+                        "ids": rounds[-1]["ids"],
                     }
                 )
     ids = {(result["name"], result["case"]): result["ids"] for result in results}
-    for row in rows:
-        if ids[row.name, "KV cache"] != ids[row.name, "recomputing"]:
-            raise SystemExit(f"contender '{row.name}': the cache gives other tokens than recomputing")
+    for spec in specs:
+        if ids[spec.name, "KV cache"] != ids[spec.name, "recomputing"]:
+            raise SystemExit(f"{spec.name}: the tokens with the KV cache differ from those of recomputing")
     return results
 
 
 def summarise(results):
-    """Add medians and ratios to the results of one thread count; return table rows."""
+    """Add the cores used and ratios to the results of one thread count; return the table's rows."""
     token = {(result["name"], result["case"]): result["token"] for result in results}
     rows = []
     for result in results:
         case, name = result["case"], result["name"]
-        for key in ("first", "token", "total"):
-            result[f"median_{key}"] = statistics.median(result[key])
+        median = statistics.median(result["token"])
+        result["cores_used"] = sum(result["cpu"]) / sum(result["total"])
         result["times_as_fast_as_torch"] = paired_ratio(token[TORCH, case], result["token"])
-        result["times_as_fast_as_recomputing"] = statistics.median(token[name, "recomputing"]) / result["median_token"]
+        result["times_as_fast_as_recomputing"] = statistics.median(token[name, "recomputing"]) / median
         rows.append(
             {
                 f"{result['threads']} thread(s)": f"{case}, {name}",
                 "tokens": f"{result['prompt']} + {result['new']}",
-                "first, ms": f"{1e3 * result['median_first']:.1f}",
-                "ms/token": f"{1e3 * result['median_token']:.2f}",
+                "first token, ms": f"{1e3 * statistics.median(result['first']):.1f}",
+                "ms/token": f"{1e3 * median:.2f}",
                 "best": f"{1e3 * min(result['token']):.2f}",
-                "x torch": f"{result['times_as_fast_as_torch']:.2f}",
+                "x torch": f"{result['times_as_fast_as_torch']['median']:.2f}",
                 "x recomputing": f"{result['times_as_fast_as_recomputing']:.1f}",
-                "all, s": f"{result['median_total']:.2f}",
-                "cores had": f"{sum(result['cpu']) / sum(result['total']):.2f}",
+                "all tokens, s": f"{statistics.median(result['total']):.2f}",
+                "cores used": f"{result['cores_used']:.2f}",
                 "peak MiB": f"{result['peak_bytes'] / 2**20:.0f}",
             }
         )
     return rows
 
 
-def main(contenders=contenders):
+def main():
     parser = argparse.ArgumentParser(prog=f"python -m {BENCHMARK}", description=__doc__)
-    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="thread counts (default 1 2)")
-    parser.add_argument("--preset", choices=PRESETS, default="paper", help="model (default paper)")
-    parser.add_argument("--new", type=int, default=30, help="new tokens (default 30)")
-    parser.add_argument("--rounds", type=int, default=7, help="turns of each contender (default 7)")
-    parser.add_argument("--timeout", type=int, default=300, help="seconds that one turn may take (default 300)")
+    add = parser.add_argument
+    add("--threads", type=int, nargs="+", default=[1, 2], help="thread counts (default 1 2)")
+    add("--preset", choices=PRESETS, default="paper", help="model (default paper)")
+    add("--new", type=int, default=30, help="new tokens (default 30)")
+    add("--rounds", type=int, default=7, help="rounds (default 7)")
+    add("--timeout", type=int, default=300, help="seconds that one round of a process may take (default 300)")
+    add_save_flags(add)
     args = parser.parse_args()
 
     results = []
     for threads in args.threads:
-        of_threads = measure(args, threads, list(contenders(args, threads)))
+        of_threads = measure(args, threads, list(process_specs(args, threads)))
         print_table(summarise(of_threads))
         print()
         results += of_threads
-    save(BENCHMARK, results)
+    if not args.no_save:
+        save(BENCHMARK, results, args.commit)
 
 
 if __name__ == "__main__":
-    run(main)
+    run_main(main)

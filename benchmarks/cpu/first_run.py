@@ -1,4 +1,4 @@
-"""How long does a newcomer wait? Two whole commands as processes: training `tiny`, and the paper's inference."""
+"""How long do the first two commands take, start-up included: training `tiny`, and the paper's inference?"""
 
 import argparse
 import statistics
@@ -6,7 +6,9 @@ import subprocess
 import sys
 import time
 
-from benchmarks.harness.contenders import ROOT, print_table, run, save
+from benchmarks.harness.jobs import ROOT
+from benchmarks.harness.processes import run_main
+from benchmarks.harness.report import add_save_flags, print_table, save
 
 COMMANDS = {
     "train_gpt2.py --preset tiny": [sys.executable, "train_gpt2.py", "--preset", "tiny"],
@@ -15,22 +17,25 @@ COMMANDS = {
 
 
 def seconds(command):
+    """Seconds that the command takes as a process of its own."""
     start = time.perf_counter()
     subprocess.run(command, cwd=ROOT / "stage0_serial", check=True, stdout=subprocess.DEVNULL)
     return time.perf_counter() - start
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.cpu.first_run", description=__doc__)
     parser.add_argument("--rounds", type=int, default=3, help="runs of each command (default 3)")
+    add_save_flags(parser.add_argument)
     args = parser.parse_args()
     results = {name: [] for name in COMMANDS}
     for _ in range(args.rounds):
         for name, command in COMMANDS.items():
             results[name].append(seconds(command))
     print_table([{"command": name, "seconds": f"{statistics.median(each):.2f}"} for name, each in results.items()])
-    save("benchmarks.cpu.first_run", results)
+    if not args.no_save:
+        save("benchmarks.cpu.first_run", {"seconds": results}, args.commit)
 
 
 if __name__ == "__main__":
-    run(main)
+    run_main(main)

@@ -1,8 +1,9 @@
-"""The floor: the matrix products of one training step and nothing else, which no NumPy step with this BLAS can beat.
+"""Only the matrix products of one training step: a lower bound for the time of a NumPy step with this BLAS.
 
-Each product runs on warm, preallocated buffers, one BLAS thread for each Python thread, every thread with its own share
-of the batch. A linear layer has three: y = x w, dx = dy w^T, dw = x^T dy. Causal attention has six, by blocks of 64
-queries that skip the upper triangle, on strided views of the fused projection (T, 3, H, D), as the NumPy backend does.
+Each product runs on warm, preallocated buffers. Each Python thread uses one BLAS thread and has its own share of the
+batch. A linear layer has three: y = x w, dx = dy w^T, dw = x^T dy. Causal attention has six for each block of
+64 queries, which skip the upper triangle; they read strided views of the fused projection (T, 3, H, D), as in the
+NumPy backend.
 """
 
 from concurrent.futures import ThreadPoolExecutor
@@ -16,10 +17,10 @@ QUERY_BLOCK = 64
 
 
 def make_trainer(config, batch_size, seq_len, threads):
-    """Return `step(inputs, targets)`: the products of one step; the tokens do not matter to them. There is no loss."""
-    shards = [batch_size * (i + 1) // threads - batch_size * i // threads for i in range(threads)]
+    """Return `step(inputs, targets)`, which computes the products of one step, ignores the tokens and returns None."""
+    shares = [batch_size * (i + 1) // threads - batch_size * i // threads for i in range(threads)]
     weights = make_weights(config, np.random.default_rng(0))
-    work = [list(products(config, weights, sequences, seq_len)) for sequences in shards]
+    work = [list(products(config, weights, sequences, seq_len)) for sequences in shares]
     pool = ThreadPoolExecutor(threads)
 
     def step(inputs, targets):
@@ -40,7 +41,7 @@ def make_weights(config, rng):
 
 
 def products(config, weights, sequences, T):
-    """Yield (a, b, out) of one thread's share, forward and backward. All layers share the same, warm activations."""
+    """Yield (a, b, out) of one thread's share, forward and backward. All layers use the same activation buffers."""
     rng = np.random.default_rng(1)
     C, H, N = config.n_embd, config.n_head, sequences * T
     random = lambda *shape: rng.standard_normal(shape, dtype=np.float32)  # noqa: E731

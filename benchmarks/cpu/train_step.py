@@ -7,21 +7,22 @@ from contextlib import ExitStack
 
 import numpy as np
 
-from benchmarks.harness.contenders import Contender, Running, paired_ratio, play, print_table, run, save
+from benchmarks.harness.processes import BenchmarkProcess, ProcessSpec, run_main, run_rounds
+from benchmarks.harness.report import add_save_flags, paired_ratio, print_table, round_medians, save
 from gpt2core.app.presets import PRESETS
 
 EAGER, FLOOR = "torch eager", "sgemm floor"
 SEED = 20260101
-BENCHMARK = "benchmarks.cpu.train_step"  # how the contenders' processes import this file
+BENCHMARK = "benchmarks.cpu.train_step"  # the name under which the benchmark processes import this file
 
 
 def prepare(module, preset, batch_size, threads, **options):
-    """In the contender's process: return `turn(steps)`, which trains on fresh random tokens and times every step."""
+    """In each process: return `run_round(steps)`, which trains on fresh random tokens and times every step."""
     config = PRESETS[preset]
     step = module.make_trainer(config, batch_size, config.block_size, threads, **options)
-    rng = np.random.default_rng(SEED)  # the same tokens for every contender
+    rng = np.random.default_rng(SEED)  # the same tokens in every process
 
-    def turn(steps):
+    def run_round(steps):
         seconds, losses, cpu_started = [], [], time.process_time()
         for _ in range(steps):
             tokens = rng.integers(0, config.vocab_size, (batch_size, config.block_size + 1))
@@ -31,89 +32,91 @@ def prepare(module, preset, batch_size, threads, **options):
             seconds.append(time.perf_counter() - started)
         return {"seconds": seconds, "losses": losses, "cpu_seconds": time.process_time() - cpu_started}
 
-    return turn
+    return run_round
 
 
-def contenders(args, threads):
-    """The table's rows. Ours runs one BLAS thread in each of its threads; PyTorch gets as many OpenMP threads."""
+def process_specs(args, threads):
+    """The table's rows. Ours runs one BLAS thread in each of its threads; PyTorch uses as many OpenMP threads."""
     sizes = {"preset": args.preset, "batch_size": args.batch_size, "threads": threads}
-    yield Contender("ours", "benchmarks.harness.ours", 1, dict(sizes, deterministic=True))
-    yield Contender("ours --no-deterministic", "benchmarks.harness.ours", 1, dict(sizes, deterministic=False))
-    yield Contender(EAGER, "benchmarks.peers.torch_gpt2", threads, sizes)
+    yield ProcessSpec("ours", "benchmarks.harness.ours", 1, dict(sizes, deterministic=True))
+    yield ProcessSpec("ours --no-deterministic", "benchmarks.harness.ours", 1, dict(sizes, deterministic=False))
+    yield ProcessSpec(EAGER, "benchmarks.peers.torch_gpt2", threads, sizes)
     if not args.no_compile:
-        yield Contender("torch compiled", "benchmarks.peers.torch_gpt2", threads, dict(sizes, compiled=True))
-    yield Contender(FLOOR, "benchmarks.cpu.sgemm_floor", 1, sizes)
+        yield ProcessSpec("torch compiled", "benchmarks.peers.torch_gpt2", threads, dict(sizes, compiled=True))
+    yield ProcessSpec(FLOOR, "benchmarks.cpu.sgemm_floor", 1, sizes)
 
 
-def measure(args, threads, rows):
-    """Play one thread count; return one result for each row, with every step's seconds."""
+def measure(args, threads, specs):
+    """Run the rounds of one thread count; return one result for each spec, with the seconds of every step."""
     with ExitStack() as stack:
-        running = [stack.enter_context(Running(row, BENCHMARK, args.timeout)) for row in rows]
-        played = play(running, args.rounds, {"steps": args.warm_up}, {"steps": args.steps_per_round})
-        baseline = {one.contender.name: one.baseline for one in running}
+        processes = [stack.enter_context(BenchmarkProcess(spec, BENCHMARK, args.timeout)) for spec in specs]
+        measured = run_rounds(processes, args.rounds, {"steps": args.warm_up}, {"steps": args.steps_per_round})
+        baseline = {process.spec.name: process.baseline for process in processes}
     return [
         {
             "name": name,
             "threads": threads,
-            "seconds": [answer["seconds"] for answer in answers["rounds"]],
-            "cpu_seconds": sum(answer["cpu_seconds"] for answer in answers["rounds"]),
-            "warm_up_seconds": answers["warm_up"]["seconds"],
-            "final_loss": answers["rounds"][-1]["losses"][-1],
-            "peak_bytes": answers["rounds"][-1]["peak_bytes"],
+            "seconds": [each["seconds"] for each in one["rounds"]],
+            "cpu_seconds": sum(each["cpu_seconds"] for each in one["rounds"]),
+            "warm_up_seconds": one["warm_up"]["seconds"],
+            "final_loss": one["rounds"][-1]["losses"][-1],
+            "peak_bytes": one["rounds"][-1]["peak_bytes"],
             "import_bytes": baseline[name],
         }
-        for name, answers in played.items()
+        for name, one in measured.items()
     ]
 
 
 def summarise(results, tokens):
-    """Add medians and ratios (taken within rounds) to the results of one thread count; return table rows."""
-    for result in results:
-        result["round_medians"] = [statistics.median(seconds) for seconds in result["seconds"]]
-    by_name = {result["name"]: result["round_medians"] for result in results}
+    """Add the minimum, the cores used and the ratios of each round to one thread count's results; return the rows."""
+    medians = {result["name"]: round_medians(result["seconds"]) for result in results}
     rows = []
     for result in results:
-        every = [second for seconds in result["seconds"] for second in seconds]
-        result["median"], result["min"] = statistics.median(every), min(every)
-        result["times_as_fast_as_eager"] = paired_ratio(by_name[EAGER], result["round_medians"])
-        result["share_of_floor"] = paired_ratio(by_name[FLOOR], result["round_medians"])
+        steps, own = sum(result["seconds"], []), medians[result["name"]]
+        median, result["min"] = statistics.median(steps), min(steps)
+        result["cores_used"] = result["cpu_seconds"] / sum(steps)
+        result["times_as_fast_as_eager"] = paired_ratio(medians[EAGER], own)
+        result["share_of_floor"] = paired_ratio(medians[FLOOR], own)
         rows.append(
             {
                 f"{result['threads']} thread(s)": result["name"],
-                "ms/step": f"{1e3 * result['median']:.4g}",
+                "ms/step": f"{1e3 * median:.4g}",
                 "best": f"{1e3 * result['min']:.4g}",
-                "tokens/s": f"{tokens / result['median']:.0f}",
-                "x torch eager": f"{result['times_as_fast_as_eager']:.3f}",
-                "share of floor": f"{100 * result['share_of_floor']:.0f} %",
-                "cores had": f"{result['cpu_seconds'] / sum(every):.2f}",
+                "tokens/s": f"{tokens / median:.0f}",
+                "x torch eager": f"{result['times_as_fast_as_eager']['median']:.3f}",
+                "share of floor": f"{100 * result['share_of_floor']['median']:.0f} %",
+                "cores used": f"{result['cores_used']:.2f}",
                 "peak MiB": f"{result['peak_bytes'] / 2**20:.0f}",
-                "of it imports": f"{result['import_bytes'] / 2**20:.0f}",
+                "imports MiB": f"{result['import_bytes'] / 2**20:.0f}",
             }
         )
     return rows
 
 
-def main(contenders=contenders):
+def main():
     parser = argparse.ArgumentParser(prog=f"python -m {BENCHMARK}", description=__doc__)
-    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="thread counts (default 1 2)")
-    parser.add_argument("--preset", choices=PRESETS, default="paper", help="model (default paper)")
-    parser.add_argument("--batch-size", type=int, default=16, help="sequences per step (default 16)")
-    parser.add_argument("--rounds", type=int, default=5, help="turns of each contender (default 5)")
-    parser.add_argument("--steps-per-round", type=int, default=2, help="steps in one turn (default 2)")
-    parser.add_argument("--warm-up", type=int, default=2, help="steps before the first round (default 2)")
-    parser.add_argument("--timeout", type=int, default=900, help="seconds that one turn may take (default 900)")
-    parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
+    add = parser.add_argument
+    add("--threads", type=int, nargs="+", default=[1, 2], help="thread counts (default 1 2)")
+    add("--preset", choices=PRESETS, default="paper", help="model (default paper)")
+    add("--batch-size", type=int, default=16, help="sequences per step (default 16)")
+    add("--rounds", type=int, default=5, help="rounds (default 5)")
+    add("--steps-per-round", type=int, default=2, help="timed steps of each process in a round (default 2)")
+    add("--warm-up", type=int, default=2, help="steps before the first round (default 2)")
+    add("--timeout", type=int, default=900, help="seconds that one round of a process may take (default 900)")
+    add("--no-compile", action="store_true", help="omit torch.compile")
+    add_save_flags(add)
     args = parser.parse_args()
 
     tokens = args.batch_size * PRESETS[args.preset].block_size
     results = []
     for threads in args.threads:
-        of_threads = measure(args, threads, list(contenders(args, threads)))
+        of_threads = measure(args, threads, list(process_specs(args, threads)))
         print_table(summarise(of_threads, tokens))
         print()
         results += of_threads
-    save(BENCHMARK, results)
+    if not args.no_save:
+        save(BENCHMARK, results, args.commit)
 
 
 if __name__ == "__main__":
-    run(main)
+    run_main(main)

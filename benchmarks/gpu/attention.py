@@ -1,9 +1,10 @@
 """Is causal attention, forward and backward, faster than PyTorch's own, FlashAttention-2 and cuDNN?
 
-Ours reads q, k and v where the projection left them, (B, T, 3C), and writes their gradient there. PyTorch gets three
-arrays (B, H, T, D), or with --packed views of the same projection, and writes three gradients. Both as a CUDA graph of
-several calls, timed by events on the device, in turns; 2 B H T T D operations forward (4, half of them masked), and 2.5
-times as many backward. Our tiles are those that a training run chooses by timing, and in a second row the table's.
+Ours reads q, k and v from the packed projection (B, T, 3C) and writes one packed gradient. PyTorch reads three arrays
+(B, H, T, D), or with --packed three views of the projection, and writes three gradients. Each side runs as a CUDA
+graph of several calls, timed by device events, in interleaved rounds. Forward counts 2 B H T T D operations (4, half of
+them masked), backward 2.5 times as many. The first row uses the tiles that a training run chooses by timing, the second
+those of the table in kernels/attention.py.
 """
 
 import argparse
@@ -15,22 +16,13 @@ from contextlib import ExitStack
 import numpy as np
 
 from benchmarks.harness import ours
-from benchmarks.harness.contenders import (
-    Contender,
-    Running,
-    add_saving,
-    paired_ratio,
-    play,
-    print_table,
-    run,
-    save,
-    timed_turn,
-)
+from benchmarks.harness.processes import BenchmarkProcess, ProcessSpec, run_main, run_rounds, timed_round
+from benchmarks.harness.report import add_save_flags, paired_ratio, print_table, save
 
 # B batch, H heads, T time, D head size, C = H * D
 
 SEED = 20260101
-BENCHMARK = "benchmarks.gpu.attention"  # how the contenders' processes import this file
+BENCHMARK = "benchmarks.gpu.attention"  # the name under which the benchmark processes import this file
 OURS, TABLE = "ours", "ours, the table's tiles"
 PEERS = {"flash": "torch, FlashAttention-2", "cudnn": "torch, cuDNN"}
 SHAPES = [
@@ -41,28 +33,28 @@ SHAPES = [
     (4, 16, 4096, 128),
     (1, 12, 8192, 64),
 ]
-AGREE = 1e-2  # between the norms of what two contenders compute in bf16
+AGREE = 1e-2  # largest relative difference between the norms of two implementations in bf16
 KINDS = ("forward", "both")
 
 
-# -- in the contender's process ---------------------------------------------------------------------------------------
+# -- in the benchmark process ------------------------------------------------------------------------------------------
 
 
 def numbers(B, H, T, D):
-    """qkv (B, T, 3C) and dy (B, T, C), float32, the same for every contender; a million numbers over and over."""
+    """qkv (B, T, 3C) and dy (B, T, C), float32, the same in every process: one million random numbers, repeated."""
     some = np.random.default_rng(SEED).standard_normal(1_000_003, np.float32)
     return np.resize(some, (B, T, 3 * H * D)), np.resize(some[::-1], (B, T, H * D))
 
 
 def prepare(module, **options):
-    """Return `turn(shape, milliseconds)`: {"forward", "both": ms of one call, "norms": of y and of the gradient}."""
+    """Return `run_round(shape, milliseconds)`: {"forward", "both": ms of one call, "norms": of y and the gradient}."""
     build = functools.cache(lambda *shape: module.CausalAttention(*numbers(*shape), shape[1], **options))
 
-    return lambda shape, milliseconds: timed_turn(build(*shape), milliseconds)
+    return lambda shape, milliseconds: timed_round(build(*shape), milliseconds)
 
 
 class CausalAttention(ours.Graphs):
-    """Ours, in bf16: calls recorded in CUDA graphs. qkv (B, T, 3C), dy (B, T, C) on the host."""
+    """Our kernels in bf16, recorded in CUDA graphs. qkv (B, T, 3C), dy (B, T, C) on the host."""
 
     def __init__(self, qkv, dy, n_head, tuned=True):
         import ml_dtypes
@@ -80,7 +72,7 @@ class CausalAttention(ours.Graphs):
         self.cupy.cuda.runtime.deviceSynchronize()
 
     def choose(self, tuned):
-        """Take the tiles that a training run takes: chosen by timing, or as with --deterministic."""
+        """Choose the tiles as a training run does: by timing, or (tuned=False) as with --deterministic."""
         from stage2_cuda.cuda_backend import CudaBackend
         from stage2_cuda.tuning.attention_tiles import tuned_backward, tuned_forward
 
@@ -104,65 +96,65 @@ class CausalAttention(ours.Graphs):
         return [self.norm(array) for array in (self.y, self.dqkv)]
 
 
-# -- on the one that starts them --------------------------------------------------------------------------------------
+# -- in the parent process --------------------------------------------------------------------------------------------
 
 
-def contenders(args):
-    yield Contender(OURS, BENCHMARK, args.threads)
-    yield Contender(TABLE, BENCHMARK, args.threads, {"tuned": False})
+def process_specs(args):
+    yield ProcessSpec(OURS, BENCHMARK, args.threads)
+    yield ProcessSpec(TABLE, BENCHMARK, args.threads, {"tuned": False})
     for peer in args.peers:
         options = {"backend": peer, "packed": args.packed}
-        yield Contender(PEERS[peer], "benchmarks.peers.torch_attention", args.threads, options)
+        yield ProcessSpec(PEERS[peer], "benchmarks.peers.torch_attention", args.threads, options)
 
 
-def measure(args, rows):
-    """Yield the results of all shapes so far, one for each row with every turn's milliseconds, after each shape."""
+def measure(args, specs):
+    """After each shape, yield the results of all shapes so far: one for each spec, with milliseconds of each round."""
     results = []
     with ExitStack() as stack:
-        running = [stack.enter_context(Running(row, BENCHMARK, args.timeout)) for row in rows]
+        processes = [stack.enter_context(BenchmarkProcess(spec, BENCHMARK, args.timeout)) for spec in specs]
         for shape in args.shape or SHAPES:
-            request = {"shape": shape, "milliseconds": args.turn}
-            played = play(running, args.rounds, request, request)
+            request = {"shape": shape, "milliseconds": args.milliseconds}
+            measured = run_rounds(processes, args.rounds, request, request)
             results.append([])
-            for row in rows:
-                rounds = played[row.name]["rounds"]
-                times = {kind: [answer[kind] for answer in rounds] for kind in KINDS}
-                results[-1].append({"name": row.name, "shape": shape, "norms": rounds[-1]["norms"], "ms": times})
+            for spec in specs:
+                rounds = measured[spec.name]["rounds"]
+                times = {kind: [each[kind] for each in rounds] for kind in KINDS}
+                results[-1].append({"name": spec.name, "shape": shape, "norms": rounds[-1]["norms"], "ms": times})
             print_table(summarise(results[-1]))
             print(flush=True)
             yield results
 
 
 def summarise(results):
-    """Add medians, rates and ratios (taken within rounds) to the results of one shape; return the table's rows."""
+    """Add rates and the ratios of each round to the results of one shape; return the table's rows."""
     shape, mine, rows = results[0]["shape"], results[0], []
     B, H, T, D = shape
     forward = 2 * B * H * T * T * D
     flops = {"forward": forward, "both": 3.5 * forward}
     for result in results:
-        result["median"] = {kind: statistics.median(result["ms"][kind]) for kind in KINDS}
-        result["tflops"] = {kind: flops[kind] / result["median"][kind] / 1e9 for kind in KINDS}
-        result["ours_is_times_as_fast"] = {
-            kind: paired_ratio(result["ms"][kind], mine["ms"][kind]) for kind in KINDS
-        }  # fmt: skip
+        median = {kind: statistics.median(result["ms"][kind]) for kind in KINDS}
+        result["tflops"] = {kind: flops[kind] / median[kind] / 1e9 for kind in KINDS}
+        ratio = {kind: paired_ratio(result["ms"][kind], mine["ms"][kind]) for kind in KINDS}
+        result["ours_is_times_as_fast"] = ratio
         worst = max(abs(a / b - 1) for a, b in zip(result["norms"], mine["norms"], strict=True))
         if not worst < AGREE:
             print(f"{result['name']} and {mine['name']} do not compute the same: norms {result['norms']}")
         rows.append(
             {
                 f"{B} x {H} x {T} x {D}": result["name"],
-                "forward ms": f"{result['median']['forward']:.4g}",
+                "forward ms": f"{median['forward']:.4g}",
                 "TFLOP/s": f"{result['tflops']['forward']:.0f}",
-                "ours x": f"{result['ours_is_times_as_fast']['forward']:.3f}",
-                "forward + backward ms": f"{result['median']['both']:.4g}",
+                "ours x": f"{ratio['forward']['median']:.3f}",
+                "forward + backward ms": f"{median['both']:.4g}",
                 "TFLOP/s ": f"{result['tflops']['both']:.0f}",
-                "ours x ": f"{result['ours_is_times_as_fast']['both']:.3f}",
+                "ours x ": f"{ratio['both']['median']:.3f}",
             }
         )
     return rows
 
 
 def shape_of(text):
+    """(B, H, T, D) of a text such as 1x16x16384x64."""
     shape = tuple(int(part) for part in text.split("x"))
     if len(shape) != 4 or min(shape) < 1:
         raise ValueError
@@ -172,19 +164,19 @@ def shape_of(text):
 def main():
     parser = argparse.ArgumentParser(prog=f"python -m {BENCHMARK}", description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("--shape", type=shape_of, nargs="+", metavar="BxHxTxD", help="shapes, a table for each (default six)")
+    add("--shape", type=shape_of, nargs="+", metavar="BxHxTxD", help="shapes, one table each (default six)")
     add("--peers", choices=PEERS, nargs="+", default=list(PEERS), help="PyTorch's rows (default flash cudnn)")
-    add("--packed", action="store_true", help="PyTorch too gets views of the projection (B, T, 3C)")
-    add("--rounds", type=int, default=15, help="turns of each contender (default 15)")
-    add("--turn", type=float, default=30, help="milliseconds on the device of one turn, about (default 30)")
-    add("--threads", type=int, default=4, help="threads of each process on the host (default 4)")
-    add("--timeout", type=int, default=300, help="seconds that one turn may take, compiling included (default 300)")
-    add_saving(add, "attention")
+    add("--packed", action="store_true", help="PyTorch also reads views of the projection (B, T, 3C)")
+    add("--rounds", type=int, default=15, help="rounds (default 15)")
+    add("--milliseconds", type=float, default=30, help="approximate device time of one round (default 30)")
+    add("--threads", type=int, default=4, help="CPU threads of each process (default 4)")
+    add("--timeout", type=int, default=300, help="seconds per round of a process, with compilation (default 300)")
+    add_save_flags(add, "attention")
     args = parser.parse_args()
-    for results in measure(args, list(contenders(args))):
-        if not args.no_save:  # after each shape: what cuts a long run off must not take all of it along
+    for results in measure(args, list(process_specs(args))):
+        if not args.no_save:  # after each shape, so that an interrupted run keeps its finished tables
             save(BENCHMARK, results, args.commit, args.save_as)
 
 
 if __name__ == "__main__":
-    sys.exit(run(main))
+    sys.exit(run_main(main))

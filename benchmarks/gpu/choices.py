@@ -1,6 +1,6 @@
-"""What does each choice in the training step on a GPU gain? Steps without one of them against steps with all.
+"""What does each optimisation of the GPU training step gain? A step without one of them against the full step.
 
-Each row is a step with one thing taken back. The rows take turns, and each is compared with the full step of its round.
+The rows are measured in interleaved rounds, and each is compared with the full step of the same round.
 """
 
 import argparse
@@ -9,66 +9,69 @@ import time
 
 import numpy as np
 
-from benchmarks.harness.contenders import add_saving, paired_ratio, print_table, run, save
-from benchmarks.harness.ours import GPU_OPTIMIZER, LR, Batch, take_turns
+from benchmarks.harness.ours import GPU_OPTIMIZER, share_workspace, train_step
+from benchmarks.harness.processes import run_main
+from benchmarks.harness.report import add_save_flags, paired_ratio, print_table, save
 from gpt2core.app.presets import PRESETS
 from gpt2core.errors import ConfigError
 from gpt2core.trainer import Trainer
 
 BENCHMARK = "benchmarks.gpu.choices"
 SEED = 20260101
-FULL = "all of them"
-SIZES = {"gpt2": (64, 10), "paper": (16, 100)}  # sequences a step, steps in a turn
+FULL = "nothing"
+SIZES = {"gpt2": (64, 10), "paper": (16, 100)}  # sequences per step, steps per round
 
 
-# -- what is taken back -----------------------------------------------------------------------------------------------
+# -- changes to a backend ---------------------------------------------------------------------------------------------
 
 
 def no_graph(backend):
     """Every kernel launched from Python."""
-    backend.records = False
+    backend.runtime.records = False
 
 
 def one_stream(backend):
-    """The gradients of weights in the chain, not beside it."""
+    """Weight gradients on the main stream instead of a second one."""
     from stage2_cuda.runtime.side_stream import NoStream
 
-    backend.side = NoStream()
+    backend.runtime.side = NoStream()
 
 
-def no_places(backend):
-    """The gradients of weights in new arrays, copied to their place."""
-    backend.place_gradients = lambda places: None
+def no_places(trainer):
+    """Weight gradients in new arrays that are then copied to the gradient buffer."""
+    for worker in trainer.accumulator.workers:
+        for tensor in worker.tensors.values():
+            tensor.grad_buffer = None
 
 
 def no_epilogues(backend):
-    """GELU and its derivative as kernels of their own."""
+    """GELU and its derivative in separate kernels."""
     backend.products.fuses_gelu = lambda n, k: False
 
 
 def first_algorithms(backend):
-    """The first algorithm that cublasLt proposes, none timed, and none that was timed before looked up."""
+    """The first algorithm that cublasLt proposes, without timing and without saved choices."""
     from stage2_cuda.tuning.tuner import Tuner
 
     backend.products.gemm.tuner, backend.products.gemm._deterministic = Tuner(backend.xp), True
 
 
 def logits_twice(backend):
-    """Logits computed again in backward, instead of their gradient at once in forward."""
+    """Logits recomputed in backward, instead of computing their gradient in forward."""
     forward = backend.unembed_cross_entropy_forward
     backend.unembed_cross_entropy_forward = lambda x, w, targets, first, scale, seed=None: forward(x, w, targets, first)
 
 
 def odd_vocabulary(backend):
-    """Products with as many columns as there are tokens, 50257 of them."""
+    """Products with exactly as many columns as the vocabulary has tokens, 50257."""
     backend.whole_rows = lambda w: w
 
 
 CHOICES = {
     "no graph": no_graph,
     "one stream": one_stream,
-    "gradients copied to their place": no_places,
-    "GELU in kernels of its own": no_epilogues,
+    "gradients copied to the buffer": no_places,
+    "GELU in separate kernels": no_epilogues,
     "products not timed": first_algorithms,
     "logits computed twice": logits_twice,
     "vocabulary not padded": odd_vocabulary,
@@ -79,33 +82,35 @@ CHOICES = {
 
 
 class Variants:
-    """Trainings that take turns: each has its state, and all record their steps in the memory of the first."""
+    """Trainers that are measured alternately: each has its own state; their recorded steps share one workspace."""
 
     def __init__(self, config, batch_size, precision):
         tokens = np.random.default_rng(SEED).integers(0, config.vocab_size, (batch_size, config.block_size + 1))
-        self.batch = Batch(tokens[:, :-1].copy(), tokens[:, 1:].copy())
+        self.batch = tokens[:, :-1].copy(), tokens[:, 1:].copy()
         self.sizes = dict(batch_size=batch_size, seq_len=config.block_size, micro_batches=1)
         self.config, self.precision, self.first = config, precision, None
 
     def trainer(self, change, steps=4):
-        """A training of its own, with the steps that compile, choose, record and replay behind it."""
+        """A new trainer after `steps` steps, which compile, choose algorithms, record and replay."""
         from stage2_cuda.cuda_backend import CudaBackend
 
         backend = CudaBackend(self.precision, deterministic=False)
-        if change:
+        if change and change is not no_places:
             change(backend)
         trainer = Trainer(self.config, [backend], **self.sizes, optimizer=GPU_OPTIMIZER)
-        self.first = take_turns(self.first, backend)
+        if change is no_places:
+            change(trainer)
+        self.first = share_workspace(self.first, backend)
         self.seconds(trainer, steps)
-        backend.trim()
+        backend.runtime.release_cached_memory()
         return trainer
 
     def seconds(self, trainer, steps):
-        """Median of so many steps."""
+        """The median seconds of `steps` steps."""
         times = []
         for _ in range(steps):
             started = time.perf_counter()
-            trainer.step(self.batch, LR)
+            train_step(trainer, *self.batch)
             times.append(time.perf_counter() - started)
         return statistics.median(times)
 
@@ -118,7 +123,7 @@ def measure(preset, precision, rounds):
     found = {name: [] for name in trainers}
     for _ in range(rounds):
         for name, trainer in trainers.items():
-            variants.seconds(trainer, 1)  # what the others had in the caches is out of them
+            variants.seconds(trainer, 1)  # untimed: fills the caches that the other variants used
             found[name].append(variants.seconds(trainer, steps))
     return found
 
@@ -127,14 +132,14 @@ def main():
     parser = argparse.ArgumentParser(prog=f"python -m {BENCHMARK}", description=__doc__)
     add = parser.add_argument
     add("--preset", choices=SIZES, nargs="+", default=list(SIZES), help="models (default both)")
-    add("--precision", default="bf16", help="of the arithmetic (default bf16)")
-    add("--rounds", type=int, default=5, help="turns of each (default 5)")
-    add_saving(add)
+    add("--precision", default="bf16", help="precision (default bf16)")
+    add("--rounds", type=int, default=5, help="rounds (default 5)")
+    add_save_flags(add)
     args = parser.parse_args()
     from stage2_cuda.runtime.triton_launch import array_module
 
     if array_module() is np:
-        raise ConfigError("TRITON_INTERPRET is set: there is nothing to time on the CPU")
+        raise ConfigError("TRITON_INTERPRET is set; unset it, because this benchmark needs a GPU")
     results = []
     for preset in args.preset:
         found, rows = measure(preset, args.precision, args.rounds), []
@@ -142,12 +147,12 @@ def main():
             gain = paired_ratio(seconds, found[FULL])
             results.append({"preset": preset, "without": name, "seconds": seconds, "gain": gain})
             row = {f"{preset}, {args.precision}, without": name, "ms/step": f"{1e3 * statistics.median(seconds):.4g}"}
-            rows.append(row | {"times as slow": f"{gain:.3f}"})
+            rows.append(row | {"times as slow": f"{gain['median']:.3f}"})
         print_table(rows)
         print(flush=True)
-        if not args.no_save:  # after each table: what cuts a long run off must not take all of it along
+        if not args.no_save:  # after each table, so that an interrupted run keeps its finished tables
             save(BENCHMARK, results, args.commit)
 
 
 if __name__ == "__main__":
-    run(main)
+    run_main(main)

@@ -1,29 +1,20 @@
-"""How many microseconds does a token take on the GPU, for one text and for many, against PyTorch's best?"""
+"""How many microseconds does a token take on the GPU, for one sequence and for many, against PyTorch's best?"""
 
 import argparse
 import functools
 import statistics
-import time
 from contextlib import ExitStack
 
 import numpy as np
 
 from benchmarks.harness import ours
-from benchmarks.harness.contenders import (
-    Contender,
-    Running,
-    add_saving,
-    paired_ratio,
-    play,
-    print_table,
-    run,
-    save,
-)
+from benchmarks.harness.ours import seconds_per_step
+from benchmarks.harness.processes import BenchmarkProcess, ProcessSpec, run_main, run_rounds
+from benchmarks.harness.report import add_save_flags, paired_ratio, print_table, save
 from gpt2core.app.presets import PRESETS
-from gpt2core.sampler import Greedy
 
 SEED = 20260101
-BENCHMARK = "benchmarks.gpu.decode"  # how the contenders' processes import this file
+BENCHMARK = "benchmarks.gpu.decode"  # the name under which the benchmark processes import this file
 OURS = "ours"
 PEERS = {
     "graph": "torch compiled + each step a graph",
@@ -31,115 +22,114 @@ PEERS = {
     "compiled": "torch compiled",
     "eager": "torch eager",
 }
-# name: (preset, texts, tokens of a prompt, new tokens, precisions). The last is the paper's inference, whose window
-# slides from its first token on.
+# name: (preset, sequences, prompt tokens, new tokens, precisions). The last is the paper's inference, in which the
+# window slides after the first token.
 CASES = {
     "one": ("gpt2", 1, 256, 256, ["bf16"]),
     "eight": ("gpt2", 8, 256, 256, ["bf16"]),
     "many": ("gpt2", 32, 256, 256, ["bf16"]),
     "paper": ("paper", 1, 256, 30, ["fp32", "bf16"]),
 }
-# what --variants tries, one constant after the other, keeping the fastest
+# the constants that --variants tries, one after another, each time keeping the fastest value
 CANDIDATES = {
-    "overlap": [False, True],
-    "parts": [2, 3, 4, 6],
-    "part_columns": [32, 64, 128],
-    "keys": [32, 64],
-    "columns": [8, 16, 32, 64],
-    "vocabulary": [4, 8, 16, 32],
-    "each": [64, 128, 256],
+    "pdl": [False, True],
+    "split_k": [2, 3, 4, 6],
+    "split_block_n": [32, 64, 128],
+    "block_keys": [32, 64],
+    "block_n": [8, 16, 32, 64],
+    "block_vocab": [4, 8, 16, 32],
+    "elements_per_thread": [64, 128, 256],
 }
 CANDIDATES_OF_MANY = {
-    "overlap": [False, True],
-    "columns": [16, 32, 64],
-    "depth": [64, 128, 256],
-    "parts": [2, 4, 6, 8, 12],
-    "part_columns": [32, 64, 128],
-    "keys": [64, 128, 256],
-    "vocabulary": [64, 128, 256],
+    "pdl": [False, True],
+    "block_n": [16, 32, 64],
+    "block_k": [64, 128, 256],
+    "split_k": [2, 4, 6, 8, 12],
+    "split_block_n": [32, 64, 128],
+    "block_keys": [64, 128, 256],
+    "block_vocab": [64, 128, 256],
 }
 
 
-# -- in the contender's process ---------------------------------------------------------------------------------------
+# -- in the benchmark process ------------------------------------------------------------------------------------------
 
 
 def prepare(module, preset, batch, precision, **options):
-    """Return `turn(prompt, new)`, one greedy continuation of random tokens; the first turn is told what it took."""
+    """Return `run_round(prompt, new)`, one greedy continuation of random tokens; the first one is a cold start."""
     config = PRESETS[preset]
-    build = functools.cache(lambda: module.CudaTexts(config, batch, precision, **options))
+    build = functools.cache(lambda: module.CudaGenerator(config, batch, precision, **options))
     warm = set()
 
-    def turn(prompt, new):
-        texts = build()
+    def run_round(prompt, new):
+        generate = build()
         prompts = np.random.default_rng(SEED).integers(0, config.vocab_size, (batch, prompt))
-        ids, first, total = texts(prompts, new)
+        ids, first, total = generate(prompts, new)
         if prompt not in warm:
             warm.add(prompt)
-            texts(prompts, new)  # what is recorded at its second call is no part of any round
+            generate(prompts, new)  # the second call records the graph; no round includes that
         return {"ids": ids.tolist(), "first": first, "total": total, "token": (total - first) / (new - 1)}
 
-    return turn
+    return run_round
 
 
-# -- on the one that starts them --------------------------------------------------------------------------------------
+# -- in the parent process --------------------------------------------------------------------------------------------
 
 
-def contenders(args, preset, batch, precision):
-    """The table's rows: ours, then the peers, the strongest first."""
+def process_specs(args, preset, batch, precision):
+    """The table's rows: ours, then the peers, the fastest first."""
     sizes = dict(preset=preset, batch=batch, precision=precision)
-    yield Contender(OURS, "benchmarks.harness.ours", args.threads, sizes)
+    yield ProcessSpec(OURS, "benchmarks.harness.ours", args.threads, sizes)
     for kind in args.peers:
-        yield Contender(PEERS[kind], "benchmarks.peers.torch_decode_cuda", args.threads, dict(sizes, kind=kind))
+        yield ProcessSpec(PEERS[kind], "benchmarks.peers.torch_decode_cuda", args.threads, dict(sizes, kind=kind))
 
 
 def measure(args, case, precision):
-    """Play one case in one precision: one result for each contender, with the seconds of every round."""
+    """Run the rounds of one case in one precision; return one result for each spec, with the seconds of each round."""
     preset, batch, prompt, new, _ = CASES[case]
-    request, rows = {"prompt": prompt, "new": new}, list(contenders(args, preset, batch, precision))
+    request, specs = {"prompt": prompt, "new": new}, list(process_specs(args, preset, batch, precision))
     with ExitStack() as stack:
-        running = [stack.enter_context(Running(row, BENCHMARK, args.timeout)) for row in rows]
-        played = play(running, args.rounds, request, request)
+        processes = [stack.enter_context(BenchmarkProcess(spec, BENCHMARK, args.timeout)) for spec in specs]
+        measured = run_rounds(processes, args.rounds, request, request)
     results = []
-    for row in rows:
-        rounds = played[row.name]["rounds"]
-        if differing := sum(answer["ids"] != rounds[0]["ids"] for answer in rounds):
-            told = f"{row.name} continued the same prompts differently in {differing} of {len(rounds)} rounds"
-            if row.name == OURS:
-                raise SystemExit(told)
-            print(told)  # PyTorch promises nothing of the kind; its time counts all the same
+    for spec in specs:
+        rounds = measured[spec.name]["rounds"]
+        if differing := sum(each["ids"] != rounds[0]["ids"] for each in rounds):
+            message = f"{spec.name}: {differing} of {len(rounds)} rounds gave other tokens for the same prompts"
+            if spec.name == OURS:
+                raise SystemExit(message)
+            print(message)  # PyTorch does not guarantee equal tokens; its time counts all the same
         results.append(
             {
-                "name": row.name,
+                "name": spec.name,
                 "case": case,
-                **row.options,
+                **spec.options,
                 **request,
-                **{key: [answer[key] for answer in rounds] for key in ("first", "token", "total")},
-                "cold": played[row.name]["warm_up"]["total"],
+                **{key: [each[key] for each in rounds] for key in ("first", "token", "total")},
+                "cold": measured[spec.name]["warm_up"]["total"],
             }
         )
     return results
 
 
 def summarise(results):
-    """Add medians and ratios (taken within rounds) to the results of one table; return its rows."""
+    """Add the ratios of each round to the results of one table; return its rows."""
     mine, rows = results[0], []
     title = (
         f"{mine['case']}: {mine['preset']}, {mine['precision']}, {mine['batch']} x ({mine['prompt']} + {mine['new']})"
     )
     for result in results:
-        for key in ("first", "token", "total"):
-            result[f"median_{key}"] = statistics.median(result[key])
+        first, token, total = (statistics.median(result[key]) for key in ("first", "token", "total"))
         result["times_as_fast"] = {peer["name"]: paired_ratio(peer["total"], result["total"]) for peer in results}
         rows.append(
             {
                 title: result["name"],
-                "us/token": f"{1e6 * result['median_token']:.1f}",
+                "us/token": f"{1e6 * token:.1f}",
                 "best": f"{1e6 * min(result['token']):.1f}",
-                "tokens/s": f"{result['batch'] / result['median_token']:,.0f}",
-                "first, ms": f"{1e3 * result['median_first']:.2f}",
-                "all, ms": f"{1e3 * result['median_total']:.2f}",
-                "cold, ms": f"{1e3 * result['cold']:.0f}",
-                "ours x as fast": f"{paired_ratio(result['total'], mine['total']):.2f}",
+                "tokens/s": f"{result['batch'] / token:,.0f}",
+                "first token, ms": f"{1e3 * first:.2f}",
+                "all tokens, ms": f"{1e3 * total:.2f}",
+                "cold start, ms": f"{1e3 * result['cold']:.0f}",
+                "ours is x as fast": f"{mine['times_as_fast'][result['name']]['median']:.2f}",
             }
         )
     return rows
@@ -148,42 +138,28 @@ def summarise(results):
 # -- constants --------------------------------------------------------------------------------------------------------
 
 
-def seconds_a_step(engine, prompts, steps):
-    """Of the recorded step, without anybody who reads its tokens."""
-    engine.begin(prompts, [Greedy()] * len(prompts))
-    for _ in range(4):  # prefill, one that compiles, one that is recorded, one that is replayed
-        engine.step()
-        engine.tokens()
-    started = time.perf_counter()
-    for _ in range(steps):
-        engine.step()
-    for _ in range(steps):
-        engine.tokens()
-    return (time.perf_counter() - started) / steps
-
-
 def variants(args, case):
-    """Time one constant's candidates after the other, in turns, and keep the fastest; return one result for each."""
+    """Time the candidates of one constant after another and keep the fastest; return one result for each constant."""
     preset, batch, prompt, _, precisions = CASES[case]
     config, results = PRESETS[preset], []
-    prompt = min(prompt, config.block_size // 2)  # so that the cached step is what is timed
+    prompt = min(prompt, config.block_size // 2)  # so that the window does not slide: the cached step is timed
     steps = min(args.steps, config.block_size - prompt - 8)
-    texts = ours.CudaTexts(config, batch, precisions[-1])
+    generator = ours.CudaGenerator(config, batch, precisions[-1])
     prompts = np.random.default_rng(SEED).integers(0, config.vocab_size, (batch, prompt)).tolist()
     best = {}
     for constant, candidates in (CANDIDATES if batch == 1 else CANDIDATES_OF_MANY).items():
-        engines = {}
+        decoders = {}
         for value in candidates:
             try:
-                engines[value] = texts.engine(batch, **best, **{constant: value})
-                seconds_a_step(engines[value], prompts, 1)
-            except Exception as error:  # too large a tile for the GPU's registers or shared memory
-                engines.pop(value, None)
+                decoders[value] = generator.decoder(batch, **best, **{constant: value})
+                seconds_per_step(decoders[value], prompts, 1)
+            except Exception as error:  # the tile needs more registers or shared memory than the GPU has
+                decoders.pop(value, None)
                 print(f"{constant} {value}: {(str(error).splitlines() or [type(error).__name__])[0]}")
-        seconds = {value: [] for value in engines}
+        seconds = {value: [] for value in decoders}
         for _ in range(args.rounds):
-            for value, engine in engines.items():
-                seconds[value].append(seconds_a_step(engine, prompts, steps))
+            for value, decoder in decoders.items():
+                seconds[value].append(seconds_per_step(decoder, prompts, steps))
         median = {value: statistics.median(times) for value, times in seconds.items()}
         best[constant] = min(median, key=median.get)
         results.append({"case": case, "constant": constant, "seconds": {str(v): t for v, t in seconds.items()}})
@@ -195,7 +171,7 @@ def variants(args, case):
 def main():
     parser = argparse.ArgumentParser(prog=f"python -m {BENCHMARK}", description=__doc__)
     add = parser.add_argument
-    add("--cases", choices=CASES, nargs="+", default=list(CASES), help="a table for each (default: all)")
+    add("--cases", choices=CASES, nargs="+", default=list(CASES), help="cases, one table each (default: all)")
     add(
         "--peers",
         choices=PEERS,
@@ -203,12 +179,12 @@ def main():
         default=["graph", "overhead", "eager"],
         help="PyTorch's rows (default graph overhead eager)",
     )
-    add("--rounds", type=int, default=7, help="turns of each contender (default 7)")
-    add("--threads", type=int, default=4, help="threads of each process on the host (default 4)")
-    add("--timeout", type=int, default=500, help="seconds that one turn may take, compiling included (default 500)")
-    add("--variants", action="store_true", help="time the kernels' constants instead, ours alone")
-    add("--steps", type=int, default=200, help="steps of one timing of --variants (default 200)")
-    add_saving(add, "decode")
+    add("--rounds", type=int, default=7, help="rounds (default 7)")
+    add("--threads", type=int, default=4, help="CPU threads of each process (default 4)")
+    add("--timeout", type=int, default=500, help="seconds per round of a process, with compilation (default 500)")
+    add("--variants", action="store_true", help="time values of our kernels' constants instead")
+    add("--steps", type=int, default=200, help="steps per timing of --variants (default 200)")
+    add_save_flags(add, "decode")
     args = parser.parse_args()
 
     results = []
@@ -221,9 +197,9 @@ def main():
                 print_table(summarise(of_table))
                 print(flush=True)
                 results += of_table
-            if not args.no_save:  # after each table: what cuts a long run off must not take all of it along
+            if not args.no_save:  # after each table, so that an interrupted run keeps its finished tables
                 save(BENCHMARK, results, args.commit, args.save_as)
 
 
 if __name__ == "__main__":
-    run(main)
+    run_main(main)

@@ -1,7 +1,7 @@
-"""Which neighbours of a matrix product pay inside it? LayerNorm before it, GELU or its derivative behind it.
+"""Does fusing LayerNorm before a matrix product, or GELU or its derivative after it, save time?
 
-Three ways each: a kernel of its own beside cublasLt's product, cublasLt's epilogue where it has one, and a Triton
-product that does it to a tile on the chip. The Triton products live here and nowhere else: they lose.
+Three versions of each: a separate kernel and cublasLt's product; cublasLt's epilogue, if it has one; and a fused Triton
+product. The fused Triton products are slower, so no stage uses them.
 """
 
 import argparse
@@ -11,29 +11,31 @@ import numpy as np
 import triton
 import triton.language as tl
 
-from benchmarks.harness.contenders import add_saving, print_table, run, save
+from benchmarks.harness.processes import run_main
+from benchmarks.harness.report import add_save_flags, print_table, save
 from gpt2core.errors import ConfigError
 from stage2_cuda.tuning.tuner import milliseconds, recorded
 
 BENCHMARK = "benchmarks.gpu.fusions"
+SEPARATE = "separate kernel"
 SEED = 20260101
 SHAPES = [(65536, 768, 3072), (65536, 768, 2304), (4096, 384, 1536), (4096, 384, 1152)]  # rows, C, K: gpt2, paper
 TILES = [(128, 128, 64, 4, 3), (128, 256, 64, 8, 3), (64, 128, 64, 4, 3)]  # rows, K, C, warps, stages
-GROUP = tl.constexpr(8)  # tiles above each other that are launched together: they find their operands in the cache
+GROUP = tl.constexpr(8)  # rows of tiles in a launch group, whose operands stay in the L2 cache
 A, B = tl.constexpr((2 / np.pi) ** 0.5), tl.constexpr(0.044715)
 
 
-# -- products that do more --------------------------------------------------------------------------------------------
+# -- fused products ---------------------------------------------------------------------------------------------------
 
 
 @triton.jit
-def place_of_tile(n, k, N: tl.constexpr, K: tl.constexpr):
-    """First row and column of this program's tile."""
-    above, beside = tl.cdiv(n, N), tl.cdiv(k, K)
-    group = tl.program_id(0) // (GROUP * beside)
-    height = tl.minimum(above - group * GROUP, GROUP)
-    within = tl.program_id(0) % (GROUP * beside)
-    return (group * GROUP + within % height) * N, within // height * K
+def tile_origin(n, k, N: tl.constexpr, K: tl.constexpr):
+    """The first row and column of this program's tile."""
+    tiles_n, tiles_k = tl.cdiv(n, N), tl.cdiv(k, K)
+    pid_in_group = tl.program_id(0) % (GROUP * tiles_k)
+    first = tl.program_id(0) // (GROUP * tiles_k) * GROUP
+    group_size = tl.minimum(tiles_n - first, GROUP)
+    return (first + pid_in_group % group_size) * N, pid_in_group // group_size * K
 
 
 @triton.jit
@@ -44,72 +46,78 @@ def sigmoid_of_2u(x):
 
 
 @triton.jit
-def gelu_kernel(y, h, x, w, b, n, k, c, N: tl.constexpr, K: tl.constexpr, C: tl.constexpr):
-    """h = x w + b, y = gelu(h)."""
-    row, column = place_of_tile(n, k, N, K)
-    total = tl.zeros((N, K), tl.float32)
-    for at in tl.range(0, c, C):
-        total = tl.dot(x.load([row, at]), w.load([at, column]), total)
-    total += tl.load(b + column + tl.arange(0, K)).to(tl.float32)[None, :]
-    h.store([row, column], total.to(h.dtype))
-    y.store([row, column], (total * sigmoid_of_2u(total)).to(y.dtype))
+def gelu_kernel(y_desc, h_desc, x_desc, w_desc, b_ptr, n, k, c, N: tl.constexpr, K: tl.constexpr, C: tl.constexpr):
+    """h = x w + b; y = gelu(h)."""
+    row, col = tile_origin(n, k, N, K)
+    acc = tl.zeros((N, K), tl.float32)
+    for start in tl.range(0, c, C):
+        acc = tl.dot(x_desc.load([row, start]), w_desc.load([start, col]), acc)
+    acc += tl.load(b_ptr + col + tl.arange(0, K)).to(tl.float32)[None, :]
+    h_desc.store([row, col], acc.to(h_desc.dtype))
+    y_desc.store([row, col], (acc * sigmoid_of_2u(acc)).to(y_desc.dtype))
 
 
 @triton.jit
-def slope_kernel(dh, sums, dy, w2, h, n, k, c, N: tl.constexpr, K: tl.constexpr, C: tl.constexpr):
-    """dh = (dy w2') gelu'(h), and the sums over each tile's rows, for the bias."""
-    row, column = place_of_tile(n, k, N, K)
-    total = tl.zeros((N, K), tl.float32)
-    for at in tl.range(0, c, C):
-        total = tl.dot(dy.load([row, at]), w2.load([column, at]).T, total)
-    v = h.load([row, column]).to(tl.float32)
-    s = sigmoid_of_2u(v)
-    total *= s + 2 * v * s * (1 - s) * (1 + 3 * v * v * B) * A
-    dh.store([row, column], total.to(dh.dtype))
-    tl.store(sums + row // N * k + column + tl.arange(0, K), tl.sum(total, 0))
+def gelu_backward_kernel(
+    dh_desc, sums_ptr, dy_desc, w2_desc, h_desc, n, k, c, N: tl.constexpr, K: tl.constexpr, C: tl.constexpr
+):
+    """dh = (dy w2') gelu'(h); sums: dh summed over each tile's rows, for the bias gradient."""
+    row, col = tile_origin(n, k, N, K)
+    acc = tl.zeros((N, K), tl.float32)
+    for start in tl.range(0, c, C):
+        acc = tl.dot(dy_desc.load([row, start]), w2_desc.load([col, start]).T, acc)
+    h = h_desc.load([row, col]).to(tl.float32)
+    s = sigmoid_of_2u(h)
+    acc *= s + 2 * h * s * (1 - s) * (1 + 3 * h * h * B) * A
+    dh_desc.store([row, col], acc.to(dh_desc.dtype))
+    tl.store(sums_ptr + row // N * k + col + tl.arange(0, K), tl.sum(acc, 0))
 
 
 @triton.jit
-def normed_kernel(y, x, mean, rstd, weight, bias, w, b, n, k, c, N: tl.constexpr, K: tl.constexpr, C: tl.constexpr):
-    """y = ((x - mean) rstd weight + bias) w + b: the LayerNorm of a tile is computed as it is read."""
-    row, column = place_of_tile(n, k, N, K)
+def layernorm_product_kernel(
+    y_desc, x_desc, mean_ptr, rstd_ptr, weight_ptr, bias_ptr, w_desc, b_ptr, n, k, c,
+    N: tl.constexpr, K: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """y = ((x - mean) rstd weight + bias) w + b: LayerNorm is applied to each tile of x after loading it."""
+    row, col = tile_origin(n, k, N, K)
     rows = row + tl.arange(0, N)
-    mu, r = tl.load(mean + rows)[:, None], tl.load(rstd + rows)[:, None]
-    total = tl.zeros((N, K), tl.float32)
-    for at in tl.range(0, c, C):
-        channel = at + tl.arange(0, C)
-        h = (x.load([row, at]).to(tl.float32) - mu) * r * tl.load(weight + channel).to(tl.float32)[None, :]
-        h += tl.load(bias + channel).to(tl.float32)[None, :]
-        total = tl.dot(h.to(x.dtype), w.load([at, column]), total)
-    total += tl.load(b + column + tl.arange(0, K)).to(tl.float32)[None, :]
-    y.store([row, column], total.to(y.dtype))
+    mean, rstd = tl.load(mean_ptr + rows)[:, None], tl.load(rstd_ptr + rows)[:, None]
+    acc = tl.zeros((N, K), tl.float32)
+    for start in tl.range(0, c, C):
+        channels = start + tl.arange(0, C)
+        x = (x_desc.load([row, start]).to(tl.float32) - mean) * rstd
+        x *= tl.load(weight_ptr + channels).to(tl.float32)[None, :]
+        x += tl.load(bias_ptr + channels).to(tl.float32)[None, :]
+        acc = tl.dot(x.to(x_desc.dtype), w_desc.load([start, col]), acc)
+    acc += tl.load(b_ptr + col + tl.arange(0, K)).to(tl.float32)[None, :]
+    y_desc.store([row, col], acc.to(y_desc.dtype))
 
 
 @triton.jit
-def stream_kernel(s, mean, rstd, x, branch, channels, WIDTH: tl.constexpr):
-    """s = x + branch and its statistics: what is left of the LayerNorm's own kernel."""
-    column = tl.arange(0, WIDTH)
-    at, inside = tl.program_id(0).to(tl.int64) * channels + column, column < channels
-    h = tl.load(x + at, inside, 0).to(tl.float32) + tl.load(branch + at, inside, 0).to(tl.float32)
-    tl.store(s + at, h, inside)
-    mu = tl.sum(h, 0) / channels
-    h = tl.where(inside, h - mu, 0)
-    tl.store(mean + tl.program_id(0), mu)
-    tl.store(rstd + tl.program_id(0), 1 / tl.sqrt(tl.sum(h * h, 0) / channels + 1e-5))
+def residual_statistics_kernel(s_ptr, mean_ptr, rstd_ptr, x_ptr, branch_ptr, channels, WIDTH: tl.constexpr):
+    """s = x + branch, and the mean and 1/std of its rows: the remaining part of the LayerNorm kernel."""
+    cols = tl.arange(0, WIDTH)
+    offs, mask = tl.program_id(0).to(tl.int64) * channels + cols, cols < channels
+    s = tl.load(x_ptr + offs, mask, 0).to(tl.float32) + tl.load(branch_ptr + offs, mask, 0).to(tl.float32)
+    tl.store(s_ptr + offs, s, mask)
+    mean = tl.sum(s, 0) / channels
+    centred = tl.where(mask, s - mean, 0)
+    tl.store(mean_ptr + tl.program_id(0), mean)
+    tl.store(rstd_ptr + tl.program_id(0), 1 / tl.sqrt(tl.sum(centred * centred, 0) / channels + 1e-5))
 
 
 # -- timing -----------------------------------------------------------------------------------------------------------
 
 
-def microseconds(ways, rounds=5, repeats=20):
-    """{name: median microseconds of a call} of functions that take turns, as graphs; less those that do not run."""
+def microseconds(functions, rounds=5, repeats=20):
+    """{name: median microseconds of a call}, as graphs in interleaved rounds; functions that fail are omitted."""
     import cupy
 
     stream, graphs, times = cupy.cuda.Stream(non_blocking=True), {}, {}
-    for name, function in ways.items():
+    for name, function in functions.items():
         try:
             function()
-        except Exception as error:  # a tile that needs more than there is on the chip
+        except Exception as error:  # the tile needs more registers or shared memory than the GPU has
             print(f"{name}: {str(error).splitlines()[0][:100]}")
             continue
         cupy.cuda.runtime.deviceSynchronize()
@@ -122,8 +130,8 @@ def microseconds(ways, rounds=5, repeats=20):
     return {name: float(np.median(each)) for name, each in times.items()}
 
 
-def ways_of(cupy, backend, n, c, k):
-    """{(what, way): function}, on random numbers of 16 bits."""
+def functions_of(cupy, backend, n, c, k):
+    """{(fusion, version): function} on random numbers in 16 bits."""
     from stage2_cuda.kernels import column_sums, gelu, layernorm
     from stage2_cuda.runtime.triton_launch import descriptor, launch
 
@@ -146,69 +154,68 @@ def ways_of(cupy, backend, n, c, k):
 
     def stream():
         width = triton.next_power_of_2(c)
-        launch(stream_kernel, (n,), s, mean, rstd, x, branch, c, WIDTH=width, num_warps=4)
+        launch(residual_statistics_kernel, (n,), s, mean, rstd, x, branch, c, WIDTH=width, num_warps=4)
 
-    def then(*functions):
-        return lambda: [function() for function in functions]
+    def then(*steps):
+        return lambda: [step() for step in steps]
 
     def triton_product(kernel, tile, *arguments):
         N, K, C, warps, stages = tile
         grid = (triton.cdiv(n, N) * triton.cdiv(k, K),)
         launch(kernel, grid, *arguments, n, k, c, N=N, K=K, C=C, num_warps=warps, num_stages=stages)
 
-    ways = {
-        ("GELU behind", "a kernel"): then(lambda: gemm.matmul(h, x, w), lambda: gelu.bias_gelu_forward(y, h, b)),
-        ("GELU behind", "cublasLt"): lambda: gemm.matmul(y, x, w, bias=b, activation="gelu", aux=h),
-        ("GELU' behind", "a kernel"): then(
+    functions = {
+        ("GELU after", SEPARATE): then(lambda: gemm.matmul(h, x, w), lambda: gelu.bias_gelu_forward(y, h, b)),
+        ("GELU after", "cublasLt epilogue"): lambda: gemm.matmul(y, x, w, bias=b, activation="gelu", aux=h),
+        ("GELU' after", SEPARATE): then(
             lambda: gemm.matmul(dh, dy, w2, trans_b=True),
             lambda: gelu.bias_gelu_backward(dh, partials, dh, h, b),
             lambda: column_sums.add_partials(partials, db),
         ),
-        ("GELU' behind", "cublasLt"): then(
+        ("GELU' after", "cublasLt epilogue"): then(
             lambda: gemm.matmul(dh, dy, w2, trans_b=True, activation="dgelu", aux=h),
             lambda: column_sums.column_sums(db, sums, dh),
         ),
-        ("LayerNorm before", "a kernel"): then(layernorm_forward, lambda: gemm.matmul(y, normed, w, bias=b)),
+        ("LayerNorm before", SEPARATE): then(layernorm_forward, lambda: gemm.matmul(y, normed, w, bias=b)),
     }
     for tile in TILES:
         N, K, C = tile[:3]
         ts, name = floats(triton.cdiv(n, N), k), f"Triton {N} x {K} x {C}"
         a, wide = [descriptor(each, (N, C)) for each in (x, dy, s)], [descriptor(each, (N, K)) for each in (y, h, dh)]
         ww, w2w = descriptor(w, (C, K)), descriptor(w2, (K, C))
-        ways["GELU behind", name] = lambda t=tile, a=a, o=wide, ww=ww: triton_product(
+        functions["GELU after", name] = lambda t=tile, a=a, o=wide, ww=ww: triton_product(
             gelu_kernel, t, *o[:2], a[0], ww, b
         )
-        ways["GELU' behind", name] = then(
-            lambda t=tile, a=a, o=wide, v=w2w, ts=ts: triton_product(slope_kernel, t, o[2], ts, a[1], v, o[1]),
+        functions["GELU' after", name] = then(
+            lambda t=tile, a=a, o=wide, v=w2w, ts=ts: triton_product(gelu_backward_kernel, t, o[2], ts, a[1], v, o[1]),
             lambda ts=ts: column_sums.add_partials(ts, db),
         )
-        ways["LayerNorm before", name] = then(
+        functions["LayerNorm before", name] = then(
             stream,
             lambda t=tile, a=a, o=wide, ww=ww: triton_product(
-                normed_kernel, t, o[0], a[2], mean, rstd, weight, bias, ww, b
+                layernorm_product_kernel, t, o[0], a[2], mean, rstd, weight, bias, ww, b
             ),
         )
-    return ways
+    return functions
 
 
 def main():
     parser = argparse.ArgumentParser(prog=f"python -m {BENCHMARK}", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=5, help="turns of each way (default 5)")
-    add_saving(parser.add_argument)
+    parser.add_argument("--rounds", type=int, default=5, help="rounds (default 5)")
+    add_save_flags(parser.add_argument)
     args = parser.parse_args()
     from stage2_cuda.cuda_backend import CudaBackend
 
     backend, results = CudaBackend("bf16", deterministic=False), []
     if backend.xp is np:
-        raise ConfigError("TRITON_INTERPRET is set: there is nothing to time on the CPU")
+        raise ConfigError("TRITON_INTERPRET is set; unset it, because this benchmark needs a GPU")
     for n, c, k in SHAPES:
-        found = microseconds(ways_of(backend.xp, backend, n, c, k), args.rounds)
+        found = microseconds(functions_of(backend.xp, backend, n, c, k), args.rounds)
         rows = []
-        for (what, way), each in found.items():
-            results.append({"rows": n, "c": c, "k": k, "what": what, "way": way, "us": each})
-            base = found[what, "a kernel"]
-            row = {f"{n} x {c} x {k}": what, "way": way, "us": f"{each:.1f}", "times as fast": f"{base / each:.2f}"}
-            rows.append(row)
+        for (fusion, version), each in found.items():
+            results.append({"rows": n, "c": c, "k": k, "fusion": fusion, "version": version, "us": each})
+            row = {f"{n} x {c} x {k}": fusion, "version": version, "us": f"{each:.1f}"}
+            rows.append(row | {"times as fast": f"{found[fusion, SEPARATE] / each:.2f}"})
         print_table(rows)
         print()
     if not args.no_save:
@@ -216,4 +223,4 @@ def main():
 
 
 if __name__ == "__main__":
-    run(main)
+    run_main(main)

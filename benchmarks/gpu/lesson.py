@@ -1,7 +1,7 @@
-"""What does each step of stage 2's lesson gain? The plain way against ours, in the order of stage2_cuda/README.md.
+"""What does each section of stage 2's lesson gain? Plain code against ours, in the order of stage2_cuda/README.md.
 
-Both ways compute the same numbers, which is asserted first, and then take turns, A B, B A. Kernels are timed by the
-GPU's clock, against CuPy's functions; launches, steps and tokens by the host's.
+First both versions are checked to compute the same numbers; then they are timed alternately, A B, B A. Kernels are
+timed by device events, against CuPy's functions; launches, steps and tokens by the host's clock.
 """
 
 import argparse
@@ -15,50 +15,51 @@ import numpy as np
 import triton
 import triton.language as tl
 
-from benchmarks.gpu.decode import seconds_a_step
 from benchmarks.gpu.plain_kernels import GPT2, KERNELS, SEED, compare
-from benchmarks.harness import ours as our_own
-from benchmarks.harness.contenders import add_saving, paired_ratio, print_table, progress, run, save
+from benchmarks.harness.ours import CudaGenerator, CudaSteps, seconds_per_step
+from benchmarks.harness.processes import progress, run_main
+from benchmarks.harness.report import add_save_flags, paired_ratio, print_table, save
 from gpt2core.app.presets import PRESETS
 from gpt2core.errors import ConfigError
 
 BENCHMARK = "benchmarks.gpu.lesson"
-BATCH = 16  # sequences of a training step, as the paper has it
+BATCH = 16  # sequences of a training step, the paper's batch size
 
 
-# -- what the host waits for ------------------------------------------------------------------------------------------
+# -- timed by the host's clock ----------------------------------------------------------------------------------------
 
 
-class Turn(NamedTuple):
-    """plain() and ours() take a turn each, and return the seconds of one launch, step or token."""
+class Comparison(NamedTuple):
+    """plain() and ours() each run once per round and return the seconds of one launch, step or token."""
 
     section: int
-    what: str
+    name: str
     plain: Callable
     ours: Callable
 
 
 @triton.jit
-def add_kernel(out, x, y, n, BLOCK: tl.constexpr):
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < n
-    tl.store(out + at, tl.load(x + at, inside) + tl.load(y + at, inside), inside)
+def add_kernel(out_ptr, x_ptr, y_ptr, n, BLOCK: tl.constexpr):
+    offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = offs < n
+    tl.store(out_ptr + offs, tl.load(x_ptr + offs, mask) + tl.load(y_ptr + offs, mask), mask)
 
 
 def launches(xp):
-    """Section 1: microseconds of Python until a kernel is on its way."""
+    """Section 1: the time Python takes to launch a kernel."""
     from stage2_cuda.runtime.triton_launch import Pointer, launch
 
     arrays = [xp.ones(1024, np.float32) for _ in range(3)]
-    ways = (
+    functions = (
         lambda: add_kernel[(1,)](*map(Pointer, arrays), 1024, BLOCK=1024, enable_fp_fusion=True),
         lambda: launch(add_kernel, (1,), *arrays, 1024, BLOCK=1024),
     )
-    return Turn(1, "a launch", *(functools.partial(host_seconds, xp, way, calls=500) for way in ways))
+    timed = (functools.partial(host_seconds, xp, function, calls=500) for function in functions)
+    return Comparison(1, "a launch", *timed)
 
 
 def host_seconds(xp, function, calls):
-    """Of one call, not waiting for the GPU."""
+    """Seconds of one call, without waiting for the GPU."""
     xp.cuda.Device().synchronize()
     started = time.perf_counter()
     for _ in range(calls):
@@ -69,17 +70,17 @@ def host_seconds(xp, function, calls):
 
 
 class Steps:
-    """Training steps of preset paper: a call takes some and returns the seconds of one."""
+    """Training steps of preset paper: a call runs `count` steps and returns the seconds of one."""
 
-    def __init__(self, precision="bf16", recorded=True, ahead=True, count=100):
-        self.config, self.count, self.ahead, self.rng = PRESETS["paper"], count, ahead, np.random.default_rng(SEED)
-        self.steps = our_own.CudaSteps(self.config, BATCH, self.config.block_size, precision, recorded=recorded)
+    def __init__(self, precision="bf16", recorded=True, overlap=True, count=100):
+        self.config, self.count, self.overlap, self.rng = PRESETS["paper"], count, overlap, np.random.default_rng(SEED)
+        self.steps = CudaSteps(self.config, BATCH, self.config.block_size, precision, recorded=recorded)
 
     def __call__(self):
         shape = BATCH, self.config.block_size + 1
         tokens = [self.rng.integers(0, self.config.vocab_size, shape) for _ in range(self.count)]
         batches = [(each[:, :-1].copy(), each[:, 1:].copy()) for each in tokens]
-        if self.ahead:
+        if self.overlap:
             self.steps.announce(batches)
         started = time.perf_counter()
         for batch in batches:
@@ -90,33 +91,29 @@ class Steps:
 def training():
     """Sections 8 and 9: whole steps."""
     best = Steps()
-    yield Turn(8, "a step of preset paper, fp32 and bf16", Steps("fp32"), best)
-    yield Turn(9, "the same in bf16, as a graph", Steps(recorded=False, count=10), best)
-    yield Turn(9, "the same, begun before the loss before it is read", Steps(ahead=False), best)
+    yield Comparison(8, "a step of preset paper, fp32 and bf16", Steps("fp32"), best)
+    yield Comparison(9, "the same in bf16, as a graph", Steps(recorded=False, count=10), best)
+    yield Comparison(9, "the same, begun before the previous loss is read", Steps(overlap=False), best)
 
 
 def generation():
-    """Section 10: a token of GPT-2 124M, one text."""
-    from stage2_cuda.decoding.decoder import Engine, Queue
+    """Section 10: a token of GPT-2 124M, one sequence."""
+    generator, prompt = CudaGenerator(PRESETS["gpt2"], 1), [list(range(256))]
 
-    class Unrecorded(Queue):
-        def record(self, function):
-            return function
+    def timed(decoder, steps):
+        return functools.partial(seconds_per_step, decoder, prompt, steps)
 
-    texts = our_own.CudaTexts(PRESETS["gpt2"], 1)
-    tiles, prompt = texts.backend.tiles(1), [list(range(256))]
-    unrecorded = Engine(texts.model, 1, Unrecorded(texts.backend.xp), tiles)
-    turn = lambda engine, steps: functools.partial(seconds_a_step, engine, prompt, steps)  # noqa: E731
-    best = turn(texts.engine(1), 200)
-    yield Turn(10, "a token, recorded", turn(unrecorded, 50), best)
-    yield Turn(10, "a token, each kernel's weights fetched ahead", turn(texts.engine(1, overlap=False), 200), best)
+    unrecorded = timed(generator.decoder(1, recorded=False), 50)
+    best = timed(generator.decoder(1), 200)
+    yield Comparison(10, "a token, as a graph", unrecorded, best)
+    yield Comparison(10, "a token, weights prefetched", timed(generator.decoder(1, pdl=False), 200), best)
 
 
 # -- measuring --------------------------------------------------------------------------------------------------------
 
 
 def device_seconds(xp, function, least=0.02):
-    """Of one call, by the GPU's clock; calls are repeated until they take `least` seconds together."""
+    """Seconds of one call by device events; the calls are repeated until they take `least` seconds together."""
     begin, end = xp.cuda.Event(), xp.cuda.Event()
     calls, seconds = 1, 0.0
     while seconds < least:
@@ -129,39 +126,40 @@ def device_seconds(xp, function, least=0.02):
     return seconds / (calls // 2)
 
 
-def measure(turn, rounds):
-    """{"section", "what", "plain", "ours": seconds of each turn}; each way has had a turn before."""
-    ways = {"plain": turn.plain, "ours": turn.ours}
-    for way in ways.values():
-        way()
-    seconds = {name: [] for name in ways}
+def measure(comparison, rounds):
+    """{"section", "name", "plain", "ours": seconds of each round, "times_as_fast"}, after one untimed round."""
+    functions = {"plain": comparison.plain, "ours": comparison.ours}
+    for function in functions.values():
+        function()
+    seconds = {name: [] for name in functions}
     for number in range(rounds):
-        for name in list(ways)[:: 1 if number % 2 == 0 else -1]:
-            seconds[name].append(ways[name]())
-    return {"section": turn.section, "what": turn.what, **seconds}
+        for name in list(functions)[:: 1 if number % 2 == 0 else -1]:
+            seconds[name].append(functions[name]())
+    ratio = paired_ratio(seconds["plain"], seconds["ours"])
+    return {"section": comparison.section, "name": comparison.name, **seconds, "times_as_fast": ratio}
 
 
 def row_of(result):
     plain, ours = (1e6 * statistics.median(result[name]) for name in ("plain", "ours"))
     return {
         "section": result["section"],
-        "what": result["what"],
-        "the plain way, us": f"{plain:,.1f}",
+        "measured": result["name"],
+        "plain, us": f"{plain:,.1f}",
         "ours, us": f"{ours:,.1f}",
-        "times as fast": f"{paired_ratio(result['plain'], result['ours']):.2f}",
+        "times as fast": f"{result['times_as_fast']['median']:.2f}",
     }
 
 
-def turns(xp):
-    """All rows, as Turns, one at a time: what one holds on the GPU is gone when the next is made."""
+def comparisons(xp):
+    """Yield all Comparisons, one at a time, so that each frees its GPU memory before the next is made."""
     generator = np.random.default_rng(SEED)
     yield launches(xp)
     for kernel in KERNELS:
         row = kernel(xp, lambda *shape: xp.asarray(generator.standard_normal(shape, np.float32)), GPT2)
         compare(row, xp)
-        ways = (functools.partial(device_seconds, xp, way) for way in (row.plain, row.ours))
-        yield Turn(row.section, row.what, *ways)
-        del row, ways
+        functions = (functools.partial(device_seconds, xp, function) for function in (row.plain, row.ours))
+        yield Comparison(row.section, row.name, *functions)
+        del row, functions
         xp.get_default_memory_pool().free_all_blocks()
     yield from training()
     yield from generation()
@@ -170,23 +168,23 @@ def turns(xp):
 def main():
     parser = argparse.ArgumentParser(prog=f"python -m {BENCHMARK}", description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("--rounds", type=int, default=7, help="turns of each way (default 7)")
-    add_saving(add)
+    add("--rounds", type=int, default=7, help="rounds (default 7)")
+    add_save_flags(add)
     args = parser.parse_args()
     from stage2_cuda.runtime.triton_launch import array_module
 
     xp, results = array_module(), []
     if xp is np:
-        raise ConfigError("TRITON_INTERPRET is set: there is nothing to time on the CPU")
-    for turn in turns(xp):
-        progress(turn.what)
-        results.append(measure(turn, args.rounds))
-        if not args.no_save:  # after each: what cuts a run off must not take all of it along
+        raise ConfigError("TRITON_INTERPRET is set; unset it, because this benchmark needs a GPU")
+    for comparison in comparisons(xp):
+        progress(comparison.name)
+        results.append(measure(comparison, args.rounds))
+        if not args.no_save:  # after each comparison, so that an interrupted run keeps its finished ones
             save(BENCHMARK, results, args.commit, "lesson")
-        del turn  # or its arrays would be there beside the next one's
+        del comparison  # frees its arrays before the next comparison allocates
     progress("")
     print_table([row_of(result) for result in results])
 
 
 if __name__ == "__main__":
-    run(main)
+    run_main(main)

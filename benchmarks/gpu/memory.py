@@ -1,4 +1,4 @@
-"""Does a training step on the GPU take the memory that stage2_cuda/memory_model.py predicts, within a tenth?"""
+"""Does a GPU training step use the memory that stage2_cuda/memory_model.py predicts, within 10 %?"""
 
 import argparse
 import sys
@@ -6,14 +6,15 @@ import sys
 import numpy as np
 
 from benchmarks.gpu.step import driver_bytes, gib
-from benchmarks.harness.contenders import Contender, Running, add_saving, print_table, progress, run, save
+from benchmarks.harness.processes import BenchmarkProcess, ProcessSpec, progress, run_main
+from benchmarks.harness.report import add_save_flags, print_table, save
 from gpt2core.app.presets import PRESETS
 from stage2_cuda.memory_model import BYTES, CONTEXT, training_memory
 
 BENCHMARK = "benchmarks.gpu.memory"
-STEPS = 3  # one that compiles, one that is recorded, one that is replayed
-BOUND = 0.10  # of the measured bytes
-# (preset, sequences a step, precision, micro-batches): where activations are most of it, logits, or the parameters
+STEPS = 3  # the first compiles, the second is recorded, the third is replayed
+BOUND = 0.10  # largest difference as a share of the measured bytes
+# (preset, sequences per step, precision, micro-batches): cases dominated by activations, by logits or by parameters
 CASES = [
     ("gpt2", 64, "bf16", 1),
     ("gpt2", 64, "fp16", 1),
@@ -30,10 +31,10 @@ CASES = [
 
 
 def prepare(module, preset, batch_size, precision, micro_batches):
-    """Return `turn()`, which trains on random tokens; it may be asked once: a process's second peak tells nothing."""
+    """Return `run_round()`, which trains on random tokens. Call it once: a second peak would include the first."""
     config, rng = PRESETS[preset], np.random.default_rng(0)
 
-    def turn():
+    def run_round():
         before = driver_bytes()
         step = module.CudaSteps(config, batch_size, config.block_size, precision, micro_batches)
         for _ in range(STEPS):
@@ -41,22 +42,23 @@ def prepare(module, preset, batch_size, precision, micro_batches):
             step(tokens[:, :-1].copy(), tokens[:, 1:].copy())
         return {**step.memory(), "driver_bytes": None if before is None else driver_bytes() - before}
 
-    return turn
+    return run_round
 
 
 def measure(case, timeout):
-    """One result: what the pools held, what the driver gave out, and the model's terms, in bytes."""
+    """One result: the bytes held by CuPy's pools, those allocated by the driver, and the model's terms."""
     options = dict(zip(("preset", "batch_size", "precision", "micro_batches"), case, strict=True))
-    with Running(Contender("ours", "benchmarks.harness.ours", 4, options), BENCHMARK, timeout) as running:
-        answer = running.ask()
-    config, batch, (precision, shards) = PRESETS[case[0]], case[1], case[2:]
-    terms = training_memory(config, batch, config.block_size, precision, shards)
-    result = {"options": options, "held_bytes": answer["held_bytes"], "driver_bytes": answer["driver_bytes"]}
+    with BenchmarkProcess(ProcessSpec("ours", "benchmarks.harness.ours", 4, options), BENCHMARK, timeout) as process:
+        measured = process.run_round()
+    config, batch, (precision, micro_batches) = PRESETS[case[0]], case[1], case[2:]
+    terms = training_memory(config, batch, config.block_size, precision, micro_batches)
+    result = {"options": options, "held_bytes": measured["held_bytes"], "driver_bytes": measured["driver_bytes"]}
     model = sum(terms.values()) - terms["context"]
-    return result | {"terms": terms, "model_bytes": model, "difference": model / answer["held_bytes"] - 1}
+    return result | {"terms": terms, "model_bytes": model, "difference": model / measured["held_bytes"] - 1}
 
 
 def row_of(result):
+    """One row of the table."""
     options, context = result["options"], None
     if result["driver_bytes"] is not None:
         context = result["driver_bytes"] - result["held_bytes"]
@@ -68,40 +70,40 @@ def row_of(result):
         "model GiB": gib(result["model_bytes"]),
         "difference": f"{100 * result['difference']:+.1f} %",
         "context GiB": gib(context),
-        "most of it": ", ".join(f"{name} {gib(count)}" for name, count in largest),
+        "largest terms": ", ".join(f"{name} {gib(count)}" for name, count in largest),
     }
 
 
 def main():
     parser = argparse.ArgumentParser(prog=f"python -m {BENCHMARK}", description=__doc__)
     add = parser.add_argument
-    add("--preset", choices=PRESETS, nargs="+", help="models (default: a list of cases)")
-    add("--batch-size", type=int, nargs="+", default=[8, 64], help="sequences a step, with --preset (default 8 64)")
-    add("--precision", choices=BYTES, nargs="+", default=["bf16"], help="with --preset (default bf16)")
-    add("--micro-batches", type=int, nargs="+", default=[1], help="with --preset (default 1)")
-    add("--timeout", type=int, default=300, help="seconds that one case may take, compiling included (default 300)")
-    add_saving(add)
+    add("--preset", choices=PRESETS, nargs="+", help="models (default: the list CASES)")
+    add("--batch-size", type=int, nargs="+", default=[8, 64], help="sequences per step, with --preset (default 8 64)")
+    add("--precision", choices=BYTES, nargs="+", default=["bf16"], help="precisions, with --preset (default bf16)")
+    add("--micro-batches", type=int, nargs="+", default=[1], help="micro-batches, with --preset (default 1)")
+    add("--timeout", type=int, default=300, help="seconds that one case may take, with compilation (default 300)")
+    add_save_flags(add)
     args = parser.parse_args()
     given = [
-        (preset, batch, precision, shards)
+        (preset, batch, precision, micro_batches)
         for preset in args.preset or ()
         for batch in args.batch_size
         for precision in args.precision
-        for shards in args.micro_batches
+        for micro_batches in args.micro_batches
     ]
     results = []
     for case in given or CASES:
         progress(" ".join(map(str, case)))
         results.append(measure(case, args.timeout))
-        if not args.no_save:  # after each case: what cuts a long run off must not take all of it along
+        if not args.no_save:  # after each case, so that an interrupted run keeps its finished cases
             save(BENCHMARK, results, args.commit)
     progress("")
     print_table([row_of(result) for result in results])
-    print(f"\nThe model takes {gib(CONTEXT)} GiB for CUDA's context, which is in neither of the first two columns.")
+    print(f"\nThe model assumes {gib(CONTEXT)} GiB for the CUDA context, which the first two columns do not include.")
     beyond = [result for result in results if abs(result["difference"]) > BOUND]
     if beyond:
         sys.exit(f"{len(beyond)} of {len(results)} differ by more than {BOUND:.0%}")
 
 
 if __name__ == "__main__":
-    run(main)
+    run_main(main)

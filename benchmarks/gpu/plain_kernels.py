@@ -1,4 +1,4 @@
-"""The kernels of stage 2's lesson, each beside the plain way: CuPy's functions, one after the other."""
+"""The kernels of stage 2's lesson, each with a plain version that calls CuPy's functions one after another."""
 
 # xp: CuPy, or NumPy in the interpreter; rng(*shape): random float32 numbers; of: Sizes
 
@@ -33,17 +33,17 @@ GPT2 = Sizes(N=16384, C=768, V=50257, B=8, H=12, T=1024, N_loss=4096, parameters
 
 
 class Row(NamedTuple):
-    """plain() and ours() return what they have computed, to be compared; then each is timed."""
+    """plain() and ours() return their results for the comparison; both are timed."""
 
     section: int
-    what: str
+    name: str
     plain: Callable
     ours: Callable
     tolerance: float  # relative norm of the difference
 
 
 def layernorm(xp, rng, of):
-    """Section 2: a residual addition, and LayerNorm of the sum."""
+    """Section 2: a residual addition and LayerNorm of the sum."""
     from stage2_cuda.kernels import layernorm as kernels
 
     x, a, (bias, w, b) = rng(of.N, of.C), rng(of.N, of.C), rng(3, of.C)
@@ -90,17 +90,17 @@ def column_sums(xp, rng, of):
         kernels.column_sums(out, partials, dy)
         return (out,)
 
-    return Row(2, "sums over rows, for a bias", lambda: (dy.sum(0),), ours, 1e-5)
+    return Row(2, "sums over rows for a bias", lambda: (dy.sum(0),), ours, 1e-5)
 
 
 def embedding(xp, rng, of):
-    """Section 3: the gradient of the embedding, by atomic additions and without."""
+    """Section 3: the gradient of the embedding, with atomic additions and without."""
     from stage2_cuda.kernels import embedding as kernels
 
     ids = np.random.default_rng(SEED).integers(0, of.V, (of.N // of.T, of.T)).astype(np.int32)
     dy, rows = rng(*ids.shape, of.C), xp.asarray(ids)
-    runs = kernels.Runs(*map(xp.asarray, kernels.runs_of_tokens(ids, of.V)))
-    pieces, out = xp.empty(kernels.pieces_shape(ids.size, of.C), np.float32), xp.empty((of.V, of.C), np.float32)
+    runs = kernels.SortedTokens(*map(xp.asarray, kernels.sort_tokens(ids, of.V)))
+    pieces, out = xp.empty(kernels.chunk_sums_shape(ids.size, of.C), np.float32), xp.empty((of.V, of.C), np.float32)
 
     def plain():
         out = xp.zeros((of.V, of.C), np.float32)
@@ -115,7 +115,7 @@ def embedding(xp, rng, of):
 
 
 def attention(xp, rng, of):
-    """Section 4: forward and backward, with T x T weights in memory and without, in 16 bits."""
+    """Section 4: attention forward and backward in 16 bits, with T x T weights in memory and without."""
     from stage2_cuda.kernels import attention as kernels
 
     B, T, H, D = of.B, of.T, of.H, of.C // of.H
@@ -127,7 +127,7 @@ def attention(xp, rng, of):
     def heads(x):
         return x.reshape(B, T, -1, H, D).transpose(2, 0, 3, 1, 4)  # (parts, B, H, T, D)
 
-    def all_or_raise(*parts):
+    def packed(*parts):
         return xp.stack(parts).transpose(1, 3, 0, 2, 4).reshape(B, T, -1)
 
     def plain():
@@ -138,14 +138,14 @@ def attention(xp, rng, of):
         dweights = g @ v.swapaxes(2, 3)
         dscores = weights * (dweights - (dweights * weights).sum(-1, keepdims=True)) * scale
         dq, dk, dv = dscores @ k, dscores.swapaxes(2, 3) @ q, weights.swapaxes(2, 3) @ g
-        return all_or_raise(weights @ v), all_or_raise(dq, dk, dv)
+        return packed(weights @ v), packed(dq, dk, dv)
 
     def ours():
         kernels.attention_forward(y, lse, qkv, H)
         kernels.attention_backward(dqkv, delta, dy, qkv, y, lse, H)
         return y, dqkv
 
-    return Row(4, "attention without T x T numbers", plain, ours, 2e-2)
+    return Row(4, "attention without T x T arrays", plain, ours, 2e-2)
 
 
 def loss(xp, rng, of):
@@ -174,7 +174,7 @@ def loss(xp, rng, of):
 
 
 def adamw(xp, rng, of):
-    """Section 6: norm, clipping and AdamW, tensor by tensor and over the arena."""
+    """Section 6: norm, clipping and AdamW, for each tensor and for the whole arena at once."""
     from stage2_cuda.kernels import adamw as kernels
 
     arena = Arena(parameter_shapes(PRESETS[of.parameters]))
@@ -214,7 +214,7 @@ def adamw(xp, rng, of):
 
 
 def product(xp, rng, of):
-    """Section 7: a product of fp32, on tensor cores in three passes."""
+    """Section 7: an fp32 product on tensor cores, in three passes."""
     from stage2_cuda.gemm import fp16x3
 
     a, b = rng(of.N, of.C), rng(of.C, 4 * of.C)
@@ -228,16 +228,17 @@ def product(xp, rng, of):
         fp16x3.product(out, None, *operands)
         return (out,)
 
-    return Row(7, "a product of fp32 on tensor cores", lambda: (a @ b,), ours, 1e-5)
+    return Row(7, "an fp32 product on tensor cores", lambda: (a @ b,), ours, 1e-5)
 
 
 KERNELS = layernorm, gelu, column_sums, embedding, attention, loss, adamw, product
 
 
 def compare(row, xp):
-    """Raise ArithmeticError where the two ways do not give the same numbers."""
+    """Raise ArithmeticError if the two versions differ by more than the tolerance."""
     for mine, plain in zip(row.ours(), row.plain(), strict=True):
         mine, plain = (array.astype(np.float32) for array in (mine, plain))
         error = float(xp.linalg.norm((mine - plain).ravel()) / xp.linalg.norm(plain.ravel()))
         if not error <= row.tolerance:
-            raise ArithmeticError(f"{row.what}: the two ways differ by {error:.1e}, and {row.tolerance:g} is rounding")
+            bound = f"the tolerance is {row.tolerance:g}"
+            raise ArithmeticError(f"{row.name}: the two versions differ by {error:.1e}, {bound}")

@@ -1,13 +1,13 @@
-"""Are the constants in stage2_cuda/kernels the best for this GPU? Others in their place, each against those in use.
+"""Are the constants in stage2_cuda/kernels the fastest for this GPU? Other values against the current ones.
 
     python -m benchmarks.gpu.tune --kernel layernorm column_sums
 
-A candidate is a set of values for constants of one module, {} the ones in use. Every candidate is first compiled in
-processes beside this one, then compared with what is in use (relative norm of what it writes), then captured in a CUDA
-graph and replayed in turns, in another order each time; the median of its turns counts.
+A candidate is a set of values for constants of one module; {} means the current ones. Every candidate is compiled in a
+helper process, compared with the current version (relative norm of the results), captured in a CUDA graph and replayed
+in interleaved rounds with changing order; the median of its rounds is reported.
 
-A training run times a few tiles of attention by itself (stage2_cuda/tuning/attention_tiles.py); this is the wide
-search, for its table, for what is worth trying there, and for the constants of the other kernels.
+A training run times a few attention tiles itself (stage2_cuda/tuning/attention_tiles.py). This script searches more
+widely: for the table of tiles, for the candidates of a training run, and for the constants of the other kernels.
 """
 
 import argparse
@@ -19,7 +19,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from benchmarks.harness.contenders import ROOT, add_saving, print_table, run, save
+from benchmarks.harness.jobs import ROOT
+from benchmarks.harness.processes import run_main
+from benchmarks.harness.report import add_save_flags, print_table, save
 from gpt2core.errors import ConfigError
 from stage2_cuda.cuda_backend import dtype_of
 from stage2_cuda.kernels import attention, column_sums, cross_entropy, gelu, layernorm
@@ -28,12 +30,12 @@ from stage2_cuda.tuning.tuner import difference, medians, recorded
 
 BENCHMARK = "benchmarks.gpu.tune"
 SEED = 20260101
-COMPILERS = 12  # processes that compile beside each other
-TURNS, CALLS = 9, 10  # of each candidate, and in one of them
-DIFFERENT = 2e-2  # a relative norm beyond what another order of the sums in bf16 can make
+COMPILERS = 12  # processes that compile in parallel
+ROUNDS, CALLS = 9, 10  # rounds, and calls of each candidate in a round
+DIFFERENT = 2e-2  # a relative norm larger than another order of bf16 sums can cause
 SHAPES = {"paper": (4096, 384, 172, 176), "gpt2": (65536, 768, 50257, 50304)}  # rows, channels, vocabulary, padded
 HEADS = {"paper": (16, 256, 6, 64), "gpt2": (64, 1024, 12, 64), "long": (1, 16384, 16, 64)}  # B, T, H, D of attention
-SHORTLIST = {  # tiles of attention that are the fastest by themselves, to be tried together
+SHORTLIST = {  # the fastest attention tiles of each part, tried in combination
     "forward": [(128, 64, 8, 3), (128, 64, 8, 3, 2), (128, 64, 4, 3), (64, 64, 4, 2), (64, 128, 4, 2)],
     "dq": [(128, 64, 4, 3), (128, 32, 4, 3), (64, 64, 4, 2), (64, 64, 4, 3)],
     "dkdv": [(64, 64, 4, 3), (128, 64, 4, 2)],
@@ -41,18 +43,18 @@ SHORTLIST = {  # tiles of attention that are the fastest by themselves, to be tr
 
 
 class Case(NamedTuple):
-    """`prepare()` gives a call that writes all of `outputs`, with scratch for the constants as they are then."""
+    """`prepare()` returns a call that writes all `outputs`; it allocates scratch for the module's current constants."""
 
     title: str
     module: object
     prepare: object
     outputs: list
     candidates: list
-    bytes: int  # that the call has to read and write
+    bytes: int  # bytes that the call must read and write
 
 
 class Arrays:
-    """Arrays on the device: random ones of bf16, and some to be written."""
+    """Arrays on the device: random bf16 inputs and uninitialised fp32 outputs."""
 
     def __init__(self):
         self.xp, self.bf16 = array_module(), dtype_of("bfloat16")
@@ -66,7 +68,7 @@ class Arrays:
 
 
 def grid(**values):
-    """The constants in use, and every combination of these values."""
+    """{} (the current constants) and every combination of these values."""
     return [{}, *(dict(zip(values, each, strict=True)) for each in itertools.product(*values.values()))]
 
 
@@ -74,14 +76,14 @@ def grid(**values):
 
 
 def cross_entropy_case(of, rows, channels, vocab, width):
-    n = min(rows, 10672)  # the rows of one chunk of logits
+    n = min(rows, 10672)  # at most the rows of one chunk of logits
     logits, targets = of.normal(n, width), of.xp.asarray(np.random.default_rng(SEED).integers(0, vocab, n), np.int32)
     outputs = [of.xp.empty_like(logits), *(of.floats(n) for _ in range(3))]
 
     def prepare():
         return lambda: cross_entropy.cross_entropy_forward_backward(*outputs, logits, targets, 1 / n, vocab)
 
-    yield cross_entropy, prepare, outputs, grid(TILE=(8192, 16384, 32768), STAGES=(1, 2, 3)), 2 * logits.nbytes
+    yield cross_entropy, prepare, outputs, grid(TILE_BYTES=(8192, 16384, 32768), STAGES=(1, 2, 3)), 2 * logits.nbytes
 
 
 def layernorm_case(of, n, channels, *_):
@@ -94,21 +96,21 @@ def layernorm_case(of, n, channels, *_):
     def prepare():
         return lambda: layernorm.residual_layernorm_forward(*forward, x, a, bias, w, b, 1e-5)
 
-    yield layernorm, prepare, forward, grid(TILE=(1024, 2048, 4096)), 4 * x.nbytes
+    yield layernorm, prepare, forward, grid(TILE_ELEMENTS=(1024, 2048, 4096)), 4 * x.nbytes
     dx = of.xp.empty_like(x)
 
     def prepare_backward():
         partials = of.floats(*layernorm.layernorm_partials_shape(n, channels))
         return lambda: layernorm.residual_layernorm_backward(dx, partials, ds, dy, s, w, mean, rstd)
 
-    candidates = grid(TILE=(1024, 2048), PROGRAMS=(264, 528, 1056), TURNS=(1, 8, 1 << 30))
+    candidates = grid(TILE_ELEMENTS=(1024, 2048), PROGRAMS=(264, 528, 1056), PIPELINE_TILES=(1, 8, 1 << 30))
     yield layernorm, prepare_backward, [dx], candidates, 4 * x.nbytes
 
 
 def gelu_case(of, n, channels, *_):
     h, dy, bias = of.normal(n, 4 * channels), of.normal(n, 4 * channels), of.normal(4 * channels)
     y, dh = of.xp.empty_like(h), of.xp.empty_like(h)
-    tiles = [dict(ROWS=rows, COLUMNS=columns, WARPS=warps) for rows, columns, warps in
+    tiles = [dict(BLOCK_ROWS=rows, BLOCK_COLS=columns, WARPS=warps) for rows, columns, warps in
              ((2, 512, 2), (2, 512, 4), (4, 512, 4), (1, 1024, 4), (4, 256, 4), (4, 256, 2))]  # fmt: skip
     yield gelu, lambda: lambda: gelu.bias_gelu_forward(y, h, bias), [y], [{}, *tiles], 2 * h.nbytes
 
@@ -127,23 +129,25 @@ def column_sums_case(of, n, channels, *_):
         partials = of.floats(*column_sums.partials_shape(*x.shape))
         return lambda: column_sums.column_sums(out, partials, x)
 
-    candidates = grid(ROWS=(32, 64), COLUMNS=(64, 128), FEW=(132, 264), MANY=(264, 528, 1056), STAGES=(1, 3))
+    candidates = grid(
+        BLOCK_ROWS=(32, 64), BLOCK_COLS=(64, 128), MIN_PROGRAMS=(132, 264), MAX_PROGRAMS=(264, 528, 1056), STAGES=(1, 3)
+    )
     yield column_sums, prepare, [out], candidates, x.nbytes
 
 
 def attention_case(of, B, T, H, D):
     qkv, dy = of.normal(B, T, 3 * H * D), of.normal(B, T, H * D)
     y, lse, delta = of.xp.empty_like(dy), of.floats(B, H, T), of.floats(B, H, T)
-    dqkv, *_, used = of.xp.empty_like(qkv), *attention.plan(qkv, H, "ieee")
+    dqkv, *_, used = of.xp.empty_like(qkv), *attention.shapes_and_tiles(qkv, H, "ieee")
     attention.attention_forward(y, lse, qkv, H)
     out = [y.copy(), lse.copy()]
 
     def several(*parts):
-        """{} and every combination of tiles, parts being (name, tiles)."""
+        """{} and every combination of tiles; each part is (name, tiles)."""
         names, tiles = zip(*parts, strict=True)
-        chosen = [[attention.Tile(*tile) for tile in each] for each in tiles]
+        chosen = [[attention.TileConfig(*tile) for tile in each] for each in tiles]
         configs = [used._replace(**dict(zip(names, each, strict=True))) for each in itertools.product(*chosen)]
-        return [{}, *(dict(CONFIGS={"16 bits": {(D, T): config}}) for config in configs)]
+        return [{}, *(dict(DEFAULT_TILES={"16 bits": {(D, T): config}}) for config in configs)]
 
     tiles = list(itertools.product((64, 128), (32, 64, 128), (4, 8), (2, 3, 4)))
     prepare = lambda: lambda: attention.attention_forward(*out, qkv, H)  # noqa: E731
@@ -159,7 +163,7 @@ def attention_case(of, B, T, H, D):
     prepare = lambda: backward  # noqa: E731
     for part in ("both",) if used.both else ("dq", "dkdv"):
         chosen = [(M, N, *rest) for M, N, *rest in tiles if part != "both" or M == N]
-        pointers = [dict(TILED=())] * (part == "dkdv")
+        pointers = [dict(DESCRIPTOR_HEAD_SIZES=())] * (part == "dkdv")
         yield attention, prepare, [dqkv], several((part, chosen)) + pointers, 2 * qkv.nbytes + 2 * y.nbytes
     prepare = lambda: both_ways  # noqa: E731
     if not used.both:
@@ -188,7 +192,7 @@ def cases(args):
 
 @contextlib.contextmanager
 def replaced(module, values):
-    """The constants of a module, for a while."""
+    """Replace constants of a module within a with block."""
     before = {name: getattr(module, name) for name in values}
     vars(module).update(values)
     try:
@@ -198,7 +202,7 @@ def replaced(module, values):
 
 
 def compile_all(args):
-    """Fill Triton's cache on disk from several processes: each runs its share of the candidates once."""
+    """Fill Triton's disk cache: several processes each run their share of the candidates once."""
     command = [sys.executable, "-m", BENCHMARK, "--kernel", *args.kernel, "--shape", *args.shape, "--share"]
     quiet = dict(cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     for share in [subprocess.Popen([*command, str(part)], **quiet) for part in range(COMPILERS)]:
@@ -206,6 +210,7 @@ def compile_all(args):
 
 
 def compile_share(args):
+    """Run this process's share of the candidates once; failures are ignored here and reported by measure()."""
     for case in cases(args):
         for values in case.candidates[args.share :: COMPILERS]:
             with contextlib.suppress(Exception), replaced(case.module, values):
@@ -213,7 +218,7 @@ def compile_share(args):
 
 
 def error_of(got, want):
-    """The largest difference() of several arrays; a NaN stays one."""
+    """The largest difference() of several arrays; NaN if any difference is NaN."""
     worst = 0.0
     for one, other in zip(got, want, strict=True):
         error = difference(one, other)
@@ -222,18 +227,18 @@ def error_of(got, want):
 
 
 def captured(case, values, stream):
-    """-> a graph of so many calls with these constants, and copies of what one writes over NaN."""
+    """(graph of CALLS calls with these constants, copies of the outputs, the call); the outputs are NaN before."""
     with replaced(case.module, values):
         for array in case.outputs:
             array[...] = np.nan
         call = case.prepare()
         call()
         outputs = [array.copy() for array in case.outputs]
-        return recorded(stream, call, CALLS), outputs, call  # the call keeps its scratch
+        return recorded(stream, call, CALLS), outputs, call  # the caller keeps the call alive, and with it its scratch
 
 
 def measure(case):
-    """[{constants, ms, error}] of a case, the fastest first."""
+    """[{label, ms, error}] of the candidates of a case, the fastest first."""
     xp = array_module()
     stream, ready, want = xp.cuda.Stream(non_blocking=True), [], None
     xp.cuda.runtime.deviceSynchronize()  # the arrays were filled on another stream
@@ -243,7 +248,7 @@ def measure(case):
             try:
                 graph, outputs, call = captured(case, values, stream)
                 stream.synchronize()
-            except Exception as error:  # more shared memory or registers than there are, or a compiler that gives up
+            except Exception as error:  # not enough shared memory or registers, or the compiler failed
                 if want is None:
                     raise
                 print(f"{case.title}: {label}: {str(error).splitlines()[0][:120]}", flush=True)
@@ -253,12 +258,13 @@ def measure(case):
                 print(f"{case.title}: {label}: WRONG, {error:.3g}", flush=True)
                 continue
             ready.append((label, error, graph, call))
-        times = medians(xp, stream, [graph for _, _, graph, _ in ready], TURNS) / CALLS
+        times = medians(xp, stream, [graph for _, _, graph, _ in ready], ROUNDS) / CALLS
     rows = [{"label": label, "ms": ms, "error": error} for (label, error, *_), ms in zip(ready, times, strict=True)]
     return sorted(rows, key=lambda row: row["ms"])
 
 
 def show(case, rows, limit=6):
+    """Print the fastest candidates and the current constants."""
     used = next(row for row in rows if row["label"] == "in use")
     table = [
         {
@@ -277,16 +283,16 @@ def show(case, rows, limit=6):
 def main():
     parser = argparse.ArgumentParser(prog=f"python -m {BENCHMARK}", description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("--kernel", choices=KERNELS, nargs="+", default=list(KERNELS), help="what is tuned (default all)")
-    add("--shape", choices=HEADS, nargs="+", default=list(HEADS), help="of what size; long: attention (default all)")
-    add("--share", type=int, help="as one of the processes that compile: which")
-    add_saving(add)
+    add("--kernel", choices=KERNELS, nargs="+", default=list(KERNELS), help="kernels (default all)")
+    add("--shape", choices=HEADS, nargs="+", default=list(HEADS), help="sizes; long: attention only (default all)")
+    add("--share", type=int, help="internal: compile only this share of the candidates")
+    add_save_flags(add)
     args = parser.parse_args()
     if args.share is not None:
         return compile_share(args)
     if args.shape == ["long"] and "attention" not in args.kernel:
         asked = " ".join(args.kernel)
-        raise ConfigError(f"--shape long is a size of attention, and --kernel asks for {asked}: use --shape gpt2")
+        raise ConfigError(f"--shape long: only attention has this size, but --kernel is {asked}; use --shape gpt2")
     compile_all(args)
     results = {}
     for case in cases(args):
@@ -297,4 +303,4 @@ def main():
 
 
 if __name__ == "__main__":
-    run(main)
+    run_main(main)

@@ -1,7 +1,7 @@
 """Does our all-reduce over NCCL reach the bandwidth of PyTorch's, and what do the canonical order and bf16 cost?
 
-Ours are recorded as a graph, several behind each other, as a training step has them; PyTorch's follow each other as
-Python calls them, which is what DistributedDataParallel does, and hides the calls behind all but the smallest ones.
+Ours are recorded in a graph, several in sequence, as in a training step. PyTorch's are called from Python one after
+another, as DistributedDataParallel does; the launch time is hidden except for the smallest arrays.
 """
 
 import argparse
@@ -13,8 +13,9 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.harness.contenders import add_saving, paired_ratio, print_table, progress, run, save
-from benchmarks.ranks.collectives import launch, line
+from benchmarks.harness.processes import progress, run_main
+from benchmarks.harness.report import add_save_flags, paired_ratio, print_table, save
+from benchmarks.ranks.collectives import launch, line_of
 from gpt2core.app.presets import PRESETS
 from gpt2core.arena import Arena
 from gpt2core.model import parameter_shapes
@@ -24,7 +25,7 @@ from gpt2core.parallel.compression import Compressed
 BENCHMARK = "benchmarks.gpus.collectives"
 SIZES = [10**k for k in range(6, 10)]  # bytes of a float32 array
 TORCH = "torch, fp32"
-OURS = {  # name: (type that is summed, algorithm, codec)
+OURS = {  # name: (dtype of the sum, algorithm, codec)
     "nccl, fp32": ("float32", "nccl", None),
     "canonical, fp32": ("float32", "canonical", None),
     "nccl, bf16": ("bfloat16", "nccl", None),
@@ -32,18 +33,18 @@ OURS = {  # name: (type that is summed, algorithm, codec)
     "--compress bf16": ("float32", "nccl", "bf16"),
 }
 STAGED = "--transport mpi, fp32"
-CONTENDERS = [TORCH, *OURS, STAGED]
+ALGORITHMS = [TORCH, *OURS, STAGED]
 FIT = ["nccl, fp32", "canonical, fp32"]
-SCALE = 1e-30  # of the numbers: sums of sums stay finite through all repetitions
-ACCURATE = 10**7  # bytes of the array whose sum is compared with one in float64
-AT_LEAST = 0.97  # of PyTorch's bandwidth
+SCALE = 1e-30  # small numbers, so that repeated in-place sums stay finite
+ERROR_BYTES = 10**7  # size of the array whose sum is compared with the sum in float64
+MIN_SHARE = 0.97  # required share of PyTorch's bandwidth
 
 
 # -- on the ranks ------------------------------------------------------------------------------------------------------
 
 
 def all_reduces(host, sizes, rounds, meeting):
-    """({contender: its relative error}, [{name, bytes, seconds of each round, the slowest rank's}]); x (n) in place."""
+    """({algorithm: relative error}, [{name, bytes, seconds}]); seconds: of the slowest rank in each round."""
     import torch.distributed as dist
 
     from stage3_mpi_cuda.nccl_communicator import NcclCommunicator
@@ -51,31 +52,31 @@ def all_reduces(host, sizes, rounds, meeting):
     world = NcclCommunicator(host)
     world.use_transport("nccl")
     torch_sum = open_torch(world, meeting)
-    errors = {name: error_of(world, name, torch_sum) for name in CONTENDERS}
+    errors = {name: error_of(world, name, torch_sum) for name in ALGORITHMS}
     results = []
     for size in sizes:
         repeats = max(4, min(20, 2 * 10**8 // size))
         source = source_of(world, size // 4)
-        turns = {name: turn_of(world, name, source, repeats, torch_sum) for name in CONTENDERS}
-        of_size = {name: {"name": name, "bytes": size, "seconds": []} for name in CONTENDERS}
-        for index in range(-2, rounds):  # the first runs, the second is recorded, or warms up
-            first = index % len(CONTENDERS)
-            for name in CONTENDERS[first:] + CONTENDERS[:first]:
-                seconds = max(world.all_gather_object(turns[name]()))
+        timed = {name: timed_sums(world, name, source, repeats, torch_sum) for name in ALGORITHMS}
+        by_name = {name: {"name": name, "bytes": size, "seconds": []} for name in ALGORITHMS}
+        for index in range(-2, rounds):  # two warm-up rounds: the first runs, the second records the graph
+            first = index % len(ALGORITHMS)
+            for name in ALGORITHMS[first:] + ALGORITHMS[:first]:
+                seconds = max(world.all_gather_object(timed[name]()))
                 if index >= 0:
-                    of_size[name]["seconds"].append(seconds)
-        results += of_size.values()
-        turns.clear()  # with their graphs and buffers, before there are larger ones
+                    by_name[name]["seconds"].append(seconds)
+        results += by_name.values()
+        timed.clear()  # frees graphs and buffers before the next, larger size
     dist.destroy_process_group()
     return errors, results
 
 
 def open_torch(world, meeting):
-    """all_reduce(a CuPy array, in place), by PyTorch's NCCL, on PyTorch's current stream."""
+    """Return all_reduce(array), which sums a CuPy array in place with PyTorch's NCCL on PyTorch's current stream."""
     import torch
     import torch.distributed as dist
 
-    torch.cuda.set_device(world.gpu.number)
+    torch.cuda.set_device(world.gpu.device_id)
     dist.init_process_group("nccl", init_method=f"file://{meeting}", rank=world.rank, world_size=world.size)
     return lambda array: dist.all_reduce(torch.as_tensor(array, device="cuda"))
 
@@ -89,7 +90,7 @@ def source_of(world, n):
 
 
 def reduction(world, name, source):
-    """(x, reduce): a buffer of what one of ours adds up, filled by the caller, and the sum over the ranks in place."""
+    """(x, reduce): a buffer that the caller fills, and a function that sums it over the ranks in place."""
     import cupy
 
     from stage2_cuda.cuda_backend import dtype_of
@@ -109,12 +110,12 @@ def reduction(world, name, source):
     return x, reduce
 
 
-def turn_of(world, name, source, repeats, torch_sum):
-    """A function that fills the buffer anew and returns the seconds of one of many all-reduces; 0 while it warms up."""
+def timed_sums(world, name, source, repeats, torch_sum):
+    """A function that refills the buffer and returns the seconds of one of `repeats` all-reduces; 0 during warm-up."""
     if name == TORCH:
-        return torch_turn(world, source, repeats, torch_sum)
+        return torch_sums(world, source, repeats, torch_sum)
     if name == STAGED:
-        return staged_turn(world, source)
+        return staged_sum(world, source)
     from cupy import cuda
 
     from stage2_cuda.runtime.cuda_graph import RecordedStep
@@ -128,12 +129,12 @@ def turn_of(world, name, source, repeats, torch_sum):
 
     step = RecordedStep(sums, lambda: None)
 
-    def turn():
+    def timed():
         x[...] = source.astype(x.dtype)
         cuda.runtime.deviceSynchronize()
         world.barrier()
         begin, end = cuda.Event(), cuda.Event()
-        step()  # leaves the ranks in step
+        step()  # synchronises the ranks
         if step.graph is None or step.calls == 2:
             cuda.runtime.deviceSynchronize()
             return 0.0
@@ -143,21 +144,21 @@ def turn_of(world, name, source, repeats, torch_sum):
         end.synchronize()
         return cuda.get_elapsed_time(begin, end) / 1e3 / repeats
 
-    return turn
+    return timed
 
 
-def torch_turn(world, source, repeats, torch_sum):
-    """The same of PyTorch's, one call after the other."""
+def torch_sums(world, source, repeats, torch_sum):
+    """timed_sums() of PyTorch's all-reduce, called one after another."""
     import torch
 
     x = source.copy()
 
-    def turn():
+    def timed():
         x[...] = source
         torch.cuda.synchronize()
         world.barrier()
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        for number in range(2 * repeats):  # the first half leaves the ranks in step
+        for number in range(2 * repeats):  # the first half synchronises the ranks
             if number == repeats:
                 begin.record()
             torch_sum(x)
@@ -165,16 +166,16 @@ def torch_turn(world, source, repeats, torch_sum):
         end.synchronize()
         return begin.elapsed_time(end) / 1e3 / repeats
 
-    return turn
+    return timed
 
 
-def staged_turn(world, source):
-    """The same through the host, once: it waits there, so it is in no graph, and the host's clock is good for it."""
+def staged_sum(world, source):
+    """timed_sums() of one all-reduce through the host, with the host's clock and no graph, because it waits there."""
     from cupy import cuda
 
     x = source.copy()
 
-    def turn():
+    def timed():
         x[...] = source
         cuda.runtime.deviceSynchronize()
         world.barrier()
@@ -182,28 +183,28 @@ def staged_turn(world, source):
         staged(world).all_reduce(x, out=x)
         return time.perf_counter() - started
 
-    return turn
+    return timed
 
 
 @functools.cache
 def staged(world):
-    """The transport `mpi` of these ranks, with its pinned memory."""
+    """The collectives of --transport mpi, with their pinned memory."""
     from stage3_mpi_cuda.staged_collectives import StagedCollectives
 
     return StagedCollectives(world.host, world.gpu)
 
 
 def error_of(world, name, torch_sum):
-    """norm(sum - exact) / norm(exact) of one sum over the ranks, the exact one in float64."""
+    """norm(sum - exact) / norm(exact) of one sum over the ranks; exact is computed in float64."""
     import cupy
 
-    source = source_of(world, ACCURATE // 4)
+    source = source_of(world, ERROR_BYTES // 4)
     exact = world.all_gather(source.get()[None]).astype(np.float64).sum(0)
     if name in OURS:
         x, reduce = reduction(world, name, source)
     else:
-        x, way = source.copy(), torch_sum if name == TORCH else lambda x: staged(world).all_reduce(x, out=x)
-        reduce = functools.partial(way, x)
+        x, function = source.copy(), torch_sum if name == TORCH else lambda x: staged(world).all_reduce(x, out=x)
+        reduce = functools.partial(function, x)
     x[...] = source.astype(x.dtype)
     cupy.cuda.runtime.deviceSynchronize()
     reduce()
@@ -211,36 +212,36 @@ def error_of(world, name, torch_sum):
     return float(np.linalg.norm(x.astype(np.float32).get() - exact) / np.linalg.norm(exact))
 
 
-# -- on the one that starts them ---------------------------------------------------------------------------------------
+# -- in the parent process ---------------------------------------------------------------------------------------------
 
 
 def bus_bandwidth(size, seconds, ranks):
-    """Bytes a second that each GPU sends in a ring, whatever the algorithm does: nccl-tests' measure."""
+    """Bytes per second that each GPU would send in a ring: the bus bandwidth of nccl-tests."""
     return 2 * (ranks - 1) / ranks * size / seconds
 
 
-def moved(name, size):
-    """Bytes of the array that goes over the wire for a float32 one of `size`."""
+def sent(name, size):
+    """Bytes that are sent for a float32 array of `size` bytes."""
     return size // 2 if name.endswith("bf16") else size
 
 
 def summarise(results, errors, ranks):
-    """Add medians, bus bandwidth and ratios within rounds to one job's results; return table rows."""
+    """Add the bus bandwidth and the ratios of each round to one job's results; return the table's rows."""
     torch = {result["bytes"]: result["seconds"] for result in results if result["name"] == TORCH}
     rows = []
     for result in results:
         name, size = result["name"], result["bytes"]
-        result["ranks"], result["median"] = ranks, statistics.median(result["seconds"])
+        result["ranks"], median = ranks, statistics.median(result["seconds"])
         result["times_as_fast_as_torch"] = paired_ratio(torch[size], result["seconds"])
-        result["bus_bandwidth"] = bus_bandwidth(moved(name, size), result["median"], ranks)
+        result["bus_bandwidth"] = bus_bandwidth(sent(name, size), median, ranks)
         rows.append(
             {
                 f"{ranks} GPUs": name,
                 "MB of fp32": f"{1e-6 * size:,.0f}",
-                "us": f"{1e6 * result['median']:.1f}",
+                "us": f"{1e6 * median:.1f}",
                 "best": f"{1e6 * min(result['seconds']):.1f}",
-                "GB/s on the bus": f"{1e-9 * result['bus_bandwidth']:.1f}",
-                "x torch": f"{result['times_as_fast_as_torch']:.3f}",
+                "bus GB/s": f"{1e-9 * result['bus_bandwidth']:.1f}",
+                "x torch": f"{result['times_as_fast_as_torch']['median']:.3f}",
                 "relative error": f"{errors[name]:.1e}",
             }
         )
@@ -248,23 +249,23 @@ def summarise(results, errors, ranks):
 
 
 def fit(results):
-    """{name: [alpha seconds, beta seconds a byte]} of t = alpha + beta n, n the bytes of the array."""
-    of_name = {name: [result for result in results if result["name"] == name] for name in FIT}
-    return {name: line([r["bytes"] for r in found], [r["median"] for r in found]) for name, found in of_name.items()}
+    """{name: [alpha seconds, beta seconds per byte]} of t = alpha + beta n, n the bytes of the array."""
+    return {name: line_of([result for result in results if result["name"] == name]) for name in FIT}
 
 
 def gradient_bytes(preset):
+    """The size of a preset's gradient buffer."""
     return 4 * Arena(parameter_shapes(PRESETS[preset])).size
 
 
 def verdicts(results, ranks):
-    """One sentence for each large size."""
+    """Yield one sentence for each size of 100 MB or more."""
     for result in results:
         if result["name"] == FIT[0] and result["bytes"] >= 10**8:
-            ratio = result["times_as_fast_as_torch"]
-            met = "reached" if ratio >= AT_LEAST else "MISSED"
+            ratio = result["times_as_fast_as_torch"]["median"]
+            met = "reached" if ratio >= MIN_SHARE else "MISSED"
             size = f"{1e-6 * result['bytes']:,.0f} MB"
-            yield f"{ranks} GPUs, {size}: {ratio:.3f} x torch's bandwidth (target {AT_LEAST}: {met})"
+            yield f"{ranks} GPUs, {size}: {ratio:.3f} x torch's bandwidth (target {MIN_SHARE}: {met})"
 
 
 def parser():
@@ -272,35 +273,35 @@ def parser():
     add = parser.add_argument
     add("--ranks", type=int, nargs="+", default=[2, 4], help="GPUs of each job (default 2 4)")
     add("--sizes", type=int, nargs="+", default=SIZES, help="bytes of the array in fp32 (default 1 MB to 1 GB by 10)")
-    add("--preset", choices=PRESETS, default="gpt2", help="whose gradient the size of a bucket is for (default gpt2)")
-    add("--rounds", type=int, default=9, help="turns of each all-reduce (default 9)")
+    add("--preset", choices=PRESETS, default="gpt2", help="model for whose gradient --bucket-mb is computed (gpt2)")
+    add("--rounds", type=int, default=9, help="rounds (default 9)")
     add("--timeout", type=int, default=150, help="seconds that one job may take (default 150)")
-    add_saving(add, "collectives")
+    add_save_flags(add, "collectives")
     return parser
 
 
 def main(argv=None):
     args = parser().parse_args(argv)
-    results, fits, everyones_errors, buckets = [], {}, {}, {}
+    results, fits, errors, buckets = [], {}, {}, {}
     for ranks in args.ranks:
         progress(f"{ranks} GPUs")
         with tempfile.TemporaryDirectory() as folder:
             job = args.sizes, args.rounds, str(Path(folder, "meeting"))
-            errors, of_ranks = launch(ranks, "all_reduces", *job, timeout=args.timeout, benchmark=BENCHMARK)
+            errors[ranks], of_ranks = launch(ranks, "all_reduces", *job, timeout=args.timeout, benchmark=BENCHMARK)
         progress("")
-        print_table(summarise(of_ranks, errors, ranks))
+        print_table(summarise(of_ranks, errors[ranks], ranks))
         print("\n" + "\n".join(verdicts(of_ranks, ranks)))
-        fits[ranks], everyones_errors[ranks] = fit(of_ranks), errors
+        fits[ranks] = fit(of_ranks)
         for name, (alpha, beta) in fits[ranks].items():
             buckets[f"{ranks} GPUs, {name}"] = bucket = best_bucket(alpha, beta, gradient_bytes(args.preset)) / 1e6
-            fitted = f"alpha {1e6 * alpha:.1f} us, beta {1e12 * beta:.2f} ps a byte"
+            fitted = f"alpha {1e6 * alpha:.1f} us, beta {1e12 * beta:.2f} ps per byte"
             print(f"{ranks} GPUs, {name}: {fitted}; for the gradient of {args.preset} --bucket-mb {bucket:.0f}")
         print(flush=True)
         results += of_ranks
     if not args.no_save:
-        found = {"all_reduce": results, "errors": everyones_errors, "alpha_beta": fits, "bucket_mb": buckets}
+        found = {"all_reduce": results, "errors": errors, "alpha_beta": fits, "bucket_mb": buckets}
         save(BENCHMARK, found, args.commit, args.save_as)
 
 
 if __name__ == "__main__":
-    run(main)
+    run_main(main)

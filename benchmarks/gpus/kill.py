@@ -1,7 +1,7 @@
-"""Is a job on GPUs that loses a rank over soon, with its cause told, no process left on a GPU, and a good checkpoint?
+"""Does a job on GPUs end soon when a rank is killed, report the cause, free all GPUs and keep a readable checkpoint?
 
-A rank is killed with SIGKILL at a random moment, its start included, while a run goes on from an earlier checkpoint.
-What the others wait for by then is a kernel of NCCL, which no host can leave by itself.
+A random rank gets SIGKILL at a random moment, which may be during start-up, of a run that resumed from a checkpoint.
+The other ranks then wait for an NCCL kernel that never ends.
 """
 
 import argparse
@@ -15,50 +15,42 @@ import tempfile
 import time
 from pathlib import Path
 
-from benchmarks.harness.contenders import (
-    ROOT,
-    add_saving,
-    finish,
-    nvidia_smi,
-    print_table,
-    progress,
-    run,
-    save,
-)
-from benchmarks.harness.jobs import Job, launcher
+from benchmarks.harness.jobs import ROOT, Job, launcher
+from benchmarks.harness.processes import progress, run_main, run_to_end
+from benchmarks.harness.report import add_save_flags, nvidia_smi, print_table, save
 from benchmarks.ranks.kill import finished, kill_one
 from gpt2core.app.checkpoint_directory import load_checkpoint
 from gpt2core.errors import CheckpointError
 
 BENCHMARK = "benchmarks.gpus.kill"
-SOON = 30  # seconds from the kill until all is over
-SETTLED = 10  # seconds that the driver may take to give back what a process had
-COMPILED = 240  # seconds that the first run may take
-SPARE = 64  # MiB of a GPU that may be taken without being anyone's
+SOON = 30  # allowed seconds from the kill to the end of the job
+SETTLED = 10  # seconds that the driver may take to free a process's memory
+COMPILED = 240  # allowed seconds of the first run, which compiles
+SPARE = 64  # MiB of growth on a GPU that are ignored
 CAUSE = re.compile(r"signal 9|SIGKILL|Killed|^error: |KILLED BY SIGNAL", re.MULTILINE)
 
 
 def compile_all(ranks, *flags):
-    """A run to its end, however long its kernels take to compile."""
+    """Train to the end; this compiles all kernels and takes at most COMPILED seconds."""
     words = (*launcher(), "-n", ranks, sys.executable, "-m", "stage3_mpi_cuda.train_gpt2", "--sample", 0, *flags)
-    finish("the first run", list(map(str, words)), 1, COMPILED)
+    run_to_end("the first run", list(map(str, words)), 1, COMPILED)
 
 
 def train(ranks, *flags):
-    """The running job of `ranks` ranks."""
+    """Start a training run on `ranks` ranks; return its Job."""
     words = ("-n", ranks, sys.executable, "train_gpt2.py", "--sample", 0, *flags)
     return Job(*words, cwd=ROOT / "stage3_mpi_cuda")
 
 
 def on_gpus():
-    """({process ids that the driver names}, [MiB taken on each GPU]); in a container it may name none."""
+    """({process ids reported by the driver}, [MiB used on each GPU]); in a container the driver may report no ids."""
     command = ["nvidia-smi", "--query-compute-apps=pid", "--format=csv,noheader"]
     answer = subprocess.run(command, capture_output=True, text=True, timeout=60).stdout
     return set(re.findall(r"\d+", answer)), [int(row[0]) for row in nvidia_smi("memory.used")]
 
 
 def left_on_gpus(before):
-    """What is on the GPUs and was not before, as text, once the driver has settled; "" where there is nothing."""
+    """Processes and memory on the GPUs that were not there before, as text; "" if there are none within SETTLED s."""
     until = time.monotonic() + SETTLED
     while True:
         (pids, used), (old_pids, old_used) = on_gpus(), before
@@ -71,7 +63,7 @@ def left_on_gpus(before):
 
 
 def trial(args, home, choice, longest, before):
-    """Kill a rank of one run; returns one row, or None where it was over before."""
+    """Kill a rank of one run; return one row, or None if the run ended before."""
     out, moment = home / "run", choice.uniform(0, longest)
     shutil.rmtree(out, ignore_errors=True)
     shutil.copytree(home / "begun", out, symlinks=True)
@@ -92,7 +84,7 @@ def trial(args, home, choice, longest, before):
 
 
 def summarise(rows):
-    """Add whether each end was clean; return the table's rows."""
+    """Add the field "clean" to each row; return the table's rows."""
     for row in rows:
         ended = row["code"] != 0 and row["seconds"] < SOON
         row["clean"] = bool(ended and row["cause"] and not row["left"] and not row["on_gpus"])
@@ -101,9 +93,9 @@ def summarise(rows):
             "killed": f"rank {row['rank']}",
             "after, s": f"{row['moment']:.2f}",
             "steps seen": row["steps_seen"],
-            "all ended in, s": f"{row['seconds']:.2f}",
+            "job ended within, s": f"{row['seconds']:.2f}",
             "exit code": row["code"],
-            "cause told": row["cause"] or "NONE",
+            "cause reported": row["cause"] or "NONE",
             "processes left": row["left"],
             "left on GPUs": row["on_gpus"] or "nothing",
             "checkpoint": "unreadable" if row["step"] is None else f"step {row['step']}",
@@ -115,14 +107,14 @@ def summarise(rows):
 def parser():
     parser = argparse.ArgumentParser(prog=f"python -m {BENCHMARK}", description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("--times", type=int, default=10, help="ranks to kill, one a run (default 10)")
-    add("--ranks", type=int, help="ranks of a run (default: one for each GPU, 4 at most)")
+    add("--times", type=int, default=10, help="runs, one killed rank each (default 10)")
+    add("--ranks", type=int, help="ranks of each run (default: one per GPU, at most 4)")
     add("--preset", default="tiny", help="model (default tiny)")
-    add("--dp", default="bucket", help="how gradients travel (default bucket)")
-    add("--steps", type=int, default=4000, help="steps of a run (default 4000)")
+    add("--dp", default="bucket", help="gradient synchronisation (default bucket)")
+    add("--steps", type=int, default=4000, help="steps of each run (default 4000)")
     add("--checkpoint-every", type=int, default=100, help="steps between checkpoints (default 100)")
-    add("--seed", type=int, default=0, help="of ranks and moments (default 0)")
-    add_saving(add, "kill")
+    add("--seed", type=int, default=0, help="random seed of ranks and moments (default 0)")
+    add_save_flags(add, "kill")
     return parser
 
 
@@ -130,7 +122,7 @@ def main(argv=None):
     args = parser().parse_args(argv)
     args.ranks = args.ranks or min(4, len(nvidia_smi("name")))
     if not args.ranks or not Path("/proc/self/environ").exists():
-        sys.exit("this benchmark needs GPUs that nvidia-smi names, and finds their processes through /proc")
+        sys.exit("this benchmark needs GPUs that nvidia-smi reports, and /proc to find processes")
     rows, choice, before = [], random.Random(args.seed), on_gpus()
     with tempfile.TemporaryDirectory() as folder:
         home = Path(folder)
@@ -138,7 +130,7 @@ def main(argv=None):
         compile_all(args.ranks, *flags, "--steps", args.checkpoint_every, "--out", home / "begun")
         whole = ("--resume", home / "begun", "--out", home / "straight", "--dp", args.dp, "--steps", args.steps)
         longest = finished(train(args.ranks, *whole)).seconds
-        for _ in range(3 * args.times):  # some may be over by the time that their moment comes
+        for _ in range(3 * args.times):  # some runs end before their rank is killed
             progress(f"run {len(rows) + 1}/{args.times}")
             if len(rows) < args.times and (row := trial(args, home, choice, longest, before)):
                 rows.append(row)
@@ -152,7 +144,7 @@ def main(argv=None):
         "longest_seconds": max(seconds),
     }
     print(
-        f"\n{summary['clean_ends']} of {args.times} ended within {SOON} s with their cause told and nothing left "
+        f"\n{summary['clean_ends']} of {args.times} ended within {SOON} s, reported the cause and left nothing "
         f"(median {summary['median_seconds']:.2f} s, longest {summary['longest_seconds']:.2f} s), "
         f"{summary['readable']} left a readable checkpoint."
     )
@@ -162,4 +154,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    run(main)
+    run_main(main)

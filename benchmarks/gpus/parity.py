@@ -1,7 +1,7 @@
-"""Is the loss curve of 1, 2 and 4 GPUs that of stage 2, bit for bit, and how far off is the fast mode?
+"""Is the loss curve on 1, 2 and 4 GPUs bit-identical to stage 2's, and how far does the fast mode deviate?
 
-Real runs of train_gpt2.py, as a user starts them, each with its log. The last row of a table goes through the host
-(--transport mpi), which has the same bits and not the same speed.
+Each row is a run of train_gpt2.py and its log. The last row of a table uses --transport mpi, which gives the same bits
+at a lower speed.
 """
 
 import argparse
@@ -9,28 +9,29 @@ import statistics
 import sys
 
 from benchmarks.gpus.scaling import gpus
-from benchmarks.harness.contenders import add_saving, print_table, progress, run, save
+from benchmarks.harness.processes import progress, run_main
+from benchmarks.harness.report import add_save_flags, print_table, save
 from benchmarks.ranks.parity import first_difference, train
 from gpt2core.app.presets import PRESETS
 from stage1_mpi.launch import choose, launch_line
 
 BENCHMARK = "benchmarks.gpus.parity"
-SETTLED = 5  # steps until one takes its usual time: the first compiles, the second is recorded
-TOLERANCE = {"fp32": 1e-3, "tf32": 1e-2, "bf16": 2e-2}  # of the fast mode's losses: its micro-batches round elsewhere
+SETTLED = 5  # steps excluded from the timing: the first compiles, the second is recorded
+TOLERANCE = {"fp32": 1e-3, "tf32": 1e-2, "bf16": 2e-2}  # of the fast mode's losses, which sum in another order
 WAYS = ("--dp", "bucket"), ("--dp", "flat", "--zero", "1")
 HOST = ("--dp", "flat", "--transport", "mpi")
 EXACT = "--deterministic"
 
 
 def cases(ranks):
-    """[(ranks, its flags)] of stage 3's runs."""
+    """[(ranks, flags)] of stage 3's runs."""
     exact = [(count, (*way, EXACT)) for count in ranks for way in (WAYS if count > 1 else WAYS[:1])]
     most = max(ranks)
     return [*exact, (most, ("--dp", "bucket")), *[(most, (*HOST, EXACT))] * (most > 1)]
 
 
 def compare(args, precision):
-    """A result for each run in one precision, the first of them stage 2's."""
+    """One result for each run in one precision; the first is stage 2's."""
     job = args.preset, args.steps, args.timeout
     script = [sys.executable, "-m", "stage2_cuda.train_gpt2", "--precision", precision, EXACT]
     progress(f"{precision}: stage 2")
@@ -47,7 +48,7 @@ def compare(args, precision):
 
 
 def result_of(name, ranks, precision, rows, want):
-    """What is kept of one run's log beside that of stage 2."""
+    """The figures of one run's log, compared with the log of stage 2."""
     return {
         "name": name,
         "ranks": ranks,
@@ -66,7 +67,7 @@ def summarise(results, title):
         {
             title: result["name"],
             "against stage 2": result["difference"] or "equal",
-            "largest deviation of a loss": f"{result['largest_deviation']:.1e}",
+            "largest loss deviation": f"{result['largest_deviation']:.1e}",
             "ms/step": f"{1e3 * result['median']:.3f}",
             "last loss": f"{result['losses'][-1]:.6f}",
             "parameters_sha256": result["parameters_sha256"][:12],
@@ -76,14 +77,14 @@ def summarise(results, title):
 
 
 def verdict(results):
-    """(whether all is as promised, a sentence)."""
+    """(whether all requirements hold, a sentence)."""
     exact = [result for result in results[1:] if EXACT in result["name"]]
     equal = sum(result["difference"] is None for result in exact)
     furthest, bound = max(result["largest_deviation"] for result in results), TOLERANCE[results[0]["precision"]]
-    words = f"{equal} of {len(exact)} runs have every loss, every gradient norm and the last parameters of stage 2, bit"
+    words = f"{equal} of {len(exact)} runs have losses, gradient norms and final parameters bit-identical to stage 2's"
     return (
         equal == len(exact) and furthest < bound,
-        f"{words} for bit; no loss of any run is further than {furthest:.1e} from it (target {bound})",
+        f"{words}; the largest deviation of a loss in any run is {furthest:.1e} (target {bound})",
     )
 
 
@@ -91,11 +92,11 @@ def parser():
     parser = argparse.ArgumentParser(prog=f"python -m {BENCHMARK}", description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--preset", choices=PRESETS, default="paper", help="model (default paper)")
-    add("--precision", choices=("fp32", "tf32", "bf16"), nargs="+", default=["fp32", "bf16"], help="a table for each")
-    add("--ranks", type=int, nargs="+", default=[1, 2, 4], help="GPUs, one for each rank (default 1 2 4)")
+    add("--precision", choices=("fp32", "tf32", "bf16"), nargs="+", default=["fp32", "bf16"], help="one table each")
+    add("--ranks", type=int, nargs="+", default=[1, 2, 4], help="numbers of GPUs, one rank each (default 1 2 4)")
     add("--steps", type=int, default=50, help="steps of each run (default 50)")
     add("--timeout", type=int, default=300, help="seconds that one run may take (default 300)")
-    add_saving(add, "parity")
+    add_save_flags(add, "parity")
     return parser
 
 
@@ -114,4 +115,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    sys.exit(run(main))
+    sys.exit(run_main(main))

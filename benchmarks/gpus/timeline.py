@@ -1,8 +1,9 @@
-"""What do the compute and the communication stream of a GPU do during one step, without and with buckets?
+"""Which kernels run on the compute and communication streams of a GPU during one step, without and with buckets?
 
-Rank 0 is looked at, and its step is a replayed graph. CUPTI tells every kernel of it, but in a graph not the stream
-that it was recorded on: what NCCL and the canonical sum run is communication, and of the rest a second line takes what
-runs beside the first. Being watched costs each kernel a little, so the step is somewhat longer than one that is timed.
+The figure shows a replayed graph on rank 0. CUPTI reports every kernel of a graph, but not the stream on which it was
+recorded. So kernels of NCCL and of the canonical sum count as communication; other kernels go to the first line, or to
+the second if they overlap one on the first. The profiler slows each kernel a little, so the step is longer than a timed
+one.
 """
 
 import json
@@ -12,16 +13,18 @@ import numpy as np
 
 from benchmarks.gpu.profile import Ran, open_cupti, recorded, short
 from benchmarks.gpus.scaling import add_sizes, parser_of
-from benchmarks.harness.contenders import ROOT, print_table, run, save
+from benchmarks.harness.jobs import ROOT
+from benchmarks.harness.processes import run_main
+from benchmarks.harness.report import print_table, save
 from benchmarks.ranks.collectives import launch
 from gpt2core.app.presets import PRESETS
 from gpt2core.data import Windows
 from gpt2core.parallel.data_parallel import STRATEGIES
 
-BENCHMARK = "benchmarks.gpus.timeline"  # how the ranks import this file
+BENCHMARK = "benchmarks.gpus.timeline"  # the name under which the ranks import this file
 SEED = 20260101
 COMMUNICATION = re.compile("nccl|tree_sum", re.IGNORECASE)
-STREAMS = ("compute", "compute, beside it", "communication")
+STREAMS = ("compute", "compute, concurrent", "communication")
 COLOURS = ("tab:blue", "tab:cyan", "tab:red")
 
 
@@ -30,7 +33,7 @@ COLOURS = ("tab:blue", "tab:cyan", "tab:red")
 
 def steps_of(host, preset, precision, variants):
     """{name: [(start, duration, kernel) of one replayed step, in microseconds]} on rank 0, None elsewhere."""
-    import torch  # on every rank, and first: all are to use the NCCL that comes with it
+    import torch  # on every rank and before CuPy, so that all use PyTorch's NCCL
 
     torch.cuda.set_device(host.local_rank)
     if host.is_root:
@@ -45,7 +48,7 @@ def steps_of(host, preset, precision, variants):
     trains = make_variants(config, world, windows, variants, precision)
     found = {}
     for name, train in trains.items():
-        train(4)  # runs, is recorded, and is replayed twice
+        train(4)  # compiles, records, and replays twice
         host.barrier()
         if host.is_root:
             found[name] = [tuple(ran) for ran in last_of_two(recorded(lambda train=train: train(1), 2))]
@@ -56,7 +59,7 @@ def steps_of(host, preset, precision, variants):
 
 
 def last_of_two(rans):
-    """The second of two steps: what comes behind the longest time in which nothing ran."""
+    """The second of two steps: the activities after the longest idle gap."""
     gaps, end = [], rans[0].start
     for ran in rans:
         gaps.append(ran.start - end)
@@ -64,11 +67,11 @@ def last_of_two(rans):
     return rans[int(np.argmax(gaps)) :]
 
 
-# -- on the one that starts them ---------------------------------------------------------------------------------------
+# -- in the parent process ---------------------------------------------------------------------------------------------
 
 
 def streams_of(rans):
-    """[(index into STREAMS, Ran)], starts counted from the first one's."""
+    """[(index into STREAMS, Ran)] with starts relative to the first."""
     listed, busy, origin = [], 0.0, rans[0].start
     for ran in rans:
         ran = ran._replace(start=ran.start - origin)
@@ -83,7 +86,7 @@ def streams_of(rans):
 
 
 def trace_of(steps):
-    """Chrome's trace format, which ui.perfetto.dev opens, of {name: [(stream, Ran)]}; a process for each name."""
+    """Chrome's trace format (ui.perfetto.dev opens it) of {name: [(stream, Ran)]}; each name is a process."""
     events = []
     for number, (name, listed) in enumerate(steps.items()):
         events.append({"ph": "M", "name": "process_name", "pid": number, "args": {"name": name}})
@@ -98,7 +101,7 @@ def trace_of(steps):
 
 
 def union(intervals):
-    """[(start, end)] in order and apart from each other, which cover the same."""
+    """Sorted, disjoint [start, end] that cover the same points."""
     merged = []
     for start, end in sorted(intervals):
         if merged and start <= merged[-1][1]:
@@ -109,11 +112,12 @@ def union(intervals):
 
 
 def length(intervals):
+    """The length of the union of (start, end) intervals."""
     return sum(end - start for start, end in union(intervals))
 
 
 def figures_of(listed):
-    """Milliseconds of a step: the whole, each kind of work, and how much of communication runs beside computation."""
+    """Milliseconds of a step: total, each kind of work, and the communication that overlaps computation."""
     spans = {kind: [] for kind in ("compute", "communication")}
     for stream, ran in listed:
         spans[STREAMS[stream] if stream == 2 else "compute"].append((ran.start, ran.start + ran.duration))
@@ -130,7 +134,7 @@ def figures_of(listed):
 
 
 def plot(steps, path):
-    """A panel for each of {name: [(stream, Ran)]}, the first on top, each stream a line, all on one axis of time."""
+    """Draw one panel for each of {name: [(stream, Ran)]}, one line for each stream, on a common time axis."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -152,13 +156,14 @@ def plot(steps, path):
 
 
 def rows_of(figures):
+    """The table's rows."""
     return [
         {
             "rank 0": name,
             "step ms": f"{each['step_ms']:.2f}",
             "compute": f"{each['compute_ms']:.2f}",
             "communication": f"{each['communication_ms']:.2f}",
-            "hidden of it": f"{100 * each['hidden_ms'] / each['communication_ms']:.0f} %",
+            "hidden share": f"{100 * each['hidden_ms'] / each['communication_ms']:.0f} %",
             "kernels": each["kernels"],
         }
         for name, each in figures.items()
@@ -168,7 +173,7 @@ def rows_of(figures):
 def parser():
     parser = parser_of(BENCHMARK, __doc__, 200, "the job")
     add_sizes(parser.add_argument)
-    panels = "a panel each (default naive bucket)"
+    panels = "strategies, one panel each (default naive bucket)"
     parser.add_argument("--dp", choices=STRATEGIES, nargs="+", default=["naive", "bucket"], help=panels)
     return parser
 
@@ -177,8 +182,8 @@ def main(argv=None):
     args = parser().parse_args(argv)
     sizes = {"ranks": args.ranks, "batch_size": args.ranks * args.batch_size, "bucket_mb": args.bucket_mb}
     variants = {f"--dp {dp}, {args.ranks} GPUs": dict(sizes, dp=dp) for dp in args.dp}
-    job = args.preset, args.precision, variants
-    found = launch(args.ranks, "steps_of", *job, timeout=args.timeout, benchmark=BENCHMARK)
+    options = args.preset, args.precision, variants
+    found = launch(args.ranks, "steps_of", *options, timeout=args.timeout, benchmark=BENCHMARK)
     steps = {name: streams_of([Ran(*ran) for ran in rans]) for name, rans in found.items()}
     figures = {name: figures_of(listed) for name, listed in steps.items()}
     print_table(rows_of(figures))
@@ -187,8 +192,8 @@ def main(argv=None):
         trace = ROOT / "results" / "gpus" / f"{args.save_as}_trace.json"
         trace.write_text(json.dumps(trace_of(steps), separators=(",", ":")) + "\n")
         plot(steps, trace.with_name(f"{args.save_as}.png"))
-        print(f"And {trace.name}, which ui.perfetto.dev opens, and {args.save_as}.png.")
+        print(f"Also written: {trace.name} (open it in ui.perfetto.dev) and {args.save_as}.png.")
 
 
 if __name__ == "__main__":
-    run(main)
+    run_main(main)

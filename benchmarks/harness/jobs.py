@@ -1,6 +1,6 @@
-"""MPI jobs that are started from Python: a command line, or a function on every rank; nothing of them is left after.
+"""Start MPI jobs from Python: a command line, or a function on every rank. No process of a job outlives it.
 
-A benchmark counts on that as a test does, and neither needs pytest for it.
+Both benchmarks and tests use this module, so it does not import pytest.
 """
 
 import faulthandler
@@ -25,25 +25,25 @@ from stage1_mpi.launch import choose
 
 ROOT = Path(__file__).resolve().parents[2]
 THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-LIMIT = 180  # seconds until a job that does not start, or does not end, is ended: ten times what a loaded machine takes
-# What a launcher or an MPI library says of its own when ranks are killed or abort: never a line of ours.
+LIMIT = 180  # seconds after which a job that does not start or end is killed; ten times the time on a loaded machine
+# Lines that a launcher or an MPI library prints when ranks are killed or abort.
 NOISE = re.compile(r"Abort\(\d+\) on node|MPI_A(BORT|bort)|^[-=]{20,}|^=  |^YOUR APPLICATION|^This typ|^Please see")
 
 
 @functools.cache
 def launcher():
-    """[mpiexec, its flags] of the MPI that mpi4py loads; raises ConfigError where there is none that works."""
+    """[mpiexec, its flags] of the MPI that mpi4py loads; raises ConfigError if there is none that works."""
     path, family = choose()
     return [path, *family.flags, *(family.root_flags if os.geteuid() == 0 else ())]
 
 
 def end(process):
-    """No process of the job is left: the launcher is asked first, since it knows its ranks, then all are killed."""
+    """End all processes of a job: SIGTERM to the launcher, which ends its ranks, then SIGKILL to the process group."""
     if process.poll() is None:
         process.terminate()
         with suppress(subprocess.TimeoutExpired):
             process.wait(5)
-    with suppress(ProcessLookupError, PermissionError):  # all have ended
+    with suppress(ProcessLookupError, PermissionError):  # all processes have ended
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
@@ -53,7 +53,7 @@ def end(process):
 
 @dataclass(frozen=True)
 class Done:
-    """How a job ended: mpiexec's exit code, the text of all ranks, seconds, and the processes that it left behind."""
+    """The end of a job: mpiexec's exit code, the output of all ranks, seconds, and the ids of processes still alive."""
 
     code: int
     out: str
@@ -63,15 +63,15 @@ class Done:
 
     @property
     def lines(self):
-        """Lines on standard error without the launcher's and the MPI library's."""
+        """The lines on standard error, without those of the launcher and the MPI library."""
         return [line for line in self.err.splitlines() if line.strip() and not NOISE.search(line)]
 
 
 class Job:
-    """A running mpiexec. `words` are what follows its flags: "-n", 4, script, ... with ":" between groups of ranks.
+    """A running mpiexec. `words` follow its flags: "-n", 4, script, ... with ":" between groups of ranks.
 
-    Use it as a context manager: a job that has not ended by then is ended. Every process of it carries a mark in its
-    environment, by which it is found on Linux; elsewhere pids() is empty.
+    Use it as a context manager: leaving the block ends the job. On Linux its processes are found by a variable in their
+    environment; on other systems pids() is empty.
     """
 
     def __init__(self, *words, cwd=ROOT, **environment):
@@ -98,7 +98,7 @@ class Job:
             file.close()
 
     def pids(self, variable=""):
-        """Process ids of the job, or {value of that environment variable: id} of those that have it."""
+        """The process ids of the job, or {value of `variable`: id} of the processes whose environment has it."""
         found = {}
         for path in Path("/proc").glob("[0-9]*/environ"):
             with suppress(OSError):
@@ -110,33 +110,34 @@ class Job:
         return found if variable else list(found.values())
 
     def ranks(self):
-        """{rank: process id} of the ranks that have been started."""
+        """{rank: process id} of the ranks started so far."""
         pids = self.pids("OMPI_COMM_WORLD_RANK") or self.pids("PMI_RANK")
         return {int(rank): pid for rank, pid in pids.items()}
 
     def out(self):
-        """What has been written on standard output so far."""
+        """Standard output so far."""
         return os.pread(self.files[0].fileno(), 1 << 24, 0).decode(errors="replace")
 
     def wait_for(self, text):
-        """Return when standard output has `text`."""
+        """Return when standard output contains `text`."""
         while text not in self.out():
             assert self.process.poll() is None and time.monotonic() - self.began < LIMIT, self.done().err
             time.sleep(0.01)
 
     def done(self):
-        """The Done of the job, once it has ended."""
+        """Wait for the end of the job; return its Done. Raises AssertionError after LIMIT seconds."""
         since = time.monotonic()
         try:
             self.process.wait(LIMIT)
         except subprocess.TimeoutExpired:
             end(self.process)
-            raise AssertionError(f"the job hung for {LIMIT} s; the ranks wrote: {self.texts()}") from None
+            raise AssertionError(f"the job hung for {LIMIT} s; its output: {self.texts()}") from None
         while (left := self.pids()) and time.monotonic() - since < 10:
             time.sleep(0.02)
         return Done(self.process.returncode, *self.texts(), time.monotonic() - since, tuple(left))
 
     def texts(self):
+        """[standard output, standard error] so far."""
         return [os.pread(file.fileno(), 1 << 24, 0).decode(errors="replace") for file in self.files]
 
 
@@ -144,11 +145,10 @@ class Job:
 
 
 def run_mpi(size, function, *args, timeout=LIMIT):
-    """[function(communicator, *args) of each rank], every rank a process of one MPI job.
+    """[function(communicator, *args) of each rank]; the ranks are processes of one MPI job.
 
-    `function` is a top-level function of a module; `args` and the results are pickled. Raises AssertionError with what
-    the ranks wrote on standard error when the job fails or takes more than `timeout` seconds from the moment that all
-    ranks have started.
+    `function` is a top-level function of a module; `args` and the results are pickled. Raises AssertionError with the
+    output of the ranks if the job fails, or takes more than `timeout` seconds after all ranks have started.
     """
     with tempfile.TemporaryDirectory() as folder:
         job = Path(folder) / "job"
@@ -174,17 +174,17 @@ def run_mpi(size, function, *args, timeout=LIMIT):
             if process.returncode or not all(result.exists() for result in results):
                 out.seek(0)
                 err.seek(0)
-                wrote = f"{out.read()[-4000:]}\n{err.read()[-12000:]}".strip()
-                raise AssertionError(f"{function.__name__} on {size} ranks {status}; the ranks wrote:\n{wrote}")
+                output = f"{out.read()[-4000:]}\n{err.read()[-12000:]}".strip()
+                raise AssertionError(f"{function.__name__} on {size} ranks {status}; output of the ranks:\n{output}")
         return [pickle.loads(result.read_bytes()) for result in results]
 
 
 def main(job, timeout):
-    """One rank: run the function of the job, leave its result; an exception ends the job."""
-    faulthandler.dump_traceback_later(LIMIT / 2)  # a rank that hangs says where: here in its start
+    """One rank: run the job's function and write its result to a file; an exception ends the job."""
+    faulthandler.dump_traceback_later(LIMIT / 2)  # print the stack of a rank that hangs during start-up
     from stage1_mpi.mpi_communicator import MpiCommunicator
 
-    sys.path.append(str(ROOT / "tests"))  # pytest calls a test's module by its bare name
+    sys.path.append(str(ROOT / "tests"))  # pytest imports a test module by its bare name
     communicator = MpiCommunicator()
     try:
         target, args = pickle.loads(Path(job).read_bytes())

@@ -1,58 +1,164 @@
-"""The one place where the benchmarks touch our own GPT-2."""
+"""All calls of the benchmarks into this project's trainer, sampler and decoders, apart from gpus/ours.py.
+
+The functions under "calls into the trainer" are the only lines of both files that use the internals of a Trainer.
+"""
 
 import functools
 import time
-from dataclasses import dataclass
 
 import numpy as np
 
 from gpt2core.communicator import Solo
-from gpt2core.model import GPT2
 from gpt2core.parallel.config import ParallelConfig, plan_micro_batches
+from gpt2core.parallel.tensor_parallel import load_model
 from gpt2core.parallel.whole_parameters import initial_parameters
-from gpt2core.sampler import Greedy, generate_together
+from gpt2core.sampler import Greedy, generate_batch
 from gpt2core.sampler import generate as continuation
 from gpt2core.trainer import Trainer
+from gpt2core.training_loop import read_batch
 from stage0_serial.numpy_backend import NumpyBackend
 from stage1_mpi.mpi_communicator import MpiCommunicator
 from stage2_cuda.tuning import tuner as autotune
 
 LR = 3e-4
-GPU_OPTIMIZER = dict(clip=1.0, weight_decay=0.1, beta2=0.95)  # GPT-2's recipe, and nanoGPT's
+GPU_OPTIMIZER = dict(clip=1.0, weight_decay=0.1, beta2=0.95)  # the recipe of GPT-2 and of nanoGPT
+
+# -- calls into the trainer -------------------------------------------------------------------------------------------
 
 
-@dataclass
-class Batch:
-    """One global batch in the place of a data set; every rank reads its rows of it."""
-
-    inputs: np.ndarray
-    targets: np.ndarray
-
-    def batch(self, position, count):
-        rows = slice(position % len(self.inputs), position % len(self.inputs) + count)
-        return self.inputs[rows], self.targets[rows]
+def train_step(trainer, inputs, targets):
+    """One training step on a global batch; returns a Step. Every rank passes the whole batch."""
+    return trainer.step(trainer.prepare(inputs[trainer.rows], targets[trainer.rows]), LR)
 
 
-class Announced:
-    """Batches that are known ahead, as those of a data set are: {position: (inputs, targets)}."""
+def overlapped_steps(trainer, windows, count):
+    """`count` training steps, each begun before the result of the previous one is read; returns the last Step."""
+    for left in reversed(range(count)):
+        if not trainer.in_flight:
+            trainer.begin(read_batch(trainer, windows), LR)
+        if left and trainer.overlaps:
+            trainer.begin(read_batch(trainer, windows, ahead=1), LR)
+        last = trainer.in_flight[0].result()
+    return last
 
-    def __init__(self, batches):
-        self.batches = batches
 
-    def batch(self, position, count):
-        inputs, targets = self.batches.get(position) or next(iter(self.batches.values()))  # behind the last: any
-        return inputs[:count], targets[:count]
+def update_function(trainer, inputs, targets):
+    """A function that launches one update of this batch, kernel by kernel: what a graph would record."""
+    arguments = trainer.prepare(inputs, targets), trainer.optimizer.hyperparameters(trainer.steps + 1, LR)
+    return functools.partial(trainer.backend.runtime.compile_step(trainer.compute_update, record=False), *arguments)
+
+
+def gradients(trainer):
+    """The flat gradient buffer."""
+    return trainer.accumulator.gradients
+
+
+def message_count(trainer):
+    """The number of messages in which a rank sends its gradients."""
+    return len(trainer.data_parallel.parts)
+
+
+def share_workspace(first, backend):
+    """Let the steps of `backend`, not yet recorded, use the memory and the stream of the recorded step `first`.
+
+    `first` may be None; returns it, or the first step of `backend`. Steps that share a workspace overwrite each other's
+    intermediate arrays, so no step may keep data in it between two calls.
+    """
+    for step in backend.runtime.compiled:
+        first = first or step
+        step.workspace, step.stream = first.workspace, first.stream
+    return first
+
+
+class CudaSteps:
+    """Training steps on one GPU: `steps(inputs, targets) -> loss`; int64 arrays (batch_size, seq_len)."""
+
+    def __init__(self, config, batch_size, seq_len, precision="bf16", micro_batches=1, recorded=True):
+        from stage2_cuda.cuda_backend import CudaBackend  # here, because the CPU benchmarks run without Triton
+
+        self.backend = CudaBackend(precision, deterministic=False)  # as train_gpt2.py: algorithms chosen by timing
+        self.backend.runtime.records &= recorded
+        self.announced = []
+        self.trainer = Trainer(
+            config, [self.backend], batch_size=batch_size, seq_len=seq_len, micro_batches=micro_batches,
+            optimizer=GPU_OPTIMIZER,
+        )  # fmt: skip
+
+    def announce(self, batches):
+        """Set the (inputs, targets) of the next calls, so that each call can begin the following step.
+
+        As in training, the next step is given to the device before the loss of the current one is read.
+        """
+        self.announced = list(batches)
+
+    def __call__(self, inputs, targets):
+        trainer = self.trainer
+        if not self.announced:
+            self.announce([(inputs, targets)])
+        if not trainer.in_flight:
+            self.begin()
+        if len(self.announced) > 1 and trainer.overlaps:
+            self.announced.pop(0)
+            self.begin()
+            return trainer.in_flight[0].result().loss
+        self.announced.pop(0)
+        return trainer.in_flight[0].result().loss
+
+    def begin(self):
+        """Begin the step of the first announced batch."""
+        self.last = self.announced[0]
+        self.trainer.begin(self.trainer.prepare(*self.last), LR)
+
+    def memory(self):
+        """{"held_bytes": the peak of CuPy's pools}: the training state and the workspace of the recorded step."""
+        return {"held_bytes": self.backend.runtime.peak_memory()}
+
+
+class ProfiledSteps(CudaSteps):
+    """CudaSteps on one stream, which can switch between launching from Python and the recorded graph."""
+
+    def __init__(self, *args, **options):
+        from stage2_cuda.runtime.side_stream import NoStream
+
+        super().__init__(*args, **options)
+        self.recorded, self.backend.runtime.side = self.trainer.compiled, NoStream()
+        self.launched = self.backend.runtime.compile_step(self.trainer.compute_update, record=False)
+
+    def use_graph(self, graph):
+        """True: replay the graph. False: launch every kernel from Python."""
+        self.trainer.compiled = self.recorded if graph else self.launched
+
+    def arguments(self):
+        """The arguments of one update of the last batch."""
+        return self.trainer.prepare(*self.last), self.trainer.optimizer.hyperparameters(self.trainer.steps + 1, LR)
+
+    def compute_update(self):
+        """Launch one update of the last batch from Python."""
+        return self.launched(*self.arguments())
+
+    def replay(self):
+        """Replay the graph on the last batch and wait for the device."""
+        self.recorded(*self.arguments())
+        self.backend.runtime.synchronize()
+
+    @property
+    def graph(self):
+        """(graph, stream) of the recorded step."""
+        return self.recorded.graph, self.recorded.stream
+
+
+# -- trainers ---------------------------------------------------------------------------------------------------------
 
 
 def make_world(ranks):
-    """The ranks of this job: one process, or as many as mpiexec has started."""
+    """The communicator of this job: Solo for one process, else that of the ranks that mpiexec started."""
     return Solo() if ranks == 1 else MpiCommunicator()
 
 
 def build_trainer(
     config, batch_size, seq_len, threads, deterministic, world=None, collectives=None, backends=None, **parallel
 ):
-    """A Trainer with the command line's defaults; `parallel`: arguments of Parallel, `threads` of each rank."""
+    """A Trainer with the command line's defaults. parallel: arguments of ParallelConfig; threads: per rank."""
     world, parallel = world or Solo(), ParallelConfig(**parallel)
     world.use_collectives(collectives or ("canonical" if deterministic else "mpi"))
     micro_batches, threads = plan_micro_batches(batch_size, None, threads, world.size // parallel.tp, deterministic)
@@ -69,135 +175,48 @@ def make_trainer(*args, **options):
     The arguments are those of build_trainer; every rank passes the whole batch.
     """
     trainer = build_trainer(*args, **options)
-    return lambda inputs, targets: trainer.step(Batch(inputs, targets), LR).loss
+    return lambda inputs, targets: train_step(trainer, inputs, targets).loss
 
 
 def make_variants(config, batch_size, seq_len, world, variants):
-    """{name: (trainer, step(inputs, targets) -> gpt2core.trainer.Step)}, which take turns on the ranks of one job.
+    """{name: Variant} on the ranks of one job. variants: {name: options of build_trainer}.
 
-    variants: {name: options of build_trainer}. They share one backend: its buffers belong to whose turn it is.
+    The variants share one backend, so only one of them may run at a time.
     """
     backends = [NumpyBackend()]
 
     def variant(options):
-        trainer = build_trainer(
-            config, batch_size, seq_len, 1, deterministic=True, world=world, backends=backends, **options
+        return Variant(
+            build_trainer(config, batch_size, seq_len, 1, deterministic=True, world=world, backends=backends, **options)
         )
-        return trainer, lambda inputs, targets: trainer.step(Batch(inputs, targets), LR)
 
     return {name: variant(options) for name, options in variants.items()}
 
 
-class CudaSteps:
-    """Training steps on one GPU: `steps(inputs, targets) -> loss`; int64 arrays (batch_size, seq_len).
+class Variant:
+    """A trainer as `variant(inputs, targets) -> loss`, with the bytes that this rank sends and holds."""
 
-    `trainer.update()` is what the device does by itself, as a graph; `trainer.compute_update()` is the same without.
-    """
-
-    def __init__(self, config, batch_size, seq_len, precision="bf16", micro_batches=1, recorded=True):
-        from stage2_cuda.cuda_backend import CudaBackend  # the other benchmarks do without Triton
-
-        self.backend = CudaBackend(precision, deterministic=False)  # as train_gpt2.py has it: products chosen by timing
-        self.backend.records &= recorded
-        self.windows = Announced({})
-        self.trainer = Trainer(
-            config, [self.backend], batch_size=batch_size, seq_len=seq_len, micro_batches=micro_batches,
-            optimizer=GPU_OPTIMIZER,
-        )  # fmt: skip
-
-    def announce(self, batches):
-        """Say which (inputs, targets) the next calls will have, so that each is begun while the one before is at work.
-
-        As in training, the loss of a step is read before the call ends, and by then the next step has been given to
-        the device.
-        """
-        position, size = self.trainer.position, self.trainer.batch_size
-        self.windows = Announced({position + i * size: batch for i, batch in enumerate(batches)})
+    def __init__(self, trainer):
+        self.trainer, self.bytes_sent = trainer, None
+        self.optimizer_bytes, self.messages = trainer.optimizer.nbytes, message_count(trainer)
 
     def __call__(self, inputs, targets):
-        if self.trainer.position not in self.windows.batches:
-            self.announce([(inputs, targets)])
-        follows = self.trainer.position + self.trainer.batch_size in self.windows.batches
-        return self.trainer.step(self.windows, LR, LR if follows else None).loss
-
-    def memory(self):
-        """{"held_bytes": what CuPy's pools held at most}: the state, and what the recorded step works in."""
-        return {"held_bytes": self.backend.peak_memory()}
+        step = train_step(self.trainer, inputs, targets)
+        self.bytes_sent = step.bytes_sent
+        return step.loss
 
 
-def take_turns(first, backend):
-    """Let the steps of `backend`, still to be recorded, work where `first` does, another's or None; -> the first.
-
-    What one leaves there the next one may write over, and so none may leave anything for its next call.
-    """
-    for step in backend.recorded:
-        first = first or step
-        step.workspace, step.stream = first.workspace, first.stream
-    return first
-
-
-class CudaTexts:
-    """Greedy texts on one GPU: `texts(prompts (B, T), new) -> (ids (B, new), seconds to the first, seconds)`."""
-
-    def __init__(self, config, batch, precision="bf16"):
-        from stage2_cuda.cuda_backend import CudaBackend
-
-        self.backend = CudaBackend(precision)
-        self.model = GPT2.of_arrays(config, dict(initial_parameters(config, 0)), self.backend)
-
-    def __call__(self, prompts, new):
-        started, ids, first = time.perf_counter(), [], None
-        for tokens in generate_together(self.model, prompts, new, [Greedy()] * len(prompts)):
-            ids.append(tokens)
-            first = first or time.perf_counter() - started
-        return np.transpose(ids), first, time.perf_counter() - started
-
-    def engine(self, batch, **constants):
-        """A decoder of its own, with other constants than decode.tiles_for(batch) has."""
-        from stage2_cuda.decoding.decoder import Engine
-
-        return Engine(self.model, batch, self.backend.queue, self.backend.tiles(batch)._replace(**constants))
-
-
-class Graphs:
-    """Calls of one GPU, several of a kind in a CUDA graph. calls: {kind: function}, which a subclass fills."""
-
-    def __init__(self):
-        from stage2_cuda.runtime.triton_launch import array_module
-
-        self.cupy = array_module()
-        self.stream, self.calls, self.graphs = self.cupy.cuda.Stream(non_blocking=True), {}, {}
-
-    def record(self, kind, length):
-        """Make a graph of about as many milliseconds; returns how many calls it has."""
-        if kind not in self.graphs:
-            call = self.calls[kind]
-            with self.stream:
-                call()  # compiles
-                once = min(autotune.milliseconds(self.cupy, self.stream, call) for _ in range(3))
-                calls = max(1, round(length / once))
-                self.graphs[kind] = autotune.recorded(self.stream, call, calls), calls
-        return self.graphs[kind][1]
-
-    def replay(self, kind):
-        """Milliseconds of one replay, after another that wakes the GPU up."""
-        graph, _ = self.graphs[kind]
-        with self.stream:
-            graph.launch(self.stream)
-            return autotune.milliseconds(self.cupy, self.stream, functools.partial(graph.launch, self.stream))
-
-    def norm(self, array):
-        return float(self.cupy.linalg.norm(array.astype(np.float32).ravel()))
+# -- generation -------------------------------------------------------------------------------------------------------
 
 
 def make_generator(config, threads):
     """Return `generate(prompt_ids, n, use_cache) -> (ids, seconds_to_first, seconds_total)`: n greedy new tokens.
 
-    Without the cache every token is a call of its own.
+    Without the cache each token is a separate call.
     """
     backend = NumpyBackend()
-    backend.use_threads(threads)
-    model = GPT2.of_arrays(config, dict(initial_parameters(config, 0)), backend)
+    backend.runtime.use_threads(threads)
+    model = load_model(config, dict(initial_parameters(config, 0)), backend)
 
     def generate(prompt_ids, n, use_cache):
         started, ids = time.perf_counter(), []
@@ -212,3 +231,82 @@ def make_generator(config, threads):
         return ids, first, time.perf_counter() - started
 
     return generate
+
+
+class CudaGenerator:
+    """Greedy decoding on one GPU: `generate(prompts (B, T), new) -> (ids (B, new), seconds to the first, seconds)`."""
+
+    def __init__(self, config, batch, precision="bf16"):
+        from stage2_cuda.cuda_backend import CudaBackend
+
+        self.backend = CudaBackend(precision)
+        self.model = load_model(config, dict(initial_parameters(config, 0)), self.backend)
+        self.decoders = {}  # kept between calls, with their recorded steps
+
+    def __call__(self, prompts, new):
+        started, ids, first = time.perf_counter(), [], None
+        for tokens in generate_batch(self.model, prompts, new, [Greedy()] * len(prompts), self.decoders):
+            ids.append(tokens)
+            first = first or time.perf_counter() - started
+        return np.transpose(ids), first, time.perf_counter() - started
+
+    def decoder(self, batch, recorded=True, **constants):
+        """A new decoder with some of the kernels' constants replaced; recorded=False: no CUDA graph."""
+        from stage2_cuda.decoding.decode_stream import DecodeStream
+        from stage2_cuda.decoding.decoder import GpuDecoder
+
+        class Unrecorded(DecodeStream):
+            def record(self, function):
+                return function
+
+        stream = self.backend.decode_stream if recorded else Unrecorded(self.backend.xp)
+        return GpuDecoder(self.model, batch, stream, self.backend.decode_tiling(batch)._replace(**constants))
+
+
+def seconds_per_step(decoder, prompts, steps):
+    """Seconds of one recorded decoding step, without the time of a consumer of its tokens."""
+    decoder.start(prompts, [Greedy()] * len(prompts))
+    for _ in range(4):  # the prompt, then a step that compiles, one that is recorded and one that is replayed
+        decoder.step()
+        decoder.read_tokens()
+    started = time.perf_counter()
+    for _ in range(steps):
+        decoder.step()
+    for _ in range(steps):
+        decoder.read_tokens()
+    return (time.perf_counter() - started) / steps
+
+
+# -- calls in CUDA graphs ---------------------------------------------------------------------------------------------
+
+
+class Graphs:
+    """GPU calls recorded several times in one CUDA graph. A subclass fills calls: {kind: function}."""
+
+    def __init__(self):
+        from stage2_cuda.runtime.triton_launch import array_module
+
+        self.cupy = array_module()
+        self.stream, self.calls, self.graphs = self.cupy.cuda.Stream(non_blocking=True), {}, {}
+
+    def record(self, kind, length):
+        """Record a graph of about `length` milliseconds once; return the number of calls in it."""
+        if kind not in self.graphs:
+            call = self.calls[kind]
+            with self.stream:
+                call()  # compiles
+                once = min(autotune.milliseconds(self.cupy, self.stream, call) for _ in range(3))
+                calls = max(1, round(length / once))
+                self.graphs[kind] = autotune.recorded(self.stream, call, calls), calls
+        return self.graphs[kind][1]
+
+    def replay(self, kind):
+        """Milliseconds of one replay; an untimed replay before it raises the GPU's clock."""
+        graph, _ = self.graphs[kind]
+        with self.stream:
+            graph.launch(self.stream)
+            return autotune.milliseconds(self.cupy, self.stream, functools.partial(graph.launch, self.stream))
+
+    def norm(self, array):
+        """The Euclidean norm of the array, computed in fp32."""
+        return float(self.cupy.linalg.norm(array.astype(np.float32).ravel()))

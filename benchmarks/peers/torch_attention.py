@@ -1,4 +1,4 @@
-"""The peer of the attention kernels: PyTorch's scaled_dot_product_attention, by FlashAttention-2 or by cuDNN."""
+"""PyTorch's side of gpu/attention.py: scaled_dot_product_attention by FlashAttention-2 or cuDNN."""
 
 import torch
 import torch.nn.functional as F
@@ -14,8 +14,8 @@ BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTEN
 class CausalAttention(Graphs):
     """In bf16, calls recorded in CUDA graphs. qkv (B, T, 3C), dy (B, T, C) float32 on the host.
 
-    backend: "flash" or "cudnn", and no other in its place. packed: q, k and v are views of one projection, as the
-    model has them; otherwise arrays (B, H, T, D) of their own.
+    backend: "flash" or "cudnn"; PyTorch may not substitute another. packed=True: q, k and v are views of one
+    projection, as in the model; False: separate arrays (B, H, T, D).
     """
 
     def __init__(self, qkv, dy, n_head, backend, packed, device="cuda"):
@@ -42,7 +42,7 @@ class CausalAttention(Graphs):
             return y.detach(), torch.autograd.grad(y, self.inputs, self.dy)
 
     def norms(self):
-        """Of y, and of the three gradients as of one array."""
+        """[norm of y, norm of the three gradients together]."""
         y, gradients = self.results["both"]
         norms = [float(torch.linalg.vector_norm(gradient.float())) for gradient in gradients]
         return [float(torch.linalg.vector_norm(y.float())), sum(norm**2 for norm in norms) ** 0.5]

@@ -1,4 +1,4 @@
-"""The ranks' peer: the same PyTorch GPT-2 in DistributedDataParallel on gloo, with its defaults, a process a rank."""
+"""PyTorch's side of ranks/ranks.py: torch_gpt2 in DistributedDataParallel on gloo, one process per rank."""
 
 import os
 import subprocess
@@ -13,29 +13,30 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.peers.torch_gpt2 import TorchGPT2
 
-TIMEOUT = timedelta(minutes=10)  # of one meeting of the processes
+TIMEOUT = timedelta(minutes=10)  # of one collective
 
 
 class Processes:
-    """This process and the others, as far as the harness needs them: rank 0 starts them by its own command line.
+    """The processes of a DDP job, with the methods that the harness uses. Rank 0 starts the others by its own command.
 
-    Who waits for rank 0 is blocked on a pipe, its standard input: no call of gloo is open while others are measured.
+    The other ranks wait for rank 0 on their standard input, a pipe, so no gloo call is pending while another process is
+    measured.
     """
 
     def __init__(self, size):
-        self.rank, self.size = int(os.environ.get("RANK", 0)), size  # torchrun's name for it
+        self.rank, self.size = int(os.environ.get("RANK", 0)), size  # the variable that torchrun sets
         self.is_root, self.others = self.rank == 0, []
-        meeting = int(os.environ.get("MEETING", 0))  # the root's port; the root itself takes one that is free
-        store = dist.TCPStore("127.0.0.1", meeting, size, self.is_root, TIMEOUT, wait_for_workers=False)
+        port = int(os.environ.get("DDP_STORE_PORT", 0))  # 0: rank 0 takes a free port
+        store = dist.TCPStore("127.0.0.1", port, size, self.is_root, TIMEOUT, wait_for_workers=False)
         for rank in range(1, size) if self.is_root else ():
-            environment = dict(os.environ, RANK=str(rank), MEETING=str(store.port))
+            environment = dict(os.environ, RANK=str(rank), DDP_STORE_PORT=str(store.port))
             other = subprocess.Popen(sys.orig_argv, env=environment, stdin=subprocess.PIPE, text=True)
             self.others.append(other)
             threading.Thread(target=self._watch, args=(other,), daemon=True).start()
         dist.init_process_group("gloo", store=store, rank=self.rank, world_size=size, timeout=TIMEOUT)
 
     def _watch(self, other):
-        if status := other.wait():  # a rank that failed ends them all
+        if status := other.wait():  # a failed rank ends the job
             print(f"another process of the group ended with status {status}", file=sys.stderr)
             self.abort(1)
 
@@ -47,12 +48,12 @@ class Processes:
         dist.barrier()
 
     def all_gather_object(self, obj):
-        everyones = [None] * self.size
-        dist.all_gather_object(everyones, obj)
-        return everyones
+        objects = [None] * self.size
+        dist.all_gather_object(objects, obj)
+        return objects
 
     def broadcast_object(self, line):
-        """Rank 0's line of text."""
+        """Rank 0's line of text, on every rank."""
         for other in self.others:
             other.stdin.write(line)
             other.stdin.flush()

@@ -1,4 +1,4 @@
-"""The peer on many GPUs: nanoGPT's GPT-2, compiled, in DistributedDataParallel over NCCL, a process for each GPU."""
+"""PyTorch's side of gpus/scaling.py: nanoGPT's GPT-2, compiled, in DistributedDataParallel, one process per GPU."""
 
 import numpy as np
 import torch
@@ -8,22 +8,22 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.peers.torch_ddp import Processes
 from benchmarks.peers.torch_gpt2_cuda import CudaSteps
 
-make_world = Processes  # they speak by gloo, which is no work for a GPU; the gradients have a group of their own
+make_world = Processes  # requests and results travel over gloo, gradients over a separate NCCL group
 
 
 def make_variants(config, world, windows, variants, precision="bf16", compiled=True, device="cuda"):
-    """{name: train(steps) -> {"loss": that of the last one}}; None where this process has no part in it.
+    """{name: train(steps) -> {"loss": of the last step}}, or None in place of train on a process that takes no part.
 
-    variants: {name: dict(ranks=, batch_size= of all ranks)}; the ranks are the first ones. A model is made at its
-    first turn. The losses of a turn are read at its end, at once: a peer should not wait for what it need not know.
+    variants: {name: dict(ranks=, batch_size= of all ranks)}; the first `ranks` processes take part. The first call of
+    train() creates the model. Losses are read after the last step, so no step waits for the device.
     """
     if device == "cuda":
         torch.cuda.set_device(world.rank)
-    # A second batch size must not make the first one's code general: a compiled model of fixed shapes is faster.
+    # A second batch size must not make torch.compile switch to dynamic shapes, which are slower.
     torch._dynamo.config.automatic_dynamic_shapes = False
 
     def variant(ranks, batch_size):
-        group = dist.new_group(range(ranks), backend="nccl" if device == "cuda" else "gloo")  # all processes call it
+        group = dist.new_group(range(ranks), backend="nccl" if device == "cuda" else "gloo")  # a collective
         if world.rank >= ranks:
             return None
         each, position, model = batch_size // ranks, 0, None
@@ -46,9 +46,9 @@ def make_variants(config, world, windows, variants, precision="bf16", compiled=T
 
 
 def replicated(model, group, ranks, device):
-    """The model in DDP with its default buckets, compiled before it is wrapped, as in nanoGPT; one rank does without.
+    """The model in DDP with default buckets, compiled before it is wrapped, as in nanoGPT; on one rank the bare model.
 
-    The gradients lie in the buckets, which saves a copy.
+    Gradients are views of the buckets, which saves a copy.
     """
     if ranks == 1:
         return model

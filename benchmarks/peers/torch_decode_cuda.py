@@ -1,4 +1,4 @@
-"""The GPU's peer in generation: plain PyTorch with a static KV cache, eager, compiled, or with each step one graph."""
+"""PyTorch's side of gpu/decode.py: a static KV cache, eager, compiled, or with each step in a CUDA graph."""
 
 import time
 
@@ -14,7 +14,7 @@ TYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16}
 
 
 class Attention(torch_gpt2.Attention):
-    """Over a cache of fixed size, whose unused positions are masked: every step has the same shapes."""
+    """Attention over a cache of fixed size with a mask over unused positions, so that all steps have equal shapes."""
 
     def forward(self, x, caches, positions):
         B, T, C = x.shape
@@ -31,7 +31,7 @@ class Attention(torch_gpt2.Attention):
 
 
 class CachedGPT2(torch_gpt2.TorchGPT2):
-    """`forward(ids (B, T), positions (T), cached)` gives the likeliest token after the last position (B, 1)."""
+    """`forward(ids (B, T), positions (T), cached)` returns the most likely next token (B, 1)."""
 
     def __init__(self, config, batch):
         super().__init__(config)
@@ -49,17 +49,17 @@ class CachedGPT2(torch_gpt2.TorchGPT2):
         return self.lm_head(self.ln_f(x[:, -1:]))[:, -1].float().argmax(-1, keepdim=True)
 
 
-class CudaTexts:
-    """Greedy continuations: `texts(prompts, new) -> (ids (B, new), seconds to the first token, seconds)`.
+class CudaGenerator:
+    """Greedy decoding: `generate(prompts, new) -> (ids (B, new), seconds to the first token, seconds)`.
 
     prompts: a NumPy int64 array (B, T). kind: "eager"; "compiled"; "overhead" (torch.compile's own CUDA graphs);
-    "graph": each step, choice of the token included, is captured once by hand and replayed. Only the first and the last
-    token are waited for. Once the block is full every token recomputes the window, as learned positions ask for.
+    "graph": each step, with the choice of the token, is captured once and replayed. The host waits only for the first
+    and the last token. When the block is full, each token recomputes the window, because the learned positions shift.
     """
 
     def __init__(self, config, batch, precision="bf16", kind="graph", device="cuda"):
         if kind not in KINDS:
-            raise ValueError(f"kind={kind!r} is none of {KINDS}")
+            raise ValueError(f"kind={kind!r}: use one of {KINDS}")
         torch.manual_seed(0)
         torch.set_float32_matmul_precision("highest" if precision == "fp32" else "high")  # high: TF32
         self.device, self.kind, self.block = device, kind, config.block_size
@@ -73,7 +73,7 @@ class CudaTexts:
         self.graphs = {}
 
     def call(self, *arguments):
-        """One token, in memory of its own: a graph of torch.compile's overwrites its result."""
+        """One token in new memory, because a torch.compile graph overwrites its result."""
         if self.kind != "overhead":
             return self.forward(*arguments)
         torch.compiler.cudagraph_mark_step_begin()
@@ -91,7 +91,7 @@ class CudaTexts:
         self.window.copy_(torch.cat([self.window[:, 1:], self.token], 1))
 
     def step(self, function):
-        """function(), captured at its first call where that is asked for."""
+        """Run function(); with kind="graph", capture it at the first call and replay it."""
         if self.kind != "graph":
             return function()
         if function not in self.graphs:
@@ -104,7 +104,7 @@ class CudaTexts:
             torch.cuda.current_stream().wait_stream(stream)
             self.graphs[function] = torch.cuda.CUDAGraph()
             for each, value in zip((self.token, self.position, self.window), state, strict=True):
-                each.copy_(value)  # positions beyond the block are none
+                each.copy_(value)  # the warm-up advanced the state
             with torch.cuda.graph(self.graphs[function]):
                 function()
             for each, value in zip((self.token, self.position, self.window), state, strict=True):
@@ -123,7 +123,7 @@ class CudaTexts:
                     self.window.copy_(torch.cat([prompts, *ids], 1))
                 self.step(self.whole)
             elif number == 0:
-                self.token.copy_(self.model(prompts, self.every[:T]))  # as it is: prompts have all lengths
+                self.token.copy_(self.model(prompts, self.every[:T]))  # not compiled, because prompts have many lengths
                 self.position.fill_(T)
             else:
                 self.step(self.cached)

@@ -1,4 +1,4 @@
-"""The peer: GPT-2 as a careful PyTorch user writes it: SDPA, fused AdamW, preallocated KV cache; eager or compiled."""
+"""PyTorch's side of the CPU benchmarks: GPT-2 with SDPA, fused AdamW and a preallocated KV cache; eager or compiled."""
 
 import time
 
@@ -23,7 +23,7 @@ class Attention(nn.Module):
         if cache is not None:
             cache[0, :, :, past : past + T], cache[1, :, :, past : past + T] = k, v
             k, v = cache[:, :, :, : past + T]  # each (B, H, P + T, D)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=T > 1)  # T > 1 only where P = 0
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=T > 1)  # T > 1 only if P = 0
         return self.c_proj(y.transpose(1, 2).reshape(B, T, C))
 
 
@@ -42,7 +42,7 @@ class Block(nn.Module):
 
 
 class TorchGPT2(nn.Module):
-    """GPT-2 of a GPT2Config. `forward(ids (B, T))` gives logits (B, T, V); `last` keeps only the last position's."""
+    """GPT-2 of a GPT2Config. `forward(ids (B, T))` returns logits (B, T, V); last=True: of the last position."""
 
     def __init__(self, config):
         super().__init__()
@@ -93,13 +93,14 @@ def make_trainer(config, batch_size, seq_len, threads, compiled=False):
 def make_generator(config, threads):
     """Return `generate(prompt_ids, n, use_cache) -> (ids, seconds_to_first, seconds_total)`: n greedy new tokens.
 
-    Learned positions make a cache invalid once a full window slides: from there on every token recomputes the window.
+    When the block is full the window slides, every learned position changes and the cache becomes invalid; from then on
+    each token recomputes the window.
     """
     torch.set_num_threads(threads)
     torch.manual_seed(0)
     model = TorchGPT2(config).eval()
     for module in model.h.modules():
-        if isinstance(module, nn.Linear):  # stored (in, out), a product with one row is a tenth faster
+        if isinstance(module, nn.Linear):  # stored as (in, out), a product with one row is 10 % faster
             module.weight = nn.Parameter(module.weight.detach().t().contiguous().t())
     caches = torch.zeros(config.n_layer, 2, 1, config.n_head, config.block_size, config.n_embd // config.n_head)
 

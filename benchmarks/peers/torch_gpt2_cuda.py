@@ -1,4 +1,4 @@
-"""The GPU's peer: nanoGPT's GPT-2 as one trains it: torch.compile, bf16 autocast over fp32 weights, fused AdamW."""
+"""PyTorch's side of gpu/step.py: nanoGPT's GPT-2 with torch.compile, bf16 autocast over fp32 weights, fused AdamW."""
 
 from contextlib import nullcontext
 from dataclasses import replace
@@ -12,12 +12,12 @@ from benchmarks.peers import torch_gpt2
 # B batch, T time, C channels, H heads, D = C // H, V vocabulary
 
 LR, BETAS, DECAY, CLIP = 3e-4, (0.9, 0.95), 0.1, 1.0
-PAD = 64  # nanoGPT pads 50257 words to 50304: a whole number of tiles
+PAD = 64  # nanoGPT pads the vocabulary from 50257 to 50304
 GRAPHS = (None, "trees", "step")
 
 
 class Attention(torch_gpt2.Attention):
-    """q, k and v as nanoGPT cuts them out: the gradient of a split is one concatenation."""
+    """q, k and v by split(), as in nanoGPT, whose gradient is one concatenation."""
 
     def forward(self, x, cache=None, past=0):
         B, T, C = x.shape
@@ -30,7 +30,7 @@ class Attention(torch_gpt2.Attention):
 
 
 class NanoGPT(torch_gpt2.TorchGPT2):
-    """`forward(ids, targets)` gives the mean loss: it belongs to what is compiled, or the logits are written twice."""
+    """`forward(ids, targets)` returns the mean loss. The loss is compiled too, which saves writing the logits twice."""
 
     def __init__(self, config):
         super().__init__(replace(config, vocab_size=-(-config.vocab_size // PAD) * PAD))
@@ -46,14 +46,14 @@ class NanoGPT(torch_gpt2.TorchGPT2):
 class CudaSteps:
     """Training steps: `steps(inputs, targets) -> loss`; the arguments are NumPy int64 arrays (batch_size, seq_len).
 
-    precision: fp32, tf32, or bf16 (autocast, TF32 for what it leaves in fp32). graph: None; "trees": torch.compile's
-    own CUDA graphs of forward and backward (mode="reduce-overhead"); "step": the whole step, clipping and optimizer
-    included, captured once by hand and replayed. With wait=False the loss is a tensor that float() waits for.
+    precision: fp32, tf32, or bf16 (autocast; TF32 for operations that stay in fp32). graph: None; "trees":
+    torch.compile's CUDA graphs of forward and backward (mode="reduce-overhead"); "step": the whole step
+    with clipping and optimizer, captured once and replayed. With wait=False the loss is a tensor; float() waits for it.
     """
 
     def __init__(self, config, batch_size, seq_len, precision="bf16", compiled=True, graph=None, device="cuda"):
         if graph not in GRAPHS or (graph == "trees" and not compiled):
-            raise ValueError(f"graph={graph!r} is none of {GRAPHS}, or wants compiled=True")
+            raise ValueError(f"graph={graph!r}, compiled={compiled}: use one of {GRAPHS}; 'trees' needs compiled=True")
         torch.manual_seed(0)
         torch.set_float32_matmul_precision("highest" if precision == "fp32" else "high")  # high: TF32
         self.device, self.kind, self.shape = device, graph, (batch_size, seq_len)
@@ -65,12 +65,12 @@ class CudaSteps:
         matrices = [parameter for parameter in self.model.parameters() if parameter.dim() >= 2]
         others = [parameter for parameter in self.model.parameters() if parameter.dim() < 2]
         groups = [{"params": matrices, "weight_decay": DECAY}, {"params": others, "weight_decay": 0.0}]
-        by_hand = graph == "step"  # a schedule changes the rate between replays: it must be in device memory
-        lr = torch.tensor(LR, device=device) if by_hand else LR
-        self.optimizer = torch.optim.AdamW(groups, lr=lr, betas=BETAS, fused=True, capturable=by_hand)
+        capturable = graph == "step"  # a schedule changes the rate between replays, so it must be in device memory
+        lr = torch.tensor(LR, device=device) if capturable else LR
+        self.optimizer = torch.optim.AdamW(groups, lr=lr, betas=BETAS, fused=True, capturable=capturable)
 
     def update(self, inputs, targets):
-        """One step on device tensors (B, T) -> the loss, a tensor; nothing in it waits for the device."""
+        """One step on device tensors (B, T); returns the loss, a tensor, without waiting for the device."""
         autocast = torch.autocast(self.device, torch.bfloat16) if self.precision == "bf16" else nullcontext()
         with autocast:
             loss = self.loss_of(inputs, targets)
@@ -81,7 +81,7 @@ class CudaSteps:
         return loss.detach()
 
     def record(self):
-        """Capture update() on fixed inputs, after steps on a side stream in which all is compiled and allocated."""
+        """Capture update() on static inputs, after warm-up steps on a side stream that compile and allocate."""
         self.inputs, self.targets = (torch.zeros(self.shape, dtype=torch.long, device=self.device) for _ in "xy")
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
@@ -94,7 +94,7 @@ class CudaSteps:
             self.loss = self.update(self.inputs, self.targets)
 
     def upload(self, array):
-        """To the device through pinned memory, without waiting, as nanoGPT's get_batch does."""
+        """Copy to the device through pinned memory, asynchronously, as nanoGPT's get_batch does."""
         tensor = torch.from_numpy(array)
         return tensor.pin_memory().to(self.device, non_blocking=True) if self.device == "cuda" else tensor
 
@@ -116,7 +116,7 @@ class CudaSteps:
         return loss.clone() if self.kind else loss  # the next replay overwrites a graph's results
 
     def memory(self):
-        """{"allocated_bytes": the peak of living tensors, "held_bytes": the peak of what PyTorch took for them}."""
+        """{"allocated_bytes": peak of allocated tensors, "held_bytes": peak of memory reserved by PyTorch}."""
         return {
             "allocated_bytes": torch.cuda.max_memory_allocated(),
             "held_bytes": torch.cuda.max_memory_reserved(),

@@ -1,16 +1,16 @@
-"""PyTorch's side of a comparison of kernels: several calls of a kind in a CUDA graph, timed on the device."""
+"""PyTorch's calls recorded several times in a CUDA graph and timed by device events."""
 
 import torch
 
 
 class Graphs:
-    """calls: {kind: function}, which a subclass fills; results: what the last call of a kind has returned."""
+    """A subclass fills calls: {kind: function}; results: {kind: return value of the last call}."""
 
     def __init__(self):
         self.stream, self.calls, self.graphs, self.results = torch.cuda.Stream(), {}, {}, {}
 
     def record(self, kind, milliseconds):
-        """Make a graph of about as many milliseconds; returns how many calls it has."""
+        """Record a graph of about `milliseconds` once; return the number of calls in it."""
         if kind not in self.graphs:
             call = self.calls[kind]
             with torch.cuda.stream(self.stream):
@@ -26,7 +26,7 @@ class Graphs:
         return self.graphs[kind][1]
 
     def replay(self, kind):
-        """Milliseconds of one replay, after another that wakes the GPU up."""
+        """Milliseconds of one replay; an untimed replay before it raises the GPU's clock."""
         graph, _ = self.graphs[kind]
         with torch.cuda.stream(self.stream):
             graph.replay()

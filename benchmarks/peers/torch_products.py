@@ -1,4 +1,4 @@
-"""The peer of the matrix products: torch.matmul, which has cuBLAS choose, and autograd's types."""
+"""PyTorch's side of gpu/products.py: torch.matmul, whose algorithm cuBLAS chooses, with autograd's dtypes."""
 
 import math
 
@@ -12,17 +12,17 @@ TYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "tf32": torch.float32}
 class Linear(Graphs):
     """The three products of a layer. numbers: [(float32 numbers on the host, shape)] of x, w and dy.
 
-    x (N, C), w (C, K), or (K, C) where it is turned, dy (N, K).
+    x (N, C), w (C, K), or (K, C) if transposed, dy (N, K).
     """
 
-    def __init__(self, numbers, turned, precision, device="cuda"):
+    def __init__(self, numbers, transposed, precision, device="cuda"):
         super().__init__()
         torch.set_float32_matmul_precision("highest" if precision == "fp32" else "high")  # high: TF32
         x, w, dy = (self.repeated(some, shape, device).to(TYPES[precision]) for some, shape in numbers)
         self.calls = {
-            "forward": lambda: x @ (w.T if turned else w),
-            "input": lambda: dy @ (w if turned else w.T),
-            "weight": lambda: dy.T @ x if turned else x.T @ dy,
+            "forward": lambda: x @ (w.T if transposed else w),
+            "input": lambda: dy @ (w if transposed else w.T),
+            "weight": lambda: dy.T @ x if transposed else x.T @ dy,
         }
         torch.cuda.synchronize()
 

@@ -1,4 +1,4 @@
-"""How do collectives made of messages compare with the MPI library's own, and what does a waiting rank cost others?"""
+"""How do our all-reduce algorithms compare with the MPI library's, and how much CPU time does a waiting rank use?"""
 
 import argparse
 import statistics
@@ -7,41 +7,45 @@ from importlib import import_module
 
 import numpy as np
 
-from benchmarks.harness.contenders import ROOT, paired_ratio, print_table, progress, run, save
-from benchmarks.harness.jobs import run_mpi
+from benchmarks.harness.jobs import ROOT, run_mpi
+from benchmarks.harness.processes import progress, run_main
+from benchmarks.harness.report import add_save_flags, paired_ratio, print_table, save
 from stage1_mpi import collectives
 from stage1_mpi.mpi_communicator import NATIVE
 
-BENCHMARK = "benchmarks.ranks.collectives"  # how the ranks import this file
+BENCHMARK = "benchmarks.ranks.collectives"  # the name under which the ranks import this file
 SIZES = [10**k for k in range(3, 9)]
-CONTENDERS = [NATIVE, *collectives.ALL_REDUCE]
-AT_LEAST = 3  # rounds, also where they take longer than the budget
-GEMM = 512  # rows and columns
+ALGORITHMS = [NATIVE, *collectives.ALL_REDUCE]
+MIN_ROUNDS = 3  # also if they take longer than the budget
+GEMM = 512  # rows and columns of the matrices that rank 0 multiplies
 
 
 # -- on the ranks -----------------------------------------------------------------------------------------------------
 
 
 def all_reduces(world, sizes, rounds, budget):
-    """[{algorithm, bytes, seconds of each round (the slowest rank's), bytes_sent by each rank}], in place, float32."""
+    """[{algorithm, bytes, seconds, bytes_sent}] of in-place float32 all-reduces.
+
+    seconds: one number per round, that of the slowest rank. bytes_sent: one number per rank.
+    """
     from mpi4py import MPI
 
     results = []
     for size in sizes:
         source = np.random.default_rng(world.rank).standard_normal(size // 4, np.float32)
         x = source.copy()
-        repeats = max(1, min(20, 10**6 // size))  # short calls are timed several at once
-        of_size = {name: {"algorithm": name, "bytes": x.nbytes, "seconds": []} for name in CONTENDERS}
+        repeats = max(1, min(20, 10**6 // size))  # short calls are timed in groups
+        by_name = {name: {"algorithm": name, "bytes": x.nbytes, "seconds": []} for name in ALGORITHMS}
         started = time.monotonic()
         for index in range(-1, rounds):  # the first is a warm-up
-            if world.broadcast_object(index >= AT_LEAST and time.monotonic() - started > budget):
+            if world.broadcast_object(index >= MIN_ROUNDS and time.monotonic() - started > budget):
                 break
-            first = index % len(CONTENDERS)
-            for name in CONTENDERS[first:] + CONTENDERS[:first]:
+            first = index % len(ALGORITHMS)
+            for name in ALGORITHMS[first:] + ALGORITHMS[:first]:
                 world.use_collectives(name)
                 x[...] = source
                 sent = world.bytes_sent
-                MPI.COMM_WORLD.Barrier()  # spins: all leave it together
+                MPI.COMM_WORLD.Barrier()  # spins, so all ranks leave it at nearly the same time
                 began = time.perf_counter()
                 for _ in range(repeats):
                     world.all_reduce(x, out=x)
@@ -49,14 +53,14 @@ def all_reduces(world, sizes, rounds, budget):
                 sent = (world.bytes_sent - sent) // repeats
                 seconds, sent = zip(*world.all_gather_object((seconds, sent)), strict=True)
                 if index >= 0:
-                    of_size[name]["seconds"].append(max(seconds))
-                    of_size[name]["bytes_sent"] = sent
-        results += of_size.values()
+                    by_name[name]["seconds"].append(max(seconds))
+                    by_name[name]["bytes_sent"] = sent
+        results += by_name.values()
     return results
 
 
 def idle_waiting(world, rounds, seconds):
-    """{how the others spend their time: [GFLOP/s of rank 0 in each round]}."""
+    """{what the other ranks do meanwhile: [GFLOP/s of rank 0 in each round]}."""
     from mpi4py import MPI
 
     waiting = {
@@ -74,7 +78,7 @@ def idle_waiting(world, rounds, seconds):
         for name in names[index % len(names) :] + names[: index % len(names)]:
             MPI.COMM_WORLD.Barrier()
             if world.is_root:
-                time.sleep(0.1)  # the others are waiting by now
+                time.sleep(0.1)  # until the other ranks wait
                 began, count = time.perf_counter(), 0
                 while (elapsed := time.perf_counter() - began) < seconds:
                     np.matmul(a, b, out=c)
@@ -92,11 +96,11 @@ def receive_from_root(world):
     world.recv(np.empty(GEMM, np.float32), source=0)
 
 
-# -- on the one that launches them ------------------------------------------------------------------------------------
+# -- in the parent process --------------------------------------------------------------------------------------------
 
 
 def launch(ranks, function, *args, timeout, benchmark=BENCHMARK):
-    """What `function` of that file, else of this one, returns on rank 0 of a job of its own."""
+    """The result of `function` of the module `benchmark` on rank 0 of a new MPI job."""
     try:
         return run_mpi(ranks, getattr(import_module(benchmark), function), *args, timeout=timeout)[0]
     except AssertionError as error:
@@ -104,34 +108,39 @@ def launch(ranks, function, *args, timeout, benchmark=BENCHMARK):
 
 
 def summarise(results, ranks):
-    """Add medians, ratios within rounds and the fit t = alpha + beta n to one job's results; return table rows."""
+    """Add the ratios to the native all-reduce of each round to one job's results; return the table's rows."""
     native = {result["bytes"]: result["seconds"] for result in results if result["algorithm"] == NATIVE}
     rows = []
-    for result in sorted(results, key=lambda result: (result["bytes"], CONTENDERS.index(result["algorithm"]))):
+    for result in sorted(results, key=lambda result: (result["bytes"], ALGORITHMS.index(result["algorithm"]))):
         result["ranks"] = ranks
-        result["median"] = statistics.median(result["seconds"])
+        median = statistics.median(result["seconds"])
         result["ratio_to_native"] = paired_ratio(result["seconds"], native[result["bytes"]])
         rows.append(
             {
                 f"{ranks} ranks": result["algorithm"],
                 "bytes": f"{result['bytes']:,}",
-                "ms": f"{1e3 * result['median']:.4g}",
+                "ms": f"{1e3 * median:.4g}",
                 "best": f"{1e3 * min(result['seconds']):.4g}",
-                "GB/s": f"{1e-9 * result['bytes'] / result['median']:.3g}",
-                "most bytes a rank sends": f"{max(result['bytes_sent']):,}",
-                "x native time": f"{result['ratio_to_native']:.2f}",
+                "GB/s": f"{1e-9 * result['bytes'] / median:.3g}",
+                "bytes sent per rank, maximum": f"{max(result['bytes_sent']):,}",
+                "x native time": f"{result['ratio_to_native']['median']:.2f}",
             }
         )
     return rows
 
 
 def fit(results):
-    """[alpha seconds, beta seconds a byte] of t = alpha + beta n by least squares of the relative error, per algorithm.
+    """{algorithm: [alpha seconds, beta seconds per byte]} of t = alpha + beta n, n the bytes of x; see line().
 
-    n is the length of x, so that the number of rounds is in alpha, and 2 (p-1)/p and the additions are in beta.
+    alpha includes the number of messages; beta includes the factor 2 (p-1)/p and the additions.
     """
-    of_name = {name: [result for result in results if result["algorithm"] == name] for name in CONTENDERS}
-    return {name: line([r["bytes"] for r in found], [r["median"] for r in found]) for name, found in of_name.items()}
+    by_name = {name: [result for result in results if result["algorithm"] == name] for name in ALGORITHMS}
+    return {name: line_of(found) for name, found in by_name.items()}
+
+
+def line_of(results):
+    """[alpha, beta] of the median seconds of several sizes."""
+    return line([result["bytes"] for result in results], [statistics.median(result["seconds"]) for result in results])
 
 
 def line(sizes, seconds):
@@ -142,7 +151,7 @@ def line(sizes, seconds):
 
 
 def plot(results, path):
-    """Seconds over bytes, both logarithmic, one panel for each number of ranks."""
+    """Draw seconds against bytes, both logarithmic, one panel for each number of ranks."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -151,8 +160,9 @@ def plot(results, path):
     counts = sorted({result["ranks"] for result in results})
     figure, panels = plt.subplots(1, len(counts), figsize=(4.5 * len(counts), 4), sharey=True, squeeze=False)
     for ranks, panel in zip(counts, panels[0], strict=True):
-        for name in CONTENDERS:
-            points = [(r["bytes"], r["median"]) for r in results if (r["algorithm"], r["ranks"]) == (name, ranks)]
+        for name in ALGORITHMS:
+            found = [each for each in results if (each["algorithm"], each["ranks"]) == (name, ranks)]
+            points = [(each["bytes"], statistics.median(each["seconds"])) for each in found]
             panel.loglog(*zip(*sorted(points), strict=True), "k--" if name == NATIVE else ".-", label=name)
         panel.set(title=f"{ranks} ranks", xlabel="bytes of x")
         panel.grid(alpha=0.3)
@@ -164,7 +174,7 @@ def plot(results, path):
 
 
 def compare(args):
-    """The all-reduces of every number of ranks: tables, fit and plot."""
+    """Measure the all-reduces at every number of ranks and print their tables and fits; return the results."""
     results, fits = [], {}
     for ranks in args.ranks:
         progress(f"{ranks} ranks")
@@ -175,7 +185,7 @@ def compare(args):
         print()
         print_table(
             [
-                {f"{ranks} ranks": name, "alpha us": f"{1e6 * alpha:.4g}", "beta ns/byte": f"{1e9 * beta:.3g}"}
+                {f"{ranks} ranks": name, "alpha us": f"{1e6 * alpha:.4g}", "beta ns per byte": f"{1e9 * beta:.3g}"}
                 for name, (alpha, beta) in fits[ranks].items()
             ]
         )
@@ -185,44 +195,44 @@ def compare(args):
 
 
 def idle(args):
-    """What ranks that wait leave to the one that works."""
+    """Measure the speed of rank 0 while the other ranks wait; print the table and return the results."""
     ranks = max(args.ranks)
     speeds = launch(ranks, "idle_waiting", args.rounds, 1.0, timeout=args.timeout)
-    alone = speeds["asleep"]
+    shares = {name: paired_ratio(speed, speeds["asleep"]) for name, speed in speeds.items()}
     print_table(
         [
             {
                 f"{ranks - 1} ranks are": name,
-                "GFLOP/s of the one that works": f"{statistics.median(of_name):.1f}",
-                "share of its speed": f"{100 * paired_ratio(of_name, alone):.0f} %",
+                "GFLOP/s of rank 0": f"{statistics.median(speed):.1f}",
+                "share of its speed while they sleep": f"{100 * shares[name]['median']:.0f} %",
             }
-            for name, of_name in speeds.items()
+            for name, speed in speeds.items()
         ]
     )
-    return {"ranks": ranks, "gflops": speeds}
+    return {"ranks": ranks, "gflops": speeds, "share_of_speed": shares}
 
 
 def main():
     parser = argparse.ArgumentParser(prog=f"python -m {BENCHMARK}", description=__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8], help="ranks of each job (default 2 4 8)")
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="bytes of x (default 1 KB to 100 MB by 10)")
-    parser.add_argument("--rounds", type=int, default=9, help="turns of each algorithm (default 9)")
-    parser.add_argument("--seconds", type=float, default=20, help="of one size, then no new round (default 20)")
+    parser.add_argument("--rounds", type=int, default=9, help="rounds (default 9)")
+    parser.add_argument("--seconds", type=float, default=20, help="per size; then no new round begins (default 20)")
     parser.add_argument("--timeout", type=int, default=900, help="seconds that one job may take (default 900)")
-    parser.add_argument("--idle", action="store_true", help="instead: the speed of one rank while the others wait")
-    parser.add_argument("--no-save", action="store_true", help="leave results/ as it is")
+    parser.add_argument("--idle", action="store_true", help="measure instead the speed of rank 0 while the others wait")
+    add_save_flags(parser.add_argument)
     args = parser.parse_args()
 
     if args.idle:
         results = idle(args)
         if not args.no_save:
-            save(BENCHMARK, results, name="collectives_idle")
+            save(BENCHMARK, results, args.commit, name="collectives_idle")
         return
     results = compare(args)
     if not args.no_save:
         plot(results["all_reduce"], ROOT / "results" / "ranks" / "collectives.png")
-        save(BENCHMARK, results)
+        save(BENCHMARK, results, args.commit)
 
 
 if __name__ == "__main__":
-    run(main)
+    run_main(main)

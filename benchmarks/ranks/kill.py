@@ -1,6 +1,6 @@
-"""Is a job that loses a rank over at once, and is nothing lost but the steps since its last checkpoint?
+"""Does a job end at once when a rank is killed, and does a resumed run continue the same curve?
 
-A rank is killed with SIGKILL at a random moment, its start included, while a run goes on from an earlier checkpoint.
+A random rank gets SIGKILL at a random moment, which may be during start-up, of a run that resumed from a checkpoint.
 """
 
 import argparse
@@ -15,8 +15,9 @@ import tempfile
 import time
 from pathlib import Path
 
-from benchmarks.harness.contenders import print_table, progress, run, save
 from benchmarks.harness.jobs import Job
+from benchmarks.harness.processes import progress, run_main
+from benchmarks.harness.report import add_save_flags, print_table, save
 from gpt2core.app.checkpoint_directory import load_checkpoint
 from gpt2core.errors import CheckpointError
 
@@ -24,27 +25,27 @@ BENCHMARK = "benchmarks.ranks.kill"
 
 
 def train(ranks, *flags):
-    """The running job of `ranks` ranks."""
+    """Start a training run on `ranks` ranks; return its Job."""
     return Job("-n", ranks, sys.executable, "-m", "stage1_mpi.train_gpt2", "--threads", 1, "--sample", 0, *flags)
 
 
 def finished(job):
-    """The Done of a job that must succeed."""
+    """The Done of a job; exits if the job fails."""
     with job:
         done = job.done()
     if done.code:
-        sys.exit(f"a run that nobody interrupted ended with status {done.code}: {done.err.strip()}")
+        sys.exit(f"a run ended with status {done.code} although no rank was killed: {done.err.strip()}")
     return done
 
 
 def curve(log):
-    """(every step's loss and gradient norm, the hash of the last parameters)."""
+    """([(step, loss, gradient norm)], hash of the final parameters) of a log."""
     rows = [json.loads(line) for line in log.read_text().splitlines()]
     return [(row["step"], row["loss"], row["grad_norm"]) for row in rows], rows[-1].get("parameters_sha256")
 
 
 def kill_one(job, seconds, choice):
-    """Kill one of the ranks after so many seconds; returns which, or None where the job was over by then."""
+    """Kill a random rank after `seconds`; return its number, or None if the job ended before."""
     time.sleep(seconds)
     while job.process.poll() is None:
         if ranks := job.ranks():
@@ -52,13 +53,13 @@ def kill_one(job, seconds, choice):
             try:
                 os.kill(ranks[rank], signal.SIGKILL)
                 return rank
-            except ProcessLookupError:  # it has just ended by itself
+            except ProcessLookupError:  # it has just ended
                 pass
     return None
 
 
 def trial(args, home, straight, choice, longest):
-    """Kill a rank of one run, and go on with what it left; returns one row, or None where it was over before."""
+    """Kill a rank of one run, then resume from its checkpoint; return one row, or None if the run ended before."""
     out, log, moment = home / "run", home / "run.jsonl", choice.uniform(0, longest)
     shutil.rmtree(out, ignore_errors=True)
     shutil.copytree(home / "begun", out, symlinks=True)
@@ -80,15 +81,16 @@ def trial(args, home, straight, choice, longest):
 
 def main():
     parser = argparse.ArgumentParser(prog=f"python -m {BENCHMARK}", description=__doc__.splitlines()[0])
-    parser.add_argument("--times", type=int, default=20, help="ranks to kill, one a run (default 20)")
-    parser.add_argument("--ranks", type=int, default=4, help="ranks of a run (default 4)")
+    parser.add_argument("--times", type=int, default=20, help="runs, one killed rank each (default 20)")
+    parser.add_argument("--ranks", type=int, default=4, help="ranks of each run (default 4)")
     parser.add_argument("--preset", default="tiny", help="model (default tiny)")
-    parser.add_argument("--steps", type=int, default=60, help="steps of a run (default 60)")
+    parser.add_argument("--steps", type=int, default=60, help="steps of each run (default 60)")
     parser.add_argument("--checkpoint-every", type=int, default=2, help="steps between checkpoints (default 2)")
-    parser.add_argument("--seed", type=int, default=0, help="of ranks and moments (default 0)")
+    parser.add_argument("--seed", type=int, default=0, help="random seed of ranks and moments (default 0)")
+    add_save_flags(parser.add_argument)
     args = parser.parse_args()
     if not Path("/proc/self/environ").exists():
-        sys.exit("this benchmark finds the ranks through /proc, which this system has not")
+        sys.exit("this benchmark finds the ranks in /proc, which this system does not have")
 
     rows, choice = [], random.Random(args.seed)
     with tempfile.TemporaryDirectory() as folder:
@@ -109,7 +111,7 @@ def main():
             {
                 "killed": f"rank {row['rank']}",
                 "after, s": f"{row['moment']:.2f}",
-                "all ended in, s": f"{row['seconds']:.2f}",
+                "job ended within, s": f"{row['seconds']:.2f}",
                 "exit code": row["code"],
                 "processes left": row["left"],
                 "checkpoint": "unreadable" if row["step"] is None else f"step {row['step']}",
@@ -127,12 +129,14 @@ def main():
         "longest_seconds": max(seconds),
     }
     print(
-        f"\n{summary['clean_ends']} of {args.times} ended within 10 s with nothing left (median "
+        f"\n{summary['clean_ends']} of {args.times} ended within 10 s with no process left (median "
         f"{summary['median_seconds']:.2f} s, longest {summary['longest_seconds']:.2f} s), {summary['readable']} left a "
-        f"readable checkpoint, {summary['equal']} went on to the unbroken curve, bit for bit."
+        f"readable checkpoint, {summary['equal']} continued the uninterrupted curve bit for bit."
     )
-    save(BENCHMARK, {**vars(args), "longest_moment": longest, "summary": summary, "rows": rows})
+    if not args.no_save:
+        options = vars(args) | {"longest_moment": longest}
+        save(BENCHMARK, {**options, "summary": summary, "rows": rows}, args.commit)
 
 
 if __name__ == "__main__":
-    run(main)
+    run_main(main)

@@ -1,19 +1,11 @@
-"""What does each way to sum the gradients move, and what does it cost a step?"""
+"""How many bytes does each gradient-synchronisation strategy send, and what does it cost per step?"""
 
 import argparse
 import statistics
 
-from benchmarks.harness.contenders import (
-    Contender,
-    Member,
-    Running,
-    paired_ratio,
-    play,
-    print_table,
-    run,
-    save,
-)
-from benchmarks.ranks.ranks import timed
+from benchmarks.harness.processes import BenchmarkProcess, JobVariant, ProcessSpec, run_main, run_rounds
+from benchmarks.harness.report import add_save_flags, paired_ratio, print_table, round_medians, save
+from benchmarks.ranks.ranks import timed_steps
 from gpt2core.app.presets import PRESETS
 from gpt2core.parallel.codecs import CODECS
 from gpt2core.parallel.config import plan_micro_batches
@@ -22,18 +14,18 @@ from stage1_mpi.collectives import ALL_REDUCE
 from stage1_mpi.launch import choose, launch_line
 from stage1_mpi.mpi_communicator import NATIVE
 
-BENCHMARK = "benchmarks.ranks.strategies"  # how the ranks import this file
+BENCHMARK = "benchmarks.ranks.strategies"  # the name under which the ranks import this file
 FLAT = "--dp flat"
 SHARDED = "--dp flat --zero 1"
-SLOWER = 1.10  # times flat's step, what ZeRO-1 may take at most
+MAX_ZERO_COST = 1.10  # upper bound for ZeRO-1's step time divided by that of flat
 
 
 def variants(bucket_mb):
-    """{flags: options of a Trainer}: every strategy with and without ZeRO-1, every compression, every collective."""
+    """{flags: options of build_trainer}: all strategies with and without ZeRO-1, all codecs, all collectives."""
     chosen = {f"--dp {dp}": {"dp": dp, "bucket_mb": bucket_mb} for dp in STRATEGIES}
     chosen |= {f"{flags} --zero 1": dict(options, zero=1) for flags, options in chosen.items()}
     chosen |= {f"{FLAT} --compress {kind}": {"compress": kind} for kind in CODECS}
-    names = [name for name in (NATIVE, *ALL_REDUCE) if name != "canonical"]  # that is the default
+    names = [name for name in (NATIVE, *ALL_REDUCE) if name != "canonical"]  # the default
     return chosen | {f"{FLAT} --collectives {name}": {"collectives": name} for name in names}
 
 
@@ -41,82 +33,73 @@ def variants(bucket_mb):
 
 
 def prepare(module, world, preset, batch_size, variants):
-    """On every rank: return `turn(name, steps)`; all variants live here, and one of them trains at a time."""
+    """On every rank: return `run_round(name, steps)`; all variants exist at once, and one of them trains at a time."""
     config = PRESETS[preset]
     made = module.make_variants(config, batch_size, config.block_size, world, variants)
 
-    def turns(trainer, train):
-        """`turn(steps)` of one variant, which also tells what it moves and holds, a number for each rank."""
-        latest = None
+    def measured(variant):
+        """`run_round(steps)` of one variant; adds the bytes sent and held by each rank and the number of messages."""
+        timed = timed_steps(world, variant, config, batch_size)
 
-        def step(inputs, targets):
-            nonlocal latest
-            latest = train(inputs, targets)
-            return latest.loss
+        def run_round(steps):
+            result = timed(steps)
+            sizes = world.all_gather_object((variant.bytes_sent, variant.optimizer_bytes))
+            bytes_sent, optimizer_bytes = zip(*sizes, strict=True)
+            return dict(result, bytes_sent=bytes_sent, optimizer_bytes=optimizer_bytes, messages=variant.messages)
 
-        turn = timed(world, step, config, batch_size)
+        return run_round
 
-        def turn_and_tell(steps):
-            answer = turn(steps)
-            mine = latest.bytes_sent, trainer.optimizer.nbytes
-            bytes_sent, optimizer_bytes = zip(*world.all_gather_object(mine), strict=True)
-            pieces = len(trainer.data_parallel.parts)
-            return dict(answer, bytes_sent=bytes_sent, optimizer_bytes=optimizer_bytes, pieces=pieces)
-
-        return turn_and_tell
-
-    of_name = {name: turns(trainer, train) for name, (trainer, train) in made.items()}
-    return lambda name, steps: of_name[name](steps)
+    rounds = {name: measured(variant) for name, variant in made.items()}
+    return lambda name, steps: rounds[name](steps)
 
 
-# -- on the one that starts them --------------------------------------------------------------------------------------
+# -- in the parent process --------------------------------------------------------------------------------------------
 
 
 def measure(args, ranks, chosen):
-    """Play one number of ranks; return one result for each variant, with every step's seconds."""
+    """Run the rounds of one number of ranks; return one result for each variant, with the seconds of every step."""
     options = {"preset": args.preset, "batch_size": args.batch_size, "variants": chosen}
     launcher = tuple(launch_line(*choose(), ranks))
-    job = Contender(f"{ranks} ranks", "benchmarks.harness.ours", 1, options, ranks=ranks, launcher=launcher)
-    with Running(job, BENCHMARK, args.timeout) as running:
-        members = [Member(running, name) for name in chosen]
-        played = play(members, args.rounds, {"steps": args.warm_up}, {"steps": args.steps_per_round})
+    job = ProcessSpec(f"{ranks} ranks", "benchmarks.harness.ours", 1, options, ranks=ranks, launcher=launcher)
+    with BenchmarkProcess(job, BENCHMARK, args.timeout) as process:
+        members = [JobVariant(process, name) for name in chosen]
+        measured = run_rounds(members, args.rounds, {"steps": args.warm_up}, {"steps": args.steps_per_round})
     results = []
-    for name, answers in played.items():
-        last = answers["rounds"][-1]
+    for name, one in measured.items():
+        last = one["rounds"][-1]
         results.append(
             {
                 "name": name,
                 "ranks": ranks,
-                "seconds": [answer["seconds"] for answer in answers["rounds"]],
-                "cpu_seconds": sum(answer["cpu_seconds"] for answer in answers["rounds"]),
+                "seconds": [each["seconds"] for each in one["rounds"]],
+                "cpu_seconds": sum(each["cpu_seconds"] for each in one["rounds"]),
                 "final_loss": last["losses"][-1],
-                **{key: last[key] for key in ("pieces", "bytes_sent", "optimizer_bytes")},
+                **{key: last[key] for key in ("messages", "bytes_sent", "optimizer_bytes")},
             }
         )
     return results
 
 
 def summarise(results):
-    """Add medians, and ratios (taken within rounds) to flat, to one job's results; return table rows."""
-    for result in results:
-        result["round_medians"] = [statistics.median(seconds) for seconds in result["seconds"]]
-    flat = next(result for result in results if result["name"] == FLAT)
+    """Add the minimum and the time relative to flat in each round to one job's results; return the table's rows."""
+    medians = {result["name"]: round_medians(result["seconds"]) for result in results}
     rows = []
     for result in results:
-        every = [second for seconds in result["seconds"] for second in seconds]
-        result["median"], result["min"] = statistics.median(every), min(every)
-        result["times_flat"] = paired_ratio(result["round_medians"], flat["round_medians"])
+        steps = sum(result["seconds"], [])
+        median, result["min"] = statistics.median(steps), min(steps)
+        result["cores_used"] = result["cpu_seconds"] / sum(steps)
+        result["times_flat"] = paired_ratio(medians[result["name"]], medians[FLAT])
         rows.append(
             {
                 f"{result['ranks']} ranks": result["name"],
-                "messages": result["pieces"],
-                "MB sent, most by a rank": f"{1e-6 * max(result['bytes_sent']):.3f}",
+                "messages": result["messages"],
+                "MB sent per rank, maximum": f"{1e-6 * max(result['bytes_sent']):.3f}",
                 "mean": f"{1e-6 * statistics.mean(result['bytes_sent']):.3f}",
-                "ms/step": f"{1e3 * result['median']:.4g}",
+                "ms/step": f"{1e3 * median:.4g}",
                 "best": f"{1e3 * result['min']:.4g}",
-                "x flat's time": f"{result['times_flat']:.3f}",
-                "cores had": f"{result['cpu_seconds'] / sum(every):.2f}",
-                "optimizer MiB a rank": f"{max(result['optimizer_bytes']) / 2**20:.3f}",
+                "x flat's time": f"{result['times_flat']['median']:.3f}",
+                "cores used": f"{result['cores_used']:.2f}",
+                "optimizer MiB per rank": f"{max(result['optimizer_bytes']) / 2**20:.3f}",
                 "last loss": f"{result['final_loss']:.9g}",
             }
         )
@@ -124,14 +107,14 @@ def summarise(results):
 
 
 def verdict(results, ranks):
-    """What ZeRO-1 costs and saves, in a sentence."""
-    of_name = {result["name"]: result for result in results}
-    sharded, whole = of_name[SHARDED], max(of_name[FLAT]["optimizer_bytes"])
-    share, slower = max(sharded["optimizer_bytes"]) / whole, sharded["times_flat"]
-    met = "reached" if slower <= SLOWER and share * ranks <= 1.01 else "MISSED"
+    """One sentence: the cost and the saving of ZeRO-1."""
+    by_name = {result["name"]: result for result in results}
+    sharded, whole = by_name[SHARDED], max(by_name[FLAT]["optimizer_bytes"])
+    share, slower = max(sharded["optimizer_bytes"]) / whole, sharded["times_flat"]["median"]
+    met = "reached" if slower <= MAX_ZERO_COST and share * ranks <= 1.01 else "MISSED"
     return (
-        f"ZeRO-1 at {ranks} ranks: {slower:.3f} x flat's time (target, at 4: at most {SLOWER:.2f}), "
-        f"{share:.4f} of the optimizer's bytes a rank (target 1/{ranks}, and padding): {met}"
+        f"ZeRO-1 at {ranks} ranks: {slower:.3f} x flat's time (target at 4 ranks: at most {MAX_ZERO_COST:.2f}), "
+        f"{share:.4f} of the optimizer state per rank (target 1/{ranks} plus padding): {met}"
     )
 
 
@@ -141,13 +124,13 @@ def main():
     add("--ranks", type=int, nargs="+", default=[2, 4], help="ranks of each job, one thread each (default 2 4)")
     add("--preset", choices=PRESETS, default="paper", help="model (default paper)")
     add("--batch-size", type=int, default=16, help="sequences per step over all ranks (default 16)")
-    add("--bucket-mb", type=float, default=BUCKET_MB, help=f"least size of a bucket, 10^6 bytes ({BUCKET_MB:g})")
-    add("--only", nargs="+", metavar="TEXT", help="only the variants whose flags contain one of these, and flat")
-    add("--rounds", type=int, default=5, help="turns of each variant (default 5)")
-    add("--steps-per-round", type=int, default=1, help="steps in one turn (default 1)")
+    add("--bucket-mb", type=float, default=BUCKET_MB, help=f"minimum bucket size in 10^6 bytes (default {BUCKET_MB:g})")
+    add("--only", nargs="+", metavar="TEXT", help="measure only flat and the variants whose flags contain one of these")
+    add("--rounds", type=int, default=5, help="rounds (default 5)")
+    add("--steps-per-round", type=int, default=1, help="timed steps of each variant in a round (default 1)")
     add("--warm-up", type=int, default=1, help="steps before the first round (default 1)")
-    add("--timeout", type=int, default=900, help="seconds that one turn may take (default 900)")
-    add("--no-save", action="store_true", help="leave results/ as it is")
+    add("--timeout", type=int, default=900, help="seconds that one round of a variant may take (default 900)")
+    add_save_flags(add)
     args = parser.parse_args()
     for ranks in args.ranks:
         plan_micro_batches(args.batch_size, None, 1, ranks, deterministic=True)
@@ -165,8 +148,8 @@ def main():
         print("\n" + verdict(of_ranks, ranks) + "\n")
         results += of_ranks
     if not args.no_save:
-        save(BENCHMARK, results, name="_".join(["strategies", *args.only]) if args.only else None)
+        save(BENCHMARK, results, args.commit, name="_".join(["strategies", *args.only]) if args.only else None)
 
 
 if __name__ == "__main__":
-    run(main)
+    run_main(main)

@@ -1,4 +1,4 @@
-"""Every mistake a user can make is one line on standard error that names it, exit code 2, and nothing lost."""
+"""Every user mistake is one line on standard error that names it, exit code 2, and changes no file."""
 
 import errno
 import json
@@ -22,9 +22,9 @@ from gpt2core.trainer import Step
 
 ROOT = Path(__file__).resolve().parents[2]
 STAGE = ROOT / "stage0_serial"
-FULL = Path("/dev/full")  # every write to it fails as on a full disk
+FULL = Path("/dev/full")  # every write fails with "No space left on device"
 
-# Files that a row of a table may name in braces; {dir} is a fresh directory for each row.
+# The files in {dir}, a fresh directory for each row of the tables below.
 FILES = {
     "empty.txt": b"",
     "blank.txt": b"\n",
@@ -36,7 +36,7 @@ FILES = {
     "other.json": b'{"model": {"type": "Unigram", "unk_id": 0, "vocab": [["a", 0.0]]}}',
     "none.json": b'{"model": {"type": "BPE", "vocab": {}, "merges": []}}',
     "list.json": b"[]",
-    "file": b"somebody's file",
+    "file": b"another program's file",
     "noise.bin": b"\x93GPT2TOK" + bytes(range(60)),
 }
 
@@ -67,7 +67,7 @@ def home(tmp_path_factory, corpus):
 
 @pytest.fixture
 def directory(home, tmp_path):
-    """The home's files in a directory of the test's own, its run included."""
+    """A copy of `home` for one test."""
     return Path(shutil.copytree(home, tmp_path / "home", symlinks=True))
 
 
@@ -78,7 +78,7 @@ def script(name, *argv, **options):
 
 
 def snapshot(path):
-    """Every name below `path` with what it holds or where it leads."""
+    """{relative path: content of a file, True for a directory, target of a link} of everything below `path`."""
     return {
         str(file.relative_to(path)): os.readlink(file) if file.is_symlink() else file.is_dir() or file.read_bytes()
         for file in Path(path).rglob("*")
@@ -93,11 +93,11 @@ def assert_one_clear_line(code, err, *words):
 
 
 def expand(row, directory):
-    """The words of a row; {dir} is the directory."""
+    """The words of a row, with `directory` in the place of {dir}."""
     return [word.replace("{dir}", str(directory)) for word in row.split("|")]
 
 
-# -- training: flags, then what its one line says ---------------------------------------------------------------------
+# -- training: flags, then the words of the error line ----------------------------------------------------------------
 
 TRAINING = [
     # the corpus
@@ -139,7 +139,7 @@ TRAINING = [
     ("--seq-len|17", "--seq-len 17|block of 16"),
     ("--seq-len|0", "--seq-len 0"),
     ("--seq-len|-4", "--seq-len -4"),
-    # the batch and who shares it
+    # the batch and its division
     ("--batch-size|0", "--batch-size 0"),
     ("--batch-size|-4", "--batch-size -4"),
     ("--batch-size|6|--micro-batches|4", "--batch-size 6 is not divisible by --micro-batches 4|use --micro-batches 2"),
@@ -171,7 +171,7 @@ TRAINING = [
     ("--precision|fp8", "--precision|fp8|fp32"),
     ("--rounding|stochastic", "--rounding stochastic|--precision fp32 has none|--rounding nearest"),
     ("--rounding|up", "--rounding|up|nearest"),
-    # when to report and to save
+    # intervals and sizes
     ("--log-every|0", "--log-every 0"),
     ("--log-every|-1", "--log-every -1"),
     ("--eval-every|-1", "--eval-every -1"),
@@ -199,7 +199,7 @@ TRAINING = [
     ("--init-from|{dir}/empty", "empty|not a checkpoint"),
     ("--init-from|{dir}/run|--n-layer|3", "--n-layer 3 is not the checkpoint's 2"),
     ("--init-from|{dir}/run|--tokenizer|byte", "256 tokens|the checkpoint's vocabulary"),
-    # what is no option at all
+    # unknown flags and values of the wrong type
     ("--stepz|3", "unrecognized arguments: --stepz 3"),
     ("--steps", "--steps|expected one argument"),
     ("--steps|five", "--steps|five"),
@@ -219,7 +219,7 @@ def test_a_mistake_in_training_is_one_line_and_changes_no_checkpoint(train, dire
     assert result.out == "" and snapshot(directory / "run") == before
 
 
-# -- going on with a run ----------------------------------------------------------------------------------------------
+# -- resuming a run ---------------------------------------------------------------------------------------------------
 
 RESUMING = [
     ("--data|{dir}/less.txt", "was trained on|but --data has|the same corpus"),
@@ -239,7 +239,7 @@ RESUMING = [
 
 
 @pytest.mark.parametrize("flags, words", RESUMING, ids=[row[0] for row in RESUMING])
-def test_resuming_with_other_flags_is_refused_and_the_checkpoints_stay(train, directory, flags, words):
+def test_resuming_with_other_flags_is_refused_and_changes_no_checkpoint(train, directory, flags, words):
     run = directory / "run"
     before = snapshot(run)
     result = train("--resume", run, "--out", run, "--steps", 6, *expand(flags, directory))
@@ -268,7 +268,7 @@ def config(**changes):
 
 
 def other_tensors(path):
-    """The same names with another width."""
+    """Write the same names with another width."""
     write_safetensors(path, {name: array[..., :-2] for name, array in read_safetensors(path).items()})
 
 
@@ -284,7 +284,7 @@ CONFIG, MODEL, OPTIMIZER = "config.json", "model.safetensors", "optimizer.safete
 STATE, TOKENIZER = "state.json", "tokenizer.json"
 BOTH, RESUME, INFER = ("resume", "infer"), ("resume",), ("infer",)
 BROKEN = [
-    # file, what happens to it, which commands meet it, what they say of it
+    # file, damage, commands that read the file, words of the error line
     (CONFIG, Path.unlink, BOTH, CONFIG),
     (MODEL, Path.unlink, BOTH, MODEL),
     (OPTIMIZER, Path.unlink, RESUME, "no such file, so no run can be resumed"),
@@ -323,7 +323,7 @@ BROKEN = [
     "file, damage, words, which",
     [(file, damage, words, which) for file, damage, commands, words in BROKEN for which in commands],
 )
-def test_a_damaged_checkpoint_is_named_and_left_as_it_is(train, infer, directory, file, damage, words, which):
+def test_a_damaged_checkpoint_is_named_and_not_changed(train, infer, directory, file, damage, words, which):
     run = directory / "run"
     damage(run / "step-00000004" / file)
     before = snapshot(run)
@@ -385,7 +385,7 @@ def test_checkpoints_need_a_directory(train):
     assert_one_clear_line(result.code, result.err, "--checkpoint-every 5 saves nothing", "give --out")
 
 
-def test_weights_whose_corpus_is_gone_need_a_prompt(infer, home, tmp_path):
+def test_weights_whose_corpus_is_missing_need_a_prompt(infer, home, tmp_path):
     shutil.copytree(home / "run" / "latest", tmp_path / "weights")
     state = json.loads((tmp_path / "weights" / "state.json").read_text())
     state["arguments"]["data"] = str(tmp_path / "gone.txt")
@@ -394,10 +394,10 @@ def test_weights_whose_corpus_is_gone_need_a_prompt(infer, home, tmp_path):
     assert_one_clear_line(result.code, result.err, "dummy.txt is no prompt for these weights, so give --prompt")
 
 
-# -- mistakes that show only while it runs ----------------------------------------------------------------------------
+# -- errors during the run --------------------------------------------------------------------------------------------
 
 
-def loads_soundly(run, step):
+def has_finite_parameters_of(run, step):
     loaded = load_checkpoint(run, with_optimizer=True)
     return loaded.state["step"] == step and all(np.isfinite(array).all() for array in loaded.parameters.values())
 
@@ -418,14 +418,14 @@ def test_a_run_that_diverges_keeps_its_last_good_checkpoint(train, directory, ev
     result = train(*flags)
     words = "step 4: the norm of the parameters" if every else "step 5: the loss"
     assert_one_clear_line(result.code, result.err, words)
-    assert snapshot(run) == before and loads_soundly(run, 4)
+    assert snapshot(run) == before and has_finite_parameters_of(run, 4)
 
 
-def test_an_update_that_ruins_the_last_step_is_not_saved(train, directory):
+def test_parameters_that_diverge_in_the_last_step_are_not_saved(train, directory):
     run = directory / "run"
     result = train("--resume", run, "--out", run, "--steps", 5, "--lr", 1e30)
     assert_one_clear_line(result.code, result.err, "step 4: the norm of the parameters")
-    assert loads_soundly(run, 4)
+    assert has_finite_parameters_of(run, 4)
 
 
 def test_a_validation_loss_that_is_nan_stops_too(train, directory):
@@ -440,7 +440,7 @@ def test_warnings_of_a_diverging_run_do_not_reach_standard_error(directory):
     assert_one_clear_line(done.returncode, done.stderr, "step 1: the loss is nan")
 
 
-def test_a_disk_that_fills_up_during_a_save_leaves_the_checkpoints_before(train, directory, monkeypatch):
+def test_a_full_disk_during_a_save_keeps_the_earlier_checkpoints(train, directory, monkeypatch):
     run, original, saved = directory / "run", checkpoint_files.save_file, []
 
     def save_file(tensors, path, **options):
@@ -454,7 +454,7 @@ def test_a_disk_that_fills_up_during_a_save_leaves_the_checkpoints_before(train,
     flags = ("--resume", run, "--out", run, "--steps", 9, "--checkpoint-every", 1)
     result = train(*flags)
     assert_one_clear_line(result.code, result.err, "step-00000006", "No space left on device", "are unchanged")
-    assert loads_soundly(run, 5) and loads_soundly(run / "step-00000004", 4)
+    assert has_finite_parameters_of(run, 5) and has_finite_parameters_of(run / "step-00000004", 4)
     assert {path.name for path in run.glob("step-*")} == {"step-00000004", "step-00000005"}
     assert not [path for path in run.iterdir() if path.name.startswith(".")]
 
@@ -465,7 +465,7 @@ def test_a_full_disk_under_the_log_or_the_plot_is_one_line(train, directory, fla
     run = directory / "run"
     result = train("--resume", run, "--steps", 6, "--sample", 0, flag, FULL)
     assert_one_clear_line(result.code, result.err, "/dev/full: cannot be written", "No space")
-    assert loads_soundly(run, 4)
+    assert has_finite_parameters_of(run, 4)
 
 
 @pytest.mark.skipif(not FULL.exists(), reason="no /dev/full on this system")
@@ -473,12 +473,12 @@ def test_a_full_disk_under_the_log_loses_no_step(train, directory):
     run = directory / "run"
     result = train("--resume", run, "--out", run, "--steps", 60, "--sample", 0, "--log", FULL)
     steps = load_checkpoint(run, with_optimizer=True).state["step"]
-    assert 4 < steps < 60 and loads_soundly(run, steps)
+    assert 4 < steps < 60 and has_finite_parameters_of(run, steps)
     saved = f"the {steps} steps made are saved: continue with --resume {run} --out {run}"
     assert_one_clear_line(result.code, result.err, "/dev/full: cannot be written", f"at step {steps - 2}", saved)
 
 
-def test_a_log_that_fills_its_disk_ends_with_a_whole_line(tmp_path):
+def test_a_log_on_a_full_disk_ends_with_a_complete_line(tmp_path):
     log = RunLog(tmp_path / "log.jsonl", None, 1, 0, 3)
     log(Step(0, 1.5, 1e-3, 2.0, 10.0, 0.1), None, None)
     before = (tmp_path / "log.jsonl").read_text()
@@ -497,7 +497,7 @@ def test_a_log_that_fills_its_disk_ends_with_a_whole_line(tmp_path):
     log.file = Full()
     with pytest.raises(ConfigError, match="cannot be written .No space left on device. at step 1: free some space"):
         log(Step(1, 1.4, 1e-3, 2.0, 10.0, 0.1), None, None)
-    log(Step(2, 1.3, 1e-3, 2.0, 10.0, 0.1), None, None)  # told once
+    log(Step(2, 1.3, 1e-3, 2.0, 10.0, 0.1), None, None)  # the error is raised only once
     log.close()
     assert (tmp_path / "log.jsonl").read_text() == before
 
@@ -515,7 +515,7 @@ def test_a_full_disk_under_the_output_is_one_line(home, name):
 
 
 @pytest.mark.parametrize("content", [bytes(range(256)), b"[1]\n{}\n", b'{"step": "x", "loss": 1}\n'])
-def test_a_resumed_run_replaces_a_log_that_is_none(train, directory, content):
+def test_a_resumed_run_replaces_a_file_that_is_not_a_log(train, directory, content):
     log = directory / "log.jsonl"
     log.write_bytes(content)
     result = train("--resume", directory / "run", "--steps", 6, "--sample", 0, "--log", log)
@@ -543,7 +543,7 @@ def test_too_little_memory_is_one_line(train, directory, monkeypatch):
         ("inference.py", ["--prompt", b"\xff"], "U+DCFF"),
     ],
 )
-def test_the_scripts_themselves_say_it_in_one_line(home, name, flags, words):
+def test_the_scripts_print_one_line_too(home, name, flags, words):
     if "--prompt" in flags:
         flags = ["--weights", home / "run", *flags]
     done = subprocess.run([sys.executable, name, *flags], cwd=STAGE, capture_output=True, text=True, timeout=60)

@@ -1,4 +1,4 @@
-"""Checkpoints: exact there and back, the same to transformers, whole at every instant, clear when they are broken."""
+"""Checkpoints: exact round trip, readable by transformers, complete at every instant, clear errors."""
 
 import errno
 import json
@@ -29,7 +29,7 @@ from gpt2core.app.checkpoint_files import read_safetensors, write_safetensors
 from gpt2core.errors import CheckpointError
 from gpt2core.model import GPT2Config, parameter_shapes
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 FILES = {"config.json", "model.safetensors", "tokenizer.json", "optimizer.safetensors", "state.json"}
 
 
@@ -74,11 +74,11 @@ def step_names(directory):
     return sorted(path.name for path in Path(directory).iterdir() if path.name.startswith("step-"))
 
 
-# --- there and back ---
+# --- round trip ---
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_what_is_saved_comes_back_bit_for_bit(tmp_path, rng, tied):
+def test_a_round_trip_keeps_every_bit(tmp_path, rng, tied):
     config = random_config(rng, tied)
     parameters, moments, state = save_all(tmp_path, 40, config, rng)
     for path in (tmp_path, tmp_path / "latest", tmp_path / "step-00000040"):
@@ -129,7 +129,7 @@ def test_weights_too_large_for_sixteen_bits_are_named(tmp_path, rng):
     assert os.listdir(tmp_path) == []
 
 
-def test_our_safetensors_are_the_library_s(tmp_path, rng):
+def test_our_safetensors_equal_the_library_s(tmp_path, rng):
     library = pytest.importorskip("safetensors.numpy")
     tensors = {f"t{i}": rng.standard_normal(rng.integers(1, 9, i)).astype(np.float32) for i in range(5)}
     write_safetensors(tmp_path / "ours", tensors)
@@ -139,12 +139,12 @@ def test_our_safetensors_are_the_library_s(tmp_path, rng):
             assert_array_equal(got[name], want)  # exact: nothing was converted
 
 
-# --- the same directory to transformers ---
+# --- transformers ---
 
 
 @pytest.fixture
 def hugging_face(rng):
-    """make(tied) a small random GPT2LMHeadModel, reopen(directory), logits(model); exact equality is meant."""
+    """make(tied) a small random GPT2LMHeadModel, reopen(directory), logits(model)."""
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
 
     def make(tied):
@@ -248,7 +248,7 @@ def test_a_tied_model_may_repeat_its_embedding_as_lm_head_but_not_differ(tmp_pat
         load_checkpoint(tmp_path)
 
 
-# --- what cannot be read is named ---
+# --- errors name what cannot be read ---
 
 
 @pytest.mark.parametrize(
@@ -260,7 +260,7 @@ def test_a_tied_model_may_repeat_its_embedding_as_lm_head_but_not_differ(tmp_pat
         ("n_head", 5), ("n_head", 0), ("n_embd", "wide"), ("n_positions", 1.5), ("vocab_size", None),
     ],
 )  # fmt: skip
-def test_a_configuration_this_model_cannot_be_is_refused_by_name(tmp_path, rng, field, value):
+def test_a_configuration_of_another_model_is_refused_by_name(tmp_path, rng, field, value):
     save_all(tmp_path, 1, replace(random_config(rng), n_head=2, n_embd=8), rng)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {field: value}))
@@ -308,7 +308,7 @@ def test_saving_checks_names_and_shapes_too(tmp_path, rng):
     assert os.listdir(tmp_path) == []
 
 
-def test_a_pickle_is_not_read_and_the_conversion_is_told(tmp_path, rng):
+def test_a_pickle_is_not_read_and_the_error_names_the_conversion(tmp_path, rng):
     save_all(tmp_path / "run", 1, random_config(rng), rng)
     shutil.copy(tmp_path / "run" / "config.json", tmp_path)
     with pytest.raises(CheckpointError, match="model.safetensors: No such file"):
@@ -318,7 +318,7 @@ def test_a_pickle_is_not_read_and_the_conversion_is_told(tmp_path, rng):
         load_checkpoint(tmp_path)
 
 
-def test_a_path_that_is_no_checkpoint_is_told_from_a_broken_one(tmp_path):
+def test_a_path_without_a_checkpoint_has_its_own_error(tmp_path):
     with pytest.raises(CheckpointError, match="nowhere: does not exist"):
         load_checkpoint(tmp_path / "nowhere")
     with pytest.raises(CheckpointError, match="does not exist"):
@@ -340,7 +340,7 @@ def test_a_missing_file_is_named(tmp_path, rng, file):
 
 @pytest.fixture(scope="module")
 def example(tmp_path_factory):
-    """A directory that was saved once, with what it holds."""
+    """(a saved step, its parameters, its moments)."""
     directory, rng = tmp_path_factory.mktemp("example"), np.random.default_rng()
     config = replace(random_config(rng), n_layer=1)
     parameters, moments, _ = save_all(directory, 7, config, rng)
@@ -375,7 +375,7 @@ def test_broken_bytes_are_an_error_or_a_correct_load(example, data):
             got = load_checkpoint(broken, with_optimizer=True)
         except CheckpointError as error:
             assert str(broken) in str(error) and "\n" not in str(error)
-        else:  # a byte of the metadata, of a number in state.json, of a file that is not read here
+        else:  # the damage is in metadata, in a number of state.json or in a file that is not read
             assert_same(got.parameters, parameters)
             for which in (0, 1):
                 assert_same({n: m[which] for n, m in got.moments.items()}, {n: m[which] for n, m in moments.items()})
@@ -408,7 +408,7 @@ def test_any_json_as_header_is_an_error_or_a_dict(tmp_path, header):
         pass
 
 
-# --- whole at every instant ---
+# --- complete at every instant ---
 
 
 def test_an_output_directory_is_its_newest_step_through_links_that_never_change(tmp_path, rng):
@@ -437,11 +437,11 @@ def test_the_newest_k_steps_are_kept(tmp_path, rng, keep, left):
     assert hidden_names(tmp_path) == []
 
 
-def test_a_run_begun_again_from_an_early_step_keeps_its_own(tmp_path, rng):
+def test_a_run_restarted_from_an_early_step_keeps_its_own_checkpoints(tmp_path, rng):
     config = random_config(rng)
     for step in (60, 80, 30, 40):
         save_all(tmp_path, step, config, rng, keep=2)
-        time.sleep(0.02)  # file times tick in steps of up to 10 ms
+        time.sleep(0.02)  # file times have a resolution of up to 10 ms
     assert step_names(tmp_path) == ["step-00000030", "step-00000040"]
     assert load_checkpoint(tmp_path).path.name == "step-00000040"
 
@@ -456,7 +456,7 @@ def test_a_step_can_be_saved_again(tmp_path, rng):
         assert hidden_names(tmp_path) == [] and os.readlink(tmp_path / "latest") == "step-00000004"
 
 
-def test_leftovers_of_ours_are_swept_and_others_are_not(tmp_path, rng):
+def test_leftovers_of_saves_are_removed_and_other_files_are_not(tmp_path, rng):
     (tmp_path / ".step-00000001.0123abcd.partial").mkdir()
     (tmp_path / ".step-00000001.0123abcd.partial" / "model.safetensors").write_bytes(b"half")
     (tmp_path / ".latest.0123abcd.partial").symlink_to("nowhere")
@@ -472,7 +472,9 @@ STAGES = {"fsync": os, "rename": os, "replace": os, "write_text": Path, "mkdir":
 
 @pytest.mark.parametrize("again", [False, True])
 @pytest.mark.parametrize("operation", STAGES)
-def test_a_failure_at_any_stage_leaves_a_whole_checkpoint_and_no_rubbish(tmp_path, rng, monkeypatch, operation, again):
+def test_a_failure_at_any_call_leaves_a_complete_checkpoint_and_no_leftovers(
+    tmp_path, rng, monkeypatch, operation, again
+):
     config, calls, nth = random_config(rng), 1, 0
     before, _, _ = save_all(tmp_path, 0, config, rng)
     real = getattr(STAGES[operation], operation)
@@ -497,7 +499,7 @@ def test_a_failure_at_any_stage_leaves_a_whole_checkpoint_and_no_rubbish(tmp_pat
                 assert "No space left on device" in str(error) and str(tmp_path) in str(error)
         got = load_checkpoint(tmp_path, with_optimizer=True)
         new = np.array_equal(got.parameters["lm_head.weight"], parameters["lm_head.weight"])
-        before = parameters if new else before  # it may fail after the swap, and then all is new
+        before = parameters if new else before  # a failure after the rename leaves the new step
         assert_same(got.parameters, before)
         assert_same({name: pair[1] for name, pair in got.moments.items()} if new else before, before)
     assert nth > 1
@@ -523,7 +525,7 @@ def value():
     got = load_checkpoint(directory, with_optimizer=True)
     values = {v for a in got.parameters.values() for v in a.ravel()}
     values |= {v for pair in got.moments.values() for a in pair for v in a.ravel()}
-    assert values == {got.state["value"]}, (values, got.state)  # all of one save, none of another
+    assert values == {got.state["value"]}, (values, got.state)  # all values are of one save
     return got.state["value"]
 
 save(0, 0)
@@ -556,22 +558,22 @@ print(nth)
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.parametrize("again", ["again", "next"])
-def test_kill_9_before_any_system_call_of_a_save_leaves_a_whole_checkpoint(tmp_path, again):
+def test_kill_9_before_any_system_call_of_a_save_leaves_a_complete_checkpoint(tmp_path, again):
     done = subprocess.run([sys.executable, "-c", KILLED, tmp_path, again], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert 15 < int(done.stdout) < 99  # it was killed before each call in turn, until there was none left
+    assert 15 < int(done.stdout) < 99  # killed before each call in turn
     assert hidden_names(tmp_path) == []
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="needs signals")
-def test_kill_9_at_a_random_moment_leaves_a_whole_checkpoint(tmp_path, rng):
+def test_kill_9_at_a_random_moment_leaves_a_complete_checkpoint(tmp_path, rng):
     endless = KILLED.split("save(0, 0)")[0] + "save(0, 0)\nprint('saved', flush=True)\n"
     endless += "for step in range(10**9):\n    save(step, step // 2)\n"
     check = KILLED.split("save(0, 0)")[0] + "print(value())\n"
     for _ in range(3):
         command = [sys.executable, "-c", endless, tmp_path, "-"]
         with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE) as writer:
-            assert writer.stdout.readline() == b"saved\n"  # it is at work, however long it took to start
+            assert writer.stdout.readline() == b"saved\n"  # the writer has started
             time.sleep(rng.uniform(0, 0.3))
             writer.kill()
         done = subprocess.run([sys.executable, "-c", check, tmp_path, "-"], cwd=ROOT, capture_output=True, text=True)
@@ -579,7 +581,7 @@ def test_kill_9_at_a_random_moment_leaves_a_whole_checkpoint(tmp_path, rng):
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="needs signals")
-def test_a_reader_beside_a_writer_always_sees_a_whole_checkpoint(tmp_path):
+def test_a_concurrent_reader_always_sees_a_complete_checkpoint(tmp_path):
     program = KILLED.split("save(0, 0)")[0].replace("state={", "keep=1, state={")
     program += "for step in range(10**9):\n    save(step, step // 2)\n"
     writer = subprocess.Popen([sys.executable, "-c", program, tmp_path, "-"], cwd=ROOT)
@@ -588,7 +590,7 @@ def test_a_reader_beside_a_writer_always_sees_a_whole_checkpoint(tmp_path):
             assert writer.poll() is None
             time.sleep(0.01)
         seen, begin = set(), time.monotonic()
-        while time.monotonic() < begin + 1 or len(seen) < 4:  # a second of a fast disk; of a slow one, some saves
+        while time.monotonic() < begin + 1 or len(seen) < 4:  # at least 1 s and 4 different saves
             assert writer.poll() is None and time.monotonic() < begin + 60
             got = load_checkpoint(tmp_path, with_optimizer=True)
             values = {float(a.ravel()[-1]) for a in got.parameters.values()}
@@ -600,7 +602,7 @@ def test_a_reader_beside_a_writer_always_sees_a_whole_checkpoint(tmp_path):
         writer.wait()
 
 
-def test_a_step_that_a_writer_removes_between_two_looks_at_it_is_read_anew(tmp_path, rng, monkeypatch):
+def test_a_step_that_a_writer_removes_during_a_read_is_read_again(tmp_path, rng, monkeypatch):
     config, wanted = random_config(rng), []
     save_all(tmp_path, 1, config, rng)
 
@@ -618,7 +620,7 @@ def test_without_symbolic_links_latest_is_a_text_file(tmp_path, rng, monkeypatch
         raise OSError(errno.EPERM, "Operation not permitted")
 
     config = random_config(rng)
-    save_all(tmp_path / "moved", 1, config, rng)  # begun where links could be made
+    save_all(tmp_path / "moved", 1, config, rng)  # written with symbolic links
     monkeypatch.setattr(os, "symlink", refuse)
     monkeypatch.setattr(os, "link", refuse)
     for directory in (tmp_path / "new", tmp_path / "moved"):
@@ -633,7 +635,7 @@ def test_without_a_usable_latest_the_step_written_last_is_read(tmp_path, rng):
     config = random_config(rng)
     for step in (9, 4):
         save_all(tmp_path, step, config, rng, keep=0)
-        time.sleep(0.02)  # file times tick in steps of up to 10 ms
+        time.sleep(0.02)  # file times have a resolution of up to 10 ms
     (tmp_path / "step-00000100").mkdir()  # holds nothing: not a checkpoint
     for content in (None, b"nowhere", b"", b"\xff\0", b"x" * 5000):
         (tmp_path / "latest").unlink()
@@ -641,7 +643,7 @@ def test_without_a_usable_latest_the_step_written_last_is_read(tmp_path, rng):
         assert resolve_checkpoint(tmp_path).name == "step-00000004"
 
 
-# --- where nothing can be written ---
+# --- where writing fails ---
 
 
 def test_an_unwritable_directory_is_refused_before_any_training(tmp_path):
@@ -652,7 +654,7 @@ def test_an_unwritable_directory_is_refused_before_any_training(tmp_path):
             writable_directory(path)
 
 
-def test_the_files_of_somebody_else_are_not_replaced(tmp_path, rng):
+def test_files_of_other_programs_are_not_replaced(tmp_path, rng):
     (tmp_path / "model.safetensors").write_bytes(b"precious")
     with pytest.raises(CheckpointError, match="model.safetensors: this file was not written by a run"):
         save_all(tmp_path, 1, random_config(rng), rng)

@@ -1,4 +1,4 @@
-"""The two scripts as their users run them: places, flags, logs, kills and resumes, threads, corpora, continuations."""
+"""The two scripts as users run them: directories, flags, logs, kill and resume, threads, corpora, inference."""
 
 import hashlib
 import json
@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 STAGE = ROOT / "stage0_serial"
 PNG = b"\x89PNG\r\n\x1a\n"
 
-# The script of stage 0, which sends itself a signal as the step numbered by its first argument begins.
+# The script of stage 0, which sends itself the signal argv[2] when step argv[1] begins.
 SIGNALLED = """
 import os, signal, sys
 from gpt2core.app.cli import train
@@ -46,7 +46,7 @@ Trainer.step = step
 train(backend=NumpyBackend, world=Solo)
 """
 
-# The same with a step that takes a minute in its worker threads.
+# The script of stage 0 with a step that takes a minute in its worker threads.
 SLOW = """
 import time
 from gpt2core.app.cli import train
@@ -55,7 +55,7 @@ from gpt2core.parallel.micro_batches import Lane
 from stage0_serial.numpy_backend import NumpyBackend
 
 def run(self, shards, scale, seed):
-    print("computing\\n", end="", flush=True)  # in one write: two threads say it
+    print("computing\\n", end="", flush=True)  # in one write, because two threads print
     time.sleep(60)
 
 Lane.run = run
@@ -64,7 +64,7 @@ train(backend=NumpyBackend, world=Solo)
 
 
 def python(*argv, cwd=ROOT, **options):
-    """Run Python as a user would; returns the finished process with its text."""
+    """Run Python as a user would; returns the finished process with its output."""
     argv = [sys.executable, *map(str, argv)]
     return subprocess.run(argv, cwd=cwd, capture_output=True, encoding="utf-8", timeout=120, **options)
 
@@ -74,7 +74,7 @@ def rows_of(log):
 
 
 def curve(log):
-    """What must not depend on when or where a step ran."""
+    """The log's values that must not depend on threads, interruptions or the machine."""
     names = ("step", "loss", "lr", "grad_norm", "val_loss")
     return [tuple(row.get(name) for name in names) for row in rows_of(log)]
 
@@ -106,12 +106,12 @@ def test_training_runs_from_its_directory_and_from_the_root(cwd, script):
 def test_ctrl_c_while_modules_are_loaded_is_quiet(tmp_path):
     (tmp_path / "numpy.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGINT)")
     done = python("-m", "stage0_serial.train_gpt2", env=os.environ | {"PYTHONPATH": str(tmp_path)})
-    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")  # of which a shell makes 130
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")  # a shell reports 130
 
 
 @pytest.mark.parametrize("script", ["train_gpt2", "inference"])
 def test_uninstalled_it_runs_from_the_root_as_a_module(script, tmp_path):
-    # -S leaves out the editable installation, and what it needs from there comes by PYTHONPATH
+    # -S disables the editable installation; PYTHONPATH adds the packages that the script needs
     packages = os.pathsep.join(path for path in sys.path if path.endswith("-packages"))
     environment = os.environ | {"PYTHONPATH": packages}
     hidden = python("-S", "-c", "import gpt2core", cwd=tmp_path, env=environment)
@@ -163,7 +163,7 @@ def test_the_log_has_one_object_a_step_at_full_precision_and_ends_with_the_param
     for row, step in zip(rows, seen, strict=True):
         names = {"step", "loss", "lr", "grad_norm", "tokens_per_second", "seconds"}
         assert names == row.keys() - {"parameters_sha256"}
-        assert all(row[name] == getattr(step, name) for name in names)  # bit for bit through the text
+        assert all(row[name] == getattr(step, name) for name in names)  # the text of the log keeps every bit
         assert row["tokens_per_second"] == pytest.approx(4 * 16 / row["seconds"])
     assert [i for i, row in enumerate(rows) if "parameters_sha256" in row] == [4]
     digest = hashlib.sha256()
@@ -199,7 +199,7 @@ def test_validation_is_logged_every_n_steps_and_at_the_end(train, corpus, tmp_pa
 
 
 def test_without_learning_the_validation_loss_of_the_corpus_is_its_mean_training_loss(train, tmp_path):
-    # 8 windows of 16 tokens, 4 a step: two steps see what validation sees
+    # 8 windows of 16 tokens, 4 a step: two steps use the same windows as validation
     text, log = tmp_path / "text.txt", tmp_path / "log.jsonl"
     text.write_text(" ".join(f"word{i % 50}" for i in range(8 * 16 + 1)))
     train("--preset", "nano", "--data", text, "--val-data", text, "--steps", 2, "--lr", 0, "--log", log)
@@ -236,15 +236,15 @@ def test_a_run_that_is_stopped_and_resumed_equals_one_that_was_not(
     process = python("-c", SIGNALLED, 23, int(number), *flags, "--out", stopped, "--log", logs[1])
     assert process.returncode == code and process.stderr == ""
     checkpoint = load_checkpoint(stopped, with_optimizer=True)
-    assert checkpoint.state["step"] == done  # the step in hand was finished and saved, unless nothing could be
+    assert checkpoint.state["step"] == done  # after kill -9 the last checkpoint, else the current step
     if code > 0:
         assert process.stdout.endswith(f"after 24 of 40 steps: continue with --resume {stopped} --out {stopped}\n")
         assert [row["step"] for row in rows_of(logs[1])] == list(range(24))
     again = ["--out", stopped, "--log", logs[1], "--sample", 0, "--eval-every", 7 if options else 0]
-    result = train("--resume", stopped, *again, "--threads", 1)  # the rest by another number of threads
+    result = train("--resume", stopped, *again, "--threads", 1)  # the remaining steps with another number of threads
     assert (result.code, result.err) == (0, "") and f"resumed after step {done - 1}\n" in result.out
     assert_same_checkpoint(stopped, straight)
-    if options and code > 0:  # the stopped run validated once more, where it stopped
+    if options and code > 0:  # the stopped run has one more validation, at its last step
         assert curve(logs[1])[23][4] is not None
     want, got = ([row[:4] for row in curve(log)] for log in logs)
     assert got == want and [row[0] for row in got] == list(range(40))
@@ -256,7 +256,7 @@ def test_a_log_cut_in_mid_line_is_continued_without_duplicates(train, corpus, tm
     flags = ("--out", out, "--log", log, "--sample", 0)
     train("--preset", "nano", "--data", corpus, "--steps", 4, *flags)
     with open(log, "a") as file:
-        file.write('{"step": 4, "loss": 1.0}\n{"step": 5, "lo')  # as a kill leaves it, after the last checkpoint
+        file.write('{"step": 4, "loss": 1.0}\n{"step": 5, "lo')  # the log after a kill
     assert train("--resume", out, "--steps", 7, *flags).code == 0
     assert [row["step"] for row in rows_of(log)] == list(range(7)) and rows_of(log)[4]["loss"] != 1.0
 
@@ -296,7 +296,7 @@ def test_a_second_interrupt_ends_at_once(corpus):
     while process.stdout.readline() != "computing\n":
         assert process.poll() is None
     process.send_signal(signal.SIGINT)
-    with pytest.raises(subprocess.TimeoutExpired):  # the step in hand is not done
+    with pytest.raises(subprocess.TimeoutExpired):  # the current step is not finished
         process.wait(0.5)
     process.send_signal(signal.SIGINT)
     assert process.wait(30) == 130  # the step would take a minute
@@ -311,7 +311,7 @@ def test_steps_are_the_total_after_a_resume_too(train, corpus, tmp_path):
 
 
 def test_a_resumed_run_needs_only_the_checkpoint_of_its_tokenizer(train, corpus, tmp_path, monkeypatch):
-    # started elsewhere with a relative path to a tokenizer that is gone since
+    # started with a relative path to a tokenizer that no longer exists
     monkeypatch.chdir(tmp_path)
     Tokenizer.byte_level().save("tokenizer.json")
     flags = ("--preset", "nano", "--data", corpus, "--tokenizer", "tokenizer.json", "--steps", 2, "--out", "run")
@@ -342,14 +342,14 @@ def test_any_number_of_threads_gives_the_same_bits(train, corpus, tmp_path):
     assert "no more than 2 of 3 threads busy" in results[3].out
 
 
-def test_without_determinism_the_curve_is_the_same_but_for_rounding(train, corpus, tmp_path):
+def test_without_determinism_the_curve_differs_only_by_rounding(train, corpus, tmp_path):
     losses = []
     for flags in (["--threads", 2], ["--threads", 3, "--no-deterministic"]):
         log = tmp_path / f"{len(losses)}.jsonl"
         assert train("--preset", "nano", "--data", corpus, "--steps", 20, "--log", log, *flags).code == 0
         losses.append([row["loss"] for row in rows_of(log)])
     assert losses[0] != losses[1]
-    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)  # 20 steps of fp32 with another order of the sums
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)  # 20 steps of fp32: only the order of the sums differs
 
 
 def test_a_run_repeats_itself_and_another_seed_is_another_run(train, corpus, tmp_path):
@@ -361,7 +361,7 @@ def test_a_run_repeats_itself_and_another_seed_is_another_run(train, corpus, tmp
     assert hashes[0] == hashes[1] != hashes[2]
 
 
-# -- corpora, tokenizers, foreign weights -----------------------------------------------------------------------------
+# -- corpora, tokenizers, weights of other programs -------------------------------------------------------------------
 
 
 @pytest.fixture(scope="session")
@@ -444,7 +444,7 @@ def test_init_from_our_own_checkpoint_starts_where_it_ended_with_a_fresh_optimiz
 
 @pytest.fixture(scope="session")
 def weights(tmp_path_factory, corpus):
-    """{kind of tokenizer: a nano checkpoint that has begun to learn the corpus}."""
+    """{kind of tokenizer: a nano checkpoint after 60 steps}."""
     directory = tmp_path_factory.mktemp("weights")
     for kind in ("word", "byte"):
         flags = ["--preset", "nano", "--data", corpus, "--tokenizer", kind, "--steps", 60, "--out", directory / kind]
@@ -461,7 +461,7 @@ def continuation(result):
 @pytest.mark.parametrize("kind", ["word", "byte"])
 @pytest.mark.parametrize("draw", [(), ("--temperature", 2, "--seed", 3)], ids=["greedy", "drawn"])
 def test_streamed_text_equals_text_at_once(infer, weights, kind, draw):
-    # drawn bytes are often no UTF-8 and then come as U+FFFD, in pieces as at once
+    # sampled bytes are often not UTF-8 and become U+FFFD, in both outputs
     flags = ("--weights", weights[kind], "--prompt", "the model", "--max-new-tokens", 60, *draw)
     assert infer(*flags).out == infer(*flags, "--stream").out
 
@@ -473,7 +473,9 @@ def test_stop_ends_the_continuation_with_its_text(infer, weights, stream):
     stop = whole.split()[4]
     stopped = continuation(infer(*flags, "--stop", stop, *stream)).removesuffix("\n")
     assert whole.startswith(stopped) and len(stopped) < len(whole)
-    assert whole.index(stop) + len(stop) <= len(stopped) <= whole.index(stop) + 8  # the end of the token that has it
+    assert (
+        whole.index(stop) + len(stop) <= len(stopped) <= whole.index(stop) + 8
+    )  # the end of the token that completes it
 
 
 def test_stats_count_the_tokens_and_the_time(infer, weights):
@@ -482,7 +484,7 @@ def test_stats_count_the_tokens_and_the_time(infer, weights):
     assert re.fullmatch(line, result.out.splitlines()[-1])
 
 
-def test_draws_are_reproducible_by_seed_and_narrow_to_greedy(infer, weights):
+def test_sampling_is_reproducible_by_seed_and_greedy_for_one_candidate(infer, weights):
     def text(*flags):
         return continuation(infer("--weights", weights["word"], "--prompt", "the model", *flags))
 
@@ -511,26 +513,26 @@ def test_no_new_tokens_are_an_empty_continuation(infer, weights):
     assert continuation(infer(*flags)) == "\n"
 
 
-def test_an_interrupted_continuation_ends_at_once_without_a_word(weights):
+def test_an_interrupted_continuation_ends_at_once_without_a_message(weights):
     flags = ["--weights", weights["word"], "--prompt", "the model", "--max-new-tokens", 10**9, "--stream"]
     process = subprocess.Popen(
         [sys.executable, "inference.py", *map(str, flags)], cwd=STAGE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
     while process.stdout.readline() != b"Continuation:\n":
         assert process.poll() is None
-    assert len(process.stdout.read(50)) == 50  # tokens come while it writes
+    assert len(process.stdout.read(50)) == 50  # tokens are printed as they are generated
     process.send_signal(signal.SIGINT)
     assert process.communicate(timeout=60)[1] == b"" and process.returncode == 130
 
 
-def test_without_a_prompt_the_shipped_corpus_opens(train, infer, tmp_path):
+def test_without_a_prompt_the_shipped_corpus_is_continued(train, infer, tmp_path):
     out = tmp_path / "run"
     result = train("--preset", "nano", "--steps", 1, "--out", out)
     assert "Prompt (16 tokens):\n" in result.out and continuation(infer("--weights", out))
     assert infer("--weights", out).out.split("\n\nCont")[0] in result.out
 
 
-def test_a_foreign_directory_without_a_tokenizer_needs_one_to_be_named(infer, weights, tmp_path):
+def test_a_directory_without_a_tokenizer_needs_the_flag(infer, weights, tmp_path):
     bare = tmp_path / "bare"
     bare.mkdir()
     for name in ("config.json", "model.safetensors"):
@@ -542,7 +544,7 @@ def test_a_foreign_directory_without_a_tokenizer_needs_one_to_be_named(infer, we
     assert named.out == infer("--weights", weights["byte"], *flags).out
 
 
-def test_the_reader_of_the_output_may_leave(corpus):
+def test_a_closed_pipe_ends_the_run_without_a_message(corpus):
     process = subprocess.Popen(
         [sys.executable, "train_gpt2.py", "--preset", "nano", "--data", str(corpus), "--steps", "1000000"],
         cwd=STAGE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
@@ -552,7 +554,7 @@ def test_the_reader_of_the_output_may_leave(corpus):
     assert process.stderr.read() == b"" and process.wait(60) == 1
 
 
-# -- what must not happen silently ------------------------------------------------------------------------------------
+# -- notes and refusals -----------------------------------------------------------------------------------------------
 
 
 def test_fine_tuning_weights_without_a_tokenizer_needs_one(train, tmp_path, corpus):
@@ -566,14 +568,14 @@ def test_fine_tuning_weights_without_a_tokenizer_needs_one(train, tmp_path, corp
     assert train(*flags, "--tokenizer", "word").code == 0
 
 
-def test_a_corpus_from_a_pipe_is_refused_because_its_head_would_be_lost(train, tmp_path):
+def test_a_corpus_from_a_pipe_is_refused_because_it_is_read_twice(train, tmp_path):
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     result = train("--preset", "nano", "--data", pipe)
     assert result.code == 2 and "pipe is not a regular file" in result.err
 
 
-def test_a_resumed_run_keeps_its_checkpoint_interval_and_tells_what_changes(train, tmp_path, corpus):
+def test_a_resumed_run_keeps_its_checkpoint_interval_and_notes_what_changes(train, tmp_path, corpus):
     out = tmp_path / "run"
     base = ("--preset", "nano", "--data", corpus, "--sample", 0, "--out", out, "--keep", 0)
     train(*base, "--steps", 2, "--checkpoint-every", 1)
@@ -582,7 +584,7 @@ def test_a_resumed_run_keeps_its_checkpoint_interval_and_tells_what_changes(trai
     assert {path.name for path in out.glob("step-*")} == {f"step-{step:08d}" for step in (1, 2, 3, 4)}
 
 
-def test_a_resume_over_another_share_of_the_corpus_is_refused(train, tmp_path, corpus):
+def test_a_resume_with_another_part_of_the_corpus_is_refused(train, tmp_path, corpus):
     out = tmp_path / "run"
     train("--preset", "nano", "--data", corpus, "--sample", 0, "--out", out, "--steps", 1)
     result = train("--resume", out, "--steps", 2, "--val-fraction", 0.5)
@@ -595,7 +597,7 @@ def test_a_new_run_into_an_old_directory_says_so(train, tmp_path, corpus):
     assert "holds step-00000001 of an earlier run" in train(*flags).out
 
 
-def test_narrowing_the_choice_draws_without_asking_for_a_temperature(train, infer, tmp_path, corpus):
+def test_top_k_samples_without_a_temperature(train, infer, tmp_path, corpus):
     out = tmp_path / "run"
     train("--preset", "nano", "--data", corpus, "--sample", 0, "--out", out, "--steps", 1)
     texts = {infer("--weights", out, "--top-k", 20, "--seed", seed).out for seed in range(4)}

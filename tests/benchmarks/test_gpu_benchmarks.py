@@ -1,4 +1,4 @@
-"""The benchmarks of many GPUs, as far as they run without one: tables, the trace, trainers that take turns."""
+"""The GPU benchmarks without a GPU: tables, verdicts, the profile, the trace, and variants of one job."""
 
 import json
 from types import SimpleNamespace
@@ -17,8 +17,9 @@ from benchmarks.gpus import parity as gpu_parity
 from benchmarks.gpus import scaling as gpu_scaling
 from benchmarks.gpus import strategies as gpu_strategies
 from benchmarks.gpus import timeline as gpu_timeline
-from benchmarks.harness import contenders as harness
-from benchmarks.harness.contenders import Contender, print_table
+from benchmarks.harness import ours, processes
+from benchmarks.harness.processes import ProcessSpec
+from benchmarks.harness.report import print_table
 from gpt2core.data import Windows
 from gpt2core.model import GPT2Config
 from gpt2core.trainer import Trainer
@@ -36,27 +37,26 @@ def test_every_flag_has_a_default_and_saves_under_the_module_s_name(module):
     assert module.parser().parse_args(["--commit", "abc1234", "--no-save"]).commit == "abc1234"
 
 
-def test_a_size_that_no_asked_kernel_has_is_refused(monkeypatch, capsys):
-    monkeypatch.setattr(harness.signal, "signal", lambda *_: None)  # this process is pytest's
+def test_a_size_that_no_chosen_kernel_has_is_refused(monkeypatch, capsys):
+    monkeypatch.setattr(processes.signal, "signal", lambda *_: None)  # keep pytest's own handlers
     monkeypatch.setattr("sys.argv", ["gpu_tune", "--kernel", "gelu", "--shape", "long"])
     with pytest.raises(SystemExit) as ended:
-        harness.run(gpu_tune.main)
+        processes.run_main(gpu_tune.main)
     assert ended.value.code == 2 and "--shape long" in capsys.readouterr().err
 
 
 # -- the profile of one step ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(not triton_launch.interpreted(), reason="counts what NumPy's arrays have")
+@pytest.mark.skipif(not triton_launch.interpreted(), reason="counts the bytes of NumPy arrays")
 def test_the_work_of_each_launch_is_counted():
     B, H, T, C, vocab = 2, MODEL.n_head, MODEL.block_size, MODEL.n_embd, MODEL.vocab_size
     backend = CudaBackend("fp16")
     trainer = Trainer(MODEL, [backend], batch_size=B, seq_len=T, micro_batches=1)
-    trainer.accumulator.feed(*Windows(np.arange(100) % vocab, T).batch(0, B))
-    trainer.optimizer.begin(1e-3)
-    launches = launches_of(trainer.compute_update, backend)
+    update = ours.update_function(trainer, *Windows(np.arange(100) % vocab, T).batch(0, B))
+    launches = launches_of(update, backend)
     work = {launch.title: launch for launch in launches}
-    D = 16  # of 8, padded to what tl.dot takes
+    D = 16  # 8, padded to the minimum of tl.dot
     assert work["attention: forward"].flops == 2 * B * H * T * T * D
     assert work["attention: both"].flops == 7 * B * H * T * T * D and not work["attention: both"].bytes
     moved = (4 * 7 + 2) * trainer.arena.size  # p, m, v twice, g once, and a copy of 16 bits
@@ -72,7 +72,7 @@ def test_the_work_of_each_launch_is_counted():
 @pytest.mark.skipif(not triton_launch.interpreted(), reason="the launches are the same")
 @pytest.mark.parametrize("T", [320, 330])
 def test_the_work_of_attention_s_backward_in_two_launches_is_counted(T):
-    """lse comes as an array, or where T is even as a descriptor of another shape."""
+    """lse is passed as an array, or for even T as a descriptor of another shape."""
     backend, H, D = CudaBackend("fp16"), 2, 64
     qkv, dy = (np.zeros((1, T, parts * H * D), np.float16) for parts in (3, 1))
     launches = launches_of(lambda: backend.attention_backward(dy, qkv, *backend.attention_forward(qkv, H), H), backend)
@@ -80,19 +80,19 @@ def test_the_work_of_attention_s_backward_in_two_launches_is_counted(T):
     assert [launch.flops for launch in launches] == [factor * H * T * T * D for factor in (2, 3, 4)]
 
 
-@pytest.mark.skipif(not triton_launch.interpreted(), reason="the search itself is for a GPU")
-def test_the_search_for_tiles_has_each_part_alone_and_a_few_together():
+@pytest.mark.skipif(not triton_launch.interpreted(), reason="on a GPU the search itself runs")
+def test_the_tile_search_varies_each_part_and_a_few_combinations():
     rng, B, T, H, D = np.random.default_rng(), 1, 320, 1, 64
     of = SimpleNamespace(xp=np, normal=lambda *shape: rng.standard_normal(shape, np.float32).astype(np.float16))
     of.floats = lambda *shape: np.empty(shape, np.float32)
     cases = list(gpu_tune.attention_case(of, B, T, H, D))
     assert len(cases) == 4 and all(candidates[0] == {} for *_, candidates, _ in cases)
-    together = [candidate["CONFIGS"]["16 bits"][D, T] for candidate in cases[3][3][1:]]
+    together = [candidate["DEFAULT_TILES"]["16 bits"][D, T] for candidate in cases[3][3][1:]]
     assert len(set(together)) == np.prod([len(tiles) for tiles in gpu_tune.SHORTLIST.values()]) == len(together)
-    assert cases[2][3][-1] == dict(TILED=())
+    assert cases[2][3][-1] == dict(DESCRIPTOR_HEAD_SIZES=())
     module, prepare, outputs, *_ = cases[2]
     results = []
-    for values in ({}, dict(TILED=())):
+    for values in ({}, dict(DESCRIPTOR_HEAD_SIZES=())):
         with gpu_tune.replaced(module, values):
             prepare()()
         results.append(outputs[0].copy())
@@ -121,39 +121,41 @@ def test_the_profile_s_table_has_rates_and_their_share_of_the_ceiling(capsys):
 
 
 @pytest.mark.skipif(not triton_launch.interpreted(), reason="runs in the interpreter")
-def test_a_choice_that_is_taken_back_changes_the_time_alone():
+def test_removing_an_optimisation_changes_only_the_time():
     variants = gpu_choices.Variants(MODEL, 2, "fp16")
-    want = variants.trainer(None, 1).shards.gradients.copy()
+    want = ours.gradients(variants.trainer(None, 1)).copy()
     assert np.linalg.norm(want) > 0
-    for change in set(gpu_choices.CHOICES.values()) - {gpu_choices.first_algorithms}:  # which is cublasLt's
-        got = variants.trainer(change, 1).shards.gradients
-        assert np.linalg.norm(got - want) <= 2e-3 * np.linalg.norm(want)  # the bound of kernels of fp16
+    for change in set(gpu_choices.CHOICES.values()) - {gpu_choices.first_algorithms}:  # needs cublasLt
+        got = ours.gradients(variants.trainer(change, 1))
+        assert np.linalg.norm(got - want) <= 2e-3 * np.linalg.norm(want)  # the tolerance of fp16 kernels
 
 
 # -- scaling and strategies --------------------------------------------------------------------------------------------
 
 
-def played(variants, who, seconds):
-    """What measure() gives for these variants; seconds: {name: of each round}."""
-    told = {"bytes_sent": 10**6, "optimizer_bytes": 8 * 10**6, "messages": 3} if who == "ours" else {}
-    told = dict.fromkeys(("bytes_sent", "optimizer_bytes", "messages")) | told
+def measured(variants, side, seconds):
+    """The results of measure() for these variants; seconds: {name: seconds of each round}."""
+    sizes = {"bytes_sent": 10**6, "optimizer_bytes": 8 * 10**6, "messages": 3}
+    sizes = sizes if side == "ours" else dict.fromkeys(sizes)
     return [
-        {"name": name, "who": who, "seq_len": 1024, "seconds": seconds[name], "last_loss": 5.0, **options, **told}
+        {"name": name, "side": side, "seq_len": 1024, "seconds": seconds[name], "last_loss": 5.0, **options, **sizes}
         for name, options in variants.items()
     ]
 
 
-def test_weak_scaling_counts_tokens_and_takes_ratios_within_rounds(capsys):
-    ours, peers = gpu_scaling.variants([1, 4], lambda count: 64 * count, [gpu_scaling.WAYS["bucket"]], 25.0)
-    assert list(ours) == ["ours, 1 GPU", "ours, 4 GPUs --dp bucket"] and ours["ours, 1 GPU"]["batch_size"] == 64
-    noise = np.array([1.0, 2.0, 1.5])  # a neighbour that slows all contenders of a round alike
-    of_ours = dict(zip(ours, (noise * 0.096, noise * 0.1), strict=True))
+def test_weak_scaling_counts_tokens_and_computes_ratios_within_rounds(capsys):
+    own, peers = gpu_scaling.variants([1, 4], lambda count: 64 * count, [gpu_scaling.WAYS["bucket"]], 25.0)
+    assert list(own) == ["ours, 1 GPU", "ours, 4 GPUs --dp bucket"] and own["ours, 1 GPU"]["batch_size"] == 64
+    noise = np.array([1.0, 2.0, 1.5])  # a disturbance that slows all rows of a round equally
+    of_ours = dict(zip(own, (noise * 0.096, noise * 0.1), strict=True))
     of_peers = dict(zip(peers, (noise * 0.11, noise * 0.125), strict=True))
-    results = played(ours, "ours", of_ours) + played(peers, "DDP", of_peers)
+    results = measured(own, "ours", of_ours) + measured(peers, "DDP", of_peers)
     rows = gpu_scaling.summarise(results, "title")
     four, ddp = results[1], results[3]
-    assert four["share_of_one"] == pytest.approx(0.96) and four["times_as_fast"] == pytest.approx(1.25)
-    assert ddp["share_of_one"] == pytest.approx(0.88) and ddp["times_as_fast"] == 1
+    assert four["efficiency"]["median"] == pytest.approx(0.96) and four["times_as_fast"]["median"] == pytest.approx(
+        1.25
+    )
+    assert ddp["efficiency"]["median"] == pytest.approx(0.88) and ddp["times_as_fast"]["median"] == 1
     assert four["tokens_per_second"] == pytest.approx(4 * 64 * 1024 / 0.15)
     (sentence,) = gpu_scaling.verdicts(results, 64)
     assert "96.0 % of its own 1-GPU rate (target 96.0 %" in sentence and "1.250 x DDP (target 1: reached)" in sentence
@@ -161,26 +163,28 @@ def test_weak_scaling_counts_tokens_and_takes_ratios_within_rounds(capsys):
     assert capsys.readouterr().out.count("\n") == 6
 
 
-def test_strong_scaling_is_a_share_of_the_ideal_speed_up():
+def test_strong_scaling_efficiency_is_relative_to_the_ideal_speed_up():
     one = {"batch_size": 64, "seconds": [1.0]}
-    assert gpu_scaling.share_of_one({"batch_size": 64, "ranks": 4, "seconds": [0.25]}, one) == 1
-    assert gpu_scaling.share_of_one({"batch_size": 64, "ranks": 4, "seconds": [0.5]}, one) == 0.5
+    assert gpu_scaling.efficiency({"batch_size": 64, "ranks": 4, "seconds": [0.25]}, one)["median"] == 1
+    assert gpu_scaling.efficiency({"batch_size": 64, "ranks": 4, "seconds": [0.5]}, one)["median"] == 0.5
 
 
-def test_communication_is_what_a_step_takes_longer_than_that_of_ranks_without_it():
+def test_the_cost_of_communication_is_relative_to_ranks_without_it():
     chosen = gpu_strategies.variants(4, 64, 25.0)
-    seconds = {name: [0.1, 0.2] if options.get("talks", True) else [0.08, 0.16] for name, options in chosen.items()}
-    results = played(chosen, "ours", seconds)
+    seconds = {
+        name: [0.1, 0.2] if options.get("communicate", True) else [0.08, 0.16] for name, options in chosen.items()
+    }
+    results = measured(chosen, "ours", seconds)
     rows = gpu_strategies.summarise(results, "title")
-    floors = [result for result in results if not result.get("talks", True)]
-    assert len(floors) == 2 and {floor["communication_share"] for floor in floors} == {0}
-    others = [result["communication_share"] for result in results if result not in floors]
+    baselines = [result for result in results if not result.get("communicate", True)]
+    assert len(baselines) == 2 and {each["communication_share"] for each in baselines} == {0}
+    others = [result["communication_share"] for result in results if result not in baselines]
     np.testing.assert_allclose(others, 0.2)
     assert len(rows) == len(chosen) and all("reached" in text for text in gpu_strategies.verdicts(results, 4))
 
 
 def trained(host, variants):
-    """The losses of every variant of a small model, as the ranks of a benchmark's job take turns."""
+    """{variant: loss} of a small model, trained by the ranks of a benchmark's job."""
     from benchmarks.gpus import ours as ours_gpus
     from stage3_mpi_cuda.nccl_communicator import NcclCommunicator
 
@@ -188,45 +192,45 @@ def trained(host, variants):
     world.use_transport(None)
     windows = Windows(np.random.default_rng(0).integers(0, MODEL.vocab_size, 200), MODEL.block_size)
     trains = ours_gpus.make_variants(MODEL, world, windows, variants, "fp32")
-    told = {name: train and train(1) for name, train in trains.items()}
-    assert all((told[name] is None) == (world.rank >= options["ranks"]) for name, options in variants.items())
-    return {name: each["loss"] for name, each in told.items() if each}
+    steps = {name: train and train(1) for name, train in trains.items()}
+    assert all((steps[name] is None) == (world.rank >= options["ranks"]) for name, options in variants.items())
+    return {name: each["loss"] for name, each in steps.items() if each}
 
 
 @pytest.mark.skipif(not triton_launch.interpreted(), reason="runs in the interpreter")
-def test_all_ways_of_a_job_train_on_the_same_batches_from_the_same_parameters():
+def test_all_variants_of_a_job_train_on_the_same_batches_from_the_same_parameters():
     ways = [dict(dp="bucket", bucket_mb=0.01), dict(dp="flat", zero=1, deterministic=True)]
     variants = {str(number): dict(ranks=2, batch_size=2, **way) for number, way in enumerate(ways)}
     variants["one"] = dict(ranks=1, batch_size=2)
-    variants["alone"] = dict(ranks=2, batch_size=4, talks=False)  # each on what is the whole batch of the others
+    variants["alone"] = dict(ranks=2, batch_size=4, communicate=False)  # each rank on 2 sequences, as the others
     for losses in run_mpi(2, trained, variants):
         want = losses["0"]
-        np.testing.assert_allclose(list(losses.values()), want, rtol=1e-5)  # float32 sums in other orders
+        np.testing.assert_allclose(list(losses.values()), want, rtol=1e-5)  # only the order of the float32 sums differs
 
 
-def test_one_and_two_processes_of_pytorch_take_turns_in_one_job():
+def test_one_job_measures_pytorch_on_one_and_on_two_processes():
     pytest.importorskip("torch")
     sizes = {"preset": "nano", "seq_len": 16, "precision": "fp32", "compiled": False, "device": "cpu"}
     variants = {"one": dict(ranks=1, batch_size=2), "two": dict(ranks=2, batch_size=2)}
     options = dict(sizes, variants=variants)
     args = gpu_scaling.parser().parse_args(["--rounds", "1", "--timeout", "120"])
-    contender = Contender("DDP", "benchmarks.peers.torch_ddp_cuda", 1, options, ranks=2)
-    one, two = gpu_scaling.measure(args, [contender], steps=1)
-    assert one["last_loss"] != two["last_loss"]  # each rank of DDP knows the loss of its own rows
-    assert (one["who"], two["ranks"]) == ("DDP", 2) and min(one["seconds"] + two["seconds"]) > 0
+    spec = ProcessSpec("DDP", "benchmarks.peers.torch_ddp_cuda", 1, options, ranks=2)
+    one, two = gpu_scaling.measure(args, [spec], steps=1)
+    assert one["last_loss"] != two["last_loss"]  # a rank of DDP returns the loss of its own rows
+    assert (one["side"], two["ranks"]) == ("DDP", 2) and min(one["seconds"] + two["seconds"]) > 0
 
 
 # -- parity ------------------------------------------------------------------------------------------------------------
 
 
-def test_only_the_fast_mode_may_differ_from_stage_2_and_by_little():
+def test_only_the_fast_mode_may_differ_from_stage_2_within_its_tolerance():
     want = [{"step": step, "loss": 5.0, "grad_norm": 1.0, "seconds": 0.5} for step in range(8)]
     want[-1]["parameters_sha256"] = "abc"
     near = [dict(row, loss=5.0005) for row in want]
     names = ["stage 2", *(" ".join([str(ranks), *flags]) for ranks, flags in gpu_parity.cases([1, 2, 4]))]
     assert [name[0] for name in names[1:]] == list("1224444") and sum("mpi" in name for name in names) == 1
 
-    def judged(rows_of):
+    def judge(rows_of):
         results = [gpu_parity.result_of(name, 1, "fp32", rows_of(name), want) for name in names]
         assert len(gpu_parity.summarise(results, "title")) == len(names)
         return gpu_parity.verdict(results)
@@ -234,23 +238,23 @@ def test_only_the_fast_mode_may_differ_from_stage_2_and_by_little():
     def fast(rows):
         return lambda name: want if "deterministic" in name or name == "stage 2" else rows
 
-    good, sentence = judged(fast(near))
+    good, sentence = judge(fast(near))
     assert good and sentence.startswith("6 of 6 runs") and "1.0e-04" in sentence
-    assert not judged(fast([dict(row, loss=5.1) for row in want]))[0]
-    good, sentence = judged(lambda name: near if "mpi" in name else want)
+    assert not judge(fast([dict(row, loss=5.1) for row in want]))[0]
+    good, sentence = judge(lambda name: near if "mpi" in name else want)
     assert not good and sentence.startswith("5 of 6 runs")
 
 
 # -- collectives -------------------------------------------------------------------------------------------------------
 
 
-def test_alpha_and_beta_are_found():
+def test_the_fit_recovers_alpha_and_beta():
     alpha, beta = 2e-5, 4e-12
-    results, names = [], gpu_collectives.CONTENDERS
+    results, names = [], gpu_collectives.ALGORITHMS
     for size in gpu_collectives.SIZES:
         results += [{"name": name, "bytes": size, "seconds": [alpha + beta * size] * 3} for name in names]
     rows = gpu_collectives.summarise(results, dict.fromkeys(names, 1e-7), 4)
-    assert len(rows) == len(results) and {result["times_as_fast_as_torch"] for result in results} == {1}
+    assert len(rows) == len(results) and {result["times_as_fast_as_torch"]["median"] for result in results} == {1}
     np.testing.assert_allclose(gpu_collectives.fit(results)["nccl, fp32"], [alpha, beta], rtol=1e-6)
     assert results[0]["bus_bandwidth"] == pytest.approx(1.5 * 10**6 / (alpha + beta * 10**6))
     assert gpu_collectives.gradient_bytes("gpt2") == pytest.approx(4 * 124.4e6, rel=0.01)
@@ -261,24 +265,24 @@ def test_alpha_and_beta_are_found():
 
 STEP = [
     Ran(100.0, 50.0, "void layernorm_kernel<float>(int)"),
-    Ran(120.0, 20.0, "nvjet_hsh_128x128"),  # beside it
+    Ran(120.0, 20.0, "nvjet_hsh_128x128"),  # overlaps the first
     Ran(140.0, 30.0, "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)"),
     Ran(150.0, 10.0, "adamw_kernel"),
 ]
 
 
-def test_the_second_step_begins_behind_the_longest_pause():
+def test_the_second_step_begins_after_the_longest_gap():
     later = [ran._replace(start=ran.start + 500) for ran in STEP]
     assert gpu_timeline.last_of_two(STEP + later) == later
 
 
-def test_a_timeline_tells_streams_and_what_of_communication_is_hidden(tmp_path):
+def test_a_timeline_separates_streams_and_computes_hidden_communication(tmp_path):
     listed = gpu_timeline.streams_of(STEP)
     assert [stream for stream, _ in listed] == [0, 1, 2, 0]
     figures = gpu_timeline.figures_of(listed)
     want = {"step_ms": 0.07, "compute_ms": 0.06, "communication_ms": 0.03, "hidden_ms": 0.02, "kernels": 4}
     assert figures == pytest.approx(want)  # it runs from 40 to 70, computation from 0 to 60
-    assert gpu_timeline.rows_of({"naive": figures})[0]["hidden of it"] == "67 %"
+    assert gpu_timeline.rows_of({"naive": figures})[0]["hidden share"] == "67 %"
     steps = {"naive": listed, "bucket": listed}
     gpu_timeline.plot(steps, tmp_path / "timeline.png")
     assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
@@ -303,7 +307,7 @@ def test_a_timeline_tells_streams_and_what_of_communication_is_hidden(tmp_path):
         ({"seconds": 31.0}, False),
     ],
 )
-def test_an_end_is_clean_if_it_is_told_and_soon_and_leaves_nothing(change, clean):
+def test_an_end_is_clean_if_it_is_soon_and_reported_and_leaves_nothing(change, clean):
     row = dict(rank=1, moment=3.0, seconds=2.0, code=137, left=0, on_gpus="", cause="signal 9", steps_seen=7, step=20)
     rows = [row | change]
     gpu_kill.summarise(rows)
@@ -314,9 +318,9 @@ def test_an_end_is_clean_if_it_is_told_and_soon_and_leaves_nothing(change, clean
     "text",
     [
         "mpirun noticed that process rank 1 with PID 0 on node host exited on signal 9 (Killed).",
-        "note\nerror: rank 0: rank 1 has given no sign of life for 20 s",
+        "note\nerror: rank 0: rank 1 has sent no heartbeat for 20 s",
         "=   EXIT CODE: 9\n=   KILLED BY SIGNAL: 9 (Killed)",
     ],
 )
-def test_a_cause_is_found_in_what_launchers_and_ranks_say(text):
+def test_the_cause_is_found_in_the_output_of_launchers_and_ranks(text):
     assert gpu_kill.CAUSE.search(text)

@@ -1,4 +1,4 @@
-"""What the lesson's benchmark compares is the same in both ways; its table, with ways that take what a test says."""
+"""The lesson's benchmark: both versions of a kernel compute the same, and its table shows the measured times."""
 
 import numpy as np
 import pytest
@@ -10,33 +10,33 @@ from benchmarks.gpu import plain_kernels
 from benchmarks.gpu.plain_kernels import KERNELS, Row, Sizes, compare
 from stage2_cuda.runtime.triton_launch import array_module, interpreted
 
-pytestmark = [] if interpreted() else [pytest.mark.gpu]  # where there is a GPU, all of this is about it
+pytestmark = [] if interpreted() else [pytest.mark.gpu]  # with a GPU, these tests run on it
 FEW = Sizes(N=24, C=48, V=50, B=2, H=3, T=12, N_loss=5, parameters="nano")
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.__name__)
-def test_both_ways_compute_the_same(rng, kernel):
+def test_both_versions_compute_the_same(rng, kernel):
     xp = array_module()
     row = kernel(xp, lambda *shape: xp.asarray(rng.standard_normal(shape, np.float32)), FEW)
     compare(row, xp)
     assert kernel.__doc__.startswith(f"Section {row.section}: ")
 
 
-def test_ways_that_differ_are_not_timed():
+def test_versions_that_differ_are_not_timed():
     one = np.ones(3, np.float32)
     row = Row(2, "a kernel", lambda: (one,), lambda: (1.1 * one,), 1e-2)
-    with pytest.raises(ArithmeticError, match="a kernel: the two ways differ by 1.0e-01"):
+    with pytest.raises(ArithmeticError, match="a kernel: the two versions differ by 1.0e-01"):
         compare(row, np)
     compare(row._replace(tolerance=0.2), np)
 
 
-def test_the_ways_take_turns_and_the_gain_is_of_pairs():
+def test_the_versions_alternate_and_the_gain_is_computed_within_rounds():
     order, times = [], iter(range(1, 100))
 
-    def way(name, factor):
+    def version(name, factor):
         return lambda: order.append(name) or factor * next(times)
 
-    result = gpu_lesson.measure(gpu_lesson.Turn(9, "a step", way("plain", 4.0), way("ours", 1.0)), 3)
+    result = gpu_lesson.measure(gpu_lesson.Comparison(9, "a step", version("plain", 4.0), version("ours", 1.0)), 3)
     assert order == ["plain", "ours"] + ["plain", "ours", "ours", "plain", "plain", "ours"]
     assert (result["plain"], result["ours"]) == ([12, 24, 28], [4, 5, 8])
     row = gpu_lesson.row_of(result)

@@ -14,8 +14,8 @@ from numpy.testing import assert_array_equal
 
 pytest.importorskip("triton")
 
-from stage2_cuda.decoding import cached_attention  # noqa: E402
-from stage2_cuda.decoding import last_token as ends
+from gpt2core.optimizer import rounding_key  # noqa: E402
+from stage2_cuda.decoding import cached_attention, last_token  # noqa: E402
 from stage2_cuda.gemm import fp16x3  # noqa: E402
 from stage2_cuda.kernels import adamw, attention, cast, column_sums, cross_entropy, embedding, gelu, layernorm, rounding  # noqa: E402
 from stage2_cuda.runtime import triton_launch  # noqa: E402
@@ -67,7 +67,7 @@ def last_programs(monkeypatch):
         return
     from triton.runtime.interpreter import interpreter_builder as builder
 
-    run, be, among = triton_launch.runtime().launch, builder.set_grid_idx, builder.set_grid_dim
+    run, be, among = triton_launch.launcher().launch, builder.set_grid_idx, builder.set_grid_dim
 
     def launch(kernel, grid, arguments, options):
         grid = (*grid, 1, 1)[:3]
@@ -77,7 +77,7 @@ def last_programs(monkeypatch):
             patch.setattr(builder, "set_grid_idx", lambda *at: be(*(i + b for i, b in zip(at, before, strict=True))))
             run(kernel, tuple(count - b for count, b in zip(grid, before, strict=True)), arguments, options)
 
-    monkeypatch.setattr(triton_launch.runtime(), "launch", launch)
+    monkeypatch.setattr(triton_launch.launcher(), "launch", launch)
 
 
 def device(array):
@@ -124,7 +124,7 @@ def test_adamw(rng, large, random):
     n, k = MORE, 2 * adamw.BLOCK
     ends = [device(rng.random(k, np.float32)) for _ in "pmvg"]
     arrays, kind = [filled(large(n), end) for end in ends], "uint16" if random else "float16"
-    copies, key = (large(n, dtype=kind), device(np.zeros(k, kind))), device(rounding.key_of(1, 2))
+    copies, key = (large(n, dtype=kind), device(np.zeros(k, kind))), device(rounding_key(1, 2))
     scalars = device(adamw.adamw_scalars(3, 1e-3, 0.9, 0.95, 1e-8, 0.1))
     for (p, m, v, g), copy in zip((arrays, ends), copies, strict=True):
         place = (key, n - p.size) if random else ()
@@ -151,7 +151,11 @@ def test_cast_and_scale(rng, large):
 
 def test_stochastic_rounding(rng, large):
     n, end = MORE, normal(rng, rounding.BLOCK)
-    bits, some, key = large(n, dtype="uint16"), device(np.zeros(end.size, np.uint16)), device(rounding.key_of(1, 2))
+    bits, some, key = (
+        large(n, dtype="uint16"),
+        device(np.zeros(end.size, np.uint16)),
+        device(rounding_key(1, 2)),
+    )
     rounding.round_to_bf16(bits, filled(large(n), end), key)
     rounding.round_to_bf16(some, end, key, n - end.size)
     same_end(bits, some, end.size)
@@ -217,9 +221,9 @@ def test_embedding(rng, large):
     same_end(y[0], wte[V - 1] + places, 2)
     del y
     y = large(1, T, C)
-    runs = embedding.Runs(*map(device, embedding.runs_of_tokens(ids, V)))
+    runs = embedding.SortedTokens(*map(device, embedding.sort_tokens(ids, V)))
     filled(y[0], dy)
-    dwte, dwpe, pieces = empty(V, C), wpe, large(*embedding.pieces_shape(T, C))
+    dwte, dwpe, pieces = empty(V, C), wpe, large(*embedding.chunk_sums_shape(T, C))
     embedding.embedding_backward(dwte, dwpe, pieces, runs, y)
     near(dwte[V - 1 :], (host(dy[-2:-1]) + host(dy[-1:])))
     same_end(dwpe, dy, 2)
@@ -278,7 +282,7 @@ def test_last_rows(rng, large):
     T, end = MORE // C // B + 3, normal(rng, 1, C)
     y, h = large(B, T, C), empty(B, C)
     filled(y[B - 1], end)
-    ends.last_rows(h, y, device(np.array([T, T], np.int32)))
+    last_token.gather_last_rows(h, y, device(np.array([T, T], np.int32)))
     same_end(h, end, 1)
 
 

@@ -1,9 +1,9 @@
-"""The pages are run: Python blocks by doctest, commands by a shell in a copy of the repository, their output compared.
+"""The documents are tested: Python blocks, commands and their output, flags, paths and line counts.
 
-A ```console block shows commands after "$ " and, until the next one, what they print, where "..." stands for anything.
-Commands that set up (make, git, pip) or need several machines are not run, nor those of mpirun where there is no MPICH;
-a ```sh block is not run at all. A ```python block that begins with a name, as in "# first.py", is a file of that name
-beside the page.
+A ```console block shows commands after "$ " and, until the next one, their output, where "..." stands for anything.
+`make train` and `make generate` run with this interpreter. Commands that install something or need several machines are
+not run, nor those of mpirun where there is no MPICH; a ```sh block is not run at all. A ```python block that starts
+with a name, as in "# first.py", is a file of that name beside the page.
 """
 
 import doctest
@@ -16,13 +16,27 @@ from pathlib import Path
 
 import pytest
 
+from gpt2core.app import cli
+
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [page for page in (ROOT / "README.md", *sorted(ROOT.glob("stage*/README.md"))) if page.exists()]
-LESSONS = [page for page in PAGES if page.parent != ROOT]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    *sorted(ROOT.glob("docs/*.md")),
+    *sorted(ROOT.glob("stage*/*.md")),
+]
 ELLIPSIS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 MPIRUN = Path(sys.executable).with_name("mpirun")  # of the wheel beside this interpreter
 MPICH = MPIRUN.exists() and "HYDRA" in subprocess.run([MPIRUN, "--version"], capture_output=True, text=True).stdout
-NOT_RUN = re.compile(r"(make|git|pip|python3? -m (pip|venv)|ssh" + "|mpirun" * (not MPICH) + r")\b|cd \S+$")
+NEEDS_MPI = r"|mpirun\b|make .*STAGE=[13]" * (not MPICH)
+NOT_RUN = re.compile(r"(make (?!train|generate)|(git|pip|python3? -m (pip|venv)|ssh)\b|cd \S+$" + NEEDS_MPI + ")")
+CODE = [path for folder in ("gpt2core", "stage*", "torch_bridge") for path in ROOT.glob(f"{folder}/**/*.py")]
+SCRIPTS = [path for folder in ("benchmarks", "data", "tests", "docs") for path in (ROOT / folder).rglob("*.py")]
+
+
+def prose(page):
+    """The text of a page without its generated tables, which name commands of the commit that was measured."""
+    return re.sub(r"<!-- table: .*?<!-- end -->", "", page.read_text(encoding="utf-8"), flags=re.S)
 
 
 def blocks(page, language):
@@ -34,7 +48,7 @@ def blocks(page, language):
 
 
 def files(page):
-    """(name, text) of the files that a page has its reader write."""
+    """(name, text) of the files that a page asks its reader to write."""
     for _, block in blocks(page, "python"):
         if match := re.match(r"# (\w+\.py)\n", block):
             yield match[1], block
@@ -52,7 +66,7 @@ def name_of(page):
 
 
 def commands(page):
-    """(command, what the page shows of its output) in the order of the page."""
+    """(command, the output that the page shows) in the order of the page."""
     for _, block in blocks(page, "console"):
         for piece in re.split(r"^\$ ", block, flags=re.M)[1:]:
             command, _, shown = piece.partition("\n")
@@ -60,23 +74,26 @@ def commands(page):
 
 
 def differences(shown, got):
-    """None when `got` is what the page shows, else both, line by line."""
+    """None when `got` matches the output that the page shows, else both, line by line."""
     if doctest.OutputChecker().check_output(shown, got, ELLIPSIS):
         return None
     return doctest.OutputChecker().output_difference(doctest.Example("", shown), got, doctest.REPORT_NDIFF)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_the_python_of_a_page_gives_what_it_shows(page, tmp_path, monkeypatch):
+# -- Python and commands ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if any(blocks(page, "python"))], ids=name_of)
+def test_the_python_of_a_page_prints_what_the_page_shows(page, tmp_path, monkeypatch):
     write_files(page, tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    parser, names, said = doctest.DocTestParser(), {}, []
+    parser, names, report = doctest.DocTestParser(), {}, []
     for line, block in blocks(page, "python"):
         test = parser.get_doctest(block, names, f"{name_of(page)}:{line}", str(page), line)
         runner = doctest.DocTestRunner(optionflags=ELLIPSIS, verbose=False)
-        runner.run(test, out=said.append, clear_globs=False)
+        runner.run(test, out=report.append, clear_globs=False)
         names = test.globs  # one namespace for the page
-    assert not said, "".join(said)
+    assert not report, "".join(report)
 
 
 @pytest.fixture
@@ -91,12 +108,14 @@ def shell(tmp_path):
         (tmp_path / "bin" / name).chmod(0o755)
     copy = tmp_path / "repository"
     shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "out", "results", "tests", "__pycache__"))
-    environment = os.environ | {
+    environment = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKEOVERRIDES")}
+    environment |= {
         "PATH": f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}",
         "PYTHONPATH": os.pathsep.join(filter(None, [str(copy), os.environ.get("PYTHONPATH")])),
     }
 
     def run(command, folder):
+        command = re.sub(r"^make ", f"make --no-print-directory PYTHON='{sys.executable}' ", command)
         options = dict(cwd=copy / folder, env=environment, capture_output=True, text=True, timeout=300)
         return subprocess.run(["bash", "-c", command], **options)
 
@@ -104,8 +123,8 @@ def shell(tmp_path):
     return run
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_the_commands_of_a_page_print_what_it_shows(page, shell):
+@pytest.mark.parametrize("page", [page for page in PAGES if any(commands(page))], ids=name_of)
+def test_the_commands_of_a_page_print_what_the_page_shows(page, shell):
     failures, folder = [], page.parent.relative_to(ROOT)
     write_files(page, shell.copy / folder)
     for command, shown in commands(page):
@@ -118,17 +137,131 @@ def test_the_commands_of_a_page_print_what_it_shows(page, shell):
     assert not failures, "\n".join(failures)
 
 
-@pytest.mark.parametrize("page", LESSONS, ids=name_of)
-def test_the_code_that_a_page_quotes_stands_in_the_core_or_the_stage_word_for_word(page):
-    sources = [file for place in (ROOT / "gpt2core", page.parent) for file in place.rglob("*.py")]
-    code = "\n".join(file.read_text(encoding="utf-8") for file in sources)
-    quoted = [block for _, block in blocks(page, "") if block.startswith(("def ", "class ", "@"))]
-    assert [block for block in quoted if block not in code] == []
+def test_a_command_whose_output_differs_is_found():
+    assert differences("step 0 | loss 5.1...\n", "step 0 | loss 4.1\n") and not differences("a ... c\n", "a b c\n")
+
+
+# -- flags, paths, modules --------------------------------------------------------------------------------------------
+
+
+def flags_of(*parsers):
+    return {flag for parser in parsers for action in parser._actions for flag in action.option_strings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_the_flags_that_a_page_names_exist(page):
+    known = flags_of(cli.train_parser(), cli.inference_parser())
+    for script in CODE + SCRIPTS:
+        known |= set(re.findall(r'"(--[a-z][a-z0-9-]*)', script.read_text(encoding="utf-8")))
+    known |= {"--extra-index-url", "--index-url", "--upgrade", "--hostfile", "--mca"}  # of pip and mpirun
+    named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", prose(page)))
+    assert named - known == set()
+
+
+def test_usage_names_every_flag():
+    named = set(re.findall(r"--[a-z][a-z0-9-]*", (ROOT / "docs" / "USAGE.md").read_text(encoding="utf-8")))
+    parsers = cli.train_parser(), cli.inference_parser()
+    hidden = {"--micro-shards"}  # an alias for older command lines
+    assert {flag for flag in flags_of(*parsers) if flag.startswith("--")} - named - hidden - {"--version"} == set()
+
+
+# Names of files that a reader has or that a run writes.
+OF_THE_READER = set("config.json tokenizer.json model.safetensors optimizer.safetensors state.json".split())
+OF_THE_READER |= set("my.txt prompts.txt run.jsonl run.png one.jsonl two.jsonl".split())
+
+
+def paths_in(page):
+    """(path, whether it is a link) for everything in `page` that reads like a path of this repository."""
+    text = prose(page)
+    for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text):
+        if not re.match(r"\w+:", target):
+            yield target, True
+    for code in re.findall(r"(?<!`)`([^`\n]+)`(?!`)", text) + [command for command, _ in commands(page)]:
+        for word in code.split():
+            if re.fullmatch(r"[\w./-]+\.(py|md|sh|jsonl?|txt|png|toml)|[\w./-]+/", word):
+                yield word, False
+
+
+def exists(page, path):
+    """Whether a path that `page` names exists: from the page, the root, the core; a name without a folder anywhere."""
+    if any((place / path).exists() for place in (page.parent, ROOT, ROOT / "gpt2core", *ROOT.glob("stage*"))):
+        return True
+    return "/" not in path and any(ROOT.glob(f"*/**/{path}"))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_the_paths_that_a_page_names_exist(page):
+    of_files = {name for name, _ in files(page)} | OF_THE_READER
+    missing = set()
+    for path, is_link in paths_in(page):
+        first = path.split("/")[0]
+        ours = is_link or path.endswith(".py") or "/" not in path or (ROOT / first).exists()
+        if is_link and not (page.parent / path).exists():
+            missing.add(path)
+        elif ours and first not in ("out", "run") and path not in of_files and not exists(page, path):
+            missing.add(path)
+    assert missing == set()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_the_sections_that_a_page_links_exist(page):
+    missing = []
+    for target, section in re.findall(r"\]\(([^)#\s]*\.md)?#([\w-]+)\)", page.read_text(encoding="utf-8")):
+        text = (page.parent / target if target else page).read_text(encoding="utf-8")
+        headings = [re.sub(r"[^\w -]", "", heading).lower() for heading in re.findall(r"^#+ (.*)$", text, re.M)]
+        if section not in [heading.replace(" ", "-") for heading in headings]:
+            missing.append(f"{target}#{section}")
+    assert missing == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_the_modules_that_a_page_runs_exist(page):
+    names = re.findall(r"python3? -m ((?:benchmarks|stage\d_\w+|gpt2core|tests)[\w.]*\w)", prose(page))
+    missing = [name for name in names if not (ROOT / name.replace(".", "/")).with_suffix(".py").exists()]
+    assert missing == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_the_make_targets_that_a_page_names_exist(page):
+    targets = set(re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M))
+    named = re.findall(r"(?:`|^\$ |^)make ([a-z][a-z-]*)", prose(page), re.M)
+    assert set(named) - targets == set()
+
+
+# -- quoted code: see also test_quotes.py -----------------------------------------------------------------------------
 
 
 def test_the_first_lesson_quotes_gelu():
-    assert any(block.startswith("def gelu(x):") for _, block in blocks(ROOT / "stage0_serial" / "README.md", ""))
+    lesson = ROOT / "stage0_serial" / "README.md"
+    assert any(block.startswith("def gelu(x):") for _, block in blocks(lesson, "python"))
 
 
-def test_a_command_whose_output_differs_would_be_found():
-    assert differences("step 0 | loss 5.1...\n", "step 0 | loss 4.1\n") and not differences("a ... c\n", "a b c\n")
+def test_the_architecture_quotes_the_script_of_stage_1():
+    page, script = ROOT / "docs" / "ARCHITECTURE.md", ROOT / "stage1_mpi" / "train_gpt2.py"
+    (quoted,) = [block for _, block in blocks(page, "") if block.startswith("from ")]
+    assert script.read_text(encoding="utf-8").endswith(quoted)
+
+
+# -- the README -------------------------------------------------------------------------------------------------------
+
+
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 110
+
+
+def test_the_reading_list_has_the_right_number_of_lines_and_minutes():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| \d \| \[`([\w/.]+)`\].* \| (\d+) \| (\d+) \|$", text, re.M)
+    assert len(rows) == 9
+    wrong = []
+    for path, lines, minutes in rows:
+        actual = len((ROOT / path).read_text(encoding="utf-8").splitlines())
+        if abs(int(lines) - actual) > 0.1 * actual or abs(int(minutes) - actual / 15) > max(1, 0.1 * actual / 15):
+            wrong.append(f"{path}: {actual} lines, {round(actual / 15)} minutes")  # 15 lines of new code a minute
+    assert wrong == []
+
+
+def test_the_figure_of_the_loss_curves_is_drawn_from_results(tmp_path):
+    script = ROOT / "docs" / "figures" / "loss_curves.py"
+    subprocess.run([sys.executable, script, "--out", tmp_path / "curves.png"], check=True, timeout=120)
+    assert (tmp_path / "curves.png").stat().st_size > 10_000

@@ -1,4 +1,4 @@
-"""Every collective equals its NumPy oracle, sums keep the canonical order, and no mistake ever hangs a group."""
+"""Every collective equals its NumPy oracle, sums have the canonical order, and no mistake hangs a group."""
 
 import threading
 import time
@@ -16,7 +16,7 @@ from gpt2core.parallel.tree_sum import tree_reduce, tree_sum
 from tests.support.collectives import DTYPES, assert_same, check_every_collective, random_values, rank_inputs
 
 SIZES = [1, 2, 3, 4, 5, 8]
-HANG = 60.0  # seconds: a guard, not a measure; what is tested takes milliseconds
+HANG = 60.0  # seconds until a test counts as hanging; each takes milliseconds
 
 
 @pytest.mark.fast
@@ -36,7 +36,7 @@ def test_every_collective_at_any_size_and_length(size, seed, rows, dtype):
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("length", [1, 7])
 def test_all_reduce_needs_no_divisible_length(size, length):
-    """Lengths shorter than the group, and a scalar such as the loss."""
+    """Lengths smaller than the group, and a scalar such as the loss."""
     for shape in ((length,), ()):
         xs = rank_inputs(length, size, shape, np.float32)
         for got in run_ranks(size, lambda comm, xs=xs: comm.all_reduce(xs[comm.rank])):
@@ -47,7 +47,7 @@ def test_all_reduce_needs_no_divisible_length(size, length):
 
 
 def written_out(parts):
-    """The tree level by level, as text."""
+    """The sum as text, built level by level."""
     while len(parts) > 1:
         pairs = [f"({a}+{b})" for a, b in zip(parts[::2], parts[1::2], strict=False)]
         parts = pairs + parts[2 * len(pairs) :]
@@ -68,7 +68,7 @@ def test_tree_of_eight_and_of_five():
     assert tree_reduce("01234", add) == "(((0+1)+(2+3))+4)"
 
 
-def test_tree_of_nothing_says_so():
+def test_tree_of_no_items_is_an_error():
     with pytest.raises(ValueError, match="0 items"):
         tree_sum([])
 
@@ -91,7 +91,7 @@ def test_tree_keeps_few_partial_sums_alive():
 
 
 def test_all_reduce_sums_in_the_canonical_order_bit_for_bit():
-    """float32 data whose sums differ with the order: the explicit tree is met, the sum from left to right is not."""
+    """float32 data whose sum depends on the order: all_reduce equals the tree, not the sum from left to right."""
     xs = rank_inputs(5, 8, (1000,), np.float32)
     want = ((xs[0] + xs[1]) + (xs[2] + xs[3])) + ((xs[4] + xs[5]) + (xs[6] + xs[7]))
     assert (sum(xs) != want).any()
@@ -106,7 +106,7 @@ def test_all_reduce_sums_in_the_canonical_order_bit_for_bit():
 
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
 def test_micro_batches_sum_to_the_same_bits_at_any_rank_count(size):
-    """A rank owns a whole subtree of 8 micro-batches: adding its own, then all-reducing, is the tree over all 8."""
+    """Each rank adds its subtree of 8 micro-batches; the all-reduce of these sums is the tree over all 8."""
     shards = rank_inputs(6, 8, (1000,), np.float32)
     each = 8 // size
     for got in run_ranks(
@@ -119,8 +119,8 @@ def test_micro_batches_sum_to_the_same_bits_at_any_rank_count(size):
 
 
 @pytest.mark.parametrize("start", ["all_reduce_start", "all_gather_start", "all_to_all_start", "broadcast_start"])
-def test_start_returns_before_the_others_come(start):
-    """Rank 0 starts, and only then lets rank 1 go on."""
+def test_start_returns_before_the_other_ranks_call(start):
+    """Rank 1 calls only after rank 0's start has returned."""
     started = threading.Event()
     xs = rank_inputs(7, 2, (4,), np.float64)
 
@@ -169,7 +169,7 @@ def test_results_are_private_to_each_rank():
         results = [comm.all_reduce(x), comm.all_gather(x), comm.broadcast(x), comm.reduce_scatter(x)]
         for result in results:
             assert not np.shares_memory(result, x)
-            result += comm.rank  # each rank its own; an alias would add the others' too
+            result += comm.rank  # if ranks shared an array, it would contain the other ranks' additions too
         comm.barrier()
         return results
 
@@ -194,7 +194,7 @@ def test_solo_returns_x_itself_and_honours_out():
 # Messages
 
 
-def test_messages_keep_their_order_within_a_tag_and_none_across_tags():
+def test_messages_keep_their_order_within_a_tag_only():
     xs = rank_inputs(11, 6, (5,), np.float64)
 
     def main(comm):
@@ -218,7 +218,7 @@ def test_a_ring_of_messages_and_its_bytes(size):
     xs = rank_inputs(12, size, (6,), np.float32)
 
     def main(comm):
-        handle = comm.send_start(xs[comm.rank][::2], (comm.rank + 1) % size)  # non-contiguous input
+        handle = comm.send_start(xs[comm.rank][::2], (comm.rank + 1) % size)  # non-contiguous
         got = comm.recv(np.empty(3, np.float32), source=(comm.rank - 1) % size)
         handle.wait()
         assert comm.bytes_sent == 12
@@ -236,7 +236,7 @@ def test_objects_reach_every_rank_as_copies(size):
     def main(comm):
         mine = {"rank": comm.rank, "words": ["é" * (10 * comm.rank), None]}
         gathered = comm.all_gather_object(mine)
-        # root alone pickles; on other ranks the argument is ignored, whatever it is
+        # only root pickles its argument; on other ranks it is ignored
         sent = comm.broadcast_object(mine if comm.rank == size - 1 else threading.Lock(), root=size - 1)
         sent["words"].append(comm.rank)
         return gathered, sent
@@ -271,10 +271,10 @@ def test_bytes_sent_is_the_textbook_volume(size):
     run_ranks(size, main)
 
 
-# Groups of groups
+# Groups
 
 
-def test_split_orders_by_key_then_rank_and_leaves_out_none():
+def test_split_orders_by_key_then_rank_and_excludes_color_none():
     def main(comm):
         group = comm.split(None if comm.rank == 5 else comm.rank % 2, key=-(comm.rank // 4))
         return group and (group.rank, group.all_gather(np.array([comm.rank])).tolist())
@@ -285,8 +285,8 @@ def test_split_orders_by_key_then_rank_and_leaves_out_none():
     ]  # fmt: skip
 
 
-def test_split_of_split_runs_apart_and_ends_in_solo():
-    """Halve until alone; colours run concurrently, each a different number of calls."""
+def test_repeated_split_gives_independent_groups_and_ends_in_solo():
+    """Halve the group until it has one rank; groups run concurrently and make different numbers of calls."""
 
     def main(comm):
         world, sums, x = comm, [], np.array([10**comm.rank])
@@ -304,7 +304,7 @@ def test_split_of_split_runs_apart_and_ends_in_solo():
 
 
 @pytest.mark.parametrize("dp, tp, pp", [(1, 1, 1), (2, 2, 1), (4, 1, 1), (1, 4, 1), (2, 2, 2), (1, 3, 2), (2, 1, 3)])
-def test_mesh_lays_tensor_ranks_next_to_each_other(dp, tp, pp):
+def test_mesh_gives_tensor_groups_consecutive_ranks(dp, tp, pp):
     grid = np.arange(dp * tp * pp).reshape(pp, dp, tp)  # pipeline outermost, tensor innermost
 
     def main(world):
@@ -327,12 +327,12 @@ def test_mesh_of_two_by_two():
 
 
 @pytest.mark.parametrize("dp, tp, pp", [(2, 3, 1), (1, 1, 1), (-2, -2, 1)])
-def test_mesh_that_does_not_fit_names_all_numbers(dp, tp, pp):
+def test_mesh_that_does_not_fit_names_all_sizes(dp, tp, pp):
     with pytest.raises(ConfigError, match=f"dp {dp} x tp {tp} x pp {pp} = {dp * tp * pp} .* 4"):
         run_ranks(4, lambda comm: Mesh(comm, dp, tp, pp))
 
 
-# A group that cannot go on ends, at once and everywhere
+# A failed group ends at once on every rank
 
 
 BLOCKING = {
@@ -353,16 +353,16 @@ BLOCKING = {
 @pytest.mark.parametrize("name", BLOCKING)
 @pytest.mark.parametrize("grouped", [False, True], ids=["world", "sub-group"])
 def test_a_rank_that_fails_ends_every_wait(name, grouped):
-    """Rank 1 fails once the others wait; in the second case they wait in groups that rank 1 is no member of, or is."""
+    """Rank 1 fails while the others wait, in the world or in sub-groups with and without rank 1."""
     ended = []
 
     def main(comm):
         group = comm.split(comm.rank < 2) if grouped else comm
         if comm.rank == 1:
-            time.sleep(0.02)  # let the others get into their waits; right whether they do or not
+            time.sleep(0.02)  # the others are probably waiting then; the test is valid in any case
             raise KeyError("the cause")
         try:
-            while True:  # a group of the innocent has nobody to wait for: it meets the failure at a next call
+            while True:  # ranks of the group without rank 1 see the failure at a later call
                 BLOCKING[name](group) if comm.rank == 0 or not grouped else group.barrier()
         except CommunicatorError as error:
             ended.append(comm.rank)
@@ -377,7 +377,7 @@ def test_a_rank_that_fails_ends_every_wait(name, grouped):
     assert time.monotonic() - start < HANG
 
 
-def test_a_failure_ends_a_wait_for_a_third_rank_that_only_computes():
+def test_a_failure_ends_a_wait_for_a_third_rank_that_computes():
     ended, noticed = threading.Event(), []
 
     def main(comm):
@@ -395,15 +395,15 @@ def test_a_failure_ends_a_wait_for_a_third_rank_that_only_computes():
     assert noticed == [True]
 
 
-def test_a_rank_that_never_notices_the_failure_is_left_behind():
+def test_run_ranks_does_not_wait_forever_for_a_rank_that_computes():
     release = threading.Event()
     with pytest.raises(KeyError, match="the cause"):
         run_ranks(2, lambda comm: release.wait(HANG) if comm.rank else {}["the cause"], timeout=0.05)
     release.set()
 
 
-def test_a_test_outcome_on_a_rank_is_passed_on():
-    """pytest's outcomes are BaseException, not Exception."""
+def test_skip_on_a_rank_is_raised_by_run_ranks():
+    """pytest's skip and fail are BaseExceptions, not Exceptions."""
     with pytest.raises(pytest.skip.Exception):
         run_ranks(2, lambda comm: comm.barrier() if comm.rank else pytest.skip("not here"))
 
@@ -416,7 +416,7 @@ def test_a_test_outcome_on_a_rank_is_passed_on():
         (("split", "barrier"), "split", "barrier"),
     ],
 )
-def test_ranks_that_call_different_things_are_named(calls, first, second):
+def test_ranks_that_make_different_calls_are_named(calls, first, second):
     assert_mismatch([BLOCKING[call] for call in calls], [first, second])
 
 
@@ -428,18 +428,18 @@ def test_ranks_that_call_different_things_are_named(calls, first, second):
         ((np.ones(3), np.ones(3)), ({"op": "sum"}, {"op": "max"}), ("all_reduce(sum)", "all_reduce(max)")),
     ],
 )
-def test_ranks_that_disagree_about_arrays_are_named(xs, options, texts):
+def test_ranks_with_different_arrays_are_named(xs, options, texts):
     assert_mismatch([lambda comm: comm.all_reduce(xs[comm.rank], **options[comm.rank])] * 2, texts)
 
 
-def test_ranks_that_disagree_about_root_or_message_are_named():
+def test_ranks_with_different_roots_or_messages_are_named():
     assert_mismatch([lambda comm: comm.broadcast(np.ones(3), root=comm.rank)] * 2, ("root 0", "root 1"))
     calls = [lambda comm: comm.send(np.ones(3), 1), lambda comm: comm.recv(np.ones(4), 0)]
     assert_mismatch(calls, ("message from rank 0 to 1, tag 0, of float64 (3,)", "float64 (4,)"))
 
 
 def assert_mismatch(calls, texts):
-    """Ranks 0 and 1 differ: every rank, a bystander of another group too, raises with both values and both ranks."""
+    """Assert that all ranks, also those of other groups, raise an error with both ranks and both calls of 0 and 1."""
 
     def main(comm):
         group = comm.split(comm.rank // 2)
@@ -454,11 +454,11 @@ def assert_mismatch(calls, texts):
         assert all(text in message for text in texts), message
 
 
-def test_timeout_says_who_waits_where():
+def test_timeout_lists_what_each_rank_waits_for():
     done = threading.Event()
 
     def main(comm):
-        comm.barrier()  # whoever is late for it does not shorten the waits below
+        comm.barrier()  # so that a late start of a thread does not shorten the waits below
         if comm.rank == 2:
             return done.wait(HANG)
         try:
@@ -480,14 +480,14 @@ def test_waiting_for_a_rank_that_has_returned_ends_at_once():
     assert caught.value.__notes__ == ["raised on rank 0 of 2"]
 
 
-def test_a_rank_that_returned_early_has_done_its_part():
-    """Started, never waited for: the others still get their result."""
+def test_an_operation_completes_after_a_rank_that_posted_it_has_returned():
+    """Rank 1 starts an all-reduce and returns without wait(): rank 0 gets its result."""
     xs = rank_inputs(14, 2, (3,), np.float32)
     results = run_ranks(2, lambda comm: comm.all_reduce_start(xs[1]) and None if comm.rank else comm.all_reduce(xs[0]))
     assert_same(results[0], xs[0] + xs[1])
 
 
-# Bad arguments: both values, and what to do
+# Invalid arguments: the error names both values and what to do
 
 
 @pytest.mark.parametrize("size", [1, 4])

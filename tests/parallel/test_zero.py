@@ -246,4 +246,4 @@ def test_what_is_to_be_gathered_beside_forward_is_left_out_where_there_is_nothin
     asked = dict(dp="flat", zero=None, zero_gather="forward", bucket_mb=5.0)
     args, notes = chosen(size, asked, prefers_zero=True)
     assert (args.zero, args.zero_gather) == (zero, gather)
-    assert ["--zero-gather forward can be left out" in note for note in notes] == [True] * (size == 1)
+    assert ["--zero-gather forward: no effect" in note for note in notes] == [True] * (size == 1)

@@ -1,4 +1,4 @@
-"""Every algorithm of stage1_mpi.collectives on threads: the oracle's values, the textbook's bytes, any rank count."""
+"""Every algorithm of stage1_mpi.collectives on threads: values of the oracle, textbook bytes, any number of ranks."""
 
 import numpy as np
 import pytest
@@ -14,12 +14,12 @@ from stage1_mpi import collectives
 from tests.support.collectives import ALGORITHMS, DTYPES, assert_same, check_reduced, rank_inputs
 
 RANKS = [1, 2, 3, 4, 5, 8]
-LENGTHS = [0, 1, 7, 40]  # none, fewer than ranks, divisible and not
+LENGTHS = [0, 1, 7, 40]  # zero, fewer than ranks, divisible and not
 
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
-    """Even these arrays travel in several messages."""
+    """Small chunks, so that even short arrays are sent as several messages."""
     monkeypatch.setattr(collectives, "CHUNK", 64)
 
 
@@ -51,11 +51,11 @@ def test_sums_equal_their_oracle_on_any_number_of_ranks(algorithm, op, dtype):
     for ranks in RANKS:
         first, *others = run_ranks(ranks, every_sum, algorithm, op, dtype)
         for other in others:
-            assert_same(other, first)  # whatever the order, it is one: all ranks hold the same bits
+            assert_same(other, first)  # all ranks have the same bits
 
 
-def every_move(comm, dtype):
-    """All-gather, all-to-all and broadcast of rows that may be none, in place and out of place."""
+def every_data_movement(comm, dtype):
+    """All-gather, all-to-all and broadcast of zero or more rows, in place and out of place."""
     p, r = comm.size, comm.rank
     for rows in (0, 1, 13):
         xs = [(x % 251).astype(dtype) for x in rank_inputs(rows, p, (rows, 3), np.int64)]
@@ -81,9 +81,9 @@ def every_move(comm, dtype):
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, np.uint8, np.uint16, np.float16, np.bool_])
-def test_moves_equal_their_oracle_with_any_dtype(dtype):
+def test_data_movements_equal_their_oracle_with_any_dtype(dtype):
     for ranks in RANKS:
-        run_ranks(ranks, every_move, dtype)
+        run_ranks(ranks, every_data_movement, dtype)
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -93,7 +93,9 @@ def test_strided_and_scalar_inputs(algorithm):
         got = collectives.all_reduce(comm, xs[comm.rank].T, algorithm=algorithm)
         check_reduced(got, [x.T for x in xs], "sum", algorithm)
         backwards = xs[comm.rank].copy()
-        got = collectives.all_reduce(comm, backwards[::-1], out=backwards, algorithm=algorithm)  # out lies under x
+        got = collectives.all_reduce(
+            comm, backwards[::-1], out=backwards, algorithm=algorithm
+        )  # x is a reversed view of out
         check_reduced(got, [x[::-1] for x in xs], "sum", algorithm)
         scalars = rank_inputs(2, comm.size, (), np.float32)
         got = collectives.all_reduce(comm, scalars[comm.rank], algorithm=algorithm)
@@ -114,18 +116,18 @@ def test_any_rank_count_and_length(ranks, length, seed, algorithm, dtype, op):
         check_reduced(got, xs, op, algorithm)
 
 
-def test_the_orders_differ_where_they_may():
-    """What "canonical" is for: the ring and the halves of eight ranks give other bits."""
+def test_only_canonical_and_tree_have_the_canonical_order():
+    """On eight ranks, the other algorithms give other bits."""
     xs = rank_inputs(3, 8, (1000,), np.float32)
     want = tree_sum(xs)
     for algorithm in ALGORITHMS:
         got = run_ranks(8, lambda comm: collectives.all_reduce(comm, xs[comm.rank], algorithm=algorithm))[0]  # noqa: B023
-        assert_allclose(got, want, rtol=1e-3, atol=1e-3)  # cancellation leaves few digits of 1e4
+        assert_allclose(got, want, rtol=1e-3, atol=1e-3)  # values are up to 1e4 and may cancel
         assert (got != want).any() == (algorithm not in ("canonical", "tree"))
 
 
 def test_zeros_and_nans_are_the_same_on_all_ranks_and_in_the_tree():
-    """np.minimum of +0 and -0 is its left operand: the canonical order says which stands left."""
+    """np.minimum of +0 and -0 is its left operand, so its result depends on the canonical order."""
     xs = [np.array([0.0, -0.0, np.nan, 1.0][k:] + [0.0, -0.0, np.nan, 1.0][:k]) for k in range(4)]
     for op in REDUCTIONS:
         tree = REDUCTIONS[op](REDUCTIONS[op](xs[0], xs[1]), REDUCTIONS[op](xs[2], xs[3]))
@@ -134,16 +136,16 @@ def test_zeros_and_nans_are_the_same_on_all_ranks_and_in_the_tree():
             assert_same(got, tree)
 
 
-# -- bytes ------------------------------------------------------------------------------------------------------------
+# -- bytes -------------------------------------------------------------------------------------------------------------
 
 
 def below(rank, p):
-    """Children of `rank` in the binomial tree, counted anew: those whose lowest set bit, cleared, gives `rank`."""
+    """Number of children of `rank` in the binomial tree: the ranks that give `rank` without their lowest bit."""
     return sum(1 for other in range(1, p) if other & (other - 1) == rank)
 
 
-def extra(rank, p):
-    """Bytes in n that folding to a power of two adds for `rank`, and whether it then takes part."""
+def pairing(rank, p):
+    """(largest power of two of ranks, whether `rank` is in a pair, whether it takes part if so)."""
     core = 1 << (p.bit_length() - 1)
     return core, rank < 2 * (p - core), rank % 2 == 1
 
@@ -154,17 +156,17 @@ def textbook(algorithm, rank, p, n):
         return n if rank else (p - 1) * n
     if algorithm == "tree":
         return n * (below(rank, p) + (rank > 0))
-    core, folds, goes_on = extra(rank, p)
-    if algorithm == "halving-doubling" and folds:
-        return n + 2 * (core - 1) * n // core if goes_on else n
+    core, paired, takes_part = pairing(rank, p)
+    if algorithm == "halving-doubling" and paired:
+        return n + 2 * (core - 1) * n // core if takes_part else n
     if algorithm == "halving-doubling":
         return 2 * (core - 1) * n // core
-    return 2 * (p - 1) * n // p  # of any rank: the least there is
+    return 2 * (p - 1) * n // p  # the minimum, on every rank
 
 
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_bytes_sent_are_the_textbook_s(algorithm, ranks):
+def test_bytes_sent_are_the_textbook_volume(algorithm, ranks):
     x = np.ones(ranks * 120, np.float32)
     n = x.nbytes
 
@@ -191,8 +193,8 @@ def test_bytes_sent_are_the_textbook_s(algorithm, ranks):
         assert broadcast == n * below(rank, ranks)
 
 
-def test_all_ranks_together_send_no_more_for_an_odd_length():
-    """Segments differ by one element, so single ranks may send a little more or less than 2 (p-1)/p n."""
+def test_the_total_of_all_ranks_is_the_textbook_volume_for_an_odd_length():
+    """Segments differ by one element, so each rank may send slightly more or less than 2 (p-1)/p n."""
     x = np.ones(1003, np.float32)
 
     def main(comm, algorithm):
@@ -204,7 +206,7 @@ def test_all_ranks_together_send_no_more_for_an_odd_length():
             assert sum(run_ranks(ranks, main, algorithm)) == 2 * (ranks - 1) * x.nbytes
 
 
-# -- mistakes ---------------------------------------------------------------------------------------------------------
+# -- invalid arguments -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

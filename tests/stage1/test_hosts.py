@@ -1,7 +1,7 @@
-"""Two hosts are one host to the training: the same losses and the same parameters, to the last bit.
+"""Training on two hosts gives the losses and parameters of one host, bit for bit.
 
-The hosts are two network namespaces of this machine with a cable between them, each with its own name and address. On
-the second one an sshd waits; the launcher on the first reaches it by ssh, as mpiexec reaches the hosts of a host file.
+The hosts are two network namespaces of this machine, connected by a veth pair, each with its own name and address. The
+second runs sshd; the launcher on the first reaches it by ssh, as mpiexec reaches the hosts of a host file.
 """
 
 import contextlib
@@ -47,7 +47,7 @@ def need(name, package):
 
 
 class Hosts:
-    """Two namespaces, the files of their ssh, and commands that run on the first of them."""
+    """Two network namespaces, their ssh keys and configuration, and command lines to run on them."""
 
     addresses = ("10.77.0.1", "10.77.0.2")
 
@@ -77,7 +77,7 @@ class Hosts:
         (self.home / "sshd_config").write_text(SSHD_CONFIG.format(home=self.home))
         self.wrapper.write_text(SSH.format(home=shlex.quote(str(self.home))))
         self.wrapper.chmod(0o755)
-        Path("/run/sshd").mkdir(exist_ok=True)  # sshd insists on it
+        Path("/run/sshd").mkdir(exist_ok=True)  # required by sshd
         daemon = [self.sshd, "-D", "-e", "-f", str(self.home / "sshd_config")]
         with open(self.home / "sshd_log", "w") as log:
             self.daemon = subprocess.Popen(self.on(1, *daemon), stdin=subprocess.DEVNULL, stdout=log, stderr=log)
@@ -99,12 +99,12 @@ class Hosts:
             self.daemon.wait(30)
 
     def on(self, i, program, *words):
-        """The command line that runs a program, given by its path, on host i."""
+        """The command line that runs `program`, a path, on host i."""
         renamed = [sys.executable, "-c", RENAMED, f"host{i + 1}", program, *words]
         return [self.ip, "netns", "exec", self.names[i], self.unshare, "--uts", *renamed]
 
     def launch(self, ranks_each, *words):
-        """The command line of the launcher on the first host, with a host file that names both."""
+        """The command line of the launcher on the first host, with a host file of both hosts."""
         open_mpi = "--oversubscribe" in mpiexec()
         form = "{} slots={}\n" if open_mpi else "{}:{}\n"
         file = self.home / f"hosts{ranks_each}"
@@ -121,7 +121,7 @@ class Hosts:
 
 @pytest.fixture(scope="module")
 def hosts(tmp_path_factory):
-    """Two hosts; skips, with what is missing, where they cannot be built."""
+    """Two hosts; skips the test, with what is missing, if they cannot be created."""
     if not hasattr(os, "geteuid") or os.geteuid():
         pytest.skip("two hosts need root, to make network namespaces")
     mpiexec()
@@ -149,7 +149,7 @@ print(f"{world.rank} of {world.size} on {socket.gethostname()} with {near}: {x[-
 """
 
 
-def test_ranks_on_two_hosts_add_up_and_all_speak_to_the_launcher(hosts):
+def test_ranks_on_two_hosts_communicate_and_print_through_the_launcher(hosts):
     script = hosts.home / "who.py"
     script.write_text(WHO)
     done = run(hosts.launch(2, script), hosts.environment())
@@ -158,7 +158,7 @@ def test_ranks_on_two_hosts_add_up_and_all_speak_to_the_launcher(hosts):
 
 
 def curve(path):
-    """(losses, SHA-256 of the parameters) of a log."""
+    """(losses, SHA-256 of the final parameters) from a log."""
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     return [line["loss"] for line in lines], lines[-1]["parameters_sha256"]
 
@@ -179,7 +179,7 @@ def test_two_hosts_train_to_the_same_bits_as_one(hosts, tmp_path, ranks_each):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "sigterm"])
-def test_a_signal_reaches_both_hosts_and_the_work_is_saved(hosts, tmp_path, number):
+def test_a_signal_stops_both_hosts_after_a_checkpoint(hosts, tmp_path, number):
     line = hosts.launch(1, *TRAIN, "--steps", 10**6, "--out", tmp_path / "run")
     pipe = dict(stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     with subprocess.Popen(line, cwd=STAGE, env=hosts.environment(), start_new_session=True, **pipe) as process:

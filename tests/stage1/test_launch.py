@@ -60,7 +60,7 @@ def write(path, text):
     return path
 
 
-# -- which mpiexec ----------------------------------------------------------------------------------------------------
+# -- which mpiexec -----------------------------------------------------------------------------------------------------
 
 VERSIONS = {
     "hydra": "HYDRA build details:\n    Version: 5.0.2",
@@ -136,7 +136,7 @@ def test_a_missing_mpi_names_the_package_to_install(monkeypatch, code, words):
         launch.library()
 
 
-# -- its flags --------------------------------------------------------------------------------------------------------
+# -- its flags ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -207,7 +207,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(mpi, flags, words):
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1 and words in done.stderr, done.stderr
 
 
-# -- real jobs --------------------------------------------------------------------------------------------------------
+# -- real jobs ---------------------------------------------------------------------------------------------------------
 
 HELLO = """import sys
 from mpi4py import MPI
@@ -274,7 +274,7 @@ def test_no_rank_outlives_a_launcher_that_is_killed(mpi, tmp_path):
     assert not any(map(alive, ranks))
 
 
-# -- supervision of Open MPI's mpiexec, with one process in place of the job -----------------------------------------
+# -- supervision of Open MPI's mpiexec, with one process in place of the job -------------------------------------------
 
 WAITS = """import signal, sys, time
 def stop(number, frame):
@@ -322,7 +322,7 @@ def test_an_open_mpi_job_keeps_its_exit_code(code):
     assert run(sys.executable, "-c", text).returncode == code
 
 
-# -- make -------------------------------------------------------------------------------------------------------------
+# -- make --------------------------------------------------------------------------------------------------------------
 
 
 def make(*words):
@@ -366,7 +366,7 @@ def test_make_names_the_mistake(mpi, goal, words, message):
     assert done.returncode == 2 and message in done.stderr, done.stderr
 
 
-# -- Slurm ------------------------------------------------------------------------------------------------------------
+# -- Slurm -------------------------------------------------------------------------------------------------------------
 
 
 def test_the_slurm_script_is_bash():

@@ -231,7 +231,7 @@ def test_everything_under_mpiexec(size):
     assert run_mpi(size, everything) == list(range(size))
 
 
-# -- waiting ----------------------------------------------------------------------------------------------------------
+# -- waiting -----------------------------------------------------------------------------------------------------------
 
 
 def waits(comm):
@@ -273,7 +273,7 @@ def test_a_started_collective_completes_without_calls_from_the_caller():
     assert run_mpi(2, completes_in_the_background) == [1, 1]
 
 
-# -- how a job starts and ends ----------------------------------------------------------------------------------------
+# -- how a job starts and ends -----------------------------------------------------------------------------------------
 
 
 def one_aborts(comm):

@@ -1,4 +1,4 @@
-"""The naive collectives against NumPy, and the lesson: Megatron's way gives the same numbers with fewer bytes."""
+"""The naive collectives equal NumPy, and Megatron's division of the weight gives the same numbers with fewer bytes."""
 
 import itertools
 import threading
@@ -17,16 +17,16 @@ from stage1_mpi.naive_tensor_parallel import (
 )
 from tests.support.mpi import run_mpi
 
-# p = mp_size ranks share a replica; B batch, T time, C channels, H heads; n = B*T*C * itemsize, one activation
+# p = mp_size ranks form a replica; B batch, T time, C channels, H heads; n = B*T*C * itemsize, one activation
 
 GRIDS = [(p, d) for p in (1, 2, 4, 8) for d in (1, 2, 4, 8) if p * d in (2, 4, 8)]
 
 
-# -- communicators without MPI: what the functions may ask of one -----------------------------------------------------
+# -- communicators without MPI, with only the methods that the functions may use ---------------------------------------
 
 
 class Fake:
-    """N threads as the ranks of a communicator, in a few lines of Python; Split and four buffer methods."""
+    """A communicator whose ranks are threads: Split and four buffer methods."""
 
     class Group:
         def __init__(self, size):
@@ -65,14 +65,14 @@ class Fake:
 
 
 class Old(Fake):
-    """A communicator with Reduce_scatter alone."""
+    """A communicator that has Reduce_scatter but not Reduce_scatter_block."""
 
     Reduce_scatter = Fake.Reduce_scatter_block
     Reduce_scatter_block = property(lambda self: self.nothing)  # hasattr is False
 
 
 class Bare(Fake):
-    """A communicator that cannot add."""
+    """A communicator without a reduce-scatter."""
 
     Reduce_scatter_block = property(lambda self: self.nothing)
 
@@ -98,7 +98,7 @@ def on_threads(size, function, *args, kind=Fake):
     return results
 
 
-# -- each function, one sentence --------------------------------------------------------------------------------------
+# -- each function against NumPy ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mp_size, dp_size", GRIDS)
@@ -142,13 +142,13 @@ TYPES = ["float32", "float64", "float16", "int64", "uint8", ">f8", "longdouble",
 
 
 def values(shape, dtype, rank):
-    """Whole numbers, whose sums are exact in every dtype, as every other column of a wider array."""
+    """Integers, whose sums are exact in every dtype, as every second column of a wider array."""
     wide = np.random.default_rng(rank).integers(0, 9, (*shape[:-1], 2 * shape[-1])).astype(dtype)
     return wide[..., ::2]
 
 
 def collect(comm, rank, p, shape, dtype):
-    """What the four functions return on this rank, after checking that they leave their input as it was."""
+    """The results of the four functions on this rank; asserts that their input is unchanged."""
     results = []
     for function, argument in [
         (naive_collect_forward_input, comm),
@@ -199,22 +199,24 @@ def test_the_four_functions_on_threads(p, dtype, kind):
 @pytest.mark.filterwarnings("ignore::numpy.exceptions.ComplexWarning")
 @pytest.mark.parametrize("p", [1, 2, 4])
 def test_the_four_functions_under_mpi(p):
-    cases = list(itertools.product(SHAPES, [dtype for dtype in TYPES if dtype[0] != ">"]))  # pickle swaps those back
+    cases = list(
+        itertools.product(SHAPES, [dtype for dtype in TYPES if dtype[0] != ">"])
+    )  # pickle changes the byte order of ">"
     for case, *results in zip(cases, *run_mpi(p, mpi_collect, cases), strict=True):
         check_collected(results, *case)
 
 
 def test_halves_are_added_in_single_precision_and_rounded_once():
-    # 2048 + 1 is 2048 in float16: adding one rank after the other would lose every one of the ones.
+    # 2048 + 1 is 2048 in float16: adding the ranks one after another in float16 would give 2048.
     rows = [np.full((1, 4), 2048.0 if rank == 0 else 1.0, np.float16) for rank in range(4)]
     found = on_threads(4, lambda comm: naive_collect_backward_x(rows[comm.rank], comm, 4))
     assert [array.tolist() for array in found] == [[[2052.0]]] * 4  # 2051 rounds to even
 
 
-# -- mistakes: each names both numbers --------------------------------------------------------------------------------
+# -- invalid arguments -------------------------------------------------------------------------------------------------
 
 ALONE = Fake(0, Fake.Group(1))
-PAIR = Fake(0, Fake.Group(2))  # nothing is sent: every mistake is found before
+PAIR = Fake(0, Fake.Group(2))  # every error is raised before a message is sent
 X, Y = np.zeros((6, 3)), np.zeros(6)
 
 
@@ -226,7 +228,7 @@ X, Y = np.zeros((6, 3)), np.zeros(6)
         (lambda: split_data(X, Y, 2, 2, 4), "rank 4.*mp_size 2 x dp_size 2"),
         (lambda: split_data(X, Y, 2, 2, -1), "rank -1.*mp_size 2 x dp_size 2"),
         (lambda: split_data(X, Y, 0, 2, 0), "mp_size 0"),
-        (lambda: split_data(3.0, Y, 1, 1, 0), "single number"),
+        (lambda: split_data(3.0, Y, 1, 1, 0), "x has shape"),
         (lambda: get_info(PAIR, 0, 2, 2, "fc_q", 8, 8), "2 x dp_size 2 .* size 2"),
         (lambda: get_info(PAIR, 0, 1, 1, "fc_q", 8, 8), "1 x dp_size 1 .* size 2"),
         (lambda: get_info(PAIR, 0, -1, -2, "fc_q", 8, 8), "mp_size -1"),
@@ -250,9 +252,9 @@ def test_a_mistake_is_a_value_error_that_names_both_numbers(call, words):
         call()
 
 
-# -- the lesson: one attention block, trained both ways ---------------------------------------------------------------
+# -- one attention block, trained with both divisions ------------------------------------------------------------------
 
-B, T, C, H, STEPS, RATE = 4, 6, 16, 8, 4, 1.0  # B is of the global batch
+B, T, C, H, STEPS, RATE = 4, 6, 16, 8, 4, 1.0  # B: the global batch
 LAYERS = ("fc_q", "fc_k", "fc_v", "fc_o")
 
 
@@ -293,7 +295,7 @@ def product(x, dy):
 
 
 class Naive:
-    """fc_o cut into columns: gather its input, gather its output; d x summed by a reduce-scatter."""
+    """fc_o divided by columns: all-gather its input and its output; reduce-scatter d x."""
 
     def __init__(self, comm, index, size):
         self.comm, self.index, self.size = comm, index, size
@@ -309,13 +311,13 @@ class Naive:
         dy = naive_collect_backward_output(dy, self.index, self.size)
         return naive_collect_backward_x(dy @ w.T, self.comm, self.size), product(self.x, dy)
 
-    def sum(self, dx):  # what reaches the layer below: a reduce-scatter and an all-gather are an all-reduce
+    def sum(self, dx):  # a reduce-scatter and an all-gather are an all-reduce
         part = naive_collect_backward_x(dx, self.comm, self.size)
         return naive_collect_forward_input(part, self.comm, self.size)
 
 
 class Megatron(Naive):
-    """fc_o cut into rows: its input is at home already, and one all-reduce makes its output (g; its dual is f)."""
+    """fc_o divided by rows: its input is local, and one all-reduce gives its output (Megatron's g; its dual is f)."""
 
     def cut(self, w):
         return np.split(w, self.size, axis=0)[self.index]
@@ -334,7 +336,7 @@ class Megatron(Naive):
 
 
 class Counting:
-    """A communicator that adds up what the best algorithms must send a rank, by the name of the collective."""
+    """A communicator that counts the fewest bytes that a rank must send, for each collective."""
 
     def __init__(self, comm):
         self.comm, self.bytes = comm, {}
@@ -354,12 +356,12 @@ class Counting:
         self.comm.Reduce_scatter_block(send, receive)
 
     def Allreduce(self, send, receive):
-        self.count("all-reduce", 2 * (send.nbytes - send.nbytes // self.Get_size()))  # both of the above
+        self.count("all-reduce", 2 * (send.nbytes - send.nbytes // self.Get_size()))  # the sum of both
         self.comm.Allreduce(send, receive)
 
 
 def train(comm, rank, mp_size, dp_size, way):
-    """(losses, this rank's weights, bytes by collective of one step, bytes of fc_o's input that are kept)."""
+    """(losses, this rank's weights, bytes of one step by collective, bytes of fc_o's input kept for backward)."""
     x, y, weights = task()
     x, y = split_data(x, y, mp_size, dp_size, rank)
     for layer in LAYERS:
@@ -415,11 +417,11 @@ def check_lesson(naive, megatron, mp_size, dp_size):
         for found, wanted in ((one[1], columns), (other[1], columns | {"fc_o": rows})):
             for name, array in (wanted | {"first": weights["first"]}).items():
                 assert_allclose(found[name], array, atol=1e-12, rtol=0)
-        # Naive: input and output forward; d x of fc_o and, in two halves, of the block backward. Five parts of n.
+        # Naive: input and output forward; backward d x of fc_o and, as two collectives, of the block. Five parts of n.
         assert one[2] == {"all-gather": [part, part, part], "reduce-scatter": [part, part]}
-        # Megatron: one all-reduce forward, one backward. Four, in two messages instead of five.
+        # Megatron: one all-reduce forward, one backward. Four parts, in two collectives instead of five.
         assert other[2] == {"all-reduce": [2 * part, 2 * part]}
-        # And fc_o's input, kept for the backward pass, is whole on every rank there and one part here.
+        # fc_o's input, kept for backward, is the whole of it in the naive form and one part in Megatron's.
         assert (one[3], other[3]) == (n, n // mp_size)
 
 

@@ -1,4 +1,4 @@
-"""Stage 1 as its users run it, under mpiexec: the serial curve bit for bit however the work is shared; one voice."""
+"""Stage 1 scripts under mpiexec: every way to divide the work gives the serial curve, and only the root prints."""
 
 import json
 import re
@@ -10,9 +10,9 @@ from gpt2core.app.checkpoint_directory import load_checkpoint
 from tests.support.jobs import script, succeeded
 from tests.support.mpi import mpiexec
 
-ROUNDING = 1e-5  # relative, of a loss: float32 and another order of the sums, over at most 20 steps
+ROUNDING = 1e-5  # relative error of a loss in float32 after at most 20 steps with another order of the sums
 STRATEGIES = ("naive", "flat", "overlap", "bucket")
-# Every stage of a step has something to do: clip, decay, schedule, shuffle, and a validation with a ragged last batch.
+# Uses every part of a step: clipping, decay, schedule, shuffling, and a validation with an incomplete last batch.
 RECIPE = (
     "--steps 4 --batch-size 8 --shuffle --schedule cosine --warmup 1 --clip 0.5 --weight-decay 0.1 "
     "--val-fraction 0.1 --eval-every 2"
@@ -30,7 +30,7 @@ def rows_of(log):
 
 
 def curve(log):
-    """All that must be the serial run's, to the last bit."""
+    """The log fields that must equal the serial run's bit for bit."""
     names = ("step", "loss", "lr", "grad_norm", "val_loss", "parameters_sha256")
     return [tuple(row.get(name) for name in names) for row in rows_of(log)]
 
@@ -41,7 +41,7 @@ def losses(log):
 
 @pytest.fixture(scope="module")
 def corpus(corpus, tmp_path_factory):
-    """The corpus with one word more: an even vocabulary, which two tensor-parallel ranks can share."""
+    """The corpus with one more word, for an even vocabulary, which two tensor-parallel ranks can divide."""
     path = tmp_path_factory.mktemp("even") / "corpus.txt"
     path.write_text(corpus.read_text(encoding="utf-8") + " indeed", encoding="utf-8")
     return path
@@ -49,13 +49,13 @@ def corpus(corpus, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def logs(tmp_path_factory):
-    """A place for the serial curves, each of which is computed once."""
+    """A directory for the serial logs, each of which is computed once."""
     return tmp_path_factory.mktemp("serial")
 
 
 @pytest.fixture
 def serial(train, corpus, logs):
-    """serial(*flags) -> the log of stage 0 with these flags on the corpus."""
+    """serial(*flags) -> path of the log of stage 0 with these flags."""
 
     def run(*flags):
         log = logs / re.sub(r"\W+", "_", " ".join(map(str, flags)))
@@ -80,14 +80,14 @@ def ranks(corpus, tmp_path):
     return run
 
 
-# -- the serial bits --------------------------------------------------------------------------------------------------
+# -- the serial bits ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.fast("2-bucket-1", "4-flat-0")
 @pytest.mark.parametrize("zero", [0, 1])
 @pytest.mark.parametrize("dp", STRATEGIES)
 @pytest.mark.parametrize("number", [2, 4])
-def test_every_way_to_share_the_gradients_gives_the_serial_bits(serial, ranks, number, dp, zero):
+def test_every_dp_strategy_and_zero_gives_the_serial_bits(serial, ranks, number, dp, zero):
     flags = ("--preset", "nano", *RECIPE.split())
     done, log = ranks(number, *flags, "--dp", dp, "--zero", zero, *BUCKETS)
     assert curve(log) == curve(serial(*flags))
@@ -95,7 +95,7 @@ def test_every_way_to_share_the_gradients_gives_the_serial_bits(serial, ranks, n
     assert rows_of(log)[0]["bytes_sent"] > 4 * int(re.search(r"([\d,]+) parameters", done.out)[1].replace(",", ""))
 
 
-def test_what_zero_gathers_beside_the_next_forward_gives_the_serial_bits(serial, ranks):
+def test_zero_gather_forward_gives_the_serial_bits(serial, ranks):
     flags = ("--preset", "nano", *RECIPE.split())
     done, log = ranks(
         4, *flags, "--dp", "bucket", "--zero", 1, "--zero-gather", "forward", "--verify-every", 1, *BUCKETS
@@ -119,24 +119,24 @@ def test_one_rank_and_threaded_ranks_give_the_serial_bits(serial, ranks):
     assert curve(log) == curve(serial(*flags)) and "on 2 threads" in done.out
 
 
-def test_three_ranks_are_the_serial_curve_but_for_rounding(serial, ranks):
+def test_three_ranks_equal_the_serial_curve_within_rounding(serial, ranks):
     flags = ("--preset", "nano", "--steps", 8, "--batch-size", 12)
     _, log = ranks(3, *flags, "--no-deterministic")
     np.testing.assert_allclose(losses(log), losses(serial(*flags)), rtol=ROUNDING)
 
 
 @pytest.mark.parametrize("name", ["mpi", "ring", "halving-doubling", "tree", "canonical"])
-def test_every_collective_trains_and_its_ranks_stay_alike(serial, ranks, name):
+def test_every_algorithm_trains_and_ranks_have_equal_parameters(serial, ranks, name):
     flags = ("--preset", "nano", "--steps", 4)
     done, log = ranks(4, *flags, "--collectives", name, "--deterministic", "--verify-every", 1)
     np.testing.assert_allclose(losses(log), losses(serial(*flags)), rtol=ROUNDING)
     serial_order = name in ("tree", "canonical")
-    if name != "mpi":  # whose order is the library's business
+    if name != "mpi":  # the order of the library's sum is unknown
         assert serial_order == (curve(log) == curve(serial(*flags)))
     assert serial_order != (f"note: --collectives {name} adds in its own order" in done.out)
 
 
-def test_ranks_that_shuffle_for_themselves_learn_too_and_say_so(serial, ranks):
+def test_local_shuffle_trains_reproducibly_and_prints_a_note(serial, ranks):
     flags = ("--preset", "nano", "--steps", 20, "--shuffle")
     done, log = ranks(2, *flags, "--local-shuffle")
     first, again = losses(log), losses(ranks(2, *flags, "--local-shuffle")[1])
@@ -145,12 +145,12 @@ def test_ranks_that_shuffle_for_themselves_learn_too_and_say_so(serial, ranks):
     assert first[-4:].mean() < first[:4].mean() - 0.5
 
 
-# -- tensor parallel --------------------------------------------------------------------------------------------------
+# -- tensor parallel ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.fast("4-1")
 @pytest.mark.parametrize("number, zero", [(2, 0), (4, 0), (4, 1)])
-def test_tensor_parallel_is_the_serial_curve_but_for_rounding(serial, ranks, tmp_path, number, zero):
+def test_tensor_parallel_equals_the_serial_curve_within_rounding(serial, ranks, tmp_path, number, zero):
     flags = ("--preset", "nano", *RECIPE.split())
     done, log = ranks(number, *flags, "--tp", 2, "--zero", zero, "--out", tmp_path / "run", "--verify-every", 1)
     assert f"{number} ranks: {number // 2} data x 2 tensor parallel" in done.out
@@ -163,7 +163,7 @@ def test_tensor_parallel_is_the_serial_curve_but_for_rounding(serial, ranks, tmp
 
 
 def assert_transformers_reads(directory, val_loss):
-    """A gathered checkpoint is what the Hugging Face library takes for a GPT-2: no name missing, none left over."""
+    """Assert that transformers loads the gathered checkpoint with every name expected, and with equal logits."""
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     path = directory / "latest"
@@ -173,7 +173,7 @@ def assert_transformers_reads(directory, val_loss):
     with torch.no_grad():
         theirs = model(ids).logits[0].numpy()
     ours = load_checkpoint(directory)
-    np.testing.assert_allclose(theirs, logits(ours, ids.numpy()), rtol=1e-4, atol=1e-5)  # two float32 programs
+    np.testing.assert_allclose(theirs, logits(ours, ids.numpy()), rtol=1e-4, atol=1e-5)  # two float32 implementations
 
 
 def logits(checkpoint, ids):
@@ -185,10 +185,10 @@ def logits(checkpoint, ids):
         return GPT2.of_arrays(checkpoint.config, checkpoint.parameters, NumpyBackend("fp32")).logits(ids).data[0]
 
 
-# -- checkpoints ------------------------------------------------------------------------------------------------------
+# -- checkpoints -------------------------------------------------------------------------------------------------------
 
 
-def test_a_checkpoint_of_any_ranks_goes_on_at_any_other_number(serial, train, ranks, tmp_path):
+def test_a_checkpoint_resumes_on_any_number_of_ranks(serial, train, ranks, tmp_path):
     flags = ("--preset", "nano", "--batch-size", 8, "--shuffle", "--warmup", 2, "--clip", 0.5, "--weight-decay", 0.1)
     want, out = curve(serial(*flags, "--steps", 13)), tmp_path / "run"
 
@@ -223,22 +223,23 @@ def test_a_checkpoint_of_any_ranks_goes_on_at_any_other_number(serial, train, ra
 FILES = {"config.json", "model.safetensors", "optimizer.safetensors", "state.json", "tokenizer.json"}
 
 
-def test_one_rank_speaks_for_all(ranks, tmp_path):
+def test_only_the_root_prints_and_logs(ranks, tmp_path):
     done, log = ranks(4, "--preset", "nano", "--steps", 3, "--sample", 5, "--out", tmp_path / "run")
-    said = done.out.splitlines()
+    lines = done.out.splitlines()
     for start in ("GPT-2 nano", "4 ranks", "step     0 ", "step     1 ", "step     2 ", "trained 3 steps", "Prompt"):
-        assert sum(line.startswith(start) for line in said) == 1, start
+        assert sum(line.startswith(start) for line in lines) == 1, start
     assert done.out.count("Continuation:") == 1 and [row["step"] for row in rows_of(log)] == [0, 1, 2]
 
 
-# -- fewer bytes ------------------------------------------------------------------------------------------------------
+# -- compression -------------------------------------------------------------------------------------------------------
 
-# kind: (share of the bytes, bound of the last loss's distance from the exact run's 1.76). Measured over 20 steps of
-# nano: 2e-6, 4e-4 and 9e-5; the bounds leave ten times as much, for other machines' rounding. int8 adds scales.
+# kind: (fraction of the bytes, bound of the difference of the last loss from the exact run's 1.76). The differences
+# after 20 steps of nano are 2e-6, 4e-4 and 9e-5; the bounds are ten times larger, for the rounding of other machines.
+# int8 also sends scales: 260 bytes for 256 elements.
 COMPRESSED = {"fp16": (0.5, 1e-4), "bf16": (0.5, 4e-3), "int8": (0.25, 1e-3)}
 
 
-def test_compressed_gradients_train_as_well_with_fewer_bytes(ranks):
+def test_compressed_gradients_reach_nearly_the_same_loss_with_fewer_bytes(ranks):
     flags = ("--preset", "nano", "--steps", 20)
     _, log = ranks(4, *flags, "--compress", "none", "--collectives", "ring")
     exact, whole = losses(log), rows_of(log)[-1]["bytes_sent"]
@@ -250,12 +251,12 @@ def test_compressed_gradients_train_as_well_with_fewer_bytes(ranks):
         assert 0 < abs(losses(log)[-1] - exact[-1]) < bound
 
 
-# -- inference --------------------------------------------------------------------------------------------------------
+# -- inference ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory, corpus):
-    """A tiny checkpoint that has learnt the corpus, trained by two ranks."""
+    """A checkpoint of preset tiny, trained on the corpus by two ranks."""
     out = tmp_path_factory.mktemp("weights") / "run"
     flags = ("--preset", "tiny", "--data", corpus, "--steps", 40, "--threads", 1, "--sample", 0, "--out", out)
     succeeded(script(2, *flags))
@@ -264,7 +265,7 @@ def weights(tmp_path_factory, corpus):
 
 @pytest.fixture
 def generate(weights):
-    """generate(ranks, *flags) -> what they print."""
+    """generate(ranks, *flags) -> stdout of inference.py."""
 
     def run(number, *flags):
         flags = ("--weights", weights, "--threads", 1, *flags)
@@ -278,7 +279,7 @@ DRAWN = ("--temperature", 1.5, "--top-k", 40, "--seed", 3)
 
 
 @pytest.mark.parametrize("draw", [(), (*DRAWN, "--stream")], ids=["greedy", "drawn, streamed"])
-def test_any_number_of_ranks_writes_the_serial_text(generate, infer, weights, draw):
+def test_any_number_of_ranks_generates_the_serial_text(generate, infer, weights, draw):
     want = infer("--weights", weights, "--threads", 1, *PROMPT, *draw)
     assert (want.code, want.err) == (0, "") and len(want.out.split("Continuation:\n")[1].split()) > 10
     for number in (1, 2, 3):
@@ -288,12 +289,12 @@ def test_any_number_of_ranks_writes_the_serial_text(generate, infer, weights, dr
         assert generate(2, *PROMPT, *DRAWN[:-1], 4) != want.out
 
 
-def test_statistics_are_told_once(generate):
+def test_statistics_are_printed_once(generate):
     out = generate(2, *PROMPT, "--stats")
     assert len(re.findall(r"^prompt tokens 3 \| new tokens 20 \| time to first token [\d.]+ ms", out, re.M)) == 1
 
 
-def test_prompts_shared_over_ranks_are_continued_as_alone_in_their_order(generate, infer, weights, tmp_path):
+def test_mode_batch_continues_each_prompt_as_a_single_run_does(generate, infer, weights, tmp_path):
     prompts = ["the model reads", "one token,", "it learns", "then another; it", "forgets nothing of café"]
     (tmp_path / "prompts.txt").write_text("\n".join(prompts) + "\n", encoding="utf-8")
     flags = ("--mode", "batch", "--prompts", tmp_path / "prompts.txt", "--max-new-tokens", 8, *DRAWN[:-1], 5)
@@ -308,7 +309,7 @@ def test_prompts_shared_over_ranks_are_continued_as_alone_in_their_order(generat
         assert f"Prompt {number + 1} ({alone.removeprefix('Prompt (').rstrip()}" in texts[0]
 
 
-def test_more_ranks_than_prompts_are_no_mistake(generate, tmp_path):
+def test_more_ranks_than_prompts_are_allowed(generate, tmp_path):
     (tmp_path / "prompts.txt").write_text("the model reads\n", encoding="utf-8")
     out = generate(3, "--mode", "batch", "--prompts", tmp_path / "prompts.txt", "--max-new-tokens", 4)
     assert out.count("Continuation:") == 1

@@ -1,4 +1,4 @@
-"""A rank that fails ends the job: nonzero, soon, the cause told once, the last checkpoint sound; no process stays."""
+"""A rank that fails ends the job soon, nonzero, with the cause printed once, a whole checkpoint and no process left."""
 
 import json
 import os
@@ -16,14 +16,14 @@ from gpt2core.app.checkpoint_directory import load_checkpoint
 from tests.support.jobs import STAGE, Job, mpi, script, succeeded
 from tests.support.mpi import ROOT, mpiexec
 
-SOON = 60  # seconds of a job that fails, from its start: two, or ten beside other work; one that hangs is never done
+SOON = 60  # seconds of a failing job from its start: usually 2, up to 10 under load; a job that hangs exceeds it
 LINUX = Path("/proc/self/environ").exists()
 
-# The script of stage 1, with fault(trainer), which is put in, called on every rank as step 3 begins.
+# The script of stage 1, which calls fault(trainer, rank) on every rank at the start of step 3.
 FAULTY = """
 import os, signal, sys
 from pathlib import Path
-from gpt2core.app import checkpoint_files as checkpoint
+from gpt2core.app import checkpoint_files
 from gpt2core.app.cli import train
 from gpt2core.errors import DataError
 from gpt2core.trainer import Trainer
@@ -53,7 +53,7 @@ def mpi_is_here():
 
 @pytest.fixture(scope="module")
 def unbroken(tmp_path_factory, corpus):
-    """The hash of the parameters after 8 steps that nothing interrupted."""
+    """The hash of the parameters after 8 uninterrupted steps."""
     log = tmp_path_factory.mktemp("unbroken") / "log.jsonl"
     succeeded(script(2, *NANO, "--data", corpus, "--steps", 8, "--log", log))
     return final_hash(log)
@@ -65,18 +65,18 @@ def final_hash(log):
 
 @pytest.fixture
 def run(corpus, tmp_path):
-    """Flags of a run of 8 steps that saves every second one of them in tmp_path / "run"."""
+    """Flags of a run of 8 steps that saves a checkpoint every 2 steps in tmp_path / "run"."""
     return (*NANO, "--data", corpus, "--steps", 8, "--checkpoint-every", 2, "--out", tmp_path / "run")
 
 
 def faulty(fault, *flags, ranks=4, **options):
-    """Run FAULTY with a fault, which is the body of a function of (trainer, rank) -> Done."""
+    """Run FAULTY with `fault`, the body of a function of (trainer, rank); returns Done."""
     code = FAULTY.format(fault=textwrap.indent(textwrap.dedent(fault).strip(), "    "))
     return mpi("-n", ranks, sys.executable, "-c", code, *flags, **options)
 
 
 def assert_failed(done, *causes, code=None):
-    """The job ended by itself, soon, with nothing left; each cause, one line at least, is told once."""
+    """Assert that the job ended soon and left no process, and that each cause is printed exactly once."""
     assert done.code == code if code else done.code not in (0, None), done.err
     assert done.seconds < SOON and not done.left
     for cause in causes:
@@ -84,13 +84,13 @@ def assert_failed(done, *causes, code=None):
 
 
 def assert_one_line(done, *words):
-    """All ranks have refused: the root says why in one line, and no launcher adds to it."""
+    """Assert that all ranks exited with code 2, and that stderr is exactly one error line of the root."""
     assert_failed(done, *words, code=2)
     assert done.err.startswith("error: ") and done.err.count("\n") == 1 and not done.out, done.err + done.out
 
 
-def assert_goes_on(directory, tmp_path, train, unbroken, step):
-    """The last checkpoint is of that step, whole, and leads where an unbroken run does."""
+def assert_resumes(directory, tmp_path, train, unbroken, step):
+    """Assert that the last checkpoint is of `step` and whole, and that resuming it gives the same parameters."""
     assert load_checkpoint(directory, with_optimizer=True).state["step"] == step
     assert not [path.name for path in directory.iterdir() if path.name.startswith(".")]
     log = tmp_path / "again.jsonl"
@@ -98,76 +98,79 @@ def assert_goes_on(directory, tmp_path, train, unbroken, step):
     assert (result.code, result.err) == (0, "") and final_hash(log) == unbroken
 
 
-# -- one rank fails in mid-run ----------------------------------------------------------------------------------------
+# -- one rank fails during a run ---------------------------------------------------------------------------------------
 
-ALONE = {  # name: (what happens on a rank as step 3 begins, what is told of it exactly once, exit code or None)
+FAULTS = {  # name: (fault at the start of step 3, texts that are printed exactly once, exit code or None)
     "kill -9": ("if rank == 1: os.kill(os.getpid(), signal.SIGKILL)", [], None),
     "kill -9 of the root": ("if rank == 0: os.kill(os.getpid(), signal.SIGKILL)", [], None),
-    "exception": ("if rank == 1: raise ZeroDivisionError('a strange fault')",
-        ["rank 1 of 4 failed:", "Traceback", "ZeroDivisionError: a strange fault"], 1),
-    # the others leave the root the time to speak and to end the job, which no other work may use up
-    "exception on all": ("from gpt2core import cli; cli.GRACE = 60; raise ZeroDivisionError('a strange fault')",
-        ["rank 0 of 4 failed:", "Traceback", "ZeroDivisionError: a strange fault"], None),
+    "exception": ("if rank == 1: raise ZeroDivisionError('an injected fault')",
+        ["rank 1 of 4 failed:", "Traceback", "ZeroDivisionError: an injected fault"], 1),
+    # a long GRACE: the other ranks wait until the root has printed its error and ended the job
+    "exception on all": (
+        "from gpt2core.app import command; command.GRACE = 60; raise ZeroDivisionError('an injected fault')",
+        ["rank 0 of 4 failed:", "Traceback", "ZeroDivisionError: an injected fault"], None),
     "memory": ("if rank == 2: raise MemoryError('no 3 GiB')", ["error: rank 2: out of memory (no 3 GiB): lower"], 2),
-    "user's": ("if rank == 1: raise DataError('a strange word')", ["error: rank 1: a strange word"], 2),
+    "user's": ("if rank == 1: raise DataError('an injected error')", ["error: rank 1: an injected error"], 2),
     "file": ("if rank == 3: raise OSError(5, 'Input/output error', 'x.bin')",
         ["error: rank 3: x.bin: Input/output error"], 2),
-    "exit": ("if rank == 1: sys.exit('enough')", ["rank 1 of 4 failed:", "SystemExit: enough"], 1),
+    "exit": ("if rank == 1: sys.exit('injected exit')", ["rank 1 of 4 failed:", "SystemExit: injected exit"], 1),
     "exit at once": ("if rank == 1: os._exit(7)", [], None),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ALONE)
-def test_a_rank_that_fails_alone_ends_all(train, run, tmp_path, unbroken, name):
-    fault, causes, code = ALONE[name]
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_on_one_rank_ends_the_job(train, run, tmp_path, unbroken, name):
+    fault, causes, code = FAULTS[name]
     done = faulty(fault, *run)
     assert_failed(done, *causes, code=code)
     if causes and causes[0].startswith("error:"):
-        assert done.lines == [line for line in done.err.splitlines() if line.startswith("error:")]  # nothing else
-    assert_goes_on(tmp_path / "run", tmp_path, train, unbroken, 2)
+        assert done.lines == [
+            line for line in done.err.splitlines() if line.startswith("error:")
+        ]  # no other error line
+    assert_resumes(tmp_path / "run", tmp_path, train, unbroken, 2)
 
 
-def test_a_thread_that_fails_while_messages_are_under_way_ends_all(run):
+def test_a_fault_in_a_thread_with_pending_messages_ends_the_job(run):
     fault = """
         from gpt2core.parallel.micro_batches import Lane
         original = Lane.collect
 
         def collect(lane, name, gradient):
             if rank == 1 and name == "transformer.h.0.attn.c_attn.bias" and lane.done:
-                raise ZeroDivisionError("a strange fault")
+                raise ZeroDivisionError("an injected fault")
             original(lane, name, gradient)
 
         Lane.collect = collect
     """
     done = faulty(fault, *run, "--threads", 2, "--batch-size", 8, "--dp", "overlap", ranks=2)
-    assert_failed(done, "rank 1 of 2 failed:", "\nZeroDivisionError: a strange fault", code=1)
+    assert_failed(done, "rank 1 of 2 failed:", "\nZeroDivisionError: an injected fault", code=1)
 
 
-def test_the_roots_full_disk_ends_all_and_leaves_the_checkpoint_before(train, run, tmp_path, unbroken):
+def test_a_full_disk_on_the_root_ends_the_job_and_keeps_the_last_checkpoint(train, run, tmp_path, unbroken):
     fault = """
         def save_file(tensors, path, **options):
             Path(path).write_bytes(b"half of it")
             raise OSError(28, "No space left on device")
 
-        checkpoint.save_file = save_file
+        checkpoint_files.save_file = save_file
     """
     done = faulty(fault, *run)
-    assert_failed(done, "error: rank 0: ", "step-00000004", "No space left on device", "as they were", code=2)
+    assert_failed(done, "error: rank 0: ", "step-00000004", "No space left on device", "are unchanged", code=2)
     assert len(done.lines) == 1
-    assert_goes_on(tmp_path / "run", tmp_path, train, unbroken, 2)
+    assert_resumes(tmp_path / "run", tmp_path, train, unbroken, 2)
 
 
 @pytest.mark.parametrize("rank, tp", [(1, 1), (2, 2)])
-def test_a_rank_whose_parameters_change_is_found_and_named(train, run, tmp_path, unbroken, rank, tp):
+def test_verify_every_names_a_rank_whose_parameters_differ(train, run, tmp_path, unbroken, rank, tp):
     fault = f"if rank == {rank}: trainer.parameters[5] += 1"
     sharded = ("--tp", 2, "--tokenizer", "byte") if tp == 2 else ()  # ranks 0 and 2 hold the same shard
     done = faulty(fault, *run, "--verify-every", 1, *sharded)
     assert_one_line_after_steps(done, f"error: step 3: the parameters of rank {rank} differ from those of rank 0 (SHA")
     if tp == 1:
-        assert_goes_on(tmp_path / "run", tmp_path, train, unbroken, 2)
+        assert_resumes(tmp_path / "run", tmp_path, train, unbroken, 2)
 
 
-def test_without_verify_every_the_end_finds_it_before_the_checkpoint(run, tmp_path):
+def test_the_final_check_finds_different_parameters_before_saving(run, tmp_path):
     done = faulty("if rank == 1: trainer.parameters[5] += 1", *run)
     assert_one_line_after_steps(done, "error: step 7: the parameters of rank 1 differ from those of rank 0")
 
@@ -177,7 +180,7 @@ def assert_one_line_after_steps(done, cause):
     assert done.err.count("\n") == 1
 
 
-def test_a_full_disk_under_the_log_ends_all_with_what_they_have(train, tmp_path, unbroken):
+def test_a_full_disk_for_the_log_ends_the_job_after_a_checkpoint(train, tmp_path, unbroken):
     if not os.path.exists("/dev/full"):
         pytest.skip("no /dev/full on this system")
     out = tmp_path / "run"
@@ -188,22 +191,22 @@ def test_a_full_disk_under_the_log_ends_all_with_what_they_have(train, tmp_path,
     assert load_checkpoint(out, with_optimizer=True).state["step"] == 2
 
 
-# -- signals ----------------------------------------------------------------------------------------------------------
+# -- signals -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("who", ["True", "rank == 1", "rank == 0"], ids=["all ranks", "rank 1", "the root"])
-def test_sigterm_to_all_or_one_saves_the_same_step_everywhere(train, run, tmp_path, unbroken, who):
+def test_sigterm_to_all_ranks_or_one_stops_all_after_the_same_step(train, run, tmp_path, unbroken, who):
     done = faulty(f"if {who}: os.kill(os.getpid(), signal.SIGTERM)", *run)
     assert_failed(done, code=143)
-    assert done.err == "" and done.out.count("stopped by signal 15 after 4 of 8 steps: continue with --resume") == 1
-    assert_goes_on(tmp_path / "run", tmp_path, train, unbroken, 4)
+    assert done.err == "" and done.out.count("stopped by signal 15 after 4 of 8 steps: go on with --resume") == 1
+    assert_resumes(tmp_path / "run", tmp_path, train, unbroken, 4)
 
 
 @pytest.mark.skipif(not LINUX, reason="ranks are found through /proc")
 @pytest.mark.parametrize("who", ["all ranks", "one rank", "mpiexec", "mpiexec, by ctrl-c"])
 def test_a_signal_from_outside_stops_and_saves(run, tmp_path, who):
     if who.startswith("mpiexec") and "--oversubscribe" in mpiexec():
-        pytest.skip("Open MPI's mpiexec kills the ranks: stage1_mpi.launch stands between")
+        pytest.skip("Open MPI's mpiexec kills the ranks: use stage1_mpi.launch")
     number = signal.SIGINT if who.endswith("ctrl-c") else signal.SIGTERM
     with Job("-n", 4, sys.executable, "train_gpt2.py", *run, "--steps", 10**6, cwd=STAGE) as job:
         job.wait_for("step    20 ")
@@ -220,7 +223,7 @@ def test_a_signal_from_outside_stops_and_saves(run, tmp_path, who):
 
 @pytest.mark.skipif(not LINUX, reason="ranks are found through /proc")
 @pytest.mark.parametrize("when", ["a rank at its start", "mpiexec"])
-def test_kill_9_from_outside_leaves_nobody(run, when):
+def test_kill_9_from_outside_leaves_no_process(run, when):
     with Job("-n", 4, sys.executable, "train_gpt2.py", *run, "--steps", 10**6, cwd=STAGE) as job:
         if when == "mpiexec":
             job.wait_for("step     2 ")
@@ -233,11 +236,11 @@ def test_kill_9_from_outside_leaves_nobody(run, when):
         assert_failed(job.done())
 
 
-# -- ranks that are not alike -----------------------------------------------------------------------------------------
+# -- ranks that differ -------------------------------------------------------------------------------------------------
 
 
-def unlike(first, second):
-    """Two ranks, each with words of its own -> Done."""
+def two_commands(first, second):
+    """Run two ranks, each with its own command line; returns Done."""
     return mpi("-n", 1, *first, ":", "-n", 1, *second)
 
 
@@ -253,13 +256,13 @@ SCRIPT = (sys.executable, "train_gpt2.py", *NANO, "--steps", 2)
         (("--help",), "rank 1 asks for --help or --version"),
     ],
 )
-def test_ranks_with_other_flags_are_named(flags, words):
-    assert_one_line(unlike(SCRIPT, (*SCRIPT, *flags)), words)
+def test_a_rank_with_different_flags_is_named(flags, words):
+    assert_one_line(two_commands(SCRIPT, (*SCRIPT, *flags)), words)
 
 
 @pytest.fixture
 def two_places(tmp_path, corpus):
-    """Two directories with another corpus.txt, as text and as a token file."""
+    """Two directories with different corpora, each as corpus.txt and as a token file."""
     for name, text in (("one", "a b c d e f g h " * 30), ("two", "a b c d e f g i " * 30)):
         (tmp_path / name / "tokens").mkdir(parents=True)
         (tmp_path / name / "corpus.txt").write_text(text)
@@ -277,33 +280,33 @@ def prepare_tokens(text, path):
 
 
 @pytest.mark.parametrize("flag, name", [("--data", "corpus.txt"), ("--data", "tokens"), ("--val-data", "corpus.txt")])
-def test_ranks_with_another_corpus_are_named(two_places, flag, name):
+def test_a_rank_with_a_different_corpus_is_named(two_places, flag, name):
     words = (sys.executable, STAGE / "train_gpt2.py", *NANO, "--steps", 2, flag, name)
-    done = unlike(("-wdir", two_places / "one", *words), ("-wdir", two_places / "two", *words))
+    done = two_commands(("-wdir", two_places / "one", *words), ("-wdir", two_places / "two", *words))
     assert_one_line(done, f"rank 1 has another {name}")
 
 
-def test_ranks_may_have_another_log_since_only_the_root_writes_it(two_places):
+def test_ranks_may_have_different_logs_because_only_the_root_writes_one(two_places):
     (two_places / "two" / "log.jsonl").write_text("an older one\n")
     (two_places / "one" / "log.jsonl").write_text("")
     words = (sys.executable, STAGE / "train_gpt2.py", *NANO, "--steps", 2, "--log", "log.jsonl")
-    succeeded(unlike(("-wdir", two_places / "one", *words), ("-wdir", two_places / "two", *words)))
+    succeeded(two_commands(("-wdir", two_places / "one", *words), ("-wdir", two_places / "two", *words)))
     assert (two_places / "two" / "log.jsonl").read_text() == "an older one\n"
 
 
-def test_ranks_with_another_version_of_the_code_are_named(tmp_path):
+def test_a_rank_with_a_different_version_of_the_code_is_named(tmp_path):
     for package in ("gpt2core", "stage0_serial", "stage1_mpi"):
         shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
     with open(tmp_path / "gpt2core" / "optimizer.py", "a") as file:
         file.write("\n# one line more\n")
     module = (sys.executable, "-m", "stage1_mpi.train_gpt2", *NANO, "--steps", 2)
     other = ("-wdir", tmp_path, "env", f"PYTHONPATH={tmp_path}", *module)
-    assert_one_line(unlike(("-wdir", ROOT, *module), other), "rank 1 has code ", ", but rank 0 has ")
+    assert_one_line(two_commands(("-wdir", ROOT, *module), other), "rank 1 has code ", ", but rank 0 has ")
 
 
-# -- what a user gets wrong -------------------------------------------------------------------------------------------
+# -- invalid flags and files -------------------------------------------------------------------------------------------
 
-MISTAKES = [  # ranks, flags, what the one line says
+MISTAKES = [  # ranks, flags, text of the error line
     (3, "--batch-size|16", "--batch-size 16 is not divisible by 3 ranks: use --batch-size 15 and --no-deterministic"),
     (4, "--batch-size|6", "--batch-size 6 is not divisible by 4 ranks: use --batch-size 8"),
     (3, "--batch-size|12", "--batch-size 12 makes 4 micro-batches, which 3 ranks do not divide"),
@@ -328,7 +331,7 @@ MISTAKES = [  # ranks, flags, what the one line says
 
 @pytest.fixture(scope="module")
 def places(tmp_path_factory, corpus):
-    """{name: path} of what MISTAKES put in braces."""
+    """{name: path} for the names in braces in MISTAKES."""
     home = tmp_path_factory.mktemp("mistakes")
     text = corpus.read_text(encoding="utf-8")
     (home / "less").write_text(text[: len(text) // 2], encoding="utf-8")
@@ -337,14 +340,14 @@ def places(tmp_path_factory, corpus):
 
 
 @pytest.mark.parametrize("ranks, flags, words", MISTAKES, ids=[f"{row[0]} {row[1]}" for row in MISTAKES])
-def test_a_mistake_is_one_line_of_one_rank(places, ranks, flags, words):
+def test_a_mistake_is_one_error_line(places, ranks, flags, words):
     flags = flags.format(**places).split("|")
     model = () if "--resume" in flags else NANO
     assert_one_line(script(ranks, *model, "--threads", 1, "--steps", 2, *flags), words)
 
 
-@pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="a file that nobody can read")
-def test_a_corpus_that_cannot_be_read_ends_all():
+@pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="needs a file that cannot be read")
+def test_a_corpus_that_cannot_be_read_ends_the_job():
     assert_one_line(script(2, *NANO, "--data", "/proc/self/mem"), "cannot read /proc/self/mem: Input/output error")
 
 
@@ -364,7 +367,7 @@ def test_a_mistake_in_inference_is_one_line_of_one_rank(flags, words):
 
 
 @pytest.mark.parametrize("flag", ["--dp flat", "--zero 1", "--tp 1", "--verify-every 5", "--local-shuffle"])
-def test_stage_0_has_no_ranks_to_speak_of(train, flag):
+def test_flags_for_ranks_are_errors_in_stage_0(train, flag):
     result = train("--preset", "nano", *flag.split())
     assert result.code == 2 and result.out == ""
     assert result.err.startswith(f"error: {flag}") and "is for many ranks" in result.err and result.err.count("\n") == 1
@@ -380,13 +383,13 @@ def test_a_missing_mpi_names_the_pip_command(tmp_path, raised):
     assert_one_line(done, "stage 1 needs mpi4py and an MPI library: pip install mpi4py mpich", "cannot ")
 
 
-def test_help_and_version_are_told_once(tmp_path):
+def test_help_and_version_are_printed_once(tmp_path):
     done = succeeded(script(2, "--help"))
     assert done.out.count("usage: ") == 1 and "--verify-every" in done.out
     assert succeeded(script(2, "--version", name="inference.py")).out.startswith("staged-gpt2 ")
 
 
-def test_stage_0_on_several_ranks_is_refused_once():
+def test_stage_0_on_several_ranks_is_one_error():
     done = mpi("-n", 3, sys.executable, "-m", "stage0_serial.train_gpt2", cwd=ROOT)
     assert (done.code, len(done.lines), done.left) == (2, 1, ()), done.err
     assert "3 processes were started" in done.lines[0] and "use stage 1, or leave the launcher out" in done.lines[0]

@@ -1,4 +1,4 @@
-"""The memory model: its sum is what a step allocates, and where that is too much it says what would fit."""
+"""The memory model: its sum is what a step allocates, and its error message names options that fit."""
 
 import gc
 import re
@@ -34,11 +34,11 @@ from stage2_cuda.kernels.codecs import FusedCodec
 from stage2_cuda.memory_model import (
     MARGIN,
     WIDE,
+    explain_generation_oom,
+    explain_training_oom,
     generation_memory,
     is_out_of_memory,
     largest_batch,
-    no_room_to_train,
-    no_room_to_write,
     training_memory,
 )
 from stage2_cuda.runtime import triton_launch
@@ -53,7 +53,7 @@ CONFIG = PRESETS["nano"]
 gpu = pytest.mark.gpu
 in_the_interpreter = pytest.mark.skipif(not triton_launch.interpreted(), reason="counts NumPy's allocations")
 
-# the layers, the head, the parameters: what is most of it differs
+# in each, another term is the largest: the layers, the head, the parameters
 SIZES = [
     (GPT2Config(172, 128, 6, 4, 64, tied=False), 16, 128, 1),
     (GPT2Config(20000, 64, 2, 4, 64, tied=True), 16, 64, 1),
@@ -62,7 +62,7 @@ SIZES = [
 
 
 def keeping():
-    """A side stream that keeps operands as on a GPU; what it allocates itself is in this process's only heap."""
+    """A side stream that keeps its operands alive as on a GPU, and allocates in the heap of this process."""
     stream = Stream()
     cuda = SimpleNamespace(Stream=lambda **_: stream, get_current_stream=lambda: stream, Event=Event)
     return SideStream(SimpleNamespace(cuda=cuda))
@@ -70,7 +70,7 @@ def keeping():
 
 def trainer_of(monkeypatch, backend, config, batch, seq_len, **options):
     """A Trainer whose kernels do nothing, and that has been given `batch` sequences."""
-    monkeypatch.setattr(triton_launch.runtime(), "launch", lambda *_: None)
+    monkeypatch.setattr(triton_launch.launcher(), "launch", lambda *_: None)
     monkeypatch.setattr(backend.products.gemm, "matmul", lambda *_, **__: None)
     windows = Windows(np.arange(batch * seq_len + 1) % config.vocab_size, seq_len)
     trainer = Trainer(config, [backend], seq_len=seq_len, **options)
@@ -98,7 +98,7 @@ def peak_of(*args, steps=1, **options):
 @pytest.mark.parametrize("side", [NoStream, keeping])
 @pytest.mark.parametrize("config, batch, seq_len, micro_batches", SIZES, ids=["layers", "head", "parameters"])
 def test_the_model_is_what_a_step_allocates(monkeypatch, precision, wide, side, config, batch, seq_len, micro_batches):
-    """Within 10 %, with kernels that do nothing: what an array is for does not matter here, only when it is there."""
+    """Within 10 %, with kernels that do nothing: only the lifetime and the size of each array matter."""
     for module in (memory, products):
         monkeypatch.setattr(module, "WIDE", wide)
     backend = CudaBackend(precision)
@@ -138,7 +138,7 @@ def pooled(monkeypatch, config):
     ],
 )
 def test_the_model_is_what_cupy_s_pools_hold(monkeypatch, preset, batch, micro_batches, how):
-    """Within 1 %: what is let go is used again, because nothing small stays in the middle of it."""
+    """Within 1 %: freed blocks are reused, because no small live array splits them."""
     config = PRESETS[preset]
     backend, _, drawn = pooled(monkeypatch, config)
     sizes = dict(batch_size=batch, seq_len=config.block_size, micro_batches=micro_batches)
@@ -153,7 +153,7 @@ def test_the_model_is_what_cupy_s_pools_hold(monkeypatch, preset, batch, micro_b
 
 
 @in_the_interpreter
-def test_a_trainer_that_is_dropped_gives_all_of_its_memory_back(monkeypatch):
+def test_deleting_a_trainer_frees_all_of_its_memory(monkeypatch):
     def trained():
         backend, cupy, _ = pooled(monkeypatch, PRESETS["gpt2"])
         trainer = trainer_of(monkeypatch, backend, PRESETS["gpt2"], 8, 1024, batch_size=8, micro_batches=1)
@@ -171,7 +171,7 @@ def test_a_trainer_that_is_dropped_gives_all_of_its_memory_back(monkeypatch):
 
 
 @gpu
-def test_trainers_that_follow_each_other_do_not_add_up():
+def test_memory_does_not_grow_over_successive_trainers():
     import cupy
 
     def free_after_training():
@@ -249,7 +249,7 @@ def test_the_model_is_what_a_step_of_one_of_many_ranks_allocates(monkeypatch, ki
 
 
 def train_alone(*flags):
-    """train_gpt2.py as a process of its own: CuPy's pools in this one hold what other tests have left in them."""
+    """Run train_gpt2.py in a new process, because CuPy's pools of this one hold memory of other tests."""
     words = [sys.executable, "-m", "stage2_cuda.train_gpt2", *map(str, flags), "--sample", "0"]
     return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=300)
 
@@ -265,43 +265,43 @@ def test_the_model_is_within_a_tenth_of_what_a_run_says(precision, flags):
     assert held == pytest.approx((sum(terms.values()) - terms["context"]) / GIB, rel=0.1)
 
 
-# -- what would fit ---------------------------------------------------------------------------------------------------
+# -- suggestions -----------------------------------------------------------------------------------------------------
 
 
 def needed(*step):
     return sum(training_memory(*step).values())
 
 
-def test_the_batch_that_is_named_fits_and_a_larger_one_does_not():
+def test_the_suggested_batch_fits_and_a_larger_one_does_not():
     config, free = PRESETS["gpt2"], 40 * GIB
-    told = no_room_to_train(config, 512, 1024, "bf16", 1, 1, free)
-    assert "--batch-size 512 of 1024 tokens in 1 micro-batch takes about" in told and "40.0 GiB are free" in told
+    told = explain_training_oom(config, 512, 1024, "bf16", 1, 1, free)
+    assert "--batch-size 512 of 1024 tokens in 1 micro-batch needs about" in told and "only 40.0 GiB are free" in told
     batch, shards = map(int, re.search(r"use --batch-size (\d+) or --micro-batches (\d+)$", told).groups())
     assert MARGIN * needed(config, batch, 1024, "bf16") <= free < MARGIN * needed(config, batch + 1, 1024, "bf16")
     assert MARGIN * needed(config, 512, 1024, "bf16", shards) <= free
     assert MARGIN * needed(config, 512, 1024, "bf16", shards // 2) > free
 
 
-def test_ranks_share_the_batch_and_what_is_named_can_be_divided():
-    told = no_room_to_train(PRESETS["gpt2"], 512, 1024, "bf16", 8, 4, 20 * GIB)
+def test_the_suggested_batch_is_divisible_by_the_micro_batches_of_all_ranks():
+    told = explain_training_oom(PRESETS["gpt2"], 512, 1024, "bf16", 8, 4, 20 * GIB)
     batch = int(re.search(r"--batch-size (\d+) or", told)[1])
     assert batch % 8 == 0 and needed(PRESETS["gpt2"], batch // 4, 1024, "bf16", 2) < 20 * GIB
 
 
-def test_what_ranks_share_is_named_and_zero_where_it_is_enough():
+def test_zero_and_compression_are_suggested_if_they_suffice():
     config, sizes = PRESETS["gpt2-xl"], (1024, "bf16", 4, 4)
     with_zero = sum(training_memory(config, 1, 1024, "bf16", 1, 4, ParallelConfig(zero=1)).values())
-    told = no_room_to_train(config, 4, *sizes, MARGIN * with_zero + GIB)
-    assert told.startswith("--batch-size 4 of 1024 tokens in 4 micro-batches takes") and told.endswith("use --zero 1")
-    told = no_room_to_train(
+    told = explain_training_oom(config, 4, *sizes, MARGIN * with_zero + GIB)
+    assert told.startswith("--batch-size 4 of 1024 tokens in 4 micro-batches needs") and told.endswith("use --zero 1")
+    told = explain_training_oom(
         config, 4, *sizes, MARGIN * with_zero + GIB, ParallelConfig(zero=1, tp=5, compress="int8"), True
     )
-    assert "in 4 micro-batches with --tp 5 --zero 1 --compress int8 takes about" in told and "use" in told
-    told = no_room_to_train(config, 4, *sizes, MARGIN * with_zero + GIB, ParallelConfig(zero=1, compress="bf16"))
+    assert "in 4 micro-batches with --tp 5 --zero 1 --compress int8 needs about" in told and "use" in told
+    told = explain_training_oom(config, 4, *sizes, MARGIN * with_zero + GIB, ParallelConfig(zero=1, compress="bf16"))
     assert told.endswith("use --compress none")
 
 
-def test_each_way_to_share_takes_what_it_takes():
+def test_the_terms_of_each_kind_of_parallelism():
     config, sizes = PRESETS["gpt2"], (8, 1024, "bf16", 1)
     alone = training_memory(config, *sizes)
     assert training_memory(config, *sizes, 4, ParallelConfig(zero=1))["moments"] == alone["moments"] / 4
@@ -312,7 +312,7 @@ def test_each_way_to_share_takes_what_it_takes():
         dp: training_memory(config, *sizes, 4, ParallelConfig(dp=dp), in_order=True) for dp in ("flat", "bucket")
     }
     assert in_order["flat"]["sums over ranks"] == alone["gradients"]
-    largest = 50257 * 768 + 25e6 / 4  # a bucket ends with a parameter, and this one is a bucket of its own
+    largest = 50257 * 768 + 25e6 / 4  # a bucket ends at the end of a parameter; wte is larger than a bucket
     assert in_order["bucket"]["sums over ranks"] == pytest.approx(4 * largest)
     kept = training_memory(config, *sizes, 4, ParallelConfig(dp="bucket", compress="int8"))["compression"]
     assert 1.25 * alone["gradients"] < kept < 2.5 * alone["gradients"]
@@ -331,12 +331,14 @@ def test_the_flags_of_many_ranks_reach_the_memory_model(monkeypatch):
     assert step_sizes(args, 4, 2)[-1] is False
 
 
-def test_where_no_batch_fits_another_model_is_the_way_out():
-    assert no_room_to_train(PRESETS["gpt2-xl"], 4, 1024, "fp32", 1, 1, 20 * GIB).endswith(
-        ": use a smaller --seq-len, or a smaller model"
+def test_if_no_batch_fits_a_smaller_model_is_suggested():
+    assert explain_training_oom(PRESETS["gpt2-xl"], 4, 1024, "fp32", 1, 1, 20 * GIB).endswith(
+        "; use a smaller --seq-len, or a smaller model"
     )
-    assert no_room_to_write(PRESETS["gpt2-xl"], "fp32", 4 * GIB).endswith("use --precision bf16, or a smaller model")
-    assert no_room_to_write(PRESETS["gpt2-xl"], "bf16", 2 * GIB).endswith("use a smaller model")
+    assert explain_generation_oom(PRESETS["gpt2-xl"], "fp32", 4 * GIB).endswith(
+        "use --precision bf16, or a smaller model"
+    )
+    assert explain_generation_oom(PRESETS["gpt2-xl"], "bf16", 2 * GIB).endswith("use a smaller model")
     assert generation_memory(PRESETS["gpt2"], "bf16")["keys and values"] == 12 * 2 * 2 * 1024 * 768
 
 
@@ -356,15 +358,15 @@ def test_the_largest_batch_is_found(most, step):
         (RuntimeError("cudaErrorIllegalAddress"), False),
     ],
 )
-def test_who_found_no_memory(error, is_it):
+def test_which_errors_are_out_of_memory(error, is_it):
     assert is_out_of_memory(error) is is_it
 
 
-# -- how it is told ---------------------------------------------------------------------------------------------------
+# -- error messages ---------------------------------------------------------------------------------------------------
 
 
 class Small(NumpyBackend):
-    """Stage 0 on a device that has no room for a step."""
+    """Stage 0 on a device without enough memory for a step."""
 
     def out_of_memory(self, error, config, batch_size=None, seq_len=None, *sizes, **shared):
         return f"no room for {batch_size} x {seq_len}" if is_out_of_memory(error) else None
@@ -376,7 +378,7 @@ class Small(NumpyBackend):
         raise MemoryError("of no interest")
 
 
-def test_no_room_is_one_line(command, train, corpus, tmp_path):
+def test_out_of_memory_is_one_line(command, train, corpus, tmp_path):
     flags = ("--preset", "nano", "--data", corpus, "--steps", 1)
     result = command(cli.train, *flags, backend=Small)
     assert (result.code, result.err) == (2, "error: no room for 4 x 16\n")
@@ -386,9 +388,9 @@ def test_no_room_is_one_line(command, train, corpus, tmp_path):
 
 
 @gpu
-def test_a_batch_that_is_too_large_is_one_line_and_the_one_it_names_fits():
+def test_a_batch_that_is_too_large_is_one_line_and_the_suggested_one_fits():
     flags = ("--preset", "gpt2-medium", "--steps", 3, "--precision", "bf16")
-    batch = 256  # 200 GiB of activations; a GPU of less than 20 GiB has no room for any
+    batch = 256  # 200 GiB of activations; with less than 20 GiB no batch fits
     for _ in range(2):
         done = train_alone(*flags, "--batch-size", batch)
         if done.returncode == 0:
@@ -418,5 +420,5 @@ def test_a_batch_that_is_too_large_is_one_line_and_the_one_it_names_fits():
         ("the Triton interpreter", "fp32", None),
     ],
 )
-def test_the_peak_is_that_of_the_data_sheet_or_unknown(name, precision, peak):
+def test_the_peak_is_the_data_sheet_s_or_unknown(name, precision, peak):
     assert peak_flops(name, precision) == peak

@@ -175,18 +175,18 @@ ELSEWHERE = {
     "rounding.rounding_kernel": "bf16 and --rounding stochastic: the copy of the parameters, after a resume",
     "cross_entropy.backward_kernel": "a vocabulary that is divided over ranks: stage 3",
     "cached_attention.cached_kernel": "layers that are divided over ranks: stage 3",
-    "batched.columns_kernel": "texts that are continued together",
-    "batched.attend_kernel": "texts that are continued together",
-    "batched.partial_kernel": "texts that are continued together",
-    "sampling.given_kernel": "a rule of the caller's own",
-    "sampling.whole_kernel": "a draw",
-    "sampling.cut_kernel": "a draw",
-    "sampling.drawn_kernel": "a draw",
+    "batched.linear_kernel": "generation of two or more sequences",
+    "batched.attention_kernel": "generation of two or more sequences",
+    "batched.split_k_kernel": "generation of two or more sequences",
+    "sampling.append_given_kernel": "a sampling rule of the caller",
+    "sampling.first_round_kernel": "top-k and top-p sampling",
+    "sampling.search_kernel": "top-k and top-p sampling",
+    "sampling.append_sampled_kernel": "top-k and top-p sampling",
 }
 
 
 def test_every_kernel_is_launched_by_a_step_a_validation_and_a_generated_token(monkeypatch):
-    launched, runtime = set(), triton_launch.runtime()
+    launched, runtime = set(), triton_launch.launcher()
 
     def launch(kernel, *arguments, original=runtime.launch):
         launched.add(name_of(kernel))
@@ -198,16 +198,16 @@ def test_every_kernel_is_launched_by_a_step_a_validation_and_a_generated_token(m
     step = set(launched)
     evaluate(trainer, Windows(np.arange(UNTIED.block_size + 1), UNTIED.block_size))
     list(generate(current_model(trainer), [1] * 15, 3))  # one by prefill, one over the cache, one by the whole window
-    of_a_row = "transpose", "sums_of_columns", "normed_row", "attend_span", "joined", "added_row"
-    generation = {"batched.norm", "batched.unembed", *(f"single_row.{name}" for name in of_a_row)}
-    generation |= {"last_token.last_rows", "last_token.windows", "sampling.likeliest", "cross_entropy.forward"}
+    single = "transpose", "fold_layernorm", "layernorm_linear", "split_keys", "combine_product", "linear_residual"
+    generation = {"batched.layernorm", "batched.unembed", *(f"single_row.{name}" for name in single)}
+    generation |= {"last_token.last_rows", "last_token.windows", "sampling.append_greedy", "cross_entropy.forward"}
     assert launched - step == {f"{name}_kernel" for name in generation}
     assert set(all_kernels(stages=[2])) - launched == ELSEWHERE.keys()
 
 
 @in_the_interpreter
 def test_the_sanitizer_s_program_launches_every_kernel(monkeypatch):
-    monkeypatch.setattr(triton_launch.runtime(), "launch", lambda *_: None)
+    monkeypatch.setattr(triton_launch.launcher(), "launch", lambda *_: None)
     assert program(np, ("float32", "float16")) == set()
 
 

@@ -1,4 +1,4 @@
-"""Stage 3 on GPUs: every collective against NumPy, in a graph too; stage 2's bits on 1, 2 and 4 ranks; clean ends."""
+"""Stage 3 on GPUs: collectives against NumPy and in graphs, stage 2's bits on 1, 2 and 4 ranks, and failures."""
 
 import json
 import os
@@ -30,20 +30,20 @@ from tests.support.mpi import ROOT, mpiexec, run_mpi
 pytestmark = pytest.mark.gpu
 
 STAGE = ROOT / "stage3_mpi_cuda"
-LIMIT = 240  # seconds of a job: its ranks may have kernels to compile first
+LIMIT = 240  # seconds of a job, which may compile kernels first
 SOON = 30  # seconds from a failure to the end of the job
 TYPES = ["float32", "float64", "int32", "int64", "float16", "bfloat16"]
 
 
 @pytest.fixture
 def gpus():
-    """gpus(n): skip the test where there are fewer."""
+    """gpus(n): skip the test if there are fewer than n GPUs."""
     import cupy
 
     def need(count):
         there = cupy.cuda.runtime.getDeviceCount()
         if there < count:
-            pytest.skip(f"needs {count} GPUs, and there are {there}")
+            pytest.skip(f"needs {count} GPUs, but there are {there}")
 
     mpiexec()  # or skip
     return need
@@ -59,7 +59,7 @@ def world_of(host, transport):
 
 
 def rounded(x, name):
-    """A float32 or integer array with the values that `name` can hold, of a type that NumPy can compare."""
+    """x rounded to dtype `name`; 16-bit values as float32, because NumPy has no bfloat16."""
     return x.astype(dtype_of(name)).astype(np.float32) if name.endswith("16") else x
 
 
@@ -70,14 +70,14 @@ def to_gpu(x, name):
 
 
 def same(got, want, name):
-    """Bit for bit; `got` an array of the GPU in type `name`, want as rounded() gives it."""
+    """Assert equal bits: `got` is a GPU array of dtype `name`, `want` is converted by rounded()."""
     assert got.dtype == dtype_of(name) and got.flags.c_contiguous
     got = (got.astype(np.float32) if name.endswith("16") else got).get()
     np.testing.assert_array_equal(got, rounded(want, name))
 
 
 def poisoned(like):
-    """An array of the same kind, full of NaN, or of -1 where there is no such number."""
+    """An array like `like`, filled with NaN, or with -1 for integers."""
     import cupy
 
     out = cupy.empty(like.shape, like.dtype)
@@ -86,7 +86,7 @@ def poisoned(like):
 
 
 def check_collectives(world, name, rows):
-    """Each collective against NumPy, out of place, in place, into NaN; xs of all ranks are known to every rank."""
+    """Assert that each collective equals NumPy: out of place, in place, and into an out filled with NaN."""
     p, r = world.size, world.rank
     kind = np.float32 if name.endswith("16") else np.dtype(name)
     xs = [rounded(x, name) for x in rank_inputs(rows, p, (rows, 3), kind)]
@@ -124,11 +124,11 @@ def check_collectives(world, name, rows):
 
 def collectives(host, transport):
     world = world_of(host, transport)
-    for name in TYPES if transport == "nccl" else TYPES[:4]:  # MPI rounds 16 bits at each addition
+    for name in TYPES if transport == "nccl" else TYPES[:4]:  # MPI rounds 16-bit types at each addition
         for rows in (1, 7, 1000):
             check_collectives(world, name, rows)
     same(world.all_reduce(to_gpu(np.float32(world.rank), "float32")), np.float32(sum(range(world.size))), "float32")
-    group = world.split(world.rank % 2, key=-world.rank)  # a group of one where there are two ranks
+    group = world.split(world.rank % 2, key=-world.rank)  # with two ranks, a group of one
     members = [rank for rank in range(world.size) if rank % 2 == world.rank % 2][::-1]
     same(group.all_gather(to_gpu(np.float32([world.rank]), "float32")), np.float32(members), "float32")
     exchange(world)
@@ -136,12 +136,12 @@ def collectives(host, transport):
 
 
 def exchange(world):
-    """All send before they receive."""
+    """Every rank sends before it receives."""
     to, source = (world.rank + 1) % world.size, (world.rank - 1) % world.size
     x, out = to_gpu(np.full(1 << 20, world.rank, np.float32), "float32"), to_gpu(np.zeros(1 << 20), "float32")
-    sent, came = world.send_start(x, to), world.recv_start(out, source)
-    same(came.wait(), np.full(1 << 20, source, np.float32), "float32")
-    sent.wait()
+    send, receive = world.send_start(x, to), world.recv_start(out, source)
+    same(receive.wait(), np.full(1 << 20, source, np.float32), "float32")
+    send.wait()
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
@@ -152,30 +152,30 @@ def test_every_collective_equals_its_oracle(gpus, ranks):
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_every_collective_through_the_host_equals_its_oracle(gpus, ranks):
-    gpus(1)  # which the ranks may share
+    gpus(1)  # the ranks may share one
     assert run_mpi(ranks, collectives, "mpi", timeout=LIMIT) == ["mpi"] * ranks
 
 
 def large_sums(host, transport, megabytes):
-    """An all-reduce of many chunks, of a length that nothing divides."""
+    """An all-reduce of many chunks, whose length is not divisible by the ranks."""
     world = world_of(host, transport)
     xs = rank_inputs(3, world.size, (megabytes * 250_000 + 3,), np.float32)
     x = to_gpu(xs[world.rank], "float32")
     same(world.all_reduce(x, out=x), tree_sum(xs), "float32")
     world.use_collectives(world.native_collectives)
     got, want = world.all_reduce(to_gpu(xs[world.rank], "float32")).get(), tree_sum(xs)
-    # another order of at most four float32 numbers, which may cancel
+    # the sum of at most four float32 numbers in another order; they may cancel
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5 * np.abs(xs).max())
 
 
 @pytest.mark.parametrize("transport", ["nccl", "mpi"])
-def test_a_large_sum_is_the_canonical_tree_s(gpus, transport):
+def test_a_large_sum_has_the_canonical_order(gpus, transport):
     gpus({"nccl": 2, "mpi": 1}[transport])
     run_mpi(2, large_sums, transport, 100, timeout=LIMIT)
 
 
 def recorded(host):
-    """Collectives of two groups beside kernels, run, recorded and replayed, each time with other numbers."""
+    """Collectives of two groups and kernels in one CUDA graph: run, captured and replayed with new inputs each time."""
     import cupy
 
     world = world_of(host, "nccl")
@@ -198,21 +198,21 @@ def recorded(host):
         x.set(xs[r])
         results = replay()()
         cupy.cuda.runtime.deviceSynchronize()
-        gathered, got = map(cupy.asarray, results)  # from the second call on they are on the host
+        gathered, got = map(cupy.asarray, results)  # on the host from the second call on
         same(gathered, tree_sum(xs), "float32")
         same(got, tree_sum(xs) + xs[r] * 2, "float32")
     return replay.graph is not None
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_collectives_are_recorded_with_the_kernels_around_them(gpus, ranks):
+def test_collectives_are_captured_with_the_kernels_around_them(gpus, ranks):
     gpus(ranks)
     assert run_mpi(ranks, recorded, timeout=LIMIT) == [True] * ranks
 
 
 # -- training ----------------------------------------------------------------------------------------------------------
 
-STEPS, SHARDS = 5, 4  # the first runs, the second is recorded, the others are replayed
+STEPS, SHARDS = 5, 4  # the first is run, the second is captured, the others are replays
 
 
 def trained(world, precision, deterministic=True, micro_batches=SHARDS, **parallel):
@@ -242,7 +242,7 @@ WAYS += [dict(dp=dp, zero=1, zero_gather="forward") for dp in ("flat", "bucket")
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_every_way_to_share_the_gradients_has_stage_2_s_bits(gpus, ranks, precision):
+def test_every_dp_strategy_and_zero_has_stage_2_s_bits(gpus, ranks, precision):
     gpus(ranks)
     want = trained(None, precision)
     ways = [dict(precision=precision, **way) for way in WAYS]
@@ -250,7 +250,7 @@ def test_every_way_to_share_the_gradients_has_stage_2_s_bits(gpus, ranks, precis
         assert results == [want] * len(ways)
 
 
-def test_gradients_that_overflow_in_fp16_are_made_again_by_all_ranks(gpus):
+def test_fp16_overflow_repeats_the_step_on_all_ranks(gpus):
     gpus(2)
     want = trained(None, "fp16")
     ways = [dict(precision="fp16", **way) for way in (dict(dp="flat"), dict(zero=1))]
@@ -258,7 +258,7 @@ def test_gradients_that_overflow_in_fp16_are_made_again_by_all_ranks(gpus):
         assert results == [want] * 2
 
 
-def test_ranks_that_share_a_gpu_have_stage_2_s_bits_through_the_host(gpus):
+def test_ranks_that_share_a_gpu_have_stage_2_s_bits_with_transport_mpi(gpus):
     gpus(1)
     want = trained(None, "fp32")
     ways = [dict(precision="fp32", dp="flat"), dict(precision="fp32", dp="bucket", zero=1)]
@@ -272,7 +272,7 @@ def near(result, want, tolerance):
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_the_fast_mode_has_stage_2_s_curve_and_all_ranks_the_same_parameters(gpus, ranks):
+def test_no_deterministic_has_nearly_stage_2_s_curve_and_equal_parameters_on_all_ranks(gpus, ranks):
     gpus(ranks)
     want = trained(None, "fp32", deterministic=False, micro_batches=1)
     ways = [
@@ -310,7 +310,7 @@ def curve(log):
     return [(row["loss"], row["grad_norm"], row.get("parameters_sha256")) for row in rows_of(log)]
 
 
-def test_two_ranks_train_and_write_as_one(gpus, tmp_path):
+def test_two_ranks_train_and_generate_as_one(gpus, tmp_path):
     gpus(2)
     logs = []
     for ranks in (1, 2):
@@ -332,8 +332,8 @@ def test_two_ranks_train_and_write_as_one(gpus, tmp_path):
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_what_zero_gathers_beside_the_next_forward_is_there_for_whoever_reads_between_steps(gpus, tmp_path, precision):
-    """Validation, checkpoints, the comparison of ranks and a resume, among recorded steps: as gathered at the end."""
+def test_zero_gather_forward_is_complete_for_every_reader_between_steps(gpus, tmp_path, precision):
+    """Validation, checkpoints, verification and resume between captured steps: as with --zero-gather end."""
     gpus(2)
     curves = []
     for when in ("end", "forward"):
@@ -349,7 +349,7 @@ def test_what_zero_gathers_beside_the_next_forward_is_there_for_whoever_reads_be
     assert curves[0] == curves[1] and len(curves[0]) == 9
 
 
-def test_the_size_of_a_bucket_is_measured_and_kept_with_the_run(gpus, tmp_path):
+def test_the_measured_bucket_size_is_printed_and_saved(gpus, tmp_path):
     gpus(2)
     flags = (*TINY, "--steps", 4, "--dp", "bucket", "--verify-every", 1)
     done = script(2, *flags, "--out", tmp_path / "run")
@@ -361,18 +361,18 @@ def test_the_size_of_a_bucket_is_measured_and_kept_with_the_run(gpus, tmp_path):
     assert "a message" not in script(2, *flags, "--deterministic").out
 
 
-def test_ranks_that_outnumber_the_gpus_share_and_say_so(gpus, tmp_path):
+def test_more_ranks_than_gpus_share_them_and_print_a_note(gpus, tmp_path):
     gpus(1)
     flags, one = (*TINY, "--steps", 3), dict(CUDA_VISIBLE_DEVICES="0")
     done = script(2, *flags, **one)
     assert (done.code, done.left) == (0, ()), done.err
-    assert "note: 2 ranks share 1 GPU" in done.err and "--transport mpi" in done.out
+    assert "note: 2 ranks have 1 GPU, so ranks share GPUs" in done.err and "--transport mpi" in done.out
     done = script(2, *flags, "--transport", "nccl", **one)
-    assert done.code == 2 and "--transport nccl needs a GPU for each rank, and these 2 ranks have 1" in done.err
+    assert done.code == 2 and "--transport nccl: needs a GPU for each rank, but 2 ranks have 1 GPU" in done.err
     assert done.err.count("error: ") == 1 and not done.left
 
 
-def test_nccl_is_said_to_be_missing_with_the_package_to_install(gpus):
+def test_a_missing_nccl_names_the_package_to_install(gpus):
     gpus(2)
     hide = "import cupy.cuda.nccl as nccl; nccl.available = False"
     code = f"{hide}; import runpy; runpy.run_path('train_gpt2.py', run_name='__main__')"
@@ -404,13 +404,13 @@ train(backend=CudaBackend, world=NcclCommunicator)
     "fault, cause",
     [
         ("os.kill(os.getpid(), signal.SIGKILL)", ""),
-        ("os.kill(os.getpid(), signal.SIGSTOP)", "rank 1 has given no sign of life for 20 s"),
+        ("os.kill(os.getpid(), signal.SIGSTOP)", "rank 1 has sent no heartbeat for 20 s"),
         ("cupy.empty(1 << 50, 'u1')", "error: rank 1: out of memory"),
-        ("raise ZeroDivisionError('a strange fault')", "ZeroDivisionError: a strange fault"),
+        ("raise ZeroDivisionError('an injected fault')", "ZeroDivisionError: an injected fault"),
     ],
     ids=["SIGKILL", "SIGSTOP", "memory", "exception"],
 )
-def test_a_rank_that_fails_while_the_others_wait_in_nccl_ends_all(gpus, fault, cause):
+def test_a_rank_that_fails_while_others_wait_in_nccl_ends_the_job(gpus, fault, cause):
     gpus(2)
     with Job("-n", 2, sys.executable, "-c", FAULTY.format(fault=fault), *TINY, "--steps", 1000) as job:
         job.wait_for("step     3 ")
@@ -419,7 +419,7 @@ def test_a_rank_that_fails_while_the_others_wait_in_nccl_ends_all(gpus, fault, c
     assert (done.out + done.err).count(cause) == 1 or not cause, done.err
 
 
-def test_a_rank_that_is_killed_from_outside_in_the_midst_of_replays_ends_all(gpus):
+def test_a_rank_that_is_killed_during_replays_ends_the_job(gpus):
     gpus(2)
     with Job("-n", 2, sys.executable, "train_gpt2.py", *TINY, "--steps", 10**6, "--dp", "bucket", cwd=STAGE) as job:
         job.wait_for("step    50 ")

@@ -1,4 +1,4 @@
-"""Stage 3 without GPUs: stage 2's bits under mpiexec, in the interpreter, and its talk with NCCL to one of threads."""
+"""Stage 3 without GPUs: stage 2's bits under mpiexec in the interpreter, and its NCCL calls against a fake NCCL."""
 
 import json
 import re
@@ -26,7 +26,7 @@ from stage2_cuda.cuda_backend import CudaBackend
 from stage2_cuda.runtime import triton_launch
 from stage3_mpi_cuda import nccl_communicator, staged_collectives, watchdog
 from stage3_mpi_cuda.nccl_collectives import NcclCollectives
-from stage3_mpi_cuda.nccl_communicator import Gpu, NcclCommunicator
+from stage3_mpi_cuda.nccl_communicator import GpuBinding, NcclCommunicator
 from stage3_mpi_cuda.staged_collectives import StagedCollectives
 from stage3_mpi_cuda.watchdog import Watchdog
 from tests.support.collectives import DTYPES, assert_same, check_every_collective, rank_inputs
@@ -34,10 +34,12 @@ from tests.support.fake_gpu import OnFakeGpu, fake_gpu
 from tests.support.jobs import mpi
 from tests.support.mpi import ROOT, mpiexec
 
-pytestmark = pytest.mark.skipif(not triton_launch.interpreted(), reason="runs in the interpreter: see test_nccl.py")
+pytestmark = pytest.mark.skipif(
+    not triton_launch.interpreted(), reason="needs the interpreter; test_nccl.py tests GPUs"
+)
 
 
-# -- the collectives of arrays of a GPU --------------------------------------------------------------------------------
+# -- the collectives of GPU arrays -------------------------------------------------------------------------------------
 
 
 def collectives_of(kind, threads):
@@ -55,13 +57,13 @@ def every_collective(threads, kind):
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("kind", [NcclCollectives, StagedCollectives])
-def test_every_collective_of_a_gpu_s_arrays_equals_its_oracle(monkeypatch, kind, size):
+def test_every_collective_of_gpu_arrays_equals_its_oracle(monkeypatch, kind, size):
     monkeypatch.setattr(staged_collectives, "CHUNK", 32)  # four chunks of a few dozen bytes
     run_ranks(size, every_collective, kind)
 
 
 def sums(threads):
-    """Lengths that the ranks do not divide, none among them, in every type that NCCL adds up, in both orders."""
+    """Sums of lengths that are not divisible by the ranks, zero included, in every dtype of NCCL and both orders."""
     comm = collectives_of(NcclCollectives, threads)
     for shape in ((), (1,), (7,), (2, 5), (0,)):
         for dtype in (*DTYPES, np.float16):
@@ -71,32 +73,34 @@ def sums(threads):
             x = np.array(xs[comm.rank])
             wide = [np.float32(x) if dtype is np.float16 else x for x in xs]
             got = comm.all_reduce(x, out=np.full(shape, 77, dtype))
-            assert_same(got, np.asarray(tree_sum(wide), dtype))  # 16 bits are added up in 32, and rounded once
+            assert_same(got, np.asarray(tree_sum(wide), dtype))  # float16 is added in float32 and rounded once
             comm.use_collectives("nccl")
             assert comm.all_reduce(x, out=x) is x
-            np.testing.assert_allclose(x, np.asarray(tree_sum(wide), dtype), rtol=1e-2)  # another order, in 16 bits
+            np.testing.assert_allclose(
+                x, np.asarray(tree_sum(wide), dtype), rtol=1e-2
+            )  # another order, rounded to float16 each time
             comm.use_collectives("canonical")
 
 
 @pytest.mark.parametrize("size", [2, 5])
-def test_a_sum_of_any_length_and_type_is_the_canonical_tree_s(size):
+def test_a_sum_of_any_length_and_dtype_has_the_canonical_order(size):
     with np.errstate(over="ignore"):
         run_ranks(size, sums)
 
 
 def messages(threads, kind):
-    """All send before they receive, and wait for what came before what went."""
+    """Every rank sends before it receives, and waits for the receive before the send."""
     comm = collectives_of(kind, threads)
     to, source = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     x, out = np.full(3, comm.rank), np.full(3, -1)
-    sent, came = comm.send_start(x, to), comm.recv_start(out, source)
-    assert_same(comm.all_reduce(x), np.full(3, sum(range(comm.size))))  # in between
-    assert came.wait() is out and sent.wait() is None
+    send, receive = comm.send_start(x, to), comm.recv_start(out, source)
+    assert_same(comm.all_reduce(x), np.full(3, sum(range(comm.size))))  # between start and wait
+    assert receive.wait() is out and send.wait() is None
     assert_same(out, np.full(3, source))
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_ranks_that_send_first_do_not_wait_for_each_other(size):
+def test_ranks_that_all_send_first_do_not_deadlock(size):
     run_ranks(size, messages, NcclCollectives)
 
 
@@ -106,45 +110,45 @@ def mistakes(threads):
         (lambda: comm.all_reduce(np.zeros(4, np.uint16)), "NCCL cannot reduce uint16: use one of int32"),
         (lambda: comm.all_reduce(np.zeros(4), "mean"), "unknown reduction 'mean'"),
         (lambda: comm.reduce_scatter(np.zeros(5)), "axis 0 of length 5 is not divisible by 2 ranks"),
-        (lambda: comm.send(np.zeros(4), 1 - comm.rank, tag=3), "tag 3: NCCL knows no tags"),
+        (lambda: comm.send(np.zeros(4), 1 - comm.rank, tag=3), "tag 3: NCCL has no tags"),
         (lambda: comm.all_gather(np.zeros(4), out=np.zeros(4)), "out is float64 (4,)"),
     ):
         with pytest.raises(ConfigError, match=re.escape(words)):
             call()
 
 
-def test_what_nccl_cannot_do_is_refused():
+def test_unsupported_arguments_are_config_errors():
     run_ranks(2, mistakes)
 
 
-# -- which GPU each rank has, and how they talk ------------------------------------------------------------------------
+# -- binding of ranks to GPUs, and the transport -----------------------------------------------------------------------
 
 H200, A100 = "NVIDIA H200", "NVIDIA A100"
 
 
 @pytest.fixture
 def machine(monkeypatch):
-    """machine([(name, bus) of each rank's GPU, or an error], asked) -> [(transport, or the error's text) of each rank].
+    """machine([(name, PCI bus id) or error of each rank's GPU], asked) -> [transport or error text of each rank].
 
-    without_nccl: ranks whose CuPy finds no NCCL.
+    without_nccl: the ranks whose CuPy finds no NCCL.
     """
-    said = threading.local()
+    fake = threading.local()
 
     class Fixed(NcclCommunicator):
         def __init__(self, host, gpus, without_nccl):
             super().__init__(host)
-            said.gpu, said.nccl = gpus[self.rank], self.rank not in without_nccl
+            fake.gpu, fake.nccl = gpus[self.rank], self.rank not in without_nccl
 
-    def bind(local_rank):
-        if isinstance(said.gpu, Exception):
-            raise said.gpu
-        return Gpu(None, local_rank, *said.gpu)
+    def bind_gpu(local_rank):
+        if isinstance(fake.gpu, Exception):
+            raise fake.gpu
+        return GpuBinding(None, local_rank, *fake.gpu)
 
     def import_nccl(cupy):
-        if not said.nccl:
+        if not fake.nccl:
             raise ConfigError("CuPy finds no NCCL: install it")
 
-    monkeypatch.setattr(nccl_communicator, "bind", bind)
+    monkeypatch.setattr(nccl_communicator, "bind_gpu", bind_gpu)
     monkeypatch.setattr(nccl_communicator, "import_nccl", import_nccl)
     monkeypatch.setattr(nccl_communicator, "Watchdog", lambda world: SimpleNamespace(start=lambda: None))
     monkeypatch.setattr(nccl_communicator, "triton_launch", SimpleNamespace(interpreted=lambda: False))
@@ -154,7 +158,7 @@ def machine(monkeypatch):
             try:
                 return Fixed(threads, gpus, without_nccl).use_transport(asked)
             except UserError as error:
-                assert error.shared  # all raise it: the root tells it alone
+                assert error.shared  # all ranks raise it, only the root prints it
                 return str(error)
 
         return run_ranks(len(gpus), rank)
@@ -163,41 +167,41 @@ def machine(monkeypatch):
 
 
 @pytest.mark.parametrize("transport, shares", [("nccl", True), ("mpi", False)])
-def test_ranks_share_the_update_where_nccl_carries_it(transport, shares):
+def test_zero_1_is_the_default_with_transport_nccl(transport, shares):
     world = object.__new__(NcclCommunicator)
     world.transport = transport
     assert world.prefers_zero == shares
 
 
-def test_ranks_with_a_gpu_each_talk_by_nccl_and_those_that_share_one_through_the_host(machine, capsys):
+def test_ranks_with_a_gpu_each_use_nccl_and_ranks_that_share_one_use_mpi(machine, capsys):
     assert machine([(H200, "0"), (H200, "1")]) == ["nccl"] * 2
     assert machine([(H200, "0"), (H200, "1")], "mpi") == ["mpi"] * 2 and capsys.readouterr().err == ""
     assert machine([(H200, "0"), (H200, "1"), (H200, "0")]) == ["mpi"] * 3
-    assert capsys.readouterr().err.count("note: 3 ranks share 2 GPUs") == 1
+    assert capsys.readouterr().err.count("note: 3 ranks have 2 GPUs, so ranks share GPUs") == 1
 
 
 @pytest.mark.parametrize(
     "gpus, asked, without_nccl, words",
     [
-        ([(H200, "0"), (H200, "1"), (A100, "2")], None, (), f"rank 2 has an {A100}, but rank 0 an {H200}: start the"),
+        ([(H200, "0"), (H200, "1"), (A100, "2")], None, (), f"rank 2 has an {A100}, but rank 0 an {H200}; select"),
         (
             [(H200, "0"), (H200, "0")],
             "nccl",
             (),
-            "nccl needs a GPU for each rank, and these 2 ranks have 1: start 1, or",
+            "nccl: needs a GPU for each rank, but 2 ranks have 1 GPU; start 1 rank, or",
         ),
         ([(H200, "0"), ConfigError("no GPU was found")], None, (), "rank 1: no GPU was found"),
         ([(H200, "0"), (H200, "1")], None, (1,), "rank 1: CuPy finds no NCCL: install it"),
     ],
 )
-def test_ranks_that_cannot_talk_end_together_with_the_rank_named(machine, gpus, asked, without_nccl, words):
-    for rank, told in enumerate(machine(gpus, asked, without_nccl)):
-        assert words in told or (words == f"rank {rank}: {told}")
+def test_every_rank_raises_the_error_of_a_transport_that_names_the_rank(machine, gpus, asked, without_nccl, words):
+    for rank, message in enumerate(machine(gpus, asked, without_nccl)):
+        assert words in message or (words == f"rank {rank}: {message}")
 
 
 @pytest.mark.parametrize("version, wheel", [(12080, "nvidia-nccl-cu12"), (13000, "nvidia-nccl-cu13")])
-def test_a_missing_nccl_is_named_by_the_cuda_that_cupy_is_for(monkeypatch, version, wheel):
-    """As CuPy does where its NCCL is not there or is for another CUDA: it warns, and goes on."""
+def test_a_missing_nccl_names_the_package_for_the_cuda_version(monkeypatch, version, wheel):
+    """CuPy warns and continues if its NCCL is missing or for another CUDA version."""
     cuda = ModuleType("cupy.cuda")
     cuda.runtime = SimpleNamespace(runtimeGetVersion=lambda: version)
 
@@ -211,20 +215,20 @@ def test_a_missing_nccl_is_named_by_the_cuda_that_cupy_is_for(monkeypatch, versi
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     monkeypatch.setitem(sys.modules, "cupy.cuda", cuda)
     words = (
-        f"CuPy finds no NCCL (libnccl.so.2: cannot open shared object file): pip install {wheel}, or use --transport"
+        f"CuPy finds no NCCL (libnccl.so.2: cannot open shared object file); pip install {wheel}, or use --transport"
     )
     with pytest.raises(ConfigError, match=re.escape(words)):
         nccl_communicator.import_nccl(cupy)
 
 
-# -- a step by threads as ranks ----------------------------------------------------------------------------------------
+# -- training steps with threads as ranks ------------------------------------------------------------------------------
 
 MODEL = GPT2Config(vocab_size=24, block_size=8, n_layer=1, n_head=2, n_embd=16, tied=False)
 RECIPE = dict(clip=0.5, weight_decay=0.1)
 
 
 def trained(world, backend, micro_batches, steps=1, **parallel):
-    """[(loss, gradient norm, hash of the parameters after it) of each step]."""
+    """[(loss, gradient norm, hash of the parameters after the step) of each step]."""
     tokens = np.random.default_rng(0).integers(0, MODEL.vocab_size, 200)
     sizes = dict(batch_size=4, seq_len=MODEL.block_size, micro_batches=micro_batches)
     sharing = ParallelConfig(bucket_mb=0.01, **parallel)
@@ -238,7 +242,7 @@ def trained(world, backend, micro_batches, steps=1, **parallel):
 
 @pytest.fixture(scope="module")
 def serial():
-    """What stage 2 makes of four micro-batches, in two steps."""
+    """Two steps of stage 2 with four micro-batches."""
     return trained(None, CudaBackend, 4, steps=2)
 
 
@@ -247,7 +251,7 @@ def assert_near(rows, wanted, loss, norm):
         assert got[:2] == (pytest.approx(want[0], rel=loss), pytest.approx(want[1], rel=norm))
 
 
-def test_stage_2_is_stage_0_here_but_for_rounding(serial):
+def test_stage_2_equals_stage_0_within_rounding(serial):
     assert_near(trained(None, NumpyBackend, 4, steps=2), serial, loss=1e-5, norm=1e-5)  # fp32 sums in another order
 
 
@@ -259,19 +263,19 @@ def test_ranks_have_stage_2_s_bits(serial, ranks, how):
 
 
 class Copied(CudaBackend):
-    """Kernels read a copy of the parameters, as with bf16 on a GPU; in fp32, which the interpreter can compute."""
+    """Kernels read a copy of the parameters, as with bf16 on a GPU, but in fp32: the interpreter has no bf16."""
 
     def compute_copy(self, parameters):
         return self.zeros(parameters.shape, self.dtype)
 
 
-def test_zero_exchanges_the_kernels_copy_alone_and_gathers_the_parameters_when_they_are_wanted(serial):
+def test_zero_gathers_only_the_compute_copy_and_the_parameters_on_demand(serial):
     for got in run_ranks(2, lambda world: trained(world, Copied, 4, steps=2, dp="bucket", zero=1)):
         assert got == serial
 
 
-def test_what_training_tells_nccl_gives_stage_2_s_bits(serial):
-    """Addresses, counts, owners, and events that are recorded before anybody waits for them; with a copy to gather."""
+def test_training_with_a_fake_nccl_has_stage_2_s_bits(serial):
+    """The fake checks addresses, counts and peers, and that events are recorded before a stream waits for them."""
     how = dict(dp="bucket", zero=1, zero_gather="forward")
     for got in run_ranks(2, lambda threads: trained(OnFakeGpu(threads), Copied, 4, steps=2, **how)):
         assert got == serial
@@ -282,9 +286,9 @@ def test_tensor_parallel_ranks_have_stage_2_s_losses(serial):
         assert_near(rows, serial, loss=1e-5, norm=1e-4)  # products are summed in another order
 
 
-def test_gradients_may_travel_in_bf16(serial):
+def test_gradients_compressed_to_bf16_change_only_the_norm(serial):
     for rows in run_ranks(2, lambda world: trained(world, CudaBackend, 2, compress="bf16")):
-        assert_near(rows, serial, loss=1e-5, norm=1e-2)  # the gradients have 8 bits, the loss came before them
+        assert_near(rows, serial, loss=1e-5, norm=1e-2)  # bf16 gradients have 8 bits; the loss is computed before
 
 
 # -- the scripts, under mpiexec ----------------------------------------------------------------------------------------
@@ -299,7 +303,7 @@ def mpi_is_here():
 
 @pytest.fixture(scope="module")
 def corpus(corpus, tmp_path_factory):
-    """The corpus with one word more: an even vocabulary, which two tensor-parallel ranks can share."""
+    """The corpus with one more word, for an even vocabulary, which two tensor-parallel ranks can divide."""
     path = tmp_path_factory.mktemp("even") / "corpus.txt"
     path.write_text(corpus.read_text(encoding="utf-8") + " indeed", encoding="utf-8")
     return path
@@ -326,7 +330,7 @@ def succeeded(done):
     return done
 
 
-def test_the_script_has_stage_2_s_bits_on_two_ranks_and_any_stage_reads_what_it_saves(
+def test_the_script_has_stage_2_s_bits_on_two_ranks_and_any_stage_reads_its_checkpoint(
     stage3, train, train2, infer, corpus, tmp_path
 ):
     flags = ("--deterministic", "--verify-every", 1, "--dp", "bucket", "--bucket-mb", 0.01, "--zero", 1)
@@ -349,7 +353,7 @@ def test_the_script_has_stage_2_s_bits_on_two_ranks_and_any_stage_reads_what_it_
 
 
 MISTAKES = [
-    ("--transport nccl", "--transport nccl is for GPUs, and Triton's interpreter has none"),
+    ("--transport nccl", "--transport nccl: needs GPUs, and Triton's interpreter uses none; omit the flag"),
     ("--collectives nccl", "--collectives nccl: unknown algorithm; choose one of mpi, "),
     ("--precision bf16", "--precision bf16 has no meaning in Triton's interpreter"),
     ("--tp 3", "--tp 3 does not divide 2 ranks"),
@@ -359,7 +363,7 @@ MISTAKES = [
 
 
 @pytest.mark.parametrize("flags, words", MISTAKES, ids=[row[0] for row in MISTAKES])
-def test_a_mistake_is_one_line_of_one_rank(stage3, flags, words):
+def test_a_mistake_is_one_error_line(stage3, flags, words):
     done = stage3(2, *flags.split())
     assert (done.code, done.out, done.left) == (2, "", ())
     assert words in done.err and done.err.startswith("error: ") and done.err.count("\n") == 1
@@ -372,14 +376,14 @@ def test_a_transport_is_for_many_ranks(train, train2, infer, infer2, stage):
         assert result.code == 2 and "--transport nccl" in result.err and result.err.count("\n") == 1
 
 
-def test_without_a_gpu_the_ranks_name_the_way_once(mpi_is_here):
+def test_without_a_gpu_the_error_names_the_interpreter_once(mpi_is_here):
     words = ("-n", 2, sys.executable, "train_gpt2.py", *FLAGS)
     done = mpi(*words, cwd=ROOT / "stage3_mpi_cuda", CUDA_VISIBLE_DEVICES="", TRITON_INTERPRET="0")
     assert done.code == 2 and "TRITON_INTERPRET=1" in done.err and done.err.count("\n") == 1, done.err
 
 
 class Link:
-    """An NCCL communicator of which only this can be asked."""
+    """An NCCL communicator that has only check_async_error."""
 
     def __init__(self, answer):
         self.answer = answer
@@ -391,22 +395,22 @@ class Link:
 
 
 @pytest.mark.parametrize(
-    "answer, told",
+    "answer, fails",
     [(None, False), (0, False), (7, False), (KeyError(7), False), (KeyError(6), True), (RuntimeError("lost"), True)],
 )
-def test_a_broken_connection_of_nccl_ends_the_job_and_one_that_is_busy_does_not(capsys, answer, told):
-    gpu, codes = SimpleNamespace(watched=[Link(None), Link(answer)]), []
+def test_the_watchdog_aborts_on_an_nccl_error_but_not_in_progress(capsys, answer, fails):
+    gpu, codes = SimpleNamespace(communicators=[Link(None), Link(answer)]), []
     Watchdog(SimpleNamespace(rank=0, size=2, gpu=gpu, abort=codes.append))._check_nccl()
-    assert codes == [1] * told
-    assert capsys.readouterr().err.startswith("error: rank 0: NCCL has failed" * told)
+    assert codes == [1] * fails
+    assert capsys.readouterr().err.startswith("error: rank 0: NCCL has failed" * fails)
 
 
-def test_a_job_ends_also_where_nobody_reads_why(monkeypatch):
-    def gone(*_):
+def test_the_watchdog_aborts_even_if_stderr_is_closed(monkeypatch):
+    def closed(*_):
         raise BrokenPipeError
 
-    monkeypatch.setattr(watchdog.sys, "stderr", SimpleNamespace(write=gone, flush=gone))
-    gpu, codes = SimpleNamespace(watched=[Link(RuntimeError("lost"))]), []
+    monkeypatch.setattr(watchdog.sys, "stderr", SimpleNamespace(write=closed, flush=closed))
+    gpu, codes = SimpleNamespace(communicators=[Link(RuntimeError("lost"))]), []
     Watchdog(SimpleNamespace(rank=0, size=2, gpu=gpu, abort=codes.append))._check_nccl()
     assert codes == [1]
 
@@ -430,7 +434,7 @@ train(backend=CudaBackend, world=NcclCommunicator)
 """
 
 
-def test_one_rank_out_of_its_gpu_s_memory_ends_all_and_is_named(mpi_is_here, corpus):
+def test_a_rank_out_of_gpu_memory_ends_the_job_and_is_named(mpi_is_here, corpus):
     done = mpi("-n", 2, sys.executable, "-c", FULL, *FLAGS, "--data", corpus, TRITON_INTERPRET="1")
     assert done.code == 2 and not done.left
     assert done.err.count("error: rank 1: out of memory on the GPU: use --batch-size 1\n") == 1, done.err
@@ -452,14 +456,14 @@ def step(self, windows, *rates):
     return original(self, windows, *rates)
 
 Trainer.step = step
-libc = ctypes.CDLL(None)  # exit() never ends, as with CUDA, which waits for a kernel of NCCL that waits for a rank
+libc = ctypes.CDLL(None)  # exit() hangs, as with CUDA, which waits for an NCCL kernel that waits for a rank
 getattr(libc, "__cxa_atexit")(ctypes.cast(libc.pause, ctypes.c_void_p), None, None)
 train(backend=CudaBackend, world=NcclCommunicator)
 """
 
 
-@pytest.mark.parametrize("name, cause", [("SIGSTOP", "rank 1 has given no sign of life for 4 s"), ("SIGKILL", "")])
-def test_a_rank_that_stands_still_or_dies_ends_all(mpi_is_here, corpus, name, cause):
+@pytest.mark.parametrize("name, cause", [("SIGSTOP", "rank 1 has sent no heartbeat for 4 s"), ("SIGKILL", "")])
+def test_a_rank_that_is_stopped_or_killed_ends_the_job(mpi_is_here, corpus, name, cause):
     code = (sys.executable, "-c", STUCK.format(signal=name), *FLAGS, "--data", corpus)
     done = mpi("-n", 2, *code, TRITON_INTERPRET="1")
     assert done.code not in (0, None) and not done.left

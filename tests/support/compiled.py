@@ -37,7 +37,7 @@ from gpt2core import trainer as gpt2core_trainer  # noqa: E402
 from gpt2core.app.presets import PRESETS  # noqa: E402
 from gpt2core.data import Windows  # noqa: E402
 from gpt2core.model import GPT2, parameter_shapes  # noqa: E402
-from gpt2core.sampler import Greedy, KVCache, Sampling, generate_together  # noqa: E402
+from gpt2core.sampler import Greedy, KVCache, Sampling, generate_batch  # noqa: E402
 from gpt2core.training_loop import evaluate  # noqa: E402
 from stage2_cuda import cuda_backend  # noqa: E402
 from stage2_cuda.cuda_backend import PRECISIONS  # noqa: E402
@@ -97,7 +97,7 @@ class Found:
         self.gpu.last = self.variant
 
 
-class Absent(triton_launch.Gpu):
+class Absent(triton_launch.GpuLauncher):
     """Gpu up to the compiler: each launch is noted as the variant that it needs."""
 
     xp = SimpleNamespace(ndarray=Address)
@@ -136,8 +136,8 @@ class Absent(triton_launch.Gpu):
                 stack.callback(setattr, owner, name, getattr(owner, name))
                 setattr(owner, name, value)
 
-            runtime = SimpleNamespace(xp=np, launch=self.launch, can_overlap=self.can_overlap)
-            replace(triton_launch, "runtime", lambda: runtime)
+            launcher = SimpleNamespace(xp=np, launch=self.launch, can_overlap=self.can_overlap)
+            replace(triton_launch, "launcher", lambda: launcher)
             replace(triton_launch, "interpreted", lambda: True)  # arrays are NumPy's, and steps are not recorded
             replace(cuda_backend, "INTERPRETED", tuple(PRECISIONS))
             replace(gpt2core_trainer, "initial_parameters", zeros)
@@ -222,7 +222,7 @@ def write(config, precision, batch, rules):
     model = GPT2.of_arrays(config, dict(zeros(config)), Backend(precision))
     prompt = [0] * (config.block_size - 1)
     for rule in rules:
-        for _ in generate_together(model, [prompt] * batch, 3, [rule] * batch):
+        for _ in generate_batch(model, [prompt] * batch, 3, [rule] * batch):
             pass
 
 
@@ -240,7 +240,7 @@ def attend_by_all(precision, T, D):
     dqkv, lse = np.empty_like(qkv), np.empty((1, H, T), np.float32)
     for part, tiles in attention_tiles.tiles_for(qkv, H, backend.dot)[1].items():
         for tile in tiles:
-            config = attention.Config(**{part: tile})
+            config = attention.AttentionTiles(**{part: tile})
             if part == "forward":
                 attention.attention_forward(y, lse, qkv, H, backend.dot, config)
             else:

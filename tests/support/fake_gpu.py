@@ -1,4 +1,4 @@
-"""A GPU of NumPy arrays and an NCCL of threads: what stage 3 tells the two, addresses and all, runs without either."""
+"""Fakes of a GPU, with NumPy arrays, and of NCCL, with threads as ranks: they execute stage 3's calls by address."""
 
 import contextlib
 import ctypes
@@ -15,7 +15,7 @@ OPS = {0: "sum", 2: "max", 3: "min"}  # ncclRedOp_t
 
 
 class Stream(contextlib.AbstractContextManager):
-    """A stream that has always done all it was given."""
+    """A stream whose work is always complete."""
 
     ptr = 0
 
@@ -23,7 +23,7 @@ class Stream(contextlib.AbstractContextManager):
         pass
 
     def wait_event(self, event):
-        assert event.recorded, "a stream that waits for an event nobody has recorded waits for nothing"
+        assert event.recorded, "a stream waits for an event that was not recorded"
 
     def record(self, event):
         event.record(self)
@@ -45,7 +45,7 @@ class Event:
 
 
 def memory(at, count, kind=1):
-    """`count` elements of a type at an address, as an array."""
+    """`count` elements of an NCCL data type at an address, as an array."""
     dtype = np.dtype(TYPES[kind])
     if not count:
         return np.empty(0, dtype)
@@ -53,7 +53,7 @@ def memory(at, count, kind=1):
 
 
 class Nccl:
-    """cupy.cuda.nccl for one rank of a group of threads."""
+    """A fake of the module cupy.cuda.nccl for one rank of a group of threads."""
 
     NcclError = RuntimeError
 
@@ -80,8 +80,8 @@ class Nccl:
                 handles.append(self.threads.send_start(memory(at, count), peer))
             else:
                 handles.append(self.threads.recv_start(memory(at, count), peer))
-        for come, gone in zip(*loops, strict=True):
-            come[...] = gone.copy()
+        for received, sent in zip(*loops, strict=True):
+            received[...] = sent.copy()
         for handle in handles:
             handle.wait()
         self.group = None
@@ -111,7 +111,7 @@ def copy(to, source, length, kind, stream):
 
 
 def fake_gpu(threads):
-    """What stage3_mpi_cuda.nccl_communicator.bind() gives, for one rank of a group of threads."""
+    """A fake of nccl_communicator.bind_gpu() for one rank of a group of threads."""
     stream = Stream()
     cuda = SimpleNamespace(
         Event=Event,
@@ -122,19 +122,19 @@ def fake_gpu(threads):
         runtime=SimpleNamespace(memcpyAsync=copy),
     )
     cupy = SimpleNamespace(cuda=cuda, empty=np.empty, ascontiguousarray=np.ascontiguousarray)
-    return SimpleNamespace(cupy=cupy, stream=stream, number=0, nccl=Nccl(threads), watched=[])
+    return SimpleNamespace(cupy=cupy, stream=stream, device_id=0, nccl=Nccl(threads), communicators=[])
 
 
 class OnFakeGpu(NcclCommunicator):
-    """Stage 3's communicator of a group of threads, each with a fake GPU: all arrays travel by NcclCollectives."""
+    """NcclCommunicator on a group of threads, each with a fake GPU: NcclCollectives transfers all arrays."""
 
     def __init__(self, threads, parent=None):
         super().__init__(threads, parent)
         self.gpu, self.transport = fake_gpu(threads), "nccl"
 
-    def _by(self, x):
-        self._carrier = self._carrier or NcclCollectives(self.host, self.gpu)
-        return self._carrier
+    def _collectives_for(self, x):
+        self._device_collectives = self._device_collectives or NcclCollectives(self.host, self.gpu)
+        return self._device_collectives
 
     def split(self, color, key=0):
         group = self.host.split(color, key)

@@ -1,0 +1,198 @@
+"""The tables of docs/RESULTS.md about stages 0 and 1: functions that return (rows, names of the source files)."""
+
+from benchmarks.cpu.curve import PAPER
+from benchmarks.harness.table_format import load, mib, number, percent, ratio, spread
+
+
+def cpu_step():
+    rows = []
+    for row in load("cpu/train_step")["results"]:
+        rows.append(
+            {
+                "": row["name"],
+                "threads": row["threads"],
+                "ms per step": number(row["seconds"], 1e3),
+                "quartiles": spread(row["seconds"], 1e3),
+                "times as fast as eager": ratio(row["times_as_fast_as_eager"]),
+                "floor / time": percent(row["share_of_floor"]["median"], 0),
+                "cores used": f"{row['cores_used']:.2f}",
+                "peak MiB": mib(row["peak_bytes"]),
+            }
+        )
+    return rows, ["cpu/train_step"]
+
+
+def cpu_choices():
+    rows = [
+        {
+            "choice": f"`{row['choice']}`",
+            "naive, us": number(row["naive_seconds"], 1e6),
+            "ours, us": number(row["our_seconds"], 1e6),
+            "times as fast": ratio(row["gain"]),
+        }
+        for row in load("cpu/choices")["results"]
+    ]
+    return rows, ["cpu/choices"]
+
+
+def first_run():
+    seconds = load("cpu/first_run")["results"]["seconds"]
+    rows = [{"command": f"`{name}`", "seconds": number(each, 1, 3)} for name, each in seconds.items()]
+    return rows, ["cpu/first_run"]
+
+
+def cpu_decode():
+    rows = []
+    for row in load("cpu/decode")["results"]:
+        rows.append(
+            {
+                "": f"{row['case']}, {row['name']}",
+                "threads": row["threads"],
+                "tokens": f"{row['prompt']} + {row['new']}",
+                "ms per token": number(row["token"], 1e3, 3),
+                "quartiles": spread(row["token"], 1e3, 3),
+                "first token, ms": number(row["first"], 1e3, 3),
+                "all tokens, s": number(row["total"], 1, 3),
+                "times as fast as torch": ratio(row["times_as_fast_as_torch"]),
+                "as recomputing": f"{row['times_as_fast_as_recomputing']:.1f}",
+                "peak MiB": mib(row["peak_bytes"]),
+            }
+        )
+    return rows, ["cpu/decode"]
+
+
+def cpu_curve():
+    losses = load("cpu/curve")["results"]["losses"]
+    steps = [*range(0, 50, 5), 49]
+    rows = [
+        {"step": name, **{str(step): f"{curve[step]:.3f}" for step in steps}}
+        for name, curve in (("paper, serial", PAPER), ("ours", losses))
+    ]
+    deviations = load("cpu/curve")["results"]["deviations"]
+    rows.append({"step": "deviation", **{str(step): f"{deviations[step]:+.1%}" for step in steps}})
+    return rows, ["cpu/curve"]
+
+
+def ranks_step():
+    rows = []
+    for row in load("ranks/ranks")["results"]:
+        one, ddp = row["times_as_fast"].values()
+        rows.append(
+            {
+                "": row["name"],
+                "ms per step": number(row["seconds"], 1e3),
+                "quartiles": spread(row["seconds"], 1e3),
+                "times as fast as one process": ratio(one),
+                "as DDP": ratio(ddp),
+                "cores used": f"{row['cores_used']:.2f}",
+                "peak MiB per rank": mib(row["peak_bytes"]),
+            }
+        )
+    return rows, ["ranks/ranks"]
+
+
+def strategies(name):
+    rows = []
+    for row in load(name)["results"]:
+        rows.append(
+            {
+                f"{row['ranks']} ranks": f"`{row['name']}`",
+                "messages": row["messages"],
+                "MB sent per rank": f"{1e-6 * max(row['bytes_sent']):.1f}",
+                "ms per step": number(row["seconds"], 1e3),
+                "time / flat's": ratio(row["times_flat"]),
+                "quartiles": spread(row["times_flat"], 1, 3),
+                "optimizer MiB per rank": mib(max(row["optimizer_bytes"])),
+            }
+        )
+    return rows, [name]
+
+
+def ranks_collectives():
+    files = "ranks/collectives", "ranks/collectives_16_cores"
+    columns = {}
+    for name in files:
+        cores = load(name)["hardware"]["cores"]
+        for row in load(name)["results"]["all_reduce"]:
+            times = columns.setdefault(f"{row['ranks']} ranks, {cores} cores", {})
+            times[row["bytes"], row["algorithm"]] = ratio(row["ratio_to_native"])
+    keys = sorted({key for times in columns.values() for key in times if key[1] != "mpi"})
+    rows = [
+        {"": f"{size / 1e6:g} MB, {algorithm}"}
+        | {name: times.get((size, algorithm), "") for name, times in columns.items()}
+        for size, algorithm in keys
+    ]
+    return rows, list(files)
+
+
+def ranks_fit():
+    files, rows = ("ranks/collectives", "ranks/collectives_16_cores"), {}
+    for name in files:
+        cores = load(name)["hardware"]["cores"]
+        for ranks, fits in load(name)["results"]["alpha_beta"].items():
+            for algorithm, (alpha, beta) in fits.items():
+                row = rows.setdefault(algorithm, {"alpha in us; beta in ns per byte": algorithm})
+                row[f"{ranks} ranks, {cores} cores"] = f"{1e6 * alpha:.0f}; {1e9 * beta:.2f}"
+    return list(rows.values()), list(files)
+
+
+def ranks_idle():
+    found = load("ranks/collectives_idle")["results"]
+    rows = [
+        {
+            f"{found['ranks'] - 1} of {found['ranks']} ranks are": name,
+            "GFLOP/s of rank 0": number(speed, 1, 3),
+            "share of its speed while they sleep": percent(found["share_of_speed"][name]["median"], 0),
+        }
+        for name, speed in found["gflops"].items()
+    ]
+    return rows, ["ranks/collectives_idle"]
+
+
+def ranks_parity():
+    rows = []
+    for preset, found in load("ranks/parity")["results"].items():
+        for ranks in sorted({run["ranks"] for run in found["runs"]}):
+            runs = [run for run in found["runs"] if run["ranks"] == ranks]
+            rows.append(
+                {
+                    "": f"`{preset}`, {len(found['losses'])} steps",
+                    "ranks": ranks,
+                    "`--dp`": " ".join(dict.fromkeys(run["dp"] for run in runs)),
+                    "`--zero`": " ".join(str(zero) for zero in dict.fromkeys(run["zero"] for run in runs)),
+                    "bit-identical runs": f"{sum(run['difference'] is None for run in runs)} of {len(runs)}",
+                }
+            )
+    return rows, ["ranks/parity"]
+
+
+def kills(name):
+    found = load(name)["results"]
+    summary, times = found["summary"], found["times"]
+    rows = [
+        {"": "runs with one killed rank", "result": times},
+        {"": "ended cleanly", "result": summary["clean_ends"]},
+        {"": "median and longest time to the end", "result": f"{summary['median_seconds']:.2f} s, "
+         f"{summary['longest_seconds']:.2f} s"},
+        {"": "left a readable checkpoint", "result": summary["readable"]},
+    ]  # fmt: skip
+    if "equal" in summary:
+        rows.append({"": "resumed to the uninterrupted curve, bit for bit", "result": summary["equal"]})
+    return rows, [name]
+
+
+TABLES = {
+    "cpu-step": cpu_step,
+    "cpu-choices": cpu_choices,
+    "first-run": first_run,
+    "cpu-decode": cpu_decode,
+    "cpu-curve": cpu_curve,
+    "ranks-step": ranks_step,
+    "ranks-strategies": lambda: strategies("ranks/strategies"),
+    "ranks-zero": lambda: strategies("ranks/strategies_zero"),
+    "ranks-collectives": ranks_collectives,
+    "ranks-fit": ranks_fit,
+    "ranks-idle": ranks_idle,
+    "ranks-parity": ranks_parity,
+    "ranks-kill": lambda: kills("ranks/kill"),
+}

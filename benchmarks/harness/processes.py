@@ -1,0 +1,226 @@
+"""Run the compared programs as separate processes whose measurements are interleaved in rounds: A B C, B C A, ...
+
+A benchmark script has a function `prepare(module, **options) -> run_round`. Each process calls it with the module that
+the process measures; then every request of the parent is one call `run_round(**request)`, and its result (JSON) is sent
+back. A process that waits for its next request is blocked on a pipe and uses no CPU time.
+
+A process may also be a job of several ranks: all of them call `prepare(module, world=world, **options)` and
+`run_round`. Rank 0 reads the requests, broadcasts them and answers.
+"""
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from importlib import import_module
+
+from benchmarks.harness.jobs import ROOT, end
+from gpt2core.communicator import Solo
+from gpt2core.errors import UserError
+
+BLAS_VARIABLES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
+
+
+@dataclass(frozen=True)
+class ProcessSpec:
+    """One row of a table: the module to measure, the options for `prepare`, and the BLAS/OpenMP threads."""
+
+    name: str
+    module: str
+    blas_threads: int
+    options: dict = field(default_factory=dict)
+    ranks: int | None = None  # if given, `prepare` also gets world=module.make_world(ranks)
+    launcher: tuple = ()  # the command in front of the interpreter, for example mpiexec and its flags
+
+
+class BenchmarkFailed(Exception):
+    """A process ended or did not answer in time; the message includes the end of its standard error."""
+
+
+class BenchmarkProcess:
+    """A running process of a ProcessSpec. Use it as a context manager: leaving the block ends the process."""
+
+    def __init__(self, spec, benchmark, timeout):
+        self.spec, self.timeout = spec, timeout
+        self.errors = tempfile.TemporaryFile("w+")
+        job = dict(asdict(spec), benchmark=benchmark)
+        self.process = subprocess.Popen(
+            [*spec.launcher, sys.executable, "-m", "benchmarks.harness.processes", json.dumps(job)],
+            cwd=ROOT,
+            env=dict(os.environ, **dict.fromkeys(BLAS_VARIABLES, str(spec.blas_threads))),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.errors,
+            text=True,
+            start_new_session=True,  # child processes (torch.compile starts some) are ended with it
+        )
+
+    def __enter__(self):
+        try:
+            self.baseline = self._answer()["peak_bytes"]
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_):
+        end(self.process)
+        self.process.stdout.close()
+        with suppress(BrokenPipeError):
+            self.process.stdin.close()
+        self.errors.close()
+
+    def run_round(self, **request):
+        """Send one request; return the result of run_round() with `peak_bytes` added. Raises BenchmarkFailed."""
+        with suppress(BrokenPipeError):  # the process has ended: _answer() reports how
+            self.process.stdin.write(json.dumps(request) + "\n")
+            self.process.stdin.flush()
+        return self._answer()
+
+    def _answer(self):
+        watchdog = threading.Timer(self.timeout, end, [self.process])
+        watchdog.start()
+        started = time.monotonic()
+        try:
+            while (line := self.process.stdout.readline()) and not line.startswith("{"):
+                self.errors.write(line)  # MPICH's mpiexec reports on stdout how a rank ended
+        finally:
+            watchdog.cancel()  # also on Ctrl-C: the interpreter would wait for the timer at exit
+        if line:
+            return json.loads(line)
+        status = self.process.wait()
+        timed_out = time.monotonic() - started >= self.timeout
+        reason = f"did not answer within {self.timeout} s" if timed_out else f"ended with status {status}"
+        raise failure(f"benchmark process '{self.spec.name}' {reason}", self.errors)
+
+
+class JobVariant:
+    """One of several variants that run in the same process; its requests include the variant's name."""
+
+    def __init__(self, process, name):
+        self.process, self.spec = process, ProcessSpec(name, "", 1)
+
+    def run_round(self, **request):
+        return self.process.run_round(name=self.spec.name, **request)
+
+
+def failure(message, errors):
+    """A BenchmarkFailed with `message` and the last 40 lines of the file `errors`."""
+    errors.seek(0)
+    tail = "".join(errors.readlines()[-40:]).strip()
+    return BenchmarkFailed(f"{message}; the end of its standard error:\n{tail}")
+
+
+def run_to_end(name, command, blas_threads, timeout):
+    """Run a command line. Raises BenchmarkFailed if it fails or takes more than `timeout` seconds."""
+    environment = dict(os.environ, **dict.fromkeys(BLAS_VARIABLES, str(blas_threads)))
+    with tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=errors, stderr=errors,
+            start_new_session=True,
+        )  # fmt: skip
+        try:
+            status = process.wait(timeout)
+            if status:
+                raise failure(f"'{name}' ended with status {status}", errors)
+        except subprocess.TimeoutExpired:
+            end(process)
+            raise failure(f"'{name}' was stopped after {timeout} s", errors) from None
+        finally:
+            end(process)
+
+
+def run_rounds(processes, rounds, warm_up, request):
+    """Measure all processes in interleaved rounds.
+
+    Each process first gets the request `warm_up` once, then `request` once in each round. Returns
+    {name: {"warm_up": result, "rounds": [result of each round]}}.
+    """
+    results = {}
+    for process in processes:
+        progress(f"warming up {process.spec.name}")
+        results[process.spec.name] = {"warm_up": process.run_round(**warm_up), "rounds": []}
+    for index in range(rounds):
+        first = index % len(processes)  # rotate the order, so that no process always follows the same other one
+        for process in processes[first:] + processes[:first]:
+            progress(f"round {index + 1}/{rounds}: {process.spec.name}")
+            time.sleep(0.1)  # idle OpenMP threads spin for some milliseconds after their last region
+            results[process.spec.name]["rounds"].append(process.run_round(**request))
+    progress("")
+    return results
+
+
+def timed_round(graphs, milliseconds):
+    """{kind: milliseconds of one call, "norms": norms of the results} of the CUDA graphs of either side."""
+    calls = {kind: graphs.record(kind, milliseconds) for kind in graphs.calls}
+    times = {kind: graphs.replay(kind) / count for kind, count in calls.items()}
+    return dict(times, norms=graphs.norms())
+
+
+def peak_bytes():
+    """The largest resident size of this process so far."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # Linux counts KiB, macOS bytes
+
+
+def progress(text):
+    """Write one line to the terminal that the next call overwrites; do nothing if standard error is a file."""
+    if sys.stderr.isatty():
+        print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
+
+
+def serve(job):
+    """The child's side: answer each line of standard input with one line, until standard input closes."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # text that a library prints must not be read as an answer
+
+    def answer(content):
+        answers.write(json.dumps({"peak_bytes": peak_bytes(), **content}, default=float) + "\n")
+        answers.flush()
+
+    try:
+        benchmark, module = import_module(job["benchmark"]), import_module(job["module"])
+    except Exception:
+        traceback.print_exc()
+        os.kill(os.getpid(), signal.SIGKILL)  # MPICH does not detect a rank that exits before MPI_Init
+    options, world = job["options"], Solo()
+    if job["ranks"]:
+        world = options["world"] = module.make_world(job["ranks"])
+    report = answer if world.is_root else lambda content: None
+    report({})  # all imports are done: this answer is the memory baseline
+    try:
+        run_round = benchmark.prepare(module, **options)
+        while line := world.broadcast_object(sys.stdin.readline() if world.is_root else None):
+            report(run_round(**json.loads(line)))
+    except Exception:
+        time.sleep(0.4 * min(world.rank, 8))  # if all ranks fail alike, the lowest one reports and aborts the others
+        traceback.print_exc()
+        world.abort(1)
+
+
+def run_main(main):
+    """Return main(). A BenchmarkFailed ends the script with its message and status 1, a UserError with status 2."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that context managers end every process
+    load = os.getloadavg()[0]
+    if load > 0.3:
+        print(f"load average {load:.2f}: other programs may slow the compared processes unequally", file=sys.stderr)
+    try:
+        return main()
+    except (BenchmarkFailed, UserError) as error:
+        progress("")
+        print(error, file=sys.stderr)
+        sys.exit(2 if isinstance(error, UserError) else 1)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    serve(json.loads(sys.argv[1]))

@@ -1,0 +1,190 @@
+"""Summaries of timing samples, Markdown tables, and the JSON files in results/ with date, commit and hardware."""
+
+import json
+import os
+import platform
+import re
+import statistics
+import subprocess
+import sys
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+
+from benchmarks.harness.jobs import ROOT
+
+# Fields of results whose lists are timing samples: save() writes their summary in place of the list.
+SAMPLES = {
+    "seconds", "unread_seconds", "warm_up_seconds", "naive_seconds", "our_seconds", "totals", "first", "token", "total",
+    "cpu", "ms", "plain", "ours", "gflops",
+}  # fmt: skip
+
+# -- statistics -------------------------------------------------------------------------------------------------------
+
+
+def summary(samples):
+    """{"median", "q1", "q3", "n"} of a list of numbers or of lists of numbers, which are joined; None if it is empty.
+
+    The quartiles interpolate linearly between samples, as numpy.percentile does.
+    """
+    samples = [value for each in samples for value in (each if isinstance(each, list | tuple) else [each])]
+    if not samples:
+        return None
+    q1, median, q3 = statistics.quantiles(samples, method="inclusive") if len(samples) > 1 else samples * 3
+    return {"median": statistics.median(samples), "q1": q1, "q3": q3, "n": len(samples)}
+
+
+def paired_ratio(numerator, denominator):
+    """The summary of numerator / denominator, both of the same round. `peer, own` gives "times as fast as the peer".
+
+    Both arguments have one number for each round. A disturbance that slows a whole round cancels in its ratio.
+    """
+    return summary([a / b for a, b in zip(numerator, denominator, strict=True)])
+
+
+def round_medians(rounds):
+    """The median of each round, from a list of each round's samples."""
+    return [statistics.median(samples) for samples in rounds]
+
+
+def summarized(results, field=None):
+    """`results` with each list under one of the fields SAMPLES replaced by its summary; None in a list is skipped."""
+    if isinstance(results, dict):
+        inside = field if field in SAMPLES else None  # "ms": {"forward": [...], ...} holds samples too
+        return {key: summarized(value, inside or key) for key, value in results.items()}
+    if isinstance(results, list | tuple):
+        if field in SAMPLES:
+            return summary([value for value in results if value is not None])
+        return [summarized(value) for value in results]
+    return results
+
+
+# -- tables -----------------------------------------------------------------------------------------------------------
+
+
+def table(rows):
+    """The lines of a Markdown table of dictionaries with the same keys."""
+    header = list(rows[0])
+    cells = [header, ["---"] + ["---:"] * (len(header) - 1), *([str(row[key]) for key in header] for row in rows)]
+    widths = [max(len(line[column]) for line in cells) for column in range(len(header))]
+    return [
+        "| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |" for line in cells
+    ]
+
+
+def print_table(rows):
+    """Print a list of dictionaries with the same keys as a Markdown table."""
+    print("\n".join(table(rows)))
+
+
+# -- results/ ---------------------------------------------------------------------------------------------------------
+
+
+def hardware():
+    """The hardware and the versions of the software that the figures were measured with."""
+    import numpy
+
+    cpu = platform.processor() or platform.machine()
+    if sys.platform == "darwin":
+        cpu = subprocess.check_output(["sysctl", "-n", "machdep.cpu.brand_string"], text=True).strip()
+    elif Path("/proc/cpuinfo").exists():
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        cpu = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), cpu)
+    blas = numpy.show_config(mode="dicts")["Build Dependencies"]["blas"]
+    return {
+        "cpu": cpu,
+        "cores": os.cpu_count(),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "system": platform.system() + " " + platform.release(),
+        "python": platform.python_version(),
+        "numpy": numpy.__version__,
+        "blas": f"{blas['name']} {blas['version']}",
+        "torch": installed_version("torch"),
+        "mpi4py": installed_version("mpi4py"),
+        "mpich": installed_version("mpich"),
+        **gpu_hardware(),
+    }
+
+
+def gpu_hardware():
+    """The GPU, its driver and the Python packages that use it; {} if there is no GPU."""
+    found = nvidia_smi("name", "driver_version", "power.limit")
+    if not found:
+        return {}
+    cupy = {name: installed_version(name) for name in ("cupy", "cupy-cuda13x", "cupy-cuda12x")}
+    return {
+        "gpu": found[0][0],
+        "gpus": len(found),
+        "driver": found[0][1],
+        "power_limit": found[0][2],
+        "cupy": next((f"{name} {version}" for name, version in cupy.items() if version), None),
+        "triton": installed_version("triton"),
+    }
+
+
+def nvidia_smi(*fields):
+    """The given fields (see nvidia-smi --help-query-gpu) of each visible GPU, as text; [] if there is no GPU."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible == "":
+        return []
+    command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
+    if visible is not None:
+        command.append(f"--id={visible}")
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return [[cell.strip() for cell in line.split(",")] for line in answer.splitlines() if line.strip()]
+
+
+def installed_version(package):
+    """The version of an installed package, or None."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def commit():
+    """The current commit, with the suffix `-dirty` if the working tree differs from it outside results/."""
+    git = ["git", "-C", str(ROOT)]
+    try:
+        described = subprocess.run([*git, "describe", "--always"], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):  # git is not installed, or this is not a repository
+        return "unknown"
+    changed = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", ".", ":!results"], check=False).returncode
+    return described.stdout.strip() + "-dirty" * bool(changed)
+
+
+def to_json(record):
+    """JSON with an indent of one space and each summary on one line."""
+    text = json.dumps(record, indent=1) + "\n"
+    return re.sub(r'\{\s+("median":[^{}\[\]]*?)\s+\}', lambda found: "{" + re.sub(r"\s+", " ", found[1]) + "}", text)
+
+
+def add_save_flags(add, name=None):
+    """Add --no-save and --commit; with `name` (the default file name without .json) also --save-as."""
+    add("--commit", help="commit to write into the file, for a copy of the repository without .git")
+    if name:
+        add("--save-as", default=name, help=f"file name in results/, without .json (default {name})")
+    add("--no-save", action="store_true", help="do not write to results/")
+
+
+def save(benchmark, results, of_commit=None, name=None):
+    """Write results/<group>/<name>.json: `results` with the date, commit, command line and hardware.
+
+    benchmark: "benchmarks.<group>.<module>"; the module is the default name. of_commit: overrides the detected commit.
+    Lists of timing samples are written as their summaries.
+    """
+    *_, group, module = benchmark.split(".")
+    path = ROOT / "results" / group / f"{name or module}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    record = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": of_commit or commit(),
+        "command": " ".join(["python", "-m", benchmark, *sys.argv[1:]]),
+        "hardware": hardware(),
+        "results": summarized(results),
+    }
+    path.write_text(to_json(record))
+    print(f"\nWritten to {path.relative_to(ROOT)}, commit {record['commit']}.")

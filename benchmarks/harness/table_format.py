@@ -1,0 +1,55 @@
+"""How the documentation's tables show numbers, and the line that names the source of a table."""
+
+import functools
+import json
+
+from benchmarks.harness.jobs import ROOT
+
+
+@functools.cache
+def load(name):
+    """The content of results/<name>.json."""
+    return json.loads((ROOT / "results" / f"{name}.json").read_text())
+
+
+def source(name):
+    """One line: file, date, commit, hardware and command of results/<name>.json."""
+    record = load(name)
+    machine = record["hardware"]
+    if machine.get("gpu"):
+        count = machine["gpus"]
+        place = f"{count} x {machine['gpu']}, PyTorch {machine['torch']}, Triton {machine['triton']}"
+    else:
+        place = f"{machine['cpu']}, {machine['cores']} cores, NumPy {machine['numpy']}"
+    file = f"[`results/{name}.json`](../results/{name}.json)"
+    return f"{file}: {record['date'][:10]}, commit {record['commit']}, {place}; `{record['command']}`"
+
+
+def number(summary, scale=1.0, digits=4):
+    """The median with `digits` significant digits, without an exponent."""
+    value = scale * summary["median"]
+    return f"{value:,.0f}" if abs(value) >= 10 ** (digits - 1) else f"{value:#.{digits}g}"
+
+
+def spread(summary, scale=1.0, digits=4):
+    """The quartiles as "q1 to q3"; "" if there is only one sample."""
+    if summary["n"] == 1:
+        return ""
+    return " to ".join(number({"median": summary[quartile]}, scale, digits) for quartile in ("q1", "q3"))
+
+
+def ratio(summary, digits=2):
+    """The median of a paired ratio; "" for None."""
+    return "" if summary is None else f"{summary['median']:.{digits}f}"
+
+
+def percent(share, digits=1):
+    return f"{100 * share:.{digits}f} %"
+
+
+def gib(count):
+    return "" if count is None else f"{count / 2**30:.2f}"
+
+
+def mib(count):
+    return f"{count / 2**20:,.1f}" if count < 1e9 else f"{count / 2**20:,.0f}"

@@ -1,0 +1,45 @@
+"""Draw docs/figures/loss_curves.png from results/: the paper's loss curve, and ours on the CPU and on GPUs.
+
+python docs/figures/loss_curves.py [--out FILE.png]
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")  # writes files and needs no display
+from matplotlib import pyplot  # noqa: E402
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def curves(results=ROOT / "results"):
+    """[(label, 50 losses, line style)] of preset `paper`, as the files in `results` have them."""
+    cpu = json.loads((results / "cpu" / "curve.json").read_text())["results"]
+    paper = [loss / (1 + deviation) for loss, deviation in zip(cpu["losses"], cpu["deviations"], strict=True)]
+    gpus = json.loads((results / "gpus" / "parity.json").read_text())["results"]
+    one_gpu = next(run for run in gpus if run["name"] == "stage 2" and run["precision"] == "fp32")
+    return [
+        ("the paper, serial", paper, dict(color="0.55", linestyle="--")),
+        ("stages 0 and 1: NumPy", cpu["losses"], dict(color="tab:blue", linewidth=4)),
+        ("stages 2 and 3: CUDA, 1, 2 and 4 GPUs, fp32", one_gpu["losses"], dict(color="tab:orange", linewidth=1.5)),
+    ]
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path(__file__).with_name("loss_curves.png"))
+    out = parser.parse_args().out
+    figure, axes = pyplot.subplots(figsize=(7, 3.6), layout="constrained")
+    for label, losses, style in curves():
+        axes.plot(losses, label=label, **style)
+    axes.set(xlabel="step", ylabel="loss (nats per token)", ylim=(0, None), xlim=(0, 49))
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(out, dpi=110)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""Run a command and exit: a user's mistake is one line on standard error and exit code 2, never a traceback."""
+
+import contextlib
+import os
+import sys
+import time
+import traceback
+
+import numpy as np
+
+from gpt2core.communicator import Solo
+from gpt2core.errors import DeviceMemoryError, UserError
+
+GRACE = 0.4  # seconds that a failing rank waits for each lower rank to report the same error first
+
+
+class HelpPrinted(Exception):
+    """--help or --version was printed, and the command has nothing else to do."""
+
+
+def run_command(make_world, body):
+    """Run body(world) and exit with the code that it returns.
+
+    A user's mistake is one line on standard error and exit code 2. An error of a single rank ends the whole job, and
+    its cause is printed once.
+    """
+    with contextlib.suppress(AttributeError):  # print "?" for characters that the terminal's encoding lacks
+        sys.stdout.reconfigure(errors="replace")
+    world = Solo()
+    try:
+        with np.errstate(all="ignore"):  # overflow is reported once, by the check of the loss, not by NumPy's warnings
+            world = make_world()
+            code = body(world)
+        sys.stdout.flush()
+        world.barrier()  # wait for the root's output here, because MPI would spin in its own finalization
+    except HelpPrinted:
+        code = 0
+    except UserError as error:
+        code = fail(world, error, error.shared)
+    except DeviceMemoryError as error:
+        code = fail(world, error)
+    except MemoryError as error:
+        advice = "lower --batch-size, raise --micro-batches or use a smaller --preset"
+        code = fail(world, f"out of memory ({error}): {advice}")
+    except KeyboardInterrupt:
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
+        os._exit(130)  # immediately: a normal exit would wait for the worker threads to finish their step
+    except BrokenPipeError:  # the reader of standard output has exited
+        code = world.abort(1)
+    except OSError as error:
+        text = f"{error.filename or 'the output'}: {error.strerror or error}"
+        code = fail(world, text, getattr(error, "shared", False))
+    except (Exception, SystemExit) as error:  # a rank that only exited would leave the others waiting
+        code = crash(world, error)
+    try:
+        sys.stdout.flush()
+    except OSError:  # or the interpreter would report at exit what it cannot write
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit(code)
+
+
+def fail(world, message, shared=False):
+    """Print a user's mistake; returns the exit code 2, or aborts the job unless all ranks have the same error."""
+    text = " ".join(str(message).splitlines())
+    if world.one_process or (shared and world.is_root):
+        print("error:", text, file=sys.stderr)
+    elif not shared:
+        wait_for_lower_ranks(world)
+        print(f"error: rank {world.rank}: {text}", file=sys.stderr)
+        world.abort(2)
+    return 2
+
+
+def crash(world, error):
+    """Print the traceback of an unexpected error and abort the job."""
+    if world.one_process:
+        raise error
+    wait_for_lower_ranks(world)
+    print(f"rank {world.rank} of {world.size} failed:", file=sys.stderr)
+    traceback.print_exception(error)
+    world.abort(1)
+
+
+def wait_for_lower_ranks(world):
+    """Give lower ranks time to print the same cause and to end the job, so that it is printed once."""
+    time.sleep(min(world.rank, 8) * GRACE)

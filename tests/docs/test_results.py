@@ -1,0 +1,55 @@
+"""The tables in the documentation are those that benchmarks/harness/tables.py generates from results/."""
+
+import re
+
+import pytest
+
+from benchmarks.harness import tables
+from benchmarks.harness.jobs import ROOT
+from benchmarks.harness.table_format import load, number, spread
+
+BEGIN, END = re.compile(r"<!-- table: "), re.compile(r"<!-- end -->")
+PAGES = [page for page in tables.pages() if BEGIN.search(page.read_text(encoding="utf-8"))]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_the_tables_of_a_page_are_up_to_date(page):
+    text = page.read_text(encoding="utf-8")
+    assert len(BEGIN.findall(text)) == len(tables.BLOCK.findall(text)) == len(END.findall(text))
+    assert tables.filled(text) == text, "run python -m benchmarks.harness.tables"
+
+
+def test_results_md_has_every_table_but_the_headline_once():
+    found = [name for _, name, *_ in tables.BLOCK.findall((ROOT / "docs" / "RESULTS.md").read_text(encoding="utf-8"))]
+    assert sorted(found) == sorted(set(tables.TABLES) - {"headline"})
+
+
+def test_every_results_file_is_the_source_of_a_table():
+    sources = {file for name, table in tables.TABLES.items() if name != "headline" for file in table()[1]}
+    files = {str(path.relative_to(ROOT / "results").with_suffix("")) for path in (ROOT / "results").rglob("*.json")}
+    assert files - sources == {"gpus/timeline_trace"}  # docs/RESULTS.md links to it
+
+
+def test_the_headline_links_to_sections_of_results_md():
+    headings = re.findall(r"^## (.+)$", (ROOT / "docs" / "RESULTS.md").read_text(encoding="utf-8"), re.MULTILINE)
+    anchors = {heading.lower().replace(" ", "-") for heading in headings}
+    linked = re.findall(r"docs/RESULTS\.md#([\w-]+)", tables.block("headline"))
+    assert len(linked) == 5 and set(linked) <= anchors
+
+
+def test_a_changed_number_is_found(monkeypatch):
+    text = "before\n<!-- table: first-run -->\n" + tables.block("first-run") + "<!-- end -->\nafter\n"
+    assert tables.filled(text) == text and tables.filled(text.replace("| 2.", "| 3.")) == text
+    with pytest.raises(SystemExit, match="no such table"):
+        tables.filled("<!-- table: other -->\n<!-- end -->")
+
+
+def test_a_source_line_names_date_commit_hardware_and_command():
+    line, record = tables.source("gpu/step_gpt2"), load("gpu/step_gpt2")
+    assert all(text in line for text in (record["date"][:10], record["commit"], "H200", record["command"]))
+
+
+def test_numbers_keep_their_significant_digits():
+    sample = {"median": 0.0024, "q1": 0.002389, "q3": 3.1, "n": 5}
+    assert number(sample, 1e3, 3) == "2.40" and spread(sample, 1e3, 3) == "2.39 to 3,100"
+    assert spread(sample | {"n": 1}) == ""
