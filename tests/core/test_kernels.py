@@ -41,7 +41,7 @@ def near(got, want, tolerance=None, least=0.0):
 
 
 def sealed(array):
-    """A copy that nobody can write into: a kernel that scribbles on its inputs raises."""
+    """A read-only copy, so that a kernel that writes into its inputs raises."""
     array = np.array(array)
     array.flags.writeable = False
     return array
@@ -52,7 +52,7 @@ def normal(rng, backend, *shape, scale=1.0, shift=0.0):
 
 
 def oracle(function, arrays, *dys):
-    """Outputs of `function` in float64, then the gradient of every array, for the gradients `dys` of the outputs."""
+    """The outputs of `function` in float64, and the gradient of every array for output gradients `dys`."""
     leaves = [torch.tensor(np.asarray(array, np.float64), requires_grad=True) for array in arrays]
     outputs = function(*leaves)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
@@ -67,7 +67,7 @@ def check(backend, got, want, least=0.0):
 
 
 def repeatable(backward, *arguments):
-    """What backward returns, after asking twice: it must leave dy, inputs and aux as they were."""
+    """Call backward twice and return its result: a second call must be equal, so dy, inputs and aux are unchanged."""
     first = [None if array is None else array.copy() for array in backward(*arguments)]
     for again, array in zip(backward(*arguments), first, strict=True):
         assert_array_equal(again, array, strict=True)
@@ -91,7 +91,7 @@ def test_linear(backend, rng, leading, C, K):
 
 
 def test_one_row_times_a_large_matrix(backend, rng):
-    """Decoding: another product than for many rows, adding 3072 terms in another order, and as exact."""
+    """Decoding uses another product than many rows: it adds 3072 terms in another order, to the same tolerance."""
     x, w, b = normal(rng, backend, 1, 1, 3072), normal(rng, backend, 3072, 96), normal(rng, backend, 96)
     want, _ = oracle(lambda x, w, b: x @ w + b, (x, w, b), np.ones((1, 1, 96)))
     check(backend, [backend.linear_forward(x, w, b)], want)
@@ -199,7 +199,7 @@ def test_attention(backend, rng, B, T, H, D):
 
 @pytest.mark.parametrize("now", [0, 1, 62, 63, 64, 100])
 def test_attention_never_sees_the_future(backend, rng, now):
-    """Changing the future changes nothing, bit for bit; and the past owes the future no gradient."""
+    """Later positions change no bit of the output, and they get no gradient from earlier outputs."""
     qkv, other = (normal(rng, backend, 2, 130, 3 * 12, scale=2) for _ in range(2))
     changed = qkv.copy()
     changed[:, now + 1 :] = other[:, now + 1 :] * 50
@@ -213,7 +213,7 @@ def test_attention_never_sees_the_future(backend, rng, now):
 
 @settings(max_examples=30, deadline=None)
 @given(st.sampled_from(["fp32", "fp64"]), st.lists(st.integers(1, 30), min_size=1, max_size=6), st.integers(0, 2**32))
-def test_cached_attention_equals_attention_however_the_sequence_is_cut(precision, pieces, seed):
+def test_cached_attention_equals_attention_for_any_division_of_the_sequence(precision, pieces, seed):
     backend, rng = NumpyBackend(precision), np.random.default_rng(seed)
     B, H, D, T = 2, 3, 4, sum(pieces)
     qkv = normal(rng, backend, B, T, 3 * H * D)
@@ -267,7 +267,7 @@ def test_rows_of_an_embedding_give_what_all_rows_give_bit_for_bit(backend, rng, 
 
 
 @pytest.mark.parametrize("token", [-1, 7, 2**40])
-def test_a_token_outside_the_vocabulary_is_named(backend, rng, token):
+def test_a_token_outside_the_vocabulary_is_reported(backend, rng, token):
     ids = np.array([[1, token, 6]])
     wte, wpe = (Tensor(normal(rng, backend, n, 4), backend, True) for n in (7, 3))
     with pytest.raises(ShapeError, match=f"token {token} is outside the vocabulary of 7"):
@@ -393,8 +393,8 @@ def test_gelu_of_large_numbers_is_the_identity_or_zero(backend):
 
 
 @pytest.mark.parametrize("C", [8, 48])
-def test_a_gradient_that_is_a_broadcast_or_a_transposed_view_is_as_good(backend, rng, C):
-    """sum() sends a broadcast gradient, transpose() a strided one: no kernel may count on contiguous memory."""
+def test_a_gradient_may_be_a_broadcast_or_a_transposed_view(backend, rng, C):
+    """sum() passes a broadcast gradient, transpose() a strided one: no kernel may assume contiguous memory."""
     B, T, H, K, V = 2, 9, 2, 4 * C, 12
     x, w, b = normal(rng, backend, B, T, C), normal(rng, backend, C), normal(rng, backend, C)
     wide, wb, head = normal(rng, backend, C, K), normal(rng, backend, K), normal(rng, backend, V, C)
@@ -597,7 +597,7 @@ def test_sum_of_squares(backend, rng):
         assert_array_equal(np.concatenate([backend.sum_of_squares(part, segments) for part in parts]), got)
 
 
-def test_sum_of_squares_of_nothing_is_nothing(backend):
+def test_sum_of_squares_of_no_elements_is_zero(backend):
     assert backend.sum_of_squares(np.empty(0, backend.dtype), 0).shape == (0,)  # a 65th thread owns no segment
 
 
@@ -617,7 +617,7 @@ def test_arrays_are_made_on_the_backend_in_its_precision(backend):
 
 
 @pytest.mark.parametrize("shape", [(SMALL,), (100, 333), (3, 5, 7, 111), (1, 1 << 20)])
-def test_a_buffer_is_aligned_contiguous_and_used_again_once_it_is_free(shape):
+def test_a_buffer_is_aligned_contiguous_and_reused_after_it_is_freed(shape):
     pool = BufferPool()
     first = pool.empty(shape, np.float32)
     assert first.shape == shape and first.dtype == np.float32 and first.flags.c_contiguous and first.flags.writeable
