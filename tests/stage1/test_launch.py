@@ -288,7 +288,7 @@ time.sleep(30)
 """
 SUPERVISE = """import sys
 from stage1_mpi.launch import supervise
-as_rank = [sys.executable, "-m", "stage1_mpi.launch", "--as-rank", "--"]
+as_rank = [sys.executable, "-m", "stage1_mpi.launch", "--started-by-mpiexec", "--"]
 sys.exit(supervise([*as_rank, *sys.argv[1:]]))
 """
 
