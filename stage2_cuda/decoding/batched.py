@@ -160,7 +160,7 @@ def launch_tiled(kernel, grid, *arguments, tiling, **options):
 
 
 @triton.jit
-def wait_for_previous_kernel():
+def wait_for_previous_launch():
     """With PDL: wait until the previous kernel has ended, then allow the next kernel to start early.
 
     Before this call a kernel may read only what is older than the previous kernel's output, such as weights, and must
@@ -232,7 +232,7 @@ def layernorm_kernel(
     if partials_ptr is not None:
         bias = load_vector(bias_ptr, C, BLOCK_C)
     if PDL:
-        wait_for_previous_kernel()
+        wait_for_previous_launch()
     s = add_partials(x_ptr, partials_ptr, bias, row, B, C, PARTS, BLOCK_C)
     if s_ptr is not None:
         tl.store(s_ptr + row * C + cols, s, cols < C)
@@ -246,7 +246,7 @@ def linear_kernel(
     PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
-        wait_for_previous_kernel()
+        wait_for_previous_launch()
     rows, cols = tl.arange(0, BLOCK_B), tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     acc = tl.zeros((BLOCK_B, BLOCK_N), tl.float32)
     for start in tl.range(0, K, BLOCK_K):
@@ -270,7 +270,7 @@ def attention_kernel(
     cache_ptr += b.to(tl.int64) * block * 2 * C + h * SIZE
     length = tl.minimum(tl.load(lengths_ptr + b), block)
     if PDL:
-        wait_for_previous_kernel()
+        wait_for_previous_launch()
     q = tl.load(q_ptr + b * C + h * SIZE + d, d < SIZE, 0).to(tl.float32) * scale
     maximum, total, acc = tl.full((), MIN_SCORE, tl.float32), tl.full((), 0, tl.float32), tl.zeros((D,), tl.float32)
     for start in tl.range(0, length, BLOCK_KEYS):
@@ -294,7 +294,7 @@ def split_k_kernel(
     part, cols = tl.program_id(1), tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     rows = tl.arange(0, BLOCK_B)
     if PDL:
-        wait_for_previous_kernel()
+        wait_for_previous_launch()
     acc = tl.zeros((BLOCK_B, BLOCK_N), tl.float32)
     for start in tl.range(0, part_rows, BLOCK_K):
         k = start + tl.arange(0, BLOCK_K)
@@ -318,12 +318,12 @@ def unembed_kernel(
         k = tl.arange(0, BLOCK_K)
         w = tl.load(w_ptr + w_offs + k[None, :], (v < V)[:, None] & (k < K)[None, :], 0)
         if PDL:
-            wait_for_previous_kernel()
+            wait_for_previous_launch()
         h = tl.load(h_ptr + k, k < K, 0).to(tl.float32)
         acc = tl.sum(w.to(tl.float32) * h[None, :], 1)[None, :]
     else:
         if PDL:
-            wait_for_previous_kernel()
+            wait_for_previous_launch()
         acc = tl.zeros((BLOCK_B, BLOCK_N), tl.float32)
         for start in tl.range(0, K, BLOCK_K):
             k = start + tl.arange(0, BLOCK_K)

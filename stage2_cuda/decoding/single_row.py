@@ -2,7 +2,7 @@
 
 For one row, a layer is a chain of short dependent launches, and the time goes into the latency of each link. A weight
 depends on no other kernel, so each kernel loads its weights before it waits for the previous one
-(batched.wait_for_previous_kernel). The chain of a layer:
+(batched.wait_for_previous_launch). The chain of a layer:
 
     q, k, v = LN(x) w + b, k and v into the cache         layernorm_linear_kernel
     attention of each head, split over the keys           split_keys_kernel
@@ -31,7 +31,7 @@ import math
 import triton
 import triton.language as tl
 
-from stage2_cuda.decoding.batched import MIN_SCORE, launch_tiled, newest_positions, wait_for_previous_kernel
+from stage2_cuda.decoding.batched import MIN_SCORE, launch_tiled, newest_positions, wait_for_previous_launch
 from stage2_cuda.kernels.gelu import sigmoid_of_2u
 from stage2_cuda.runtime.triton_launch import launch
 
@@ -229,7 +229,7 @@ def layernorm_linear_kernel(
     if partials_ptr is not None:
         bias = load_row(bias_ptr, K, CHUNKS, CHUNK)
     if PDL:
-        wait_for_previous_kernel()
+        wait_for_previous_launch()
     position = newest_positions(lengths_ptr, 1, block, 1) if cache_ptr is not None else 0
     x = load_row(x_ptr, K, CHUNKS, CHUNK)  # issue all loads before the first value is used
     if partials_ptr is not None:
@@ -263,7 +263,7 @@ def linear_residual_kernel(
     cols = program_columns(BLOCK_N)
     w, bias = load_columns(w_ptr, cols, K, N, CHUNKS, CHUNK), tl.load(bias_ptr + cols, cols < N, 0).to(tl.float32)
     if PDL:
-        wait_for_previous_kernel()
+        wait_for_previous_launch()
     # x as if it were BLOCK_N equal columns: each warp loads all of it, and no data moves between warps
     s, x = tl.load(s_ptr + cols, cols < N, 0), load_columns(x_ptr, 0 * cols, K, 1, CHUNKS, CHUNK)
     total = tl.zeros((BLOCK_N, CHUNK), tl.float32)
@@ -289,7 +289,7 @@ def split_keys_kernel(
     mask = (keys < newest)[:, None] & (d < SIZE)[None, :]
     k, v = tl.load(k_ptrs, mask, 0), tl.load(k_ptrs + C, mask, 0)  # written by earlier steps
     if PDL:
-        wait_for_previous_kernel()
+        wait_for_previous_launch()
     new_mask = d < tl.where(newest // KEYS == split, SIZE, 0)  # the newest key and value: written by the last kernel
     q = tl.load(q_ptr + h * SIZE + d, d < SIZE, 0).to(tl.float32) * scale
     new_k = tl.load(cache_ptr + newest * (2 * C) + d, new_mask, 0).to(tl.float32)
@@ -332,7 +332,7 @@ def combine_product_kernel(
     w = tl.load(w_ptr + (row_heads * SIZE + rows % D)[:, None] * N + cols[None, :], mask, 0)
     used_splits = tl.cdiv(tl.minimum(tl.load(lengths_ptr), block), KEYS)
     if PDL:
-        wait_for_previous_kernel()
+        wait_for_previous_launch()
     heads = first + tl.arange(0, HEADS)
     y = combine_splits(y_ptr, maxima_ptr, sums_ptr, heads, heads < end, used_splits, SIZE, D, SPLITS)
     x = tl.reshape(y, (BLOCK_K,))

@@ -291,7 +291,7 @@ def test_many_processes_of_a_stage_that_is_one_are_refused_by_the_first_of_them(
         monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
         result = run()
         assert one_line(result) and "3 processes were started (OMPI_COMM_WORLD_SIZE)" in result.err
-        assert f"use {stage}, or leave the launcher out" in result.err
+        assert f"use {stage}, or start it without a launcher" in result.err
         monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "2")
         assert run() == type(result)(2, "", "")
 
