@@ -1,7 +1,7 @@
-"""Arrays of more than 2^31 elements: what a kernel does at their end is what it does to a small array of the same.
+"""Arrays of more than 2^31 elements: a kernel computes their end as it computes a small array with the same values.
 
-On a GPU they are there, and all programs run. In the interpreter they are addresses without memory, of which a few
-pages are touched, and only the last programs of each axis run, by their true numbers.
+On a GPU the arrays are allocated and all programs run. In the interpreter they are reserved addresses of which a few
+pages are used, and only the last programs of each axis run, with their true program ids.
 """
 
 # N rows, B batch, T time, C channels, H heads, V vocabulary, K columns
@@ -24,18 +24,18 @@ from stage3_mpi_cuda.tree_sum import tree_sum  # noqa: E402
 HAS_GPU = not triton_launch.interpreted()
 pytestmark = [pytest.mark.gpu] if HAS_GPU else []
 MORE = (1 << 31) + (1 << 20)  # elements
-NORESERVE = 0x4000  # Linux's MAP_NORESERVE, which Python's mmap has from 3.13 on: nothing is set aside for the pages
-HELD = 1 << 27  # bytes of memory beyond the large arrays, that a test may take of a GPU
+NORESERVE = 0x4000  # Linux's MAP_NORESERVE, which Python's mmap has from 3.13 on: no memory is reserved for the pages
+HELD = 1 << 27  # bytes of GPU memory that a test may use beside the large arrays
 
 
 @pytest.fixture
 def large():
-    """large(*shape, dtype): zeros. The test is skipped where there is no room for them."""
+    """large(*shape, dtype): zeros. Skips the test if the memory does not suffice."""
     if HAS_GPU:
         yield large_on_gpu
         triton_launch.array_module().get_default_memory_pool().free_all_blocks()
     else:
-        yield addresses_alone
+        yield reserved_addresses
 
 
 def large_on_gpu(*shape, dtype="float32"):
@@ -50,19 +50,19 @@ def large_on_gpu(*shape, dtype="float32"):
     return cupy.zeros(shape, dtype)
 
 
-def addresses_alone(*shape, dtype="float32"):
+def reserved_addresses(*shape, dtype="float32"):
     size = int(np.prod(shape)) * np.dtype(dtype).itemsize
     try:
         pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NORESERVE)
     except OSError as error:
-        pytest.skip(f"{size / 2**30:.1f} GiB of addresses are not to be had: {error}")
-    pages.madvise(mmap.MADV_NOHUGEPAGE)  # or 2 MB would come where a byte is written
+        pytest.skip(f"{size / 2**30:.1f} GiB of addresses cannot be reserved: {error}")
+    pages.madvise(mmap.MADV_NOHUGEPAGE)  # or writing one byte would allocate 2 MB
     return np.frombuffer(pages, dtype).reshape(shape)
 
 
 @pytest.fixture(autouse=True)
 def last_programs(monkeypatch):
-    """In the interpreter, launch the last two programs of each axis alone."""
+    """In the interpreter, launch only the last two programs of each axis."""
     if HAS_GPU:
         return
     from triton.runtime.interpreter import interpreter_builder as builder
@@ -97,7 +97,7 @@ def normal(rng, *shape):
 
 
 def filled(array, end):
-    """`array`, whose last rows are those of `end`."""
+    """Return `array` after its last rows are set to those of `end`."""
     array[len(array) - len(end) :] = end
     return array
 
@@ -107,7 +107,7 @@ def same_end(large, small, rows):
 
 
 def same(got, want):
-    """But for rounding on a GPU: a small array's kernel is another variant, and may fuse other products and sums."""
+    """Equal bits in the interpreter. On a GPU up to rounding: a small array may run another variant of the kernel."""
     bound = 1e-6 if HAS_GPU else 0
     np.testing.assert_allclose(host(got), host(want), rtol=bound, atol=bound)
 

@@ -1,4 +1,4 @@
-"""Threads, ranks and micro-batches never show in the bits of a gradient; the optimizer equals PyTorch's."""
+"""The number of threads and ranks changes no bit of a gradient; the optimizer equals PyTorch's."""
 
 import math
 import re
@@ -47,7 +47,7 @@ TIED = GPT2Config(37, 16, 2, 2, 16, tied=True)
 
 @pytest.fixture(autouse=True, scope="module")
 def one_blas_thread():
-    """As a run sets it: BLAS may split a product differently for another number of its own threads."""
+    """One BLAS thread, as in a run: with another number BLAS may divide a product differently."""
     with threadpoolctl.threadpool_limits(1, user_api="blas"):
         yield
 
@@ -79,7 +79,7 @@ def backward(run, inputs, targets, scale):
 
 
 def train(comm, threads, tokens, config, validation, steps=3):
-    """What a run leaves that must not depend on who computed it."""
+    """The results of a run that must not depend on threads and ranks."""
     trainer = Trainer(
         config, backends(threads), batch_size=16, seq_len=16, micro_batches=8, world=comm, seed=3,
         optimizer=dict(clip=0.5, weight_decay=0.1),
@@ -149,7 +149,7 @@ def test_the_levels_a_shard_completes_are_the_carries_of_a_binary_counter():
     "shards, threads, rows", [(8, 1, 16), (8, 4, 16), (3, 3, 16), (5, 1, 16), (7, 7, 9), (6, 2, 7)]
 )
 def test_the_sum_over_shards_is_the_gradient_of_one_big_batch(rng, config, shards, threads, rows):
-    """Also where the rows do not divide evenly, as without determinism: only roundings of float64 differ.
+    """Also if the rows do not divide evenly, as without determinism: only rounding in float64 differs.
 
     Weights are ten times as large as a model's at its start, and so is what a layer makes of them: hence 1e-11.
     """

@@ -1,4 +1,4 @@
-"""A model divided over a tensor group is the serial model: its loss, gradients, logits, tokens; and what it sends."""
+"""A tensor-parallel model equals the serial one in loss, gradients, logits and tokens; the bytes that it sends."""
 
 # B batch, T time, C channels, V vocabulary, H heads, L layers, N = B*T rows, p ranks of the tensor group
 
@@ -43,7 +43,7 @@ def seed():
 
 
 def random_parameters(config, rng):
-    """Weights that matter: with deviation 0.02 the blocks are nearly the identity and many gradients nearly zero."""
+    """Large random weights: with deviation 0.02 the blocks are nearly the identity and many gradients nearly zero."""
     parameters = {}
     for name, shape in parameter_shapes(config):
         deviation = 0.5 / math.sqrt(shape[0]) if len(shape) == 2 and "wte" not in name and "head" not in name else 0.3
@@ -52,7 +52,7 @@ def random_parameters(config, rng):
 
 
 def model_of(config, parameters, group=ops.SOLO):
-    """A model of this rank's shards of the whole parameters, in float64, with gradients."""
+    """A float64 model of this rank's shards of `parameters`, with gradients."""
     backend = NumpyBackend("fp64")
     shards = {name: shard(name, array, group.rank, group.size).copy() for name, array in parameters.items()}
     return GPT2(config, {name: Tensor(array, backend, True) for name, array in shards.items()}, group)
@@ -65,7 +65,7 @@ def near(got, want, name=""):
 
 
 def near_gradient(name, got, want):
-    """As near(); but the keys' part of c_attn.bias, whose gradient is zero (softmax ignores q . b), is held to that."""
+    """Like near(), but the key part of c_attn.bias is compared with its true gradient 0 (softmax ignores q . b)."""
     if name.endswith("c_attn.bias"):
         (q, k, v), (want_q, want_k, want_v) = np.split(got, 3), np.split(want, 3)
         assert max(np.linalg.norm(k), np.linalg.norm(want_k)) <= EXACT * np.linalg.norm(want), name
@@ -248,7 +248,7 @@ def test_generation_gives_the_serial_model_s_tokens(seed, ranks, length):
 
 
 def bytes_of_a_step(comm, config, B, T):
-    """(forward, backward) bytes that this rank hands over."""
+    """The bytes that this rank sends in forward and in backward."""
     model = model_of(config, random_parameters(config, np.random.default_rng(0)), comm)
     loss = model.loss(*np.zeros((2, B, T), np.int64))
     forward = comm.bytes_sent

@@ -1,4 +1,4 @@
-"""What ZeRO-1 gathers beside the next forward comes before it is read: the bits are those of a gather at the end."""
+"""ZeRO-1 with --zero-gather forward: parameters arrive before they are read, with the bits of a gather at the end."""
 
 from functools import partial
 
@@ -90,7 +90,7 @@ def test_three_ranks_and_tensor_parallel_ranks_differ_by_rounding_alone(tokens):
 
 
 def test_what_others_own_is_not_read_before_it_has_come_and_whoever_reads_between_steps_has_it_gathered(tokens):
-    """NaN takes the place of others' parts before every step and every look from outside."""
+    """The parts of other ranks are set to NaN before every step and every read from outside."""
 
     def main(comm, when, poison):
         trainer = make_trainer(comm, ParallelConfig(dp="bucket", **FORWARD | dict(zero_gather=when)))
@@ -143,7 +143,7 @@ def test_a_run_saved_and_resumed_between_two_ways_to_gather_is_the_serial_run(to
 
 
 def test_no_more_is_sent_than_by_an_all_gather(tokens):
-    """Over all ranks: a broadcast of each part to p - 1 others, but for the padding at the end, which nobody reads."""
+    """The sum over all ranks: each part is broadcast to p - 1 ranks, except the padding at the end."""
 
     def sent(comm, when):
         trainer = make_trainer(comm, ParallelConfig(**FORWARD | dict(zero_gather=when)))
@@ -159,7 +159,7 @@ def test_no_more_is_sent_than_by_an_all_gather(tokens):
 
 
 class Owners:
-    """A group of `size` in which a broadcast notes what it was asked for, and when it is waited for."""
+    """A group of `size` whose broadcasts record their arguments and the order of their waits."""
 
     def __init__(self, size):
         self.rank, self.size, self.sent, self.waited = 0, size, [], []

@@ -364,7 +364,7 @@ def test_make_without_a_gpu_interprets_nano_and_says_so(make, corpus):
     arguments = f"ARGS=--steps 1 --sample 0 --batch-size 1 --data {corpus} --out {corpus.parent}/nano"
     done = make("train", "STAGE=2", "PRESET=nano", f"PYTHON={sys.executable}", arguments)
     assert (done.returncode, done.stderr) == (0, "")
-    assert "there is no GPU here: TRITON_INTERPRET=1" in done.stdout and "the Triton interpreter" in done.stdout
+    assert "no GPU was found: TRITON_INTERPRET=1" in done.stdout and "the Triton interpreter" in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -373,10 +373,10 @@ def test_make_without_a_gpu_interprets_nano_and_says_so(make, corpus):
         ("train STAGE=2", None, "far too slow for PRESET=paper: use PRESET=nano"),
         ("generate STAGE=2 PRESET=tiny", None, "far too slow for PRESET=tiny: use PRESET=nano"),
         ("generate STAGE=2 PRESET=nano OUT=nowhere", None, "make train STAGE=2 PRESET=nano"),
-        ("train STAGE=2", "11.8", "speaks CUDA 11, and stage 2 needs 12 or 13"),
+        ("train STAGE=2", "11.8", "supports CUDA 11, but stage 2 needs 12 or 13"),
         ("train STAGE=2 N=2", "13.0", "stage 2 is one process"),
         ("train STAGE=3 N=2", None, "far too slow for PRESET=paper: use PRESET=nano"),
-        ("train STAGE=3 N=x", "13.0", "N=x is no number of ranks"),
+        ("train STAGE=3 N=x", "13.0", "N=x is not a number of ranks"),
     ],
 )
 def test_make_names_the_mistake_in_one_line(make, words, cuda, said):
