@@ -9,7 +9,7 @@ import time
 
 import numpy as np
 
-from benchmarks.harness.ours import GPU_OPTIMIZER, share_workspace, train_step
+from benchmarks.harness.ours import GPU_OPTIMIZER, release_cached_memory, share_workspace, train_step
 from benchmarks.harness.processes import run_main
 from benchmarks.harness.report import add_save_flags, paired_ratio, print_table, save
 from gpt2core.app.presets import PRESETS
@@ -37,7 +37,7 @@ def one_stream(backend):
     backend.side = NoStream()
 
 
-def no_places(backend):
+def copied_gradients(backend):
     """Weight gradients in new arrays that are then copied to the gradient buffer."""
     backend.place_gradients = lambda places: None
 
@@ -68,7 +68,7 @@ def odd_vocabulary(backend):
 CHOICES = {
     "no graph": no_graph,
     "one stream": one_stream,
-    "gradients copied to the buffer": no_places,
+    "gradients copied to the buffer": copied_gradients,
     "GELU in separate kernels": no_epilogues,
     "products not timed": first_algorithms,
     "logits computed twice": logits_twice,
@@ -89,7 +89,7 @@ class Variants:
         self.config, self.precision, self.first = config, precision, None
 
     def trainer(self, change, steps=4):
-        """A new trainer after `steps` steps, which compile, choose algorithms, record and replay."""
+        """A new trainer that has run `steps` steps, which compile, choose algorithms, record and replay."""
         from stage2_cuda.cuda_backend import CudaBackend
 
         backend = CudaBackend(self.precision, deterministic=False)
@@ -98,7 +98,7 @@ class Variants:
         trainer = Trainer(self.config, [backend], **self.sizes, optimizer=GPU_OPTIMIZER)
         self.first = share_workspace(self.first, backend)
         self.seconds(trainer, steps)
-        backend.trim()
+        release_cached_memory(trainer)
         return trainer
 
     def seconds(self, trainer, steps):
@@ -112,14 +112,14 @@ class Variants:
 
 
 def measure(preset, precision, rounds):
-    """{choice: seconds of a step in each round}."""
+    """{optimisation left out: seconds of a step in each round}."""
     batch_size, steps = SIZES[preset]
     variants = Variants(PRESETS[preset], batch_size, precision)
     trainers = {name: variants.trainer(change) for name, change in {FULL: None, **CHOICES}.items()}
     found = {name: [] for name in trainers}
     for _ in range(rounds):
         for name, trainer in trainers.items():
-            variants.seconds(trainer, 1)  # untimed: fills the caches that the other variants used
+            variants.seconds(trainer, 1)  # untimed: the caches hold the data of the other variants
             found[name].append(variants.seconds(trainer, steps))
     return found
 
