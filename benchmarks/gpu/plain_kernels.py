@@ -33,7 +33,7 @@ GPT2 = Sizes(N=16384, C=768, V=50257, B=8, H=12, T=1024, N_loss=4096, parameters
 
 
 class Row(NamedTuple):
-    """plain() and ours() return their results for the comparison; both are timed."""
+    """One kernel. plain() and ours() return their results, which are compared; then both are timed."""
 
     section: int
     name: str
