@@ -58,11 +58,6 @@ def message_count(trainer):
     return len(trainer.data_parallel.parts)
 
 
-def release_cached_memory(trainer):
-    """Free the cached blocks of the backend's memory pool."""
-    trainer.backend.trim()
-
-
 def share_workspace(first, backend):
     """Let the steps of `backend`, not yet recorded, use the memory and the stream of the recorded step `first`.
 

@@ -11,6 +11,10 @@ class DeviceArray(np.ndarray):
 
     data = property(lambda self: SimpleNamespace(ptr=self.ctypes.data))
 
+    def get(self):
+        """A copy on the host."""
+        return np.array(self)
+
 
 class FakeCupy:
     """The part of CuPy that cublaslt.py, tuner.py and their tests use. `clock` counts the milliseconds of all work."""
