@@ -382,6 +382,7 @@ def test_a_leaf_at_both_ends_is_complete_last(backend, rng):
 # -- freeing -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.fast("10000")
 @pytest.mark.parametrize("length", [10_000, 100_000])
 def test_a_long_chain_reaches_no_recursion_limit_in_backward_or_when_it_is_freed(backend, length):
     def chain():

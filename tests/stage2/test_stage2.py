@@ -107,7 +107,6 @@ def test_a_training_step_has_stage_0_s_loss_norm_and_gradients(config, micro_bat
         assert_near(gradients[name], gradient, 1e-4 if config is PRESETS["paper"] else 1e-5, name)
 
 
-@pytest.mark.fast
 def test_three_steps_have_stage_0_s_losses_and_twice_the_same_bits():
     first, again, stage0 = (
         trainer_of(backend(), TIED, batch=2) for backend in (CudaBackend, CudaBackend, NumpyBackend)

@@ -255,7 +255,7 @@ def test_stage_2_equals_stage_0_within_rounding(serial):
     assert_near(trained(None, NumpyBackend, 4, steps=2), serial, loss=1e-5, norm=1e-5)  # fp32 sums in another order
 
 
-@pytest.mark.fast
+@pytest.mark.fast("2-{'dp': 'flat'}")
 @pytest.mark.parametrize("ranks, how", [(2, dict(dp="flat")), (4, dict(dp="overlap")), (4, dict(zero=1))], ids=str)
 def test_ranks_have_stage_2_s_bits(serial, ranks, how):
     for got in run_ranks(ranks, lambda world: trained(world, CudaBackend, 4, **how)):
