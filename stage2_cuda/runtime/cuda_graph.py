@@ -59,7 +59,7 @@ class RecordedStep(Compiled):
             self.inputs = StaticInputs(self.cupy, args)
         if self.calls == 0 or not self.record:
             self.inputs.upload(args)
-            results = EagerResults(self.cupy, self.function(*self.inputs.device) or [])
+            results = EagerResults(self.cupy, self.function(*self.inputs.arguments) or [])
             self.calls += 1  # not before: a call that failed has not compiled everything
             return results
         current = self.cupy.cuda.get_current_stream()
@@ -80,7 +80,7 @@ class RecordedStep(Compiled):
         with no_garbage_collection(), cuda.using_allocator(self.workspace.pool.malloc), self.stream:
             self.stream.begin_capture(cuda.runtime.streamCaptureModeRelaxed)
             try:
-                results = self.function(*self.inputs.device) or []
+                results = self.function(*self.inputs.arguments) or []
                 self.readback = Readback(self.cupy, self.stream, results, self.workspace.kept)
             except BaseException as error:
                 error.add_note("This happened while a step was recorded as a graph: --no-graph trains without one.")

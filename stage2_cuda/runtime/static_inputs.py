@@ -15,7 +15,7 @@ class StaticInputs:
     """Device copies of the NumPy arrays in a tree of arguments, at the same addresses for every call.
 
     A tree consists of nested tuples (named ones too) and lists. Other leaves, device arrays and constants, are passed
-    on; every call must have the same ones. `device` is the tree with the device copies in place of NumPy arrays.
+    on; every call must have the same ones. `arguments` is the tree with the device copies in place of NumPy arrays.
     """
 
     def __init__(self, cupy, tree):
@@ -40,7 +40,7 @@ class StaticInputs:
             return tuple(memory[part].view(array.dtype).reshape(array.shape) for memory in (self.staging, self.memory))
 
         self.leaves = [place(leaf) for leaf in leaves]
-        self.device = unflatten(tree, iter([leaf for _, leaf in self.leaves]))
+        self.arguments = unflatten(tree, iter([leaf for _, leaf in self.leaves]))
 
     def upload(self, tree):
         """Copy the NumPy arrays of `tree` to the device, on the current stream.

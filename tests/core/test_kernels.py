@@ -11,9 +11,13 @@ from hypothesis import strategies as st
 from numpy.testing import assert_allclose, assert_array_equal
 
 from gpt2core import ops, primitives
+from gpt2core.arena import Arena
 from gpt2core.backend import Backend
 from gpt2core.communicator import address
 from gpt2core.errors import ConfigError
+from gpt2core.optimizer import AdamW
+from gpt2core.parallel.threads import WorkerPool
+from gpt2core.runtime import Runtime
 from gpt2core.tensor import ShapeError, Tensor, no_grad
 from stage0_serial import numpy_backend
 from stage0_serial.buffer_pool import ALIGNMENT, SMALL, BufferPool, size_class
@@ -527,35 +531,52 @@ def test_a_fused_operation_equals_the_composed_one(backend, rng, name):
         assert error <= TOLERANCE[backend.dtype] * max(np.linalg.norm(want), size)
 
 
-def test_overridden_fused_kernels_equal_the_composed_defaults_of_the_protocol(backend, rng):
+def test_overridden_fused_kernels_equal_the_composed_defaults_and_plain_kernels(backend, rng):
     x, a, ds, dy = (normal(rng, backend, 3, 5, 8) for _ in range(4))
     a_bias, w, b, wide, wb = (normal(rng, backend, *shape) for shape in ((8,), (8,), (8,), (8, 12), (12,)))
     d_wide, head, targets = normal(rng, backend, 3, 5, 12), normal(rng, backend, 20, 8), rng.integers(0, 20, 15)
     x2, one = x.reshape(15, 8), np.asarray(1.0)
+    d_out, w2 = normal(rng, backend, 3, 5, 8), normal(rng, backend, 12, 8)
     results = []
     for cls in (Backend, NumpyBackend):
         h, aux_gelu = cls.linear_gelu_forward(backend, x, wide, wb)
-        s, y, aux_norm = cls.residual_layernorm_forward(backend, x, a, a_bias, w, b, 1e-5)
-        maxima, sums, picked, aux_loss = cls.unembed_cross_entropy_forward(backend, x2, head, targets, 5)
-        rows = targets, 0.1, maxima, sums, aux_loss, 5
+        z, aux_mlp = cls.mlp_forward(backend, x, wide, wb, w2)
         results.append([
-            h, s, y, maxima, sums, picked,
+            h, z,
             *cls.linear_gelu_backward(backend, d_wide, x, wide, aux_gelu),
-            *cls.residual_layernorm_backward(backend, ds, dy, w, aux_norm),
-            *cls.unembed_cross_entropy_backward(backend, one, x2, head, *rows),
+            *cls.mlp_backward(backend, d_out, x, wide, w2, aux_mlp),
         ])  # fmt: skip
-        if cls is Backend:  # the default's aux is that of the kernels it is composed of
-            assert cls.residual_layernorm_backward(backend, None, dy, w, aux_norm)[0].shape == x.shape
+    s = x + a + a_bias
+    y, aux_norm = backend.layernorm_forward(s, w, b, 1e-5)
+    dx, dw, db = backend.layernorm_backward(dy, w, aux_norm)
+    logits = backend.unembed_forward(x2, head)
+    maxima, sums, picked, aux_loss = backend.cross_entropy_forward(logits, targets, 5)
+    dlogits = backend.cross_entropy_backward(one, logits, targets, 0.1, maxima, sums, aux_loss, 5)
+    results[0] += [s, y, maxima, sums, picked, dx + ds, (dx + ds).reshape(-1, 8).sum(0), dw, db]
+    results[0] += backend.unembed_backward(dlogits, x2, head)
+    s, y, aux_norm = backend.residual_layernorm_forward(x, a, a_bias, w, b, 1e-5)
+    maxima, sums, picked, aux_loss = backend.unembed_cross_entropy_forward(x2, head, targets, 5)
+    rows = targets, 0.1, maxima, sums, aux_loss, 5
+    results[1] += [s, y, maxima, sums, picked, *backend.residual_layernorm_backward(ds, dy, w, aux_norm)]
+    results[1] += backend.unembed_cross_entropy_backward(one, x2, head, *rows)
+    assert backend.residual_layernorm_backward(None, dy, w, aux_norm)[0].shape == x.shape
     check(backend, results[1], results[0])
 
 
 # -- flat buffers --------------------------------------------------------------------------------------------
 
 
+def hyperparameters(backend, step, lr, betas, eps, weight_decay):
+    """The numbers of one AdamW step that the trainer would pass to the kernel."""
+    options = dict(beta1=betas[0], beta2=betas[1], eps=eps, weight_decay=weight_decay)
+    return AdamW(Arena({}), np.zeros(0, backend.dtype), WorkerPool([backend]), **options).hyperparameters(step, lr)
+
+
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
 @pytest.mark.parametrize("clip_scale", [1.0, 0.37])
 def test_adamw_step_equals_torch_over_several_steps(backend, rng, weight_decay, clip_scale):
-    n = 70_001  # more than two blocks, and not a multiple of one
+    n = 69 * 1024  # more than two blocks of the kernel, and not a multiple of one
+    decays = np.ones(n // 1024, np.int32)
     options = dict(lr=3e-3, betas=(0.9, 0.95), eps=1e-6, weight_decay=weight_decay)
     start = rng.standard_normal(n).astype(backend.dtype) * backend.dtype.type(0.02)
     p, m, v = start.copy(), np.zeros_like(start), np.zeros_like(start)
@@ -565,8 +586,8 @@ def test_adamw_step_equals_torch_over_several_steps(backend, rng, weight_decay, 
         g = normal(rng, backend, n, scale=10.0 ** rng.integers(-3, 2))
         reference.grad = torch.tensor(g.astype(np.float64) * clip_scale)
         optimizer.step()
-        rates = backend.adamw_rates(step, options["lr"], *options["betas"], options["eps"], weight_decay)
-        backend.adamw_step(p, m, v, None, g, rates, clip_scale, [(slice(0, n), True)])
+        hyper = hyperparameters(backend, step, **options)
+        backend.adamw_step(p, m, v, None, g, hyper, clip_scale, decays, options["betas"])
         state = optimizer.state[reference]
         near(m, state["exp_avg"])
         near(v, state["exp_avg_sq"])
@@ -574,14 +595,17 @@ def test_adamw_step_equals_torch_over_several_steps(backend, rng, weight_decay, 
 
 
 def test_adamw_in_parts_equals_adamw_at_once_bit_for_bit(backend, rng):
-    n, rates = 70_000, backend.adamw_rates(3, 1e-3, 0.9, 0.999, 1e-8, 0.1)
+    n, betas = 69 * 1024, (0.9, 0.999)
+    hyper, decays = hyperparameters(backend, 3, 1e-3, betas, 1e-8, 0.1), np.zeros(n // 1024, np.int32)
+    decays[:4] = 1
     g = normal(rng, backend, n)
     whole = [rng.random(n).astype(backend.dtype) for _ in range(3)]
     parts = [array.copy() for array in whole]
-    backend.adamw_step(*whole, None, g, rates, 0.5, [(slice(0, 4096), True), (slice(4096, n), False)])
-    for part in (slice(0, 1024), slice(1024, 4096), slice(4096, 50_000), slice(50_000, n)):
+    backend.adamw_step(*whole, None, g, hyper, 0.5, decays, betas)
+    for edges in ((0, 1), (1, 4), (4, 50), (50, 69)):
+        part, own_decays = slice(edges[0] * 1024, edges[1] * 1024), decays[slice(*edges)]
         own = [array[part] for array in parts]
-        backend.adamw_step(*own, None, g[part], rates, 0.5, [(slice(0, len(own[0])), part.stop <= 4096)])
+        backend.adamw_step(*own, None, g[part], hyper, 0.5, own_decays, betas, part.start)
     for got, want in zip(parts, whole, strict=True):
         assert_array_equal(got, want)
 
@@ -609,11 +633,22 @@ def test_arrays_are_made_on_the_backend_in_its_precision(backend):
     assert_array_equal(backend.ones((200, 300), np.float32), np.ones((200, 300), np.float32), strict=True)
     assert backend.ones((), backend.dtype).shape == ()
     assert_array_equal(backend.to_host(backend.asarray([1, 2], backend.dtype)), [1, 2])
-    assert backend.compile_step(list)()() == [] and backend.peak_flops(backend.precision) is None
+    assert backend.runtime.peak_flops(backend.precision) is None
     assert backend.precision in ("fp32", "fp64")
     for precision in ("bf16", "fp16", "tf32", "float32"):
         with pytest.raises(ConfigError, match=f"--precision {precision}"):
             NumpyBackend(precision)
+
+
+def test_the_host_calls_a_step_directly_and_tunes_nothing():
+    runtime = Runtime()
+    batch, step = [(np.arange(3), np.arange(3))], runtime.compile_step(lambda *args: list(args))
+    assert step(batch, "constant").wait()[0] is batch and not step.can_overlap
+    with pytest.raises(ConfigError, match="--autotune: numpy tunes nothing; omit the flag"):
+        runtime.retune()
+    with pytest.raises(ConfigError, match="--nvtx: numpy has no profiler timeline; omit the flag"):
+        runtime.annotate(None)
+    assert runtime.tuned == {} and runtime.load_tuned({"kernel": "choice"}) is None and runtime.tuned == {}
 
 
 @pytest.mark.parametrize("shape", [(SMALL,), (100, 333), (3, 5, 7, 111), (1, 1 << 20)])
@@ -698,7 +733,7 @@ def test_a_size_class_wastes_little(nbytes):
 
 def test_products_divided_over_threads_are_the_same_products():
     backend, rng = NumpyBackend("fp64"), np.random.default_rng()
-    backend.use_threads(3)
+    backend.runtime.use_threads(3)
     for n in (1, 63, 64, 65, 200):
         x, w, b = rng.standard_normal((n, 24)), rng.standard_normal((24, 40)), rng.standard_normal(40)
         assert_allclose(backend.linear_forward(x, w, b), x @ w + b, rtol=1e-12, atol=1e-12)  # only the order of a sum

@@ -15,7 +15,7 @@ from gpt2core.app.checkpoint_directory import load_checkpoint, save_checkpoint
 from gpt2core.app.presets import PRESETS
 from gpt2core.errors import ConfigError
 from gpt2core.model import GPT2, GPT2Config, parameter_count, parameter_shapes
-from gpt2core.parallel.whole_parameters import initial_parameters, named_parameters
+from gpt2core.parallel.whole_parameters import initial_parameters
 from gpt2core.sampler import KVCache
 from gpt2core.tensor import ShapeError, Tensor, no_grad
 from gpt2core.training_loop import flops_per_token
@@ -116,7 +116,7 @@ def test_logits_loss_and_every_gradient_equal_transformers(rng, tied, trial):
     loss = ours.loss(ids, targets)
     assert abs(loss.item() / want_loss.item() - 1) <= MODEL
     loss.backward()
-    theirs = dict(named_parameters(theirs))
+    theirs = dict(theirs.named_parameters())
     assert set(theirs) == set(parameters)
     for name, tensor in ours.parameters.items():
         assert gradient_error(name, tensor.grad, theirs[name].grad.numpy()) <= MODEL, name
@@ -247,7 +247,7 @@ def test_names_and_shapes_are_transformers(name, tied):
             )
         )  # fmt: skip
         theirs.tie_weights()
-    assert dict(parameter_shapes(config)) == {n: tuple(p.shape) for n, p in named_parameters(theirs)}
+    assert dict(parameter_shapes(config)) == {n: tuple(p.shape) for n, p in theirs.named_parameters()}
 
 
 def test_flops_are_those_of_every_matrix_product():

@@ -77,7 +77,7 @@ def windows_of(seed):
 
 
 def train(backend, seed, world=None, steps=12, interrupt=None, **intervals):
-    """-> what on_step and the checkpoints saw, the last parameters, how many were under way at once, the signal."""
+    """-> what on_step and the checkpoints saw, the last parameters, the most steps in flight at once, the signal."""
     trainer, seen = trainer_of(backend(), world), []
 
     def on_step(step, validation, last):
@@ -173,19 +173,19 @@ def test_results_are_read_in_order_and_no_step_begins_too_early(rng):
     assert [each.result().step for each in pending] == [2, 3] and trainer.in_flight == []
 
 
-def test_a_turn_of_a_benchmark_leaves_no_step_under_way():
+def test_a_round_of_a_benchmark_leaves_no_step_in_flight():
     trainers = []
 
     class Steps(ours.CudaSteps):
         def __init__(self, config, batch_size, seq_len):
-            self.backend, self.windows = ReplayingBackend(), ours.Announced({})
+            self.backend, self.announced = ReplayingBackend(), []
             trainers.append(Trainer(config, [self.backend], batch_size=batch_size, seq_len=seq_len, micro_batches=1))
             (self.trainer,) = trainers
 
     turn = gpu_step.prepare(SimpleNamespace(CudaSteps=Steps), "nano", 37, 4, 16, unread=False)
     for steps in (1, 3, 3):
-        assert len(turn(steps)["seconds"]) == steps and trainers[0].under_way is None
-    assert trainers[0].update.most_ahead == 2
+        assert len(turn(steps)["seconds"]) == steps and trainers[0].in_flight == []
+    assert trainers[0].compiled.most_ahead == 2
 
 
 @pytest.mark.gpu

@@ -294,10 +294,10 @@ def test_verify_names_the_rank_that_differs(tokens):
 def test_a_signal_on_one_rank_stops_all_at_the_same_step(tokens):
     def main(comm):
         trainer = make_trainer(comm, ParallelConfig())
-        trainer.asked_to_stop = lambda: 15 * (comm.rank == 1 and trainer.steps == 2)
         stopped = []
         for _ in range(4):
-            trainer.step(read_batch(trainer, Windows(tokens, 16)), 1e-3)
+            received = 15 * (comm.rank == 1 and trainer.steps == 2)
+            trainer.begin(read_batch(trainer, Windows(tokens, 16)), 1e-3).result(received)
             stopped.append(trainer.stopped_by)
         return stopped
 

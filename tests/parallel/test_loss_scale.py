@@ -83,7 +83,7 @@ def test_a_precision_with_the_range_of_fp32_has_no_scale():
 
 @pytest.mark.parametrize("codec", ["fp16", "bf16", "int8"])
 def test_what_overflows_is_not_kept_by_a_compression(codec):
-    with pytest.raises(ConfigError, match=f"--compress {codec} would keep what overflows .*use --precision bf16"):
+    with pytest.raises(ConfigError, match=f"--compress {codec} would keep an overflow of fp16 .*use --precision bf16"):
         Trainer(CONFIG, [Narrow()], batch_size=2, seq_len=16, micro_batches=1, parallel=ParallelConfig(compress=codec))
 
 

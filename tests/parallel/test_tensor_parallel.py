@@ -21,6 +21,7 @@ from gpt2core.parallel.tensor_parallel import (
     check_tensor_parallel,
     gather,
     is_replicated,
+    load_model,
     shard,
     shard_shapes,
     unshard,
@@ -212,7 +213,7 @@ def test_a_token_is_checked_against_the_whole_vocabulary():
 def logits_equal_serial(comm, config, seed):
     rng, backend = np.random.default_rng(seed), NumpyBackend("fp64")
     parameters, ids = random_parameters(config, rng), rng.integers(0, config.vocab_size, (2, 9))
-    serial, model = model_of(config, parameters), GPT2.of_arrays(config, parameters, backend, comm)
+    serial, model = model_of(config, parameters), load_model(config, parameters, backend, comm)
     with no_grad():
         near(model.logits(ids).numpy(), want := serial.logits(ids).numpy())
         near(model.logits(ids, last_only=True).numpy(), want[:, -1:])
@@ -231,7 +232,7 @@ def test_logits_equal_the_serial_model_s(seed, ranks, tied):
 def tokens_equal_serial(comm, config, prompt, new, seed):
     parameters = random_parameters(config, np.random.default_rng(seed))
     serial = model_of(config, parameters)
-    model = GPT2.of_arrays(config, parameters, NumpyBackend("fp64"), comm)
+    model = load_model(config, parameters, NumpyBackend("fp64"), comm)
     assert list(generate(model, prompt, new)) == list(generate(serial, prompt, new))
     rules = [Sampling(1.3, top_k=20, top_p=0.95, seed=9) for _ in range(2)]
     assert list(generate(model, prompt, new, rules[0])) == list(generate(serial, prompt, new, rules[1]))

@@ -50,14 +50,24 @@ def test_every_strategy_gives_the_serial_bits(tokens, ranks, dp):
         assert_same(got, want)
 
 
+class Unequal:
+    """A dtype of the same bits as float32 that is not equal to it."""
+
+    dtype = np.dtype(np.float32)
+    __hash__ = None
+
+    def __eq__(self, other):
+        return False
+
+
 class Copied(NumpyBackend):
-    """Kernels read a copy of the parameters, as with bf16 on a GPU."""
+    """Kernels read a copy of the parameters, as with bf16 on a GPU; here the copy has the same bits."""
 
-    def compute_copy(self, parameters):
-        return self.zeros(parameters.shape, self.dtype)
+    compute = Unequal()
 
-    def refresh(self, copy, parameters, *rounding):
-        copy[...] = parameters
+    def __init__(self, precision):
+        super().__init__(precision)
+        self.compute = Copied.compute
 
     def adamw_step(self, p, m, v, copy, *how):
         super().adamw_step(p, m, v, None, *how)
@@ -178,24 +188,25 @@ def test_each_element_leaves_once_from_its_owner_in_the_order_of_forward(size, m
     arena, owners = Arena(parameter_shapes(CONFIG), size), Owners(size)
     flat = np.arange(arena.size)
     arriving = AsyncAllGather(arena, flat, owners, mb)
-    read = arriving.watched(arena.views(flat))
+    views = arena.views(flat)
     for _ in range(2):  # a second step begins afresh
         owners.sent.clear(), owners.waited.clear()
         with arriving:
-            assert_array_equal(np.concatenate([x for x, _ in owners.sent]), flat[: arena.padded(list(read)[-1]).stop])
+            assert_array_equal(np.concatenate([x for x, _ in owners.sent]), flat[: arena.padded(list(views)[-1]).stop])
             for x, root in owners.sent:
                 own = arena.part(root, size)
                 assert own.start <= x[0] and x[-1] < own.stop
             assert not owners.waited
-            for name in read:
-                view = read[name].ravel()
+            for name in views:
+                arriving.wait_on_read(name.rpartition(".")[0])
+                view = views[name].ravel()
                 come = np.concatenate([x for x, _ in owners.waited])
                 assert view[0] >= come[0] and view[-1] <= come[-1], name
-                assert mb == 1.0 or name == list(read)[-1] or len(come) < len(flat)  # no later than needed, no sooner
-                read[name]
+                assert mb == 1.0 or name == list(views)[-1] or len(come) < len(flat)  # no later than needed, no sooner
         assert owners.waited == owners.sent
         owners.waited.clear()
-        assert read["transformer.wte.weight"] is not None and not owners.waited  # outside nothing is on its way
+        arriving.wait_on_read("transformer.wte")
+        assert not owners.waited  # no piece is pending outside the context
 
 
 def test_a_failure_inside_waits_for_nobody():
@@ -210,7 +221,10 @@ def test_a_failure_inside_waits_for_nobody():
     "parallel, words",
     [
         (ParallelConfig(zero=1, zero_gather="later"), "--zero-gather later is unknown: choose from end, forward"),
-        (ParallelConfig(zero_gather="forward"), "--zero-gather forward is about --zero 1, and this is --zero 0: add"),
+        (
+            ParallelConfig(zero_gather="forward"),
+            "--zero-gather forward needs --zero 1, and this is --zero 0: add --zero 1",
+        ),
     ],
 )
 def test_what_cannot_be_gathered_is_refused(parallel, words):
