@@ -45,7 +45,7 @@ def near(got, want, tolerance=None, least=0.0):
 
 
 def sealed(array):
-    """A copy that nobody can write into: a kernel that scribbles on its inputs raises."""
+    """A read-only copy: a kernel that writes to its inputs raises."""
     array = np.array(array)
     array.flags.writeable = False
     return array
@@ -71,7 +71,7 @@ def check(backend, got, want, least=0.0):
 
 
 def repeatable(backward, *arguments):
-    """What backward returns, after asking twice: it must leave dy, inputs and aux as they were."""
+    """The result of backward, called twice: it must not change dy, inputs or aux."""
     first = [None if array is None else array.copy() for array in backward(*arguments)]
     for again, array in zip(backward(*arguments), first, strict=True):
         assert_array_equal(again, array, strict=True)
@@ -203,7 +203,7 @@ def test_attention(backend, rng, B, T, H, D):
 
 @pytest.mark.parametrize("now", [0, 1, 62, 63, 64, 100])
 def test_attention_never_sees_the_future(backend, rng, now):
-    """Changing the future changes nothing, bit for bit; and the past owes the future no gradient."""
+    """Later positions change no bit of the output, and get no gradient from earlier ones."""
     qkv, other = (normal(rng, backend, 2, 130, 3 * 12, scale=2) for _ in range(2))
     changed = qkv.copy()
     changed[:, now + 1 :] = other[:, now + 1 :] * 50
@@ -217,11 +217,11 @@ def test_attention_never_sees_the_future(backend, rng, now):
 
 @settings(max_examples=30, deadline=None)
 @given(st.sampled_from(["fp32", "fp64"]), st.lists(st.integers(1, 30), min_size=1, max_size=6), st.integers(0, 2**32))
-def test_cached_attention_equals_attention_however_the_sequence_is_cut(precision, pieces, seed):
+def test_cached_attention_equals_attention_for_any_pieces(precision, pieces, seed):
     backend, rng = NumpyBackend(precision), np.random.default_rng(seed)
     B, H, D, T = 2, 3, 4, sum(pieces)
     qkv = normal(rng, backend, B, T, 3 * H * D)
-    keys = np.full((B, H, D, T + 3), np.nan, backend.dtype)  # what is not yet written must not be read
+    keys = np.full((B, H, D, T + 3), np.nan, backend.dtype)  # caches must be read only where they were written
     values = np.full((B, H, T + 3, D), np.nan, backend.dtype)
     edges = np.cumsum([0, *pieces])
     got = [backend.attention_cached(qkv[:, i:j], keys, values, i, H) for i, j in zip(edges, edges[1:], strict=False)]
@@ -397,8 +397,8 @@ def test_gelu_of_large_numbers_is_the_identity_or_zero(backend):
 
 
 @pytest.mark.parametrize("C", [8, 48])
-def test_a_gradient_that_is_a_broadcast_or_a_transposed_view_is_as_good(backend, rng, C):
-    """sum() sends a broadcast gradient, transpose() a strided one: no kernel may count on contiguous memory."""
+def test_a_gradient_may_be_a_broadcast_or_a_transposed_view(backend, rng, C):
+    """sum() sends a broadcast gradient, transpose() a strided one: kernels must accept both."""
     B, T, H, K, V = 2, 9, 2, 4 * C, 12
     x, w, b = normal(rng, backend, B, T, C), normal(rng, backend, C), normal(rng, backend, C)
     wide, wb, head = normal(rng, backend, C, K), normal(rng, backend, K), normal(rng, backend, V, C)
@@ -591,7 +591,7 @@ def test_adamw_step_equals_torch_over_several_steps(backend, rng, weight_decay, 
         state = optimizer.state[reference]
         near(m, state["exp_avg"])
         near(v, state["exp_avg_sq"])
-        near(p - start, reference.detach().numpy() - start)  # what was learned, not what was there before
+        near(p - start, reference.detach().numpy() - start)  # the update, not the initial values
 
 
 def test_adamw_in_parts_equals_adamw_at_once_bit_for_bit(backend, rng):
@@ -616,7 +616,7 @@ def test_sum_of_squares(backend, rng):
     assert got.dtype == np.float64 and got.shape == (16,)
     want = (flat.astype(np.float64) ** 2).reshape(16, -1).sum(1)
     near(got, want, TOLERANCE[backend.dtype])
-    for segments in (1, 2, 8):  # a segment's bits do not depend on who computes how many of them
+    for segments in (1, 2, 8):  # the bits of a segment do not depend on the number of segments in a call
         parts = np.split(flat, 16 // segments)
         assert_array_equal(np.concatenate([backend.sum_of_squares(part, segments) for part in parts]), got)
 

@@ -62,7 +62,7 @@ def addresses_alone(*shape, dtype="float32"):
 
 @pytest.fixture(autouse=True)
 def last_programs(monkeypatch):
-    """In the interpreter, launch the last two programs of each axis alone."""
+    """In the interpreter, launch only the last two programs of each axis."""
     if HAS_GPU:
         return
     from triton.runtime.interpreter import interpreter_builder as builder

@@ -131,18 +131,18 @@ def test_no_new_tokens_are_no_tokens(rng):
     assert list(generate(random_model(rng), [1], 0)) == []
 
 
-# -- several texts, and a backend's own way to continue them --------------------------------------------------
+# -- several prompts, and the decoder of a backend ------------------------------------------------------------
 
 
-def test_texts_are_continued_together_as_each_by_itself(rng):
+def test_a_batch_of_prompts_is_continued_as_each_prompt_separately(rng):
     model, prompts = random_model(rng), [rng.integers(0, 43, length) for length in (3, 1, BLOCK, 20)]
     steps = list(generate_together(model, prompts, 15, [Sampling(seed=seed) for seed in range(4)]))
-    alone = [list(generate(model, prompt, 15, Sampling(seed=seed))) for seed, prompt in enumerate(prompts)]
-    assert [list(text) for text in zip(*steps, strict=True)] == alone
+    separate = [list(generate(model, prompt, 15, Sampling(seed=seed))) for seed, prompt in enumerate(prompts)]
+    assert [list(text) for text in zip(*steps, strict=True)] == separate
 
 
 class Ahead:
-    """A decoder that counts; two steps may be under way before the first one's tokens are read."""
+    """A decoder that counts; two steps may be in flight before the first one's tokens are read."""
 
     ahead = 2
 

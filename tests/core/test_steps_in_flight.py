@@ -1,4 +1,4 @@
-"""A step may begin before the numbers of the previous one are read: the same bits, and no step too many."""
+"""A step may begin before the result of the previous one is read: the same bits, and the same number of steps."""
 
 import math
 import signal
@@ -26,7 +26,7 @@ SCHEDULE = Schedule("linear", 3e-3, warmup=2, steps=12)  # another rate each ste
 
 
 class Replayed(Compiled):
-    """Called like a recorded step: from the third call on one step may be ahead, and results last for two calls."""
+    """Behaves like a recorded step: from the third call two steps may overlap, and results are valid for two calls."""
 
     calls, unread, most_ahead, buffers = 0, 0, 0, ()
 
@@ -127,7 +127,7 @@ def test_a_signal_ends_the_run_after_the_steps_in_flight(rng):
 
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_step_that_diverges_changes_nothing_though_another_was_begun(rng, ranks, bad):
+def test_a_step_that_diverges_and_the_next_one_in_flight_change_nothing(rng, ranks, bad):
     windows = windows_of(int(rng.integers(1 << 30)))
 
     def steps(comm):

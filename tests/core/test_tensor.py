@@ -34,7 +34,7 @@ def leaf(array, backend):
 def close(got, want, tolerance=DOUBLE):
     """norm(got - want) <= tolerance * max(norm(want), 1), and no NaN passes.
 
-    Operands are of size one and so are the terms of sums, which may cancel: an error is then small beside them alone.
+    Operands and the terms of sums are of size one. The terms may cancel: the error is relative to them, not to the sum.
     """
     got, want = np.asarray(got), np.asarray(want)
     assert got.shape == want.shape
@@ -183,7 +183,7 @@ PAIRS = {
     st.integers(0, 2**32),
 )
 def test_any_graph_of_shared_tensors_has_torch_s_gradients(steps, seed):
-    """Diamonds, tensors used many times, leaves used early and late, results that nobody uses."""
+    """Diamonds, tensors used many times, leaves used early and late, results that are not used."""
 
     def build(which, a, b):
         tensors = [a, b]
@@ -232,7 +232,7 @@ def test_a_tensor_used_twice_in_one_operation_gets_both_gradients(backend, rng):
 
 
 def test_a_leaf_never_adopts_an_incoming_array(backend, rng):
-    """add gives the same dy to both its parents: whoever kept it would see the other's sums."""
+    """add gives the same dy to both its parents: a parent that kept the array would see the other's sum."""
     a, b = leaf(rng.standard_normal(5), backend), leaf(rng.standard_normal(5), backend)
     seed = rng.standard_normal(5)
     given_seed = seed.copy()

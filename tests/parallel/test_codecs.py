@@ -46,7 +46,7 @@ def test_packing_adding_and_unpacking_are_numpy_s(rng, kind, p, m, n):
     gradient = (rng.standard_normal(n) * scale).astype(np.float32)
     mine, own = xp.array(lost), xp.array(sums)
     if n > GROUP:
-        gradient[GROUP - 3 : 2 * GROUP - 3] = 0  # a group whose scale is what was lost alone
+        gradient[GROUP - 3 : 2 * GROUP - 3] = 0  # a group whose scale comes only from the residual
     code, want = fused.pack(mine, xp.asarray(gradient)), wanted.pack(lost, gradient)
     same(code, want)
     same(mine, lost)

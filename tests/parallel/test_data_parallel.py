@@ -43,7 +43,7 @@ def test_every_strategy_gives_the_serial_bits(tokens, ranks, dp, zero):
 
 @pytest.mark.parametrize("dp", STRATEGIES)
 def test_threads_inside_the_ranks_and_a_tied_head_change_nothing(tokens, dp):
-    """Two lanes race to complete each parameter: the messages still leave in one order."""
+    """Two workers complete each parameter at about the same time: the messages are still sent in one order."""
     want = train(Solo(), None, tokens, config=TIED)
     parallel = ParallelConfig(dp=dp, zero=1, bucket_mb=0.005)
     for got in run_ranks(2, lambda comm: train(comm, parallel, tokens, config=TIED, threads=2)):
@@ -111,7 +111,7 @@ def test_buckets_reach_their_size_last_parameters_first():
 
 
 def test_messages_leave_in_the_same_order_on_every_rank_and_thread(tokens):
-    """Overlap with two lanes a rank: the order in which parameters complete is the graph's alone."""
+    """Overlap with two workers a rank: the order in which parameters complete depends only on the graph."""
 
     def order(comm):
         trainer, names = make_trainer(comm, ParallelConfig(dp="overlap"), threads=2), []
@@ -194,7 +194,7 @@ def test_data_times_tensor_parallel_training_equals_serial(tokens, ranks, tp, ze
                 assert np.linalg.norm(parameters[name] - value) <= 1e-8 * np.linalg.norm(value), name
 
 
-def test_two_lanes_talk_through_tensor_groups_of_their_own(tokens):
+def test_two_workers_have_tensor_groups_of_their_own(tokens):
     want = train(Solo(), None, tokens, precision="fp64")[0]
     for curve, *_ in run_ranks(2, lambda comm: train(comm, ParallelConfig(tp=2), tokens, precision="fp64", threads=2)):
         assert np.allclose(curve, want, rtol=1e-11, atol=0)

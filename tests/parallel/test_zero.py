@@ -1,4 +1,4 @@
-"""What ZeRO-1 gathers beside the next forward comes before it is read: the bits are those of a gather at the end."""
+"""ZeRO-1 with the all-gather during the next forward pass gives the bits of an all-gather at the end of the step."""
 
 from functools import partial
 
@@ -75,7 +75,7 @@ class Copied(NumpyBackend):
 
 
 @pytest.mark.parametrize("dp, when", [("flat", "end"), ("flat", "forward"), ("bucket", "forward")])
-def test_a_copy_that_kernels_read_is_gathered_in_the_place_of_the_parameters(tokens, dp, when):
+def test_the_copy_that_kernels_read_is_gathered_instead_of_the_parameters(tokens, dp, when):
     want = train(Solo(), None, tokens)
     parallel = ParallelConfig(dp=dp, **FORWARD | dict(zero_gather=when))
     for got in run_ranks(4, lambda comm: train(comm, parallel, tokens, backend=Copied)):
@@ -83,14 +83,14 @@ def test_a_copy_that_kernels_read_is_gathered_in_the_place_of_the_parameters(tok
 
 
 def test_a_tied_head_two_threads_and_many_pieces_change_nothing(tokens):
-    """Two lanes ask for the same pieces at the same time; a piece is a parameter, and some have two owners."""
+    """Two workers wait for the same pieces at the same time; a piece is a parameter, and some have two owners."""
     want = train(Solo(), None, tokens, config=TIED)
     parallel = ParallelConfig(**FORWARD | dict(bucket_mb=1e-6))
     for got in run_ranks(4, lambda comm: train(comm, parallel, tokens, config=TIED, threads=2)):
         assert_same(got, want)
 
 
-def test_three_ranks_and_tensor_parallel_ranks_differ_by_rounding_alone(tokens):
+def test_three_ranks_and_tensor_parallel_ranks_differ_only_by_rounding(tokens):
     for ranks, sizes, how in ((3, dict(batch_size=12, micro_batches=12), {}), (4, {}, dict(tp=2))):
         options = dict(precision="fp64", **sizes)
         want = train(Solo(), None, tokens, **options)[0]
@@ -99,14 +99,14 @@ def test_three_ranks_and_tensor_parallel_ranks_differ_by_rounding_alone(tokens):
             assert np.allclose(curve, want, rtol=1e-11, atol=0)
 
 
-def test_what_others_own_is_not_read_before_it_has_come_and_whoever_reads_between_steps_has_it_gathered(tokens):
-    """NaN takes the place of others' parts before every step and every look from outside."""
+def test_parameters_of_other_owners_are_gathered_before_every_read(tokens):
+    """NaN replaces the parts of other owners before every step and every read between steps."""
 
     def main(comm, when, poison):
         trainer = make_trainer(comm, ParallelConfig(dp="bucket", **FORWARD | dict(zero_gather=when)))
         windows = Windows(tokens, 16)
 
-        def forget():
+        def overwrite():
             if poison:
                 own = trainer.parameters[trainer.optimizer.own].copy()
                 trainer.parameters[...] = np.nan
@@ -114,7 +114,7 @@ def test_what_others_own_is_not_read_before_it_has_come_and_whoever_reads_betwee
 
         seen = []
         for _ in range(3):
-            for look in (
+            for read in (
                 lambda: trainer.step(read_batch(trainer, windows), 3e-3).loss,
                 lambda: evaluate(trainer, Windows(tokens[:160], 16)),
                 lambda: current_model(trainer).logits(np.arange(8)[None]).data.tobytes(),
@@ -123,8 +123,8 @@ def test_what_others_own_is_not_read_before_it_has_come_and_whoever_reads_betwee
                 lambda: check_finite(trainer),
                 lambda: {name: np.array(value) for name, value in named_parameters(trainer).items()},
             ):
-                forget()
-                seen.append(look())
+                overwrite()
+                seen.append(read())
         return seen
 
     want = run_ranks(4, main, "end", False)[0]
@@ -132,7 +132,7 @@ def test_what_others_own_is_not_read_before_it_has_come_and_whoever_reads_betwee
         np.testing.assert_equal(got, want)
 
 
-def test_a_run_saved_and_resumed_between_two_ways_to_gather_is_the_serial_run(tokens):
+def test_a_run_resumed_with_another_gather_is_the_serial_run(tokens):
     want = train(Solo(), None, tokens)
 
     def first(comm):
@@ -153,23 +153,23 @@ def test_a_run_saved_and_resumed_between_two_ways_to_gather_is_the_serial_run(to
 
 
 def test_no_more_is_sent_than_by_an_all_gather(tokens):
-    """Over all ranks: a broadcast of each part to p - 1 others, but for the padding at the end, which nobody reads."""
+    """Over all ranks: a broadcast of each part to p - 1 others, without the padding at the end."""
 
     def sent(comm, when):
         trainer = make_trainer(comm, ParallelConfig(**FORWARD | dict(zero_gather=when)))
         return trainer.step(read_batch(trainer, Windows(tokens, 16)), 1e-3).bytes_sent, trainer.arena
 
-    at_end, beside = run_ranks(4, sent, "end"), run_ranks(4, sent, "forward")
+    at_end, overlapped = run_ranks(4, sent, "end"), run_ranks(4, sent, "forward")
     arena = at_end[0][1]
     padding = 3 * 4 * (arena.size - max(arena.padded(name).stop for name in arena.slices))
-    assert sum(count for count, _ in at_end) - sum(count for count, _ in beside) == padding
+    assert sum(count for count, _ in at_end) - sum(count for count, _ in overlapped) == padding
 
 
 # -- the pieces -------------------------------------------------------------------------------------------------------
 
 
 class Owners:
-    """A group of `size` in which a broadcast notes what it was asked for, and when it is waited for."""
+    """A group of `size` that records which arrays are broadcast, and when they are waited for."""
 
     def __init__(self, size):
         self.rank, self.size, self.sent, self.waited = 0, size, [], []
@@ -184,32 +184,32 @@ class Owners:
 
 @pytest.mark.parametrize("mb", [1e-6, BUCKET_MB, 1.0])
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
-def test_each_element_leaves_once_from_its_owner_in_the_order_of_forward(size, mb):
+def test_each_owner_sends_its_elements_once_in_the_order_of_forward(size, mb):
     arena, owners = Arena(parameter_shapes(CONFIG), size), Owners(size)
     flat = np.arange(arena.size)
-    arriving = AsyncAllGather(arena, flat, owners, mb)
+    gather = AsyncAllGather(arena, flat, owners, mb)
     views = arena.views(flat)
-    for _ in range(2):  # a second step begins afresh
+    for _ in range(2):  # a second step starts new broadcasts
         owners.sent.clear(), owners.waited.clear()
-        with arriving:
+        with gather:
             assert_array_equal(np.concatenate([x for x, _ in owners.sent]), flat[: arena.padded(list(views)[-1]).stop])
             for x, root in owners.sent:
                 own = arena.part(root, size)
                 assert own.start <= x[0] and x[-1] < own.stop
             assert not owners.waited
             for name in views:
-                arriving.wait_on_read(name.rpartition(".")[0])
+                gather.wait_on_read(name.rpartition(".")[0])
                 view = views[name].ravel()
-                come = np.concatenate([x for x, _ in owners.waited])
-                assert view[0] >= come[0] and view[-1] <= come[-1], name
-                assert mb == 1.0 or name == list(views)[-1] or len(come) < len(flat)  # no later than needed, no sooner
+                arrived = np.concatenate([x for x, _ in owners.waited])
+                assert view[0] >= arrived[0] and view[-1] <= arrived[-1], name
+                assert mb == 1.0 or name == list(views)[-1] or len(arrived) < len(flat)  # not all pieces are waited for
         assert owners.waited == owners.sent
         owners.waited.clear()
-        arriving.wait_on_read("transformer.wte")
+        gather.wait_on_read("transformer.wte")
         assert not owners.waited  # no piece is pending outside the context
 
 
-def test_a_failure_inside_waits_for_nobody():
+def test_after_a_failure_no_piece_is_waited_for():
     owners = Owners(2)
     arena = Arena(parameter_shapes(CONFIG), 2)
     with pytest.raises(ZeroDivisionError), AsyncAllGather(arena, np.zeros(arena.size), owners, 1.0):
@@ -227,12 +227,12 @@ def test_a_failure_inside_waits_for_nobody():
         ),
     ],
 )
-def test_what_cannot_be_gathered_is_refused(parallel, words):
+def test_an_invalid_zero_gather_is_refused(parallel, words):
     with pytest.raises(ConfigError, match=words):
         make_trainer(Solo(), parallel)
 
 
-# -- who shares the update ---------------------------------------------------------------------------------------------
+# -- the default of --zero --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -250,13 +250,13 @@ def test_what_cannot_be_gathered_is_refused(parallel, words):
         (4, False, dict(zero=1), 1),
     ],
 )
-def test_ranks_share_the_update_by_themselves_where_that_is_the_fastest(size, shares, asked, zero):
+def test_zero_is_the_default_where_it_is_the_fastest(size, shares, asked, zero):
     args, notes = chosen(size, dict(dp="flat", zero=None) | asked, prefers_zero=shares)
     assert args.zero == zero and not notes
 
 
 @pytest.mark.parametrize("size, zero, gather", [(4, 1, "forward"), (1, 0, "end")])
-def test_what_is_to_be_gathered_beside_forward_is_left_out_where_there_is_nothing(size, zero, gather):
+def test_zero_gather_forward_has_no_effect_without_owners(size, zero, gather):
     asked = dict(dp="flat", zero=None, zero_gather="forward", bucket_mb=5.0)
     args, notes = chosen(size, asked, prefers_zero=True)
     assert (args.zero, args.zero_gather) == (zero, gather)
