@@ -644,6 +644,7 @@ def test_the_host_calls_a_step_directly_and_tunes_nothing():
     runtime = Runtime()
     batch, step = [(np.arange(3), np.arange(3))], runtime.compile_step(lambda *args: list(args))
     assert step(batch, "constant").wait()[0] is batch and not step.can_overlap
+    assert runtime.compile_step(list)().wait() == []
     with pytest.raises(ConfigError, match="--autotune: numpy tunes nothing; omit the flag"):
         runtime.retune()
     with pytest.raises(ConfigError, match="--nvtx: numpy has no profiler timeline; omit the flag"):

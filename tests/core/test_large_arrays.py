@@ -1,7 +1,7 @@
-"""Arrays of more than 2^31 elements: what a kernel does at their end is what it does to a small array of the same.
+"""Arrays of more than 2^31 elements: a kernel's result at their end equals that for a small array of the same data.
 
-On a GPU they are there, and all programs run. In the interpreter they are addresses without memory, of which a few
-pages are touched, and only the last programs of each axis run, by their true numbers.
+On a GPU the arrays are allocated, and all programs run. In the interpreter they are virtual memory of which a few pages
+are touched, and only the last programs of each axis run, with their true numbers.
 """
 
 # N rows, B batch, T time, C channels, H heads, V vocabulary, K columns

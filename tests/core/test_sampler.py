@@ -1,4 +1,4 @@
-"""Generation with a cache equals recomputing everything, and sampling draws from exactly the set it says."""
+"""Generation with a cache equals full recomputation, and sampling draws from the distribution of its options."""
 
 import math
 from itertools import islice
@@ -19,7 +19,7 @@ BLOCK = 12
 
 
 def random_model(rng, precision="fp64", tied=False, requires_grad=False):
-    """Weights so large that the text neither settles on one token nor hides a wrong position or a stale key."""
+    """Weights so large that tokens vary, and a wrong position or a stale key changes them."""
     config, backend = GPT2Config(43, BLOCK, 2, 2, 8, tied), NumpyBackend(precision)
     parameters = {
         name: Tensor((rng.standard_normal(shape) * 0.7).astype(backend.dtype), backend, requires_grad)
@@ -29,7 +29,7 @@ def random_model(rng, precision="fp64", tied=False, requires_grad=False):
 
 
 def naive(model, prompt, new, choose):
-    """Every token from the whole window, computed anew: no cache, no reuse."""
+    """Every token computed from the whole window, without a cache."""
     tokens = [int(token) for token in prompt]
     for _ in range(new):
         with no_grad():
@@ -85,8 +85,8 @@ def test_logits_of_the_cache_equal_recomputed_logits_in_fp32_too(rng):
         assert np.linalg.norm(logits - want) <= 1e-4 * np.linalg.norm(want)
 
 
-def test_a_token_is_there_before_the_next_is_computed(rng):
-    """Streaming: the consumer gets each token as soon as it is chosen, and stops the work by not asking."""
+def test_a_token_is_yielded_before_the_next_is_computed(rng):
+    """Streaming: the consumer gets each token as soon as it is chosen, and computation stops when the consumer does."""
     model, chosen = random_model(rng), []
 
     def choose(logits):
@@ -157,7 +157,7 @@ class Ahead:
         return [self.read]
 
 
-def test_a_backend_s_decoder_is_asked_for_no_step_too_many_and_kept_for_the_next_text(rng):
+def test_a_decoder_of_a_backend_computes_only_needed_steps_and_is_reused(rng):
     model, made = random_model(rng), []
     model.head.backend.decoder = lambda model, batch: made.append((batch, Ahead())) or made[-1][1]
     stream = generate(model, [40] * 2 * BLOCK, 4)
@@ -193,7 +193,7 @@ def allowed(logits, temperature, top_k, top_p):
 
 
 class Uniform:
-    """In place of the random numbers: goes through [0, 1) evenly, so that every token's share is counted, not drawn."""
+    """Replaces random numbers by evenly spaced ones in [0, 1), so that every token's share is exact."""
 
     def __init__(self, n):
         self.values = ((i + 0.5) / n for i in range(n))

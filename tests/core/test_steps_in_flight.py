@@ -125,6 +125,7 @@ def test_a_signal_ends_the_run_after_the_steps_in_flight(rng):
     assert losses == [line[1] for line in seen if len(line) == 6] and plain.parameters.tobytes() == parameters
 
 
+@pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_step_that_diverges_and_the_next_one_in_flight_change_nothing(rng, ranks, bad):

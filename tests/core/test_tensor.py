@@ -1,4 +1,4 @@
-"""The engine: every primitive against PyTorch in float64; how gradients travel, add up, are reported and freed."""
+"""Autograd: every primitive against PyTorch in float64; how gradients are added, delivered to hooks and freed."""
 
 import gc
 import threading
@@ -231,7 +231,7 @@ def test_a_tensor_used_twice_in_one_operation_gets_both_gradients(backend, rng):
         assert_allclose(x.grad, want, rtol=DOUBLE, atol=DOUBLE)
 
 
-def test_a_leaf_never_adopts_an_incoming_array(backend, rng):
+def test_a_leaf_copies_the_delivered_array(backend, rng):
     """add gives the same dy to both its parents: a parent that kept the array would see the other's sum."""
     a, b = leaf(rng.standard_normal(5), backend), leaf(rng.standard_normal(5), backend)
     seed = rng.standard_normal(5)
@@ -250,7 +250,7 @@ def test_a_leaf_never_adopts_an_incoming_array(backend, rng):
     assert not np.shares_memory(c.grad, seed)
 
 
-def test_an_inner_sum_of_gradients_spoils_no_other_receiver_of_the_same_array(backend, rng):
+def test_a_sum_of_gradients_does_not_change_an_array_delivered_elsewhere(backend, rng):
     a = leaf(rng.standard_normal(4), backend)
     h = a * 1.0
     s = h + a  # hands one dy to h and to a
@@ -279,7 +279,7 @@ def test_retain_graph_gives_the_same_gradient_again(backend, rng):
     assert_array_equal(x.grad, first + first)
 
 
-def test_only_what_asks_for_a_gradient_gets_one(backend, rng):
+def test_only_tensors_that_require_a_gradient_get_one(backend, rng):
     x, fixed = leaf(rng.standard_normal(3), backend), Tensor(rng.standard_normal(3), backend)
     y = x * fixed
     assert y.requires_grad and not (fixed * fixed).requires_grad
@@ -352,8 +352,8 @@ def test_a_leaf_s_hook_is_called_once_with_the_complete_gradient_latest_leaves_f
         assert leaves[name].grad is None  # the hook replaces the default
 
 
-def test_hooks_come_as_soon_as_gradients_are_complete_not_at_the_end(backend, rng):
-    """The leaf of a deep layer is reported before the layer below it is differentiated: what overlap stands on."""
+def test_a_hook_is_called_as_soon_as_its_gradient_is_complete(backend, rng):
+    """The leaf of a deep layer is reported before the backward of the layer below it: overlap needs this order."""
     events, weights = [], [leaf(rng.standard_normal(3), backend) for _ in range(5)]
     y = leaf(rng.standard_normal(3), backend)
     for i, w in enumerate(weights):
@@ -383,7 +383,7 @@ def test_a_leaf_at_both_ends_is_complete_last(backend, rng):
 
 
 @pytest.mark.parametrize("length", [10_000, 100_000])
-def test_a_long_chain_meets_no_recursion_limit_in_backward_or_when_it_is_dropped(backend, length):
+def test_a_long_chain_needs_no_recursion_in_backward_or_deletion(backend, length):
     def chain():
         x = leaf([1.0], backend)
         y = x
@@ -404,7 +404,7 @@ def test_a_long_chain_meets_no_recursion_limit_in_backward_or_when_it_is_dropped
 
 
 def test_activations_are_freed_while_backward_is_still_running(backend, rng):
-    """When a layer is differentiated, what the layers above it kept is gone already."""
+    """During a layer's backward, the activations of the layers above it are already freed."""
     depth, arrays, alive = 8, [], []
 
     def layer(x):
@@ -431,8 +431,8 @@ def test_activations_are_freed_while_backward_is_still_running(backend, rng):
     assert alive == [depth] * depth
 
 
-def test_an_input_that_no_closure_keeps_is_gone_before_backward(backend, rng):
-    """A branch of the residual stream: its gradient is that of the sum, whatever it was."""
+def test_an_input_that_no_closure_holds_is_freed_before_backward(backend, rng):
+    """A branch of the residual stream: its gradient is that of the sum, for any values."""
     x, vectors = leaf(rng.standard_normal((3, 8)), backend), [leaf(rng.standard_normal(8), backend) for _ in "abc"]
     branch = primitives.tanh(x) * 2
     array = weakref.ref(branch.data)
@@ -444,7 +444,7 @@ def test_an_input_that_no_closure_keeps_is_gone_before_backward(backend, rng):
 
 
 def test_no_tensor_of_a_differentiated_layer_stays_alive(backend, rng):
-    """Not even the one that the engine delivered to last."""
+    """Also not the last one to which a gradient was delivered."""
     outputs, alive = [], []
 
     def layer(x):
@@ -491,7 +491,7 @@ def test_backward_recycles_the_buffers_of_forward(backend, rng):
 # -- errors --------------------------------------------------------------------------------------------------
 
 
-def test_backward_through_a_freed_graph_says_so(backend):
+def test_backward_through_a_freed_graph_is_refused(backend):
     x = leaf([2.0], backend)
     shared = x * x
     y, z = shared * 2, shared * 3
@@ -652,7 +652,7 @@ def test_a_recomputed_function_has_the_same_gradients(backend, rng):
         close(got, want)  # a weight used in two blocks receives its two gradients in the other order of addition
 
 
-def test_a_checkpointed_function_keeps_nothing_of_what_it_computed(backend, rng):
+def test_a_recomputed_function_keeps_no_activations(backend, rng):
     kept = []
 
     def block(x):
@@ -683,7 +683,7 @@ def test_an_array_on_the_left_of_a_tensor_multiplies_as_a_matrix():
     assert np.allclose(y.data, a @ b) and np.allclose(x.grad, a.T @ np.ones((3, 3)))
 
 
-def test_checkpoint_of_what_requires_no_gradient_is_an_error():
+def test_recompute_of_a_tensor_without_gradient_is_refused():
     with pytest.raises(AutogradError, match="requires no gradient"):
         ops.recompute(lambda x: x * 2, Tensor(np.ones(3), NumpyBackend()))
 

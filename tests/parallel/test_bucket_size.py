@@ -1,4 +1,4 @@
-"""The size of a bucket follows from two timed sums: on a clock that knows what they cost, the right one is found."""
+"""The bucket size follows from two timed all-reduces: a simulated clock with known costs gives the best size."""
 
 from dataclasses import dataclass
 
@@ -70,17 +70,17 @@ def test_the_size_stays_between_a_megabyte_and_the_gradient(alpha, beta, size, m
 
 
 def test_a_clock_that_goes_backwards_still_gives_a_size():
-    """Where noise is all there is, alpha or beta may come out negative."""
+    """Where noise exceeds the times, alpha or beta may be negative."""
     assert Wire(-1e-5, 1e-9).measure(10**7).mb == 1 and Wire(1e-5, -1e-9).measure(10**7).mb == 10
 
 
-def test_the_header_says_what_was_measured():
+def test_the_header_names_the_measured_values():
     words = "--bucket-mb 40: 14.7 us a message and 4.56 ps a byte were measured"
     assert str(BucketSize(1.4655e-5, 4.5615e-12, 40)) == words
 
 
-def test_the_root_s_measurement_is_everyone_s_and_changes_no_bits():
-    """Threads measure for real, and each another number: the buckets are alike, and so is what they sum."""
+def test_all_ranks_use_the_measurement_of_the_root_and_get_the_same_bits():
+    """Each thread measures other times: all use the same buckets and get the same sums."""
     tokens = np.random.default_rng(0).integers(0, 36, 500)
 
     def train(comm, **parallel):
@@ -109,5 +109,5 @@ def test_the_root_s_measurement_is_everyone_s_and_changes_no_bits():
         (4, True, dict(tp=2), None),
     ],
 )
-def test_a_bucket_is_measured_between_gpus_alone_and_where_it_matters(size, times, asked, bucket_mb):
+def test_a_bucket_is_measured_only_between_gpus_and_where_it_is_used(size, times, asked, bucket_mb):
     assert chosen(size, asked, times)[0].bucket_mb == bucket_mb

@@ -1,4 +1,4 @@
-"""--compress by one kernel each way is NumPy's arithmetic, what was lost included; on the GPU where there is one."""
+"""The fused kernels of --compress equal NumPy's arithmetic, residual included; on the GPU where there is one."""
 
 import numpy as np
 import pytest
@@ -63,7 +63,7 @@ def test_packing_adding_and_unpacking_are_numpy_s(rng, kind, p, m, n):
 
 @pytest.mark.parametrize("what", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("kind", CODECS)
-def test_what_is_not_finite_stays_so_or_is_kept_as_lost(kind, what):
+def test_values_that_are_not_finite_stay_so_or_remain_in_the_residual(kind, what):
     """As NumPy's: NaN stays, and so do infinities but in fp16, which bounds them and keeps the infinite rest."""
     xp = array_module()
     gradient = np.ones(GROUP, np.float32)
@@ -80,7 +80,7 @@ def test_what_is_not_finite_stays_so_or_is_kept_as_lost(kind, what):
 @pytest.mark.skipif(not interpreted(), reason="runs in the interpreter")
 @pytest.mark.parametrize("kind", CODECS)
 def test_three_sums_in_a_row_are_the_same_by_kernels_and_nccl(rng, kind):
-    """What is kept from one sum goes into the next, on the way there and on the way back."""
+    """The residual of one sum is added to the next, for sent and for received values."""
     xs = rng.standard_normal((3, 3, 1000)).astype(np.float32)
 
     def sums(world, codec):

@@ -1,4 +1,4 @@
-"""Every way to share the work over ranks gives the serial parameters: bit for bit, or within what is rounded away."""
+"""Every division of the work over ranks gives the serial parameters: bit for bit, or within rounding."""
 
 import numpy as np
 import pytest
@@ -52,8 +52,8 @@ def test_threads_inside_the_ranks_and_a_tied_head_change_nothing(tokens, dp):
 
 @pytest.mark.parametrize("zero", [0, 1])
 @pytest.mark.parametrize("dp", STRATEGIES)
-def test_three_ranks_differ_by_rounding_alone(tokens, dp, zero):
-    """float64, 12 micro-batches: the tree has another shape, so the bits may differ and nothing else."""
+def test_three_ranks_differ_only_by_rounding(tokens, dp, zero):
+    """float64, 12 micro-batches: the tree has another shape, so only the rounding may differ."""
     options = dict(precision="fp64", batch_size=12, micro_batches=12)
     want = train(Solo(), None, tokens, **options)
     parallel = ParallelConfig(dp=dp, zero=zero, bucket_mb=BUCKET_MB)
@@ -69,7 +69,7 @@ def test_three_ranks_differ_by_rounding_alone(tokens, dp, zero):
 
 
 class Recorder:
-    """reduce_start that notes what it was asked for."""
+    """A reduce_start that records its arguments."""
 
     def __init__(self):
         self.parts = []
@@ -80,7 +80,7 @@ class Recorder:
 
 
 @pytest.mark.parametrize("dp", STRATEGIES)
-def test_every_element_travels_once_and_no_bucket_leaves_before_it_is_complete(dp):
+def test_every_element_is_sent_once_and_no_bucket_before_it_is_complete(dp):
     arena, sent = Arena(parameter_shapes(CONFIG)), Recorder()
     strategy = data_parallel(dp, arena, sent, 4, BUCKET_MB)
     packed, eager = STRATEGIES[dp]
@@ -110,7 +110,7 @@ def test_buckets_reach_their_size_last_parameters_first():
     assert all(size >= 20_000 for size in sizes[:-1])
 
 
-def test_messages_leave_in_the_same_order_on_every_rank_and_thread(tokens):
+def test_messages_are_sent_in_the_same_order_on_every_rank_and_thread(tokens):
     """Overlap with two workers a rank: the order in which parameters complete depends only on the graph."""
 
     def order(comm):
@@ -124,7 +124,7 @@ def test_messages_leave_in_the_same_order_on_every_rank_and_thread(tokens):
     assert first == second and sorted(first) == sorted(dict(parameter_shapes(CONFIG)))
 
 
-def test_a_strategy_moves_the_textbook_volume(tokens):
+def test_a_strategy_sends_the_textbook_volume(tokens):
     """Of n gradient bytes: 2 (p-1)/p n for an all-reduce; ZeRO-1 the same when flat, half as much again when not."""
     p = 4
 
@@ -161,7 +161,7 @@ def test_zero_keeps_an_equal_part_of_the_optimizer_state(ranks):
 
 
 @pytest.mark.parametrize("then", [ParallelConfig(), ParallelConfig(zero=1), ParallelConfig(tp=2, zero=1)])
-def test_a_zero_run_goes_on_with_other_ranks(tokens, then):
+def test_a_zero_run_continues_with_another_number_of_ranks(tokens, then):
     """Two steps on 4 ranks, gathered; then two on 2 ranks: the serial run of four (within rounding under tp)."""
     want = train(Solo(), None, tokens, precision="fp64")
 
@@ -224,7 +224,7 @@ def test_bf16_rounds_as_pytorch_does():
 
 @pytest.mark.parametrize("kind", CODECS)
 def test_what_is_not_finite_stays_not_finite(kind):
-    """A diverged gradient must not look healthy: NaN stays; fp16 saturates infinities, which feedback shows."""
+    """A diverged gradient must stay visible: NaN stays; fp16 saturates infinities, and the residual keeps them."""
     encode, decode = CODECS[kind]
     x = np.ones((1, 256), np.float32)
     x[0, 3] = np.nan

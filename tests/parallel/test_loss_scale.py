@@ -108,7 +108,7 @@ def rows_of(log):
     return [json.loads(line) for line in Path(log).read_text().splitlines()]
 
 
-def test_a_run_shows_its_scale_and_a_resumed_one_goes_on_with_it(command, corpus, tmp_path):
+def test_a_run_logs_its_scale_and_a_resumed_run_continues_with_it(command, corpus, tmp_path):
     def train(*flags):
         flags = ("--preset", "nano", "--data", corpus, "--sample", 0, *flags)
         return command(cli.train, *flags, backend=Narrow)
@@ -135,7 +135,7 @@ def test_a_run_shows_its_scale_and_a_resumed_one_goes_on_with_it(command, corpus
         assert result.code == 2 and re.fullmatch(r"error: .*state.json: loss_scale .*cannot be resumed\n", result.err)
 
 
-def test_what_was_saved_is_what_is_loaded():
+def test_the_saved_state_is_loaded():
     saved = LossScale(Narrow(), factor=4.0, interval=7)
     saved.state[1], saved.skipped = 3, 5
     loaded = LossScale(Narrow())
