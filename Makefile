@@ -1,4 +1,4 @@
-# Two commands matter: `make train` and `make test`. Each prepares .venv for itself and is quick when repeated.
+# The main commands are `make train` and `make test`. Each installs what it needs into .venv the first time.
 
 STAGE    = 0
 N        = 1
@@ -14,12 +14,12 @@ STAGE_3 = stage3_mpi_cuda
 OUT = out/stage$(STAGE)-$(PRESET)
 
 ifneq ($(filter 2 3,$(STAGE))$(filter test-gpu sanitize bench-gpu,$(MAKECMDGOALS)),)
-  # The CUDA that the driver speaks (12, 13), as the head of nvidia-smi's table says; nothing where there is no GPU.
+  # The major CUDA version of the driver (12, 13), from the header of nvidia-smi's table; empty without a GPU.
   cuda := $(shell nvidia-smi 2>/dev/null | sed -n 's/.*CUDA[A-Z ]* Version: *\([0-9]*\).*/\1/p')
 endif
 
 ifdef PYTHON
-  # The user's interpreter, as it is: nothing is installed, and the packages are found from the root.
+  # The user's interpreter: nothing is installed, and Python imports the packages from the root.
   python := $(if $(findstring /,$(filter-out /%,$(PYTHON))),$(CURDIR)/$(PYTHON),$(PYTHON))
   export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 else
@@ -35,18 +35,18 @@ endif
 
 ifneq ($(filter train generate,$(MAKECMDGOALS)),)
   ifeq ($(filter $(STAGE),0 1 2 3),)
-    $(error there is no stage $(STAGE): STAGE is 0, 1, 2 or 3)
+    $(error STAGE=$(STAGE) is not a stage: STAGE is 0, 1, 2 or 3)
   endif
   stage := $(STAGE_$(STAGE))
   ifneq ($(filter 0 2,$(STAGE)),)
     ifneq ($(N),1)
       threads = ; for threads, ARGS="--threads $(N)"
-      $(error stage $(STAGE) is one process, so N=$(N) cannot work: leave N out$(if $(filter 0,$(STAGE)),$(threads)))
+      $(error N=$(N): stage $(STAGE) is one process; omit N$(if $(filter 0,$(STAGE)),$(threads)))
     endif
     run = exec "$(python)"
   else
     ifeq ($(shell echo '$(N)' | grep -xE '0*[1-9][0-9]{0,5}'),)
-      $(error N=$(N) is no number of ranks: N is a whole number, 1 or more)
+      $(error N=$(N) is not a number of ranks: N is a whole number, 1 or more)
     endif
     hosts = $(if $(HOSTFILE),--hostfile "$(HOSTFILE)")
     run = exec "$(python)" -m stage1_mpi.launch -n $(N) $(hosts) --
@@ -57,42 +57,42 @@ ifneq ($(filter train generate,$(MAKECMDGOALS)),)
       interpreted := 1
     else ifeq ($(interpreted),1)
       ifneq ($(PRESET),nano)
-        $(error there is no GPU here, and Triton's interpreter is far too slow for PRESET=$(PRESET): use PRESET=nano)
+        $(error no GPU was found, and Triton's interpreter is far too slow for PRESET=$(PRESET): use PRESET=nano)
       endif
       ifeq ($(filter train,$(MAKECMDGOALS))$(wildcard $(OUT)/step-*)$(findstring --weights,$(ARGS)),)
         $(error the shipped weights are of preset paper, too large for Triton's interpreter: make train STAGE=$(STAGE) PRESET=nano)
       endif
-      $(info there is no GPU here: TRITON_INTERPRET=1 runs the same kernels on the CPU, slowly)
+      $(info no GPU was found: TRITON_INTERPRET=1 runs the same kernels on the CPU, slowly)
       export TRITON_INTERPRET := 1
     else ifneq ($(filter 1 2 3 4 5 6 7 8 9 10 11,$(cuda)),)
-      $(error the driver of this GPU speaks CUDA $(cuda), and stage $(STAGE) needs 12 or 13: install a newer driver)
+      $(error the driver of this GPU supports CUDA $(cuda), but stage $(STAGE) needs 12 or 13: install a newer driver)
     endif
   endif
 endif
 
-untrained := $(if $(filter-out paper,$(PRESET)), (preset paper: make train PRESET=$(PRESET) has left nothing in $(OUT)))
+untrained := $(if $(filter-out paper,$(PRESET)), (preset paper: $(OUT) has no checkpoint of make train PRESET=$(PRESET)))
 
 .PHONY: help train generate test test-fast test-long test-gpu sanitize bench bench-gpu lint clean
 
-help:  ## this text
+help:  ## show this text
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
 	@echo
 	@echo '  STAGE=0            which runtime (0: NumPy; 1: NumPy and MPI; 2: CUDA; 3: CUDA and MPI)'
 	@echo '  N=1                how many ranks (stages 1 and 3)'
-	@echo '  HOSTFILE=hostfile  the hosts that run them; HOSTFILE= leaves it to mpiexec, as Slurm wants it'
-	@echo '  PRESET=paper       which model: nano, tiny, paper, gpt2, ...; stages 2 and 3 without a GPU take nano alone'
-	@echo '  ARGS=              more flags for the command, as ARGS="--steps 200 --lr 1e-3"'
-	@echo '  OUT=out/...        the directory that `make train` fills (default: out/stage$$STAGE-$$PRESET)'
-	@echo '  PYTHON=python3     use this interpreter as it is and install nothing (default: make .venv)'
+	@echo '  HOSTFILE=hostfile  the hosts that run them; with HOSTFILE= mpiexec decides, as under Slurm'
+	@echo '  PRESET=paper       which model: nano, tiny, paper, gpt2, ...; without a GPU, stages 2 and 3 accept nano only'
+	@echo '  ARGS=              more flags for the command, for example ARGS="--steps 200 --lr 1e-3"'
+	@echo '  OUT=out/...        the directory of checkpoints (default: out/stage$$STAGE-$$PRESET)'
+	@echo '  PYTHON=python3     use this interpreter and install nothing (default: create .venv)'
 
-train: $(train_ready)  ## train PRESET on the shipped corpus, then write a sample; the result goes to out/
+train: $(train_ready)  ## train PRESET on the shipped corpus and print a sample; checkpoints go to out/
 	$(run) -m $(stage).train_gpt2 --preset $(PRESET) --out "$(OUT)" $(ARGS)
 
-generate: $(train_ready)  ## continue a text with what `make train` of this PRESET learned, else with the shipped weights
+generate: $(train_ready)  ## continue a text with the checkpoint of `make train`, or else with the shipped weights
 	@$(if $(findstring --weights,$(ARGS)),,echo "weights: $(if $(wildcard $(OUT)/step-*),$(OUT),data/gpt2-paper$(untrained))")
 	@$(run) -m $(stage).inference $(if $(wildcard $(OUT)/step-*),--weights "$(OUT)") $(ARGS)
 
-# pytest-xdist, two tests at a time but one mpiexec job at a time; without it, one test after another.
+# With pytest-xdist two tests run at a time, without it one (an interpreter given as PYTHON may not have it).
 parallel = $$("$(python)" -c 'import xdist; print("-n 2 --dist loadgroup")' 2>/dev/null)
 
 test: $(test_ready)  ## run the test suite (CPU)
@@ -107,10 +107,10 @@ test-long: $(test_ready)  ## run the suite, then its random tests again with oth
 test-gpu: $(test_ready) $(cuda_ready)  ## run the tests that need a CUDA device (without one they are skipped)
 	"$(python)" -m pytest -m gpu $(ARGS)
 
-sanitize: $(test_ready) $(cuda_ready)  ## run every kernel under compute-sanitizer, which comes with the CUDA toolkit
+sanitize: $(test_ready) $(cuda_ready)  ## run every kernel under compute-sanitizer (part of the CUDA toolkit)
 	"$(python)" tests/tools/sanitize.py $(ARGS)
 
-bench: $(test_ready)  ## compare with PyTorch: tables here, figures in results/ (ARGS go to the training step)
+bench: $(test_ready)  ## compare with PyTorch: prints tables, writes results/ (ARGS go to the training step)
 	"$(python)" -m benchmarks.cpu.train_step $(ARGS)
 	"$(python)" -m benchmarks.cpu.decode
 	"$(python)" -m benchmarks.cpu.choices
@@ -148,7 +148,7 @@ clean:  ## remove .venv, out/ and the caches
 	rm -rf .venv out build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# A stamp is newer than pyproject.toml when what it asks for is installed.
+# A stamp file is newer than pyproject.toml if the packages of its extras are installed.
 .venv/.train: pyproject.toml | .venv/bin/python
 	$(call install,.)
 	@touch $@
@@ -157,7 +157,7 @@ clean:  ## remove .venv, out/ and the caches
 	$(call install,.[mpi])
 	@touch .venv/.train $@
 
-# As the interpreter comes with CUDA's packages, they are good for both.
+# The extras of CUDA include the packages of the interpreter.
 .venv/.train-cuda: pyproject.toml | .venv/bin/python
 	$(call install,.[cuda$(major)])
 	@touch .venv/.train .venv/.train-interpreter $@
@@ -170,7 +170,7 @@ clean:  ## remove .venv, out/ and the caches
 	$(call install,.[interpreter])
 	@touch .venv/.train $@
 
-# By a name, because a comma in a call ends its argument.
+# Variables, because a comma would end the argument of $(call).
 test_extras = mpi,test
 nccl_extras = mpi,cuda$(major),nccl$(major)
 major       = $(if $(filter 12,$(cuda)),12,13)
@@ -180,10 +180,10 @@ major       = $(if $(filter 12,$(cuda)),12,13)
 	@touch .venv/.train .venv/.train-mpi .venv/.train-interpreter $@
 
 define install
-@echo 'setting up .venv: $(1) (the first time takes a few minutes)'
+@echo 'installing $(1) into .venv (a few minutes the first time)'
 @.venv/bin/python -m pip install --quiet --disable-pip-version-check --editable '$(1)' || { \
-  echo 'make: the packages could not be installed (see above): is the package registry reachable? With them installed' \
-       'elsewhere, PYTHON=python3 uses that interpreter.' >&2; exit 2; }
+  echo 'make: the packages could not be installed (see above): check that the package registry can be reached, or' \
+       'give an interpreter that has them, for example PYTHON=python3' >&2; exit 2; }
 endef
 
 .venv/bin/python:
@@ -191,7 +191,7 @@ endef
 	  $$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || continue; \
 	  $$python -m venv --clear .venv && exit 0; \
 	  rm -rf .venv; \
-	  echo "make: $$python cannot make a virtual environment (see above); on Debian and Ubuntu: apt install python3-venv" >&2; \
+	  echo "make: $$python cannot create a virtual environment (see above); on Debian and Ubuntu: apt install python3-venv" >&2; \
 	  exit 2; \
 	done; \
 	echo "make: Python 3.11 or newer is needed, and python3 is $$(python3 --version 2>&1)" >&2; exit 2

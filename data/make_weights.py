@@ -23,7 +23,7 @@ from gpt2core.app.command import run_command
 from gpt2core.app.presets import CORPUS, WEIGHTS
 from gpt2core.app.train_command import train_command
 from gpt2core.communicator import Solo
-from gpt2core.model import GPT2
+from gpt2core.parallel.tensor_parallel import load_model
 from gpt2core.parallel.threads import WorkerPool, limit_blas
 from gpt2core.tensor import no_grad
 from gpt2core.text.token_file import read_text

@@ -95,7 +95,7 @@ class GPT2:
 
     def __init__(self, config, parameters, tensor_group=SOLO, wait_on_read=lambda module: None):
         self.config, self.parameters, self.group = config, parameters, tensor_group
-        self.wait_on_read, self.decoders = wait_on_read, {}
+        self.wait_on_read = wait_on_read
         self.blocks = [Block(self, layer) for layer in range(config.n_layer)]
 
     def read(self, module):

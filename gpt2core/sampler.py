@@ -1,6 +1,6 @@
-"""The only generation loop: keys and values are cached until the block is full, then the window slides, exactly."""
+"""Text generation: the KV cache, the decoder, the only generation loop, and the sampling rules."""
 
-# B batch, t new positions, T positions so far, H heads of this rank, D width of a head, V vocabulary
+# B batch, t new positions, H heads of this rank, D head size, V vocabulary
 
 import contextlib
 
@@ -12,19 +12,19 @@ from gpt2core.tensor import Tensor, no_grad
 
 
 class KVCache:
-    """Keys and values of the positions that a model has seen: (B, H, D, block) and (B, H, block, D) for each layer.
+    """The keys (B, H, D, block) and values (B, H, block, D) of each layer, for the positions computed so far.
 
-    Of a tensor group's heads each rank keeps its own.
+    Under tensor parallelism, each rank caches only its own heads.
     """
 
     def __init__(self, config, backend, batch=1, group=SOLO):
         H, D = config.n_head // group.size, config.n_embd // config.n_head
-        self.length = 0  # positions held
+        self.length = 0  # cached positions
         self.keys = [backend.empty((batch, H, D, config.block_size), backend.compute) for _ in range(config.n_layer)]
         self.values = [backend.empty((batch, H, config.block_size, D), backend.compute) for _ in range(config.n_layer)]
 
     def attend(self, qkv, layer, n_head):
-        """qkv (B, t, 3HD) of the t positions after `length`; -> attention over all of them (B, t, HD)."""
+        """Append k and v of qkv (B, t, 3HD) to the cache; return the attention over all positions, (B, t, HD)."""
         backend = qkv.backend
         y = backend.attention_cached(qkv.data, self.keys[layer], self.values[layer], self.length, n_head)
         return Tensor(y, backend)
@@ -32,7 +32,7 @@ class KVCache:
 
 @no_grad()
 def next_logits(model, ids, cache):
-    """Logits (V) after the last of `ids`, a list of tokens that continue what `cache` holds."""
+    """The logits (V) of the token after `ids`, a list of tokens that follow the cached ones; extends the cache."""
     ids = np.asarray(ids, np.int64)[None]
     logits = model.logits(ids, cache, last_only=True)
     cache.length += ids.shape[1]
@@ -40,79 +40,87 @@ def next_logits(model, ids, cache):
 
 
 class Decoder:
-    """What continues texts: this one with the kernels of training, one text after the other, chosen on the host.
+    """Generates tokens for a batch of sequences, one after another, with the training kernels; the host samples.
 
-    A backend may bring another (Backend.decoder). Only the last block_size tokens are seen. While all of them fit the
-    block, each step computes one position and reads the others from the cache. Once the window slides, learned
-    positions move under every token and the cache is worthless: the window is computed again, for its last logits
-    alone. All ranks of a tensor group see the same logits, so they choose the same tokens by the same rule.
+    A backend may provide a faster decoder with the same methods (Backend.decoder). The model sees only the last
+    block_size tokens. While the sequence fits in the block, a step computes one new position and reads the others from
+    the KV cache. After that the window slides: each token gets another learned position, so the cached keys and values
+    are no longer valid, and each step recomputes the whole window. All ranks of a tensor group have the same logits, so
+    the same rule samples the same token on each of them.
     """
 
-    ahead = 0  # steps that may be under way while the tokens of an earlier one are being read
+    steps_ahead = 0  # steps that may be launched before the tokens of an earlier step are read
 
     def __init__(self, model):
         self.model = model
 
-    def begin(self, prompts, rules):
-        """Start anew, with up to block_size tokens of each text and the rule that chooses its next ones."""
-        self.texts, self.chosen = [Text(self.model, *each) for each in zip(prompts, rules, strict=True)], []
+    def start(self, prompts, rules):
+        """Begin new sequences: prompts of up to block_size tokens each, and one sampling rule per prompt."""
+        self.sequences = [CachedSequence(self.model, *each) for each in zip(prompts, rules, strict=True)]
+        self.sampled = []  # the tokens of each step that has not been read
 
     def step(self):
-        """Compute one more token for each text, or start to."""
-        self.chosen.append([text.step() for text in self.texts])
+        """Compute the next token of each sequence; a decoder on a device may return before it is computed."""
+        self.sampled.append([sequence.step() for sequence in self.sequences])
 
-    def tokens(self):
-        """The tokens of the first step whose tokens have not been read yet, one for each text."""
-        return self.chosen.pop(0)
+    def read_tokens(self):
+        """The tokens of the oldest step that has not been read, one per sequence."""
+        return self.sampled.pop(0)
 
 
-class Text:
-    """One text that Decoder continues."""
+class CachedSequence:
+    """One sequence of a Decoder, with its KV cache."""
 
     def __init__(self, model, prompt, choose):
         self.model, self.choose, self.window = model, choose, prompt
-        self.restart()
+        self.clear_cache()
 
-    def restart(self):
+    def clear_cache(self):
         model = self.model
-        self.cache, self.fresh = KVCache(model.config, model.head.backend, group=model.group), self.window
+        self.cache = KVCache(model.config, model.head.backend, group=model.group)
+        self.uncached = self.window  # tokens whose keys and values are not in the cache
 
     def step(self):
         block = self.model.config.block_size
-        if self.cache.length + len(self.fresh) > block:
-            self.restart()
-        token = self.choose(next_logits(self.model, self.fresh, self.cache))
-        self.window, self.fresh = (self.window + [token])[-block:], [token]
+        if self.cache.length + len(self.uncached) > block:
+            self.clear_cache()
+        token = self.choose(next_logits(self.model, self.uncached, self.cache))
+        self.window, self.uncached = (self.window + [token])[-block:], [token]
         return token
 
 
-def generate(model, prompt, max_new_tokens, choose=None):
-    """Yield up to `max_new_tokens` tokens after `prompt` (a sequence of tokens), one at a time; greedy by default.
+def generate(model, prompt, max_new_tokens, choose=None, decoders=None):
+    """Yield up to `max_new_tokens` tokens after `prompt` (a sequence of tokens), one at a time.
 
-    `choose` serves one text: a device may draw its random numbers ahead. Raises ConfigError for an empty prompt.
+    choose: a sampling rule, greedy by default. Use a rule for one sequence only: a device decoder may draw its random
+    numbers in advance. decoders: see generate_batch. Raises ConfigError for an empty prompt.
     """
-    for (token,) in generate_together(model, [prompt], max_new_tokens, [choose or Greedy()]):
+    for (token,) in generate_batch(model, [prompt], max_new_tokens, [choose or Greedy()], decoders):
         yield token
 
 
-def generate_together(model, prompts, max_new_tokens, rules):
-    """The same for several prompts at once: yield lists of one token for each, which its own rule has chosen."""
+def generate_batch(model, prompts, max_new_tokens, rules, decoders=None):
+    """Yield one list of tokens per step: the next token of each prompt, sampled by the prompt's own rule.
+
+    decoders: {batch size: [idle decoders of this model]}. Pass the same dict again to reuse the decode steps that a
+    device has recorded; by default this call makes its own decoder. Raises ConfigError for an empty prompt.
+    """
     if not all(len(prompt) for prompt in prompts):
         raise ConfigError("the prompt is empty: generation continues at least 1 token")
-    block, started = model.config.block_size, 0
-    with idle_decoder(model, len(prompts)) as decoder:
-        decoder.begin([[int(token) for token in prompt[-block:]] for prompt in prompts], rules)
+    block, launched = model.config.block_size, 0
+    with borrow_decoder(model, len(prompts), {} if decoders is None else decoders) as decoder:
+        decoder.start([[int(token) for token in prompt[-block:]] for prompt in prompts], rules)
         for number in range(max_new_tokens):
-            for _ in range(started, min(number + 1 + decoder.ahead, max_new_tokens)):
+            for _ in range(launched, min(number + 1 + decoder.steps_ahead, max_new_tokens)):
                 decoder.step()
-                started += 1
-            yield decoder.tokens()
+                launched += 1
+            yield decoder.read_tokens()
 
 
 @contextlib.contextmanager
-def idle_decoder(model, batch):
-    """A decoder of `model` for that many texts, which nobody else uses meanwhile; it is kept for the next ones."""
-    idle = model.decoders.setdefault(batch, [])
+def borrow_decoder(model, batch, decoders):
+    """An idle decoder for `batch` sequences out of `decoders`, or a new one; it is put back as idle at the end."""
+    idle = decoders.setdefault(batch, [])
     decoder = idle.pop() if idle else model.head.backend.decoder(model, batch) or Decoder(model)
     try:
         yield decoder
@@ -121,17 +129,18 @@ def idle_decoder(model, batch):
 
 
 class Greedy:
-    """The likeliest token; the first of equals."""
+    """The token with the largest logit; of equal logits the first."""
 
     def __call__(self, logits):
         return int(logits.argmax())
 
 
 class Sampling:
-    """A seeded draw from softmax(logits / temperature).
+    """A seeded draw from softmax(logits / temperature), restricted by top-k and top-p.
 
-    Among the top_k likeliest tokens (0: all), and of those the fewest whose probabilities reach top_p (Holtzman et al.
-    2020). Raises ConfigError for values outside their range.
+    top_k: only the k most probable tokens (0: all). top_p: of these, the smallest set of most probable tokens whose
+    probabilities add up to at least p (nucleus sampling, Holtzman et al. 2020). Raises ConfigError for a value outside
+    its range.
     """
 
     def __init__(self, temperature=1.0, top_k=0, top_p=1.0, seed=0):
@@ -147,7 +156,7 @@ class Sampling:
         self.random = np.random.default_rng(seed)
 
     def __call__(self, logits):
-        order = np.argsort(-logits, kind="stable")  # likeliest first
+        order = np.argsort(-logits, kind="stable")  # most probable first
         order = order[: self.top_k or None]
         p = np.exp((logits[order].astype(np.float64) - float(logits[order[0]])) / self.temperature)
         p /= p.sum()
@@ -157,7 +166,7 @@ class Sampling:
 
 
 class GroupSampler:
-    """One choice for a whole group: the ranks' logits are averaged, the root chooses, and all get its token."""
+    """One token for all ranks of a group: average the ranks' logits, sample on the root, broadcast the token."""
 
     def __init__(self, choose, group):
         self.choose, self.group = choose, group
@@ -168,6 +177,9 @@ class GroupSampler:
 
 
 def chooser(temperature=0.0, top_k=0, top_p=1.0, seed=0):
-    """The rule that these options ask for: greedy at temperature 0."""
-    drawing = Sampling(temperature or 1.0, top_k, top_p, seed)  # greedy too refuses options outside their range
-    return drawing if temperature else Greedy()
+    """The sampling rule for these options: Greedy at temperature 0, else Sampling.
+
+    Raises ConfigError for a value outside its range, at temperature 0 too.
+    """
+    sampling = Sampling(temperature or 1.0, top_k, top_p, seed)
+    return sampling if temperature else Greedy()

@@ -210,7 +210,7 @@ def parser():
     add("-n", type=int, default=1, metavar="N", help="number of ranks (default 1)")
     add("--hostfile", type=Path, metavar="FILE", help="file of hosts, one per line (default: only this host)")
     add("--flags", default="", metavar="TEXT", help="additional flags for mpiexec, in one argument")
-    add("--as-rank", action="store_true", help=argparse.SUPPRESS)  # mpiexec started this process as a rank
+    add("--started-by-mpiexec", action="store_true", help=argparse.SUPPRESS)  # this process is a rank
     add("command", nargs=argparse.REMAINDER, metavar="SCRIPT ...", help="a script and its flags, or -- -m MODULE ...")
     return parser
 
@@ -221,7 +221,7 @@ def launch(args):
     Returns the exit code of the job, or does not return. Raises ConfigError.
     """
     command = args.command[1:] if args.command[:1] == ["--"] else args.command
-    if args.as_rank:
+    if args.started_by_mpiexec:
         return run_rank(command)
     if args.n < 1:
         raise ConfigError(f"-n {args.n}: a job needs at least 1 rank")
@@ -233,7 +233,7 @@ def launch(args):
     if args.hostfile:
         check_hosts(args.hostfile, implementation)
     line = launch_line(mpiexec, implementation, args.n, args.hostfile, shlex.split(args.flags))
-    line += [sys.executable, "-m", "stage1_mpi.launch", "--as-rank", "--", *command]
+    line += [sys.executable, "-m", "stage1_mpi.launch", "--started-by-mpiexec", "--", *command]
     if implementation is OPEN_MPI:
         return supervise(line)
     sys.stdout.flush()

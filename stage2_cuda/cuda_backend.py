@@ -11,9 +11,10 @@ import numpy as np
 from gpt2core.arena import BLOCK as ARENA_BLOCK
 from gpt2core.backend import Backend
 from gpt2core.errors import ConfigError
-from stage2_cuda.decoding import decoder as engine
-from stage2_cuda.decoding.batched import ROWS, tiles_for
+from stage2_cuda.decoding.batched import MAX_BATCH, tiling_for
 from stage2_cuda.decoding.cached_attention import attention_cached
+from stage2_cuda.decoding.decode_stream import DecodeStream, EagerStream
+from stage2_cuda.decoding.decoder import GpuDecoder, supports
 from stage2_cuda.fused_head import FusedHead, rows
 from stage2_cuda.gemm.products import Products
 from stage2_cuda.kernels import adamw, column_sums, embedding, gelu, layernorm, rounding
@@ -39,7 +40,7 @@ class PreparedTokens(NamedTuple):
     """Token ids (B, T) int32, and the rows of the batch sorted by token, which embedding_backward reads."""
 
     ids: object
-    runs: embedding.Runs
+    runs: embedding.SortedTokens
 
     @property
     def shape(self):
@@ -51,9 +52,9 @@ class CudaBackend(FusedHead, Backend):
 
     deterministic = False
     uses_threads = False
-    decoder_batch = ROWS
+    decoder_batch = MAX_BATCH
     many_ranks = "stage 3"
-    tiles = staticmethod(tiles_for)  # of the decoder's kernels, for a number of sequences
+    decode_tiling = staticmethod(tiling_for)  # of the decode kernels, for a batch size
 
     def __init__(self, precision="fp32", deterministic=True):
         if precision not in PRECISIONS:
@@ -99,7 +100,7 @@ class CudaBackend(FusedHead, Backend):
 
     def prepare_tokens(self, ids, rows=None, first=0):
         ids = np.ascontiguousarray(ids, np.int32)
-        return ids if rows is None else PreparedTokens(ids, embedding.runs_of_tokens(ids, rows, first))
+        return ids if rows is None else PreparedTokens(ids, embedding.sort_tokens(ids, rows, first))
 
     def check_model(self, config):
         flash.check_head_size(config.n_embd, config.n_head)
@@ -108,16 +109,18 @@ class CudaBackend(FusedHead, Backend):
         return FusedCodec(kind, self.xp)
 
     @functools.cached_property
-    def queue(self):
+    def decode_stream(self):
         """The stream of all work of generation: one, because the matrix products share a workspace."""
         if not self.runtime.records:
-            return engine.Eager()
-        queue = engine.Queue(self.xp)
-        self.runtime.workspaces.append(queue.workspace)
-        return queue
+            return EagerStream()
+        stream = DecodeStream(self.xp)
+        self.runtime.workspaces.append(stream.workspace)
+        return stream
 
     def decoder(self, model, batch):
-        return engine.Engine(model, batch, self.queue, self.tiles(batch)) if engine.fits(model, batch) else None
+        if not supports(model, batch):
+            return None
+        return GpuDecoder(model, batch, self.decode_stream, self.decode_tiling(batch))
 
     # -- products and gradients of parameters --------------------------------------------------------------------------
 
@@ -278,11 +281,11 @@ class CudaBackend(FusedHead, Backend):
     def embedding_backward(self, dy, ids, wte, wpe, position=0, first=0, out=(None, None), accumulate=False):
         if not isinstance(ids, PreparedTokens):
             ids = self.prepare_tokens(self.to_host(ids), wte.shape[0], first)
-        runs, dy = embedding.Runs(*map(self.asarray, ids.runs)), self.xp.ascontiguousarray(dy)
+        runs, dy = embedding.SortedTokens(*map(self.asarray, ids.runs)), self.xp.ascontiguousarray(dy)
         dwte, dwpe = (
             self.floats(*p.shape) if buffer is None else buffer for p, buffer in zip((wte, wpe), out, strict=True)
         )
-        pieces = self.floats(*embedding.pieces_shape(dy.size // dy.shape[-1], wte.shape[1]))
+        pieces = self.floats(*embedding.chunk_sums_shape(dy.size // dy.shape[-1], wte.shape[1]))
         embedding.embedding_backward(dwte, dwpe, pieces, runs, dy, position, accumulate)
         return dwte, dwpe
 

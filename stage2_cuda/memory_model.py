@@ -1,10 +1,10 @@
-"""How much device memory a training step takes, as a sum of terms that have names; and what to do where it is too much.
+"""Predict the device memory of a training step or a generation, as a sum of named terms; suggest options that fit.
 
-benchmarks/gpu/memory.py holds the sum against what CuPy's pools and the driver have given out: within a tenth.
+benchmarks/gpu/memory.py compares the sum with what CuPy's pools and the driver allocate: they agree within a tenth.
 """
 
 # B sequences of T tokens in one micro-batch, N = B*T rows, C channels, V vocabulary, L layers
-# a rank has heads / tp, V / tp, and a middle of the MLP of 4C / tp channels
+# with tensor parallelism, a rank has heads / tp, V / tp, and 4C / tp channels of the MLP's hidden layer
 
 import math
 from dataclasses import replace
@@ -17,76 +17,79 @@ from gpt2core.parallel.tensor_parallel import shard_shapes
 
 FP32 = 4  # bytes
 BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2}  # of an activation, and of a parameter that the kernels read
-LOGITS = 1 << 29  # elements of logits that exist at once
-ALIGNED = 64  # columns: logits are padded to a multiple, because a row must begin where the GPU can read it at once
-WORKSPACE = 64 << 20  # of cublasLt, for two streams
-WIDE = 1 << 25  # elements of a GELU's input from which it costs less in the product than in a kernel of its own
-CONTEXT = 550 << 20  # of CUDA, with the kernels that are loaded: what an H200's driver counts beside CuPy's pools
-MARGIN = 1.1  # the model is right within a tenth
-CODING = {"none": 0, "fp16": 1.2, "bf16": 1.2, "int8": 0.7}  # arrays of a message's size: its codes, sent and come
+LOGITS = 1 << 29  # elements of the logits that are computed at a time
+ALIGNED = 64  # columns: logits are padded to a multiple, so that the start of each row is aligned
+WORKSPACE = 64 << 20  # bytes of cublasLt's workspaces, for two streams
+WIDE = 1 << 25  # elements of a GELU's input from which it is faster in the epilogue of the product than in a kernel
+CONTEXT = 550 << 20  # bytes of the CUDA context and the loaded kernels on an H200, which CuPy's pools do not count
+MARGIN = 1.1  # the prediction is right within a tenth
+# Buffers for the codes sent and received, as a multiple of a message's size
+CODE_BUFFERS = {"none": 0, "fp16": 1.2, "bf16": 1.2, "int8": 0.7}
 
 
 def training_memory(config, batch_size, seq_len, precision, micro_batches=1, ranks=1, parallel=None, in_order=False):
-    """{what: bytes at most} of a rank that trains on `batch_size` sequences a step, in `micro_batches` parts.
+    """{term: bytes at most} of one rank that trains on `batch_size` sequences a step, in `micro_batches` parts.
 
-    It is one of `ranks` that are data parallel, times parallel.tp (a ParallelConfig); in_order: whether the GPUs add
-    gradients up in the canonical tree.
+    ranks: the data-parallel ranks; there are parallel.tp times as many in all. parallel: a ParallelConfig. in_order:
+    whether the GPUs sum gradients in the canonical tree.
     """
     parallel = parallel or ParallelConfig()
     tp, owners = parallel.tp, ranks if parallel.zero else 1
     C, V, L = config.n_embd, round_up(config.vocab_size // tp, ALIGNED), config.n_layer
     rows = -(-batch_size // micro_batches) * seq_len
-    stream = BYTES[precision] * rows * C  # an array (N, C), as large as the residual stream
-    several = micro_batches > 1  # else gradients are written where they are summed
+    stream = BYTES[precision] * rows * C  # an array (N, C), the size of the residual stream
+    several = micro_batches > 1  # with one micro-batch, backward writes gradients directly into the sum
     head = FP32 * V * C * several  # the gradient of lm_head
-    in_middle = head * config.tied + 4 * FP32 * C * C // tp * several  # of gradients, in the middle of backward
-    halves = precision == "fp32"  # a product's operands are split first, in two of half the bytes
+    layer_gradients = head * config.tied + 4 * FP32 * C * C // tp * several  # in the backward pass of an MLP
+    halves = precision == "fp32"  # the operands of a product are split into two arrays of half the bytes
     logits = BYTES[precision] * min(rows, max(1, LOGITS // V)) * V
-    fused = BYTES[precision] < FP32 and 4 * rows * C // tp >= WIDE  # then GELU's input has a gradient, its output none
+    fused = BYTES[precision] < FP32 and 4 * rows * C // tp >= WIDE  # only the gradient of GELU's input is stored
     arena = Arena(shard_shapes(parameter_shapes(config), tp), owners)
     size, whole = arena.size, Arena(parameter_shapes(config)).size
-    message = size  # elements of gradients that travel together
-    if parallel.dp != "flat" and parallel.bucket_mb is not None:  # else it is measured, and all of it at most
+    message = size  # elements of the gradients in one message
+    if parallel.dp != "flat" and parallel.bucket_mb is not None:  # None: the size is measured later; assume the maximum
         message = min(size, int(parallel.bucket_mb * 1e6 / FP32) + max(map(math.prod, arena.shapes.values())))
     return {
         "parameters": FP32 * size,
         "copy of the parameters": BYTES[precision] * size if BYTES[precision] < FP32 else 0,
-        # one sum for each level of the tree over the micro-batches
+        # one partial sum per level of the tree over the micro-batches
         "gradients": FP32 * size * max(1, (micro_batches - 1).bit_length()),
         "moments": 2 * FP32 * size // owners,
-        # what forward keeps of a layer: qkv 3, attention 1, residual stream and LayerNorm 2, the MLP's middle before
-        # and after GELU 4 + 4, residual stream and LayerNorm 2; of heads and the middle this rank has its part
+        # what forward keeps per layer, in arrays (N, C): qkv 3, attention 1, residual stream and LayerNorm 2, the MLP's
+        # hidden layer before and after GELU 4 + 4, residual stream and LayerNorm 2; qkv, attention and the hidden layer
+        # are split over the tp ranks
         "activations": (4 * L + 2) * stream + 12 * L * stream // tp,
-        # LayerNorm's mean and 1 / deviation, logsumexp
+        # LayerNorm's mean and inverse standard deviation, attention's logsumexp
         "statistics": FP32 * rows * (4 * L + 2 + config.n_head * L // tp),
-        # the most that exists beside these: a chunk of logits as the loss is computed, with the gradients of both
-        # factors; or, a little later, the gradients of an MLP
+        # the larger of two temporary peaks: a chunk of logits in the loss, with the gradients of both factors; or, a
+        # little later, the gradients in the backward pass of an MLP
         "at work": max(
             stream + logits + head + halves * (logits + stream),
-            (1 + (tp > 1)) * stream + (4 + 4 * (not fused) + 4 * halves) * stream // tp + in_middle,
+            (1 + (tp > 1)) * stream + (4 + 4 * (not fused) + 4 * halves) * stream // tp + layer_gradients,
         ),
-        # its own scratch, which CuPy's pool keeps for each stream apart: the halves of an MLP's product. The operands
-        # that wait for it (side_stream.DEPTH) take nothing more: less than what backward has let go by then
+        # the side stream's own temporary memory, because CuPy's pool does not share blocks between streams: the halves
+        # of an MLP's product. Operands that wait there (side_stream.DEPTH) need less than backward has freed by then
         "side stream": halves * (stream + 4 * stream // tp) * (not several),
-        # the parts of a sum that others send, on NCCL's stream; what compression has lost, of gradients and of sums
+        # the parts received from other ranks, on NCCL's stream
         "sums over ranks": FP32 * message * in_order * (ranks > 1),
-        "compression": int(FP32 * (size + size // ranks + CODING[parallel.compress] * message))
+        # error feedback of the gradients and of their sums, and the codes
+        "compression": int(FP32 * (size + size // ranks + CODE_BUFFERS[parallel.compress] * message))
         * (parallel.compress != "none"),
-        "gathered to save": FP32 * whole * (tp > 1),  # beside what a recorded step holds for good
-        "tokens": 12 * FP32 * rows * micro_batches,  # inputs and targets, their sorted order, and what sorts them
+        "gathered to save": FP32 * whole * (tp > 1),  # in addition to the workspace of the recorded step
+        "tokens": 12 * FP32 * rows * micro_batches,  # inputs, targets, their sort order, and the sort's temporaries
         "workspace": WORKSPACE,
         "context": CONTEXT,
     }
 
 
 def generation_memory(config, precision, batch_size=1, tp=1):
-    """{what: bytes at most} of a continuation of `batch_size` prompts that fill the block, by one of `tp` ranks."""
+    """{term: bytes at most} of one of `tp` ranks that generates from `batch_size` prompts of block_size tokens."""
     rows, width = batch_size * config.block_size, BYTES[precision]
     stream = width * rows * config.n_embd
     return {
         "parameters": width * Arena(shard_shapes(parameter_shapes(config), tp)).size,
         "keys and values": 2 * config.n_layer * stream // tp,
-        # of one layer of the prompt, two arrays at a time; the MLP's middle, and q, k and v, are the rank's part
+        # the activations of one layer of the prompts; the MLP's hidden layer and qkv are split over the ranks
         "at work": 4 * stream + 8 * stream // tp + width * batch_size * config.vocab_size,
         "workspace": WORKSPACE,
         "context": CONTEXT,
@@ -94,65 +97,67 @@ def generation_memory(config, precision, batch_size=1, tp=1):
 
 
 def largest_batch(fits, batch_size, step):
-    """The largest multiple of `step` below `batch_size` that fits, or 0; fits(n) does not hold above where it fails."""
-    low, high = 0, -(-batch_size // step)  # in steps; `high` is too many
+    """The largest multiple of `step` below `batch_size` that fits, or 0. If n does not fit, no m > n does."""
+    low, high = 0, -(-batch_size // step)  # in steps; `high` does not fit
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle * step) else (low, middle)
     return low * step
 
 
-def no_room_to_train(
+def explain_training_oom(
     config, batch_size, seq_len, precision, micro_batches, ranks, free, parallel=None, in_order=False
 ):  # fmt: skip
-    """One sentence: what was asked for takes so much, so much there is (`free`, bytes), and what would fit.
+    """One sentence: the memory that the training step needs, the free memory, and options that fit.
 
-    batch_size and micro_batches are those of all ranks, bytes those of one; the rest is training_memory's.
+    free: bytes of this rank's GPU. batch_size and micro_batches count all ranks together; the other arguments are those
+    of training_memory.
     """
     parallel = parallel or ParallelConfig()
 
-    def needed(sequences, shards, parallel=parallel):
-        sizes = sequences // ranks, seq_len, precision, shards // ranks
+    def needed(sequences, parts, parallel=parallel):
+        sizes = sequences // ranks, seq_len, precision, parts // ranks
         return sum(training_memory(config, *sizes, ranks, parallel, in_order).values())
 
-    def fits(sequences, shards=micro_batches, parallel=parallel):
-        return MARGIN * needed(sequences, shards, parallel) <= free
+    def fits(sequences, parts=micro_batches, parallel=parallel):
+        return MARGIN * needed(sequences, parts, parallel) <= free
 
-    ways, shards = [], 2 * micro_batches
+    options, parts = [], 2 * micro_batches
     if batch := largest_batch(fits, batch_size, micro_batches):
-        ways.append(f"--batch-size {batch}")
-    while batch_size % shards == 0 and not fits(batch_size, shards):
-        shards *= 2
-    if batch_size % shards == 0:
-        ways.append(f"--micro-batches {shards}")
+        options.append(f"--batch-size {batch}")
+    while batch_size % parts == 0 and not fits(batch_size, parts):
+        parts *= 2
+    if batch_size % parts == 0:
+        options.append(f"--micro-batches {parts}")
     if not parallel.zero and fits(batch_size, parallel=replace(parallel, zero=1)):
-        ways.append("--zero 1")
+        options.append("--zero 1")
     if parallel.compress != "none" and fits(batch_size, parallel=replace(parallel, compress="none")):
-        ways.append("--compress none")
+        options.append("--compress none")
     given = {"tp": parallel.tp, "zero": parallel.zero, "compress": parallel.compress}
     flags = "".join(f" --{name} {value}" for name, value in given.items() if value != getattr(ParallelConfig(), name))
     return (
         f"--batch-size {batch_size} of {seq_len} tokens in {counted(micro_batches, 'micro-batch')}"
-        f"{' with' * bool(flags)}{flags} takes "
-        f"about {gib(needed(batch_size, micro_batches))} in {precision}, and {gib(free)} are free: "
-        f"use {listed(ways) or 'a smaller --seq-len, or a smaller model'}"
+        f"{' with' * bool(flags)}{flags} needs "
+        f"about {gib(needed(batch_size, micro_batches))} in {precision}, but only {gib(free)} are free; "
+        f"use {join_options(options) or 'a smaller --seq-len, or a smaller model'}"
     )
 
 
-def listed(ways):
-    *most, last = ways or [""]
+def join_options(options):
+    """ "a, b or c"; empty for no options."""
+    *most, last = options or [""]
     return f"{', '.join(most)} or {last}" if most else last
 
 
-def no_room_to_write(config, precision, free, tp=1):
-    """The same of a generation, by one of `tp` ranks."""
+def explain_generation_oom(config, precision, free, tp=1):
+    """One sentence: the memory that generation needs on one of `tp` ranks, the free memory, and what to do."""
     needed = sum(generation_memory(config, precision, tp=tp).values())
-    way = "use --precision bf16, or a smaller model" if BYTES[precision] == FP32 else "use a smaller model"
-    return f"to write with these weights takes about {gib(needed)} in {precision}, and {gib(free)} are free: {way}"
+    advice = "use --precision bf16, or a smaller model" if BYTES[precision] == FP32 else "use a smaller model"
+    return f"generation needs about {gib(needed)} in {precision}, but only {gib(free)} are free; {advice}"
 
 
 def is_out_of_memory(error):
-    """Whether CuPy, CUDA under it, Triton or cublasLt has found no memory."""
+    """Whether this is an out-of-memory error of CuPy, CUDA, Triton or cublasLt."""
     words = str(error).lower()
     return isinstance(error, MemoryError) or "out of memory" in words or "alloc_failed" in words
 

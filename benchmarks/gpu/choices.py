@@ -37,7 +37,7 @@ def one_stream(backend):
     backend.runtime.side = NoStream()
 
 
-def no_places(trainer):
+def copied_gradients(trainer):
     """Weight gradients in new arrays that are then copied to the gradient buffer."""
     for worker in trainer.accumulator.workers:
         for tensor in worker.tensors.values():
@@ -59,7 +59,9 @@ def first_algorithms(backend):
 def logits_twice(backend):
     """Logits recomputed in backward, instead of computing their gradient in forward."""
     forward = backend.unembed_cross_entropy_forward
-    backend.unembed_cross_entropy_forward = lambda x, w, targets, first, scale, seed=None: forward(x, w, targets, first)
+    backend.unembed_cross_entropy_forward = lambda x, w, targets, first, scale, seed=None, out=None: forward(
+        x, w, targets, first
+    )
 
 
 def odd_vocabulary(backend):
@@ -70,7 +72,7 @@ def odd_vocabulary(backend):
 CHOICES = {
     "no graph": no_graph,
     "one stream": one_stream,
-    "gradients copied to the buffer": no_places,
+    "gradients copied to the buffer": copied_gradients,
     "GELU in separate kernels": no_epilogues,
     "products not timed": first_algorithms,
     "logits computed twice": logits_twice,
@@ -91,14 +93,14 @@ class Variants:
         self.config, self.precision, self.first = config, precision, None
 
     def trainer(self, change, steps=4):
-        """A new trainer after `steps` steps, which compile, choose algorithms, record and replay."""
+        """A new trainer that has run `steps` steps, which compile, choose algorithms, record and replay."""
         from stage2_cuda.cuda_backend import CudaBackend
 
         backend = CudaBackend(self.precision, deterministic=False)
-        if change and change is not no_places:
+        if change and change is not copied_gradients:
             change(backend)
         trainer = Trainer(self.config, [backend], **self.sizes, optimizer=GPU_OPTIMIZER)
-        if change is no_places:
+        if change is copied_gradients:
             change(trainer)
         self.first = share_workspace(self.first, backend)
         self.seconds(trainer, steps)
@@ -116,14 +118,14 @@ class Variants:
 
 
 def measure(preset, precision, rounds):
-    """{choice: seconds of a step in each round}."""
+    """{optimisation left out: seconds of a step in each round}."""
     batch_size, steps = SIZES[preset]
     variants = Variants(PRESETS[preset], batch_size, precision)
     trainers = {name: variants.trainer(change) for name, change in {FULL: None, **CHOICES}.items()}
     found = {name: [] for name in trainers}
     for _ in range(rounds):
         for name, trainer in trainers.items():
-            variants.seconds(trainer, 1)  # untimed: fills the caches that the other variants used
+            variants.seconds(trainer, 1)  # untimed: the caches hold the data of the other variants
             found[name].append(variants.seconds(trainer, steps))
     return found
 

@@ -32,22 +32,22 @@ CASES = {
 }
 # the constants that --variants tries, one after another, each time keeping the fastest value
 CANDIDATES = {
-    "overlap": [False, True],
-    "parts": [2, 3, 4, 6],
-    "part_columns": [32, 64, 128],
-    "keys": [32, 64],
-    "columns": [8, 16, 32, 64],
-    "vocabulary": [4, 8, 16, 32],
-    "each": [64, 128, 256],
+    "pdl": [False, True],
+    "split_k": [2, 3, 4, 6],
+    "split_block_n": [32, 64, 128],
+    "block_keys": [32, 64],
+    "block_n": [8, 16, 32, 64],
+    "block_vocab": [4, 8, 16, 32],
+    "elements_per_thread": [64, 128, 256],
 }
 CANDIDATES_OF_MANY = {
-    "overlap": [False, True],
-    "columns": [16, 32, 64],
-    "depth": [64, 128, 256],
-    "parts": [2, 4, 6, 8, 12],
-    "part_columns": [32, 64, 128],
-    "keys": [64, 128, 256],
-    "vocabulary": [64, 128, 256],
+    "pdl": [False, True],
+    "block_n": [16, 32, 64],
+    "block_k": [64, 128, 256],
+    "split_k": [2, 4, 6, 8, 12],
+    "split_block_n": [32, 64, 128],
+    "block_keys": [64, 128, 256],
+    "block_vocab": [64, 128, 256],
 }
 
 

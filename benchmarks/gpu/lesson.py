@@ -106,7 +106,7 @@ def generation():
     unrecorded = timed(generator.decoder(1, recorded=False), 50)
     best = timed(generator.decoder(1), 200)
     yield Comparison(10, "a token, as a graph", unrecorded, best)
-    yield Comparison(10, "a token, weights prefetched", timed(generator.decoder(1, overlap=False), 200), best)
+    yield Comparison(10, "a token, weights prefetched", timed(generator.decoder(1, pdl=False), 200), best)
 
 
 # -- measuring --------------------------------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ GPT2 = Sizes(N=16384, C=768, V=50257, B=8, H=12, T=1024, N_loss=4096, parameters
 
 
 class Row(NamedTuple):
-    """plain() and ours() return their results for the comparison; both are timed."""
+    """One kernel. plain() and ours() return their results, which are compared; then both are timed."""
 
     section: int
     name: str
@@ -99,8 +99,8 @@ def embedding(xp, rng, of):
 
     ids = np.random.default_rng(SEED).integers(0, of.V, (of.N // of.T, of.T)).astype(np.int32)
     dy, rows = rng(*ids.shape, of.C), xp.asarray(ids)
-    runs = kernels.Runs(*map(xp.asarray, kernels.runs_of_tokens(ids, of.V)))
-    pieces, out = xp.empty(kernels.pieces_shape(ids.size, of.C), np.float32), xp.empty((of.V, of.C), np.float32)
+    runs = kernels.SortedTokens(*map(xp.asarray, kernels.sort_tokens(ids, of.V)))
+    pieces, out = xp.empty(kernels.chunk_sums_shape(ids.size, of.C), np.float32), xp.empty((of.V, of.C), np.float32)
 
     def plain():
         out = xp.zeros((of.V, of.C), np.float32)

@@ -32,10 +32,10 @@ SECOND_PART = re.compile(r"splitk_?reduce", re.IGNORECASE)  # sums the parts of 
 CEILINGS = {"tflops": 766, "tbps": 4.26}  # measured on an H200: bf16 products of random numbers, and a copy
 ATTENTION_PRODUCTS = {"forward_kernel": 2, "dq_kernel": 3, "dkdv_kernel": 4, "both_kernel": 7}  # causal, per head
 ONE_PASS = "layernorm", "gelu", "column_sums", "cross_entropy", "adamw", "cast"  # files of one-pass kernels
-UPDATED = {"adamw_kernel": ("p", "m", "v")}  # arguments that are read and written
+UPDATED = {"adamw_kernel": ("p_ptr", "m_ptr", "v_ptr")}  # arguments that are read and written
 
 
-class Ran(NamedTuple):
+class Activity(NamedTuple):
     """One activity of the GPU; start and duration in microseconds."""
 
     start: float
@@ -59,7 +59,7 @@ def launches_of(function, backend):
     """[Launch] of the Triton kernels and products that one call of function() launches, in order."""
     from stage2_cuda.runtime import triton_launch
 
-    found, gpu, gemm = [], triton_launch.runtime(), backend.products.gemm
+    found, gpu, gemm = [], triton_launch.launcher(), backend.products.gemm
     launch, matmul = gpu.launch, gemm.matmul
 
     def record_launch(kernel, grid, arguments, options):
@@ -88,8 +88,8 @@ def work_of(module, name, arguments, options):
     if module == "fp16x3" and name == "product_kernel":  # counted as one fp32 product, whatever the number of passes
         return {"flops": 2 * arguments["m"] * arguments["n"] * arguments["k"]}
     if module == "attention" and name in ATTENTION_PRODUCTS:
-        B, _, H, T, _ = (arguments["qkv"] if name == "both_kernel" else arguments["qkv_m"]).shape
-        return {"flops": ATTENTION_PRODUCTS[name] * B * H * T * T * options["D"]}
+        B, _, H, T, _ = (arguments["qkv_desc"] if name == "both_kernel" else arguments["qkv_m"]).shape
+        return {"flops": ATTENTION_PRODUCTS[name] * B * H * T * T * options["HEAD_DIM"]}
     if module not in ONE_PASS:
         return {}
     written = [arguments[which] for which in UPDATED.get(name, ())]
@@ -100,7 +100,7 @@ def work_of(module, name, arguments, options):
 
 
 def recorded(function, times):
-    """[Ran] of `times` calls of function(), in the order of their start."""
+    """[Activity] of `times` calls of function(), in the order of their start."""
     import torch
 
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
@@ -112,7 +112,7 @@ def recorded(function, times):
         profiler.export_chrome_trace(str(path))
         events = json.loads(path.read_text(errors="replace"))["traceEvents"]
     return sorted(
-        Ran(float(event["ts"]), float(event["dur"]), event["name"])
+        Activity(float(event["ts"]), float(event["dur"]), event["name"])
         for event in events
         if event.get("ph") == "X" and event.get("cat") in ON_DEVICE
     )
@@ -139,9 +139,9 @@ def short(name):
     return re.split(r"[<(]", name)[0].rpartition("::")[2].strip()[:60] or name[:60]
 
 
-def is_product(ran):
+def is_product(activity):
     """Whether the activity is a matrix product (without the reduction of a split-K product)."""
-    return bool(PRODUCT.search(ran.name)) and not SECOND_PART.search(ran.name)
+    return bool(PRODUCT.search(activity.name)) and not SECOND_PART.search(activity.name)
 
 
 def triton_kernel(name, kernels):
@@ -149,47 +149,49 @@ def triton_kernel(name, kernels):
     return max((kernel for kernel in kernels if re.search(rf"(^|_|\W){kernel}$", name)), key=len, default=None)
 
 
-def named(rans, launches):
-    """([(title, Ran, Launch or None)], {"kernels", "products": whether the activities match the launches}).
+def named(activities, launches):
+    """([(title, Activity, Launch or None)], {"kernels", "products": whether the activities match the launches}).
 
     Matching activities have the titles of their launches, others short kernel names.
     """
     kernels = {launch.kernel for launch in launches if launch.kernel}
-    triton = [ran for ran in rans if triton_kernel(ran.name, kernels)]
-    products = [ran for ran in rans if is_product(ran)]
+    triton = [activity for activity in activities if triton_kernel(activity.name, kernels)]
+    products = [activity for activity in activities if is_product(activity)]
     triton_launches = [launch for launch in launches if launch.kernel]
     product_launches = [launch for launch in launches if not launch.kernel]
     titles, agree = {}, {}
-    same = [triton_kernel(ran.name, kernels) for ran in triton] == [launch.kernel for launch in triton_launches]
+    same = [triton_kernel(activity.name, kernels) for activity in triton] == [
+        launch.kernel for launch in triton_launches
+    ]
     for kind, found, launched, equal in (
         ("kernels", triton, triton_launches, same),
         ("products", products, product_launches, len(products) == len(product_launches)),
     ):
         agree[kind] = equal
         if equal:
-            titles |= {id(ran): launch for ran, launch in zip(found, launched, strict=True)}
+            titles |= {id(activity): launch for activity, launch in zip(found, launched, strict=True)}
     listed = []
-    for ran in rans:
-        launch = titles.get(id(ran))
-        listed.append((launch.title if launch else short(ran.name), ran, launch))
+    for activity in activities:
+        launch = titles.get(id(activity))
+        listed.append((launch.title if launch else short(activity.name), activity, launch))
     return listed, agree
 
 
-def idle_share(rans, steps):
+def idle_share(activities, steps):
     """The share of a step, from its first kernel's start to its last one's end, in which no kernel runs; the median.
 
     None if the activities cannot be divided into steps with equal numbers of kernels.
     """
-    if len(rans) % steps:
+    if len(activities) % steps:
         return None
-    each, shares = len(rans) // steps, []
-    for first in range(0, len(rans), each):
+    each, shares = len(activities) // steps, []
+    for first in range(0, len(activities), each):
         busy = covered = 0.0
-        for ran in rans[first : first + each]:  # in the order of their start
-            end = ran.start + ran.duration
-            busy += max(0.0, end - max(ran.start, covered))
+        for activity in activities[first : first + each]:  # in the order of their start
+            end = activity.start + activity.duration
+            busy += max(0.0, end - max(activity.start, covered))
             covered = max(covered, end)
-        shares.append(1 - busy / (covered - rans[first].start))
+        shares.append(1 - busy / (covered - activities[first].start))
     return statistics.median(shares)
 
 
@@ -199,10 +201,10 @@ def idle_share(rans, steps):
 def kernel_rows(listed, steps):
     """One dictionary for each title, sorted by time: milliseconds and calls of one step."""
     microseconds, calls, flops, moved, names = Counter(), Counter(), Counter(), Counter(), defaultdict(set)
-    for title, ran, launch in listed:
-        microseconds[title] += ran.duration
+    for title, activity, launch in listed:
+        microseconds[title] += activity.duration
         calls[title] += 1
-        names[title].add(short(ran.name))
+        names[title].add(short(activity.name))
         if launch:
             flops[title] += launch.flops
             moved[title] += launch.bytes
@@ -331,7 +333,7 @@ def profile(config, args):
     if not replays:
         raise ConfigError("CUPTI reported no kernels of the replayed graph; use another driver or PyTorch version")
     listed, agree = named(replays, launches * args.steps)
-    busy = sum(ran.duration for ran in replays) / args.steps / 1e6
+    busy = sum(activity.duration for activity in replays) / args.steps / 1e6
     return {
         "preset": args.preset,
         "precision": args.precision,

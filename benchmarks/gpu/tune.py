@@ -83,7 +83,7 @@ def cross_entropy_case(of, rows, channels, vocab, width):
     def prepare():
         return lambda: cross_entropy.cross_entropy_forward_backward(*outputs, logits, targets, 1 / n, vocab)
 
-    yield cross_entropy, prepare, outputs, grid(TILE=(8192, 16384, 32768), STAGES=(1, 2, 3)), 2 * logits.nbytes
+    yield cross_entropy, prepare, outputs, grid(TILE_BYTES=(8192, 16384, 32768), STAGES=(1, 2, 3)), 2 * logits.nbytes
 
 
 def layernorm_case(of, n, channels, *_):
@@ -96,21 +96,21 @@ def layernorm_case(of, n, channels, *_):
     def prepare():
         return lambda: layernorm.residual_layernorm_forward(*forward, x, a, bias, w, b, 1e-5)
 
-    yield layernorm, prepare, forward, grid(TILE=(1024, 2048, 4096)), 4 * x.nbytes
+    yield layernorm, prepare, forward, grid(TILE_ELEMENTS=(1024, 2048, 4096)), 4 * x.nbytes
     dx = of.xp.empty_like(x)
 
     def prepare_backward():
         partials = of.floats(*layernorm.layernorm_partials_shape(n, channels))
         return lambda: layernorm.residual_layernorm_backward(dx, partials, ds, dy, s, w, mean, rstd)
 
-    candidates = grid(TILE=(1024, 2048), PROGRAMS=(264, 528, 1056), TURNS=(1, 8, 1 << 30))
+    candidates = grid(TILE_ELEMENTS=(1024, 2048), PROGRAMS=(264, 528, 1056), PIPELINE_TILES=(1, 8, 1 << 30))
     yield layernorm, prepare_backward, [dx], candidates, 4 * x.nbytes
 
 
 def gelu_case(of, n, channels, *_):
     h, dy, bias = of.normal(n, 4 * channels), of.normal(n, 4 * channels), of.normal(4 * channels)
     y, dh = of.xp.empty_like(h), of.xp.empty_like(h)
-    tiles = [dict(ROWS=rows, COLUMNS=columns, WARPS=warps) for rows, columns, warps in
+    tiles = [dict(BLOCK_ROWS=rows, BLOCK_COLS=columns, WARPS=warps) for rows, columns, warps in
              ((2, 512, 2), (2, 512, 4), (4, 512, 4), (1, 1024, 4), (4, 256, 4), (4, 256, 2))]  # fmt: skip
     yield gelu, lambda: lambda: gelu.bias_gelu_forward(y, h, bias), [y], [{}, *tiles], 2 * h.nbytes
 
@@ -129,23 +129,25 @@ def column_sums_case(of, n, channels, *_):
         partials = of.floats(*column_sums.partials_shape(*x.shape))
         return lambda: column_sums.column_sums(out, partials, x)
 
-    candidates = grid(ROWS=(32, 64), COLUMNS=(64, 128), FEW=(132, 264), MANY=(264, 528, 1056), STAGES=(1, 3))
+    candidates = grid(
+        BLOCK_ROWS=(32, 64), BLOCK_COLS=(64, 128), MIN_PROGRAMS=(132, 264), MAX_PROGRAMS=(264, 528, 1056), STAGES=(1, 3)
+    )
     yield column_sums, prepare, [out], candidates, x.nbytes
 
 
 def attention_case(of, B, T, H, D):
     qkv, dy = of.normal(B, T, 3 * H * D), of.normal(B, T, H * D)
     y, lse, delta = of.xp.empty_like(dy), of.floats(B, H, T), of.floats(B, H, T)
-    dqkv, *_, used = of.xp.empty_like(qkv), *attention.plan(qkv, H, "ieee")
+    dqkv, *_, used = of.xp.empty_like(qkv), *attention.shapes_and_tiles(qkv, H, "ieee")
     attention.attention_forward(y, lse, qkv, H)
     out = [y.copy(), lse.copy()]
 
     def several(*parts):
         """{} and every combination of tiles; each part is (name, tiles)."""
         names, tiles = zip(*parts, strict=True)
-        chosen = [[attention.Tile(*tile) for tile in each] for each in tiles]
+        chosen = [[attention.TileConfig(*tile) for tile in each] for each in tiles]
         configs = [used._replace(**dict(zip(names, each, strict=True))) for each in itertools.product(*chosen)]
-        return [{}, *(dict(CONFIGS={"16 bits": {(D, T): config}}) for config in configs)]
+        return [{}, *(dict(DEFAULT_TILES={"16 bits": {(D, T): config}}) for config in configs)]
 
     tiles = list(itertools.product((64, 128), (32, 64, 128), (4, 8), (2, 3, 4)))
     prepare = lambda: lambda: attention.attention_forward(*out, qkv, H)  # noqa: E731
@@ -161,7 +163,7 @@ def attention_case(of, B, T, H, D):
     prepare = lambda: backward  # noqa: E731
     for part in ("both",) if used.both else ("dq", "dkdv"):
         chosen = [(M, N, *rest) for M, N, *rest in tiles if part != "both" or M == N]
-        pointers = [dict(TILED=())] * (part == "dkdv")
+        pointers = [dict(DESCRIPTOR_HEAD_SIZES=())] * (part == "dkdv")
         yield attention, prepare, [dqkv], several((part, chosen)) + pointers, 2 * qkv.nbytes + 2 * y.nbytes
     prepare = lambda: both_ways  # noqa: E731
     if not used.both:

@@ -43,7 +43,7 @@ MIN_SHARE = 0.97  # required share of PyTorch's bandwidth
 # -- on the ranks ------------------------------------------------------------------------------------------------------
 
 
-def all_reduces(host, sizes, rounds, meeting):
+def all_reduces(host, sizes, rounds, store_file):
     """({algorithm: relative error}, [{name, bytes, seconds}]); seconds: of the slowest rank in each round."""
     import torch.distributed as dist
 
@@ -51,7 +51,7 @@ def all_reduces(host, sizes, rounds, meeting):
 
     world = NcclCommunicator(host)
     world.use_transport("nccl")
-    torch_sum = open_torch(world, meeting)
+    torch_sum = open_torch(world, store_file)
     errors = {name: error_of(world, name, torch_sum) for name in ALGORITHMS}
     results = []
     for size in sizes:
@@ -71,13 +71,13 @@ def all_reduces(host, sizes, rounds, meeting):
     return errors, results
 
 
-def open_torch(world, meeting):
+def open_torch(world, store_file):
     """Return all_reduce(array), which sums a CuPy array in place with PyTorch's NCCL on PyTorch's current stream."""
     import torch
     import torch.distributed as dist
 
     torch.cuda.set_device(world.gpu.device_id)
-    dist.init_process_group("nccl", init_method=f"file://{meeting}", rank=world.rank, world_size=world.size)
+    dist.init_process_group("nccl", init_method=f"file://{store_file}", rank=world.rank, world_size=world.size)
     return lambda array: dist.all_reduce(torch.as_tensor(array, device="cuda"))
 
 
@@ -286,7 +286,7 @@ def main(argv=None):
     for ranks in args.ranks:
         progress(f"{ranks} GPUs")
         with tempfile.TemporaryDirectory() as folder:
-            job = args.sizes, args.rounds, str(Path(folder, "meeting"))
+            job = args.sizes, args.rounds, str(Path(folder, "store"))
             errors[ranks], of_ranks = launch(ranks, "all_reduces", *job, timeout=args.timeout, benchmark=BENCHMARK)
         progress("")
         print_table(summarise(of_ranks, errors[ranks], ranks))

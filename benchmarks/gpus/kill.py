@@ -50,7 +50,7 @@ def on_gpus():
 
 
 def left_on_gpus(before):
-    """Processes and memory on the GPUs that were not there before, as text; "" if there are none within SETTLED s."""
+    """New processes and memory on the GPUs, as text, after waiting up to SETTLED s for none; "" if there are none."""
     until = time.monotonic() + SETTLED
     while True:
         (pids, used), (old_pids, old_used) = on_gpus(), before

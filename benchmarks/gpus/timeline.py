@@ -11,7 +11,7 @@ import re
 
 import numpy as np
 
-from benchmarks.gpu.profile import Ran, open_cupti, recorded, short
+from benchmarks.gpu.profile import Activity, open_cupti, recorded, short
 from benchmarks.gpus.scaling import add_sizes, parser_of
 from benchmarks.harness.jobs import ROOT
 from benchmarks.harness.processes import run_main
@@ -51,42 +51,42 @@ def steps_of(host, preset, precision, variants):
         train(4)  # compiles, records, and replays twice
         host.barrier()
         if host.is_root:
-            found[name] = [tuple(ran) for ran in last_of_two(recorded(lambda train=train: train(1), 2))]
+            found[name] = [tuple(activity) for activity in last_of_two(recorded(lambda train=train: train(1), 2))]
         else:
             train(2)
         host.barrier()
     return found if host.is_root else None
 
 
-def last_of_two(rans):
+def last_of_two(activities):
     """The second of two steps: the activities after the longest idle gap."""
-    gaps, end = [], rans[0].start
-    for ran in rans:
-        gaps.append(ran.start - end)
-        end = max(end, ran.start + ran.duration)
-    return rans[int(np.argmax(gaps)) :]
+    gaps, end = [], activities[0].start
+    for activity in activities:
+        gaps.append(activity.start - end)
+        end = max(end, activity.start + activity.duration)
+    return activities[int(np.argmax(gaps)) :]
 
 
 # -- in the parent process ---------------------------------------------------------------------------------------------
 
 
-def streams_of(rans):
-    """[(index into STREAMS, Ran)] with starts relative to the first."""
-    listed, busy, origin = [], 0.0, rans[0].start
-    for ran in rans:
-        ran = ran._replace(start=ran.start - origin)
-        if COMMUNICATION.search(ran.name):
-            listed.append((2, ran))
-        elif ran.start < busy:
-            listed.append((1, ran))
+def streams_of(activities):
+    """[(index into STREAMS, Activity)] with starts relative to the first."""
+    listed, busy, origin = [], 0.0, activities[0].start
+    for activity in activities:
+        activity = activity._replace(start=activity.start - origin)
+        if COMMUNICATION.search(activity.name):
+            listed.append((2, activity))
+        elif activity.start < busy:
+            listed.append((1, activity))
         else:
-            listed.append((0, ran))
-            busy = ran.start + ran.duration
+            listed.append((0, activity))
+            busy = activity.start + activity.duration
     return listed
 
 
 def trace_of(steps):
-    """Chrome's trace format (ui.perfetto.dev opens it) of {name: [(stream, Ran)]}; each name is a process."""
+    """Chrome's trace format (ui.perfetto.dev opens it) of {name: [(stream, Activity)]}; each name is a process."""
     events = []
     for number, (name, listed) in enumerate(steps.items()):
         events.append({"ph": "M", "name": "process_name", "pid": number, "args": {"name": name}})
@@ -94,9 +94,9 @@ def trace_of(steps):
             place = {"ph": "M", "pid": number, "tid": stream}
             events.append({"name": "thread_name", "args": {"name": title}, **place})
             events.append({"name": "thread_sort_index", "args": {"sort_index": stream}, **place})
-        for stream, ran in listed:
-            times = {"ts": round(ran.start, 3), "dur": round(ran.duration, 3)}
-            events.append({"ph": "X", "name": short(ran.name), "pid": number, "tid": stream, **times})
+        for stream, activity in listed:
+            times = {"ts": round(activity.start, 3), "dur": round(activity.duration, 3)}
+            events.append({"ph": "X", "name": short(activity.name), "pid": number, "tid": stream, **times})
     return {"displayTimeUnit": "ms", "traceEvents": events}
 
 
@@ -119,11 +119,13 @@ def length(intervals):
 def figures_of(listed):
     """Milliseconds of a step: total, each kind of work, and the communication that overlaps computation."""
     spans = {kind: [] for kind in ("compute", "communication")}
-    for stream, ran in listed:
-        spans[STREAMS[stream] if stream == 2 else "compute"].append((ran.start, ran.start + ran.duration))
+    for stream, activity in listed:
+        spans[STREAMS[stream] if stream == 2 else "compute"].append(
+            (activity.start, activity.start + activity.duration)
+        )
     compute, communication = (length(spans[kind]) for kind in ("compute", "communication"))
     both = compute + communication - length(spans["compute"] + spans["communication"])
-    end = max(ran.start + ran.duration for _, ran in listed)
+    end = max(activity.start + activity.duration for _, activity in listed)
     return {
         "step_ms": end / 1e3,
         "compute_ms": compute / 1e3,
@@ -134,7 +136,7 @@ def figures_of(listed):
 
 
 def plot(steps, path):
-    """Draw one panel for each of {name: [(stream, Ran)]}, one line for each stream, on a common time axis."""
+    """Draw one panel for each of {name: [(stream, Activity)]}, one line for each stream, on a common time axis."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -143,7 +145,7 @@ def plot(steps, path):
     figure, panels = plt.subplots(len(steps), 1, figsize=(10, 1.8 * len(steps)), sharex=True, squeeze=False)
     for panel, (name, listed) in zip(panels[:, 0], steps.items(), strict=True):
         for stream, colour in enumerate(COLOURS):
-            bars = [(ran.start / 1e3, ran.duration / 1e3) for at, ran in listed if at == stream]
+            bars = [(activity.start / 1e3, activity.duration / 1e3) for at, activity in listed if at == stream]
             panel.broken_barh(bars, (len(STREAMS) - 1.4 - stream, 0.8), facecolors=colour, linewidth=0)
         panel.set_yticks([len(STREAMS) - 1 - stream for stream in range(len(STREAMS))], STREAMS)
         panel.set_title(f"{name}: {figures_of(listed)['step_ms']:.1f} ms", loc="left", fontsize=10)
@@ -184,7 +186,7 @@ def main(argv=None):
     variants = {f"--dp {dp}, {args.ranks} GPUs": dict(sizes, dp=dp) for dp in args.dp}
     options = args.preset, args.precision, variants
     found = launch(args.ranks, "steps_of", *options, timeout=args.timeout, benchmark=BENCHMARK)
-    steps = {name: streams_of([Ran(*ran) for ran in rans]) for name, rans in found.items()}
+    steps = {name: streams_of([Activity(*activity) for activity in activities]) for name, activities in found.items()}
     figures = {name: figures_of(listed) for name, listed in steps.items()}
     print_table(rows_of(figures))
     if not args.no_save:

@@ -3,6 +3,8 @@
 from benchmarks.cpu.curve import PAPER
 from benchmarks.harness.table_format import load, mib, number, percent, ratio, spread
 
+LIBRARY = "the library's"
+
 
 def cpu_step():
     rows = []
@@ -115,8 +117,12 @@ def ranks_collectives():
         cores = load(name)["hardware"]["cores"]
         for row in load(name)["results"]["all_reduce"]:
             times = columns.setdefault(f"{row['ranks']} ranks, {cores} cores", {})
-            times[row["bytes"], row["algorithm"]] = ratio(row["ratio_to_native"])
-    keys = sorted({key for times in columns.values() for key in times if key[1] != "mpi"})
+            native = row["algorithm"] == "mpi"
+            cell = f"{number(row['seconds'], 1e3, 3)} ms" if native else ratio(row["ratio_to_native"])
+            times[row["bytes"], LIBRARY if native else row["algorithm"]] = cell
+    keys = sorted(
+        {key for times in columns.values() for key in times}, key=lambda key: (key[0], key[1] != LIBRARY, key[1])
+    )
     rows = [
         {"": f"{size / 1e6:g} MB, {algorithm}"}
         | {name: times.get((size, algorithm), "") for name, times in columns.items()}

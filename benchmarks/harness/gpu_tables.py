@@ -3,6 +3,7 @@
 import math
 from collections import Counter
 
+from benchmarks.gpu.profile import CEILINGS
 from benchmarks.harness.cpu_tables import kills
 from benchmarks.harness.table_format import gib, load, number, percent, ratio, spread
 
@@ -88,9 +89,9 @@ def gpu_kernels():
                 "ms": f"{row['ms']:.3f}",
                 "share": percent(row["share"]),
                 "TFLOP/s": f"{row['tflops']:.0f}" if row["tflops"] else "",
-                "of 766": percent(row["tflops"] / 766, 0) if row["tflops"] else "",
+                f"of {CEILINGS['tflops']}": percent(row["tflops"] / CEILINGS["tflops"], 0) if row["tflops"] else "",
                 "TB/s": f"{row['tbps']:.2f}" if row["tbps"] else "",
-                "of 4.26": percent(row["tbps"] / 4.26, 0) if row["tbps"] else "",
+                f"of {CEILINGS['tbps']}": percent(row["tbps"] / CEILINGS["tbps"], 0) if row["tbps"] else "",
             }
         )
     return rows, ["gpu/profile"]

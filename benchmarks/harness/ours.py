@@ -12,7 +12,7 @@ from gpt2core.communicator import Solo
 from gpt2core.parallel.config import ParallelConfig, plan_micro_batches
 from gpt2core.parallel.tensor_parallel import load_model
 from gpt2core.parallel.whole_parameters import initial_parameters
-from gpt2core.sampler import Greedy, generate_together
+from gpt2core.sampler import Greedy, generate_batch
 from gpt2core.sampler import generate as continuation
 from gpt2core.trainer import Trainer
 from gpt2core.training_loop import read_batch
@@ -241,37 +241,39 @@ class CudaGenerator:
 
         self.backend = CudaBackend(precision)
         self.model = load_model(config, dict(initial_parameters(config, 0)), self.backend)
+        self.decoders = {}  # kept between calls, with their recorded steps
 
     def __call__(self, prompts, new):
         started, ids, first = time.perf_counter(), [], None
-        for tokens in generate_together(self.model, prompts, new, [Greedy()] * len(prompts)):
+        for tokens in generate_batch(self.model, prompts, new, [Greedy()] * len(prompts), self.decoders):
             ids.append(tokens)
             first = first or time.perf_counter() - started
         return np.transpose(ids), first, time.perf_counter() - started
 
     def decoder(self, batch, recorded=True, **constants):
         """A new decoder with some of the kernels' constants replaced; recorded=False: no CUDA graph."""
-        from stage2_cuda.decoding.decoder import Engine, Queue
+        from stage2_cuda.decoding.decode_stream import DecodeStream
+        from stage2_cuda.decoding.decoder import GpuDecoder
 
-        class Unrecorded(Queue):
+        class Unrecorded(DecodeStream):
             def record(self, function):
                 return function
 
-        queue = self.backend.queue if recorded else Unrecorded(self.backend.xp)
-        return Engine(self.model, batch, queue, self.backend.tiles(batch)._replace(**constants))
+        stream = self.backend.decode_stream if recorded else Unrecorded(self.backend.xp)
+        return GpuDecoder(self.model, batch, stream, self.backend.decode_tiling(batch)._replace(**constants))
 
 
 def seconds_per_step(decoder, prompts, steps):
     """Seconds of one recorded decoding step, without the time of a consumer of its tokens."""
-    decoder.begin(prompts, [Greedy()] * len(prompts))
+    decoder.start(prompts, [Greedy()] * len(prompts))
     for _ in range(4):  # the prompt, then a step that compiles, one that is recorded and one that is replayed
         decoder.step()
-        decoder.tokens()
+        decoder.read_tokens()
     started = time.perf_counter()
     for _ in range(steps):
         decoder.step()
     for _ in range(steps):
-        decoder.tokens()
+        decoder.read_tokens()
     return (time.perf_counter() - started) / steps
 
 

@@ -47,15 +47,15 @@ def round_medians(rounds):
     return [statistics.median(samples) for samples in rounds]
 
 
-def summarized(results, field=None):
+def summarised(results, field=None):
     """`results` with each list under one of the fields SAMPLES replaced by its summary; None in a list is skipped."""
     if isinstance(results, dict):
         inside = field if field in SAMPLES else None  # "ms": {"forward": [...], ...} holds samples too
-        return {key: summarized(value, inside or key) for key, value in results.items()}
+        return {key: summarised(value, inside or key) for key, value in results.items()}
     if isinstance(results, list | tuple):
         if field in SAMPLES:
             return summary([value for value in results if value is not None])
-        return [summarized(value) for value in results]
+        return [summarised(value) for value in results]
     return results
 
 
@@ -184,7 +184,7 @@ def save(benchmark, results, of_commit=None, name=None):
         "commit": of_commit or commit(),
         "command": " ".join(["python", "-m", benchmark, *sys.argv[1:]]),
         "hardware": hardware(),
-        "results": summarized(results),
+        "results": summarised(results),
     }
     path.write_text(to_json(record))
     print(f"\nWritten to {path.relative_to(ROOT)}, commit {record['commit']}.")

@@ -20,7 +20,8 @@ def source(name):
         count = machine["gpus"]
         place = f"{count} x {machine['gpu']}, PyTorch {machine['torch']}, Triton {machine['triton']}"
     else:
-        place = f"{machine['cpu']}, {machine['cores']} cores, NumPy {machine['numpy']}"
+        place = f"{machine['cpu']}, {machine['cores']} cores, NumPy {machine['numpy']}, {machine['blas']}"
+        place += f", PyTorch {machine['torch']}" if machine["torch"] else ""
     file = f"[`results/{name}.json`](../results/{name}.json)"
     return f"{file}: {record['date'][:10]}, commit {record['commit']}, {place}; `{record['command']}`"
 

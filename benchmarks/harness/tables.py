@@ -83,7 +83,7 @@ def block(name):
         raise SystemExit(f"<!-- table: {name} -->: no such table; use one of {', '.join(TABLES)}")
     rows, files = TABLES[name]()
     header = list(rows[0])
-    numeric = {key: all(NUMBER.match(str(row[key])) for row in rows) for key in header}
+    numeric = {key: key != header[0] and all(NUMBER.match(str(row[key])) for row in rows) for key in header}
     lines = ["| " + " | ".join(header) + " |", "|" + "".join("---:|" if numeric[key] else "---|" for key in header)]
     lines += ["| " + " | ".join(str(row[key]) for key in header) + " |" for row in rows]
     return "\n".join([*lines, *(line for file in files for line in ("", source(file)))]) + "\n"

@@ -40,7 +40,7 @@ def save_checkpoint(
 ):
     """Write directory/step-XXXXXXXX, point `latest` to it, remove all but the `keep` newest steps; return its Path.
 
-    parameters: {name of parameter_shapes(config): array}; views are not copied whole; stored as `dtype`, float32 or
+    parameters: {name of parameter_shapes(config): array}; views are allowed; stored as `dtype`, float32 or
     float16. moments: {name: (first, second)}, stored as float32. tokenizer: an object with `save(path)`. state: a dict
     for JSON; floats are restored bit for bit. keep: 0 keeps all; the newest steps are those written last, so that a
     run restarted from an early step keeps its own checkpoints.

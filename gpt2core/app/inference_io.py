@@ -10,7 +10,7 @@ from gpt2core.app.rank_agreement import print_nothing
 from gpt2core.app.resume import saved_arguments
 from gpt2core.errors import ConfigError, DataError, counted
 from gpt2core.parallel.even_slices import even_slices
-from gpt2core.sampler import generate, generate_together
+from gpt2core.sampler import generate, generate_batch
 from gpt2core.text.token_file import first_tokens, read_text
 from gpt2core.text.tokenizer import Tokenizer, build_tokenizer
 
@@ -88,14 +88,14 @@ def text_pieces(model, tokenizer, prompt, count, choose, stop):
     yield decoder.flush()
 
 
-def continue_prompts(model, tokenizer, prompts, count, rules, stop):
+def continue_prompts(model, tokenizer, prompts, count, rules, stop, idle=None):
     """(the continuation of each prompt, up to `stop`, as text; the number of tokens in all of them).
 
-    All prompts are decoded together; rules: one sampling rule per prompt.
+    All prompts are decoded together; rules: one sampling rule per prompt; idle: decoders to reuse (generate_batch).
     """
     decoders, texts, tokens = [tokenizer.stream() for _ in prompts], [""] * len(prompts), 0
     unfinished = range(len(prompts))
-    for chosen in generate_together(model, prompts, count, rules):
+    for chosen in generate_batch(model, prompts, count, rules, idle):
         for i in unfinished:
             texts[i] += decoders[i].push(chosen[i])
         tokens += len(unfinished)
@@ -112,12 +112,12 @@ def write_batch(world, model, tokenizer, prompts, count, make_rule, stop, stats)
     independent of the other prompts, so that no text depends on the number of ranks.
     """
     world.barrier()
-    start, texts, tokens = time.perf_counter(), [], 0
+    start, texts, tokens, idle = time.perf_counter(), [], 0, {}
     share, batch = even_slices(len(prompts), world.size)[world.rank], model.head.backend.decoder_batch
     for first in range(share.start, share.stop, batch):
         last = min(first + batch, share.stop)
         rules = [make_rule(i) for i in range(first, last)]
-        found, new = continue_prompts(model, tokenizer, prompts[first:last], count, rules, stop)
+        found, new = continue_prompts(model, tokenizer, prompts[first:last], count, rules, stop, idle)
         texts += found
         tokens += new
     texts = [text for part in world.all_gather_object(texts) for text in part]

@@ -128,7 +128,7 @@ def check_one_process(world, stage):
             sys.exit(2)
         raise ConfigError(
             f"{count} processes were started ({variable}), but this stage is one process, and each of them would do "
-            f"all of the work: use {stage}, or leave the launcher out"
+            f"all of the work: use {stage}, or start it without a launcher"
         )
 
 

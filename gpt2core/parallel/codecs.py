@@ -1,6 +1,6 @@
-"""A gradient written in fewer bits, and what that lost kept: fp16, bf16, or int8 with a scale for each 256 elements."""
+"""Gradient codecs for --compress: fp16, bf16, or int8 with one float32 scale per 256 elements; with error feedback."""
 
-# p rows, one for each rank, m elements of a row; m is a multiple of GROUP
+# p rows, one for each rank; m elements per row, a multiple of GROUP
 
 import numpy as np
 
@@ -11,7 +11,8 @@ GROUP = 256  # elements that share one scale in int8
 
 
 def encode_fp16(x):
-    return np.clip(x, -65504, 65504).astype(np.float16).view(np.uint8)  # beyond is infinity, which no feedback mends
+    """x (..., m) float32 -> bytes (..., 2m), clipped to the range of fp16, rounded to nearest."""
+    return np.clip(x, -65504, 65504).astype(np.float16).view(np.uint8)  # infinity would make the residual infinite
 
 
 def decode_fp16(code):
@@ -19,7 +20,7 @@ def decode_fp16(code):
 
 
 def encode_bf16(x):
-    """The upper half of a float32, rounded to nearest, ties to even."""
+    """x (..., m) float32 -> bytes (..., 2m): the upper halves, rounded to nearest, ties to even."""
     bits = x.view(np.uint32)
     rounded = bits + (0x7FFF + (bits >> 16 & 1))
     return (np.where(np.isnan(x), bits | 1 << 22, rounded) >> 16).astype(np.uint16).view(np.uint8)
@@ -30,18 +31,22 @@ def decode_bf16(code):
 
 
 def encode_int8(x):
-    """127 steps to the largest of each GROUP; the bytes of the steps, then those of the float32 scales."""
+    """x (..., m) float32 -> bytes (..., m + 4 m / GROUP): m int8 values, then m / GROUP float32 scales.
+
+    The scale of a group is max(abs(group)) / 127.
+    """
     groups = x.reshape(*x.shape[:-1], -1, GROUP)
     scale = np.abs(groups).max(-1, keepdims=True) / np.float32(127)
-    steps = np.rint(groups / np.where(scale > 0, scale, 1))
-    steps = np.where(np.isfinite(steps), steps, 0).astype(np.int8)  # what is not finite shows in its scale
-    return np.concatenate([steps.reshape(x.shape).view(np.uint8), scale[..., 0].view(np.uint8)], axis=-1)
+    values = np.rint(groups / np.where(scale > 0, scale, 1))
+    # the scale of a group that is not finite is not finite
+    values = np.where(np.isfinite(values), values, 0).astype(np.int8)
+    return np.concatenate([values.reshape(x.shape).view(np.uint8), scale[..., 0].view(np.uint8)], axis=-1)
 
 
 def decode_int8(code):
     elements = code.shape[-1] * GROUP // (GROUP + 4)
-    steps, scale = code[..., :elements].view(np.int8), code[..., elements:].copy().view(np.float32)
-    groups = steps.reshape(*code.shape[:-1], -1, GROUP) * scale[..., None]
+    values, scale = code[..., :elements].view(np.int8), code[..., elements:].copy().view(np.float32)
+    groups = values.reshape(*code.shape[:-1], -1, GROUP) * scale[..., None]
     return groups.reshape(*code.shape[:-1], elements)
 
 
@@ -53,9 +58,11 @@ CODECS = {
 
 
 class Codec:
-    """One way to write, add up and read float32 messages; composed of NumPy's functions, which CuPy's arrays take too.
+    """Encode, sum and decode float32 messages, with NumPy functions, which take CuPy arrays too.
 
-    A code is an array of bytes whose last axis holds m elements. A runtime may have a Codec of one kernel a method.
+    A code is a uint8 array whose last axis holds the m elements of one message. The residual is the error feedback:
+    the rounding error of one message, which is added to the next. stage2_cuda/kernels/codecs.py has a subclass with one
+    kernel per method. Raises ConfigError for an unknown kind.
     """
 
     def __init__(self, kind):
@@ -63,21 +70,27 @@ class Codec:
             raise ConfigError(f"--compress {kind} is unknown: choose from none, {', '.join(CODECS)}")
         self.kind, (self.encode, self.decode) = kind, CODECS[kind]
 
-    def pack(self, lost, gradient):
-        """lost (p, m), gradient (n), n <= p m -> the code (p, bytes) of lost + gradient; lost = what that lacks."""
-        lost.reshape(-1)[: gradient.size] += gradient
-        code = self.encode(lost)
-        lost -= self.decode(code)
+    def pack(self, residual, gradient):
+        """Return the code (p, bytes) of x = residual + gradient; residual becomes x minus the decoded code.
+
+        residual (p, m) float32, updated in place; gradient (n) float32, n <= p m, as the first n elements of (p, m).
+        """
+        residual.reshape(-1)[: gradient.size] += gradient
+        code = self.encode(residual)
+        residual -= self.decode(code)
         return code
 
-    def add(self, lost, codes):
-        """lost (m), codes (p, bytes) -> the code (bytes) of lost + their canonical sum; lost = what that lacks."""
+    def add(self, residual, codes):
+        """Return the code (bytes) of x = residual + the canonical sum of the codes; residual becomes x - decoded code.
+
+        residual (m) float32, updated in place; codes (p, bytes).
+        """
         total = tree_reduce(map(self.decode, codes), lambda a, b: np.add(a, b, out=a))
-        total += lost
+        total += residual
         code = self.encode(total)
-        lost[...] = total - self.decode(code)
+        residual[...] = total - self.decode(code)
         return code
 
     def unpack(self, gradient, codes):
-        """gradient (n) = the first n elements of codes (p, bytes), n <= p m."""
+        """gradient (n) float32 = the first n decoded elements of codes (p, bytes), n <= p m."""
         gradient[...] = self.decode(codes).reshape(-1)[: gradient.size]

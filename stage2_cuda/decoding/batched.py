@@ -1,24 +1,25 @@
-"""One position of every sequence through the model: products bound by reading the weights, attention over the cache.
+"""The kernels of a decode step for two or more sequences; LayerNorm and the logits for one sequence too.
 
-With many rows a layer is seven launches:
+Each sequence gets one new position. A layer takes seven launches:
 
-    h = LN(x)                                             norm_kernel
-    q, k, v = h w + b, k and v into the cache             columns_kernel
-    softmax(q k') v                                       attend_kernel
-    partial sums of y w over a share of the rows          partial_kernel
-    h = LN(x + partial sums + b)                          norm_kernel
-    g = gelu(h w + b)                                     columns_kernel
-    partial sums of g w over a share of the rows          partial_kernel
+    h = LN(x)                                             layernorm_kernel
+    q, k, v = h w + b, k and v into the cache             linear_kernel
+    y = softmax(q k') v                                   attention_kernel
+    partial sums of y w, split over K                     split_k_kernel
+    h = LN(x + partial sums + b)                          layernorm_kernel
+    g = gelu(h w + b)                                     linear_kernel
+    partial sums of g w, split over K                     split_k_kernel
 
-The products are tl.dot's, and read each weight once for all rows. Where a product has too few columns to keep all
-processors busy, its rows are divided too. Who reads partial sums adds them, in a fixed order: no atomics, and no launch
-for the addition. One row has kernels of its own (decode_row.py), but for the last LayerNorm and the logits.
+A product reads each weight once for all sequences and uses tl.dot. A product with too few columns to occupy the GPU is
+split over K (split-K). The kernel that reads the partial sums adds them in a fixed order: no atomics, and no extra
+launch. One sequence has its own kernels (single_row.py), except for the last LayerNorm and the logits.
 
-The sequences may be of different lengths. These are read from the device, so that one recorded step serves them all.
+Sequences may have different lengths. The kernels read the lengths from device memory, so one recorded decode step (a
+CUDA graph) works for all lengths.
 """
 
 # B sequences, one row each; C channels, H heads, D head size, V vocabulary; a weight is (K, N), lm_head (V, C)
-# the cache of a layer is (B, block, 2C): k then v, heads side by side, as the projection gives them
+# the KV cache of a layer is (B, block, 2C): k then v, heads side by side, as the projection gives them
 
 import math
 from typing import NamedTuple
@@ -30,302 +31,308 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from stage2_cuda.kernels.gelu import sigmoid_of_2u
 from stage2_cuda.runtime.triton_launch import can_overlap, launch
 
-LOWEST = tl.constexpr(-3.0e38)  # no infinity: -inf - -inf would be NaN
-ROWS = 32  # sequences that one launch continues at most
+MIN_SCORE = tl.constexpr(-3.0e38)  # finite, because -inf - -inf would be NaN
+MAX_BATCH = 32  # sequences of one decode step
 
 
-class Tiles(NamedTuple):
-    """How a launch is divided.
+class DecodeTiling(NamedTuple):
+    """Tile sizes of the decode kernels, and whether a kernel may start before the previous one has ended (`pdl`).
 
-    With `overlap` a kernel may start while the one before it is at work, to read its weights meanwhile (programmatic
-    dependent launch).
+    With pdl (programmatic dependent launch) a kernel loads its weights while the previous kernel still runs.
     """
 
-    columns: int  # of a weight, that one program owns
-    parts: int  # shares of a weight's rows, each with partial sums of its own; more, where they exceed `share`
-    part_columns: int
-    keys: int  # of a cache: a span of one program where there is one row, else a step
-    vocabulary: int  # rows of lm_head
-    share: int = 256  # rows of a weight that one program takes at most
-    each: int = 128  # elements of a tile of weights that one thread holds
-    depth: int = 128  # of many rows: rows of a weight in a step of tl.dot; half as many in fp32
-    overlap: bool = False
+    block_n: int  # columns of a weight per program
+    split_k: int  # parts that K is split into; more if a part would exceed `max_rows`
+    split_block_n: int  # columns of a weight per program, in the products that are split over K
+    block_keys: int  # cached keys: of one program's split for one sequence, else of one loop iteration
+    block_vocab: int  # rows of lm_head per program
+    max_rows: int = 256  # rows of a weight in one part of split-K at most
+    elements_per_thread: int = 128  # of a tile of weights; decides the number of warps
+    block_k: int = 128  # two or more sequences: rows of a weight per tl.dot in 16 bits; half as many in fp32
+    pdl: bool = False
 
 
-ONE_ROW = Tiles(columns=32, parts=3, part_columns=64, keys=32, vocabulary=8)
-MANY_ROWS = Tiles(columns=32, parts=4, part_columns=32, keys=128, vocabulary=128)
+SINGLE = DecodeTiling(block_n=32, split_k=3, split_block_n=64, block_keys=32, block_vocab=8)
+BATCHED = DecodeTiling(block_n=32, split_k=4, split_block_n=32, block_keys=128, block_vocab=128)
 
 
-def tiles_for(B):
-    """What was fastest on an H200 for B rows."""
-    return (ONE_ROW if B == 1 else MANY_ROWS)._replace(overlap=can_overlap())
+def tiling_for(B):
+    """The fastest DecodeTiling for B sequences, measured on an H200."""
+    return (SINGLE if B == 1 else BATCHED)._replace(pdl=can_overlap())
 
 
-class Split(NamedTuple):
-    """K rows of a weight in `parts` shares of `depth`."""
+class SplitK(NamedTuple):
+    """K rows of a weight in `parts` parts of `rows` rows; the last part may have fewer."""
 
     parts: int
-    depth: int
+    rows: int
 
 
-def split(K, tiles):
-    depth = min(tiles.share, 16 * triton.cdiv(K, 16 * tiles.parts))
-    return Split(triton.cdiv(K, depth), depth)
+def split_k(K, tiling):
+    rows = min(tiling.max_rows, 16 * triton.cdiv(K, 16 * tiling.split_k))
+    return SplitK(triton.cdiv(K, rows), rows)
 
 
-def step_of(tiles, w):
-    """Rows of a weight in a step of tl.dot: as many bytes in any precision."""
-    return tiles.depth * 2 // w.dtype.itemsize
+def block_k(tiling, w):
+    """Rows of a weight per tl.dot: the same number of bytes in every precision."""
+    return tiling.block_k * 2 // w.dtype.itemsize
 
 
-# -- what is launched --------------------------------------------------------------------------------------------------
+# -- launches ----------------------------------------------------------------------------------------------------------
 
 
-def norm(h, s, stream, ln_w, ln_b, eps, tiles):
-    """h = LN(x) (B, C), and s = x (B, C) float32, which may be x itself, or None.
+def layernorm(h, s, stream, ln_w, ln_b, eps, tiling):
+    """h = LN(x) (B, C); s = x (B, C) float32, which may be x itself, or None.
 
-    stream: x (B, C) float32, and partials (parts, B, C) with their bias (C), which are to be added to it, or None both.
+    stream: (x, partials, bias). x is (B, C) float32. The kernel first adds partials (parts, B, C) and bias (C) to x;
+    both may be None.
     """
-    x, partials, before = stream
+    x, partials, bias = stream
     B, C = h.shape
     parts, width = 0 if partials is None else len(partials), triton.next_power_of_2(C)
-    arguments = h, s, x, partials, before, ln_w, ln_b, B, C, 1 / C, float(eps)
-    go(norm_kernel, (B,), *arguments, tiles=tiles, PARTS=parts, WIDTH=width)
+    arguments = h, s, x, partials, bias, ln_w, ln_b, B, C, 1 / C, float(eps)
+    launch_tiled(layernorm_kernel, (B,), *arguments, tiling=tiling, PARTS=parts, BLOCK_C=width)
 
 
-def columns(y, cache, h, w, bias, lengths, block, tiles, precision):
-    """y (B, N) = gelu(h w + bias), h (B, K).
+def linear(y, cache, h, w, bias, lengths, block, tiling, precision):
+    """y (B, N) = gelu(h w + bias), h (B, K), w (K, N).
 
-    Given a cache (B, block, 2K): without gelu, y (B, K) = q, and k and v into it, at the last of lengths (B) positions.
+    With a cache (B, block, 2K) instead q, k, v = h w + bias: y (B, K) = q, and k and v go into the cache at the newest
+    position of each sequence, lengths (B) - 1.
     """
     (B, K), N = h.shape, w.shape[1]
     arguments = y, cache, h, w, bias, lengths, B, K, N, block
-    options = dict(ROWS=padded(B), DEPTH=step_of(tiles, w), COLUMNS=tiles.columns, PRECISION=precision)
-    go(columns_kernel, (triton.cdiv(N, tiles.columns),), *arguments, tiles=tiles, num_stages=3, **options)
+    options = dict(BLOCK_B=padded_batch(B), BLOCK_K=block_k(tiling, w), BLOCK_N=tiling.block_n, PRECISION=precision)
+    launch_tiled(linear_kernel, (triton.cdiv(N, tiling.block_n),), *arguments, tiling=tiling, num_stages=3, **options)
 
 
-def attend(y, q, cache, lengths, n_head, tiles):
-    """q (B, C) over the first `lengths` (B) positions of the cache (B, block, 2C) -> y (B, C)."""
+def attention(y, q, cache, lengths, n_head, tiling):
+    """y (B, C) = attention of q (B, C) over the first lengths (B) positions of the cache (B, block, 2C)."""
     B, C = q.shape
     block, D = cache.shape[1], C // n_head
     arguments = y, q, cache, lengths, n_head, block, math.log2(math.e) / math.sqrt(D)
-    go(attend_kernel, (B * n_head,), *arguments, tiles=tiles, SIZE=D, D=triton.next_power_of_2(D), KEYS=tiles.keys)
+    options = dict(SIZE=D, D=triton.next_power_of_2(D), BLOCK_KEYS=tiling.block_keys)
+    launch_tiled(attention_kernel, (B * n_head,), *arguments, tiling=tiling, **options)
 
 
-def partial_product(partials, x, w, tiles, precision):
-    """partials (parts, B, N) float32, which add up to x (B, K) w: those of split(K)."""
+def split_k_product(partials, x, w, tiling, precision):
+    """partials (parts, B, N) float32, whose sum is x (B, K) w (K, N); parts as in split_k(K, tiling)."""
     parts, B, N = partials.shape
     K = w.shape[0]
-    arguments = partials, x, w, B, K, N, split(K, tiles).depth
-    options = dict(ROWS=padded(B), DEPTH=step_of(tiles, w), COLUMNS=tiles.part_columns, PRECISION=precision)
-    go(partial_kernel, (triton.cdiv(N, tiles.part_columns), parts), *arguments, tiles=tiles, num_stages=3, **options)
+    arguments = partials, x, w, B, K, N, split_k(K, tiling).rows
+    block_n = tiling.split_block_n
+    options = dict(BLOCK_B=padded_batch(B), BLOCK_K=block_k(tiling, w), BLOCK_N=block_n, PRECISION=precision)
+    launch_tiled(split_k_kernel, (triton.cdiv(N, block_n), parts), *arguments, tiling=tiling, num_stages=3, **options)
 
 
-def logits_tiles(V, tiles):
-    """Programs that divide the vocabulary."""
-    return triton.cdiv(V, tiles.vocabulary)
+def vocab_tiles(V, tiling):
+    """The number of tiles, one per program, that unembed divides the vocabulary into."""
+    return triton.cdiv(V, tiling.block_vocab)
 
 
-def unembed(logits, best, index, h, w, tiles, precision):
-    """logits (B, V) float32 = h (B, C) w', and of each tile the largest, best (B, tiles) float32, and its first index.
+def unembed(logits, maxima, indices, h, w, tiling, precision):
+    """logits (B, V) float32 = h (B, C) w' (V, C); and per tile of the vocabulary the largest logit and its first index.
 
-    tiles: logits_tiles(V); index int32.
+    maxima (B, tiles) float32, indices (B, tiles) int32, tiles = vocab_tiles(V, tiling).
     """
-    (B, V), K, count = logits.shape, h.shape[1], best.shape[1]
-    depth = triton.next_power_of_2(K) if B == 1 else step_of(tiles, w)
-    options = dict(ROWS=padded(B), DEPTH=depth, COLUMNS=tiles.vocabulary, PRECISION=precision)
-    go(unembed_kernel, (count,), logits, best, index, h, w, B, K, V, count, tiles=tiles, num_stages=3, **options)
+    (B, V), K, tiles = logits.shape, h.shape[1], maxima.shape[1]
+    depth = triton.next_power_of_2(K) if B == 1 else block_k(tiling, w)
+    options = dict(BLOCK_B=padded_batch(B), BLOCK_K=depth, BLOCK_N=tiling.block_vocab, PRECISION=precision)
+    arguments = logits, maxima, indices, h, w, B, K, V, tiles
+    launch_tiled(unembed_kernel, (tiles,), *arguments, tiling=tiling, num_stages=3, **options)
 
 
-def padded(B):
-    return 1 if B == 1 else max(16, triton.next_power_of_2(B))  # tl.dot takes no fewer rows
+def padded_batch(B):
+    return 1 if B == 1 else max(16, triton.next_power_of_2(B))  # tl.dot needs at least 16 rows
 
 
-def go(kernel, grid, *arguments, tiles, **options):
-    """Launch, with as many warps as the tile of weights asks for where nothing else is said."""
-    elements = options.get("WIDTH", options.get("DEPTH", 1)) * options.get("COLUMNS", options.get("PARTS", 1))
-    options.setdefault("num_warps", min(16, max(4, triton.next_power_of_2(elements) // (32 * tiles.each))))
-    if tiles.overlap:
+def launch_tiled(kernel, grid, *arguments, tiling, **options):
+    """Launch, by default with one warp per 32 * elements_per_thread elements of the tile of weights (4 to 16 warps)."""
+    elements = options.get("BLOCK_C", options.get("BLOCK_K", 1)) * options.get("BLOCK_N", options.get("PARTS", 1))
+    warps = triton.next_power_of_2(elements) // (32 * tiling.elements_per_thread)
+    options.setdefault("num_warps", min(16, max(4, warps)))
+    if tiling.pdl:
         options["launch_pdl"] = True
-    launch(kernel, grid, *arguments, OVERLAP=tiles.overlap, **options)
+    launch(kernel, grid, *arguments, PDL=tiling.pdl, **options)
 
 
-# -- what several kernels do -------------------------------------------------------------------------------------------
+# -- device functions that several kernels call ------------------------------------------------------------------------
 
 
 @triton.jit
-def wait():
-    """For the kernel before this one; the one behind it may begin.
+def wait_for_previous_launch():
+    """With PDL: wait until the previous kernel has ended, then allow the next kernel to start early.
 
-    With OVERLAP a kernel is there before its turn. Ahead of wait() it may read what the kernel before the last has
-    written, and all that is older, such as weights; from here on also what the last has, and write what that has read.
-    If the next were let in sooner, more of them would share the processors with the one whose turn it is, and
-    that costs it more than they gain.
+    Before this call a kernel may read only what is older than the previous kernel's output, such as weights, and must
+    not write. After it the kernel may read that output, and overwrite what the previous kernel has read. The next
+    kernel is allowed to start here and not sooner, because kernels that wait share the processors with the one that
+    computes, which costs more than their early loads save.
     """
     gdc_wait()
     gdc_launch_dependents()
 
 
 @triton.jit
-def vector(x, C, WIDTH: tl.constexpr):
-    """x (C) as WIDTH float32, the rest 0."""
-    c = tl.arange(0, WIDTH)
-    return tl.load(x + c, c < C, 0).to(tl.float32)
+def load_vector(x_ptr, C, BLOCK_C: tl.constexpr):
+    """x (C) as float32 (BLOCK_C), zero beyond C."""
+    cols = tl.arange(0, BLOCK_C)
+    return tl.load(x_ptr + cols, cols < C, 0).to(tl.float32)
 
 
 @triton.jit
-def newest(lengths, rows, block, ROWS: tl.constexpr):
-    """The position of each sequence's newest token (ROWS)."""
-    row = tl.arange(0, ROWS)
-    return tl.minimum(tl.load(lengths + row, row < rows, 1), block) - 1
+def newest_positions(lengths_ptr, B, block, BLOCK_B: tl.constexpr):
+    """The position of each sequence's newest token (BLOCK_B)."""
+    rows = tl.arange(0, BLOCK_B)
+    return tl.minimum(tl.load(lengths_ptr + rows, rows < B, 1), block) - 1
 
 
 @triton.jit
-def residual(x, partials, added, row, rows, C, PARTS: tl.constexpr, WIDTH: tl.constexpr):
-    """x + (added + the partial sums) of one row (WIDTH); without partials x alone."""
-    c = tl.arange(0, WIDTH)
-    s = tl.load(x + row * C + c, c < C, 0)
-    if partials is not None:
-        for part in tl.static_range(PARTS):  # each thread adds its own columns: no tile of all parts, which warps share
-            added += tl.load(partials + (part * rows + row) * C + c, c < C, 0)
-        s += added
+def add_partials(x_ptr, partials_ptr, bias, row, B, C, PARTS: tl.constexpr, BLOCK_C: tl.constexpr):
+    """x + (bias + the partial sums) of one row (BLOCK_C); only x if there are no partials."""
+    cols = tl.arange(0, BLOCK_C)
+    s = tl.load(x_ptr + row * C + cols, cols < C, 0)
+    if partials_ptr is not None:
+        # one part at a time: each thread adds its own columns, and no reduction across warps is needed
+        for part in tl.static_range(PARTS):
+            bias += tl.load(partials_ptr + (part * B + row) * C + cols, cols < C, 0)
+        s += bias
     return s
 
 
 @triton.jit
-def normalised(s, weight, bias, C, inverse, eps, WIDTH: tl.constexpr):
-    h = tl.where(tl.arange(0, WIDTH) < C, s - tl.sum(s, 0) * inverse, 0)
-    h *= 1 / tl.sqrt(tl.sum(h * h, 0) * inverse + eps)
+def normalize(s, weight, bias, C, inverse_C, eps, BLOCK_C: tl.constexpr):
+    h = tl.where(tl.arange(0, BLOCK_C) < C, s - tl.sum(s, 0) * inverse_C, 0)
+    h *= 1 / tl.sqrt(tl.sum(h * h, 0) * inverse_C + eps)
     return h * weight + bias
 
 
 @triton.jit
-def leave(y, cache, value, rows, n, N, C, position, block, ROWS: tl.constexpr):
-    """Store gelu(value) (ROWS, columns n); or q alone in y, k and v in the cache at `position` (ROWS)."""
-    row = tl.arange(0, ROWS)
-    inside = (row < rows)[:, None] & (n < N)[None, :]
-    if cache is not None:
-        at = (row.to(tl.int64) * block + position)[:, None] * (2 * C) + (n - C)[None, :]
-        tl.store(y + row[:, None] * C + n[None, :], value, inside & (n < C)[None, :])
-        tl.store(cache + at, value, inside & (n >= C)[None, :])
+def store_output(y_ptr, cache_ptr, value, B, cols, N, C, position, block, BLOCK_B: tl.constexpr):
+    """Store gelu(value) (BLOCK_B, cols) in y. With a cache: store q in y, k and v in the cache at `position`."""
+    rows = tl.arange(0, BLOCK_B)
+    mask = (rows < B)[:, None] & (cols < N)[None, :]
+    if cache_ptr is not None:
+        offs = (rows.to(tl.int64) * block + position)[:, None] * (2 * C) + (cols - C)[None, :]
+        tl.store(y_ptr + rows[:, None] * C + cols[None, :], value, mask & (cols < C)[None, :])
+        tl.store(cache_ptr + offs, value, mask & (cols >= C)[None, :])
     else:
-        tl.store(y + row[:, None] * N + n[None, :], value * sigmoid_of_2u(value), inside)
+        tl.store(y_ptr + rows[:, None] * N + cols[None, :], value * sigmoid_of_2u(value), mask)
 
 
-# -- the kernels -------------------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def norm_kernel(
-    h, s, x, partials, before, ln_w, ln_b, rows, C, inverse, eps,
-    PARTS: tl.constexpr, WIDTH: tl.constexpr, OVERLAP: tl.constexpr,
-):  # fmt: skip
-    b, c = tl.program_id(0), tl.arange(0, WIDTH)
-    weight, offset, added = vector(ln_w, C, WIDTH), vector(ln_b, C, WIDTH), 0.0
-    if partials is not None:
-        added = vector(before, C, WIDTH)
-    if OVERLAP:
-        wait()
-    row = residual(x, partials, added, b, rows, C, PARTS, WIDTH)
-    if s is not None:
-        tl.store(s + b * C + c, row, c < C)
-    tl.store(h + b * C + c, normalised(row, weight, offset, C, inverse, eps, WIDTH), c < C)
+# -- kernels -----------------------------------------------------------------------------------------------------------
 
 
 @triton.jit
-def columns_kernel(
-    y, cache, h, w, bias, lengths, rows, K, N, block,
-    ROWS: tl.constexpr, DEPTH: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
-    OVERLAP: tl.constexpr,
+def layernorm_kernel(
+    h_ptr, s_ptr, x_ptr, partials_ptr, bias_ptr, ln_w_ptr, ln_b_ptr, B, C, inverse_C, eps,
+    PARTS: tl.constexpr, BLOCK_C: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    if OVERLAP:
-        wait()
-    row, n = tl.arange(0, ROWS), tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    value = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for first in tl.range(0, K, DEPTH):
-        k = first + tl.arange(0, DEPTH)
-        a = tl.load(h + row[:, None] * K + k[None, :], (row < rows)[:, None] & (k < K)[None, :], 0)
-        tile = tl.load(w + k[:, None] * N + n[None, :], (k < K)[:, None] & (n < N)[None, :], 0)
-        value = tl.dot(a, tile, value, input_precision=PRECISION)
-    value += tl.load(bias + n, n < N, 0).to(tl.float32)[None, :]
-    position = newest(lengths, rows, block, ROWS) if cache is not None else 0
-    leave(y, cache, value, rows, n, N, K, position, block, ROWS)
+    row, cols = tl.program_id(0), tl.arange(0, BLOCK_C)
+    ln_w, ln_b, bias = load_vector(ln_w_ptr, C, BLOCK_C), load_vector(ln_b_ptr, C, BLOCK_C), 0.0
+    if partials_ptr is not None:
+        bias = load_vector(bias_ptr, C, BLOCK_C)
+    if PDL:
+        wait_for_previous_launch()
+    s = add_partials(x_ptr, partials_ptr, bias, row, B, C, PARTS, BLOCK_C)
+    if s_ptr is not None:
+        tl.store(s_ptr + row * C + cols, s, cols < C)
+    tl.store(h_ptr + row * C + cols, normalize(s, ln_w, ln_b, C, inverse_C, eps, BLOCK_C), cols < C)
 
 
 @triton.jit
-def attend_kernel(
-    y, q, cache, lengths, H, block, scale,
-    SIZE: tl.constexpr, D: tl.constexpr, KEYS: tl.constexpr, OVERLAP: tl.constexpr,
+def linear_kernel(
+    y_ptr, cache_ptr, h_ptr, w_ptr, bias_ptr, lengths_ptr, B, K, N, block,
+    BLOCK_B: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """One head of one sequence, all its keys. scale: log2(e) / sqrt(SIZE)."""
+    if PDL:
+        wait_for_previous_launch()
+    rows, cols = tl.arange(0, BLOCK_B), tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    acc = tl.zeros((BLOCK_B, BLOCK_N), tl.float32)
+    for start in tl.range(0, K, BLOCK_K):
+        k = start + tl.arange(0, BLOCK_K)
+        h = tl.load(h_ptr + rows[:, None] * K + k[None, :], (rows < B)[:, None] & (k < K)[None, :], 0)
+        w = tl.load(w_ptr + k[:, None] * N + cols[None, :], (k < K)[:, None] & (cols < N)[None, :], 0)
+        acc = tl.dot(h, w, acc, input_precision=PRECISION)
+    acc += tl.load(bias_ptr + cols, cols < N, 0).to(tl.float32)[None, :]
+    position = newest_positions(lengths_ptr, B, block, BLOCK_B) if cache_ptr is not None else 0
+    store_output(y_ptr, cache_ptr, acc, B, cols, N, K, position, block, BLOCK_B)
+
+
+@triton.jit
+def attention_kernel(
+    y_ptr, q_ptr, cache_ptr, lengths_ptr, H, block, scale,
+    SIZE: tl.constexpr, D: tl.constexpr, BLOCK_KEYS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One head of one sequence, over all its keys. SIZE: head size, D: rounded up; scale: log2(e) / sqrt(SIZE)."""
     b, h, d = tl.program_id(0) // H, tl.program_id(0) % H, tl.arange(0, D)
     C = H * SIZE
-    cache += b.to(tl.int64) * block * 2 * C + h * SIZE
-    length = tl.minimum(tl.load(lengths + b), block)
-    if OVERLAP:
-        wait()
-    query = tl.load(q + b * C + h * SIZE + d, d < SIZE, 0).to(tl.float32) * scale
-    peak, total, acc = tl.full((), LOWEST, tl.float32), tl.full((), 0, tl.float32), tl.zeros((D,), tl.float32)
-    for first in tl.range(0, length, KEYS):
-        key = first + tl.arange(0, KEYS)
-        inside = (key < length)[:, None] & (d < SIZE)[None, :]
-        at = cache + key[:, None] * (2 * C) + d[None, :]
-        k, v = tl.load(at, inside, 0), tl.load(at + C, inside, 0)
-        scores = tl.where(key < length, tl.sum(k.to(tl.float32) * query[None, :], 1), float("-inf"))
-        higher = tl.maximum(peak, tl.max(scores, 0))
-        p, shrink = tl.math.exp2(scores - higher), tl.math.exp2(peak - higher)
-        peak, total = higher, total * shrink + tl.sum(p, 0)
-        acc = acc * shrink + tl.sum(p[:, None] * v.to(tl.float32), 0)
-    tl.store(y + b * C + h * SIZE + d, acc / total, d < SIZE)
+    cache_ptr += b.to(tl.int64) * block * 2 * C + h * SIZE
+    length = tl.minimum(tl.load(lengths_ptr + b), block)
+    if PDL:
+        wait_for_previous_launch()
+    q = tl.load(q_ptr + b * C + h * SIZE + d, d < SIZE, 0).to(tl.float32) * scale
+    maximum, total, acc = tl.full((), MIN_SCORE, tl.float32), tl.full((), 0, tl.float32), tl.zeros((D,), tl.float32)
+    for start in tl.range(0, length, BLOCK_KEYS):
+        keys = start + tl.arange(0, BLOCK_KEYS)
+        mask = (keys < length)[:, None] & (d < SIZE)[None, :]
+        k_ptrs = cache_ptr + keys[:, None] * (2 * C) + d[None, :]
+        k, v = tl.load(k_ptrs, mask, 0), tl.load(k_ptrs + C, mask, 0)
+        scores = tl.where(keys < length, tl.sum(k.to(tl.float32) * q[None, :], 1), float("-inf"))
+        new_maximum = tl.maximum(maximum, tl.max(scores, 0))
+        p, rescale = tl.math.exp2(scores - new_maximum), tl.math.exp2(maximum - new_maximum)
+        maximum, total = new_maximum, total * rescale + tl.sum(p, 0)
+        acc = acc * rescale + tl.sum(p[:, None] * v.to(tl.float32), 0)
+    tl.store(y_ptr + b * C + h * SIZE + d, acc / total, d < SIZE)
 
 
 @triton.jit
-def partial_kernel(
-    partials, x, w, rows, K, N, depth,
-    ROWS: tl.constexpr, DEPTH: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
+def split_k_kernel(
+    partials_ptr, x_ptr, w_ptr, B, K, N, part_rows,
+    BLOCK_B: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    part, n = tl.program_id(1), tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    row = tl.arange(0, ROWS)
-    if OVERLAP:
-        wait()
-    value = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for first in tl.range(0, depth, DEPTH):
-        k = first + tl.arange(0, DEPTH)
-        own = (k < depth) & (part * depth + k < K)
-        k += part * depth
-        h = tl.load(x + row[:, None] * K + k[None, :], (row < rows)[:, None] & own[None, :], 0)
-        tile = tl.load(w + k[:, None] * N + n[None, :], own[:, None] & (n < N)[None, :], 0)
-        value = tl.dot(h, tile, value, input_precision=PRECISION)
-    at = (part * rows + row)[:, None] * N + n[None, :]
-    tl.store(partials + at, value, (row < rows)[:, None] & (n < N)[None, :])
+    part, cols = tl.program_id(1), tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    rows = tl.arange(0, BLOCK_B)
+    if PDL:
+        wait_for_previous_launch()
+    acc = tl.zeros((BLOCK_B, BLOCK_N), tl.float32)
+    for start in tl.range(0, part_rows, BLOCK_K):
+        k = start + tl.arange(0, BLOCK_K)
+        k_mask = (k < part_rows) & (part * part_rows + k < K)
+        k += part * part_rows
+        x = tl.load(x_ptr + rows[:, None] * K + k[None, :], (rows < B)[:, None] & k_mask[None, :], 0)
+        w = tl.load(w_ptr + k[:, None] * N + cols[None, :], k_mask[:, None] & (cols < N)[None, :], 0)
+        acc = tl.dot(x, w, acc, input_precision=PRECISION)
+    offs = (part * B + rows)[:, None] * N + cols[None, :]
+    tl.store(partials_ptr + offs, acc, (rows < B)[:, None] & (cols < N)[None, :])
 
 
 @triton.jit
 def unembed_kernel(
-    logits, best, index, h, w, rows, K, V, tiles,
-    ROWS: tl.constexpr, DEPTH: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
+    logits_ptr, maxima_ptr, indices_ptr, h_ptr, w_ptr, B, K, V, tiles,
+    BLOCK_B: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    row, v = tl.arange(0, ROWS), tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    at = v.to(tl.int64)[:, None] * K
-    if ROWS == 1:
-        k = tl.arange(0, DEPTH)
-        tile = tl.load(w + at + k[None, :], (v < V)[:, None] & (k < K)[None, :], 0)
-        if OVERLAP:
-            wait()
-        x = tl.load(h + k, k < K, 0).to(tl.float32)
-        value = tl.sum(tile.to(tl.float32) * x[None, :], 1)[None, :]
+    rows, v = tl.arange(0, BLOCK_B), tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    w_offs = v.to(tl.int64)[:, None] * K
+    if BLOCK_B == 1:
+        k = tl.arange(0, BLOCK_K)
+        w = tl.load(w_ptr + w_offs + k[None, :], (v < V)[:, None] & (k < K)[None, :], 0)
+        if PDL:
+            wait_for_previous_launch()
+        h = tl.load(h_ptr + k, k < K, 0).to(tl.float32)
+        acc = tl.sum(w.to(tl.float32) * h[None, :], 1)[None, :]
     else:
-        if OVERLAP:
-            wait()
-        value = tl.zeros((ROWS, COLUMNS), tl.float32)
-        for first in tl.range(0, K, DEPTH):
-            k = first + tl.arange(0, DEPTH)
-            a = tl.load(h + row[:, None] * K + k[None, :], (row < rows)[:, None] & (k < K)[None, :], 0)
-            tile = tl.load(w + at + k[None, :], (v < V)[:, None] & (k < K)[None, :], 0)
-            value = tl.dot(a, tile.T, value, input_precision=PRECISION)
-    tl.store(logits + row.to(tl.int64)[:, None] * V + v[None, :], value, (row < rows)[:, None] & (v < V)[None, :])
-    value = tl.where((v < V)[None, :], value, float("-inf"))
-    top = tl.max(value, 1)
-    first_of_equals = tl.min(tl.where(value == top[:, None], v[None, :], V - 1), 1)
-    tl.store(best + row * tiles + tl.program_id(0), top, row < rows)
-    tl.store(index + row * tiles + tl.program_id(0), first_of_equals, row < rows)
+        if PDL:
+            wait_for_previous_launch()
+        acc = tl.zeros((BLOCK_B, BLOCK_N), tl.float32)
+        for start in tl.range(0, K, BLOCK_K):
+            k = start + tl.arange(0, BLOCK_K)
+            h = tl.load(h_ptr + rows[:, None] * K + k[None, :], (rows < B)[:, None] & (k < K)[None, :], 0)
+            w = tl.load(w_ptr + w_offs + k[None, :], (v < V)[:, None] & (k < K)[None, :], 0)
+            acc = tl.dot(h, w.T, acc, input_precision=PRECISION)
+    tl.store(logits_ptr + rows.to(tl.int64)[:, None] * V + v[None, :], acc, (rows < B)[:, None] & (v < V)[None, :])
+    acc = tl.where((v < V)[None, :], acc, float("-inf"))
+    maximum = tl.max(acc, 1)
+    first_index = tl.min(tl.where(acc == maximum[:, None], v[None, :], V - 1), 1)  # the first of equal logits
+    tl.store(maxima_ptr + rows * tiles + tl.program_id(0), maximum, rows < B)
+    tl.store(indices_ptr + rows * tiles + tl.program_id(0), first_index, rows < B)

@@ -1,8 +1,8 @@
-"""Causal attention over a KV cache: new queries attend to the keys kept so far and to their own, any number of both.
+"""Causal attention over a KV cache: t new queries attend to all cached keys, and causally to the t new keys.
 
-A program for M new rows of a head walks over the cache, then over the new keys up to the diagonal, with the steps of
-attention.py. It is for layers that are divided over ranks and for what engine.py does not take; the engine's own
-kernels are those of decode.py.
+A program computes M new rows of one head. It loops over the cached keys, then over the new keys up to the diagonal,
+with the steps of kernels/attention.py. It serves gpt2core.sampler.Decoder: tensor parallelism, and batches that
+GpuDecoder does not support. GpuDecoder has its own kernels (batched.py, single_row.py).
 """
 
 # B batch, t new positions, C channels, H heads, D = C // H head size, in a kernel rounded up to a power of two
@@ -13,22 +13,29 @@ import triton
 import triton.language as tl
 
 from gpt2core.errors import ConfigError
-from stage2_cuda.kernels.attention import LOG2E, Tile, below_diagonal, constants, plan, softmax_step
+from stage2_cuda.kernels.attention import (
+    LOG2E,
+    TileConfig,
+    causal_mask,
+    padded_head_size,
+    shapes_and_tiles,
+    softmax_step,
+)
 from stage2_cuda.runtime.triton_launch import launch
 
-TILE = Tile(16, 64, 4, 2)  # new queries by keys; a guess
+TILE = TileConfig(16, 64, 4, 2)  # new queries by keys; a guess
 
 
 @triton.jit
-def load_new(qkv, rows, dims, t, C, D: tl.constexpr):
-    """Rows of q, k or v out of qkv, which points to the first row of a head: (rows, dims)."""
-    inside = (rows < t)[:, None] & (dims < D)[None, :]
-    return tl.load(qkv + rows.to(tl.int64)[:, None] * 3 * C + dims[None, :], mask=inside, other=0.0)
+def load_new(qkv_ptr, rows, dims, t, C, D: tl.constexpr):
+    """Rows of q, k or v (rows, dims); qkv_ptr points to the head's first row of it in qkv (t, 3C)."""
+    mask = (rows < t)[:, None] & (dims < D)[None, :]
+    return tl.load(qkv_ptr + rows.to(tl.int64)[:, None] * 3 * C + dims[None, :], mask=mask, other=0.0)
 
 
 @triton.jit
 def attend(acc, peak, total, q, k, v, visible, scale, PRECISION: tl.constexpr):
-    """Let the queries q (M, D) attend to those of the keys k and values v (N, D) that are visible."""
+    """One step of flash attention: the queries q (M, D) over the visible ones of the keys k and values v (N, D)."""
     s = tl.where(visible, tl.dot(q, k.T, input_precision=PRECISION), float("-inf"))  # (M, N)
     p, peak, total, acc = softmax_step(s, peak, total, acc, scale)
     return tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION), peak, total
@@ -36,54 +43,58 @@ def attend(acc, peak, total, q, k, v, visible, scale, PRECISION: tl.constexpr):
 
 @triton.jit(do_not_specialize=["position"])
 def cached_kernel(
-    y, keys, values, qkv, position, t, H, block, scale,
+    y_ptr, keys_ptr, values_ptr, qkv_ptr, position, t, H, block, scale,
     M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """y of M new rows, and their k and v into the caches; SIZE is the head size, D it rounded up.
+    """y of M new rows of one head; stores their k and v in the caches. SIZE: head size, D: rounded up.
 
-    Other programs write the caches from `position` on meanwhile: the new keys and values are read out of qkv.
+    New keys and values are read from qkv, because other programs write them to the caches at the same time.
     """
     C = H * SIZE
     b, h, head = tl.program_id(0) // H, tl.program_id(0) % H, tl.program_id(0).to(tl.int64) * SIZE * block
     rows, dims = tl.program_id(1) * M + tl.arange(0, M), tl.arange(0, D)
-    new = (rows < t)[:, None] & (dims < SIZE)[None, :]  # (M, D)
+    mask = (rows < t)[:, None] & (dims < SIZE)[None, :]  # (M, D)
     first = b.to(tl.int64) * t
-    qkv += first * 3 * C + h * SIZE
-    keys += head
-    values += head
+    qkv_ptr += first * 3 * C + h * SIZE
+    keys_ptr += head
+    values_ptr += head
 
     slots = position + rows
-    new_k, new_v = load_new(qkv + C, rows, dims, t, C, SIZE), load_new(qkv + 2 * C, rows, dims, t, C, SIZE)
-    tl.store(keys + dims[None, :] * block + slots[:, None], new_k, mask=new)  # (D, block): keys are kept transposed
-    tl.store(values + slots[:, None] * SIZE + dims[None, :], new_v, mask=new)
+    new_k, new_v = load_new(qkv_ptr + C, rows, dims, t, C, SIZE), load_new(qkv_ptr + 2 * C, rows, dims, t, C, SIZE)
+    tl.store(keys_ptr + dims[None, :] * block + slots[:, None], new_k, mask=mask)  # keys are cached as (D, block)
+    tl.store(values_ptr + slots[:, None] * SIZE + dims[None, :], new_v, mask=mask)
 
-    q = load_new(qkv, rows, dims, t, C, SIZE)
+    q = load_new(qkv_ptr, rows, dims, t, C, SIZE)
     peak, total = tl.full([M], float("-inf"), tl.float32), tl.zeros([M], tl.float32)
     acc = tl.zeros([M, D], tl.float32)
     for n in tl.range(0, position, N):
-        old = n + tl.arange(0, N)
-        inside = (old < position)[:, None] & (dims < SIZE)[None, :]  # (N, D)
-        k = tl.load(keys + dims[None, :] * block + old[:, None], mask=inside, other=0.0)
-        v = tl.load(values + old[:, None] * SIZE + dims[None, :], mask=inside, other=0.0)
-        acc, peak, total = attend(acc, peak, total, q, k, v, (old < position)[None, :], scale, PRECISION)
+        cached = n + tl.arange(0, N)
+        kv_mask = (cached < position)[:, None] & (dims < SIZE)[None, :]  # (N, D)
+        k = tl.load(keys_ptr + dims[None, :] * block + cached[:, None], mask=kv_mask, other=0.0)
+        v = tl.load(values_ptr + cached[:, None] * SIZE + dims[None, :], mask=kv_mask, other=0.0)
+        acc, peak, total = attend(acc, peak, total, q, k, v, (cached < position)[None, :], scale, PRECISION)
     for n in tl.range(0, tl.minimum(tl.program_id(1) * M + M, t), N):
         columns = n + tl.arange(0, N)
-        k, v = load_new(qkv + C, columns, dims, t, C, SIZE), load_new(qkv + 2 * C, columns, dims, t, C, SIZE)
-        acc, peak, total = attend(acc, peak, total, q, k, v, below_diagonal(rows, columns), scale, PRECISION)
-    y += first * C + h * SIZE
-    y += rows.to(tl.int64)[:, None] * C + dims[None, :]
-    tl.store(y, (acc / total[:, None]).to(y.dtype.element_ty), mask=new)
+        k, v = load_new(qkv_ptr + C, columns, dims, t, C, SIZE), load_new(qkv_ptr + 2 * C, columns, dims, t, C, SIZE)
+        acc, peak, total = attend(acc, peak, total, q, k, v, causal_mask(rows, columns), scale, PRECISION)
+    y_ptr += first * C + h * SIZE
+    y_ptr += rows.to(tl.int64)[:, None] * C + dims[None, :]
+    tl.store(y_ptr, (acc / total[:, None]).to(y_ptr.dtype.element_ty), mask=mask)
 
 
 def attention_cached(y, qkv, keys, values, position, n_head, precision="ieee"):
-    """qkv (B, t, 3C) of positions [position, position + t) -> y (B, t, C), attending to all positions so far.
+    """y (B, t, C) = attention of qkv (B, t, 3C) at positions [position, position + t), over all positions so far.
 
-    Writes k and v into the caches, keys (B, H, D, block) and values (B, H, block, D).
+    Stores k and v in the caches, keys (B, H, D, block) and values (B, H, block, D). Raises ConfigError if they do not
+    fit.
     """
-    B, t, D, _ = plan(qkv, n_head, precision)
+    B, t, D, _ = shapes_and_tiles(qkv, n_head, precision)
     block = keys.shape[3]
     if position + t > block:
         raise ConfigError(f"a cache of {block} positions has no room for {t} more after {position}")
     arguments = y, keys, values, qkv, position, t, n_head, block, LOG2E.value / math.sqrt(D)
-    grid = B * n_head, triton.cdiv(t, TILE.M)
-    launch(cached_kernel, grid, *arguments, SIZE=D, **constants(TILE, D, precision))
+    grid = B * n_head, triton.cdiv(t, TILE.block_m)
+    tile = dict(
+        M=TILE.block_m, N=TILE.block_n, D=padded_head_size(D), num_warps=TILE.num_warps, num_stages=TILE.num_stages
+    )
+    launch(cached_kernel, grid, *arguments, SIZE=D, PRECISION=precision, **tile)

@@ -1,18 +1,20 @@
-"""Generation without autograd: the cache, the step and the choice of a token stay on the GPU; the host reads along.
+"""Text generation on the GPU: KV cache, decode steps and sampling stay on the device; the host only reads the tokens.
 
-A step is one CUDA graph. Its length, its tokens and its random numbers are read from device memory, so the graph that
-was recorded once serves every step, and the next one may be launched before anybody has read the token of this one.
-In Triton's interpreter the same launches are made one by one.
+A step is one CUDA graph. Its lengths, tokens and random numbers are in device memory, so the recorded graph serves
+every step, and the host can launch the next step before it reads the token of this one. Under Triton's interpreter the
+same launches run one by one.
 
-There are three kinds of step. `prefill` computes all positions of the prompts with the kernels of training, and fills
-a cache with their keys and values, not recorded where they are many; `cached` computes one more position of each
-sequence, over that cache. Once the longest sequence fills the block, the window slides, and `whole` computes the last
-block_size positions of all sequences again, as stage 0 does.
+There are three kinds of step:
+
+- prefill computes all positions of the prompts with the training kernels, and fills the KV cache. It is not recorded
+  if there are many positions.
+- a decode step computes one more position of each sequence over the KV cache.
+- a window step: once the longest sequence fills the block, the window slides, and each step recomputes the last
+  block_size positions of all sequences, as stage 0 does.
 """
 
 # B sequences, T positions, C channels, H heads, V vocabulary; k and v of a layer are cached as (B, block, 2C)
 
-import contextlib
 from collections import deque
 
 import numpy as np
@@ -20,190 +22,193 @@ import numpy as np
 from gpt2core.arena import round_up
 from gpt2core.sampler import Greedy, Sampling
 from gpt2core.tensor import Tensor, no_grad
-from stage2_cuda.decoding import batched as decode
-from stage2_cuda.decoding import last_token as ends
-from stage2_cuda.decoding import sampling
-from stage2_cuda.decoding.decode_step import ManyRows, OneRow
-from stage2_cuda.runtime.cuda_graph import RecordedStep, Workspace
+from stage2_cuda.decoding import batched, last_token, sampling
+from stage2_cuda.decoding.decode_step import BatchedStep, SingleRowStep
 
-SHORT = 4096  # tokens of all prompts, up to which Python takes longer to launch prefill than the GPU: it is recorded
-AHEAD = 4  # steps under way beyond the one whose tokens are read next
-UNIFORMS = 256  # random numbers that are brought to the device at once, for each sequence
+RECORDED_PREFILL = 4096  # tokens of all prompts, up to which launching takes longer than computing: record the prefill
+STEPS_AHEAD = 4  # steps launched beyond the one whose tokens are read next
+UNIFORMS = 256  # random numbers per sequence and upload
 
 
-class Engine:
-    """Continues `batch` sequences by one model: what sampler.Decoder does, with its methods.
+class GpuDecoder:
+    """Generates tokens for `batch` sequences, with the methods of gpt2core.sampler.Decoder.
 
-    model: a whole GPT2 on CudaBackend, whose parameters are read where they are; of one text, most only when it begins.
-    queue: a Queue or Eager; tiles: decode.Tiles. Sequences may be of different lengths. Rules that are all Greedy(), or
-    all Sampling() of the same options, choose on the device; any other rule gets its logits on the host, and the host
-    waits.
+    model: a GPT2 on CudaBackend that is not split over ranks. Its parameters are read in place; for one sequence, most
+    are copied when a generation starts. stream: a DecodeStream or EagerStream. tiling: a batched.DecodeTiling.
+    Sequences may have different lengths. If the rules are all Greedy(), or all Sampling() with the same options, the
+    device samples. For any other rules the host copies the logits of each step and samples.
     """
 
-    def __init__(self, model, batch, queue, tiles):
+    def __init__(self, model, batch, stream, tiling):
         config, backend = model.config, model.head.backend
-        self.model, self.queue, self.backend, self.batch, self.tiles = model, queue, backend, batch, tiles
-        self.steps, self.pending = {}, deque()  # {what a step does: the function, or its graph}; tokens on their way
-        with queue:
+        self.model, self.stream, self.backend, self.batch, self.tiling = model, stream, backend, batch, tiling
+        self.recorded = {}  # {(compute, arguments, sample): a function, or its recorded step}
+        self.unread = deque()  # (wait, lengths) of each step whose tokens have not been read
+        with stream:
             self.allocate(config, backend.empty)
 
     def allocate(self, config, empty):
         B, C, V, block = self.batch, config.n_embd, config.vocab_size, config.block_size
         wte, wpe = (self.model.parameters[f"transformer.{name}.weight"].data for name in ("wte", "wpe"))
-        sent, self.sent = self.queue.shared((B, sampling.SENT), "int32")
-        self.sequences = sampling.Sequences(empty, B, C, block, wte, wpe, sent)
+        readback, self.readback = self.stream.mapped_array((B, sampling.READBACK), "int32")
+        self.sequences = sampling.Sequences(empty, B, C, block, wte, wpe, readback)
         self.cache = [empty((B, block, 2 * C), wte.dtype) for _ in range(config.n_layer)]
-        self.cache_of_prefill, self.h = Filling(self.cache), empty((B, C), wte.dtype)
-        kind = OneRow if B == 1 else ManyRows
-        self.rows = kind(self.model, self.sequences, self.cache, self.h, self.tiles, empty)
-        self.logits, count = empty((B, V), "float32"), decode.logits_tiles(V, self.tiles)
-        self.best, self.index = empty((B, count), "float32"), empty((B, count), "int32")
+        self.prefill_cache, self.h = PrefillCache(self.cache), empty((B, C), wte.dtype)
+        kind = SingleRowStep if B == 1 else BatchedStep
+        self.decode_step = kind(self.model, self.sequences, self.cache, self.h, self.tiling, empty)
+        self.logits, tiles = empty((B, V), "float32"), batched.vocab_tiles(V, self.tiling)
+        self.maxima, self.indices = empty((B, tiles), "float32"), empty((B, tiles), "int32")
         self.window = empty((B, block), "int32")
-        self.draws = {}
+        self.samplers = {}  # {(restrict to top-k, restrict to top-p): (function, DeviceSampler)}
 
-    # -- what generate() calls -----------------------------------------------------------------------------------------
+    # -- the methods of gpt2core.sampler.Decoder -----------------------------------------------------------------------
 
-    def begin(self, prompts, rules):
+    def start(self, prompts, rules):
         block = self.model.config.block_size
-        while self.pending:  # of a text that nobody has read to its end
-            self.tokens()
+        while self.unread:  # of a generation that was not read to its end
+            self.read_tokens()
         self.lengths, self.count = [len(prompt) for prompt in prompts], 0
-        self.sliding = max(self.lengths) >= block  # after the next token at the latest, so nothing is worth caching
-        self.rules, self.ahead = rules, AHEAD
+        self.sliding = max(self.lengths) >= block  # the first new token already fills the block: no use for a cache
+        self.rules, self.steps_ahead = rules, STEPS_AHEAD
         ids = np.zeros((self.batch, block), np.int32)
         for row, prompt in zip(ids, prompts, strict=True):
             row[: len(prompt)] = prompt
-        with self.queue:
-            self.queue.upload(self.sequences.ids, ids)
-            self.queue.upload(self.sequences.lengths, np.array(self.lengths, np.int32))
-            self.choose = self.choice(rules)
+        with self.stream:
+            self.stream.upload(self.sequences.ids, ids)
+            self.stream.upload(self.sequences.lengths, np.array(self.lengths, np.int32))
+            self.sample = self.choose_sampling(rules)
 
     def step(self):
-        with self.queue:
+        with self.stream:
             if max(self.lengths) > self.model.config.block_size:
                 self.sliding = True
             if self.sliding:
-                self.perform(self.whole, min(self.lengths) < self.model.config.block_size)
+                self.compute_and_sample(self.recompute_window, min(self.lengths) < self.model.config.block_size)
             elif self.count == 0:
                 self.prefill()
             else:
-                if self.count == 1 and self.rows.refresh:  # behind the first token, which need not wait for it
-                    self.recorded(self.rows.refresh)
-                self.perform(self.cached)
-            self.pending.append((self.queue.reached(), self.lengths))
+                if self.count == 1 and self.decode_step.prepare:  # after the first token, which does not need it
+                    self.run(self.decode_step.prepare)
+                self.compute_and_sample(self.decode_position)
+            self.unread.append((self.stream.record_event(), self.lengths))
         self.lengths = [length + 1 for length in self.lengths]
         self.count += 1
 
-    def tokens(self):
-        wait, lengths = self.pending.popleft()
+    def read_tokens(self):
+        wait, lengths = self.unread.popleft()
         wait()
-        return self.sent[np.arange(self.batch), np.array(lengths) % sampling.SENT].tolist()
+        return self.readback[np.arange(self.batch), np.array(lengths) % sampling.READBACK].tolist()
 
-    # -- which token ---------------------------------------------------------------------------------------------------
+    # -- sampling ------------------------------------------------------------------------------------------------------
 
-    def choice(self, rules):
-        """The function that follows the logits of a step, for these rules."""
+    def choose_sampling(self, rules):
+        """The function that samples and appends the tokens after each step, for these rules."""
         if all(type(rule) is Greedy for rule in rules):
-            return self.likeliest
+            return self.append_greedy
         options = {(rule.temperature, rule.top_k, rule.top_p) for rule in rules if type(rule) is Sampling}
         if len(options) != 1 or not all(type(rule) is Sampling for rule in rules):
-            self.ahead = 0
-            return self.given
+            self.steps_ahead = 0
+            return self.append_given
         temperature, top_k, top_p = options.pop()
         B, V = self.logits.shape
-        narrowing = 0 < top_k < V, top_p < 1
-        if narrowing not in self.draws:
-            draw = sampling.Draw(self.backend.empty, B, V, (B, UNIFORMS), *narrowing)
-            self.draws[narrowing] = lambda: draw.take(self.sequences, self.logits, self.best), draw
-        drawn, self.draw = self.draws[narrowing]
-        self.queue.upload(self.draw.numbers, np.array([top_p, temperature]))
-        self.queue.upload(self.draw.top_k, np.array([min(top_k, V)]))
-        return drawn
+        restricted = 0 < top_k < V, top_p < 1
+        if restricted not in self.samplers:
+            sampler = sampling.DeviceSampler(self.backend.empty, B, V, (B, UNIFORMS), *restricted)
+            append_sampled = lambda: sampler.append_sampled(self.sequences, self.logits, self.maxima)  # noqa: E731
+            self.samplers[restricted] = append_sampled, sampler
+        append_sampled, self.sampler = self.samplers[restricted]
+        self.stream.upload(self.sampler.numbers, np.array([top_p, temperature]))
+        self.stream.upload(self.sampler.top_k, np.array([min(top_k, V)]))
+        return append_sampled
 
-    def likeliest(self):
-        sampling.take_likeliest(self.sequences, self.best, self.index, self.tiles.overlap)
+    def append_greedy(self):
+        sampling.append_greedy(self.sequences, self.maxima, self.indices, self.tiling.pdl)
 
-    def given(self):
-        sampling.take_given(self.sequences)
+    def append_given(self):
+        sampling.append_given(self.sequences)
 
-    def perform(self, compute, *arguments):
-        """Logits by compute(*arguments), then a token each: recorded together where the device chooses."""
-        if self.choose == self.given:
-            self.recorded(compute, *arguments)
+    def compute_and_sample(self, compute, *arguments):
+        """Logits by compute(*arguments), then one token per sequence: in one recorded step if the device samples."""
+        if self.sample == self.append_given:
+            self.run(compute, *arguments)
             tokens = [rule(logits) for rule, logits in zip(self.rules, self.backend.to_host(self.logits), strict=True)]
-            self.queue.upload(self.sequences.tokens, np.array(tokens, np.int32))
-            self.given()
+            self.stream.upload(self.sequences.tokens, np.array(tokens, np.int32))
+            self.append_given()
             return
-        if self.choose != self.likeliest and self.count % UNIFORMS == 0:
-            self.bring_uniforms()
-        self.recorded(compute, *arguments, then=self.choose)
+        if self.sample != self.append_greedy and self.count % UNIFORMS == 0:
+            self.upload_uniforms()
+        self.run(compute, *arguments, sample=self.sample)
 
-    def recorded(self, compute, *arguments, then=None):
-        key = compute, arguments, then
-        if key not in self.steps:
+    def run(self, compute, *arguments, sample=None):
+        """Launch compute(*arguments), then sample(), recorded as one step."""
+        key = compute, arguments, sample
+        if key not in self.recorded:
 
             def step():
                 compute(*arguments)
-                if then is not None:
-                    then()
+                if sample is not None:
+                    sample()
 
-            self.steps[key] = self.queue.record(step)
-        self.steps[key]()
+            self.recorded[key] = self.stream.record(step)
+        self.recorded[key]()
 
-    def bring_uniforms(self):
-        """The next UNIFORMS numbers of each rule's generator, where a sequence of its length looks for them."""
+    def upload_uniforms(self):
+        """Upload the next UNIFORMS numbers of each rule's generator; a sequence of length L reads L % UNIFORMS."""
         uniforms = np.empty((self.batch, UNIFORMS))
         for row, rule, length in zip(uniforms, self.rules, self.lengths, strict=True):
             row[(length + np.arange(UNIFORMS)) % UNIFORMS] = [rule.random.random() for _ in range(UNIFORMS)]
-        self.queue.upload(self.draw.uniforms, uniforms)
+        self.stream.upload(self.sampler.uniforms, uniforms)
 
     # -- logits of the next token --------------------------------------------------------------------------------------
 
     def prefill(self):
-        """The prompts: where they are short, in a step that is recorded for all lengths of its bucket."""
+        """The first step. Short prompts are padded, so that one recorded step serves a range of lengths."""
         longest = max(self.lengths)
-        T = min(round_up(longest, self.queue.bucket), self.model.config.block_size)
-        if self.batch * T <= SHORT:
-            self.perform(self.short_prompts, T)
+        T = min(round_up(longest, self.stream.prefill_multiple), self.model.config.block_size)
+        if self.batch * T <= RECORDED_PREFILL:
+            self.compute_and_sample(self.padded_prefill, T)
         else:
             self.fill_cache(longest, min(self.lengths) == longest)
-            self.perform(self.unembed)
+            self.compute_and_sample(self.unembed)
 
-    def short_prompts(self, T):
+    def padded_prefill(self, T):
         self.fill_cache(T, False)
         self.unembed()
 
     @no_grad()
-    def fill_cache(self, T, full):
-        """The first T positions of every sequence; not `full`, some end earlier, and look at nothing behind them."""
+    def fill_cache(self, T, equal_lengths):
+        """Compute the first T positions of every sequence; positions after a sequence's end do not affect earlier ones.
+
+        equal_lengths: all sequences have T tokens, so only the last position's hidden state is needed.
+        """
         ids = self.backend.xp.ascontiguousarray(self.sequences.ids[:, :T])
-        self.keep_last(self.model.trunk(ids, self.cache_of_prefill, last_only=full))
+        self.keep_last_rows(self.model.trunk(ids, self.prefill_cache, last_only=equal_lengths))
 
     @no_grad()
-    def whole(self, mixed):
-        """The last block_size positions of every sequence; with `mixed` some have fewer yet."""
-        ends.windows(self.window, self.sequences.ids, self.sequences.lengths)
-        self.keep_last(self.model.trunk(self.window, last_only=not mixed))
+    def recompute_window(self, mixed_lengths):
+        """The last block_size positions of every sequence; mixed_lengths: some sequences are still shorter."""
+        last_token.gather_windows(self.window, self.sequences.ids, self.sequences.lengths)
+        self.keep_last_rows(self.model.trunk(self.window, last_only=not mixed_lengths))
         self.unembed()
 
-    def keep_last(self, y):
-        """h = the last position of each sequence in y (B, T, C), or of y (B, 1, C)."""
-        ends.last_rows(self.h, y.data, self.sequences.lengths)
+    def keep_last_rows(self, y):
+        """h = the last position of each sequence in y (B, T, C) or (B, 1, C)."""
+        last_token.gather_last_rows(self.h, y.data, self.sequences.lengths)
 
     def unembed(self):
         head = self.model.head.data
-        decode.unembed(self.logits, self.best, self.index, self.h, head, self.tiles, self.backend.dot)
+        batched.unembed(self.logits, self.maxima, self.indices, self.h, head, self.tiling, self.backend.dot)
 
-    def cached(self):
-        """The newest position of every sequence, whose embedding the choice of its token has left in sequences.x."""
-        self.rows.step()
+    def decode_position(self):
+        """The newest position of every sequence, whose embedding sampling has written to sequences.x."""
+        self.decode_step.run()
         self.unembed()
 
 
-class Filling:
-    """In the place of a KVCache: flash attention over the prompts, whose keys and values are kept."""
+class PrefillCache:
+    """Takes the place of a KVCache in prefill: flash attention over the prompts, which also stores keys and values."""
 
-    length = 0  # positions held before
+    length = 0  # cached positions before the prompts
 
     def __init__(self, cache):
         self.cache = cache
@@ -215,67 +220,6 @@ class Filling:
         return Tensor(y, qkv.backend)
 
 
-# -- in which order ----------------------------------------------------------------------------------------------------
-
-
-class Eager(contextlib.nullcontext):
-    """The interpreter's queue: everything at once."""
-
-    bucket = 1  # prefill takes prompts of a multiple of so many tokens, others filled up
-
-    def record(self, function):
-        return function
-
-    def upload(self, array, values):
-        array[...] = values
-
-    def shared(self, shape, dtype):
-        array = np.empty(shape, dtype)
-        return array, array
-
-    def reached(self):
-        return lambda: None
-
-
-class Queue:
-    """A CUDA stream on which everything happens in order; the host waits for nothing but what it reads.
-
-    `with queue:` puts launches, copies and memory on it.
-    """
-
-    bucket = 64  # as above: one recorded prefill is for all prompts of so many lengths
-
-    def __init__(self, cupy):
-        self.cupy, self.stream, self.workspace = cupy, cupy.cuda.Stream(non_blocking=True), Workspace(cupy)
-
-    def __enter__(self):
-        self.cupy.cuda.get_current_stream().synchronize()  # what the caller has computed is there
-        self.outer = self.stream.__enter__()
-
-    def __exit__(self, *error):
-        self.stream.__exit__(*error)
-
-    def record(self, function):
-        return RecordedStep(function, stream=self.stream, workspace=self.workspace)
-
-    def upload(self, array, values):
-        array.set(np.ascontiguousarray(values, array.dtype), stream=self.stream)
-
-    def shared(self, shape, dtype):
-        """Memory of the host that kernels write to, as an array of theirs and one of the host's."""
-        import cupyx
-
-        here = cupyx.empty_pinned(shape, dtype)
-        memory = self.cupy.cuda.UnownedMemory(here.ctypes.data, here.nbytes, here)
-        return self.cupy.ndarray(shape, dtype, self.cupy.cuda.MemoryPointer(memory, 0)), here
-
-    def reached(self):
-        """-> a function that waits until all that is on the stream now has been done."""
-        event = self.cupy.cuda.Event(disable_timing=True)
-        event.record(self.stream)
-        return event.synchronize
-
-
-def fits(model, batch):
-    """Whether an Engine can continue so many texts by this model: its weights must be whole, not a rank's shard."""
-    return model.head.shape[0] == model.config.vocab_size and batch <= decode.ROWS
+def supports(model, batch):
+    """Whether GpuDecoder can serve `batch` sequences of this model, whose weights must not be split over ranks."""
+    return model.head.shape[0] == model.config.vocab_size and batch <= batched.MAX_BATCH

@@ -1,6 +1,6 @@
-"""The end of each of several sequences of different lengths: the row of its last position, and its last tokens.
+"""For sequences of different lengths: gather the row of each one's last position, and its last tokens.
 
-The lengths are read from the device, so that one recorded step serves them all.
+The kernels read the lengths from device memory, so one recorded step works for all lengths.
 """
 
 # B sequences, T positions, C channels
@@ -11,32 +11,33 @@ import triton.language as tl
 from stage2_cuda.runtime.triton_launch import launch
 
 
-def last_rows(h, y, lengths):
-    """h (B, C) = the row of each sequence's last position, of y (B, T, C)."""
+def gather_last_rows(h, y, lengths):
+    """h (B, C) = the row of y (B, T, C) at each sequence's last position, lengths (B) - 1, at most T - 1."""
     B, T, C = y.shape
     width = triton.next_power_of_2(C)
-    launch(last_rows_kernel, (B,), h, y, lengths, T, C, WIDTH=width, num_warps=4)
+    launch(last_rows_kernel, (B,), h, y, lengths, T, C, BLOCK_C=width, num_warps=4)
 
 
-def windows(out, ids, lengths):
-    """out (B, block) = the last `block` of `lengths` (B) tokens in order, of which number i is in ids at i mod block.
+def gather_windows(out, ids, lengths):
+    """out (B, block) = the last `block` tokens of each sequence, in order; ids is a ring buffer: token i at i % block.
 
-    Where there are fewer, they come first, and what stands behind them does not matter.
+    A sequence with fewer tokens fills only the first lengths[b] places; the others are undefined.
     """
     B, block = ids.shape
-    launch(windows_kernel, (B, triton.cdiv(block, 256)), out, ids, lengths, block, BLOCK=256, num_warps=4)
+    launch(windows_kernel, (B, triton.cdiv(block, 256)), out, ids, lengths, block, BLOCK_T=256, num_warps=4)
 
 
 @triton.jit
-def last_rows_kernel(h, y, lengths, T, C, WIDTH: tl.constexpr):
-    b, c = tl.program_id(0), tl.arange(0, WIDTH)
-    last = tl.minimum(tl.load(lengths + b), T) - 1
-    row = tl.load(y + (b.to(tl.int64) * T + last) * C + c, c < C, 0)
-    tl.store(h + b * C + c, row, c < C)
+def last_rows_kernel(h_ptr, y_ptr, lengths_ptr, T, C, BLOCK_C: tl.constexpr):
+    b, cols = tl.program_id(0), tl.arange(0, BLOCK_C)
+    last = tl.minimum(tl.load(lengths_ptr + b), T) - 1
+    row = tl.load(y_ptr + (b.to(tl.int64) * T + last) * C + cols, cols < C, 0)
+    tl.store(h_ptr + b * C + cols, row, cols < C)
 
 
 @triton.jit
-def windows_kernel(out, ids, lengths, block, BLOCK: tl.constexpr):
-    b, i = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    first = tl.maximum(tl.load(lengths + b) - block, 0)
-    tl.store(out + b * block + i, tl.load(ids + b * block + (first + i) % block, i < block, 0), i < block)
+def windows_kernel(out_ptr, ids_ptr, lengths_ptr, block, BLOCK_T: tl.constexpr):
+    b, offs = tl.program_id(0), tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
+    first = tl.maximum(tl.load(lengths_ptr + b) - block, 0)
+    tokens = tl.load(ids_ptr + b * block + (first + offs) % block, offs < block, 0)
+    tl.store(out_ptr + b * block + offs, tokens, offs < block)

@@ -1,319 +1,339 @@
-"""One position of one sequence through the model: a chain of launches, each as long as its numbers take to get there.
+"""The kernels of a decode step for one sequence: five launches per layer, with the weights loaded ahead of time.
 
-A weight depends on nothing, and a kernel has it before its turn comes (decode.wait). What is left is a chain of five
-launches a layer:
+For one row, a layer is a chain of short dependent launches, and the time goes into the latency of each link. A weight
+depends on no other kernel, so each kernel loads its weights before it waits for the previous one
+(batched.wait_for_previous_launch). The chain of a layer:
 
-    q, k, v = LN(x) w + b, k and v into the cache         normed_row_kernel
-    softmax(q k') v over the keys of one span             attend_span_kernel
-    partial sums of y w over a share of the heads         joined_kernel, which first adds up the spans
-    s = x + partial sums + b; g = gelu(LN(s) w + b)       normed_row_kernel
-    x = s + g w + b                                       added_row_kernel
+    q, k, v = LN(x) w + b, k and v into the cache         layernorm_linear_kernel
+    attention of each head, split over the keys           split_keys_kernel
+    partial sums of y w, split over the heads             combine_product_kernel, which first combines the key splits
+    s = x + partial sums + b; g = gelu(LN(s) w + b)       layernorm_linear_kernel
+    x = s + g w + b                                       linear_residual_kernel
 
-Each waits for numbers that others have just written, then for its arithmetic, and for what its warps have to tell each
-other: a sum over all of them takes about as long as the numbers did. So a warp owns whole columns of a weight, whose
-sums never leave it. For that a column has to lie in one piece, and these weights are used transposed. LayerNorm would
-be two sums before the product; they are taken beside it instead:
+A sum across the warps of a program takes about as long as loading its operands from the L2 cache. To avoid it, each
+warp owns whole columns of a weight and sums each of them alone. A column must then be contiguous in memory, so these
+weights are used transposed. LayerNorm needs two sums before the product; these kernels compute them beside it:
 
-    LN(x) w + b = r (x o l) w - r m (l w) + (o w + b),  m and r: mean and 1 / deviation of x;  l, o: LayerNorm's weights
+    LN(x) w + b = r (x o gamma) w - r m (gamma w) + (beta w + b)
 
-What does not depend on x, w' and l w and o w + b, is made at the beginning of a text (`transpose`, `sums_of_columns`).
-The variance is then the mean of the squares less the square of the mean, in fp32: a row whose mean is 30 deviations
-loses three digits by that. Attention's projection keeps its weight as it is: as little as possible may be read of what
-the spans have left, so its programs are few, with many columns each.
+with m the mean and r the inverse standard deviation of x, and gamma and beta the weight and the bias of LayerNorm.
+The terms that do not depend on x are computed once per generation: w' (`transpose`), gamma w and beta w + b
+(`fold_layernorm`). The variance is the mean of the squares minus the square of the mean, in fp32; a row whose mean is
+30 standard deviations loses three digits by that. The projection after attention is not transposed: each of its
+programs reads all key splits of its heads, so there are few programs, with many columns each.
 """
 
-# C channels, H heads, D head size; K rows and N columns of a weight, which is (N, K) where it is transposed
-# the cache of a layer is (1, block, 2C): k then v, heads side by side, as the projection gives them
+# C channels, H heads, D head size; K rows and N columns of a weight, which is (N, K) if it is transposed
+# the KV cache of a layer is (1, block, 2C): k then v, heads side by side, as the projection gives them
 
 import math
 
 import triton
 import triton.language as tl
 
-from stage2_cuda.decoding.batched import LOWEST, go, newest, wait
+from stage2_cuda.decoding.batched import MIN_SCORE, launch_tiled, newest_positions, wait_for_previous_launch
 from stage2_cuda.kernels.gelu import sigmoid_of_2u
 from stage2_cuda.runtime.triton_launch import launch
 
 WARPS = 8  # of a program whose warps own columns
-CHUNK = 512  # bytes of a column that a warp reads at once
-SPANS = 32  # of a head at most, so that they fit the registers of who adds them up
-SQUARE = 64  # rows and columns of a tile that is transposed
-REGISTERS = 128  # of a thread at most, so that a program can begin beside one of the launch before it ...
-FITTING = 48 << 10  # ... if its columns have no more bytes than these, in 16 bits: then nothing is spilled
+CHUNK_BYTES = 512  # of a column that a warp loads at once
+MAX_KEY_SPLITS = 32  # per head, so that the kernel which combines them holds all of them in registers
+TRANSPOSE_BLOCK = 64  # rows and columns of a tile in `transpose`
+# Registers per thread at most, so that a program fits on a processor beside one of the previous launch. 16-bit columns
+# of up to this many bytes then stay in registers, without spills.
+MAX_REGISTERS, REGISTER_BYTES = 128, 48 << 10
 
 
-def heads_of(H, D, tiles):
-    """(shares that the heads are divided into, each with partial sums of its own; heads of a share)."""
-    heads = max(1, min(triton.cdiv(H, tiles.parts), tiles.share // D))
+def split_heads(H, D, tiling):
+    """(parts, heads per part): how combine_product splits its sum over the heads."""
+    heads = max(1, min(triton.cdiv(H, tiling.split_k), tiling.max_rows // D))
     return triton.cdiv(H, heads), heads
 
 
-def keys_of(block, tiles):
-    """Keys of one span."""
-    return max(tiles.keys, triton.next_power_of_2(triton.cdiv(block, SPANS)))
+def keys_per_split(block, tiling):
+    return max(tiling.block_keys, triton.next_power_of_2(triton.cdiv(block, MAX_KEY_SPLITS)))
 
 
-def spans(block, tiles):
-    """Spans of one head; a power of two."""
-    return triton.next_power_of_2(triton.cdiv(block, keys_of(block, tiles)))
+def key_splits(block, tiling):
+    """The number of splits of one head's keys, a power of two."""
+    return triton.next_power_of_2(triton.cdiv(block, keys_per_split(block, tiling)))
 
 
-# -- what is launched at the beginning of a text -----------------------------------------------------------------------
+# -- launches, once per generation -------------------------------------------------------------------------------------
 
 
 def transpose(out, w):
     """out (N, K) = w (K, N) transposed."""
     K, N = w.shape
-    launch(transpose_kernel, (triton.cdiv(K, SQUARE), triton.cdiv(N, SQUARE)), out, w, K, N, SQUARE=SQUARE, num_warps=4)
+    grid = triton.cdiv(K, TRANSPOSE_BLOCK), triton.cdiv(N, TRANSPOSE_BLOCK)
+    launch(transpose_kernel, grid, out, w, K, N, BLOCK=TRANSPOSE_BLOCK, num_warps=4)
 
 
-def sums_of_columns(slopes, shifts, w, ln_w, ln_b, bias):
-    """slopes (N) = ln_w w', shifts (N) = ln_b w' + bias, float32; w (N, K)."""
-    grid, options = of_columns(w, WARPS)
-    launch(sums_of_columns_kernel, grid, slopes, shifts, w, ln_w, ln_b, bias, w.shape[1], w.shape[0], **options)
+def fold_layernorm(gamma_w, beta_w, w, ln_w, ln_b, bias):
+    """gamma_w (N) = ln_w w', beta_w (N) = ln_b w' + bias, both float32; w (N, K)."""
+    grid, options = column_options(w, WARPS)
+    launch(fold_layernorm_kernel, grid, gamma_w, beta_w, w, ln_w, ln_b, bias, w.shape[1], w.shape[0], **options)
 
 
-# -- what is launched for a position -----------------------------------------------------------------------------------
+# -- launches, every step ----------------------------------------------------------------------------------------------
 
 
-def normed_row(y, cache, s, stream, ln_w, w, slopes, shifts, lengths, block, eps, tiles):
-    """y (1, N) = gelu(LN(x) w' + bias), w (N, K), and s (1, K) = x for who needs it later, or None.
+def layernorm_linear(y, cache, s, stream, ln_w, w, gamma_w, beta_w, lengths, block, eps, tiling):
+    """y (1, N) = gelu(LN(x) w' + bias), w (N, K); s (1, K) = x, or None if x is not needed later.
 
-    stream: x (1, K) float32, and partials (parts, 1, K) with their bias (K), which are to be added to it, or None both.
-    slopes, shifts: of sums_of_columns, which has the rest of LayerNorm and the bias.
-    Given a cache (1, block, 2K): without gelu, y (1, K) = q, and k and v into it, at the last of lengths (1) positions.
+    stream: (x, partials, bias). x is (1, K) float32. The kernel first adds partials (parts, 1, K) and bias (K) to x;
+    both may be None. gamma_w, beta_w: from fold_layernorm; they contain the LayerNorm's and the linear layer's bias.
+    With a cache (1, block, 2K) instead q, k, v = LN(x) w' + bias: y (1, K) = q, and k and v go into the cache at the
+    newest position, lengths (1) - 1.
     """
-    x, partials, before = stream
-    (N, K), (grid, options) = w.shape, of_columns(w, tiles.columns)
-    arguments = y, cache, s, x, partials, before, ln_w, w, slopes, shifts, lengths, block, 1 / K, float(eps), K, N
-    go(normed_row_kernel, grid, *arguments, tiles=tiles, PARTS=0 if partials is None else len(partials), **options)
+    x, partials, bias = stream
+    (N, K), (grid, options) = w.shape, column_options(w, tiling.block_n)
+    arguments = y, cache, s, x, partials, bias, ln_w, w, gamma_w, beta_w, lengths, block, 1 / K, float(eps), K, N
+    parts = 0 if partials is None else len(partials)
+    launch_tiled(layernorm_linear_kernel, grid, *arguments, tiling=tiling, PARTS=parts, **options)
 
 
-def attend_spans(y, peaks, totals, q, cache, lengths, n_head, tiles):
-    """Of q (1, C) over the first `lengths` (1) positions of the cache (1, block, 2C) what is left of each span.
+def split_keys_attention(y, maxima, sums, q, cache, lengths, n_head, tiling):
+    """Attention of q (1, C) over the first lengths (1) positions of the cache (1, block, 2C), split over the keys.
 
-    y (H, spans, D), peaks and totals (H, spans), float32: of the spans that there are, the sum of the values, weighted
-    by exp2(score - peak), and the total of the weights.
+    y (H, splits, D), maxima and sums (H, splits), float32. For each split that has keys: the largest score, the sum of
+    the weights exp2(score - maximum), and the sum of the values times these weights (flash decoding).
     """
     block, D = cache.shape[1], q.shape[1] // n_head
-    keys, width = keys_of(block, tiles), triton.next_power_of_2(D)
-    arguments = y, peaks, totals, q, cache, lengths, n_head, block, math.log2(math.e) / math.sqrt(D)
-    warps = min(8, max(1, keys * width // 2048))  # one, if it can: then there is nobody to tell anything
-    options = dict(SIZE=D, D=width, KEYS=keys, SPANS=peaks.shape[1], num_warps=warps)
-    go(attend_span_kernel, (n_head, peaks.shape[1]), *arguments, tiles=tiles, **options)
+    keys, width = keys_per_split(block, tiling), triton.next_power_of_2(D)
+    arguments = y, maxima, sums, q, cache, lengths, n_head, block, math.log2(math.e) / math.sqrt(D)
+    warps = min(8, max(1, keys * width // 2048))  # preferably one: no synchronization between warps
+    options = dict(SIZE=D, D=width, KEYS=keys, SPLITS=maxima.shape[1], num_warps=warps)
+    launch_tiled(split_keys_kernel, (n_head, maxima.shape[1]), *arguments, tiling=tiling, **options)
 
 
-def joined_product(partials, y, peaks, totals, lengths, w, block, tiles):
-    """partials (parts, 1, N) float32, which add up to attention's result times w (C, N): those of heads_of(H).
+def combine_product(partials, y, maxima, sums, lengths, w, block, tiling):
+    """partials (parts, 1, N) float32, whose sum is the attention output (1, C) times w (C, N); parts as in split_heads.
 
-    y, peaks, totals: what attend_spans has left.
+    y, maxima, sums: from split_keys_attention.
     """
-    (H, count, D), N = y.shape, w.shape[1]
-    (shares, heads), width = heads_of(H, D, tiles), triton.next_power_of_2(D)
-    arguments = partials, y, peaks, totals, lengths, w, H, N, heads, block
-    options = dict(SIZE=D, D=width, SPANS=count, KEYS=keys_of(block, tiles), HEADS=triton.next_power_of_2(heads))
-    options |= dict(DEPTH=options["HEADS"] * width, COLUMNS=tiles.part_columns)
-    go(joined_kernel, (triton.cdiv(N, tiles.part_columns), shares), *arguments, tiles=tiles, **options)
+    (H, splits, D), N = y.shape, w.shape[1]
+    (parts, heads), width = split_heads(H, D, tiling), triton.next_power_of_2(D)
+    arguments = partials, y, maxima, sums, lengths, w, H, N, heads, block
+    options = dict(SIZE=D, D=width, SPLITS=splits, KEYS=keys_per_split(block, tiling))
+    options |= dict(HEADS=triton.next_power_of_2(heads), BLOCK_N=tiling.split_block_n)
+    options |= dict(BLOCK_K=options["HEADS"] * width)
+    grid = triton.cdiv(N, tiling.split_block_n), parts
+    launch_tiled(combine_product_kernel, grid, *arguments, tiling=tiling, **options)
 
 
-def added_row(out, s, x, w, bias, tiles):
+def linear_residual(out, s, x, w, bias, tiling):
     """out (1, N) = s + x w' + bias; s float32, x (1, K), w (N, K)."""
-    grid, options = of_columns(w, WARPS)
-    go(added_row_kernel, grid, out, s, x, w, bias, w.shape[1], w.shape[0], tiles=tiles, **options)
+    grid, options = column_options(w, WARPS)
+    launch_tiled(linear_residual_kernel, grid, out, s, x, w, bias, w.shape[1], w.shape[0], tiling=tiling, **options)
 
 
-def of_columns(w, columns):
-    """Grid and options of programs whose warps own columns of w (N, K): a power of two, fewer where they are long."""
+def column_options(w, block_n):
+    """(grid, options) of a kernel whose warps own columns of w (N, K).
+
+    A program has block_n columns, a power of two; fewer if K is large.
+    """
     (N, K), size = w.shape, w.dtype.itemsize
-    while columns > WARPS and columns * K * size > FITTING:
-        columns //= 2
-    options = dict(CHUNKS=triton.cdiv(K, CHUNK // size), CHUNK=CHUNK // size, COLUMNS=columns, num_warps=WARPS)
-    if size == 2 and columns * K * size <= FITTING:
-        options["maxnreg"] = REGISTERS
-    return (triton.cdiv(N, columns),), options
+    while block_n > WARPS and block_n * K * size > REGISTER_BYTES:
+        block_n //= 2
+    chunk = CHUNK_BYTES // size
+    options = dict(CHUNKS=triton.cdiv(K, chunk), CHUNK=chunk, BLOCK_N=block_n, num_warps=WARPS)
+    if size == 2 and block_n * K * size <= REGISTER_BYTES:
+        options["maxnreg"] = MAX_REGISTERS
+    return (triton.cdiv(N, block_n),), options
 
 
 # -- columns that a warp owns ------------------------------------------------------------------------------------------
-# A column is a tuple of CHUNKS pieces, and those of a program are tiles (COLUMNS, CHUNK). A warp has whole rows of one.
+# A column of K elements is a tuple of CHUNKS chunks. The columns of a program are a tuple of tiles (BLOCK_N, CHUNK),
+# and each row of a tile lies in one warp.
 
 
 @triton.jit
-def own_columns(COLUMNS: tl.constexpr):
-    return tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+def program_columns(BLOCK_N: tl.constexpr):
+    return tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
 
 
 @triton.jit
-def columns_of(w, n, K, N, CHUNKS: tl.constexpr, CHUNK: tl.constexpr):
-    """The columns n of a transposed weight (N, K)."""
+def load_columns(w_ptr, cols, K, N, CHUNKS: tl.constexpr, CHUNK: tl.constexpr):
+    """The columns `cols` of a transposed weight (N, K), in tiles (BLOCK_N, CHUNK)."""
     k, tiles = tl.arange(0, CHUNK)[None, :], ()
     for c in tl.static_range(CHUNKS):
-        inside = (n < N)[:, None] & (k + c * CHUNK < K)
-        tiles += (tl.load(w + n[:, None] * K + k + c * CHUNK, inside, 0),)
+        mask = (cols < N)[:, None] & (k + c * CHUNK < K)
+        tiles += (tl.load(w_ptr + cols[:, None] * K + k + c * CHUNK, mask, 0),)
     return tiles
 
 
 @triton.jit
-def row_of(x, K, CHUNKS: tl.constexpr, CHUNK: tl.constexpr):
-    """x (K) in pieces (CHUNK)."""
-    k, pieces = tl.arange(0, CHUNK), ()
+def load_row(x_ptr, K, CHUNKS: tl.constexpr, CHUNK: tl.constexpr):
+    """x (K) as float32, in chunks (CHUNK)."""
+    k, chunks = tl.arange(0, CHUNK), ()
     for c in tl.static_range(CHUNKS):
-        pieces += (tl.load(x + k + c * CHUNK, k + c * CHUNK < K, 0).to(tl.float32),)
-    return pieces
+        chunks += (tl.load(x_ptr + k + c * CHUNK, k + c * CHUNK < K, 0).to(tl.float32),)
+    return chunks
 
 
 @triton.jit
-def product(tiles, row, CHUNKS: tl.constexpr):
-    """Of each column the sum, times a row."""
+def dot_columns(tiles, row, CHUNKS: tl.constexpr):
+    """The dot product of a row with each column (BLOCK_N)."""
     total = tiles[0].to(tl.float32) * row[0][None, :]
     for c in tl.static_range(1, CHUNKS):
         total += tiles[c].to(tl.float32) * row[c][None, :]
     return tl.sum(total, 1)
 
 
-# -- the kernels -------------------------------------------------------------------------------------------------------
+@triton.jit
+def add_rows(a, b, CHUNKS: tl.constexpr):
+    chunks = ()
+    for c in tl.static_range(CHUNKS):
+        chunks += (a[c] + b[c],)
+    return chunks
 
 
 @triton.jit
-def transpose_kernel(out, w, K, N, SQUARE: tl.constexpr):
-    k, n = tl.program_id(0) * SQUARE + tl.arange(0, SQUARE), tl.program_id(1) * SQUARE + tl.arange(0, SQUARE)
-    tile = tl.load(w + k[:, None] * N + n[None, :], (k < K)[:, None] & (n < N)[None, :])
-    tl.store(out + n[:, None] * K + k[None, :], tile.T, (n < N)[:, None] & (k < K)[None, :])
-
-
-@triton.jit
-def sums_of_columns_kernel(
-    slopes, shifts, w, ln_w, ln_b, bias, K, N, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, COLUMNS: tl.constexpr
-):
-    n = own_columns(COLUMNS)
-    tiles, shift = columns_of(w, n, K, N, CHUNKS, CHUNK), tl.load(bias + n, n < N, 0).to(tl.float32)
-    tl.store(slopes + n, product(tiles, row_of(ln_w, K, CHUNKS, CHUNK), CHUNKS), n < N)
-    tl.store(shifts + n, product(tiles, row_of(ln_b, K, CHUNKS, CHUNK), CHUNKS) + shift, n < N)
-
-
-@triton.jit
-def add_both(a, b, c, d):
+def add_pairs(a, b, c, d):
     return a + c, b + d
 
 
+# -- kernels -----------------------------------------------------------------------------------------------------------
+
+
 @triton.jit
-def normed_row_kernel(
-    y, cache, s, x, partials, before, ln_w, w, slopes, shifts, lengths, block, inverse, eps, K, N,
-    PARTS: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, COLUMNS: tl.constexpr, OVERLAP: tl.constexpr,
+def transpose_kernel(out_ptr, w_ptr, K, N, BLOCK: tl.constexpr):
+    rows, cols = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    tile = tl.load(w_ptr + rows[:, None] * N + cols[None, :], (rows < K)[:, None] & (cols < N)[None, :])
+    tl.store(out_ptr + cols[:, None] * K + rows[None, :], tile.T, (cols < N)[:, None] & (rows < K)[None, :])
+
+
+@triton.jit
+def fold_layernorm_kernel(
+    gamma_w_ptr, beta_w_ptr, w_ptr, ln_w_ptr, ln_b_ptr, bias_ptr, K, N,
+    CHUNKS: tl.constexpr, CHUNK: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    n, k = own_columns(COLUMNS), tl.arange(0, CHUNK)
-    tiles = columns_of(w, n, K, N, CHUNKS, CHUNK)  # first: they have the longest way, and wait for nobody
-    scales, slope, shift = row_of(ln_w, K, CHUNKS, CHUNK), tl.load(slopes + n, n < N, 0), tl.load(shifts + n, n < N, 0)
-    added = ()
-    if partials is not None:
-        added = row_of(before, K, CHUNKS, CHUNK)
-    if OVERLAP:
-        wait()
-    position = newest(lengths, 1, block, 1) if cache is not None else 0
-    read = row_of(x, K, CHUNKS, CHUNK)  # all are on their way before one is waited for
-    if partials is not None:
+    cols = program_columns(BLOCK_N)
+    w, bias = load_columns(w_ptr, cols, K, N, CHUNKS, CHUNK), tl.load(bias_ptr + cols, cols < N, 0).to(tl.float32)
+    tl.store(gamma_w_ptr + cols, dot_columns(w, load_row(ln_w_ptr, K, CHUNKS, CHUNK), CHUNKS), cols < N)
+    tl.store(beta_w_ptr + cols, dot_columns(w, load_row(ln_b_ptr, K, CHUNKS, CHUNK), CHUNKS) + bias, cols < N)
+
+
+@triton.jit
+def layernorm_linear_kernel(
+    y_ptr, cache_ptr, s_ptr, x_ptr, partials_ptr, bias_ptr, ln_w_ptr, w_ptr, gamma_w_ptr, beta_w_ptr, lengths_ptr,
+    block, inverse_K, eps, K, N,
+    PARTS: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    cols, k = program_columns(BLOCK_N), tl.arange(0, CHUNK)
+    w = load_columns(w_ptr, cols, K, N, CHUNKS, CHUNK)  # first: it takes longest, and depends on no other kernel
+    ln_w = load_row(ln_w_ptr, K, CHUNKS, CHUNK)
+    gamma_w, beta_w = tl.load(gamma_w_ptr + cols, cols < N, 0), tl.load(beta_w_ptr + cols, cols < N, 0)
+    bias = ()
+    if partials_ptr is not None:
+        bias = load_row(bias_ptr, K, CHUNKS, CHUNK)
+    if PDL:
+        wait_for_previous_launch()
+    position = newest_positions(lengths_ptr, 1, block, 1) if cache_ptr is not None else 0
+    x = load_row(x_ptr, K, CHUNKS, CHUNK)  # issue all loads before the first value is used
+    if partials_ptr is not None:
         for part in tl.static_range(PARTS):
-            read = added_up(read, row_of(partials + part * K, K, CHUNKS, CHUNK), CHUNKS)
-        read = added_up(read, added, CHUNKS)
+            x = add_rows(x, load_row(partials_ptr + part * K, K, CHUNKS, CHUNK), CHUNKS)
+        x = add_rows(x, bias, CHUNKS)
     scaled, total, squares = (), tl.zeros((CHUNK,), tl.float32), tl.zeros((CHUNK,), tl.float32)
     for c in tl.static_range(CHUNKS):
-        scaled += (read[c] * scales[c],)
-        total += read[c]
-        squares += read[c] * read[c]
-    value = product(tiles, scaled, CHUNKS)
-    mean, square = tl.reduce((total * inverse, squares * inverse), 0, add_both)
-    value = (value - mean * slope) / tl.sqrt(tl.maximum(square - mean * mean, 0) + eps) + shift
-    if cache is not None:
-        tl.store(y + n, value, n < K)
-        tl.store(cache + position * (2 * K) + n - K, value, (n >= K) & (n < N))
+        scaled += (x[c] * ln_w[c],)
+        total += x[c]
+        squares += x[c] * x[c]
+    value = dot_columns(w, scaled, CHUNKS)
+    mean, mean_square = tl.reduce((total * inverse_K, squares * inverse_K), 0, add_pairs)
+    value = (value - mean * gamma_w) / tl.sqrt(tl.maximum(mean_square - mean * mean, 0) + eps) + beta_w
+    if cache_ptr is not None:
+        tl.store(y_ptr + cols, value, cols < K)
+        tl.store(cache_ptr + position * (2 * K) + cols - K, value, (cols >= K) & (cols < N))
     else:
-        tl.store(y + n, value * sigmoid_of_2u(value), n < N)
-    if s is not None:
+        tl.store(y_ptr + cols, value * sigmoid_of_2u(value), cols < N)
+    if s_ptr is not None:
         if tl.program_id(0) == 0:
             for c in tl.static_range(CHUNKS):
-                tl.store(s + k + c * CHUNK, read[c], k + c * CHUNK < K)
+                tl.store(s_ptr + k + c * CHUNK, x[c], k + c * CHUNK < K)
 
 
 @triton.jit
-def added_up(a, b, CHUNKS: tl.constexpr):
-    pieces = ()
-    for c in tl.static_range(CHUNKS):
-        pieces += (a[c] + b[c],)
-    return pieces
-
-
-@triton.jit
-def added_row_kernel(
-    out, s, x, w, bias, K, N,
-    CHUNKS: tl.constexpr, CHUNK: tl.constexpr, COLUMNS: tl.constexpr, OVERLAP: tl.constexpr,
+def linear_residual_kernel(
+    out_ptr, s_ptr, x_ptr, w_ptr, bias_ptr, K, N,
+    CHUNKS: tl.constexpr, CHUNK: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    n = own_columns(COLUMNS)
-    tiles, shift = columns_of(w, n, K, N, CHUNKS, CHUNK), tl.load(bias + n, n < N, 0).to(tl.float32)
-    if OVERLAP:
-        wait()
-    before, row = tl.load(s + n, n < N, 0), columns_of(x, 0 * n, K, 1, CHUNKS, CHUNK)  # each warp reads x for itself
-    total = tl.zeros((COLUMNS, CHUNK), tl.float32)
+    cols = program_columns(BLOCK_N)
+    w, bias = load_columns(w_ptr, cols, K, N, CHUNKS, CHUNK), tl.load(bias_ptr + cols, cols < N, 0).to(tl.float32)
+    if PDL:
+        wait_for_previous_launch()
+    # x as if it were BLOCK_N equal columns: each warp loads all of it, and no data moves between warps
+    s, x = tl.load(s_ptr + cols, cols < N, 0), load_columns(x_ptr, 0 * cols, K, 1, CHUNKS, CHUNK)
+    total = tl.zeros((BLOCK_N, CHUNK), tl.float32)
     for c in tl.static_range(CHUNKS):
-        total += tiles[c].to(tl.float32) * row[c].to(tl.float32)
-    tl.store(out + n, before + (tl.sum(total, 1) + shift), n < N)
+        total += w[c].to(tl.float32) * x[c].to(tl.float32)
+    tl.store(out_ptr + cols, s + (tl.sum(total, 1) + bias), cols < N)
 
 
 @triton.jit
-def attend_span_kernel(
-    y, peaks, totals, q, cache, lengths, H, block, scale,
-    SIZE: tl.constexpr, D: tl.constexpr, KEYS: tl.constexpr, SPANS: tl.constexpr, OVERLAP: tl.constexpr,
+def split_keys_kernel(
+    y_ptr, maxima_ptr, sums_ptr, q_ptr, cache_ptr, lengths_ptr, H, block, scale,
+    SIZE: tl.constexpr, D: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """KEYS keys of one head. scale: log2(e) / sqrt(SIZE)."""
-    h, span, d = tl.program_id(0), tl.program_id(1), tl.arange(0, D)
-    last = tl.minimum(tl.load(lengths), block) - 1
-    if span * KEYS > last:
-        return  # the sequence is not so long yet
+    """KEYS keys of one head. SIZE: head size, D: rounded up; scale: log2(e) / sqrt(SIZE)."""
+    h, split, d = tl.program_id(0), tl.program_id(1), tl.arange(0, D)
+    newest = tl.minimum(tl.load(lengths_ptr), block) - 1
+    if split * KEYS > newest:
+        return  # the sequence does not reach this split yet
     C = H * SIZE
-    cache += h * SIZE
-    key = span * KEYS + tl.arange(0, KEYS)
-    at = cache + key[:, None] * (2 * C) + d[None, :]
-    older = (key < last)[:, None] & (d < SIZE)[None, :]
-    k, v = tl.load(at, older, 0), tl.load(at + C, older, 0)
-    if OVERLAP:
-        wait()
-    own = d < tl.where(last // KEYS == span, SIZE, 0)  # the newest key and value are of this step
-    query = tl.load(q + h * SIZE + d, d < SIZE, 0).to(tl.float32) * scale
-    new_k = tl.load(cache + last * (2 * C) + d, own, 0).to(tl.float32)
-    new_v = tl.load(cache + last * (2 * C) + C + d, own, 0).to(tl.float32)
-    scores = tl.where(key < last, tl.sum(k.to(tl.float32) * query[None, :], 1), float("-inf"))
-    newest_score = tl.where(last // KEYS == span, tl.sum(new_k * query, 0), float("-inf"))
-    peak = tl.maximum(tl.max(scores, 0), newest_score)
-    p, newest_p = tl.math.exp2(scores - peak), tl.math.exp2(newest_score - peak)
-    at = h * SPANS + span
-    tl.store(peaks + at, peak)
-    tl.store(totals + at, tl.sum(p, 0) + newest_p)
-    tl.store(y + at * SIZE + d, tl.sum(p[:, None] * v.to(tl.float32), 0) + newest_p * new_v, d < SIZE)
+    cache_ptr += h * SIZE
+    keys = split * KEYS + tl.arange(0, KEYS)
+    k_ptrs = cache_ptr + keys[:, None] * (2 * C) + d[None, :]
+    mask = (keys < newest)[:, None] & (d < SIZE)[None, :]
+    k, v = tl.load(k_ptrs, mask, 0), tl.load(k_ptrs + C, mask, 0)  # written by earlier steps
+    if PDL:
+        wait_for_previous_launch()
+    new_mask = d < tl.where(newest // KEYS == split, SIZE, 0)  # the newest key and value: written by the last kernel
+    q = tl.load(q_ptr + h * SIZE + d, d < SIZE, 0).to(tl.float32) * scale
+    new_k = tl.load(cache_ptr + newest * (2 * C) + d, new_mask, 0).to(tl.float32)
+    new_v = tl.load(cache_ptr + newest * (2 * C) + C + d, new_mask, 0).to(tl.float32)
+    scores = tl.where(keys < newest, tl.sum(k.to(tl.float32) * q[None, :], 1), float("-inf"))
+    new_score = tl.where(newest // KEYS == split, tl.sum(new_k * q, 0), float("-inf"))
+    maximum = tl.maximum(tl.max(scores, 0), new_score)
+    p, new_p = tl.math.exp2(scores - maximum), tl.math.exp2(new_score - maximum)
+    offs = h * SPLITS + split
+    tl.store(maxima_ptr + offs, maximum)
+    tl.store(sums_ptr + offs, tl.sum(p, 0) + new_p)
+    tl.store(y_ptr + offs * SIZE + d, tl.sum(p[:, None] * v.to(tl.float32), 0) + new_p * new_v, d < SIZE)
 
 
 @triton.jit
-def over_spans(y, peaks, totals, h, own, live, SIZE: tl.constexpr, D: tl.constexpr, SPANS: tl.constexpr):
-    """Attention's result of the heads h (HEADS, D), from those of the first `live` spans."""
-    span, d = tl.arange(0, SPANS), tl.arange(0, D)
-    at, there = h[:, None] * SPANS + span[None, :], own[:, None] & (span < live)[None, :]
-    peak, total = tl.load(peaks + at, there, LOWEST), tl.load(totals + at, there, 1)
-    y = tl.load(y + at[:, :, None] * SIZE + d[None, None, :], there[:, :, None] & (d < SIZE)[None, None, :], 0)
-    weight = tl.math.exp2(peak - tl.max(peak, 1)[:, None])
+def combine_splits(
+    y_ptr, maxima_ptr, sums_ptr, heads, head_mask, used_splits,
+    SIZE: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """The attention output of `heads` (HEADS, D), from their first `used_splits` key splits."""
+    split, d = tl.arange(0, SPLITS), tl.arange(0, D)
+    offs, mask = heads[:, None] * SPLITS + split[None, :], head_mask[:, None] & (split < used_splits)[None, :]
+    maximum, total = tl.load(maxima_ptr + offs, mask, MIN_SCORE), tl.load(sums_ptr + offs, mask, 1)
+    y_mask = mask[:, :, None] & (d < SIZE)[None, None, :]
+    y = tl.load(y_ptr + offs[:, :, None] * SIZE + d[None, None, :], y_mask, 0)
+    weight = tl.math.exp2(maximum - tl.max(maximum, 1)[:, None])
     return tl.sum(weight[:, :, None] * y, 1) / tl.sum(weight * total, 1)[:, None]
 
 
 @triton.jit
-def joined_kernel(
-    partials, y, peaks, totals, lengths, w, H, N, heads, block,
-    SIZE: tl.constexpr, D: tl.constexpr, SPANS: tl.constexpr, KEYS: tl.constexpr, HEADS: tl.constexpr,
-    DEPTH: tl.constexpr, COLUMNS: tl.constexpr, OVERLAP: tl.constexpr,
+def combine_product_kernel(
+    partials_ptr, y_ptr, maxima_ptr, sums_ptr, lengths_ptr, w_ptr, H, N, heads_per_part, block,
+    SIZE: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr, KEYS: tl.constexpr, HEADS: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    part, n = tl.program_id(1), tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    first, row = part * heads, tl.arange(0, DEPTH)
-    end, h = tl.minimum(first + heads, H), first + row // D
-    inside = ((h < end) & (row % D < SIZE))[:, None] & (n < N)[None, :]
-    tile = tl.load(w + (h * SIZE + row % D)[:, None] * N + n[None, :], inside, 0)
-    live = tl.cdiv(tl.minimum(tl.load(lengths), block), KEYS)
-    if OVERLAP:
-        wait()
-    h = first + tl.arange(0, HEADS)
-    x = tl.reshape(over_spans(y, peaks, totals, h, h < end, live, SIZE, D, SPANS), (DEPTH,))
-    tl.store(partials + part * N + n, tl.sum(x[:, None] * tile.to(tl.float32), 0), n < N)
+    part, cols = tl.program_id(1), tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    first, rows = part * heads_per_part, tl.arange(0, BLOCK_K)
+    end, row_heads = tl.minimum(first + heads_per_part, H), first + rows // D
+    mask = ((row_heads < end) & (rows % D < SIZE))[:, None] & (cols < N)[None, :]
+    w = tl.load(w_ptr + (row_heads * SIZE + rows % D)[:, None] * N + cols[None, :], mask, 0)
+    used_splits = tl.cdiv(tl.minimum(tl.load(lengths_ptr), block), KEYS)
+    if PDL:
+        wait_for_previous_launch()
+    heads = first + tl.arange(0, HEADS)
+    y = combine_splits(y_ptr, maxima_ptr, sums_ptr, heads, heads < end, used_splits, SIZE, D, SPLITS)
+    x = tl.reshape(y, (BLOCK_K,))
+    tl.store(partials_ptr + part * N + cols, tl.sum(x[:, None] * w.to(tl.float32), 0), cols < N)

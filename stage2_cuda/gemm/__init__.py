@@ -1,1 +1,1 @@
-"""Matrix products: cublasLt, and fp32 products made of three fp16 products."""
+"""Matrix products: cublasLt, and float32 products computed as three fp16 products."""

@@ -1,16 +1,16 @@
-"""The product of two fp32 matrices on tensor cores, which add in fp32 what they multiply in fp16: three passes.
+"""The product of two float32 matrices as three fp16 products on tensor cores, with the precision of float32.
 
-    x = scale (high + low),  high = x / scale rounded to fp16,  low = x / scale - high, rounded to fp16
+    x = scale (high + low),  high = fp16(x / scale),  low = fp16(x / scale - high)
     a b = scale_a scale_b (low_a high_b + high_a low_b + high_a high_b)
 
-fp16 has tf32's 11 bits at twice its speed, and half its bytes, but not its range. So each square block of a matrix has
-a scale of its own, a power of two that brings its largest number to 2^14: the error of high + low is below 2^-22 of a
-number, or 2^-39 of the largest beside it, and low_a low_b, which is left out, below 2^-22 of a b. Tensor cores cut off
-what they add up, so that a long sum in them is too small by 1e-8 for each term: here a sum ends with its tile, and
-tiles are added by ordinary arithmetic, times their scales.
+fp16 has the 11 bits of tf32 at twice its speed and half its size, but a smaller range. Each square block of a matrix
+therefore has its own scale, a power of two that brings its largest number to 2^14. The error of high + low is below
+2^-22 of a number, or 2^-39 of the block's largest number; low_a low_b, which is omitted, is below 2^-22 of a b.
+Tensor cores truncate their sums, by about 1e-8 per term of a long sum. Here a tensor core sum ends with its tile, and
+tiles are added in ordinary float32 arithmetic, after the multiplication by their scales.
 """
 
-# out (M, N) = sum over K of a (M, K) times b (K, N), each of which may be stored turned: (K, M), (N, K)
+# out (M, N) = the sum over K of a (M, K) times b (K, N); either may be stored transposed: (K, M), (N, K)
 
 from typing import NamedTuple
 
@@ -21,28 +21,30 @@ import triton.language as tl
 from stage2_cuda.kernels.column_sums import add_partials
 from stage2_cuda.runtime.triton_launch import descriptor, launch
 
-SQUARE, SPLIT_WARPS = 128, 16  # rows and columns of a block with one scale, and who splits it
-ALIGNED = 16  # columns of the halves are rounded up to a multiple, so that each row begins where the GPU can read it
+SCALE_BLOCK, SPLIT_WARPS = 128, 16  # rows and columns of a block with one scale; warps of the kernel that splits it
+ALIGNED_COLS = 16  # the columns of the halves are padded to a multiple, so that every row is aligned for the TMA unit
 
 
-class Tile(NamedTuple):
-    """M rows by N columns of the result, K of the sum at a time, all up to SQUARE; `stages` are in flight or in use."""
+class ProductTile(NamedTuple):
+    """The tile of one program: block_m x block_n of the result, block_k terms per iteration; all <= SCALE_BLOCK."""
 
-    M: int
-    N: int
-    K: int
-    warps: int
-    stages: int
-
-
-SMALL, LARGE = Tile(64, 64, 64, 4, 3), Tile(128, 128, 64, 8, 3)
-MANY = 264  # large tiles, from which they pay
-PROGRAMS = 264  # two for each of an H200's 132 processors: a sum is divided where the tiles are fewer than half of that
-EACH = 256  # of a sum in one part, at least
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
 
 
-class Split(NamedTuple):
-    """A matrix (R, C) of fp32 as halves (2, R, C rounded up) of fp16 and their scales (R / SQUARE, C / SQUARE)."""
+SMALL, LARGE = ProductTile(64, 64, 64, 4, 3), ProductTile(128, 128, 64, 8, 3)
+MIN_LARGE_TILES = 264  # large tiles in the result, from which they are faster than small ones
+# Two programs for each of an H200's 132 multiprocessors. The sum over K is split where there are fewer tiles than half
+# of that.
+PROGRAMS = 264
+MIN_SPLIT_K = 256  # terms of the sum in one split
+
+
+class SplitOperand(NamedTuple):
+    """A float32 matrix (R, C) as fp16 halves (2, R, padded C) and float32 scales (R / SCALE_BLOCK, C / SCALE_BLOCK)."""
 
     halves: object
     scales: object
@@ -51,122 +53,136 @@ class Split(NamedTuple):
 
 
 def split_shapes(x):
-    """The shapes of what split() fills, float16 and float32."""
+    """The shapes of the halves (float16) and of the scales (float32) that split() fills."""
     rows, columns = x.shape
-    return (2, rows, triton.cdiv(columns, ALIGNED) * ALIGNED), (triton.cdiv(rows, SQUARE), triton.cdiv(columns, SQUARE))
+    halves = 2, rows, triton.cdiv(columns, ALIGNED_COLS) * ALIGNED_COLS
+    return halves, (triton.cdiv(rows, SCALE_BLOCK), triton.cdiv(columns, SCALE_BLOCK))
 
 
 def split(halves, scales, x):
-    """-> x (R, C) float32 as a Split, of arrays of split_shapes(x).
+    """x (R, C) float32 -> its SplitOperand, stored in `halves` and `scales`, arrays of split_shapes(x).
 
-    x: contiguous, or the first columns of an array that is.
+    x: contiguous, or the first columns of a contiguous array.
     """
     rows, columns = x.shape
-    whole, width = (x, columns) if x.flags.c_contiguous else (x.base, x.strides[0] // x.itemsize)
-    arguments = halves, scales, whole, rows, columns, width, halves.shape[2]
-    launch(split_kernel, scales.shape, *arguments, SQUARE=SQUARE, num_warps=SPLIT_WARPS)
-    return Split(halves, scales, x.shape)
+    array, row_stride = (x, columns) if x.flags.c_contiguous else (x.base, x.strides[0] // x.itemsize)
+    arguments = halves, scales, array, rows, columns, row_stride, halves.shape[2]
+    launch(split_kernel, scales.shape, *arguments, SCALE_BLOCK=SCALE_BLOCK, num_warps=SPLIT_WARPS)
+    return SplitOperand(halves, scales, x.shape)
 
 
-def tile_of(m, n):
-    return LARGE if triton.cdiv(m, LARGE.M) * triton.cdiv(n, LARGE.N) >= MANY else SMALL
+def select_tile(m, n):
+    """The ProductTile for a result (m, n)."""
+    return LARGE if triton.cdiv(m, LARGE.block_m) * triton.cdiv(n, LARGE.block_n) >= MIN_LARGE_TILES else SMALL
 
 
 def partials_shape(m, n, k):
-    """The shape (P, M N) of the float32 scratch of product(), whose sum is divided in P; None where it is not.
+    """The shape (P, m n) of the float32 scratch of product() when the sum over k is split into P; None if it is not.
 
-    P is a power of two, so that all processors are busy.
+    P is a power of two, chosen so that all multiprocessors have work.
     """
-    tile, count = tile_of(m, n), 1
-    tiles = triton.cdiv(m, tile.M) * triton.cdiv(n, tile.N)
-    while tiles * count * 2 <= PROGRAMS and count * 2 * EACH <= k:
-        count *= 2
-    return (count, m * n) if count > 1 else None
+    tile, splits = select_tile(m, n), 1
+    tiles = triton.cdiv(m, tile.block_m) * triton.cdiv(n, tile.block_n)
+    while tiles * splits * 2 <= PROGRAMS and splits * 2 * MIN_SPLIT_K <= k:
+        splits *= 2
+    return (splits, m * n) if splits > 1 else None
 
 
 def product(out, partials, a, b, bias=None, trans_a=False, trans_b=False, accumulate=False):
-    """out (M, N) float32 = op(a) op(b) + bias (N) of Splits, op the transpose where trans_a or trans_b.
+    """out (M, N) float32 = op(a) op(b) + bias (N), a and b SplitOperands, op the transpose where trans_a or trans_b.
 
-    accumulate: added to out. out: contiguous, or the first columns of an array that is; partials: of partials_shape(M,
-    N, K), for which out is contiguous and there is neither bias nor accumulate; else None.
+    accumulate: add to out. out: contiguous, or the first columns of a contiguous array. partials: scratch of
+    partials_shape(M, N, K), which needs a contiguous out and neither bias nor accumulate; otherwise None.
     """
     (m, n), k = out.shape, a.shape[0 if trans_a else 1]
-    M, N, K, warps, stages = tile_of(m, n)
-    whole, width = (out, n) if out.flags.c_contiguous else (out.base, out.strides[0] // out.itemsize)
-    target, count = (whole, 1) if partials is None else (partials, partials.shape[0])
-    each = triton.cdiv(triton.cdiv(k, K), count) * K  # of the sum, in one part
-    grid = (triton.cdiv(m, M) * triton.cdiv(n, N), count)
-    a_halves = descriptor(a.halves, (1, K, M) if trans_a else (1, M, K))
-    b_halves = descriptor(b.halves, (1, N, K) if trans_b else (1, K, N))
-    blocks = a.scales.shape[1], b.scales.shape[1]
-    arguments = target, a_halves, a.scales, b_halves, b.scales, bias, m, n, k, width, each, *blocks
-    options = dict(M=M, N=N, K=K, SQUARE=SQUARE, num_warps=warps, num_stages=stages)
-    launch(product_kernel, grid, *arguments, TURN_A=trans_a, TURN_B=trans_b, ACCUMULATE=accumulate, **options)
+    block_m, block_n, block_k, num_warps, num_stages = select_tile(m, n)
+    array, row_stride = (out, n) if out.flags.c_contiguous else (out.base, out.strides[0] // out.itemsize)
+    target, splits = (array, 1) if partials is None else (partials, partials.shape[0])
+    split_k = triton.cdiv(triton.cdiv(k, block_k), splits) * block_k  # terms per split, a multiple of block_k
+    grid = (triton.cdiv(m, block_m) * triton.cdiv(n, block_n), splits)
+    a_desc = descriptor(a.halves, (1, block_k, block_m) if trans_a else (1, block_m, block_k))
+    b_desc = descriptor(b.halves, (1, block_n, block_k) if trans_b else (1, block_k, block_n))
+    scale_strides = a.scales.shape[1], b.scales.shape[1]
+    arguments = target, a_desc, a.scales, b_desc, b.scales, bias, m, n, k, row_stride, split_k, *scale_strides
+    options = dict(BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, SCALE_BLOCK=SCALE_BLOCK)
+    options |= dict(TRANS_A=trans_a, TRANS_B=trans_b, ACCUMULATE=accumulate)
+    launch(product_kernel, grid, *arguments, **options, num_warps=num_warps, num_stages=num_stages)
     if partials is not None:
         add_partials(partials, out.reshape(-1))
 
 
 @triton.jit
-def split_kernel(halves, scales, x, rows, columns, width, padded, SQUARE: tl.constexpr):
-    row = tl.program_id(0) * SQUARE + tl.arange(0, SQUARE)
-    column = tl.program_id(1) * SQUARE + tl.arange(0, SQUARE)
-    inside = (row < rows)[:, None] & (column < width)[None, :]  # not `columns`, which may be odd: see cross_entropy.py
-    value = tl.load(x + row.to(tl.int64)[:, None] * width + column[None, :], inside, 0)
-    value = tl.where(column[None, :] < columns, value, 0)
-    exponent = tl.max(tl.max(tl.abs(value), 1), 0).to(tl.int32, bitcast=True) >> 23
-    exponent = tl.maximum(exponent, 15)  # 2^-112: what is below is as good as 0, and its scale would not be normal
-    value *= ((268 - exponent) << 23).to(tl.float32, bitcast=True)  # 2^14 / 2^(exponent - 127)
+def split_kernel(
+    halves_ptr, scales_ptr, x_ptr, n_rows, n_cols, row_stride, padded_cols, SCALE_BLOCK: tl.constexpr
+):  # fmt: skip
+    """One program per block that has one scale."""
+    rows = tl.program_id(0) * SCALE_BLOCK + tl.arange(0, SCALE_BLOCK)
+    cols = tl.program_id(1) * SCALE_BLOCK + tl.arange(0, SCALE_BLOCK)
+    # masked at row_stride: a mask that ends at n_cols, which may be odd, would be loaded element by element
+    mask = (rows < n_rows)[:, None] & (cols < row_stride)[None, :]
+    x = tl.load(x_ptr + rows.to(tl.int64)[:, None] * row_stride + cols[None, :], mask, 0)
+    x = tl.where(cols[None, :] < n_cols, x, 0)
+    exponent = tl.max(tl.max(tl.abs(x), 1), 0).to(tl.int32, bitcast=True) >> 23
+    exponent = tl.maximum(exponent, 15)  # 2^-112: smaller numbers become 0, so that the scale stays a normal number
+    x *= ((268 - exponent) << 23).to(tl.float32, bitcast=True)  # 2^14 / 2^(exponent - 127)
     block = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
-    tl.store(scales + block, ((exponent - 14) << 23).to(tl.float32, bitcast=True))
-    at = halves + row.to(tl.int64)[:, None] * padded + column[None, :]
-    inside = (row < rows)[:, None] & (column < padded)[None, :]
-    high = value.to(tl.float16)
-    tl.store(at, high, inside)
-    tl.store(at + tl.full((), 1, tl.int64) * rows * padded, (value - high.to(tl.float32)).to(tl.float16), inside)
+    tl.store(scales_ptr + block, ((exponent - 14) << 23).to(tl.float32, bitcast=True))
+    high_ptrs = halves_ptr + rows.to(tl.int64)[:, None] * padded_cols + cols[None, :]
+    mask = (rows < n_rows)[:, None] & (cols < padded_cols)[None, :]
+    high = x.to(tl.float16)
+    tl.store(high_ptrs, high, mask)
+    low_ptrs = high_ptrs + tl.full((), 1, tl.int64) * n_rows * padded_cols
+    tl.store(low_ptrs, (x - high.to(tl.float32)).to(tl.float16), mask)
 
 
 @triton.jit
-def load_tile(x, half: tl.constexpr, r, c, R: tl.constexpr, C: tl.constexpr, TURN: tl.constexpr):
-    """Rows [r, r + R) and columns [c, c + C) of a matrix that may be stored turned."""
-    if TURN:
-        tile = x.load([half, c, r]).reshape(C, R).T
+def load_half(
+    desc, half: tl.constexpr, row, col, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, TRANS: tl.constexpr
+):  # fmt: skip
+    """Rows [row, row + BLOCK_ROWS), columns [col, col + BLOCK_COLS) of op(matrix); TRANS: it is stored transposed."""
+    if TRANS:
+        tile = desc.load([half, col, row]).reshape(BLOCK_COLS, BLOCK_ROWS).T
     else:
-        tile = x.load([half, r, c]).reshape(R, C)
+        tile = desc.load([half, row, col]).reshape(BLOCK_ROWS, BLOCK_COLS)
     return tile
 
 
 @triton.jit
-def load_scale(scales, blocks, r, c, SQUARE: tl.constexpr, TURN: tl.constexpr):
-    """That of the element (r, c); the scales are so many `blocks` wide."""
-    if TURN:
-        r, c = c, r
-    return tl.load(scales + r // SQUARE * blocks + c // SQUARE)
+def load_scale(scales_ptr, scale_stride, row, col, SCALE_BLOCK: tl.constexpr, TRANS: tl.constexpr):
+    """The scale of the element (row, col) of op(matrix)."""
+    if TRANS:
+        row, col = col, row
+    return tl.load(scales_ptr + row // SCALE_BLOCK * scale_stride + col // SCALE_BLOCK)
 
 
 @triton.jit
 def product_kernel(
-    out, a, a_scales, b, b_scales, bias, m, n, k, width, each, a_blocks, b_blocks,
-    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, SQUARE: tl.constexpr,
-    TURN_A: tl.constexpr, TURN_B: tl.constexpr, ACCUMULATE: tl.constexpr,
+    out_ptr, a_desc, a_scales_ptr, b_desc, b_scales_ptr, bias_ptr, m, n, k, row_stride, split_k,
+    a_scale_stride, b_scale_stride,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SCALE_BLOCK: tl.constexpr,
+    TRANS_A: tl.constexpr, TRANS_B: tl.constexpr, ACCUMULATE: tl.constexpr,
 ):  # fmt: skip
-    tiles_n = tl.cdiv(n, N)
-    m0, n0 = tl.program_id(0) // tiles_n * M, tl.program_id(0) % tiles_n * N
-    first = tl.program_id(1) * each
-    total = tl.zeros((M, N), tl.float32)
-    for k0 in tl.range(first, tl.minimum(first + each, k), K):
-        scale = load_scale(a_scales, a_blocks, m0, k0, SQUARE, TURN_A)
-        scale *= load_scale(b_scales, b_blocks, k0, n0, SQUARE, TURN_B)
-        a_high, a_low = load_tile(a, 0, m0, k0, M, K, TURN_A), load_tile(a, 1, m0, k0, M, K, TURN_A)
-        b_high, b_low = load_tile(b, 0, k0, n0, K, N, TURN_B), load_tile(b, 1, k0, n0, K, N, TURN_B)
+    """One program per tile of out (axis 0) and split of the sum over k (axis 1)."""
+    tiles_n = tl.cdiv(n, BLOCK_N)
+    start_m, start_n = tl.program_id(0) // tiles_n * BLOCK_M, tl.program_id(0) % tiles_n * BLOCK_N
+    split_start = tl.program_id(1) * split_k
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for start_k in tl.range(split_start, tl.minimum(split_start + split_k, k), BLOCK_K):
+        scale = load_scale(a_scales_ptr, a_scale_stride, start_m, start_k, SCALE_BLOCK, TRANS_A)
+        scale *= load_scale(b_scales_ptr, b_scale_stride, start_k, start_n, SCALE_BLOCK, TRANS_B)
+        a_high = load_half(a_desc, 0, start_m, start_k, BLOCK_M, BLOCK_K, TRANS_A)
+        a_low = load_half(a_desc, 1, start_m, start_k, BLOCK_M, BLOCK_K, TRANS_A)
+        b_high = load_half(b_desc, 0, start_k, start_n, BLOCK_K, BLOCK_N, TRANS_B)
+        b_low = load_half(b_desc, 1, start_k, start_n, BLOCK_K, BLOCK_N, TRANS_B)
         tile = tl.dot(a_low, b_high)
         tile = tl.dot(a_high, b_low, tile)
         tile = tl.dot(a_high, b_high, tile)
-        total += tile * scale
-    row, column = m0 + tl.arange(0, M), n0 + tl.arange(0, N)
-    if bias is not None:
-        total += tl.load(bias + column, column < n, 0)[None, :]
-    at = out + (tl.program_id(1).to(tl.int64) * m + row)[:, None] * width + column[None, :]
-    own = (row < m)[:, None] & (column < n)[None, :]
+        acc += tile * scale
+    rows, cols = start_m + tl.arange(0, BLOCK_M), start_n + tl.arange(0, BLOCK_N)
+    if bias_ptr is not None:
+        acc += tl.load(bias_ptr + cols, cols < n, 0)[None, :]
+    out_ptrs = out_ptr + (tl.program_id(1).to(tl.int64) * m + rows)[:, None] * row_stride + cols[None, :]
+    mask = (rows < m)[:, None] & (cols < n)[None, :]
     if ACCUMULATE:
-        total += tl.load(at, own, 0)
-    tl.store(at, total, own)
+        acc += tl.load(out_ptrs, mask, 0)
+    tl.store(out_ptrs, acc, mask)

@@ -1,4 +1,4 @@
-"""The matrix products of each precision: cublasLt's, or our own for fp32; in other types NumPy's in the interpreter."""
+"""The matrix products of each precision: fp16x3 for fp32, cublasLt for the others, NumPy in the interpreter."""
 
 import numpy as np
 
@@ -8,9 +8,9 @@ from stage2_cuda.tuning.tuner import Tuner, cache_directory
 
 
 class Products:
-    """multiply(out, a, b, ...) with the options of CublasLt.matmul but `compute`, which the precision says.
+    """multiply(out, a, b, ...): CublasLt.matmul without its option `compute`, which the precision decides.
 
-    operand(x) is x as multiply takes it; of a matrix that several products read it is asked for once.
+    xp: cupy or numpy; precision: "fp32", "tf32", "bf16" or "fp16"; gemm: a CublasLt or a NumpyGemm.
     """
 
     def __init__(self, xp, precision, gemm):
@@ -18,11 +18,12 @@ class Products:
         self.multiply = self.three_passes if precision == "fp32" else self.one_pass
 
     def fuses_gelu(self, n, k):
-        """Whether GELU and its derivative had better come out of the product that makes its (N, K) input."""
+        """Whether GELU and its derivative should be epilogues of the product that computes their (N, K) input."""
         return self.precision in ("bf16", "fp16") and n * k >= WIDE
 
     def operand(self, x):
-        if self.precision != "fp32" or isinstance(x, fp16x3.Split):
+        """x (R, C) as multiply() reads it: for fp32 a SplitOperand, which several products of x can share."""
+        if self.precision != "fp32" or isinstance(x, fp16x3.SplitOperand):
             return x
         halves, scales = fp16x3.split_shapes(x)
         return fp16x3.split(self.xp.empty(halves, np.float16), self.xp.empty(scales, np.float32), x)
@@ -33,29 +34,29 @@ class Products:
     def three_passes(self, out, a, b, bias=None, trans_a=False, trans_b=False, accumulate=False):
         a, b = self.operand(a), self.operand(b)
         shape = fp16x3.partials_shape(*out.shape, a.shape[0 if trans_a else 1])
-        divided = shape and bias is None and not accumulate and out.flags.c_contiguous
-        partials = self.xp.empty(shape, np.float32) if divided else None
+        split_k = shape and bias is None and not accumulate and out.flags.c_contiguous
+        partials = self.xp.empty(shape, np.float32) if split_k else None
         fp16x3.product(out, partials, a, b, bias, trans_a, trans_b, accumulate)
 
 
 class NumpyGemm:
-    """What CublasLt is on a GPU: under the interpreter the matrix products alone are NumPy's."""
+    """The interface of CublasLt, computed by NumPy: under the interpreter only the matrix products are not Triton's."""
 
-    def plan_anew(self):
+    def clear_plans(self):
         pass
 
     def matmul(self, out, a, b, *, bias=None, trans_a=False, trans_b=False, accumulate=False, compute="fp32"):
-        a, b = (x.astype(np.float32, copy=False) for x in (a, b))  # 16 bits are summed in fp32
+        a, b = (x.astype(np.float32, copy=False) for x in (a, b))  # 16-bit operands are summed in fp32
         product = np.matmul(a.T if trans_a else a, b.T if trans_b else b)
         if bias is not None:
             product += bias
         np.add(out, product, out=out) if accumulate else np.copyto(out, product, casting="same_kind")
 
 
-def cublaslt(cupy, name, deterministic, side, say):
-    """CublasLt for products on the current stream and on another beside it, and the Tuner that it shares with kernels.
+def cublaslt(cupy, name, deterministic, side_stream, notify):
+    """(CublasLt, Tuner) for products on the current stream and on side_stream; Triton kernels share the Tuner.
 
-    name: the GPU's; deterministic: nothing is timed; say(text): tells the user what takes long.
+    name: the GPU's name; deterministic: nothing is timed; notify(text) tells the user that timing takes a while.
     """
     import triton
 
@@ -64,7 +65,7 @@ def cublaslt(cupy, name, deterministic, side, say):
     library, tuner = load_library(), Tuner(cupy)
     if not deterministic:
         made_for = f"{name}, cublasLt {library.cublasLtGetVersion()}, Triton {triton.__version__}"
-        tuner = Tuner(cupy, made_for, cache_directory(), say)
+        tuner = Tuner(cupy, made_for, cache_directory(), notify)
     gemm = CublasLt(cupy, library, tuner, workspace_bytes=WORKSPACE // 2)
-    gemm.serve(side)
+    gemm.add_workspace(side_stream)
     return gemm, tuner

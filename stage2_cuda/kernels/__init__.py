@@ -1,1 +1,1 @@
-"""The Triton kernels, one file a pair: forward and backward next to each other, outputs first, nothing allocated."""
+"""The Triton kernels, one file per pair: forward next to backward, outputs come first, the caller allocates."""

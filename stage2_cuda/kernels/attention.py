@@ -1,23 +1,24 @@
-"""Causal attention without its T x T matrix: FlashAttention-2 (Dao 2023), forward and backward.
+"""Causal attention without the T x T matrix in memory: FlashAttention-2 (Dao 2023), forward and backward.
 
-For q, k, v (T, D) of one head, s and p being (T, T):
+For q, k, v (T, D) of one head; s, p, dp and ds are (T, T), sums run along a row:
 
     s = q k' / sqrt(D), -inf above the diagonal    lse = log(sum(exp(s)))    p = exp(s - lse)    y = p v
     dv = p' dy    dp = dy v'    delta = sum(p * dp) = sum(y * dy)    ds = p * (dp - delta)
-    dq = ds k / sqrt(D)    dk = ds' q / sqrt(D)                                            (sums run along a row)
+    dq = ds k / sqrt(D)    dk = ds' q / sqrt(D)
 
-Forward and dq: a program owns M rows (queries) and walks over the columns (keys), N at a time, up to the diagonal.
-dk and dv: a program owns N columns and walks down the rows from the diagonal on. It computes p a second time, but
-nobody else adds to its result: no atomics, the same bits every time. Tiles above the diagonal are never touched, and
-only those on it are masked. Whoever has the longest way is launched first, so that the short ones fill the end.
-For a short T one launch does both, half of its programs each.
+Forward and dq: one program per BLOCK_M queries; it loops over the keys, BLOCK_N at a time, up to the diagonal.
+dk and dv: one program per BLOCK_N keys; it loops over the queries from the diagonal on. It recomputes p, and no other
+program adds to its result, so there are no atomic additions and every run gives the same bits. Tiles above the diagonal
+are skipped, and only tiles on the diagonal are masked. The programs with the longest loops are launched first, so that
+the short ones fill the GPU at the end. For a short T one kernel computes dq, dk and dv, half of its programs each.
 
-Tiles come through descriptors, which the TMA unit of a Hopper GPU copies without registers. What lies outside an array
-is read as zero and never written, so that no tile needs a mask for the last rows, or for the columns beyond D.
+Tiles are described by tensor descriptors, which the TMA unit of a Hopper GPU copies without using registers. Reads
+outside an array return zero and writes there are dropped, so a tile needs no mask for the rows beyond T or the columns
+beyond D.
 """
 
-# B batch, T time, C channels, H heads, D = C // H head size, in a kernel rounded up to a power of two
-# a tile is M rows of T (queries) by N columns (keys); g is a tile of dy
+# B batch, T time, C channels, H heads, D = C // H head size, HEAD_DIM = D rounded up to a power of two
+# a tile of s is BLOCK_M queries (rows) by BLOCK_N keys (columns)
 
 import math
 from typing import NamedTuple
@@ -30,184 +31,213 @@ from gpt2core.errors import ConfigError
 from stage2_cuda.runtime.triton_launch import Pointer, launch
 
 QUERY, KEY, VALUE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # the parts of qkv
-LOG2E = tl.constexpr(math.log2(math.e))  # exp(x) = exp2(x log2(e)): one instruction
+LOG2E = tl.constexpr(math.log2(math.e))  # exp(x) = exp2(x log2(e)), and exp2 is one instruction
 
 
-class Tile(NamedTuple):
-    """M rows (queries) by N columns (keys), for so many warps; `stages` tiles are in flight or in use.
+class TileConfig(NamedTuple):
+    """The tile and the launch parameters of one kernel.
 
-    loops: 1 over all tiles, or 2, of which one has those on the diagonal and the other needs no `if` for a mask.
+    loops: 1 loop over all tiles, with a test for the diagonal in each iteration, or 2 loops: one over the tiles below
+    the diagonal, which need no mask, and one over the tiles on it.
     """
 
-    M: int
-    N: int
-    warps: int
-    stages: int
+    block_m: int  # queries
+    block_n: int  # keys
+    num_warps: int
+    num_stages: int  # software pipeline depth: tiles in flight or in use
     loops: int = 1
 
 
-class Config(NamedTuple):
-    """One tile for each kernel; with `both`, which is square, one launch computes dq, dk and dv."""
+class AttentionTiles(NamedTuple):
+    """A TileConfig for each kernel, None for a kernel that is not launched.
 
-    forward: Tile | None = None
-    dq: Tile | None = None
-    dkdv: Tile | None = None
-    both: Tile | None = None
+    both: a square tile for the kernel that computes dq, dk and dv in one launch, in place of `dq` and `dkdv`.
+    """
+
+    forward: TileConfig | None = None
+    dq: TileConfig | None = None
+    dkdv: TileConfig | None = None
+    both: TileConfig | None = None
 
     def __str__(self):
-        """As a choice by timing is recorded: "dq 128 x 64, 4 warps, 3 stages, 1 loops"."""
-        words = "{} {} x {}, {} warps, {} stages, {} loops".format
-        return "; ".join(words(part, *tile) for part, tile in self._asdict().items() if tile)
+        """The text that tuning caches and state.json hold: "dq 128 x 64, 4 warps, 3 stages, 1 loops"; do not change."""
+        text = "{} {} x {}, {} warps, {} stages, {} loops".format
+        return "; ".join(text(kernel, *tile) for kernel, tile in self._asdict().items() if tile)
 
 
-ANY = 1 << 62
-# For (largest D, largest T), the first that fits. 16 bits: none is faster on an H200, but for the forward of short T;
-# the others are guesses, which spill few registers when compiled for it. Strict fp32 has no tensor cores to keep busy.
-CONFIGS = {
+NO_LIMIT = 1 << 62
+# {kind of products: {(largest D, largest T): tiles}}; the first entry that fits is used. "16 bits": the fastest on an
+# H200, except for the forward pass of a short T. The others are estimates that spill few registers when compiled for
+# an H200; strict fp32 ("ieee") does not use tensor cores. Positional tiles: forward, dq, dkdv.
+DEFAULT_TILES = {
     "16 bits": {
-        (64, 256): Config(Tile(64, 64, 4, 3), both=Tile(64, 64, 4, 2)),
-        (64, 4096): Config(Tile(128, 64, 8, 3), dq=Tile(128, 32, 4, 3), dkdv=Tile(64, 64, 4, 3)),
-        (64, ANY): Config(Tile(64, 128, 4, 2), dq=Tile(128, 64, 4, 3), dkdv=Tile(64, 64, 4, 3)),
-        (128, ANY): Config(Tile(64, 64, 4, 3), dq=Tile(128, 32, 8, 3), dkdv=Tile(64, 128, 8, 3)),
+        (64, 256): AttentionTiles(TileConfig(64, 64, 4, 3), both=TileConfig(64, 64, 4, 2)),
+        (64, 4096): AttentionTiles(TileConfig(128, 64, 8, 3), TileConfig(128, 32, 4, 3), TileConfig(64, 64, 4, 3)),
+        (64, NO_LIMIT): AttentionTiles(TileConfig(64, 128, 4, 2), TileConfig(128, 64, 4, 3), TileConfig(64, 64, 4, 3)),
+        (128, NO_LIMIT): AttentionTiles(TileConfig(64, 64, 4, 3), TileConfig(128, 32, 8, 3), TileConfig(64, 128, 8, 3)),
     },
     "ieee": {
-        (64, ANY): Config(Tile(32, 32, 8, 2), dq=Tile(32, 32, 8, 2), dkdv=Tile(32, 32, 8, 2)),
-        (128, ANY): Config(Tile(16, 16, 8, 2), dq=Tile(16, 16, 8, 2), dkdv=Tile(16, 16, 8, 2)),
+        (64, NO_LIMIT): AttentionTiles(*[TileConfig(32, 32, 8, 2)] * 3),
+        (128, NO_LIMIT): AttentionTiles(*[TileConfig(16, 16, 8, 2)] * 3),
     },
     "tf32": {
-        (64, ANY): Config(Tile(64, 64, 4, 2), dq=Tile(64, 64, 4, 2), dkdv=Tile(64, 64, 4, 2)),
-        (128, ANY): Config(Tile(64, 32, 8, 2), dq=Tile(64, 32, 8, 2), dkdv=Tile(32, 64, 8, 2)),
+        (64, NO_LIMIT): AttentionTiles(*[TileConfig(64, 64, 4, 2)] * 3),
+        (128, NO_LIMIT): AttentionTiles(TileConfig(64, 32, 8, 2), TileConfig(64, 32, 8, 2), TileConfig(32, 64, 8, 2)),
     },
-    "tf32x3": {(128, ANY): Config(Tile(64, 32, 4, 2), dq=Tile(64, 32, 4, 2), dkdv=Tile(32, 64, 4, 2))},
+    "tf32x3": {
+        (128, NO_LIMIT): AttentionTiles(TileConfig(64, 32, 4, 2), TileConfig(64, 32, 4, 2), TileConfig(32, 64, 4, 2)),
+    },
 }
-TILED = (64,)  # head sizes at which, in 16 bits, lse and delta come to dk and dv by the TMA unit too: those measured
+# Head sizes for which, in 16 bits, the kernel of dk and dv reads lse and delta through descriptors too, where T is a
+# multiple of BLOCK_M: the sizes for which that was measured to be faster.
+DESCRIPTOR_HEAD_SIZES = (64,)
 
 
 # -- tiles -------------------------------------------------------------------------------------------------------------
 
 
-def head_tiles(array, n_head, D, rows):
-    """array (B, T, parts C) as (B, parts, H, T, D), to be read and written `rows` of T at a time."""
+def head_descriptor(array, n_head, D, block_rows):
+    """A descriptor of array (B, T, parts C) as (B, parts, H, T, D), in blocks of `block_rows` rows of one head."""
     B, T, columns = array.shape
     C = n_head * D
     shape, strides = [B, columns // C, n_head, T, D], [T * columns, C, D, columns, 1]
-    return TensorDescriptor(Pointer(array), shape, strides, [1, 1, 1, rows, padded(D)])
+    return TensorDescriptor(Pointer(array), shape, strides, [1, 1, 1, block_rows, padded_head_size(D)])
 
 
 @triton.jit
-def load_tile(x, b, part, h, row, ROWS: tl.constexpr, D: tl.constexpr):
-    return x.load([b, part, h, row, 0]).reshape(ROWS, D)
+def load_tile(desc, b, part, h, row, BLOCK_ROWS: tl.constexpr, HEAD_DIM: tl.constexpr):
+    return desc.load([b, part, h, row, 0]).reshape(BLOCK_ROWS, HEAD_DIM)
 
 
 @triton.jit
-def store_tile(x, tile, b, part, h, row, ROWS: tl.constexpr, D: tl.constexpr):
-    x.store([b, part, h, row, 0], tile.to(x.dtype).reshape(1, 1, 1, ROWS, D))
+def store_tile(desc, tile, b, part, h, row, BLOCK_ROWS: tl.constexpr, HEAD_DIM: tl.constexpr):
+    desc.store([b, part, h, row, 0], tile.to(desc.dtype).reshape(1, 1, 1, BLOCK_ROWS, HEAD_DIM))
 
 
-def row_tiles(array, rows):
-    """array (B, H, T), to be read `rows` at a time; T is a multiple of them, or a tile had rows of the next head."""
-    return TensorDescriptor(Pointer(array), [array.size], [1], [rows])
+def row_descriptor(array, block_rows):
+    """A descriptor of array (B, H, T) as (B H T), in blocks of `block_rows`.
 
-
-@triton.jit
-def load_rows(x, head, rows, m, T, EVEN: tl.constexpr, TILED: tl.constexpr):
-    """x of the rows, m the first. TILED: x is of row_tiles(), and this head's begin at `head`; else x points to them.
-
-    In the innermost loop a mask would cost 2 %, and pointers more: every thread makes its own, the TMA unit needs none.
+    T must be a multiple of block_rows, or a block would contain rows of the next head.
     """
-    if TILED:
-        values = x.load([head + m])
-    elif EVEN:  # no tile reaches beyond T
-        values = tl.load(x + rows)
+    return TensorDescriptor(Pointer(array), [array.size], [1], [block_rows])
+
+
+@triton.jit
+def load_rows(x, head_start, offs_m, start_m, T, EVEN: tl.constexpr, USE_DESCRIPTOR: tl.constexpr):
+    """The numbers (BLOCK_M) of the rows offs_m of one head, out of x (B, H, T); start_m is the first of offs_m.
+
+    USE_DESCRIPTOR: x is a row_descriptor, in which this head begins at head_start. Otherwise x points to this head.
+    EVEN: T is a multiple of BLOCK_M. In the innermost loop a mask costs 2 %, and pointers cost more, because every
+    thread computes its own addresses.
+    """
+    if USE_DESCRIPTOR:
+        values = x.load([head_start + start_m])
+    elif EVEN:
+        values = tl.load(x + offs_m)
     else:
-        values = tl.load(x + rows, mask=rows < T, other=0.0)  # there q and dy are 0, and so is what they add
+        values = tl.load(x + offs_m, mask=offs_m < T, other=0.0)  # rows beyond T: q and dy are 0, so they add 0
     return values
 
 
 @triton.jit
-def columns_seen(m0, T, loop, M: tl.constexpr, N: tl.constexpr, LOOPS: tl.constexpr):
-    """[begin, end) of the columns that the rows from m0 on see in this loop: with two, first the full tiles."""
-    begin, end = 0, tl.minimum(m0 + M, T)
+def key_range(start_m, T, loop, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LOOPS: tl.constexpr):
+    """[begin, end) of the keys that the queries from start_m on attend to, in this loop.
+
+    With two loops: loop 0 has the full tiles below the diagonal, loop 1 the tiles on it.
+    """
+    begin, end = 0, tl.minimum(start_m + BLOCK_M, T)
     if LOOPS == 2:
-        full = m0 // N * N
+        full_end = start_m // BLOCK_N * BLOCK_N
         if loop == 0:
-            end = full
+            end = full_end
         else:
-            begin = full
+            begin = full_end
     return begin, end
 
 
 @triton.jit
-def rows_that_see(n0, T, loop, M: tl.constexpr, N: tl.constexpr, LOOPS: tl.constexpr):
-    """[begin, end) of the rows that see the columns from n0 on in this loop: with two, last the full tiles."""
-    begin, end = n0 // M * M, T
+def query_range(start_n, T, loop, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LOOPS: tl.constexpr):
+    """[begin, end) of the queries that attend to the keys from start_n on, in this loop.
+
+    With two loops: loop 0 has the tiles on the diagonal, loop 1 the full tiles below it.
+    """
+    begin, end = start_n // BLOCK_M * BLOCK_M, T
     if LOOPS == 2:
-        full = tl.minimum(tl.cdiv(n0 + N, M) * M, T)
+        full_begin = tl.minimum(tl.cdiv(start_n + BLOCK_N, BLOCK_M) * BLOCK_M, T)
         if loop == 0:
-            end = full
+            end = full_begin
         else:
-            begin = full
+            begin = full_begin
     return begin, end
 
 
 @triton.jit
-def below_diagonal(rows, columns):
-    return rows[:, None] >= columns[None, :]  # (M, N): a query sees its own key and those before
+def causal_mask(offs_m, offs_n):
+    return offs_m[:, None] >= offs_n[None, :]  # (BLOCK_M, BLOCK_N): a query attends to its own key and earlier ones
 
 
 # -- forward -----------------------------------------------------------------------------------------------------------
 
 
 @triton.jit
-def softmax_step(s, peak, total, acc, scale):
-    """Scores s (M, N) -> p = exp(s - peak); where the peak (M) grows, the sums total (M) and acc (M, D) shrink."""
-    new = tl.maximum(peak, tl.max(s, 1) * scale)
-    p = tl.math.exp2(s * scale - new[:, None])
-    shrink = tl.math.exp2(peak - new)
-    return p, new, total * shrink + tl.sum(p, 1), acc * shrink[:, None]
+def softmax_step(s, row_max, row_sum, acc, scale):
+    """One step of the online softmax for the scores s (BLOCK_M, BLOCK_N), in base 2.
+
+    Returns p = exp2(scale s - new maximum), the new maximum, and row_sum (BLOCK_M) and acc (BLOCK_M, HEAD_DIM)
+    rescaled to it, with p added to row_sum.
+    """
+    new_max = tl.maximum(row_max, tl.max(s, 1) * scale)
+    p = tl.math.exp2(s * scale - new_max[:, None])
+    rescale = tl.math.exp2(row_max - new_max)
+    return p, new_max, row_sum * rescale + tl.sum(p, 1), acc * rescale[:, None]
 
 
 @triton.jit
 def forward_kernel(
-    y, lse, qkv_m, qkv_n, T, H, scale,
-    M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, LOOPS: tl.constexpr, PRECISION: tl.constexpr,
+    y_desc, lse_ptr, qkv_m, qkv_n, T, H, scale,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, LOOPS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """y and lse / log(2) of M rows. qkv_m, qkv_n: qkv in tiles of M and of N; scale: log2(e) / sqrt(D)."""
-    b, h = tl.program_id(0) // H, tl.program_id(0) % H
-    m0 = (tl.num_programs(1) - 1 - tl.program_id(1)) * M  # the longest first
-    rows = m0 + tl.arange(0, M)
-    q = load_tile(qkv_m, b, QUERY, h, m0, M, D)
-    peak, total = tl.full([M], float("-inf"), tl.float32), tl.zeros([M], tl.float32)
-    acc = tl.zeros([M, D], tl.float32)
-    for loop in tl.static_range(LOOPS):
-        begin, end = columns_seen(m0, T, loop, M, N, LOOPS)
-        for n in tl.range(begin, end, N):
-            n = tl.multiple_of(n, N)
-            k = load_tile(qkv_n, b, KEY, h, n, N, D)
-            s = tl.dot(q, k.T, input_precision=PRECISION)  # (M, N)
-            if loop == LOOPS - 1:
-                if n + N > m0:
-                    s = tl.where(below_diagonal(rows, n + tl.arange(0, N)), s, float("-inf"))
-            p, peak, total, acc = softmax_step(s, peak, total, acc, scale)
-            v = load_tile(qkv_n, b, VALUE, h, n, N, D)
-            acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)  # (M, D)
-    tl.store(lse + tl.program_id(0).to(tl.int64) * T + rows, peak + tl.math.log2(total), mask=rows < T)
-    store_tile(y, acc / total[:, None], b, 0, h, m0, M, D)
+    """y and lse / log(2) of BLOCK_M queries. qkv_m, qkv_n: qkv in blocks of BLOCK_M and of BLOCK_N rows.
 
-
-def attention_forward(y, lse, qkv, n_head, precision="ieee", config=None):
-    """qkv (B, T, 3C), q then k then v, heads side by side -> y (B, T, C), lse (B, H, T) float32.
-
-    lse is to the base of 2, as exp2 wants it: log2(e) times that of the formula.
-    precision: "ieee", "tf32" or "tf32x3", of the products of fp32; fp16 and bf16 have but one, summed in fp32.
-    config: another `Config` than the table's. Raises ConfigError for a head size that is no multiple of 8 up to 128.
+    scale: log2(e) / sqrt(D).
     """
-    B, T, D, config = plan(qkv, n_head, precision, config)
-    M, N = config.forward[:2]
-    y, qkv_m, qkv_n = (head_tiles(x, n_head, D, rows) for x, rows in ((y, M), (qkv, M), (qkv, N)))
-    arguments = y, lse, qkv_m, qkv_n, T, n_head, LOG2E.value / math.sqrt(D)
-    options = dict(constants(config.forward, D, precision), LOOPS=config.forward.loops)
-    launch(forward_kernel, (B * n_head, triton.cdiv(T, M)), *arguments, **options)
+    b, h = tl.program_id(0) // H, tl.program_id(0) % H
+    start_m = (tl.num_programs(1) - 1 - tl.program_id(1)) * BLOCK_M  # the longest loops first
+    offs_m = start_m + tl.arange(0, BLOCK_M)
+    q = load_tile(qkv_m, b, QUERY, h, start_m, BLOCK_M, HEAD_DIM)
+    row_max, row_sum = tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
+    for loop in tl.static_range(LOOPS):
+        begin, end = key_range(start_m, T, loop, BLOCK_M, BLOCK_N, LOOPS)
+        for start_n in tl.range(begin, end, BLOCK_N):
+            start_n = tl.multiple_of(start_n, BLOCK_N)
+            k = load_tile(qkv_n, b, KEY, h, start_n, BLOCK_N, HEAD_DIM)
+            s = tl.dot(q, k.T, input_precision=PRECISION)  # (BLOCK_M, BLOCK_N)
+            if loop == LOOPS - 1:
+                if start_n + BLOCK_N > start_m:
+                    s = tl.where(causal_mask(offs_m, start_n + tl.arange(0, BLOCK_N)), s, float("-inf"))
+            p, row_max, row_sum, acc = softmax_step(s, row_max, row_sum, acc, scale)
+            v = load_tile(qkv_n, b, VALUE, h, start_n, BLOCK_N, HEAD_DIM)
+            acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)  # (BLOCK_M, HEAD_DIM)
+    tl.store(lse_ptr + tl.program_id(0).to(tl.int64) * T + offs_m, row_max + tl.math.log2(row_sum), mask=offs_m < T)
+    store_tile(y_desc, acc / row_sum[:, None], b, 0, h, start_m, BLOCK_M, HEAD_DIM)
+
+
+def attention_forward(y, lse, qkv, n_head, precision="ieee", tiles=None):
+    """y (B, T, C) and lse (B, H, T) float32 from qkv (B, T, 3C): q, then k, then v, the heads side by side in each.
+
+    lse is in base 2, because the kernels use exp2: log2(e) times the lse of the formula.
+    precision: how tl.dot multiplies float32, "ieee", "tf32" or "tf32x3"; products of fp16 and bf16 are exact, and all
+    sums are float32. tiles: AttentionTiles in place of DEFAULT_TILES'. Raises ConfigError unless the head size is a
+    multiple of 8 up to 128.
+    """
+    B, T, D, tiles = shapes_and_tiles(qkv, n_head, precision, tiles)
+    tile = tiles.forward
+    y_desc, qkv_m = (head_descriptor(array, n_head, D, tile.block_m) for array in (y, qkv))
+    qkv_n = head_descriptor(qkv, n_head, D, tile.block_n)
+    arguments = y_desc, lse, qkv_m, qkv_n, T, n_head, LOG2E.value / math.sqrt(D)
+    options = dict(launch_options(tile, D, precision), LOOPS=tile.loops)
+    launch(forward_kernel, (B * n_head, triton.cdiv(T, tile.block_m)), *arguments, **options)
 
 
 # -- backward ----------------------------------------------------------------------------------------------------------
@@ -215,172 +245,203 @@ def attention_forward(y, lse, qkv, n_head, precision="ieee", config=None):
 
 @triton.jit
 def row_delta(y, dy):
-    return tl.sum(y.to(tl.float32) * dy.to(tl.float32), 1)  # (M)
+    return tl.sum(y.to(tl.float32) * dy.to(tl.float32), 1)  # (BLOCK_M)
 
 
 @triton.jit
 def dq_tile(
-    dqkv, delta, dy, y, lse, qkv_m, qkv_n, b, h, m0, T, scale,
-    M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, LOOPS: tl.constexpr, PRECISION: tl.constexpr,
+    dqkv_desc, delta_ptr, dy_desc, y_desc, lse_ptr, qkv_m, qkv_n, b, h, start_m, T, scale,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, LOOPS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dq of the rows [m0, m0 + M), and delta, if it is not None; lse and delta point to the T of this head."""
-    rows = m0 + tl.arange(0, M)
-    q, g = load_tile(qkv_m, b, QUERY, h, m0, M, D), load_tile(dy, b, 0, h, m0, M, D)
-    d, l2 = row_delta(load_tile(y, b, 0, h, m0, M, D), g), tl.load(lse + rows, mask=rows < T, other=0.0)
-    if delta is not None:
-        tl.store(delta + rows, d, mask=rows < T)
-    dq = tl.zeros([M, D], tl.float32)
+    """dq of the queries [start_m, start_m + BLOCK_M), and their delta unless delta_ptr is None.
+
+    lse_ptr and delta_ptr point to the T numbers of this head.
+    """
+    offs_m = start_m + tl.arange(0, BLOCK_M)
+    q = load_tile(qkv_m, b, QUERY, h, start_m, BLOCK_M, HEAD_DIM)
+    dy = load_tile(dy_desc, b, 0, h, start_m, BLOCK_M, HEAD_DIM)
+    delta = row_delta(load_tile(y_desc, b, 0, h, start_m, BLOCK_M, HEAD_DIM), dy)
+    lse = tl.load(lse_ptr + offs_m, mask=offs_m < T, other=0.0)
+    if delta_ptr is not None:
+        tl.store(delta_ptr + offs_m, delta, mask=offs_m < T)
+    dq = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
     for loop in tl.static_range(LOOPS):
-        begin, end = columns_seen(m0, T, loop, M, N, LOOPS)
-        for n in tl.range(begin, end, N):
-            n = tl.multiple_of(n, N)
-            k = load_tile(qkv_n, b, KEY, h, n, N, D)
-            s = tl.dot(q, k.T, input_precision=PRECISION)  # (M, N)
-            v = load_tile(qkv_n, b, VALUE, h, n, N, D)
-            dp = tl.dot(g, v.T, input_precision=PRECISION)
-            p = tl.math.exp2(s * (scale * LOG2E) - l2[:, None])
+        begin, end = key_range(start_m, T, loop, BLOCK_M, BLOCK_N, LOOPS)
+        for start_n in tl.range(begin, end, BLOCK_N):
+            start_n = tl.multiple_of(start_n, BLOCK_N)
+            k = load_tile(qkv_n, b, KEY, h, start_n, BLOCK_N, HEAD_DIM)
+            s = tl.dot(q, k.T, input_precision=PRECISION)  # (BLOCK_M, BLOCK_N)
+            v = load_tile(qkv_n, b, VALUE, h, start_n, BLOCK_N, HEAD_DIM)
+            dp = tl.dot(dy, v.T, input_precision=PRECISION)
+            p = tl.math.exp2(s * (scale * LOG2E) - lse[:, None])
             if loop == LOOPS - 1:
-                if n + N > m0:
-                    p = tl.where(below_diagonal(rows, n + tl.arange(0, N)), p, 0.0)
-            ds = p * (dp - d[:, None])
+                if start_n + BLOCK_N > start_m:
+                    p = tl.where(causal_mask(offs_m, start_n + tl.arange(0, BLOCK_N)), p, 0.0)
+            ds = p * (dp - delta[:, None])
             dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
-    store_tile(dqkv, dq * scale, b, QUERY, h, m0, M, D)
+    store_tile(dqkv_desc, dq * scale, b, QUERY, h, start_m, BLOCK_M, HEAD_DIM)
 
 
 @triton.jit
 def dkdv_tile(
-    dqkv, delta, dy, y, lse, qkv_m, qkv_n, b, h, head, n0, T, scale,
-    M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, LOOPS: tl.constexpr,
-    EVEN: tl.constexpr, TILED: tl.constexpr, PRECISION: tl.constexpr,
+    dqkv_desc, delta_in, dy_desc, y_desc, lse_in, qkv_m, qkv_n, b, h, head_start, start_n, T, scale,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, LOOPS: tl.constexpr,
+    EVEN: tl.constexpr, USE_DESCRIPTOR: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of the columns [n0, n0 + N), in tiles that are transposed, (N, M); delta is made of y if it is None."""
-    columns = n0 + tl.arange(0, N)
-    k, v = load_tile(qkv_n, b, KEY, h, n0, N, D), load_tile(qkv_n, b, VALUE, h, n0, N, D)
-    dk, dv = tl.zeros([N, D], tl.float32), tl.zeros([N, D], tl.float32)
+    """dk and dv of the keys [start_n, start_n + BLOCK_N). The tiles of s, p, dp and ds are transposed here.
+
+    lse_in and delta_in: see load_rows(); with delta_in None, delta is computed from y.
+    """
+    offs_n = start_n + tl.arange(0, BLOCK_N)
+    k = load_tile(qkv_n, b, KEY, h, start_n, BLOCK_N, HEAD_DIM)
+    v = load_tile(qkv_n, b, VALUE, h, start_n, BLOCK_N, HEAD_DIM)
+    dk, dv = tl.zeros([BLOCK_N, HEAD_DIM], tl.float32), tl.zeros([BLOCK_N, HEAD_DIM], tl.float32)
     for loop in tl.static_range(LOOPS):
-        begin, end = rows_that_see(n0, T, loop, M, N, LOOPS)
-        for m in tl.range(begin, end, M):
-            m = tl.multiple_of(m, M)
-            rows = m + tl.arange(0, M)
-            q = load_tile(qkv_m, b, QUERY, h, m, M, D)
-            s = tl.dot(k, q.T, input_precision=PRECISION)
-            p = tl.math.exp2(s * (scale * LOG2E) - load_rows(lse, head, rows, m, T, EVEN, TILED)[None, :])
+        begin, end = query_range(start_n, T, loop, BLOCK_M, BLOCK_N, LOOPS)
+        for start_m in tl.range(begin, end, BLOCK_M):
+            start_m = tl.multiple_of(start_m, BLOCK_M)
+            offs_m = start_m + tl.arange(0, BLOCK_M)
+            q = load_tile(qkv_m, b, QUERY, h, start_m, BLOCK_M, HEAD_DIM)
+            s = tl.dot(k, q.T, input_precision=PRECISION)  # (BLOCK_N, BLOCK_M)
+            lse = load_rows(lse_in, head_start, offs_m, start_m, T, EVEN, USE_DESCRIPTOR)
+            p = tl.math.exp2(s * (scale * LOG2E) - lse[None, :])
             if loop == 0:
-                if m < n0 + N:
-                    p = tl.where(below_diagonal(rows, columns).T, p, 0.0)
-            g = load_tile(dy, b, 0, h, m, M, D)
-            dv = tl.dot(p.to(g.dtype), g, dv, input_precision=PRECISION)  # (N, D)
-            dp = tl.dot(v, g.T, input_precision=PRECISION)
-            if delta is None:
-                d = row_delta(load_tile(y, b, 0, h, m, M, D), g)
+                if start_m < start_n + BLOCK_N:
+                    p = tl.where(causal_mask(offs_m, offs_n).T, p, 0.0)
+            dy = load_tile(dy_desc, b, 0, h, start_m, BLOCK_M, HEAD_DIM)
+            dv = tl.dot(p.to(dy.dtype), dy, dv, input_precision=PRECISION)  # (BLOCK_N, HEAD_DIM)
+            dp = tl.dot(v, dy.T, input_precision=PRECISION)
+            if delta_in is None:
+                delta = row_delta(load_tile(y_desc, b, 0, h, start_m, BLOCK_M, HEAD_DIM), dy)
             else:
-                d = load_rows(delta, head, rows, m, T, EVEN, TILED)
-            ds = p * (dp - d[None, :])
+                delta = load_rows(delta_in, head_start, offs_m, start_m, T, EVEN, USE_DESCRIPTOR)
+            ds = p * (dp - delta[None, :])
             dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
-    store_tile(dqkv, dv, b, VALUE, h, n0, N, D)
-    store_tile(dqkv, dk * scale, b, KEY, h, n0, N, D)
+    store_tile(dqkv_desc, dv, b, VALUE, h, start_n, BLOCK_N, HEAD_DIM)
+    store_tile(dqkv_desc, dk * scale, b, KEY, h, start_n, BLOCK_N, HEAD_DIM)
 
 
 @triton.jit
 def dq_kernel(
-    dqkv, delta, dy, y, lse, qkv_m, qkv_n, T, H, scale,
-    M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, LOOPS: tl.constexpr, PRECISION: tl.constexpr,
+    dqkv_desc, delta_ptr, dy_desc, y_desc, lse_ptr, qkv_m, qkv_n, T, H, scale,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, LOOPS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """delta and dq of M rows; scale: 1 / sqrt(D)."""
-    b, h, head = tl.program_id(0) // H, tl.program_id(0) % H, tl.program_id(0).to(tl.int64) * T
-    m0 = (tl.num_programs(1) - 1 - tl.program_id(1)) * M  # the longest first
-    dq_tile(dqkv, delta + head, dy, y, lse + head, qkv_m, qkv_n, b, h, m0, T, scale, M, N, D, LOOPS, PRECISION)
+    """delta and dq of BLOCK_M queries; scale: 1 / sqrt(D)."""
+    b, h, head_start = tl.program_id(0) // H, tl.program_id(0) % H, tl.program_id(0).to(tl.int64) * T
+    start_m = (tl.num_programs(1) - 1 - tl.program_id(1)) * BLOCK_M  # the longest loops first
+    dq_tile(
+        dqkv_desc, delta_ptr + head_start, dy_desc, y_desc, lse_ptr + head_start, qkv_m, qkv_n, b, h, start_m, T, scale,
+        BLOCK_M, BLOCK_N, HEAD_DIM, LOOPS, PRECISION,
+    )  # fmt: skip
 
 
 @triton.jit
 def dkdv_kernel(
-    dqkv, delta, dy, lse, qkv_m, qkv_n, T, H, scale,
-    M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, LOOPS: tl.constexpr,
-    EVEN: tl.constexpr, TILED: tl.constexpr, PRECISION: tl.constexpr,
+    dqkv_desc, delta_in, dy_desc, lse_in, qkv_m, qkv_n, T, H, scale,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, LOOPS: tl.constexpr,
+    EVEN: tl.constexpr, USE_DESCRIPTOR: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of N columns; the first columns, which all rows see, are launched first."""
-    b, h, head = tl.program_id(0) // H, tl.program_id(0) % H, tl.program_id(0) * T
-    n0 = tl.program_id(1) * N
-    if not TILED:  # coordinates are of 32 bits, and pointers of 64
-        delta, lse = delta + tl.program_id(0).to(tl.int64) * T, lse + tl.program_id(0).to(tl.int64) * T
-    arrays = dqkv, delta, dy, None, lse, qkv_m, qkv_n
-    dkdv_tile(*arrays, b, h, head, n0, T, scale, M, N, D, LOOPS, EVEN, TILED, PRECISION)
+    """dk and dv of BLOCK_N keys; the first keys, to which all queries attend, are launched first."""
+    b, h, head_start = tl.program_id(0) // H, tl.program_id(0) % H, tl.program_id(0) * T
+    start_n = tl.program_id(1) * BLOCK_N
+    if not USE_DESCRIPTOR:  # coordinates of a descriptor have 32 bits, pointers 64
+        delta_in = delta_in + tl.program_id(0).to(tl.int64) * T
+        lse_in = lse_in + tl.program_id(0).to(tl.int64) * T
+    dkdv_tile(
+        dqkv_desc, delta_in, dy_desc, None, lse_in, qkv_m, qkv_n, b, h, head_start, start_n, T, scale,
+        BLOCK_M, BLOCK_N, HEAD_DIM, LOOPS, EVEN, USE_DESCRIPTOR, PRECISION,
+    )  # fmt: skip
 
 
 @triton.jit
 def both_kernel(
-    dqkv, dy, y, lse, qkv, T, H, scale,
-    M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, LOOPS: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
+    dqkv_desc, dy_desc, y_desc, lse_ptr, qkv_desc, T, H, scale,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, LOOPS: tl.constexpr,
+    EVEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of M columns in the even programs, dq of M rows in the odd ones, M being N; both make their delta."""
-    b, h, head = tl.program_id(0) // H, tl.program_id(0) % H, tl.program_id(0).to(tl.int64) * T
-    pair, pairs, lse = tl.program_id(1) // 2, tl.num_programs(1) // 2, lse + head
-    if tl.program_id(1) % 2 == 0:
-        n0 = pair * M
-        dkdv_tile(dqkv, None, dy, y, lse, qkv, qkv, b, h, 0, n0, T, scale, M, N, D, LOOPS, EVEN, False, PRECISION)
-    else:
-        m0 = (pairs - 1 - pair) * M
-        dq_tile(dqkv, None, dy, y, lse, qkv, qkv, b, h, m0, T, scale, M, N, D, LOOPS, PRECISION)
+    """dk and dv of BLOCK_N keys in the even programs, dq of BLOCK_M = BLOCK_N queries in the odd programs.
 
-
-def attention_backward(dqkv, delta, dy, qkv, y, lse, n_head, precision="ieee", config=None):
-    """dy (B, T, C), with the y and lse of forward -> dqkv (B, T, 3C); delta (B, H, T) float32 is scratch.
-
-    A config with dq alone leaves dk and dv as they are, one with dkdv alone dq, and takes the delta that dq has left.
+    Both compute the delta that they need.
     """
-    B, T, D, config = plan(qkv, n_head, precision, config)
-    heads, numbers = B * n_head, (T, n_head, 1 / math.sqrt(D))
+    b, h, head_start = tl.program_id(0) // H, tl.program_id(0) % H, tl.program_id(0).to(tl.int64) * T
+    tile, n_tiles, lse_ptr = tl.program_id(1) // 2, tl.num_programs(1) // 2, lse_ptr + head_start
+    if tl.program_id(1) % 2 == 0:
+        start_n = tile * BLOCK_M
+        dkdv_tile(
+            dqkv_desc, None, dy_desc, y_desc, lse_ptr, qkv_desc, qkv_desc, b, h, 0, start_n, T, scale,
+            BLOCK_M, BLOCK_N, HEAD_DIM, LOOPS, EVEN, False, PRECISION,
+        )  # fmt: skip
+    else:
+        start_m = (n_tiles - 1 - tile) * BLOCK_M
+        dq_tile(
+            dqkv_desc, None, dy_desc, y_desc, lse_ptr, qkv_desc, qkv_desc, b, h, start_m, T, scale,
+            BLOCK_M, BLOCK_N, HEAD_DIM, LOOPS, PRECISION,
+        )  # fmt: skip
 
-    def tiles(rows, *arrays):
-        return [head_tiles(array, n_head, D, rows) for array in arrays]
 
-    if both := config.both:
-        dqkv, dy, y, qkv = tiles(both.M, dqkv, dy, y, qkv)
-        options = dict(constants(both, D, precision), LOOPS=both.loops, EVEN=T % both.M == 0)
-        launch(both_kernel, (heads, 2 * triton.cdiv(T, both.M)), dqkv, dy, y, lse, qkv, *numbers, **options)
+def attention_backward(dqkv, delta, dy, qkv, y, lse, n_head, precision="ieee", tiles=None):
+    """dqkv (B, T, 3C) from dy (B, T, C) and the qkv, y, lse of attention_forward(); delta (B, H, T) float32: scratch.
+
+    With tiles that have only `dq`, dk and dv are not written. With tiles that have only `dkdv`, dq is not written, and
+    delta must hold what a launch with `dq` wrote. precision, tiles: as for attention_forward().
+    """
+    B, T, D, tiles = shapes_and_tiles(qkv, n_head, precision, tiles)
+    heads, shape_arguments = B * n_head, (T, n_head, 1 / math.sqrt(D))
+
+    def descriptors(block_rows, *arrays):
+        return [head_descriptor(array, n_head, D, block_rows) for array in arrays]
+
+    if tile := tiles.both:
+        arguments = *descriptors(tile.block_m, dqkv, dy, y), lse, *descriptors(tile.block_m, qkv)
+        options = dict(launch_options(tile, D, precision), LOOPS=tile.loops, EVEN=T % tile.block_m == 0)
+        grid = (heads, 2 * triton.cdiv(T, tile.block_m))
+        launch(both_kernel, grid, *arguments, *shape_arguments, **options)
         return
-    if config.dq:
-        M, N = config.dq[:2]
-        dqkv_m, dy_m, y_m, qkv_m = tiles(M, dqkv, dy, y, qkv)
-        arguments = dqkv_m, delta, dy_m, y_m, lse, qkv_m, *tiles(N, qkv)
-        options = dict(constants(config.dq, D, precision), LOOPS=config.dq.loops)
-        launch(dq_kernel, (heads, triton.cdiv(T, M)), *arguments, *numbers, **options)
-    if config.dkdv:
-        M, N = config.dkdv[:2]
-        dqkv_n, qkv_n = tiles(N, dqkv, qkv)
-        even = T % M == 0
-        tiled = even and D in TILED and qkv.dtype.itemsize == 2
-        delta, lse = (row_tiles(x, M) if tiled else x for x in (delta, lse))
-        arguments = dqkv_n, delta, *tiles(M, dy), lse, *tiles(M, qkv), qkv_n
-        options = dict(constants(config.dkdv, D, precision), LOOPS=config.dkdv.loops, EVEN=even, TILED=tiled)
-        launch(dkdv_kernel, (heads, triton.cdiv(T, N)), *arguments, *numbers, **options)
+    if tile := tiles.dq:
+        dqkv_m, dy_m, y_m, qkv_m = descriptors(tile.block_m, dqkv, dy, y, qkv)
+        arguments = dqkv_m, delta, dy_m, y_m, lse, qkv_m, *descriptors(tile.block_n, qkv)
+        options = dict(launch_options(tile, D, precision), LOOPS=tile.loops)
+        launch(dq_kernel, (heads, triton.cdiv(T, tile.block_m)), *arguments, *shape_arguments, **options)
+    if tile := tiles.dkdv:
+        dqkv_n, qkv_n = descriptors(tile.block_n, dqkv, qkv)
+        dy_m, qkv_m = descriptors(tile.block_m, dy, qkv)
+        even = T % tile.block_m == 0
+        use_descriptor = even and D in DESCRIPTOR_HEAD_SIZES and qkv.dtype.itemsize == 2
+        if use_descriptor:
+            delta, lse = row_descriptor(delta, tile.block_m), row_descriptor(lse, tile.block_m)
+        arguments = dqkv_n, delta, dy_m, lse, qkv_m, qkv_n
+        options = dict(launch_options(tile, D, precision), LOOPS=tile.loops, EVEN=even, USE_DESCRIPTOR=use_descriptor)
+        launch(dkdv_kernel, (heads, triton.cdiv(T, tile.block_n)), *arguments, *shape_arguments, **options)
 
 
-# -- what is launched --------------------------------------------------------------------------------------------------
+# -- launch parameters -------------------------------------------------------------------------------------------------
 
 
-def padded(D):
-    return max(16, triton.next_power_of_2(D))  # tl.dot takes no less
+def padded_head_size(D):
+    return max(16, triton.next_power_of_2(D))  # tl.dot needs at least 16
 
 
-def constants(tile, D, precision):
-    options = {"num_warps": tile.warps, "num_stages": tile.stages}
-    return {"M": tile.M, "N": tile.N, "D": padded(D), "PRECISION": precision, **options}
+def launch_options(tile, D, precision):
+    """The constants and launch parameters that all attention kernels share."""
+    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+    constants = {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "HEAD_DIM": padded_head_size(D)}
+    return {**constants, "PRECISION": precision, **options}
 
 
 def check_head_size(width, n_head):
-    """C / H; raises ConfigError where no kernel here is made for it."""
+    """Return D = width / n_head; raises ConfigError unless it is a multiple of 8 up to 128."""
     D, rest = divmod(width, n_head)
     if rest or D % 8 or not 8 <= D <= 128:
         raise ConfigError(f"attention takes head sizes that are multiples of 8 up to 128, not {width} / {n_head}")
     return D
 
 
-def plan(qkv, n_head, precision, config=None):
-    """-> B, T, the head size, and the config: the given one or the table's."""
+def shapes_and_tiles(qkv, n_head, precision, tiles=None):
+    """(B, T, D, tiles) of qkv (B, T, 3C): the given AttentionTiles, or those of DEFAULT_TILES."""
     B, T, columns = qkv.shape
     D = check_head_size(columns // 3, n_head)
     kind = "16 bits" if qkv.dtype.itemsize == 2 else precision
-    if not config:
-        config = next(best for (largest, longest), best in CONFIGS[kind].items() if D <= largest and T <= longest)
-    return B, T, D, config
+    if not tiles:
+        entries = DEFAULT_TILES[kind].items()
+        tiles = next(entry for (max_head_size, max_T), entry in entries if D <= max_head_size and T <= max_T)
+    return B, T, D, tiles

@@ -1,10 +1,10 @@
-"""What --compress says of a gradient, by one kernel each way: what was lost is added and kept in the same pass.
+"""The codecs of --compress as one Triton kernel per method, with the same bits as gpt2core/parallel/codecs.py.
 
-NumPy's functions would read and write memory once for each operation, a dozen times for bf16; here each number is read
-once. The bits are those of gpt2core/parallel/codecs.py. bf16 is the upper half of a float32, made by integers, so that
-the interpreter, which has no such type, computes it too.
+NumPy's functions would read and write memory once per operation, a dozen times for bf16; here each number is read
+once, and the residual (error feedback) is added and updated in the same pass. bf16 is the upper half of a float32 and
+is computed with integers, because Triton's interpreter has no bf16.
 """
-# p rows, one for each rank, m elements of a row, a multiple of GROUP; n elements of the gradient, n <= p m
+# p rows, one for each rank; m elements per row, a multiple of GROUP; n elements of the gradient, n <= p m
 
 import numpy as np
 import triton
@@ -13,40 +13,40 @@ import triton.language as tl
 from gpt2core.parallel.codecs import GROUP, Codec
 from stage2_cuda.runtime.triton_launch import launch
 
-GROUPS = 8  # of GROUP elements, in one program
-ROUND = tl.constexpr(12582912.0)  # 1.5 * 2**23: a small number added to it, and taken off again, is rounded to a whole
+GROUPS = 8  # groups of GROUP elements per program
+ROUND_MAGIC = tl.constexpr(12582912.0)  # 1.5 * 2**23: x + ROUND_MAGIC - ROUND_MAGIC is x rounded to an integer
 
 
 class FusedCodec(Codec):
-    """A Codec of arrays of a GPU, or of NumPy's in the interpreter; xp: their module."""
+    """A Codec for arrays of the module xp: cupy, or numpy under Triton's interpreter."""
 
     def __init__(self, kind, xp):
         super().__init__(kind)
-        self.kind, self.xp = kind, xp
+        self.xp = xp
 
-    def pack(self, lost, gradient):
-        code = self.empty(*lost.shape)
-        arguments = *self.parts(code), lost, gradient, gradient.size, lost.shape[1] // GROUP
-        self.run(pack_kernel, lost.size, *arguments, lost.size // GROUP)
+    def pack(self, residual, gradient):
+        code = self.empty_code(*residual.shape)
+        arguments = *self.views(code), residual, gradient, gradient.size, residual.shape[1] // GROUP
+        self.run(pack_kernel, residual.size, *arguments, residual.size // GROUP)
         return code
 
-    def add(self, lost, codes):
-        code = self.empty(lost.size)
-        arguments = *self.parts(code), lost, *self.parts(codes), lost.size // GROUP
-        self.run(add_kernel, lost.size, *arguments, COUNT=len(codes))
+    def add(self, residual, codes):
+        code = self.empty_code(residual.size)
+        arguments = *self.views(code), residual, *self.views(codes), residual.size // GROUP
+        self.run(add_kernel, residual.size, *arguments, COUNT=len(codes))
         return code
 
     def unpack(self, gradient, codes):
-        per_row = codes.shape[1] // (self.empty(GROUP).size)
-        self.run(unpack_kernel, gradient.size, gradient, *self.parts(codes), gradient.size, per_row)
+        groups_per_row = codes.shape[1] // (self.empty_code(GROUP).size)
+        self.run(unpack_kernel, gradient.size, gradient, *self.views(codes), gradient.size, groups_per_row)
 
-    def empty(self, *shape):
-        """An uninitialised code of a message of this shape."""
+    def empty_code(self, *shape):
+        """An uninitialised code, uint8, for a float32 message of this shape (..., m)."""
         *rows, m = shape
         return self.xp.empty((*rows, m + m // GROUP * 4 if self.kind == "int8" else 2 * m), np.uint8)
 
-    def parts(self, code):
-        """The same memory as arrays of steps and of scales, or of 16 bits and None."""
+    def views(self, code):
+        """The same memory as int8 values and float32 scales; for the 16-bit codecs as uint16 values and None."""
         return (code.view(np.int8), code.view(np.float32)) if self.kind == "int8" else (code.view(np.uint16), None)
 
     def run(self, kernel, elements, *arguments, **constants):
@@ -56,111 +56,125 @@ class FusedCodec(Codec):
 
 
 @triton.jit
-def encoded(x, KIND: tl.constexpr):
-    """x (GROUPS, GROUP) float32 -> what is stored of it, its scales (GROUPS), and what will be read of it."""
+def encode(x, KIND: tl.constexpr):
+    """x (GROUPS, GROUP) float32 -> its encoded values, their scales (GROUPS), and x as decode() will return it."""
     scale = tl.max(tl.abs(x), 1)
     if KIND == "bf16":
         bits = x.to(tl.uint32, bitcast=True)
         rounded = bits + (0x7FFF + ((bits >> 16) & 1))
-        code = (tl.where(x != x, bits | (1 << 22), rounded) >> 16).to(tl.uint16)
+        values = (tl.where(x != x, bits | (1 << 22), rounded) >> 16).to(tl.uint16)
     elif KIND == "fp16":
-        bounded = tl.where(x > 65504.0, 65504.0, tl.where(x < -65504.0, -65504.0, x))  # beyond is infinity
-        code = bounded.to(tl.float16).to(tl.uint16, bitcast=True)
+        clipped = tl.where(x > 65504.0, 65504.0, tl.where(x < -65504.0, -65504.0, x))  # or it would become infinity
+        values = clipped.to(tl.float16).to(tl.uint16, bitcast=True)
     else:
-        scale = tl.where(tl.max((x != x).to(tl.int32), 1) != 0, float("nan"), scale)  # which max may leave out
+        scale = tl.where(tl.max((x != x).to(tl.int32), 1) != 0, float("nan"), scale)  # tl.max may ignore NaN
         scale = tl.div_rn(scale, 127.0)
         steps = tl.div_rn(x, tl.where(scale > 0, scale, 1.0)[:, None])
-        steps = tl.where(tl.abs(steps) < 128.0, steps, 0.0)  # what is not finite shows in its scale
-        code = ((steps + ROUND) - ROUND).to(tl.int8)
-    return code, scale, decoded(code, scale, KIND)
+        steps = tl.where(tl.abs(steps) < 128.0, steps, 0.0)  # the scale of a group that is not finite is not finite
+        values = ((steps + ROUND_MAGIC) - ROUND_MAGIC).to(tl.int8)
+    return values, scale, decode(values, scale, KIND)
 
 
 @triton.jit
-def decoded(code, scale, KIND: tl.constexpr):
+def decode(values, scale, KIND: tl.constexpr):
+    """Encoded values (GROUPS, GROUP) and their scales (GROUPS) -> float32."""
     if KIND == "bf16":
-        x = (code.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+        x = (values.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
     elif KIND == "fp16":
-        x = code.to(tl.float16, bitcast=True).to(tl.float32)
+        x = values.to(tl.float16, bitcast=True).to(tl.float32)
     else:
-        x = code.to(tl.float32) * scale[:, None]
+        x = values.to(tl.float32) * scale[:, None]
     return x
 
 
 @triton.jit
-def places(row, group, per_row, KIND: tl.constexpr, GROUP: tl.constexpr):
-    """Where group number `group` of a row begins in the array of steps, and where its scale is."""
-    at = (row * per_row + group) * GROUP
-    if KIND == "int8":  # a row: its steps, and then its scales, of 4 bytes each
-        at += row * per_row * 4
-    return at, (row * (GROUP // 4 + 1) + GROUP // 4) * per_row + group
+def code_offsets(row, group, groups_per_row, KIND: tl.constexpr, GROUP: tl.constexpr):
+    """(index of the first value of a row's group in the array of values, index of its scale in the array of scales)."""
+    value_offs = (row * groups_per_row + group) * GROUP
+    if KIND == "int8":  # a row holds its values, then its scales, of 4 bytes each
+        value_offs += row * groups_per_row * 4
+    return value_offs, (row * (GROUP // 4 + 1) + GROUP // 4) * groups_per_row + group
 
 
 @triton.jit
-def write(steps, scales, row, group, per_row, inside, x, KIND: tl.constexpr, GROUP: tl.constexpr):
-    """Store the code of x (GROUPS, GROUP); -> what will be read of it."""
-    at, scale_at = places(row, group, per_row, KIND, GROUP)
-    code, scale, kept = encoded(x, KIND)
-    tl.store(steps + at[:, None] + tl.arange(0, GROUP)[None, :], code, inside[:, None])
-    if KIND == "int8":
-        tl.store(scales + scale_at, scale, inside)
-    return kept
-
-
-@triton.jit
-def read(steps, scales, row, group, per_row, inside, KIND: tl.constexpr, GROUP: tl.constexpr):
-    """-> (GROUPS, GROUP) float32."""
-    at, scale_at = places(row, group, per_row, KIND, GROUP)
-    code = tl.load(steps + at[:, None] + tl.arange(0, GROUP)[None, :], inside[:, None], 0)
-    scale = tl.zeros(inside.shape, tl.float32)
-    if KIND == "int8":
-        scale = tl.load(scales + scale_at, inside, 0.0)
-    return decoded(code, scale, KIND)
-
-
-@triton.jit
-def tree_of_codes(
-    steps, scales, row, group, per_row, inside, KIND: tl.constexpr, GROUP: tl.constexpr, COUNT: tl.constexpr
+def store_code(
+    values_ptr, scales_ptr, row, group, groups_per_row, mask, x, KIND: tl.constexpr, GROUP: tl.constexpr
 ):  # fmt: skip
-    """The sum of COUNT rows from `row` on: the largest power of two below COUNT of them, and then the others."""
+    """Store the code of x (GROUPS, GROUP) float32; returns x as decode() will return it. mask (GROUPS)."""
+    value_offs, scale_offs = code_offsets(row, group, groups_per_row, KIND, GROUP)
+    values, scale, decoded = encode(x, KIND)
+    tl.store(values_ptr + value_offs[:, None] + tl.arange(0, GROUP)[None, :], values, mask[:, None])
+    if KIND == "int8":
+        tl.store(scales_ptr + scale_offs, scale, mask)
+    return decoded
+
+
+@triton.jit
+def load_code(values_ptr, scales_ptr, row, group, groups_per_row, mask, KIND: tl.constexpr, GROUP: tl.constexpr):
+    """The decoded message (GROUPS, GROUP) float32. mask (GROUPS)."""
+    value_offs, scale_offs = code_offsets(row, group, groups_per_row, KIND, GROUP)
+    values = tl.load(values_ptr + value_offs[:, None] + tl.arange(0, GROUP)[None, :], mask[:, None], 0)
+    scale = tl.zeros(mask.shape, tl.float32)
+    if KIND == "int8":
+        scale = tl.load(scales_ptr + scale_offs, mask, 0.0)
+    return decode(values, scale, KIND)
+
+
+@triton.jit
+def sum_codes(
+    values_ptr, scales_ptr, row, group, groups_per_row, mask,
+    KIND: tl.constexpr, GROUP: tl.constexpr, COUNT: tl.constexpr,
+):  # fmt: skip
+    """The sum of COUNT rows from `row` on, in the order of parallel/tree_sum.py.
+
+    The first half are as many rows as the largest power of two below COUNT.
+    """
     if COUNT == 1:
-        total = read(steps, scales, row, group, per_row, inside, KIND, GROUP)
+        total = load_code(values_ptr, scales_ptr, row, group, groups_per_row, mask, KIND, GROUP)
     else:
         HALF: tl.constexpr = triton.next_power_of_2(COUNT) // 2
-        total = tree_of_codes(steps, scales, row, group, per_row, inside, KIND, GROUP, HALF)
-        total += tree_of_codes(steps, scales, row + HALF, group, per_row, inside, KIND, GROUP, COUNT - HALF)
+        total = sum_codes(values_ptr, scales_ptr, row, group, groups_per_row, mask, KIND, GROUP, HALF)
+        total += sum_codes(values_ptr, scales_ptr, row + HALF, group, groups_per_row, mask, KIND, GROUP, COUNT - HALF)
     return total
 
 
 @triton.jit
 def pack_kernel(
-    steps, scales, lost, gradient, n, per_row, groups, KIND: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr
+    values_ptr, scales_ptr, residual_ptr, gradient_ptr, n, groups_per_row, n_groups,
+    KIND: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
-    number = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
-    inside, at = number < groups, number[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    x = tl.load(lost + at, inside[:, None], 0.0) + tl.load(gradient + at, at < n, 0.0)
-    kept = write(steps, scales, number // per_row, number % per_row, per_row, inside, x, KIND, GROUP)
-    tl.store(lost + at, x - kept, inside[:, None])
+    """code = encode(residual + gradient); residual = what the code lacks."""
+    group = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
+    mask, offs = group < n_groups, group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    x = tl.load(residual_ptr + offs, mask[:, None], 0.0) + tl.load(gradient_ptr + offs, offs < n, 0.0)
+    row, group_in_row = group // groups_per_row, group % groups_per_row
+    decoded = store_code(values_ptr, scales_ptr, row, group_in_row, groups_per_row, mask, x, KIND, GROUP)
+    tl.store(residual_ptr + offs, x - decoded, mask[:, None])
 
 
 @triton.jit
 def add_kernel(
-    steps, scales, lost, come, come_scales, groups,
+    values_ptr, scales_ptr, residual_ptr, in_values_ptr, in_scales_ptr, n_groups,
     KIND: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
-    number = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
-    inside, at = number < groups, number[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    first = tl.zeros_like(number)
-    total = tree_of_codes(come, come_scales, first, number, groups, inside, KIND, GROUP, COUNT)
-    total += tl.load(lost + at, inside[:, None], 0.0)
-    kept = write(steps, scales, first, number, groups, inside, total, KIND, GROUP)
-    tl.store(lost + at, total - kept, inside[:, None])
+    """code = encode(residual + the sum of COUNT decoded rows); residual = what the code lacks."""
+    group = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
+    mask, offs = group < n_groups, group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    row = tl.zeros_like(group)
+    total = sum_codes(in_values_ptr, in_scales_ptr, row, group, n_groups, mask, KIND, GROUP, COUNT)
+    total += tl.load(residual_ptr + offs, mask[:, None], 0.0)
+    decoded = store_code(values_ptr, scales_ptr, row, group, n_groups, mask, total, KIND, GROUP)
+    tl.store(residual_ptr + offs, total - decoded, mask[:, None])
 
 
 @triton.jit
 def unpack_kernel(
-    gradient, steps, scales, n, per_row, KIND: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr
+    gradient_ptr, values_ptr, scales_ptr, n, groups_per_row,
+    KIND: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
-    number = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
-    at = number[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    x = read(steps, scales, number // per_row, number % per_row, per_row, number * GROUP < n, KIND, GROUP)
-    tl.store(gradient + at, x, at < n)
+    """gradient = the first n decoded elements."""
+    group = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
+    offs = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    row, group_in_row, mask = group // groups_per_row, group % groups_per_row, group * GROUP < n
+    x = load_code(values_ptr, scales_ptr, row, group_in_row, groups_per_row, mask, KIND, GROUP)
+    tl.store(gradient_ptr + offs, x, offs < n)

@@ -1,74 +1,81 @@
-"""Sums over the rows of a matrix, the gradients of biases, in two stages of fixed order: the same bits every time.
+"""Column sums of a matrix (the gradients of biases), in two stages of fixed order: equal bits in every run.
 
-Stage one: P programs beside each other, each of which adds every P-th tile of rows, write a row of `partials` each.
-Stage two adds those P rows. A single stage would keep a few dozen of the GPU's thousands of program slots busy, and
-atomic additions would come in another order each time.
+Stage one: P programs per column tile; program p adds the row tiles p, p + P, p + 2P, ... and writes row p of
+`partials`. Stage two adds the P rows of `partials`. A single stage would use only a few dozen of the GPU's thousands of
+program slots, and atomic additions would have no fixed order.
 """
 
-# N rows, K columns, P programs that divide the rows
+# N rows, K columns, P programs that share the rows
 
 import triton
 import triton.language as tl
 
 from stage2_cuda.runtime.triton_launch import launch
 
-# As measured on an H200, with its 132 processors. The number of programs is a function of the shape alone, because the
+# Measured on an H200, which has 132 multiprocessors. The number of programs depends on the shape only, because the
 # order of the sums depends on it.
-ROWS, COLUMNS, STAGES = 64, 64, 3  # of one tile, and how many tiles are on their way
-FEW, MANY, EACH = 132, 528, 32  # programs of stage one at least, and at most, and rows for each in between
-PARTIALS, NARROW = 128, 16  # rows and columns of a tile of stage two: few turns, because each waits for memory
+BLOCK_ROWS, BLOCK_COLS, STAGES = 64, 64, 3  # the tile of stage one, and its software pipeline depth
+MIN_PROGRAMS, MAX_PROGRAMS = 132, 528  # of stage one, over all columns
+ROWS_PER_PROGRAM = 32  # on average, between these two bounds
+SUM_ROWS, SUM_COLS = 128, 16  # the tile of stage two: a short loop, because each iteration waits for memory
 
 
 def partials_shape(n, columns):
-    """The shape (P, columns) of the float32 scratch that sums over n rows go through."""
-    programs = min(MANY, max(FEW, n // EACH))
-    return min(triton.cdiv(n, ROWS), max(1, programs // triton.cdiv(columns, COLUMNS))), columns
+    """The shape (P, columns) of the float32 scratch for the sums over n rows."""
+    programs = min(MAX_PROGRAMS, max(MIN_PROGRAMS, n // ROWS_PER_PROGRAM))
+    return min(triton.cdiv(n, BLOCK_ROWS), max(1, programs // triton.cdiv(columns, BLOCK_COLS))), columns
 
 
 def column_sums(out, partials, x):
-    """out (K) float32 = the sum over the rows of x (N, K); partials: scratch of partials_shape(N, K)."""
+    """out (K) float32 = the column sums of x (N, K), any float dtype; partials: scratch of partials_shape(N, K)."""
     n, columns = x.shape
-    grid = (partials.shape[0], triton.cdiv(columns, COLUMNS))
-    options = dict(ROWS=ROWS, COLUMNS=COLUMNS, STAGES=STAGES, num_warps=4)
-    launch(column_sums_kernel, grid, partials, x, n, columns, **options)
+    grid = (partials.shape[0], triton.cdiv(columns, BLOCK_COLS))
+    tile = dict(BLOCK_ROWS=BLOCK_ROWS, BLOCK_COLS=BLOCK_COLS, STAGES=STAGES)
+    launch(column_sums_kernel, grid, partials, x, n, columns, **tile, num_warps=4)
     add_partials(partials, out)
 
 
 def add_partials(partials, first, second=None, third=None):
-    """first (K) = the sum over the rows of partials (P, K or more); second and third those of the columns behind."""
+    """Sum the rows of partials (P, K, 2K or 3K) float32 into one, two or three float32 arrays of K columns each.
+
+    first (K) = the sums of columns [0, K), second those of [K, 2K), third those of [2K, 3K).
+    """
     columns = first.shape[0]
-    grid = (triton.cdiv(columns, NARROW), 1 + (second is not None) + (third is not None))
+    grid = (triton.cdiv(columns, SUM_COLS), 1 + (second is not None) + (third is not None))
     arguments = first, second, third, partials, *partials.shape, columns
-    launch(add_partials_kernel, grid, *arguments, ROWS=PARTIALS, COLUMNS=NARROW, num_warps=8)
+    launch(add_partials_kernel, grid, *arguments, BLOCK_ROWS=SUM_ROWS, BLOCK_COLS=SUM_COLS, num_warps=8)
 
 
 @triton.jit
 def column_sums_kernel(
-    partials, x, n, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr
+    partials_ptr, x_ptr, n, n_cols, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, STAGES: tl.constexpr
 ):  # fmt: skip
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    total = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for tile in tl.range(tl.program_id(0), tl.cdiv(n, ROWS), tl.num_programs(0), num_stages=STAGES):
-        row = tile * ROWS + tl.arange(0, ROWS)
-        mask = (row < n)[:, None] & (column < columns)[None, :]
-        total += tl.load(x + row.to(tl.int64)[:, None] * columns + column[None, :], mask, 0).to(tl.float32)
-    tl.store(partials + tl.program_id(0) * columns + column, tl.sum(total, 0), column < columns)
+    cols = tl.program_id(1) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
+    acc = tl.zeros((BLOCK_ROWS, BLOCK_COLS), tl.float32)
+    for tile in tl.range(tl.program_id(0), tl.cdiv(n, BLOCK_ROWS), tl.num_programs(0), num_stages=STAGES):
+        rows = tile * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+        mask = (rows < n)[:, None] & (cols < n_cols)[None, :]
+        acc += tl.load(x_ptr + rows.to(tl.int64)[:, None] * n_cols + cols[None, :], mask, 0).to(tl.float32)
+    tl.store(partials_ptr + tl.program_id(0) * n_cols + cols, tl.sum(acc, 0), cols < n_cols)
 
 
 @triton.jit
-def add_partials_kernel(first, second, third, partials, n, width, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    which = tl.program_id(1)
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    total = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for start in tl.range(0, n, ROWS):
-        row = start + tl.arange(0, ROWS)
-        mask = (row < n)[:, None] & (column < columns)[None, :]
-        total += tl.load(partials + row[:, None] * width + which * columns + column[None, :], mask, 0)
-    out = first
-    if second is not None:
-        if which == 1:
-            out = second
-    if third is not None:
-        if which == 2:
-            out = third
-    tl.store(out + column, tl.sum(total, 0), column < columns)
+def add_partials_kernel(
+    first_ptr, second_ptr, third_ptr, partials_ptr, n, row_stride, n_cols,
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+):  # fmt: skip
+    output = tl.program_id(1)  # 0: first, 1: second, 2: third
+    cols = tl.program_id(0) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
+    acc = tl.zeros((BLOCK_ROWS, BLOCK_COLS), tl.float32)
+    for start in tl.range(0, n, BLOCK_ROWS):
+        rows = start + tl.arange(0, BLOCK_ROWS)
+        mask = (rows < n)[:, None] & (cols < n_cols)[None, :]
+        acc += tl.load(partials_ptr + rows[:, None] * row_stride + output * n_cols + cols[None, :], mask, 0)
+    out_ptr = first_ptr
+    if second_ptr is not None:
+        if output == 1:
+            out_ptr = second_ptr
+    if third_ptr is not None:
+        if output == 2:
+            out_ptr = third_ptr
+    tl.store(out_ptr + cols, tl.sum(acc, 0), cols < n_cols)

@@ -1,16 +1,16 @@
-"""Cross-entropy over a chunk of logits: three numbers a row, and the gradient in the place of the logits.
+"""Cross-entropy of a chunk of logits: three numbers per row forward, and the gradient, which may overwrite the logits.
 
-    maximum = max over v of logits[v];  sum = sum of exp(logits[v] - maximum);  picked = logits[target]
-    loss = log(sum) - (picked - maximum);  dlogits[v] = scale (exp(logits[v] - maximum) / sum - [v = target])
+    maximum = max over v of logits[v];  sum = sum over v of exp(logits[v] - maximum);  target_logit = logits[target]
+    loss = log(sum) - (target_logit - maximum);  dlogits[v] = scale (exp(logits[v] - maximum) / sum - [v = target])
 
-Pad V to a multiple of 16, or the GPU reads element by element; what stands in the padding does not matter.
-The maximum and the sum come from one reading (Milakov and Gimelshein 2018): whenever the maximum rises from m to m',
-the sum so far is multiplied by exp(m - m'). Each LANE columns, which one thread loads at once, have a maximum and a sum
-of their own, so that no thread waits for another before the row ends.
+The maximum and the sum are computed in one pass (online softmax, Milakov and Gimelshein 2018): when the maximum rises
+from m to m', the sum so far is multiplied by exp(m - m'). Every group of VECTOR columns, which one thread loads with
+one instruction, has its own maximum and sum; they are combined once, at the end of the row.
 
-Full tiles are read without a mask, and their gradient is written as if none of their columns were the target's, which
-one thread then mends: two comparisons and two selections less for each element. And few programs with large tiles share
-a processor, or the rows at work would not stay in the cache until they are read again.
+Performance: pad the vocabulary to a multiple of 16, or the GPU loads element by element; the padding may hold anything.
+Full tiles are loaded without a mask. Their gradient is computed as if they did not contain the target's column, and
+that one element is corrected at the end, which saves two comparisons and two selections per element. Few programs with
+large tiles run on a multiprocessor at a time, so that the rows stay in the L2 cache until they are read again.
 """
 
 # N rows of this chunk, V columns that are tokens, from the token `first` on, then columns that are padding
@@ -22,167 +22,188 @@ import triton.language as tl
 
 from stage2_cuda.runtime.triton_launch import launch
 
-TILE, LANE = 32768, 8  # bytes of a tile; columns that a thread loads at once
-STAGES = 3  # tiles in flight at the first reading, from memory; the second is from the cache
+TILE_BYTES = 32768  # of the logits of one tile
+VECTOR = 8  # adjacent columns that one thread loads at once
+STAGES = 3  # pipeline depth of the first pass, which reads from memory; the second pass reads from the cache
 LOG2E = tl.constexpr(math.log2(math.e))
 
 
-def tile_of(logits):
-    """Columns and warps of a tile."""
-    width = min(TILE // logits.itemsize, max(LANE, triton.next_power_of_2(logits.shape[1])))
-    return width, max(1, width // 512)
+def tile_size(logits):
+    """(columns, warps) of a tile."""
+    columns = min(TILE_BYTES // logits.itemsize, max(VECTOR, triton.next_power_of_2(logits.shape[1])))
+    return columns, max(1, columns // 512)
 
 
-def reading(logits, vocab):
-    """How forward_kernel and forward_backward_kernel go over a row: full tiles, and one that is cut to what is left."""
-    width, warps = tile_of(logits)
-    full, columns = vocab // width, logits.shape[1]
-    tail = triton.next_power_of_2(max(LANE, columns - full * width)) if columns > full * width else 0
-    return dict(COLUMNS=width, TAIL=tail, LANE=LANE, STAGES=STAGES if full > 1 else 1, num_warps=warps)
+def row_options(logits, vocab):
+    """Constants for the kernels that process a whole row: full tiles of BLOCK columns, then one tile of TAIL or 0."""
+    block, warps = tile_size(logits)
+    full_tiles, width = vocab // block, logits.shape[1]
+    tail = triton.next_power_of_2(max(VECTOR, width - full_tiles * block)) if width > full_tiles * block else 0
+    return dict(BLOCK=block, TAIL=tail, VECTOR=VECTOR, STAGES=STAGES if full_tiles > 1 else 1, num_warps=warps)
 
 
-def cross_entropy_forward(maxima, sums, picked, logits, targets, vocab, first=0):
-    """maxima, sums, picked (N) float32 of logits (N, >= V), targets (N), vocab = V.
+def cross_entropy_forward(maxima, sums, target_logits, logits, targets, vocab, first=0):
+    """maxima, sums, target_logits (N) float32 of the first V = vocab columns of logits (N, >= V); targets (N) integers.
 
-    picked is 0 where the target is outside [first, first + V).
+    target_logits is 0 for a target outside [first, first + V).
     """
-    arguments = maxima, sums, picked, logits, targets, vocab, logits.shape[1], first
-    launch(forward_kernel, (logits.shape[0],), *arguments, **reading(logits, vocab))
+    arguments = maxima, sums, target_logits, logits, targets, vocab, logits.shape[1], first
+    launch(forward_kernel, (logits.shape[0],), *arguments, **row_options(logits, vocab))
 
 
 def cross_entropy_backward(dlogits, logits, targets, maxima, sums, scale, vocab, first=0, dy=None):
-    """dlogits (N, >= V) = dy scale (exp(logits - maxima) / sums - onehot), 0 in the padding; it may be logits itself.
+    """dlogits (N, >= V) = dy scale (exp(logits - maxima) / sums - onehot(targets)), 0 in the padding.
 
-    scale: a float; dy: an array of one element on the device, or None for 1.
+    dlogits may be logits itself. scale: a float; dy (1): an array on the device, or None for 1.
     """
-    width, warps = tile_of(logits)
-    grid = (logits.shape[0], triton.cdiv(logits.shape[1], width))
+    block, warps = tile_size(logits)
+    grid = (logits.shape[0], triton.cdiv(logits.shape[1], block))
     arguments = dlogits, logits, targets, maxima, sums, dy, float(scale), vocab, logits.shape[1], first
-    launch(backward_kernel, grid, *arguments, COLUMNS=width, num_warps=warps)
+    launch(backward_kernel, grid, *arguments, BLOCK=block, num_warps=warps)
 
 
-def cross_entropy_forward_backward(dlogits, maxima, sums, picked, logits, targets, scale, vocab, first=0, dy=None):
-    """Both at once, where no other rank has part of the row: its logits are read again while the cache has them."""
-    arguments = dlogits, maxima, sums, picked, logits, targets, dy, float(scale), vocab, logits.shape[1], first
-    launch(forward_backward_kernel, (logits.shape[0],), *arguments, **reading(logits, vocab))
+def cross_entropy_forward_backward(
+    dlogits, maxima, sums, target_logits, logits, targets, scale, vocab, first=0, dy=None
+):
+    """Both of the above in one kernel, for logits whose rows are complete: no other rank has columns of them.
+
+    The second pass over a row reads the logits from the cache. A dy of exactly 1 gives the same bits as None.
+    """
+    width = logits.shape[1]
+    arguments = dlogits, maxima, sums, target_logits, logits, targets, dy, float(scale), vocab, width, first
+    launch(forward_backward_kernel, (logits.shape[0],), *arguments, **row_options(logits, vocab))
 
 
 @triton.jit
 def exp(x):
-    return tl.math.exp2(x * LOG2E)  # tl.exp takes three instructions more, for results below 2^-126, which are 0 here
+    return tl.math.exp2(x * LOG2E)  # tl.exp takes three more instructions for results below 2^-126, which are 0 here
 
 
 @triton.jit
-def load(logits, column, vocab, width, CACHE: tl.constexpr):
-    # a mask with an edge at `vocab`, which is no multiple of 16, would be loaded element by element: four times slower
-    x = tl.load(logits + column, column < width, 0, eviction_policy=CACHE).to(tl.float32)
-    return tl.where(column < vocab, x, float("-inf"))
+def load_tail(logits_ptr, cols, vocab, width, CACHE: tl.constexpr):
+    """Columns of one row in float32, -inf at columns >= vocab."""
+    # masked at `width`: a mask that ends at vocab, which may not divide by 16, would be loaded element by element
+    x = tl.load(logits_ptr + cols, cols < width, 0, eviction_policy=CACHE).to(tl.float32)
+    return tl.where(cols < vocab, x, float("-inf"))
 
 
 @triton.jit
-def read(peak, total, x):
-    """The maxima and sums of lanes, after another tile x (lanes, LANE)."""
-    higher = tl.maximum(peak, tl.max(x, 1))
-    return higher, total * exp(peak - higher) + tl.sum(exp(x - higher[:, None]), 1)
+def online_update(group_max, group_sum, x):
+    """The maxima and sums (groups) after another tile x (groups, VECTOR)."""
+    new_max = tl.maximum(group_max, tl.max(x, 1))
+    return new_max, group_sum * exp(group_max - new_max) + tl.sum(exp(x - new_max[:, None]), 1)
 
 
 @triton.jit
-def nothing(LANES: tl.constexpr):
-    lowest = -2.0e38  # no infinity, as -inf - -inf is NaN, and times LOG2E it must not become one
-    return tl.full((LANES,), lowest, tl.float32), tl.zeros((LANES,), tl.float32)
+def online_start(GROUPS: tl.constexpr):
+    """The maxima and sums (groups) of no columns."""
+    lowest = -2.0e38  # not -inf: -inf - -inf is NaN; and finite after the multiplication by LOG2E
+    return tl.full((GROUPS,), lowest, tl.float32), tl.zeros((GROUPS,), tl.float32)
 
 
 @triton.jit
-def lanes(start, COLUMNS: tl.constexpr, LANE: tl.constexpr):
-    return start + tl.arange(0, COLUMNS // LANE)[:, None] * LANE + tl.arange(0, LANE)[None, :]
+def grouped_cols(start, BLOCK: tl.constexpr, VECTOR: tl.constexpr):
+    """The column indices [start, start + BLOCK) as (BLOCK / VECTOR, VECTOR)."""
+    return start + tl.arange(0, BLOCK // VECTOR)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
 
 
 @triton.jit
-def statistics(
-    logits, target, vocab, width,
-    COLUMNS: tl.constexpr, TAIL: tl.constexpr, LANE: tl.constexpr, STAGES: tl.constexpr, CACHE: tl.constexpr,
+def row_statistics(
+    logits_ptr, target, vocab, width,
+    BLOCK: tl.constexpr, TAIL: tl.constexpr, VECTOR: tl.constexpr, STAGES: tl.constexpr, CACHE: tl.constexpr,
 ):  # fmt: skip
-    """maximum, sum and picked of the row that `logits` points to."""
-    own = (target >= 0) & (target < vocab)
-    picked = tl.load(logits + target, own, 0).to(tl.float32)  # first: the gradient may take the place of the logits
-    peak, total = nothing(COLUMNS // LANE)
-    full = vocab // COLUMNS * COLUMNS
-    for start in tl.range(0, full, COLUMNS, num_stages=STAGES):
-        x = tl.load(logits + lanes(start, COLUMNS, LANE), eviction_policy=CACHE).to(tl.float32)
-        peak, total = read(peak, total, x)
-    maximum = tl.max(peak, 0)
+    """(maximum, sum, target_logit) of the row at logits_ptr."""
+    target_mask = (target >= 0) & (target < vocab)
+    # loaded first: the caller may overwrite the logits with the gradient
+    target_logit = tl.load(logits_ptr + target, target_mask, 0).to(tl.float32)
+    group_max, group_sum = online_start(BLOCK // VECTOR)
+    full = vocab // BLOCK * BLOCK
+    for start in tl.range(0, full, BLOCK, num_stages=STAGES):
+        x = tl.load(logits_ptr + grouped_cols(start, BLOCK, VECTOR), eviction_policy=CACHE).to(tl.float32)
+        group_max, group_sum = online_update(group_max, group_sum, x)
+    maximum = tl.max(group_max, 0)
     if TAIL:
-        last, last_total = nothing(TAIL // LANE)
-        last, last_total = read(last, last_total, load(logits, lanes(full, TAIL, LANE), vocab, width, CACHE))
-        maximum = tl.maximum(maximum, tl.max(last, 0))
-        rest = tl.sum(last_total * exp(last - maximum), 0)
+        tail_max, tail_sum = online_start(TAIL // VECTOR)
+        tail = load_tail(logits_ptr, grouped_cols(full, TAIL, VECTOR), vocab, width, CACHE)
+        tail_max, tail_sum = online_update(tail_max, tail_sum, tail)
+        maximum = tl.maximum(maximum, tl.max(tail_max, 0))
+        sum_of_tail = tl.sum(tail_sum * exp(tail_max - maximum), 0)
     else:
-        rest = 0.0
-    return maximum, tl.sum(total * exp(peak - maximum), 0) + rest, picked
+        sum_of_tail = 0.0
+    return maximum, tl.sum(group_sum * exp(group_max - maximum), 0) + sum_of_tail, target_logit
 
 
 @triton.jit
-def gradient(
-    dlogits, logits, target, maximum, weight, factor, start, vocab, width,
-    COLUMNS: tl.constexpr, CACHE: tl.constexpr,
+def write_gradient(
+    dlogits_ptr, logits_ptr, target, maximum, weight, scale, start, vocab, width,
+    BLOCK: tl.constexpr, CACHE: tl.constexpr,
 ):  # fmt: skip
-    """One tile of dlogits = weight exp(logits - maximum) - factor onehot."""
-    column = start + tl.arange(0, COLUMNS)
-    x = load(logits, column, vocab, width, CACHE)
-    g = weight * exp(x - maximum) - tl.where(column == target, factor, 0.0)
-    tl.store(dlogits + column, tl.where(column < vocab, g, 0.0), column < width, eviction_policy=CACHE)
+    """One tile of dlogits = weight exp(logits - maximum) - scale onehot, with weight = scale / sum."""
+    cols = start + tl.arange(0, BLOCK)
+    x = load_tail(logits_ptr, cols, vocab, width, CACHE)
+    g = weight * exp(x - maximum) - tl.where(cols == target, scale, 0.0)
+    tl.store(dlogits_ptr + cols, tl.where(cols < vocab, g, 0.0), cols < width, eviction_policy=CACHE)
 
 
 @triton.jit
-def scaled(dy, scale):
-    if dy is not None:
-        scale *= tl.load(dy).to(tl.float32)
+def times_dy(scale, dy_ptr):
+    if dy_ptr is not None:
+        scale *= tl.load(dy_ptr).to(tl.float32)
     return scale
 
 
 @triton.jit
 def forward_kernel(
-    maxima, sums, picked, logits, targets, vocab, width, first,
-    COLUMNS: tl.constexpr, TAIL: tl.constexpr, LANE: tl.constexpr, STAGES: tl.constexpr,
+    maxima_ptr, sums_ptr, target_logits_ptr, logits_ptr, targets_ptr, vocab, width, first,
+    BLOCK: tl.constexpr, TAIL: tl.constexpr, VECTOR: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
+    """One program per row."""
     row = tl.program_id(0)
-    target, at = tl.load(targets + row).to(tl.int32) - first, row.to(tl.int64) * width
-    maximum, total, logit = statistics(logits + at, target, vocab, width, COLUMNS, TAIL, LANE, STAGES, "")
-    tl.store(maxima + row, maximum)
-    tl.store(sums + row, total)
-    tl.store(picked + row, logit)
+    target, offs = tl.load(targets_ptr + row).to(tl.int32) - first, row.to(tl.int64) * width
+    maximum, total, target_logit = row_statistics(
+        logits_ptr + offs, target, vocab, width, BLOCK, TAIL, VECTOR, STAGES, ""
+    )
+    tl.store(maxima_ptr + row, maximum)
+    tl.store(sums_ptr + row, total)
+    tl.store(target_logits_ptr + row, target_logit)
 
 
 @triton.jit
 def backward_kernel(
-    dlogits, logits, targets, maxima, sums, dy, scale, vocab, width, first, COLUMNS: tl.constexpr
+    dlogits_ptr, logits_ptr, targets_ptr, maxima_ptr, sums_ptr, dy_ptr, scale, vocab, width, first, BLOCK: tl.constexpr
 ):  # fmt: skip
-    row, factor = tl.program_id(0), scaled(dy, scale)
-    target, maximum = tl.load(targets + row).to(tl.int32) - first, tl.load(maxima + row)
-    at, start = row.to(tl.int64) * width, tl.program_id(1) * COLUMNS
-    weight = factor / tl.load(sums + row)
-    gradient(dlogits + at, logits + at, target, maximum, weight, factor, start, vocab, width, COLUMNS, "")
+    """One program per row and tile of columns."""
+    row, scale = tl.program_id(0), times_dy(scale, dy_ptr)
+    target, maximum = tl.load(targets_ptr + row).to(tl.int32) - first, tl.load(maxima_ptr + row)
+    offs, start = row.to(tl.int64) * width, tl.program_id(1) * BLOCK
+    weight = scale / tl.load(sums_ptr + row)
+    write_gradient(
+        dlogits_ptr + offs, logits_ptr + offs, target, maximum, weight, scale, start, vocab, width, BLOCK, ""
+    )
 
 
 @triton.jit
 def forward_backward_kernel(
-    dlogits, maxima, sums, picked, logits, targets, dy, scale, vocab, width, first,
-    COLUMNS: tl.constexpr, TAIL: tl.constexpr, LANE: tl.constexpr, STAGES: tl.constexpr,
+    dlogits_ptr, maxima_ptr, sums_ptr, target_logits_ptr, logits_ptr, targets_ptr, dy_ptr, scale, vocab, width, first,
+    BLOCK: tl.constexpr, TAIL: tl.constexpr, VECTOR: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    row, factor = tl.program_id(0), scaled(dy, scale)
-    target, at = tl.load(targets + row).to(tl.int32) - first, row.to(tl.int64) * width
-    logits, dlogits = logits + at, dlogits + at
-    maximum, total, logit = statistics(logits, target, vocab, width, COLUMNS, TAIL, LANE, STAGES, "evict_last")
-    tl.store(maxima + row, maximum)
-    tl.store(sums + row, total)
-    tl.store(picked + row, logit)
-    weight, full = factor / total, vocab // COLUMNS * COLUMNS
-    for start in tl.range(0, full, COLUMNS, num_stages=1):  # as if no column here were the target's
-        column = start + tl.arange(0, COLUMNS)
-        x = tl.load(logits + column, eviction_policy="evict_first").to(tl.float32)
-        tl.store(dlogits + column, weight * exp(x - maximum), eviction_policy="evict_first")
+    """One program per row: its statistics, then its gradient."""
+    row, scale = tl.program_id(0), times_dy(scale, dy_ptr)
+    target, offs = tl.load(targets_ptr + row).to(tl.int32) - first, row.to(tl.int64) * width
+    logits_ptr, dlogits_ptr = logits_ptr + offs, dlogits_ptr + offs
+    maximum, total, target_logit = row_statistics(
+        logits_ptr, target, vocab, width, BLOCK, TAIL, VECTOR, STAGES, "evict_last"
+    )
+    tl.store(maxima_ptr + row, maximum)
+    tl.store(sums_ptr + row, total)
+    tl.store(target_logits_ptr + row, target_logit)
+    weight, full = scale / total, vocab // BLOCK * BLOCK
+    for start in tl.range(0, full, BLOCK, num_stages=1):  # without the onehot term, which is added below
+        cols = start + tl.arange(0, BLOCK)
+        x = tl.load(logits_ptr + cols, eviction_policy="evict_first").to(tl.float32)
+        tl.store(dlogits_ptr + cols, weight * exp(x - maximum), eviction_policy="evict_first")
     if TAIL:
-        gradient(dlogits, logits, target, maximum, weight, factor, full, vocab, width, TAIL, "evict_first")
-    tl.debug_barrier()  # that column is written by another thread before
-    own = (target >= 0) & (target < full)
-    tl.store(dlogits + target, weight * exp(logit - maximum) - factor, own)
+        write_gradient(dlogits_ptr, logits_ptr, target, maximum, weight, scale, full, vocab, width, TAIL, "evict_first")
+    tl.debug_barrier()  # another thread has written the target's column above
+    target_mask = (target >= 0) & (target < full)
+    tl.store(dlogits_ptr + target, weight * exp(target_logit - maximum) - scale, target_mask)

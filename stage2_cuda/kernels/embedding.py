@@ -1,13 +1,14 @@
-"""The embedding and its gradient, which adds up the rows of each token in the order of the batch, without atomics.
+"""The token and position embedding, and their gradients, which are sums in a fixed order without atomic additions.
 
     y[n] = wte[ids[n] - first] + wpe[position + n % T]
     dwte[v] = sum of dy[n] over the n with ids[n] - first = v;  dwpe[position + t] = sum of dy[b, t] over the batch
 
-Sorting the rows by token turns dwte into sums over runs, one program a token. A corpus has tokens that are a tenth of
-it: PIECE rows of such a run are added by a program of their own first, so that no token waits for a long loop.
+The host sorts the rows by token (sort_tokens), so the rows of one token are adjacent in the sorted order, and one
+program per token adds them. Some tokens make up a tenth of a corpus; their rows are first added in chunks of CHUNK
+rows by separate programs, so that no program has a long loop.
 """
 
-# B batch, T time, N = B*T rows, C channels, V tokens from `first` on: a vocabulary, or a rank's part of it
+# B batch, T time, N = B*T rows, C channels, V tokens from `first` on: a vocabulary, or one rank's part of it
 
 from collections import namedtuple
 
@@ -17,142 +18,154 @@ import triton.language as tl
 
 from stage2_cuda.runtime.triton_launch import launch
 
-ROWS, COLUMNS = 8, 256  # of a tile
-WIDE = 1024  # columns of a tile where there is one program for each token: few have more than a row or two
-NARROW = 128  # columns of a tile where a program adds the rows of one position
-PIECE = 64  # rows of a long run that one program adds
+BLOCK_ROWS, BLOCK_COLS = 8, 256  # the tile of the forward pass and of the chunk sums
+TOKEN_COLS = 1024  # columns of the tile of one token's program; most tokens have only one row or two
+POSITION_COLS = 128  # columns of the tile of one position's program
+CHUNK = 64  # rows of one token that one program of chunks_kernel adds
 
-Runs = namedtuple("Runs", "order starts piece_starts piece_tokens")
+SortedTokens = namedtuple("SortedTokens", "order starts chunk_starts chunk_tokens")
 
 
-def runs_of_tokens(ids, count, first=0):
-    """What the gradient needs of a batch of token numbers ids (B, T), a host array: the rows, sorted by token.
+def sort_tokens(ids, count, first=0):
+    """SortedTokens of the token numbers ids (B, T), a host array, for `count` = V tokens from `first` on.
 
-    order (N) the rows; starts (V + 1) where the run of each token begins; piece_starts (V + 1) the same, counted in
-    pieces; piece_tokens (N // PIECE) the token of a piece, V where there is none. int32, of fixed shape.
+    order (N): the rows, sorted by token. starts (V + 1): where each token's rows begin in `order`. chunk_starts
+    (V + 1): where its full chunks begin in the list of all chunks. chunk_tokens (N // CHUNK): the token of each chunk,
+    V for unused entries. All int32, of shapes that depend only on N and V.
     """
     ids = ids.reshape(-1)
-    narrow = ids.astype(np.uint16) if ids.max() < 1 << 16 else ids  # of 16 bits NumPy sorts the digits, far faster
-    order = np.argsort(narrow, kind="stable")
+    keys = ids.astype(np.uint16) if ids.max() < 1 << 16 else ids  # NumPy uses the much faster radix sort for 16 bits
+    order = np.argsort(keys, kind="stable")
     ends = np.cumsum(np.bincount(ids, minlength=first + count))
     starts = np.concatenate([[0], ends])[first : first + count + 1]
-    piece_starts = np.concatenate([[0], np.cumsum(np.diff(starts) // PIECE)])
-    piece_tokens = np.searchsorted(piece_starts, np.arange(ids.size // PIECE), side="right") - 1
-    return Runs(*(array.astype(np.int32) for array in (order, starts, piece_starts, piece_tokens)))
+    chunk_starts = np.concatenate([[0], np.cumsum(np.diff(starts) // CHUNK)])
+    chunk_tokens = np.searchsorted(chunk_starts, np.arange(ids.size // CHUNK), side="right") - 1
+    return SortedTokens(*(array.astype(np.int32) for array in (order, starts, chunk_starts, chunk_tokens)))
 
 
-def pieces_shape(n, channels):
-    """The shape of the float32 scratch of embedding_backward."""
-    return max(1, n // PIECE), channels
+def chunk_sums_shape(n, channels):
+    """The shape of the float32 scratch of embedding_backward() for n rows."""
+    return max(1, n // CHUNK), channels
 
 
 def embedding_forward(y, ids, wte, wpe, position=0, first=0):
-    """y (B, T, C) = wte[ids - first] + wpe[position : position + T]; zero for tokens outside [first, first + V).
+    """y (B, T, C) = wte[ids - first] + wpe[position : position + T], with rows of 0 in place of wte for other tokens.
 
-    ids (B, T), wte (V, C); no positions are added for wpe None.
+    ids (B, T) integers; wte (V, C); wpe (block_size, C), or None to add no positions. Other tokens: those outside
+    [first, first + V).
     """
     n, (count, channels) = ids.size, wte.shape
-    grid = (triton.cdiv(n, ROWS), triton.cdiv(channels, COLUMNS))
+    grid = (triton.cdiv(n, BLOCK_ROWS), triton.cdiv(channels, BLOCK_COLS))
     arguments = y, ids, wte, wpe, n, ids.shape[1], count, channels, position, first
-    launch(forward_kernel, grid, *arguments, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=4)
+    launch(forward_kernel, grid, *arguments, BLOCK_ROWS=BLOCK_ROWS, BLOCK_COLS=BLOCK_COLS, num_warps=4)
 
 
-def embedding_backward(dwte, dwpe, pieces, runs, dy, position=0, accumulate=False):
-    """dwte (V, C) and dwpe (block, C), or None, float32, of dy (B, T, C) and the runs_of_tokens of its ids.
+def embedding_backward(dwte, dwpe, chunk_sums, sorted_tokens, dy, position=0, accumulate=False):
+    """dwte (V, C) and dwpe (block_size, C) float32, or dwpe None, from dy (B, T, C) and the SortedTokens of its ids.
 
-    pieces: scratch of pieces_shape(N, C). accumulate: add to dwte, which then costs nothing for tokens that are not
-    there; the embedding of a tied GPT-2 has a gradient from the logits too.
+    chunk_sums: scratch of chunk_sums_shape(N, C). accumulate: add to dwte and skip tokens that are not in the batch
+    (in a GPT-2 with tied weights dwte already holds the gradient of the logits). dwpe is always overwritten.
     """
     (batch, time, channels), count = dy.shape, dwte.shape[0]
-    tiles, most = triton.cdiv(channels, COLUMNS), runs.piece_tokens.shape[0]
-    options = dict(ROWS=ROWS, COLUMNS=COLUMNS, PIECE=PIECE, num_warps=4)
-    if most:
-        launch(pieces_kernel, (most, tiles), pieces, *runs, dy, count, channels, **options)
-    width = min(WIDE, triton.next_power_of_2(channels))
-    grid, arguments = (count, triton.cdiv(channels, width)), (dwte, pieces, *runs[:3], dy, channels)
-    options = dict(ROWS=4 * WIDE // width, COLUMNS=width, PIECE=PIECE, num_warps=4)
+    chunks = sorted_tokens.chunk_tokens.shape[0]
+    options = dict(BLOCK_ROWS=BLOCK_ROWS, BLOCK_COLS=BLOCK_COLS, CHUNK=CHUNK, num_warps=4)
+    if chunks:
+        grid = (chunks, triton.cdiv(channels, BLOCK_COLS))
+        launch(chunks_kernel, grid, chunk_sums, *sorted_tokens, dy, count, channels, **options)
+    width = min(TOKEN_COLS, triton.next_power_of_2(channels))
+    grid = (count, triton.cdiv(channels, width))
+    options = dict(BLOCK_ROWS=4 * TOKEN_COLS // width, BLOCK_COLS=width, CHUNK=CHUNK, num_warps=4)
+    arguments = dwte, chunk_sums, *sorted_tokens[:3], dy, channels
     launch(tokens_kernel, grid, *arguments, ACCUMULATE=accumulate, **options)
     if dwpe is not None:
-        grid, arguments = (dwpe.shape[0], triton.cdiv(channels, NARROW)), (dwpe, dy, batch, time, channels, position)
-        launch(positions_kernel, grid, *arguments, ROWS=ROWS, COLUMNS=NARROW, num_warps=1)
+        grid = (dwpe.shape[0], triton.cdiv(channels, POSITION_COLS))
+        arguments = dwpe, dy, batch, time, channels, position
+        launch(positions_kernel, grid, *arguments, BLOCK_ROWS=BLOCK_ROWS, BLOCK_COLS=POSITION_COLS, num_warps=1)
 
 
 @triton.jit
 def forward_kernel(
-    y, ids, wte, wpe, n, time, count, channels, position, first, ROWS: tl.constexpr, COLUMNS: tl.constexpr
-):
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    mask = (row < n)[:, None] & (column < channels)[None, :]
-    token = tl.load(ids + row, row < n, -1).to(tl.int64) - first
-    own = (token >= 0) & (token < count)
-    x = tl.load(wte + token[:, None] * channels + column[None, :], mask & own[:, None], 0).to(tl.float32)
-    if wpe is not None:
-        place = (position + row % time).to(tl.int64)
-        x += tl.load(wpe + place[:, None] * channels + column[None, :], mask, 0).to(tl.float32)
-    tl.store(y + row.to(tl.int64)[:, None] * channels + column[None, :], x, mask)
-
-
-@triton.jit
-def rows_sum(total, order, dy, begin, end, channels, column, ROWS: tl.constexpr):
-    """total (ROWS, COLUMNS) + the rows order[begin:end] of dy."""
-    for start in tl.range(begin, end, ROWS):
-        at = start + tl.arange(0, ROWS)
-        row = tl.load(order + at, at < end, 0).to(tl.int64)
-        mask = (at < end)[:, None] & (column < channels)[None, :]
-        total += tl.load(dy + row[:, None] * channels + column[None, :], mask, 0).to(tl.float32)
-    return total
-
-
-@triton.jit
-def pieces_kernel(
-    pieces, order, starts, piece_starts, piece_tokens, dy, count, channels,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, PIECE: tl.constexpr,
+    y_ptr, ids_ptr, wte_ptr, wpe_ptr, n, time, count, n_cols, position, first,
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
 ):  # fmt: skip
-    piece = tl.program_id(0)
-    token = tl.load(piece_tokens + piece)
+    rows = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    cols = tl.program_id(1) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
+    mask = (rows < n)[:, None] & (cols < n_cols)[None, :]
+    tokens = tl.load(ids_ptr + rows, rows < n, -1).to(tl.int64) - first
+    token_mask = (tokens >= 0) & (tokens < count)
+    x = tl.load(wte_ptr + tokens[:, None] * n_cols + cols[None, :], mask & token_mask[:, None], 0).to(tl.float32)
+    if wpe_ptr is not None:
+        positions = (position + rows % time).to(tl.int64)
+        x += tl.load(wpe_ptr + positions[:, None] * n_cols + cols[None, :], mask, 0).to(tl.float32)
+    tl.store(y_ptr + rows.to(tl.int64)[:, None] * n_cols + cols[None, :], x, mask)
+
+
+@triton.jit
+def add_sorted_rows(acc, order_ptr, dy_ptr, begin, end, n_cols, cols, BLOCK_ROWS: tl.constexpr):
+    """acc (BLOCK_ROWS, BLOCK_COLS) + the rows order[begin:end] of dy, BLOCK_ROWS at a time."""
+    for start in tl.range(begin, end, BLOCK_ROWS):
+        offs = start + tl.arange(0, BLOCK_ROWS)
+        rows = tl.load(order_ptr + offs, offs < end, 0).to(tl.int64)
+        mask = (offs < end)[:, None] & (cols < n_cols)[None, :]
+        acc += tl.load(dy_ptr + rows[:, None] * n_cols + cols[None, :], mask, 0).to(tl.float32)
+    return acc
+
+
+@triton.jit
+def chunks_kernel(
+    chunk_sums_ptr, order_ptr, starts_ptr, chunk_starts_ptr, chunk_tokens_ptr, dy_ptr, count, n_cols,
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """chunk_sums[chunk] = the sum of CHUNK rows of one token."""
+    chunk = tl.program_id(0)
+    token = tl.load(chunk_tokens_ptr + chunk)
     if token < count:
-        begin = tl.load(starts + token) + (piece - tl.load(piece_starts + token)) * PIECE
-        column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-        total = tl.zeros((ROWS, COLUMNS), tl.float32)
-        total = rows_sum(total, order, dy, begin, begin + PIECE, channels, column, ROWS)
-        tl.store(pieces + piece * channels + column, tl.sum(total, 0), column < channels)
+        begin = tl.load(starts_ptr + token) + (chunk - tl.load(chunk_starts_ptr + token)) * CHUNK
+        cols = tl.program_id(1) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
+        acc = tl.zeros((BLOCK_ROWS, BLOCK_COLS), tl.float32)
+        acc = add_sorted_rows(acc, order_ptr, dy_ptr, begin, begin + CHUNK, n_cols, cols, BLOCK_ROWS)
+        tl.store(chunk_sums_ptr + chunk * n_cols + cols, tl.sum(acc, 0), cols < n_cols)
 
 
 @triton.jit
 def tokens_kernel(
-    dwte, pieces, order, starts, piece_starts, dy, channels,
-    ACCUMULATE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PIECE: tl.constexpr,
+    dwte_ptr, chunk_sums_ptr, order_ptr, starts_ptr, chunk_starts_ptr, dy_ptr, n_cols,
+    ACCUMULATE: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
+    """dwte of one token: its chunk sums, then the rows after its last full chunk."""
     token = tl.program_id(0)
-    begin, end = tl.load(starts + token), tl.load(starts + token + 1)
+    begin, end = tl.load(starts_ptr + token), tl.load(starts_ptr + token + 1)
     if begin < end or not ACCUMULATE:
-        column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-        inside = column < channels
-        total = tl.zeros((ROWS, COLUMNS), tl.float32)
-        first, last = tl.load(piece_starts + token), tl.load(piece_starts + token + 1)
-        for start in tl.range(first, last, ROWS):
-            piece = start + tl.arange(0, ROWS)
-            mask = (piece < last)[:, None] & inside[None, :]
-            total += tl.load(pieces + piece[:, None] * channels + column[None, :], mask, 0)
-        total = rows_sum(total, order, dy, begin + (last - first) * PIECE, end, channels, column, ROWS)
-        out = dwte + token.to(tl.int64) * channels + column
-        total = tl.sum(total, 0)
+        cols = tl.program_id(1) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
+        col_mask = cols < n_cols
+        acc = tl.zeros((BLOCK_ROWS, BLOCK_COLS), tl.float32)
+        chunk_begin, chunk_end = tl.load(chunk_starts_ptr + token), tl.load(chunk_starts_ptr + token + 1)
+        for start in tl.range(chunk_begin, chunk_end, BLOCK_ROWS):
+            chunks = start + tl.arange(0, BLOCK_ROWS)
+            mask = (chunks < chunk_end)[:, None] & col_mask[None, :]
+            acc += tl.load(chunk_sums_ptr + chunks[:, None] * n_cols + cols[None, :], mask, 0)
+        after_chunks = begin + (chunk_end - chunk_begin) * CHUNK
+        acc = add_sorted_rows(acc, order_ptr, dy_ptr, after_chunks, end, n_cols, cols, BLOCK_ROWS)
+        dwte_ptrs = dwte_ptr + token.to(tl.int64) * n_cols + cols
+        dwte = tl.sum(acc, 0)
         if ACCUMULATE:
-            total += tl.load(out, inside, 0)
-        tl.store(out, total, inside)
+            dwte += tl.load(dwte_ptrs, col_mask, 0)
+        tl.store(dwte_ptrs, dwte, col_mask)
 
 
 @triton.jit
-def positions_kernel(dwpe, dy, batch, time, channels, position, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    place = tl.program_id(0)
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    total = tl.zeros((ROWS, COLUMNS), tl.float32)
-    t = place - position
+def positions_kernel(
+    dwpe_ptr, dy_ptr, batch, time, n_cols, position, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr
+):  # fmt: skip
+    """dwpe of one position: the sum over the batch, 0 for positions that the batch does not use."""
+    row = tl.program_id(0)  # of dwpe
+    cols = tl.program_id(1) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
+    acc = tl.zeros((BLOCK_ROWS, BLOCK_COLS), tl.float32)
+    t = row - position
     if (t >= 0) & (t < time):
-        for start in tl.range(0, batch, ROWS):
-            b = start + tl.arange(0, ROWS)
-            mask = (b < batch)[:, None] & (column < channels)[None, :]
-            row = b.to(tl.int64) * time + t
-            total += tl.load(dy + row[:, None] * channels + column[None, :], mask, 0).to(tl.float32)
-    tl.store(dwpe + place.to(tl.int64) * channels + column, tl.sum(total, 0), column < channels)
+        for start in tl.range(0, batch, BLOCK_ROWS):
+            b = start + tl.arange(0, BLOCK_ROWS)
+            mask = (b < batch)[:, None] & (cols < n_cols)[None, :]
+            rows = b.to(tl.int64) * time + t
+            acc += tl.load(dy_ptr + rows[:, None] * n_cols + cols[None, :], mask, 0).to(tl.float32)
+    tl.store(dwpe_ptr + row.to(tl.int64) * n_cols + cols, tl.sum(acc, 0), cols < n_cols)

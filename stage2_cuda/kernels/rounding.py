@@ -1,48 +1,48 @@
-"""Stochastic rounding of fp32 to bf16: up or down at random, so that on average nothing is lost.
+"""Stochastic rounding of float32 to bfloat16: up or down at random, so that the expected result equals the input.
 
-    the bits of x = 2^16 high + low;  those of its bf16 = (bits + r) / 2^16, rounded down,  r uniform in [0, 2^16)
+    bits(x) = 2^16 high + low;  bits(bf16(x)) = floor((bits(x) + r) / 2^16),  r uniform in [0, 2^16)
 
-Then x moves away from zero with probability low / 2^16, its distance from the other neighbour: the mean is x. Random
-numbers are a function of a key, which is drawn from seed and step, and of an element's number (Philox 4x32-10, Salmon
-et al. 2011): nothing has to be kept, and whoever rounds a part of the arena comes to the same bits.
+x is rounded away from zero with probability low / 2^16, which makes the mean of the result x. The random numbers come
+from a counter-based generator (Philox 4x32-10, Salmon et al. 2011): they depend only on a key, which is derived from
+the run's seed and the step, and on the element's index in the arena. No generator state is stored, and every rank that
+rounds a part of the arena computes the same bits.
 """
 
-import numpy as np
 import triton
 import triton.language as tl
 
 from stage2_cuda.runtime.triton_launch import launch
 
-BLOCK = 1024  # elements of one program
+BLOCK = 1024  # elements per program
 
 
-def key_of(seed, step):
-    """int64 (1), the key of one step's random numbers, for the device."""
-    return np.random.SeedSequence((seed, step)).generate_state(1, np.uint64).view(np.int64)
+def round_to_bf16(out, x, philox_key, offset=0):
+    """out (n) uint16 = the bits of x (n) float32 as bfloat16, stochastically rounded.
 
-
-def round_to_bf16(out, x, key, offset=0):
-    """out (n) uint16 = the bits of x (n) float32 as bf16, stochastically rounded; key: key_of() on the device.
-
-    offset: the number of x's first element in its arena, a multiple of 4.
+    philox_key (1) int64: gpt2core.optimizer.rounding_key() on the device. offset: the arena index of x's first element,
+    a multiple of 4.
     """
-    launch(rounding_kernel, (triton.cdiv(x.size, BLOCK),), out, x, key, offset, x.size, BLOCK=BLOCK, num_warps=4)
+    grid = (triton.cdiv(x.size, BLOCK),)
+    launch(rounding_kernel, grid, out, x, philox_key, offset, x.size, BLOCK=BLOCK, num_warps=4)
 
 
 @triton.jit
-def stochastic_bf16(x, key, offset, BLOCK: tl.constexpr):
-    """The bits of x (BLOCK) float32, the elements from number `offset` (int64) on, as bf16 in uint16."""
-    a, b, c, d = tl.randint4x(tl.load(key), offset // 4 + tl.arange(0, BLOCK // 4))  # 32 bits for each of 4 neighbours
-    r = tl.interleave(tl.interleave(a, c), tl.interleave(b, d)) >> 16
+def stochastic_bf16(x, philox_key_ptr, offset, BLOCK: tl.constexpr):
+    """x (BLOCK) float32, whose first element has the arena index `offset` (int64) -> the bf16 bits (BLOCK) uint16."""
+    # one Philox call gives four 32-bit numbers, which four consecutive elements use
+    r0, r1, r2, r3 = tl.randint4x(tl.load(philox_key_ptr), offset // 4 + tl.arange(0, BLOCK // 4))
+    r = tl.interleave(tl.interleave(r0, r2), tl.interleave(r1, r3)) >> 16
     bits = x.to(tl.uint32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
-    r = tl.where(magnitude < 0x7F7F0000, r, 0x8000)  # to nearest, where infinity is next; which stays so
-    bits = tl.where(magnitude > 0x7F800000, bits | 0x400000, bits + r)  # NaN must not lose all bits of its fraction
+    r = tl.where(magnitude < 0x7F7F0000, r, 0x8000)  # to nearest above the largest finite bf16; infinity is unchanged
+    bits = tl.where(magnitude > 0x7F800000, bits | 0x400000, bits + r)  # keep NaN a NaN: set its quiet bit
     return (bits >> 16).to(tl.uint16)
 
 
 @triton.jit
-def rounding_kernel(out, x, key, offset, n, BLOCK: tl.constexpr):
+def rounding_kernel(out_ptr, x_ptr, philox_key_ptr, offset, n, BLOCK: tl.constexpr):
     start = tl.program_id(0).to(tl.int64) * BLOCK
-    at = start + tl.arange(0, BLOCK)
-    tl.store(out + at, stochastic_bf16(tl.load(x + at, at < n, 0), key, offset + start, BLOCK), at < n)
+    offs = start + tl.arange(0, BLOCK)
+    mask = offs < n
+    rounded = stochastic_bf16(tl.load(x_ptr + offs, mask, 0), philox_key_ptr, offset + start, BLOCK)
+    tl.store(out_ptr + offs, rounded, mask)

@@ -41,20 +41,20 @@ class CudaRuntime(Runtime):
 
     @property
     def tuned(self):
-        return self.tuner.choices
+        return self.tuner.tuned
 
     @property
     def tuned_for(self):
-        return self.tuner.made_for
+        return self.tuner.tuned_for
 
     def load_tuned(self, tuned, final=False):
-        if self.tuner.adopt(tuned, final):
-            self.gemm.plan_anew()
+        if self.tuner.load_tuned(tuned, final):
+            self.gemm.clear_plans()
 
     def retune(self):
         if self.tuned_for is None:
             raise ConfigError("--autotune and --deterministic exclude each other: that mode chooses nothing by timing")
-        self.tuner.forget()
+        self.tuner.retune()
 
     # -- a step, and its streams -------------------------------------------------------------------------------------
 
@@ -98,10 +98,10 @@ class CudaRuntime(Runtime):
         # what the driver has left, and what this process holds: without other processes
         free = self.xp.cuda.runtime.memGetInfo()[0] + self.held_memory() + memory_model.CONTEXT
         if batch_size is None:
-            text = memory_model.no_room_to_write(config, self.precision, free, parallel.tp if parallel else 1)
+            text = memory_model.explain_generation_oom(config, self.precision, free, parallel.tp if parallel else 1)
         else:
             sizes = batch_size, seq_len, self.precision, micro_batches, ranks
-            text = memory_model.no_room_to_train(config, *sizes, free, parallel, in_order)
+            text = memory_model.explain_training_oom(config, *sizes, free, parallel, in_order)
         return f"out of memory on the {self.name}: {text}"
 
     # -- profiling ---------------------------------------------------------------------------------------------------

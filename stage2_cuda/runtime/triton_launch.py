@@ -1,12 +1,12 @@
-"""Triton kernels on CuPy's arrays and current stream, without PyTorch; on NumPy's arrays under the interpreter.
+"""Launch Triton kernels without PyTorch: on CuPy arrays and CuPy's current stream, or on NumPy arrays (interpreter).
 
-`launch(kernel, grid, *arguments, **options)` is all that a kernel file needs. With TRITON_INTERPRET=1 in the
-environment the same kernels run on the CPU, slowly, so that one can learn and test without a GPU.
+A kernel file needs only `launch(kernel, grid, *arguments, **options)`. With TRITON_INTERPRET=1 in the environment the
+same kernels run on the CPU, slowly: one can learn and test without a GPU.
 
-Triton asks a driver object for its device and its stream, and the stock one asks PyTorch: ours asks CuPy. A launch
-through `kernel[grid](...)` looks at every argument to find the compiled variant, about 10 us of Python; here one
-dictionary look-up finds it. Its key holds all that Triton specialises on: the types, which pointers and integers are
-divisible by 16, which integers are 1, and every constant.
+Triton gets the device and the stream from a driver object. The standard driver uses PyTorch; the one here uses CuPy.
+A launch through `kernel[grid](...)` inspects every argument to find the compiled variant, about 10 us of Python. Here
+one dictionary look-up finds it. Its key holds everything that Triton specialises on: the types, which pointers and
+integers are divisible by 16, which integers are 1, and every constant.
 """
 
 import ctypes
@@ -18,63 +18,63 @@ import numpy as np
 
 from gpt2core.errors import ConfigError
 
-WAY_OUT = "with TRITON_INTERPRET=1 in the environment the same kernels run on the CPU, slowly"
+USE_INTERPRETER = "with TRITON_INTERPRET=1 in the environment the same kernels run on the CPU, slowly"
 PIP_INSTALL = "pip install cupy-cuda13x[ctk], or cupy-cuda12x[ctk] for a driver of CUDA 12"
-CAPABILITY = (8, 0)  # the oldest GPU with bf16 tensor cores
-OVERLAPS = (9, 0)  # the oldest with programmatic dependent launch
+MIN_CAPABILITY = (8, 0)  # bf16 tensor cores
+PDL_CAPABILITY = (9, 0)  # programmatic dependent launch
 
 
 def interpreted():
-    """Whether TRITON_INTERPRET asks for Triton's interpreter: as Triton itself understood it.
+    """Whether kernels run in Triton's interpreter: Triton's own reading of TRITON_INTERPRET.
 
-    Raises ConfigError where there is no Triton.
+    Raises ConfigError if Triton cannot be imported.
     """
     return imported("triton", "Triton", "pip install triton").knobs.runtime.interpret
 
 
 def array_module():
-    """The module whose arrays `launch` takes: numpy under the interpreter, else cupy with a GPU that works.
+    """The module whose arrays launch() takes: numpy under the interpreter, otherwise cupy.
 
-    Raises ConfigError where there is no GPU, no driver, no CuPy or no Triton.
+    Raises ConfigError if there is no usable GPU, no driver, no CuPy or no Triton.
     """
-    return runtime().xp
+    return launcher().xp
 
 
 def launch(kernel, grid, *arguments, **options):
-    """Run kernel[grid] on CuPy's current stream; an array stands for the pointer to its first element.
+    """Run kernel[grid] on CuPy's current stream. grid: 1 to 3 integers.
 
-    arguments: arrays, integers, floats, None and descriptors, for all parameters of the kernel but its constants.
-    options: the constants (annotated tl.constexpr, last in the signature), num_warps, num_stages, enable_fp_fusion.
-    grid: 1-3 integers.
+    arguments: arrays (passed as pointers to their first elements), int, float, None or descriptor() objects, for all
+    parameters of the kernel except its constants. options: the constants (annotated tl.constexpr, last in the
+    signature), num_warps, num_stages, enable_fp_fusion, launch_pdl. Raises TypeError for any other argument.
     """
-    runtime().launch(kernel, grid, arguments, options)
+    launcher().launch(kernel, grid, arguments, options)
 
 
 def can_overlap():
-    """Whether a kernel can start while the one before it ends: the option launch_pdl, and what kernels do with it."""
-    return runtime().can_overlap()
+    """Whether a kernel may start before the previous one has ended (programmatic dependent launch, launch_pdl)."""
+    return launcher().can_overlap()
 
 
 @functools.cache
-def runtime():
-    """What launches kernels in this process, made at the first call."""
-    return Interpreter() if interpreted() else Gpu()
+def launcher():
+    """The process's InterpreterLauncher or GpuLauncher, created at the first call."""
+    return InterpreterLauncher() if interpreted() else GpuLauncher()
 
 
-class Interpreter:
+class InterpreterLauncher:
     """Runs kernels on the CPU, one program after another."""
 
     xp = np
 
     def __init__(self):
-        self.one_at_a_time = threading.Lock()  # the interpreter keeps which program it is at for the whole process
+        self.lock = threading.Lock()  # the interpreter keeps the current program's index in a global variable
 
     def can_overlap(self):
         return False
 
     def launch(self, kernel, grid, arguments, options):
         arguments = [self.argument(value) for value in arguments]
-        with self.one_at_a_time:
+        with self.lock:
             kernel[grid](*arguments, **options)
 
     def argument(self, value):
@@ -88,29 +88,29 @@ class Interpreter:
         return pointer if isinstance(value, np.ndarray) else value
 
 
-class Gpu:
-    """Launches kernels on the current device of CuPy, on its current stream, and keeps what was compiled."""
+class GpuLauncher:
+    """Launches kernels on CuPy's current device and current stream, and caches the compiled variants."""
 
     def __init__(self):
         triton = imported("triton", "Triton", "pip install triton")
         try:
-            self.xp = imported("cupy", "CuPy", f"{PIP_INSTALL}; {WAY_OUT}")
+            self.xp = imported("cupy", "CuPy", f"{PIP_INSTALL}; {USE_INTERPRETER}")
         except ConfigError:
-            if not has_driver():  # then installing it would be in vain
-                raise ConfigError(f"no GPU was found, for there is no NVIDIA driver here: {WAY_OUT}") from None
+            if not has_driver():  # then installing CuPy would not help
+                raise ConfigError(f"no GPU was found: this machine has no NVIDIA driver; {USE_INTERPRETER}") from None
             raise
         self.device = self.xp.cuda.runtime.getDevice
         try:
             count = self.xp.cuda.runtime.getDeviceCount()
-        except Exception as error:  # no driver, or one older than this CuPy's CUDA
-            raise ConfigError(f"no GPU can be used ({first_line(error)}): {WAY_OUT}") from error
+        except Exception as error:  # no driver, or one too old for this CuPy's CUDA
+            raise ConfigError(f"no GPU can be used ({first_line(error)}): {USE_INTERPRETER}") from error
         if count == 0:
-            raise ConfigError(f"no GPU was found: {WAY_OUT}")
-        if self.capability() < CAPABILITY:
-            has, needs = (".".join(map(str, pair)) for pair in (self.capability(), CAPABILITY))
-            raise ConfigError(f"this GPU has compute capability {has}, the kernels need {needs}: {WAY_OUT}")
+            raise ConfigError(f"no GPU was found: {USE_INTERPRETER}")
+        if self.capability() < MIN_CAPABILITY:
+            has, needs = (".".join(map(str, pair)) for pair in (self.capability(), MIN_CAPABILITY))
+            raise ConfigError(f"this GPU has compute capability {has}, the kernels need {needs}: {USE_INTERPRETER}")
         triton.runtime.driver.set_active(cupy_driver(self))
-        # scratch for descriptors that a kernel makes; freed on return, and used again in the order of the stream alone
+        # scratch for descriptors that a kernel creates. It is freed at once: CuPy's pool reuses it in stream order.
         triton.set_allocator(lambda size, alignment, stream: Pointer(self.xp.empty(size, np.int8)))
         self.compiled = {}
 
@@ -119,10 +119,11 @@ class Gpu:
         return divmod(int(self.xp.cuda.Device(device).compute_capability), 10)
 
     def can_overlap(self):
-        return self.capability() >= OVERLAPS
+        return self.capability() >= PDL_CAPABILITY
 
     def launch(self, kernel, grid, arguments, options):
-        key, values = [id(kernel), self.device(), *options.items()], []  # hashing a kernel is slow; modules keep them
+        # id(kernel) because hashing a kernel is slow; modules keep their kernels alive, so the id stays unique
+        key, values = [id(kernel), self.device(), *options.items()], []
         for value in arguments:
             kind = type(value)
             if kind is int:
@@ -147,7 +148,7 @@ class Gpu:
             compiled[(*grid, 1, 1)[:3]](*values, *constants)
 
     def compile_and_launch(self, kernel, grid, arguments, options):
-        """-> the compiled kernel, and its constants in the order of its signature."""
+        """Return the compiled kernel and its constants in the order of its signature."""
         from triton import OutOfResources
 
         constants = list(range(len(arguments), len(kernel.arg_names)))
@@ -155,16 +156,17 @@ class Gpu:
             raise TypeError(f"{kernel.__name__}: {len(arguments)} arguments, but the constants are {kernel.constexprs}")
         arguments = (Pointer(value) if isinstance(value, self.xp.ndarray) else value for value in arguments)
         try:
-            compiled = kernel[grid](*arguments, **{"enable_fp_fusion": True} | options)  # 3.9 warns where nobody says
+            # Triton 3.9 warns if enable_fp_fusion is not given
+            compiled = kernel[grid](*arguments, **{"enable_fp_fusion": True} | options)
         except OutOfResources as error:
-            raise too_small(kernel, error) from error
+            raise does_not_fit(kernel, error) from error
         defaults = kernel.signature.parameters
         names = [kernel.arg_names[number] for number in constants]
         return compiled, [options[name] if name in options else defaults[name].default for name in names]
 
 
 def has_driver():
-    """Whether the library is there by which programs talk to NVIDIA's driver."""
+    """Whether the user-mode library of NVIDIA's driver can be loaded."""
     try:
         ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -173,11 +175,11 @@ def has_driver():
 
 
 def cupy_driver(gpu):
-    """Triton's CUDA driver, with the device and the stream that CuPy has current."""
+    """Triton's CUDA driver with CuPy's current device and stream. gpu: a GpuLauncher."""
     from triton.backends.nvidia.driver import CudaDriver, CudaLauncher, CudaUtils
 
     class CupyDriver(CudaDriver):
-        def __init__(self):  # not the parent's, which imports PyTorch (3.6) or takes the default stream (3.9)
+        def __init__(self):  # does not call the parent's, which imports PyTorch (3.6) or uses the default stream (3.9)
             self.utils, self.launcher_cls = CudaUtils(), CudaLauncher
             self.get_current_device = gpu.device
             self.set_current_device = gpu.xp.cuda.runtime.setDevice
@@ -191,14 +193,14 @@ def cupy_driver(gpu):
 
 
 class Pointer:
-    """An array as Triton wants it: the address and the type of its elements."""
+    """An array as an argument for Triton: its address and its dtype. It keeps the array alive."""
 
     __slots__ = ("array", "dtype", "address")
 
     def __init__(self, array):
         if not array.flags.c_contiguous:
             raise not_contiguous(array)
-        self.array, self.dtype = array, array.dtype  # the memory lives as long as this
+        self.array, self.dtype = array, array.dtype
         self.address = array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr
 
     def data_ptr(self):
@@ -207,12 +209,12 @@ class Pointer:
     def itself(self, *_, **__):
         return self
 
-    # what the interpreter does to bring a PyTorch tensor to the host, and its results back: this one is there already
+    # The interpreter calls these to copy a PyTorch tensor to the host and back; a NumPy array is on the host already.
     untyped_storage = cpu = new_empty = set_ = copy_ = storage_offset = size = stride = itself
 
 
 def descriptor(array, block_shape):
-    """An argument of `launch`: `array`, read and written in blocks of `block_shape` by the TMA unit of the GPU."""
+    """A tensor descriptor for launch(): `array` in blocks of `block_shape`, copied by the GPU's TMA unit."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     strides = [stride // array.itemsize for stride in array.strides]
@@ -221,7 +223,7 @@ def descriptor(array, block_shape):
 
 def not_an_argument(value):
     return TypeError(
-        f"{type(value)} is no argument of a kernel: arrays of the device, int, float, None, descriptors are"
+        f"{type(value)} cannot be passed to a kernel: use a device array, int, float, None or a descriptor"
     )
 
 
@@ -232,17 +234,18 @@ def not_contiguous(array):
 # -- errors ------------------------------------------------------------------------------------------------------------
 
 
-def imported(module, name, way_out):
+def imported(module, name, remedy):
+    """The imported module; ConfigError with `remedy` if that fails. name: how the message calls it."""
     try:
         return importlib.import_module(module)
-    except Exception as error:  # a CuPy for another CUDA raises more than ImportError
-        raise ConfigError(f"{name} is needed, and cannot be imported ({first_line(error)}): {way_out}") from error
+    except Exception as error:  # a CuPy for another CUDA raises other errors than ImportError
+        raise ConfigError(f"{name} is needed but cannot be imported ({first_line(error)}): {remedy}") from error
 
 
-def too_small(kernel, error):
+def does_not_fit(kernel, error):
     name = f"{kernel.__module__.rpartition('.')[2]}.{kernel.__name__}"
     return ConfigError(
-        f"{name} does not fit this GPU ({error.name}: {error.required:,} needed, {error.limit:,} there): "
+        f"{name} does not fit this GPU ({error.name}: {error.required:,} needed, {error.limit:,} available): "
         f"use --precision bf16, whose tiles are smaller, or a GPU of compute capability 9.0"
     )
 

@@ -1,1 +1,1 @@
-"""Choosing kernels and tiles by timing them."""
+"""Choose kernel configurations by timing them."""

@@ -1,10 +1,11 @@
-"""What is fastest on this GPU is found by trying it, once: algorithms and tiles, chosen by timing and kept on disk.
+"""Choose the fastest kernel configuration or algorithm on this GPU by timing the candidates once; cache it on disk.
 
-    tuner = Tuner(cupy, made_for="NVIDIA H200, cublasLt 130000, Triton 3.6.0", directory=cache_directory())
-    config = tuner.choose("attention forward ...", configs, run, outputs)  # times at the first call, looks up later
+    tuner = Tuner(cupy, tuned_for="NVIDIA H200, cublasLt 130000, Triton 3.6.0", directory=cache_directory())
+    config = tuner.choose("attention forward ...", configs, run, outputs)  # times at the first call, then looks it up
 
-Candidates are timed in turns, A B C, B A C, ..., each in a CUDA graph of several calls, or a small kernel would time
-its launch. A choice is text, {what: choice}, so that it can be recorded with a run and given to other ranks.
+The tuner times the candidates in alternating order (A B C, B A C, ...). Each is recorded several times in a CUDA graph,
+because the time of one small kernel would mostly be launch overhead. A choice is text, {what: str(candidate)}, so that
+it can be logged with a run and sent to other ranks.
 """
 
 import functools
@@ -19,84 +20,88 @@ import numpy as np
 
 from stage2_cuda.runtime.cuda_graph import no_garbage_collection
 
-FASTER = 0.99  # of the first candidate's time: less may be noise, and noise shall not change bits from run to run
-DIFFERENT = {2: 2e-2, 4: 2e-3}  # relative norm beyond what another order of sums makes, by bytes of an element
-PIECE = 1 << 22  # elements that are compared at once
-SEED = 20260101  # of the order in which candidates take their turns
-ROUNDS, CALLS, ENOUGH = 5, 20, 20.0  # turns of each graph; calls in one, at most; milliseconds that they should take
+# A candidate wins only below this share of the first one's time: a smaller difference may be noise, which must not
+# change the bits of a result from run to run.
+FASTER = 0.99
+TOLERANCE = {2: 2e-2, 4: 2e-3}  # {bytes of an element: relative norm}, above what another order of summation causes
+PIECE = 1 << 22  # elements that `difference` compares at once
+SEED = 20260101  # of the order of the candidates in each round
+ROUNDS, CALLS, ENOUGH = 5, 20, 20.0  # rounds of timing; calls per graph at most; milliseconds of a graph to aim for
 
 
 class Tuner:
-    """Chooses by timing on the current device of CuPy, and keeps what it has chosen.
+    """Times candidates on CuPy's current device and keeps the choices.
 
-    made_for: the device and the libraries for which a choice is good; None: nothing is timed, and always the first
-    candidate chosen, so that every run and every rank computes the same bits. directory: where choices are kept, or
-    None. say(text) tells the user what takes so long. `choices` {what: choice} are those in force.
+    tuned_for: the device and libraries that the choices are valid for. None: time nothing and always choose the first
+    candidate, so that every run and every rank computes the same bits. directory: of the cache file, or None.
+    notify(text) tells the user that timing takes a while. tuned: {what: choice} in force.
     """
 
-    def __init__(self, cupy, made_for=None, directory=None, say=print):
-        self.cupy, self.made_for, self.say = cupy, made_for, say
-        keeps = made_for is not None and directory is not None
-        self.file = Path(directory, re.sub(r"[^\w.]+", "-", made_for) + ".json") if keeps else None
-        self.choices = read_choices(self.file, made_for) if keeps else {}
-        self.timed, self.chosen = {}, {}  # what this process has timed; {what: the candidate that a choice names}
-        self.final, self.failed, self.announced = made_for is None, False, False
+    def __init__(self, cupy, tuned_for=None, directory=None, notify=print):
+        self.cupy, self.tuned_for, self.notify = cupy, tuned_for, notify
+        cached = tuned_for is not None and directory is not None
+        self.file = Path(directory, re.sub(r"[^\w.]+", "-", tuned_for) + ".json") if cached else None
+        self.tuned = read_choices(self.file, tuned_for) if cached else {}
+        self.timed = {}  # {what: choice} that this process has timed
+        self.chosen = {}  # {what: the candidate itself}
+        self.final, self.failed, self.announced = tuned_for is None, False, False
 
-    def forget(self):
-        """Choose all anew."""
-        self.choices = {}
+    def retune(self):
+        """Drop all choices, so that everything is timed again."""
+        self.tuned = {}
         self.chosen.clear()
 
-    def adopt(self, choices, final=False):
-        """Choose as `choices`, another rank's or an earlier run's, have it; -> whether that is new here.
+    def load_tuned(self, choices, final=False):
+        """Use the choices {what: choice} of another rank or an earlier run; returns whether anything changed.
 
-        Nothing else is known then, so that ranks which adopt the same try out the same. But if it is final, what only
-        this rank has met stays as it is, and no candidates are tried from here on: what comes later takes the first.
+        They replace all choices of this tuner, so that ranks with equal choices also time the same candidates. With
+        `final` they are only added, and nothing is timed from here on: a new `what` gets its first candidate.
         """
-        self.final, before = self.final or final, self.choices
-        self.choices = self.choices | choices if final else dict(choices)
-        if new := self.choices != before:
+        self.final, before = self.final or final, self.tuned
+        self.tuned = self.tuned | choices if final else dict(choices)
+        if changed := self.tuned != before:
             self.chosen.clear()
-            if overruled := {what: choices[what] for what in self.timed.keys() & choices.keys()}:
-                self.timed |= overruled  # or the next run, which reads the file, would choose otherwise than this one
+            if replaced := {what: choices[what] for what in self.timed.keys() & choices.keys()}:
+                self.timed |= replaced  # or the next run would read another choice from the file
                 self.write()
-        return new
+        return changed
 
     def keep(self, what, choice):
-        """Let what has been chosen by timing be found again, on disk too."""
-        self.choices[what] = self.timed[what] = choice
+        """Store a choice that was timed, on disk too."""
+        self.tuned[what] = self.timed[what] = choice
         self.write()
 
     def write(self):
         if self.file:
-            write_choices(self.file, self.made_for, self.timed)
+            write_choices(self.file, self.tuned_for, self.timed)
 
     def announce(self):
-        """Tell once why the first step takes so long."""
+        """Tell the user, once, why the first step takes longer."""
         if not self.announced:
-            where = f"once: the fastest are kept in {self.file}" if self.file else "in this run alone: there is no home"
-            self.say(f"timing kernels for this GPU, {where}")
+            where = f"once; cached in {self.file}" if self.file else "in every run, because there is no home directory"
+            self.notify(f"timing kernels for this GPU, {where}")
         self.announced = True
 
     # -- candidates ----------------------------------------------------------------------------------------------------
 
     def choose(self, what, candidates, run, outputs, before=lambda: None):
-        """The candidate with which run(candidate) is the fastest; the first, unless another is so by more than noise.
+        """The candidate whose run(candidate) is fastest; the first one unless another is faster by more than noise.
 
-        what: for which choice, as text; candidates differ as text too. run launches on the current stream, waits for
-        nothing, and writes all of `outputs`, arrays or views of them, which hold nothing of use afterwards; before()
-        is run once before. A candidate that cannot run, or whose results are others, is passed over. Nothing that goes
-        wrong here ends a run: it takes the first candidate then, with a warning.
+        what: the name of the choice. The texts of the candidates must differ. run launches work on the current stream,
+        does not synchronize, and writes all of `outputs`: arrays or views, whose contents are undefined afterwards.
+        before() is called once before timing. A candidate that fails, or whose results differ from the first one's, is
+        skipped. If timing itself fails, the first candidate is chosen, with a warning.
         """
         if what not in self.chosen:
-            self.chosen[what] = self.look_up(what, candidates) or self.try_out(what, candidates, run, outputs, before)
+            candidate = self.look_up(what, candidates)
+            self.chosen[what] = candidate or self.time_candidates(what, candidates, run, outputs, before)
         return self.chosen[what]
 
     def look_up(self, what, candidates):
-        name = self.choices.get(what)
+        name = self.tuned.get(what)
         return next((candidate for candidate in candidates if str(candidate) == name), None)
 
-    def try_out(self, what, candidates, run, outputs, before):
+    def time_candidates(self, what, candidates, run, outputs, before):
         if self.final or len(candidates) == 1 or self.capturing():
             return candidates[0]
         if not self.failed:
@@ -107,55 +112,55 @@ class Tuner:
                 return fastest
             except Exception as error:
                 self.failed, problem = True, (str(error).strip() or type(error).__name__).splitlines()[0]
-                told = f"{what}: cannot be timed ({problem}), so this run takes tiles from the table"
-                warnings.warn(told, stacklevel=4)
-        self.choices[what] = str(candidates[0])  # for all ranks; but not on disk, as the next run may have more luck
+                message = f"{what}: cannot be timed ({problem}); this run uses the default configurations"
+                warnings.warn(message, stacklevel=4)
+        self.tuned[what] = str(candidates[0])  # sent to the other ranks, but not cached: the next run tries again
         return candidates[0]
 
     def capturing(self):
-        """Whether the current stream is being captured: then nothing can be timed."""
+        """Whether the current stream is being captured, so that nothing can be timed."""
         return self.cupy.cuda.get_current_stream().is_capturing()
 
     def fastest(self, candidates, run, outputs, before):
-        cuda, sound, graphs, wanted = self.cupy.cuda, [], [], None
-        cuda.runtime.deviceSynchronize()  # what is read may be at work on another stream
+        """Time the candidates that run and whose results agree; raises the last error if none does."""
+        cuda, usable, graphs, wanted = self.cupy.cuda, [], [], None
+        cuda.runtime.deviceSynchronize()  # another stream may still write the inputs
         stream = cuda.Stream(non_blocking=True)
         try:
-            with cuda.using_allocator(None), stream:  # not out of the pool, whose peak is shown to the user
+            with cuda.using_allocator(None), stream:  # outside CuPy's pool, whose peak is reported to the user
                 before()
                 for candidate in candidates:
                     call = functools.partial(run, candidate)
                     try:
                         for array in outputs:
-                            array[...] = np.nan  # what is not written is noticed
+                            array[...] = np.nan  # so that check() fails for elements that are not written
                         call()
                         wanted = wanted or [array.copy() for array in outputs]
-                        check(outputs, wanted)  # the first against itself: what is not finite decides nothing
+                        check(outputs, wanted)  # the first against itself: fails if a result is not finite
                         if not graphs:
-                            calls = calls_for(milliseconds(self.cupy, stream, call))
+                            calls = calls_per_graph(milliseconds(self.cupy, stream, call))
                         graphs.append(recorded(stream, call, calls))
-                        sound.append(candidate)
-                    except Exception as error:  # it asks for more than there is, or its compiler gives up
+                        usable.append(candidate)
+                    except Exception as error:  # too few registers or too little shared memory, or a compiler error
                         problem = error
                 if not graphs:
                     raise problem
                 times = medians(self.cupy, stream, graphs)
         finally:
-            cuda.runtime.deviceSynchronize()  # whatever happened, what follows meets no work of ours
+            cuda.runtime.deviceSynchronize()  # after an error too: complete all timing work
         best = int(times.argmin())
-        return sound[best] if times[best] < FASTER * times[0] else sound[0]
+        return usable[best] if times[best] < FASTER * times[0] else usable[0]
 
 
 # -- time --------------------------------------------------------------------------------------------------------------
 
 
-def calls_for(once):
-    """How many calls of so many milliseconds had better be timed together."""
-    return max(1, int(ENOUGH / max(once, ENOUGH / CALLS)))
+def calls_per_graph(call_milliseconds):
+    return max(1, int(ENOUGH / max(call_milliseconds, ENOUGH / CALLS)))
 
 
 def recorded(stream, call, calls):
-    """A graph of so many calls, recorded on the current stream, which is `stream`."""
+    """A CUDA graph of `calls` calls, recorded on `stream`, which must be the current stream."""
     with no_garbage_collection():
         stream.begin_capture()
         try:
@@ -167,10 +172,11 @@ def recorded(stream, call, calls):
 
 
 def medians(cupy, stream, graphs, rounds=ROUNDS):
-    """Milliseconds of each graph, the median of its turns; all one after the other, so that the GPU is as hot as later.
+    """The median milliseconds of each graph over the rounds.
 
-    What is fastest in a burst may draw more power, and be slower once the clock has sunk. Each round has its own order:
-    behind the same other one a graph would be slower or faster every time, by the power that that one draws.
+    The graphs run without a pause, so that the GPU is as warm as in training: the fastest kernel of a short burst may
+    draw more power, and be slower after the clock rate drops. Each round has its own random order, because the power
+    draw of the preceding graph affects the next one.
     """
     for graph in graphs:
         graph.launch(stream)
@@ -194,14 +200,14 @@ def milliseconds(cupy, stream, call):
 
 
 def check(outputs, wanted):
-    """Raise ArithmeticError where an output differs from the wanted one by more than rounding; a NaN does."""
+    """Raise ArithmeticError if an output differs from the wanted one by more than rounding, or is NaN."""
     for got, want in zip(outputs, wanted, strict=True):
-        if not (error := difference(got, want)) <= DIFFERENT[got.dtype.itemsize]:
+        if not (error := difference(got, want)) <= TOLERANCE[got.dtype.itemsize]:
             raise ArithmeticError(f"the results differ by {error:.1e}")
 
 
 def difference(got, want):
-    """norm(got - want) / norm(want); in pieces, as float64 of all may have no room."""
+    """norm(got - want) / norm(want) in float64; in pieces, to limit the memory of the float64 copies."""
     rows = max(1, PIECE * len(got) // max(1, got.size))
     error = size = 0.0
     for start in range(0, len(got), rows):
@@ -215,26 +221,27 @@ def difference(got, want):
 
 
 def cache_directory():
-    """Where choices are kept; None for a user without a home, as in some containers, who chooses anew in every run."""
+    """The directory of the cache files; None for a user without a home directory, as in some containers."""
     try:
         return Path.home() / ".cache" / "staged-gpt2"
     except RuntimeError:
         return None
 
 
-def load_choices(path, made_for):
+def load_choices(path, tuned_for):
+    """{what: choice} of the cache file; raises an error if it is damaged or for another GPU or library."""
     cache = json.loads(path.read_text(encoding="utf-8"))
-    if cache["made_for"] != made_for:
-        raise ValueError(f"it was made for {cache['made_for']}, this is {made_for}")
+    if cache["made_for"] != tuned_for:
+        raise ValueError(f"it was made for {cache['made_for']}, this is {tuned_for}")
     if not all(isinstance(choice, str) for choice in cache["choices"].values()):
-        raise TypeError("a choice is no text")
+        raise TypeError("a choice is not a string")
     return cache["choices"]
 
 
-def read_choices(path, made_for):
-    """{what: choice}; {} where there is no file, and with a warning where it is not of use."""
+def read_choices(path, tuned_for):
+    """{what: choice} of the cache file; {} if there is none, and {} with a warning if it cannot be used."""
     try:
-        return load_choices(path, made_for)
+        return load_choices(path, tuned_for)
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -242,16 +249,16 @@ def read_choices(path, made_for):
         return {}
 
 
-def write_choices(path, made_for, choices):
-    """Add to the file, replacing it as a whole: a reader never sees half of one. Where it cannot be, warn and go on."""
+def write_choices(path, tuned_for, choices):
+    """Add choices to the cache file by an atomic replace; warn if it cannot be written."""
     try:
-        before = load_choices(path, made_for)  # another process may have chosen for other shapes meanwhile
+        before = load_choices(path, tuned_for)  # another process may have added choices
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         before = {}
     partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(json.dumps({"made_for": made_for, "choices": before | choices}, indent=1), encoding="utf-8")
+        partial.write_text(json.dumps({"made_for": tuned_for, "choices": before | choices}, indent=1), encoding="utf-8")
         os.replace(partial, path)
     except OSError as error:
         warnings.warn(f"the autotune cache {path} cannot be written: {error.strerror or error}", stacklevel=3)

@@ -16,9 +16,9 @@ from gpt2core.app.checkpoint_directory import load_checkpoint
 from gpt2core.app.checkpoint_files import read_safetensors, write_safetensors
 from gpt2core.app.run_log import RunLog
 from gpt2core.errors import ConfigError
+from gpt2core.parallel.steps_in_flight import Step
 from gpt2core.text.token_file import write_token_file
 from gpt2core.text.tokenizer import Tokenizer
-from gpt2core.trainer import Step
 
 ROOT = Path(__file__).resolve().parents[2]
 STAGE = ROOT / "stage0_serial"

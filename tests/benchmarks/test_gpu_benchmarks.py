@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 
 from benchmarks.gpu import choices as gpu_choices
 from benchmarks.gpu import tune as gpu_tune
-from benchmarks.gpu.profile import Launch, Ran, family, kernel_rows, launches_of, print_kernels
+from benchmarks.gpu.profile import Activity, Launch, family, kernel_rows, launches_of, print_kernels
 from benchmarks.gpus import collectives as gpu_collectives
 from benchmarks.gpus import kill as gpu_kill
 from benchmarks.gpus import parity as gpu_parity
@@ -87,12 +87,12 @@ def test_the_tile_search_varies_each_part_and_a_few_combinations():
     of.floats = lambda *shape: np.empty(shape, np.float32)
     cases = list(gpu_tune.attention_case(of, B, T, H, D))
     assert len(cases) == 4 and all(candidates[0] == {} for *_, candidates, _ in cases)
-    together = [candidate["CONFIGS"]["16 bits"][D, T] for candidate in cases[3][3][1:]]
+    together = [candidate["DEFAULT_TILES"]["16 bits"][D, T] for candidate in cases[3][3][1:]]
     assert len(set(together)) == np.prod([len(tiles) for tiles in gpu_tune.SHORTLIST.values()]) == len(together)
-    assert cases[2][3][-1] == dict(TILED=())
+    assert cases[2][3][-1] == dict(DESCRIPTOR_HEAD_SIZES=())
     module, prepare, outputs, *_ = cases[2]
     results = []
-    for values in ({}, dict(TILED=())):
+    for values in ({}, dict(DESCRIPTOR_HEAD_SIZES=())):
         with gpu_tune.replaced(module, values):
             prepare()()
         results.append(outputs[0].copy())
@@ -103,9 +103,9 @@ def test_the_profile_s_table_has_rates_and_their_share_of_the_ceiling(capsys):
     product = Launch(None, "product a b", flops=383 * 10**9)
     norm = Launch("forward_kernel", "layernorm: forward", bytes=10**9)
     listed = [
-        ("product a b", Ran(0, 1000.0, "nvjet_hsh_128x128"), product),  # microseconds
-        ("layernorm: forward", Ran(1000, 1000.0, "forward_kernel"), norm),
-        ("Memcpy HtoD", Ran(2000, 500.0, "Memcpy HtoD"), None),
+        ("product a b", Activity(0, 1000.0, "nvjet_hsh_128x128"), product),  # microseconds
+        ("layernorm: forward", Activity(1000, 1000.0, "forward_kernel"), norm),
+        ("Memcpy HtoD", Activity(2000, 500.0, "Memcpy HtoD"), None),
     ]
     rows = kernel_rows(listed, 1)
     assert [(row["tflops"], row["tbps"]) for row in rows] == [(383, None), (None, 1), (None, None)]
@@ -264,15 +264,15 @@ def test_the_fit_recovers_alpha_and_beta():
 # -- the timeline ------------------------------------------------------------------------------------------------------
 
 STEP = [
-    Ran(100.0, 50.0, "void layernorm_kernel<float>(int)"),
-    Ran(120.0, 20.0, "nvjet_hsh_128x128"),  # overlaps the first
-    Ran(140.0, 30.0, "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)"),
-    Ran(150.0, 10.0, "adamw_kernel"),
+    Activity(100.0, 50.0, "void layernorm_kernel<float>(int)"),
+    Activity(120.0, 20.0, "nvjet_hsh_128x128"),  # overlaps the first
+    Activity(140.0, 30.0, "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)"),
+    Activity(150.0, 10.0, "adamw_kernel"),
 ]
 
 
 def test_the_second_step_begins_after_the_longest_gap():
-    later = [ran._replace(start=ran.start + 500) for ran in STEP]
+    later = [each._replace(start=each.start + 500) for each in STEP]
     assert gpu_timeline.last_of_two(STEP + later) == later
 
 

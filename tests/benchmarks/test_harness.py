@@ -33,10 +33,10 @@ def test_results_hold_summaries_of_samples_and_whole_curves():
     rows = [
         {"seconds": [[1.0, 2.0], [3.0]], "unread_seconds": [None], "losses": [5.0, 4.0], "ms": {"both": [1.0, 3.0]}}
     ]
-    (row,) = report.summarized(rows)
+    (row,) = report.summarised(rows)
     assert row["seconds"] == {"median": 2.0, "q1": 1.5, "q3": 2.5, "n": 3} and row["unread_seconds"] is None
     assert row["losses"] == [5.0, 4.0] and row["ms"]["both"]["median"] == 2.0
-    assert report.summarized({"rows": [{"seconds": 0.5}]}) == {"rows": [{"seconds": 0.5}]}
+    assert report.summarised({"rows": [{"seconds": 0.5}]}) == {"rows": [{"seconds": 0.5}]}
 
 
 def test_a_saved_file_names_its_date_commit_command_and_hardware(tmp_path, monkeypatch, capsys):

@@ -1,6 +1,7 @@
 """The rules of the layout: which file may import which, no branch on ranks or devices, and a stage is two objects."""
 
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -25,6 +26,7 @@ def name_of(path):
     return str(path.relative_to(ROOT))
 
 
+@functools.cache
 def tree_of(path):
     return ast.parse(path.read_text(encoding="utf-8"), name_of(path))
 
@@ -219,7 +221,7 @@ def test_no_environment_is_read_in_the_middle_of_code(path):
 
 def skeleton(path):
     """The source of a stage's script without its docstring, its imports and the names of its two objects."""
-    tree = tree_of(path)
+    tree = ast.parse(path.read_text(encoding="utf-8"))  # not tree_of(): it is changed below
     body = [node for node in tree.body[1:] if not isinstance(node, ast.Import | ast.ImportFrom)]
     for node in ast.walk(ast.Module(body, [])):
         if isinstance(node, ast.keyword) and node.arg in ("backend", "world"):

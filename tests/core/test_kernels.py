@@ -56,7 +56,7 @@ def normal(rng, backend, *shape, scale=1.0, shift=0.0):
 
 
 def oracle(function, arrays, *dys):
-    """Outputs of `function` in float64, then the gradient of every array, for the gradients `dys` of the outputs."""
+    """The outputs of `function` in float64, and the gradient of every array for output gradients `dys`."""
     leaves = [torch.tensor(np.asarray(array, np.float64), requires_grad=True) for array in arrays]
     outputs = function(*leaves)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
@@ -95,7 +95,7 @@ def test_linear(backend, rng, leading, C, K):
 
 
 def test_one_row_times_a_large_matrix(backend, rng):
-    """Decoding: another product than for many rows, adding 3072 terms in another order, and as exact."""
+    """Decoding uses another product than many rows: it adds 3072 terms in another order, to the same tolerance."""
     x, w, b = normal(rng, backend, 1, 1, 3072), normal(rng, backend, 3072, 96), normal(rng, backend, 96)
     want, _ = oracle(lambda x, w, b: x @ w + b, (x, w, b), np.ones((1, 1, 96)))
     check(backend, [backend.linear_forward(x, w, b)], want)
@@ -271,7 +271,7 @@ def test_rows_of_an_embedding_give_what_all_rows_give_bit_for_bit(backend, rng, 
 
 
 @pytest.mark.parametrize("token", [-1, 7, 2**40])
-def test_a_token_outside_the_vocabulary_is_named(backend, rng, token):
+def test_a_token_outside_the_vocabulary_is_reported(backend, rng, token):
     ids = np.array([[1, token, 6]])
     wte, wpe = (Tensor(normal(rng, backend, n, 4), backend, True) for n in (7, 3))
     with pytest.raises(ShapeError, match=f"token {token} is outside the vocabulary of 7"):
@@ -621,7 +621,7 @@ def test_sum_of_squares(backend, rng):
         assert_array_equal(np.concatenate([backend.sum_of_squares(part, segments) for part in parts]), got)
 
 
-def test_sum_of_squares_of_nothing_is_nothing(backend):
+def test_sum_of_squares_of_no_elements_is_zero(backend):
     assert backend.sum_of_squares(np.empty(0, backend.dtype), 0).shape == (0,)  # a 65th thread owns no segment
 
 
@@ -653,7 +653,7 @@ def test_the_host_calls_a_step_directly_and_tunes_nothing():
 
 
 @pytest.mark.parametrize("shape", [(SMALL,), (100, 333), (3, 5, 7, 111), (1, 1 << 20)])
-def test_a_buffer_is_aligned_contiguous_and_used_again_once_it_is_free(shape):
+def test_a_buffer_is_aligned_contiguous_and_reused_after_it_is_freed(shape):
     pool = BufferPool()
     first = pool.empty(shape, np.float32)
     assert first.shape == shape and first.dtype == np.float32 and first.flags.c_contiguous and first.flags.writeable

@@ -1,7 +1,7 @@
-"""Arrays of more than 2^31 elements: a kernel's result at their end equals that for a small array of the same data.
+"""Arrays of more than 2^31 elements: a kernel computes their end as it computes a small array with the same values.
 
-On a GPU the arrays are allocated, and all programs run. In the interpreter they are virtual memory of which a few pages
-are touched, and only the last programs of each axis run, with their true numbers.
+On a GPU the arrays are allocated and all programs run. In the interpreter they are reserved addresses of which a few
+pages are used, and only the last programs of each axis run, with their true program ids.
 """
 
 # N rows, B batch, T time, C channels, H heads, V vocabulary, K columns
@@ -14,8 +14,8 @@ from numpy.testing import assert_array_equal
 
 pytest.importorskip("triton")
 
-from stage2_cuda.decoding import cached_attention  # noqa: E402
-from stage2_cuda.decoding import last_token as ends
+from gpt2core.optimizer import rounding_key  # noqa: E402
+from stage2_cuda.decoding import cached_attention, last_token  # noqa: E402
 from stage2_cuda.gemm import fp16x3  # noqa: E402
 from stage2_cuda.kernels import adamw, attention, cast, column_sums, cross_entropy, embedding, gelu, layernorm, rounding  # noqa: E402
 from stage2_cuda.runtime import triton_launch  # noqa: E402
@@ -24,18 +24,18 @@ from stage3_mpi_cuda.tree_sum import tree_sum  # noqa: E402
 HAS_GPU = not triton_launch.interpreted()
 pytestmark = [pytest.mark.gpu] if HAS_GPU else []
 MORE = (1 << 31) + (1 << 20)  # elements
-NORESERVE = 0x4000  # Linux's MAP_NORESERVE, which Python's mmap has from 3.13 on: nothing is set aside for the pages
-HELD = 1 << 27  # bytes of memory beyond the large arrays, that a test may take of a GPU
+NORESERVE = 0x4000  # Linux's MAP_NORESERVE, which Python's mmap has from 3.13 on: no memory is reserved for the pages
+HELD = 1 << 27  # bytes of GPU memory that a test may use beside the large arrays
 
 
 @pytest.fixture
 def large():
-    """large(*shape, dtype): zeros. The test is skipped where there is no room for them."""
+    """large(*shape, dtype): zeros. Skips the test if the memory does not suffice."""
     if HAS_GPU:
         yield large_on_gpu
         triton_launch.array_module().get_default_memory_pool().free_all_blocks()
     else:
-        yield addresses_alone
+        yield reserved_addresses
 
 
 def large_on_gpu(*shape, dtype="float32"):
@@ -50,13 +50,13 @@ def large_on_gpu(*shape, dtype="float32"):
     return cupy.zeros(shape, dtype)
 
 
-def addresses_alone(*shape, dtype="float32"):
+def reserved_addresses(*shape, dtype="float32"):
     size = int(np.prod(shape)) * np.dtype(dtype).itemsize
     try:
         pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NORESERVE)
     except OSError as error:
-        pytest.skip(f"{size / 2**30:.1f} GiB of addresses are not to be had: {error}")
-    pages.madvise(mmap.MADV_NOHUGEPAGE)  # or 2 MB would come where a byte is written
+        pytest.skip(f"{size / 2**30:.1f} GiB of addresses cannot be reserved: {error}")
+    pages.madvise(mmap.MADV_NOHUGEPAGE)  # or writing one byte would allocate 2 MB
     return np.frombuffer(pages, dtype).reshape(shape)
 
 
@@ -67,7 +67,7 @@ def last_programs(monkeypatch):
         return
     from triton.runtime.interpreter import interpreter_builder as builder
 
-    run, be, among = triton_launch.runtime().launch, builder.set_grid_idx, builder.set_grid_dim
+    run, be, among = triton_launch.launcher().launch, builder.set_grid_idx, builder.set_grid_dim
 
     def launch(kernel, grid, arguments, options):
         grid = (*grid, 1, 1)[:3]
@@ -77,7 +77,7 @@ def last_programs(monkeypatch):
             patch.setattr(builder, "set_grid_idx", lambda *at: be(*(i + b for i, b in zip(at, before, strict=True))))
             run(kernel, tuple(count - b for count, b in zip(grid, before, strict=True)), arguments, options)
 
-    monkeypatch.setattr(triton_launch.runtime(), "launch", launch)
+    monkeypatch.setattr(triton_launch.launcher(), "launch", launch)
 
 
 def device(array):
@@ -97,7 +97,7 @@ def normal(rng, *shape):
 
 
 def filled(array, end):
-    """`array`, whose last rows are those of `end`."""
+    """Return `array` after its last rows are set to those of `end`."""
     array[len(array) - len(end) :] = end
     return array
 
@@ -107,7 +107,7 @@ def same_end(large, small, rows):
 
 
 def same(got, want):
-    """But for rounding on a GPU: a small array's kernel is another variant, and may fuse other products and sums."""
+    """Equal bits in the interpreter. On a GPU up to rounding: a small array may run another variant of the kernel."""
     bound = 1e-6 if HAS_GPU else 0
     np.testing.assert_allclose(host(got), host(want), rtol=bound, atol=bound)
 
@@ -124,7 +124,7 @@ def test_adamw(rng, large, random):
     n, k = MORE, 2 * adamw.BLOCK
     ends = [device(rng.random(k, np.float32)) for _ in "pmvg"]
     arrays, kind = [filled(large(n), end) for end in ends], "uint16" if random else "float16"
-    copies, key = (large(n, dtype=kind), device(np.zeros(k, kind))), device(rounding.key_of(1, 2))
+    copies, key = (large(n, dtype=kind), device(np.zeros(k, kind))), device(rounding_key(1, 2))
     scalars = device(adamw.adamw_scalars(3, 1e-3, 0.9, 0.95, 1e-8, 0.1))
     for (p, m, v, g), copy in zip((arrays, ends), copies, strict=True):
         place = (key, n - p.size) if random else ()
@@ -151,7 +151,11 @@ def test_cast_and_scale(rng, large):
 
 def test_stochastic_rounding(rng, large):
     n, end = MORE, normal(rng, rounding.BLOCK)
-    bits, some, key = large(n, dtype="uint16"), device(np.zeros(end.size, np.uint16)), device(rounding.key_of(1, 2))
+    bits, some, key = (
+        large(n, dtype="uint16"),
+        device(np.zeros(end.size, np.uint16)),
+        device(rounding_key(1, 2)),
+    )
     rounding.round_to_bf16(bits, filled(large(n), end), key)
     rounding.round_to_bf16(some, end, key, n - end.size)
     same_end(bits, some, end.size)
@@ -217,9 +221,9 @@ def test_embedding(rng, large):
     same_end(y[0], wte[V - 1] + places, 2)
     del y
     y = large(1, T, C)
-    runs = embedding.Runs(*map(device, embedding.runs_of_tokens(ids, V)))
+    runs = embedding.SortedTokens(*map(device, embedding.sort_tokens(ids, V)))
     filled(y[0], dy)
-    dwte, dwpe, pieces = empty(V, C), wpe, large(*embedding.pieces_shape(T, C))
+    dwte, dwpe, pieces = empty(V, C), wpe, large(*embedding.chunk_sums_shape(T, C))
     embedding.embedding_backward(dwte, dwpe, pieces, runs, y)
     near(dwte[V - 1 :], (host(dy[-2:-1]) + host(dy[-1:])))
     same_end(dwpe, dy, 2)
@@ -278,7 +282,7 @@ def test_last_rows(rng, large):
     T, end = MORE // C // B + 3, normal(rng, 1, C)
     y, h = large(B, T, C), empty(B, C)
     filled(y[B - 1], end)
-    ends.last_rows(h, y, device(np.array([T, T], np.int32)))
+    last_token.gather_last_rows(h, y, device(np.array([T, T], np.int32)))
     same_end(h, end, 1)
 
 

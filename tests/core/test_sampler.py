@@ -1,4 +1,4 @@
-"""Generation with a cache equals full recomputation, and sampling draws from the distribution of its options."""
+"""Generation with a KV cache equals full recomputation; sampling draws only from the tokens that its rule allows."""
 
 import math
 from itertools import islice
@@ -11,7 +11,7 @@ from numpy.testing import assert_allclose
 
 from gpt2core.errors import ConfigError
 from gpt2core.model import GPT2, GPT2Config, parameter_shapes
-from gpt2core.sampler import Greedy, Sampling, chooser, generate, generate_together
+from gpt2core.sampler import Greedy, Sampling, chooser, generate, generate_batch
 from gpt2core.tensor import Tensor, is_recording, no_grad
 from stage0_serial.numpy_backend import NumpyBackend
 
@@ -19,7 +19,7 @@ BLOCK = 12
 
 
 def random_model(rng, precision="fp64", tied=False, requires_grad=False):
-    """Weights so large that tokens vary, and a wrong position or a stale key changes them."""
+    """A model with large weights: its tokens vary, so a wrong position or a stale key changes them."""
     config, backend = GPT2Config(43, BLOCK, 2, 2, 8, tied), NumpyBackend(precision)
     parameters = {
         name: Tensor((rng.standard_normal(shape) * 0.7).astype(backend.dtype), backend, requires_grad)
@@ -29,7 +29,7 @@ def random_model(rng, precision="fp64", tied=False, requires_grad=False):
 
 
 def naive(model, prompt, new, choose):
-    """Every token computed from the whole window, without a cache."""
+    """The reference: recompute the whole window for every token, without a cache."""
     tokens = [int(token) for token in prompt]
     for _ in range(new):
         with no_grad():
@@ -41,7 +41,7 @@ def naive(model, prompt, new, choose):
 # -- the same tokens as without a cache ----------------------------------------------------------------------
 
 
-# float64, so that no tie is decided by the rounding in which a cached and a recomputed product differ
+# float64: cached and recomputed products differ by rounding, which could decide a near-tie in fp32
 @pytest.mark.fast
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("new", [1, 3, 30])
@@ -63,13 +63,13 @@ def test_generation_equals_full_recomputation_wherever_the_block_fills(length, n
     assert list(generate(model, prompt, new, Sampling(seed=1))) == naive(model, prompt, new, Sampling(seed=1))
 
 
-def test_only_the_last_block_of_a_long_prompt_is_seen(rng):
+def test_only_the_last_block_of_a_long_prompt_matters(rng):
     model, prompt = random_model(rng), rng.integers(0, 43, 50).tolist()
     assert list(generate(model, prompt, 8)) == list(generate(model, prompt[-BLOCK:], 8))
 
 
 def test_logits_of_the_cache_equal_recomputed_logits_in_fp32_too(rng):
-    """In fp32 a tie may fall either way, so it is the logits that are compared, step by step."""
+    """In fp32, rounding may decide a near-tie, so the test compares the logits of each step."""
     model, seen = random_model(rng, "fp32"), []
 
     def choose(logits):
@@ -81,12 +81,12 @@ def test_logits_of_the_cache_equal_recomputed_logits_in_fp32_too(rng):
     for step, logits in enumerate(seen):
         with no_grad():
             want = model.logits(np.array([tokens[: len(prompt) + step][-BLOCK:]])).numpy()[0, -1]
-        # a relative norm of a few roundings, grown by two layers of large weights
+        # a few roundings, amplified by two layers of large weights
         assert np.linalg.norm(logits - want) <= 1e-4 * np.linalg.norm(want)
 
 
-def test_a_token_is_yielded_before_the_next_is_computed(rng):
-    """Streaming: the consumer gets each token as soon as it is chosen, and computation stops when the consumer does."""
+def test_generate_yields_a_token_before_it_computes_the_next(rng):
+    """Streaming: the caller gets each token when it is sampled, and stops the computation by not iterating further."""
     model, chosen = random_model(rng), []
 
     def choose(logits):
@@ -103,7 +103,7 @@ def test_one_position_is_computed_per_token_until_the_block_is_full_then_the_win
     logits = model.logits
     model.logits = lambda ids, *rest, **named: lengths.append(ids.shape[1]) or logits(ids, *rest, **named)
     list(generate(model, [5] * 4, 14))
-    # 4, then one each while 12 fit: positions 5 to 12; from then on the window slides under every learned position
+    # 4 prompt positions, then one per step for positions 5 to 12; after that the window slides: 12 positions per step
     assert lengths == [4] + [1] * 8 + [BLOCK] * 5
 
 
@@ -131,43 +131,44 @@ def test_no_new_tokens_are_no_tokens(rng):
     assert list(generate(random_model(rng), [1], 0)) == []
 
 
-# -- several prompts, and the decoder of a backend ------------------------------------------------------------
+# -- batches, and a backend's own decoder ---------------------------------------------------------------------
 
 
-def test_a_batch_of_prompts_is_continued_as_each_prompt_separately(rng):
+def test_a_batch_gives_the_tokens_of_each_prompt_generated_alone(rng):
     model, prompts = random_model(rng), [rng.integers(0, 43, length) for length in (3, 1, BLOCK, 20)]
-    steps = list(generate_together(model, prompts, 15, [Sampling(seed=seed) for seed in range(4)]))
-    separate = [list(generate(model, prompt, 15, Sampling(seed=seed))) for seed, prompt in enumerate(prompts)]
-    assert [list(text) for text in zip(*steps, strict=True)] == separate
+    steps = list(generate_batch(model, prompts, 15, [Sampling(seed=seed) for seed in range(4)]))
+    alone = [list(generate(model, prompt, 15, Sampling(seed=seed))) for seed, prompt in enumerate(prompts)]
+    assert [list(tokens) for tokens in zip(*steps, strict=True)] == alone
 
 
-class Ahead:
-    """A decoder that counts; two steps may be in flight before the first one's tokens are read."""
+class CountingDecoder:
+    """A decoder that counts its steps; two steps may be launched before the tokens of the first are read."""
 
-    ahead = 2
+    steps_ahead = 2
 
-    def begin(self, prompts, rules):
+    def start(self, prompts, rules):
         self.prompts, self.steps, self.read = prompts, 0, 0
 
     def step(self):
         self.steps += 1
 
-    def tokens(self):
+    def read_tokens(self):
         self.read += 1
         return [self.read]
 
 
-def test_a_decoder_of_a_backend_computes_only_needed_steps_and_is_reused(rng):
-    model, made = random_model(rng), []
-    model.head.backend.decoder = lambda model, batch: made.append((batch, Ahead())) or made[-1][1]
-    stream = generate(model, [40] * 2 * BLOCK, 4)
-    under_way = [(token, made[0][1].steps) for token in stream]
-    assert under_way == [(1, 3), (2, 4), (3, 4), (4, 4)]
+def test_a_backend_s_decoder_takes_only_the_steps_that_are_needed_and_is_reused(rng):
+    model, made, decoders = random_model(rng), [], {}
+    model.head.backend.decoder = lambda model, batch: made.append((batch, CountingDecoder())) or made[-1][1]
+    stream = generate(model, [40] * 2 * BLOCK, 4, decoders=decoders)
+    launched = [(token, made[0][1].steps) for token in stream]
+    assert launched == [(1, 3), (2, 4), (3, 4), (4, 4)]
     assert made[0][0] == 1 and made[0][1].prompts == [[40] * BLOCK]
-    assert list(generate(model, [1], 2)) == [1, 2] and len(made) == 1
-    first, second = (generate(model, [1], 2) for _ in range(2))
-    next(first), next(second)  # at the same time: two decoders
+    assert list(generate(model, [1], 2, decoders=decoders)) == [1, 2] and len(made) == 1
+    first, second = (generate(model, [1], 2, decoders=decoders) for _ in range(2))
+    next(first), next(second)  # interleaved: two decoders
     assert len(made) == 2
+    assert list(generate(model, [1], 2)) == [1, 2] and len(made) == 3  # without `decoders`: a new one
 
 
 # -- which tokens may be drawn -------------------------------------------------------------------------------
@@ -179,7 +180,7 @@ def softmax(x):
 
 
 def allowed(logits, temperature, top_k, top_p):
-    """Brute force: {token: probability} after top-k and then top-p, ties to the lower token number."""
+    """Brute force: {token: probability} after top-k and then top-p; of equal logits the lower token id comes first."""
     logits = np.asarray(logits, np.float64) / temperature
     ranked = sorted(range(len(logits)), key=lambda token: (-logits[token], token))[: top_k or None]
     p = softmax(logits[ranked])
@@ -193,7 +194,7 @@ def allowed(logits, temperature, top_k, top_p):
 
 
 class Uniform:
-    """Replaces random numbers by evenly spaced ones in [0, 1), so that every token's share is exact."""
+    """Replaces the random generator: n evenly spaced numbers in [0, 1), so that token counts are deterministic."""
 
     def __init__(self, n):
         self.values = ((i + 0.5) / n for i in range(n))
@@ -217,7 +218,7 @@ def test_the_distribution_is_the_brute_force_one(V, temperature, top_k, top_p, t
     rule.random = Uniform(n)
     drawn = np.bincount([rule(logits) for _ in range(n)], minlength=V)
     assert set(np.flatnonzero(drawn)) <= set(want)
-    for token, probability in want.items():  # an interval of length p holds p n of the n points, give or take one
+    for token, probability in want.items():  # an interval of length p contains n p of the n points, plus or minus 1
         assert abs(drawn[token] - n * probability) <= 1.5
 
 
@@ -226,11 +227,11 @@ def test_real_draws_have_the_probabilities_of_softmax(rng):
     rule = Sampling(temperature=0.8, seed=123)
     drawn = np.bincount([rule(logits) for _ in range(n)], minlength=6) / n
     p = softmax(logits / 0.8)
-    # 6.5 standard errors: of six binomials, the rare ones of which have a longer tail, one misses it once in 10^9 runs
+    # 6.5 standard errors of six binomials: a correct sampler fails about once in 10^9 runs
     assert (abs(drawn - p) <= 6.5 * np.sqrt(p * (1 - p) / n) + 1 / n).all()
 
 
-def test_a_seed_gives_the_same_draws_again_and_another_seed_others(rng):
+def test_equal_seeds_draw_equal_tokens_and_other_seeds_draw_others(rng):
     logits = rng.standard_normal((50, 43))
     draws = [[rule(row) for row in logits] for rule in (Sampling(seed=4), Sampling(seed=4), Sampling(seed=5))]
     assert draws[0] == draws[1] != draws[2]
@@ -255,7 +256,7 @@ def test_the_token_that_reaches_top_p_is_kept():
 
 @pytest.mark.parametrize("temperature", [1e-3, 1e-8, 1e-30])
 def test_a_temperature_towards_zero_is_greedy(rng, temperature):
-    with np.errstate(over="ignore"):  # a difference over 1e-30 may be minus infinity: a probability of zero
+    with np.errstate(over="ignore"):  # a difference divided by 1e-30 may overflow to -inf, a probability of 0
         for precision in (np.float32, np.float64):
             logits = (rng.permutation(43) / 2).astype(precision)
             rule = Sampling(temperature, seed=1)
@@ -278,7 +279,7 @@ def test_greedy_takes_the_first_of_equals():
     assert Greedy()(np.array([1.0, 3.0, 3.0, 2.0])) == 1
 
 
-def test_the_rule_for_these_options():
+def test_chooser_returns_the_rule_for_the_options():
     assert isinstance(chooser(), Greedy) and isinstance(chooser(0.0, 5, 0.5, 1), Greedy)
     rule = chooser(0.7, 5, 0.5, 1)
     assert (rule.temperature, rule.top_k, rule.top_p) == (0.7, 5, 0.5)

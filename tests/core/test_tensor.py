@@ -1,4 +1,4 @@
-"""Autograd: every primitive against PyTorch in float64; how gradients are added, delivered to hooks and freed."""
+"""Autograd: every primitive against PyTorch in float64; gradients accumulate, are reported to hooks and are freed."""
 
 import gc
 import threading
@@ -54,7 +54,7 @@ def same_as_torch(backend, rng, ours, theirs, *arrays):
     for got, reference, array in zip(mine, torchs, before, strict=True):
         close(got.grad, torch.zeros_like(reference) if reference.grad is None else reference.grad)
         assert got.grad.dtype == np.float64
-        assert_array_equal(got.data, array)  # an operation writes into none of its operands
+        assert_array_equal(got.data, array)  # an operation does not write into its operands
 
 
 # -- primitives ----------------------------------------------------------------------------------------------
@@ -183,7 +183,7 @@ PAIRS = {
     st.integers(0, 2**32),
 )
 def test_any_graph_of_shared_tensors_has_torch_s_gradients(steps, seed):
-    """Diamonds, tensors used many times, leaves used early and late, results that are not used."""
+    """Graphs with diamonds, tensors used many times, leaves used early and late, and unused results."""
 
     def build(which, a, b):
         tensors = [a, b]
@@ -231,8 +231,8 @@ def test_a_tensor_used_twice_in_one_operation_gets_both_gradients(backend, rng):
         assert_allclose(x.grad, want, rtol=DOUBLE, atol=DOUBLE)
 
 
-def test_a_leaf_copies_the_delivered_array(backend, rng):
-    """add gives the same dy to both its parents: a parent that kept the array would see the other's sum."""
+def test_a_leaf_never_keeps_an_incoming_array_as_its_gradient(backend, rng):
+    """add returns the same dy to both parents: a parent that stored it would see the other parent's sums."""
     a, b = leaf(rng.standard_normal(5), backend), leaf(rng.standard_normal(5), backend)
     seed = rng.standard_normal(5)
     given_seed = seed.copy()
@@ -250,7 +250,7 @@ def test_a_leaf_copies_the_delivered_array(backend, rng):
     assert not np.shares_memory(c.grad, seed)
 
 
-def test_a_sum_of_gradients_does_not_change_an_array_delivered_elsewhere(backend, rng):
+def test_summing_gradients_does_not_change_an_array_that_another_parent_received(backend, rng):
     a = leaf(rng.standard_normal(4), backend)
     h = a * 1.0
     s = h + a  # hands one dy to h and to a
@@ -353,7 +353,7 @@ def test_a_leaf_s_hook_is_called_once_with_the_complete_gradient_latest_leaves_f
 
 
 def test_a_hook_is_called_as_soon_as_its_gradient_is_complete(backend, rng):
-    """The leaf of a deep layer is reported before the backward of the layer below it: overlap needs this order."""
+    """A leaf of a late layer is reported before an earlier layer is differentiated, so that its all-reduce overlaps."""
     events, weights = [], [leaf(rng.standard_normal(3), backend) for _ in range(5)]
     y = leaf(rng.standard_normal(3), backend)
     for i, w in enumerate(weights):
@@ -383,7 +383,7 @@ def test_a_leaf_at_both_ends_is_complete_last(backend, rng):
 
 
 @pytest.mark.parametrize("length", [10_000, 100_000])
-def test_a_long_chain_needs_no_recursion_in_backward_or_deletion(backend, length):
+def test_a_long_chain_reaches_no_recursion_limit_in_backward_or_when_it_is_freed(backend, length):
     def chain():
         x = leaf([1.0], backend)
         y = x
@@ -404,7 +404,7 @@ def test_a_long_chain_needs_no_recursion_in_backward_or_deletion(backend, length
 
 
 def test_activations_are_freed_while_backward_is_still_running(backend, rng):
-    """During a layer's backward, the activations of the layers above it are already freed."""
+    """When a layer is differentiated, the activations of the layers after it are already freed."""
     depth, arrays, alive = 8, [], []
 
     def layer(x):
@@ -431,8 +431,8 @@ def test_activations_are_freed_while_backward_is_still_running(backend, rng):
     assert alive == [depth] * depth
 
 
-def test_an_input_that_no_closure_holds_is_freed_before_backward(backend, rng):
-    """A branch of the residual stream: its gradient is that of the sum, for any values."""
+def test_an_input_that_no_closure_keeps_is_freed_before_backward(backend, rng):
+    """A branch of the residual stream: its gradient equals the gradient of the sum."""
     x, vectors = leaf(rng.standard_normal((3, 8)), backend), [leaf(rng.standard_normal(8), backend) for _ in "abc"]
     branch = primitives.tanh(x) * 2
     array = weakref.ref(branch.data)
@@ -444,7 +444,7 @@ def test_an_input_that_no_closure_holds_is_freed_before_backward(backend, rng):
 
 
 def test_no_tensor_of_a_differentiated_layer_stays_alive(backend, rng):
-    """Also not the last one to which a gradient was delivered."""
+    """This includes the tensor that received the last gradient."""
     outputs, alive = [], []
 
     def layer(x):
@@ -491,12 +491,12 @@ def test_backward_recycles_the_buffers_of_forward(backend, rng):
 # -- errors --------------------------------------------------------------------------------------------------
 
 
-def test_backward_through_a_freed_graph_is_refused(backend):
+def test_backward_through_a_freed_graph_raises(backend):
     x = leaf([2.0], backend)
     shared = x * x
     y, z = shared * 2, shared * 3
     y.backward()
-    for root in (y, z, shared):  # z itself is fresh, but what it stands on is gone
+    for root in (y, z, shared):  # z is new, but the graph below it is freed
         with pytest.raises(AutogradError, match="retain_graph"):
             root.backward()
     assert_array_equal(x.grad, [8.0])  # and nothing was delivered
@@ -565,7 +565,7 @@ MISFITS = {  # name: (operation, shapes of its operands, words of the message)
 
 
 @pytest.mark.parametrize("name", MISFITS)
-def test_shapes_that_do_not_fit_are_both_named(backend, name):
+def test_an_error_names_both_shapes_that_do_not_fit(backend, name):
     operation, shapes, words = MISFITS[name]
     with pytest.raises(ShapeError) as error:
         operation(*(leaf(np.ones(shape), backend) for shape in shapes))
@@ -622,7 +622,7 @@ def test_no_grad_as_a_decorator_may_recurse_and_be_shared_by_threads(backend):
     assert results == [(False, True)] * 2
 
 
-def test_no_grad_is_of_its_own_thread(backend):
+def test_no_grad_applies_to_its_own_thread_only(backend):
     x, seen = leaf([1.0], backend), []
     with no_grad():
         thread = threading.Thread(target=lambda: seen.append((x * 2).requires_grad))
@@ -689,7 +689,7 @@ def test_recompute_of_a_tensor_without_gradient_is_refused():
 
 
 @pytest.mark.parametrize("target", [-1, 7])
-def test_a_target_outside_the_vocabulary_is_named(target):
+def test_a_target_outside_the_vocabulary_is_reported(target):
     logits = Tensor(np.random.default_rng().standard_normal((2, 7)), NumpyBackend())
     with pytest.raises(ShapeError, match=f"token {target} is outside the vocabulary of 7"):
         ops.cross_entropy(logits, np.array([3, target]))

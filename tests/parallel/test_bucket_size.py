@@ -1,4 +1,4 @@
-"""The bucket size follows from two timed all-reduces: a simulated clock with known costs gives the best size."""
+"""The bucket size is computed from two timed all-reduces: with a simulated clock, the planner finds the best size."""
 
 from dataclasses import dataclass
 
@@ -23,7 +23,7 @@ CONFIG = GPT2Config(vocab_size=36, block_size=16, n_layer=2, n_head=4, n_embd=16
 
 @dataclass
 class Wire:
-    """A group whose all-reduce takes alpha + beta bytes on its own clock, and four times as long until it is warm."""
+    """A group with a simulated clock: an all-reduce takes alpha + beta * bytes, four times that until it is warm."""
 
     alpha: float
     beta: float
@@ -59,10 +59,10 @@ def test_alpha_beta_and_the_size_that_exposes_least_are_found(alpha, beta):
 @pytest.mark.parametrize(
     "alpha, beta, size, mb",
     [
-        (0.0, 1e-9, 10**7, 1),  # messages cost nothing: as small as they come
-        (1e-3, 0.0, 2 * 10**7, 20),  # bytes cost nothing: all in one
-        (1.0, 1e-12, 10**7, 10),  # never more than there is
-        (1e-5, 1e-9, 10**4, 1),  # a model that is smaller than any bucket
+        (0.0, 1e-9, 10**7, 1),  # messages cost nothing: the smallest size
+        (1e-3, 0.0, 2 * 10**7, 20),  # bytes cost nothing: one bucket
+        (1.0, 1e-12, 10**7, 10),  # at most the whole gradient
+        (1e-5, 1e-9, 10**4, 1),  # a model smaller than one bucket
     ],
 )
 def test_the_size_stays_between_a_megabyte_and_the_gradient(alpha, beta, size, mb):
@@ -70,7 +70,7 @@ def test_the_size_stays_between_a_megabyte_and_the_gradient(alpha, beta, size, m
 
 
 def test_a_clock_that_goes_backwards_still_gives_a_size():
-    """Where noise exceeds the times, alpha or beta may be negative."""
+    """If the times are only noise, alpha or beta may be negative."""
     assert Wire(-1e-5, 1e-9).measure(10**7).mb == 1 and Wire(1e-5, -1e-9).measure(10**7).mb == 10
 
 
@@ -79,8 +79,8 @@ def test_the_header_names_the_measured_values():
     assert str(BucketSize(1.4655e-5, 4.5615e-12, 40)) == words
 
 
-def test_all_ranks_use_the_measurement_of_the_root_and_get_the_same_bits():
-    """Each thread measures other times: all use the same buckets and get the same sums."""
+def test_the_root_s_measurement_is_everyone_s_and_changes_no_bits():
+    """Each thread measures another time: the buckets are still equal on all ranks, and so are the sums."""
     tokens = np.random.default_rng(0).integers(0, 36, 500)
 
     def train(comm, **parallel):

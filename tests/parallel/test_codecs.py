@@ -1,4 +1,4 @@
-"""The fused kernels of --compress equal NumPy's arithmetic, residual included; on the GPU where there is one."""
+"""The fused codecs of --compress give NumPy's bits, residuals included; on the GPU if there is one."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ from stage2_cuda.kernels.codecs import GROUPS, FusedCodec
 from stage2_cuda.runtime.triton_launch import array_module, interpreted
 from tests.support.fake_gpu import OnFakeGpu
 
-pytestmark = [] if interpreted() else [pytest.mark.gpu]  # where there is a GPU, all of this is about it
+pytestmark = [] if interpreted() else [pytest.mark.gpu]  # with a GPU every test needs it
 
 
 def host(array):
@@ -20,10 +20,10 @@ def host(array):
 
 
 class Poisoned(FusedCodec):
-    """A code is full of 0xFF, which is NaN in 16 bits and in a scale, before a kernel writes it."""
+    """Fills every code with 0xFF, which is NaN as 16 bits and as a scale, before a kernel writes it."""
 
-    def empty(self, *shape):
-        code = super().empty(*shape)
+    def empty_code(self, *shape):
+        code = super().empty_code(*shape)
         code[...] = 0xFF
         return code
 
@@ -32,55 +32,56 @@ def same(got, want):
     np.testing.assert_array_equal(host(got), want)
 
 
-# one group; a program and a part of one; rows that end inside a program; a padded end; many ranks, and an odd number
+# one group; a program and part of another; rows that end inside a program; a padded end; an odd number of ranks
 SIZES = [(1, GROUP, GROUP), (1, 9 * GROUP, 9 * GROUP - 5), (3, 5 * GROUP, 13 * GROUP + 1), (8, GROUPS * GROUP, 2**14)]
 
 
 @pytest.mark.parametrize("p, m, n", SIZES, ids=str)
 @pytest.mark.parametrize("kind", CODECS)
-def test_packing_adding_and_unpacking_are_numpy_s(rng, kind, p, m, n):
+def test_pack_add_and_unpack_give_numpys_bits(rng, kind, p, m, n):
     xp = array_module()
     wanted, fused = Codec(kind), Poisoned(kind, xp)
-    lost, sums = rng.standard_normal((p, m), np.float32) * 1e-2, rng.standard_normal(m, np.float32) * 1e-2
-    scale = 10.0 ** rng.uniform(-9, 5, (p * m, 1))[:n, 0]  # beyond what fp16 holds, at both ends
+    residual, sum_residual = (rng.standard_normal(shape, np.float32) * 1e-2 for shape in ((p, m), m))
+    scale = 10.0 ** rng.uniform(-9, 5, (p * m, 1))[:n, 0]  # beyond the range of fp16 at both ends
     gradient = (rng.standard_normal(n) * scale).astype(np.float32)
-    mine, own = xp.array(lost), xp.array(sums)
+    fused_residual, fused_sum_residual = xp.array(residual), xp.array(sum_residual)
     if n > GROUP:
-        gradient[GROUP - 3 : 2 * GROUP - 3] = 0  # a group whose scale comes only from the residual
-    code, want = fused.pack(mine, xp.asarray(gradient)), wanted.pack(lost, gradient)
+        gradient[GROUP - 3 : 2 * GROUP - 3] = 0  # a group whose scale depends on the residual only
+    code, want = fused.pack(fused_residual, xp.asarray(gradient)), wanted.pack(residual, gradient)
     same(code, want)
-    same(mine, lost)
+    same(fused_residual, residual)
     codes = np.stack([wanted.encode(rng.standard_normal(m).astype(np.float32)) for _ in range(p)])
-    code, want = fused.add(own, xp.asarray(codes)), wanted.add(sums, codes)
+    code, want = fused.add(fused_sum_residual, xp.asarray(codes)), wanted.add(sum_residual, codes)
     same(code, want)
-    same(own, sums)
+    same(fused_sum_residual, sum_residual)
     got, want = xp.full(n + 1, np.nan, np.float32), np.empty(n, np.float32)
     fused.unpack(got[:n], xp.asarray(codes))
     wanted.unpack(want, codes)
     same(got[:n], want)
-    assert np.isnan(host(got)[n])  # nothing is written behind the end
+    assert np.isnan(host(got)[n])  # nothing is written after the end
 
 
-@pytest.mark.parametrize("what", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("kind", CODECS)
-def test_values_that_are_not_finite_stay_so_or_remain_in_the_residual(kind, what):
-    """As NumPy's: NaN stays, and so do infinities but in fp16, which bounds them and keeps the infinite rest."""
+def test_an_infinite_or_nan_gradient_stays_so_in_the_code_or_in_the_residual(kind, bad):
+    """As in NumPy: codes keep NaN and infinity, except fp16, which clips infinity: the residual becomes infinite."""
     xp = array_module()
     gradient = np.ones(GROUP, np.float32)
-    gradient[7] = what
-    lost, mine = np.zeros((1, GROUP), np.float32), xp.zeros((1, GROUP), np.float32)
+    gradient[7] = bad
+    residual, fused_residual = np.zeros((1, GROUP), np.float32), xp.zeros((1, GROUP), np.float32)
     with np.errstate(all="ignore"):
-        code, want = FusedCodec(kind, xp).pack(mine, xp.asarray(gradient)), Codec(kind).pack(lost, gradient)
+        code = FusedCodec(kind, xp).pack(fused_residual, xp.asarray(gradient))
+        want = Codec(kind).pack(residual, gradient)
         got, want = Codec(kind).decode(host(code)), Codec(kind).decode(want)
     np.testing.assert_array_equal(np.isfinite(got), np.isfinite(want))
-    np.testing.assert_array_equal(np.isfinite(host(mine)), np.isfinite(lost))
-    assert not (np.isfinite(got).all() and np.isfinite(host(mine)).all())
+    np.testing.assert_array_equal(np.isfinite(host(fused_residual)), np.isfinite(residual))
+    assert not (np.isfinite(got).all() and np.isfinite(host(fused_residual)).all())
 
 
 @pytest.mark.skipif(not interpreted(), reason="runs in the interpreter")
 @pytest.mark.parametrize("kind", CODECS)
-def test_three_sums_in_a_row_are_the_same_by_kernels_and_nccl(rng, kind):
-    """The residual of one sum is added to the next, for sent and for received values."""
+def test_three_successive_sums_by_kernels_and_nccl_equal_numpys(rng, kind):
+    """The residuals of one sum are added to the next, those of the gradients and those of the sums."""
     xs = rng.standard_normal((3, 3, 1000)).astype(np.float32)
 
     def sums(world, codec):

@@ -1,4 +1,4 @@
-"""Every division of the work over ranks gives the serial parameters: bit for bit, or within rounding."""
+"""Every data-parallel strategy gives the parameters of the serial run, bit for bit or within rounding."""
 
 import numpy as np
 import pytest
@@ -124,8 +124,8 @@ def test_messages_are_sent_in_the_same_order_on_every_rank_and_thread(tokens):
     assert first == second and sorted(first) == sorted(dict(parameter_shapes(CONFIG)))
 
 
-def test_a_strategy_sends_the_textbook_volume(tokens):
-    """Of n gradient bytes: 2 (p-1)/p n for an all-reduce; ZeRO-1 the same when flat, half as much again when not."""
+def test_a_strategy_moves_the_textbook_volume(tokens):
+    """An all-reduce of n gradient bytes sends 2 (p-1)/p n. ZeRO-1 sends as much with --dp flat, else 3 (p-1)/p n."""
     p = 4
 
     def sent(comm, parallel):
@@ -161,8 +161,8 @@ def test_zero_keeps_an_equal_part_of_the_optimizer_state(ranks):
 
 
 @pytest.mark.parametrize("then", [ParallelConfig(), ParallelConfig(zero=1), ParallelConfig(tp=2, zero=1)])
-def test_a_zero_run_continues_with_another_number_of_ranks(tokens, then):
-    """Two steps on 4 ranks, gathered; then two on 2 ranks: the serial run of four (within rounding under tp)."""
+def test_a_zero_run_goes_on_with_other_ranks(tokens, then):
+    """Two steps on 4 ranks, gathered, then two on 2 ranks, equal four steps of the serial run (tp: within rounding)."""
     want = train(Solo(), None, tokens, precision="fp64")
 
     def second(comm, parameters, moments, position):
@@ -224,7 +224,7 @@ def test_bf16_rounds_as_pytorch_does():
 
 @pytest.mark.parametrize("kind", CODECS)
 def test_what_is_not_finite_stays_not_finite(kind):
-    """A diverged gradient must stay visible: NaN stays; fp16 saturates infinities, and the residual keeps them."""
+    """A diverged gradient must stay visible: NaN stays NaN; fp16 saturates infinities, which the feedback keeps."""
     encode, decode = CODECS[kind]
     x = np.ones((1, 256), np.float32)
     x[0, 3] = np.nan
@@ -235,7 +235,7 @@ def test_what_is_not_finite_stays_not_finite(kind):
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("kind", CODECS)
 def test_compressed_sums_are_the_same_on_all_ranks_and_feedback_makes_up_for_rounding(kind, ranks):
-    """The mean of many compressed sums of one gradient approaches the true sum: nothing is lost, only delayed."""
+    """The mean of many compressed sums of one gradient approaches the true sum: feedback adds the error later."""
     xs = np.random.default_rng().standard_normal((ranks, 1000)).astype(np.float32)
     want, times = xs.sum(0, dtype=np.float64), 40
 
@@ -305,7 +305,7 @@ def test_a_signal_on_one_rank_stops_all_at_the_same_step(tokens):
 
 
 def test_local_windows_visit_every_window_once_an_epoch():
-    """Each of 4 ranks visits its quarter of 20 windows in a random order of its own."""
+    """Each of 4 ranks reads its quarter of 20 windows in its own random order."""
     tokens = np.arange(20 * 8)
     firsts = []
     for rank in range(4):

@@ -25,7 +25,7 @@ CONFIG = GPT2Config(37, 16, 2, 2, 16, tied=False)
 
 
 class Narrow(NumpyBackend):
-    """Stage 0 whose gradients overflow where their norm, scale included, is above `largest`; else they are exact.
+    """Stage 0 with gradients that overflow if their scaled norm is above `largest`; otherwise they are exact.
 
     A scale is a power of two, so that multiplying by it and dividing again changes no bit.
     """
@@ -42,7 +42,7 @@ class Narrow(NumpyBackend):
 
 
 def gradscaler(factor, finite, overflow, interval):
-    """PyTorch's rule, by PyTorch."""
+    """The update of the loss scale by PyTorch."""
     state = torch.tensor([float(factor)]), torch.tensor([int(finite)], dtype=torch.int32)
     torch._amp_update_scale_(*state, torch.tensor([float(overflow)]), 2.0, 0.5, int(interval))
     return [part.item() for part in state]

@@ -44,7 +44,7 @@ def seed():
 
 
 def random_parameters(config, rng):
-    """Weights that matter: with deviation 0.02 the blocks are nearly the identity and many gradients nearly zero."""
+    """Large random weights: with deviation 0.02 the blocks are nearly the identity and many gradients nearly zero."""
     parameters = {}
     for name, shape in parameter_shapes(config):
         deviation = 0.5 / math.sqrt(shape[0]) if len(shape) == 2 and "wte" not in name and "head" not in name else 0.3
@@ -53,7 +53,7 @@ def random_parameters(config, rng):
 
 
 def model_of(config, parameters, group=ops.SOLO):
-    """A model of this rank's shards of the whole parameters, in float64, with gradients."""
+    """A float64 model of this rank's shards of `parameters`, with gradients."""
     backend = NumpyBackend("fp64")
     shards = {name: shard(name, array, group.rank, group.size).copy() for name, array in parameters.items()}
     return GPT2(config, {name: Tensor(array, backend, True) for name, array in shards.items()}, group)
@@ -66,7 +66,7 @@ def near(got, want, name=""):
 
 
 def near_gradient(name, got, want):
-    """As near(); but the keys' part of c_attn.bias, whose gradient is zero (softmax ignores q . b), is held to that."""
+    """Like near(), but the key part of c_attn.bias is compared with its true gradient 0 (softmax ignores q . b)."""
     if name.endswith("c_attn.bias"):
         (q, k, v), (want_q, want_k, want_v) = np.split(got, 3), np.split(want, 3)
         assert max(np.linalg.norm(k), np.linalg.norm(want_k)) <= EXACT * np.linalg.norm(want), name

@@ -288,7 +288,7 @@ time.sleep(30)
 """
 SUPERVISE = """import sys
 from stage1_mpi.launch import supervise
-as_rank = [sys.executable, "-m", "stage1_mpi.launch", "--as-rank", "--"]
+as_rank = [sys.executable, "-m", "stage1_mpi.launch", "--started-by-mpiexec", "--"]
 sys.exit(supervise([*as_rank, *sys.argv[1:]]))
 """
 
@@ -350,13 +350,13 @@ def test_make_sees_paths_from_the_root(mpi, stage):
 @pytest.mark.parametrize(
     "words, message",
     [
-        ("STAGE=1 N=0", "N=0 is no number of ranks"),
-        ("STAGE=1 N=-2", "N=-2 is no number of ranks"),
-        ("STAGE=1 N=two", "N=two is no number of ranks"),
-        ("STAGE=1 N=1.5", "N=1.5 is no number of ranks"),
-        ("STAGE=1 N=", "N= is no number of ranks"),
+        ("STAGE=1 N=0", "N=0 is not a number of ranks"),
+        ("STAGE=1 N=-2", "N=-2 is not a number of ranks"),
+        ("STAGE=1 N=two", "N=two is not a number of ranks"),
+        ("STAGE=1 N=1.5", "N=1.5 is not a number of ranks"),
+        ("STAGE=1 N=", "N= is not a number of ranks"),
         ("STAGE=0 N=2", "stage 0 is one process"),
-        ("STAGE=9", "there is no stage 9"),
+        ("STAGE=9", "STAGE=9 is not a stage"),
         ("STAGE=1 N=2 HOSTFILE=missing", "--hostfile missing: cannot be read"),
     ],
 )

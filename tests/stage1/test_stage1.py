@@ -177,12 +177,12 @@ def assert_transformers_reads(directory, val_loss):
 
 
 def logits(checkpoint, ids):
-    from gpt2core.model import GPT2
+    from gpt2core.parallel.tensor_parallel import load_model
     from gpt2core.tensor import no_grad
     from stage0_serial.numpy_backend import NumpyBackend
 
     with no_grad():
-        return GPT2.of_arrays(checkpoint.config, checkpoint.parameters, NumpyBackend("fp32")).logits(ids).data[0]
+        return load_model(checkpoint.config, checkpoint.parameters, NumpyBackend("fp32")).logits(ids).data[0]
 
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------

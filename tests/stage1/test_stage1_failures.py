@@ -30,17 +30,17 @@ from gpt2core.trainer import Trainer
 from stage0_serial.numpy_backend import NumpyBackend
 from stage1_mpi.mpi_communicator import MpiCommunicator
 
-original = Trainer.step
+original = Trainer.begin
 
 def fault(trainer, rank):
 {fault}
 
-def step(self, windows, *rates):
+def begin(self, batch, lr):
     if self.steps == 3:
         fault(self, self.world.rank)
-    return original(self, windows, *rates)
+    return original(self, batch, lr)
 
-Trainer.step = step
+Trainer.begin = begin
 train(backend=NumpyBackend, world=MpiCommunicator)
 """
 NANO = ("--preset", "nano", "--threads", 1, "--sample", 0)
@@ -132,15 +132,15 @@ def test_a_fault_on_one_rank_ends_the_job(train, run, tmp_path, unbroken, name):
 
 def test_a_fault_in_a_thread_with_pending_messages_ends_the_job(run):
     fault = """
-        from gpt2core.parallel.micro_batches import Lane
-        original = Lane.collect
+        from gpt2core.parallel.micro_batches import Worker
+        original = Worker.collect
 
-        def collect(lane, name, gradient):
-            if rank == 1 and name == "transformer.h.0.attn.c_attn.bias" and lane.done:
+        def collect(worker, name, gradient):
+            if rank == 1 and name == "transformer.h.0.attn.c_attn.bias" and worker.done:
                 raise ZeroDivisionError("an injected fault")
-            original(lane, name, gradient)
+            original(worker, name, gradient)
 
-        Lane.collect = collect
+        Worker.collect = collect
     """
     done = faulty(fault, *run, "--threads", 2, "--batch-size", 8, "--dp", "overlap", ranks=2)
     assert_failed(done, "rank 1 of 2 failed:", "\nZeroDivisionError: an injected fault", code=1)
@@ -392,4 +392,5 @@ def test_help_and_version_are_printed_once(tmp_path):
 def test_stage_0_on_several_ranks_is_one_error():
     done = mpi("-n", 3, sys.executable, "-m", "stage0_serial.train_gpt2", cwd=ROOT)
     assert (done.code, len(done.lines), done.left) == (2, 1, ()), done.err
-    assert "3 processes were started" in done.lines[0] and "use stage 1, or leave the launcher out" in done.lines[0]
+    assert "3 processes were started" in done.lines[0]
+    assert "use stage 1, or start it without a launcher" in done.lines[0]

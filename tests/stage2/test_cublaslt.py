@@ -1,6 +1,6 @@
-"""cublasLt's products against float64: on a GPU, and without one on a cublasLt of NumPy that stores by columns too."""
+"""cublasLt products against float64: on the GPU, or with a column-major fake of cublasLt in NumPy."""
 
-# N, K rows and columns of the result, C what is summed over, V vocabulary
+# N, K rows and columns of the result, C the summed dimension, V vocabulary
 
 import ctypes
 import json
@@ -20,11 +20,11 @@ from stage2_cuda.gemm.cublaslt import CublasLt, load_library
 from stage2_cuda.tuning.tuner import Tuner
 from tests.support.fake_cupy import FakeCupy
 
-# Relative norm against float64 on the very same operands. The type of the result rounds it: half a unit in the last
-# place is 2^-9 of a bf16 number and 2^-12 of an fp16 one at worst; fp32 grows with the root of the sum's length.
+# Relative norm against float64 with the same operands. The result is rounded to its type: half a unit in the last place
+# is at most 2^-9 of a bf16 number and 2^-12 of an fp16 number. The error of fp32 grows with the root of the length.
 TOLERANCE = {"float32": 1e-5, "float16": 1e-3, "bfloat16": 5e-3}
-TF32 = 1e-3  # 10 bits of the operands are left: 2^-11 each at worst
-# The GELU of the epilogue may take tanh from the hardware's table in 16 bits, good to about 2^-11.
+TF32 = 1e-3  # operands are rounded to 10 bits, an error of at most 2^-11 each
+# The GELU epilogue may use the hardware's tanh approximation, with an error of about 2^-11.
 GELU = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1e-2}
 
 
@@ -37,17 +37,17 @@ def gelu_slope(x):
     return (1 + t) / 2 + x * (1 - t * t) / 2 * math.sqrt(2 / math.pi) * (1 + 3 * 0.044715 * x * x)
 
 
-# -- a cublasLt of NumPy -----------------------------------------------------------------------------------------------
+# -- a fake of cublasLt in NumPy ---------------------------------------------------------------------------------------
 
 
 ONE, THREE = ((7, 3.0),), ((7, 3.0), (8, 1.0), (9, 2.0))  # algorithms: id, milliseconds
 
 
 class FakeLibrary:
-    """cublasLt as its manual describes it, matrices stored by columns, through the C types of the real one.
+    """cublasLt as its manual describes it, with column-major matrices and the C types of the real library.
 
-    `algorithms` is what the heuristic proposes; `refused` are ids that then cannot run; `statuses`
-    {function: status} makes a function fail. `asked` and `ran` tell what happened.
+    algorithms: what the heuristic proposes; refused: ids of algorithms that cannot run; statuses {function: status}:
+    functions that fail. asked: the preferences of each heuristic call; ran: the ids of the algorithms that ran.
     """
 
     def __init__(self, cupy, algorithms):
@@ -80,13 +80,13 @@ class FakeLibrary:
 
     def MatmulAlgoGetHeuristic(self, handle, operation, a, b, c, d, preference, count, results, found):
         self.asked.append(dict(self.objects[preference].attributes))
-        results = (cublaslt.Result * count).from_address(results)
+        results = (cublaslt.HeuristicResult * count).from_address(results)
         for result, (number, _) in zip(results, self.algorithms, strict=False):
             result.algorithm[0], result.workspace_bytes, result.state = number, 0, 0
         ctypes.c_int.from_address(found).value = min(count, len(self.algorithms))
 
     def MatmulAlgoCheck(self, handle, operation, a, b, c, d, algorithm, result):
-        cublaslt.Result.from_address(result).workspace_bytes = self.needs
+        cublaslt.HeuristicResult.from_address(result).workspace_bytes = self.needs
         return 0 if ctypes.c_uint64.from_address(algorithm).value in dict(self.algorithms) else 7
 
     def Matmul(self, handle, operation, alpha, a, la, b, lb, beta, c, lc, d, ld, algorithm, workspace, size, stream):
@@ -132,7 +132,7 @@ class FakeLibrary:
 
 
 class Machine:
-    """A (fake) CuPy, a (fake) library, and arrays whose every unused byte is poisoned."""
+    """A CuPy and a cublasLt, both real or both fake, and arrays whose unused elements are NaN."""
 
     def __init__(self, cupy, library):
         self.cupy, self.library = cupy, library
@@ -151,10 +151,10 @@ class Machine:
         return self.put(np.full(shape, np.nan, dtype), ld)
 
     def put(self, array, ld=None):
-        """On the device; with `ld` as the left columns of a wider array, the rest of which is NaN."""
+        """A copy on the device; with `ld`, the first columns of an array of ld columns whose others are NaN."""
         wide = array if ld is None else np.full((len(array), ld), np.nan, array.dtype)
         wide[..., : array.shape[-1]] = array
-        if array.dtype.name == "bfloat16":  # converted on the device, which is sure to know how
+        if array.dtype.name == "bfloat16":  # converted on the device
             wide = self.cupy.asarray(wide.astype(np.float32)).astype(array.dtype)
         return self.cupy.asarray(wide)[..., : array.shape[-1]]
 
@@ -177,16 +177,16 @@ def fake():
 
 
 def type_of(name, machine):
-    """The dtype of this name; bf16 is ml_dtypes' and the fake has it not."""
+    """The dtype of this name. bfloat16 is that of ml_dtypes, and the fake library does not support it."""
     if name != "bfloat16":
         return np.dtype(name)
     if isinstance(machine.cupy, FakeCupy):
-        pytest.skip("bf16 is the GPU's")
+        pytest.skip("the fake library has no bf16")
     return np.dtype(pytest.importorskip("ml_dtypes").bfloat16)
 
 
 def near(got, want, tolerance):
-    """norm(got - want) <= tolerance * norm(want), which no NaN passes."""
+    """Assert norm(got - want) <= tolerance * norm(want); NaN fails."""
     assert got.shape == want.shape
     error = np.linalg.norm(got - want) / np.linalg.norm(want)
     assert error <= tolerance, f"relative error {error:.2e} > {tolerance:.0e}"
@@ -195,7 +195,11 @@ def near(got, want, tolerance):
 # -- every product of GPT-2 --------------------------------------------------------------------------------------------
 
 LAYOUTS = {"forward": (False, False), "input gradient, head": (False, True), "weight gradient": (True, False)}
-SHAPES = [(136, 200, 264), (1, 384, 1152), (256, 8, 16)]  # N, C, K; cublasLt likes 16-bit rows of 16 bytes
+SHAPES = [
+    (136, 200, 264),
+    (1, 384, 1152),
+    (256, 8, 16),
+]  # N, C, K; with 16 bits cublasLt needs rows that are a multiple of 16 bytes
 
 
 @pytest.mark.parametrize("name", TOLERANCE)
@@ -226,7 +230,7 @@ def test_fp32_takes_any_size_and_is_not_silently_tf32(machine, trans_a, trans_b,
 
 @pytest.mark.parametrize("name", TOLERANCE)
 @pytest.mark.parametrize("out_type", ["same", "float32"])
-def test_views_into_wider_arrays_are_read_and_written_where_they_are(machine, name, out_type):
+def test_views_into_wider_arrays_are_read_and_written_in_place(machine, name, out_type):
     dtype = type_of(name, machine)
     out_dtype = dtype if out_type == "same" else np.dtype(np.float32)
     x, w = machine.normal((72, 64), dtype, ld=192), machine.normal((64, 128), dtype, ld=256)
@@ -238,7 +242,7 @@ def test_views_into_wider_arrays_are_read_and_written_where_they_are(machine, na
 
 
 @pytest.mark.parametrize("name", TOLERANCE)
-def test_the_head_of_an_odd_vocabulary_in_padded_rows(machine, name):
+def test_products_of_an_odd_vocabulary_with_padded_rows_equal_float64(machine, name):
     dtype, n, c, v, padded = type_of(name, machine), 24, 64, 50257, 50304
     gemm, x, w = machine.gemm(), machine.normal((n, c), dtype), machine.normal((v, c), dtype)
     logits = machine.poisoned((n, v), dtype, ld=padded)
@@ -256,11 +260,11 @@ def test_the_head_of_an_odd_vocabulary_in_padded_rows(machine, name):
 
 
 @pytest.mark.parametrize("name", TOLERANCE)
-def test_a_weight_gradient_is_added_to_what_is_there(machine, name):
+def test_accumulate_adds_a_weight_gradient_to_the_old_values(machine, name):
     dtype, gemm = type_of(name, machine), machine.gemm()
     x, dy, dw = machine.normal((256, 64), dtype), machine.normal((256, 96), dtype), machine.normal((64, 96), np.float32)
     before, product = machine.host(dw), machine.host(x).T @ machine.host(dy)
-    for times in (1, 2):  # the first call times candidates, which must not touch dw
+    for times in (1, 2):  # the first call times candidates, which must not write to dw
         gemm.matmul(dw, x, dy, trans_a=True, accumulate=True)
         near(machine.host(dw), before + times * product, TOLERANCE["float32"])
 
@@ -270,14 +274,14 @@ def test_a_weight_gradient_is_added_to_what_is_there(machine, name):
 
 @pytest.mark.parametrize("name", TOLERANCE)
 @pytest.mark.parametrize("n", [136, 1])
-def test_a_bias_goes_to_its_column(machine, name, n):
+def test_a_bias_is_added_to_every_row(machine, name, n):
     dtype = type_of(name, machine)
     x, w, b = machine.normal((n, 64), dtype), machine.normal((64, 200), dtype), machine.normal((200,), dtype)
     y = machine.poisoned((n, 200), dtype)
     gemm = machine.gemm()
     gemm.matmul(y, x, w, bias=b)
     near(machine.host(y), machine.host(x) @ machine.host(w) + machine.host(b), TOLERANCE[name])
-    b2 = machine.normal((200,), dtype)  # the same plan, another address
+    b2 = machine.normal((200,), dtype)  # the same plan with another address
     gemm.matmul(y, x, w, bias=b2)
     near(machine.host(y), machine.host(x) @ machine.host(w) + machine.host(b2), TOLERANCE[name])
 
@@ -285,7 +289,7 @@ def test_a_bias_goes_to_its_column(machine, name, n):
 @pytest.mark.parametrize("name", TOLERANCE)
 @pytest.mark.parametrize("with_bias", [True, False])
 @pytest.mark.parametrize("with_aux", [True, False])
-def test_gelu_is_the_tanh_one_and_keeps_its_input(machine, name, with_bias, with_aux):
+def test_gelu_is_the_tanh_approximation_and_stores_its_input(machine, name, with_bias, with_aux):
     dtype = type_of(name, machine)
     x, w = machine.normal((136, 64), dtype), machine.put((machine.rng.standard_normal((64, 200)) / 8).astype(dtype))
     bias = machine.normal((200,), dtype) if with_bias else None
@@ -316,7 +320,7 @@ def test_a_captured_product_is_replayed_on_new_values(machine, deterministic):
     y, dw = machine.poisoned((64, 256), np.float16), machine.put(np.zeros((128, 256), np.float32))
     stream = cupy.cuda.Stream(non_blocking=True)
     with stream:
-        gemm.matmul(y, x, w, bias=b)  # their algorithms are chosen
+        gemm.matmul(y, x, w, bias=b)  # chooses their algorithms
         gemm.matmul(dw, x, y, trans_a=True, accumulate=True)
         dw[...] = 0
         cupy.cuda.runtime.deviceSynchronize()
@@ -334,8 +338,8 @@ def test_a_captured_product_is_replayed_on_new_values(machine, deterministic):
             near(machine.host(dw), want, TOLERANCE["float32"])
 
 
-def test_a_product_first_met_in_a_capture_is_an_error_unless_nothing_is_timed(machine):
-    machine.library.algorithms = THREE  # of one nothing would be timed; the real library has its own
+def test_a_new_product_in_a_capture_is_an_error_unless_the_mode_is_deterministic(machine):
+    machine.library.algorithms = THREE  # a single one would not be timed; the real library ignores this
     x, w, y = (machine.normal(shape, np.float32) for shape in ((16, 24), (24, 32), (16, 32)))
     timed, deterministic = machine.gemm(), machine.gemm(deterministic=True)
     stream = machine.cupy.cuda.Stream(non_blocking=True)
@@ -351,8 +355,8 @@ def test_a_product_first_met_in_a_capture_is_an_error_unless_nothing_is_timed(ma
 
 
 @pytest.mark.parametrize("name", ["float32", "float16", "bfloat16"])
-def test_deterministic_means_equal_bits_whoever_computes_and_wherever_it_lies(machine, name):
-    # few and long sums: this is where a split along C pays
+def test_deterministic_products_have_equal_bits_for_any_object_and_address(machine, name):
+    # few and long sums: for these shapes cublasLt splits the sum along C
     dtype, n, c, k = type_of(name, machine), 64, 16384, 128
     x, dy = machine.normal((c, n), dtype), machine.normal((c, k), dtype)
     elsewhere = machine.cupy.empty((c * n + 8,), dtype)[8:].reshape(c, n)
@@ -362,30 +366,30 @@ def test_deterministic_means_equal_bits_whoever_computes_and_wherever_it_lies(ma
         out = machine.poisoned((n, k), np.float32)
         machine.gemm(deterministic=True).matmul(out, operand, dy, trans_a=True)
         results.append(machine.cupy.asnumpy(out))
-    near(results[0].astype(np.float64), machine.host(x).T @ machine.host(dy), 1e-3)  # tensor cores cut, not round
+    near(results[0].astype(np.float64), machine.host(x).T @ machine.host(dy), 1e-3)  # tensor cores truncate
     assert_array_equal(results[0], results[1])
-    if name != "float32":  # 8 of these are 16 bytes, the alignment that deterministic mode tells apart
+    if name != "float32":  # 8 of these are 16 bytes, the largest alignment that deterministic mode distinguishes
         assert_array_equal(results[0], results[2])
 
 
-def test_choices_are_kept_on_disk_and_never_timed_again(machine, tmp_path, monkeypatch):
+def test_choices_are_saved_and_not_timed_again(machine, tmp_path, monkeypatch):
     x, w, y = (machine.normal(shape, np.float16) for shape in ((64, 96), (96, 32), (64, 32)))
     first = machine.gemm(cache_dir=tmp_path / "new" / "directory")
     first.matmul(y, x, w)
     (file,) = (tmp_path / "new" / "directory").iterdir()
-    assert len(first.tuner.choices) == 1 and json.loads(file.read_text())["choices"] == first.tuner.choices
+    assert len(first.tuner.tuned) == 1 and json.loads(file.read_text())["choices"] == first.tuner.tuned
     monkeypatch.setattr(CublasLt, "_candidates", None)
     second = machine.gemm(cache_dir=file.parent)
     y[...] = float("nan")
     second.matmul(y, x, w)
-    assert second.tuner.choices == first.tuner.choices
+    assert second.tuner.tuned == first.tuner.tuned
     near(machine.host(y), machine.host(x) @ machine.host(w), TOLERANCE["float16"])
     adopted = machine.gemm()
-    adopted.tuner.adopt(first.tuner.choices)  # as another rank would
+    adopted.tuner.load_tuned(first.tuner.tuned)  # as another rank would
     adopted.matmul(y, x, w)
 
 
-# -- without a GPU: what is asked of the library -----------------------------------------------------------------------
+# -- without a GPU: the calls of the library ---------------------------------------------------------------------------
 
 
 def operands(machine, n=16, c=24, k=32, dtype=np.float32):
@@ -400,7 +404,7 @@ def test_the_fastest_candidate_is_chosen_once(fake):
     assert fake.library.ran[-1] == 8 and len(fake.library.asked) == 1
 
 
-def test_a_candidate_that_is_refused_is_passed_over(fake):
+def test_a_candidate_that_cannot_run_is_skipped(fake):
     fake.library.refused = {8}
     fake.gemm().matmul(*operands(fake))
     assert fake.library.ran[-1] == 9
@@ -409,12 +413,12 @@ def test_a_candidate_that_is_refused_is_passed_over(fake):
         fake.gemm().matmul(*operands(fake))
 
 
-def test_deterministic_mode_takes_the_first_and_times_nothing(fake, tmp_path):
+def test_deterministic_mode_uses_the_first_candidate_and_times_nothing(fake, tmp_path):
     fake.gemm(deterministic=True, cache_dir=tmp_path).matmul(*operands(fake))
     assert fake.library.ran == [7] and fake.cupy.waits == 0 and not list(tmp_path.iterdir())
 
 
-def test_a_product_neither_allocates_nor_waits(fake):
+def test_a_planned_product_neither_allocates_nor_synchronizes(fake):
     gemm, arrays = fake.gemm(), operands(fake)
     gemm.matmul(*arrays)
     before = fake.cupy.allocations, fake.cupy.waits, len(fake.library.objects)
@@ -424,7 +428,7 @@ def test_a_product_neither_allocates_nor_waits(fake):
 
 @pytest.mark.parametrize("deterministic", [True, False])
 @pytest.mark.parametrize("out_type", [np.float16, np.float32])
-def test_parts_of_a_sum_are_never_added_in_16_bits_and_deterministically_in_one_order(fake, deterministic, out_type):
+def test_partial_sums_are_added_in_fp32_and_in_deterministic_mode_in_a_fixed_order(fake, deterministic, out_type):
     _, a, b = operands(fake, dtype=np.float16)
     fake.gemm(deterministic=deterministic).matmul(fake.poisoned((16, 32), out_type), a, b)
     (asked,) = fake.library.asked
@@ -434,33 +438,33 @@ def test_parts_of_a_sum_are_never_added_in_16_bits_and_deterministically_in_one_
 
 
 @pytest.mark.parametrize("deterministic, widest", [(False, 256), (True, 16)])
-def test_the_heuristic_is_told_how_the_operands_are_aligned(fake, deterministic, widest):
+def test_the_heuristic_gets_the_alignment_of_the_operands(fake, deterministic, widest):
     gemm, (out, a, b) = fake.gemm(deterministic=deterministic), operands(fake)
     flat = fake.normal((24 * 32 + 1,), np.float32)[1:]
     gemm.matmul(out, a, flat.reshape(24, 32))
     (asked,) = fake.library.asked
-    # CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A, B, C, D: their A is our b
+    # CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A, B, C, D: its A is our b
     assert [asked[number] for number in (5, 6, 7, 8)] == [4, widest, widest, widest]
     gemm.matmul(out, a, b)
     assert [asked[5] for asked in fake.library.asked] == [4, widest]
 
 
 @pytest.mark.parametrize("choice", ["", "00ff", "no hexadecimal number"])
-def test_a_recorded_choice_that_is_no_algorithm_is_made_anew(fake, choice):
+def test_a_recorded_choice_that_is_no_algorithm_is_ignored(fake, choice):
     gemm, arrays = fake.gemm(), operands(fake)
     gemm.matmul(*arrays)
-    (what,), again = gemm.tuner.choices, fake.gemm()
-    again.tuner.adopt({what: choice})
+    (what,), again = gemm.tuner.tuned, fake.gemm()
+    again.tuner.load_tuned({what: choice})
     again.matmul(*arrays)
-    assert fake.library.ran[-1] == 8 and again.tuner.choices == gemm.tuner.choices
+    assert fake.library.ran[-1] == 8 and again.tuner.tuned == gemm.tuner.tuned
 
 
-def test_a_cached_algorithm_that_cublaslt_no_longer_takes_is_chosen_anew(fake, tmp_path):
+def test_a_cached_algorithm_that_cublaslt_rejects_is_chosen_again(fake, tmp_path):
     fake.gemm(cache_dir=tmp_path).matmul(*operands(fake))
     fake.library.algorithms = ((5, 1.0),)
     fake.gemm(cache_dir=tmp_path).matmul(*operands(fake))
     assert fake.library.ran[-1] == 5 and len(fake.library.asked) == 2
-    fake.library.needs = 65 << 20  # more than the workspace has
+    fake.library.needs = 65 << 20  # larger than the workspace
     fake.gemm(cache_dir=tmp_path).matmul(*operands(fake))
     assert len(fake.library.asked) == 3
 
@@ -476,18 +480,18 @@ def test_a_cache_that_cannot_be_written_is_a_warning(fake, tmp_path):
 @pytest.mark.parametrize(
     "error, words, change",
     [
-        (ShapeError, "do not fit", dict(b=(25, 32))),
-        (ShapeError, "do not fit", dict(out=(16, 31))),
-        (ShapeError, "do not fit", dict(bias=(16,))),
-        (ShapeError, "do not fit", dict(activation="gelu", aux=(16, 24))),
-        (ShapeError, "do not fit", dict(k=30, activation="gelu", aux=(16, 30))),
+        (ShapeError, "do not match", dict(b=(25, 32))),
+        (ShapeError, "do not match", dict(out=(16, 31))),
+        (ShapeError, "do not match", dict(bias=(16,))),
+        (ShapeError, "do not match", dict(activation="gelu", aux=(16, 24))),
+        (ShapeError, "do not match", dict(k=30, activation="gelu", aux=(16, 30))),
         (ShapeError, "contiguous rows", dict(b=(24,))),
         (ShapeError, "contiguous rows", dict(out=(0, 32))),
         (TypeError, "one type of float32, float16, bfloat16", dict(b_type=np.float16)),
         (TypeError, "one type of float32, float16, bfloat16", dict(type=np.float64)),
-        (TypeError, "out of that or float32", dict(out_type=np.float16)),
+        (TypeError, "out that type or float32", dict(out_type=np.float16)),
         (TypeError, "out's type", dict(bias=(32,), bias_type=np.float16)),
-        (TypeError, "compute is fp32", dict(compute="bf16")),
+        (TypeError, "compute must be fp32", dict(compute="bf16")),
         (TypeError, "tf32", dict(type=np.float16, out_type=np.float16, compute="tf32")),
         (ValueError, "activation", dict(activation="relu")),
         (ValueError, "activation", dict(activation="dgelu")),
@@ -496,7 +500,7 @@ def test_a_cache_that_cannot_be_written_is_a_warning(fake, tmp_path):
         (ValueError, "activation", dict(aux=(16, 32))),
     ],
 )
-def test_operands_that_do_not_fit_are_named(fake, error, words, change):
+def test_operands_that_do_not_match_are_an_error_that_names_them(fake, error, words, change):
     change, dtype, k = dict(change), change.get("type", np.float32), change.get("k", 32)
     out = fake.poisoned(change.pop("out", (16, k)), change.pop("out_type", dtype))
     a = fake.normal((16, 24), dtype)
@@ -509,13 +513,13 @@ def test_operands_that_do_not_fit_are_named(fake, error, words, change):
     assert type(caught.value) is error and fake.library.ran == []
 
 
-def test_a_transposed_view_is_told_to_be_given_as_it_is(fake):
+def test_a_transposed_view_is_an_error_that_names_the_option(fake):
     out, a, b = operands(fake, 24, 24, 24)
     with pytest.raises(ShapeError, match=r"\(24, 24\) with strides \(4, 96\).*trans_a"):
         fake.gemm().matmul(out, a.T, b)
 
 
-def test_a_bias_of_another_type_is_refused_after_one_that_fitted(fake):
+def test_a_bias_of_another_type_is_refused_after_one_of_the_right_type(fake):
     gemm, (out, a, b) = fake.gemm(), operands(fake)
     gemm.matmul(out, a, b, bias=fake.normal((32,), np.float32))
     with pytest.raises(TypeError, match="out's type"):
@@ -541,10 +545,10 @@ def test_no_algorithm_is_an_error_that_names_shapes_and_types(fake):
 # -- the header --------------------------------------------------------------------------------------------------------
 
 
-def test_structures_and_numbers_are_those_of_the_header():
+def test_structures_and_numbers_equal_those_of_the_header():
     # cublasLt.h, cublas_api.h and library_types.h of CUDA 12.6 to 13.1
-    assert ctypes.sizeof(cublaslt.Algorithm) == 64 and ctypes.sizeof(cublaslt.Result) == 96
-    offsets = [getattr(cublaslt.Result, name).offset for name, _ in cublaslt.Result._fields_]
+    assert ctypes.sizeof(cublaslt.Algorithm) == 64 and ctypes.sizeof(cublaslt.HeuristicResult) == 96
+    offsets = [getattr(cublaslt.HeuristicResult, name).offset for name, _ in cublaslt.HeuristicResult._fields_]
     assert offsets == [0, 64, 72, 76, 80]
     epilogues = {
         "DEFAULT": (cublaslt.NO_EPILOGUE, 1),
@@ -560,7 +564,7 @@ def test_structures_and_numbers_are_those_of_the_header():
     assert cublaslt.COMPUTE == {"fp32": 68, "tf32": 77}
 
 
-def test_without_the_library_one_sentence_names_the_package(monkeypatch):
+def test_without_the_library_a_one_line_error_names_the_package(monkeypatch):
     def missing(name):
         raise OSError(name)
 
@@ -580,7 +584,7 @@ def real():
         pytest.skip(str(error))
 
 
-def test_the_real_library_agrees_on_the_size_of_every_attribute(real):
+def test_the_size_of_every_attribute_equals_the_real_librarys(real):
     written = ctypes.c_size_t()
     groups = {
         "Desc": "TRANS_A TRANS_B EPILOGUE BIAS_TYPE BIAS_POINTER AUX_POINTER AUX_LD",

@@ -1,4 +1,4 @@
-"""A recorded step, what goes to it and what comes from it, on a device that works when somebody waits for it."""
+"""A recorded step, its inputs and its results, on a fake device whose queue runs when the host waits for it."""
 
 import ctypes
 import sys
@@ -11,12 +11,12 @@ import pytest
 pytest.importorskip("triton")
 
 from stage2_cuda.runtime.cuda_graph import RecordedStep
-from stage2_cuda.runtime.static_inputs import Mailbox
+from stage2_cuda.runtime.static_inputs import StaticInputs
 from tests.support.fake_cupy import DeviceArray
 
 
 class LateStream:
-    """A queue of work, which is done when an event behind it is waited for; while captured, a graph's."""
+    """A queue of work that runs when an event after it is waited for; during capture the work belongs to the graph."""
 
     count = 0
 
@@ -62,7 +62,7 @@ class LateEvent:
 
 
 class LateCupy:
-    """As much of CuPy as graph.py and mailbox.py touch. Not `late`, it does all at once when it does anything."""
+    """The parts of CuPy that cuda_graph.py and static_inputs.py use. late=False: work runs as soon as possible."""
 
     ndarray, late = DeviceArray, True
 
@@ -70,13 +70,22 @@ class LateCupy:
         self.streams = {}
         self.current = LateStream(self)
         self.cuda = SimpleNamespace(
-            runtime=SimpleNamespace(memcpyAsync=self.copy, streamCaptureModeRelaxed=2, CUDARuntimeError=RuntimeError),
+            runtime=SimpleNamespace(
+                deviceSynchronize=self.synchronize,
+                memcpyAsync=self.copy,
+                streamCaptureModeRelaxed=2,
+                CUDARuntimeError=RuntimeError,
+            ),
             get_current_stream=lambda: self.current,
             Stream=lambda non_blocking: LateStream(self),
             Event=LateEvent,
             MemoryPool=lambda: SimpleNamespace(malloc=None, free_all_blocks=lambda: None),
             using_allocator=lambda malloc: nullcontext(),
         )
+
+    def synchronize(self):
+        for stream in self.streams.values():
+            stream.synchronize()
 
     def copy(self, to, source, count, kind, stream):
         assert kind in (1, 2, 3)
@@ -103,54 +112,79 @@ def cupy(monkeypatch):
 @pytest.mark.parametrize("late", [True, False])
 @pytest.mark.parametrize("most_ahead", [0, 1])
 def test_each_call_has_its_own_input_and_its_own_results(cupy, rng, most_ahead, late):
-    """The host is as far ahead of the device as it may be, or far behind: what it overwrites too early is wrong."""
+    """The host is as far ahead of the device as it may be, or far behind: an array overwritten too early is wrong."""
     cupy.late = late
-    mailbox = Mailbox(cupy)
     inputs = rng.standard_normal((8, 5)).astype(np.float32)
-    place, rate = mailbox.put("tokens", inputs[0]), mailbox.put("rate", np.zeros(1))
     state = cupy.array(np.zeros(5))
     total, wide = cupy.array(np.zeros(())), cupy.array(np.zeros((5, 1)))
 
-    def step():
+    def step(batch, rate):
+        ((tokens, _),) = batch
+
         def work():
-            state[...] += place * rate
+            state[...] += tokens * rate
             total[...] = state.sum()
             wide[...] = state[:, None]
 
         cupy.current.submit(work)
         return [total, wide]
 
-    recorded, unread, got = RecordedStep(step, mailbox.send), [], []
+    recorded, unread, got = RecordedStep(step), [], []
     for number, each in enumerate(inputs):
-        mailbox.put("tokens", each), mailbox.put("rate", np.array([number + 0.5]))
-        unread.append(recorded())
-        while len(unread) > (most_ahead if recorded.ahead else 0):
-            got.append(read(unread.pop(0), cupy))
-    got += [read(finish, cupy) for finish in unread]
+        unread.append(recorded([(each.copy(), None)], np.array([number + 0.5])))
+        while len(unread) > (most_ahead if recorded.can_overlap else 0):
+            got.append([np.array(result) for result in unread.pop(0).wait()])
+    got += [[np.array(result) for result in results.wait()] for results in unread]
     want = np.cumsum(inputs * (np.arange(8) + 0.5)[:, None], 0, dtype=np.float64)
     np.testing.assert_allclose([wide for _, wide in got], want[:, :, None], rtol=1e-6, atol=1e-6)
     np.testing.assert_allclose([total for total, _ in got], want.sum(1), rtol=1e-5, atol=1e-5)
-
-
-def read(finish, cupy):
-    results = finish()
-    if isinstance(results[0], DeviceArray):  # the first call's, which are on the device still
-        cupy.current.synchronize()
-    return [np.array(result) for result in results]
 
 
 def test_a_step_without_results_is_recorded_too(cupy):
     calls = []
     recorded = RecordedStep(lambda: cupy.current.submit(lambda: calls.append(1)))
     for _ in range(4):
-        assert recorded()() == []
+        assert recorded().wait() == []
     cupy.current.synchronize()
     assert len(calls) == 4
 
 
-def test_a_step_that_cannot_be_recorded_says_how_to_do_without(cupy):
+def test_without_recording_every_call_runs_the_function(cupy):
+    calls = []
+    step = RecordedStep(lambda x: calls.append(x.tolist()), record=False)
+    for number in range(3):
+        assert step(np.array([number])).wait() == [] and not step.can_overlap
+        cupy.current.synchronize()
+    assert len(calls) == 3
+
+
+def test_a_step_that_cannot_be_recorded_names_the_flag_to_use(cupy):
     recorded = RecordedStep(lambda: cupy.current.synchronize() if recorded.calls > 1 else None)
     recorded()
     with pytest.raises(AssertionError, match="being captured") as caught:
         recorded()
-    assert any("--no-graph" in note for note in caught.value.__notes__) and not recorded.ahead
+    assert any("--no-graph" in note for note in caught.value.__notes__) and not recorded.can_overlap
+
+
+def test_the_tree_of_arguments_keeps_its_structure_and_its_other_leaves(cupy):
+    array = cupy.array(np.ones(3))
+    tree = [(np.arange(3), array), None, 7]
+    inputs = StaticInputs(cupy, tree)
+    inputs.upload(tree)
+    cupy.current.synchronize()
+    [(copied, same), nothing, seven] = inputs.arguments
+    assert copied.tolist() == [0, 1, 2] and same is array and (nothing, seven) == (None, 7)
+
+
+@pytest.mark.parametrize(
+    "other, says",
+    [
+        ([np.zeros(4), 7], r"argument 0 .* float64 \(3,\) and is float64 \(4,\) now"),
+        ([np.zeros(3, np.float32), 7], r"argument 0 .* float64 \(3,\) and is float32 \(3,\) now"),
+        ([np.zeros(3), 8], "argument 1 .* was 7 and is 8 now"),
+    ],
+)
+def test_arguments_that_differ_in_more_than_values_are_refused(cupy, other, says):
+    inputs = StaticInputs(cupy, [np.zeros(3), 7])
+    with pytest.raises(ValueError, match=says):
+        inputs.upload(other)

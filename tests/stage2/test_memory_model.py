@@ -1,4 +1,4 @@
-"""The memory model: its sum is what a step allocates, and where that is too much it says what would fit."""
+"""The memory model: its sum is what a step allocates, and its error message names options that fit."""
 
 import gc
 import re
@@ -24,9 +24,11 @@ from gpt2core.errors import DeviceMemoryError
 from gpt2core.model import GPT2Config, parameter_shapes
 from gpt2core.parallel.config import ParallelConfig
 from gpt2core.parallel.whole_parameters import load
+from gpt2core.runtime import Runtime
 from gpt2core.trainer import Trainer
 from gpt2core.training_loop import read_batch
 from stage0_serial.numpy_backend import NumpyBackend
+from stage2_cuda import cuda_backend
 from stage2_cuda import memory_model as memory
 from stage2_cuda.cuda_backend import CudaBackend
 from stage2_cuda.gemm import products
@@ -34,16 +36,18 @@ from stage2_cuda.kernels.codecs import FusedCodec
 from stage2_cuda.memory_model import (
     MARGIN,
     WIDE,
+    explain_generation_oom,
+    explain_training_oom,
     generation_memory,
     is_out_of_memory,
     largest_batch,
-    no_room_to_train,
-    no_room_to_write,
     training_memory,
 )
 from stage2_cuda.runtime import triton_launch
+from stage2_cuda.runtime.cuda_runtime import CudaRuntime
 from stage2_cuda.runtime.peak_flops import peak_flops
 from stage2_cuda.runtime.side_stream import NoStream, SideStream
+from stage2_cuda.tuning.tuner import Tuner
 from tests.support.fake_gpu import Event, Stream
 from tests.support.pooled_cupy import PooledCupy
 
@@ -53,7 +57,7 @@ CONFIG = PRESETS["nano"]
 gpu = pytest.mark.gpu
 in_the_interpreter = pytest.mark.skipif(not triton_launch.interpreted(), reason="counts NumPy's allocations")
 
-# the layers, the head, the parameters: what is most of it differs
+# in each, another term is the largest: the layers, the head, the parameters
 SIZES = [
     (GPT2Config(172, 128, 6, 4, 64, tied=False), 16, 128, 1),
     (GPT2Config(20000, 64, 2, 4, 64, tied=True), 16, 64, 1),
@@ -62,32 +66,31 @@ SIZES = [
 
 
 def keeping():
-    """A side stream that keeps operands as on a GPU; what it allocates itself is in this process's only heap."""
+    """A side stream that keeps its operands alive as on a GPU, and allocates in the heap of this process."""
     stream = Stream()
     cuda = SimpleNamespace(Stream=lambda **_: stream, get_current_stream=lambda: stream, Event=Event)
     return SideStream(SimpleNamespace(cuda=cuda))
 
 
 def trainer_of(monkeypatch, backend, config, batch, seq_len, **options):
-    """A Trainer whose kernels do nothing, and that has been given `batch` sequences."""
-    monkeypatch.setattr(triton_launch.runtime(), "launch", lambda *_: None)
+    """(a Trainer whose kernels do nothing, a function that updates it with a batch of `batch` sequences)."""
+    monkeypatch.setattr(triton_launch.launcher(), "launch", lambda *_: None)
     monkeypatch.setattr(backend.products.gemm, "matmul", lambda *_, **__: None)
     windows = Windows(np.arange(batch * seq_len + 1) % config.vocab_size, seq_len)
     trainer = Trainer(config, [backend], seq_len=seq_len, **options)
-    trainer.accumulator.feed(*windows.batch(0, batch))
-    trainer.optimizer.begin(1e-3)
-    return trainer
+    prepared = trainer.prepare(*windows.batch(0, batch))
+    return trainer, lambda: trainer.compiled(prepared, trainer.optimizer.hyperparameters(1, 1e-3))
 
 
 def peak_of(*args, steps=1, **options):
     """Bytes that steps of trainer_of(*args, **options) have at most."""
     tracemalloc.start()
     try:
-        trainer = trainer_of(*args, **options)
+        _, update = trainer_of(*args, **options)
         for _ in range(steps):
             tracemalloc.reset_peak()  # the initial parameters are made on the host
             with np.errstate(all="ignore"):
-                trainer.update()
+                update()
         return tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -98,11 +101,11 @@ def peak_of(*args, steps=1, **options):
 @pytest.mark.parametrize("side", [NoStream, keeping])
 @pytest.mark.parametrize("config, batch, seq_len, micro_batches", SIZES, ids=["layers", "head", "parameters"])
 def test_the_model_is_what_a_step_allocates(monkeypatch, precision, wide, side, config, batch, seq_len, micro_batches):
-    """Within 10 %, with kernels that do nothing: what an array is for does not matter here, only when it is there."""
+    """Within 10 %, with kernels that do nothing: only the lifetime and the size of each array matter."""
     for module in (memory, products):
         monkeypatch.setattr(module, "WIDE", wide)
     backend = CudaBackend(precision)
-    backend.side = side()
+    backend.runtime.side = side()
     sizes = dict(batch_size=batch, seq_len=seq_len, micro_batches=micro_batches)
     peak = peak_of(monkeypatch, backend, config, batch, **sizes)
     terms = training_memory(config, batch, seq_len, precision, micro_batches)
@@ -118,9 +121,13 @@ def pooled(monkeypatch, config):
     monkeypatch.setattr(triton_launch, "array_module", lambda: cupy)
     drawn = [(name, np.empty(shape, np.float32)) for name, shape in parameter_shapes(config)]
     monkeypatch.setattr(trainers, "initial_parameters", lambda *_: iter(drawn))
-    backend = CudaBackend("fp16")
-    backend.records, backend.side = True, SideStream(cupy)
-    return backend, cupy, drawn
+    runtime = CudaRuntime.__new__(CudaRuntime)
+    Runtime.__init__(runtime)
+    runtime.xp, runtime.name, runtime.side = cupy, "a pooled CuPy", SideStream(cupy)
+    runtime.gemm, runtime.tuner, runtime.compiled, runtime.workspaces = products.NumpyGemm(), Tuner(cupy), [], []
+    runtimes = [runtime]  # only the backend keeps it, so that its memory is freed with the backend
+    monkeypatch.setattr(cuda_backend, "make_runtime", lambda deterministic: runtimes.pop())
+    return CudaBackend("fp16"), cupy, drawn
 
 
 @in_the_interpreter
@@ -138,28 +145,28 @@ def pooled(monkeypatch, config):
     ],
 )
 def test_the_model_is_what_cupy_s_pools_hold(monkeypatch, preset, batch, micro_batches, how):
-    """Within 1 %: what is let go is used again, because nothing small stays in the middle of it."""
+    """Within 1 %: freed blocks are reused, because no small live array splits them."""
     config = PRESETS[preset]
     backend, _, drawn = pooled(monkeypatch, config)
     sizes = dict(batch_size=batch, seq_len=config.block_size, micro_batches=micro_batches)
-    trainer = trainer_of(monkeypatch, backend, config, batch, record=how != "eager", **sizes)
+    trainer, update = trainer_of(monkeypatch, backend, config, batch, record=how != "eager", **sizes)
     if how == "resumed":
         load(trainer, dict(drawn), {name: (array, array) for name, array in drawn})
     for _ in range(3):  # one that compiles, one that is recorded, one that is replayed
-        trainer.update()
+        update()
     terms = training_memory(config, batch, config.block_size, "fp16", micro_batches)
     want = sum(terms.values()) - terms["workspace"] - terms["context"]
-    assert backend.peak_memory() == pytest.approx(want, rel=0.01)
+    assert backend.runtime.peak_memory() == pytest.approx(want, rel=0.01)
 
 
 @in_the_interpreter
-def test_a_trainer_that_is_dropped_gives_all_of_its_memory_back(monkeypatch):
+def test_deleting_a_trainer_frees_all_of_its_memory(monkeypatch):
     def trained():
         backend, cupy, _ = pooled(monkeypatch, PRESETS["gpt2"])
-        trainer = trainer_of(monkeypatch, backend, PRESETS["gpt2"], 8, 1024, batch_size=8, micro_batches=1)
+        _, update = trainer_of(monkeypatch, backend, PRESETS["gpt2"], 8, 1024, batch_size=8, micro_batches=1)
         for _ in range(3):
-            trainer.update()
-        pools = [cupy.pool, *(recorded.workspace.pool for recorded in backend.recorded)]
+            update()
+        pools = [cupy.pool, *(recorded.workspace.pool for recorded in backend.runtime.compiled)]
         assert len(pools) == 2 and all(pool.total_bytes() > GIB for pool in pools)
         return pools
 
@@ -171,7 +178,7 @@ def test_a_trainer_that_is_dropped_gives_all_of_its_memory_back(monkeypatch):
 
 
 @gpu
-def test_trainers_that_follow_each_other_do_not_add_up():
+def test_memory_does_not_grow_over_successive_trainers():
     import cupy
 
     def free_after_training():
@@ -180,7 +187,7 @@ def test_trainers_that_follow_each_other_do_not_add_up():
         trainer = Trainer(PRESETS["paper"], [backend], batch_size=16, seq_len=256, micro_batches=1)
         losses = [trainer.step(read_batch(trainer, windows), 1e-3).loss for _ in range(3)]
         assert np.isfinite(losses).all()
-        held = backend.held_memory()
+        held = backend.runtime.held_memory()
         del trainer, backend
         gc.collect()
         cupy.get_default_memory_pool().free_all_blocks()
@@ -249,7 +256,7 @@ def test_the_model_is_what_a_step_of_one_of_many_ranks_allocates(monkeypatch, ki
 
 
 def train_alone(*flags):
-    """train_gpt2.py as a process of its own: CuPy's pools in this one hold what other tests have left in them."""
+    """Run train_gpt2.py in a new process, because CuPy's pools of this one hold memory of other tests."""
     words = [sys.executable, "-m", "stage2_cuda.train_gpt2", *map(str, flags), "--sample", "0"]
     return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=300)
 
@@ -265,43 +272,43 @@ def test_the_model_is_within_a_tenth_of_what_a_run_says(precision, flags):
     assert held == pytest.approx((sum(terms.values()) - terms["context"]) / GIB, rel=0.1)
 
 
-# -- what would fit ---------------------------------------------------------------------------------------------------
+# -- suggestions -----------------------------------------------------------------------------------------------------
 
 
 def needed(*step):
     return sum(training_memory(*step).values())
 
 
-def test_the_batch_that_is_named_fits_and_a_larger_one_does_not():
+def test_the_suggested_batch_fits_and_a_larger_one_does_not():
     config, free = PRESETS["gpt2"], 40 * GIB
-    told = no_room_to_train(config, 512, 1024, "bf16", 1, 1, free)
-    assert "--batch-size 512 of 1024 tokens in 1 micro-batch takes about" in told and "40.0 GiB are free" in told
+    told = explain_training_oom(config, 512, 1024, "bf16", 1, 1, free)
+    assert "--batch-size 512 of 1024 tokens in 1 micro-batch needs about" in told and "only 40.0 GiB are free" in told
     batch, shards = map(int, re.search(r"use --batch-size (\d+) or --micro-batches (\d+)$", told).groups())
     assert MARGIN * needed(config, batch, 1024, "bf16") <= free < MARGIN * needed(config, batch + 1, 1024, "bf16")
     assert MARGIN * needed(config, 512, 1024, "bf16", shards) <= free
     assert MARGIN * needed(config, 512, 1024, "bf16", shards // 2) > free
 
 
-def test_ranks_share_the_batch_and_what_is_named_can_be_divided():
-    told = no_room_to_train(PRESETS["gpt2"], 512, 1024, "bf16", 8, 4, 20 * GIB)
+def test_the_suggested_batch_is_divisible_by_the_micro_batches_of_all_ranks():
+    told = explain_training_oom(PRESETS["gpt2"], 512, 1024, "bf16", 8, 4, 20 * GIB)
     batch = int(re.search(r"--batch-size (\d+) or", told)[1])
     assert batch % 8 == 0 and needed(PRESETS["gpt2"], batch // 4, 1024, "bf16", 2) < 20 * GIB
 
 
-def test_what_ranks_share_is_named_and_zero_where_it_is_enough():
+def test_zero_and_compression_are_suggested_if_they_suffice():
     config, sizes = PRESETS["gpt2-xl"], (1024, "bf16", 4, 4)
     with_zero = sum(training_memory(config, 1, 1024, "bf16", 1, 4, ParallelConfig(zero=1)).values())
-    told = no_room_to_train(config, 4, *sizes, MARGIN * with_zero + GIB)
-    assert told.startswith("--batch-size 4 of 1024 tokens in 4 micro-batches takes") and told.endswith("use --zero 1")
-    told = no_room_to_train(
+    told = explain_training_oom(config, 4, *sizes, MARGIN * with_zero + GIB)
+    assert told.startswith("--batch-size 4 of 1024 tokens in 4 micro-batches needs") and told.endswith("use --zero 1")
+    told = explain_training_oom(
         config, 4, *sizes, MARGIN * with_zero + GIB, ParallelConfig(zero=1, tp=5, compress="int8"), True
     )
-    assert "in 4 micro-batches with --tp 5 --zero 1 --compress int8 takes about" in told and "use" in told
-    told = no_room_to_train(config, 4, *sizes, MARGIN * with_zero + GIB, ParallelConfig(zero=1, compress="bf16"))
+    assert "in 4 micro-batches with --tp 5 --zero 1 --compress int8 needs about" in told and "use" in told
+    told = explain_training_oom(config, 4, *sizes, MARGIN * with_zero + GIB, ParallelConfig(zero=1, compress="bf16"))
     assert told.endswith("use --compress none")
 
 
-def test_each_way_to_share_takes_what_it_takes():
+def test_the_terms_of_each_kind_of_parallelism():
     config, sizes = PRESETS["gpt2"], (8, 1024, "bf16", 1)
     alone = training_memory(config, *sizes)
     assert training_memory(config, *sizes, 4, ParallelConfig(zero=1))["moments"] == alone["moments"] / 4
@@ -312,7 +319,7 @@ def test_each_way_to_share_takes_what_it_takes():
         dp: training_memory(config, *sizes, 4, ParallelConfig(dp=dp), in_order=True) for dp in ("flat", "bucket")
     }
     assert in_order["flat"]["sums over ranks"] == alone["gradients"]
-    largest = 50257 * 768 + 25e6 / 4  # a bucket ends with a parameter, and this one is a bucket of its own
+    largest = 50257 * 768 + 25e6 / 4  # a bucket ends at the end of a parameter; wte is larger than a bucket
     assert in_order["bucket"]["sums over ranks"] == pytest.approx(4 * largest)
     kept = training_memory(config, *sizes, 4, ParallelConfig(dp="bucket", compress="int8"))["compression"]
     assert 1.25 * alone["gradients"] < kept < 2.5 * alone["gradients"]
@@ -323,7 +330,8 @@ def test_the_flags_of_many_ranks_reach_the_memory_model(monkeypatch):
     args.transport, args.collectives, args.zero_gather = "nccl", "canonical", "forward"
     args.parallel = RunConfig.parallel.fget(args)
     asked = {}
-    backend = SimpleNamespace(out_of_memory=lambda error, *sizes: asked.setdefault("sizes", sizes) and "no room")
+    runtime = SimpleNamespace(explain_oom=lambda error, *sizes: asked.setdefault("sizes", sizes) and "no room")
+    backend = SimpleNamespace(runtime=runtime)
     with pytest.raises(DeviceMemoryError, match="no room"), memory_errors(backend, CONFIG, *step_sizes(args, 4, 2)):
         raise MemoryError
     assert asked["sizes"] == (CONFIG, 16, 32, 4, 2, ParallelConfig(2, "bucket", 3.0, "int8", 1, "forward"), True)
@@ -331,12 +339,14 @@ def test_the_flags_of_many_ranks_reach_the_memory_model(monkeypatch):
     assert step_sizes(args, 4, 2)[-1] is False
 
 
-def test_where_no_batch_fits_another_model_is_the_way_out():
-    assert no_room_to_train(PRESETS["gpt2-xl"], 4, 1024, "fp32", 1, 1, 20 * GIB).endswith(
-        ": use a smaller --seq-len, or a smaller model"
+def test_if_no_batch_fits_a_smaller_model_is_suggested():
+    assert explain_training_oom(PRESETS["gpt2-xl"], 4, 1024, "fp32", 1, 1, 20 * GIB).endswith(
+        "; use a smaller --seq-len, or a smaller model"
     )
-    assert no_room_to_write(PRESETS["gpt2-xl"], "fp32", 4 * GIB).endswith("use --precision bf16, or a smaller model")
-    assert no_room_to_write(PRESETS["gpt2-xl"], "bf16", 2 * GIB).endswith("use a smaller model")
+    assert explain_generation_oom(PRESETS["gpt2-xl"], "fp32", 4 * GIB).endswith(
+        "use --precision bf16, or a smaller model"
+    )
+    assert explain_generation_oom(PRESETS["gpt2-xl"], "bf16", 2 * GIB).endswith("use a smaller model")
     assert generation_memory(PRESETS["gpt2"], "bf16")["keys and values"] == 12 * 2 * 2 * 1024 * 768
 
 
@@ -356,18 +366,24 @@ def test_the_largest_batch_is_found(most, step):
         (RuntimeError("cudaErrorIllegalAddress"), False),
     ],
 )
-def test_who_found_no_memory(error, is_it):
+def test_which_errors_are_out_of_memory(error, is_it):
     assert is_out_of_memory(error) is is_it
 
 
-# -- how it is told ---------------------------------------------------------------------------------------------------
+# -- error messages ---------------------------------------------------------------------------------------------------
+
+
+class SmallRuntime(Runtime):
+    def explain_oom(self, error, config, batch_size=None, seq_len=None, *sizes, **shared):
+        return f"no room for {batch_size} x {seq_len}" if is_out_of_memory(error) else None
 
 
 class Small(NumpyBackend):
-    """Stage 0 on a device that has no room for a step."""
+    """Stage 0 on a device without enough memory for a step."""
 
-    def out_of_memory(self, error, config, batch_size=None, seq_len=None, *sizes, **shared):
-        return f"no room for {batch_size} x {seq_len}" if is_out_of_memory(error) else None
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.runtime = SmallRuntime()
 
     def attention_forward(self, qkv, n_head):
         raise MemoryError("of no interest")
@@ -376,7 +392,7 @@ class Small(NumpyBackend):
         raise MemoryError("of no interest")
 
 
-def test_no_room_is_one_line(command, train, corpus, tmp_path):
+def test_out_of_memory_is_one_line(command, train, corpus, tmp_path):
     flags = ("--preset", "nano", "--data", corpus, "--steps", 1)
     result = command(cli.train, *flags, backend=Small)
     assert (result.code, result.err) == (2, "error: no room for 4 x 16\n")
@@ -386,9 +402,9 @@ def test_no_room_is_one_line(command, train, corpus, tmp_path):
 
 
 @gpu
-def test_a_batch_that_is_too_large_is_one_line_and_the_one_it_names_fits():
+def test_a_batch_that_is_too_large_is_one_line_and_the_suggested_one_fits():
     flags = ("--preset", "gpt2-medium", "--steps", 3, "--precision", "bf16")
-    batch = 256  # 200 GiB of activations; a GPU of less than 20 GiB has no room for any
+    batch = 256  # 200 GiB of activations; with less than 20 GiB no batch fits
     for _ in range(2):
         done = train_alone(*flags, "--batch-size", batch)
         if done.returncode == 0:
@@ -418,5 +434,5 @@ def test_a_batch_that_is_too_large_is_one_line_and_the_one_it_names_fits():
         ("the Triton interpreter", "fp32", None),
     ],
 )
-def test_the_peak_is_that_of_the_data_sheet_or_unknown(name, precision, peak):
+def test_the_peak_is_the_data_sheet_s_or_unknown(name, precision, peak):
     assert peak_flops(name, precision) == peak

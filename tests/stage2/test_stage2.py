@@ -20,7 +20,8 @@ from gpt2core import ops
 from gpt2core.app import cli
 from gpt2core.app.presets import CORPUS, PRESETS, RECIPES
 from gpt2core.data import Windows
-from gpt2core.model import GPT2, GPT2Config
+from gpt2core.model import GPT2Config
+from gpt2core.parallel.tensor_parallel import load_model
 from gpt2core.parallel.whole_parameters import current_model, initial_parameters, load, parameter_hash
 from gpt2core.sampler import generate
 from gpt2core.tensor import Tensor
@@ -175,18 +176,18 @@ ELSEWHERE = {
     "rounding.rounding_kernel": "bf16 and --rounding stochastic: the copy of the parameters, after a resume",
     "cross_entropy.backward_kernel": "a vocabulary that is divided over ranks: stage 3",
     "cached_attention.cached_kernel": "layers that are divided over ranks: stage 3",
-    "batched.columns_kernel": "texts that are continued together",
-    "batched.attend_kernel": "texts that are continued together",
-    "batched.partial_kernel": "texts that are continued together",
-    "sampling.given_kernel": "a rule of the caller's own",
-    "sampling.whole_kernel": "a draw",
-    "sampling.cut_kernel": "a draw",
-    "sampling.drawn_kernel": "a draw",
+    "batched.linear_kernel": "generation of two or more sequences",
+    "batched.attention_kernel": "generation of two or more sequences",
+    "batched.split_k_kernel": "generation of two or more sequences",
+    "sampling.append_given_kernel": "a sampling rule of the caller",
+    "sampling.first_round_kernel": "top-k and top-p sampling",
+    "sampling.search_kernel": "top-k and top-p sampling",
+    "sampling.append_sampled_kernel": "top-k and top-p sampling",
 }
 
 
 def test_every_kernel_is_launched_by_a_step_a_validation_and_a_generated_token(monkeypatch):
-    launched, runtime = set(), triton_launch.runtime()
+    launched, runtime = set(), triton_launch.launcher()
 
     def launch(kernel, *arguments, original=runtime.launch):
         launched.add(name_of(kernel))
@@ -198,16 +199,16 @@ def test_every_kernel_is_launched_by_a_step_a_validation_and_a_generated_token(m
     step = set(launched)
     evaluate(trainer, Windows(np.arange(UNTIED.block_size + 1), UNTIED.block_size))
     list(generate(current_model(trainer), [1] * 15, 3))  # one by prefill, one over the cache, one by the whole window
-    of_a_row = "transpose", "sums_of_columns", "normed_row", "attend_span", "joined", "added_row"
-    generation = {"batched.norm", "batched.unembed", *(f"single_row.{name}" for name in of_a_row)}
-    generation |= {"last_token.last_rows", "last_token.windows", "sampling.likeliest", "cross_entropy.forward"}
+    single = "transpose", "fold_layernorm", "layernorm_linear", "split_keys", "combine_product", "linear_residual"
+    generation = {"batched.layernorm", "batched.unembed", *(f"single_row.{name}" for name in single)}
+    generation |= {"last_token.last_rows", "last_token.windows", "sampling.append_greedy", "cross_entropy.forward"}
     assert launched - step == {f"{name}_kernel" for name in generation}
     assert set(all_kernels(stages=[2])) - launched == ELSEWHERE.keys()
 
 
 @in_the_interpreter
 def test_the_sanitizer_s_program_launches_every_kernel(monkeypatch):
-    monkeypatch.setattr(triton_launch.runtime(), "launch", lambda *_: None)
+    monkeypatch.setattr(triton_launch.launcher(), "launch", lambda *_: None)
     assert program(np, ("float32", "float16")) == set()
 
 
@@ -225,7 +226,7 @@ def test_a_generated_text_is_stage_0_s_also_after_the_window_slides():
     prompt, count = [1, 2, 3, 30, 3], 12  # the block is full after 7
     texts = []
     for backend in (CudaBackend(), NumpyBackend()):
-        model = GPT2.of_arrays(TIED, dict(parameters_of(TIED)), backend)
+        model = load_model(TIED, dict(parameters_of(TIED)), backend)
         texts.append(list(generate(model, prompt, count)))
     assert texts[0] == texts[1] and len(set(texts[0])) > 3
 
@@ -291,7 +292,7 @@ def test_many_processes_of_a_stage_that_is_one_are_refused_by_the_first_of_them(
         monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
         result = run()
         assert one_line(result) and "3 processes were started (OMPI_COMM_WORLD_SIZE)" in result.err
-        assert f"use {stage}, or leave the launcher out" in result.err
+        assert f"use {stage}, or start it without a launcher" in result.err
         monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "2")
         assert run() == type(result)(2, "", "")
 
@@ -363,7 +364,7 @@ def test_make_without_a_gpu_interprets_nano_and_says_so(make, corpus):
     arguments = f"ARGS=--steps 1 --sample 0 --batch-size 1 --data {corpus} --out {corpus.parent}/nano"
     done = make("train", "STAGE=2", "PRESET=nano", f"PYTHON={sys.executable}", arguments)
     assert (done.returncode, done.stderr) == (0, "")
-    assert "there is no GPU here: TRITON_INTERPRET=1" in done.stdout and "the Triton interpreter" in done.stdout
+    assert "no GPU was found: TRITON_INTERPRET=1" in done.stdout and "the Triton interpreter" in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -372,10 +373,10 @@ def test_make_without_a_gpu_interprets_nano_and_says_so(make, corpus):
         ("train STAGE=2", None, "far too slow for PRESET=paper: use PRESET=nano"),
         ("generate STAGE=2 PRESET=tiny", None, "far too slow for PRESET=tiny: use PRESET=nano"),
         ("generate STAGE=2 PRESET=nano OUT=nowhere", None, "make train STAGE=2 PRESET=nano"),
-        ("train STAGE=2", "11.8", "speaks CUDA 11, and stage 2 needs 12 or 13"),
+        ("train STAGE=2", "11.8", "supports CUDA 11, but stage 2 needs 12 or 13"),
         ("train STAGE=2 N=2", "13.0", "stage 2 is one process"),
         ("train STAGE=3 N=2", None, "far too slow for PRESET=paper: use PRESET=nano"),
-        ("train STAGE=3 N=x", "13.0", "N=x is no number of ranks"),
+        ("train STAGE=3 N=x", "13.0", "N=x is not a number of ranks"),
     ],
 )
 def test_make_names_the_mistake_in_one_line(make, words, cuda, said):

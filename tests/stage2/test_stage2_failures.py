@@ -61,9 +61,9 @@ def test_a_cupy_for_another_cuda_is_one_sentence(monkeypatch, error):
     monkeypatch.setattr(sys, "meta_path", [Broken(error), *sys.meta_path])
     monkeypatch.setattr(triton_launch, "has_driver", lambda: True)
     with pytest.raises(ConfigError) as caught:
-        triton_launch.Gpu()
+        triton_launch.GpuLauncher()
     said = str(caught.value)
-    assert said.startswith(f"CuPy is needed, and cannot be imported ({str(error).splitlines()[0]}): pip install cupy-")
+    assert said.startswith(f"CuPy is needed but cannot be imported ({str(error).splitlines()[0]}): pip install cupy-")
     assert "TRITON_INTERPRET=1" in said and "\n" not in said
 
 
@@ -113,7 +113,7 @@ class Ranges:
 
 @in_the_interpreter
 def test_a_profiler_sees_the_phases_of_a_step_and_the_ops_in_them(monkeypatch):
-    monkeypatch.setattr(triton_launch.runtime(), "launch", lambda *_: None)
+    monkeypatch.setattr(triton_launch.launcher(), "launch", lambda *_: None)
     ranges, config = Ranges(), GPT2Config(40, 8, 1, 2, 16)
     backend = CudaBackend()
     nvtx.annotate(backend, ranges)

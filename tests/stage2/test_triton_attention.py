@@ -1,4 +1,4 @@
-"""The attention kernels against float64 NumPy: on a GPU where there is one, else on the CPU in Triton's interpreter."""
+"""The attention kernels against float64 NumPy: on the GPU, or in Triton's interpreter if there is none."""
 
 # B batch, T time, C channels, H heads, D = C // H
 
@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 from gpt2core.errors import ConfigError  # noqa: E402
 from stage2_cuda.decoding.cached_attention import attention_cached  # noqa: E402
 from stage2_cuda.kernels import attention  # noqa: E402
-from stage2_cuda.kernels.attention import Config, Tile  # noqa: E402
+from stage2_cuda.kernels.attention import AttentionTiles, TileConfig  # noqa: E402
 from stage2_cuda.runtime.triton_launch import array_module  # noqa: E402
 
 xp = array_module()  # cupy, or numpy under the interpreter
@@ -19,10 +19,10 @@ GPU = xp is not np
 pytestmark = [pytest.mark.gpu] if GPU else []
 pytestmark += [pytest.mark.filterwarnings("ignore:overflow encountered in exp2")]  # of scores that are then masked
 
-# Relative norm against float64: fp32 rounds every sum; with 16 bits p, ds and the results are rounded, and delta is
-# made of a rounded y.
+# Relative norm against float64. fp32: every sum is rounded. 16 bits: p, ds and the results are rounded, and delta is
+# computed from a rounded y.
 TOLERANCE = {"fp32": 1e-5, "fp16": 2e-3, "bf16": 1e-2}
-CUT_TO_TF32 = 4e-3  # tl.dot cuts fp32 operands, 2^-10 each at most, and dq and dk are products of such products
+TF32_TOLERANCE = 4e-3  # tl.dot truncates fp32 operands, by 2^-10 at most, and dq and dk are products of such products
 DTYPES = ["fp32", "fp16", *(["bf16"] if GPU else [])]  # bf16 is silently wrong in the interpreter
 GUARD = 64  # elements before and after every output, which no kernel may touch
 
@@ -32,20 +32,15 @@ if GPU:
     SHAPES += [(1, 4100, 2, 64), (1, 8192, 1, 64)]
 
 
-def square(size):
-    tile = Tile(size, size, 4, 2)
-    return Config(tile, tile, tile)
-
-
-WIDE, TALL = Tile(16, 32, 4, 2), Tile(32, 16, 4, 2)
-TILES = {  # small ones, so that a short T has tiles above, on and below the diagonal
-    "square": square(16),
-    "wide": Config(WIDE, WIDE, WIDE),
-    "tall": Config(TALL, TALL, TALL),
-    "both": Config(TALL, both=Tile(16, 16, 4, 2)),
-    "two loops, wide": Config(*[WIDE._replace(loops=2)] * 3),
-    "two loops, tall": Config(*[TALL._replace(loops=2)] * 3),
-    "two loops, both": Config(TALL, both=Tile(16, 16, 4, 2, loops=2)),
+SQUARE, WIDE, TALL = TileConfig(16, 16, 4, 2), TileConfig(16, 32, 4, 2), TileConfig(32, 16, 4, 2)
+TILES = {  # small, so that a short T has tiles above, on and below the diagonal
+    "square": AttentionTiles(SQUARE, SQUARE, SQUARE),
+    "wide": AttentionTiles(WIDE, WIDE, WIDE),
+    "tall": AttentionTiles(TALL, TALL, TALL),
+    "both": AttentionTiles(TALL, both=SQUARE),
+    "two loops, wide": AttentionTiles(*[WIDE._replace(loops=2)] * 3),
+    "two loops, tall": AttentionTiles(*[TALL._replace(loops=2)] * 3),
+    "two loops, both": AttentionTiles(TALL, both=SQUARE._replace(loops=2)),
 }
 
 
@@ -58,13 +53,13 @@ def array(values, precision):
 
 
 def host(values):
-    """As float64 on the host; float32 holds every fp16 and bf16."""
+    """As float64 on the host; float32 represents every fp16 and bf16 number exactly."""
     values = values.astype(np.float32)
     return (xp.asnumpy(values) if GPU else values).astype(np.float64)
 
 
 class Outputs:
-    """Arrays full of NaN, with NaN around them."""
+    """Allocates arrays filled with NaN, with GUARD elements of NaN before and after each."""
 
     def __init__(self, precision):
         self.precision, self.all = precision, []
@@ -81,13 +76,13 @@ class Outputs:
 
 
 def near(got, want, tolerance, least=0.0):
-    """norm(got - want) <= tolerance * max(norm(want), least), which no NaN passes."""
+    """Assert norm(got - want) <= tolerance * max(norm(want), least); NaN fails."""
     assert got.shape == want.shape
     assert np.linalg.norm(got - want) <= tolerance * max(np.linalg.norm(want), least)
 
 
 def oracle(qkv, dy, H):
-    """y, lse to the base of 2, and dqkv, in float64."""
+    """y, lse in base 2, and dqkv, in float64."""
     B, T, columns = qkv.shape
     D = columns // 3 // H
     q, k, v = qkv.reshape(B, T, 3, H, D).transpose(2, 0, 3, 1, 4)  # (B, H, T, D)
@@ -103,7 +98,7 @@ def oracle(qkv, dy, H):
 
 
 def run(qkv, dy, H, dtype, **options):
-    """What the kernels write: y, lse, dqkv on the host; they leave their inputs and what lies around alone."""
+    """y, lse and dqkv on the host. Asserts that the kernels write nothing else: neither inputs nor guard elements."""
     (B, T, C), outputs, inputs = dy.shape, Outputs(dtype), (host(qkv), host(dy))
     y, dqkv = outputs.empty(B, T, C), outputs.empty(B, T, 3 * C)
     lse, delta = (outputs.empty(B, H, T, precision="fp32") for _ in range(2))
@@ -128,7 +123,9 @@ def check(rng, dtype, B, T, H, D, tolerance=None, **options):
     near(lse, want_lse, tolerance or 1e-5, least=1.0)  # float32, whatever the inputs
     tolerance = tolerance or TOLERANCE[dtype]
     near(y, want_y, tolerance)
-    least = np.linalg.norm(want_dqkv) / 2  # dq and dk of few positions nearly cancel, of one they are rounding alone
+    least = (
+        np.linalg.norm(want_dqkv) / 2
+    )  # dq and dk of few positions nearly cancel; of one position they are rounding errors
     for part, want in zip(np.split(dqkv, 3, 2), np.split(want_dqkv, 3, 2), strict=True):
         near(part, want, tolerance, least)
 
@@ -139,12 +136,12 @@ def check(rng, dtype, B, T, H, D, tolerance=None, **options):
 @pytest.mark.fast
 @pytest.mark.parametrize("precision", DTYPES)
 @pytest.mark.parametrize("B, T, H, D", SHAPES)
-def test_attention(rng, precision, B, T, H, D):
+def test_attention_equals_float64(rng, precision, B, T, H, D):
     check(rng, precision, B, T, H, D)
 
 
 @pytest.mark.parametrize("precision", DTYPES)
-def test_attention_of_any_shape(rng, precision):
+def test_attention_of_a_random_shape_equals_float64(rng, precision):
     B, T, H, D = rng.integers(1, 3), rng.integers(1, 90), rng.integers(1, 4), 8 * rng.integers(1, 17)
     print("shape", B, T, H, D)
     check(rng, precision, *(int(n) for n in (B, T, H, D)))
@@ -152,44 +149,44 @@ def test_attention_of_any_shape(rng, precision):
 
 @pytest.mark.parametrize("tiles", TILES)
 @pytest.mark.parametrize("precision, T, H, D", [("fp32", 48, 2, 16), ("fp32", 65, 1, 24), ("fp16", 33, 1, 8)])
-def test_attention_in_many_tiles(rng, precision, T, H, D, tiles):
-    check(rng, precision, 1, T, H, D, config=TILES[tiles])
+def test_attention_with_any_tiles_equals_float64(rng, precision, T, H, D, tiles):
+    check(rng, precision, 1, T, H, D, tiles=TILES[tiles])
 
 
-@pytest.mark.skipif(not GPU, reason="the interpreter multiplies in fp32 whatever is asked")
-@pytest.mark.parametrize("name, tolerance", [("tf32", CUT_TO_TF32), ("tf32x3", 1e-5)])
+@pytest.mark.skipif(not GPU, reason="the interpreter ignores the input precision")
+@pytest.mark.parametrize("name, tolerance", [("tf32", TF32_TOLERANCE), ("tf32x3", 1e-5)])
 @pytest.mark.parametrize("D", [16, 64, 128])
-def test_attention_on_tensor_cores_in_fp32(rng, name, tolerance, D):
+def test_attention_of_fp32_on_tensor_cores_has_the_tolerance_of_its_precision(rng, name, tolerance, D):
     check(rng, "fp32", 2, 300, 3, D, tolerance=tolerance, precision=name)
 
 
 @pytest.mark.skipif(not GPU, reason="the interpreter would take minutes")
 @pytest.mark.parametrize("T", [1024, 1000])
-def test_every_config_of_the_table(rng, T):
-    for kind, configs in attention.CONFIGS.items():
-        for (D, _), config in configs.items():
+def test_attention_with_all_default_tiles_equals_float64(rng, T):
+    for kind, entries in attention.DEFAULT_TILES.items():
+        for (D, _), tiles in entries.items():
             precision, name = ("bf16", "ieee") if kind == "16 bits" else ("fp32", kind)
-            tolerance = CUT_TO_TF32 if kind == "tf32" else None
-            check(rng, precision, 1, T, 2, D, tolerance=tolerance, precision=name, config=config)
+            tolerance = TF32_TOLERANCE if kind == "tf32" else None
+            check(rng, precision, 1, T, 2, D, tolerance=tolerance, precision=name, tiles=tiles)
 
 
 @pytest.mark.parametrize("precision", DTYPES)
 @pytest.mark.parametrize("tiles", [None, "square", "both"])
 def test_attention_twice_gives_the_same_bits(rng, precision, tiles):
     qkv, dy = operands(rng, precision, 1, 40, 2, 16)
-    first, again = (run(qkv, dy, 2, precision, config=TILES.get(tiles)) for _ in range(2))
+    first, again = (run(qkv, dy, 2, precision, tiles=TILES.get(tiles)) for _ in range(2))
     for a, b in zip(first, again, strict=True):
         assert_array_equal(a, b, strict=True)
 
 
 @pytest.mark.parametrize("precision", DTYPES[1:])
 @pytest.mark.parametrize("tile", [(64, 64, 4, 3), (32, 64, 4, 3), (128, 64, 4, 2), (64, 64, 4, 3, 2)], ids=str)
-def test_rows_in_tiles_have_the_bits_of_those_through_pointers(rng, monkeypatch, precision, tile):
+def test_rows_read_through_descriptors_and_through_pointers_give_equal_bits(rng, monkeypatch, precision, tile):
     (qkv, dy), results = operands(rng, precision, 2, 256, 2, 64), []
-    config = Config(*[Tile(64, 64, 4, 3)] * 2, Tile(*tile))
+    tiles = AttentionTiles(*[TileConfig(64, 64, 4, 3)] * 2, TileConfig(*tile))
     for sizes in ((64,), ()):
-        monkeypatch.setattr(attention, "TILED", sizes)
-        results.append(run(qkv, dy, 2, precision, config=config))
+        monkeypatch.setattr(attention, "DESCRIPTOR_HEAD_SIZES", sizes)
+        results.append(run(qkv, dy, 2, precision, tiles=tiles))
     for a, b in zip(*results, strict=True):
         assert_array_equal(a, b, strict=True)
 
@@ -198,9 +195,9 @@ def test_rows_in_tiles_have_the_bits_of_those_through_pointers(rng, monkeypatch,
 @pytest.mark.parametrize("tiles", ["square", "both"])
 def test_large_scores_do_not_overflow(rng, precision, tiles):
     qkv, dy = operands(rng, precision, 1, 40, 2, 16, scale=30)  # scores in the thousands
-    y, lse, dqkv = run(qkv, dy, 2, precision, config=TILES[tiles])
+    y, lse, dqkv = run(qkv, dy, 2, precision, tiles=TILES[tiles])
     want_y, want_lse, _ = oracle(host(qkv), host(dy), 2)
-    near(y, want_y, max(1e-3, TOLERANCE[precision]))  # a score of 1e3 is rounded by 1e-4, and p by as much
+    near(y, want_y, max(1e-3, TOLERANCE[precision]))  # a score of 1e3 has a rounding error of 1e-4, and so has p
     near(lse, want_lse, 1e-5)
     assert np.isfinite(dqkv).all()
 
@@ -208,13 +205,13 @@ def test_large_scores_do_not_overflow(rng, precision, tiles):
 @pytest.mark.parametrize("now", [0, 15, 16, 31])
 @pytest.mark.parametrize("tiles", ["wide", "both"])
 def test_attention_never_sees_the_future(rng, now, tiles):
-    """Changing the future changes nothing, bit for bit; and the past owes the future no gradient."""
-    (qkv, dy), config = operands(rng, "fp32", 1, 37, 1, 8), TILES[tiles]
+    """Changing later positions changes no bit of y, lse or the gradients, and their gradients are 0."""
+    (qkv, dy), tiles = operands(rng, "fp32", 1, 37, 1, 8), TILES[tiles]
     changed = qkv.copy()
     changed[:, now + 1 :] *= -50
     dy[:, now + 1 :] = 0
-    y, lse, dqkv = run(qkv, dy, 1, "fp32", config=config)
-    other_y, other_lse, other_dqkv = run(changed, dy, 1, "fp32", config=config)
+    y, lse, dqkv = run(qkv, dy, 1, "fp32", tiles=tiles)
+    other_y, other_lse, other_dqkv = run(changed, dy, 1, "fp32", tiles=tiles)
     assert_array_equal(other_y[:, : now + 1], y[:, : now + 1])
     assert_array_equal(other_lse[:, :, : now + 1], lse[:, :, : now + 1])
     assert_array_equal(other_dqkv[:, : now + 1], dqkv[:, : now + 1])
@@ -222,9 +219,16 @@ def test_attention_never_sees_the_future(rng, now, tiles):
 
 
 @pytest.mark.parametrize("C, H", [(36, 3), (136, 1), (20, 3)])
-def test_a_head_size_that_does_not_fit_is_named(C, H):
+def test_an_unsupported_head_size_is_an_error_that_names_it(C, H):
     with pytest.raises(ConfigError, match=f"multiples of 8 up to 128, not {C} / {H}"):
         attention.attention_forward(None, None, xp.empty((1, 2, 3 * C), np.float32), H)
+
+
+def test_the_text_of_tuned_tiles_is_that_of_earlier_versions():
+    tiles = AttentionTiles(dq=TileConfig(128, 64, 4, 3), dkdv=TileConfig(64, 64, 4, 2, loops=2))
+    assert str(tiles) == "dq 128 x 64, 4 warps, 3 stages, 1 loops; dkdv 64 x 64, 4 warps, 2 stages, 2 loops"
+    assert str(AttentionTiles(TileConfig(64, 64, 4, 3))) == "forward 64 x 64, 4 warps, 3 stages, 1 loops"
+    assert str(AttentionTiles(both=TileConfig(64, 64, 8, 2))) == "both 64 x 64, 8 warps, 2 stages, 1 loops"
 
 
 # -- the KV cache ------------------------------------------------------------------------------------------------------
@@ -232,11 +236,11 @@ def test_a_head_size_that_does_not_fit_is_named(C, H):
 
 @pytest.mark.parametrize("precision", DTYPES)
 @pytest.mark.parametrize("B, H, D, pieces", [(2, 2, 16, [1, 1, 5, 1]), (1, 3, 24, [19, 1]), (1, 1, 64, [70, 3, 1, 17])])
-def test_cached_attention_equals_attention_however_the_sequence_is_cut(rng, precision, B, H, D, pieces):
+def test_cached_attention_of_any_pieces_equals_attention_of_the_whole_sequence(rng, precision, B, H, D, pieces):
     T, spare, C = sum(pieces), 3, H * D
     qkv, dy = operands(rng, precision, B, T, H, D)
     outputs = Outputs(precision)
-    keys, values = outputs.empty(B, H, D, T + spare), outputs.empty(B, H, T + spare, D)  # NaN where nothing is written
+    keys, values = outputs.empty(B, H, D, T + spare), outputs.empty(B, H, T + spare, D)  # NaN before the kernel writes
     parts, position = [], 0
     for t in pieces:
         y, piece = outputs.empty(B, t, C), xp.ascontiguousarray(qkv[:, position : position + t])
@@ -251,7 +255,7 @@ def test_cached_attention_equals_attention_however_the_sequence_is_cut(rng, prec
     assert np.isnan(host(keys)[..., T:]).all() and np.isnan(host(values)[:, :, T:]).all()
 
 
-def test_a_cache_without_room_is_named():
+def test_a_full_cache_is_an_error_that_names_its_size():
     qkv, cache = xp.empty((1, 3, 24), np.float32), xp.empty((1, 1, 8, 8), np.float32)
     with pytest.raises(ConfigError, match="a cache of 8 positions has no room for 3 more after 6"):
         attention_cached(None, qkv, cache, cache, 6, 1)

@@ -1,4 +1,4 @@
-"""The kernels of generation against NumPy in float64, and draws against stage 0's rule; interpreted without a GPU."""
+"""The decode kernels against NumPy in float64, and sampling against stage 0's rule; interpreted if there is no GPU."""
 
 # B sequences, C channels, H heads, D head size, V vocabulary, K and N rows and columns of a weight
 
@@ -12,28 +12,25 @@ pytest.importorskip("triton")
 
 from gpt2core.sampler import Greedy, Sampling
 from stage0_serial.numpy_backend import NumpyBackend
-from stage2_cuda.decoding import batched as decode
-from stage2_cuda.decoding import last_token as ends
-from stage2_cuda.decoding import sampling
-from stage2_cuda.decoding import single_row as decode_row
+from stage2_cuda.decoding import batched, last_token, sampling, single_row
 from stage2_cuda.runtime.triton_launch import array_module, interpreted
 
 gpu = pytest.mark.gpu
-pytestmark = [] if interpreted() else [gpu]  # where there is a GPU, all of this is about it
+pytestmark = [] if interpreted() else [gpu]  # with a GPU, the tests run on it
 EPS = 1e-5
-# Relative norm against float64. fp32: a few roundings of 6e-8, grown by the square root of the terms of a sum; 16 bits:
-# the rounding of the result.
+# Relative norm against float64. fp32: a few roundings of 6e-8, times the square root of the number of terms of a sum;
+# 16 bits: the rounding of the result.
 TOLERANCE = {"float32": 1e-5, "float16": 1e-3, "bfloat16": 1e-2}
-PRECISION = "tf32x3"  # of fp32 products: the one that keeps their bound
-# few programs, as the interpreter takes 10 ms for each; on a GPU what is used there
-FEW = decode.Tiles(columns=256, parts=12, part_columns=256, keys=64, vocabulary=256)
-ONE_ROW, MANY_ROWS = (FEW if interpreted() else decode.tiles_for(B) for B in (1, 2))
+PRECISION = "tf32x3"  # of tl.dot with fp32 operands: the only one within fp32's tolerance
+# in the interpreter, few programs, because each takes 10 ms; on a GPU the default tiling
+FEW = batched.DecodeTiling(block_n=256, split_k=12, split_block_n=256, block_keys=64, block_vocab=256)
+SINGLE, BATCHED = (FEW if interpreted() else batched.tiling_for(B) for B in (1, 2))
 WIDTHS = [32, 48, 384, 768, 1600]
 
 
 @pytest.fixture(params=["float32", *(pytest.param(name, marks=gpu) for name in ("float16", "bfloat16"))])
 def dtype(request):
-    """The weights' type; the interpreter gets bf16 wrong, and is too slow for all of this twice."""
+    """The type of the weights. In the interpreter only float32: bf16 is wrong there, and it is slow."""
     if request.param == "bfloat16":
         return np.dtype(pytest.importorskip("ml_dtypes").bfloat16)
     return np.dtype(request.param)
@@ -55,19 +52,20 @@ def normal(rng, dtype, *shape, scale=1.0):
 
 
 def poisoned(dtype, *shape):
+    """A device array of NaN, or of -7 for integers, so that a result which is not written is noticed."""
     dtype = np.dtype(dtype)
     return array_module().full(shape, np.nan if dtype.kind not in "iu" else -7, dtype)
 
 
 def near(got, want, dtype="float32"):
-    """norm(got - want) <= tolerance * norm(want), which no NaN passes."""
+    """Assert norm(got - want) <= tolerance * norm(want); NaN fails."""
     got = host(got)
     assert got.shape == want.shape
     assert np.linalg.norm(got - want) <= TOLERANCE[np.dtype(dtype).name] * np.linalg.norm(want)
 
 
 def residual_stream(rng, dtype, B, C, parts):
-    """(x, partial sums, their bias) on the device, and their sum in float64."""
+    """A stream (x, partials, bias) on the device, and the sum of its parts in float64."""
     x, x64 = normal(rng, np.float32, B, C)
     if not parts:
         return (x, None, None), x64
@@ -88,28 +86,28 @@ def weight(rng, dtype, K, N):
 
 @pytest.mark.parametrize("parts", [0, 5, 12])
 @pytest.mark.parametrize("C", WIDTHS)
-def test_norm_and_the_sum_of_partial_sums(rng, dtype, C, parts):
+def test_layernorm_adds_the_partial_sums(rng, dtype, C, parts):
     B = 3
     stream, s64 = residual_stream(rng, dtype, B, C, parts)
     (w, w64), (b, b64) = normal(rng, dtype, C), normal(rng, dtype, C)
     h, s = poisoned(dtype, B, C), poisoned(np.float32, B, C)
-    decode.norm(h, s, stream, w, b, EPS, MANY_ROWS)
+    batched.layernorm(h, s, stream, w, b, EPS, BATCHED)
     near(s, s64)
     near(h, layernorm(s64, w64, b64), dtype)
-    decode.norm(h, stream[0], stream, w, b, EPS, MANY_ROWS)  # in place
+    batched.layernorm(h, stream[0], stream, w, b, EPS, BATCHED)  # in place
     near(stream[0], s64)
 
 
 def transposed(w):
     out = poisoned(w.dtype, *w.shape[::-1])
-    decode_row.transpose(out, w)
+    single_row.transpose(out, w)
     return out
 
 
-def sums_of_columns(w, *ln_and_bias):
-    slopes, shifts = (poisoned(np.float32, len(w)) for _ in range(2))
-    decode_row.sums_of_columns(slopes, shifts, w, *ln_and_bias)
-    return slopes, shifts
+def fold_layernorm(w, *ln_and_bias):
+    gamma_w, beta_w = (poisoned(np.float32, len(w)) for _ in range(2))
+    single_row.fold_layernorm(gamma_w, beta_w, w, *ln_and_bias)
+    return gamma_w, beta_w
 
 
 @pytest.mark.parametrize("K, N", [(32, 172), (48, 40), (130, 7)])
@@ -119,52 +117,52 @@ def test_a_weight_is_transposed(rng, dtype, K, N):
 
 
 @pytest.mark.parametrize("C, N, parts", [(32, 172, 0), (48, 40, 3), (384, 96, 12), (768, 100, 12), (1600, 20, 13)])
-def test_a_normed_product_of_one_row(rng, dtype, C, N, parts):
+def test_the_layernorm_and_linear_layer_of_one_row(rng, dtype, C, N, parts):
     stream, s64 = residual_stream(rng, dtype, 1, C, parts)
     (w, w64), (b, b64), (bias, bias64) = normal(rng, dtype, C), normal(rng, dtype, C), normal(rng, dtype, N)
     matrix, m64 = weight(rng, dtype, C, N)
     y, s, matrix = poisoned(dtype, 1, N), poisoned(np.float32, 1, C), transposed(matrix)
-    sums = sums_of_columns(matrix, w, b, bias)
-    near(sums[0], w64 @ m64)
-    near(sums[1], b64 @ m64 + bias64)
-    decode_row.normed_row(y, None, s, stream, w, matrix, *sums, None, 8, EPS, ONE_ROW)
+    folded = fold_layernorm(matrix, w, b, bias)
+    near(folded[0], w64 @ m64)
+    near(folded[1], b64 @ m64 + bias64)
+    single_row.layernorm_linear(y, None, s, stream, w, matrix, *folded, None, 8, EPS, SINGLE)
     want = layernorm(s64, w64, b64) @ m64 + bias64
     near(y, NumpyBackend("fp64").gelu_forward(want), dtype)
     near(s, s64)
 
 
 def test_the_layernorm_of_a_row_far_from_zero(rng):
-    """Its variance is a difference of squares: with a mean of 30 deviations it loses three digits, not all of them."""
+    """The variance is a difference of squares: at a mean of 30 standard deviations it loses three digits, not all."""
     (x, x64), (matrix, m64) = normal(rng, np.float32, 1, 768), weight(rng, np.float32, 768, 16)
     x += 30
     ones, zeros = device(np.ones(768, np.float32)), device(np.zeros(768, np.float32))
     y, matrix = poisoned(np.float32, 1, 16), transposed(matrix)
-    sums = sums_of_columns(matrix, ones, zeros, zeros[:16])
-    decode_row.normed_row(y, None, None, (x, None, None), ones, matrix, *sums, None, 8, EPS, ONE_ROW)
+    folded = fold_layernorm(matrix, ones, zeros, zeros[:16])
+    single_row.layernorm_linear(y, None, None, (x, None, None), ones, matrix, *folded, None, 8, EPS, SINGLE)
     want = NumpyBackend("fp64").gelu_forward(layernorm(x64 + 30, 1, 0) @ m64)
     assert np.linalg.norm(host(y) - want) <= 1e-3 * np.linalg.norm(want)
 
 
 @pytest.mark.parametrize("K, N", [(128, 32), (192, 48), (3072, 20), (6400, 9)])
-def test_a_product_that_is_added_to_the_row(rng, dtype, K, N):
+def test_the_linear_layer_with_residual_of_one_row(rng, dtype, K, N):
     (x, x64), (s, s64), (bias, bias64) = normal(rng, dtype, 1, K), normal(rng, np.float32, 1, N), normal(rng, dtype, N)
     matrix, m64 = weight(rng, dtype, K, N)
     out = poisoned(np.float32, 1, N)
-    decode_row.added_row(out, s, x, transposed(matrix), bias, ONE_ROW)
+    single_row.linear_residual(out, s, x, transposed(matrix), bias, SINGLE)
     near(out, s64 + x64 @ m64 + bias64)
 
 
 @pytest.mark.parametrize("B, K, N", [(3, 32, 172), (2, 48, 40), (17, 384, 96), (5, 768, 100), (3, 1600, 20)])
-def test_a_product_of_many_rows(rng, dtype, B, K, N):
+def test_the_linear_layer_of_a_batch(rng, dtype, B, K, N):
     (h, h64), (matrix, m64), (bias, bias64) = normal(rng, dtype, B, K), weight(rng, dtype, K, N), normal(rng, dtype, N)
     y = poisoned(dtype, B, N)
-    decode.columns(y, None, h, matrix, bias, None, 8, MANY_ROWS, PRECISION)
+    batched.linear(y, None, h, matrix, bias, None, 8, BATCHED, PRECISION)
     want = h64 @ m64 + bias64
     near(y, NumpyBackend("fp64").gelu_forward(want), dtype)
 
 
 @pytest.mark.parametrize("lengths", [[1], [7], [8], [3, 1, 8]])
-def test_keys_and_values_go_to_the_newest_position_alone(rng, dtype, lengths):
+def test_keys_and_values_are_stored_only_at_the_newest_position(rng, dtype, lengths):
     B, C, block = len(lengths), 24, 8
     stream, s64 = residual_stream(rng, dtype, B, C, 0)
     (w, w64), (b, b64), (bias, bias64) = normal(rng, dtype, C), normal(rng, dtype, C), normal(rng, dtype, 3 * C)
@@ -173,11 +171,11 @@ def test_keys_and_values_go_to_the_newest_position_alone(rng, dtype, lengths):
     rest = device(np.array(lengths, np.int32)), block
     if B == 1:
         matrix = transposed(matrix)
-        sums = sums_of_columns(matrix, w, b, bias)
-        decode_row.normed_row(q, cache, None, stream, w, matrix, *sums, *rest, EPS, ONE_ROW)
+        folded = fold_layernorm(matrix, w, b, bias)
+        single_row.layernorm_linear(q, cache, None, stream, w, matrix, *folded, *rest, EPS, SINGLE)
     else:
-        decode.norm(h, None, stream, w, b, EPS, MANY_ROWS)
-        decode.columns(q, cache, h, matrix, bias, *rest, MANY_ROWS, PRECISION)
+        batched.layernorm(h, None, stream, w, b, EPS, BATCHED)
+        batched.linear(q, cache, h, matrix, bias, *rest, BATCHED, PRECISION)
     want = layernorm(s64, w64, b64) @ m64 + bias64
     positions = np.array(lengths) - 1
     near(q, want[:, :C], dtype)
@@ -189,8 +187,8 @@ def test_keys_and_values_go_to_the_newest_position_alone(rng, dtype, lengths):
 def test_partial_sums_add_up_to_the_product(rng, dtype, K, N):
     B = 3
     (x, x64), (w, w64) = normal(rng, dtype, B, K), weight(rng, dtype, K, N)
-    partials = poisoned(np.float32, decode.split(K, MANY_ROWS).parts, B, N)
-    decode.partial_product(partials, x, w, MANY_ROWS, PRECISION)
+    partials = poisoned(np.float32, batched.split_k(K, BATCHED).parts, B, N)
+    batched.split_k_product(partials, x, w, BATCHED, PRECISION)
     near(host(partials).sum(0), x64 @ w64, dtype)
 
 
@@ -198,7 +196,7 @@ def test_partial_sums_add_up_to_the_product(rng, dtype, K, N):
 
 
 def attention(q, cache, lengths, H):
-    """q (B, C) over the first positions of cache (B, block, 2C), in float64."""
+    """The reference: attention of q (B, C) over the first lengths (B) positions of cache (B, block, 2C), in float64."""
     C, y = q.shape[1], np.empty_like(q)
     for b, length in enumerate(lengths):
         k, v = (cache[b, :length, part].reshape(length, H, -1) for part in (slice(0, C), slice(C, 2 * C)))
@@ -210,13 +208,13 @@ def attention(q, cache, lengths, H):
 
 @pytest.mark.parametrize("H, D", [(2, 16), (2, 24), (1, 64)])
 @pytest.mark.parametrize("lengths", [[1, 2, 150], [149, 64, 65], [1, 1]])
-def test_attention_of_many_rows_over_caches_of_different_lengths(rng, dtype, lengths, H, D):
+def test_attention_of_a_batch_with_different_lengths(rng, dtype, lengths, H, D):
     B, block, C = len(lengths), 150, H * D
     (q, q64), (cache, c64) = normal(rng, dtype, B, C), normal(rng, dtype, B, block, 2 * C)
     for b, length in enumerate(lengths):
-        cache[b, length:] = np.nan  # what was never written must not be looked at
+        cache[b, length:] = np.nan  # positions that are not written must not affect the result
     y = poisoned(dtype, B, C)
-    decode.attend(y, q, cache, device(np.array(lengths, np.int32)), H, MANY_ROWS)
+    batched.attention(y, q, cache, device(np.array(lengths, np.int32)), H, BATCHED)
     near(y, attention(q64, c64, lengths, H), dtype)
 
 
@@ -224,27 +222,27 @@ def test_attention_of_many_rows_over_caches_of_different_lengths(rng, dtype, len
 @pytest.mark.parametrize(
     "block, length", [*((150, length) for length in (1, 2, 64, 65, 149, 150)), (33, 33), (1500, 1100)]
 )
-def test_attention_of_one_row_is_added_up_by_the_product_behind_it(rng, dtype, block, length, H, D):
+def test_split_attention_of_one_row_is_combined_by_the_projection(rng, dtype, block, length, H, D):
     C, N = H * D, 40
     (q, q64), (cache, c64), (w, w64) = (normal(rng, dtype, *shape) for shape in ((1, C), (1, block, 2 * C), (C, N)))
-    cache[0, length:] = np.nan  # what was never written must not be looked at
+    cache[0, length:] = np.nan  # positions that are not written must not affect the result
     lengths = device(np.array([length], np.int32))
-    y, peaks, totals = (poisoned(np.float32, H, decode_row.spans(block, ONE_ROW), *rest) for rest in ((D,), (), ()))
-    decode_row.attend_spans(y, peaks, totals, q, cache, lengths, H, ONE_ROW)
-    partials = poisoned(np.float32, decode_row.heads_of(H, D, ONE_ROW)[0], 1, N)
-    decode_row.joined_product(partials, y, peaks, totals, lengths, w, block, ONE_ROW)
+    y, maxima, sums = (poisoned(np.float32, H, single_row.key_splits(block, SINGLE), *rest) for rest in ((D,), (), ()))
+    single_row.split_keys_attention(y, maxima, sums, q, cache, lengths, H, SINGLE)
+    partials = poisoned(np.float32, single_row.split_heads(H, D, SINGLE)[0], 1, N)
+    single_row.combine_product(partials, y, maxima, sums, lengths, w, block, SINGLE)
     near(host(partials).sum(0), attention(q64, c64, [length], H) @ w64)
 
 
 @pytest.mark.parametrize("block", [8, 256, 1024, 8192, 10000])
-def test_spans_cover_the_block_and_are_few(block):
-    spans = decode_row.spans(block, decode.ONE_ROW)
-    assert spans <= decode_row.SPANS and spans * decode_row.keys_of(block, decode.ONE_ROW) >= block
+def test_key_splits_cover_the_block_and_are_few(block):
+    splits = single_row.key_splits(block, batched.SINGLE)
+    assert splits <= single_row.MAX_KEY_SPLITS and splits * single_row.keys_per_split(block, batched.SINGLE) >= block
 
 
 @pytest.mark.parametrize("H, D, want", [(12, 64, (3, 4)), (25, 64, (7, 4)), (16, 128, (8, 2)), (1, 8, (1, 1))])
-def test_heads_are_divided_into_shares(H, D, want):
-    assert decode_row.heads_of(H, D, decode.ONE_ROW) == want
+def test_the_heads_are_split_into_equal_parts(H, D, want):
+    assert single_row.split_heads(H, D, batched.SINGLE) == want
 
 
 # -- logits ------------------------------------------------------------------------------------------------------------
@@ -252,31 +250,32 @@ def test_heads_are_divided_into_shares(H, D, want):
 
 @pytest.mark.parametrize("V, C", [(172, 384), (37, 48), (300, 1600), pytest.param(50257, 32, marks=gpu)])
 @pytest.mark.parametrize("B", [1, 3])
-def test_logits_and_the_largest_of_each_tile(rng, dtype, V, C, B):
+def test_logits_and_the_largest_logit_of_each_tile(rng, dtype, V, C, B):
     (h, h64), (w, w64) = normal(rng, dtype, B, C), normal(rng, dtype, V, C)
-    tiles = ONE_ROW if B == 1 else MANY_ROWS
-    count = decode.logits_tiles(V, tiles)
-    logits, best, index = poisoned(np.float32, B, V), poisoned(np.float32, B, count), poisoned(np.int32, B, count)
-    decode.unembed(logits, best, index, h, w, tiles, PRECISION)
+    tiling = SINGLE if B == 1 else BATCHED
+    tiles = batched.vocab_tiles(V, tiling)
+    logits = poisoned(np.float32, B, V)
+    maxima, indices = poisoned(np.float32, B, tiles), poisoned(np.int32, B, tiles)
+    batched.unembed(logits, maxima, indices, h, w, tiling, PRECISION)
     near(logits, h64 @ w64.T, np.float32 if B == 1 else dtype)
-    logits, index = host(logits), host(index)
-    assert_array_equal(host(best), np.take_along_axis(logits, index, 1))
-    assert_array_equal(index[range(B), host(best).argmax(1)], logits.argmax(1))
+    logits, indices = host(logits), host(indices)
+    assert_array_equal(host(maxima), np.take_along_axis(logits, indices, 1))
+    assert_array_equal(indices[range(B), host(maxima).argmax(1)], logits.argmax(1))
 
 
-def test_rows_and_windows_end_at_each_sequence_s_own_length(rng):
+def test_last_rows_and_windows_follow_each_sequence_s_length(rng):
     lengths = np.array([1, 5, 12, 29], np.int32)
     y, y64 = normal(rng, np.float32, 4, 12, 48)
     h = poisoned(np.float32, 4, 48)
-    ends.last_rows(h, y, device(lengths))
+    last_token.gather_last_rows(h, y, device(lengths))
     assert_array_equal(host(h), y64[range(4), np.minimum(lengths, 12) - 1])
-    texts = [rng.integers(0, 100, length) for length in lengths]
+    sequences = [rng.integers(0, 100, length) for length in lengths]
     ids, out = np.zeros((4, 12), np.int32), poisoned(np.int32, 4, 12)
-    for row, text in zip(ids, texts, strict=True):
-        row[np.arange(len(text))[-12:] % 12] = text[-12:]
-    ends.windows(out, device(ids), device(lengths))
-    for row, text in zip(host(out), texts, strict=True):
-        assert_array_equal(row[: len(text)], text[-12:])
+    for row, tokens in zip(ids, sequences, strict=True):
+        row[np.arange(len(tokens))[-12:] % 12] = tokens[-12:]
+    last_token.gather_windows(out, device(ids), device(lengths))
+    for row, tokens in zip(host(out), sequences, strict=True):
+        assert_array_equal(row[: len(tokens)], tokens[-12:])
 
 
 # -- the next token ----------------------------------------------------------------------------------------------------
@@ -288,13 +287,13 @@ def empty(shape, dtype):
 
 def sequences_of(rng, B, V, lengths):
     wte, wpe = normal(rng, np.float32, V, 24)[0], normal(rng, np.float32, 8, 24)[0]
-    sequences = sampling.Sequences(empty, B, 24, 8, wte, wpe, poisoned(np.int32, B, sampling.SENT))
+    sequences = sampling.Sequences(empty, B, 24, 8, wte, wpe, poisoned(np.int32, B, sampling.READBACK))
     sequences.lengths[...] = device(np.array(lengths, np.int32))
     return sequences
 
 
 def tiles_of(logits, tile=16):
-    """(best, index) as unembed leaves them."""
+    """(maxima, indices) of tiles of the logits, as batched.unembed computes them."""
     B, V = logits.shape
     padded = np.full((B, -(-V // tile) * tile), -np.inf, np.float32)
     padded[:, :V] = logits
@@ -304,29 +303,29 @@ def tiles_of(logits, tile=16):
 
 
 @pytest.mark.parametrize("V", [5, 172, pytest.param(50257, marks=gpu)])
-def test_the_likeliest_token_the_first_of_equals_is_taken_and_embedded(rng, V):
-    lengths = [1, 7, 8, sampling.SENT + 5]
+def test_append_greedy_appends_the_first_of_the_largest_logits_and_its_embedding(rng, V):
+    lengths = [1, 7, 8, sampling.READBACK + 5]
     logits = rng.integers(0, 6, (4, V)).astype(np.float32)
     sequences = sequences_of(rng, 4, V, lengths)
-    sampling.take_likeliest(sequences, *tiles_of(logits))
+    sampling.append_greedy(sequences, *tiles_of(logits))
     want = [Greedy()(row) for row in logits]
     assert_array_equal(host(sequences.tokens), want)
     assert_array_equal(host(sequences.lengths), np.array(lengths) + 1)
     assert_array_equal(host(sequences.ids)[range(4), np.array(lengths) % 8], want)
-    assert_array_equal(host(sequences.sent)[range(4), np.array(lengths) % sampling.SENT], want)
+    assert_array_equal(host(sequences.readback)[range(4), np.array(lengths) % sampling.READBACK], want)
     near(sequences.x, host(sequences.wte)[want] + host(sequences.wpe)[np.minimum(lengths, 7)])
 
 
-def test_a_given_token_is_taken_and_one_outside_the_vocabulary_cut_to_it(rng):
+def test_append_given_appends_a_token_and_clips_it_to_the_vocabulary(rng):
     sequences = sequences_of(rng, 3, 9, [1, 2, 3])
     sequences.tokens[...] = device(np.array([4, 9, -1], np.int32))
-    sampling.take_given(sequences)
+    sampling.append_given(sequences)
     assert_array_equal(host(sequences.tokens), [4, 8, 0])
     assert_array_equal(host(sequences.lengths), [2, 3, 4])
 
 
 class Numbers:
-    """In place of a rule's generator."""
+    """Replaces the random generator of a rule: returns the given numbers."""
 
     def __init__(self, values):
         self.values = iter(values)
@@ -342,32 +341,32 @@ DRAWS += [pytest.param(50257, kind, rule, marks=gpu) for kind in ("normal", "tie
 
 
 @pytest.mark.parametrize("V, kind, rule", DRAWS)
-def test_draws_are_those_of_stage_0_s_rule(rng, V, kind, rule):
-    B = 3  # draws, from other logits each, with numbers at both ends of [0, 1) and anywhere
+def test_sampled_tokens_equal_those_of_stage_0_s_rule(rng, V, kind, rule):
+    B = 3  # draws, each from its own logits, with numbers at both ends of [0, 1) and between
     temperature, top_k, top_p = rule
     logits = (rng.standard_normal((B, V)) * 3).astype(np.float32)
     if kind == "ties":
         logits = np.round(logits)
         logits[logits == 0] *= rng.choice([-1, 1], (logits == 0).sum())  # -0.0 equals 0.0
     numbers = np.array([0, np.nextafter(1, 0), *rng.random(B - 2)])
-    sequences, draw = (
+    sequences, sampler = (
         sequences_of(rng, B, V, range(1, B + 1)),
-        sampling.Draw(empty, B, V, (B, 3), 0 < top_k < V, top_p < 1),
+        sampling.DeviceSampler(empty, B, V, (B, 3), 0 < top_k < V, top_p < 1),
     )
-    draw.numbers[...], draw.top_k[...] = device(np.array([top_p, temperature])), top_k
+    sampler.numbers[...], sampler.top_k[...] = device(np.array([top_p, temperature])), top_k
     uniforms = np.full((B, 3), np.nan)
     uniforms[range(B), np.arange(1, B + 1) % 3] = numbers
-    draw.uniforms[...] = device(uniforms)
-    draw.take(sequences, device(logits), tiles_of(logits)[0])
+    sampler.uniforms[...] = device(uniforms)
+    sampler.append_sampled(sequences, device(logits), tiles_of(logits)[0])
     for token, row, u in zip(host(sequences.tokens), logits, numbers, strict=True):
         rule = Sampling(temperature, top_k, top_p)
-        # Masses are rounded to 2^-44 of the largest, which moves a border by at most V / 2^45 < 1e-8. The draw of the
-        # last number below 1 notices: of the rarest tokens the mass is rounded to 0.
+        # Masses are rounded to 2^-44 of the largest one, which shifts a cumulative sum by at most V / 2^45 < 1e-8. This
+        # affects the draw of the largest number below 1: the masses of the least probable tokens are rounded to 0.
         near_u = np.clip([u - 1e-8, u + 1e-8], 0, np.nextafter(1, 0))
         rule.random = Numbers(near_u)
         with np.errstate(over="ignore"):
-            place = np.argsort(np.argsort(-row, kind="stable"))  # in the order of the rule
+            place = np.argsort(np.argsort(-row, kind="stable"))  # each token's index in the rule's order
             first, last = (place[rule(row)] for _ in near_u)
-            if u + 1e-8 > 1 and top_k in (0, V) and top_p == 1:  # float64's sum is off by more than these weigh
+            if u + 1e-8 > 1 and top_k in (0, V) and top_p == 1:  # below the error of the float64 sum
                 last = np.count_nonzero(np.exp((row.astype(np.float64) - row.max()) / temperature)) - 1
         assert first <= place[token] <= last

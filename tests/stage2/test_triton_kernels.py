@@ -1,4 +1,4 @@
-"""Every Triton kernel pair against NumPy in float64; under the interpreter where there is no GPU."""
+"""Every Triton kernel pair against NumPy in float64: on the GPU, or in the interpreter if there is none."""
 
 # B batch, T time, C channels, V vocabulary, K columns, N = B*T rows
 
@@ -11,22 +11,23 @@ from numpy.testing import assert_array_equal
 pytest.importorskip("triton")
 
 from gpt2core.arena import BLOCK  # noqa: E402
+from gpt2core.optimizer import Hyperparameters  # noqa: E402
 from stage0_serial.numpy_backend import NumpyBackend  # noqa: E402
 from stage2_cuda.kernels import adamw, cast, column_sums, cross_entropy, embedding, gelu, layernorm  # noqa: E402
 from stage2_cuda.runtime.triton_launch import array_module, interpreted  # noqa: E402
 
 gpu = pytest.mark.gpu
-pytestmark = [] if interpreted() else [gpu]  # where there is a GPU, all of this is about it
+pytestmark = [] if interpreted() else [gpu]  # with a GPU every test needs it
 FP32 = np.dtype(np.float32)
-# Relative norm against float64. fp32: a few roundings of 6e-8, grown by the square root of the terms of a sum; 16 bits:
-# the rounding of the result, and of the sum that a fused kernel stores before it goes on.
-TOLERANCE = {"float32": 1e-5, "float16": 1e-3, "bfloat16": 1e-2, "float64": 1e-6}  # float64: of sums in fp32
+# Relative norm against float64. float32: a few roundings of 6e-8 each, and sums whose error grows with the square root
+# of their length. 16 bits: the rounding of the result and of the sum that a fused kernel stores. float64: float32 sums.
+TOLERANCE = {"float32": 1e-5, "float16": 1e-3, "bfloat16": 1e-2, "float64": 1e-6}
 DTYPES = ["float32", "float16", pytest.param("bfloat16", marks=gpu)]
 
 
 @pytest.fixture(params=DTYPES)
 def dtype(request):
-    """The activations' type; bf16 needs a GPU: the interpreter gets it wrong."""
+    """The dtype of the activations; bf16 needs a GPU, because the interpreter computes it wrongly."""
     if request.param == "bfloat16":
         return np.dtype(pytest.importorskip("ml_dtypes").bfloat16)
     return np.dtype(request.param)
@@ -56,7 +57,10 @@ def poisoned(shape, dtype):
 
 
 def run(function, outputs, *inputs):
-    """What `function` writes into `outputs`, (shape, dtype) or None: the same bits twice, over nothing but NaN."""
+    """What function(*outputs, *inputs) writes into outputs, each (shape, dtype) or None, filled with NaN before.
+
+    Asserts that a second call writes the same bits.
+    """
     results = []
     for _ in range(2):
         arrays = [output if output is None else poisoned(*output) for output in outputs]
@@ -69,16 +73,16 @@ def run(function, outputs, *inputs):
 
 
 def near(got, want, tolerance=None, least=0.0):
-    """norm(got - want) <= tolerance * max(norm(want), least), which no NaN passes.
+    """Assert norm(got - want) <= tolerance * max(norm(want), least); NaN fails.
 
-    `least` is the norm of the terms whose sum may nearly cancel: rounding is small beside them, not beside the sum.
+    least: the norm of the terms of a sum that may nearly cancel. Rounding is small relative to them, not to the sum.
     """
     assert got.shape == want.shape
     error = np.linalg.norm(got.astype(np.float64) - want)
     assert error <= (tolerance or TOLERANCE[got.dtype.name]) * max(np.linalg.norm(want), least)
 
 
-# fewer rows than a tile, more than one tile, rows that no tile divides; GPT-2's own widths
+# fewer rows than a tile, more than one tile, rows that are no multiple of a tile; the widths of GPT-2
 ROWS = [(1, 8), (5, 384), (9, 172), (37, 96), (3, 768), (2, 1600)]
 ROWS += [pytest.param(*shape, marks=gpu) for shape in [(4099, 768), (1031, 1600), (65536, 384)]]
 rows = pytest.mark.parametrize("n, channels", ROWS)
@@ -88,7 +92,7 @@ rows = pytest.mark.parametrize("n, channels", ROWS)
 
 
 @rows
-def test_layernorm_forward(rng, oracle, dtype, n, channels):
+def test_layernorm_forward_equals_float64(rng, oracle, dtype, n, channels):
     (x, x64), (w, w64), (b, b64) = (
         normal(rng, dtype, *shape, scale=2, shift=1) for shape in ((n, channels), (channels,), (channels,))
     )
@@ -102,13 +106,13 @@ def test_layernorm_forward(rng, oracle, dtype, n, channels):
 
 
 @rows
-def test_residual_layernorm_forward(rng, oracle, dtype, n, channels):
+def test_residual_layernorm_forward_equals_float64(rng, oracle, dtype, n, channels):
     (x, x64), (a, a64) = (normal(rng, dtype, n, channels) for _ in "xa")
     (a_bias, a_bias64), (w, w64), (b, b64) = (normal(rng, dtype, channels) for _ in range(3))
     outputs = ((n, channels), dtype), ((n, channels), dtype), ((n,), FP32), ((n,), FP32)
     s, y, mean, rstd = run(layernorm.residual_layernorm_forward, outputs, x, a, a_bias, w, b, 1e-5)
     near(s, x64 + a64 + a_bias64)
-    stored = s.astype(np.float64)  # rounded: backward reads that, and so does the norm
+    stored = s.astype(np.float64)  # the rounded sum, which the norm and backward read
     near(y, oracle.layernorm_forward(stored, w64, b64, 1e-5)[0])
     near(mean, stored.mean(1), least=np.linalg.norm(abs(stored).mean(1)))
     near(rstd, 1 / np.sqrt(stored.var(1) + 1e-5))
@@ -117,7 +121,7 @@ def test_residual_layernorm_forward(rng, oracle, dtype, n, channels):
 @pytest.mark.fast
 @rows
 @pytest.mark.parametrize("fused", [True, False], ids=["residual", "plain"])
-def test_layernorm_backward(rng, oracle, dtype, n, channels, fused):
+def test_layernorm_backward_equals_float64(rng, oracle, dtype, n, channels, fused):
     (s, s64), (dy, dy64), (ds, ds64) = (normal(rng, dtype, n, channels) for _ in range(3))
     w, w64 = normal(rng, dtype, channels)
     mean, var = s64.mean(1), s64.var(1)
@@ -142,12 +146,12 @@ def test_layernorm_backward(rng, oracle, dtype, n, channels, fused):
 @pytest.mark.fast
 @rows
 @pytest.mark.parametrize("fused", [True, False], ids=["bias", "plain"])
-def test_gelu(rng, oracle, dtype, n, channels, fused):
+def test_gelu_forward_and_backward_equal_float64(rng, oracle, dtype, n, channels, fused):
     (h, h64), (dy, dy64) = (normal(rng, dtype, n, channels, scale=2) for _ in "hy")
     bias, bias64 = normal(rng, dtype, channels)
     x64 = h64 + bias64 if fused else h64
     matrix, vector, partials = ((n, channels), dtype), ((channels,), FP32), gelu.gelu_partials_shape(n, channels)
-    want, size = oracle.gelu_backward(dy64, x64), np.linalg.norm(dy64)  # slopes near zero are sums that cancel
+    want, size = oracle.gelu_backward(dy64, x64), np.linalg.norm(dy64)  # derivatives near zero are sums that cancel
     if fused:
         (y,) = run(gelu.bias_gelu_forward, [matrix], h, bias)
         dh, partials = run(gelu.bias_gelu_backward, [matrix, (partials, FP32)], dy, h, bias)
@@ -159,19 +163,19 @@ def test_gelu(rng, oracle, dtype, n, channels, fused):
     near(dh, want, least=size)
 
 
-@pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # exp(huge) is infinite, and 1 / (1 + that) zero
-def test_gelu_of_extreme_numbers():
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # exp(huge) is infinity, and 1 / (1 + infinity) is 0
+def test_gelu_of_extreme_numbers_is_the_identity_or_zero():
     h = np.array([[-1e4, -90, -10, -0.0, 0.0, 10, 90, 1e4]], np.float32)
     one = device(np.ones_like(h))
     (y,) = run(gelu.gelu_forward, [(h.shape, FP32)], device(h))
     (dh,) = run(gelu.gelu_backward, [(h.shape, FP32)], one, device(h))
     np.testing.assert_allclose(y, np.maximum(h, 0), atol=1e-20)
-    bound = 1e-7 if interpreted() else 4e-7  # a GPU's exp2 and rsqrt are not exact
+    bound = 1e-7 if interpreted() else 4e-7  # the GPU's exp2 and rsqrt are approximate
     np.testing.assert_allclose(dh, [[0, 0, 0, 0.5, 0.5, 1, 1, 1]], rtol=bound, atol=1e-20)
 
 
 @rows
-def test_column_sums(rng, dtype, n, channels):
+def test_column_sums_equal_float64(rng, dtype, n, channels):
     x, x64 = normal(rng, dtype, n, channels)
     partials = column_sums.partials_shape(n, channels), FP32
     near(run(column_sums.column_sums, [((channels,), FP32), partials], x)[0], x64.sum(0))
@@ -179,70 +183,70 @@ def test_column_sums(rng, dtype, n, channels):
 
 # -- embedding -----------------------------------------------------------------------------------------------
 
-# few tokens and so long runs (pieces), a few of each, more tokens than rows, a rank's part of the tokens
+# few tokens with many rows each (chunks), few rows each, more tokens than rows, one rank's part of the vocabulary
 BATCHES = [(1, 1, 8, 5, 0), (2, 5, 96, 3, 0), (3, 130, 40, 2, 0), (2, 9, 384, 172, 0), (3, 50, 300, 5, 3)]
 BATCHES += [pytest.param(*shape, marks=gpu) for shape in [(16, 256, 384, 172, 0), (9, 1023, 768, 50257, 0)]]
 batches = pytest.mark.parametrize("batch, time, channels, vocab, first", BATCHES)
 
 
 def tokens(rng, batch, time, vocab, first, integer):
-    """ids of which those outside [first, first + vocab) belong to another rank; half are one and the same."""
+    """Token numbers, half of them equal; those outside [first, first + vocab) belong to another rank."""
     ids = rng.integers(0, vocab + 2 * first, (batch, time))
     return np.where(rng.random(ids.shape) < 0.5, first, ids).astype(integer)
 
 
 @batches
 @pytest.mark.parametrize("integer", [np.int32, np.int64])
-def test_embedding_forward(rng, oracle, dtype, batch, time, channels, vocab, first, integer):
+def test_embedding_forward_equals_float64(rng, oracle, dtype, batch, time, channels, vocab, first, integer):
     ids, position = tokens(rng, batch, time, vocab, first, integer), 4
     (wte, wte64), (wpe, wpe64) = normal(rng, dtype, vocab, channels), normal(rng, dtype, time + 7, channels)
     output = [((batch, time, channels), dtype)]
     (y,) = run(embedding.embedding_forward, output, device(ids), wte, wpe, position, first)
     near(y, oracle.embedding_forward(ids, wte64, wpe64, position, first))
     (y,) = run(embedding.embedding_forward, output, device(ids), wte, None, 0, first)
-    assert_array_equal(y, oracle.embedding_forward(ids, wte64, None, 0, first))  # copied, not computed
+    assert_array_equal(y, oracle.embedding_forward(ids, wte64, None, 0, first))  # copied, so equal bits
 
 
 @pytest.mark.fast
 @batches
-def test_embedding_backward(rng, oracle, dtype, batch, time, channels, vocab, first):
+def test_embedding_backward_equals_float64(rng, oracle, dtype, batch, time, channels, vocab, first):
     ids, position = tokens(rng, batch, time, vocab, first, np.int32), 4
     dy, dy64 = normal(rng, dtype, batch, time, channels)
     wte, wpe = np.empty((vocab, channels)), np.empty((time + 7, channels))
-    runs = embedding.Runs(*map(device, embedding.runs_of_tokens(ids, vocab, first)))
-    outputs = (wte.shape, FP32), (wpe.shape, FP32), (embedding.pieces_shape(ids.size, channels), FP32)
-    dwte, dwpe, _ = run(embedding.embedding_backward, outputs, runs, dy, position)
+    sorted_tokens = embedding.SortedTokens(*map(device, embedding.sort_tokens(ids, vocab, first)))
+    outputs = (wte.shape, FP32), (wpe.shape, FP32), (embedding.chunk_sums_shape(ids.size, channels), FP32)
+    dwte, dwpe, _ = run(embedding.embedding_backward, outputs, sorted_tokens, dy, position)
     want_wte, want_wpe = oracle.embedding_backward(dy64, ids, wte, wpe, position, first)
     near(dwte, want_wte)
     near(dwpe, want_wpe)
     assert_array_equal(dwte[~np.isin(np.arange(vocab) + first, ids)], 0)
     other, other64 = normal(rng, FP32, vocab, channels)
-    embedding.embedding_backward(other, None, poisoned(*outputs[2]), runs, dy, accumulate=True)
+    embedding.embedding_backward(other, None, poisoned(*outputs[2]), sorted_tokens, dy, accumulate=True)
     near(host(other), other64 + want_wte)
 
 
-def test_runs_of_tokens():
-    order, starts, piece_starts, piece_tokens = embedding.runs_of_tokens(np.array([[7, 3, 9], [3, 7, 0]]), 5, 3)
+def test_sort_tokens_lists_the_rows_and_the_chunks_of_each_token():
+    order, starts, chunk_starts, chunk_tokens = embedding.sort_tokens(np.array([[7, 3, 9], [3, 7, 0]]), 5, 3)
     assert_array_equal(order, [5, 1, 3, 0, 4, 2])
-    assert_array_equal(starts, [1, 3, 3, 3, 3, 5])  # tokens 3 to 7: rows 1, 3; none; none; none; rows 0, 4
-    assert_array_equal(piece_starts, 0)
-    assert piece_tokens.shape == (0,)
+    assert_array_equal(starts, [1, 3, 3, 3, 3, 5])  # token 3: rows 1, 3; 4, 5, 6: none; 7: rows 0, 4
+    assert_array_equal(chunk_starts, 0)
+    assert chunk_tokens.shape == (0,)
     ids = np.array([[1] * 130 + [0] * 63 + [2] * 64])
-    _, _, piece_starts, piece_tokens = embedding.runs_of_tokens(ids, 3)
-    assert_array_equal(piece_starts, [0, 0, 2, 3])
-    assert_array_equal(piece_tokens, [1, 1, 2, 3])  # 257 rows could have 4 pieces, and have 3
+    _, _, chunk_starts, chunk_tokens = embedding.sort_tokens(ids, 3)
+    assert_array_equal(chunk_starts, [0, 0, 2, 3])
+    assert_array_equal(chunk_tokens, [1, 1, 2, 3])  # 257 rows have room for 4 chunks, and these have 3
 
 
 # -- cross-entropy -------------------------------------------------------------------------------------------
 
-# (rows, vocabulary, padded vocabulary, first): one tile, several tiles, a rank's columns
+# (rows, vocabulary, padded vocabulary, first): one tile, several tiles, one rank's columns
 LOGITS = [(1, 5, 5, 0), (3, 172, 172, 0), (7, 172, 192, 0), (2, 9001, 9008, 0), (9, 50, 64, 30)]
 LOGITS += [pytest.param(*shape, marks=gpu) for shape in [(65, 50257, 50304, 0), (33, 50257, 50257, 0)]]
 logits_of = pytest.mark.parametrize("n, vocab, width, first", LOGITS)
 
 
 def some_logits(rng, dtype, n, vocab, width, first, scale=3.0):
-    """Logits with NaN in the padding, the same in float64 without it, and targets, a few of which are elsewhere."""
+    """Logits with NaN in the padding, the same in float64 without padding, and targets, some of other ranks."""
     logits, logits64 = normal(rng, dtype, n, width, scale=scale)
     logits[:, vocab:] = np.nan
     targets = rng.integers(0, vocab + 2 * first, n)
@@ -253,7 +257,7 @@ def some_logits(rng, dtype, n, vocab, width, first, scale=3.0):
 @pytest.mark.fast
 @logits_of
 @pytest.mark.parametrize("integer", [np.int32, np.int64])
-def test_cross_entropy(rng, oracle, dtype, n, vocab, width, first, integer):
+def test_cross_entropy_forward_and_backward_equal_float64(rng, oracle, dtype, n, vocab, width, first, integer):
     logits, logits64, targets = some_logits(rng, dtype, n, vocab, width, first)
     ids, vector = device(targets.astype(integer)), ((n,), FP32)
     rows = run(cross_entropy.cross_entropy_forward, [vector] * 3, logits, ids, vocab, first)
@@ -267,7 +271,9 @@ def test_cross_entropy(rng, oracle, dtype, n, vocab, width, first, integer):
     inputs = logits, ids, *statistics, scale, vocab, first, device(np.array([dy]))
     (dlogits,) = run(cross_entropy.cross_entropy_backward, [((n, width), dtype)], *inputs)
     want = oracle.cross_entropy_backward(dy, logits64, targets, scale, *want[:2], aux, first)
-    size = dy * scale * math.sqrt(n)  # of the ones in p - 1, which is nearly zero for a target that is nearly certain
+    size = (
+        dy * scale * math.sqrt(n)
+    )  # the norm of the terms 1 in p - 1, which nearly cancel for a target of high probability
     near(dlogits[:, :vocab], want, least=size)
     assert_array_equal(dlogits[:, vocab:], 0)
 
@@ -284,8 +290,21 @@ def test_cross_entropy(rng, oracle, dtype, n, vocab, width, first, integer):
     assert_array_equal(host(logits), dlogits2)  # in place
 
 
-def test_cross_entropy_of_whole_rows_from_two_ranks_columns(rng, oracle):
-    """Each rank's gradient, with the maxima and sums of whole rows, is its columns of the gradient."""
+@logits_of
+def test_a_dy_of_one_gives_the_bits_of_none(rng, dtype, n, vocab, width, first):
+    logits, _, targets = some_logits(rng, dtype, n, vocab, width, first)
+    outputs, ids = [((n, width), dtype), *[((n,), FP32)] * 3], device(targets)
+    results = [
+        run(cross_entropy.cross_entropy_forward_backward, outputs, logits, ids, 0.1, vocab, first, dy)
+        for dy in (None, device(np.ones(1, np.float32)), device(np.ones((), np.float64)))
+    ]
+    for wanted, *others in zip(*results, strict=True):
+        for got in others:
+            assert_array_equal(got, wanted)
+
+
+def test_cross_entropy_backward_of_each_rank_s_columns_equals_those_of_the_whole_rows(rng, oracle):
+    """Given the maxima and sums of whole rows, a rank computes its columns of the gradient."""
     n, vocab = 6, 20
     logits, logits64, targets = some_logits(rng, FP32, n, vocab, vocab, 0)
     *want, aux = oracle.cross_entropy_forward(logits64, targets)
@@ -299,10 +318,10 @@ def test_cross_entropy_of_whole_rows_from_two_ranks_columns(rng, oracle):
 
 
 @pytest.mark.parametrize("vocab", [6, 5000])
-def test_cross_entropy_of_extreme_logits(rng, oracle, vocab):
+def test_cross_entropy_of_extreme_logits_equals_float64(rng, oracle, vocab):
     logits64 = rng.standard_normal((5, vocab))
     logits64[0], logits64[1] = 1e4, -1e4
-    logits64[2, 0], logits64[3, -1] = 1e4, -1e4  # one token is certain, one is impossible
+    logits64[2, 0], logits64[3, -1] = 1e4, -1e4  # probability 1 and 0
     logits64[4, : vocab - 1] = -np.inf
     logits64 = logits64.astype(np.float32).astype(np.float64)
     logits, targets = device(logits64.astype(np.float32)), np.array([1, 1, 0, vocab - 1, vocab - 1])
@@ -319,35 +338,40 @@ def test_cross_entropy_of_extreme_logits(rng, oracle, vocab):
 # -- optimizer -----------------------------------------------------------------------------------------------
 
 
+def exact_scalars(step, lr, beta1, beta2, eps, weight_decay):
+    """The three scalars of adamw_step in float64, as gpt2core/optimizer.py computes them."""
+    c1, c2 = 1 - beta1**step, 1 - beta2**step
+    return np.array([lr / c1 * math.sqrt(c2), eps * math.sqrt(c2), 1 - lr * weight_decay])
+
+
 @pytest.mark.fast
 @pytest.mark.parametrize("n", [1, 1000, 3 * BLOCK, pytest.param(300 * BLOCK + 5, marks=gpu)])
 @pytest.mark.parametrize("grad_scale", [None, 0.5])
-def test_adamw_equals_stage_0s(rng, oracle, dtype, n, grad_scale):
+def test_adamw_equals_stage_0(rng, oracle, dtype, n, grad_scale):
     lr, beta1, beta2, eps, decay = 3e-3, 0.9, 0.95, 1e-6, 0.1
     start = (rng.standard_normal(n) * 0.02).astype(np.float32)
     p, m, v = device(start.copy()), device(np.zeros_like(start)), device(np.zeros_like(start))
     p64, m64, v64 = start.astype(np.float64), np.zeros(n), np.zeros(n)
     scale = None if grad_scale is None else device(np.array([grad_scale], np.float32))
-    decays = np.arange(-(-n // BLOCK)) % 2 == 0
-    flags = device(decays.astype(np.int8))
+    decays = (np.arange(-(-n // BLOCK)) % 2 == 0).astype(np.int8)
+    flags = device(decays)
     copy = None if dtype == FP32 else poisoned((n,), dtype)
     for step in range(1, 6):
         g, g64 = normal(rng, FP32, n, scale=10.0 ** rng.integers(-3, 2))
         scalars = device(adamw.adamw_scalars(step, lr, beta1, beta2, eps, decay))
         adamw.adamw_step(p, m, v, copy, g, scalars, scale, flags, beta1, beta2)
-        edges = [*range(0, n, BLOCK), n]
-        runs = [(slice(*pair), bool(decayed)) for *pair, decayed in zip(edges, edges[1:], decays, strict=False)]
-        rates = oracle.adamw_rates(step, lr, beta1, beta2, eps, decay)
-        oracle.adamw_step(p64, m64, v64, None, g64, rates, grad_scale or 1.0, runs)
-        near(host(m), m64, least=np.linalg.norm(np.sqrt(v64)))  # one number's gradients may cancel in m, not in v
+        hyper = Hyperparameters(exact_scalars(step, lr, beta1, beta2, eps, decay), None)
+        oracle.adamw_step(p64, m64, v64, None, g64, hyper, grad_scale or 1.0, decays, (beta1, beta2))
+        near(host(m), m64, least=np.linalg.norm(np.sqrt(v64)))  # the gradients of one number may cancel in m, not in v
         near(host(v), v64)
-        # what was learned, less exact by what was there: 0.02 / 0.003; and of one number steps of lr may cancel
+        # the update p - start: the rounding of p is relative to start, and 0.02 / 0.003 larger relative to the update;
+        # the updates of one number may cancel
         near(host(p) - start, p64 - start, 1e-4, least=lr * math.sqrt(n))
         if copy is not None:
             assert_array_equal(host(copy), host(p).astype(dtype))
 
 
-def test_adamw_against_pytorch(rng):
+def test_adamw_equals_pytorch(rng):
     torch = pytest.importorskip("torch")
     options = dict(lr=1e-2, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.3)
     start = rng.standard_normal(700).astype(np.float32)
@@ -363,6 +387,21 @@ def test_adamw_against_pytorch(rng):
     near(host(p) - start, reference.detach().numpy() - start)
 
 
+@pytest.mark.parametrize("step", [1, 7, 1000])
+def test_scalars_in_float64_give_the_bits_of_float32(rng, step):
+    n = 2 * BLOCK + 3
+    lr, beta1, beta2, eps, decay = 3e-4, 0.9, 0.95, 1e-8, 0.1
+    exact = exact_scalars(step, lr, beta1, beta2, eps, decay)
+    start, g = [rng.random(n).astype(np.float32) for _ in "pmv"], device(rng.standard_normal(n).astype(np.float32))
+    results = []
+    for scalars in (adamw.adamw_scalars(step, lr, beta1, beta2, eps, decay), exact):
+        arrays = [device(array.copy()) for array in start]
+        adamw.adamw_step(*arrays, None, g, device(scalars), None, None, beta1, beta2)
+        results.append([host(array) for array in arrays])
+    for got, want in zip(*results, strict=True):
+        assert_array_equal(got, want)
+
+
 def test_adamw_in_parts_equals_adamw_at_once_bit_for_bit(rng):
     n, scalars = 5 * BLOCK, device(adamw.adamw_scalars(3, 1e-3, 0.9, 0.999, 1e-8, 0.1))
     g, scale = normal(rng, FP32, n)[0], device(np.array([0.5], np.float32))
@@ -375,29 +414,29 @@ def test_adamw_in_parts_equals_adamw_at_once_bit_for_bit(rng):
         assert_array_equal(host(got), host(want))
 
 
-def test_sum_of_squares(rng):
+def test_sums_of_squares_equal_float64_and_do_not_depend_on_the_other_segments(rng):
     flat, flat64 = normal(rng, FP32, 16 * 3 * BLOCK, scale=1e-3)
     scratch = (48,), FP32
     got, _ = run(adamw.sum_of_squares, [((16,), np.float64), scratch], flat)
     near(got, (flat64**2).reshape(16, -1).sum(1))
-    for segments in (1, 2, 8):  # a segment's bits do not depend on who computes how many of them
+    for segments in (1, 2, 8):  # a segment's bits do not depend on how many segments one call sums
         each = flat.size * segments // 16
         outputs = ((segments,), np.float64), ((each // BLOCK,), FP32)
         parts = [run(adamw.sum_of_squares, outputs, flat[at : at + each])[0] for at in range(0, flat.size, each)]
         assert_array_equal(np.concatenate(parts), got)
     adamw.sum_of_squares(poisoned((0,), np.float64), poisoned((0,), FP32), flat[:0])
-    with pytest.raises(ValueError, match="3 equal segments.* 4096"):
+    with pytest.raises(ValueError, match="4096 elements cannot be divided into 3 equal segments"):
         adamw.sum_of_squares(poisoned((3,), np.float64), poisoned(*scratch), flat[: 4 * BLOCK])
 
 
 @pytest.mark.parametrize("segments", [1, 3, 64])
 @pytest.mark.parametrize("loss_scale", [None, 1024.0])
-def test_clip_scale(rng, segments, loss_scale):
+def test_clip_scale_is_the_norm_and_its_bound(rng, segments, loss_scale):
     squares = (rng.random(segments) + 0.1) * (loss_scale or 1) ** 2
     norm = np.sqrt(squares.sum()) / (loss_scale or 1)
 
     def clip_scale(*arguments):
-        state = None if loss_scale is None else device(np.array([loss_scale, 0], np.float32))  # which it changes
+        state = None if loss_scale is None else device(np.array([loss_scale, 0], np.float32))  # clip_scale changes it
         adamw.clip_scale(*arguments, state, 2000)
 
     for clip, want in ((0.0, 1.0), (1e9, 1.0), (0.1, 0.1 / (norm + 1e-6))):
@@ -408,7 +447,7 @@ def test_clip_scale(rng, segments, loss_scale):
 
 
 @pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
-def test_a_norm_that_is_not_finite_stops_all_steps_behind_it(rng, bad):
+def test_a_norm_that_is_not_finite_stops_all_later_steps(rng, bad):
     stop, good, spoilt = device(np.zeros(1, np.float32)), device(np.array([4.0, 5.0])), device(np.array([1.0, bad]))
     scales = []
     for squares in (good, good, spoilt, good):
@@ -437,7 +476,7 @@ def test_a_step_whose_gradient_is_not_finite_changes_nothing(rng, bad):
 
 
 @pytest.mark.parametrize("n", [1, 4096, 10_001])
-def test_cast_and_scale(rng, dtype, n):
+def test_cast_and_scale_in_place_equal_numpy(rng, dtype, n):
     x, x64 = normal(rng, FP32, n)
     (narrow,) = run(cast.cast, [((n,), dtype)], x)
     assert_array_equal(narrow, host(x).astype(dtype))  # to nearest, like NumPy

@@ -1,4 +1,4 @@
-"""What launches the Triton kernels: arguments, variants, CuPy's stream, and one sentence where there is no GPU."""
+"""Launching Triton kernels: arguments, compiled variants, CuPy's stream, and one clear error without a GPU."""
 
 import json
 import os
@@ -18,22 +18,29 @@ import triton.language as tl  # noqa: E402
 
 from gpt2core.errors import ConfigError  # noqa: E402
 from stage2_cuda.runtime import triton_launch  # noqa: E402
-from stage2_cuda.runtime.triton_launch import Gpu, Interpreter, array_module, interpreted, launch  # noqa: E402
+from stage2_cuda.runtime.triton_launch import (  # noqa: E402
+    GpuLauncher,
+    InterpreterLauncher,
+    array_module,
+    interpreted,
+    launch,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 gpu = pytest.mark.gpu
-pytestmark = [] if interpreted() else [gpu]  # where there is a GPU, all of this is about it
+pytestmark = [] if interpreted() else [gpu]  # with a GPU every test needs it
 
 
 @triton.jit
-def axpy_kernel(y, x, bias, a, n, BLOCK: tl.constexpr, TWICE: tl.constexpr = False):
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    value = tl.load(x + at, at < n, 0).to(tl.float32) * a
-    if bias is not None:
-        value += tl.load(bias)
+def axpy_kernel(y_ptr, x_ptr, bias_ptr, a, n, BLOCK: tl.constexpr, TWICE: tl.constexpr = False):
+    offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = offs < n
+    y = tl.load(x_ptr + offs, mask, 0).to(tl.float32) * a
+    if bias_ptr is not None:
+        y += tl.load(bias_ptr)
     if TWICE:
-        value *= 2
-    tl.store(y + at, value, at < n)
+        y *= 2
+    tl.store(y_ptr + offs, y, mask)
 
 
 def axpy(y, x, bias, a, **options):
@@ -49,7 +56,7 @@ def host(array):
 
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64", "int8", "int32", "int64"])
 @pytest.mark.parametrize("n", [1, 15, 16, 33])
-def test_arrays_are_pointers_and_none_is_a_constant(dtype, n):
+def test_arrays_are_passed_as_pointers_and_none_as_a_constant(dtype, n):
     xp = array_module()
     x, y, bias = xp.arange(n).astype(dtype), xp.zeros(n, np.float32), xp.ones(1, np.float32)
     axpy(y, x, None, 0.5)
@@ -58,8 +65,8 @@ def test_arrays_are_pointers_and_none_is_a_constant(dtype, n):
     np.testing.assert_array_equal(host(y), np.arange(n) + 2)
 
 
-def test_every_variant_is_right_whatever_was_compiled_before():
-    """Pointers and sizes that are divisible by 16 or not, and 1, one after another."""
+def test_every_variant_is_right_after_any_other():
+    """Pointers and sizes that are divisible by 16 or not, and the size 1, in turn."""
     xp = array_module()
     memory = xp.arange(200).astype(np.float32)
     for start, n in ((0, 64), (1, 64), (0, 63), (3, 1), (4, 16), (0, 1), (0, 64), (5, 37)):
@@ -69,38 +76,38 @@ def test_every_variant_is_right_whatever_was_compiled_before():
         np.testing.assert_array_equal(host(y), want)
 
 
-def test_memory_with_gaps_is_refused():
+def test_an_array_that_is_not_contiguous_is_refused():
     x = array_module().zeros((8, 8), np.float32)
     with pytest.raises(TypeError, match=r"contiguous memory, not shape \(8, 4\) with strides \(32, 4\) bytes"):
         axpy(x, x[:, :4], None, 1.0)
 
 
 @pytest.mark.parametrize("value", [np.float32(1), np.int64(3), True, [1.0], "1"])
-def test_what_triton_would_take_for_something_else_is_refused(value):
+def test_a_value_that_triton_would_misinterpret_is_refused(value):
     x = array_module().zeros(8, np.float32)
-    with pytest.raises(TypeError, match="no argument of a kernel"):
+    with pytest.raises(TypeError, match="cannot be passed to a kernel"):
         axpy(x, x, None, value)
 
 
 class Bfloat16(np.ndarray):
-    """An array that says it is of ml_dtypes.bfloat16, which need not be installed."""
+    """An array whose dtype has the name of ml_dtypes.bfloat16, which need not be installed."""
 
     dtype = SimpleNamespace(name="bfloat16")
 
 
 def test_the_interpreter_refuses_bf16():
     x = np.zeros((8, 8), np.float32).view(Bfloat16)
-    described = SimpleNamespace(base=triton_launch.Pointer(x), block_shape=[8, 8])
-    for argument in (x, described):
+    descriptor = SimpleNamespace(base=triton_launch.Pointer(x), block_shape=[8, 8])
+    for argument in (x, descriptor):
         with pytest.raises(ConfigError, match="bf16 is silently wrong in Triton's interpreter"):
-            Interpreter().launch(axpy_kernel, (1,), (argument,), {})
+            InterpreterLauncher().launch(axpy_kernel, (1,), (argument,), {})
 
 
-# -- what is compiled is kept --------------------------------------------------------------------------------
+# -- the cache of compiled variants ---------------------------------------------------------------------------
 
 
 class Memory:
-    """As much of a cupy.ndarray as a launch looks at."""
+    """The attributes of a cupy.ndarray that a launch reads."""
 
     def __init__(self, address, dtype=np.float32, contiguous=True):
         self.data, self.dtype = SimpleNamespace(ptr=address), np.dtype(dtype)
@@ -108,7 +115,7 @@ class Memory:
 
 
 class Kernel:
-    """As much of a JITFunction: it notes what is compiled, and its handles note what they launch."""
+    """The attributes of a JITFunction that a launch reads; it lists what is compiled and what is launched."""
 
     arg_names, constexprs, __name__ = axpy_kernel.arg_names, [5, 6], "axpy"
     signature = SimpleNamespace(parameters={"TWICE": SimpleNamespace(default=False)})
@@ -134,16 +141,16 @@ class Indexed:
         return self.item(key)
 
 
-def fake_gpu():
-    gpu = Gpu.__new__(Gpu)
-    gpu.xp, gpu.device, gpu.compiled = SimpleNamespace(ndarray=Memory), lambda: 0, {}
-    return gpu
+def gpu_launcher():
+    launcher = GpuLauncher.__new__(GpuLauncher)
+    launcher.xp, launcher.device, launcher.compiled = SimpleNamespace(ndarray=Memory), lambda: 0, {}
+    return launcher
 
 
-def test_the_second_launch_is_a_look_up():
-    gpu, kernel, y, x = fake_gpu(), Kernel(), Memory(256), Memory(1 << 40)
+def test_the_second_launch_of_a_variant_does_not_compile():
+    launcher, kernel, y, x = gpu_launcher(), Kernel(), Memory(256), Memory(1 << 40)
     for _ in range(3):
-        gpu.launch(kernel, (4,), (y, x, None, 0.5, 64), {"BLOCK": 16, "num_warps": 4})
+        launcher.launch(kernel, (4,), (y, x, None, 0.5, 64), {"BLOCK": 16, "num_warps": 4})
     ((grid, arguments, options),) = kernel.compiled
     assert grid == (4,) and arguments[2:] == (None, 0.5, 64) and options == {"BLOCK": 16, "num_warps": 4}
     assert [pointer.data_ptr() for pointer in arguments[:2]] == [256, 1 << 40]
@@ -165,13 +172,13 @@ def test_the_second_launch_is_a_look_up():
         ((Memory(256), Memory(512), None, 0.5, 64), {"num_warps": 2}),
     ],
 )
-def test_another_kind_of_argument_is_another_variant(arguments, options):
-    gpu, kernel, default = fake_gpu(), Kernel(), {"BLOCK": 16, "num_warps": 4}
-    gpu.launch(kernel, (4,), (Memory(256), Memory(512), None, 0.5, 64), default)
+def test_an_argument_of_another_kind_compiles_another_variant(arguments, options):
+    launcher, kernel, default = gpu_launcher(), Kernel(), {"BLOCK": 16, "num_warps": 4}
+    launcher.launch(kernel, (4,), (Memory(256), Memory(512), None, 0.5, 64), default)
     for _ in range(2):
-        gpu.launch(kernel, (4,), arguments, default | options)
+        launcher.launch(kernel, (4,), arguments, default | options)
     assert len(kernel.compiled) == 2 and len(kernel.launched) == 1
-    gpu.launch(kernel, (4,), (Memory(1024), Memory(512), None, 0.7, 32), default)
+    launcher.launch(kernel, (4,), (Memory(1024), Memory(512), None, 0.7, 32), default)
     assert len(kernel.compiled) == 2
     assert kernel.launched[-1] == (default | {"TWICE": False}, (4, 1, 1), (1024, 512, None, 0.7, 32, 16, False))
 
@@ -180,27 +187,27 @@ INTEGERS = st.one_of(st.integers(-40, 40), st.integers(-(2**63), 2**63 - 1), st.
 
 
 @given(INTEGERS, INTEGERS)
-def test_integers_share_a_variant_just_where_triton_says_so(a, b):
+def test_two_integers_share_a_variant_exactly_if_triton_specialises_them_equally(a, b):
     specialize = pytest.importorskip("triton._C.libtriton").native_specialize_impl
     backend = pytest.importorskip("triton.backends.nvidia.compiler").CUDABackend
-    gpu, kernel = fake_gpu(), Kernel()
+    launcher, kernel = gpu_launcher(), Kernel()
     for n in (a, b):
-        gpu.launch(kernel, (4,), (Memory(256), Memory(512), None, 0.5, n), {"BLOCK": 16})
+        launcher.launch(kernel, (4,), (Memory(256), Memory(512), None, 0.5, n), {"BLOCK": 16})
     kinds = [specialize(backend, n, False, True, True) for n in (a, b)]
     assert (len(kernel.compiled) == 1) == (kinds[0] == kinds[1])
 
 
-def test_constants_come_last():
-    gpu, x = fake_gpu(), Memory(256)
+def test_constants_must_come_last():
+    launcher, x = gpu_launcher(), Memory(256)
     with pytest.raises(TypeError, match=r"axpy: 4 arguments, but the constants are \[5, 6\]"):
-        gpu.launch(Kernel(), (4,), (x, x, None, 0.5), {"BLOCK": 16, "n": 3})
+        launcher.launch(Kernel(), (4,), (x, x, None, 0.5), {"BLOCK": 16, "n": 3})
     with pytest.raises(TypeError, match="contiguous"):
-        gpu.launch(Kernel(), (4,), (x, Memory(256, contiguous=False), None, 0.5, 1), {"BLOCK": 16})
-    with pytest.raises(TypeError, match="no argument of a kernel"):
-        gpu.launch(Kernel(), (4,), (x, np.zeros(3), None, 0.5, 1), {"BLOCK": 16})
+        launcher.launch(Kernel(), (4,), (x, Memory(256, contiguous=False), None, 0.5, 1), {"BLOCK": 16})
+    with pytest.raises(TypeError, match="cannot be passed to a kernel"):
+        launcher.launch(Kernel(), (4,), (x, np.zeros(3), None, 0.5, 1), {"BLOCK": 16})
 
 
-def test_a_kernel_that_is_too_large_for_the_gpu_is_one_sentence():
+def test_a_kernel_that_does_not_fit_the_gpu_is_a_one_line_error():
     class Large(Kernel):
         __module__ = "stage2_cuda.kernels.attention"
 
@@ -210,9 +217,11 @@ def test_a_kernel_that_is_too_large_for_the_gpu_is_one_sentence():
 
             return refused
 
-    sentence = r"attention.axpy does not fit this GPU \(shared memory: 212,992 needed, 166,912 there\): use --precision"
+    sentence = (
+        r"attention.axpy does not fit this GPU \(shared memory: 212,992 needed, 166,912 available\): use --precision"
+    )
     with pytest.raises(ConfigError, match=sentence):
-        fake_gpu().launch(Large(), (4,), (Memory(256), Memory(512), None, 0.5, 64), {"BLOCK": 16})
+        gpu_launcher().launch(Large(), (4,), (Memory(256), Memory(512), None, 0.5, 64), {"BLOCK": 16})
 
 
 # -- no GPU --------------------------------------------------------------------------------------------------
@@ -233,8 +242,8 @@ def fake_cupy(count=1, capability="90"):
 @pytest.mark.parametrize(
     "module, says",
     [
-        (None, "CuPy is needed, and cannot be imported"),
-        (None, "no GPU was found, for there is no NVIDIA driver"),
+        (None, "CuPy is needed but cannot be imported"),
+        (None, "no GPU was found: this machine has no NVIDIA driver"),
         (fake_cupy(0), "no GPU was found"),
         (
             fake_cupy(RuntimeError("cudaErrorInsufficientDriver: too old\nmore")),
@@ -244,26 +253,28 @@ def fake_cupy(count=1, capability="90"):
     ],
     ids=["no CuPy", "no CuPy and no driver", "no GPU", "too old a driver", "too old a GPU"],
 )
-def test_no_gpu_is_one_sentence_that_names_the_way_out(monkeypatch, module, says):
+def test_without_a_gpu_one_line_names_the_reason_and_the_interpreter(monkeypatch, module, says):
     monkeypatch.setitem(sys.modules, "cupy", module)
-    monkeypatch.setattr(triton_launch, "has_driver", lambda: says != "no GPU was found, for there is no NVIDIA driver")
+    monkeypatch.setattr(
+        triton_launch, "has_driver", lambda: says != "no GPU was found: this machine has no NVIDIA driver"
+    )
     with pytest.raises(ConfigError) as error:
-        Gpu()
+        GpuLauncher()
     assert says in str(error.value) and "\n" not in str(error.value)
     assert str(error.value).endswith(
         "with TRITON_INTERPRET=1 in the environment the same kernels run on the CPU, slowly"
     )
 
 
-def test_no_triton_is_one_sentence(monkeypatch):
+def test_without_triton_the_error_is_one_line(monkeypatch):
     monkeypatch.setitem(sys.modules, "triton", None)
-    for runtime in (Gpu, triton_launch.runtime.__wrapped__):
-        with pytest.raises(ConfigError, match="Triton is needed, and cannot be imported"):
-            runtime()
+    for make_launcher in (GpuLauncher, triton_launch.launcher.__wrapped__):
+        with pytest.raises(ConfigError, match="Triton is needed but cannot be imported"):
+            make_launcher()
 
 
 @pytest.mark.parametrize("value, want", [("1", True), ("true", True), ("ON", True), ("0", False), ("off", False)])
-def test_the_environment_asks_for_the_interpreter(monkeypatch, value, want):
+def test_the_environment_variable_selects_the_interpreter(monkeypatch, value, want):
     monkeypatch.setenv("TRITON_INTERPRET", value)
     assert interpreted() is want
     monkeypatch.delenv("TRITON_INTERPRET")
@@ -276,7 +287,7 @@ COMPILE = """
 import json, math, sys
 import triton
 from triton.backends.compiler import GPUTarget
-from stage2_cuda import triton_launch
+from stage2_cuda.runtime import triton_launch
 
 class Driver:
     get_current_target = lambda self: GPUTarget("cuda", 90, 32)
@@ -298,7 +309,7 @@ class Compiler:
         print(json.dumps([name, wide, ".local" in ptx, "atom" in ptx]))
 
 triton.runtime.driver.set_active(Driver())
-triton_launch.runtime = Compiler
+triton_launch.launcher = Compiler
 from stage2_cuda.kernels import adamw, cast, column_sums, cross_entropy, embedding, gelu, layernorm, rounding
 f, N, C, V, W = Array, 4096, 768, 50257, 50304
 for dtype in ("bfloat16", "float16", "float32"):
@@ -314,10 +325,10 @@ for dtype in ("bfloat16", "float16", "float32"):
     partials = f(*column_sums.partials_shape(N, C))
     column_sums.column_sums(d, partials, x)
     embedding.embedding_forward(h(4, 1024, C), i(4, 1024), h(V, C), h(1024, C))
-    runs = embedding.Runs(i(N), i(V + 1), i(V + 1), i(N // 64))
+    sorted_tokens = embedding.SortedTokens(i(N), i(V + 1), i(V + 1), i(N // 64))
     for accumulate in (False, True):
-        pieces = f(N // 64, C)
-        embedding.embedding_backward(f(V, C), f(1024, C), pieces, runs, h(4, 1024, C), accumulate=accumulate)
+        chunk_sums, dy = f(N // 64, C), h(4, 1024, C)
+        embedding.embedding_backward(f(V, C), f(1024, C), chunk_sums, sorted_tokens, dy, accumulate=accumulate)
     logits = h(N, W)
     cross_entropy.cross_entropy_forward(r, r, r, logits, i(N), V)
     cross_entropy.cross_entropy_backward(logits, logits, i(N), r, r, 0.1, V, dy=Array(1, dtype="float64"))
@@ -332,42 +343,42 @@ for dtype in ("bfloat16", "float16", "float32"):
     cast.cast(h(1 << 20), p)
     cast.scale_in_place(h(1 << 20), f(1))
 """
-SMALL_READS = {"totals.totals_kernel", "adamw.clip_kernel"}  # a thousandth of what there is to read
+SMALL_READS = {"segment_sum.segment_sum_kernel", "adamw.clip_kernel"}  # they read a thousandth of the data
 
 
 @pytest.fixture(scope="module")
 def compiled():
-    """[kernel, whether it loads 16 bytes at a time, spills, uses atomics], compiled for an H200 without one."""
+    """[kernel, whether it loads 16 bytes at a time, spills, uses atomics] of each launch, compiled for an H200."""
     environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
     result = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     return [json.loads(line) for line in result.stdout.splitlines()]
 
 
-def test_every_kernel_compiles_for_a_gpu_and_none_spills_or_adds_atomically(compiled):
+def test_every_kernel_compiles_for_a_gpu_and_none_spills_or_uses_atomics(compiled):
     names = {name for name, *_ in compiled}
-    mine = "adamw", "cast", "column_sums", "cross_entropy", "embedding", "gelu", "layernorm", "rounding", "totals"
-    files = [ROOT / "stage2_cuda" / "kernels" / f"{file}.py" for file in mine]
+    modules = "adamw cast column_sums cross_entropy embedding gelu layernorm rounding segment_sum".split()
+    files = [ROOT / "stage2_cuda" / "kernels" / f"{module}.py" for module in modules]
     assert len(names) == sum(
         file.read_text().count("launch(") - file.read_text().count("def launch(") for file in files
     )
     assert not [name for name, _, spills, atomics in compiled if spills or atomics]
 
 
-def test_every_kernel_reads_sixteen_bytes_at_a_time(compiled):
-    """A mask whose edge is not known to be divisible by 16 makes the compiler load element by element."""
+def test_every_kernel_loads_16_bytes_at_a_time(compiled):
+    """The compiler loads element by element if a mask ends at a number that may not be divisible by 16."""
     assert not [name for name, wide, _, _ in compiled if not wide and name not in SMALL_READS]
 
 
-# -- the real thing ------------------------------------------------------------------------------------------
+# -- on a GPU -----------------------------------------------------------------------------------------------
 
 
 @gpu
-def test_a_launch_goes_to_cupys_current_stream_and_into_its_graph():
+def test_a_launch_runs_on_cupys_current_stream_and_is_captured_in_its_graph():
     import cupy
 
     y, x = cupy.zeros(1000, np.float32), cupy.ones(1000, np.float32)
-    axpy(y, x, None, 2.0)  # compiled before the capture
+    axpy(y, x, None, 2.0)  # compile before the capture
     stream = cupy.cuda.Stream(non_blocking=True)
     cupy.cuda.Device().synchronize()
     with stream:
@@ -393,6 +404,6 @@ def test_pytorch_is_not_needed():
     assert result.returncode == 0, result.stderr
 
 
-def test_the_runtime_is_made_once():
-    assert triton_launch.runtime() is triton_launch.runtime()
+def test_the_launcher_is_created_once():
+    assert triton_launch.launcher() is triton_launch.launcher()
     assert (array_module() is np) == interpreted()

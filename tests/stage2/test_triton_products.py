@@ -1,6 +1,6 @@
-"""fp32 products in three passes of fp16, and the loss from its rows, against NumPy in float64."""
+"""fp32 products as three fp16 products, and the loss from its per-row numbers, against NumPy in float64."""
 
-# N rows, C summed over, K columns
+# N rows, C the summed dimension, K columns
 
 import numpy as np
 import pytest
@@ -25,7 +25,7 @@ def host(array):
 
 
 def near(got, want, tolerance):
-    """norm(got - want) <= tolerance * norm(want), which no NaN passes."""
+    """Assert norm(got - want) <= tolerance * norm(want); NaN fails."""
     assert np.linalg.norm(host(got).astype(np.float64) - want) <= tolerance * np.linalg.norm(want)
 
 
@@ -36,22 +36,22 @@ def split(x):
 
 
 @pytest.mark.parametrize("shape", [(1, 8), (5, 384), (150, 172), pytest.param((4096, 1536), marks=gpu)])
-def test_halves_add_up_to_22_bits(rng, shape):
+def test_the_two_halves_hold_22_bits_of_a_number(rng, shape):
     x = rng.standard_normal(shape, np.float32) * 10.0 ** rng.integers(-6, 4, shape).astype(np.float32)
     x *= np.float32(10.0 ** rng.integers(-25, 25))
     halves, scales = (host(array) for array in split(x)[:2])
-    squares = np.kron(scales, np.ones((fp16x3.SQUARE, fp16x3.SQUARE)))[: shape[0], : shape[1]]
+    scale_of = np.kron(scales, np.ones((fp16x3.SCALE_BLOCK, fp16x3.SCALE_BLOCK)))[: shape[0], : shape[1]]
     assert (np.log2(scales) % 1 == 0).all()
     assert not halves[:, :, shape[1] :].any()
-    high, low = halves[:, :, : shape[1]].astype(np.float64) * squares
-    # high is within half of its last bit, 2^-11 of x; low within half of its own, another 2^-11, or of the last one
-    # that fp16 has, 2^-24 of a number that is 2^14 for the largest of the square
-    assert (abs(high + low - x) <= np.maximum(2.0**-22 * abs(x), 2.0**-25 * squares)).all()
+    high, low = halves[:, :, : shape[1]].astype(np.float64) * scale_of
+    # high has an error of half its last bit, 2^-11 of x; low of half its own last bit, 2^-11 of that error, or, for
+    # small numbers, of half the smallest fp16 step, 2^-24, in units in which the largest number of the block is 2^14
+    assert (abs(high + low - x) <= np.maximum(2.0**-22 * abs(x), 2.0**-25 * scale_of)).all()
 
 
-@pytest.mark.filterwarnings("ignore:invalid value encountered")  # of the interpreter's NumPy
+@pytest.mark.filterwarnings("ignore:invalid value encountered")  # by NumPy in the interpreter
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_what_is_not_finite_stays_so(bad):
+def test_a_product_with_an_infinite_or_nan_operand_is_not_finite(bad):
     a, b = np.ones((70, 70), np.float32), np.ones((70, 9), np.float32)
     a[3, 5] = bad
     backend = CudaBackend()
@@ -60,7 +60,7 @@ def test_what_is_not_finite_stays_so(bad):
 
 
 @pytest.mark.parametrize("size", [0.0, 1e-42, 1e-36, 1e-15, 1e36])
-def test_a_product_of_very_small_or_very_large_numbers(rng, size):
+def test_a_product_of_very_small_or_very_large_numbers_equals_float64(rng, size):
     a, b = (rng.standard_normal(shape).astype(np.float32) for shape in ((9, 40), (40, 70)))
     a *= np.float32(size)
     want = a.astype(np.float64) @ b
@@ -70,8 +70,8 @@ def test_a_product_of_very_small_or_very_large_numbers(rng, size):
 
 @pytest.mark.parametrize("n, c, k", [(5, 48, 24), (64, 96, 40), (8, 600, 9), pytest.param(4096, 1536, 384, marks=gpu)])
 @pytest.mark.parametrize("trans_a, trans_b", [(False, False), (False, True), (True, False)])
-def test_a_product_of_fp32_has_its_precision(rng, n, c, k, trans_a, trans_b):
-    # 1e-5: the ladder's bound of an fp32 kernel; one pass of tf32 would miss it by far, at 5e-4
+def test_a_product_of_fp32_has_the_precision_of_fp32(rng, n, c, k, trans_a, trans_b):
+    # 1e-5: the tolerance of an fp32 kernel; one pass of tf32 has an error of 5e-4
     a, b = rng.standard_normal((c, n) if trans_a else (n, c)), rng.standard_normal((k, c) if trans_b else (c, k))
     a, b = a.astype(np.float32), b.astype(np.float32)
     backend = CudaBackend()
@@ -79,7 +79,7 @@ def test_a_product_of_fp32_has_its_precision(rng, n, c, k, trans_a, trans_b):
     want = (a.T if trans_a else a).astype(np.float64) @ (b.T if trans_b else b)
     near(got, want, 1e-5)
 
-    wide = device(np.full((n, k + 3), 1, np.float32))  # what lies behind the first k columns is another's
+    wide = device(np.full((n, k + 3), 1, np.float32))  # the columns after the first k must not be written
     bias = rng.standard_normal(k).astype(np.float32)
     backend.products.multiply(wide[:, :k], device(a), device(b), trans_a=trans_a, trans_b=trans_b, accumulate=True)
     near(wide[:, :k], 1 + want, 1e-5)
@@ -89,7 +89,7 @@ def test_a_product_of_fp32_has_its_precision(rng, n, c, k, trans_a, trans_b):
 
 
 @pytest.mark.parametrize("n", [1, 100, 5000, pytest.param(65536, marks=gpu)])
-def test_the_loss_of_rows(rng, n):
+def test_the_loss_of_rows_equals_float64(rng, n):
     maxima, sums, picked, higher = (rng.standard_normal(n).astype(np.float32) for _ in range(4))
     sums, highest = 1 + abs(sums), maxima + abs(higher)
     backend = CudaBackend()
@@ -99,9 +99,9 @@ def test_the_loss_of_rows(rng, n):
     assert np.array_equal(host(rows[1]), picked)
     loss = backend.loss(device(highest), *rows, 1 / n)
     assert loss.shape == () and loss.dtype == np.float64
-    # each row's loss is one of fp32, summed in float64
+    # each row's loss is computed in fp32; the sum is in float64
     assert float(host(loss)) == pytest.approx(np.mean(np.log(want) - (picked - highest)), rel=1e-6, abs=1e-6)
 
 
-def test_scratch_of_the_loss_grows_with_its_rows():
+def test_the_scratch_of_the_loss_grows_with_the_number_of_rows():
     assert losses.partials_shape(4096) == (1,) and losses.partials_shape(4097) == (2,)

@@ -1,4 +1,4 @@
-"""What is chosen by timing: once a shape, kept on disk, the same on all ranks, and never a reason for a run to fail."""
+"""The tuner: it times each shape once, caches on disk, gives all ranks the same choices, and never makes a run fail."""
 
 # B batch, T time, C channels, H heads, D = C // H
 
@@ -15,7 +15,8 @@ from gpt2core.errors import ConfigError  # noqa: E402
 from stage2_cuda.cuda_backend import PRECISIONS, CudaBackend, dtype_of  # noqa: E402
 from stage2_cuda.gemm import products  # noqa: E402
 from stage2_cuda.kernels import attention  # noqa: E402
-from stage2_cuda.kernels.attention import Config, Tile  # noqa: E402
+from stage2_cuda.kernels.attention import AttentionTiles, TileConfig  # noqa: E402
+from stage2_cuda.runtime.cuda_runtime import CudaRuntime, InterpreterRuntime  # noqa: E402
 from stage2_cuda.runtime.triton_launch import interpreted  # noqa: E402
 from stage2_cuda.tuning import attention_tiles  # noqa: E402
 from stage2_cuda.tuning import tuner as autotune
@@ -29,7 +30,7 @@ in_the_interpreter = pytest.mark.skipif(not interpreted(), reason="a GPU has tes
 
 
 class Kernel:
-    """A kernel whose candidates take the milliseconds and write the value that a test says, or raise."""
+    """A kernel with candidates {name: (milliseconds, value)}: each takes so long and writes the value, or raises it."""
 
     def __init__(self, cupy, **candidates):
         self.cupy, self.candidates, self.ran = cupy, candidates, []
@@ -52,8 +53,8 @@ class Kernel:
         return tuner.choose(what, list(self.candidates), self.run, [self.output], **options)
 
 
-def told(caught):
-    """The warnings of ours: what a collector tells of another test's files may come at any time."""
+def user_warnings(caught):
+    """The messages of UserWarnings; a ResourceWarning of another test may come at any time."""
     return [str(warning.message) for warning in caught if warning.category is UserWarning]
 
 
@@ -63,13 +64,13 @@ def fake():
 
 
 @pytest.fixture
-def said():
+def notes():
     return []
 
 
 @pytest.fixture
-def tuner(fake, tmp_path, said):
-    return Tuner(fake, GPU, tmp_path / "cache", said.append)
+def tuner(fake, tmp_path, notes):
+    return Tuner(fake, GPU, tmp_path / "cache", notes.append)
 
 
 # -- which one wins ----------------------------------------------------------------------------------------------------
@@ -80,16 +81,16 @@ def test_another_candidate_wins_by_more_than_one_percent(fake, tuner, takes, win
     assert Kernel(fake, table=(10, 7), other=(takes, 7)).chosen(tuner) == wins
 
 
-def test_the_fastest_of_many_wins_which_take_turns(fake, tuner):
+def test_the_fastest_of_many_wins_and_the_order_of_timing_alternates(fake, tuner):
     kernel = Kernel(fake, table=(100, 7), slow=(300, 7), fast=(40, 7), faster=(30, 7))
     assert kernel.chosen(tuner) == "faster"
-    # in turns, and one call each, as a call takes long: to load them, and for five measurements, in several orders
+    # one call per graph, because a call takes long: one warm-up round and five timed rounds, in several orders
     turns = [kernel.ran[at : at + 4] for at in range(len(kernel.ran) - 24, len(kernel.ran), 4)]
     assert turns[0] == list(kernel.candidates) and all(sorted(turn) == sorted(turns[0]) for turn in turns)
     assert len({*map(tuple, turns)}) > 2
 
 
-def test_short_calls_are_timed_by_the_dozen(fake, tuner):
+def test_short_calls_are_timed_several_at_a_time(fake, tuner):
     kernel = Kernel(fake, table=(0.01, 7), other=(0.005, 7))
     assert kernel.chosen(tuner) == "other"
     assert {*kernel.ran[-40:-20]} | {*kernel.ran[-20:]} == {"table", "other"} and len({*kernel.ran[-20:]}) == 1
@@ -98,18 +99,18 @@ def test_short_calls_are_timed_by_the_dozen(fake, tuner):
 @pytest.mark.parametrize(
     "writes", [8, np.nan, None, RuntimeError("out of resource: shared memory"), MemoryError("of the device")]
 )
-def test_a_candidate_that_fails_or_writes_something_else_is_passed_over(fake, tuner, writes):
-    kernel = Kernel(fake, table=(1.0, 7), bad=(0.1, writes), other=(0.5, 7 * (1 + 1e-4)))  # as another order of sums
+def test_a_candidate_that_fails_or_writes_other_results_is_skipped(fake, tuner, writes):
+    kernel = Kernel(fake, table=(1.0, 7), bad=(0.1, writes), other=(0.5, 7 * (1 + 1e-4)))  # another order of sums
     assert kernel.chosen(tuner) == "other"
 
 
 @pytest.mark.parametrize("takes, wins", [(9.9, "first"), (9.7, "second")])
-def test_where_the_table_asks_for_more_than_this_gpu_has_the_first_that_runs_stands_in(fake, tuner, takes, wins):
+def test_if_the_default_cannot_run_the_first_that_runs_takes_its_place(fake, tuner, takes, wins):
     too_large = RuntimeError("out of resource: shared memory")
     assert Kernel(fake, table=(1, too_large), first=(10, 7), second=(takes, 7)).chosen(tuner) == wins
 
 
-def test_rounding_is_told_from_a_wrong_result_by_the_type():
+def test_the_tolerance_depends_on_the_type():
     want = np.linspace(1, 2, 40).reshape(8, 5)
     for dtype, near, far in ((np.float16, 1e-2, 3e-2), (np.float32, 1e-3, 3e-3)):
         got, wanted = (want * (1 + near)).astype(dtype), want.astype(dtype)
@@ -119,7 +120,7 @@ def test_rounding_is_told_from_a_wrong_result_by_the_type():
 
 
 @pytest.mark.parametrize("piece", [1, 7, 10**6])
-def test_the_difference_is_the_same_in_pieces_and_of_views(monkeypatch, piece):
+def test_the_difference_does_not_depend_on_pieces_or_views(monkeypatch, piece):
     monkeypatch.setattr(autotune, "PIECE", piece)
     rng = np.random.default_rng()
     got, want = rng.standard_normal((2, 6, 4, 9), dtype=np.float32)[..., 2:5]
@@ -129,93 +130,93 @@ def test_the_difference_is_the_same_in_pieces_and_of_views(monkeypatch, piece):
     assert np.isnan(autotune.difference(got * np.nan, want)) and np.isnan(autotune.difference(got, want * np.inf))
 
 
-def test_what_a_candidate_reads_is_made_before(fake, tuner):
+def test_before_is_called_once_before_timing(fake, tuner):
     made = []
     assert Kernel(fake, table=(1.0, 7), other=(0.5, 7)).chosen(tuner, before=lambda: made.append(1)) == "other"
     Kernel(fake, table=(1.0, 7), other=(0.5, 7)).chosen(tuner, before=lambda: made.append(2))
     assert made == [1]
 
 
-# -- when nothing is timed ---------------------------------------------------------------------------------------------
+# -- without timing ----------------------------------------------------------------------------------------------------
 
 
-def test_without_timing_the_first_is_chosen_and_nothing_is_run_or_written(fake, tmp_path, said):
+def test_without_timing_the_first_is_chosen_and_nothing_is_run_or_written(fake, tmp_path, notes):
     kernel = Kernel(fake, table=(1.0, 7), other=(0.5, 7))
-    assert kernel.chosen(Tuner(fake, None, tmp_path, said.append)) == "table"
-    assert not kernel.ran and not said and not list(tmp_path.iterdir()) and fake.waits == 0
+    assert kernel.chosen(Tuner(fake, None, tmp_path, notes.append)) == "table"
+    assert not kernel.ran and not notes and not list(tmp_path.iterdir()) and fake.waits == 0
 
 
-def test_nothing_is_timed_while_a_stream_is_captured(fake, tuner, said):
+def test_nothing_is_timed_while_a_stream_is_captured(fake, tuner, notes):
     kernel, stream = Kernel(fake, table=(1.0, 7), other=(0.5, 7)), fake.cuda.Stream(non_blocking=True)
     with stream:
         stream.begin_capture()
         assert kernel.chosen(tuner) == "table"
         stream.end_capture()
-    assert not kernel.ran and not said and not tuner.choices
+    assert not kernel.ran and not notes and not tuner.tuned
 
 
-def test_after_the_first_step_nothing_is_timed_but_all_is_known(fake, tuner):
+def test_after_final_choices_nothing_is_timed_any_more(fake, tuner):
     kernel = Kernel(fake, table=(1.0, 7), other=(0.5, 7))
     assert kernel.chosen(tuner) == "other"
-    tuner.adopt(tuner.choices, final=True)
+    tuner.load_tuned(tuner.tuned, final=True)
     count = len(kernel.ran)
     assert (kernel.chosen(tuner), kernel.chosen(tuner, "another shape")) == ("other", "table")
-    assert len(kernel.ran) == count and list(tuner.choices) == ["kernel"]
+    assert len(kernel.ran) == count and list(tuner.tuned) == ["kernel"]
 
 
 @pytest.mark.parametrize("error", [RuntimeError("cudaErrorUnknown\nmore"), MemoryError(), ZeroDivisionError("x")])
-def test_whatever_goes_wrong_the_run_goes_on_with_the_table_and_one_warning(fake, tmp_path, monkeypatch, error):
+def test_after_an_error_the_run_continues_with_the_defaults_and_one_warning(fake, tmp_path, monkeypatch, error):
     def failing(*arguments):
         raise error
 
     monkeypatch.setattr(autotune, "medians", failing)
     tuner = Tuner(fake, GPU, tmp_path, lambda text: None)
     kernel = Kernel(fake, table=(1.0, 7), other=(0.5, 7))
-    with pytest.warns(UserWarning, match="kernel: cannot be timed .* takes tiles from the table") as caught:
+    with pytest.warns(UserWarning, match="kernel: cannot be timed .* uses the default configurations") as caught:
         assert [kernel.chosen(tuner, what) for what in ("kernel", "kernel", "another")] == ["table"] * 3
-    assert len(told(caught)) == 1 and "\n" not in told(caught)[0]
-    assert tuner.choices == {"kernel": "table", "another": "table"}  # for the other ranks
+    assert len(user_warnings(caught)) == 1 and "\n" not in user_warnings(caught)[0]
+    assert tuner.tuned == {"kernel": "table", "another": "table"}  # for the other ranks
     assert not list(tmp_path.iterdir())  # the next run tries again
 
 
-def test_numbers_that_are_not_finite_decide_nothing(fake, tuner):
+def test_results_that_are_not_finite_are_not_timed(fake, tuner):
     with pytest.warns(UserWarning, match="differ by nan"):
         assert Kernel(fake, table=(1.0, np.nan), other=(0.5, np.nan)).chosen(tuner) == "table"
 
 
-def test_the_user_s_interruption_is_no_failure_of_a_candidate(fake, tuner):
+def test_a_keyboard_interrupt_is_not_a_failed_candidate(fake, tuner):
     with pytest.raises(KeyboardInterrupt):
         Kernel(fake, table=(1.0, 7), other=(0.5, KeyboardInterrupt())).chosen(tuner)
-    assert not tuner.choices
+    assert not tuner.tuned
 
 
 # -- the cache on disk -------------------------------------------------------------------------------------------------
 
 
-def test_the_first_run_times_and_says_so_once_and_the_second_reads(fake, tuner, tmp_path, said):
+def test_the_first_run_times_with_one_note_and_the_second_reads_the_cache(fake, tuner, tmp_path, notes):
     kernel = Kernel(fake, table=(1.0, 7), other=(0.5, 7))
     assert [kernel.chosen(tuner, what) for what in ("a", "b", "a")] == ["other"] * 3
-    assert said == [f"timing kernels for this GPU, once: the fastest are kept in {tmp_path / 'cache' / FILE}"]
+    assert notes == [f"timing kernels for this GPU, once; cached in {tmp_path / 'cache' / FILE}"]
     cache = json.loads((tmp_path / "cache" / FILE).read_text())
     assert cache == {"made_for": GPU, "choices": {"a": "other", "b": "other"}}
     count = len(kernel.ran)
-    again = Tuner(fake, GPU, tmp_path / "cache", said.append)
+    again = Tuner(fake, GPU, tmp_path / "cache", notes.append)
     assert [kernel.chosen(again, what) for what in ("b", "a")] == ["other"] * 2
-    assert len(kernel.ran) == count and len(said) == 1
+    assert len(kernel.ran) == count and len(notes) == 1
 
 
-def test_asked_to_choose_anew_all_is_timed_and_written_again(fake, tuner, tmp_path):
+def test_retune_times_and_writes_everything_again(fake, tuner, tmp_path):
     Kernel(fake, table=(1.0, 7), other=(0.5, 7)).chosen(tuner)
     again = Tuner(fake, GPU, tmp_path / "cache", lambda text: None)
-    again.forget()
+    again.retune()
     assert Kernel(fake, table=(1.0, 7), other=(2.0, 7)).chosen(again) == "table"
     assert json.loads((tmp_path / "cache" / FILE).read_text())["choices"] == {"kernel": "table"}
 
 
-def test_a_choice_that_is_no_candidate_any_more_is_made_anew(fake, tuner):
-    tuner.choices["kernel"] = "a tile of an earlier version"
+def test_a_choice_that_is_not_a_candidate_any_more_is_timed_again(fake, tuner):
+    tuner.tuned["kernel"] = "a tile of an earlier version"
     assert Kernel(fake, table=(1.0, 7), other=(0.5, 7)).chosen(tuner) == "other"
-    assert tuner.choices == {"kernel": "other"}
+    assert tuner.tuned == {"kernel": "other"}
 
 
 BROKEN = {
@@ -223,24 +224,24 @@ BROKEN = {
     "[" * 10**5: "RecursionError",
     "[]": "TypeError",
     f'{{"made_for": "{GPU}"}}': "KeyError",
-    f'{{"made_for": "{GPU}", "choices": {{"kernel": 3}}}}': "a choice is no text",
+    f'{{"made_for": "{GPU}", "choices": {{"kernel": 3}}}}': "a choice is not a string",
     f'{{"made_for": "{GPU}", "choices": ["kernel"]}}': "AttributeError",
     '{"made_for": "Old GPU, cublasLt 1, Triton 3.6.0", "choices": {}}': f"made for Old GPU.*, this is {GPU}",
 }
 
 
 @pytest.mark.parametrize("content, why", BROKEN.items(), ids=range(len(BROKEN)))
-def test_a_corrupt_or_foreign_cache_is_one_warning_and_is_rewritten(fake, tmp_path, content, why):
+def test_a_damaged_or_foreign_cache_is_one_warning_and_is_rewritten(fake, tmp_path, content, why):
     kernel = Kernel(fake, table=(1.0, 7), other=(0.5, 7))
     (tmp_path / FILE).write_text(content)
     with pytest.warns(UserWarning, match=f"the autotune cache .* is ignored and will be rewritten: .*{why}") as caught:
         assert kernel.chosen(Tuner(fake, GPU, tmp_path, lambda text: None)) == "other"
-    assert len(told(caught)) == 1
+    assert len(user_warnings(caught)) == 1
     assert json.loads((tmp_path / FILE).read_text()) == {"made_for": GPU, "choices": {"kernel": "other"}}
     assert [file.name for file in tmp_path.iterdir()] == [FILE]
 
 
-def test_what_is_not_utf_8_is_a_corrupt_cache_too(fake, tmp_path):
+def test_a_cache_that_is_not_utf_8_is_damaged_too(fake, tmp_path):
     (tmp_path / FILE).write_bytes(b"\xff")
     with pytest.warns(UserWarning, match="is ignored and will be rewritten: UnicodeDecodeError"):
         Tuner(fake, GPU, tmp_path)
@@ -253,18 +254,18 @@ def test_a_cache_that_cannot_be_written_is_a_warning(fake, tmp_path):
         assert kernel.chosen(Tuner(fake, GPU, tmp_path / "file", lambda text: None)) == "other"
 
 
-def test_a_user_without_a_home_chooses_in_every_run(fake, said, monkeypatch):
+def test_without_a_home_directory_every_run_times_again(fake, notes, monkeypatch):
     def homeless():
         raise RuntimeError("Could not determine home directory.")
 
     monkeypatch.setattr(Path, "home", homeless)
     assert autotune.cache_directory() is None
-    tuner = Tuner(fake, GPU, autotune.cache_directory(), said.append)
+    tuner = Tuner(fake, GPU, autotune.cache_directory(), notes.append)
     assert Kernel(fake, table=(1.0, 7), other=(0.5, 7)).chosen(tuner) == "other"
-    assert said == ["timing kernels for this GPU, in this run alone: there is no home"]
+    assert notes == ["timing kernels for this GPU, in every run, because there is no home directory"]
 
 
-def test_two_processes_keep_what_either_has_chosen(fake, tmp_path):
+def test_two_processes_keep_each_other_s_choices(fake, tmp_path):
     first, second = (Tuner(fake, GPU, tmp_path, lambda text: None) for _ in range(2))
     kernel = Kernel(fake, table=(1.0, 7), other=(0.5, 7))
     for tuner, what in ((first, "a"), (second, "b"), (first, "c")):
@@ -272,25 +273,25 @@ def test_two_processes_keep_what_either_has_chosen(fake, tmp_path):
     assert json.loads((tmp_path / FILE).read_text())["choices"] == dict.fromkeys("acb", "other")
 
 
-# -- other ranks, and runs that are resumed ----------------------------------------------------------------------------
+# -- other ranks and resumed runs -------------------------------------------------------------------------------------
 
 
-def test_a_rank_computes_by_what_it_adopts_and_keeps_that_on_disk(fake, tuner, tmp_path):
+def test_a_rank_uses_the_choices_that_it_loads_and_caches_them(fake, tuner, tmp_path):
     kernel = Kernel(fake, table=(1.0, 7), other=(0.5, 7), roots=(0.6, 7))
     assert kernel.chosen(tuner) == "other"
-    assert not tuner.adopt(dict(tuner.choices))
+    assert not tuner.load_tuned(dict(tuner.tuned))
     count = len(kernel.ran)
-    assert tuner.adopt({"kernel": "roots", "b": "other"}, final=True)
+    assert tuner.load_tuned({"kernel": "roots", "b": "other"}, final=True)
     assert [kernel.chosen(tuner, what) for what in ("kernel", "b")] == ["roots", "other"] and len(kernel.ran) == count
-    # or the next run would begin with another choice than this one; what this process has not timed is not its to keep
+    # so the next run starts with the loaded choice; "b", which this process has not timed, is not written
     assert json.loads((tmp_path / "cache" / FILE).read_text())["choices"] == {"kernel": "roots"}
 
 
-def test_before_the_first_step_a_rank_knows_what_the_root_knows_and_times_the_rest(fake, tmp_path):
+def test_before_the_first_step_a_rank_has_only_the_root_s_choices_and_times_the_rest(fake, tmp_path):
     Tuner(fake, GPU, tmp_path).keep("b", "table")
     kernel, tuner = Kernel(fake, table=(1.0, 7), other=(0.5, 7)), Tuner(fake, GPU, tmp_path, lambda text: None)
-    tuner.adopt({"kernel": "table"})
-    # "b" too: the root may choose another for it, which must be compiled here before a graph is recorded
+    tuner.load_tuned({"kernel": "table"})
+    # "b" is timed again: the root may choose another candidate, which must be compiled here before a graph is recorded
     assert (kernel.chosen(tuner), kernel.chosen(tuner, "b")) == ("table", "other")
 
 
@@ -298,7 +299,7 @@ def test_before_the_first_step_a_rank_knows_what_the_root_knows_and_times_the_re
 
 
 class Recorder(Tuner):
-    """Chooses the last candidate, and notes what it is asked."""
+    """Always chooses the last candidate, and records the candidates of each choice."""
 
     def __init__(self):
         super().__init__(None)
@@ -306,7 +307,7 @@ class Recorder(Tuner):
 
     def choose(self, what, candidates, run, outputs, before=lambda: None):
         assert len(set(map(str, candidates))) == len(candidates), "two candidates of one name"
-        assert all(isinstance(config, Config) for config in candidates)
+        assert all(isinstance(config, AttentionTiles) for config in candidates)
         self.asked[what] = candidates
         return candidates[-1]
 
@@ -325,9 +326,9 @@ def asked(T, D, dtype=np.float16, precision="ieee", tuner=None, H=2):
 @pytest.mark.parametrize("kind", ["16 bits", "tf32x3", "tf32", "ieee"])
 def test_the_table_comes_first_and_is_taken_where_nothing_is_timed(T, D, kind):
     dtype, precision = (np.float16, "ieee") if kind == "16 bits" else (np.float32, kind)
-    *_, table = attention.plan(np.empty((1, T, 6 * D), dtype), 2, precision)
+    *_, table = attention.shapes_and_tiles(np.empty((1, T, 6 * D), dtype), 2, precision)
     _, forward, backward = asked(T, D, dtype, precision, Tuner(None))
-    assert (forward, backward) == (Config(table.forward), table._replace(forward=None))
+    assert (forward, backward) == (AttentionTiles(table.forward), table._replace(forward=None))
 
 
 def test_one_launch_for_all_of_backward_is_tried_against_two_where_T_is_not_long():
@@ -390,17 +391,17 @@ def host(array):
     return (array if isinstance(array, np.ndarray) else array.get()).astype(np.float64)
 
 
-SMALL = Tile(64, 64, 4, 2)
+SMALL = TileConfig(64, 64, 4, 2)
 # the interpreter knows neither warps nor stages, and computes all in fp32, or in fp16, which stands for bf16
-SEEN = sorted({(part, tile._replace(warps=4, stages=2)) for _, _, part, tile in tried()})
+SEEN = sorted({(part, tile._replace(num_warps=4, num_stages=2)) for _, _, part, tile in tried()})
 
 
 @in_the_interpreter
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp2")  # of scores that are then masked
-@pytest.mark.parametrize("part, tile", SEEN, ids=[str(Config(**{part: tile})) for part, tile in SEEN])
+@pytest.mark.parametrize("part, tile", SEEN, ids=[str(AttentionTiles(**{part: tile})) for part, tile in SEEN])
 def test_every_candidate_has_float64_s_gradients(rng, part, tile):
     qkv, dy, y, lse, delta, dqkv = arrays_of(rng, np, np.float16, 137, 1, 8)  # more than a tile of rows, and a bit
-    config = Config(SMALL, dq=SMALL, dkdv=SMALL)._replace(**{part: tile})
+    config = AttentionTiles(SMALL, dq=SMALL, dkdv=SMALL)._replace(**{part: tile})
     attention.attention_forward(y, lse, qkv, 1, "ieee", config)
     attention.attention_backward(dqkv, delta, dy, qkv, y, lse, 1, "ieee", config)
     check_gradients(qkv, dy, y, dqkv, 1, 2e-3)  # p, ds and the results are rounded to fp16, 2^-11 each
@@ -408,21 +409,23 @@ def test_every_candidate_has_float64_s_gradients(rng, part, tile):
 
 @in_the_interpreter
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp2")
-@pytest.mark.parametrize("table, last", [(Config(SMALL, both=SMALL), "dq"), (Config(SMALL, SMALL, SMALL), "both")])
+@pytest.mark.parametrize(
+    "table, last", [(AttentionTiles(SMALL, both=SMALL), "dq"), (AttentionTiles(SMALL, SMALL, SMALL), "both")]
+)
 def test_a_backend_that_tries_all_and_takes_the_last_has_float64_s_gradients(rng, fake, monkeypatch, table, last):
     monkeypatch.setattr(autotune, "CALLS", 1)
     monkeypatch.setattr(autotune, "medians", lambda cupy, stream, graphs: -np.arange(len(graphs)))
-    monkeypatch.setitem(attention.CONFIGS, "16 bits", {(64, attention.ANY): table})
+    monkeypatch.setitem(attention.DEFAULT_TILES, "16 bits", {(64, attention.NO_LIMIT): table})
     backend, (qkv, dy, *_) = CudaBackend("fp16"), arrays_of(rng, np, np.float16, 37, 1, 8)
-    backend.tuner = Tuner(fake, GPU, say=lambda text: None)
+    backend.runtime.tuner = Tuner(fake, GPU, notify=lambda text: None)
     y, aux = backend.attention_forward(qkv, 1)
     dqkv = backend.attention_backward(dy, qkv, y, aux, 1)
     check_gradients(qkv, dy, y, dqkv, 1, 2e-3)
-    assert not backend.tuner.failed
-    *parts, whole = backend.tuner.choices.values()
+    assert not backend.runtime.tuner.failed
+    *parts, whole = backend.runtime.tuner.tuned.values()
     tried = attention_tiles.TRIED["16 bits", 64]
     assert whole.startswith(last) and parts == [
-        str(Config(**{part: tried[part][-1]})) for part in ("forward", "dq", "dkdv")[: len(parts)]
+        str(AttentionTiles(**{part: tried[part][-1]})) for part in ("forward", "dq", "dkdv")[: len(parts)]
     ]
     assert np.array_equal(backend.attention_backward(dy, qkv, y, aux, 1), dqkv)
 
@@ -432,10 +435,14 @@ def test_a_backend_that_tries_all_and_takes_the_last_has_float64_s_gradients(rng
 def test_a_run_times_once_and_keeps_its_choices_on_disk_and_in_its_checkpoint(
     command, corpus, fake, tmp_path, monkeypatch
 ):
+    class TunedRuntime(InterpreterRuntime):
+        tuned, tuned_for, load_tuned = CudaRuntime.tuned, CudaRuntime.tuned_for, CudaRuntime.load_tuned
+
     class OnFakeGpu(CudaBackend):
         def __init__(self, precision, deterministic):
             super().__init__(precision, deterministic)
-            self.tuner = Tuner(fake, GPU, tmp_path / "cache", lambda text: self.say(text))
+            self.runtime = TunedRuntime()
+            self.runtime.tuner = Tuner(fake, GPU, tmp_path / "cache", self.runtime.notify)
 
     def run():
         flags = "--preset nano --n-layer 1 --n-embd 16 --seq-len 8 --batch-size 1 --steps 1 --sample 0".split()
@@ -446,7 +453,7 @@ def test_a_run_times_once_and_keeps_its_choices_on_disk_and_in_its_checkpoint(
     few = {part: [SMALL] for part in ("forward", "dq", "dkdv")}
     monkeypatch.setattr(autotune, "CALLS", 1)
     monkeypatch.setitem(attention_tiles.TRIED, ("tf32x3", 64), few)
-    assert run() == f"timing kernels for this GPU, once: the fastest are kept in {tmp_path / 'cache' / FILE}\n"
+    assert run() == f"timing kernels for this GPU, once; cached in {tmp_path / 'cache' / FILE}\n"
     choices = json.loads((tmp_path / "cache" / FILE).read_text())["choices"]
     assert [what.split()[1] for what in choices] == ["forward", "dq", "dk"]
     assert run() == ""
@@ -458,14 +465,13 @@ def test_a_run_times_once_and_keeps_its_choices_on_disk_and_in_its_checkpoint(
 def test_the_interpreter_refuses_the_flag(train2, corpus):
     result = train2("--preset", "nano", "--data", corpus, "--autotune")
     assert (result.code, result.out) == (2, "") and result.err.count("\n") == 1
-    assert "--autotune has no meaning here: the Triton interpreter times nothing, so leave the flag away" in result.err
+    assert "--autotune: the Triton interpreter tunes nothing; omit the flag" in result.err
 
 
 def test_deterministic_mode_refuses_the_flag():
-    backend = CudaBackend(deterministic=True)
-    backend.records = True  # as one on a GPU
+    runtime = CudaBackend(deterministic=True).runtime
     with pytest.raises(ConfigError, match="--autotune and --deterministic exclude each other"):
-        backend.choose_anew()
+        CudaRuntime.retune(runtime)  # also in the interpreter
 
 
 # -- on a GPU ----------------------------------------------------------------------------------------------------------
@@ -487,9 +493,9 @@ def test_every_candidate_has_float64_s_gradients_on_this_gpu(rng, T):
     for kind, D, part, tile in tried():
         dtype, precision, tolerance = kind_of(kind)
         qkv, dy, y, lse, delta, dqkv = arrays_of(rng, cupy, dtype, T, 2, D)
-        *_, config = attention.plan(qkv, 2, precision)
+        *_, config = attention.shapes_and_tiles(qkv, 2, precision)
         if part in ("dq", "dkdv") and config.both:
-            config = Config(config.forward, SMALL, SMALL)
+            config = AttentionTiles(config.forward, SMALL, SMALL)
         config = config._replace(**{part: tile})
         attention.attention_forward(y, lse, qkv, 2, precision, config)
         attention.attention_backward(dqkv, delta, dy, qkv, y, lse, 2, precision, config)
@@ -499,24 +505,24 @@ def test_every_candidate_has_float64_s_gradients_on_this_gpu(rng, T):
 @gpu
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("T, D", [(256, 64), (1024, 64), (600, 80), (4200, 64)])
-def test_what_is_chosen_here_has_float64_s_gradients_and_is_timed_once(rng, tmp_path, said, monkeypatch, kind, T, D):
+def test_what_is_chosen_here_has_float64_s_gradients_and_is_timed_once(rng, tmp_path, notes, monkeypatch, kind, T, D):
     import cupy
 
     (dtype, _, tolerance), H = kind_of(kind), 2
     qkv, dy, *_ = arrays_of(rng, cupy, dtype, T, H, D)
     backend, results, before = CudaBackend(KINDS[kind][0], deterministic=False), [], None
     for _ in range(2):
-        backend.tuner = Tuner(cupy, "this GPU", tmp_path, said.append)
+        backend.runtime.tuner = Tuner(cupy, "this GPU", tmp_path, notes.append)
         y, aux = backend.attention_forward(qkv, H)
         dqkv = backend.attention_backward(dy, qkv, y, aux, H)
         check_gradients(qkv, dy, y, dqkv, H, tolerance)
         results.append([cupy.asnumpy(array.astype(np.float32)) for array in (y, dqkv)])
-        assert before is None or backend.tuner.choices == before
-        before = dict(backend.tuner.choices)
+        assert before is None or backend.runtime.tuner.tuned == before
+        before = dict(backend.runtime.tuner.tuned)
         monkeypatch.setattr(Tuner, "fastest", None)  # the second reads
     has_choice = kind == "16 bits" or D <= 64
-    assert len(said) == has_choice and all(np.array_equal(*pair) for pair in zip(*results, strict=True))
-    assert backend.tuner.failed is False and not backend.tuner.timed
+    assert len(notes) == has_choice and all(np.array_equal(*pair) for pair in zip(*results, strict=True))
+    assert backend.runtime.tuner.failed is False and not backend.runtime.tuner.timed
 
 
 @gpu

@@ -388,14 +388,14 @@ from gpt2core.trainer import Trainer
 from stage2_cuda.cuda_backend import CudaBackend
 from stage3_mpi_cuda.nccl_communicator import NcclCommunicator
 
-original = Trainer.step
+original = Trainer.begin
 
-def step(self, windows, *rates):
+def begin(self, batch, lr):
     if self.world.rank == 1 and self.steps == 4:
         {fault}
-    return original(self, windows, *rates)
+    return original(self, batch, lr)
 
-Trainer.step = step
+Trainer.begin = begin
 train(backend=CudaBackend, world=NcclCommunicator)
 """
 

@@ -262,11 +262,27 @@ def test_ranks_have_stage_2_s_bits(serial, ranks, how):
         assert got == serial[:1]
 
 
+class UnequalFloat32:
+    """A float32 for NumPy's functions, but unequal to it, so that the trainer allocates a copy for the kernels."""
+
+    dtype = np.dtype(np.float32)
+
+    def __ne__(self, other):
+        return True
+
+
 class Copied(CudaBackend):
     """Kernels read a copy of the parameters, as with bf16 on a GPU, but in fp32: the interpreter has no bf16."""
 
-    def compute_copy(self, parameters):
-        return self.zeros(parameters.shape, self.dtype)
+    def __init__(self):
+        super().__init__()
+        self.compute = UnequalFloat32()
+
+
+def test_the_trainer_allocates_a_copy_for_this_backend():
+    sizes = dict(batch_size=4, seq_len=MODEL.block_size, micro_batches=4)
+    trainer = Trainer(MODEL, [Copied()], **sizes, optimizer=RECIPE)
+    assert trainer.compute is not trainer.parameters and trainer.compute.dtype == np.float32
 
 
 def test_zero_gathers_only_the_compute_copy_and_the_parameters_on_demand(serial):
@@ -419,17 +435,18 @@ FULL = """
 from gpt2core.app.cli import train
 from gpt2core.trainer import Trainer
 from stage2_cuda.cuda_backend import CudaBackend
+from stage2_cuda.runtime.cuda_runtime import InterpreterRuntime
 from stage3_mpi_cuda.nccl_communicator import NcclCommunicator
 
-original = Trainer.step
+original = Trainer.begin
 
-def step(self, windows, *rates):
+def begin(self, batch, lr):
     if self.world.rank == 1 and self.steps == 1:
         raise MemoryError("cudaErrorMemoryAllocation: out of memory")
-    return original(self, windows, *rates)
+    return original(self, batch, lr)
 
-Trainer.step = step
-CudaBackend.out_of_memory = lambda self, error, *sizes: "out of memory on the GPU: use --batch-size 1"
+Trainer.begin = begin
+InterpreterRuntime.explain_oom = lambda self, error, *sizes, **options: "out of memory on the GPU: use --batch-size 1"
 train(backend=CudaBackend, world=NcclCommunicator)
 """
 
@@ -448,14 +465,14 @@ from stage2_cuda.cuda_backend import CudaBackend
 from stage3_mpi_cuda import watchdog
 from stage3_mpi_cuda.nccl_communicator import NcclCommunicator
 
-watchdog.PERIOD, watchdog.SILENCE, original = 0.2, 4.0, Trainer.step
+watchdog.PERIOD, watchdog.SILENCE, original = 0.2, 4.0, Trainer.begin
 
-def step(self, windows, *rates):
+def begin(self, batch, lr):
     if self.world.rank == 1 and self.steps == 1:
         os.kill(os.getpid(), signal.{signal})
-    return original(self, windows, *rates)
+    return original(self, batch, lr)
 
-Trainer.step = step
+Trainer.begin = begin
 libc = ctypes.CDLL(None)  # exit() hangs, as with CUDA, which waits for an NCCL kernel that waits for a rank
 getattr(libc, "__cxa_atexit")(ctypes.cast(libc.pause, ctypes.c_void_p), None, None)
 train(backend=CudaBackend, world=NcclCommunicator)

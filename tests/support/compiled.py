@@ -1,10 +1,11 @@
-"""What Triton's compiler makes of the kernels, for a GPU that need not be there: registers, spills, shared memory.
+"""Compile the kernels for a GPU without having one, and print their registers, spills and shared memory.
 
     python tests/support/compiled.py --preset gpt2 --precision bf16
     python tests/support/compiled.py --precision fp32 --gpu a100 --kernel attention --keep out/kernels
 
-Training and generation of a preset, cut to two layers, run up to each launch. What a GPU would be given there is
-compiled for it, and never started. --keep leaves PTX and machine code, this with the lines of the source in it.
+Training and generation of a preset with two layers run on NumPy arrays. Each launch is recorded as a variant (the
+kernel and everything that Triton specialises on), which is compiled and never run. --keep writes PTX and machine code,
+the machine code with source lines.
 """
 
 # B batch, T time, C channels, H heads, D head size, V vocabulary
@@ -27,7 +28,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # started as a script
-os.environ.pop("TRITON_INTERPRET", None)  # triton.jit asks for it where a kernel is defined
+os.environ.pop("TRITON_INTERPRET", None)  # triton.jit reads it when a kernel is defined
 
 import numpy as np  # noqa: E402
 import triton  # noqa: E402
@@ -36,9 +37,11 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from gpt2core import trainer as gpt2core_trainer  # noqa: E402
 from gpt2core.app.presets import PRESETS  # noqa: E402
 from gpt2core.data import Windows  # noqa: E402
-from gpt2core.model import GPT2, parameter_shapes  # noqa: E402
-from gpt2core.sampler import Greedy, KVCache, Sampling, generate_together  # noqa: E402
-from gpt2core.training_loop import evaluate  # noqa: E402
+from gpt2core.errors import Diverged  # noqa: E402
+from gpt2core.model import parameter_shapes  # noqa: E402
+from gpt2core.parallel.tensor_parallel import load_model  # noqa: E402
+from gpt2core.sampler import Greedy, KVCache, Sampling, generate_batch  # noqa: E402
+from gpt2core.training_loop import evaluate, read_batch  # noqa: E402
 from stage2_cuda import cuda_backend  # noqa: E402
 from stage2_cuda.cuda_backend import PRECISIONS  # noqa: E402
 from stage2_cuda.kernels import attention  # noqa: E402
@@ -50,21 +53,21 @@ from tests.tools import sanitize  # noqa: E402
 
 
 class Target(NamedTuple):
-    """A GPU: its compute capability, and the bytes of shared memory that a program may ask for."""
+    """A GPU: its compute capability, and the bytes of shared memory that a program may use."""
 
     capability: tuple
     shared: int
 
 
 GPUS = {"a100": Target((8, 0), 163 << 10), "h200": Target((9, 0), 227 << 10)}
-REGISTERS, WARPS = 1 << 16, 64  # of one processor, of either
+REGISTERS, WARPS = 1 << 16, 64  # of one multiprocessor of either GPU
 
 
-# -- what would be launched -------------------------------------------------------------------------------------------
+# -- recording launches -----------------------------------------------------------------------------------------------
 
 
 class Variant(NamedTuple):
-    """One kernel for one GPU, with all that Triton specialises on in Triton's own words, as JSON."""
+    """One kernel for one GPU; specialization: what Triton specialises on, in its own JSON format."""
 
     gpu: str
     module: str
@@ -77,15 +80,15 @@ class Variant(NamedTuple):
 
 
 class Address:
-    """An array as a launch sees CuPy's."""
+    """The attributes of a CuPy array that a launch reads, of a NumPy array."""
 
     def __init__(self, array):
         self.dtype, self.shape, self.strides, self.flags = array.dtype, array.shape, array.strides, array.flags
         self.data = SimpleNamespace(ptr=array.ctypes.data)
 
 
-class Found:
-    """What Gpu keeps of a variant, to be launched from then on."""
+class RecordedVariant:
+    """Takes the place of a compiled kernel in the cache of GpuLauncher: a launch sets gpu.last."""
 
     def __init__(self, gpu, variant):
         self.gpu, self.variant = gpu, variant
@@ -97,8 +100,8 @@ class Found:
         self.gpu.last = self.variant
 
 
-class Absent(triton_launch.Gpu):
-    """Gpu up to the compiler: each launch is noted as the variant that it needs."""
+class RecordingLauncher(triton_launch.GpuLauncher):
+    """A GpuLauncher that records the variant of each launch and neither compiles nor runs it."""
 
     xp = SimpleNamespace(ndarray=Address)
 
@@ -112,42 +115,42 @@ class Absent(triton_launch.Gpu):
     def launch(self, kernel, grid, arguments, options):
         arguments = [Address(value) if isinstance(value, np.ndarray) else value for value in arguments]
         super().launch(kernel, grid, arguments, options)
-        found = self.last
+        expected = self.last
         super().compile_and_launch(kernel, grid, arguments, options)
-        assert self.last == found, f"our key of {found} is that of {self.last} too"
+        assert self.last == expected, f"triton_launch has one key for two variants: {expected} and {self.last}"
 
     def compile_and_launch(self, kernel, grid, arguments, options):
         _, constants = super().compile_and_launch(kernel, grid, arguments, options)
-        return Found(self, self.last), constants
+        return RecordedVariant(self, self.last), constants
 
-    def note(self, *, fn, compile, **_):
-        """What Triton calls before it compiles, which the answer prevents."""
+    def record(self, *, fn, compile, **_):
+        """Triton's jit_cache_hook, called before compiling; returning True prevents the compilation."""
         kernel = fn.jit_function.fn
         self.last = Variant(self.name, kernel.__module__, kernel.__name__, compile["specialization_data"])
         self.variants[self.last] = None
         return True
 
     @contextlib.contextmanager
-    def in_place(self):
-        """Inside, the launches of arrays of NumPy's come here."""
+    def active(self):
+        """A context in which this object launches all kernels, with NumPy arrays as arguments."""
         with contextlib.ExitStack() as stack:
 
             def replace(owner, name, value):
                 stack.callback(setattr, owner, name, getattr(owner, name))
                 setattr(owner, name, value)
 
-            runtime = SimpleNamespace(xp=np, launch=self.launch, can_overlap=self.can_overlap)
-            replace(triton_launch, "runtime", lambda: runtime)
-            replace(triton_launch, "interpreted", lambda: True)  # arrays are NumPy's, and steps are not recorded
+            launcher = SimpleNamespace(xp=np, launch=self.launch, can_overlap=self.can_overlap)
+            replace(triton_launch, "launcher", lambda: launcher)
+            replace(triton_launch, "interpreted", lambda: True)  # NumPy arrays, and no CUDA graphs
             replace(cuda_backend, "INTERPRETED", tuple(PRECISIONS))
             replace(gpt2core_trainer, "initial_parameters", zeros)
-            replace(triton.knobs.runtime, "jit_cache_hook", self.note)
+            replace(triton.knobs.runtime, "jit_cache_hook", self.record)
             activate(self.name)
             yield
 
 
 def activate(gpu):
-    """Let Triton compile for this GPU."""
+    """Make Triton compile for this GPU."""
     major, minor = GPUS[gpu].capability
     target = GPUTarget("cuda", 10 * major + minor, 32)
     triton.runtime.driver.set_active(
@@ -157,8 +160,8 @@ def activate(gpu):
     )
 
 
-class Nothing:
-    """In the place of cublasLt, whose products are none of Triton's."""
+class NoProducts:
+    """Replaces CublasLt, whose products are not Triton kernels; computes nothing."""
 
     choices = {}
 
@@ -170,14 +173,14 @@ class Nothing:
 
 
 class Backend(cuda_backend.CudaBackend):
-    """CudaBackend on NumPy's arrays, with the launches of a GPU; nothing is computed."""
+    """CudaBackend on NumPy arrays with the launches of a GPU; nothing is computed."""
 
     def __init__(self, precision):
         super().__init__(precision)
-        self.products.gemm = Nothing()
+        self.products.gemm = NoProducts()
 
     def empty(self, shape, dtype):
-        return np.zeros(shape, dtype)  # what holds tokens must hold some
+        return np.zeros(shape, dtype)  # token arrays must hold valid tokens
 
     def whole_rows(self, w):
         rows = -(-len(w) // ALIGNED) * ALIGNED
@@ -187,64 +190,61 @@ class Backend(cuda_backend.CudaBackend):
         return np.ndarray((rows, w.shape[1]), w.dtype, w.base, first)
 
 
-# -- what is run ------------------------------------------------------------------------------------------------------
+# -- programs to record -----------------------------------------------------------------------------------------------
 
 
-def cut(preset, **sizes):
-    """The config with two layers: one that comes first, and one that comes after another."""
+def two_layers(preset, **sizes):
+    """The preset's GPT2Config with two layers."""
     return dataclasses.replace(PRESETS[preset], n_layer=2, **sizes)
 
 
 def zeros(config, seed=0):
-    """In the place of initial_parameters, which would take seconds."""
+    """Replaces initial_parameters, which would take seconds."""
     return ((name, np.zeros(shape, np.float32)) for name, shape in parameter_shapes(config))
 
 
 def train(config, precision, batch, **options):
-    """A step and a validation, and what a resumed run begins with."""
+    """A training step, an evaluation, and the first kernels of a resumed run."""
     T = config.block_size
     windows = Windows(np.zeros(batch * T + 1, np.int32), T)
     sizes = dict(batch_size=batch, seq_len=T, micro_batches=1)
     trainer = gpt2core_trainer.Trainer(
         config, [Backend(precision)], **sizes, optimizer=dict(clip=1.0, weight_decay=0.1, **options)
     )
-    trainer.feed(windows, 0)
-    trainer.optimizer.begin(1e-3)
-    trainer.update()
-    with contextlib.suppress(gpt2core_trainer.Diverged):  # the loss is whatever was in its place
+    trainer.compute_update(read_batch(trainer, windows), trainer.optimizer.hyperparameters(1, 1e-3))
+    with contextlib.suppress(Diverged):  # the loss is uninitialised memory
         evaluate(trainer, windows)
-    trainer.steps = 1
-    trainer.optimizer.refresh_copy()
+    trainer.optimizer.refresh_copy(1)
 
 
 def write(config, precision, batch, rules):
-    """Texts by each of the rules: the prompt, a step over the cache, a step by the whole window."""
-    model = GPT2.of_arrays(config, dict(zeros(config)), Backend(precision))
+    """Generation with each sampling rule: the prompt, a step with the cache, a step over the whole window."""
+    model = load_model(config, dict(zeros(config)), Backend(precision))
     prompt = [0] * (config.block_size - 1)
     for rule in rules:
-        for _ in generate_together(model, [prompt] * batch, 3, [rule] * batch):
+        for _ in generate_batch(model, [prompt] * batch, 3, [rule] * batch):
             pass
 
 
 def attend(precision, T, D):
-    """Attention alone, forward and backward."""
+    """Attention, forward and backward."""
     backend, H = Backend(precision), 2
     qkv, dy = (np.empty((1, T, parts * H * D), backend.compute) for parts in (3, 1))
     backend.attention_backward(dy, qkv, *backend.attention_forward(qkv, H), H)
 
 
-def attend_by_all(precision, T, D):
-    """Attention by every tile that may be chosen beside the table's."""
+def attend_with_all_tiles(precision, T, D):
+    """Attention with every tile that the tuner may choose."""
     backend, H = Backend(precision), 2
     qkv, y = (np.empty((1, T, parts * H * D), backend.compute) for parts in (3, 1))
     dqkv, lse = np.empty_like(qkv), np.empty((1, H, T), np.float32)
-    for part, tiles in attention_tiles.tiles_for(qkv, H, backend.dot)[1].items():
-        for tile in tiles:
-            config = attention.Config(**{part: tile})
+    for part, candidates in attention_tiles.tiles_for(qkv, H, backend.dot)[1].items():
+        for tile in candidates:
+            tiles = attention.AttentionTiles(**{part: tile})
             if part == "forward":
-                attention.attention_forward(y, lse, qkv, H, backend.dot, config)
+                attention.attention_forward(y, lse, qkv, H, backend.dot, tiles)
             else:
-                attention.attention_backward(dqkv, lse, y, qkv, y, lse, H, backend.dot, config)
+                attention.attention_backward(dqkv, lse, y, qkv, y, lse, H, backend.dot, tiles)
 
 
 def multiply(precision, rows, C, K):
@@ -256,7 +256,7 @@ def multiply(precision, rows, C, K):
 
 
 def divide(config, precision):
-    """What a rank of stage 3 launches besides: its heads over a cache, the gradient of its part of the vocabulary."""
+    """More launches of a tensor parallel rank: attention with a cache, the gradient of its part of the vocabulary."""
     backend, B, T = Backend(precision), 2, 5
     cache = KVCache(config, backend, B)
     qkv, logits = (np.empty((B, T, size), backend.compute) for size in (3 * config.n_embd, config.vocab_size))
@@ -267,61 +267,61 @@ def divide(config, precision):
     scale_in_place(logits, backend.floats(1))
 
 
-def share(kind):
-    """What ranks do with each other's gradients."""
+def reduce_gradients(kind):
+    """The kernels that sum and compress the gradients of several ranks."""
     arrays = sanitize.Arrays(np, kind)
     sanitize.launch_tree_sum(arrays)
     sanitize.launch_codecs(arrays)
 
 
-def of_the_caller(logits):
-    """A rule that is not the sampler's own."""
+def custom_rule(logits):
+    """A sampling rule that the caller defines."""
     return 0
 
 
 def everything(preset, precision):
-    """What the table shows."""
-    config = cut(preset)
+    """All programs whose kernels the table shows."""
+    config = two_layers(preset)
     drawn = [Sampling(top_k=top_k, top_p=top_p) for top_k in (0, 40) for top_p in (1.0, 0.9)]
     train(config, precision, 16)
     divide(config, precision)
     for batch in (1, 8):
-        write(config, precision, batch, [Greedy(), of_the_caller, *drawn])
+        write(config, precision, batch, [Greedy(), custom_rule, *drawn])
 
 
 def suite(gpu):
-    """What the tests compile: every kernel for a Hopper GPU; for an older one those with descriptors and tl.dot."""
+    """The programs that the tests compile: all for a Hopper GPU, for an older one those with descriptors and tl.dot."""
     greedy, narrowed = Greedy(), Sampling(top_k=40, top_p=0.9)
     attend("bf16", 256, 64)
     multiply("fp32", 4096, 768, 3072)
     if gpu == "a100":
-        return write(cut("paper"), "bf16", 8, [greedy])
-    train(cut("paper"), "fp32", 16)
-    train(cut("paper"), "bf16", 16, rounding="stochastic")
+        return write(two_layers("paper"), "bf16", 8, [greedy])
+    train(two_layers("paper"), "fp32", 16)
+    train(two_layers("paper"), "bf16", 16, rounding="stochastic")
     for precision in ("tf32", "fp16"):
         attend(precision, 256, 64)
-    divide(cut("paper"), "fp32")
+    divide(two_layers("paper"), "fp32")
     for precision, batch in (("fp32", 1), ("tf32", 8), ("fp16", 8)):
-        write(cut("paper"), precision, batch, [greedy])
-    train(cut("gpt2"), "bf16", 8)
-    write(cut("gpt2"), "bf16", 1, [greedy, of_the_caller, narrowed])
+        write(two_layers("paper"), precision, batch, [greedy])
+    train(two_layers("gpt2"), "bf16", 8)
+    write(two_layers("gpt2"), "bf16", 1, [greedy, custom_rule, narrowed])
     wide = dataclasses.replace(PRESETS["gpt2-xl"], n_layer=1, vocab_size=172, block_size=64)
     train(wide, "bf16", 8)
     write(wide, "bf16", 1, [greedy])
     for T, D in ((16384, 64), (1024, 128)):
         attend("bf16", T, D)
     for precision, D in (("bf16", 64), ("bf16", 128), ("tf32", 64)):
-        attend_by_all(precision, 1024, D)
-    share("bfloat16")
+        attend_with_all_tiles(precision, 1024, D)
+    reduce_gradients("bfloat16")
 
 
-# -- what comes out ---------------------------------------------------------------------------------------------------
+# -- compiling and printing -------------------------------------------------------------------------------------------
 
 
 def compile_variant(variant, keep=None):
     """{gpu, kernel, constants, types, registers, local, shared, warps} of a Variant, sizes in bytes.
 
-    `error` in place of the last four where the compiler refuses it. keep: a directory for its code, or None.
+    If the compiler fails, `error` replaces the last four. keep: a directory for the code, or None.
     """
     activate(variant.gpu)
     words, kernel = json.loads(variant.specialization), variant.kernel
@@ -331,7 +331,7 @@ def compile_variant(variant, keep=None):
     row = dict(gpu=variant.gpu, kernel=sanitize.name_of(kernel), constants=constants, types=types)
     try:
         compiled = kernel.preload(variant.specialization)
-    except Exception as error:  # whatever it is, it is the finding
+    except Exception as error:  # reported in the table
         return row | dict(error=f"{type(error).__name__}: {error}")
     with tempfile.TemporaryDirectory() as directory:
         cubin = Path(directory, "cubin")
@@ -347,28 +347,28 @@ def compile_variant(variant, keep=None):
 
 
 def tool(name, *words):
-    """What one of the tools prints that come with Triton."""
+    """The output of one of the tools that Triton ships."""
     path = getattr(triton.knobs.nvidia, name).path
     return subprocess.run([path, *words], capture_output=True, text=True, check=True).stdout
 
 
 def variants_of(gpu, run, *arguments):
-    absent = Absent(gpu)
-    with absent.in_place():
+    launcher = RecordingLauncher(gpu)
+    with launcher.active():
         run(*arguments)
-    return list(absent.variants)
+    return list(launcher.variants)
 
 
 def compile_all(variants, keep=None):
-    """Yield their rows, in order, from as many processes as there are cores."""
+    """Yield the row of each variant, in order, compiled by one process per core."""
     with multiprocessing.get_context("fork").Pool(len(os.sched_getaffinity(0))) as pool:
         yield from pool.imap(functools.partial(compile_variant, keep=keep), variants)
 
 
 def resident(row):
-    """Programs that one processor of the GPU can hold at the same time."""
-    registers = -(-row["registers"] // 8) * 8 * 32 * row["warps"]  # given out in eights
-    shared = row["shared"] + 1024  # which each takes more than it asks for
+    """The number of programs that fit one multiprocessor at the same time."""
+    registers = -(-row["registers"] // 8) * 8 * 32 * row["warps"]  # allocated in units of eight per thread
+    shared = row["shared"] + 1024  # the driver reserves 1 KiB per program
     return min(REGISTERS // registers, WARPS // row["warps"], (GPUS[row["gpu"]].shared + 1024) // shared)
 
 
@@ -386,14 +386,20 @@ def print_table(rows):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--preset", choices=PRESETS, default="paper", help="whose kernels (default: paper)")
+    parser.add_argument(
+        "--preset", choices=PRESETS, default="paper", help="the model whose kernels are compiled (default: paper)"
+    )
     parser.add_argument(
         "--precision", choices=PRECISIONS, nargs="+", default=list(PRECISIONS), help="one or more (default: all)"
     )
-    parser.add_argument("--gpu", choices=GPUS, default="h200", help="which to compile for (default: h200)")
-    parser.add_argument("--kernel", default="", help="only those with this in their name, as attention or decode.norm")
-    parser.add_argument("--keep", type=Path, metavar="DIR", help="write PTX and machine code there")
-    parser.add_argument("--suite", action="store_true", help="what tests/stage2/test_triton_compile.py reads, as JSON")
+    parser.add_argument("--gpu", choices=GPUS, default="h200", help="the GPU to compile for (default: h200)")
+    parser.add_argument(
+        "--kernel", default="", help="only kernels whose name contains this, for example attention or layernorm.forward"
+    )
+    parser.add_argument("--keep", type=Path, metavar="DIR", help="write PTX and machine code to this directory")
+    parser.add_argument(
+        "--suite", action="store_true", help="print the JSON that tests/stage2/test_triton_compile.py reads"
+    )
     args = parser.parse_args()
     if args.suite:
         return print_suite()
@@ -407,9 +413,9 @@ def main():
 
 
 def print_suite():
-    """{unsanitized: the kernels that sanitize.py does not launch, rows: those of the suite}."""
-    absent = Absent("h200")
-    with absent.in_place():
+    """Print {unsanitized: kernels that sanitize.py does not launch, rows: the rows of the suite} as JSON."""
+    launcher = RecordingLauncher("h200")
+    with launcher.active():
         unsanitized = sanitize.program(np, ("float32", "float16", "bfloat16"))
     rows = list(compile_all([variant for gpu in GPUS for variant in variants_of(gpu, suite, gpu)]))
     print(json.dumps(dict(unsanitized=sorted(unsanitized), rows=rows)))

@@ -1,4 +1,4 @@
-"""A CuPy of NumPy arrays, whose streams are captured and whose work takes the time that a test says."""
+"""A fake of CuPy on NumPy arrays: its streams can be captured, and a test sets the duration of each operation."""
 
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -7,13 +7,17 @@ import numpy as np
 
 
 class DeviceArray(np.ndarray):
-    """A NumPy array that tells its address as CuPy's do."""
+    """A NumPy array with the attribute data.ptr of a CuPy array."""
 
     data = property(lambda self: SimpleNamespace(ptr=self.ctypes.data))
 
+    def get(self):
+        """A copy on the host."""
+        return np.array(self)
+
 
 class FakeCupy:
-    """As much of CuPy as cublaslt.py and these tests touch. Work costs the time that its algorithm says."""
+    """The part of CuPy that cublaslt.py, tuner.py and their tests use. `clock` counts the milliseconds of all work."""
 
     def __init__(self):
         self.allocations, self.waits, self.clock = 0, 0, 0.0

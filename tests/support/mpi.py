@@ -1,6 +1,6 @@
-"""What tests ask of MPI: a launcher and functions on every rank, or a test that is skipped with the reason.
+"""The MPI launcher and `run_mpi`, which calls a function on every rank; without MPI they skip the test.
 
-The mpiexec twin of thread_communicator.run_ranks; benchmarks/harness/jobs.py does the work.
+`run_mpi` is run_ranks of thread_communicator with processes instead of threads. See benchmarks/harness/jobs.py.
 """
 
 import pytest
@@ -13,7 +13,7 @@ __all__ = ["ROOT", "mpiexec", "run_mpi"]
 
 
 def mpiexec():
-    """The launcher and the flags it needs here; skips the test where there is no MPI to test."""
+    """Return the launcher and its flags; skips the test with the reason if there is no MPI."""
     try:
         return jobs.launcher()
     except ConfigError as error:
@@ -21,6 +21,6 @@ def mpiexec():
 
 
 def run_mpi(size, function, *args, timeout=jobs.LIMIT):
-    """jobs.run_mpi, skipped in the same way."""
+    """Call `function(comm, *args)` on `size` ranks -> their results; skips the test if there is no MPI."""
     mpiexec()
     return jobs.run_mpi(size, function, *args, timeout=timeout)

@@ -1,6 +1,6 @@
-"""A CuPy whose memory pools cut blocks and join them as CuPy's do, under arrays that hold nothing.
+"""A fake of CuPy whose memory pools split and merge blocks as CuPy's pools do; arrays are never written.
 
-Steps of GPT-2 that held 7388 and 2743 MiB on an H200 held as much here, in the time of Python alone.
+Two training steps of GPT-2 that used 7388 and 2743 MiB on an H200 use the same here, without any computation.
 """
 
 import contextlib
@@ -12,29 +12,29 @@ import numpy as np
 
 from gpt2core.arena import round_up
 
-UNIT = 512  # bytes, of which an allocation is a multiple
+UNIT = 512  # bytes; every allocation is rounded up to a multiple
 
 
 class Chunk:
-    """A piece of a block (a list of pieces, in their order), and the dictionary that has it while it is free."""
+    """A part of a block. block: the list of its chunks in address order; free: the pool's dictionary of free chunks."""
 
     def __init__(self, size, block, free):
         self.size, self.block, self.free = size, block, free
 
     def release(self):
-        """Let it be free, as one with its neighbours in the block that are."""
+        """Free the chunk, merged with its free neighbours in the block."""
         at = self.block.index(self)
         start = at - (at > 0 and self.block[at - 1] in self.free)
         stop = at + 1 + (at + 1 < len(self.block) and self.block[at + 1] in self.free)
-        for piece in self.block[start:stop]:
-            self.free.pop(piece, None)
-        joined = Chunk(sum(piece.size for piece in self.block[start:stop]), self.block, self.free)
-        self.block[start:stop] = [joined]
-        self.free[joined] = True
+        for chunk in self.block[start:stop]:
+            self.free.pop(chunk, None)
+        merged = Chunk(sum(chunk.size for chunk in self.block[start:stop]), self.block, self.free)
+        self.block[start:stop] = [merged]
+        self.free[merged] = True
 
 
 class MemoryPool:
-    """The best fit among what is free on the current stream, and what is left of it free; else a block of its own."""
+    """Best-fit allocation from the free chunks of the current stream; otherwise a new block."""
 
     def __init__(self, cupy):
         self.cupy, self.total, self.free = cupy, 0, {}
@@ -58,13 +58,15 @@ class MemoryPool:
 
     def free_all_blocks(self):
         for free in self.free.values():
-            for chunk in [chunk for chunk in free if len(chunk.block) == 1]:  # one that is cut cannot be given back
+            for chunk in [
+                chunk for chunk in free if len(chunk.block) == 1
+            ]:  # a block with several chunks is partly in use
                 self.total -= chunk.size
                 del free[chunk]
 
 
 class EmptyArray(np.ndarray):
-    """An array that nobody writes: it is there for its size, and the memory of the host is never touched."""
+    """An array that is never written: only its size counts, and the operating system never maps its pages."""
 
     data = property(lambda self: SimpleNamespace(ptr=self.ctypes.data))
 
@@ -76,7 +78,7 @@ class EmptyArray(np.ndarray):
         return out[0] if out else sys.modules["cupy"].empty(shape, np.result_type(*inputs))
 
     def min(self):
-        return 0  # as a token it would pass
+        return 0  # a valid token number
 
     max = min
 
@@ -104,7 +106,7 @@ class Stream(contextlib.AbstractContextManager):
 
 
 class PooledCupy:
-    """As much of CuPy as a training step touches; what is not here is NumPy's."""
+    """The part of CuPy that a training step uses; other attributes are those of NumPy."""
 
     ndarray = EmptyArray
 

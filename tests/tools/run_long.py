@@ -18,7 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # the checkout that contains this file, installed or not
 
-from benchmarks.harness.contenders import commit, hardware  # noqa: E402
+from benchmarks.harness.report import commit, hardware  # noqa: E402
 
 RECORD = ROOT / "results" / "cpu" / "test_long.json"
 RANDOM = ("core", "parallel", "text", "stage2")  # folders of tests/ whose tests draw new data in every run

@@ -1,8 +1,8 @@
-"""Every Triton kernel once, forward and backward, at small odd sizes, under compute-sanitizer: `make sanitize`.
+"""Launch every Triton kernel once, at small odd sizes, under NVIDIA's compute-sanitizer: `make sanitize`.
 
-memcheck finds what is read or written outside an array, racecheck what two threads of a program do to the same shared
-memory. Every array is an allocation of its own, without CuPy's pool, or what lies beyond its end would be valid too.
-Whether the numbers are right is the other tests' business.
+memcheck finds reads and writes outside an array, racecheck finds races of two threads on shared memory. Every array is
+a separate allocation, without CuPy's pool, because memory beyond the end of a pooled array is often valid. The results
+are not checked here.
 """
 
 # B batch, T time, C channels, H heads, V vocabulary, N rows
@@ -21,19 +21,17 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # started as a script
 
 from gpt2core.errors import ConfigError  # noqa: E402
+from gpt2core.optimizer import rounding_key  # noqa: E402
 from gpt2core.parallel.codecs import CODECS, GROUP  # noqa: E402
-from stage2_cuda import kernels  # noqa: E402
+from stage2_cuda import decoding, gemm, kernels  # noqa: E402
 from stage2_cuda.cuda_backend import dtype_of  # noqa: E402
-from stage2_cuda.decoding import batched as decode  # noqa: E402
-from stage2_cuda.decoding import cached_attention, sampling  # noqa: E402
-from stage2_cuda.decoding import last_token as ends  # noqa: E402
-from stage2_cuda.decoding import single_row as decode_row  # noqa: E402
+from stage2_cuda.decoding import batched, cached_attention, last_token, sampling, single_row  # noqa: E402
 from stage2_cuda.gemm import fp16x3  # noqa: E402
 from stage2_cuda.kernels import (  # noqa: E402
     adamw,
     attention,
     cast,
-    codecs,  # noqa: E402
+    codecs,
     column_sums,
     cross_entropy,
     embedding,
@@ -47,11 +45,11 @@ from stage3_mpi_cuda import tree_sum  # noqa: E402
 
 TOOLS = "memcheck", "racecheck"
 OF_STAGE_3 = tree_sum.__name__, codecs.__name__
-FOUND = 9  # the exit code where a tool has something to say
+FOUND = 9  # compute-sanitizer's exit code when it found an error
 
 
 class Arrays:
-    """Random arrays on the device: x of one type of activations, f of float32, i of int32 below `high`."""
+    """Random arrays on the device: x() has the dtype of the activations, f() float32, i() int32 below `high`."""
 
     def __init__(self, xp, dtype):
         self.xp, self.dtype, self.random = xp, dtype_of(dtype), np.random.default_rng(0)
@@ -66,7 +64,7 @@ class Arrays:
         return self.xp.asarray(self.random.integers(0, high, shape).astype(np.int32))
 
 
-# -- the kernels, a file each -----------------------------------------------------------------------------------------
+# -- one function per kernel file -------------------------------------------------------------------------------------
 
 
 def launch_layernorm(a):
@@ -100,14 +98,14 @@ def launch_column_sums(a):
 
 
 def launch_embedding(a):
-    for B, T, C, V in ((3, 50, 40, 5), (2, 9, 300, 172)):  # runs that are cut into pieces; tokens that are not there
+    for B, T, C, V in ((3, 50, 40, 5), (2, 9, 300, 172)):  # tokens with full chunks; tokens that do not occur
         ids, dy, wte, wpe = a.i(B, T, high=V + 2), a.x(B, T, C), a.x(V, C), a.x(T + 3, C)
         embedding.embedding_forward(dy, ids, wte, wpe, 3, 1)
         host = ids if a.xp is np else ids.get()
-        runs = embedding.Runs(*map(a.xp.asarray, embedding.runs_of_tokens(host, V, 1)))
-        pieces, gradients = a.f(*embedding.pieces_shape(ids.size, C)), (a.f(V, C), a.f(T + 3, C))
+        sorted_tokens = embedding.SortedTokens(*map(a.xp.asarray, embedding.sort_tokens(host, V, 1)))
+        chunk_sums, gradients = a.f(*embedding.chunk_sums_shape(ids.size, C)), (a.f(V, C), a.f(T + 3, C))
         for accumulate in (False, True):
-            embedding.embedding_backward(*gradients, pieces, runs, dy, 3, accumulate)
+            embedding.embedding_backward(*gradients, chunk_sums, sorted_tokens, dy, 3, accumulate)
 
 
 def launch_cross_entropy(a):
@@ -119,7 +117,7 @@ def launch_cross_entropy(a):
 
 
 def launch_losses(a):
-    for n in (9, losses.ROWS + 5):
+    for n in (9, losses.BLOCK_ROWS + 5):
         rows = a.f(2, n)
         losses.rescale(rows, *(a.f(n) for _ in range(4)))
         losses.loss(a.xp.empty(1), a.xp.empty(losses.partials_shape(n)), *rows, a.f(n), 0.1)
@@ -132,11 +130,11 @@ def launch_fp16x3(a):
 
     for m, k, n in ((5, 48, 24), (170, 33, 200), (8, 1200, 9)):
         partials = fp16x3.partials_shape(m, n, k)
-        for turn in ((False, False), (False, True), (True, False)):
-            left, right = ((c, r) if t else (r, c) for (r, c), t in zip(((m, k), (k, n)), turn, strict=True))
+        for trans in ((False, False), (False, True), (True, False)):
+            left, right = ((c, r) if t else (r, c) for (r, c), t in zip(((m, k), (k, n)), trans, strict=True))
             operands = split(a.f(*left)), split(a.f(*right))
-            fp16x3.product(a.f(m, n), None, *operands, a.f(n), *turn, True)
-            fp16x3.product(a.f(m, n), partials and a.f(*partials), *operands, None, *turn)
+            fp16x3.product(a.f(m, n), None, *operands, a.f(n), *trans, True)
+            fp16x3.product(a.f(m, n), partials and a.f(*partials), *operands, None, *trans)
 
 
 def launch_adamw(a):
@@ -145,9 +143,9 @@ def launch_adamw(a):
     p, m, v, g = (a.f(n) for _ in range(4))
     adamw.adamw_step(p, m, v, None, g, scalars, None, None, 0.9, 0.95)
     adamw.adamw_step(p, m, v, a.x(n), g, scalars, a.f(1), a.i(4, high=2), 0.9, 0.95)
-    key, bits = a.xp.asarray(rounding.key_of(1, 2)), a.xp.empty(n, np.uint16)
-    adamw.adamw_step(p, m, v, bits, g, scalars, a.f(1), a.i(4, high=2), 0.9, 0.95, key, 4096)
-    rounding.round_to_bf16(bits, p, key)
+    philox_key, bits = a.xp.asarray(rounding_key(1, 2)), a.xp.empty(n, np.uint16)
+    adamw.adamw_step(p, m, v, bits, g, scalars, a.f(1), a.i(4, high=2), 0.9, 0.95, philox_key, 4096)
+    rounding.round_to_bf16(bits, p, philox_key)
     squares = a.xp.empty(3, np.float64)
     adamw.sum_of_squares(squares, a.f(9), a.f(9 * adamw.BLOCK))
     for state in (None, a.f(2)):
@@ -181,59 +179,67 @@ def launch_decode(a):
         ln, head = (a.x(C), a.x(C)), a.x(V, C)
         qkv, fc, fc_proj = ((a.x(K, N), a.x(N)) for K, N in ((C, 3 * C), (C, 4 * C), (4 * C, C)))
         for B in (1, 2, 17):
-            tiles, lengths, x, h, g = decode.tiles_for(B), a.i(B, high=block) + 1, a.f(B, C), a.x(B, C), a.x(B, 4 * C)
-            q, cache, partials = a.x(B, C), a.x(B, block, 2 * C), a.f(decode.split(4 * C, tiles).parts, B, C)
+            tiling, lengths, x, h, g = (
+                batched.tiling_for(B),
+                a.i(B, high=block) + 1,
+                a.f(B, C),
+                a.x(B, C),
+                a.x(B, 4 * C),
+            )
+            q, cache, partials = a.x(B, C), a.x(B, block, 2 * C), a.f(batched.split_k(4 * C, tiling).parts, B, C)
             stream = x, partials, a.x(C)
             if B == 1:
-                one_row_of(a, x, q, cache, lengths, (ln, qkv, fc, fc_proj), H, eps, tiles)
+                single_row_step(a, x, q, cache, lengths, (ln, qkv, fc, fc_proj), H, eps, tiling)
             else:
-                decode.columns(q, cache, h, *qkv, lengths, block, tiles, precision)
-                decode.columns(g, None, h, *fc, lengths, block, tiles, precision)
-                decode.attend(h, q, cache, lengths, H, tiles)
-                decode.partial_product(partials, g, fc_proj[0], tiles, precision)
-            decode.norm(h, None, (x, None, None), *ln, eps, tiles)
-            decode.norm(h, x, stream, *ln, eps, tiles)
-            count = decode.logits_tiles(V, tiles)
-            decode.unembed(a.f(B, V), a.f(B, count), a.i(B, count, high=V), h, head, tiles, precision)
+                batched.linear(q, cache, h, *qkv, lengths, block, tiling, precision)
+                batched.linear(g, None, h, *fc, lengths, block, tiling, precision)
+                batched.attention(h, q, cache, lengths, H, tiling)
+                batched.split_k_product(partials, g, fc_proj[0], tiling, precision)
+            batched.layernorm(h, None, (x, None, None), *ln, eps, tiling)
+            batched.layernorm(h, x, stream, *ln, eps, tiling)
+            count = batched.vocab_tiles(V, tiling)
+            batched.unembed(a.f(B, V), a.f(B, count), a.i(B, count, high=V), h, head, tiling, precision)
 
 
-def one_row_of(a, x, q, cache, lengths, weights, H, eps, tiles):
+def single_row_step(a, x, q, cache, lengths, weights, H, eps, tiling):
     C, block, (ln, qkv, fc, fc_proj) = q.shape[1], cache.shape[1], weights
     D = C // H
     rows = [a.x(*matrix.shape[::-1]) for matrix, _ in (qkv, fc, fc_proj)]
     sums = [[a.f(len(bias)) for _ in range(2)] for _, bias in (qkv, fc)]
     for row, (matrix, _) in zip(rows, (qkv, fc, fc_proj), strict=True):
-        decode_row.transpose(row, matrix)
+        single_row.transpose(row, matrix)
     for each, row, (_, bias) in zip(sums, rows, (qkv, fc), strict=False):
-        decode_row.sums_of_columns(*each, row, *ln, bias)
-    decode_row.normed_row(q, cache, None, (x, None, None), ln[0], rows[0], *sums[0], lengths, block, eps, tiles)
-    spans = decode_row.spans(block, tiles)
-    of_spans = a.f(H, spans, D), a.f(H, spans), a.f(H, spans)
-    decode_row.attend_spans(*of_spans, q, cache, lengths, H, tiles)
-    partials = a.f(decode_row.heads_of(H, D, tiles)[0], 1, C)
-    decode_row.joined_product(partials, *of_spans, lengths, a.x(C, C), block, tiles)
+        single_row.fold_layernorm(*each, row, *ln, bias)
+    single_row.layernorm_linear(q, cache, None, (x, None, None), ln[0], rows[0], *sums[0], lengths, block, eps, tiling)
+    splits = single_row.key_splits(block, tiling)
+    split_results = a.f(H, splits, D), a.f(H, splits), a.f(H, splits)
+    single_row.split_keys_attention(*split_results, q, cache, lengths, H, tiling)
+    partials = a.f(single_row.split_heads(H, D, tiling)[0], 1, C)
+    single_row.combine_product(partials, *split_results, lengths, a.x(C, C), block, tiling)
     s, g = a.f(1, C), a.x(1, 4 * C)
-    decode_row.normed_row(g, None, s, (x, partials, a.x(C)), ln[0], rows[1], *sums[1], lengths, block, eps, tiles)
-    decode_row.added_row(a.f(1, C), s, g, rows[2], fc_proj[1], tiles)
+    single_row.layernorm_linear(
+        g, None, s, (x, partials, a.x(C)), ln[0], rows[1], *sums[1], lengths, block, eps, tiling
+    )
+    single_row.linear_residual(a.f(1, C), s, g, rows[2], fc_proj[1], tiling)
 
 
-def launch_ends(a):
+def launch_last_token(a):
     for B, C, block in ((1, 48, 9), (17, 300, 1000)):
         lengths = a.i(B, high=2 * block) + 1
-        ends.last_rows(a.x(B, C), a.x(B, 9, C), lengths)
-        ends.windows(a.i(B, block, high=37), a.i(B, block, high=37), lengths)
+        last_token.gather_last_rows(a.x(B, C), a.x(B, 9, C), lengths)
+        last_token.gather_windows(a.i(B, block, high=37), a.i(B, block, high=37), lengths)
 
 
 def launch_sampling(a):
     for B, C, V in ((3, 48, 37), (2, 300, 1301)):
-        sequences = sampling.Sequences(a.xp.empty, B, C, 9, a.x(V, C), a.x(9, C), a.i(B, sampling.SENT, high=V))
+        sequences = sampling.Sequences(a.xp.empty, B, C, 9, a.x(V, C), a.x(9, C), a.i(B, sampling.READBACK, high=V))
         sequences.lengths[...] = 8
-        logits, best, index = a.f(B, V), a.f(B, 5) + 1, a.i(B, 5, high=V)
-        sampling.take_likeliest(sequences, best, index)
-        sampling.take_given(sequences)
-        draw = sampling.Draw(a.xp.empty, B, V, (B, 7), True, True)
-        draw.numbers[...], draw.top_k[...], draw.uniforms[...] = 0.9, 5, 0.3
-        draw.take(sequences, logits, best)
+        logits, maxima, indices = a.f(B, V), a.f(B, 5) + 1, a.i(B, 5, high=V)
+        sampling.append_greedy(sequences, maxima, indices)
+        sampling.append_given(sequences)
+        sampler = sampling.DeviceSampler(a.xp.empty, B, V, (B, 7), True, True)
+        sampler.numbers[...], sampler.top_k[...], sampler.uniforms[...] = 0.9, 5, 0.3
+        sampler.append_sampled(sequences, logits, maxima)
 
 
 def launch_tree_sum(a):
@@ -258,8 +264,10 @@ def name_of(kernel):
 
 
 def all_kernels(stages=(2, 3)):
-    """The functions that are launched; those that they call have other names."""
-    of_stage_2 = (f"{kernels.__name__}.{module.name}" for module in pkgutil.iter_modules(kernels.__path__))
+    """The names of all kernels, the functions whose name ends in _kernel, of these stages."""
+    packages = kernels, gemm, decoding
+    of_stage_2 = [f"{p.__name__}.{module.name}" for p in packages for module in pkgutil.iter_modules(p.__path__)]
+    of_stage_2 = [name for name in of_stage_2 if name not in OF_STAGE_3]
     for module in [*(of_stage_2 if 2 in stages else ()), *(OF_STAGE_3 if 3 in stages else ())]:
         for name, function in vars(importlib.import_module(module)).items():
             if name.endswith("_kernel"):
@@ -267,48 +275,50 @@ def all_kernels(stages=(2, 3)):
 
 
 def program(xp, dtypes):
-    """Launch all of the above; -> the kernels that were not."""
-    launched, runtime = set(), triton_launch.runtime()
-    launch = runtime.launch
+    """Call every launch_* function; returns the names of the kernels that none of them launched."""
+    launched, launcher = set(), triton_launch.launcher()
+    launch = launcher.launch
 
     def noted(kernel, *arguments):
         launched.add(name_of(kernel))
         return launch(kernel, *arguments)
 
-    runtime.launch = noted
+    launcher.launch = noted
     try:
         for dtype in dtypes:
             for name, function in list(globals().items()):
                 if name.startswith("launch_"):
                     function(Arrays(xp, dtype))
     finally:
-        runtime.launch = launch
+        launcher.launch = launch
     return set(all_kernels()) - launched
 
 
 def on_the_gpu():
-    """What compute-sanitizer runs."""
+    """The program that compute-sanitizer runs."""
     xp = triton_launch.array_module()
     if xp is np:
-        raise ConfigError("TRITON_INTERPRET is set: there is nothing to sanitize on the CPU")
-    xp.cuda.set_allocator(None)  # an allocation each
+        raise ConfigError("TRITON_INTERPRET is set: compute-sanitizer needs a GPU; unset it")
+    xp.cuda.set_allocator(None)  # no pool: every array is a separate allocation
     if missing := program(xp, ("float32", "float16", "bfloat16")):
-        raise ConfigError(f"never launched: {', '.join(sorted(missing))}: add them to {Path(__file__).name}")
+        raise ConfigError(f"no launch of {', '.join(sorted(missing))}: add one to {Path(__file__).name}")
     xp.cuda.Device().synchronize()
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tool", choices=TOOLS, nargs="+", default=TOOLS, help="of compute-sanitizer (default: both)")
-    parser.add_argument("--program", action="store_true", help="launch the kernels, without compute-sanitizer")
+    parser.add_argument(
+        "--tool", choices=TOOLS, nargs="+", default=TOOLS, help="tools of compute-sanitizer to run (default: both)"
+    )
+    parser.add_argument("--program", action="store_true", help="launch the kernels without compute-sanitizer")
     args = parser.parse_args()
     try:
         if args.program:
             return on_the_gpu()
-        triton_launch.array_module()  # its sentence, where there is no GPU
+        triton_launch.array_module()  # raises its ConfigError if there is no GPU
         sanitizer = shutil.which("compute-sanitizer") or shutil.which("/usr/local/cuda/bin/compute-sanitizer")
         if sanitizer is None:
-            raise ConfigError("compute-sanitizer is not on the PATH: it comes with NVIDIA's CUDA toolkit")
+            raise ConfigError("compute-sanitizer is not on the PATH: install NVIDIA's CUDA toolkit")
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
@@ -316,7 +326,7 @@ def main():
         print(f"{tool}: every kernel of stages 2 and 3", flush=True)
         words = [sanitizer, "--tool", tool, "--error-exitcode", str(FOUND), "--target-processes", "application-only"]
         if code := subprocess.run([*words, sys.executable, __file__, "--program"], cwd=ROOT).returncode:
-            sys.exit(f"error: {tool} ended with exit code {code}: {FOUND} where it found something, see above")
+            sys.exit(f"error: {tool} ended with exit code {code}; {FOUND} means that it found an error, printed above")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,63 @@
+"""The CUDA stream of text generation: records steps as CUDA graphs, uploads inputs, returns tokens in mapped memory."""
+
+import contextlib
+
+import numpy as np
+
+from stage2_cuda.runtime.cuda_graph import RecordedStep, Workspace
+
+
+class EagerStream(contextlib.nullcontext):
+    """DecodeStream for Triton's interpreter: NumPy arrays, and every call runs at once."""
+
+    prefill_multiple = 1  # prompts are padded to a multiple of so many tokens
+
+    def record(self, function):
+        return function
+
+    def upload(self, array, values):
+        array[...] = values
+
+    def mapped_array(self, shape, dtype):
+        array = np.empty(shape, dtype)
+        return array, array
+
+    def record_event(self):
+        return lambda: None
+
+
+class DecodeStream:
+    """A CUDA stream for the launches, copies and allocations inside `with stream:`; the host waits only for tokens."""
+
+    prefill_multiple = 64  # so one recorded prefill serves 64 prompt lengths
+
+    def __init__(self, cupy):
+        self.cupy, self.stream, self.workspace = cupy, cupy.cuda.Stream(non_blocking=True), Workspace(cupy)
+
+    def __enter__(self):
+        self.cupy.cuda.get_current_stream().synchronize()  # complete the caller's work, which this stream may read
+        self.outer = self.stream.__enter__()
+
+    def __exit__(self, *error):
+        self.stream.__exit__(*error)
+
+    def record(self, function):
+        """A callable that runs `function`: the first time directly, then recorded as a CUDA graph."""
+        return RecordedStep(function, stream=self.stream, workspace=self.workspace)
+
+    def upload(self, array, values):
+        array.set(np.ascontiguousarray(values, array.dtype), stream=self.stream)
+
+    def mapped_array(self, shape, dtype):
+        """Pinned host memory that kernels can write to: (the device's array, the host's array) of the same memory."""
+        import cupyx
+
+        host = cupyx.empty_pinned(shape, dtype)
+        memory = self.cupy.cuda.UnownedMemory(host.ctypes.data, host.nbytes, host)
+        return self.cupy.ndarray(shape, dtype, self.cupy.cuda.MemoryPointer(memory, 0)), host
+
+    def record_event(self):
+        """Record an event; returns a function that waits until the work launched so far has completed."""
+        event = self.cupy.cuda.Event(disable_timing=True)
+        event.record(self.stream)
+        return event.synchronize
