@@ -360,7 +360,7 @@ class NumpyBackend(Backend):
     def clip(self, squares, bound, loss_scale=None, interval=0, stop=None):
         norm = np.float64(math.sqrt(tree_sum(squares.tolist())))
         if stop is not None:
-            stop += 0.0 * norm
+            stop += 0.0 * float(norm)  # a NumPy scalar would warn of inf * 0
         if not math.isfinite(norm) or stop is not None and np.isnan(stop[0]):
             return norm, np.float64(math.nan)
         return norm, np.float64(min(1.0, bound / (norm + 1e-6)) if bound else 1.0)

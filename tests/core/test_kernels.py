@@ -3,7 +3,6 @@
 # B batch, T time, C channels, H heads, D = C // H, V vocabulary, K columns, N = B*T rows
 
 import weakref
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,10 +11,13 @@ from hypothesis import strategies as st
 from numpy.testing import assert_allclose, assert_array_equal
 
 from gpt2core import ops, primitives
+from gpt2core.arena import Arena
 from gpt2core.backend import Backend
 from gpt2core.communicator import address
 from gpt2core.errors import ConfigError
 from gpt2core.optimizer import AdamW
+from gpt2core.parallel.threads import WorkerPool
+from gpt2core.runtime import Runtime
 from gpt2core.tensor import ShapeError, Tensor, no_grad
 from stage0_serial import numpy_backend
 from stage0_serial.buffer_pool import ALIGNMENT, SMALL, BufferPool, size_class
@@ -43,7 +45,7 @@ def near(got, want, tolerance=None, least=0.0):
 
 
 def sealed(array):
-    """A read-only copy, so that a kernel that writes into its inputs raises."""
+    """A read-only copy: a kernel that writes to its inputs raises."""
     array = np.array(array)
     array.flags.writeable = False
     return array
@@ -69,7 +71,7 @@ def check(backend, got, want, least=0.0):
 
 
 def repeatable(backward, *arguments):
-    """Call backward twice and return its result: a second call must be equal, so dy, inputs and aux are unchanged."""
+    """The result of backward, called twice: it must not change dy, inputs or aux."""
     first = [None if array is None else array.copy() for array in backward(*arguments)]
     for again, array in zip(backward(*arguments), first, strict=True):
         assert_array_equal(again, array, strict=True)
@@ -201,7 +203,7 @@ def test_attention(backend, rng, B, T, H, D):
 
 @pytest.mark.parametrize("now", [0, 1, 62, 63, 64, 100])
 def test_attention_never_sees_the_future(backend, rng, now):
-    """Later positions change no bit of the output, and they get no gradient from earlier outputs."""
+    """Later positions change no bit of the output, and get no gradient from earlier ones."""
     qkv, other = (normal(rng, backend, 2, 130, 3 * 12, scale=2) for _ in range(2))
     changed = qkv.copy()
     changed[:, now + 1 :] = other[:, now + 1 :] * 50
@@ -215,11 +217,11 @@ def test_attention_never_sees_the_future(backend, rng, now):
 
 @settings(max_examples=30, deadline=None)
 @given(st.sampled_from(["fp32", "fp64"]), st.lists(st.integers(1, 30), min_size=1, max_size=6), st.integers(0, 2**32))
-def test_cached_attention_equals_attention_for_any_division_of_the_sequence(precision, pieces, seed):
+def test_cached_attention_equals_attention_for_any_pieces(precision, pieces, seed):
     backend, rng = NumpyBackend(precision), np.random.default_rng(seed)
     B, H, D, T = 2, 3, 4, sum(pieces)
     qkv = normal(rng, backend, B, T, 3 * H * D)
-    keys = np.full((B, H, D, T + 3), np.nan, backend.dtype)  # what is not yet written must not be read
+    keys = np.full((B, H, D, T + 3), np.nan, backend.dtype)  # caches must be read only where they were written
     values = np.full((B, H, T + 3, D), np.nan, backend.dtype)
     edges = np.cumsum([0, *pieces])
     got = [backend.attention_cached(qkv[:, i:j], keys, values, i, H) for i, j in zip(edges, edges[1:], strict=False)]
@@ -396,7 +398,7 @@ def test_gelu_of_large_numbers_is_the_identity_or_zero(backend):
 
 @pytest.mark.parametrize("C", [8, 48])
 def test_a_gradient_may_be_a_broadcast_or_a_transposed_view(backend, rng, C):
-    """sum() passes a broadcast gradient, transpose() a strided one: no kernel may assume contiguous memory."""
+    """sum() sends a broadcast gradient, transpose() a strided one: kernels must accept both."""
     B, T, H, K, V = 2, 9, 2, 4 * C, 12
     x, w, b = normal(rng, backend, B, T, C), normal(rng, backend, C), normal(rng, backend, C)
     wide, wb, head = normal(rng, backend, C, K), normal(rng, backend, K), normal(rng, backend, V, C)
@@ -529,71 +531,52 @@ def test_a_fused_operation_equals_the_composed_one(backend, rng, name):
         assert error <= TOLERANCE[backend.dtype] * max(np.linalg.norm(want), size)
 
 
-class Composed(NumpyBackend):
-    """The fused kernels, composed of those that they replace."""
-
-    def __init__(self, precision):
-        super().__init__(precision)
-        self.plain = NumpyBackend(precision)  # whose layernorm is its own fused kernel without a branch
-
-    linear_gelu_forward, linear_gelu_backward = Backend.linear_gelu_forward, Backend.linear_gelu_backward
-
-    def residual_layernorm_forward(self, x, a, a_bias, w, b, eps):
-        s = x + (a + a_bias)
-        return s, *self.plain.layernorm_forward(s, w, b, eps)
-
-    def residual_layernorm_backward(self, ds, dy, w, aux):
-        dx, dw, db = self.plain.layernorm_backward(dy, w, aux)
-        dx = dx if ds is None else self.add(dx, ds)
-        return dx, dx.reshape(-1, dx.shape[-1]).sum(0), dw, db
-
-    def unembed_cross_entropy_forward(self, x, w, targets, first=0):
-        logits = self.unembed_forward(x, w)
-        *rows, aux = self.cross_entropy_forward(logits, targets, first)
-        return *rows, (logits, aux)
-
-    def unembed_cross_entropy_backward(self, dy, x, w, targets, scale, maxima, sums, aux, first=0):
-        logits, aux = aux
-        dlogits = self.cross_entropy_backward(dy, logits, targets, scale, maxima, sums, aux, first)
-        return self.unembed_backward(dlogits, x, w)
-
-
-def test_fused_kernels_equal_composed_ones(backend, rng):
+def test_overridden_fused_kernels_equal_the_composed_defaults_and_plain_kernels(backend, rng):
     x, a, ds, dy = (normal(rng, backend, 3, 5, 8) for _ in range(4))
     a_bias, w, b, wide, wb = (normal(rng, backend, *shape) for shape in ((8,), (8,), (8,), (8, 12), (12,)))
     d_wide, head, targets = normal(rng, backend, 3, 5, 12), normal(rng, backend, 20, 8), rng.integers(0, 20, 15)
     x2, one = x.reshape(15, 8), np.asarray(1.0)
+    d_out, w2 = normal(rng, backend, 3, 5, 8), normal(rng, backend, 12, 8)
     results = []
-    for cls in (Composed, NumpyBackend):
-        backend = cls(backend.precision)
-        h, aux_gelu = backend.linear_gelu_forward(x, wide, wb)
-        s, y, aux_norm = backend.residual_layernorm_forward(x, a, a_bias, w, b, 1e-5)
-        maxima, sums, picked, aux_loss = backend.unembed_cross_entropy_forward(x2, head, targets, 5)
-        rows = targets, 0.1, maxima, sums, aux_loss, 5
+    for cls in (Backend, NumpyBackend):
+        h, aux_gelu = cls.linear_gelu_forward(backend, x, wide, wb)
+        z, aux_mlp = cls.mlp_forward(backend, x, wide, wb, w2)
         results.append([
-            h, s, y, maxima, sums, picked,
-            *backend.linear_gelu_backward(d_wide, x, wide, aux_gelu),
-            *backend.residual_layernorm_backward(ds, dy, w, aux_norm),
-            *backend.unembed_cross_entropy_backward(one, x2, head, *rows),
+            h, z,
+            *cls.linear_gelu_backward(backend, d_wide, x, wide, aux_gelu),
+            *cls.mlp_backward(backend, d_out, x, wide, w2, aux_mlp),
         ])  # fmt: skip
-        if cls is Composed:  # also without a gradient of the sum
-            assert backend.residual_layernorm_backward(None, dy, w, aux_norm)[0].shape == x.shape
+    s = x + a + a_bias
+    y, aux_norm = backend.layernorm_forward(s, w, b, 1e-5)
+    dx, dw, db = backend.layernorm_backward(dy, w, aux_norm)
+    logits = backend.unembed_forward(x2, head)
+    maxima, sums, picked, aux_loss = backend.cross_entropy_forward(logits, targets, 5)
+    dlogits = backend.cross_entropy_backward(one, logits, targets, 0.1, maxima, sums, aux_loss, 5)
+    results[0] += [s, y, maxima, sums, picked, dx + ds, (dx + ds).reshape(-1, 8).sum(0), dw, db]
+    results[0] += backend.unembed_backward(dlogits, x2, head)
+    s, y, aux_norm = backend.residual_layernorm_forward(x, a, a_bias, w, b, 1e-5)
+    maxima, sums, picked, aux_loss = backend.unembed_cross_entropy_forward(x2, head, targets, 5)
+    rows = targets, 0.1, maxima, sums, aux_loss, 5
+    results[1] += [s, y, maxima, sums, picked, *backend.residual_layernorm_backward(ds, dy, w, aux_norm)]
+    results[1] += backend.unembed_cross_entropy_backward(one, x2, head, *rows)
+    assert backend.residual_layernorm_backward(None, dy, w, aux_norm)[0].shape == x.shape
     check(backend, results[1], results[0])
 
 
 # -- flat buffers --------------------------------------------------------------------------------------------
 
 
-def hyperparameters(step, lr, betas, eps, weight_decay):
-    """The Hyperparameters of one step of AdamW with these options."""
-    optimizer = SimpleNamespace(betas=betas, eps=eps, weight_decay=weight_decay, seed=None)
-    return AdamW.hyperparameters(optimizer, step, lr)
+def hyperparameters(backend, step, lr, betas, eps, weight_decay):
+    """The numbers of one AdamW step that the trainer would pass to the kernel."""
+    options = dict(beta1=betas[0], beta2=betas[1], eps=eps, weight_decay=weight_decay)
+    return AdamW(Arena({}), np.zeros(0, backend.dtype), WorkerPool([backend]), **options).hyperparameters(step, lr)
 
 
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
 @pytest.mark.parametrize("clip_scale", [1.0, 0.37])
 def test_adamw_step_equals_torch_over_several_steps(backend, rng, weight_decay, clip_scale):
-    n = 70_001  # more than two blocks, and not a multiple of one
+    n = 69 * 1024  # more than two blocks of the kernel, and not a multiple of one
+    decays = np.ones(n // 1024, np.int32)
     options = dict(lr=3e-3, betas=(0.9, 0.95), eps=1e-6, weight_decay=weight_decay)
     start = rng.standard_normal(n).astype(backend.dtype) * backend.dtype.type(0.02)
     p, m, v = start.copy(), np.zeros_like(start), np.zeros_like(start)
@@ -603,25 +586,26 @@ def test_adamw_step_equals_torch_over_several_steps(backend, rng, weight_decay, 
         g = normal(rng, backend, n, scale=10.0 ** rng.integers(-3, 2))
         reference.grad = torch.tensor(g.astype(np.float64) * clip_scale)
         optimizer.step()
-        hyper, decays = hyperparameters(step, **options), np.ones(-(-n // 1024))
+        hyper = hyperparameters(backend, step, **options)
         backend.adamw_step(p, m, v, None, g, hyper, clip_scale, decays, options["betas"])
         state = optimizer.state[reference]
         near(m, state["exp_avg"])
         near(v, state["exp_avg_sq"])
-        near(p - start, reference.detach().numpy() - start)  # what was learned, not what was there before
+        near(p - start, reference.detach().numpy() - start)  # the update, not the initial values
 
 
 def test_adamw_in_parts_equals_adamw_at_once_bit_for_bit(backend, rng):
-    n, betas = 70_000, (0.9, 0.999)
-    hyper = hyperparameters(3, 1e-3, betas, 1e-8, 0.1)
-    decays = np.arange(-(-n // 1024)) < 4
+    n, betas = 69 * 1024, (0.9, 0.999)
+    hyper, decays = hyperparameters(backend, 3, 1e-3, betas, 1e-8, 0.1), np.zeros(n // 1024, np.int32)
+    decays[:4] = 1
     g = normal(rng, backend, n)
     whole = [rng.random(n).astype(backend.dtype) for _ in range(3)]
     parts = [array.copy() for array in whole]
     backend.adamw_step(*whole, None, g, hyper, 0.5, decays, betas)
-    for part in (slice(0, 1024), slice(1024, 3072), slice(3072, 50_176), slice(50_176, n)):  # whole blocks of 1024
+    for edges in ((0, 1), (1, 4), (4, 50), (50, 69)):
+        part, own_decays = slice(edges[0] * 1024, edges[1] * 1024), decays[slice(*edges)]
         own = [array[part] for array in parts]
-        backend.adamw_step(*own, None, g[part], hyper, 0.5, decays[part.start // 1024 : -(-part.stop // 1024)], betas)
+        backend.adamw_step(*own, None, g[part], hyper, 0.5, own_decays, betas, part.start)
     for got, want in zip(parts, whole, strict=True):
         assert_array_equal(got, want)
 
@@ -632,7 +616,7 @@ def test_sum_of_squares(backend, rng):
     assert got.dtype == np.float64 and got.shape == (16,)
     want = (flat.astype(np.float64) ** 2).reshape(16, -1).sum(1)
     near(got, want, TOLERANCE[backend.dtype])
-    for segments in (1, 2, 8):  # a segment's bits do not depend on who computes how many of them
+    for segments in (1, 2, 8):  # the bits of a segment do not depend on the number of segments in a call
         parts = np.split(flat, 16 // segments)
         assert_array_equal(np.concatenate([backend.sum_of_squares(part, segments) for part in parts]), got)
 
@@ -649,11 +633,23 @@ def test_arrays_are_made_on_the_backend_in_its_precision(backend):
     assert_array_equal(backend.ones((200, 300), np.float32), np.ones((200, 300), np.float32), strict=True)
     assert backend.ones((), backend.dtype).shape == ()
     assert_array_equal(backend.to_host(backend.asarray([1, 2], backend.dtype)), [1, 2])
-    assert backend.runtime.compile_step(list)().wait() == [] and backend.runtime.peak_flops(backend.precision) is None
+    assert backend.runtime.peak_flops(backend.precision) is None
     assert backend.precision in ("fp32", "fp64")
     for precision in ("bf16", "fp16", "tf32", "float32"):
         with pytest.raises(ConfigError, match=f"--precision {precision}"):
             NumpyBackend(precision)
+
+
+def test_the_host_calls_a_step_directly_and_tunes_nothing():
+    runtime = Runtime()
+    batch, step = [(np.arange(3), np.arange(3))], runtime.compile_step(lambda *args: list(args))
+    assert step(batch, "constant").wait()[0] is batch and not step.can_overlap
+    assert runtime.compile_step(list)().wait() == []
+    with pytest.raises(ConfigError, match="--autotune: numpy tunes nothing; omit the flag"):
+        runtime.retune()
+    with pytest.raises(ConfigError, match="--nvtx: numpy has no profiler timeline; omit the flag"):
+        runtime.annotate(None)
+    assert runtime.tuned == {} and runtime.load_tuned({"kernel": "choice"}) is None and runtime.tuned == {}
 
 
 @pytest.mark.parametrize("shape", [(SMALL,), (100, 333), (3, 5, 7, 111), (1, 1 << 20)])

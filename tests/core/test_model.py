@@ -15,7 +15,7 @@ from gpt2core.app.checkpoint_directory import load_checkpoint, save_checkpoint
 from gpt2core.app.presets import PRESETS
 from gpt2core.errors import ConfigError
 from gpt2core.model import GPT2, GPT2Config, parameter_count, parameter_shapes
-from gpt2core.parallel.whole_parameters import initial_parameters, named_parameters
+from gpt2core.parallel.whole_parameters import initial_parameters
 from gpt2core.sampler import KVCache
 from gpt2core.tensor import ShapeError, Tensor, no_grad
 from gpt2core.training_loop import flops_per_token
@@ -68,17 +68,17 @@ def batch(rng, config, B, T):
 # -- logits, loss, gradients ---------------------------------------------------------------------------------
 
 
-# Relative norm, float64 on both sides. In fp32 no bound would do: some rows of four channels are nearly constant, and
-# their LayerNorm divides rounding by what is left of them, layer after layer.
+# Relative norm, float64 on both sides. In fp32 no bound holds: some rows of four channels are nearly constant, and
+# their LayerNorm divides rounding errors by a tiny deviation, in each layer.
 MODEL = 1e-9
 
 
 def gradient_error(name, got, want):
-    """The relative error of a gradient; of the bias of c_attn without its keys, which are checked by themselves.
+    """The relative error of a gradient; the keys' part of c_attn's bias is compared separately.
 
     The key bias adds q . b to all scores of a query alike, which softmax ignores: its gradient is exactly zero, and
-    what either program computes there is the rounding of a sum whose terms cancel, without a relative error. It is held
-    to the size of what cancels: the query bias's gradient beside it.
+    both programs compute the rounding of a sum whose terms cancel, which has no relative error. It is compared
+    to the size of the terms that cancel: the norm of the whole bias's gradient.
     """
     if name.endswith("c_attn.bias"):
         (q, k, v), (want_q, _, want_v) = np.split(got, 3), np.split(want, 3)
@@ -116,13 +116,13 @@ def test_logits_loss_and_every_gradient_equal_transformers(rng, tied, trial):
     loss = ours.loss(ids, targets)
     assert abs(loss.item() / want_loss.item() - 1) <= MODEL
     loss.backward()
-    theirs = dict(named_parameters(theirs))
+    theirs = dict(theirs.named_parameters())
     assert set(theirs) == set(parameters)
     for name, tensor in ours.parameters.items():
         assert gradient_error(name, tensor.grad, theirs[name].grad.numpy()) <= MODEL, name
 
 
-def test_logits_take_part_in_the_graph_like_the_fused_loss(rng):
+def test_cross_entropy_of_the_logits_equals_the_fused_loss(rng):
     """loss() and cross-entropy over logits() are the same function."""
     config = GPT2Config(29, 12, 2, 2, 8)
     parameters, (ids, targets) = random_parameters(config, rng, np.float64), batch(rng, config, 3, 12)
@@ -136,16 +136,16 @@ def test_logits_take_part_in_the_graph_like_the_fused_loss(rng):
         assert_allclose(one.parameters[name].grad, other.parameters[name].grad, rtol=0, atol=1e-12)
 
 
-def test_the_last_position_alone_has_the_logits_and_gradients_it_has_among_all(rng):
+def test_last_only_gives_the_logits_and_gradients_of_the_last_of_all_positions(rng):
     config = GPT2Config(29, 12, 2, 2, 8)
     parameters, ids = random_parameters(config, rng, np.float64), batch(rng, config, 3, 12)[0]
-    alone, among = (model_of(config, parameters, NumpyBackend("fp64")) for _ in range(2))
-    y, want = alone.logits(ids, last_only=True), among.logits(ids)[:, -1:]
+    last, whole = (model_of(config, parameters, NumpyBackend("fp64")) for _ in range(2))
+    y, want = last.logits(ids, last_only=True), whole.logits(ids)[:, -1:]
     assert relative(y.numpy(), want.numpy()) <= 1e-12
     dy = rng.standard_normal(y.shape)
     y.backward(dy), want.backward(dy)
     for name in parameters:
-        assert_allclose(alone.parameters[name].grad, among.parameters[name].grad, rtol=0, atol=1e-12)
+        assert_allclose(last.parameters[name].grad, whole.parameters[name].grad, rtol=0, atol=1e-12)
 
 
 def test_the_scale_of_the_loss_scales_loss_and_gradients(rng):
@@ -195,7 +195,7 @@ def test_logits_with_a_cache_equal_logits_at_once(rng, pieces):
             at += length
 
 
-def test_a_sequence_longer_than_the_block_and_a_strange_token_are_refused(rng):
+def test_a_sequence_longer_than_the_block_and_an_unknown_token_are_refused(rng):
     config = GPT2Config(19, 8, 1, 2, 8)
     model = model_of(config, random_parameters(config, rng), NumpyBackend())
     with pytest.raises(ShapeError, match=r"\(1, 9\).*8 positions"):
@@ -227,7 +227,7 @@ def test_a_preset_has_its_published_number_of_parameters(name):
     assert parameter_count(PRESETS[name]) == COUNTS[name]
 
 
-def test_every_preset_is_possible_and_27b_is_27b():
+def test_every_preset_is_valid_and_2_7b_has_that_size():
     assert {"nano", "tiny", "paper", "gpt2", "2.7B"} <= set(PRESETS)
     assert abs(parameter_count(PRESETS["2.7B"]) / 2.55e9 - 1) < 0.02  # 12 L C^2 = 2.52e9 and the embeddings
     nano, tiny, paper = (PRESETS[name] for name in ("nano", "tiny", "paper"))
@@ -247,7 +247,7 @@ def test_names_and_shapes_are_transformers(name, tied):
             )
         )  # fmt: skip
         theirs.tie_weights()
-    assert dict(parameter_shapes(config)) == {n: tuple(p.shape) for n, p in named_parameters(theirs)}
+    assert dict(parameter_shapes(config)) == {n: tuple(p.shape) for n, p in theirs.named_parameters()}
 
 
 def test_flops_are_those_of_every_matrix_product():

@@ -1,4 +1,4 @@
-"""A step may begin before the numbers of the previous one are read: the same bits, and no step too many."""
+"""A step may begin before the result of the previous one is read: the same bits, and the same number of steps."""
 
 import math
 import signal
@@ -26,7 +26,7 @@ SCHEDULE = Schedule("linear", 3e-3, warmup=2, steps=12)  # another rate each ste
 
 
 class Replayed(Compiled):
-    """Called like a recorded step: from the third call on one step may be ahead, and results last for two calls."""
+    """Behaves like a recorded step: from the third call two steps may overlap, and results are valid for two calls."""
 
     calls, unread, most_ahead, buffers = 0, 0, 0, ()
 
@@ -77,7 +77,7 @@ def windows_of(seed):
 
 
 def train(backend, seed, world=None, steps=12, interrupt=None, **intervals):
-    """-> what on_step and the checkpoints saw, the last parameters, how many were under way at once, the signal."""
+    """-> what on_step and the checkpoints saw, the last parameters, the most steps in flight at once, the signal."""
     trainer, seen = trainer_of(backend(), world), []
 
     def on_step(step, validation, last):
@@ -125,9 +125,10 @@ def test_a_signal_ends_the_run_after_the_steps_in_flight(rng):
     assert losses == [line[1] for line in seen if len(line) == 6] and plain.parameters.tobytes() == parameters
 
 
+@pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_step_that_diverges_changes_nothing_though_another_was_begun(rng, ranks, bad):
+def test_a_step_that_diverges_and_the_next_one_in_flight_change_nothing(rng, ranks, bad):
     windows = windows_of(int(rng.integers(1 << 30)))
 
     def steps(comm):
@@ -173,19 +174,19 @@ def test_results_are_read_in_order_and_no_step_begins_too_early(rng):
     assert [each.result().step for each in pending] == [2, 3] and trainer.in_flight == []
 
 
-def test_a_turn_of_a_benchmark_leaves_no_step_under_way():
+def test_a_round_of_a_benchmark_leaves_no_step_in_flight():
     trainers = []
 
     class Steps(ours.CudaSteps):
         def __init__(self, config, batch_size, seq_len):
-            self.backend, self.windows = ReplayingBackend(), ours.Announced({})
+            self.backend, self.announced = ReplayingBackend(), []
             trainers.append(Trainer(config, [self.backend], batch_size=batch_size, seq_len=seq_len, micro_batches=1))
             (self.trainer,) = trainers
 
     turn = gpu_step.prepare(SimpleNamespace(CudaSteps=Steps), "nano", 37, 4, 16, unread=False)
     for steps in (1, 3, 3):
-        assert len(turn(steps)["seconds"]) == steps and trainers[0].under_way is None
-    assert trainers[0].update.most_ahead == 2
+        assert len(turn(steps)["seconds"]) == steps and trainers[0].in_flight == []
+    assert trainers[0].compiled.most_ahead == 2
 
 
 @pytest.mark.gpu

@@ -34,7 +34,7 @@ def leaf(array, backend):
 def close(got, want, tolerance=DOUBLE):
     """norm(got - want) <= tolerance * max(norm(want), 1), and no NaN passes.
 
-    Operands are of size one and so are the terms of sums, which may cancel: an error is then small beside them alone.
+    Operands and the terms of sums are of size one. The terms may cancel: the error is relative to them, not to the sum.
     """
     got, want = np.asarray(got), np.asarray(want)
     assert got.shape == want.shape
@@ -653,7 +653,7 @@ def test_a_recomputed_function_has_the_same_gradients(backend, rng):
         close(got, want)  # a weight used in two blocks receives its two gradients in the other order of addition
 
 
-def test_a_checkpointed_function_keeps_nothing_of_what_it_computed(backend, rng):
+def test_a_recomputed_function_keeps_no_activations(backend, rng):
     kept = []
 
     def block(x):
@@ -684,7 +684,7 @@ def test_an_array_on_the_left_of_a_tensor_multiplies_as_a_matrix():
     assert np.allclose(y.data, a @ b) and np.allclose(x.grad, a.T @ np.ones((3, 3)))
 
 
-def test_checkpoint_of_what_requires_no_gradient_is_an_error():
+def test_recompute_of_a_tensor_without_gradient_is_refused():
     with pytest.raises(AutogradError, match="requires no gradient"):
         ops.recompute(lambda x: x * 2, Tensor(np.ones(3), NumpyBackend()))
 

@@ -74,7 +74,7 @@ def test_a_clock_that_goes_backwards_still_gives_a_size():
     assert Wire(-1e-5, 1e-9).measure(10**7).mb == 1 and Wire(1e-5, -1e-9).measure(10**7).mb == 10
 
 
-def test_the_header_says_what_was_measured():
+def test_the_header_names_the_measured_values():
     words = "--bucket-mb 40: 14.7 us a message and 4.56 ps a byte were measured"
     assert str(BucketSize(1.4655e-5, 4.5615e-12, 40)) == words
 
@@ -109,5 +109,5 @@ def test_the_root_s_measurement_is_everyone_s_and_changes_no_bits():
         (4, True, dict(tp=2), None),
     ],
 )
-def test_a_bucket_is_measured_between_gpus_alone_and_where_it_matters(size, times, asked, bucket_mb):
+def test_a_bucket_is_measured_only_between_gpus_and_where_it_is_used(size, times, asked, bucket_mb):
     assert chosen(size, asked, times)[0].bucket_mb == bucket_mb

@@ -43,7 +43,7 @@ def test_every_strategy_gives_the_serial_bits(tokens, ranks, dp, zero):
 
 @pytest.mark.parametrize("dp", STRATEGIES)
 def test_threads_inside_the_ranks_and_a_tied_head_change_nothing(tokens, dp):
-    """Two lanes race to complete each parameter: the messages still leave in one order."""
+    """Two workers complete each parameter at about the same time: the messages are still sent in one order."""
     want = train(Solo(), None, tokens, config=TIED)
     parallel = ParallelConfig(dp=dp, zero=1, bucket_mb=0.005)
     for got in run_ranks(2, lambda comm: train(comm, parallel, tokens, config=TIED, threads=2)):
@@ -52,8 +52,8 @@ def test_threads_inside_the_ranks_and_a_tied_head_change_nothing(tokens, dp):
 
 @pytest.mark.parametrize("zero", [0, 1])
 @pytest.mark.parametrize("dp", STRATEGIES)
-def test_three_ranks_differ_by_rounding_alone(tokens, dp, zero):
-    """float64, 12 micro-batches: the tree has another shape, so the bits may differ and nothing else."""
+def test_three_ranks_differ_only_by_rounding(tokens, dp, zero):
+    """float64, 12 micro-batches: the tree has another shape, so only the rounding may differ."""
     options = dict(precision="fp64", batch_size=12, micro_batches=12)
     want = train(Solo(), None, tokens, **options)
     parallel = ParallelConfig(dp=dp, zero=zero, bucket_mb=BUCKET_MB)
@@ -80,7 +80,7 @@ class Recorder:
 
 
 @pytest.mark.parametrize("dp", STRATEGIES)
-def test_every_element_travels_once_and_no_bucket_leaves_before_it_is_complete(dp):
+def test_every_element_is_sent_once_and_no_bucket_before_it_is_complete(dp):
     arena, sent = Arena(parameter_shapes(CONFIG)), Recorder()
     strategy = data_parallel(dp, arena, sent, 4, BUCKET_MB)
     packed, eager = STRATEGIES[dp]
@@ -110,8 +110,8 @@ def test_buckets_reach_their_size_last_parameters_first():
     assert all(size >= 20_000 for size in sizes[:-1])
 
 
-def test_messages_leave_in_the_same_order_on_every_rank_and_thread(tokens):
-    """Overlap with two lanes a rank: the order in which parameters complete is the graph's alone."""
+def test_messages_are_sent_in_the_same_order_on_every_rank_and_thread(tokens):
+    """Overlap with two workers a rank: the order in which parameters complete depends only on the graph."""
 
     def order(comm):
         trainer, names = make_trainer(comm, ParallelConfig(dp="overlap"), threads=2), []
@@ -194,7 +194,7 @@ def test_data_times_tensor_parallel_training_equals_serial(tokens, ranks, tp, ze
                 assert np.linalg.norm(parameters[name] - value) <= 1e-8 * np.linalg.norm(value), name
 
 
-def test_two_lanes_talk_through_tensor_groups_of_their_own(tokens):
+def test_two_workers_have_tensor_groups_of_their_own(tokens):
     want = train(Solo(), None, tokens, precision="fp64")[0]
     for curve, *_ in run_ranks(2, lambda comm: train(comm, ParallelConfig(tp=2), tokens, precision="fp64", threads=2)):
         assert np.allclose(curve, want, rtol=1e-11, atol=0)
@@ -294,10 +294,10 @@ def test_verify_names_the_rank_that_differs(tokens):
 def test_a_signal_on_one_rank_stops_all_at_the_same_step(tokens):
     def main(comm):
         trainer = make_trainer(comm, ParallelConfig())
-        trainer.asked_to_stop = lambda: 15 * (comm.rank == 1 and trainer.steps == 2)
         stopped = []
         for _ in range(4):
-            trainer.step(read_batch(trainer, Windows(tokens, 16)), 1e-3)
+            received = 15 * (comm.rank == 1 and trainer.steps == 2)
+            trainer.begin(read_batch(trainer, Windows(tokens, 16)), 1e-3).result(received)
             stopped.append(trainer.stopped_by)
         return stopped
 

@@ -1,4 +1,4 @@
-"""The loss scale of fp16: a step that overflows is skipped and repeated, so curve and checkpoints do not change."""
+"""fp16's loss scale: a step that overflows is repeated, so the curve and the checkpoints are those without overflow."""
 
 import json
 import math
@@ -58,7 +58,7 @@ def trainer_of(backend, **options):
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_steps_that_are_skipped_leave_no_trace_in_the_curve(ranks):
+def test_skipped_steps_do_not_change_the_curve(ranks):
     plain = trainer_of(NumpyBackend())
     wanted = [plain.step(read_batch(plain, windows()), 1e-3) for _ in range(5)]
 
@@ -72,7 +72,7 @@ def test_steps_that_are_skipped_leave_no_trace_in_the_curve(ranks):
         assert digest == parameter_hash(plain) and (done, position) == (5, 20)
         assert steps[0].skipped > 2 and steps[0].loss_scale == 2.0 ** (20 - steps[0].skipped)
         assert steps[1].loss_scale == 2 * steps[0].loss_scale  # after two finite gradients
-        assert skipped == sum(step.skipped for step in steps) > steps[0].skipped  # which was too much soon
+        assert skipped == sum(step.skipped for step in steps) > steps[0].skipped  # the doubled scale overflowed again
 
 
 def test_a_precision_with_the_range_of_fp32_has_no_scale():
@@ -82,8 +82,8 @@ def test_a_precision_with_the_range_of_fp32_has_no_scale():
 
 
 @pytest.mark.parametrize("codec", ["fp16", "bf16", "int8"])
-def test_what_overflows_is_not_kept_by_a_compression(codec):
-    with pytest.raises(ConfigError, match=f"--compress {codec} would keep what overflows .*use --precision bf16"):
+def test_compression_is_refused_with_a_loss_scale(codec):
+    with pytest.raises(ConfigError, match=f"--compress {codec} would keep an overflow of fp16 .*use --precision bf16"):
         Trainer(CONFIG, [Narrow()], batch_size=2, seq_len=16, micro_batches=1, parallel=ParallelConfig(compress=codec))
 
 
@@ -96,7 +96,7 @@ def test_a_scale_that_collapses_is_one_sentence_and_changes_nothing():
     assert parameter_hash(trainer) == before and (trainer.steps, trainer.position) == (1, 4)
 
 
-def test_a_loss_that_is_not_finite_is_no_matter_of_scale():
+def test_a_loss_that_is_not_finite_does_not_change_the_scale():
     trainer = trainer_of(Narrow())
     named_parameters(trainer)["transformer.ln_f.bias"][3] = np.nan
     with pytest.raises(Diverged, match="step 0: the loss is nan"):
@@ -108,7 +108,7 @@ def rows_of(log):
     return [json.loads(line) for line in Path(log).read_text().splitlines()]
 
 
-def test_a_run_shows_its_scale_and_a_resumed_one_goes_on_with_it(command, corpus, tmp_path):
+def test_a_run_logs_its_scale_and_a_resumed_run_continues_with_it(command, corpus, tmp_path):
     def train(*flags):
         flags = ("--preset", "nano", "--data", corpus, "--sample", 0, *flags)
         return command(cli.train, *flags, backend=Narrow)
@@ -135,7 +135,7 @@ def test_a_run_shows_its_scale_and_a_resumed_one_goes_on_with_it(command, corpus
         assert result.code == 2 and re.fullmatch(r"error: .*state.json: loss_scale .*cannot be resumed\n", result.err)
 
 
-def test_what_was_saved_is_what_is_loaded():
+def test_the_saved_state_is_loaded():
     saved = LossScale(Narrow(), factor=4.0, interval=7)
     saved.state[1], saved.skipped = 3, 5
     loaded = LossScale(Narrow())

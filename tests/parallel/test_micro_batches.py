@@ -1,4 +1,4 @@
-"""The number of threads and ranks changes no bit of a gradient; the optimizer equals PyTorch's."""
+"""The bits of a gradient do not depend on threads, ranks or micro-batches; the optimizer equals PyTorch's."""
 
 import math
 import re
@@ -34,7 +34,7 @@ from gpt2core.parallel.whole_parameters import (
     named_parameters,
     parameter_hash,
 )
-from gpt2core.tensor import Tensor, is_recording, no_grad
+from gpt2core.tensor import ShapeError, Tensor, is_recording, no_grad
 from gpt2core.trainer import Trainer
 from gpt2core.training_loop import evaluate, read_batch
 from stage0_serial.numpy_backend import NumpyBackend
@@ -47,7 +47,7 @@ TIED = GPT2Config(37, 16, 2, 2, 16, tied=True)
 
 @pytest.fixture(autouse=True, scope="module")
 def one_blas_thread():
-    """One BLAS thread, as in a run: with another number BLAS may divide a product differently."""
+    """As in a run: BLAS may split a product differently for another number of its own threads."""
     with threadpoolctl.threadpool_limits(1, user_api="blas"):
         yield
 
@@ -60,26 +60,26 @@ def random_batch(rng, rows, T=16):
     return rng.integers(0, 37, (2, rows, T))
 
 
-def micro_batches(config, shards, threads, precision="fp32", seed=1):
+def micro_batches(config, count, threads, precision="fp32", seed=1):
     """MicroBatches over freshly initialised parameters, and those parameters."""
     workers, arena = WorkerPool(backends(threads, precision)), Arena(parameter_shapes(config))
     flat = np.zeros(arena.size, workers.backends[0].dtype)
     for name, value in initial_parameters(config, seed):
-        arena.views(flat)[name][...] = value * 10  # large enough for gradients that differ between shards
-    return MicroBatches(config, arena, flat, workers, shards, Solo()), arena.views(flat)
+        arena.views(flat)[name][...] = value * 10  # large enough for gradients that differ between micro-batches
+    return MicroBatches(config, arena, flat, workers, count, Solo()), arena.views(flat)
 
 
 def backward(run, inputs, targets, scale):
     """The losses of one batch, as numbers."""
-    run.feed(inputs, targets)
-    return [float(loss) for loss in run.backward(scale)]
+    seed = run.pool.backends[0].ones((), np.float64)
+    return [float(loss) for loss in run.backward(run.deal(inputs, targets, len(inputs)), scale, seed)]
 
 
-# -- the same bits whoever computes them ---------------------------------------------------------------------
+# -- the same bits for any division ---------------------------------------------------------------------------
 
 
 def train(comm, threads, tokens, config, validation, steps=3):
-    """The results of a run that must not depend on threads and ranks."""
+    """The results of a run that must not depend on the number of threads and ranks."""
     trainer = Trainer(
         config, backends(threads), batch_size=16, seq_len=16, micro_batches=8, world=comm, seed=3,
         optimizer=dict(clip=0.5, weight_decay=0.1),
@@ -92,25 +92,25 @@ def train(comm, threads, tokens, config, validation, steps=3):
 
 @pytest.mark.fast
 @pytest.mark.parametrize("config", [CONFIG, TIED], ids=["untied", "tied"])
-def test_threads_and_ranks_never_show_in_the_bits(rng, config):
+def test_the_bits_do_not_depend_on_threads_and_ranks(rng, config):
     """Loss curve, gradient norms, validation loss and parameters of 1 thread, for every division of 8 micro-batches."""
     tokens, validation = rng.integers(0, 37, 3 * 16 * 16 - 30), rng.integers(0, 37, 16 * 29 + 5)  # 29 = 16 + 13 windows
-    alone = train(Solo(), 1, tokens, config, validation)
-    assert [step for step, *_ in alone[0]] == [0, 1, 2] and alone[3] == 48
+    serial = train(Solo(), 1, tokens, config, validation)
+    assert [step for step, *_ in serial[0]] == [0, 1, 2] and serial[3] == 48
     for ranks, threads in product((1, 2, 4, 8), (1, 2, 4, 8)):
         if ranks * threads <= 8:
             for result in run_ranks(ranks, train, threads, tokens, config, validation):
-                assert result == alone, f"{ranks} ranks of {threads} threads"
+                assert result == serial, f"{ranks} ranks of {threads} threads"
 
 
-@pytest.mark.parametrize("threads, shards", [(1, n) for n in range(1, 9)] + [(2, 4), (2, 8), (4, 8), (8, 8), (2, 2)])
-def test_the_gradient_is_the_explicit_tree_over_separate_gradients_bit_for_bit(rng, threads, shards):
-    run, parameters = micro_batches(CONFIG, shards, threads)
+@pytest.mark.parametrize("threads, count", [(1, n) for n in range(1, 9)] + [(2, 4), (2, 8), (4, 8), (8, 8), (2, 2)])
+def test_the_gradient_is_the_explicit_tree_over_separate_gradients_bit_for_bit(rng, threads, count):
+    run, parameters = micro_batches(CONFIG, count, threads)
     for _ in range(2):  # the second step starts from the sums of the first
         inputs, targets = random_batch(rng, 16)
         losses = backward(run, inputs, targets, 1 / inputs.size)
         separate = []
-        for part, loss in zip(even_slices(16, shards), losses, strict=True):
+        for part, loss in zip(even_slices(16, count), losses, strict=True):
             backend = NumpyBackend()
             leaves = {name: Tensor(array, backend, True) for name, array in parameters.items()}
             want = GPT2(CONFIG, leaves).loss(inputs[part], targets[part], 1 / inputs.size)
@@ -123,41 +123,42 @@ def test_the_gradient_is_the_explicit_tree_over_separate_gradients_bit_for_bit(r
 
 @settings(max_examples=30, deadline=None)
 @given(st.integers(1, 13), st.integers(0, 2**32))
-def test_a_lane_adds_any_number_of_shards_in_the_canonical_tree(shards, seed):
+def test_a_worker_adds_any_number_of_micro_batches_in_the_canonical_tree(count, seed):
     rng, arena, backend = np.random.default_rng(seed), Arena(parameter_shapes(CONFIG)), NumpyBackend()
-    lane = Worker(CONFIG, arena, np.zeros(arena.size, np.float32), backend, shards, Solo(), lambda name: None)
-    assert len(lane.partial) == max(1, math.ceil(math.log2(shards)))  # the memory of a counter, not of all gradients
+    worker = Worker(CONFIG, arena, np.zeros(arena.size, np.float32), backend, count, Solo(), lambda name: None)
+    assert len(worker.partial) == max(1, math.ceil(math.log2(count)))  # the memory of a counter, not of all gradients
     name = "transformer.h.1.mlp.c_fc.weight"
     for _ in range(2):
-        gradients = rng.standard_normal((shards, *arena.shapes[name])).astype(np.float32)
-        gradients *= (10.0 ** rng.integers(-4, 5, (shards, 1, 1))).astype(np.float32)  # the order of a sum shows
+        gradients = rng.standard_normal((count, *arena.shapes[name])).astype(np.float32)
+        gradients *= (10.0 ** rng.integers(-4, 5, (count, 1, 1))).astype(np.float32)  # another order gives another sum
         given_arrays = gradients.copy()
-        for lane.done in range(shards):
-            lane.collect(name, gradients[lane.done])
-        assert_array_equal(arena.views(lane.gradients)[name], tree_reduce(list(gradients), np.add))
-        assert_array_equal(gradients, given_arrays)  # a gradient is the engine's: it was read only
+        for worker.done in range(count):
+            buffer = worker.tensors[name].grad_buffer
+            if buffer is not None:  # kernels write a gradient to which nothing is added
+                buffer[...] = gradients[worker.done]
+            worker.collect(name, gradients[worker.done])
+        assert_array_equal(arena.views(worker.gradients)[name], tree_reduce(list(gradients), np.add))
+        assert_array_equal(gradients, given_arrays)  # the arrays of autograd were only read
 
 
-def test_the_levels_a_shard_completes_are_the_carries_of_a_binary_counter():
+def test_the_levels_that_a_micro_batch_completes_are_the_carries_of_a_binary_counter():
     assert [merged_levels(done, 8) for done in range(8)] == [[], [0], [], [0, 1], [], [0], [], [0, 1, 2]]
     assert [merged_levels(done, 5) for done in range(5)] == [[], [0], [], [0, 1], [2]]
     assert [merged_levels(done, 7)[-1:] for done in range(7)] == [[], [0], [], [1], [], [0], [2]]
 
 
 @pytest.mark.parametrize("config", [CONFIG, TIED], ids=["untied", "tied"])
-@pytest.mark.parametrize(
-    "shards, threads, rows", [(8, 1, 16), (8, 4, 16), (3, 3, 16), (5, 1, 16), (7, 7, 9), (6, 2, 7)]
-)
-def test_the_sum_over_shards_is_the_gradient_of_one_big_batch(rng, config, shards, threads, rows):
-    """Also if the rows do not divide evenly, as without determinism: only rounding in float64 differs.
+@pytest.mark.parametrize("count, threads, rows", [(8, 1, 16), (8, 4, 16), (3, 3, 16), (5, 1, 16), (7, 7, 9), (6, 2, 7)])
+def test_the_sum_over_micro_batches_is_the_gradient_of_one_big_batch(rng, config, count, threads, rows):
+    """Also for rows that do not divide evenly, as without determinism: only float64 rounding differs.
 
-    Weights are ten times as large as a model's at its start, and so is what a layer makes of them: hence 1e-11.
+    Weights, and therefore activations, are ten times as large as at initialisation: hence 1e-11.
     """
     inputs, targets = random_batch(rng, rows)
     whole, _ = micro_batches(config, 1, 1, "fp64")
-    parts, _ = micro_batches(config, shards, threads, "fp64")
+    parts, _ = micro_batches(config, count, threads, "fp64")
     (loss,), losses = (backward(run, inputs, targets, 1 / inputs.size) for run in (whole, parts))
-    assert len(losses) == shards and abs(sum(losses) / loss - 1) <= 1e-11
+    assert len(losses) == count and abs(sum(losses) / loss - 1) <= 1e-11
     got, want = parts.gradients, whole.gradients
     assert np.linalg.norm(got - want) <= 1e-11 * np.linalg.norm(want) and np.linalg.norm(want) > 0.01
     for name, gradient in parts.arena.views(got).items():
@@ -165,7 +166,7 @@ def test_the_sum_over_shards_is_the_gradient_of_one_big_batch(rng, config, shard
         assert np.linalg.norm(gradient - want_here) <= 1e-11 * (np.linalg.norm(want_here) + 0.1 * np.linalg.norm(want))
 
 
-def test_shards_that_threads_do_not_divide_are_refused():
+def test_micro_batches_that_threads_do_not_divide_are_refused():
     with pytest.raises(ConfigError, match="8 micro-batches .* 3 threads: use --threads 1"):
         micro_batches(CONFIG, 8, 3)
 
@@ -201,18 +202,18 @@ def test_evaluate_is_the_mean_over_every_whole_window(rng):
 
 
 def test_the_validation_loss_is_the_same_bits_for_any_threads_and_ranks(rng):
-    """In float64, where regrouping the rows of a short last batch would show; 29 windows are a batch of 16 and 13."""
-    texts = rng.integers(0, 37, (8, 16 * 29 + 5))  # several, because one sum in another order is often the same by luck
+    """In float64, where another grouping of a short last batch changes bits; 29 windows are batches of 16 and 13."""
+    several = rng.integers(0, 37, (8, 16 * 29 + 5))  # one sum in another order is often equal by chance
 
-    def evaluate(comm, threads):
+    def validation_losses(comm, threads):
         options = dict(batch_size=16, seq_len=16, micro_batches=8, world=comm)
         trainer = Trainer(CONFIG, backends(threads, "fp64"), **options)
         trainer.parameters *= 20
-        return [evaluate(trainer, Windows(tokens, 16)) for tokens in texts]
+        return [evaluate(trainer, Windows(tokens, 16)) for tokens in several]
 
-    want = evaluate(Solo(), 1)
+    want = validation_losses(Solo(), 1)
     for ranks, threads in ((1, 2), (1, 8), (2, 1), (2, 4), (4, 1), (8, 1)):
-        assert run_ranks(ranks, evaluate, threads) == [want] * ranks
+        assert run_ranks(ranks, validation_losses, threads) == [want] * ranks
 
 
 # -- the trainer ---------------------------------------------------------------------------------------------
@@ -235,7 +236,7 @@ def test_training_learns_and_continues_from_what_it_loads_bit_for_bit(rng):
     load(second, parameters, moments, first.steps, first.position)
     assert parameter_hash(second) == parameter_hash(first)
     assert [second.step(read_batch(second, windows), 1e-2).loss for _ in range(7)] == curve[5:]
-    assert parameter_hash(second) == straight.parameter_hash() != parameter_hash(first)
+    assert parameter_hash(second) == parameter_hash(straight) != parameter_hash(first)
 
 
 def test_the_model_of_a_trainer_shares_its_parameters(rng):
@@ -250,9 +251,19 @@ def test_a_sequence_longer_than_the_block_is_refused():
         Trainer(CONFIG, backends(1), batch_size=4, seq_len=17, micro_batches=4)
 
 
+@pytest.mark.parametrize("token", [-1, 37])
+@pytest.mark.parametrize("where", [0, 1], ids=["inputs", "targets"])
+def test_a_batch_with_a_token_outside_the_vocabulary_is_refused(rng, token, where):
+    trainer = Trainer(CONFIG, backends(1), batch_size=4, seq_len=16, micro_batches=4)
+    batch = random_batch(rng, 4)
+    batch[where, 3, 15] = token
+    with pytest.raises(ShapeError, match=f"token {token} is outside the vocabulary of 37"):
+        trainer.prepare(*batch)
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("what", ["loss", "gradient"])
-def test_a_step_that_diverges_leaves_everything_as_it_was(rng, ranks, what):
+def test_a_step_that_diverges_changes_nothing(rng, ranks, what):
     windows = Windows(rng.integers(0, 37, 500), 16)
 
     def run(comm):
@@ -261,7 +272,7 @@ def test_a_step_that_diverges_leaves_everything_as_it_was(rng, ranks, what):
         if what == "loss":
             named_parameters(trainer)["transformer.ln_f.bias"][3] = np.nan
         else:
-            trainer.optimizer.norm_and_scale = lambda *_: (math.inf, math.nan)
+            trainer.optimizer.norm_and_scale = lambda *_: (np.float64(math.inf), np.float64(math.nan))
 
         def state():
             moments = named_moments(trainer).values()
@@ -280,7 +291,7 @@ def test_a_step_that_diverges_leaves_everything_as_it_was(rng, ranks, what):
 
 
 @pytest.mark.parametrize("size", [1, 2, 5])
-def test_workers_run_side_by_side_and_answer_in_order(size):
+def test_workers_run_concurrently_and_return_results_in_order(size):
     workers, together = WorkerPool([f"backend {i}" for i in range(size)]), threading.Barrier(size, timeout=60)
 
     def work(backend, item):
@@ -312,7 +323,7 @@ def test_a_failure_in_any_worker_is_raised_when_all_have_stopped(size):
         with pytest.raises(ZeroDivisionError, match=f"worker {failing}"):
             workers.map(work, workers.backends, [failing] * size)
         assert not running
-    assert workers.map(work, workers.backends, [-1] * size) == list(range(size))  # and they can go on
+    assert workers.map(work, workers.backends, [-1] * size) == list(range(size))  # the pool still works
 
 
 def test_a_failure_in_a_kernel_surfaces_from_a_step(rng):
@@ -330,11 +341,11 @@ def test_a_failure_in_a_kernel_surfaces_from_a_step(rng):
     assert parameter_hash(trainer) == before and trainer.steps == 1
 
 
-# -- the plan ------------------------------------------------------------------------------------------------
+# -- the number of micro-batches -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    "batch, shards, threads, ranks, deterministic, want",
+    "batch, count, threads, ranks, deterministic, want",
     [
         (16, None, 1, 1, True, (8, 1)),
         (16, None, 2, 1, True, (8, 2)),
@@ -354,8 +365,8 @@ def test_a_failure_in_a_kernel_surfaces_from_a_step(rng):
         (16, 5, 4, 1, False, (5, 1)),
     ],
 )
-def test_the_plan(batch, shards, threads, ranks, deterministic, want):
-    assert plan_micro_batches(batch, shards, threads, ranks, deterministic) == want
+def test_the_planned_micro_batches_and_threads(batch, count, threads, ranks, deterministic, want):
+    assert plan_micro_batches(batch, count, threads, ranks, deterministic) == want
 
 
 @pytest.mark.parametrize(
@@ -376,28 +387,28 @@ def test_the_plan(batch, shards, threads, ranks, deterministic, want):
         ((16, 6, 1, 4, False), "--micro-batches 6 .* divisible by 4 ranks"),
     ],
 )
-def test_a_plan_that_cannot_work_says_what_would(arguments, words):
+def test_an_impossible_plan_names_a_possible_one(arguments, words):
     with pytest.raises(ConfigError, match=words):
         plan_micro_batches(*arguments)
 
 
 @settings(max_examples=300)
 @given(st.integers(-1, 40), st.none() | st.integers(-1, 40), st.integers(0, 20), st.integers(1, 9), st.booleans())
-def test_any_plan_is_a_sound_division_or_a_message_whose_advice_works(batch, shards, threads, ranks, deterministic):
+def test_any_plan_is_an_even_division_or_a_message_whose_advice_works(batch, count, threads, ranks, deterministic):
     try:
-        M, each = plan_micro_batches(batch, shards, threads, ranks, deterministic)
+        M, each = plan_micro_batches(batch, count, threads, ranks, deterministic)
     except ConfigError as error:
         advice = re.search(r"by \d+ ranks: use --batch-size (\d+)( and --no-deterministic)?$", str(error))
         if advice:
             assert int(advice[1]) % ranks == 0 and int(advice[1]) > 0
-            if advice[2] and shards is None and threads > 0:
-                plan_micro_batches(int(advice[1]), shards, threads, ranks, False)
+            if advice[2] and count is None and threads > 0:
+                plan_micro_batches(int(advice[1]), count, threads, ranks, False)
         advice = re.search(r": use --micro-batches (\d+) or --batch-size (\d+)$", str(error))
         if advice:
-            assert batch % int(advice[1]) == 0 and int(advice[2]) % shards == 0 and int(advice[2]) > 0
+            assert batch % int(advice[1]) == 0 and int(advice[2]) % count == 0 and int(advice[2]) > 0
         return
     assert M % ranks == 0 and M // ranks % each == 0 and 1 <= each <= threads and ranks <= M <= batch
-    assert shards in (None, M)
+    assert count in (None, M)
     if deterministic:
         assert batch % M == 0 and M & (M - 1) == 0 and M // ranks // each & (M // ranks // each - 1) == 0
 
@@ -433,12 +444,13 @@ def test_parts_tile_the_arena_and_decay_exactly_the_matrices(parts):
     assert all(part.start % segment == 0 for part in slices)
     if SEGMENTS % parts == 0:
         assert {part.stop - part.start for part in slices} == {arena.size // parts}
-    got = np.full(arena.size, -1)
+    got, decays = np.full(arena.size, -1), arena.decays()
+    assert decays.shape == (arena.size // BLOCK,) and decays.dtype == np.int32
     for part in slices:
-        for run, decays in arena.decayed(part):
-            assert part.start <= run.start < run.stop <= part.stop
-            assert (got[run] == -1).all()  # no element is updated twice
-            got[run] = decays
+        blocks = arena.blocks(part)
+        assert (blocks.start * BLOCK, blocks.stop * BLOCK) == (part.start, part.stop)
+        assert (got[part] == -1).all()  # no element is updated twice
+        got[part] = np.repeat(decays[blocks], BLOCK)
     for name, shape in arena.shapes.items():
         assert (got[arena.slices[name]] == (len(shape) == 2)).all(), name
 
@@ -471,19 +483,21 @@ def test_adamw_with_clipping_equals_torch(rng, threads, clip, weight_decay):
             gradient_views[name][...] = rng.standard_normal(parameter.shape) * 10.0 ** (step - 4)
             parameter.grad = torch.tensor(gradient_views[name].copy())
         untouched = gradients.copy()
-        norm = ours.gradient_norm(gradients)
+        norm = ours.norm(gradients)
         want = torch.nn.utils.clip_grad_norm_(theirs.values(), clip or math.inf)
         assert norm == pytest.approx(want.item(), rel=1e-12)
         for group in reference.param_groups:
             group["lr"] = lr
         reference.step()
-        assert ours.step(gradients, lr) == norm
+        again, scale = ours.norm_and_scale(gradients)
+        ours.update(gradients, scale, ours.hyperparameters(step + 1, lr))
+        assert again == norm
         assert_array_equal(gradients, untouched)
         for name, parameter in theirs.items():
             got, want = views[name], parameter.detach().numpy()
             assert np.linalg.norm(got - want) <= 1e-12 * np.linalg.norm(want), name  # float64 on both sides
     used = sum(part.stop - part.start for part in arena.slices.values())
-    assert np.count_nonzero(flat) <= used and ours.steps == 5
+    assert np.count_nonzero(flat) <= used
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp64"])
@@ -494,9 +508,10 @@ def test_the_norm_and_the_update_are_the_same_bits_for_any_number_of_threads(rng
     for threads in (1, 2, 3, 5, 8, 64, 65):
         flat = start.copy()
         optimizer = AdamW(arena, flat, WorkerPool(backends(threads, precision)), weight_decay=0.1, clip=1.0)
-        norm = optimizer.gradient_norm(gradients)
-        optimizer.step(gradients, 1e-2)
-        results.append((norm, flat.tobytes()))
+        norm, scale = optimizer.norm_and_scale(gradients)
+        optimizer.update(gradients, scale, optimizer.hyperparameters(1, 1e-2))
+        assert optimizer.norm(gradients) == norm
+        results.append((norm.item(), flat.tobytes()))
     assert len(set(results)) == 1
     assert results[0][0] == pytest.approx(np.linalg.norm(gradients.astype(np.float64)), rel=1e-6)
 
@@ -518,7 +533,7 @@ def test_schedules_equal_their_formulas():
         for kind in ("constant", "linear", "cosine")
     }
     for rate in rates.values():
-        assert rate[:10] == pytest.approx([peak * n / 10 for n in range(1, 11)])  # the first step is not wasted on 0
+        assert rate[:10] == pytest.approx([peak * n / 10 for n in range(1, 11)])  # the first rate is not 0
         assert rate[10] == pytest.approx(peak)
     assert rates["constant"][10:] == [peak] * 190
     assert rates["linear"][60] == pytest.approx((peak + floor) / 2)
@@ -526,7 +541,7 @@ def test_schedules_equal_their_formulas():
     assert rates["cosine"][60] == pytest.approx((peak + floor) / 2)
     assert rates["cosine"][35] == pytest.approx(floor + (peak - floor) * (1 + math.sqrt(0.5)) / 2)
     for kind in ("linear", "cosine"):
-        assert rates[kind][110:] == pytest.approx([floor] * 90)  # where the decay ended, it stays
+        assert rates[kind][110:] == pytest.approx([floor] * 90)  # constant after the end of the decay
         assert all(a > b for a, b in zip(rates[kind][10:110], rates[kind][11:111], strict=True))
     theirs = torch.optim.lr_scheduler.CosineAnnealingLR(
         torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=peak), T_max=100, eta_min=floor
@@ -536,7 +551,7 @@ def test_schedules_equal_their_formulas():
         theirs.optimizer.step(), theirs.step()
 
 
-def test_a_schedule_without_warmup_and_one_that_never_decays():
+def test_schedules_without_warmup_or_decay():
     assert Schedule("cosine", 1.0, 0.0, 0, 10)(0) == 1.0 and Schedule("linear", 1.0, 0.5, 0, 10)(10) == 0.5
     assert Schedule("linear", 1.0, 0.0, 5, 5)(4) == 1.0  # a warm-up as long as the run
     assert Schedule("constant", 0.0)(3) == 0.0
@@ -553,6 +568,6 @@ def test_a_schedule_without_warmup_and_one_that_never_decays():
         (dict(warmup=-1), "--warmup -1"),
     ],
 )
-def test_a_schedule_that_cannot_be_is_refused_by_flag(options, words):
+def test_an_invalid_schedule_is_refused_by_flag(options, words):
     with pytest.raises(ConfigError, match=words):
         Schedule(**options)

@@ -1,4 +1,4 @@
-"""A tensor-parallel model equals the serial one in loss, gradients, logits and tokens; the bytes that it sends."""
+"""A model divided over a tensor group is the serial model: loss, gradients, logits and tokens; and the bytes sent."""
 
 # B batch, T time, C channels, V vocabulary, H heads, L layers, N = B*T rows, p ranks of the tensor group
 
@@ -21,6 +21,7 @@ from gpt2core.parallel.tensor_parallel import (
     check_tensor_parallel,
     gather,
     is_replicated,
+    load_model,
     shard,
     shard_shapes,
     unshard,
@@ -124,7 +125,7 @@ def loss_over_logits(model, ids, targets):
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_gathered_logits_take_part_in_the_graph(seed, ranks, tied):
+def test_gradients_through_gathered_logits_equal_the_serial_model_s(seed, ranks, tied):
     config, B, T = SIZES[0]
     run_ranks(ranks, loss_and_gradients_equal_serial, replace(config, tied=tied), B, T, seed, loss_over_logits)
 
@@ -212,7 +213,7 @@ def test_a_token_is_checked_against_the_whole_vocabulary():
 def logits_equal_serial(comm, config, seed):
     rng, backend = np.random.default_rng(seed), NumpyBackend("fp64")
     parameters, ids = random_parameters(config, rng), rng.integers(0, config.vocab_size, (2, 9))
-    serial, model = model_of(config, parameters), GPT2.of_arrays(config, parameters, backend, comm)
+    serial, model = model_of(config, parameters), load_model(config, parameters, backend, comm)
     with no_grad():
         near(model.logits(ids).numpy(), want := serial.logits(ids).numpy())
         near(model.logits(ids, last_only=True).numpy(), want[:, -1:])
@@ -231,7 +232,7 @@ def test_logits_equal_the_serial_model_s(seed, ranks, tied):
 def tokens_equal_serial(comm, config, prompt, new, seed):
     parameters = random_parameters(config, np.random.default_rng(seed))
     serial = model_of(config, parameters)
-    model = GPT2.of_arrays(config, parameters, NumpyBackend("fp64"), comm)
+    model = load_model(config, parameters, NumpyBackend("fp64"), comm)
     assert list(generate(model, prompt, new)) == list(generate(serial, prompt, new))
     rules = [Sampling(1.3, top_k=20, top_p=0.95, seed=9) for _ in range(2)]
     assert list(generate(model, prompt, new, rules[0])) == list(generate(serial, prompt, new, rules[1]))
@@ -248,7 +249,7 @@ def test_generation_gives_the_serial_model_s_tokens(seed, ranks, length):
 
 
 def bytes_of_a_step(comm, config, B, T):
-    """The bytes that this rank sends in forward and in backward."""
+    """(forward, backward) bytes that this rank sends."""
     model = model_of(config, random_parameters(config, np.random.default_rng(0)), comm)
     loss = model.loss(*np.zeros((2, B, T), np.int64))
     forward = comm.bytes_sent
@@ -276,7 +277,7 @@ def test_nothing_of_the_size_of_the_logits_is_sent(ranks):
 
 @settings(max_examples=30, deadline=None)
 @given(st.sampled_from([1, 2, 3, 4, 6]), st.integers(1, 3), st.integers(1, 5), st.booleans(), st.integers(0, 2**32))
-def test_shards_put_together_are_the_whole_bit_for_bit(parts, heads, D, tied, seed):
+def test_unshard_is_the_inverse_of_shard_bit_for_bit(parts, heads, D, tied, seed):
     config = GPT2Config(7 * parts, 5, 2, heads * parts, heads * parts * D, tied)
     rng, shapes = np.random.default_rng(seed), dict(parameter_shapes(config))
     local = shard_shapes(parameter_shapes(config), parts)
@@ -304,7 +305,7 @@ def test_a_rank_gets_the_same_heads_of_q_k_and_v():
     assert piece.tolist() == ["q4", "q5", "q6", "q7", "k4", "k5", "k6", "k7", "v4", "v5", "v6", "v7"]
 
 
-def test_what_every_rank_holds_whole():
+def test_the_parameters_that_every_rank_holds_whole():
     names = [name for name, _ in parameter_shapes(GPT2Config(n_layer=1, tied=False)) if is_replicated(name)]
     norms = [f"{norm}.{kind}" for norm in ("h.0.ln_1", "h.0.ln_2", "ln_f") for kind in ("weight", "bias")]
     others = ["wpe.weight", "h.0.attn.c_proj.bias", "h.0.mlp.c_proj.bias"]  # positions; biases added after a reduce

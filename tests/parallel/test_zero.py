@@ -1,4 +1,4 @@
-"""ZeRO-1 with --zero-gather forward: parameters arrive before they are read, with the bits of a gather at the end."""
+"""ZeRO-1 with the all-gather during the next forward pass gives the bits of an all-gather at the end of the step."""
 
 from functools import partial
 
@@ -50,14 +50,24 @@ def test_every_strategy_gives_the_serial_bits(tokens, ranks, dp):
         assert_same(got, want)
 
 
+class Unequal:
+    """A dtype of the same bits as float32 that is not equal to it."""
+
+    dtype = np.dtype(np.float32)
+    __hash__ = None
+
+    def __eq__(self, other):
+        return False
+
+
 class Copied(NumpyBackend):
-    """Kernels read a copy of the parameters, as with bf16 on a GPU."""
+    """Kernels read a copy of the parameters, as with bf16 on a GPU; here the copy has the same bits."""
 
-    def compute_copy(self, parameters):
-        return self.zeros(parameters.shape, self.dtype)
+    compute = Unequal()
 
-    def refresh(self, copy, parameters, *rounding):
-        copy[...] = parameters
+    def __init__(self, precision):
+        super().__init__(precision)
+        self.compute = Copied.compute
 
     def adamw_step(self, p, m, v, copy, *how):
         super().adamw_step(p, m, v, None, *how)
@@ -65,7 +75,7 @@ class Copied(NumpyBackend):
 
 
 @pytest.mark.parametrize("dp, when", [("flat", "end"), ("flat", "forward"), ("bucket", "forward")])
-def test_a_copy_that_kernels_read_is_gathered_in_the_place_of_the_parameters(tokens, dp, when):
+def test_the_copy_that_kernels_read_is_gathered_instead_of_the_parameters(tokens, dp, when):
     want = train(Solo(), None, tokens)
     parallel = ParallelConfig(dp=dp, **FORWARD | dict(zero_gather=when))
     for got in run_ranks(4, lambda comm: train(comm, parallel, tokens, backend=Copied)):
@@ -73,14 +83,14 @@ def test_a_copy_that_kernels_read_is_gathered_in_the_place_of_the_parameters(tok
 
 
 def test_a_tied_head_two_threads_and_many_pieces_change_nothing(tokens):
-    """Two lanes ask for the same pieces at the same time; a piece is a parameter, and some have two owners."""
+    """Two workers wait for the same pieces at the same time; a piece is a parameter, and some have two owners."""
     want = train(Solo(), None, tokens, config=TIED)
     parallel = ParallelConfig(**FORWARD | dict(bucket_mb=1e-6))
     for got in run_ranks(4, lambda comm: train(comm, parallel, tokens, config=TIED, threads=2)):
         assert_same(got, want)
 
 
-def test_three_ranks_and_tensor_parallel_ranks_differ_by_rounding_alone(tokens):
+def test_three_ranks_and_tensor_parallel_ranks_differ_only_by_rounding(tokens):
     for ranks, sizes, how in ((3, dict(batch_size=12, micro_batches=12), {}), (4, {}, dict(tp=2))):
         options = dict(precision="fp64", **sizes)
         want = train(Solo(), None, tokens, **options)[0]
@@ -89,14 +99,14 @@ def test_three_ranks_and_tensor_parallel_ranks_differ_by_rounding_alone(tokens):
             assert np.allclose(curve, want, rtol=1e-11, atol=0)
 
 
-def test_what_others_own_is_not_read_before_it_has_come_and_whoever_reads_between_steps_has_it_gathered(tokens):
-    """The parts of other ranks are set to NaN before every step and every read from outside."""
+def test_parameters_of_other_owners_are_gathered_before_every_read(tokens):
+    """NaN replaces the parts of other owners before every step and every read between steps."""
 
     def main(comm, when, poison):
         trainer = make_trainer(comm, ParallelConfig(dp="bucket", **FORWARD | dict(zero_gather=when)))
         windows = Windows(tokens, 16)
 
-        def forget():
+        def overwrite():
             if poison:
                 own = trainer.parameters[trainer.optimizer.own].copy()
                 trainer.parameters[...] = np.nan
@@ -104,7 +114,7 @@ def test_what_others_own_is_not_read_before_it_has_come_and_whoever_reads_betwee
 
         seen = []
         for _ in range(3):
-            for look in (
+            for read in (
                 lambda: trainer.step(read_batch(trainer, windows), 3e-3).loss,
                 lambda: evaluate(trainer, Windows(tokens[:160], 16)),
                 lambda: current_model(trainer).logits(np.arange(8)[None]).data.tobytes(),
@@ -113,8 +123,8 @@ def test_what_others_own_is_not_read_before_it_has_come_and_whoever_reads_betwee
                 lambda: check_finite(trainer),
                 lambda: {name: np.array(value) for name, value in named_parameters(trainer).items()},
             ):
-                forget()
-                seen.append(look())
+                overwrite()
+                seen.append(read())
         return seen
 
     want = run_ranks(4, main, "end", False)[0]
@@ -122,7 +132,7 @@ def test_what_others_own_is_not_read_before_it_has_come_and_whoever_reads_betwee
         np.testing.assert_equal(got, want)
 
 
-def test_a_run_saved_and_resumed_between_two_ways_to_gather_is_the_serial_run(tokens):
+def test_a_run_resumed_with_another_gather_is_the_serial_run(tokens):
     want = train(Solo(), None, tokens)
 
     def first(comm):
@@ -143,23 +153,23 @@ def test_a_run_saved_and_resumed_between_two_ways_to_gather_is_the_serial_run(to
 
 
 def test_no_more_is_sent_than_by_an_all_gather(tokens):
-    """The sum over all ranks: each part is broadcast to p - 1 ranks, except the padding at the end."""
+    """Over all ranks: a broadcast of each part to p - 1 others, without the padding at the end."""
 
     def sent(comm, when):
         trainer = make_trainer(comm, ParallelConfig(**FORWARD | dict(zero_gather=when)))
         return trainer.step(read_batch(trainer, Windows(tokens, 16)), 1e-3).bytes_sent, trainer.arena
 
-    at_end, beside = run_ranks(4, sent, "end"), run_ranks(4, sent, "forward")
+    at_end, overlapped = run_ranks(4, sent, "end"), run_ranks(4, sent, "forward")
     arena = at_end[0][1]
     padding = 3 * 4 * (arena.size - max(arena.padded(name).stop for name in arena.slices))
-    assert sum(count for count, _ in at_end) - sum(count for count, _ in beside) == padding
+    assert sum(count for count, _ in at_end) - sum(count for count, _ in overlapped) == padding
 
 
 # -- the pieces -------------------------------------------------------------------------------------------------------
 
 
 class Owners:
-    """A group of `size` whose broadcasts record their arguments and the order of their waits."""
+    """A group of `size` that records which arrays are broadcast, and when they are waited for."""
 
     def __init__(self, size):
         self.rank, self.size, self.sent, self.waited = 0, size, [], []
@@ -174,31 +184,32 @@ class Owners:
 
 @pytest.mark.parametrize("mb", [1e-6, BUCKET_MB, 1.0])
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
-def test_each_element_leaves_once_from_its_owner_in_the_order_of_forward(size, mb):
+def test_each_owner_sends_its_elements_once_in_the_order_of_forward(size, mb):
     arena, owners = Arena(parameter_shapes(CONFIG), size), Owners(size)
     flat = np.arange(arena.size)
-    arriving = AsyncAllGather(arena, flat, owners, mb)
-    read = arriving.watched(arena.views(flat))
-    for _ in range(2):  # a second step begins afresh
+    gather = AsyncAllGather(arena, flat, owners, mb)
+    views = arena.views(flat)
+    for _ in range(2):  # a second step starts new broadcasts
         owners.sent.clear(), owners.waited.clear()
-        with arriving:
-            assert_array_equal(np.concatenate([x for x, _ in owners.sent]), flat[: arena.padded(list(read)[-1]).stop])
+        with gather:
+            assert_array_equal(np.concatenate([x for x, _ in owners.sent]), flat[: arena.padded(list(views)[-1]).stop])
             for x, root in owners.sent:
                 own = arena.part(root, size)
                 assert own.start <= x[0] and x[-1] < own.stop
             assert not owners.waited
-            for name in read:
-                view = read[name].ravel()
-                come = np.concatenate([x for x, _ in owners.waited])
-                assert view[0] >= come[0] and view[-1] <= come[-1], name
-                assert mb == 1.0 or name == list(read)[-1] or len(come) < len(flat)  # no later than needed, no sooner
-                read[name]
+            for name in views:
+                gather.wait_on_read(name.rpartition(".")[0])
+                view = views[name].ravel()
+                arrived = np.concatenate([x for x, _ in owners.waited])
+                assert view[0] >= arrived[0] and view[-1] <= arrived[-1], name
+                assert mb == 1.0 or name == list(views)[-1] or len(arrived) < len(flat)  # not all pieces are waited for
         assert owners.waited == owners.sent
         owners.waited.clear()
-        assert read["transformer.wte.weight"] is not None and not owners.waited  # outside nothing is on its way
+        gather.wait_on_read("transformer.wte")
+        assert not owners.waited  # no piece is pending outside the context
 
 
-def test_a_failure_inside_waits_for_nobody():
+def test_after_a_failure_no_piece_is_waited_for():
     owners = Owners(2)
     arena = Arena(parameter_shapes(CONFIG), 2)
     with pytest.raises(ZeroDivisionError), AsyncAllGather(arena, np.zeros(arena.size), owners, 1.0):
@@ -210,15 +221,18 @@ def test_a_failure_inside_waits_for_nobody():
     "parallel, words",
     [
         (ParallelConfig(zero=1, zero_gather="later"), "--zero-gather later is unknown: choose from end, forward"),
-        (ParallelConfig(zero_gather="forward"), "--zero-gather forward is about --zero 1, and this is --zero 0: add"),
+        (
+            ParallelConfig(zero_gather="forward"),
+            "--zero-gather forward needs --zero 1, and this is --zero 0: add --zero 1",
+        ),
     ],
 )
-def test_what_cannot_be_gathered_is_refused(parallel, words):
+def test_an_invalid_zero_gather_is_refused(parallel, words):
     with pytest.raises(ConfigError, match=words):
         make_trainer(Solo(), parallel)
 
 
-# -- who shares the update ---------------------------------------------------------------------------------------------
+# -- the default of --zero --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -236,13 +250,13 @@ def test_what_cannot_be_gathered_is_refused(parallel, words):
         (4, False, dict(zero=1), 1),
     ],
 )
-def test_ranks_share_the_update_by_themselves_where_that_is_the_fastest(size, shares, asked, zero):
+def test_zero_is_the_default_where_it_is_the_fastest(size, shares, asked, zero):
     args, notes = chosen(size, dict(dp="flat", zero=None) | asked, prefers_zero=shares)
     assert args.zero == zero and not notes
 
 
 @pytest.mark.parametrize("size, zero, gather", [(4, 1, "forward"), (1, 0, "end")])
-def test_what_is_to_be_gathered_beside_forward_is_left_out_where_there_is_nothing(size, zero, gather):
+def test_zero_gather_forward_has_no_effect_without_owners(size, zero, gather):
     asked = dict(dp="flat", zero=None, zero_gather="forward", bucket_mb=5.0)
     args, notes = chosen(size, asked, prefers_zero=True)
     assert (args.zero, args.zero_gather) == (zero, gather)
