@@ -299,17 +299,42 @@ def gpu_timings(gpus):
             yield replace(timing, words=(*launch, *timing.words))
 
 
+# Runs a training script and writes the times at which its steps are reported: the log's own figures may mean different
+# things in two versions. Arguments: the file to write, the module, its flags.
+TIMED = """
+import atexit, json, pathlib, runpy, sys, time
+import gpt2core
+if (pathlib.Path(gpt2core.__file__).parent / "app").exists():
+    from gpt2core.app.run_log import RunLog
+else:  # before the restructuring
+    from gpt2core.runlog import RunLog
+file, module, times, report = sys.argv[1], sys.argv[2], [], RunLog.__call__
+
+def timed(self, *arguments):
+    times.append(time.perf_counter())
+    return report(self, *arguments)
+
+RunLog.__call__ = timed
+atexit.register(lambda: json.dump(times, open(file, "w")))
+sys.argv = sys.argv[2:]
+runpy.run_module(module, run_name="__main__", alter_sys=True)
+"""
+
+
 def seconds(timing, checkout):
-    """Run a timing in one checkout -> its seconds a step (the median of the log) or seconds a token (from --stats)."""
+    """Run a timing in one checkout -> its median seconds from report to report, or seconds a token (from --stats)."""
     with tempfile.TemporaryDirectory() as directory:
-        log = Path(directory) / "log.jsonl"
-        trains = "--steps" in timing.words
-        process = start([*timing.words, *(["--log", str(log)] if trains else [])], checkout)
+        log, words = Path(directory) / "times.json", timing.words
+        if "--steps" in words:
+            at = max(number for number, word in enumerate(words) if word == "-m")  # that of the script
+            words = (*words[:at], "-c", TIMED, str(log), *words[at + 1 :])
+        process = start(words, checkout)
         out, error = communicate(process)
         if process.returncode:
             raise RunFailed(f"{timing.name} in {checkout}: {error.strip()}")
-        if trains:
-            return statistics.median(json.loads(line)["seconds"] for line in log.read_text().splitlines()[WARM_UP:])
+        if log.exists():
+            times = json.loads(log.read_text())[WARM_UP:]
+            return statistics.median(b - a for a, b in zip(times, times[1:], strict=False))
         return float(re.search(r"([\d.]+) ms/token", out)[1]) / 1000
 
 
