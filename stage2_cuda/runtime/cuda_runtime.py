@@ -121,7 +121,7 @@ class InterpreterRuntime(Runtime):
 
     def __init__(self):
         super().__init__()
-        self.xp, self.side = np, NoStream()
+        self.xp, self.side, self.compiled = np, NoStream(), []
         self.gemm, self.tuner = NumpyGemm(), Tuner(np)
 
     def on_side_stream(self, *operands):

@@ -114,7 +114,7 @@ TRAINING = [
     ("--tokenizer|{dir}/missing.json", "missing.json"),
     ("--tokenizer|{dir}/broken.json", "broken.json"),
     ("--tokenizer|{dir}/other.json", "other.json|Unigram"),
-    ("--tokenizer|{dir}/none.json", "none.json|without any token"),
+    ("--tokenizer|{dir}/none.json", "none.json|a tokenizer without tokens"),
     ("--tokenizer|{dir}/list.json", "list.json"),
     ("--tokenizer|letters", "letters"),
     # validation

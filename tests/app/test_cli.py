@@ -35,14 +35,14 @@ from gpt2core.trainer import Trainer
 from stage0_serial.numpy_backend import NumpyBackend
 
 at, number = int(sys.argv.pop(1)), int(sys.argv.pop(1))
-original = Trainer.step
+original = Trainer.begin
 
-def step(self, windows, *rates):
+def begin(self, batch, lr):
     if self.steps == at:
         os.kill(os.getpid(), number)
-    return original(self, windows, *rates)
+    return original(self, batch, lr)
 
-Trainer.step = step
+Trainer.begin = begin
 train(backend=NumpyBackend, world=Solo)
 """
 
@@ -51,14 +51,14 @@ SLOW = """
 import time
 from gpt2core.app.cli import train
 from gpt2core.communicator import Solo
-from gpt2core.parallel.micro_batches import Lane
+from gpt2core.parallel.micro_batches import Worker
 from stage0_serial.numpy_backend import NumpyBackend
 
-def run(self, shards, scale, seed):
+def run(self, batch, scale, seed):
     print("computing\\n", end="", flush=True)  # in one write, because two threads print
     time.sleep(60)
 
-Lane.run = run
+Worker.run = run
 train(backend=NumpyBackend, world=Solo)
 """
 

@@ -9,6 +9,7 @@ from gpt2core.app import cli
 from gpt2core.data import Windows
 from gpt2core.model import GPT2Config
 from gpt2core.parallel.thread_communicator import run_ranks
+from gpt2core.runtime import Runtime
 from gpt2core.trainer import Trainer
 from gpt2core.training_loop import read_batch
 from stage0_serial.numpy_backend import NumpyBackend
@@ -18,46 +19,55 @@ NANO = ("--preset", "nano", "--steps", 2, "--sample", 0, "--threads", 1)
 HERE, THERE = "Fake GPU, cublasLt 1, Triton 3.6.0", "Old GPU, cublasLt 1, Triton 3.6.0"
 
 
-class Choosing(NumpyBackend):
-    """A backend that starts with the choices `known` and makes the missing ones in its first attention."""
+class ChoosingRuntime(Runtime):
+    """A runtime that starts with the choices `known`; the backend makes the missing ones in its first attention."""
 
-    chosen_for, known = HERE, {}
+    tuned_for, known, tuned = HERE, {}, None
+
+    def __init__(self):
+        super().__init__()
+        self.tuned, self.loaded, self.retuned = dict(self.known), [], False
+
+    def load_tuned(self, tuned, final=False):
+        self.loaded.append((dict(tuned), final))
+        self.tuned = self.tuned | tuned if final else dict(tuned)
+
+    def retune(self):
+        self.tuned, self.retuned = {}, True
+
+
+class Choosing(NumpyBackend):
+    """A NumPy backend with a ChoosingRuntime; `made` lists the runtimes of all its instances."""
+
     made = []
 
     def __init__(self, precision="fp32", deterministic=False, mark=0):
         super().__init__(precision)
-        self.mark, self.choices, self.adopted, self.anew = mark, dict(self.known), [], False
-        self.made.append(self)
+        self.mark, self.runtime = mark, ChoosingRuntime()
+        self.made.append(self.runtime)
 
     def attention_forward(self, qkv, n_head):
         for what in ("forward", "backward"):
-            self.choices.setdefault(what, f"tile {self.mark}")
+            self.runtime.tuned.setdefault(what, f"tile {self.mark}")
         return super().attention_forward(qkv, n_head)
-
-    def adopt(self, choices, final=False):
-        self.adopted.append((dict(choices), final))
-        self.choices = self.choices | choices if final else dict(choices)
-
-    def choose_anew(self):
-        self.choices, self.anew = {}, True
 
 
 @pytest.fixture
 def choosing(monkeypatch):
     monkeypatch.setattr(Choosing, "made", [])
-    monkeypatch.setattr(Choosing, "known", {})
+    monkeypatch.setattr(ChoosingRuntime, "known", {})
     return Choosing
 
 
 def steps(comm, known):
-    """(the calls of adopt() in three steps, the choices afterwards, those that the trainer recorded) of one rank."""
+    """(the calls of load_tuned() in three steps, the choices afterwards, those that the trainer kept) of one rank."""
     backend = Choosing(mark=comm.rank)
-    backend.choices = dict(known[comm.rank])
+    backend.runtime.tuned = dict(known[comm.rank])
     trainer = Trainer(CONFIG, [backend], batch_size=4, seq_len=8, micro_batches=4, world=comm)
     windows = Windows(np.random.default_rng(0).integers(0, 36, 200), 8)
     for _ in range(3):
         trainer.step(read_batch(trainer, windows), 1e-3)
-    return backend.adopted, backend.choices, trainer.choices
+    return backend.runtime.loaded, backend.runtime.tuned, trainer.tuned
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
@@ -82,26 +92,26 @@ def test_a_checkpoint_keeps_the_choices_and_their_device(command, choosing, corp
 
     # a resumed run uses these choices, whatever this machine's own cache has
     resumed = ("--resume", tmp_path / "run", "--steps", 3, "--sample", 0, "--threads", 1)
-    choosing.known = {"forward": "of the cache"}
+    ChoosingRuntime.known = {"forward": "of the cache"}  # the fixture resets it
     result = command(cli.train, *resumed, backend=choosing)
     assert result.code == 0 and "chosen by timing" not in result.out
-    assert (state["choices"], False) in choosing.made[-1].adopted and not choosing.made[-1].anew
-    assert choosing.made[-1].choices == state["choices"]
+    assert (state["choices"], False) in choosing.made[-1].loaded and not choosing.made[-1].retuned
+    assert choosing.made[-1].tuned == state["choices"]
 
     result = command(cli.train, *resumed, "--autotune", backend=choosing)
-    assert result.code == 0 and choosing.made[-1].anew and (state["choices"], False) not in choosing.made[-1].adopted
+    assert result.code == 0 and choosing.made[-1].retuned and (state["choices"], False) not in choosing.made[-1].loaded
 
 
 def test_choices_of_another_device_are_timed_again_with_a_note(command, choosing, corpus, tmp_path, monkeypatch):
     command(cli.train, *NANO, "--data", corpus, "--out", tmp_path / "run", backend=choosing)
-    monkeypatch.setattr(choosing, "chosen_for", THERE)
+    monkeypatch.setattr(ChoosingRuntime, "tuned_for", THERE)
     resumed = ("--resume", tmp_path / "run", "--steps", 3, "--sample", 0, "--threads", 1)
     result = command(cli.train, *resumed, backend=choosing)
     note = f"note: the checkpoint's kernels were chosen by timing on {HERE}: on {THERE} they are timed again"
     assert result.code == 0 and result.out.count(note) == 1 and result.out.count("note: ") == 1
-    assert choosing.made[-1].adopted[0] == ({}, False)
+    assert choosing.made[-1].loaded[0] == ({}, False)
     for backend in (NumpyBackend, choosing):  # without timing in one of the two runs there is no note
-        monkeypatch.setattr(choosing, "chosen_for", None)
+        monkeypatch.setattr(ChoosingRuntime, "tuned_for", None)
         assert "timing" not in command(cli.train, *resumed, backend=backend).out
 
 
@@ -118,4 +128,4 @@ def test_a_checkpoint_with_invalid_choices_is_refused(command, choosing, corpus,
 def test_a_stage_that_times_nothing_refuses_the_flag(train, corpus):
     result = train(*NANO, "--data", corpus, "--autotune")
     assert (result.code, result.out) == (2, "")
-    assert result.err == "error: --autotune has no meaning here: numpy times nothing, so leave the flag away\n"
+    assert result.err == "error: --autotune: numpy tunes nothing; omit the flag\n"

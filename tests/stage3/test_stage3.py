@@ -374,7 +374,7 @@ MISTAKES = [
     ("--precision bf16", "--precision bf16 has no meaning in Triton's interpreter"),
     ("--tp 3", "--tp 3 does not divide 2 ranks"),
     ("--batch-size 3", "--batch-size 3 is not divisible by 2 ranks: use --batch-size 4"),
-    ("--zero-gather forward", "--zero-gather forward is about --zero 1, and this is --zero 0"),
+    ("--zero-gather forward", "--zero-gather forward needs --zero 1, and this is --zero 0"),
 ]
 
 
