@@ -14,9 +14,8 @@ class Backend(ABC):
 
     A kernel returns new arrays and never writes to its inputs; only `adamw_step` and `clip` update arrays in place.
     `out` of a backward kernel lists arrays for the gradients of its parameters, in the order of the results: such a
-    gradient is written there and returned; None asks for a new array. What is written to `out` is complete only after
-    `runtime.join()`. A fused kernel is one more method pair: its default here is composed of the plain pairs, and a
-    device with a faster kernel overrides it.
+    gradient is written there and returned, and is complete after `runtime.join()`; None asks for a new array. The
+    default of a fused pair is composed of the plain pairs; a device with a faster kernel overrides it.
     """
 
     deterministic = True  # the default of --deterministic; a GPU is faster with the whole batch in one piece
@@ -32,8 +31,6 @@ class Backend(ABC):
     compute: object  # of the activations, and of the copy of the parameters that kernels read
     xp: object  # the array module (numpy, cupy) that composed operations call
     runtime: Runtime  # what the device offers beside kernels
-
-    # -- arrays ------------------------------------------------------------------------------------------------------
 
     @abstractmethod
     def empty(self, shape, dtype):
@@ -66,7 +63,7 @@ class Backend(ABC):
         out[...] = x
 
     def prepare_tokens(self, ids, rows=None, first=0):
-        """Token ids (B, T) of the host in the form that kernels read, with NumPy arrays as leaves; called on the host.
+        """Token ids (B, T) of the host as NumPy arrays in the form that kernels read.
 
         rows, first: also what embedding_backward needs for a table of the tokens [first, first + rows).
         """
@@ -215,8 +212,6 @@ class Backend(ABC):
         """-> scale * sum over the rows of log(sums) - (picked - highest), a float64 scalar array."""
         losses = self.xp.log(sums) - (picked - highest)
         return self.xp.asarray(losses.sum(dtype=np.float64) * scale)
-
-    # -- flat buffers ------------------------------------------------------------------------------------------------
 
     @abstractmethod
     def sum_of_squares(self, flat, segments):

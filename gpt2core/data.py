@@ -9,14 +9,6 @@ import numpy as np
 from gpt2core.errors import ConfigError, DataError
 
 
-def split_validation(tokens, fraction):
-    """Return (training, validation) views of `tokens`: the last `fraction` of them, 0 <= fraction < 1, validates."""
-    if not 0 <= fraction < 1:
-        raise ConfigError(f"the validation fraction is {fraction}, but it must be at least 0 and less than 1")
-    cut = len(tokens) - round(len(tokens) * fraction)
-    return tokens[:cut], tokens[cut:]
-
-
 class Windows:
     """Sliding windows over one contiguous token buffer: stride = seq_len, circular at its end, so there is no padding.
 

@@ -86,7 +86,7 @@ def parameter_count(config):
 
 
 class GPT2:
-    """A GPT-2 over given parameters; their owner decides where the gradients go.
+    """A GPT-2 over given parameters.
 
     parameters: {Hugging Face name: Tensor}; tensor_group: the ranks that share each layer, over which the parameters
     are already divided (parallel/tensor_parallel.py). wait_on_read(module): called before the parameters of a module

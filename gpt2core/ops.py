@@ -176,10 +176,7 @@ def unembed_cross_entropy(x, w, targets, scale=None, group=SOLO, seed=None):
 
 
 def loss_of_rows(maxima, sums, picked, scale, group, backend):
-    """-> the loss, and the maxima and sums of whole rows, from those of this rank's columns (cross_entropy_forward).
-
-    A row's loss is log(sum of exp(logit - maximum)) - (the target's logit - maximum).
-    """
+    """-> the loss, and the maxima and sums of whole rows, from those of this rank's columns (cross_entropy_forward)."""
     highest = group.all_reduce(maxima, "max")
     sums, picked = group.all_reduce(
         backend.loss_rows(maxima, sums, picked, highest)
@@ -208,9 +205,6 @@ def gather_from_group(x, group):
     return Tensor.from_op(y, (x,), lambda dy: (dy[..., group.rank * K : (group.rank + 1) * K],))
 
 
-# -- recomputation -----------------------------------------------------------------------------------------------------
-
-
 def recompute(function, x):
     """function(x), keeping only x: backward computes the activations again (Chen et al. 2016).
 
@@ -227,9 +221,6 @@ def recompute(function, x):
         return (again.grad,)
 
     return Tensor.from_op(y.data, (x,), backward)
-
-
-# -- helpers -----------------------------------------------------------------------------------------------------------
 
 
 def buffers(*leaves):

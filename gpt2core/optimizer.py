@@ -63,8 +63,8 @@ class AdamW:
     owners: the ranks that divide the arena; each holds the moments of its own part only, which is ZeRO-1 (Rajbhandari
     et al. 2020). The default is a group of one. tensor_group: the ranks that hold one shard of the model each;
     `repeated`: slices of the arena that another of these ranks already counts in the norm.
-    rounding: of the copy that kernels read, "nearest" or "stochastic". The random numbers depend on `seed`, the step
-    and an element's position in the arena, so they are the same for any number of owners.
+    rounding: of the copy that kernels read, "nearest" or "stochastic": random numbers from `seed`, the step and an
+    element's position in the arena, the same for any number of owners.
     copy: the array that kernels read, where that is not `parameters`. gathers: whether update() ends with the
     all-gather of what kernels read; otherwise gather() does it.
     """
@@ -81,7 +81,6 @@ class AdamW:
                 raise ConfigError(f"{flag} {value} must be finite and not negative")
         self.arena, self.parameters, self.copy, self.workers = arena, parameters, copy, workers
         self.backend = workers.backends[0]
-        check_rounding(rounding, self.backend)
         self.seed = seed if rounding == "stochastic" else None
         self.owners, self.tensor_group, self.repeated = owners or Solo(), tensor_group or Solo(), repeated
         self.read, self.gathers = parameters if copy is None else copy, gathers
@@ -175,14 +174,3 @@ class AdamW:
     def load_moments(self, first, second):
         """Copy this rank's part of the flat moments of the whole arena."""
         self.exp_avg[...], self.exp_avg_sq[...] = first[self.own], second[self.own]
-
-
-def check_rounding(rounding, backend):
-    """Raise ConfigError unless this backend can round the copy of the parameters in this way."""
-    if rounding not in ("nearest", "stochastic"):
-        raise ConfigError(f"--rounding {rounding} is unknown: use nearest or stochastic")
-    if rounding == "stochastic" and not backend.rounds_stochastically:
-        raise ConfigError(
-            f"--rounding stochastic applies to the bf16 copy of the parameters, and --precision {backend.precision} "
-            f"has no such copy: use --precision bf16, on a GPU, or --rounding nearest"
-        )

@@ -165,17 +165,6 @@ class Sampling:
         return int(order[min(int(np.searchsorted(np.cumsum(p), self.random.random(), "right")), len(p) - 1)])
 
 
-class GroupSampler:
-    """One token for all ranks of a group: average the ranks' logits, sample on the root, broadcast the token."""
-
-    def __init__(self, choose, group):
-        self.choose, self.group = choose, group
-
-    def __call__(self, logits):
-        mean = self.group.all_reduce(logits) / self.group.size
-        return int(self.group.broadcast(np.array([self.choose(mean)]))[0])
-
-
 def chooser(temperature=0.0, top_k=0, top_p=1.0, seed=0):
     """The sampling rule for these options: Greedy at temperature 0, else Sampling.
 

@@ -32,10 +32,7 @@ def is_recording():
 
 
 class Edge:
-    """What backward needs to know about an input that is the output of another operation: everything but its array.
-
-    The closures hold the arrays that they need; all other arrays are freed during forward.
-    """
+    """An input that is the output of another operation, without its array: only closures keep arrays alive."""
 
     __slots__ = ("shape", "requires_grad", "node", "index")
     grad_buffer = None  # only leaves have one

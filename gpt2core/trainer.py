@@ -4,8 +4,6 @@
 
 import contextlib
 
-import numpy as np
-
 from gpt2core.arena import Arena
 from gpt2core.communicator import Solo
 from gpt2core.errors import ConfigError
@@ -14,7 +12,7 @@ from gpt2core.ops import require_tokens
 from gpt2core.optimizer import AdamW
 from gpt2core.parallel import tensor_parallel
 from gpt2core.parallel.bucket_size import measured_bucket
-from gpt2core.parallel.config import ParallelConfig
+from gpt2core.parallel.config import ParallelConfig, check_rounding
 from gpt2core.parallel.data_parallel import gradient_reduction
 from gpt2core.parallel.even_slices import even_slices
 from gpt2core.parallel.loss_scale import LossScale
@@ -22,7 +20,6 @@ from gpt2core.parallel.mesh import Mesh
 from gpt2core.parallel.micro_batches import MicroBatches
 from gpt2core.parallel.steps_in_flight import PendingStep
 from gpt2core.parallel.threads import WorkerPool, limit_blas
-from gpt2core.parallel.tree_sum import tree_sum
 from gpt2core.parallel.whole_parameters import fill, initial_parameters
 from gpt2core.parallel.zero import PIECE_MB, AsyncAllGather, check_gather
 
@@ -89,6 +86,7 @@ class Trainer:
 
     def make_optimizer(self, owners, options):
         """AdamW over the arena; parameters that every tensor rank holds count once in the norm."""
+        check_rounding(options.get("rounding", "nearest"), self.backend)
         tensor = self.mesh.tensor
         replicated = filter(tensor_parallel.is_replicated, self.arena.slices)
         repeated = [] if tensor.is_root else [self.arena.padded(name) for name in replicated]
@@ -101,8 +99,7 @@ class Trainer:
     def prepare(self, inputs, targets):
         """The batch for step(), from this rank's rows of the global batch: inputs, targets (rows, T) integers.
 
-        Host work only: cuts them into micro-batches for the workers. Raises ShapeError for a token outside the
-        vocabulary.
+        Host work only: cuts them into micro-batches for the workers. Raises ShapeError for an unknown token.
         """
         for tokens in (inputs, targets):
             require_tokens("batch", tokens, self.config.vocab_size)
@@ -142,8 +139,8 @@ class Trainer:
             losses = self.accumulator.backward(batch, 1 / (self.batch_size * self.seq_len), self.loss_scale.factor)
         self.data_parallel.finish()
         runtime.join()
-        gradients = self.accumulator.gradients
         with runtime.range("optimizer"):
+            gradients = self.accumulator.gradients
             stop = self.optimizer.stop if self.loss_scale.state is None else None  # fp16 repeats such a step instead
             norm, scale = self.optimizer.norm_and_scale(gradients, self.loss_scale, stop)
             self.optimizer.update(gradients, scale, hyper)
@@ -154,15 +151,6 @@ class Trainer:
         """Use these choices in all backends of this rank: see Runtime.load_tuned."""
         for backend in self.workers.backends:
             backend.runtime.load_tuned(tuned, final)
-
-    def total(self, losses, signal=0):
-        """The canonical sum of all ranks' losses, and the largest of their signal numbers: (float, int).
-
-        Tensor-parallel ranks have equal losses; those of the first one count.
-        """
-        mine = np.array([signal, *losses], np.float64)
-        everyone = self.world.all_gather(mine).reshape(-1, self.mesh.tensor.size, len(mine))  # (data, tensor, 1 + n)
-        return tree_sum([float(loss) for loss in everyone[:, 0, 1:].ravel()]), int(everyone[:, :, 0].max())
 
     def bytes_sent(self):
         """The bytes that this rank has sent so far, in all groups."""

@@ -1,10 +1,7 @@
 """The only training loop: step after step, what comes between two steps, and the ways in which training ends."""
 
-import dataclasses
-import math
-
-from gpt2core.errors import ConfigError, Diverged, UserError
-from gpt2core.model import parameter_count
+from gpt2core.errors import ConfigError, UserError
+from gpt2core.parallel.evaluation import evaluate
 from gpt2core.parallel.whole_parameters import check_finite, verify
 
 LOG_LOST = 255  # in place of a signal's number: the log cannot be written
@@ -71,7 +68,7 @@ def run(
         if due(verify_every, last):
             verify(trainer)
         validate = validation is not None and due(eval_every, last)
-        report(with_utilisation(trainer, step), evaluate(trainer, validation) if validate else None, last)
+        report(step, evaluate(trainer, validation) if validate else None, last)
         if save and save_every and trainer.steps % save_every == 0 and not last:
             save_finite()
     if save:
@@ -88,35 +85,3 @@ def read_batch(trainer, windows, ahead=0):
     position = trainer.position + ahead * trainer.batch_size
     rows = trainer.rows
     return trainer.prepare(*windows.batch(position + rows.start, rows.stop - rows.start))
-
-
-def evaluate(trainer, windows):
-    """Mean cross-entropy over every whole window once, in nats a token, without an update; all ranks must call it.
-
-    Raises Diverged when it is not finite.
-    """
-    trainer.optimizer.gather()
-    total, count, rows = 0.0, 0, trainer.rows
-    for inputs, targets in windows.once(trainer.batch_size):
-        losses = trainer.accumulator.losses(inputs[rows], targets[rows], 1.0, rows.stop - rows.start)
-        total += trainer.total(losses)[0]
-        count += inputs.size
-    if not math.isfinite(total):
-        raise Diverged(f"step {trainer.steps - 1}: the validation loss is {total / count}: lower --lr or set --clip")
-    return total / count
-
-
-def flops_per_token(config, seq_len):
-    """Floating-point operations of one training step for each token: 6 a weight, 12 LCT in attention (PaLM, app. B)."""
-    positions = config.block_size * config.n_embd
-    unused = positions + (0 if config.tied else config.vocab_size * config.n_embd)  # table look-ups
-    return 6 * (parameter_count(config) - unused) + 12 * config.n_layer * config.n_embd * seq_len
-
-
-def with_utilisation(trainer, step):
-    """The Step with its model-FLOPs utilisation, where the peak of the device is known."""
-    peak = trainer.backend.runtime.peak_flops(trainer.backend.precision)
-    if not peak:
-        return step
-    flops = step.tokens_per_second * flops_per_token(trainer.config, trainer.seq_len)
-    return dataclasses.replace(step, mfu=flops / (peak * trainer.world.size))

@@ -12,7 +12,7 @@ import numpy as np
 from benchmarks.harness.processes import BenchmarkProcess, ProcessSpec, run_main, run_rounds
 from benchmarks.harness.report import add_save_flags, nvidia_smi, paired_ratio, print_table, round_medians, save
 from gpt2core.app.presets import PRESETS
-from gpt2core.training_loop import flops_per_token
+from gpt2core.app.run_log import flops_per_token
 from stage2_cuda.runtime.peak_flops import peak_flops
 
 SEED = 20260101

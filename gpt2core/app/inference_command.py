@@ -12,9 +12,10 @@ from gpt2core.communicator import Solo
 from gpt2core.errors import ConfigError
 from gpt2core.parallel.all_or_raise import all_or_raise, on_root
 from gpt2core.parallel.config import ParallelConfig
+from gpt2core.parallel.group_sampler import GroupSampler
 from gpt2core.parallel.tensor_parallel import check_tensor_parallel, load_model
 from gpt2core.parallel.threads import limit_blas
-from gpt2core.sampler import GroupSampler, chooser
+from gpt2core.sampler import chooser
 
 
 def inference_command(make_backend, world, args, cores):

@@ -217,3 +217,19 @@ def plot_curve(rows, path):
     axes.grid(alpha=0.3)
     figure.savefig(path, format="png", dpi=150)
     pyplot.close(figure)
+
+
+def flops_per_token(config, seq_len):
+    """Floating-point operations of one training step for each token: 6 a weight, 12 LCT in attention (PaLM, app. B)."""
+    positions = config.block_size * config.n_embd
+    unused = positions + (0 if config.tied else config.vocab_size * config.n_embd)  # table look-ups
+    return 6 * (parameter_count(config) - unused) + 12 * config.n_layer * config.n_embd * seq_len
+
+
+def with_utilisation(trainer, step):
+    """The Step with its model-FLOPs utilisation, where the peak of the device is known."""
+    peak = trainer.backend.runtime.peak_flops(trainer.backend.precision)
+    if not peak:
+        return step
+    flops = step.tokens_per_second * flops_per_token(trainer.config, trainer.seq_len)
+    return dataclasses.replace(step, mfu=flops / (peak * trainer.world.size))

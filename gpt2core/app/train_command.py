@@ -16,16 +16,16 @@ from gpt2core.app.inference_io import load_tokenizer, write_text
 from gpt2core.app.rank_agreement import check_one_process, check_rank_flags, print_nothing, share_tokens
 from gpt2core.app.resume import Progress, read_progress, restore, run_state, saved_arguments
 from gpt2core.app.run_config import RunConfig, data_parallel_ranks, model_config, resolve_flags, resolve_rank_flags
-from gpt2core.app.run_log import RunLog, SilentLog, describe, report_end, unused_threads
+from gpt2core.app.run_log import RunLog, SilentLog, describe, report_end, unused_threads, with_utilisation
 from gpt2core.app.stop_signals import StopSignals
-from gpt2core.data import Windows, split_validation
+from gpt2core.data import Windows
 from gpt2core.errors import ConfigError, counted
 from gpt2core.optimizer import Schedule
 from gpt2core.parallel.all_or_raise import all_or_raise, on_root
 from gpt2core.parallel.config import plan_micro_batches
 from gpt2core.parallel.local_windows import LocalWindows
 from gpt2core.parallel.whole_parameters import current_model, named_moments, named_parameters, parameter_hash
-from gpt2core.text.token_file import brings_tokenizer, load_tokens
+from gpt2core.text.token_file import brings_tokenizer, load_tokens, split_validation
 from gpt2core.text.tokenizer import Tokenizer
 from gpt2core.trainer import Trainer
 from gpt2core.training_loop import LogLost, run
@@ -214,6 +214,9 @@ def run_steps(config, corpus, trainer, windows, validation, schedule, log):
                 keep=config.keep,
             )
 
+    def report(step, validation_loss, last):
+        log(with_utilisation(trainer, step), validation_loss, final_fields(trainer) if last else None)
+
     sizes = step_sizes(config, trainer.micro_batches, trainer.mesh.data.size)
     try:
         with StopSignals() as stop, memory_errors(trainer.backend, trainer.config, *sizes):
@@ -224,7 +227,9 @@ def run_steps(config, corpus, trainer, windows, validation, schedule, log):
                 config.steps,
                 validation=validation,
                 eval_every=config.eval_every,
-                on_step=lambda step, loss, last: log(step, loss, final_fields(trainer) if last else None),
+                on_step=lambda step, loss, last: log(
+                    with_utilisation(trainer, step), loss, final_fields(trainer) if last else None
+                ),
                 save=save if config.out else None,
                 save_every=config.checkpoint_every,
                 verify_every=config.verify_every,

@@ -72,3 +72,14 @@ def plan_micro_batches(batch_size, micro_batches, threads, ranks, deterministic)
         )
     threads = min(threads, micro_batches // ranks)
     return micro_batches, 1 << threads.bit_length() - 1  # a power of two: each thread sums a whole subtree
+
+
+def check_rounding(rounding, backend):
+    """Raise ConfigError unless this backend can round the copy of the parameters in this way."""
+    if rounding not in ("nearest", "stochastic"):
+        raise ConfigError(f"--rounding {rounding} is unknown: use nearest or stochastic")
+    if rounding == "stochastic" and not backend.rounds_stochastically:
+        raise ConfigError(
+            f"--rounding stochastic applies to the bf16 copy of the parameters, and --precision {backend.precision} "
+            f"has no such copy: use --precision bf16, on a GPU, or --rounding nearest"
+        )

@@ -119,7 +119,7 @@ class MicroBatches:
     def deal(self, inputs, targets, rows):
         """inputs, targets (B, T) as a list of (inputs, targets) micro-batches for each worker, contiguous and in order.
 
-        They are cut as for a batch of `rows`; where B is smaller, the last of them are short or empty.
+        They are cut as for a batch of `rows`; where B is smaller, the last ones are short or empty.
         """
         batches = [(inputs[part], targets[part]) for part in even_slices(rows, self.count)]
         return [batches[part] for part in even_slices(self.count, self.pool.size)]

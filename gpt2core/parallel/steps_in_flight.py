@@ -10,7 +10,10 @@ import math
 import time
 from dataclasses import dataclass
 
+import numpy as np
+
 from gpt2core.errors import Diverged
+from gpt2core.parallel.tree_sum import tree_sum
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,7 @@ class PendingStep:
         trainer = self.trainer
         *losses, norm = (array.item() for array in self.results.wait())
         sent = trainer.bytes_sent()
-        loss, trainer.stopped_by = trainer.total(losses, signal)
+        loss, trainer.stopped_by = total_loss(trainer, losses, signal)
         self.sent += trainer.bytes_sent() - sent + trainer.sent_by_update
         return loss, norm
 
@@ -102,3 +105,13 @@ class PendingStep:
             pending.results.wait()
         self.trainer.in_flight.clear()
         self.trainer.optimizer.stop[...] = 0
+
+
+def total_loss(trainer, losses, signal=0):
+    """The canonical sum of all ranks' losses, and the largest of their signal numbers: (float, int).
+
+    Tensor-parallel ranks have equal losses; those of the first one count.
+    """
+    mine = np.array([signal, *losses], np.float64)
+    everyone = trainer.world.all_gather(mine).reshape(-1, trainer.mesh.tensor.size, len(mine))  # (data, tensor, 1 + n)
+    return tree_sum([float(loss) for loss in everyone[:, 0, 1:].ravel()]), int(everyone[:, :, 0].max())

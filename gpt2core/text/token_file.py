@@ -22,7 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
-from gpt2core.errors import DataError
+from gpt2core.errors import ConfigError, DataError
 from gpt2core.text.tokenizer import Tokenizer, build_tokenizer
 
 MAGIC, VERSION, HEADER = b"\x93GPT2TOK", 1, struct.Struct("<8sHHIQQ")
@@ -199,3 +199,11 @@ def load_tokens(path, tokenizer=None):
             f"{tokenizer.vocab_size}, fingerprints {fingerprint:08x} and {tokenizer.fingerprint:08x}): prepare it again"
         )
     return open_token_file(path), tokenizer
+
+
+def split_validation(tokens, fraction):
+    """Return (training, validation) views of `tokens`: the last `fraction` of them, 0 <= fraction < 1, validates."""
+    if not 0 <= fraction < 1:
+        raise ConfigError(f"the validation fraction is {fraction}, but it must be at least 0 and less than 1")
+    cut = len(tokens) - round(len(tokens) * fraction)
+    return tokens[:cut], tokens[cut:]

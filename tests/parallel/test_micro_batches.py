@@ -21,6 +21,7 @@ from gpt2core.errors import ConfigError, Diverged
 from gpt2core.model import GPT2, GPT2Config, parameter_shapes
 from gpt2core.optimizer import AdamW, Schedule
 from gpt2core.parallel.config import plan_micro_batches
+from gpt2core.parallel.evaluation import evaluate
 from gpt2core.parallel.even_slices import even_slices
 from gpt2core.parallel.micro_batches import MicroBatches, Worker, merged_levels
 from gpt2core.parallel.thread_communicator import run_ranks
@@ -36,7 +37,7 @@ from gpt2core.parallel.whole_parameters import (
 )
 from gpt2core.tensor import ShapeError, Tensor, is_recording, no_grad
 from gpt2core.trainer import Trainer
-from gpt2core.training_loop import evaluate, read_batch
+from gpt2core.training_loop import read_batch
 from stage0_serial.numpy_backend import NumpyBackend
 
 torch = pytest.importorskip("torch")

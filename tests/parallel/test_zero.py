@@ -13,6 +13,7 @@ from gpt2core.errors import ConfigError
 from gpt2core.model import parameter_shapes
 from gpt2core.parallel.config import ParallelConfig
 from gpt2core.parallel.data_parallel import STRATEGIES
+from gpt2core.parallel.evaluation import evaluate
 from gpt2core.parallel.thread_communicator import run_ranks
 from gpt2core.parallel.whole_parameters import (
     check_finite,
@@ -23,7 +24,7 @@ from gpt2core.parallel.whole_parameters import (
     verify,
 )
 from gpt2core.parallel.zero import AsyncAllGather
-from gpt2core.training_loop import evaluate, read_batch
+from gpt2core.training_loop import read_batch
 from stage0_serial.numpy_backend import NumpyBackend
 from tests.support.collective_choice import chosen
 from tests.support.training import BUCKET_MB, CONFIG, TIED, assert_same, make_trainer, train

@@ -21,13 +21,14 @@ from gpt2core.app import cli
 from gpt2core.app.presets import CORPUS, PRESETS, RECIPES
 from gpt2core.data import Windows
 from gpt2core.model import GPT2Config
+from gpt2core.parallel.evaluation import evaluate
 from gpt2core.parallel.tensor_parallel import load_model
 from gpt2core.parallel.whole_parameters import current_model, initial_parameters, load, parameter_hash
 from gpt2core.sampler import generate
 from gpt2core.tensor import Tensor
 from gpt2core.text.token_file import load_tokens
 from gpt2core.trainer import Trainer
-from gpt2core.training_loop import evaluate, read_batch
+from gpt2core.training_loop import read_batch
 from stage0_serial.numpy_backend import NumpyBackend
 from stage2_cuda.cuda_backend import CudaBackend
 from stage2_cuda.runtime import triton_launch

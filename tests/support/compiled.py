@@ -39,9 +39,10 @@ from gpt2core.app.presets import PRESETS  # noqa: E402
 from gpt2core.data import Windows  # noqa: E402
 from gpt2core.errors import Diverged  # noqa: E402
 from gpt2core.model import parameter_shapes  # noqa: E402
+from gpt2core.parallel.evaluation import evaluate  # noqa: E402
 from gpt2core.parallel.tensor_parallel import load_model  # noqa: E402
 from gpt2core.sampler import Greedy, KVCache, Sampling, generate_batch  # noqa: E402
-from gpt2core.training_loop import evaluate, read_batch  # noqa: E402
+from gpt2core.training_loop import read_batch  # noqa: E402
 from stage2_cuda import cuda_backend  # noqa: E402
 from stage2_cuda.cuda_backend import PRECISIONS  # noqa: E402
 from stage2_cuda.kernels import attention  # noqa: E402

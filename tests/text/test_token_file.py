@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpt2core.data import Windows, split_validation
+from gpt2core.data import Windows
 from gpt2core.errors import ConfigError, DataError
 from gpt2core.text import token_file as dataset
 from gpt2core.text.token_file import (
@@ -18,6 +18,7 @@ from gpt2core.text.token_file import (
     load_tokens,
     open_token_file,
     read_text,
+    split_validation,
     text_chunks,
     write_token_file,
 )
