@@ -30,10 +30,10 @@ def one_line(result, *words):
 
 
 @in_the_interpreter
-def test_who_asks_the_interpreter_for_a_large_model_is_told():
-    assert CudaBackend().remarks(PRESETS["nano"]) == []
-    (said,) = CudaBackend().remarks(PRESETS["paper"])
-    assert "--preset nano" in said
+def test_the_interpreter_warns_about_a_large_model():
+    assert CudaBackend().runtime.notes(PRESETS["nano"]) == []
+    (note,) = CudaBackend().runtime.notes(PRESETS["paper"])
+    assert "--preset nano" in note
 
 
 class Broken(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -118,10 +118,9 @@ def test_a_profiler_sees_the_phases_of_a_step_and_the_ops_in_them(monkeypatch):
     backend = CudaBackend()
     nvtx.annotate(backend, ranges)
     trainer = Trainer(config, [backend], batch_size=2, seq_len=8, micro_batches=2)
-    trainer.accumulator.feed(*np.zeros((2, 2, 8), np.int64))
-    trainer.optimizer.begin(1e-3)
+    batch, hyper = trainer.prepare(*np.zeros((2, 2, 8), np.int64)), trainer.optimizer.hyperparameters(1, 1e-3)
     with np.errstate(all="ignore"):
-        trainer.update()
+        trainer.compiled(batch, hyper)
     assert ranges.open == []
     seen = [path for path in ranges.paths if "/" not in path]
     assert seen == ["forward", "backward"] * 2 + ["optimizer"]
@@ -130,4 +129,4 @@ def test_a_profiler_sees_the_phases_of_a_step_and_the_ops_in_them(monkeypatch):
         assert f"forward/{op}_forward" in ranges.paths and f"backward/{op}_backward" in ranges.paths
     assert {"optimizer/sum_of_squares", "optimizer/clip", "optimizer/adamw_step"} <= set(ranges.paths)
     assert CudaBackend.linear_forward is vars(CudaBackend)["linear_forward"]  # no other backend is touched
-    assert "span" not in vars(CudaBackend())
+    assert "range" not in vars(CudaBackend().runtime)
