@@ -169,7 +169,7 @@ TRAINING = [
     ("--seed|-1", "--seed -1"),
     ("--precision|bf16", "--precision bf16 is not available on the CPU"),
     ("--precision|fp8", "--precision|fp8|fp32"),
-    ("--rounding|stochastic", "--rounding stochastic|--precision fp32 has none|--rounding nearest"),
+    ("--rounding|stochastic", "--rounding stochastic|--precision fp32 has no such copy|--rounding nearest"),
     ("--rounding|up", "--rounding|up|nearest"),
     # intervals and sizes
     ("--log-every|0", "--log-every 0"),
