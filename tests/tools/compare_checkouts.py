@@ -315,7 +315,7 @@ def timed(self, *arguments):
     return report(self, *arguments)
 
 RunLog.__call__ = timed
-atexit.register(lambda: json.dump(times, open(file, "w")))
+atexit.register(lambda: times and json.dump(times, open(file, "w")))  # of several ranks only the root reports
 sys.argv = sys.argv[2:]
 runpy.run_module(module, run_name="__main__", alter_sys=True)
 """
@@ -327,7 +327,9 @@ def seconds(timing, checkout):
         log, words = Path(directory) / "times.json", timing.words
         if "--steps" in words:
             at = max(number for number, word in enumerate(words) if word == "-m")  # that of the script
-            words = (*words[:at], "-c", TIMED, str(log), *words[at + 1 :])
+            script = Path(directory) / "timed.py"
+            script.write_text(TIMED)
+            words = (*words[:at], str(script), str(log), *words[at + 1 :])
         process = start(words, checkout)
         out, error = communicate(process)
         if process.returncode:
