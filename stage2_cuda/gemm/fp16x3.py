@@ -5,9 +5,9 @@
 
 fp16 has the 11 bits of tf32 at twice its speed and half its size, but a smaller range. Therefore each square block of a
 matrix is divided by its own power of two, such that its largest magnitude is in [2^14, 2^15). The error of high + low
-is below 2^-22 of a number, or 2^-39 of the block's largest number; low_a low_b, which is omitted, is below 2^-22 of a
-b. Tensor cores truncate their sums, by about 1e-8 per term of a long sum. Here a tensor core sum ends with its tile,
-and tiles are added in ordinary float32 arithmetic, after the multiplication by their scales.
+is below 2^-22 of a number, or 2^-39 of the block's largest number; low_a low_b, which is omitted, is below 2^-22 of the
+product. Tensor cores truncate their sums, by about 1e-8 per term of a long sum. Here a tensor core sum ends with its
+tile, and tiles are added in ordinary float32 arithmetic, after the multiplication by their scales.
 """
 
 # out (M, N) = the sum over K of a (M, K) times b (K, N); either may be stored transposed: (K, M), (N, K)

@@ -225,12 +225,12 @@ def forward_kernel(
 
 
 def attention_forward(y, lse, qkv, n_head, precision="ieee", tiles=None):
-    """y (B, T, C) and lse (B, H, T) float32 from qkv (B, T, 3C), whose columns are q, k, v, each (H, D).
+    """y (B, T, C) and lse (B, H, T) float32 from qkv (B, T, 3C): columns q, then k, then v, each (H, D).
 
     lse is in base 2, because the kernels use exp2: log2(e) times the lse of the formula.
     precision: how tl.dot multiplies float32, "ieee", "tf32" or "tf32x3"; products of fp16 and bf16 are exact, and all
-    sums are float32. tiles: AttentionTiles to use instead of DEFAULT_TILES. Raises ConfigError unless the head size is a
-    multiple of 8 up to 128.
+    sums are float32. tiles: AttentionTiles to use instead of DEFAULT_TILES. Raises ConfigError unless the head size is
+    a multiple of 8 up to 128.
     """
     B, T, D, tiles = shapes_and_tiles(qkv, n_head, precision, tiles)
     tile = tiles.forward
