@@ -1,24 +1,24 @@
-"""Memory that comes back by itself: a buffer is free again when no array that looks into it is alive."""
+"""A pool of reusable buffers: a buffer is free as soon as no array refers to its memory."""
 
 import sys
 
 import numpy as np
 
-# Page faults on fresh memory cost more than the arithmetic on it, so activations must live in memory that was used
-# before. NumPy makes every view of a view point at the one array that owns the memory, and CPython counts those
-# references: asking for the count replaces any bookkeeping of who is done with what.
+# Page faults in new memory cost more than the arithmetic on it, so activations are placed in memory that was used
+# before. Every NumPy view, also a view of a view, refers to the one array that owns the memory (`base`). CPython counts
+# these references, so the count of the owner shows whether the buffer is in use.
 
-SMALL = 1 << 14  # bytes; below this malloc's own free lists are as good
+SMALL = 1 << 14  # bytes; malloc reuses smaller blocks equally fast
 ALIGNMENT = 64  # bytes: a cache line, an AVX-512 register
 
 
 class BufferPool:
-    """Arrays over recycled memory. Not shared between threads: every lane has its own."""
+    """Arrays in reused memory. Not thread-safe: every worker has its own pool."""
 
     def __init__(self):
         self.owners = {}  # size class in bytes -> [(array that owns that much memory, offset of its first cache line)]
         probe = [(np.empty(0, np.uint8), 0)]
-        self.unused = next(sys.getrefcount(owner) for owner, _ in probe)  # the count where nobody looks into it
+        self.unused = next(sys.getrefcount(owner) for owner, _ in probe)  # reference count of an owner without views
 
     def empty(self, shape, dtype):
         """An uninitialised, aligned, C-contiguous array of `shape`."""
@@ -45,6 +45,6 @@ class BufferPool:
 
 
 def size_class(nbytes):
-    """nbytes rounded up to one of eight steps between powers of two, so that growing shapes reuse buffers too."""
+    """nbytes rounded up to one of eight steps between powers of two, so that slowly growing shapes reuse buffers."""
     step = max(SMALL, 1 << max(nbytes.bit_length() - 4, 0))
     return -(-nbytes // step) * step

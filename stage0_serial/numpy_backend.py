@@ -1,4 +1,4 @@
-"""The kernels in NumPy: each pass over memory is a ufunc with `out=`, each product a BLAS call, on reused memory."""
+"""The kernels in NumPy: elementwise operations are ufuncs with `out=`, large products use BLAS, memory is reused."""
 
 # B batch, T time, C channels, H heads, D = C // H, V vocabulary, K columns, N = B*T rows
 
@@ -18,14 +18,14 @@ from stage0_serial.buffer_pool import BufferPool
 
 BLOCK = 1 << 16  # elements of one elementwise block: a few of them fit in a core's second-level cache
 QUERIES = 64  # query rows of one attention block; blocks above the diagonal are skipped
-ROWS = 64  # of a matrix product that is worth dividing over threads
-LOGITS = 1 << 23  # elements of logits that exist at once
+ROWS = 64  # a matrix product with fewer rows is not divided over threads
+LOGITS = 1 << 23  # elements: larger logits are computed in chunks of rows
 GELU_A, GELU_B = math.sqrt(2 / math.pi), 0.044715  # Python floats: a NumPy one would make every pass float64
 DTYPES = {"fp32": np.float32, "fp64": np.float64}
 
 
 class NumpyBackend(Backend):
-    """NumPy arrays on the host; one instance for each thread, because its buffers are recycled without locks."""
+    """NumPy arrays on the host; one instance per thread, because its buffers are reused without locks."""
 
     name = "numpy"
     xp = np
@@ -65,7 +65,8 @@ class NumpyBackend(Backend):
     def matmul(self, a, b, out=None):
         y = self.empty((a.shape[0], b.shape[1]), a.dtype) if out is None else out
         if len(a) == 1 and len(b) < BLOCK // 4 and b.flags.c_contiguous:
-            # the time is that of reading b, which einsum does faster than BLAS; but einsum adds a long sum term by term
+            # one row: the time goes into reading b, and einsum reads it faster than BLAS. Not for a long b: einsum adds
+            # the terms one by one, which is inaccurate for long sums.
             return np.einsum("nc,ck->nk", a, b, out=y)
         if self.runtime.executor is None or len(a) < ROWS:
             return np.matmul(a, b, out=y)
@@ -77,7 +78,7 @@ class NumpyBackend(Backend):
         return y
 
     def constant(self, value, n, dtype):
-        """A vector (n) of one number, made once: a product with it is NumPy's fastest sum."""
+        """A cached vector (n) filled with `value`: a product with it is the fastest sum in NumPy."""
         key = (value, n, dtype)
         if key not in self.constants:
             self.constants[key] = np.full(n, value, dtype)
@@ -98,6 +99,7 @@ class NumpyBackend(Backend):
         return dx, dw, self.column_sums(dy, out[1]) if bias else None
 
     # -- gelu: u = A (x + B x^3); y = x (1 + tanh u) / 2 = x s; dy/dx = s + 2 y (1 - s) du/dx -------------------------
+    #    a training step uses linear_gelu_forward, which keeps dy/dx, and linear_gelu_backward
 
     def gelu_forward(self, x):
         y = self.like(x)
@@ -110,7 +112,7 @@ class NumpyBackend(Backend):
         return np.multiply(dx, dy, out=dx)
 
     def gelu(self, x, bias, y, derivative):
-        """Fill y with gelu(x + bias), and `derivative` with its slope there unless it is None; y may be x."""
+        """Write gelu(x + bias) to y, which may be x, and its slope to `derivative`, unless that is None."""
         x, y, derivative = rows(x), rows(y), None if derivative is None else rows(derivative)
         square, sigmoid = (self.empty((min(len(x), block_rows(x)), x.shape[1]), x.dtype) for _ in range(2))
         for block in blocks(x):
@@ -137,7 +139,7 @@ class NumpyBackend(Backend):
 
     def linear_gelu_forward(self, x, w, b):
         y = self.linear_forward(x, w)
-        slope = self.like(y) if is_recording() else None  # all that backward needs: the input is overwritten
+        slope = self.like(y) if is_recording() else None  # backward needs only the slope, so gelu overwrites its input
         self.gelu(y, b, y, slope)
         return y, slope
 
@@ -178,7 +180,7 @@ class NumpyBackend(Backend):
         return s, y, (normalised, rstd)
 
     def residual_layernorm_of_one_row(self, x, a, a_bias, w, b, eps):
-        """The same for decoding, where a NumPy call costs more than its arithmetic: fewer calls, and no aux."""
+        """The same for decoding one token: fewer NumPy calls, each costs more than its arithmetic; no aux."""
         s = x if a is None else x + (a + a_bias)
         h = s - np.vdot(s, self.constant(1 / s.size, s.size, s.dtype))
         r = 1 / math.sqrt(float(np.vdot(h, h)) / h.size + eps)
@@ -208,12 +210,12 @@ class NumpyBackend(Backend):
         return dx, self.column_sums(dx2, out[0]), dw, self.column_sums(dy2, out[2])
 
     # -- attention: E = exp(S - rowmax), S = scale q k', causal; y = E v / rowsum(E) -----------------------------------
-    #    backward: dS = E (dE - rowsum(dy y)) / rowsum, so the softmax is never normalised and never recomputed
+    #    backward: dS = E (dE - rowsum(dy y)) / rowsum, so E is kept, and p = E / rowsum is never computed
 
     def attention_forward(self, qkv, n_head):
         q3, B, T, D = split_heads(qkv, n_head)
         y = self.empty((B, T, n_head * D), qkv.dtype)
-        exps = self.empty((B, n_head, T, T), qkv.dtype)  # the part above the diagonal blocks is never touched
+        exps = self.empty((B, n_head, T, T), qkv.dtype)  # blocks above the diagonal are never written
         inverse_sums = self.empty((B, n_head, T), qkv.dtype)
         q, k = self.empty((n_head, T, D), qkv.dtype), self.empty((n_head, D, T), qkv.dtype)
         mask = np.triu(np.full((QUERIES, QUERIES), -np.inf, qkv.dtype), 1)
@@ -280,15 +282,15 @@ class NumpyBackend(Backend):
 
     def embedding_forward(self, ids, wte, wpe, position=0, first=0):
         x, ids = self.empty((*ids.shape, wte.shape[1]), wte.dtype), ids.astype(np.intp) - first
-        np.take(wte, ids, axis=0, out=x, mode="clip")  # "raise" copies through a buffer; ops.embedding checks the range
+        np.take(wte, ids, axis=0, out=x, mode="clip")  # mode="raise" buffers `out`; ops.embedding checks the range
         x[(ids < 0) | (ids >= len(wte))] = 0
         return x if wpe is None else np.add(x, wpe[position : position + ids.shape[1]], out=x)
 
     def embedding_backward(self, dy, ids, wte, wpe, position=0, first=0, out=(None, None), accumulate=False):
         ids, dy2 = ids.reshape(-1).astype(np.intp) - first, rows(dy)
         order = np.argsort(ids, kind="stable")
-        order = order[slice(*np.searchsorted(ids[order], (0, len(wte))))]  # the rows whose token wte holds
-        runs = np.flatnonzero(np.diff(ids[order], prepend=-1))  # first row of each token, in the order of the ids
+        order = order[slice(*np.searchsorted(ids[order], (0, len(wte))))]  # rows whose token is in this part of wte
+        runs = np.flatnonzero(np.diff(ids[order], prepend=-1))  # index in `order` of the first row of each token
         dwte, dwpe = (
             self.empty(p.shape, dy.dtype) if buffer is None else buffer
             for p, buffer in zip((wte, wpe), out, strict=True)
@@ -341,7 +343,7 @@ class NumpyBackend(Backend):
             return self.unembed_backward(dlogits, x, w, out)
         dx, dw = self.like(x), self.empty(w.shape, w.dtype) if out is None else out
         dw[...] = 0
-        for chunk in logit_chunks(x, w):  # the logits were too many to keep: compute each chunk again
+        for chunk in logit_chunks(x, w):  # forward did not keep the logits: compute each chunk again
             exps = self.unembed_forward(x[chunk], w)
             np.exp(np.subtract(exps, maxima[chunk, None], out=exps), out=exps)
             rows_of_chunk = targets[chunk], scale, maxima[chunk], sums[chunk], (exps, maxima[chunk]), first
@@ -353,14 +355,14 @@ class NumpyBackend(Backend):
     # -- flat buffers ------------------------------------------------------------------------------------------------
 
     def sum_of_squares(self, flat, segments):
-        rows_each = len(flat) // ARENA_BLOCK // max(1, segments)  # a row is short enough to sum in its own precision
+        rows_each = len(flat) // ARENA_BLOCK // max(1, segments)  # a row is short: its own precision suffices
         parts = flat.reshape(segments, rows_each, ARENA_BLOCK)
         return np.array([np.vecdot(part, part).sum(dtype=np.float64) for part in parts])
 
     def clip(self, squares, bound, loss_scale=None, interval=0, stop=None):
         norm = np.float64(math.sqrt(tree_sum(squares.tolist())))
         if stop is not None:
-            stop += 0.0 * float(norm)  # a NumPy scalar would warn of inf * 0
+            stop += 0.0 * float(norm)  # nan if norm is not finite; a NumPy scalar would warn here
         if not math.isfinite(norm) or stop is not None and np.isnan(stop[0]):
             return norm, np.float64(math.nan)
         return norm, np.float64(min(1.0, bound / (norm + 1e-6)) if bound else 1.0)
@@ -409,7 +411,7 @@ def blocks(x):
 
 
 def decay_blocks(decays, width):
-    """Yield (slice of up to `width` elements, whether weight decay applies), from a flag for each arena block."""
+    """Yield (slice of up to `width` elements, whether weight decay applies), from one flag per arena block."""
     edges = [0, *(np.flatnonzero(np.diff(decays)) + 1).tolist(), len(decays)]
     for first, last in zip(edges, edges[1:], strict=False):
         for start in range(first * ARENA_BLOCK, last * ARENA_BLOCK, width):
@@ -424,7 +426,7 @@ def own_targets(targets, first, count):
 
 
 def logit_chunks(x, w):
-    """Slices of rows of x (N, C) whose logits (rows, V) stay below LOGITS elements."""
+    """Slices of rows of x (N, C) whose logits (rows, V) have at most LOGITS elements."""
     step = max(1, LOGITS // w.shape[0])
     return [slice(start, start + step) for start in range(0, x.shape[0], step)]
 

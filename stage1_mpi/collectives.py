@@ -1,4 +1,4 @@
-"""Collectives built from send and receive only: the algorithms that an MPI library uses for Allreduce and the others.
+"""Collectives built from send and receive only, with the algorithms that MPI libraries use for Allreduce and others.
 
 Every function works on any Communicator, for any number of ranks and any length, zero included. The cost model is
 alpha-beta (Hockney): a message of m bytes takes alpha + m beta seconds, and a rank can send and receive at once.

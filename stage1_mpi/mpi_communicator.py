@@ -1,9 +1,12 @@
 """MpiCommunicator: ranks are processes on one or many hosts; a rank that waits yields its core to other processes.
 
-A blocking collective runs in the caller's thread, a `_start` form in a background thread of its communicator, in the
-order of the calls. An MPI library waits in a spin loop, which takes the core from a rank that computes. Here a wait
-polls with growing sleeps; messages of a collective may spin if each rank has enough cores. MPI calls that cannot be
-polled follow an Ibarrier, which can: all ranks then enter them at the same time and wait only for data.
+A blocking collective runs in the caller's thread. The `_start` form runs in a background thread of its communicator,
+where collectives run in the order of the calls.
+
+An MPI library waits in a spin loop, which takes the core from a rank that computes. Here a wait polls with growing
+sleeps instead; only the messages of a collective may spin, if each rank has enough cores. A blocking MPI call cannot
+be polled. Before it all ranks pass an Ibarrier, which can be polled; they then enter the call at about the same time
+and wait in it only for data.
 """
 # p ranks in a group, n bytes of x on one rank
 
@@ -93,7 +96,8 @@ class MpiCommunicator(Communicator):
         time.sleep(FLUSH_TIME)
         self._mpi.COMM_WORLD.Abort(code)  # Abort on another communicator ends only this process under MPICH
 
-    # Each of these checks its arguments now and returns a function that runs the collective, in either thread.
+    # Each of these methods checks its arguments immediately and returns a function that runs the collective.
+    # _blocking() calls the function in the caller's thread, _start() in the background thread.
 
     def _all_reduce(self, x, op="sum", out=None):
         x, p, name = np.asarray(x), self.size, self._algorithm
@@ -201,7 +205,7 @@ class MpiCommunicator(Communicator):
     # The caller's thread and the background thread
 
     def _blocking(self, run):
-        """The result of run() in the caller's thread; after the pending operations of the background thread, if any."""
+        """The result of run() in the caller's thread, or in the background thread if operations are pending there."""
         if self._latest is not None and not self._latest.done():
             return self._start(run).wait()
         self._latest = None  # frees its result, which may be large
@@ -232,7 +236,7 @@ class MpiCommunicator(Communicator):
         _poll(self._comm.Ibarrier().Test)
 
     def _barrier_before_spinning(self):
-        """A barrier before messages that may spin. Without spare cores no message spins, so no barrier is needed."""
+        """A barrier before messages that may spin. With more ranks than cores none spins: no barrier is needed."""
         if self._cores:
             self._polled_barrier()
 
@@ -283,7 +287,7 @@ class MpiCommunicator(Communicator):
         self._blocking(self._polled_barrier)
 
     def duplicate(self):
-        """An mpi4py communicator of the same ranks for the caller, whose messages cannot match those of this one."""
+        """An mpi4py communicator of the same ranks. Its messages cannot match messages of this communicator."""
         return self._comm.Dup()
 
     def split(self, color, key=0):
@@ -404,7 +408,7 @@ def import_mpi():
         vendor, version = MPI.get_vendor()
         library = f"{vendor} {'.'.join(map(str, version))}"
         raise ConfigError(
-            f"the launcher started {ranks} processes ({variable}), but {library}, which mpi4py loads, sees 1 rank: "
+            f"the launcher started {ranks} processes ({variable}), but mpi4py uses {library}, which sees 1 rank: "
             f"launcher and library are different MPI implementations; use the mpiexec of {vendor}, or pip install "
             f"mpich for both"
         )
@@ -412,9 +416,12 @@ def import_mpi():
 
 
 def abort_job_at_exit():
-    """Ask MPICH's launcher, in PMI-1, to end the job; it ignores a rank that exits before MPI_Init, and others hang."""
+    """At exit, tell MPICH's launcher to abort the job (PMI-1 protocol).
+
+    The launcher does not notice a rank that exits before MPI_Init, so the other ranks would wait for it forever.
+    """
     fd, rank = os.environ.get("PMI_FD", ""), int(os.environ.get("PMI_RANK", 0))
     if fd.isdigit():
-        time.sleep(2 * FLUSH_TIME * min(rank, 8))  # the lowest rank ends the job first: one message is printed
+        time.sleep(2 * FLUSH_TIME * min(rank, 8))  # the lowest rank aborts first: only its message is printed
         atexit.register(os.write, int(fd), b"cmd=abort exitcode=2\n")
-        atexit.register(time.sleep, FLUSH_TIME)  # runs before the abort: the launcher has to forward the message
+        atexit.register(time.sleep, FLUSH_TIME)  # atexit runs this before the abort: time to forward the message

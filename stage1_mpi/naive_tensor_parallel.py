@@ -103,7 +103,7 @@ def all_gather(x, comm, p):
 
 
 def reduce_scatter(parts, comm):
-    """The sum over ranks of their parts[this rank]; parts (p, ...) has one part for each rank."""
+    """The sum over ranks of their parts[this rank]; parts (p, ...) has one part per rank."""
     names = ("Reduce_scatter_block", "Reduce_scatter") if mpi_has_type(parts.dtype) else ()
     method = next((getattr(comm, name) for name in names if hasattr(comm, name)), None)
     if method:

@@ -33,7 +33,7 @@ PRECISIONS = {
     "bf16": ("bfloat16", "ieee"),
     "fp16": ("float16", "ieee"),
 }
-INTERPRETED = "fp32", "fp16"  # what Triton's interpreter computes correctly; tf32 would be fp32 there
+INTERPRETED = "fp32", "fp16"  # precisions for Triton's interpreter: it computes bf16 wrongly, and tf32 as fp32
 
 
 class PreparedTokens(NamedTuple):
@@ -54,7 +54,7 @@ class CudaBackend(FusedHead, Backend):
     uses_threads = False
     decoder_batch = MAX_BATCH
     many_ranks = "stage 3"
-    decode_tiling = staticmethod(tiling_for)  # of the decode kernels, for a batch size
+    decode_tiling = staticmethod(tiling_for)  # batch size -> tile sizes of the decode kernels
 
     def __init__(self, precision="fp32", deterministic=True):
         if precision not in PRECISIONS:
@@ -83,7 +83,7 @@ class CudaBackend(FusedHead, Backend):
             self.runtime.synchronize()
             array = array.get()
         host = np.asarray(array)
-        return host.astype(np.float32) if host.dtype.name == "bfloat16" else host  # NumPy has no such dtype
+        return host.astype(np.float32) if host.dtype.name == "bfloat16" else host  # NumPy has no bfloat16
 
     def like(self, array):
         return self.xp.empty(array.shape, array.dtype)
@@ -110,7 +110,7 @@ class CudaBackend(FusedHead, Backend):
 
     @functools.cached_property
     def decode_stream(self):
-        """The stream of all work of generation: one, because the matrix products share a workspace."""
+        """The stream for all generation: only one, because the matrix products share a workspace."""
         if not self.runtime.records:
             return EagerStream()
         stream = DecodeStream(self.xp)
@@ -133,7 +133,7 @@ class CudaBackend(FusedHead, Backend):
         return out
 
     def gradients(self, out, shape, compute, *operands):
-        """The float32 gradients (`shape`) that compute(*gradients) writes from `operands`, one for each entry of `out`.
+        """The float32 gradients (`shape`) that compute(*gradients) writes from `operands`, one per entry of `out`.
 
         An entry is an array to write to, or None for a new one. If all are given the work runs on the side stream, and
         is complete after runtime.join().
@@ -181,7 +181,7 @@ class CudaBackend(FusedHead, Backend):
         return dx
 
     def linear_gelu_forward(self, x, w, b):
-        h = self.product(rows(x), w)  # without its bias, which the next kernel adds
+        h = self.product(rows(x), w)  # without the bias, which the next kernel adds
         y = self.like(h)
         gelu.bias_gelu_forward(y, h, b)
         return y.reshape(*x.shape[:-1], w.shape[1]), (h, b)
@@ -237,7 +237,7 @@ class CudaBackend(FusedHead, Backend):
         dx, partials = self.like(s), self.floats(*layernorm.layernorm_partials_shape(*s.shape))
         ds = None if ds is None else rows(self.xp.ascontiguousarray(ds))
         layernorm.residual_layernorm_backward(dx, partials, ds, rows(dy), s, w, mean, rstd)
-        places = [out[1], out[2], *out[:has_bias]]  # dw, db, and da_bias where there is one
+        places = [out[1], out[2], *out[:has_bias]]  # dw, db, and da_bias if there is one
         dw, db, *da_bias = self.gradients(
             places, w.shape, lambda *sums: column_sums.add_partials(partials, *sums), partials
         )

@@ -1,4 +1,4 @@
-"""lm_head fused with the cross-entropy: logits are computed in chunks, of which only one exists at a time."""
+"""lm_head fused with the cross-entropy: logits are computed in chunks, and only one chunk is in memory at a time."""
 
 # N rows, C channels, V vocabulary
 
@@ -10,7 +10,7 @@ from stage2_cuda.memory_model import ALIGNED, LOGITS
 
 
 class FusedHead:
-    """The part of CudaBackend for the last layer and the loss; gpt2core/backend.py says what each method returns."""
+    """The methods of CudaBackend for the last layer and the loss; gpt2core/backend.py documents them."""
 
     def unembed_forward(self, x, w):
         return self.product(rows(self.xp.ascontiguousarray(x)), w, trans_b=True).reshape(*x.shape[:-1], w.shape[0])
@@ -43,11 +43,11 @@ class FusedHead:
             logits = self.padded_logits(x[chunk], w)
             if scale is None:
                 cross_entropy.cross_entropy_forward(*statistics[:, chunk], logits, targets[chunk], V, first)
-            else:  # the gradient at once, in the memory of the logits
+            else:  # compute the gradient too; it overwrites the logits
                 own = targets[chunk], scale, V, first, seed
                 cross_entropy.cross_entropy_forward_backward(logits, *statistics[:, chunk], logits, *own)
                 self.add_gradients(logits, x[chunk], w, dx[chunk], dw, number > 0)
-                del logits  # or two chunks would exist at once
+                del logits  # frees the chunk before the next one is allocated
         return *statistics, None if scale is None else (dx, dw, seed is not None)
 
     def unembed_cross_entropy_backward(self, dy, x, w, targets, scale, maxima, sums, aux, first=0, out=None):
@@ -56,7 +56,7 @@ class FusedHead:
             return (dx, dw) if contains_seed else self.scaled(dx, dw, dy, out)
         targets, dy, V = self.asarray(targets, np.int32), self.asarray(dy, np.float32).reshape(1), len(w)
         dx, dw = self.like(x), self.head_gradient(w, out)
-        for number, chunk in enumerate(logit_chunks(x, w)):  # computed again: all logits would take too much memory
+        for number, chunk in enumerate(logit_chunks(x, w)):  # computed again: forward did not keep the logits
             logits = self.padded_logits(x[chunk], w)
             own = targets[chunk], maxima[chunk], sums[chunk], scale, V, first, dy
             cross_entropy.cross_entropy_backward(logits, logits, *own)
@@ -65,7 +65,7 @@ class FusedHead:
         return dx, dw
 
     def scaled(self, dx, dw, dy, out):
-        """dy dx and dy dw, as copies: where the graph is retained, the next backward multiplies them again."""
+        """dy dx and dy dw as copies, because another backward through a retained graph needs the originals."""
         factor = self.asarray(dy, np.float32).reshape(1)
         dx, dw = dx.copy(), dw.copy() if out is None else dw
         for gradient in (dx, dw):
@@ -73,7 +73,7 @@ class FusedHead:
         return dx, dw
 
     def head_gradient(self, w, out):
-        """The array for dw: `out`, or new memory with the padding rows that the arena has, for one aligned product."""
+        """The array for dw: `out`, or a new array with padding rows like whole_rows(), for an aligned product."""
         return self.floats(len(self.whole_rows(w)), w.shape[1])[: len(w)] if out is None else out
 
     def loss_rows(self, maxima, sums, picked, highest):
@@ -101,11 +101,11 @@ class FusedHead:
         self.products.multiply(dw, operand, x, trans_a=True, accumulate=accumulate)
 
     def whole_rows(self, w):
-        """w (V, C) with the rows after it in its arena that make V a multiple of ALIGNED; w where there are none.
+        """w (V, C) extended to a multiple of ALIGNED rows by the memory after it in its arena; w if there is none.
 
-        A product with an odd V is not aligned: at V = 50257 it takes five times as long. The logits of the additional
-        rows are padding: they do not count in the loss, and their gradient is 0. The rows after a gradient are padding
-        too, or are written later in backward.
+        With an odd V the product is not aligned: for V = 50257 it takes five times as long. The logits of the
+        additional rows are padding: they do not count in the loss, and their gradient is 0. The rows after a gradient
+        are padding too, or are written later in backward.
         """
         rows, base = -(-len(w) // ALIGNED) * ALIGNED, w.base
         if isinstance(w, np.ndarray) or base is None:
@@ -121,7 +121,7 @@ def rows(x):
 
 
 def logit_chunks(x, w):
-    """Slices of rows of x (N, C) whose logits (rows, V) stay below LOGITS elements; if many, of whole tiles."""
+    """Slices of rows of x (N, C) with at most LOGITS logits; more than 1024 rows are rounded down to a multiple."""
     step = max(1, LOGITS // w.shape[0])
     step -= step % 1024 if step > 1024 else 0
     return [slice(start, start + step) for start in range(0, x.shape[0], step)]

@@ -1,4 +1,4 @@
-"""Write text with a trained GPT-2 on one GPU: CuPy arrays, Triton kernels, one process."""
+"""Generate text with a trained GPT-2 on one GPU: CuPy arrays, Triton kernels, one process."""
 
 from gpt2core.app.cli import infer
 from gpt2core.communicator import Solo

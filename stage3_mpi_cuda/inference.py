@@ -1,4 +1,4 @@
-"""Generate text with a trained GPT-2 on many GPUs: CuPy arrays, Triton kernels, one MPI rank for each GPU."""
+"""Generate text with a trained GPT-2 on many GPUs: CuPy arrays, Triton kernels, one MPI rank per GPU."""
 
 from gpt2core.app.cli import infer
 from stage2_cuda.cuda_backend import CudaBackend

@@ -30,7 +30,7 @@ BYTE = 1
 
 
 class NcclCollectives(Communicator):
-    """The collectives of the ranks of `host`, an MPI group of at least two, with a GPU each; x and out are CuPy arrays.
+    """The collectives of the ranks of `host`, an MPI group of at least two, with one GPU each; x and out: CuPy arrays.
 
     A sum is "canonical" unless use_collectives("nccl") is called: all-to-all of parts, the sum of the received parts in
     the order of gpt2core/parallel/tree_sum.py (float16 and bfloat16 are added in float32 and rounded once), and
@@ -151,7 +151,7 @@ class NcclCollectives(Communicator):
         self._send_recv(buffers(x, edges), buffers(parts, [j * length for j in range(self.size + 1)]))
         return parts
 
-    # -- messages; all that are not yet posted form one NCCL group, or two ranks that both send first would deadlock ---
+    # -- messages; all pending ones form one NCCL group; otherwise two ranks that both send first deadlock ---
 
     def send_start(self, x, to, tag=0):
         check_peer(to, self.rank, self.size, "to")
@@ -199,7 +199,7 @@ class NcclCollectives(Communicator):
     # -- streams and events --------------------------------------------------------------------------------------------
 
     def _enqueue(self, run, *arrays):
-        """Handle of run() on the communication stream, after all work that the caller's stream has now.
+        """Handle of run() on the communication stream, after all work on the caller's stream so far.
 
         arrays: those that run() uses, the result last. The handle keeps them alive until the caller's stream waits, so
         that CuPy's pool cannot give their memory to another array before.
@@ -226,7 +226,7 @@ class NcclCollectives(Communicator):
         return op == "sum" and dtype.kind not in "iu" and self._algorithm != NATIVE
 
     def _source(self, x, out, offset=None):
-        """x, contiguous; a copy if it overlaps `out`, except where x starts `offset` bytes after the start of out."""
+        """x, contiguous; a copy if it overlaps `out`, unless x starts `offset` bytes after the start of out."""
         x = self._xp.ascontiguousarray(x)
         if out is not None and address(x) - address(out) != offset and overlap(x, out):
             return x.copy()

@@ -1,7 +1,7 @@
 """NcclCommunicator: NCCL for CuPy arrays and MPI for NumPy arrays, chosen by the type of the array.
 
-MPI starts and numbers the ranks, and transfers what is in host memory: objects, losses, file contents. NCCL transfers
-large arrays directly from GPU to GPU.
+MPI starts the processes, gives them their ranks, and transfers data in host memory: objects, losses, file contents.
+NCCL transfers large arrays directly from GPU to GPU.
 """
 # p ranks in a group
 
@@ -25,12 +25,14 @@ TRANSPORTS = {"nccl": NcclCollectives, "mpi": StagedCollectives}
 
 
 class NcclCommunicator(Communicator):
-    """A rank of a group with one GPU for each rank; without arguments the world, all ranks of the MPI job.
+    """A rank of a group whose ranks compute on GPUs; without arguments the world, all ranks of the MPI job.
 
     `host` is the MpiCommunicator of the same group, for NumPy arrays. CuPy arrays use the transport that
-    use_transport() selected: nccl, on a communication stream, or mpi, through host memory. Under TRITON_INTERPRET=1 all
-    arrays are NumPy's. Sums are "canonical" unless use_collectives() selects another algorithm: "nccl", NCCL's own,
-    whose order depends on the number of ranks, or with transport mpi one of MpiCommunicator's.
+    use_transport() selected. Transport nccl needs one GPU per rank and uses a communication stream; transport mpi
+    copies through host memory, and ranks may share a GPU. Under TRITON_INTERPRET=1 all arrays are NumPy arrays.
+
+    Sums use the algorithm "canonical" unless use_collectives() selects another: with transport nccl "nccl", NCCL's own,
+    whose order depends on the number of ranks, and with transport mpi any algorithm of MpiCommunicator.
     """
 
     def __init__(self, host=None, parent=None):
@@ -40,7 +42,7 @@ class NcclCommunicator(Communicator):
         self.gpu, self.transport, self._algorithm = None, None, "canonical"
         if parent is not None:
             self.gpu, self.transport, self._algorithm = parent.gpu, parent.transport, parent._algorithm
-        self._device_collectives = None  # created for the first CuPy array, as NCCL connects the ranks then
+        self._device_collectives = None  # created for the first CuPy array; NCCL connects the ranks at that time
 
     def use_transport(self, name):
         if name not in (None, *TRANSPORTS):
@@ -72,7 +74,8 @@ class NcclCommunicator(Communicator):
             advice = f"start {counted(count, 'rank')}, or use --transport mpi, where ranks can share a GPU"
             raise shared_error(ConfigError(f"--transport nccl: needs a GPU for each rank, but {found}; {advice}"))
         if self.is_root:
-            print(f"note: {found}, so ranks share GPUs; NCCL cannot, so --transport is mpi", file=sys.stderr)
+            reason = "so ranks share GPUs, which NCCL does not support"
+            print(f"note: {found}, {reason}: using --transport mpi", file=sys.stderr)
         return "mpi"
 
     @property
@@ -85,7 +88,7 @@ class NcclCommunicator(Communicator):
 
     @property
     def prefers_zero(self):
-        return self.transport == "nccl"  # 1/p of the update on each rank, with the bytes of an all-reduce
+        return self.transport == "nccl"  # it sends as much as an all-reduce, and a rank computes 1/p of the update
 
     @property
     def measures_buckets(self):
@@ -107,7 +110,7 @@ class NcclCommunicator(Communicator):
             self._device_collectives.use_collectives(name)
 
     def _collectives_for(self, x):
-        """The communicator for arrays like x: the host's, or that of the transport between GPUs."""
+        """The communicator for arrays of the type of x: `host` for NumPy arrays, the transport for CuPy arrays."""
         if not hasattr(x, "__cuda_array_interface__"):
             return self.host
         if self._device_collectives is None:
@@ -171,7 +174,7 @@ class NcclCommunicator(Communicator):
 
 @dataclass
 class GpuBinding:
-    """The GPU of this rank, and what all groups of the rank share: a communication stream and NCCL."""
+    """The GPU of this rank, with the communication stream and the NCCL module that all its groups share."""
 
     cupy: object = None  # the module
     device_id: int | None = None  # among the GPUs that this process sees
@@ -179,11 +182,11 @@ class GpuBinding:
     pci_bus_id: str = ""  # equal for ranks of a host that share a GPU
     stream: object = None  # for all NCCL calls
     nccl: object = None  # the module cupy.cuda.nccl
-    communicators: list = field(default_factory=list)  # NCCL's, which the watchdog checks
+    communicators: list = field(default_factory=list)  # NCCL communicators, which the watchdog checks for errors
 
 
 def bind_gpu(local_rank):
-    """Make GPU `local_rank` modulo the number of visible GPUs current; returns its GpuBinding.
+    """Make a GPU current for this process: number `local_rank` modulo the visible GPUs. Returns its GpuBinding.
 
     Raises ConfigError if there is no GPU.
     """

@@ -1,6 +1,6 @@
 """Collectives on GPU arrays over plain MPI: copy to pinned host memory, call MPI there, and copy back.
 
-This is needed where NCCL is missing and MPI is not CUDA-aware, or where ranks share a GPU. A GPU copies asynchronously
+This is needed if NCCL is missing and MPI is not CUDA-aware, or if ranks share a GPU. A GPU copies asynchronously
 only from and to *pinned* memory, which the system cannot move. An all-reduce is divided into chunks: while the host
 sums one, the GPU copies the chunk before it back and the chunk after it to the host. NCCL needs neither copy.
 """
@@ -123,7 +123,7 @@ class StagedCollectives(Communicator):
                 copy_to_host(number + 2)
 
     def _enqueue(self, run, x, out):
-        """Handle of run() in the background thread, after all work that the caller's stream has now."""
+        """Handle of run() in the background thread, after all work on the caller's stream so far."""
         cuda = self._cupy.cuda
         ready = cuda.Event(disable_timing=True)
         ready.record()

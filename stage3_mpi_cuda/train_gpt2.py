@@ -1,4 +1,4 @@
-"""Train GPT-2 on many GPUs: CuPy arrays, Triton kernels, one MPI rank for each GPU."""
+"""Train GPT-2 on many GPUs: CuPy arrays, Triton kernels, one MPI rank per GPU."""
 
 from gpt2core.app.cli import train
 from stage2_cuda.cuda_backend import CudaBackend

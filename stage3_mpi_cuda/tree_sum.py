@@ -3,7 +3,7 @@
     5 rows  ((0+1) + (2+3)) + 4                                                 (gpt2core/parallel/tree_sum.py)
 
 NCCL's all-reduce adds along a ring or a tree of GPUs. Its order depends on their number, and it rounds to the dtype of
-the array at every step. Here the order is fixed, sums are float32 (float64 for float64), and rounding comes once.
+the array at every step. This kernel adds in a fixed order, in float32 (float64 arrays: in float64), and rounds once.
 """
 
 import triton
@@ -22,7 +22,7 @@ def tree_sum(out, rows):
 
 @triton.jit
 def tree_of_rows(rows_ptr, offs, stride, mask, COUNT: tl.constexpr):
-    """Sum of COUNT rows from rows_ptr on: that of the largest power of two below COUNT, plus that of the rest."""
+    """Sum of the COUNT rows at rows_ptr: of the first HALF rows, a power of two, plus that of the other rows."""
     if COUNT == 1:
         x = tl.load(rows_ptr + offs, mask, 0)
         total = x if x.dtype == tl.float64 else x.to(tl.float32)

@@ -18,7 +18,7 @@ SILENCE = 20.0  # seconds without a heartbeat after which a rank counts as lost
 STAGGER = 0.4  # seconds between the aborts of two ranks, so that only the first prints the cause
 EXIT_TIMEOUT = 5.0  # seconds that a rank waits at its exit for its neighbours to exit too
 ALIVE, EXITING = (np.array([message], np.int8) for message in (0, 1))
-IN_PROGRESS = 7  # ncclInProgress: the communicator is busy, which is no error
+IN_PROGRESS = 7  # ncclInProgress: the communicator is busy; not an error
 
 
 class Watchdog:
@@ -42,7 +42,7 @@ class Watchdog:
         last_heartbeat = last_check = time.monotonic()
         while not self._exiting.wait(PERIOD):
             now = time.monotonic()
-            if self._heard() or now - last_check > 3 * PERIOD:  # the second: this process itself was stopped
+            if self._heard() or now - last_check > 3 * PERIOD:  # a late check: this process itself was stopped
                 last_heartbeat = now
             last_check = now
             if self._send is None or self._send.Test():

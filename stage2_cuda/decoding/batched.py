@@ -44,7 +44,7 @@ class DecodeTiling(NamedTuple):
     block_n: int  # columns of a weight per program
     split_k: int  # parts that K is split into; more if a part would exceed `max_rows`
     split_block_n: int  # columns of a weight per program, in the products that are split over K
-    block_keys: int  # cached keys: of one program's split for one sequence, else of one loop iteration
+    block_keys: int  # cached keys of one split (one sequence) or of one loop iteration (several)
     block_vocab: int  # rows of lm_head per program
     max_rows: int = 256  # rows of a weight in one part of split-K at most
     elements_per_thread: int = 128  # of a tile of weights; decides the number of warps
@@ -131,7 +131,7 @@ def vocab_tiles(V, tiling):
 
 
 def unembed(logits, maxima, indices, h, w, tiling, precision):
-    """logits (B, V) float32 = h (B, C) w' (V, C); and per tile of the vocabulary the largest logit and its first index.
+    """logits (B, V) float32 = h (B, C) w' (V, C); and per vocabulary tile the largest logit and its first index.
 
     maxima (B, tiles) float32, indices (B, tiles) int32, tiles = vocab_tiles(V, tiling).
     """

@@ -1,8 +1,8 @@
-"""Causal attention over a KV cache: t new queries attend to all cached keys, and causally to the t new keys.
+"""Causal attention with a KV cache: t new queries attend to all cached keys, and causally to the t new keys.
 
 A program computes M new rows of one head. It loops over the cached keys, then over the new keys up to the diagonal,
-with the steps of kernels/attention.py. It serves gpt2core.sampler.Decoder: tensor parallelism, and batches that
-GpuDecoder does not support. GpuDecoder has its own kernels (batched.py, single_row.py).
+with the steps of kernels/attention.py. It serves gpt2core.sampler.Decoder, which is used for tensor parallelism and
+for batches that GpuDecoder does not support. GpuDecoder has its own kernels (batched.py, single_row.py).
 """
 
 # B batch, t new positions, C channels, H heads, D = C // H head size, in a kernel rounded up to a power of two

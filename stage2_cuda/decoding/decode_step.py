@@ -1,4 +1,4 @@
-"""A decode step: which kernels compute one more position of every sequence, over the KV cache, and in which order.
+"""A decode step: the sequence of kernels that computes one more position of every sequence with the KV cache.
 
 SingleRowStep serves one sequence, BatchedStep two or more. run() leaves the output of the last LayerNorm in h.
 """
@@ -9,7 +9,7 @@ from stage2_cuda.decoding import batched, single_row
 
 
 class DecodeStep:
-    """Computes h (B, C) of the newest position of every sequence, whose embeddings are in sequences.x.
+    """Computes h (B, C) at the newest position of every sequence. The embeddings are in sequences.x.
 
     cache: an array (B, block, 2C) for each layer. empty(shape, dtype) allocates an array.
     """
@@ -54,7 +54,7 @@ class BatchedStep(DecodeStep):
 
 
 class SingleRowStep(DecodeStep):
-    """The step for one sequence. It reads transposed copies of most weights, which prepare() makes per generation."""
+    """The step for one sequence. It reads transposed copies of most weights, made by prepare() once per generation."""
 
     def allocate(self, dtype, empty):
         C, H, D = self.config.n_embd, self.config.n_head, self.config.n_embd // self.config.n_head
@@ -105,7 +105,7 @@ class TransposedWeights:
         self.qkv_ln, self.fc_ln = ([empty((len(w),), "float32") for _ in range(2)] for w in (self.qkv, self.fc))
 
     def update(self):
-        """Compute them anew, because training may have changed the weights in place."""
+        """Compute them again, because training may have changed the weights in place."""
         layer = self.layer
         single_row.transpose(self.qkv, layer.qkv[0])
         single_row.fold_layernorm(*self.qkv_ln, self.qkv, *layer.ln_1, layer.qkv[1])

@@ -8,9 +8,9 @@ from stage2_cuda.runtime.cuda_graph import RecordedStep, Workspace
 
 
 class EagerStream(contextlib.nullcontext):
-    """DecodeStream for Triton's interpreter: NumPy arrays, and every call runs at once."""
+    """The interface of DecodeStream for Triton's interpreter: NumPy arrays; every call completes before it returns."""
 
-    prefill_multiple = 1  # prompts are padded to a multiple of so many tokens
+    prefill_multiple = 1  # prompts are padded to a multiple of this many tokens
 
     def record(self, function):
         return function
@@ -27,7 +27,7 @@ class EagerStream(contextlib.nullcontext):
 
 
 class DecodeStream:
-    """A CUDA stream for the launches, copies and allocations inside `with stream:`; the host waits only for tokens."""
+    """The CUDA stream for the launches, copies and allocations inside `with stream:`."""
 
     prefill_multiple = 64  # so one recorded prefill serves 64 prompt lengths
 
@@ -42,7 +42,7 @@ class DecodeStream:
         self.stream.__exit__(*error)
 
     def record(self, function):
-        """A callable that runs `function`: the first time directly, then recorded as a CUDA graph."""
+        """A callable that runs `function`: first directly, then as a CUDA graph (see RecordedStep)."""
         return RecordedStep(function, stream=self.stream, workspace=self.workspace)
 
     def upload(self, array, values):

@@ -1,19 +1,22 @@
-"""Text generation on the GPU: KV cache, decode steps and sampling stay on the device; the host only reads the tokens.
+"""Text generation on the GPU: one CUDA graph computes the logits and samples the next token of every sequence.
 
-A step is one CUDA graph. Its lengths, tokens and random numbers are in device memory, so the recorded graph serves
-every step, and the host can launch the next step before it reads the token of this one. Under Triton's interpreter the
-same launches run one by one.
+If all rules are Greedy(), or all are Sampling() with the same options, the device samples and the host only reads the
+tokens. For any other rules the host copies the logits of each step and samples.
+
+A step is normally one captured CUDA graph. Its lengths, tokens and random numbers are in device memory, so the same
+graph serves every step, and the host can launch the next step before it reads the tokens of this one. Under Triton's
+interpreter the same kernels are launched one by one.
 
 There are three kinds of step:
 
-- prefill computes all positions of the prompts with the training kernels, and fills the KV cache. It is not recorded
-  if there are many positions.
-- a decode step computes one more position of each sequence over the KV cache.
-- a window step: once the longest sequence fills the block, the window slides, and each step recomputes the last
-  block_size positions of all sequences, as stage 0 does.
+- The prefill computes all positions of the prompts with the training kernels and fills the KV cache. It is recorded
+  only if there are few positions.
+- A decode step computes one more position of each sequence with the KV cache.
+- A window step recomputes the last block_size tokens of every sequence, as stage 0 does. It replaces the decode step
+  as soon as the longest sequence has more than block_size tokens.
 """
 
-# B sequences, T positions, C channels, H heads, V vocabulary; k and v of a layer are cached as (B, block, 2C)
+# B sequences, T positions, C channels, H heads, V vocabulary; block = block_size; the cache of a layer: (B, block, 2C)
 
 from collections import deque
 
@@ -25,25 +28,24 @@ from gpt2core.tensor import Tensor, no_grad
 from stage2_cuda.decoding import batched, last_token, sampling
 from stage2_cuda.decoding.decode_step import BatchedStep, SingleRowStep
 
-RECORDED_PREFILL = 4096  # tokens of all prompts, up to which launching takes longer than computing: record the prefill
-STEPS_AHEAD = 4  # steps launched beyond the one whose tokens are read next
-UNIFORMS = 256  # random numbers per sequence and upload
+RECORDED_PREFILL = 4096  # largest B*T of a recorded prefill; a larger one takes longer to compute than to launch
+STEPS_AHEAD = 4  # steps that may be launched after the step whose tokens the host reads next
+UNIFORMS = 256  # random numbers per sequence in one upload
 
 
 class GpuDecoder:
     """Generates tokens for `batch` sequences, with the methods of gpt2core.sampler.Decoder.
 
-    model: a GPT2 on CudaBackend that is not split over ranks. Its parameters are read in place; for one sequence, most
-    are copied when a generation starts. stream: a DecodeStream or EagerStream. tiling: a batched.DecodeTiling.
-    Sequences may have different lengths. If the rules are all Greedy(), or all Sampling() with the same options, the
-    device samples. For any other rules the host copies the logits of each step and samples.
+    model: a GPT2 on CudaBackend that is not split over ranks. Its parameters are read in place; if batch is 1, most
+    weights are copied at the start of each generation. stream: a DecodeStream or EagerStream. tiling: a
+    batched.DecodeTiling. Sequences may have different lengths.
     """
 
     def __init__(self, model, batch, stream, tiling):
         config, backend = model.config, model.head.backend
         self.model, self.stream, self.backend, self.batch, self.tiling = model, stream, backend, batch, tiling
-        self.recorded = {}  # {(compute, arguments, sample): a function, or its recorded step}
-        self.unread = deque()  # (wait, lengths) of each step whose tokens have not been read
+        self.recorded = {}  # {(compute, arguments, sample): a recorded step, or under the interpreter a function}
+        self.unread = deque()  # (function that waits for the step, lengths before it) per step with unread tokens
         with stream:
             self.allocate(config, backend.empty)
 
@@ -65,10 +67,10 @@ class GpuDecoder:
 
     def start(self, prompts, rules):
         block = self.model.config.block_size
-        while self.unread:  # of a generation that was not read to its end
+        while self.unread:  # the previous generation may have ended with unread steps
             self.read_tokens()
         self.lengths, self.count = [len(prompt) for prompt in prompts], 0
-        self.sliding = max(self.lengths) >= block  # the first new token already fills the block: no use for a cache
+        self.sliding = max(self.lengths) >= block  # a prompt fills the block: no decode step would read the cache
         self.rules, self.steps_ahead = rules, STEPS_AHEAD
         ids = np.zeros((self.batch, block), np.int32)
         for row, prompt in zip(ids, prompts, strict=True):
@@ -87,7 +89,7 @@ class GpuDecoder:
             elif self.count == 0:
                 self.prefill()
             else:
-                if self.count == 1 and self.decode_step.prepare:  # after the first token, which does not need it
+                if self.count == 1 and self.decode_step.prepare:  # once per generation, before its first decode step
                     self.run(self.decode_step.prepare)
                 self.compute_and_sample(self.decode_position)
             self.unread.append((self.stream.record_event(), self.lengths))
@@ -102,7 +104,7 @@ class GpuDecoder:
     # -- sampling ------------------------------------------------------------------------------------------------------
 
     def choose_sampling(self, rules):
-        """The function that samples and appends the tokens after each step, for these rules."""
+        """The function that appends the next tokens in each step: append_greedy, append_given, or one that samples."""
         if all(type(rule) is Greedy for rule in rules):
             return self.append_greedy
         options = {(rule.temperature, rule.top_k, rule.top_p) for rule in rules if type(rule) is Sampling}
@@ -128,7 +130,7 @@ class GpuDecoder:
         sampling.append_given(self.sequences)
 
     def compute_and_sample(self, compute, *arguments):
-        """Logits by compute(*arguments), then one token per sequence: in one recorded step if the device samples."""
+        """Compute the logits, then append a token to each sequence; both are one step if the device samples."""
         if self.sample == self.append_given:
             self.run(compute, *arguments)
             tokens = [rule(logits) for rule, logits in zip(self.rules, self.backend.to_host(self.logits), strict=True)]
@@ -153,7 +155,7 @@ class GpuDecoder:
         self.recorded[key]()
 
     def upload_uniforms(self):
-        """Upload the next UNIFORMS numbers of each rule's generator; a sequence of length L reads L % UNIFORMS."""
+        """Upload UNIFORMS random numbers from each rule; a step with sequence length L reads number L % UNIFORMS."""
         uniforms = np.empty((self.batch, UNIFORMS))
         for row, rule, length in zip(uniforms, self.rules, self.lengths, strict=True):
             row[(length + np.arange(UNIFORMS)) % UNIFORMS] = [rule.random.random() for _ in range(UNIFORMS)]
@@ -162,7 +164,7 @@ class GpuDecoder:
     # -- logits of the next token --------------------------------------------------------------------------------------
 
     def prefill(self):
-        """The first step. Short prompts are padded, so that one recorded step serves a range of lengths."""
+        """Run the first step. Short prompts are padded, so that one recorded step serves a range of prompt lengths."""
         longest = max(self.lengths)
         T = min(round_up(longest, self.stream.prefill_multiple), self.model.config.block_size)
         if self.batch * T <= RECORDED_PREFILL:
@@ -186,7 +188,7 @@ class GpuDecoder:
 
     @no_grad()
     def recompute_window(self, mixed_lengths):
-        """The last block_size positions of every sequence; mixed_lengths: some sequences are still shorter."""
+        """Logits from the last block_size tokens of every sequence; mixed_lengths: some sequences are still shorter."""
         last_token.gather_windows(self.window, self.sequences.ids, self.sequences.lengths)
         self.keep_last_rows(self.model.trunk(self.window, last_only=not mixed_lengths))
         self.unembed()
@@ -200,13 +202,13 @@ class GpuDecoder:
         batched.unembed(self.logits, self.maxima, self.indices, self.h, head, self.tiling, self.backend.dot)
 
     def decode_position(self):
-        """The newest position of every sequence, whose embedding sampling has written to sequences.x."""
+        """Logits at the newest position of every sequence. Its embedding is in sequences.x, written with the token."""
         self.decode_step.run()
         self.unembed()
 
 
 class PrefillCache:
-    """Takes the place of a KVCache in prefill: flash attention over the prompts, which also stores keys and values."""
+    """Replaces a KVCache in prefill: attend() computes flash attention over the prompts, and stores keys and values."""
 
     length = 0  # cached positions before the prompts
 
@@ -221,5 +223,5 @@ class PrefillCache:
 
 
 def supports(model, batch):
-    """Whether GpuDecoder can serve `batch` sequences of this model, whose weights must not be split over ranks."""
+    """Whether GpuDecoder supports this model and batch size: a whole model (not split over ranks), a small batch."""
     return model.head.shape[0] == model.config.vocab_size and batch <= batched.MAX_BATCH

@@ -1,4 +1,4 @@
-"""For sequences of different lengths: gather the row of each one's last position, and its last tokens.
+"""For sequences of different lengths: gather each sequence's row at the last position, or its last tokens.
 
 The kernels read the lengths from device memory, so one recorded step works for all lengths.
 """
@@ -21,7 +21,7 @@ def gather_last_rows(h, y, lengths):
 def gather_windows(out, ids, lengths):
     """out (B, block) = the last `block` tokens of each sequence, in order; ids is a ring buffer: token i at i % block.
 
-    A sequence with fewer tokens fills only the first lengths[b] places; the others are undefined.
+    A sequence with fewer tokens fills only the first lengths[b] elements; the others are undefined.
     """
     B, block = ids.shape
     launch(windows_kernel, (B, triton.cdiv(block, 256)), out, ids, lengths, block, BLOCK_T=256, num_warps=4)

@@ -1,7 +1,7 @@
 """Sample the next token on the GPU, by the rules of gpt2core/sampler.py: greedy, or a seeded top-k / top-p draw.
 
 Order the tokens from the most to the least probable, equal logits by token id. A draw is then up to three searches for
-a place in this order:
+a position in this order:
 
     TOP_K: where the number of tokens reaches top_k
     TOP_P: where their probability reaches the share top_p of what TOP_K keeps
@@ -49,7 +49,7 @@ class Sequences:
     def __init__(self, empty, B, C, block, wte, wpe, readback):
         self.lengths, self.tokens, self.ids = empty((B,), "int32"), empty((B,), "int32"), empty((B, block), "int32")
         self.x, self.readback, self.wte, self.wpe = empty((B, C), "float32"), readback, wte, wpe
-        self.ids[...] = 0  # places beyond a sequence's end are read too, and must hold valid token ids
+        self.ids[...] = 0  # elements beyond a sequence's end are read too and must be valid token ids
         self.sizes = wte.shape[0], block, C
         self.options = dict(BLOCK_C=triton.next_power_of_2(C), READBACK=READBACK, num_warps=4)
 
@@ -73,10 +73,10 @@ def append_greedy(sequences, maxima, indices, pdl=False):
 
 
 class DeviceSampler:
-    """Draws tokens from logits (B, V); top_k and top_p say which restrictions apply: each takes 5 more launches.
+    """Draws tokens from logits (B, V); top_k, top_p: whether each restriction applies; each takes 5 more launches.
 
     The values are read on the device. numbers (2) float64: top_p and the temperature. top_k (1) int64. uniforms (B, n)
-    float64: a sequence of length L uses number L % n.
+    float64: a step with sequence length L uses number L % n.
     """
 
     def __init__(self, empty, B, V, uniforms_shape, top_k, top_p):

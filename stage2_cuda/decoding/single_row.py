@@ -11,15 +11,15 @@ depends on no other kernel, so each kernel loads its weights before it waits for
     x = s + g w + b                                       linear_residual_kernel
 
 A sum across the warps of a program takes about as long as loading its operands from the L2 cache. To avoid it, each
-warp owns whole columns of a weight and sums each of them alone. A column must then be contiguous in memory, so these
-weights are used transposed. LayerNorm needs two sums before the product; these kernels compute them beside it:
+warp owns whole columns of a weight and sums each one without other warps. A column must then be contiguous in memory,
+so these weights are used transposed. LayerNorm needs two sums before the product; these kernels compute them beside it:
 
     LN(x) w + b = r (x o gamma) w - r m (gamma w) + (beta w + b)
 
 with m the mean and r the inverse standard deviation of x, and gamma and beta the weight and the bias of LayerNorm.
 The terms that do not depend on x are computed once per generation: w' (`transpose`), gamma w and beta w + b
 (`fold_layernorm`). The variance is the mean of the squares minus the square of the mean, in fp32; a row whose mean is
-30 standard deviations loses three digits by that. The projection after attention is not transposed: each of its
+30 standard deviations loses three digits by this. The projection after attention is not transposed: each of its
 programs reads all key splits of its heads, so there are few programs, with many columns each.
 """
 
@@ -35,9 +35,9 @@ from stage2_cuda.decoding.batched import MIN_SCORE, launch_tiled, newest_positio
 from stage2_cuda.kernels.gelu import sigmoid_of_2u
 from stage2_cuda.runtime.triton_launch import launch
 
-WARPS = 8  # of a program whose warps own columns
-CHUNK_BYTES = 512  # of a column that a warp loads at once
-MAX_KEY_SPLITS = 32  # per head, so that the kernel which combines them holds all of them in registers
+WARPS = 8  # per program, if its warps own columns
+CHUNK_BYTES = 512  # part of a column that a warp loads at once
+MAX_KEY_SPLITS = 32  # per head; the kernel that combines them holds all of them in registers
 TRANSPOSE_BLOCK = 64  # rows and columns of a tile in `transpose`
 # Registers per thread at most, so that a program fits on a processor beside one of the previous launch. 16-bit columns
 # of up to this many bytes then stay in registers, without spills.
@@ -222,7 +222,7 @@ def layernorm_linear_kernel(
     PARTS: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     cols, k = program_columns(BLOCK_N), tl.arange(0, CHUNK)
-    w = load_columns(w_ptr, cols, K, N, CHUNKS, CHUNK)  # first: it takes longest, and depends on no other kernel
+    w = load_columns(w_ptr, cols, K, N, CHUNKS, CHUNK)  # first: it takes longest and depends on no other kernel
     ln_w = load_row(ln_w_ptr, K, CHUNKS, CHUNK)
     gamma_w, beta_w = tl.load(gamma_w_ptr + cols, cols < N, 0), tl.load(beta_w_ptr + cols, cols < N, 0)
     bias = ()

@@ -192,7 +192,7 @@ class CublasLt:
     """Matrix products on the current device and CuPy's current stream.
 
     library: from load_library(). tuner: a Tuner, whose choices are {str(Problem): algorithm in hex}. With a Tuner that
-    times nothing (made_for None) cublasLt's first proposal is used, so that every run and every rank computes the same
+    times nothing (tuned_for None) cublasLt's first proposal is used, so that every run and every rank computes the same
     bits. All streams share one workspace of workspace_bytes, except those given to add_workspace().
     """
 
@@ -213,7 +213,7 @@ class CublasLt:
         self._workspaces[stream.ptr] = self._cupy.empty_like(self._workspace)
 
     def matmul(self, out, a, b, **options):
-        """out (N, K) = activation(op(a) (N, C) @ op(b) (C, K) + bias (K)), op the transpose where trans_a or trans_b.
+        """out (N, K) = activation(op(a) (N, C) @ op(b) (C, K) + bias (K)), op the transpose if trans_a or trans_b.
 
         a, b: float32, float16 or bfloat16 arrays with contiguous rows (views into wider arrays are allowed); sums are
         float32; out has the type of a and b, or float32. options: bias; trans_a; trans_b; accumulate: out += ...;

@@ -3,11 +3,11 @@
     x = scale (high + low),  high = fp16(x / scale),  low = fp16(x / scale - high)
     a b = scale_a scale_b (low_a high_b + high_a low_b + high_a high_b)
 
-fp16 has the 11 bits of tf32 at twice its speed and half its size, but a smaller range. Each square block of a matrix
-therefore has its own scale, a power of two that brings its largest number to 2^14. The error of high + low is below
-2^-22 of a number, or 2^-39 of the block's largest number; low_a low_b, which is omitted, is below 2^-22 of a b.
-Tensor cores truncate their sums, by about 1e-8 per term of a long sum. Here a tensor core sum ends with its tile, and
-tiles are added in ordinary float32 arithmetic, after the multiplication by their scales.
+fp16 has the 11 bits of tf32 at twice its speed and half its size, but a smaller range. Therefore each square block of a
+matrix is divided by its own power of two, such that its largest magnitude is in [2^14, 2^15). The error of high + low
+is below 2^-22 of a number, or 2^-39 of the block's largest number; low_a low_b, which is omitted, is below 2^-22 of the
+product. Tensor cores truncate their sums, by about 1e-8 per term of a long sum. Here a tensor core sum ends with its
+tile, and tiles are added in ordinary float32 arithmetic, after the multiplication by their scales.
 """
 
 # out (M, N) = the sum over K of a (M, K) times b (K, N); either may be stored transposed: (K, M), (N, K)
@@ -37,7 +37,7 @@ class ProductTile(NamedTuple):
 
 SMALL, LARGE = ProductTile(64, 64, 64, 4, 3), ProductTile(128, 128, 64, 8, 3)
 MIN_LARGE_TILES = 264  # large tiles in the result, from which they are faster than small ones
-# Two programs for each of an H200's 132 multiprocessors. The sum over K is split where there are fewer tiles than half
+# Two programs for each of an H200's 132 multiprocessors. The sum over K is split if there are fewer tiles than half
 # of that.
 PROGRAMS = 264
 MIN_SPLIT_K = 256  # terms of the sum in one split
@@ -89,7 +89,7 @@ def partials_shape(m, n, k):
 
 
 def product(out, partials, a, b, bias=None, trans_a=False, trans_b=False, accumulate=False):
-    """out (M, N) float32 = op(a) op(b) + bias (N), a and b SplitOperands, op the transpose where trans_a or trans_b.
+    """out (M, N) float32 = op(a) op(b) + bias (N), a and b SplitOperands, op the transpose if trans_a or trans_b.
 
     accumulate: add to out. out: contiguous, or the first columns of a contiguous array. partials: scratch of
     partials_shape(M, N, K), which needs a contiguous out and neither bias nor accumulate; otherwise None.

@@ -8,7 +8,7 @@ from stage2_cuda.tuning.tuner import Tuner, cache_directory
 
 
 class Products:
-    """multiply(out, a, b, ...): CublasLt.matmul without its option `compute`, which the precision decides.
+    """multiply(out, a, b, ...): CublasLt.matmul without its option `compute`, which follows from the precision.
 
     xp: cupy or numpy; precision: "fp32", "tf32", "bf16" or "fp16"; gemm: a CublasLt or a NumpyGemm.
     """
@@ -40,7 +40,7 @@ class Products:
 
 
 class NumpyGemm:
-    """The interface of CublasLt, computed by NumPy: under the interpreter only the matrix products are not Triton's."""
+    """The interface of CublasLt, computed by NumPy, for the interpreter. All other kernels there are Triton's."""
 
     def clear_plans(self):
         pass
@@ -56,7 +56,7 @@ class NumpyGemm:
 def cublaslt(cupy, name, deterministic, side_stream, notify):
     """(CublasLt, Tuner) for products on the current stream and on side_stream; Triton kernels share the Tuner.
 
-    name: the GPU's name; deterministic: nothing is timed; notify(text) tells the user that timing takes a while.
+    name: the GPU's name. deterministic: time nothing. notify(text) prints that timing kernels takes time.
     """
     import triton
 

@@ -33,7 +33,7 @@ def adamw_step(p, m, v, copy, g, scalars, grad_scale, decays, beta1, beta2, phil
 
     copy (n): receives p in the compute dtype, rounded to nearest; None: no copy. scalars (3): adamw_scalars() on the
     device, float32 or float64 (rounded to float32 here). grad_scale (1) float32 on the device, or None for 1.
-    decays (n / 1024) integers: nonzero where weight decay applies to a block, or None for all blocks.
+    decays (n / 1024) integers: nonzero if weight decay applies to the block, or None for all blocks.
     philox_key (1) int64: gpt2core.optimizer.rounding_key() on the device, or None. With it copy is uint16, the bits of
     bfloat16 rounded stochastically, and `offset` is the arena index of p's first element.
     """

@@ -1,20 +1,21 @@
 """Causal attention without the T x T matrix in memory: FlashAttention-2 (Dao 2023), forward and backward.
 
-For q, k, v (T, D) of one head; s, p, dp and ds are (T, T), sums run along a row:
+For q, k, v (T, D) of one head; s, p, dp and ds are (T, T), k' is the transpose of k, sums run along a row:
 
     s = q k' / sqrt(D), -inf above the diagonal    lse = log(sum(exp(s)))    p = exp(s - lse)    y = p v
     dv = p' dy    dp = dy v'    delta = sum(p * dp) = sum(y * dy)    ds = p * (dp - delta)
     dq = ds k / sqrt(D)    dk = ds' q / sqrt(D)
 
 Forward and dq: one program per BLOCK_M queries; it loops over the keys, BLOCK_N at a time, up to the diagonal.
-dk and dv: one program per BLOCK_N keys; it loops over the queries from the diagonal on. It recomputes p, and no other
-program adds to its result, so there are no atomic additions and every run gives the same bits. Tiles above the diagonal
-are skipped, and only tiles on the diagonal are masked. The programs with the longest loops are launched first, so that
-the short ones fill the GPU at the end. For a short T one kernel computes dq, dk and dv, half of its programs each.
+dk and dv: one program per BLOCK_N keys; it loops over the queries, BLOCK_M at a time, from the diagonal to T. The
+backward programs recompute p. Each tile of dq, dk or dv is computed by one program, without atomic additions, so every
+run gives the same bits. Tiles above the diagonal are skipped, and only tiles on the diagonal are masked. The programs
+with the longest loops are launched first, so that all processors finish at about the same time. For a short T one
+kernel computes all three: half of its programs compute dq, the other half dk and dv.
 
-Tiles are described by tensor descriptors, which the TMA unit of a Hopper GPU copies without using registers. Reads
-outside an array return zero and writes there are dropped, so a tile needs no mask for the rows beyond T or the columns
-beyond D.
+Kernels load and store tiles through tensor descriptors. On a Hopper GPU the TMA unit then copies them between global
+and shared memory without using registers. Reads outside an array return zero and writes there are dropped, so a tile
+needs no mask for the rows beyond T or the columns beyond D.
 """
 
 # B batch, T time, C channels, H heads, D = C // H head size, HEAD_DIM = D rounded up to a power of two
@@ -88,8 +89,8 @@ DEFAULT_TILES = {
         (128, NO_LIMIT): AttentionTiles(TileConfig(64, 32, 4, 2), TileConfig(64, 32, 4, 2), TileConfig(32, 64, 4, 2)),
     },
 }
-# Head sizes for which, in 16 bits, the kernel of dk and dv reads lse and delta through descriptors too, where T is a
-# multiple of BLOCK_M: the sizes for which that was measured to be faster.
+# Head sizes for which dkdv_kernel also reads lse and delta through descriptors, if the arrays have 16 bits and T is a
+# multiple of BLOCK_M. For these sizes it was measured to be faster.
 DESCRIPTOR_HEAD_SIZES = (64,)
 
 
@@ -115,35 +116,35 @@ def store_tile(desc, tile, b, part, h, row, BLOCK_ROWS: tl.constexpr, HEAD_DIM: 
 
 
 def row_descriptor(array, block_rows):
-    """A descriptor of array (B, H, T) as (B H T), in blocks of `block_rows`.
+    """A descriptor of array (B, H, T) as a vector of B*H*T elements, in blocks of `block_rows`.
 
-    T must be a multiple of block_rows, or a block would contain rows of the next head.
+    T must be a multiple of block_rows; otherwise a block would contain rows of the next head.
     """
     return TensorDescriptor(Pointer(array), [array.size], [1], [block_rows])
 
 
 @triton.jit
 def load_rows(x, head_start, offs_m, start_m, T, EVEN: tl.constexpr, USE_DESCRIPTOR: tl.constexpr):
-    """The numbers (BLOCK_M) of the rows offs_m of one head, out of x (B, H, T); start_m is the first of offs_m.
+    """Load lse or delta (BLOCK_M) of one head at the positions offs_m = start_m + [0, BLOCK_M).
 
-    USE_DESCRIPTOR: x is a row_descriptor, in which this head begins at head_start. Otherwise x points to this head.
-    EVEN: T is a multiple of BLOCK_M. In the innermost loop a mask costs 2 %, and pointers cost more, because every
-    thread computes its own addresses.
+    USE_DESCRIPTOR: x is a row_descriptor of the array (B, H, T), in which this head begins at head_start. Otherwise x
+    points to this head. EVEN: T is a multiple of BLOCK_M. In the innermost loop a mask costs 2 %, and pointers cost
+    more, because every thread computes its own addresses.
     """
     if USE_DESCRIPTOR:
         values = x.load([head_start + start_m])
     elif EVEN:
         values = tl.load(x + offs_m)
     else:
-        values = tl.load(x + offs_m, mask=offs_m < T, other=0.0)  # rows beyond T: q and dy are 0, so they add 0
+        values = tl.load(x + offs_m, mask=offs_m < T, other=0.0)  # beyond T any finite value: dy is 0 there
     return values
 
 
 @triton.jit
 def key_range(start_m, T, loop, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LOOPS: tl.constexpr):
-    """[begin, end) of the keys that the queries from start_m on attend to, in this loop.
+    """[begin, end) of the keys in this loop, for the tile of queries [start_m, start_m + BLOCK_M).
 
-    With two loops: loop 0 has the full tiles below the diagonal, loop 1 the tiles on it.
+    With two loops: loop 0 covers the full tiles below the diagonal, loop 1 the tiles on it.
     """
     begin, end = 0, tl.minimum(start_m + BLOCK_M, T)
     if LOOPS == 2:
@@ -157,9 +158,9 @@ def key_range(start_m, T, loop, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LO
 
 @triton.jit
 def query_range(start_n, T, loop, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LOOPS: tl.constexpr):
-    """[begin, end) of the queries that attend to the keys from start_n on, in this loop.
+    """[begin, end) of the queries in this loop, for the tile of keys [start_n, start_n + BLOCK_N).
 
-    With two loops: loop 0 has the tiles on the diagonal, loop 1 the full tiles below it.
+    With two loops: loop 0 covers the tiles on the diagonal, loop 1 the full tiles below it.
     """
     begin, end = start_n // BLOCK_M * BLOCK_M, T
     if LOOPS == 2:
@@ -202,7 +203,7 @@ def forward_kernel(
     scale: log2(e) / sqrt(D).
     """
     b, h = tl.program_id(0) // H, tl.program_id(0) % H
-    start_m = (tl.num_programs(1) - 1 - tl.program_id(1)) * BLOCK_M  # the longest loops first
+    start_m = (tl.num_programs(1) - 1 - tl.program_id(1)) * BLOCK_M  # last queries first: they have the longest loops
     offs_m = start_m + tl.arange(0, BLOCK_M)
     q = load_tile(qkv_m, b, QUERY, h, start_m, BLOCK_M, HEAD_DIM)
     row_max, row_sum = tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32)
@@ -224,12 +225,12 @@ def forward_kernel(
 
 
 def attention_forward(y, lse, qkv, n_head, precision="ieee", tiles=None):
-    """y (B, T, C) and lse (B, H, T) float32 from qkv (B, T, 3C): q, then k, then v, the heads side by side in each.
+    """y (B, T, C) and lse (B, H, T) float32 from qkv (B, T, 3C): columns q, then k, then v, each (H, D).
 
     lse is in base 2, because the kernels use exp2: log2(e) times the lse of the formula.
     precision: how tl.dot multiplies float32, "ieee", "tf32" or "tf32x3"; products of fp16 and bf16 are exact, and all
-    sums are float32. tiles: AttentionTiles in place of DEFAULT_TILES'. Raises ConfigError unless the head size is a
-    multiple of 8 up to 128.
+    sums are float32. tiles: AttentionTiles to use instead of DEFAULT_TILES. Raises ConfigError unless the head size is
+    a multiple of 8 up to 128.
     """
     B, T, D, tiles = shapes_and_tiles(qkv, n_head, precision, tiles)
     tile = tiles.forward
@@ -255,7 +256,7 @@ def dq_tile(
 ):  # fmt: skip
     """dq of the queries [start_m, start_m + BLOCK_M), and their delta unless delta_ptr is None.
 
-    lse_ptr and delta_ptr point to the T numbers of this head.
+    lse_ptr and delta_ptr point to the T elements of this head.
     """
     offs_m = start_m + tl.arange(0, BLOCK_M)
     q = load_tile(qkv_m, b, QUERY, h, start_m, BLOCK_M, HEAD_DIM)
@@ -288,9 +289,9 @@ def dkdv_tile(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, LOOPS: tl.constexpr,
     EVEN: tl.constexpr, USE_DESCRIPTOR: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of the keys [start_n, start_n + BLOCK_N). The tiles of s, p, dp and ds are transposed here.
+    """dk and dv of the keys [start_n, start_n + BLOCK_N). Here the tiles of s, p, dp and ds are transposed.
 
-    lse_in and delta_in: see load_rows(); with delta_in None, delta is computed from y.
+    lse_in and delta_in: x of load_rows(). If delta_in is None, delta is computed from y.
     """
     offs_n = start_n + tl.arange(0, BLOCK_N)
     k = load_tile(qkv_n, b, KEY, h, start_n, BLOCK_N, HEAD_DIM)
@@ -328,7 +329,7 @@ def dq_kernel(
 ):  # fmt: skip
     """delta and dq of BLOCK_M queries; scale: 1 / sqrt(D)."""
     b, h, head_start = tl.program_id(0) // H, tl.program_id(0) % H, tl.program_id(0).to(tl.int64) * T
-    start_m = (tl.num_programs(1) - 1 - tl.program_id(1)) * BLOCK_M  # the longest loops first
+    start_m = (tl.num_programs(1) - 1 - tl.program_id(1)) * BLOCK_M  # last queries first: they have the longest loops
     dq_tile(
         dqkv_desc, delta_ptr + head_start, dy_desc, y_desc, lse_ptr + head_start, qkv_m, qkv_n, b, h, start_m, T, scale,
         BLOCK_M, BLOCK_N, HEAD_DIM, LOOPS, PRECISION,
@@ -341,7 +342,7 @@ def dkdv_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, LOOPS: tl.constexpr,
     EVEN: tl.constexpr, USE_DESCRIPTOR: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of BLOCK_N keys; the first keys, to which all queries attend, are launched first."""
+    """dk and dv of BLOCK_N keys. In this order the longest loops, those of the first keys, are launched first."""
     b, h, head_start = tl.program_id(0) // H, tl.program_id(0) % H, tl.program_id(0) * T
     start_n = tl.program_id(1) * BLOCK_N
     if not USE_DESCRIPTOR:  # coordinates of a descriptor have 32 bits, pointers 64
@@ -361,7 +362,7 @@ def both_kernel(
 ):  # fmt: skip
     """dk and dv of BLOCK_N keys in the even programs, dq of BLOCK_M = BLOCK_N queries in the odd programs.
 
-    Both compute the delta that they need.
+    Both kinds of program compute delta themselves.
     """
     b, h, head_start = tl.program_id(0) // H, tl.program_id(0) % H, tl.program_id(0).to(tl.int64) * T
     tile, n_tiles, lse_ptr = tl.program_id(1) // 2, tl.num_programs(1) // 2, lse_ptr + head_start
@@ -382,8 +383,8 @@ def both_kernel(
 def attention_backward(dqkv, delta, dy, qkv, y, lse, n_head, precision="ieee", tiles=None):
     """dqkv (B, T, 3C) from dy (B, T, C) and the qkv, y, lse of attention_forward(); delta (B, H, T) float32: scratch.
 
-    With tiles that have only `dq`, dk and dv are not written. With tiles that have only `dkdv`, dq is not written, and
-    delta must hold what a launch with `dq` wrote. precision, tiles: as for attention_forward().
+    If `tiles` has only `dq`, dk and dv are not written. If it has only `dkdv`, dq is not written, and delta must have
+    been computed by a launch with `dq`. precision, tiles: as for attention_forward().
     """
     B, T, D, tiles = shapes_and_tiles(qkv, n_head, precision, tiles)
     heads, shape_arguments = B * n_head, (T, n_head, 1 / math.sqrt(D))

@@ -4,7 +4,7 @@ NumPy's functions would read and write memory once per operation, a dozen times 
 once, and the residual (error feedback) is added and updated in the same pass. bf16 is the upper half of a float32 and
 is computed with integers, because Triton's interpreter has no bf16.
 """
-# p rows, one for each rank; m elements per row, a multiple of GROUP; n elements of the gradient, n <= p m
+# p rows, one per rank; m elements per row, a multiple of GROUP; n elements of the gradient, n <= p m
 
 import numpy as np
 import triton
@@ -64,7 +64,7 @@ def encode(x, KIND: tl.constexpr):
         rounded = bits + (0x7FFF + ((bits >> 16) & 1))
         values = (tl.where(x != x, bits | (1 << 22), rounded) >> 16).to(tl.uint16)
     elif KIND == "fp16":
-        clipped = tl.where(x > 65504.0, 65504.0, tl.where(x < -65504.0, -65504.0, x))  # or it would become infinity
+        clipped = tl.where(x > 65504.0, 65504.0, tl.where(x < -65504.0, -65504.0, x))  # avoids infinity
         values = clipped.to(tl.float16).to(tl.uint16, bitcast=True)
     else:
         scale = tl.where(tl.max((x != x).to(tl.int32), 1) != 0, float("nan"), scale)  # tl.max may ignore NaN

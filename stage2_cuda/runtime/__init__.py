@@ -1,1 +1,1 @@
-"""What the GPU offers beside kernels: launches, CUDA graphs, streams, profiling."""
+"""The GPU's runtime: kernel launches, CUDA graphs, streams, profiling."""

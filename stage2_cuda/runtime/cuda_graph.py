@@ -1,4 +1,7 @@
-"""A whole step as one CUDA graph: recorded once, then replayed without Python between its kernels."""
+"""A whole step as one CUDA graph: recorded once, then replayed without Python between its kernels.
+
+To record a step means to run its function during stream capture, which yields a CUDA graph.
+"""
 
 import contextlib
 import gc
@@ -14,10 +17,10 @@ ALIGNED = 16  # bytes: each result begins on a multiple
 
 
 class Workspace:
-    """The memory of one recorded step, or of several that never run at the same time: a pool of CuPy's.
+    """A CuPy memory pool for one recorded step, or for several steps that never run at the same time.
 
-    It is released with the last step that uses it. This must be explicit: CuPy's free blocks (version 14) and the pool
-    keep each other alive. `kept` lists arrays that live as long as the workspace.
+    Its memory is released when the last step that uses it is deleted. The finalizer does this explicitly, because free
+    blocks and the pool refer to each other (CuPy 14). `kept` lists arrays that live as long as the workspace.
     """
 
     def __init__(self, cupy):
@@ -33,12 +36,14 @@ def release(pool, kept):
 class RecordedStep(Compiled):
     """`function(*args)` as a CUDA graph: the first call runs it, the second records it, later calls replay it.
 
-    The first call compiles kernels and times candidates, which cannot be recorded. Memory that the function allocates
-    while it is recorded comes from a Workspace, which lives as long as the graph. No call waits for the device.
-    args: see StaticInputs. The function returns a list of arrays or None. record=False: every call runs it.
-    stream: where it is recorded and replayed, by default one of its own; each call first waits for the work that the
-    caller has on another stream. workspace: shared with steps that never run at the same time. `held_before`: bytes
-    that the default pool held when it was emptied for the recording.
+    The first call compiles kernels and times candidates, which is not possible during stream capture. Memory that the
+    function allocates during capture comes from a Workspace, which lives as long as the graph. A replay waits for the
+    previous upload of arguments and for earlier work on the caller's stream if that is another stream. It does not wait
+    for its own results.
+
+    args: see StaticInputs. The function returns a list of arrays or None. record=False: every call runs the function.
+    stream: the stream for capture and replays, by default a new one. workspace: a Workspace to share with steps that
+    never run at the same time. `held_before`: bytes that the default pool held just before capture() emptied it.
     """
 
     def __init__(self, function, record=True, stream=None, workspace=None):
@@ -51,7 +56,7 @@ class RecordedStep(Compiled):
 
     @property
     def can_overlap(self):
-        """Whether a call may be made before the Results of the previous call are waited for."""
+        """Whether the next call may be made before the caller waits for the Results of the previous one."""
         return self.graph is not None
 
     def __call__(self, *args):
@@ -60,7 +65,7 @@ class RecordedStep(Compiled):
         if self.calls == 0 or not self.record:
             self.inputs.upload(args)
             results = EagerResults(self.cupy, self.function(*self.inputs.arguments) or [])
-            self.calls += 1  # not before: a call that failed has not compiled everything
+            self.calls += 1  # after the function: if it raises, the next call must run it again
             return results
         current = self.cupy.cuda.get_current_stream()
         if current.ptr != self.stream.ptr:
@@ -92,7 +97,7 @@ class RecordedStep(Compiled):
 
 @contextlib.contextmanager
 def no_garbage_collection():
-    """Disable garbage collection: during stream capture no memory may be freed."""
+    """Disable garbage collection, because it could free memory during stream capture, which is not allowed."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -103,7 +108,7 @@ def no_garbage_collection():
 
 
 class EagerResults(Results):
-    """Arrays of the device that a direct call returned."""
+    """The results of a call that was not replayed from a graph: device arrays, copied to the host by wait()."""
 
     def __init__(self, cupy, arrays):
         super().__init__(arrays)
@@ -115,10 +120,11 @@ class EagerResults(Results):
 
 
 class Readback:
-    """The results of a graph: copies of `arrays` in one device buffer, as part of what the stream records.
+    """The results of a graph: every replay copies `arrays` into one device buffer.
 
-    copy_async() copies that buffer to one of two pinned host buffers in turn: the host may read one while the next
-    replay's results arrive in the other. `kept` gets the device buffer.
+    To be created during capture, which records these copies. copy_async() copies the device buffer to two pinned host
+    buffers in turn: the host may read one while the results of the next replay are copied to the other. The device
+    buffer is appended to `kept`.
     """
 
     def __init__(self, cupy, stream, arrays, kept):
@@ -130,7 +136,7 @@ class Readback:
         kept.append(cupy.empty(size, np.uint8))
         self.device = kept[-1].data.ptr
         for array, start in zip(arrays, ends, strict=False):
-            # memcpyAsync, because CuPy's own copies refuse to run during capture
+            # memcpyAsync, because CuPy's copy methods raise an error during capture
             self.copy(self.device + start, array.data.ptr, array.nbytes, DEVICE_TO_DEVICE, stream.ptr)
         self.buffers = []
         for _ in range(2):
@@ -142,7 +148,7 @@ class Readback:
             self.buffers.append((buffer, views, cupy.cuda.Event(disable_timing=True)))
 
     def copy_async(self):
-        """Start the copy of the results of the graph that was launched last; returns PinnedResults."""
+        """Start copying the results of the latest replay to the host; returns PinnedResults."""
         buffer, views, event = self.buffers[self.copies % 2]
         self.copies += 1
         if views:
@@ -152,7 +158,7 @@ class Readback:
 
 
 class PinnedResults(Results):
-    """Host views of a pinned buffer, valid until the call after the next one."""
+    """Host views of a pinned buffer. The second call after the one that returned them overwrites the buffer."""
 
     def __init__(self, views, event):
         super().__init__(views)

@@ -13,7 +13,7 @@ from stage2_cuda.runtime.peak_flops import peak_flops
 from stage2_cuda.runtime.side_stream import NoStream, SideStream
 from stage2_cuda.tuning.tuner import Tuner
 
-LARGE = 1_000_000  # parameters of a model that is too large for the interpreter
+LARGE = 1_000_000  # parameters: a larger model is too slow in the interpreter
 
 
 def make_runtime(deterministic):
@@ -22,7 +22,7 @@ def make_runtime(deterministic):
 
 
 class CudaRuntime(Runtime):
-    """CuPy's current device. deterministic: nothing is chosen by timing. precision is set by the backend."""
+    """The Runtime of CuPy's current device. deterministic: choose nothing by timing. The backend sets `precision`."""
 
     records = True
     precision = "fp32"
@@ -31,8 +31,8 @@ class CudaRuntime(Runtime):
         super().__init__()
         self.xp = triton_launch.array_module()
         self.name, self.side = gpu_name(self.xp), SideStream(self.xp)
-        self.compiled, self.workspaces = [], []  # recorded steps; the workspaces of others, as of generation
-        # notify may be replaced after this
+        self.compiled, self.workspaces = [], []  # training steps; workspaces of other steps (generation)
+        # a lambda, because `notify` may be replaced later
         self.gemm, self.tuner = cublaslt(
             self.xp, self.name, deterministic, self.side.stream, lambda text: self.notify(text)
         )
@@ -53,7 +53,7 @@ class CudaRuntime(Runtime):
 
     def retune(self):
         if self.tuned_for is None:
-            raise ConfigError("--autotune and --deterministic exclude each other: that mode chooses nothing by timing")
+            raise ConfigError("--autotune and --deterministic exclude each other: the latter times nothing")
         self.tuner.retune()
 
     # -- a step, and its streams -------------------------------------------------------------------------------------
@@ -73,7 +73,7 @@ class CudaRuntime(Runtime):
         return self.side.after()
 
     def synchronize(self):
-        """Wait for all work that the device has been given."""
+        """Wait on the host until the device has completed all work."""
         self.xp.cuda.runtime.deviceSynchronize()
 
     # -- memory ------------------------------------------------------------------------------------------------------
@@ -82,7 +82,7 @@ class CudaRuntime(Runtime):
         self.xp.get_default_memory_pool().free_all_blocks()
 
     def held_memory(self):
-        """Bytes that CuPy's pools hold, unused blocks included, the CUDA context not."""
+        """Bytes in CuPy's pools, with unused blocks, without the CUDA context."""
         workspaces = [*(step.workspace for step in self.compiled), *self.workspaces]
         pools = [self.xp.get_default_memory_pool(), *(workspace.pool for workspace in workspaces)]
         return sum(pool.total_bytes() for pool in pools)
@@ -95,7 +95,7 @@ class CudaRuntime(Runtime):
     ):
         if not memory_model.is_out_of_memory(error):
             return None
-        # what the driver has left, and what this process holds: without other processes
+        # memory that other processes do not use: free memory, plus what this process holds
         free = self.xp.cuda.runtime.memGetInfo()[0] + self.held_memory() + memory_model.CONTEXT
         if batch_size is None:
             text = memory_model.explain_generation_oom(config, self.precision, free, parallel.tp if parallel else 1)
@@ -114,7 +114,7 @@ class CudaRuntime(Runtime):
 
 
 class InterpreterRuntime(Runtime):
-    """Triton's interpreter on the CPU: NumPy arrays, kernels that run when they are called, NumPy's products."""
+    """Triton's interpreter on the CPU: NumPy arrays and matrix products, kernels that run synchronously."""
 
     name = "the Triton interpreter"
     precision = "fp32"

@@ -1,7 +1,6 @@
 """Names in a profiler's timeline (NVTX): forward, backward, optimizer, and every kernel method of the backend.
 
-annotate() adds them; without it nothing is added. A step that is replayed from its graph runs no Python, so it shows
-no names.
+annotate() adds the names. The replay of a CUDA graph runs no Python, so it shows no names: use --no-graph.
 """
 
 import contextlib
@@ -16,11 +15,11 @@ KERNELS = (
     "_step",
     "clip",
     "sum_of_squares",
-)  # how kernel methods' names end
+)  # the endings of the kernel methods' names
 
 
 def annotate(backend, nvtx):
-    """Put the kernel methods of this backend, and its runtime's ranges, into ranges of `nvtx` (cupy.cuda.nvtx)."""
+    """Make this backend's kernel methods and its runtime's range() open ranges of `nvtx` (cupy.cuda.nvtx)."""
 
     @contextlib.contextmanager
     def named_range(name):

@@ -3,11 +3,11 @@
 import contextlib
 from collections import deque
 
-DEPTH = 4  # pieces of work in flight at most: their operands stay allocated until they are done
+DEPTH = 4  # largest number of run() contexts in flight, whose operands stay allocated
 
 
 class SideStream:
-    """Work on a second stream, in the same order in every step; its operands are kept until it is done."""
+    """Runs work on a second stream, in the order of the calls; the operands stay allocated until it is done."""
 
     def __init__(self, cupy):
         self.cupy, self.stream, self.in_flight = cupy, cupy.cuda.Stream(non_blocking=True), deque()
@@ -15,7 +15,7 @@ class SideStream:
 
     @contextlib.contextmanager
     def run(self, *operands):
-        """A context whose kernels run on the side stream, after all work given to the current stream so far."""
+        """A context whose kernels run on the side stream, after all work on the current stream so far."""
         main = self.cupy.cuda.get_current_stream()
         with self.after():
             yield
@@ -25,7 +25,7 @@ class SideStream:
 
     @contextlib.contextmanager
     def after(self):
-        """A context in which the side stream is the current one, after all work given to both streams so far."""
+        """A context in which the side stream is the current one, after all work on both streams so far."""
         self.stream.wait_event(self.cupy.cuda.get_current_stream().record(self.event()))
         self.forked = True
         with self.stream:

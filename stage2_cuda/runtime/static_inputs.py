@@ -1,13 +1,13 @@
-"""The arguments of a recorded step: NumPy arrays, copied to fixed addresses on the device by one transfer a call."""
+"""The arguments of a recorded step: NumPy arrays, copied to fixed addresses on the device, in one transfer per call."""
 
 import numpy as np
 
-ALIGNED = 256  # bytes: every array begins on a multiple, as in any allocation
+ALIGNED = 256  # bytes: every array begins at a multiple of this
 HOST_TO_DEVICE = 1  # cudaMemcpyKind
 
 
 def outside_pool(cupy):
-    """A context whose arrays do not come from CuPy's pool: a lasting array would keep its whole block from reuse."""
+    """A context whose arrays do not come from CuPy's pool: a long-lived array would prevent the reuse of its block."""
     return cupy.cuda.using_allocator(None)
 
 
@@ -15,7 +15,8 @@ class StaticInputs:
     """Device copies of the NumPy arrays in a tree of arguments, at the same addresses for every call.
 
     A tree consists of nested tuples (named ones too) and lists. Other leaves, device arrays and constants, are passed
-    on; every call must have the same ones. `arguments` is the tree with the device copies in place of NumPy arrays.
+    unchanged and must be the same in every call. `arguments` is the tree with the device copies in place of NumPy
+    arrays.
     """
 
     def __init__(self, cupy, tree):
@@ -32,7 +33,7 @@ class StaticInputs:
         places = iter(zip(arrays, ends, strict=False))
 
         def place(leaf):
-            """(view of the pinned staging memory or None, what the function gets) for one leaf."""
+            """(view of the pinned staging memory or None, the argument of the function) for one leaf."""
             if type(leaf) is not np.ndarray:
                 return None, leaf
             array, start = next(places)
@@ -45,7 +46,7 @@ class StaticInputs:
     def upload(self, tree):
         """Copy the NumPy arrays of `tree` to the device, on the current stream.
 
-        Raises ValueError where the tree differs from the first one in more than the values of its NumPy arrays.
+        Raises ValueError if the tree differs from the first one in more than the values of its NumPy arrays.
         """
         leaves = flatten(tree)
         self.copied.synchronize()  # the previous copy has read the staging memory

@@ -25,7 +25,7 @@ PDL_CAPABILITY = (9, 0)  # programmatic dependent launch
 
 
 def interpreted():
-    """Whether kernels run in Triton's interpreter: Triton's own reading of TRITON_INTERPRET.
+    """Whether kernels run in Triton's interpreter, as Triton itself reads TRITON_INTERPRET.
 
     Raises ConfigError if Triton cannot be imported.
     """
@@ -235,10 +235,10 @@ def not_contiguous(array):
 
 
 def imported(module, name, remedy):
-    """The imported module; ConfigError with `remedy` if that fails. name: how the message calls it."""
+    """The imported module; ConfigError with `remedy` if that fails. name: its name in the message."""
     try:
         return importlib.import_module(module)
-    except Exception as error:  # a CuPy for another CUDA raises other errors than ImportError
+    except Exception as error:  # a CuPy built for another CUDA version raises other errors than ImportError
         raise ConfigError(f"{name} is needed but cannot be imported ({first_line(error)}): {remedy}") from error
 
 

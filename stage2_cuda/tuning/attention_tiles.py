@@ -1,17 +1,17 @@
-"""The tile sizes that a Tuner times for attention, besides the defaults of kernels/attention.py.
+"""The attention tiles that a Tuner times, in addition to DEFAULT_TILES of kernels/attention.py.
 
-The forward kernel, dq, and dk with dv are timed separately. Then the whole backward pass is timed: with the default
-tiles, with the best two, and, unless T is long, in one launch. For long T the default forward stays, because at
-T = 16384 the order of the candidates changed with the temperature of the GPU. Compiled for an H200 by Triton 3.6 and
-3.9, only the tiles of tf32x3's backward spill registers, and they spill less than the defaults.
+Three kernels are timed separately: forward, dq, and dk with dv. Then the whole backward pass is timed: with the default
+tiles, with the fastest dq and dk-dv tiles, and, unless T is long, in one launch. For long T the forward pass uses the
+default tile, because at T = 16384 the order of the candidates changed with the temperature of the GPU. Compiled for an
+H200 by Triton 3.6 and 3.9, only the backward tiles of tf32x3 spill registers; they spill less than the default tiles.
 """
 
 # B batch, T time, C channels, H heads, D = C // H
 
 from stage2_cuda.kernels.attention import AttentionTiles, TileConfig, shapes_and_tiles
 
-LONG = 4096  # tokens; beyond, forward is the table's, and no launch does all of backward
-TRIED = {  # (what is multiplied, largest D): {part: tiles beside the table's}
+LONG = 4096  # tokens; for a longer T: the default forward tile, and no backward pass in one launch
+TRIED = {  # (kind of products, largest D): {kernel: tiles in addition to DEFAULT_TILES}
     ("16 bits", 64): {
         "forward": [
             TileConfig(128, 64, 8, 3, loops=2), TileConfig(128, 64, 8, 3), TileConfig(128, 64, 4, 3),
@@ -47,7 +47,7 @@ TRIED = {  # (what is multiplied, largest D): {part: tiles beside the table's}
 
 
 def tuned_forward(tuner, run, y, lse, qkv, n_head, precision):
-    """-> the AttentionTiles for forward. run(config) launches it, and writes y and lse."""
+    """The fastest AttentionTiles for forward. run(tiles) launches forward, which writes y and lse."""
     table, tried, about = tiles_for(qkv, n_head, precision)
     first = AttentionTiles(forward=table.forward)
     rest = others(first, "forward", tried) if qkv.shape[1] <= LONG else []
@@ -55,7 +55,7 @@ def tuned_forward(tuner, run, y, lse, qkv, n_head, precision):
 
 
 def tuned_backward(tuner, run, dqkv, delta, qkv, n_head, precision):
-    """-> the AttentionTiles for backward. run(config) launches it, and writes its part of dqkv (B, T, 3C) and delta."""
+    """The fastest AttentionTiles for backward. run(tiles) launches its kernels, which write dqkv and delta."""
     table, tried, about = tiles_for(qkv, n_head, precision)
     C, first, rest = qkv.shape[2] // 3, table._replace(forward=None), []
     if not table.both:
@@ -75,7 +75,7 @@ def tuned_backward(tuner, run, dqkv, delta, qkv, n_head, precision):
 
 
 def tiles_for(qkv, n_head, precision):
-    """-> the table's AttentionTiles, what is tried beside it, and in words for what."""
+    """(default AttentionTiles, {kernel: other tiles to time}, a description for the name of the choice)."""
     B, T, D, table = shapes_and_tiles(qkv, n_head, precision)
     kind = "16 bits" if qkv.dtype.itemsize == 2 else precision
     tried = next((tiles for (name, largest), tiles in TRIED.items() if name == kind and D <= largest), {})
@@ -83,6 +83,6 @@ def tiles_for(qkv, n_head, precision):
 
 
 def others(first, part, tried):
-    """AttentionTiles for each other tile of this part."""
+    """AttentionTiles for each tile of this kernel (`part`) in `tried`, without `first`."""
     configs = [AttentionTiles(**{part: tile}) for tile in tried.get(part, ())]
     return [config for config in configs if config != first]

@@ -25,7 +25,7 @@ from stage2_cuda.runtime.cuda_graph import no_garbage_collection
 FASTER = 0.99
 TOLERANCE = {2: 2e-2, 4: 2e-3}  # {bytes of an element: relative norm}, above what another order of summation causes
 PIECE = 1 << 22  # elements that `difference` compares at once
-SEED = 20260101  # of the order of the candidates in each round
+SEED = 20260101  # for the random order of the candidates in each round
 ROUNDS, CALLS, ENOUGH = 5, 20, 20.0  # rounds of timing; calls per graph at most; milliseconds of a graph to aim for
 
 
@@ -34,7 +34,7 @@ class Tuner:
 
     tuned_for: the device and libraries that the choices are valid for. None: time nothing and always choose the first
     candidate, so that every run and every rank computes the same bits. directory: of the cache file, or None.
-    notify(text) tells the user that timing takes a while. tuned: {what: choice} in force.
+    notify(text) prints that timing kernels takes time. tuned: the {what: choice} that are used now.
     """
 
     def __init__(self, cupy, tuned_for=None, directory=None, notify=print):
@@ -55,19 +55,19 @@ class Tuner:
         """Use the choices {what: choice} of another rank or an earlier run; returns whether anything changed.
 
         They replace all choices of this tuner, so that ranks with equal choices also time the same candidates. With
-        `final` they are only added, and nothing is timed from here on: a new `what` gets its first candidate.
+        `final` they are only added, and nothing is timed from then on: a new `what` gets its first candidate.
         """
         self.final, before = self.final or final, self.tuned
         self.tuned = self.tuned | choices if final else dict(choices)
         if changed := self.tuned != before:
             self.chosen.clear()
             if replaced := {what: choices[what] for what in self.timed.keys() & choices.keys()}:
-                self.timed |= replaced  # or the next run would read another choice from the file
+                self.timed |= replaced  # the next run reads the same choices from the file
                 self.write()
         return changed
 
     def keep(self, what, choice):
-        """Store a choice that was timed, on disk too."""
+        """Store a choice that was timed, in memory and on disk."""
         self.tuned[what] = self.timed[what] = choice
         self.write()
 
@@ -76,7 +76,7 @@ class Tuner:
             write_choices(self.file, self.tuned_for, self.timed)
 
     def announce(self):
-        """Tell the user, once, why the first step takes longer."""
+        """Print once why the first step takes longer."""
         if not self.announced:
             where = f"once; cached in {self.file}" if self.file else "in every run, because there is no home directory"
             self.notify(f"timing kernels for this GPU, {where}")
@@ -87,7 +87,7 @@ class Tuner:
     def choose(self, what, candidates, run, outputs, before=lambda: None):
         """The candidate whose run(candidate) is fastest; the first one unless another is faster by more than noise.
 
-        what: the name of the choice. The texts of the candidates must differ. run launches work on the current stream,
+        what: the name of the choice. str() of the candidates must differ. run launches work on the current stream,
         does not synchronize, and writes all of `outputs`: arrays or views, whose contents are undefined afterwards.
         before() is called once before timing. A candidate that fails, or whose results differ from the first one's, is
         skipped. If timing itself fails, the first candidate is chosen, with a warning.
@@ -141,7 +141,7 @@ class Tuner:
                             calls = calls_per_graph(milliseconds(self.cupy, stream, call))
                         graphs.append(recorded(stream, call, calls))
                         usable.append(candidate)
-                    except Exception as error:  # too few registers or too little shared memory, or a compiler error
+                    except Exception as error:  # too many registers, too much shared memory, or a compiler error
                         problem = error
                 if not graphs:
                     raise problem

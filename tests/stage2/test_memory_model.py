@@ -57,7 +57,7 @@ CONFIG = PRESETS["nano"]
 gpu = pytest.mark.gpu
 in_the_interpreter = pytest.mark.skipif(not triton_launch.interpreted(), reason="counts NumPy's allocations")
 
-# in each, another term is the largest: the layers, the head, the parameters
+# in each size another term is the largest: the layers, the head, the parameters
 SIZES = [
     (GPT2Config(172, 128, 6, 4, 64, tied=False), 16, 128, 1),
     (GPT2Config(20000, 64, 2, 4, 64, tied=True), 16, 64, 1),
@@ -83,12 +83,12 @@ def trainer_of(monkeypatch, backend, config, batch, seq_len, **options):
 
 
 def peak_of(*args, steps=1, **options):
-    """Bytes that steps of trainer_of(*args, **options) have at most."""
+    """Peak memory in bytes of the steps of trainer_of(*args, **options)."""
     tracemalloc.start()
     try:
         _, update = trainer_of(*args, **options)
         for _ in range(steps):
-            tracemalloc.reset_peak()  # the initial parameters are made on the host
+            tracemalloc.reset_peak()  # excludes the initial parameters, which are created on the host
             with np.errstate(all="ignore"):
                 update()
         return tracemalloc.get_traced_memory()[1]
@@ -100,7 +100,7 @@ def peak_of(*args, steps=1, **options):
 @pytest.mark.parametrize("precision, wide", [("fp32", WIDE), ("fp16", WIDE), ("fp16", 0)])
 @pytest.mark.parametrize("side", [NoStream, keeping])
 @pytest.mark.parametrize("config, batch, seq_len, micro_batches", SIZES, ids=["layers", "head", "parameters"])
-def test_the_model_is_what_a_step_allocates(monkeypatch, precision, wide, side, config, batch, seq_len, micro_batches):
+def test_the_model_is_the_memory_of_a_step(monkeypatch, precision, wide, side, config, batch, seq_len, micro_batches):
     """Within 10 %, with kernels that do nothing: only the lifetime and the size of each array matter."""
     for module in (memory, products):
         monkeypatch.setattr(module, "WIDE", wide)
@@ -114,7 +114,7 @@ def test_the_model_is_what_a_step_allocates(monkeypatch, precision, wide, side, 
 
 
 def pooled(monkeypatch, config):
-    """A CudaBackend on a PooledCupy, which records its steps, and that CuPy; parameters come from nowhere."""
+    """(a CudaBackend on a PooledCupy that records its steps, the PooledCupy, uninitialised parameters)."""
     cupy = PooledCupy()
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     monkeypatch.setitem(sys.modules, "cupyx", SimpleNamespace(empty_pinned=np.empty))
@@ -144,7 +144,7 @@ def pooled(monkeypatch, config):
         ("gpt2-medium", 32, 8, "recorded"),
     ],
 )
-def test_the_model_is_what_cupy_s_pools_hold(monkeypatch, preset, batch, micro_batches, how):
+def test_the_model_equals_the_memory_in_cupy_s_pools(monkeypatch, preset, batch, micro_batches, how):
     """Within 1 %: freed blocks are reused, because no small live array splits them."""
     config = PRESETS[preset]
     backend, _, drawn = pooled(monkeypatch, config)
@@ -152,7 +152,7 @@ def test_the_model_is_what_cupy_s_pools_hold(monkeypatch, preset, batch, micro_b
     trainer, update = trainer_of(monkeypatch, backend, config, batch, record=how != "eager", **sizes)
     if how == "resumed":
         load(trainer, dict(drawn), {name: (array, array) for name, array in drawn})
-    for _ in range(3):  # one that compiles, one that is recorded, one that is replayed
+    for _ in range(3):  # the first compiles, the second is recorded, the third replayed
         update()
     terms = training_memory(config, batch, config.block_size, "fp16", micro_batches)
     want = sum(terms.values()) - terms["workspace"] - terms["context"]
@@ -194,11 +194,11 @@ def test_memory_does_not_grow_over_successive_trainers():
         return cupy.cuda.runtime.memGetInfo()[0], held
 
     (before, _), (after, held) = free_after_training(), free_after_training()
-    assert held > GIB / 4 and before - after < held / 4  # the driver keeps something small of its own
+    assert held > GIB / 4 and before - after < held / 4  # the driver keeps a small amount
 
 
-class Pretended(Communicator):
-    """A group of ranks of which the others say what this one says: in its own memory is all that is there."""
+class EqualRanks(Communicator):
+    """A group of `size` ranks in which all others have the data of this one; only this rank uses memory."""
 
     rank = bytes_sent = 0
 
@@ -224,7 +224,7 @@ class Pretended(Communicator):
         return FusedCodec(kind, np)
 
     def split(self, color, key=0):
-        return Pretended(self.size)
+        return EqualRanks(self.size)
 
 
 SHARED = [
@@ -243,20 +243,20 @@ SHARED = [
 
 @in_the_interpreter
 @pytest.mark.parametrize("kind, ranks, parallel", SHARED)
-def test_the_model_is_what_a_step_of_one_of_many_ranks_allocates(monkeypatch, kind, ranks, parallel):
+def test_the_model_equals_the_memory_of_one_of_many_ranks(monkeypatch, kind, ranks, parallel):
     config, batch, seq_len, micro_batches = SIZES[["layers", "head", "parameters"].index(kind)]
-    mesh = SimpleNamespace(data=Pretended(ranks), tensor=Pretended(parallel.tp) if parallel.tp > 1 else Solo())
+    mesh = SimpleNamespace(data=EqualRanks(ranks), tensor=EqualRanks(parallel.tp) if parallel.tp > 1 else Solo())
     monkeypatch.setattr(trainers, "Mesh", lambda *_: mesh)
     sizes = dict(batch_size=batch * ranks, seq_len=seq_len, micro_batches=micro_batches * ranks)
-    shared = dict(world=Pretended(ranks * parallel.tp), parallel=parallel)
+    shared = dict(world=EqualRanks(ranks * parallel.tp), parallel=parallel)
     peak = peak_of(monkeypatch, CudaBackend(), config, batch, steps=2, **sizes, **shared)
     terms = training_memory(config, batch, seq_len, "fp32", micro_batches, ranks, parallel)
     elsewhere = sum(terms[name] for name in ("workspace", "context", "side stream", "gathered to save"))
     assert peak == pytest.approx(sum(terms.values()) - elsewhere, rel=0.1)
 
 
-def train_alone(*flags):
-    """Run train_gpt2.py in a new process, because CuPy's pools of this one hold memory of other tests."""
+def train_in_new_process(*flags):
+    """Run train_gpt2.py in a new process, because CuPy's pools of this process hold memory of other tests."""
     words = [sys.executable, "-m", "stage2_cuda.train_gpt2", *map(str, flags), "--sample", "0"]
     return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=300)
 
@@ -264,8 +264,8 @@ def train_alone(*flags):
 @gpu
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("flags", [(), ("--no-graph",)], ids=["recorded", "eager"])
-def test_the_model_is_within_a_tenth_of_what_a_run_says(precision, flags):
-    done = train_alone("--preset", "paper", "--batch-size", 64, "--steps", 3, "--precision", precision, *flags)
+def test_the_model_is_within_a_tenth_of_the_reported_memory(precision, flags):
+    done = train_in_new_process("--preset", "paper", "--batch-size", 64, "--steps", 3, "--precision", precision, *flags)
     assert done.returncode == 0, done.stderr
     held = float(re.search(r"device memory held, at most: ([\d.]+) GiB", done.stdout)[1])
     terms = training_memory(PRESETS["paper"], 64, 256, precision)
@@ -281,48 +281,50 @@ def needed(*step):
 
 def test_the_suggested_batch_fits_and_a_larger_one_does_not():
     config, free = PRESETS["gpt2"], 40 * GIB
-    told = explain_training_oom(config, 512, 1024, "bf16", 1, 1, free)
-    assert "--batch-size 512 of 1024 tokens in 1 micro-batch needs about" in told and "only 40.0 GiB are free" in told
-    batch, shards = map(int, re.search(r"use --batch-size (\d+) or --micro-batches (\d+)$", told).groups())
+    message = explain_training_oom(config, 512, 1024, "bf16", 1, 1, free)
+    assert "--batch-size 512 of 1024 tokens in 1 micro-batch needs about" in message
+    assert "only 40.0 GiB are free" in message
+    batch, shards = map(int, re.search(r"use --batch-size (\d+) or --micro-batches (\d+)$", message).groups())
     assert MARGIN * needed(config, batch, 1024, "bf16") <= free < MARGIN * needed(config, batch + 1, 1024, "bf16")
     assert MARGIN * needed(config, 512, 1024, "bf16", shards) <= free
     assert MARGIN * needed(config, 512, 1024, "bf16", shards // 2) > free
 
 
 def test_the_suggested_batch_is_divisible_by_the_micro_batches_of_all_ranks():
-    told = explain_training_oom(PRESETS["gpt2"], 512, 1024, "bf16", 8, 4, 20 * GIB)
-    batch = int(re.search(r"--batch-size (\d+) or", told)[1])
+    message = explain_training_oom(PRESETS["gpt2"], 512, 1024, "bf16", 8, 4, 20 * GIB)
+    batch = int(re.search(r"--batch-size (\d+) or", message)[1])
     assert batch % 8 == 0 and needed(PRESETS["gpt2"], batch // 4, 1024, "bf16", 2) < 20 * GIB
 
 
 def test_zero_and_compression_are_suggested_if_they_suffice():
     config, sizes = PRESETS["gpt2-xl"], (1024, "bf16", 4, 4)
     with_zero = sum(training_memory(config, 1, 1024, "bf16", 1, 4, ParallelConfig(zero=1)).values())
-    told = explain_training_oom(config, 4, *sizes, MARGIN * with_zero + GIB)
-    assert told.startswith("--batch-size 4 of 1024 tokens in 4 micro-batches needs") and told.endswith("use --zero 1")
-    told = explain_training_oom(
+    message = explain_training_oom(config, 4, *sizes, MARGIN * with_zero + GIB)
+    assert message.startswith("--batch-size 4 of 1024 tokens in 4 micro-batches needs")
+    assert message.endswith("use --zero 1")
+    message = explain_training_oom(
         config, 4, *sizes, MARGIN * with_zero + GIB, ParallelConfig(zero=1, tp=5, compress="int8"), True
     )
-    assert "in 4 micro-batches with --tp 5 --zero 1 --compress int8 needs about" in told and "use" in told
-    told = explain_training_oom(config, 4, *sizes, MARGIN * with_zero + GIB, ParallelConfig(zero=1, compress="bf16"))
-    assert told.endswith("use --compress none")
+    assert "in 4 micro-batches with --tp 5 --zero 1 --compress int8 needs about" in message and "use" in message
+    message = explain_training_oom(config, 4, *sizes, MARGIN * with_zero + GIB, ParallelConfig(zero=1, compress="bf16"))
+    assert message.endswith("use --compress none")
 
 
 def test_the_terms_of_each_kind_of_parallelism():
     config, sizes = PRESETS["gpt2"], (8, 1024, "bf16", 1)
-    alone = training_memory(config, *sizes)
-    assert training_memory(config, *sizes, 4, ParallelConfig(zero=1))["moments"] == alone["moments"] / 4
+    one_rank = training_memory(config, *sizes)
+    assert training_memory(config, *sizes, 4, ParallelConfig(zero=1))["moments"] == one_rank["moments"] / 4
     halves = training_memory(PRESETS["small"], *sizes, 1, ParallelConfig(tp=2))
     whole = training_memory(PRESETS["small"], *sizes)
     assert all(0.5 * whole[name] <= halves[name] < 0.7 * whole[name] for name in ("parameters", "activations"))
     in_order = {
         dp: training_memory(config, *sizes, 4, ParallelConfig(dp=dp), in_order=True) for dp in ("flat", "bucket")
     }
-    assert in_order["flat"]["sums over ranks"] == alone["gradients"]
+    assert in_order["flat"]["sums over ranks"] == one_rank["gradients"]
     largest = 50257 * 768 + 25e6 / 4  # a bucket ends at the end of a parameter; wte is larger than a bucket
     assert in_order["bucket"]["sums over ranks"] == pytest.approx(4 * largest)
     kept = training_memory(config, *sizes, 4, ParallelConfig(dp="bucket", compress="int8"))["compression"]
-    assert 1.25 * alone["gradients"] < kept < 2.5 * alone["gradients"]
+    assert 1.25 * one_rank["gradients"] < kept < 2.5 * one_rank["gradients"]
 
 
 def test_the_flags_of_many_ranks_reach_the_memory_model(monkeypatch):
@@ -339,7 +341,7 @@ def test_the_flags_of_many_ranks_reach_the_memory_model(monkeypatch):
     assert step_sizes(args, 4, 2)[-1] is False
 
 
-def test_if_no_batch_fits_a_smaller_model_is_suggested():
+def test_a_smaller_model_is_suggested_if_no_batch_fits():
     assert explain_training_oom(PRESETS["gpt2-xl"], 4, 1024, "fp32", 1, 1, 20 * GIB).endswith(
         "; use a smaller --seq-len, or a smaller model"
     )
@@ -406,11 +408,11 @@ def test_a_batch_that_is_too_large_is_one_line_and_the_suggested_one_fits():
     flags = ("--preset", "gpt2-medium", "--steps", 3, "--precision", "bf16")
     batch = 256  # 200 GiB of activations; with less than 20 GiB no batch fits
     for _ in range(2):
-        done = train_alone(*flags, "--batch-size", batch)
+        done = train_in_new_process(*flags, "--batch-size", batch)
         if done.returncode == 0:
             break
-        *timing, told = done.stderr.splitlines()
-        assert done.returncode == 2 and told.startswith("error: out of memory on the "), done.stderr
+        *timing, message = done.stderr.splitlines()
+        assert done.returncode == 2 and message.startswith("error: out of memory on the "), done.stderr
         assert all(line.startswith("timing kernels for this GPU") for line in timing), done.stderr
         batch = int(re.search(r"use --batch-size (\d+)", done.stderr)[1])
     assert done.returncode == 0 and batch < 256, done.stderr

@@ -1,4 +1,4 @@
-"""Stage 2 is stage 0 by other kernels: its losses, gradients, texts and checkpoints, on a GPU or in the interpreter."""
+"""Stage 2 gives stage 0's losses, gradients, tokens and checkpoints, on a GPU or in Triton's interpreter."""
 
 # B batch, T time, C channels, V vocabulary
 
@@ -37,9 +37,9 @@ from tests.tools.sanitize import all_kernels, name_of, program
 ROOT = Path(__file__).resolve().parents[2]
 STAGE = ROOT / "stage2_cuda"
 gpu = pytest.mark.gpu
-# Where there is a GPU all of this is about it, but for what is about the interpreter itself.
+# On a machine with a GPU every test uses it, except those of the interpreter.
 pytestmark = [] if triton_launch.interpreted() else [gpu]
-in_the_interpreter = pytest.mark.skipif(not triton_launch.interpreted(), reason="is about the interpreter")
+in_the_interpreter = pytest.mark.skipif(not triton_launch.interpreted(), reason="tests the interpreter")
 
 # The second has a head size that is no power of two, an odd vocabulary, and fewer positions than a tile has rows.
 UNTIED, TIED = GPT2Config(64, 16, 2, 2, 32, tied=False), GPT2Config(37, 12, 2, 2, 48, tied=True)
@@ -48,13 +48,13 @@ ADAMW = dict(clip=0.5, weight_decay=0.1)
 
 
 def parameters_of(config):
-    """Larger than they are initially, so that attention is not nearly uniform and every gradient is of some size."""
+    """Initial parameters times a constant: attention is not nearly uniform, and no gradient is tiny."""
     for name, array in initial_parameters(config, 0):
         yield name, array * np.float32(45 / math.sqrt(config.n_embd) if array.ndim > 1 else 1)
 
 
 def windows_of(config):
-    """Most of it is one token, so that the embedding's gradient has a run of rows that is cut into pieces."""
+    """Windows in which one token is frequent, so that the embedding's gradient sums its rows in several chunks."""
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, config.vocab_size, 20 * config.block_size)
     tokens[rng.random(tokens.size) < 0.75] = 3
@@ -73,7 +73,7 @@ def gradients_of(trainer):
 
 
 def bits_of(trainer):
-    """Parameters, moments, and what the kernels read, as bytes."""
+    """Parameters, moments, and the copy that kernels read, as bytes."""
     arrays = trainer.parameters, trainer.optimizer.exp_avg, trainer.optimizer.exp_avg_sq, trainer.compute
     return [trainer.backend.to_host(array).tobytes() for array in arrays]
 
@@ -84,7 +84,7 @@ def losses_of(trainer, steps, lr=1e-3):
 
 
 def assert_near(got, want, tolerance, name):
-    """norm(got - want) <= tolerance * norm(want), which no NaN passes."""
+    """Assert norm(got - want) <= tolerance * norm(want), which is false for NaN."""
     assert np.linalg.norm(got.astype(np.float64) - want) <= tolerance * np.linalg.norm(want.astype(np.float64)), name
 
 
@@ -96,7 +96,7 @@ STEPS = [(UNTIED, 1), (TIED, 2), pytest.param(PRESETS["paper"], 1, marks=gpu)]
 @pytest.mark.fast
 @pytest.mark.parametrize("config, micro_batches", STEPS, ids=["untied", "tied, 2 micro-batches", "paper"])
 def test_a_training_step_has_stage_0_s_loss_norm_and_gradients(config, micro_batches):
-    # fp32 on both sides, sums in another order; the update is left out, as Adam makes a step of any rounding error
+    # fp32 in both, sums in another order; no comparison of the update: Adam amplifies rounding errors
     ours, stage0 = (trainer_of(backend(), config, micro_batches) for backend in (CudaBackend, NumpyBackend))
     step, expected = (trainer.step(read_batch(trainer, windows_of(config)), 1e-3) for trainer in (ours, stage0))
     assert step.loss == pytest.approx(expected.loss, rel=1e-5)
@@ -104,11 +104,11 @@ def test_a_training_step_has_stage_0_s_loss_norm_and_gradients(config, micro_bat
     gradients, wanted = gradients_of(ours), gradients_of(stage0)
     assert gradients.keys() == wanted.keys()
     for name, gradient in wanted.items():
-        # at the size of `paper` six layers' rounding adds up: the ladder's bound of a whole model
+        # in `paper` the rounding errors of six layers accumulate
         assert_near(gradients[name], gradient, 1e-4 if config is PRESETS["paper"] else 1e-5, name)
 
 
-def test_three_steps_have_stage_0_s_losses_and_twice_the_same_bits():
+def test_three_steps_have_stage_0_s_losses_and_equal_bits_in_every_run():
     first, again, stage0 = (
         trainer_of(backend(), TIED, batch=2) for backend in (CudaBackend, CudaBackend, NumpyBackend)
     )
@@ -120,9 +120,9 @@ def test_three_steps_have_stage_0_s_losses_and_twice_the_same_bits():
 
 @pytest.mark.fast
 @pytest.mark.filterwarnings("ignore:overflow encountered", "ignore:invalid value encountered")
-def test_a_step_in_fp16_has_nearly_fp32_s_gradients_and_one_that_overflows_changes_no_bit():
-    # the loss scale is in the gradients. fp16 rounds to 2^-11, and a gradient has gone through some ten roundings; the
-    # two losses after an update differ by what Adam makes of that
+def test_fp16_gradients_are_close_to_fp32_and_an_overflow_changes_no_bit():
+    # The gradients contain the loss scale. fp16 rounds to 2^-11, about ten times on the way to a gradient. Adam
+    # amplifies these errors, so the losses after an update differ more.
     ours, stage0 = trainer_of(CudaBackend("fp16"), TIED, batch=1), trainer_of(NumpyBackend(), TIED, batch=1)
     step, expected = (trainer.step(read_batch(trainer, windows_of(TIED)), 1e-3) for trainer in (ours, stage0))
     assert (step.loss_scale, step.skipped) == (2.0**16, 0)
@@ -149,7 +149,7 @@ def test_the_validation_loss_is_stage_0_s():
 
 
 @pytest.mark.parametrize("seed", [None, 3.0], ids=["unknown", "known"])
-def test_a_retained_head_gives_its_gradient_again(seed):
+def test_a_second_backward_through_the_head_gives_the_same_gradient(seed):
     rng, seeds = np.random.default_rng(0), (2.0, 0.0, 1.0, 3.0)
     x, w, targets = rng.standard_normal((5, 8), np.float32), rng.standard_normal((11, 8), np.float32), np.arange(5)
     found = []
@@ -169,23 +169,23 @@ def test_a_retained_head_gives_its_gradient_again(seed):
                 loss.backward(others[0], retain_graph=True)
         found.append(each)
     for got, want in zip(*found, strict=True):
-        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)  # fp32, and a gradient's size is 0.1
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)  # fp32; gradients are about 0.1
 
 
-# -- which kernels ----------------------------------------------------------------------------------------------------
+# -- kernels ----------------------------------------------------------------------------------------------------------
 
-# Those that neither a step nor a validation nor a text of fp32 launches, and who needs them.
+# {kernel that no training step, evaluation or generation in fp32 launches: what launches it}
 ELSEWHERE = {
     "attention.both_kernel": "16 bits, T up to 256: dq, dk and dv in one launch",
     "cast.cast_kernel": "16 bits: the copy of the parameters that kernels read, when they are loaded",
-    "cast.scale_kernel": "a gradient of the loss that is not 1",
+    "cast.scale_kernel": "backward() with a gradient other than 1",
     "rounding.rounding_kernel": "bf16 and --rounding stochastic: the copy of the parameters, after a resume",
-    "cross_entropy.backward_kernel": "a vocabulary that is divided over ranks: stage 3",
-    "cached_attention.cached_kernel": "layers that are divided over ranks: stage 3",
+    "cross_entropy.backward_kernel": "a vocabulary divided over ranks: stage 3",
+    "cached_attention.cached_kernel": "layers divided over ranks: stage 3",
     "batched.linear_kernel": "generation of two or more sequences",
     "batched.attention_kernel": "generation of two or more sequences",
     "batched.split_k_kernel": "generation of two or more sequences",
-    "sampling.append_given_kernel": "a sampling rule of the caller",
+    "sampling.append_given_kernel": "a sampling rule defined by the caller",
     "sampling.first_round_kernel": "top-k and top-p sampling",
     "sampling.search_kernel": "top-k and top-p sampling",
     "sampling.append_sampled_kernel": "top-k and top-p sampling",
@@ -200,11 +200,11 @@ def test_every_kernel_is_launched_by_a_step_a_validation_and_a_generated_token(m
         return original(kernel, *arguments)
 
     monkeypatch.setattr(runtime, "launch", launch)
-    trainer = trainer_of(CudaBackend(), UNTIED, batch=4)  # a piece of the embedding's gradient is 64 rows
+    trainer = trainer_of(CudaBackend(), UNTIED, batch=4)  # more than 64 rows of one token: a full chunk
     losses_of(trainer, 1)
     step = set(launched)
     evaluate(trainer, Windows(np.arange(UNTIED.block_size + 1), UNTIED.block_size))
-    list(generate(current_model(trainer), [1] * 15, 3))  # one by prefill, one over the cache, one by the whole window
+    list(generate(current_model(trainer), [1] * 15, 3))  # a prefill, a decode step, a window step
     single = "transpose", "fold_layernorm", "layernorm_linear", "split_keys", "combine_product", "linear_residual"
     generation = {"batched.layernorm", "batched.unembed", *(f"single_row.{name}" for name in single)}
     generation |= {"last_token.last_rows", "last_token.windows", "sampling.append_greedy", "cross_entropy.forward"}
@@ -228,7 +228,7 @@ def test_the_sanitizer_s_program_runs():
 # -- generation, checkpoints ------------------------------------------------------------------------------------------
 
 
-def test_a_generated_text_is_stage_0_s_also_after_the_window_slides():
+def test_generated_tokens_equal_stage_0_s_also_after_the_window_slides():
     prompt, count = [1, 2, 3, 30, 3], 12  # the block is full after 7
     texts = []
     for backend in (CudaBackend(), NumpyBackend()):
@@ -242,7 +242,7 @@ def rows_of(log):
 
 
 @pytest.mark.parametrize("backends", [(CudaBackend, NumpyBackend), (NumpyBackend, CudaBackend)], ids=["2, 0", "0, 2"])
-def test_a_run_of_one_stage_is_resumed_by_the_other(command, corpus, tmp_path, backends):
+def test_each_stage_resumes_the_other_s_run(command, corpus, tmp_path, backends):
     first, then = backends
     flags = ("--preset", "nano", "--data", corpus, "--micro-batches", 1, "--no-deterministic", "--sample", 0)
     flags += ("--log", tmp_path / "log", "--out", tmp_path / "run")
@@ -260,7 +260,7 @@ def test_a_run_of_one_stage_is_resumed_by_the_other(command, corpus, tmp_path, b
     assert texts[0] == texts[1] and texts[0].code == 0
 
 
-# -- what is refused --------------------------------------------------------------------------------------------------
+# -- unsupported options ----------------------------------------------------------------------------------------------
 
 
 def one_line(result):
@@ -269,14 +269,14 @@ def one_line(result):
 
 @in_the_interpreter
 @pytest.mark.parametrize("precision", ["bf16", "tf32"])
-def test_the_interpreter_computes_in_fp32_and_fp16_alone(train2, precision, monkeypatch):
-    monkeypatch.setitem(sys.modules, "ml_dtypes", None)  # which comes with the packages for a GPU
+def test_the_interpreter_supports_only_fp32_and_fp16(train2, precision, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ml_dtypes", None)  # installed only with the packages for a GPU
     result = train2("--preset", "nano", "--steps", 1, "--precision", precision)
     assert one_line(result) and f"--precision {precision}" in result.err and "use fp32 or fp16" in result.err
 
 
 @pytest.mark.parametrize("flag", ["--graph", "--no-graph", "--nvtx"])
-def test_where_nothing_is_recorded_a_flag_about_it_is_refused(train, train2, flag):
+def test_cuda_graph_flags_are_errors_without_cuda_graphs(train, train2, flag):
     for run in (train, train2)[: 2 if triton_launch.interpreted() else 1]:
         result = run("--preset", "nano", "--steps", 1, flag)
         assert one_line(result) and result.err.startswith(f"error: {flag}") and "omit the flag" in result.err
@@ -286,13 +286,13 @@ def test_where_nothing_is_recorded_a_flag_about_it_is_refused(train, train2, fla
     "flags",
     ["--tp 2", "--dp bucket", "--zero 1", "--compress int8", "--collectives ring", "--verify-every 5", "--bucket-mb 1"],
 )
-def test_what_is_for_many_ranks_is_refused(train2, flags):
+def test_flags_for_many_ranks_are_errors(train2, flags):
     result = train2("--preset", "nano", *flags.split())
     assert one_line(result) and f"{flags.split()[0]}" in result.err
     assert "this stage is one process: use stage 3" in result.err
 
 
-def test_many_processes_of_a_stage_that_is_one_are_refused_by_the_first_of_them(train, train2, infer, monkeypatch):
+def test_rank_0_reports_several_processes_of_a_one_process_stage(train, train2, infer, monkeypatch):
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "3")
     for run, stage in ((train, "stage 1"), (train2, "stage 3"), (infer, "stage 1")):
         monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
@@ -303,19 +303,19 @@ def test_many_processes_of_a_stage_that_is_one_are_refused_by_the_first_of_them(
         assert run() == type(result)(2, "", "")
 
 
-def test_threads_are_refused(train2, infer2):
+def test_threads_are_an_error(train2, infer2):
     for result in (train2("--preset", "nano", "--threads", 2), infer2("--threads", 2)):
         assert one_line(result) and "--threads 2" in result.err
 
 
 def without_a_gpu(*argv, **variables):
-    """Run a command where no GPU is to be seen and TRITON_INTERPRET is not set."""
+    """Run a command with no visible GPU and without TRITON_INTERPRET."""
     environment = {name: value for name, value in os.environ.items() if name not in ("TRITON_INTERPRET", "MAKEFLAGS")}
     environment |= {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)} | variables
     return subprocess.run(argv, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
 
 
-def test_without_a_gpu_a_script_names_the_way(train, corpus, tmp_path):
+def test_without_a_gpu_the_error_names_the_interpreter(train, corpus, tmp_path):
     train("--preset", "nano", "--data", corpus, "--steps", 1, "--sample", 0, "--out", tmp_path / "run")
     for words in (["train_gpt2.py"], ["inference.py", "--weights", tmp_path / "run"]):
         done = without_a_gpu(sys.executable, STAGE / words[0], *words[1:])
@@ -330,7 +330,7 @@ SMI = "| NVIDIA-SMI 580.65.06    Driver Version: 580.65.06    CUDA Version: {} |
 
 @pytest.fixture
 def make(tmp_path):
-    """make(*words, cuda="13.0") -> the finished process, on a machine whose driver speaks that CUDA, or has no GPU."""
+    """make(*words, cuda="13.0") -> the finished process, with a driver for this CUDA, or with no GPU."""
     if not shutil.which("make"):
         pytest.skip("there is no make")
 
@@ -345,7 +345,7 @@ def make(tmp_path):
 
 
 @pytest.mark.parametrize("cuda, extra", [("12.8", "cuda12"), ("13.0", "cuda13"), ("14.1", "cuda13")])
-def test_make_installs_what_the_driver_can_use(make, cuda, extra):
+def test_make_installs_packages_for_the_driver_s_cuda(make, cuda, extra):
     done = make("-n", "-W", "pyproject.toml", "train", "STAGE=2", cuda=cuda)  # as if it had just changed
     assert done.returncode == 0, done.stderr
     assert f"--editable '.[{extra}]'" in done.stdout and "--preset paper" in done.stdout
@@ -359,14 +359,14 @@ def test_make_starts_the_ranks_of_stage_3_with_nccl_installed(make):
 
 
 @pytest.mark.parametrize("goal, extras", [("test", ["mpi,test"]), ("test-gpu", ["mpi,test", "mpi,cuda13,nccl13"])])
-def test_make_installs_what_the_tests_need(make, goal, extras):
+def test_make_installs_the_packages_that_tests_need(make, goal, extras):
     done = make("-n", "-W", "pyproject.toml", goal, cuda="13.0")
     assert done.returncode == 0, done.stderr
     assert re.findall(r"--editable '\.\[(.*)\]'", done.stdout) == extras
 
 
 @pytest.mark.skipif(not triton_launch.interpreted(), reason="runs the interpreter, which may be too old beside a GPU")
-def test_make_without_a_gpu_interprets_nano_and_says_so(make, corpus):
+def test_make_without_a_gpu_runs_nano_in_the_interpreter_with_a_note(make, corpus):
     arguments = f"ARGS=--steps 1 --sample 0 --batch-size 1 --data {corpus} --out {corpus.parent}/nano"
     done = make("train", "STAGE=2", "PRESET=nano", f"PYTHON={sys.executable}", arguments)
     assert (done.returncode, done.stderr) == (0, "")
@@ -374,7 +374,7 @@ def test_make_without_a_gpu_interprets_nano_and_says_so(make, corpus):
 
 
 @pytest.mark.parametrize(
-    "words, cuda, said",
+    "words, cuda, message",
     [
         ("train STAGE=2", None, "far too slow for PRESET=paper: use PRESET=nano"),
         ("generate STAGE=2 PRESET=tiny", None, "far too slow for PRESET=tiny: use PRESET=nano"),
@@ -385,12 +385,12 @@ def test_make_without_a_gpu_interprets_nano_and_says_so(make, corpus):
         ("train STAGE=3 N=x", "13.0", "N=x is not a number of ranks"),
     ],
 )
-def test_make_names_the_mistake_in_one_line(make, words, cuda, said):
+def test_make_reports_an_error_in_one_line(make, words, cuda, message):
     done = make(*words.split(), f"PYTHON={sys.executable}", cuda=cuda)
-    assert done.returncode == 2 and said in done.stderr and done.stderr.count("\n") == 1
+    assert done.returncode == 2 and message in done.stderr and done.stderr.count("\n") == 1
 
 
-def test_who_sets_the_variable_has_any_preset_interpreted(make):
+def test_with_the_variable_set_make_interprets_any_preset(make):
     done = make("-n", "train", "STAGE=2", f"PYTHON={sys.executable}", cuda="13.0", TRITON_INTERPRET="1")
     assert done.returncode == 0 and "--preset paper" in done.stdout
 
@@ -400,20 +400,20 @@ def test_who_sets_the_variable_has_any_preset_interpreted(make):
 
 def train_paper(train2, log, *flags):
     result = train2("--preset", "paper", "--steps", 50, "--sample", 0, "--log", log, *flags)
-    assert result.code == 0, result.err  # which may tell that kernels are timed
+    assert result.code == 0, result.err  # may contain the note that kernels are timed
     return [row["loss"] for row in rows_of(log)]
 
 
 @pytest.fixture(scope="module")
 def curve():
-    """Stage 0's losses of preset paper, as benchmarks/cpu/curve.py has kept them."""
+    """Stage 0's losses of preset paper, from benchmarks/cpu/curve.py."""
     return json.loads((ROOT / "results" / "cpu" / "curve.json").read_text())["results"]["losses"]
 
 
 @gpu
 @pytest.mark.parametrize("precision, tolerance", [("fp32", 1e-3), ("tf32", 1e-2)])
 @pytest.mark.parametrize("flags", [(), ("--deterministic",)], ids=["default", "deterministic"])
-def test_fifty_steps_have_stage_0_s_curve(train2, tmp_path, curve, precision, tolerance, flags):
+def test_fifty_steps_have_stage_0_s_losses(train2, tmp_path, curve, precision, tolerance, flags):
     losses = train_paper(train2, tmp_path / "log", "--precision", precision, *flags)
     np.testing.assert_allclose(losses, curve, rtol=tolerance)
 
@@ -421,7 +421,7 @@ def test_fifty_steps_have_stage_0_s_curve(train2, tmp_path, curve, precision, to
 @gpu
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("flags", [(), ("--no-graph",)], ids=["recorded", "eager"])
-def test_sixteen_bits_end_where_fp32_does(train2, tmp_path, curve, precision, flags):
+def test_the_last_loss_in_16_bits_is_close_to_fp32(train2, tmp_path, curve, precision, flags):
     losses = train_paper(train2, tmp_path / "log", "--precision", precision, *flags)
     assert losses[-1] == pytest.approx(curve[-1], rel=0.02)
     assert rows_of(tmp_path / "log")[-1]["peak_memory_bytes"] > 1 << 28
@@ -435,7 +435,7 @@ def paper_run(precision, steps=6, recorded=True):
     sizes = dict(batch_size=recipe["batch_size"], seq_len=config.block_size, micro_batches=1)
     sizes |= dict(optimizer=ADAMW, record=recorded, loss_scale=dict(factor=2.0**30, interval=2))
     trainer, windows = Trainer(config, [backend], **sizes), Windows(tokens, config.block_size)
-    # a rate that changes: the graph must read it anew
+    # a changing learning rate, which every replay must read
     return [
         trainer.step(read_batch(trainer, windows), recipe["lr"] / (1 + i)).loss for i in range(steps)
     ], parameter_hash(trainer)
@@ -443,6 +443,6 @@ def paper_run(precision, steps=6, recorded=True):
 
 @gpu
 @pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16", "fp16"])
-def test_a_replayed_step_has_the_bits_of_one_that_is_not_recorded_and_twice_the_same(precision):
+def test_a_replayed_step_has_the_bits_of_a_direct_one_in_every_run(precision):
     runs = [paper_run(precision), paper_run(precision), paper_run(precision, recorded=False)]
     assert runs[0] == runs[1] == runs[2]

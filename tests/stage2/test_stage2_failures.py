@@ -1,4 +1,4 @@
-"""What goes wrong with a GPU, or with what it is asked for, is one line, at once, and names the way out."""
+"""An error about a GPU or an unsupported option is one line that says what to do; a profiler shows named ranges."""
 
 import importlib.abc
 import importlib.machinery
@@ -17,7 +17,7 @@ from stage2_cuda.cuda_backend import CudaBackend
 from stage2_cuda.runtime import nvtx, triton_launch
 
 gpu = pytest.mark.gpu
-in_the_interpreter = pytest.mark.skipif(not triton_launch.interpreted(), reason="is about the interpreter")
+in_the_interpreter = pytest.mark.skipif(not triton_launch.interpreted(), reason="tests the interpreter")
 pytestmark = [] if triton_launch.interpreted() else [gpu]
 NANO = ("--preset", "nano", "--sample", 0)
 
@@ -37,7 +37,7 @@ def test_the_interpreter_warns_about_a_large_model():
 
 
 class Broken(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """A CuPy that is installed, and cannot be imported."""
+    """A CuPy that is installed but cannot be imported."""
 
     def __init__(self, error):
         self.error = error
@@ -56,34 +56,34 @@ class Broken(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         RuntimeError("CuPy was built for CUDA 12, and this driver has 13"),
     ],
 )
-def test_a_cupy_for_another_cuda_is_one_sentence(monkeypatch, error):
+def test_a_cupy_that_cannot_be_imported_is_a_one_line_error(monkeypatch, error):
     monkeypatch.delitem(sys.modules, "cupy", raising=False)
     monkeypatch.setattr(sys, "meta_path", [Broken(error), *sys.meta_path])
     monkeypatch.setattr(triton_launch, "has_driver", lambda: True)
     with pytest.raises(ConfigError) as caught:
         triton_launch.GpuLauncher()
-    said = str(caught.value)
-    assert said.startswith(f"CuPy is needed but cannot be imported ({str(error).splitlines()[0]}): pip install cupy-")
-    assert "TRITON_INTERPRET=1" in said and "\n" not in said
+    message, reason = str(caught.value), str(error).splitlines()[0]
+    assert message.startswith(f"CuPy is needed but cannot be imported ({reason}): pip install cupy-")
+    assert "TRITON_INTERPRET=1" in message and "\n" not in message
 
 
 @pytest.mark.parametrize("width, heads", [(272, 2), (24, 2), (512, 2)])
-def test_a_head_that_no_kernel_takes_is_refused_at_once(train, train2, infer2, corpus, tmp_path, width, heads):
+def test_an_unsupported_head_size_is_a_one_line_error(train, train2, infer2, corpus, tmp_path, width, heads):
     flags = (*NANO, "--data", corpus, "--steps", 1, "--n-embd", width, "--n-head", heads)
     result = train2(*flags)
     assert one_line(result, f"multiples of 8 up to 128, not {width} / {heads}") and result.out == ""
-    assert train(*flags, "--out", tmp_path / "run").code == 0  # stage 0 takes any
+    assert train(*flags, "--out", tmp_path / "run").code == 0  # stage 0 supports every head size
     result = infer2("--weights", tmp_path / "run", "--prompt", "the model")
     assert one_line(result, f"not {width} / {heads}") and result.out == ""
 
 
-def test_a_loss_that_is_not_finite_ends_the_run(train2, corpus):
-    flags = (*NANO, "--data", corpus, "--batch-size", 1, "--steps", 9, "--lr", 1e30, "--deterministic")  # not timed
+def test_a_loss_that_is_not_finite_stops_training(train2, corpus):
+    flags = (*NANO, "--data", corpus, "--batch-size", 1, "--steps", 9, "--lr", 1e30, "--deterministic")  # no timing
     assert one_line(train2(*flags), "the loss is nan", "Lower --lr")
 
 
 @pytest.mark.parametrize("precision", ["tf32", "bf16", "fp16"])
-def test_the_cpu_computes_in_fp32(train, infer, precision):
+def test_the_cpu_supports_only_fp32(train, infer, precision):
     for run in (train, infer):
         assert one_line(run("--precision", precision), f"--precision {precision} is not available on the CPU")
 
@@ -94,11 +94,11 @@ def test_nvtx_and_the_graph_exclude_each_other(train2):
     assert train2(*NANO, "--steps", 2, "--nvtx", "--no-graph").code == 0
 
 
-# -- what a profiler sees ---------------------------------------------------------------------------------------------
+# -- profiling --------------------------------------------------------------------------------------------------------
 
 
 class Ranges:
-    """cupy.cuda.nvtx, which keeps the paths of the ranges that were opened."""
+    """A fake of cupy.cuda.nvtx that records the path of every range that is opened."""
 
     def __init__(self):
         self.open, self.paths = [], []
@@ -112,7 +112,7 @@ class Ranges:
 
 
 @in_the_interpreter
-def test_a_profiler_sees_the_phases_of_a_step_and_the_ops_in_them(monkeypatch):
+def test_a_profiler_shows_the_phases_of_a_step_and_their_ops(monkeypatch):
     monkeypatch.setattr(triton_launch.launcher(), "launch", lambda *_: None)
     ranges, config = Ranges(), GPT2Config(40, 8, 1, 2, 16)
     backend = CudaBackend()
@@ -122,8 +122,8 @@ def test_a_profiler_sees_the_phases_of_a_step_and_the_ops_in_them(monkeypatch):
     with np.errstate(all="ignore"):
         trainer.compiled(batch, hyper)
     assert ranges.open == []
-    seen = [path for path in ranges.paths if "/" not in path]
-    assert seen == ["forward", "backward"] * 2 + ["optimizer"]
+    phases = [path for path in ranges.paths if "/" not in path]
+    assert phases == ["forward", "backward"] * 2 + ["optimizer"]
     ops = "embedding linear attention residual_layernorm mlp unembed_cross_entropy"
     for op in ops.split():
         assert f"forward/{op}_forward" in ranges.paths and f"backward/{op}_backward" in ranges.paths
