@@ -155,7 +155,7 @@ class Tokenizer:
         return np.concatenate([np.empty(0, self.dtype), *self.encode_chunks(slices(text))])
 
     def encode_chunks(self, chunks):
-        """Yield id arrays whose concatenation encodes the concatenation of `chunks`; few chunks are in memory at once."""
+        """Yield id arrays of the concatenated `chunks`, one after another; few chunks are in memory at once."""
         encode = {"word": self._encode_words, "byte": self._encode_bytes, "bpe": self._encode_pairs}[self.kind]
         pieces = map(utf8, cut_at_words(chunks))
         for piece in pieces:
