@@ -38,14 +38,14 @@ def headline():
             "": f"[{title}](docs/RESULTS.md#{anchor})",
             "this project": ours,
             "PyTorch": peer,
-            "times as fast": f"{ratio['median']:.2f}",
+            "speedup": f"{ratio['median']:.2f}",
         }
 
     def ms(result, key="seconds"):
         return f"{1e3 * result[key]['median']:.4g} ms"
 
     def us(result):
-        return f"{1e6 * result['token']['median']:.0f} us"
+        return f"{1e6 * result['token']['median']:.0f} µs"
 
     def rate(result):
         return f"{1e-6 * result['tokens_per_second']:.2f} M tokens/s"

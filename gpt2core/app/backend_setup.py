@@ -1,4 +1,4 @@
-"""The backends of one rank as the flags ask for them, and the error of a device that runs out of memory."""
+"""Create the backends of one rank from the flags, and convert out-of-memory errors of the device."""
 
 import contextlib
 
@@ -6,9 +6,9 @@ from gpt2core.errors import ConfigError, DeviceMemoryError
 
 
 def usable_threads(make_backend, requested, cores):
-    """How many threads can share this rank's work: --threads (`requested`, or None), else its cores.
+    """The number of threads for this rank's work: `requested` (--threads) unless it is None, otherwise `cores`.
 
-    A backend that does not use threads has 1; raises ConfigError where --threads is given for it.
+    1 for a backend that does not use threads; --threads then raises ConfigError.
     """
     if make_backend.uses_threads:
         return requested or cores
@@ -20,7 +20,7 @@ def usable_threads(make_backend, requested, cores):
 
 
 def make_backends(make_backend, config, threads):
-    """One backend for each thread, set up as the RunConfig says; raises ConfigError."""
+    """One backend per thread, with the options of a RunConfig; raises ConfigError for an option it does not have."""
     backends = [make_backend(config.precision, config.deterministic) for _ in range(threads)]
     check_graph(config, backends[0])
     for backend in backends:
@@ -32,19 +32,19 @@ def make_backends(make_backend, config, threads):
 
 
 def check_graph(config, backend):
-    """Raise ConfigError for --graph or --no-graph where no step is recorded, and for --nvtx where one is."""
+    """Raise ConfigError for --graph or --no-graph on a backend without CUDA graphs, and for --nvtx with a graph."""
     if config.graph is not None and not backend.runtime.records:
         name = "--graph" if config.graph else "--no-graph"
-        raise ConfigError(f"{name} has no meaning here: {backend.name} records no step; omit the flag")
+        raise ConfigError(f"{name} has no meaning here: {backend.name} has no CUDA graphs; omit the flag")
     if config.nvtx and backend.runtime.records and config.graph is not False:
-        raise ConfigError("--nvtx names nothing in a step that is replayed from a CUDA graph: add --no-graph")
+        raise ConfigError("--nvtx has no effect on a step that is replayed from a CUDA graph: add --no-graph")
 
 
 @contextlib.contextmanager
 def memory_errors(backend, config, *sizes, **options):
-    """Convert the device's out-of-memory errors to DeviceMemoryError, with the backend's advice on sizes that fit.
+    """Convert the device's out-of-memory errors to DeviceMemoryError, with advice on sizes that fit.
 
-    config: GPT2Config; sizes and options: the other arguments of Backend.out_of_memory.
+    config: GPT2Config; sizes and options: the other arguments of Runtime.explain_oom.
     """
     try:
         yield
@@ -55,7 +55,7 @@ def memory_errors(backend, config, *sizes, **options):
 
 
 def step_sizes(config, micro_batches, replicas):
-    """The sizes of a training step for memory_errors(): micro-batches in all, data-parallel replicas."""
-    # where MPI carries the arrays, the canonical sum is computed on the host and takes no device memory
+    """The sizes of a training step for memory_errors(); micro_batches: in total; replicas: data-parallel replicas."""
+    # with --transport mpi the canonical sum is computed on the host and takes no device memory
     sums_on_device = config.transport == "nccl" and config.collectives == "canonical"
     return config.batch_size, config.seq_len, micro_batches, replicas, config.parallel, sums_on_device

@@ -1,11 +1,13 @@
-"""Atomic checkpoints in an `--out` directory: DIR always holds a complete step, also after a crash.
+"""Atomic checkpoints in an `--out` directory: after the first save, DIR always contains a complete checkpoint.
+
+This also holds after a crash at any moment.
 
 DIR/step-00000040/   config.json  model.safetensors  tokenizer.json  optimizer.safetensors  state.json
-DIR/latest           -> step-00000040, replaced by one rename after all bytes of the step are on disk
+DIR/latest           -> step-00000040, replaced by one rename after all files of the step are on disk
 DIR/config.json ...  -> latest/config.json ..., so that `from_pretrained(DIR)` opens the newest step
 
-Where the file system has no symbolic links, `latest` is a text file with the name of the step. This module follows it;
-other programs must open DIR/step-00000040. A directory has one writer at a time and any number of readers.
+On a file system without symbolic links, `latest` is a text file with the name of the step. This module reads it; other
+programs must open DIR/step-00000040. A directory has one writer at a time and any number of readers.
 """
 
 import contextlib
@@ -42,11 +44,11 @@ def save_checkpoint(
 
     parameters: {name of parameter_shapes(config): array}; views are allowed; stored as `dtype`, float32 or
     float16. moments: {name: (first, second)}, stored as float32. tokenizer: an object with `save(path)`. state: a dict
-    for JSON; floats are restored bit for bit. keep: 0 keeps all; the newest steps are those written last, so that a
-    run restarted from an early step keeps its own checkpoints.
+    for JSON; floats are restored bit for bit. keep: 0 keeps all steps. The newest steps are those written last, not
+    those with the largest number, so a run that is resumed from an early step keeps its own checkpoints.
 
-    A crash at any moment leaves a readable checkpoint in `directory`. Raises CheckpointError where it cannot be
-    written.
+    A crash at any moment leaves the earlier checkpoint or the new one readable. Raises CheckpointError if the step
+    cannot be written.
     """
     directory = writable_directory(directory)
     shapes = dict(parameter_shapes(config))
@@ -65,7 +67,7 @@ def save_checkpoint(
         if final.is_dir():
             move_aside(directory, final)
         os.rename(temporary, final)
-        fsync(directory)  # the step must be on disk before the link to it, or a power cut could keep only the link
+        fsync(directory)  # the step before the link to it: otherwise a power cut could keep only the link
         point(directory / LATEST, final.name)
         link_files(directory)
         fsync(directory)
@@ -84,10 +86,11 @@ def load_checkpoint(path, *, with_optimizer=False):
     """The Checkpoint at `path` (see resolve_checkpoint).
 
     Weights may be stored as float32, float16 or bfloat16, with or without the `transformer.` prefix, sharded or not.
-    with_optimizer: also read optimizer.safetensors and state.json, which a resumed run needs; otherwise `moments` is
-    None. Raises CheckpointError, with the file's path, for a file that is missing, corrupted or of another model.
+    with_optimizer: also read optimizer.safetensors, and require state.json, as a resumed run needs both; otherwise
+    `moments` is None, and state.json is read if it exists. Raises CheckpointError, with the file's path, for a file
+    that is missing, corrupted or of another model.
     """
-    for _ in range(10):  # repeated where a writer replaced the step while it was read
+    for _ in range(10):  # read again if a writer replaced the step during the read
         step = resolve_checkpoint(path)
         version = version_of(step)
         try:
@@ -101,14 +104,14 @@ def load_checkpoint(path, *, with_optimizer=False):
 
 
 def newest_step(directory):
-    """The Path of the newest complete step (the last one written) in an `--out` directory, or None."""
+    """The Path of the newest complete step in an `--out` directory, that is the one written last, or None."""
     return latest_step(Path(directory)) or next(iter(complete_steps(Path(directory))), None)
 
 
 def resolve_checkpoint(path):
-    """The Path of the directory to read: the newest complete step of an `--out` directory, else `path` itself.
+    """The Path of the directory to read: the newest complete step of an `--out` directory, otherwise `path` itself.
 
-    Where `latest` is missing or broken, the step written last. Raises CheckpointError where there is no checkpoint.
+    If `latest` is missing or broken, the newest step is found by file times. Raises CheckpointError if there is none.
     """
     path = Path(path)
     if not os.path.isdir(path):
@@ -128,7 +131,7 @@ def resolve_checkpoint(path):
 def writable_directory(path):
     """Create `path` if needed and check that checkpoints can be written there; return it as a Path.
 
-    Raises CheckpointError where that fails, or where a file of another program would have to be replaced.
+    Raises CheckpointError if that fails, or if `path` contains a checkpoint file that is not a link of link_files().
     """
     path = Path(path)
     try:
@@ -144,8 +147,8 @@ def writable_directory(path):
     for name in FILES:
         if os.path.exists(path / name) and not (path / name).is_symlink():
             raise CheckpointError(
-                f"{path / name}: this file was not written by a run with this output directory, and would hide its "
-                "checkpoints from other programs: choose another directory"
+                f"{path / name}: this file is not a link to a checkpoint of --out {path}, so other programs would "
+                "open it instead of the newest checkpoint: choose another directory"
             )
     return path
 
@@ -154,12 +157,12 @@ def writable_directory(path):
 
 
 def hidden_name(path):
-    """An unused temporary name next to `path`, which HIDDEN matches."""
+    """An unused temporary path in the directory of `path`; its name matches HIDDEN."""
     return path.with_name(f".{path.name.lstrip('.')}.{secrets.token_hex(4)}.partial")
 
 
 def point(link, target):
-    """Make `link` refer to `target` by one rename, as a symbolic link or, where links are refused, as a text file."""
+    """Make `link` refer to `target` by one rename: a symbolic link, or a text file if links are not supported."""
     temporary = hidden_name(link)
     try:
         os.symlink(target, temporary)
@@ -180,7 +183,7 @@ def latest_step(directory):
 
 
 def version_of(directory):
-    """A value that changes when the directory is replaced by another of the same name; None where there is none."""
+    """A value that changes when the directory is replaced by another of the same name; None if it does not exist."""
     try:
         stat = os.stat(directory)
     except OSError:
@@ -189,7 +192,7 @@ def version_of(directory):
 
 
 def complete_steps(directory):
-    """All complete steps, the one written last first; a step is complete when it has its final name and weights."""
+    """All complete steps, newest first, by the time of writing; a complete step has its final name and its weights."""
 
     def written(step):
         try:
@@ -202,9 +205,10 @@ def complete_steps(directory):
 
 
 def move_aside(directory, final):
-    """Free the name of a step that is saved again, because no rename replaces a directory that holds files.
+    """Rename an existing directory `final` before the step is saved again: a rename cannot replace a non-empty one.
 
-    Meanwhile `latest` refers to a copy made of hard links, which take no space and are removed after the save.
+    If `latest` refers to `final`, it is first pointed to a copy of hard links, so that a crash loses no checkpoint.
+    remove_leftovers() deletes the renamed directory and the copy after the save.
     """
     if latest_step(directory) == final:
         copy = hidden_name(final)
@@ -221,7 +225,7 @@ def move_aside(directory, final):
 
 
 def link_files(directory):
-    """Link DIR/config.json and the other files to those of the latest step."""
+    """Make DIR/config.json and the other FILES links to the files of the latest step."""
     for name in FILES:
         link, exists = directory / name, os.path.exists(directory / LATEST / name)
         if exists and not link.is_symlink() and (directory / LATEST).is_symlink():
@@ -231,16 +235,16 @@ def link_files(directory):
 
 
 def prune(directory, keep):
-    """Hide all but the `keep` newest steps; remove_leftovers() then deletes them."""
+    """Give all but the `keep` newest steps a hidden name; remove_leftovers() then deletes them. keep 0: keep all."""
     latest = latest_step(directory)
     for step in complete_steps(directory)[keep:] if keep > 0 else ():
         if step != latest:
-            with contextlib.suppress(OSError):  # a step that cannot be removed does no harm
-                os.rename(step, hidden_name(step))  # hidden first, so that no reader sees a half-deleted step
+            with contextlib.suppress(OSError):  # a step that remains is only disk space
+                os.rename(step, hidden_name(step))  # so that no reader finds a step of which some files are deleted
 
 
 def remove_leftovers(directory):
-    """Remove the temporary names of this save and of crashed runs, except where `latest` still refers to one."""
+    """Delete what has a hidden name, from this save or from crashed runs, unless `latest` refers to it."""
     latest = latest_step(directory)
     with contextlib.suppress(OSError):
         for path in list(directory.iterdir()):

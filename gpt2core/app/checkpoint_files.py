@@ -1,6 +1,6 @@
-"""The files of one checkpoint step: config.json, model.safetensors, optimizer.safetensors and state.json.
+"""Read, check and write the files of one checkpoint step: configuration, weights, moments and state.
 
-The directory opens with `transformers.GPT2LMHeadModel.from_pretrained`: Hugging Face's names, (in, out) weight layout.
+`transformers.GPT2LMHeadModel.from_pretrained` opens the directory: Hugging Face's names, (in, out) weight layout.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ MOMENTS = ("exp_avg.", "exp_avg_sq.")  # PyTorch's names for Adam's first and se
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """One saved step. Every array is float32, writable and owned by the reader."""
+    """One saved step. Every array is a writable float32 array in memory, not a view of the file."""
 
     path: Path  # the directory that holds the files, tokenizer.json included
     config: GPT2Config
@@ -37,7 +37,7 @@ class Checkpoint:
 def write_step(directory, *, config, parameters, tokenizer=None, moments=None, state=None, dtype=np.float32):
     """Write all files of one step into the existing `directory` and flush them to disk.
 
-    The arguments are those of checkpoint_directory.save_checkpoint. Raises OSError where a file cannot be written.
+    The arguments are those of checkpoint_directory.save_checkpoint. Raises OSError if a file cannot be written.
     """
     write_safetensors(directory / MODEL, parameters, dtype)
     write_json(directory / CONFIG, config_to_json(config, dtype))
@@ -56,13 +56,13 @@ def read_step(step, with_optimizer):
     """The Checkpoint in the directory `step`; raises CheckpointError (see checkpoint_directory.load_checkpoint)."""
     config = config_from_json(step / CONFIG)
     path, parameters = read_parameters(step, config)
-    if config.n_layer > len(parameters):  # checked first: a corrupted n_layer would make a list of a billion names
+    if config.n_layer > len(parameters):  # checked first: a corrupted n_layer could give a billion names
         raise CheckpointError(f"{path}: {len(parameters)} tensors cannot be the {config.n_layer} layers of {CONFIG}")
     shapes = dict(parameter_shapes(config))
     check_shapes(path, {name: array.shape for name, array in parameters.items()}, shapes)
     if with_optimizer and not os.path.exists(step / OPTIMIZER):
         raise CheckpointError(
-            f"{step / OPTIMIZER}: no such file, so no run can be resumed here: start a new one with --init-from"
+            f"{step / OPTIMIZER}: no such file, so no run can be resumed from here: start a new one with --init-from"
         )
     moments = read_moments(step / OPTIMIZER, shapes) if with_optimizer else None
     state = read_json(step / STATE) if with_optimizer or os.path.exists(step / STATE) else None
@@ -84,7 +84,7 @@ def fsync(path):
 
 
 def read_parameters(step, config):
-    """(the path to name in errors, {name: array}) under Hugging Face's present names, without lm_head where tied."""
+    """(path for error messages, {name: array}) with Hugging Face's present names; without lm_head if it is tied."""
     path, tensors = read_model(step)
     parameters = {}
     for stored, array in tensors.items():
@@ -105,7 +105,7 @@ def read_parameters(step, config):
 
 
 def read_model(step):
-    """(the path to name in errors, {stored name: array}) of model.safetensors or of all its shards."""
+    """(path for error messages, {stored name: array}) of model.safetensors or of all its shards."""
     index = step / f"{MODEL}.index.json"
     if not os.path.exists(step / MODEL) and os.path.exists(index):
         return index, read_shards(step, index)
@@ -113,7 +113,7 @@ def read_model(step):
         pickled = not os.path.exists(step / MODEL) and any(step.glob("pytorch_model*.bin"))
     if pickled:
         raise CheckpointError(
-            f"{step}: holds only pytorch_model.bin, a pickle, which can run code and is not read here: convert it "
+            f"{step}: holds only pytorch_model.bin, a pickle, which is not read because it can run code: convert it "
             f"with transformers, GPT2LMHeadModel.from_pretrained({str(step)!r}).save_pretrained(NEW_DIRECTORY)"
         )
     return step / MODEL, read_safetensors(step / MODEL)
@@ -134,7 +134,7 @@ def read_shards(step, index):
 
 
 def read_moments(path, shapes):
-    """{name: (first, second moment)}; both have the shape of the parameter."""
+    """{name: (first, second moment)}, each with the shape of the parameter; raises CheckpointError."""
     tensors = read_safetensors(path)
     expected = {moment + name: shape for moment in MOMENTS for name, shape in shapes.items()}
     check_shapes(path, {name: array.shape for name, array in tensors.items()}, expected)
@@ -164,7 +164,7 @@ STORED = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}  # dtypes that can be read
 
 
 def write_safetensors(path, tensors, dtype=np.float32):
-    """Write {name: array} as `dtype`, float32 (contiguous float32 arrays are not copied) or float16."""
+    """Write {name: array} as `dtype`: float32 (contiguous float32 arrays are not copied) or float16."""
     if np.dtype(dtype) not in (np.float32, np.float16):
         raise CheckpointError(f"{path}: cannot store {np.dtype(dtype)}: choose float32 or float16")
     stored = {}
@@ -183,7 +183,7 @@ def write_safetensors(path, tensors, dtype=np.float32):
 def read_safetensors(path):
     """{name: float32 array} of a file whose tensors are float32, float16 or bfloat16.
 
-    The file is read, not mapped: writing over a mapped file would kill this process with a bus error.
+    The file is read, not memory-mapped: if it were truncated while mapped, a bus error would kill this process.
     """
     with checkpoint_errors(path):
         tensors = {}
@@ -212,8 +212,8 @@ def widen(array):
 # --- config.json, state.json ---
 
 SIZES = {name: name for name in ("vocab_size", "n_layer", "n_head", "n_embd")} | {"block_size": "n_positions"}
-# Fields of Hugging Face's configuration that change the model, with the values that mean this model; the first is
-# written.
+# Fields of Hugging Face's configuration that change the model, with the values that are supported. The first value is
+# the one written.
 ALLOWED = {
     "model_type": ("gpt2",),
     "activation_function": ("gelu_new", "gelu_pytorch_tanh", "gelu_fast"),  # three names of one tanh formula
@@ -225,7 +225,7 @@ ALLOWED = {
 
 
 def config_to_json(config, dtype):
-    """Hugging Face's config.json of a GPT2Config, as a dict."""
+    """The content of Hugging Face's config.json for a GPT2Config, as a dict."""
     return {
         "architectures": ["GPT2LMHeadModel"],
         **{field: allowed[0] for field, allowed in ALLOWED.items()},

@@ -15,14 +15,14 @@ GRACE = 0.4  # seconds that a failing rank waits for each lower rank to report t
 
 
 class HelpPrinted(Exception):
-    """--help or --version was printed, and the command has nothing else to do."""
+    """Raised after --help or --version was printed: the command ends with exit code 0."""
 
 
 def run_command(make_world, body):
     """Run body(world) and exit with the code that it returns.
 
-    A user's mistake is one line on standard error and exit code 2. An error of a single rank ends the whole job, and
-    its cause is printed once.
+    A user's mistake prints one line on standard error and gives exit code 2. An error of a single rank ends the whole
+    job, and its cause is printed once.
     """
     with contextlib.suppress(AttributeError):  # print "?" for characters that the terminal's encoding lacks
         sys.stdout.reconfigure(errors="replace")
@@ -32,7 +32,7 @@ def run_command(make_world, body):
             world = make_world()
             code = body(world)
         sys.stdout.flush()
-        world.barrier()  # wait for the root's output here, because MPI would spin in its own finalization
+        world.barrier()  # wait here until the root has printed: MPI's finalization would spin
     except HelpPrinted:
         code = 0
     except UserError as error:
@@ -51,17 +51,17 @@ def run_command(make_world, body):
     except OSError as error:
         text = f"{error.filename or 'the output'}: {error.strerror or error}"
         code = fail(world, text, getattr(error, "shared", False))
-    except (Exception, SystemExit) as error:  # a rank that only exited would leave the others waiting
+    except (Exception, SystemExit) as error:  # if this rank only exited, the others would wait for it
         code = crash(world, error)
     try:
         sys.stdout.flush()
-    except OSError:  # or the interpreter would report at exit what it cannot write
+    except OSError:  # otherwise the interpreter would report at exit what it cannot write
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.exit(code)
 
 
 def fail(world, message, shared=False):
-    """Print a user's mistake; returns the exit code 2, or aborts the job unless all ranks have the same error."""
+    """Print a user's mistake; return exit code 2 if all ranks have the same error, otherwise abort the job."""
     text = " ".join(str(message).splitlines())
     if world.one_process or (shared and world.is_root):
         print("error:", text, file=sys.stderr)
@@ -73,7 +73,7 @@ def fail(world, message, shared=False):
 
 
 def crash(world, error):
-    """Print the traceback of an unexpected error and abort the job."""
+    """Print the traceback of an unexpected error and abort the job; in a world of one process, raise the error."""
     if world.one_process:
         raise error
     wait_for_lower_ranks(world)
@@ -83,5 +83,5 @@ def crash(world, error):
 
 
 def wait_for_lower_ranks(world):
-    """Give lower ranks time to print the same cause and to end the job, so that it is printed once."""
+    """Give lower ranks time to print the same error and to end the job, so that it is printed only once."""
     time.sleep(min(world.rank, 8) * GRACE)

@@ -21,7 +21,7 @@ from gpt2core.sampler import chooser
 def inference_command(make_backend, world, args, cores):
     """Write the continuations that the parsed flags ask for; returns the exit code.
 
-    All ranks call it with equal flags. cores: those that this rank may use.
+    All ranks must call it with equal flags. cores: the number of cores that this rank may use.
     """
     check_one_process(world, make_backend.many_ranks)
     weights = on_root(world, lambda: load_checkpoint(args.weights))
@@ -33,7 +33,7 @@ def inference_command(make_backend, world, args, cores):
     config, tokenizer, prompts = world.broadcast_object(inputs)
     arrays = share_arrays(world, config, weights and weights.parameters)
     weights = None  # the arrays are shared now
-    ranks = world.size if args.mode == "tensor" else 1  # how many share the model
+    ranks = world.size if args.mode == "tensor" else 1  # that share the model
     with memory_errors(backend, config, parallel=ParallelConfig(tp=ranks)):
         if args.mode == "batch":
             model = load_model(config, arrays, backend)
@@ -56,17 +56,17 @@ def inference_command(make_backend, world, args, cores):
 
 
 def check_mode(args):
-    """Raise ConfigError for --mode and prompt flags that do not fit each other."""
+    """Raise ConfigError for a --mode and prompt flags that cannot be combined."""
     if args.mode not in MODES:
         raise ConfigError(f"--mode {args.mode} is unknown: choose from {', '.join(MODES)}")
     if (args.mode == "batch") != (args.prompts is not None):
-        raise ConfigError("--prompts FILE, one prompt a line, and --mode batch need each other: give both or none")
+        raise ConfigError("--prompts FILE, one prompt per line, and --mode batch must be given together")
     if args.mode == "batch" and (args.stream or args.prompt is not None or args.prompt_file is not None):
-        raise ConfigError("--mode batch takes no --prompt and no --stream: it writes all of --prompts at its end")
+        raise ConfigError("--mode batch takes no --prompt and no --stream: it continues --prompts; omit the flag")
 
 
 def make_inference_backend(make_backend, args, cores):
-    """The Backend of this rank, with the threads that it may use."""
+    """The Backend of this rank, with its number of threads set; raises ConfigError for a wrong --threads."""
     backend = make_backend(args.precision)
     limit_blas(1)
     check_positive("--threads", args.threads)
@@ -75,7 +75,7 @@ def make_inference_backend(make_backend, args, cores):
 
 
 def make_sampler(args, seed):
-    """The rule that chooses tokens; raises ConfigError for a sampling flag outside its range."""
+    """The sampling rule of the flags; raises ConfigError for a flag outside its range."""
     if args.max_new_tokens < 0:
         raise ConfigError(f"--max-new-tokens {args.max_new_tokens} must not be negative")
     narrowed = args.top_k or args.top_p != 1
@@ -84,7 +84,7 @@ def make_sampler(args, seed):
 
 
 def read_inputs(args, weights):
-    """(GPT2Config, Tokenizer, list of prompts), read by the root; one prompt unless --mode is batch."""
+    """(GPT2Config, Tokenizer, list of prompts as token ids); the root calls it. One prompt unless --mode is batch."""
     tokenizer, config = load_tokenizer(args.tokenizer, weights.path), weights.config
     if tokenizer.vocab_size > config.vocab_size:
         raise ConfigError(
@@ -97,7 +97,7 @@ def read_inputs(args, weights):
 
 
 def long_prompt(prompt, block):
-    """A note, as a list of one or none, where a prompt is longer than the block."""
+    """A list with one note if the prompt is longer than the block; otherwise []."""
     if len(prompt) <= block:
         return []
     return [f"note: the prompt has {len(prompt)} tokens, the block {block}: its last {block} tokens are used"]

@@ -16,17 +16,18 @@ from gpt2core.text.tokenizer import Tokenizer, build_tokenizer
 
 
 def load_tokenizer(spec, weights):
-    """The Tokenizer that `spec` (--tokenizer) names; None: the one in the directory `weights`. Raises DataError."""
+    """The Tokenizer of `spec` (--tokenizer), or that of the directory `weights` if `spec` is None; raises DataError."""
     if spec is None and not (weights / "tokenizer.json").exists():
         raise DataError(f"{weights}: has no tokenizer.json: give --tokenizer word, byte or a file")
     return build_tokenizer(spec, read_text(CORPUS)) if spec else Tokenizer.load(weights)
 
 
 def read_prompt(prompt, prompt_file, tokenizer, weights):
-    """The token ids of --prompt or --prompt-file, or else the first 256 tokens of a corpus.
+    """The token ids of --prompt or --prompt-file, otherwise the first 256 tokens of a corpus.
 
-    The corpus is the one that the Checkpoint `weights` was trained on, or the shipped one where that is unknown or
-    missing; fewer tokens where the block is shorter. Raises ConfigError for two prompts, DataError for an empty one.
+    The corpus is the one that the Checkpoint `weights` was trained on, or the shipped one if that is unknown or
+    missing. A model with a shorter block gets fewer tokens. Raises ConfigError for two prompts, DataError for an empty
+    one.
     """
     if prompt is not None and prompt_file is not None:
         raise ConfigError("--prompt and --prompt-file exclude each other: give one of them")
@@ -36,7 +37,7 @@ def read_prompt(prompt, prompt_file, tokenizer, weights):
         try:
             return first_tokens(corpus, tokenizer, min(256, weights.config.block_size)).tolist()
         except DataError as error:
-            raise DataError(f"{corpus.name} is no prompt for these weights, so give --prompt: {error}") from None
+            raise DataError(f"{corpus.name} cannot be the prompt of these weights: {error}; give --prompt") from None
     text = prompt if prompt_file is None else read_text(prompt_file).removesuffix("\n")
     tokens = tokenizer.encode_prompt(text).tolist()
     if not tokens:
@@ -54,7 +55,7 @@ def read_prompts(path, tokenizer):
 
 
 def write_text(model, tokenizer, prompt, count, choose=None, stop=None, stream=False, stats=False, emit=print):
-    """Write a prompt and its continuation of up to `count` tokens by emit(), which has the arguments of print().
+    """Print a prompt and its continuation of up to `count` tokens with emit(), which has the arguments of print().
 
     choose: the sampling rule (default greedy). stop: end after this text. stream: emit each token as it is generated.
     stats: add a line with times.
@@ -67,7 +68,7 @@ def write_text(model, tokenizer, prompt, count, choose=None, stop=None, stream=F
         if stream:
             emit(piece, end="", flush=True)
     emit("" if stream else text)
-    new = max(0, len(times) - 1)  # the last piece is the rest of the text decoder, not a token
+    new = max(0, len(times) - 1)  # the last piece is what the text decoder still held, not a token
     if stats and new:
         rest = (times[new - 1] - times[0]) / max(1, new - 1) * 1e3
         emit(
@@ -77,7 +78,7 @@ def write_text(model, tokenizer, prompt, count, choose=None, stop=None, stream=F
 
 
 def text_pieces(model, tokenizer, prompt, count, choose, stop):
-    """Yield the text of each new token, up to the one that completes `stop`; last, bytes of an unfinished character."""
+    """Yield the text of each token, up to the one that completes `stop`; last, the text of an incomplete character."""
     text, decoder = "", tokenizer.stream()
     for token in generate(model, prompt, count, choose):
         piece = decoder.push(token)
@@ -89,9 +90,9 @@ def text_pieces(model, tokenizer, prompt, count, choose, stop):
 
 
 def continue_prompts(model, tokenizer, prompts, count, rules, stop, idle=None):
-    """(the continuation of each prompt, up to `stop`, as text; the number of tokens in all of them).
+    """(list of the continuations as text, each up to the token that completes `stop`; total number of tokens).
 
-    All prompts are decoded together; rules: one sampling rule per prompt; idle: decoders to reuse (generate_batch).
+    All prompts are decoded together. rules: one sampling rule per prompt. idle: decoders to reuse (see generate_batch).
     """
     decoders, texts, tokens = [tokenizer.stream() for _ in prompts], [""] * len(prompts), 0
     unfinished = range(len(prompts))
@@ -108,8 +109,8 @@ def continue_prompts(model, tokenizer, prompts, count, rules, stop, idle=None):
 def write_batch(world, model, tokenizer, prompts, count, make_rule, stop, stats):
     """Each rank continues its share of the prompts; the root prints all of them in order.
 
-    A rank decodes as many prompts together as the backend recommends. make_rule(i): the sampling rule of prompt i,
-    independent of the other prompts, so that no text depends on the number of ranks.
+    A rank decodes Backend.decoder_batch prompts together. make_rule(i): a new sampling rule for prompt i, with its own
+    random numbers, so that no continuation depends on the number of ranks.
     """
     world.barrier()
     start, texts, tokens, idle = time.perf_counter(), [], 0, {}

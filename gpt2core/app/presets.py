@@ -36,12 +36,12 @@ RECIPES = {name: LARGE for name in PRESETS} | {
 }
 COMMON = dict(preset="paper", seed=0, deterministic=True, precision="fp32", rounding="nearest", eps=1e-8, shuffle=False)
 COMMON |= dict(eval_every=0, checkpoint_every=0, keep=2, log_every=1)
-# The flags that a resumed run takes from the checkpoint where the command line omits them, with their types.
+# The flags that a resumed run takes from the checkpoint if the command line omits them, with their types.
 RESUMED = {name: type(value) for name, value in (PAPER | COMMON).items()} | dict(
     min_lr=float, seq_len=int, micro_batches=int, data=str, val_data=str, val_fraction=float
 )
 RENAMED = {"micro_shards": "micro_batches"}  # {name in older checkpoints: present name}
-# How ranks divide the work. A checkpoint does not keep these flags: any number of ranks can resume it.
+# How ranks divide the work. A checkpoint does not contain these flags: any number of ranks can resume it.
 RANK_FLAGS = dict(dp="flat", bucket_mb=None, compress="none", zero=None, zero_gather="end", tp=1)
 RANK_FLAGS |= dict(collectives=None, transport=None, verify_every=0, local_shuffle=False)
 MODES = ("replicate", "batch", "tensor")  # how ranks divide inference

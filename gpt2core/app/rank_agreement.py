@@ -1,4 +1,4 @@
-"""Agree on configuration, share input, fail collectively: what a command does before and between the ranks' work."""
+"""Compare flags and input files over all ranks, reject flags of other stages, and share what the root reads."""
 
 import argparse
 import hashlib
@@ -20,43 +20,43 @@ from gpt2core.parallel.launcher_env import read_launcher_env
 from gpt2core.text.token_file import TOKEN_FILE, brings_tokenizer, load_tokens
 
 INPUTS = "data", "val_data", "prompts", "prompt_file"  # flags that name input files
-EDGE = 1 << 22  # bytes; of a larger file only both ends are hashed
+EDGE = 1 << 22  # bytes; of a file larger than 2 EDGE only the first and last EDGE bytes are hashed
 
 
 @dataclass(frozen=True)
 class StartReport:
-    """What each rank reports in the first gather of a command."""
+    """What each rank sends in the first all-gather of a command."""
 
     args: argparse.Namespace | None  # None: --help or --version was printed
-    program: dict[str, str]  # flags, version, code and NumPy, which must be equal on all ranks
-    files: dict[str, str]  # {path: digest} of the input files that this rank sees
+    program: dict[str, str]  # flags, version, code hash and NumPy version, which must be equal on all ranks
+    files: dict[str, str]  # {path: digest} of the input files that exist on this rank
     cores: tuple[str, list[int]]  # (host name, the cores that this process may run on)
 
 
 def agree_on_start(world, parse):
-    """(the parsed flags, the number of cores for this rank's threads), after one gather that compares all ranks.
+    """(the parsed flags, the number of cores for this rank's threads), after one all-gather that compares all ranks.
 
     parse() returns an argparse.Namespace, or None after --help or --version; then the flags are None. Raises
-    ConfigError on every rank, naming rank and values, unless all ranks run the same program with the same flags and,
-    where they see them, the same input files; an error of parse() is raised on every rank too.
+    ConfigError on every rank, naming rank and values, unless all ranks run the same program with the same flags, and
+    input files that exist on several ranks are equal. An error of parse() is raised on every rank too.
     """
     reports = gather_or_raise(world, lambda: start_report(parse()))
     helped = [report.args is None for report in reports]
     if any(helped) and not all(helped):
         rank = helped.index(True)
         raise shared_error(
-            ConfigError(f"rank {rank} asks for --help or --version, others do not: start all ranks with one command")
+            ConfigError(f"rank {rank} has --help or --version, other ranks do not: start all ranks with one command")
         )
     compare_programs([report.program for report in reports])
     compare_files([report.files for report in reports])
     mine = reports[world.rank]
-    # a launcher that gives each rank its own cores, as Slurm does, has divided them already
+    # ranks with equal core lists share these cores; a launcher such as Slurm may give each rank its own
     sharing = [report.cores for report in reports].count(mine.cores)
     return mine.args, max(1, len(mine.cores[1]) // sharing)
 
 
 def start_report(args):
-    """The StartReport of this rank; raises DataError where an input file exists but cannot be read."""
+    """The StartReport of this rank; raises DataError if an input file exists but cannot be read."""
     program, files = {}, {}
     if args is not None:
         program = {flag(name): str(value) for name, value in vars(args).items()}
@@ -67,7 +67,7 @@ def start_report(args):
 
 
 def compare_programs(programs):
-    """Raise ConfigError, naming rank and field, unless all dicts equal that of rank 0."""
+    """Raise ConfigError, naming rank and field, unless all dicts equal the dict of rank 0."""
     for rank, found in enumerate(programs):
         for name, value in programs[0].items():
             if found.get(name) != value:
@@ -78,16 +78,18 @@ def compare_programs(programs):
 
 
 def compare_files(digests):
-    """Raise ConfigError, naming rank and file, where a rank sees a file of rank 0 with another content."""
+    """Raise ConfigError, naming rank and file, if a file of rank 0 has other content on another rank."""
     for rank, found in enumerate(digests):
         for path, digest in digests[0].items():
             if found.get(path, digest) != digest:
                 hashes = f"size:hash {found[path]} and {digest}"
-                raise shared_error(ConfigError(f"rank {rank} has another {path} than rank 0 ({hashes}): copy rank 0's"))
+                raise shared_error(
+                    ConfigError(f"rank {rank} has another {path} than rank 0 ({hashes}): copy the file of rank 0")
+                )
 
 
 def code_digest():
-    """A hash of the source of this project's loaded modules: another version could compute other bits."""
+    """A hash of the source of this project's loaded modules, because other code could give other results."""
     digest = hashlib.sha256()
     for name, module in sorted(sys.modules.items()):
         if name.split(".")[0] == "gpt2core" or name.startswith("stage"):
@@ -101,7 +103,7 @@ def file_digests(paths):
 
 
 def file_digest(path):
-    """The size of a file and a hash of its content, of both ends where it is large; raises DataError."""
+    """The size of a file and a hash of its content, or of both ends of a large file (EDGE); raises DataError."""
     digest = hashlib.sha256()
     try:
         with open(path, "rb") as file:
@@ -118,7 +120,7 @@ def file_digest(path):
 
 
 def check_one_process(world, stage):
-    """Raise ConfigError, naming the `stage` to use, where a launcher started several processes of a serial stage.
+    """Raise ConfigError, naming the `stage` to use, if a launcher started several processes of a serial stage.
 
     The processes cannot communicate: the first one prints the error and the others exit.
     """
@@ -127,14 +129,14 @@ def check_one_process(world, stage):
         if number:
             sys.exit(2)
         raise ConfigError(
-            f"{count} processes were started ({variable}), but this stage is one process, and each of them would do "
-            f"all of the work: use {stage}, or start it without a launcher"
+            f"{count} processes were started ({variable}), but this stage is one process, so each would do all "
+            f"of the work: use {stage}, or start it without a launcher"
         )
 
 
 def check_rank_flags(world, args, stage):
     """Raise ConfigError, naming the `stage` to use, for a flag about many ranks in a serial stage."""
-    for name in RANK_FLAGS.keys() - {"transport"}:  # which use_transport() checks, because it needs stage 3
+    for name in RANK_FLAGS.keys() - {"transport"}:  # use_transport() checks --transport, because it needs stage 3
         if world.one_process and getattr(args, name) is not None:
             raise shared_error(
                 ConfigError(
@@ -147,9 +149,9 @@ def check_rank_flags(world, args, stage):
 
 
 def share_tokens(world, path, tokens, tokenizer):
-    """The token ids of the file at `path`, on every rank; `tokens` are the root's (None elsewhere), read from it.
+    """The token ids of the file at `path`, on every rank; `tokens`: those that the root has read, None elsewhere.
 
-    A token file can be larger than memory: where every rank sees it, each maps it, after a comparison of hashes.
+    A token file can be larger than memory. If it exists on every rank, with equal hashes, each rank memory-maps it.
     Otherwise the root broadcasts the tokens.
     """
     if all(gather_or_raise(world, lambda: brings_tokenizer(path))):
@@ -161,7 +163,7 @@ def share_tokens(world, path, tokens, tokenizer):
 
 
 def share_arrays(world, config, parameters):
-    """{name: array} of the root's `parameters` (None elsewhere) of a GPT2Config, on every rank."""
+    """{name: array} of all parameters of a GPT2Config, on every rank; `parameters`: the root's, None elsewhere."""
 
     def share(name, shape):
         return world.broadcast(parameters[name] if world.is_root else np.empty(shape, np.float32))
@@ -170,4 +172,4 @@ def share_arrays(world, config, parameters):
 
 
 def print_nothing(*text, **options):
-    """Takes the place of print() on the ranks that are not the root."""
+    """Used instead of print() on the ranks that are not the root."""

@@ -1,4 +1,4 @@
-"""state.json: what a checkpoint keeps of a run besides its arrays, and how a resumed run continues from it."""
+"""state.json: the progress and flags of a run in a checkpoint, and how a resumed run continues from them."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +16,8 @@ class Progress:
     path: Path  # of state.json, for errors
     step: int  # updates made
     position: int  # windows consumed
-    loss_scale: object  # of fp16, as LossScale wrote it
-    tuned: object  # what was chosen by timing: {what: choice}
+    loss_scale: object  # of fp16, from LossScale.to_json()
+    tuned: object  # choices made by timing: {what: choice}
     tuned_for: str | None  # the device and libraries of these choices; None: nothing was chosen
 
 
@@ -45,7 +45,7 @@ def run_state(trainer, config, corpus):
 
 
 def saved_arguments(checkpoint):
-    """The flags in a checkpoint's state.json under their present names, {} without one; raises CheckpointError."""
+    """{name: value} of the flags in a checkpoint's state.json; {} if it has none; raises CheckpointError."""
     path, arguments = checkpoint.path / "state.json", (checkpoint.state or {}).get("arguments", {})
     if not isinstance(arguments, dict):
         raise CheckpointError(f"{path}: arguments is {arguments!r}, not an object: it cannot be used")
@@ -77,8 +77,8 @@ def read_progress(checkpoint, corpus):
 def restore(trainer, checkpoint, progress, retune):
     """Load parameters, and for a resumed run (progress not None) also moments, counters and tuned choices.
 
-    All ranks call it; only the root has the `checkpoint`, the others pass None. Returns notes to print. Raises
-    CheckpointError where the loss scale or the tuned choices are not valid.
+    All ranks must call it; ranks other than the root pass None for `checkpoint`. Returns notes to print. Raises
+    CheckpointError if the loss scale or the tuned choices are not valid.
     """
     parameters = checkpoint and checkpoint.parameters
     if progress is None:
@@ -96,7 +96,7 @@ def load_tuned(trainer, progress):
     """Use the checkpoint's tuned choices if they were made for this device and these libraries; returns notes."""
     runtime, saved_for, tuned = trainer.backend.runtime, progress.tuned_for, progress.tuned
     tuned_for = runtime.tuned_for
-    if tuned_for is None or saved_for is None:  # one of the two runs chooses nothing by timing
+    if tuned_for is None or saved_for is None:  # one of the two runs made no choice by timing
         return []
     if tuned_for != saved_for:
         return [

@@ -1,6 +1,6 @@
-"""RunConfig: every setting of a training run, resolved once on the root and never changed.
+"""RunConfig: every setting of a training run, computed once on the root and not changed afterwards.
 
-Precedence: the command line, then the resumed checkpoint, then the preset's recipe.
+A value comes from the command line, otherwise from the resumed checkpoint, otherwise from the recipe of the preset.
 """
 
 from dataclasses import dataclass, replace
@@ -20,7 +20,7 @@ class RunConfig:
     model: GPT2Config
     # model and recipe
     preset: str
-    n_layer: int | None  # n_layer to block_size: as given; `model` has the sizes in use
+    n_layer: int | None  # n_layer to block_size: the flags, None if not given; `model` has the sizes in use
     n_head: int | None
     n_embd: int | None
     block_size: int | None
@@ -94,13 +94,13 @@ def flag(name):
 def resolve_flags(args, saved, deterministic):
     """({name: value} of all flags, notes to print) from the parsed `args` and a checkpoint's `saved` arguments.
 
-    saved: {} for a new run. deterministic: the stage's default of --deterministic. Flags about ranks that are None
-    here are resolved by resolve_rank_flags. Raises ConfigError for a wrong value or combination.
+    saved: {} for a new run. deterministic: the stage's default of --deterministic. RANK_FLAGS may be None in the
+    result: resolve_rank_flags resolves them. Raises ConfigError for a wrong value or combination.
     """
     saved = dict(saved)
     check_outputs(args, saved)
     if args.lr is not None or args.schedule is not None:
-        saved.pop("min_lr", None)  # it was computed from the former rate, or belonged to another schedule
+        saved.pop("min_lr", None)  # it belongs to the earlier --lr or --schedule
     if args.preset not in (None, saved.get("preset", args.preset)):
         raise ConfigError(f"--preset {args.preset} is not the checkpoint's {saved['preset']}; omit the flag")
     given = {name: value for name, value in vars(args).items() if value is not None}
@@ -118,7 +118,7 @@ def resolve_flags(args, saved, deterministic):
 
 
 def check_outputs(args, saved):
-    """Raise ConfigError for an interval of checkpoints or validations without a directory or validation data."""
+    """Raise ConfigError for --checkpoint-every without --out, and for --eval-every without validation data."""
     if args.checkpoint_every and not args.out:
         raise ConfigError(f"--checkpoint-every {args.checkpoint_every} saves nothing without a directory: give --out")
     if args.eval_every and not (args.val_data or args.val_fraction or saved.keys() & {"val_data", "val_fraction"}):
@@ -160,9 +160,9 @@ def resume_notes(given, saved, deterministic):
 
 
 def resolve_rank_flags(values, world):
-    """(`values` with every flag about ranks resolved, notes to print); the transport is bound already.
+    """(`values` with every flag of RANK_FLAGS resolved, notes to print); call world.use_transport() before it.
 
-    bucket_mb stays None where the Trainer is to measure it. Raises ConfigError for a wrong --tp.
+    bucket_mb is None in the result if the Trainer must measure it. Raises ConfigError for a wrong --tp.
     """
     values, notes = dict(values), []
     replicas = data_parallel_ranks(world, values["tp"])
@@ -179,12 +179,12 @@ def resolve_rank_flags(values, world):
         values["bucket_mb"] = BUCKET_MB
     if values["deterministic"] and not ordered:
         name = values["collectives"]
-        notes.append(f"note: --collectives {name} adds in its own order: the bits depend on the number of ranks")
+        notes.append(f"note: --collectives {name} adds in its own order: the result depends on the number of ranks")
     if values["local_shuffle"]:
         notes.append(
-            "note: --local-shuffle: the order of the windows, and so the curve, depends on the number of ranks"
+            "note: --local-shuffle: the order of the training sequences, and so the loss, depends on the rank count"
         )
-    # flags that change nothing here; --zero 0 is the same as no --zero
+    # flags that have no effect with one data-parallel rank; --zero 0 is the default there
     names = ("dp", "compress", "zero", "zero_gather")
     unused = [name for name in names if values[name] not in (RANK_FLAGS[name], 0)]
     if unused and not several:
@@ -198,7 +198,7 @@ def resolve_rank_flags(values, world):
 
 
 def data_parallel_ranks(world, tp):
-    """How many data-parallel replicas of `tp` ranks each there are; raises ConfigError unless tp divides all ranks."""
+    """The number of data-parallel replicas, of `tp` ranks each; raises ConfigError if tp does not divide world.size."""
     if tp < 1 or world.size % tp:
         divisors = [n for n in range(1, world.size + 1) if world.size % n == 0]
         ranks = counted(world.size, "rank")
@@ -207,9 +207,9 @@ def data_parallel_ranks(world, tp):
 
 
 def model_config(values, checkpoint_config, vocab_size):
-    """The GPT2Config: that of the checkpoint, or else the preset with the given sizes and the tokenizer's vocabulary.
+    """The GPT2Config of the checkpoint, otherwise of the preset, with the given sizes and the tokenizer's vocabulary.
 
-    Raises ConfigError where a size flag or the tokenizer does not fit the checkpoint (None: there is none).
+    checkpoint_config: None for random weights. Raises ConfigError if a size flag or the tokenizer does not match it.
     """
     given = {name: values[name] for name in SHAPE if values[name] is not None}
     if checkpoint_config is None:

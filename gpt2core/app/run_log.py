@@ -17,11 +17,11 @@ from gpt2core.model import parameter_count
 class RunLog:
     """Reports each step to the screen, a log file and a plot.
 
-    path: the log, one JSON object per line, or None; rows of steps before `first` are kept, as a resumed run needs.
-    plot: the PNG file of the loss curve, or None. every: steps between lines. steps: the number in all.
+    path: the log, one JSON object per line, or None; rows of steps before `first` are kept, for a resumed run.
+    plot: the PNG file of the loss curve, or None. every: steps between lines. steps: the total number.
 
-    Floats are written at full precision. Validated steps have val_loss and val_perplexity; the last line has
-    parameters_sha256 and, on a device, peak_memory_bytes. Raises ConfigError when a file cannot be written: before the
+    Floats are written at full precision. Steps with validation have val_loss and val_perplexity; the last line has
+    parameters_sha256 and, on a GPU, peak_memory_bytes. Raises ConfigError when a file cannot be written: before the
     first step, or later when the disk is full.
     """
 
@@ -80,7 +80,7 @@ class RunLog:
     def close(self):
         self.bar.close()
         if self.file:
-            with contextlib.suppress(OSError):  # every row is flushed already, or its error ends the run
+            with contextlib.suppress(OSError):  # every row was flushed when it was written
                 self.file.close()
         if self.plot and self.rows:
             try:
@@ -131,7 +131,7 @@ def describe(config, trainer, corpus):
     lines = [
         f"GPT-2 {config.init_from or config.preset}: {parameter_count(model):,} parameters, {model.n_layer} layers, "
         f"{model.n_head} heads, {model.n_embd} wide, vocabulary {model.vocab_size}",
-        f"{len(corpus.tokens):,} tokens of {config.data.name}, {config.batch_size} x {config.seq_len} a step in "
+        f"{len(corpus.tokens):,} tokens of {config.data.name}, {config.batch_size} x {config.seq_len} per step in "
         f"{counted(trainer.micro_batches, 'micro-batch')} on {counted(threads, 'thread')}, "
         f"{config.precision} on {trainer.backend.name}",
     ]
@@ -147,14 +147,14 @@ def describe(config, trainer, corpus):
     if config.zero:
         whole = 2 * trainer.arena.size * trainer.parameters.itemsize
         lines.append(
-            f"optimizer state: {trainer.optimizer.nbytes / 2**20:.2f} MiB a rank, and {whole / 2**20:.2f} MiB with "
+            f"optimizer state: {trainer.optimizer.nbytes / 2**20:.2f} MiB per rank; {whole / 2**20:.2f} MiB with "
             f"--zero 0"
         )
     return "\n".join(lines)
 
 
 def unused_threads(usable, config, trainer):
-    """A note, as a list of one or none, where the batch has work for fewer threads than are usable."""
+    """A list with one note if the batch has work for fewer than `usable` threads; otherwise []."""
     if trainer.workers.size >= usable:
         return []
     return [
@@ -167,7 +167,7 @@ def report_end(config, trainer, first_step, signal, emit):
     """Print how the run ended."""
     out = config.out
     if first_step >= config.steps:
-        emit(f"nothing was left to train after {counted(first_step, 'step')}: --steps is {config.steps} in all")
+        emit(f"nothing was left to train after {counted(first_step, 'step')}: --steps is {config.steps} in total")
     if signal:
         done = f"stopped by signal {signal} after {trainer.steps} of {counted(config.steps, 'step')}"
         hint = f"continue with --resume {out} --out {out}" if out else "nothing was saved, because --out was not given"
@@ -177,20 +177,20 @@ def report_end(config, trainer, first_step, signal, emit):
     emit(f"trained {counted(trainer.steps, 'step')}{saved}")
     if trainer.loss_scale.value is not None:
         skipped, factor = trainer.loss_scale.skipped, trainer.loss_scale.value
-        emit(f"loss scale {factor:g}; steps that overflowed and were made again: {skipped}")
+        emit(f"loss scale {factor:g}; steps repeated because of overflow: {skipped}")
     if held := trainer.backend.runtime.peak_memory():
         emit(f"device memory held, at most: {held / 2**30:.2f} GiB")
 
 
 def perplexity(loss):
-    """exp(loss), or infinity where that overflows."""
+    """exp(loss), or infinity if that overflows."""
     return math.exp(loss) if loss < 700 else math.inf
 
 
 def read_log(path):
-    """The rows of a log, up to the first line that is not JSON, such as the last one after a crash; [] for no file."""
+    """The rows of a log, up to the first line that is not JSON (after a crash, the last line may be incomplete)."""
     rows = []
-    if Path(path).is_file():  # reading a device such as /dev/full would not end
+    if Path(path).is_file():  # a read of a device such as /dev/full would not end
         for line in Path(path).read_text(encoding="utf-8", errors="replace").splitlines():
             try:
                 rows.append(json.loads(line))
@@ -213,21 +213,21 @@ def plot_curve(rows, path):
         steps = [row["step"] for row in validated]
         axes.plot(steps, [row["val_loss"] for row in validated], "o-", label="validation")
         axes.legend()
-    axes.set(xlabel="step", ylabel="cross-entropy (nats a token)", ylim=(0, None))
+    axes.set(xlabel="step", ylabel="cross-entropy (nats per token)", ylim=(0, None))
     axes.grid(alpha=0.3)
     figure.savefig(path, format="png", dpi=150)
     pyplot.close(figure)
 
 
 def flops_per_token(config, seq_len):
-    """Floating-point operations of one training step for each token: 6 a weight, 12 LCT in attention (PaLM, app. B)."""
+    """Floating-point operations of a training step per token: 6 per weight, 12 LCT in attention (PaLM, app. B)."""
     positions = config.block_size * config.n_embd
     unused = positions + (0 if config.tied else config.vocab_size * config.n_embd)  # table look-ups
     return 6 * (parameter_count(config) - unused) + 12 * config.n_layer * config.n_embd * seq_len
 
 
 def with_utilisation(trainer, step):
-    """The Step with its model-FLOPs utilisation, where the peak of the device is known."""
+    """The Step with its model-FLOPs utilisation, if the peak of the device is known; otherwise the Step."""
     peak = trainer.backend.runtime.peak_flops(trainer.backend.precision)
     if not peak:
         return step

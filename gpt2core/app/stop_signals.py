@@ -7,11 +7,11 @@ import sys
 
 
 class StopSignals(contextlib.AbstractContextManager):
-    """Inside this context, SIGINT, SIGTERM and SIGHUP only set `received`; a second one has its usual effect."""
+    """In this context, the first SIGINT, SIGTERM or SIGHUP sets `received`; a second one has its usual effect."""
 
     def __enter__(self):
         self.received, self.previous = None, {}
-        with contextlib.suppress(ValueError):  # only the main thread can set handlers: ranks that are threads have none
+        with contextlib.suppress(ValueError):  # only the main thread can set handlers; ranks that are threads set none
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                 if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
                     self.previous[number] = signal.signal(number, self.receive)

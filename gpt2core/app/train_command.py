@@ -1,6 +1,6 @@
 """The training command: read the inputs, build the Trainer, run the loop, report and sample.
 
-Steps that can fail on one rank run inside all_or_raise(), so that no rank waits for one that has stopped.
+Whatever can fail on one rank runs inside all_or_raise(), so that no rank waits for another that has failed.
 """
 
 import functools
@@ -30,14 +30,14 @@ from gpt2core.text.tokenizer import Tokenizer
 from gpt2core.trainer import Trainer
 from gpt2core.training_loop import LogLost, run
 
-EDGE = 1 << 22  # tokens; of a larger corpus only both ends are hashed
+EDGE = 1 << 22  # tokens; of a corpus larger than 2 EDGE only the first and last EDGE tokens are hashed
 
 
 def train_command(make_backend, world, args, cores):
-    """Train as the parsed flags say; returns the exit code. All ranks call it with equal flags.
+    """Train with the parsed flags; returns the exit code. All ranks must call it with equal flags.
 
-    make_backend(precision, deterministic) -> Backend, one for each thread; cores: those that this rank's threads may
-    use. The root reads the inputs, writes log and checkpoints, and samples.
+    make_backend(precision, deterministic) -> Backend, called once per thread; cores: the number of cores that this rank
+    may use. The root reads the inputs, writes log and checkpoints, and samples.
     """
     check_one_process(world, make_backend.many_ranks)
     check_rank_flags(world, args, make_backend.many_ranks)
@@ -89,7 +89,7 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Corpus:
-    """The token ids to train and to validate on, and their tokenizer."""
+    """The token ids for training and validation, and their tokenizer."""
 
     tokens: np.ndarray
     validation: np.ndarray | None
@@ -105,7 +105,7 @@ class Corpus:
 
 
 def read_inputs(world, args, transport, deterministic):
-    """The Inputs that the flags name, with every setting resolved; the root calls it."""
+    """Read the Inputs and resolve every flag; only the root calls it."""
     if args.resume and args.init_from:
         raise ConfigError("--resume and --init-from exclude each other: continue a run, or start a new one")
     source = None
@@ -123,14 +123,14 @@ def read_inputs(world, args, transport, deterministic):
 
 
 def read_corpus(path, tokenizer, source):
-    """(tokens, Tokenizer) of a corpus; without --tokenizer, a text is encoded by that of the checkpoint `source`."""
+    """(tokens, Tokenizer) of a corpus; without --tokenizer, text is encoded by the tokenizer of `source`, if given."""
     if source and not tokenizer and not brings_tokenizer(path):
         tokenizer = load_tokenizer(None, source.path)
     return load_tokens(path, tokenizer)
 
 
 def split_corpus(tokens, validation, fraction):
-    """(training tokens, validation tokens or None): the last `fraction` of the tokens validates, if it is given."""
+    """(training tokens, validation tokens or None); with a `fraction`, the last part of `tokens` is for validation."""
     return split_validation(tokens, fraction) if fraction else (tokens, validation)
 
 
@@ -182,7 +182,7 @@ def make_schedule(config, corpus, group):
 
 
 def open_log(config, trainer, notes):
-    """The RunLog; adds a note where --out holds another run. Raises where log or checkpoints cannot be written."""
+    """The RunLog; adds a note if --out has another run's checkpoint. Raises if --log or --out cannot be written."""
     if config.out:
         writable_directory(config.out)
     log = RunLog(config.log, config.plot, config.log_every, trainer.steps, max(config.steps, trainer.steps))

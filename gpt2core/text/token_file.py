@@ -1,7 +1,7 @@
-"""Read a corpus as one contiguous array of token ids, from a UTF-8 text or from a token file.
+"""Read a corpus as one contiguous array of token ids, from a UTF-8 text or from a token file; write token files.
 
-A token file is a header of 32 bytes followed by the ids, little-endian. It is read as a memory map, so that a corpus
-may be larger than memory:
+A token file is a header of 32 bytes followed by the ids, little-endian. It is memory-mapped, so a corpus can be
+larger than memory:
 
     bytes 0-8    magic    93 "GPT2TOK"    (93 is hexadecimal; no UTF-8 text begins with it)
     bytes 8-12   version, and bytes per id (2 or 4), uint16 each
@@ -9,7 +9,7 @@ may be larger than memory:
     bytes 16-24  vocabulary size, uint64
     bytes 24-32  number of tokens, uint64
 
-The tokenizer.json of its vocabulary is in the same directory. data/prepare.py writes both.
+The tokenizer.json that made the ids is in the same directory. data/prepare.py writes both.
 """
 
 # n tokens in the buffer, T tokens in a window
@@ -41,7 +41,7 @@ def text_chunks(path, size=CHUNK):
     try:
         with open(path, "rb") as file:
             while block := file.read(size):
-                pending = len(decoder.getstate()[0])  # bytes of a character that the end of the last block divided
+                pending = len(decoder.getstate()[0])  # bytes of a character that began in the last block
                 try:
                     yield decoder.decode(block)
                     offset += len(block)
@@ -120,7 +120,7 @@ def _read_header(path):
         raise DataError(f"{path} is not a token file: its first bytes are not {MAGIC!r}; write it with data/prepare.py")
     if len(head) < HEADER.size:
         raise DataError(
-            f"{path} is truncated: it has {len(head)} bytes, the header alone has {HEADER.size}; prepare it again"
+            f"{path} is truncated: it has {len(head)} bytes, but its header needs {HEADER.size}; prepare it again"
         )
     _, version, item, fingerprint, vocab_size, count = HEADER.unpack(head)
     if version != VERSION:
@@ -142,8 +142,8 @@ def _read_header(path):
 def open_token_file(path):
     """Return the ids of a token file as a read-only memory map, (n,) uint16 or uint32.
 
-    Raises DataError if the file is missing, truncated, corrupt or not a token file. Files of up to CHECKED bytes are
-    searched for ids outside the vocabulary.
+    Raises DataError if the file is missing, truncated, corrupt or not a token file, and, for files of up to CHECKED
+    bytes, if an id is outside the vocabulary.
     """
     dtype, _, vocab_size, count = _read_header(path)
     tokens = np.memmap(path, dtype, mode="r", offset=HEADER.size, shape=(count,))
@@ -161,7 +161,7 @@ def brings_tokenizer(path):
 
 
 def first_tokens(path, tokenizer, count):
-    """Return the first `count` ids of a text or token file, or all if it has fewer. Reads no more than necessary."""
+    """Return the first `count` ids of a text or token file, or all if it has fewer. Does not read the whole file."""
     if brings_tokenizer(path):
         return load_tokens(path, tokenizer)[0][:count]
     ids = np.empty(0, tokenizer.dtype)
@@ -182,7 +182,7 @@ def load_tokens(path, tokenizer=None):
     path = Path(path)
     path = path / TOKEN_FILE if (path / TOKEN_FILE).is_file() else path
     if path.exists() and not (path.is_file() or path.is_dir()):
-        raise DataError(f"{path} is not a regular file, but a corpus is read more than once: save it to a file first")
+        raise DataError(f"{path} is not a regular file, and a corpus is read more than once: save it to a file first")
     if not is_token_file(path):
         text = read_text(path)
         made = tokenizer if isinstance(tokenizer, Tokenizer) else build_tokenizer(tokenizer or "word", text)
@@ -202,7 +202,7 @@ def load_tokens(path, tokenizer=None):
 
 
 def split_validation(tokens, fraction):
-    """Return (training, validation) views of `tokens`: the last `fraction` of them, 0 <= fraction < 1, validates."""
+    """Return (training, validation) views of `tokens`: the last `fraction` of them is for validation."""
     if not 0 <= fraction < 1:
         raise ConfigError(f"the validation fraction is {fraction}, but it must be at least 0 and less than 1")
     cut = len(tokens) - round(len(tokens) * fraction)

@@ -1,8 +1,8 @@
 """Convert text to token ids and back without loss: words, bytes, or GPT-2's byte pairs, stored as tokenizer.json.
 
 The Hugging Face `tokenizers` library encodes, and it reads the files written here. All three kinds are decoded by one
-table with the bytes of every token: a text is the concatenation of the bytes of its tokens. A stream of tokens goes
-through an incremental UTF-8 decoder, which returns a character when all of its bytes have arrived.
+table with the bytes of every token: the bytes of a text are those of its tokens, one after another. A stream of tokens
+goes through an incremental UTF-8 decoder, which returns a character when it has all of its bytes.
 """
 
 import codecs
@@ -34,10 +34,11 @@ def byte_alphabet():
 
 
 def cut_at_words(chunks):
-    """Divide the text of an iterable of str before spaces and newlines that follow a word, where no token crosses.
+    """Yield the text of `chunks` (an iterable of str) in pieces that no token crosses.
 
-    In no kind of tokenizer has a token a space or a newline after a word's last character. So the tokens of the pieces
-    are the tokens of the text. A text without such a position (one long word) is returned in one piece.
+    A piece ends after a word, before a space or a newline. No supported tokenizer has a token with a space or newline
+    after a word character, so the tokens of the pieces are the tokens of the text. A text without such a position (one
+    long word) is one piece.
     """
     held = []
     for chunk in chunks:
@@ -58,7 +59,7 @@ def slices(text):
 
 
 def utf8(text):
-    """Return `text`; raises DataError if it contains a lone surrogate, which the library's error would not show."""
+    """Return `text`; raises DataError naming a lone surrogate, because the library's own error does not."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -70,7 +71,7 @@ def utf8(text):
 class Tokenizer:
     """One `tokenizers.Tokenizer`, its kind ("word", "byte" or "bpe"), and the bytes of every token.
 
-    Create one with `word_level`, `byte_level` or `load`. `dtype` is uint16 if the vocabulary fits, else uint32.
+    Create one with `word_level`, `byte_level` or `load`. `dtype` is uint16 if all ids fit, otherwise uint32.
     """
 
     def __init__(self, library_tokenizer, kind):
@@ -86,7 +87,7 @@ class Tokenizer:
 
     @classmethod
     def word_level(cls, text):
-        """Return the paper's tokenizer. Its vocabulary is every distinct token of `text`, sorted by count, then text.
+        """Return the paper's tokenizer. Its vocabulary is all distinct tokens of `text`, sorted by count, then text.
 
         text: a str, or an iterable of str chunks for a text larger than memory. Raises DataError if it is empty.
         """
@@ -114,8 +115,8 @@ class Tokenizer:
     def load(cls, path):
         """Return the tokenizer of a tokenizer.json, or of a directory that contains one.
 
-        Raises DataError if the file is missing or corrupt, or if its tokenizer could lose text: accepted are the two
-        kinds above and byte-level BPE without a prefix space (GPT-2's).
+        Raises DataError if the file is missing or corrupt, or if its tokenizer could lose text. The two kinds above and
+        byte-level BPE without a prefix space (GPT-2's) are accepted.
         """
         path = Path(path)
         path = path / FILE_NAME if path.is_dir() else path
@@ -143,18 +144,18 @@ class Tokenizer:
 
     @property
     def fingerprint(self):
-        """A 32-bit checksum of the vocabulary in the order of its ids. If it is equal, ids decode to equal texts."""
+        """A 32-bit checksum of all tokens in the order of their ids, to compare two vocabularies."""
         return zlib.crc32(b"".join(len(token).to_bytes(4, "little") + token for token in self.token_bytes))
 
     def encode(self, text):
         """Return the ids of `text`, (tokens,) of `dtype`; decode(encode(text)) == text.
 
-        Raises DataError with the first word outside the vocabulary, or for a text that UTF-8 cannot encode.
+        Raises DataError naming the first word outside the vocabulary, or for a text that UTF-8 cannot encode.
         """
         return np.concatenate([np.empty(0, self.dtype), *self.encode_chunks(slices(text))])
 
     def encode_chunks(self, chunks):
-        """Yield id arrays whose concatenation encodes the concatenation of `chunks`; keeps a few chunks in memory."""
+        """Yield id arrays of the concatenated `chunks`, one after another; few chunks are in memory at once."""
         encode = {"word": self._encode_words, "byte": self._encode_bytes, "bpe": self._encode_pairs}[self.kind]
         pieces = map(utf8, cut_at_words(chunks))
         for piece in pieces:
@@ -163,7 +164,7 @@ class Tokenizer:
     def encode_prompt(self, text):
         """Encode `text` as `encode` does, with a space before its first word if only " word" is in the vocabulary.
 
-        Most words of a corpus follow a space, so a prompt that begins with one should not need to begin with a space.
+        Most words of a corpus follow a space, so the vocabulary often has only the form with the space.
         """
         if self.kind == "word" and text:
             first = self._words(utf8(text[:PIECE]))[0]
@@ -185,8 +186,7 @@ class Tokenizer:
     def _bytes_of(self, id):
         if not 0 <= id < self.vocab_size:
             raise DataError(
-                f"token id {id} is outside the vocabulary of {self.vocab_size}: "
-                "another tokenizer made these ids, use that one"
+                f"token id {id} is outside the vocabulary of {self.vocab_size}: use the tokenizer that made these ids"
             )
         return self.token_bytes[id]
 
@@ -202,7 +202,7 @@ class Tokenizer:
             unknown += sum(word not in self.ids for piece in rest for word in self._words(piece))
             raise DataError(
                 f"the word {error.args[0]!r} is not in the vocabulary of {self.vocab_size} tokens "
-                f"({unknown} unknown in all): use words of the corpus, or train a new model with --tokenizer byte"
+                f"({unknown} unknown in total): use words of the corpus, or train a new model with --tokenizer byte"
             ) from None
 
     def _encode_bytes(self, piece, rest):
@@ -213,18 +213,18 @@ class Tokenizer:
 
 
 class TokenStream:
-    """Decodes a stream of ids. The results of every push() and of the last flush() concatenate to decode() of all."""
+    """Decodes ids one at a time. All results of push() and then flush(), concatenated, equal decode() of all ids."""
 
     def __init__(self, bytes_of):
         self.bytes_of = bytes_of
         self.decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, id):
-        """Return the text that `id` completes, "" if the last character still lacks a byte."""
+        """Return the characters that `id` completes, or "" if the last character is still incomplete."""
         return self.decoder.decode(self.bytes_of(int(id)))
 
     def flush(self):
-        """Return U+FFFD if the stream ended inside a character, else ""."""
+        """Return U+FFFD if the last character is incomplete, otherwise ""."""
         return self.decoder.decode(b"", final=True)
 
 

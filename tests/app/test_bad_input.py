@@ -342,7 +342,7 @@ INFERENCE = [
     ("--weights|{dir}/empty", "empty|not a checkpoint"),
     ("--weights|{dir}/file", "file|is a file, not a directory"),
     ("--prompt|", "the prompt is empty"),
-    ("--prompt|the model reads one aardvark", "' aardvark'|not in the vocabulary|1 unknown in all"),
+    ("--prompt|the model reads one aardvark", "' aardvark'|not in the vocabulary|1 unknown in total"),
     ("--prompt|the\nmodel\tstops", "not in the vocabulary"),
     ("--prompt|the \udcff", "lone surrogate U+DCFF"),
     ("--prompt-file|{dir}/missing.txt", "cannot read|missing.txt"),
@@ -391,7 +391,7 @@ def test_weights_whose_corpus_is_missing_need_a_prompt(infer, home, tmp_path):
     state["arguments"]["data"] = str(tmp_path / "gone.txt")
     (tmp_path / "weights" / "state.json").write_text(json.dumps(state))
     result = infer("--weights", tmp_path / "weights", "--max-new-tokens", "2")
-    assert_one_clear_line(result.code, result.err, "dummy.txt is no prompt for these weights, so give --prompt")
+    assert_one_clear_line(result.code, result.err, "dummy.txt cannot be the prompt of these weights")
 
 
 # -- errors during the run --------------------------------------------------------------------------------------------

@@ -656,7 +656,7 @@ def test_an_unwritable_directory_is_refused_before_any_training(tmp_path):
 
 def test_files_of_other_programs_are_not_replaced(tmp_path, rng):
     (tmp_path / "model.safetensors").write_bytes(b"precious")
-    with pytest.raises(CheckpointError, match="model.safetensors: this file was not written by a run"):
+    with pytest.raises(CheckpointError, match="model.safetensors: this file is not a link to a checkpoint"):
         save_all(tmp_path, 1, random_config(rng), rng)
     assert os.listdir(tmp_path) == ["model.safetensors"]
 

@@ -119,12 +119,12 @@ def test_a_run_logs_its_scale_and_a_resumed_run_continues_with_it(command, corpu
     assert (first.code, first.err) == (0, "") and rows[0]["skipped"] > 0 == rows[1]["skipped"]
     factor, skipped = rows[1]["loss_scale"], rows[0]["skipped"]
     assert f"| scale {factor:g}, skipped {skipped}\n" in first.out and f"| scale {factor:g}\n" in first.out
-    assert f"loss scale {factor:g}; steps that overflowed and were made again: {skipped}\n" in first.out
+    assert f"loss scale {factor:g}; steps repeated because of overflow: {skipped}\n" in first.out
     state = out / "latest" / "state.json"
     assert json.loads(state.read_text())["loss_scale"] == {"factor": factor, "finite": 2, "skipped": skipped}
     again = train("--steps", 4, "--log", log, "--out", out, "--resume", out)
     assert [row["loss_scale"] for row in rows_of(log)[1:]] == [factor] * 3
-    assert f"loss scale {factor:g}; steps that overflowed and were made again: {skipped}\n" in again.out
+    assert f"loss scale {factor:g}; steps repeated because of overflow: {skipped}\n" in again.out
     # one of another precision, or of before there was a scale, begins with the initial one
     values = json.loads(state.read_text())
     state.write_text(json.dumps(values | {"loss_scale": None}))

@@ -253,7 +253,7 @@ SCRIPT = (sys.executable, "train_gpt2.py", *NANO, "--steps", 2)
         (("--lr", 1), "rank 1 has --lr 1.0, but rank 0 has None"),
         (("--steps", 3), "rank 1 has --steps 3, but rank 0 has 2"),
         (("--stepz", 3), "rank 1: unrecognized arguments: --stepz 3"),
-        (("--help",), "rank 1 asks for --help or --version"),
+        (("--help",), "rank 1 has --help or --version"),
     ],
 )
 def test_a_rank_with_different_flags_is_named(flags, words):
@@ -353,8 +353,8 @@ def test_a_corpus_that_cannot_be_read_ends_the_job():
 
 INFERENCE = [
     ("--mode|x", "--mode x is unknown: choose from replicate, batch, tensor"),
-    ("--prompts|x", "--prompts FILE, one prompt a line, and --mode batch need each other"),
-    ("--mode|batch", "--prompts FILE, one prompt a line, and --mode batch need each other"),
+    ("--prompts|x", "--prompts FILE, one prompt per line, and --mode batch must be given together"),
+    ("--mode|batch", "--prompts FILE, one prompt per line, and --mode batch must be given together"),
     ("--mode|batch|--prompts|/missing", "cannot read /missing"),
     ("--mode|batch|--prompts|x|--stream", "--mode batch takes no --prompt and no --stream"),
     ("--weights|/missing", "/missing: does not exist"),

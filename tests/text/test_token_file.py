@@ -222,7 +222,7 @@ def test_token_file_of_another_vocabulary_is_refused(tmp_path):
     [
         (lambda b: b[:-1], "truncated or corrupt"),
         (lambda b: b + b"\0", "truncated or corrupt"),
-        (lambda b: b[:20], "it has 20 bytes, the header alone has 32"),
+        (lambda b: b[:20], "it has 20 bytes, but its header needs 32"),
         (lambda b: b"", "is not a token file"),
         (lambda b: b"once upon a time", "is not a token file"),
         (lambda b: b[:8] + b"\x09" + b[9:], "version 9, this program reads version 1"),
