@@ -1,19 +1,19 @@
-"""All parameters in one flat buffer, all gradients in others of the same layout: a name is a view into them."""
+"""All parameters in one flat buffer, all gradients in others of the same layout; each parameter is a view of them."""
 
 import math
 
 import numpy as np
 
 BLOCK = 1024  # elements; every parameter starts on a block, so weight decay and owner are constant within a block
-SEGMENTS = 64  # equal parts of the buffer; any power of two of ranks or threads up to 64 owns whole segments
+SEGMENTS = 64  # equal parts of the buffer: 1, 2, 4, ... or 64 ranks or threads own whole segments
 
 
 class Arena:
     """The layout of named arrays in a flat buffer of `size` elements.
 
-    `size` is a multiple of SEGMENTS * BLOCK for any number of ranks, so that slices, norms and checksums are the same
-    for all of them. The padding is zero and stays zero, because its gradient is zero. There are more segments only
-    where `owners` ranks, each with an equal part, do not divide SEGMENTS (three ranks, for instance).
+    For 1, 2, 4, ... or 64 `owners`, `size` is the same multiple of SEGMENTS * BLOCK, so slices, norms and checksums are
+    the same too. For another number (three, for instance) there are more segments, so that each owner has an equal
+    part. The padding is zero and stays zero, because its gradient is zero.
     """
 
     def __init__(self, shapes, owners=1):
@@ -29,7 +29,7 @@ class Arena:
         return {name: flat[part].reshape(self.shapes[name]) for name, part in self.slices.items()}
 
     def part(self, index, parts):
-        """The slice of owner `index` of `parts` equal owners: whole segments where `parts` divides their number."""
+        """The slice of owner `index` of `parts`, in whole segments; equal parts if `parts` divides `segments`."""
         edges = [self.segments * i // parts * (self.size // self.segments) for i in (index, index + 1)]
         return slice(*edges)
 
@@ -39,11 +39,11 @@ class Arena:
         return slice(part.start, round_up(part.stop, BLOCK))
 
     def blocks(self, part):
-        """The slice of the blocks that `part`, whole blocks of the arena, consists of."""
+        """`part`, a slice of elements that consists of whole blocks, as a slice of block numbers."""
         return slice(part.start // BLOCK, part.stop // BLOCK)
 
     def decays(self):
-        """(size / BLOCK) int32: 1 for a block to which weight decay applies, those of matrices, else 0."""
+        """(size / BLOCK) int32: 1 for the blocks of matrices, to which weight decay applies, else 0."""
         decays = np.zeros(self.size // BLOCK, np.int32)
         for name, shape in self.shapes.items():
             decays[self.blocks(self.padded(name))] = len(shape) > 1

@@ -1,6 +1,6 @@
 """The Backend protocol: the array kernels a device provides, in pairs, forward and backward next to each other."""
 
-# B batch, T time, C channels, H heads, D = C // H, V vocabulary, K columns, N = B*T rows; `...` any leading axes.
+# B batch, T time, C channels, H heads, D = C // H, V vocabulary, K columns, N = B*T rows; ... leading axes; ' transpose
 
 from abc import ABC, abstractmethod
 
@@ -10,27 +10,27 @@ from gpt2core.runtime import Runtime
 
 
 class Backend(ABC):
-    """Array kernels for one device. Weights are stored (in, out); `d` means gradient; `aux` is opaque to the core.
+    """Array kernels for one device. Weights are stored (in, out); `d` means gradient; only the backend reads `aux`.
 
-    A kernel returns new arrays and never writes to its inputs; only `adamw_step` and `clip` update arrays in place.
-    `out` of a backward kernel lists arrays for the gradients of its parameters, in the order of the results: such a
-    gradient is written there and returned, and is complete after `runtime.join()`; None asks for a new array. The
-    default of a fused pair is composed of the plain pairs; a device with a faster kernel overrides it.
+    A kernel returns new arrays. Only `cast`, `attention_cached`, `clip` and `adamw_step` write to their arguments.
+    `out` of a backward kernel: arrays for the gradients of its parameters, in the order of the results (in unembed_*
+    one array). Such a gradient is written there and returned, and is complete after `runtime.join()`; None: a new
+    array. The default of a fused pair calls the plain pairs; a device with a faster kernel overrides it.
     """
 
     deterministic = True  # the default of --deterministic; a GPU is faster with the whole batch in one piece
     uses_threads = True  # whether worker threads, one backend each, divide the batch
-    many_ranks = "stage 1 or 3"  # the stages that run many processes with these arrays
+    many_ranks = "stage 1 or 3"  # the stage to use for several processes, for error messages
     scales_loss = False  # whether small gradients underflow in `compute`: see parallel/loss_scale.py
     rounds_stochastically = False  # whether `cast` and `adamw_step` take a rounding key
-    decoder_batch = 1  # prompts that one decoder should continue at the same time
+    decoder_batch = 1  # number of prompts that one decoder should continue at the same time
 
     name: str
     precision: str  # the --precision it was made for
     dtype: object  # of the parameters, their gradients and moments
     compute: object  # of the activations, and of the copy of the parameters that kernels read
     xp: object  # the array module (numpy, cupy) that composed operations call
-    runtime: Runtime  # what the device offers beside kernels
+    runtime: Runtime  # what the device provides in addition to kernels
 
     @abstractmethod
     def empty(self, shape, dtype):
@@ -38,11 +38,11 @@ class Backend(ABC):
 
     @abstractmethod
     def asarray(self, array, dtype=None):
-        """A host array as an array on this device, copied only where necessary."""
+        """A host array as an array on this device, copied only if necessary."""
 
     @abstractmethod
     def to_host(self, array):
-        """An array of this device as a NumPy array, copied only where necessary; waits for the device."""
+        """An array of this device as a NumPy array, copied only if necessary; waits for the device."""
 
     def zeros(self, shape, dtype):
         array = self.empty(shape, dtype)
@@ -59,13 +59,13 @@ class Backend(ABC):
         return a + b
 
     def cast(self, x, out, key=None):
-        """out = x in the dtype of `out`, rounded to nearest; or stochastically with a key of `rounding_key`."""
+        """Write x to `out` in its dtype, rounded to nearest, or stochastically with a key from rounding_key()."""
         out[...] = x
 
     def prepare_tokens(self, ids, rows=None, first=0):
-        """Token ids (B, T) of the host as NumPy arrays in the form that kernels read.
+        """Token ids (B, T) on the host -> NumPy arrays in the form that kernels read.
 
-        rows, first: also what embedding_backward needs for a table of the tokens [first, first + rows).
+        rows, first: include what embedding_backward needs for an embedding of the tokens [first, first + rows).
         """
         return ids
 
@@ -73,7 +73,7 @@ class Backend(ABC):
         """Raise ConfigError for a model that the kernels cannot compute."""
 
     def decoder(self, model, batch):
-        """A decoder for `batch` prompts that is faster than sampler.Decoder, with its methods, or None."""
+        """A faster decoder for `batch` prompts with the methods of sampler.Decoder, or None."""
         return None
 
     @abstractmethod
@@ -131,7 +131,7 @@ class Backend(ABC):
 
     @abstractmethod
     def residual_layernorm_forward(self, x, a, a_bias, w, b, eps):
-        """x (..., C) the residual stream, a (..., C) a branch, its bias (C) -> s = x + a + a_bias, LN(s), aux."""
+        """x (..., C) the residual stream, a (..., C) a branch, a_bias (C) -> s = x + a + a_bias, LN(s), aux."""
 
     @abstractmethod
     def residual_layernorm_backward(self, ds, dy, w, aux, out=(None, None, None)):
@@ -139,7 +139,7 @@ class Backend(ABC):
 
     @abstractmethod
     def attention_forward(self, qkv, n_head):
-        """qkv (B, T, 3C), q then k then v, heads side by side -> causal softmax(q k' / sqrt(D)) v (B, T, C), aux."""
+        """qkv (B, T, 3C), first q, then k, then v, each (H, D) -> causal softmax(q k' / sqrt(D)) v (B, T, C), aux."""
 
     @abstractmethod
     def attention_backward(self, dy, qkv, y, aux, n_head):
@@ -149,7 +149,7 @@ class Backend(ABC):
     def attention_cached(self, qkv, keys, values, position, n_head):
         """qkv (B, t, 3C) of positions [position, position + t) -> attention over all positions so far (B, t, C).
 
-        Inference. Writes k and v into the caches, keys (B, H, D, block) and values (B, H, block, D).
+        For inference only. Writes k and v to the caches, keys (B, H, D, block) and values (B, H, block, D).
         """
 
     @abstractmethod
@@ -157,15 +157,15 @@ class Backend(ABC):
         """ids (B, T), wte (V, C), wpe (block, C) -> wte[ids - first] + wpe[position:position + T] (B, T, C).
 
         ids: integers, or what prepare_tokens returns. wte holds the tokens [first, first + V): the row of any other
-        token is zero. No positions are added for wpe None.
+        token is zero. If wpe is None, no positions are added.
         """
 
     @abstractmethod
     def embedding_backward(self, dy, ids, wte, wpe, position=0, first=0, out=(None, None), accumulate=False):
         """dy (B, T, C) -> dwte (V, C), dwpe (block, C), summed in a fixed order.
 
-        Tokens outside [first, first + V) add nothing to dwte; dwpe is that of all rows. accumulate: add dwte to what
-        out[0] holds.
+        Tokens outside [first, first + V) add nothing to dwte; dwpe includes all tokens. accumulate: add dwte to the
+        contents of out[0].
         """
 
     @abstractmethod
@@ -180,24 +180,24 @@ class Backend(ABC):
     def cross_entropy_forward(self, logits, targets, first=0):
         """logits (N, V), targets (N) -> maxima, sums, picked, each (N), and aux.
 
-        maxima of the rows; sums of exp(logit - maximum); picked, the target's logit. The logits are the columns
-        [first, first + V) of a vocabulary; picked is 0 for a target outside them. ops.py computes the loss from these
-        three, over the columns of one rank or of all: log(sum) - (picked - maximum).
+        The logits are the columns [first, first + V) of a vocabulary. For each row, maxima: the largest logit; sums:
+        the sum of exp(logit - maximum); picked: the target's logit, or 0 for a target outside these columns. The loss
+        of a whole row is log(sum) - (picked - maximum): see ops.loss_of_rows.
         """
 
     @abstractmethod
     def cross_entropy_backward(self, dy, logits, targets, scale, maxima, sums, aux, first=0):
         """dy a scalar array -> dlogits (N, V) = dy scale (exp(logits - maxima) / sums - onehot).
 
-        maxima, sums (N) are those of whole rows: forward's own, or combined over the ranks.
+        maxima, sums (N): of whole rows, from forward or combined over the ranks by ops.loss_of_rows.
         """
 
     @abstractmethod
     def unembed_cross_entropy_forward(self, x, w, targets, first=0, scale=None, seed=None, out=None):
         """cross_entropy_forward(unembed(x)) for x (N, C), w (V, C), targets (N); not all logits need exist at once.
 
-        scale: that of backward, given where these are whole rows and a gradient is wanted, so that it may be computed
-        here. seed: the dy that backward will get, a scalar array, or None where it is not known yet. out: for dw.
+        scale: the scale of backward, if forward may compute the gradient (it has whole rows, and backward follows);
+        else None. seed: the dy of backward, a scalar array, or None if it is not known yet. out: an array for dw.
         """
 
     @abstractmethod
@@ -205,33 +205,33 @@ class Backend(ABC):
         """-> dx (N, C), dw (V, C)."""
 
     def loss_rows(self, maxima, sums, picked, highest):
-        """Of one rank's columns: sums exp(maxima - highest) and picked as one array (2, N), to be added over ranks."""
+        """-> (2, N): sums * exp(maxima - highest), and picked; their sums over the ranks are those of whole rows."""
         return self.xp.stack([sums * self.xp.exp(maxima - highest), picked])
 
     def loss(self, highest, sums, picked, scale):
-        """-> scale * sum over the rows of log(sums) - (picked - highest), a float64 scalar array."""
+        """-> scale * sum over the rows of (log(sums) - (picked - highest)), a float64 scalar array."""
         losses = self.xp.log(sums) - (picked - highest)
         return self.xp.asarray(losses.sum(dtype=np.float64) * scale)
 
     @abstractmethod
     def sum_of_squares(self, flat, segments):
-        """flat (n) -> (segments) float64, one for each of `segments` equal parts; the bits depend on the part only."""
+        """flat (n) -> (segments) float64, one sum for each of `segments` equal parts; it depends on that part only."""
 
     @abstractmethod
     def clip(self, squares, bound, loss_scale=None, interval=0, stop=None):
-        """squares (segments) float64 -> norm, the root of their canonical sum, and min(1, bound / (norm + 1e-6)).
+        """squares (segments) float64 -> norm = sqrt(their sum), scale = min(1, bound / (norm + 1e-6)).
 
-        Both are arrays of one element. bound 0: no clipping, the factor is 1. Where the norm is not finite the factor
-        is NaN, for which adamw_step does nothing. loss_scale, interval: the state of a LossScale, which is updated;
-        both results are divided by its factor. stop: an array (1) of 0; the first norm that is not finite makes it
-        NaN, and then every later factor is NaN too.
+        Both are arrays of one element. bound 0: no clipping, scale is 1. If the norm is not finite, scale is NaN, and
+        adamw_step then does nothing. loss_scale, interval: the state and interval of a LossScale; the state is updated,
+        the norm is divided by its factor, and then scale is divided by it too. stop: an array (1), initially 0; the
+        first norm that is not finite sets it to NaN, and every later scale is then NaN too.
         """
 
     @abstractmethod
     def adamw_step(self, p, m, v, copy, g, hyper, scale, decays, betas, offset=0):
         """Update p, m, v (n) in place from g * scale, g (n) (Loshchilov and Hutter 2019); copy (n) = p, or None.
 
-        hyper: the Hyperparameters of this step (optimizer.py), whose arrays may be on the device. scale: of clip.
-        decays (n / 1024): 1 for a block to which weight decay applies, else 0. betas: (beta1, beta2). offset: the
-        number of p's first element in the arena, a counter of the random numbers of stochastic rounding.
+        hyper: the step's Hyperparameters (optimizer.py), arrays of the host or device; with hyper.key, copy is rounded
+        stochastically. scale: from clip. decays (n / 1024): 1 for a block with weight decay, else 0. betas: (beta1,
+        beta2). offset: the position of p[0] in the arena, from which the random numbers are computed.
         """

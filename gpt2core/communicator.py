@@ -29,9 +29,9 @@ class Handle:
 
 
 class Communicator:
-    """The protocol. An implementation writes the `_start` forms, `barrier` and `split`; the other calls use these.
+    """The protocol. An implementation defines the `_start` forms, `barrier` and `split`; the other calls use these.
 
-    x is an array of the implementation's own kind. If that is not NumPy's, it also writes the two object calls.
+    x is an array of the implementation's array type. If that is not NumPy's, it also overrides the two object calls.
 
     Order      All ranks of a group start the same collectives in the same order, with equal dtypes and shapes.
                Several operations may be pending, and handles may be waited for in any order. Only one thread of a
@@ -42,10 +42,10 @@ class Communicator:
     Result     A new array, or `out`, filled: a C-contiguous array of the result's shape and dtype. `out` may be x or
                share its memory (all_reduce(x, out=x) needs no second buffer). A group of one returns x itself; pass a
                separate `out` in order to overwrite x or the result later.
-    Sum        In x's dtype, elementwise, in the order of the canonical tree over ranks (gpt2core/parallel/tree_sum.py).
+    Sum        In x's dtype, elementwise, in the canonical order over ranks (gpt2core/parallel/tree_sum.py).
                An implementation may offer a faster order; use_collectives() selects it.
-    bytes_sent Bytes that this rank sent through this communicator (sub-groups not included), by the textbook volume of
-               the algorithm used.
+    bytes_sent Bytes that this rank sent through this communicator (sub-groups not included), by the textbook formula
+               of the algorithm used.
     Errors     ConfigError for an invalid argument, CommunicatorError for a group that failed.
     """
 
@@ -217,7 +217,7 @@ class Solo(Communicator):
         check_out(out, x.shape, x.dtype)
         if out is None or out is x:
             return Handle(x)
-        if not (x.flags.c_contiguous and address(x) == address(out)):  # equal addresses: x and out are one memory
+        if not (x.flags.c_contiguous and address(x) == address(out)):  # equal addresses: x and out share memory
             out[...] = x
         return Handle(out)
 

@@ -12,12 +12,12 @@ from gpt2core.errors import ConfigError, DataError
 class Windows:
     """Sliding windows over one contiguous token buffer: stride = seq_len, circular at its end, so there is no padding.
 
-    tokens: (n,) integers, array or memory map, never copied. seq_len: T. order: "sequential", where window w covers
-    tokens w*T to w*T + T of the endless circular stream, or "shuffled", where each epoch visits its ceil(n / T) windows
-    once, in an order and from a first token seeded by (seed, epoch): over the epochs a token meets every position.
+    tokens: (n,) integers, array or memory map, never copied. seq_len: T. order: "sequential": window w covers tokens
+    w*T to w*T + T of the endless circular stream. "shuffled": each epoch visits its ceil(n / T) windows once. Their
+    order and their first token are seeded by (seed, epoch), so a token's position in its window varies by epoch.
 
-    A batch is a pure function of its position, the number of windows consumed since the start of training. So that one
-    integer is all the state there is to resume, and a rank reads its own rows with batch(position + first_row, rows).
+    A batch is a pure function of its position, the number of windows consumed since the start of training. This integer
+    is the only state needed to resume. A rank reads its own rows with batch(position + first_row, rows).
 
     Raises DataError for a corpus shorter than one window, ConfigError for a wrong option.
     """
@@ -29,7 +29,7 @@ class Windows:
             raise ConfigError(f"unknown order {order!r}: choose sequential or shuffled")
         if seed < 0:
             raise ConfigError(f"the seed is {seed}, but it must be 0 or more")
-        buffer = np.asarray(tokens)[...]  # a view of our own
+        buffer = np.asarray(tokens)[...]  # a new view: the flag set below is not the caller's
         if buffer.ndim != 1 or buffer.dtype.kind not in "iu":
             raise DataError(f"tokens must be one row of integers, but they are {buffer.dtype} of shape {buffer.shape}")
         if len(buffer) < seq_len + 1:
@@ -43,9 +43,9 @@ class Windows:
         self._epoch = (None, None)  # (epoch, the first token of each of its windows)
 
     def batch(self, position, count):
-        """Return (inputs, targets), each (count, T), of windows `position` to `position + count`; targets lead by one.
+        """Return (inputs, targets = the next tokens), each (count, T), of windows `position` to `position + count`.
 
-        Both are read-only views of the corpus where a sequential run does not cross its end, else of one small copy.
+        Both are read-only views: of the corpus if windows are sequential and do not cross its end, else of a copy.
         """
         if position < 0 or count < 1:
             raise ConfigError(f"{count} windows at {position}: the count must be positive, the position not negative")
@@ -58,7 +58,7 @@ class Windows:
     def once(self, count):
         """Yield (inputs, targets) of up to `count` windows, covering each window that does not wrap exactly once.
 
-        This is an evaluation: the circle's seam, where the last token would predict the first, is not part of the text.
+        For evaluation: a window that wraps would predict the first token from the last, which is not part of the text.
         """
         whole = (len(self.tokens) - 1) // self.seq_len
         for first in range(0, whole, count):
@@ -85,5 +85,5 @@ class Windows:
         if known != epoch:
             generator = np.random.Generator(np.random.PCG64(np.random.SeedSequence((self.seed, epoch))))
             starts = generator.permutation(self.windows_per_epoch) * self.seq_len + generator.integers(self.seq_len)
-            self._epoch = (epoch, starts)  # one assignment: threads may race to it, and each still has its own
+            self._epoch = (epoch, starts)  # one tuple: another thread never reads an epoch with other starts
         return int(starts[index])

@@ -1,4 +1,4 @@
-"""GPT-2 itself: its sizes, the names and shapes of its parameters, and one forward pass for every runtime."""
+"""GPT-2: its sizes, the names and shapes of its parameters, and one forward pass for every runtime."""
 
 # B batch, T time, C channels, V vocabulary
 
@@ -19,11 +19,11 @@ LARGEST = 1 << 40  # parameters: a larger size is almost certainly a typo, and o
 class GPT2Config:
     """The size of one GPT-2. Names follow nanoGPT; `tied`: lm_head is the token embedding.
 
-    Raises ConfigError when a size is not positive or the width is not divisible by the heads.
+    Raises ConfigError for a size below 1, over LARGEST parameters, an epsilon outside (0, 1), or n_embd % n_head > 0.
     """
 
     vocab_size: int = 50257
-    block_size: int = 1024  # positions: the longest sequence the model can see, in tokens
+    block_size: int = 1024  # maximum sequence length, in tokens
     n_layer: int = 12
     n_head: int = 12
     n_embd: int = 768
@@ -41,7 +41,7 @@ class GPT2Config:
         if weights > LARGEST:
             raise ConfigError(
                 f"{self.n_layer} layers, {self.n_embd} wide, vocabulary {self.vocab_size} and block {self.block_size} "
-                f"make {weights:,} parameters, more than {LARGEST:,}: take a smaller model"
+                f"make about {weights:,} parameters, more than {LARGEST:,}: take a smaller model"
             )
         if self.n_embd % self.n_head:
             raise ConfigError(
@@ -89,8 +89,8 @@ class GPT2:
     """A GPT-2 over given parameters.
 
     parameters: {Hugging Face name: Tensor}; tensor_group: the ranks that share each layer, over which the parameters
-    are already divided (parallel/tensor_parallel.py). wait_on_read(module): called before the parameters of a module
-    are read, where they may still be on their way from other ranks (parallel/zero.py).
+    are already divided (parallel/tensor_parallel.py). wait_on_read(module) is called before the parameters of a module
+    are read: they may not have been received from other ranks yet (parallel/zero.py).
     """
 
     def __init__(self, config, parameters, tensor_group=SOLO, wait_on_read=lambda module: None):
@@ -111,7 +111,7 @@ class GPT2:
     def trunk(self, ids, cache=None, last_only=False):
         """ids (B, T) -> the final LayerNorm's output (B, T, C), or (B, 1, C) of the last position only.
 
-        ids: integers, or a backend's prepared tokens. With a cache, ids continue the sequence that it holds.
+        ids: integers, or a backend's prepared tokens. With a cache (sampler.KVCache), ids continue its sequence.
         """
         wte, wpe = self.read("transformer.wte")[0], self.read("transformer.wpe")[0]
         position = 0 if cache is None else cache.length
@@ -138,7 +138,7 @@ class GPT2:
     def loss(self, ids, targets, scale=None, seed=None):
         """scale * summed cross-entropy of targets (B, T), a float64 scalar; the default scale gives the mean.
 
-        seed: the array that backward() of this loss will be called with, or None where it is not known.
+        seed: the array that backward() of this loss will be called with, or None if it is not known.
         """
         y = ops.copy_to_group(self.trunk(ids), self.group)
         return ops.unembed_cross_entropy(y, self.head, targets, scale, self.group, seed)
@@ -147,8 +147,8 @@ class GPT2:
 class Block:
     """One layer of a GPT2: a view of its parameters, and its two branches, attention and MLP.
 
-    A branch returns its output without the bias of its last product, and that bias: it is added after the sum over the
-    tensor group, or it would be added once for each rank.
+    A branch returns (output without the last bias, that bias). The caller adds the bias after the all-reduce; otherwise
+    it would be added once per tensor-parallel rank.
     """
 
     def __init__(self, model, layer):
@@ -159,7 +159,7 @@ class Block:
         return self.model.read(f"transformer.h.{self.layer}.{module}")
 
     def attention(self, y, cache=None):
-        """y (B, T, C) -> (B, T, C), and the bias (C)."""
+        """y (B, T, C) -> (output (B, T, C), bias (C))."""
         group, n_head = self.model.group, self.model.config.n_head // self.model.group.size
         qkv = ops.linear(ops.copy_to_group(y, group), *self.read("attn.c_attn"))  # (B, T, 3C / group.size)
         a = ops.attention(qkv, n_head) if cache is None else cache.attend(qkv, self.layer, n_head)
@@ -167,7 +167,7 @@ class Block:
         return ops.reduce_from_group(ops.linear(a, w), group), bias
 
     def mlp(self, y):
-        """y (B, T, C) -> (B, T, C), and the bias (C)."""
+        """y (B, T, C) -> (output (B, T, C), bias (C))."""
         group, fc, (w2, bias) = self.model.group, self.read("mlp.c_fc"), self.read("mlp.c_proj")
         y = ops.mlp(ops.copy_to_group(y, group), *fc, w2)
         return ops.reduce_from_group(y, group), bias

@@ -1,4 +1,4 @@
-"""One function per differentiable operation: its forward line, its backward line; kernels and collectives alike."""
+"""One function per differentiable operation, kernel or collective: its forward line and its backward line."""
 
 import numpy as np
 
@@ -58,7 +58,7 @@ def layernorm(x, w, b, eps=1e-5):
 
 
 def stream_layernorm(x, w, b, eps=1e-5):
-    """x itself and layernorm(x), as two outputs: backward then adds their gradients in one pass over memory."""
+    """The residual stream x, to which each branch adds its output, and layernorm(x); backward sums both gradients."""
     require(x.shape[-1:] == w.shape == b.shape, "stream_layernorm", x, w, b)
     backend = x.backend
     y, aux = backend.layernorm_forward(x.data, w.data, b.data, eps)
@@ -81,7 +81,7 @@ def residual_layernorm(x, a, a_bias, w, b, eps=1e-5):
     def backward(ds, dy):
         if dy is None:  # the normalised output was not used: an ordinary addition
             if a_bias.grad_buffer is not None:
-                raise AutogradError("residual_layernorm: no gradient of its second output: it fills no grad_buffer")
+                raise AutogradError("residual_layernorm: its second output is unused, so grad_buffer is not filled")
             return ds, ds, ds.reshape(-1, ds.shape[-1]).sum(0), None, None
         out = buffers(a_bias, w, b)
         dx, da_bias, dw, db = backend.residual_layernorm_backward(ds, dy, w.data, aux, out)
@@ -110,7 +110,7 @@ def embedding(ids, wte, wpe, position=0, group=SOLO, tied=False):
         raise ShapeError(f"embedding: ids {ids.shape} from position {position} do not fit {wpe.shape[0]} positions")
     require_tokens("embedding", ids, wte.shape[0] * group.size)
     backend, first = wte.backend, group.rank * wte.shape[0]
-    once = wpe.data if group.is_root else None  # or the sum would hold the positions p times
+    once = wpe.data if group.is_root else None  # otherwise the sum would contain the positions p times
     y = backend.embedding_forward(ids, wte.data, once, position, first)
     y = group.all_reduce(y, out=y)
 
@@ -133,7 +133,7 @@ def cross_entropy(logits, targets, scale=None, group=SOLO):
     """scale * sum of -log softmax(logits)[target] over N rows, a float64 scalar; the default scale gives the mean.
 
     logits (..., V/p) are this rank's columns; the loss is that of whole rows, the same on every rank. The ranks
-    exchange three numbers a row instead of logits (Shoeybi et al. 2019).
+    exchange three numbers per row instead of logits (Shoeybi et al. 2019).
     """
     V = logits.shape[-1] * group.size
     logits2, targets, scale = flat_targets("cross_entropy", logits, targets, scale, V)
@@ -151,8 +151,8 @@ def cross_entropy(logits, targets, scale=None, group=SOLO):
 def unembed_cross_entropy(x, w, targets, scale=None, group=SOLO, seed=None):
     """cross_entropy(unembed(x, w), targets, scale, group), fused: the logits (N, V/p) need not all exist at once.
 
-    seed: the array that backward() of this loss will be called with, which a gradient computed in forward contains;
-    None: not known, then backward multiplies. Raises AutogradError where backward() is called with another array.
+    seed: the array that backward() of this loss will be called with, if forward may compute gradients times `seed`.
+    None: not known; backward multiplies by its own. Raises AutogradError if backward() is called with another array.
     """
     require(x.shape[-1] == w.shape[1], "unembed_cross_entropy", x, w)
     V = w.shape[0] * group.size
@@ -166,7 +166,7 @@ def unembed_cross_entropy(x, w, targets, scale=None, group=SOLO, seed=None):
 
     def backward(dy):
         if seed is not None and dy is not seed:
-            raise AutogradError("unembed_cross_entropy: backward() got another seed than forward was given")
+            raise AutogradError("unembed_cross_entropy: call backward() with the seed array that forward was given")
         dx, dw = backend.unembed_cross_entropy_backward(
             dy, x2, w.data, targets, scale, maxima, sums, aux, first, *buffers(w)
         )
@@ -178,13 +178,11 @@ def unembed_cross_entropy(x, w, targets, scale=None, group=SOLO, seed=None):
 def loss_of_rows(maxima, sums, picked, scale, group, backend):
     """-> the loss, and the maxima and sums of whole rows, from those of this rank's columns (cross_entropy_forward)."""
     highest = group.all_reduce(maxima, "max")
-    sums, picked = group.all_reduce(
-        backend.loss_rows(maxima, sums, picked, highest)
-    )  # picked is 0 on all ranks except one
+    sums, picked = group.all_reduce(backend.loss_rows(maxima, sums, picked, highest))  # picked: 0 except on one rank
     return backend.loss(highest, sums, picked, scale), highest, sums
 
 
-# -- collectives: the same declaration with a group in place of a kernel; each one's backward is its dual --------------
+# -- collectives: a group in place of a backend; backward is the transpose of forward as a linear map ------------------
 
 
 def copy_to_group(x, group):
@@ -208,7 +206,7 @@ def gather_from_group(x, group):
 def recompute(function, x):
     """function(x), keeping only x: backward computes the activations again (Chen et al. 2016).
 
-    A leaf that function() uses gets one gradient from each recompute(), so its hook is called as often.
+    Each recompute() starts a nested backward pass, which calls on_gradient of the leaves that function() uses.
     """
     if not x.requires_grad:
         raise AutogradError("recompute: x requires no gradient, so backward would never run this part again")
@@ -234,7 +232,7 @@ def require(condition, operation, *tensors):
 
 
 def require_tokens(operation, tokens, vocabulary):
-    """Check host arrays; tokens on a device were checked before the copy, and a check there would wait for it."""
+    """Check host arrays; tokens on a device were checked before the copy; here a check would wait for it."""
     if isinstance(tokens, np.ndarray) and tokens.size:
         lowest, highest = int(tokens.min()), int(tokens.max())
         if lowest < 0 or highest >= vocabulary:
@@ -243,7 +241,7 @@ def require_tokens(operation, tokens, vocabulary):
 
 
 def flat_targets(operation, x, targets, scale, vocabulary):
-    """x (..., K) as (N, K), targets as (N), and the scale of the mean where none is given."""
+    """x (..., K) as (N, K), targets as (N), and the scale, by default that of the mean."""
     if targets.shape != x.shape[:-1]:
         raise ShapeError(f"{operation}: targets {targets.shape} are not one for each row of {x.shape}")
     require_tokens(operation, targets, vocabulary)

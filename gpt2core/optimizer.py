@@ -1,4 +1,4 @@
-"""AdamW over the flat arena, the global norm that clips it, and the learning rate of a step."""
+"""AdamW over the flat arena, clipping by the global norm of the gradient, and the learning-rate schedule."""
 
 import math
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from gpt2core.errors import ConfigError
 class Schedule:
     """Learning rate by step (from 0): linear warm-up to `peak`, then constant, or linear or cosine decay to `floor`.
 
-    Raises ConfigError for a rate that is negative or not finite, or an unknown kind.
+    Raises ConfigError for an unknown kind, a rate that is negative or not finite, or a negative warm-up.
     """
 
     kind: str = "constant"
@@ -57,16 +57,16 @@ def rounding_key(seed, step):
 
 
 class AdamW:
-    """Decoupled weight decay, on matrices only (Loshchilov and Hutter 2019); moments in flat buffers like the arena's.
+    """AdamW with decoupled weight decay, on matrices only (Loshchilov and Hutter 2019). Its moments are flat arrays.
 
-    clip: bound of the gradient's global norm (0: no clipping), as in torch.nn.utils.clip_grad_norm_.
-    owners: the ranks that divide the arena; each holds the moments of its own part only, which is ZeRO-1 (Rajbhandari
-    et al. 2020). The default is a group of one. tensor_group: the ranks that hold one shard of the model each;
-    `repeated`: slices of the arena that another of these ranks already counts in the norm.
-    rounding: of the copy that kernels read, "nearest" or "stochastic": random numbers from `seed`, the step and an
-    element's position in the arena, the same for any number of owners.
-    copy: the array that kernels read, where that is not `parameters`. gathers: whether update() ends with the
-    all-gather of what kernels read; otherwise gather() does it.
+    workers: the WorkerPool that divides the update. clip: bound of the gradient's global norm (0: no clipping), as in
+    torch.nn.utils.clip_grad_norm_. owners: the ranks that divide the arena (default: a group of one); each holds only
+    the moments of its own part (ZeRO-1, Rajbhandari et al. 2020). tensor_group: the ranks that hold one shard of the
+    model each. repeated: slices of the arena that another of these ranks already counts in the norm.
+    rounding: "nearest" or "stochastic" rounding of `copy`. The random numbers depend only on `seed`, the step and the
+    element's position in the arena: they are the same for any number of owners. copy: the array that kernels read, or
+    None if they read `parameters`. gathers: whether update() ends with the all-gather of the array that kernels read;
+    otherwise zero.AsyncAllGather does it in the next forward pass, or gather() if it is needed before.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class AdamW:
         size = self.own.stop - self.own.start
         self.exp_avg, self.exp_avg_sq = (self.backend.zeros((size,), parameters.dtype) for _ in "mv")
         self.decays = self.backend.asarray(arena.decays())
-        self.stop = self.backend.zeros((1,), np.float32)  # 0, or NaN once a gradient was not finite
+        self.stop = self.backend.zeros((1,), np.float32)  # 0; NaN after a gradient that is not finite
 
     def hyperparameters(self, step, lr):
         """The Hyperparameters of update number `step` (from 1), computed on the host in double precision."""
@@ -105,8 +105,8 @@ class AdamW:
     def norm_and_scale(self, gradients, loss_scale=None, stop=None):
         """The global L2 norm of flat `gradients`, and the factor that clips them: arrays of one element.
 
-        Only this rank's part of `gradients` is read. The sums over fixed segments are added in one canonical tree, so
-        the bits do not depend on the number of owners. loss_scale, stop: see Backend.clip.
+        Only this rank's part of `gradients` is read. The sums over fixed segments are added in a fixed order, so the
+        bits do not depend on the number of owners. loss_scale, stop: see Backend.clip.
         """
         size, segments = self.arena.size, self.arena.segments
 
@@ -114,7 +114,7 @@ class AdamW:
             return backend.sum_of_squares(gradients[part], segments * (part.stop - part.start) // size)
 
         own = self.backend.xp.concatenate(self.map_own(squares))
-        for part in self.in_own(self.repeated):  # any segment may give up what another tensor rank counts
+        for part in self.in_own(self.repeated):  # from the first segment: only the total matters
             own[:1] -= self.backend.sum_of_squares(gradients[part], 1)
         scaling = {} if loss_scale is None else {"loss_scale": loss_scale.state, "interval": loss_scale.interval}
         squares = self.tensor_group.all_reduce(self.owners.all_gather(own))
@@ -132,7 +132,7 @@ class AdamW:
                 yield slice(start, stop)
 
     def update(self, gradients, scale, hyper):
-        """Update this rank's part from flat `gradients` times `scale`; all-gather what kernels read if it `gathers`."""
+        """Update this rank's part from flat `gradients` * `scale`; if `gathers`, all-gather what kernels read."""
 
         def update(backend, part):
             moments = slice(part.start - self.own.start, part.stop - self.own.start)
@@ -146,18 +146,18 @@ class AdamW:
             self.owners.all_gather(self.read[self.own], out=self.read)
 
     def gather(self):
-        """All-gather what kernels read, where update() does not do it. All ranks must call it."""
+        """All-gather the array that kernels read, unless update() did. All ranks must call it."""
         if not self.gathers:
             self.owners.all_gather(self.read[self.own], out=self.read)
 
     def gather_parameters(self):
-        """All-gather the parameters too, where update() gathers only a copy of them. All ranks must call it."""
+        """gather(), and all-gather the parameters too if kernels read a copy of them. All ranks must call it."""
         self.gather()
         if self.copy is not None:
             self.owners.all_gather(self.parameters[self.own], out=self.parameters)
 
     def refresh_copy(self, steps):
-        """Compute the copy again as update number `steps` rounded it; checkpoints do not hold the copy."""
+        """Round the parameters to the copy again, as update number `steps` did; checkpoints do not hold the copy."""
         if self.copy is not None:
             key = None if self.seed is None or steps == 0 else rounding_key(self.seed, steps)
             self.backend.cast(self.parameters, self.copy, key)
@@ -172,5 +172,5 @@ class AdamW:
         return tuple(self.owners.all_gather(self.backend.to_host(flat)) for flat in (self.exp_avg, self.exp_avg_sq))
 
     def load_moments(self, first, second):
-        """Copy this rank's part of the flat moments of the whole arena."""
+        """Copy this rank's part of the flat first and second moments of the whole arena."""
         self.exp_avg[...], self.exp_avg_sq[...] = first[self.own], second[self.own]

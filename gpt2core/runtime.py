@@ -1,4 +1,4 @@
-"""The Runtime protocol: what a device offers beside kernels. The default is the host, which needs none of it."""
+"""The Runtime protocol: what a device provides besides kernels. The default is the host, which needs none of it."""
 
 import contextlib
 import sys
@@ -8,7 +8,7 @@ from gpt2core.errors import ConfigError
 
 
 class Results:
-    """What a compiled function returned: `wait()` gives its list of arrays, valid until the call after the next one."""
+    """The results of one call of a Compiled: `wait()` returns its arrays, valid until the call after the next one."""
 
     def __init__(self, arrays):
         self.arrays = arrays
@@ -18,13 +18,13 @@ class Results:
 
 
 class Compiled:
-    """`function`, called with arguments of the same tree and shapes each time; returns Results.
+    """Calls `function` and returns Results. All calls have arguments of the same structure and shapes.
 
     The arguments are nested tuples and lists of NumPy arrays, which a device copies to fixed addresses, of arrays of
     the device, and of constants. The function returns a list of arrays. On the host it is called directly.
     """
 
-    can_overlap = False  # whether a call may be made before the Results of the previous call are waited for
+    can_overlap = False  # whether a call may be made before wait() on the Results of the previous call
 
     def __init__(self, function):
         self.function = function
@@ -49,13 +49,13 @@ class Runtime:
         return {}
 
     def load_tuned(self, tuned, final=False):  # noqa: B027
-        """Use the choices of another rank or of an earlier run and forget all others.
+        """Use the choices of another rank or of an earlier run, and discard all others.
 
-        final: add them to the present choices, and time nothing from now on.
+        final: add them to the present choices instead, and time nothing from now on.
         """
 
     def retune(self):
-        """Time all candidates again; raises ConfigError where nothing is timed."""
+        """Time all candidates again; raises ConfigError if nothing is timed."""
         raise ConfigError(f"--autotune: {self.name} tunes nothing; omit the flag")
 
     def compile_step(self, function, record=True):
@@ -66,33 +66,33 @@ class Runtime:
         """Make later work on the current stream wait for all gradients that kernels have written to `out` arrays."""
 
     def after(self):
-        """A context whose work runs after those gradients, while the current stream goes on."""
+        """A context manager: its work runs after those gradients are written, while the current stream continues."""
         return contextlib.nullcontext()
 
     def use_threads(self, count):
         """Let one kernel use `count` host threads: for generation, where there is no batch to divide."""
-        # not BLAS's own threads: they spin while they wait, and slow down beside another program
+        # not BLAS's own threads: they busy-wait, and are slow while another program uses the cores
         self.threads, self.executor = count, ThreadPoolExecutor(count - 1) if count > 1 else None
 
     def release_cached_memory(self):
         """Release cached blocks of the memory pool that would otherwise be split for other sizes."""
 
     def peak_memory(self):
-        """The most bytes of device memory held so far, or None where they are not counted."""
+        """The most bytes of device memory held so far, or None if they are not counted."""
         return None
 
     def explain_oom(
         self, error, config, batch_size=None, seq_len=None, micro_batches=1, ranks=1, parallel=None, in_order=False
     ):
-        """One sentence with a way out, where `error` says that device memory is too small for this training step.
+        """A sentence that says what to change if `error` means too little device memory for this training step.
 
         Without batch_size: for this generation. None for another error. ranks: the data-parallel ranks; parallel: a
-        ParallelConfig; in_order: whether the devices sum gradients in the canonical tree.
+        ParallelConfig; in_order: whether the devices sum gradients in the canonical order.
         """
         return None
 
     def peak_flops(self, precision):
-        """Peak floating-point operations per second of this device, or None where it is not known."""
+        """Peak floating-point operations per second of this device, or None if it is not known."""
         return None
 
     def range(self, name):
@@ -108,5 +108,5 @@ class Runtime:
         return []
 
     def notify(self, text):
-        """Print why something takes long."""
+        """Print the reason for a long wait."""
         print(text, file=sys.stderr)

@@ -1,4 +1,4 @@
-"""A Tensor is an array that remembers the operation it came from; backward() walks those operations in reverse."""
+"""A Tensor is an array that records the operation that made it; backward() applies the chain rule in reverse order."""
 
 import contextlib
 import contextvars
@@ -32,7 +32,7 @@ def is_recording():
 
 
 class Edge:
-    """An input that is the output of another operation, without its array: only closures keep arrays alive."""
+    """An input that another operation made, stored without its array: only closures keep arrays alive."""
 
     __slots__ = ("shape", "requires_grad", "node", "index")
     grad_buffer = None  # only leaves have one
@@ -48,12 +48,12 @@ class Node:
     __slots__ = ("order", "parents", "backward", "n_outputs")
 
     def __init__(self, parents, backward, n_outputs):
-        self.order = next(_creation_order)  # parents are created first, so newest first is reverse topological order
+        self.order = next(_creation_order)  # parents have smaller numbers, so descending order is reverse topological
         self.parents = [parent if parent.node is None else Edge(parent) for parent in parents]
         self.backward, self.n_outputs = backward, n_outputs
 
     def free(self):
-        """Drop the closure and the activations that it holds, while the rest of backward still runs."""
+        """Drop the closure and the activations that it holds; backward() frees each node after its use."""
         self.parents, self.backward = (), None
 
 
@@ -61,10 +61,10 @@ class Tensor:
     """An array, its backend, and the node that made it (None for a leaf).
 
     `data` is an array of the backend (NumPy, CuPy) of any shape and dtype. A leaf with `requires_grad` collects its
-    gradient, an array of the same shape, in `grad`. Arithmetic on tensors is defined in primitives.py.
+    gradient, an array of the same shape, in `grad`. Importing primitives.py defines arithmetic (+, *, ...).
 
     grad_buffer: for a leaf, an array to which backward kernels write its gradient (see ops.buffers), or None. The
-    gradient returned last is then the complete one: a second operation on that leaf adds to the buffer itself.
+    gradient returned last is then the complete one: the kernel of a second operation on that leaf adds to the buffer.
     """
 
     __array_priority__ = 1000  # NumPy's array + tensor then calls the tensor's __radd__
@@ -116,31 +116,31 @@ class Tensor:
         return f"Tensor(shape={self.shape}, dtype={self.dtype}, requires_grad={self.requires_grad})"
 
     def on_gradient(self, gradient):
-        """Called once in a backward pass, with the complete gradient, as soon as the last contribution is added.
+        """Called once per backward pass (recompute() starts nested ones) when the gradient of this leaf is complete.
 
-        The default adds it to `grad`. For canonical sums, or for communication that overlaps the rest of backward,
-        assign another function of one array to this attribute of the leaf. The engine may reuse the array: copy it.
+        The default adds it to `grad`. To sum in another order, or to communicate during the rest of backward, assign
+        another function of one array to this attribute of the leaf. The engine may reuse the array: copy it.
         """
         if self.grad is None:
-            self.grad = gradient.copy()  # a copy, because add() returns the same array for both its parents
+            self.grad = gradient.copy()  # primitives.add() returns the same array for both parents
         else:
             self.grad += gradient
 
     def backward(self, seed=None, retain_graph=False):
         """Compute the gradients of all leaves that require them.
 
-        seed: gradient of this tensor, same shape; ones where the tensor has one element. The graph is freed during
+        seed: gradient of this tensor, same shape; ones if the tensor has one element. The graph is freed during
         the pass unless `retain_graph`. Raises AutogradError for a graph that was freed or never recorded, or a
         non-scalar without a seed; ShapeError for a gradient whose shape is not its tensor's.
         """
         if not self.requires_grad:
             raise AutogradError(
-                "backward() on a tensor that requires no gradient: none of its leaves has requires_grad"
+                "backward() on a tensor that requires no gradient: made under no_grad(), or no leaf has requires_grad"
             )
         if seed is None:
             if self.data.size != 1:
                 raise AutogradError(
-                    f"backward() on shape {self.shape} needs a seed of that shape: only a scalar has a default one"
+                    f"backward() on shape {self.shape} needs a seed of that shape: only one element has a default"
                 )
             seed = self.backend.ones(self.shape, self.dtype)
         seed = seed.data if isinstance(seed, Tensor) else seed
@@ -174,13 +174,13 @@ class Tensor:
                 if parent.requires_grad:
                     deliver(parent, gradient)
             del gradients, parent_gradients
-            parent = gradient = None  # or this node's last input would outlive it
+            parent = gradient = None  # otherwise these names keep this node's last input alive
             if not retain_graph:
                 node.free()
 
 
 def reachable(root):
-    """(nodes, oldest first; {leaf: number of times the graph uses it}) of the graph behind `root`."""
+    """-> (nodes, oldest first; {leaf: number of uses}) of the graph that computed `root`."""
     nodes, uses, stack = set(), {}, [root]
     while stack:
         tensor = stack.pop()

@@ -1,6 +1,6 @@
-"""The only training step: batch, gradient, norm, update; the same lines for any threads, ranks and devices."""
+"""The training step of every stage: batch, gradient, norm, update, for any number of threads, ranks and devices."""
 
-# B sequences of the global batch, T tokens of each; a rank reads B / ranks of them
+# B sequences in the global batch, T tokens in each; a data-parallel rank reads B / (data-parallel size) of them
 
 import contextlib
 
@@ -27,10 +27,10 @@ from gpt2core.parallel.zero import PIECE_MB, AsyncAllGather, check_gather
 class Trainer:
     """A model, its optimizer, and the threads and ranks that share the work.
 
-    config: GPT2Config; backends: one for each worker thread of this rank; world: all ranks; parallel: ParallelConfig;
-    optimizer and loss_scale: keyword arguments of AdamW and LossScale; record: let the device record a step and replay
-    it; seed: of the initial parameters, None leaves them zero. The global batch is `batch_size` sequences of `seq_len`
-    tokens, in `micro_batches` parts.
+    config: GPT2Config. backends: a list, one for each worker thread of this rank. world: the Communicator of all ranks.
+    parallel: ParallelConfig. optimizer, loss_scale: dicts of keyword arguments of AdamW and LossScale. record: whether
+    the device may record a step and replay it. seed: seed of the initial parameters; None leaves them zero. The global
+    batch has `batch_size` sequences of `seq_len` tokens, divided into `micro_batches` micro-batches over all ranks.
     """
 
     def __init__(
@@ -43,36 +43,36 @@ class Trainer:
         self.batch_size, self.seq_len, self.micro_batches = batch_size, seq_len, micro_batches
         self.mesh = Mesh(self.world, self.world.size // self.parallel.tp, self.parallel.tp)
         self.workers, self.backend = WorkerPool(backends), backends[0]
-        limit_blas(1)  # the workers are the threads
+        limit_blas(1)  # the worker threads use the cores
         tensor_parallel.check_tensor_parallel(config, self.mesh.tensor.size)
         self.backend.check_model(config)
         data, owners = self.mesh.data, self.mesh.data if self.parallel.zero else Solo()
-        self.rows = even_slices(batch_size, data.size)[data.rank]  # this rank's part of the global batch
+        self.rows = even_slices(batch_size, data.size)[data.rank]  # rows of the global batch that this rank reads
         self.loss_scale = LossScale(self.backend, **(loss_scale or {}))
         record = record and self.world.capturable
         self.allocate(micro_batches // data.size, data, owners, record)
         self.optimizer = self.make_optimizer(owners, optimizer or {})
         self.compiled = self.backend.runtime.compile_step(self.compute_update, record)
         self.steps, self.position = 0, 0  # updates made; windows consumed since the start of training
-        self.in_flight, self.finished = [], 0.0  # steps begun and not read yet; when the last one was read
-        self.stopped_by = 0  # the signal number that any rank reported with the last step, or 0
-        self.tuned = None  # what rank 0 chose by timing, after the first step
+        self.in_flight, self.finished = [], 0.0  # steps begun but not read; time when the last one was read
+        self.stopped_by = 0  # the largest signal number that a rank reported with the last step, or 0
+        self.tuned = None  # rank 0's choices by timing; set after the first step
         if seed is not None:
             fill(self, self.parameters, initial_parameters(config, seed) if self.world.is_root else None)
         self.optimizer.refresh_copy(self.steps)
         self.backend.runtime.release_cached_memory()
-        self.load_tuned(self.world.broadcast_object(self.backend.runtime.tuned))  # so that all ranks time the same
+        self.load_tuned(self.world.broadcast_object(self.backend.runtime.tuned))  # all ranks start from rank 0's
 
     def allocate(self, count, data, owners, record):
-        """The arena's buffers: parameters, the copy that kernels read, gradients, and how these are exchanged."""
+        """Allocate the arena's buffers (parameters, the copy that kernels read, gradients) and their collectives."""
         shapes, backend, parallel = parameter_shapes(self.config), self.backend, self.parallel
         self.arena = Arena(tensor_parallel.shard_shapes(shapes, self.mesh.tensor.size), owners.size)
         self.parameters = self.compute = backend.zeros((self.arena.size,), backend.dtype)
-        if backend.compute != backend.dtype:  # fp32 masters; kernels read a copy
+        if backend.compute != backend.dtype:  # kernels read a copy of the fp32 masters
             self.compute = backend.zeros((self.arena.size,), backend.compute)
         self.accumulator = MicroBatches(self.config, self.arena, self.compute, self.workers, count, self.mesh.tensor)
         gradients, self.bucket_mb, self.measured = self.accumulator.gradients, parallel.bucket_mb, None
-        if parallel.bucket_mb is None:  # rank 0 measures for all
+        if parallel.bucket_mb is None:  # all ranks measure together; rank 0's result is used
             self.measured = self.world.broadcast_object(measured_bucket(data, gradients, backend, record))
             self.bucket_mb = self.measured.mb
         self.data_parallel = gradient_reduction(parallel, self.arena, gradients, data, owners, backend, self.bucket_mb)
@@ -85,7 +85,7 @@ class Trainer:
                 worker.model.wait_on_read = self.all_gather.wait_on_read
 
     def make_optimizer(self, owners, options):
-        """AdamW over the arena; parameters that every tensor rank holds count once in the norm."""
+        """AdamW over the arena; a parameter that all tensor-parallel ranks hold is counted once in the norm."""
         check_rounding(options.get("rounding", "nearest"), self.backend)
         tensor = self.mesh.tensor
         replicated = filter(tensor_parallel.is_replicated, self.arena.slices)
@@ -97,9 +97,9 @@ class Trainer:
         )  # fmt: skip
 
     def prepare(self, inputs, targets):
-        """The batch for step(), from this rank's rows of the global batch: inputs, targets (rows, T) integers.
+        """Return the batch for step(). inputs, targets: (rows, T) integers, this rank's rows of the global batch.
 
-        Host work only: cuts them into micro-batches for the workers. Raises ShapeError for an unknown token.
+        They are divided into micro-batches for the workers, on the host. Raises ShapeError for an unknown token.
         """
         for tokens in (inputs, targets):
             require_tokens("batch", tokens, self.config.vocab_size)
@@ -111,16 +111,17 @@ class Trainer:
         ]
 
     def step(self, batch, lr):
-        """One update from a batch of prepare(); returns a Step. Raises Diverged: see PendingStep.result."""
+        """Make an update from a batch returned by prepare(); return a Step. Raises Diverged: see PendingStep.result."""
         return self.begin(batch, lr).result()
 
     def begin(self, batch, lr):
-        """Start the update from a batch of prepare(), and return its PendingStep.
+        """Start the update from a batch returned by prepare(), and return its PendingStep (steps_in_flight.py).
 
-        A second step may begin before the first one's result is read where `overlaps`; results are read in order.
+        PendingStep launches self.compiled, and its result() counts the step. If `overlaps`, the next step may begin
+        before the result of this one is read. Results are read in the order in which the steps began.
         """
         if self.in_flight and not self.overlaps:
-            raise ValueError("a step is in flight, and this device cannot overlap steps: read its result() first")
+            raise ValueError("this device cannot overlap steps: read the result() of the previous step first")
         self.in_flight.append(PendingStep(self, batch, lr, self.steps + len(self.in_flight) + 1))
         return self.in_flight[-1]
 
@@ -130,9 +131,9 @@ class Trainer:
         return self.compiled.can_overlap and self.loss_scale.state is None
 
     def compute_update(self, batch, hyper):
-        """What the device computes in one step -> [*this rank's losses, norm]; a non-finite norm changes nothing.
+        """Compute one step -> [*this rank's losses, norm]. No parameter changes if the norm is not finite.
 
-        It reads no number of the device, so it can be recorded once and replayed.
+        It reads no device value on the host, so that it can be captured once and replayed.
         """
         runtime, sent = self.backend.runtime, self.bytes_sent()
         with self.all_gather:
@@ -141,10 +142,10 @@ class Trainer:
         runtime.join()
         with runtime.range("optimizer"):
             gradients = self.accumulator.gradients
-            stop = self.optimizer.stop if self.loss_scale.state is None else None  # fp16 repeats such a step instead
+            stop = self.optimizer.stop if self.loss_scale.state is None else None  # fp16 repeats the step
             norm, scale = self.optimizer.norm_and_scale(gradients, self.loss_scale, stop)
             self.optimizer.update(gradients, scale, hyper)
-        self.sent_by_update = self.bytes_sent() - sent  # a replay sends the same, but is not counted
+        self.sent_by_update = self.bytes_sent() - sent  # a replay sends as many, but does not count them
         return [*losses, norm]
 
     def load_tuned(self, tuned, final=False):

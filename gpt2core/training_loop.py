@@ -8,7 +8,7 @@ LOG_LOST = 255  # in place of a signal's number: the log cannot be written
 
 
 class LogLost(UserError):
-    """The report of a step could not be written; the steps until then are made, and saved if checkpoints are."""
+    """The report of a step could not be written; the updates before it are kept, and saved if `save` is given."""
 
     def __init__(self, error, steps, shared):
         text = f"{error.filename or 'the output'}: {error.strerror or error}" if isinstance(error, OSError) else error
@@ -23,9 +23,9 @@ def run(
     """Train until `steps` updates are made in total; returns the number of the signal that ended it early, or None.
 
     schedule(step) is the learning rate of a step, from 0. on_step(step, validation loss or None, last) reports each
-    step; save(trainer) writes a checkpoint, always at the end where it is given, and never of parameters that are not
+    step; save(trainer), if given, writes a checkpoint every `save_every` steps and at the end, if all parameters are
     finite. `validation` windows are evaluated every `eval_every` steps and at the end; the replicas are compared every
-    `verify_every` steps and at the end. Where on_step cannot write its report, the run ends as after a signal, and
+    `verify_every` steps and at the end. If on_step cannot write its report, the run ends as after a signal, and
     raises LogLost. received_signal() is the number of the signal that this rank has received, or 0.
     """
 
@@ -35,7 +35,7 @@ def run(
     pauses = [verify_every, eval_every if validation is not None else 0, save_every if save else 0]
 
     def begin(batch):
-        """Begin the step after those in flight with this batch, or the batch that it reads."""
+        """Begin the step after those in flight, with this batch."""
         return trainer.begin(batch, schedule(trainer.steps + len(trainer.in_flight)))
 
     def works_ahead():
@@ -47,7 +47,7 @@ def run(
     def report(*arguments):
         nonlocal lost
         try:
-            on_step(*arguments)  # also after a failure: every rank takes part in what the last line holds
+            on_step(*arguments)  # also after a failure: on_step may call collectives for the last line
         except (ConfigError, OSError) as error:
             lost = lost or error
 
@@ -73,7 +73,7 @@ def run(
             save_finite()
     if save:
         save_finite()
-    if isinstance(lost, BrokenPipeError):  # the reader of the output has left
+    if isinstance(lost, BrokenPipeError):  # the reader of the output has closed the pipe
         raise lost
     if lost or stopping == LOG_LOST:
         raise LogLost(lost, trainer.steps, shared=stopping == LOG_LOST)
@@ -81,7 +81,7 @@ def run(
 
 
 def read_batch(trainer, windows, ahead=0):
-    """The batch of the next step of `trainer`, or of the step that is `ahead` of it, from this rank's windows."""
+    """This rank's batch of the step that is `ahead` steps after the next step of `trainer`."""
     position = trainer.position + ahead * trainer.batch_size
     rows = trainer.rows
     return trainer.prepare(*windows.batch(position + rows.start, rows.stop - rows.start))

@@ -37,7 +37,7 @@ def on_root(world, body):
 
 
 def attempt(body):
-    """(result, None) of body(), or (None, error) where it raises UserError or OSError."""
+    """(result, None) of body(), or (None, error) if it raises UserError or OSError."""
     try:
         return body(), None
     except (UserError, OSError) as error:

@@ -1,7 +1,7 @@
-"""The best size of a bucket, from the measured cost of a message (alpha) and of each of its bytes (beta).
+"""The best bucket size for data_parallel.buckets_of, from measured costs: alpha per message and beta per byte.
 
-A message of s bytes takes alpha + beta s seconds. Nothing overlaps the last bucket, and a gradient of n bytes makes
-n / s buckets, each of which costs alpha of the time of the computation:
+A message of s bytes takes alpha + beta s seconds. No computation overlaps the beta s seconds of the last bucket, and
+each of the n / s buckets of a gradient of n bytes delays the computation by alpha seconds:
 
     exposed time = beta s + alpha n / s,  smallest at  s = sqrt(n alpha / beta)
 """
@@ -11,35 +11,35 @@ import statistics
 import time
 from dataclasses import dataclass
 
-LARGE, PARTS = 10**8, 64  # most bytes of the larger message; its size over that of the smaller one
-REPEATS = (4, 32)  # calls in one round, for the larger and for the smaller message
+LARGE, PARTS = 10**8, 64  # maximum bytes of the large message; size of the large message / size of the small one
+REPEATS = (4, 32)  # all-reduces per round, of the large and of the small message
 WARM_UP, ROUNDS = 2, 5  # the first round connects the ranks, the second may record; the others are measured
-LEAST = 10**6  # bytes: the host, not the transfer, takes the time of a smaller message
+LEAST = 10**6  # minimum bytes of a bucket: the host, not the transfer, determines the time of a smaller message
 
 
 @dataclass(frozen=True)
 class BucketSize:
-    """What rank 0 measured (alpha in seconds, beta in seconds a byte), and the bucket size from it, in 10^6 bytes."""
+    """One rank's measurement (alpha in seconds, beta in seconds per byte), and its best bucket size in 10^6 bytes."""
 
     alpha: float
     beta: float
     mb: int
 
     def __str__(self):
-        taken = f"{1e6 * self.alpha:.1f} us a message and {1e12 * self.beta:.2f} ps a byte were measured"
+        taken = f"{1e6 * self.alpha:.1f} us per message and {1e12 * self.beta:.2f} ps per byte were measured"
         return f"--bucket-mb {self.mb}: {taken}"
 
 
 def best_bucket(alpha, beta, size):
-    """The bytes of the bucket with the smallest exposed time for a gradient of `size` bytes; all of it for beta 0."""
+    """The bytes of the bucket with the smallest exposed time for a gradient of `size` bytes; `size` if beta <= 0."""
     return math.sqrt(size * max(alpha, 0) / beta) if beta > 0 else size
 
 
 def measured_bucket(group, gradients, backend, record, clock=time.perf_counter):
-    """The BucketSize for the flat `gradients`, from all-reduces over the group, in place; all ranks must call it.
+    """The BucketSize for flat `gradients`, from in-place all-reduces over the group; all its ranks must call it.
 
-    The gradients must be zero, and stay zero. record: whether the step will be replayed from a graph; alpha then leaves
-    out the time of Python. Ranks measure different values: broadcast one rank's result.
+    The gradients must be zero, and stay zero. record: whether the step will be replayed from a graph; alpha then does
+    not include the time of Python. Ranks measure different values: broadcast one rank's result.
     """
     sizes = [min(gradients.nbytes, LARGE) // parts for parts in (1, PARTS)]
     arrays = [gradients[: size // gradients.itemsize] for size in sizes]
@@ -53,7 +53,7 @@ def measured_bucket(group, gradients, backend, record, clock=time.perf_counter):
 
 
 def seconds(group, x, backend, record, repeats, clock):
-    """The median time of one of `repeats` all-reduces of x, over several rounds."""
+    """Seconds per all-reduce of x: the median over rounds of the mean of `repeats` calls."""
 
     def sums():
         for _ in range(repeats):

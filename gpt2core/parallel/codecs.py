@@ -81,7 +81,7 @@ class Codec:
         return code
 
     def add(self, residual, codes):
-        """Return the code (bytes) of x = residual + the canonical sum of the codes; residual becomes x - decoded code.
+        """Return the code (bytes) of x = residual + the sum of the decoded codes; residual becomes x - decoded code.
 
         residual (m) float32, updated in place; codes (p, bytes).
         """

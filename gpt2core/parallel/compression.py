@@ -14,7 +14,7 @@ class Compressed:
 
     Each rank keeps the rounding error of its encoded gradient, and each owner that of its encoded sums; both are added
     to the values of the next call (Seide et al. 2014; in both directions as DoubleSqueeze, Tang et al. 2019). Sums are
-    in float32, in the order of the canonical tree. Every rank decodes the same bytes, so all ranks get the same bits.
+    in float32, in the canonical order (tree_sum.py). Every rank decodes the same bytes, so all ranks get the same bits.
     A rank sends 2 (p-1)/p of the encoded size. The errors are not part of a checkpoint: a resumed run starts with zero.
 
     codec: backend.codec(kind). gradients: the flat buffer, reduced in place. xp: NumPy or CuPy, the module of its type.

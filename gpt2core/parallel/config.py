@@ -21,7 +21,7 @@ class ParallelConfig:
 def plan_micro_batches(batch_size, micro_batches, threads, ranks, deterministic):
     """(micro-batches of the global batch, threads per rank); micro_batches None: choose it here.
 
-    deterministic: a power of two that ranks and threads divide; the default is 8, or less where the batch size is not
+    deterministic: a power of two that ranks and threads divide; the default is 8, or less if the batch size is not
     divisible by 8. Otherwise the default is one micro-batch per thread. Raises ConfigError, naming the nearest valid
     number.
     """

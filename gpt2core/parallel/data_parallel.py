@@ -1,10 +1,10 @@
 """Data parallelism is one sum over ranks; the strategies differ in what a message holds and when it is sent.
 
                             after backward     during backward
-    a message a parameter       naive                 overlap
+    a message per parameter     naive                 overlap
     packed                      flat                  bucket
 
-All strategies give the same bits, because the canonical sum over ranks is taken element by element. The update waits
+All strategies give the same bits, because ranks are summed element by element in the canonical order. The update waits
 for the last message in every strategy: only the norm of the whole gradient shows whether it is finite.
 """
 
@@ -36,7 +36,7 @@ class DataParallel:
         self.missing, self.handles = list(self.sizes), []
 
     def completed(self, name):
-        """Called when this rank's gradient of `name` is complete; the last one of a bucket starts its sum."""
+        """Called when this rank's gradient of `name` is complete; the last one of a bucket starts its sum if eager."""
         number = self.index[name]
         self.missing[number] -= 1
         if self.eager and not self.missing[number]:
@@ -52,7 +52,7 @@ class DataParallel:
 
 
 def buckets_of(arena, packed, bucket_bytes, itemsize):
-    """The parameter names, last first as backward completes them, in lists of at least `bucket_bytes`, or of one."""
+    """Parameter names, last first, in lists of at least `bucket_bytes` (the last may be smaller), or of one."""
     buckets, held = [[]], 0
     for name in reversed(arena.slices):
         buckets[-1].append(name)
@@ -64,9 +64,9 @@ def buckets_of(arena, packed, bucket_bytes, itemsize):
 
 
 def gradient_reduction(parallel, arena, gradients, group, owners, backend, bucket_mb):
-    """The DataParallel that sums the flat `gradients` over the data-parallel group, as a ParallelConfig asks for it.
+    """The DataParallel for a ParallelConfig, which sums the flat `gradients` over the data-parallel group.
 
-    owners: the ranks that divide the arena (ZeRO-1), or a group of one. Raises ConfigError for what cannot work.
+    owners: the ranks that divide the arena (ZeRO-1), or a group of one. Raises ConfigError for invalid options.
     """
     if parallel.compress != "none" and backend.scales_loss:
         raise ConfigError(
@@ -76,7 +76,7 @@ def gradient_reduction(parallel, arena, gradients, group, owners, backend, bucke
     if parallel.compress != "none":
         start = Compressed(backend.codec(parallel.compress), gradients, group, backend.xp).reduce_start
     elif parallel.dp == "flat" and parallel.zero:
-        own = arena.part(owners.rank, owners.size)  # a rank needs no more of the sum than the part that it owns
+        own = arena.part(owners.rank, owners.size)  # a rank needs only its own part of the sum
 
         def start(_):
             return group.reduce_scatter_start(gradients, out=gradients[own])
@@ -93,7 +93,7 @@ def gradient_reduction(parallel, arena, gradients, group, owners, backend, bucke
 
 
 def data_parallel(strategy, arena, reduce_start, itemsize, bucket_mb=BUCKET_MB):
-    """The DataParallel that `strategy` names; `bucket_mb` (10^6 bytes) is the least size of the buckets of "bucket"."""
+    """The DataParallel that `strategy` names; `bucket_mb` (10^6 bytes) is the minimum size of a bucket of "bucket"."""
     if strategy not in STRATEGIES:
         raise ConfigError(f"--dp {strategy} is unknown: choose from {', '.join(STRATEGIES)}")
     if not 0 < bucket_mb < float("inf"):

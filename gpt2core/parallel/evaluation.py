@@ -7,7 +7,7 @@ from gpt2core.parallel.steps_in_flight import total_loss
 
 
 def evaluate(trainer, windows):
-    """Mean cross-entropy over every whole window once, in nats a token, without an update; all ranks must call it.
+    """Mean cross-entropy over every whole window once, in nats per token, without an update; all ranks must call it.
 
     Raises Diverged when it is not finite.
     """

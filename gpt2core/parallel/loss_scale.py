@@ -12,7 +12,7 @@ class LossScale:
 
     It doubles after `interval` finite gradients in a row and halves after one that is not finite, whose update the
     device skips: PyTorch's GradScaler, with its defaults. `state`, the factor and the number of finite gradients since
-    it changed, stays on the device, where Backend.clip updates it; None where the backend scales no loss.
+    it changed, stays on the device, where Backend.clip updates it; None if the backend scales no loss.
     """
 
     SMALLEST = 1.0  # an overflow at a smaller factor is not caused by the factor
@@ -26,7 +26,7 @@ class LossScale:
 
     @property
     def value(self):
-        """The factor as a Python float, or None where no loss is scaled."""
+        """The factor as a Python float, or None if no loss is scaled."""
         return None if self.state is None else self.backend.to_host(self.state)[0].item()
 
     def skips(self, loss, norm):
@@ -36,14 +36,14 @@ class LossScale:
         return skipped
 
     def to_json(self):
-        """The state for a checkpoint; None where no loss is scaled."""
+        """The state for a checkpoint; None if no loss is scaled."""
         if self.state is None:
             return None
         factor, finite = self.backend.to_host(self.state).tolist()
         return {"factor": factor, "finite": int(finite), "skipped": self.skipped}
 
     def load(self, saved):
-        """Restore what to_json() returned; nothing for None or where no loss is scaled. Raises ConfigError."""
+        """Restore what to_json() returned; nothing for None or if no loss is scaled. Raises ConfigError."""
         if saved is None or self.state is None:
             return
         kinds = {"factor": (int, float), "finite": int, "skipped": int}
@@ -52,6 +52,6 @@ class LossScale:
         ):
             raise ConfigError(f"loss_scale is {saved!r}, not a factor, and numbers of finite and skipped steps")
         if not self.SMALLEST <= saved["factor"] < math.inf:
-            raise ConfigError(f"loss_scale has the factor {saved['factor']}, which is not a finite one of at least 1")
+            raise ConfigError(f"loss_scale has the factor {saved['factor']}, but it must be finite and at least 1")
         self.state[...] = self.backend.asarray(np.array([saved["factor"], saved["finite"]], np.float32))
         self.skipped = saved["skipped"]

@@ -14,7 +14,7 @@ class Mesh:
         rank 0  rank 1      .tensor {0, 1} and {2, 3}
         rank 2  rank 3      .data   {0, 2} and {1, 3}      .pipeline a group of one for each rank
 
-    Raises ConfigError unless dp * tp * pp is the size of the world.
+    Raises ConfigError unless dp * tp * pp is the size of the world. The trainer uses pp = 1.
     """
 
     def __init__(self, world, dp, tp, pp=1):

@@ -1,10 +1,10 @@
-"""The gradient of a global batch is the sum over fixed micro-batches in one binary tree, for any number of workers.
+"""The gradient of a global batch: the sum over its micro-batches in the canonical order, for any number of workers.
 
-A worker is a thread that owns a subtree: it runs its micro-batches one after another, and adds each parameter's
-gradient into the tree as soon as backward completes it, while it is still in the cache. The last worker to complete a
-parameter continues the tree over the workers, and reports the parameter, so that the tree can go on over the ranks. The
-bits of the sum therefore do not depend on the number of workers and ranks. Only one micro-batch's activations exist at
-a time, so this is gradient accumulation too.
+A worker is a thread that owns a subtree. It runs its micro-batches one after another, and adds the gradient of each
+parameter to its partial sums as soon as backward completes it, while it is still in the cache. The last worker that
+completes a parameter adds the sums of all workers, and calls on_complete(name) to start the sum over the ranks. The
+bits of the sum therefore do not depend on the number of workers and ranks. Each worker holds the activations of only
+one micro-batch at a time, so this is gradient accumulation too.
 """
 
 import math
@@ -18,7 +18,7 @@ from gpt2core.parallel.even_slices import even_slices
 from gpt2core.parallel.tree_sum import tree_reduce
 from gpt2core.tensor import Tensor, no_grad
 
-SUM_BLOCK = 1 << 15  # elements
+SUM_BLOCK = 1 << 15  # elements that are summed at a time, so that they stay in the cache
 
 
 class Worker:
@@ -30,7 +30,7 @@ class Worker:
 
     def __init__(self, config, arena, parameters, backend, count, group, completed):
         self.count, self.backend, self.completed = count, backend, completed
-        levels = max(1, (count - 1).bit_length())  # a binary counter of that many digits holds every partial sum
+        levels = max(1, (count - 1).bit_length())  # one partial sum for each binary digit of the largest number
         self.partial = [backend.zeros((arena.size,), backend.dtype) for _ in range(levels)]
         self.views = [arena.views(flat) for flat in self.partial]
         losses = backend.zeros((count,), np.float64)
@@ -39,9 +39,9 @@ class Worker:
         for name, array in arena.views(parameters).items():
             tensor = self.tensors[name] = Tensor(array, backend, requires_grad=True)
             tensor.on_gradient = lambda gradient, name=name: self.collect(name, gradient)
-            if count == 1:  # nothing is added to this gradient, so kernels write it where it belongs
+            if count == 1:  # there is nothing to add: kernels write the gradient directly to the sum
                 tensor.grad_buffer = self.views[0][name]
-        self.done = 0  # micro-batches of this step that are in the sum
+        self.done = 0  # micro-batches of this step whose gradients are in the sum
         self.model = GPT2(config, self.tensors, group)
 
     @property
@@ -50,12 +50,12 @@ class Worker:
         return self.partial[-1]
 
     def collect(self, name, gradient):
-        """Add one parameter's gradient of the current micro-batch: a binary counter whose carries are additions."""
+        """Add the current micro-batch's gradient of one parameter; the partial sums are like a binary counter."""
         levels = merged_levels(self.done, self.count)
         if not levels and self.tensors[name].grad_buffer is None:
             self.views[0][name][...] = gradient
         for level in levels:
-            # the last addition writes to the next level, the others to their own
+            # the last addition writes to the next level, the others to their own level
             target = min(level + 1, len(self.views) - 1) if level == levels[-1] else level
             total = self.views[target][name]
             self.backend.xp.add(self.views[level][name], gradient, out=total)
@@ -64,9 +64,9 @@ class Worker:
             self.completed(name)
 
     def run(self, batch, scale, seed):
-        """batch: [(ids, targets)] of each micro-batch -> their losses; leaves the sum of gradients in `gradients`.
+        """batch: [(ids, targets) of each micro-batch] -> their losses; the sum of their gradients is in `gradients`.
 
-        scale: of the summed losses; seed: an array of shape () that multiplies the gradients.
+        scale: factor of each summed loss. seed: an array of shape () that multiplies the gradients.
         """
         self.done = 0
         for ids, targets in batch:
@@ -75,13 +75,13 @@ class Worker:
             self.losses[self.done][...] = loss.data
             with self.backend.runtime.range("backward"):
                 loss.backward(seed)
-            del loss  # its memory was cut out of the block of the logits, which the next ones need whole
+            del loss  # the memory pool may have split a block of logits for it; the next logits need it whole
             self.done += 1
         return self.losses
 
 
 def merged_levels(done, count):
-    """Levels of the tree that micro-batch number `done` (from 0) completes: trailing ones, at the end all ones."""
+    """Levels that merge when micro-batch `done` (from 0) is added: its trailing 1 bits; for the last, all 1 bits."""
     levels = [level for level in range(done.bit_length()) if done >> level & 1]
     if done < count - 1:
         levels = [level for i, level in enumerate(levels) if level == i]
@@ -91,16 +91,16 @@ def merged_levels(done, count):
 class MicroBatches:
     """One rank's `count` micro-batches, divided over its workers; the first worker's sum becomes the rank's gradient.
 
-    parameters: the flat arena buffer that all workers share; tensor_group: the ranks that share each layer. Each worker
-    gets a group of its own, because the workers call collectives at the same time. on_complete(name): called during
-    backward when this rank's gradient of a parameter is complete: in the same order on every rank, one call after the
-    other, from any worker's thread. Raises ConfigError where the workers do not divide the micro-batches.
+    parameters: the flat arena buffer that all workers share. tensor_group: the ranks that share each layer. Each worker
+    gets a group of its own, because the workers call collectives at the same time. on_complete(name) is called during
+    backward when this rank's gradient of a parameter is complete: from any worker's thread, one call at a time, in the
+    same order on every rank. Raises ConfigError if `count` is not divisible by the number of workers.
     """
 
     def __init__(self, config, arena, parameters, pool, count, tensor_group):
         if count % pool.size:
             raise ConfigError(
-                f"{count} micro-batches a rank do not divide evenly over {pool.size} threads: "
+                f"{count} micro-batches per rank are not divisible by {pool.size} threads: "
                 f"use --threads {math.gcd(count, pool.size)} or another --micro-batches"
             )
         self.arena, self.pool, self.count = arena, pool, count
@@ -117,25 +117,25 @@ class MicroBatches:
         self.gradients = self.workers[0].gradients  # the flat sum of this rank's gradients, after backward()
 
     def deal(self, inputs, targets, rows):
-        """inputs, targets (B, T) as a list of (inputs, targets) micro-batches for each worker, contiguous and in order.
+        """Divide inputs, targets (B, T): for each worker a list of (inputs, targets) micro-batches, in order.
 
-        They are cut as for a batch of `rows`; where B is smaller, the last ones are short or empty.
+        The micro-batches have the sizes for a batch of `rows`; if B is smaller, the last ones are short or empty.
         """
         batches = [(inputs[part], targets[part]) for part in even_slices(rows, self.count)]
         return [batches[part] for part in even_slices(self.count, self.pool.size)]
 
     def backward(self, batch, scale, seed):
-        """batch: of deal() -> the losses of the micro-batches in order, arrays of shape () that the next call reuses.
+        """batch: from deal() -> the losses of the micro-batches in order, arrays of shape () that the next call reuses.
 
-        Leaves the flat sum of their gradients, times `seed`, in `gradients`; read it after `runtime.join()`.
+        Writes the flat sum of their gradients, times `seed`, to `gradients`; read it after `runtime.join()`.
         """
         losses = self.pool.map(lambda worker, own: worker.run(own, scale, seed), self.workers, batch)
         return [loss for worker in losses for loss in worker]
 
     def worker_completed(self, name):
-        """Continue the tree over the workers when the last of them has completed `name`, in blocks of cache size."""
-        # Every worker completes the parameters in the same order, and counts a parameter only after its part of the
-        # sums before it is done: so on_complete is called in the same order on every rank.
+        """When the last worker has completed `name`: add the sums of all workers, in blocks that fit in the cache."""
+        # All workers complete the parameters in the same order, and a worker enters this method only after its call
+        # for the previous parameter has returned. So on_complete is called in the same order on every rank.
         with self.lock:
             self.completed[name] += 1
             if self.completed[name] < len(self.workers):
@@ -154,5 +154,5 @@ class MicroBatches:
         def run(worker, own):
             return [worker.model.loss(x, y, scale).item() if len(x) else 0.0 for x, y in own]
 
-        each = self.pool.map(run, self.workers, self.deal(inputs, targets, rows))
+        each = self.pool.map(run, self.workers, self.deal(inputs, targets, rows))  # map() passes no_grad on
         return [loss for worker in each for loss in worker]

@@ -1,6 +1,6 @@
-"""A training step that was begun: reading its result, repeating it in fp16, and ending the run when it diverged.
+"""PendingStep: a launched training step. Its result() reads the loss, repeats the step in fp16, or raises Diverged.
 
-A device that replays a recorded step works ahead: step n + 1 begins before the host reads the numbers of step n.
+If the device replays a recorded step, the host launches step n + 1 before it reads the loss of step n.
 
     device   | step n      | step n + 1      | step n + 2
     host       begin n + 1 | result of n, begin n + 2 | ...
@@ -21,19 +21,19 @@ class Step:
     """What one training step reports; the fields of one line of the log."""
 
     step: int
-    loss: float  # mean cross-entropy of the global batch before the update, in nats a token
+    loss: float  # mean cross-entropy of the global batch before the update, in nats per token
     lr: float
     grad_norm: float
     tokens_per_second: float
     seconds: float
     loss_scale: float | None = None  # fp16: after the step
-    skipped: int | None = None  # fp16: how often its gradient overflowed and was computed again
-    mfu: float | None = None  # model FLOPs over the device's peak, where that is known
-    bytes_sent: int | None = None  # by this rank, in all groups; None where it sends nothing
+    skipped: int | None = None  # fp16: how many times the gradient overflowed and was computed again
+    mfu: float | None = None  # model FLOPs / peak FLOPs of the device; None if the peak is not known
+    bytes_sent: int | None = None  # by this rank, in all groups; None if it sends nothing
 
 
 class PendingStep:
-    """A training step in flight: `result()` waits for it."""
+    """A launched training step; `result()` waits for it."""
 
     def __init__(self, trainer, batch, lr, number):
         self.trainer, self.batch, self.lr, self.number = trainer, batch, lr, number
@@ -43,13 +43,13 @@ class PendingStep:
     def launch(self):
         trainer = self.trainer
         results = trainer.compiled(self.batch, trainer.optimizer.hyperparameters(self.number, self.lr))
-        if trainer.tuned is None:  # after the first step, which timed them: rank 0's choices for all
+        if trainer.tuned is None:  # the first step timed the candidates: all ranks use rank 0's choices
             trainer.tuned = trainer.world.broadcast_object(trainer.backend.runtime.tuned)
             trainer.load_tuned(trainer.tuned, final=True)
         return results
 
     def read(self, signal):
-        """-> loss, norm, the same on all ranks; sets trainer.stopped_by."""
+        """-> (loss, norm), the same on all ranks; sets trainer.stopped_by."""
         trainer = self.trainer
         *losses, norm = (array.item() for array in self.results.wait())
         sent = trainer.bytes_sent()
@@ -58,15 +58,15 @@ class PendingStep:
         return loss, norm
 
     def result(self, signal=0):
-        """The Step. `signal`: the number of a signal that this rank has received, or 0; see Trainer.stopped_by.
+        """Return the Step. signal: the number of a signal that this rank has received, or 0; see Trainer.stopped_by.
 
         In fp16 a gradient that overflows is computed again from the same batch with half the loss scale, so that no
-        batch is lost. Raises Diverged when the loss or the gradient is not finite: this step and any step in flight
-        after it have then changed no parameter.
+        batch is lost. Raises Diverged if the loss or the gradient is not finite: then neither this step nor a later
+        step in flight has changed a parameter.
         """
         trainer = self.trainer
         if trainer.in_flight[0] is not self:
-            raise ValueError("results are read in the order in which steps began")
+            raise ValueError("read the result() of the earlier step first")
         loss, norm = self.read(signal)
         while trainer.loss_scale.skips(loss, norm):
             self.skipped += 1
@@ -77,7 +77,7 @@ class PendingStep:
         if not (math.isfinite(loss) and math.isfinite(norm)):
             self.stop_all()
             raise Diverged(
-                f"step {trainer.steps}: the loss is {loss} and the gradient's norm {norm}: training cannot go on. "
+                f"step {trainer.steps}: the loss is {loss} and the gradient norm is {norm}: training cannot continue. "
                 f"Lower --lr (now {self.lr:g}) or set --clip; the parameters are still those of step {trainer.steps}"
             )
         trainer.steps += 1
@@ -95,12 +95,12 @@ class PendingStep:
         if factor < self.trainer.loss_scale.SMALLEST:
             self.trainer.in_flight.clear()
             raise Diverged(
-                f"step {steps}: the loss scale has collapsed to {factor:g}, and the gradient still overflows in fp16: "
+                f"step {steps}: the loss scale has been reduced to {factor:g}, and the gradient still overflows: "
                 f"use --precision bf16, or lower --lr (now {self.lr:g}); the parameters are still those of step {steps}"
             )
 
     def stop_all(self):
-        """Wait for the steps in flight, which update nothing after a non-finite gradient, and reset that flag."""
+        """Wait for the steps in flight, which change no parameter because `stop` is NaN, and reset `stop` to 0."""
         for pending in self.trainer.in_flight:
             pending.results.wait()
         self.trainer.in_flight.clear()
@@ -108,9 +108,9 @@ class PendingStep:
 
 
 def total_loss(trainer, losses, signal=0):
-    """The canonical sum of all ranks' losses, and the largest of their signal numbers: (float, int).
+    """-> (sum of all ranks' losses in the canonical order, largest of their signal numbers): (float, int).
 
-    Tensor-parallel ranks have equal losses; those of the first one count.
+    Tensor-parallel ranks have equal losses; only those of the first one are added.
     """
     mine = np.array([signal, *losses], np.float64)
     everyone = trainer.world.all_gather(mine).reshape(-1, trainer.mesh.tensor.size, len(mine))  # (data, tensor, 1 + n)

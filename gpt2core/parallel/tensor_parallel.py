@@ -2,15 +2,15 @@
 
 # C channels, V vocabulary, p parts (ranks of the tensor group)
 #
-# Megatron's scheme (Shoeybi et al. 2019). A pair of matrices (C, K) and (K, C) is split along K: a rank's columns of
-# the first meet its rows of the second, so that between them nothing is said, and the products are summed once.
+# Megatron's scheme (Shoeybi et al. 2019). A pair of matrices (C, K) and (K, C) is split along K: a rank multiplies by
+# its columns of the first, then by its rows of the second. Nothing is sent in between; the results are summed once.
 #
 #                      forward                                              backward
 #     embedding        own tokens' rows, all-reduce                         own rows, nothing to send
 #     attention, MLP   columns, own heads or gelu, rows, all-reduce         all-reduce of the input's gradient
-#     cross-entropy    own logits, all-reduce of 3 numbers a row            all-reduce of the input's gradient
+#     cross-entropy    own logits, all-reduce of 3 numbers per row          all-reduce of the input's gradient
 #
-# The forward pass itself is model.py's, with a group passed in. Here stands which parameter is split how.
+# The forward pass is in model.py, with a group passed in. This file defines how each parameter is split.
 
 import math
 
@@ -22,7 +22,7 @@ from gpt2core.model import GPT2, parameter_shapes
 from gpt2core.ops import SOLO
 from gpt2core.tensor import Tensor
 
-# The end of a parameter's name: (axis that is split, blocks of it that are split one by one).
+# The end of a parameter's name: (axis that is split, number of its blocks, each split on its own).
 SPLITS = {
     "wte.weight": (0, 1),
     "lm_head.weight": (0, 1),
@@ -36,7 +36,7 @@ SPLITS = {
 
 
 def split_of(name):
-    """(axis, blocks) of a parameter, or None where every rank holds it whole."""
+    """(axis, blocks) of a parameter, or None if every rank holds it whole."""
     return next((split for end, split in SPLITS.items() if name.endswith(end)), None)
 
 
@@ -48,7 +48,7 @@ def is_replicated(name):
 def shard_shapes(shapes, parts):
     """{name: shape of one rank's piece} of the whole shapes, as parameter_shapes(config) yields them, in their order.
 
-    Sizes that `parts` does not divide are the business of check_tensor_parallel.
+    check_tensor_parallel raises for sizes that `parts` does not divide.
     """
     local = dict(shapes)
     for name, shape in local.items():
@@ -59,7 +59,7 @@ def shard_shapes(shapes, parts):
 
 
 def shard(name, array, rank, parts):
-    """Rank's piece of a whole host array, C-contiguous; it shares memory with the whole where it can."""
+    """Rank's piece of a whole host array, C-contiguous; it shares memory with the whole array if possible."""
     if is_replicated(name):
         return array
     axis, blocks = split_of(name)
@@ -69,7 +69,7 @@ def shard(name, array, rank, parts):
 
 
 def unshard(name, pieces):
-    """The whole array of all ranks' pieces (p, ...): the inverse of shard, bit for bit; one piece is not copied."""
+    """The whole array from all ranks' pieces (p, ...): the inverse of shard, bit for bit; one piece is not copied."""
     if is_replicated(name):
         return pieces[0]
     axis, blocks = split_of(name)
@@ -93,7 +93,7 @@ def load_model(config, arrays, backend, group=SOLO):
 
 
 def gather(name, array, group):
-    """The whole array on every rank, from each rank's piece: a collective, except where all hold it whole.
+    """The whole array on every rank, from each rank's piece: a collective, except if all hold it whole.
 
     In a group of one it shares the piece's memory.
     """
@@ -103,7 +103,7 @@ def gather(name, array, group):
 
 
 def check_tensor_parallel(config, parts, flag="--tp"):
-    """Raise ConfigError, naming what works, unless `parts` ranks (of `flag`) can share heads and vocabulary evenly."""
+    """Raise ConfigError, naming valid numbers, unless `parts` (of `flag`) divides the heads and the vocabulary."""
     for what, count in (("n_head", config.n_head), ("the vocabulary of", config.vocab_size)):
         if parts < 1 or count % parts:
             common = math.gcd(config.n_head, config.vocab_size)

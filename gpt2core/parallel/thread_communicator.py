@@ -1,7 +1,7 @@
 """N ranks as N threads of one process, for tests and demonstrations without MPI, NCCL or a launcher.
 
 Every operation is a rendezvous. Each rank of a collective, or each end of a message, posts its part and continues. The
-last rank to post combines the parts. In wait(), each rank copies its own result out of the combination.
+last rank to post combines the parts. In wait(), each rank copies its own result from the combined parts.
 """
 # p ranks in a group, n bytes of x on one rank
 
@@ -128,7 +128,7 @@ class ThreadCommunicator(Communicator):
         """Post this rank's `part` of an operation between `ranks`; returns its Handle without waiting for the others.
 
         The operations of one channel are matched in the order in which each rank posts them. The last rank to post
-        computes combine({rank: part}); take(that) is this rank's own result. `part` is a copy of `owned`, the caller's
+        computes combine({rank: part}); take(combined) is this rank's result. `part` is a copy of `owned`, the caller's
         array, which belongs to the communicator until wait() returns.
         """
         group, world, me = self._group, self._group.world, self._group.members[self.rank]
@@ -189,14 +189,14 @@ class _Group:
 
 
 class _World:
-    """State shared by all groups of one run_ranks: the lock, which rank waits for what, and the first failure."""
+    """State shared by all groups of one run_ranks: the lock, the operations that ranks wait for, the first failure."""
 
     def __init__(self, size, timeout):
         self.size, self.timeout, self.changed = size, timeout, threading.Condition()
         self.waiting = collections.defaultdict(list)  # rank -> operations: several threads of a rank may wait
         self.returned = set()  # ranks whose function has returned
         self.failure = None  # the message that every rank raises from now on
-        self.origin = None  # (rank, exception) that ended a rank first: run_ranks raises it
+        self.origin = None  # (rank, exception) of the first rank that failed: run_ranks raises it
 
     def check(self):
         if self.failure:
@@ -227,7 +227,7 @@ class _World:
                 why = "a rank waits for one that has returned" if in_time else f"a rank waited for {self.timeout} s"
                 self.fail(f"{why}: " + "; ".join(map(self.state_of, range(self.size))))
             self.waiting[rank].remove(operation)
-            if not operation.done:  # a completed operation counts even after a failure: the next call raises it
+            if not operation.done:  # a completed operation returns also after a failure: the next call raises it
                 self.check()
 
     def state_of(self, rank):
@@ -247,7 +247,7 @@ def _copied(result, out):
 
 
 def run_ranks(size, fn, *args, timeout=60.0):
-    """[fn(communicator, *args) of each rank], with one thread for each rank.
+    """[fn(communicator, *args) of each rank], with one thread per rank.
 
     The first exception on a rank ends the other ranks at their current or next call in any group; it is raised here
     with a note that names the rank. A rank that waits longer than `timeout` seconds raises CommunicatorError, which

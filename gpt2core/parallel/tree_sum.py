@@ -1,7 +1,7 @@
-"""The canonical order of every sum: one binary tree over micro-batches and ranks, the same bits for any rank count.
+"""The canonical order of a sum: one binary tree over micro-batches and ranks, the same bits for any rank count.
 
-Floating-point addition is not associative, so the order is fixed. Neighbours are added first, then their sums, and so
-on. The last item of an odd number moves up one level:
+Floating-point addition is not associative, so the order must be fixed. The canonical order adds neighbours first, then
+their sums, and so on. If the number of items is odd, the last item moves up one level:
 
     8 parts  ((0+1) + (2+3)) + ((4+5) + (6+7))          5 parts  ((0+1) + (2+3)) + 4
 
@@ -12,13 +12,13 @@ import operator
 
 
 def tree_reduce(items, add):
-    """Combine `items` (any iterable, at least one item) by `add(left, right)` in the order of the canonical tree.
+    """Combine `items` (any iterable, at least one item) by `add(left, right)` in the canonical order.
 
-    Items are drawn one at a time, and at most log2(number of items) + 1 partial results are alive, so a generator of
+    Items are read one at a time, and at most log2(number of items) + 1 partial results are alive, so a generator of
     gradients does not need memory for all of them. `add` may reuse its left operand: lambda a, b: np.add(a, b, out=a).
     A single item is returned unchanged. Raises ValueError for an empty iterable.
     """
-    partials = []  # (height, result of 2**height items), heights strictly falling: the digits of a binary counter
+    partials = []  # (height, result of 2**height items), heights strictly decrease: the digits of a binary counter
     for item in items:
         height = 0
         while partials and partials[-1][0] == height:

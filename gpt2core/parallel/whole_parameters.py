@@ -17,8 +17,8 @@ from gpt2core.tensor import Tensor
 def initial_parameters(config, seed):
     """Yield (name, float32 array): GPT-2's initialisation (Radford et al. 2019), the same in every runtime.
 
-    Normal with deviation 0.02, divided by sqrt(2 n_layer) for the projections into the residual stream; biases 0,
-    LayerNorm weights 1. Every parameter has its own random stream, so that no value depends on the order.
+    Normal with standard deviation 0.02, divided by sqrt(2 n_layer) for projections into the residual stream; biases 0,
+    LayerNorm weights 1. Every parameter has its own random stream, which does not depend on the others.
     """
     for index, (name, shape) in enumerate(parameter_shapes(config)):
         if name.endswith("bias"):
@@ -33,7 +33,7 @@ def initial_parameters(config, seed):
 
 
 def fill(trainer, flat, arrays):
-    """Copy the root's (name, whole array) pairs, in model order, to every rank's shards in `flat`; None elsewhere."""
+    """Copy the root's (name, whole array) pairs, in model order, to all ranks' shards `flat`; other ranks pass None."""
     backend, tensor, views = trainer.backend, trainer.mesh.tensor, trainer.arena.views(flat)
     dtype = np.dtype(backend.dtype)
     for name, shape in parameter_shapes(trainer.config):
@@ -45,7 +45,7 @@ def fill(trainer, flat, arrays):
 def load(trainer, parameters, moments=None, steps=0, position=0, loss_scale=None):
     """Copy the root's parameters {name: array} and moments {name: (first, second)}, and the progress of a run.
 
-    Other ranks pass None for the dictionaries, and equal numbers.
+    Other ranks pass None for the dictionaries, and the root's values for the other arguments.
     """
 
     def ordered(values):
@@ -66,13 +66,13 @@ def load(trainer, parameters, moments=None, steps=0, position=0, loss_scale=None
 
 
 def gathered(trainer, flat):
-    """{name: the whole array} of a flat buffer, gathered from its shards; views where this rank holds all of it."""
+    """{name: the whole array} of a flat buffer, gathered from its shards; a view if this rank holds all of it."""
     views, group = trainer.arena.views(flat), trainer.mesh.tensor
     return {name: tensor_parallel.gather(name, view, group) for name, view in views.items()}
 
 
 def on_host(trainer, flat):
-    """The same on the host."""
+    """The result of gathered(), on the host."""
     return {name: trainer.backend.to_host(array) for name, array in gathered(trainer, flat).items()}
 
 
@@ -89,7 +89,7 @@ def named_moments(trainer):
 
 
 def current_model(trainer):
-    """A GPT2 over the current parameters, for generation by this rank without the others."""
+    """A GPT2 over the current parameters, for generation on this rank only."""
     trainer.optimizer.gather()
     arrays = gathered(trainer, trainer.compute)
     return GPT2(trainer.config, {name: Tensor(array, trainer.backend) for name, array in arrays.items()})
@@ -105,7 +105,7 @@ def parameter_hash(trainer):
 
 
 def check_finite(trainer):
-    """Raise Diverged where the last update made parameters that are not finite: they must not be saved."""
+    """Raise Diverged if the last update made parameters that are not finite: they must not be saved."""
     norm = trainer.optimizer.norm(trainer.parameters)
     if not math.isfinite(norm):
         raise Diverged(

@@ -1,14 +1,14 @@
-"""ZeRO-1's all-gather overlapped with the next forward pass: parameters arrive piece by piece, before they are read.
+"""ZeRO-1's all-gather overlapped with the next forward pass: parameters are received in pieces, before they are read.
 
-After an update each part of the arena is up to date on its owner only (Rajbhandari et al. 2020). To gather all parts at
-the end of the step is simple, but every rank waits for it. Here the next step begins with the all-gather, and the
-forward pass overlaps it:
+After an update each part of the arena is up to date only on its owner (Rajbhandari et al. 2020). An all-gather at the
+end of the step is simple, but every rank waits for it. Here the next step starts the all-gather, and its forward pass
+overlaps it:
 
     compute   ... | update | wait | h.0 | h.1 | h.2 | ...
     send                   | wte, wpe | h.0 | h.1 | ...
 
-A piece is a few neighbouring parameters, in the order of forward. The owners' parts may end anywhere, so a piece may
-lie in several of them: each owner broadcasts its share of the piece.
+A piece is a few neighbouring parameters; the pieces are sent in the order of the forward pass. A piece may cross the
+boundaries of the owners' parts, so each owner broadcasts its share of the piece.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ PIECE_MB = 5.0  # 10^6 bytes; the first layer would wait longer for a larger pie
 
 
 def check_gather(when, zero):
-    """Raise ConfigError for a --zero-gather that does not exist, or that has nothing to gather."""
+    """Raise ConfigError for an unknown --zero-gather, or for "forward" without --zero 1."""
     if when not in GATHERS:
         raise ConfigError(f"--zero-gather {when} is unknown: choose from {', '.join(GATHERS)}")
     if when == "forward" and not zero:
@@ -32,8 +32,8 @@ def check_gather(when, zero):
 class AsyncAllGather(contextlib.AbstractContextManager):
     """`with gather: loss = model.loss(...)` all-gathers `flat` (size), of which each owner has a part.
 
-    piece_mb (10^6 bytes): least size of a piece. A model waits for the parameters of a module by wait_on_read(module)
-    before it reads them. On exit all pieces have arrived. All ranks of the group must enter it.
+    piece_mb (10^6 bytes): minimum size of a piece. A model calls wait_on_read(module) before it reads the parameters of
+    a module. On exit all pieces have been received. All ranks of `owners` must enter it.
     """
 
     def __init__(self, arena, flat, owners, piece_mb=PIECE_MB):
@@ -60,12 +60,12 @@ class AsyncAllGather(contextlib.AbstractContextManager):
         return [self.owners.broadcast_start(array, owner, out=array) for array, owner in arrays]
 
     def wait(self, number):
-        with self.lock:  # a second worker thread waits here until the first one has the piece
+        with self.lock:  # a second worker thread waits here until the first one has received the piece
             for handle in self.pending.pop(number, ()):
                 handle.wait()
 
     def wait_on_read(self, module):
-        """Return when the parameters of this module have arrived."""
+        """Return when the parameters of this module have been received."""
         for number in sorted(self.pieces_of[module]):
             self.wait(number)
 

@@ -146,7 +146,7 @@ def test_a_residual_layernorm_without_a_gradient_of_its_norm_fills_no_buffer(bac
     a_bias, w, b = (Tensor(normal(rng, backend, C), backend, True) for _ in range(3))
     a_bias.grad_buffer = np.zeros(C, backend.dtype)
     s, _ = ops.residual_layernorm(x, a, a_bias, w, b)
-    with pytest.raises(AutogradError, match="fills no grad_buffer"):
+    with pytest.raises(AutogradError, match="grad_buffer is not filled"):
         s.backward(np.ones_like(s.data))
 
 
@@ -162,7 +162,7 @@ def head_of(rng, backend):
 def test_backward_with_another_array_than_the_seed_is_refused(backend, rng):
     x, w, targets = head_of(rng, backend)
     seed = backend.ones((), np.float64)
-    with pytest.raises(AutogradError, match="another seed than forward was given"):
+    with pytest.raises(AutogradError, match="with the seed array that forward was given"):
         ops.unembed_cross_entropy(x, w, targets, seed=seed).backward(seed.copy())
     ops.unembed_cross_entropy(x, w, targets, seed=seed).backward(seed)
     assert x.grad is not None

@@ -164,12 +164,12 @@ def test_a_step_that_diverges_and_the_next_one_in_flight_change_nothing(rng, ran
 def test_results_are_read_in_order_and_no_step_begins_too_early(rng):
     windows, trainer = windows_of(int(rng.integers(1 << 30))), trainer_of(ReplayingBackend())
     first = trainer.begin(read_batch(trainer, windows), 2e-3)
-    with pytest.raises(ValueError, match="cannot overlap steps: read its result"):
+    with pytest.raises(ValueError, match="cannot overlap steps: read"):
         trainer.begin(read_batch(trainer, windows, ahead=1), 2e-3)
     assert first.result().step == 0
     trainer.step(read_batch(trainer, windows), 2e-3)  # from the next call on one step may be ahead
     pending = [trainer.begin(read_batch(trainer, windows, ahead), 2e-3) for ahead in (0, 1)]
-    with pytest.raises(ValueError, match="read in the order in which steps began"):
+    with pytest.raises(ValueError, match="of the earlier step first"):
         pending[1].result()
     assert [each.result().step for each in pending] == [2, 3] and trainer.in_flight == []
 

@@ -75,7 +75,7 @@ def test_a_clock_that_goes_backwards_still_gives_a_size():
 
 
 def test_the_header_names_the_measured_values():
-    words = "--bucket-mb 40: 14.7 us a message and 4.56 ps a byte were measured"
+    words = "--bucket-mb 40: 14.7 us per message and 4.56 ps per byte were measured"
     assert str(BucketSize(1.4655e-5, 4.5615e-12, 40)) == words
 
 

@@ -91,7 +91,7 @@ def test_a_scale_that_collapses_is_one_sentence_and_changes_nothing():
     trainer = trainer_of(Narrow(), loss_scale=dict(factor=8.0))
     trainer.step(read_batch(trainer, windows()), 1e-3)
     trainer.backend.largest, before = 0, parameter_hash(trainer)
-    with pytest.raises(Diverged, match=r"step 1: the loss scale has collapsed to 0.5, .*bf16, or lower --lr \(now 0.5"):
+    with pytest.raises(Diverged, match=r"step 1: .* been reduced to 0.5, .*bf16, or lower --lr \(now 0.5"):
         trainer.step(read_batch(trainer, windows()), 0.5)
     assert parameter_hash(trainer) == before and (trainer.steps, trainer.position) == (1, 4)
 

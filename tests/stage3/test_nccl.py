@@ -354,7 +354,8 @@ def test_the_measured_bucket_size_is_printed_and_saved(gpus, tmp_path):
     flags = (*TINY, "--steps", 4, "--dp", "bucket", "--verify-every", 1)
     done = script(2, *flags, "--out", tmp_path / "run")
     assert (done.code, done.left) == (0, ()), done.err
-    size, alpha, _ = re.search(r"--bucket-mb (\d+): ([\d.-]+) us a message and ([\d.-]+) ps a byte", done.out).groups()
+    measured = r"--bucket-mb (\d+): ([\d.-]+) us per message and ([\d.-]+) ps per byte"
+    size, alpha, _ = re.search(measured, done.out).groups()
     assert int(size) >= 1 and 0 < float(alpha) < 1000
     (state,) = (tmp_path / "run").glob("step-*/state.json")
     assert json.loads(state.read_text())["bucket_mb"] == int(size)
