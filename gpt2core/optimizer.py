@@ -36,19 +36,22 @@ class Schedule:
         if step < self.warmup:
             return self.peak * (step + 1) / self.warmup
         progress = min(1.0, (step - self.warmup) / max(1, self.steps - self.warmup))
-        remaining = {
-            "constant": 1.0,
-            "linear": 1 - progress,
-            "cosine": (1 + math.cos(math.pi * progress)) / 2,
-        }[self.kind]
+        cosine = (1 + math.cos(math.pi * progress)) / 2
+        remaining = {"constant": 1.0, "linear": 1 - progress, "cosine": cosine}[self.kind]
         return self.floor + (self.peak - self.floor) * remaining
 
 
 class Hyperparameters(NamedTuple):
     """The numbers of one AdamW step: arrays, because a recorded step reads new values from the same addresses."""
 
-    scalars: np.ndarray  # (3) float64: lr sqrt(c2) / c1, eps sqrt(c2), 1 - lr weight_decay, where c = 1 - beta^step
+    scalars: np.ndarray  # (3) float64, of adamw_scalars()
     key: np.ndarray | None  # (1) int64, the key of stochastic rounding, or None
+
+
+def adamw_scalars(step, lr, beta1, beta2, eps, weight_decay):
+    """[lr sqrt(c2) / c1, eps sqrt(c2), 1 - lr weight_decay] float64 (3), where c = 1 - beta^step and step >= 1."""
+    c1, c2 = 1 - beta1**step, 1 - beta2**step
+    return np.array([lr / c1 * math.sqrt(c2), eps * math.sqrt(c2), 1 - lr * weight_decay])
 
 
 def rounding_key(seed, step):
@@ -93,9 +96,7 @@ class AdamW:
 
     def hyperparameters(self, step, lr):
         """The Hyperparameters of update number `step` (from 1), computed on the host in double precision."""
-        beta1, beta2 = self.betas
-        c1, c2 = 1 - beta1**step, 1 - beta2**step
-        scalars = np.array([lr / c1 * math.sqrt(c2), self.eps * math.sqrt(c2), 1 - lr * self.weight_decay])
+        scalars = adamw_scalars(step, lr, *self.betas, self.eps, self.weight_decay)
         return Hyperparameters(scalars, None if self.seed is None else rounding_key(self.seed, step))
 
     def map_own(self, function):

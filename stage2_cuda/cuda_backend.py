@@ -65,8 +65,7 @@ class CudaBackend(FusedHead, Backend):
         compute, self.dot = PRECISIONS[precision]
         self.precision, self.dtype, self.compute = precision, np.dtype(np.float32), dtype_of(compute)
         self.scales_loss, self.rounds_stochastically = precision == "fp16", precision == "bf16"
-        self.runtime = make_runtime(deterministic)
-        self.runtime.precision = precision
+        self.runtime = make_runtime(precision, deterministic)
         self.xp, self.name = self.runtime.xp, self.runtime.name
         self.products = Products(self.xp, precision, self.runtime.gemm)
 

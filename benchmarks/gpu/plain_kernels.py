@@ -11,6 +11,7 @@ import numpy as np
 from gpt2core.app.presets import PRESETS
 from gpt2core.arena import Arena
 from gpt2core.model import parameter_shapes
+from gpt2core.optimizer import adamw_scalars
 
 SEED = 20260101
 ADAMW = dict(lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
@@ -188,7 +189,7 @@ def adamw(xp, rng, of):
     for mine, other in zip(both[1], both[0], strict=True):
         mine[...] = other
     lr, beta1, beta2, eps, decay = ADAMW.values()
-    scalars, squares = xp.asarray(kernels.adamw_scalars(1, *ADAMW.values())), xp.empty(1, np.float64)
+    scalars, squares = xp.asarray(adamw_scalars(1, *ADAMW.values())), xp.empty(1, np.float64)
     partials, norm, scale = (xp.empty(n, np.float32) for n in (arena.size // kernels.BLOCK, 1, 1))
 
     def plain():

@@ -8,9 +8,6 @@ so everything that changes from step to step is read from device memory: three s
 gradient scale that clip_scale() computes from the norm.
 """
 
-import math
-
-import numpy as np
 import triton
 import triton.language as tl
 
@@ -22,17 +19,12 @@ BLOCK = 1024  # elements per program: one block of the arena, whose elements sha
 SQUARES_BLOCKS = 2  # blocks per program of squares_kernel
 
 
-def adamw_scalars(step, lr, beta1, beta2, eps, weight_decay):
-    """[rate, eps', 1 - lr weight_decay] as float32 (3) on the host, computed in double; `step` counts from 1."""
-    c1, c2 = 1 - beta1**step, 1 - beta2**step
-    return np.array([lr / c1 * math.sqrt(c2), eps * math.sqrt(c2), 1 - lr * weight_decay], np.float32)
-
-
 def adamw_step(p, m, v, copy, g, scalars, grad_scale, decays, beta1, beta2, philox_key=None, offset=0):
     """Update p, m, v (n) float32 in place with the gradient g (n) float32 * grad_scale; skip the step if it is NaN.
 
-    copy (n): receives p in the compute dtype, rounded to nearest; None: no copy. scalars (3): adamw_scalars() on the
-    device, float32 or float64 (rounded to float32 here). grad_scale (1) float32 on the device, or None for 1.
+    copy (n): receives p in the compute dtype, rounded to nearest; None: no copy. scalars (3): gpt2core.optimizer's
+    adamw_scalars() on the device, [rate, eps', 1 - lr weight_decay], float32 or float64 (rounded to float32 here).
+    grad_scale (1) float32 on the device, or None for 1.
     decays (n / 1024) integers: nonzero if weight decay applies to the block, or None for all blocks.
     philox_key (1) int64: gpt2core.optimizer.rounding_key() on the device, or None. With it copy is uint16, the bits of
     bfloat16 rounded stochastically, and `offset` is the arena index of p's first element.

@@ -16,19 +16,19 @@ from stage2_cuda.tuning.tuner import Tuner
 LARGE = 1_000_000  # parameters: a larger model is too slow in the interpreter
 
 
-def make_runtime(deterministic):
+def make_runtime(precision, deterministic):
     """The CudaRuntime of this process's GPU, or the InterpreterRuntime under TRITON_INTERPRET=1."""
-    return InterpreterRuntime() if triton_launch.interpreted() else CudaRuntime(deterministic)
+    return InterpreterRuntime() if triton_launch.interpreted() else CudaRuntime(precision, deterministic)
 
 
 class CudaRuntime(Runtime):
-    """The Runtime of CuPy's current device. deterministic: choose nothing by timing. The backend sets `precision`."""
+    """The Runtime of CuPy's current device. deterministic: choose nothing by timing."""
 
     records = True
-    precision = "fp32"
 
-    def __init__(self, deterministic):
+    def __init__(self, precision, deterministic):
         super().__init__()
+        self.precision = precision
         self.xp = triton_launch.array_module()
         self.name, self.side = gpu_name(self.xp), SideStream(self.xp)
         self.compiled, self.workspaces = [], []  # training steps; workspaces of other steps (generation)
@@ -117,7 +117,6 @@ class InterpreterRuntime(Runtime):
     """Triton's interpreter on the CPU: NumPy arrays and matrix products, kernels that run synchronously."""
 
     name = "the Triton interpreter"
-    precision = "fp32"
 
     def __init__(self):
         super().__init__()

@@ -14,7 +14,7 @@ from numpy.testing import assert_array_equal
 
 pytest.importorskip("triton")
 
-from gpt2core.optimizer import rounding_key  # noqa: E402
+from gpt2core.optimizer import adamw_scalars, rounding_key  # noqa: E402
 from stage2_cuda.decoding import cached_attention, last_token  # noqa: E402
 from stage2_cuda.gemm import fp16x3  # noqa: E402
 from stage2_cuda.kernels import adamw, attention, cast, column_sums, cross_entropy, embedding, gelu, layernorm, rounding  # noqa: E402
@@ -125,7 +125,7 @@ def test_adamw(rng, large, random):
     ends = [device(rng.random(k, np.float32)) for _ in "pmvg"]
     arrays, kind = [filled(large(n), end) for end in ends], "uint16" if random else "float16"
     copies, key = (large(n, dtype=kind), device(np.zeros(k, kind))), device(rounding_key(1, 2))
-    scalars = device(adamw.adamw_scalars(3, 1e-3, 0.9, 0.95, 1e-8, 0.1))
+    scalars = device(adamw_scalars(3, 1e-3, 0.9, 0.95, 1e-8, 0.1))
     for (p, m, v, g), copy in zip((arrays, ends), copies, strict=True):
         place = (key, n - p.size) if random else ()
         adamw.adamw_step(p, m, v, copy, g, scalars, None, None, 0.9, 0.95, *place)

@@ -123,10 +123,11 @@ def pooled(monkeypatch, config):
     monkeypatch.setattr(trainers, "initial_parameters", lambda *_: iter(drawn))
     runtime = CudaRuntime.__new__(CudaRuntime)
     Runtime.__init__(runtime)
+    runtime.precision = "fp16"
     runtime.xp, runtime.name, runtime.side = cupy, "a pooled CuPy", SideStream(cupy)
     runtime.gemm, runtime.tuner, runtime.compiled, runtime.workspaces = products.NumpyGemm(), Tuner(cupy), [], []
     runtimes = [runtime]  # only the backend keeps it, so that its memory is freed with the backend
-    monkeypatch.setattr(cuda_backend, "make_runtime", lambda deterministic: runtimes.pop())
+    monkeypatch.setattr(cuda_backend, "make_runtime", lambda *_: runtimes.pop())
     return CudaBackend("fp16"), cupy, drawn
 
 

@@ -10,7 +10,7 @@ from gpt2core.app import cli  # noqa: E402
 from gpt2core.communicator import Solo  # noqa: E402
 from gpt2core.data import Windows  # noqa: E402
 from gpt2core.model import GPT2Config  # noqa: E402
-from gpt2core.optimizer import Hyperparameters, rounding_key  # noqa: E402
+from gpt2core.optimizer import Hyperparameters, adamw_scalars, rounding_key  # noqa: E402
 from gpt2core.parallel.config import ParallelConfig  # noqa: E402
 from gpt2core.parallel.tensor_parallel import is_replicated  # noqa: E402
 from gpt2core.parallel.thread_communicator import run_ranks  # noqa: E402
@@ -143,7 +143,7 @@ def test_the_mean_of_many_numbers_is_kept_and_two_steps_are_independent(rng):
 
 def test_adamw_rounds_its_copy_stochastically_and_changes_nothing_else(rng):
     n, philox_key = 3 * adamw.BLOCK + 5, device(rounding_key(7, 3))
-    scalars = device(adamw.adamw_scalars(3, 1e-3, 0.9, 0.999, 1e-8, 0.1))
+    scalars = device(adamw_scalars(3, 1e-3, 0.9, 0.999, 1e-8, 0.1))
     g, start = rng.standard_normal(n).astype(np.float32), [rng.random(n).astype(np.float32) for _ in "pmv"]
 
     def step(part, *random):  # random: the key and the offset of `part` in the arena, or nothing
@@ -166,7 +166,7 @@ def test_the_backend_rounds_the_copy_of_a_step_with_its_key_and_repeats_it(rng):
     p, m, v, g = (device(rng.random(n).astype(np.float32)) for _ in "pmvg")
     copy, again = (device(np.full(n, 0x7FC0, np.uint16)) for _ in range(2))
     key, decays = rounding_key(3, 5), device(np.ones(2, np.int8))
-    hyper = Hyperparameters(adamw.adamw_scalars(5, 1e-3, 0.9, 0.999, 1e-8, 0.1), key)
+    hyper = Hyperparameters(adamw_scalars(5, 1e-3, 0.9, 0.999, 1e-8, 0.1), key)
     backend.adamw_step(p, m, v, copy, g, hyper, None, decays, (0.9, 0.999), offset=0)
     assert_array_equal(host(copy), oracle(host(p), 3, 5))
     backend.cast(p, again, key)

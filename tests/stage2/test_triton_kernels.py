@@ -11,7 +11,7 @@ from numpy.testing import assert_array_equal
 pytest.importorskip("triton")
 
 from gpt2core.arena import BLOCK  # noqa: E402
-from gpt2core.optimizer import Hyperparameters  # noqa: E402
+from gpt2core.optimizer import Hyperparameters, adamw_scalars  # noqa: E402
 from stage0_serial.numpy_backend import NumpyBackend  # noqa: E402
 from stage2_cuda.kernels import adamw, cast, column_sums, cross_entropy, embedding, gelu, layernorm  # noqa: E402
 from stage2_cuda.runtime.triton_launch import array_module, interpreted  # noqa: E402
@@ -338,12 +338,6 @@ def test_cross_entropy_of_extreme_logits_equals_float64(rng, oracle, vocab):
 # -- optimizer -----------------------------------------------------------------------------------------------
 
 
-def exact_scalars(step, lr, beta1, beta2, eps, weight_decay):
-    """The three scalars of adamw_step in float64, as gpt2core/optimizer.py computes them."""
-    c1, c2 = 1 - beta1**step, 1 - beta2**step
-    return np.array([lr / c1 * math.sqrt(c2), eps * math.sqrt(c2), 1 - lr * weight_decay])
-
-
 @pytest.mark.fast
 @pytest.mark.parametrize("n", [1, 1000, 3 * BLOCK, pytest.param(300 * BLOCK + 5, marks=gpu)])
 @pytest.mark.parametrize("grad_scale", [None, 0.5])
@@ -358,9 +352,9 @@ def test_adamw_equals_stage_0(rng, oracle, dtype, n, grad_scale):
     copy = None if dtype == FP32 else poisoned((n,), dtype)
     for step in range(1, 6):
         g, g64 = normal(rng, FP32, n, scale=10.0 ** rng.integers(-3, 2))
-        scalars = device(adamw.adamw_scalars(step, lr, beta1, beta2, eps, decay))
+        scalars = device(adamw_scalars(step, lr, beta1, beta2, eps, decay))
         adamw.adamw_step(p, m, v, copy, g, scalars, scale, flags, beta1, beta2)
-        hyper = Hyperparameters(exact_scalars(step, lr, beta1, beta2, eps, decay), None)
+        hyper = Hyperparameters(adamw_scalars(step, lr, beta1, beta2, eps, decay), None)
         oracle.adamw_step(p64, m64, v64, None, g64, hyper, grad_scale or 1.0, decays, (beta1, beta2))
         near(host(m), m64, least=np.linalg.norm(np.sqrt(v64)))  # the gradients of one number may cancel in m, not in v
         near(host(v), v64)
@@ -382,7 +376,7 @@ def test_adamw_equals_pytorch(rng):
         g, g64 = normal(rng, FP32, 700)
         reference.grad = torch.tensor(g64)
         optimizer.step()
-        scalars = device(adamw.adamw_scalars(step, options["lr"], *options["betas"], options["eps"], 0.3))
+        scalars = device(adamw_scalars(step, options["lr"], *options["betas"], options["eps"], 0.3))
         adamw.adamw_step(p, m, v, None, g, scalars, None, None, *options["betas"])
     near(host(p) - start, reference.detach().numpy() - start)
 
@@ -391,10 +385,10 @@ def test_adamw_equals_pytorch(rng):
 def test_scalars_in_float64_give_the_bits_of_float32(rng, step):
     n = 2 * BLOCK + 3
     lr, beta1, beta2, eps, decay = 3e-4, 0.9, 0.95, 1e-8, 0.1
-    exact = exact_scalars(step, lr, beta1, beta2, eps, decay)
+    exact = adamw_scalars(step, lr, beta1, beta2, eps, decay)
     start, g = [rng.random(n).astype(np.float32) for _ in "pmv"], device(rng.standard_normal(n).astype(np.float32))
     results = []
-    for scalars in (adamw.adamw_scalars(step, lr, beta1, beta2, eps, decay), exact):
+    for scalars in (exact.astype(np.float32), exact):
         arrays = [device(array.copy()) for array in start]
         adamw.adamw_step(*arrays, None, g, device(scalars), None, None, beta1, beta2)
         results.append([host(array) for array in arrays])
@@ -403,7 +397,7 @@ def test_scalars_in_float64_give_the_bits_of_float32(rng, step):
 
 
 def test_adamw_in_parts_equals_adamw_at_once_bit_for_bit(rng):
-    n, scalars = 5 * BLOCK, device(adamw.adamw_scalars(3, 1e-3, 0.9, 0.999, 1e-8, 0.1))
+    n, scalars = 5 * BLOCK, device(adamw_scalars(3, 1e-3, 0.9, 0.999, 1e-8, 0.1))
     g, scale = normal(rng, FP32, n)[0], device(np.array([0.5], np.float32))
     whole = [device(rng.random(n).astype(np.float32)) for _ in range(3)]
     parts = [array.copy() for array in whole]
@@ -464,7 +458,7 @@ def test_a_step_whose_gradient_is_not_finite_changes_nothing(rng, bad):
     scale, _ = run(lambda *outputs: adamw.clip_scale(*outputs, squares, 1.0), [((1,), FP32)] * 2)
     assert np.isnan(scale).all()
     arrays = [device(rng.random(2000).astype(np.float32)) for _ in range(4)]
-    g, scalars = normal(rng, FP32, 2000)[0], device(adamw.adamw_scalars(1, 1e-3, 0.9, 0.999, 1e-8, 0.1))
+    g, scalars = normal(rng, FP32, 2000)[0], device(adamw_scalars(1, 1e-3, 0.9, 0.999, 1e-8, 0.1))
     g[3] = bad
     before = [array.copy() for array in arrays]
     adamw.adamw_step(*arrays, g, scalars, device(scale), None, 0.9, 0.999)

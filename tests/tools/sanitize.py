@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # started as a script
 
 from gpt2core.errors import ConfigError  # noqa: E402
-from gpt2core.optimizer import rounding_key  # noqa: E402
+from gpt2core.optimizer import adamw_scalars, rounding_key  # noqa: E402
 from gpt2core.parallel.codecs import CODECS, GROUP  # noqa: E402
 from stage2_cuda import decoding, gemm, kernels  # noqa: E402
 from stage2_cuda.cuda_backend import dtype_of  # noqa: E402
@@ -139,7 +139,7 @@ def launch_fp16x3(a):
 
 def launch_adamw(a):
     n = 3 * adamw.BLOCK + 7
-    scalars = a.xp.asarray(adamw.adamw_scalars(3, 1e-3, 0.9, 0.95, 1e-8, 0.1))
+    scalars = a.xp.asarray(adamw_scalars(3, 1e-3, 0.9, 0.95, 1e-8, 0.1))
     p, m, v, g = (a.f(n) for _ in range(4))
     adamw.adamw_step(p, m, v, None, g, scalars, None, None, 0.9, 0.95)
     adamw.adamw_step(p, m, v, a.x(n), g, scalars, a.f(1), a.i(4, high=2), 0.9, 0.95)
