@@ -21,14 +21,14 @@ class Backend(ABC):
     deterministic = True  # the default of --deterministic; a GPU is faster with the whole batch in one piece
     uses_threads = True  # whether worker threads, one backend each, divide the batch
     many_ranks = "stage 1 or 3"  # the stage to use for several processes, for error messages
-    scales_loss = False  # whether small gradients underflow in `compute`: see parallel/loss_scale.py
+    scales_loss = False  # whether small gradients underflow in `compute_dtype`: see parallel/loss_scale.py
     rounds_stochastically = False  # whether `cast` and `adamw_step` take a rounding key
     decoder_batch = 1  # number of prompts that one decoder should continue at the same time
 
     name: str
     precision: str  # the --precision it was made for
     dtype: object  # of the parameters, their gradients and moments
-    compute: object  # of the activations, and of the copy of the parameters that kernels read
+    compute_dtype: object  # of the activations, and of the copy of the parameters that kernels read
     xp: object  # the array module (numpy, cupy) that composed operations call
     runtime: Runtime  # what the device provides in addition to kernels
 
@@ -193,11 +193,11 @@ class Backend(ABC):
         """
 
     @abstractmethod
-    def unembed_cross_entropy_forward(self, x, w, targets, first=0, scale=None, seed=None, out=None):
+    def unembed_cross_entropy_forward(self, x, w, targets, first=0, scale=None, dloss=None, out=None):
         """cross_entropy_forward(unembed(x)) for x (N, C), w (V, C), targets (N); not all logits need exist at once.
 
         scale: the scale of backward, if forward may compute the gradient (it has whole rows, and backward follows);
-        else None. seed: the dy of backward, a scalar array, or None if it is not known yet. out: an array for dw.
+        else None. dloss: the dy of backward, a scalar array, or None if it is not known yet. out: an array for dw.
         """
 
     @abstractmethod

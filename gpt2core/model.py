@@ -135,13 +135,13 @@ class GPT2:
         y = ops.copy_to_group(self.trunk(ids, cache, last_only), self.group)
         return ops.gather_from_group(ops.unembed(y, self.head), self.group)
 
-    def loss(self, ids, targets, scale=None, seed=None):
+    def loss(self, ids, targets, scale=None, dloss=None):
         """scale * summed cross-entropy of targets (B, T), a float64 scalar; the default scale gives the mean.
 
-        seed: the array that backward() of this loss will be called with, or None if it is not known.
+        dloss: the array that backward() of this loss will be called with, or None if it is not known.
         """
         y = ops.copy_to_group(self.trunk(ids), self.group)
-        return ops.unembed_cross_entropy(y, self.head, targets, scale, self.group, seed)
+        return ops.unembed_cross_entropy(y, self.head, targets, scale, self.group, dloss)
 
 
 class Block:

@@ -148,11 +148,11 @@ def cross_entropy(logits, targets, scale=None, group=SOLO):
     return Tensor.from_op(loss, (logits,), backward)
 
 
-def unembed_cross_entropy(x, w, targets, scale=None, group=SOLO, seed=None):
+def unembed_cross_entropy(x, w, targets, scale=None, group=SOLO, dloss=None):
     """cross_entropy(unembed(x, w), targets, scale, group), fused: the logits (N, V/p) need not all exist at once.
 
-    seed: the array that backward() of this loss will be called with, if forward may compute gradients times `seed`.
-    None: not known; backward multiplies by its own. Raises AutogradError if backward() is called with another array.
+    dloss: the array that backward() of this loss will be called with: forward may compute the gradients already. None:
+    not known yet. Raises AutogradError if backward() is called with another array.
     """
     require(x.shape[-1] == w.shape[1], "unembed_cross_entropy", x, w)
     V = w.shape[0] * group.size
@@ -160,13 +160,13 @@ def unembed_cross_entropy(x, w, targets, scale=None, group=SOLO, seed=None):
     backend, first = x.backend, group.rank * w.shape[0]
     whole = is_recording() and w.shape[0] == V  # this rank has all columns of each row
     *own, aux = backend.unembed_cross_entropy_forward(
-        x2, w.data, targets, first, scale if whole else None, seed, *buffers(w)
+        x2, w.data, targets, first, scale if whole else None, dloss, *buffers(w)
     )
     loss, maxima, sums = loss_of_rows(*own, scale, group, backend)
 
     def backward(dy):
-        if seed is not None and dy is not seed:
-            raise AutogradError("unembed_cross_entropy: call backward() with the seed array that forward was given")
+        if dloss is not None and dy is not dloss:
+            raise AutogradError("unembed_cross_entropy: call backward() with the dloss array that forward was given")
         dx, dw = backend.unembed_cross_entropy_backward(
             dy, x2, w.data, targets, scale, maxima, sums, aux, first, *buffers(w)
         )

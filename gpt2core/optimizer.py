@@ -42,7 +42,7 @@ class Schedule:
 
 
 class Hyperparameters(NamedTuple):
-    """The numbers of one AdamW step: arrays, because a recorded step reads new values from the same addresses."""
+    """The numbers of one AdamW step: arrays, because a captured step reads new values from the same addresses."""
 
     scalars: np.ndarray  # (3) float64, of adamw_scalars()
     key: np.ndarray | None  # (1) int64, the key of stochastic rounding, or None
@@ -86,7 +86,7 @@ class AdamW:
         self.backend = workers.backends[0]
         self.seed = seed if rounding == "stochastic" else None
         self.owners, self.tensor_group, self.repeated = owners or Solo(), tensor_group or Solo(), repeated
-        self.read, self.gathers = parameters if copy is None else copy, gathers
+        self.compute_parameters, self.gathers = parameters if copy is None else copy, gathers
         self.betas, self.eps, self.weight_decay, self.clip = (beta1, beta2), eps, weight_decay, clip
         self.own = arena.part(self.owners.rank, self.owners.size)
         size = self.own.stop - self.own.start
@@ -144,12 +144,12 @@ class AdamW:
 
         self.map_own(update)
         if self.gathers:
-            self.owners.all_gather(self.read[self.own], out=self.read)
+            self.owners.all_gather(self.compute_parameters[self.own], out=self.compute_parameters)
 
     def gather(self):
         """All-gather the array that kernels read, unless update() did. All ranks must call it."""
         if not self.gathers:
-            self.owners.all_gather(self.read[self.own], out=self.read)
+            self.owners.all_gather(self.compute_parameters[self.own], out=self.compute_parameters)
 
     def gather_parameters(self):
         """gather(), and all-gather the parameters too if kernels read a copy of them. All ranks must call it."""

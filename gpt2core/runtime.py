@@ -34,9 +34,9 @@ class Compiled:
 
 
 class Runtime:
-    """The host: kernels run when they are called, nothing is recorded or chosen by timing."""
+    """The host: kernels run when they are called, nothing is captured or chosen by timing."""
 
-    records = False  # whether compile_step() can record a step and replay it
+    captures = False  # whether compile_step() can capture a step and replay it
     tuned_for = None  # device and library versions, as text, for which `tuned` holds; None: nothing is timed
     name = "numpy"
 
@@ -58,8 +58,8 @@ class Runtime:
         """Time all candidates again; raises ConfigError if nothing is timed."""
         raise ConfigError(f"--autotune: {self.name} tunes nothing; omit the flag")
 
-    def compile_step(self, function, record=True):
-        """A Compiled of `function`; with `record` a device may record the calls and replay them (CUDA graph)."""
+    def compile_step(self, function, capture=True):
+        """A Compiled of `function`; with `capture` a device may capture the calls and replay them (CUDA graph)."""
         return Compiled(function)
 
     def join(self):  # noqa: B027

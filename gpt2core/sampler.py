@@ -20,8 +20,12 @@ class KVCache:
     def __init__(self, config, backend, batch=1, group=SOLO):
         H, D = config.n_head // group.size, config.n_embd // config.n_head
         self.length = 0  # cached positions
-        self.keys = [backend.empty((batch, H, D, config.block_size), backend.compute) for _ in range(config.n_layer)]
-        self.values = [backend.empty((batch, H, config.block_size, D), backend.compute) for _ in range(config.n_layer)]
+        self.keys = [
+            backend.empty((batch, H, D, config.block_size), backend.compute_dtype) for _ in range(config.n_layer)
+        ]
+        self.values = [
+            backend.empty((batch, H, config.block_size, D), backend.compute_dtype) for _ in range(config.n_layer)
+        ]
 
     def attend(self, qkv, layer, n_head):
         """Append k and v of qkv (B, t, 3HD) to the cache; return the attention over all positions, (B, t, HD)."""
@@ -103,7 +107,7 @@ def generate_batch(model, prompts, max_new_tokens, rules, decoders=None):
     """Yield one list of tokens per step: the next token of each prompt, sampled by the prompt's own rule.
 
     decoders: {batch size: [idle decoders of this model]}. Pass the same dict again to reuse the decode steps that a
-    device has recorded; by default this call makes its own decoder. Raises ConfigError for an empty prompt.
+    device has captured; by default this call makes its own decoder. Raises ConfigError for an empty prompt.
     """
     if not all(len(prompt) for prompt in prompts):
         raise ConfigError("the prompt is empty: generation continues at least 1 token")

@@ -126,24 +126,22 @@ class Tensor:
         else:
             self.grad += gradient
 
-    def backward(self, seed=None, retain_graph=False):
+    def backward(self, gradient=None, retain_graph=False):
         """Compute the gradients of all leaves that require them.
 
-        seed: gradient of this tensor, same shape; ones if the tensor has one element. The graph is freed during
+        gradient: gradient of this tensor, same shape; ones if the tensor has one element. The graph is freed during
         the pass unless `retain_graph`. Raises AutogradError for a graph that was freed or never recorded, or a
-        non-scalar without a seed; ShapeError for a gradient whose shape is not its tensor's.
+        non-scalar without an argument; ShapeError for a gradient whose shape is not its tensor's.
         """
         if not self.requires_grad:
             raise AutogradError(
                 "backward() on a tensor that requires no gradient: made under no_grad(), or no leaf has requires_grad"
             )
-        if seed is None:
+        if gradient is None:
             if self.data.size != 1:
-                raise AutogradError(
-                    f"backward() on shape {self.shape} needs a seed of that shape: only one element has a default"
-                )
-            seed = self.backend.ones(self.shape, self.dtype)
-        seed = seed.data if isinstance(seed, Tensor) else seed
+                raise AutogradError(f"backward() on shape {self.shape} needs an argument: a gradient of that shape")
+            gradient = self.backend.ones(self.shape, self.dtype)
+        gradient = gradient.data if isinstance(gradient, Tensor) else gradient
         nodes, uses = reachable(self)
         arrived = {}  # node or leaf -> the gradients of its outputs, summed so far
 
@@ -162,7 +160,7 @@ class Tensor:
                 if uses[tensor] == 0 and tensor in arrived:
                     tensor.on_gradient(arrived.pop(tensor)[0])
 
-        deliver(self, seed)
+        deliver(self, gradient)
         while nodes:
             node = nodes.pop()
             gradients = arrived.pop(node, None)

@@ -28,14 +28,14 @@ class Trainer:
     """A model, its optimizer, and the threads and ranks that share the work.
 
     config: GPT2Config. backends: a list, one for each worker thread of this rank. world: the Communicator of all ranks.
-    parallel: ParallelConfig. optimizer, loss_scale: dicts of keyword arguments of AdamW and LossScale. record: whether
-    the device may record a step and replay it. seed: seed of the initial parameters; None leaves them zero. The global
+    parallel: ParallelConfig. optimizer, loss_scale: dicts of keyword arguments of AdamW and LossScale. capture: whether
+    the device may capture a step and replay it. seed: seed of the initial parameters; None leaves them zero. The global
     batch has `batch_size` sequences of `seq_len` tokens, divided into `micro_batches` micro-batches over all ranks.
     """
 
     def __init__(
         self, config, backends, *, batch_size, seq_len, micro_batches, optimizer=None, world=None, parallel=None,
-        seed=0, record=True, loss_scale=None,
+        seed=0, capture=True, loss_scale=None,
     ):  # fmt: skip
         if seq_len > config.block_size:
             raise ConfigError(f"--seq-len {seq_len} is longer than the model's block of {config.block_size} positions")
@@ -49,10 +49,10 @@ class Trainer:
         data, owners = self.mesh.data, self.mesh.data if self.parallel.zero else Solo()
         self.rows = even_slices(batch_size, data.size)[data.rank]  # rows of the global batch that this rank reads
         self.loss_scale = LossScale(self.backend, **(loss_scale or {}))
-        record = record and self.world.capturable
-        self.allocate(micro_batches // data.size, data, owners, record)
+        capture = capture and self.world.capturable
+        self.allocate(micro_batches // data.size, data, owners, capture)
         self.optimizer = self.make_optimizer(owners, optimizer or {})
-        self.compiled = self.backend.runtime.compile_step(self.compute_update, record)
+        self.compiled = self.backend.runtime.compile_step(self.compute_update, capture)
         self.steps, self.position = 0, 0  # updates made; windows consumed since the start of training
         self.in_flight, self.finished = [], 0.0  # steps begun but not read; time when the last one was read
         self.stopped_by = 0  # the largest signal number that a rank reported with the last step, or 0
@@ -63,24 +63,26 @@ class Trainer:
         self.backend.runtime.release_cached_memory()
         self.load_tuned(self.world.broadcast_object(self.backend.runtime.tuned))  # all ranks start from rank 0's
 
-    def allocate(self, count, data, owners, record):
+    def allocate(self, count, data, owners, capture):
         """Allocate the arena's buffers (parameters, the copy that kernels read, gradients) and their collectives."""
         shapes, backend, parallel = parameter_shapes(self.config), self.backend, self.parallel
         self.arena = Arena(tensor_parallel.shard_shapes(shapes, self.mesh.tensor.size), owners.size)
-        self.parameters = self.compute = backend.zeros((self.arena.size,), backend.dtype)
-        if backend.compute != backend.dtype:  # kernels read a copy of the fp32 masters
-            self.compute = backend.zeros((self.arena.size,), backend.compute)
-        self.accumulator = MicroBatches(self.config, self.arena, self.compute, self.workers, count, self.mesh.tensor)
+        self.parameters = self.compute_parameters = backend.zeros((self.arena.size,), backend.dtype)
+        if backend.compute_dtype != backend.dtype:  # kernels read a copy of the fp32 masters
+            self.compute_parameters = backend.zeros((self.arena.size,), backend.compute_dtype)
+        self.accumulator = MicroBatches(
+            self.config, self.arena, self.compute_parameters, self.workers, count, self.mesh.tensor
+        )
         gradients, self.bucket_mb, self.measured = self.accumulator.gradients, parallel.bucket_mb, None
         if parallel.bucket_mb is None:  # all ranks measure together; rank 0's result is used
-            self.measured = self.world.broadcast_object(measured_bucket(data, gradients, backend, record))
+            self.measured = self.world.broadcast_object(measured_bucket(data, gradients, backend, capture))
             self.bucket_mb = self.measured.mb
         self.data_parallel = gradient_reduction(parallel, self.arena, gradients, data, owners, backend, self.bucket_mb)
         self.accumulator.on_complete = self.data_parallel.completed
         check_gather(parallel.zero_gather, parallel.zero)
         self.all_gather = contextlib.nullcontext()
         if parallel.zero_gather == "forward":
-            self.all_gather = AsyncAllGather(self.arena, self.compute, owners, min(PIECE_MB, self.bucket_mb))
+            self.all_gather = AsyncAllGather(self.arena, self.compute_parameters, owners, min(PIECE_MB, self.bucket_mb))
             for worker in self.accumulator.workers:
                 worker.model.wait_on_read = self.all_gather.wait_on_read
 
@@ -92,7 +94,7 @@ class Trainer:
         repeated = [] if tensor.is_root else [self.arena.padded(name) for name in replicated]
         return AdamW(
             self.arena, self.parameters, self.workers, owners=owners, tensor_group=tensor, repeated=repeated,
-            copy=None if self.compute is self.parameters else self.compute,
+            copy=None if self.compute_parameters is self.parameters else self.compute_parameters,
             gathers=self.parallel.zero_gather == "end", **options,
         )  # fmt: skip
 

@@ -37,7 +37,7 @@ class NumpyBackend(Backend):
                 f"--precision {precision} is not available on the CPU: use --precision fp32, or a GPU stage"
             )
         self.precision, self.dtype = precision, np.dtype(DTYPES[precision])
-        self.compute = self.dtype
+        self.compute_dtype = self.dtype
         self.pool, self.constants, self.runtime = BufferPool(), {}, Runtime()
 
     # -- arrays ------------------------------------------------------------------------------------------------------
@@ -330,7 +330,7 @@ class NumpyBackend(Backend):
         dlogits[own_targets(targets, first, logits.shape[1])] -= factor
         return dlogits
 
-    def unembed_cross_entropy_forward(self, x, w, targets, first=0, scale=None, seed=None, out=None):
+    def unembed_cross_entropy_forward(self, x, w, targets, first=0, scale=None, dloss=None, out=None):
         statistics, chunks = np.empty((3, len(x)), x.dtype), logit_chunks(x, w)
         for chunk in chunks:
             logits = self.unembed_forward(x[chunk], w)

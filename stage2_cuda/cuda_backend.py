@@ -63,7 +63,7 @@ class CudaBackend(FusedHead, Backend):
             why = ", where it is silently wrong" if precision == "bf16" else ", which has no tensor cores"
             raise ConfigError(f"--precision {precision} has no meaning in Triton's interpreter{why}: use fp32 or fp16")
         compute, self.dot = PRECISIONS[precision]
-        self.precision, self.dtype, self.compute = precision, np.dtype(np.float32), dtype_of(compute)
+        self.precision, self.dtype, self.compute_dtype = precision, np.dtype(np.float32), dtype_of(compute)
         self.scales_loss, self.rounds_stochastically = precision == "fp16", precision == "bf16"
         self.runtime = make_runtime(precision, deterministic)
         self.xp, self.name = self.runtime.xp, self.runtime.name
@@ -110,7 +110,7 @@ class CudaBackend(FusedHead, Backend):
     @functools.cached_property
     def decode_stream(self):
         """The stream for all generation: only one, because the matrix products share a workspace."""
-        if not self.runtime.records:
+        if not self.runtime.captures:
             return EagerStream()
         stream = DecodeStream(self.xp)
         self.runtime.workspaces.append(stream.workspace)

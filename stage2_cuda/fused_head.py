@@ -36,7 +36,7 @@ class FusedHead:
         )  # fmt: skip
         return dlogits
 
-    def unembed_cross_entropy_forward(self, x, w, targets, first=0, scale=None, seed=None, out=None):
+    def unembed_cross_entropy_forward(self, x, w, targets, first=0, scale=None, dloss=None, out=None):
         targets, statistics, V = self.asarray(targets, np.int32), self.floats(3, len(x)), len(w)
         dx, dw = (None, None) if scale is None else (self.like(x), self.head_gradient(w, out))
         for number, chunk in enumerate(logit_chunks(x, w)):
@@ -44,16 +44,16 @@ class FusedHead:
             if scale is None:
                 cross_entropy.cross_entropy_forward(*statistics[:, chunk], logits, targets[chunk], V, first)
             else:  # compute the gradient too; it overwrites the logits
-                own = targets[chunk], scale, V, first, seed
+                own = targets[chunk], scale, V, first, dloss
                 cross_entropy.cross_entropy_forward_backward(logits, *statistics[:, chunk], logits, *own)
                 self.add_gradients(logits, x[chunk], w, dx[chunk], dw, number > 0)
                 del logits  # frees the chunk before the next one is allocated
-        return *statistics, None if scale is None else (dx, dw, seed is not None)
+        return *statistics, None if scale is None else (dx, dw, dloss is not None)
 
     def unembed_cross_entropy_backward(self, dy, x, w, targets, scale, maxima, sums, aux, first=0, out=None):
         if aux is not None:
-            dx, dw, contains_seed = aux
-            return (dx, dw) if contains_seed else self.scaled(dx, dw, dy, out)
+            dx, dw, contains_dloss = aux
+            return (dx, dw) if contains_dloss else self.scaled(dx, dw, dy, out)
         targets, dy, V = self.asarray(targets, np.int32), self.asarray(dy, np.float32).reshape(1), len(w)
         dx, dw = self.like(x), self.head_gradient(w, out)
         for number, chunk in enumerate(logit_chunks(x, w)):  # computed again: forward did not keep the logits

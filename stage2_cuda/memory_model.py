@@ -75,7 +75,7 @@ def training_memory(config, batch_size, seq_len, precision, micro_batches=1, ran
         # error feedback of the gradients and of their sums, and the codes
         "compression": int(FP32 * (size + size // ranks + CODE_BUFFERS[parallel.compress] * message))
         * (parallel.compress != "none"),
-        "gathered to save": FP32 * whole * (tp > 1),  # in addition to the workspace of the recorded step
+        "gathered to save": FP32 * whole * (tp > 1),  # in addition to the workspace of the captured step
         "tokens": 12 * FP32 * rows * micro_batches,  # inputs, targets, their sort order, and the sort's temporaries
         "workspace": WORKSPACE,
         "context": CONTEXT,

@@ -54,7 +54,7 @@ def prepare(module, **options):
 
 
 class CausalAttention(ours.Graphs):
-    """Our kernels in bf16, recorded in CUDA graphs. qkv (B, T, 3C), dy (B, T, C) on the host."""
+    """Our kernels in bf16, captured in CUDA graphs. qkv (B, T, 3C), dy (B, T, C) on the host."""
 
     def __init__(self, qkv, dy, n_head, tuned=True):
         import ml_dtypes

@@ -27,7 +27,7 @@ SIZES = {"gpt2": (64, 10), "paper": (16, 100)}  # sequences per step, steps per 
 
 def no_graph(backend):
     """Every kernel launched from Python."""
-    backend.runtime.records = False
+    backend.runtime.captures = False
 
 
 def one_stream(backend):
@@ -59,7 +59,7 @@ def first_algorithms(backend):
 def logits_twice(backend):
     """Logits recomputed in backward, instead of computing their gradient in forward."""
     forward = backend.unembed_cross_entropy_forward
-    backend.unembed_cross_entropy_forward = lambda x, w, targets, first, scale, seed=None, out=None: forward(
+    backend.unembed_cross_entropy_forward = lambda x, w, targets, first, scale, dloss=None, out=None: forward(
         x, w, targets, first
     )
 
@@ -84,7 +84,7 @@ CHOICES = {
 
 
 class Variants:
-    """Trainers that are measured alternately: each has its own state; their recorded steps share one workspace."""
+    """Trainers that are measured alternately: each has its own state; their captured steps share one workspace."""
 
     def __init__(self, config, batch_size, precision):
         tokens = np.random.default_rng(SEED).integers(0, config.vocab_size, (batch_size, config.block_size + 1))
@@ -93,7 +93,7 @@ class Variants:
         self.config, self.precision, self.first = config, precision, None
 
     def trainer(self, change, steps=4):
-        """A new trainer that has run `steps` steps, which compile, choose algorithms, record and replay."""
+        """A new trainer that has run `steps` steps, which compile, choose algorithms, capture and replay."""
         from stage2_cuda.cuda_backend import CudaBackend
 
         backend = CudaBackend(self.precision, deterministic=False)

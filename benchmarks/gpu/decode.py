@@ -66,7 +66,7 @@ def prepare(module, preset, batch, precision, **options):
         ids, first, total = generate(prompts, new)
         if prompt not in warm:
             warm.add(prompt)
-            generate(prompts, new)  # the second call records the graph; no round includes that
+            generate(prompts, new)  # the second call captures the graph; no round includes that
         return {"ids": ids.tolist(), "first": first, "total": total, "token": (total - first) / (new - 1)}
 
     return run_round

@@ -14,7 +14,7 @@ import triton.language as tl
 from benchmarks.harness.processes import run_main
 from benchmarks.harness.report import add_save_flags, print_table, save
 from gpt2core.errors import ConfigError
-from stage2_cuda.tuning.tuner import milliseconds, recorded
+from stage2_cuda.tuning.tuner import capture_calls, milliseconds
 
 BENCHMARK = "benchmarks.gpu.fusions"
 SEPARATE = "separate kernel"
@@ -122,7 +122,7 @@ def microseconds(functions, rounds=5, repeats=20):
             continue
         cupy.cuda.runtime.deviceSynchronize()
         with stream:
-            graphs[name] = recorded(stream, function, repeats)
+            graphs[name] = capture_calls(stream, function, repeats)
     for _ in range(rounds):
         for name, graph in graphs.items():
             spent = milliseconds(cupy, stream, functools.partial(graph.launch, stream))
@@ -135,7 +135,7 @@ def functions_of(cupy, backend, n, c, k):
     from stage2_cuda.kernels import column_sums, gelu, layernorm
     from stage2_cuda.runtime.triton_launch import descriptor, launch
 
-    rng, kind, gemm = np.random.default_rng(SEED), backend.compute, backend.products.gemm
+    rng, kind, gemm = np.random.default_rng(SEED), backend.compute_dtype, backend.products.gemm
 
     def numbers(*shape, type=kind):
         return cupy.asarray(rng.standard_normal(shape, np.float32) * 0.5).astype(type)

@@ -72,9 +72,9 @@ def host_seconds(xp, function, calls):
 class Steps:
     """Training steps of preset paper: a call runs `count` steps and returns the seconds of one."""
 
-    def __init__(self, precision="bf16", recorded=True, overlap=True, count=100):
+    def __init__(self, precision="bf16", captured=True, overlap=True, count=100):
         self.config, self.count, self.overlap, self.rng = PRESETS["paper"], count, overlap, np.random.default_rng(SEED)
-        self.steps = CudaSteps(self.config, BATCH, self.config.block_size, precision, recorded=recorded)
+        self.steps = CudaSteps(self.config, BATCH, self.config.block_size, precision, captured=captured)
 
     def __call__(self):
         shape = BATCH, self.config.block_size + 1
@@ -92,7 +92,7 @@ def training():
     """Sections 8 and 9: whole steps."""
     best = Steps()
     yield Comparison(8, "a step of preset paper, fp32 and bf16", Steps("fp32"), best)
-    yield Comparison(9, "the same in bf16, as a graph", Steps(recorded=False, count=10), best)
+    yield Comparison(9, "the same in bf16, as a graph", Steps(captured=False, count=10), best)
     yield Comparison(9, "the same, begun before the previous loss is read", Steps(overlap=False), best)
 
 
@@ -103,9 +103,9 @@ def generation():
     def timed(decoder, steps):
         return functools.partial(seconds_per_step, decoder, prompt, steps)
 
-    unrecorded = timed(generator.decoder(1, recorded=False), 50)
+    uncaptured = timed(generator.decoder(1, captured=False), 50)
     best = timed(generator.decoder(1), 200)
-    yield Comparison(10, "a token, as a graph", unrecorded, best)
+    yield Comparison(10, "a token, as a graph", uncaptured, best)
     yield Comparison(10, "a token, weights prefetched", timed(generator.decoder(1, pdl=False), 200), best)
 
 

@@ -12,7 +12,7 @@ from gpt2core.app.presets import PRESETS
 from stage2_cuda.memory_model import BYTES, CONTEXT, training_memory
 
 BENCHMARK = "benchmarks.gpu.memory"
-STEPS = 3  # the first compiles, the second is recorded, the third is replayed
+STEPS = 3  # the first compiles, the second is captured, the third is replayed
 BOUND = 0.10  # largest difference as a share of the measured bytes
 # (preset, sequences per step, precision, micro-batches): cases dominated by activations, by logits or by parameters
 CASES = [

@@ -70,7 +70,7 @@ class Linear(ours.Graphs):
         super().__init__()
         backend = CudaBackend(precision, deterministic=False)
         x, w, dy = (
-            self.cupy.resize(self.cupy.asarray(some), shape).astype(backend.compute) for some, shape in numbers
+            self.cupy.resize(self.cupy.asarray(some), shape).astype(backend.compute_dtype) for some, shape in numbers
         )  # fmt: skip
         y, dx, dw = self.cupy.empty_like(dy), self.cupy.empty_like(x), self.cupy.empty(w.shape, np.float32)
         self.results, multiply = (y, dx, dw), backend.products.multiply

@@ -119,7 +119,7 @@ def recorded(function, times):
 
 
 def open_cupti():
-    """Open CUPTI. It reports a graph's kernels only if it was open when the graph was recorded, so call this first."""
+    """Open CUPTI. It reports a graph's kernels only if it was open when the graph was captured, so call this first."""
     os.environ["TEARDOWN_CUPTI"] = "0"  # Kineto: keep CUPTI open between two profiles
     try:
         import torch
@@ -324,7 +324,7 @@ def profile(config, args):
     eager_listed, eager_agree = named(eager, launches * args.steps)
 
     step.use_graph(True)
-    for _ in range(3):  # launched from Python once more, then recorded, then replayed
+    for _ in range(3):  # launched from Python once more, then captured, then replayed
         train()
     graph_seconds = median_seconds(train, args.steps)
     replay_seconds = median_seconds(step.replay, args.steps)

@@ -26,7 +26,7 @@ from gpt2core.errors import ConfigError
 from stage2_cuda.cuda_backend import dtype_of
 from stage2_cuda.kernels import attention, column_sums, cross_entropy, gelu, layernorm
 from stage2_cuda.runtime.triton_launch import array_module
-from stage2_cuda.tuning.tuner import difference, medians, recorded
+from stage2_cuda.tuning.tuner import capture_calls, difference, medians
 
 BENCHMARK = "benchmarks.gpu.tune"
 SEED = 20260101
@@ -234,7 +234,8 @@ def captured(case, values, stream):
         call = case.prepare()
         call()
         outputs = [array.copy() for array in case.outputs]
-        return recorded(stream, call, CALLS), outputs, call  # the caller keeps the call alive, and with it its scratch
+        graph = capture_calls(stream, call, CALLS)
+        return graph, outputs, call  # the caller keeps the call alive, and with it its scratch
 
 
 def measure(case):

@@ -1,6 +1,6 @@
 """Does our all-reduce over NCCL reach the bandwidth of PyTorch's, and what do the canonical order and bf16 cost?
 
-Ours are recorded in a graph, several in sequence, as in a training step. PyTorch's are called from Python one after
+Ours are captured in a graph, several in sequence, as in a training step. PyTorch's are called from Python one after
 another, as DistributedDataParallel does; the launch time is hidden except for the smallest arrays.
 """
 
@@ -59,7 +59,7 @@ def all_reduces(host, sizes, rounds, store_file):
         source = source_of(world, size // 4)
         timed = {name: timed_sums(world, name, source, repeats, torch_sum) for name in ALGORITHMS}
         by_name = {name: {"name": name, "bytes": size, "seconds": []} for name in ALGORITHMS}
-        for index in range(-2, rounds):  # two warm-up rounds: the first runs, the second records the graph
+        for index in range(-2, rounds):  # two warm-up rounds: the first runs, the second captures the graph
             first = index % len(ALGORITHMS)
             for name in ALGORITHMS[first:] + ALGORITHMS[:first]:
                 seconds = max(world.all_gather_object(timed[name]()))
@@ -118,7 +118,7 @@ def timed_sums(world, name, source, repeats, torch_sum):
         return staged_sum(world, source)
     from cupy import cuda
 
-    from stage2_cuda.runtime.cuda_graph import RecordedStep
+    from stage2_cuda.runtime.cuda_graph import CapturedStep
 
     x, reduce = reduction(world, name, source)
 
@@ -127,7 +127,7 @@ def timed_sums(world, name, source, repeats, torch_sum):
             reduce()
         return ()
 
-    step = RecordedStep(sums, lambda: None)
+    step = CapturedStep(sums, lambda: None)
 
     def timed():
         x[...] = source.astype(x.dtype)

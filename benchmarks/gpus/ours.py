@@ -40,7 +40,7 @@ def make_variants(config, world, windows, variants, precision="bf16"):
 
 
 class Job:
-    """What the trainers of one rank share: initial parameters on the GPU and the memory of recorded steps."""
+    """What the trainers of one rank share: initial parameters on the GPU and the memory of captured steps."""
 
     def __init__(self, config, windows, precision):
         self.config, self.windows, self.precision = config, windows, precision

@@ -16,7 +16,7 @@ from gpt2core.app.presets import PRESETS
 from stage1_mpi.launch import choose, launch_line
 
 BENCHMARK = "benchmarks.gpus.parity"
-SETTLED = 5  # steps excluded from the timing: the first compiles, the second is recorded
+SETTLED = 5  # steps excluded from the timing: the first compiles, the second is captured
 TOLERANCE = {"fp32": 1e-3, "tf32": 1e-2, "bf16": 2e-2}  # of the fast mode's losses, which sum in another order
 WAYS = ("--dp", "bucket"), ("--dp", "flat", "--zero", "1")
 HOST = ("--dp", "flat", "--transport", "mpi")

@@ -200,7 +200,7 @@ def reached(met):
 
 
 def paper(args):
-    """Measure and print the paper's 50 steps on two GPUs, without compilation and recording; return the results."""
+    """Measure and print the paper's 50 steps on two GPUs, without compilation and graph capture; return the results."""
     chosen = {named(2, options): dict(ranks=2, batch_size=16, **options) for options in WAYS.values()}
     results = measure(args, list(jobs(args, "paper", chosen, {})), PAPER_STEPS)
     rows = []

@@ -1,7 +1,7 @@
 """Which kernels run on the compute and communication streams of a GPU during one step, without and with buckets?
 
 The figure shows a replayed graph on rank 0. CUPTI reports every kernel of a graph, but not the stream on which it was
-recorded. So kernels of NCCL and of the canonical sum count as communication; other kernels go to the first line, or to
+captured. So kernels of NCCL and of the canonical sum count as communication; other kernels go to the first line, or to
 the second if they overlap one on the first. The profiler slows each kernel a little, so the step is longer than a timed
 one.
 """
@@ -48,7 +48,7 @@ def steps_of(host, preset, precision, variants):
     trains = make_variants(config, world, windows, variants, precision)
     found = {}
     for name, train in trains.items():
-        train(4)  # compiles, records, and replays twice
+        train(4)  # compiles, captures, and replays twice
         host.barrier()
         if host.is_root:
             found[name] = [tuple(activity) for activity in last_of_two(recorded(lambda train=train: train(1), 2))]

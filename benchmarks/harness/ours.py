@@ -43,9 +43,9 @@ def overlapped_steps(trainer, windows, count):
 
 
 def update_function(trainer, inputs, targets):
-    """A function that launches one update of this batch, kernel by kernel: what a graph would record."""
+    """A function that launches one update of this batch, kernel by kernel: what a graph would capture."""
     arguments = trainer.prepare(inputs, targets), trainer.optimizer.hyperparameters(trainer.steps + 1, LR)
-    return functools.partial(trainer.backend.runtime.compile_step(trainer.compute_update, record=False), *arguments)
+    return functools.partial(trainer.backend.runtime.compile_step(trainer.compute_update, capture=False), *arguments)
 
 
 def gradients(trainer):
@@ -59,7 +59,7 @@ def message_count(trainer):
 
 
 def share_workspace(first, backend):
-    """Let the steps of `backend`, not yet recorded, use the memory and the stream of the recorded step `first`.
+    """Let the steps of `backend`, not yet captured, use the memory and the stream of the captured step `first`.
 
     `first` may be None; returns it, or the first step of `backend`. Steps that share a workspace overwrite each other's
     intermediate arrays, so no step may keep data in it between two calls.
@@ -73,11 +73,11 @@ def share_workspace(first, backend):
 class CudaSteps:
     """Training steps on one GPU: `steps(inputs, targets) -> loss`; int64 arrays (batch_size, seq_len)."""
 
-    def __init__(self, config, batch_size, seq_len, precision="bf16", micro_batches=1, recorded=True):
+    def __init__(self, config, batch_size, seq_len, precision="bf16", micro_batches=1, captured=True):
         from stage2_cuda.cuda_backend import CudaBackend  # here, because the CPU benchmarks run without Triton
 
         self.backend = CudaBackend(precision, deterministic=False)  # as train_gpt2.py: algorithms chosen by timing
-        self.backend.runtime.records &= recorded
+        self.backend.runtime.captures &= captured
         self.announced = []
         self.trainer = Trainer(
             config, [self.backend], batch_size=batch_size, seq_len=seq_len, micro_batches=micro_batches,
@@ -110,23 +110,23 @@ class CudaSteps:
         self.trainer.begin(self.trainer.prepare(*self.last), LR)
 
     def memory(self):
-        """{"held_bytes": the peak of CuPy's pools}: the training state and the workspace of the recorded step."""
+        """{"held_bytes": the peak of CuPy's pools}: the training state and the workspace of the captured step."""
         return {"held_bytes": self.backend.runtime.peak_memory()}
 
 
 class ProfiledSteps(CudaSteps):
-    """CudaSteps on one stream, which can switch between launching from Python and the recorded graph."""
+    """CudaSteps on one stream, which can switch between launching from Python and the captured graph."""
 
     def __init__(self, *args, **options):
         from stage2_cuda.runtime.side_stream import NoStream
 
         super().__init__(*args, **options)
-        self.recorded, self.backend.runtime.side = self.trainer.compiled, NoStream()
-        self.launched = self.backend.runtime.compile_step(self.trainer.compute_update, record=False)
+        self.captured, self.backend.runtime.side = self.trainer.compiled, NoStream()
+        self.launched = self.backend.runtime.compile_step(self.trainer.compute_update, capture=False)
 
     def use_graph(self, graph):
         """True: replay the graph. False: launch every kernel from Python."""
-        self.trainer.compiled = self.recorded if graph else self.launched
+        self.trainer.compiled = self.captured if graph else self.launched
 
     def arguments(self):
         """The arguments of one update of the last batch."""
@@ -138,13 +138,13 @@ class ProfiledSteps(CudaSteps):
 
     def replay(self):
         """Replay the graph on the last batch and wait for the device."""
-        self.recorded(*self.arguments())
+        self.captured(*self.arguments())
         self.backend.runtime.synchronize()
 
     @property
     def graph(self):
-        """(graph, stream) of the recorded step."""
-        return self.recorded.graph, self.recorded.stream
+        """(graph, stream) of the captured step."""
+        return self.captured.graph, self.captured.stream
 
 
 # -- trainers ---------------------------------------------------------------------------------------------------------
@@ -241,7 +241,7 @@ class CudaGenerator:
 
         self.backend = CudaBackend(precision)
         self.model = load_model(config, dict(initial_parameters(config, 0)), self.backend)
-        self.decoders = {}  # kept between calls, with their recorded steps
+        self.decoders = {}  # kept between calls, with their captured steps
 
     def __call__(self, prompts, new):
         started, ids, first = time.perf_counter(), [], None
@@ -250,23 +250,23 @@ class CudaGenerator:
             first = first or time.perf_counter() - started
         return np.transpose(ids), first, time.perf_counter() - started
 
-    def decoder(self, batch, recorded=True, **constants):
-        """A new decoder with some of the kernels' constants replaced; recorded=False: no CUDA graph."""
+    def decoder(self, batch, captured=True, **constants):
+        """A new decoder with some of the kernels' constants replaced; captured=False: no CUDA graph."""
         from stage2_cuda.decoding.decode_stream import DecodeStream
         from stage2_cuda.decoding.decoder import GpuDecoder
 
-        class Unrecorded(DecodeStream):
-            def record(self, function):
+        class Uncaptured(DecodeStream):
+            def capture(self, function):
                 return function
 
-        stream = self.backend.decode_stream if recorded else Unrecorded(self.backend.xp)
+        stream = self.backend.decode_stream if captured else Uncaptured(self.backend.xp)
         return GpuDecoder(self.model, batch, stream, self.backend.decode_tiling(batch)._replace(**constants))
 
 
 def seconds_per_step(decoder, prompts, steps):
-    """Seconds of one recorded decoding step, without the time of a consumer of its tokens."""
+    """Seconds of one captured decoding step, without the time of a consumer of its tokens."""
     decoder.start(prompts, [Greedy()] * len(prompts))
-    for _ in range(4):  # the prompt, then a step that compiles, one that is recorded and one that is replayed
+    for _ in range(4):  # the prompt, then a step that compiles, one that is captured and one that is replayed
         decoder.step()
         decoder.read_tokens()
     started = time.perf_counter()
@@ -281,7 +281,7 @@ def seconds_per_step(decoder, prompts, steps):
 
 
 class Graphs:
-    """GPU calls recorded several times in one CUDA graph. A subclass fills calls: {kind: function}."""
+    """GPU calls captured several times in one CUDA graph. A subclass fills calls: {kind: function}."""
 
     def __init__(self):
         from stage2_cuda.runtime.triton_launch import array_module
@@ -289,15 +289,15 @@ class Graphs:
         self.cupy = array_module()
         self.stream, self.calls, self.graphs = self.cupy.cuda.Stream(non_blocking=True), {}, {}
 
-    def record(self, kind, length):
-        """Record a graph of about `length` milliseconds once; return the number of calls in it."""
+    def capture(self, kind, length):
+        """Capture a graph of about `length` milliseconds once; return the number of calls in it."""
         if kind not in self.graphs:
             call = self.calls[kind]
             with self.stream:
                 call()  # compiles
                 once = min(autotune.milliseconds(self.cupy, self.stream, call) for _ in range(3))
                 calls = max(1, round(length / once))
-                self.graphs[kind] = autotune.recorded(self.stream, call, calls), calls
+                self.graphs[kind] = autotune.capture_calls(self.stream, call, calls), calls
         return self.graphs[kind][1]
 
     def replay(self, kind):

@@ -160,7 +160,7 @@ def run_rounds(processes, rounds, warm_up, request):
 
 def timed_round(graphs, milliseconds):
     """{kind: milliseconds of one call, "norms": norms of the results} of the CUDA graphs of either side."""
-    calls = {kind: graphs.record(kind, milliseconds) for kind in graphs.calls}
+    calls = {kind: graphs.capture(kind, milliseconds) for kind in graphs.calls}
     times = {kind: graphs.replay(kind) / count for kind, count in calls.items()}
     return dict(times, norms=graphs.norms())
 

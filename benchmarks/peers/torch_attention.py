@@ -12,7 +12,7 @@ BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTEN
 
 
 class CausalAttention(Graphs):
-    """In bf16, calls recorded in CUDA graphs. qkv (B, T, 3C), dy (B, T, C) float32 on the host.
+    """In bf16, calls captured in CUDA graphs. qkv (B, T, 3C), dy (B, T, C) float32 on the host.
 
     backend: "flash" or "cudnn"; PyTorch may not substitute another. packed=True: q, k and v are views of one
     projection, as in the model; False: separate arrays (B, H, T, D).

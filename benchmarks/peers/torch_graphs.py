@@ -1,4 +1,4 @@
-"""PyTorch's calls recorded several times in a CUDA graph and timed by device events."""
+"""PyTorch's calls captured several times in a CUDA graph and timed by device events."""
 
 import torch
 
@@ -9,7 +9,7 @@ class Graphs:
     def __init__(self):
         self.stream, self.calls, self.graphs, self.results = torch.cuda.Stream(), {}, {}, {}
 
-    def record(self, kind, milliseconds):
+    def capture(self, kind, milliseconds):
         """Record a graph of about `milliseconds` once; return the number of calls in it."""
         if kind not in self.graphs:
             call = self.calls[kind]

@@ -165,7 +165,7 @@ def make_trainer(make_backend, world, config, cores):
             world=world,
             parallel=config.parallel,
             seed=config.seed,
-            record=config.graph is not False,
+            capture=config.graph is not False,
         )
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 LARGE, PARTS = 10**8, 64  # maximum bytes of the large message; size of the large message / size of the small one
 REPEATS = (4, 32)  # all-reduces per round, of the large and of the small message
-WARM_UP, ROUNDS = 2, 5  # the first round connects the ranks, the second may record; the others are measured
+WARM_UP, ROUNDS = 2, 5  # the first round connects the ranks, the second may capture; the others are measured
 LEAST = 10**6  # minimum bytes of a bucket: the host, not the transfer, determines the time of a smaller message
 
 
@@ -35,16 +35,16 @@ def best_bucket(alpha, beta, size):
     return math.sqrt(size * max(alpha, 0) / beta) if beta > 0 else size
 
 
-def measured_bucket(group, gradients, backend, record, clock=time.perf_counter):
+def measured_bucket(group, gradients, backend, capture, clock=time.perf_counter):
     """The BucketSize for flat `gradients`, from in-place all-reduces over the group; all its ranks must call it.
 
-    The gradients must be zero, and stay zero. record: whether the step will be replayed from a graph; alpha then does
+    The gradients must be zero, and stay zero. capture: whether the step will be replayed from a graph; alpha then does
     not include the time of Python. Ranks measure different values: broadcast one rank's result.
     """
     sizes = [min(gradients.nbytes, LARGE) // parts for parts in (1, PARTS)]
     arrays = [gradients[: size // gradients.itemsize] for size in sizes]
     large, small = (
-        seconds(group, x, backend, record, repeats, clock) for x, repeats in zip(arrays, REPEATS, strict=True)
+        seconds(group, x, backend, capture, repeats, clock) for x, repeats in zip(arrays, REPEATS, strict=True)
     )
     beta = (large - small) / (arrays[0].nbytes - arrays[1].nbytes)
     alpha = small - beta * arrays[1].nbytes
@@ -52,7 +52,7 @@ def measured_bucket(group, gradients, backend, record, clock=time.perf_counter):
     return BucketSize(alpha, beta, round(best / 1e6))
 
 
-def seconds(group, x, backend, record, repeats, clock):
+def seconds(group, x, backend, capture, repeats, clock):
     """Seconds per all-reduce of x: the median over rounds of the mean of `repeats` calls."""
 
     def sums():
@@ -60,7 +60,7 @@ def seconds(group, x, backend, record, repeats, clock):
             group.all_reduce(x, out=x)
         return []
 
-    step, rounds = backend.runtime.compile_step(sums, record), []
+    step, rounds = backend.runtime.compile_step(sums, capture), []
     for _ in range(WARM_UP + ROUNDS):
         began = clock()
         step()

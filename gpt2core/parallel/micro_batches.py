@@ -63,18 +63,18 @@ class Worker:
         if self.done == self.count - 1:
             self.completed(name)
 
-    def run(self, batch, scale, seed):
+    def run(self, batch, scale, dloss):
         """batch: [(ids, targets) of each micro-batch] -> their losses; the sum of their gradients is in `gradients`.
 
-        scale: factor of each summed loss. seed: an array of shape () that multiplies the gradients.
+        scale: factor of each summed loss. dloss: an array of shape () that multiplies the gradients.
         """
         self.done = 0
         for ids, targets in batch:
             with self.backend.runtime.range("forward"):
-                loss = self.model.loss(ids, targets, scale, seed)
+                loss = self.model.loss(ids, targets, scale, dloss)
             self.losses[self.done][...] = loss.data
             with self.backend.runtime.range("backward"):
-                loss.backward(seed)
+                loss.backward(dloss)
             del loss  # the memory pool may have split a block of logits for it; the next logits need it whole
             self.done += 1
         return self.losses
@@ -104,11 +104,8 @@ class MicroBatches:
                 f"use --threads {math.gcd(count, pool.size)} or another --micro-batches"
             )
         self.arena, self.pool, self.count = arena, pool, count
-        self.on_complete, self.lock, self.completed = (
-            lambda name: None,
-            threading.Lock(),
-            dict.fromkeys(arena.slices, 0),
-        )
+        self.on_complete = lambda name: None
+        self.lock, self.completed = threading.Lock(), dict.fromkeys(arena.slices, 0)
         each = count // pool.size
         self.workers = [
             Worker(config, arena, parameters, backend, each, tensor_group.split(0), self.worker_completed)
@@ -124,12 +121,12 @@ class MicroBatches:
         batches = [(inputs[part], targets[part]) for part in even_slices(rows, self.count)]
         return [batches[part] for part in even_slices(self.count, self.pool.size)]
 
-    def backward(self, batch, scale, seed):
+    def backward(self, batch, scale, dloss):
         """batch: from deal() -> the losses of the micro-batches in order, arrays of shape () that the next call reuses.
 
-        Writes the flat sum of their gradients, times `seed`, to `gradients`; read it after `runtime.join()`.
+        Writes the flat sum of their gradients, times `dloss`, to `gradients`; read it after `runtime.join()`.
         """
-        losses = self.pool.map(lambda worker, own: worker.run(own, scale, seed), self.workers, batch)
+        losses = self.pool.map(lambda worker, own: worker.run(own, scale, dloss), self.workers, batch)
         return [loss for worker in losses for loss in worker]
 
     def worker_completed(self, name):

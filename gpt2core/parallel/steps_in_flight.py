@@ -1,6 +1,6 @@
 """PendingStep: a launched training step. Its result() reads the loss, repeats the step in fp16, or raises Diverged.
 
-If the device replays a recorded step, the host launches step n + 1 before it reads the loss of step n.
+If the device replays a captured step, the host launches step n + 1 before it reads the loss of step n.
 
     device   | step n      | step n + 1      | step n + 2
     host       begin n + 1 | result of n, begin n + 2 | ...

@@ -86,7 +86,7 @@ def load_model(config, arrays, backend, group=SOLO):
     """
     backend.check_model(config)
     arena = Arena(shard_shapes(parameter_shapes(config), group.size))
-    views = arena.views(backend.zeros((arena.size,), backend.compute))
+    views = arena.views(backend.zeros((arena.size,), backend.compute_dtype))
     for name, view in views.items():
         view[...] = backend.asarray(shard(name, arrays[name], group.rank, group.size))
     return GPT2(config, {name: Tensor(view, backend) for name, view in views.items()}, group)

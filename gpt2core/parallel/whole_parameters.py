@@ -91,7 +91,7 @@ def named_moments(trainer):
 def current_model(trainer):
     """A GPT2 over the current parameters, for generation on this rank only."""
     trainer.optimizer.gather()
-    arrays = gathered(trainer, trainer.compute)
+    arrays = gathered(trainer, trainer.compute_parameters)
     return GPT2(trainer.config, {name: Tensor(array, trainer.backend) for name, array in arrays.items()})
 
 
@@ -118,7 +118,10 @@ def verify(trainer):
     """Raise Diverged unless all replicas of a parameter have the same bits."""
     trainer.optimizer.gather_parameters()
     digest = hashlib.sha256()
-    for flat in (trainer.parameters, trainer.compute):  # ZeRO-1 gathers the copy that kernels read at each step
+    for flat in (
+        trainer.parameters,
+        trainer.compute_parameters,
+    ):  # ZeRO-1 gathers the copy that kernels read at each step
         digest.update(trainer.backend.to_host(flat))
     everyone = trainer.world.all_gather_object((trainer.mesh.tensor.rank, digest.hexdigest()))
     expected = {}  # tensor rank -> (the first rank that holds that shard, its hash)

@@ -14,7 +14,7 @@ A product reads each weight once for all sequences and uses tl.dot. A product wi
 split over K (split-K). The kernel that reads the partial sums adds them in a fixed order: no atomics, and no extra
 launch. One sequence has its own kernels (single_row.py), except for the last LayerNorm and the logits.
 
-Sequences may have different lengths. The kernels read the lengths from device memory, so one recorded decode step (a
+Sequences may have different lengths. The kernels read the lengths from device memory, so one captured decode step (a
 CUDA graph) works for all lengths.
 """
 

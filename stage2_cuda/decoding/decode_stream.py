@@ -1,10 +1,10 @@
-"""The CUDA stream of text generation: records steps as CUDA graphs, uploads inputs, returns tokens in mapped memory."""
+"""The CUDA stream of text generation: captures CUDA graphs, uploads inputs, returns tokens in mapped memory."""
 
 import contextlib
 
 import numpy as np
 
-from stage2_cuda.runtime.cuda_graph import RecordedStep, Workspace
+from stage2_cuda.runtime.cuda_graph import CapturedStep, Workspace
 
 
 class EagerStream(contextlib.nullcontext):
@@ -12,7 +12,7 @@ class EagerStream(contextlib.nullcontext):
 
     prefill_multiple = 1  # prompts are padded to a multiple of this many tokens
 
-    def record(self, function):
+    def capture(self, function):
         return function
 
     def upload(self, array, values):
@@ -29,7 +29,7 @@ class EagerStream(contextlib.nullcontext):
 class DecodeStream:
     """The CUDA stream for the launches, copies and allocations inside `with stream:`."""
 
-    prefill_multiple = 64  # so one recorded prefill serves 64 prompt lengths
+    prefill_multiple = 64  # so one captured prefill serves 64 prompt lengths
 
     def __init__(self, cupy):
         self.cupy, self.stream, self.workspace = cupy, cupy.cuda.Stream(non_blocking=True), Workspace(cupy)
@@ -41,9 +41,9 @@ class DecodeStream:
     def __exit__(self, *error):
         self.stream.__exit__(*error)
 
-    def record(self, function):
-        """A callable that runs `function`: first directly, then as a CUDA graph (see RecordedStep)."""
-        return RecordedStep(function, stream=self.stream, workspace=self.workspace)
+    def capture(self, function):
+        """A callable that runs `function`: first directly, then as a CUDA graph (see CapturedStep)."""
+        return CapturedStep(function, stream=self.stream, workspace=self.workspace)
 
     def upload(self, array, values):
         array.set(np.ascontiguousarray(values, array.dtype), stream=self.stream)

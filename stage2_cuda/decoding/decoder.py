@@ -9,7 +9,7 @@ interpreter the same kernels are launched one by one.
 
 There are three kinds of step:
 
-- The prefill computes all positions of the prompts with the training kernels and fills the KV cache. It is recorded
+- The prefill computes all positions of the prompts with the training kernels and fills the KV cache. It is captured
   only if there are few positions.
 - A decode step computes one more position of each sequence with the KV cache.
 - A window step recomputes the last block_size tokens of every sequence, as stage 0 does. It replaces the decode step
@@ -28,7 +28,7 @@ from gpt2core.tensor import Tensor, no_grad
 from stage2_cuda.decoding import batched, last_token, sampling
 from stage2_cuda.decoding.decode_step import BatchedStep, SingleRowStep
 
-RECORDED_PREFILL = 4096  # largest B*T of a recorded prefill; a larger one takes longer to compute than to launch
+CAPTURED_PREFILL = 4096  # largest B*T of a captured prefill; a larger one takes longer to compute than to launch
 STEPS_AHEAD = 4  # steps that may be launched after the step whose tokens the host reads next
 UNIFORMS = 256  # random numbers per sequence in one upload
 
@@ -44,7 +44,7 @@ class GpuDecoder:
     def __init__(self, model, batch, stream, tiling):
         config, backend = model.config, model.head.backend
         self.model, self.stream, self.backend, self.batch, self.tiling = model, stream, backend, batch, tiling
-        self.recorded = {}  # {(compute, arguments, sample): a recorded step, or under the interpreter a function}
+        self.captured = {}  # {(compute, arguments, sample): a captured step, or under the interpreter a function}
         self.unread = deque()  # (function that waits for the step, lengths before it) per step with unread tokens
         with stream:
             self.allocate(config, backend.empty)
@@ -142,17 +142,17 @@ class GpuDecoder:
         self.run(compute, *arguments, sample=self.sample)
 
     def run(self, compute, *arguments, sample=None):
-        """Launch compute(*arguments), then sample(), recorded as one step."""
+        """Launch compute(*arguments), then sample(), captured as one step."""
         key = compute, arguments, sample
-        if key not in self.recorded:
+        if key not in self.captured:
 
             def step():
                 compute(*arguments)
                 if sample is not None:
                     sample()
 
-            self.recorded[key] = self.stream.record(step)
-        self.recorded[key]()
+            self.captured[key] = self.stream.capture(step)
+        self.captured[key]()
 
     def upload_uniforms(self):
         """Upload UNIFORMS random numbers from each rule; a step with sequence length L reads number L % UNIFORMS."""
@@ -164,10 +164,10 @@ class GpuDecoder:
     # -- logits of the next token --------------------------------------------------------------------------------------
 
     def prefill(self):
-        """Run the first step. Short prompts are padded, so that one recorded step serves a range of prompt lengths."""
+        """Run the first step. Short prompts are padded, so that one captured step serves a range of prompt lengths."""
         longest = max(self.lengths)
         T = min(round_up(longest, self.stream.prefill_multiple), self.model.config.block_size)
-        if self.batch * T <= RECORDED_PREFILL:
+        if self.batch * T <= CAPTURED_PREFILL:
             self.compute_and_sample(self.padded_prefill, T)
         else:
             self.fill_cache(longest, min(self.lengths) == longest)

@@ -1,6 +1,6 @@
 """For sequences of different lengths: gather each sequence's row at the last position, or its last tokens.
 
-The kernels read the lengths from device memory, so one recorded step works for all lengths.
+The kernels read the lengths from device memory, so one captured step works for all lengths.
 """
 
 # B sequences, T positions, C channels

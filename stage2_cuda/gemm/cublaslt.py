@@ -29,7 +29,7 @@ import numpy as np
 
 from gpt2core.errors import ConfigError
 from gpt2core.tensor import ShapeError
-from stage2_cuda.tuning.tuner import medians, recorded
+from stage2_cuda.tuning.tuner import capture_calls, medians
 
 # -- the library, with the names of cublasLt.h -------------------------------------------------------------------------
 
@@ -343,7 +343,7 @@ class CublasLt:
                 except RuntimeError as error:  # proposed by the heuristic, but not supported
                     refusal = error
                     continue
-                graphs.append(recorded(stream, launch, calls))
+                graphs.append(capture_calls(stream, launch, calls))
                 ready.append(algorithm)
             if not ready:
                 raise refusal

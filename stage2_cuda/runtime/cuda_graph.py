@@ -1,7 +1,4 @@
-"""A whole step as one CUDA graph: recorded once, then replayed without Python between its kernels.
-
-To record a step means to run its function during stream capture, which yields a CUDA graph.
-"""
+"""A whole step as one CUDA graph: captured once, then replayed without Python between its kernels."""
 
 import contextlib
 import gc
@@ -17,7 +14,7 @@ ALIGNED = 16  # bytes: each result begins on a multiple
 
 
 class Workspace:
-    """A CuPy memory pool for one recorded step, or for several steps that never run at the same time.
+    """A CuPy memory pool for one captured step, or for several steps that never run at the same time.
 
     Its memory is released when the last step that uses it is deleted. The finalizer does this explicitly, because free
     blocks and the pool refer to each other (CuPy 14). `kept` lists arrays that live as long as the workspace.
@@ -33,24 +30,24 @@ def release(pool, kept):
     pool.free_all_blocks()
 
 
-class RecordedStep(Compiled):
-    """`function(*args)` as a CUDA graph: the first call runs it, the second records it, later calls replay it.
+class CapturedStep(Compiled):
+    """`function(*args)` as a CUDA graph: the first call runs it, the second captures it, later calls replay it.
 
     The first call compiles kernels and times candidates, which is not possible during stream capture. Memory that the
     function allocates during capture comes from a Workspace, which lives as long as the graph. A replay waits for the
     previous upload of arguments and for earlier work on the caller's stream if that is another stream. It does not wait
     for its own results.
 
-    args: see StaticInputs. The function returns a list of arrays or None. record=False: every call runs the function.
+    args: see StaticInputs. The function returns a list of arrays or None. capture=False: every call runs the function.
     stream: the stream for capture and replays, by default a new one. workspace: a Workspace to share with steps that
     never run at the same time. `held_before`: bytes that the default pool held just before capture() emptied it.
     """
 
-    def __init__(self, function, record=True, stream=None, workspace=None):
+    def __init__(self, function, capture=True, stream=None, workspace=None):
         import cupy
 
         super().__init__(function)
-        self.cupy, self.record, self.graph, self.inputs = cupy, record, None, None
+        self.cupy, self.captures, self.graph, self.inputs = cupy, capture, None, None
         self.stream = stream or cupy.cuda.Stream(non_blocking=True)
         self.workspace, self.calls, self.held_before = workspace or Workspace(cupy), 0, 0
 
@@ -62,7 +59,7 @@ class RecordedStep(Compiled):
     def __call__(self, *args):
         if self.inputs is None:
             self.inputs = StaticInputs(self.cupy, args)
-        if self.calls == 0 or not self.record:
+        if self.calls == 0 or not self.captures:
             self.inputs.upload(args)
             results = EagerResults(self.cupy, self.function(*self.inputs.arguments) or [])
             self.calls += 1  # after the function: if it raises, the next call must run it again
@@ -88,7 +85,7 @@ class RecordedStep(Compiled):
                 results = self.function(*self.inputs.arguments) or []
                 self.readback = Readback(self.cupy, self.stream, results, self.workspace.kept)
             except BaseException as error:
-                error.add_note("This happened while a step was recorded as a graph: --no-graph trains without one.")
+                error.add_note("This happened while a step was captured as a graph: --no-graph trains without one.")
                 with contextlib.suppress(cuda.runtime.CUDARuntimeError):  # `error` is the cause
                     self.stream.end_capture()
                 raise
@@ -122,7 +119,7 @@ class EagerResults(Results):
 class Readback:
     """The results of a graph: every replay copies `arrays` into one device buffer.
 
-    To be created during capture, which records these copies. copy_async() copies the device buffer to two pinned host
+    To be created during capture, which captures these copies. copy_async() copies the device buffer to two pinned host
     buffers in turn: the host may read one while the results of the next replay are copied to the other. The device
     buffer is appended to `kept`.
     """

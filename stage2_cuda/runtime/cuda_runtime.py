@@ -8,7 +8,7 @@ from gpt2core.runtime import Runtime
 from stage2_cuda import memory_model
 from stage2_cuda.gemm.products import NumpyGemm, cublaslt
 from stage2_cuda.runtime import nvtx, triton_launch
-from stage2_cuda.runtime.cuda_graph import RecordedStep
+from stage2_cuda.runtime.cuda_graph import CapturedStep
 from stage2_cuda.runtime.peak_flops import peak_flops
 from stage2_cuda.runtime.side_stream import NoStream, SideStream
 from stage2_cuda.tuning.tuner import Tuner
@@ -24,7 +24,7 @@ def make_runtime(precision, deterministic):
 class CudaRuntime(Runtime):
     """The Runtime of CuPy's current device. deterministic: choose nothing by timing."""
 
-    records = True
+    captures = True
 
     def __init__(self, precision, deterministic):
         super().__init__()
@@ -58,8 +58,8 @@ class CudaRuntime(Runtime):
 
     # -- a step, and its streams -------------------------------------------------------------------------------------
 
-    def compile_step(self, function, record=True):
-        self.compiled.append(RecordedStep(function, record and self.records))
+    def compile_step(self, function, capture=True):
+        self.compiled.append(CapturedStep(function, capture and self.captures))
         return self.compiled[-1]
 
     def on_side_stream(self, *operands):

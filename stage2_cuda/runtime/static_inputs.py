@@ -1,4 +1,4 @@
-"""The arguments of a recorded step: NumPy arrays, copied to fixed addresses on the device, in one transfer per call."""
+"""The arguments of a captured step: NumPy arrays, copied to fixed addresses on the device, in one transfer per call."""
 
 import numpy as np
 
@@ -53,10 +53,10 @@ class StaticInputs:
         for number, (leaf, (staging, kept)) in enumerate(zip(leaves, self.leaves, strict=True)):
             if staging is None:
                 if leaf is not kept and not (isinstance(leaf, int | float | str) and leaf == kept):
-                    raise ValueError(f"argument {number} of a recorded step was {kept!r:.80} and is {leaf!r:.80} now")
+                    raise ValueError(f"argument {number} of a captured step was {kept!r:.80} and is {leaf!r:.80} now")
             elif leaf.shape != staging.shape or leaf.dtype != staging.dtype:
                 raise ValueError(
-                    f"argument {number} of a recorded step was {staging.dtype} {staging.shape} and is {leaf.dtype} "
+                    f"argument {number} of a captured step was {staging.dtype} {staging.shape} and is {leaf.dtype} "
                     f"{leaf.shape} now"
                 )
             else:

@@ -3,7 +3,7 @@
     tuner = Tuner(cupy, tuned_for="NVIDIA H200, cublasLt 130000, Triton 3.6.0", directory=cache_directory())
     config = tuner.choose("attention forward ...", configs, run, outputs)  # times at the first call, then looks it up
 
-The tuner times the candidates in alternating order (A B C, B A C, ...). Each is recorded several times in a CUDA graph,
+The tuner times the candidates in alternating order (A B C, B A C, ...). Each is captured several times in a CUDA graph,
 because the time of one small kernel would mostly be launch overhead. A choice is text, {what: str(candidate)}, so that
 it can be logged with a run and sent to other ranks.
 """
@@ -139,7 +139,7 @@ class Tuner:
                         check(outputs, wanted)  # the first against itself: fails if a result is not finite
                         if not graphs:
                             calls = calls_per_graph(milliseconds(self.cupy, stream, call))
-                        graphs.append(recorded(stream, call, calls))
+                        graphs.append(capture_calls(stream, call, calls))
                         usable.append(candidate)
                     except Exception as error:  # too many registers, too much shared memory, or a compiler error
                         problem = error
@@ -159,8 +159,8 @@ def calls_per_graph(call_milliseconds):
     return max(1, int(ENOUGH / max(call_milliseconds, ENOUGH / CALLS)))
 
 
-def recorded(stream, call, calls):
-    """A CUDA graph of `calls` calls, recorded on `stream`, which must be the current stream."""
+def capture_calls(stream, call, calls):
+    """A CUDA graph of `calls` calls, captured on `stream`, which must be the current stream."""
     with no_garbage_collection():
         stream.begin_capture()
         try:

@@ -150,7 +150,7 @@ def test_a_residual_layernorm_without_a_gradient_of_its_norm_fills_no_buffer(bac
         s.backward(np.ones_like(s.data))
 
 
-# -- the seed of the fused loss ---------------------------------------------------------------------------------------
+# -- dloss of the fused loss -------------------------------------------------------------------------------------------
 
 
 def head_of(rng, backend):
@@ -161,10 +161,10 @@ def head_of(rng, backend):
 
 def test_backward_with_another_array_than_the_seed_is_refused(backend, rng):
     x, w, targets = head_of(rng, backend)
-    seed = backend.ones((), np.float64)
-    with pytest.raises(AutogradError, match="with the seed array that forward was given"):
-        ops.unembed_cross_entropy(x, w, targets, seed=seed).backward(seed.copy())
-    ops.unembed_cross_entropy(x, w, targets, seed=seed).backward(seed)
+    dloss = backend.ones((), np.float64)
+    with pytest.raises(AutogradError, match="with the dloss array that forward was given"):
+        ops.unembed_cross_entropy(x, w, targets, dloss=dloss).backward(dloss.copy())
+    ops.unembed_cross_entropy(x, w, targets, dloss=dloss).backward(dloss)
     assert x.grad is not None
 
 
@@ -172,7 +172,7 @@ def test_a_seeded_gradient_is_the_seed_times_the_gradient_without_one(backend, r
     x, w, targets = head_of(rng, backend)
     ops.unembed_cross_entropy(x, w, targets).backward()
     want, x.grad, w.grad = (8.0 * x.grad, 8.0 * w.grad), None, None
-    seed = backend.asarray(np.array(8.0))
-    ops.unembed_cross_entropy(x, w, targets, seed=seed).backward(seed)
+    dloss = backend.asarray(np.array(8.0))
+    ops.unembed_cross_entropy(x, w, targets, dloss=dloss).backward(dloss)
     for got, wanted in zip((x.grad, w.grad), want, strict=True):
         assert_allclose(got, wanted, rtol=0, atol=1e-12 * np.abs(wanted).max())  # a power of two rounds nothing

@@ -26,7 +26,7 @@ SCHEDULE = Schedule("linear", 3e-3, warmup=2, steps=12)  # another rate each ste
 
 
 class Replayed(Compiled):
-    """Behaves like a recorded step: from the third call two steps may overlap, and results are valid for two calls."""
+    """Behaves like a captured step: from the third call two steps may overlap, and results are valid for two calls."""
 
     calls, unread, most_ahead, buffers = 0, 0, 0, ()
 
@@ -57,7 +57,7 @@ class ReplayedResults(Results):
 
 
 class ReplayingRuntime(Runtime):
-    def compile_step(self, function, record=True):
+    def compile_step(self, function, capture=True):
         return Replayed(function)
 
 

@@ -503,9 +503,9 @@ def test_backward_through_a_freed_graph_raises(backend):
     assert_array_equal(x.grad, [8.0])  # and nothing was delivered
 
 
-def test_a_non_scalar_needs_a_seed_of_its_own_shape(backend, rng):
+def test_a_non_scalar_needs_a_gradient_of_its_own_shape(backend, rng):
     x = leaf(rng.standard_normal((2, 3)), backend)
-    with pytest.raises(AutogradError, match=r"\(2, 3\) needs a seed"):
+    with pytest.raises(AutogradError, match=r"\(2, 3\) needs an argument"):
         (x * 2).backward()
     for seed in (np.ones(3), np.ones((3, 2)), np.ones((2, 3, 1)), np.ones(())):
         with pytest.raises(ShapeError, match=rf"{seed.shape}.*\(2, 3\)".replace("()", r"\(\)")):

@@ -37,7 +37,7 @@ class Wire:
 
     def measure(self, size):
         gradients = np.zeros(size // 4, np.float32)
-        found = measured_bucket(self, gradients, NumpyBackend(), record=False, clock=lambda: self.now)
+        found = measured_bucket(self, gradients, NumpyBackend(), capture=False, clock=lambda: self.now)
         assert not gradients.any()
         return found
 

@@ -64,11 +64,11 @@ class Unequal:
 class Copied(NumpyBackend):
     """Kernels read a copy of the parameters, as with bf16 on a GPU; here the copy has the same bits."""
 
-    compute = Unequal()
+    compute_dtype = Unequal()
 
     def __init__(self, precision):
         super().__init__(precision)
-        self.compute = Copied.compute
+        self.compute_dtype = Copied.compute_dtype
 
     def adamw_step(self, p, m, v, copy, *how):
         super().adamw_step(p, m, v, None, *how)

@@ -1,4 +1,4 @@
-"""A recorded step, its inputs and its results, on a fake device whose queue runs when the host waits for it."""
+"""A captured step, its inputs and its results, on a fake device whose queue runs when the host waits for it."""
 
 import ctypes
 import sys
@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from stage2_cuda.runtime.cuda_graph import RecordedStep
+from stage2_cuda.runtime.cuda_graph import CapturedStep
 from stage2_cuda.runtime.static_inputs import StaticInputs
 from tests.support.fake_cupy import DeviceArray
 
@@ -129,10 +129,10 @@ def test_each_call_has_its_own_input_and_its_own_results(cupy, rng, most_ahead, 
         cupy.current.submit(work)
         return [total, wide]
 
-    recorded, unread, got = RecordedStep(step), [], []
+    captured, unread, got = CapturedStep(step), [], []
     for number, each in enumerate(inputs):
-        unread.append(recorded([(each.copy(), None)], np.array([number + 0.5])))
-        while len(unread) > (most_ahead if recorded.can_overlap else 0):
+        unread.append(captured([(each.copy(), None)], np.array([number + 0.5])))
+        while len(unread) > (most_ahead if captured.can_overlap else 0):
             got.append([np.array(result) for result in unread.pop(0).wait()])
     got += [[np.array(result) for result in results.wait()] for results in unread]
     want = np.cumsum(inputs * (np.arange(8) + 0.5)[:, None], 0, dtype=np.float64)
@@ -142,16 +142,16 @@ def test_each_call_has_its_own_input_and_its_own_results(cupy, rng, most_ahead, 
 
 def test_a_step_without_results_is_recorded_too(cupy):
     calls = []
-    recorded = RecordedStep(lambda: cupy.current.submit(lambda: calls.append(1)))
+    captured = CapturedStep(lambda: cupy.current.submit(lambda: calls.append(1)))
     for _ in range(4):
-        assert recorded().wait() == []
+        assert captured().wait() == []
     cupy.current.synchronize()
     assert len(calls) == 4
 
 
 def test_without_recording_every_call_runs_the_function(cupy):
     calls = []
-    step = RecordedStep(lambda x: calls.append(x.tolist()), record=False)
+    step = CapturedStep(lambda x: calls.append(x.tolist()), capture=False)
     for number in range(3):
         assert step(np.array([number])).wait() == [] and not step.can_overlap
         cupy.current.synchronize()
@@ -159,11 +159,11 @@ def test_without_recording_every_call_runs_the_function(cupy):
 
 
 def test_a_step_that_cannot_be_recorded_names_the_flag_to_use(cupy):
-    recorded = RecordedStep(lambda: cupy.current.synchronize() if recorded.calls > 1 else None)
-    recorded()
+    captured = CapturedStep(lambda: cupy.current.synchronize() if captured.calls > 1 else None)
+    captured()
     with pytest.raises(AssertionError, match="being captured") as caught:
-        recorded()
-    assert any("--no-graph" in note for note in caught.value.__notes__) and not recorded.can_overlap
+        captured()
+    assert any("--no-graph" in note for note in caught.value.__notes__) and not captured.can_overlap
 
 
 def test_the_tree_of_arguments_keeps_its_structure_and_its_other_leaves(cupy):

@@ -93,9 +93,9 @@ def test_a_batch_of_different_lengths_gives_stage_0_s_tokens(rule):
 
 
 @pytest.mark.parametrize("prompts", [[[3, 1, 4]], [[1, 2, 3], [4] * 6, [9]], [[5] * 11]], ids=["one", "three", "long"])
-@pytest.mark.parametrize("recorded", [0, 4096])
-def test_padded_prompts_give_stage_0_s_tokens(monkeypatch, prompts, recorded):
-    monkeypatch.setattr(decoder, "RECORDED_PREFILL", recorded)
+@pytest.mark.parametrize("captured", [0, 4096])
+def test_padded_prompts_give_stage_0_s_tokens(monkeypatch, prompts, captured):
+    monkeypatch.setattr(decoder, "CAPTURED_PREFILL", captured)
     for stream in (decode_stream.EagerStream, decode_stream.DecodeStream):
         monkeypatch.setattr(stream, "prefill_multiple", 8)  # of a block of 12
     ours, stage0 = models()
@@ -222,10 +222,10 @@ def test_a_stream_ends_with_the_stop_text(command, weights):
 # -- on a GPU ----------------------------------------------------------------------------------------------------------
 
 
-def paper(precision, recorded=True):
+def paper(precision, captured=True):
     backend = CudaBackend(precision)
-    if not recorded:
-        backend.decode_stream.record = lambda function: function
+    if not captured:
+        backend.decode_stream.capture = lambda function: function
     return load_model(PRESETS["paper"], arrays_of(PRESETS["paper"]), backend)
 
 
@@ -235,20 +235,20 @@ def paper(precision, recorded=True):
 @pytest.mark.parametrize("length", [5, 192, 250, 256])
 def test_recorded_and_unrecorded_steps_give_the_same_tokens_every_time(rng, precision, rule, length):
     prompt = rng.integers(0, 172, length).tolist()
-    recorded, unrecorded, decoders = paper(precision), paper(precision, recorded=False), {}
-    first, *others = (list(generate(recorded, prompt, 40, rule(5), decoders)) for _ in range(3))  # run, record, replay
-    assert others == [first, first] and first == list(generate(unrecorded, prompt, 40, rule(5)))
+    captured, uncaptured, decoders = paper(precision), paper(precision, captured=False), {}
+    first, *others = (list(generate(captured, prompt, 40, rule(5), decoders)) for _ in range(3))  # run, capture, replay
+    assert others == [first, first] and first == list(generate(uncaptured, prompt, 40, rule(5)))
     assert len(set(first)) > 3
-    shorter = prompt[: max(length - 30, 1)]  # replays the graph of the first prompt, or: run, record, replay
-    want = list(generate(unrecorded, shorter, 5, rule(6)))
-    assert all(list(generate(recorded, shorter, 5, rule(6), decoders)) == want for _ in range(3))
+    shorter = prompt[: max(length - 30, 1)]  # replays the graph of the first prompt, or: run, capture, replay
+    want = list(generate(uncaptured, shorter, 5, rule(6)))
+    assert all(list(generate(captured, shorter, 5, rule(6), decoders)) == want for _ in range(3))
 
 
 @gpu
 @pytest.mark.parametrize("B", [1, 3])
 def test_two_decoders_with_one_workspace_give_the_tokens_of_each_alone(rng, B):
-    model, alone, decoders = paper("bf16"), paper("bf16", recorded=False), {}
-    for _ in range(3):  # run, record, replay
+    model, alone, decoders = paper("bf16"), paper("bf16", captured=False), {}
+    for _ in range(3):  # run, capture, replay
         several = [[rng.integers(0, 172, int(n)).tolist() for n in rng.integers(3, 200, B)] for _ in range(2)]
         want = [generated(alone, prompts, 12, RULES["top-k"]) for prompts in several]
         streams = [
@@ -267,7 +267,7 @@ def test_programmatic_dependent_launch_changes_no_token(rng, monkeypatch, precis
     for pdl in (False, True):
         tiling = tiling_for(B)._replace(pdl=pdl)
         monkeypatch.setattr(CudaBackend, "decode_tiling", staticmethod(lambda batch, tiling=tiling: tiling))
-        found += [generated(paper(precision, recorded), prompts, 240, RULES["greedy"]) for recorded in (False, True)]
+        found += [generated(paper(precision, captured), prompts, 240, RULES["greedy"]) for captured in (False, True)]
     assert all(each == found[0] for each in found)
 
 

@@ -114,7 +114,7 @@ def test_the_model_is_the_memory_of_a_step(monkeypatch, precision, wide, side, c
 
 
 def pooled(monkeypatch, config):
-    """(a CudaBackend on a PooledCupy that records its steps, the PooledCupy, uninitialised parameters)."""
+    """(a CudaBackend on a PooledCupy that captures its steps, the PooledCupy, uninitialised parameters)."""
     cupy = PooledCupy()
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     monkeypatch.setitem(sys.modules, "cupyx", SimpleNamespace(empty_pinned=np.empty))
@@ -135,14 +135,14 @@ def pooled(monkeypatch, config):
 @pytest.mark.parametrize(
     "preset, batch, micro_batches, how",
     [
-        ("gpt2", 64, 2, "recorded"),
-        ("gpt2", 64, 4, "recorded"),
-        ("gpt2", 64, 8, "recorded"),
+        ("gpt2", 64, 2, "captured"),
+        ("gpt2", 64, 4, "captured"),
+        ("gpt2", 64, 8, "captured"),
         ("gpt2", 64, 8, "eager"),
         ("gpt2", 64, 8, "resumed"),
-        ("gpt2", 64, 16, "recorded"),
-        ("gpt2", 1, 1, "recorded"),
-        ("gpt2-medium", 32, 8, "recorded"),
+        ("gpt2", 64, 16, "captured"),
+        ("gpt2", 1, 1, "captured"),
+        ("gpt2-medium", 32, 8, "captured"),
     ],
 )
 def test_the_model_equals_the_memory_in_cupy_s_pools(monkeypatch, preset, batch, micro_batches, how):
@@ -150,10 +150,10 @@ def test_the_model_equals_the_memory_in_cupy_s_pools(monkeypatch, preset, batch,
     config = PRESETS[preset]
     backend, _, drawn = pooled(monkeypatch, config)
     sizes = dict(batch_size=batch, seq_len=config.block_size, micro_batches=micro_batches)
-    trainer, update = trainer_of(monkeypatch, backend, config, batch, record=how != "eager", **sizes)
+    trainer, update = trainer_of(monkeypatch, backend, config, batch, capture=how != "eager", **sizes)
     if how == "resumed":
         load(trainer, dict(drawn), {name: (array, array) for name, array in drawn})
-    for _ in range(3):  # the first compiles, the second is recorded, the third replayed
+    for _ in range(3):  # the first compiles, the second is captured, the third replayed
         update()
     terms = training_memory(config, batch, config.block_size, "fp16", micro_batches)
     want = sum(terms.values()) - terms["workspace"] - terms["context"]
@@ -167,7 +167,7 @@ def test_deleting_a_trainer_frees_all_of_its_memory(monkeypatch):
         _, update = trainer_of(monkeypatch, backend, PRESETS["gpt2"], 8, 1024, batch_size=8, micro_batches=1)
         for _ in range(3):
             update()
-        pools = [cupy.pool, *(recorded.workspace.pool for recorded in backend.runtime.compiled)]
+        pools = [cupy.pool, *(captured.workspace.pool for captured in backend.runtime.compiled)]
         assert len(pools) == 2 and all(pool.total_bytes() > GIB for pool in pools)
         return pools
 
@@ -264,7 +264,7 @@ def train_in_new_process(*flags):
 
 @gpu
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("flags", [(), ("--no-graph",)], ids=["recorded", "eager"])
+@pytest.mark.parametrize("flags", [(), ("--no-graph",)], ids=["captured", "eager"])
 def test_the_model_is_within_a_tenth_of_the_reported_memory(precision, flags):
     done = train_in_new_process("--preset", "paper", "--batch-size", 64, "--steps", 3, "--precision", precision, *flags)
     assert done.returncode == 0, done.stderr

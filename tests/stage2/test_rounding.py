@@ -192,7 +192,7 @@ class Rounding(NumpyBackend):
 
     def __init__(self, *arguments):
         super().__init__(*arguments)
-        self.compute = Float32Copy()
+        self.compute_dtype = Float32Copy()
 
     def cast(self, x, out, key=None):
         bits = x.view(np.uint32)
@@ -216,8 +216,10 @@ def trained(world, steps, before=None, threads=1, **parallel):
     losses = [trainer.step(read_batch(trainer, windows), 1e-2).loss for _ in range(steps)]
     verify(trainer)
     state = {name: array.copy() for name, array in named_parameters(trainer).items()}, named_moments(trainer)
-    replicas = {name: x.copy() for name, x in trainer.arena.views(trainer.compute).items() if is_replicated(name)}
-    bits = trainer.parameters.tobytes(), trainer.compute.tobytes()
+    replicas = {
+        name: x.copy() for name, x in trainer.arena.views(trainer.compute_parameters).items() if is_replicated(name)
+    }
+    bits = trainer.parameters.tobytes(), trainer.compute_parameters.tobytes()
     return losses, *bits, (*state, trainer.steps, trainer.position), replicas
 
 
@@ -262,21 +264,21 @@ def test_a_resumed_run_uses_the_saved_rounding(command, corpus, tmp_path):
 
 
 @gpu
-@pytest.mark.parametrize("record", [True, False], ids=["recorded", "eager"])
-def test_a_run_in_bf16_rounds_its_copy_as_numpy_would(record):
+@pytest.mark.parametrize("capture", [True, False], ids=["captured", "eager"])
+def test_a_run_in_bf16_rounds_its_copy_as_numpy_would(capture):
     def run(steps, before=None):
         options = dict(rounding="stochastic", seed=3, weight_decay=0.1)
-        sizes = dict(batch_size=4, seq_len=16, micro_batches=1, record=record)
+        sizes = dict(batch_size=4, seq_len=16, micro_batches=1, capture=capture)
         trainer = Trainer(CONFIG, [CudaBackend("bf16")], **sizes, optimizer=options)
-        master, copy = host(trainer.parameters), host(trainer.compute.view(np.uint16))
+        master, copy = host(trainer.parameters), host(trainer.compute_parameters.view(np.uint16))
         assert_array_equal(
-            copy, master.astype(trainer.compute.dtype).view(np.uint16)
+            copy, master.astype(trainer.compute_parameters.dtype).view(np.uint16)
         )  # the initial copy is rounded to nearest
         if before:
             load(trainer, *before, steps=4, position=16)
         windows = Windows(np.random.default_rng(0).integers(0, 37, 500), 16)
         losses = [trainer.step(read_batch(trainer, windows), 1e-2).loss for _ in range(steps)]
-        master, copy = host(trainer.parameters), host(trainer.compute.view(np.uint16))
+        master, copy = host(trainer.parameters), host(trainer.compute_parameters.view(np.uint16))
         assert_array_equal(copy, oracle(master, 3, trainer.steps))
         return losses, master, (named_parameters(trainer), named_moments(trainer))
 

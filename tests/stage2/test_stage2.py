@@ -74,7 +74,7 @@ def gradients_of(trainer):
 
 def bits_of(trainer):
     """Parameters, moments, and the copy that kernels read, as bytes."""
-    arrays = trainer.parameters, trainer.optimizer.exp_avg, trainer.optimizer.exp_avg_sq, trainer.compute
+    arrays = trainer.parameters, trainer.optimizer.exp_avg, trainer.optimizer.exp_avg_sq, trainer.compute_parameters
     return [trainer.backend.to_host(array).tobytes() for array in arrays]
 
 
@@ -420,20 +420,20 @@ def test_fifty_steps_have_stage_0_s_losses(train2, tmp_path, curve, precision, t
 
 @gpu
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.parametrize("flags", [(), ("--no-graph",)], ids=["recorded", "eager"])
+@pytest.mark.parametrize("flags", [(), ("--no-graph",)], ids=["captured", "eager"])
 def test_the_last_loss_in_16_bits_is_close_to_fp32(train2, tmp_path, curve, precision, flags):
     losses = train_paper(train2, tmp_path / "log", "--precision", precision, *flags)
     assert losses[-1] == pytest.approx(curve[-1], rel=0.02)
     assert rows_of(tmp_path / "log")[-1]["peak_memory_bytes"] > 1 << 28
 
 
-def paper_run(precision, steps=6, recorded=True):
+def paper_run(precision, steps=6, captured=True):
     """(losses, hash of the parameters) of preset paper's first steps; in fp16 the first ones overflow."""
     backend = CudaBackend(precision, deterministic=True)
     tokens, _ = load_tokens(CORPUS, None)
     recipe, config = RECIPES["paper"], PRESETS["paper"]
     sizes = dict(batch_size=recipe["batch_size"], seq_len=config.block_size, micro_batches=1)
-    sizes |= dict(optimizer=ADAMW, record=recorded, loss_scale=dict(factor=2.0**30, interval=2))
+    sizes |= dict(optimizer=ADAMW, capture=captured, loss_scale=dict(factor=2.0**30, interval=2))
     trainer, windows = Trainer(config, [backend], **sizes), Windows(tokens, config.block_size)
     # a changing learning rate, which every replay must read
     return [
@@ -444,5 +444,5 @@ def paper_run(precision, steps=6, recorded=True):
 @gpu
 @pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16", "fp16"])
 def test_a_replayed_step_has_the_bits_of_a_direct_one_in_every_run(precision):
-    runs = [paper_run(precision), paper_run(precision), paper_run(precision, recorded=False)]
+    runs = [paper_run(precision), paper_run(precision), paper_run(precision, captured=False)]
     assert runs[0] == runs[1] == runs[2]

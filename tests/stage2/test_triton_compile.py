@@ -13,6 +13,8 @@ pytest.importorskip("ml_dtypes")
 
 from tests.tools.sanitize import all_kernels
 
+pytestmark = pytest.mark.xdist_group("compile")  # all tests read one result, which takes minutes
+
 ROOT = Path(__file__).resolve().parents[2]
 # Bytes of shared memory per program: CUDA C programming guide, table of compute capabilities.
 SHARED = {"a100": 163 << 10, "h200": 227 << 10}

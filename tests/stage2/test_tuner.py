@@ -291,7 +291,7 @@ def test_before_the_first_step_a_rank_has_only_the_root_s_choices_and_times_the_
     Tuner(fake, GPU, tmp_path).keep("b", "table")
     kernel, tuner = Kernel(fake, table=(1.0, 7), other=(0.5, 7)), Tuner(fake, GPU, tmp_path, lambda text: None)
     tuner.load_tuned({"kernel": "table"})
-    # "b" is timed again: the root may choose another candidate, which must be compiled here before a graph is recorded
+    # "b" is timed again: the root may choose another candidate, which must be compiled here before a graph is captured
     assert (kernel.chosen(tuner), kernel.chosen(tuner, "b")) == ("table", "other")
 
 

@@ -21,7 +21,7 @@ from gpt2core.text.token_file import load_tokens
 from gpt2core.trainer import Trainer
 from gpt2core.training_loop import read_batch
 from stage2_cuda.cuda_backend import CudaBackend, dtype_of
-from stage2_cuda.runtime.cuda_graph import RecordedStep
+from stage2_cuda.runtime.cuda_graph import CapturedStep
 from stage3_mpi_cuda.nccl_communicator import NcclCommunicator
 from tests.support.collectives import REDUCED, rank_inputs
 from tests.support.jobs import Job, mpi
@@ -174,7 +174,7 @@ def test_a_large_sum_has_the_canonical_order(gpus, transport):
     run_mpi(2, large_sums, transport, 100, timeout=LIMIT)
 
 
-def recorded(host):
+def captured(host):
     """Collectives of two groups and kernels in one CUDA graph: run, captured and replayed with new inputs each time."""
     import cupy
 
@@ -192,7 +192,7 @@ def recorded(host):
         second.wait()
         return data.all_gather(parts[own], out=parts), total + twice
 
-    replay = RecordedStep(step, before=lambda: None)
+    replay = CapturedStep(step, before=lambda: None)
     for call in range(5):
         xs = rank_inputs(call, p, (n,), np.float32)
         x.set(xs[r])
@@ -207,7 +207,7 @@ def recorded(host):
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_collectives_are_captured_with_the_kernels_around_them(gpus, ranks):
     gpus(ranks)
-    assert run_mpi(ranks, recorded, timeout=LIMIT) == [True] * ranks
+    assert run_mpi(ranks, captured, timeout=LIMIT) == [True] * ranks
 
 
 # -- training ----------------------------------------------------------------------------------------------------------

@@ -276,13 +276,13 @@ class Copied(CudaBackend):
 
     def __init__(self):
         super().__init__()
-        self.compute = UnequalFloat32()
+        self.compute_dtype = UnequalFloat32()
 
 
 def test_the_trainer_allocates_a_copy_for_this_backend():
     sizes = dict(batch_size=4, seq_len=MODEL.block_size, micro_batches=4)
     trainer = Trainer(MODEL, [Copied()], **sizes, optimizer=RECIPE)
-    assert trainer.compute is not trainer.parameters and trainer.compute.dtype == np.float32
+    assert trainer.compute_parameters is not trainer.parameters and trainer.compute_parameters.dtype == np.float32
 
 
 def test_zero_gathers_only_the_compute_copy_and_the_parameters_on_demand(serial):

@@ -230,14 +230,14 @@ def write(config, precision, batch, rules):
 def attend(precision, T, D):
     """Attention, forward and backward."""
     backend, H = Backend(precision), 2
-    qkv, dy = (np.empty((1, T, parts * H * D), backend.compute) for parts in (3, 1))
+    qkv, dy = (np.empty((1, T, parts * H * D), backend.compute_dtype) for parts in (3, 1))
     backend.attention_backward(dy, qkv, *backend.attention_forward(qkv, H), H)
 
 
 def attend_with_all_tiles(precision, T, D):
     """Attention with every tile that the tuner may choose."""
     backend, H = Backend(precision), 2
-    qkv, y = (np.empty((1, T, parts * H * D), backend.compute) for parts in (3, 1))
+    qkv, y = (np.empty((1, T, parts * H * D), backend.compute_dtype) for parts in (3, 1))
     dqkv, lse = np.empty_like(qkv), np.empty((1, H, T), np.float32)
     for part, candidates in attention_tiles.tiles_for(qkv, H, backend.dot)[1].items():
         for tile in candidates:
@@ -251,8 +251,8 @@ def attend_with_all_tiles(precision, T, D):
 def multiply(precision, rows, C, K):
     """A linear layer, forward and backward."""
     backend = Backend(precision)
-    x, w, dy = (np.empty(shape, backend.compute) for shape in ((rows, C), (C, K), (rows, K)))
-    backend.linear_forward(x, w, np.empty(K, backend.compute))
+    x, w, dy = (np.empty(shape, backend.compute_dtype) for shape in ((rows, C), (C, K), (rows, K)))
+    backend.linear_forward(x, w, np.empty(K, backend.compute_dtype))
     backend.linear_backward(dy, x, w)
 
 
@@ -260,7 +260,7 @@ def divide(config, precision):
     """More launches of a tensor parallel rank: attention with a cache, the gradient of its part of the vocabulary."""
     backend, B, T = Backend(precision), 2, 5
     cache = KVCache(config, backend, B)
-    qkv, logits = (np.empty((B, T, size), backend.compute) for size in (3 * config.n_embd, config.vocab_size))
+    qkv, logits = (np.empty((B, T, size), backend.compute_dtype) for size in (3 * config.n_embd, config.vocab_size))
     backend.attention_cached(qkv, cache.keys[0], cache.values[0], 3, config.n_head)
     logits, targets = logits.reshape(B * T, -1), np.zeros(B * T, np.int32)
     maxima, sums, _, aux = backend.cross_entropy_forward(logits, targets)

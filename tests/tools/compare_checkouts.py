@@ -221,7 +221,7 @@ def gpu_cases(gpus):
     yield case("stage 2, paper bf16, resumed", "--precision", "bf16", how=resumed)
     yield case("stage 2, paper bf16, resumed from the other checkout", "--precision", "bf16", how=handed_over)
     yield case("stage 2, paper fp32, no graph", "--no-graph")
-    # The rate rises slowly, so that the loss becomes infinite after the graph is recorded, with a step in flight.
+    # The rate rises slowly, so that the loss becomes infinite after the graph is captured, with a step in flight.
     late = ("--schedule", "linear", "--warmup", "20", "--lr", "1e12")
     yield case("stage 2, paper fp32, diverges with a step in flight", *late, fails=True)
     gpt2 = ("--preset", "gpt2", "--precision", "bf16", "--clip", "1.0", "--batch-size", "8")
