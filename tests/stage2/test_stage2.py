@@ -148,24 +148,24 @@ def test_the_validation_loss_is_stage_0_s():
     assert evaluate(ours, windows_of(TIED)) == pytest.approx(evaluate(stage0, windows_of(TIED)), rel=1e-5)
 
 
-@pytest.mark.parametrize("seed", [None, 3.0], ids=["unknown", "known"])
-def test_a_second_backward_through_the_head_gives_the_same_gradient(seed):
-    rng, seeds = np.random.default_rng(0), (2.0, 0.0, 1.0, 3.0)
+@pytest.mark.parametrize("dloss", [None, 3.0], ids=["unknown", "known"])
+def test_a_second_backward_through_the_head_gives_the_same_gradient(dloss):
+    rng, gradients = np.random.default_rng(0), (2.0, 0.0, 1.0, 3.0)
     x, w, targets = rng.standard_normal((5, 8), np.float32), rng.standard_normal((11, 8), np.float32), np.arange(5)
     found = []
     for backend in (CudaBackend(), NumpyBackend()):
         leaves = [Tensor(backend.asarray(array), backend, requires_grad=True) for array in (x, w)]
-        known = None if seed is None else backend.asarray(np.array(seed))
-        loss = ops.unembed_cross_entropy(*leaves, targets, seed=known)
-        others = [backend.asarray(np.array(dy)) for dy in seeds]
+        known = None if dloss is None else backend.asarray(np.array(dloss))
+        loss = ops.unembed_cross_entropy(*leaves, targets, dloss=known)
+        others = [backend.asarray(np.array(dy)) for dy in gradients]
         each = []
-        for dy in [None, *others] if seed is None else [known, known]:
+        for dy in [None, *others] if dloss is None else [known, known]:
             for leaf in leaves:
                 leaf.grad = None
             loss.backward(dy, retain_graph=True)
             each += [backend.to_host(leaf.grad) for leaf in leaves]
-        if seed is not None:  # the gradient contains this seed, so another one is refused
-            with pytest.raises(AutogradError, match="with the seed array that forward was given"):
+        if dloss is not None:  # the gradient contains this dloss, so another one is refused
+            with pytest.raises(AutogradError, match="with the dloss array that forward was given"):
                 loss.backward(others[0], retain_graph=True)
         found.append(each)
     for got, want in zip(*found, strict=True):

@@ -534,7 +534,7 @@ def test_a_second_run_times_nothing_and_gives_the_same_curve(train2, tmp_path, m
         result = train2("--preset", "tiny", "--precision", "bf16", "--steps", 5, "--sample", 0, "--log", log, *flags)
         assert result.code == 0, result.err
         rows = [json.loads(line) for line in log.read_text().splitlines()]
-        return result.err.count("timing kernels for this GPU, once: "), [row["loss"] for row in rows]
+        return result.err.count("timing kernels for this GPU, once; "), [row["loss"] for row in rows]
 
     (first, curve), (again, second), (anew, third) = run(), run(), run("--autotune")
     assert (first, again, anew) == (1, 0, 1)
