@@ -76,7 +76,7 @@ class CausalAttention(ours.Graphs):
         from stage2_cuda.cuda_backend import CudaBackend
         from stage2_cuda.tuning.attention_tiles import tuned_backward, tuned_forward
 
-        tuner, options = CudaBackend("bf16", deterministic=not tuned).tuner, (self.qkv, self.heads, "ieee")
+        tuner, options = CudaBackend("bf16", deterministic=not tuned).runtime.tuner, (self.qkv, self.heads, "ieee")
         self.config = tuned_forward(tuner, self.forward, self.y, self.lse, *options)
         self.forward()
         self.backward_config = tuned_backward(tuner, self.backward, self.dqkv, self.delta, *options)
