@@ -77,16 +77,16 @@ class CausalAttention(ours.Graphs):
         from stage2_cuda.tuning.attention_tiles import tuned_backward, tuned_forward
 
         tuner, options = CudaBackend("bf16", deterministic=not tuned).runtime.tuner, (self.qkv, self.heads, "ieee")
-        self.config = tuned_forward(tuner, self.forward, self.y, self.lse, *options)
+        self.forward_tiles = tuned_forward(tuner, self.forward, self.y, self.lse, *options)
         self.forward()
-        self.backward_config = tuned_backward(tuner, self.backward, self.dqkv, self.delta, *options)
+        self.backward_tiles = tuned_backward(tuner, self.backward, self.dqkv, self.delta, *options)
 
-    def forward(self, config=None):
-        self.kernels.attention_forward(self.y, self.lse, self.qkv, self.heads, config=config or self.config)
+    def forward(self, tiles=None):
+        self.kernels.attention_forward(self.y, self.lse, self.qkv, self.heads, tiles=tiles or self.forward_tiles)
 
-    def backward(self, config=None):
+    def backward(self, tiles=None):
         arrays = self.dqkv, self.delta, self.dy, self.qkv, self.y, self.lse
-        self.kernels.attention_backward(*arrays, self.heads, config=config or self.backward_config)
+        self.kernels.attention_backward(*arrays, self.heads, tiles=tiles or self.backward_tiles)
 
     def both(self):
         self.forward()
