@@ -192,11 +192,11 @@ def captured(host):
         second.wait()
         return data.all_gather(parts[own], out=parts), total + twice
 
-    replay = CapturedStep(step, before=lambda: None)
+    replay = CapturedStep(step)
     for call in range(5):
         xs = rank_inputs(call, p, (n,), np.float32)
         x.set(xs[r])
-        results = replay()()
+        results = replay().wait()
         cupy.cuda.runtime.deviceSynchronize()
         gathered, got = map(cupy.asarray, results)  # on the host from the second call on
         same(gathered, tree_sum(xs), "float32")
