@@ -1,5 +1,6 @@
 """Launching Triton kernels: arguments, compiled variants, CuPy's stream, and one clear error without a GPU."""
 
+import inspect
 import json
 import os
 import subprocess
@@ -271,6 +272,18 @@ def test_without_triton_the_error_is_one_line(monkeypatch):
     for make_launcher in (GpuLauncher, triton_launch.launcher.__wrapped__):
         with pytest.raises(ConfigError, match="Triton is needed but cannot be imported"):
             make_launcher()
+
+
+@pytest.mark.skipif(not interpreted(), reason="a GPU was found, so the interpreter is not used")
+def test_the_interpreter_replaces_functions_of_triton_language_only_during_a_launch():
+    interpreter = pytest.importorskip("triton.runtime.interpreter")
+    if not hasattr(interpreter, "_LangPatchScope"):
+        pytest.skip("this version of Triton does not restore them")
+    owners = tl, tl.math, tl.tensor
+    before = [[member for _, member in inspect.getmembers(owner, tl.core.is_builtin)] for owner in owners]
+    axpy(np.empty(5, np.float32), np.ones(5, np.float32), None, 2.0)
+    assert before == [[member for _, member in inspect.getmembers(owner, tl.core.is_builtin)] for owner in owners]
+    assert all(before)
 
 
 @pytest.mark.parametrize("value, want", [("1", True), ("true", True), ("ON", True), ("0", False), ("off", False)])
