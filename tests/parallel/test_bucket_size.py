@@ -1,4 +1,4 @@
-"""The bucket size is computed from two timed all-reduces: with a simulated clock, the planner finds the best size."""
+"""The bucket size is computed from two timed all-reduces: with a simulated clock, the best size is found."""
 
 from dataclasses import dataclass
 
