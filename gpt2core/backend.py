@@ -10,15 +10,15 @@ from gpt2core.runtime import Runtime
 
 
 class Backend(ABC):
-    """Array kernels for one device. Weights are stored (in, out); `d` means gradient; only the backend reads `aux`.
+    """Array kernels for one device. Weights are stored (in, out); `d` means gradient.
 
-    A kernel returns new arrays. Only `cast`, `attention_cached`, `clip` and `adamw_step` write to their arguments.
-    `out` of a backward kernel: arrays for the gradients of its parameters, in the order of the results (in unembed_*
-    one array). Such a gradient is written there and returned, and is complete after `runtime.join()`; None: a new
-    array. The default of a fused pair calls the plain pairs; a device with a faster kernel overrides it.
+    A kernel returns new arrays; only `cast`, `attention_cached`, `clip` and `adamw_step` change their arguments. `aux`
+    is what forward saves for backward; only the backend reads it. `out` of a backward kernel: for each weight gradient,
+    in the order of the results, an array to write and return (complete after `runtime.join()`), or None for a new
+    array; unembed_* take one array or None. The default of linear_gelu and mlp calls the plain pairs.
     """
 
-    deterministic = True  # the default of --deterministic; a GPU is faster with the whole batch in one piece
+    deterministic = True  # the default of --deterministic; False on GPUs, where its small micro-batches are slower
     uses_threads = True  # whether worker threads, one backend each, divide the batch
     many_ranks = "stage 1 or 3"  # the stage to use for several processes, for error messages
     scales_loss = False  # whether small gradients underflow in `compute_dtype`: see parallel/loss_scale.py
@@ -29,7 +29,7 @@ class Backend(ABC):
     precision: str  # the --precision it was made for
     dtype: object  # of the parameters, their gradients and moments
     compute_dtype: object  # of the activations, and of the copy of the parameters that kernels read
-    xp: object  # the array module (numpy, cupy) that composed operations call
+    xp: object  # the array module (numpy, cupy)
     runtime: Runtime  # what the device provides in addition to kernels
 
     @abstractmethod
@@ -65,7 +65,7 @@ class Backend(ABC):
     def prepare_tokens(self, ids, rows=None, first=0):
         """Token ids (B, T) on the host -> NumPy arrays in the form that kernels read.
 
-        rows, first: include what embedding_backward needs for an embedding of the tokens [first, first + rows).
+        rows, first: also prepare embedding_backward for a wte that holds only the token ids [first, first + rows).
         """
         return ids
 
@@ -122,7 +122,7 @@ class Backend(ABC):
     def layernorm_forward(self, x, w, b, eps):
         """x (..., C), w (C), b (C) -> y = (x - mean) / sqrt(var + eps) * w + b, aux (Ba et al. 2016).
 
-        residual_layernorm_backward takes the same aux.
+        residual_layernorm_backward also accepts this aux.
         """
 
     @abstractmethod
@@ -156,8 +156,8 @@ class Backend(ABC):
     def embedding_forward(self, ids, wte, wpe, position=0, first=0):
         """ids (B, T), wte (V, C), wpe (block, C) -> wte[ids - first] + wpe[position:position + T] (B, T, C).
 
-        ids: integers, or what prepare_tokens returns. wte holds the tokens [first, first + V): the row of any other
-        token is zero. If wpe is None, no positions are added.
+        ids: integers, or what prepare_tokens returns. wte holds the token ids [first, first + V); the row of any other
+        id is zero. If wpe is None, no positions are added.
         """
 
     @abstractmethod
@@ -196,8 +196,8 @@ class Backend(ABC):
     def unembed_cross_entropy_forward(self, x, w, targets, first=0, scale=None, dloss=None, out=None):
         """cross_entropy_forward(unembed(x)) for x (N, C), w (V, C), targets (N); not all logits need exist at once.
 
-        scale: the scale of backward, if forward may compute the gradient (it has whole rows, and backward follows);
-        else None. dloss: the dy of backward, a scalar array, or None if it is not known yet. out: an array for dw.
+        scale: backward's scale, if forward may already compute the gradient (w is the whole vocabulary and backward
+        follows), else None. dloss: backward's dy, a scalar array, or None if it is not known yet. out: an array for dw.
         """
 
     @abstractmethod
@@ -205,7 +205,7 @@ class Backend(ABC):
         """-> dx (N, C), dw (V, C)."""
 
     def loss_rows(self, maxima, sums, picked, highest):
-        """-> (2, N): sums * exp(maxima - highest), and picked; their sums over the ranks are those of whole rows."""
+        """-> (2, N): sums * exp(maxima - highest), and picked; highest (N): the maxima over all ranks."""
         return self.xp.stack([sums * self.xp.exp(maxima - highest), picked])
 
     def loss(self, highest, sums, picked, scale):
@@ -222,14 +222,14 @@ class Backend(ABC):
         """squares (segments) float64 -> norm = sqrt(their sum), scale = min(1, bound / (norm + 1e-6)).
 
         Both are arrays of one element. bound 0: no clipping, scale is 1. If the norm is not finite, scale is NaN, and
-        adamw_step then does nothing. loss_scale, interval: the state and interval of a LossScale; the state is updated,
-        the norm is divided by its factor, and then scale is divided by it too. stop: an array (1), initially 0; the
+        adamw_step then does nothing. loss_scale, interval: the state and interval of a LossScale; norm is
+        divided by its factor, scale = min(...) / factor, and the state is updated. stop: an array (1), initially 0; the
         first norm that is not finite sets it to NaN, and every later scale is then NaN too.
         """
 
     @abstractmethod
     def adamw_step(self, p, m, v, copy, g, hyper, scale, decays, betas, offset=0):
-        """Update p, m, v (n) in place from g * scale, g (n) (Loshchilov and Hutter 2019); copy (n) = p, or None.
+        """Update p, m, v (n) in place from g (n) * scale; write p also to copy (n), unless it is None.
 
         hyper: the step's Hyperparameters (optimizer.py), arrays of the host or device; with hyper.key, copy is rounded
         stochastically. scale: from clip. decays (n / 1024): 1 for a block with weight decay, else 0. betas: (beta1,

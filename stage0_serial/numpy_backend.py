@@ -180,7 +180,7 @@ class NumpyBackend(Backend):
         return s, y, (normalised, rstd)
 
     def residual_layernorm_of_one_row(self, x, a, a_bias, w, b, eps):
-        """The same for decoding one token: fewer NumPy calls, each costs more than its arithmetic; no aux."""
+        """The same for decoding one token, without aux: fewer NumPy calls, because a call costs more than its work."""
         s = x if a is None else x + (a + a_bias)
         h = s - np.vdot(s, self.constant(1 / s.size, s.size, s.dtype))
         r = 1 / math.sqrt(float(np.vdot(h, h)) / h.size + eps)
@@ -210,7 +210,7 @@ class NumpyBackend(Backend):
         return dx, self.column_sums(dx2, out[0]), dw, self.column_sums(dy2, out[2])
 
     # -- attention: E = exp(S - rowmax), S = scale q k', causal; y = E v / rowsum(E) -----------------------------------
-    #    backward: dS = E (dE - rowsum(dy y)) / rowsum, so E is kept, and p = E / rowsum is never computed
+    #    backward: dS = E (dy v' - rowsum(dy y)) / rowsum(E), so E is kept, and E / rowsum(E) is never computed
 
     def attention_forward(self, qkv, n_head):
         q3, B, T, D = split_heads(qkv, n_head)
@@ -355,7 +355,7 @@ class NumpyBackend(Backend):
     # -- flat buffers ------------------------------------------------------------------------------------------------
 
     def sum_of_squares(self, flat, segments):
-        rows_each = len(flat) // ARENA_BLOCK // max(1, segments)  # a row is short: its own precision suffices
+        rows_each = len(flat) // ARENA_BLOCK // max(1, segments)  # a row is a block, short enough for its own dtype
         parts = flat.reshape(segments, rows_each, ARENA_BLOCK)
         return np.array([np.vecdot(part, part).sum(dtype=np.float64) for part in parts])
 

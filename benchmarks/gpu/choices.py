@@ -1,6 +1,6 @@
 """What does each optimisation of the GPU training step gain? A step without one of them against the full step.
 
-The rows are measured in interleaved rounds, and each is compared with the full step of the same round.
+The variants are measured in interleaved rounds, and each is compared with the full step of its round.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from gpt2core.trainer import Trainer
 
 BENCHMARK = "benchmarks.gpu.choices"
 SEED = 20260101
-FULL = "nothing"
+FULL = "nothing"  # the row of the full step: "without nothing"
 SIZES = {"gpt2": (64, 10), "paper": (16, 100)}  # sequences per step, steps per round
 
 
@@ -50,7 +50,7 @@ def no_epilogues(backend):
 
 
 def first_algorithms(backend):
-    """The first algorithm that cublasLt proposes, without timing and without saved choices."""
+    """The first deterministic algorithm that cublasLt proposes, without timing and without saved choices."""
     from stage2_cuda.tuning.tuner import Tuner
 
     backend.products.gemm.tuner, backend.products.gemm._deterministic = Tuner(backend.xp), True
@@ -65,7 +65,7 @@ def logits_twice(backend):
 
 
 def odd_vocabulary(backend):
-    """Products with exactly as many columns as the vocabulary has tokens, 50257."""
+    """Matrix products with exactly as many columns as the vocabulary has tokens (50257 for gpt2)."""
     backend.whole_rows = lambda w: w
 
 
@@ -84,7 +84,7 @@ CHOICES = {
 
 
 class Variants:
-    """Trainers that are measured alternately: each has its own state; their captured steps share one workspace."""
+    """Makes trainers to measure alternately: each has its own state; their captured steps share one workspace."""
 
     def __init__(self, config, batch_size, precision):
         tokens = np.random.default_rng(SEED).integers(0, config.vocab_size, (batch_size, config.block_size + 1))

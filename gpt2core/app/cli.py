@@ -96,8 +96,8 @@ def add_data(parser):
     add = group(parser, "data")
     add("--data", "corpus: a UTF-8 text file or the output of data/prepare.py (default data/dummy.txt)", type=Path)
     text = (
-        "word, byte, or the path of a tokenizer.json (default: that of prepared data, otherwise that of the checkpoint "
-        "of --resume or --init-from, otherwise word)"
+        "word, byte, or the path of a tokenizer.json (default: the tokenizer of the prepared data, else of the --resume "
+        "or --init-from checkpoint, else word)"
     )
     add("--tokenizer", text)
     text = "read the training sequences of --seq-len tokens in a seeded random order (default: in corpus order)"
@@ -135,9 +135,8 @@ def add_execution(parser):
     text = "how --precision bf16 rounds its bf16 copy of the fp32 weights (default nearest)"
     add("--rounding", text, choices=("nearest", "stochastic"))
     text = (
-        "micro-batches per step, over all data-parallel replicas together (Megatron counts per replica) (default: the "
-        "largest power of two up to 8 that divides --batch-size; with --no-deterministic 1 per worker thread, or on "
-        "GPUs 1 per replica)"
+        "micro-batches per step, of all data-parallel replicas together, unlike Megatron (default: the largest power of "
+        "two up to 8 that divides --batch-size; with --no-deterministic: one per worker thread, on GPUs one per replica)"
     )
     add("--micro-batches", text, type=integer, metavar="M")
     add("--micro-shards", argparse.SUPPRESS, type=integer, dest="micro_batches")  # former name
@@ -173,8 +172,8 @@ def add_ranks(parser):
     )
     add("--zero", text, type=int, choices=(0, 1))
     text = (
-        "when --zero 1 all-gathers the updated parameters: end (of the step) or forward (during the next forward pass) "
-        "(default end)"
+        "time at which --zero 1 all-gathers the updated parameters: end (of the step) or forward (during the next "
+        "forward pass) (default end)"
     )
     add("--zero-gather", text, metavar="end|forward")
     text = "tensor-parallel size: number of ranks that divide each layer, a divisor of the number of ranks (default 1)"
@@ -189,7 +188,7 @@ def add_ranks(parser):
     text = "steps between comparisons of the parameters of all replicas, 0: only at the end (default 0)"
     add("--verify-every", text, type=int, metavar="N")
     text = (
-        "each rank shuffles its own part of the training sequences of --seq-len tokens "
+        "each rank reads its own part of the training sequences in its own random order, with or without --shuffle "
         "(default: one order for all ranks)"
     )
     add("--local-shuffle", text, action=SWITCH)
@@ -217,7 +216,7 @@ def inference_parser():
     text = "sample among the K most likely tokens, 0: all (default 0)"
     add("--top-k", text, type=integer, default=0, metavar="K")
     text = (
-        "nucleus sampling: sample among the fewest most likely tokens whose probabilities sum to P or more "
+        "nucleus sampling: sample among the smallest set of most likely tokens whose probabilities sum to P or more "
         "(default 1: all tokens)"
     )
     add("--top-p", text, type=float, default=1.0, metavar="P")

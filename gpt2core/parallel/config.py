@@ -50,8 +50,8 @@ def plan_micro_batches(batch_size, micro_batches, threads, ranks, deterministic)
         if micro_batches % ranks:
             advice = f"--micro-batches {ranks}" if ranks & (ranks - 1) == 0 else "a number of ranks that is 2^n"
             raise ConfigError(
-                f"--batch-size {batch_size} makes {counted(micro_batches, 'micro-batch')}, which {ranks} ranks do not "
-                f"divide: use {advice}, or --no-deterministic"
+                f"--batch-size {batch_size} makes {counted(micro_batches, 'micro-batch')}, not a multiple of {ranks} "
+                f"ranks: use {advice}, or --no-deterministic"
             )
     if micro_batches < 1 or micro_batches & (micro_batches - 1):
         below = 1 << max(0, micro_batches.bit_length() - 1)

@@ -1,4 +1,4 @@
-"""Windows for --local-shuffle: each rank shuffles its own fixed part of the corpus."""
+"""Windows for --local-shuffle: each rank reads its own part of the corpus in its own random order."""
 
 import math
 
@@ -8,10 +8,11 @@ from gpt2core.data import Windows
 
 
 class LocalWindows(Windows):
-    """The windows of rank `rank` of `ranks`: each rank reads only its own part of the tokens.
+    """The windows of rank `rank` of `ranks`: each rank reads only its own part of an epoch's windows.
 
-    An epoch's windows are divided into `ranks` contiguous parts of ceil(windows / ranks). Rank r visits its part in an
-    order seeded by (seed, epoch, r), from a first token seeded by (seed, epoch). The loss curve depends on `ranks`.
+    An epoch's windows are divided into `ranks` contiguous parts of ceil(windows / ranks); the last ones may continue at
+    the beginning of the corpus. Rank r reads its part in an order seeded by (seed, epoch, r). An offset seeded by
+    (seed, epoch) shifts all windows. The loss curve depends on `ranks`.
     """
 
     def __init__(self, tokens, seq_len, seed, rank, ranks):
@@ -20,7 +21,7 @@ class LocalWindows(Windows):
         self.windows_per_part = math.ceil(self.windows_per_epoch / ranks)
 
     def batch(self, position, count):
-        """As Windows.batch, where every rank reads `count` windows in a step and this rank starts at `position`."""
+        """As Windows.batch. `position` counts the windows of all ranks: those of earlier steps, plus rank * count."""
         return super().batch((position - self.rank * count) // self.ranks, count)
 
     def _shuffled(self, window):

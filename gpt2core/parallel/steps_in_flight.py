@@ -1,4 +1,6 @@
-"""PendingStep: a launched training step. Its result() reads the loss, repeats the step in fp16, or raises Diverged.
+"""PendingStep: a launched training step. Its result() reads the loss, or raises Diverged.
+
+In fp16 result() repeats a step whose gradient overflowed.
 
 If the device replays a captured step, the host launches step n + 1 before it reads the loss of step n.
 
@@ -61,8 +63,8 @@ class PendingStep:
         """Return the Step. signal: the number of a signal that this rank has received, or 0; see Trainer.stopped_by.
 
         In fp16 a gradient that overflows is computed again from the same batch with half the loss scale, so that no
-        batch is lost. Raises Diverged if the loss or the gradient is not finite: then neither this step nor a later
-        step in flight has changed a parameter.
+        batch is lost. Raises Diverged if the loss is not finite, or the gradient (in fp16: at the smallest loss scale).
+        Then neither this step nor a later step in flight has changed a parameter.
         """
         trainer = self.trainer
         if trainer.in_flight[0] is not self:
@@ -78,7 +80,7 @@ class PendingStep:
             self.stop_all()
             raise Diverged(
                 f"step {trainer.steps}: the loss is {loss} and the gradient norm is {norm}: training cannot continue. "
-                f"Lower --lr (now {self.lr:g}) or set --clip; the parameters are still those of step {trainer.steps}"
+                f"Lower --lr (now {self.lr:g}) or set --clip; the parameters are those after {trainer.steps} steps"
             )
         trainer.steps += 1
         trainer.position += trainer.batch_size
@@ -96,11 +98,11 @@ class PendingStep:
             self.trainer.in_flight.clear()
             raise Diverged(
                 f"step {steps}: the loss scale has been reduced to {factor:g}, and the gradient still overflows: "
-                f"use --precision bf16, or lower --lr (now {self.lr:g}); the parameters are still those of step {steps}"
+                f"use --precision bf16, or lower --lr (now {self.lr:g}); the parameters are those after {steps} steps"
             )
 
     def stop_all(self):
-        """Wait for the steps in flight, which change no parameter because `stop` is NaN, and reset `stop` to 0."""
+        """Wait for the steps in flight, which change no parameter because optimizer.stop is NaN; reset it to 0."""
         for pending in self.trainer.in_flight:
             pending.results.wait()
         self.trainer.in_flight.clear()
@@ -110,7 +112,7 @@ class PendingStep:
 def total_loss(trainer, losses, signal=0):
     """-> (sum of all ranks' losses in the canonical order, largest of their signal numbers): (float, int).
 
-    Tensor-parallel ranks have equal losses; only those of the first one are added.
+    The ranks of a tensor-parallel group have equal losses; only its first rank's losses are added.
     """
     mine = np.array([signal, *losses], np.float64)
     everyone = trainer.world.all_gather(mine).reshape(-1, trainer.mesh.tensor.size, len(mine))  # (data, tensor, 1 + n)

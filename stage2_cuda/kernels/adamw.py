@@ -4,8 +4,8 @@
     p = (1 - lr weight_decay) p - rate m / (sqrt(v) + eps'),  rate = lr sqrt(c2) / c1,  eps' = eps sqrt(c2)
 
 with c1 = 1 - beta1^step and c2 = 1 - beta2^step. A CUDA graph of the step is replayed with the same kernel arguments,
-so everything that changes from step to step is read from device memory: three scalars that the host computes, and the
-gradient scale that clip_scale() computes from the norm.
+so everything that changes from step to step is read from device memory: three scalars and the key of stochastic
+rounding, from the host, and the gradient scale that clip_scale() computes from the norm.
 """
 
 import triton
@@ -20,7 +20,7 @@ SQUARES_BLOCKS = 2  # blocks per program of squares_kernel
 
 
 def adamw_step(p, m, v, copy, g, scalars, grad_scale, decays, beta1, beta2, philox_key=None, offset=0):
-    """Update p, m, v (n) float32 in place with the gradient g (n) float32 * grad_scale; skip the step if it is NaN.
+    """Update p, m, v (n) float32 in place with the gradient g (n) float32 * grad_scale, unless grad_scale is NaN.
 
     copy (n): receives p in the compute dtype, rounded to nearest; None: no copy. scalars (3): gpt2core.optimizer's
     adamw_scalars() on the device, [rate, eps', 1 - lr weight_decay], float32 or float64 (rounded to float32 here).
@@ -45,7 +45,7 @@ def sum_of_squares(out, partials, flat):
     if not segments:
         return
     if flat.size != blocks * BLOCK or blocks % segments:
-        raise ValueError(f"{flat.size} elements cannot be divided into {segments} equal segments of {BLOCK}s")
+        raise ValueError(f"{flat.size} elements are not {segments} equal segments of whole blocks of {BLOCK}")
     grid = (triton.cdiv(blocks, SQUARES_BLOCKS),)
     launch(squares_kernel, grid, partials, flat, blocks, BLOCKS=SQUARES_BLOCKS, BLOCK=BLOCK, num_warps=4)
     segment_sum(out, partials)
@@ -57,8 +57,8 @@ def clip_scale(grad_scale, norm, squares, max_norm, loss_scale=None, growth_inte
     squares: any number of float64 sums of squares. max_norm 0: no clipping, grad_scale 1. If the norm is not finite,
     grad_scale is NaN, and adamw_step skips the step.
     loss_scale (2) float32 [scale, finite steps] or None: dynamic loss scaling. The gradients are loss_scale[0] times
-    too large. The scale is halved if the norm is not finite and doubled after `growth_interval` finite norms, which
-    loss_scale[1] counts.
+    too large, so norm and grad_scale are divided by it. The scale is halved if the norm is not finite and doubled
+    after `growth_interval` finite norms, which loss_scale[1] counts.
     stop (1) float32 or None: it is added to grad_scale, and it becomes NaN when the norm is not finite, so that all
     later steps are skipped too.
     """

@@ -1,4 +1,4 @@
-"""Names in a profiler's timeline (NVTX): forward, backward, optimizer, and every kernel method of the backend.
+"""Names in a profiler's timeline (NVTX): forward, backward, optimizer, and the kernel methods of the backend.
 
 annotate() adds the names. The replay of a CUDA graph runs no Python, so it shows no names: use --no-graph.
 """
@@ -8,18 +8,11 @@ import functools
 
 from gpt2core.backend import Backend
 
-KERNELS = (
-    "_forward",
-    "_backward",
-    "_cached",
-    "_step",
-    "clip",
-    "sum_of_squares",
-)  # the endings of the kernel methods' names
+KERNELS = ("_forward", "_backward", "_cached", "_step", "clip", "sum_of_squares")  # ends of the kernel methods' names
 
 
 def annotate(backend, nvtx):
-    """Make this backend's kernel methods and its runtime's range() open ranges of `nvtx` (cupy.cuda.nvtx)."""
+    """Open an `nvtx` range (cupy.cuda.nvtx) in each kernel method of this backend and in its runtime's range()."""
 
     @contextlib.contextmanager
     def named_range(name):

@@ -14,9 +14,9 @@ def outside_pool(cupy):
 class StaticInputs:
     """Device copies of the NumPy arrays in a tree of arguments, at the same addresses for every call.
 
-    A tree consists of nested tuples (named ones too) and lists. Other leaves, device arrays and constants, are passed
-    unchanged and must be the same in every call. `arguments` is the tree with the device copies in place of NumPy
-    arrays.
+    A tree consists of nested tuples (named ones too) and lists. Leaves that are not NumPy arrays (device
+    arrays, constants) are passed unchanged and must be the same in every call. `arguments` is the tree with the device
+    copies in place of NumPy arrays.
     """
 
     def __init__(self, cupy, tree):
@@ -46,18 +46,19 @@ class StaticInputs:
     def upload(self, tree):
         """Copy the NumPy arrays of `tree` to the device, on the current stream.
 
-        Raises ValueError if the tree differs from the first one in more than the values of its NumPy arrays.
+        Raises ValueError if a leaf differs from the first call's in more than the values of a NumPy array.
         """
         leaves = flatten(tree)
-        self.copied.synchronize()  # the previous copy has read the staging memory
+        self.copied.synchronize()  # wait until the previous copy has read the staging memory
+        # an array's number is its place among the leaves of all arguments
         for number, (leaf, (staging, kept)) in enumerate(zip(leaves, self.leaves, strict=True)):
             if staging is None:
                 if leaf is not kept and not (isinstance(leaf, int | float | str) and leaf == kept):
-                    raise ValueError(f"argument {number} of a captured step was {kept!r:.80} and is {leaf!r:.80} now")
+                    raise ValueError(f"argument {number} was {kept!r:.80} in the first call and is {leaf!r:.80} now")
             elif leaf.shape != staging.shape or leaf.dtype != staging.dtype:
                 raise ValueError(
-                    f"argument {number} of a captured step was {staging.dtype} {staging.shape} and is {leaf.dtype} "
-                    f"{leaf.shape} now"
+                    f"argument {number} was {staging.dtype} {staging.shape} in the first call "
+                    f"and is {leaf.dtype} {leaf.shape} now"
                 )
             else:
                 staging[...] = leaf

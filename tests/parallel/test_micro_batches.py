@@ -377,7 +377,7 @@ def test_the_planned_micro_batches_and_threads(batch, count, threads, ranks, det
         ((-4, None, 1, 2, False), "--batch-size -4"),
         ((16, None, 1, 3, True), "--batch-size 16 .* by 3 ranks: use --batch-size 15 and --no-deterministic$"),
         ((16, None, 0, 1, True), "--threads 0 must be at least 1"),
-        ((6, None, 1, 3, True), "2 micro-batches, which 3 ranks do not divide.*--no-deterministic"),
+        ((6, None, 1, 3, True), "2 micro-batches, not a multiple of 3 ranks.*--no-deterministic"),
         ((16, 6, 1, 1, True), "--micro-batches 6 is not a power of two: use 4 or 8"),
         ((16, 0, 1, 1, True), "--micro-batches 0 "),
         ((16, -2, 1, 1, True), "--micro-batches -2 "),

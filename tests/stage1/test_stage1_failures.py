@@ -1,4 +1,4 @@
-"""A rank that fails ends the job soon, nonzero, with the cause printed once, a whole checkpoint and no process left."""
+"""When a rank fails, the job ends soon with a nonzero code, prints the cause once and leaves no process."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from gpt2core.app.checkpoint_directory import load_checkpoint
 from tests.support.jobs import STAGE, Job, mpi, script, succeeded
 from tests.support.mpi import ROOT, mpiexec
 
-SOON = 60  # seconds of a failing job from its start: usually 2, up to 10 under load; a job that hangs exceeds it
+SOON = 60  # limit of a failing job, in seconds from its start: it usually takes 2, up to 10 under load
 LINUX = Path("/proc/self/environ").exists()
 
 # The script of stage 1, which calls fault(trainer, rank) on every rank at the start of step 3.
@@ -105,12 +105,12 @@ FAULTS = {  # name: (fault at the start of step 3, texts that are printed exactl
     "kill -9 of the root": ("if rank == 0: os.kill(os.getpid(), signal.SIGKILL)", [], None),
     "exception": ("if rank == 1: raise ZeroDivisionError('an injected fault')",
         ["rank 1 of 4 failed:", "Traceback", "ZeroDivisionError: an injected fault"], 1),
-    # a long GRACE: the other ranks wait until the root has printed its error and ended the job
+    # GRACE: seconds for which a rank waits for lower ranks to report first; with 60 the root ends the job
     "exception on all": (
         "from gpt2core.app import command; command.GRACE = 60; raise ZeroDivisionError('an injected fault')",
         ["rank 0 of 4 failed:", "Traceback", "ZeroDivisionError: an injected fault"], None),
     "memory": ("if rank == 2: raise MemoryError('no 3 GiB')", ["error: rank 2: out of memory (no 3 GiB): lower"], 2),
-    "user's": ("if rank == 1: raise DataError('an injected error')", ["error: rank 1: an injected error"], 2),
+    "user error": ("if rank == 1: raise DataError('an injected error')", ["error: rank 1: an injected error"], 2),
     "file": ("if rank == 3: raise OSError(5, 'Input/output error', 'x.bin')",
         ["error: rank 3: x.bin: Input/output error"], 2),
     "exit": ("if rank == 1: sys.exit('injected exit')", ["rank 1 of 4 failed:", "SystemExit: injected exit"], 1),
@@ -309,7 +309,7 @@ def test_a_rank_with_a_different_version_of_the_code_is_named(tmp_path):
 MISTAKES = [  # ranks, flags, text of the error line
     (3, "--batch-size|16", "--batch-size 16 is not divisible by 3 ranks: use --batch-size 15 and --no-deterministic"),
     (4, "--batch-size|6", "--batch-size 6 is not divisible by 4 ranks: use --batch-size 8"),
-    (3, "--batch-size|12", "--batch-size 12 makes 4 micro-batches, which 3 ranks do not divide"),
+    (3, "--batch-size|12", "--batch-size 12 makes 4 micro-batches, not a multiple of 3 ranks"),
     (2, "--tp|3", "--tp 3 does not divide 2 ranks: use one of 1, 2"),
     (4, "--tp|4", "n_head 2 is not divisible by --tp 4: use --tp 1 or 2"),
     (2, "--tp|2|--data|{corpus}", "the vocabulary of 29 is not divisible by --tp 2: use --tp 1"),

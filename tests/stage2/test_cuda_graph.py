@@ -179,9 +179,9 @@ def test_the_tree_of_arguments_keeps_its_structure_and_its_other_leaves(cupy):
 @pytest.mark.parametrize(
     "other, says",
     [
-        ([np.zeros(4), 7], r"argument 0 .* float64 \(3,\) and is float64 \(4,\) now"),
-        ([np.zeros(3, np.float32), 7], r"argument 0 .* float64 \(3,\) and is float32 \(3,\) now"),
-        ([np.zeros(3), 8], "argument 1 .* was 7 and is 8 now"),
+        ([np.zeros(4), 7], r"argument 0 .* float64 \(3,\) in the first call and is float64 \(4,\) now"),
+        ([np.zeros(3, np.float32), 7], r"argument 0 .* float64 \(3,\) in the first call and is float32 \(3,\) now"),
+        ([np.zeros(3), 8], "argument 1 was 7 in the first call and is 8 now"),
     ],
 )
 def test_arguments_that_differ_in_more_than_values_are_refused(cupy, other, says):

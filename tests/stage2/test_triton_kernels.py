@@ -419,7 +419,7 @@ def test_sums_of_squares_equal_float64_and_do_not_depend_on_the_other_segments(r
         parts = [run(adamw.sum_of_squares, outputs, flat[at : at + each])[0] for at in range(0, flat.size, each)]
         assert_array_equal(np.concatenate(parts), got)
     adamw.sum_of_squares(poisoned((0,), np.float64), poisoned((0,), FP32), flat[:0])
-    with pytest.raises(ValueError, match="4096 elements cannot be divided into 3 equal segments"):
+    with pytest.raises(ValueError, match="4096 elements are not 3 equal segments"):
         adamw.sum_of_squares(poisoned((3,), np.float64), poisoned(*scratch), flat[: 4 * BLOCK])
 
 
