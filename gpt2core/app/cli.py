@@ -96,8 +96,8 @@ def add_data(parser):
     add = group(parser, "data")
     add("--data", "corpus: a UTF-8 text file or the output of data/prepare.py (default data/dummy.txt)", type=Path)
     text = (
-        "word, byte, or the path of a tokenizer.json (default: the tokenizer of the prepared data, else of the --resume "
-        "or --init-from checkpoint, else word)"
+        "word, byte, or the path of a tokenizer.json (default: the tokenizer of the prepared data, else of the "
+        "--resume or --init-from checkpoint, else word)"
     )
     add("--tokenizer", text)
     text = "read the training sequences of --seq-len tokens in a seeded random order (default: in corpus order)"
@@ -135,8 +135,9 @@ def add_execution(parser):
     text = "how --precision bf16 rounds its bf16 copy of the fp32 weights (default nearest)"
     add("--rounding", text, choices=("nearest", "stochastic"))
     text = (
-        "micro-batches per step, of all data-parallel replicas together, unlike Megatron (default: the largest power of "
-        "two up to 8 that divides --batch-size; with --no-deterministic: one per worker thread, on GPUs one per replica)"
+        "micro-batches per step, of all data-parallel replicas together, unlike Megatron (default: the largest power "
+        "of two up to 8 that divides --batch-size; with --no-deterministic: one per worker thread, or on GPUs one per "
+        "replica)"
     )
     add("--micro-batches", text, type=integer, metavar="M")
     add("--micro-shards", argparse.SUPPRESS, type=integer, dest="micro_batches")  # former name
