@@ -1,19 +1,19 @@
-"""All parameters in one flat buffer, all gradients in others of the same layout; each parameter is a view of them."""
+"""All parameters are in one flat buffer, all gradients in others of the same layout; each named array is a view."""
 
 import math
 
 import numpy as np
 
-BLOCK = 1024  # elements; every parameter starts on a block, so weight decay and owner are constant within a block
-SEGMENTS = 64  # equal parts of the buffer: 1, 2, 4, ... or 64 ranks or threads own whole segments
+BLOCK = 1024  # elements; each parameter starts at a multiple, so a block has one weight-decay flag and one owner
+SEGMENTS = 64  # equal parts of the buffer; each of 1, 2, 4, ... or 64 ranks or threads owns whole segments
 
 
 class Arena:
     """The layout of named arrays in a flat buffer of `size` elements.
 
-    For 1, 2, 4, ... or 64 `owners`, `size` is the same multiple of SEGMENTS * BLOCK, so slices, norms and checksums are
-    the same too. For another number (three, for instance) there are more segments, so that each owner has an equal
-    part. The padding is zero and stays zero, because its gradient is zero.
+    `size` is equal for 1, 2, 4, ... and 64 `owners`, so slices, norms and checksums do not depend on the number of
+    owners. For other numbers (three, for instance) there are more segments, so that each owner has an equal part. The
+    padding is zero and stays zero, because its gradient is zero.
     """
 
     def __init__(self, shapes, owners=1):
@@ -29,7 +29,7 @@ class Arena:
         return {name: flat[part].reshape(self.shapes[name]) for name, part in self.slices.items()}
 
     def part(self, index, parts):
-        """The slice of owner `index` of `parts`, in whole segments; equal parts if `parts` divides `segments`."""
+        """The slice of owner `index` of `parts` owners: whole segments, equally many if `parts` divides `segments`."""
         edges = [self.segments * i // parts * (self.size // self.segments) for i in (index, index + 1)]
         return slice(*edges)
 
@@ -39,7 +39,7 @@ class Arena:
         return slice(part.start, round_up(part.stop, BLOCK))
 
     def blocks(self, part):
-        """`part`, a slice of elements that consists of whole blocks, as a slice of block numbers."""
+        """The slice of block numbers for `part`, a slice of elements that consists of whole blocks."""
         return slice(part.start // BLOCK, part.stop // BLOCK)
 
     def decays(self):

@@ -1,4 +1,4 @@
-"""The Backend protocol: the array kernels a device provides, in pairs, forward and backward next to each other."""
+"""The Backend protocol: the array kernels of a device, in pairs of forward and backward."""
 
 # B batch, T time, C channels, H heads, D = C // H, V vocabulary, K columns, N = B*T rows; ... leading axes; ' transpose
 
@@ -10,23 +10,23 @@ from gpt2core.runtime import Runtime
 
 
 class Backend(ABC):
-    """Array kernels for one device. Weights are stored (in, out); `d` means gradient.
+    """Array kernels for one device. Docstrings read "arguments -> results"; weights are (in, out); `d` is gradient.
 
-    A kernel returns new arrays; only `cast`, `attention_cached`, `clip` and `adamw_step` change their arguments. `aux`
-    is what forward saves for backward; only the backend reads it. `out` of a backward kernel: for each weight gradient,
-    in the order of the results, an array to write and return (complete after `runtime.join()`), or None for a new
-    array; unembed_* take one array or None. The default of linear_gelu and mlp calls the plain pairs.
+    A kernel returns new arrays and changes no argument except `out`; only `cast`, `attention_cached`, `clip` and
+    `adamw_step` change others. `aux` is what forward saves for backward; only the backend reads it. `out` of a backward
+    kernel has one entry per weight gradient, in the order of the results: an array to write (complete after
+    `runtime.join()`) and return, or None for a new one; in unembed_* `out` is the entry itself.
     """
 
-    deterministic = True  # the default of --deterministic; False on GPUs, where its small micro-batches are slower
+    deterministic = True  # the default of --deterministic; False on GPUs, where many small micro-batches are slower
     uses_threads = True  # whether worker threads, one backend each, divide the batch
-    many_ranks = "stage 1 or 3"  # the stage to use for several processes, for error messages
-    scales_loss = False  # whether small gradients underflow in `compute_dtype`: see parallel/loss_scale.py
+    many_ranks = "stage 1 or 3"  # for error messages: the stage that runs several processes
+    scales_loss = False  # True: small gradients underflow in `compute_dtype`; see parallel/loss_scale.py
     rounds_stochastically = False  # whether `cast` and `adamw_step` take a rounding key
     decoder_batch = 1  # number of prompts that one decoder should continue at the same time
 
     name: str
-    precision: str  # the --precision it was made for
+    precision: str  # the value of --precision
     dtype: object  # of the parameters, their gradients and moments
     compute_dtype: object  # of the activations, and of the copy of the parameters that kernels read
     xp: object  # the array module (numpy, cupy)
@@ -59,13 +59,13 @@ class Backend(ABC):
         return a + b
 
     def cast(self, x, out, key=None):
-        """Write x to `out` in its dtype, rounded to nearest, or stochastically with a key from rounding_key()."""
+        """Copy x to `out` in out's dtype, rounded to nearest, or stochastically with a `key` from rounding_key()."""
         out[...] = x
 
     def prepare_tokens(self, ids, rows=None, first=0):
         """Token ids (B, T) on the host -> NumPy arrays in the form that kernels read.
 
-        rows, first: also prepare embedding_backward for a wte that holds only the token ids [first, first + rows).
+        rows, first: add what embedding_backward needs if wte holds only the token ids [first, first + rows).
         """
         return ids
 
@@ -96,7 +96,7 @@ class Backend(ABC):
 
     @abstractmethod
     def gelu_backward(self, dy, x):
-        """-> dx, the shape of x."""
+        """-> dx, which has the shape of x."""
 
     def linear_gelu_forward(self, x, w, b):
         """-> y = gelu(x @ w + b) (..., K), aux."""
@@ -131,15 +131,15 @@ class Backend(ABC):
 
     @abstractmethod
     def residual_layernorm_forward(self, x, a, a_bias, w, b, eps):
-        """x (..., C) the residual stream, a (..., C) a branch, a_bias (C) -> s = x + a + a_bias, LN(s), aux."""
+        """x (..., C) the residual stream, a (..., C) a branch, with a_bias (C) -> s = x + a + a_bias, LN(s), aux."""
 
     @abstractmethod
     def residual_layernorm_backward(self, ds, dy, w, aux, out=(None, None, None)):
-        """ds (..., C) or None, dy (..., C) -> dx (and da, the same array), da_bias (C), dw (C), db (C)."""
+        """ds (..., C) or None, dy (..., C) for LN(s) -> dx (which is also da), da_bias (C), dw (C), db (C)."""
 
     @abstractmethod
     def attention_forward(self, qkv, n_head):
-        """qkv (B, T, 3C), first q, then k, then v, each (H, D) -> causal softmax(q k' / sqrt(D)) v (B, T, C), aux."""
+        """qkv (B, T, 3C): q, k, v of (H, D) columns each -> y = causal softmax(q k' / sqrt(D)) v (B, T, C), aux."""
 
     @abstractmethod
     def attention_backward(self, dy, qkv, y, aux, n_head):
@@ -157,7 +157,7 @@ class Backend(ABC):
         """ids (B, T), wte (V, C), wpe (block, C) -> wte[ids - first] + wpe[position:position + T] (B, T, C).
 
         ids: integers, or what prepare_tokens returns. wte holds the token ids [first, first + V); the row of any other
-        id is zero. If wpe is None, no positions are added.
+        id is zero. If wpe is None, no position embedding is added.
         """
 
     @abstractmethod
@@ -194,10 +194,10 @@ class Backend(ABC):
 
     @abstractmethod
     def unembed_cross_entropy_forward(self, x, w, targets, first=0, scale=None, dloss=None, out=None):
-        """cross_entropy_forward(unembed(x)) for x (N, C), w (V, C), targets (N); not all logits need exist at once.
+        """cross_entropy_forward(unembed(x)) for x (N, C), w (V, C), targets (N); the logits need not all exist at once.
 
-        scale: backward's scale, if forward may already compute the gradient (w is the whole vocabulary and backward
-        follows), else None. dloss: backward's dy, a scalar array, or None if it is not known yet. out: an array for dw.
+        scale: the `scale` of backward if forward may already compute the gradient, because w is the whole vocabulary
+        and backward follows; else None. dloss: the `dy` of backward, or None if not known yet. out: an array for dw.
         """
 
     @abstractmethod
@@ -205,7 +205,7 @@ class Backend(ABC):
         """-> dx (N, C), dw (V, C)."""
 
     def loss_rows(self, maxima, sums, picked, highest):
-        """-> (2, N): sums * exp(maxima - highest), and picked; highest (N): the maxima over all ranks."""
+        """-> (2, N): sums * exp(maxima - highest), then picked. highest (N): the maxima over all ranks."""
         return self.xp.stack([sums * self.xp.exp(maxima - highest), picked])
 
     def loss(self, highest, sums, picked, scale):
@@ -215,23 +215,23 @@ class Backend(ABC):
 
     @abstractmethod
     def sum_of_squares(self, flat, segments):
-        """flat (n) -> (segments) float64, one sum for each of `segments` equal parts; it depends on that part only."""
+        """flat (n) -> (segments) float64: the sum of each of `segments` equal parts, independent of other parts."""
 
     @abstractmethod
     def clip(self, squares, bound, loss_scale=None, interval=0, stop=None):
-        """squares (segments) float64 -> norm = sqrt(their sum), scale = min(1, bound / (norm + 1e-6)).
+        """squares (segments) float64 -> norm = sqrt(sum of squares), scale = min(1, bound / (norm + 1e-6)).
 
-        Both are arrays of one element. bound 0: no clipping, scale is 1. If the norm is not finite, scale is NaN, and
-        adamw_step then does nothing. loss_scale, interval: the state and interval of a LossScale; norm is
-        divided by its factor, scale = min(...) / factor, and the state is updated. stop: an array (1), initially 0; the
-        first norm that is not finite sets it to NaN, and every later scale is then NaN too.
+        Both have one element. bound 0: no clipping, scale is 1. If the norm is not finite, scale is NaN, and adamw_step
+        then does nothing. loss_scale, interval: `state` and `interval` of a LossScale; norm is divided by the loss
+        scale, then scale = min(...) / loss scale, and the state is updated. stop: an array (1), initially 0; the first
+        norm that is not finite sets it to NaN, and then every later scale is NaN.
         """
 
     @abstractmethod
     def adamw_step(self, p, m, v, copy, g, hyper, scale, decays, betas, offset=0):
-        """Update p, m, v (n) in place from g (n) * scale; write p also to copy (n), unless it is None.
+        """Update p, m, v (n) in place from g (n) * scale, and write p to `copy` (n) unless copy is None.
 
         hyper: the step's Hyperparameters (optimizer.py), arrays of the host or device; with hyper.key, copy is rounded
-        stochastically. scale: from clip. decays (n / 1024): 1 for a block with weight decay, else 0. betas: (beta1,
-        beta2). offset: the position of p[0] in the arena, from which the random numbers are computed.
+        stochastically. scale: from clip; NaN: do nothing. decays (n / 1024): 1 for a block with weight decay, else 0.
+        betas: (beta1, beta2). offset: the arena index of p[0], from which the random numbers are computed.
         """

@@ -31,7 +31,7 @@ class Handle:
 class Communicator:
     """The protocol. An implementation defines the `_start` forms, `barrier` and `split`; the other calls use these.
 
-    x is an array of the implementation's array type. If that is not NumPy's, it also overrides the two object calls.
+    x is an array of the implementation's array type; broadcast_object and all_gather_object need NumPy arrays.
 
     Order      All ranks of a group start the same collectives in the same order, with equal dtypes and shapes.
                Several operations may be pending, and handles may be waited for in any order. Only one thread of a
@@ -39,9 +39,9 @@ class Communicator:
     Ownership  The communicator owns x and out until wait() returns: do not write to either, do not read out. After
                wait(), or after a blocking call, x belongs to the caller again; it is unchanged unless it shares memory
                with `out`. x may be non-contiguous.
-    Result     A new array, or `out`, filled: a C-contiguous array of the result's shape and dtype. `out` may be x or
+    Result     A new array, or `out` if given: a C-contiguous array of the result's shape and dtype. `out` may be x or
                share its memory (all_reduce(x, out=x) needs no second buffer). A group of one returns x itself; pass a
-               separate `out` in order to overwrite x or the result later.
+               separate `out` if you change x or the result later.
     Sum        In x's dtype, elementwise, in the canonical order over ranks (gpt2core/parallel/tree_sum.py).
                An implementation may offer a faster order; use_collectives() selects it.
     bytes_sent Bytes that this rank sent through this communicator (sub-groups not included), by the textbook formula
@@ -55,7 +55,7 @@ class Communicator:
     local_rank: int  # rank among the ranks of this group on the same host
     local_size: int  # number of ranks of this group on the same host, which share its cores
     one_process = False  # True: this world can never have more than one rank
-    native_collectives = "canonical"  # the use_collectives() name of the library's own, fastest sums
+    native_collectives = "canonical"  # the name, for use_collectives(), of the library's own sums
     capturable = True  # whether calls on device arrays can be captured in a CUDA graph
     prefers_zero = False  # True: --zero 1 is the default if --dp is flat and --compress is none
     measures_buckets = False  # whether an unset --bucket-mb is measured (bucket_size.py)
@@ -74,10 +74,10 @@ class Communicator:
             raise ConfigError(f"--collectives {name}: this communicator has only canonical; omit the flag")
 
     def use_transport(self, name):
-        """Select how device arrays move, None for the best transport available; returns the name of the one chosen.
+        """Select the transport of device arrays (None: the best one available) and return its name, or None.
 
-        All ranks call it before they allocate device memory: it also binds each rank to its device. Raises ConfigError
-        for an unknown or unavailable transport.
+        All ranks call this method before they allocate device memory, because it also binds each rank to its device.
+        Raises ConfigError for an unknown or unavailable transport.
         """
         if name is not None:
             raise ConfigError(f"--transport {name}: only stage 3 (one GPU for each rank) has transports; omit the flag")
@@ -91,19 +91,19 @@ class Communicator:
         raise NotImplementedError
 
     def all_gather_start(self, x, out=None):
-        """Handle of all ranks' x along axis 0 in rank order; x (rows, ...) -> (p * rows, ...)."""
+        """Handle of all ranks' x, concatenated along axis 0 in rank order; x (rows, ...) -> (p * rows, ...)."""
         raise NotImplementedError
 
     def reduce_scatter_start(self, x, op="sum", out=None):
-        """Handle of part `rank` of all_reduce(x), bit for bit; x (p * rows, ...) -> (rows, ...)."""
+        """Handle of this rank's rows of all_reduce(x), bit for bit with canonical sums; x (p * rows, ...) -> (rows, ...)."""
         raise NotImplementedError
 
     def all_to_all_start(self, x, out=None):
-        """Handle of part `rank` of every rank's x, in rank order; x (p * rows, ...) -> (p * rows, ...)."""
+        """Handle of part `rank` of all ranks' x, in rank order; x (p * rows, ...) -> (p * rows, ...)."""
         raise NotImplementedError
 
     def broadcast_start(self, x, root=0, out=None):
-        """Handle of root's x; on other ranks x gives shape and dtype only, so broadcast(x, out=x) receives in place."""
+        """Handle of root's x. Other ranks' x only gives shape and dtype; broadcast(x, out=x) receives in place."""
         raise NotImplementedError
 
     def send_start(self, x, to, tag=0):
@@ -111,7 +111,7 @@ class Communicator:
         raise NotImplementedError
 
     def recv_start(self, out, source, tag=0):
-        """Handle of a receive of the next message with `tag` from rank `source` into `out` (its shape and dtype)."""
+        """Handle of a receive of rank source's next message with `tag` into `out`, of equal shape and dtype."""
         raise NotImplementedError
 
     def barrier(self):
@@ -144,13 +144,13 @@ class Communicator:
         return self.recv_start(out, source, tag).wait()
 
     def broadcast_object(self, obj, root=0):
-        """A copy of root's `obj`, anything that pickles; other ranks' `obj` is ignored."""
+        """A copy of root's `obj`, which must be picklable; other ranks' `obj` is ignored."""
         payload = np.frombuffer(pickle.dumps(obj if self.rank == root else None), np.uint8)
         length = self.broadcast(np.array([payload.size], np.int64), root)
         return pickle.loads(self.broadcast(np.resize(payload, length), root))
 
     def all_gather_object(self, obj):
-        """List of copies of every rank's `obj`, anything that pickles."""
+        """A list of copies of all ranks' `obj`, which must be picklable, in rank order."""
         payload = np.frombuffer(pickle.dumps(obj), np.uint8)
         lengths = self.all_gather(np.array([payload.size], np.int64))
         padded = self.all_gather(np.resize(payload, lengths.max())).reshape(self.size, -1)
@@ -158,7 +158,7 @@ class Communicator:
 
 
 def check_op(op):
-    """The NumPy function of `op`; raises ConfigError for an unknown one."""
+    """The NumPy function of `op`; raises ConfigError for an unknown `op`."""
     if op not in REDUCTIONS:
         raise ConfigError(f"unknown reduction {op!r}: choose one of {', '.join(REDUCTIONS)}")
     return REDUCTIONS[op]
@@ -201,7 +201,7 @@ def address(array):
 
 
 class Solo(Communicator):
-    """The group of one: every collective returns x itself, of any array type, or fills `out` with it."""
+    """The group of one: every collective returns x itself, of any array type, or copies x to `out`."""
 
     rank, size, bytes_sent, local_rank, local_size = 0, 1, 0, 0, 1
     one_process = True
@@ -217,7 +217,7 @@ class Solo(Communicator):
         check_out(out, x.shape, x.dtype)
         if out is None or out is x:
             return Handle(x)
-        if not (x.flags.c_contiguous and address(x) == address(out)):  # equal addresses: x and out share memory
+        if not (x.flags.c_contiguous and address(x) == address(out)):  # equal addresses: out shares the memory of x
             out[...] = x
         return Handle(out)
 

@@ -24,7 +24,7 @@ class CheckpointError(UserError):
 
 
 class Diverged(UserError):
-    """The loss or the gradient is not finite, or replicas differ; the parameters are those before the step."""
+    """A loss, the gradient or a parameter is not finite, or the replicas of a parameter differ."""
 
     shared = True  # all ranks have the same numbers, so all raise it
 

@@ -19,7 +19,7 @@ LARGEST = 1 << 40  # parameters: a larger size is almost certainly a typo, and o
 class GPT2Config:
     """The size of one GPT-2. Names follow nanoGPT; `tied`: lm_head is the token embedding.
 
-    Raises ConfigError for a size below 1, over LARGEST parameters, an epsilon outside (0, 1), or n_embd % n_head > 0.
+    Raises ConfigError for sizes below 1, over LARGEST parameters, epsilon outside (0, 1), n_embd not divisible by n_head.
     """
 
     vocab_size: int = 50257
@@ -111,7 +111,7 @@ class GPT2:
     def trunk(self, ids, cache=None, last_only=False):
         """ids (B, T) -> the final LayerNorm's output (B, T, C), or (B, 1, C) of the last position only.
 
-        ids: integers, or a backend's prepared tokens. With a cache (sampler.KVCache), ids continue its sequence.
+        ids: integers, or a backend's prepared tokens. With a cache (sampler.KVCache), ids follow the cached tokens.
         """
         wte, wpe = self.read("transformer.wte")[0], self.read("transformer.wpe")[0]
         position = 0 if cache is None else cache.length
@@ -127,7 +127,7 @@ class GPT2:
         return y
 
     def add_and_normalize(self, x, branch, norm):
-        """x (B, T, C) + the branch and its bias -> the new residual stream, and its LayerNorm."""
+        """Add a branch (output, bias) to x (B, T, C); returns the new residual stream and its LayerNorm."""
         return ops.residual_layernorm(x, *branch, *norm, self.config.layer_norm_epsilon)
 
     def logits(self, ids, cache=None, last_only=False):
@@ -145,7 +145,7 @@ class GPT2:
 
 
 class Block:
-    """One layer of a GPT2: a view of its parameters, and its two branches, attention and MLP.
+    """One layer of a GPT2: reads the layer's parameters and computes its two branches, attention and MLP.
 
     A branch returns (output without the last bias, that bias). The caller adds the bias after the all-reduce; otherwise
     it would be added once per tensor-parallel rank.

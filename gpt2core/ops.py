@@ -1,4 +1,4 @@
-"""One function per differentiable operation, kernel or collective: its forward line and its backward line."""
+"""One function per differentiable operation (a kernel or a collective): its forward, then its backward."""
 
 import numpy as np
 
@@ -9,7 +9,7 @@ SOLO = Solo()
 
 # -- kernels of the model ----------------------------------------------------------------------------------------------
 # B batch, T time, C channels, V vocabulary, K columns, N = B*T rows. In a group of p ranks, rank t holds the rows
-# [t V/p, (t+1) V/p) of an embedding (V, C) and computes those columns of the logits.
+# [t V/p, (t+1) V/p) of an embedding (V, C) and computes the logits of these tokens.
 
 
 def linear(x, w, b=None):
@@ -58,7 +58,7 @@ def layernorm(x, w, b, eps=1e-5):
 
 
 def stream_layernorm(x, w, b, eps=1e-5):
-    """The residual stream x, to which each branch adds its output, and layernorm(x); backward sums both gradients."""
+    """Two outputs: x itself, as the start of the residual stream, and layernorm(x); backward adds their gradients."""
     require(x.shape[-1:] == w.shape == b.shape, "stream_layernorm", x, w, b)
     backend = x.backend
     y, aux = backend.layernorm_forward(x.data, w.data, b.data, eps)
@@ -102,8 +102,8 @@ def attention(qkv, n_head):
 def embedding(ids, wte, wpe, position=0, group=SOLO, tied=False):
     """ids (B, T), integers or a backend's prepared tokens -> wte[ids] + wpe[position : position + T] (B, T, C).
 
-    wte (V/p, C) holds this rank's tokens; other tokens' rows are zero here, and the sum over the group is the result.
-    tied: wte is also the matrix of the logits, whose backward runs first: dwte is added to wte.grad_buffer.
+    wte (V/p, C) holds this rank's tokens. A rank computes rows of 0 for other tokens; the group adds all ranks' rows.
+    tied: wte is also the matrix of the logits. Their backward runs first, so dwte is added to wte.grad_buffer.
     """
     require(wte.shape[1:] == wpe.shape[1:], "embedding", wte, wpe)
     if len(ids.shape) != 2 or position + ids.shape[1] > wpe.shape[0]:
@@ -132,7 +132,7 @@ def unembed(x, w):
 def cross_entropy(logits, targets, scale=None, group=SOLO):
     """scale * sum of -log softmax(logits)[target] over N rows, a float64 scalar; the default scale gives the mean.
 
-    logits (..., V/p) are this rank's columns; the loss is that of whole rows, the same on every rank. The ranks
+    logits (..., V/p) are this rank's columns; the loss is of the whole rows, and equal on all ranks. The ranks
     exchange three numbers per row instead of logits (Shoeybi et al. 2019).
     """
     V = logits.shape[-1] * group.size
@@ -151,8 +151,8 @@ def cross_entropy(logits, targets, scale=None, group=SOLO):
 def unembed_cross_entropy(x, w, targets, scale=None, group=SOLO, dloss=None):
     """cross_entropy(unembed(x, w), targets, scale, group), fused: the logits (N, V/p) need not all exist at once.
 
-    dloss: the array that backward() of this loss will be called with: forward may compute the gradients already. None:
-    not known yet. Raises AutogradError if backward() is called with another array.
+    dloss: the array with which backward() of this loss will be called, so that forward can already compute the
+    gradients; None: not known yet. Raises AutogradError if backward() is called with another array.
     """
     require(x.shape[-1] == w.shape[1], "unembed_cross_entropy", x, w)
     V = w.shape[0] * group.size
@@ -176,27 +176,27 @@ def unembed_cross_entropy(x, w, targets, scale=None, group=SOLO, dloss=None):
 
 
 def loss_of_rows(maxima, sums, picked, scale, group, backend):
-    """-> the loss, and the maxima and sums of whole rows, from those of this rank's columns (cross_entropy_forward)."""
+    """(loss, maxima, sums) of whole rows, from what cross_entropy_forward returned for this rank's columns."""
     highest = group.all_reduce(maxima, "max")
     sums, picked = group.all_reduce(backend.loss_rows(maxima, sums, picked, highest))  # picked: 0 except on one rank
     return backend.loss(highest, sums, picked, scale), highest, sums
 
 
-# -- collectives: a group in place of a backend; backward is the transpose of forward as a linear map ------------------
+# -- collectives over a group: forward is a linear map of all ranks' x, and backward is its transpose -----------------
 
 
 def copy_to_group(x, group):
-    """Megatron's f: forward the same x on every rank, backward the sum of their gradients (Shoeybi et al. 2019)."""
+    """Megatron's f. Forward: x, equal on all ranks. Backward: the sum of the ranks' gradients (Shoeybi et al. 2019)."""
     return Tensor.from_op(x.data, (x,), lambda dy: (group.all_reduce(dy),))
 
 
 def reduce_from_group(x, group):
-    """Megatron's g: forward the sum over the group, backward the same gradient on every rank."""
+    """Megatron's g. Forward: the sum over the group. Backward: the gradient, which is equal on all ranks."""
     return Tensor.from_op(group.all_reduce(x.data), (x,), lambda dy: (dy,))
 
 
 def gather_from_group(x, group):
-    """Forward all ranks' columns x (..., K) side by side (..., pK), backward this rank's columns of the gradient."""
+    """Forward: all ranks' columns x (..., K) side by side (..., pK). Backward: this rank's columns of the gradient."""
     K, p = x.shape[-1], group.size
     parts = group.all_gather(x.data.reshape(-1, K)).reshape(p, -1, K)  # (p, N, K)
     y = parts.swapaxes(0, 1).reshape(*x.shape[:-1], p * K)
@@ -204,9 +204,9 @@ def gather_from_group(x, group):
 
 
 def recompute(function, x):
-    """function(x), keeping only x: backward computes the activations again (Chen et al. 2016).
+    """function(x) without stored activations: backward computes them again from x (Chen et al. 2016).
 
-    Each recompute() starts a nested backward pass, which calls on_gradient of the leaves that function() uses.
+    Its backward starts a nested backward pass, which calls on_gradient of the leaves that function() uses.
     """
     if not x.requires_grad:
         raise AutogradError("recompute: x requires no gradient, so backward would never run this part again")
@@ -222,7 +222,7 @@ def recompute(function, x):
 
 
 def buffers(*leaves):
-    """The arrays to which a backward kernel writes the gradients of these parameters; None asks for a new array."""
+    """The arrays to which a backward kernel writes the gradients of these parameters; None: a new array."""
     return tuple(None if leaf is None else leaf.grad_buffer for leaf in leaves)
 
 
@@ -232,7 +232,7 @@ def require(condition, operation, *tensors):
 
 
 def require_tokens(operation, tokens, vocabulary):
-    """Check host arrays; tokens on a device were checked before the copy; here a check would wait for it."""
+    """Raise ShapeError for an unknown token in a host array; device arrays were checked before the copy."""
     if isinstance(tokens, np.ndarray) and tokens.size:
         lowest, highest = int(tokens.min()), int(tokens.max())
         if lowest < 0 or highest >= vocabulary:
@@ -241,7 +241,7 @@ def require_tokens(operation, tokens, vocabulary):
 
 
 def flat_targets(operation, x, targets, scale, vocabulary):
-    """x (..., K) as (N, K), targets as (N), and the scale, by default that of the mean."""
+    """(x (..., K) as (N, K), targets as (N), scale); the default scale gives the mean."""
     if targets.shape != x.shape[:-1]:
         raise ShapeError(f"{operation}: targets {targets.shape} are not one for each row of {x.shape}")
     require_tokens(operation, targets, vocabulary)

@@ -42,14 +42,14 @@ class Schedule:
 
 
 class Hyperparameters(NamedTuple):
-    """The numbers of one AdamW step: arrays, because a captured step reads new values from the same addresses."""
+    """The numbers of one AdamW step, in arrays, because a captured step reads new values from the same addresses."""
 
-    scalars: np.ndarray  # (3) float64, of adamw_scalars()
+    scalars: np.ndarray  # (3) float64, from adamw_scalars()
     key: np.ndarray | None  # (1) int64, the key of stochastic rounding, or None
 
 
 def adamw_scalars(step, lr, beta1, beta2, eps, weight_decay):
-    """[lr sqrt(c2) / c1, eps sqrt(c2), 1 - lr weight_decay] float64 (3), where c = 1 - beta^step and step >= 1."""
+    """float64 [lr sqrt(c2) / c1, eps sqrt(c2), 1 - lr weight_decay] with c1, c2 = 1 - beta1^step, 1 - beta2^step."""
     c1, c2 = 1 - beta1**step, 1 - beta2**step
     return np.array([lr / c1 * math.sqrt(c2), eps * math.sqrt(c2), 1 - lr * weight_decay])
 
@@ -62,14 +62,14 @@ def rounding_key(seed, step):
 class AdamW:
     """AdamW with decoupled weight decay, on matrices only (Loshchilov and Hutter 2019). Its moments are flat arrays.
 
-    workers: the WorkerPool that divides the update. clip: bound of the gradient's global norm (0: no clipping), as in
-    torch.nn.utils.clip_grad_norm_. owners: the ranks that divide the arena (default: a group of one); each holds only
-    the moments of its own part (ZeRO-1, Rajbhandari et al. 2020). tensor_group: the ranks that hold one shard of the
-    model each. repeated: slices of the arena that another of these ranks already counts in the norm.
+    workers: the WorkerPool whose threads divide the update. clip: bound of the gradient's global norm, as in
+    torch.nn.utils.clip_grad_norm_ (0: no clipping). owners: the ranks that divide the arena (default: a group of one);
+    each holds only the moments of its own part (ZeRO-1, Rajbhandari et al. 2020). tensor_group: the ranks that hold one
+    shard of the model each. repeated: slices of the arena that another rank of tensor_group counts in the norm.
     rounding: "nearest" or "stochastic" rounding of `copy`. The random numbers depend only on `seed`, the step and the
     element's position in the arena: they are the same for any number of owners. copy: the array that kernels read, or
     None if they read `parameters`. gathers: whether update() ends with the all-gather of the array that kernels read;
-    otherwise zero.AsyncAllGather does it in the next forward pass, or gather() if it is needed before.
+    otherwise zero.AsyncAllGather gathers it during the next forward pass, or gather() earlier if needed.
     """
 
     def __init__(
@@ -104,10 +104,10 @@ class AdamW:
         return self.workers.map_parts(function, self.arena, self.owners.rank, self.owners.size)
 
     def norm_and_scale(self, gradients, loss_scale=None, stop=None):
-        """The global L2 norm of flat `gradients`, and the factor that clips them: arrays of one element.
+        """The global L2 norm of flat `gradients`, and the factor that clips them; each has one element.
 
         Only this rank's part of `gradients` is read. The sums over fixed segments are added in a fixed order, so the
-        bits do not depend on the number of owners. loss_scale, stop: see Backend.clip.
+        bits are the same for 1, 2, 4, ... or 64 owners. loss_scale, stop: see Backend.clip.
         """
         size, segments = self.arena.size, self.arena.segments
 
@@ -115,7 +115,7 @@ class AdamW:
             return backend.sum_of_squares(gradients[part], segments * (part.stop - part.start) // size)
 
         own = self.backend.xp.concatenate(self.map_own(squares))
-        for part in self.in_own(self.repeated):  # from the first segment: only the total matters
+        for part in self.in_own(self.repeated):  # subtracted from the first segment: only the total matters
             own[:1] -= self.backend.sum_of_squares(gradients[part], 1)
         scaling = {} if loss_scale is None else {"loss_scale": loss_scale.state, "interval": loss_scale.interval}
         squares = self.tensor_group.all_reduce(self.owners.all_gather(own))
@@ -133,7 +133,7 @@ class AdamW:
                 yield slice(start, stop)
 
     def update(self, gradients, scale, hyper):
-        """Update this rank's part from flat `gradients` * `scale`; if `gathers`, all-gather what kernels read."""
+        """Update this rank's part from flat `gradients` * `scale`; if `gathers`, all-gather the updated parts."""
 
         def update(backend, part):
             moments = slice(part.start - self.own.start, part.stop - self.own.start)
@@ -147,12 +147,12 @@ class AdamW:
             self.owners.all_gather(self.compute_parameters[self.own], out=self.compute_parameters)
 
     def gather(self):
-        """All-gather the array that kernels read, unless update() did. All ranks must call it."""
+        """All-gather the array that kernels read, unless update() has done this. All ranks must call gather()."""
         if not self.gathers:
             self.owners.all_gather(self.compute_parameters[self.own], out=self.compute_parameters)
 
     def gather_parameters(self):
-        """gather(), and all-gather the parameters too if kernels read a copy of them. All ranks must call it."""
+        """gather(), then all-gather the parameters too if kernels read a copy. All ranks must call this method."""
         self.gather()
         if self.copy is not None:
             self.owners.all_gather(self.parameters[self.own], out=self.parameters)

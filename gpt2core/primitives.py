@@ -1,4 +1,4 @@
-"""Elementary operations (add, matmul, softmax, slices, ...) from which a lesson or a test composes the kernels."""
+"""Elementary operations (add, matmul, softmax, slices, ...), from which lessons and tests build references."""
 
 from gpt2core.tensor import ShapeError, Tensor
 
@@ -26,7 +26,7 @@ def divide(a, b):
 def power(x, exponent):
     """x ** exponent for a constant number."""
     y = x.data**exponent
-    slope = exponent and exponent - 1  # a constant has slope 0, at 0 too
+    slope = exponent and exponent - 1  # x**0 has slope 0, at x = 0 too
     return Tensor.from_op(y, (x,), lambda dy: (dy * exponent * x.data**slope,))
 
 
@@ -136,7 +136,7 @@ def concatenate(tensors, axis=0):
 
 
 def operands(a, b):
-    """Both as tensors; a plain number or array takes the backend and dtype of the other."""
+    """a and b as tensors; a plain number or array gets the backend and dtype of the other operand."""
     known = a if isinstance(a, Tensor) else b
     return tuple(
         t if isinstance(t, Tensor) else Tensor(known.backend.asarray(t, known.dtype), known.backend) for t in (a, b)

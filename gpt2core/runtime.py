@@ -1,4 +1,4 @@
-"""The Runtime protocol: what a device provides besides kernels. The default is the host, which needs none of it."""
+"""The Runtime protocol: what a device provides in addition to kernels. The base class is the runtime of the host."""
 
 import contextlib
 import sys
@@ -8,7 +8,7 @@ from gpt2core.errors import ConfigError
 
 
 class Results:
-    """The results of one call of a Compiled: `wait()` returns its arrays, valid until the call after the next one."""
+    """The results of one call of a Compiled: `wait()` returns arrays that are valid until the second call after it."""
 
     def __init__(self, arrays):
         self.arrays = arrays
@@ -20,8 +20,8 @@ class Results:
 class Compiled:
     """Calls `function` and returns Results. All calls have arguments of the same structure and shapes.
 
-    The arguments are nested tuples and lists of NumPy arrays, which a device copies to fixed addresses, of arrays of
-    the device, and of constants. The function returns a list of arrays. On the host it is called directly.
+    The arguments are nested tuples and lists. They contain NumPy arrays, which a device copies to fixed addresses,
+    device arrays, and constants. The function returns a list of arrays. This class, for the host, only calls it.
     """
 
     can_overlap = False  # whether a call may be made before wait() on the Results of the previous call
@@ -34,10 +34,10 @@ class Compiled:
 
 
 class Runtime:
-    """The host: kernels run when they are called, nothing is captured or chosen by timing."""
+    """The host: kernels run when they are called; nothing is captured, and nothing is chosen by timing."""
 
     captures = False  # whether compile_step() can capture a step and replay it
-    tuned_for = None  # device and library versions, as text, for which `tuned` holds; None: nothing is timed
+    tuned_for = None  # text: the device and library versions for which `tuned` is valid; None: nothing is timed
     name = "numpy"
 
     def __init__(self):
@@ -45,13 +45,13 @@ class Runtime:
 
     @property
     def tuned(self):
-        """What was chosen by timing and may differ between ranks: {what: choice}, both text."""
+        """The choices made by timing, which may differ between ranks: {what: choice}, both text."""
         return {}
 
     def load_tuned(self, tuned, final=False):  # noqa: B027
-        """Use the choices of another rank or of an earlier run, and discard all others.
+        """Replace all choices by `tuned`, the choices of another rank or of an earlier run.
 
-        final: add them to the present choices instead, and time nothing from now on.
+        final: add `tuned` to the present choices instead, and time nothing from now on.
         """
 
     def retune(self):
@@ -59,14 +59,14 @@ class Runtime:
         raise ConfigError(f"--autotune: {self.name} tunes nothing; omit the flag")
 
     def compile_step(self, function, capture=True):
-        """A Compiled of `function`; with `capture` a device may capture the calls and replay them (CUDA graph)."""
+        """A Compiled of `function`; with `capture` a device may capture a call and replay it (CUDA graph)."""
         return Compiled(function)
 
     def join(self):  # noqa: B027
-        """Make later work on the current stream wait for all gradients that kernels have written to `out` arrays."""
+        """Make later work on the current stream wait until kernels have written all gradients to their `out` arrays."""
 
     def after(self):
-        """A context manager: its work runs after those gradients are written, while the current stream continues."""
+        """A context manager whose work waits for the gradients in `out` arrays, while the current stream continues."""
         return contextlib.nullcontext()
 
     def use_threads(self, count):
@@ -84,10 +84,10 @@ class Runtime:
     def explain_oom(
         self, error, config, batch_size=None, seq_len=None, micro_batches=1, ranks=1, parallel=None, in_order=False
     ):
-        """A sentence that says what to change if `error` means too little device memory for this training step.
+        """If `error` means too little device memory, a sentence that says what to change; None for any other error.
 
-        Without batch_size: for this generation. None for another error. ranks: the data-parallel ranks; parallel: a
-        ParallelConfig; in_order: whether the devices sum gradients in the canonical order.
+        The sentence is for a training step, or without batch_size for generation. ranks: the data-parallel ranks;
+        parallel: a ParallelConfig; in_order: whether the devices sum gradients in the canonical order.
         """
         return None
 

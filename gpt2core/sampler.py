@@ -44,13 +44,13 @@ def next_logits(model, ids, cache):
 
 
 class Decoder:
-    """Generates tokens for a batch of sequences, one after another, with the training kernels; the host samples.
+    """Generates tokens for a batch of sequences, one sequence after another, with GPT2.logits(); the host samples.
 
     A backend may provide a faster decoder with the same methods (Backend.decoder). The model sees only the last
     block_size tokens. While the sequence fits in the block, a step computes one new position and reads the others from
     the KV cache. After that the window slides: each token gets another learned position, so the cached keys and values
     are no longer valid, and each step recomputes the whole window. All ranks of a tensor group have the same logits, so
-    the same rule samples the same token on each of them.
+    equal rules sample the same token on every rank.
     """
 
     steps_ahead = 0  # steps that may be launched before the tokens of an earlier step are read
@@ -64,7 +64,7 @@ class Decoder:
         self.sampled = []  # the tokens of each step that has not been read
 
     def step(self):
-        """Compute the next token of each sequence; a decoder on a device may return before it is computed."""
+        """Compute the next token of each sequence; a decoder on a device may return before they are computed."""
         self.sampled.append([sequence.step() for sequence in self.sequences])
 
     def read_tokens(self):
@@ -96,8 +96,8 @@ class CachedSequence:
 def generate(model, prompt, max_new_tokens, choose=None, decoders=None):
     """Yield up to `max_new_tokens` tokens after `prompt` (a sequence of tokens), one at a time.
 
-    choose: a sampling rule, greedy by default. Use a rule for one sequence only: a device decoder may draw its random
-    numbers in advance. decoders: see generate_batch. Raises ConfigError for an empty prompt.
+    choose: a sampling rule, greedy by default. Use a rule for one sequence only: a device decoder may draw the rule's
+    random numbers in advance. decoders: see generate_batch. Raises ConfigError for an empty prompt.
     """
     for (token,) in generate_batch(model, [prompt], max_new_tokens, [choose or Greedy()], decoders):
         yield token
@@ -123,7 +123,7 @@ def generate_batch(model, prompts, max_new_tokens, rules, decoders=None):
 
 @contextlib.contextmanager
 def borrow_decoder(model, batch, decoders):
-    """An idle decoder for `batch` sequences out of `decoders`, or a new one; it is put back as idle at the end."""
+    """Take an idle decoder for `batch` sequences from `decoders`, or make one; put it into `decoders` at the end."""
     idle = decoders.setdefault(batch, [])
     decoder = idle.pop() if idle else model.head.backend.decoder(model, batch) or Decoder(model)
     try:

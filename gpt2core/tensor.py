@@ -4,16 +4,16 @@ import contextlib
 import contextvars
 import itertools
 
-_recording = contextvars.ContextVar("recording", default=True)  # per thread: no_grad() in one does not affect others
+_recording = contextvars.ContextVar("recording", default=True)  # per thread: no_grad() affects one thread
 _creation_order = itertools.count()
 
 
 class AutogradError(RuntimeError):
-    """The graph cannot be differentiated as asked: already freed, never recorded, or not a scalar."""
+    """The graph cannot be differentiated as requested, for example because it was freed or never recorded."""
 
 
 class ShapeError(ValueError):
-    """Shapes that do not fit together; the message names both."""
+    """Shapes that do not fit together; the message names them."""
 
 
 @contextlib.contextmanager
@@ -32,7 +32,7 @@ def is_recording():
 
 
 class Edge:
-    """An input that another operation made, stored without its array: only closures keep arrays alive."""
+    """An input of a node that another node computed, stored without its array: only closures keep arrays alive."""
 
     __slots__ = ("shape", "requires_grad", "node", "index")
     grad_buffer = None  # only leaves have one
@@ -63,11 +63,11 @@ class Tensor:
     `data` is an array of the backend (NumPy, CuPy) of any shape and dtype. A leaf with `requires_grad` collects its
     gradient, an array of the same shape, in `grad`. Importing primitives.py defines arithmetic (+, *, ...).
 
-    grad_buffer: for a leaf, an array to which backward kernels write its gradient (see ops.buffers), or None. The
-    gradient returned last is then the complete one: the kernel of a second operation on that leaf adds to the buffer.
+    grad_buffer: for a leaf, an array to which backward kernels write its gradient (see ops.buffers), or None. With a
+    buffer, the gradient returned last is complete: the kernel of a second operation on the leaf adds to the buffer.
     """
 
-    __array_priority__ = 1000  # NumPy's array + tensor then calls the tensor's __radd__
+    __array_priority__ = 1000  # makes NumPy call the tensor's __radd__ for array + tensor
 
     def __init__(self, data, backend, requires_grad=False):
         self.data, self.backend, self.requires_grad = data, backend, requires_grad
@@ -116,10 +116,10 @@ class Tensor:
         return f"Tensor(shape={self.shape}, dtype={self.dtype}, requires_grad={self.requires_grad})"
 
     def on_gradient(self, gradient):
-        """Called once per backward pass (recompute() starts nested ones) when the gradient of this leaf is complete.
+        """Called once per backward pass (recompute() starts nested passes) when the gradient of this leaf is complete.
 
         The default adds it to `grad`. To sum in another order, or to communicate during the rest of backward, assign
-        another function of one array to this attribute of the leaf. The engine may reuse the array: copy it.
+        another function of one array to this attribute of the leaf. Copy the array, because backward() may reuse it.
         """
         if self.grad is None:
             self.grad = gradient.copy()  # primitives.add() returns the same array for both parents
@@ -129,9 +129,9 @@ class Tensor:
     def backward(self, gradient=None, retain_graph=False):
         """Compute the gradients of all leaves that require them.
 
-        gradient: gradient of this tensor, same shape; ones if the tensor has one element. The graph is freed during
-        the pass unless `retain_graph`. Raises AutogradError for a graph that was freed or never recorded, or a
-        non-scalar without an argument; ShapeError for a gradient whose shape is not its tensor's.
+        gradient: of this tensor, in its shape; by default 1 for a tensor of one element. The graph is freed during the
+        pass unless `retain_graph`. Raises AutogradError for a graph that was freed or never recorded, and for a tensor
+        of several elements without `gradient`; ShapeError if a gradient and its tensor differ in shape.
         """
         if not self.requires_grad:
             raise AutogradError(
@@ -178,7 +178,7 @@ class Tensor:
 
 
 def reachable(root):
-    """-> (nodes, oldest first; {leaf: number of uses}) of the graph that computed `root`."""
+    """The graph that computed `root`: (nodes, oldest first; {leaf: number of uses})."""
     nodes, uses, stack = set(), {}, [root]
     while stack:
         tensor = stack.pop()

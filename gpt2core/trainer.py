@@ -61,7 +61,7 @@ class Trainer:
             fill(self, self.parameters, initial_parameters(config, seed) if self.world.is_root else None)
         self.optimizer.refresh_copy(self.steps)
         self.backend.runtime.release_cached_memory()
-        self.load_tuned(self.world.broadcast_object(self.backend.runtime.tuned))  # all ranks start from rank 0's
+        self.load_tuned(self.world.broadcast_object(self.backend.runtime.tuned))  # rank 0's choices
 
     def allocate(self, count, data, owners, capture):
         """Allocate the arena's buffers (parameters, the copy that kernels read, gradients) and their collectives."""
@@ -106,7 +106,7 @@ class Trainer:
         for tokens in (inputs, targets):
             require_tokens("batch", tokens, self.config.vocab_size)
         tensor, prepare = self.mesh.tensor, self.backend.prepare_tokens
-        rows = self.config.vocab_size // tensor.size  # of the embedding that this rank holds
+        rows = self.config.vocab_size // tensor.size  # of the token embedding, held by this rank
         return [
             [(prepare(x, rows, tensor.rank * rows), prepare(y)) for x, y in own]
             for own in self.accumulator.deal(inputs, targets, len(inputs))
@@ -133,9 +133,9 @@ class Trainer:
         return self.compiled.can_overlap and self.loss_scale.state is None
 
     def compute_update(self, batch, hyper):
-        """Compute one step -> [*this rank's losses, norm]. No parameter changes if the norm is not finite.
+        """Compute one step; returns [*this rank's losses, norm]. If the norm is not finite, no parameter changes.
 
-        It reads no device value on the host, so that it can be captured once and replayed.
+        The host reads no device value here, so that the step can be captured once and replayed.
         """
         runtime, sent = self.backend.runtime, self.bytes_sent()
         with self.all_gather:
@@ -144,10 +144,10 @@ class Trainer:
         runtime.join()
         with runtime.range("optimizer"):
             gradients = self.accumulator.gradients
-            stop = self.optimizer.stop if self.loss_scale.state is None else None  # fp16 repeats the step
+            stop = self.optimizer.stop if self.loss_scale.state is None else None  # fp16 repeats a step instead
             norm, scale = self.optimizer.norm_and_scale(gradients, self.loss_scale, stop)
             self.optimizer.update(gradients, scale, hyper)
-        self.sent_by_update = self.bytes_sent() - sent  # a replay sends as many, but does not count them
+        self.sent_by_update = self.bytes_sent() - sent  # a replay sends as many bytes, without counting them
         return [*losses, norm]
 
     def load_tuned(self, tuned, final=False):

@@ -1,4 +1,4 @@
-"""The only training loop: step after step, what comes between two steps, and the ways in which training ends."""
+"""The training loop: steps, evaluation and checkpoints between them, and the ways in which training ends."""
 
 from gpt2core.errors import ConfigError, UserError
 from gpt2core.parallel.evaluation import evaluate
@@ -20,13 +20,13 @@ def run(
     trainer, windows, schedule, steps, *, on_step, validation=None, eval_every=0, save=None, save_every=0,
     verify_every=0, received_signal=lambda: 0,
 ):  # fmt: skip
-    """Train until `steps` updates are made in total; returns the number of the signal that ended it early, or None.
+    """Train until `steps` updates are made in total; returns the number of a signal that ended training early, or None.
 
-    schedule(step) is the learning rate of a step, from 0. on_step(step, validation loss or None, last) reports each
-    step; save(trainer), if given, writes a checkpoint every `save_every` steps and at the end, if all parameters are
-    finite. `validation` windows are evaluated every `eval_every` steps and at the end; the replicas are compared every
-    `verify_every` steps and at the end. If on_step cannot write its report, the run ends as after a signal, and
-    raises LogLost. received_signal() is the number of the signal that this rank has received, or 0.
+    schedule(step) is the learning rate of step number `step` (from 0). on_step(step, validation loss or None, last)
+    reports each step. save(trainer), if given, writes a checkpoint every `save_every` steps and at the end, if all
+    parameters are finite. `validation` windows are evaluated every `eval_every` steps and at the end; the replicas are
+    compared every `verify_every` steps and at the end. If on_step raises ConfigError or OSError, the run ends as after
+    a signal and raises LogLost (or BrokenPipeError). received_signal(): the signal that this rank received, or 0.
     """
 
     def due(every, last):
@@ -39,7 +39,7 @@ def run(
         return trainer.begin(batch, schedule(trainer.steps + len(trainer.in_flight)))
 
     def works_ahead():
-        """Whether the next step may begin before the present one is read: nothing happens between the two."""
+        """Whether the next step may begin before the result of this one is read: nothing is to be done between them."""
         after = trainer.steps + 1
         pause = stopping or after >= steps or any(every and after % every == 0 for every in pauses)
         return trainer.overlaps and not pause
