@@ -95,7 +95,7 @@ class Communicator:
         raise NotImplementedError
 
     def reduce_scatter_start(self, x, op="sum", out=None):
-        """Handle of this rank's rows of all_reduce(x), bit for bit with canonical sums; x (p * rows, ...) -> (rows, ...)."""
+        """Handle of part `rank` of all_reduce(x), bit for bit with canonical sums; x (p * rows, ...) -> (rows, ...)."""
         raise NotImplementedError
 
     def all_to_all_start(self, x, out=None):

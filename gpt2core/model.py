@@ -19,7 +19,7 @@ LARGEST = 1 << 40  # parameters: a larger size is almost certainly a typo, and o
 class GPT2Config:
     """The size of one GPT-2. Names follow nanoGPT; `tied`: lm_head is the token embedding.
 
-    Raises ConfigError for sizes below 1, over LARGEST parameters, epsilon outside (0, 1), n_embd not divisible by n_head.
+    Raises ConfigError for a size below 1, over LARGEST parameters, an epsilon outside (0, 1), or C % n_head != 0.
     """
 
     vocab_size: int = 50257

@@ -7,16 +7,16 @@ from gpt2core.errors import UserError
 
 
 def shared_error(error):
-    """`error`, marked as raised by every rank at the same place: only the root prints it, no rank aborts the job."""
+    """`error`, marked as raised by every rank at the same place; then only the root prints it, and no rank aborts."""
     error.shared = True
     return error
 
 
 def all_or_raise(world, body):
-    """body()'s result on this rank; if body() fails on any rank, every rank raises the error of the lowest such rank.
+    """body()'s result on this rank; if body() fails on any rank, all raise the error of the lowest rank that failed.
 
     Only UserError and OSError are shared. body() may call collectives if it fails on all ranks or on none; otherwise
-    it must be local. All ranks must call it.
+    body() must be local. All ranks must call all_or_raise().
     """
     result, error = attempt(body)
     raise_first(world, error, world.all_gather_object(error and str(error)))
@@ -32,7 +32,7 @@ def gather_or_raise(world, body):
 
 
 def on_root(world, body):
-    """body()'s result on the root, None on the other ranks; if it fails, every rank raises its error."""
+    """body()'s result on the root, None on the other ranks; if body() fails, every rank raises the error."""
     return all_or_raise(world, body if world.is_root else lambda: None)
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 LARGE, PARTS = 10**8, 64  # maximum bytes of the large message; size of the large message / size of the small one
 REPEATS = (4, 32)  # all-reduces per round, of the large and of the small message
-WARM_UP, ROUNDS = 2, 5  # the first round connects the ranks, the second may capture; the others are measured
+WARM_UP, ROUNDS = 2, 5  # rounds: the first connects the ranks, the second may be captured; the rest is measured
 LEAST = 10**6  # minimum bytes of a bucket: the host, not the transfer, determines the time of a smaller message
 
 
@@ -36,10 +36,10 @@ def best_bucket(alpha, beta, size):
 
 
 def measured_bucket(group, gradients, backend, capture, clock=time.perf_counter):
-    """The BucketSize for flat `gradients`, from in-place all-reduces over the group; all its ranks must call it.
+    """The BucketSize for flat `gradients`, from in-place all-reduces over the group; all ranks must call this.
 
-    The gradients must be zero, and stay zero. capture: whether the step will be replayed from a graph; alpha then does
-    not include the time of Python. Ranks measure different values: broadcast one rank's result.
+    The gradients must be zero, and stay zero. capture: whether the step will be replayed from a graph; then alpha
+    does not include the time of Python. Ranks measure different values: broadcast one rank's result.
     """
     sizes = [min(gradients.nbytes, LARGE) // parts for parts in (1, PARTS)]
     arrays = [gradients[: size // gradients.itemsize] for size in sizes]

@@ -38,7 +38,7 @@ def encode_int8(x):
     groups = x.reshape(*x.shape[:-1], -1, GROUP)
     scale = np.abs(groups).max(-1, keepdims=True) / np.float32(127)
     values = np.rint(groups / np.where(scale > 0, scale, 1))
-    # the scale of a group that is not finite is not finite
+    # a group that contains inf or NaN has a scale that is not finite, so its decoded values are not finite
     values = np.where(np.isfinite(values), values, 0).astype(np.int8)
     return np.concatenate([values.reshape(x.shape).view(np.uint8), scale[..., 0].view(np.uint8)], axis=-1)
 

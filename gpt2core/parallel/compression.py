@@ -10,14 +10,14 @@ from gpt2core.parallel.codecs import GROUP
 
 
 class Compressed:
-    """An all-reduce whose messages are encoded: all-to-all of slices, sum on their owners, all-gather of the sums.
+    """An all-reduce whose messages are encoded: all-to-all of parts, each summed by one rank, all-gather of the sums.
 
-    Each rank keeps the rounding error of its encoded gradient, and each owner that of its encoded sums; both are added
+    Each rank keeps two rounding errors: of its encoded gradient, and of the encoded sums that it owns. Both are added
     to the values of the next call (Seide et al. 2014; in both directions as DoubleSqueeze, Tang et al. 2019). Sums are
     in float32, in the canonical order (tree_sum.py). Every rank decodes the same bytes, so all ranks get the same bits.
-    A rank sends 2 (p-1)/p of the encoded size. The errors are not part of a checkpoint: a resumed run starts with zero.
+    A rank sends 2 (p-1)/p of the encoded size. The errors are not part of a checkpoint: a resumed run starts from zero.
 
-    codec: backend.codec(kind). gradients: the flat buffer, reduced in place. xp: NumPy or CuPy, the module of its type.
+    codec: backend.codec(kind). gradients: the flat buffer, reduced in place. xp: its array module, NumPy or CuPy.
     Raises ConfigError unless gradients are float32.
     """
 
@@ -38,14 +38,14 @@ class Compressed:
         return PendingReduction(self, part, self.group.all_to_all_start(code))
 
     def finish(self, part, codes):
-        """Sum the slice that this rank owns from every rank's code, and all-gather the encoded sums."""
+        """Sum the part that this rank owns from every rank's code, and all-gather the encoded sums."""
         _, sum_errors = self.errors[part.start]
         code = self.codec.add(sum_errors, codes)
         self.codec.unpack(self.gradients[part], self.group.all_gather(code[None]))
 
 
 class PendingReduction(Handle):
-    """The pending all-to-all of one slice; wait() completes it, sums, and all-gathers the sums."""
+    """The pending all-to-all of one slice; wait() completes the exchange, adds, and all-gathers the sums."""
 
     def __init__(self, compressed, part, exchange):
         super().__init__()

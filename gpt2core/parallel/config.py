@@ -15,15 +15,15 @@ class ParallelConfig:
     bucket_mb: float | None = BUCKET_MB  # minimum bucket size in 10^6 bytes; None: measured
     compress: str = "none"  # format of gradients in messages: none, fp16, bf16, int8
     zero: int = 0  # 1: each data-parallel rank stores the optimizer state of only its part of the arena (ZeRO-1)
-    zero_gather: str = "end"  # updated parameters are gathered at the "end" of the step or in the next "forward"
+    zero_gather: str = "end"  # when updated parameters are gathered: at the "end" of the step, or in the next "forward"
 
 
 def plan_micro_batches(batch_size, micro_batches, threads, ranks, deterministic):
-    """(micro-batches of the global batch, threads per rank); micro_batches None: choose it here.
+    """(micro-batches of the global batch, threads per rank); micro_batches None: take the default.
 
-    deterministic: a power of two that ranks and threads divide; the default is 8, or less if the batch size is not
-    divisible by 8. Otherwise the default is one micro-batch per thread. Raises ConfigError, naming the nearest valid
-    number.
+    deterministic: the number of micro-batches is a power of two that ranks and threads divide; by default 8, or less if
+    the batch size is not divisible by 8. Otherwise the default is one micro-batch per thread. Raises ConfigError, with
+    advice, for numbers that are not possible.
     """
     if batch_size < 1:
         raise ConfigError(f"--batch-size {batch_size} must be at least 1")

@@ -4,8 +4,8 @@
     a message per parameter     naive                 overlap
     packed                      flat                  bucket
 
-All strategies give the same bits, because ranks are summed element by element in the canonical order. The update waits
-for the last message in every strategy: only the norm of the whole gradient shows whether it is finite.
+With canonical collectives all strategies give the same bits, because each element is summed over the ranks in the same
+order. In every strategy the update waits for the last message, because it needs the norm of the whole gradient.
 """
 
 from gpt2core.errors import ConfigError
@@ -36,7 +36,7 @@ class DataParallel:
         self.missing, self.handles = list(self.sizes), []
 
     def completed(self, name):
-        """Called when this rank's gradient of `name` is complete; the last one of a bucket starts its sum if eager."""
+        """Called when this rank's gradient of `name` is complete; if eager, a bucket's last gradient starts its sum."""
         number = self.index[name]
         self.missing[number] -= 1
         if self.eager and not self.missing[number]:
@@ -52,7 +52,7 @@ class DataParallel:
 
 
 def buckets_of(arena, packed, bucket_bytes, itemsize):
-    """Parameter names, last first, in lists of at least `bucket_bytes` (the last may be smaller), or of one."""
+    """Lists of parameter names, last name first: if packed, of at least `bucket_bytes` (the last may be smaller)."""
     buckets, held = [[]], 0
     for name in reversed(arena.slices):
         buckets[-1].append(name)

@@ -7,9 +7,9 @@ from gpt2core.parallel.steps_in_flight import total_loss
 
 
 def evaluate(trainer, windows):
-    """Mean cross-entropy over every whole window once, in nats per token, without an update; all ranks must call it.
+    """The mean cross-entropy of all windows that do not wrap, in nats per token; all ranks must call this.
 
-    Raises Diverged when it is not finite.
+    Raises Diverged if the mean is not finite.
     """
     trainer.optimizer.gather()
     total, count, rows = 0.0, 0, trainer.rows

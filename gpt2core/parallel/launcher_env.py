@@ -11,7 +11,7 @@ VARIABLES = (  # (number of processes, rank of this one)
 
 
 class LauncherEnv(NamedTuple):
-    """`size` processes were started and this one is number `rank`; `variable` holds the size, "" without a launcher."""
+    """`size` processes were started and this one is number `rank`; `variable` is where the size is, or ""."""
 
     variable: str = ""
     size: int = 1

@@ -10,8 +10,8 @@ from gpt2core.data import Windows
 class LocalWindows(Windows):
     """The windows of rank `rank` of `ranks`: each rank reads only its own part of an epoch's windows.
 
-    An epoch's windows are divided into `ranks` contiguous parts of ceil(windows / ranks); the last ones may continue at
-    the beginning of the corpus. Rank r reads its part in an order seeded by (seed, epoch, r). An offset seeded by
+    An epoch's windows are divided into `ranks` contiguous parts of ceil(windows / ranks); the last parts may continue
+    at the beginning of the corpus. Rank r reads its part in an order seeded by (seed, epoch, r). An offset seeded by
     (seed, epoch) shifts all windows. The loss curve depends on `ranks`.
     """
 

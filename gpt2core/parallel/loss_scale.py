@@ -10,9 +10,9 @@ from gpt2core.errors import ConfigError
 class LossScale:
     """The factor that lifts small gradients into the range of fp16 (Micikevicius et al. 2018); 1 in other precisions.
 
-    It doubles after `interval` finite gradients in a row and halves after one that is not finite, whose update the
-    device skips: PyTorch's GradScaler, with its defaults. `state`, the factor and the number of finite gradients since
-    it changed, stays on the device, where Backend.clip updates it; None if the backend scales no loss.
+    It doubles after `interval` finite gradients in a row. It halves after a gradient that is not finite, and the
+    device skips that update. Rules and defaults are PyTorch's (GradScaler). `state` holds the factor and the number of
+    finite gradients since its last change, on the device, where Backend.clip updates both; None: no loss is scaled.
     """
 
     SMALLEST = 1.0  # an overflow at a smaller factor is not caused by the factor
@@ -21,7 +21,7 @@ class LossScale:
         self.backend, self.interval = backend, interval
         self.skipped = 0  # updates skipped since the start of training
         self.state = backend.asarray(np.array([factor, 0], np.float32)) if backend.scales_loss else None
-        # the gradient of the loss with which backward() begins, an array of shape () on the device
+        # the gradient with which backward() of the loss begins: an array of shape () on the device
         self.factor = backend.ones((), np.float64) if self.state is None else self.state[0:1].reshape(())
 
     @property
@@ -30,7 +30,7 @@ class LossScale:
         return None if self.state is None else self.backend.to_host(self.state)[0].item()
 
     def skips(self, loss, norm):
-        """Whether the gradient of this step overflowed although the loss (Python floats) is finite; if so, count it."""
+        """Whether the loss is finite but the gradient norm is not (Python floats); if so, count a skipped update."""
         skipped = self.state is not None and math.isfinite(loss) and not math.isfinite(norm)
         self.skipped += skipped
         return skipped
@@ -43,7 +43,7 @@ class LossScale:
         return {"factor": factor, "finite": int(finite), "skipped": self.skipped}
 
     def load(self, saved):
-        """Restore what to_json() returned; nothing for None or if no loss is scaled. Raises ConfigError."""
+        """Restore what to_json() returned; without a loss scale do nothing. Raises ConfigError for invalid values."""
         if saved is None or self.state is None:
             return
         kinds = {"factor": (int, float), "finite": int, "skipped": int}

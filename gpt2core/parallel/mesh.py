@@ -4,7 +4,7 @@ from gpt2core.errors import ConfigError
 
 
 class Mesh:
-    """The dp x tp x pp grid: this rank's data, tensor and pipeline group. Ranks of a tensor group are consecutive.
+    """The dp x tp x pp grid: this rank's data, tensor and pipeline groups. Ranks of a tensor group are consecutive.
 
         rank = tensor + tp * (data + dp * pipeline)
 

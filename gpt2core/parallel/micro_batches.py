@@ -1,10 +1,10 @@
 """The gradient of a global batch: the sum over its micro-batches in the canonical order, for any number of workers.
 
-A worker is a thread that owns a subtree. It runs its micro-batches one after another, and adds the gradient of each
+A worker is a thread that owns a subtree of micro-batches. It runs them one after another, and adds the gradient of each
 parameter to its partial sums as soon as backward completes it, while it is still in the cache. The last worker that
 completes a parameter adds the sums of all workers, and calls on_complete(name) to start the sum over the ranks. The
-bits of the sum therefore do not depend on the number of workers and ranks. Each worker holds the activations of only
-one micro-batch at a time, so this is gradient accumulation too.
+bits of the sum therefore do not depend on the numbers of workers and ranks, if all these numbers are powers of two. A
+worker holds the activations of only one micro-batch at a time, so this is gradient accumulation too.
 """
 
 import math
@@ -30,7 +30,7 @@ class Worker:
 
     def __init__(self, config, arena, parameters, backend, count, group, completed):
         self.count, self.backend, self.completed = count, backend, completed
-        levels = max(1, (count - 1).bit_length())  # one partial sum for each binary digit of the largest number
+        levels = max(1, (count - 1).bit_length())  # one partial sum per binary digit of count - 1
         self.partial = [backend.zeros((arena.size,), backend.dtype) for _ in range(levels)]
         self.views = [arena.views(flat) for flat in self.partial]
         losses = backend.zeros((count,), np.float64)
@@ -50,7 +50,7 @@ class Worker:
         return self.partial[-1]
 
     def collect(self, name, gradient):
-        """Add the current micro-batch's gradient of one parameter; the partial sums are like a binary counter."""
+        """Add the current micro-batch's gradient of one parameter; the partial sums work like a binary counter."""
         levels = merged_levels(self.done, self.count)
         if not levels and self.tensors[name].grad_buffer is None:
             self.views[0][name][...] = gradient
@@ -75,13 +75,13 @@ class Worker:
             self.losses[self.done][...] = loss.data
             with self.backend.runtime.range("backward"):
                 loss.backward(dloss)
-            del loss  # the memory pool may have split a block of logits for it; the next logits need it whole
+            del loss  # its memory may be part of a block that the next logits need whole
             self.done += 1
         return self.losses
 
 
 def merged_levels(done, count):
-    """Levels that merge when micro-batch `done` (from 0) is added: its trailing 1 bits; for the last, all 1 bits."""
+    """Levels to add to micro-batch number `done`: its trailing 1 bits, or all 1 bits for the last micro-batch."""
     levels = [level for level in range(done.bit_length()) if done >> level & 1]
     if done < count - 1:
         levels = [level for i, level in enumerate(levels) if level == i]
@@ -116,7 +116,7 @@ class MicroBatches:
     def deal(self, inputs, targets, rows):
         """Divide inputs, targets (B, T): for each worker a list of (inputs, targets) micro-batches, in order.
 
-        The micro-batches have the sizes for a batch of `rows`; if B is smaller, the last ones are short or empty.
+        Their sizes are those for a batch of `rows`; if B is smaller, the last micro-batches are short or empty.
         """
         batches = [(inputs[part], targets[part]) for part in even_slices(rows, self.count)]
         return [batches[part] for part in even_slices(self.count, self.pool.size)]
@@ -124,7 +124,7 @@ class MicroBatches:
     def backward(self, batch, scale, dloss):
         """batch: from deal() -> the losses of the micro-batches in order, arrays of shape () that the next call reuses.
 
-        Writes the flat sum of their gradients, times `dloss`, to `gradients`; read it after `runtime.join()`.
+        Writes the flat sum of all gradients, times `dloss`, to `gradients`; read it after `runtime.join()`.
         """
         losses = self.pool.map(lambda worker, own: worker.run(own, scale, dloss), self.workers, batch)
         return [loss for worker in losses for loss in worker]
@@ -151,5 +151,5 @@ class MicroBatches:
         def run(worker, own):
             return [worker.model.loss(x, y, scale).item() if len(x) else 0.0 for x, y in own]
 
-        each = self.pool.map(run, self.workers, self.deal(inputs, targets, rows))  # map() passes no_grad on
+        each = self.pool.map(run, self.workers, self.deal(inputs, targets, rows))  # map() keeps no_grad()
         return [loss for worker in each for loss in worker]

@@ -51,7 +51,7 @@ class PendingStep:
         return results
 
     def read(self, signal):
-        """-> (loss, norm), the same on all ranks; sets trainer.stopped_by."""
+        """Wait for (loss, norm), which are equal on all ranks; sets trainer.stopped_by."""
         trainer = self.trainer
         *losses, norm = (array.item() for array in self.results.wait())
         sent = trainer.bytes_sent()
@@ -63,7 +63,7 @@ class PendingStep:
         """Return the Step. signal: the number of a signal that this rank has received, or 0; see Trainer.stopped_by.
 
         In fp16 a gradient that overflows is computed again from the same batch with half the loss scale, so that no
-        batch is lost. Raises Diverged if the loss is not finite, or the gradient (in fp16: at the smallest loss scale).
+        batch is lost. Raises Diverged if the loss or the norm is not finite (fp16: the norm at the smallest loss scale).
         Then neither this step nor a later step in flight has changed a parameter.
         """
         trainer = self.trainer
@@ -110,7 +110,7 @@ class PendingStep:
 
 
 def total_loss(trainer, losses, signal=0):
-    """-> (sum of all ranks' losses in the canonical order, largest of their signal numbers): (float, int).
+    """(sum of all ranks' losses in the canonical order, largest of their signal numbers), Python numbers.
 
     The ranks of a tensor-parallel group have equal losses; only its first rank's losses are added.
     """

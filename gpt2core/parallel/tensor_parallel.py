@@ -1,4 +1,4 @@
-"""Each layer divided over a group: attention by heads, the MLP by columns, then rows, the embeddings by vocabulary."""
+"""Each layer divided over a group: attention by heads, the MLP by hidden channels, the embeddings by vocabulary."""
 
 # C channels, V vocabulary, p parts (ranks of the tensor group)
 #
@@ -22,7 +22,7 @@ from gpt2core.model import GPT2, parameter_shapes
 from gpt2core.ops import SOLO
 from gpt2core.tensor import Tensor
 
-# The end of a parameter's name: (axis that is split, number of its blocks, each split on its own).
+# {end of a parameter's name: (axis that is split, number of blocks along this axis, each of which is split)}
 SPLITS = {
     "wte.weight": (0, 1),
     "lm_head.weight": (0, 1),
@@ -32,7 +32,7 @@ SPLITS = {
     "mlp.c_fc.weight": (1, 1),
     "mlp.c_fc.bias": (0, 1),
     "mlp.c_proj.weight": (0, 1),
-}  # all others are held whole by every rank: LayerNorms, positions, and the biases that are added after a reduce
+}  # every rank holds all other parameters whole: LayerNorms, positions, and the biases that are added after a reduce
 
 
 def split_of(name):
@@ -46,9 +46,9 @@ def is_replicated(name):
 
 
 def shard_shapes(shapes, parts):
-    """{name: shape of one rank's piece} of the whole shapes, as parameter_shapes(config) yields them, in their order.
+    """{name: shape of one rank's piece}, from the (name, whole shape) pairs of parameter_shapes(config), in order.
 
-    check_tensor_parallel raises for sizes that `parts` does not divide.
+    `parts` must divide the sizes: see check_tensor_parallel.
     """
     local = dict(shapes)
     for name, shape in local.items():
@@ -82,7 +82,7 @@ def unshard(name, pieces):
 def load_model(config, arrays, backend, group=SOLO):
     """A GPT2 for generation from {name: whole host array}: this rank's shards, copied into one arena.
 
-    One large buffer reads faster than many small ones.
+    Kernels read weights faster from one large buffer than from many small ones.
     """
     backend.check_model(config)
     arena = Arena(shard_shapes(parameter_shapes(config), group.size))
@@ -93,9 +93,9 @@ def load_model(config, arrays, backend, group=SOLO):
 
 
 def gather(name, array, group):
-    """The whole array on every rank, from each rank's piece: a collective, except if all hold it whole.
+    """The whole array on every rank, from each rank's piece: a collective, except for a replicated parameter.
 
-    In a group of one it shares the piece's memory.
+    In a group of one the result shares the memory of `array`.
     """
     if is_replicated(name):
         return array

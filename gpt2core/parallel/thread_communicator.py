@@ -227,7 +227,7 @@ class _World:
                 why = "a rank waits for one that has returned" if in_time else f"a rank waited for {self.timeout} s"
                 self.fail(f"{why}: " + "; ".join(map(self.state_of, range(self.size))))
             self.waiting[rank].remove(operation)
-            if not operation.done:  # a completed operation returns also after a failure: the next call raises it
+            if not operation.done:  # after a failure a completed operation still returns: the next call raises
                 self.check()
 
     def state_of(self, rank):
@@ -251,8 +251,8 @@ def run_ranks(size, fn, *args, timeout=60.0):
 
     The first exception on a rank ends the other ranks at their current or next call in any group; it is raised here
     with a note that names the rank. A rank that waits longer than `timeout` seconds raises CommunicatorError, which
-    lists what each rank waits for. The same error is raised at once when a rank has returned without making the call.
-    After a failure, run_ranks waits `timeout` seconds for ranks that are still computing, then returns without them.
+    lists what each rank waits for. This error is also raised at once when a rank waits for a rank that has returned.
+    After a failure, run_ranks waits up to `timeout` seconds for each rank that is still computing before it raises.
     Raises ConfigError for size < 1.
     """
     if size < 1:

@@ -7,7 +7,7 @@ import threadpoolctl
 
 
 def limit_blas(threads):
-    """Set the number of threads of the loaded BLAS: more threads than cores spin while they wait for each other."""
+    """Set the number of threads of the loaded BLAS: with more threads than cores, BLAS wastes time in busy waits."""
     threadpoolctl.threadpool_limits(threads, user_api="blas")
 
 

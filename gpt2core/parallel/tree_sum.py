@@ -1,4 +1,4 @@
-"""The canonical order of a sum: one binary tree over micro-batches and ranks, the same bits for any rank count.
+"""The canonical order of a sum: one fixed binary tree over micro-batches and ranks.
 
 Floating-point addition is not associative, so the order must be fixed. The canonical order adds neighbours first, then
 their sums, and so on. If the number of items is odd, the last item moves up one level:
@@ -14,8 +14,8 @@ import operator
 def tree_reduce(items, add):
     """Combine `items` (any iterable, at least one item) by `add(left, right)` in the canonical order.
 
-    Items are read one at a time, and at most log2(number of items) + 1 partial results are alive, so a generator of
-    gradients does not need memory for all of them. `add` may reuse its left operand: lambda a, b: np.add(a, b, out=a).
+    Items are read one at a time, and at most log2(number of items) + 1 partial results are alive, so the items of
+    a generator need not all be in memory. `add` may reuse its left operand: lambda a, b: np.add(a, b, out=a).
     A single item is returned unchanged. Raises ValueError for an empty iterable.
     """
     partials = []  # (height, result of 2**height items), heights strictly decrease: the digits of a binary counter

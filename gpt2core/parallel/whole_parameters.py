@@ -43,7 +43,7 @@ def fill(trainer, flat, arrays):
 
 
 def load(trainer, parameters, moments=None, steps=0, position=0, loss_scale=None):
-    """Copy the root's parameters {name: array} and moments {name: (first, second)}, and the progress of a run.
+    """Copy the root's parameters {name: array} and moments {name: (first, second)}; set the progress of the run.
 
     Other ranks pass None for the dictionaries, and the root's values for the other arguments.
     """
@@ -66,7 +66,7 @@ def load(trainer, parameters, moments=None, steps=0, position=0, loss_scale=None
 
 
 def gathered(trainer, flat):
-    """{name: the whole array} of a flat buffer, gathered from its shards; a view if this rank holds all of it."""
+    """{name: the whole array} of a flat buffer, gathered from its shards; a view if this rank holds the whole array."""
     views, group = trainer.arena.views(flat), trainer.mesh.tensor
     return {name: tensor_parallel.gather(name, view, group) for name, view in views.items()}
 
@@ -118,10 +118,7 @@ def verify(trainer):
     """Raise Diverged unless all replicas of a parameter have the same bits."""
     trainer.optimizer.gather_parameters()
     digest = hashlib.sha256()
-    for flat in (
-        trainer.parameters,
-        trainer.compute_parameters,
-    ):  # ZeRO-1 gathers the copy that kernels read at each step
+    for flat in (trainer.parameters, trainer.compute_parameters):  # the copy too: ZeRO-1 gathers it at each step
         digest.update(trainer.backend.to_host(flat))
     everyone = trainer.world.all_gather_object((trainer.mesh.tensor.rank, digest.hexdigest()))
     expected = {}  # tensor rank -> (the first rank that holds that shard, its hash)

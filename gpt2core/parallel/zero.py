@@ -1,8 +1,8 @@
 """ZeRO-1's all-gather overlapped with the next forward pass: parameters are received in pieces, before they are read.
 
 After an update each part of the arena is up to date only on its owner (Rajbhandari et al. 2020). An all-gather at the
-end of the step is simple, but every rank waits for it. Here the next step starts the all-gather, and its forward pass
-overlaps it:
+end of the step is simple, but every rank waits for it. Here the next step starts the all-gather, which overlaps with
+its forward pass:
 
     compute   ... | update | wait | h.0 | h.1 | h.2 | ...
     send                   | wte, wpe | h.0 | h.1 | ...
@@ -33,7 +33,7 @@ class AsyncAllGather(contextlib.AbstractContextManager):
     """`with gather: loss = model.loss(...)` all-gathers `flat` (size), of which each owner has a part.
 
     piece_mb (10^6 bytes): minimum size of a piece. A model calls wait_on_read(module) before it reads the parameters of
-    a module. On exit all pieces have been received. All ranks of `owners` must enter it.
+    a module. On exit all pieces have been received. All ranks of `owners` must enter the context.
     """
 
     def __init__(self, arena, flat, owners, piece_mb=PIECE_MB):
@@ -71,7 +71,7 @@ class AsyncAllGather(contextlib.AbstractContextManager):
 
 
 def owned(arena, piece, owners):
-    """Yield (slice, owner): the shares of the `owners` ranks in a slice of the arena, in rank order."""
+    """Yield (slice, owner): the shares of the `owners` ranks in `piece`, a slice of the arena, in rank order."""
     for owner in range(owners):
         part = arena.part(owner, owners)
         start, stop = max(part.start, piece.start), min(part.stop, piece.stop)
