@@ -6,9 +6,9 @@ import numpy as np
 
 # Page faults in new memory cost more than the arithmetic on it, so activations are placed in memory that was used
 # before. Every NumPy view, also a view of a view, refers to the one array that owns the memory (`base`). CPython counts
-# these references, so the count of the owner shows whether the buffer is in use.
+# these references, so the reference count of the owner shows whether its memory is in use.
 
-SMALL = 1 << 14  # bytes; malloc reuses smaller blocks equally fast
+SMALL = 1 << 14  # bytes; smaller arrays need no pool, because malloc reuses small blocks equally fast
 ALIGNMENT = 64  # bytes: a cache line, an AVX-512 register
 
 
@@ -16,7 +16,7 @@ class BufferPool:
     """Arrays in reused memory. Not thread-safe: every worker has its own pool."""
 
     def __init__(self):
-        self.owners = {}  # size class in bytes -> [(array that owns that much memory, offset of its first cache line)]
+        self.owners = {}  # {size class in bytes: [(array that owns the memory, offset of its first aligned byte)]}
         probe = [(np.empty(0, np.uint8), 0)]
         self.unused = next(sys.getrefcount(owner) for owner, _ in probe)  # reference count of an owner without views
 
@@ -45,6 +45,6 @@ class BufferPool:
 
 
 def size_class(nbytes):
-    """nbytes rounded up to one of eight steps between powers of two, so that slowly growing shapes reuse buffers."""
+    """nbytes rounded up to one of eight sizes per power of two, so that slowly growing shapes reuse buffers."""
     step = max(SMALL, 1 << max(nbytes.bit_length() - 4, 0))
     return -(-nbytes // step) * step

@@ -19,8 +19,8 @@ from stage0_serial.buffer_pool import BufferPool
 BLOCK = 1 << 16  # elements of one elementwise block: a few of them fit in a core's second-level cache
 QUERIES = 64  # query rows of one attention block; blocks above the diagonal are skipped
 ROWS = 64  # a matrix product with fewer rows is not divided over threads
-LOGITS = 1 << 23  # elements: larger logits are computed in chunks of rows
-GELU_A, GELU_B = math.sqrt(2 / math.pi), 0.044715  # Python floats: a NumPy one would make every pass float64
+LOGITS = 1 << 23  # elements of an array of logits; more logits are computed in chunks of rows
+GELU_A, GELU_B = math.sqrt(2 / math.pi), 0.044715  # Python floats: with np.float64, NumPy would compute in float64
 DTYPES = {"fp32": np.float32, "fp64": np.float64}
 
 
@@ -65,8 +65,8 @@ class NumpyBackend(Backend):
     def matmul(self, a, b, out=None):
         y = self.empty((a.shape[0], b.shape[1]), a.dtype) if out is None else out
         if len(a) == 1 and len(b) < BLOCK // 4 and b.flags.c_contiguous:
-            # one row: the time goes into reading b, and einsum reads it faster than BLAS. Not for a long b: einsum adds
-            # the terms one by one, which is inaccurate for long sums.
+            # For one row, reading b takes most of the time, and einsum reads b faster than BLAS. Not for b with many
+            # rows: einsum adds the terms one by one, which is inaccurate for long sums.
             return np.einsum("nc,ck->nk", a, b, out=y)
         if self.runtime.executor is None or len(a) < ROWS:
             return np.matmul(a, b, out=y)
@@ -112,7 +112,7 @@ class NumpyBackend(Backend):
         return np.multiply(dx, dy, out=dx)
 
     def gelu(self, x, bias, y, derivative):
-        """Write gelu(x + bias) to y, which may be x, and its slope to `derivative`, unless that is None."""
+        """Write gelu(x + bias) to y, which may be x, and gelu'(x + bias) to `derivative` unless it is None."""
         x, y, derivative = rows(x), rows(y), None if derivative is None else rows(derivative)
         square, sigmoid = (self.empty((min(len(x), block_rows(x)), x.shape[1]), x.dtype) for _ in range(2))
         for block in blocks(x):
@@ -180,7 +180,7 @@ class NumpyBackend(Backend):
         return s, y, (normalised, rstd)
 
     def residual_layernorm_of_one_row(self, x, a, a_bias, w, b, eps):
-        """The same for decoding one token, without aux: fewer NumPy calls, because a call costs more than its work."""
+        """The forward pass of one row, without aux: fewer NumPy calls, because a call costs more than its work."""
         s = x if a is None else x + (a + a_bias)
         h = s - np.vdot(s, self.constant(1 / s.size, s.size, s.dtype))
         r = 1 / math.sqrt(float(np.vdot(h, h)) / h.size + eps)
@@ -222,7 +222,7 @@ class NumpyBackend(Backend):
         ones = np.ones(T, qkv.dtype)
         for b in range(B):
             np.multiply(q3[b, 0], D**-0.5, out=q)
-            np.copyto(k, q3[b, 1].transpose(0, 2, 1))  # once: BLAS would transpose it for every block of queries
+            np.copyto(k, q3[b, 1].transpose(0, 2, 1))  # otherwise BLAS transposes k for every block of queries
             v = q3[b, 2]
             out = y[b].reshape(T, n_head, D).transpose(1, 0, 2)
             for i in range(0, T, QUERIES):
@@ -282,7 +282,7 @@ class NumpyBackend(Backend):
 
     def embedding_forward(self, ids, wte, wpe, position=0, first=0):
         x, ids = self.empty((*ids.shape, wte.shape[1]), wte.dtype), ids.astype(np.intp) - first
-        np.take(wte, ids, axis=0, out=x, mode="clip")  # mode="raise" buffers `out`; ops.embedding checks the range
+        np.take(wte, ids, axis=0, out=x, mode="clip")  # mode="raise" would copy `out`; ops.embedding checks ids
         x[(ids < 0) | (ids >= len(wte))] = 0
         return x if wpe is None else np.add(x, wpe[position : position + ids.shape[1]], out=x)
 
@@ -290,7 +290,7 @@ class NumpyBackend(Backend):
         ids, dy2 = ids.reshape(-1).astype(np.intp) - first, rows(dy)
         order = np.argsort(ids, kind="stable")
         order = order[slice(*np.searchsorted(ids[order], (0, len(wte))))]  # rows whose token is in this part of wte
-        runs = np.flatnonzero(np.diff(ids[order], prepend=-1))  # index in `order` of the first row of each token
+        runs = np.flatnonzero(np.diff(ids[order], prepend=-1))  # where the rows of each token begin in `order`
         dwte, dwpe = (
             self.empty(p.shape, dy.dtype) if buffer is None else buffer
             for p, buffer in zip((wte, wpe), out, strict=True)
@@ -343,7 +343,7 @@ class NumpyBackend(Backend):
             return self.unembed_backward(dlogits, x, w, out)
         dx, dw = self.like(x), self.empty(w.shape, w.dtype) if out is None else out
         dw[...] = 0
-        for chunk in logit_chunks(x, w):  # forward did not keep the logits: compute each chunk again
+        for chunk in logit_chunks(x, w):  # forward kept no logits: compute each chunk again
             exps = self.unembed_forward(x[chunk], w)
             np.exp(np.subtract(exps, maxima[chunk, None], out=exps), out=exps)
             rows_of_chunk = targets[chunk], scale, maxima[chunk], sums[chunk], (exps, maxima[chunk]), first
@@ -355,14 +355,16 @@ class NumpyBackend(Backend):
     # -- flat buffers ------------------------------------------------------------------------------------------------
 
     def sum_of_squares(self, flat, segments):
-        rows_each = len(flat) // ARENA_BLOCK // max(1, segments)  # a row is a block, short enough for its own dtype
+        rows_each = (
+            len(flat) // ARENA_BLOCK // max(1, segments)
+        )  # a row is a block, short enough to add in flat's dtype
         parts = flat.reshape(segments, rows_each, ARENA_BLOCK)
         return np.array([np.vecdot(part, part).sum(dtype=np.float64) for part in parts])
 
     def clip(self, squares, bound, loss_scale=None, interval=0, stop=None):
         norm = np.float64(math.sqrt(tree_sum(squares.tolist())))
         if stop is not None:
-            stop += 0.0 * float(norm)  # nan if norm is not finite; a NumPy scalar would warn here
+            stop += 0.0 * float(norm)  # NaN if norm is not finite; a NumPy scalar would cause a warning
         if not math.isfinite(norm) or stop is not None and np.isnan(stop[0]):
             return norm, np.float64(math.nan)
         return norm, np.float64(min(1.0, bound / (norm + 1e-6)) if bound else 1.0)

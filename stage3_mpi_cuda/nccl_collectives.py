@@ -30,11 +30,12 @@ BYTE = 1
 
 
 class NcclCollectives(Communicator):
-    """The collectives of the ranks of `host`, an MPI group of at least two, with one GPU each; x and out: CuPy arrays.
+    """The collectives of `host`, an MPI group of at least two ranks with one GPU each; x and out are CuPy arrays.
 
     A sum is "canonical" unless use_collectives("nccl") is called: all-to-all of parts, the sum of the received parts in
     the order of gpt2core/parallel/tree_sum.py (float16 and bfloat16 are added in float32 and rounded once), and
-    all-gather of the sums. Sums of integers, minima and maxima do not depend on the order and always use NCCL's own.
+    all-gather of the sums. Sums of integers, minima and maxima do not depend on the order; they always use NCCL's own
+    reductions.
 
     bytes_sent: all_reduce 2 (p-1)/p n (rounded down), reduce_scatter and all_to_all (p-1)/p n, all_gather (p-1) n,
     broadcast (p-1) n on root and 0 elsewhere, in bytes of x. A replay of a CUDA graph is not counted.
@@ -55,7 +56,7 @@ class NcclCollectives(Communicator):
                 f"NCCL cannot connect {self.size} ranks ({error}); set NCCL_DEBUG=WARN in the environment for the "
                 f"cause, or use --transport mpi"
             ) from error
-        # Never destroyed: NCCL's destructor waits until every graph with one of its calls is destroyed, and Python
+        # Never destroyed: NCCL's destructor waits until every CUDA graph with one of its calls is destroyed, and Python
         # does not define the order of destruction at exit. The operating system frees everything then.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._comm))
         gpu.communicators.append(self._comm)
@@ -133,7 +134,7 @@ class NcclCollectives(Communicator):
     # -- the canonical sum ---------------------------------------------------------------------------------------------
 
     def _canonical_all_reduce(self, x, out):
-        """Rank j receives part j from every rank and adds in tree order; all-gather of the sums. x may be out; (n)."""
+        """out (n) = the sum of x (n), which may be out: rank j adds part j of all ranks; all-gather of the sums."""
         edges = part_edges(x.size, self.size)
         mine = out[edges[self.rank] : edges[self.rank + 1]]
         parts = self._exchange_parts(x, edges)
@@ -151,7 +152,7 @@ class NcclCollectives(Communicator):
         self._send_recv(buffers(x, edges), buffers(parts, [j * length for j in range(self.size + 1)]))
         return parts
 
-    # -- messages; all pending ones form one NCCL group; otherwise two ranks that both send first deadlock ---
+    # -- messages, posted as one NCCL group: otherwise two ranks that both send first would deadlock ---
 
     def send_start(self, x, to, tag=0):
         check_peer(to, self.rank, self.size, "to")
@@ -185,9 +186,9 @@ class NcclCollectives(Communicator):
                 message.operation = operation
 
     def _send_recv(self, sends, receives):
-        """Send buffer j of `sends` to rank j and receive buffer j of `receives` from it, for all j, this rank included.
+        """Send buffer j of `sends` to rank j and receive buffer j of `receives` from rank j, for all j.
 
-        A buffer is (address, bytes).
+        A buffer is (address, bytes). j includes this rank.
         """
         with grouped(self._nccl):
             for peer, ((source, length), (target, capacity)) in enumerate(zip(sends, receives, strict=True)):
@@ -202,7 +203,7 @@ class NcclCollectives(Communicator):
         """Handle of run() on the communication stream, after all work on the caller's stream so far.
 
         arrays: those that run() uses, the result last. The handle keeps them alive until the caller's stream waits, so
-        that CuPy's pool cannot give their memory to another array before.
+        that CuPy's pool does not give their memory to another array before.
         """
         self._post_messages()
         ready, done = (self._cuda.Event(disable_timing=True) for _ in range(2))
@@ -226,7 +227,7 @@ class NcclCollectives(Communicator):
         return op == "sum" and dtype.kind not in "iu" and self._algorithm != NATIVE
 
     def _source(self, x, out, offset=None):
-        """x, contiguous; a copy if it overlaps `out`, unless x starts `offset` bytes after the start of out."""
+        """x as a contiguous array; a copy if x overlaps `out`, unless x starts `offset` bytes after out's start."""
         x = self._xp.ascontiguousarray(x)
         if out is not None and address(x) - address(out) != offset and overlap(x, out):
             return x.copy()
@@ -237,7 +238,7 @@ class NcclCollectives(Communicator):
 
 
 class _StreamOperation(Handle):
-    """A call on the communication stream. wait() makes the caller's stream wait for it, not the host."""
+    """A call on the communication stream. wait() makes the caller's stream, not the host, wait for the call."""
 
     def __init__(self, cuda, done, arrays):
         super().__init__(arrays[-1] if arrays else None)
@@ -252,7 +253,7 @@ class _StreamOperation(Handle):
 
 
 class _Message(Handle):
-    """A message. wait() of any message posts all that are not yet posted, as one group."""
+    """A message. wait() of any message posts all messages that are not yet posted, as one group."""
 
     def __init__(self, collectives, call, result):
         super().__init__(result)

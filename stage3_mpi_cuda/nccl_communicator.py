@@ -25,14 +25,14 @@ TRANSPORTS = {"nccl": NcclCollectives, "mpi": StagedCollectives}
 
 
 class NcclCommunicator(Communicator):
-    """A rank of a group whose ranks compute on GPUs; without arguments the world, all ranks of the MPI job.
+    """One rank of a group that computes on GPUs; without arguments, the group of all ranks of the MPI job.
 
     `host` is the MpiCommunicator of the same group, for NumPy arrays. CuPy arrays use the transport that
     use_transport() selected. Transport nccl needs one GPU per rank and uses a communication stream; transport mpi
     copies through host memory, and ranks may share a GPU. Under TRITON_INTERPRET=1 all arrays are NumPy arrays.
 
-    Sums use the algorithm "canonical" unless use_collectives() selects another: with transport nccl "nccl", NCCL's own,
-    whose order depends on the number of ranks, and with transport mpi any algorithm of MpiCommunicator.
+    Sums are canonical unless use_collectives() selects another algorithm. With transport nccl this is "nccl": NCCL's
+    own sums, whose order depends on the number of ranks. With transport mpi it is any algorithm of MpiCommunicator.
     """
 
     def __init__(self, host=None, parent=None):
@@ -88,11 +88,11 @@ class NcclCommunicator(Communicator):
 
     @property
     def prefers_zero(self):
-        return self.transport == "nccl"  # it sends as much as an all-reduce, and a rank computes 1/p of the update
+        return self.transport == "nccl"  # ZeRO-1 sends as much as an all-reduce, and a rank computes 1/p of the update
 
     @property
     def measures_buckets(self):
-        return self.transport == "nccl"  # on the host, communication and computation compete for the same cores
+        return self.transport == "nccl"  # transport mpi: messages compete with computation for the host's cores
 
     @property
     def bytes_sent(self):
@@ -174,7 +174,7 @@ class NcclCommunicator(Communicator):
 
 @dataclass
 class GpuBinding:
-    """The GPU of this rank, with the communication stream and the NCCL module that all its groups share."""
+    """The GPU of this rank, with the communication stream and the NCCL module that all groups of the rank share."""
 
     cupy: object = None  # the module
     device_id: int | None = None  # among the GPUs that this process sees

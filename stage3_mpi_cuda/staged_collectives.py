@@ -1,8 +1,8 @@
 """Collectives on GPU arrays over plain MPI: copy to pinned host memory, call MPI there, and copy back.
 
-This is needed if NCCL is missing and MPI is not CUDA-aware, or if ranks share a GPU. A GPU copies asynchronously
-only from and to *pinned* memory, which the system cannot move. An all-reduce is divided into chunks: while the host
-sums one, the GPU copies the chunk before it back and the chunk after it to the host. NCCL needs neither copy.
+This transport needs no NCCL and no CUDA-aware MPI, and ranks may share a GPU. A GPU copies asynchronously only from
+and to *pinned* memory, which the system cannot move. An all-reduce is divided into chunks: while the host sums one
+chunk, the GPU copies the previous chunk back and the next chunk to the host. NCCL needs neither copy.
 """
 # p ranks in a group, n bytes of x on one rank
 
@@ -26,7 +26,7 @@ HOST_TO_DEVICE, DEVICE_TO_HOST = 1, 2  # cudaMemcpyKind
 
 
 class StagedCollectives(Communicator):
-    """The collectives of the ranks of `host`, an MPI group of at least two; x and out are arrays of their GPUs.
+    """The collectives of `host`, an MPI group of at least two ranks; x and out are CuPy arrays.
 
     Sums, their order and bytes_sent are those of MpiCommunicator. A background thread runs the calls in order while the
     caller continues. wait() waits on the host, so a CUDA graph cannot capture these calls.
@@ -84,7 +84,7 @@ class StagedCollectives(Communicator):
     # -- copies to the host and back -----------------------------------------------------------------------------------
 
     def _staged(self, x, out, shape, call):
-        """Handle of call(x, out) on host copies of both; `out` has `shape`, or is a new array."""
+        """Handle of call(x, out) on host copies of x and out; out: an array of `shape`, or None for a new one."""
         check_out(out, shape, x.dtype)
         x, out = self._cupy.ascontiguousarray(x), self._result(out, shape, x.dtype)
 

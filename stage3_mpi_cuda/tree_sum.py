@@ -1,9 +1,9 @@
-"""A kernel that sums the rows of an array in the canonical order: each rank applies it to the parts that it received.
+"""A kernel that sums the rows of an array in the canonical order: a rank runs it on the parts that it received.
 
     5 rows  ((0+1) + (2+3)) + 4                                                 (gpt2core/parallel/tree_sum.py)
 
-NCCL's all-reduce adds along a ring or a tree of GPUs. Its order depends on their number, and it rounds to the dtype of
-the array at every step. This kernel adds in a fixed order, in float32 (float64 arrays: in float64), and rounds once.
+NCCL's all-reduce adds along a ring or a tree of GPUs. The order depends on the number of GPUs, and every step rounds to
+the dtype of the array. This kernel adds in a fixed order, in float32 (float64 arrays: in float64), and rounds once.
 """
 
 import triton
@@ -22,7 +22,7 @@ def tree_sum(out, rows):
 
 @triton.jit
 def tree_of_rows(rows_ptr, offs, stride, mask, COUNT: tl.constexpr):
-    """Sum of the COUNT rows at rows_ptr: of the first HALF rows, a power of two, plus that of the other rows."""
+    """Sum of the COUNT rows at rows_ptr: the sum of the first HALF rows (a power of two) plus the sum of the rest."""
     if COUNT == 1:
         x = tl.load(rows_ptr + offs, mask, 0)
         total = x if x.dtype == tl.float64 else x.to(tl.float32)

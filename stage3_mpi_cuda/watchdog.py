@@ -1,8 +1,8 @@
 """A thread that aborts the job if a rank stops responding or NCCL fails; without it the other ranks would hang.
 
-The launcher detects a rank that is killed. It does not detect one that is stopped, or whose host is unreachable. A rank
-that waits for it is in a loop on the host, or in an NCCL kernel on the GPU, which the host cannot interrupt. So every
-rank sends a heartbeat to its right neighbour each second, over MPI, and expects one from its left neighbour.
+The launcher detects a rank that is killed. It does not detect a rank that is stopped or whose host is unreachable.
+The other ranks wait for it in a loop on the host, or in an NCCL kernel, which the host cannot interrupt. So every rank
+sends a heartbeat to its right neighbour each second, over MPI, and expects one from its left neighbour.
 """
 
 import atexit
@@ -33,7 +33,7 @@ class Watchdog:
     def start(self):
         if self._left != self._world.rank:
             self._comm = self._world.host.duplicate()
-            atexit.register(self._stop)  # runs before MPI_Finalize
+            atexit.register(self._stop)  # _stop() runs before MPI_Finalize
             self._thread.start()
 
     def _watch(self):
@@ -42,7 +42,7 @@ class Watchdog:
         last_heartbeat = last_check = time.monotonic()
         while not self._exiting.wait(PERIOD):
             now = time.monotonic()
-            if self._heard() or now - last_check > 3 * PERIOD:  # a late check: this process itself was stopped
+            if self._heard() or now - last_check > 3 * PERIOD:  # the check is late if this process itself was stopped
                 last_heartbeat = now
             last_check = now
             if self._send is None or self._send.Test():
@@ -84,7 +84,7 @@ class Watchdog:
                 self._fail(f"{found}: another rank or the network failed; set NCCL_DEBUG=WARN for details")
 
     def _fail(self, cause):
-        """Print the cause and abort the job; higher ranks wait, so that the lowest that sees the failure prints it."""
+        """Print the cause and abort the job; higher ranks wait, so that only the lowest rank prints it."""
         time.sleep(STAGGER * min(self._world.rank, 8))
         with contextlib.suppress(OSError, ValueError):  # the reader of a pipe may have closed it
             print(f"error: rank {self._world.rank}: {cause}", file=sys.stderr)

@@ -52,7 +52,10 @@ class DataParallel:
 
 
 def buckets_of(arena, packed, bucket_bytes, itemsize):
-    """Lists of parameter names, last name first: if packed, of at least `bucket_bytes` (the last may be smaller)."""
+    """Lists of parameter names, from the last name to the first: one list per bucket.
+
+    If packed, a bucket has at least `bucket_bytes`, except for the last bucket; otherwise it has one parameter.
+    """
     buckets, held = [[]], 0
     for name in reversed(arena.slices):
         buckets[-1].append(name)

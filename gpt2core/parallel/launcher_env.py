@@ -11,7 +11,10 @@ VARIABLES = (  # (number of processes, rank of this one)
 
 
 class LauncherEnv(NamedTuple):
-    """`size` processes were started and this one is number `rank`; `variable` is where the size is, or ""."""
+    """`size` processes were started, and this one is number `rank`.
+
+    variable: the name of the environment variable that holds the size; "" without a launcher.
+    """
 
     variable: str = ""
     size: int = 1

@@ -63,7 +63,7 @@ class PendingStep:
         """Return the Step. signal: the number of a signal that this rank has received, or 0; see Trainer.stopped_by.
 
         In fp16 a gradient that overflows is computed again from the same batch with half the loss scale, so that no
-        batch is lost. Raises Diverged if the loss or the norm is not finite (fp16: the norm at the smallest loss scale).
+        batch is lost. Raises Diverged if the loss or norm is not finite (fp16: the norm at the smallest loss scale).
         Then neither this step nor a later step in flight has changed a parameter.
         """
         trainer = self.trainer
