@@ -355,9 +355,7 @@ class NumpyBackend(Backend):
     # -- flat buffers ------------------------------------------------------------------------------------------------
 
     def sum_of_squares(self, flat, segments):
-        rows_each = (
-            len(flat) // ARENA_BLOCK // max(1, segments)
-        )  # a row is a block, short enough to add in flat's dtype
+        rows_each = len(flat) // ARENA_BLOCK // max(1, segments)  # rows are blocks, short enough to add in flat's dtype
         parts = flat.reshape(segments, rows_each, ARENA_BLOCK)
         return np.array([np.vecdot(part, part).sum(dtype=np.float64) for part in parts])
 

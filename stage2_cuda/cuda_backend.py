@@ -25,8 +25,8 @@ from stage2_cuda.runtime import triton_launch
 from stage2_cuda.runtime.cuda_runtime import make_runtime
 from stage2_cuda.tuning import attention_tiles
 
-# --precision: the dtype of activations and of the parameters that kernels read, and tl.dot's input precision for fp32;
-# three passes of tf32 meet the tolerance of fp32 and are faster than ieee
+# --precision: (the dtype of activations and of the parameters that kernels read, the input precision of tl.dot);
+# for fp32, tf32x3 (three tf32 products) meets the tolerance and is faster than ieee
 PRECISIONS = {
     "fp32": ("float32", "tf32x3"),
     "tf32": ("float32", "tf32"),
@@ -88,7 +88,7 @@ class CudaBackend(FusedHead, Backend):
         return self.xp.empty(array.shape, array.dtype)
 
     def floats(self, *shape):
-        """Uninitialised float32: statistics, sums and scratch, in every precision."""
+        """An uninitialised float32 array: for statistics, sums and scratch in every precision."""
         return self.xp.empty(shape, np.float32)
 
     def cast(self, x, out, key=None):
@@ -124,7 +124,7 @@ class CudaBackend(FusedHead, Backend):
     # -- products and gradients of parameters --------------------------------------------------------------------------
 
     def product(self, a, b, **options):
-        """a @ b (N, K), with the options of cublaslt.matmul: transposes, bias, activation."""
+        """a @ b (N, K), with the options of CublasLt.matmul: transposes, bias, activation."""
         n = a.shape[1] if options.get("trans_a") else a.shape[0]
         k = b.shape[0] if options.get("trans_b") else b.shape[1]
         out = self.xp.empty((n, k), options.pop("dtype", a.dtype))
@@ -132,10 +132,10 @@ class CudaBackend(FusedHead, Backend):
         return out
 
     def gradients(self, out, shape, compute, *operands):
-        """The float32 gradients (`shape`) that compute(*gradients) writes from `operands`, one per entry of `out`.
+        """Fill float32 gradients of `shape`, one per entry of `out`, by compute(*gradients); return the gradients.
 
-        An entry is an array to write to, or None for a new one. If all are given the work runs on the side stream, and
-        is complete after runtime.join().
+        An entry is an array to write to, or None for a new one. If no entry is None, the work runs on the side stream
+        and is complete after runtime.join(). operands: the arrays that compute() reads.
         """
         given = all(array is not None for array in out)
         results = [self.floats(*shape) if array is None else array for array in out]
@@ -257,7 +257,7 @@ class CudaBackend(FusedHead, Backend):
     def attention_backward(self, dy, qkv, y, aux, n_head):
         dqkv, delta, dy = self.like(qkv), self.like(aux), self.xp.ascontiguousarray(dy)
 
-        def run(config, dy=y):  # timed with y, which has the size of dy and is finite for any loss scale
+        def run(config, dy=y):  # timed with y: it has the size of dy, and is finite for any loss scale
             flash.attention_backward(dqkv, delta, dy, qkv, y, aux, n_head, self.dot, config)
 
         run(attention_tiles.tuned_backward(self.runtime.tuner, run, dqkv, delta, qkv, n_head, self.dot), dy)

@@ -47,7 +47,7 @@ class FusedHead:
                 own = targets[chunk], scale, V, first, dloss
                 cross_entropy.cross_entropy_forward_backward(logits, *statistics[:, chunk], logits, *own)
                 self.add_gradients(logits, x[chunk], w, dx[chunk], dw, number > 0)
-                del logits  # frees the chunk before the next one is allocated
+                del logits  # frees the logits before the next chunk's are allocated
         return *statistics, None if scale is None else (dx, dw, dloss is not None)
 
     def unembed_cross_entropy_backward(self, dy, x, w, targets, scale, maxima, sums, aux, first=0, out=None):
@@ -65,7 +65,7 @@ class FusedHead:
         return dx, dw
 
     def scaled(self, dx, dw, dy, out):
-        """dy dx and dy dw as copies, because another backward through a retained graph needs the originals."""
+        """(dy dx, dy dw). Copies, except for dw in `out`: another backward through a retained graph needs dx and dw."""
         factor = self.asarray(dy, np.float32).reshape(1)
         dx, dw = dx.copy(), dw.copy() if out is None else dw
         for gradient in (dx, dw):
@@ -73,7 +73,7 @@ class FusedHead:
         return dx, dw
 
     def head_gradient(self, w, out):
-        """The array for dw: `out`, or a new array with padding rows like whole_rows(), for an aligned product."""
+        """The array for dw: `out`, or a new array followed by the padding rows of whole_rows()."""
         return self.floats(len(self.whole_rows(w)), w.shape[1])[: len(w)] if out is None else out
 
     def loss_rows(self, maxima, sums, picked, highest):
@@ -101,11 +101,11 @@ class FusedHead:
         self.products.multiply(dw, operand, x, trans_a=True, accumulate=accumulate)
 
     def whole_rows(self, w):
-        """w (V, C) extended to a multiple of ALIGNED rows by the memory after it in its arena; w if there is none.
+        """w (V, C) extended to a multiple of ALIGNED rows by the memory after w; w itself if there is too little.
 
         With an odd V the product is not aligned: for V = 50257 it takes five times as long. The logits of the
-        additional rows are padding: they do not count in the loss, and their gradient is 0. The rows after a gradient
-        are padding too, or are written later in backward.
+        additional rows are padding: they do not count in the loss, and their gradient is 0. If w is a gradient,
+        the additional rows are padding too, or gradients that backward writes later.
         """
         rows, base = -(-len(w) // ALIGNED) * ALIGNED, w.base
         if isinstance(w, np.ndarray) or base is None:
@@ -121,7 +121,7 @@ def rows(x):
 
 
 def logit_chunks(x, w):
-    """Slices of rows of x (N, C) with at most LOGITS logits; more than 1024 rows are rounded down to a multiple."""
+    """Slices of rows of x (N, C) with at most LOGITS logits; lengths above 1024 are multiples of 1024."""
     step = max(1, LOGITS // w.shape[0])
     step -= step % 1024 if step > 1024 else 0
     return [slice(start, start + step) for start in range(0, x.shape[0], step)]

@@ -1,10 +1,10 @@
 """Predict the device memory of a training step or a generation, as a sum of named terms; suggest options that fit.
 
-benchmarks/gpu/memory.py compares the sum with what CuPy's pools and the driver allocate: they agree within a tenth.
+benchmarks/gpu/memory.py compares the sum with what CuPy's pools and the driver allocate: the two agree within a tenth.
 """
 
 # B sequences of T tokens in one micro-batch, N = B*T rows, C channels, V vocabulary, L layers
-# with tensor parallelism, a rank has heads / tp, V / tp, and 4C / tp channels of the MLP's hidden layer
+# with tensor parallelism, a rank has n_head / tp heads, V / tp tokens, and 4C / tp channels of the MLP's hidden layer
 
 import math
 from dataclasses import replace
@@ -20,7 +20,7 @@ BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2}  # of an activation, and of
 LOGITS = 1 << 29  # elements of the logits that are computed at a time
 ALIGNED = 64  # columns: logits are padded to a multiple, so that the start of each row is aligned
 WORKSPACE = 64 << 20  # bytes of cublasLt's workspaces, for two streams
-WIDE = 1 << 25  # elements of a GELU's input from which it is faster in the epilogue of the product than in a kernel
+WIDE = 1 << 25  # elements of GELU's input; from this size GELU is faster as an epilogue of the product than as a kernel
 CONTEXT = 550 << 20  # bytes of the CUDA context and the loaded kernels on an H200, which CuPy's pools do not count
 MARGIN = 1.1  # the prediction is right within a tenth
 # Buffers for the codes sent and received, as a multiple of a message's size
@@ -28,10 +28,10 @@ CODE_BUFFERS = {"none": 0, "fp16": 1.2, "bf16": 1.2, "int8": 0.7}
 
 
 def training_memory(config, batch_size, seq_len, precision, micro_batches=1, ranks=1, parallel=None, in_order=False):
-    """{term: bytes at most} of one rank that trains on `batch_size` sequences a step, in `micro_batches` parts.
+    """{term: maximum bytes} of one rank that trains on `batch_size` sequences a step, in `micro_batches` parts.
 
     ranks: the data-parallel ranks; there are parallel.tp times as many in all. parallel: a ParallelConfig. in_order:
-    whether the GPUs sum gradients in the canonical tree.
+    whether the GPUs sum gradients in the canonical order.
     """
     parallel = parallel or ParallelConfig()
     tp, owners = parallel.tp, ranks if parallel.zero else 1
@@ -41,7 +41,7 @@ def training_memory(config, batch_size, seq_len, precision, micro_batches=1, ran
     several = micro_batches > 1  # with one micro-batch, backward writes gradients directly into the sum
     head = FP32 * V * C * several  # the gradient of lm_head
     layer_gradients = head * config.tied + 4 * FP32 * C * C // tp * several  # in the backward pass of an MLP
-    halves = precision == "fp32"  # the operands of a product are split into two arrays of half the bytes
+    halves = precision == "fp32"  # each operand of a product is split into two arrays of half the bytes
     logits = BYTES[precision] * min(rows, max(1, LOGITS // V)) * V
     fused = BYTES[precision] < FP32 and 4 * rows * C // tp >= WIDE  # only the gradient of GELU's input is stored
     arena = Arena(shard_shapes(parameter_shapes(config), tp), owners)
@@ -61,14 +61,14 @@ def training_memory(config, batch_size, seq_len, precision, micro_batches=1, ran
         "activations": (4 * L + 2) * stream + 12 * L * stream // tp,
         # LayerNorm's mean and inverse standard deviation, attention's logsumexp
         "statistics": FP32 * rows * (4 * L + 2 + config.n_head * L // tp),
-        # the larger of two temporary peaks: a chunk of logits in the loss, with the gradients of both factors; or, a
-        # little later, the gradients in the backward pass of an MLP
+        # the larger of two temporary peaks: a chunk of logits in the loss, with the gradients of both operands; or,
+        # a little later, the gradients in the backward pass of an MLP
         "at work": max(
             stream + logits + head + halves * (logits + stream),
             (1 + (tp > 1)) * stream + (4 + 4 * (not fused) + 4 * halves) * stream // tp + layer_gradients,
         ),
-        # the side stream's own temporary memory, because CuPy's pool does not share blocks between streams: the halves
-        # of an MLP's product. Operands that wait there (side_stream.DEPTH) need less than backward has freed by then
+        # temporary memory of the side stream, because CuPy's pool does not share blocks between streams: the halves of
+        # an MLP's product. The operands kept for it (side_stream.DEPTH) take less than backward has freed by then
         "side stream": halves * (stream + 4 * stream // tp) * (not several),
         # the parts received from other ranks, on NCCL's stream
         "sums over ranks": FP32 * message * in_order * (ranks > 1),
@@ -83,7 +83,7 @@ def training_memory(config, batch_size, seq_len, precision, micro_batches=1, ran
 
 
 def generation_memory(config, precision, batch_size=1, tp=1):
-    """{term: bytes at most} of one of `tp` ranks that generates from `batch_size` prompts of block_size tokens."""
+    """{term: maximum bytes} of one of `tp` ranks that generates from `batch_size` prompts of block_size tokens."""
     rows, width = batch_size * config.block_size, BYTES[precision]
     stream = width * rows * config.n_embd
     return {
@@ -97,7 +97,7 @@ def generation_memory(config, precision, batch_size=1, tp=1):
 
 
 def largest_batch(fits, batch_size, step):
-    """The largest multiple of `step` below `batch_size` that fits, or 0. If n does not fit, no m > n does."""
+    """The largest multiple n of `step` below `batch_size` with fits(n), or 0; if n does not fit, no larger n does."""
     low, high = 0, -(-batch_size // step)  # in steps; `high` does not fit
     while high - low > 1:
         middle = (low + high) // 2

@@ -1,4 +1,4 @@
-"""The kernels of a decode step for two or more sequences; LayerNorm and the logits for one sequence too.
+"""The kernels of a decode step for two or more sequences; layernorm() and unembed() also serve one sequence.
 
 Each sequence gets one new position. A layer takes seven launches:
 
@@ -44,9 +44,9 @@ class DecodeTiling(NamedTuple):
     block_n: int  # columns of a weight per program
     split_k: int  # parts that K is split into; more if a part would exceed `max_rows`
     split_block_n: int  # columns of a weight per program, in the products that are split over K
-    block_keys: int  # cached keys of one split (one sequence) or of one loop iteration (several)
+    block_keys: int  # cached keys per split (one sequence) or per loop iteration (several sequences)
     block_vocab: int  # rows of lm_head per program
-    max_rows: int = 256  # rows of a weight in one part of split-K at most
+    max_rows: int = 256  # largest number of rows of a weight in one part of split-K
     elements_per_thread: int = 128  # of a tile of weights; decides the number of warps
     block_k: int = 128  # two or more sequences: rows of a weight per tl.dot in 16 bits; half as many in fp32
     pdl: bool = False
@@ -82,10 +82,10 @@ def block_k(tiling, w):
 
 
 def layernorm(h, s, stream, ln_w, ln_b, eps, tiling):
-    """h = LN(x) (B, C); s = x (B, C) float32, which may be x itself, or None.
+    """h (B, C) = LN(x), and s (B, C) float32 = x unless s is None; s may be the array x.
 
-    stream: (x, partials, bias). x is (B, C) float32. The kernel first adds partials (parts, B, C) and bias (C) to x;
-    both may be None.
+    stream: (x, partials, bias). x is (B, C) float32. The kernel first adds partials (parts, B, C) and bias (C) to x,
+    unless both are None.
     """
     x, partials, bias = stream
     B, C = h.shape
@@ -97,8 +97,8 @@ def layernorm(h, s, stream, ln_w, ln_b, eps, tiling):
 def linear(y, cache, h, w, bias, lengths, block, tiling, precision):
     """y (B, N) = gelu(h w + bias), h (B, K), w (K, N).
 
-    With a cache (B, block, 2K) instead q, k, v = h w + bias: y (B, K) = q, and k and v go into the cache at the newest
-    position of each sequence, lengths (B) - 1.
+    With a cache (B, block, 2K), the kernel computes q, k, v = h w + bias instead. y (B, K) receives q; the cache
+    receives k and v at the newest position of each sequence, lengths (B) - 1.
     """
     (B, K), N = h.shape, w.shape[1]
     arguments = y, cache, h, w, bias, lengths, B, K, N, block
@@ -165,8 +165,8 @@ def wait_for_previous_launch():
 
     Before this call a kernel may read only what is older than the previous kernel's output, such as weights, and must
     not write. After it the kernel may read that output, and overwrite what the previous kernel has read. The next
-    kernel is allowed to start here and not sooner, because kernels that wait share the processors with the one that
-    computes, which costs more than their early loads save.
+    kernel is not allowed to start before this call: a waiting kernel occupies processors that the previous kernel
+    needs, which costs more than its early loads save.
     """
     gdc_wait()
     gdc_launch_dependents()

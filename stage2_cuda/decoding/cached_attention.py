@@ -1,11 +1,11 @@
 """Causal attention with a KV cache: t new queries attend to all cached keys, and causally to the t new keys.
 
 A program computes M new rows of one head. It loops over the cached keys, then over the new keys up to the diagonal,
-with the steps of kernels/attention.py. It serves gpt2core.sampler.Decoder, which is used for tensor parallelism and
-for batches that GpuDecoder does not support. GpuDecoder has its own kernels (batched.py, single_row.py).
+with the steps of kernels/attention.py. gpt2core.sampler.Decoder calls this kernel, for tensor parallelism and for
+batches that GpuDecoder does not support. GpuDecoder has its own kernels (batched.py, single_row.py).
 """
 
-# B batch, t new positions, C channels, H heads, D = C // H head size, in a kernel rounded up to a power of two
+# B batch, t new positions, C channels, H heads, D = C // H head size (in a kernel: rounded up to a power of two)
 
 import math
 
@@ -23,19 +23,19 @@ from stage2_cuda.kernels.attention import (
 )
 from stage2_cuda.runtime.triton_launch import launch
 
-TILE = TileConfig(16, 64, 4, 2)  # new queries by keys; a guess
+TILE = TileConfig(16, 64, 4, 2)  # 16 new queries by 64 keys; not tuned
 
 
 @triton.jit
 def load_new(qkv_ptr, rows, dims, t, C, D: tl.constexpr):
-    """Rows of q, k or v (rows, dims); qkv_ptr points to the head's first row of it in qkv (t, 3C)."""
+    """Rows of q, k or v (rows, dims); qkv_ptr points to the first row of that part of one head in qkv (t, 3C)."""
     mask = (rows < t)[:, None] & (dims < D)[None, :]
     return tl.load(qkv_ptr + rows.to(tl.int64)[:, None] * 3 * C + dims[None, :], mask=mask, other=0.0)
 
 
 @triton.jit
 def attend(acc, peak, total, q, k, v, visible, scale, PRECISION: tl.constexpr):
-    """One step of flash attention: the queries q (M, D) over the visible ones of the keys k and values v (N, D)."""
+    """One step of flash attention: the queries q (M, D) attend to the `visible` keys k and values v (N, D)."""
     s = tl.where(visible, tl.dot(q, k.T, input_precision=PRECISION), float("-inf"))  # (M, N)
     p, peak, total, acc = softmax_step(s, peak, total, acc, scale)
     return tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION), peak, total

@@ -105,7 +105,7 @@ class TransposedWeights:
         self.qkv_ln, self.fc_ln = ([empty((len(w),), "float32") for _ in range(2)] for w in (self.qkv, self.fc))
 
     def update(self):
-        """Compute them again, because training may have changed the weights in place."""
+        """Compute the copies again, because training may have changed the weights in place."""
         layer = self.layer
         single_row.transpose(self.qkv, layer.qkv[0])
         single_row.fold_layernorm(*self.qkv_ln, self.qkv, *layer.ln_1, layer.qkv[1])

@@ -9,8 +9,8 @@ interpreter the same kernels are launched one by one.
 
 There are three kinds of step:
 
-- The prefill computes all positions of the prompts with the training kernels and fills the KV cache. It is captured
-  only if there are few positions.
+- The prefill computes all positions of the prompts with the training kernels and fills the KV cache. The prefill is
+  captured only if it has few positions.
 - A decode step computes one more position of each sequence with the KV cache.
 - A window step recomputes the last block_size tokens of every sequence, as stage 0 does. It replaces the decode step
   as soon as the longest sequence has more than block_size tokens.
@@ -28,7 +28,7 @@ from gpt2core.tensor import Tensor, no_grad
 from stage2_cuda.decoding import batched, last_token, sampling
 from stage2_cuda.decoding.decode_step import BatchedStep, SingleRowStep
 
-CAPTURED_PREFILL = 4096  # largest B*T of a captured prefill; a larger one takes longer to compute than to launch
+CAPTURED_PREFILL = 4096  # largest B*T of a captured prefill; a larger prefill takes longer to compute than to launch
 STEPS_AHEAD = 4  # steps that may be launched after the step whose tokens the host reads next
 UNIFORMS = 256  # random numbers per sequence in one upload
 
@@ -130,7 +130,7 @@ class GpuDecoder:
         sampling.append_given(self.sequences)
 
     def compute_and_sample(self, compute, *arguments):
-        """Compute the logits, then append a token to each sequence; both are one step if the device samples."""
+        """Compute the logits and append a token to each sequence, in one captured step if the device samples."""
         if self.sample == self.append_given:
             self.run(compute, *arguments)
             tokens = [rule(logits) for rule, logits in zip(self.rules, self.backend.to_host(self.logits), strict=True)]

@@ -21,7 +21,7 @@ def gather_last_rows(h, y, lengths):
 def gather_windows(out, ids, lengths):
     """out (B, block) = the last `block` tokens of each sequence, in order; ids is a ring buffer: token i at i % block.
 
-    A sequence with fewer tokens fills only the first lengths[b] elements; the others are undefined.
+    A sequence with fewer tokens fills only the first lengths[b] elements; the others are any token ids.
     """
     B, block = ids.shape
     launch(windows_kernel, (B, triton.cdiv(block, 256)), out, ids, lengths, block, BLOCK_T=256, num_warps=4)

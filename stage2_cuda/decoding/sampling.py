@@ -4,17 +4,17 @@ Order the tokens from the most to the least probable, equal logits by token id. 
 a position in this order:
 
     TOP_K: where the number of tokens reaches top_k
-    TOP_P: where their probability reaches the share top_p of what TOP_K keeps
-    DRAW:  where their probability exceeds the share u of what TOP_P keeps; u is uniform in [0, 1)
+    TOP_P: where their total probability reaches the share top_p of what TOP_K keeps
+    DRAW:  where their total probability exceeds the share u of what TOP_P keeps; u is uniform in [0, 1)
 
-No sort is needed. The bits of a float32, read as an integer (`sort_key`), have the same order as the floats, and
+No sort is needed. The keys of logits, integers that sort_key() makes from their bits, have the order of the logits, and
 
     M(t) = sum of the masses of the tokens with key >= t,  mass = round(2^44 exp((logit - maximum) / temperature))
 
-falls as t grows. So the key where M reaches a goal is found by a 64-ary search: 64 thresholds divide the range of keys,
-all programs add up the masses above each threshold, and the next round divides the interval that contains the goal.
-After 6 rounds of 6 bits one key is left. The first round divides all keys, so the three searches share it. If several
-tokens have this key, their masses are equal: a division gives the index among them, in the order of token ids.
+falls as t grows. Therefore a 64-ary search finds the key at which M reaches a goal: 64 thresholds divide the range of
+keys, all programs compute M at each threshold, and the next round divides the interval that contains the goal. After
+6 rounds of 6 bits one key is left. The first round divides all keys, so the three searches share it. If several tokens
+have this key, their masses are equal: a division gives the index among them, in the order of token ids.
 
 Masses are integers, so their sum does not depend on the order of addition, and a draw has the same bits every time.
 With 2^44 the sum of 2^18 masses fits in 63 bits; the rounding changes fewer than one draw in 10^8.
@@ -73,10 +73,10 @@ def append_greedy(sequences, maxima, indices, pdl=False):
 
 
 class DeviceSampler:
-    """Draws tokens from logits (B, V); top_k, top_p: whether each restriction applies; each takes 5 more launches.
+    """Draws tokens from logits (B, V); top_k, top_p: whether to restrict the draw (5 more launches each).
 
-    The values are read on the device. numbers (2) float64: top_p and the temperature. top_k (1) int64. uniforms (B, n)
-    float64: a step with sequence length L uses number L % n.
+    The kernels read the options from device arrays. numbers (2) float64: top_p and the temperature. top_k (1) int64.
+    uniforms (B, n) float64: a step with sequence length L uses number L % n.
     """
 
     def __init__(self, empty, B, V, uniforms_shape, top_k, top_p):
@@ -124,7 +124,7 @@ def add_masses(
     partials_ptr, logits_ptr, maxima_ptr, numbers_ptr, low, high, b, V, tiles, peaks,
     G: tl.constexpr, BLOCK_V: tl.constexpr, PEAKS: tl.constexpr,
 ):  # fmt: skip
-    """Store the mass and the count of this tile's tokens above each of the G thresholds that divide [low, high)."""
+    """Store mass and count of this tile's tokens at or above each of the G thresholds that divide [low, high)."""
     p, v = tl.arange(0, PEAKS), tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
     maximum = tl.max(tl.load(maxima_ptr + b * peaks + p, p < peaks, float("-inf")), 0).to(tl.float64)
     x = tl.load(logits_ptr + b.to(tl.int64) * V + v, v < V, float("-inf"))
@@ -141,7 +141,7 @@ def add_masses(
 
 @triton.jit
 def sum_tiles(partials_ptr, b, tiles, G: tl.constexpr):
-    """Masses (G) and counts (G) above the thresholds, of the whole vocabulary."""
+    """Masses (G) and counts (G) at or above the thresholds, over the whole vocabulary."""
     j, masses, counts = tl.arange(0, G), tl.zeros((GROUP, G), tl.int64), tl.zeros((GROUP, G), tl.int64)
     for start in tl.range(0, tiles, GROUP):
         t = start + tl.arange(0, GROUP)
@@ -158,7 +158,7 @@ def narrow_interval(low, high, mass_above, count_above, masses, counts, goal, by
     Returns its low and high; the mass of the keys >= low, and >= high; the count of the keys >= low, and >= high.
     """
     j = tl.arange(0, G)
-    reached = tl.where(by_count, counts, masses) >= goal  # true for the first thresholds: the sums fall
+    reached = tl.where(by_count, counts, masses) >= goal  # true for the first thresholds, because the sums fall
     last = tl.sum(reached.to(tl.int32), 0) - 1
     step = high - low
     if last < G - 1:

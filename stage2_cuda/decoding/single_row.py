@@ -1,7 +1,7 @@
 """The kernels of a decode step for one sequence: five launches per layer, with the weights loaded ahead of time.
 
-For one row, a layer is a chain of short dependent launches, and the time goes into the latency of each link. A weight
-depends on no other kernel, so each kernel loads its weights before it waits for the previous one
+For one row, a layer is a chain of short dependent launches, and most of the time is their latency. A weight depends
+on no other kernel, so each kernel loads its weights before it waits for the previous one
 (batched.wait_for_previous_launch). The chain of a layer:
 
     q, k, v = LN(x) w + b, k and v into the cache         layernorm_linear_kernel
@@ -11,15 +11,16 @@ depends on no other kernel, so each kernel loads its weights before it waits for
     x = s + g w + b                                       linear_residual_kernel
 
 A sum across the warps of a program takes about as long as loading its operands from the L2 cache. To avoid it, each
-warp owns whole columns of a weight and sums each one without other warps. A column must then be contiguous in memory,
-so these weights are used transposed. LayerNorm needs two sums before the product; these kernels compute them beside it:
+warp owns whole columns of a weight and adds up a column without other warps. A column must then be contiguous in
+memory, so these weights are used transposed. LayerNorm needs two sums over x before the product. These kernels compute
+the sums and the product at the same time:
 
     LN(x) w + b = r (x o gamma) w - r m (gamma w) + (beta w + b)
 
 with m the mean and r the inverse standard deviation of x, and gamma and beta the weight and the bias of LayerNorm.
 The terms that do not depend on x are computed once per generation: w' (`transpose`), gamma w and beta w + b
 (`fold_layernorm`). The variance is the mean of the squares minus the square of the mean, in fp32; a row whose mean is
-30 standard deviations loses three digits by this. The projection after attention is not transposed: each of its
+30 standard deviations thereby loses three digits. The projection after attention is not transposed: each of its
 programs reads all key splits of its heads, so there are few programs, with many columns each.
 """
 
@@ -39,8 +40,8 @@ WARPS = 8  # per program, if its warps own columns
 CHUNK_BYTES = 512  # part of a column that a warp loads at once
 MAX_KEY_SPLITS = 32  # per head; the kernel that combines them holds all of them in registers
 TRANSPOSE_BLOCK = 64  # rows and columns of a tile in `transpose`
-# Registers per thread at most, so that a program fits on a processor beside one of the previous launch. 16-bit columns
-# of up to this many bytes then stay in registers, without spills.
+# The largest number of registers per thread, so that a program fits on a processor beside one of the previous launch;
+# with it, 16-bit columns of up to REGISTER_BYTES per program stay in registers, without spills.
 MAX_REGISTERS, REGISTER_BYTES = 128, 48 << 10
 
 
@@ -81,10 +82,10 @@ def fold_layernorm(gamma_w, beta_w, w, ln_w, ln_b, bias):
 def layernorm_linear(y, cache, s, stream, ln_w, w, gamma_w, beta_w, lengths, block, eps, tiling):
     """y (1, N) = gelu(LN(x) w' + bias), w (N, K); s (1, K) = x, or None if x is not needed later.
 
-    stream: (x, partials, bias). x is (1, K) float32. The kernel first adds partials (parts, 1, K) and bias (K) to x;
-    both may be None. gamma_w, beta_w: from fold_layernorm; they contain the LayerNorm's and the linear layer's bias.
-    With a cache (1, block, 2K) instead q, k, v = LN(x) w' + bias: y (1, K) = q, and k and v go into the cache at the
-    newest position, lengths (1) - 1.
+    stream: (x, partials, bias). x is (1, K) float32. The kernel first adds partials (parts, 1, K) and bias (K) to x,
+    unless both are None. gamma_w, beta_w: from fold_layernorm; beta_w contains the biases of LayerNorm and linear.
+    With a cache (1, block, 2K), the kernel computes q, k, v = LN(x) w' + bias instead. y (1, K) receives q; the cache
+    receives k and v at the newest position, lengths (1) - 1.
     """
     x, partials, bias = stream
     (N, K), (grid, options) = w.shape, column_options(w, tiling.block_n)
@@ -264,7 +265,7 @@ def linear_residual_kernel(
     w, bias = load_columns(w_ptr, cols, K, N, CHUNKS, CHUNK), tl.load(bias_ptr + cols, cols < N, 0).to(tl.float32)
     if PDL:
         wait_for_previous_launch()
-    # x as if it were BLOCK_N equal columns: each warp loads all of it, and no data moves between warps
+    # x is loaded as BLOCK_N equal columns: each warp loads all of x, and no data moves between warps
     s, x = tl.load(s_ptr + cols, cols < N, 0), load_columns(x_ptr, 0 * cols, K, 1, CHUNKS, CHUNK)
     total = tl.zeros((BLOCK_N, CHUNK), tl.float32)
     for c in tl.static_range(CHUNKS):
@@ -277,7 +278,7 @@ def split_keys_kernel(
     y_ptr, maxima_ptr, sums_ptr, q_ptr, cache_ptr, lengths_ptr, H, block, scale,
     SIZE: tl.constexpr, D: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """KEYS keys of one head. SIZE: head size, D: rounded up; scale: log2(e) / sqrt(SIZE)."""
+    """Attention over KEYS keys of one head. SIZE: head size, D: rounded up; scale: log2(e) / sqrt(SIZE)."""
     h, split, d = tl.program_id(0), tl.program_id(1), tl.arange(0, D)
     newest = tl.minimum(tl.load(lengths_ptr), block) - 1
     if split * KEYS > newest:

@@ -1,4 +1,4 @@
-"""Matrix products by NVIDIA's cublasLt through ctypes, on CuPy arrays: with fused epilogues, and in CUDA graphs too.
+"""Matrix products of CuPy arrays by NVIDIA's cublasLt (through ctypes): with fused epilogues, and in CUDA graphs too.
 
     gemm = CublasLt(cupy, load_library(), tuner)
     gemm.matmul(y, x, w, bias=b)                                      # y (N,K) = x (N,C) w (C,K) + b (K)
@@ -13,7 +13,7 @@ its column-major transpose (S, R). Therefore out = a b is computed as out' = b' 
 second, and no data is moved. The bias of cublasLt has one element per row of its result, which is one per column of
 ours: the bias of a linear layer.
 
-CuPy's own matmul cannot be captured in a CUDA graph. This one can: it neither allocates nor synchronizes, because
+CuPy's own matmul cannot be captured in a CUDA graph. This matmul can: it neither allocates nor synchronizes, because
 descriptors and the algorithm are prepared once per kind of product, in a MatmulPlan.
 """
 
@@ -281,7 +281,7 @@ class CublasLt:
     # -- algorithms ----------------------------------------------------------------------------------------------------
 
     def _recorded_algorithm(self, problem, plan):
-        """The algorithm that the tuner's choices hold for this problem, or None if cublasLt no longer accepts it."""
+        """The algorithm that the tuner's choices hold for this problem; None if there is none that cublasLt accepts."""
         try:
             chosen = bytes.fromhex(self.tuner.tuned.get(str(problem), ""))
         except ValueError:
@@ -333,14 +333,14 @@ class CublasLt:
         cuda.runtime.deviceSynchronize()  # another stream may be using the workspace
         calls = int(min(max(1e12 // (2 * problem.a.rows * problem.a.columns * problem.out.columns), 1), 20))
         stream, graphs, ready = cuda.Stream(non_blocking=True), [], []
-        with cuda.using_allocator(None), stream:  # not from the pool: its peak is reported to the user
+        with cuda.using_allocator(None), stream:  # not from the pool, whose peak is reported to the user
             scratch = [operand and self._scratch(operand) for operand in problem[:5]]
             addresses = [None if memory is None else memory.data.ptr for memory in scratch]
             for algorithm in candidates:
                 launch = partial(self._launch, problem, plan, addresses, algorithm)
                 try:
                     launch()  # also loads the kernel
-                except RuntimeError as error:  # proposed by the heuristic, but not supported
+                except RuntimeError as error:  # the heuristic proposes it, but cublasLt does not support it
                     refusal = error
                     continue
                 graphs.append(capture_calls(stream, launch, calls))

@@ -3,11 +3,11 @@
     x = scale (high + low),  high = fp16(x / scale),  low = fp16(x / scale - high)
     a b = scale_a scale_b (low_a high_b + high_a low_b + high_a high_b)
 
-fp16 has the 11 bits of tf32 at twice its speed and half its size, but a smaller range. Therefore each square block of a
-matrix is divided by its own power of two, such that its largest magnitude is in [2^14, 2^15). The error of high + low
-is below 2^-22 of a number, or 2^-39 of the block's largest number; low_a low_b, which is omitted, is below 2^-22 of the
-product. Tensor cores truncate their sums, by about 1e-8 per term of a long sum. Here a tensor core sum ends with its
-tile, and tiles are added in ordinary float32 arithmetic, after the multiplication by their scales.
+fp16 has 11 significant bits like tf32, at twice the speed and half the size, but a smaller range. Therefore each square
+block of a matrix is divided by its own power of two, such that its largest magnitude is in [2^14, 2^15). The error of
+high + low is below 2^-22 of the number or below 2^-39 of the block's largest number; low_a low_b, which is omitted, is
+below 2^-22 of the product. Tensor cores truncate their sums, by about 1e-8 per term of a long sum. Here a tensor core
+sum ends with its tile, and tiles are added in ordinary float32 arithmetic, after the multiplication by their scales.
 """
 
 # out (M, N) = the sum over K of a (M, K) times b (K, N); either may be stored transposed: (K, M), (N, K)
@@ -36,9 +36,9 @@ class ProductTile(NamedTuple):
 
 
 SMALL, LARGE = ProductTile(64, 64, 64, 4, 3), ProductTile(128, 128, 64, 8, 3)
-MIN_LARGE_TILES = 264  # large tiles in the result, from which they are faster than small ones
-# Two programs for each of an H200's 132 multiprocessors. The sum over K is split if there are fewer tiles than half
-# of that.
+MIN_LARGE_TILES = 264  # number of large tiles in a result from which large tiles are faster
+# Two programs for each of an H200's 132 multiprocessors. The sum over K is split if there are at most half as many
+# tiles.
 PROGRAMS = 264
 MIN_SPLIT_K = 256  # terms of the sum in one split
 
@@ -118,7 +118,7 @@ def split_kernel(
     """One program per block that has one scale."""
     rows = tl.program_id(0) * SCALE_BLOCK + tl.arange(0, SCALE_BLOCK)
     cols = tl.program_id(1) * SCALE_BLOCK + tl.arange(0, SCALE_BLOCK)
-    # masked at row_stride: a mask that ends at n_cols, which may be odd, would be loaded element by element
+    # the mask ends at row_stride: a mask that ended at n_cols, which may be odd, would cause loads of single elements
     mask = (rows < n_rows)[:, None] & (cols < row_stride)[None, :]
     x = tl.load(x_ptr + rows.to(tl.int64)[:, None] * row_stride + cols[None, :], mask, 0)
     x = tl.where(cols[None, :] < n_cols, x, 0)

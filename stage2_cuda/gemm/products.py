@@ -40,7 +40,7 @@ class Products:
 
 
 class NumpyGemm:
-    """The interface of CublasLt, computed by NumPy, for the interpreter. All other kernels there are Triton's."""
+    """CublasLt's interface in NumPy, without activations, for the interpreter; all other kernels there are Triton's."""
 
     def clear_plans(self):
         pass

@@ -56,10 +56,10 @@ def clip_scale(grad_scale, norm, squares, max_norm, loss_scale=None, growth_inte
 
     squares: any number of float64 sums of squares. max_norm 0: no clipping, grad_scale 1. If the norm is not finite,
     grad_scale is NaN, and adamw_step skips the step.
-    loss_scale (2) float32 [scale, finite steps] or None: dynamic loss scaling. The gradients are loss_scale[0] times
-    too large, so norm and grad_scale are divided by it. The scale is halved if the norm is not finite and doubled
-    after `growth_interval` finite norms, which loss_scale[1] counts.
-    stop (1) float32 or None: it is added to grad_scale, and it becomes NaN when the norm is not finite, so that all
+    loss_scale (2) float32 [scale, finite steps] or None: dynamic loss scaling. The gradients are `scale` times too
+    large, so norm and grad_scale are divided by `scale`. `scale` is halved if the norm is not finite, and doubled after
+    `growth_interval` finite norms in a row, which `finite steps` counts.
+    stop (1) float32 or None: `stop` is added to grad_scale and becomes NaN when the norm is not finite, so that all
     later steps are skipped too.
     """
     arguments = grad_scale, norm, squares, loss_scale, stop, squares.size, float(max_norm), float(growth_interval)

@@ -11,7 +11,7 @@ dk and dv: one program per BLOCK_N keys; it loops over the queries, BLOCK_M at a
 backward programs recompute p. Each tile of dq, dk or dv is computed by one program, without atomic additions, so every
 run gives the same bits. Tiles above the diagonal are skipped, and only tiles on the diagonal are masked. The programs
 with the longest loops are launched first, so that all processors finish at about the same time. For a short T one
-kernel computes all three: half of its programs compute dq, the other half dk and dv.
+kernel computes dq, dk and dv: half of its programs compute dq, the other half dk and dv.
 
 Kernels load and store tiles through tensor descriptors. On a Hopper GPU the TMA unit then copies them between global
 and shared memory without using registers. Reads outside an array return zero and writes there are dropped, so a tile
@@ -136,7 +136,7 @@ def load_rows(x, head_start, offs_m, start_m, T, EVEN: tl.constexpr, USE_DESCRIP
     elif EVEN:
         values = tl.load(x + offs_m)
     else:
-        values = tl.load(x + offs_m, mask=offs_m < T, other=0.0)  # beyond T any finite value: dy is 0 there
+        values = tl.load(x + offs_m, mask=offs_m < T, other=0.0)  # beyond T dy is 0: any finite value will do
     return values
 
 
@@ -185,7 +185,7 @@ def softmax_step(s, row_max, row_sum, acc, scale):
     """One step of the online softmax for the scores s (BLOCK_M, BLOCK_N), in base 2.
 
     Returns p = exp2(scale s - new maximum), the new maximum, and row_sum (BLOCK_M) and acc (BLOCK_M, HEAD_DIM)
-    rescaled to it, with p added to row_sum.
+    rescaled to the new maximum, with p added to row_sum.
     """
     new_max = tl.maximum(row_max, tl.max(s, 1) * scale)
     p = tl.math.exp2(s * scale - new_max[:, None])

@@ -1,6 +1,6 @@
 """The codecs of --compress as one Triton kernel per method, with the same bits as gpt2core/parallel/codecs.py.
 
-NumPy's functions would read and write memory once per operation, a dozen times for bf16; here each number is read
+NumPy's functions would read and write memory once per operation: a dozen times for bf16. Here each number is read
 once, and the residual (error feedback) is added and updated in the same pass. bf16 is the upper half of a float32 and
 is computed with integers, because Triton's interpreter has no bf16.
 """
@@ -70,7 +70,7 @@ def encode(x, KIND: tl.constexpr):
         scale = tl.where(tl.max((x != x).to(tl.int32), 1) != 0, float("nan"), scale)  # tl.max may ignore NaN
         scale = tl.div_rn(scale, 127.0)
         steps = tl.div_rn(x, tl.where(scale > 0, scale, 1.0)[:, None])
-        steps = tl.where(tl.abs(steps) < 128.0, steps, 0.0)  # the scale of a group that is not finite is not finite
+        steps = tl.where(tl.abs(steps) < 128.0, steps, 0.0)  # inf or NaN: then the scale is not finite
         values = ((steps + ROUND_MAGIC) - ROUND_MAGIC).to(tl.int8)
     return values, scale, decode(values, scale, KIND)
 
@@ -127,7 +127,7 @@ def sum_codes(
 ):  # fmt: skip
     """The sum of COUNT rows from `row` on, in the order of parallel/tree_sum.py.
 
-    The first half are as many rows as the largest power of two below COUNT.
+    The first half has as many rows as the largest power of two below COUNT.
     """
     if COUNT == 1:
         total = load_code(values_ptr, scales_ptr, row, group, groups_per_row, mask, KIND, GROUP)
@@ -143,7 +143,7 @@ def pack_kernel(
     values_ptr, scales_ptr, residual_ptr, gradient_ptr, n, groups_per_row, n_groups,
     KIND: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """code = encode(residual + gradient); residual = what the code lacks."""
+    """code = encode(residual + gradient); residual = that sum minus the decoded code."""
     group = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
     mask, offs = group < n_groups, group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     x = tl.load(residual_ptr + offs, mask[:, None], 0.0) + tl.load(gradient_ptr + offs, offs < n, 0.0)
@@ -157,7 +157,7 @@ def add_kernel(
     values_ptr, scales_ptr, residual_ptr, in_values_ptr, in_scales_ptr, n_groups,
     KIND: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
-    """code = encode(residual + the sum of COUNT decoded rows); residual = what the code lacks."""
+    """code = encode(residual + the sum of COUNT decoded rows); residual = that sum minus the decoded code."""
     group = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
     mask, offs = group < n_groups, group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     row = tl.zeros_like(group)

@@ -13,7 +13,7 @@ that one element is corrected at the end, which saves two comparisons and two se
 large tiles run on a multiprocessor at a time, so that the rows stay in the L2 cache until they are read again.
 """
 
-# N rows of this chunk, V columns that are tokens, from the token `first` on, then columns that are padding
+# N rows in this chunk; a row has V columns for the tokens from `first` on, then padding
 
 import math
 
@@ -65,7 +65,7 @@ def cross_entropy_backward(dlogits, logits, targets, maxima, sums, scale, vocab,
 def cross_entropy_forward_backward(
     dlogits, maxima, sums, target_logits, logits, targets, scale, vocab, first=0, dy=None
 ):
-    """Both of the above in one kernel, for logits whose rows are complete: no other rank has columns of them.
+    """cross_entropy_forward and _backward in one kernel, for complete rows: no other rank has columns of them.
 
     The second pass over a row reads the logits from the cache. A dy of exactly 1 gives the same bits as None.
     """
@@ -82,7 +82,7 @@ def exp(x):
 @triton.jit
 def load_tail(logits_ptr, cols, vocab, width, CACHE: tl.constexpr):
     """Columns of one row in float32, -inf at columns >= vocab."""
-    # masked at `width`: a mask that ends at vocab, which may not divide by 16, would be loaded element by element
+    # the mask ends at `width`: if it ended at vocab, which may not be a multiple of 16, single elements would be loaded
     x = tl.load(logits_ptr + cols, cols < width, 0, eviction_policy=CACHE).to(tl.float32)
     return tl.where(cols < vocab, x, float("-inf"))
 

@@ -30,8 +30,8 @@ def sort_tokens(ids, count, first=0):
     """SortedTokens of the token numbers ids (B, T), a host array, for `count` = V tokens from `first` on.
 
     order (N): the rows, sorted by token. starts (V + 1): where each token's rows begin in `order`. chunk_starts
-    (V + 1): where its full chunks begin in the list of all chunks. chunk_tokens (N // CHUNK): the token of each chunk,
-    V for unused entries. All int32, of shapes that depend only on N and V.
+    (V + 1): where each token's full chunks begin in the list of all chunks. chunk_tokens (N // CHUNK): the token of
+    each chunk, V for unused entries. All int32, of shapes that depend only on N and V.
     """
     ids = ids.reshape(-1)
     keys = ids.astype(np.uint16) if ids.max() < 1 << 16 else ids  # NumPy uses the much faster radix sort for 16 bits
@@ -49,10 +49,10 @@ def chunk_sums_shape(n, channels):
 
 
 def embedding_forward(y, ids, wte, wpe, position=0, first=0):
-    """y (B, T, C) = wte[ids - first] + wpe[position : position + T], with rows of 0 in place of wte for other tokens.
+    """y (B, T, C) = wte[ids - first] + wpe[position : position + T].
 
-    ids (B, T) integers; wte (V, C); wpe (block_size, C), or None to add no positions. Other tokens: those outside
-    [first, first + V).
+    ids (B, T) integers; wte (V, C); wpe (block_size, C), or None to add no positions. Tokens outside
+    [first, first + V) have rows of 0 in place of wte.
     """
     n, (count, channels) = ids.size, wte.shape
     grid = (triton.cdiv(n, BLOCK_ROWS), triton.cdiv(channels, BLOCK_COLS))

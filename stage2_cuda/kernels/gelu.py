@@ -17,7 +17,7 @@ import triton.language as tl
 from stage2_cuda.runtime.triton_launch import launch
 
 BLOCK_ROWS, BLOCK_COLS, WARPS = 2, 512, 2  # one tile
-PROGRAMS = 352  # that share the rows in backward; a constant, so that the order of the sums depends on the shape only
+PROGRAMS = 352  # that share the rows in backward. A constant: the order of the sums depends only on the shape
 
 A, B = math.sqrt(2 / math.pi), 0.044715
 # -2 u log2(e) = x (U1 + U3 x^2)

@@ -74,7 +74,7 @@ def forward_kernel(
     if a_ptr is not None:
         a = tl.load(a_ptr + offs, mask, 0).to(tl.float32)
         s += a + tl.load(a_bias_ptr + cols, col_mask, 0).to(tl.float32)[None, :]
-        s = s.to(s_ptr.dtype.element_ty)  # normalize the rounded sum: backward reads that one
+        s = s.to(s_ptr.dtype.element_ty)  # normalize the rounded sum, which backward reads
         tl.store(s_ptr + offs, s, mask)
         s = s.to(tl.float32)
     mean = tl.sum(s, 1) * inv_n_cols  # (BLOCK_ROWS)

@@ -1,9 +1,9 @@
-"""The mean loss from the three numbers per row that cross-entropy keeps: see cross_entropy.py and gpt2core/ops.py.
+"""The loss from the three numbers per row that cross-entropy keeps: see cross_entropy.py and gpt2core/ops.py.
 
     row loss = log(sum) - (target_logit - maximum);  loss = scale * sum of the row losses
 
-With tensor parallelism each rank has the maximum and the sum of its own columns. rescale() refers the sums to the
-maximum over all ranks; a sum over ranks then gives the numbers of the whole row.
+With tensor parallelism each rank has the maximum and the sum of its own columns. rescale() makes the sums relative
+to the maximum over all ranks; adding the ranks' numbers then gives those of the whole row.
 """
 
 # N rows

@@ -119,9 +119,9 @@ class EagerResults(Results):
 class Readback:
     """The results of a graph: every replay copies `arrays` into one device buffer.
 
-    To be created during capture, which captures these copies. copy_async() copies the device buffer to two pinned host
-    buffers in turn: the host may read one while the results of the next replay are copied to the other. The device
-    buffer is appended to `kept`.
+    Create it during capture, so that the graph contains these copies. copy_async() copies the device buffer to two
+    pinned host buffers in turn: the host may read one while the results of the next replay are copied to the other. The
+    device buffer is appended to `kept`.
     """
 
     def __init__(self, cupy, stream, arrays, kept):

@@ -7,7 +7,7 @@ DEPTH = 4  # largest number of run() contexts in flight, whose operands stay all
 
 
 class SideStream:
-    """Runs work on a second stream, in the order of the calls; the operands stay allocated until it is done."""
+    """Runs work on a second stream, in the order of the calls; the operands stay allocated until the work is done."""
 
     def __init__(self, cupy):
         self.cupy, self.stream, self.in_flight = cupy, cupy.cuda.Stream(non_blocking=True), deque()

@@ -50,7 +50,7 @@ class StaticInputs:
         """
         leaves = flatten(tree)
         self.copied.synchronize()  # wait until the previous copy has read the staging memory
-        # an array's number is its place among the leaves of all arguments
+        # number: the index of the leaf among the leaves of all arguments
         for number, (leaf, (staging, kept)) in enumerate(zip(leaves, self.leaves, strict=True)):
             if staging is None:
                 if leaf is not kept and not (isinstance(leaf, int | float | str) and leaf == kept):

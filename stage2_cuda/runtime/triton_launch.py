@@ -3,10 +3,10 @@
 A kernel file needs only `launch(kernel, grid, *arguments, **options)`. With TRITON_INTERPRET=1 in the environment the
 same kernels run on the CPU, slowly: one can learn and test without a GPU.
 
-Triton gets the device and the stream from a driver object. The standard driver uses PyTorch; the one here uses CuPy.
-A launch through `kernel[grid](...)` inspects every argument to find the compiled variant, about 10 us of Python. Here
-one dictionary look-up finds it. Its key holds everything that Triton specialises on: the types, which pointers and
-integers are divisible by 16, which integers are 1, and every constant.
+Triton gets the device and the stream from a driver object. The standard driver uses PyTorch; the one here uses CuPy. A
+launch through `kernel[grid](...)` inspects every argument to find the compiled variant, which takes about 10 us. Here
+one dictionary look-up finds the variant. The key holds everything that Triton specialises on: the types, which pointers
+and integers are divisible by 16, which integers are 1, and every constant.
 """
 
 import ctypes
@@ -93,7 +93,7 @@ class InterpreterLauncher:
 def find_builtins_once():
     """Make Triton's interpreter search triton.language once for the functions that it replaces.
 
-    Triton 3.9 searches before it runs a kernel, and before each function that a kernel calls: a third of the time.
+    Triton 3.9 searches before every kernel and before every call of a function in a kernel: a third of the time.
     """
     interpreter = importlib.import_module("triton.runtime.interpreter")
     is_builtin = importlib.import_module("triton.language.core").is_builtin

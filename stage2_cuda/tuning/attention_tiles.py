@@ -3,7 +3,8 @@
 Three kernels are timed separately: forward, dq, and dk with dv. Then the whole backward pass is timed: with the default
 tiles, with the fastest dq and dk-dv tiles, and, unless T is long, in one launch. For long T the forward pass uses the
 default tile, because at T = 16384 the order of the candidates changed with the temperature of the GPU. Compiled for an
-H200 by Triton 3.6 and 3.9, only the backward tiles of tf32x3 spill registers; they spill less than the default tiles.
+H200 (Triton 3.6 and 3.9) no tile spills registers, except for the backward tiles of tf32x3, which spill less than the
+default tiles.
 """
 
 # B batch, T time, C channels, H heads, D = C // H

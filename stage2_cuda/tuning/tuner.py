@@ -20,10 +20,10 @@ import numpy as np
 
 from stage2_cuda.runtime.cuda_graph import no_garbage_collection
 
-# A candidate wins only below this share of the first one's time: a smaller difference may be noise, which must not
-# change the bits of a result from run to run.
+# Another candidate than the first is chosen only if its time is below this share of the first candidate's time: a
+# smaller difference may be noise, which must not change the bits of a result from run to run.
 FASTER = 0.99
-TOLERANCE = {2: 2e-2, 4: 2e-3}  # {bytes of an element: relative norm}, above what another order of summation causes
+TOLERANCE = {2: 2e-2, 4: 2e-3}  # {bytes of an element: relative norm}; another order of summation causes less
 PIECE = 1 << 22  # elements that `difference` compares at once
 SEED = 20260101  # for the random order of the candidates in each round
 ROUNDS, CALLS, ENOUGH = 5, 20, 20.0  # rounds of timing; calls per graph at most; milliseconds of a graph to aim for
