@@ -131,7 +131,7 @@ class Backend(ABC):
 
     @abstractmethod
     def residual_layernorm_forward(self, x, a, a_bias, w, b, eps):
-        """x (..., C) the residual stream, a (..., C) a branch, with a_bias (C) -> s = x + a + a_bias, LN(s), aux."""
+        """x (..., C) the residual stream, a (..., C) and a_bias (C) a branch -> s = x + a + a_bias, LN(s), aux."""
 
     @abstractmethod
     def residual_layernorm_backward(self, ds, dy, w, aux, out=(None, None, None)):

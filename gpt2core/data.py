@@ -19,7 +19,7 @@ class Windows:
     A batch is a pure function of its position, the number of windows consumed since the start of training. This integer
     is the only state needed to resume. A rank reads its own rows with batch(position + first_row, rows).
 
-    Raises DataError for a corpus shorter than one window, ConfigError for a wrong option.
+    Raises DataError unless tokens are one row of integers, enough for one window; ConfigError for a wrong option.
     """
 
     def __init__(self, tokens, seq_len, order="sequential", seed=0):

@@ -8,7 +8,7 @@ from gpt2core.errors import ConfigError
 
 
 class Results:
-    """The results of one call of a Compiled: `wait()` returns arrays that are valid until the second call after it."""
+    """The results of one call of a Compiled. The next call (if can_overlap, the one after it) may overwrite them."""
 
     def __init__(self, arrays):
         self.arrays = arrays

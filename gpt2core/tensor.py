@@ -4,7 +4,7 @@ import contextlib
 import contextvars
 import itertools
 
-_recording = contextvars.ContextVar("recording", default=True)  # per thread: no_grad() affects one thread
+_recording = contextvars.ContextVar("recording", default=True)  # no_grad() affects only its thread
 _creation_order = itertools.count()
 
 
@@ -172,7 +172,7 @@ class Tensor:
                 if parent.requires_grad:
                     deliver(parent, gradient)
             del gradients, parent_gradients
-            parent = gradient = None  # otherwise these names keep this node's last input alive
+            parent = gradient = None  # otherwise these names keep the last of them alive
             if not retain_graph:
                 node.free()
 

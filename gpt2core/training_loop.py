@@ -8,7 +8,7 @@ LOG_LOST = 255  # in place of a signal's number: the log cannot be written
 
 
 class LogLost(UserError):
-    """The report of a step could not be written; the updates before it are kept, and saved if `save` is given."""
+    """The report of a step could not be written; all updates are kept, and saved if `save` is given."""
 
     def __init__(self, error, steps, shared):
         text = f"{error.filename or 'the output'}: {error.strerror or error}" if isinstance(error, OSError) else error

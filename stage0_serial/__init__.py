@@ -1,1 +1,1 @@
-"""Stage 0: GPT-2 on one CPU, with NumPy only."""
+"""Stage 0: GPT-2 on one CPU, with NumPy."""

@@ -1,4 +1,4 @@
-"""The kernels on a GPU: Triton for fused kernels, cublasLt for the large matrix products, CuPy for memory."""
+"""The kernels on a GPU: Triton kernels, matrix products by cublasLt (in fp32 by Triton), and CuPy arrays."""
 
 # B batch, T time, C channels, H heads, D = C // H, V vocabulary, K columns, N = B*T rows
 

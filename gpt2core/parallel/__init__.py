@@ -1,1 +1,1 @@
-"""One file for each kind of parallelism; each is the serial step with a tree, a hook or a group added."""
+"""Parallel training: micro-batches on threads, data and tensor parallelism, ZeRO-1, and the sums that they need."""

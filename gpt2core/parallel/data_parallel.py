@@ -43,7 +43,7 @@ class DataParallel:
             self.handles.append(self.reduce_start(self.parts[number]))
 
     def finish(self):
-        """After backward: return when the sum over all ranks is in the buffer."""
+        """After backward: complete all sums over the ranks."""
         for handle in self.handles:
             handle.wait()
         for part in () if self.eager else self.parts:

@@ -1,7 +1,7 @@
 """The gradient of a global batch: the sum over its micro-batches in the canonical order, for any number of workers.
 
-A worker is a thread that owns a subtree of micro-batches. It runs them one after another, and adds the gradient of each
-parameter to its partial sums as soon as backward completes it, while it is still in the cache. The last worker that
+A worker is a thread that owns a subtree of micro-batches and runs them one after another. As soon as backward completes
+a gradient, the worker adds it to a partial sum, because the gradient is still in the cache. The last worker that
 completes a parameter adds the sums of all workers, and calls on_complete(name) to start the sum over the ranks. The
 bits of the sum therefore do not depend on the numbers of workers and ranks, if all these numbers are powers of two. A
 worker holds the activations of only one micro-batch at a time, so this is gradient accumulation too.

@@ -110,7 +110,7 @@ class PendingStep:
 
 
 def total_loss(trainer, losses, signal=0):
-    """(sum of all ranks' losses in the canonical order, largest of their signal numbers), Python numbers.
+    """(sum of all ranks' losses in the canonical order, largest of their signal numbers), as Python numbers.
 
     The ranks of a tensor-parallel group have equal losses; only its first rank's losses are added.
     """

@@ -38,7 +38,7 @@ MAX_BATCH = 32  # sequences of one decode step
 class DecodeTiling(NamedTuple):
     """Tile sizes of the decode kernels, and whether a kernel may start before the previous one has ended (`pdl`).
 
-    With pdl (programmatic dependent launch) a kernel loads its weights while the previous kernel still runs.
+    With pdl (programmatic dependent launch) a kernel may start, and load weights, while the previous kernel still runs.
     """
 
     block_n: int  # columns of a weight per program

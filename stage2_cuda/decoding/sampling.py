@@ -4,8 +4,8 @@ Order the tokens from the most to the least probable, equal logits by token id. 
 a position in this order:
 
     TOP_K: where the number of tokens reaches top_k
-    TOP_P: where their total probability reaches the share top_p of what TOP_K keeps
-    DRAW:  where their total probability exceeds the share u of what TOP_P keeps; u is uniform in [0, 1)
+    TOP_P: where the total probability reaches the share top_p of what TOP_K keeps
+    DRAW:  where the total probability exceeds the share u of what TOP_P keeps; u is uniform in [0, 1)
 
 No sort is needed. The keys of logits, integers that sort_key() makes from their bits, have the order of the logits, and
 

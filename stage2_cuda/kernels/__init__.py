@@ -1,1 +1,1 @@
-"""The Triton kernels, one file per pair: forward next to backward, outputs come first, the caller allocates."""
+"""The Triton kernels: forward next to backward; the first arguments are the outputs, which the caller allocates."""

@@ -16,7 +16,7 @@ from stage2_cuda.runtime.triton_launch import launch
 # order of the sums depends on it.
 BLOCK_ROWS, BLOCK_COLS, STAGES = 64, 64, 3  # the tile of stage one, and its software pipeline depth
 MIN_PROGRAMS, MAX_PROGRAMS = 132, 528  # of stage one, over all columns
-ROWS_PER_PROGRAM = 32  # on average, if this number of programs is between the bounds
+ROWS_PER_PROGRAM = 32  # on average, unless a bound on the number of programs applies
 SUM_ROWS, SUM_COLS = 128, 16  # the tile of stage two: a short loop, because each iteration waits for memory
 
 

@@ -8,9 +8,10 @@ from m to m', the sum so far is multiplied by exp(m - m'). Every group of VECTOR
 one instruction, has its own maximum and sum; they are combined once, at the end of the row.
 
 Performance: pad the vocabulary to a multiple of 16; otherwise the GPU loads single elements. The padding is ignored.
-Full tiles are loaded without a mask. Their gradient is computed as if they did not contain the target's column, and
-that one element is corrected at the end, which saves two comparisons and two selections per element. Few programs with
-large tiles run on a multiprocessor at a time, so that the rows stay in the L2 cache until they are read again.
+The kernels for whole rows load full tiles without a mask. The kernel for both passes computes the gradient of full
+tiles as if they did not contain the target's column, and corrects this one element at the end, which saves two
+comparisons and two selections per element. Few programs with large tiles run on a multiprocessor at a time, so that the
+rows stay in the L2 cache until they are read again.
 """
 
 # N rows in this chunk; a row has V columns for the tokens from `first` on, then padding

@@ -1,4 +1,4 @@
-"""LayerNorm, by itself or fused with the residual addition: each array is read once and written once.
+"""LayerNorm, by itself or fused with the residual addition: each array is read once or written once.
 
     s = x + (a + a_bias);  h = (s - mean) rstd,  rstd = 1 / sqrt(var + eps);  y = h w + b           (Ba et al. 2016)
     g = dy w;  dx = ds + rstd (g - mean(g) - h mean(g h))

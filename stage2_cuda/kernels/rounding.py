@@ -2,7 +2,7 @@
 
     bits(x) = 2^16 high + low;  bits(bf16(x)) = floor((bits(x) + r) / 2^16),  r uniform in [0, 2^16)
 
-x is rounded away from zero with probability low / 2^16, which makes the mean of the result x. The random numbers come
+x is rounded away from zero with probability low / 2^16, so the mean of the results is x. The random numbers come
 from a counter-based generator (Philox 4x32-10, Salmon et al. 2011): they depend only on a key, which is derived from
 the run's seed and the step, and on the element's index in the arena. No generator state is stored, and every rank that
 rounds a part of the arena computes the same bits.

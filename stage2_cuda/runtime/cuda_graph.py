@@ -16,8 +16,8 @@ ALIGNED = 16  # bytes: each result begins on a multiple
 class Workspace:
     """A CuPy memory pool for one captured step, or for several steps that never run at the same time.
 
-    Its memory is released when the last step that uses it is deleted. The finalizer does this explicitly, because free
-    blocks and the pool refer to each other (CuPy 14). `kept` lists arrays that live as long as the workspace.
+    Its memory is released when the last step that uses it is deleted. A finalizer releases it, because free blocks and
+    the pool refer to each other (CuPy 14). `kept` lists arrays that live as long as the workspace.
     """
 
     def __init__(self, cupy):

@@ -14,9 +14,9 @@ def outside_pool(cupy):
 class StaticInputs:
     """Device copies of the NumPy arrays in a tree of arguments, at the same addresses for every call.
 
-    A tree consists of nested tuples (named ones too) and lists. Leaves that are not NumPy arrays (device
-    arrays, constants) are passed unchanged and must be the same in every call. `arguments` is the tree with the device
-    copies in place of NumPy arrays.
+    A tree consists of nested tuples (also named tuples) and lists. Leaves that are not NumPy arrays (device arrays,
+    constants) are passed unchanged and must be the same in every call. `arguments` is the tree with the device copies
+    in place of NumPy arrays.
     """
 
     def __init__(self, cupy, tree):

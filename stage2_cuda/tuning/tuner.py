@@ -3,9 +3,9 @@
     tuner = Tuner(cupy, tuned_for="NVIDIA H200, cublasLt 130000, Triton 3.6.0", directory=cache_directory())
     config = tuner.choose("attention forward ...", configs, run, outputs)  # times at the first call, then looks it up
 
-The tuner times the candidates in alternating order (A B C, B A C, ...). Each is captured several times in a CUDA graph,
-because the time of one small kernel would mostly be launch overhead. A choice is text, {what: str(candidate)}, so that
-it can be logged with a run and sent to other ranks.
+The tuner times the candidates in several rounds, each in another random order. Each candidate is captured several times
+in a CUDA graph, because the time of one small kernel would mostly be launch overhead. A choice is text, {what:
+str(candidate)}, so that it can be logged with a run and sent to other ranks.
 """
 
 import functools
