@@ -81,7 +81,7 @@ def residual_layernorm(x, a, a_bias, w, b, eps=1e-5):
     def backward(ds, dy):
         if dy is None:  # the normalised output was not used: an ordinary addition
             if a_bias.grad_buffer is not None:
-                raise AutogradError("residual_layernorm: its second output is unused, so grad_buffer is not filled")
+                raise AutogradError("residual_layernorm: the second output is unused, so grad_buffer is not filled")
             return ds, ds, ds.reshape(-1, ds.shape[-1]).sum(0), None, None
         out = buffers(a_bias, w, b)
         dx, da_bias, dw, db = backend.residual_layernorm_backward(ds, dy, w.data, aux, out)
@@ -243,6 +243,6 @@ def require_tokens(operation, tokens, vocabulary):
 def flat_targets(operation, x, targets, scale, vocabulary):
     """(x (..., K) as (N, K), targets as (N), scale); the default scale gives the mean."""
     if targets.shape != x.shape[:-1]:
-        raise ShapeError(f"{operation}: targets {targets.shape} are not one for each row of {x.shape}")
+        raise ShapeError(f"{operation}: targets {targets.shape} must have one element per row of {x.shape}")
     require_tokens(operation, targets, vocabulary)
     return x.data.reshape(-1, x.shape[-1]), targets.reshape(-1), 1 / targets.size if scale is None else scale

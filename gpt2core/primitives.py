@@ -34,7 +34,7 @@ def matmul(a, b):
     """a (..., n, k) @ b (..., k, m) -> (..., n, m), leading axes broadcast."""
     a, b = operands(a, b)
     if a.ndim < 2 or b.ndim < 2 or a.shape[-1] != b.shape[-2]:
-        raise ShapeError(f"matmul: {a.shape} @ {b.shape}: the inner sizes must be equal, with two axes at least")
+        raise ShapeError(f"matmul: {a.shape} @ {b.shape}: the inner sizes must be equal, and ndim at least 2")
     y = broadcasting(a, b, lambda x, y: x @ y)
 
     def backward(dy):
@@ -88,7 +88,7 @@ def reshape(x, *shape):
     try:
         y = x.data.reshape(*shape)
     except ValueError:
-        raise ShapeError(f"reshape: {x.data.size} elements of shape {x.shape} do not make {shape}") from None
+        raise ShapeError(f"reshape: {x.data.size} elements of shape {x.shape} do not fit {shape}") from None
     return Tensor.from_op(y, (x,), lambda dy: (dy.reshape(x.shape),))
 
 
@@ -96,7 +96,7 @@ def transpose(x, *axes):
     """The axes in another order (reversed without arguments), as a view."""
     axes = axes or tuple(reversed(range(x.ndim)))
     if sorted(axis % x.ndim for axis in axes) != list(range(x.ndim)):
-        raise ShapeError(f"transpose: axes {axes} are not an order of the {x.ndim} axes of shape {x.shape}")
+        raise ShapeError(f"transpose: axes {axes} are no permutation of the {x.ndim} axes of shape {x.shape}")
     inverse = sorted(range(x.ndim), key=lambda i: axes[i] % x.ndim)
     return Tensor.from_op(x.data.transpose(axes), (x,), lambda dy: (dy.transpose(inverse),))
 
@@ -131,7 +131,7 @@ def concatenate(tensors, axis=0):
         y = xp.concatenate([tensor.data for tensor in tensors], axis)
     except ValueError:
         shapes = ", ".join(str(tensor.shape) for tensor in tensors)
-        raise ShapeError(f"concatenate: shapes {shapes} do not line up along axis {axis}") from None
+        raise ShapeError(f"concatenate: shapes {shapes} must be equal except along axis {axis}") from None
     return Tensor.from_op(y, tuple(tensors), lambda dy: tuple(xp.split(dy, edges, axis)))
 
 

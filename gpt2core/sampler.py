@@ -110,7 +110,7 @@ def generate_batch(model, prompts, max_new_tokens, rules, decoders=None):
     device has captured; by default this call makes its own decoder. Raises ConfigError for an empty prompt.
     """
     if not all(len(prompt) for prompt in prompts):
-        raise ConfigError("the prompt is empty: generation continues at least 1 token")
+        raise ConfigError("the prompt is empty: give at least 1 token")
     block, launched = model.config.block_size, 0
     with borrow_decoder(model, len(prompts), {} if decoders is None else decoders) as decoder:
         decoder.start([[int(token) for token in prompt[-block:]] for prompt in prompts], rules)

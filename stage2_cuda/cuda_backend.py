@@ -60,7 +60,7 @@ class CudaBackend(FusedHead, Backend):
         if precision not in PRECISIONS:
             raise ConfigError(f"--precision {precision} is unknown in this stage: use {', '.join(PRECISIONS)}")
         if triton_launch.interpreted() and precision not in INTERPRETED:
-            why = ", where it is silently wrong" if precision == "bf16" else ", which has no tensor cores"
+            why = ", which computes bf16 wrongly" if precision == "bf16" else ", which has no tensor cores"
             raise ConfigError(f"--precision {precision} has no meaning in Triton's interpreter{why}: use fp32 or fp16")
         compute, self.dot = PRECISIONS[precision]
         self.precision, self.dtype, self.compute_dtype = precision, np.dtype(np.float32), dtype_of(compute)

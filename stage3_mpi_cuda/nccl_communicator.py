@@ -66,7 +66,7 @@ class NcclCommunicator(Communicator):
         for rank, (model, *_) in enumerate(gpus):
             if model != first:
                 advice = "select GPUs of one model with CUDA_VISIBLE_DEVICES"
-                raise shared_error(ConfigError(f"rank {rank} has an {model}, but rank 0 an {first}; {advice}"))
+                raise shared_error(ConfigError(f"rank {rank} has an {model}, but rank 0 has an {first}; {advice}"))
         if count == self.size:
             return name or "nccl"
         found = f"{self.size} ranks have {counted(count, 'GPU')}"

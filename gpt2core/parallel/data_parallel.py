@@ -73,8 +73,8 @@ def gradient_reduction(parallel, arena, gradients, group, owners, backend, bucke
     """
     if parallel.compress != "none" and backend.scales_loss:
         raise ConfigError(
-            f"--compress {parallel.compress} would keep an overflow of fp16 in its residual and send it again: use "
-            f"--precision bf16 with it, or omit the flag"
+            f"--compress {parallel.compress} would keep an overflow of fp16 in the residual and send it again: use "
+            f"--precision bf16, or omit --compress"
         )
     if parallel.compress != "none":
         start = Compressed(backend.codec(parallel.compress), gradients, group, backend.xp).reduce_start

@@ -50,7 +50,7 @@ class LossScale:
         if not isinstance(saved, dict) or any(
             not isinstance(saved.get(name), kind) or saved[name] < 0 for name, kind in kinds.items()
         ):
-            raise ConfigError(f"loss_scale is {saved!r}, not a factor, and numbers of finite and skipped steps")
+            raise ConfigError(f"loss_scale is {saved!r}, but it must hold numbers factor, finite and skipped")
         if not self.SMALLEST <= saved["factor"] < math.inf:
             raise ConfigError(f"loss_scale has the factor {saved['factor']}, but it must be finite and at least 1")
         self.state[...] = self.backend.asarray(np.array([saved["factor"], saved["finite"]], np.float32))

@@ -53,7 +53,7 @@ class CudaRuntime(Runtime):
 
     def retune(self):
         if self.tuned_for is None:
-            raise ConfigError("--autotune and --deterministic exclude each other: the latter times nothing")
+            raise ConfigError("--autotune and --deterministic exclude each other: --deterministic times nothing")
         self.tuner.retune()
 
     # -- a step, and its streams -------------------------------------------------------------------------------------

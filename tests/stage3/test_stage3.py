@@ -183,7 +183,7 @@ def test_ranks_with_a_gpu_each_use_nccl_and_ranks_that_share_one_use_mpi(machine
 @pytest.mark.parametrize(
     "gpus, asked, without_nccl, words",
     [
-        ([(H200, "0"), (H200, "1"), (A100, "2")], None, (), f"rank 2 has an {A100}, but rank 0 an {H200}; select"),
+        ([(H200, "0"), (H200, "1"), (A100, "2")], None, (), f"rank 2 has an {A100}, but rank 0 has an {H200}; select"),
         (
             [(H200, "0"), (H200, "0")],
             "nccl",
