@@ -111,35 +111,35 @@ sanitize: $(test_ready) $(cuda_ready)  ## run every kernel under compute-sanitiz
 	"$(python)" tests/tools/sanitize.py $(ARGS)
 
 bench: $(test_ready)  ## compare with PyTorch: prints tables, writes results/ (ARGS go to the training step)
-	"$(python)" -m benchmarks.cpu.train_step $(ARGS)
-	"$(python)" -m benchmarks.cpu.decode
-	"$(python)" -m benchmarks.cpu.choices
-	"$(python)" -m benchmarks.cpu.curve
-	"$(python)" -m benchmarks.cpu.first_run
-	"$(python)" -m benchmarks.ranks.ranks
-	"$(python)" -m benchmarks.ranks.strategies --ranks 2
-	"$(python)" -m benchmarks.ranks.strategies --ranks 4 --only zero
-	"$(python)" -m benchmarks.ranks.collectives
-	"$(python)" -m benchmarks.ranks.collectives --idle
-	"$(python)" -m benchmarks.ranks.parity
-	"$(python)" -m benchmarks.ranks.kill
+	"$(python)" -m benchmarks.cpu.train_step --save $(ARGS)
+	"$(python)" -m benchmarks.cpu.decode --save
+	"$(python)" -m benchmarks.cpu.choices --save
+	"$(python)" -m benchmarks.cpu.curve --save
+	"$(python)" -m benchmarks.cpu.first_run --save
+	"$(python)" -m benchmarks.ranks.ranks --save
+	"$(python)" -m benchmarks.ranks.strategies --save --ranks 2
+	"$(python)" -m benchmarks.ranks.strategies --save --ranks 4 --only zero
+	"$(python)" -m benchmarks.ranks.collectives --save
+	"$(python)" -m benchmarks.ranks.collectives --save --idle
+	"$(python)" -m benchmarks.ranks.parity --save
+	"$(python)" -m benchmarks.ranks.kill --save
 
 bench-gpu: $(test_ready) $(cuda_ready)  ## the same on GPUs: stage 2 on one, stage 3 on four (ARGS go to the training step)
-	"$(python)" -m benchmarks.gpu.step $(ARGS)
-	"$(python)" -m benchmarks.gpu.attention
-	"$(python)" -m benchmarks.gpu.products
-	"$(python)" -m benchmarks.gpu.decode
-	"$(python)" -m benchmarks.gpu.memory
-	"$(python)" -m benchmarks.gpu.profile
-	"$(python)" -m benchmarks.gpu.lesson
-	"$(python)" -m benchmarks.gpu.choices
-	"$(python)" -m benchmarks.gpu.fusions
-	"$(python)" -m benchmarks.gpus.scaling --strong 64 --paper
-	"$(python)" -m benchmarks.gpus.strategies
-	"$(python)" -m benchmarks.gpus.parity
-	"$(python)" -m benchmarks.gpus.collectives
-	"$(python)" -m benchmarks.gpus.timeline
-	"$(python)" -m benchmarks.gpus.kill
+	"$(python)" -m benchmarks.gpu.step --save $(ARGS)
+	"$(python)" -m benchmarks.gpu.attention --save
+	"$(python)" -m benchmarks.gpu.products --save
+	"$(python)" -m benchmarks.gpu.decode --save
+	"$(python)" -m benchmarks.gpu.memory --save
+	"$(python)" -m benchmarks.gpu.profile --save
+	"$(python)" -m benchmarks.gpu.lesson --save
+	"$(python)" -m benchmarks.gpu.choices --save
+	"$(python)" -m benchmarks.gpu.fusions --save
+	"$(python)" -m benchmarks.gpus.scaling --save --strong 64 --paper
+	"$(python)" -m benchmarks.gpus.strategies --save
+	"$(python)" -m benchmarks.gpus.parity --save
+	"$(python)" -m benchmarks.gpus.collectives --save
+	"$(python)" -m benchmarks.gpus.timeline --save
+	"$(python)" -m benchmarks.gpus.kill --save
 
 lint: $(test_ready)  ## check the style (ruff)
 	"$(python)" -m ruff check .

@@ -96,8 +96,7 @@ def main():
             }
         )
     print_table(rows)
-    if not args.no_save:
-        save("benchmarks.cpu.choices", results, args.commit)
+    save("benchmarks.cpu.choices", results, args)
 
 
 if __name__ == "__main__":

@@ -33,8 +33,7 @@ def main():
         for name, command in COMMANDS.items():
             results[name].append(seconds(command))
     print_table([{"command": name, "seconds": f"{statistics.median(each):.2f}"} for name, each in results.items()])
-    if not args.no_save:
-        save("benchmarks.cpu.first_run", {"seconds": results}, args.commit)
+    save("benchmarks.cpu.first_run", {"seconds": results}, args)
 
 
 if __name__ == "__main__":

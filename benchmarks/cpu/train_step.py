@@ -114,8 +114,7 @@ def main():
         print_table(summarise(of_threads, tokens))
         print()
         results += of_threads
-    if not args.no_save:
-        save(BENCHMARK, results, args.commit)
+    save(BENCHMARK, results, args)
 
 
 if __name__ == "__main__":

@@ -174,8 +174,8 @@ def main():
     add_save_flags(add, "attention")
     args = parser.parse_args()
     for results in measure(args, list(process_specs(args))):
-        if not args.no_save:  # after each shape, so that an interrupted run keeps its finished tables
-            save(BENCHMARK, results, args.commit, args.save_as)
+        # after each shape, so that an interrupted run keeps its finished tables
+        save(BENCHMARK, results, args, args.save_as)
 
 
 if __name__ == "__main__":

@@ -152,8 +152,8 @@ def main():
             rows.append(row | {"times as slow": f"{gain['median']:.3f}"})
         print_table(rows)
         print(flush=True)
-        if not args.no_save:  # after each table, so that an interrupted run keeps its finished tables
-            save(BENCHMARK, results, args.commit)
+        # after each table, so that an interrupted run keeps its finished tables
+        save(BENCHMARK, results, args)
 
 
 if __name__ == "__main__":

@@ -197,8 +197,8 @@ def main():
                 print_table(summarise(of_table))
                 print(flush=True)
                 results += of_table
-            if not args.no_save:  # after each table, so that an interrupted run keeps its finished tables
-                save(BENCHMARK, results, args.commit, args.save_as)
+            # after each table, so that an interrupted run keeps its finished tables
+            save(BENCHMARK, results, args, args.save_as)
 
 
 if __name__ == "__main__":

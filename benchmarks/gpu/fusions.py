@@ -218,8 +218,7 @@ def main():
             rows.append(row | {"times as fast": f"{found[fusion, SEPARATE] / each:.2f}"})
         print_table(rows)
         print()
-    if not args.no_save:
-        save(BENCHMARK, results, args.commit, "fusions")
+    save(BENCHMARK, results, args, "fusions")
 
 
 if __name__ == "__main__":

@@ -179,8 +179,8 @@ def main():
     for comparison in comparisons(xp):
         progress(comparison.name)
         results.append(measure(comparison, args.rounds))
-        if not args.no_save:  # after each comparison, so that an interrupted run keeps its finished ones
-            save(BENCHMARK, results, args.commit, "lesson")
+        # after each comparison, so that an interrupted run keeps its finished ones
+        save(BENCHMARK, results, args, "lesson")
         del comparison  # frees its arrays before the next comparison allocates
     progress("")
     print_table([row_of(result) for result in results])

@@ -95,8 +95,8 @@ def main():
     for case in given or CASES:
         progress(" ".join(map(str, case)))
         results.append(measure(case, args.timeout))
-        if not args.no_save:  # after each case, so that an interrupted run keeps its finished cases
-            save(BENCHMARK, results, args.commit)
+        # after each case, so that an interrupted run keeps its finished cases
+        save(BENCHMARK, results, args)
     progress("")
     print_table([row_of(result) for result in results])
     print(f"\nThe model assumes {gib(CONTEXT)} GiB for the CUDA context, which the first two columns do not include.")

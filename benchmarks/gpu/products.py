@@ -145,8 +145,7 @@ def main(argv=None):
         print_table([summarise(pair) for pair in of_precision])
         print(flush=True)
         results += of_precision
-        if not args.no_save:
-            save(BENCHMARK, results, args.commit, args.save_as)
+        save(BENCHMARK, results, args, args.save_as)
 
 
 if __name__ == "__main__":

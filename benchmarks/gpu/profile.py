@@ -404,8 +404,7 @@ def main():
 
     result = profile(config, args)
     report(result, args.rows)
-    if not args.no_save:
-        save(BENCHMARK, result, args.commit, args.save_as)
+    save(BENCHMARK, result, args, args.save_as)
 
 
 if __name__ == "__main__":

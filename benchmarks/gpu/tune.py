@@ -299,8 +299,7 @@ def main():
     for case in cases(args):
         results[case.title] = measure(case)
         show(case, results[case.title])
-    if not args.no_save:
-        save(BENCHMARK, results, args.commit)
+    save(BENCHMARK, results, args)
 
 
 if __name__ == "__main__":

@@ -298,9 +298,8 @@ def main(argv=None):
             print(f"{ranks} GPUs, {name}: {fitted}; for the gradient of {args.preset} --bucket-mb {bucket:.0f}")
         print(flush=True)
         results += of_ranks
-    if not args.no_save:
-        found = {"all_reduce": results, "errors": errors, "alpha_beta": fits, "bucket_mb": buckets}
-        save(BENCHMARK, found, args.commit, args.save_as)
+    found = {"all_reduce": results, "errors": errors, "alpha_beta": fits, "bucket_mb": buckets}
+    save(BENCHMARK, found, args, args.save_as)
 
 
 if __name__ == "__main__":

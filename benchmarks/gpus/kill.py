@@ -148,9 +148,8 @@ def main(argv=None):
         f"(median {summary['median_seconds']:.2f} s, longest {summary['longest_seconds']:.2f} s), "
         f"{summary['readable']} left a readable checkpoint."
     )
-    if not args.no_save:
-        options = vars(args) | {"longest_moment": longest}
-        save(BENCHMARK, {**options, "summary": summary, "rows": rows}, args.commit, args.save_as)
+    options = vars(args) | {"longest_moment": longest}
+    save(BENCHMARK, {**options, "summary": summary, "rows": rows}, args, args.save_as)
 
 
 if __name__ == "__main__":

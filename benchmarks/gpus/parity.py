@@ -109,8 +109,7 @@ def main(argv=None):
         kept, sentence = verdict(of_precision)
         print(f"\n{sentence}\n", flush=True)
         good, results = good and kept, results + of_precision
-    if not args.no_save:
-        save(BENCHMARK, results, args.commit, args.save_as)
+    save(BENCHMARK, results, args, args.save_as)
     return 0 if good else 1
 
 

@@ -273,8 +273,7 @@ def main(argv=None):
     results = {"paper": None, "scaling": []}
 
     def save_so_far():  # after each table, so that an interrupted run keeps its finished tables
-        if not args.no_save:
-            save(BENCHMARK, results, args.commit, args.save_as)
+        save(BENCHMARK, results, args, args.save_as)
 
     if args.paper:
         results["paper"] = paper(args)

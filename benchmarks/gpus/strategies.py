@@ -109,8 +109,7 @@ def main(argv=None):
     results = measure(args, [job], args.steps_per_round)
     print_table(summarise(results, f"{args.preset}, {args.precision}, {args.batch_size} x {seq_len} per GPU"))
     print("\n" + "\n".join(verdicts(results, args.ranks)))
-    if not args.no_save:
-        save(BENCHMARK, results, args.commit, args.save_as)
+    save(BENCHMARK, results, args, args.save_as)
 
 
 if __name__ == "__main__":

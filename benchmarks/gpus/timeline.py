@@ -13,7 +13,6 @@ import numpy as np
 
 from benchmarks.gpu.profile import Activity, open_cupti, recorded, short
 from benchmarks.gpus.scaling import add_sizes, parser_of
-from benchmarks.harness.jobs import ROOT
 from benchmarks.harness.processes import run_main
 from benchmarks.harness.report import print_table, save
 from benchmarks.ranks.collectives import launch
@@ -152,7 +151,6 @@ def plot(steps, path):
         panel.grid(axis="x", alpha=0.3)
     panels[-1, 0].set_xlabel("ms")
     figure.tight_layout()
-    path.parent.mkdir(exist_ok=True)
     figure.savefig(path, dpi=130)
     plt.close(figure)
 
@@ -189,12 +187,11 @@ def main(argv=None):
     steps = {name: streams_of([Activity(*activity) for activity in activities]) for name, activities in found.items()}
     figures = {name: figures_of(listed) for name, listed in steps.items()}
     print_table(rows_of(figures))
-    if not args.no_save:
-        save(BENCHMARK, figures, args.commit, args.save_as)
-        trace = ROOT / "results" / "gpus" / f"{args.save_as}_trace.json"
-        trace.write_text(json.dumps(trace_of(steps), separators=(",", ":")) + "\n")
-        plot(steps, trace.with_name(f"{args.save_as}.png"))
-        print(f"Also written: {trace.name} (open it in ui.perfetto.dev) and {args.save_as}.png.")
+    path = save(BENCHMARK, figures, args, args.save_as)
+    trace = path.with_name(f"{path.stem}_trace.json")
+    trace.write_text(json.dumps(trace_of(steps), separators=(",", ":")) + "\n")
+    plot(steps, path.with_suffix(".png"))
+    print(f"Also written: {trace.name} (open it in ui.perfetto.dev) and {path.stem}.png.")
 
 
 if __name__ == "__main__":

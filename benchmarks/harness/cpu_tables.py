@@ -1,7 +1,7 @@
 """The tables of docs/RESULTS.md about stages 0 and 1: functions that return (rows, names of the source files)."""
 
-from benchmarks.cpu.curve import PAPER
 from benchmarks.harness.table_format import load, mib, number, percent, ratio, spread
+from benchmarks.paper import LOSSES
 
 LIBRARY = "the library's"
 
@@ -68,7 +68,7 @@ def cpu_curve():
     steps = [*range(0, 50, 5), 49]
     rows = [
         {"step": name, **{str(step): f"{curve[step]:.3f}" for step in steps}}
-        for name, curve in (("paper, serial", PAPER), ("ours", losses))
+        for name, curve in (("paper, serial", LOSSES["serial"]), ("ours", losses))
     ]
     deviations = load("cpu/curve")["results"]["deviations"]
     rows.append({"step": "deviation", **{str(step): f"{deviations[step]:+.1%}" for step in steps}})

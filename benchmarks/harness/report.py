@@ -1,5 +1,6 @@
 """Summaries of timing samples, Markdown tables, and the JSON files in results/ with date, commit and hardware."""
 
+import argparse
 import json
 import os
 import platform
@@ -163,28 +164,33 @@ def to_json(record):
 
 
 def add_save_flags(add, name=None):
-    """Add --no-save and --commit; with `name` (the default file name without .json) also --save-as."""
-    add("--commit", help="commit to write into the file, for a copy of the repository without .git")
+    """Add --save and --commit; with `name` (the default file name without .json) also --save-as."""
+    add("--save", action="store_true", help="write to results/, whose files git tracks (default: to out/results/)")
+    # The default, for older command lines.
+    add("--no-save", action="store_false", dest="save", default=False, help=argparse.SUPPRESS)
     if name:
-        add("--save-as", default=name, help=f"file name in results/, without .json (default {name})")
-    add("--no-save", action="store_true", help="do not write to results/")
+        add("--save-as", default=name, help=f"file name in that directory, without .json (default {name})")
+    add("--commit", help="commit to write into the file, for a copy of the repository without .git")
 
 
-def save(benchmark, results, of_commit=None, name=None):
-    """Write results/<group>/<name>.json: `results` with the date, commit, command line and hardware.
+def save(benchmark, results, args, name=None):
+    """Write <group>/<name>.json: `results` with the date, commit, command line and hardware. Returns the path.
 
-    benchmark: "benchmarks.<group>.<module>"; the module is the default name. of_commit: overrides the detected commit.
-    Lists of timing samples are written as their summaries.
+    The directory is results/ if args.save, else out/results/. benchmark: "benchmarks.<group>.<module>"; the module is
+    the default name. args.commit overrides the detected commit. Lists of timing samples are written as their summaries.
     """
     *_, group, module = benchmark.split(".")
-    path = ROOT / "results" / group / f"{name or module}.json"
+    file = Path("results", group, f"{name or module}.json")
+    path = ROOT / file if args.save else ROOT / "out" / file
     path.parent.mkdir(parents=True, exist_ok=True)
     record = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "commit": of_commit or commit(),
+        "commit": args.commit or commit(),
         "command": " ".join(["python", "-m", benchmark, *sys.argv[1:]]),
         "hardware": hardware(),
         "results": summarised(results),
     }
     path.write_text(to_json(record))
-    print(f"\nWritten to {path.relative_to(ROOT)}, commit {record['commit']}.")
+    hint = "" if args.save else f"; --save writes {file}"
+    print(f"\nWritten to {path.relative_to(ROOT)}, commit {record['commit']}{hint}.", flush=True)
+    return path

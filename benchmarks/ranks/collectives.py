@@ -7,7 +7,7 @@ from importlib import import_module
 
 import numpy as np
 
-from benchmarks.harness.jobs import ROOT, run_mpi
+from benchmarks.harness.jobs import run_mpi
 from benchmarks.harness.processes import progress, run_main
 from benchmarks.harness.report import add_save_flags, paired_ratio, print_table, save
 from stage1_mpi import collectives
@@ -169,7 +169,6 @@ def plot(results, path):
     panels[0][0].set_ylabel("seconds of an all-reduce")
     panels[0][0].legend()
     figure.tight_layout()
-    path.parent.mkdir(exist_ok=True)
     figure.savefig(path, dpi=120)
 
 
@@ -224,14 +223,11 @@ def main():
     args = parser.parse_args()
 
     if args.idle:
-        results = idle(args)
-        if not args.no_save:
-            save(BENCHMARK, results, args.commit, name="collectives_idle")
+        save(BENCHMARK, idle(args), args, name="collectives_idle")
         return
     results = compare(args)
-    if not args.no_save:
-        plot(results["all_reduce"], ROOT / "results" / "ranks" / "collectives.png")
-        save(BENCHMARK, results, args.commit)
+    path = save(BENCHMARK, results, args)
+    plot(results["all_reduce"], path.with_suffix(".png"))
 
 
 if __name__ == "__main__":

@@ -133,9 +133,8 @@ def main():
         f"{summary['median_seconds']:.2f} s, longest {summary['longest_seconds']:.2f} s), {summary['readable']} left a "
         f"readable checkpoint, {summary['equal']} continued the uninterrupted curve bit for bit."
     )
-    if not args.no_save:
-        options = vars(args) | {"longest_moment": longest}
-        save(BENCHMARK, {**options, "summary": summary, "rows": rows}, args.commit)
+    options = vars(args) | {"longest_moment": longest}
+    save(BENCHMARK, {**options, "summary": summary, "rows": rows}, args)
 
 
 if __name__ == "__main__":

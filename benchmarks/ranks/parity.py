@@ -88,8 +88,7 @@ def main():
     different = [one for one in runs if one["difference"]]
     equal = f"{len(runs) - len(different)} of {len(runs)} runs"
     print(f"{equal} have losses, gradient norms and final parameters bit-identical to those of stage 0")
-    if not args.no_save:
-        save("benchmarks.ranks.parity", results, args.commit)
+    save("benchmarks.ranks.parity", results, args)
     return 1 if different else 0
 
 

@@ -163,8 +163,7 @@ def main():
     print_table(summarise(results, args.batch_size * PRESETS[args.preset].block_size))
     print()
     print("\n".join(verdicts(results)))
-    if not args.no_save:
-        save(BENCHMARK, results, args.commit)
+    save(BENCHMARK, results, args)
 
 
 if __name__ == "__main__":

@@ -147,8 +147,7 @@ def main():
         print_table(summarise(of_ranks))
         print("\n" + verdict(of_ranks, ranks) + "\n")
         results += of_ranks
-    if not args.no_save:
-        save(BENCHMARK, results, args.commit, name="_".join(["strategies", *args.only]) if args.only else None)
+    save(BENCHMARK, results, args, name="_".join(["strategies", *args.only]) if args.only else None)
 
 
 if __name__ == "__main__":

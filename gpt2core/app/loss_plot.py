@@ -13,7 +13,7 @@ class Curve(NamedTuple):
 
 
 def run_curves(rows, training="training", validation="validation", **style):
-    """The Curves of a log's rows, with these labels: the training losses and, if there are any, the validation losses."""
+    """The Curves of a log's rows, with these labels: the training losses and, if there are any, validation losses."""
     steps, losses = [row["step"] for row in rows], [row["loss"] for row in rows]
     curves = [Curve(training, steps, losses, style)]
     if validated := [row for row in rows if "val_loss" in row]:
@@ -32,9 +32,10 @@ def loss_figure(curves, title):
         point = {"marker": "o"} if len(steps) == 1 else {}  # a line needs two points
         axes.plot(steps, losses, label=plain(label), **point | style)
     if len(curves) > 1:
-        axes.legend(loc="upper right")
+        figure.legend(loc="outside lower center", ncols=3)
     axes.set_title(plain(title), wrap=True)
     axes.set(xlabel="step", ylabel="cross-entropy (nats per token)", ylim=(0, None))
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.grid(alpha=0.3)
     return figure
 
