@@ -33,8 +33,9 @@ MODEL = GPT2Config(vocab_size=24, block_size=8, n_layer=1, n_head=2, n_embd=16, 
 @pytest.mark.parametrize("module", [gpu_collectives, gpu_kill, gpu_parity, gpu_scaling, gpu_strategies, gpu_timeline])
 def test_every_flag_has_a_default_and_saves_under_the_module_s_name(module):
     args = module.parser().parse_args([])
-    assert args.save_as == module.BENCHMARK.rpartition(".")[2] and not args.no_save and args.commit is None
-    assert module.parser().parse_args(["--commit", "abc1234", "--no-save"]).commit == "abc1234"
+    assert args.save_as == module.BENCHMARK.rpartition(".")[2] and not args.save and args.commit is None
+    saved = module.parser().parse_args(["--commit", "abc1234", "--save"])
+    assert saved.commit == "abc1234" and saved.save and not module.parser().parse_args(["--no-save"]).save
 
 
 def test_a_size_that_no_chosen_kernel_has_is_refused(monkeypatch, capsys):

@@ -89,7 +89,7 @@ def test_the_table_has_rates_and_ratios_within_rounds(capsys):
 
 def test_flags_have_defaults():
     args = gpu_products.parser().parse_args([])
-    assert args.save_as == "products" and args.preset == ["gpt2", "paper"] and not args.no_save
+    assert args.save_as == "products" and args.preset == ["gpt2", "paper"] and not args.save
 
 
 def test_a_round_replays_one_graph_of_each_kind():

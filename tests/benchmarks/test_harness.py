@@ -1,17 +1,21 @@
 """The harness: summaries of samples, results files, and the --help of every benchmark script."""
 
+import argparse
 import json
+import re
 from importlib import import_module
 
+import numpy as np
 import pytest
 
+from benchmarks.cpu import curve
 from benchmarks.harness import report
 from benchmarks.harness.jobs import ROOT
 
 LIBRARIES = ("harness", "peers")
 SCRIPTS = [
     ".".join(path.relative_to(ROOT).with_suffix("").parts)
-    for path in sorted((ROOT / "benchmarks").rglob("*.py"))
+    for path in sorted((ROOT / "benchmarks").glob("*/*.py"))
     if path.parent.name not in LIBRARIES and "__main__" in path.read_text()
 ]
 
@@ -39,13 +43,53 @@ def test_results_hold_summaries_of_samples_and_whole_curves():
     assert report.summarised({"rows": [{"seconds": 0.5}]}) == {"rows": [{"seconds": 0.5}]}
 
 
+def save_arguments(*argv):
+    parser = argparse.ArgumentParser()
+    report.add_save_flags(parser.add_argument)
+    return parser.parse_args(["--commit", "abc1234", *argv])
+
+
 def test_a_saved_file_names_its_date_commit_command_and_hardware(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(report, "ROOT", tmp_path)
-    report.save("benchmarks.cpu.decode", {"seconds": [1.0, 3.0]}, "abc1234")
-    saved = json.loads((tmp_path / "results" / "cpu" / "decode.json").read_text())
+    path = report.save("benchmarks.cpu.decode", {"seconds": [1.0, 3.0]}, save_arguments("--save"))
+    assert path == tmp_path / "results" / "cpu" / "decode.json"
+    saved = json.loads(path.read_text())
     assert list(saved) == ["date", "commit", "command", "hardware", "results"] and saved["commit"] == "abc1234"
     assert saved["command"].startswith("python -m benchmarks.cpu.decode") and saved["hardware"]["cores"]
     assert saved["results"]["seconds"]["median"] == 2.0 and "cpu/decode.json" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("flags", [[], ["--no-save"]], ids=["without flags", "the former flag --no-save"])
+def test_without_save_a_benchmark_writes_to_out(tmp_path, monkeypatch, capsys, flags):
+    monkeypatch.setattr(report, "ROOT", tmp_path)
+    path = report.save("benchmarks.cpu.decode", {"losses": [1.0]}, save_arguments(*flags), name="short")
+    assert [file for file in tmp_path.rglob("*") if file.is_file()] == [path]
+    assert path == tmp_path / "out" / "results" / "cpu" / "short.json"
+    assert "out/results/cpu/short.json, commit abc1234; --save writes results/cpu/short.json" in capsys.readouterr().out
+
+
+def test_the_picture_of_the_curves_is_beside_their_file_and_has_the_paper_s_curves(tmp_path, monkeypatch, rng):
+    monkeypatch.setattr(report, "ROOT", tmp_path)
+    losses = (np.array(curve.PAPER) * rng.uniform(0.9, 1.1, 50)).tolist()
+    rows = [{"step": step, "loss": loss, "parameters_sha256": "0"} for step, loss in enumerate(losses)]
+    monkeypatch.setattr(curve, "train", lambda threads: rows)
+    monkeypatch.setattr("sys.argv", ["curve", "--commit", "abc1234"])
+    assert curve.main() == 0
+    assert (tmp_path / "out" / "results" / "cpu" / "curve.png").read_bytes().startswith(b"\x89PNG")
+    *paper, ours = curve.beside_the_paper(losses)
+    assert [each.label for each in paper] == [f"paper, {name}" for name in ("serial", "MPI", "CUDA", "MPI and CUDA")]
+    assert [each.losses[-1] for each in paper] == [0.908195, 1.072370, 0.937564, 1.081243]  # the last row of its table
+    assert all(len(each.losses) == len(each.steps) == 50 for each in paper) and ours.losses == losses
+
+
+def test_only_the_harness_chooses_between_results_and_out():
+    texts = {script: (ROOT / (script.replace(".", "/") + ".py")).read_text() for script in SCRIPTS}
+    assert [script for script, text in texts.items() if '"results" /' in text or "no_save" in text] == []
+
+
+def test_make_bench_saves_to_results():
+    lines = re.findall(r"^\t.* -m (benchmarks\..*)$", (ROOT / "Makefile").read_text(), re.M)
+    assert len(lines) > 20 and [line for line in lines if line.split()[1] != "--save"] == []
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -57,4 +101,4 @@ def test_every_script_explains_its_flags(script, monkeypatch, capsys):
         import_module(script).main()
     shown = capsys.readouterr().out
     assert ended.value.code == 0
-    assert f"python -m {script}" in shown and "?" in shown and "--no-save" in shown
+    assert f"python -m {script}" in shown and "?" in shown and "--save " in shown and "--no-save" not in shown

@@ -2,11 +2,15 @@
 
 A ```console block shows commands after "$ " and, until the next one, their output, where "..." stands for anything.
 `make train` and `make generate` run with this interpreter. Commands that install something or need several machines are
-not run, nor those of mpirun where there is no MPICH; a ```sh block is not run at all. A ```python block that starts
-with a name, as in "# first.py", is a file of that name beside the page.
+not run, nor those of mpirun where there is no MPICH; a ```sh block is not run at all. A ```python block is pasted into
+Python's prompt, line by line, and must print its lines that start with "#>". One that starts with a name, as in
+"# first.py", is a file of that name beside the page; one without "#>" is a quotation (test_quotes.py).
 """
 
+import code
+import contextlib
 import doctest
+import io
 import os
 import re
 import shutil
@@ -83,17 +87,44 @@ def differences(shown, got):
 # -- Python and commands ----------------------------------------------------------------------------------------------
 
 
+def pasted(console, block):
+    """What Python's prompt prints when `block` is pasted into it, errors included."""
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+        for line in [*block.splitlines(), ""]:
+            console.push(line)
+    return output.getvalue()
+
+
+def expected(block):
+    """The output that a block shows, "" if none: its lines that start with #>."""
+    return "".join(f"{line}\n" for line in re.findall(r"^#> ?(.*)$", block, re.M))
+
+
 @pytest.mark.parametrize("page", [page for page in PAGES if any(blocks(page, "python"))], ids=name_of)
-def test_the_python_of_a_page_prints_what_the_page_shows(page, tmp_path, monkeypatch):
+def test_the_python_of_a_page_can_be_pasted_and_prints_what_the_page_shows(page, tmp_path, monkeypatch):
     write_files(page, tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    parser, names, report = doctest.DocTestParser(), {}, []
+    console, report = code.InteractiveConsole({"__name__": "__console__"}), []  # one namespace for the page
     for line, block in blocks(page, "python"):
-        test = parser.get_doctest(block, names, f"{name_of(page)}:{line}", str(page), line)
-        runner = doctest.DocTestRunner(optionflags=ELLIPSIS, verbose=False)
-        runner.run(test, out=report.append, clear_globs=False)
-        names = test.globs  # one namespace for the page
-    assert not report, "".join(report)
+        if shown := expected(block):  # the other blocks are files or quotations
+            if wrong := differences(shown, pasted(console, block)):
+                report.append(f"{name_of(page)}:{line}\n{wrong}")
+    assert not report, "\n".join(report)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_no_block_of_a_page_has_prompts_of_python(page):
+    assert re.findall(r"^(?:>>>|\.\.\. ).*", page.read_text(encoding="utf-8"), re.M) == []
+
+
+def test_a_block_that_cannot_be_pasted_is_found():
+    console = code.InteractiveConsole()
+    assert pasted(console, "def f():\n    return 3\n\nprint(f())\n#> 3\n") == "3\n"
+    assert "SyntaxError" in pasted(console, "def f():\n    return 3\nprint(f())\n#> 3\n")  # no empty line after f
+    assert "IndentationError" in pasted(console, "def f():\n    x = 3\n\n    return x\n\nprint(f())\n")
+    assert "NameError" in pasted(console, "print(unknown)\n")
+    assert expected("print(2)  # two\n#> 2\n#>\n#> ...\n") == "2\n\n...\n"
 
 
 @pytest.fixture
@@ -177,8 +208,8 @@ def paths_in(page):
     for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text):
         if not re.match(r"\w+:", target):
             yield target, True
-    for code in re.findall(r"(?<!`)`([^`\n]+)`(?!`)", text) + [command for command, _ in commands(page)]:
-        for word in code.split():
+    for quoted in re.findall(r"(?<!`)`([^`\n]+)`(?!`)", text) + [command for command, _ in commands(page)]:
+        for word in quoted.split():
             if re.fullmatch(r"[\w./-]+\.(py|md|sh|jsonl?|txt|png|toml)|[\w./-]+/", word):
                 yield word, False
 
