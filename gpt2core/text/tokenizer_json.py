@@ -77,7 +77,7 @@ def steps_of(part):
 
 
 def splits_at_words(description):
-    """Whether the pre-tokenizers divide each part alike if a text is cut after a letter or digit, before a space or \\n.
+    """Whether a cut after a letter or digit and before a space or newline leaves what the pre-tokenizers divide.
 
     Of a Split this is known only for the pattern of the word tokenizer.
     """
