@@ -211,7 +211,7 @@ def test_a_tied_model_with_lm_head_only_lacks_its_embedding(tmp_path, rng):
 @pytest.mark.parametrize("damage", [flip_last_byte, lambda path: os.truncate(path, path.stat().st_size // 2)])
 def test_a_damaged_newest_checkpoint_names_the_complete_one_before_it(tmp_path, rng, file, damage):
     steps = [save(tmp_path, step, rng, keep=0) for step in (1, 2, 3)]
-    for seconds, step in enumerate(steps):
+    for seconds, step in enumerate(steps, 1):
         os.utime(step / MODEL, (seconds, seconds))  # the order of writing
     for step in steps[1:]:  # the step before the newest is damaged too
         damage(step / file)
@@ -237,11 +237,11 @@ def run(train, corpus, tmp_path):
     return tmp_path / "run"
 
 
-def test_the_commands_refuse_a_changed_checkpoint_and_take_the_flag(train, infer, run):
+def test_the_commands_refuse_a_changed_checkpoint_and_take_the_flag(train, infer, corpus, run):
     newest, before = run / "step-00000002", run / "step-00000001"
     change(n_head=4)(newest / CONFIG)
     resume = ("--resume", run, "--steps", 3, "--sample", 0)
-    start = (*NANO, "--init-from", run, "--steps", 1)
+    start = (*NANO, "--init-from", run, "--data", corpus, "--steps", 1)
     prompt = ("--weights", run, "--prompt", "the model", "--max-new-tokens", 2)
     for command, flags in ((train, resume), (train, start), (infer, prompt)):
         refused = command(*flags)
@@ -269,19 +269,16 @@ def test_impossible_progress_without_hashes_is_refused(train, run, position, ste
 # -- a corpus that was moved -------------------------------------------------------------------------------------------
 
 
-def test_a_moved_corpus_that_equals_the_shipped_one_is_found(train, tmp_path):
-    from gpt2core.app.presets import CORPUS
-
-    moved, out = tmp_path / "old" / "text.txt", tmp_path / "run"
-    moved.parent.mkdir()
-    shutil.copy(CORPUS, moved)
-    fraction = ("--val-fraction", 0.25)
-    assert train(*NANO, "--data", moved, *fraction, "--steps", 1, "--out", out).code == 0
+def test_a_moved_corpus_that_equals_the_shipped_one_is_found(train, tmp_path, corpus, monkeypatch):
+    monkeypatch.setattr("gpt2core.app.resume.CORPUS", corpus)  # a short one
+    moved, out = tmp_path / "old.txt", tmp_path / "run"
+    shutil.copy(corpus, moved)
+    assert train(*NANO, "--data", moved, "--val-fraction", 0.25, "--steps", 1, "--out", out).code == 0
     moved.unlink()
     result = train("--resume", out, "--out", out, "--steps", 2, "--sample", 0)
     assert result.code == 0, result.err
     assert f"note: {moved} does not exist: the shipped corpus, which has the same tokens, is used\n" in result.out
-    assert load_checkpoint(out).state["arguments"]["data"] == str(CORPUS)
+    assert load_checkpoint(out).state["arguments"]["data"] == str(corpus)
 
 
 def test_another_moved_corpus_is_named_with_the_flag(train, tmp_path, corpus):
@@ -294,9 +291,8 @@ def test_another_moved_corpus_is_named_with_the_flag(train, tmp_path, corpus):
         for flag, given in (("--data", ()), ("--val-data", ("--data", corpus))):
             result = train("--resume", out, "--steps", 2, "--sample", 0, *given)
             assert result.code == 2 and result.err.count("\n") == 1
-            assert result.err.startswith(
-                f"error: {flag}: {moved}, which {out}/step-00000001 was trained with, does not"
-            )
+            words = f"error: {flag}: {moved}, which {out / 'step-00000001'} was trained with, does not exist: "
+            assert result.err.startswith(words)
             assert f"give its present path with {flag}" in result.err
         given = ("--data", corpus, "--val-data", corpus)
         assert train("--resume", out, "--steps", 2, "--sample", 0, *given).code == 0
