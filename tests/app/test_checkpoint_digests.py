@@ -281,8 +281,10 @@ def test_a_moved_corpus_that_equals_the_shipped_one_is_found(train, tmp_path, co
     assert load_checkpoint(out).state["arguments"]["data"] == str(corpus)
 
 
-def test_another_moved_corpus_is_named_with_the_flag(train, tmp_path, corpus):
-    out, moved = tmp_path / "run", tmp_path / "moved.txt"
+def test_another_moved_corpus_is_named_with_the_flag(train, tmp_path, corpus, monkeypatch):
+    out, moved, shipped = tmp_path / "run", tmp_path / "moved.txt", tmp_path / "shipped.txt"
+    shipped.write_text("another short text\n" * 9)
+    monkeypatch.setattr("gpt2core.app.resume.CORPUS", shipped)
     for tokenizer in ("word", "byte"):
         shutil.copy(corpus, moved)
         flags = (*NANO, "--data", moved, "--val-data", moved, "--tokenizer", tokenizer, "--steps", 1)
