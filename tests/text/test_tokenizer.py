@@ -295,9 +295,9 @@ def variants(tmp_path_factory):
     return loaded
 
 
-spaced_text = st.lists(st.sampled_from([*"a9.\n", "bc", " ", " ", "the", " New York", "down. It", "é", "\n\n", "The loss", "went"])).map(
-    "".join
-)
+spaced_text = st.lists(
+    st.sampled_from([*"a9.\n", "bc", " ", " ", "the", " New York", "down. It", "é", "\n\n", "The loss", "went"])
+).map("".join)
 
 
 @pytest.mark.parametrize("name", VARIANTS)
