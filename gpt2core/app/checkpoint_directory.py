@@ -82,25 +82,38 @@ def save_checkpoint(
     return final
 
 
-def load_checkpoint(path, *, with_optimizer=False):
+def load_checkpoint(path, *, with_optimizer=False, accept_edited=False):
     """The Checkpoint at `path` (see resolve_checkpoint).
 
     Weights may be stored as float32, float16 or bfloat16, with or without the `transformer.` prefix, sharded or not.
     with_optimizer: also read optimizer.safetensors, and require state.json, as a resumed run needs both; otherwise
     `moments` is None, and state.json is read if it exists. Raises CheckpointError, with the file's path, for a file
-    that is missing, corrupted or of another model.
+    that is missing, corrupted or of another model, or was changed after it was saved, unless `accept_edited`; the
+    message names another step of the same `--out` directory if one can be read.
     """
     for _ in range(10):  # read again if a writer replaced the step during the read
         step = resolve_checkpoint(path)
         version = version_of(step)
         try:
-            checkpoint = read_step(step, with_optimizer)
+            checkpoint = read_step(step, with_optimizer, accept_edited)
             if version_of(step) == version:
                 return checkpoint
-        except CheckpointError:
+        except CheckpointError as error:
             if resolve_checkpoint(path) == step and version_of(step) == version:
+                if other := readable_step(step, with_optimizer):
+                    raise CheckpointError(f"{error}; {other} is complete: give this path instead") from None
                 raise
     raise CheckpointError(f"{path}: was replaced during each of 10 reads: try again after its writer has finished")
+
+
+def readable_step(damaged, with_optimizer):
+    """The newest other step of the same `--out` directory that can be read and was not changed, or None."""
+    with contextlib.suppress(OSError):
+        for step in complete_steps(damaged.parent) if STEP.fullmatch(damaged.name) else ():
+            with contextlib.suppress(CheckpointError):
+                if step != damaged and read_step(step, with_optimizer):
+                    return step
+    return None
 
 
 def newest_step(directory):

@@ -17,6 +17,7 @@ SWITCH = argparse.BooleanOptionalAction  # --flag and --no-flag
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
 PRECISION = "precision of the arithmetic; stages 0 and 1: fp32 only (default fp32)"
 TRANSPORT = "how stage 3 sends arrays: nccl, or mpi through host memory (default nccl if each rank has its own GPU)"
+EDITED = "load a checkpoint although its files were changed after they were saved (default: refuse it)"
 THREADS = "stages 0 and 1 only (default: the cores that this process may use, divided by the ranks that share them)"
 
 
@@ -121,6 +122,7 @@ def add_outputs(parser):
     add("--resume", text, type=Path, metavar="DIR")
     text = "start a new run from the weights in DIR, a checkpoint or a Hugging Face GPT-2 (default: random weights)"
     add("--init-from", text, type=Path, metavar="DIR")
+    add("--accept-edited", EDITED, action="store_true")
     add("--log", "log file, one JSON object per line (default: none)", type=Path, metavar="FILE.jsonl")
     add("--log-every", "steps between two lines on the screen and in the log (default 1)", type=integer, metavar="N")
     add("--plot", "image file for the loss curve (default: none)", type=Path, metavar="FILE.png")
@@ -203,6 +205,7 @@ def inference_parser():
     add = group(parser, "input")
     text = "directory of a checkpoint or a Hugging Face GPT-2 (default: the shipped weights)"
     add("--weights", text, type=Path, default=WEIGHTS, metavar="DIR")
+    add("--accept-edited", EDITED, action="store_true")
     add("--tokenizer", "word, byte, or the path of a tokenizer.json (default: tokenizer.json in --weights)")
     text = "text to continue (default: the first 256 tokens of the corpus that the weights were trained on)"
     add("--prompt", text)

@@ -7,6 +7,7 @@ from gpt2core.app.checkpoint_directory import load_checkpoint
 from gpt2core.app.inference_io import load_tokenizer, read_prompt, read_prompts, write_batch, write_text
 from gpt2core.app.presets import MODES
 from gpt2core.app.rank_agreement import check_one_process, print_nothing, share_arrays
+from gpt2core.app.resume import edited_notes
 from gpt2core.app.run_config import check_positive
 from gpt2core.communicator import Solo
 from gpt2core.errors import ConfigError
@@ -24,7 +25,9 @@ def inference_command(make_backend, world, args, cores):
     All ranks must call it with equal flags. cores: the number of cores that this rank may use.
     """
     check_one_process(world, make_backend.many_ranks)
-    weights = on_root(world, lambda: load_checkpoint(args.weights))
+    weights = on_root(world, lambda: load_checkpoint(args.weights, accept_edited=args.accept_edited))
+    for note in edited_notes(weights):
+        print(note, file=sys.stderr)
     all_or_raise(world, lambda: check_mode(args))
     all_or_raise(world, lambda: world.use_transport(args.transport))
     backend = all_or_raise(world, lambda: make_inference_backend(make_backend, args, cores))

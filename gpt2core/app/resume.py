@@ -1,12 +1,19 @@
 """state.json: the progress and flags of a run in a checkpoint, and how a resumed run continues from them."""
 
+import hashlib
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
 import gpt2core
-from gpt2core.app.presets import PRESETS, RENAMED, RESUMED
-from gpt2core.errors import CheckpointError, ConfigError
+from gpt2core.app.presets import CORPUS, PRESETS, RENAMED, RESUMED
+from gpt2core.errors import CheckpointError, ConfigError, DataError
 from gpt2core.parallel.whole_parameters import load
+from gpt2core.text.token_file import read_text, split_validation
+from gpt2core.text.tokenizer import Tokenizer
+
+EDGE = 1 << 22  # tokens; of a corpus larger than 2 EDGE only the first and last EDGE tokens are hashed
+LARGEST = 1 << 31  # above --steps and --batch-size
 
 
 @dataclass(frozen=True)
@@ -59,12 +66,63 @@ def saved_arguments(checkpoint):
     return saved
 
 
+def edited_notes(checkpoint):
+    """A list with one note if the checkpoint has files that were changed after they were saved; otherwise []."""
+    if not checkpoint or not checkpoint.edited:
+        return []
+    return [f"note: --accept-edited: {checkpoint.path} was changed after it was saved: {', '.join(checkpoint.edited)}"]
+
+
+def fingerprint(tokens):
+    """The number of training tokens and a hash of them, as text; of a large corpus only both ends are hashed."""
+    digest = hashlib.sha256()
+    for part in (tokens[:EDGE], tokens[max(EDGE, len(tokens) - EDGE) :]):
+        digest.update(part.tobytes())
+    return f"{len(tokens):,} tokens with hash {digest.hexdigest()[:16]}"
+
+
+def find_data(checkpoint, args):
+    """(saved_arguments of a checkpoint, notes to print); the shipped corpus replaces a missing one of equal tokens.
+
+    args: the parsed flags. Raises CheckpointError, naming --data or --val-data, if another saved file is missing and
+    the flag is not given.
+    """
+    saved, notes = saved_arguments(checkpoint), []
+    for name, flag in (("data", "--data"), ("val_data", "--val-data")):
+        path = saved.get(name)
+        if path is None or getattr(args, name) or os.path.exists(path):
+            continue
+        if name == "data" and shipped_fingerprint(checkpoint, saved) == checkpoint.state.get("corpus"):
+            notes.append(f"note: {path} does not exist: the shipped corpus, which has the same tokens, is used")
+            saved["data"] = str(CORPUS)
+        else:
+            raise CheckpointError(
+                f"{flag}: {path}, which {checkpoint.path} was trained with, does not exist: "
+                f"give its present path with {flag}"
+            )
+    return saved, notes
+
+
+def shipped_fingerprint(checkpoint, saved):
+    """The fingerprint of the shipped corpus for the tokenizer and the --val-fraction of a checkpoint, or ""."""
+    try:
+        tokens = Tokenizer.load(checkpoint.path).encode(read_text(CORPUS))
+        return fingerprint(split_validation(tokens, saved.get("val_fraction", 0))[0])
+    except (DataError, ConfigError):  # a word of the corpus is not in the vocabulary, or there is no tokenizer
+        return ""
+
+
 def read_progress(checkpoint, corpus):
     """The Progress in a checkpoint; raises CheckpointError unless it was trained on the `corpus` (a fingerprint)."""
     state, path = checkpoint.state, checkpoint.path / "state.json"
     for key in ("step", "position"):
-        if not isinstance(state.get(key), int) or state[key] < 0:
+        if type(state.get(key)) is not int or state[key] < 0:
             raise CheckpointError(f"{path}: has no whole number {key!r}: it cannot be resumed")
+    if state["step"] >= LARGEST or not state["step"] <= state["position"] < max(1, state["step"]) * LARGEST:
+        raise CheckpointError(
+            f"{path}: {state['position']} training sequences in {state['step']} steps are not possible: it cannot be "
+            "resumed"
+        )
     if state.get("corpus", corpus) != corpus:
         raise CheckpointError(
             f"{checkpoint.path}: was trained on {state['corpus']}, but --data has {corpus}: "

@@ -48,6 +48,7 @@ class RunConfig:
     val_fraction: float | None
     resume: Path | None
     init_from: Path | None
+    accept_edited: bool
     # output
     out: Path | None
     checkpoint_every: int
@@ -184,8 +185,13 @@ def resolve_rank_flags(values, world):
         notes.append(
             "note: --local-shuffle: the order of the training sequences, and so the loss, depends on the rank count"
         )
+    if compress != "none" and not several:
+        notes.append(
+            f"note: --compress {compress}: one data-parallel rank sends nothing, but its gradients are rounded to "
+            f"{compress} as on several ranks"
+        )
     # flags that have no effect with one data-parallel rank; --zero 0 is the default there
-    names = ("dp", "compress", "zero", "zero_gather")
+    names = ("dp", "zero", "zero_gather")
     unused = [name for name in names if values[name] not in (RANK_FLAGS[name], 0)]
     if unused and not several:
         flags = " and ".join(f"{flag(name)} {values[name]}" for name in unused)

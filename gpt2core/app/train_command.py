@@ -4,7 +4,6 @@ Whatever can fail on one rank runs inside all_or_raise(), so that no rank waits 
 """
 
 import functools
-import hashlib
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,7 +13,7 @@ from gpt2core.app.checkpoint_directory import load_checkpoint, newest_step, save
 from gpt2core.app.checkpoint_files import Checkpoint
 from gpt2core.app.inference_io import load_tokenizer, write_text
 from gpt2core.app.rank_agreement import check_one_process, check_rank_flags, print_nothing, share_tokens
-from gpt2core.app.resume import Progress, read_progress, restore, run_state, saved_arguments
+from gpt2core.app.resume import Progress, edited_notes, find_data, fingerprint, read_progress, restore, run_state
 from gpt2core.app.run_config import RunConfig, data_parallel_ranks, model_config, resolve_flags, resolve_rank_flags
 from gpt2core.app.run_log import RunLog, SilentLog, describe, report_end, unused_threads, with_utilisation
 from gpt2core.app.stop_signals import StopSignals
@@ -29,8 +28,6 @@ from gpt2core.text.token_file import brings_tokenizer, load_tokens, split_valida
 from gpt2core.text.tokenizer import Tokenizer
 from gpt2core.trainer import Trainer
 from gpt2core.training_loop import LogLost, run
-
-EDGE = 1 << 22  # tokens; of a corpus larger than 2 EDGE only the first and last EDGE tokens are hashed
 
 
 def train_command(make_backend, world, args, cores):
@@ -97,11 +94,7 @@ class Corpus:
 
     @functools.cached_property
     def fingerprint(self):
-        """The number of training tokens and a hash of them, as text; of a large corpus only both ends are hashed."""
-        digest, tokens = hashlib.sha256(), self.tokens
-        for part in (tokens[:EDGE], tokens[max(EDGE, len(tokens) - EDGE) :]):
-            digest.update(part.tobytes())
-        return f"{len(tokens):,} tokens with hash {digest.hexdigest()[:16]}"
+        return fingerprint(self.tokens)
 
 
 def read_inputs(world, args, transport, deterministic):
@@ -110,8 +103,9 @@ def read_inputs(world, args, transport, deterministic):
         raise ConfigError("--resume and --init-from exclude each other: continue a run, or start a new one")
     source = None
     if path := args.resume or args.init_from:
-        source = load_checkpoint(path, with_optimizer=path is args.resume)
-    values, notes = resolve_flags(args, saved_arguments(source) if args.resume else {}, deterministic)
+        source = load_checkpoint(path, with_optimizer=path is args.resume, accept_edited=args.accept_edited)
+    saved, data_notes = find_data(source, args) if args.resume else ({}, [])
+    values, notes = resolve_flags(args, saved, deterministic)
     values, rank_notes = resolve_rank_flags(values | {"transport": transport}, world)
     tokens, tokenizer = read_corpus(values["data"], values["tokenizer"], source)
     validation = load_tokens(values["val_data"], tokenizer)[0] if values["val_data"] else None
@@ -119,7 +113,8 @@ def read_inputs(world, args, transport, deterministic):
     model = model_config(values, source and source.config, tokenizer.vocab_size)
     config = RunConfig(model, **values | {"seq_len": values["seq_len"] or model.block_size})
     progress = read_progress(source, corpus.fingerprint) if args.resume else None
-    return Inputs(config, notes + rank_notes, source, progress, tokenizer, tokens, validation)
+    notes = [*edited_notes(source), *data_notes, *notes, *rank_notes]
+    return Inputs(config, notes, source, progress, tokenizer, tokens, validation)
 
 
 def read_corpus(path, tokenizer, source):

@@ -7,6 +7,7 @@ goes through an incremental UTF-8 decoder, which returns a character when it has
 
 import codecs
 import json
+import re
 import zlib
 from collections import Counter
 from pathlib import Path
@@ -16,34 +17,25 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from gpt2core.errors import DataError
+from gpt2core.text.tokenizer_json import WORD_PATTERN, byte_alphabet, kind_of, splits_at_words
 
 FILE_NAME = "tokenizer.json"
-
-# A token is a word or one punctuation mark, each with the space before it, or one whitespace character. Every character
-# of a text belongs to exactly one token, so decode(encode(text)) == text.
-WORD_PATTERN = r" ?\w+| ?[^\w\s]|\s"
 
 PIECE = 1 << 16  # characters encoded at once: the library needs about 200 bytes per token while it encodes
 
 
-def byte_alphabet():
-    """Return GPT-2's 256 printable characters; the one at index b represents byte b (`bytes_to_unicode` of GPT-2)."""
-    printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
-    others = iter(range(256, 512))
-    return "".join(chr(byte if byte in printable else next(others)) for byte in range(256))
-
-
-def cut_at_words(chunks):
+def cut_at_words(chunks, inside=frozenset()):
     """Yield the text of `chunks` (an iterable of str) in pieces that no token crosses.
 
-    A piece ends after a word, before a space or a newline. No supported tokenizer has a token with a space or newline
-    after a word character, so the tokens of the pieces are the tokens of the text. A text without such a position (one
-    long word) is one piece.
+    A piece ends after a letter or digit, before a space or a newline, unless these two characters can stand inside a
+    token. inside: the two bytes of all such places (see pairs_inside). A text without another place is one piece.
     """
     held = []
     for chunk in chunks:
         at = len(chunk) - 1
-        while at > 0 and not (chunk[at] in " \n" and chunk[at - 1].isalnum()):
+        while at > 0 and not (
+            chunk[at] in " \n" and chunk[at - 1].isalnum() and chunk[at - 1 : at + 1].encode("utf-8")[-2:] not in inside
+        ):
             at -= 1
         if at > 0:
             yield "".join([*held, chunk[:at]])
@@ -51,6 +43,15 @@ def cut_at_words(chunks):
         held.append(chunk[max(at, 0) :])
     if held:
         yield "".join(held)
+
+
+def pairs_inside(token_bytes):
+    """The set of all two bytes inside a token of which the second is a space or a newline.
+
+    Between other bytes and a space no merge of byte pairs and no added token can join the two sides of a cut.
+    """
+    ends = (token[at - 1 : at + 1] for token in token_bytes for at in range(1, len(token)) if token[at] in b" \n")
+    return frozenset(ends)
 
 
 def slices(text):
@@ -74,16 +75,24 @@ class Tokenizer:
     Create one with `word_level`, `byte_level` or `load`. `dtype` is uint16 if all ids fit, otherwise uint32.
     """
 
-    def __init__(self, library_tokenizer, kind):
-        self.library, self.kind = library_tokenizer, kind
+    def __init__(self, library_tokenizer, kind, whole=False):
+        """whole: encode a text as one piece, because its pre-tokenizer may not split where this class cuts."""
+        self.library, self.kind, self.whole = library_tokenizer, kind, whole
         self.ids = library_tokenizer.get_vocab(with_added_tokens=True)  # token -> id
         self.vocab_size = max(self.ids.values()) + 1
         self.dtype = np.dtype(np.uint16 if self.vocab_size <= 1 << 16 else np.uint32)
         byte_of = {character: byte for byte, character in enumerate(byte_alphabet())}
         self.token_bytes = [b""] * self.vocab_size  # an id without a token decodes to nothing
+        added = {id: token.content for id, token in library_tokenizer.get_added_tokens_decoder().items()}
+        self.added = (
+            re.compile("(" + "|".join(map(re.escape, sorted(added.values(), key=len, reverse=True))) + ")")
+            if added
+            else None
+        )
         for token, id in self.ids.items():
-            in_alphabet = kind != "word" and all(character in byte_of for character in token)
+            in_alphabet = kind != "word" and id not in added and all(character in byte_of for character in token)
             self.token_bytes[id] = bytes(map(byte_of.get, token)) if in_alphabet else token.encode("utf-8")
+        self.inside = pairs_inside(self.token_bytes)
 
     @classmethod
     def word_level(cls, text):
@@ -116,7 +125,7 @@ class Tokenizer:
         """Return the tokenizer of a tokenizer.json, or of a directory that contains one.
 
         Raises DataError if the file is missing or corrupt, or if its tokenizer could lose text. The two kinds above and
-        byte-level BPE without a prefix space (GPT-2's) are accepted.
+        byte-level BPE without a prefix space (GPT-2's) are accepted. Truncation and padding in the file are ignored.
         """
         path = Path(path)
         path = path / FILE_NAME if path.is_dir() else path
@@ -127,7 +136,10 @@ class Tokenizer:
             raise DataError(f"cannot read the tokenizer {path}: {error.strerror}; {advice}") from None
         except Exception as error:  # the library raises plain Exception
             raise DataError(f"{path} is not a tokenizer.json of the tokenizers library ({error})") from None
-        return cls(library, _kind(json.loads(library.to_str()), path))  # the library's own JSON has every field
+        library.no_truncation()
+        library.no_padding()
+        description = json.loads(library.to_str())  # the library's own JSON has every field
+        return cls(library, kind_of(description, path), not splits_at_words(description))
 
     def save(self, path):
         """Write tokenizer.json to `path`, or into it if it is a directory. Raises DataError if that fails."""
@@ -157,7 +169,7 @@ class Tokenizer:
     def encode_chunks(self, chunks):
         """Yield id arrays of the concatenated `chunks`, one after another; few chunks are in memory at once."""
         encode = {"word": self._encode_words, "byte": self._encode_bytes, "bpe": self._encode_pairs}[self.kind]
-        pieces = map(utf8, cut_at_words(chunks))
+        pieces = map(utf8, ["".join(chunks)] if self.whole else cut_at_words(chunks, self.inside))
         for piece in pieces:
             yield encode(piece, pieces)
 
@@ -191,7 +203,11 @@ class Tokenizer:
         return self.token_bytes[id]
 
     def _words(self, piece):
-        return [word for word, _ in self.library.pre_tokenizer.pre_tokenize_str(piece)]
+        parts = self.added.split(piece) if self.added else [piece]  # the parts 1, 3, ... are added tokens
+        split = self.library.pre_tokenizer.pre_tokenize_str
+        return [
+            word for i, part in enumerate(parts) for word in ([part] if i % 2 else [word for word, _ in split(part)])
+        ]
 
     def _encode_words(self, piece, rest):
         words = self._words(piece)
@@ -236,26 +252,3 @@ def build_tokenizer(spec, text):
     if spec == "word":
         return Tokenizer.word_level(text)
     return Tokenizer.byte_level() if spec == "byte" else Tokenizer.load(spec)
-
-
-def _kind(description, path):
-    """Return the kind of a parsed tokenizer.json; raises DataError if decode(encode(text)) could differ from text."""
-    model, splitter = description["model"], description["pre_tokenizer"] or {}
-    if not model["vocab"]:
-        raise DataError(f"{path} has a tokenizer without tokens: train it first")
-    if model["type"] == "WordLevel" and splitter.get("pattern") == {"Regex": WORD_PATTERN}:
-        return "word"
-    last = (splitter.get("pretokenizers") or [splitter])[-1]
-    if model["type"] != "BPE" or last.get("type") != "ByteLevel" or last["add_prefix_space"]:
-        raise DataError(
-            f"{path} has a {model['type']} tokenizer that may lose text: use word-level, byte-level, "
-            "or byte-level BPE without a prefix space, like GPT-2's"
-        )
-    missing = sum(character not in model["vocab"] for character in byte_alphabet())
-    if missing:
-        raise DataError(
-            f"{path} lacks {missing} of the 256 byte tokens, so it would lose text: "
-            "train it with initial_alphabet=ByteLevel.alphabet()"
-        )
-    plain = [model["vocab"][character] for character in byte_alphabet()] == list(range(256))
-    return "byte" if plain and len(model["vocab"]) == 256 and not description["added_tokens"] else "bpe"

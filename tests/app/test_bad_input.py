@@ -11,14 +11,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gpt2core.app import checkpoint_files
+from gpt2core.app import safetensors_file
 from gpt2core.app.checkpoint_directory import load_checkpoint
-from gpt2core.app.checkpoint_files import read_safetensors, write_safetensors
 from gpt2core.app.run_log import RunLog
+from gpt2core.app.safetensors_file import read_safetensors, write_safetensors
 from gpt2core.errors import ConfigError
 from gpt2core.parallel.steps_in_flight import Step
 from gpt2core.text.token_file import write_token_file
 from gpt2core.text.tokenizer import Tokenizer
+from tests.support.checkpoints import edit_json
 
 ROOT = Path(__file__).resolve().parents[2]
 STAGE = ROOT / "stage0_serial"
@@ -248,17 +249,12 @@ def test_resuming_with_other_flags_is_refused_and_changes_no_checkpoint(train, d
 
 
 def state(**changes):
-    def change(path):
-        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-
-    return change
+    return lambda path: edit_json(path, **changes)
 
 
 def argument(**changes):
     def change(path):
-        values = json.loads(path.read_text())
-        values["arguments"] |= changes
-        path.write_text(json.dumps(values))
+        edit_json(path, arguments=json.loads(path.read_text())["arguments"] | changes)
 
     return change
 
@@ -269,7 +265,7 @@ def config(**changes):
 
 def other_tensors(path):
     """Write the same names with another width."""
-    write_safetensors(path, {name: array[..., :-2] for name, array in read_safetensors(path).items()})
+    write_safetensors(path, {name: array[..., :-2] for name, array in read_safetensors(path)[0].items()})
 
 
 def cut(path):
@@ -387,9 +383,7 @@ def test_checkpoints_need_a_directory(train):
 
 def test_weights_whose_corpus_is_missing_need_a_prompt(infer, home, tmp_path):
     shutil.copytree(home / "run" / "latest", tmp_path / "weights")
-    state = json.loads((tmp_path / "weights" / "state.json").read_text())
-    state["arguments"]["data"] = str(tmp_path / "gone.txt")
-    (tmp_path / "weights" / "state.json").write_text(json.dumps(state))
+    argument(data=str(tmp_path / "gone.txt"))(tmp_path / "weights" / "state.json")
     result = infer("--weights", tmp_path / "weights", "--max-new-tokens", "2")
     assert_one_clear_line(result.code, result.err, "dummy.txt cannot be the prompt of these weights")
 
@@ -441,16 +435,16 @@ def test_warnings_of_a_diverging_run_do_not_reach_standard_error(directory):
 
 
 def test_a_full_disk_during_a_save_keeps_the_earlier_checkpoints(train, directory, monkeypatch):
-    run, original, saved = directory / "run", checkpoint_files.save_file, []
+    run, original, saved = directory / "run", safetensors_file.write_hashed, []
 
-    def save_file(tensors, path, **options):
-        saved.append(path)
-        if len(saved) > 3:  # weights and moments of step 5, then the weights of step 6
-            Path(path).write_bytes(b"half of it")
+    def write_hashed(file, digest, data):
+        saved.append(file.name)
+        if len({*saved}) > 3:  # weights and moments of step 5, then a file of step 6
+            file.write(b"half of it")
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        original(tensors, path, **options)
+        original(file, digest, data)
 
-    monkeypatch.setattr(checkpoint_files, "save_file", save_file)
+    monkeypatch.setattr(safetensors_file, "write_hashed", write_hashed)
     flags = ("--resume", run, "--out", run, "--steps", 9, "--checkpoint-every", 1)
     result = train(*flags)
     assert_one_clear_line(result.code, result.err, "step-00000006", "No space left on device", "are unchanged")

@@ -13,6 +13,7 @@ from gpt2core.runtime import Runtime
 from gpt2core.trainer import Trainer
 from gpt2core.training_loop import read_batch
 from stage0_serial.numpy_backend import NumpyBackend
+from tests.support.checkpoints import edit_json
 
 CONFIG = GPT2Config(vocab_size=36, block_size=8, n_layer=1, n_head=2, n_embd=8)
 NANO = ("--preset", "nano", "--steps", 2, "--sample", 0, "--threads", 1)
@@ -118,8 +119,7 @@ def test_choices_of_another_device_are_timed_again_with_a_note(command, choosing
 @pytest.mark.parametrize("choices", [[], "text", {"forward": 3}, {"forward": None}])
 def test_a_checkpoint_with_invalid_choices_is_refused(command, choosing, corpus, tmp_path, choices):
     command(cli.train, *NANO, "--data", corpus, "--out", tmp_path / "run", backend=choosing)
-    state = state_of(tmp_path / "run") | {"choices": choices}
-    (tmp_path / "run" / "latest" / "state.json").write_text(json.dumps(state))
+    edit_json(tmp_path / "run" / "latest" / "state.json", choices=choices)
     result = command(cli.train, "--resume", tmp_path / "run", "--steps", 3, "--threads", 1, backend=choosing)
     assert result.code == 2 and result.err.startswith("error: ") and result.err.count("\n") == 1
     assert "state.json: choices is" in result.err and "cannot be resumed" in result.err

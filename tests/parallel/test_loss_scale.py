@@ -19,6 +19,7 @@ from gpt2core.parallel.whole_parameters import named_parameters, parameter_hash
 from gpt2core.trainer import Trainer
 from gpt2core.training_loop import read_batch
 from stage0_serial.numpy_backend import NumpyBackend
+from tests.support.checkpoints import edit_json
 
 torch = pytest.importorskip("torch")
 CONFIG = GPT2Config(37, 16, 2, 2, 16, tied=False)
@@ -126,11 +127,10 @@ def test_a_run_logs_its_scale_and_a_resumed_run_continues_with_it(command, corpu
     assert [row["loss_scale"] for row in rows_of(log)[1:]] == [factor] * 3
     assert f"loss scale {factor:g}; steps repeated because of overflow: {skipped}\n" in again.out
     # one of another precision, or of before there was a scale, begins with the initial one
-    values = json.loads(state.read_text())
-    state.write_text(json.dumps(values | {"loss_scale": None}))
+    edit_json(state, loss_scale=None)
     assert f"scale {factor:g}, skipped {skipped}\n" in train("--steps", 5, "--resume", out).out
     for broken in (3, {}, {"factor": "1", "finite": 0, "skipped": 0}, {"factor": 0.5, "finite": 0, "skipped": 0}):
-        state.write_text(json.dumps(values | {"loss_scale": broken}))
+        edit_json(state, loss_scale=broken)
         result = train("--steps", 5, "--resume", out)
         assert result.code == 2 and re.fullmatch(r"error: .*state.json: loss_scale .*cannot be resumed\n", result.err)
 

@@ -256,6 +256,14 @@ def test_zero_is_the_default_where_it_is_the_fastest(size, shares, asked, zero):
     assert args.zero == zero and not notes
 
 
+@pytest.mark.parametrize("size, tp, noted", [(1, 1, True), (2, 2, True), (2, 1, False)])
+def test_compression_on_one_data_parallel_rank_has_an_effect_and_the_note_says_which(size, tp, noted):
+    asked = dict(dp="flat", zero=None, compress="int8", tp=tp)
+    args, notes = chosen(size, asked, prefers_zero=True)
+    note = "--compress int8: one data-parallel rank sends nothing, but its gradients are rounded to int8"
+    assert args.compress == "int8" and [note in note_ and "no effect" not in note_ for note_ in notes] == [True] * noted
+
+
 @pytest.mark.parametrize("size, zero, gather", [(4, 1, "forward"), (1, 0, "end")])
 def test_zero_gather_forward_has_no_effect_without_owners(size, zero, gather):
     asked = dict(dp="flat", zero=None, zero_gather="forward", bucket_mb=5.0)

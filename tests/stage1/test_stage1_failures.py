@@ -22,8 +22,7 @@ LINUX = Path("/proc/self/environ").exists()
 # The script of stage 1, which calls fault(trainer, rank) on every rank at the start of step 3.
 FAULTY = """
 import os, signal, sys
-from pathlib import Path
-from gpt2core.app import checkpoint_files
+from gpt2core.app import safetensors_file
 from gpt2core.app.cli import train
 from gpt2core.errors import DataError
 from gpt2core.trainer import Trainer
@@ -148,11 +147,11 @@ def test_a_fault_in_a_thread_with_pending_messages_ends_the_job(run):
 
 def test_a_full_disk_on_the_root_ends_the_job_and_keeps_the_last_checkpoint(train, run, tmp_path, unbroken):
     fault = """
-        def save_file(tensors, path, **options):
-            Path(path).write_bytes(b"half of it")
+        def write_hashed(file, digest, data):
+            file.write(b"half of it")
             raise OSError(28, "No space left on device")
 
-        checkpoint_files.save_file = save_file
+        safetensors_file.write_hashed = write_hashed
     """
     done = faulty(fault, *run)
     assert_failed(done, "error: rank 0: ", "step-00000004", "No space left on device", "are unchanged", code=2)

@@ -8,7 +8,7 @@ import pytest
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
 
 from gpt2core.errors import DataError
 from gpt2core.text.tokenizer import FILE_NAME, PIECE, Tokenizer, build_tokenizer, byte_alphabet, cut_at_words, slices
@@ -19,10 +19,11 @@ any_text = st.text(st.characters(exclude_categories=["Cs"]), max_size=200)
 hard_text = st.lists(st.sampled_from(" |  |\n|\r\n|\t|a|bc|'s|9|.|é|e\u0301|\x85|🙂".split("|"))).map("".join)
 
 
-def trained_pairs(vocab_size=400, **pre_tokenizer):
-    """A byte-level BPE tokenizer as GPT-2's, trained on a short text."""
+def trained_pairs(vocab_size=400, before=(), **byte_level):
+    """A byte-level BPE tokenizer as GPT-2's, trained on a short text; `before`: pre-tokenizers before ByteLevel."""
     library = tokenizers.Tokenizer(models.BPE())
-    library.pre_tokenizer = pre_tokenizers.ByteLevel(**{"add_prefix_space": False, **pre_tokenizer})
+    last = pre_tokenizers.ByteLevel(**{"add_prefix_space": False, **byte_level})
+    library.pre_tokenizer = pre_tokenizers.Sequence([*before, last]) if before else last
     library.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
@@ -251,6 +252,173 @@ def test_tokenizers_that_would_lose_text_are_refused(tmp_path):
     bare.save(str(path))
     with pytest.raises(DataError, match="lacks 254 of the 256 byte tokens"):
         Tokenizer.load(path)
+
+
+# -- options of a tokenizer.json ---------------------------------------------------------------------------------------
+
+
+def with_added(*tokens, **byte_level):
+    library = trained_pairs(**byte_level)
+    library.add_tokens([AddedToken(token, normalized=False) for token in tokens])
+    return library
+
+
+VARIANTS = {  # tokenizers whose tokens can contain a space after a letter, or that divide a text in another way
+    "added with spaces": lambda: with_added("the New York", "down. It", "a  bc", "bc\n", " a", "a bc 9"),
+    "no regex": lambda: trained_pairs(600, use_regex=False),
+    "no regex, added": lambda: with_added("a bc", "9 ", vocab_size=600, use_regex=False),
+    "digits": lambda: trained_pairs(600, [pre_tokenizers.Digits(True)], use_regex=False),
+    "punctuation": lambda: trained_pairs(600, [pre_tokenizers.Punctuation("merged_with_next")], use_regex=False),
+    "a split": lambda: trained_pairs(600, [pre_tokenizers.Split(tokenizers.Regex(r"\w+ \w+"), "isolated")]),
+    "a split without regex": lambda: trained_pairs(
+        600, [pre_tokenizers.Split(tokenizers.Regex(r"\w+ \w+"), "isolated")], use_regex=False
+    ),
+    "nested": lambda: trained_pairs(600, [pre_tokenizers.Sequence([pre_tokenizers.Digits(False)])]),
+    "one word only": lambda: with_single_word(" a"),
+}
+
+
+def with_single_word(token):
+    library = trained_pairs()
+    library.add_tokens([AddedToken(token, normalized=False, single_word=True)])
+    return library
+
+
+@pytest.fixture(scope="module")
+def variants(tmp_path_factory):
+    """{name: Tokenizer} of VARIANTS."""
+    loaded = {}
+    for name, make in VARIANTS.items():
+        path = tmp_path_factory.mktemp("variants") / FILE_NAME
+        make().save(str(path))
+        loaded[name] = Tokenizer.load(path)
+    return loaded
+
+
+spaced_text = st.lists(
+    st.sampled_from([*"a9.\n", "bc", " ", " ", "the", " New York", "down. It", "é", "\n\n", "The loss", "went"])
+).map("".join)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+@settings(max_examples=50, deadline=None)
+@given(text=spaced_text | hard_text, size=st.integers(1, 7))
+def test_a_text_is_cut_only_where_the_library_divides_it(variants, name, text, size):
+    tokenizer = variants[name]
+    chunks = [text[start : start + size] for start in range(0, len(text), size)]
+    ids = [id for piece in tokenizer.encode_chunks(chunks) for id in piece.tolist()]
+    assert ids == tokenizer.library.encode(text, add_special_tokens=False).ids
+    assert tokenizer.decode(ids) == text
+
+
+def test_a_long_text_of_a_tokenizer_without_regex_still_comes_in_pieces(variants, monkeypatch):
+    monkeypatch.setattr("gpt2core.text.tokenizer.PIECE", 40)
+    text = "a quiz of jazz and fizz\n" * 20  # no token has a space after z
+    for name, tokenizer in variants.items():
+        pieces = [*tokenizer.encode_chunks(slices(text))]
+        assert np.concatenate(pieces).tolist() == tokenizer.library.encode(text, add_special_tokens=False).ids
+        assert (len(pieces) == 1) == ("split" in name or name == "one word only")
+
+
+def test_an_added_token_has_the_bytes_of_its_text(tmp_path):
+    with_added("café", "the  end").save(str(tmp_path / FILE_NAME))
+    tokenizer = Tokenizer.load(tmp_path)
+    ids = tokenizer.encode("a café, the  end")
+    assert ids.tolist() == tokenizer.library.encode("a café, the  end").ids and len(ids) < 7
+    assert tokenizer.decode(ids) == "a café, the  end"
+
+
+def test_added_tokens_of_a_word_tokenizer_are_found_as_the_library_finds_them(tmp_path):
+    library = Tokenizer.word_level("the New York times of a New day  ").library
+    library.add_tokens(["New York", "New", "<pad>", "a New"])
+    library.save(str(tmp_path / FILE_NAME))
+    tokenizer, text = Tokenizer.load(tmp_path), "the New York times of a New<pad> day"
+    assert tokenizer.kind == "word" and tokenizer.decode(tokenizer.encode(text)) == text
+    for size in (3, len(text)):
+        pieces = tokenizer.encode_chunks(text[start : start + size] for start in range(0, len(text), size))
+        assert np.concatenate([*pieces]).tolist() == library.encode(text).ids
+
+
+def test_truncation_and_padding_in_the_file_are_ignored(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    saved = transformers.PreTrainedTokenizerFast(tokenizer_object=trained_pairs(), pad_token="<|endoftext|>")
+    saved("the loss", truncation=True, max_length=4, padding="max_length")
+    saved.save_pretrained(tmp_path)
+    described = json.loads((tmp_path / FILE_NAME).read_text())
+    assert described["truncation"]["max_length"] == described["padding"]["strategy"]["Fixed"] == 4
+    tokenizer, want = Tokenizer.load(tmp_path), trained_pairs()
+    for text in ("a", STORY * 3):
+        assert tokenizer.encode(text).tolist() == want.encode(text).ids
+    assert json.loads(tokenizer.to_bytes())["truncation"] is None is json.loads(tokenizer.to_bytes())["padding"]
+
+
+def changed(edit):
+    """A function that saves a tokenizer after edit(its JSON)."""
+
+    def make():
+        values = json.loads(trained_pairs().to_str())
+        edit(values)
+        return tokenizers.Tokenizer.from_str(json.dumps(values))
+
+    return make
+
+
+def normalized(normalizer):
+    def make():
+        library = trained_pairs()
+        library.normalizer = normalizer
+        return library
+
+    return make
+
+
+def split_first(*pre_tokenizer):
+    return lambda: trained_pairs(before=pre_tokenizer)
+
+
+def added(token, **options):
+    def make():
+        library = trained_pairs()
+        library.add_tokens([AddedToken(token, **options)])
+        return library
+
+    return make
+
+
+LOSSES = {
+    "the normalizer Lowercase": normalized(normalizers.Lowercase()),
+    "the normalizer NFC": normalized(normalizers.NFC()),
+    "the normalizer NFKC": normalized(normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])),
+    "the normalizer Strip": normalized(normalizers.Strip()),
+    "the normalizer Replace": normalized(normalizers.Replace("a", "b")),
+    "the normalizer Prepend": normalized(normalizers.Prepend("a")),
+    "the pre-tokenizer Whitespace": split_first(pre_tokenizers.Whitespace()),
+    "the pre-tokenizer WhitespaceSplit": split_first(pre_tokenizers.Digits(), pre_tokenizers.WhitespaceSplit()),
+    "the pre-tokenizer BertPreTokenizer": split_first(pre_tokenizers.BertPreTokenizer()),
+    "the pre-tokenizer Metaspace": split_first(pre_tokenizers.Metaspace()),
+    "the pre-tokenizer CharDelimiterSplit": split_first(pre_tokenizers.CharDelimiterSplit("a")),
+    "the pre-tokenizer Split that removes": split_first(pre_tokenizers.Split(" ", "removed")),
+    "the pre-tokenizer Punctuation that removes": split_first(
+        pre_tokenizers.Sequence([pre_tokenizers.Punctuation("removed")])
+    ),
+    "the pre-tokenizer ByteLevel": split_first(pre_tokenizers.ByteLevel(add_prefix_space=False)),
+    "the added token 'x' with lstrip": added("x", lstrip=True),
+    "the added token 'y' with rstrip": added("y", rstrip=True),
+    "the added token 'é', which has the id of other bytes": added("é"),
+    "dropout 0.5, which makes ids random": changed(lambda values: values["model"].update(dropout=0.5)),
+    "continuing_subword_prefix '##'": changed(
+        lambda values: values["model"].update(continuing_subword_prefix="##", merges=[])
+    ),
+    "end_of_word_suffix '</w>'": changed(lambda values: values["model"].update(end_of_word_suffix="</w>", merges=[])),
+}
+
+
+@pytest.mark.parametrize("option", LOSSES)
+def test_an_option_that_loses_text_is_refused_by_name(tmp_path, option):
+    LOSSES[option]().save(str(tmp_path / FILE_NAME))
+    with pytest.raises(DataError) as caught:
+        Tokenizer.load(tmp_path)
+    assert str(caught.value).startswith(f"{tmp_path / FILE_NAME} has {option}") and "\n" not in str(caught.value)
 
 
 def test_tokenizer_that_cannot_be_written_is_named(tmp_path):

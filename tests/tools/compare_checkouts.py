@@ -163,6 +163,7 @@ def overflowing(job):
     state = job.out / "latest" / "state.json"
     values = json.loads(state.read_text())
     values["loss_scale"]["factor"] = LARGE_SCALE
+    values = {name: value for name, value in values.items() if not name.endswith("_sha256")}  # of the unchanged file
     state.write_text(json.dumps(values))
     code = code or job.run(job.case.steps, "--resume", job.out)
     if not any(row.get("skipped") for row in job.rows()):

@@ -1,0 +1,59 @@
+"""config.json, as Hugging Face writes it for a GPT-2, to and from a GPT2Config."""
+
+import numpy as np
+
+from gpt2core.errors import CheckpointError, ConfigError
+from gpt2core.model import GPT2Config
+
+SIZES = {name: name for name in ("vocab_size", "n_layer", "n_head", "n_embd")} | {"block_size": "n_positions"}
+# Fields of Hugging Face's configuration that change the model, with the values that are supported. The first value is
+# the one written.
+ALLOWED = {
+    "model_type": ("gpt2",),
+    "activation_function": ("gelu_new", "gelu_pytorch_tanh", "gelu_fast"),  # three names of one tanh formula
+    "scale_attn_weights": (True,),
+    "scale_attn_by_inverse_layer_idx": (False,),
+    "reorder_and_upcast_attn": (False,),
+    "add_cross_attention": (False,),
+}
+
+
+def config_to_json(config, dtype):
+    """The content of Hugging Face's config.json for a GPT2Config, as a dict."""
+    return {
+        "architectures": ["GPT2LMHeadModel"],
+        **{field: allowed[0] for field, allowed in ALLOWED.items()},
+        **{theirs: getattr(config, ours) for ours, theirs in SIZES.items()},
+        "n_ctx": config.block_size,
+        "n_inner": None,
+        "layer_norm_epsilon": config.layer_norm_epsilon,
+        "tie_word_embeddings": config.tied,
+        **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop", "summary_first_dropout"), 0.0),
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "dtype": np.dtype(dtype).name,
+        "torch_dtype": np.dtype(dtype).name,  # the field's name before transformers 4.56
+    }
+
+
+def config_from_json(values, path):
+    """The GPT2Config of a parsed config.json; raises CheckpointError, naming the field, for any other model."""
+    allowed = ALLOWED | {"n_inner": (None, 4 * values["n_embd"] if isinstance(values.get("n_embd"), int) else None)}
+    for field, choices in allowed.items():
+        value = values.get(field, None if field == "model_type" else choices[0])
+        if value not in choices:
+            supported = " or ".join(repr(choice) for choice in choices)
+            raise CheckpointError(f"{path}: {field} is {value!r}, but only {supported} is supported")
+    missing = [theirs for theirs in SIZES.values() if theirs not in values]
+    if missing:
+        raise CheckpointError(f"{path}: has no {', '.join(missing)}: the size of the model is unknown")
+    tied, epsilon = values.get("tie_word_embeddings", True), values.get("layer_norm_epsilon", 1e-5)
+    if not isinstance(tied, bool):
+        raise CheckpointError(f"{path}: tie_word_embeddings is {tied!r}, but it must be true or false")
+    if not isinstance(epsilon, int | float) or not 0 < epsilon < 1:
+        raise CheckpointError(f"{path}: layer_norm_epsilon is {epsilon!r}, but it must be between 0 and 1")
+    try:
+        sizes = {ours: values[theirs] for ours, theirs in SIZES.items()}
+        return GPT2Config(**sizes, tied=tied, layer_norm_epsilon=float(epsilon))
+    except ConfigError as error:
+        raise CheckpointError(f"{path}: {error}") from error
