@@ -92,13 +92,15 @@ class InterpreterLauncher:
         return pointer if isinstance(value, np.ndarray) else value
 
 
+@functools.cache
 def remove_interpreter_overhead():
     """Replace parts of Triton 3.9's interpreter by faster ones with the same results; other versions stay as they are.
 
     They take three quarters of the time of a small kernel. Before a kernel, and before each function that a kernel
     calls, the interpreter searches triton.language for the functions that it replaces: here it searches once per
     process and replaces them once per kernel. For each sum and product of integers it computes whether the result
-    overflows, and ignores the answer unless Triton's debug mode is on. For each operation it builds a table of dtypes.
+    overflows, and ignores the answer unless Triton's debug mode is on. For each operation it builds a table of dtypes
+    and broadcasts both operands, also if their shapes are equal.
     """
     interpreter = importlib.import_module("triton.runtime.interpreter")
     language = importlib.import_module("triton.language")
@@ -116,6 +118,7 @@ def remove_interpreter_overhead():
 
     patch_lang, np_dtype, np_dtypes = interpreter._patch_lang, interpreter._get_np_dtype, {}
     # kernels use triton.language, the functions of Triton's own library use its module core
+    semantic = interpreter.interpreter_semantic
     both = SimpleNamespace(__globals__={"tl": language, "core": language.core})
 
     def cached_np_dtype(dtype):
@@ -123,12 +126,18 @@ def remove_interpreter_overhead():
             found = np_dtypes[dtype.name] = np_dtype(dtype)
         return found
 
+    def broadcast(semantic, lhs, rhs, broadcast_any=type(semantic).broadcast_impl_value):
+        if lhs.type.is_block() and rhs.type.is_block() and lhs.type.shape == rhs.type.shape:
+            return lhs, rhs
+        return broadcast_any(semantic, lhs, rhs)
+
+    type(semantic).broadcast_impl_value = broadcast
     interpreter._patch_builtin = patch_builtin
     interpreter._patch_lang = lambda kernel: patch_lang(both)
     interpreter.InterpretedFunction.__call__ = lambda function, *args, **kwargs: function.rewrite()(*args, **kwargs)
     interpreter._get_np_dtype = cached_np_dtype
-    builder = interpreter.interpreter_builder
-    builder.options = dataclasses.replace(builder.options, sanitize_overflow=builder.options.debug)
+    options = semantic.builder.options
+    semantic.builder.options = dataclasses.replace(options, sanitize_overflow=options.debug)
 
 
 class GpuLauncher:
