@@ -104,7 +104,8 @@ def remove_interpreter_overhead():
     """
     interpreter = importlib.import_module("triton.runtime.interpreter")
     language = importlib.import_module("triton.language")
-    if not all(hasattr(interpreter, name) for name in ("_patch_lang", "_patch_builtin", "_patch_attr", "_get_np_dtype")):
+    expected = "_patch_lang", "_patch_builtin", "_patch_attr", "_get_np_dtype"
+    if not all(hasattr(interpreter, name) for name in expected):
         return
 
     @functools.cache
@@ -119,6 +120,7 @@ def remove_interpreter_overhead():
     patch_lang, np_dtype, np_dtypes = interpreter._patch_lang, interpreter._get_np_dtype, {}
     # kernels use triton.language, the functions of Triton's own library use its module core
     semantic = interpreter.interpreter_semantic
+    broadcast_any = type(semantic).broadcast_impl_value
     both = SimpleNamespace(__globals__={"tl": language, "core": language.core})
 
     def cached_np_dtype(dtype):
@@ -126,7 +128,7 @@ def remove_interpreter_overhead():
             found = np_dtypes[dtype.name] = np_dtype(dtype)
         return found
 
-    def broadcast(semantic, lhs, rhs, broadcast_any=type(semantic).broadcast_impl_value):
+    def broadcast(semantic, lhs, rhs):
         if lhs.type.is_block() and rhs.type.is_block() and lhs.type.shape == rhs.type.shape:
             return lhs, rhs
         return broadcast_any(semantic, lhs, rhs)
