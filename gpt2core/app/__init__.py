@@ -31,7 +31,8 @@ def missing_package(error):
 
 def _short_errors(kind, error, traceback, show=sys.excepthook):
     if line := missing_package(error):
-        if read_launcher_env().rank == 0:  # every rank has the same packages
+        *_, number = read_launcher_env()
+        if not number:  # the other processes of a job print the same line
             print(line, file=sys.stderr)
         sys.exit(2)
     if hasattr(sys, "ps1") or not issubclass(kind, KeyboardInterrupt):
