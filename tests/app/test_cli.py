@@ -19,9 +19,9 @@ import pytest
 from numpy.testing import assert_array_equal
 
 import gpt2core
-from gpt2core.app import cli, inference_command, inference_io
+from gpt2core.app import cli, inference_command, inference_io, train_command
 from gpt2core.app.checkpoint_directory import load_checkpoint
-from gpt2core.app.run_log import RunLog
+from gpt2core.app.run_log import RunLog, time_left
 from gpt2core.parallel.thread_communicator import run_ranks
 from gpt2core.text.tokenizer import Tokenizer
 from stage0_serial.numpy_backend import NumpyBackend
@@ -441,6 +441,21 @@ def test_init_from_our_own_checkpoint_starts_where_it_ended_with_a_fresh_optimiz
     again = rows_of(log)
     assert [row["step"] for row in again] == [0, 1]
     assert again[0]["loss"] < (first[0]["loss"] + first[-1]["loss"]) / 2 < 0.9 * first[0]["loss"]
+
+
+@pytest.mark.parametrize(
+    "seconds, steps, note",
+    [(2, 4, None), (0, 99, None), (1.4, 9, "13 s"), (1, 119, "119 s"), (2, 450, "15 minutes"), (5, 5000, "7 hours")],
+)
+def test_the_time_of_the_other_steps_is_rounded_and_10_seconds_are_not_mentioned(seconds, steps, note):
+    assert time_left(seconds, steps) == ([f"about {note} for {steps} more steps"] if note else [])
+
+
+def test_the_first_step_is_followed_by_the_time_of_the_others(train, monkeypatch, corpus):
+    monkeypatch.setattr(train_command, "time_left", lambda seconds, steps: [f"{steps} more after {seconds > 0}"])
+    out = train("--preset", "nano", "--data", corpus, "--steps", 3, "--sample", 0).out.splitlines()
+    assert [line for line in out if "more after" in line] == ["2 more after True"] == [out[3]]
+    assert out[2].startswith("step     0 |")
 
 
 # -- inference --------------------------------------------------------------------------------------------------------
