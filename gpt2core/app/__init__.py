@@ -16,16 +16,18 @@ for _variable in ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THR
     os.environ.setdefault(_variable, "1")
 
 PACKAGES = ("numpy", "safetensors", "tokenizers", "tqdm", "matplotlib", "threadpoolctl")  # that every stage needs
+INSTALLS = dict.fromkeys(PACKAGES, "make train") | {"triton": "make train STAGE=2 PRESET=nano"}
 
 
 def missing_package(error):
-    """The one line for a ModuleNotFoundError of one of PACKAGES; None for any other exception."""
+    """The one line for a ModuleNotFoundError of a package of INSTALLS; None for any other exception."""
     name = (getattr(error, "name", None) or "").split(".")[0]
-    if not isinstance(error, ModuleNotFoundError) or name not in PACKAGES:
+    if not isinstance(error, ModuleNotFoundError) or name not in INSTALLS:
         return None
     venv = Path(__file__).resolve().parents[2] / ".venv"
     other = (venv / "bin" / "activate").exists() and Path(sys.prefix) != venv
-    advice = f"run `source {venv}/bin/activate` first" if other else "run `make train`, which installs it into .venv"
+    installs = f"run `{INSTALLS[name]}`, which installs it into .venv"
+    advice = f"run `source {venv}/bin/activate` first" if other else installs
     return f"error: {name} is not installed for {sys.executable}: {advice}"
 
 

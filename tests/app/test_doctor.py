@@ -140,4 +140,5 @@ def test_only_a_package_that_every_stage_needs_is_reported_in_one_line():
     assert set(app.PACKAGES) == {re.match(r"[\w-]+", each)[0] for each in dependencies}
     assert app.missing_package(ModuleNotFoundError("no gpt2core.x", name="gpt2core.x")) is None
     assert app.missing_package(ImportError("numpy", name="numpy")) is None
+    assert "`make train STAGE=2 PRESET=nano`" in app.missing_package(ModuleNotFoundError("none", name="triton"))
     assert app.missing_package(ValueError(3)) is None
