@@ -71,7 +71,7 @@ def typed_prompt(tokenizer):
 
 def read_line():
     """The next line of standard input without its line break, "" at the end; on a terminal, ask for it with "> "."""
-    terminal = sys.stdin.isatty()
+    terminal = sys.stdin.isatty() and sys.stdout.isatty()
     if terminal:
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401  input() then edits the line and has a history

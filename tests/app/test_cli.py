@@ -603,6 +603,7 @@ def test_interactive_ends_cleanly_after_ctrl_c_and_names_a_byte_that_is_not_utf_
 
 def test_on_a_terminal_interactive_asks_for_a_prompt_and_ctrl_d_ends_its_line(monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: True))
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     answers = iter(["the model", EOFError(), KeyboardInterrupt()])
 
     def answer(prompt):
