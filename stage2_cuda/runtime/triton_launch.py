@@ -96,7 +96,7 @@ class InterpreterLauncher:
 def remove_interpreter_overhead():
     """Replace parts of Triton 3.9's interpreter by faster ones with the same results; other versions stay as they are.
 
-    They take three quarters of the time of a small kernel. Before a kernel, and before each function that a kernel
+    They take more than half of the time of a small kernel. Before a kernel, and before each function that a kernel
     calls, the interpreter searches triton.language for the functions that it replaces: here it searches once per
     process and replaces them once per kernel. For each sum and product of integers it computes whether the result
     overflows, and ignores the answer unless Triton's debug mode is on. For each operation it builds a table of dtypes
@@ -104,7 +104,7 @@ def remove_interpreter_overhead():
     """
     interpreter = importlib.import_module("triton.runtime.interpreter")
     language = importlib.import_module("triton.language")
-    expected = "_patch_lang", "_patch_builtin", "_patch_attr", "_get_np_dtype"
+    expected = "_patch_lang", "_patch_builtin", "_patch_attr", "_get_np_dtype", "interpreter_semantic"
     if not all(hasattr(interpreter, name) for name in expected):
         return
 
@@ -118,9 +118,9 @@ def remove_interpreter_overhead():
                 interpreter._patch_attr(owner, name, member, *options)
 
     patch_lang, np_dtype, np_dtypes = interpreter._patch_lang, interpreter._get_np_dtype, {}
-    # kernels use triton.language, the functions of Triton's own library use its module core
     semantic = interpreter.interpreter_semantic
     broadcast_any = type(semantic).broadcast_impl_value
+    # kernels use triton.language, the functions of Triton's own library use its module core
     both = SimpleNamespace(__globals__={"tl": language, "core": language.core})
 
     def cached_np_dtype(dtype):
