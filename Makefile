@@ -1,17 +1,30 @@
 # The main commands are `make train` and `make test`. Each installs what it needs into .venv the first time.
 
-STAGE    = 0
-N        = 1
-HOSTFILE = hostfile
-PRESET   = paper
-ARGS     =
+# The variables of a command, as in `make train STAGE=1 N=2`. Any other variable is an error.
+variables = STAGE N HOSTFILE PRESET ARGS OUT PYTHON PYTHONPATH TRITON_INTERPRET
+
+STAGE    ?= 0
+N        ?= 1
+HOSTFILE ?= hostfile
+PRESET   ?= paper
+ARGS     ?=
 
 STAGE_0 = stage0_serial
 STAGE_1 = stage1_mpi
 STAGE_2 = stage2_cuda
 STAGE_3 = stage3_mpi_cuda
 
+# not ?=, because OUT is a common name of an environment variable
 OUT = out/stage$(STAGE)-$(PRESET)
+
+given   := $(foreach name,$(.VARIABLES),$(if $(findstring command,$(origin $(name))),$(name)))
+unknown := $(firstword $(filter-out $(variables),$(given)))
+ifneq ($(unknown),)
+  upper := $(filter $(shell echo '$(unknown)' | tr a-z A-Z),$(variables))
+  flag  := $(shell grep -o '"--$(shell echo '$(unknown)' | tr A-Z_ a-z-)"' gpt2core/app/cli.py | tr -d '"' | head -n 1)
+  write := $(if $(upper),$(upper)=$($(unknown)),$(if $(flag),ARGS="$(flag) $($(unknown))"))
+  $(error $(unknown)=$($(unknown)): there is no such variable: $(if $(write),write $(write),use $(variables)))
+endif
 
 ifneq ($(filter 2 3,$(STAGE))$(filter test-gpu sanitize bench-gpu,$(MAKECMDGOALS)),)
   # The major CUDA version of the driver (12, 13), from the header of nvidia-smi's table; empty without a GPU.
@@ -22,8 +35,10 @@ ifdef PYTHON
   # The user's interpreter: nothing is installed, and Python imports the packages from the root.
   python := $(if $(findstring /,$(filter-out /%,$(PYTHON))),$(CURDIR)/$(PYTHON),$(PYTHON))
   export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
+  test_ready = packages
 else
   python := $(CURDIR)/.venv/bin/python
+  doctor: python := $(or $(wildcard $(python)),python3)
   cuda_ready  = $(if $(cuda),.venv/.train-nccl)
   test_ready  = .venv/.test
   ready_0     = .venv/.train
@@ -63,6 +78,9 @@ ifneq ($(filter train generate,$(MAKECMDGOALS)),)
         $(error the shipped weights are of preset paper, too large for Triton's interpreter: make train STAGE=$(STAGE) PRESET=nano)
       endif
       $(info no GPU was found: TRITON_INTERPRET=1 runs the same kernels on the CPU, slowly)
+      ifeq ($(findstring --steps,$(ARGS))$(findstring --resume,$(ARGS)),)
+        train: override ARGS := --steps 10 $(ARGS)
+      endif
       export TRITON_INTERPRET := 1
     else ifneq ($(filter 1 2 3 4 5 6 7 8 9 10 11,$(cuda)),)
       $(error the driver of this GPU supports CUDA $(cuda), but stage $(STAGE) needs 12 or 13: install a newer driver)
@@ -72,7 +90,7 @@ endif
 
 untrained := $(if $(filter-out paper,$(PRESET)), (preset paper: $(OUT) has no checkpoint of make train PRESET=$(PRESET)))
 
-.PHONY: help train generate test test-fast test-long test-gpu sanitize bench bench-gpu lint clean
+.PHONY: help train generate doctor packages test test-fast test-long test-gpu sanitize bench bench-gpu lint clean
 
 help:  ## show this text
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -91,6 +109,12 @@ train: $(train_ready)  ## train PRESET on the shipped corpus and print a sample;
 generate: $(train_ready)  ## continue a text with the checkpoint of `make train`, or else with the shipped weights
 	@$(if $(findstring --weights,$(ARGS)),,echo "weights: $(if $(wildcard $(OUT)/step-*),$(OUT),data/gpt2-paper$(untrained))")
 	@$(run) -m $(stage).inference $(if $(wildcard $(OUT)/step-*),--weights "$(OUT)") $(ARGS)
+
+doctor:  ## show versions, MPI, BLAS and GPUs, and run one small step of each stage
+	@"$(python)" -m gpt2core.app.doctor
+
+packages:  # of the interpreter PYTHON: one line if they are missing
+	@"$(python)" -c 'import gpt2core.app.cli'
 
 # With pytest-xdist two tests run at a time, without it one (an interpreter given as PYTHON may not have it).
 parallel = $$("$(python)" -c 'import xdist; print("-n 2 --dist loadgroup")' 2>/dev/null)
@@ -150,25 +174,20 @@ clean:  ## remove .venv, out/ and the caches
 
 # A stamp file is newer than pyproject.toml if the packages of its extras are installed.
 .venv/.train: pyproject.toml | .venv/bin/python
-	$(call install,.)
-	@touch $@
+	$(call install,.,$@)
 
 .venv/.train-mpi: pyproject.toml | .venv/bin/python
-	$(call install,.[mpi])
-	@touch .venv/.train $@
+	$(call install,.[mpi],.venv/.train $@)
 
 # The extras of CUDA include the packages of the interpreter.
 .venv/.train-cuda: pyproject.toml | .venv/bin/python
-	$(call install,.[cuda$(major)])
-	@touch .venv/.train .venv/.train-interpreter $@
+	$(call install,.[cuda$(major)],.venv/.train .venv/.train-interpreter $@)
 
 .venv/.train-nccl: pyproject.toml | .venv/bin/python
-	$(call install,.[$(nccl_extras)])
-	@touch .venv/.train .venv/.train-mpi .venv/.train-cuda .venv/.train-interpreter $@
+	$(call install,.[$(nccl_extras)],.venv/.train .venv/.train-mpi .venv/.train-cuda .venv/.train-interpreter $@)
 
 .venv/.train-interpreter: pyproject.toml | .venv/bin/python
-	$(call install,.[interpreter])
-	@touch .venv/.train $@
+	$(call install,.[interpreter],.venv/.train $@)
 
 # Variables, because a comma would end the argument of $(call).
 test_extras = mpi,test
@@ -176,18 +195,25 @@ nccl_extras = mpi,cuda$(major),nccl$(major)
 major       = $(if $(filter 12,$(cuda)),12,13)
 
 .venv/.test: pyproject.toml | .venv/bin/python
-	$(call install,.[$(test_extras)])
-	@touch .venv/.train .venv/.train-mpi .venv/.train-interpreter $@
+	$(call install,.[$(test_extras)],.venv/.train .venv/.train-mpi .venv/.train-interpreter $@)
 
+# Wait until no other make installs packages. The shell holds the lock until it exits; without flock there is none.
+lock = ! command -v flock >/dev/null || { exec 9<pyproject.toml && { flock -n 9 || { \
+  echo 'waiting for another make, which installs packages into .venv'; flock 9; }; }; }
+
+# $(call install,package[extras],stamp files); another make may have installed them meanwhile.
 define install
-@echo 'installing $(1) into .venv (a few minutes the first time)'
-@.venv/bin/python -m pip install --quiet --disable-pip-version-check --editable '$(1)' || { \
+@$(lock); [ $@ -nt pyproject.toml ] && exit; \
+echo 'installing $(1) into .venv (a few minutes the first time)'; \
+.venv/bin/python -m pip install --quiet --disable-pip-version-check --editable '$(1)' || { \
   echo 'make: the packages could not be installed (see above): check that the package registry can be reached, or' \
-       'give an interpreter that has them, for example PYTHON=python3' >&2; exit 2; }
+       'give an interpreter that has them, for example PYTHON=python3' >&2; exit 2; }; \
+touch $(2)
 endef
 
 .venv/bin/python:
-	@for python in python3 python3.14 python3.13 python3.12 python3.11; do \
+	@$(lock); [ -x $@ ] && exit; \
+	for python in python3 python3.14 python3.13 python3.12 python3.11; do \
 	  $$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || continue; \
 	  $$python -m venv --clear .venv && exit 0; \
 	  rm -rf .venv; \

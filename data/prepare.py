@@ -7,22 +7,24 @@ The text is divided only at positions that no token crosses, so the tokens are e
 word-level vocabulary needs one more pass over the text. Each file is written to a temporary name, fsynced and renamed.
 """
 
-import argparse
 import sys
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # it also runs without installation
 
-from tqdm import tqdm  # noqa: E402
-
-from gpt2core.errors import DataError, UserError  # noqa: E402
-from gpt2core.text.token_file import TOKEN_FILE, replaced, text_chunks, write_token_file  # noqa: E402
-from gpt2core.text.tokenizer import FILE_NAME, build_tokenizer  # noqa: E402
+from gpt2core.app.cli import Parser
+from gpt2core.app.command import HelpPrinted
+from gpt2core.errors import DataError, UserError
+from gpt2core.text.token_file import TOKEN_FILE, replaced, text_chunks, write_token_file
+from gpt2core.text.tokenizer import FILE_NAME, build_tokenizer
 
 
 def chunks_with_bar(path, pass_name):
-    """Yield the chunks of a text file and show a progress bar of the bytes read."""
-    with tqdm(total=path.stat().st_size, unit="B", unit_scale=True, desc=pass_name, leave=False) as bar:
+    """Yield the chunks of a text file; show a progress bar of the bytes read if standard error is a terminal."""
+    from tqdm import tqdm  # here, because gpt2core.app must be imported first: it reports missing packages
+
+    size = path.stat().st_size
+    with tqdm(total=size, unit="B", unit_scale=True, desc=pass_name, leave=False, disable=None) as bar:
         for chunk in text_chunks(path):
             yield chunk
             bar.update(len(chunk.encode("utf-8")))
@@ -49,19 +51,22 @@ def prepare(text, tokenizer_spec, out):
 
 def main(arguments=None):
     """Run the command line. Returns 0, 2 after an error (one line on standard error), or 130 after Ctrl-C."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("text", type=Path, help="the UTF-8 text file to read")
+    example = "Example: prepare.py my.txt --tokenizer byte --out my_tokens; then train_gpt2.py --data my_tokens"
+    parser = Parser(prog="prepare.py", description=__doc__.split("\n\n")[0], epilog=example)
+    parser.add_argument("text", type=Path, metavar="TEXT", help="the UTF-8 text file to read")
     parser.add_argument(
         "--tokenizer", default="word", help="word, byte, or the path of a tokenizer.json such as GPT-2's (default word)"
     )
     parser.add_argument(
         "--out", type=Path, help="directory to write (default: the path of the text with the suffix .tokens)"
     )
-    options = parser.parse_args(arguments)
-    text = options.text.absolute()  # "." has no stem
-    out = options.out or text.parent / f"{text.stem}.tokens"
     try:
+        options = parser.parse_args(arguments)
+        text = options.text.absolute()  # "." has no stem
+        out = options.out or text.parent / f"{text.stem}.tokens"
         count, tokenizer = prepare(options.text, options.tokenizer, out)
+    except HelpPrinted:
+        return 0
     except UserError as error:
         print(f"prepare.py: {error}", file=sys.stderr)
         return 2

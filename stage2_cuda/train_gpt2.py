@@ -1,8 +1,18 @@
 """Train GPT-2 on one GPU: CuPy arrays, Triton kernels, one process."""
 
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # the root of the repository, for use without installation
+
 from gpt2core.app.cli import train
 from gpt2core.communicator import Solo
 from stage2_cuda.cuda_backend import CudaBackend
 
-if __name__ == "__main__":
+
+def main():
     train(backend=CudaBackend, world=Solo)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,21 +1,45 @@
 """The two commands, train and inference: flags, files, checkpoints, logs, and agreement between ranks.
 
-Importing this package, before NumPy is imported, limits BLAS to one thread and removes the traceback of Ctrl-C.
+Importing this package, before NumPy is imported, limits BLAS to one thread, removes the traceback of Ctrl-C, and makes
+one line of the traceback of a package that is not installed.
 """
 
 import os
 import sys
+from pathlib import Path
+
+from gpt2core.parallel.launcher_env import read_launcher_env
 
 # One BLAS thread per Python thread, because the batch is divided among Python threads already. BLAS reads these
 # variables when it is loaded. If it was loaded before, the Trainer limits it through threadpoolctl.
 for _variable in ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS"):
     os.environ.setdefault(_variable, "1")
 
+PACKAGES = ("numpy", "safetensors", "tokenizers", "tqdm", "matplotlib", "threadpoolctl")  # that every stage needs
+INSTALLS = dict.fromkeys(PACKAGES, "make train") | {"triton": "make train STAGE=2 PRESET=nano"}
 
-def _quiet_interrupt(kind, error, traceback, show=sys.excepthook):
+
+def missing_package(error):
+    """The one line for a ModuleNotFoundError of a package of INSTALLS; None for any other exception."""
+    name = (getattr(error, "name", None) or "").split(".")[0]
+    if not isinstance(error, ModuleNotFoundError) or name not in INSTALLS:
+        return None
+    venv = Path(__file__).resolve().parents[2] / ".venv"
+    other = (venv / "bin" / "activate").exists() and Path(sys.prefix) != venv
+    installs = f"run `{INSTALLS[name]}`, which installs it into .venv"
+    advice = f"run `source {venv}/bin/activate` first" if other else installs
+    return f"error: {name} is not installed for {sys.executable}: {advice}"
+
+
+def _short_errors(kind, error, traceback, show=sys.excepthook):
+    if line := missing_package(error):
+        *_, number = read_launcher_env()
+        if not number:  # the other processes of a job print the same line
+            print(line, file=sys.stderr)
+        sys.exit(2)
     if hasattr(sys, "ps1") or not issubclass(kind, KeyboardInterrupt):
         show(kind, error, traceback)
 
 
 # Ctrl-C ends a command with exit code 130 and no traceback, even while its modules are being imported.
-sys.excepthook = _quiet_interrupt
+sys.excepthook = _short_errors

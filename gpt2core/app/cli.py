@@ -212,6 +212,11 @@ def inference_parser():
     text = "file with the text to continue; a line break at its end is ignored"
     add("--prompt-file", text, type=Path, metavar="FILE")
     add("--prompts", "file with one prompt per line; only with --mode batch", type=Path, metavar="FILE")
+    text = (
+        "read prompts from standard input, one per line, and continue each as it is read; the model is loaded once; "
+        "Ctrl-D or an empty line ends (default: no)"
+    )
+    add("--interactive", text, action="store_true")
     add = group(parser, "generation")
     add("--max-new-tokens", "tokens to generate (default 30)", type=integer, default=30, metavar="N")
     add("--stop", "stop when the continuation contains TEXT (default: do not stop early)", metavar="TEXT")

@@ -1,14 +1,23 @@
 """The inference command: load weights and prompts, divide them among the ranks, write the continuations."""
 
+import contextlib
 import sys
 
 from gpt2core.app.backend_setup import memory_errors, usable_threads
 from gpt2core.app.checkpoint_directory import load_checkpoint
-from gpt2core.app.inference_io import load_tokenizer, read_prompt, read_prompts, write_batch, write_text
+from gpt2core.app.inference_io import (
+    load_tokenizer,
+    read_prompt,
+    read_prompts,
+    typed_prompt,
+    write_batch,
+    write_continuation,
+    write_text,
+)
 from gpt2core.app.presets import MODES
 from gpt2core.app.rank_agreement import check_one_process, print_nothing, share_arrays
 from gpt2core.app.resume import edited_notes
-from gpt2core.app.run_config import check_positive
+from gpt2core.app.run_config import check_positive, flag
 from gpt2core.communicator import Solo
 from gpt2core.errors import ConfigError
 from gpt2core.parallel.all_or_raise import all_or_raise, on_root
@@ -48,20 +57,43 @@ def inference_command(make_backend, world, args, cores):
         group = {"replicate": Solo(), "tensor": world}[args.mode]
         all_or_raise(world, lambda: check_tensor_parallel(config, group.size, "mpirun -n"))
         model = load_model(config, arrays, backend, group)
-        emit, prompt = print if world.is_root else print_nothing, prompts[0]
-        for note in [*backend.runtime.notes(config), *long_prompt(prompt, config.block_size)]:
+        emit = print if world.is_root else print_nothing
+        for note in backend.runtime.notes(config):
             emit(note, file=sys.stderr)
-        rule = make_sampler(args, args.seed)
-        rule = rule if world.one_process else GroupSampler(rule, world)
-        prompt = prompt[-config.block_size :]
+        if args.interactive:
+            answer_prompts(world, model, tokenizer, args, emit)
+            return 0
+        prompt, rule = fit_prompt(prompts[0], config.block_size, emit), shared_rule(world, args, args.seed)
         write_text(model, tokenizer, prompt, args.max_new_tokens, rule, args.stop, args.stream, args.stats, emit)
         return 0
 
 
+def answer_prompts(world, model, tokenizer, args, emit):
+    """Continue each line of the root's standard input, up to its end or an empty line; all ranks call it.
+
+    Each token is printed as it is generated. Prompt number i, from 0, has the seed --seed + i.
+    """
+    with contextlib.suppress(AttributeError):  # of a stream that is no file
+        sys.stdin.reconfigure(errors="surrogateescape")  # the tokenizer names a byte that is not UTF-8
+    decoders, number = {}, 0
+    while (prompt := world.broadcast_object(on_root(world, lambda: typed_prompt(tokenizer)))) is not None:
+        prompt, rule = fit_prompt(prompt, model.config.block_size, emit), shared_rule(world, args, args.seed + number)
+        write_continuation(
+            model, tokenizer, prompt, args.max_new_tokens, rule, args.stop, True, args.stats, emit, decoders
+        )
+        number += 1
+
+
 def check_mode(args):
-    """Raise ConfigError for a --mode and prompt flags that cannot be combined."""
+    """Raise ConfigError for a --mode, --interactive and prompt flags that cannot be combined."""
     if args.mode not in MODES:
         raise ConfigError(f"--mode {args.mode} is unknown: choose from {', '.join(MODES)}")
+    if args.interactive:
+        if args.mode == "batch":
+            raise ConfigError("--interactive and --mode batch exclude each other: omit one of them")
+        for name in ("prompt", "prompt_file", "prompts"):
+            if getattr(args, name) is not None:
+                raise ConfigError(f"--interactive reads its prompts from standard input: omit {flag(name)}")
     if (args.mode == "batch") != (args.prompts is not None):
         raise ConfigError("--prompts FILE, one prompt per line, and --mode batch must be given together")
     if args.mode == "batch" and (args.stream or args.prompt is not None or args.prompt_file is not None):
@@ -86,21 +118,33 @@ def make_sampler(args, seed):
     return chooser(temperature, args.top_k, args.top_p, seed)
 
 
+def shared_rule(world, args, seed):
+    """The sampling rule of the flags, by which all ranks choose the same token."""
+    rule = make_sampler(args, seed)
+    return rule if world.one_process else GroupSampler(rule, world)
+
+
 def read_inputs(args, weights):
-    """(GPT2Config, Tokenizer, list of prompts as token ids); the root calls it. One prompt unless --mode is batch."""
+    """(GPT2Config, Tokenizer, list of prompts as token ids); the root calls it.
+
+    One prompt, but several with --mode batch and none with --interactive.
+    """
     tokenizer, config = load_tokenizer(args.tokenizer, weights.path), weights.config
     if tokenizer.vocab_size > config.vocab_size:
         raise ConfigError(
             f"the tokenizer has {tokenizer.vocab_size} tokens but the vocabulary of the weights in {weights.path} is "
             f"{config.vocab_size}: give the --tokenizer they were trained with"
         )
+    if args.interactive:
+        return config, tokenizer, []
     if args.prompts:
         return config, tokenizer, read_prompts(args.prompts, tokenizer)
     return config, tokenizer, [read_prompt(args.prompt, args.prompt_file, tokenizer, weights)]
 
 
-def long_prompt(prompt, block):
-    """A list with one note if the prompt is longer than the block; otherwise []."""
-    if len(prompt) <= block:
-        return []
-    return [f"note: the prompt has {len(prompt)} tokens, the block {block}: its last {block} tokens are used"]
+def fit_prompt(prompt, block, emit):
+    """The last `block` tokens of a prompt; emits a note if it has more."""
+    if len(prompt) > block:
+        text = f"note: the prompt has {len(prompt)} tokens, the block {block}: its last {block} tokens are used"
+        emit(text, file=sys.stderr)
+    return prompt[-block:]

@@ -1,5 +1,7 @@
 """Input and output of inference: read the tokenizer and the prompts, write the continuations."""
 
+import contextlib
+import sys
 import time
 from pathlib import Path
 
@@ -54,15 +56,51 @@ def read_prompts(path, tokenizer):
     return prompts
 
 
+def typed_prompt(tokenizer):
+    """The token ids of the next line of standard input, or None at its end or after an empty line.
+
+    A line that the tokenizer cannot encode prints an error, and the next line is read.
+    """
+    while line := read_line():
+        try:
+            return tokenizer.encode_prompt(line).tolist()
+        except DataError as error:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+    return None
+
+
+def read_line():
+    """The next line of standard input without its line break, "" at the end; on a terminal, ask for it with "> "."""
+    terminal = sys.stdin.isatty() and sys.stdout.isatty()
+    if terminal:
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401  input() then edits the line and has a history
+    try:
+        return input("> " if terminal else "")
+    except (EOFError, KeyboardInterrupt) as error:
+        if terminal:
+            print()  # the shell's prompt begins on a new line
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        return ""
+
+
 def write_text(model, tokenizer, prompt, count, choose=None, stop=None, stream=False, stats=False, emit=print):
-    """Print a prompt and its continuation of up to `count` tokens with emit(), which has the arguments of print().
+    """Print a prompt and its continuation with emit(); the arguments are those of write_continuation."""
+    emit(f"Prompt ({counted(len(prompt), 'token')}):\n{tokenizer.decode(prompt)}\n\nContinuation:", flush=True)
+    write_continuation(model, tokenizer, prompt, count, choose, stop, stream, stats, emit)
+
+
+def write_continuation(
+    model, tokenizer, prompt, count, choose=None, stop=None, stream=False, stats=False, emit=print, decoders=None
+):
+    """Print up to `count` tokens that continue `prompt` with emit(), which has the arguments of print().
 
     choose: the sampling rule (default greedy). stop: end after this text. stream: emit each token as it is generated.
-    stats: add a line with times.
+    stats: add a line with times. decoders: to reuse for the next prompt (see generate_batch).
     """
-    emit(f"Prompt ({counted(len(prompt), 'token')}):\n{tokenizer.decode(prompt)}\n\nContinuation:", flush=True)
     start, times, text = time.perf_counter(), [], ""
-    for piece in text_pieces(model, tokenizer, prompt, count, choose, stop):
+    for piece in text_pieces(model, tokenizer, prompt, count, choose, stop, decoders):
         times.append(time.perf_counter() - start)
         text += piece
         if stream:
@@ -77,10 +115,10 @@ def write_text(model, tokenizer, prompt, count, choose=None, stop=None, stream=F
         )
 
 
-def text_pieces(model, tokenizer, prompt, count, choose, stop):
+def text_pieces(model, tokenizer, prompt, count, choose, stop, decoders=None):
     """Yield the text of each token, up to the one that completes `stop`; last, the text of an incomplete character."""
     text, decoder = "", tokenizer.stream()
-    for token in generate(model, prompt, count, choose):
+    for token in generate(model, prompt, count, choose, decoders):
         piece = decoder.push(token)
         text += piece
         yield piece

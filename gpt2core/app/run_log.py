@@ -165,6 +165,15 @@ def unused_threads(usable, config, trainer):
     ]
 
 
+def time_left(seconds, steps):
+    """A list with one note about the time of `steps` more steps of `seconds` each, or [] if it is less than 10 s."""
+    left = seconds * steps
+    if left < 10:
+        return []
+    unit, name = next((each for each in ((1, "s"), (60, "minutes")) if left < 120 * each[0]), (3600, "hours"))
+    return [f"about {left / unit:.0f} {name} for {counted(steps, 'more step')}"]
+
+
 def report_end(config, trainer, first_step, signal, emit):
     """Print how the run ended."""
     out = config.out

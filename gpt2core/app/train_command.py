@@ -15,7 +15,7 @@ from gpt2core.app.inference_io import load_tokenizer, write_text
 from gpt2core.app.rank_agreement import check_one_process, check_rank_flags, print_nothing, share_tokens
 from gpt2core.app.resume import Progress, edited_notes, find_data, fingerprint, read_progress, restore, run_state
 from gpt2core.app.run_config import RunConfig, data_parallel_ranks, model_config, resolve_flags, resolve_rank_flags
-from gpt2core.app.run_log import RunLog, SilentLog, describe, report_end, unused_threads, with_utilisation
+from gpt2core.app.run_log import RunLog, SilentLog, describe, report_end, time_left, unused_threads, with_utilisation
 from gpt2core.app.stop_signals import StopSignals
 from gpt2core.data import Windows
 from gpt2core.errors import ConfigError, counted
@@ -210,8 +210,13 @@ def run_steps(config, corpus, trainer, windows, validation, schedule, log):
                 keep=config.keep,
             )
 
+    first_step = trainer.steps
+
     def report(step, validation_loss, last):
         log(with_utilisation(trainer, step), validation_loss, final_fields(trainer) if last else None)
+        if step.step == first_step and not trainer.backend.runtime.captures:  # the capture of a step takes long
+            for note in time_left(step.seconds, config.steps - first_step - 1):
+                log.print(note)
 
     sizes = step_sizes(config, trainer.micro_batches, trainer.mesh.data.size)
     try:
@@ -223,9 +228,7 @@ def run_steps(config, corpus, trainer, windows, validation, schedule, log):
                 config.steps,
                 validation=validation,
                 eval_every=config.eval_every,
-                on_step=lambda step, loss, last: log(
-                    with_utilisation(trainer, step), loss, final_fields(trainer) if last else None
-                ),
+                on_step=report,
                 save=save if config.out else None,
                 save_every=config.checkpoint_every,
                 verify_every=config.verify_every,

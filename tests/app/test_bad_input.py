@@ -366,6 +366,10 @@ INFERENCE = [
     ("--threads|99999999999", "--threads|99999999999 is too large"),
     ("--promt|the|--prompt|the", "unrecognized arguments: --promt the"),
     ("--temperature|hot", "--temperature|hot"),
+    ("--interactive|--prompt|the", "--interactive reads its prompts from standard input: omit --prompt"),
+    ("--interactive|--prompt-file|{dir}/corpus.txt", "omit --prompt-file"),
+    ("--interactive|--prompts|{dir}/corpus.txt", "omit --prompts"),
+    ("--interactive|--mode|batch|--prompts|{dir}/corpus.txt", "--interactive and --mode batch exclude each other"),
 ]
 
 

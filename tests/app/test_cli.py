@@ -1,6 +1,7 @@
 """The two scripts as users run them: directories, flags, logs, kill and resume, threads, corpora, inference."""
 
 import hashlib
+import io
 import json
 import math
 import os
@@ -11,16 +12,19 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from numpy.testing import assert_array_equal
 
 import gpt2core
-from gpt2core.app import cli
+from gpt2core.app import cli, inference_command, inference_io, train_command
 from gpt2core.app.checkpoint_directory import load_checkpoint
-from gpt2core.app.run_log import RunLog
+from gpt2core.app.run_log import RunLog, time_left
+from gpt2core.parallel.thread_communicator import run_ranks
 from gpt2core.text.tokenizer import Tokenizer
+from stage0_serial.numpy_backend import NumpyBackend
 
 ROOT = Path(__file__).resolve().parents[2]
 STAGE = ROOT / "stage0_serial"
@@ -439,6 +443,21 @@ def test_init_from_our_own_checkpoint_starts_where_it_ended_with_a_fresh_optimiz
     assert again[0]["loss"] < (first[0]["loss"] + first[-1]["loss"]) / 2 < 0.9 * first[0]["loss"]
 
 
+@pytest.mark.parametrize(
+    "seconds, steps, note",
+    [(2, 4, None), (0, 99, None), (1.4, 9, "13 s"), (1, 119, "119 s"), (2, 450, "15 minutes"), (5, 5000, "7 hours")],
+)
+def test_the_time_of_the_other_steps_is_rounded_and_10_seconds_are_not_mentioned(seconds, steps, note):
+    assert time_left(seconds, steps) == ([f"about {note} for {steps} more steps"] if note else [])
+
+
+def test_the_first_step_is_followed_by_the_time_of_the_others(train, monkeypatch, corpus):
+    monkeypatch.setattr(train_command, "time_left", lambda seconds, steps: [f"{steps} more after {seconds > 0}"])
+    out = train("--preset", "nano", "--data", corpus, "--steps", 3, "--sample", 0).out.splitlines()
+    assert [line for line in out if "more after" in line] == ["2 more after True"] == [out[3]]
+    assert out[2].startswith("step     0 |")
+
+
 # -- inference --------------------------------------------------------------------------------------------------------
 
 
@@ -523,6 +542,81 @@ def test_an_interrupted_continuation_ends_at_once_without_a_message(weights):
     assert len(process.stdout.read(50)) == 50  # tokens are printed as they are generated
     process.send_signal(signal.SIGINT)
     assert process.communicate(timeout=60)[1] == b"" and process.returncode == 130
+
+
+PROMPTS = ["the model reads", "one token", "it learns"]
+
+
+def typed(lines):
+    """A standard input of these lines, which is no terminal."""
+    return io.StringIO("".join(f"{line}\n" for line in lines))
+
+
+@pytest.mark.parametrize("end", [[], ["", "the model"]], ids=["end of input", "empty line"])
+@pytest.mark.parametrize("draw", [(), ("--temperature", 1.5)], ids=["greedy", "drawn"])
+def test_interactive_continues_each_line_as_a_run_with_this_prompt_does(infer, weights, monkeypatch, draw, end):
+    flags = ("--weights", weights["word"], "--max-new-tokens", 6, *draw)
+    seeds = range(5, 5 + len(PROMPTS))
+    want = [continuation(infer(*flags, "--prompt", text, "--seed", i)) for i, text in zip(seeds, PROMPTS, strict=True)]
+    loads, load = [], inference_command.load_model
+    monkeypatch.setattr(inference_command, "load_model", lambda *args: loads.append(1) or load(*args))
+    monkeypatch.setattr(sys, "stdin", typed(PROMPTS + end))
+    result = infer(*flags, "--interactive", "--seed", 5)
+    assert (result.code, result.out, result.err) == (0, "".join(want), "") and loads == [1]
+
+
+def test_interactive_reports_a_prompt_that_cannot_be_encoded_and_reads_the_next(infer, weights, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", typed(["the aardvark", "the \udcff", "the model reads"]))
+    result = infer("--weights", weights["word"], "--interactive", "--max-new-tokens", 3, "--stats")
+    assert result.code == 0 and result.out.count("prompt tokens 3 | new tokens 3 |") == 1
+    assert re.fullmatch("error: .*aardvark.*\nerror: .*U\\+DCFF.*\n", result.err)
+
+
+@pytest.mark.parametrize("mode", ["replicate", "tensor"])
+def test_interactive_ranks_continue_what_the_root_reads(infer, weights, monkeypatch, capsys, mode):
+    # the byte tokenizer has 256 tokens, which two ranks can divide
+    flags = ["--weights", weights["byte"], "--max-new-tokens", 9, "--interactive", "--mode", mode]
+    monkeypatch.setattr(sys, "stdin", typed(PROMPTS))
+    args = cli.inference_parser().parse_args([str(word) for word in flags])
+    run = inference_command.inference_command
+    assert run_ranks(2, lambda world: run(NumpyBackend, world, args, 1)) == [0, 0]
+    ranks = capsys.readouterr().out
+    monkeypatch.setattr(sys, "stdin", typed(PROMPTS))
+    assert ranks == infer(*flags[:5]).out
+
+
+def test_interactive_ends_cleanly_after_ctrl_c_and_names_a_byte_that_is_not_utf_8(weights):
+    command = [sys.executable, "inference.py", "--weights", str(weights["word"]), "--interactive"]
+    for text, code in ((b"the \xff\nthe model\n", 0), (None, 130)):  # None: interrupted while it reads
+        process = subprocess.Popen(
+            command, cwd=STAGE, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+        if text is None:
+            process.stdin.write(b"the model\n")
+            process.stdin.flush()
+            assert process.stdout.readline()
+            process.send_signal(signal.SIGINT)
+        out, errors = process.communicate(text, timeout=60)
+        assert process.returncode == code and b"Traceback" not in errors
+        assert errors == b"" if text is None else (b"U+DCFF" in errors and out.strip())
+
+
+def test_on_a_terminal_interactive_asks_for_a_prompt_and_ctrl_d_ends_its_line(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: True))
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    answers = iter(["the model", EOFError(), KeyboardInterrupt()])
+
+    def answer(prompt):
+        print(prompt, end="")
+        if isinstance(found := next(answers), BaseException):
+            raise found
+        return found
+
+    monkeypatch.setattr("builtins.input", answer)
+    assert (inference_io.read_line(), inference_io.read_line()) == ("the model", "")
+    with pytest.raises(KeyboardInterrupt):
+        inference_io.read_line()
+    assert capsys.readouterr().out == "> > \n> \n"
 
 
 def test_without_a_prompt_the_shipped_corpus_is_continued(train, infer, tmp_path):

@@ -234,8 +234,16 @@ def skeleton(path):
 @pytest.mark.parametrize("script, function", [("train_gpt2.py", "train"), ("inference.py", "infer")])
 def test_the_scripts_of_all_stages_differ_only_in_imports_and_constructors(stage, script, function):
     assert skeleton(ROOT / stage / script) == (
-        f"if __name__ == '__main__':\n    {function}(backend=chosen, world=chosen)"
+        "sys.path.append(str(Path(__file__).resolve().parents[1]))\n"
+        f"def main():\n    {function}(backend=chosen, world=chosen)\n"
+        "if __name__ == '__main__':\n    main()"
     )
+
+
+def test_a_console_script_runs_main_of_each_script_of_a_stage():
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    modules = {f"{stage}.{script}:main" for stage in STAGES for script in ("train_gpt2", "inference")}
+    assert set(scripts.values()) == modules | {"gpt2core.app.doctor:main"} and len(scripts) == 2 * len(STAGES) + 1
 
 
 # -- what a reader sees ----------------------------------------------------------------------------------------------

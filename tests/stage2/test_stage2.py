@@ -339,7 +339,7 @@ def make(tmp_path):
         (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{text}\n")
         (tmp_path / "nvidia-smi").chmod(0o755)
         path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
-        return without_a_gpu("make", "--no-print-directory", *map(str, words), PATH=path, **variables)
+        return without_a_gpu("make", "--no-print-directory", *map(str, filter(None, words)), PATH=path, **variables)
 
     return run
 
@@ -371,6 +371,23 @@ def test_make_without_a_gpu_runs_nano_in_the_interpreter_with_a_note(make, corpu
     done = make("train", "STAGE=2", "PRESET=nano", f"PYTHON={sys.executable}", arguments)
     assert (done.returncode, done.stderr) == (0, "")
     assert "no GPU was found: TRITON_INTERPRET=1" in done.stdout and "the Triton interpreter" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "arguments, end",
+    [
+        ("", " --steps 10"),
+        ("ARGS=--lr 0.1", " --steps 10 --lr 0.1"),
+        ("ARGS=--steps 3", " --steps 3"),
+        ("ARGS=--resume out/stage2-nano", " --resume out/stage2-nano"),
+    ],
+)
+def test_make_without_a_gpu_trains_nano_for_10_steps_by_default(make, arguments, end):
+    for stage in (2, 3):
+        done = make("-n", "train", f"STAGE={stage}", "PRESET=nano", f"PYTHON={sys.executable}", arguments)
+        assert done.stdout.rstrip().endswith(f' --out "out/stage{stage}-nano"{end}'), done.stdout + done.stderr
+    assert "--steps" not in make("-n", "train", "PRESET=nano", f"PYTHON={sys.executable}").stdout
+    assert "--steps" not in make("-n", "train", "STAGE=2", f"PYTHON={sys.executable}", cuda="13.0").stdout
 
 
 @pytest.mark.parametrize(

@@ -286,6 +286,35 @@ def test_the_interpreter_replaces_functions_of_triton_language_only_during_a_lau
     assert all(before)
 
 
+@triton.jit
+def square(x):
+    return x * x
+
+
+@triton.jit
+def sum_of_squares_kernel(out_ptr, x_ptr, n, BLOCK: tl.constexpr):
+    row = tl.program_id(0)
+    offs = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + row * n + offs, offs < n, 0)
+    tl.store(out_ptr + row, tl.sum(square(x) + square(x[:, None].reshape(BLOCK)), 0))
+
+
+@pytest.mark.skipif(not interpreted(), reason="a GPU was found, so the interpreter is not used")
+@pytest.mark.parametrize("dtype", ["float32", "int32"])
+def test_the_interpreter_replaces_functions_once_per_kernel_and_sums_as_numpy_does(monkeypatch, rng, dtype):
+    interpreter = pytest.importorskip("triton.runtime.interpreter")
+    triton_launch.launcher()
+    scopes, patch_lang = [], interpreter._patch_lang
+    monkeypatch.setattr(interpreter, "_patch_lang", lambda fn: scopes.append(patch_lang(fn)) or scopes[-1])
+    rows, n = (int(size) for size in rng.integers(1, 9, 2))
+    x, out = rng.integers(-50_000, 50_000, (rows, n)).astype(dtype), np.empty(rows, dtype)
+    launch(sum_of_squares_kernel, (rows,), out, x, n, BLOCK=8)
+    with np.errstate(over="ignore"):
+        want = (2 * (x * x)).sum(1, dtype=dtype)  # integers overflow alike
+    np.testing.assert_allclose(out, want, rtol=1e-6)
+    assert len(scopes) == 1 or not hasattr(interpreter, "_get_np_dtype")  # another version of Triton
+
+
 @pytest.mark.parametrize("value, want", [("1", True), ("true", True), ("ON", True), ("0", False), ("off", False)])
 def test_the_environment_variable_selects_the_interpreter(monkeypatch, value, want):
     monkeypatch.setenv("TRITON_INTERPRET", value)

@@ -88,7 +88,8 @@ def test_uninstalled_clone_prepares_from_its_root(tmp_path):
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
-    assert "52,600 tokens, vocabulary of 172 (word)" in run.stdout and "tokens" in run.stderr  # the bar
+    assert "52,600 tokens, vocabulary of 172 (word)" in run.stdout
+    assert run.stderr == ""  # no bar, because standard error is no terminal
     assert len(load_tokens(tmp_path / "out")[0]) == 52_600
 
 
@@ -161,8 +162,20 @@ def test_interrupt_leaves_the_earlier_files(module, story, tmp_path, monkeypatch
 
 
 def test_help_names_every_flag(module, capsys):
-    with pytest.raises(SystemExit) as exit:
-        module.main(["--help"])
-    assert exit.value.code == 0
+    assert module.main(["--help"]) == 0
     shown = capsys.readouterr().out
     assert all(flag in shown for flag in ("--tokenizer", "--out", "text"))
+
+
+@pytest.mark.parametrize("arguments, words", [([], "required: TEXT"), (["a", "--tokeniser", "byte"], "--tokeniser")])
+def test_a_wrong_command_line_is_one_line_and_exit_code_2(module, arguments, words, capsys):
+    assert module.main(arguments) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("prepare.py: ") and words in error and error.count("\n") == 1
+
+
+def test_a_terminal_shows_a_bar_for_each_pass(module, story, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    assert module.main([str(story), "--out", str(tmp_path / "out")]) == 0
+    shown = capsys.readouterr().err
+    assert "vocabulary: " in shown and "tokens: " in shown

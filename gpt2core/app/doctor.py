@@ -1,0 +1,175 @@
+"""Print the versions of what the stages use, then run one small training step of each stage: `make doctor`.
+
+It needs no package: it also runs, and says what is missing, with an interpreter in which nothing is installed.
+"""
+
+import os
+import platform
+import re
+import subprocess
+import sys
+import time
+from importlib import metadata
+from pathlib import Path
+
+from gpt2core.app import PACKAGES
+
+ROOT = Path(__file__).resolve().parents[2]
+LIMIT = 180  # seconds for one stage
+STEP = ["--preset", "nano", "--steps", "1", "--batch-size", "2", "--seq-len", "4", "--sample", "0"]
+TWO_RANKS = ["-m", "stage1_mpi.launch", "-n", "2", "--"]
+STAGES = [  # (what it runs, the command after the interpreter), by the number of the stage
+    ("one process", ["-m", "stage0_serial.train_gpt2", *STEP]),
+    ("2 ranks", [*TWO_RANKS, "-m", "stage1_mpi.train_gpt2", *STEP]),
+    ("{}", ["-m", "stage2_cuda.train_gpt2", *STEP]),
+    ("2 ranks, {}", [*TWO_RANKS, "-m", "stage3_mpi_cuda.train_gpt2", *STEP]),
+]
+MPI = """
+from stage1_mpi.launch import choose
+path, implementation = choose()
+import mpi4py
+mpi4py.rc.initialize = False
+from mpi4py import MPI
+print(" ".join(MPI.Get_library_version().split("\\n")[0].strip("\\0").split()), path, sep="\\n")
+"""
+QUERY = ["--query-gpu=name,memory.total,compute_cap,driver_version", "--format=csv,noheader"]
+
+
+def main():
+    """The command: print the report; returns exit code 0 if stage 0 works, otherwise 2."""
+    return report(run)
+
+
+def report(run):
+    """Print all rows; returns the exit code. run(command) -> (exit code, standard output, standard error)."""
+    for name, text in [*host_rows(), *mpi_rows(run), *gpu_rows(run)]:
+        print(f"{name:<13} {text}", flush=True)
+    interpreted = not gpus(run)
+    where = "Triton's interpreter on the CPU" if interpreted else "GPU"
+    python = (["env", "TRITON_INTERPRET=1"] if interpreted else []) + [sys.executable]
+    codes = []
+    for number, (what, command) in enumerate(STAGES):
+        start = time.perf_counter()
+        code, _, errors = run([*python, *command])
+        seconds = time.perf_counter() - start
+        result = f"works ({what.format(where)}, {seconds:.1f} s)" if code == 0 else f"does not work: {cause(errors)}"
+        print(f"stage {number:<7} {result}", flush=True)
+        codes.append(code)
+    failed = [number for number, code in enumerate(codes) if code]
+    if failed:
+        preset = " PRESET=nano" * (interpreted and failed[0] >= 2)
+        print(f"`make train STAGE={failed[0]}{preset}` installs the packages of stage {failed[0]}")
+    return 2 if codes[0] else 0
+
+
+def run(command):
+    """(exit code, standard output, standard error) of a command that runs in the root of the repository."""
+    try:
+        done = subprocess.run(
+            command, cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=LIMIT
+        )
+    except OSError as error:
+        return 127, "", f"{command[0]}: {error.strerror}"
+    except subprocess.TimeoutExpired:
+        return 124, "", f"no result after {LIMIT} seconds"
+    return done.returncode, done.stdout, done.stderr
+
+
+def cause(errors):
+    """The line of standard error that says what is wrong, without the class of an exception."""
+    lines = errors.strip().splitlines() or ["no message"]
+    line = next((line for line in lines if line.startswith("error: ")), lines[-1])
+    return re.sub(r"^(error|[\w.]*Error): ", "", line)
+
+
+# -- the rows of the report: (name, text) ------------------------------------------------------------------------------
+
+
+def host_rows():
+    """Python, the system, the processor, the packages and the BLAS library."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    needed = "" if sys.version_info >= (3, 11) else ", but 3.11 or newer is needed"
+    yield "Python", f"{platform.python_version()} ({sys.executable}){needed}"
+    yield "system", platform.platform()
+    yield "CPU", f"{processor()}, {cores} of {os.cpu_count()} cores usable, {memory:.1f} GiB memory"
+    yield "packages", versions(*PACKAGES)
+    yield "BLAS", blas()
+    yield "for tests", versions("pytest", "pytest-xdist", "hypothesis", "ruff", "torch", "transformers")
+
+
+def processor():
+    """The name of the CPU."""
+    try:
+        found = re.search(r"^model name\s*:\s*(.*)", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.M)
+    except OSError:
+        found = None
+    return found[1] if found else platform.processor() or platform.machine()
+
+
+def blas():
+    """The BLAS library that NumPy loads, with its version and the kernels that it chose for this CPU."""
+    try:
+        import numpy  # noqa: F401  loads BLAS
+        import threadpoolctl
+    except ImportError as error:
+        return f"unknown: {error}"
+    found = [library for library in threadpoolctl.threadpool_info() if library["user_api"] == "blas"]
+    kernels = (f"{each['internal_api']} {each['version']}, kernels {each.get('architecture', '?')}" for each in found)
+    return "; ".join(kernels) or "not found by threadpoolctl"
+
+
+def mpi_rows(run):
+    """mpi4py, the MPI library that it loads, and the launcher of that library."""
+    yield "mpi4py", versions("mpi4py")
+    code, output, errors = run([sys.executable, "-c", MPI])
+    library, launcher = output.strip().splitlines()[-2:] if code == 0 else (cause(errors), "none")
+    yield "MPI", library
+    yield "MPI launcher", launcher
+
+
+def gpu_rows(run):
+    """GPUs and driver, and the packages for them."""
+    found = gpus(run)
+    for name, memory, capability, driver in found:
+        yield "GPU", f"{name}, {memory}, compute capability {capability}, driver {driver}"
+    if not found:
+        yield "GPU", "none: nvidia-smi lists no GPU"
+    else:
+        table = re.search(r"CUDA[A-Z ]* Version: *([\d.]+)", run(["nvidia-smi"])[1])
+        yield "CUDA", f"the driver supports {table[1]}" if table else "the version of the driver is unknown"
+    yield (
+        "for GPUs",
+        versions(
+            "triton", "cupy|cupy-cuda12x|cupy-cuda13x", "nvidia-nccl|nvidia-nccl-cu12|nvidia-nccl-cu13", "ml_dtypes"
+        ),
+    )
+
+
+def gpus(run):
+    """[name, memory, compute capability, driver version] of each GPU that nvidia-smi lists."""
+    code, output, _ = run(["nvidia-smi", *QUERY])
+    rows = [[field.strip() for field in line.split(",")] for line in output.splitlines()]
+    return [row for row in rows if len(row) == 4] if code == 0 else []
+
+
+def versions(*names):
+    """The names with their installed versions, then the missing ones; a|b: either of two names."""
+    found, missing = [], []
+    for name in names:
+        installed = [(each, version) for each in name.split("|") if (version := version_of(each))]
+        found += [f"{each} {version}" for each, version in installed]
+        missing += [] if installed else [name.split("|")[0]]
+    return "; ".join(filter(None, (", ".join(found), f"missing: {', '.join(missing)}" if missing else "")))
+
+
+def version_of(name):
+    """The version of an installed distribution, or None."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,90 @@
+"""The Makefile: its variables, and two commands that install packages at the same time. See also test_launch.py."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+TEXT = (ROOT / "Makefile").read_text(encoding="utf-8")
+VARIABLES = re.search(r"^variables = (.*)$", TEXT, re.M)[1].split()
+pytestmark = pytest.mark.skipif(not shutil.which("make"), reason="there is no make")
+
+# An interpreter that installs nothing: it writes what it was asked to do to the file log.
+PYTHON = """#!/bin/sh
+case "$*" in
+  -c*) exit 0 ;;
+  *venv*) sleep 0.3; mkdir -p .venv/bin; cp "$0" .venv/bin/python; echo venv >> log ;;
+  *pip*) sleep 0.3; echo "$*" | sed 's/.*--editable //' >> log ;;
+  *) echo trained >> log ;;
+esac
+"""
+
+
+def environment(**variables):
+    return {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", *VARIABLES)} | variables
+
+
+def make(*words, **variables):
+    command = ["make", "--no-print-directory", f"PYTHON={sys.executable}", *words]
+    return subprocess.run(command, cwd=ROOT, env=environment(**variables), capture_output=True, text=True)
+
+
+@pytest.mark.parametrize(
+    "word, advice",
+    [
+        ("stage=1", "stage=1: there is no such variable: write STAGE=1."),
+        ("preset=tiny", "preset=tiny: there is no such variable: write PRESET=tiny."),
+        ("STEPS=3", 'STEPS=3: there is no such variable: write ARGS="--steps 3".'),
+        ("BATCH_SIZE=4", 'BATCH_SIZE=4: there is no such variable: write ARGS="--batch-size 4".'),
+        ("lr=1e-3", 'lr=1e-3: there is no such variable: write ARGS="--lr 1e-3".'),
+        ("COLOUR=red", f"COLOUR=red: there is no such variable: use {' '.join(VARIABLES)}."),
+    ],
+)
+def test_an_unknown_variable_is_an_error_that_names_the_right_one(word, advice):
+    for goal in ("train", "help"):
+        done = make("-n", goal, word)
+        assert (done.returncode, done.stdout) == (2, "") and done.stderr.count("\n") == 1
+        assert advice in done.stderr
+
+
+def test_every_variable_of_the_list_is_known_and_those_of_the_help_are_in_the_list():
+    values = {"STAGE": "1", "N": "2", "TRITON_INTERPRET": "0"}
+    done = make("-n", "train", *(f"{name}={values.get(name, 'x')}" for name in VARIABLES if name != "PYTHON"))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert re.search(r'-n 2 --hostfile "x" -- -m stage1_mpi.train_gpt2 --preset x --out "x" x', done.stdout)
+    assert set(re.findall(r"^  ([A-Z]+)=", make("help").stdout, re.M)) == set(VARIABLES) - {
+        "PYTHONPATH", "TRITON_INTERPRET",
+    }  # fmt: skip
+
+
+def test_a_variable_of_the_environment_counts_unless_the_command_line_has_it():
+    environment = {"STAGE": "1", "N": "3", "PRESET": "nano", "ARGS": "--steps 2", "HOSTFILE": ""}
+    command = make("-n", "train", **environment).stdout
+    assert '-m stage1_mpi.launch -n 3  -- -m stage1_mpi.train_gpt2 --preset nano --out "out/stage1-nano"' in command
+    assert command.endswith(" --steps 2\n")
+    assert "-n 2  -- -m stage1_mpi" in make("-n", "train", "N=2", **environment).stdout
+
+
+@pytest.mark.skipif(not shutil.which("flock"), reason="there is no flock")
+def test_two_commands_at_once_in_a_fresh_clone_install_one_after_the_other(tmp_path):
+    for name in ("Makefile", "pyproject.toml"):
+        shutil.copy(ROOT / name, tmp_path)
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "python3").write_text(PYTHON)
+    (tmp_path / "bin" / "python3").chmod(0o755)
+    path = f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}"
+    command = ["make", "--no-print-directory", "train"]
+    options = dict(cwd=tmp_path, env=environment(PATH=path), stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    started = [subprocess.Popen([*command, f"STAGE={stage}"], text=True, **options) for stage in (0, 0, 1)]
+    shown = [process.communicate(timeout=60)[0] for process in started]
+    assert [process.returncode for process in started] == [0, 0, 0], shown
+    assert sum("waiting for another make" in text for text in shown) >= 2
+    log = (tmp_path / "log").read_text().split()
+    assert log[0] == "venv" and log.count("venv") == 1 and log.count("trained") == 3
+    # stage 1 installs stage 0's packages too; stage 0 installs its own if it comes first
+    assert log.count(".[mpi]") == 1 and log.count(".") <= 1
