@@ -29,8 +29,8 @@ RUNNING, ENDING, ABORTING = range(3)  # the state of a rank; ABORTING + its exit
 def watch_world(mpi, comm, host, abort):
     """Start the Watchdog of this rank of `comm`, all ranks of the job; returns it, or None for a job of one rank.
 
-    All ranks call it. `host` has the ranks of `comm` on this host. Both are mpi4py communicators, `mpi` is mpi4py.MPI; abort(code) ends
-    the job. A heartbeat needs MPI.THREAD_MULTIPLE; without it hosts do not watch each other.
+    All ranks call it. `host` has the ranks of `comm` on this host. Both are mpi4py communicators, `mpi` is mpi4py.MPI;
+    abort(code) ends the job. A heartbeat needs MPI.THREAD_MULTIPLE; without it hosts do not watch each other.
     """
     if comm.size == 1:
         return None
@@ -149,10 +149,8 @@ class Processes:
         index, name = self._watched[descriptor]
         if self._states[index] == ENDING:
             return None
-        return (
-            f"{name} was killed or exited without MPI_Finalize: see its output, or the kernel's log if memory was full; "
-            f"continue the last checkpoint with --resume"
-        )
+        how = "was killed or exited without MPI_Finalize"
+        return f"{name} {how}: see its output, or the kernel's log if memory was full; continue with --resume"
 
 
 def namespace(host):
