@@ -74,7 +74,9 @@ class MpiCommunicator(Communicator):
         cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count()))
         cores_per_rank = len(cores) // host.allgather(cores).count(cores)
         self._cores = comm.allreduce(cores_per_rank, self._mpi.MIN)  # 0 if there are more ranks than cores
-        self.watchdog = watch_world(self._mpi, comm, host, self.abort) if is_world else watchdog
+        self.watchdog = watchdog  # of the job, which all its groups share; None in a job of one rank
+        if is_world and self.size > 1:
+            self.watchdog = watch_world(self._mpi, comm, host, self.abort)
         host.Free()
         # Two duplicates, so that messages of the algorithms and of the caller cannot match each other.
         self._comm = comm.Dup()

@@ -27,13 +27,11 @@ RUNNING, ENDING, ABORTING = range(3)  # the state of a rank; ABORTING + its exit
 
 
 def watch_world(mpi, comm, host, abort):
-    """Start the Watchdog of this rank of `comm`, all ranks of the job; returns it, or None for a job of one rank.
+    """Start the Watchdog of this rank of `comm`, which has all ranks of the job, at least 2; returns it.
 
     All ranks call it. `host` has the ranks of `comm` on this host. Both are mpi4py communicators, `mpi` is mpi4py.MPI;
     abort(code) ends the job. A heartbeat needs MPI.THREAD_MULTIPLE; without it hosts do not watch each other.
     """
-    if comm.size == 1:
-        return None
     processes = Processes(host, comm.rank)
     watchdog = Watchdog(comm.rank, processes, abort)
     first = comm.Split(0 if processes.is_first else mpi.UNDEFINED, comm.rank)
@@ -166,13 +164,13 @@ def namespace(host):
 
 def shared_bytes(group):
     """A zero byte for each rank, in memory that all ranks of `group` share; None if this process cannot open it."""
-    path, descriptor = "", None
-    with contextlib.suppress(AttributeError, OSError):
-        if group.rank == 0:
-            descriptor = os.memfd_create("states of the ranks")
-            os.ftruncate(descriptor, group.size)
-            path = f"/proc/{os.getpid()}/fd/{descriptor}"
-    path = group.bcast(path)
+    try:
+        descriptor = os.memfd_create("states of the ranks")
+        os.ftruncate(descriptor, group.size)
+        path = f"/proc/{os.getpid()}/fd/{descriptor}"
+    except (AttributeError, OSError):
+        descriptor, path = None, ""
+    path = group.bcast(path)  # that of rank 0
     try:
         with open(path, "r+b") as file:
             return mmap.mmap(file.fileno(), group.size)
