@@ -121,7 +121,7 @@ def test_a_kernel_without_pidfd_makes_each_rank_the_first_of_its_own(monkeypatch
 # -- jobs --------------------------------------------------------------------------------------------------------------
 
 JOB = """
-import os, signal, sys, time
+import os, select, signal, sys, time
 import numpy as np
 from stage1_mpi import watchdog
 watchdog.LAUNCHER_TIME, watchdog.PERIOD = 0.2, 0.1
@@ -139,16 +139,16 @@ def job(ranks, then, before=""):
     return mpi("-n", ranks, sys.executable, "-c", code)
 
 
+@needs_pidfd
 def test_a_rank_whose_end_the_launcher_misses_ends_the_job():
     done = job(
         3,
         """
+        root = os.pidfd_open(world.all_gather_object(os.getpid())[0])
         if world.rank == 1:
-            launcher = os.getppid()
             if os.fork():
                 os._exit(7)
-            while os.path.exists(f"/proc/{launcher}"):  # keeps the pipes to the launcher open
-                time.sleep(0.01)
+            select.select([root], [], [])  # until the root has ended, this child keeps the pipes to the launcher open
             os._exit(0)
         world.barrier()
         """,
