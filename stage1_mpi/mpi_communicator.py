@@ -44,6 +44,7 @@ SLEEP_FRACTION = 1 / 20  # then each sleep is this fraction of the time waited s
 LONGEST_SLEEP = 2e-3  # seconds, at most
 WORKED = 2e-5  # seconds of CPU time: a poll that took longer has copied data; an idle one takes a few microseconds
 FLUSH_TIME = 0.2  # seconds for the launcher to forward this rank's output before it kills the job
+KILL_TIME = 3.0  # seconds for the launcher to kill this rank; it cannot if its host is unreachable
 ABORT_TIMEOUT = 5  # seconds after which a process that aborts is killed
 
 
@@ -105,6 +106,8 @@ class MpiCommunicator(Communicator):
         # SIGALRM kills this process if it does not end: CUDA waits at exit for NCCL, which may wait for another rank.
         signal.alarm(ABORT_TIMEOUT)
         self._mpi.COMM_WORLD.Abort(code)  # Abort on another communicator ends only this process under MPICH
+        time.sleep(KILL_TIME)  # under MPICH it returns, and then the launcher kills the process
+        os._exit(code)
 
     # Each of these methods checks its arguments immediately and returns a function that runs the collective.
     # _blocking() calls the function in the caller's thread, _start() in the background thread.

@@ -200,11 +200,14 @@ class Heartbeat:
     def cause(self):
         """Send a heartbeat; a text if the left neighbour has been silent for too long, else None. Call it regularly."""
         now = time.monotonic()
-        if self._heard() or now - self._last_check > 3 * PERIOD:  # a late check: this process itself was stopped
-            self._last_heartbeat = now
+        heard = now - self._last_check > 3 * PERIOD  # a late check: this process itself was stopped
         self._last_check = now
-        if self._send is None or self._send.Test():
-            self._send = self._comm.Isend(ALIVE, self._right)
+        with contextlib.suppress(RuntimeError):  # of MPI: a neighbour is lost, or it has ended normally
+            heard = self._heard() or heard
+            if self._send is None or self._send.Test():
+                self._send = self._comm.Isend(ALIVE, self._right)
+        if heard:
+            self._last_heartbeat = now
         if now - self._last_heartbeat > self._silence:
             return f"rank {self._left_rank} has sent no heartbeat for {self._silence:.0f} s: it or its host is stuck"
         return None
@@ -220,10 +223,11 @@ class Heartbeat:
 
     def exit(self):
         """Exchange EXITING with the neighbours, because MPI_Finalize requires that no message is pending."""
-        deadline, exiting = time.monotonic() + EXIT_TIMEOUT, self._comm.Isend(EXITING, self._right)
-        sent = False
-        while not (sent and self._heard() and self._left_exited) and time.monotonic() < deadline:
-            sent = sent or exiting.Test()
-            time.sleep(0.01)
-        if not self._left_exited:
-            self._receive.Cancel()
+        deadline, sent = time.monotonic() + EXIT_TIMEOUT, False
+        with contextlib.suppress(RuntimeError):
+            exiting = self._comm.Isend(EXITING, self._right)
+            while not (sent and self._heard() and self._left_exited) and time.monotonic() < deadline:
+                sent = sent or exiting.Test()
+                time.sleep(0.01)
+            if not self._left_exited:
+                self._receive.Cancel()
