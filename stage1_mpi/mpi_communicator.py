@@ -97,14 +97,14 @@ class MpiCommunicator(Communicator):
         self._algorithm = name
 
     def abort(self, code):
+        # SIGALRM kills this process if it does not end: CUDA waits at exit for NCCL, which may wait for another rank.
+        signal.alarm(ABORT_TIMEOUT)
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):  # the reader of a pipe may have closed it
                 stream.flush()
         time.sleep(FLUSH_TIME)
         if self.watchdog:
             self.watchdog.announce_abort(code)
-        # SIGALRM kills this process if it does not end: CUDA waits at exit for NCCL, which may wait for another rank.
-        signal.alarm(ABORT_TIMEOUT)
         self._mpi.COMM_WORLD.Abort(code)  # Abort on another communicator ends only this process under MPICH
         time.sleep(KILL_TIME)  # under MPICH it returns, and then the launcher kills the process
         os._exit(code)
