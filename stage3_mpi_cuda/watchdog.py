@@ -1,6 +1,7 @@
 """What the watchdog also checks in stage 3: a heartbeat of every rank, and errors of NCCL.
 
-The other ranks wait for a stopped rank in a loop on the host, or in an NCCL kernel, which the host cannot interrupt. So every rank of the job exchanges a heartbeat with its neighbours, not only the first of each host.
+The other ranks wait for a stopped rank in a loop on the host, or in an NCCL kernel, which the host cannot interrupt. So
+every rank of the job exchanges a heartbeat with its neighbours, not only the first of each host.
 """
 
 from stage1_mpi.watchdog import Heartbeat
