@@ -12,6 +12,7 @@ import runpy
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -35,6 +36,10 @@ class Implementation:
     flags: tuple = ()
     root_flags: tuple = ()  # if the user is root, as in a container
 
+    def host_line(self, host, n=4):
+        """A line of a host file: `n` ranks on `host`."""
+        return self.host_format.format(host=host, n=n)
+
 
 MPICH = Implementation(
     name="MPICH",
@@ -56,6 +61,7 @@ OPEN_MPI = Implementation(
     root_flags=("--allow-run-as-root",),
 )
 IMPLEMENTATIONS = (OPEN_MPI, MPICH)
+SLOTS = ("slots", "max_slots", "max-slots")  # Open MPI's names for the number of ranks of a host
 
 # Runs in a child process and without MPI_Init, because the launcher is not a rank.
 VENDOR = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print(MPI.get_vendor()[0])"
@@ -110,25 +116,79 @@ def choose():
 
 
 def check_hosts(path, implementation):
-    """Raise ConfigError, with the line, for a host file without hosts or in the other implementation's format."""
+    """{host: line number} of a host file.
+
+    Raises ConfigError, with the line, for a file without hosts, a host that is listed twice, an invalid number of ranks
+    and a line in the other implementation's format.
+    """
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--hostfile {path}: cannot be read ({getattr(error, 'strerror', error)})") from None
-    hosts = [(i, line.split("#")[0].strip()) for i, line in enumerate(lines, 1)]
-    hosts = [(i, line) for i, line in hosts if line]
+    hosts = {}
+    for i, line in enumerate(lines, 1):
+        line = line.split("#")[0].strip()
+        if line:
+            host = check_host(f"{path}, line {i}: {line!r}", line, implementation)
+            if host in hosts:
+                advice = f"write each host once, with the number of its ranks: {implementation.host_line(host)}"
+                raise ConfigError(f"{path}, line {i}: {host} is in line {hosts[host]} too; {advice}")
+            hosts[host] = i
     if not hosts:
         raise ConfigError(f"--hostfile {path}: contains no host; write one host per line, for example localhost")
-    for i, line in hosts:
-        host, _, count = line.split()[0].rpartition(":")
-        if host and implementation is MPICH and ":" not in host and not count.isdigit():
-            raise ConfigError(f"{path}, line {i}: {line!r} has no number of ranks after the colon; write {host}:4")
-        other = re.match(implementation.other_host_pattern, line)
-        if other:
-            raise ConfigError(
-                f"{path}, line {i}: {line!r} is not in the format of {implementation.name}; "
-                f"write {implementation.host_format.format(**other.groupdict())!r}"
-            )
+    return hosts
+
+
+def check_host(where, line, implementation):
+    """The host of one line of a host file; raises ConfigError, which starts with `where`, for a line that is wrong."""
+    first, *options = re.sub(r"\s*=\s*", "=", line).split()
+    host, colon, count = first.partition(":") if first.count(":") == 1 else (first, "", "")  # an IPv6 address has more
+    if not host:
+        raise ConfigError(f"{where} has no host; write {implementation.host_line('localhost')}")
+    counts = [("the colon", count)] if colon else []
+    for option in options:
+        name, _, value = option.partition("=")
+        if name in SLOTS:
+            counts.append((f"{name}=", value))
+        elif not (name and value):
+            raise ConfigError(f"{where} has {option!r} after the host; write {implementation.host_line(host)}")
+    for before, count in counts:
+        if not re.fullmatch("0*[1-9][0-9]{0,8}", count):
+            advice = f"write {implementation.host_line(host)}"
+            raise ConfigError(f"{where} has no positive number of ranks after {before}; {advice}")
+    if other := re.match(implementation.other_host_pattern, line):
+        example = implementation.host_line(**other.groupdict())
+        raise ConfigError(f"{where} is not in the format of {implementation.name}; write {example!r}")
+    return host
+
+
+def check_names(path, hosts):
+    """Raise ConfigError, with the line, for a host of check_hosts() whose name has no address."""
+    for host, i in hosts.items():
+        name = host.rpartition("@")[2]  # user@host
+        reason = unresolved(name)
+        if reason and unresolved(name_for_ssh(name)):
+            advice = "correct the name, or write the address of the host"
+            raise ConfigError(f"{path}, line {i}: {host} cannot be resolved ({reason}); {advice}")
+
+
+def unresolved(name):
+    """Why a host name has no address, or None if it has one."""
+    try:
+        socket.getaddrinfo(name, None)
+    except ValueError:
+        return "not a host name"
+    except OSError as error:
+        return error.strerror or str(error)
+    return None
+
+
+def name_for_ssh(name):
+    """The host name that the configuration of ssh, by which launchers reach hosts, has for `name`; default: `name`."""
+    with contextlib.suppress(OSError, ValueError, subprocess.SubprocessError):
+        shown = subprocess.run(["ssh", "-G", "--", name], capture_output=True, text=True, timeout=10).stdout
+        return (re.findall(r"^hostname (.+)$", shown, re.M) or [name])[0]
+    return name
 
 
 def launch_line(mpiexec, implementation, count, hostfile=None, extra=()):
@@ -231,7 +291,7 @@ def launch(args):
         raise ConfigError(f"{command[0]}: no such script in {Path.cwd()}")
     mpiexec, implementation = choose()
     if args.hostfile:
-        check_hosts(args.hostfile, implementation)
+        check_names(args.hostfile, check_hosts(args.hostfile, implementation))
     line = launch_line(mpiexec, implementation, args.n, args.hostfile, shlex.split(args.flags))
     line += [sys.executable, "-m", "stage1_mpi.launch", "--started-by-mpiexec", "--", *command]
     if implementation is OPEN_MPI:

@@ -13,6 +13,7 @@ and wait in it only for data.
 import atexit
 import contextlib
 import os
+import signal
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -33,6 +34,7 @@ from gpt2core.communicator import (
 from gpt2core.errors import ConfigError
 from gpt2core.parallel.launcher_env import read_launcher_env
 from stage1_mpi import collectives
+from stage1_mpi.watchdog import watch_world
 
 NATIVE = "mpi"  # the library's own algorithms
 OURS_FROM = 1 << 24  # bytes of the result from which our all_gather and all_to_all are faster than MPICH's
@@ -42,6 +44,8 @@ SLEEP_FRACTION = 1 / 20  # then each sleep is this fraction of the time waited s
 LONGEST_SLEEP = 2e-3  # seconds, at most
 WORKED = 2e-5  # seconds of CPU time: a poll that took longer has copied data; an idle one takes a few microseconds
 FLUSH_TIME = 0.2  # seconds for the launcher to forward this rank's output before it kills the job
+KILL_TIME = 3.0  # seconds for the launcher to kill this rank; it cannot if its host is unreachable
+ABORT_TIMEOUT = 5  # seconds after which a process that aborts is killed
 
 
 class MpiCommunicator(Communicator):
@@ -62,15 +66,18 @@ class MpiCommunicator(Communicator):
 
     native_collectives = NATIVE
 
-    def __init__(self, comm=None):
+    def __init__(self, comm=None, watchdog=None):
         self._mpi = import_mpi()
-        comm = self._mpi.COMM_WORLD if comm is None else comm
+        is_world, comm = comm is None, self._mpi.COMM_WORLD if comm is None else comm
         self.rank, self.size = comm.rank, comm.size
         host = comm.Split_type(self._mpi.COMM_TYPE_SHARED)
         self.local_rank, self.local_size = host.rank, host.size
         cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count()))
         cores_per_rank = len(cores) // host.allgather(cores).count(cores)
         self._cores = comm.allreduce(cores_per_rank, self._mpi.MIN)  # 0 if there are more ranks than cores
+        self.watchdog = watchdog  # of the job, which all its groups share; None in a job of one rank
+        if is_world and self.size > 1:
+            self.watchdog = watch_world(self._mpi, comm, host, self.abort)
         host.Free()
         # Two duplicates, so that messages of the algorithms and of the caller cannot match each other.
         self._comm = comm.Dup()
@@ -90,11 +97,17 @@ class MpiCommunicator(Communicator):
         self._algorithm = name
 
     def abort(self, code):
+        # SIGALRM kills this process if it does not end: CUDA waits at exit for NCCL, which may wait for another rank.
+        signal.alarm(ABORT_TIMEOUT)
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):  # the reader of a pipe may have closed it
                 stream.flush()
         time.sleep(FLUSH_TIME)
+        if self.watchdog:
+            self.watchdog.announce_abort(code)
         self._mpi.COMM_WORLD.Abort(code)  # Abort on another communicator ends only this process under MPICH
+        time.sleep(KILL_TIME)  # under MPICH it returns, and then the launcher kills the process
+        os._exit(code)
 
     # Each of these methods checks its arguments immediately and returns a function that runs the collective.
     # _blocking() calls the function in the caller's thread, _start() in the background thread.
@@ -296,7 +309,7 @@ class MpiCommunicator(Communicator):
             group = self._comm.Split(self._mpi.UNDEFINED if color is None else color, key)
             if color is None:
                 return None
-            communicator = Solo() if group.size == 1 else MpiCommunicator(group)
+            communicator = Solo() if group.size == 1 else MpiCommunicator(group, self.watchdog)
             group.Free()
             return communicator
 

@@ -6,7 +6,6 @@ NCCL transfers large arrays directly from GPU to GPU.
 # p ranks in a group
 
 import platform
-import signal
 import sys
 import warnings
 from dataclasses import dataclass, field
@@ -18,9 +17,8 @@ from stage1_mpi.mpi_communicator import MpiCommunicator
 from stage2_cuda.runtime import triton_launch
 from stage3_mpi_cuda.nccl_collectives import NATIVE, NcclCollectives
 from stage3_mpi_cuda.staged_collectives import StagedCollectives
-from stage3_mpi_cuda.watchdog import Watchdog
+from stage3_mpi_cuda.watchdog import watch_gpus
 
-ABORT_TIMEOUT = 5  # seconds after which a process that aborts is killed
 TRANSPORTS = {"nccl": NcclCollectives, "mpi": StagedCollectives}
 
 
@@ -56,7 +54,7 @@ class NcclCommunicator(Communicator):
             self.transport = self._choose(name)
             if self.transport == "nccl":
                 self.gpu.nccl = all_or_raise(self.host, lambda: import_nccl(self.gpu.cupy))
-        Watchdog(self).start()
+        watch_gpus(self)
         return self.transport
 
     def _choose(self, name):
@@ -119,8 +117,6 @@ class NcclCommunicator(Communicator):
         return self._device_collectives
 
     def abort(self, code):
-        # SIGALRM kills this process: at exit, CUDA waits for NCCL's kernel, which may wait for another rank forever.
-        signal.alarm(ABORT_TIMEOUT)
         self.host.abort(code)
 
     def barrier(self):

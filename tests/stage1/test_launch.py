@@ -4,6 +4,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -15,7 +16,7 @@ import pytest
 from gpt2core.app.checkpoint_directory import load_checkpoint
 from gpt2core.errors import ConfigError
 from stage1_mpi import launch
-from stage1_mpi.launch import MPICH, OPEN_MPI, check_hosts, choose, launch_line
+from stage1_mpi.launch import MPICH, OPEN_MPI, check_hosts, check_names, choose, launch_line
 from tests.support.mpi import mpiexec
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -175,14 +176,76 @@ def test_a_host_file_in_the_right_format_is_accepted(tmp_path, implementation, t
         (MPICH, "#\none slots = 4 max_slots=8\n", "line 2: .* 'one:4'"),
         (OPEN_MPI, "one:4\n", "hosts, line 1: 'one:4' is not in the format of Open MPI; write 'one slots=4'"),
         (OPEN_MPI, "one\n\n10.0.0.2:16 # big\n", "line 3: .* '10.0.0.2 slots=16'"),
-        (MPICH, "one:4\ntwo:x\n", "hosts, line 2: 'two:x' has no number of ranks after the colon; write two:4"),
+        (
+            MPICH,
+            "one:4\ntwo:x\n",
+            "hosts, line 2: 'two:x' has no positive number of ranks after the colon; write two:4",
+        ),
+        (MPICH, "one:0\n", "line 1: 'one:0' has no positive number of ranks after the colon; write one:4"),
+        (MPICH, "one:-1\n", "'one:-1' has no positive number"),
+        (MPICH, "one:\n", "'one:' has no positive number"),
+        (MPICH, "one slots=abc\n", "'one slots=abc' has no positive number of ranks after slots=; write one:4"),
+        (
+            OPEN_MPI,
+            "one slots=abc\n",
+            "'one slots=abc' has no positive number of ranks after slots=; write one slots=4",
+        ),
+        (OPEN_MPI, "one slots = 0\n", "'one slots = 0' has no positive number of ranks after slots="),
+        (OPEN_MPI, "one slots=-2\n", "'one slots=-2' has no positive number of ranks after slots="),
+        (OPEN_MPI, "one slots\n", "'one slots' has no positive number of ranks after slots="),
+        (OPEN_MPI, "one slots=4 max_slots=x\n", "has no positive number of ranks after max_slots="),
+        (OPEN_MPI, "one:x\n", "'one:x' has no positive number of ranks after the colon; write one slots=4"),
+        (OPEN_MPI, "one 4\n", "'one 4' has '4' after the host; write one slots=4"),
+        (MPICH, "one 4\n", "'one 4' has '4' after the host; write one:4"),
+        (MPICH, ":4\n", "':4' has no host; write localhost:4"),
+        (MPICH, "one\ntwo:2\none:2\n", "line 3: one is in line 1 too; write each host once, .*: one:4"),
+        (OPEN_MPI, "one\n\none\n", "line 3: one is in line 1 too; write each host once, .*: one slots=4"),
         (MPICH, "# no host\n\n", "hosts: contains no host"),
         (OPEN_MPI, "", "hosts: contains no host"),
     ],
 )
-def test_a_host_file_in_the_wrong_format_names_the_right_one(tmp_path, implementation, text, words):
+def test_a_mistake_in_a_host_file_names_the_line_and_what_to_write(tmp_path, implementation, text, words):
     with pytest.raises(ConfigError, match=words):
         check_hosts(write(tmp_path / "hosts", text), implementation)
+
+
+@pytest.fixture
+def names(monkeypatch, tmp_path):
+    """names({name: error}, {alias: name}): these host names have no address; ssh's configuration has these aliases."""
+
+    def make(unknown, aliases):
+        def getaddrinfo(name, port):
+            if name in unknown:
+                raise unknown[name]
+
+        aliases = " ".join(f"{alias}) echo hostname {name};;" for alias, name in aliases.items())
+        write(tmp_path / "ssh", f"#!/bin/sh\ncase $3 in {aliases} *) echo hostname $3;; esac\n").chmod(0o755)
+        monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+        monkeypatch.setattr(launch.socket, "getaddrinfo", getaddrinfo)
+
+    return make
+
+
+@pytest.mark.parametrize(
+    "error, reason",
+    [
+        (socket.gaierror(-2, "Name or service not known"), "Name or service not known"),
+        (UnicodeError("label too long"), "not a host name"),
+    ],
+)
+def test_a_host_name_without_an_address_is_an_error_that_names_the_line(names, tmp_path, error, reason):
+    names({"two": error, "alias": error}, {"alias": "one"})
+    path = write(tmp_path / "hosts", "one:4\nalias\n\nuser@two:4\n")
+    words = rf"hosts, line 4: user@two cannot be resolved \({reason}\); correct the name, or write the address"
+    with pytest.raises(ConfigError, match=words):
+        check_names(path, check_hosts(path, MPICH))
+
+
+def test_addresses_names_and_aliases_of_ssh_are_accepted(names, tmp_path):
+    names({"node": socket.gaierror(-2, "Name or service not known")}, {"node": "10.0.0.2"})
+    path = write(tmp_path / "hosts", "node:4\n10.0.0.3:2\n")
+    assert check_hosts(path, MPICH) == {"node": 1, "10.0.0.3": 2}
+    check_names(path, check_hosts(path, MPICH))
 
 
 @pytest.mark.parametrize(
@@ -199,10 +262,12 @@ def test_a_host_file_in_the_wrong_format_names_the_right_one(tmp_path, implement
         ("-n 2 --ranks 3 train_gpt2.py", "--ranks"),
         ("-n 2 --hostfile missing train_gpt2.py", "--hostfile missing: cannot be read (No such file"),
         ("-n 2 --hostfile . train_gpt2.py", "--hostfile .: cannot be read (Is a directory"),
+        ("-n 2 --hostfile {unknown} train_gpt2.py", "unknown, line 1: no..host cannot be resolved (not a host name)"),
     ],
 )
-def test_a_mistake_is_one_line_and_exit_code_2(mpi, flags, words):
-    done = run(*launcher(*flags.split()))
+def test_a_mistake_is_one_line_and_exit_code_2(mpi, tmp_path, flags, words):
+    unknown = write(tmp_path / "unknown", "no..host\n")
+    done = run(*launcher(*flags.format(unknown=unknown).split()))
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1 and words in done.stderr, done.stderr
 

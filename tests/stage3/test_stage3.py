@@ -22,13 +22,14 @@ from gpt2core.parallel.whole_parameters import parameter_hash
 from gpt2core.trainer import Trainer
 from gpt2core.training_loop import read_batch
 from stage0_serial.numpy_backend import NumpyBackend
+from stage1_mpi import watchdog
 from stage2_cuda.cuda_backend import CudaBackend
 from stage2_cuda.runtime import triton_launch
-from stage3_mpi_cuda import nccl_communicator, staged_collectives, watchdog
+from stage3_mpi_cuda import nccl_communicator, staged_collectives
 from stage3_mpi_cuda.nccl_collectives import NcclCollectives
 from stage3_mpi_cuda.nccl_communicator import GpuBinding, NcclCommunicator
 from stage3_mpi_cuda.staged_collectives import StagedCollectives
-from stage3_mpi_cuda.watchdog import Watchdog
+from stage3_mpi_cuda.watchdog import NcclErrors
 from tests.support.collectives import DTYPES, assert_same, check_every_collective, rank_inputs
 from tests.support.fake_gpu import OnFakeGpu, fake_gpu
 from tests.support.jobs import mpi
@@ -150,7 +151,7 @@ def machine(monkeypatch):
 
     monkeypatch.setattr(nccl_communicator, "bind_gpu", bind_gpu)
     monkeypatch.setattr(nccl_communicator, "import_nccl", import_nccl)
-    monkeypatch.setattr(nccl_communicator, "Watchdog", lambda world: SimpleNamespace(start=lambda: None))
+    monkeypatch.setattr(nccl_communicator, "watch_gpus", lambda world: None)
     monkeypatch.setattr(nccl_communicator, "triton_launch", SimpleNamespace(interpreted=lambda: False))
 
     def run(gpus, asked=None, without_nccl=()):
@@ -410,13 +411,21 @@ class Link:
         return self.answer
 
 
+def watchdog_of_links(links, codes):
+    """A watchdog of rank 0 that checks NCCL; it appends the exit code to `codes` instead of aborting."""
+    processes = SimpleNamespace(abort_code=lambda: None, set_state=lambda state: None)
+    found = watchdog.Watchdog(0, processes, codes.append)
+    found.add(NcclErrors(links))
+    return found
+
+
 @pytest.mark.parametrize(
     "answer, fails",
     [(None, False), (0, False), (7, False), (KeyError(7), False), (KeyError(6), True), (RuntimeError("lost"), True)],
 )
 def test_the_watchdog_aborts_on_an_nccl_error_but_not_in_progress(capsys, answer, fails):
-    gpu, codes = SimpleNamespace(communicators=[Link(None), Link(answer)]), []
-    Watchdog(SimpleNamespace(rank=0, size=2, gpu=gpu, abort=codes.append))._check_nccl()
+    codes = []
+    watchdog_of_links([Link(None), Link(answer)], codes).check()
     assert codes == [1] * fails
     assert capsys.readouterr().err.startswith("error: rank 0: NCCL has failed" * fails)
 
@@ -426,8 +435,8 @@ def test_the_watchdog_aborts_even_if_stderr_is_closed(monkeypatch):
         raise BrokenPipeError
 
     monkeypatch.setattr(watchdog.sys, "stderr", SimpleNamespace(write=closed, flush=closed))
-    gpu, codes = SimpleNamespace(communicators=[Link(RuntimeError("lost"))]), []
-    Watchdog(SimpleNamespace(rank=0, size=2, gpu=gpu, abort=codes.append))._check_nccl()
+    codes = []
+    watchdog_of_links([Link(RuntimeError("lost"))], codes).check()
     assert codes == [1]
 
 
@@ -462,10 +471,11 @@ import ctypes, os, signal
 from gpt2core.app.cli import train
 from gpt2core.trainer import Trainer
 from stage2_cuda.cuda_backend import CudaBackend
-from stage3_mpi_cuda import watchdog
+from stage1_mpi import watchdog
+from stage3_mpi_cuda import watchdog as gpu_watchdog
 from stage3_mpi_cuda.nccl_communicator import NcclCommunicator
 
-watchdog.PERIOD, watchdog.SILENCE, original = 0.2, 4.0, Trainer.begin
+watchdog.PERIOD, gpu_watchdog.SILENCE, original = 0.2, 4.0, Trainer.begin
 
 def begin(self, batch, lr):
     if self.world.rank == 1 and self.steps == 1:

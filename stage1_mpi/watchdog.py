@@ -1,0 +1,233 @@
+"""A thread that aborts the job if a rank has ended or is silent; without it the other ranks could wait forever.
+
+The launcher ends the job when a rank is killed, but it may not notice this, and it does not detect that a host is
+unreachable. So each rank watches the processes of the other ranks on its host: the kernel makes a pidfd readable when
+the process ends. A rank that ends normally first says so in memory that these ranks share. Where there is no pidfd, and
+between hosts, the first ranks exchange a heartbeat over MPI. The thread sleeps in poll() and uses no CPU time.
+"""
+
+import atexit
+import contextlib
+import mmap
+import os
+import select
+import sys
+import threading
+import time
+
+import numpy as np
+
+PERIOD = 1.0  # seconds between two heartbeats
+HOST_SILENCE = 60.0  # seconds without a heartbeat after which a host counts as lost
+LAUNCHER_TIME = 2.0  # seconds for the launcher to notice that a rank has ended, and to end the job itself
+STAGGER = 0.4  # seconds between the aborts of two ranks, so that only the first prints the cause
+EXIT_TIMEOUT = 5.0  # seconds that a rank waits at its exit for its neighbours to exit too
+ALIVE, EXITING = (np.array([message], np.int8) for message in (0, 1))
+RUNNING, ENDING, ABORTING = range(3)  # the state of a rank; ABORTING + its exit code, after it has printed the cause
+
+
+def watch_world(mpi, comm, host, abort):
+    """Start the Watchdog of this rank of `comm`, which has all ranks of the job, at least 2; returns it.
+
+    All ranks call it. `host` has the ranks of `comm` on this host. Both are mpi4py communicators, `mpi` is mpi4py.MPI;
+    abort(code) ends the job. A heartbeat needs MPI.THREAD_MULTIPLE; without it hosts do not watch each other.
+    """
+    processes = Processes(host, comm.rank)
+    watchdog = Watchdog(comm.rank, processes, abort)
+    first = comm.Split(0 if processes.is_first else mpi.UNDEFINED, comm.rank)
+    if processes.is_first and first.size > 1 and mpi.Query_thread() == mpi.THREAD_MULTIPLE:
+        watchdog.add(Heartbeat(first, comm.rank, HOST_SILENCE))
+    watchdog.start()
+    # MPI_Finalize calls delete_fn first. At the end of Python it is too late for that, so atexit calls stop() too.
+    mpi.COMM_SELF.Set_attr(mpi.Comm.Create_keyval(delete_fn=lambda *_: watchdog.stop()), None)
+    return watchdog
+
+
+class Watchdog:
+    """The watchdog of one rank. It calls cause() of its processes and checks; a text aborts the job."""
+
+    def __init__(self, rank, processes, abort):
+        self._rank, self._processes, self._abort = rank, processes, abort
+        self._checks = []
+        self._exiting = threading.Event()
+        self._wake_read, self._wake_write = os.pipe()  # a byte ends poll()
+        self._thread = threading.Thread(target=self._watch, name=f"watchdog of rank {rank}", daemon=True)
+
+    def start(self):
+        atexit.register(self.stop)  # runs before MPI_Finalize
+        self._thread.start()
+
+    def add(self, check):
+        """Call check.cause() each PERIOD from now on, and check.exit() when this rank ends normally."""
+        self._checks.append(check)
+        os.write(self._wake_write, b"+")
+
+    def announce_abort(self, code):
+        """Other ranks that see this rank end print nothing and use its exit code, because it has printed the cause."""
+        self._processes.set_state(ABORTING + code)
+
+    def stop(self):
+        """This rank ends normally. Later calls do nothing."""
+        if not self._exiting.is_set():
+            self._exiting.set()
+            os.write(self._wake_write, b".")
+            self._thread.join(2 * EXIT_TIMEOUT)
+            self._processes.set_state(ENDING)
+
+    def _watch(self):
+        poll = select.poll()
+        for descriptor in (self._wake_read, *self._processes.descriptors):
+            poll.register(descriptor, select.POLLIN)
+        while True:
+            found = [descriptor for descriptor, _ in poll.poll(PERIOD * 1e3 if self._checks else None)]
+            if self._wake_read in found:
+                os.read(self._wake_read, 1)
+            if self._exiting.is_set():
+                break
+            for descriptor in set(found) - {self._wake_read}:
+                poll.unregister(descriptor)
+                if cause := self._processes.cause(descriptor):
+                    time.sleep(LAUNCHER_TIME)
+                    self._fail(cause, self._processes.index)
+            self.check()
+        for check in self._checks:
+            check.exit()
+
+    def check(self):
+        """Call every check once; the first cause aborts the job."""
+        for check in list(self._checks):
+            if cause := check.cause():
+                self._fail(cause, self._rank)
+
+    def _fail(self, cause, turn):
+        """Print the cause, unless another rank has printed it, and abort the job; turn 0 first, the others later."""
+        time.sleep(STAGGER * min(turn, 8))
+        code = self._processes.abort_code()
+        if code is None:
+            self.announce_abort(1)
+            with contextlib.suppress(OSError, ValueError):  # the reader of a pipe may have closed it
+                print(f"error: rank {self._rank}: {cause}", file=sys.stderr)
+        self._abort(1 if code is None else code)
+
+
+class Processes:
+    """The processes of the ranks on one host that can watch each other, with a state of each in shared memory.
+
+    `host`: an mpi4py communicator; `rank`: this rank's number in the job. Ranks in different PID namespaces, and ranks
+    of a kernel without pidfd or memfd (Linux 5.3 has both), cannot watch each other: each is the first of its own.
+    """
+
+    def __init__(self, host, rank):
+        group = host.Split(*namespace(host))
+        states = shared_bytes(group)
+        if not all(group.allgather(states is not None)):
+            group, states = group.Split(group.rank), bytearray(1)
+        self._states, self.index, self.is_first = states, group.rank, group.rank == 0
+        self._watched = {}  # pidfd: (index in the group, text that names the rank)
+        for index, (number, pid) in enumerate(group.allgather((rank, os.getpid()))):
+            if index != group.rank:
+                self._watched[os.pidfd_open(pid)] = index, f"rank {number} (process {pid})"
+        group.Barrier()  # all are watched before the first can end
+        group.Free()
+
+    @property
+    def descriptors(self):
+        """A pidfd of each other process; it is readable from the end of the process on."""
+        return list(self._watched)
+
+    def set_state(self, state):
+        self._states[self.index] = min(state, 255)
+
+    def abort_code(self):
+        """The exit code of the first rank that has announced that it aborts, or None."""
+        return next((state - ABORTING for state in self._states[:] if state >= ABORTING), None)
+
+    def cause(self, descriptor):
+        """A text if the process of `descriptor`, which has ended, did not end normally; else None."""
+        index, name = self._watched[descriptor]
+        if self._states[index] == ENDING:
+            return None
+        how = "was killed or exited without MPI_Finalize"
+        return f"{name} {how}: see its output, or the kernel's log if memory was full; continue with --resume"
+
+
+def namespace(host):
+    """(color, key) that split `host` into ranks that can open pidfds of each other."""
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+        name = os.stat("/proc/self/ns/pid").st_ino
+    except (AttributeError, OSError):
+        name = None
+    names = host.allgather(name)
+    return (host.rank if name is None else names.index(name)), host.rank
+
+
+def shared_bytes(group):
+    """A zero byte for each rank, in memory that all ranks of `group` share; None if this process cannot open it."""
+    try:
+        descriptor = os.memfd_create("states of the ranks")
+        os.ftruncate(descriptor, group.size)
+        path = f"/proc/{os.getpid()}/fd/{descriptor}"
+    except (AttributeError, OSError):
+        descriptor, path = None, ""
+    path = group.bcast(path)  # that of rank 0
+    try:
+        with open(path, "r+b") as file:
+            return mmap.mmap(file.fileno(), group.size)
+    except OSError:
+        return None
+    finally:
+        group.Barrier()  # all have opened it
+        if descriptor is not None:
+            os.close(descriptor)
+
+
+class Heartbeat:
+    """A heartbeat over MPI: each rank of a ring sends to its right neighbour and expects from its left neighbour.
+
+    `comm`: an mpi4py communicator of the ring; `rank`: this rank's number in the job; `silence`: seconds without a
+    heartbeat after which a neighbour counts as lost.
+    """
+
+    def __init__(self, comm, rank, silence):
+        self._comm, self._silence = comm, silence
+        left, self._right = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
+        self._left, self._left_rank = left, comm.allgather(rank)[left]
+        self._message, self._left_exited = np.empty(1, np.int8), False
+        self._receive, self._send = comm.Irecv(self._message, left), None
+        self._last_heartbeat = self._last_check = time.monotonic()
+
+    def cause(self):
+        """Send a heartbeat; a text if the left neighbour has been silent for too long, else None. Call it regularly."""
+        now = time.monotonic()
+        heard = now - self._last_check > 3 * PERIOD  # a late check: this process itself was stopped
+        self._last_check = now
+        with contextlib.suppress(RuntimeError):  # of MPI: a neighbour is lost, or it has ended normally
+            heard = self._heard() or heard
+            if self._send is None or self._send.Test():
+                self._send = self._comm.Isend(ALIVE, self._right)
+        if heard:
+            self._last_heartbeat = now
+        if now - self._last_heartbeat > self._silence:
+            return f"rank {self._left_rank} has sent no heartbeat for {self._silence:.0f} s: it or its host is stuck"
+        return None
+
+    def _heard(self):
+        """Whether the left neighbour has sent a message since the last call, or has exited."""
+        heard = self._left_exited
+        while not self._left_exited and self._receive.Test():
+            heard, self._left_exited = True, bool(self._message[0] == EXITING[0])
+            if not self._left_exited:
+                self._receive = self._comm.Irecv(self._message, self._left)
+        return heard
+
+    def exit(self):
+        """Exchange EXITING with the neighbours, because MPI_Finalize requires that no message is pending."""
+        deadline, sent = time.monotonic() + EXIT_TIMEOUT, False
+        with contextlib.suppress(RuntimeError):
+            exiting = self._comm.Isend(EXITING, self._right)
+            while not (sent and self._heard() and self._left_exited) and time.monotonic() < deadline:
+                sent = sent or exiting.Test()
+                time.sleep(0.01)
+            if not self._left_exited:
+                self._receive.Cancel()

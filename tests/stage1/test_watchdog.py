@@ -1,0 +1,185 @@
+"""The watchdog aborts a job when a rank has ended or is silent, never when ranks end normally, and uses no CPU time."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+from stage1_mpi import watchdog
+from stage1_mpi.watchdog import ABORTING, ENDING, RUNNING, Processes, Watchdog
+from tests.support.jobs import mpi, succeeded
+from tests.support.mpi import mpiexec
+
+needs_pidfd = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs Linux")
+
+# -- one rank in this process, whose peer is another process -----------------------------------------------------------
+
+
+class Host(SimpleNamespace):
+    """The mpi4py calls of a host with two ranks: this process and `peer`."""
+
+    rank, size = 0, 2
+
+    def Split(self, color, key):
+        return Host(peer=self.peer)
+
+    def allgather(self, mine):
+        return [mine, (1, self.peer.pid) if isinstance(mine, tuple) else mine]
+
+    def bcast(self, mine):
+        return mine
+
+    def Barrier(self):
+        pass
+
+    Free = Barrier
+
+
+@pytest.fixture
+def pair(monkeypatch):
+    """(peer, its Processes, watchdog, codes): abort() appends to `codes` and sets codes.aborted."""
+    monkeypatch.setattr(watchdog, "LAUNCHER_TIME", 0)
+    monkeypatch.setattr(watchdog, "PERIOD", 0.05)
+    monkeypatch.setattr(watchdog, "atexit", SimpleNamespace(register=lambda call: None))
+
+    class Codes(list):
+        aborted = threading.Event()
+
+        def append(self, code):
+            super().append(code)
+            self.aborted.set()
+
+    codes = Codes()
+    codes.aborted.clear()
+    peer = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    processes = Processes(Host(peer=peer), 0)
+    found = Watchdog(0, processes, codes.append)
+    found.start()
+    yield peer, processes, found, codes
+    found.stop()
+    peer.kill()
+    peer.communicate()
+
+
+@needs_pidfd
+@pytest.mark.parametrize("how", ["killed", "exit code 0"])
+def test_a_process_that_ends_without_a_word_aborts_the_job(pair, capsys, how):
+    peer, _, _, codes = pair
+    if how == "killed":
+        peer.kill()
+    else:
+        peer.communicate(b"\n")
+    assert codes.aborted.wait(30) and codes == [1]
+    wanted = f"error: rank 0: rank 1 (process {peer.pid}) was killed or exited without MPI_Finalize: "
+    error = capsys.readouterr().err
+    assert error.startswith(wanted) and error.count("\n") == 1, error
+
+
+@needs_pidfd
+def test_a_process_that_has_announced_its_abort_gives_the_exit_code_and_no_second_line(pair, capsys):
+    peer, processes, _, codes = pair
+    processes._states[1] = ABORTING + 2
+    peer.kill()
+    assert codes.aborted.wait(30) and codes == [2] and capsys.readouterr().err == ""
+
+
+@needs_pidfd
+def test_a_process_that_ends_normally_or_is_stopped_does_not_abort_the_job(pair, capsys):
+    peer, processes, found, codes = pair
+    calls = threading.Semaphore(0)
+    found.add(SimpleNamespace(cause=calls.release, exit=lambda: None))
+    assert calls.acquire(timeout=30)
+    peer.send_signal(signal.SIGSTOP)
+    peer.send_signal(signal.SIGCONT)
+    processes._states[1] = ENDING
+    peer.kill()
+    peer.wait()
+    assert calls.acquire(timeout=30) and calls.acquire(timeout=30)  # the watchdog has seen the end, and goes on
+    assert codes == [] and capsys.readouterr().err == ""
+
+
+@needs_pidfd
+def test_a_rank_that_stops_its_watchdog_has_ended_normally(pair):
+    _, processes, found, _ = pair
+    assert processes._states[0] == RUNNING
+    found.stop()
+    found.stop()
+    assert processes._states[0] == ENDING and not found._thread.is_alive()
+
+
+def test_a_kernel_without_pidfd_makes_each_rank_the_first_of_its_own(monkeypatch):
+    monkeypatch.delattr(os, "pidfd_open", raising=False)
+    host = SimpleNamespace(rank=3, allgather=lambda mine: [mine] * 4)
+    assert watchdog.namespace(host) == (3, 3)
+
+
+# -- jobs --------------------------------------------------------------------------------------------------------------
+
+JOB = """
+import os, select, signal, sys, time
+import numpy as np
+from stage1_mpi import watchdog
+watchdog.LAUNCHER_TIME, watchdog.PERIOD = 0.2, 0.1
+{before}
+from stage1_mpi.mpi_communicator import MpiCommunicator
+world = MpiCommunicator()
+from mpi4py import MPI
+{then}
+"""
+
+
+def job(ranks, then, before=""):
+    mpiexec()  # or skip
+    code = JOB.format(before=before, then=textwrap.dedent(then))
+    return mpi("-n", ranks, sys.executable, "-c", code)
+
+
+@needs_pidfd
+def test_a_rank_whose_end_the_launcher_misses_ends_the_job():
+    done = job(
+        3,
+        """
+        root = os.pidfd_open(world.all_gather_object(os.getpid())[0])
+        if world.rank == 1:
+            if os.fork():
+                os._exit(7)
+            select.select([root], [], [])  # until the root has ended, this child keeps the pipes to the launcher open
+            os._exit(0)
+        world.barrier()
+        """,
+    )
+    assert done.code not in (0, None) and not done.left, done.err
+    if "--oversubscribe" not in mpiexec():  # Open MPI's launcher does notice
+        assert done.code == 1 and done.err.count("error: rank ") == 1, done.err
+        assert done.err.startswith("error: rank 0: rank 1 (process "), done.err
+
+
+@needs_pidfd
+def test_ranks_that_end_normally_at_different_times_are_no_failure():
+    """Ranks 0 and 1 watch each other's processes; rank 2 has no pidfd, so ranks 0 and 2 exchange a heartbeat."""
+    rank_2 = "'2' in map(os.environ.get, ('PMI_RANK', 'OMPI_COMM_WORLD_RANK'))"
+    done = job(
+        3,
+        """
+        assert len(world.watchdog._checks) == (world.rank != 1)
+        world.barrier()
+        if world.rank == 1:
+            MPI.Finalize()
+            os._exit(0)
+        time.sleep(0.6 + 0.3 * world.rank)
+        """,
+        f"watchdog.HOST_SILENCE = 0.4; {rank_2} and vars(os).pop('pidfd_open')",
+    )
+    succeeded(done)
+
+
+def test_a_silent_host_ends_the_job():
+    stopped = "world.rank == 1 and os.kill(os.getpid(), signal.SIGSTOP); world.barrier()"
+    done = job(2, stopped, "watchdog.HOST_SILENCE = 0.8; vars(os).pop('pidfd_open', None)")
+    assert done.code not in (0, None) and not done.left
+    assert done.err.count("error: rank 0: rank 1 has sent no heartbeat for 1 s: it or its host is stuck") == 1, done.err
