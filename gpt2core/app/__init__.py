@@ -15,7 +15,7 @@ from gpt2core.parallel.launcher_env import read_launcher_env
 for _variable in ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS"):
     os.environ.setdefault(_variable, "1")
 
-PACKAGES = ("numpy", "safetensors", "tokenizers", "tqdm", "matplotlib", "threadpoolctl")  # that every stage needs
+PACKAGES = ("numpy", "tokenizers", "tqdm", "matplotlib", "threadpoolctl")  # that every stage needs
 INSTALLS = dict.fromkeys(PACKAGES, "make train") | {"triton": "make train STAGE=2 PRESET=nano"}
 
 

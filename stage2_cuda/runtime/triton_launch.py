@@ -10,16 +10,14 @@ and integers are divisible by 16, which integers are 1, and every constant.
 """
 
 import ctypes
-import dataclasses
 import functools
 import importlib
-import inspect
 import threading
-from types import SimpleNamespace
 
 import numpy as np
 
 from gpt2core.errors import ConfigError
+from stage2_cuda.runtime import faster_interpreter
 
 USE_INTERPRETER = "with TRITON_INTERPRET=1 in the environment the same kernels run on the CPU, slowly"
 PIP_INSTALL = "pip install cupy-cuda13x[ctk], or cupy-cuda12x[ctk] for a driver of CUDA 12"
@@ -71,7 +69,7 @@ class InterpreterLauncher:
 
     def __init__(self):
         self.lock = threading.Lock()  # the interpreter keeps the current program's index in a global variable
-        remove_interpreter_overhead()
+        faster_interpreter.install()
 
     def can_overlap(self):
         return False
@@ -90,56 +88,6 @@ class InterpreterLauncher:
         if pointer.dtype.name == "bfloat16":
             raise ConfigError("bf16 is silently wrong in Triton's interpreter: use fp32 there, or a GPU")
         return pointer if isinstance(value, np.ndarray) else value
-
-
-@functools.cache
-def remove_interpreter_overhead():
-    """Replace parts of Triton 3.9's interpreter by faster ones with the same results; other versions stay as they are.
-
-    They take more than half of the time of a small kernel. Before a kernel, and before each function that a kernel
-    calls, the interpreter searches triton.language for the functions that it replaces: here it searches once per
-    process and replaces them once per kernel. For each sum and product of integers it computes whether the result
-    overflows, and ignores the answer unless Triton's debug mode is on. For each operation it builds a table of dtypes
-    and broadcasts both operands, also if their shapes are equal.
-    """
-    interpreter = importlib.import_module("triton.runtime.interpreter")
-    language = importlib.import_module("triton.language")
-    expected = "_patch_lang", "_patch_builtin", "_patch_attr", "_get_np_dtype", "interpreter_semantic"
-    if not all(hasattr(interpreter, name) for name in expected):
-        return
-
-    @functools.cache
-    def builtins_of(owner):
-        return [name for name, member in inspect.getmembers(owner) if language.core.is_builtin(member)]
-
-    def patch_builtin(owner, *options):
-        for name in builtins_of(owner):
-            if language.core.is_builtin(member := getattr(owner, name)):  # not replaced yet
-                interpreter._patch_attr(owner, name, member, *options)
-
-    patch_lang, np_dtype, np_dtypes = interpreter._patch_lang, interpreter._get_np_dtype, {}
-    semantic = interpreter.interpreter_semantic
-    broadcast_any = type(semantic).broadcast_impl_value
-    # kernels use triton.language, the functions of Triton's own library use its module core
-    both = SimpleNamespace(__globals__={"tl": language, "core": language.core})
-
-    def cached_np_dtype(dtype):
-        if (found := np_dtypes.get(dtype.name)) is None:
-            found = np_dtypes[dtype.name] = np_dtype(dtype)
-        return found
-
-    def broadcast(semantic, lhs, rhs):
-        if lhs.type.is_block() and rhs.type.is_block() and lhs.type.shape == rhs.type.shape:
-            return lhs, rhs
-        return broadcast_any(semantic, lhs, rhs)
-
-    type(semantic).broadcast_impl_value = broadcast
-    interpreter._patch_builtin = patch_builtin
-    interpreter._patch_lang = lambda kernel: patch_lang(both)
-    interpreter.InterpretedFunction.__call__ = lambda function, *args, **kwargs: function.rewrite()(*args, **kwargs)
-    interpreter._get_np_dtype = cached_np_dtype
-    options = semantic.builder.options
-    semantic.builder.options = dataclasses.replace(options, sanitize_overflow=options.debug)
 
 
 class GpuLauncher:
