@@ -10,6 +10,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from gpt2core.app.loss_plot import run_curves, write_plot
 from gpt2core.errors import ConfigError, counted
 from gpt2core.model import parameter_count
 
@@ -18,15 +19,16 @@ class RunLog:
     """Reports each step to the screen, a log file and a plot.
 
     path: the log, one JSON object per line, or None; rows of steps before `first` are kept, for a resumed run.
-    plot: the PNG file of the loss curve, or None. every: steps between lines. steps: the total number.
+    plot: the PNG file of the loss curve, or None; title: of the plot. every: steps between lines. steps: the total
+    number.
 
     Floats are written at full precision. Steps with validation have val_loss and val_perplexity; the last line has
     parameters_sha256 and, on a GPU, peak_memory_bytes. Raises ConfigError when a file cannot be written: before the
     first step, or later when the disk is full.
     """
 
-    def __init__(self, path, plot, every, first, steps):
-        self.every, self.plot, self.rows = every, plot, []
+    def __init__(self, path, plot, every, first, steps, title=""):
+        self.every, self.plot, self.title, self.rows = every, plot, title, []
         self.complete = 0  # bytes of the log's complete lines
         for file in filter(None, (path, plot)):
             try:
@@ -84,7 +86,7 @@ class RunLog:
                 self.file.close()
         if self.plot and self.rows:
             try:
-                plot_curve(self.rows, self.plot)
+                write_plot(run_curves(self.rows), self.title, self.plot)
             except OSError as error:
                 raise ConfigError(f"{self.plot}: cannot be written ({error.strerror}): free some space") from None
 
@@ -197,26 +199,6 @@ def read_log(path):
             except ValueError:
                 break
     return [row for row in rows if isinstance(row, dict) and isinstance(row.get("step"), int) and "loss" in row]
-
-
-def plot_curve(rows, path):
-    """Write the loss curve of `rows` as PNG."""
-    import matplotlib  # imported only here, because that takes longer than a step of the preset tiny
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7, 4.5), layout="constrained")
-    axes.plot([row["step"] for row in rows], [row["loss"] for row in rows], label="training")
-    validated = [row for row in rows if "val_loss" in row]
-    if validated:
-        steps = [row["step"] for row in validated]
-        axes.plot(steps, [row["val_loss"] for row in validated], "o-", label="validation")
-        axes.legend()
-    axes.set(xlabel="step", ylabel="cross-entropy (nats per token)", ylim=(0, None))
-    axes.grid(alpha=0.3)
-    figure.savefig(path, format="png", dpi=150)
-    pyplot.close(figure)
 
 
 def flops_per_token(config, seq_len):

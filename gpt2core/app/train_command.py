@@ -185,7 +185,8 @@ def open_log(config, trainer, notes):
     """The RunLog; adds a note if --out has another run's checkpoint. Raises if --log or --out cannot be written."""
     if config.out:
         writable_directory(config.out)
-    log = RunLog(config.log, config.plot, config.log_every, trainer.steps, max(config.steps, trainer.steps))
+    title = f"GPT-2 {config.init_from or config.preset} on {config.data.name}"
+    log = RunLog(config.log, config.plot, config.log_every, trainer.steps, max(config.steps, trainer.steps), title)
     if config.out and not config.resume and (older := newest_step(config.out)):
         notes.append(
             f"note: {config.out} holds {older.name} of an earlier run, which this run replaces: "
