@@ -3,25 +3,38 @@
 Whatever can fail on one rank runs inside all_or_raise(), so that no rank waits for another that has failed.
 """
 
+import contextlib
 import functools
 import hashlib
+import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
 from gpt2core.app.backend_setup import make_backends, memory_errors, step_sizes, usable_threads
-from gpt2core.app.checkpoint_directory import load_checkpoint, newest_step, save_checkpoint, writable_directory
+from gpt2core.app.checkpoint_directory import describe_step, load_checkpoint, newest_step, save_checkpoint
 from gpt2core.app.checkpoint_files import Checkpoint
 from gpt2core.app.inference_io import load_tokenizer, write_text
+from gpt2core.app.output_files import check_log, check_plot, move_aside
 from gpt2core.app.rank_agreement import check_one_process, check_rank_flags, print_nothing, share_tokens
 from gpt2core.app.resume import Progress, read_progress, restore, run_state, saved_arguments
-from gpt2core.app.run_config import RunConfig, data_parallel_ranks, model_config, resolve_flags, resolve_rank_flags
+from gpt2core.app.run_config import (
+    RunConfig,
+    data_parallel_ranks,
+    model_config,
+    resolve_flags,
+    resolve_rank_flags,
+    resume_command,
+)
+from gpt2core.app.run_lock import RunLock
 from gpt2core.app.run_log import RunLog, SilentLog, describe, report_end, unused_threads, with_utilisation
 from gpt2core.app.stop_signals import StopSignals
+from gpt2core.app.terminal import wrapped
 from gpt2core.data import Windows
-from gpt2core.errors import ConfigError, counted
+from gpt2core.errors import CheckpointError, ConfigError, Diverged, counted
 from gpt2core.optimizer import Schedule
-from gpt2core.parallel.all_or_raise import all_or_raise, on_root
+from gpt2core.parallel.all_or_raise import all_or_raise, on_root, shared_error
 from gpt2core.parallel.config import plan_micro_batches
 from gpt2core.parallel.local_windows import LocalWindows
 from gpt2core.parallel.whole_parameters import current_model, named_moments, named_parameters, parameter_hash
@@ -42,6 +55,13 @@ def train_command(make_backend, world, args, cores):
     check_one_process(world, make_backend.many_ranks)
     check_rank_flags(world, args, make_backend.many_ranks)
     transport = all_or_raise(world, lambda: world.use_transport(args.transport))
+    lock = on_root(world, lambda: RunLock(args.out) if args.out else None)
+    with lock or contextlib.nullcontext():
+        return train(make_backend, world, args, cores, transport, lock)
+
+
+def train(make_backend, world, args, cores, transport, lock):
+    """train_command() with the RunLock of --out (None without --out, and on ranks other than the root)."""
     inputs = on_root(world, lambda: read_inputs(world, args, transport, make_backend.deterministic))
     notes = inputs.notes if inputs else []
     config, progress, tokenizer = world.broadcast_object(inputs and (inputs.config, inputs.progress, inputs.tokenizer))
@@ -53,17 +73,18 @@ def train_command(make_backend, world, args, cores):
         source = inputs and inputs.source
         notes += all_or_raise(world, lambda: restore(trainer, source, progress, config.autotune))
     inputs = source = None  # free the arrays of the checkpoint, which the trainer has copied
-    log = on_root(world, lambda: open_log(config, trainer, notes)) or SilentLog()
+    log = on_root(world, lambda: open_log(config, trainer, lock, notes)) or SilentLog()
     trainer.backend.runtime.notify = log.print_error
     first_step, threads = trainer.steps, usable_threads(make_backend, config.threads, cores)
     log.print(describe(config, trainer, corpus))
     for note in [*unused_threads(threads, config, trainer), *trainer.backend.runtime.notes(trainer.config), *notes]:
         log.print(note)
     if first_step:
-        log.print(f"resumed after step {first_step - 1}" + ("" if config.out else "; no --out: nothing will be saved"))
-    signal = run_steps(config, corpus, trainer, windows, validation, schedule, log)
-    emit = print if world.is_root else print_nothing
-    report_end(config, trainer, first_step, signal, emit)
+        log.print(f"resumed after step {first_step - 1}")
+    signal, seconds = run_steps(config, corpus, trainer, windows, validation, schedule, log)
+    command = resume_command(args, world.one_process)
+    emit = (lambda text: print(wrapped(text))) if world.is_root else print_nothing
+    report_end(config, trainer, first_step, seconds, signal, command, emit)
     if signal:
         return 128 + signal
     if config.sample > 0:
@@ -108,6 +129,11 @@ def read_inputs(world, args, transport, deterministic):
     """Read the Inputs and resolve every flag; only the root calls it."""
     if args.resume and args.init_from:
         raise ConfigError("--resume and --init-from exclude each other: continue a run, or start a new one")
+    if not args.overwrite and (older := older_run(args)):
+        raise CheckpointError(
+            f"--out {args.out}: holds {describe_step(older)} of another run: continue it with --resume {args.out}, "
+            f"give --overwrite to rename the directory, or choose another one"
+        )
     source = None
     if path := args.resume or args.init_from:
         source = load_checkpoint(path, with_optimizer=path is args.resume)
@@ -181,25 +207,43 @@ def make_schedule(config, corpus, group):
     return windows, validation, schedule
 
 
-def open_log(config, trainer, notes):
-    """The RunLog; adds a note if --out has another run's checkpoint. Raises if --log or --out cannot be written."""
-    if config.out:
-        writable_directory(config.out)
-    title = f"GPT-2 {config.init_from or config.preset} on {config.data.name}"
-    log = RunLog(config.log, config.plot, config.log_every, trainer.steps, max(config.steps, trainer.steps), title)
-    if config.out and not config.resume and (older := newest_step(config.out)):
-        notes.append(
-            f"note: {config.out} holds {older.name} of an earlier run, which this run replaces: "
-            f"to continue that run, use --resume"
+def older_run(settings):
+    """The Path of the newest checkpoint in --out, or None if there is none or if --resume continues its run.
+
+    settings: the parsed flags or the RunConfig.
+    """
+    out, resume = settings.out and settings.out.resolve(), settings.resume and Path(settings.resume).resolve()
+    continued = resume and out in (resume, resume.parent)  # DIR, DIR/latest or DIR/step-XXXXXXXX
+    return newest_step(out) if out and not continued else None
+
+
+def open_log(config, trainer, lock, notes):
+    """The RunLog. Renames an older run's files, if --overwrite is given, and adds notes to print.
+
+    Raises ConfigError before it changes anything if --log or --plot cannot be written, or is a file of something else.
+    """
+    rows = check_log(config.log) if config.log and not config.resume else 0
+    if rows and not config.overwrite:
+        raise ConfigError(
+            f"--log {config.log}: holds {counted(rows, 'step')} of another run: continue it with --resume, give "
+            f"--overwrite to rename the file, or choose another one"
         )
-    return log
+    if config.plot:
+        check_plot(config.plot)
+    if older := older_run(config):
+        notes.append(f"note: {config.out} held {describe_step(older)} of an earlier run: it is now {lock.move_aside()}")
+    if rows and config.log.exists():  # it was not in the directory that has been renamed
+        notes.append(f"note: {config.log} was the log of an earlier run: it is now {move_aside(config.log)}")
+    notes += lock.notes if lock else []
+    title = f"GPT-2 {config.init_from or config.preset} on {config.data.name}"
+    return RunLog(config.log, config.plot, config.log_every, trainer.steps, max(config.steps, trainer.steps), title)
 
 
 # -- the run -----------------------------------------------------------------------------------------------------------
 
 
 def run_steps(config, corpus, trainer, windows, validation, schedule, log):
-    """Run the training loop and close the log; returns the number of the signal that stopped it, or None."""
+    """Run the training loop and close the log; returns (number of the signal that stopped it or None, seconds)."""
 
     def save(trainer):
         parameters, moments = named_parameters(trainer), named_moments(trainer)  # collective: all ranks take part
@@ -219,9 +263,10 @@ def run_steps(config, corpus, trainer, windows, validation, schedule, log):
         log(with_utilisation(trainer, step), validation_loss, final_fields(trainer) if last else None)
 
     sizes = step_sizes(config, trainer.micro_batches, trainer.mesh.data.size)
+    first_step, source, start = trainer.steps, config.resume or config.init_from, time.perf_counter()
     try:
         with StopSignals() as stop, memory_errors(trainer.backend, trainer.config, *sizes):
-            return run(
+            signal = run(
                 trainer,
                 windows,
                 schedule,
@@ -236,11 +281,21 @@ def run_steps(config, corpus, trainer, windows, validation, schedule, log):
                 verify_every=config.verify_every,
                 received_signal=lambda: stop.received or 0,
             )
+            return signal, time.perf_counter() - start
     except LogLost as error:
         if config.out:
             saved = f"the {counted(error.steps, 'step')} made are saved"
             error.args = (f"{error}; {saved}: continue with --resume {config.out} --out {config.out}",)
         raise
+    except Diverged:
+        if trainer.steps > first_step or not source:
+            raise
+        raise shared_error(
+            CheckpointError(
+                f"{source}: the loss or its gradient is not finite before the first update: the checkpoint is damaged, "
+                f"or its run had diverged: use an earlier one"
+            )
+        ) from None
     finally:
         log.close()
 
