@@ -59,30 +59,27 @@ def continue_log(path, first):
     return file, rows
 
 
-def check_log(path):
-    """The number of rows in the log at `path`; raises ConfigError if the file is not a log or cannot be written."""
-    check_writable(path)
-    return sum(1 for _ in log_rows(path))
+def check_outputs(log, plot):
+    """Raise ConfigError if the log or the plot (Paths or None) cannot be written, or the plot is a file of others."""
+    for path in filter(None, (log, plot)):
+        try:
+            open(path, "a").close()
+        except OSError as error:
+            raise ConfigError(f"{path}: cannot be written ({error.strerror}): choose another file") from None
+    if log and plot and log.is_file() and os.path.samefile(log, plot):
+        raise ConfigError(f"--log {log} and --plot {plot} are one file: choose another file for one of them")
+    if plot and not is_plot(plot):
+        raise ConfigError(f"{plot}: is not a plot of this program: choose another file")
 
 
-def check_plot(path):
-    """Raise ConfigError if the file at `path` is not a plot of this program, or cannot be written."""
-    check_writable(path)
-    if not Path(path).is_file():
-        return
+def is_plot(path):
+    """Whether a plot of this program is stored at `path`, or nothing: an empty file, or a device such as /dev/full."""
+    if not path.is_file():
+        return True
+    ((name, value),) = SOFTWARE.items()
     with open(path, "rb") as file:
         head = file.read(4096)
-    ((name, value),) = SOFTWARE.items()
-    if head and not (head.startswith(PNG) and f"tEXt{name}\0{value}".encode() in head):
-        raise ConfigError(f"{path}: is not a plot of this program: choose another file")
-
-
-def check_writable(path):
-    """Raise ConfigError if a file cannot be written; it is created if it does not exist."""
-    try:
-        open(path, "a").close()
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be written ({error.strerror}): choose another file") from None
+    return not head or (head.startswith(PNG) and f"tEXt{name}\0{value}".encode() in head)
 
 
 def move_aside(path):

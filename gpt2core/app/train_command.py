@@ -16,7 +16,7 @@ from gpt2core.app.backend_setup import make_backends, memory_errors, step_sizes,
 from gpt2core.app.checkpoint_directory import describe_step, load_checkpoint, newest_step, save_checkpoint
 from gpt2core.app.checkpoint_files import Checkpoint
 from gpt2core.app.inference_io import load_tokenizer, write_text
-from gpt2core.app.output_files import check_log, check_plot, move_aside
+from gpt2core.app.output_files import check_outputs, log_rows, move_aside
 from gpt2core.app.rank_agreement import check_one_process, check_rank_flags, print_nothing, share_tokens
 from gpt2core.app.resume import Progress, read_progress, restore, run_state, saved_arguments
 from gpt2core.app.run_config import (
@@ -222,14 +222,13 @@ def open_log(config, trainer, lock, notes):
 
     Raises ConfigError before it changes anything if --log or --plot cannot be written, or is a file of something else.
     """
-    rows = check_log(config.log) if config.log and not config.resume else 0
+    check_outputs(config.log, config.plot)
+    rows = len(list(log_rows(config.log))) if config.log and not config.resume else 0
     if rows and not config.overwrite:
         raise ConfigError(
             f"--log {config.log}: holds {counted(rows, 'step')} of another run: continue it with --resume, give "
             f"--overwrite to rename the file, or choose another one"
         )
-    if config.plot:
-        check_plot(config.plot)
     if older := older_run(config):
         notes.append(f"note: {config.out} held {describe_step(older)} of an earlier run: it is now {lock.move_aside()}")
     if rows and config.log.exists():  # it was not in the directory that has been renamed
@@ -288,7 +287,7 @@ def run_steps(config, corpus, trainer, windows, validation, schedule, log):
             error.args = (f"{error}; {saved}: continue with --resume {config.out} --out {config.out}",)
         raise
     except Diverged:
-        if trainer.steps > first_step or not source:
+        if trainer.steps > first_step or not source or trainer.loss_scale.value is not None:  # fp16 can overflow
             raise
         raise shared_error(
             CheckpointError(
