@@ -176,7 +176,10 @@ def unused_threads(usable, config, trainer):
 
 
 def report_end(config, trainer, first_step, seconds, stopped_by, command, emit):
-    """Print how the run ended. seconds: the time of its steps; stopped_by: a signal's number or None; command: resumes it."""
+    """Print how the run ended.
+
+    seconds: the time of its steps. stopped_by: the number of a signal, or None. command: the one that resumes the run.
+    """
     out = config.out
     if first_step >= config.steps:
         emit(f"nothing was left to train after {counted(first_step, 'step')}: --steps is {config.steps} in total")
