@@ -55,15 +55,17 @@ def read_prompts(path, tokenizer):
     return prompts
 
 
-def write_text(model, tokenizer, prompt, count, choose=None, stop=None, stream=False, stats=False, emit=print):
+def write_text(
+    model, tokenizer, prompt, count, choose=None, stop=None, stream=False, stats=False, emit=print, width=None
+):
     """Print a prompt and its continuation of up to `count` tokens with emit(), which has the arguments of print().
 
     choose: the sampling rule (default greedy). stop: end after this text. stream: emit each token as it is generated.
-    stats: add a line with times.
+    stats: add a line with times. width: characters per line (default: those of the terminal).
     """
     head = f"Prompt ({counted(len(prompt), 'token')})"
-    emit(f"{head}:\n{wrapped(tokenizer.decode(prompt))}\n\nContinuation:", flush=True)
-    start, times, text, wrap = time.perf_counter(), [], "", WordWrap(terminal_width())
+    emit(f"{head}:\n{wrapped(tokenizer.decode(prompt), width)}\n\nContinuation:", flush=True)
+    start, times, text, wrap = time.perf_counter(), [], "", WordWrap(width or terminal_width())
     for piece in text_pieces(model, tokenizer, prompt, count, choose, stop):
         times.append(time.perf_counter() - start)
         text += piece

@@ -3,6 +3,7 @@
 A value comes from the command line, otherwise from the resumed checkpoint, otherwise from the recipe of the preset.
 """
 
+import os
 import shlex
 import sys
 from dataclasses import dataclass, replace
@@ -101,7 +102,7 @@ def flag(name):
 def resume_command(args, one_process):
     """The command line that continues the run of this process from its --out directory."""
     module = sys.modules["__main__"].__spec__
-    words = [sys.orig_argv[0], *(["-m", module.name] if module else sys.argv[:1])]
+    words = [sys.orig_argv[0].removeprefix(f"{os.getcwd()}/"), *(["-m", module.name] if module else sys.argv[:1])]
     words += ["--resume", args.out, "--out", args.out]
     for name, default in NOT_SAVED.items():
         value = getattr(args, name)

@@ -185,7 +185,7 @@ def report_end(config, trainer, first_step, seconds, stopped_by, command, emit):
         emit(f"nothing was left to train after {counted(first_step, 'step')}: --steps is {config.steps} in total")
     if stopped_by:
         done = f"{reason(stopped_by)} after {trainer.steps} of {counted(config.steps, 'step')}"
-        emit(f"{done}: " + (f"continue with {command}" if out else "nothing was saved, because --out was not given"))
+        emit(f"{done}: " + (f"continue with\n  {command}" if out else "nothing was saved, because --out was not given"))
         return
     total = f", {trainer.steps} in total" if first_step else ""
     saved = f", saved in {out}" if out else " (no --out: nothing was saved)"

@@ -10,9 +10,9 @@ def terminal_width():
     return shutil.get_terminal_size().columns - 1 if sys.stdout.isatty() else None
 
 
-def wrapped(text):
-    """`text` with lines that fit the terminal."""
-    return WordWrap(terminal_width()).push(text, last=True)
+def wrapped(text, width=None):
+    """`text` with lines of at most `width` characters; None: lines that fit the terminal."""
+    return WordWrap(width or terminal_width()).push(text, last=True)
 
 
 class WordWrap:

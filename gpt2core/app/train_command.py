@@ -30,7 +30,7 @@ from gpt2core.app.run_config import (
 from gpt2core.app.run_lock import RunLock
 from gpt2core.app.run_log import RunLog, SilentLog, describe, report_end, unused_threads, with_utilisation
 from gpt2core.app.stop_signals import StopSignals
-from gpt2core.app.terminal import wrapped
+from gpt2core.app.terminal import terminal_width
 from gpt2core.data import Windows
 from gpt2core.errors import CheckpointError, ConfigError, Diverged, counted
 from gpt2core.optimizer import Schedule
@@ -83,7 +83,7 @@ def train(make_backend, world, args, cores, transport, lock):
         log.print(f"resumed after step {first_step - 1}")
     signal, seconds = run_steps(config, corpus, trainer, windows, validation, schedule, log)
     command = resume_command(args, world.one_process)
-    emit = (lambda text: print(wrapped(text))) if world.is_root else print_nothing
+    emit = print if world.is_root else print_nothing
     report_end(config, trainer, first_step, seconds, signal, command, emit)
     if signal:
         return 128 + signal
@@ -311,4 +311,5 @@ def write_sample(config, corpus, trainer):
     if trainer.world.is_root:
         trainer.backend.runtime.use_threads(trainer.workers.size)
         prompt = corpus.tokens[: min(256, trainer.config.block_size)].tolist()
-        write_text(model, corpus.tokenizer, prompt, config.sample)
+        width = terminal_width() or 79  # a rank of mpirun writes to a pipe, not to the terminal
+        write_text(model, corpus.tokenizer, prompt, config.sample, width=width)

@@ -1,9 +1,11 @@
-"""No run damages a file: logs are continued or refused, older runs are renamed, --out is locked. What the screen shows."""
+"""No run damages a file: logs are continued or refused, older runs are renamed, --out is locked. The screen."""
 
+import importlib.util
 import json
 import os
 import platform
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -13,10 +15,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gpt2core.app import run_lock
+from gpt2core.app import cli, run_lock
 from gpt2core.app.checkpoint_directory import load_checkpoint, save_checkpoint
 from gpt2core.app.loss_plot import Curve, write_plot
 from gpt2core.app.output_files import continue_log, is_plot, move_aside
+from gpt2core.app.run_config import resume_command
 from gpt2core.app.run_lock import RunLock
 from gpt2core.app.run_log import RunLog, constants, duration, read_log, step_line
 from gpt2core.app.terminal import WordWrap
@@ -282,7 +285,8 @@ def test_words_are_wrapped_in_pieces_as_in_one_text(rng):
 
 def test_on_a_terminal_no_line_is_longer_than_it_and_a_pipe_gets_the_text_unchanged(nano, infer, tmp_path, monkeypatch):
     out = tmp_path / "run"
-    assert nano("--out", out).code == 0
+    sample = nano("--out", out, "--sample", 60).out.split("Prompt")[1]
+    assert 60 < max(map(len, sample.splitlines())) <= 79  # in a pipe too: ranks of mpirun have no terminal
     flags = ("--weights", out, "--prompt", "the model reads one token, then another;", "--max-new-tokens", 60)
     plain = infer(*flags).out
     assert max(map(len, plain.splitlines())) > 200
@@ -309,3 +313,20 @@ def test_a_checkpoint_that_is_not_finite_is_not_blamed_on_the_learning_rate(nano
     result = nano("--resume", tmp_path / "huge", "--steps", 4)
     assert (result.code, result.err.count("\n")) == (2, 1) and "not finite before the first update" in result.err
     assert "lr" not in result.err and "use an earlier one" in result.err
+
+
+def test_the_command_that_resumes_has_the_flags_that_no_checkpoint_holds(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "orig_argv", [f"{tmp_path}/.venv/bin/python", "train_gpt2.py"])
+    monkeypatch.setattr(sys, "argv", ["train_gpt2.py"])
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
+    words = "--preset tiny --lr 1e-3 --out run --log a'b.jsonl --sample 0 --no-graph --tp 2 --init-from x --overwrite"
+    args = cli.train_parser().parse_args([*words.split(), "--autotune", "--local-shuffle"])
+    flags = """--resume run --out run --log 'a'"'"'b.jsonl' --sample 0 --no-graph --autotune --tp 2 --local-shuffle"""
+    assert resume_command(args, True) == f".venv/bin/python train_gpt2.py {flags}"
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", importlib.util.find_spec("gpt2core.errors"))
+    assert resume_command(args, False) == f"mpirun ... .venv/bin/python -m gpt2core.errors {flags}"
+    parsed = cli.train_parser().parse_args(shlex.split(flags))
+    assert {name for name, value in vars(parsed).items() if value != vars(args)[name]} == {
+        "resume", "preset", "lr", "init_from", "overwrite",
+    }  # fmt: skip

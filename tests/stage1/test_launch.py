@@ -335,7 +335,8 @@ def test_make_trains_and_generates_on_several_ranks(mpi, tmp_path):
     words = ("STAGE=1", "N=2", "PRESET=nano", f"OUT={tmp_path}/run")
     done = make("train", *words, "ARGS=--steps 2 --sample 0")
     assert done.returncode == 0, done.stderr
-    assert "2 ranks" in done.stdout and re.search(rf"^trained 2 steps in .* s, saved in {tmp_path}/run$", done.stdout, re.M)
+    assert "2 ranks" in done.stdout
+    assert re.search(rf"^trained 2 steps in .* s, saved in {tmp_path}/run$", done.stdout, re.M)
     done = make("generate", *words, "ARGS=--max-new-tokens 2")
     assert done.returncode == 0 and done.stdout.count("Continuation:") == 1, done.stdout + done.stderr
     assert done.stdout.startswith(f"weights: {tmp_path}/run\n")
