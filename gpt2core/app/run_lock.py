@@ -10,7 +10,7 @@ import os
 import platform
 from pathlib import Path
 
-from gpt2core.app.checkpoint_directory import writable_directory
+from gpt2core.app.checkpoint_directory import describe_step, newest_step, writable_directory
 from gpt2core.app.output_files import move_aside
 from gpt2core.errors import CheckpointError
 
@@ -90,3 +90,22 @@ def is_open_file(path, file):
         return os.path.samestat(os.stat(path), os.fstat(file.fileno()))
     except FileNotFoundError:
         return False
+
+
+def older_run(settings):
+    """The Path of the newest checkpoint in --out, or None if there is none or if --resume continues its run.
+
+    settings: the parsed flags or the RunConfig.
+    """
+    out, resume = settings.out and settings.out.resolve(), settings.resume and Path(settings.resume).resolve()
+    continued = resume and out in (resume, resume.parent)  # DIR, DIR/latest or DIR/step-XXXXXXXX
+    return newest_step(out) if out and not continued else None
+
+
+def check_unused(args):
+    """Raise CheckpointError if --out has another run's checkpoints, unless the parsed flags have --overwrite."""
+    if not args.overwrite and (older := older_run(args)):
+        raise CheckpointError(
+            f"--out {args.out}: holds {describe_step(older)} of another run: continue it with --resume {args.out}, "
+            f"give --overwrite to rename the directory, or choose another one"
+        )

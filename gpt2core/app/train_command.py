@@ -8,12 +8,11 @@ import functools
 import hashlib
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
 from gpt2core.app.backend_setup import make_backends, memory_errors, step_sizes, usable_threads
-from gpt2core.app.checkpoint_directory import describe_step, load_checkpoint, newest_step, save_checkpoint
+from gpt2core.app.checkpoint_directory import describe_step, load_checkpoint, save_checkpoint
 from gpt2core.app.checkpoint_files import Checkpoint
 from gpt2core.app.inference_io import load_tokenizer, write_text
 from gpt2core.app.output_files import check_outputs, log_rows, move_aside
@@ -27,7 +26,7 @@ from gpt2core.app.run_config import (
     resolve_rank_flags,
     resume_command,
 )
-from gpt2core.app.run_lock import RunLock
+from gpt2core.app.run_lock import RunLock, check_unused, older_run
 from gpt2core.app.run_log import RunLog, SilentLog, describe, report_end, unused_threads, with_utilisation
 from gpt2core.app.stop_signals import StopSignals
 from gpt2core.app.terminal import terminal_width
@@ -129,11 +128,7 @@ def read_inputs(world, args, transport, deterministic):
     """Read the Inputs and resolve every flag; only the root calls it."""
     if args.resume and args.init_from:
         raise ConfigError("--resume and --init-from exclude each other: continue a run, or start a new one")
-    if not args.overwrite and (older := older_run(args)):
-        raise CheckpointError(
-            f"--out {args.out}: holds {describe_step(older)} of another run: continue it with --resume {args.out}, "
-            f"give --overwrite to rename the directory, or choose another one"
-        )
+    check_unused(args)
     source = None
     if path := args.resume or args.init_from:
         source = load_checkpoint(path, with_optimizer=path is args.resume)
@@ -207,16 +202,6 @@ def make_schedule(config, corpus, group):
     return windows, validation, schedule
 
 
-def older_run(settings):
-    """The Path of the newest checkpoint in --out, or None if there is none or if --resume continues its run.
-
-    settings: the parsed flags or the RunConfig.
-    """
-    out, resume = settings.out and settings.out.resolve(), settings.resume and Path(settings.resume).resolve()
-    continued = resume and out in (resume, resume.parent)  # DIR, DIR/latest or DIR/step-XXXXXXXX
-    return newest_step(out) if out and not continued else None
-
-
 def open_log(config, trainer, lock, notes):
     """The RunLog. Renames an older run's files, if --overwrite is given, and adds notes to print.
 
@@ -272,9 +257,7 @@ def run_steps(config, corpus, trainer, windows, validation, schedule, log):
                 config.steps,
                 validation=validation,
                 eval_every=config.eval_every,
-                on_step=lambda step, loss, last: log(
-                    with_utilisation(trainer, step), loss, final_fields(trainer) if last else None
-                ),
+                on_step=report,
                 save=save if config.out else None,
                 save_every=config.checkpoint_every,
                 verify_every=config.verify_every,
