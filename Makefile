@@ -104,7 +104,7 @@ help:  ## show this text
 	@echo '  PYTHON=python3     use this interpreter and install nothing (default: create .venv)'
 
 train: $(train_ready)  ## train PRESET on the shipped corpus and print a sample; checkpoints go to out/
-	$(run) -m $(stage).train_gpt2 --preset $(PRESET) --out "$(OUT)" $(ARGS)
+	$(run) -m $(stage).train_gpt2 --preset $(PRESET) --out "$(OUT)" --overwrite $(ARGS)
 
 generate: $(train_ready)  ## continue a text with the checkpoint of `make train`, or else with the shipped weights
 	@$(if $(findstring --weights,$(ARGS)),,echo "weights: $(if $(wildcard $(OUT)/step-*),$(OUT),data/gpt2-paper$(untrained))")

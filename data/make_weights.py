@@ -60,7 +60,7 @@ def train(args):
     for steps, order in PHASES:
         flags = f"--steps {steps} {order} --lr 1e-3 --min-lr 1e-5 --schedule cosine --warmup 50 --clip 1 --sample 0"
         flags = [*flags.split(), "--threads", str(args.threads), "--checkpoint-every", "100", "--keep", "1"]
-        flags += ["--out", str(args.out), "--log", str(args.log)]
+        flags += ["--out", str(args.out), "--log", str(args.log), "--overwrite"]
         if (args.out / "latest").exists():
             flags += ["--resume", str(args.out)]
         if code := train_command(NumpyBackend, Solo(), *parse(train_parser(), Solo(), flags)):

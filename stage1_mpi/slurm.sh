@@ -20,7 +20,7 @@ set -euo pipefail
 source "${VENV:-../.venv}/bin/activate"
 
 out=../out/stage1-slurm
-resume=()
+resume=(--overwrite)  # without a checkpoint; a log that a job before it began is renamed
 if compgen -G "$out/step-*" > /dev/null; then
   resume=(--resume "$out")
 fi

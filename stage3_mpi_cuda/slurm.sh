@@ -25,7 +25,7 @@ source "${VENV:-../.venv}/bin/activate"
 #export NCCL_DEBUG=WARN
 
 out=../out/stage3-slurm
-resume=()
+resume=(--overwrite)  # without a checkpoint; a log that a job before it began is renamed
 if compgen -G "$out/step-*" > /dev/null; then
   resume=(--resume "$out")
 fi

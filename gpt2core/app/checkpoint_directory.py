@@ -7,7 +7,7 @@ DIR/latest           -> step-00000040, replaced by one rename after all files of
 DIR/config.json ...  -> latest/config.json ..., so that `from_pretrained(DIR)` opens the newest step
 
 On a file system without symbolic links, `latest` is a text file with the name of the step. This module reads it; other
-programs must open DIR/step-00000040. A directory has one writer at a time and any number of readers.
+programs must open DIR/step-00000040. A directory has one writer at a time (see run_lock.py) and any number of readers.
 """
 
 import contextlib
@@ -15,6 +15,7 @@ import os
 import re
 import secrets
 import shutil
+import time
 from pathlib import Path
 
 import numpy as np
@@ -119,6 +120,12 @@ def readable_step(damaged, with_optimizer):
 def newest_step(directory):
     """The Path of the newest complete step in an `--out` directory, that is the one written last, or None."""
     return latest_step(Path(directory)) or next(iter(complete_steps(Path(directory))), None)
+
+
+def describe_step(step):
+    """The name of the directory of a step, with the date on which it was saved."""
+    saved = time.localtime(os.stat(step).st_mtime)
+    return f"{step.name} ({time.strftime('%Y-%m-%d %H:%M', saved)})"
 
 
 def resolve_checkpoint(path):

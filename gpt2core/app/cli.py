@@ -113,6 +113,11 @@ def add_outputs(parser):
     add = group(parser, "checkpoints and logs")
     text = "directory for checkpoints; one is always saved at the end (default: nothing is saved)"
     add("--out", text, type=directory, metavar="DIR")
+    text = (
+        "if --out or --log has an older run, rename it to DIR.1 or FILE.1 (or .2, ...) and start a new one (default: "
+        "refuse to start; a run that --resume continues is kept)"
+    )
+    add("--overwrite", text, action="store_true")
     add("--checkpoint-every", "steps between checkpoints, 0: only at the end (default 0)", type=integer, metavar="N")
     add("--keep", "number of newest checkpoints to keep, 0: all (default 2)", type=integer, metavar="K")
     text = (

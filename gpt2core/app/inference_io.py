@@ -10,6 +10,7 @@ import numpy as np
 from gpt2core.app.presets import CORPUS
 from gpt2core.app.rank_agreement import print_nothing
 from gpt2core.app.resume import saved_arguments
+from gpt2core.app.terminal import WordWrap, terminal_width, wrapped
 from gpt2core.errors import ConfigError, DataError, counted
 from gpt2core.parallel.even_slices import even_slices
 from gpt2core.sampler import generate, generate_batch
@@ -85,27 +86,32 @@ def read_line():
         return ""
 
 
-def write_text(model, tokenizer, prompt, count, choose=None, stop=None, stream=False, stats=False, emit=print):
+def write_text(
+    model, tokenizer, prompt, count, choose=None, stop=None, stream=False, stats=False, emit=print, width=None
+):
     """Print a prompt and its continuation with emit(); the arguments are those of write_continuation."""
-    emit(f"Prompt ({counted(len(prompt), 'token')}):\n{tokenizer.decode(prompt)}\n\nContinuation:", flush=True)
-    write_continuation(model, tokenizer, prompt, count, choose, stop, stream, stats, emit)
+    head = f"Prompt ({counted(len(prompt), 'token')})"
+    emit(f"{head}:\n{wrapped(tokenizer.decode(prompt), width)}\n\nContinuation:", flush=True)
+    write_continuation(model, tokenizer, prompt, count, choose, stop, stream, stats, emit, width=width)
 
 
 def write_continuation(
-    model, tokenizer, prompt, count, choose=None, stop=None, stream=False, stats=False, emit=print, decoders=None
-):
+    model, tokenizer, prompt, count, choose=None, stop=None, stream=False, stats=False, emit=print, decoders=None,
+    width=None,
+):  # fmt: skip
     """Print up to `count` tokens that continue `prompt` with emit(), which has the arguments of print().
 
     choose: the sampling rule (default greedy). stop: end after this text. stream: emit each token as it is generated.
-    stats: add a line with times. decoders: to reuse for the next prompt (see generate_batch).
+    stats: add a line with times. decoders: to reuse for the next prompt (see generate_batch). width: characters per
+    line (default: those of the terminal).
     """
-    start, times, text = time.perf_counter(), [], ""
+    start, times, text, wrap = time.perf_counter(), [], "", WordWrap(width or terminal_width())
     for piece in text_pieces(model, tokenizer, prompt, count, choose, stop, decoders):
         times.append(time.perf_counter() - start)
         text += piece
         if stream:
-            emit(piece, end="", flush=True)
-    emit("" if stream else text)
+            emit(wrap.push(piece), end="", flush=True)
+    emit(wrap.push("" if stream else text, last=True))
     new = max(0, len(times) - 1)  # the last piece is what the text decoder still held, not a token
     if stats and new:
         rest = (times[new - 1] - times[0]) / max(1, new - 1) * 1e3
@@ -164,7 +170,7 @@ def write_batch(world, model, tokenizer, prompts, count, make_rule, stop, stats)
     emit = print if world.is_root else print_nothing
     for number, (prompt, text) in enumerate(zip(prompts, texts, strict=True), 1):
         head = f"Prompt {number} ({counted(len(prompt), 'token')})"
-        emit(f"{head}:\n{tokenizer.decode(prompt)}\n\nContinuation:\n{text}\n")
+        emit(wrapped(f"{head}:\n{tokenizer.decode(prompt)}\n\nContinuation:\n{text}\n"))
     if stats:
         emit(
             f"prompts {len(prompts)} | ranks {world.size} | new tokens {tokens} | total {seconds:.3f} s | "

@@ -2,6 +2,8 @@
 
 from typing import NamedTuple
 
+from gpt2core.app.output_files import SOFTWARE
+
 
 class Curve(NamedTuple):
     """One line of a plot; `style` has further options of matplotlib's plot()."""
@@ -42,7 +44,7 @@ def loss_figure(curves, title):
 
 def write_plot(curves, title, path):
     """Write the figure of `curves` as a PNG file. Raises OSError."""
-    loss_figure(curves, title).savefig(path, format="png", dpi=150)
+    loss_figure(curves, title).savefig(path, format="png", dpi=150, metadata=SOFTWARE)
 
 
 def plain(text):

@@ -3,6 +3,9 @@
 A value comes from the command line, otherwise from the resumed checkpoint, otherwise from the recipe of the preset.
 """
 
+import os
+import shlex
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -11,6 +14,10 @@ from gpt2core.errors import ConfigError, counted
 from gpt2core.model import GPT2Config
 from gpt2core.parallel.config import ParallelConfig
 from gpt2core.parallel.data_parallel import BUCKET_MB
+
+# Flags that a checkpoint does not contain, with their defaults: a resumed run must be given them again.
+NOT_SAVED = dict(log=None, plot=None, sample=30, threads=None, graph=None, autotune=False, nvtx=False)
+NOT_SAVED |= dict.fromkeys(RANK_FLAGS)
 
 
 @dataclass(frozen=True)
@@ -51,6 +58,7 @@ class RunConfig:
     accept_edited: bool
     # output
     out: Path | None
+    overwrite: bool
     checkpoint_every: int
     keep: int
     log: Path | None
@@ -90,6 +98,20 @@ class RunConfig:
 def flag(name):
     """The command-line flag of a setting: "--batch-size" for "batch_size"."""
     return f"--{name.replace('_', '-')}"
+
+
+def resume_command(args, one_process):
+    """The command line that continues the run of this process from its --out directory."""
+    module = sys.modules["__main__"].__spec__
+    words = [sys.orig_argv[0].removeprefix(f"{os.getcwd()}/"), *(["-m", module.name] if module else sys.argv[:1])]
+    words += ["--resume", args.out, "--out", args.out]
+    for name, default in NOT_SAVED.items():
+        value = getattr(args, name)
+        if value is False and value != default:
+            words.append(flag(f"no_{name}"))
+        elif value != default:
+            words += [flag(name)] if value is True else [flag(name), value]
+    return "mpirun ... " * (not one_process) + shlex.join(map(str, words))
 
 
 def resolve_flags(args, saved, deterministic):

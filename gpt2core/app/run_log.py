@@ -5,12 +5,14 @@ import dataclasses
 import json
 import math
 import os
+import signal
 import sys
-from pathlib import Path
 
 from tqdm import tqdm
 
 from gpt2core.app.loss_plot import run_curves, write_plot
+from gpt2core.app.output_files import continue_log, log_rows
+from gpt2core.app.terminal import wrapped
 from gpt2core.errors import ConfigError, counted
 from gpt2core.model import parameter_count
 
@@ -23,23 +25,15 @@ class RunLog:
     number.
 
     Floats are written at full precision. Steps with validation have val_loss and val_perplexity; the last line has
-    parameters_sha256 and, on a GPU, peak_memory_bytes. Raises ConfigError when a file cannot be written: before the
-    first step, or later when the disk is full.
+    parameters_sha256 and, on a GPU, peak_memory_bytes. Raises ConfigError if `path` is not a log, and later if a file
+    cannot be written because the disk is full.
     """
 
     def __init__(self, path, plot, every, first, steps, title=""):
-        self.every, self.plot, self.title, self.rows = every, plot, title, []
-        self.complete = 0  # bytes of the log's complete lines
-        for file in filter(None, (path, plot)):
-            try:
-                open(file, "a").close()
-            except OSError as error:
-                raise ConfigError(f"{file}: cannot be written ({error.strerror}): choose another file") from None
-        if path and first:
-            self.rows = [row for row in read_log(path) if row["step"] < first]
-        self.file = open(path, "w") if path else None
-        for row in self.rows:
-            self.write_row(row)
+        self.every, self.plot, self.title = every, plot, title
+        self.file, self.rows = continue_log(path, first) if path else (None, [])
+        self.complete = os.path.getsize(path) if path else 0  # bytes of the log's complete lines
+        self.constants = []  # the lines of constants() that were printed last
         self.bar = tqdm(total=steps, initial=first, unit="step", disable=None, leave=False, dynamic_ncols=True)
 
     def __call__(self, step, val_loss, final_fields):
@@ -53,11 +47,21 @@ class RunLog:
         self.rows.append(row)
         if step.step % self.every == 0 or val_loss is not None or final_fields:
             self.write_row(row)
-            self.print(step_line(step, val_loss))
+            self.print_step(step, val_loss)
+
+    def print_step(self, step, val_loss):
+        """Print the line of a Step, before it what has changed of its constants, and after it the validation loss."""
+        last, self.constants = self.constants, constants(step)
+        for line in self.constants:
+            if line not in last:
+                self.print(line)
+        self.print(step_line(step))
+        if val_loss is not None:
+            self.print(f"validation: loss {val_loss:.6f}, perplexity {perplexity(val_loss):.3f}")
 
     def print(self, text):
-        """Print a line above the progress bar."""
-        tqdm.write(text)
+        """Print lines above the progress bar."""
+        tqdm.write(wrapped(text))
 
     def print_error(self, text):
         """Print a line on standard error."""
@@ -65,10 +69,11 @@ class RunLog:
 
     def write_row(self, row):
         if self.file:
+            line = json.dumps(row) + "\n"  # ASCII
             try:
-                self.file.write(json.dumps(row) + "\n")
+                self.file.write(line)
                 self.file.flush()
-                self.complete = self.file.tell()
+                self.complete += len(line)
             except OSError as error:
                 file, self.file = self.file, None
                 with contextlib.suppress(OSError):
@@ -106,25 +111,28 @@ class SilentLog:
         pass
 
 
-def step_line(step, val_loss):
-    """The line of a Step on the screen."""
+def step_line(step):
+    """The line of a Step on the screen, in at most 79 characters at usual sizes."""
     parts = [
         f"step {step.step:5d}",
         f"loss {step.loss:.6f}",
         f"lr {step.lr:.3e}",
         f"norm {step.grad_norm:.4f}",
-        f"{step.seconds * 1e3:8.1f} ms",
-        f"{step.tokens_per_second:,.0f} tok/s",
+        f"{step.seconds * 1e3:6.1f} ms",
     ]
-    if step.loss_scale is not None:
-        parts.append(f"scale {step.loss_scale:g}" + (f", skipped {step.skipped}" if step.skipped else ""))
-    if step.bytes_sent is not None:
-        parts.append(f"sent {step.bytes_sent / 1e6:.2f} MB")
     if step.mfu is not None:
-        parts.append(f"mfu {step.mfu:.1%}")
-    if val_loss is not None:
-        parts.append(f"val loss {val_loss:.6f} perplexity {perplexity(val_loss):.3f}")
+        parts.append(f"mfu {step.mfu:.0%}")
     return " | ".join(parts)
+
+
+def constants(step):
+    """Lines with the values of a Step that seldom change."""
+    lines = []
+    if step.bytes_sent is not None:
+        lines.append(f"rank 0 sends {step.bytes_sent / 1e6:.2f} MB per step")
+    if step.loss_scale is not None:
+        lines.append(f"loss scale {step.loss_scale:g}" + (f", skipped {step.skipped}" if step.skipped else ""))
+    return lines
 
 
 def describe(config, trainer, corpus):
@@ -152,6 +160,8 @@ def describe(config, trainer, corpus):
             f"optimizer state: {trainer.optimizer.nbytes / 2**20:.2f} MiB per rank; {whole / 2**20:.2f} MiB with "
             f"--zero 0"
         )
+    if not config.out:
+        lines.append("no --out: nothing will be saved")
     return "\n".join(lines)
 
 
@@ -168,29 +178,43 @@ def unused_threads(usable, config, trainer):
 def time_left(seconds, steps):
     """A list with one note about the time of `steps` more steps of `seconds` each, or [] if it is less than 10 s."""
     left = seconds * steps
-    if left < 10:
-        return []
-    unit, name = next((each for each in ((1, "s"), (60, "minutes")) if left < 120 * each[0]), (3600, "hours"))
-    return [f"about {left / unit:.0f} {name} for {counted(steps, 'more step')}"]
+    return [f"about {duration(left)} for {counted(steps, 'more step')}"] if left >= 10 else []
 
 
-def report_end(config, trainer, first_step, signal, emit):
-    """Print how the run ended."""
+def report_end(config, trainer, first_step, seconds, stopped_by, command, emit):
+    """Print how the run ended.
+
+    seconds: the time of its steps. stopped_by: the number of a signal, or None. command: the one that resumes the run.
+    """
     out = config.out
     if first_step >= config.steps:
         emit(f"nothing was left to train after {counted(first_step, 'step')}: --steps is {config.steps} in total")
-    if signal:
-        done = f"stopped by signal {signal} after {trainer.steps} of {counted(config.steps, 'step')}"
-        hint = f"continue with --resume {out} --out {out}" if out else "nothing was saved, because --out was not given"
-        emit(f"{done}: {hint}")
+    if stopped_by:
+        done = f"{reason(stopped_by)} after {trainer.steps} of {counted(config.steps, 'step')}"
+        emit(f"{done}: " + (f"continue with\n  {command}" if out else "nothing was saved, because --out was not given"))
         return
+    total = f", {trainer.steps} in total" if first_step else ""
     saved = f", saved in {out}" if out else " (no --out: nothing was saved)"
-    emit(f"trained {counted(trainer.steps, 'step')}{saved}")
+    emit(f"trained {counted(trainer.steps - first_step, 'step')} in {duration(seconds)}{total}{saved}")
     if trainer.loss_scale.value is not None:
         skipped, factor = trainer.loss_scale.skipped, trainer.loss_scale.value
         emit(f"loss scale {factor:g}; steps repeated because of overflow: {skipped}")
     if held := trainer.backend.runtime.peak_memory():
         emit(f"device memory held, at most: {held / 2**30:.2f} GiB")
+
+
+def reason(number):
+    """Why a run ended early, from the number of the signal."""
+    name = signal.Signals(number).name
+    return "interrupted" if name == "SIGINT" else f"stopped by {name}"
+
+
+def duration(seconds):
+    """Seconds as text, in the largest unit of which there are two."""
+    if seconds < 120:
+        return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"
 
 
 def perplexity(loss):
@@ -199,15 +223,11 @@ def perplexity(loss):
 
 
 def read_log(path):
-    """The rows of a log, up to the first line that is not JSON (after a crash, the last line may be incomplete)."""
-    rows = []
-    if Path(path).is_file():  # a read of a device such as /dev/full would not end
-        for line in Path(path).read_text(encoding="utf-8", errors="replace").splitlines():
-            try:
-                rows.append(json.loads(line))
-            except ValueError:
-                break
-    return [row for row in rows if isinstance(row, dict) and isinstance(row.get("step"), int) and "loss" in row]
+    """The rows of a log without an incomplete last line, which a crash can leave; [] if there is no such file.
+
+    Raises ConfigError if the file is not a log.
+    """
+    return [row for row, _ in log_rows(path)]
 
 
 def flops_per_token(config, seq_len):

@@ -3,24 +3,36 @@
 Whatever can fail on one rank runs inside all_or_raise(), so that no rank waits for another that has failed.
 """
 
+import contextlib
 import functools
+import time
 from dataclasses import dataclass
 
 import numpy as np
 
 from gpt2core.app.backend_setup import make_backends, memory_errors, step_sizes, usable_threads
-from gpt2core.app.checkpoint_directory import load_checkpoint, newest_step, save_checkpoint, writable_directory
+from gpt2core.app.checkpoint_directory import describe_step, load_checkpoint, save_checkpoint
 from gpt2core.app.checkpoint_files import Checkpoint
 from gpt2core.app.inference_io import load_tokenizer, write_text
+from gpt2core.app.output_files import check_outputs, log_rows, move_aside
 from gpt2core.app.rank_agreement import check_one_process, check_rank_flags, print_nothing, share_tokens
 from gpt2core.app.resume import Progress, edited_notes, find_data, fingerprint, read_progress, restore, run_state
-from gpt2core.app.run_config import RunConfig, data_parallel_ranks, model_config, resolve_flags, resolve_rank_flags
+from gpt2core.app.run_config import (
+    RunConfig,
+    data_parallel_ranks,
+    model_config,
+    resolve_flags,
+    resolve_rank_flags,
+    resume_command,
+)
+from gpt2core.app.run_lock import RunLock, check_unused, older_run
 from gpt2core.app.run_log import RunLog, SilentLog, describe, report_end, time_left, unused_threads, with_utilisation
 from gpt2core.app.stop_signals import StopSignals
+from gpt2core.app.terminal import terminal_width
 from gpt2core.data import Windows
-from gpt2core.errors import ConfigError, counted
+from gpt2core.errors import CheckpointError, ConfigError, Diverged, counted
 from gpt2core.optimizer import Schedule
-from gpt2core.parallel.all_or_raise import all_or_raise, on_root
+from gpt2core.parallel.all_or_raise import all_or_raise, on_root, shared_error
 from gpt2core.parallel.config import plan_micro_batches
 from gpt2core.parallel.local_windows import LocalWindows
 from gpt2core.parallel.whole_parameters import current_model, named_moments, named_parameters, parameter_hash
@@ -39,6 +51,13 @@ def train_command(make_backend, world, args, cores):
     check_one_process(world, make_backend.many_ranks)
     check_rank_flags(world, args, make_backend.many_ranks)
     transport = all_or_raise(world, lambda: world.use_transport(args.transport))
+    lock = on_root(world, lambda: RunLock(args.out) if args.out else None)
+    with lock or contextlib.nullcontext():
+        return train(make_backend, world, args, cores, transport, lock)
+
+
+def train(make_backend, world, args, cores, transport, lock):
+    """train_command() with the RunLock of --out (None without --out, and on ranks other than the root)."""
     inputs = on_root(world, lambda: read_inputs(world, args, transport, make_backend.deterministic))
     notes = inputs.notes if inputs else []
     config, progress, tokenizer = world.broadcast_object(inputs and (inputs.config, inputs.progress, inputs.tokenizer))
@@ -50,17 +69,18 @@ def train_command(make_backend, world, args, cores):
         source = inputs and inputs.source
         notes += all_or_raise(world, lambda: restore(trainer, source, progress, config.autotune))
     inputs = source = None  # free the arrays of the checkpoint, which the trainer has copied
-    log = on_root(world, lambda: open_log(config, trainer, notes)) or SilentLog()
+    log = on_root(world, lambda: open_log(config, trainer, lock, notes)) or SilentLog()
     trainer.backend.runtime.notify = log.print_error
     first_step, threads = trainer.steps, usable_threads(make_backend, config.threads, cores)
     log.print(describe(config, trainer, corpus))
     for note in [*unused_threads(threads, config, trainer), *trainer.backend.runtime.notes(trainer.config), *notes]:
         log.print(note)
     if first_step:
-        log.print(f"resumed after step {first_step - 1}" + ("" if config.out else "; no --out: nothing will be saved"))
-    signal = run_steps(config, corpus, trainer, windows, validation, schedule, log)
+        log.print(f"resumed after step {first_step - 1}")
+    signal, seconds = run_steps(config, corpus, trainer, windows, validation, schedule, log)
+    command = resume_command(args, world.one_process)
     emit = print if world.is_root else print_nothing
-    report_end(config, trainer, first_step, signal, emit)
+    report_end(config, trainer, first_step, seconds, signal, command, emit)
     if signal:
         return 128 + signal
     if config.sample > 0:
@@ -101,6 +121,7 @@ def read_inputs(world, args, transport, deterministic):
     """Read the Inputs and resolve every flag; only the root calls it."""
     if args.resume and args.init_from:
         raise ConfigError("--resume and --init-from exclude each other: continue a run, or start a new one")
+    check_unused(args)
     source = None
     if path := args.resume or args.init_from:
         source = load_checkpoint(path, with_optimizer=path is args.resume, accept_edited=args.accept_edited)
@@ -176,25 +197,32 @@ def make_schedule(config, corpus, group):
     return windows, validation, schedule
 
 
-def open_log(config, trainer, notes):
-    """The RunLog; adds a note if --out has another run's checkpoint. Raises if --log or --out cannot be written."""
-    if config.out:
-        writable_directory(config.out)
-    title = f"GPT-2 {config.init_from or config.preset} on {config.data.name}"
-    log = RunLog(config.log, config.plot, config.log_every, trainer.steps, max(config.steps, trainer.steps), title)
-    if config.out and not config.resume and (older := newest_step(config.out)):
-        notes.append(
-            f"note: {config.out} holds {older.name} of an earlier run, which this run replaces: "
-            f"to continue that run, use --resume"
+def open_log(config, trainer, lock, notes):
+    """The RunLog. Renames an older run's files, if --overwrite is given, and adds notes to print.
+
+    Raises ConfigError before it changes anything if --log or --plot cannot be written, or is a file of something else.
+    """
+    check_outputs(config.log, config.plot)
+    rows = len(list(log_rows(config.log))) if config.log and not config.resume else 0
+    if rows and not config.overwrite:
+        raise ConfigError(
+            f"--log {config.log}: holds {counted(rows, 'step')} of another run: continue it with --resume, give "
+            f"--overwrite to rename the file, or choose another one"
         )
-    return log
+    if older := older_run(config):
+        notes.append(f"note: {config.out} held {describe_step(older)} of an earlier run: it is now {lock.move_aside()}")
+    if rows and config.log.exists():  # it was not in the directory that has been renamed
+        notes.append(f"note: {config.log} was the log of an earlier run: it is now {move_aside(config.log)}")
+    notes += lock.notes if lock else []
+    title = f"GPT-2 {config.init_from or config.preset} on {config.data.name}"
+    return RunLog(config.log, config.plot, config.log_every, trainer.steps, max(config.steps, trainer.steps), title)
 
 
 # -- the run -----------------------------------------------------------------------------------------------------------
 
 
 def run_steps(config, corpus, trainer, windows, validation, schedule, log):
-    """Run the training loop and close the log; returns the number of the signal that stopped it, or None."""
+    """Run the training loop and close the log; returns (number of the signal that stopped it or None, seconds)."""
 
     def save(trainer):
         parameters, moments = named_parameters(trainer), named_moments(trainer)  # collective: all ranks take part
@@ -210,8 +238,6 @@ def run_steps(config, corpus, trainer, windows, validation, schedule, log):
                 keep=config.keep,
             )
 
-    first_step = trainer.steps
-
     def report(step, validation_loss, last):
         log(with_utilisation(trainer, step), validation_loss, final_fields(trainer) if last else None)
         if step.step == first_step and not trainer.backend.runtime.captures:  # the capture of a step takes long
@@ -219,9 +245,10 @@ def run_steps(config, corpus, trainer, windows, validation, schedule, log):
                 log.print(note)
 
     sizes = step_sizes(config, trainer.micro_batches, trainer.mesh.data.size)
+    first_step, source, start = trainer.steps, config.resume or config.init_from, time.perf_counter()
     try:
         with StopSignals() as stop, memory_errors(trainer.backend, trainer.config, *sizes):
-            return run(
+            signal = run(
                 trainer,
                 windows,
                 schedule,
@@ -234,11 +261,21 @@ def run_steps(config, corpus, trainer, windows, validation, schedule, log):
                 verify_every=config.verify_every,
                 received_signal=lambda: stop.received or 0,
             )
+            return signal, time.perf_counter() - start
     except LogLost as error:
         if config.out:
             saved = f"the {counted(error.steps, 'step')} made are saved"
             error.args = (f"{error}; {saved}: continue with --resume {config.out} --out {config.out}",)
         raise
+    except Diverged:
+        if trainer.steps > first_step or not source or trainer.loss_scale.value is not None:  # fp16 can overflow
+            raise
+        raise shared_error(
+            CheckpointError(
+                f"{source}: the loss or its gradient is not finite before the first update: the checkpoint is damaged, "
+                f"or its run had diverged: use an earlier one"
+            )
+        ) from None
     finally:
         log.close()
 
@@ -255,4 +292,5 @@ def write_sample(config, corpus, trainer):
     if trainer.world.is_root:
         trainer.backend.runtime.use_threads(trainer.workers.size)
         prompt = corpus.tokens[: min(256, trainer.config.block_size)].tolist()
-        write_text(model, corpus.tokenizer, prompt, config.sample)
+        width = terminal_width() or 79  # a rank of mpirun writes to a pipe, not to the terminal
+        write_text(model, corpus.tokenizer, prompt, config.sample, width=width)

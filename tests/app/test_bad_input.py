@@ -215,7 +215,7 @@ TRAINING = [
 def test_a_mistake_in_training_is_one_line_and_changes_no_checkpoint(train, directory, flags, words):
     before = snapshot(directory / "run")
     base = ["--preset", "nano", "--data", directory / "corpus.txt", "--steps", 6, "--out", directory / "run"]
-    result = train(*base, *expand(flags, directory))
+    result = train(*base, "--overwrite", *expand(flags, directory))
     assert_one_clear_line(result.code, result.err, *words.split("|"))
     assert result.out == "" and snapshot(directory / "run") == before
 
@@ -510,15 +510,6 @@ def test_a_full_disk_under_the_output_is_one_line(home, name):
     with FULL.open("w") as full:
         done = script(name, *flags, stdout=full)
     assert_one_clear_line(done.returncode, done.stderr, "No space left on device")
-
-
-@pytest.mark.parametrize("content", [bytes(range(256)), b"[1]\n{}\n", b'{"step": "x", "loss": 1}\n'])
-def test_a_resumed_run_replaces_a_file_that_is_not_a_log(train, directory, content):
-    log = directory / "log.jsonl"
-    log.write_bytes(content)
-    result = train("--resume", directory / "run", "--steps", 6, "--sample", 0, "--log", log)
-    assert (result.code, result.err) == (0, "")
-    assert [json.loads(line)["step"] for line in log.read_text().splitlines()] == [4, 5]
 
 
 def test_too_little_memory_is_one_line(train, directory, monkeypatch):

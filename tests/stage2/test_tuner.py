@@ -446,7 +446,9 @@ def test_a_run_times_once_and_keeps_its_choices_on_disk_and_in_its_checkpoint(
 
     def run():
         flags = "--preset nano --n-layer 1 --n-embd 16 --seq-len 8 --batch-size 1 --steps 1 --sample 0".split()
-        result = command(cli.train, *flags, "--data", corpus, "--out", tmp_path / "run", backend=OnFakeGpu)
+        result = command(
+            cli.train, *flags, "--data", corpus, "--out", tmp_path / "run", "--overwrite", backend=OnFakeGpu
+        )
         assert result.code == 0, result.err
         return result.err
 
@@ -530,8 +532,8 @@ def test_a_second_run_times_nothing_and_gives_the_same_curve(train2, tmp_path, m
     monkeypatch.setattr(products, "cache_directory", lambda: tmp_path / "cache")
 
     def run(*flags):
-        log = tmp_path / "log"
-        result = train2("--preset", "tiny", "--precision", "bf16", "--steps", 5, "--sample", 0, "--log", log, *flags)
+        log, named = tmp_path / "log", ("--log", tmp_path / "log", "--overwrite")
+        result = train2("--preset", "tiny", "--precision", "bf16", "--steps", 5, "--sample", 0, *named, *flags)
         assert result.code == 0, result.err
         rows = [json.loads(line) for line in log.read_text().splitlines()]
         return result.err.count("timing kernels for this GPU, once; "), [row["loss"] for row in rows]

@@ -316,7 +316,7 @@ def test_two_ranks_train_and_generate_as_one(gpus, tmp_path):
     for ranks in (1, 2):
         logs.append(tmp_path / f"{ranks}.jsonl")
         flags = (*TINY, "--steps", 6, "--deterministic", "--log", logs[-1], "--out", tmp_path / "run")
-        done = script(ranks, *flags, "--verify-every", 2)
+        done = script(ranks, *flags, "--verify-every", 2, "--overwrite")
         assert (done.code, done.left) == (0, ()), done.err
     assert "--collectives canonical, --compress none, --zero 1, --transport nccl" in done.out
     assert curve(logs[0]) == curve(logs[1]) and rows_of(logs[1])[-1]["bytes_sent"] > 4 * 126_208

@@ -356,7 +356,7 @@ def test_the_script_has_stage_2_s_bits_on_two_ranks_and_any_stage_reads_its_chec
     serial = (*FLAGS, "--data", corpus, "--log", tmp_path / "serial")
     assert train2(*serial, "--deterministic").code == 0
     assert log_of(tmp_path / "ranks") == log_of(tmp_path / "serial")
-    assert train(*serial, "--threads", 1).code == 0
+    assert train(*serial, "--threads", 1, "--overwrite").code == 0
     losses = [row[0] for row in log_of(tmp_path / "serial")]
     np.testing.assert_allclose([row[0] for row in log_of(tmp_path / "ranks")], losses, rtol=1e-5)
 

@@ -1,0 +1,42 @@
+"""Text on a terminal: lines are broken between words. A pipe or a file gets the text unchanged."""
+
+import re
+import shutil
+import sys
+
+
+def terminal_width():
+    """The number of characters to use in a line of standard output, or None if it is not a terminal."""
+    return shutil.get_terminal_size().columns - 1 if sys.stdout.isatty() else None
+
+
+def wrapped(text, width=None):
+    """`text` with lines of at most `width` characters; None: lines that fit the terminal."""
+    return WordWrap(width or terminal_width()).push(text, last=True)
+
+
+class WordWrap:
+    """Breaks a text that arrives in pieces into lines of at most `width` characters; None: it stays unchanged.
+
+    A line break replaces a space. A longer word than `width` is not broken.
+    """
+
+    def __init__(self, width):
+        self.width, self.column, self.held = width, 0, ""
+
+    def push(self, piece, last=False):
+        """The text that can be printed now: up to the last complete word, or all of it if this is the `last` piece."""
+        if self.width is None:
+            return piece
+        *words, self.held = re.split(r"(?<=\S)(?=\s)", self.held + piece)  # each with the space before it
+        if last:
+            words.append(self.held)
+        return "".join(map(self.place, words))
+
+    def place(self, word):
+        """`word`, on a new line if it does not fit; moves `column` to its end."""
+        if word.startswith(" ") and "\n" not in word and self.column + len(word) > self.width:
+            word = "\n" + word.lstrip(" ")
+        _, broken, tail = word.rpartition("\n")
+        self.column = len(tail) + (0 if broken else self.column)
+        return word
