@@ -56,7 +56,7 @@ def test_every_variable_of_the_list_is_known_and_those_of_the_help_are_in_the_li
     values = {"STAGE": "1", "N": "2", "TRITON_INTERPRET": "0"}
     done = make("-n", "train", *(f"{name}={values.get(name, 'x')}" for name in VARIABLES if name != "PYTHON"))
     assert (done.returncode, done.stderr) == (0, "")
-    assert re.search(r'-n 2 --hostfile "x" -- -m stage1_mpi.train_gpt2 --preset x --out "x" x', done.stdout)
+    assert re.search(r'-n 2 --hostfile "x" -- -m stage1_mpi.train_gpt2 --preset x --out "x" --overwrite x', done.stdout)
     assert set(re.findall(r"^  ([A-Z]+)=", make("help").stdout, re.M)) == set(VARIABLES) - {
         "PYTHONPATH", "TRITON_INTERPRET",
     }  # fmt: skip
