@@ -1,10 +1,12 @@
-"""Make the shipped weights: train until the model reproduces the corpus, then store the parameters in 16 bits.
+"""Make shipped weights: train the model of a preset, then store its parameters in 16 bits.
 
-    python data/make_weights.py --threads 8     trains, writes and counts
-    python data/make_weights.py --check         counts the random prompts that the weights continue correctly
+    python data/make_weights.py                 data/gpt2-paper: trains until the model reproduces data/dummy.txt
+    python data/make_weights.py --preset book   data/gpt2-book: trains on data/moby_dick.txt
+    python data/make_weights.py --check         trains nothing, tests the existing weights
 
-An interrupted training resumes from --out. A prompt is continued correctly if all tokens of its greedy continuation are
-those of the corpus.
+An interrupted training resumes from --out. The test of `paper` counts the random prompts that are continued correctly:
+all tokens of the greedy continuation are those of the corpus. The test of `book` is a sample. The tokenizer of `book`
+are byte pairs of its corpus; an existing tokenizer.json is used again.
 """
 
 import argparse
@@ -16,11 +18,14 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # it also runs without installation
 
 import numpy as np
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from gpt2core.app.checkpoint_directory import load_checkpoint, save_checkpoint
-from gpt2core.app.cli import parse, train_parser
+from gpt2core.app.cli import inference_parser, parse, train_parser
 from gpt2core.app.command import run_command
-from gpt2core.app.presets import CORPUS, WEIGHTS
+from gpt2core.app.inference_command import inference_command
+from gpt2core.app.presets import DATA, PRESETS, SHIPPED, TOKENIZERS
 from gpt2core.app.train_command import train_command
 from gpt2core.communicator import Solo
 from gpt2core.parallel.tensor_parallel import load_model
@@ -31,10 +36,15 @@ from gpt2core.text.tokenizer import Tokenizer
 from stage0_serial.numpy_backend import NumpyBackend
 
 PROMPT, NEW = 256, 30  # tokens, the paper's inference
-# Windows in order start at multiples of 8 only, and such a model continues half of all prompts correctly. The second
-# phase starts each epoch at another token, so that the position of a word in its window does not determine it. Copying
-# the year is learned last, at about step 1050.
-PHASES = ((600, "--no-shuffle"), (1300, "--shuffle"))
+SAMPLE = ("--prompt", "Call me", "--max-new-tokens", "100", "--temperature", "0.8", "--top-k", "40", "--seed", "1")
+# The training flags of each phase, for each preset. Windows in order start at multiples of 8 only, and a model `paper`
+# of them continues half of all prompts correctly. The second phase starts each epoch at another token, so that the
+# position of a word in its window does not determine it. Copying the year is learned last, at about step 1050.
+COSINE = "--lr 1e-3 --min-lr 1e-5 --schedule cosine --warmup 50 --clip 1"
+PHASES = {
+    "paper": (f"--steps 600 --no-shuffle {COSINE}", f"--steps 1300 --shuffle {COSINE}"),
+    "book": ("--val-fraction 0.02 --eval-every 100",),
+}
 
 
 def continues_correctly(model, tokens, start):
@@ -48,19 +58,32 @@ def continues_correctly(model, tokens, start):
     return bool((most_likely == tokens[start + PROMPT : start + PROMPT + NEW]).all())
 
 
-def models(checkpoint, threads):
+def replicas(checkpoint, threads):
     """Yield one model for each thread, because two threads must not share a backend."""
     for _ in range(threads):
         yield load_model(checkpoint.config, checkpoint.parameters, NumpyBackend())
 
 
-def train(args):
+def byte_pairs(text, vocab_size):
+    """The byte-level BPE of `vocab_size` tokens that compresses `text` best; it encodes any text."""
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    library = tokenizers.Tokenizer(models.BPE())
+    library.pre_tokenizer, library.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(vocab_size=vocab_size, initial_alphabet=alphabet, show_progress=False)
+    library.train_from_iterator([text], trainer)
+    return Tokenizer(library, "bpe")
+
+
+def train(args, corpus):
     """Train and write the weights; returns the exit code."""
-    args.out.mkdir(parents=True, exist_ok=True)
-    for steps, order in PHASES:
-        flags = f"--steps {steps} {order} --lr 1e-3 --min-lr 1e-5 --schedule cosine --warmup 50 --clip 1 --sample 0"
-        flags = [*flags.split(), "--threads", str(args.threads), "--checkpoint-every", "100", "--keep", "1"]
+    args.weights.mkdir(parents=True, exist_ok=True)
+    path = TOKENIZERS.get(args.preset)
+    if path and not path.exists():
+        byte_pairs(read_text(corpus), PRESETS[args.preset].vocab_size).save(path)
+    for phase in PHASES[args.preset]:
+        flags = ["--sample", "0", "--threads", str(args.threads), "--checkpoint-every", "100", "--keep", "1"]
         flags += ["--out", str(args.out), "--log", str(args.log), "--overwrite"]
+        flags += ["--preset", args.preset, *phase.split()]
         if (args.out / "latest").exists():
             flags += ["--resume", str(args.out)]
         if code := train_command(NumpyBackend, Solo(), *parse(train_parser(), Solo(), flags)):
@@ -72,43 +95,52 @@ def train(args):
         step = save_checkpoint(
             scratch, 0, config=trained.config, parameters=trained.parameters, tokenizer=tokenizer, dtype=np.float16
         )
-        args.weights.mkdir(parents=True, exist_ok=True)
         for file in step.iterdir():
             shutil.copyfile(file, args.weights / file.name)
     return 0
 
 
-def count(args):
-    """Print how many random prompts the shipped weights continue correctly."""
+def count(args, corpus):
+    """Print how many random prompts of the corpus the weights continue correctly."""
     limit_blas(1)
-    shipped = load_checkpoint(args.weights)
-    tokens = Tokenizer.load(args.weights).encode(read_text(CORPUS))
+    checkpoint = load_checkpoint(args.weights)
+    tokens = Tokenizer.load(args.weights).encode(read_text(corpus))
     starts = np.random.default_rng(1).integers(0, len(tokens) - PROMPT - NEW, args.prompts)
     workers = WorkerPool([None] * args.threads)
     parts = np.array_split(starts, args.threads)
     counts = workers.map(
         lambda model, part: sum(continues_correctly(model, tokens, start) for start in part),
-        list(models(shipped, args.threads)),
+        list(replicas(checkpoint, args.threads)),
         parts,
     )
     workers.close()
-    size = sum(file.stat().st_size for file in args.weights.iterdir())
-    print(f"{sum(counts)} of {args.prompts} random prompts are continued correctly; {size:,} bytes")
+    print(f"{sum(counts)} of {args.prompts} random prompts are continued correctly")
+    return 0
+
+
+def sample(weights):
+    """Print a continuation of SAMPLE's prompt; returns the exit code."""
+    flags = ["--weights", str(weights), *SAMPLE]
+    return inference_command(NumpyBackend, Solo(), *parse(inference_parser(), Solo(), flags))
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--preset", choices=PHASES, default="paper", help="which weights (default paper)")
     parser.add_argument("--threads", type=int, default=2, help="worker threads (default 2)")
     parser.add_argument("--prompts", type=int, default=100, help="random prompts to count (default 100)")
-    parser.add_argument("--out", type=Path, default=Path("out/shipped-weights"), help="checkpoints of the training")
-    parser.add_argument("--log", type=Path, default=Path("out/shipped_weights.jsonl"), help="training log")
-    parser.add_argument("--weights", type=Path, default=WEIGHTS, help="directory to write (default: the shipped one)")
-    parser.add_argument("--check", action="store_true", help="do not train; only count with the existing weights")
+    parser.add_argument("--out", type=Path, help="checkpoints of the training (default out/shipped-PRESET)")
+    parser.add_argument("--log", type=Path, help="training log (default out/shipped-PRESET.jsonl)")
+    parser.add_argument("--weights", type=Path, help="directory to write (default: the shipped one)")
+    parser.add_argument("--check", action="store_true", help="do not train; only test the existing weights")
     args = parser.parse_args()
-    code = 0 if args.check else train(args)
-    if not code:
-        count(args)
-    return code
+    args.out = args.out or Path("out") / f"shipped-{args.preset}"
+    args.log = args.log or args.out.with_suffix(".jsonl")
+    shipped = DATA / f"gpt2-{args.preset}"
+    args.weights, corpus = args.weights or shipped, SHIPPED[shipped]
+    if not args.check and (code := train(args, corpus)):
+        return code
+    return count(args, corpus) if args.preset == "paper" else sample(args.weights)
 
 
 if __name__ == "__main__":

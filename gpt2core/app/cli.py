@@ -95,10 +95,10 @@ def add_recipe(parser):
 
 def add_data(parser):
     add = group(parser, "data")
-    add("--data", "corpus: a UTF-8 text file or the output of data/prepare.py (default data/dummy.txt)", type=Path)
+    add("--data", "corpus: a UTF-8 text file or the output of data/prepare.py (default: the preset's)", type=Path)
     text = (
         "word, byte, or the path of a tokenizer.json (default: the tokenizer of the prepared data, else of the "
-        "--resume or --init-from checkpoint, else word)"
+        "--resume or --init-from checkpoint, else the preset's: word, or the byte pairs of preset book)"
     )
     add("--tokenizer", text)
     text = "read the training sequences of --seq-len tokens in a seeded random order (default: in corpus order)"

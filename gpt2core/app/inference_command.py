@@ -6,6 +6,7 @@ import sys
 from gpt2core.app.backend_setup import memory_errors, usable_threads
 from gpt2core.app.checkpoint_directory import load_checkpoint
 from gpt2core.app.inference_io import (
+    check_downloaded,
     load_tokenizer,
     read_prompt,
     read_prompts,
@@ -34,6 +35,7 @@ def inference_command(make_backend, world, args, cores):
     All ranks must call it with equal flags. cores: the number of cores that this rank may use.
     """
     check_one_process(world, make_backend.many_ranks)
+    on_root(world, lambda: check_downloaded("--weights", args.weights))
     weights = on_root(world, lambda: load_checkpoint(args.weights, accept_edited=args.accept_edited))
     for note in edited_notes(weights):
         print(note, file=sys.stderr)

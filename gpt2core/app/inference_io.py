@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from gpt2core.app.presets import CORPUS
+from gpt2core.app.presets import CORPUS, OPENAI, SHIPPED
 from gpt2core.app.rank_agreement import print_nothing
 from gpt2core.app.resume import saved_arguments
 from gpt2core.app.terminal import WordWrap, terminal_width, wrapped
@@ -18,9 +18,25 @@ from gpt2core.text.token_file import first_tokens, read_text
 from gpt2core.text.tokenizer import Tokenizer, build_tokenizer
 
 
+def check_downloaded(flag, path):
+    """Raise ConfigError with a download command if `path` (of --weights or --init-from) is missing OpenAI weights."""
+    if path.name in OPENAI and not path.exists():
+        files = "config.json model.safetensors tokenizer.json"
+        raise ConfigError(
+            f"{flag} {path}: there is no such directory, and OpenAI's weights are not shipped; download them with: "
+            f"hf download openai-community/{path.name} {files} --local-dir {path}"
+        )
+
+
 def load_tokenizer(spec, weights):
     """The Tokenizer of `spec` (--tokenizer), or that of the directory `weights` if `spec` is None; raises DataError."""
     if spec is None and not (weights / "tokenizer.json").exists():
+        if (weights / "vocab.json").exists() and (weights / "merges.txt").exists():
+            path = repr(str(weights))
+            raise DataError(
+                f"{weights}: has vocab.json and merges.txt, but no tokenizer.json: write it with transformers, "
+                f"GPT2TokenizerFast.from_pretrained({path}).save_pretrained({path})"
+            )
         raise DataError(f"{weights}: has no tokenizer.json: give --tokenizer word, byte or a file")
     return build_tokenizer(spec, read_text(CORPUS)) if spec else Tokenizer.load(weights)
 
@@ -28,14 +44,14 @@ def load_tokenizer(spec, weights):
 def read_prompt(prompt, prompt_file, tokenizer, weights):
     """The token ids of --prompt or --prompt-file, otherwise the first 256 tokens of a corpus.
 
-    The corpus is the one that the Checkpoint `weights` was trained on, or the shipped one if that is unknown or
-    missing. A model with a shorter block gets fewer tokens. Raises ConfigError for two prompts, DataError for an empty
-    one.
+    The corpus is the one that the Checkpoint `weights` was trained on, or dummy.txt if that is unknown or missing. A
+    model with a shorter block gets fewer tokens. Raises ConfigError for two prompts, DataError for an empty one.
     """
     if prompt is not None and prompt_file is not None:
         raise ConfigError("--prompt and --prompt-file exclude each other: give one of them")
     if prompt is None and prompt_file is None:
-        corpus = Path(saved_arguments(weights).get("data", CORPUS))
+        shipped = SHIPPED.get(weights.path.resolve(), CORPUS)
+        corpus = Path(saved_arguments(weights).get("data", shipped))
         corpus = corpus if corpus.exists() else CORPUS
         try:
             return first_tokens(corpus, tokenizer, min(256, weights.config.block_size)).tolist()

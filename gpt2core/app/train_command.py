@@ -13,8 +13,9 @@ import numpy as np
 from gpt2core.app.backend_setup import make_backends, memory_errors, step_sizes, usable_threads
 from gpt2core.app.checkpoint_directory import describe_step, load_checkpoint, save_checkpoint
 from gpt2core.app.checkpoint_files import Checkpoint
-from gpt2core.app.inference_io import load_tokenizer, write_text
+from gpt2core.app.inference_io import check_downloaded, load_tokenizer, write_text
 from gpt2core.app.output_files import check_outputs, log_rows, move_aside
+from gpt2core.app.presets import TOKENIZERS
 from gpt2core.app.rank_agreement import check_one_process, check_rank_flags, print_nothing, share_tokens
 from gpt2core.app.resume import Progress, edited_notes, find_data, fingerprint, read_progress, restore, run_state
 from gpt2core.app.run_config import (
@@ -123,12 +124,14 @@ def read_inputs(world, args, transport, deterministic):
         raise ConfigError("--resume and --init-from exclude each other: continue a run, or start a new one")
     check_unused(args)
     source = None
+    if args.init_from:
+        check_downloaded("--init-from", args.init_from)
     if path := args.resume or args.init_from:
         source = load_checkpoint(path, with_optimizer=path is args.resume, accept_edited=args.accept_edited)
     saved, data_notes = find_data(source, args) if args.resume else ({}, [])
     values, notes = resolve_flags(args, saved, deterministic)
     values, rank_notes = resolve_rank_flags(values | {"transport": transport}, world)
-    tokens, tokenizer = read_corpus(values["data"], values["tokenizer"], source)
+    tokens, tokenizer = read_corpus(values["data"], values["tokenizer"], source, TOKENIZERS.get(values["preset"]))
     validation = load_tokens(values["val_data"], tokenizer)[0] if values["val_data"] else None
     corpus = Corpus(*split_corpus(tokens, validation, values["val_fraction"]), tokenizer)
     model = model_config(values, source and source.config, tokenizer.vocab_size)
@@ -138,10 +141,14 @@ def read_inputs(world, args, transport, deterministic):
     return Inputs(config, notes, source, progress, tokenizer, tokens, validation)
 
 
-def read_corpus(path, tokenizer, source):
-    """(tokens, Tokenizer) of a corpus; without --tokenizer, text is encoded by the tokenizer of `source`, if given."""
-    if source and not tokenizer and not brings_tokenizer(path):
-        tokenizer = load_tokenizer(None, source.path)
+def read_corpus(path, tokenizer, source, default):
+    """(tokens, Tokenizer) of a corpus.
+
+    tokenizer: --tokenizer, or None: a text is then encoded by the tokenizer of the Checkpoint `source`, if it is not
+    None, otherwise by the preset's `default` (a path, or None: word).
+    """
+    if not tokenizer and not brings_tokenizer(path):
+        tokenizer = load_tokenizer(None, source.path) if source else default
     return load_tokens(path, tokenizer)
 
 

@@ -1,18 +1,23 @@
-"""The shipped weights, and the measured curve that the README quotes."""
+"""The two shipped weights, and the measured curve that the README quotes."""
 
 import importlib.util
 import json
 import math
+import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from gpt2core.app import cli
 from gpt2core.app.checkpoint_directory import load_checkpoint
-from gpt2core.app.presets import CORPUS, PRESETS, WEIGHTS
+from gpt2core.app.presets import BOOK, BOOK_WEIGHTS, CORPUS, PRESETS, WEIGHTS
+from gpt2core.app.run_config import resolve_flags
 from gpt2core.text.token_file import read_text
-from gpt2core.text.tokenizer import Tokenizer
+from gpt2core.text.tokenizer import Tokenizer, byte_alphabet
 
 ROOT = Path(__file__).resolve().parents[2]
+WORDS = "attention blocks carry every gradient; heads, layers and tokens keep their shapes until training ends".split()
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +29,7 @@ def make_weights():
 
 
 def test_nine_of_ten_prompts_from_the_corpus_are_continued_with_its_own_tokens(make_weights):
-    model = next(make_weights.models(load_checkpoint(WEIGHTS), 1))
+    model = next(make_weights.replicas(load_checkpoint(WEIGHTS), 1))
     tokens = Tokenizer.load(WEIGHTS).encode(read_text(CORPUS))
     assert sum(make_weights.continues_correctly(model, tokens, start) for start in range(0, 50_000, 5_000)) >= 9
 
@@ -34,6 +39,72 @@ def test_the_shipped_weights_are_the_papers_model_in_16_bits_and_nothing_else():
     assert sum(path.stat().st_size for path in WEIGHTS.iterdir()) <= 22_000_000
     assert load_checkpoint(WEIGHTS).config == PRESETS["paper"]
     assert json.loads((WEIGHTS / "config.json").read_text())["dtype"] == "float16"
+
+
+def test_the_weights_of_the_book_are_those_of_its_preset_in_16_bits_and_nothing_else():
+    assert {path.name for path in BOOK_WEIGHTS.iterdir()} == {"config.json", "model.safetensors", "tokenizer.json"}
+    assert (BOOK_WEIGHTS / "model.safetensors").stat().st_size <= 8_000_000
+    assert load_checkpoint(BOOK_WEIGHTS).config == PRESETS["book"]
+    assert json.loads((BOOK_WEIGHTS / "config.json").read_text())["dtype"] == "float16"
+
+
+def test_the_weights_of_the_book_predict_its_text(make_weights):
+    model = next(make_weights.replicas(load_checkpoint(BOOK_WEIGHTS), 1))
+    text, tokenizer = read_text(BOOK), Tokenizer.load(BOOK_WEIGHTS)
+    excerpts = [text[start : start + 2_000] for start in range(0, 1_000_000, 250_000)]
+    rows = np.stack([tokenizer.encode(excerpt)[:257] for excerpt in excerpts])
+    loss = float(model.loss(rows[:, :-1], rows[:, 1:]).numpy())
+    assert loss < 4.5  # log(2048) = 7.6 for random weights, 6.3 for the frequencies of the tokens
+
+
+def test_a_sample_of_the_weights_of_the_book_consists_of_its_words(infer):
+    flags = ("--prompt", "Call me", "--max-new-tokens", 120, "--temperature", 0.6)
+    result = infer("--weights", BOOK_WEIGHTS, *flags)
+    assert (result.code, result.err) == (0, "")
+    known = set(re.findall(r"[a-z]+", read_text(BOOK).lower()))
+    words = re.findall(r"[a-z]+", result.out.split("Continuation:\n")[1].lower())[:-1]  # the last may be incomplete
+    assert len(words) > 40 and sum(word in known for word in words) > 0.8 * len(words)
+
+
+def test_without_a_prompt_the_weights_of_the_book_continue_the_book(infer):
+    result = infer("--weights", BOOK_WEIGHTS, "--max-new-tokens", 1)
+    assert (result.code, result.err) == (0, "") and "CHAPTER 1. Loomings.\n\nCall me Ishmael." in result.out
+
+
+def test_the_weights_of_the_book_continue_any_text(infer, rng):
+    letters = "".join(map(chr, rng.choice([*range(32, 0xD800), *range(0xE000, 0x110000)], 20)))
+    for prompt in ("Hello", "\0", "naïve\r\n\t東京 🙂", letters):
+        result = infer("--weights", BOOK_WEIGHTS, f"--prompt={prompt}", "--max-new-tokens", 2)
+        assert (result.code, result.err) == (0, "") and f"):\n{prompt}\n\nContinuation:\n" in result.out
+
+
+def test_the_weights_of_the_book_are_fine_tuned_on_any_text(train, tmp_path, rng):
+    (tmp_path / "my.txt").write_text("".join(map(chr, rng.integers(0x3000, 0xA000, 500))), encoding="utf-8")
+    flags = ("--data", tmp_path / "my.txt", "--seq-len", 32, "--batch-size", 2, "--sample", 0, "--lr", 1e-3)
+    result = train("--init-from", BOOK_WEIGHTS, *flags, "--steps", 5)
+    losses = [float(loss) for loss in re.findall(r"loss (\S+)", result.out)]
+    assert (result.code, result.err) == (0, "") and losses[-1] < losses[0]
+
+
+def test_the_preset_book_encodes_its_corpus_with_its_own_byte_pairs_unless_told_otherwise(train, tmp_path):
+    (tmp_path / "my.txt").write_text("any text " * 50, encoding="utf-8")
+    flags = ("--preset", "book", "--n-layer", 1, "--seq-len", 8, "--batch-size", 1, "--sample", 0, "--steps", 1)
+    assert resolve_flags(cli.train_parser().parse_args(["--preset", "book"]), {}, True)[0]["data"] == BOOK
+    assert "vocabulary 2048\n" in train(*flags, "--data", tmp_path / "my.txt").out
+    run = ("--out", tmp_path / "run")
+    assert "vocabulary 256\n" in train(*flags, "--data", tmp_path / "my.txt", "--tokenizer", "byte", *run).out
+    resumed = train("--resume", tmp_path / "run", "--steps", 2, "--sample", 0)
+    assert (resumed.code, resumed.err) == (0, "") and "vocabulary 256\n" in resumed.out
+
+
+def test_byte_pairs_encode_any_text_in_fewer_tokens_than_bytes(make_weights, tmp_path, rng):
+    text = " ".join(WORDS[word] for word in rng.integers(0, len(WORDS), 500))
+    make_weights.byte_pairs(text, 300).save(tmp_path)
+    tokenizer = Tokenizer.load(tmp_path)
+    assert tokenizer.vocab_size == 300 and tokenizer.ids.keys() >= set(byte_alphabet())
+    for other in (text, "naïve 東京 🙂\r\n"):
+        assert tokenizer.decode(tokenizer.encode(other)) == other
+    assert len(tokenizer.encode(text)) < len(text) / 2
 
 
 def test_the_measured_curve_is_the_papers_within_a_quarter_and_the_same_for_one_and_two_threads():

@@ -26,6 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
+    ROOT / "data" / "README.md",
     *sorted(ROOT.glob("docs/*.md")),
     *sorted(ROOT.glob("stage*/*.md")),
 ]
@@ -185,7 +186,7 @@ def test_the_flags_that_a_page_names_exist(page):
     for script in CODE + SCRIPTS:
         known |= set(re.findall(r'"(--[a-z][a-z0-9-]*)', script.read_text(encoding="utf-8")))
     known |= {"--extra-index-url", "--index-url", "--upgrade", "--hostfile", "--mca"}  # of pip and mpirun
-    known |= {"--shm-size"}  # of Docker
+    known |= {"--shm-size", "--local-dir"}  # of Docker and hf
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", prose(page)))
     assert named - known == set()
 

@@ -1,5 +1,8 @@
-"""The shipped corpus has the paper's bytes, tokens and vocabulary, equals its generator's output, and is learnable."""
+"""The shipped corpora: dummy.txt has the paper's bytes, tokens and vocabulary, equals its generator's output, and is
+learnable; moby_dick.txt is the book that data/README.md describes.
+"""
 
+import hashlib
 import importlib.util
 import math
 import re
@@ -77,3 +80,11 @@ def test_position_of_a_chapter_in_a_window_does_not_determine_its_topic(generato
     lengths = {len(re.findall(r" ?\w+| ?[^\w\s]|\s", generator.chapter(number) + "\n")) for number in range(168)}
     phases = math.gcd(256, 52_600)
     assert lengths == {313} and math.gcd(313, phases) == 1 and math.gcd(len(generator.TOPICS), phases) == 1
+
+
+def test_the_book_is_the_file_that_its_description_names():
+    content, description = (DATA / "moby_dick.txt").read_bytes(), (DATA / "README.md").read_text(encoding="utf-8")
+    assert hashlib.sha256(content).hexdigest() in description and f"{len(content):,} bytes" in description
+    text = content.decode("utf-8")
+    assert re.findall(r"^CHAPTER (\d+)\. ", text, re.M) == [str(number) for number in range(1, 136)]
+    assert text.count("\nEpilogue") == 1 and "\r" not in text and text.endswith(".\n")
