@@ -36,7 +36,7 @@ from gpt2core.text.tokenizer import Tokenizer
 from stage0_serial.numpy_backend import NumpyBackend
 
 PROMPT, NEW = 256, 30  # tokens, the paper's inference
-SAMPLE = ("--prompt", "Call me", "--max-new-tokens", "100", "--temperature", "0.8", "--top-k", "40", "--seed", "1")
+SAMPLE = ("--prompt", "Call me", "--max-new-tokens", "100", "--temperature", "0.5", "--top-k", "10")
 # The training flags of each phase, for each preset. Windows in order start at multiples of 8 only, and a model `paper`
 # of them continues half of all prompts correctly. The second phase starts each epoch at another token, so that the
 # position of a word in its window does not determine it. Copying the year is learned last, at about step 1050.
