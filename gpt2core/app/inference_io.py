@@ -19,8 +19,8 @@ from gpt2core.text.tokenizer import Tokenizer, build_tokenizer
 
 
 def check_downloaded(flag, path):
-    """Raise ConfigError with a download command if `path` (of --weights or --init-from) is missing OpenAI weights."""
-    if path.name in OPENAI and not path.exists():
+    """Raise ConfigError with a download command if `path`, or None, names OpenAI's weights and does not exist."""
+    if path and path.name in OPENAI and not path.exists():
         files = "config.json model.safetensors tokenizer.json"
         raise ConfigError(
             f"{flag} {path}: there is no such directory, and OpenAI's weights are not shipped; download them with: "

@@ -124,8 +124,7 @@ def read_inputs(world, args, transport, deterministic):
         raise ConfigError("--resume and --init-from exclude each other: continue a run, or start a new one")
     check_unused(args)
     source = None
-    if args.init_from:
-        check_downloaded("--init-from", args.init_from)
+    check_downloaded("--init-from", args.init_from)
     if path := args.resume or args.init_from:
         source = load_checkpoint(path, with_optimizer=path is args.resume, accept_edited=args.accept_edited)
     saved, data_notes = find_data(source, args) if args.resume else ({}, [])
@@ -142,11 +141,7 @@ def read_inputs(world, args, transport, deterministic):
 
 
 def read_corpus(path, tokenizer, source, default):
-    """(tokens, Tokenizer) of a corpus.
-
-    tokenizer: --tokenizer, or None: a text is then encoded by the tokenizer of the Checkpoint `source`, if it is not
-    None, otherwise by the preset's `default` (a path, or None: word).
-    """
+    """(tokens, Tokenizer) of a corpus; without --tokenizer, that of `source` encodes a text, else that of `default`."""
     if not tokenizer and not brings_tokenizer(path):
         tokenizer = load_tokenizer(None, source.path) if source else default
     return load_tokens(path, tokenizer)
