@@ -1,6 +1,4 @@
-"""The shipped corpora: dummy.txt has the paper's bytes, tokens and vocabulary, equals its generator's output, and is
-learnable; moby_dick.txt is the book that data/README.md describes.
-"""
+"""The shipped corpora: dummy.txt has the paper's sizes and is what its generator writes; moby_dick.txt is unchanged."""
 
 import hashlib
 import importlib.util
