@@ -130,7 +130,7 @@ TRAINING = [
     ("--val-fraction|0.001", "the corpus has 1 tokens|one window of 16"),
     ("--val-data|{dir}/corpus.txt|--val-fraction|0.1", "--val-data|--val-fraction 0.1 exclude each other"),
     # the model
-    ("--preset|gigantic", "--preset gigantic is unknown|nano, tiny, paper, gpt2"),
+    ("--preset|gigantic", "--preset gigantic is unknown|nano, tiny, paper, book, gpt2"),
     ("--n-embd|33", "n_embd 33 is not divisible by n_head 2"),
     ("--n-head|5", "n_embd 32 is not divisible by n_head 5"),
     ("--n-head|0", "n_head|0"),
