@@ -50,7 +50,7 @@ def text_chunks(path, size=CHUNK):
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror}; give a UTF-8 text file") from None
     if not offset:
-        raise DataError(f"{path} is empty (0 bytes): give a corpus that contains text")
+        raise DataError(f"{path} is empty (0 bytes): give a file that contains text")
     if pending := len(decoder.getstate()[0]):
         raise _not_utf8(path, offset - pending)
 

@@ -1,0 +1,60 @@
+"""The files that the misuses name: {dir} in a table is a directory filled by `fill`."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from gpt2core.text.token_file import write_token_file
+from gpt2core.text.tokenizer import Tokenizer
+
+ROOT = Path(__file__).resolve().parents[3]
+
+FILES = {
+    "empty.txt": b"",
+    "blank.txt": b"\n",
+    "short.txt": b"only four short words",
+    "latin1.txt": "café au lait".encode("latin-1"),
+    "strange.txt": b"the model reads one aardvark",
+    "spaces.txt": b"the  model reads",
+    "lines.txt": b"the model\n\nreads one\n",
+    "cut.txt": "a café".encode()[:-1],
+    "broken.json": b'{"model": ',
+    "other.json": b'{"model": {"type": "Unigram", "unk_id": 0, "vocab": [["a", 0.0]]}}',
+    "none.json": b'{"model": {"type": "BPE", "vocab": {}, "merges": []}}',
+    "list.json": b"[]",
+    "file": b"another program's file",
+    "noise.bin": b"\x93GPT2TOK" + bytes(range(60)),
+}
+
+
+def fill(home, corpus):
+    """Write FILES, other corpora, broken token files, an empty directory and a run of two checkpoints into `home`."""
+    for name, content in FILES.items():
+        (home / name).write_bytes(content)
+    (home / "empty").mkdir()
+    shutil.copy(corpus, home / "corpus.txt")
+    text = corpus.read_text(encoding="utf-8")
+    (home / "other.txt").write_text(text[::-1], encoding="utf-8")
+    (home / "less.txt").write_text(text[: len(text) // 2], encoding="utf-8")
+    for name in ("tokens", "cut", "foreign"):
+        (home / name).mkdir()
+        tokenizer = Tokenizer.byte_level()
+        write_token_file(home / name / "tokens.bin", [tokenizer.encode(text)], tokenizer)
+        tokenizer.save(home / name / "tokenizer.json")
+    os.truncate(home / "cut" / "tokens.bin", 999)
+    Tokenizer.word_level("another vocabulary").save(home / "foreign" / "tokenizer.json")
+    flags = ["--preset", "nano", "--data", home / "corpus.txt", "--steps", 4, "--checkpoint-every", 2, "--sample", 0]
+    words = [sys.executable, ROOT / "stage0_serial" / "train_gpt2.py", *flags, "--out", home / "run"]
+    done = subprocess.run(list(map(str, words)), capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return home
+
+
+def snapshot(path):
+    """{relative path: content of a file, True for a directory, target of a link} of everything below `path`."""
+    return {
+        str(file.relative_to(path)): os.readlink(file) if file.is_symlink() else file.is_dir() or file.read_bytes()
+        for file in Path(path).rglob("*")
+    }
