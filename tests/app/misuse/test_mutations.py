@@ -155,7 +155,10 @@ def case_checkpoint(rng, home, inputs, files=None):
     yield code, err
     expect(snapshot(home / "run") == before, "the checkpoint was changed")
     if code == 0:
-        expect_equal(load_checkpoint(home / "run", with_optimizer=entry is resume), inputs.checkpoint)
+        loaded = load_checkpoint(home / "run", with_optimizer=entry is resume)
+        if os.path.exists(home / "run" / STEP / "state.json"):  # weights without it are those of another program
+            expect(loaded.state == inputs.checkpoint.state, "another state")
+        expect_equal(loaded, inputs.checkpoint)
         expect(Tokenizer.load(home / "run").to_bytes() == inputs.tokenizer.to_bytes(), "another tokenizer")
         if entry is infer:
             expect(out == inputs.continuation, "another continuation")
@@ -165,7 +168,7 @@ def case_checkpoint(rng, home, inputs, files=None):
 
 
 def expect_equal(loaded, right):
-    expect(loaded.config == right.config and loaded.state == right.state, "another configuration or state")
+    expect(loaded.config == right.config, "another configuration")
     expect(loaded.parameters.keys() == right.parameters.keys(), "other parameters")
     for name, array in right.parameters.items():
         expect(np.array_equal(loaded.parameters[name], array), f"another {name}")
@@ -278,7 +281,8 @@ def case_hosts(rng, home, inputs):
     yield 0, ""
     lines = [line.split("#")[0].strip() for line in file.read_text(encoding="utf-8").splitlines()]
     form = r"[^\s:]+(:[1-9]\d*)?|[^\s:]+(:[^\s:]*){2,}" if implementation is MPICH else r"\S+"
-    option = r"\s+\S+" if implementation is MPICH else r"\s+(slots|max[-_]slots)\s*=\s*[1-9]\d*"
+    option = r"\s+(?!slots|max[-_]slots)[^\s=]+\s*=\s*\S+"
+    option = option if implementation is MPICH else rf"(\s+(slots|max[-_]slots)\s*=\s*0*[1-9]\d*|{option})"
     for line in filter(None, lines):
         expect(re.fullmatch(rf"({form})({option})*", line, re.A), f"the line {line!r} is accepted")
 
