@@ -2,8 +2,8 @@
 
     python tests/tools/run_long.py --rounds 20
 
-Writes results/cpu/test_long.json with date and commit. The exit code is 1 if a test failed; the record then has the names
-and the seed.
+Writes results/cpu/test_long.json with date and commit. The exit code is 1 if a test failed; the record then has the
+names and the seed.
 """
 
 import argparse
