@@ -1,5 +1,6 @@
 """The files that the misuses name: {dir} in a table is a directory filled by `fill`."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -29,6 +30,27 @@ FILES = {
 }
 
 
+# Byte-level tokenizers with one change: {name of the .json file: function that changes the parsed file}.
+TOKENIZERS = {
+    "lowercase": lambda values: values.update(normalizer={"type": "Lowercase"}),
+    "dropout": lambda values: values["model"].update(dropout=0.5),
+    "removed": lambda values: values.update(pre_tokenizer={"type": "Whitespace"}),
+    "huge": lambda values: values["model"]["vocab"].update(many=4_000_000_000),
+}
+# Copies of the run with one changed file: {directory: (file, function of its content)}.
+CHANGED = {
+    "bit": ("model.safetensors", lambda content: content[:-1] + bytes([content[-1] ^ 1])),
+    "nan": ("model.safetensors", lambda content: content[:-4] + b"\0\0\xc0\x7f"),
+    "truncated": ("model.safetensors", lambda content: content[: len(content) // 2]),
+    "heads": ("config.json", lambda content: content.replace(b'"n_head": 2', b'"n_head": 4')),
+    "words": (
+        "tokenizer.json",
+        lambda content: content.replace(b": 7,", b": 70,").replace(b": 8,", b": 7,").replace(b": 70,", b": 8,"),
+    ),
+    "position": ("state.json", lambda content: content.replace(b'"position": ', b'"position": 99999999')),
+}
+
+
 def fill(home, corpus):
     """Write FILES, other corpora, broken token files, an empty directory and a run of two checkpoints into `home`."""
     for name, content in FILES.items():
@@ -46,9 +68,20 @@ def fill(home, corpus):
     os.truncate(home / "cut" / "tokens.bin", 999)
     Tokenizer.word_level("another vocabulary").save(home / "foreign" / "tokenizer.json")
     flags = ["--preset", "nano", "--data", home / "corpus.txt", "--steps", 4, "--checkpoint-every", 2, "--sample", 0]
-    words = [sys.executable, ROOT / "stage0_serial" / "train_gpt2.py", *flags, "--out", home / "run"]
-    done = subprocess.run(list(map(str, words)), capture_output=True, text=True, timeout=120)
+    outputs = ["--out", home / "run", "--log", home / "run.jsonl"]
+    words = [sys.executable, "-m", "stage0_serial.train_gpt2", *flags, *outputs]
+    done = subprocess.run(list(map(str, words)), cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
+    tokenizer = json.loads(Tokenizer.byte_level().to_bytes())
+    for name, change in TOKENIZERS.items():
+        changed = json.loads(json.dumps(tokenizer))
+        change(changed)
+        (home / f"{name}.json").write_text(json.dumps(changed))
+    for name, (file, change) in CHANGED.items():
+        path = shutil.copytree(home / "run", home / name, symlinks=True) / "latest" / file
+        path.write_bytes(change(path.read_bytes()))
+    for name in ("state.json", "optimizer.safetensors"):
+        (home / "nan" / "latest" / name).unlink()  # weights of another program have no hashes
     return home
 
 
