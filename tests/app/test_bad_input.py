@@ -20,8 +20,8 @@ from gpt2core.app.run_log import RunLog
 from gpt2core.app.safetensors_file import read_safetensors, write_safetensors
 from gpt2core.errors import ConfigError
 from gpt2core.parallel.steps_in_flight import Step
-from tests.app.misuse.places import fill, snapshot
 from tests.support.checkpoints import edit_json
+from tests.support.misuse_places import fill, snapshot
 
 ROOT = Path(__file__).resolve().parents[2]
 STAGE = ROOT / "stage0_serial"

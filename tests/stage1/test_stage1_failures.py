@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from gpt2core.app.checkpoint_directory import load_checkpoint
-from tests.app.misuse.tables import misuses
 from tests.support.jobs import STAGE, Job, mpi, script, succeeded
+from tests.support.misuse_tables import misuses
 from tests.support.mpi import ROOT, mpiexec
 
 SOON = 60  # limit of a failing job, in seconds from its start: it usually takes 2, up to 10 under load

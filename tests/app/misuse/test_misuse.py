@@ -4,9 +4,9 @@ import shutil
 
 import pytest
 
-from tests.app.misuse.fork_server import ForkServer
-from tests.app.misuse.places import fill, snapshot
-from tests.app.misuse.tables import misuses
+from tests.support.fork_server import ForkServer
+from tests.support.misuse_places import fill, snapshot
+from tests.support.misuse_tables import misuses
 
 
 @pytest.fixture(scope="module")

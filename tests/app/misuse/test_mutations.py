@@ -27,8 +27,8 @@ from gpt2core.text.token_file import HEADER, MAGIC, load_tokens, write_token_fil
 from gpt2core.text.tokenizer import Tokenizer
 from stage0_serial.numpy_backend import NumpyBackend
 from stage1_mpi.launch import MPICH, OPEN_MPI, check_hosts
-from tests.app.misuse.mutations import mutate
-from tests.app.misuse.places import snapshot
+from tests.support.misuse_places import snapshot
+from tests.support.mutations import mutate
 
 PARTS = 10  # the cases are divided among so many tests, which pytest-xdist can run in parallel
 LIMIT = 30  # seconds of one case, which usually takes 0.03

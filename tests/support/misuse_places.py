@@ -1,4 +1,4 @@
-"""The files that the misuses name: {dir} in a table is a directory filled by `fill`."""
+"""The files that the misuses of tests/app/misuse name: {dir} in a table is a directory filled by `fill`."""
 
 import json
 import os
@@ -10,7 +10,7 @@ from pathlib import Path
 from gpt2core.text.token_file import write_token_file
 from gpt2core.text.tokenizer import Tokenizer
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 
 FILES = {
     "empty.txt": b"",

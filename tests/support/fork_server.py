@@ -15,7 +15,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 LIMIT = 60  # seconds after which the kernel ends a process with SIGALRM: a process that hangs is a failure, not a wait
 MODULES = "gpt2core.app.cli", "stage0_serial.numpy_backend"  # loaded before the first fork
 

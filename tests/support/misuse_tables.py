@@ -1,4 +1,4 @@
-"""Read the tables of misuses, TABLE.toml in this directory.
+"""Read the tables of misuses, tests/app/misuse/TABLE.toml.
 
 A table has groups of a command, an exit code and rows: words that are added to the command, and the expected line, in
 which "..." stands for any text. A name in braces is a path that the test gives.
@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+TABLES = Path(__file__).resolve().parents[1] / "app" / "misuse"
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,7 @@ def misuses(*tables):
     """A list with one pytest.param of a Misuse for each row."""
     rows = []
     for table in tables:
-        for group in tomllib.loads(Path(__file__).with_name(f"{table}.toml").read_text(encoding="utf-8"))["group"]:
+        for group in tomllib.loads((TABLES / f"{table}.toml").read_text(encoding="utf-8"))["group"]:
             ranks = group.get("ranks", 1)
             for flags, line in group["misuses"]:
                 row = Misuse(f"{group['command']} {flags}".strip(), group["code"], line, ranks)
