@@ -25,7 +25,7 @@ def before(home):
     return snapshot(home)
 
 
-@pytest.mark.parametrize("misuse", misuses("training", "resuming", "inference", "files"))
+@pytest.mark.parametrize("misuse", misuses("training", "resuming", "inference", "files", "outputs"))
 def test_a_misuse_is_one_line_and_changes_no_file(server, home, before, misuse):
     done = server.run(misuse.words(dir=home, byte="\udcff"), cwd=home)  # a byte that is not UTF-8
     shutil.rmtree(home / "new", ignore_errors=True)  # the only directory that a misuse may create: its own --out
