@@ -35,6 +35,8 @@ def has_gpu():
 
 
 def pytest_addoption(parser):
+    parser.addoption("--mutations", type=int, default=500, help="changed input files to try (tests/app/misuse)")
+    parser.addoption("--mutation-seed", type=int, help="seed of the first changed file (default: a new one)")
     parser.addoption("--fast", action="store_true", help="run only tests marked fast: each rung of the parity ladder")
 
 

@@ -16,7 +16,7 @@ from gpt2core.app.inference_io import (
     write_text,
 )
 from gpt2core.app.presets import MODES
-from gpt2core.app.rank_agreement import check_one_process, print_nothing, share_arrays
+from gpt2core.app.rank_agreement import check_many_ranks, check_one_process, print_nothing, share_arrays
 from gpt2core.app.resume import edited_notes
 from gpt2core.app.run_config import check_positive, flag
 from gpt2core.communicator import Solo
@@ -35,6 +35,8 @@ def inference_command(make_backend, world, args, cores):
     All ranks must call it with equal flags. cores: the number of cores that this rank may use.
     """
     check_one_process(world, make_backend.many_ranks)
+    if args.mode == "tensor":
+        check_many_ranks(world, "mode", args.mode, make_backend.many_ranks)
     on_root(world, lambda: check_downloaded("--weights", args.weights))
     weights = on_root(world, lambda: load_checkpoint(args.weights, accept_edited=args.accept_edited))
     for note in edited_notes(weights):

@@ -137,12 +137,16 @@ def check_one_process(world, stage):
 def check_rank_flags(world, args, stage):
     """Raise ConfigError, naming the `stage` to use, for a flag about many ranks in a serial stage."""
     for name in RANK_FLAGS.keys() - {"transport"}:  # use_transport() checks --transport, because it needs stage 3
-        if world.one_process and getattr(args, name) is not None:
-            raise shared_error(
-                ConfigError(
-                    f"{flag(name)} {getattr(args, name)} is for many ranks, and this stage is one process: use {stage}"
-                )
-            )
+        if getattr(args, name) is not None:
+            check_many_ranks(world, name, getattr(args, name), stage)
+
+
+def check_many_ranks(world, name, value, stage):
+    """Raise ConfigError, naming the `stage` to use, if this stage is one process: the flag `name` is for many ranks."""
+    if world.one_process:
+        raise shared_error(
+            ConfigError(f"{flag(name)} {value} is for many ranks, and this stage is one process: use {stage}")
+        )
 
 
 # -- input that the root reads for all --------------------------------------------------------------------------------

@@ -234,6 +234,19 @@ def data_parallel_ranks(world, tp):
     return world.size // tp
 
 
+def check_shape(sizes):
+    """Raise ConfigError, naming the flags to change, unless every size is positive and --n-head divides --n-embd."""
+    for name, value in sizes.items():
+        check_positive(flag(name), value)
+    heads, width = sizes["n_head"], sizes["n_embd"]
+    if width % heads:
+        near = max(heads, round(width / heads) * heads)
+        raise ConfigError(
+            f"--n-head {heads} does not divide --n-embd {width}, and every head needs the same width: use --n-embd "
+            f"{near}, or --n-head {max(n for n in range(1, min(heads, width) + 1) if width % n == 0)}"
+        )
+
+
 def model_config(values, checkpoint_config, vocab_size):
     """The GPT2Config of the checkpoint, otherwise of the preset, with the given sizes and the tokenizer's vocabulary.
 
@@ -241,7 +254,9 @@ def model_config(values, checkpoint_config, vocab_size):
     """
     given = {name: values[name] for name in SHAPE if values[name] is not None}
     if checkpoint_config is None:
-        return replace(PRESETS[values["preset"]], vocab_size=vocab_size, **given)
+        preset = PRESETS[values["preset"]]
+        check_shape({name: getattr(preset, name) for name in SHAPE} | given)
+        return replace(preset, vocab_size=vocab_size, **given)
     for name, value in given.items():
         if getattr(checkpoint_config, name) != value:
             theirs = getattr(checkpoint_config, name)

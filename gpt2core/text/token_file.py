@@ -50,7 +50,7 @@ def text_chunks(path, size=CHUNK):
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror}; give a UTF-8 text file") from None
     if not offset:
-        raise DataError(f"{path} is empty (0 bytes): give a corpus that contains text")
+        raise DataError(f"{path} is empty (0 bytes): give a file that contains text")
     if pending := len(decoder.getstate()[0]):
         raise _not_utf8(path, offset - pending)
 
@@ -180,10 +180,11 @@ def load_tokens(path, tokenizer=None):
     data). Raises DataError if a token file was made with another vocabulary.
     """
     path = Path(path)
-    path = path / TOKEN_FILE if (path / TOKEN_FILE).is_file() else path
+    prepared = (path / TOKEN_FILE).is_file()  # a directory of data/prepare.py: a damaged token file is not read as text
+    path = path / TOKEN_FILE if prepared else path
     if path.exists() and not (path.is_file() or path.is_dir()):
         raise DataError(f"{path} is not a regular file, and a corpus is read more than once: save it to a file first")
-    if not is_token_file(path):
+    if not prepared and not is_token_file(path):
         text = read_text(path)
         made = tokenizer if isinstance(tokenizer, Tokenizer) else build_tokenizer(tokenizer or "word", text)
         return made.encode(text), made

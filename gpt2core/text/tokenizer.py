@@ -21,6 +21,7 @@ from gpt2core.text.tokenizer_json import WORD_PATTERN, byte_alphabet, kind_of, s
 
 FILE_NAME = "tokenizer.json"
 
+LARGEST = 1 << 22  # ids: the tables of tokens have an entry for each id, and a larger id is almost certainly damage
 PIECE = 1 << 16  # characters encoded at once: the library needs about 200 bytes per token while it encodes
 
 
@@ -136,6 +137,9 @@ class Tokenizer:
             raise DataError(f"cannot read the tokenizer {path}: {error.strerror}; {advice}") from None
         except Exception as error:  # the library raises plain Exception
             raise DataError(f"{path} is not a tokenizer.json of the tokenizers library ({error})") from None
+        largest = max(library.get_vocab(with_added_tokens=True).values(), default=0)
+        if largest >= LARGEST:
+            raise DataError(f"{path} has the token id {largest}, but ids must be below {LARGEST:,}: use another copy")
         library.no_truncation()
         library.no_padding()
         description = json.loads(library.to_str())  # the library's own JSON has every field
@@ -214,6 +218,11 @@ class Tokenizer:
         try:
             return np.array([self.ids[word] for word in words], self.dtype)
         except KeyError as error:
+            if error.args[0] == " ":
+                raise DataError(
+                    "the text has a space that no word follows (two spaces in a row, or one at the end of a line), and "
+                    f"the vocabulary of {self.vocab_size} tokens has no token for it: write one space before each word"
+                ) from None
             unknown = sum(word not in self.ids for word in words)
             unknown += sum(word not in self.ids for piece in rest for word in self._words(piece))
             raise DataError(

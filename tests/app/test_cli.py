@@ -684,13 +684,6 @@ def test_a_resumed_run_keeps_its_checkpoint_interval_and_notes_what_changes(trai
     assert {path.name for path in out.glob("step-*")} == {f"step-{step:08d}" for step in (1, 2, 3, 4)}
 
 
-def test_a_resume_with_another_part_of_the_corpus_is_refused(train, tmp_path, corpus):
-    out = tmp_path / "run"
-    train("--preset", "nano", "--data", corpus, "--sample", 0, "--out", out, "--steps", 1)
-    result = train("--resume", out, "--steps", 2, "--val-fraction", 0.5)
-    assert result.code == 2 and "give the same corpus" in result.err
-
-
 def test_top_k_samples_without_a_temperature(train, infer, tmp_path, corpus):
     out = tmp_path / "run"
     train("--preset", "nano", "--data", corpus, "--sample", 0, "--out", out, "--steps", 1)

@@ -14,6 +14,7 @@ import pytest
 
 from gpt2core.app.checkpoint_directory import load_checkpoint
 from tests.support.jobs import STAGE, Job, mpi, script, succeeded
+from tests.support.misuse_tables import misuses
 from tests.support.mpi import ROOT, mpiexec
 
 SOON = 60  # limit of a failing job, in seconds from its start: it usually takes 2, up to 10 under load
@@ -306,32 +307,10 @@ def test_a_rank_with_a_different_version_of_the_code_is_named(tmp_path):
 
 # -- invalid flags and files -------------------------------------------------------------------------------------------
 
-MISTAKES = [  # ranks, flags, text of the error line
-    (3, "--batch-size|16", "--batch-size 16 is not divisible by 3 ranks: use --batch-size 15 and --no-deterministic"),
-    (4, "--batch-size|6", "--batch-size 6 is not divisible by 4 ranks: use --batch-size 8"),
-    (3, "--batch-size|12", "--batch-size 12 makes 4 micro-batches, not a multiple of 3 ranks"),
-    (2, "--tp|3", "--tp 3 does not divide 2 ranks: use one of 1, 2"),
-    (4, "--tp|4", "n_head 2 is not divisible by --tp 4: use --tp 1 or 2"),
-    (2, "--tp|2|--data|{corpus}", "the vocabulary of 29 is not divisible by --tp 2: use --tp 1"),
-    (2, "--tp|0", "--tp 0 does not divide 2 ranks"),
-    (2, "--dp|x", "--dp x is unknown: choose from naive, flat, overlap, bucket"),
-    (2, "--compress|x", "--compress x is unknown: choose from none, fp16, bf16, int8"),
-    (2, "--collectives|x", "--collectives x: unknown algorithm; choose one of mpi, "),
-    (2, "--zero|2", "--zero: invalid choice"),
-    (2, "--bucket-mb|0", "--bucket-mb 0 must be above 0"),
-    (2, "--verify-every|-1", "--verify-every -1 must not be negative"),
-    (2, "--lr|nan", "--lr nan is not a learning rate"),
-    (2, "--data|{missing}", "cannot read "),
-    (2, "--log|{missing}/x", "cannot be written"),
-    (2, "--resume|{missing}", "does not exist"),
-    (2, "--resume|{run}|--n-embd|64", "--n-embd 64 is not the checkpoint's 32"),
-    (2, "--resume|{run}|--data|{less}", "was trained on "),
-]
-
 
 @pytest.fixture(scope="module")
 def places(tmp_path_factory, corpus):
-    """{name: path} for the names in braces in MISTAKES."""
+    """{name: path} for the names in braces in the table."""
     home = tmp_path_factory.mktemp("mistakes")
     text = corpus.read_text(encoding="utf-8")
     (home / "less").write_text(text[: len(text) // 2], encoding="utf-8")
@@ -339,38 +318,17 @@ def places(tmp_path_factory, corpus):
     return {"corpus": corpus} | {name: home / name for name in ("less", "run", "missing")}
 
 
-@pytest.mark.parametrize("ranks, flags, words", MISTAKES, ids=[f"{row[0]} {row[1]}" for row in MISTAKES])
-def test_a_mistake_is_one_error_line(places, ranks, flags, words):
-    flags = flags.format(**places).split("|")
-    model = () if "--resume" in flags else NANO
-    assert_one_line(script(ranks, *model, "--threads", 1, "--steps", 2, *flags), words)
+@pytest.mark.parametrize("misuse", misuses("ranks"))
+def test_a_mistake_is_one_error_line_of_one_rank(places, misuse):
+    name, *flags = misuse.words(**places)
+    done = script(misuse.ranks, *flags, name=name)
+    assert_one_line(done)
+    misuse.check(done.code, done.out, done.err)
 
 
 @pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="needs a file that cannot be read")
 def test_a_corpus_that_cannot_be_read_ends_the_job():
     assert_one_line(script(2, *NANO, "--data", "/proc/self/mem"), "cannot read /proc/self/mem: Input/output error")
-
-
-INFERENCE = [
-    ("--mode|x", "--mode x is unknown: choose from replicate, batch, tensor"),
-    ("--prompts|x", "--prompts FILE, one prompt per line, and --mode batch must be given together"),
-    ("--mode|batch", "--prompts FILE, one prompt per line, and --mode batch must be given together"),
-    ("--mode|batch|--prompts|/missing", "cannot read /missing"),
-    ("--mode|batch|--prompts|x|--stream", "--mode batch takes no --prompt and no --stream"),
-    ("--weights|/missing", "/missing: does not exist"),
-]
-
-
-@pytest.mark.parametrize("flags, words", INFERENCE, ids=[row[0] for row in INFERENCE])
-def test_a_mistake_in_inference_is_one_line_of_one_rank(flags, words):
-    assert_one_line(script(2, *flags.split("|"), name="inference.py"), words)
-
-
-@pytest.mark.parametrize("flag", ["--dp flat", "--zero 1", "--tp 1", "--verify-every 5", "--local-shuffle"])
-def test_flags_for_ranks_are_errors_in_stage_0(train, flag):
-    result = train("--preset", "nano", *flag.split())
-    assert result.code == 2 and result.out == ""
-    assert result.err.startswith(f"error: {flag}") and "is for many ranks" in result.err and result.err.count("\n") == 1
 
 
 @pytest.mark.parametrize("raised", ["ImportError('libmpi.so: cannot open')", "RuntimeError('cannot load MPI library')"])

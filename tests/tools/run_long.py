@@ -1,13 +1,15 @@
-"""Run the test suite, then its tests on random data again with other seeds, and save the result with date and commit.
+"""Run the test suite, its tests on random data with other seeds and 10,000 changed input files, and save the result.
 
     python tests/tools/run_long.py --rounds 20
 
-Writes results/cpu/test_long.json. The exit code is 1 if a test failed; the record then has the names and the seed.
+Writes results/cpu/test_long.json with date and commit. The exit code is 1 if a test failed; the record then has the
+names and the seed.
 """
 
 import argparse
 import json
 import re
+import secrets
 import subprocess
 import sys
 import time
@@ -22,6 +24,7 @@ from benchmarks.harness.report import commit, hardware  # noqa: E402
 
 RECORD = ROOT / "results" / "cpu" / "test_long.json"
 RANDOM = ("core", "parallel", "text", "stage2")  # folders of tests/ whose tests draw new data in every run
+MUTATIONS = "tests/app/misuse/test_mutations.py"
 PARALLEL = ("-n", "2", "--dist", "loadgroup") if find_spec("xdist") else ()
 COUNT = re.compile(r"(\d+) (passed|failed|errors?|skipped)")
 
@@ -50,6 +53,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--rounds", type=int, default=10, help="runs of the random tests after the whole suite (default 10)")
+    add("--mutations", type=int, default=10_000, help="changed input files to try (default 10,000)")
     add("--no-save", action="store_true", help="leave results/ as it is")
     args = parser.parse_args()
     # The commit is read first: the record is about the files that are tested.
@@ -58,6 +62,8 @@ def main():
     rounds = [run_round("the whole suite")]
     for seed in range(1, args.rounds + 1):
         rounds.append(run_round(f"random tests, seed {seed}", "--hypothesis-seed", str(seed), *folders))
+    options = ("--mutations", str(args.mutations), "--mutation-seed", str(secrets.randbits(32)))
+    rounds.append(run_round(f"{args.mutations:,} changed input files", *options, MUTATIONS))
     if not args.no_save:
         record["command"] = " ".join(["python", "tests/tools/run_long.py", *sys.argv[1:]])
         RECORD.write_text(json.dumps(record | {"results": rounds}, indent=1) + "\n")
