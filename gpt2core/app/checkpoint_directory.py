@@ -195,6 +195,8 @@ def point(link, target):
 def latest_step(directory):
     """The directory that `latest` refers to, or None."""
     link = directory / LATEST
+    if not (link.is_symlink() or link.is_file()):
+        return None
     try:
         name = os.readlink(link) if link.is_symlink() else link.read_text(encoding="utf-8").strip()
     except (OSError, ValueError):

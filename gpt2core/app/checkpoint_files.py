@@ -62,6 +62,9 @@ def write_step(directory, *, config, parameters, tokenizer=None, moments=None, s
 
 def read_step(step, with_optimizer, accept_edited=False):
     """The Checkpoint in the directory `step`; raises CheckpointError (see checkpoint_directory.load_checkpoint)."""
+    for path in (step / name for name in FILES):
+        if path.exists() and not (path.is_file() or path.is_dir()):  # reading a named pipe would never end
+            raise CheckpointError(f"{path}: is a pipe or a device, not a file: use another copy")
     found = {}  # {file name: SHA-256 of what was read}
     config = config_from_json(read_json(step / CONFIG, found), step / CONFIG)
     with ThreadPoolExecutor(1) as pool:  # two threads read and hash two files at the same time

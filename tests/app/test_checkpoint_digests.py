@@ -47,6 +47,16 @@ def test_a_save_records_the_hash_of_each_other_file_and_of_its_own_fields(tmp_pa
     assert loaded.edited == () and not loaded.state.keys() & {"files_sha256", "state_sha256"}
 
 
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no named pipes")
+@pytest.mark.parametrize("name", [CONFIG, MODEL, TOKENIZER, OPTIMIZER, STATE])
+def test_a_named_pipe_in_place_of_a_file_is_refused(tmp_path, rng, name):
+    step = save(tmp_path, 3, rng)
+    (step / name).unlink()
+    os.mkfifo(step / name)
+    with pytest.raises(CheckpointError, match=f"{name}: is a pipe or a device, not a file"):
+        load_checkpoint(tmp_path, with_optimizer=True)
+
+
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
 def test_our_safetensors_are_the_librarys_byte_for_byte(tmp_path, rng, dtype):
     shapes = {"b": (3,), "a.weight": (2, 5), "scalar": (), "empty": (0, 4), "é": (300, 301)}
