@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import gpt2core
-from gpt2core.app.presets import CORPUS, PRESETS, RENAMED, RESUMED
+from gpt2core.app.presets import PRESETS, RENAMED, RESUMED, SHIPPED
 from gpt2core.errors import CheckpointError, ConfigError, DataError
 from gpt2core.parallel.whole_parameters import load
 from gpt2core.text.token_file import read_text, split_validation
@@ -92,9 +92,9 @@ def find_data(checkpoint, args):
         path = saved.get(name)
         if path is None or getattr(args, name) or os.path.exists(path):
             continue
-        if name == "data" and shipped_fingerprint(checkpoint, saved) == checkpoint.state.get("corpus"):
-            notes.append(f"note: {path} does not exist: the shipped corpus, which has the same tokens, is used")
-            saved["data"] = str(CORPUS)
+        if name == "data" and (shipped := shipped_corpus(checkpoint, saved)):
+            notes.append(f"note: {path} does not exist: the shipped {shipped.name}, which has the same tokens, is used")
+            saved["data"] = str(shipped)
         else:
             raise CheckpointError(
                 f"{flag}: {path}, which {checkpoint.path} was trained with, does not exist: "
@@ -103,13 +103,17 @@ def find_data(checkpoint, args):
     return saved, notes
 
 
-def shipped_fingerprint(checkpoint, saved):
-    """The fingerprint of the shipped corpus for the tokenizer and the --val-fraction of a checkpoint, or ""."""
-    try:
-        tokens = Tokenizer.load(checkpoint.path).encode(read_text(CORPUS))
-        return fingerprint(split_validation(tokens, saved.get("val_fraction", 0))[0])
-    except (DataError, ConfigError):  # a word of the corpus is not in the vocabulary, or there is no tokenizer
-        return ""
+def shipped_corpus(checkpoint, saved):
+    """The Path of the shipped corpus that has the tokens of a checkpoint's training text, or None."""
+    for path in SHIPPED.values():
+        try:
+            tokens = Tokenizer.load(checkpoint.path).encode(read_text(path))
+            found = fingerprint(split_validation(tokens, saved.get("val_fraction", 0))[0])
+        except (DataError, ConfigError):  # a word of the corpus is not in the vocabulary, or there is no tokenizer
+            continue
+        if found == checkpoint.state.get("corpus"):
+            return path
+    return None
 
 
 def read_progress(checkpoint, corpus):

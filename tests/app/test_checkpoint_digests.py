@@ -280,21 +280,21 @@ def test_impossible_progress_without_hashes_is_refused(train, run, position, ste
 
 
 def test_a_moved_corpus_that_equals_the_shipped_one_is_found(train, tmp_path, corpus, monkeypatch):
-    monkeypatch.setattr("gpt2core.app.resume.CORPUS", corpus)  # a short one
+    monkeypatch.setattr("gpt2core.app.resume.SHIPPED", {"weights": corpus})  # a short one
     moved, out = tmp_path / "old.txt", tmp_path / "run"
     shutil.copy(corpus, moved)
     assert train(*NANO, "--data", moved, "--val-fraction", 0.25, "--steps", 1, "--out", out).code == 0
     moved.unlink()
     result = train("--resume", out, "--out", out, "--steps", 2, "--sample", 0)
     assert result.code == 0, result.err
-    assert f"note: {moved} does not exist: the shipped corpus, which has the same tokens, is used\n" in result.out
+    assert f"note: {moved} does not exist: the shipped {corpus.name}, which has the same tokens, is used\n" in result.out
     assert load_checkpoint(out).state["arguments"]["data"] == str(corpus)
 
 
 def test_another_moved_corpus_is_named_with_the_flag(train, tmp_path, corpus, monkeypatch):
     out, moved, shipped = tmp_path / "run", tmp_path / "moved.txt", tmp_path / "shipped.txt"
     shipped.write_text("another short text\n" * 9)
-    monkeypatch.setattr("gpt2core.app.resume.CORPUS", shipped)
+    monkeypatch.setattr("gpt2core.app.resume.SHIPPED", {"weights": shipped})
     for tokenizer in ("word", "byte"):
         shutil.copy(corpus, moved)
         flags = (*NANO, "--data", moved, "--val-data", moved, "--tokenizer", tokenizer, "--steps", 1)
