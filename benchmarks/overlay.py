@@ -10,11 +10,11 @@ from benchmarks.paper import paper_curves
 from gpt2core.app.cli import Parser
 from gpt2core.app.command import run_command
 from gpt2core.app.loss_plot import run_curves, write_plot
+from gpt2core.app.output_files import is_plot
 from gpt2core.app.run_log import read_log
 from gpt2core.communicator import Solo
 from gpt2core.errors import ConfigError, counted
 
-PNG = b"\x89PNG\r\n\x1a\n"  # the first bytes of a PNG file
 LOSSES = {"loss", "val_loss"}  # fields of a log's lines
 
 
@@ -32,13 +32,11 @@ def read_runs(paths):
 
 
 def check_output(path):
-    """Raise ConfigError if `path` is not the name of a PNG file, or if it exists and is another file."""
+    """Raise ConfigError if `path` is not the name of a PNG file, or if it exists and is not a plot of ours."""
     if path.suffix != ".png":
         raise ConfigError(f"--out {path}: the picture is a PNG file; give a name that ends in .png")
-    if path.exists():
-        with open(path, "rb") as file:
-            if file.read(len(PNG)) not in (PNG, b""):
-                raise ConfigError(f"--out {path}: the file exists and is not a PNG file; give another name")
+    if path.exists() and not is_plot(path):
+        raise ConfigError(f"--out {path}: the file exists and is not a plot of this program; give another name")
 
 
 def overlay(paths, paper, out):

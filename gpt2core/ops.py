@@ -81,7 +81,7 @@ def residual_layernorm(x, a, a_bias, w, b, eps=1e-5):
     def backward(ds, dy):
         if dy is None:  # the normalised output was not used: an ordinary addition
             if a_bias.grad_buffer is not None:
-                raise AutogradError("residual_layernorm: the second output is unused, so grad_buffer is not filled")
+                raise AutogradError("residual_layernorm: the second output is unused: no grad_buffer is written")
             return ds, ds, ds.reshape(-1, ds.shape[-1]).sum(0), None, None
         out = buffers(a_bias, w, b)
         dx, da_bias, dw, db = backend.residual_layernorm_backward(ds, dy, w.data, aux, out)
@@ -103,7 +103,7 @@ def embedding(ids, wte, wpe, position=0, group=SOLO, tied=False):
     """ids (B, T), integers or a backend's prepared tokens -> wte[ids] + wpe[position : position + T] (B, T, C).
 
     wte (V/p, C) holds this rank's tokens. A rank computes rows of 0 for other tokens; the group adds all ranks' rows.
-    tied: wte is also the matrix of the logits. Their backward runs first, so dwte is added to wte.grad_buffer.
+    tied: wte is also the matrix of the logits. The backward of the logits runs first, so dwte is added.
     """
     require(wte.shape[1:] == wpe.shape[1:], "embedding", wte, wpe)
     if len(ids.shape) != 2 or position + ids.shape[1] > wpe.shape[0]:
@@ -132,7 +132,7 @@ def unembed(x, w):
 def cross_entropy(logits, targets, scale=None, group=SOLO):
     """scale * sum of -log softmax(logits)[target] over N rows, a float64 scalar; the default scale gives the mean.
 
-    logits (..., V/p) are this rank's columns; the loss is of the whole rows, and equal on all ranks. The ranks
+    logits (..., V/p) are this rank's columns; the loss uses whole rows and is equal on all ranks. The ranks
     exchange three numbers per row instead of logits (Shoeybi et al. 2019).
     """
     V = logits.shape[-1] * group.size
@@ -158,7 +158,7 @@ def unembed_cross_entropy(x, w, targets, scale=None, group=SOLO, dloss=None):
     V = w.shape[0] * group.size
     x2, targets, scale = flat_targets("unembed_cross_entropy", x, targets, scale, V)
     backend, first = x.backend, group.rank * w.shape[0]
-    whole = is_recording() and w.shape[0] == V  # this rank has all columns of each row
+    whole = is_recording() and w.shape[0] == V  # backward may follow, and this rank has all columns
     *own, aux = backend.unembed_cross_entropy_forward(
         x2, w.data, targets, first, scale if whole else None, dloss, *buffers(w)
     )

@@ -44,7 +44,7 @@ def next_logits(model, ids, cache):
 
 
 class Decoder:
-    """Generates tokens for a batch of sequences, one sequence after another, with GPT2.logits(); the host samples.
+    """Generates tokens for a batch; a step computes one sequence after another with GPT2.logits(); the host samples.
 
     A backend may provide a faster decoder with the same methods (Backend.decoder). The model sees only the last
     block_size tokens. While the sequence fits in the block, a step computes one new position and reads the others from
@@ -53,7 +53,7 @@ class Decoder:
     equal rules sample the same token on every rank.
     """
 
-    steps_ahead = 0  # steps that may be launched before the tokens of an earlier step are read
+    steps_ahead = 0  # steps that may be launched after the step whose tokens are read next
 
     def __init__(self, model):
         self.model = model
@@ -94,7 +94,7 @@ class CachedSequence:
 
 
 def generate(model, prompt, max_new_tokens, choose=None, decoders=None):
-    """Yield up to `max_new_tokens` tokens after `prompt` (a sequence of tokens), one at a time.
+    """Yield `max_new_tokens` tokens after `prompt` (a sequence of tokens), one at a time.
 
     choose: a sampling rule, greedy by default. Use a rule for one sequence only: a device decoder may draw the rule's
     random numbers in advance. decoders: see generate_batch. Raises ConfigError for an empty prompt.
@@ -106,8 +106,8 @@ def generate(model, prompt, max_new_tokens, choose=None, decoders=None):
 def generate_batch(model, prompts, max_new_tokens, rules, decoders=None):
     """Yield one list of tokens per step: the next token of each prompt, sampled by the prompt's own rule.
 
-    decoders: {batch size: [idle decoders of this model]}. Pass the same dict again to reuse the decode steps that a
-    device has captured; by default this call makes its own decoder. Raises ConfigError for an empty prompt.
+    decoders: {batch size: [idle decoders of this model]}. Pass the same dict again to reuse a device's
+    captured steps (CUDA graphs); by default this call makes its own decoder. Raises ConfigError for an empty prompt.
     """
     if not all(len(prompt) for prompt in prompts):
         raise ConfigError("the prompt is empty: give at least 1 token")

@@ -180,7 +180,7 @@ class NumpyBackend(Backend):
         return s, y, (normalised, rstd)
 
     def residual_layernorm_of_one_row(self, x, a, a_bias, w, b, eps):
-        """The forward pass of one row, without aux: fewer NumPy calls, because a call costs more than its work."""
+        """The forward pass of one row, without aux: fewer NumPy calls, each of which costs more than its arithmetic."""
         s = x if a is None else x + (a + a_bias)
         h = s - np.vdot(s, self.constant(1 / s.size, s.size, s.dtype))
         r = 1 / math.sqrt(float(np.vdot(h, h)) / h.size + eps)
@@ -419,7 +419,7 @@ def decay_blocks(decays, width):
 
 
 def own_targets(targets, first, count):
-    """(rows, columns) of the targets (N) that are among the columns [first, first + count), as an index."""
+    """The index (rows, local columns) of the targets (N) that lie in [first, first + count)."""
     columns = targets.astype(np.intp) - first
     own = np.flatnonzero((columns >= 0) & (columns < count))
     return own, columns[own]

@@ -15,7 +15,7 @@ No all-reduce can send less than 2 (p-1)/p n (Patarasuk and Yuan, Bandwidth opti
 of workstations, 2009). The other algorithms and their costs: Thakur, Rabenseifner and Gropp, Optimization of collective
 communication operations in MPICH, 2005.
 """
-# p ranks in a group, r this rank, n bytes of x on one rank; arrays below the public functions are flat: (length,)
+# p ranks in a group, r this rank, n bytes of x on one rank; in the private functions arrays are flat: (length,)
 
 import numpy as np
 
@@ -23,7 +23,7 @@ from gpt2core.communicator import Handle, Solo, check_op, check_out, check_rank,
 from gpt2core.errors import ConfigError
 from gpt2core.parallel.tree_sum import tree_reduce
 
-CHUNK = 1 << 20  # bytes of one message of a reduction: smaller ones cost more in alpha than they gain in cache hits
+CHUNK = 1 << 20  # largest bytes of a message; with smaller ones alpha costs more than the cache hits gain
 
 
 def all_reduce(comm, x, op="sum", out=None, algorithm="ring"):
@@ -40,8 +40,8 @@ def all_reduce(comm, x, op="sum", out=None, algorithm="ring"):
 def reduce_scatter(comm, x, op="sum", out=None, algorithm="ring"):
     """Part `rank` of all_reduce(x, op, algorithm=algorithm), bit for bit; x (p * rows, ...) -> (rows, ...).
 
-    "ring" and "canonical" send (p-1)/p n bytes, half of their all-reduce. The other algorithms do not divide their sum
-    by ranks: they run the all-reduce, and every rank keeps its part.
+    "ring" and "canonical" send (p-1)/p n bytes, half of their all-reduce. The other algorithms
+    run the whole all-reduce, and then every rank keeps its part.
     """
     x, add = np.asarray(x), check_op(op)
     check_algorithm(algorithm)
@@ -179,7 +179,7 @@ def _halving_doubling(comm, x, out, add):
 
 
 def _canonical(comm, x, out, add):
-    """The bits of gpt2core.parallel.tree_sum.tree_reduce over ranks for any p, with the bytes of the ring.
+    """The sum in the order of gpt2core.parallel.tree_sum.tree_reduce, for any p; sends as many bytes as the ring.
 
     A power of two of ranks uses halving and doubling, but with the nearest partner first: rank 0 adds 0+1, then
     (0+1)+(2+3), and so on. Any other p uses the direct algorithm: rank j receives part j from every rank, adds in the
@@ -215,7 +215,7 @@ def check_algorithm(name):
 
 
 def _ring_reduce_scatter(comm, parts, sums, add):
-    """Part j starts at rank j+1; each rank on its way around the ring adds its own part j, and rank j gets the sum.
+    """Part j travels around the ring from rank j+1 to rank j, and each rank adds its own part j.
 
     p-1 rounds, (p-1)/p n bytes a rank; (p-1) alpha + (p-1)/p n beta seconds. sums[j] receives this rank's partial sum
     of part j. sums[r] is the result; the others may alternate between two buffers.
@@ -240,7 +240,7 @@ def _ring_scatter(comm, parts, out, add):
 def _recursive_halving(comm, x, out, add, members, distances):
     """Reduce-scatter among `members`, a power of two of ranks; returns the rounds, which _recursive_doubling reverses.
 
-    In each round, partners at this distance divide the range that both reduce: each sends one half and adds the other.
+    In each round, two partners split the range that both reduce: each sends one half and adds to the other.
     n/2 + n/4 + ... = (p-1)/p n bytes a rank; log2 p alpha + (p-1)/p n beta seconds.
     """
     me = members.index(comm.rank)
@@ -326,7 +326,7 @@ def _binomial_broadcast(comm, out, root):
 
 
 def _binomial_neighbours(rank, p):
-    """(children, nearest first; parent or None) in the binomial tree of root 0: of 8 ranks, 4 has (5, 6) and 0."""
+    """(children, nearest first; parent or None) in the binomial tree of root 0; for p = 8, rank 4: ([5, 6], 0)."""
     distances = [distance for distance in _powers_below(p) if distance < (rank & -rank or p)]
     parent = rank - (rank & -rank) if rank else None
     return [rank + distance for distance in distances if rank + distance < p], parent
@@ -370,7 +370,7 @@ def _send_chunks(comm, x, to):
 
 
 def _sendrecv(comm, x, to, out, source):
-    """Send x to one rank and receive out from another at once, each as one message."""
+    """Send x to one rank while receiving `out` from another, each as one message."""
     receive, send = _recv(comm, out, source), _send(comm, x, to)
     receive.wait()
     send.wait()

@@ -1,6 +1,6 @@
 """Collectives on GPU arrays by NCCL, on a communication stream, so that they overlap with kernels of the caller.
 
-No call waits on the host. A call records an event on the caller's stream, the communication stream waits for it, and
+No call blocks the host. A call records an event on the caller's stream, the communication stream waits for it, and
 NCCL's kernel follows there. wait() makes the caller's stream wait for a second event, recorded after NCCL's kernel.
 During stream capture these two events become the fork and the join of the CUDA graph, so capture needs no other code.
 """
@@ -32,13 +32,13 @@ BYTE = 1
 class NcclCollectives(Communicator):
     """The collectives of `host`, an MPI group of at least two ranks with one GPU each; x and out are CuPy arrays.
 
-    A sum is "canonical" unless use_collectives("nccl") is called: all-to-all of parts, the sum of the received parts in
-    the order of gpt2core/parallel/tree_sum.py (float16 and bfloat16 are added in float32 and rounded once), and
-    all-gather of the sums. Sums of integers, minima and maxima do not depend on the order; they always use NCCL's own
-    reductions.
+    By default a sum is "canonical"; use_collectives("nccl") selects NCCL's own. A canonical sum has three steps:
+    all-to-all of parts; the sum of the received parts in the order of gpt2core/parallel/tree_sum.py (float16 and
+    bfloat16 are added in float32 and rounded once); all-gather of the sums. Sums of integers, minima and maxima do not
+    depend on the order; they always use NCCL's own reductions.
 
-    bytes_sent: all_reduce 2 (p-1)/p n (rounded down), reduce_scatter and all_to_all (p-1)/p n, all_gather (p-1) n,
-    broadcast (p-1) n on root and 0 elsewhere, in bytes of x. A replay of a CUDA graph is not counted.
+    bytes_sent, where n is the bytes of x: all_reduce 2 (p-1)/p n (rounded down), reduce_scatter and all_to_all
+    (p-1)/p n, all_gather (p-1) n, broadcast (p-1) n on root and 0 elsewhere. A replay of a CUDA graph is not counted.
 
     Raises ConfigError if NCCL cannot connect the ranks.
     """
@@ -134,7 +134,7 @@ class NcclCollectives(Communicator):
     # -- the canonical sum ---------------------------------------------------------------------------------------------
 
     def _canonical_all_reduce(self, x, out):
-        """out (n) = the sum of x (n), which may be out: rank j adds part j of all ranks; all-gather of the sums."""
+        """out (n) = the sum of x (n); x may be `out`. Rank j adds part j of all ranks; then all-gather of the sums."""
         edges = part_edges(x.size, self.size)
         mine = out[edges[self.rank] : edges[self.rank + 1]]
         parts = self._exchange_parts(x, edges)
@@ -203,7 +203,7 @@ class NcclCollectives(Communicator):
         """Handle of run() on the communication stream, after all work on the caller's stream so far.
 
         arrays: those that run() uses, the result last. The handle keeps them alive until the caller's stream waits, so
-        that CuPy's pool does not give their memory to another array before.
+        that CuPy's pool does not reuse their memory earlier.
         """
         self._post_messages()
         ready, done = (self._cuda.Event(disable_timing=True) for _ in range(2))

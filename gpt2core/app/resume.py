@@ -12,8 +12,8 @@ from gpt2core.parallel.whole_parameters import load
 from gpt2core.text.token_file import read_text, split_validation
 from gpt2core.text.tokenizer import Tokenizer
 
-EDGE = 1 << 22  # tokens; of a corpus larger than 2 EDGE only the first and last EDGE tokens are hashed
-LARGEST = 1 << 31  # above --steps and --batch-size
+EDGE = 1 << 22  # if a corpus has more than 2 * EDGE tokens, only its first and last EDGE tokens are hashed
+LIMIT = 1 << 31  # --steps and --batch-size are always smaller
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Progress:
 
     path: Path  # of state.json, for errors
     step: int  # updates made
-    position: int  # windows consumed
+    position: int  # training sequences read
     loss_scale: object  # of fp16, from LossScale.to_json()
     tuned: object  # choices made by timing: {what: choice}
     tuned_for: str | None  # the device and libraries of these choices; None: nothing was chosen
@@ -82,10 +82,10 @@ def fingerprint(tokens):
 
 
 def find_data(checkpoint, args):
-    """(saved_arguments of a checkpoint, notes to print); the shipped corpus replaces a missing one of equal tokens.
+    """(saved_arguments of a checkpoint, notes to print).
 
-    args: the parsed flags. Raises CheckpointError, naming --data or --val-data, if another saved file is missing and
-    the flag is not given.
+    If the saved corpus does not exist and a shipped one has the same tokens, the shipped one is used. args: the parsed
+    flags. Raises CheckpointError if another saved data file is missing and its flag is not given.
     """
     saved, notes = saved_arguments(checkpoint), []
     for name, flag in (("data", "--data"), ("val_data", "--val-data")):
@@ -117,12 +117,12 @@ def shipped_corpus(checkpoint, saved):
 
 
 def read_progress(checkpoint, corpus):
-    """The Progress in a checkpoint; raises CheckpointError unless it was trained on the `corpus` (a fingerprint)."""
+    """The Progress in a checkpoint; raises CheckpointError if its corpus has another fingerprint than `corpus`."""
     state, path = checkpoint.state, checkpoint.path / "state.json"
     for key in ("step", "position"):
         if type(state.get(key)) is not int or state[key] < 0:
             raise CheckpointError(f"{path}: has no whole number {key!r}: it cannot be resumed")
-    if state["step"] >= LARGEST or not state["step"] <= state["position"] < max(1, state["step"]) * LARGEST:
+    if state["step"] >= LIMIT or not state["step"] <= state["position"] < max(1, state["step"]) * LIMIT:
         raise CheckpointError(
             f"{path}: {state['position']} training sequences in {state['step']} steps are not possible: it cannot be "
             "resumed"

@@ -11,9 +11,10 @@ import statistics
 import time
 from dataclasses import dataclass
 
-LARGE, PARTS = 10**8, 64  # maximum bytes of the large message; size of the large message / size of the small one
-REPEATS = (4, 32)  # all-reduces per round, of the large and of the small message
-WARM_UP, ROUNDS = 2, 5  # rounds: the first connects the ranks, the second may be captured; the rest is measured
+# Two all-reduces are measured: a large one of at most LARGE bytes, and one that is PARTS times smaller.
+LARGE, PARTS = 10**8, 64
+REPEATS = (4, 32)  # all-reduces per round, of the large and of the small size
+WARM_UP, ROUNDS = 2, 5  # rounds before the measurement (connect the ranks, then capture), and measured rounds
 LEAST = 10**6  # minimum bytes of a bucket: the host, not the transfer, determines the time of a smaller message
 
 
@@ -26,20 +27,20 @@ class BucketSize:
     mb: int
 
     def __str__(self):
-        taken = f"{1e6 * self.alpha:.1f} us per message and {1e12 * self.beta:.2f} ps per byte were measured"
-        return f"--bucket-mb {self.mb}: {taken}"
+        measured = f"{1e6 * self.alpha:.1f} us per message and {1e12 * self.beta:.2f} ps per byte were measured"
+        return f"--bucket-mb {self.mb}: {measured}"
 
 
 def best_bucket(alpha, beta, size):
-    """The bytes of the bucket with the smallest exposed time for a gradient of `size` bytes; `size` if beta <= 0."""
+    """The bucket size in bytes with the smallest exposed time for a gradient of `size` bytes; `size` if beta <= 0."""
     return math.sqrt(size * max(alpha, 0) / beta) if beta > 0 else size
 
 
 def measured_bucket(group, gradients, backend, capture, clock=time.perf_counter):
     """The BucketSize for flat `gradients`, from in-place all-reduces over the group; all ranks must call this.
 
-    The gradients must be zero, and stay zero. capture: whether the step will be replayed from a graph; then alpha
-    does not include the time of Python. Ranks measure different values: broadcast one rank's result.
+    The gradients must be zero; the sums leave them zero. capture: whether the step will be replayed from a graph; then
+    alpha does not include the time of Python. Ranks measure different values: broadcast one rank's result.
     """
     sizes = [min(gradients.nbytes, LARGE) // parts for parts in (1, PARTS)]
     arrays = [gradients[: size // gradients.itemsize] for size in sizes]

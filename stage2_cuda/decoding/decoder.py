@@ -13,7 +13,7 @@ There are three kinds of step:
   captured only if it has few positions.
 - A decode step computes one more position of each sequence with the KV cache.
 - A window step recomputes the last block_size tokens of every sequence, as stage 0 does. It replaces the decode step
-  as soon as the longest sequence has more than block_size tokens.
+  as soon as the block has no room for another position of the longest sequence.
 """
 
 # B sequences, T positions, C channels, H heads, V vocabulary; block = block_size; the cache of a layer: (B, block, 2C)
@@ -36,16 +36,16 @@ UNIFORMS = 256  # random numbers per sequence in one upload
 class GpuDecoder:
     """Generates tokens for `batch` sequences, with the methods of gpt2core.sampler.Decoder.
 
-    model: a GPT2 on CudaBackend that is not split over ranks. Its parameters are read in place; if batch is 1, most
-    weights are copied at the start of each generation. stream: a DecodeStream or EagerStream. tiling: a
-    batched.DecodeTiling. Sequences may have different lengths.
+    model: a GPT2 on CudaBackend that is not split over ranks. Its parameters are read in place, except that
+    with batch 1 most weights are copied before the first decode step of a generation. stream: a DecodeStream or
+    EagerStream. tiling: a batched.DecodeTiling. Sequences may have different lengths.
     """
 
     def __init__(self, model, batch, stream, tiling):
         config, backend = model.config, model.head.backend
         self.model, self.stream, self.backend, self.batch, self.tiling = model, stream, backend, batch, tiling
         self.captured = {}  # {(compute, arguments, sample): a captured step, or under the interpreter a function}
-        self.unread = deque()  # (function that waits for the step, lengths before it) per step with unread tokens
+        self.unread = deque()  # per unread step: (function that waits for it, the sequences' lengths before it)
         with stream:
             self.allocate(config, backend.empty)
 
@@ -202,7 +202,7 @@ class GpuDecoder:
         batched.unembed(self.logits, self.maxima, self.indices, self.h, head, self.tiling, self.backend.dot)
 
     def decode_position(self):
-        """Logits at the newest position of every sequence. Its embedding is in sequences.x, written with the token."""
+        """Logits at the newest position of every sequence, whose embedding is already in sequences.x."""
         self.decode_step.run()
         self.unembed()
 

@@ -14,12 +14,12 @@ import triton.language as tl
 
 from stage2_cuda.runtime.triton_launch import launch
 
-TILE_ELEMENTS = 2048  # of one program's tile of whole rows; a longer row has a tile of its own
-# Of backward: 4 for each of an H200's 132 multiprocessors. A constant, so that the order of the sums depends on the
-# shape only.
+TILE_ELEMENTS = 2048  # a tile is whole rows with about this many elements; a longer row is one tile
+# Programs of the backward kernel: 4 for each of an H200's 132 multiprocessors. The number is constant, so that the
+# order of the sums depends only on the shape.
 PROGRAMS = 528
-MIN_ROWS = 8  # per program of backward; with fewer the partial sums would take longer to add than to compute
-PIPELINE_TILES = 8  # tiles per program of backward from which prefetching the next tile is faster
+MIN_ROWS = 8  # rows per backward program; with fewer, adding the partial sums takes longer than computing them
+PIPELINE_TILES = 8  # the next tile is prefetched if a backward program has at least this many tiles
 
 
 def tile_shape(channels):

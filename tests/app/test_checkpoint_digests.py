@@ -287,7 +287,9 @@ def test_a_moved_corpus_that_equals_the_shipped_one_is_found(train, tmp_path, co
     moved.unlink()
     result = train("--resume", out, "--out", out, "--steps", 2, "--sample", 0)
     assert result.code == 0, result.err
-    assert f"note: {moved} does not exist: the shipped {corpus.name}, which has the same tokens, is used\n" in result.out
+    assert (
+        f"note: {moved} does not exist: the shipped {corpus.name}, which has the same tokens, is used\n" in result.out
+    )
     assert load_checkpoint(out).state["arguments"]["data"] == str(corpus)
 
 

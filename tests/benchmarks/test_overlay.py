@@ -5,6 +5,7 @@ import json
 import pytest
 
 from benchmarks import overlay
+from gpt2core.app.output_files import FIELDS
 
 PNG = b"\x89PNG"
 
@@ -23,7 +24,7 @@ def run(tmp_path, monkeypatch, capsys):
 
 
 def write_log(path, losses, validated=()):
-    rows = [{"step": step, "loss": loss} for step, loss in enumerate(losses)]
+    rows = [dict.fromkeys(FIELDS, 1.0) | {"step": step, "loss": loss} for step, loss in enumerate(losses)]
     for step in validated:
         rows[step]["val_loss"] = losses[step] + 1
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -54,17 +55,17 @@ def test_the_curves_of_all_logs_are_drawn_with_their_names(run, tmp_path, rng, m
     "argv, message",
     [
         ("missing.jsonl", "missing.jsonl: there is no such file"),
-        ("text.jsonl", "text.jsonl: this file is not a log"),
+        ("text.jsonl", "text.jsonl: line 1 is not a line of a training log"),
         ("words.jsonl", "words.jsonl: this file is not a log"),
         ("one.jsonl --out one.jsonl", "--out one.jsonl: the picture is a PNG file"),
-        ("one.jsonl --out text.png", "--out text.png: the file exists and is not a PNG file"),
+        ("one.jsonl --out text.png", "--out text.png: the file exists and is not a plot of this program"),
         ("", "FILE.jsonl"),
     ],
 )
 def test_a_mistake_is_one_line_and_changes_no_file(run, tmp_path, argv, message):
     write_log(tmp_path / "one.jsonl", [2.0, 1.0])
     (tmp_path / "text.jsonl").write_text("a text\n")
-    (tmp_path / "words.jsonl").write_text('{"step": 0, "loss": "high"}\n')
+    write_log(tmp_path / "words.jsonl", ["high"])
     (tmp_path / "text.png").write_text("a text\n")
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}
     code, out, err = run(*argv.split())

@@ -385,7 +385,9 @@ def test_make_without_a_gpu_runs_nano_in_the_interpreter_with_a_note(make, corpu
 def test_make_without_a_gpu_trains_nano_for_10_steps_by_default(make, arguments, end):
     for stage in (2, 3):
         done = make("-n", "train", f"STAGE={stage}", "PRESET=nano", f"PYTHON={sys.executable}", arguments)
-        assert done.stdout.rstrip().endswith(f' --out "out/stage{stage}-nano"{end}'), done.stdout + done.stderr
+        assert done.stdout.rstrip().endswith(f' --out "out/stage{stage}-nano" --overwrite{end}'), (
+            done.stdout + done.stderr
+        )
     assert "--steps" not in make("-n", "train", "PRESET=nano", f"PYTHON={sys.executable}").stdout
     assert "--steps" not in make("-n", "train", "STAGE=2", f"PYTHON={sys.executable}", cuda="13.0").stdout
 
