@@ -74,6 +74,9 @@ def test_a_mistake_is_one_line_and_changes_no_file(run, tmp_path, argv, message)
 
 
 def test_an_older_picture_is_replaced(run, tmp_path):
-    write_log(tmp_path / "one.jsonl", [2.0])
-    (tmp_path / "a.png").write_bytes(overlay.PNG)
-    assert run("one.jsonl", "--out", "a.png")[0] == 0 and (tmp_path / "a.png").stat().st_size > 5000
+    pictures = []
+    for loss in (2.0, 9.0):
+        write_log(tmp_path / "one.jsonl", [loss, 1.0])
+        assert run("one.jsonl", "--out", "a.png")[0] == 0
+        pictures.append((tmp_path / "a.png").read_bytes())
+    assert pictures[0] != pictures[1]
