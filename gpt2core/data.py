@@ -12,8 +12,8 @@ from gpt2core.errors import ConfigError, DataError
 class Windows:
     """Windows of seq_len tokens, one after another in one circular buffer, so there is no padding.
 
-    tokens: (n,) integers, array or memory map, never copied. seq_len: T. order: "sequential": window w covers tokens
-    w*T to w*T + T of the endless circular stream. "shuffled": each epoch visits its ceil(n / T) windows once. The order
+    tokens: (n,) integers, array or memory map, never copied. seq_len: T. order: "sequential": window w has tokens
+    w*T, ..., w*T + T - 1 of the circular stream. "shuffled": each epoch visits its ceil(n / T) windows once. The order
     and an offset of all windows are seeded by (seed, epoch), so a token's position in its window varies by epoch.
 
     A batch is a pure function of its position, the number of windows consumed since the start of training. This integer

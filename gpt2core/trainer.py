@@ -144,7 +144,7 @@ class Trainer:
         runtime.join()
         with runtime.range("optimizer"):
             gradients = self.accumulator.gradients
-            stop = self.optimizer.stop if self.loss_scale.state is None else None  # fp16 repeats a step instead
+            stop = self.optimizer.stop if self.loss_scale.state is None else None  # fp16 repeats the step
             norm, scale = self.optimizer.norm_and_scale(gradients, self.loss_scale, stop)
             self.optimizer.update(gradients, scale, hyper)
         self.sent_by_update = self.bytes_sent() - sent  # a replay sends as many bytes, without counting them

@@ -45,6 +45,6 @@ class BufferPool:
 
 
 def size_class(nbytes):
-    """nbytes rounded up to one of eight sizes per power of two, so that slowly growing shapes reuse buffers."""
+    """nbytes rounded up to one of at most eight sizes per power of two, so that slowly growing shapes reuse buffers."""
     step = max(SMALL, 1 << max(nbytes.bit_length() - 4, 0))
     return -(-nbytes // step) * step

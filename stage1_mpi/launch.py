@@ -68,7 +68,7 @@ VENDOR = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; p
 
 
 def library():
-    """The Implementation that mpi4py loads. Every vendor except Open MPI derives from MPICH. Raises ConfigError."""
+    """The Implementation that mpi4py loads. Every vendor except Open MPI is treated as MPICH. Raises ConfigError."""
     probe = subprocess.run([sys.executable, "-c", VENDOR], capture_output=True, text=True)
     if probe.returncode:
         why = (probe.stderr.strip().splitlines() or ["no output"])[-1]
@@ -79,7 +79,7 @@ def library():
 
 
 def launchers():
-    """Paths of every mpiexec beside this interpreter, then on the PATH."""
+    """Paths of the launchers beside this interpreter, then of the first of each name on the PATH."""
     names = ("mpiexec", "mpirun", "mpiexec.hydra", "mpiexec.mpich", "mpiexec.openmpi")
     beside = str(Path(sys.executable).parent)
     found = [shutil.which(name, path=path) for path in (beside, None) for name in names]
@@ -118,8 +118,8 @@ def choose():
 def check_hosts(path, implementation):
     """{host: line number} of a host file.
 
-    Raises ConfigError, with the line, for a file without hosts, a host that is listed twice, an invalid number of ranks
-    and a line in the other implementation's format.
+    Raises ConfigError for a file without hosts and, with the line, for a host that is listed twice, an invalid number
+    of ranks and a line in the other implementation's format.
     """
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
@@ -184,7 +184,7 @@ def unresolved(name):
 
 
 def name_for_ssh(name):
-    """The host name that the configuration of ssh, by which launchers reach hosts, has for `name`; default: `name`."""
+    """The HostName that the configuration of ssh sets for `name`, else `name`: launchers reach hosts by ssh."""
     with contextlib.suppress(OSError, ValueError, subprocess.SubprocessError):
         shown = subprocess.run(["ssh", "-G", "--", name], capture_output=True, text=True, timeout=10).stdout
         return (re.findall(r"^hostname (.+)$", shown, re.M) or [name])[0]
@@ -231,7 +231,7 @@ def end_with_parent():
 
 
 def run_rank(command):
-    """On a rank: run `command` as Python would, and turn the forwarded SIGUSR1 and SIGUSR2 back into the originals.
+    """On a rank: run `command` as Python would, and turn the forwarded SIGUSR1 and SIGUSR2 into SIGINT and SIGTERM.
 
     If a rank fails before MPI_Init (for example, a package is missing on its host), the other ranks wait for it in
     MPI_Init, and the launcher ends the job only if the rank is killed. So it kills itself.

@@ -22,7 +22,7 @@ def canonical(values):
 
 
 def with_digests(state, files):
-    """`state`, a dict as JSON gives it back, with both fields; files: {name: SHA-256} of the other files."""
+    """`state`, a result of json.loads, with both fields added; files: {name: SHA-256} of the other files."""
     sealed = state | {FILES_SHA256: files}
     return sealed | {STATE_SHA256: sha256(canonical(sealed))}
 

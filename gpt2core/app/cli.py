@@ -114,8 +114,8 @@ def add_outputs(parser):
     text = "directory for checkpoints; one is always saved at the end (default: nothing is saved)"
     add("--out", text, type=directory, metavar="DIR")
     text = (
-        "if --out or --log has an older run, rename it to DIR.1 or FILE.1 (or .2, ...) and start a new one (default: "
-        "refuse to start; a run that --resume continues is kept)"
+        "if --out or --log has an older run, rename it to DIR.1 or FILE.1 (or .2, ...) and start a new one; a run that "
+        "--resume continues is not renamed (default: refuse to start)"
     )
     add("--overwrite", text, action="store_true")
     add("--checkpoint-every", "steps between checkpoints, 0: only at the end (default 0)", type=integer, metavar="N")
@@ -142,8 +142,8 @@ def add_execution(parser):
     text = "how --precision bf16 rounds its bf16 copy of the fp32 weights (default nearest)"
     add("--rounding", text, choices=("nearest", "stochastic"))
     text = (
-        "micro-batches per step, of all data-parallel replicas together, unlike Megatron (default: the largest power "
-        "of two up to 8 that divides --batch-size; with --no-deterministic: one per worker thread, or on GPUs one per "
+        "micro-batches per step, counted over all data-parallel replicas, unlike Megatron's (default: the largest "
+        "power of two up to 8 that divides --batch-size; with --no-deterministic: one per worker thread, or on GPUs one per "
         "replica)"
     )
     add("--micro-batches", text, type=integer, metavar="M")

@@ -11,7 +11,7 @@ import numpy as np
 from gpt2core.communicator import Solo
 from gpt2core.errors import DeviceMemoryError, UserError
 
-GRACE = 0.4  # seconds that a failing rank waits for each lower rank to report the same error first
+GRACE = 0.4  # seconds that a failing rank waits, per lower rank (at most 8), for them to report the same error first
 
 
 class HelpPrinted(Exception):
@@ -55,7 +55,7 @@ def run_command(make_world, body):
         code = crash(world, error)
     try:
         sys.stdout.flush()
-    except OSError:  # otherwise the interpreter would report at exit what it cannot write
+    except OSError:  # otherwise the interpreter would flush again at exit and print the error
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.exit(code)
 

@@ -77,8 +77,8 @@ def answer_prompts(world, model, tokenizer, args, emit):
 
     Each token is printed as it is generated. Prompt number i, from 0, has the seed --seed + i.
     """
-    with contextlib.suppress(AttributeError):  # of a stream that is no file
-        sys.stdin.reconfigure(errors="surrogateescape")  # the tokenizer names a byte that is not UTF-8
+    with contextlib.suppress(AttributeError):  # a replaced sys.stdin may have no reconfigure()
+        sys.stdin.reconfigure(errors="surrogateescape")  # the tokenizer reports bytes that are not UTF-8
     decoders, number = {}, 0
     while (prompt := world.broadcast_object(on_root(world, lambda: typed_prompt(tokenizer)))) is not None:
         prompt, rule = fit_prompt(prompt, model.config.block_size, emit), shared_rule(world, args, args.seed + number)
@@ -101,7 +101,9 @@ def check_mode(args):
     if (args.mode == "batch") != (args.prompts is not None):
         raise ConfigError("--prompts FILE, one prompt per line, and --mode batch must be given together")
     if args.mode == "batch" and (args.stream or args.prompt is not None or args.prompt_file is not None):
-        raise ConfigError("--mode batch takes no --prompt and no --stream: it continues --prompts; omit the flag")
+        raise ConfigError(
+            "--mode batch takes no --prompt, --prompt-file or --stream: it continues --prompts; omit the flag"
+        )
 
 
 def make_inference_backend(make_backend, args, cores):

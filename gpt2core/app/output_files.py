@@ -73,7 +73,7 @@ def check_outputs(log, plot):
 
 
 def is_plot(path):
-    """Whether a plot of this program is stored at `path`, or nothing: an empty file, or a device such as /dev/full."""
+    """Whether `path` holds a plot of this program, or nothing to lose (an empty file, a device such as /dev/full)."""
     if not path.is_file():
         return True
     ((name, value),) = SOFTWARE.items()

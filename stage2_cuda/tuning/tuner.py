@@ -4,8 +4,8 @@
     config = tuner.choose("attention forward ...", configs, run, outputs)  # times at the first call, then looks it up
 
 The tuner times the candidates in several rounds, each in another random order. Each candidate is captured several times
-in a CUDA graph, because the time of one small kernel would mostly be launch overhead. A choice is text, {what:
-str(candidate)}, so that it can be logged with a run and sent to other ranks.
+in a CUDA graph, because the time of one small kernel would mostly be launch overhead. A choice is stored as
+text: str(candidate), under the name of the choice. It is logged with the run and sent to other ranks.
 """
 
 import functools
@@ -23,7 +23,7 @@ from stage2_cuda.runtime.cuda_graph import no_garbage_collection
 # Another candidate than the first is chosen only if its time is below this share of the first candidate's time: a
 # smaller difference may be noise, which must not change the bits of a result from run to run.
 FASTER = 0.99
-TOLERANCE = {2: 2e-2, 4: 2e-3}  # {bytes of an element: relative norm}; another order of summation causes less
+TOLERANCE = {2: 2e-2, 4: 2e-3}  # {bytes of an element: largest relative difference of two candidates' results}
 PIECE = 1 << 22  # elements that `difference` compares at once
 SEED = 20260101  # for the random order of the candidates in each round
 ROUNDS, CALLS, ENOUGH = 5, 20, 20.0  # rounds of timing; calls per graph at most; milliseconds of a graph to aim for
@@ -54,7 +54,7 @@ class Tuner:
     def load_tuned(self, choices, final=False):
         """Use the choices {what: choice} of another rank or an earlier run; returns whether anything changed.
 
-        They replace all choices of this tuner, so that ranks with equal choices also time the same candidates. With
+        They replace all choices of this tuner: ranks with equal choices time the same candidates. With
         `final` they are only added, and nothing is timed from then on: a new `what` gets its first candidate.
         """
         self.final, before = self.final or final, self.tuned
@@ -87,8 +87,8 @@ class Tuner:
     def choose(self, what, candidates, run, outputs, before=lambda: None):
         """The candidate whose run(candidate) is fastest; the first one unless another is faster by more than noise.
 
-        what: the name of the choice. str() of the candidates must differ. run launches work on the current stream,
-        does not synchronize, and writes all of `outputs`: arrays or views, whose contents are undefined afterwards.
+        what: the name of the choice. str() of the candidates must differ. run(candidate) launches its work on the
+        current stream, does not synchronize, and writes all of `outputs`: arrays or views, whose contents are undefined afterwards.
         before() is called once before timing. A candidate that fails, or whose results differ from the first one's, is
         skipped. If timing itself fails, the first candidate is chosen, with a warning.
         """
