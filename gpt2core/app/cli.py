@@ -143,8 +143,8 @@ def add_execution(parser):
     add("--rounding", text, choices=("nearest", "stochastic"))
     text = (
         "micro-batches per step, counted over all data-parallel replicas, unlike Megatron's (default: the largest "
-        "power of two up to 8 that divides --batch-size; with --no-deterministic: one per worker thread, or on GPUs one per "
-        "replica)"
+        "power of two up to 8 that divides --batch-size; with --no-deterministic: one per worker thread, or on GPUs "
+        "one per replica)"
     )
     add("--micro-batches", text, type=integer, metavar="M")
     add("--micro-shards", argparse.SUPPRESS, type=integer, dest="micro_batches")  # former name

@@ -101,9 +101,7 @@ def check_mode(args):
     if (args.mode == "batch") != (args.prompts is not None):
         raise ConfigError("--prompts FILE, one prompt per line, and --mode batch must be given together")
     if args.mode == "batch" and (args.stream or args.prompt is not None or args.prompt_file is not None):
-        raise ConfigError(
-            "--mode batch takes no --prompt, --prompt-file or --stream: it continues --prompts; omit the flag"
-        )
+        raise ConfigError("--mode batch continues --prompts: omit --prompt, --prompt-file and --stream")
 
 
 def make_inference_backend(make_backend, args, cores):

@@ -11,8 +11,9 @@ class LossScale:
     """The factor that lifts small gradients into the range of fp16 (Micikevicius et al. 2018); 1 in other precisions.
 
     It doubles after `interval` finite gradients in a row. It halves after a gradient that is not finite; the
-    device skips that update, and the step is repeated. Growth, backoff and defaults are PyTorch's (GradScaler). `state` holds the factor and the number of
-    finite gradients since its last change, on the device, where Backend.clip updates both; None: no loss is scaled.
+    device skips that update, and the step is repeated. Growth, backoff and defaults are PyTorch's (GradScaler). `state`
+    holds the factor and the number of finite gradients since its last change, on the device, where Backend.clip
+    updates both; None: no loss is scaled.
     """
 
     SMALLEST = 1.0  # training ends if an overflow halves the factor below this: at 1 no gradient was scaled
