@@ -89,8 +89,8 @@ class Tuner:
 
         what: the name of the choice. str() of the candidates must differ. run(candidate) launches its work on the
         current stream, does not synchronize, and writes all of `outputs`: arrays or views, whose contents are undefined
-        afterwards. before() is called once before timing. A candidate that fails, or whose results differ from the first one's, is
-        skipped. If timing itself fails, the first candidate is chosen, with a warning.
+        afterwards. before() is called once before timing. A candidate that fails, or whose results differ from the
+        first one's, is skipped. If timing itself fails, the first candidate is chosen, with a warning.
         """
         if what not in self.chosen:
             candidate = self.look_up(what, candidates)
