@@ -114,7 +114,7 @@ def test_prepare_without_the_packages_prints_one_line(bare):
 def test_make_with_an_interpreter_without_the_packages_prints_one_line(bare, goal):
     done = bare("make", "--no-print-directory", goal, f"PYTHON={bare.python}", MAKEFLAGS="")
     assert done.returncode == 2 and "Traceback" not in done.stderr
-    assert re.fullmatch(r"error: numpy is not installed for .*\nmake: \*\*\* .*\n", done.stderr)
+    assert re.fullmatch(r"error: numpy is not installed for .*\nmake(\[\d+\])?: \*\*\* .*\n", done.stderr)
 
 
 def test_the_doctor_runs_without_the_packages(bare):
