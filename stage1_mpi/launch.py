@@ -6,6 +6,7 @@ python -m stage1_mpi.launch -n 4 [--hostfile FILE] train_gpt2.py --preset tiny
 import argparse
 import contextlib
 import ctypes
+import ipaddress
 import os
 import re
 import runpy
@@ -143,7 +144,7 @@ def check_host(where, line, implementation):
     """The host of one line of a host file; raises ConfigError, which starts with `where`, for a line that is wrong."""
     first, *options = re.sub(r"\s*=\s*", "=", line).split()
     host, colon, count = first.partition(":") if first.count(":") == 1 else (first, "", "")  # an IPv6 address has more
-    if not host:
+    if not host or "=" in host or not is_address(host):
         raise ConfigError(f"{where} has no host; write {implementation.host_line('localhost')}")
     counts = [("the colon", count)] if colon else []
     for option in options:
@@ -160,6 +161,14 @@ def check_host(where, line, implementation):
         example = implementation.host_line(**other.groupdict())
         raise ConfigError(f"{where} is not in the format of {implementation.name}; write {example!r}")
     return host
+
+
+def is_address(host):
+    """Whether `host` is an IPv6 address, or a text without a colon."""
+    try:
+        return ":" not in host or bool(ipaddress.ip_address(host))
+    except ValueError:
+        return False
 
 
 def check_names(path, hosts):

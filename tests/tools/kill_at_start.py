@@ -42,7 +42,7 @@ def prepare(home, rows):
     begun, row = load_checkpoint(home / "begun", with_optimizer=True), read_log(home / "begun.jsonl")[0]
     save_checkpoint(
         home / "run", rows, config=begun.config, parameters=begun.parameters, moments=begun.moments,
-        tokenizer=Tokenizer.load(begun.path), state=begun.state | {"step": rows},
+        tokenizer=Tokenizer.load(begun.path), state=begun.state | {"step": rows, "position": 4 * rows},
     )  # fmt: skip
     log = home / "run.jsonl"
     log.write_text("".join(json.dumps(row | {"step": step}) + "\n" for step in range(rows + 1000)))

@@ -280,7 +280,7 @@ def case_hosts(rng, home, inputs):
         return
     yield 0, ""
     lines = [line.split("#")[0].strip() for line in file.read_text(encoding="utf-8").splitlines()]
-    form = r"[^\s:]+(:[1-9]\d*)?|[^\s:]+(:[^\s:]*){2,}" if implementation is MPICH else r"\S+"
+    form = r"[^\s:]+(:[1-9]\d*)?|[^\s:]*(:[^\s:]*){2,}" if implementation is MPICH else r"[^\s=]+"
     option = r"\s+(?!(slots|max[-_]slots)\s*=)[^\s=]+\s*=\s*\S+"
     option = option if implementation is MPICH else rf"(\s+(slots|max[-_]slots)\s*=\s*0*[1-9]\d*|{option})"
     for line in filter(None, lines):
