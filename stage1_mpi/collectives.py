@@ -242,7 +242,7 @@ def _recursive_halving(comm, x, out, add, members, distances):
     """Reduce-scatter among the ranks `members`, whose number is a power of two; returns the rounds.
 
     In each round two partners divide the range that both still reduce: each sends one half to its partner, and receives
-    and adds the other half. The rounds, (partner, half kept, half sent), are the argument of _recursive_doubling.
+    and adds the other half. The rounds, (partner, half kept, half sent), are passed to _recursive_doubling.
     n/2 + n/4 + ... = (p-1)/p n bytes a rank; log2 p alpha + (p-1)/p n beta seconds.
     """
     me = members.index(comm.rank)

@@ -229,7 +229,7 @@ def supervise(line):
 
 
 def end_with_parent():
-    """In the child process, on Linux: let the kernel send it (mpiexec) SIGTERM when this launcher ends."""
+    """In the child process, on Linux: make the kernel send SIGTERM to mpiexec when the launcher ends."""
     with contextlib.suppress(AttributeError):
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)
 

@@ -21,7 +21,7 @@ MPI_TYPES = "bBhHiIlLqQfdFD"  # dtype.char of the types that every MPI has, so w
 
 
 def split_data(x, y, mp_size, dp_size, rank):
-    """This rank's (x, y): block rank // mp_size of dp_size equal blocks of axis 0. A replica's ranks get equal blocks.
+    """This rank's (x, y): block rank // mp_size of dp_size equal blocks of axis 0, so a replica's ranks share a block.
 
     Raises ValueError if x and y differ in length, or if dp_size does not divide their length.
     """

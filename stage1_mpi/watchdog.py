@@ -59,7 +59,7 @@ class Watchdog:
         self._thread.start()
 
     def add(self, check):
-        """From now on call check.cause() at least every PERIOD, and check.exit() when this rank ends normally."""
+        """From now on call check.cause() about once each PERIOD, and check.exit() when this rank ends normally."""
         self._checks.append(check)
         os.write(self._wake_write, b"+")
 

@@ -86,7 +86,7 @@ class NcclCommunicator(Communicator):
 
     @property
     def prefers_zero(self):
-        return self.transport == "nccl"  # ZeRO-1 sends the same bytes; a rank computes 1/p of the update
+        return self.transport == "nccl"  # ZeRO-1 sends as much as an all-reduce, and a rank computes 1/p of the update
 
     @property
     def measures_buckets(self):

@@ -139,7 +139,7 @@ class StagedCollectives(Communicator):
         self._cupy.cuda.runtime.memcpyAsync(target, source, length, kind, self._stream.ptr)
 
     def _pinned_buffer(self, name, length, dtype):
-        """`length` bytes of pinned memory as a flat array. Calls with the same `name` share memory if it suffices."""
+        """`length` bytes of pinned memory, flat. Calls with the same `name` reuse one buffer, enlarged if needed."""
         if name not in self._pinned or self._pinned[name].nbytes < length:
             memory = self._cupy.cuda.alloc_pinned_memory(max(1, length))
             self._pinned[name] = np.frombuffer(memory, np.uint8, max(1, length))

@@ -1,6 +1,6 @@
-"""All calls of the benchmarks into this project's trainer, sampler and decoders, apart from gpus/ours.py.
+"""The calls of benchmarks into this project's trainer, sampler and decoders, except gpus/ours.py and gpu/choices.py.
 
-Code that depends on the internals of a Trainer is in the section "calls into the trainer" or in gpus/ours.py.
+Code that depends on the internals of a Trainer is in the section "calls into the trainer" or in these two files.
 """
 
 import functools
