@@ -1,23 +1,23 @@
 """Write data/dummy.txt, the shipped corpus: one chapter about building a GPT-2, in 168 variants.
 
-The text has 290,599 bytes and 52,600 word-level tokens, 172 of them distinct. Nothing in it is random: the number of a
-chapter has three digits, which choose its year, season and topic. So `--check` can compare the bytes on every machine
-and Python:
+The text has 290,599 bytes and 52,600 word-level tokens, 172 of them distinct. Nothing in it is random, so `--check`
+can compare the bytes on every machine and Python version. The number of a chapter has three digits, which choose its
+year, season and topic:
 
     chapter = 28 * year + 7 * season + topic            168 chapters = 6 years x 4 seasons x 7 topics
 
 A chapter is one line of 313 tokens. Its topic decides the order of the three movements. The refrain between them
-contains all three digits, at most 105 tokens after they occurred last. So a window of 256 tokens determines the next
+contains all three digits, at most 105 tokens after their last occurrence. So a window of 256 tokens determines the next
 token, and a model can learn the whole corpus.
 
-Three properties must not be lost in a change:
+A change of the text must keep three properties:
 
 - The refrain occurs three times in a chapter. Part of the text is then learned early and part late. Otherwise the loss
   stays at the entropy of single words for a long time and then falls abruptly.
-- The length of a chapter, 313, is odd. A window of 256 starts at a multiple of 8 = gcd(256, 52600). With a length that
-  is a multiple of 8, training would show each sentence at every eighth position of a window only.
+- The length of a chapter, 313, is odd. A window of 256 starts at a multiple of 8 = gcd(256, 52600). If the
+  length were a multiple of 8, a sentence would occur only at every eighth position of a window.
 - The number of topics is odd. The position of a chapter in its window determines its number modulo 8. With six topics
-  that would determine whether the topic is even, and a model would use this instead of the topic in the text.
+  this would show whether the number of the topic is even; a model would use it instead of the topic in the text.
 """
 
 import argparse
@@ -38,8 +38,8 @@ TOPICS = {  # topic: the order of its movements
     "profiler": "ABC",
 }
 
-# Chapters from HANDOVER on use the second name. It is one letter shorter, and a chapter contains the name three times:
-# HANDOVER decides the exact size of the file.
+# Chapters from number HANDOVER on use the second name, which is one letter shorter. A chapter contains the name three
+# times, so HANDOVER determines the exact size of the file.
 NAMES, HANDOVER = ("Grace", "Alan"), 71
 
 OPENING = (

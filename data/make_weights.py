@@ -5,8 +5,8 @@
     python data/make_weights.py --check         trains nothing, tests the existing weights
 
 An interrupted training resumes from --out. The test of `paper` counts the random prompts that are continued correctly:
-all tokens of the greedy continuation are those of the corpus. The test of `book` is a sample. The tokenizer of `book`
-are byte pairs of its corpus; an existing tokenizer.json is used again.
+all tokens of the greedy continuation are those of the corpus. The test of `book` is a sample. The tokenizer of
+`book` is a byte-pair encoding trained on its corpus; an existing tokenizer.json is used again.
 """
 
 import argparse
@@ -37,9 +37,10 @@ from stage0_serial.numpy_backend import NumpyBackend
 
 PROMPT, NEW = 256, 30  # tokens, the paper's inference
 SAMPLE = ("--prompt", "Call me", "--max-new-tokens", "100", "--temperature", "0.5", "--top-k", "10")
-# The training flags of each phase, for each preset. Windows in order start at multiples of 8 only, and a model `paper`
-# of them continues half of all prompts correctly. The second phase starts each epoch at another token, so that the
-# position of a word in its window does not determine it. Copying the year is learned last, at about step 1050.
+# The training flags of each phase, for each preset. Without --shuffle all windows start at multiples of 8; a `paper`
+# model that is trained only on these continues half of all prompts correctly. With --shuffle each epoch starts at
+# another token, so the position in a window does not determine the word there. The model learns to copy the year last,
+# at about step 1050.
 COSINE = "--lr 1e-3 --min-lr 1e-5 --schedule cosine --warmup 50 --clip 1"
 PHASES = {
     "paper": (f"--steps 600 --no-shuffle {COSINE}", f"--steps 1300 --shuffle {COSINE}"),
@@ -50,7 +51,8 @@ PHASES = {
 def continues_correctly(model, tokens, start):
     """Return whether the greedy continuation of tokens[start : start + PROMPT] equals the corpus for NEW tokens.
 
-    By induction this holds if after each of the corpus's windows the most likely token is the corpus's next one.
+    One forward pass checks this: the continuation equals the corpus exactly if, after each of NEW successive windows of
+    the corpus, the most likely token is the next token of the corpus.
     """
     windows = np.stack([tokens[start + i : start + i + PROMPT] for i in range(NEW)])
     with no_grad():
@@ -65,7 +67,7 @@ def replicas(checkpoint, threads):
 
 
 def byte_pairs(text, vocab_size):
-    """The byte-level BPE of `vocab_size` tokens that compresses `text` best; it encodes any text."""
+    """A byte-level BPE tokenizer of `vocab_size` tokens, trained on `text`; it can encode any text."""
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     library = tokenizers.Tokenizer(models.BPE())
     library.pre_tokenizer, library.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()

@@ -21,7 +21,7 @@ from gpt2core.text.tokenizer import FILE_NAME, build_tokenizer
 
 def chunks_with_bar(path, pass_name):
     """Yield the chunks of a text file; show a progress bar of the bytes read if standard error is a terminal."""
-    from tqdm import tqdm  # here, because gpt2core.app must be imported first: it reports missing packages
+    from tqdm import tqdm  # not at the top: gpt2core.app, imported first, reports missing packages
 
     size = path.stat().st_size
     with tqdm(total=size, unit="B", unit_scale=True, desc=pass_name, leave=False, disable=None) as bar:
@@ -50,7 +50,7 @@ def prepare(text, tokenizer_spec, out):
 
 
 def main(arguments=None):
-    """Run the command line. Returns 0, 2 after an error (one line on standard error), or 130 after Ctrl-C."""
+    """Run the command line. Returns 0, or 2 after an error (one line on standard error), or 130 after Ctrl-C."""
     example = "Example: prepare.py my.txt --tokenizer byte --out my_tokens; then train_gpt2.py --data my_tokens"
     parser = Parser(prog="prepare.py", description=__doc__.split("\n\n")[0], epilog=example)
     parser.add_argument("text", type=Path, metavar="TEXT", help="the UTF-8 text file to read")
@@ -71,7 +71,7 @@ def main(arguments=None):
         print(f"prepare.py: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("prepare.py: interrupted, nothing was written", file=sys.stderr)
+        print("prepare.py: interrupted; the output may be incomplete", file=sys.stderr)
         return 130
     print(f"{out}: {count:,} tokens, vocabulary of {tokenizer.vocab_size:,} ({tokenizer.kind})")
     return 0

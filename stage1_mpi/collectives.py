@@ -1,7 +1,8 @@
 """Collectives built from send and receive only, with the algorithms that MPI libraries use for Allreduce and others.
 
-Every function works on any Communicator, for any number of ranks and any length, zero included. The cost model is
-alpha-beta (Hockney): a message of m bytes takes alpha + m beta seconds, and a rank can send and receive at once.
+Every function works on any Communicator, for any number of ranks and any length, zero included. Costs are given in the
+alpha-beta model (Hockney): a message of m bytes takes alpha + m beta seconds, and a rank can send and receive at the
+same time.
 
     all-reduce          rounds                 bytes a rank sends      seconds (without the additions)
     root                2 (p-1) at root        (p-1) n at root         2 (p-1) (alpha + n beta)
@@ -11,11 +12,11 @@ alpha-beta (Hockney): a message of m bytes takes alpha + m beta seconds, and a r
     canonical, p = 2^k  2 log2 p               2 (p-1)/p n             2 log2 p alpha + 2 (p-1)/p n beta
     canonical, else     p                      2 (p-1)/p n             2 (p-1) alpha + 2 (p-1)/p n beta
 
-No all-reduce can send less than 2 (p-1)/p n (Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms for clusters
-of workstations, 2009). The other algorithms and their costs: Thakur, Rabenseifner and Gropp, Optimization of collective
-communication operations in MPICH, 2005.
+In every all-reduce some rank sends at least 2 (p-1)/p n (Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms
+for clusters of workstations, 2009). The other algorithms and their costs: Thakur, Rabenseifner and Gropp,
+Optimization of collective communication operations in MPICH, 2005.
 """
-# p ranks in a group, r this rank, n bytes of x on one rank; in the private functions arrays are flat: (length,)
+# p: number of ranks in the group; r: this rank; n: bytes of x on one rank. Private functions take flat arrays
 
 import numpy as np
 
@@ -23,11 +24,11 @@ from gpt2core.communicator import Handle, Solo, check_op, check_out, check_rank,
 from gpt2core.errors import ConfigError
 from gpt2core.parallel.tree_sum import tree_reduce
 
-CHUNK = 1 << 20  # largest bytes of a message; with smaller ones alpha costs more than the cache hits gain
+CHUNK = 1 << 20  # most bytes of a chunk; smaller ones fit the cache better, but their alpha costs more than this gains
 
 
 def all_reduce(comm, x, op="sum", out=None, algorithm="ring"):
-    """The elementwise "sum", "min" or "max" over ranks, the same bits on every rank; x (...) -> (...)."""
+    """The elementwise "sum", "min" or "max" of x over ranks; x (...) -> (...). Every rank gets the same bits."""
     x, add, reduce = np.asarray(x), check_op(op), check_algorithm(algorithm)
     check_out(out, x.shape, x.dtype)
     if comm.size == 1:
@@ -40,8 +41,8 @@ def all_reduce(comm, x, op="sum", out=None, algorithm="ring"):
 def reduce_scatter(comm, x, op="sum", out=None, algorithm="ring"):
     """Part `rank` of all_reduce(x, op, algorithm=algorithm), bit for bit; x (p * rows, ...) -> (rows, ...).
 
-    "ring" and "canonical" send (p-1)/p n bytes, half of their all-reduce. The other algorithms
-    run the whole all-reduce, and then every rank keeps its part.
+    "ring" and "canonical" send (p-1)/p n bytes, half as many as in an all-reduce. The other algorithms run the
+    whole all-reduce, of which every rank then keeps its part.
     """
     x, add = np.asarray(x), check_op(op)
     check_algorithm(algorithm)
@@ -63,8 +64,8 @@ def reduce_scatter(comm, x, op="sum", out=None, algorithm="ring"):
 def all_gather(comm, x, out=None):
     """Every rank's x along axis 0 in rank order; x (rows, ...) -> (p * rows, ...).
 
-    Ring: p-1 rounds; in each, a rank sends to its right neighbour what it received from its left one in the round
-    before. A rank sends (p-1) n bytes; (p-1) (alpha + n beta) seconds.
+    Ring: p-1 rounds. A rank first sends its own x to its right neighbour, then in each round what it received from its
+    left neighbour in the previous round. A rank sends (p-1) n bytes; (p-1) (alpha + n beta) seconds.
     """
     x = np.asarray(x)
     shape = (comm.size * rows_per_part(x), *x.shape[1:])
@@ -94,10 +95,10 @@ def all_to_all(comm, x, out=None):
 
 
 def broadcast(comm, x, root=0, out=None):
-    """Root's x; on other ranks x gives shape and dtype only; x (...) -> (...).
+    """Root's x on every rank; x (...) -> (...). On the other ranks only the shape and dtype of x are used.
 
     Binomial tree: the number of ranks that have x doubles in each of log2 p rounds. Root sends n log2 p bytes;
-    log2 p (alpha + n beta) seconds, less with chunks, which move down the tree as a pipeline.
+    log2 p (alpha + n beta) seconds, less with chunks, which pass down the tree as a pipeline.
     """
     x = np.asarray(x)
     check_rank(root, comm.size, "root")
@@ -131,8 +132,7 @@ def _root(comm, x, out, add):
 def _tree(comm, x, out, add):
     """Binomial tree: reduce up to rank 0, then broadcast down the same tree.
 
-    2 log2 p (alpha + n beta) seconds: few rounds, but the whole of x is sent in each. The order of the sum is the
-    canonical one.
+    2 log2 p (alpha + n beta) seconds: few rounds, but each sends the whole of x. Adds in the canonical order.
     """
     children, parent = _binomial_neighbours(comm.rank, comm.size)
     mine, sends = x, []
@@ -148,7 +148,7 @@ def _tree(comm, x, out, add):
 def _ring(comm, x, out, add):
     """Ring: a reduce-scatter phase, then an all-gather phase, p-1 rounds each.
 
-    2 (p-1) alpha + 2 (p-1)/p n beta seconds: the least bytes, and every link is busy in every round.
+    2 (p-1) alpha + 2 (p-1)/p n beta seconds: the fewest bytes possible, and all links are used in every round.
     """
     segments = _segments(out, comm.size)
     _ring_reduce_scatter(comm, _segments(x, comm.size), segments, add)
@@ -158,10 +158,11 @@ def _ring(comm, x, out, add):
 def _halving_doubling(comm, x, out, add):
     """Rabenseifner: a reduce-scatter phase by recursive halving, then an all-gather phase by recursive doubling.
 
-    2 log2 p alpha + 2 (p-1)/p n beta seconds if p is a power of two. Else the first ranks form pairs: an even rank
-    sends x to its right neighbour, does not take part, and receives the result; 2 alpha + 2 n beta more.
+    2 log2 p alpha + 2 (p-1)/p n beta seconds if p is a power of two. For any other p the first ranks form pairs: the
+    even rank of a pair sends x to the odd rank, takes no part in the two phases, and then receives the result. This
+    costs 2 alpha + 2 n beta more.
     """
-    r, core = comm.rank, 1 << (comm.size.bit_length() - 1)  # core: the ranks that take part, a power of two
+    r, core = comm.rank, 1 << (comm.size.bit_length() - 1)  # core: how many ranks take part, a power of two
     paired = 2 * (comm.size - core)
     if r < paired and r % 2 == 0:
         _wait_all(_send_chunks(comm, x, r + 1))
@@ -181,9 +182,9 @@ def _halving_doubling(comm, x, out, add):
 def _canonical(comm, x, out, add):
     """The sum in the order of gpt2core.parallel.tree_sum.tree_reduce, for any p; sends as many bytes as the ring.
 
-    A power of two of ranks uses halving and doubling, but with the nearest partner first: rank 0 adds 0+1, then
-    (0+1)+(2+3), and so on. Any other p uses the direct algorithm: rank j receives part j from every rank, adds in the
-    order of the tree, and the sums are all-gathered. Costs: see the top of the file.
+    If p is a power of two: halving and doubling, but with the nearest partner first, so rank 0 adds 0+1, then
+    (0+1)+(2+3), and so on. Any other p: rank j receives part j from every rank and adds these parts in the order of the
+    tree; an all-gather then sends the sums to all ranks. Costs: see the top of the file.
     """
     p = comm.size
     if p & (p - 1) == 0:
@@ -215,10 +216,10 @@ def check_algorithm(name):
 
 
 def _ring_reduce_scatter(comm, parts, sums, add):
-    """Part j travels around the ring from rank j+1 to rank j, and each rank adds its own part j.
+    """The partial sum of part j is sent around the ring from rank j+1 to rank j; each rank adds its own part j to it.
 
-    p-1 rounds, (p-1)/p n bytes a rank; (p-1) alpha + (p-1)/p n beta seconds. sums[j] receives this rank's partial sum
-    of part j. sums[r] is the result; the others may alternate between two buffers.
+    p-1 rounds, (p-1)/p n bytes a rank; (p-1) alpha + (p-1)/p n beta seconds. This rank writes its partial sum of part j
+    into sums[j]. sums[r] is the result; the other partial sums may share two buffers in turn.
     """
     p, r = comm.size, comm.rank
     earlier, sends = [], _send_chunks(comm, parts[r - 1], (r + 1) % p)
@@ -238,9 +239,10 @@ def _ring_scatter(comm, parts, out, add):
 
 
 def _recursive_halving(comm, x, out, add, members, distances):
-    """Reduce-scatter among `members`, a power of two of ranks; returns the rounds, which _recursive_doubling reverses.
+    """Reduce-scatter among the ranks `members`, whose number is a power of two; returns the rounds.
 
-    In each round, two partners split the range that both reduce: each sends one half and adds to the other.
+    In each round two partners divide the range that both still reduce: each sends one half to its partner, and receives
+    and adds the other half. The rounds, (partner, half kept, half sent), are passed to _recursive_doubling.
     n/2 + n/4 + ... = (p-1)/p n bytes a rank; log2 p alpha + (p-1)/p n beta seconds.
     """
     me = members.index(comm.rank)
@@ -297,7 +299,7 @@ REDUCE_SCATTER = {"ring": _ring_scatter, "canonical": _direct_reduce_scatter}
 def _ring_all_gather(comm, segments):
     """Rank r has segment r; after p-1 rounds every rank has all segments.
 
-    (p-1)/p of all bytes a rank; (p-1) alpha + (p-1)/p n beta seconds, n the bytes of all segments.
+    A rank sends (p-1)/p n bytes, where n is the bytes of all segments; (p-1) alpha + (p-1)/p n beta seconds.
     """
     p, r = comm.size, comm.rank
     for step in range(p - 1):
@@ -326,14 +328,14 @@ def _binomial_broadcast(comm, out, root):
 
 
 def _binomial_neighbours(rank, p):
-    """(children, nearest first; parent or None) in the binomial tree of root 0; for p = 8, rank 4: ([5, 6], 0)."""
+    """(children, nearest first; parent or None) in the binomial tree with root 0; ([5, 6], 0) for p = 8, rank 4."""
     distances = [distance for distance in _powers_below(p) if distance < (rank & -rank or p)]
     parent = rank - (rank & -rank) if rank else None
     return [rank + distance for distance in distances if rank + distance < p], parent
 
 
 def _powers_below(p):
-    """1, 2, 4, ... below p."""
+    """The powers of two that are less than p: [1, 2, 4, ...]."""
     return [1 << k for k in range((p - 1).bit_length())]
 
 
@@ -341,10 +343,11 @@ def _powers_below(p):
 
 
 def _recv_and_add(comm, source, mine, out, add, forward_to=None):
-    """out = mine + what `source` sends, in chunks: one chunk is added, still in the cache, while the next is received.
+    """out = mine + the array that `source` sends, in chunks: one chunk is added while the next one is received.
 
-    Each chunk of the sum is sent to rank `forward_to` at once, if there is one; returns the handles of these sends.
-    The lower rank's part is the left operand: min and max of +0 and -0, and the bits of a NaN, depend on it.
+    If `forward_to` is a rank, each chunk of the sum is sent to it immediately. Returns the handles of these sends. The
+    array of the lower rank is the left operand, because the order of the operands determines min and max of +0 and -0
+    and the bits of a NaN.
     """
     chunks, sends = _chunks(out), []
     buffers = np.empty((2, min(out.size, _chunk_length(out))), out.dtype)  # double buffering
@@ -365,7 +368,7 @@ def _recv_and_add(comm, source, mine, out, add, forward_to=None):
 
 
 def _send_chunks(comm, x, to):
-    """Handles of the sends of x in the chunks that _recv_and_add and _direct_reduce_scatter receive."""
+    """Send x in chunks, as _recv_and_add and _direct_reduce_scatter receive it; returns the handles."""
     return [comm.send_start(x[chunk], to) for chunk in _chunks(x)]
 
 
@@ -408,14 +411,14 @@ def _segments(x, p):
 
 
 def _source(x, out, in_place=False):
-    """x, contiguous; a copy if it shares memory with `out`, except where in_place allows both to be the same memory."""
+    """x as a contiguous array; a copy if x and `out` overlap. With in_place, x may be exactly the memory of `out`."""
     if out is not None and np.may_share_memory(x, out) and not (in_place and _same_memory(x, out)):
         return np.array(x, order="C")
     return np.ascontiguousarray(x)
 
 
 def _same_memory(x, out):
-    """Whether two arrays of equal size are the same memory in the same order."""
+    """Whether two arrays of equal size have the same address and the same element order."""
     return x.flags.c_contiguous and x.ctypes.data == out.ctypes.data
 
 

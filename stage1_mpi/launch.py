@@ -1,4 +1,4 @@
-"""Start the ranks with the mpiexec of the MPI implementation that mpi4py loads, MPICH or Open MPI, and its flags.
+"""Start the ranks of a job with the mpiexec of the MPI implementation that mpi4py loads: MPICH or Open MPI.
 
 python -m stage1_mpi.launch -n 4 [--hostfile FILE] train_gpt2.py --preset tiny
 """
@@ -30,12 +30,12 @@ class Implementation:
 
     name: str
     wheel: str  # `pip install WHEEL` installs this MPI and its mpiexec
-    version_pattern: str  # matches the output of its `mpiexec --version`
+    version_pattern: str  # matches the output of `mpiexec --version`
     hostfile_flag: str
     other_host_pattern: str  # matches a host file line in the other implementation's format
-    host_format: str  # a host file line in its own format
+    host_format: str  # a host file line in the format of this implementation
     flags: tuple = ()
-    root_flags: tuple = ()  # if the user is root, as in a container
+    root_flags: tuple = ()  # added if the user is root, as in a container
 
     def host_line(self, host, n=4):
         """A line of a host file: `n` ranks on `host`."""
@@ -57,19 +57,22 @@ OPEN_MPI = Implementation(
     hostfile_flag="--hostfile",
     other_host_pattern=r"(?P<host>[^\s:]+):(?P<n>\d+)(\s|$)",
     host_format="{host} slots={n}",
-    # Its defaults refuse more ranks than cores, and pin each rank with all its threads to one core.
+    # By default Open MPI refuses more ranks than cores, and binds each rank with all its threads to one core.
     flags=("--oversubscribe", "--bind-to", "none"),
     root_flags=("--allow-run-as-root",),
 )
 IMPLEMENTATIONS = (OPEN_MPI, MPICH)
-SLOTS = ("slots", "max_slots", "max-slots")  # Open MPI's names for the number of ranks of a host
+SLOTS = ("slots", "max_slots", "max-slots")  # host file options of Open MPI: the number of ranks of a host
 
 # Runs in a child process and without MPI_Init, because the launcher is not a rank.
 VENDOR = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print(MPI.get_vendor()[0])"
 
 
 def library():
-    """The Implementation that mpi4py loads. Every vendor except Open MPI is treated as MPICH. Raises ConfigError."""
+    """The Implementation that mpi4py loads; every one except Open MPI is treated as MPICH.
+
+    Raises ConfigError if mpi4py or an MPI library is missing.
+    """
     probe = subprocess.run([sys.executable, "-c", VENDOR], capture_output=True, text=True)
     if probe.returncode:
         why = (probe.stderr.strip().splitlines() or ["no output"])[-1]
@@ -80,7 +83,7 @@ def library():
 
 
 def launchers():
-    """Paths of the launchers beside this interpreter, then of the first of each name on the PATH."""
+    """Paths of launchers: first those in this interpreter's directory, then for each name the first on the PATH."""
     names = ("mpiexec", "mpirun", "mpiexec.hydra", "mpiexec.mpich", "mpiexec.openmpi")
     beside = str(Path(sys.executable).parent)
     found = [shutil.which(name, path=path) for path in (beside, None) for name in names]
@@ -119,8 +122,8 @@ def choose():
 def check_hosts(path, implementation):
     """{host: line number} of a host file.
 
-    Raises ConfigError for a file without hosts and, with the line, for a host that is listed twice, an invalid number
-    of ranks and a line in the other implementation's format.
+    Raises ConfigError if the file cannot be read or has no hosts. Raises ConfigError with the line for a host that is
+    listed twice, an invalid number of ranks, or a line in the format of the other implementation.
     """
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
@@ -141,9 +144,9 @@ def check_hosts(path, implementation):
 
 
 def check_host(where, line, implementation):
-    """The host of one line of a host file; raises ConfigError, which starts with `where`, for a line that is wrong."""
+    """The host in one line of a host file. For an invalid line raises ConfigError, whose text starts with `where`."""
     first, *options = re.sub(r"\s*=\s*", "=", line).split()
-    host, colon, count = first.partition(":") if first.count(":") == 1 else (first, "", "")  # an IPv6 address has more
+    host, colon, count = first.partition(":") if first.count(":") == 1 else (first, "", "")  # IPv6 has more colons
     if not host or "=" in host or not is_address(host):
         raise ConfigError(f"{where} has no host; write {implementation.host_line('localhost')}")
     counts = [("the colon", count)] if colon else []
@@ -172,7 +175,7 @@ def is_address(host):
 
 
 def check_names(path, hosts):
-    """Raise ConfigError, with the line, for a host of check_hosts() whose name has no address."""
+    """Raise ConfigError with the line if the name of a host has no address; `hosts` is the result of check_hosts()."""
     for host, i in hosts.items():
         name = host.rpartition("@")[2]  # user@host
         reason = unresolved(name)
@@ -182,7 +185,7 @@ def check_names(path, hosts):
 
 
 def unresolved(name):
-    """Why a host name has no address, or None if it has one."""
+    """The reason why a host name has no address, or None if it has an address."""
     try:
         socket.getaddrinfo(name, None)
     except ValueError:
@@ -208,14 +211,15 @@ def launch_line(mpiexec, implementation, count, hostfile=None, extra=()):
 
 
 # -- signals -----------------------------------------------------------------------------------------------------------
-# MPICH's mpiexec forwards SIGINT and SIGTERM to the ranks and waits for them. Open MPI's sends the ranks SIGTERM and
-# kills them before they can save a checkpoint. But it forwards SIGUSR1 and SIGUSR2, so these are sent instead.
+# MPICH's mpiexec forwards SIGINT and SIGTERM to the ranks and waits for them. On these signals Open MPI's mpiexec sends
+# SIGTERM to the ranks and kills them before they can save a checkpoint. But it forwards SIGUSR1 and SIGUSR2, so the
+# launcher sends these to it instead.
 
 FORWARDED_AS = {signal.SIGINT: signal.SIGUSR1, signal.SIGTERM: signal.SIGUSR2, signal.SIGHUP: signal.SIGUSR2}
 
 
 def supervise(line):
-    """Run an Open MPI job and return its exit code. The first signal is forwarded, a second signal ends the job."""
+    """Run an Open MPI job and return its exit code. Forwards the first signal; a second signal ends the job."""
     received = []
 
     def forward(number, frame):
@@ -228,13 +232,13 @@ def supervise(line):
     for number in FORWARDED_AS:
         signal.signal(number, forward)
     code = job.wait()
-    if received and code == 128 + FORWARDED_AS[received[0]]:  # the ranks had not installed their handlers yet
+    if received and code == 128 + FORWARDED_AS[received[0]]:  # the signal came before run_rank() installed the handlers
         code = 128 + received[0]
     return 128 - code if code < 0 else code
 
 
 def end_with_parent():
-    """On Linux: mpiexec receives SIGTERM when this process is killed."""
+    """In the child process, on Linux: make the kernel send SIGTERM to mpiexec when the launcher ends."""
     with contextlib.suppress(AttributeError):
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)
 
@@ -243,7 +247,7 @@ def run_rank(command):
     """On a rank: run `command` as Python would, and turn the forwarded SIGUSR1 and SIGUSR2 into SIGINT and SIGTERM.
 
     If a rank fails before MPI_Init (for example, a package is missing on its host), the other ranks wait for it in
-    MPI_Init, and the launcher ends the job only if the rank is killed. So it kills itself.
+    MPI_Init, and the launcher ends the job only if the rank is killed. So the failed rank kills itself.
     """
     for original in (signal.SIGINT, signal.SIGTERM):
         signal.signal(FORWARDED_AS[original], lambda number, frame, original=original: signal.raise_signal(original))
@@ -267,7 +271,7 @@ def run_rank(command):
 
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser that prints an error as one line, in the form of every other error."""
+    """An ArgumentParser that prints an error as one line that starts with "error:", as other errors do."""
 
     def error(self, message):
         self.exit(2, f"error: {message} (--help lists the options)\n")

@@ -3,12 +3,12 @@
 A blocking collective runs in the caller's thread. The `_start` form runs in a background thread of its communicator,
 where collectives run in the order of the calls.
 
-An MPI library waits in a spin loop, which takes the core from a rank that computes. Here a wait polls with growing
-sleeps instead; only the messages of a collective may spin, if each rank has enough cores. A blocking MPI call cannot
-be polled. Before it all ranks pass an Ibarrier, which can be polled; they then enter the call at about the same time
-and wait in it only for data.
+An MPI library waits in a spin loop. If ranks share a core, a rank that spins slows a rank that computes. So a wait here
+polls, with growing sleeps between the polls; only the messages inside a collective may spin, if each rank has enough
+cores. A blocking MPI call cannot be polled. Before such a call all ranks pass an Ibarrier, which can be polled. They
+then enter the call at about the same time, and inside it they wait only for data.
 """
-# p ranks in a group, n bytes of x on one rank
+# p: number of ranks in the group; n: bytes of x on one rank
 
 import atexit
 import contextlib
@@ -36,32 +36,33 @@ from gpt2core.parallel.launcher_env import read_launcher_env
 from stage1_mpi import collectives
 from stage1_mpi.watchdog import watch_world
 
-NATIVE = "mpi"  # the library's own algorithms
-OURS_FROM = 1 << 24  # bytes of the result from which our all_gather and all_to_all are faster than MPICH's
-LONGEST = 1 << 30  # bytes of one MPI call: Open MPI 4 counts up to 2**31, in elements or in bytes
+NATIVE = "mpi"  # selects the MPI library's own algorithms
+OURS_FROM = 1 << 24  # bytes; for results of at least this size our all_gather and all_to_all are faster than MPICH's
+LONGEST = 1 << 30  # most bytes of one MPI call: Open MPI 4 cannot count more than 2**31 elements or bytes
 BUSY_POLL = 5e-5  # seconds of polling without sleep
-SLEEP_FRACTION = 1 / 20  # then each sleep is this fraction of the time waited so far
-LONGEST_SLEEP = 2e-3  # seconds, at most
-WORKED = 2e-5  # seconds of CPU time: a poll that took longer has copied data; an idle one takes a few microseconds
+SLEEP_FRACTION = 1 / 20  # after BUSY_POLL, each sleep is this fraction of the time waited so far
+LONGEST_SLEEP = 2e-3  # seconds; upper limit of a sleep
+WORKED = 2e-5  # seconds of CPU time: a poll that used more has copied data; an idle poll uses a few microseconds
 FLUSH_TIME = 0.2  # seconds for the launcher to forward this rank's output before it kills the job
-KILL_TIME = 3.0  # seconds for the launcher to kill this rank; it cannot if its host is unreachable
+KILL_TIME = 3.0  # seconds for the launcher to kill this rank, which fails if the launcher cannot reach the host
 ABORT_TIMEOUT = 5  # seconds after which a process that aborts is killed
 
 
 class MpiCommunicator(Communicator):
     """A rank of an mpi4py communicator (default: COMM_WORLD, all ranks of the job).
 
-    Sums use the algorithms of stage1_mpi.collectives, "canonical" unless use_collectives() selects another, or "mpi",
-    the library's own. The order of the library's sum is unknown, so its reduce_scatter and all_reduce may round
-    differently. all_gather, all_to_all and broadcast are the library's, except for large all_gather and all_to_all.
+    Sums use the algorithm "canonical" of stage1_mpi.collectives. use_collectives() selects another algorithm of that
+    module, or "mpi": the library's own. The order of the library's sums is unknown, so its reduce_scatter and
+    all_reduce may round differently. all_gather, all_to_all and broadcast always call the library, except that large
+    all_gather and all_to_all (OURS_FROM) use stage1_mpi.collectives.
 
-    bytes_sent counts the messages of our algorithms. For a call of the library it adds the volume of the direct
-    algorithm: all_reduce 2 (p-1)/p n (rounded down), reduce_scatter and all_to_all (p-1)/p n, all_gather (p-1) n,
-    broadcast (p-1) n on root and 0 elsewhere.
+    bytes_sent counts the messages of our algorithms. The bytes of a library call are not known; instead bytes_sent
+    grows by the bytes of the direct algorithm: all_reduce 2 (p-1)/p n (rounded down), reduce_scatter and all_to_all
+    (p-1)/p n, all_gather (p-1) n, broadcast (p-1) n on root and 0 elsewhere.
 
     The `_start` form of a collective needs MPI.THREAD_MULTIPLE (mpi4py's default) and raises ConfigError without it.
-    A pending message progresses while its sender or receiver waits for any operation. Raises ConfigError if mpi4py or
-    an MPI library is missing, or if launcher and library are different MPI implementations.
+    A pending message progresses while its sender or receiver waits for any operation. The constructor raises
+    ConfigError if mpi4py or an MPI library is missing, or if launcher and library are different MPI implementations.
     """
 
     native_collectives = NATIVE
@@ -75,7 +76,7 @@ class MpiCommunicator(Communicator):
         cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count()))
         cores_per_rank = len(cores) // host.allgather(cores).count(cores)
         self._cores = comm.allreduce(cores_per_rank, self._mpi.MIN)  # 0 if there are more ranks than cores
-        self.watchdog = watchdog  # of the job, which all its groups share; None in a job of one rank
+        self.watchdog = watchdog  # one per process, shared by all its groups; None in a job of one rank
         if is_world and self.size > 1:
             self.watchdog = watch_world(self._mpi, comm, host, self.abort)
         host.Free()
@@ -97,7 +98,7 @@ class MpiCommunicator(Communicator):
         self._algorithm = name
 
     def abort(self, code):
-        # SIGALRM kills this process if it does not end: CUDA waits at exit for NCCL, which may wait for another rank.
+        # SIGALRM kills this process if its exit hangs: CUDA waits at exit for NCCL, which may wait for another rank.
         signal.alarm(ABORT_TIMEOUT)
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):  # the reader of a pipe may have closed it
@@ -106,7 +107,7 @@ class MpiCommunicator(Communicator):
         if self.watchdog:
             self.watchdog.announce_abort(code)
         self._mpi.COMM_WORLD.Abort(code)  # Abort on another communicator ends only this process under MPICH
-        time.sleep(KILL_TIME)  # under MPICH it returns, and then the launcher kills the process
+        time.sleep(KILL_TIME)  # under MPICH, Abort returns and the launcher then kills this process
         os._exit(code)
 
     # Each of these methods checks its arguments immediately and returns a function that runs the collective.
@@ -122,7 +123,7 @@ class MpiCommunicator(Communicator):
 
         def native():
             self._polled_barrier()
-            result = _copied(x, out)  # then reduce in place, which is faster than from one array into another
+            result = _copied(x, out)  # copy, then reduce in place: faster than a reduction from x into another array
             for piece in _pieces(result):
                 self._comm.Allreduce(self._mpi.IN_PLACE, piece, add)
             return result
@@ -209,7 +210,7 @@ class MpiCommunicator(Communicator):
         return run
 
     def _op(self, op, dtype):
-        """The MPI operation of `op`; raises ConfigError if the library has to reduce a dtype that MPI does not have."""
+        """The MPI operation for `op`; raises ConfigError if "mpi" is selected and MPI cannot reduce the dtype."""
         check_op(op)
         if self._algorithm == NATIVE and (dtype.kind not in "iuf" or dtype == np.float16):
             raise ConfigError(f"--collectives {NATIVE}: cannot reduce {dtype}; use canonical")
@@ -221,11 +222,11 @@ class MpiCommunicator(Communicator):
         """The result of run() in the caller's thread, or in the background thread if operations are pending there."""
         if self._latest is not None and not self._latest.done():
             return self._start(run).wait()
-        self._latest = None  # frees its result, which may be large
+        self._latest = None  # frees the result of the last operation, which may be large
         return self._guarded(run, cores=1)
 
     def _start(self, run):
-        """Handle of run() in the background thread, while the caller continues."""
+        """Start run() in the background thread and return its Handle at once."""
         if self._mpi.Query_thread() < self._mpi.THREAD_MULTIPLE:
             raise ConfigError(
                 "a non-blocking collective needs MPI.THREAD_MULTIPLE, which MPI was started without: "
@@ -237,7 +238,7 @@ class MpiCommunicator(Communicator):
         return _BackgroundOperation(self._latest)
 
     def _guarded(self, run, cores):
-        """run(), which may spin if this rank has at least `cores` cores; MPI's exceptions become CommunicatorError."""
+        """The result of run(), which may spin if each rank has `cores` cores. Raises CommunicatorError if MPI fails."""
         self._inner.spins = self._cores >= cores
         try:
             return run()
@@ -249,7 +250,7 @@ class MpiCommunicator(Communicator):
         _poll(self._comm.Ibarrier().Test)
 
     def _barrier_before_spinning(self):
-        """A barrier before messages that may spin. With more ranks than cores none spins: no barrier is needed."""
+        """A barrier before messages that may spin; nothing if there are more ranks than cores, as none spins then."""
         if self._cores:
             self._polled_barrier()
 
@@ -368,8 +369,9 @@ class _Message(Handle):
 def _poll(done):
     """Call done() until it returns True: at first without sleep, then less and less often.
 
-    MPI transfers data only while it is polled. A poll that used CPU time has transferred some, so the sleeps start
-    again from zero. CPU time of this thread excludes other ranks on the core and other threads that hold the GIL.
+    MPI transfers data only while it is polled. A poll that used CPU time has transferred data, so the sleeps start
+    again from zero. Elapsed time would not show this: it includes the time in which other ranks use the core and other
+    threads hold the GIL.
     """
     idle_since = time.perf_counter()
     while True:
@@ -429,7 +431,7 @@ def import_mpi():
 
 
 def abort_job_at_exit():
-    """At exit, tell MPICH's launcher to abort the job (PMI-1 protocol).
+    """At exit, request from MPICH's launcher that it aborts the job (PMI-1 protocol).
 
     The launcher does not notice a rank that exits before MPI_Init, so the other ranks would wait for it forever.
     """
@@ -437,4 +439,4 @@ def abort_job_at_exit():
     if fd.isdigit():
         time.sleep(2 * FLUSH_TIME * min(rank, 8))  # the lowest rank aborts first: only its message is printed
         atexit.register(os.write, int(fd), b"cmd=abort exitcode=2\n")
-        atexit.register(time.sleep, FLUSH_TIME)  # atexit runs this before the abort: time to forward the message
+        atexit.register(time.sleep, FLUSH_TIME)  # atexit runs this first, so the message is forwarded before the abort

@@ -8,22 +8,22 @@ columns, w (in_dim, out_dim / mp_size), a rank needs all features for x @ w and 
     backward   d out -> naive_collect_backward_output -> @ w.T -> naive_collect_backward_x -> d x, this rank's features
 
 Megatron-LM (Shoeybi et al. 2019, section 3) divides the same weight by rows: x @ w then needs no gather, and one
-all-reduce of the result replaces both collectives of forward and the one of backward.
+all-reduce of the result replaces the two all-gathers of forward and the reduce-scatter of backward.
 tests/stage1/test_naive_tensor_parallel.py trains both, checks that the numbers agree, and counts the bytes.
 """
-# p = mp_size ranks form one replica, dp_size replicas; rank = dp_idx * p + mp_idx
+# p = mp_size ranks form one replica; there are dp_size replicas; rank = dp_idx * p + mp_idx
 
 import numpy as np
 
 COLUMNS = ("fc_q", "fc_k", "fc_v")  # layers whose output dimension is divided
 ROWS = ("fc_o",)  # layers whose input dimension is divided
-MPI_TYPES = "bBhHiIlLqQfdFD"  # dtype.char of the types that every MPI has; float16 is not one of them
+MPI_TYPES = "bBhHiIlLqQfdFD"  # dtype.char of the types that every MPI has, so without float16
 
 
 def split_data(x, y, mp_size, dp_size, rank):
-    """This rank's (x, y): block rank // mp_size of dp_size equal blocks of axis 0; ranks of a replica get the same.
+    """This rank's (x, y): block rank // mp_size of dp_size equal blocks of axis 0, so a replica's ranks share a block.
 
-    Raises ValueError if x and y differ in length or dp_size does not divide it.
+    Raises ValueError if x and y differ in length, or if dp_size does not divide their length.
     """
     check_rank(rank, mp_size, dp_size)
     x, y = with_axes(x, "x"), with_axes(y, "y")
@@ -37,7 +37,7 @@ def split_data(x, y, mp_size, dp_size, rank):
 def get_info(comm, rank, mp_size, dp_size, fc_layer, in_dim, out_dim):
     """(mp_idx, dp_idx, mp_comm, dp_comm, part_in_dim, part_out_dim) of this rank for one projection.
 
-    mp_comm contains the ranks of one replica, dp_comm the ranks that hold the same part of each replica. "fc_q", "fc_k"
+    mp_comm contains the ranks of this replica, dp_comm the ranks with the same mp_idx, one per replica. "fc_q", "fc_k"
     and "fc_v" divide out_dim by mp_size, "fc_o" divides in_dim. All ranks of `comm` must call it. Raises ValueError for
     sizes that do not fit the communicator, a size that is not divisible, and an unknown layer.
     """
@@ -94,7 +94,7 @@ def naive_collect_backward_x(grad_x, mp_comm, mp_size):
 
 
 def all_gather(x, comm, p):
-    """Concatenate x of p ranks, equal in shape, along the last axis; a rank receives (p - 1) / p of the result."""
+    """Concatenate x of p ranks, equal in shape, along the last axis; p - 1 parts come from other ranks."""
     x = np.ascontiguousarray(with_axes(x, "the array"))
     check_group(comm, p)
     gathered = np.empty((p, *x.shape), x.dtype)
@@ -103,14 +103,14 @@ def all_gather(x, comm, p):
 
 
 def reduce_scatter(parts, comm):
-    """The sum over ranks of their parts[this rank]; parts (p, ...) has one part per rank."""
+    """The sum over all ranks of parts[r], where r is the calling rank; parts (p, ...) has one part per rank."""
     names = ("Reduce_scatter_block", "Reduce_scatter") if mpi_has_type(parts.dtype) else ()
     method = next((getattr(comm, name) for name in names if hasattr(comm, name)), None)
     if method:
         mine = np.empty(parts.shape[1:], parts.dtype)
         method(parts, mine)
         return mine
-    # MPI cannot add this type: all-to-all of the same bytes, then add here, in float32 at least, and round once.
+    # MPI cannot add this type: exchange the parts by all-to-all, add floats in at least float32, and round once.
     if parts.dtype.kind not in "iufcV":
         raise ValueError(f"an array of {parts.dtype} cannot be summed over ranks")
     received = np.empty_like(parts)

@@ -1,9 +1,10 @@
-"""A thread that aborts the job if a rank has ended or is silent; without it the other ranks could wait forever.
+"""A thread of each rank that aborts the job if another rank has failed; otherwise the other ranks could wait forever.
 
-The launcher ends the job when a rank is killed, but it may not notice this, and it does not detect that a host is
-unreachable. So each rank watches the processes of the other ranks on its host: the kernel makes a pidfd readable when
-the process ends. A rank that ends normally first says so in memory that these ranks share. Where there is no pidfd, and
-between hosts, the first ranks exchange a heartbeat over MPI. The thread sleeps in poll() and uses no CPU time.
+The launcher should end the job when a rank is killed, but it does not always notice, and it does not detect that a
+host is unreachable. So each rank watches the processes of the other ranks on its host: the kernel makes a pidfd
+readable when its process ends. A rank that ends normally first writes this into memory that the ranks of a host share.
+Ranks that cannot watch each other in this way exchange a heartbeat over MPI: one rank of each host or, without pidfd,
+every rank. The thread sleeps in poll(), so it uses almost no CPU time.
 """
 
 import atexit
@@ -23,13 +24,13 @@ LAUNCHER_TIME = 2.0  # seconds for the launcher to notice that a rank has ended,
 STAGGER = 0.4  # seconds between the aborts of two ranks, so that only the first prints the cause
 EXIT_TIMEOUT = 5.0  # seconds that a rank waits at its exit for its neighbours to exit too
 ALIVE, EXITING = (np.array([message], np.int8) for message in (0, 1))
-RUNNING, ENDING, ABORTING = range(3)  # the state of a rank; ABORTING + its exit code, after it has printed the cause
+RUNNING, ENDING, ABORTING = range(3)  # states of a rank; on an abort: ABORTING + its exit code
 
 
 def watch_world(mpi, comm, host, abort):
-    """Start the Watchdog of this rank of `comm`, which has all ranks of the job, at least 2; returns it.
+    """Start and return the Watchdog of this rank. All ranks of the job, at least 2, must call it.
 
-    All ranks call it. `host` has the ranks of `comm` on this host. Both are mpi4py communicators, `mpi` is mpi4py.MPI;
+    `comm`: an mpi4py communicator of all ranks of the job; `host`: of those on this host; `mpi`: the module mpi4py.MPI.
     abort(code) ends the job. A heartbeat needs MPI.THREAD_MULTIPLE; without it hosts do not watch each other.
     """
     processes = Processes(host, comm.rank)
@@ -38,19 +39,19 @@ def watch_world(mpi, comm, host, abort):
     if processes.is_first and first.size > 1 and mpi.Query_thread() == mpi.THREAD_MULTIPLE:
         watchdog.add(Heartbeat(first, comm.rank, HOST_SILENCE))
     watchdog.start()
-    # MPI_Finalize calls delete_fn first. At the end of Python it is too late for that, so atexit calls stop() too.
+    # MPI_Finalize calls delete_fn first. A Finalize at the exit of Python is too late, so atexit also calls stop().
     mpi.COMM_SELF.Set_attr(mpi.Comm.Create_keyval(delete_fn=lambda *_: watchdog.stop()), None)
     return watchdog
 
 
 class Watchdog:
-    """The watchdog of one rank. It calls cause() of its processes and checks; a text aborts the job."""
+    """The watchdog of one rank. It calls cause() of `processes` and of the checks; a text aborts the job."""
 
     def __init__(self, rank, processes, abort):
         self._rank, self._processes, self._abort = rank, processes, abort
         self._checks = []
         self._exiting = threading.Event()
-        self._wake_read, self._wake_write = os.pipe()  # a byte ends poll()
+        self._wake_read, self._wake_write = os.pipe()  # a byte in this pipe ends poll()
         self._thread = threading.Thread(target=self._watch, name=f"watchdog of rank {rank}", daemon=True)
 
     def start(self):
@@ -58,16 +59,16 @@ class Watchdog:
         self._thread.start()
 
     def add(self, check):
-        """Call check.cause() each PERIOD from now on, and check.exit() when this rank ends normally."""
+        """From now on call check.cause() about once each PERIOD, and check.exit() when this rank ends normally."""
         self._checks.append(check)
         os.write(self._wake_write, b"+")
 
     def announce_abort(self, code):
-        """Other ranks that see this rank end print nothing and use its exit code, because it has printed the cause."""
+        """Record that this rank aborts and prints the cause; ranks that watch it print nothing and use its code."""
         self._processes.set_state(ABORTING + code)
 
     def stop(self):
-        """This rank ends normally. Later calls do nothing."""
+        """Stop watching, and record that this rank ends normally. Later calls do nothing."""
         if not self._exiting.is_set():
             self._exiting.set()
             os.write(self._wake_write, b".")
@@ -94,13 +95,13 @@ class Watchdog:
             check.exit()
 
     def check(self):
-        """Call every check once; the first cause aborts the job."""
+        """Call cause() of every check once; the first text that one returns aborts the job."""
         for check in list(self._checks):
             if cause := check.cause():
                 self._fail(cause, self._rank)
 
     def _fail(self, cause, turn):
-        """Print the cause, unless another rank has printed it, and abort the job; turn 0 first, the others later."""
+        """Wait `turn` * STAGGER, print the cause unless another rank has printed it, and abort the job."""
         time.sleep(STAGGER * min(turn, 8))
         code = self._processes.abort_code()
         if code is None:
@@ -111,10 +112,10 @@ class Watchdog:
 
 
 class Processes:
-    """The processes of the ranks on one host that can watch each other, with a state of each in shared memory.
+    """A group of ranks on one host that watch each other's processes; each has a state in shared memory.
 
-    `host`: an mpi4py communicator; `rank`: this rank's number in the job. Ranks in different PID namespaces, and ranks
-    of a kernel without pidfd or memfd (Linux 5.3 has both), cannot watch each other: each is the first of its own.
+    `host`: an mpi4py communicator of the ranks on this host; `rank`: this rank's number in the job. Ranks in different
+    PID namespaces are in different groups. Without pidfd or memfd (Linux 5.3 has both) each rank is a group of its own.
     """
 
     def __init__(self, host, rank):
@@ -123,27 +124,27 @@ class Processes:
         if not all(group.allgather(states is not None)):
             group, states = group.Split(group.rank), bytearray(1)
         self._states, self.index, self.is_first = states, group.rank, group.rank == 0
-        self._watched = {}  # pidfd: (index in the group, text that names the rank)
+        self._watched = {}  # pidfd: (index in the group, "rank R (process P)")
         for index, (number, pid) in enumerate(group.allgather((rank, os.getpid()))):
             if index != group.rank:
                 self._watched[os.pidfd_open(pid)] = index, f"rank {number} (process {pid})"
-        group.Barrier()  # all are watched before the first can end
+        group.Barrier()  # no rank may end before every rank watches it
         group.Free()
 
     @property
     def descriptors(self):
-        """A pidfd of each other process; it is readable from the end of the process on."""
+        """One pidfd for each other process of the group; it becomes readable when the process ends."""
         return list(self._watched)
 
     def set_state(self, state):
         self._states[self.index] = min(state, 255)
 
     def abort_code(self):
-        """The exit code of the first rank that has announced that it aborts, or None."""
+        """The exit code of the lowest rank that has called announce_abort(), or None."""
         return next((state - ABORTING for state in self._states[:] if state >= ABORTING), None)
 
     def cause(self, descriptor):
-        """A text if the process of `descriptor`, which has ended, did not end normally; else None."""
+        """An error text if the process of `descriptor`, which has ended, ended abnormally; else None."""
         index, name = self._watched[descriptor]
         if self._states[index] == ENDING:
             return None
@@ -152,7 +153,7 @@ class Processes:
 
 
 def namespace(host):
-    """(color, key) that split `host` into ranks that can open pidfds of each other."""
+    """(color, key) for a split of `host` into groups whose ranks can open pidfds of each other."""
     try:
         os.close(os.pidfd_open(os.getpid()))
         name = os.stat("/proc/self/ns/pid").st_ino
@@ -163,21 +164,21 @@ def namespace(host):
 
 
 def shared_bytes(group):
-    """A zero byte for each rank, in memory that all ranks of `group` share; None if this process cannot open it."""
+    """Memory that all ranks of `group` share, one zero byte per rank; None if this process cannot open it."""
     try:
         descriptor = os.memfd_create("states of the ranks")
         os.ftruncate(descriptor, group.size)
         path = f"/proc/{os.getpid()}/fd/{descriptor}"
     except (AttributeError, OSError):
         descriptor, path = None, ""
-    path = group.bcast(path)  # that of rank 0
+    path = group.bcast(path)  # every rank opens the file of rank 0
     try:
         with open(path, "r+b") as file:
             return mmap.mmap(file.fileno(), group.size)
     except OSError:
         return None
     finally:
-        group.Barrier()  # all have opened it
+        group.Barrier()  # close it only after all ranks have opened it
         if descriptor is not None:
             os.close(descriptor)
 
@@ -198,11 +199,11 @@ class Heartbeat:
         self._last_heartbeat = self._last_check = time.monotonic()
 
     def cause(self):
-        """Send a heartbeat; a text if the left neighbour has been silent for too long, else None. Call it regularly."""
+        """Send a heartbeat. Returns an error text if the left neighbour has been silent for too long, else None."""
         now = time.monotonic()
-        heard = now - self._last_check > 3 * PERIOD  # a late check: this process itself was stopped
+        heard = now - self._last_check > 3 * PERIOD  # late: this process was stopped, so it could not receive
         self._last_check = now
-        with contextlib.suppress(RuntimeError):  # of MPI: a neighbour is lost, or it has ended normally
+        with contextlib.suppress(RuntimeError):  # MPI raises it if a neighbour is lost or has ended normally
             heard = self._heard() or heard
             if self._send is None or self._send.Test():
                 self._send = self._comm.Isend(ALIVE, self._right)

@@ -1,10 +1,10 @@
 """Collectives on GPU arrays by NCCL, on a communication stream, so that they overlap with kernels of the caller.
 
 No call blocks the host. A call records an event on the caller's stream, the communication stream waits for it, and
-NCCL's kernel follows there. wait() makes the caller's stream wait for a second event, recorded after NCCL's kernel.
+NCCL's kernel is enqueued on it. wait() makes the caller's stream wait for a second event, recorded after NCCL's kernel.
 During stream capture these two events become the fork and the join of the CUDA graph, so capture needs no other code.
 """
-# p ranks in a group, r this one; n elements of x on one rank
+# p: number of ranks in the group; r: this rank; n: elements of x on one rank, except where it means bytes
 
 import contextlib
 import ctypes
@@ -23,7 +23,7 @@ from gpt2core.errors import ConfigError
 from stage3_mpi_cuda.tree_sum import tree_sum
 
 NATIVE = "nccl"  # NCCL's own sums
-# ncclDataType_t and ncclRedOp_t by their names in nccl.h; a collective that only moves data sends bytes
+# Values of ncclDataType_t and ncclRedOp_t in nccl.h. A collective that only copies data has the type BYTE.
 TYPES = {"int32": 2, "int64": 4, "float16": 6, "float32": 7, "float64": 8, "bfloat16": 9}
 OPS = {"sum": 0, "max": 2, "min": 3}
 BYTE = 1
@@ -32,13 +32,13 @@ BYTE = 1
 class NcclCollectives(Communicator):
     """The collectives of `host`, an MPI group of at least two ranks with one GPU each; x and out are CuPy arrays.
 
-    By default a sum is "canonical"; use_collectives("nccl") selects NCCL's own. A canonical sum has three steps:
+    By default a sum is "canonical"; use_collectives("nccl") selects NCCL's own sums. A canonical sum has three steps:
     all-to-all of parts; the sum of the received parts in the order of gpt2core/parallel/tree_sum.py (float16 and
     bfloat16 are added in float32 and rounded once); all-gather of the sums. Sums of integers, minima and maxima do not
     depend on the order; they always use NCCL's own reductions.
 
     bytes_sent, where n is the bytes of x: all_reduce 2 (p-1)/p n (rounded down), reduce_scatter and all_to_all
-    (p-1)/p n, all_gather (p-1) n, broadcast (p-1) n on root and 0 elsewhere. A replay of a CUDA graph is not counted.
+    (p-1)/p n, all_gather (p-1) n, broadcast (p-1) n on root and 0 elsewhere. Replays of a CUDA graph are not counted.
 
     Raises ConfigError if NCCL cannot connect the ranks.
     """
@@ -56,8 +56,8 @@ class NcclCollectives(Communicator):
                 f"NCCL cannot connect {self.size} ranks ({error}); set NCCL_DEBUG=WARN in the environment for the "
                 f"cause, or use --transport mpi"
             ) from error
-        # Never destroyed: NCCL's destructor waits until every CUDA graph with one of its calls is destroyed, and Python
-        # does not define the order of destruction at exit. The operating system frees everything then.
+        # This reference is never released: NCCL's destructor would wait until every CUDA graph that contains a call of
+        # this communicator is destroyed, and Python does not define the order of destruction at exit.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._comm))
         gpu.communicators.append(self._comm)
 
@@ -134,7 +134,7 @@ class NcclCollectives(Communicator):
     # -- the canonical sum ---------------------------------------------------------------------------------------------
 
     def _canonical_all_reduce(self, x, out):
-        """out (n) = the sum of x (n); x may be `out`. Rank j adds part j of all ranks; then all-gather of the sums."""
+        """out (n) = the sum of x (n); x may be `out`. Rank j adds part j of all ranks; an all-gather sends the sums."""
         edges = part_edges(x.size, self.size)
         mine = out[edges[self.rank] : edges[self.rank + 1]]
         parts = self._exchange_parts(x, edges)
@@ -152,7 +152,7 @@ class NcclCollectives(Communicator):
         self._send_recv(buffers(x, edges), buffers(parts, [j * length for j in range(self.size + 1)]))
         return parts
 
-    # -- messages, posted as one NCCL group: otherwise two ranks that both send first would deadlock ---
+    # -- messages: enqueued as one NCCL group, because two ranks that both send first would deadlock otherwise ---
 
     def send_start(self, x, to, tag=0):
         check_peer(to, self.rank, self.size, "to")
@@ -202,8 +202,8 @@ class NcclCollectives(Communicator):
     def _enqueue(self, run, *arrays):
         """Handle of run() on the communication stream, after all work on the caller's stream so far.
 
-        arrays: those that run() uses, the result last. The handle keeps them alive until the caller's stream waits, so
-        that CuPy's pool does not reuse their memory earlier.
+        arrays: the arrays that run() uses; the last is the result. The handle keeps them alive until wait(), so that
+        CuPy's pool does not reuse their memory earlier.
         """
         self._post_messages()
         ready, done = (self._cuda.Event(disable_timing=True) for _ in range(2))
@@ -227,7 +227,7 @@ class NcclCollectives(Communicator):
         return op == "sum" and dtype.kind not in "iu" and self._algorithm != NATIVE
 
     def _source(self, x, out, offset=None):
-        """x as a contiguous array; a copy if x overlaps `out`, unless x starts `offset` bytes after out's start."""
+        """x as a contiguous array; a copy if x overlaps `out`, unless x starts at out's address + offset (bytes)."""
         x = self._xp.ascontiguousarray(x)
         if out is not None and address(x) - address(out) != offset and overlap(x, out):
             return x.copy()
@@ -253,7 +253,7 @@ class _StreamOperation(Handle):
 
 
 class _Message(Handle):
-    """A message. wait() of any message posts all messages that are not yet posted, as one group."""
+    """A message. wait() of any message enqueues all messages that are not yet enqueued, as one group."""
 
     def __init__(self, collectives, call, result):
         super().__init__(result)

@@ -29,8 +29,8 @@ class NcclCommunicator(Communicator):
     use_transport() selected. Transport nccl needs one GPU per rank and uses a communication stream; transport mpi
     copies through host memory, and ranks may share a GPU. Under TRITON_INTERPRET=1 all arrays are NumPy arrays.
 
-    Sums are canonical unless use_collectives() selects another algorithm. With transport nccl this is "nccl": NCCL's
-    own sums, whose order depends on the number of ranks. With transport mpi it is any algorithm of MpiCommunicator.
+    Sums are canonical unless use_collectives() selects another algorithm. Transport nccl has one other, "nccl": NCCL's
+    own sums, whose order depends on the number of ranks. Transport mpi has all algorithms of MpiCommunicator.
     """
 
     def __init__(self, host=None, parent=None):
@@ -82,7 +82,7 @@ class NcclCommunicator(Communicator):
 
     @property
     def capturable(self):
-        return self.transport == "nccl"  # transport mpi waits on the host
+        return self.transport == "nccl"  # transport mpi blocks the host
 
     @property
     def prefers_zero(self):
@@ -90,7 +90,7 @@ class NcclCommunicator(Communicator):
 
     @property
     def measures_buckets(self):
-        return self.transport == "nccl"  # transport mpi: messages compete with computation for the host's cores
+        return self.transport == "nccl"  # with mpi, messages and computation compete for the host's cores
 
     @property
     def bytes_sent(self):
@@ -182,7 +182,7 @@ class GpuBinding:
 
 
 def bind_gpu(local_rank):
-    """Make a GPU current for this process: number `local_rank` modulo the visible GPUs. Returns its GpuBinding.
+    """Make GPU local_rank % (number of visible GPUs) current for this thread. Returns its GpuBinding.
 
     Raises ConfigError if there is no GPU.
     """

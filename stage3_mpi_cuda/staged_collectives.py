@@ -4,7 +4,6 @@ This transport needs no NCCL and no CUDA-aware MPI, and ranks may share a GPU. A
 and to *pinned* memory, which the system cannot move. An all-reduce is divided into chunks: while the host sums one
 chunk, the GPU copies the previous chunk back and the next chunk to the host. NCCL needs neither copy.
 """
-# p ranks in a group, n bytes of x on one rank
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -21,7 +20,7 @@ from gpt2core.communicator import (
     rows_per_part,
 )
 
-CHUNK = 8 << 20  # bytes of an all-reduce that the host sums at once
+CHUNK = 8 << 20  # bytes of an all-reduce that the host sums in one call
 HOST_TO_DEVICE, DEVICE_TO_HOST = 1, 2  # cudaMemcpyKind
 
 
@@ -29,7 +28,7 @@ class StagedCollectives(Communicator):
     """The collectives of `host`, an MPI group of at least two ranks; x and out are CuPy arrays.
 
     Sums, their order and bytes_sent are those of MpiCommunicator. A background thread runs the calls in order while the
-    caller continues. wait() waits on the host, so a CUDA graph cannot capture these calls.
+    caller continues. wait() blocks the host, so a CUDA graph cannot capture these calls.
     """
 
     def __init__(self, host, gpu):
@@ -129,7 +128,7 @@ class StagedCollectives(Communicator):
         ready.record()
 
         def job():
-            with cuda.Device(self._device_id):  # CUDA's current device is per thread, device 0 at first
+            with cuda.Device(self._device_id):  # each thread has its own current device, at first device 0
                 self._stream.wait_event(ready)
                 run()
                 self._stream.synchronize()
@@ -140,7 +139,7 @@ class StagedCollectives(Communicator):
         self._cupy.cuda.runtime.memcpyAsync(target, source, length, kind, self._stream.ptr)
 
     def _pinned_buffer(self, name, length, dtype):
-        """`length` bytes of pinned memory as a flat array; each name keeps its buffer, which only grows."""
+        """`length` bytes of pinned memory, flat. Calls with the same `name` reuse one buffer, enlarged if needed."""
         if name not in self._pinned or self._pinned[name].nbytes < length:
             memory = self._cupy.cuda.alloc_pinned_memory(max(1, length))
             self._pinned[name] = np.frombuffer(memory, np.uint8, max(1, length))

@@ -1,6 +1,6 @@
-"""A kernel that sums the rows of an array in the canonical order: a rank runs it on the parts that it received.
+"""A kernel that sums the rows of an array in the canonical order; row j is the part that rank j sent.
 
-    5 rows  ((0+1) + (2+3)) + 4                                                 (gpt2core/parallel/tree_sum.py)
+    for 5 rows: ((0+1) + (2+3)) + 4                                             (see gpt2core/parallel/tree_sum.py)
 
 NCCL's all-reduce adds along a ring or a tree of GPUs. The order depends on the number of GPUs, and every step rounds to
 the dtype of the array. This kernel adds in a fixed order, in float32 (float64 arrays: in float64), and rounds once.
@@ -15,7 +15,7 @@ BLOCK = 1024  # elements of one program
 
 
 def tree_sum(out, rows):
-    """out (n) = the sum of rows (p, n) in the canonical order, rounded to out's dtype; compiled for each p."""
+    """out (n) = the sum of rows (p, n) in the canonical order, rounded to out's dtype. Each p needs one compilation."""
     count, n = rows.shape
     launch(tree_sum_kernel, (triton.cdiv(n, BLOCK),), out, rows, n, COUNT=count, BLOCK=BLOCK, num_warps=4)
 

@@ -1,7 +1,7 @@
-"""What the watchdog also checks in stage 3: a heartbeat of every rank, and errors of NCCL.
+"""Additional checks of the watchdog in stage 3: a heartbeat of every rank, and errors of NCCL.
 
-The other ranks wait for a stopped rank in a loop on the host, or in an NCCL kernel, which the host cannot interrupt. So
-every rank of the job exchanges a heartbeat with its neighbours, not only the first of each host.
+If a rank hangs, the other ranks wait for it in a loop on the host, or in an NCCL kernel, which the host cannot
+interrupt. So in stage 3 all ranks exchange heartbeats, not only the first rank of each host.
 """
 
 from stage1_mpi.watchdog import Heartbeat
@@ -11,20 +11,20 @@ IN_PROGRESS = 7  # ncclInProgress: the communicator is busy; not an error
 
 
 def watch_gpus(world):
-    """Add both checks to the watchdog of `world`, an NcclCommunicator of all ranks; a job of one rank has none."""
+    """Add both checks to the watchdog of `world`, an NcclCommunicator of all ranks. A job of one rank has none."""
     if world.host.watchdog:
         world.host.watchdog.add(Heartbeat(world.host.duplicate(), world.rank, SILENCE))
         world.host.watchdog.add(NcclErrors(world.gpu.communicators))
 
 
 class NcclErrors:
-    """A check of the NCCL communicators in a list, which may grow."""
+    """A check of all NCCL communicators in a list, to which new ones may be appended."""
 
     def __init__(self, communicators):
         self._communicators = communicators
 
     def cause(self):
-        """A text if a communicator has failed, else None."""
+        """An error text if a communicator has failed, else None."""
         for communicator in list(self._communicators):
             try:
                 result, text = communicator.check_async_error() or 0, ""

@@ -50,7 +50,7 @@ def gpu_choices():
 
 
 def group_of(row):
-    """The group of a kernel in the profile: a file of kernels, or matrix products, or others."""
+    """The group of a kernel in the profile: one of GROUPS, "matrix products", or "other kernels and copies"."""
     name = row["title"].partition(": ")[0]
     if name.startswith("product") or name.startswith("splitK"):
         return "matrix products"

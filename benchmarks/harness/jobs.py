@@ -1,4 +1,4 @@
-"""Start MPI jobs from Python: a command line, or a function on every rank. No process of a job outlives it.
+"""Start MPI jobs from Python: a command line, or a function on every rank. The end of a job ends all its processes.
 
 Both benchmarks and tests use this module, so it does not import pytest.
 """
@@ -25,14 +25,14 @@ from stage1_mpi.launch import choose
 
 ROOT = Path(__file__).resolve().parents[2]
 THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-LIMIT = 180  # seconds after which a job that does not start or end is killed; ten times the time on a loaded machine
+LIMIT = 180  # seconds after which a job that does not start or end is killed
 # Lines that a launcher or an MPI library prints when ranks are killed or abort.
 NOISE = re.compile(r"Abort\(\d+\) on node|MPI_A(BORT|bort)|^[-=]{20,}|^=  |^YOUR APPLICATION|^This typ|^Please see")
 
 
 @functools.cache
 def launcher():
-    """[mpiexec, its flags] of the MPI that mpi4py loads; raises ConfigError if there is none that works."""
+    """[mpiexec, its flags] of the MPI that mpi4py loads; raises ConfigError if no launcher works."""
     path, family = choose()
     return [path, *family.flags, *(family.root_flags if os.geteuid() == 0 else ())]
 
@@ -53,7 +53,7 @@ def end(process):
 
 @dataclass(frozen=True)
 class Done:
-    """The end of a job: mpiexec's exit code, the output of all ranks, seconds, and the ids of processes still alive."""
+    """A finished job: mpiexec's exit code, the output, the seconds done() took, the ids of processes still alive."""
 
     code: int
     out: str
@@ -68,7 +68,7 @@ class Done:
 
 
 class Job:
-    """A running mpiexec. `words` follow its flags: "-n", 4, script, ... with ":" between groups of ranks.
+    """A running mpiexec. `words` are its further arguments: "-n", 4, script, ...; ":" separates groups of ranks.
 
     Use it as a context manager: leaving the block ends the job. On Linux its processes are found by a variable in their
     environment; on other systems pids() is empty.

@@ -1,8 +1,8 @@
 """Run the compared programs as separate processes whose measurements are interleaved in rounds: A B C, B C A, ...
 
-A benchmark script has a function `prepare(module, **options) -> run_round`. Each process calls it with the module that
-the process measures; then every request of the parent is one call `run_round(**request)`, and its result (JSON) is sent
-back. A process that waits for its next request is blocked on a pipe and uses no CPU time.
+A benchmark script has a function `prepare(module, **options) -> run_round`. Each process calls it with the
+module to measure. For every request of the parent the process then calls `run_round(**request)` and sends the result
+back as JSON. A process that waits for its next request is blocked on a pipe and uses no CPU time.
 
 A process may also be a job of several ranks: all of them call `prepare(module, world=world, **options)` and
 `run_round`. Rank 0 reads the requests, broadcasts them and answers.
@@ -93,7 +93,7 @@ class BenchmarkProcess:
             while (line := self.process.stdout.readline()) and not line.startswith("{"):
                 self.errors.write(line)  # MPICH's mpiexec reports on stdout how a rank ended
         finally:
-            watchdog.cancel()  # also on Ctrl-C: the interpreter would wait for the timer at exit
+            watchdog.cancel()  # also after Ctrl-C, because the interpreter waits for the timer at exit
         if line:
             return json.loads(line)
         status = self.process.wait()
@@ -149,7 +149,7 @@ def run_rounds(processes, rounds, warm_up, request):
         progress(f"warming up {process.spec.name}")
         results[process.spec.name] = {"warm_up": process.run_round(**warm_up), "rounds": []}
     for index in range(rounds):
-        first = index % len(processes)  # rotate the order, so that no process always follows the same other one
+        first = index % len(processes)  # rotate the order, so that each round starts with another process
         for process in processes[first:] + processes[:first]:
             progress(f"round {index + 1}/{rounds}: {process.spec.name}")
             time.sleep(0.1)  # idle OpenMP threads spin for some milliseconds after their last region
@@ -159,7 +159,7 @@ def run_rounds(processes, rounds, warm_up, request):
 
 
 def timed_round(graphs, milliseconds):
-    """{kind: milliseconds of one call, "norms": norms of the results} of the CUDA graphs of either side."""
+    """{kind: milliseconds of one call, "norms": norms of the results} measured with `graphs`, ours or torch's."""
     calls = {kind: graphs.capture(kind, milliseconds) for kind in graphs.calls}
     times = {kind: graphs.replay(kind) / count for kind, count in calls.items()}
     return dict(times, norms=graphs.norms())

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from benchmarks.harness.jobs import ROOT
 
-# Fields of results whose lists are timing samples: save() writes their summary in place of the list.
+# Fields of results whose lists are timing samples: save() replaces each list by its summary.
 SAMPLES = {
     "seconds", "unread_seconds", "warm_up_seconds", "naive_seconds", "our_seconds", "totals", "first", "token", "total",
     "cpu", "ms", "plain", "ours", "gflops",
@@ -36,7 +36,7 @@ def summary(samples):
 
 
 def paired_ratio(numerator, denominator):
-    """The summary of numerator / denominator, both of the same round. `peer, own` gives "times as fast as the peer".
+    """The summary of numerator / denominator of each round. The times `peer, own` give "times as fast as the peer".
 
     Both arguments have one number for each round. A disturbance that slows a whole round cancels in its ratio.
     """
@@ -49,7 +49,7 @@ def round_medians(rounds):
 
 
 def summarised(results, field=None):
-    """`results` with each list under one of the fields SAMPLES replaced by its summary; None in a list is skipped."""
+    """`results` with each list under one of the fields SAMPLES replaced by its summary, without Nones."""
     if isinstance(results, dict):
         inside = field if field in SAMPLES else None  # "ms": {"forward": [...], ...} holds samples too
         return {key: summarised(value, inside or key) for key, value in results.items()}
@@ -82,7 +82,7 @@ def print_table(rows):
 
 
 def hardware():
-    """The hardware and the versions of the software that the figures were measured with."""
+    """The hardware and the versions of the software of this machine, which save() records."""
     import numpy
 
     cpu = platform.processor() or platform.machine()
@@ -166,7 +166,7 @@ def to_json(record):
 def add_save_flags(add, name=None):
     """Add --save and --commit; with `name` (the default file name without .json) also --save-as."""
     add("--save", action="store_true", help="write to results/, whose files git tracks (default: to out/results/)")
-    # The default, for older command lines.
+    # This is the default; the flag exists for older command lines.
     add("--no-save", action="store_false", dest="save", default=False, help=argparse.SUPPRESS)
     if name:
         add("--save-as", default=name, help=f"file name in that directory, without .json (default {name})")

@@ -1,4 +1,4 @@
-"""How the documentation's tables show numbers, and the line that names the source of a table."""
+"""How the documentation's tables show numbers, and the line that states the source of a table."""
 
 import functools
 import json

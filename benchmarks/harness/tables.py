@@ -3,8 +3,8 @@
     python -m benchmarks.harness.tables            # rewrite the blocks of all pages
     python -m benchmarks.harness.tables --check    # exit code 1 if a page differs from results/
 
-Each table ends with a line that names the file, the date, the commit, the hardware and the command of the measurement.
-The command is the one recorded in the file, so older files show the module's name at that commit.
+After a table, one line for each source file states the file, the date, the commit, the hardware and the command of the
+measurement. The command in an older file contains the name that the module had at that commit.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from benchmarks.harness.jobs import ROOT
 from benchmarks.harness.table_format import load, source
 
 BLOCK = re.compile(r"(<!-- table: ([\w-]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
-NUMBER = re.compile(r"[-+]?\d|$")  # the cells of a right-aligned column
+NUMBER = re.compile(r"[-+]?\d|$")  # a column is right-aligned if this matches all its cells
 PAGES = ("*.md", "docs/*.md", "stage*/*.md", "benchmarks/*.md", "results/*.md", "data/*.md")
 
 
