@@ -1,7 +1,7 @@
 """The two commands, train and inference: flags, files, checkpoints, logs, and agreement between ranks.
 
-Importing this package, before NumPy is imported, limits BLAS to one thread, removes the traceback of Ctrl-C, and makes
-one line of the traceback of a package that is not installed.
+Import this package before NumPy, so that BLAS is limited to one thread. The import also installs an exception hook:
+Ctrl-C prints no traceback, and a package that is not installed gives one error line instead of a traceback.
 """
 
 import os
@@ -15,12 +15,12 @@ from gpt2core.parallel.launcher_env import read_launcher_env
 for _variable in ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS"):
     os.environ.setdefault(_variable, "1")
 
-PACKAGES = ("numpy", "tokenizers", "tqdm", "matplotlib", "threadpoolctl")  # that every stage needs
+PACKAGES = ("numpy", "tokenizers", "tqdm", "matplotlib", "threadpoolctl")  # packages that every stage needs
 INSTALLS = dict.fromkeys(PACKAGES, "make train") | {"triton": "make train STAGE=2 PRESET=nano"}
 
 
 def missing_package(error):
-    """The one line for a ModuleNotFoundError of a package of INSTALLS; None for any other exception."""
+    """The error line to print if `error` is a ModuleNotFoundError for a package of INSTALLS; otherwise None."""
     name = (getattr(error, "name", None) or "").split(".")[0]
     if not isinstance(error, ModuleNotFoundError) or name not in INSTALLS:
         return None

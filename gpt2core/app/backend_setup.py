@@ -8,7 +8,7 @@ from gpt2core.errors import ConfigError, DeviceMemoryError
 def usable_threads(make_backend, requested, cores):
     """The number of threads for this rank's work: `requested` (--threads) unless it is None, otherwise `cores`.
 
-    1 for a backend that does not use threads; --threads then raises ConfigError.
+    A backend that does not use threads gets 1, and ConfigError is raised if --threads is given.
     """
     if make_backend.uses_threads:
         return requested or cores
@@ -20,7 +20,7 @@ def usable_threads(make_backend, requested, cores):
 
 
 def make_backends(make_backend, config, threads):
-    """One backend per thread, with the options of a RunConfig; raises ConfigError for an option it does not have."""
+    """One backend per thread, with the options of a RunConfig; raises ConfigError for an option that the backend lacks."""
     backends = [make_backend(config.precision, config.deterministic) for _ in range(threads)]
     check_graph(config, backends[0])
     for backend in backends:

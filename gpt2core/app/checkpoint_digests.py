@@ -1,8 +1,8 @@
-"""SHA-256 of the files of a checkpoint: recorded in state.json by a save, compared with what a load has read.
+"""SHA-256 of the files of a checkpoint. A save records it in state.json; a load compares it with the files read.
 
 state.json has two fields for this: `files_sha256`, {name of another file: its SHA-256}, and `state_sha256`, the SHA-256
 of all other fields of state.json itself, as canonical JSON. Checkpoints of other programs and of earlier versions have
-neither field and are not compared.
+neither field; their files are not compared.
 """
 
 import hashlib
@@ -28,9 +28,10 @@ def with_digests(state, files):
 
 
 def split_digests(values):
-    """(state without the two fields, {name: SHA-256} or None, whether `state_sha256` is right) of a parsed state.json.
+    """Divide a parsed state.json into (state without the two fields, files, right).
 
-    None: state.json has neither field.
+    files: {name: SHA-256} of the other files; right: whether `state_sha256` is correct. If state.json has neither
+    field, files is None and right is True.
     """
     state = {name: value for name, value in values.items() if name not in (FILES_SHA256, STATE_SHA256)}
     if len(state) == len(values):

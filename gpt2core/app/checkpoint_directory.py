@@ -87,10 +87,10 @@ def load_checkpoint(path, *, with_optimizer=False, accept_edited=False):
     """The Checkpoint at `path` (see resolve_checkpoint).
 
     Weights may be stored as float32, float16 or bfloat16, with or without the `transformer.` prefix, sharded or not.
-    with_optimizer: also read optimizer.safetensors, and require state.json, as a resumed run needs both; otherwise
-    `moments` is None, and state.json is read if it exists. Raises CheckpointError, with the file's path, for a file
-    that is missing, corrupted or of another model, or was changed after it was saved, unless `accept_edited`; the
-    message names another step of the same `--out` directory if one can be read.
+    with_optimizer: for a resumed run; optimizer.safetensors and state.json are then required. Without it `moments` is
+    None, and state.json is read only if it exists. Raises CheckpointError, with the file's path, for a file that is
+    missing, corrupted or of another model, and, without `accept_edited`, for a file that was changed after it was
+    saved. If another step of the same `--out` directory can be read, the message contains its path.
     """
     for _ in range(10):  # read again if a writer replaced the step during the read
         step = resolve_checkpoint(path)
@@ -118,7 +118,7 @@ def readable_step(damaged, with_optimizer):
 
 
 def newest_step(directory):
-    """The Path of the newest complete step in an `--out` directory, that is the one written last, or None."""
+    """The Path of the newest complete step in an `--out` directory (see save_checkpoint), or None if there is none."""
     return latest_step(Path(directory)) or next(iter(complete_steps(Path(directory))), None)
 
 
@@ -214,7 +214,7 @@ def version_of(directory):
 
 
 def complete_steps(directory):
-    """All complete steps, newest first, by the time of writing; a complete step has its final name and its weights."""
+    """All steps with a final name and a weights file, sorted by the time of writing, newest first."""
 
     def written(step):
         try:
@@ -262,11 +262,11 @@ def prune(directory, keep):
     for step in complete_steps(directory)[keep:] if keep > 0 else ():
         if step != latest:
             with contextlib.suppress(OSError):  # a step that remains is only disk space
-                os.rename(step, hidden_name(step))  # so that no reader finds a step of which some files are deleted
+                os.rename(step, hidden_name(step))  # no reader then opens a step that is partly deleted
 
 
 def remove_leftovers(directory):
-    """Delete what has a hidden name, from this save or from crashed runs, unless `latest` refers to it."""
+    """Delete all files and directories with a hidden name, except a directory that `latest` refers to."""
     latest = latest_step(directory)
     with contextlib.suppress(OSError):
         for path in list(directory.iterdir()):

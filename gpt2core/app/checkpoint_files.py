@@ -1,6 +1,7 @@
 """Read, check and write the files of one checkpoint step: configuration, weights, moments and state.
 
-`transformers.GPT2LMHeadModel.from_pretrained` opens the directory: Hugging Face's names, (in, out) weight layout.
+`transformers.GPT2LMHeadModel.from_pretrained` opens the directory, because tensors have
+Hugging Face's names and the (in, out) weight layout.
 """
 
 import contextlib
@@ -35,7 +36,7 @@ class Checkpoint:
     parameters: dict[str, np.ndarray]  # Hugging Face's names, in the order of parameter_shapes
     moments: dict[str, tuple[np.ndarray, np.ndarray]] | None  # name -> (first, second), shaped like the parameter
     state: dict | None
-    edited: tuple[str, ...] = ()  # names of files that were changed after they were saved; only if that is accepted
+    edited: tuple[str, ...] = ()  # files changed after they were saved; always empty without accept_edited
 
 
 def write_step(directory, *, config, parameters, tokenizer=None, moments=None, state=None, dtype=np.float32):
@@ -93,9 +94,9 @@ def read_step(step, with_optimizer, accept_edited=False):
 
 
 def read_state(step, found):
-    """(the run's state, names of the files that differ from what state.json recorded, [] if it recorded nothing).
+    """(the run's state, names of the files whose SHA-256 differs from the one in state.json).
 
-    found: {file name: SHA-256} of the other files that were read.
+    The list is [] if state.json has no SHA-256. found: {file name: SHA-256} of the other files that were read.
     """
     state, recorded, unchanged = split_digests(read_json(step / STATE, {}))
     if recorded is None:
@@ -121,7 +122,7 @@ def fsync(path):
 
 
 def read_parameters(step, config, found):
-    """(path for error messages, {name: array}) with Hugging Face's present names; without lm_head if it is tied."""
+    """(path for error messages, {name: array}) with the prefix `transformer.`; without lm_head if config.tied."""
     path, tensors = read_model(step, found)
     parameters = {}
     for stored, array in tensors.items():

@@ -38,7 +38,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def integer(text):
-    """An int with absolute value below 2^31, so that an absurd size ends in a MemoryError, not in an overflow."""
+    """An int with absolute value below 2^31, so that a size that is too large gives a MemoryError, not an overflow."""
     value = int(text)
     if abs(value) >= 1 << 31:
         raise argparse.ArgumentTypeError(f"{text} is too large")

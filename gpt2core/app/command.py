@@ -11,7 +11,7 @@ import numpy as np
 from gpt2core.communicator import Solo
 from gpt2core.errors import DeviceMemoryError, UserError
 
-GRACE = 0.4  # seconds that a failing rank waits, per lower rank (at most 8), for them to report the same error first
+GRACE = 0.4  # seconds per lower rank (at most 8) that a failing rank waits, so that a lower rank reports first
 
 
 class HelpPrinted(Exception):

@@ -1,4 +1,4 @@
-"""config.json, as Hugging Face writes it for a GPT-2, to and from a GPT2Config."""
+"""Convert a GPT2Config to the config.json that Hugging Face uses for a GPT-2, and back."""
 
 import numpy as np
 
@@ -6,8 +6,8 @@ from gpt2core.errors import CheckpointError, ConfigError
 from gpt2core.model import GPT2Config
 
 SIZES = {name: name for name in ("vocab_size", "n_layer", "n_head", "n_embd")} | {"block_size": "n_positions"}
-# Fields of Hugging Face's configuration that change the model, with the values that are supported. The first value is
-# the one written.
+# Fields of Hugging Face's configuration that change the model, with the values that are supported. config_to_json
+# writes the first of them.
 ALLOWED = {
     "model_type": ("gpt2",),
     "activation_function": ("gelu_new", "gelu_pytorch_tanh", "gelu_fast"),  # three names of one tanh formula
@@ -37,7 +37,7 @@ def config_to_json(config, dtype):
 
 
 def config_from_json(values, path):
-    """The GPT2Config of a parsed config.json; raises CheckpointError, naming the field, for any other model."""
+    """The GPT2Config of a parsed config.json; raises CheckpointError with the field if it is not supported."""
     allowed = ALLOWED | {"n_inner": (None, 4 * values["n_embd"] if isinstance(values.get("n_embd"), int) else None)}
     for field, choices in allowed.items():
         value = values.get(field, None if field == "model_type" else choices[0])

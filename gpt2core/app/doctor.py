@@ -1,6 +1,6 @@
 """Print the versions of what the stages use, then run one small training step of each stage: `make doctor`.
 
-It needs no package: it also runs, and says what is missing, with an interpreter in which nothing is installed.
+It uses only the standard library, so it also runs if no package is installed, and then reports the missing packages.
 """
 
 import os

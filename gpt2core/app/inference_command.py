@@ -49,7 +49,7 @@ def inference_command(make_backend, world, args, cores):
     config, tokenizer, prompts = world.broadcast_object(inputs)
     arrays = share_arrays(world, config, weights and weights.parameters)
     weights = None  # the arrays are shared now
-    ranks = world.size if args.mode == "tensor" else 1  # that share the model
+    ranks = world.size if args.mode == "tensor" else 1  # number of ranks that share the model
     with memory_errors(backend, config, parallel=ParallelConfig(tp=ranks)):
         if args.mode == "batch":
             model = load_model(config, arrays, backend)
@@ -123,7 +123,7 @@ def make_sampler(args, seed):
 
 
 def shared_rule(world, args, seed):
-    """The sampling rule of the flags, by which all ranks choose the same token."""
+    """The sampling rule of the flags; with several ranks, a GroupSampler, so that all ranks choose the same token."""
     rule = make_sampler(args, seed)
     return rule if world.one_process else GroupSampler(rule, world)
 
@@ -131,7 +131,7 @@ def shared_rule(world, args, seed):
 def read_inputs(args, weights):
     """(GPT2Config, Tokenizer, list of prompts as token ids); the root calls it.
 
-    One prompt, but several with --mode batch and none with --interactive.
+    The list has one prompt, with --mode batch one for each line of --prompts, and with --interactive none.
     """
     tokenizer, config = load_tokenizer(args.tokenizer, weights.path), weights.config
     if tokenizer.vocab_size > config.vocab_size:

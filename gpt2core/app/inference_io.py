@@ -19,7 +19,10 @@ from gpt2core.text.tokenizer import Tokenizer, build_tokenizer
 
 
 def check_downloaded(flag, path):
-    """Raise ConfigError with a download command if `path`, or None, names OpenAI's weights and does not exist."""
+    """Raise ConfigError with a download command if `path` has a name of OpenAI's weights and does not exist.
+
+    A `path` of None is accepted.
+    """
     if path and path.name in OPENAI and not path.exists():
         files = "config.json model.safetensors tokenizer.json"
         raise ConfigError(
@@ -44,8 +47,9 @@ def load_tokenizer(spec, weights):
 def read_prompt(prompt, prompt_file, tokenizer, weights):
     """The token ids of --prompt or --prompt-file, otherwise the first 256 tokens of a corpus.
 
-    The corpus is the one that the Checkpoint `weights` was trained on, or dummy.txt if that is unknown or missing. A
-    model with a shorter block gets fewer tokens. Raises ConfigError for two prompts, DataError for an empty one.
+    The corpus is the one that the Checkpoint `weights` was trained on, or dummy.txt if that is unknown or missing. If
+    the model's block is shorter than 256, only as many tokens are read. Raises ConfigError if both flags are given,
+    DataError if the prompt is empty.
     """
     if prompt is not None and prompt_file is not None:
         raise ConfigError("--prompt and --prompt-file exclude each other: give one of them")
@@ -76,7 +80,7 @@ def read_prompts(path, tokenizer):
 def typed_prompt(tokenizer):
     """The token ids of the next line of standard input, or None at its end or after an empty line.
 
-    A line that the tokenizer cannot encode prints an error, and the next line is read.
+    If the tokenizer cannot encode a line, this function prints the error and reads the next line.
     """
     while line := read_line():
         try:
@@ -118,7 +122,7 @@ def write_continuation(
     """Print up to `count` tokens that continue `prompt` with emit(), which has the arguments of print().
 
     choose: the sampling rule (default greedy). stop: end after this text. stream: emit each token as it is generated.
-    stats: add a line with times. decoders: to reuse for the next prompt (see generate_batch). width: characters per
+    stats: add a line with times. decoders: a dict of decoders to reuse for the next prompt (see generate_batch). width: characters per
     line (default: those of the terminal).
     """
     start, times, text, wrap = time.perf_counter(), [], "", WordWrap(width or terminal_width())

@@ -1,4 +1,4 @@
-"""Loss curves as a PNG file: those of one run, or of several runs over each other."""
+"""Plot the loss curves of one run, or of several runs in one figure, to a PNG file."""
 
 from typing import NamedTuple
 
@@ -48,5 +48,5 @@ def write_plot(curves, title, path):
 
 
 def plain(text):
-    """`text` as matplotlib shows it unchanged: $ would start a formula."""
+    """`text` with each $ escaped, because matplotlib would read $ as the start of a formula."""
     return text.replace("$", r"\$")

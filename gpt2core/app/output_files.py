@@ -1,6 +1,7 @@
-"""Output files are never damaged: a run continues its own log, and changes no file that it did not write.
+"""Protect existing files: a run continues only a log, and replaces only a plot, that this program wrote.
 
-A log is ours if every complete line is a JSON object with the fields of FIELDS; a plot, if it is a PNG with SOFTWARE.
+A file is accepted as a log if every complete line is a JSON object with the fields of FIELDS, and as a plot if it is a
+PNG with the text field SOFTWARE. Empty files and devices are accepted too.
 """
 
 import contextlib
@@ -39,13 +40,15 @@ def row_of(line):
 
 
 def continue_log(path, first):
-    """(the log opened for appending, its rows before step `first`); the first later row and all after it are cut off.
+    """(the log opened for appending, its rows before step `first`).
+
+    The first row of step `first` or later is deleted from the file, with everything after it.
 
     A file that does not exist is created. The earlier rows are not written again, so that no crash can lose them.
     Raises ConfigError, and changes nothing, if the file is not a log.
     """
     rows, end, stale, newline = [], 0, False, True
-    for row, line in log_rows(path):  # to the end: the whole file is checked before it is changed
+    for row, line in log_rows(path):  # no early exit: the whole file is checked before it is changed
         stale = stale or row["step"] >= first
         if not stale:
             rows.append(row)
@@ -60,7 +63,7 @@ def continue_log(path, first):
 
 
 def check_outputs(log, plot):
-    """Raise ConfigError if the log or the plot (Paths or None) cannot be written, or the plot is a file of others."""
+    """Raise ConfigError if the log or the plot (Paths or None) cannot be written, or `plot` is not a plot of this program."""
     for path in filter(None, (log, plot)):
         try:
             open(path, "a").close()

@@ -37,8 +37,9 @@ def agree_on_start(world, parse):
     """(the parsed flags, the number of cores for this rank's threads), after one all-gather that compares all ranks.
 
     parse() returns an argparse.Namespace, or None after --help or --version; then the flags are None. Raises
-    ConfigError on every rank, naming rank and values, unless all ranks run the same program with the same flags, and
-    input files that exist on several ranks are equal. An error of parse() is raised on every rank too.
+    ConfigError on every rank, with the rank and both values, if a flag, the program or an input file of a rank differs
+    from that of rank 0. An input file that is missing on one of the two ranks is not compared. If parse() raises an
+    error on one rank, every rank raises it.
     """
     reports = gather_or_raise(world, lambda: start_report(parse()))
     helped = [report.args is None for report in reports]
@@ -67,7 +68,7 @@ def start_report(args):
 
 
 def compare_programs(programs):
-    """Raise ConfigError, naming rank and field, unless all dicts equal the dict of rank 0."""
+    """Raise ConfigError, with rank and field, if a rank has another value than rank 0 for a field of rank 0."""
     for rank, found in enumerate(programs):
         for name, value in programs[0].items():
             if found.get(name) != value:
@@ -78,7 +79,7 @@ def compare_programs(programs):
 
 
 def compare_files(digests):
-    """Raise ConfigError, naming rank and file, if a file of rank 0 has other content on another rank."""
+    """Raise ConfigError, with rank and file, if a file of rank 0 has another digest on another rank."""
     for rank, found in enumerate(digests):
         for path, digest in digests[0].items():
             if found.get(path, digest) != digest:
@@ -155,8 +156,8 @@ def check_many_ranks(world, name, value, stage):
 def share_tokens(world, path, tokens, tokenizer):
     """The token ids of the file at `path`, on every rank; `tokens`: those that the root has read, None elsewhere.
 
-    A token file can be larger than memory. If it exists on every rank, with equal hashes, each rank memory-maps it.
-    Otherwise the root broadcasts the tokens.
+    A token file can be larger than memory. If it exists on every rank, each rank memory-maps its own copy, and
+    ConfigError is raised if a copy differs from that of rank 0. Otherwise the root broadcasts the tokens.
     """
     if all(gather_or_raise(world, lambda: brings_tokenizer(path))):
         file = path / TOKEN_FILE if path.is_dir() else path

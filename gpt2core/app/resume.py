@@ -1,4 +1,4 @@
-"""state.json: the progress and flags of a run in a checkpoint, and how a resumed run continues from them."""
+"""Write the progress and the flags of a run to state.json, and continue a resumed run from them."""
 
 import hashlib
 import os

@@ -15,7 +15,7 @@ from gpt2core.model import GPT2Config
 from gpt2core.parallel.config import ParallelConfig
 from gpt2core.parallel.data_parallel import BUCKET_MB
 
-# Flags that a checkpoint does not contain, with their defaults: a resumed run must be given them again.
+# Flags that a checkpoint does not contain, with their defaults. A resumed run has the default unless the flag is given again.
 NOT_SAVED = dict(log=None, plot=None, sample=30, threads=None, graph=None, autotune=False, nvtx=False)
 NOT_SAVED |= dict.fromkeys(RANK_FLAGS)
 
@@ -250,7 +250,8 @@ def check_shape(sizes):
 def model_config(values, checkpoint_config, vocab_size):
     """The GPT2Config of the checkpoint, otherwise of the preset, with the given sizes and the tokenizer's vocabulary.
 
-    checkpoint_config: None for random weights. Raises ConfigError if a size flag or the tokenizer does not match it.
+    checkpoint_config: None for random weights. Raises ConfigError if a size flag differs from the
+    checkpoint, or if the tokenizer has more tokens than the checkpoint's vocabulary.
     """
     given = {name: values[name] for name in SHAPE if values[name] is not None}
     if checkpoint_config is None:

@@ -1,7 +1,7 @@
 """One run at a time writes to an --out directory. The kernel releases the lock when the process ends, also by kill -9.
 
-The lock is on DIR/.lock, which names the process. Reading a checkpoint needs no lock. Only the root of many ranks
-holds one.
+The lock is on the file DIR/.lock, which contains the process id and the host name. Reading a checkpoint needs no lock.
+In a run of many ranks, only the root locks the directory.
 """
 
 import contextlib
@@ -20,9 +20,9 @@ LOCK = ".lock"
 class RunLock(contextlib.AbstractContextManager):
     """Exclusive use of an --out directory, which is created if needed; `notes` are lines to print.
 
-    On exit the lock file is removed, and the directory too if it was created and nothing was saved. A file system
-    without locks (some network file systems) gives a note, and no protection. Raises CheckpointError, with the process
-    and the host, if another run uses the directory, and if it cannot be written.
+    On exit the lock file is removed, and also the directory if this object created it and it is empty. On a file system
+    without locks (some network file systems), `notes` has a warning and a second run is not detected. Raises
+    CheckpointError if another run uses the directory (with its process and host), or if the directory is not writable.
     """
 
     def __init__(self, directory):
@@ -80,12 +80,12 @@ class RunLock(contextlib.AbstractContextManager):
     def __exit__(self, *error):
         self.release(self.directory)
         if self.created:
-            with contextlib.suppress(OSError):  # it is not empty
+            with contextlib.suppress(OSError):  # the directory is not empty
                 os.rmdir(self.directory)
 
 
 def is_open_file(path, file):
-    """Whether `path` is still the name of the open `file`."""
+    """Whether `path` still refers to the open `file`: it may have been removed or replaced."""
     try:
         return os.path.samestat(os.stat(path), os.fstat(file.fileno()))
     except FileNotFoundError:

@@ -25,8 +25,8 @@ class RunLog:
     number.
 
     Floats are written at full precision. Steps with validation have val_loss and val_perplexity; the last line has
-    parameters_sha256 and, on a GPU, peak_memory_bytes. Raises ConfigError if `path` is not a log, and later if a file
-    cannot be written because the disk is full.
+    parameters_sha256 and, on a GPU, peak_memory_bytes. Raises ConfigError if `path` is not a log; write_row() and close()
+    raise it if a file cannot be written, for example because the disk is full.
     """
 
     def __init__(self, path, plot, every, first, steps, title=""):
@@ -50,7 +50,7 @@ class RunLog:
             self.print_step(step, val_loss)
 
     def print_step(self, step, val_loss):
-        """Print the line of a Step, before it what has changed of its constants, and after it the validation loss."""
+        """Print the lines of constants(step) that have changed, the line of the Step, and the validation loss if any."""
         last, self.constants = self.constants, constants(step)
         for line in self.constants:
             if line not in last:
@@ -210,7 +210,7 @@ def reason(number):
 
 
 def duration(seconds):
-    """Seconds as text, in the largest unit of which there are two."""
+    """Seconds as text: in seconds below 2 minutes, in minutes below 2 hours, otherwise in hours and minutes."""
     if seconds < 120:
         return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s"
     minutes = round(seconds / 60)
@@ -231,14 +231,19 @@ def read_log(path):
 
 
 def flops_per_token(config, seq_len):
-    """Floating-point operations of a training step per token: 6 per weight, 12 LCT in attention (PaLM, app. B)."""
+    """Floating-point operations of a training step per token (PaLM, appendix B).
+
+    6 per weight of a matrix product, and 12 * n_layer * n_embd * seq_len for attention.
+    """
     positions = config.block_size * config.n_embd
-    unused = positions + (0 if config.tied else config.vocab_size * config.n_embd)  # table look-ups
+    unused = positions + (
+        0 if config.tied else config.vocab_size * config.n_embd
+    )  # weights used only in table look-ups
     return 6 * (parameter_count(config) - unused) + 12 * config.n_layer * config.n_embd * seq_len
 
 
 def with_utilisation(trainer, step):
-    """The Step with its model-FLOPs utilisation, if the peak of the device is known; otherwise the Step."""
+    """The Step with its model-FLOPs utilisation, if the peak of the device is known; otherwise the Step unchanged."""
     peak = trainer.backend.runtime.peak_flops(trainer.backend.precision)
     if not peak:
         return step

@@ -61,7 +61,7 @@ def write_hashed(file, digest, data):
 def read_safetensors(path, skip=None):
     """({name: float32 array}, SHA-256 of the file as text) of a file of float32, float16 or bfloat16 tensors.
 
-    skip: a compiled pattern; a tensor whose name it finds is left out, whatever its dtype. The file is read, not
+    skip: a compiled pattern; tensors whose name contains a match are omitted, of any dtype. The file is read, not
     memory-mapped: if it were truncated while mapped, a bus error would kill this process. Raises OSError, ValueError if
     the file is truncated or not a safetensors file, and CheckpointError for another dtype.
     """
@@ -85,7 +85,7 @@ def read_safetensors(path, skip=None):
 def read_header(file, digest, size):
     """[(name, dtype, shape, bytes)] of the tensors in the order of their data; raises ValueError.
 
-    size: of the file, in bytes, all of which the tensors must cover.
+    size: bytes of the file. Header and tensors together must have exactly this size, without gaps.
     """
     head = bytearray(8)
     read_hashed(file, digest, memoryview(head))

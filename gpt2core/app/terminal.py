@@ -16,9 +16,9 @@ def wrapped(text, width=None):
 
 
 class WordWrap:
-    """Breaks a text that arrives in pieces into lines of at most `width` characters; None: it stays unchanged.
+    """Breaks a text that arrives in pieces into lines of at most `width` characters.
 
-    A line break replaces a space. A longer word than `width` is not broken.
+    A line break replaces a space. A word longer than `width` is not broken. With width None the text is unchanged.
     """
 
     def __init__(self, width):

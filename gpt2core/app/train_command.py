@@ -1,6 +1,6 @@
 """The training command: read the inputs, build the Trainer, run the loop, report and sample.
 
-Whatever can fail on one rank runs inside all_or_raise(), so that no rank waits for another that has failed.
+Setup that can fail on one rank runs in all_or_raise() or on_root(): all ranks then fail, and none waits for another.
 """
 
 import contextlib
@@ -141,7 +141,7 @@ def read_inputs(world, args, transport, deterministic):
 
 
 def read_corpus(path, tokenizer, source, default):
-    """(tokens, Tokenizer) of a corpus; without --tokenizer, that of `source` encodes a text, else that of `default`."""
+    """(tokens, Tokenizer) of a corpus; a text without --tokenizer uses that of `source`, or `default` without source."""
     if not tokenizer and not brings_tokenizer(path):
         tokenizer = load_tokenizer(None, source.path) if source else default
     return load_tokens(path, tokenizer)
@@ -200,9 +200,9 @@ def make_schedule(config, corpus, group):
 
 
 def open_log(config, trainer, lock, notes):
-    """The RunLog. Renames an older run's files, if --overwrite is given, and adds notes to print.
+    """The RunLog. With --overwrite, renames the files of an older run. Appends notes to print to `notes`.
 
-    Raises ConfigError before it changes anything if --log or --plot cannot be written, or is a file of something else.
+    Raises ConfigError if --log or --plot cannot be written or is a file of another kind, before any file is renamed.
     """
     check_outputs(config.log, config.plot)
     rows = len(list(log_rows(config.log))) if config.log and not config.resume else 0
@@ -213,7 +213,7 @@ def open_log(config, trainer, lock, notes):
         )
     if older := older_run(config):
         notes.append(f"note: {config.out} held {describe_step(older)} of an earlier run: it is now {lock.move_aside()}")
-    if rows and config.log.exists():  # it was not in the directory that has been renamed
+    if rows and config.log.exists():  # false if the log was in the directory just renamed
         notes.append(f"note: {config.log} was the log of an earlier run: it is now {move_aside(config.log)}")
     notes += lock.notes if lock else []
     title = f"GPT-2 {config.init_from or config.preset} on {config.data.name}"

@@ -12,7 +12,7 @@ larger than memory:
 The tokenizer.json that made the ids is in the same directory. data/prepare.py writes both.
 """
 
-# n tokens in the buffer, T tokens in a window
+# In shapes, n is the number of tokens.
 
 import codecs
 import os
@@ -155,13 +155,16 @@ def open_token_file(path):
 
 
 def brings_tokenizer(path):
-    """Return whether `path` is a token file or a directory with one; its directory then has a tokenizer.json."""
+    """Return whether `path` is a token file or a directory with one; load_tokens reads its tokenizer.json."""
     path = Path(path)
     return is_token_file(path / TOKEN_FILE if (path / TOKEN_FILE).is_file() else path)
 
 
 def first_tokens(path, tokenizer, count):
-    """Return the first `count` ids of a text or token file, or all if it has fewer. Does not read the whole file."""
+    """Return the first `count` ids of a text or token file, or all if it has fewer.
+
+    Of a text, only the beginning is read, unless the tokenizer must encode a text as one piece (Tokenizer.whole).
+    """
     if brings_tokenizer(path):
         return load_tokens(path, tokenizer)[0][:count]
     ids = np.empty(0, tokenizer.dtype)

@@ -1,8 +1,8 @@
 """Convert text to token ids and back without loss: words, bytes, or GPT-2's byte pairs, stored as tokenizer.json.
 
-The Hugging Face `tokenizers` library encodes, and it reads the files written here. All three kinds are decoded by one
-table with the bytes of every token: the bytes of a text are those of its tokens, one after another. A stream of tokens
-goes through an incremental UTF-8 decoder, which returns a character when it has all of its bytes.
+The Hugging Face `tokenizers` library encodes, and it reads the files written here. All three kinds are decoded by a
+table of the bytes of every token: the bytes of a text are the bytes of its tokens, concatenated. When tokens are decoded
+one at a time, an incremental UTF-8 decoder returns a character as soon as all bytes of the character have been decoded.
 """
 
 import codecs
@@ -28,8 +28,9 @@ PIECE = 1 << 16  # characters encoded at once: the library needs about 200 bytes
 def cut_at_words(chunks, inside=frozenset()):
     """Yield the text of `chunks` (an iterable of str) in pieces that no token crosses.
 
-    A piece ends after a letter or digit, before a space or a newline, unless these two characters can stand inside a
-    token. inside: the two bytes of all such places (see pairs_inside). A text without another place is one piece.
+    A cut is between a letter or digit and the space or newline after it. There is no cut where a token could contain
+    both characters: `inside` is the set of these byte pairs (see pairs_inside). A text without a possible cut is one
+    piece.
     """
     held = []
     for chunk in chunks:
@@ -47,9 +48,9 @@ def cut_at_words(chunks, inside=frozenset()):
 
 
 def pairs_inside(token_bytes):
-    """The set of all two bytes inside a token of which the second is a space or a newline.
+    """The set of all pairs of adjacent bytes in a token whose second byte is a space or a newline.
 
-    Between other bytes and a space no merge of byte pairs and no added token can join the two sides of a cut.
+    At any other pair, no merge of byte pairs and no added token can join the two sides of a cut.
     """
     ends = (token[at - 1 : at + 1] for token in token_bytes for at in range(1, len(token)) if token[at] in b" \n")
     return frozenset(ends)
@@ -61,7 +62,7 @@ def slices(text):
 
 
 def utf8(text):
-    """Return `text`; raises DataError naming a lone surrogate, because the library's own error does not."""
+    """Return `text`; raises DataError with the lone surrogate, if any, which the library's own error omits."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:

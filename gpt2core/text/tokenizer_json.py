@@ -1,4 +1,4 @@
-"""Which tokenizer a tokenizer.json describes, and which of its options would lose text; such a file is refused."""
+"""Find the kind of tokenizer in a tokenizer.json, and reject a file with options that could lose text."""
 
 from gpt2core.errors import DataError
 
@@ -46,7 +46,7 @@ DIVIDING = ("Split", "Digits", "Punctuation", "UnicodeScripts", "FixedLength")
 
 
 def problems(description):
-    """Yield each option of a parsed tokenizer.json by which text is lost or changed, or ids are random, as text."""
+    """Yield a description of each option of a parsed tokenizer.json that may change text or make ids random."""
     model, steps, alphabet = description["model"], steps_of(description["pre_tokenizer"]), set(byte_alphabet())
     for step in steps_of(description["normalizer"]):
         yield f"the normalizer {step['type']}, which changes text"
@@ -77,9 +77,9 @@ def steps_of(part):
 
 
 def splits_at_words(description):
-    """Whether a cut after a letter or digit and before a space or newline leaves what the pre-tokenizers divide.
+    """Whether a text can be cut between a letter or digit and a space or newline without a change of its tokens.
 
-    Of a Split this is known only for the pattern of the word tokenizer.
+    For the pre-tokenizer Split the answer is True only with the pattern of the word tokenizer.
     """
     words = {"type": "Split", "pattern": {"Regex": WORD_PATTERN}, "behavior": "Isolated", "invert": False}
     known = all(
