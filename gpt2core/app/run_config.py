@@ -100,8 +100,8 @@ def flag(name):
     return f"--{name.replace('_', '-')}"
 
 
-def resume_command(args, one_process):
-    """The command line that continues the run of this process from its --out directory."""
+def resume_command(args, processes=None):
+    """The command line that continues this run from its --out directory; processes: of mpirun, or None."""
     module = sys.modules["__main__"].__spec__
     words = [sys.orig_argv[0].removeprefix(f"{os.getcwd()}/"), *(["-m", module.name] if module else sys.argv[:1])]
     words += ["--resume", args.out, "--out", args.out]
@@ -111,7 +111,10 @@ def resume_command(args, one_process):
             words.append(flag(f"no_{name}"))
         elif value != default:
             words += [flag(name)] if value is True else [flag(name), value]
-    return "mpirun ... " * (not one_process) + shlex.join(map(str, words))
+    if processes:
+        mpirun = Path(words[0]).with_name("mpirun")
+        words = [mpirun if mpirun.exists() else "mpirun", "-n", processes, *words]
+    return shlex.join(map(str, words))
 
 
 def resolve_flags(args, saved, deterministic):

@@ -323,9 +323,9 @@ def test_the_command_that_resumes_has_the_flags_that_no_checkpoint_holds(monkeyp
     words = "--preset tiny --lr 1e-3 --out run --log a'b.jsonl --sample 0 --no-graph --tp 2 --init-from x --overwrite"
     args = cli.train_parser().parse_args([*words.split(), "--autotune", "--local-shuffle"])
     flags = """--resume run --out run --log 'a'"'"'b.jsonl' --sample 0 --no-graph --autotune --tp 2 --local-shuffle"""
-    assert resume_command(args, True) == f".venv/bin/python train_gpt2.py {flags}"
+    assert resume_command(args) == f".venv/bin/python train_gpt2.py {flags}"
     monkeypatch.setattr(sys.modules["__main__"], "__spec__", importlib.util.find_spec("gpt2core.errors"))
-    assert resume_command(args, False) == f"mpirun ... .venv/bin/python -m gpt2core.errors {flags}"
+    assert resume_command(args, 4) == f"mpirun -n 4 .venv/bin/python -m gpt2core.errors {flags}"
     parsed = cli.train_parser().parse_args(shlex.split(flags))
     assert {name for name, value in vars(parsed).items() if value != vars(args)[name]} == {
         "resume", "preset", "lr", "init_from", "overwrite",

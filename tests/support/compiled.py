@@ -14,7 +14,7 @@ import argparse
 import contextlib
 import dataclasses
 import functools
-import importlib
+import importlib.util
 import json
 import multiprocessing
 import os
@@ -29,6 +29,9 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # started as a script
 os.environ.pop("TRITON_INTERPRET", None)  # triton.jit reads it when a kernel is defined
+
+if importlib.util.find_spec("ml_dtypes") is None:
+    sys.exit("error: ml_dtypes, the bf16 type of NumPy, is not installed: pip install ml_dtypes")
 
 import numpy as np  # noqa: E402
 import triton  # noqa: E402
