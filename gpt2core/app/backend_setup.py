@@ -20,7 +20,7 @@ def usable_threads(make_backend, requested, cores):
 
 
 def make_backends(make_backend, config, threads):
-    """One backend per thread, with the options of a RunConfig; raises ConfigError for an option that the backend lacks."""
+    """One backend per thread, with the options of a RunConfig; raises ConfigError for an option that it lacks."""
     backends = [make_backend(config.precision, config.deterministic) for _ in range(threads)]
     check_graph(config, backends[0])
     for backend in backends:

@@ -122,8 +122,8 @@ def write_continuation(
     """Print up to `count` tokens that continue `prompt` with emit(), which has the arguments of print().
 
     choose: the sampling rule (default greedy). stop: end after this text. stream: emit each token as it is generated.
-    stats: add a line with times. decoders: a dict of decoders to reuse for the next prompt (see generate_batch). width: characters per
-    line (default: those of the terminal).
+    stats: add a line with times. decoders: a dict of decoders to reuse for the next prompt (see generate_batch).
+    width: characters per line (default: those of the terminal).
     """
     start, times, text, wrap = time.perf_counter(), [], "", WordWrap(width or terminal_width())
     for piece in text_pieces(model, tokenizer, prompt, count, choose, stop, decoders):

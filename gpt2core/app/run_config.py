@@ -15,7 +15,7 @@ from gpt2core.model import GPT2Config
 from gpt2core.parallel.config import ParallelConfig
 from gpt2core.parallel.data_parallel import BUCKET_MB
 
-# Flags that a checkpoint does not contain, with their defaults. A resumed run has the default unless the flag is given again.
+# Flags that a checkpoint does not contain, with their defaults. A resumed run needs the flag again.
 NOT_SAVED = dict(log=None, plot=None, sample=30, threads=None, graph=None, autotune=False, nvtx=False)
 NOT_SAVED |= dict.fromkeys(RANK_FLAGS)
 

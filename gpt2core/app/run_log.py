@@ -25,8 +25,8 @@ class RunLog:
     number.
 
     Floats are written at full precision. Steps with validation have val_loss and val_perplexity; the last line has
-    parameters_sha256 and, on a GPU, peak_memory_bytes. Raises ConfigError if `path` is not a log; write_row() and close()
-    raise it if a file cannot be written, for example because the disk is full.
+    parameters_sha256 and, on a GPU, peak_memory_bytes. Raises ConfigError if `path` is not a log; write_row() and
+    close() raise it if a file cannot be written, for example because the disk is full.
     """
 
     def __init__(self, path, plot, every, first, steps, title=""):
@@ -50,7 +50,7 @@ class RunLog:
             self.print_step(step, val_loss)
 
     def print_step(self, step, val_loss):
-        """Print the lines of constants(step) that have changed, the line of the Step, and the validation loss if any."""
+        """Print the lines of constants(step) that have changed, the line of the Step, and any validation loss."""
         last, self.constants = self.constants, constants(step)
         for line in self.constants:
             if line not in last:

@@ -141,7 +141,7 @@ def read_inputs(world, args, transport, deterministic):
 
 
 def read_corpus(path, tokenizer, source, default):
-    """(tokens, Tokenizer) of a corpus; a text without --tokenizer uses that of `source`, or `default` without source."""
+    """(tokens, Tokenizer) of a corpus; a text without --tokenizer uses that of `source`, else `default`."""
     if not tokenizer and not brings_tokenizer(path):
         tokenizer = load_tokenizer(None, source.path) if source else default
     return load_tokens(path, tokenizer)

@@ -1,8 +1,8 @@
 """Convert text to token ids and back without loss: words, bytes, or GPT-2's byte pairs, stored as tokenizer.json.
 
 The Hugging Face `tokenizers` library encodes, and it reads the files written here. All three kinds are decoded by a
-table of the bytes of every token: the bytes of a text are the bytes of its tokens, concatenated. When tokens are decoded
-one at a time, an incremental UTF-8 decoder returns a character as soon as all bytes of the character have been decoded.
+table of the bytes of every token: the bytes of a text are the bytes of its tokens, concatenated. When tokens are
+decoded one at a time, an incremental UTF-8 decoder returns a character as soon as all bytes of the character have been decoded.
 """
 
 import codecs
