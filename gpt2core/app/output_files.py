@@ -63,7 +63,7 @@ def continue_log(path, first):
 
 
 def check_outputs(log, plot):
-    """Raise ConfigError if the log or the plot (Paths or None) cannot be written, or `plot` is another program's file."""
+    """Raise ConfigError if the log or the plot (Path or None) cannot be written, or `plot` is another program's."""
     for path in filter(None, (log, plot)):
         try:
             open(path, "a").close()

@@ -2,7 +2,8 @@
 
 The Hugging Face `tokenizers` library encodes, and it reads the files written here. All three kinds are decoded by a
 table of the bytes of every token: the bytes of a text are the bytes of its tokens, concatenated. When tokens are
-decoded one at a time, an incremental UTF-8 decoder returns a character as soon as all bytes of the character have been decoded.
+decoded one at a time, an incremental UTF-8 decoder returns a character as soon as all bytes of the character have been
+decoded.
 """
 
 import codecs
