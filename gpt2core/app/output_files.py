@@ -1,10 +1,12 @@
-"""Protect existing files: a run continues only a log, and replaces only a plot, that this program wrote.
+"""Protect existing files: a run continues only its own log, and replaces only plots that this program wrote.
 
-A file is accepted as a log if every complete line is a JSON object with the fields of FIELDS, and as a plot if it is a
-PNG with the text field SOFTWARE. Empty files and devices are accepted too.
+A file is a log if every complete line is a JSON object with the fields of FIELDS. It is the log of a resumed run if it
+has the row that the checkpoint recorded. A file is a plot if it is a PNG with the text field SOFTWARE. Empty files and
+devices are accepted too.
 """
 
 import contextlib
+import fcntl
 import itertools
 import json
 import os
@@ -39,21 +41,56 @@ def row_of(line):
     return None
 
 
-def continue_log(path, first):
-    """(the log opened for appending, its rows before step `first`).
+def lock(file):
+    """Lock an open file until it is closed or the process ends; returns False if another process has locked it.
 
-    The first row of step `first` or later is deleted from the file, with everything after it.
-
-    A file that does not exist is created. The earlier rows are not written again, so that no crash can lose them.
-    Raises ConfigError, and changes nothing, if the file is not a log.
+    Raises OSError on a file system without locks.
     """
-    rows, end, stale, newline = [], 0, False, True
-    for row, line in log_rows(path):  # no early exit: the whole file is checked before it is changed
-        stale = stale or row["step"] >= first
-        if not stale:
-            rows.append(row)
-            end, newline = end + len(line), line.endswith(b"\n")
-    file = open(path, "a", encoding="utf-8")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def open_locked(path):
+    """The log opened for appending, and locked until it is closed; a file that does not exist is created.
+
+    A device, or a file on a file system without locks, is not locked. Raises ConfigError if the file cannot be written
+    or if another run writes to it.
+    """
+    file, free = open_for_appending(path), True
+    if Path(path).is_file():
+        with contextlib.suppress(OSError):
+            free = lock(file)
+    if not free:
+        file.close()
+        raise ConfigError(f"--log {path}: another run is writing to it: wait until it ends, or choose another file")
+    return file
+
+
+def open_for_appending(path):
+    try:
+        return open(path, "a", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be written ({error.strerror}): choose another file") from None
+
+
+def continue_log(path, first, recorded=None):
+    """(the log opened for appending and locked, its rows before step `first`).
+
+    The first row of step `first` or later is deleted from the file, with everything after it. The earlier rows are not
+    written again, so that no crash can lose them. recorded: what the checkpoint of a resumed run has in last_log_row
+    (see RunLog). Raises ConfigError, and changes nothing, if the file is not a log, or not the log of that run.
+    """
+    file = open_locked(path)
+    try:
+        rows, end, newline = rows_before(path, first)
+        if os.path.getsize(path):
+            check_log_of_run(path, rows, recorded)
+    except BaseException:
+        file.close()
+        raise
     if Path(path).is_file():
         file.truncate(end)
     if not newline:
@@ -62,13 +99,39 @@ def continue_log(path, first):
     return file, rows
 
 
-def check_outputs(log, plot):
-    """Raise ConfigError if the log or the plot (Path or None) cannot be written, or `plot` is another program's."""
-    for path in filter(None, (log, plot)):
-        try:
-            open(path, "a").close()
-        except OSError as error:
-            raise ConfigError(f"{path}: cannot be written ({error.strerror}): choose another file") from None
+def rows_before(path, first):
+    """(the rows of a log before step `first`, the number of their bytes, whether the last one ends in a newline)."""
+    rows, end, stale, newline = [], 0, False, True
+    for row, line in log_rows(path):  # no early exit: the whole file is checked before it is changed
+        stale = stale or row["step"] >= first
+        if not stale:
+            rows.append(row)
+            end, newline = end + len(line), line.endswith(b"\n")
+    return rows, end, newline
+
+
+def check_log_of_run(path, rows, recorded):
+    """Raise ConfigError unless `rows` contain the row `recorded`: {"step", "loss"}, {} if that run had no log.
+
+    None: it is not known, because an earlier version saved the checkpoint; any log is then accepted.
+    """
+    if recorded is None or any(recorded.items() <= row.items() for row in reversed(rows) if recorded):
+        return
+    wanted = f"step {recorded['step']} with loss {recorded['loss']}" if recorded else "a log at all"
+    raise ConfigError(
+        f"--log {path}: is the log of another run: the resumed run had {wanted}, which is not in the file; "
+        f"choose another file"
+    )
+
+
+def check_output_files(log, plot):
+    """Raise ConfigError for a log or a plot (Path or None) that this run may not write.
+
+    That is a file that cannot be written, a log to which another run writes, and a plot that is another program's file.
+    """
+    for path, open_file in ((log, open_locked), (plot, open_for_appending)):
+        if path:
+            open_file(path).close()
     if log and plot and log.is_file() and os.path.samefile(log, plot):
         raise ConfigError(f"--log {log} and --plot {plot} are one file: choose another file for one of them")
     if plot and not is_plot(plot):
@@ -85,7 +148,7 @@ def is_plot(path):
     return not head or (head.startswith(PNG) and f"tEXt{name}\0{value}".encode() in head)
 
 
-def move_aside(path):
+def rename_with_number(path):
     """Rename a file or directory to the first unused name of PATH.1, PATH.2, ...; returns its new Path."""
     for number in itertools.count(1):
         if not os.path.lexists(target := f"{path}.{number}"):

@@ -13,6 +13,7 @@ from gpt2core.text.token_file import read_text, split_validation
 from gpt2core.text.tokenizer import Tokenizer
 
 EDGE = 1 << 22  # if a corpus has more than 2 * EDGE tokens, only its first and last EDGE tokens are hashed
+LAST_LOG_ROW = ({"step", "loss"}, set())  # the keys of last_log_row with and without a log
 LIMIT = 1 << 31  # --steps and --batch-size are always smaller
 
 
@@ -26,12 +27,13 @@ class Progress:
     loss_scale: object  # of fp16, from LossScale.to_json()
     tuned: object  # choices made by timing: {what: choice}
     tuned_for: str | None  # the device and libraries of these choices; None: nothing was chosen
+    last_log_row: dict | None  # {"step", "loss"} of the log's last row; {} without a log; None: not recorded
 
 
-def run_state(trainer, config, corpus):
+def run_state(trainer, config, corpus, last_log_row):
     """The content of state.json: progress, the flags that a resume continues with, and the tuned choices.
 
-    config: the RunConfig. corpus: the fingerprint of the training tokens.
+    config: the RunConfig. corpus: the fingerprint of the training tokens. last_log_row: of the RunLog.
     """
     arguments = {name: getattr(config, name) for name in RESUMED}
     for name in ("data", "val_data"):
@@ -45,6 +47,7 @@ def run_state(trainer, config, corpus):
         "bucket_mb": trainer.bucket_mb,
         "corpus": corpus,
         "arguments": arguments,
+        "last_log_row": last_log_row,
         "choices": trainer.tuned or {},
         "chosen_for": trainer.backend.runtime.tuned_for,
         "version": gpt2core.__version__,
@@ -133,7 +136,12 @@ def read_progress(checkpoint, corpus):
             f"give the same corpus, or start a new run with --init-from"
         )
     tuned, tuned_for = state.get("choices", {}), state.get("chosen_for")
-    return Progress(path, state["step"], state["position"], state.get("loss_scale"), tuned, tuned_for)
+    last_log_row = state.get("last_log_row")
+    if last_log_row not in (None, {}) and (
+        not isinstance(last_log_row, dict) or last_log_row.keys() != {"step", "loss"}
+    ):
+        raise CheckpointError(f"{path}: last_log_row is {last_log_row!r:.80}, not a step and a loss: cannot be resumed")
+    return Progress(path, state["step"], state["position"], state.get("loss_scale"), tuned, tuned_for, last_log_row)
 
 
 def restore(trainer, checkpoint, progress, retune):

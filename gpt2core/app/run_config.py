@@ -124,7 +124,7 @@ def resolve_flags(args, saved, deterministic):
     result: resolve_rank_flags resolves them. Raises ConfigError for a wrong value or combination.
     """
     saved = dict(saved)
-    check_outputs(args, saved)
+    check_output_flags(args, saved)
     if args.lr is not None or args.schedule is not None:
         saved.pop("min_lr", None)  # it belongs to the earlier --lr or --schedule
     if args.preset not in (None, saved.get("preset", args.preset)):
@@ -143,7 +143,7 @@ def resolve_flags(args, saved, deterministic):
     return values, resume_notes(given, saved, deterministic)
 
 
-def check_outputs(args, saved):
+def check_output_flags(args, saved):
     """Raise ConfigError for --checkpoint-every without --out, and for --eval-every without validation data."""
     if args.checkpoint_every and not args.out:
         raise ConfigError(f"--checkpoint-every {args.checkpoint_every} saves nothing without a directory: give --out")

@@ -5,13 +5,12 @@ In a run of many ranks, only the root locks the directory.
 """
 
 import contextlib
-import fcntl
 import os
 import platform
 from pathlib import Path
 
 from gpt2core.app.checkpoint_directory import describe_step, newest_step, writable_directory
-from gpt2core.app.output_files import move_aside
+from gpt2core.app.output_files import lock, rename_with_number
 from gpt2core.errors import CheckpointError
 
 LOCK = ".lock"
@@ -50,23 +49,24 @@ class RunLock(contextlib.AbstractContextManager):
     def lock(self, file):
         """Lock the open file; close it and raise CheckpointError if another run holds the lock."""
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.seek(0)
-            with file:
-                raise CheckpointError(
-                    f"--out {self.directory}: {file.read() or 'another process'} is writing checkpoints there: wait "
-                    f"until it ends, or choose another directory"
-                ) from None
+            free = lock(file)
         except OSError as error:
             self.notes = [
                 f"note: --out {self.directory}: this file system has no locks ({error.strerror}): do not start a "
                 f"second run with this directory"
             ]
+            return
+        if not free:
+            file.seek(0)
+            with file:
+                raise CheckpointError(
+                    f"--out {self.directory}: {file.read() or 'another process'} is writing checkpoints there: wait "
+                    f"until it ends, or choose another directory"
+                )
 
-    def move_aside(self):
+    def rename_directory(self):
         """Rename the directory to the first unused of DIR.1, DIR.2, ..., and lock a new one; returns its new Path."""
-        older = move_aside(self.directory)
+        older = rename_with_number(self.directory)
         self.release(older)
         self.file = self.acquire()
         return older

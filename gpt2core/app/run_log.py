@@ -10,8 +10,10 @@ import sys
 
 from tqdm import tqdm
 
+from gpt2core.app.checkpoint_directory import describe_step
 from gpt2core.app.loss_plot import run_curves, write_plot
-from gpt2core.app.output_files import continue_log, log_rows
+from gpt2core.app.output_files import check_output_files, continue_log, log_rows, rename_with_number
+from gpt2core.app.run_lock import older_run
 from gpt2core.app.terminal import wrapped
 from gpt2core.errors import ConfigError, counted
 from gpt2core.model import parameter_count
@@ -21,6 +23,7 @@ class RunLog:
     """Reports each step to the screen, a log file and a plot.
 
     path: the log, one JSON object per line, or None; rows of steps before `first` are kept, for a resumed run.
+    recorded: the `last_log_row` of the checkpoint of a resumed run, see output_files.check_log_of_run().
     plot: the PNG file of the loss curve, or None; title: of the plot. every: steps between lines. steps: the total
     number.
 
@@ -29,9 +32,10 @@ class RunLog:
     close() raise it if a file cannot be written, for example because the disk is full.
     """
 
-    def __init__(self, path, plot, every, first, steps, title=""):
+    def __init__(self, path, plot, every, first, steps, title="", recorded=None):
         self.every, self.plot, self.title = every, plot, title
-        self.file, self.rows = continue_log(path, first) if path else (None, [])
+        self.file, self.rows = continue_log(path, first, recorded) if path else (None, [])
+        self.last_log_row = step_and_loss(self.rows[-1]) if self.rows else {}  # of the log's last row, for checkpoints
         self.complete = os.path.getsize(path) if path else 0  # bytes of the log's complete lines
         self.constants = []  # the lines of constants() that were printed last
         self.bar = tqdm(total=steps, initial=first, unit="step", disable=None, leave=False, dynamic_ncols=True)
@@ -74,6 +78,7 @@ class RunLog:
                 self.file.write(line)
                 self.file.flush()
                 self.complete += len(line)
+                self.last_log_row = step_and_loss(row)
             except OSError as error:
                 file, self.file = self.file, None
                 with contextlib.suppress(OSError):
@@ -96,6 +101,30 @@ class RunLog:
                 raise ConfigError(f"{self.plot}: cannot be written ({error.strerror}): free some space") from None
 
 
+def open_run_log(config, first, recorded, lock, notes):
+    """The RunLog of a RunConfig. With --overwrite, renames the files of an older run.
+
+    first: the number of the next step; recorded: as for RunLog; lock: the RunLock of --out, or None; notes: a list to
+    which lines to print are appended. Raises ConfigError if this run may not write --log or --plot; then no file has
+    been renamed.
+    """
+    check_output_files(config.log, config.plot)
+    rows = len(list(log_rows(config.log))) if config.log and not config.resume else 0
+    if rows and not config.overwrite:
+        raise ConfigError(
+            f"--log {config.log}: holds {counted(rows, 'step')} of another run: continue it with --resume, give "
+            f"--overwrite to rename the file, or choose another one"
+        )
+    if older := older_run(config):
+        held = f"{config.out} held {describe_step(older)} of an earlier run"
+        notes.append(f"note: {held}: it is now {lock.rename_directory()}")
+    if rows and config.log.exists():  # false if the log was in the directory just renamed
+        notes.append(f"note: {config.log} was the log of an earlier run: it is now {rename_with_number(config.log)}")
+    notes += lock.notes if lock else []
+    title = f"GPT-2 {config.init_from or config.preset} on {config.data.name}"
+    return RunLog(config.log, config.plot, config.log_every, first, max(config.steps, first), title, recorded)
+
+
 class SilentLog:
     """The log of a rank that is not the root: it writes nothing."""
 
@@ -109,6 +138,10 @@ class SilentLog:
 
     def close(self):
         pass
+
+
+def step_and_loss(row):
+    return {name: row[name] for name in ("step", "loss")}
 
 
 def step_line(step):

@@ -11,10 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from gpt2core.app.backend_setup import make_backends, memory_errors, step_sizes, usable_threads
-from gpt2core.app.checkpoint_directory import describe_step, load_checkpoint, save_checkpoint
+from gpt2core.app.checkpoint_directory import load_checkpoint, save_checkpoint
 from gpt2core.app.checkpoint_files import Checkpoint
 from gpt2core.app.inference_io import check_downloaded, load_tokenizer, write_text
-from gpt2core.app.output_files import check_outputs, log_rows, move_aside
 from gpt2core.app.presets import TOKENIZERS
 from gpt2core.app.rank_agreement import check_one_process, check_rank_flags, print_nothing, share_tokens
 from gpt2core.app.resume import Progress, edited_notes, find_data, fingerprint, read_progress, restore, run_state
@@ -26,8 +25,16 @@ from gpt2core.app.run_config import (
     resolve_rank_flags,
     resume_command,
 )
-from gpt2core.app.run_lock import RunLock, check_unused, older_run
-from gpt2core.app.run_log import RunLog, SilentLog, describe, report_end, time_left, unused_threads, with_utilisation
+from gpt2core.app.run_lock import RunLock, check_unused
+from gpt2core.app.run_log import (
+    SilentLog,
+    describe,
+    open_run_log,
+    report_end,
+    time_left,
+    unused_threads,
+    with_utilisation,
+)
 from gpt2core.app.stop_signals import StopSignals
 from gpt2core.app.terminal import terminal_width
 from gpt2core.data import Windows
@@ -70,7 +77,8 @@ def train(make_backend, world, args, cores, transport, lock):
         source = inputs and inputs.source
         notes += all_or_raise(world, lambda: restore(trainer, source, progress, config.autotune))
     inputs = source = None  # free the arrays of the checkpoint, which the trainer has copied
-    log = on_root(world, lambda: open_log(config, trainer, lock, notes)) or SilentLog()
+    recorded = progress and progress.last_log_row
+    log = on_root(world, lambda: open_run_log(config, trainer.steps, recorded, lock, notes)) or SilentLog()
     trainer.backend.runtime.notify = log.print_error
     first_step, threads = trainer.steps, usable_threads(make_backend, config.threads, cores)
     log.print(describe(config, trainer, corpus))
@@ -199,27 +207,6 @@ def make_schedule(config, corpus, group):
     return windows, validation, schedule
 
 
-def open_log(config, trainer, lock, notes):
-    """The RunLog. With --overwrite, renames the files of an older run. Appends notes to print to `notes`.
-
-    Raises ConfigError if --log or --plot cannot be written or is a file of another kind, before any file is renamed.
-    """
-    check_outputs(config.log, config.plot)
-    rows = len(list(log_rows(config.log))) if config.log and not config.resume else 0
-    if rows and not config.overwrite:
-        raise ConfigError(
-            f"--log {config.log}: holds {counted(rows, 'step')} of another run: continue it with --resume, give "
-            f"--overwrite to rename the file, or choose another one"
-        )
-    if older := older_run(config):
-        notes.append(f"note: {config.out} held {describe_step(older)} of an earlier run: it is now {lock.move_aside()}")
-    if rows and config.log.exists():  # false if the log was in the directory just renamed
-        notes.append(f"note: {config.log} was the log of an earlier run: it is now {move_aside(config.log)}")
-    notes += lock.notes if lock else []
-    title = f"GPT-2 {config.init_from or config.preset} on {config.data.name}"
-    return RunLog(config.log, config.plot, config.log_every, trainer.steps, max(config.steps, trainer.steps), title)
-
-
 # -- the run -----------------------------------------------------------------------------------------------------------
 
 
@@ -236,7 +223,7 @@ def run_steps(config, corpus, trainer, windows, validation, schedule, log):
                 parameters=parameters,
                 moments=moments,
                 tokenizer=corpus.tokenizer,
-                state=run_state(trainer, config, corpus.fingerprint),
+                state=run_state(trainer, config, corpus.fingerprint, log.last_log_row),
                 keep=config.keep,
             )
 

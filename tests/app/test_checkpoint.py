@@ -508,6 +508,8 @@ def test_a_failure_at_any_call_leaves_a_complete_checkpoint_and_no_leftovers(
         before = parameters if new else before  # a failure after the rename leaves the new step
         assert_same(got.parameters, before)
         assert_same({name: pair[0] for name, pair in got.moments.items()} if new else before, before)
+        if new:
+            assert_same({name: pair[1] for name, pair in got.moments.items()}, {n: a**2 for n, a in parameters.items()})
     assert nth > 1
     save_all(tmp_path, 99, config, rng)
     assert hidden_names(tmp_path) == []

@@ -15,10 +15,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gpt2core.app import cli, run_lock
+from gpt2core.app import cli, output_files
 from gpt2core.app.checkpoint_directory import load_checkpoint, save_checkpoint
 from gpt2core.app.loss_plot import Curve, write_plot
-from gpt2core.app.output_files import continue_log, is_plot, move_aside
+from gpt2core.app.output_files import continue_log, is_plot, rename_with_number
 from gpt2core.app.run_config import resume_command
 from gpt2core.app.run_lock import RunLock
 from gpt2core.app.run_log import RunLog, constants, duration, read_log, step_line
@@ -26,6 +26,7 @@ from gpt2core.app.terminal import WordWrap
 from gpt2core.errors import CheckpointError, ConfigError
 from gpt2core.parallel.steps_in_flight import Step
 from gpt2core.text.tokenizer import Tokenizer
+from tests.support.checkpoints import edit_json
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -113,6 +114,45 @@ def test_a_new_run_refuses_the_log_of_another_and_renames_it_with_overwrite(nano
     assert Path(f"{log}.1").read_bytes() == older != Path(f"{log}.2").read_bytes()
 
 
+@pytest.mark.parametrize("logged", [True, False])
+def test_a_resumed_run_refuses_the_log_of_another_run_and_leaves_it_unchanged(nano, tmp_path, rng, logged):
+    out, own, other = tmp_path / "run", tmp_path / "own.jsonl", tmp_path / "other.jsonl"
+    assert nano("--out", out, *(("--log", own) if logged else ())).code == 0
+    resume = ("--resume", out, "--out", out, "--steps", 3, "--log")
+    for steps in (range(300), range(1), range(2, 300)):
+        other.write_bytes(b"".join(lines_of_log(steps, rng)))
+        before = other.read_bytes()
+        for more in ((), ("--overwrite",)):
+            assert_refused(nano(*resume, other, *more), f"--log {other}: is the log of another run", "another file")
+        assert other.read_bytes() == before
+    other.write_bytes(b"")  # an empty file is accepted
+    log, steps = (own, [0, 1, 2]) if logged else (other, [2])
+    assert nano(*resume, log).code == 0 and [row["step"] for row in read_log(log)] == steps
+
+
+def test_a_checkpoint_without_a_recorded_row_accepts_any_log(nano, tmp_path, rng):
+    out, log = tmp_path / "run", tmp_path / "log.jsonl"
+    assert nano("--out", out).code == 0
+    edit_json(out / "latest" / "state.json", last_log_row=None)
+    log.write_bytes(b"".join(lines_of_log(range(5), rng)))
+    assert nano("--resume", out, "--steps", 3, "--log", log).code == 0
+    assert [row["step"] for row in read_log(log)] == [0, 1, 2]
+    for damaged in (3, [], {"step": 1}, "x"):
+        edit_json(out / "latest" / "state.json", last_log_row=damaged)
+        assert_refused(nano("--resume", out, "--steps", 3), "state.json: last_log_row is ", "cannot be resumed")
+
+
+def test_a_log_that_another_run_writes_is_refused_and_unchanged(nano, tmp_path):
+    out, log = tmp_path / "run", tmp_path / "log.jsonl"
+    assert nano("--out", out, "--log", log).code == 0
+    before, message = log.read_bytes(), f"--log {log}: another run is writing to it: wait until it ends"
+    with continue_log(log, 2)[0]:
+        for flags in ((), ("--overwrite",), ("--resume", out, "--steps", 3)):
+            assert_refused(nano("--log", log, *flags), message)
+            assert log.read_bytes() == before and not Path(f"{log}.1").exists()
+    assert nano("--log", log, "--resume", out, "--steps", 3).code == 0
+
+
 @pytest.mark.parametrize("flag", ["--log", "--plot"])
 @pytest.mark.parametrize("more", [(), ("--overwrite",)])
 def test_the_corpus_as_log_or_plot_is_refused_and_unchanged(train, corpus, tmp_path, flag, more):
@@ -171,10 +211,10 @@ def test_a_mistake_leaves_no_new_directory(nano, tmp_path):
 
 def test_a_name_that_cannot_be_renamed_is_an_error(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="missing: cannot be renamed to .*missing.1 .No such file"):
-        move_aside(tmp_path / "missing")
+        rename_with_number(tmp_path / "missing")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=r"\.: cannot be renamed to "):
-        move_aside(Path("."))
+        rename_with_number(Path("."))
 
 
 # -- the lock ---------------------------------------------------------------------------------------------------------
@@ -221,7 +261,7 @@ def test_a_file_system_without_locks_is_noted(nano, tmp_path, monkeypatch):
     def flock(*_):
         raise OSError(37, "No locks available")
 
-    monkeypatch.setattr(run_lock.fcntl, "flock", flock)
+    monkeypatch.setattr(output_files.fcntl, "flock", flock)
     result = nano("--out", tmp_path / "run")
     assert (result.code, result.err) == (0, "") and "this file system has no locks (No locks available)" in result.out
 

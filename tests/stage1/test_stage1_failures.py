@@ -198,7 +198,8 @@ def test_a_full_disk_for_the_log_ends_the_job_after_a_checkpoint(train, tmp_path
 def test_sigterm_to_all_ranks_or_one_stops_all_after_the_same_step(train, run, tmp_path, unbroken, who):
     done = faulty(f"if {who}: os.kill(os.getpid(), signal.SIGTERM)", *run)
     assert_failed(done, code=143)
-    assert done.err == "" and done.out.count("stopped by SIGTERM after 4 of 8 steps: continue with\n  ") == 1
+    assert done.err == "" and done.out.count("stopped by SIGTERM after 4 of 8 steps: continue with\n") == 1
+    assert re.search(rf"continue with\n  \S*mpirun -n \d+ .* --resume {tmp_path / 'run'} ", done.out)
     assert_resumes(tmp_path / "run", tmp_path, train, unbroken, 4)
 
 

@@ -26,23 +26,14 @@ TRAIN = (sys.executable, "-m", "stage0_serial.train_gpt2")
 
 def prepare(home, rows):
     """(checkpoint directory, log) of a run that has made `rows` steps; the log has 1,000 rows more."""
-    flags = (
-        "--preset",
-        "nano",
-        "--steps",
-        "2",
-        "--sample",
-        "0",
-        "--out",
-        home / "begun",
-        "--log",
-        home / "begun.jsonl",
-    )
+    flags = "--preset", "nano", "--steps", 2, "--sample", 0, "--out", home / "begun", "--log", home / "begun.jsonl"
     subprocess.run([*TRAIN, *map(str, flags)], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
     begun, row = load_checkpoint(home / "begun", with_optimizer=True), read_log(home / "begun.jsonl")[0]
+    recorded = {"step": rows - 1, "loss": row["loss"]}
     save_checkpoint(
         home / "run", rows, config=begun.config, parameters=begun.parameters, moments=begun.moments,
-        tokenizer=Tokenizer.load(begun.path), state=begun.state | {"step": rows, "position": 4 * rows},
+        tokenizer=Tokenizer.load(begun.path),
+        state=begun.state | {"step": rows, "position": 4 * rows, "last_log_row": recorded},
     )  # fmt: skip
     log = home / "run.jsonl"
     log.write_text("".join(json.dumps(row | {"step": step}) + "\n" for step in range(rows + 1000)))
