@@ -39,6 +39,7 @@ class Runtime:
     captures = False  # whether compile_step() can capture a step and replay it
     tuned_for = None  # text: the device and library versions for which `tuned` is valid; None: nothing is timed
     name = "numpy"
+    environment = ""  # variables to write before a command, so that it runs on the same kind of device
 
     def __init__(self):
         self.executor, self.threads = None, 1

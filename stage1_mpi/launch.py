@@ -277,12 +277,25 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"error: {message} (--help lists the options)\n")
 
 
+def show():
+    """Print the version of the MPI library that mpi4py loads, then the path of its launcher. Raises ConfigError."""
+    mpiexec, _ = choose()
+    import mpi4py
+
+    mpi4py.rc.initialize = False
+    from mpi4py import MPI
+
+    print(" ".join(MPI.Get_library_version().split("\n")[0].strip("\0").split()), mpiexec, sep="\n")
+    return 0
+
+
 def parser():
     parser = Parser(prog="launch", description="Run a Python program on N ranks.", allow_abbrev=False)
     add = parser.add_argument
     add("-n", type=int, default=1, metavar="N", help="number of ranks (default 1)")
     add("--hostfile", type=Path, metavar="FILE", help="file of hosts, one per line (default: only this host)")
     add("--flags", default="", metavar="TEXT", help="additional flags for mpiexec, in one argument")
+    add("--show", action="store_true", help="print the MPI library and the path of its launcher, and run nothing")
     add("--started-by-mpiexec", action="store_true", help=argparse.SUPPRESS)  # this process is a rank
     add("command", nargs=argparse.REMAINDER, metavar="SCRIPT ...", help="a script and its flags, or -- -m MODULE ...")
     return parser
@@ -296,6 +309,8 @@ def launch(args):
     command = args.command[1:] if args.command[:1] == ["--"] else args.command
     if args.started_by_mpiexec:
         return run_rank(command)
+    if args.show:
+        return show()
     if args.n < 1:
         raise ConfigError(f"-n {args.n}: a job needs at least 1 rank")
     if not command or command == ["-m"]:

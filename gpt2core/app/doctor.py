@@ -24,14 +24,6 @@ STAGES = [  # (what it runs, the command after the interpreter), by the number o
     ("{}", ["-m", "stage2_cuda.train_gpt2", *STEP]),
     ("2 ranks, {}", [*TWO_RANKS, "-m", "stage3_mpi_cuda.train_gpt2", *STEP]),
 ]
-MPI = """
-from stage1_mpi.launch import choose
-path, implementation = choose()
-import mpi4py
-mpi4py.rc.initialize = False
-from mpi4py import MPI
-print(" ".join(MPI.Get_library_version().split("\\n")[0].strip("\\0").split()), path, sep="\\n")
-"""
 QUERY = ["--query-gpu=name,memory.total,compute_cap,driver_version", "--format=csv,noheader"]
 
 
@@ -122,7 +114,7 @@ def blas():
 def mpi_rows(run):
     """mpi4py, the MPI library that it loads, and the launcher of that library."""
     yield "mpi4py", versions("mpi4py")
-    code, output, errors = run([sys.executable, "-c", MPI])
+    code, output, errors = run([sys.executable, "-m", "stage1_mpi.launch", "--show"])
     library, launcher = output.strip().splitlines()[-2:] if code == 0 else (cause(errors), "none")
     yield "MPI", library
     yield "MPI launcher", launcher

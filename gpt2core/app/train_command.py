@@ -87,7 +87,7 @@ def train(make_backend, world, args, cores, transport, lock):
     if first_step:
         log.print(f"resumed after step {first_step - 1}")
     signal, seconds = run_steps(config, corpus, trainer, windows, validation, schedule, log)
-    command = resume_command(args, None if world.one_process else world.size)
+    command = trainer.backend.runtime.environment + resume_command(args, None if world.one_process else world.size)
     emit = print if world.is_root else print_nothing
     report_end(config, trainer, first_step, seconds, signal, command, emit)
     if signal:

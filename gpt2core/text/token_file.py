@@ -155,7 +155,7 @@ def open_token_file(path):
 
 
 def brings_tokenizer(path):
-    """Return whether `path` is a token file or a directory with one; load_tokens reads its tokenizer.json."""
+    """Return whether `path` is a token file or a directory with one: load_tokens then needs no tokenizer."""
     path = Path(path)
     return is_token_file(path / TOKEN_FILE if (path / TOKEN_FILE).is_file() else path)
 
@@ -163,7 +163,7 @@ def brings_tokenizer(path):
 def first_tokens(path, tokenizer, count):
     """Return the first `count` ids of a text or token file, or all if it has fewer.
 
-    Of a text, only the beginning is read, unless the tokenizer must encode a text as one piece (Tokenizer.whole).
+    Of a text, only the beginning is read, unless it cannot be cut (see cut_at_words and Tokenizer.whole).
     """
     if brings_tokenizer(path):
         return load_tokens(path, tokenizer)[0][:count]

@@ -117,6 +117,7 @@ class InterpreterRuntime(Runtime):
     """Triton's interpreter on the CPU: NumPy arrays and matrix products, kernels that run synchronously."""
 
     name = "the Triton interpreter"
+    environment = "TRITON_INTERPRET=1 "
 
     def __init__(self):
         super().__init__()

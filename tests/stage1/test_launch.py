@@ -272,6 +272,13 @@ def test_a_mistake_is_one_line_and_exit_code_2(mpi, tmp_path, flags, words):
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1 and words in done.stderr, done.stderr
 
 
+def test_show_prints_the_mpi_library_and_the_path_of_its_launcher(mpi):
+    done = run(*launcher("--show"))
+    library, path = done.stdout.splitlines()
+    assert (done.returncode, done.stderr) == (0, "")
+    assert library.startswith(("Open MPI", "MPICH")) and path == choose()[0]
+
+
 # -- real jobs ---------------------------------------------------------------------------------------------------------
 
 HELLO = """import sys

@@ -1,14 +1,17 @@
 """An error about a GPU or an unsupported option is one line that says what to do; a profiler shows named ranges."""
 
+import contextlib
 import importlib.abc
 import importlib.machinery
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 pytest.importorskip("triton")
 
+from gpt2core.app import train_command
 from gpt2core.app.presets import PRESETS
 from gpt2core.errors import ConfigError
 from gpt2core.model import GPT2Config
@@ -34,6 +37,15 @@ def test_the_interpreter_warns_about_a_large_model():
     assert CudaBackend().runtime.notes(PRESETS["nano"]) == []
     (note,) = CudaBackend().runtime.notes(PRESETS["paper"])
     assert "--preset nano" in note
+
+
+@in_the_interpreter
+def test_the_command_that_resumes_an_interpreted_run_selects_the_interpreter(train2, corpus, tmp_path, monkeypatch):
+    monkeypatch.setattr(train_command, "StopSignals", lambda: contextlib.nullcontext(SimpleNamespace(received=15)))
+    sizes = ("--steps", 3, "--batch-size", 1, "--seq-len", 4)
+    result = train2(*NANO, "--data", corpus, *sizes, "--out", tmp_path / "run")
+    assert (result.code, result.err) == (128 + 15, "")
+    assert "stopped by SIGTERM after 1 of 3 steps: continue with\n  TRITON_INTERPRET=1 " in result.out
 
 
 class Broken(importlib.abc.MetaPathFinder, importlib.abc.Loader):
