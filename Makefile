@@ -88,7 +88,10 @@ ifneq ($(filter train generate,$(MAKECMDGOALS)),)
   endif
 endif
 
-untrained := $(if $(filter-out paper,$(PRESET)), (preset paper: $(OUT) has no checkpoint of make train PRESET=$(PRESET)))
+# What `make generate` reads: a checkpoint of `make train`, otherwise the shipped weights of PRESET or of preset paper.
+trained   := $(if $(wildcard $(OUT)/step-*),$(OUT))
+weights   := $(or $(trained),$(wildcard data/gpt2-$(PRESET)),data/gpt2-paper)
+untrained := $(if $(trained)$(filter %-$(PRESET),$(weights)),, (preset paper: $(OUT) has no checkpoint of make train PRESET=$(PRESET)))
 
 .PHONY: help train generate doctor packages test test-fast test-long test-gpu sanitize bench bench-gpu lint clean
 
@@ -107,8 +110,8 @@ train: $(train_ready)  ## train PRESET on the shipped corpus and print a sample;
 	$(run) -m $(stage).train_gpt2 --preset $(PRESET) --out "$(OUT)" --overwrite $(ARGS)
 
 generate: $(train_ready)  ## continue a text with the checkpoint of `make train`, or else with the shipped weights
-	@$(if $(findstring --weights,$(ARGS)),,echo "weights: $(if $(wildcard $(OUT)/step-*),$(OUT),data/gpt2-paper$(untrained))")
-	@$(run) -m $(stage).inference $(if $(wildcard $(OUT)/step-*),--weights "$(OUT)") $(ARGS)
+	@$(if $(findstring --weights,$(ARGS)),,echo "weights: $(weights)$(untrained)")
+	@$(run) -m $(stage).inference --weights "$(weights)" $(ARGS)
 
 doctor:  ## show versions, MPI, BLAS and GPUs, and run one small step of each stage
 	@"$(python)" -m gpt2core.app.doctor

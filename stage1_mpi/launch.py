@@ -34,6 +34,7 @@ class Implementation:
     hostfile_flag: str
     other_host_pattern: str  # matches a host file line in the other implementation's format
     host_format: str  # a host file line in the format of this implementation
+    host_options: tuple  # names of `name=value` after a host, besides SLOTS
     flags: tuple = ()
     root_flags: tuple = ()  # added if the user is root, as in a container
 
@@ -49,6 +50,7 @@ MPICH = Implementation(
     hostfile_flag="-f",
     other_host_pattern=r"(?P<host>\S+)\s+.*?slots\s*=\s*(?P<n>\d+)",
     host_format="{host}:{n}",
+    host_options=("user", "binding", "mapping", "membind"),
 )
 OPEN_MPI = Implementation(
     name="Open MPI",
@@ -57,6 +59,7 @@ OPEN_MPI = Implementation(
     hostfile_flag="--hostfile",
     other_host_pattern=r"(?P<host>[^\s:]+):(?P<n>\d+)(\s|$)",
     host_format="{host} slots={n}",
+    host_options=("user", "username", "user-name", "user_name", "port", "count", "cpu", "slots_max", "slots-max"),
     # By default Open MPI refuses more ranks than cores, and binds each rank with all its threads to one core.
     flags=("--oversubscribe", "--bind-to", "none"),
     root_flags=("--allow-run-as-root",),
@@ -154,7 +157,7 @@ def check_host(where, line, implementation):
         name, _, value = option.partition("=")
         if name in SLOTS:
             counts.append((f"{name}=", value))
-        elif not (name and value):
+        elif not value or name not in implementation.host_options:
             raise ConfigError(f"{where} has {option!r} after the host; write {implementation.host_line(host)}")
     for before, count in counts:
         if not re.fullmatch("0*[1-9][0-9]{0,8}", count):
@@ -228,7 +231,10 @@ def supervise(line):
         received.append(number)
 
     # In a new session, so that Ctrl-C in a terminal does not reach mpiexec directly.
-    job = subprocess.Popen(line, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=end_with_parent)
+    # There it cannot read from the terminal; a pipe or a file is passed on.
+    terminal = sys.stdin is None or sys.stdin.isatty()
+    stdin = subprocess.DEVNULL if terminal else None
+    job = subprocess.Popen(line, stdin=stdin, start_new_session=True, preexec_fn=end_with_parent)
     for number in FORWARDED_AS:
         signal.signal(number, forward)
     code = job.wait()
@@ -323,6 +329,9 @@ def launch(args):
     line = launch_line(mpiexec, implementation, args.n, args.hostfile, shlex.split(args.flags))
     line += [sys.executable, "-m", "stage1_mpi.launch", "--started-by-mpiexec", "--", *command]
     if implementation is OPEN_MPI:
+        if "--interactive" in command and sys.stdin.isatty():
+            own = shlex.join([mpiexec, "-n", str(args.n), sys.executable, *command])
+            raise ConfigError(f"--interactive: with Open MPI, ranks of this launcher cannot read a terminal; run {own}")
         return supervise(line)
     sys.stdout.flush()
     os.execv(mpiexec, line)  # signals then go to mpiexec, and its exit code is the job's

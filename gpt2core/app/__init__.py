@@ -26,8 +26,11 @@ def missing_package(error):
         return None
     venv = Path(__file__).resolve().parents[2] / ".venv"
     other = (venv / "bin" / "activate").exists() and Path(sys.prefix) != venv
-    installs = f"run `{INSTALLS[name]}`, which installs it into .venv"
-    advice = f"run `source {venv}/bin/activate` first" if other else installs
+    advice = f"run `{INSTALLS[name]}`, which installs it into .venv"
+    if "MAKELEVEL" in os.environ and os.environ.get("PYTHON"):  # the variable of a make command
+        advice = "omit PYTHON=, so that make uses .venv and installs what is missing"
+    elif other:
+        advice = f"run `source {venv}/bin/activate` first"
     return f"error: {name} is not installed for {sys.executable}: {advice}"
 
 

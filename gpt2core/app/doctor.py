@@ -68,10 +68,13 @@ def run(command):
 
 
 def cause(errors):
-    """The line of standard error that says what is wrong, without the class of an exception."""
+    """The line of standard error that says what is wrong, without the class of an exception.
+
+    Without `pip install`, because the report ends with the make command that installs the packages.
+    """
     lines = errors.strip().splitlines() or ["no message"]
     line = next((line for line in lines if line.startswith("error: ")), lines[-1])
-    return re.sub(r"^(error|[\w.]*Error): ", "", line)
+    return re.sub(r"^(error|[\w.]*Error): |; pip install .*", "", line)
 
 
 # -- the rows of the report: (name, text) ------------------------------------------------------------------------------

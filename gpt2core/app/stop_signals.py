@@ -5,6 +5,8 @@ import os
 import signal
 import sys
 
+ERASE_LINE = b"\r\x1b[K"  # of a terminal: remove the progress bar
+
 
 class StopSignals(contextlib.AbstractContextManager):
     """In this context, the first SIGINT, SIGTERM or SIGHUP sets `received`; a second one has its usual effect."""
@@ -21,7 +23,8 @@ class StopSignals(contextlib.AbstractContextManager):
         self.received = number
         signal.signal(number, self.previous[number])
         if sys.stderr.isatty():  # os.write, because the signal may have interrupted a print()
-            os.write(sys.stderr.fileno(), b"\nstopping after the current step; a second signal stops at once\n")
+            text = b"stopping after the current step; a second signal stops at once\n"
+            os.write(sys.stderr.fileno(), ERASE_LINE + text)
 
     def __exit__(self, *error):
         for number, handler in self.previous.items():

@@ -4,10 +4,16 @@ import re
 import shutil
 import sys
 
+LINE = 79  # characters per line of the output of a training if the width is unknown
+
 
 def terminal_width():
-    """The number of characters to use in a line of standard output, or None if it is not a terminal."""
-    return shutil.get_terminal_size().columns - 1 if sys.stdout.isatty() else None
+    """The number of characters to use in a line of standard output, or None if it is not a terminal.
+
+    Open MPI gives each rank a terminal of unknown width, also if the output of mpiexec goes to a file: None too.
+    """
+    columns = shutil.get_terminal_size(fallback=(0, 0)).columns if sys.stdout.isatty() else 0
+    return columns - 1 if columns else None
 
 
 def wrapped(text, width=None):

@@ -259,6 +259,14 @@ def test_a_run_that_is_stopped_and_resumed_equals_one_that_was_not(
     assert rows_of(logs[0])[-1]["parameters_sha256"] == rows_of(logs[1])[-1]["parameters_sha256"]
 
 
+def test_a_signal_in_the_last_step_ends_a_complete_run(corpus, tmp_path):
+    flags = ["--preset", "nano", "--data", corpus, "--steps", 2, "--threads", 1, "--out", tmp_path / "run"]
+    process = python("-c", SIGNALLED, 1, int(signal.SIGINT), *flags)
+    assert (process.returncode, process.stderr) == (130, "")
+    assert re.search(r"\ntrained 2 steps in .* s, saved in .*run\n$", process.stdout)  # no command that resumes it
+    assert load_checkpoint(tmp_path / "run", with_optimizer=True).state["step"] == 2
+
+
 def test_a_log_cut_in_mid_line_is_continued_without_duplicates(train, corpus, tmp_path):
     out, log = tmp_path / "run", tmp_path / "log.jsonl"
     flags = ("--out", out, "--log", log, "--sample", 0)
@@ -461,7 +469,7 @@ def test_the_time_of_the_other_steps_is_rounded_and_10_seconds_are_not_mentioned
 def test_the_first_step_is_followed_by_the_time_of_the_others(train, monkeypatch, corpus):
     monkeypatch.setattr(train_command, "time_left", lambda seconds, steps: [f"{steps} more after {seconds > 0}"])
     out = train("--preset", "nano", "--data", corpus, "--steps", 3, "--sample", 0).out.splitlines()
-    assert [line for line in out if "more after" in line] == ["2 more after True"] == [out[4]]
+    assert [line for line in out if "more after" in line] == ["2 more after True"] == [out[5]]
     assert out[3].startswith("step     0 |")
 
 

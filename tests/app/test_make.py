@@ -52,6 +52,20 @@ def test_an_unknown_variable_is_an_error_that_names_the_right_one(word, advice):
         assert advice in done.stderr
 
 
+@pytest.mark.parametrize(
+    "preset, weights",
+    [
+        ("paper", "data/gpt2-paper"),
+        ("book", "data/gpt2-book"),
+        ("tiny", "data/gpt2-paper (preset paper: out/none has no checkpoint of make train PRESET=tiny)"),
+    ],
+)
+def test_generate_without_a_checkpoint_reads_the_shipped_weights_of_the_preset(preset, weights):
+    done = make("-n", "generate", f"PRESET={preset}", "OUT=out/none")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert f'echo "weights: {weights}"\n' in done.stdout and f'--weights "{weights.split()[0]}"' in done.stdout
+
+
 def test_every_variable_of_the_list_is_known_and_those_of_the_help_are_in_the_list():
     values = {"STAGE": "1", "N": "2", "TRITON_INTERPRET": "0"}
     done = make("-n", "train", *(f"{name}={values.get(name, 'x')}" for name in VARIABLES if name != "PYTHON"))

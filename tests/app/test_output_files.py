@@ -1,15 +1,19 @@
 """No run damages a file: logs are continued or refused, older runs are renamed, --out is locked. The screen."""
 
+import fcntl
 import importlib.util
 import json
 import os
 import platform
+import pty
 import re
 import shlex
 import shutil
 import signal
+import struct
 import subprocess
 import sys
+import termios
 from pathlib import Path
 
 import numpy as np
@@ -23,9 +27,12 @@ from gpt2core.app.run_config import resume_command
 from gpt2core.app.run_lock import RunLock
 from gpt2core.app.run_log import RunLog, constants, duration, read_log, step_line
 from gpt2core.app.terminal import WordWrap
+from gpt2core.app.train_command import train_command
 from gpt2core.errors import CheckpointError, ConfigError
 from gpt2core.parallel.steps_in_flight import Step
+from gpt2core.parallel.thread_communicator import run_ranks
 from gpt2core.text.tokenizer import Tokenizer
+from stage0_serial.numpy_backend import NumpyBackend
 from tests.support.checkpoints import edit_json
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -335,6 +342,26 @@ def test_on_a_terminal_no_line_is_longer_than_it_and_a_pipe_gets_the_text_unchan
     for wrapped in (infer(*flags).out, infer(*flags, "--stream").out):
         assert max(map(len, wrapped.splitlines())) <= 39
         assert wrapped.split() == plain.split()
+
+
+@pytest.mark.parametrize("columns, width", [(80, 79), (0, None)], ids=["a terminal", "an Open MPI rank"])
+def test_the_width_of_a_terminal_is_used_if_it_is_known(columns, width):
+    controller, terminal = pty.openpty()
+    with os.fdopen(controller, "rb", buffering=0), os.fdopen(terminal, "w") as out:
+        fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+        text = "import sys; from gpt2core.app.terminal import terminal_width; print(terminal_width(), file=sys.stderr)"
+        environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
+        options = dict(stdout=out, stderr=subprocess.PIPE, text=True, env=environment, cwd=ROOT)
+        assert subprocess.run([sys.executable, "-c", text], **options).stderr == f"{width}\n"
+
+
+def test_the_header_of_a_run_with_many_ranks_fits_80_columns(corpus, tmp_path, capsys):
+    words = ["--preset", "nano", "--data", str(corpus), "--steps", "1", "--threads", "1", "--sample", "0"]
+    args = cli.train_parser().parse_args(words)
+    assert run_ranks(2, lambda world: train_command(NumpyBackend, world, args, 1)) == [0, 0]
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("2 ranks: 2 data x 1 tensor parallel") for line in lines)
+    assert max(map(len, lines)) <= 79
 
 
 # -- messages ---------------------------------------------------------------------------------------------------------

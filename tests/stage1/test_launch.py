@@ -10,6 +10,7 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -160,6 +161,7 @@ def test_each_implementation_gets_its_own_flags(monkeypatch, implementation, use
     [
         (MPICH, "# two hosts\n\none:4\ntwo:4\nthree\nfe80::1\n"),
         (MPICH, "one:4 binding=user:0\n"),
+        (OPEN_MPI, "one slots=4 user=me\n"),
         (OPEN_MPI, "# two hosts\n\none slots=4\ntwo slots=4 max_slots=8  # new\nthree\nfe80::1\n"),
         (MPICH, (ROOT / "hostfile").read_text()),
         (OPEN_MPI, (ROOT / "hostfile").read_text()),
@@ -197,6 +199,8 @@ def test_a_host_file_in_the_right_format_is_accepted(tmp_path, implementation, t
         (OPEN_MPI, "one:x\n", "'one:x' has no positive number of ranks after the colon; write one slots=4"),
         (OPEN_MPI, "one 4\n", "'one 4' has '4' after the host; write one slots=4"),
         (MPICH, "one 4\n", "'one 4' has '4' after the host; write one:4"),
+        (MPICH, "one:4 bindin=user:0\n", "'one:4 bindin=user:0' has 'bindin=user:0' after the host; write one:4"),
+        (OPEN_MPI, "one slot=4\n", "'one slot=4' has 'slot=4' after the host; write one slots=4"),
         (MPICH, ":4\n", "':4' has no host; write localhost:4"),
         (MPICH, "one\ntwo:2\none:2\n", "line 3: one is in line 1 too; write each host once, .*: one:4"),
         (OPEN_MPI, "one\n\none\n", "line 3: one is in line 1 too; write each host once, .*: one slots=4"),
@@ -386,6 +390,22 @@ def test_a_second_signal_ends_an_open_mpi_job_at_once(tmp_path):
     assert process.stdout.readline().startswith("saved 2")  # and continues
     process.send_signal(signal.SIGINT)
     assert finish(process)[0] == 128 + signal.SIGTERM
+
+
+def test_an_open_mpi_job_reads_the_pipe_of_the_launcher(tmp_path):
+    script = write(tmp_path / "reads.py", "print(input().upper())")
+    options = dict(input="a prompt\n", capture_output=True, text=True, timeout=60, env=ENVIRONMENT, cwd=ROOT)
+    done = subprocess.run([sys.executable, "-c", SUPERVISE, script], **options)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "A PROMPT\n", "")
+
+
+def test_interactive_on_a_terminal_with_open_mpi_is_an_error_that_names_mpiexec(monkeypatch):
+    monkeypatch.setattr(launch, "choose", lambda: ("/opt/bin/mpiexec", OPEN_MPI))
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: True))
+    args = launch.parser().parse_args(["-n", "2", "--", "-m", "stage1_mpi.inference", "--interactive"])
+    want = f"run /opt/bin/mpiexec -n 2 {sys.executable} -m stage1_mpi.inference --interactive$"
+    with pytest.raises(ConfigError, match=want):
+        launch.launch(args)
 
 
 @pytest.mark.parametrize("code", [0, 1, 2, 77])
