@@ -470,7 +470,7 @@ def test_the_first_step_is_followed_by_the_time_of_the_others(train, monkeypatch
     monkeypatch.setattr(train_command, "time_left", lambda seconds, steps: [f"{steps} more after {seconds > 0}"])
     out = train("--preset", "nano", "--data", corpus, "--steps", 3, "--sample", 0).out.splitlines()
     assert [line for line in out if "more after" in line] == ["2 more after True"] == [out[5]]
-    assert out[3].startswith("step     0 |")
+    assert out[4].startswith("step     0 |")
 
 
 # -- inference --------------------------------------------------------------------------------------------------------
