@@ -20,6 +20,8 @@ class Backend(ABC):
 
     deterministic = True  # the default of --deterministic; False on GPUs, where many small micro-batches are slower
     uses_threads = True  # whether worker threads, one backend each, divide the batch
+    merges_micro_batches = False  # whether `micro_batches` may be more than 1
+    micro_batches = 1  # in one kernel call, which adds their gradients of a parameter in the canonical order
     many_ranks = "stage 1 or 3"  # for error messages: the stage that runs several processes
     scales_loss = False  # True: small gradients underflow in `compute_dtype`; see parallel/loss_scale.py
     rounds_stochastically = False  # whether `cast` and `adamw_step` take a rounding key

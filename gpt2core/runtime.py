@@ -59,6 +59,10 @@ class Runtime:
         """Time all candidates again; raises ConfigError if nothing is timed."""
         raise ConfigError(f"--autotune: {self.name} tunes nothing; omit the flag")
 
+    def use_blas(self, name):
+        """Select the library of matrix products on the host; raises ConfigError if there is no choice."""
+        raise ConfigError(f"--blas {name}: {self.name} has its own matrix products; omit the flag")
+
     def compile_step(self, function, capture=True):
         """A Compiled of `function`; with `capture` a device may capture a call and replay it (CUDA graph)."""
         return Compiled(function)

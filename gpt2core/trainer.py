@@ -70,8 +70,9 @@ class Trainer:
         self.parameters = self.compute_parameters = backend.zeros((self.arena.size,), backend.dtype)
         if backend.compute_dtype != backend.dtype:  # kernels read a copy of the fp32 masters
             self.compute_parameters = backend.zeros((self.arena.size,), backend.compute_dtype)
+        shape, tensor = (self.rows.stop - self.rows.start, self.seq_len), self.mesh.tensor
         self.accumulator = MicroBatches(
-            self.config, self.arena, self.compute_parameters, self.workers, count, self.mesh.tensor
+            self.config, self.arena, self.compute_parameters, self.workers, count, tensor, shape
         )
         gradients, self.bucket_mb, self.measured = self.accumulator.gradients, parallel.bucket_mb, None
         if parallel.bucket_mb is None:  # all ranks measure together; rank 0's result is used
@@ -109,7 +110,7 @@ class Trainer:
         rows = self.config.vocab_size // tensor.size  # of the token embedding, held by this rank
         return [
             [(prepare(x, rows, tensor.rank * rows), prepare(y)) for x, y in own]
-            for own in self.accumulator.deal(inputs, targets, len(inputs))
+            for own in self.accumulator.deal(inputs, targets, len(inputs), self.accumulator.merged)
         ]
 
     def step(self, batch, lr):

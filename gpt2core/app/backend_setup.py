@@ -24,6 +24,8 @@ def make_backends(make_backend, config, threads):
     backends = [make_backend(config.precision, config.deterministic) for _ in range(threads)]
     check_graph(config, backends[0])
     for backend in backends:
+        if config.blas:
+            backend.runtime.use_blas(config.blas)
         if config.nvtx:
             backend.runtime.annotate(backend)
         if config.autotune:

@@ -17,6 +17,10 @@ SWITCH = argparse.BooleanOptionalAction  # --flag and --no-flag
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
 PRECISION = "precision of the arithmetic; stages 0 and 1: fp32 only (default fp32)"
 TRANSPORT = "how stage 3 sends arrays: nccl, or mpi through host memory (default nccl if each rank has its own GPU)"
+BLAS = (
+    "library of the matrix products in stages 0 and 1: openblas (the one that NumPy contains), or mkl, after `pip "
+    "install mkl` (default auto: mkl on an Intel CPU if it is installed, otherwise openblas)"
+)
 EDITED = "load a checkpoint although its files were changed after they were saved (default: refuse it)"
 THREADS = "stages 0 and 1 only (default: the cores that this process may use, divided by the ranks that share them)"
 
@@ -122,7 +126,8 @@ def add_outputs(parser):
     add("--keep", "number of newest checkpoints to keep, 0: all (default 2)", type=integer, metavar="K")
     text = (
         "continue the run whose checkpoint is in DIR. Omitted flags have the values of that run, except --out, --log, "
-        "--plot, --sample, --threads, --graph, --autotune, --nvtx and the flags of 'many ranks' (default: a new run)"
+        "--plot, --sample, --threads, --blas, --graph, --autotune, --nvtx and the flags of 'many ranks' (default: a "
+        "new run)"
     )
     add("--resume", text, type=Path, metavar="DIR")
     text = "start a new run from the weights in DIR, a checkpoint or a Hugging Face GPT-2 (default: random weights)"
@@ -153,6 +158,7 @@ def add_execution(parser):
         "run (default: yes on CPUs, no on GPUs)"
     )
     add("--deterministic", text, action=SWITCH)
+    add("--blas", BLAS, metavar="LIB")
     add("--graph", "capture a training step as a CUDA graph and replay it (default: yes on GPUs)", action=SWITCH)
     text = "time the candidate GPU kernels again instead of using the cached choices (default: no)"
     add("--autotune", text, action="store_true")
@@ -239,7 +245,8 @@ def inference_parser():
     text = "print token counts, the time to the first token and milliseconds per token (default: no)"
     add("--stats", text, action="store_true")
     add = group(parser, "execution")
-    add("--threads", f"threads per rank that divide a matrix product; {THREADS}", type=integer)
+    add("--threads", f"threads per rank that divide the rows of a kernel; {THREADS}", type=integer)
+    add("--blas", BLAS, metavar="LIB")
     text = (
         "how ranks divide the work: replicate (each rank decodes the prompt, logits are averaged), batch (each rank "
         "decodes a part of --prompts), tensor (the ranks divide each layer) (default replicate)"

@@ -13,6 +13,7 @@ from importlib import metadata
 from pathlib import Path
 
 from gpt2core.app import PACKAGES
+from gpt2core.parallel.tuned_choices import processor
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT = 180  # seconds for one stage
@@ -91,15 +92,6 @@ def host_rows():
     yield "packages", versions(*PACKAGES)
     yield "BLAS", blas()
     yield "for tests", versions("pytest", "pytest-xdist", "hypothesis", "ruff", "torch", "transformers")
-
-
-def processor():
-    """The name of the CPU."""
-    try:
-        found = re.search(r"^model name\s*:\s*(.*)", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.M)
-    except OSError:
-        found = None
-    return found[1] if found else platform.processor() or platform.machine()
 
 
 def blas():

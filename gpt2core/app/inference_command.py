@@ -108,6 +108,8 @@ def make_inference_backend(make_backend, args, cores):
     """The Backend of this rank, with its number of threads set; raises ConfigError for a wrong --threads."""
     backend = make_backend(args.precision)
     limit_blas(1)
+    if args.blas:
+        backend.runtime.use_blas(args.blas)
     check_positive("--threads", args.threads)
     backend.runtime.use_threads(usable_threads(make_backend, args.threads, cores))
     return backend

@@ -16,7 +16,7 @@ from gpt2core.parallel.config import ParallelConfig
 from gpt2core.parallel.data_parallel import BUCKET_MB
 
 # Flags that a checkpoint does not contain, with their defaults. A resumed run needs the flag again.
-NOT_SAVED = dict(log=None, plot=None, sample=30, threads=None, graph=None, autotune=False, nvtx=False)
+NOT_SAVED = dict(log=None, plot=None, sample=30, threads=None, blas=None, graph=None, autotune=False, nvtx=False)
 NOT_SAVED |= dict.fromkeys(RANK_FLAGS)
 
 
@@ -71,6 +71,7 @@ class RunConfig:
     threads: int | None  # None: the available cores, which may differ between ranks
     micro_batches: int | None
     deterministic: bool
+    blas: str | None
     graph: bool | None
     nvtx: bool
     autotune: bool

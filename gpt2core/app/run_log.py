@@ -176,7 +176,7 @@ def describe(config, trainer, corpus):
         f"{model.n_head} heads, {model.n_embd} wide, vocabulary {model.vocab_size}",
         f"{len(corpus.tokens):,} tokens of {config.data.name}, {config.batch_size} x {config.seq_len} per step in "
         f"{counted(trainer.micro_batches, 'micro-batch')} on {counted(threads, 'thread')}, "
-        f"{config.precision} on {trainer.backend.name}",
+        f"{config.precision} on {trainer.backend.runtime.name}",
     ]
     if not world.one_process:
         lines.append(

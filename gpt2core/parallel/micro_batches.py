@@ -4,7 +4,8 @@ A worker is a thread that owns a subtree of micro-batches and runs them one afte
 a gradient, the worker adds it to a partial sum, because the gradient is still in the cache. The last worker that
 completes a parameter adds the sums of all workers, and calls on_complete(name) to start the sum over the ranks. The
 bits of the sum therefore do not depend on the numbers of workers and ranks, if all these numbers are powers of two. A
-worker holds the activations of only one micro-batch at a time, so this is gradient accumulation too.
+worker holds the activations of only one call of the kernels at a time, so this is gradient accumulation too. One call
+has one micro-batch, or `merged` micro-batches (merged_micro_batches.py).
 """
 
 import math
@@ -15,6 +16,7 @@ import numpy as np
 from gpt2core.errors import ConfigError
 from gpt2core.model import GPT2
 from gpt2core.parallel.even_slices import even_slices
+from gpt2core.parallel.merged_micro_batches import merged_micro_batches
 from gpt2core.parallel.tree_sum import tree_reduce
 from gpt2core.tensor import Tensor, no_grad
 
@@ -24,24 +26,27 @@ SUM_BLOCK = 1 << 15  # elements that are summed at a time, so that they stay in 
 class Worker:
     """One thread's model: shared parameters, its own backend, and the partial sums of its subtree.
 
-    completed(name) is called when the sum of that parameter's gradient over this worker's `count` micro-batches is
-    complete.
+    completed(name) is called when the sum of that parameter's gradient over this worker's micro-batches is complete.
+    They are computed in `count` calls of forward and backward, with `merged` micro-batches in each.
     """
 
-    def __init__(self, config, arena, parameters, backend, count, group, completed):
-        self.count, self.backend, self.completed = count, backend, completed
+    def __init__(self, config, arena, parameters, backend, count, group, completed, merged=1):
+        self.count, self.merged, self.backend, self.completed = count, merged, backend, completed
         levels = max(1, (count - 1).bit_length())  # one partial sum per binary digit of count - 1
         self.partial = [backend.zeros((arena.size,), backend.dtype) for _ in range(levels)]
         self.views = [arena.views(flat) for flat in self.partial]
-        losses = backend.zeros((count,), np.float64)
-        self.losses = [losses[number : number + 1].reshape(()) for number in range(count)]
+        losses = backend.zeros((count * merged,), np.float64)  # the loss of a call, then merged - 1 zeros
+        self.losses = [losses[number : number + 1].reshape(()) for number in range(count * merged)]
         self.tensors = {}
         for name, array in arena.views(parameters).items():
             tensor = self.tensors[name] = Tensor(array, backend, requires_grad=True)
             tensor.on_gradient = lambda gradient, name=name: self.collect(name, gradient)
             if count == 1:  # there is nothing to add: kernels write the gradient directly to the sum
                 tensor.grad_buffer = self.views[0][name]
-        self.done = 0  # micro-batches of this step whose gradients are in the sum
+        if merged > 1 and config.tied:  # logits and embedding add to the gradient of each micro-batch
+            wte = self.tensors["transformer.wte.weight"]
+            wte.grad_buffer = backend.empty((merged, *wte.shape), backend.dtype)
+        self.done = 0  # calls of this step whose gradients are in the sum
         self.model = GPT2(config, self.tensors, group)
 
     @property
@@ -50,9 +55,9 @@ class Worker:
         return self.partial[-1]
 
     def collect(self, name, gradient):
-        """Add the current micro-batch's gradient of one parameter; the partial sums work like a binary counter."""
-        levels = merged_levels(self.done, self.count)
-        if not levels and self.tensors[name].grad_buffer is None:
+        """Add the current call's gradient of one parameter; the partial sums work like a binary counter."""
+        levels, buffer = merged_levels(self.done, self.count), self.tensors[name].grad_buffer
+        if not levels and (buffer is None or buffer.ndim > gradient.ndim):  # it is not in views[0] yet
             self.views[0][name][...] = gradient
         for level in levels:
             # the last addition writes to the next level, the others to their own level
@@ -64,24 +69,25 @@ class Worker:
             self.completed(name)
 
     def run(self, batch, scale, dloss):
-        """batch: [(ids, targets) of each micro-batch] -> their losses; the sum of their gradients is in `gradients`.
+        """batch: [(ids, targets) of each call] -> their losses; the sum of their gradients is in `gradients`.
 
         scale: factor of each summed loss. dloss: an array of shape () that multiplies the gradients.
         """
-        self.done = 0
+        self.done, self.backend.micro_batches = 0, self.merged
         for ids, targets in batch:
             with self.backend.runtime.range("forward"):
                 loss = self.model.loss(ids, targets, scale, dloss)
-            self.losses[self.done][...] = loss.data
+            self.losses[self.done * self.merged][...] = loss.data
             with self.backend.runtime.range("backward"):
                 loss.backward(dloss)
             del loss  # its memory may be part of a block that the next logits need whole
             self.done += 1
+        self.backend.micro_batches = 1
         return self.losses
 
 
 def merged_levels(done, count):
-    """Levels to add to micro-batch number `done`: its trailing 1 bits, or all 1 bits for the last micro-batch."""
+    """Levels to add to the gradient of call number `done`: its trailing 1 bits, or all 1 bits for the last call."""
     levels = [level for level in range(done.bit_length()) if done >> level & 1]
     if done < count - 1:
         levels = [level for i, level in enumerate(levels) if level == i]
@@ -95,9 +101,11 @@ class MicroBatches:
     gets a group of its own, because the workers call collectives at the same time. on_complete(name) is called during
     backward when this rank's gradient of a parameter is complete: from any worker's thread, one call at a time, in the
     same order on every rank. Raises ConfigError if `count` is not divisible by the number of workers.
+
+    shape: (B, T) of this rank's batch, by which micro-batches are merged; None: none are merged.
     """
 
-    def __init__(self, config, arena, parameters, pool, count, tensor_group):
+    def __init__(self, config, arena, parameters, pool, count, tensor_group, shape=None):
         if count % pool.size:
             raise ConfigError(
                 f"{count} micro-batches per rank are not divisible by {pool.size} threads: "
@@ -106,20 +114,23 @@ class MicroBatches:
         self.arena, self.pool, self.count = arena, pool, count
         self.on_complete = lambda name: None
         self.lock, self.completed = threading.Lock(), dict.fromkeys(arena.slices, 0)
-        each = count // pool.size
+        self.merged = merged_micro_batches(config, arena.shapes, pool, count, shape, tensor_group) if shape else 1
+        calls, done = count // pool.size // self.merged, self.worker_completed
         self.workers = [
-            Worker(config, arena, parameters, backend, each, tensor_group.split(0), self.worker_completed)
+            Worker(config, arena, parameters, backend, calls, tensor_group.split(0), done, self.merged)
             for backend in pool.backends
         ]
         self.gradients = self.workers[0].gradients  # the flat sum of this rank's gradients, after backward()
 
-    def deal(self, inputs, targets, rows):
-        """Divide inputs, targets (B, T): for each worker a list of (inputs, targets) micro-batches, in order.
+    def deal(self, inputs, targets, rows, merged=1):
+        """Divide inputs, targets (B, T): for each worker a list of (inputs, targets) of its calls, in order.
 
-        Their sizes are those for a batch of `rows`; if B is smaller, the last micro-batches are short or empty.
+        A call has `merged` micro-batches. Their sizes are those for a batch of `rows`; if B is smaller, the last
+        micro-batches are short or empty.
         """
-        batches = [(inputs[part], targets[part]) for part in even_slices(rows, self.count)]
-        return [batches[part] for part in even_slices(self.count, self.pool.size)]
+        calls = self.count // merged
+        batches = [(inputs[part], targets[part]) for part in even_slices(rows, calls)]
+        return [batches[part] for part in even_slices(calls, self.pool.size)]
 
     def backward(self, batch, scale, dloss):
         """batch: from deal() -> the losses of the micro-batches in order, arrays of shape () that the next call reuses.

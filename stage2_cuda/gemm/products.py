@@ -2,9 +2,10 @@
 
 import numpy as np
 
+from gpt2core.parallel.tuned_choices import cache_directory
 from stage2_cuda.gemm import fp16x3
 from stage2_cuda.memory_model import WIDE, WORKSPACE
-from stage2_cuda.tuning.tuner import Tuner, cache_directory
+from stage2_cuda.tuning.tuner import Tuner
 
 
 class Products:

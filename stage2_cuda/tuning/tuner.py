@@ -9,15 +9,11 @@ text: str(candidate), under the name of the choice. It is logged with the run an
 """
 
 import functools
-import json
-import os
-import re
-import secrets
 import warnings
-from pathlib import Path
 
 import numpy as np
 
+from gpt2core.parallel.tuned_choices import cache_file, read_choices, write_choices
 from stage2_cuda.runtime.cuda_graph import no_garbage_collection
 
 # Another candidate than the first is chosen only if its time is below this share of the first candidate's time: a
@@ -40,7 +36,7 @@ class Tuner:
     def __init__(self, cupy, tuned_for=None, directory=None, notify=print):
         self.cupy, self.tuned_for, self.notify = cupy, tuned_for, notify
         cached = tuned_for is not None and directory is not None
-        self.file = Path(directory, re.sub(r"[^\w.]+", "-", tuned_for) + ".json") if cached else None
+        self.file = cache_file(directory, tuned_for) if cached else None
         self.tuned = read_choices(self.file, tuned_for) if cached else {}
         self.timed = {}  # {what: choice} that this process has timed
         self.chosen = {}  # {what: the candidate itself}
@@ -215,50 +211,3 @@ def difference(got, want):
         error, size = error + ((a - b) ** 2).sum(), size + (b * b).sum()
     error, size = float(error), float(size)
     return (error / size) ** 0.5 if size else error
-
-
-# -- the cache on disk -------------------------------------------------------------------------------------------------
-
-
-def cache_directory():
-    """The directory of the cache files; None for a user without a home directory, as in some containers."""
-    try:
-        return Path.home() / ".cache" / "staged-gpt2"
-    except RuntimeError:
-        return None
-
-
-def load_choices(path, tuned_for):
-    """{what: choice} of the cache file; raises an error if it is damaged or for another GPU or library."""
-    cache = json.loads(path.read_text(encoding="utf-8"))
-    if cache["made_for"] != tuned_for:
-        raise ValueError(f"it was made for {cache['made_for']}, this is {tuned_for}")
-    if not all(isinstance(choice, str) for choice in cache["choices"].values()):
-        raise TypeError("a choice is not a string")
-    return cache["choices"]
-
-
-def read_choices(path, tuned_for):
-    """{what: choice} of the cache file; {} if there is none, and {} with a warning if it cannot be used."""
-    try:
-        return load_choices(path, tuned_for)
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        warnings.warn(f"the autotune cache {path} is ignored and will be rewritten: {error!r}", stacklevel=3)
-        return {}
-
-
-def write_choices(path, tuned_for, choices):
-    """Add choices to the cache file by an atomic replace; warn if it cannot be written."""
-    try:
-        before = load_choices(path, tuned_for)  # another process may have added choices
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        before = {}
-    partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(json.dumps({"made_for": tuned_for, "choices": before | choices}, indent=1), encoding="utf-8")
-        os.replace(partial, path)
-    except OSError as error:
-        warnings.warn(f"the autotune cache {path} cannot be written: {error.strerror or error}", stacklevel=3)

@@ -1,0 +1,67 @@
+"""Choices made by timing, kept in a file, so that all ranks of a machine and later runs use the same ones."""
+
+import json
+import os
+import platform
+import re
+import secrets
+import warnings
+from pathlib import Path
+
+
+def processor():
+    """The name of the CPU."""
+    try:
+        found = re.search(r"^model name\s*:\s*(.*)", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.M)
+    except OSError:
+        found = None
+    return found[1] if found else platform.processor() or platform.machine()
+
+
+def cache_file(directory, tuned_for):
+    """The file in `directory` for choices that are valid for this device and these versions of libraries."""
+    return Path(directory, re.sub(r"[^\w.]+", "-", tuned_for) + ".json")
+
+
+def cache_directory():
+    """The directory of the cache files; None for a user without a home directory, as in some containers."""
+    try:
+        return Path.home() / ".cache" / "staged-gpt2"
+    except RuntimeError:
+        return None
+
+
+def load_choices(path, tuned_for):
+    """{what: choice} of the cache file; raises an error if it is damaged or for another GPU or library."""
+    cache = json.loads(path.read_text(encoding="utf-8"))
+    if cache["made_for"] != tuned_for:
+        raise ValueError(f"it was made for {cache['made_for']}, this is {tuned_for}")
+    if not all(isinstance(choice, str) for choice in cache["choices"].values()):
+        raise TypeError("a choice is not a string")
+    return cache["choices"]
+
+
+def read_choices(path, tuned_for):
+    """{what: choice} of the cache file; {} if there is none, and {} with a warning if it cannot be used."""
+    try:
+        return load_choices(path, tuned_for)
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        warnings.warn(f"the autotune cache {path} is ignored and will be rewritten: {error!r}", stacklevel=3)
+        return {}
+
+
+def write_choices(path, tuned_for, choices):
+    """Add choices to the cache file by an atomic replace; warn if it cannot be written."""
+    try:
+        before = load_choices(path, tuned_for)  # another process may have added choices
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        before = {}
+    partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text(json.dumps({"made_for": tuned_for, "choices": before | choices}, indent=1), encoding="utf-8")
+        os.replace(partial, path)
+    except OSError as error:
+        warnings.warn(f"the autotune cache {path} cannot be written: {error.strerror or error}", stacklevel=3)
