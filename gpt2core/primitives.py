@@ -158,36 +158,14 @@ def dy_to(x, dy):
 
 
 Tensor.__add__ = Tensor.__radd__ = add
-
-
 Tensor.__mul__ = Tensor.__rmul__ = multiply
-
-
 Tensor.__neg__ = lambda x: multiply(x, -1)
-
-
 Tensor.__sub__ = lambda a, b: add(a, multiply(b, -1) if isinstance(b, Tensor) else -b)
-
-
 Tensor.__rsub__ = lambda a, b: add(multiply(a, -1), b)
-
-
 Tensor.__truediv__ = divide
-
-
 Tensor.__rtruediv__ = lambda a, b: divide(b, a)
-
-
 Tensor.__matmul__ = matmul
-
-
 Tensor.__rmatmul__ = lambda a, b: matmul(b, a)
-
-
 Tensor.__pow__ = power
-
-
 Tensor.__getitem__ = getitem
-
-
 Tensor.reshape, Tensor.transpose, Tensor.sum, Tensor.mean = reshape, transpose, sum, mean

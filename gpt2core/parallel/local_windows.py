@@ -24,10 +24,10 @@ class LocalWindows(Windows):
         """As Windows.batch. `position` counts the windows of all ranks: those of earlier steps, plus rank * count."""
         return super().batch((position - self.rank * count) // self.ranks, count)
 
-    def _shuffled(self, window):
+    def _shuffled_start(self, window):
         epoch, index = divmod(window, self.windows_per_part)
-        known, starts = self._epoch
-        if known != epoch:
+        cached_epoch, starts = self._epoch
+        if cached_epoch != epoch:
             order = np.random.default_rng((self.seed, epoch, self.rank)).permutation(self.windows_per_part)
             offset = np.random.default_rng((self.seed, epoch)).integers(self.seq_len)
             starts = (self.rank * self.windows_per_part + order) * self.seq_len + offset
