@@ -138,7 +138,7 @@ def concatenate(tensors, axis=0):
 
 
 def operands(a, b):
-    """a and b as tensors. One of them must be a tensor; a number or an array gets the backend and dtype of this tensor."""
+    """a and b as tensors. At least one is a tensor; a number or an array gets the backend and dtype of this tensor."""
     tensor = a if isinstance(a, Tensor) else b
     return tuple(
         t if isinstance(t, Tensor) else Tensor(tensor.backend.asarray(t, tensor.dtype), tensor.backend) for t in (a, b)
