@@ -4,16 +4,16 @@ import math
 
 import numpy as np
 
-BLOCK = 1024  # elements; each parameter starts at a multiple of BLOCK, so a block contains only one parameter
+BLOCK = 1024  # elements; each parameter starts at a multiple of BLOCK, so no block contains parts of two parameters
 SEGMENTS = 64  # equal parts of the buffer; each of 1, 2, 4, ... or 64 owners (ranks or threads) has whole segments
 
 
 class Arena:
     """The layout of named arrays in a flat buffer of `size` elements; `shapes`: pairs (name, shape).
 
-    `owners` is the number of ranks that divide the buffer. `size` is the same for 1, 2, 4, ... and 64 owners, so the
-    slices and the norm do not depend on it. For other numbers, such as 3, there are more segments, so that all owners
-    have equal parts. The elements between arrays are padding: zero, and they stay zero because their gradient is zero.
+    owners: the number of ranks that divide the buffer. The layout is the same for 1, 2, 4, ... and 64 owners. For other
+    numbers, such as 3, there are more segments, so that all owners have equal parts. Between two arrays there may be
+    elements of padding. They are zero, and they stay zero because their gradient is zero.
     """
 
     def __init__(self, shapes, owners=1):

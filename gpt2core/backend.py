@@ -80,7 +80,7 @@ class Backend(ABC):
 
     @abstractmethod
     def codec(self, kind):
-        """The Codec (parallel/codecs.py) of --compress `kind` for this device. Raises ConfigError: unknown kind."""
+        """The Codec (parallel/codecs.py) of --compress `kind` for this device. Raises ConfigError if it is unknown."""
 
     # -- kernel pairs ------------------------------------------------------------------------------------------------
 
@@ -133,12 +133,12 @@ class Backend(ABC):
         """x (..., C): residual stream; a (..., C), a_bias (C): output of a branch -> s = x + a + a_bias, LN(s), aux."""
 
     @abstractmethod
-    def residual_layernorm_backward(self, ds, dy, w, aux, out=(None, None, None)):
-        """ds or None, dy of LN(s) (..., C); aux, also of layernorm_forward -> dx = da (..., C), da_bias, dw, db (C)."""
+    def residual_layernorm_backward(self, ds, dy, w, aux, out=(None, None, None)):  # aux: also of layernorm_forward
+        """ds (..., C) or None, dy (..., C) of LN(s) -> dx (..., C), which is also da; da_bias (C), dw (C), db (C)."""
 
     @abstractmethod
     def attention_forward(self, qkv, n_head):
-        """qkv (B, T, 3C): q, k, v, each C = H * D columns -> y = softmax(q k' / sqrt(D)) v (B, T, C), causal; aux."""
+        """qkv (B, T, 3C): columns of q, k, v -> y (B, T, C): for each head causal softmax(q k' / sqrt(D)) v; aux."""
 
     @abstractmethod
     def attention_backward(self, dy, qkv, y, aux, n_head):
@@ -195,8 +195,8 @@ class Backend(ABC):
     def unembed_cross_entropy_forward(self, x, w, targets, first=0, scale=None, dloss=None, out=None):
         """cross_entropy_forward of the logits x @ w', which may be computed in chunks; x (N, C), w (V, C), targets (N).
 
-        If backward follows and w has the whole vocabulary, forward may already compute the gradients; they are in aux.
-        For this it gets the arguments of backward: scale (else None), dloss = dy (None: not known yet), and out.
+        scale: None; or that of backward, if backward follows and w has the whole vocabulary. In this case forward may
+        already compute the gradients, and keeps them in aux. dloss: backward's dy, or None if it is not known yet.
         """
 
     @abstractmethod
@@ -230,7 +230,7 @@ class Backend(ABC):
     def adamw_step(self, p, m, v, compute_copy, g, hyper, grad_scale, decays, betas, offset=0):
         """Update p, m, v (n) from the gradient g (n) * grad_scale; write p to compute_copy (n) unless that is None.
 
-        hyper: the step's Hyperparameters (optimizer.py), in host or device arrays; with hyper.key, compute_copy is
-        rounded stochastically. grad_scale: from clip; NaN: do nothing. decays (n / 1024): 1 for a block with weight
-        decay, else 0. offset: the index of p[0] in the arena, from which the random numbers are computed.
+        m, v: the moments. hyper: the step's Hyperparameters (optimizer.py); if it has a key, compute_copy is rounded
+        stochastically. If grad_scale (from clip) is NaN, nothing changes. decays (n / 1024): 1 for a block with weight
+        decay, else 0. betas: (beta1, beta2). offset: the index of p[0] in the arena, which selects the random numbers.
         """

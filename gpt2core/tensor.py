@@ -116,7 +116,7 @@ class Tensor:
         return f"Tensor(shape={self.shape}, dtype={self.dtype}, requires_grad={self.requires_grad})"
 
     def on_gradient(self, gradient):
-        """Called once in each backward pass, when the gradient of this leaf is complete (recompute: a nested pass).
+        """Called when the gradient of this leaf is complete, once in each backward pass (recompute() starts others).
 
         This default adds the gradient to `grad`. To add in another order, or to send gradients during the rest of
         backward, assign another function to `leaf.on_gradient`. It must copy the array, which backward() may reuse.
@@ -143,7 +143,7 @@ class Tensor:
             gradient = self.backend.ones(self.shape, self.dtype)
         gradient = gradient.data if isinstance(gradient, Tensor) else gradient
         nodes, uses_left = reachable(self)
-        sums = {}  # node or leaf -> [the sum of the gradients so far, or None, of each of its outputs]
+        sums = {}  # {node or leaf: for each of its outputs the sum of the gradients so far, or None}
 
         def add_gradient(tensor, gradient):
             if gradient is not None:

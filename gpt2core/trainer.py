@@ -46,7 +46,7 @@ class Trainer:
         limit_blas(1)  # the worker threads use the cores
         tensor_parallel.check_tensor_parallel(config, self.mesh.tensor.size)
         self.backend.check_model(config)
-        data, owners = self.mesh.data, self.mesh.data if self.parallel.zero else Solo()
+        data, owners = self.mesh.data, self.mesh.data if self.parallel.zero else Solo()  # owners divide the arena
         self.rows = even_slices(batch_size, data.size)[data.rank]  # slice of the global batch that this rank reads
         self.loss_scale = LossScale(self.backend, **(loss_scale or {}))
         capture = capture and self.world.capturable
@@ -61,7 +61,7 @@ class Trainer:
             fill(self, self.parameters, initial_parameters(config, seed) if self.world.is_root else None)
         self.optimizer.refresh_copy(self.steps)
         self.backend.runtime.release_cached_memory()
-        self.load_tuned(self.world.broadcast_object(self.backend.runtime.tuned))  # those of an earlier run, if any
+        self.load_tuned(self.world.broadcast_object(self.backend.runtime.tuned))  # rank 0's, from an earlier run
 
     def allocate(self, rank_micro_batches, data, owners, capture):
         """Allocate the flat buffers (parameters, the copy that kernels read, gradients); set up their collectives."""

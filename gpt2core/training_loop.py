@@ -24,7 +24,7 @@ def run(
 
     schedule(i) is the learning rate of step number i (from 0). on_step(step, validation_loss, last) reports a step: its
     Step, the validation loss or None, and whether it is the last step. save(trainer), if given, writes a checkpoint
-    every `save_every` steps and at the end. Parameters that are not finite raise Diverged and are not saved.
+    every `save_every` steps and at the end; if a parameter is not finite, Diverged is raised instead of saving. The
     `validation` windows are evaluated every `eval_every` steps and at the end. The replicas of the parameters are
     compared every `verify_every` steps and at the end. An interval of 0 means only at the end.
 

@@ -50,7 +50,7 @@ class Worker:
         return self.partial_sums[-1]
 
     def collect(self, name, gradient):
-        """Add one parameter's gradient of the current micro-batch. Partial sum i holds 2**i micro-batches, or none."""
+        """Add one parameter's gradient of the current micro-batch to the partial sums; sum i has 2**i micro-batches."""
         levels = merged_levels(self.done, self.count)
         if not levels and self.tensors[name].grad_buffer is None:
             self.views[0][name][...] = gradient
