@@ -31,8 +31,8 @@ class Handle:
 class Communicator:
     """The protocol. An implementation defines the `_start` forms, `barrier` and `split`; the other methods call them.
 
-    x is an array of a type that the implementation accepts: NumPy, which broadcast_object and all_gather_object send,
-    or also CuPy.
+    x is a NumPy array, or also a CuPy array if the implementation accepts both. A `_start` method returns a Handle;
+    "Handle of y" means that its wait() returns y.
 
     Order      All ranks of a group start the same collectives in the same order, with equal dtypes and shapes.
                Several operations may be pending, and their handles may be waited for in any order. Two threads of a

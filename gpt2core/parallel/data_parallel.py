@@ -33,7 +33,7 @@ class DataParallel:
         self.parts = [slice(arena.slices[names[-1]].start, arena.padded(names[0]).stop) for names in buckets]
         self.bucket_of = {name: number for number, names in enumerate(buckets) for name in names}
         self.sizes = [len(names) for names in buckets]
-        self.missing, self.handles = list(self.sizes), []  # missing: gradients of each bucket that are not complete
+        self.missing, self.handles = list(self.sizes), []  # missing: number of incomplete gradients of each bucket
 
     def completed(self, name):
         """Called when this rank's gradient of `name` is complete. If eager, a bucket's last gradient starts its sum."""

@@ -109,7 +109,7 @@ class ThreadCommunicator(Communicator):
         return self._post("collective", range(self.size), "split", (color, key), combine, take).wait()
 
     def _collective(self, name, x, combine, index, shape, out):
-        """Handle of combine([x of rank 0, x of rank 1, ...])[index], which has `shape`."""
+        """Handle of combine([x of rank 0, x of rank 1, ...])[index], which has `shape`; index `...` takes all of it."""
         check_out(out, shape, x.dtype)
 
         def in_rank_order(parts):

@@ -92,7 +92,7 @@ class Tokenizer:
             re.compile("(" + "|".join(map(re.escape, sorted(added.values(), key=len, reverse=True))) + ")")
             if added
             else None
-        )
+        )  # self.added.split(text) gives the added tokens and the text between them
         for token, id in self.ids.items():
             in_alphabet = kind != "word" and id not in added and all(character in byte_of for character in token)
             self.token_bytes[id] = bytes(map(byte_of.get, token)) if in_alphabet else token.encode("utf-8")
