@@ -8,7 +8,10 @@ from gpt2core.errors import ConfigError
 
 
 class Results:
-    """The arrays that a call of a Compiled computes. The next call may overwrite them; if can_overlap, the second."""
+    """The arrays that a call of a Compiled computes.
+
+    The next call may overwrite them. If can_overlap, they stay valid until the call after the next call.
+    """
 
     def __init__(self, arrays):
         self.arrays = arrays

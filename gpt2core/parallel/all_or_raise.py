@@ -13,10 +13,10 @@ def shared_error(error):
 
 
 def all_or_raise(world, body):
-    """Return this rank's body(). If body() fails on one or more ranks, all ranks raise the error of the first of them.
+    """Call body() and return its result. If it fails on one or more ranks, all ranks raise the error of the first one.
 
-    Only UserError and OSError are treated so. body() must not call collectives, unless it fails on all ranks or on no
-    rank. All ranks must call all_or_raise().
+    A failure is a UserError or an OSError; another exception is raised only on its rank. body() must not call
+    collectives, unless it fails on all ranks or on no rank. All ranks must call all_or_raise().
     """
     result, error = attempt(body)
     raise_first(world, error, world.all_gather_object(error and str(error)))

@@ -2,7 +2,7 @@
 
 An all-reduce of s bytes takes alpha + beta s seconds: alpha per message, beta per byte. A gradient of n bytes has n / s
 buckets of s bytes. Each bucket delays the computation by alpha. The beta s seconds of the last bucket overlap with no
-computation, because backward has ended. The time that the step becomes longer by is
+computation, because backward has ended. Together, these delays make a step longer by
 
     exposed time = beta s + alpha n / s,  smallest at  s = sqrt(n alpha / beta)
 """

@@ -11,7 +11,7 @@ class LossScale:
     """The factor of the loss that brings small gradients into the range of fp16 (Micikevicius et al. 2018).
 
     The factor is doubled after `interval` finite gradients in a row. It is halved after a gradient that is not finite;
-    then the device skips the update, and the step is repeated. These rules and the defaults are those of PyTorch.
+    then the device skips the update, and the step is repeated. The default values are those of PyTorch.
 
     state: (2) float32 on the device, updated by Backend.clip: the factor, and the number of finite gradients since the
     factor changed. In all other precisions no loss is scaled: state is None, and `factor` is 1.

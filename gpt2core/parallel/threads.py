@@ -7,7 +7,7 @@ import threadpoolctl
 
 
 def limit_blas(threads):
-    """Set the number of threads of BLAS. If all threads together are more than the cores, BLAS waits in busy loops."""
+    """Set the number of threads of BLAS. With more threads than cores, BLAS loses much time in busy waiting."""
     threadpoolctl.threadpool_limits(threads, user_api="blas")
 
 

@@ -158,7 +158,7 @@ def open_token_file(path):
     return tokens
 
 
-def brings_tokenizer(path):
+def is_tokenized(path):
     """Return whether `path` is a token file, or a directory with one, so that load_tokens() needs no `tokenizer`."""
     path = Path(path)
     return is_token_file(path / TOKEN_FILE if (path / TOKEN_FILE).is_file() else path)
@@ -169,7 +169,7 @@ def first_tokens(path, tokenizer, count):
 
     Only the beginning of a text is read, unless it must be encoded as one piece (see cut_at_words, Tokenizer.whole).
     """
-    if brings_tokenizer(path):
+    if is_tokenized(path):
         return load_tokens(path, tokenizer)[0][:count]
     ids = np.empty(0, tokenizer.dtype)
     for part in tokenizer.encode_chunks(text_chunks(path, 1 << 13)):
