@@ -15,7 +15,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # it also runs without installation
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it also runs without installation
 
 import numpy as np
 import tokenizers

@@ -10,7 +10,7 @@ is memory-mapped. The text is encoded in pieces that no token crosses, so the to
 import sys
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # it also runs without installation
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # so that it also runs without installation
 
 from gpt2core.app.cli import Parser
 from gpt2core.app.command import HelpPrinted

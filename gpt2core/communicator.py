@@ -95,14 +95,11 @@ class Communicator:
         raise NotImplementedError
 
     def reduce_scatter_start(self, x, op="sum", out=None):
-        """Handle of part number self.rank of all_reduce(x), divided along axis 0; x (p * rows, ...) -> (rows, ...).
-
-        With canonical sums the bits are those of all_reduce.
-        """
+        """Handle of all_reduce(x)[rank * rows : (rank + 1) * rows], the same bits if canonical; x (p * rows, ...)."""
         raise NotImplementedError
 
     def all_to_all_start(self, x, out=None):
-        """Handle of part number self.rank of every rank's x, in rank order; x (p * rows, ...) -> (p * rows, ...)."""
+        """Handle of every rank's x[rank * rows : (rank + 1) * rows], concatenated in rank order; x (p * rows, ...)."""
         raise NotImplementedError
 
     def broadcast_start(self, x, root=0, out=None):
@@ -110,10 +107,7 @@ class Communicator:
         raise NotImplementedError
 
     def send_start(self, x, to, tag=0):
-        """Handle of a send to rank `to`, whose wait() may block until rank `to` receives.
-
-        Messages between two ranks with one tag are received in the order in which they were sent.
-        """
+        """Handle of a send; wait() may block until rank `to` receives. Messages with the same tag keep their order."""
         raise NotImplementedError
 
     def recv_start(self, out, source, tag=0):

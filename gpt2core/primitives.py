@@ -1,6 +1,6 @@
 """Elementary operations (add, matmul, softmax, slices, ...): lessons and tests build reference models from them."""
 
-# dx is the gradient of x, for any name x.
+# dy is the gradient of the result of an operation, dx that of x.
 
 from gpt2core.tensor import ShapeError, Tensor
 
@@ -8,21 +8,22 @@ from gpt2core.tensor import ShapeError, Tensor
 def add(a, b):
     """a + b with broadcasting."""
     a, b = operands(a, b)
-    return Tensor.from_op(broadcasting(a, b, lambda x, y: x + y), (a, b), lambda dy: (dy_to(a, dy), dy_to(b, dy)))
+    y = broadcasting(a, b, lambda x, y: x + y)
+    return Tensor.from_op(y, (a, b), lambda dy: (unbroadcast(a, dy), unbroadcast(b, dy)))
 
 
 def multiply(a, b):
     """a * b, elementwise with broadcasting."""
     a, b = operands(a, b)
     y = broadcasting(a, b, lambda x, y: x * y)
-    return Tensor.from_op(y, (a, b), lambda dy: (dy_to(a, dy * b.data), dy_to(b, dy * a.data)))
+    return Tensor.from_op(y, (a, b), lambda dy: (unbroadcast(a, dy * b.data), unbroadcast(b, dy * a.data)))
 
 
 def divide(a, b):
     """a / b, elementwise with broadcasting."""
     a, b = operands(a, b)
     y = broadcasting(a, b, lambda x, y: x / y)
-    return Tensor.from_op(y, (a, b), lambda dy: (dy_to(a, dy / b.data), dy_to(b, -dy * y / b.data)))
+    return Tensor.from_op(y, (a, b), lambda dy: (unbroadcast(a, dy / b.data), unbroadcast(b, -dy * y / b.data)))
 
 
 def power(x, exponent):
@@ -40,7 +41,7 @@ def matmul(a, b):
     y = broadcasting(a, b, lambda x, y: x @ y)
 
     def backward(dy):
-        return dy_to(a, dy @ b.data.swapaxes(-1, -2)), dy_to(b, a.data.swapaxes(-1, -2) @ dy)
+        return unbroadcast(a, dy @ b.data.swapaxes(-1, -2)), unbroadcast(b, a.data.swapaxes(-1, -2) @ dy)
 
     return Tensor.from_op(y, (a, b), backward)
 
@@ -120,7 +121,7 @@ def where(condition, a, b):
     xp = a.backend.xp
     y = broadcasting(a, b, lambda x, y: xp.where(condition, x, y))
     return Tensor.from_op(
-        y, (a, b), lambda dy: (dy_to(a, xp.where(condition, dy, 0)), dy_to(b, xp.where(condition, 0, dy)))
+        y, (a, b), lambda dy: (unbroadcast(a, xp.where(condition, dy, 0)), unbroadcast(b, xp.where(condition, 0, dy)))
     )
 
 
@@ -153,8 +154,8 @@ def broadcasting(a, b, function):
         raise ShapeError(f"shapes {a.shape} and {b.shape} do not broadcast together") from None
 
 
-def dy_to(x, dy):
-    """The gradient of a broadcast operand: dy summed over the axes along which x was repeated."""
+def unbroadcast(x, dy):
+    """The gradient of x, which was broadcast to the shape of dy: dy summed over the axes along which x was repeated."""
     extra = dy.ndim - x.ndim
     axes = tuple(range(extra)) + tuple(i + extra for i in range(x.ndim) if x.shape[i] == 1 != dy.shape[i + extra])
     return dy.sum(axes, keepdims=True).reshape(x.shape) if axes else dy

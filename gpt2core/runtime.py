@@ -8,10 +8,7 @@ from gpt2core.errors import ConfigError
 
 
 class Results:
-    """The arrays that a call of a Compiled computes.
-
-    The next call may overwrite them. If can_overlap, they stay valid until the call after the next call.
-    """
+    """The arrays that a call of a Compiled computes, valid until the next call, or if can_overlap the one after it."""
 
     def __init__(self, arrays):
         self.arrays = arrays

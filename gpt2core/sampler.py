@@ -97,9 +97,8 @@ class CachedSequence:
 def generate(model, prompt, max_new_tokens, choose=None, decoders=None):
     """Yield `max_new_tokens` tokens after `prompt` (a sequence of tokens), one at a time.
 
-    choose: a sampling rule, a function logits (V) -> token, by default Greedy(). Use a rule for only one sequence: a
-    device decoder may draw its random numbers in advance. decoders: see generate_batch. Raises ConfigError for an empty
-    prompt.
+    choose: a sampling rule, logits (V) -> token, by default Greedy(). Use a rule for only one sequence: a decoder may
+    draw its random numbers in advance. decoders: see generate_batch. Raises ConfigError for an empty prompt.
     """
     for (token,) in generate_batch(model, [prompt], max_new_tokens, [choose or Greedy()], decoders):
         yield token
