@@ -52,23 +52,23 @@ def headline():
 
     return [
         row(
-            "training step, preset `paper`, 2 CPU threads", "cpu-training-step", ms(serial["ours"]),
+            "time per training step, preset `paper`, 2 CPU threads", "cpu-training-step", ms(serial["ours"]),
             f"{ms(serial['torch eager'])} (eager)", serial["ours"]["times_as_fast_as_eager"],
         ),
         row(
-            "the same, 2 MPI ranks of one thread", "ranks", ms(two), f"{ms(ranks['torch DDP, gloo'])} (DDP, gloo)",
-            two["times_as_fast"]["torch DDP, gloo"],
+            "the same, 2 MPI ranks with one thread each", "ranks", ms(two),
+            f"{ms(ranks['torch DDP, gloo'])} (DDP, gloo)", two["times_as_fast"]["torch DDP, gloo"],
         ),
         row(
-            "training step, GPT-2 124M, bf16, 64 x 1024 tokens, one H200", "gpu-step", ms(ours),
+            "time per training step, GPT-2 124M, bf16, 64 x 1024 tokens, one H200", "gpu-step", ms(ours),
             f"{ms(peer)} (compiled)", ours["times_as_fast"][peer["name"]],
         ),
         row(
-            "generated token, GPT-2 124M, bf16, one H200", "gpu-decode", us(token),
+            "time per generated token, GPT-2 124M, bf16, one H200", "gpu-decode", us(token),
             f"{us(best)} (compiled, CUDA graph)", token["times_as_fast"][best["name"]],
         ),
         row(
-            "training, GPT-2 124M, bf16, 4 H200s", "several-gpus", rate(zero), f"{rate(ddp)} (DDP, compiled)",
+            "training speed, GPT-2 124M, bf16, 4 H200s", "several-gpus", rate(zero), f"{rate(ddp)} (DDP, compiled)",
             zero["times_as_fast"],
         ),
     ]  # fmt: skip

@@ -17,7 +17,7 @@ from gpt2core.errors import ConfigError, DataError
 from gpt2core.model import parameter_shapes
 from gpt2core.parallel.all_or_raise import all_or_raise, gather_or_raise, shared_error
 from gpt2core.parallel.launcher_env import read_launcher_env
-from gpt2core.text.token_file import TOKEN_FILE, brings_tokenizer, load_tokens
+from gpt2core.text.token_file import TOKEN_FILE, is_tokenized, load_tokens
 
 INPUTS = "data", "val_data", "prompts", "prompt_file"  # flags that name input files
 EDGE = 1 << 22  # bytes; of a file larger than 2 EDGE only the first and last EDGE bytes are hashed
@@ -159,7 +159,7 @@ def share_tokens(world, path, tokens, tokenizer):
     A token file can be larger than memory. If it exists on every rank, each rank memory-maps its own copy, and
     ConfigError is raised if a copy differs from that of rank 0. Otherwise the root broadcasts the tokens.
     """
-    if all(gather_or_raise(world, lambda: brings_tokenizer(path))):
+    if all(gather_or_raise(world, lambda: is_tokenized(path))):
         file = path / TOKEN_FILE if path.is_dir() else path
         compare_files(gather_or_raise(world, lambda: file_digests([file])))
         return all_or_raise(world, lambda: load_tokens(path, tokenizer)[0] if tokens is None else tokens)

@@ -44,7 +44,7 @@ from gpt2core.parallel.all_or_raise import all_or_raise, on_root, shared_error
 from gpt2core.parallel.config import plan_micro_batches
 from gpt2core.parallel.local_windows import LocalWindows
 from gpt2core.parallel.whole_parameters import current_model, named_moments, named_parameters, parameter_hash
-from gpt2core.text.token_file import brings_tokenizer, load_tokens, split_validation
+from gpt2core.text.token_file import is_tokenized, load_tokens, split_validation
 from gpt2core.text.tokenizer import Tokenizer
 from gpt2core.trainer import Trainer
 from gpt2core.training_loop import LogLost, run
@@ -150,7 +150,7 @@ def read_inputs(world, args, transport, deterministic):
 
 def read_corpus(path, tokenizer, source, default):
     """(tokens, Tokenizer) of a corpus; a text without --tokenizer uses that of `source`, else `default`."""
-    if not tokenizer and not brings_tokenizer(path):
+    if not tokenizer and not is_tokenized(path):
         tokenizer = load_tokenizer(None, source.path) if source else default
     return load_tokens(path, tokenizer)
 

@@ -170,7 +170,7 @@ def test_the_gradient_is_the_explicit_tree_over_separate_gradients_bit_for_bit(r
 def test_a_worker_adds_any_number_of_micro_batches_in_the_canonical_tree(count, seed):
     rng, arena, backend = np.random.default_rng(seed), Arena(parameter_shapes(CONFIG)), NumpyBackend()
     worker = Worker(CONFIG, arena, np.zeros(arena.size, np.float32), backend, count, Solo(), lambda name: None)
-    assert len(worker.partial) == max(1, math.ceil(math.log2(count)))  # the memory of a counter, not of all gradients
+    assert len(worker.partial_sums) == max(1, math.ceil(math.log2(count)))  # a counter, not one array per gradient
     name = "transformer.h.1.mlp.c_fc.weight"
     for _ in range(2):
         gradients = rng.standard_normal((count, *arena.shapes[name])).astype(np.float32)
