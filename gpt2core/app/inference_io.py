@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from gpt2core.app.presets import CORPUS, OPENAI, SHIPPED
+from gpt2core.app.presets import CORPUS, OPENAI_NAMES, SHIPPED
 from gpt2core.app.rank_agreement import print_nothing
 from gpt2core.app.resume import saved_arguments
 from gpt2core.app.terminal import WordWrap, terminal_width, wrapped
@@ -23,7 +23,7 @@ def check_downloaded(flag, path):
 
     A `path` of None is accepted.
     """
-    if path and path.name in OPENAI and not path.exists():
+    if path and path.name in OPENAI_NAMES and not path.exists():
         files = "config.json model.safetensors tokenizer.json"
         raise ConfigError(
             f"{flag} {path}: there is no such directory, and OpenAI's weights are not shipped; download them with: "

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import gpt2core
-from gpt2core.app.presets import PRESETS, RENAMED, RESUMED, SHIPPED
+from gpt2core.app.presets import FORMER_NAMES, PRESETS, SAVED_TYPES, SHIPPED
 from gpt2core.errors import CheckpointError, ConfigError, DataError
 from gpt2core.parallel.whole_parameters import load
 from gpt2core.text.token_file import read_text, split_validation
@@ -35,7 +35,7 @@ def run_state(trainer, config, corpus, last_log_row):
 
     config: the RunConfig. corpus: the fingerprint of the training tokens. last_log_row: of the RunLog.
     """
-    arguments = {name: getattr(config, name) for name in RESUMED}
+    arguments = {name: getattr(config, name) for name in SAVED_TYPES}
     for name in ("data", "val_data"):
         arguments[name] = arguments[name] and str(Path(arguments[name]).resolve())
     return {
@@ -59,11 +59,11 @@ def saved_arguments(checkpoint):
     path, arguments = checkpoint.path / "state.json", (checkpoint.state or {}).get("arguments", {})
     if not isinstance(arguments, dict):
         raise CheckpointError(f"{path}: arguments is {arguments!r}, not an object: it cannot be used")
-    arguments = {RENAMED.get(name, name): value for name, value in arguments.items()}
-    saved = {name: arguments[name] for name in RESUMED if arguments.get(name) is not None}
+    arguments = {FORMER_NAMES.get(name, name): value for name, value in arguments.items()}
+    saved = {name: arguments[name] for name in SAVED_TYPES if arguments.get(name) is not None}
     for name, value in saved.items():
-        if not isinstance(value, int | float if RESUMED[name] is float else RESUMED[name]):
-            raise CheckpointError(f"{path}: {name} is {value!r}, not of type {RESUMED[name].__name__}")
+        if not isinstance(value, int | float if SAVED_TYPES[name] is float else SAVED_TYPES[name]):
+            raise CheckpointError(f"{path}: {name} is {value!r}, not of type {SAVED_TYPES[name].__name__}")
     if saved.get("preset", "paper") not in PRESETS:
         raise CheckpointError(f"{path}: preset is {saved['preset']!r}, not one of {', '.join(PRESETS)}")
     return saved

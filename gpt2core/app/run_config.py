@@ -9,7 +9,7 @@ import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from gpt2core.app.presets import COMMON, CORPUS, PRESETS, RANK_FLAGS, RECIPES, SHAPE
+from gpt2core.app.presets import COMMON, CORPUS, PRESETS, RANK_FLAGS, RECIPES, SIZE_FLAGS
 from gpt2core.errors import ConfigError, counted
 from gpt2core.model import GPT2Config
 from gpt2core.parallel.config import ParallelConfig
@@ -256,10 +256,10 @@ def model_config(values, checkpoint_config, vocab_size):
     checkpoint_config: None for random weights. Raises ConfigError if a size flag differs from the
     checkpoint, or if the tokenizer has more tokens than the checkpoint's vocabulary.
     """
-    given = {name: values[name] for name in SHAPE if values[name] is not None}
+    given = {name: values[name] for name in SIZE_FLAGS if values[name] is not None}
     if checkpoint_config is None:
         preset = PRESETS[values["preset"]]
-        check_shape({name: getattr(preset, name) for name in SHAPE} | given)
+        check_shape({name: getattr(preset, name) for name in SIZE_FLAGS} | given)
         return replace(preset, vocab_size=vocab_size, **given)
     for name, value in given.items():
         if getattr(checkpoint_config, name) != value:
