@@ -48,9 +48,9 @@ def inference_command(make_backend, world, args, cores):
     inputs = on_root(world, lambda: read_inputs(args, weights))
     config, tokenizer, prompts = world.broadcast_object(inputs)
     arrays = share_arrays(world, config, weights and weights.parameters)
-    weights = None  # the arrays are shared now
-    ranks = world.size if args.mode == "tensor" else 1  # number of ranks that share the model
-    with memory_errors(backend, config, parallel=ParallelConfig(tp=ranks)):
+    weights = None  # free the arrays of the checkpoint on the root: `arrays` has them on every rank
+    tensor_ranks = world.size if args.mode == "tensor" else 1  # number of ranks that divide each layer
+    with memory_errors(backend, config, parallel=ParallelConfig(tp=tensor_ranks)):
         if args.mode == "batch":
             model = load_model(config, arrays, backend)
             write_batch(
@@ -73,9 +73,9 @@ def inference_command(make_backend, world, args, cores):
 
 
 def answer_prompts(world, model, tokenizer, args, emit):
-    """Continue each line of the root's standard input, up to its end or an empty line; all ranks call it.
+    """Continue each line of the root's standard input until it ends or has an empty line; all ranks must call it.
 
-    Each token is printed as it is generated. Prompt number i, from 0, has the seed --seed + i.
+    Each token is printed as soon as it is generated. The lines are numbered from 0; line i has the seed --seed + i.
     """
     with contextlib.suppress(AttributeError):  # a replaced sys.stdin may have no reconfigure()
         sys.stdin.reconfigure(errors="surrogateescape")  # the tokenizer reports bytes that are not UTF-8
@@ -89,7 +89,7 @@ def answer_prompts(world, model, tokenizer, args, emit):
 
 
 def check_mode(args):
-    """Raise ConfigError for a --mode, --interactive and prompt flags that cannot be combined."""
+    """Raise ConfigError for an unknown --mode, and if --mode, --interactive and prompt flags cannot be combined."""
     if args.mode not in MODES:
         raise ConfigError(f"--mode {args.mode} is unknown: choose from {', '.join(MODES)}")
     if args.interactive:
@@ -117,21 +117,22 @@ def make_sampler(args, seed):
     """The sampling rule of the flags; raises ConfigError for a flag outside its range."""
     if args.max_new_tokens < 0:
         raise ConfigError(f"--max-new-tokens {args.max_new_tokens} must not be negative")
-    narrowed = args.top_k or args.top_p != 1
-    temperature = (1.0 if narrowed else 0.0) if args.temperature is None else args.temperature
+    sampling_flags = args.top_k or args.top_p != 1
+    default_temperature = 1.0 if sampling_flags else 0.0
+    temperature = default_temperature if args.temperature is None else args.temperature
     return chooser(temperature, args.top_k, args.top_p, seed)
 
 
 def shared_rule(world, args, seed):
-    """The sampling rule of the flags; with several ranks, a GroupSampler, so that all ranks choose the same token."""
+    """The sampling rule of the flags; with many ranks, a GroupSampler, so that all ranks choose the same token."""
     rule = make_sampler(args, seed)
     return rule if world.one_process else GroupSampler(rule, world)
 
 
 def read_inputs(args, weights):
-    """(GPT2Config, Tokenizer, list of prompts as token ids); the root calls it.
+    """(GPT2Config, Tokenizer, list of prompts as token ids); only the root calls it.
 
-    The list has one prompt, with --mode batch one for each line of --prompts, and with --interactive none.
+    The list has one prompt; with --mode batch, one prompt for each line of --prompts; with --interactive, it is empty.
     """
     tokenizer, config = load_tokenizer(args.tokenizer, weights.path), weights.config
     if tokenizer.vocab_size > config.vocab_size:
@@ -147,7 +148,7 @@ def read_inputs(args, weights):
 
 
 def fit_prompt(prompt, block, emit):
-    """The last `block` tokens of a prompt; emits a note if it has more."""
+    """The last `block` tokens of a prompt; emits a note if the prompt is longer. emit: has the arguments of print()."""
     if len(prompt) > block:
         text = f"note: the prompt has {len(prompt)} tokens, the block {block}: its last {block} tokens are used"
         emit(text, file=sys.stderr)

@@ -25,7 +25,7 @@ from gpt2core.app.loss_plot import Curve, write_plot
 from gpt2core.app.output_files import continue_log, is_plot, rename_with_number
 from gpt2core.app.run_config import resume_command
 from gpt2core.app.run_lock import RunLock
-from gpt2core.app.run_log import RunLog, constants, duration, read_log, step_line
+from gpt2core.app.run_log import RunLog, duration, read_log, slow_values, step_line
 from gpt2core.app.terminal import WordWrap
 from gpt2core.app.train_command import train_command
 from gpt2core.errors import CheckpointError, ConfigError
@@ -298,7 +298,7 @@ def test_what_seldom_changes_is_printed_when_it_changes(capsys):
     lines = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("step ")]
     sizes = ["loss scale 65536", "loss scale 32768, skipped 1", "loss scale 32768"]
     assert lines == ["rank 0 sends 1.50 MB per step", *sizes]
-    assert constants(Step(0, 5.0, 1e-3, 1.0, 1e4, 0.1)) == []
+    assert slow_values(Step(0, 5.0, 1e-3, 1.0, 1e4, 0.1)) == []
 
 
 def test_the_header_says_that_nothing_is_saved_and_the_last_line_how_long_it_took(nano, tmp_path):
