@@ -260,7 +260,7 @@ def perplexity(loss):
 
 
 def read_log(path):
-    """A list of the rows of a log, [] if there is no such file; raises ConfigError if it is not a log (see log_rows)."""
+    """A list of the rows of a log, [] if there is no such file; raises ConfigError if it is not a log: see log_rows."""
     return [row for row, _ in log_rows(path)]
 
 
