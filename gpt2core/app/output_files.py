@@ -31,7 +31,7 @@ def log_rows(path):
         for number, line in enumerate(file, 1):
             if row := row_of(line):
                 yield row, line
-            elif line.endswith(b"\n") or not line.startswith(START[: len(line)]):
+            elif line.endswith(b"\n") or not line.startswith(START[: len(line)]):  # not even an incomplete row
                 raise ConfigError(f"{path}: line {number} is not a line of a training log: choose another file")
 
 
@@ -104,8 +104,9 @@ def continue_log(path, first, recorded=None):
 
 
 def rows_before(path, first):
-    """(list of the rows of a log up to the first row of step `first` or later, which is not included; the number of
-    bytes of these rows; whether the last of them ends in a newline).
+    """(rows, their number of bytes in the file, whether the last of them ends in a newline) of the log at `path`.
+
+    The rows are those before the first row of step `first` or later.
     """
     rows, end, reached_first, ends_in_newline = [], 0, False, True
     for row, line in log_rows(path):  # without `break`: the whole file is checked before it is changed
@@ -125,11 +126,10 @@ def check_log_of_run(path, rows, recorded):
     """
     if recorded is None or any(recorded.items() <= row.items() for row in reversed(rows) if recorded):
         return
-    wanted = f"step {recorded['step']} with loss {recorded['loss']}" if recorded else "a log at all"
-    raise ConfigError(
-        f"--log {path}: is the log of another run: the resumed run had {wanted}, which is not in the file; "
-        f"choose another file"
-    )
+    reason = "the resumed run had no log"
+    if recorded:
+        reason = f"step {recorded['step']} of the resumed run had loss {recorded['loss']}, which is not in the file"
+    raise ConfigError(f"--log {path}: is the log of another run: {reason}; choose another file")
 
 
 def check_output_files(log, plot):

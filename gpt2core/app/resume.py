@@ -13,7 +13,7 @@ from gpt2core.text.token_file import read_text, split_validation
 from gpt2core.text.tokenizer import Tokenizer
 
 EDGE = 1 << 22  # if a corpus has more than 2 * EDGE tokens, only its first and last EDGE tokens are hashed
-LIMIT = 1 << 31  # --steps and --batch-size are always smaller
+LIMIT = 1 << 31  # values of --steps and --batch-size are always smaller than this
 
 
 @dataclass(frozen=True)
@@ -87,10 +87,10 @@ def fingerprint(tokens):
 
 
 def find_data(checkpoint, args):
-    """(saved_arguments() of a Checkpoint, with data files that exist; notes to print). args: the parsed flags.
+    """(saved_arguments() of a Checkpoint, notes to print), after a check that the saved data files exist.
 
     If the saved corpus does not exist any more, a shipped corpus with the same tokens replaces it. Raises
-    CheckpointError if a saved data file does not exist, has no replacement, and `args` do not have its flag.
+    CheckpointError for any other saved data file that does not exist, unless `args`, the parsed flags, have another.
     """
     saved, notes = saved_arguments(checkpoint), []
     for name, flag in (("data", "--data"), ("val_data", "--val-data")):

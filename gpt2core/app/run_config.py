@@ -87,7 +87,7 @@ class RunConfig:
 
     @property
     def parallel(self):
-        """The ParallelConfig."""
+        """The ParallelConfig with these settings."""
         return ParallelConfig(self.tp, self.dp, self.bucket_mb, self.compress, self.zero, self.zero_gather)
 
     @property
@@ -105,7 +105,7 @@ def flag(name):
 def resume_command(args, processes=None):
     """The command line that continues this run from its --out directory, as text.
 
-    args: the RunConfig. processes: the number for `mpirun -n`; None: without mpirun.
+    args: the parsed flags of this run. processes: the number for `mpirun -n`; None: without mpirun.
     """
     module = sys.modules["__main__"].__spec__
     words = [sys.orig_argv[0].removeprefix(f"{os.getcwd()}/"), *(["-m", module.name] if module else sys.argv[:1])]
@@ -202,17 +202,17 @@ def resolve_rank_flags(values, world):
     """
     values, notes = dict(values), []
     replicas = data_parallel_ranks(world, values["tp"])
-    several, dp, compress = replicas > 1, values["dp"], values["compress"]
+    several_replicas, dp, compress = replicas > 1, values["dp"], values["compress"]
     # whether the sums over ranks are added in the canonical order, which a binomial tree uses too
     canonical_order = values["collectives"] in (None, "canonical", "tree")
     default = "canonical" if values["deterministic"] else world.native_collectives
     values["collectives"] = values["collectives"] or default
-    if values["bucket_mb"] is not None and dp != "bucket" and values["zero_gather"] == "end":
+    if values["bucket_mb"] is not None and dp != "bucket" and values["zero_gather"] == "end":  # "forward" uses it too
         notes.append(
             f"note: --bucket-mb {values['bucket_mb']:g} is for --dp bucket, but --dp is {dp}: it has no effect"
         )
-    measured = world.measures_buckets and dp == "bucket" and not values["deterministic"] and several
-    if values["bucket_mb"] is None and not measured:
+    is_measured = world.measures_buckets and dp == "bucket" and not values["deterministic"] and several_replicas
+    if values["bucket_mb"] is None and not is_measured:
         values["bucket_mb"] = BUCKET_MB
     if values["deterministic"] and not canonical_order:
         name = values["collectives"]
@@ -221,7 +221,7 @@ def resolve_rank_flags(values, world):
         notes.append(
             "note: --local-shuffle: the order of training sequences, and so the loss, depends on the number of ranks"
         )
-    if compress != "none" and not several:
+    if compress != "none" and not several_replicas:
         notes.append(
             f"note: --compress {compress}: one data-parallel rank sends nothing, but its gradients are rounded to "
             f"{compress} as on several ranks"
@@ -229,12 +229,12 @@ def resolve_rank_flags(values, world):
     # These flags have no effect with one data-parallel rank. --zero 0 needs no note: it is what happens there.
     names = ("dp", "zero", "zero_gather")
     without_effect = [name for name in names if values[name] not in (RANK_FLAGS[name], 0)]
-    if without_effect and not several:
+    if without_effect and not several_replicas:
         flags = " and ".join(f"{flag(name)} {values[name]}" for name in without_effect)
         notes.append(f"note: {flags}: no effect, because there is only one data-parallel rank")
     if values["zero"] is None:
-        values["zero"] = int(world.prefers_zero and several and dp == "flat" and compress == "none")
-        if not several:
+        values["zero"] = int(world.prefers_zero and several_replicas and dp == "flat" and compress == "none")
+        if not several_replicas:
             values["zero_gather"] = "end"  # for --zero-gather forward, the note above was added
     return values, notes
 

@@ -18,7 +18,7 @@ LOCK = ".lock"
 
 
 class RunLock(contextlib.AbstractContextManager):
-    """A context in which this process has the lock of an --out directory; the directory is created if needed.
+    """A context manager that holds the lock of an --out directory. The constructor creates the directory if needed.
 
     At the end of the context the lock file is removed. The directory is removed too if this object created it and it is
     empty. On a file system without locks (some network file systems) a second run is not detected, and `notes`, a list
@@ -29,17 +29,17 @@ class RunLock(contextlib.AbstractContextManager):
     def __init__(self, directory):
         self.directory, self.notes = Path(directory), []
         self.created = not os.path.lexists(directory)
-        self.file = self.acquire()  # the open lock file
+        self.file = self.open_lock_file()
 
-    def acquire(self):
-        """Open and lock the lock file, write the process id and host name to it, and return the open file."""
+    def open_lock_file(self):
+        """Open and lock DIR/.lock, write the process id and host name to it, and return the open file."""
         path = writable_directory(self.directory) / LOCK
         while True:
             try:
                 file = open(path, "a+", encoding="utf-8")
             except OSError as error:
                 raise CheckpointError(f"{path}: {error.strerror}: choose another directory") from None
-            self.lock(file)
+            self.lock_or_raise(file)
             if is_open_file(path, file):
                 break
             file.close()  # another run ended between open() and lock() and removed this file: open a new one
@@ -48,7 +48,7 @@ class RunLock(contextlib.AbstractContextManager):
         file.flush()
         return file
 
-    def lock(self, file):
+    def lock_or_raise(self, file):
         """Lock the open file; close it and raise CheckpointError if another run holds the lock."""
         try:
             locked = lock(file)
@@ -73,11 +73,11 @@ class RunLock(contextlib.AbstractContextManager):
         """
         renamed = rename_with_number(self.directory)
         self.release(renamed)
-        self.file = self.acquire()
+        self.file = self.open_lock_file()
         return renamed
 
     def release(self, directory):
-        """Remove the lock file from `directory` and release the lock. The directory may have been renamed since."""
+        """Remove the lock file and release the lock. directory: the present Path of the locked directory."""
         with contextlib.suppress(OSError):
             os.unlink(directory / LOCK)
         self.file.close()

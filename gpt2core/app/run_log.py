@@ -36,7 +36,7 @@ class RunLog:
         self.every, self.plot, self.title = every, plot, title
         self.file, self.rows = continue_log(path, first, recorded) if path else (None, [])
         self.last_log_row = step_and_loss(self.rows[-1]) if self.rows else {}  # is saved in each checkpoint
-        self.size = os.path.getsize(path) if path else 0  # bytes of the complete lines in the log
+        self.complete_bytes = os.path.getsize(path) if path else 0  # the size of the log without an incomplete line
         self.printed = []  # the last result of slow_values()
         self.bar = tqdm(total=steps, initial=first, unit="step", disable=None, leave=False, dynamic_ncols=True)
 
@@ -79,14 +79,14 @@ class RunLog:
             try:
                 self.file.write(line)
                 self.file.flush()
-                self.size += len(line)
+                self.complete_bytes += len(line)
                 self.last_log_row = step_and_loss(row)
             except OSError as error:
                 file, self.file = self.file, None
                 with contextlib.suppress(OSError):
                     file.close()
                 with contextlib.suppress(OSError):
-                    os.truncate(file.name, self.size)  # remove the incomplete line
+                    os.truncate(file.name, self.complete_bytes)
                 raise ConfigError(
                     f"{file.name}: cannot be written ({error.strerror}) at step {row['step']}: free some space"
                 ) from None
@@ -120,7 +120,7 @@ def open_run_log(config, first, recorded, lock, notes):
     if older := checkpoint_of_older_run(config):
         held = f"{config.out} held {describe_step(older)} of an earlier run"
         notes.append(f"note: {held}: it is now {lock.rename_directory()}")
-    if rows and config.log.exists():  # false if the log was in the directory just renamed
+    if rows and config.log.exists():  # not if the log was in the directory that was renamed above
         notes.append(f"note: {config.log} was the log of an earlier run: it is now {rename_with_number(config.log)}")
     notes += lock.notes if lock else []
     title = f"GPT-2 {config.init_from or config.preset} on {config.data.name}"

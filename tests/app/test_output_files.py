@@ -126,11 +126,12 @@ def test_a_resumed_run_refuses_the_log_of_another_run_and_leaves_it_unchanged(na
     out, own, other = tmp_path / "run", tmp_path / "own.jsonl", tmp_path / "other.jsonl"
     assert nano("--out", out, *(("--log", own) if logged else ())).code == 0
     resume = ("--resume", out, "--out", out, "--steps", 3, "--log")
+    why = "step 1 of the resumed run had loss " if logged else "the resumed run had no log; "
     for steps in (range(300), range(1), range(2, 300)):
         other.write_bytes(b"".join(lines_of_log(steps, rng)))
         before = other.read_bytes()
         for more in ((), ("--overwrite",)):
-            assert_refused(nano(*resume, other, *more), f"--log {other}: is the log of another run", "another file")
+            assert_refused(nano(*resume, other, *more), f"--log {other}: is the log of another run: {why}", "another file")
         assert other.read_bytes() == before
     other.write_bytes(b"")  # an empty file is accepted
     log, steps = (own, [0, 1, 2]) if logged else (other, [2])
