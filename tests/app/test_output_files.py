@@ -131,7 +131,8 @@ def test_a_resumed_run_refuses_the_log_of_another_run_and_leaves_it_unchanged(na
         other.write_bytes(b"".join(lines_of_log(steps, rng)))
         before = other.read_bytes()
         for more in ((), ("--overwrite",)):
-            assert_refused(nano(*resume, other, *more), f"--log {other}: is the log of another run: {why}", "another file")
+            texts = f"--log {other}: is the log of another run: {why}", "another file"
+            assert_refused(nano(*resume, other, *more), *texts)
         assert other.read_bytes() == before
     other.write_bytes(b"")  # an empty file is accepted
     log, steps = (own, [0, 1, 2]) if logged else (other, [2])
@@ -253,14 +254,14 @@ def test_the_kernel_releases_the_lock_of_a_killed_process(tmp_path):
 
 
 def test_a_lock_file_that_its_run_has_just_removed_does_not_count(tmp_path, monkeypatch):
-    first, original = RunLock(tmp_path), RunLock.lock
+    first, original = RunLock(tmp_path), RunLock.lock_or_raise
 
     def lock(self, file):  # the first run ends between the opening of its lock file and the attempt to lock it
         first.__exit__(None, None, None)
-        monkeypatch.setattr(RunLock, "lock", original)
+        monkeypatch.setattr(RunLock, "lock_or_raise", original)
         original(self, file)
 
-    monkeypatch.setattr(RunLock, "lock", lock)
+    monkeypatch.setattr(RunLock, "lock_or_raise", lock)
     with RunLock(tmp_path), pytest.raises(CheckpointError, match="is writing checkpoints there"):
         RunLock(tmp_path)
 
