@@ -31,37 +31,37 @@ def check_downloaded(flag, path):
         )
 
 
-def load_tokenizer(spec, weights):
-    """The Tokenizer of `spec`, the value of --tokenizer; None: the Tokenizer in the directory `weights`.
+def load_tokenizer(spec, directory):
+    """The Tokenizer of `spec`, the value of --tokenizer; None: the one in the `directory` of a checkpoint.
 
     Raises DataError if it cannot be read.
     """
-    if spec is None and not (weights / "tokenizer.json").exists():
-        if (weights / "vocab.json").exists() and (weights / "merges.txt").exists():
-            path = repr(str(weights))
+    if spec is None and not (directory / "tokenizer.json").exists():
+        if (directory / "vocab.json").exists() and (directory / "merges.txt").exists():
+            path = repr(str(directory))
             raise DataError(
-                f"{weights}: has vocab.json and merges.txt, but no tokenizer.json: write it with transformers, "
+                f"{directory}: has vocab.json and merges.txt, but no tokenizer.json: write it with transformers, "
                 f"GPT2TokenizerFast.from_pretrained({path}).save_pretrained({path})"
             )
-        raise DataError(f"{weights}: has no tokenizer.json: give --tokenizer word, byte or a file")
-    return build_tokenizer(spec, read_text(CORPUS)) if spec else Tokenizer.load(weights)
+        raise DataError(f"{directory}: has no tokenizer.json: give --tokenizer word, byte or a file")
+    return build_tokenizer(spec, read_text(CORPUS)) if spec else Tokenizer.load(directory)
 
 
-def read_prompt(prompt, prompt_file, tokenizer, weights):
+def read_prompt(prompt, prompt_file, tokenizer, checkpoint):
     """The token ids of --prompt or --prompt-file; if neither is given, the first tokens of a corpus.
 
-    These are 256 tokens, or one block of the model if that is shorter. The corpus is the one that the Checkpoint
-    `weights` was trained on; if it is unknown or missing, it is dummy.txt. Raises ConfigError if both flags are given,
+    These are 256 tokens, or one block of the model if that is shorter. The corpus is the one that the Checkpoint was
+    trained on; if that is unknown or missing, the corpus is dummy.txt. Raises ConfigError if both flags are given,
     DataError if the prompt is empty.
     """
     if prompt is not None and prompt_file is not None:
         raise ConfigError("--prompt and --prompt-file exclude each other: give one of them")
     if prompt is None and prompt_file is None:
-        shipped = SHIPPED.get(weights.path.resolve(), CORPUS)
-        corpus = Path(saved_arguments(weights).get("data", shipped))
+        shipped = SHIPPED.get(checkpoint.path.resolve(), CORPUS)
+        corpus = Path(saved_arguments(checkpoint).get("data", shipped))
         corpus = corpus if corpus.exists() else CORPUS
         try:
-            return first_tokens(corpus, tokenizer, min(256, weights.config.block_size)).tolist()
+            return first_tokens(corpus, tokenizer, min(256, checkpoint.config.block_size)).tolist()
         except DataError as error:
             raise DataError(f"{corpus.name} cannot be the prompt of these weights: {error}; give --prompt") from None
     text = prompt if prompt_file is None else read_text(prompt_file).removesuffix("\n")
