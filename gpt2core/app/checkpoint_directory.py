@@ -43,13 +43,14 @@ HIDDEN = re.compile(r"\.[\w.-]+\.[0-9a-f]{8}\.partial")
 def save_checkpoint(
     directory, step, *, config, parameters, tokenizer=None, moments=None, state=None, keep=2, dtype=np.float32
 ):
-    """Save a checkpoint as directory/step-XXXXXXXX, make it the latest, and delete old ones; return the Path of it.
+    """Save a checkpoint as directory/step-XXXXXXXX, make `latest` refer to it, delete old ones; return its Path.
 
-    step: its number, the updates made. parameters: {name of parameter_shapes(config): array}; views are allowed; stored
-    as `dtype`, float32 or float16. moments: {name: (first, second)}, Adam's moments, stored as float32; they and
-    `state` are needed to resume. tokenizer: an object with `save(path)`. state: a dict for JSON; floats are restored
-    bit for bit. keep: how many of the newest steps to keep, 0: all. The newest steps are those written last, not those
-    with the largest number, so a run that is resumed from an early step keeps its own checkpoints.
+    step: the number of updates made. parameters: {name of parameter_shapes(config): array}; views are allowed; stored
+    as `dtype`, float32 or float16. moments: {name: (first, second)}, Adam's moments, stored as float32. state: a dict
+    for JSON; floats are restored bit for bit. Without `moments` and `state`, no run can be resumed from the checkpoint.
+    tokenizer: an object with `save(path)`. keep: how many of the newest steps to keep, 0: all. The newest steps are
+    those written last, not those with the largest number, so a run that is resumed from an early step keeps its own
+    checkpoints.
 
     After a crash at any moment, either the earlier checkpoint or the new one can be read. Raises CheckpointError if the
     step cannot be written.
@@ -87,15 +88,15 @@ def save_checkpoint(
 
 
 def load_checkpoint(path, *, with_optimizer=False, accept_edited=False):
-    """The Checkpoint at `path`: of the directory that resolve_checkpoint(path) returns.
+    """Read the Checkpoint in the directory that resolve_checkpoint(path) returns.
 
     Weights may be stored as float32, float16 or bfloat16, with or without the `transformer.` prefix, in one file or in
-    several. with_optimizer: optimizer.safetensors and state.json are required, as for a resumed run. Otherwise the
-    result has `moments` None, and state.json is read only if it exists. Raises CheckpointError, with the file's path,
-    for a file that is missing, corrupted or of another model, and, unless `accept_edited`, for a file that was changed
-    after it was saved. If another step of the same `--out` directory can be read, the message contains its path.
+    several. with_optimizer: for a resumed run, read the moments too; optimizer.safetensors and state.json must exist.
+    Otherwise the result has `moments` None, and state.json is read only if it exists. Raises CheckpointError, with the
+    file's path, for a file that is missing, corrupted or of another model, and, unless `accept_edited`, for a file that
+    was changed after it was saved. If another step of the same `--out` directory can be read, the message has its path.
     """
-    for _ in range(10):  # a running training may replace the step while it is read: then read again
+    for _ in range(10):  # read again if a running training has replaced the step, which can also cause an error
         step = resolve_checkpoint(path)
         identity = identity_of(step)
         try:

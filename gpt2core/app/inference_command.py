@@ -67,7 +67,8 @@ def inference_command(make_backend, world, args, cores):
         if args.interactive:
             answer_prompts(world, model, tokenizer, args, emit)
             return 0
-        prompt, rule = fit_prompt(prompts[0], config.block_size, emit), group_sampling_rule(world, args, args.seed)
+        prompt = fit_prompt(prompts[0], config.block_size, emit)
+        rule = group_sampling_rule(world, args, args.seed)
         write_text(model, tokenizer, prompt, args.max_new_tokens, rule, args.stop, args.stream, args.stats, emit)
         return 0
 
@@ -81,7 +82,8 @@ def answer_prompts(world, model, tokenizer, args, emit):
         sys.stdin.reconfigure(errors="surrogateescape")  # the tokenizer reports bytes that are not UTF-8
     decoders, number = {}, 0
     while (prompt := world.broadcast_object(on_root(world, lambda: typed_prompt(tokenizer)))) is not None:
-        prompt, rule = fit_prompt(prompt, model.config.block_size, emit), group_sampling_rule(world, args, args.seed + number)
+        prompt = fit_prompt(prompt, model.config.block_size, emit)
+        rule = group_sampling_rule(world, args, args.seed + number)
         write_continuation(
             model, tokenizer, prompt, args.max_new_tokens, rule, args.stop, True, args.stats, emit, decoders
         )
