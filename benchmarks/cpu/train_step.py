@@ -99,7 +99,7 @@ def main():
     add("--threads", type=int, nargs="+", default=[1, 2], help="numbers of threads (default 1 2)")
     add("--preset", choices=PRESETS, default="paper", help="model (default paper)")
     add("--batch-size", type=int, default=16, help="sequences per step (default 16)")
-    add("--rounds", type=int, default=5, help="rounds; each measures every program once (default 5)")
+    add("--rounds", type=int, default=5, help="number of rounds; each round times every program (default 5)")
     add("--steps-per-round", type=int, default=2, help="timed steps of each process in a round (default 2)")
     add("--warm-up", type=int, default=2, help="steps before the first round (default 2)")
     add("--timeout", type=int, default=900, help="seconds that one round of a process may take (default 900)")

@@ -173,7 +173,7 @@ def main():
         help="variants of PyTorch, one row each (default flash cudnn)",
     )
     add("--packed", action="store_true", help="give PyTorch q, k, v as views of one array (B, T, 3C)")
-    add("--rounds", type=int, default=15, help="rounds; each measures every program once (default 15)")
+    add("--rounds", type=int, default=15, help="number of rounds; each round times every program (default 15)")
     add("--milliseconds", type=float, default=30, help="approximate device time of one round (default 30)")
     add("--threads", type=int, default=4, help="CPU threads of each process (default 4)")
     add("--timeout", type=int, default=300, help="seconds per round of a process, with compilation (default 300)")

@@ -205,7 +205,7 @@ def main():
         help="variants of PyTorch, one row each (default compiled; paper: graph compiled eager)",
     )
     add("--no-compile", action="store_true", help="omit every peer that uses torch.compile")
-    add("--rounds", type=int, default=7, help="rounds; each measures every program once (default 7)")
+    add("--rounds", type=int, default=7, help="number of rounds; each round times every program (default 7)")
     add("--steps-per-round", type=int, help="timed steps of each process in a round (default 10; paper 200)")
     add("--warm-up", type=int, default=3, help="steps before the first round (default 3)")
     add("--threads", type=int, default=4, help="CPU threads of each process (default 4)")

@@ -274,7 +274,7 @@ def parser():
     add("--ranks", type=int, nargs="+", default=[2, 4], help="GPUs of each job (default 2 4)")
     add("--sizes", type=int, nargs="+", default=SIZES, help="bytes of the fp32 array (default 1 MB, 10 MB, ..., 1 GB)")
     add("--preset", choices=PRESETS, default="gpt2", help="compute --bucket-mb for this model (default gpt2)")
-    add("--rounds", type=int, default=9, help="rounds; each measures every program once (default 9)")
+    add("--rounds", type=int, default=9, help="number of rounds; each round times every program (default 9)")
     add("--timeout", type=int, default=150, help="seconds that one job may take (default 150)")
     add_save_flags(add, "collectives")
     return parser

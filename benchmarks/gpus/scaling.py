@@ -235,7 +235,7 @@ def parser_of(benchmark, thesis, timeout, of):
 
 def add_rounds(add, warm_up):
     """Add the flags of benchmarks with interleaved rounds."""
-    add("--rounds", type=int, default=5, help="rounds; each measures every program once (default 5)")
+    add("--rounds", type=int, default=5, help="number of rounds; each round times every program (default 5)")
     add("--steps-per-round", type=int, default=10, help="timed steps of each variant in a round (default 10)")
     add("--warm-up", type=int, default=1, help=f"timed steps of a first round, which is discarded ({warm_up})")
     add("--threads", type=int, default=4, help="CPU threads of each process (default 4)")

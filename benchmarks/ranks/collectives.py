@@ -217,7 +217,9 @@ def main():
     parser.add_argument(
         "--sizes", type=int, nargs="+", default=SIZES, help="bytes of the array (default 1 KB, 10 KB, ..., 100 MB)"
     )
-    parser.add_argument("--rounds", type=int, default=9, help="rounds; each measures every program once (default 9)")
+    parser.add_argument(
+        "--rounds", type=int, default=9, help="number of rounds; each round times every program (default 9)"
+    )
     parser.add_argument(
         "--seconds", type=float, default=20, help="seconds per size, after which no round begins (default 20)"
     )

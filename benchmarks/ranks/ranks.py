@@ -155,7 +155,7 @@ def main():
     add("--no-deterministic", action="store_true", help="one micro-batch per rank; MPI's own order of sums")
     add("--with-threads", action="store_true", help="add a row: stage 0 with as many threads as ranks")
     add("--no-ddp", action="store_true", help="do not run PyTorch")
-    add("--rounds", type=int, default=7, help="rounds; each measures every program once (default 7)")
+    add("--rounds", type=int, default=7, help="number of rounds; each round times every program (default 7)")
     add("--steps-per-round", type=int, default=2, help="timed steps of each process in a round (default 2)")
     add("--warm-up", type=int, default=2, help="steps before the first round (default 2)")
     add("--timeout", type=int, default=900, help="seconds that one round of a process may take (default 900)")
