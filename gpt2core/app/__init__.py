@@ -37,8 +37,8 @@ def missing_package(error):
 def _short_errors(error_type, error, traceback, show=sys.excepthook):
     """The exception hook (see the docstring of this file); `show` is the hook that it replaces."""
     if line := missing_package(error):
-        *_, rank = read_launcher_env()
-        if not rank:  # only the first rank of a job prints the line, which is the same on all ranks
+        *_, process_number = read_launcher_env()
+        if not process_number:  # only the first process of a job prints the line, which is the same in all processes
             print(line, file=sys.stderr)
         sys.exit(2)
     interactive = hasattr(sys, "ps1")

@@ -132,9 +132,9 @@ def check_one_process(world, stage):
 
     These processes cannot communicate: the first one raises the error and the others exit.
     """
-    variable, count, rank = read_launcher_env()
+    variable, count, process_number = read_launcher_env()
     if world.one_process and count > 1:
-        if rank:
+        if process_number:
             sys.exit(2)
         raise ConfigError(
             f"{count} processes were started ({variable}), but this stage is one process, so each would do all "
