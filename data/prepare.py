@@ -1,10 +1,11 @@
-"""Convert a UTF-8 text of any size to a token file and a tokenizer.json, in constant memory.
+"""Convert a UTF-8 text of any size to a token file and a tokenizer.json, with a constant amount of memory.
 
     python data/prepare.py shakespeare.txt --tokenizer byte --out shakespeare
 
-writes shakespeare/tokens.bin and shakespeare/tokenizer.json. Then `--data shakespeare` trains on the token file, which
-is memory-mapped. The text is encoded in pieces that no token crosses, so the tokens are those of the whole text. With
---tokenizer word the text is read twice, first for the vocabulary. A file gets its name only when it is complete.
+writes shakespeare/tokens.bin, which the training maps into memory (--data shakespeare), and shakespeare/tokenizer.json.
+The text is encoded in pieces. It is divided only at positions that no token crosses, so the tokens are equal to those
+of the whole text. The vocabulary of --tokenizer word needs one more pass over the text. Each file is written to a
+temporary name, flushed to disk with fsync and renamed.
 """
 
 import sys
@@ -55,10 +56,13 @@ def main(arguments=None):
     parser = Parser(prog="prepare.py", description=__doc__.split("\n\n")[0], epilog=example)
     parser.add_argument("text", type=Path, metavar="TEXT", help="the UTF-8 text file to read")
     parser.add_argument(
-        "--tokenizer", default="word", help="word, byte, or the path of a tokenizer.json such as GPT-2's (default word)"
+        "--tokenizer",
+        default="word",
+        help="word (each word of the text is a token), byte (each byte is a token), or the path of a tokenizer.json "
+        "such as GPT-2's (default word)",
     )
     parser.add_argument(
-        "--out", type=Path, help="directory to write (default: the path of the text with the suffix .tokens)"
+        "--out", type=Path, help="directory to write to (default: the path of the text with the suffix .tokens)"
     )
     try:
         options = parser.parse_args(arguments)

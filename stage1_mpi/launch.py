@@ -296,14 +296,19 @@ def show():
 
 
 def parser():
-    parser = Parser(prog="launch", description="Run a Python program on N ranks.", allow_abbrev=False)
+    text = "Run a Python program on N ranks, with the mpiexec of the MPI library that mpi4py loads."
+    parser = Parser(prog="python -m stage1_mpi.launch", description=text, allow_abbrev=False)
     add = parser.add_argument
     add("-n", type=int, default=1, metavar="N", help="number of ranks (default 1)")
-    add("--hostfile", type=Path, metavar="FILE", help="file of hosts, one per line (default: only this host)")
-    add("--flags", default="", metavar="TEXT", help="additional flags for mpiexec, in one argument")
-    add("--show", action="store_true", help="print the MPI library and the path of its launcher, and run nothing")
+    text = "file of the hosts on which the ranks run, one host per line (default: only this host)"
+    add("--hostfile", type=Path, metavar="FILE", help=text)
+    text = 'additional flags for mpiexec, as one argument, for example --flags="-localhost ADDRESS" (default: none)'
+    add("--flags", default="", metavar="TEXT", help=text)
+    text = "only print the MPI library and the path of its mpiexec (default: run the program)"
+    add("--show", action="store_true", help=text)
     add("--started-by-mpiexec", action="store_true", help=argparse.SUPPRESS)  # this process is a rank
-    add("command", nargs=argparse.REMAINDER, metavar="SCRIPT ...", help="a script and its flags, or -- -m MODULE ...")
+    text = "the program: a script and its flags, or -- -m MODULE and its flags"
+    add("command", nargs=argparse.REMAINDER, metavar="SCRIPT ...", help=text)
     return parser
 
 

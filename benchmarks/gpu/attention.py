@@ -165,9 +165,15 @@ def main():
     parser = argparse.ArgumentParser(prog=f"python -m {BENCHMARK}", description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--shape", type=shape_of, nargs="+", metavar="BxHxTxD", help="shapes, one table each (default six)")
-    add("--peers", choices=PEERS, nargs="+", default=list(PEERS), help="PyTorch's rows (default flash cudnn)")
-    add("--packed", action="store_true", help="PyTorch also reads views of the projection (B, T, 3C)")
-    add("--rounds", type=int, default=15, help="rounds (default 15)")
+    add(
+        "--peers",
+        choices=PEERS,
+        nargs="+",
+        default=list(PEERS),
+        help="variants of PyTorch, one row each (default flash cudnn)",
+    )
+    add("--packed", action="store_true", help="give PyTorch q, k, v as views of one array (B, T, 3C)")
+    add("--rounds", type=int, default=15, help="number of rounds; each round times every program (default 15)")
     add("--milliseconds", type=float, default=30, help="approximate device time of one round (default 30)")
     add("--threads", type=int, default=4, help="CPU threads of each process (default 4)")
     add("--timeout", type=int, default=300, help="seconds per round of a process, with compilation (default 300)")

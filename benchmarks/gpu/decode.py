@@ -177,12 +177,12 @@ def main():
         choices=PEERS,
         nargs="*",
         default=["graph", "overhead", "eager"],
-        help="PyTorch's rows (default graph overhead eager)",
+        help="variants of PyTorch, one row each (default graph overhead eager)",
     )
-    add("--rounds", type=int, default=7, help="rounds (default 7)")
+    add("--rounds", type=int, default=7, help="number of rounds; each round times every program (default 7)")
     add("--threads", type=int, default=4, help="CPU threads of each process (default 4)")
     add("--timeout", type=int, default=500, help="seconds per round of a process, with compilation (default 500)")
-    add("--variants", action="store_true", help="time values of our kernels' constants instead")
+    add("--variants", action="store_true", help="only time other values of our kernels' constants")
     add("--steps", type=int, default=200, help="steps per timing of --variants (default 200)")
     add_save_flags(add, "decode")
     args = parser.parse_args()

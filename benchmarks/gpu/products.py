@@ -130,7 +130,7 @@ def parser():
     add = parser.add_argument
     add("--preset", choices=SHAPES, nargs="+", default=list(SHAPES), help="models (default both)")
     add("--precision", choices=AGREE, nargs="+", default=list(AGREE), help="precisions, one table each (default all)")
-    add("--rounds", type=int, default=7, help="rounds (default 7)")
+    add("--rounds", type=int, default=7, help="number of rounds; each round times every program (default 7)")
     add("--milliseconds", type=float, default=20, help="approximate device time of one round (default 20)")
     add("--threads", type=int, default=4, help="CPU threads of each process (default 4)")
     add("--timeout", type=int, default=300, help="seconds per round of a process, with compilation (default 300)")

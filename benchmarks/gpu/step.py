@@ -198,9 +198,14 @@ def main():
     add("--precision", choices=PRECISIONS, nargs="+", default=["bf16"], help="one table each (default bf16)")
     add("--batch-size", type=int, help="sequences per step (default 64; paper 16)")
     add("--seq-len", type=int, help="tokens per sequence; may exceed the block size (default: the block size)")
-    add("--peers", choices=PEERS, nargs="+", help="PyTorch's rows (default compiled; paper: graph compiled eager)")
+    add(
+        "--peers",
+        choices=PEERS,
+        nargs="+",
+        help="variants of PyTorch, one row each (default compiled; paper: graph compiled eager)",
+    )
     add("--no-compile", action="store_true", help="omit every peer that uses torch.compile")
-    add("--rounds", type=int, default=7, help="rounds (default 7)")
+    add("--rounds", type=int, default=7, help="number of rounds; each round times every program (default 7)")
     add("--steps-per-round", type=int, help="timed steps of each process in a round (default 10; paper 200)")
     add("--warm-up", type=int, default=3, help="steps before the first round (default 3)")
     add("--threads", type=int, default=4, help="CPU threads of each process (default 4)")

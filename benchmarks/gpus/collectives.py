@@ -272,9 +272,9 @@ def parser():
     parser = argparse.ArgumentParser(prog=f"python -m {BENCHMARK}", description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--ranks", type=int, nargs="+", default=[2, 4], help="GPUs of each job (default 2 4)")
-    add("--sizes", type=int, nargs="+", default=SIZES, help="bytes of the array in fp32 (default 1 MB to 1 GB by 10)")
-    add("--preset", choices=PRESETS, default="gpt2", help="model for whose gradient --bucket-mb is computed (gpt2)")
-    add("--rounds", type=int, default=9, help="rounds (default 9)")
+    add("--sizes", type=int, nargs="+", default=SIZES, help="bytes of the fp32 array (default 1 MB, 10 MB, ..., 1 GB)")
+    add("--preset", choices=PRESETS, default="gpt2", help="compute --bucket-mb for this model (default gpt2)")
+    add("--rounds", type=int, default=9, help="number of rounds; each round times every program (default 9)")
     add("--timeout", type=int, default=150, help="seconds that one job may take (default 150)")
     add_save_flags(add, "collectives")
     return parser

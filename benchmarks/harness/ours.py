@@ -21,7 +21,7 @@ from stage1_mpi.mpi_communicator import MpiCommunicator
 from stage2_cuda.tuning import tuner as autotune
 
 LR = 3e-4
-GPU_OPTIMIZER = dict(clip=1.0, weight_decay=0.1, beta2=0.95)  # the recipe of GPT-2 and of nanoGPT
+GPU_OPTIMIZER = dict(clip=1.0, weight_decay=0.1, beta2=0.95)  # as GPT-3 and nanoGPT
 
 # -- calls into the trainer -------------------------------------------------------------------------------------------
 

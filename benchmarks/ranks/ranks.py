@@ -147,11 +147,15 @@ def main():
     add("--bucket-mb", type=float, default=BUCKET_MB, help=f"minimum bucket size in 10^6 bytes (default {BUCKET_MB:g})")
     add("--zero", type=int, choices=(0, 1), default=0, help="1: shard the optimizer state (default 0)")
     add("--compress", choices=("none", *CODECS), default="none", help="format of the gradients sent (default none)")
-    add("--collectives", choices=(NATIVE, *ALL_REDUCE), help="default canonical, or mpi with --no-deterministic")
-    add("--no-deterministic", action="store_true", help="one micro-batch per rank, sums in any order")
+    add(
+        "--collectives",
+        choices=(NATIVE, *ALL_REDUCE),
+        help="all-reduce (default canonical; mpi with --no-deterministic)",
+    )
+    add("--no-deterministic", action="store_true", help="one micro-batch per rank; MPI's own order of sums")
     add("--with-threads", action="store_true", help="add a row: stage 0 with as many threads as ranks")
-    add("--no-ddp", action="store_true", help="omit PyTorch")
-    add("--rounds", type=int, default=7, help="rounds (default 7)")
+    add("--no-ddp", action="store_true", help="do not run PyTorch")
+    add("--rounds", type=int, default=7, help="number of rounds; each round times every program (default 7)")
     add("--steps-per-round", type=int, default=2, help="timed steps of each process in a round (default 2)")
     add("--warm-up", type=int, default=2, help="steps before the first round (default 2)")
     add("--timeout", type=int, default=900, help="seconds that one round of a process may take (default 900)")
