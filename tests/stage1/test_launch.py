@@ -135,7 +135,7 @@ def test_a_launcher_of_another_implementation_is_an_error(machine, library, besi
 def test_a_missing_mpi_names_the_package_to_install(monkeypatch, code, words):
     monkeypatch.setattr(launch, "VENDOR", code)
     with pytest.raises(ConfigError, match=words):
-        launch.library()
+        launch.loaded_implementation()
 
 
 # -- its flags ---------------------------------------------------------------------------------------------------------
