@@ -106,7 +106,7 @@ def parser():
         choices=("fp32", "tf32", "bf16"),
         nargs="+",
         default=["fp32", "bf16"],
-        help="precisions, one table each",
+        help="precisions, one table each (default fp32 bf16)",
     )
     add("--ranks", type=int, nargs="+", default=[1, 2, 4], help="numbers of GPUs (default 1 2 4)")
     add("--steps", type=int, default=50, help="steps of each run (default 50)")

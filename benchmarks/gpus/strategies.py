@@ -88,8 +88,8 @@ def verdicts(results, ranks):
         yield (
             f"--dp {dp}: the deterministic mode takes {cost:.3f} times the time of the fast mode (target: at most "
             f"{MAX_COST}: {reached(cost <= MAX_COST)}). Speed relative to --dp {dp} without options: {speed:.3f} with "
-            f"ZeRO-1 (target: at least {MIN_SPEED}: {reached(speed >= MIN_SPEED)}), where a rank holds {share:.3f} of the "
-            f"optimizer state; {time_ratio(fast, forward):.3f} with ZeRO-1 and --zero-gather forward; "
+            f"ZeRO-1 (target: at least {MIN_SPEED}: {reached(speed >= MIN_SPEED)}), where a rank holds {share:.3f} of "
+            f"the optimizer state; {time_ratio(fast, forward):.3f} with ZeRO-1 and --zero-gather forward; "
             f"{time_ratio(fast, compressed):.3f} with --compress bf16"
         )
 

@@ -1,4 +1,7 @@
-"""The tables of docs/RESULTS.md about stages 2 and 3: functions that return (rows, names of the source files)."""
+"""The tables of docs/RESULTS.md about stages 2 and 3.
+
+Each function returns (rows, names of the source files in results/). A row is a dictionary {column title: cell}.
+"""
 
 import math
 from collections import Counter
@@ -9,7 +12,8 @@ from benchmarks.harness.table_format import gib, load, number, percent, ratio, s
 
 STEPS = "gpu/step_gpt2", "gpu/step_gpt2_4096", "gpu/step_gpt2_8192", "gpu/step_paper", "gpu/step_paper_fp32"
 SCALING = "gpus/scaling", "gpus/scaling_16", "gpus/scaling_two", "gpus/scaling_strong"
-PRODUCTS = {"forward": "forward", "input": "input gradient", "weight": "weight gradient"}
+PRODUCTS = {"forward": "forward", "input": "input gradient", "weight": "weight gradient"}  # {field: column title}
+# Groups of kernels of which the profile's table shows the total time.
 GROUPS = ("attention", "layernorm", "column_sums", "cross_entropy", "adamw", "embedding")
 
 
@@ -18,8 +22,8 @@ def gpu_step():
     for name in STEPS:
         for row in load(name)["results"]:
             options = row["options"]
-            if ours := row["name"] == "ours":
-                own = row
+            if is_ours := row["name"] == "ours":  # the first row of a file
+                ours = row
             rows.append(
                 {
                     "": f"{options['preset']}, {options['precision']}, {options['batch_size']} x {options['seq_len']}, "
@@ -28,8 +32,10 @@ def gpu_step():
                     "quartiles": spread(row["seconds"], 1e3),
                     "tokens/s": f"{row['tokens_per_second']:,.0f}",
                     "MFU": percent(row["mfu"]),
-                    "ours is times as fast": "" if ours else ratio(own["times_as_fast"][row["name"]]),
-                    "with losses read at the end": "" if ours else ratio(own["times_as_fast_as_unread"][row["name"]]),
+                    "ours times as fast": "" if is_ours else ratio(ours["times_as_fast"][row["name"]]),
+                    "ours times as fast if PyTorch reads losses at the end": ""
+                    if is_ours
+                    else ratio(ours["times_as_fast_as_unread"][row["name"]]),
                     "memory held, GiB": gib(row["held_bytes"]),
                 }
             )
@@ -41,7 +47,7 @@ def gpu_choices():
         {
             "": f"{row['preset']}, without: {row['without']}",
             "ms per step": number(row["seconds"], 1e3),
-            "time / full step": ratio(row["gain"], 3),
+            "time / time of the full step": ratio(row["gain"], 3),
             "quartiles": spread(row["gain"], 1),
         }
         for row in load("gpu/choices")["results"]
@@ -50,7 +56,7 @@ def gpu_choices():
 
 
 def group_of(row):
-    """The group of a kernel in the profile: one of GROUPS, "matrix products", or "other kernels and copies"."""
+    """The group of one row of the profile: one of GROUPS, "matrix products", or "other kernels and copies"."""
     name = row["title"].partition(": ")[0]
     if name.startswith("product") or name.startswith("splitK"):
         return "matrix products"
@@ -58,40 +64,43 @@ def group_of(row):
 
 
 def gpu_profile():
-    columns = {}
-    for name in ("gpu/profile", "gpu/profile_paper"):
-        found, spent = load(name)["results"], Counter()
-        for row in found["graph"]:
-            spent[group_of(row)] += row["ms"]
-        total = sum(spent.values())
-        cells = {group: f"{ms:.3f} ({percent(ms / total)})" for group, ms in spent.most_common()}
-        columns[f"{found['preset']}, {found['precision']}, ms"] = cells | {
+    files = ["gpu/profile", "gpu/profile_paper"]
+    columns = {}  # {column title: {row title: cell}}
+    for name in files:
+        profile, group_ms = load(name)["results"], Counter()
+        for row in profile["graph"]:
+            group_ms[group_of(row)] += row["ms"]
+        total = sum(group_ms.values())
+        cells = {group: f"{ms:.3f} ({percent(ms / total)})" for group, ms in group_ms.most_common()}
+        columns[f"{profile['preset']}, {profile['precision']}, ms"] = cells | {
             "sum of the kernels": f"{total:.3f}",
-            "idle, by device clock": percent(found["idle_share"]),
-            "idle, by the kernels' time stamps": percent(found["idle_share_profiled"]),
-            "whole step, graph replayed": f"{1e3 * found['graph_step_seconds']:.3f}",
-            "whole step, launched from Python": f"{1e3 * found['eager_step_seconds']:.3f}",
+            "idle, by device clock": percent(profile["idle_share"]),
+            "idle, by the kernels' time stamps": percent(profile["idle_share_profiled"]),
+            "whole step, graph replayed": f"{1e3 * profile['graph_step_seconds']:.3f}",
+            "whole step, launched from Python": f"{1e3 * profile['eager_step_seconds']:.3f}",
         }
-    names = list(next(iter(columns.values())))
-    return [{"": name} | {column: cells.get(name, "") for column, cells in columns.items()} for name in names], [
-        "gpu/profile",
-        "gpu/profile_paper",
+    row_titles = list(next(iter(columns.values())))
+    rows = [
+        {"": row_title} | {title: cells.get(row_title, "") for title, cells in columns.items()}
+        for row_title in row_titles
     ]
+    return rows, files
 
 
 def gpu_kernels():
     rows = []
     for row in load("gpu/profile")["results"]["graph"][:21]:
+        tflops, tbps = row["tflops"], row["tbps"]
         rows.append(
             {
                 "kernel": f"`{row['title']}`",
                 "calls": f"{row['calls']:g}",
                 "ms": f"{row['ms']:.3f}",
-                "share": percent(row["share"]),
-                "TFLOP/s": f"{row['tflops']:.0f}" if row["tflops"] else "",
-                f"of {CEILINGS['tflops']}": percent(row["tflops"] / CEILINGS["tflops"], 0) if row["tflops"] else "",
-                "TB/s": f"{row['tbps']:.2f}" if row["tbps"] else "",
-                f"of {CEILINGS['tbps']}": percent(row["tbps"] / CEILINGS["tbps"], 0) if row["tbps"] else "",
+                "share of time": percent(row["share"]),
+                "TFLOP/s": f"{tflops:.0f}" if tflops else "",
+                f"share of {CEILINGS['tflops']} TFLOP/s": percent(tflops / CEILINGS["tflops"], 0) if tflops else "",
+                "TB/s": f"{tbps:.2f}" if tbps else "",
+                f"share of {CEILINGS['tbps']} TB/s": percent(tbps / CEILINGS["tbps"], 0) if tbps else "",
             }
         )
     return rows, ["gpu/profile"]
@@ -112,18 +121,18 @@ def lesson(name):
 
 
 def gpu_fusions():
-    base = {}
+    unfused_us = {}
     rows = []
     for row in load("gpu/fusions")["results"]:
-        key = row["rows"], row["c"], row["k"], row["fusion"]
-        base.setdefault(key, row["us"])  # the separate kernel is the first version
+        case = row["rows"], row["c"], row["k"], row["fusion"]
+        unfused_us.setdefault(case, row["us"])  # the first version of a case has a separate kernel
         rows.append(
             {
                 "rows x C x K": f"{row['rows']} x {row['c']} x {row['k']}",
                 "fusion": row["fusion"],
                 "version": row["version"],
                 "us": f"{row['us']:.1f}",
-                "times as fast": f"{base[key] / row['us']:.2f}",
+                "times as fast": f"{unfused_us[case] / row['us']:.2f}",
             }
         )
     return rows, ["gpu/fusions"]
@@ -138,11 +147,11 @@ def attention(name):
                     "B x H x T x D": " x ".join(map(str, row["shape"])),
                     "": row["name"],
                     "forward, ms": number(row["ms"]["forward"]),
-                    "TFLOP/s": f"{row['tflops']['forward']:.0f}",
-                    "ours is times as fast": ratio(row["ours_is_times_as_fast"]["forward"]),
+                    "forward, TFLOP/s": f"{row['tflops']['forward']:.0f}",
+                    "forward: ours times as fast": ratio(row["ours_is_times_as_fast"]["forward"]),
                     "forward and backward, ms": number(row["ms"]["both"]),
-                    "TFLOP/s ": f"{row['tflops']['both']:.0f}",
-                    "ours is times as fast ": ratio(row["ours_is_times_as_fast"]["both"]),
+                    "both, TFLOP/s": f"{row['tflops']['both']:.0f}",
+                    "both: ours times as fast": ratio(row["ours_is_times_as_fast"]["both"]),
                 }
             )
     return rows, [name]
@@ -150,15 +159,15 @@ def attention(name):
 
 def gpu_tune():
     rows = []
-    for title, found in load("gpu/tune")["results"].items():
-        used, best = next(row for row in found if row["label"] == "in use"), found[0]
+    for title, candidates in load("gpu/tune")["results"].items():  # the fastest candidate comes first
+        current, fastest = next(row for row in candidates if row["label"] == "in use"), candidates[0]
         rows.append(
             {
                 "case": title,
-                "candidates": len(found),
-                "current, ms": f"{used['ms']:.4f}",
-                "fastest, ms": f"{best['ms']:.4f}",
-                "current / fastest": f"{used['ms'] / best['ms']:.3f}",
+                "candidates": len(candidates),
+                "current, ms": f"{current['ms']:.4f}",
+                "fastest, ms": f"{fastest['ms']:.4f}",
+                "current / fastest": f"{current['ms'] / fastest['ms']:.3f}",
             }
         )
     return rows, ["gpu/tune"]
@@ -166,13 +175,13 @@ def gpu_tune():
 
 def gpu_products():
     rows = []
-    for mine, peer in load("gpu/products")["results"]:
-        N, C, K, _ = mine["shape"]
-        row = {"": f"{mine['precision']}, {N} x {C} x {K}"}
-        for pad, (kind, title) in enumerate(PRODUCTS.items()):
-            row[f"{title}, TFLOP/s"] = f"{mine['tflops'][kind]:.0f}"
-            row["torch" + " " * pad] = f"{peer['tflops'][kind]:.0f}"
-            row["ratio" + " " * pad] = ratio(mine["times_as_fast"][kind])
+    for ours, torch in load("gpu/products")["results"]:
+        N, C, K, _ = ours["shape"]
+        row = {"": f"{ours['precision']}, {N} x {C} x {K}"}
+        for kind, title in PRODUCTS.items():
+            row[f"{title}: ours, TFLOP/s"] = f"{ours['tflops'][kind]:.0f}"
+            row[f"{title}: torch, TFLOP/s"] = f"{torch['tflops'][kind]:.0f}"
+            row[f"{title}: times as fast"] = ratio(ours["times_as_fast"][kind])
         rows.append(row)
     return rows, ["gpu/products"]
 
@@ -191,7 +200,7 @@ def gpu_decode():
                     "tokens/s": f"{row['batch'] / row['token']['median']:,.0f}",
                     "first token, ms": number(row["first"], 1e3, 3),
                     "all tokens, ms": number(row["total"], 1e3),
-                    "ours is times as fast, all tokens": ratio(ours["times_as_fast"][row["name"]]),
+                    "all tokens: ours times as fast": ratio(ours["times_as_fast"][row["name"]]),
                 }
             )
     return rows, ["gpu/decode", "gpu/decode_paper"]
@@ -209,9 +218,9 @@ def gpu_memory():
             {
                 "": title,
                 "held, GiB": gib(row["held_bytes"]),
-                "model, GiB": gib(row["model_bytes"]),
+                "predicted, GiB": gib(row["model_bytes"]),
                 "difference": f"{100 * row['difference']:+.1f} %",
-                "of the driver, GiB": gib(row["driver_bytes"]),
+                "held according to the driver, GiB": gib(row["driver_bytes"]),
             }
         )
     return rows, ["gpu/memory"]
@@ -251,16 +260,16 @@ def gpus_paper():
 def gpus_strategies():
     rows = []
     for row in load("gpus/strategies")["results"]:
-        alone = not row.get("communicate", True)
+        is_baseline = not row.get("communicate", True)
         added = row["communication_share"] * row["seconds"]["median"]
         rows.append(
             {
                 "": row["name"],
-                "messages": "" if alone else row["messages"],
+                "messages": "" if is_baseline else row["messages"],
                 "ms per step": number(row["seconds"], 1e3),
-                "added by communication, ms": "" if alone else f"{1e3 * added:.1f}",
-                "share of step": "" if alone else percent(row["communication_share"]),
-                "time / same `--dp`": ratio(row.get("times_plain"), 3),
+                "added by communication, ms": "" if is_baseline else f"{1e3 * added:.1f}",
+                "share of step": "" if is_baseline else percent(row["communication_share"]),
+                "time / time of the same `--dp` without options": ratio(row.get("times_plain"), 3),
                 "MB sent per rank": f"{1e-6 * row['bytes_sent']:,.0f}",
                 "optimizer MB per rank": f"{1e-6 * row['optimizer_bytes']:,.0f}",
             }
@@ -269,26 +278,26 @@ def gpus_strategies():
 
 
 def gpus_collectives():
-    found, rows = load("gpus/collectives")["results"], []
-    for row in found["all_reduce"]:
+    results, rows = load("gpus/collectives")["results"], []
+    for row in results["all_reduce"]:
         rows.append(
             {
-                "fp32 MB": f"{1e-6 * row['bytes']:,.0f}",
+                "MB in fp32": f"{1e-6 * row['bytes']:,.0f}",
                 f"{row['ranks']} GPUs": row["name"],
                 "us": number(row["seconds"], 1e6),
                 "bus GB/s": f"{1e-9 * row['bus_bandwidth']:.0f}",
                 "times as fast as torch": ratio(row["times_as_fast_as_torch"]),
-                "relative error at 10 MB": f"{found['errors'][str(row['ranks'])][row['name']]:.1e}",
+                "relative error at 10 MB": f"{results['errors'][str(row['ranks'])][row['name']]:.1e}",
             }
         )
     return rows, ["gpus/collectives"]
 
 
 def gpus_fit():
-    found, rows = load("gpus/collectives")["results"], []
-    for ranks, fits in found["alpha_beta"].items():
+    results, rows = load("gpus/collectives")["results"], []
+    for ranks, fits in results["alpha_beta"].items():
         for name, (alpha, beta) in fits.items():
-            bucket = found["bucket_mb"][f"{ranks} GPUs, {name}"]
+            bucket = results["bucket_mb"][f"{ranks} GPUs, {name}"]
             cells = {"alpha, us": f"{1e6 * alpha:.1f}", "beta, ps per byte": f"{1e12 * beta:.2f}"}
             rows.append({f"{ranks} GPUs": name, **cells, "best `--bucket-mb` for GPT-2 124M": f"{bucket:.0f}"})
     return rows, ["gpus/collectives"]
@@ -298,13 +307,13 @@ def gpus_timeline():
     rows = [
         {
             "rank 0": name,
-            "step, ms": f"{each['step_ms']:.1f}",
-            "computation": f"{each['compute_ms']:.1f}",
-            "communication": f"{each['communication_ms']:.1f}",
-            "hidden share": percent(each["hidden_ms"] / each["communication_ms"], 0),
-            "kernels": each["kernels"],
+            "step, ms": f"{times['step_ms']:.1f}",
+            "computation, ms": f"{times['compute_ms']:.1f}",
+            "communication, ms": f"{times['communication_ms']:.1f}",
+            "communication that overlaps": percent(times["hidden_ms"] / times["communication_ms"], 0),
+            "kernels": times["kernels"],
         }
-        for name, each in load("gpus/timeline")["results"].items()
+        for name, times in load("gpus/timeline")["results"].items()
     ]
     return rows, ["gpus/timeline"]
 
@@ -316,7 +325,7 @@ def gpus_parity():
         rows.append(
             {
                 "": f"{row['precision']}, {row['name']}",
-                "against stage 2": "bit-identical" if row["difference"] is None else "differs",
+                "compared with stage 2": "bit-identical" if row["difference"] is None else "differs",
                 "largest loss deviation": f"{deviation:.1e}" if deviation else "0",
                 "ms per step": f"{1e3 * row['median']:.3g}",
                 "last loss": f"{row['losses'][-1]:.6f}" if math.isfinite(row["losses"][-1]) else "not finite",
