@@ -1,4 +1,4 @@
-"""Collectives built from send and receive only, with the algorithms that MPI libraries use for Allreduce and others.
+"""Collectives built only from send and receive. MPI libraries use the same algorithms, except "canonical".
 
 Every function works on any Communicator, for any number of ranks and for arrays of any length, also of length 0.
 Costs are given in the alpha-beta model (Hockney): a message of m bytes takes alpha + m beta seconds. Alpha is the
@@ -14,8 +14,9 @@ array of n bytes:
     canonical, else     p                      2 (p-1)/p n             2 (p-1) alpha + 2 (p-1)/p n beta
 
 Lower bound: in every all-reduce at least one rank sends 2 (p-1)/p n bytes or more (Patarasuk and Yuan, Bandwidth
-optimal all-reduce algorithms for clusters of workstations, 2009). The algorithms except "canonical", and their costs:
-Thakur, Rabenseifner and Gropp, Optimization of collective communication operations in MPICH, 2005.
+optimal all-reduce algorithms for clusters of workstations, 2009). "canonical" adds in the order of
+gpt2core/parallel/tree_sum.py. The other algorithms and their costs: Thakur, Rabenseifner and Gropp, Optimization of
+collective communication operations in MPICH, 2005.
 """
 # p: number of ranks in the group; r: this rank; n: bytes of x on one rank. Private functions take flat arrays.
 # add(a, b, out=c): the NumPy function of the reduction, np.add for op "sum"
@@ -164,9 +165,9 @@ def _ring(comm, x, out, add):
 def _halving_doubling(comm, x, out, add):
     """Rabenseifner's algorithm: reduce-scatter by recursive halving, then all-gather by recursive doubling.
 
-    2 log2 p alpha + 2 (p-1)/p n beta seconds if p is a power of two. For any other p only the largest power of two of
-    the ranks takes part in the two phases. The first ranks then form pairs: the even rank of a pair sends x to the odd
-    rank before the phases, and receives the result after them. This costs 2 alpha + 2 n beta more.
+    2 log2 p alpha + 2 (p-1)/p n beta seconds if p is a power of two. For any other p, the first ranks form pairs, so
+    that the number of participants is a power of two: the even rank of a pair sends x to the odd rank, takes no part in
+    the two phases, and receives the result after them. This costs 2 alpha + 2 n beta more.
     """
     r, participants = comm.rank, 1 << (comm.size.bit_length() - 1)  # the largest power of two <= p
     paired = 2 * (comm.size - participants)  # ranks 0 to paired - 1 form pairs
@@ -240,7 +241,7 @@ def _ring_reduce_scatter(comm, parts, sums, add):
     _wait_all(previous_sends + sends)
 
 
-def _ring_scatter(comm, parts, out, add):
+def _ring_with_two_buffers(comm, parts, out, add):
     """The reduce-scatter phase of the ring, with two temporary buffers. Writes this rank's part of the sum to `out`."""
     buffers = np.empty((2, out.size), out.dtype)
     sums = [out if j == comm.rank else buffers[(comm.rank - j) % comm.size % 2] for j in range(comm.size)]
@@ -300,7 +301,7 @@ def _direct_reduce_scatter(comm, parts, out, add):
     _wait_all(sends)
 
 
-REDUCE_SCATTER = {"ring": _ring_scatter, "canonical": _direct_reduce_scatter}
+REDUCE_SCATTER = {"ring": _ring_with_two_buffers, "canonical": _direct_reduce_scatter}
 
 
 # -- the all-gather phase, and broadcast -------------------------------------------------------------------------------

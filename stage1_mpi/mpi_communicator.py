@@ -46,7 +46,7 @@ MAX_SLEEP = 2e-3  # seconds
 ACTIVE_POLL = 2e-5  # seconds of CPU time: a poll that used more has copied data; an idle poll uses a few microseconds
 FLUSH_TIME = 0.2  # seconds for the launcher to forward this rank's output before the launcher kills the job
 KILL_TIME = 3.0  # seconds to wait for the launcher to kill this rank; it cannot do so if the host is unreachable
-ABORT_TIMEOUT = 5  # seconds after which a process that aborts is killed
+ABORT_TIMEOUT = 5  # seconds after which SIGALRM kills a process that aborts
 
 
 class MpiCommunicator(Communicator):
@@ -75,8 +75,9 @@ class MpiCommunicator(Communicator):
         host = comm.Split_type(self._mpi.COMM_TYPE_SHARED)
         self.local_rank, self.local_size = host.rank, host.size
         cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count()))
-        cores_here = len(cores) // host.allgather(cores).count(cores)  # divided by the ranks that use the same cores
-        self._cores_per_rank = comm.allreduce(cores_here, self._mpi.MIN)  # 0 if there are more ranks than cores
+        ranks_on_these_cores = host.allgather(cores).count(cores)
+        # The smallest number on any host; 0 if a host has more ranks than cores.
+        self._cores_per_rank = comm.allreduce(len(cores) // ranks_on_these_cores, self._mpi.MIN)
         self.watchdog = watchdog  # one per process, shared by all its communicators; None in a job of one rank
         if is_world and self.size > 1:
             self.watchdog = watch_world(self._mpi, comm, host, self.abort)

@@ -25,7 +25,8 @@ SEED = 20260101
 LEAD_IN = 3  # untimed steps at the start of a round; after them all ranks are in step with each other
 CORPUS = 1 << 22  # number of random tokens to train on
 PAPER_STEPS, PAPER_SECONDS = 50, 0.1  # steps of the paper's run, and our target for their total time
-WAYS = {  # {name: options}: our variants on the largest number of GPUs; on the other numbers only the first one runs
+# {name: options}: our variants. All run on the largest number of GPUs; on the other numbers only the first one runs.
+OUR_VARIANTS = {
     "bucket": {"dp": "bucket"},
     "flat": {"dp": "flat"},
     "zero": {"dp": "flat", "zero": 1},
@@ -47,14 +48,14 @@ def prepare(module, world, preset, seq_len, variants, **options):
     """
     config, rng = PRESETS[preset], np.random.default_rng(SEED)
     windows = Windows(rng.integers(0, config.vocab_size, CORPUS), seq_len)
-    trains = module.make_variants(config, world, windows, variants, **options)
+    train_functions = module.make_variants(config, world, windows, variants, **options)
 
     def run_round(name, steps):
         """Train the variant `name`; return its measurements, for each field the largest value of any rank.
 
         The field "seconds" is the time per step, without the LEAD_IN first steps. The loss is that of rank 0.
         """
-        train, measured = trains[name], None
+        train, measured = train_functions[name], None
         if train is not None:
             train(LEAD_IN)
             started = time.perf_counter()
@@ -75,10 +76,10 @@ def gpus(count):
     return f"{count} GPU{'s' * (count > 1)}"
 
 
-def named(ranks, options):
+def variant_name(ranks, options):
     """The name of one of our variants: the number of GPUs and the flags of train_gpt2.py for these options."""
     if options.get("dp") == "flat" and "compress" not in options:
-        options = {"dp": "flat", "zero": 0, **options}  # the command line's default is 1
+        options = {"dp": "flat", "zero": 0, **options}  # named, because the default of train_gpt2.py is --zero 1
     names = "dp", "zero", "zero_gather", "compress"
     flags = [f"--{name.replace('_', '-')} {options[name]}" for name in names if name in options]
     return " ".join([f"ours, {gpus(ranks)}", *flags, *["--deterministic"] * options.get("deterministic", False)])
@@ -93,8 +94,9 @@ def variants(ranks, batch_of, ways, bucket_mb):
     for count in ranks:
         sizes = {"ranks": count, "batch_size": batch_of(count)}
         peers[f"DDP, {gpus(count)}" if count > 1 else "torch compiled, 1 GPU"] = sizes
-        for options in [{}] if count == 1 else ways if count == max(ranks) else ways[:1]:
-            ours[named(count, options)] = dict(sizes, bucket_mb=bucket_mb, **options)
+        chosen = ways if count == max(ranks) else ways[:1]
+        for options in chosen if count > 1 else [{}]:  # one GPU needs no options of data parallelism
+            ours[variant_name(count, options)] = dict(sizes, bucket_mb=bucket_mb, **options)
     return ours, peers
 
 
@@ -111,16 +113,19 @@ def jobs(args, preset, ours, peers):
 
 
 def measure(args, specs, steps):
-    """Run all rounds; return one result for each variant, with the seconds per step of each round."""
+    """Run all rounds; return one result for each variant, with the seconds per step of each round.
+
+    The field "side" of a result is the name of its job, "ours" or "DDP".
+    """
     with ExitStack() as stack:
-        members, by_name = [], {}
+        job_variants, by_name = [], {}
         for spec in specs:
             process = stack.enter_context(BenchmarkProcess(spec, BENCHMARK, args.timeout))
             seq_len = spec.options["seq_len"]
             for name, options in spec.options["variants"].items():
-                members.append(JobVariant(process, name))
+                job_variants.append(JobVariant(process, name))
                 by_name[name] = {"name": name, "side": spec.name, "seq_len": seq_len, **options}
-        measured = run_rounds(members, args.rounds, {"steps": args.warm_up}, {"steps": steps})
+        measured = run_rounds(job_variants, args.rounds, {"steps": args.warm_up}, {"steps": steps})
     for name, of_variant in measured.items():
         rounds = of_variant["rounds"]
         by_name[name] |= {
@@ -139,7 +144,9 @@ def summarise(results, title):
     """
     one_gpu = {result["side"]: result for result in results if result["ranks"] == 1}
     ddp = {result["ranks"]: result for result in results if result["side"] == "DDP"}
-    bucket = {result["name"]: result for result in results}.get(named(most_ranks(results), WAYS["bucket"]))
+    bucket = {result["name"]: result for result in results}.get(
+        variant_name(most_ranks(results), OUR_VARIANTS["bucket"])
+    )
     rows = []
     for result in results:
         median, result["min"] = statistics.median(result["seconds"]), min(result["seconds"])
@@ -207,7 +214,7 @@ def verdicts(results, per_gpu):
         if result["times_as_fast"] is not None:
             ratio = result["times_as_fast"]["median"]
             phrases.append(f"{ratio:.3f} times as fast as DDP (target 1: {reached(ratio > 1)})")
-        if "times_bucket" in result and result["name"] != named(most, WAYS["bucket"]):
+        if "times_bucket" in result and result["name"] != variant_name(most, OUR_VARIANTS["bucket"]):
             phrases.append(f"{result['times_bucket']['median']:.3f} times the step time of --dp bucket")
         yield f"{result['name']}: {', '.join(phrases)}"
 
@@ -222,7 +229,7 @@ def paper(args):
 
     The time does not include compilation and graph capture.
     """
-    chosen = {named(2, options): dict(ranks=2, batch_size=16, **options) for options in WAYS.values()}
+    chosen = {variant_name(2, options): dict(ranks=2, batch_size=16, **options) for options in OUR_VARIANTS.values()}
     results = measure(args, list(jobs(args, "paper", chosen, {})), PAPER_STEPS)
     rows = []
     for result in results:
@@ -280,7 +287,7 @@ def parser():
     add("--batch-size", type=int, nargs="*", default=[64, 16], help="sequences per GPU, one table each (default 64 16)")
     add("--strong", type=int, metavar="B", help="add a table: a global batch of B sequences on any number of GPUs")
     add("--paper", action="store_true", help="add a table: the time of the paper's 50 steps on two GPUs")
-    add("--ways", choices=WAYS, nargs="+", default=list(WAYS), help="our variants (default: all)")
+    add("--ways", choices=OUR_VARIANTS, nargs="+", default=list(OUR_VARIANTS), help="our variants (default: all)")
     add("--no-ddp", action="store_true", help="do not measure PyTorch")
     add("--no-compile", action="store_true", help="measure PyTorch without torch.compile")
     return parser
@@ -305,7 +312,7 @@ def main(argv=None):
         results["paper"] = paper(args)
         save_so_far()
     for per_gpu, batch_of, title in tables:
-        ours, peers = variants(ranks, batch_of, [WAYS[way] for way in args.ways], args.bucket_mb)
+        ours, peers = variants(ranks, batch_of, [OUR_VARIANTS[name] for name in args.ways], args.bucket_mb)
         specs = list(jobs(args, args.preset, ours, {} if args.no_ddp else peers))
         of_table = measure(args, specs, args.steps_per_round)
         print_table(summarise(of_table, f"{args.preset}, {args.precision}, {title}"))

@@ -7,7 +7,7 @@ mode has its own baseline, because it uses other kernels for matrix products.
 
 import statistics
 
-from benchmarks.gpus.scaling import add_rounds, add_sizes, gpus, measure, named, parser_of, reached
+from benchmarks.gpus.scaling import add_rounds, add_sizes, gpus, measure, parser_of, reached, variant_name
 from benchmarks.harness.processes import ProcessSpec, run_main
 from benchmarks.harness.report import paired_ratio, print_table, save
 from gpt2core.app.presets import PRESETS
@@ -33,7 +33,7 @@ def variants(ranks, batch_size, bucket_mb):
     chosen = {}
     for baseline, compared in (({}, fast), ({"deterministic": True}, deterministic)):
         chosen[baseline_of(ranks, baseline)] = dict(sizes, communicate=False, **baseline)
-        chosen |= {named(ranks, options): dict(sizes, **options) for options in compared}
+        chosen |= {variant_name(ranks, options): dict(sizes, **options) for options in compared}
     return chosen
 
 
@@ -54,7 +54,7 @@ def summarise(results, title):
         baseline = by_name[baseline_of(result["ranks"], result)]
         result["times_baseline"] = paired_ratio(result["seconds"], baseline["seconds"])
         result["communication_share"] = 1 - 1 / result["times_baseline"]["median"]
-        if plain := by_name.get(named(result["ranks"], {"dp": result.get("dp")})):
+        if plain := by_name.get(variant_name(result["ranks"], {"dp": result.get("dp")})):
             result["times_plain"] = paired_ratio(result["seconds"], plain["seconds"])
         median, result["min"] = statistics.median(result["seconds"]), min(result["seconds"])
         share = "" if result is baseline else result["communication_share"]
@@ -78,11 +78,11 @@ def verdicts(results, ranks):
     """Yield one sentence each for --dp flat and bucket: how the deterministic mode, ZeRO-1 and bf16 change the time."""
     by_name = {result["name"]: result for result in results}
     for dp in ("flat", "bucket"):
-        fast = by_name[named(ranks, {"dp": dp})]
-        deterministic = by_name[named(ranks, {"dp": dp, "deterministic": True})]
-        zero = by_name[named(ranks, {"dp": dp, "zero": 1})]
-        forward = by_name[named(ranks, {"dp": dp, "zero": 1, "zero_gather": "forward"})]
-        compressed = by_name[named(ranks, {"dp": dp, "compress": "bf16"})]
+        fast = by_name[variant_name(ranks, {"dp": dp})]
+        deterministic = by_name[variant_name(ranks, {"dp": dp, "deterministic": True})]
+        zero = by_name[variant_name(ranks, {"dp": dp, "zero": 1})]
+        forward = by_name[variant_name(ranks, {"dp": dp, "zero": 1, "zero_gather": "forward"})]
+        compressed = by_name[variant_name(ranks, {"dp": dp, "compress": "bf16"})]
         cost, speed = time_ratio(deterministic, fast), time_ratio(fast, zero)
         share = zero["optimizer_bytes"] / fast["optimizer_bytes"]
         yield (

@@ -66,8 +66,8 @@ def measure(args, ranks, chosen):
     launcher = tuple(launch_line(*choose(), ranks))
     job = ProcessSpec(f"{ranks} ranks", "benchmarks.harness.ours", 1, options, ranks=ranks, launcher=launcher)
     with BenchmarkProcess(job, BENCHMARK, args.timeout) as process:
-        members = [JobVariant(process, name) for name in chosen]
-        measured = run_rounds(members, args.rounds, {"steps": args.warm_up}, {"steps": args.steps_per_round})
+        job_variants = [JobVariant(process, name) for name in chosen]
+        measured = run_rounds(job_variants, args.rounds, {"steps": args.warm_up}, {"steps": args.steps_per_round})
     results = []
     for name, of_variant in measured.items():
         last = of_variant["rounds"][-1]

@@ -145,7 +145,7 @@ def measured(variants, side, seconds):
 
 
 def test_weak_scaling_counts_tokens_and_computes_ratios_within_rounds(capsys):
-    own, peers = gpu_scaling.variants([1, 4], lambda count: 64 * count, [gpu_scaling.WAYS["bucket"]], 25.0)
+    own, peers = gpu_scaling.variants([1, 4], lambda count: 64 * count, [gpu_scaling.OUR_VARIANTS["bucket"]], 25.0)
     assert list(own) == ["ours, 1 GPU", "ours, 4 GPUs --dp bucket"] and own["ours, 1 GPU"]["batch_size"] == 64
     noise = np.array([1.0, 2.0, 1.5])  # a disturbance that slows all rows of a round equally
     of_ours = dict(zip(own, (noise * 0.096, noise * 0.1), strict=True))
