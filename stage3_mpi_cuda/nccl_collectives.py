@@ -49,7 +49,7 @@ class NcclCollectives(Communicator):
         self.rank, self.size, self.bytes_sent = host.rank, host.size, 0
         self.local_rank, self.local_size = host.local_rank, host.local_size
         self._xp, self._cuda, self._stream, self._nccl = gpu.cupy, gpu.cupy.cuda, gpu.stream, gpu.nccl
-        self._algorithm, self._unposted = "canonical", []  # messages that are not yet enqueued
+        self._algorithm, self._stored_messages = "canonical", []  # messages that are not yet enqueued
         unique_id = host.broadcast_object(self._nccl.get_unique_id() if host.is_root else None)
         try:
             self._comm = self._nccl.NcclCommunicator(self.size, unique_id, self.rank)
@@ -71,15 +71,15 @@ class NcclCollectives(Communicator):
     def all_reduce_start(self, x, op="sum", out=None):
         check_op(op)
         check_out(out, x.shape, x.dtype)
-        kind, canonical = self._nccl_type(x.dtype), self._is_canonical(op, x.dtype)
-        x, out = self._source(x, out, offset=0), self._output(out, x.shape, x.dtype)
+        nccl_type, canonical = self._nccl_type(x.dtype), self._is_canonical(op, x.dtype)
+        x, out = self._input(x, out, offset=0), self._output(out, x.shape, x.dtype)
         self.bytes_sent += 2 * (self.size - 1) * x.nbytes // self.size
 
         def run():
             if canonical:
                 self._canonical_all_reduce(x.reshape(-1), out.reshape(-1))
             else:
-                self._comm.allReduce(address(x), address(out), x.size, kind, OPS[op], self._stream.ptr)
+                self._comm.allReduce(address(x), address(out), x.size, nccl_type, OPS[op], self._stream.ptr)
 
         return self._enqueue(run, x, out)
 
@@ -87,22 +87,22 @@ class NcclCollectives(Communicator):
         check_op(op)
         shape = (rows_per_part(x, self.size), *x.shape[1:])
         check_out(out, shape, x.dtype)
-        kind, canonical = self._nccl_type(x.dtype), self._is_canonical(op, x.dtype)
-        x, out = self._source(x, out, offset=-self.rank * x.nbytes // self.size), self._output(out, shape, x.dtype)
+        nccl_type, canonical = self._nccl_type(x.dtype), self._is_canonical(op, x.dtype)
+        x, out = self._input(x, out, offset=-self.rank * x.nbytes // self.size), self._output(out, shape, x.dtype)
         self.bytes_sent += (self.size - 1) * x.nbytes // self.size
 
         def run():
             if canonical:
                 tree_sum(out.reshape(-1), self._exchange_parts(x.reshape(-1), part_edges(x.size, self.size)))
             else:
-                self._comm.reduceScatter(address(x), address(out), out.size, kind, OPS[op], self._stream.ptr)
+                self._comm.reduceScatter(address(x), address(out), out.size, nccl_type, OPS[op], self._stream.ptr)
 
         return self._enqueue(run, x, out)
 
     def all_gather_start(self, x, out=None):
         shape = (self.size * rows_per_part(x), *x.shape[1:])
         check_out(out, shape, x.dtype)
-        x, out = self._source(x, out, offset=self.rank * x.nbytes), self._output(out, shape, x.dtype)
+        x, out = self._input(x, out, offset=self.rank * x.nbytes), self._output(out, shape, x.dtype)
         self.bytes_sent += (self.size - 1) * x.nbytes
 
         def run():
@@ -113,7 +113,7 @@ class NcclCollectives(Communicator):
     def all_to_all_start(self, x, out=None):
         rows_per_part(x, self.size)
         check_out(out, x.shape, x.dtype)
-        x, out = self._source(x, out), self._output(out, x.shape, x.dtype)
+        x, out = self._input(x, out), self._output(out, x.shape, x.dtype)
         self.bytes_sent += (self.size - 1) * x.nbytes // self.size
 
         def run():
@@ -125,7 +125,7 @@ class NcclCollectives(Communicator):
     def broadcast_start(self, x, root=0, out=None):
         check_rank(root, self.size, "root")
         check_out(out, x.shape, x.dtype)
-        x, out = self._source(x, out, offset=0), self._output(out, x.shape, x.dtype)
+        x, out = self._input(x, out, offset=0), self._output(out, x.shape, x.dtype)
         self.bytes_sent += (self.size - 1) * x.nbytes if self.rank == root else 0
 
         def run():
@@ -176,11 +176,11 @@ class NcclCollectives(Communicator):
         if tag:
             raise ConfigError(f"tag {tag}: NCCL has no tags; use tag 0 and receive in the order of sending")
         message = _Message(self, lambda: call(address(array), array.nbytes, BYTE, peer, self._stream.ptr), result)
-        self._unposted.append(message)
+        self._stored_messages.append(message)
         return message
 
-    def _post_messages(self):
-        messages, self._unposted = self._unposted, []
+    def _enqueue_messages(self):
+        messages, self._stored_messages = self._stored_messages, []
 
         def run():
             with grouped(self._nccl):
@@ -212,7 +212,7 @@ class NcclCollectives(Communicator):
         Returns a Handle. arrays: the arrays that run() uses; the last one is the result. The handle keeps the arrays
         alive until wait(), so that CuPy's memory pool does not reuse their memory earlier.
         """
-        self._post_messages()
+        self._enqueue_messages()
         ready, done = (self._cuda.Event(disable_timing=True) for _ in range(2))
         ready.record()
         self._stream.wait_event(ready)
@@ -233,8 +233,8 @@ class NcclCollectives(Communicator):
         """Whether to add in the canonical order: it is selected, and the result depends on the order."""
         return op == "sum" and dtype.kind not in "iu" and self._algorithm != NATIVE
 
-    def _source(self, x, out, offset=None):
-        """x as a contiguous array that NCCL can read while it writes to `out`: a copy of x if the two overlap.
+    def _input(self, x, out, offset=None):
+        """x as a contiguous array that NCCL can read while it writes to `out`: a copy of x if x and `out` overlap.
 
         No copy is needed if x starts `offset` bytes after the start of `out`: NCCL supports this case in place.
         """
@@ -253,13 +253,13 @@ class _StreamOperation(Handle):
 
     def __init__(self, cuda, done, arrays):
         super().__init__(arrays[-1] if arrays else None)
-        self._open = cuda, done, arrays
+        self._pending = cuda, done, arrays  # None after wait()
 
     def wait(self):
-        if self._open:
-            cuda, done, _ = self._open
+        if self._pending:
+            cuda, done, _ = self._pending
             cuda.get_current_stream().wait_event(done)
-            self._open = None
+            self._pending = None
         return self._result
 
 
@@ -272,7 +272,7 @@ class _Message(Handle):
 
     def wait(self):
         if self.operation is None:
-            self._collectives._post_messages()
+            self._collectives._enqueue_messages()
         self.operation.wait()
         return self._result
 
@@ -288,7 +288,7 @@ def grouped(nccl):
 
 
 def part_edges(n, p):
-    """The p + 1 indices that divide n elements into p parts: part j is edges[j] to edges[j + 1].
+    """The p + 1 indices that divide n elements into p parts: part j is the slice from edges[j] to edges[j + 1].
 
     The lengths of the parts differ by at most one.
     """

@@ -163,12 +163,12 @@ class _ThreadOperation(Handle):
 
     def __init__(self, future, x, out):
         super().__init__(out)
-        self._open = future, x
+        self._pending = future, x
 
     def wait(self):
-        if self._open:
-            self._open[0].result()
-            self._open = None
+        if self._pending:
+            self._pending[0].result()
+            self._pending = None
         return self._result
 
 
@@ -177,10 +177,10 @@ class _PendingReceive(Handle):
 
     def __init__(self, message, out):
         super().__init__(out)
-        self._open = message
+        self._pending = message
 
     def wait(self):
-        if self._open:
-            self._result.set(self._open.wait())
-            self._open = None
+        if self._pending:
+            self._result.set(self._pending.wait())
+            self._pending = None
         return self._result

@@ -104,8 +104,8 @@ def reduction(world, name, source):
     from stage2_cuda.cuda_backend import dtype_of
     from stage2_cuda.kernels.codecs import FusedCodec
 
-    kind, algorithm, codec = OURS[name]
-    x = cupy.empty(source.shape, dtype_of(kind))
+    dtype, algorithm, codec = OURS[name]
+    x = cupy.empty(source.shape, dtype_of(dtype))
     compressed = codec and Compressed(FusedCodec(codec, cupy), x, world, cupy)
 
     def reduce():

@@ -144,9 +144,8 @@ def summarise(results, title):
     """
     one_gpu = {result["side"]: result for result in results if result["ranks"] == 1}
     ddp = {result["ranks"]: result for result in results if result["side"] == "DDP"}
-    bucket = {result["name"]: result for result in results}.get(
-        variant_name(most_ranks(results), OUR_VARIANTS["bucket"])
-    )
+    by_name = {result["name"]: result for result in results}
+    bucket = by_name.get(variant_name(most_ranks(results), OUR_VARIANTS["bucket"]))
     rows = []
     for result in results:
         median, result["min"] = statistics.median(result["seconds"]), min(result["seconds"])
