@@ -25,7 +25,7 @@ from stage1_mpi.launch import choose
 
 ROOT = Path(__file__).resolve().parents[2]
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-LIMIT = 180  # seconds that a job may take to start, and a Job to end; then it is killed
+LIMIT = 180  # seconds after which a job that has not started, or a Job that has not ended, is killed
 # Lines that a launcher or an MPI library prints when ranks are killed or abort.
 NOISE = re.compile(r"Abort\(\d+\) on node|MPI_A(BORT|bort)|^[-=]{20,}|^=  |^YOUR APPLICATION|^This typ|^Please see")
 
@@ -33,8 +33,8 @@ NOISE = re.compile(r"Abort\(\d+\) on node|MPI_A(BORT|bort)|^[-=]{20,}|^=  |^YOUR
 @functools.cache
 def launcher():
     """[path of mpiexec, flags ...] for the MPI library that mpi4py loads; raises ConfigError if there is none."""
-    path, family = choose()
-    return [path, *family.flags, *(family.root_flags if os.geteuid() == 0 else ())]
+    path, implementation = choose()
+    return [path, *implementation.flags, *(implementation.root_flags if os.geteuid() == 0 else ())]
 
 
 def end(process):
@@ -70,8 +70,8 @@ class Done:
 class Job:
     """A running mpiexec. `words` are its arguments: "-n", 4, script, ...; the word ":" separates groups of ranks.
 
-    `environment`: additional environment variables. Use a Job as a context manager: leaving the block ends the job. On
-    Linux a variable in their environment identifies the processes of the job; on other systems pids() is empty.
+    `environment`: additional environment variables. Use a Job as a context manager: leaving the block ends the job. All
+    processes of a job have the environment variable `mark`. pids() finds them by this variable, but only on Linux.
     """
 
     def __init__(self, *words, cwd=ROOT, **environment):
@@ -133,15 +133,15 @@ class Job:
 
     def done(self):
         """Wait for the end of the job; return its Done. Raises AssertionError after LIMIT seconds."""
-        since = time.monotonic()
+        started = time.monotonic()
         try:
             self.process.wait(LIMIT)
         except subprocess.TimeoutExpired:
             end(self.process)
             raise AssertionError(f"the job hung for {LIMIT} s; its output: {self.texts()}") from None
-        while (left := self.pids()) and time.monotonic() - since < 10:
+        while (left := self.pids()) and time.monotonic() - started < 10:
             time.sleep(0.02)
-        return Done(self.process.returncode, *self.texts(), time.monotonic() - since, tuple(left))
+        return Done(self.process.returncode, *self.texts(), time.monotonic() - started, tuple(left))
 
     def texts(self):
         """[standard output, standard error] so far."""

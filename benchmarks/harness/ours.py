@@ -13,7 +13,7 @@ from gpt2core.parallel.config import ParallelConfig, plan_micro_batches
 from gpt2core.parallel.tensor_parallel import load_model
 from gpt2core.parallel.whole_parameters import initial_parameters
 from gpt2core.sampler import Greedy, generate_batch
-from gpt2core.sampler import generate as continuation
+from gpt2core.sampler import generate as generate_tokens
 from gpt2core.trainer import Trainer
 from gpt2core.training_loop import read_batch
 from stage0_serial.numpy_backend import NumpyBackend
@@ -82,7 +82,7 @@ class CudaSteps:
 
         self.backend = CudaBackend(precision, deterministic=False)  # as in train_gpt2.py: timing selects the algorithms
         self.backend.runtime.captures &= captured
-        self.announced = []
+        self.announced = []  # batches [(inputs, targets)] of this call and of the next calls
         self.trainer = Trainer(
             config, [self.backend], batch_size=batch_size, seq_len=seq_len, micro_batches=micro_batches,
             optimizer=GPU_OPTIMIZER,
@@ -229,9 +229,9 @@ def make_generator(config, threads):
     def generate(prompt_ids, n, use_cache):
         started, ids = time.perf_counter(), []
         if use_cache:
-            tokens = continuation(model, prompt_ids, n)
+            tokens = generate_tokens(model, prompt_ids, n)
         else:
-            tokens = (next(continuation(model, [*prompt_ids, *ids], 1)) for _ in range(n))
+            tokens = (next(generate_tokens(model, [*prompt_ids, *ids], 1)) for _ in range(n))
         for token in tokens:
             ids.append(token)
             if len(ids) == 1:
