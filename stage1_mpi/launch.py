@@ -104,9 +104,9 @@ def implementation_of(mpiexec):
 
 
 def choose():
-    """(path, Implementation) of the first launcher of the implementation that mpi4py loads.
+    """(path, Implementation) of the first launcher whose implementation is the one that mpi4py loads.
 
-    Raises ConfigError if there is none: the launcher of another implementation would start N worlds of one rank each.
+    Raises ConfigError if there is none. The launcher of another implementation would start N jobs of one rank each.
     """
     wanted, rejected = loaded_implementation(), []
     for path in launchers():
@@ -221,7 +221,7 @@ def launch_line(mpiexec, implementation, count, hostfile=None, extra=()):
 FORWARDED_AS = {signal.SIGINT: signal.SIGUSR1, signal.SIGTERM: signal.SIGUSR2, signal.SIGHUP: signal.SIGUSR2}
 
 
-def supervise(line):
+def supervise(mpiexec_command):
     """Run an Open MPI job and return its exit code. Forwards the first signal; a second signal ends the job."""
     received = []
 
@@ -234,7 +234,7 @@ def supervise(line):
     # read from the terminal; if standard input is a pipe or a file, mpiexec inherits it.
     no_input = sys.stdin is None or sys.stdin.isatty()
     stdin = subprocess.DEVNULL if no_input else None
-    job = subprocess.Popen(line, stdin=stdin, start_new_session=True, preexec_fn=end_with_parent)
+    job = subprocess.Popen(mpiexec_command, stdin=stdin, start_new_session=True, preexec_fn=end_with_parent)
     for number in FORWARDED_AS:
         signal.signal(number, forward)
     code = job.wait()
@@ -326,15 +326,15 @@ def launch(args):
     mpiexec, implementation = choose()
     if args.hostfile:
         check_names(args.hostfile, check_hosts(args.hostfile, implementation))
-    line = launch_line(mpiexec, implementation, args.n, args.hostfile, shlex.split(args.flags))
-    line += [sys.executable, "-m", "stage1_mpi.launch", "--started-by-mpiexec", "--", *command]
+    mpiexec_command = launch_line(mpiexec, implementation, args.n, args.hostfile, shlex.split(args.flags))
+    mpiexec_command += [sys.executable, "-m", "stage1_mpi.launch", "--started-by-mpiexec", "--", *command]
     if implementation is OPEN_MPI:
         if "--interactive" in command and sys.stdin.isatty():
             own = shlex.join([mpiexec, "-n", str(args.n), sys.executable, *command])
             raise ConfigError(f"--interactive: with Open MPI, ranks of this launcher cannot read a terminal; run {own}")
-        return supervise(line)
+        return supervise(mpiexec_command)
     sys.stdout.flush()
-    os.execv(mpiexec, line)  # signals then go to mpiexec, and its exit code is the job's
+    os.execv(mpiexec, mpiexec_command)  # signals then go to mpiexec, and its exit code is the job's
 
 
 if __name__ == "__main__":

@@ -41,15 +41,17 @@ def watch_world(mpi, comm, host, abort):
     if processes.is_first and firsts.size > 1 and mpi.Query_thread() == mpi.THREAD_MULTIPLE:
         watchdog.add(Heartbeat(firsts, comm.rank, HOST_SILENCE))
     watchdog.start()
-    # MPI_Finalize calls delete_fn first. A Finalize at the exit of Python is too late, so atexit also calls stop().
+    # If the program calls MPI_Finalize, MPI first calls delete_fn. Otherwise mpi4py calls MPI_Finalize at the exit of
+    # Python, which is too late to stop a thread; for this case start() registers stop() with atexit.
     mpi.COMM_SELF.Set_attr(mpi.Comm.Create_keyval(delete_fn=lambda *_: watchdog.stop()), None)
     return watchdog
 
 
 class Watchdog:
-    """The watchdog of one rank. It calls cause() of `processes` and of each check; if a call returns a text, it aborts.
+    """The watchdog of one rank: a thread that watches `processes` and calls the checks that add() receives.
 
-    A check has two methods: cause() returns an error text or None, exit() is called when this rank ends normally.
+    A check has two methods. cause() returns an error text, which aborts the job, or None. exit() is called when this
+    rank ends normally.
     """
 
     def __init__(self, rank, processes, abort):
