@@ -290,10 +290,9 @@ def parser():
     parser = argparse.ArgumentParser(prog=f"python -m {BENCHMARK}", description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--ranks", type=int, nargs="+", default=[2, 4], help="numbers of GPUs, one job each (default 2 4)")
-    add("--sizes", type=int, nargs="+", default=SIZES, help="bytes of the array in fp32 (default 10^6 10^7 10^8 10^9)")
-    preset = "model whose gradient size is used to compute the best --bucket-mb (default gpt2)"
-    add("--preset", choices=PRESETS, default="gpt2", help=preset)
-    add("--rounds", type=int, default=9, help="rounds per size (default 9)")
+    add("--sizes", type=int, nargs="+", default=SIZES, help="bytes of the fp32 array (default 1 MB, 10 MB, ..., 1 GB)")
+    add("--preset", choices=PRESETS, default="gpt2", help="compute --bucket-mb for this model (default gpt2)")
+    add("--rounds", type=int, default=9, help="number of rounds; each round times every program (default 9)")
     add("--timeout", type=int, default=150, help="seconds that one job may take (default 150)")
     add_save_flags(add, "collectives")
     return parser

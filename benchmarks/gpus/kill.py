@@ -115,13 +115,13 @@ def summarise(results):
 def parser():
     parser = argparse.ArgumentParser(prog=f"python -m {BENCHMARK}", description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("--times", type=int, default=10, help="number of runs; one rank of each is killed (default 10)")
+    add("--times", type=int, default=10, help="number of runs; one rank of each run is killed (default 10)")
     add("--ranks", type=int, help="ranks of each run (default: one per GPU, at most 4)")
     add("--preset", default="tiny", help="model (default tiny)")
     add("--dp", default="bucket", help="strategy of gradient synchronisation (default bucket)")
     add("--steps", type=int, default=4000, help="steps of each run (default 4000)")
     add("--checkpoint-every", type=int, default=100, help="steps between checkpoints (default 100)")
-    add("--seed", type=int, default=0, help="random seed of ranks and moments (default 0)")
+    add("--seed", type=int, default=0, help="seed of the choice of ranks and of times (default 0)")
     add_save_flags(add, "kill")
     return parser
 

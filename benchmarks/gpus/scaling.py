@@ -265,9 +265,9 @@ def parser_of(benchmark, docstring, timeout, limited):
 
 def add_rounds(add, warm_up):
     """Add the flags of benchmarks with interleaved rounds."""
-    add("--rounds", type=int, default=5, help="rounds (default 5)")
+    add("--rounds", type=int, default=5, help="number of rounds; each round times every program (default 5)")
     add("--steps-per-round", type=int, default=10, help="timed steps of each variant in a round (default 10)")
-    add("--warm-up", type=int, default=1, help=f"steps of a first round that is discarded ({warm_up})")
+    add("--warm-up", type=int, default=1, help=f"timed steps of a first round, which is discarded ({warm_up})")
     add("--threads", type=int, default=4, help="CPU threads of each process (default 4)")
     add("--seq-len", type=int, help="tokens per sequence (default: the model's block size)")
 
@@ -285,10 +285,16 @@ def parser():
     add("--ranks", type=int, nargs="+", default=[1, 2, 4], help="numbers of GPUs (default 1 2 4)")
     add("--batch-size", type=int, nargs="*", default=[64, 16], help="sequences per GPU, one table each (default 64 16)")
     add("--strong", type=int, metavar="B", help="add a table: a global batch of B sequences on any number of GPUs")
-    add("--paper", action="store_true", help="add a table: the time of the paper's 50 steps on two GPUs")
-    add("--ways", choices=OUR_VARIANTS, nargs="+", default=list(OUR_VARIANTS), help="our variants (default: all)")
-    add("--no-ddp", action="store_true", help="do not measure PyTorch")
-    add("--no-compile", action="store_true", help="measure PyTorch without torch.compile")
+    add("--paper", action="store_true", help="add a table: seconds of the paper's 50 steps, two GPUs")
+    add(
+        "--ways",
+        choices=OUR_VARIANTS,
+        nargs="+",
+        default=list(OUR_VARIANTS),
+        help="variants of our program (default: all)",
+    )
+    add("--no-ddp", action="store_true", help="do not run PyTorch")
+    add("--no-compile", action="store_true", help="do not compile the PyTorch program with torch.compile")
     return parser
 
 

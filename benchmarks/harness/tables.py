@@ -58,27 +58,27 @@ def headline():
 
     return [
         row(
-            "training step, preset `paper`, 2 CPU threads", "cpu-training-step",
+            "time per training step, preset `paper`, 2 CPU threads", "cpu-training-step",
             step_time(our_cpu_step), f"{step_time(torch_cpu_step)} (eager)",
             our_cpu_step["times_as_fast_as_eager"],
         ),
         row(
-            "training step, preset `paper`, 2 MPI ranks of one thread", "ranks",
+            "the same, 2 MPI ranks with one thread each", "ranks",
             step_time(our_ranks), f"{step_time(torch_ranks)} (DDP, gloo)",
             our_ranks["times_as_fast"][torch_ranks["name"]],
         ),
         row(
-            "training step, GPT-2 124M, bf16, 64 x 1024 tokens, one H200", "gpu-step",
+            "time per training step, GPT-2 124M, bf16, 64 x 1024 tokens, one H200", "gpu-step",
             step_time(our_gpu_step), f"{step_time(torch_gpu_step)} (compiled)",
             our_gpu_step["times_as_fast"][torch_gpu_step["name"]],
         ),
         row(
-            "one generated token, GPT-2 124M, bf16, one H200", "gpu-decode",
+            "time per generated token, GPT-2 124M, bf16, one H200", "gpu-decode",
             token_time(our_decode), f"{token_time(torch_decode)} (compiled, CUDA graph)",
             our_decode["times_as_fast"][torch_decode["name"]],
         ),
         row(
-            "training, GPT-2 124M, bf16, 4 H200s", "several-gpus",
+            "training speed, GPT-2 124M, bf16, 4 H200s", "several-gpus",
             token_rate(our_gpus), f"{token_rate(torch_gpus)} (DDP, compiled)",
             our_gpus["times_as_fast"],
         ),

@@ -223,11 +223,17 @@ def idle(args):
 def main():
     parser = argparse.ArgumentParser(prog=f"python -m {BENCHMARK}", description=__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8], help="ranks of each job (default 2 4 8)")
-    parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="bytes (default 10^3, 10^4, ..., 10^8)")
-    parser.add_argument("--rounds", type=int, default=9, help="rounds per size (default 9)")
-    parser.add_argument("--seconds", type=float, default=20, help="no round of a size starts after this (default 20)")
+    parser.add_argument(
+        "--sizes", type=int, nargs="+", default=SIZES, help="bytes of the array (default 1 KB, 10 KB, ..., 100 MB)"
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=9, help="number of rounds; each round times every program (default 9)"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=20, help="seconds per size, after which no round begins (default 20)"
+    )
     parser.add_argument("--timeout", type=int, default=900, help="seconds that one job may take (default 900)")
-    parser.add_argument("--idle", action="store_true", help="measure only how fast rank 0 is while the others wait")
+    parser.add_argument("--idle", action="store_true", help="measure only rank 0's speed while other ranks wait")
     add_save_flags(parser.add_argument)
     args = parser.parse_args()
 

@@ -91,12 +91,14 @@ def ended_cleanly(result):
 
 def main():
     parser = argparse.ArgumentParser(prog=f"python -m {BENCHMARK}", description=__doc__.splitlines()[0])
-    parser.add_argument("--times", type=int, default=20, help="number of runs; one rank of each is killed (default 20)")
+    parser.add_argument(
+        "--times", type=int, default=20, help="number of runs; one rank of each run is killed (default 20)"
+    )
     parser.add_argument("--ranks", type=int, default=4, help="ranks of each run (default 4)")
     parser.add_argument("--preset", default="tiny", help="model (default tiny)")
     parser.add_argument("--steps", type=int, default=60, help="steps of each run (default 60)")
     parser.add_argument("--checkpoint-every", type=int, default=2, help="steps between checkpoints (default 2)")
-    parser.add_argument("--seed", type=int, default=0, help="random seed of ranks and moments (default 0)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the choice of ranks and of times (default 0)")
     add_save_flags(parser.add_argument)
     args = parser.parse_args()
     if not Path("/proc/self/environ").exists():

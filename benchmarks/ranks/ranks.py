@@ -168,12 +168,15 @@ def main():
         default="none",
         help="compression of the gradients sent (default none)",
     )
-    algorithms = "all-reduce algorithm (default canonical; with --no-deterministic: mpi)"
-    add("--collectives", choices=(NATIVE, *ALL_REDUCE), help=algorithms)
-    add("--no-deterministic", action="store_true", help="use one micro-batch per rank, and add in any order")
+    add(
+        "--collectives",
+        choices=(NATIVE, *ALL_REDUCE),
+        help="all-reduce (default canonical; mpi with --no-deterministic)",
+    )
+    add("--no-deterministic", action="store_true", help="one micro-batch per rank; MPI's own order of sums")
     add("--with-threads", action="store_true", help="add a row: stage 0 with as many threads as ranks")
-    add("--no-ddp", action="store_true", help="do not measure PyTorch")
-    add("--rounds", type=int, default=7, help="rounds (default 7)")
+    add("--no-ddp", action="store_true", help="do not run PyTorch")
+    add("--rounds", type=int, default=7, help="number of rounds; each round times every program (default 7)")
     add("--steps-per-round", type=int, default=2, help="timed steps of each process in a round (default 2)")
     add("--warm-up", type=int, default=2, help="steps before the first round (default 2)")
     add("--timeout", type=int, default=900, help="seconds that one round of a process may take (default 900)")

@@ -134,7 +134,7 @@ def main():
     add("--batch-size", type=int, default=16, help="sequences per step over all ranks (default 16)")
     add("--bucket-mb", type=float, default=BUCKET_MB, help=f"minimum bucket size in 10^6 bytes (default {BUCKET_MB:g})")
     add("--only", nargs="+", metavar="TEXT", help=f"measure {FLAT}, {ZERO_1} and variants whose flags contain a TEXT")
-    add("--rounds", type=int, default=5, help="rounds (default 5)")
+    add("--rounds", type=int, default=5, help="number of rounds; each round times every program (default 5)")
     add("--steps-per-round", type=int, default=1, help="timed steps of each variant in a round (default 1)")
     add("--warm-up", type=int, default=1, help="steps before the first round (default 1)")
     add("--timeout", type=int, default=900, help="seconds that one round of a variant may take (default 900)")
