@@ -289,7 +289,7 @@ def verdicts(results, ranks):
 def parser():
     parser = argparse.ArgumentParser(prog=f"python -m {BENCHMARK}", description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("--ranks", type=int, nargs="+", default=[2, 4], help="numbers of GPUs, one job each (default 2 4)")
+    add("--ranks", type=int, nargs="+", default=[2, 4], help="GPUs of each job (default 2 4)")
     add("--sizes", type=int, nargs="+", default=SIZES, help="bytes of the fp32 array (default 1 MB, 10 MB, ..., 1 GB)")
     add("--preset", choices=PRESETS, default="gpt2", help="compute --bucket-mb for this model (default gpt2)")
     add("--rounds", type=int, default=9, help="number of rounds; each round times every program (default 9)")

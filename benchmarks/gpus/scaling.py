@@ -284,7 +284,7 @@ def parser():
     add_rounds(add, f"default 1, after {LEAD_IN} others")
     add("--ranks", type=int, nargs="+", default=[1, 2, 4], help="numbers of GPUs (default 1 2 4)")
     add("--batch-size", type=int, nargs="*", default=[64, 16], help="sequences per GPU, one table each (default 64 16)")
-    add("--strong", type=int, metavar="B", help="add a table: a global batch of B sequences on any number of GPUs")
+    add("--strong", type=int, metavar="B", help="add a table with a global batch of B at every number of GPUs")
     add("--paper", action="store_true", help="add a table: seconds of the paper's 50 steps, two GPUs")
     add(
         "--ways",

@@ -82,7 +82,7 @@ class CudaSteps:
 
         self.backend = CudaBackend(precision, deterministic=False)  # as in train_gpt2.py: timing selects the algorithms
         self.backend.runtime.captures &= captured
-        self.announced = []  # batches [(inputs, targets)] of this call and of the next calls
+        self.announced = []
         self.trainer = Trainer(
             config, [self.backend], batch_size=batch_size, seq_len=seq_len, micro_batches=micro_batches,
             optimizer=GPU_OPTIMIZER,

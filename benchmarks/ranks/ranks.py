@@ -166,7 +166,7 @@ def main():
         "--compress",
         choices=("none", *CODECS),
         default="none",
-        help="compression of the gradients sent (default none)",
+        help="format of the gradients sent (default none)",
     )
     add(
         "--collectives",
