@@ -162,12 +162,7 @@ def main():
     add("--dp", choices=STRATEGIES, nargs="+", default=["flat"], help="strategies, one table row each (default flat)")
     add("--bucket-mb", type=float, default=BUCKET_MB, help=f"minimum bucket size in 10^6 bytes (default {BUCKET_MB:g})")
     add("--zero", type=int, choices=(0, 1), default=0, help="1: divide the optimizer state over ranks (default 0)")
-    add(
-        "--compress",
-        choices=("none", *CODECS),
-        default="none",
-        help="format of the gradients sent (default none)",
-    )
+    add("--compress", choices=("none", *CODECS), default="none", help="format of the gradients sent (default none)")
     add(
         "--collectives",
         choices=(NATIVE, *ALL_REDUCE),
