@@ -11,17 +11,17 @@ LIBRARY = "the library's"  # row title of the MPI library's own all-reduce
 
 def cpu_step():
     rows = []
-    for row in load("cpu/train_step")["results"]:
+    for result in load("cpu/train_step")["results"]:
         rows.append(
             {
-                "": row["name"],
-                "threads": row["threads"],
-                "ms per step": number(row["seconds"], 1e3),
-                "quartiles": spread(row["seconds"], 1e3),
-                "times as fast as eager": ratio(row["times_as_fast_as_eager"]),
-                "time of the floor / time": percent(row["share_of_floor"]["median"], 0),
-                "cores used": f"{row['cores_used']:.2f}",
-                "peak MiB": mib(row["peak_bytes"]),
+                "": result["name"],
+                "threads": result["threads"],
+                "ms per step": number(result["seconds"], 1e3),
+                "quartiles": spread(result["seconds"], 1e3),
+                "times as fast as eager": ratio(result["times_as_fast_as_eager"]),
+                "time of the floor / time": percent(result["share_of_floor"]["median"], 0),
+                "cores used": f"{result['cores_used']:.2f}",
+                "peak MiB": mib(result["peak_bytes"]),
             }
         )
     return rows, ["cpu/train_step"]
@@ -30,12 +30,12 @@ def cpu_step():
 def cpu_choices():
     rows = [
         {
-            "choice": f"`{row['choice']}`",
-            "naive, us": number(row["naive_seconds"], 1e6),
-            "ours, us": number(row["our_seconds"], 1e6),
-            "times as fast": ratio(row["gain"]),
+            "choice": f"`{result['choice']}`",
+            "naive, us": number(result["naive_seconds"], 1e6),
+            "ours, us": number(result["our_seconds"], 1e6),
+            "times as fast": ratio(result["gain"]),
         }
-        for row in load("cpu/choices")["results"]
+        for result in load("cpu/choices")["results"]
     ]
     return rows, ["cpu/choices"]
 
@@ -48,19 +48,19 @@ def first_run():
 
 def cpu_decode():
     rows = []
-    for row in load("cpu/decode")["results"]:
+    for result in load("cpu/decode")["results"]:
         rows.append(
             {
-                "": f"{row['case']}, {row['name']}",
-                "threads": row["threads"],
-                "tokens": f"{row['prompt']} + {row['new']}",
-                "ms per token": number(row["token"], 1e3, 3),
-                "quartiles": spread(row["token"], 1e3, 3),
-                "first token, ms": number(row["first"], 1e3, 3),
-                "all tokens, s": number(row["total"], 1, 3),
-                "times as fast as torch": ratio(row["times_as_fast_as_torch"]),
-                "times as fast as recomputing": f"{row['times_as_fast_as_recomputing']:.1f}",
-                "peak MiB": mib(row["peak_bytes"]),
+                "": f"{result['case']}, {result['name']}",
+                "threads": result["threads"],
+                "tokens": f"{result['prompt']} + {result['new']}",
+                "ms per token": number(result["token"], 1e3, 3),
+                "quartiles": spread(result["token"], 1e3, 3),
+                "first token, ms": number(result["first"], 1e3, 3),
+                "all tokens, s": number(result["total"], 1, 3),
+                "times as fast as torch": ratio(result["times_as_fast_as_torch"]),
+                "times as fast as recomputing": f"{result['times_as_fast_as_recomputing']:.1f}",
+                "peak MiB": mib(result["peak_bytes"]),
             }
         )
     return rows, ["cpu/decode"]
@@ -80,17 +80,17 @@ def cpu_curve():
 
 def ranks_step():
     rows = []
-    for row in load("ranks/ranks")["results"]:
-        over_one_process, over_ddp = row["times_as_fast"].values()
+    for result in load("ranks/ranks")["results"]:
+        over_one_process, over_ddp = result["times_as_fast"].values()
         rows.append(
             {
-                "": row["name"],
-                "ms per step": number(row["seconds"], 1e3),
-                "quartiles": spread(row["seconds"], 1e3),
+                "": result["name"],
+                "ms per step": number(result["seconds"], 1e3),
+                "quartiles": spread(result["seconds"], 1e3),
                 "times as fast as one process": ratio(over_one_process),
                 "times as fast as DDP": ratio(over_ddp),
-                "cores used": f"{row['cores_used']:.2f}",
-                "peak MiB per rank": mib(row["peak_bytes"]),
+                "cores used": f"{result['cores_used']:.2f}",
+                "peak MiB per rank": mib(result["peak_bytes"]),
             }
         )
     return rows, ["ranks/ranks"]
@@ -98,16 +98,16 @@ def ranks_step():
 
 def strategies(name):
     rows = []
-    for row in load(name)["results"]:
+    for result in load(name)["results"]:
         rows.append(
             {
-                f"{row['ranks']} ranks": f"`{row['name']}`",
-                "messages": row["messages"],
-                "MB sent per rank": f"{1e-6 * max(row['bytes_sent']):.1f}",
-                "ms per step": number(row["seconds"], 1e3),
-                "time / time of flat": ratio(row["times_flat"]),
-                "quartiles": spread(row["times_flat"], 1, 3),
-                "optimizer MiB per rank": mib(max(row["optimizer_bytes"])),
+                f"{result['ranks']} ranks": f"`{result['name']}`",
+                "messages": result["messages"],
+                "MB sent per rank": f"{1e-6 * max(result['bytes_sent']):.1f}",
+                "ms per step": number(result["seconds"], 1e3),
+                "time / time of flat": ratio(result["times_flat"]),
+                "quartiles": spread(result["times_flat"], 1, 3),
+                "optimizer MiB per rank": mib(max(result["optimizer_bytes"])),
             }
         )
     return rows, [name]

@@ -20,23 +20,23 @@ GROUPS = ("attention", "layernorm", "column_sums", "cross_entropy", "adamw", "em
 def gpu_step():
     rows = []
     for name in STEPS:
-        for row in load(name)["results"]:
-            options = row["options"]
-            if is_ours := row["name"] == "ours":  # the first row of a file
-                ours = row
+        for result in load(name)["results"]:
+            options = result["options"]
+            if is_ours := result["name"] == "ours":  # the first result of a file
+                ours = result
             rows.append(
                 {
                     "": f"{options['preset']}, {options['precision']}, {options['batch_size']} x {options['seq_len']}, "
-                    f"{row['name']}",
-                    "ms per step": number(row["seconds"], 1e3),
-                    "quartiles": spread(row["seconds"], 1e3),
-                    "tokens/s": f"{row['tokens_per_second']:,.0f}",
-                    "MFU": percent(row["mfu"]),
-                    "ours times as fast": "" if is_ours else ratio(ours["times_as_fast"][row["name"]]),
+                    f"{result['name']}",
+                    "ms per step": number(result["seconds"], 1e3),
+                    "quartiles": spread(result["seconds"], 1e3),
+                    "tokens/s": f"{result['tokens_per_second']:,.0f}",
+                    "MFU": percent(result["mfu"]),
+                    "ours times as fast": "" if is_ours else ratio(ours["times_as_fast"][result["name"]]),
                     "ours times as fast if PyTorch reads losses at the end": ""
                     if is_ours
-                    else ratio(ours["times_as_fast_as_unread"][row["name"]]),
-                    "memory held, GiB": gib(row["held_bytes"]),
+                    else ratio(ours["times_as_fast_as_unread"][result["name"]]),
+                    "memory held, GiB": gib(result["held_bytes"]),
                 }
             )
     return rows, list(STEPS)
@@ -45,19 +45,19 @@ def gpu_step():
 def gpu_choices():
     rows = [
         {
-            "": f"{row['preset']}, without: {row['without']}",
-            "ms per step": number(row["seconds"], 1e3),
-            "time / time of the full step": ratio(row["gain"], 3),
-            "quartiles": spread(row["gain"], 1),
+            "": f"{result['preset']}, without: {result['without']}",
+            "ms per step": number(result["seconds"], 1e3),
+            "time / time of the full step": ratio(result["gain"], 3),
+            "quartiles": spread(result["gain"], 1),
         }
-        for row in load("gpu/choices")["results"]
+        for result in load("gpu/choices")["results"]
     ]
     return rows, ["gpu/choices"]
 
 
-def group_of(row):
-    """The group of one row of the profile: one of GROUPS, "matrix products", or "other kernels and copies"."""
-    name = row["title"].partition(": ")[0]
+def group_of(kernel):
+    """The group of a kernel of the profile: one of GROUPS, "matrix products", or "other kernels and copies"."""
+    name = kernel["title"].partition(": ")[0]
     if name.startswith("product") or name.startswith("splitK"):
         return "matrix products"
     return name if name in GROUPS else "other kernels and copies"
@@ -68,8 +68,8 @@ def gpu_profile():
     columns = {}  # {column title: {row title: cell}}
     for name in files:
         profile, group_ms = load(name)["results"], Counter()
-        for row in profile["graph"]:
-            group_ms[group_of(row)] += row["ms"]
+        for kernel in profile["graph"]:
+            group_ms[group_of(kernel)] += kernel["ms"]
         total = sum(group_ms.values())
         cells = {group: f"{ms:.3f} ({percent(ms / total)})" for group, ms in group_ms.most_common()}
         columns[f"{profile['preset']}, {profile['precision']}, ms"] = cells | {
@@ -89,14 +89,14 @@ def gpu_profile():
 
 def gpu_kernels():
     rows = []
-    for row in load("gpu/profile")["results"]["graph"][:21]:
-        tflops, tbps = row["tflops"], row["tbps"]
+    for result in load("gpu/profile")["results"]["graph"][:21]:
+        tflops, tbps = result["tflops"], result["tbps"]
         rows.append(
             {
-                "kernel": f"`{row['title']}`",
-                "calls": f"{row['calls']:g}",
-                "ms": f"{row['ms']:.3f}",
-                "share of time": percent(row["share"]),
+                "kernel": f"`{result['title']}`",
+                "calls": f"{result['calls']:g}",
+                "ms": f"{result['ms']:.3f}",
+                "share of time": percent(result["share"]),
                 "TFLOP/s": f"{tflops:.0f}" if tflops else "",
                 f"share of {CEILINGS['tflops']} TFLOP/s": percent(tflops / CEILINGS["tflops"], 0) if tflops else "",
                 "TB/s": f"{tbps:.2f}" if tbps else "",
@@ -109,13 +109,13 @@ def gpu_kernels():
 def lesson(name):
     rows = [
         {
-            "section": row["section"],
-            "measured": row["name"],
-            "plain, us": number(row["plain"], 1e6),
-            "ours, us": number(row["ours"], 1e6),
-            "times as fast": ratio(row["times_as_fast"]),
+            "section": result["section"],
+            "measured": result["name"],
+            "plain, us": number(result["plain"], 1e6),
+            "ours, us": number(result["ours"], 1e6),
+            "times as fast": ratio(result["times_as_fast"]),
         }
-        for row in load(name)["results"]
+        for result in load(name)["results"]
     ]
     return rows, [name]
 
@@ -123,16 +123,16 @@ def lesson(name):
 def gpu_fusions():
     unfused_us = {}
     rows = []
-    for row in load("gpu/fusions")["results"]:
-        case = row["rows"], row["c"], row["k"], row["fusion"]
-        unfused_us.setdefault(case, row["us"])  # the first version of a case has a separate kernel
+    for result in load("gpu/fusions")["results"]:
+        case = result["rows"], result["c"], result["k"], result["fusion"]
+        unfused_us.setdefault(case, result["us"])  # the first version of a case has a separate kernel
         rows.append(
             {
-                "rows x C x K": f"{row['rows']} x {row['c']} x {row['k']}",
-                "fusion": row["fusion"],
-                "version": row["version"],
-                "us": f"{row['us']:.1f}",
-                "times as fast": f"{unfused_us[case] / row['us']:.2f}",
+                "rows x C x K": f"{result['rows']} x {result['c']} x {result['k']}",
+                "fusion": result["fusion"],
+                "version": result["version"],
+                "us": f"{result['us']:.1f}",
+                "times as fast": f"{unfused_us[case] / result['us']:.2f}",
             }
         )
     return rows, ["gpu/fusions"]
@@ -141,17 +141,17 @@ def gpu_fusions():
 def attention(name):
     rows = []
     for group in load(name)["results"]:
-        for row in group:
+        for result in group:
             rows.append(
                 {
-                    "B x H x T x D": " x ".join(map(str, row["shape"])),
-                    "": row["name"],
-                    "forward, ms": number(row["ms"]["forward"]),
-                    "forward, TFLOP/s": f"{row['tflops']['forward']:.0f}",
-                    "forward: ours times as fast": ratio(row["ours_is_times_as_fast"]["forward"]),
-                    "forward and backward, ms": number(row["ms"]["both"]),
-                    "both, TFLOP/s": f"{row['tflops']['both']:.0f}",
-                    "both: ours times as fast": ratio(row["ours_is_times_as_fast"]["both"]),
+                    "B x H x T x D": " x ".join(map(str, result["shape"])),
+                    "": result["name"],
+                    "forward, ms": number(result["ms"]["forward"]),
+                    "forward, TFLOP/s": f"{result['tflops']['forward']:.0f}",
+                    "forward: ours times as fast": ratio(result["ours_is_times_as_fast"]["forward"]),
+                    "forward and backward, ms": number(result["ms"]["both"]),
+                    "both, TFLOP/s": f"{result['tflops']['both']:.0f}",
+                    "both: ours times as fast": ratio(result["ours_is_times_as_fast"]["both"]),
                 }
             )
     return rows, [name]
@@ -160,7 +160,7 @@ def attention(name):
 def gpu_tune():
     rows = []
     for title, candidates in load("gpu/tune")["results"].items():  # the fastest candidate comes first
-        current, fastest = next(row for row in candidates if row["label"] == "in use"), candidates[0]
+        current, fastest = next(result for result in candidates if result["label"] == "in use"), candidates[0]
         rows.append(
             {
                 "case": title,
@@ -189,18 +189,20 @@ def gpu_products():
 def gpu_decode():
     rows, ours = [], None
     for name in ("gpu/decode", "gpu/decode_paper"):
-        for row in load(name)["results"]:
-            ours = row if row["name"] == "ours" else ours
-            title = f"{row['preset']}, {row['precision']}, {row['batch']} x ({row['prompt']} + {row['new']})"
+        for result in load(name)["results"]:
+            ours = result if result["name"] == "ours" else ours
+            title = (
+                f"{result['preset']}, {result['precision']}, {result['batch']} x ({result['prompt']} + {result['new']})"
+            )
             rows.append(
                 {
-                    "": f"{title}, {row['name']}",
-                    "us per step": number(row["token"], 1e6),
-                    "quartiles": spread(row["token"], 1e6),
-                    "tokens/s": f"{row['batch'] / row['token']['median']:,.0f}",
-                    "first token, ms": number(row["first"], 1e3, 3),
-                    "all tokens, ms": number(row["total"], 1e3),
-                    "all tokens: ours times as fast": ratio(ours["times_as_fast"][row["name"]]),
+                    "": f"{title}, {result['name']}",
+                    "us per step": number(result["token"], 1e6),
+                    "quartiles": spread(result["token"], 1e6),
+                    "tokens/s": f"{result['batch'] / result['token']['median']:,.0f}",
+                    "first token, ms": number(result["first"], 1e3, 3),
+                    "all tokens, ms": number(result["total"], 1e3),
+                    "all tokens: ours times as fast": ratio(ours["times_as_fast"][result["name"]]),
                 }
             )
     return rows, ["gpu/decode", "gpu/decode_paper"]
@@ -208,8 +210,8 @@ def gpu_decode():
 
 def gpu_memory():
     rows = []
-    for row in load("gpu/memory")["results"]:
-        options = row["options"]
+    for result in load("gpu/memory")["results"]:
+        options = result["options"]
         plural = "s" * (options["batch_size"] > 1)
         title = f"{options['preset']}, {options['precision']}, {options['batch_size']} sequence{plural}"
         if options["micro_batches"] > 1:
@@ -217,10 +219,10 @@ def gpu_memory():
         rows.append(
             {
                 "": title,
-                "held, GiB": gib(row["held_bytes"]),
-                "predicted, GiB": gib(row["model_bytes"]),
-                "difference": f"{100 * row['difference']:+.1f} %",
-                "held according to the driver, GiB": gib(row["driver_bytes"]),
+                "held, GiB": gib(result["held_bytes"]),
+                "predicted, GiB": gib(result["model_bytes"]),
+                "difference": f"{100 * result['difference']:+.1f} %",
+                "held according to the driver, GiB": gib(result["driver_bytes"]),
             }
         )
     return rows, ["gpu/memory"]
@@ -230,15 +232,15 @@ def scaling():
     rows = []
     for name in SCALING:
         for table in load(name)["results"]["scaling"]:
-            for row in table["rows"]:
+            for result in table["rows"]:
                 rows.append(
                     {
                         "sequences x tokens": table["title"],
-                        "": row["name"],
-                        "ms per step": number(row["seconds"], 1e3),
-                        "tokens/s": f"{row['tokens_per_second']:,.0f}",
-                        "efficiency": percent(row["efficiency"]["median"]),
-                        "times as fast as PyTorch": ratio(row["times_as_fast"]),
+                        "": result["name"],
+                        "ms per step": number(result["seconds"], 1e3),
+                        "tokens/s": f"{result['tokens_per_second']:,.0f}",
+                        "efficiency": percent(result["efficiency"]["median"]),
+                        "times as fast as PyTorch": ratio(result["times_as_fast"]),
                         "commit": load(name)["commit"],
                     }
                 )
@@ -248,30 +250,30 @@ def scaling():
 def gpus_paper():
     rows = [
         {
-            "50 steps of `paper`, bf16, 2 GPUs": row["name"],
-            "seconds": number(row["totals"], 1, 3),
-            "quartiles": spread(row["totals"], 1, 3),
+            "50 steps of `paper`, bf16, 2 GPUs": result["name"],
+            "seconds": number(result["totals"], 1, 3),
+            "quartiles": spread(result["totals"], 1, 3),
         }
-        for row in load("gpus/scaling")["results"]["paper"]
+        for result in load("gpus/scaling")["results"]["paper"]
     ]
     return rows, ["gpus/scaling"]
 
 
 def gpus_strategies():
     rows = []
-    for row in load("gpus/strategies")["results"]:
-        is_baseline = not row.get("communicate", True)
-        added = row["communication_share"] * row["seconds"]["median"]
+    for result in load("gpus/strategies")["results"]:
+        is_baseline = not result.get("communicate", True)
+        added = result["communication_share"] * result["seconds"]["median"]
         rows.append(
             {
-                "": row["name"],
-                "messages": "" if is_baseline else row["messages"],
-                "ms per step": number(row["seconds"], 1e3),
+                "": result["name"],
+                "messages": "" if is_baseline else result["messages"],
+                "ms per step": number(result["seconds"], 1e3),
                 "added by communication, ms": "" if is_baseline else f"{1e3 * added:.1f}",
-                "share of step": "" if is_baseline else percent(row["communication_share"]),
-                "time / time of the same `--dp` without options": ratio(row.get("times_plain"), 3),
-                "MB sent per rank": f"{1e-6 * row['bytes_sent']:,.0f}",
-                "optimizer MB per rank": f"{1e-6 * row['optimizer_bytes']:,.0f}",
+                "share of step": "" if is_baseline else percent(result["communication_share"]),
+                "time / time of the same `--dp` without options": ratio(result.get("times_plain"), 3),
+                "MB sent per rank": f"{1e-6 * result['bytes_sent']:,.0f}",
+                "optimizer MB per rank": f"{1e-6 * result['optimizer_bytes']:,.0f}",
             }
         )
     return rows, ["gpus/strategies"]
@@ -279,15 +281,15 @@ def gpus_strategies():
 
 def gpus_collectives():
     results, rows = load("gpus/collectives")["results"], []
-    for row in results["all_reduce"]:
+    for result in results["all_reduce"]:
         rows.append(
             {
-                "MB in fp32": f"{1e-6 * row['bytes']:,.0f}",
-                f"{row['ranks']} GPUs": row["name"],
-                "us": number(row["seconds"], 1e6),
-                "bus GB/s": f"{1e-9 * row['bus_bandwidth']:.0f}",
-                "times as fast as torch": ratio(row["times_as_fast_as_torch"]),
-                "relative error at 10 MB": f"{results['errors'][str(row['ranks'])][row['name']]:.1e}",
+                "MB in fp32": f"{1e-6 * result['bytes']:,.0f}",
+                f"{result['ranks']} GPUs": result["name"],
+                "us": number(result["seconds"], 1e6),
+                "bus GB/s": f"{1e-9 * result['bus_bandwidth']:.0f}",
+                "times as fast as torch": ratio(result["times_as_fast_as_torch"]),
+                "relative error at 10 MB": f"{results['errors'][str(result['ranks'])][result['name']]:.1e}",
             }
         )
     return rows, ["gpus/collectives"]
@@ -320,15 +322,15 @@ def gpus_timeline():
 
 def gpus_parity():
     rows = []
-    for row in load("gpus/parity")["results"]:
-        deviation = row["largest_deviation"]
+    for result in load("gpus/parity")["results"]:
+        deviation = result["largest_deviation"]
         rows.append(
             {
-                "": f"{row['precision']}, {row['name']}",
-                "compared with stage 2": "bit-identical" if row["difference"] is None else "differs",
+                "": f"{result['precision']}, {result['name']}",
+                "compared with stage 2": "bit-identical" if result["difference"] is None else "differs",
                 "largest loss deviation": f"{deviation:.1e}" if deviation else "0",
-                "ms per step": f"{1e3 * row['median']:.3g}",
-                "last loss": f"{row['losses'][-1]:.6f}" if math.isfinite(row["losses"][-1]) else "not finite",
+                "ms per step": f"{1e3 * result['median']:.3g}",
+                "last loss": f"{result['losses'][-1]:.6f}" if math.isfinite(result["losses"][-1]) else "not finite",
             }
         )
     return rows, ["gpus/parity"]

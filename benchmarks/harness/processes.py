@@ -91,6 +91,7 @@ class BenchmarkProcess:
         return self._answer()
 
     def _answer(self):
+        """The next answer, a dictionary. Raises BenchmarkFailed if the process has ended or does not answer in time."""
         watchdog = threading.Timer(self.timeout, end, [self.process])
         watchdog.start()
         started = time.monotonic()
