@@ -6,7 +6,7 @@ from gpt2core.errors import ConfigError
 from gpt2core.model import parameter_count
 from gpt2core.runtime import Runtime
 from stage2_cuda import memory_model
-from stage2_cuda.gemm.products import NumpyGemm, cublaslt
+from stage2_cuda.gemm.products import NumpyGemm, make_gemm_and_tuner
 from stage2_cuda.runtime import nvtx, triton_launch
 from stage2_cuda.runtime.cuda_graph import CapturedStep
 from stage2_cuda.runtime.peak_flops import peak_flops
@@ -33,7 +33,7 @@ class CudaRuntime(Runtime):
         self.name, self.side = gpu_name(self.xp), SideStream(self.xp)
         self.compiled, self.workspaces = [], []  # training steps; workspaces of other steps (generation)
         # a lambda, because `notify` may be replaced later
-        self.gemm, self.tuner = cublaslt(
+        self.gemm, self.tuner = make_gemm_and_tuner(
             self.xp, self.name, deterministic, self.side.stream, lambda text: self.notify(text)
         )
 
