@@ -22,17 +22,17 @@ BLOCK = 1024  # elements per program: one block of the arena; weight decay appli
 BLOCKS_PER_PROGRAM = 2  # of squares_kernel
 
 
-def adamw_step(p, m, v, p_copy, g, scalars, grad_scale, decay_flags, beta1, beta2, philox_key=None, offset=0):
+def adamw_step(p, m, v, compute_copy, g, scalars, grad_scale, decay_flags, beta1, beta2, philox_key=None, offset=0):
     """Update p, m, v (n) float32 in place; the gradient is g (n) float32 * grad_scale. Does nothing if that is NaN.
 
-    p_copy (n): receives the new p in its own dtype, rounded to nearest; None: no copy is written. scalars (3): the
-    result [rate, eps', 1 - lr weight_decay] of gpt2core.optimizer.adamw_scalars() on the device, float32 or float64
-    (rounded to float32 here). grad_scale (1) float32 on the device; None means 1.
+    compute_copy (n): receives the new p in its own dtype, rounded to nearest; None: no copy is written.
+    scalars (3): the result [rate, eps', 1 - lr weight_decay] of gpt2core.optimizer.adamw_scalars() on the device,
+    float32 or float64 (rounded to float32 here). grad_scale (1) float32 on the device; None means 1.
     decay_flags (n / 1024) integers: nonzero for a block of 1024 elements with weight decay; None: all blocks have it.
     philox_key (1) int64: gpt2core.optimizer.rounding_key() on the device, for stochastic rounding of the copy, or None.
-    With a key, p_copy is uint16 and receives the bits of bfloat16 numbers, and `offset` is the arena index of p[0].
+    With a key, compute_copy is uint16 and receives the bits of bfloat16 numbers; `offset` is the arena index of p[0].
     """
-    arguments = p, m, v, p_copy, g, scalars, grad_scale, decay_flags, p.size
+    arguments = p, m, v, compute_copy, g, scalars, grad_scale, decay_flags, p.size
     betas = float(beta1), float(1 - beta1), float(beta2), float(1 - beta2)
     grid = (triton.cdiv(p.size, BLOCK),)
     launch(adamw_kernel, grid, *arguments, *betas, philox_key, offset, BLOCK=BLOCK, num_warps=4)
@@ -72,10 +72,10 @@ def clip_scale(grad_scale, norm, squares, max_norm, loss_scale=None, growth_inte
 
 @triton.jit
 def adamw_kernel(
-    p_ptr, m_ptr, v_ptr, p_copy_ptr, g_ptr, scalars_ptr, grad_scale_ptr, decay_flags_ptr, n,
+    p_ptr, m_ptr, v_ptr, compute_copy_ptr, g_ptr, scalars_ptr, grad_scale_ptr, decay_flags_ptr, n,
     beta1, one_minus_beta1, beta2, one_minus_beta2, philox_key_ptr, offset, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Grid (n / BLOCK): each program updates one block of p, m, v and p_copy. Arguments as in adamw_step()."""
+    """Grid (n / BLOCK): each program updates one block of p, m, v and compute_copy. Arguments as in adamw_step()."""
     block = tl.program_id(0)
     offs = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     rate = tl.load(scalars_ptr).to(tl.float32)
@@ -95,10 +95,10 @@ def adamw_kernel(
     tl.store(m_ptr + offs, m, mask)
     tl.store(v_ptr + offs, v, mask)
     tl.store(p_ptr + offs, p, mask)
-    if p_copy_ptr is not None:
+    if compute_copy_ptr is not None:
         if philox_key_ptr is not None:
             p = stochastic_bf16(p, philox_key_ptr, offset + block.to(tl.int64) * BLOCK, BLOCK)
-        tl.store(p_copy_ptr + offs, p, mask)  # a float32 p is rounded to nearest here; uint16 bits stay unchanged
+        tl.store(compute_copy_ptr + offs, p, mask)  # a float32 p is rounded to nearest here; uint16 bits stay unchanged
 
 
 @triton.jit
