@@ -3,7 +3,7 @@
 import numpy as np
 
 from stage2_cuda.gemm import fp16x3
-from stage2_cuda.memory_model import WIDE, WORKSPACE
+from stage2_cuda.memory_model import MIN_FUSED_GELU, WORKSPACE
 from stage2_cuda.tuning.tuner import Tuner, cache_directory
 
 
@@ -23,7 +23,7 @@ class Products:
 
         A separate kernel is faster for small products, and fp16x3 and NumpyGemm have no GELU.
         """
-        return self.precision in ("bf16", "fp16") and n * k >= WIDE
+        return self.precision in ("bf16", "fp16") and n * k >= MIN_FUSED_GELU
 
     def operand(self, x):
         """x (R, C) as an operand of multiply(); in fp32 this is a SplitOperand, so that several products share it."""

@@ -413,7 +413,7 @@ def test_every_candidate_has_float64_s_gradients(rng, part, tile):
     "table, last", [(AttentionTiles(SMALL, both=SMALL), "dq"), (AttentionTiles(SMALL, SMALL, SMALL), "both")]
 )
 def test_a_backend_that_tries_all_and_takes_the_last_has_float64_s_gradients(rng, fake, monkeypatch, table, last):
-    monkeypatch.setattr(autotune, "CALLS", 1)
+    monkeypatch.setattr(autotune, "MAX_CALLS", 1)
     monkeypatch.setattr(autotune, "medians", lambda cupy, stream, graphs: -np.arange(len(graphs)))
     monkeypatch.setitem(attention.DEFAULT_TILES, "16 bits", {(64, attention.NO_LIMIT): table})
     backend, (qkv, dy, *_) = CudaBackend("fp16"), arrays_of(rng, np, np.float16, 37, 1, 8)
@@ -453,7 +453,7 @@ def test_a_run_times_once_and_keeps_its_choices_on_disk_and_in_its_checkpoint(
         return result.err
 
     few = {part: [SMALL] for part in ("forward", "dq", "dkdv")}
-    monkeypatch.setattr(autotune, "CALLS", 1)
+    monkeypatch.setattr(autotune, "MAX_CALLS", 1)
     monkeypatch.setitem(attention_tiles.TRIED, ("tf32x3", 64), few)
     assert run() == f"timing kernels for this GPU, once; cached in {tmp_path / 'cache' / FILE}\n"
     choices = json.loads((tmp_path / "cache" / FILE).read_text())["choices"]
