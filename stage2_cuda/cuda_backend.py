@@ -114,7 +114,7 @@ class CudaBackend(FusedHead, Backend):
     @functools.cached_property
     def decode_stream(self):
         """The stream of all decoders. There is only one, because matrix products on it share a workspace."""
-        if not self.runtime.captures:
+        if not self.runtime.uses_graphs:
             return EagerStream()
         stream = DecodeStream(self.xp)
         self.runtime.workspaces.append(stream.workspace)

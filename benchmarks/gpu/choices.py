@@ -27,7 +27,7 @@ SIZES = {"gpt2": (64, 10), "paper": (16, 100)}  # sequences per step, steps per 
 
 def no_graph(backend):
     """Every kernel launched from Python."""
-    backend.runtime.captures = False
+    backend.runtime.uses_graphs = False
 
 
 def one_stream(backend):

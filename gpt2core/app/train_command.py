@@ -229,7 +229,7 @@ def run_steps(config, corpus, trainer, windows, validation, schedule, log):
 
     def report(step, validation_loss, last):
         log(with_utilisation(trainer, step), validation_loss, final_fields(trainer) if last else None)
-        if step.step == first_step and not trainer.backend.runtime.captures:  # the capture of a step takes long
+        if step.step == first_step and not trainer.backend.runtime.uses_graphs:  # the capture of a step takes long
             for note in time_left(step.seconds, config.steps - first_step - 1):
                 log.print(note)
 

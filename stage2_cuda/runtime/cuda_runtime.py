@@ -24,7 +24,7 @@ def make_runtime(precision, deterministic):
 class CudaRuntime(Runtime):
     """The Runtime of CuPy's current device. deterministic: time nothing, use the default tiles and algorithms."""
 
-    captures = True
+    uses_graphs = True
 
     def __init__(self, precision, deterministic):
         super().__init__()
@@ -60,7 +60,7 @@ class CudaRuntime(Runtime):
     # -- a step, and its streams -------------------------------------------------------------------------------------
 
     def compile_step(self, function, capture=True):
-        self.compiled.append(CapturedStep(function, capture and self.captures))
+        self.compiled.append(CapturedStep(function, capture and self.uses_graphs))
         return self.compiled[-1]
 
     def on_side_stream(self, *operands):
