@@ -64,8 +64,8 @@ class CudaBackend(FusedHead, Backend):
             raise ConfigError(f"--precision {precision} is unknown in this stage: use {', '.join(PRECISIONS)}")
         if triton_launch.interpreted() and precision not in INTERPRETED:
             why = ", which computes bf16 wrongly" if precision == "bf16" else ", which has no tensor cores"
-            raise ConfigError(f"--precision {precision} has no meaning in Triton's interpreter{why}: use fp32 or fp16")
-        compute, self.dot = PRECISIONS[precision]
+            raise ConfigError(f"--precision {precision} cannot be used in Triton's interpreter{why}: use fp32 or fp16")
+        compute, self.dot_precision = PRECISIONS[precision]
         self.precision, self.dtype, self.compute_dtype = precision, np.dtype(np.float32), dtype_of(compute)
         self.scales_loss, self.rounds_stochastically = precision == "fp16", precision == "bf16"
         self.runtime = make_runtime(precision, deterministic)
@@ -252,18 +252,18 @@ class CudaBackend(FusedHead, Backend):
         y, lse = self.xp.empty((B, T, C3 // 3), qkv.dtype), self.floats(B, n_head, T)
 
         def run(tiles):
-            flash.attention_forward(y, lse, qkv, n_head, self.dot, tiles)
+            flash.attention_forward(y, lse, qkv, n_head, self.dot_precision, tiles)
 
-        run(attention_tiles.tuned_forward(self.runtime.tuner, run, y, lse, qkv, n_head, self.dot))
+        run(attention_tiles.tuned_forward(self.runtime.tuner, run, y, lse, qkv, n_head, self.dot_precision))
         return y, lse
 
     def attention_backward(self, dy, qkv, y, aux, n_head):
         dqkv, delta, dy = self.like(qkv), self.like(aux), self.xp.ascontiguousarray(dy)
 
         def run(tiles, dy=y):  # timed with y in place of dy: it has the same shape, and is finite for any loss scale
-            flash.attention_backward(dqkv, delta, dy, qkv, y, aux, n_head, self.dot, tiles)
+            flash.attention_backward(dqkv, delta, dy, qkv, y, aux, n_head, self.dot_precision, tiles)
 
-        run(attention_tiles.tuned_backward(self.runtime.tuner, run, dqkv, delta, qkv, n_head, self.dot), dy)
+        run(attention_tiles.tuned_backward(self.runtime.tuner, run, dqkv, delta, qkv, n_head, self.dot_precision), dy)
         return dqkv
 
     def attention_cached(self, qkv, keys, values, position, n_head):

@@ -94,7 +94,7 @@ def forward_kernel(
     y_ptr, ids_ptr, wte_ptr, wpe_ptr, n, time, count, n_cols, position, first,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (N / BLOCK_ROWS, C / BLOCK_COLS): each program computes one tile of y (N, C). Letters: time T, count V."""
+    """Grid (N / BLOCK_ROWS, C / BLOCK_COLS): each program computes one tile of y (N, C). time: T; count: V."""
     rows = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     cols = tl.program_id(1) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
     mask = (rows < n)[:, None] & (cols < n_cols)[None, :]

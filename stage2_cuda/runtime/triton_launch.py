@@ -136,12 +136,12 @@ class GpuLauncher:
         # id(kernel), because hashing a kernel is slow; ids stay unique, because modules keep their kernels alive
         key, values = [id(kernel), self.device(), *options.items()], []
         for value in arguments:
-            kind = type(value)
-            if kind is int:
+            value_type = type(value)
+            if value_type is int:
                 key.append(1 if value == 1 else (value % 16 == 0, -(2**31) <= value < 2**31))
-            elif kind is float or value is None:
-                key.append(kind)
-            elif kind is self.xp.ndarray:
+            elif value_type is float or value is None:
+                key.append(value_type)
+            elif value_type is self.xp.ndarray:
                 if not value.flags.c_contiguous:
                     raise not_contiguous(value)
                 key.append((value.dtype, value.data.ptr % 16 == 0))
@@ -151,11 +151,11 @@ class GpuLauncher:
             else:
                 raise not_an_argument(value)
             values.append(value)
-        found = self.compiled.get(key := tuple(key))
-        if found is None:
+        variant = self.compiled.get(key := tuple(key))
+        if variant is None:
             self.compiled[key] = self.compile_and_launch(kernel, grid, arguments, options)
         else:
-            compiled, constants = found
+            compiled, constants = variant
             compiled[(*grid, 1, 1)[:3]](*values, *constants)
 
     def compile_and_launch(self, kernel, grid, arguments, options):
@@ -166,8 +166,8 @@ class GpuLauncher:
         """
         from triton import OutOfResources
 
-        constants = list(range(len(arguments), len(kernel.arg_names)))
-        if kernel.constexprs != constants:
+        constant_numbers = list(range(len(arguments), len(kernel.arg_names)))  # of the parameters of the kernel
+        if kernel.constexprs != constant_numbers:
             raise TypeError(f"{kernel.__name__}: {len(arguments)} arguments, but the constants are {kernel.constexprs}")
         arguments = (Pointer(value) if isinstance(value, self.xp.ndarray) else value for value in arguments)
         try:
@@ -176,7 +176,7 @@ class GpuLauncher:
         except OutOfResources as error:
             raise does_not_fit(kernel, error) from error
         defaults = kernel.signature.parameters
-        names = [kernel.arg_names[number] for number in constants]
+        names = [kernel.arg_names[number] for number in constant_numbers]
         return compiled, [options[name] if name in options else defaults[name].default for name in names]
 
 

@@ -242,13 +242,13 @@ def attend_with_all_tiles(precision, T, D):
     backend, H = Backend(precision), 2
     qkv, y = (np.empty((1, T, parts * H * D), backend.compute_dtype) for parts in (3, 1))
     dqkv, lse = np.empty_like(qkv), np.empty((1, H, T), np.float32)
-    for part, candidates in attention_tiles.tiles_for(qkv, H, backend.dot)[1].items():
+    for part, candidates in attention_tiles.tiles_for(qkv, H, backend.dot_precision)[1].items():
         for tile in candidates:
             tiles = attention.AttentionTiles(**{part: tile})
             if part == "forward":
-                attention.attention_forward(y, lse, qkv, H, backend.dot, tiles)
+                attention.attention_forward(y, lse, qkv, H, backend.dot_precision, tiles)
             else:
-                attention.attention_backward(dqkv, lse, y, qkv, y, lse, H, backend.dot, tiles)
+                attention.attention_backward(dqkv, lse, y, qkv, y, lse, H, backend.dot_precision, tiles)
 
 
 def multiply(precision, rows, C, K):
