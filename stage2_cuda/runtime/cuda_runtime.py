@@ -22,7 +22,10 @@ def make_runtime(precision, deterministic):
 
 
 class CudaRuntime(Runtime):
-    """The Runtime of CuPy's current device. deterministic: time nothing, use the default tiles and algorithms."""
+    """The Runtime of CuPy's current device. gpt2core/runtime.py documents the methods.
+
+    deterministic: time nothing, and use the default tiles and algorithms.
+    """
 
     uses_graphs = True
 

@@ -27,8 +27,8 @@ FASTER = 0.99
 TOLERANCE = {2: 2e-2, 4: 2e-3}  # {bytes per element: largest relative difference between two candidates' results}
 PIECE = 1 << 22  # elements that difference() converts to float64 at once
 SEED = 20260101  # for the random order of the candidates in each round
-ROUNDS = 5  # of timing
-MAX_CALLS, GRAPH_MILLISECONDS = 20, 20.0  # per graph: the most calls, and the time that more calls should not exceed
+ROUNDS = 5  # number of times that each candidate is timed
+MAX_CALLS, GRAPH_MILLISECONDS = 20, 20.0  # a graph has so many calls that it takes about 20 ms, but at most 20 calls
 
 
 class Tuner:
