@@ -20,9 +20,7 @@ BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2}  # per activation, and per 
 CHUNK_LOGITS = 1 << 29  # the most logits that are computed at a time
 LOGITS_ALIGNMENT = 64  # the rows of the logits are padded to a multiple of this many columns, so that rows are aligned
 WORKSPACE = 64 << 20  # bytes of cublasLt's workspaces, for two streams
-MIN_FUSED_GELU = (
-    1 << 25
-)  # elements of GELU's input from which cublasLt's GELU epilogue is faster than a separate kernel
+MIN_FUSED_GELU = 1 << 25  # elements of GELU's input; from this size cublasLt's GELU epilogue is faster than a kernel
 CONTEXT = 550 << 20  # bytes of the CUDA context and the loaded kernels on an H200, which CuPy's pools do not count
 MARGIN = 1.1  # a configuration is suggested only if 1.1 times its predicted memory is free
 # The bytes of the buffers for the codes of --compress, sent and received, divided by the bytes of a message in fp32
