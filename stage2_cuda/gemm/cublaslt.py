@@ -55,10 +55,10 @@ TYPES = {"float32": 0, "float16": 2, "bfloat16": 14}  # cudaDataType_t: CUDA_R_3
 # cublasLt has no fp32 product of three TF32 products; the similar 32F_EMULATED_16BFX9 needs a GPU newer than Hopper.
 COMPUTE = {"fp32": 68, "tf32": 77}
 
-# Attributes as (number, C type): of a product, from cublasLtMatmulDescAttributes_t,
+# Attributes of a product as (number, C type), from cublasLtMatmulDescAttributes_t
 TRANS_A, TRANS_B, EPILOGUE, BIAS_TYPE = (3, c_int32), (4, c_int32), (7, c_uint32), (26, c_int32)
 BIAS_POINTER, AUX_POINTER, AUX_LD = (8, c_void_p), (11, c_void_p), (12, c_int64)
-# and of the search for algorithms, from cublasLtMatmulPreferenceAttributes_t.
+# Attributes of the search for algorithms, from cublasLtMatmulPreferenceAttributes_t
 WORKSPACE_BYTES, REDUCTIONS = (1, c_uint64), (3, c_uint32)
 ALIGNMENT_A, ALIGNMENT_B, ALIGNMENT_C, ALIGNMENT_D = ((number, c_uint32) for number in (5, 6, 7, 8))
 

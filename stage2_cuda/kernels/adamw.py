@@ -23,7 +23,7 @@ BLOCKS_PER_PROGRAM = 2  # of squares_kernel
 
 
 def adamw_step(p, m, v, compute_copy, g, scalars, grad_scale, decay_flags, beta1, beta2, philox_key=None, offset=0):
-    """Update p, m, v (n) float32 in place; the gradient is g (n) float32 * grad_scale. Does nothing if that is NaN.
+    """Update p, m, v (n) float32 with the gradient g (n) float32 * grad_scale. If grad_scale is NaN, do nothing.
 
     compute_copy (n): receives the new p in its own dtype, rounded to nearest; None: no copy is written.
     scalars (3): the result [rate, eps', 1 - lr weight_decay] of gpt2core.optimizer.adamw_scalars() on the device,

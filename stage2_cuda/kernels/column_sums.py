@@ -16,7 +16,7 @@ from stage2_cuda.runtime.triton_launch import launch
 # order of the sums depends on it.
 BLOCK_ROWS, BLOCK_COLS, STAGES = 64, 64, 3  # the tile of the first step, and its num_stages (software pipelining)
 MIN_PROGRAMS, MAX_PROGRAMS = 132, 528  # of the first step, for all columns together
-ROWS_PER_PROGRAM = 32  # n // ROWS_PER_PROGRAM is the number of programs, unless one of these bounds applies
+ROWS_PER_PROGRAM = 32  # there are n // 32 programs, if this number is between MIN_PROGRAMS and MAX_PROGRAMS
 SUM_ROWS, SUM_COLS = 128, 16  # the tile of the second step: tall, because each iteration of its loop waits for memory
 
 
@@ -36,7 +36,7 @@ def column_sums(out, partials, x):
 
 
 def add_partials(partials, first, second=None, third=None):
-    """Add the P rows of partials, float32, and divide the sum into one, two or three outputs (K) float32.
+    """Add the P rows of partials, float32, and store the sum in one, two or three outputs (K) float32.
 
     first = the sums of columns [0, K), second = those of [K, 2K), third = those of [2K, 3K). The number of columns of
     partials is K times the number of outputs.

@@ -64,7 +64,7 @@ def bias_gelu_backward(dh, partials, dy, h, bias):
 @triton.jit
 def sigmoid_of_2u(x):
     """s = 1 / (1 + exp(-2u)) for x of any shape, float32."""
-    r = tl.rsqrt(1 + tl.math.exp2(x * (x * x * U3 + U1)))  # constants on the right: the interpreter needs it
+    r = tl.rsqrt(1 + tl.math.exp2(x * (x * x * U3 + U1)))  # in the interpreter `U3 * x` raises an error
     return r * r  # 1 / (1 + exp(-2u)); a division would take eight instructions
 
 
@@ -97,7 +97,7 @@ def backward_kernel(
         offs = rows.to(tl.int64)[:, None] * n_cols + cols[None, :]  # (BLOCK_ROWS, BLOCK_COLS)
         x = tl.load(h_ptr + offs, mask, 0).to(tl.float32) + bias[None, :]
         s = sigmoid_of_2u(x)
-        dgelu = s + (s - s * s) * (x * (x * x * D2 + D0))
+        dgelu = s + (s - s * s) * (x * (x * x * D2 + D0))  # s + 2 y (1 - s) du/dx, with y = x s
         dh = tl.load(dy_ptr + offs, mask, 0).to(tl.float32) * dgelu
         tl.store(dh_ptr + offs, dh, mask)
         dbias += dh
