@@ -42,9 +42,9 @@ class ProductTile(NamedTuple):
 SMALL, LARGE = ProductTile(64, 64, 64, 4, 3), ProductTile(128, 128, 64, 8, 3)
 MIN_LARGE_TILES = 264  # large tiles are faster if the result has at least this many of them
 # Two programs for each of an H200's 132 multiprocessors. If the result has at most half as many tiles, the sum over K
-# is divided into splits, which different programs compute.
+# is divided into parts, which different programs add.
 PROGRAMS = 264
-MIN_SPLIT_K = 256  # the fewest terms of the sum in one split
+MIN_PART_K = 256  # the fewest terms of the sum in one part
 
 
 class SplitOperand(NamedTuple):
@@ -85,15 +85,15 @@ def select_tile(m, n):
 
 
 def partials_shape(m, n, k):
-    """The shape (S, m n) of the float32 scratch of product() if the sum over k is divided into S splits; else None.
+    """The shape (P, m n) of the float32 scratch of product() if the sum over k is divided into P parts; else None.
 
-    S is a power of two, chosen so that all multiprocessors have work.
+    P is a power of two, chosen so that all multiprocessors have work.
     """
-    tile, splits = select_tile(m, n), 1
+    tile, parts = select_tile(m, n), 1
     tiles = triton.cdiv(m, tile.block_m) * triton.cdiv(n, tile.block_n)
-    while tiles * splits * 2 <= PROGRAMS and splits * 2 * MIN_SPLIT_K <= k:
-        splits *= 2
-    return (splits, m * n) if splits > 1 else None
+    while tiles * parts * 2 <= PROGRAMS and parts * 2 * MIN_PART_K <= k:
+        parts *= 2
+    return (parts, m * n) if parts > 1 else None
 
 
 def product(out, partials, a, b, bias=None, trans_a=False, trans_b=False, accumulate=False):
@@ -107,13 +107,13 @@ def product(out, partials, a, b, bias=None, trans_a=False, trans_b=False, accumu
     block_m, block_n, block_k, num_warps, num_stages = select_tile(m, n)
     # launch() needs a contiguous array: pass the whole array, whose first element is that of out
     contiguous, row_stride = (out, n) if out.flags.c_contiguous else (out.base, out.strides[0] // out.itemsize)
-    target, splits = (contiguous, 1) if partials is None else (partials, partials.shape[0])
-    split_k = triton.cdiv(triton.cdiv(k, block_k), splits) * block_k  # terms of the sum per split
-    grid = (triton.cdiv(m, block_m) * triton.cdiv(n, block_n), splits)
+    target, parts = (contiguous, 1) if partials is None else (partials, partials.shape[0])
+    part_k = triton.cdiv(triton.cdiv(k, block_k), parts) * block_k  # terms of the sum per part
+    grid = (triton.cdiv(m, block_m) * triton.cdiv(n, block_n), parts)
     a_desc = descriptor(a.halves, (1, block_k, block_m) if trans_a else (1, block_m, block_k))
     b_desc = descriptor(b.halves, (1, block_n, block_k) if trans_b else (1, block_k, block_n))
     scale_strides = a.scales.shape[1], b.scales.shape[1]
-    arguments = target, a_desc, a.scales, b_desc, b.scales, bias, m, n, k, row_stride, split_k, *scale_strides
+    arguments = target, a_desc, a.scales, b_desc, b.scales, bias, m, n, k, row_stride, part_k, *scale_strides
     options = dict(BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, SCALE_BLOCK=SCALE_BLOCK)
     options |= dict(TRANS_A=trans_a, TRANS_B=trans_b, ACCUMULATE=accumulate)
     launch(product_kernel, grid, *arguments, **options, num_warps=num_warps, num_stages=num_stages)
@@ -171,20 +171,20 @@ def load_scale(scales_ptr, scale_stride, row, col, SCALE_BLOCK: tl.constexpr, TR
 
 @triton.jit
 def product_kernel(
-    out_ptr, a_desc, a_scales_ptr, b_desc, b_scales_ptr, bias_ptr, m, n, k, row_stride, split_k,
+    out_ptr, a_desc, a_scales_ptr, b_desc, b_scales_ptr, bias_ptr, m, n, k, row_stride, part_k,
     a_scale_stride, b_scale_stride,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SCALE_BLOCK: tl.constexpr,
     TRANS_A: tl.constexpr, TRANS_B: tl.constexpr, ACCUMULATE: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles of out, splits): each program computes one tile of out for one split of the sum over k.
+    """Grid (tiles of out, parts): each program computes one tile of out for one part of the sum over k.
 
-    With several splits, out_ptr points to partials (splits, m n), and each split has its own row.
+    With several parts, out_ptr points to partials (parts, m n), which has one row per part.
     """
     tiles_n = tl.cdiv(n, BLOCK_N)
     start_m, start_n = tl.program_id(0) // tiles_n * BLOCK_M, tl.program_id(0) % tiles_n * BLOCK_N
-    split_start = tl.program_id(1) * split_k
+    part_start = tl.program_id(1) * part_k
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for start_k in tl.range(split_start, tl.minimum(split_start + split_k, k), BLOCK_K):
+    for start_k in tl.range(part_start, tl.minimum(part_start + part_k, k), BLOCK_K):
         scale = load_scale(a_scales_ptr, a_scale_stride, start_m, start_k, SCALE_BLOCK, TRANS_A)
         scale *= load_scale(b_scales_ptr, b_scale_stride, start_k, start_n, SCALE_BLOCK, TRANS_B)
         a_high = load_half(a_desc, 0, start_m, start_k, BLOCK_M, BLOCK_K, TRANS_A)
