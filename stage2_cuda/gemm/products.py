@@ -19,9 +19,9 @@ class Products:
         self.multiply = self.multiply_fp16x3 if precision == "fp32" else self.multiply_gemm
 
     def fuses_gelu(self, n, k):
-        """Whether cublasLt should also apply GELU, or its derivative, when it computes an (N, K) product.
+        """Whether cublasLt should apply GELU, or its derivative, to the (N, K) product that it computes.
 
-        A separate kernel is faster for small products, and fp16x3 and NumpyGemm have no GELU.
+        True only in bf16 and fp16, and for large products; for small ones a separate GELU kernel is faster.
         """
         return self.precision in ("bf16", "fp16") and n * k >= MIN_FUSED_GELU
 
@@ -38,8 +38,8 @@ class Products:
     def multiply_fp16x3(self, out, a, b, bias=None, trans_a=False, trans_b=False, accumulate=False):
         a, b = self.operand(a), self.operand(b)
         shape = fp16x3.partials_shape(*out.shape, a.shape[0 if trans_a else 1])
-        can_split = bias is None and not accumulate and out.flags.c_contiguous
-        partials = self.xp.empty(shape, np.float32) if shape and can_split else None
+        can_use_partials = bias is None and not accumulate and out.flags.c_contiguous
+        partials = self.xp.empty(shape, np.float32) if shape and can_use_partials else None
         fp16x3.product(out, partials, a, b, bias, trans_a, trans_b, accumulate)
 
 

@@ -84,8 +84,8 @@ class Tuner:
     def announce(self):
         """At the first call, notify the user that timing kernels takes a while."""
         if not self.announced:
-            where = f"once; cached in {self.file}" if self.file else "in every run, because there is no home directory"
-            self.notify(f"timing kernels for this GPU, {where}")
+            saved, not_saved = f"only once: results are saved in {self.file}", "in every run: there is no home directory"
+            self.notify(f"timing kernels for this GPU, {saved if self.file else not_saved}")
         self.announced = True
 
     # -- candidates ----------------------------------------------------------------------------------------------------
@@ -110,13 +110,16 @@ class Tuner:
         return next((candidate for candidate in candidates if str(candidate) == choice), None)
 
     def time_candidates(self, what, candidates, run, outputs, before):
-        """The fastest candidate, whose choice is kept; the first one if nothing may be timed or if timing fails."""
+        """Time the candidates, keep the choice of the fastest one, and return it.
+
+        Returns the first candidate if nothing may be timed, or with a warning if timing fails.
+        """
         if self.final or len(candidates) == 1 or self.capturing():
             return candidates[0]
         if not self.failed:
             self.announce()
             try:
-                fastest = self.fastest(candidates, run, outputs, before)
+                fastest = self.fastest_of(candidates, run, outputs, before)
                 self.keep(what, str(fastest))
                 return fastest
             except Exception as error:
@@ -131,7 +134,7 @@ class Tuner:
         """Whether the current stream is being captured; then nothing can be timed."""
         return self.cupy.cuda.get_current_stream().is_capturing()
 
-    def fastest(self, candidates, run, outputs, before):
+    def fastest_of(self, candidates, run, outputs, before):
         """The fastest of the candidates whose results agree with the first results; see choose().
 
         If every candidate fails, the last error is raised.
