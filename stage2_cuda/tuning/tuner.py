@@ -84,8 +84,9 @@ class Tuner:
     def announce(self):
         """At the first call, notify the user that timing kernels takes a while."""
         if not self.announced:
-            saved, not_saved = f"only once: results are saved in {self.file}", "in every run: there is no home directory"
-            self.notify(f"timing kernels for this GPU, {saved if self.file else not_saved}")
+            once = f"only once: results are saved in {self.file}"
+            how_often = once if self.file else "in every run: there is no home directory"
+            self.notify(f"timing kernels for this GPU, {how_often}")
         self.announced = True
 
     # -- candidates ----------------------------------------------------------------------------------------------------
