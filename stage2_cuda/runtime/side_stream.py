@@ -22,7 +22,8 @@ class SideStream:
     def run(self, *operands):
         """A context whose kernels run on the side stream, after all work on the current stream so far.
 
-        operands: the arrays that these kernels read. Their memory is not reused before the kernels are done.
+        operands: the arrays that these kernels read, which stay allocated until the kernels are done. After DEPTH more
+        contexts the current stream waits for this work, and then the operands are released.
         """
         main = self.cupy.cuda.get_current_stream()
         with self.after():
