@@ -97,23 +97,23 @@ def decode(values, scale, KIND: tl.constexpr):
 
 
 @triton.jit
-def code_offsets(row, group, groups_per_row, KIND: tl.constexpr, GROUP: tl.constexpr):
-    """Where the code of group `group` of row `row` is: the index of its first value, and the index of its scale.
+def code_offsets(row, group_in_row, groups_per_row, KIND: tl.constexpr, GROUP: tl.constexpr):
+    """Where the code of a group is: the index of its first value, and the index of its scale.
 
     The indices count the elements of the two arrays that FusedCodec.views() returns.
     """
-    value_offs = (row * groups_per_row + group) * GROUP
+    value_offs = (row * groups_per_row + group_in_row) * GROUP
     if KIND == "int8":  # the code of a row is its values, one byte each, and then its scales, four bytes each
         value_offs += row * groups_per_row * 4
-    return value_offs, (row * (GROUP // 4 + 1) + GROUP // 4) * groups_per_row + group
+    return value_offs, (row * (GROUP // 4 + 1) + GROUP // 4) * groups_per_row + group_in_row
 
 
 @triton.jit
 def encode_and_store(
-    values_ptr, scales_ptr, row, group, groups_per_row, mask, x, KIND: tl.constexpr, GROUP: tl.constexpr
+    values_ptr, scales_ptr, row, group_in_row, groups_per_row, mask, x, KIND: tl.constexpr, GROUP: tl.constexpr
 ):  # fmt: skip
-    """Store the code of x (groups, GROUP) float32; returns the decoded values. row, group, mask: (groups)."""
-    value_offs, scale_offs = code_offsets(row, group, groups_per_row, KIND, GROUP)
+    """Store the code of x (groups, GROUP) float32; returns the decoded values. row, group_in_row, mask: (groups)."""
+    value_offs, scale_offs = code_offsets(row, group_in_row, groups_per_row, KIND, GROUP)
     values, scale, decoded = encode(x, KIND)
     tl.store(values_ptr + value_offs[:, None] + tl.arange(0, GROUP)[None, :], values, mask[:, None])
     if KIND == "int8":
@@ -122,9 +122,11 @@ def encode_and_store(
 
 
 @triton.jit
-def load_and_decode(values_ptr, scales_ptr, row, group, groups_per_row, mask, KIND: tl.constexpr, GROUP: tl.constexpr):
-    """The decoded values (groups, GROUP) float32 of stored codes. row, group, mask: (groups)."""
-    value_offs, scale_offs = code_offsets(row, group, groups_per_row, KIND, GROUP)
+def load_and_decode(
+    values_ptr, scales_ptr, row, group_in_row, groups_per_row, mask, KIND: tl.constexpr, GROUP: tl.constexpr
+):  # fmt: skip
+    """The decoded values (groups, GROUP) float32 of stored codes. row, group_in_row, mask: (groups)."""
+    value_offs, scale_offs = code_offsets(row, group_in_row, groups_per_row, KIND, GROUP)
     values = tl.load(values_ptr + value_offs[:, None] + tl.arange(0, GROUP)[None, :], mask[:, None], 0)
     scale = tl.zeros(mask.shape, tl.float32)
     if KIND == "int8":
@@ -134,21 +136,21 @@ def load_and_decode(values_ptr, scales_ptr, row, group, groups_per_row, mask, KI
 
 @triton.jit
 def load_and_sum(
-    values_ptr, scales_ptr, row, group, groups_per_row, mask,
+    values_ptr, scales_ptr, row, group_in_row, groups_per_row, mask,
     KIND: tl.constexpr, GROUP: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
     """The sum (groups, GROUP) float32 of the decoded rows [row, row + COUNT), in the canonical order (tree_sum.py).
 
-    The recursion divides the rows in two; the first part has the largest power of two of rows that is below COUNT.
+    The recursion divides the rows in two. The number of rows in the first part is the largest power of two below COUNT.
     """
     if COUNT == 1:
-        total = load_and_decode(values_ptr, scales_ptr, row, group, groups_per_row, mask, KIND, GROUP)
+        total = load_and_decode(values_ptr, scales_ptr, row, group_in_row, groups_per_row, mask, KIND, GROUP)
     else:
         FIRST_PART: tl.constexpr = triton.next_power_of_2(COUNT) // 2
-        total = load_and_sum(values_ptr, scales_ptr, row, group, groups_per_row, mask, KIND, GROUP, FIRST_PART)
-        total += load_and_sum(
-            values_ptr, scales_ptr, row + FIRST_PART, group, groups_per_row, mask, KIND, GROUP, COUNT - FIRST_PART
-        )
+        total = load_and_sum(values_ptr, scales_ptr, row, group_in_row, groups_per_row, mask, KIND, GROUP, FIRST_PART)
+        row += FIRST_PART
+        REST: tl.constexpr = COUNT - FIRST_PART
+        total += load_and_sum(values_ptr, scales_ptr, row, group_in_row, groups_per_row, mask, KIND, GROUP, REST)
     return total
 
 
@@ -157,7 +159,7 @@ def pack_kernel(
     values_ptr, scales_ptr, residual_ptr, gradient_ptr, n, groups_per_row, n_groups,
     KIND: tl.constexpr, GROUP: tl.constexpr, GROUPS_PER_PROGRAM: tl.constexpr,
 ):  # fmt: skip
-    """Codec.pack(): code (p, bytes) = encode(x), residual (p, m) = x - decode(code), for x = residual + gradient (n).
+    """Codec.pack(): code (p, bytes) = encode(x), residual = x - decode(code), for x (p, m) = residual + gradient (n).
 
     Grid (n_groups / GROUPS_PER_PROGRAM): each program processes GROUPS_PER_PROGRAM groups, n_groups = p groups_per_row.
     """
