@@ -38,7 +38,7 @@ class Compiled:
 class Runtime:
     """The host: kernels run when they are called; nothing is captured, and nothing is chosen by timing."""
 
-    captures = False  # whether compile_step() can capture a step and replay it
+    uses_graphs = False  # whether compile_step() captures steps as CUDA graphs and replays them
     tuned_for = None  # str, the device and library versions for which `tuned` is valid; None if nothing is timed
     name = "numpy"
     environment = ""  # variables that a printed command needs to run on the same kind of device, as "NAME=value "

@@ -27,7 +27,7 @@ SIZES = {"gpt2": (64, 10), "paper": (16, 100)}  # sequences per step, steps per 
 
 def no_graph(backend):
     """Every kernel launched from Python."""
-    backend.runtime.captures = False
+    backend.runtime.uses_graphs = False
 
 
 def one_stream(backend):
@@ -66,7 +66,7 @@ def logits_twice(backend):
 
 def odd_vocabulary(backend):
     """Matrix products with exactly as many columns as the vocabulary has tokens (50257 for gpt2)."""
-    backend.whole_rows = lambda w: w
+    backend.with_padding_rows = lambda w: w
 
 
 CHOICES = {

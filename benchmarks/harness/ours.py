@@ -81,7 +81,7 @@ class CudaSteps:
         from stage2_cuda.cuda_backend import CudaBackend  # here, because the CPU benchmarks run without Triton
 
         self.backend = CudaBackend(precision, deterministic=False)  # as in train_gpt2.py: timing selects the algorithms
-        self.backend.runtime.captures &= captured
+        self.backend.runtime.uses_graphs &= captured
         self.announced = []
         self.trainer = Trainer(
             config, [self.backend], batch_size=batch_size, seq_len=seq_len, micro_batches=micro_batches,

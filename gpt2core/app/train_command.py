@@ -238,7 +238,7 @@ def run_steps(config, corpus, trainer, windows, validation, schedule, log):
     def report(step, validation_loss, last):
         log(with_utilisation(trainer, step), validation_loss, final_fields(trainer) if last else None)
         # Not on a GPU that captures the first step: its time says nothing about later steps.
-        if step.step == first_step and not trainer.backend.runtime.captures:
+        if step.step == first_step and not trainer.backend.runtime.uses_graphs:
             for note in time_left(step.seconds, config.steps - first_step - 1):
                 log.print(note)
 

@@ -24,7 +24,7 @@ def cache_file(directory, tuned_for):
 
 
 def cache_directory():
-    """The directory of the cache files; None for a user without a home directory, as in some containers."""
+    """The directory of the cache files, in the user's home directory; None without one, as in some containers."""
     try:
         return Path.home() / ".cache" / "staged-gpt2"
     except RuntimeError:
@@ -32,7 +32,7 @@ def cache_directory():
 
 
 def load_choices(path, tuned_for):
-    """{what: choice} of the cache file; raises an error if it is damaged or for another GPU or library."""
+    """{what: choice} from the cache file; raises an error if it is damaged or made for another GPU or library."""
     cache = json.loads(path.read_text(encoding="utf-8"))
     if cache["made_for"] != tuned_for:
         raise ValueError(f"it was made for {cache['made_for']}, this is {tuned_for}")
@@ -42,7 +42,7 @@ def load_choices(path, tuned_for):
 
 
 def read_choices(path, tuned_for):
-    """{what: choice} of the cache file; {} if there is none, and {} with a warning if it cannot be used."""
+    """{what: choice} from the cache file; {} if there is no file, and {} with a warning if it cannot be used."""
     try:
         return load_choices(path, tuned_for)
     except FileNotFoundError:
@@ -53,15 +53,16 @@ def read_choices(path, tuned_for):
 
 
 def write_choices(path, tuned_for, choices):
-    """Add choices to the cache file by an atomic replace; warn if it cannot be written."""
+    """Add choices to the cache file, which is replaced atomically; warn if it cannot be written."""
     try:
-        before = load_choices(path, tuned_for)  # another process may have added choices
+        stored = load_choices(path, tuned_for)  # not only those of this process: another one may have added some
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        before = {}
-    partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
+        stored = {}
+    temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(json.dumps({"made_for": tuned_for, "choices": before | choices}, indent=1), encoding="utf-8")
-        os.replace(partial, path)
+        content = json.dumps({"made_for": tuned_for, "choices": stored | choices}, indent=1)
+        temporary.write_text(content, encoding="utf-8")
+        os.replace(temporary, path)
     except OSError as error:
         warnings.warn(f"the autotune cache {path} cannot be written: {error.strerror or error}", stacklevel=3)

@@ -199,7 +199,7 @@ class GpuDecoder:
 
     def unembed(self):
         head = self.model.head.data
-        batched.unembed(self.logits, self.maxima, self.indices, self.h, head, self.tiling, self.backend.dot)
+        batched.unembed(self.logits, self.maxima, self.indices, self.h, head, self.tiling, self.backend.dot_precision)
 
     def decode_position(self):
         """Logits at the newest position of every sequence, whose embedding is already in sequences.x."""

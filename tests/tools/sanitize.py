@@ -117,7 +117,7 @@ def launch_cross_entropy(a):
 
 
 def launch_losses(a):
-    for n in (9, losses.BLOCK_ROWS + 5):
+    for n in (9, losses.ROWS_PER_PROGRAM + 5):
         rows = a.f(2, n)
         losses.rescale(rows, *(a.f(n) for _ in range(4)))
         losses.loss(a.xp.empty(1), a.xp.empty(losses.partials_shape(n)), *rows, a.f(n), 0.1)
