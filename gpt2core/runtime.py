@@ -41,6 +41,7 @@ class Runtime:
     uses_graphs = False  # whether compile_step() captures steps as CUDA graphs and replays them
     tuned_for = None  # str, the device and library versions for which `tuned` is valid; None if nothing is timed
     name = "numpy"
+    library = ""  # the library of the matrix products, if it is not the default one
     environment = ""  # variables that a printed command needs to run on the same kind of device, as "NAME=value "
 
     def __init__(self):

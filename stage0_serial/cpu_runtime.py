@@ -26,4 +26,4 @@ class CpuRuntime(Runtime):
         if name == "mkl":
             mkl.load()
         self.blas, self.product = name, mkl.product if name == "mkl" else np.matmul
-        self.name = "numpy with MKL" if name == "mkl" else "numpy"
+        self.library = "MKL" if name == "mkl" else ""

@@ -174,12 +174,13 @@ def slow_values(step):
 def describe(config, trainer, corpus):
     """The header of a run: the model, the data, and how threads and ranks divide the work. corpus: a Corpus."""
     model, world, data, threads = trainer.config, trainer.world, trainer.mesh.data, trainer.workers.size
+    library = trainer.backend.runtime.library
     lines = [
         f"GPT-2 {config.init_from or config.preset}: {parameter_count(model):,} parameters, {model.n_layer} layers, "
         f"{model.n_head} heads, {model.n_embd} wide, vocabulary {model.vocab_size}",
         f"{len(corpus.tokens):,} tokens of {config.data.name}, {config.batch_size} x {config.seq_len} per step in "
         f"{counted(trainer.micro_batches, 'micro-batch')} on {counted(threads, 'thread')}, "
-        f"{config.precision} on {trainer.backend.runtime.name}",
+        f"{config.precision} on {trainer.backend.name}" + f" with {library}" * bool(library),
     ]
     if not world.one_process:
         lines.append(

@@ -41,9 +41,9 @@ def test_mkl_is_selected_by_name_and_on_intel_cpus(monkeypatch):
         runtime.use_blas("auto")
         assert runtime.blas == expected
     runtime.use_blas("mkl")
-    assert runtime.product is mkl.product and runtime.name == "numpy with MKL"
+    assert runtime.product is mkl.product and runtime.library == "MKL"
     runtime.use_blas("openblas")
-    assert runtime.product is np.matmul and runtime.name == "numpy"
+    assert runtime.product is np.matmul and runtime.library == ""
 
 
 def test_without_mkl_auto_is_openblas_and_mkl_is_an_error(monkeypatch):

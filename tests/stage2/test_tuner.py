@@ -12,6 +12,7 @@ pytest.importorskip("triton")
 
 from gpt2core.app import cli  # noqa: E402
 from gpt2core.errors import ConfigError  # noqa: E402
+from gpt2core.parallel import tuned_choices  # noqa: E402
 from stage2_cuda.cuda_backend import PRECISIONS, CudaBackend, dtype_of  # noqa: E402
 from stage2_cuda.gemm import products  # noqa: E402
 from stage2_cuda.kernels import attention  # noqa: E402
@@ -259,8 +260,8 @@ def test_without_a_home_directory_every_run_times_again(fake, notes, monkeypatch
         raise RuntimeError("Could not determine home directory.")
 
     monkeypatch.setattr(Path, "home", homeless)
-    assert autotune.cache_directory() is None
-    tuner = Tuner(fake, GPU, autotune.cache_directory(), notes.append)
+    assert tuned_choices.cache_directory() is None
+    tuner = Tuner(fake, GPU, tuned_choices.cache_directory(), notes.append)
     assert Kernel(fake, table=(1.0, 7), other=(0.5, 7)).chosen(tuner) == "other"
     assert notes == ["timing kernels for this GPU, in every run: there is no home directory"]
 
