@@ -76,7 +76,7 @@ def test_the_picture_of_the_curves_is_beside_their_file_and_has_the_paper_s_curv
     monkeypatch.setattr("sys.argv", ["curve", "--commit", "abc1234"])
     assert curve.main() == 0
     assert (tmp_path / "out" / "results" / "cpu" / "curve.png").read_bytes().startswith(b"\x89PNG")
-    *paper, ours = curve.beside_the_paper(losses)
+    *paper, ours = curve.curves_with_the_paper(losses)
     assert [each.label for each in paper] == [f"paper, {name}" for name in ("serial", "MPI", "CUDA", "MPI and CUDA")]
     assert [each.losses[-1] for each in paper] == [0.908195, 1.072370, 0.937564, 1.081243]  # the last row of its table
     assert all(len(each.losses) == len(each.steps) == 50 for each in paper) and ours.losses == losses
