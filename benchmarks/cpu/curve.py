@@ -1,4 +1,4 @@
-"""Do the losses of stage 0 follow the paper's serial run, and are they bitwise equal for every number of threads?
+"""Do the losses of stage 0 follow the paper's serial run, and are they bitwise identical for every number of threads?
 
 Runs the default training (preset `paper`, 50 steps) once for each number of threads. The exit code is 1 if a loss
 deviates by 25 % or more from the paper's, or if two runs differ in a bit.
@@ -54,7 +54,7 @@ def main():
     distinct_runs = {(*(row["loss"] for row in rows), hashes[threads]) for threads, rows in logs.items()}
     bitwise_equal = len(distinct_runs) == 1
     counts = ", ".join(map(str, args.threads))
-    print(f"losses and parameters with {counts} threads: {'bitwise equal' if bitwise_equal else 'DIFFERENT'}")
+    print(f"losses and parameters with {counts} threads: {'bitwise identical' if bitwise_equal else 'DIFFERENT'}")
     results = {"losses": losses, "deviations": deviations, "hashes": hashes, "equal": bitwise_equal}
     path = save("benchmarks.cpu.curve", results, args)
     title = "Preset paper: stage 0 and the paper's programs"

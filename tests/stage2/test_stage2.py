@@ -207,7 +207,7 @@ def test_every_kernel_is_launched_by_a_step_a_validation_and_a_generated_token(m
     list(generate(current_model(trainer), [1] * 15, 3))  # a prefill, a decode step, a window step
     single = "transpose", "fold_layernorm", "layernorm_linear", "split_keys", "combine_product", "linear_residual"
     generation = {"batched.layernorm", "batched.unembed", *(f"single_row.{name}" for name in single)}
-    generation |= {"last_token.last_rows", "last_token.windows", "sampling.append_greedy", "cross_entropy.forward"}
+    generation |= {"gather.last_rows", "gather.windows", "sampling.append_greedy", "cross_entropy.forward"}
     assert launched - step == {f"{name}_kernel" for name in generation}
     assert set(all_kernels(stages=[2])) - launched == ELSEWHERE.keys()
 

@@ -25,7 +25,7 @@ from gpt2core.optimizer import adamw_scalars, rounding_key  # noqa: E402
 from gpt2core.parallel.codecs import CODECS, GROUP  # noqa: E402
 from stage2_cuda import decoding, gemm, kernels  # noqa: E402
 from stage2_cuda.cuda_backend import dtype_of  # noqa: E402
-from stage2_cuda.decoding import batched, cached_attention, last_token, sampling, single_row  # noqa: E402
+from stage2_cuda.decoding import batched, cached_attention, gather, sampling, single_row  # noqa: E402
 from stage2_cuda.gemm import fp16x3  # noqa: E402
 from stage2_cuda.kernels import (  # noqa: E402
     adamw,
@@ -223,11 +223,11 @@ def single_row_step(a, x, q, cache, lengths, weights, H, eps, tiling):
     single_row.linear_residual(a.f(1, C), s, g, rows[2], fc_proj[1], tiling)
 
 
-def launch_last_token(a):
+def launch_gather(a):
     for B, C, block in ((1, 48, 9), (17, 300, 1000)):
         lengths = a.i(B, high=2 * block) + 1
-        last_token.gather_last_rows(a.x(B, C), a.x(B, 9, C), lengths)
-        last_token.gather_windows(a.i(B, block, high=37), a.i(B, block, high=37), lengths)
+        gather.gather_last_rows(a.x(B, C), a.x(B, 9, C), lengths)
+        gather.gather_windows(a.i(B, block, high=37), a.i(B, block, high=37), lengths)
 
 
 def launch_sampling(a):
