@@ -233,9 +233,7 @@ def layernorm_linear_kernel(
     PARTS: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     cols, k = program_columns(BLOCK_N), tl.arange(0, CHUNK)
-    w = load_columns(
-        w_ptr, cols, K, N, CHUNKS, CHUNK
-    )  # the longest load comes first; it needs no other kernel's result
+    w = load_columns(w_ptr, cols, K, N, CHUNKS, CHUNK)  # first, because this load takes longest; no kernel writes w
     ln_w = load_row(ln_w_ptr, K, CHUNKS, CHUNK)
     gamma_w, beta_w = tl.load(gamma_w_ptr + cols, cols < N, 0), tl.load(beta_w_ptr + cols, cols < N, 0)
     bias = ()
@@ -343,10 +341,8 @@ def combine_product_kernel(
 ):  # fmt: skip
     part, cols = tl.program_id(1), tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     first_head, rows = part * heads_per_part, tl.arange(0, BLOCK_K)
-    end_head, row_heads = (
-        tl.minimum(first_head + heads_per_part, H),
-        first_head + rows // D,
-    )  # the head of each row of w
+    end_head = tl.minimum(first_head + heads_per_part, H)
+    row_heads = first_head + rows // D  # the head of each row of w
     mask = ((row_heads < end_head) & (rows % D < SIZE))[:, None] & (cols < N)[None, :]
     w = tl.load(w_ptr + (row_heads * SIZE + rows % D)[:, None] * N + cols[None, :], mask, 0)
     used_splits = tl.cdiv(tl.minimum(tl.load(lengths_ptr), block), KEYS)
