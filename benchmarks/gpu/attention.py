@@ -49,7 +49,7 @@ def random_inputs(B, H, T, D):
 
 
 def prepare(module, **options):
-    """Called in each process. Return `run_round(shape, milliseconds)`, which times about `milliseconds` of each kind.
+    """Called in each process. Return `run_round(shape, milliseconds)`, which times each kind for about `milliseconds`.
 
     module: the imported Python module that is measured; its CausalAttention(..., **options) makes the calls. A round
     gives {"forward", "both": milliseconds of one call, "norms": norms of y and of the gradient}.
