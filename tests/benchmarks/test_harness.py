@@ -70,7 +70,7 @@ def test_without_save_a_benchmark_writes_to_out(tmp_path, monkeypatch, capsys, f
 
 def test_the_picture_of_the_curves_is_beside_their_file_and_has_the_paper_s_curves(tmp_path, monkeypatch, rng):
     monkeypatch.setattr(report, "ROOT", tmp_path)
-    losses = (np.array(curve.PAPER) * rng.uniform(0.9, 1.1, 50)).tolist()
+    losses = (np.array(curve.PAPER_LOSSES) * rng.uniform(0.9, 1.1, 50)).tolist()
     rows = [{"step": step, "loss": loss, "parameters_sha256": "0"} for step, loss in enumerate(losses)]
     monkeypatch.setattr(curve, "train", lambda threads: rows)
     monkeypatch.setattr("sys.argv", ["curve", "--commit", "abc1234"])
