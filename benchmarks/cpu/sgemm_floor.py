@@ -1,9 +1,9 @@
 """Only the matrix products of one training step: a lower bound for the time of a NumPy step with this BLAS.
 
-Called by train_step.py. The products run on preallocated buffers. Each Python thread uses one BLAS thread and has its
-own share of the batch. A linear layer has three products: y = x w, dx = dy w^T, dw = x^T dy. Causal attention has six
-products for each block of 64 queries. They do not compute the blocks above the diagonal of the scores. They read
-strided views of the output of the fused q, k, v projection (T, 3, H, D), as in the NumPy backend.
+train_step.py measures this module. The products run on preallocated buffers. Each Python thread uses one BLAS thread
+and has its own share of the batch. A linear layer has three products: y = x w, dx = dy w^T, dw = x^T dy. Causal
+attention has six products for each block of 64 queries. These products skip the blocks of scores above the diagonal,
+and read strided views of the output of the fused q, k, v projection (T, 3, H, D), as in the NumPy backend.
 """
 
 from concurrent.futures import ThreadPoolExecutor

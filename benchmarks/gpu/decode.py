@@ -184,7 +184,7 @@ def main():
     add("--cases", choices=CASES, nargs="+", default=list(CASES), help="cases, one table for each (default: all)")
     peers = ["graph", "overhead", "eager"]
     add("--peers", choices=PEERS, nargs="*", default=peers, help="PyTorch's programs (default graph overhead eager)")
-    add("--rounds", type=int, default=7, help="rounds (default 7)")
+    add("--rounds", type=int, default=7, help="measurement rounds (default 7)")
     add("--threads", type=int, default=4, help="CPU threads of each process (default 4)")
     add("--timeout", type=int, default=500, help="seconds per round of a process, with compilation (default 500)")
     text = "time values of the constants of this project's kernels, instead of comparing with PyTorch"

@@ -27,8 +27,8 @@ SEED = 20260101
 BENCHMARK = "benchmarks.gpu.products"  # the name under which the benchmark processes import this file
 OURS, PEER = "ours", "torch.matmul"
 KINDS = ("forward", "input", "weight")  # input, weight: the products that compute these gradients
-# preset: [(N, C, K, transposed)] of the layers of GPT-2 124M with 64 x 1024 tokens, the last one a chunk of the rows of
-# lm_head, and of the layers of preset paper with 16 x 256 tokens
+# preset: [(N, C, K, transposed)]. gpt2: the layers of GPT-2 124M with 64 x 1024 tokens; the last entry is lm_head for a
+# chunk of 10240 rows. paper: the layers of preset paper with 16 x 256 tokens.
 SHAPES = {
     "gpt2": [
         (65536, 768, 2304, False),
@@ -148,7 +148,7 @@ def parser():
     add("--preset", choices=SHAPES, nargs="+", default=list(SHAPES), help="models (default both)")
     text = "precisions, one table for each (default all)"
     add("--precision", choices=TOLERANCES, nargs="+", default=list(TOLERANCES), help=text)
-    add("--rounds", type=int, default=7, help="rounds (default 7)")
+    add("--rounds", type=int, default=7, help="measurement rounds (default 7)")
     add("--milliseconds", type=float, default=20, help="approximate device time of one round (default 20)")
     add("--threads", type=int, default=4, help="CPU threads of each process (default 4)")
     add("--timeout", type=int, default=300, help="seconds per round of a process, with compilation (default 300)")

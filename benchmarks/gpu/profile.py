@@ -167,7 +167,7 @@ def match_launches(activities, launches):
     """Match the activities with the launches, Triton kernels and products separately, both in order.
 
     Returns ([(title, Activity, Launch or None)], {"kernels", "products": whether all of this kind could be matched}).
-    An activity with a launch has the title of the launch; another has the short name of its kernel.
+    The title of a matched activity is that of its launch; the title of another activity is the name from short().
     """
     kernels = {launch.kernel for launch in launches if launch.kernel}
     triton = [activity for activity in activities if triton_kernel(activity.name, kernels)]

@@ -208,7 +208,7 @@ def main():
     add("--seq-len", type=int, help="tokens per sequence; may exceed the block size (default: the block size)")
     add("--peers", choices=PEERS, nargs="+", help="PyTorch's programs (default compiled; paper: graph compiled eager)")
     add("--no-compile", action="store_true", help="omit PyTorch's programs that use torch.compile")
-    add("--rounds", type=int, default=7, help="rounds (default 7)")
+    add("--rounds", type=int, default=7, help="measurement rounds (default 7)")
     add("--steps-per-round", type=int, help="timed steps of each process in a round (default 10; paper 200)")
     add("--warm-up", type=int, default=3, help="steps before the first round (default 3)")
     add("--threads", type=int, default=4, help="CPU threads of each process (default 4)")

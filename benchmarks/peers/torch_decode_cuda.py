@@ -10,7 +10,7 @@ from benchmarks.peers import torch_gpt2
 # B batch, T new positions, C channels, H heads, D = C // H, V vocabulary
 
 KINDS = ("eager", "compiled", "overhead", "graph")
-TYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16}
 
 
 class Attention(torch_gpt2.Attention):
@@ -70,7 +70,7 @@ class CudaGenerator:
         torch.manual_seed(0)
         torch.set_float32_matmul_precision("highest" if precision == "fp32" else "high")  # high: TF32
         self.device, self.kind, self.block = device, kind, config.block_size
-        self.model = CachedGPT2(config, batch).eval().to(device, TYPES[precision])
+        self.model = CachedGPT2(config, batch).eval().to(device, DTYPES[precision])
         mode = "reduce-overhead" if kind == "overhead" else None
         self.forward = self.model if kind == "eager" else torch.compile(self.model, mode=mode, dynamic=False)
         self.token = torch.zeros(batch, 1, dtype=torch.long, device=device)

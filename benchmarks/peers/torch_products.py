@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.peers.torch_graphs import Graphs
 
-TYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "tf32": torch.float32}
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "tf32": torch.float32}
 
 
 class Linear(Graphs):
@@ -21,7 +21,7 @@ class Linear(Graphs):
     def __init__(self, inputs, transposed, precision, device="cuda"):
         super().__init__()
         torch.set_float32_matmul_precision("highest" if precision == "fp32" else "high")  # high: TF32
-        x, w, dy = (self.repeated(numbers, shape, device).to(TYPES[precision]) for numbers, shape in inputs)
+        x, w, dy = (self.repeated(numbers, shape, device).to(DTYPES[precision]) for numbers, shape in inputs)
         self.calls = {
             "forward": lambda: x @ (w.T if transposed else w),
             "input": lambda: dy @ (w if transposed else w.T),

@@ -72,7 +72,8 @@ class GpuDecoder:
         while self.unread:  # the previous generation may have ended with unread steps
             self.read_tokens()
         self.lengths, self.step_count = [len(prompt) for prompt in prompts], 0
-        self.window_steps = max(self.lengths) >= block  # then no decode step would read the cache of a prefill
+        # Whether the next steps are window steps. If a prompt fills the block, no decode step would use a KV cache.
+        self.window_steps = max(self.lengths) >= block
         self.rules, self.steps_ahead = rules, STEPS_AHEAD
         ids = np.zeros((self.batch, block), np.int32)
         for row, prompt in zip(ids, prompts, strict=True):
@@ -108,7 +109,8 @@ class GpuDecoder:
     def choose_sampling(self, rules):
         """The function that appends the next tokens in each step: append_greedy, append_given or append_sampled.
 
-        append_greedy and append_sampled choose the tokens on the device; append_given appends tokens of the host.
+        append_greedy and append_sampled choose the tokens on the device; append_given appends tokens that the host has
+        chosen.
         """
         if all(type(rule) is Greedy for rule in rules):
             return self.append_greedy

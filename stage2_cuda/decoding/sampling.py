@@ -1,13 +1,14 @@
 """Sample the next token on the GPU, by the rules of gpt2core/sampler.py: greedy, or a seeded top-k / top-p draw.
 
-Imagine the tokens in the order from the most to the least probable, equal logits in the order of token ids. A draw
-searches up to three times for a position in this order, from the start:
+Consider the tokens in the order from the most to the least probable, equal logits in the order of token ids. A draw
+consists of up to three searches. Each search adds up the tokens in this order, and ends at the token at which the sum
+reaches a goal:
 
-    TOP_K: the position at which the number of tokens reaches top_k; the later tokens are removed
-    TOP_P: the position at which the probability so far reaches the share top_p of that of all remaining tokens; the
-           later tokens are removed
-    DRAW:  the position at which the probability so far exceeds the share u of that of all remaining tokens; the token
-           at this position is drawn. u is a random number, uniform in [0, 1).
+    TOP_K: the sum of 1 per token reaches top_k. The tokens after this one are removed.
+    TOP_P: the sum of the probabilities reaches top_p * P. The tokens after this one are removed.
+    DRAW:  the sum of the probabilities exceeds u * P. This token is drawn.
+
+P is the sum of the probabilities of all tokens that were not removed before; u is a random number, uniform in [0, 1).
 
 The tokens are not sorted. Each logit has a key, an integer made from its bits by sort_key(); keys have the order of the
 logits. The unnormalised probability of a token is its mass, an integer:
@@ -15,11 +16,11 @@ logits. The unnormalised probability of a token is its mass, an integer:
     mass = round(2^44 exp((logit - maximum) / temperature))
     M(t) = sum of the masses of all tokens whose key is at least t
 
-M(t) falls as t grows. Therefore a 64-ary search finds the key at which M reaches a goal (TOP_K uses the number of the
+M(t) falls as t grows. Therefore a 64-ary search finds the key at which M reaches the goal (TOP_K uses the number of
 tokens instead of M). In a round, 64 thresholds divide an interval of keys, and all programs compute M at each
-threshold; the next round divides the part that contains the goal. After 6 rounds of 6 bits one key is left. The first
-round divides the interval of all keys, which is the same for the three searches, so it is computed only once. If
-several tokens have the final key, their masses are equal, and a division gives the index of the drawn token among them.
+threshold; the next round divides the part in which M reaches the goal. After 6 rounds of 6 bits one key is left. The
+first round divides the interval of all keys for all three searches, so it is computed only once. If several tokens have
+the final key, their masses are equal, and a division gives the index of the drawn token among them.
 
 Masses are integers, so their sum does not depend on the order of addition, and a draw has the same bits every time.
 With 2^44 the sum of 2^18 masses fits in 63 bits; the rounding changes fewer than one draw in 10^8.

@@ -75,7 +75,7 @@ def transpose(out, w):
 
 
 def fold_layernorm(gamma_w, beta_w, w, ln_w, ln_b, bias):
-    """gamma_w (N) = ln_w w', beta_w (N) = ln_b w' + bias, both float32; w (N, K), a transposed weight."""
+    """gamma_w (N) = ln_w w', beta_w (N) = ln_b w' + bias, both float32; w (N, K) is stored transposed."""
     grid, options = column_options(w, WARPS)
     launch(fold_layernorm_kernel, grid, gamma_w, beta_w, w, ln_w, ln_b, bias, w.shape[1], w.shape[0], **options)
 
@@ -84,7 +84,7 @@ def fold_layernorm(gamma_w, beta_w, w, ln_w, ln_b, bias):
 
 
 def layernorm_linear(y, cache, s, residual, ln_w, w, gamma_w, beta_w, lengths, block, eps, tiling):
-    """Without a cache (None): y (1, N) = gelu(LN(sum) w' + b); w (N, K), a transposed weight.
+    """Without a cache (None): y (1, N) = gelu(LN(sum) w' + b); w (N, K) is stored transposed.
 
     residual: (x, partials, bias); sum = x + partials[0] + partials[1] + ... + bias, with x (1, K) float32, partials
     (parts, 1, K) float32, bias (K). If partials and bias are None, the sum is x. s (1, K) float32 receives the sum; it
@@ -131,7 +131,7 @@ def combine_product(partials, y, maxima, sums, lengths, w, block, tiling):
 
 
 def linear_residual(out, s, x, w, bias, tiling):
-    """out (1, N) float32 = s + x w' + bias; s (1, N) float32, x (1, K), w (N, K), a transposed weight."""
+    """out (1, N) float32 = s + x w' + bias; s (1, N) float32, x (1, K), w (N, K) is stored transposed."""
     grid, options = column_options(w, WARPS)
     launch_tiled(linear_residual_kernel, grid, out, s, x, w, bias, w.shape[1], w.shape[0], tiling=tiling, **options)
 

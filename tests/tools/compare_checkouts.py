@@ -116,7 +116,10 @@ def start(arguments, checkout):
 
 
 def communicate(process):
-    """Wait until the process ends; return (standard output, standard error). Kills it after TIMEOUT: RunFailed."""
+    """Wait until the process ends; return (standard output, standard error).
+
+    Raises RunFailed after TIMEOUT seconds, and kills the process.
+    """
     try:
         return process.communicate(timeout=TIMEOUT)
     except BaseException as error:
