@@ -134,10 +134,10 @@ def main():
 
     results = []
     for threads in args.threads:
-        of_threads = measure(args, threads, list(process_specs(args, threads)))
-        print_table(summarise(of_threads))
+        thread_results = measure(args, threads, list(process_specs(args, threads)))
+        print_table(summarise(thread_results))
         print()
-        results += of_threads
+        results += thread_results
     save(BENCHMARK, results, args)
 
 

@@ -122,10 +122,10 @@ def main():
     tokens = args.batch_size * PRESETS[args.preset].block_size
     results = []
     for threads in args.threads:
-        of_threads = measure(args, threads, list(process_specs(args, threads)))
-        print_table(summarise(of_threads, tokens))
+        thread_results = measure(args, threads, list(process_specs(args, threads)))
+        print_table(summarise(thread_results, tokens))
         print()
-        results += of_threads
+        results += thread_results
     save(BENCHMARK, results, args)
 
 

@@ -61,9 +61,9 @@ SEVERAL_SEQUENCES = {
 def prepare(module, preset, batch, precision, **options):
     """Called in each process. Return `run_round(prompt, new)`, which times one greedy continuation of random tokens.
 
-    module: the imported Python module that is measured; its CudaGenerator generates. prompt, new: numbers of prompt
-    tokens and of new tokens. The first round is a cold start, because it builds the model and compiles. A round gives
-    the seconds to the first new token ("first"), of all new tokens ("total"), and per later token ("token").
+    module: the imported Python module that is measured; its CudaGenerator generates the tokens. prompt, new: numbers
+    of prompt tokens and of new tokens. The first round is a cold start, because it builds the model and compiles. A
+    round gives seconds: until the first new token ("first"), for all ("total"), for each later token ("token").
     """
     config = PRESETS[preset]
     build = functools.cache(lambda: module.CudaGenerator(config, batch, precision, **options))
@@ -200,10 +200,10 @@ def main():
             if args.variants:
                 results += time_constants(args, case)
             else:
-                of_table = measure(args, case, precision)
-                print_table(summarise(of_table))
+                table_results = measure(args, case, precision)
+                print_table(summarise(table_results))
                 print(flush=True)
-                results += of_table
+                results += table_results
             # after each table, so that an interrupted run keeps its finished tables
             save(BENCHMARK, results, args, args.save_as)
 

@@ -14,8 +14,8 @@ from stage2_cuda.memory_model import BYTES, CONTEXT, training_memory
 BENCHMARK = "benchmarks.gpu.memory"
 STEPS = 3  # the first step compiles, the second captures the graph, the third replays it
 MAX_DIFFERENCE = 0.10  # of the predicted from the measured bytes, as a share of the measured bytes
-# (preset, sequences per step, precision, micro-batches). Some cases need most memory for activations, some for logits,
-# some for parameters.
+# (preset, sequences per step, precision, micro-batches). In some cases activations need most of the memory, in others
+# logits or parameters.
 CASES = [
     ("gpt2", 64, "bf16", 1),
     ("gpt2", 64, "fp16", 1),

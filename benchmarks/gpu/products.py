@@ -159,10 +159,10 @@ def parser():
 def main(argv=None):
     args, results = parser().parse_args(argv), []
     for precision in args.precision:
-        of_precision = measure(args, precision)
-        print_table([summarise(pair) for pair in of_precision])
+        precision_results = measure(args, precision)
+        print_table([summarise(pair) for pair in precision_results])
         print(flush=True)
-        results += of_precision
+        results += precision_results
         save(BENCHMARK, results, args, args.save_as)
 
 

@@ -188,13 +188,13 @@ def gib(count):
 
 
 def verdicts(results):
-    """Yield a sentence for each peer, with the ratio of its time to that of this project."""
+    """Yield a sentence for each peer, with the ratio of the peer's time to the time of this project."""
     ours = results[0]
     for name, ratio in ours["times_as_fast"].items():
         unread = ours["times_as_fast_as_unread"][name]["median"]
         yield (
             f"ours is {ratio['median']:.3f} times as fast as {name}, "
-            f"and {unread:.3f} times as fast as {name} if it reads the losses only after the round"
+            f"and {unread:.3f} times as fast if {name} reads its losses only after the round"
         )
 
 
@@ -220,10 +220,10 @@ def main():
     for preset in args.preset:
         steps = args.steps_per_round or DEFAULTS.get(preset, DEFAULTS["gpt2"])[1]
         for precision in args.precision:
-            of_table = measure(args, list(process_specs(args, preset, precision)), steps)
-            print_table(summarise(of_table))
-            print("\n" + "\n".join(verdicts(of_table)) + "\n", flush=True)
-            results += of_table
+            table_results = measure(args, list(process_specs(args, preset, precision)), steps)
+            print_table(summarise(table_results))
+            print("\n" + "\n".join(verdicts(table_results)) + "\n", flush=True)
+            results += table_results
             # after each table, so that an interrupted run keeps its finished tables
             save(BENCHMARK, results, args, args.save_as)
 

@@ -190,6 +190,7 @@ def narrow_interval(low, high, mass_above, count_above, masses, counts, goal, by
 
 @triton.jit
 def load_state(state_ptr, b):
+    """The STATE_FIELDS of sequence b: low, high, mass_above, count_above, goal."""
     state_ptr += b * 5
     low, high, mass_above = tl.load(state_ptr), tl.load(state_ptr + 1), tl.load(state_ptr + 2)
     return low, high, mass_above, tl.load(state_ptr + 3), tl.load(state_ptr + 4)
@@ -222,18 +223,18 @@ def search_kernel(
     b = tl.program_id(0)
     if FIRST:
         masses, counts = sum_tiles(first_partials_ptr, b, tiles, G)
-        total = tl.max(masses, 0)  # the mass of the tokens that are not removed; without PREVIOUS: of all tokens
+        total = tl.max(masses, 0)  # the mass of all tokens; below, of the tokens that the previous search keeps
         if PREVIOUS >= 0:
             low, high, mass_above, count_above, goal = load_state(state_in_ptr, b)
             last_masses, last_counts = sum_tiles(partials_in_ptr, b, tiles, G)
             _, _, mass, mass_above, count, count_above = narrow_interval(
                 low, high, mass_above, count_above, last_masses, last_counts, goal, PREVIOUS == TOP_K, G
             )
-            each = (mass - mass_above) // (count - count_above)  # the mass of one token with the final key
+            token_mass = (mass - mass_above) // (count - count_above)  # of one token with the final key
             if PREVIOUS == TOP_K:
-                total = mass_above + (goal - count_above) * each
+                total = mass_above + (goal - count_above) * token_mass
             else:
-                total = mass_above + (goal - mass_above + each - 1) // each * each  # whole tokens
+                total = mass_above + (goal - mass_above + token_mass - 1) // token_mass * token_mass  # whole tokens
         if SEARCH == TOP_K:
             goal = tl.load(top_k_ptr)
         elif SEARCH == TOP_P:
@@ -274,7 +275,7 @@ def append_token(
     """Append `token` to sequence b, and store its embedding in x."""
     length, cols = tl.load(lengths_ptr + b), tl.arange(0, BLOCK_C)
     token = tl.minimum(tl.maximum(token, 0), V - 1)  # NaN logits give any index: keep it within the vocabulary
-    position = tl.minimum(length, block - 1)  # beyond the block the window slides, and x is not read
+    position = tl.minimum(length, block - 1)  # in window steps, when the length may exceed the block, x is not read
     x = tl.load(wte_ptr + token.to(tl.int64) * C + cols, cols < C, 0).to(tl.float32)
     x += tl.load(wpe_ptr + position.to(tl.int64) * C + cols, cols < C, 0).to(tl.float32)
     tl.store(x_ptr + b * C + cols, x, cols < C)
@@ -304,7 +305,7 @@ def append_greedy_kernel(
     BLOCK_C: tl.constexpr, READBACK: tl.constexpr, TILES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
-        gdc_wait()  # the next kernel belongs to another step, so it is not allowed to start early
+        gdc_wait()  # without gdc_launch_dependents: the next kernel belongs to the next step and must not start early
     b, t = tl.program_id(0), tl.arange(0, TILES)
     maxima = tl.load(maxima_ptr + b * tiles + t, t < tiles, float("-inf"))
     indices = tl.load(indices_ptr + b * tiles + t, t < tiles, V)
@@ -327,9 +328,9 @@ def append_sampled_kernel(
     key, _, mass, mass_above, count, count_above = narrow_interval(
         low, high, mass_above, count_above, masses, counts, goal, False, G
     )
-    each = (mass - mass_above) // tl.maximum(count - count_above, 1)  # the mass of one token with this key
+    token_mass = (mass - mass_above) // tl.maximum(count - count_above, 1)  # of one token with this key
     # The drawn token is number `index` of the tokens with this key, in the order of token ids.
-    index = ((goal - mass_above - 1) // tl.maximum(each, 1)).to(tl.int32)
+    index = ((goal - mass_above - 1) // tl.maximum(token_mass, 1)).to(tl.int32)
     token, seen = V, 0  # seen: number of tokens with this key in earlier blocks
     for start in tl.range(0, V, BLOCK_V):
         v = start + tl.arange(0, BLOCK_V)
