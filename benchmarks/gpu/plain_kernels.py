@@ -3,7 +3,7 @@
 Each function (layernorm, gelu, ...) allocates random inputs and returns a KernelPair of the two versions.
 """
 
-# xp: the module cupy, or numpy in the interpreter; rng(*shape): random float32 numbers on the device; of: Sizes
+# xp: the module cupy, or numpy in the interpreter; rng(*shape): random float32 numbers on the device; sizes: a Sizes
 
 import math
 from collections.abc import Callable
@@ -46,12 +46,12 @@ class KernelPair(NamedTuple):
     tolerance: float  # largest norm of the difference of a result, relative to the norm of the plain result
 
 
-def layernorm(xp, rng, of):
+def layernorm(xp, rng, sizes):
     """Section 2: a residual addition, s = x + a + bias, and LayerNorm of s."""
     from stage2_cuda.kernels import layernorm as kernels
 
-    x, a, (bias, w, b) = rng(of.N, of.C), rng(of.N, of.C), rng(3, of.C)
-    s, y, mean, rstd = xp.empty_like(x), xp.empty_like(x), xp.empty(of.N, np.float32), xp.empty(of.N, np.float32)
+    x, a, (bias, w, b) = rng(sizes.N, sizes.C), rng(sizes.N, sizes.C), rng(3, sizes.C)
+    s, y, mean, rstd = xp.empty_like(x), xp.empty_like(x), xp.empty(sizes.N, np.float32), xp.empty(sizes.N, np.float32)
 
     def plain():
         s = x + a + bias
@@ -65,11 +65,11 @@ def layernorm(xp, rng, of):
     return KernelPair(2, "residual and LayerNorm in one kernel", plain, ours, 1e-5)
 
 
-def gelu(xp, rng, of):
+def gelu(xp, rng, sizes):
     """Section 2: bias and GELU."""
     from stage2_cuda.kernels import gelu as kernels
 
-    h, bias = rng(of.N, 4 * of.C), rng(4 * of.C)
+    h, bias = rng(sizes.N, 4 * sizes.C), rng(4 * sizes.C)
     y = xp.empty_like(h)
 
     def plain():
@@ -83,12 +83,12 @@ def gelu(xp, rng, of):
     return KernelPair(2, "bias and GELU in one kernel", plain, ours, 1e-5)
 
 
-def column_sums(xp, rng, of):
+def column_sums(xp, rng, sizes):
     """Section 2: the gradient of a bias, which is the sum over the rows of dy."""
     from stage2_cuda.kernels import column_sums as kernels
 
-    dy = rng(of.N, 4 * of.C)
-    out, partials = xp.empty(4 * of.C, np.float32), xp.empty(kernels.partials_shape(*dy.shape), np.float32)
+    dy = rng(sizes.N, 4 * sizes.C)
+    out, partials = xp.empty(4 * sizes.C, np.float32), xp.empty(kernels.partials_shape(*dy.shape), np.float32)
 
     def ours():
         kernels.column_sums(out, partials, dy)
@@ -97,18 +97,18 @@ def column_sums(xp, rng, of):
     return KernelPair(2, "sums over rows for a bias", lambda: (dy.sum(0),), ours, 1e-5)
 
 
-def embedding(xp, rng, of):
+def embedding(xp, rng, sizes):
     """Section 3: the gradient of the embedding, with atomic additions (plain) and without."""
     from stage2_cuda.kernels import embedding as kernels
 
-    ids = np.random.default_rng(SEED).integers(0, of.V, (of.N // of.T, of.T)).astype(np.int32)
-    dy, device_ids = rng(*ids.shape, of.C), xp.asarray(ids)
-    sorted_tokens = kernels.SortedTokens(*map(xp.asarray, kernels.sort_tokens(ids, of.V)))
-    chunk_sums = xp.empty(kernels.chunk_sums_shape(ids.size, of.C), np.float32)
-    dwte = xp.empty((of.V, of.C), np.float32)
+    ids = np.random.default_rng(SEED).integers(0, sizes.V, (sizes.N // sizes.T, sizes.T)).astype(np.int32)
+    dy, device_ids = rng(*ids.shape, sizes.C), xp.asarray(ids)
+    sorted_tokens = kernels.SortedTokens(*map(xp.asarray, kernels.sort_tokens(ids, sizes.V)))
+    chunk_sums = xp.empty(kernels.chunk_sums_shape(ids.size, sizes.C), np.float32)
+    dwte = xp.empty((sizes.V, sizes.C), np.float32)
 
     def plain():
-        dwte = xp.zeros((of.V, of.C), np.float32)
+        dwte = xp.zeros((sizes.V, sizes.C), np.float32)
         xp.add.at(dwte, device_ids, dy)
         return (dwte,)
 
@@ -119,12 +119,12 @@ def embedding(xp, rng, of):
     return KernelPair(3, "the embedding's gradient without atomics", plain, ours, 1e-5)
 
 
-def attention(xp, rng, of):
+def attention(xp, rng, sizes):
     """Section 4: attention forward and backward in 16 bits, with T x T weights in memory (plain) and without."""
     from stage2_cuda.kernels import attention as kernels
 
-    B, T, H, D = of.B, of.T, of.H, of.C // of.H
-    qkv, dy = rng(B, T, 3 * of.C).astype(np.float16), rng(B, T, of.C).astype(np.float16)
+    B, T, H, D = sizes.B, sizes.T, sizes.H, sizes.C // sizes.H
+    qkv, dy = rng(B, T, 3 * sizes.C).astype(np.float16), rng(B, T, sizes.C).astype(np.float16)
     y, dqkv = xp.empty_like(dy), xp.empty_like(qkv)
     lse, delta = xp.empty((B, H, T), np.float32), xp.empty((B, H, T), np.float32)
     later_keys = xp.triu(xp.ones((T, T), bool), 1)  # (queries, keys): the keys that a query must not see
@@ -153,17 +153,17 @@ def attention(xp, rng, of):
     return KernelPair(4, "attention without T x T arrays", plain, ours, 2e-2)
 
 
-def loss(xp, rng, of):
+def loss(xp, rng, sizes):
     """Section 5: the loss of each row and the gradient of its logits."""
     from stage2_cuda.kernels import cross_entropy as kernels
 
-    n, width = of.N_loss, -(-of.V // 64) * 64  # width: the vocabulary, padded to a multiple of 64
+    n, width = sizes.N_loss, -(-sizes.V // 64) * 64  # width: the vocabulary, padded to a multiple of 64
     logits, rows = rng(n, width), xp.arange(n)
-    targets = xp.asarray(np.random.default_rng(SEED).integers(0, of.V, n).astype(np.int32))
+    targets = xp.asarray(np.random.default_rng(SEED).integers(0, sizes.V, n).astype(np.int32))
     dlogits, statistics = xp.empty_like(logits), [xp.empty(n, np.float32) for _ in range(3)]
 
     def plain():
-        x = logits[:, : of.V]
+        x = logits[:, : sizes.V]
         p = xp.exp(x - x.max(1, keepdims=True))
         p /= p.sum(1, keepdims=True)
         losses = -xp.log(p[rows, targets])
@@ -171,21 +171,21 @@ def loss(xp, rng, of):
         return losses, p / n
 
     def ours():
-        kernels.cross_entropy_forward_backward(dlogits, *statistics, logits, targets, 1 / n, of.V)
+        kernels.cross_entropy_forward_backward(dlogits, *statistics, logits, targets, 1 / n, sizes.V)
         maxima, sums, picked = statistics
-        return xp.log(sums) - (picked - maxima), dlogits[:, : of.V]
+        return xp.log(sums) - (picked - maxima), dlogits[:, : sizes.V]
 
     return KernelPair(5, "the loss and its gradient in one kernel", plain, ours, 1e-5)
 
 
-def adamw(xp, rng, of):
+def adamw(xp, rng, sizes):
     """Section 6: gradient norm, clipping and AdamW, for each tensor (plain) and for the whole arena at once.
 
     p, m, v, g: parameters, first and second moments, gradients.
     """
     from stage2_cuda.kernels import adamw as kernels
 
-    arena = Arena(parameter_shapes(PRESETS[of.parameters]))
+    arena = Arena(parameter_shapes(PRESETS[sizes.parameters]))
     plain_buffers, our_buffers = ([xp.zeros(arena.size, np.float32) for _ in "pmvg"] for _ in range(2))
     tensors = [list(arena.views(buffer).values()) for buffer in plain_buffers]
     for name, views in zip("pmvg", tensors, strict=True):
@@ -221,12 +221,12 @@ def adamw(xp, rng, of):
     return KernelPair(6, "norm, clipping and AdamW over one buffer", plain, ours, 1e-5)
 
 
-def product(xp, rng, of):
+def product(xp, rng, sizes):
     """Section 7: an fp32 product on tensor cores, as three fp16 products of split operands."""
     from stage2_cuda.gemm import fp16x3
 
-    a, b = rng(of.N, of.C), rng(of.C, 4 * of.C)
-    out = xp.empty((of.N, 4 * of.C), np.float32)
+    a, b = rng(sizes.N, sizes.C), rng(sizes.C, 4 * sizes.C)
+    out = xp.empty((sizes.N, 4 * sizes.C), np.float32)
 
     def ours():
         operands = []

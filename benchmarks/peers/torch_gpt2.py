@@ -13,6 +13,8 @@ from torch import nn
 
 
 class Attention(nn.Module):
+    """Causal self-attention of x (B, T, C). cache (2, B, H, block, D): keys and values, the first P are filled."""
+
     def __init__(self, config):
         super().__init__()
         self.n_head = config.n_head
@@ -48,7 +50,7 @@ class TorchGPT2(nn.Module):
     """GPT-2 with the sizes of a GPT2Config.
 
     `forward(ids (B, T))` returns logits (B, T, V); with last=True only those of the last position, (B, 1, V). caches:
-    keys and values (n_layer, 2, B, H, block, D), of which `past` positions are filled; then `past` must be 0 or T be 1.
+    keys and values (n_layer, 2, B, H, block, D), the first `past` positions are filled. If past > 0, T must be 1.
     """
 
     def __init__(self, config):

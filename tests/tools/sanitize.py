@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))  # started as a script
+sys.path.insert(0, str(ROOT))  # the checkout that contains this file, installed or not
 
 from gpt2core.errors import ConfigError  # noqa: E402
 from gpt2core.optimizer import adamw_scalars, rounding_key  # noqa: E402
@@ -45,7 +45,7 @@ from stage3_mpi_cuda import tree_sum  # noqa: E402
 
 TOOLS = "memcheck", "racecheck"
 STAGE_3_MODULES = tree_sum.__name__, codecs.__name__  # modules whose kernels only stage 3 launches
-ERROR_FOUND = 9  # exit code with which compute-sanitizer shall end if it finds an error
+ERROR_FOUND = 9  # the exit code of compute-sanitizer if it finds an error
 
 
 class Arrays:
