@@ -37,7 +37,7 @@ def curves_with_the_paper(losses):
 
 def main():
     parser = argparse.ArgumentParser(prog="python -m benchmarks.cpu.curve", description=__doc__.splitlines()[0])
-    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="thread counts to compare (default 1 2)")
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="numbers of threads (default 1 2)")
     add_save_flags(parser.add_argument)
     args = parser.parse_args()
     logs = {threads: train(threads) for threads in args.threads}

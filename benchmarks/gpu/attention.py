@@ -183,7 +183,7 @@ def main():
     add("--rounds", type=int, default=15, help="measurement rounds (default 15)")
     add("--milliseconds", type=float, default=30, help="approximate device time of one round (default 30)")
     add("--threads", type=int, default=4, help="CPU threads of each process (default 4)")
-    add("--timeout", type=int, default=300, help="seconds per round of a process, with compilation (default 300)")
+    add("--timeout", type=int, default=300, help="limit for one round of a process, in seconds (default 300)")
     add_save_flags(add, "attention")
     args = parser.parse_args()
     for results in measure(args, list(process_specs(args))):

@@ -181,12 +181,16 @@ def time_constants(args, case):
 def main():
     parser = argparse.ArgumentParser(prog=f"python -m {BENCHMARK}", description=__doc__)
     add = parser.add_argument
-    add("--cases", choices=CASES, nargs="+", default=list(CASES), help="cases, one table for each (default: all)")
-    peers = ["graph", "overhead", "eager"]
-    add("--peers", choices=PEERS, nargs="*", default=peers, help="PyTorch's programs (default graph overhead eager)")
+    text = "one, eight or many (32) sequences of GPT-2 124M, or the paper's inference; a table for each (default all)"
+    add("--cases", choices=CASES, nargs="+", default=list(CASES), help=text)
+    text = (
+        "PyTorch's programs: graph: compiled, each step in a CUDA graph; overhead: compiled with mode reduce-overhead; "
+        "compiled; eager (default graph overhead eager)"
+    )
+    add("--peers", choices=PEERS, nargs="*", default=["graph", "overhead", "eager"], help=text)
     add("--rounds", type=int, default=7, help="measurement rounds (default 7)")
     add("--threads", type=int, default=4, help="CPU threads of each process (default 4)")
-    add("--timeout", type=int, default=500, help="seconds per round of a process, with compilation (default 500)")
+    add("--timeout", type=int, default=500, help="limit for one round of a process, in seconds (default 500)")
     text = "time values of the constants of this project's kernels, instead of comparing with PyTorch"
     add("--variants", action="store_true", help=text)
     add("--steps", type=int, default=200, help="with --variants: decode steps in each timing (default 200)")

@@ -151,7 +151,7 @@ def parser():
     add("--rounds", type=int, default=7, help="measurement rounds (default 7)")
     add("--milliseconds", type=float, default=20, help="approximate device time of one round (default 20)")
     add("--threads", type=int, default=4, help="CPU threads of each process (default 4)")
-    add("--timeout", type=int, default=300, help="seconds per round of a process, with compilation (default 300)")
+    add("--timeout", type=int, default=300, help="limit for one round of a process, in seconds (default 300)")
     add_save_flags(add, "products")
     return parser
 

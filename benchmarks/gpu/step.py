@@ -206,13 +206,17 @@ def main():
     add("--precision", choices=PRECISIONS, nargs="+", default=["bf16"], help=text)
     add("--batch-size", type=int, help="sequences per step (default 64; paper 16)")
     add("--seq-len", type=int, help="tokens per sequence; may exceed the block size (default: the block size)")
-    add("--peers", choices=PEERS, nargs="+", help="PyTorch's programs (default compiled; paper: graph compiled eager)")
+    text = (
+        "PyTorch's programs: compiled; eager; overhead: compiled with mode reduce-overhead; graph: compiled, the whole "
+        "step in a CUDA graph (default compiled; paper: graph compiled eager)"
+    )
+    add("--peers", choices=PEERS, nargs="+", help=text)
     add("--no-compile", action="store_true", help="omit PyTorch's programs that use torch.compile")
     add("--rounds", type=int, default=7, help="measurement rounds (default 7)")
     add("--steps-per-round", type=int, help="timed steps of each process in a round (default 10; paper 200)")
     add("--warm-up", type=int, default=3, help="steps before the first round (default 3)")
     add("--threads", type=int, default=4, help="CPU threads of each process (default 4)")
-    add("--timeout", type=int, default=500, help="seconds per round of a process, with compilation (default 500)")
+    add("--timeout", type=int, default=500, help="limit for one round of a process, in seconds (default 500)")
     add_save_flags(add, "step")
     args = parser.parse_args()
 
