@@ -63,10 +63,12 @@ def overlay(paths, paper, out):
 
 def main(argv=None):
     parser = Parser(prog="python -m benchmarks.overlay", description=__doc__.splitlines()[0])
-    parser.add_argument("logs", type=Path, nargs="+", metavar="FILE.jsonl", help="a log; its name labels the curve")
+    parser.add_argument(
+        "logs", type=Path, nargs="+", metavar="FILE.jsonl", help="a log; the file name is the label of its curve"
+    )
     parser.add_argument("--paper", action="store_true", help="also draw the four loss curves of the paper")
     default = Path("out", "overlay.png")
-    text = f"the picture to write (default {default}, in the current directory)"
+    text = f"the PNG file to write (default {default}, in the current directory)"
     parser.add_argument("--out", type=Path, default=default, metavar="FILE.png", help=text)
 
     def body(world):

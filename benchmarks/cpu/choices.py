@@ -81,7 +81,7 @@ def seconds_per_call(function, repeat):
 
 def main():
     parser = argparse.ArgumentParser(prog="python -m benchmarks.cpu.choices", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=15, help="measurement rounds of each choice (default 15)")
+    parser.add_argument("--rounds", type=int, default=15, help="number of rounds of each choice (default 15)")
     add_save_flags(parser.add_argument)
     args = parser.parse_args()
     limit_blas(1)

@@ -124,10 +124,10 @@ def summarise(results):
 def main():
     parser = argparse.ArgumentParser(prog=f"python -m {BENCHMARK}", description=__doc__)
     add = parser.add_argument
-    add("--threads", type=int, nargs="+", default=[1, 2], help="numbers of threads, one table for each (default 1 2)")
+    add("--threads", type=int, nargs="+", default=[1, 2], help="numbers of threads, a table for each (default 1 2)")
     add("--preset", choices=PRESETS, default="paper", help="model (default paper)")
     add("--new", type=int, default=30, help="number of new tokens (default 30)")
-    add("--rounds", type=int, default=7, help="measurement rounds (default 7)")
+    add("--rounds", type=int, default=7, help="number of rounds; each round times every program (default 7)")
     add("--timeout", type=int, default=300, help="seconds that one round of a process may take (default 300)")
     add_save_flags(add)
     args = parser.parse_args()

@@ -180,7 +180,7 @@ def main():
     text = "PyTorch implementations to compare with: FlashAttention-2, cuDNN (default flash cudnn)"
     add("--peers", choices=PEERS, nargs="+", default=list(PEERS), help=text)
     add("--packed", action="store_true", help="PyTorch reads q, k and v as views of one projection (B, T, 3C)")
-    add("--rounds", type=int, default=15, help="measurement rounds (default 15)")
+    add("--rounds", type=int, default=15, help="number of rounds; each round times every program (default 15)")
     add("--milliseconds", type=float, default=30, help="approximate device time of one round (default 30)")
     add("--threads", type=int, default=4, help="CPU threads of each process (default 4)")
     add("--timeout", type=int, default=300, help="limit for one round of a process, in seconds (default 300)")

@@ -143,7 +143,7 @@ def main():
     add = parser.add_argument
     add("--preset", choices=SIZES, nargs="+", default=list(SIZES), help="models (default both)")
     add("--precision", default="bf16", help="precision (default bf16)")
-    add("--rounds", type=int, default=5, help="measurement rounds (default 5)")
+    add("--rounds", type=int, default=5, help="number of rounds; each round times every program (default 5)")
     add_save_flags(add)
     args = parser.parse_args()
     from stage2_cuda.runtime.triton_launch import array_module

@@ -188,7 +188,7 @@ def main():
         "compiled; eager (default graph overhead eager)"
     )
     add("--peers", choices=PEERS, nargs="*", default=["graph", "overhead", "eager"], help=text)
-    add("--rounds", type=int, default=7, help="measurement rounds (default 7)")
+    add("--rounds", type=int, default=7, help="number of rounds; each round times every program (default 7)")
     add("--threads", type=int, default=4, help="CPU threads of each process (default 4)")
     add("--timeout", type=int, default=500, help="limit for one round of a process, in seconds (default 500)")
     text = "time values of the constants of this project's kernels, instead of comparing with PyTorch"

@@ -211,7 +211,9 @@ def functions_of(cupy, backend, n, c, k):
 
 def main():
     parser = argparse.ArgumentParser(prog=f"python -m {BENCHMARK}", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=5, help="measurement rounds (default 5)")
+    parser.add_argument(
+        "--rounds", type=int, default=5, help="number of rounds; each round times every program (default 5)"
+    )
     add_save_flags(parser.add_argument)
     args = parser.parse_args()
     from stage2_cuda.cuda_backend import CudaBackend

@@ -148,7 +148,7 @@ def parser():
     add("--preset", choices=SHAPES, nargs="+", default=list(SHAPES), help="models (default both)")
     text = "precisions, one table for each (default all)"
     add("--precision", choices=TOLERANCES, nargs="+", default=list(TOLERANCES), help=text)
-    add("--rounds", type=int, default=7, help="measurement rounds (default 7)")
+    add("--rounds", type=int, default=7, help="number of rounds; each round times every program (default 7)")
     add("--milliseconds", type=float, default=20, help="approximate device time of one round (default 20)")
     add("--threads", type=int, default=4, help="CPU threads of each process (default 4)")
     add("--timeout", type=int, default=300, help="limit for one round of a process, in seconds (default 300)")

@@ -413,7 +413,7 @@ def main():
     add("--seq-len", type=int, help="tokens per sequence (default: the model's block size)")
     add("--vocab-size", type=int, help="vocabulary size, for example an odd number (default: the preset's)")
     add("--steps", type=int, default=5, help="steps per measurement (default 5)")
-    add("--rows", type=int, default=30, help="kernels in each table (default 30)")
+    add("--rows", type=int, default=30, help="rows printed of each table (default 30)")
     add_save_flags(add, "profile")
     args = parser.parse_args()
     args.batch_size = args.batch_size or (16 if args.preset == "paper" else 64)

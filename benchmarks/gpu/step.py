@@ -212,7 +212,7 @@ def main():
     )
     add("--peers", choices=PEERS, nargs="+", help=text)
     add("--no-compile", action="store_true", help="omit PyTorch's programs that use torch.compile")
-    add("--rounds", type=int, default=7, help="measurement rounds (default 7)")
+    add("--rounds", type=int, default=7, help="number of rounds; each round times every program (default 7)")
     add("--steps-per-round", type=int, help="timed steps of each process in a round (default 10; paper 200)")
     add("--warm-up", type=int, default=3, help="steps before the first round (default 3)")
     add("--threads", type=int, default=4, help="CPU threads of each process (default 4)")

@@ -296,7 +296,7 @@ def main():
     add = parser.add_argument
     add("--kernel", choices=KERNELS, nargs="+", default=list(KERNELS), help="kernels (default all)")
     add("--shape", choices=HEADS, nargs="+", default=list(HEADS), help="sizes; only attention has long (default all)")
-    add("--share", type=int, help="internal: only compile the candidates of this helper process")
+    add("--share", type=int, help="used by the script itself: compile this share of the candidates")
     add_save_flags(add)
     args = parser.parse_args()
     if args.share is not None:
