@@ -420,7 +420,7 @@ def print_suite():
     """Print {unsanitized: kernels that sanitize.py does not launch, rows: the rows of the suite} as JSON."""
     launcher = RecordingLauncher("h200")
     with launcher.active():
-        unsanitized = sanitize.program(np, ("float32", "float16", "bfloat16"))
+        unsanitized = sanitize.call_all_launches(np, ("float32", "float16", "bfloat16"))
     rows = list(compile_all([variant for gpu in GPUS for variant in variants_of(gpu, suite, gpu)]))
     print(json.dumps(dict(unsanitized=sorted(unsanitized), rows=rows)))
 
