@@ -20,7 +20,7 @@ MIN_ROWS = 64  # fewer rows are not divided over threads
 class GenerationKernels(Backend):
     """The part of NumpyBackend for generation. helpers: the backends of the other threads, made at the first use."""
 
-    helpers, row_products = (), None
+    helpers, row_products, dividing = (), None, False
 
     def one_row(self, x, w, y):
         """Write x (1, C) @ w (C, K) to y (1, K) and return it."""
@@ -57,7 +57,8 @@ class GenerationKernels(Backend):
 
     def divides(self, x):
         """Whether the threads divide a kernel with the rows of x (..., C): many rows, and no backward pass follows."""
-        return self.runtime.executor is not None and x.size >= MIN_ROWS * x.shape[-1] and not is_recording()
+        several = self.runtime.executor is not None and not self.dividing  # a part of a kernel is not divided again
+        return several and x.size >= MIN_ROWS * x.shape[-1] and not is_recording()
 
     def divide(self, kernel, n):
         """Call kernel(backend, slice of range(n)) in each thread, with a backend of its own."""
@@ -71,7 +72,11 @@ class GenerationKernels(Backend):
             submit(contextvars.copy_context().run, kernel, *each)  # the context has no_grad()
             for each in zip(self.helpers, parts, strict=True)
         ]
-        kernel(self, own)
+        self.dividing = True
+        try:
+            kernel(self, own)
+        finally:
+            self.dividing = False
         for job in jobs:
             job.result()
 

@@ -14,6 +14,7 @@ import threadpoolctl
 from gpt2core.parallel.even_slices import even_slices
 from gpt2core.parallel.tuned_choices import cache_directory, cache_file, processor, read_choices, write_choices
 
+MIN_ELEMENTS = 1 << 16  # of a weight for which the ways are timed; a product with a smaller one is a short call of BLAS
 MAX_EINSUM = 1 << 14  # rows of the weight: einsum adds them one by one, which is inaccurate for long sums
 PART = 384  # rows of the weight in one product of in_parts()
 MEMORY = 1 << 25  # bytes of copies of the weight that are timed in turn, so that they are not in the first cache levels
@@ -37,7 +38,7 @@ class RowProducts:
     def choose(self, x, w, y):
         """The way for weights like w: from the file, or the fastest one, which is then added to the file."""
         ways = self.candidates(w)
-        if len(ways) == 1:
+        if len(ways) == 1 or w.size < MIN_ELEMENTS:
             return ways["blas"]
         order = "by rows" if w.flags.c_contiguous else "by columns"
         what = f"one row, {w.dtype} {w.shape[0]} x {w.shape[1]} stored {order}, threads {self.runtime.threads}"

@@ -27,6 +27,7 @@ def runtime_of(threads):
 def empty_cache(monkeypatch, tmp_path):
     monkeypatch.setattr(row_products, "cache_directory", lambda: tmp_path)
     monkeypatch.setattr(row_products, "MEMORY", 0)  # times are not compared here
+    monkeypatch.setattr(row_products, "MIN_ELEMENTS", 0)
 
 
 def weights(rng, C, K):
@@ -117,6 +118,10 @@ def test_a_helper_backend_has_the_threads_context_and_library(rng, models):
     backend.runtime.use_blas("openblas")
     with no_grad():
         backend.divide(lambda own, part: seen.append((own, is_recording(), own.runtime.blas, part)), 10)
+    with no_grad():
+        backend.divide(lambda own, part: seen.append(own.divides(np.empty((100, 4)))), 10)
+    assert seen[3:] == [False] * 3  # a part is not divided again
+    del seen[3:]
     assert len({id(own) for own, *_ in seen}) == 3 and {each[1:3] for each in seen} == {(False, "openblas")}
     assert_array_equal(np.sort([part.start for *_, part in seen]), [0, 3, 6])
 
