@@ -55,10 +55,10 @@ class GenerationKernels(Backend):
 
     # -- threads -----------------------------------------------------------------------------------------------------
 
-    def divides(self, x):
-        """Whether the threads divide a kernel with the rows of x (..., C): many rows, and no backward pass follows."""
+    def divides(self, n):
+        """Whether the threads divide a kernel with n rows: if they are many, and no backward pass follows."""
         several = self.runtime.executor is not None and not self.dividing  # a part of a kernel is not divided again
-        return several and x.size >= MIN_ROWS * x.shape[-1] and not is_recording()
+        return several and n >= MIN_ROWS and not is_recording()
 
     def divide(self, kernel, n):
         """Call kernel(backend, slice of range(n)) in each thread, with a backend of its own."""
@@ -80,18 +80,10 @@ class GenerationKernels(Backend):
         for job in jobs:
             job.result()
 
-    def divide_rows(self, kernel, widths, *arrays):
-        """[array (..., width) for each of `widths`] of a kernel whose rows are independent of each other.
-
-        kernel(backend, *rows of the arrays (..., C)) returns the list of results for these rows.
-        """
-        results = [self.empty((*arrays[0].shape[:-1], width), arrays[0].dtype) for width in widths]
-        flat = [array.reshape(-1, array.shape[-1]) for array in arrays]
-        flat_results = [result.reshape(-1, result.shape[-1]) for result in results]
-
-        def of_rows(backend, part):
-            for result, rows in zip(flat_results, kernel(backend, *(array[part] for array in flat)), strict=True):
-                result[part] = rows
-
-        self.divide(of_rows, len(flat[0]))
-        return results
+    def over_rows(self, kernel, n, parts=1):
+        """Call kernel(backend, slice of range(n)): in each thread, or otherwise for `parts` equal slices in turn."""
+        if self.divides(n):
+            self.divide(kernel, n)
+        else:
+            for part in even_slices(n, parts):
+                kernel(self, part)

@@ -100,12 +100,16 @@ class NumpyBackend(VocabularyKernels, GenerationKernels):
         return self.sum_over_rows(sum_of, len(x), like, out)
 
     def linear_forward(self, x, w, b=None):
-        if self.divides(x):
-            return self.divide_rows(lambda backend, x: [backend.linear_forward(x, w, b)], [w.shape[1]], x)[0]
-        y = self.matmul(rows(x), w)
-        if b is not None:
-            np.add(y, b, out=y)
-        return y.reshape(*x.shape[:-1], w.shape[1])
+        y = self.empty((*x.shape[:-1], w.shape[1]), x.dtype)
+        x2, y2 = rows(x), rows(y)
+
+        def of_rows(backend, part):
+            backend.matmul(x2[part], w, y2[part])
+            if b is not None:
+                np.add(y2[part], b, out=y2[part])
+
+        self.over_rows(of_rows, len(x2))
+        return y
 
     def linear_backward(self, dy, x, w, bias=True, out=(None, None)):
         dy, x2 = rows(dy), rows(x)
@@ -153,18 +157,19 @@ class NumpyBackend(VocabularyKernels, GenerationKernels):
                 np.add(d, s, out=d)
 
     def linear_gelu_forward(self, x, w, b):
-        y = self.matmul(rows(x), w).reshape(*x.shape[:-1], w.shape[1])
+        y = self.empty((*x.shape[:-1], w.shape[1]), x.dtype)
         slope = self.like(y) if is_recording() else None  # backward needs only the slope, so gelu overwrites its input
-        self.gelu(y, b, y, slope)
+        x2, y2 = rows(x), rows(y)
+
+        def of_rows(backend, part):
+            backend.matmul(x2[part], w, y2[part])
+            backend.gelu(y2[part], b, y2[part], None if slope is None else rows(slope)[part])
+
+        self.over_rows(of_rows, len(x2))
         return y, slope
 
     def linear_gelu_backward(self, dy, x, w, aux, out=(None, None)):
         return self.linear_backward(np.multiply(dy, aux, out=self.like(dy)), x, w, out=out)
-
-    def mlp_forward(self, x, w, b, w2):
-        if self.divides(x):
-            return self.divide_rows(lambda backend, x: [backend.mlp_forward(x, w, b, w2)[0]], [w2.shape[1]], x)[0], None
-        return super().mlp_forward(x, w, b, w2)
 
     # -- layernorm: h = (x - mean) r, r = 1 / sqrt(var + eps); dx = r (g - mean(g) - h mean(g h)), g = dy w ------------
 
@@ -178,40 +183,32 @@ class NumpyBackend(VocabularyKernels, GenerationKernels):
     def residual_layernorm_forward(self, x, a, a_bias, w, b, eps):
         if x.size == x.shape[-1] and not is_recording():
             return *self.layernorm_of_one_row(x, a, a_bias, w, b, eps), None
-        if self.divides(x) and a is not None:
-
-            def part(backend, x, a):
-                return backend.residual_layernorm_forward(x, a, a_bias, w, b, eps)[:2]
-
-            return *self.divide_rows(part, [x.shape[-1]] * 2, x, a), None
         s = x if a is None else self.like(x)
         normalised, y = self.like(x), self.like(x)
         rstd = np.empty(rows(x).shape[0], x.dtype)
         mean_of = self.constant(1 / x.shape[-1], x.shape[-1], x.dtype)
         x2, a2, s2, h2, y2 = rows(x), None if a is None else rows(a), rows(s), rows(normalised), rows(y)
-        for block in self.blocks_of_micro_batches(x2):
-            sb, h, r = s2[block], h2[block], rstd[block]
-            if a is not None:
-                np.add(a2[block], a_bias, out=sb)
-                np.add(sb, x2[block], out=sb)
-            np.subtract(sb, np.matmul(sb, mean_of)[:, None], out=h)
-            np.vecdot(h, h, out=r)
-            np.multiply(r, 1 / x.shape[-1], out=r)
-            np.add(r, eps, out=r)
-            np.sqrt(r, out=r)
-            np.divide(1, r, out=r)
-            np.multiply(h, r[:, None], out=h)
-            np.multiply(h, w, out=y2[block])
-            np.add(y2[block], b, out=y2[block])
+
+        def of_rows(backend, part):
+            for block in blocks(x2[part], part.start):
+                sb, h, r = s2[block], h2[block], rstd[block]
+                if a is not None:
+                    np.add(a2[block], a_bias, out=sb)
+                    np.add(sb, x2[block], out=sb)
+                np.subtract(sb, np.matmul(sb, mean_of)[:, None], out=h)
+                np.vecdot(h, h, out=r)
+                np.multiply(r, 1 / x.shape[-1], out=r)
+                np.add(r, eps, out=r)
+                np.sqrt(r, out=r)
+                np.divide(1, r, out=r)
+                np.multiply(h, r[:, None], out=h)
+                np.multiply(h, w, out=y2[block])
+                np.add(y2[block], b, out=y2[block])
+
+        # In a matrix-vector product, the bits of a row can depend on its place in the matrix. So a block never has rows
+        # of two micro-batches.
+        self.over_rows(of_rows, len(x2), self.micro_batches)
         return s, y, (normalised, rstd)
-
-    def blocks_of_micro_batches(self, x):
-        """Cache-sized slices of the rows of x (N, C), none of which has rows of two micro-batches.
-
-        In a matrix-vector product, the bits of a row can depend on its place in the matrix.
-        """
-        parts = even_slices(len(x), self.micro_batches)
-        return [block for part in parts for block in blocks(x[part], part.start)]
 
     def residual_layernorm_backward(self, ds, dy, w, aux, out=(None, None, None)):
         normalised, rstd = aux
@@ -245,13 +242,20 @@ class NumpyBackend(VocabularyKernels, GenerationKernels):
         q3, B, T, D = split_heads(qkv, n_head)
         y = self.empty((B, T, n_head * D), qkv.dtype)
         y4 = y.reshape(B, T, n_head, D).transpose(0, 2, 1, 3)
-        if self.divides(qkv):
-            self.divide(lambda backend, part: backend.attention_of_heads(q3[:, :, part], y4[:, part]), n_head)
-            return y, None
-        return y, self.attention_of_heads(q3, y4)
+        starts = range(0, T, QUERIES)
+        if not self.divides(B * T):
+            return y, self.attention_of_queries(q3, y4, starts)
+        deal = [*range(self.runtime.threads), *reversed(range(self.runtime.threads))]  # later blocks have more keys
 
-    def attention_of_heads(self, q3, y):
-        """q3 (B, 3, H, T, D) -> aux; the results are written to y (B, H, T, D)."""
+        def of_thread(backend, part):
+            own = [start for i, start in enumerate(starts) if deal[i % len(deal)] == part.start]
+            backend.attention_of_queries(q3, y4, own)
+
+        self.divide(of_thread, self.runtime.threads)
+        return y, None
+
+    def attention_of_queries(self, q3, y, starts):
+        """q3 (B, 3, H, T, D) -> aux; writes the results of QUERIES rows from each of `starts` to y (B, H, T, D)."""
         B, _, n_head, T, D = q3.shape
         exps = self.empty((B, n_head, T, T), q3.dtype)  # blocks above the diagonal are never written
         inverse_sums = self.empty((B, n_head, T), q3.dtype)
@@ -262,7 +266,7 @@ class NumpyBackend(VocabularyKernels, GenerationKernels):
             np.multiply(q3[b, 0], D**-0.5, out=q)
             np.copyto(k, q3[b, 1].transpose(0, 2, 1))  # otherwise BLAS transposes k for every block of queries
             v, out = q3[b, 2], y[b]
-            for i in range(0, T, QUERIES):
+            for i in starts:
                 j = min(i + QUERIES, T)
                 s, inverse = exps[b, :, i:j, :j], inverse_sums[b, :, i:j]
                 np.matmul(q[:, i:j], k[:, :, :j], out=s)
