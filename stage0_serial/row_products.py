@@ -24,7 +24,8 @@ class RowProducts:
     """Called as row_products(x (1, C), w (C, K), y (1, K)): writes x @ w to y. runtime: a CpuRuntime."""
 
     def __init__(self, runtime, directory=None):
-        self.runtime, self.ways = runtime, {}  # {(shape, strides) of a weight: the function that was chosen}
+        self.runtime, self.ways = runtime, {}  # {layout of a weight: the way that was chosen, a function}
+        self.names = {}  # {description of a layout: the name of the way}
         self.directory = directory or cache_directory()
         self.blas = threadpoolctl.ThreadpoolController().select(user_api="blas").lib_controllers
 
@@ -49,6 +50,7 @@ class RowProducts:
             name = fastest(ways, x, w, y)
             if file:
                 write_choices(file, tuned_for, {what: name})
+        self.names[what] = name
         return ways[name]
 
     def candidates(self, w):

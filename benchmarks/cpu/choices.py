@@ -38,11 +38,23 @@ def choices():
     yield "bias gradient: x.sum(0) -> ones @ x", lambda: wide.sum(0), lambda: ones @ wide
     weights = [rng.standard_normal((4 * C, C), np.float32) for _ in range(24)]  # too many for the cache
     row = wide[:1]
-    yield (
-        "one row @ w: BLAS gemv -> einsum",
-        lambda: [np.matmul(row, w) for w in weights],
-        lambda: [backend.matmul(row, w) for w in weights],
-    )
+    product = np.empty((1, C), np.float32)
+    backend.one_row(row, weights[0], product)
+    (chosen,) = backend.row_products.names.values()
+    for way in ("blas", "einsum"):
+        naive = backend.row_products.candidates(weights[0])[way]
+        yield (
+            f"one row @ w: {way} -> {chosen}, the fastest on this CPU",
+            lambda naive=naive: [naive(row, w, product) for w in weights],
+            lambda: [backend.one_row(row, w, product) for w in weights],
+        )
+    if backend.runtime.blas == "mkl":
+        square = wide[:, :C].copy()
+        yield (
+            "products: OpenBLAS -> MKL",
+            lambda: [np.matmul(wide, w, out=square) for w in weights],
+            lambda: [backend.matmul(wide, w, square) for w in weights],
+        )
     qkv = rng.standard_normal((2, 256, 3 * C), np.float32)
     heads = config.n_head
     yield (

@@ -13,6 +13,7 @@ import numpy as np
 from benchmarks.harness.processes import BenchmarkProcess, ProcessSpec, run_main, run_rounds
 from benchmarks.harness.report import add_save_flags, paired_ratio, print_table, round_medians, save
 from gpt2core.app.presets import PRESETS
+from stage0_serial.numpy_backend import NumpyBackend
 
 EAGER, FLOOR = "torch eager", "sgemm floor"
 SEED = 20260101
@@ -48,6 +49,8 @@ def process_specs(args, threads):
     """
     sizes = {"preset": args.preset, "batch_size": args.batch_size, "threads": threads}
     yield ProcessSpec("ours", "benchmarks.harness.ours", 1, dict(sizes, deterministic=True))
+    if NumpyBackend().runtime.blas == "mkl":
+        yield ProcessSpec("ours --blas openblas", "benchmarks.harness.ours", 1, dict(sizes, blas="openblas"))
     yield ProcessSpec("ours --no-deterministic", "benchmarks.harness.ours", 1, dict(sizes, deterministic=False))
     yield ProcessSpec(EAGER, "benchmarks.peers.torch_gpt2", threads, sizes)
     if not args.no_compile:

@@ -160,16 +160,29 @@ def make_world(ranks):
 
 
 def build_trainer(
-    config, batch_size, seq_len, threads, deterministic, world=None, collectives=None, backends=None, **parallel
+    config,
+    batch_size,
+    seq_len,
+    threads,
+    deterministic,
+    world=None,
+    collectives=None,
+    backends=None,
+    blas="auto",
+    **parallel,
 ):
     """A Trainer for NumPy with the defaults of train_gpt2.py.
 
-    threads: per rank. backends: NumpyBackends to use instead of new ones. parallel: arguments of ParallelConfig.
+    threads: per rank. backends: NumpyBackends to use instead of new ones, which use the library `blas`. parallel:
+    arguments of ParallelConfig.
     """
     world, parallel = world or Solo(), ParallelConfig(**parallel)
     world.use_collectives(collectives or ("canonical" if deterministic else "mpi"))
     micro_batches, threads = plan_micro_batches(batch_size, None, threads, world.size // parallel.tp, deterministic)
-    backends = backends or [NumpyBackend() for _ in range(threads)]
+    if not backends:
+        backends = [NumpyBackend() for _ in range(threads)]
+        for backend in backends:
+            backend.runtime.use_blas(blas)
     return Trainer(
         config, backends, batch_size=batch_size, seq_len=seq_len, micro_batches=micro_batches, world=world,
         parallel=parallel,

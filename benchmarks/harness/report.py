@@ -13,6 +13,7 @@ from importlib import metadata
 from pathlib import Path
 
 from benchmarks.harness.jobs import ROOT
+from gpt2core.parallel.tuned_choices import processor
 
 # Fields of results that hold lists of measured samples: save() replaces each of these lists by its summary.
 SAMPLES = {
@@ -89,27 +90,33 @@ def print_table(rows):
 def hardware():
     """The hardware of this machine and the versions of its software, as save() records them."""
     import numpy
+    import threadpoolctl
 
-    cpu = platform.processor() or platform.machine()
-    if sys.platform == "darwin":
-        cpu = subprocess.check_output(["sysctl", "-n", "machdep.cpu.brand_string"], text=True).strip()
-    elif Path("/proc/cpuinfo").exists():
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        cpu = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), cpu)
+    libraries = [each for each in threadpoolctl.threadpool_info() if each["user_api"] == "blas"]
+    kernels = [each["architecture"] for each in libraries if each["internal_api"] == "openblas"]
     blas = numpy.show_config(mode="dicts")["Build Dependencies"]["blas"]
     return {
-        "cpu": cpu,
+        "cpu": cpu(),
         "cores": os.cpu_count(),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "system": platform.system() + " " + platform.release(),
         "python": platform.python_version(),
         "numpy": numpy.__version__,
         "blas": f"{blas['name']} {blas['version']}",
+        "blas_kernels": kernels[0] if kernels else None,
+        "mkl": installed_version("mkl"),
         "torch": installed_version("torch"),
         "mpi4py": installed_version("mpi4py"),
         "mpich": installed_version("mpich"),
         **gpu_hardware(),
     }
+
+
+def cpu():
+    """The name of the CPU."""
+    if sys.platform == "darwin":
+        return subprocess.check_output(["sysctl", "-n", "machdep.cpu.brand_string"], text=True).strip()
+    return processor()
 
 
 def gpu_hardware():
@@ -188,12 +195,14 @@ def add_save_flags(add, name=None):
 def save(benchmark, results, args, name=None):
     """Write `results` with the date, commit, command line and hardware to <group>/<name>.json. Returns the path.
 
-    benchmark: "benchmarks.<group>.<module>"; without `name` the file is <group>/<module>.json. The file is in results/
-    if args.save is true, else in out/results/. args.commit replaces the detected commit. Lists of measured samples are
-    written as their summaries; see SAMPLES.
+    benchmark: "benchmarks.<group>.<module>"; without `name` the file is <group>/<module>.json. In the groups cpu and
+    ranks, the name gets the suffix _intel on Intel CPUs. The file is in results/ if args.save is true, else in
+    out/results/. args.commit replaces the detected commit. Lists of measured samples are written as their summaries;
+    see SAMPLES.
     """
     *_, group, module = benchmark.split(".")
-    file = Path("results", group, f"{name or module}.json")
+    kind = "_intel" if "Intel" in cpu() and group in ("cpu", "ranks") else ""  # the files without it are AMD's
+    file = Path("results", group, f"{name or module}{kind}.json")
     path = ROOT / file if args.save else ROOT / "out" / file
     path.parent.mkdir(parents=True, exist_ok=True)
     record = {
@@ -205,5 +214,7 @@ def save(benchmark, results, args, name=None):
     }
     path.write_text(to_json(record))
     hint = "" if args.save else f"; --save writes {file}"
-    print(f"\nWritten to {path.relative_to(ROOT)}, commit {record['commit']}{hint}.", flush=True)
+    machine = record["hardware"]
+    print(f"\n{machine['cpu']}, {machine['cores']} cores, {machine['blas']} with {machine['blas_kernels']} kernels")
+    print(f"Written to {path.relative_to(ROOT)}, commit {record['commit']}{hint}.", flush=True)
     return path
