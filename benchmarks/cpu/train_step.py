@@ -50,7 +50,9 @@ def process_specs(args, threads):
     sizes = {"preset": args.preset, "batch_size": args.batch_size, "threads": threads}
     yield ProcessSpec("ours", "benchmarks.harness.ours", 1, dict(sizes, deterministic=True))
     if NumpyBackend().runtime.blas == "mkl":
-        yield ProcessSpec("ours --blas openblas", "benchmarks.harness.ours", 1, dict(sizes, blas="openblas"))
+        yield ProcessSpec(
+            "ours --blas openblas", "benchmarks.harness.ours", 1, dict(sizes, deterministic=True, blas="openblas")
+        )
     yield ProcessSpec("ours --no-deterministic", "benchmarks.harness.ours", 1, dict(sizes, deterministic=False))
     yield ProcessSpec(EAGER, "benchmarks.peers.torch_gpt2", threads, sizes)
     if not args.no_compile:
