@@ -1,4 +1,4 @@
-"""What every data-parallel module checks and sends when it is built: a process group, equal models, one set of values."""
+"""What a data-parallel module checks and sends when it is built: a process group, equal models, rank 0's values."""
 
 import torch
 import torch.distributed as dist
