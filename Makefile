@@ -1,7 +1,7 @@
 # The main commands are `make train` and `make test`. Each installs what it needs into .venv the first time.
 
 # The variables of a command, as in `make train STAGE=1 N=2`. Any other variable is an error.
-variables = STAGE N HOSTFILE PRESET ARGS OUT PYTHON PYTHONPATH TRITON_INTERPRET
+variables = STAGE N HOSTFILE PRESET ARGS OUT SUITE PYTHON PYTHONPATH TRITON_INTERPRET
 
 STAGE    ?= 0
 N        ?= 1
@@ -93,7 +93,7 @@ trained   := $(if $(wildcard $(OUT)/step-*),$(OUT))
 weights   := $(or $(trained),$(wildcard data/gpt2-$(PRESET)),data/gpt2-paper)
 untrained := $(if $(trained)$(filter %-$(PRESET),$(weights)),, (preset paper: $(OUT) has no checkpoint of make train PRESET=$(PRESET)))
 
-.PHONY: help train generate doctor packages test test-fast test-long test-gpu sanitize bench bench-gpu lint clean
+.PHONY: help train generate doctor packages test test-fast test-long test-gpu assignment sanitize bench bench-gpu lint clean
 
 help:  ## show this text
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -104,6 +104,7 @@ help:  ## show this text
 	@echo '  PRESET=paper       which model: nano, tiny, paper, gpt2, ...; without a GPU, stages 2 and 3 accept nano only'
 	@echo '  ARGS=              more flags for the command, for example ARGS="--steps 200 --lr 1e-3"'
 	@echo '  OUT=out/...        the directory of checkpoints (default: out/stage$$STAGE-$$PRESET)'
+	@echo '  SUITE=DIR          the directory of a fetched assignment (make assignment)'
 	@echo '  PYTHON=python3     use this interpreter and install nothing (default: create .venv)'
 
 train: $(train_ready)  ## train PRESET on the shipped corpus and print a sample; checkpoints go to out/
@@ -133,6 +134,9 @@ test-long: $(test_ready)  ## run the suite, then its random tests again with oth
 
 test-gpu: $(test_ready) $(cuda_ready)  ## run the tests that need a CUDA device (without one they are skipped)
 	"$(python)" -m pytest -m gpu $(ARGS)
+
+assignment: $(test_ready)  ## run the tests of a course's assignment in SUITE on torch_bridge, each five times
+	"$(python)" tests/tools/assignment.py "$(or $(SUITE),$(error SUITE is missing: make assignment SUITE=DIR, the directory of the fetched assignment))" $(ARGS)
 
 sanitize: $(test_ready) $(cuda_ready)  ## run every kernel under compute-sanitizer (part of the CUDA toolkit)
 	"$(python)" tests/tools/sanitize.py $(ARGS)
