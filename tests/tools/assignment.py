@@ -36,6 +36,11 @@ FUNCTIONS = """from stage1_mpi.naive_tensor_parallel import (
     naive_collect_forward_output_{how} as naive_collect_forward_output,
 )
 """
+SPLIT = """from stage1_mpi import naive_tensor_parallel
+
+def split_data(x_train, y_train, mp_size, dp_size, rank):
+    return naive_tensor_parallel.split_data(x_train, y_train, mp_size, dp_size, rank)
+"""
 
 
 @dataclass(frozen=True)
@@ -93,7 +98,7 @@ def prepare(suite):
         how = "sum" if "all-reduce sum" in functions.read_text() else "gather"
         functions.write_text(FUNCTIONS.replace("{how}", how))
         split = suite / "data" / "data_parallel_preprocess.py"
-        split.write_text("from stage1_mpi.naive_tensor_parallel import split_data\n")
+        split.write_text(SPLIT)
         return mpi_commands()
     raise SystemExit(
         "SUITE has neither tests/adapters.py nor model/func_impl.py: fetch github.com/stanford-cs336/"
