@@ -35,14 +35,14 @@ GEMM = 512  # rows and columns of the matrices that rank 0 multiplies
 # -- on the ranks -----------------------------------------------------------------------------------------------------
 
 
-def collective_times(world, operation, sizes, rounds, budget, store_file):
+def collective_times(world, operation, sizes, rounds, budget, store_file, with_gloo=True):
     """[{algorithm, bytes, seconds, bytes_sent}] of float32 collectives; the all-reduce works in place.
 
     seconds: one number per round, that of the slowest rank. bytes_sent: one number per rank, 0 for gloo.
     """
     from mpi4py import MPI
 
-    gloo = open_gloo(world, store_file) if find_spec("torch") else None
+    gloo = open_gloo(world, store_file) if with_gloo and find_spec("torch") else None
     results = []
     for size in sizes:
         length = size // 4 // world.size * world.size

@@ -2,11 +2,11 @@
 
 import pytest
 
-from tests.support.gloo import Gloo
+from benchmarks.harness.torch_ranks import TorchRanks
 
 
 @pytest.fixture(scope="session")
 def gloo():
     """gloo.run(function, *args) -> [function(*args) of each of two ranks]."""
-    with Gloo(2) as group:
-        yield group
+    with TorchRanks(2) as ranks:
+        yield ranks
