@@ -21,7 +21,13 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from torch_bridge.ddp import GradientMean
-from torch_bridge.process_group import broadcast_module, check_same_parameters, require_process_group
+from torch_bridge.process_group import (
+    all_gather_flat,
+    broadcast_module,
+    check_same_parameters,
+    reduce_scatter_flat,
+    require_process_group,
+)
 
 IN_FLIGHT = 2  # reduce-scatters whose gradients are kept at the same time
 
@@ -55,7 +61,7 @@ class Shard:
             self.full.untyped_storage().resize_(self.full.numel() * self.full.element_size())
             self.part = self.parameter.detach().to(self.compute_dtype)
             # .data: writing to the tensor itself would mark what autograd keeps as modified
-            self.handle = dist.all_gather_into_tensor(self.full.data, self.part, group=self.group, async_op=True)
+            self.handle = all_gather_flat(self.full.data, self.part, group=self.group, async_op=True)
             self.gathered = True
 
     def wait(self):
@@ -77,7 +83,7 @@ class Shard:
         whole[: self.n] = gradient.reshape(-1)
         whole.div_(self.ranks)
         part = torch.empty_like(self.parameter)
-        handle = dist.reduce_scatter_tensor(part, whole, group=self.group, async_op=True)
+        handle = reduce_scatter_flat(part, whole, group=self.group, async_op=True)
         self.sums.append(part)
         return handle, whole
 
@@ -272,7 +278,7 @@ class FSDP(nn.Module):
         whole = {}
         for parameter, shard in self.shards.items():
             flat = parameter.new_empty(shard.size * shard.ranks)
-            dist.all_gather_into_tensor(flat, parameter.detach(), group=self.group)
+            all_gather_flat(flat, parameter.detach(), group=self.group)
             whole[parameter] = flat[: shard.n].view(shard.shape)
         return {name: whole[p] if p in whole else p.detach().clone() for name, p in self.names.items()}
 

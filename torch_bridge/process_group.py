@@ -3,6 +3,10 @@
 import torch
 import torch.distributed as dist
 
+# PyTorch 2.13 has new names for these two collectives of flat tensors, and warns of the old ones.
+all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 def require_process_group(name):
     """Raise RuntimeError, which names the class, unless torch.distributed has been initialised."""
