@@ -118,6 +118,7 @@ class Unit:
     def __init__(self, fsdp, module, owners, small):
         self.fsdp, self.module, self.owners, self.small = fsdp, module, owners, small
         self.shards = list(dict.fromkeys(shard for _, _, shard in owners))
+        self.reads_in_backward = not isinstance(module, nn.Embedding)  # the gradient of a lookup needs no weight
         self.done = False  # whether backward has passed it, so that nothing is prefetched for it
         module.register_forward_pre_hook(self.before_forward, with_kwargs=True)
         module.register_forward_hook(self.after_forward, always_call=True)
@@ -156,7 +157,7 @@ class Unit:
         if in_backward():  # activation checkpointing: the weights are needed at once
             return
         self.free()
-        for tensor in tree_leaves(output):
+        for tensor in tree_leaves(output) if self.reads_in_backward else ():
             if torch.is_tensor(tensor) and tensor.requires_grad:
                 tensor.register_hook(self.before_backward)
 
@@ -243,7 +244,7 @@ class FSDP(nn.Module):
         if self.running:
             self.order, self.running = self.running, []
         earlier = self.neighbour(unit, -1)
-        if earlier and not earlier.done:
+        if earlier and earlier.reads_in_backward and not earlier.done:
             earlier.gather_start()
 
     # -- gradients -----------------------------------------------------------------------------------------------------

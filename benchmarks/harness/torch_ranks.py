@@ -10,7 +10,7 @@ import traceback
 from datetime import timedelta
 from pathlib import Path
 
-LIMIT = 60  # seconds of one function (default); a rank that waits longer for another rank ends with an error
+LIMIT = 120  # seconds of one function (default); a rank that waits longer for another rank ends with an error
 
 
 class RanksFailed(AssertionError):

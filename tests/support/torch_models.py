@@ -2,6 +2,8 @@
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map
+from torch.utils.checkpoint import checkpoint
 
 BATCH, STEPS = 12, 4  # samples of a step over all ranks
 WORDS, WIDTH = 11, 8  # vocabulary and width of the model of tokens
@@ -79,17 +81,17 @@ class Words(nn.Module):
     def forward(self, tokens):
         x = self.embedding(tokens)
         if self.checkpoint:
-            return self.head(torch.utils.checkpoint.checkpoint(self.block, x, use_reentrant=False))
+            return self.head(checkpoint(self.block, x, use_reentrant=False))
         return self.head(self.block(x))
 
 
 def batches():
     """STEPS of (x (BATCH, 6), y (BATCH, 3)). The first half of a batch has first features below 0."""
-    generator = torch.Generator().manual_seed(1)
+    generator, device = torch.Generator("cpu").manual_seed(1), torch.get_default_device()
     for _ in range(STEPS):
-        x, y = torch.randn(BATCH, 6, generator=generator), torch.randn(BATCH, 3, generator=generator)
-        x[:, 0] = torch.where(torch.arange(BATCH) < BATCH // 2, -1, 1) * x[:, 0].abs()
-        yield x, y
+        x, y = (torch.randn(BATCH, n, generator=generator, device="cpu") for n in (6, 3))
+        x[: BATCH // 2, 0], x[BATCH // 2 :, 0] = -x[: BATCH // 2, 0].abs(), x[BATCH // 2 :, 0].abs()
+        yield x.to(device), y.to(device)
 
 
 def rows(rank, ranks):
@@ -98,6 +100,14 @@ def rows(rank, ranks):
 
 
 def build(model, seed):
-    """A model whose parameters depend on the seed."""
+    """A model on the default device, whose parameters depend on the seed and not on the device."""
     torch.manual_seed(seed)
-    return model()
+    device = torch.get_default_device()
+    with torch.device("cpu"):
+        return model().to(device)
+
+
+def on_gpu(function, *args):
+    """The result of a function whose new tensors are on this rank's GPU, with its tensors on the CPU."""
+    with torch.device("cuda"):
+        return tree_map(lambda x: x.cpu() if torch.is_tensor(x) else x, function(*args))

@@ -1,4 +1,4 @@
-"""Every schedule of torch_bridge.ddp trains as one process does, on two gloo processes."""
+"""Every schedule of torch_bridge.ddp trains as one process does, on two ranks."""
 
 import pytest
 
@@ -46,8 +46,8 @@ def train_every_way(clear):
 
 
 @pytest.mark.parametrize("clear", [True, False])
-def test_every_schedule_trains_every_model_as_one_process(gloo, clear):
-    found = gloo.run(train_every_way, clear)
+def test_every_schedule_trains_every_model_as_one_process(run, clear):
+    found = run(train_every_way, clear)
     for name, model in MODELS.items():
         want = train(build(model, seed=0), slice(None), clear=clear)
         for way in WAYS:
@@ -89,8 +89,8 @@ def accumulate():
     return found
 
 
-def test_no_sync_accumulates_and_sends_nothing(gloo):
-    for found in gloo.run(accumulate):
+def test_no_sync_accumulates_and_sends_nothing(run):
+    for found in run(accumulate):
         for accumulated, at_once in found.values():
             torch.testing.assert_close(accumulated, at_once)
 
@@ -120,8 +120,8 @@ def make_mistakes():
     return found
 
 
-def test_a_mistake_is_an_error_that_names_both_values(gloo):
-    for found in gloo.run(make_mistakes):
+def test_a_mistake_is_an_error_that_names_both_values(run):
+    for found in run(make_mistakes):
         assert "rank 1 differs from that of rank 0: ('weight', (3, 2)" in found["other model"]
         assert "1 parameters instead of 2 parameters" in found["fewer parameters"]
         for size in (0, -1, float("nan")):

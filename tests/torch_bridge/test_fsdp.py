@@ -1,4 +1,4 @@
-"""FSDP trains as one process does, and each of two gloo processes has a part of the weights."""
+"""FSDP trains as one process does, and each of two ranks has a part of the weights."""
 
 import functools
 
@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch")
 import torch.distributed as dist  # noqa: E402
 from torch import nn  # noqa: E402
 
-from tests.support.torch_models import BATCH, MODELS, Words, batches, build, rows  # noqa: E402
+from tests.support.torch_models import BATCH, MODELS, STEPS, WORDS, Words, batches, build, rows  # noqa: E402
 from torch_bridge.fsdp import FSDP  # noqa: E402
 
 pytestmark = pytest.mark.xdist_group("gloo")
@@ -28,7 +28,7 @@ class Block(Words):
     """The whole model is one unit."""
 
 
-WORDS = {
+TOKEN_MODELS = {
     "plain": Words,
     "tied": functools.partial(Words, tied=True),
     "checkpointed": functools.partial(Words, checkpoint=True),
@@ -37,14 +37,15 @@ WORDS = {
     "block": Block,
 }
 SHARD = {"block": (Block,)}
-TOKENS = torch.randint(0, 11, (4, BATCH, 6), generator=torch.Generator().manual_seed(2))
+TOKENS = torch.randint(0, WORDS, (STEPS, BATCH, 6), generator=torch.Generator().manual_seed(2))
 
 
 def examples(kind):
     """(inputs, targets, loss function) of each step for a model of tokens or of numbers."""
     if kind == "numbers":
         return [(x, y, nn.functional.mse_loss) for x, y in batches()]
-    return [(t[:, :-1], t[:, 1:], lambda y, t: nn.functional.cross_entropy(y.float().mT, t)) for t in TOKENS]
+    tokens = TOKENS.to(torch.get_default_device())
+    return [(t[:, :-1], t[:, 1:], lambda y, t: nn.functional.cross_entropy(y.float().mT, t)) for t in tokens]
 
 
 def train(model, kind, samples, finish=lambda: None):
@@ -63,7 +64,7 @@ def train(model, kind, samples, finish=lambda: None):
 
 def cases():
     """(name, model, kind) of all models."""
-    return [(n, m, "numbers") for n, m in MODELS.items()] + [(n, m, "words") for n, m in WORDS.items()]
+    return [(n, m, "numbers") for n, m in MODELS.items()] + [(n, m, "words") for n, m in TOKEN_MODELS.items()]
 
 
 def train_sharded(dtype):
@@ -80,8 +81,8 @@ def train_sharded(dtype):
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)
-def test_fsdp_trains_every_model_as_one_process(gloo, dtype):
-    found = gloo.run(train_sharded, dtype)
+def test_fsdp_trains_every_model_as_one_process(run, dtype):
+    found = run(train_sharded, dtype)
     for name, model, kind in cases():
         reference = build(model, seed=0)
         sizes = [(p.dim(), p.numel()) for p in reference.parameters()]
@@ -104,16 +105,16 @@ def save_and_load():
     own = [dist.new_group([each]) for each in range(2)][rank]
     fsdp = FSDP(build(Words, seed=0))
     train(fsdp, "words", rows(rank, 2), fsdp.finish_gradient_synchronization)
-    whole, tokens = fsdp.gather_full_params(), TOKENS[0]
+    whole, tokens = fsdp.gather_full_params(), TOKENS[0].to(torch.get_default_device())
     with torch.no_grad():
         logits = fsdp(tokens)
     assert all(shard.full.untyped_storage().nbytes() == 0 for shard in fsdp.shards.values())
     fsdp(tokens).sum().backward()
     gradients = [p.grad.clone() for p in fsdp.parameters() if p.grad is not None and p.dim() > 1]
-    plain, single = Words(), FSDP(Words(), process_group=own)
+    plain, single = build(Words, 9), FSDP(build(Words, 7), process_group=own)
     plain.load_state_dict(whole)
     single.load_full_params(whole)
-    again = FSDP(Words())
+    again = FSDP(build(Words, 8))
     again.load_state_dict(fsdp.state_dict())
     errors = []
     for load, state in (
@@ -130,8 +131,8 @@ def save_and_load():
     return results, errors, gradients
 
 
-def test_whole_parameters_load_on_another_number_of_ranks_and_parts_do_not(gloo):
-    for rank, ((logits, *others), errors, gradients) in enumerate(gloo.run(save_and_load)):
+def test_whole_parameters_load_on_another_number_of_ranks_and_parts_do_not(run):
+    for rank, ((logits, *others), errors, gradients) in enumerate(run(save_and_load)):
         for other in others:
             torch.testing.assert_close(other, logits)
         assert f"parts of rank {rank} of 2, and this is rank 0 of 1: save gather_full_params()" in errors[0]

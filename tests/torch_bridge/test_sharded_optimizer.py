@@ -1,4 +1,4 @@
-"""ShardedOptimizer gives the bits of the plain optimizer, with a part of its state on each of two gloo processes."""
+"""ShardedOptimizer gives the bits of the plain optimizer, with a part of its state on each of two ranks."""
 
 import copy
 
@@ -45,7 +45,7 @@ def train(model, optimizer, steps=STEPS, first=0):
 
 
 def numpy_of(model):
-    return {name: p.detach().numpy().copy() for name, p in model.named_parameters()}
+    return {name: p.detach().cpu().numpy().copy() for name, p in model.named_parameters()}
 
 
 def train_both():
@@ -66,8 +66,8 @@ def train_both():
     return found
 
 
-def test_ten_steps_equal_the_plain_optimizer_and_each_rank_has_its_part_of_the_state(gloo):
-    ranks = gloo.run(train_both)
+def test_ten_steps_equal_the_plain_optimizer_and_each_rank_has_its_part_of_the_state(run):
+    ranks = run(train_both)
     for case in ranks[0]:
         for found in ranks:
             sharded, plain, _, _ = found[case]
@@ -87,7 +87,7 @@ def save_and_resume():
     state, weights = optimizer.state_dict(), {k: v.clone() for k, v in model.state_dict().items()}
     found = {}
     for way in ("two ranks", "one rank", "plain"):
-        model = Toy()
+        model = build(Toy, 7)
         model.load_state_dict(weights)
         options = ADAMW | {"lr": 9.0}  # the state's learning rate replaces it
         if way == "plain":
@@ -110,8 +110,8 @@ def assert_same_state(found, wanted):
             assert torch.equal(found["state"][number][key], value)
 
 
-def test_a_state_is_whole_and_loads_on_another_number_of_ranks_and_in_the_plain_optimizer(gloo):
-    for found, state in gloo.run(save_and_resume):
+def test_a_state_is_whole_and_loads_on_another_number_of_ranks_and_in_the_plain_optimizer(run):
+    for found, state in run(save_and_resume):
         plain = torch.optim.AdamW(groups_of(build(Toy, 5)), **ADAMW)
         plain.load_state_dict(state)  # the plain optimizer's format
         for way in ("two ranks", "one rank"):
@@ -143,8 +143,8 @@ def add_group():
         return results, str(error)
 
 
-def test_groups_may_be_added_and_another_models_state_is_an_error(gloo):
-    for (plain, sharded), error in gloo.run(add_group):
+def test_groups_may_be_added_and_another_models_state_is_an_error(run):
+    for (plain, sharded), error in run(add_group):
         for name in plain:
             np.testing.assert_array_equal(sharded[name], plain[name])
         assert "parameter groups of [2, 2, 1] parameters, and this optimizer of [2]" in error
