@@ -4,6 +4,7 @@ The row "none" trains without synchronisation; the exposed time of another row i
 `--timeline` instead draws one step of naive above one of overlapped. `ddp_model` compares the rows with a formula.
 """
 
+import argparse
 import functools
 import math
 
@@ -12,19 +13,23 @@ import torch.distributed as dist
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from benchmarks.harness.jobs import ROOT
 from benchmarks.harness.processes import run_main
+from benchmarks.harness.rows import add_row_flags, run_rows
 from benchmarks.torch.models import (
     BACKENDS,
     SIZES,
+    Groups,
+    add_run_flags,
     batch_of,
     build,
     device_of_rank,
     loss_of,
-    ranks_of,
+    print_rows,
     release_memory,
+    slowest,
     timed,
 )
-from benchmarks.torch.rows import Rows, add_flags, attempt, mean_and_deviation, parser_of, path_of
 from torch_bridge.ddp import BucketedDDP, FlatDDP, NaiveDDP, OverlapDDP
 
 BENCHMARK = "benchmarks.torch.ddp"
@@ -113,23 +118,26 @@ def steps(way, size, context, batch, warm_up, repeats):
     return found
 
 
-def measure(group, rows, settings, way, args):
-    """The values of a row; of each run, the time of the slowest rank."""
-    found = group.run(steps, way, args.size, args.context, args.batch, args.warm_up, args.repeats)
-    step, deviation = mean_and_deviation([max(each) for each in zip(*(f["step"] for f in found), strict=True)], 1e3)
-    finish, _ = mean_and_deviation([max(each) for each in zip(*(f["finish"] for f in found), strict=True)], 1e3)
-    values = {"ranks": group.size, "way": way, "step ms": step, "sd": deviation, "finish ms": finish}
-    base = next(
-        (row["step ms"] for row in rows.rows if row["case"] == f"{settings}, {NONE}" and "step ms" in row), None
-    )
-    if base is not None and way != NONE:
-        values |= {"exposed ms": step - base, "exposed %": 100 * (step - base) / step}
+def way_row(groups, way, args):
+    """The values of a row: of each run, the time of the slowest rank."""
+    settings = way, args.size, args.context, args.batch, args.warm_up, args.repeats
+    found = groups.run(args.backend, args.ranks, steps, *settings)
+    values = {"way": way, "step": slowest(found, "step"), "finish": slowest(found, "finish")}
     if found[0]["backward"]:
-        values["backward ms"] = mean_and_deviation([max(f["backward"][-1] for f in found)], 1e3)[0]
+        values["backward"] = slowest(found, "backward")
     values |= {"MB": found[0]["bytes"] / 1e6, "buckets": found[0]["buckets"]}
     if found[0]["memory"]:
-        values["peak GB"] = max(f["memory"] for f in found) / 1e9
+        values["peak GB"] = max(each["memory"] for each in found) / 1e9
     return values
+
+
+def with_exposed(rows):
+    """The rows with the time that is not hidden: the difference from the row without synchronisation."""
+    base = next((row["step"]["mean"] for row in rows if row.get("way") == NONE), None)
+    for row in rows:
+        exposed = row["step"]["mean"] - base if base is not None and "step" in row else None
+        share = {} if exposed is None else {"exposed ms": exposed, "exposed %": 100 * exposed / row["step"]["mean"]}
+        yield row | share
 
 
 # -- the timeline ------------------------------------------------------------------------------------------------------
@@ -178,19 +186,20 @@ def draw_timeline(spans, path, title):
     figure.savefig(path, dpi=120)
 
 
-def timeline(args, settings, group):
+def timeline(args, settings, groups):
     """Record a step of naive and of overlapped on rank 0 and draw them; return the picture's path."""
     spans = {}
     for way in ("naive", "overlap"):
-        spans[way] = group.run(intervals, way, args.size, args.context, args.batch, args.warm_up)[0]
-    path = path_of(BENCHMARK, f"{args.save_as}_timeline", args.save).with_suffix(".png")
+        found = groups.run(args.backend, args.ranks, intervals, way, args.size, args.context, args.batch, args.warm_up)
+        spans[way] = found[0]
+    path = ROOT / ("" if args.save else "out") / "results" / "torch" / f"{args.save_as}_timeline.png"
     path.parent.mkdir(parents=True, exist_ok=True)
     draw_timeline(spans, path, settings)
-    print(f"Written to {path}.")
+    print(f"Written to {path.relative_to(ROOT)}.")
 
 
 def main():
-    parser = parser_of(BENCHMARK, __doc__)
+    parser = argparse.ArgumentParser(prog=f"python -m {BENCHMARK}", description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--size", choices=SIZES, default="xl", help="model (default xl)")
     add("--backend", choices=BACKENDS, default="nccl", help="nccl on GPUs or gloo on the CPU (default nccl)")
@@ -199,21 +208,18 @@ def main():
     add("--context", type=int, default=128, help="tokens of a sequence (default 128)")
     add("--buckets-mb", type=float, nargs="+", default=BUCKETS_MB, help="bucket sizes in 2^20 bytes (1 10 100 1000)")
     add("--timeline", action="store_true", help="draw one step of naive above one of overlapped")
-    add_flags(add, "ddp", warm_up=5, repeats=10)
+    add_run_flags(add, warm_up=5, repeats=10)
+    add_row_flags(add, "ddp")
     args = parser.parse_args()
     if any(not 0 < mb < math.inf for mb in args.buckets_mb):
         parser.error(f"--buckets-mb {args.buckets_mb}: every size must be above 0")
 
     settings = f"{args.size}, {args.backend}, {args.ranks} ranks, batch {args.batch}, context {args.context}"
-    with ranks_of(args.backend, args.ranks) as group:
+    with Groups() as groups:
         if args.timeline:
-            return timeline(args, settings, group)
-        rows = Rows(BENCHMARK, args)
-        names = {f"{settings}, {way}": way for way in ways(args.buckets_mb)}
-        for name in rows.missing(names):
-            attempt(rows, name, functools.partial(measure, group, rows, settings, names[name], args))
-    rows.print()
-    rows.save()
+            return timeline(args, settings, groups)
+        cases = {f"{settings}, {way}": functools.partial(way_row, groups, way, args) for way in ways(args.buckets_mb)}
+        print_rows(list(with_exposed(run_rows(BENCHMARK, args, cases))))
 
 
 if __name__ == "__main__":

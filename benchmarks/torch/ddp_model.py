@@ -14,13 +14,14 @@ with a slow network most of s / w is exposed, whatever n is.
 w and o are fitted to the rows of `all_reduce` only; the rows of `ddp` are compared with the result.
 """
 
+import argparse
 import json
 from math import sqrt
 
+from benchmarks.harness.jobs import ROOT
 from benchmarks.harness.processes import run_main
 from benchmarks.harness.report import add_save_flags, print_table, save
 from benchmarks.ranks.collectives import line
-from benchmarks.torch.rows import parser_of, path_of
 from gpt2core.parallel.bucket_size import best_bucket
 
 BENCHMARK = "benchmarks.torch.ddp_model"
@@ -53,30 +54,30 @@ def fit(rows, backend, ranks):
 
     Raises SystemExit if there are fewer than two sizes.
     """
-    found = [row for row in rows if row["case"].startswith(f"{backend}, {ranks} ranks,") and "ms" in row]
+    found = [row for row in rows if row["name"].startswith(f"{backend}, {ranks} ranks,") and "time" in row]
     if len({row["bytes"] for row in found}) < 2:
         raise SystemExit(
             f"all_reduce has {len(found)} rows of {backend} on {ranks} ranks, and a fit needs two sizes: run python -m "
             f"benchmarks.torch.all_reduce --libraries {backend} --ranks {ranks}"
         )
-    o, per_byte = line([row["bytes"] for row in found], [row["ms"] / 1e3 for row in found])
+    o, per_byte = line([row["bytes"] for row in found], [row["time"]["mean"] / 1e3 for row in found])
     if per_byte <= 0:
         raise SystemExit(f"the times of {backend} on {ranks} ranks do not grow with the size: measure larger sizes")
     return 1 / per_byte, max(o, 1e-9)
 
 
-def read(args, name):
+def read(name):
     """The rows of another command, from results/ if it has them, else from out/results/."""
-    for saved in (True, False):
-        path = path_of(BENCHMARK, name, saved)
+    for folder in (ROOT, ROOT / "out"):
+        path = folder / "results" / "torch" / f"{name}.json"
         if path.exists():
-            return json.loads(path.read_text())["results"]["rows"], path
+            return json.loads(path.read_text())["results"]
     raise SystemExit(f"there is no {name}.json in results/torch or out/results/torch: run its command first")
 
 
 def compare(rows, settings, w, o):
     """[{bucket size, buckets, measured, predicted: ms}] of the bucketed rows of one setting, by bucket size."""
-    of_setting = {row["way"]: row for row in rows if row["case"].startswith(f"{settings}, ") and "step ms" in row}
+    of_setting = {row["way"]: row for row in rows if row["name"].startswith(f"{settings}, ") and "step" in row}
     base = of_setting.get("none")
     if base is None:
         raise SystemExit(f"ddp has no row {settings}, none: run python -m benchmarks.torch.ddp with these settings")
@@ -84,8 +85,8 @@ def compare(rows, settings, w, o):
     for way, row in of_setting.items():
         if way.startswith("bucketed"):
             s, n = row["MB"] * 1e6, row["buckets"]
-            measured, model = row["step ms"] - base["step ms"], 1e3 * overhead(s, w, o, n)
-            chained = 1e3 * pipelined(s, w, o, n, base["backward ms"] / 1e3)
+            measured, model = row["step"]["mean"] - base["step"]["mean"], 1e3 * overhead(s, w, o, n)
+            chained = 1e3 * pipelined(s, w, o, n, base["backward"]["mean"] / 1e3)
             found.append({
                 "bucket MB": float(way.split()[1]), "buckets": n, "measured ms": measured, "closed form ms": model,
                 "pipelined ms": chained, "closed form / measured": model / measured if measured > 0 else float("nan"),
@@ -117,7 +118,7 @@ def draw(found, s, w, o, backward, title, path):
 
 
 def main():
-    parser = parser_of(BENCHMARK, __doc__)
+    parser = argparse.ArgumentParser(prog=f"python -m {BENCHMARK}", description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--size", default="xl", help="model of the rows of ddp (default xl)")
     add("--backend", default="nccl", help="backend of both files' rows (default nccl)")
@@ -129,20 +130,20 @@ def main():
     add_save_flags(add, "ddp_model")
     args = parser.parse_args()
 
-    w, o = fit(read(args, args.all_reduce)[0], args.backend, args.ranks)
+    w, o = fit(read(args.all_reduce), args.backend, args.ranks)
     settings = f"{args.size}, {args.backend}, {args.ranks} ranks, batch {args.batch}, context {args.context}"
-    found, base, s = compare(read(args, args.ddp)[0], settings, w, o)
+    found, base, s = compare(read(args.ddp), settings, w, o)
     print_table([{key: f"{value:.4g}" for key, value in each.items()} for each in found])
     best, measured = best_size(s, w, o), min(found, key=lambda each: each["measured ms"])["bucket MB"]
     print(
         f"\n{settings}: w {1e-9 * w:.3g} GB/s and o {1e6 * o:.3g} us from all_reduce; s {1e-6 * s:.4g} MB, so "
         f"n = sqrt(s / (w o)) = {sqrt(s / (w * o)):.3g} buckets of {best / MIB:.3g} MB; measured best {measured:g} MB."
-        f"\nThe all-reduce of s takes {1e3 * s / w:.4g} ms, backward {base['backward ms']:.4g} ms: the closed form "
-        f"assumes that they are equal."
+        f"\nThe all-reduce of s takes {1e3 * s / w:.4g} ms, backward {base['backward']['mean']:.4g} ms: the closed "
+        f"form assumes that they are equal."
     )
     results = {"settings": settings, "w": w, "o": o, "bytes": s, "best_bucket_bytes": best, "rows": found}
     path = save(BENCHMARK, results, args, args.save_as)
-    draw(found, s, w, o, base["backward ms"] / 1e3, settings, path.with_suffix(".png"))
+    draw(found, s, w, o, base["backward"]["mean"] / 1e3, settings, path.with_suffix(".png"))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from benchmarks.harness.torch_ranks import TorchRanks
+from benchmarks.harness.report import print_table
+from benchmarks.harness.rows import mean_and_deviation
+from benchmarks.harness.torch_ranks import RanksFailed, TorchRanks
 from benchmarks.peers.torch_gpt2 import TorchGPT2
 from gpt2core.model import GPT2Config
 
@@ -51,10 +53,60 @@ def loss_of(model, inputs, targets):
     return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
-def ranks_of(name, ranks, limit=300):
-    """The TorchRanks of a backend; they share the cores of this machine."""
-    backend, environment = BACKENDS[name]
-    return TorchRanks(ranks, backend, max(1, (os.cpu_count() or 1) // ranks), limit, environment)
+class Groups:
+    """A context manager. run(backend, ranks, function, *args) calls a function on every rank; see TorchRanks.
+
+    The processes of one backend and number of ranks are kept until another one is asked for. Raises
+    torch.OutOfMemoryError if a rank had too little GPU memory.
+    """
+
+    def __init__(self, limit=300):
+        self.limit, self.key, self.ranks = limit, None, None
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        if self.ranks:
+            self.ranks.__exit__()
+
+    def run(self, name, ranks, function, *args):
+        if self.key != (name, ranks):
+            self.__exit__()
+            backend, environment = BACKENDS[name]
+            threads = max(1, (os.cpu_count() or 1) // ranks)
+            self.key, self.ranks = (name, ranks), TorchRanks(ranks, backend, threads, self.limit, environment)
+        try:
+            return self.ranks.run(function, *args)
+        except RanksFailed as error:
+            if "OutOfMemoryError" in str(error):
+                raise torch.OutOfMemoryError(str(error)) from None
+            raise
+
+
+def slowest(found, field):
+    """{"mean", "std", "n"} in ms of the slowest rank in each run; found: {field: seconds of each run} of each rank."""
+    return mean_and_deviation([1e3 * max(each) for each in zip(*(rank[field] for rank in found), strict=True)])
+
+
+def print_rows(rows):
+    """Print rows with all their columns; a time is its mean and standard deviation."""
+    if rows:
+        columns = dict.fromkeys(key for row in rows for key in row if key not in ("commit", "date"))
+        print()
+        print_table([{key: cell(row.get(key, "")) for key in columns} for row in rows])
+
+
+def cell(value):
+    if isinstance(value, dict):
+        return f"{value['mean']:.4g} ± {value['std']:.2g}" if "mean" in value else ""
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def add_run_flags(add, warm_up, repeats):
+    """The flags of a measurement."""
+    add("--warm-up", type=int, default=warm_up, help=f"runs before the measurement (default {warm_up})")
+    add("--repeats", type=int, default=repeats, help=f"measured runs of each row (default {repeats})")
 
 
 def device_of_rank():

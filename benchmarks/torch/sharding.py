@@ -8,24 +8,28 @@
 "counted" is the size of the tensors of these three kinds on rank 0; "GB" is what the GPU's allocator has given out.
 """
 
+import argparse
 import functools
 
 import torch
 import torch.distributed as dist
 
 from benchmarks.harness.processes import run_main
+from benchmarks.harness.rows import add_row_flags, run_rows
 from benchmarks.torch.models import (
     BACKENDS,
     SIZES,
+    Groups,
+    add_run_flags,
     batch_of,
     build,
     device_of_rank,
     loss_of,
-    ranks_of,
+    print_rows,
     release_memory,
+    slowest,
     timed,
 )
-from benchmarks.torch.rows import Rows, add_flags, attempt, mean_and_deviation, parser_of
 from torch_bridge.ddp import BucketedDDP
 from torch_bridge.fsdp import FSDP
 from torch_bridge.sharded_optimizer import ShardedOptimizer
@@ -126,42 +130,41 @@ def predicted(way, parameters, ranks):
     return dict(zip(MOMENTS, (weights, 2 * weights, 2 * weights + state), strict=True))
 
 
-def measure(group, way, args):
-    """The values of a row: the largest memory of a rank, the time of the slowest rank."""
-    found = group.run(steps, way, args.size, args.context, args.batch, args.warm_up, args.repeats)
-    mean, deviation = mean_and_deviation([max(each) for each in zip(*(f["seconds"] for f in found), strict=True)], 1e3)
-    values = {"ranks": group.size, "way": way, "step ms": mean, "sd": deviation}
-    wanted = predicted(way, found[0]["parameters"], group.size)
+def way_row(groups, way, ranks, args):
+    """The values of a row: the largest memory of a rank, the time of the slowest rank, the mean loss of the ranks."""
+    settings = way, args.size, args.context, args.batch, args.warm_up, args.repeats
+    found = groups.run(args.backend, ranks, steps, *settings)
+    values = {"way": way, "ranks": ranks, "step": slowest(found, "seconds")}
+    wanted = predicted(way, found[0]["parameters"], ranks)
     for moment in MOMENTS:
         values[f"predicted GB {moment}"] = wanted[moment] / 1e9
-        values[f"counted GB {moment}"] = max(f["counted"][moment] for f in found) / 1e9
+        values[f"counted GB {moment}"] = max(each["counted"][moment] for each in found) / 1e9
         if found[0]["peak"]:
-            values[f"GB {moment}"] = max(f["allocated"][moment] for f in found) / 1e9
+            values[f"GB {moment}"] = max(each["allocated"][moment] for each in found) / 1e9
     if found[0]["peak"]:
-        values["peak GB"] = max(f["peak"] for f in found) / 1e9
+        values["peak GB"] = max(each["peak"] for each in found) / 1e9
     return values | {"first loss": found[0]["losses"][0], "last loss": found[0]["losses"][-1]}
 
 
 def main():
-    parser = parser_of(BENCHMARK, __doc__)
+    parser = argparse.ArgumentParser(prog=f"python -m {BENCHMARK}", description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--size", choices=SIZES, default="xl", help="model (default xl)")
     add("--backend", choices=BACKENDS, default="nccl", help="nccl on GPUs or gloo on the CPU (default nccl)")
     add("--ranks", type=int, nargs="+", default=[2], help="ranks (default 2)")
     add("--batch", type=int, default=4, help="sequences of a rank (default 4)")
     add("--context", type=int, default=128, help="tokens of a sequence (default 128)")
-    add_flags(add, "sharding", warm_up=5, repeats=10)
+    add_run_flags(add, warm_up=5, repeats=10)
+    add_row_flags(add, "sharding")
     args = parser.parse_args()
 
-    rows = Rows(BENCHMARK, args)
-    for ranks in args.ranks:
-        settings = f"{args.size}, {args.backend}, {ranks} ranks, batch {args.batch}, context {args.context}"
-        with ranks_of(args.backend, ranks) as group:
-            names = {f"{settings}, {way}": way for way in WAYS}
-            for name in rows.missing(names):
-                attempt(rows, name, functools.partial(measure, group, names[name], args))
-    rows.print()
-    rows.save()
+    cases = {}
+    with Groups() as groups:
+        for ranks in args.ranks:
+            settings = f"{args.size}, {args.backend}, {ranks} ranks, batch {args.batch}, context {args.context}"
+            for way in WAYS:
+                cases[f"{settings}, {way}"] = functools.partial(way_row, groups, way, ranks, args)
+        print_rows(run_rows(BENCHMARK, args, cases))
 
 
 if __name__ == "__main__":
