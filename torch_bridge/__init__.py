@@ -1,1 +1,1 @@
-"""The project's kernels and schedules for PyTorch programs."""
+"""The project's kernels and schedules for users of PyTorch."""
