@@ -1,5 +1,7 @@
 """What a data-parallel module checks and sends when it is built: a process group, equal models, rank 0's values."""
 
+import contextlib
+
 import torch
 import torch.distributed as dist
 
@@ -21,7 +23,8 @@ def check_same_parameters(name, parameters, group):
     """Raise RuntimeError unless all ranks have the same {parameter name: Parameter}: names, shapes, dtypes, frozen."""
     mine = [(key, tuple(p.shape), str(p.dtype), p.requires_grad) for key, p in parameters.items()]
     everyone = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, mine, group=group)
+    with device_of(next(iter(parameters.values()), None)):
+        dist.all_gather_object(everyone, mine, group=group)
     for rank, theirs in enumerate(everyone):
         if theirs != everyone[0]:
             differences = (pair for pair in zip(everyone[0], theirs, strict=False) if pair[0] != pair[1])
@@ -30,6 +33,11 @@ def check_same_parameters(name, parameters, group):
                 f"{name}: the model of rank {rank} differs from that of rank 0: {other} instead of {first} (name, "
                 f"shape, dtype, requires_grad): build the same model on every rank"
             )
+
+
+def device_of(tensor):
+    """A context in which nccl sends objects through this tensor's GPU, whatever the current GPU is."""
+    return torch.cuda.device(tensor.device) if tensor is not None and tensor.is_cuda else contextlib.nullcontext()
 
 
 @torch.no_grad()

@@ -10,7 +10,7 @@ optimizer. An update is the owner's step, then one broadcast of each parameter f
 import torch
 import torch.distributed as dist
 
-from torch_bridge.process_group import require_process_group
+from torch_bridge.process_group import device_of, require_process_group
 
 OWN = "params", "param_names"  # the entries of a parameter group that are not hyperparameters
 
@@ -104,7 +104,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             start = stop
         layouts = [None] * self.ranks  # of each rank: {number: {entry: (shape, dtype), or a value that is no tensor}}
         mine = {i: self.local.state[p] for i, p in self.numbered() if p in self.local.state}
-        dist.all_gather_object(layouts, {i: layout_of(entries) for i, entries in mine.items()}, group=self.group)
+        with device_of(next(iter(self.owners), None)):
+            dist.all_gather_object(layouts, {i: layout_of(entries) for i, entries in mine.items()}, group=self.group)
         state = {}
         for number, parameter in self.numbered():
             owner = self.owners[parameter]
