@@ -173,18 +173,28 @@ class FSDP(nn.Module):
     shard: types of the modules that are units; a parameter with two or more axes, in a unit or below it, is sharded.
     All other parameters are replicated. compute_dtype: dtype in which weights are sent and units compute, or None for
     the parameters' own; other modules with parameters then get their arguments in their parameters' dtype. Gradients
-    are summed in fp32. The parameters and buffers of rank 0 are used. Raises RuntimeError without a process group.
+    are summed in fp32. The parameters and buffers of rank 0 are used. Raises RuntimeError without a process group, and
+    ValueError if the module has no unit or compute_dtype is not a floating-point type.
     """
 
     def __init__(self, module, compute_dtype=None, shard=(nn.Linear, nn.Embedding), process_group=None):
         super().__init__()
         require_process_group(type(self).__name__)
+        shard = tuple(shard)
+        if compute_dtype is not None and not compute_dtype.is_floating_point:
+            raise ValueError(f"compute_dtype is {compute_dtype}, and weights are floating-point: use torch.bfloat16")
+        if not any(isinstance(part, shard) for part in module.modules()):
+            names = ", ".join(kind.__name__ for kind in shard)
+            raise ValueError(
+                f"{type(module).__name__} has no module of the types {names}, so nothing would be sharded: name the "
+                f"types of its large layers, as in shard=(Block,)"
+            )
         check_same_parameters(type(self).__name__, dict(module.named_parameters()), process_group)
         broadcast_module(module, process_group)
         self.module, self.compute_dtype, self.group = module, compute_dtype, process_group
         self.names = {name: p for name, p in module.named_parameters(remove_duplicate=False)}
         self.shards = {}  # {parameter: Shard}
-        self.units = self.build_units(tuple(shard))
+        self.units = self.build_units(shard)
         small = {name: p for name, p in module.named_parameters() if p not in self.shards and p.requires_grad}
         self.replicated = GradientMean(small, process_group, packed=True, eager=False)
         self.order, self.running = [], []  # units in the order of the last forward, and of the forward that runs

@@ -121,6 +121,8 @@ def save_and_load():
         (single.load_state_dict, fsdp.state_dict()),
         (single.load_full_params, {k: v for k, v in whole.items() if k != "up.weight"}),
         (single.load_full_params, whole | {"up.weight": torch.zeros(2, 2)}),
+        (lambda shard: FSDP(plain, shard=shard), (nn.Conv1d, nn.Conv2d)),
+        (lambda dtype: FSDP(plain, compute_dtype=dtype), torch.int8),
     ):
         try:
             load(state)
@@ -138,6 +140,8 @@ def test_whole_parameters_load_on_another_number_of_ranks_and_parts_do_not(run):
         assert f"parts of rank {rank} of 2, and this is rank 0 of 1: save gather_full_params()" in errors[0]
         assert "parameter up.weight is missing, and this model needs (24, 8)" in errors[1]
         assert "parameter up.weight is (2, 2), and this model needs (24, 8)" in errors[2]
+        assert "Words has no module of the types Conv1d, Conv2d, so nothing would be sharded" in errors[3]
+        assert "compute_dtype is torch.int8, and weights are floating-point: use torch.bfloat16" in errors[4]
         assert gradients == []  # sharded gradients appear with finish_gradient_synchronization()
 
 
