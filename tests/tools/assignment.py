@@ -106,8 +106,8 @@ def prepare(suite):
     )
 
 
-def run(command, suite, show):
-    """Run a command once -> (its exit code, its counts as text)."""
+def run(command, suite):
+    """Run a command once -> (its exit code, its counts as text, its output)."""
     paths = [suite, suite / "cs336-basics", ROOT, os.environ.get("PYTHONPATH")]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(str(path) for path in paths if path)}
     words = [*launcher(), "-n", str(command.ranks)] if command.ranks else []
@@ -116,11 +116,9 @@ def run(command, suite, show):
         words, cwd=suite, env=environment | command.environment, stdin=subprocess.DEVNULL, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
-    if show or done.returncode:
-        print(done.stdout[-6000:], flush=True)
     summaries = [line for line in done.stdout.splitlines() if COUNT.search(line) and " in " in line]
     found = {f"{number} {kind}" for line in summaries for number, kind in COUNT.findall(line)}
-    return done.returncode, ", ".join(sorted(found)) or f"exit code {done.returncode}"
+    return done.returncode, ", ".join(sorted(found)) or f"exit code {done.returncode}", done.stdout
 
 
 def main():
@@ -143,7 +141,9 @@ def main():
             missing = [name for name in command.packages if not find_spec(name)]
             counts = [f"not run: pip install {' '.join(missing)}"] if missing else []
             for _ in range(0 if missing else args.repeat):
-                code, count = run(command, suite, args.show)
+                code, count, output = run(command, suite)
+                if args.show or (code and count not in counts):  # a failure that repeats is printed once
+                    print(output[-2500:], flush=True)
                 failed |= bool(code)
                 counts.append(count)
             failed |= bool(missing)
