@@ -1,6 +1,6 @@
-# The main commands are `make train` and `make test`. Each installs what it needs into .venv the first time.
+# The main commands are `make train` and `make test`. Each creates .venv and installs the packages that it needs.
 
-# The variables of a command, as in `make train STAGE=1 N=2`. Any other variable is an error.
+# The variables that a command line may set, as in `make train STAGE=1 N=2`. Any other variable is an error.
 variables = STAGE N HOSTFILE PRESET ARGS OUT SUITE PYTHON PYTHONPATH TRITON_INTERPRET
 
 STAGE    ?= 0
@@ -14,9 +14,10 @@ STAGE_1 = stage1_mpi
 STAGE_2 = stage2_cuda
 STAGE_3 = stage3_mpi_cuda
 
-# not ?=, because OUT is a common name of an environment variable
+# not ?=: an environment variable OUT of another program must not change it
 OUT = out/stage$(STAGE)-$(PRESET)
 
+# Report a variable on the command line that is not in the list, with the variable or the flag that was probably meant.
 given   := $(foreach name,$(.VARIABLES),$(if $(findstring command,$(origin $(name))),$(name)))
 unknown := $(firstword $(filter-out $(variables),$(given)))
 ifneq ($(unknown),)
@@ -32,7 +33,7 @@ ifneq ($(filter 2 3,$(STAGE))$(filter test-gpu sanitize bench-gpu,$(MAKECMDGOALS
 endif
 
 ifdef PYTHON
-  # The user's interpreter: nothing is installed, and Python imports the packages from the root.
+  # The user's interpreter: nothing is installed, and PYTHONPATH lets it import gpt2core and the stages from here.
   python := $(if $(findstring /,$(filter-out /%,$(PYTHON))),$(CURDIR)/$(PYTHON),$(PYTHON))
   export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
   test_ready = packages
@@ -88,7 +89,8 @@ ifneq ($(filter train generate,$(MAKECMDGOALS)),)
   endif
 endif
 
-# What `make generate` reads: a checkpoint of `make train`, otherwise the shipped weights of PRESET or of preset paper.
+# The weights for `make generate` are the first of these that exist: the checkpoint of `make train` in OUT, the shipped
+# weights of PRESET, the shipped weights of preset paper. `untrained` is a note for the last case.
 trained   := $(if $(wildcard $(OUT)/step-*),$(OUT))
 weights   := $(or $(trained),$(wildcard data/gpt2-$(PRESET)),data/gpt2-paper)
 untrained := $(if $(trained)$(filter %-$(PRESET),$(weights)),, (preset paper: $(OUT) has no checkpoint of make train PRESET=$(PRESET)))
@@ -98,41 +100,42 @@ untrained := $(if $(trained)$(filter %-$(PRESET),$(weights)),, (preset paper: $(
 help:  ## show this text
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
 	@echo
-	@echo '  STAGE=0            which runtime (0: NumPy; 1: NumPy and MPI; 2: CUDA; 3: CUDA and MPI)'
-	@echo '  N=1                how many ranks (stages 1 and 3)'
-	@echo '  HOSTFILE=hostfile  the hosts that run them; with HOSTFILE= mpiexec decides, as under Slurm'
-	@echo '  PRESET=paper       which model: nano, tiny, paper, gpt2, ...; without a GPU, stages 2 and 3 accept nano only'
+	@echo '  STAGE=0            the runtime (0: NumPy; 1: NumPy and MPI; 2: CUDA; 3: CUDA, NCCL and MPI)'
+	@echo '  N=1                the number of ranks (stages 1 and 3)'
+	@echo '  HOSTFILE=hostfile  the file with the hosts of the ranks; empty (HOSTFILE=): mpiexec chooses the hosts'
+	@echo '  PRESET=paper       the model: nano, tiny, paper, book, gpt2, ...; stages 2 and 3 without a GPU: only nano'
 	@echo '  ARGS=              more flags for the command, for example ARGS="--steps 200 --lr 1e-3"'
-	@echo '  OUT=out/...        the directory of checkpoints (default: out/stage$$STAGE-$$PRESET)'
+	@echo '  OUT=out/...        the directory for checkpoints (default: out/stage$$STAGE-$$PRESET)'
 	@echo '  SUITE=DIR          the directory of a fetched assignment (make assignment)'
-	@echo '  PYTHON=python3     use this interpreter and install nothing (default: create .venv)'
+	@echo '  PYTHON=python3     an interpreter to use; nothing is installed then (default: the one in .venv)'
 
-train: $(train_ready)  ## train PRESET on the shipped corpus and print a sample; checkpoints go to out/
+train: $(train_ready)  ## train PRESET on its corpus and print a sample text; checkpoints are written to OUT
 	$(run) -m $(stage).train_gpt2 --preset $(PRESET) --out "$(OUT)" --overwrite $(ARGS)
 
-generate: $(train_ready)  ## continue a text with the checkpoint of `make train`, or else with the shipped weights
+generate: $(train_ready)  ## continue a text with the checkpoint of `make train`, or with the shipped weights
 	@$(if $(findstring --weights,$(ARGS)),,echo "weights: $(weights)$(untrained)")
 	@$(run) -m $(stage).inference --weights "$(weights)" $(ARGS)
 
-doctor:  ## show versions, MPI, BLAS and GPUs, and run one small step of each stage
+doctor:  ## print versions, MPI, BLAS and GPUs, and run one small training step of each stage
 	@"$(python)" -m gpt2core.app.doctor
 
-packages:  # of the interpreter PYTHON: one line if they are missing
+# Check that the interpreter PYTHON has the packages; a missing one is reported in one line.
+packages:
 	@"$(python)" -c 'import gpt2core.app.cli'
 
-# With pytest-xdist two tests run at a time, without it one (an interpreter given as PYTHON may not have it).
+# Two tests run at the same time if pytest-xdist is installed. An interpreter given as PYTHON may not have it.
 parallel = $$("$(python)" -c 'import xdist; print("-n 2 --dist loadgroup")' 2>/dev/null)
 
-test: $(test_ready)  ## run the test suite (CPU)
+test: $(test_ready)  ## run all tests that need no GPU
 	"$(python)" -m pytest -m "not gpu" $(parallel) $(ARGS)
 
-test-fast: $(test_ready)  ## run each rung of the parity ladder once, in less than 90 seconds
+test-fast: $(test_ready)  ## run the main comparisons of kernels, model and stages, in less than 90 seconds
 	"$(python)" -m pytest -m "not gpu" --fast $(parallel) $(ARGS)
 
-test-long: $(test_ready)  ## run the suite, then its random tests again with other seeds; the result goes to results/
+test-long: $(test_ready)  ## run all tests, then the random tests again with other seeds; write a file in results/
 	"$(python)" tests/tools/run_long.py $(ARGS)
 
-test-gpu: $(test_ready) $(cuda_ready)  ## run the tests that need a CUDA device (without one they are skipped)
+test-gpu: $(test_ready) $(cuda_ready)  ## run the tests that need a GPU; they are skipped if there is none
 	"$(python)" -m pytest -m gpu $(ARGS)
 
 assignment: $(test_ready)  ## run the tests of a course's assignment in SUITE on torch_bridge, each five times
@@ -141,7 +144,7 @@ assignment: $(test_ready)  ## run the tests of a course's assignment in SUITE on
 sanitize: $(test_ready) $(cuda_ready)  ## run every kernel under compute-sanitizer (part of the CUDA toolkit)
 	"$(python)" tests/tools/sanitize.py $(ARGS)
 
-bench: $(test_ready)  ## compare with PyTorch: prints tables, writes results/ (ARGS go to the training step)
+bench: $(test_ready)  ## compare with PyTorch on CPUs; print tables, write results/ (ARGS are for the training step)
 	"$(python)" -m benchmarks.cpu.train_step --save $(ARGS)
 	"$(python)" -m benchmarks.cpu.decode --save
 	"$(python)" -m benchmarks.cpu.choices --save
@@ -155,7 +158,7 @@ bench: $(test_ready)  ## compare with PyTorch: prints tables, writes results/ (A
 	"$(python)" -m benchmarks.ranks.parity --save
 	"$(python)" -m benchmarks.ranks.kill --save
 
-bench-gpu: $(test_ready) $(cuda_ready)  ## the same on GPUs: stage 2 on one, stage 3 on four (ARGS go to the training step)
+bench-gpu: $(test_ready) $(cuda_ready)  ## the same on GPUs: stage 2 on one GPU, stage 3 on four
 	"$(python)" -m benchmarks.gpu.step --save $(ARGS)
 	"$(python)" -m benchmarks.gpu.attention --save
 	"$(python)" -m benchmarks.gpu.products --save
@@ -175,18 +178,19 @@ bench-gpu: $(test_ready) $(cuda_ready)  ## the same on GPUs: stage 2 on one, sta
 lint: $(test_ready)  ## check the style (ruff)
 	"$(python)" -m ruff check .
 
-clean:  ## remove .venv, out/ and the caches
+clean:  ## remove .venv, out/ and cached files
 	rm -rf .venv out build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# A stamp file is newer than pyproject.toml if the packages of its extras are installed.
+# An empty file such as .venv/.train records that packages are installed: those of the extras in its command. If it is
+# older than pyproject.toml, they are installed again. (An extra is a list of optional packages in pyproject.toml.)
 .venv/.train: pyproject.toml | .venv/bin/python
 	$(call install,.,$@)
 
 .venv/.train-mpi: pyproject.toml | .venv/bin/python
 	$(call install,.[mpi],.venv/.train $@)
 
-# The extras of CUDA include the packages of the interpreter.
+# The CUDA packages include those for Triton's interpreter, so the file .train-interpreter is written too.
 .venv/.train-cuda: pyproject.toml | .venv/bin/python
 	$(call install,.[cuda$(major)],.venv/.train .venv/.train-interpreter $@)
 
@@ -196,7 +200,7 @@ clean:  ## remove .venv, out/ and the caches
 .venv/.train-interpreter: pyproject.toml | .venv/bin/python
 	$(call install,.[interpreter],.venv/.train $@)
 
-# Variables, because a comma would end the argument of $(call).
+# These lists are variables, because a comma in $(call ...) would separate two arguments.
 test_extras = mpi,test
 nccl_extras = mpi,cuda$(major),nccl$(major)
 major       = $(if $(filter 12,$(cuda)),12,13)
@@ -204,11 +208,12 @@ major       = $(if $(filter 12,$(cuda)),12,13)
 .venv/.test: pyproject.toml | .venv/bin/python
 	$(call install,.[$(test_extras)],.venv/.train .venv/.train-mpi .venv/.train-interpreter $@)
 
-# Wait until no other make installs packages. The shell holds the lock until it exits; without flock there is none.
+# Wait until no other make installs packages. The shell holds the lock until it exits. Without flock, do not wait.
 lock = ! command -v flock >/dev/null || { exec 9<pyproject.toml && { flock -n 9 || { \
   echo 'waiting for another make, which installs packages into .venv'; flock 9; }; }; }
 
-# $(call install,package[extras],stamp files); another make may have installed them meanwhile.
+# $(call install,.[extras],files): install the packages, then write the files. If another make has installed them while
+# this one waited, do nothing.
 define install
 @$(lock); [ $@ -nt pyproject.toml ] && exit; \
 echo 'installing $(1) into .venv (a few minutes the first time)'; \

@@ -1,4 +1,4 @@
-"""Draw the loss curves of several runs over each other, from the files that `--log` wrote.
+"""Draw the loss curves of several training runs in one picture, from the files that training wrote with `--log`.
 
 python -m benchmarks.overlay one.jsonl two.jsonl --paper --out curves.png
 """
@@ -15,24 +15,27 @@ from gpt2core.app.run_log import read_log
 from gpt2core.communicator import Solo
 from gpt2core.errors import ConfigError, counted
 
-LOSSES = {"loss", "val_loss"}  # fields of a log's lines
+LOSS_FIELDS = {"loss", "val_loss"}  # of the rows of a log
 
 
 def read_runs(paths):
-    """{name: rows} of the logs; a run's name is its path without .jsonl. Raises ConfigError."""
+    """{name: rows} of the logs `paths`; the name of a run is the path of its log without .jsonl.
+
+    Raises ConfigError if a file does not exist or is not a log.
+    """
     runs = {}
     for path in paths:
         if not path.is_file():
             raise ConfigError(f"{path}: there is no such file; give logs that training wrote with --log")
         rows = read_log(path)
-        if not rows or not all(isinstance(row[key], int | float) for row in rows for key in LOSSES & row.keys()):
+        if not rows or not all(isinstance(row[key], int | float) for row in rows for key in LOSS_FIELDS & row.keys()):
             raise ConfigError(f"{path}: this file is not a log; give logs that training wrote with --log")
         runs[str(path).removesuffix(".jsonl")] = rows
     return runs
 
 
 def check_output(path):
-    """Raise ConfigError if `path` is not the name of a PNG file, or if it exists and is not a plot of ours."""
+    """Raise ConfigError if `path` does not end in .png, or is a file that is not a plot of this project."""
     if path.suffix != ".png":
         raise ConfigError(f"--out {path}: the picture is a PNG file; give a name that ends in .png")
     if path.exists() and not is_plot(path):
@@ -40,7 +43,10 @@ def check_output(path):
 
 
 def overlay(paths, paper, out):
-    """Write the curves of the logs `paths`, and those of the paper if `paper`, to the PNG file `out`; print a table."""
+    """Draw the curves of the logs `paths` into the PNG file `out`, and print a table of their last losses.
+
+    paper: whether to draw the paper's curves too. Returns the exit code.
+    """
     check_output(out)
     runs, curves = read_runs(paths), []
     for number, (name, rows) in enumerate(runs.items()):
@@ -57,10 +63,12 @@ def overlay(paths, paper, out):
 
 def main(argv=None):
     parser = Parser(prog="python -m benchmarks.overlay", description=__doc__.splitlines()[0])
-    parser.add_argument("logs", type=Path, nargs="+", metavar="FILE.jsonl", help="a log; its name labels the curve")
-    parser.add_argument("--paper", action="store_true", help="also draw the paper's four curves of preset paper")
+    parser.add_argument(
+        "logs", type=Path, nargs="+", metavar="FILE.jsonl", help="a log; the file name is the label of its curve"
+    )
+    parser.add_argument("--paper", action="store_true", help="also draw the four loss curves of the paper")
     default = Path("out", "overlay.png")
-    text = f"the picture (default {default}, in the current directory)"
+    text = f"the PNG file to write (default {default}, in the current directory)"
     parser.add_argument("--out", type=Path, default=default, metavar="FILE.png", help=text)
 
     def body(world):

@@ -1,8 +1,9 @@
-"""The losses in the paper, "Distributed GPT-2" (Sahdev, Mathews, Guerrero): its Table 2, 50 steps of preset `paper`."""
+"""The losses of the paper "Distributed GPT-2" (Sahdev, Mathews, Guerrero): Table 2, 50 steps of preset `paper`."""
 
 from gpt2core.app.loss_plot import Curve
 
-PROGRAMS = {"serial": "-", "MPI": "--", "CUDA": "-.", "MPI and CUDA": ":"}  # the columns, with their line styles
+# The paper's four programs, which are the columns of TABLE, and the line styles of their curves. A row is a step.
+LINE_STYLES = {"serial": "-", "MPI": "--", "CUDA": "-.", "MPI and CUDA": ":"}
 TABLE = """
 5.168034 5.201166 5.168034 5.168032
 4.835179 4.909738 4.828819 4.848721
@@ -55,15 +56,15 @@ TABLE = """
 0.910516 1.075718 0.951944 1.092683
 0.908195 1.072370 0.937564 1.081243
 """
-LOSSES = {  # nats per token
-    program: [float(loss) for loss in column]
-    for program, column in zip(PROGRAMS, zip(*map(str.split, TABLE.split("\n")[1:-1]), strict=True), strict=True)
+COLUMNS = zip(*(line.split() for line in TABLE.strip().split("\n")), strict=True)
+LOSSES = {  # {program: 50 losses, in nats per token}
+    program: [float(loss) for loss in column] for program, column in zip(LINE_STYLES, COLUMNS, strict=True)
 }
 
 
 def paper_curves():
-    """The Curves of the paper's four programs, in grey."""
+    """[Curve] of the paper's four programs, in grey."""
     return [
-        Curve(f"paper, {program}", list(range(50)), LOSSES[program], {"color": "0.5", "linestyle": line})
-        for program, line in PROGRAMS.items()
+        Curve(f"paper, {program}", list(range(50)), LOSSES[program], {"color": "0.5", "linestyle": style})
+        for program, style in LINE_STYLES.items()
     ]

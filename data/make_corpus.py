@@ -1,23 +1,23 @@
 """Write data/dummy.txt, the shipped corpus: one chapter about building a GPT-2, in 168 variants.
 
-The text has 290,599 bytes and 52,600 word-level tokens, 172 of them distinct. Nothing in it is random, so `--check`
-can compare the bytes on every machine and Python version. The number of a chapter has three digits, which choose its
-year, season and topic:
+The text has 290,599 bytes and 52,600 word-level tokens, 172 of them distinct. It contains nothing random, so `--check`
+can compare the bytes on every machine and with every Python version. The number of a chapter determines its year, its
+season and its topic:
 
     chapter = 28 * year + 7 * season + topic            168 chapters = 6 years x 4 seasons x 7 topics
 
-A chapter is one line of 313 tokens. Its topic decides the order of the three movements. The refrain between them
-contains all three digits, at most 105 tokens after their last occurrence. So a window of 256 tokens determines the next
-token, and a model can learn the whole corpus.
+A chapter is one line of 313 tokens. Its topic determines the order of the three movements A, B and C. After each
+movement a refrain names the year, the season and the topic, at most 105 tokens after they were named before. So a
+window of 256 tokens determines the next token, and a model can learn the whole corpus.
 
-A change of the text must keep three properties:
+If you change the text, keep three properties:
 
-- The refrain occurs three times in a chapter. Part of the text is then learned early and part late. Otherwise the loss
-  stays at the entropy of single words for a long time and then falls abruptly.
-- The length of a chapter, 313, is odd. A window of 256 starts at a multiple of 8 = gcd(256, 52600). If the
-  length were a multiple of 8, a sentence would occur only at every eighth position of a window.
-- The number of topics is odd. The position of a chapter in its window determines its number modulo 8. With six topics
-  this would show whether the number of the topic is even; a model would use it instead of the topic in the text.
+- The refrain occurs three times in a chapter. Then a model learns one part of the text early and another part late.
+  Without the repetition the loss stays at the entropy of single words for a long time and then falls abruptly.
+- The length of a chapter, 313 tokens, is odd. Every window of 256 tokens starts at a multiple of 8 = gcd(256, 52600).
+  If the length were a multiple of 8, a sentence would occur only at every eighth position of a window.
+- The number of topics is odd. The position of a chapter in its window determines the chapter's number modulo 8. With
+  six topics a model could tell from this position whether the number of the topic is even, without reading the topic.
 """
 
 import argparse
@@ -38,8 +38,8 @@ TOPICS = {  # topic: the order of its movements
     "profiler": "ABC",
 }
 
-# Chapters from number HANDOVER on use the second name, which is one letter shorter. A chapter contains the name three
-# times, so HANDOVER determines the exact size of the file.
+# Chapters with numbers from HANDOVER on use the second name, which is one letter shorter. A chapter contains the name
+# three times, so HANDOVER determines the exact size of the file.
 NAMES, HANDOVER = ("Grace", "Alan"), 71
 
 OPENING = (
@@ -78,7 +78,7 @@ EPILOGUE = MOVEMENTS["B"][1]
 
 
 def chapter(number):
-    """Return chapter `number` (from 0) as one line: the digits of `number` choose its year, season and topic."""
+    """Return chapter `number` (from 0) as one line without a newline."""
     topic, order = list(TOPICS.items())[number % 7]
     first, second, third = (MOVEMENTS[letter] for letter in order)
     words = {"year": YEARS[number // 28], "season": SEASONS[number // 7 % 4], "topic": topic}
@@ -87,9 +87,9 @@ def chapter(number):
 
 
 def corpus():
-    """Return the whole text, ASCII: the chapters, and one more sentence on the last line, for exactly 52,600 tokens.
+    """Return the whole text, in ASCII: all chapters, and one more sentence, so that it has exactly 52,600 tokens.
 
-    It ends with a newline, so that windows may continue from its end at its start.
+    It ends with a newline, because a window at the end of the text continues at its start.
     """
     chapters = [chapter(number) for number in range(len(YEARS) * len(SEASONS) * len(TOPICS))]
     return "\n".join(chapters) + f" {EPILOGUE}\n"

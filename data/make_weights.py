@@ -1,12 +1,12 @@
-"""Make shipped weights: train the model of a preset, then store its parameters in 16 bits.
+"""Make the weights in data/: train the model of a preset, store its parameters in fp16, and test them.
 
-    python data/make_weights.py                 data/gpt2-paper: trains until the model reproduces data/dummy.txt
-    python data/make_weights.py --preset book   data/gpt2-book: trains on data/moby_dick.txt
-    python data/make_weights.py --check         trains nothing, tests the existing weights
+    python data/make_weights.py                 writes data/gpt2-paper: trains until the model reproduces data/dummy.txt
+    python data/make_weights.py --preset book   writes data/gpt2-book: trains on data/moby_dick.txt
+    python data/make_weights.py --check         does not train; tests the existing weights
 
-An interrupted training resumes from --out. The test of `paper` counts the random prompts that are continued correctly:
-all tokens of the greedy continuation are those of the corpus. The test of `book` is a sample. The tokenizer of
-`book` is a byte-pair encoding trained on its corpus; an existing tokenizer.json is used again.
+A training run that was interrupted resumes from --out. The test of preset `paper` takes random prompts from the corpus
+and counts those whose greedy continuation is the text of the corpus. The test of preset `book` prints a sample. The
+tokenizer of `book` is a byte-pair encoding that is trained on its corpus, unless its tokenizer.json exists.
 """
 
 import argparse
@@ -15,7 +15,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # it also runs without installation
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it also runs without installation
 
 import numpy as np
 import tokenizers
@@ -35,12 +35,12 @@ from gpt2core.text.token_file import read_text
 from gpt2core.text.tokenizer import Tokenizer
 from stage0_serial.numpy_backend import NumpyBackend
 
-PROMPT, NEW = 256, 30  # tokens, the paper's inference
+PROMPT, NEW = 256, 30  # tokens of a prompt and of its continuation, as in the paper
 SAMPLE = ("--prompt", "Call me", "--max-new-tokens", "100", "--temperature", "0.5", "--top-k", "10")
-# The training flags of each phase, for each preset. Without --shuffle all windows start at multiples of 8; a `paper`
-# model that is trained only on these continues half of all prompts correctly. With --shuffle each epoch starts at
-# another token, so the position in a window does not determine the word there. The model learns to copy the year last,
-# at about step 1050.
+# {preset: the flags of each training phase}. Without --shuffle all windows start at multiples of 8. A `paper` model
+# trained only on these windows continues half of all prompts correctly. With --shuffle each epoch starts at another
+# token, so the position in a window does not determine the word there. At about step 1050 the model has also learned to
+# repeat the year of the chapter.
 COSINE = "--lr 1e-3 --min-lr 1e-5 --schedule cosine --warmup 50 --clip 1"
 PHASES = {
     "paper": (f"--steps 600 --no-shuffle {COSINE}", f"--steps 1300 --shuffle {COSINE}"),
@@ -49,10 +49,10 @@ PHASES = {
 
 
 def continues_correctly(model, tokens, start):
-    """Return whether the greedy continuation of tokens[start : start + PROMPT] equals the corpus for NEW tokens.
+    """Return whether the first NEW tokens of the greedy continuation of tokens[start : start + PROMPT] are the corpus.
 
-    One forward pass checks this: the continuation equals the corpus exactly if, after each of NEW successive windows of
-    the corpus, the most likely token is the next token of the corpus.
+    This is true exactly if, after each of NEW successive windows of the corpus, the most likely token is the next token
+    of the corpus. Therefore one forward pass of a batch of NEW windows is enough.
     """
     windows = np.stack([tokens[start + i : start + i + PROMPT] for i in range(NEW)])
     with no_grad():
@@ -67,7 +67,7 @@ def replicas(checkpoint, threads):
 
 
 def byte_pairs(text, vocab_size):
-    """A byte-level BPE tokenizer of `vocab_size` tokens, trained on `text`; it can encode any text."""
+    """Return a byte-level BPE tokenizer of `vocab_size` tokens, trained on `text`. It can encode any text."""
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     library = tokenizers.Tokenizer(models.BPE())
     library.pre_tokenizer, library.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
@@ -77,7 +77,7 @@ def byte_pairs(text, vocab_size):
 
 
 def train(args, corpus):
-    """Train and write the weights; returns the exit code."""
+    """Train on the text file `corpus` and write the weights; return the exit code."""
     args.weights.mkdir(parents=True, exist_ok=True)
     path = TOKENIZERS.get(args.preset)
     if path and not path.exists():
@@ -103,7 +103,7 @@ def train(args, corpus):
 
 
 def count(args, corpus):
-    """Print how many random prompts of the corpus the weights continue correctly."""
+    """Print how many of args.prompts random prompts of the corpus the weights continue correctly; return 0."""
     limit_blas(1)
     checkpoint = load_checkpoint(args.weights)
     tokens = Tokenizer.load(args.weights).encode(read_text(corpus))
@@ -121,19 +121,19 @@ def count(args, corpus):
 
 
 def sample(weights):
-    """Print a continuation of SAMPLE's prompt; returns the exit code."""
+    """Print a continuation of the prompt in SAMPLE; return the exit code."""
     flags = ["--weights", str(weights), *SAMPLE]
     return inference_command(NumpyBackend, Solo(), *parse(inference_parser(), Solo(), flags))
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--preset", choices=PHASES, default="paper", help="which weights (default paper)")
-    parser.add_argument("--threads", type=int, default=2, help="worker threads (default 2)")
-    parser.add_argument("--prompts", type=int, default=100, help="random prompts to count (default 100)")
-    parser.add_argument("--out", type=Path, help="checkpoints of the training (default out/shipped-PRESET)")
-    parser.add_argument("--log", type=Path, help="training log (default out/shipped-PRESET.jsonl)")
-    parser.add_argument("--weights", type=Path, help="directory to write (default: the shipped one)")
+    parser.add_argument("--preset", choices=PHASES, default="paper", help="the model to train or test (default paper)")
+    parser.add_argument("--threads", type=int, default=2, help="number of worker threads (default 2)")
+    parser.add_argument("--prompts", type=int, default=100, help="number of prompts of the test (default 100)")
+    parser.add_argument("--out", type=Path, help="directory for checkpoints (default out/shipped-PRESET)")
+    parser.add_argument("--log", type=Path, help="file for the training log (default out/shipped-PRESET.jsonl)")
+    parser.add_argument("--weights", type=Path, help="directory of the weights (default data/gpt2-PRESET)")
     parser.add_argument("--check", action="store_true", help="do not train; only test the existing weights")
     args = parser.parse_args()
     args.out = args.out or Path("out") / f"shipped-{args.preset}"

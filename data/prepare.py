@@ -1,16 +1,17 @@
-"""Turn a UTF-8 text of any size into a token file and its tokenizer.json, in constant memory.
+"""Convert a UTF-8 text of any size to a token file and a tokenizer.json, with a constant amount of memory.
 
     python data/prepare.py shakespeare.txt --tokenizer byte --out shakespeare
 
-writes shakespeare/tokens.bin, which the trainer maps into memory (--data shakespeare), and shakespeare/tokenizer.json.
-The text is divided only at positions that no token crosses, so the tokens are equal to those of the whole text. A
-word-level vocabulary needs one more pass over the text. Each file is written to a temporary name, fsynced and renamed.
+writes shakespeare/tokens.bin, which the training maps into memory (--data shakespeare), and shakespeare/tokenizer.json.
+The text is encoded in pieces. It is divided only at positions that no token crosses, so the tokens are equal to those
+of the whole text. The vocabulary of --tokenizer word needs one more pass over the text. Each file is written to a
+temporary name, flushed to disk with fsync and renamed.
 """
 
 import sys
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # it also runs without installation
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # so that it also runs without installation
 
 from gpt2core.app.cli import Parser
 from gpt2core.app.command import HelpPrinted
@@ -31,7 +32,7 @@ def chunks_with_bar(path, pass_name):
 
 
 def prepare(text, tokenizer_spec, out):
-    """Write out/tokens.bin and out/tokenizer.json from the text file `text`; return (tokens, tokenizer).
+    """Write out/tokens.bin and out/tokenizer.json from the text file `text`; return (number of tokens, Tokenizer).
 
     Raises DataError if the text, the tokenizer or the output directory cannot be used.
     """
@@ -50,19 +51,22 @@ def prepare(text, tokenizer_spec, out):
 
 
 def main(arguments=None):
-    """Run the command line. Returns 0, or 2 after an error (one line on standard error), or 130 after Ctrl-C."""
+    """Run the command line. Return the exit code: 0, 2 after an error (one line on stderr), or 130 after Ctrl-C."""
     example = "Example: prepare.py my.txt --tokenizer byte --out my_tokens; then train_gpt2.py --data my_tokens"
     parser = Parser(prog="prepare.py", description=__doc__.split("\n\n")[0], epilog=example)
     parser.add_argument("text", type=Path, metavar="TEXT", help="the UTF-8 text file to read")
     parser.add_argument(
-        "--tokenizer", default="word", help="word, byte, or the path of a tokenizer.json such as GPT-2's (default word)"
+        "--tokenizer",
+        default="word",
+        help="word (each word of the text is a token), byte (each byte is a token), or the path of a tokenizer.json "
+        "such as GPT-2's (default word)",
     )
     parser.add_argument(
-        "--out", type=Path, help="directory to write (default: the path of the text with the suffix .tokens)"
+        "--out", type=Path, help="directory to write to (default: the path of the text with the suffix .tokens)"
     )
     try:
         options = parser.parse_args(arguments)
-        text = options.text.absolute()  # "." has no stem
+        text = options.text.absolute()  # because the relative path "." has no stem
         out = options.out or text.parent / f"{text.stem}.tokens"
         count, tokenizer = prepare(options.text, options.tokenizer, out)
     except HelpPrinted:

@@ -1,3 +1,3 @@
-"""The shared tensor and autograd core of a GPT-2 with four runtimes; it imports no stage."""
+"""The code that the four stages of this GPT-2 share: tensors, autograd, model, training. It imports no stage."""
 
 __version__ = "0.1.0"

@@ -1,6 +1,7 @@
 """The Backend protocol: the array kernels of a device, in pairs of forward and backward."""
 
-# B batch, T time, C channels, H heads, D = C // H, V vocabulary, K columns, N = B*T rows; ... leading axes; ' transpose
+# Shapes: B batch, T time, C channels, H heads, D = C // H, V vocabulary, K columns, N = B*T rows, block: the largest T;
+# (..., C) has any leading axes. x, a inputs, w, w2 weights, b biases, y output, LN layernorm; w' is w transposed.
 
 from abc import ABC, abstractmethod
 
@@ -10,25 +11,28 @@ from gpt2core.runtime import Runtime
 
 
 class Backend(ABC):
-    """Array kernels for one device. Docstrings read "arguments -> results"; weights are (in, out); `d` is gradient.
+    """Array kernels for one device. Docstrings read "arguments -> results"; dx is the gradient of x, dy that of y.
 
-    A kernel returns new arrays and changes no argument except `out`; only `cast`, `attention_cached`, `clip` and
-    `adamw_step` change others. `aux` is what forward saves for backward; only the backend reads it. `out` of a backward
-    kernel has one entry per weight gradient, in the order of the results: an array to write (complete after
-    `runtime.join()`) and return, or None for a new one; in unembed_* `out` is the entry itself.
+    Weights are (in, out), except the matrix of the logits (V, C). aux: data that forward saves for backward. A kernel
+    writes only to `out`; attention_cached, clip and adamw_step also write to arguments that their docstrings name.
+    out of a backward kernel: one entry for each weight gradient, in the order of the results (unembed_*: no tuple). If
+    the entry is None, the kernel returns a new array. If it is an array, the kernel writes the gradient to this array
+    and returns it; the contents are complete after runtime.join().
     """
 
     deterministic = True  # the default of --deterministic; False on GPUs, where many small micro-batches are slower
-    uses_threads = True  # whether worker threads, one backend each, divide the batch
+    uses_threads = True  # whether the batch is divided over worker threads, each with a backend of its own
+    merges_micro_batches = False  # whether `micro_batches` may be more than 1
+    micro_batches = 1  # in one kernel call, which adds their gradients of a parameter in the canonical order
     many_ranks = "stage 1 or 3"  # for error messages: the stage that runs several processes
-    scales_loss = False  # True: small gradients underflow in `compute_dtype`; see parallel/loss_scale.py
-    rounds_stochastically = False  # whether `cast` and `adamw_step` take a rounding key
-    decoder_batch = 1  # number of prompts that one decoder should continue at the same time
+    scales_loss = False  # whether the loss must be scaled: small gradients underflow in fp16 (parallel/loss_scale.py)
+    rounds_stochastically = False  # whether `cast` and `adamw_step` can round stochastically
+    decoder_batch = 1  # maximum number of prompts that one decoder continues at the same time
 
     name: str
     precision: str  # the value of --precision
-    dtype: object  # of the parameters, their gradients and moments
-    compute_dtype: object  # of the activations, and of the copy of the parameters that kernels read
+    dtype: object  # of the parameters, of their gradients, and of AdamW's moments
+    compute_dtype: object  # of the activations and of the parameters that kernels read: a copy, unless it equals dtype
     xp: object  # the array module (numpy, cupy)
     runtime: Runtime  # what the device provides in addition to kernels
 
@@ -55,30 +59,30 @@ class Backend(ABC):
         return array
 
     def add(self, a, b):
-        """a + b of equal shapes, as a new array: the sum of two gradients of one tensor."""
+        """a + b as a new array, for a and b of equal shapes: autograd adds two gradients of one tensor with it."""
         return a + b
 
     def cast(self, x, out, key=None):
-        """Copy x to `out` in out's dtype, rounded to nearest, or stochastically with a `key` from rounding_key()."""
+        """Copy x to `out` in the dtype of `out`, rounded to nearest, or stochastically with a `key` (rounding_key)."""
         out[...] = x
 
     def prepare_tokens(self, ids, rows=None, first=0):
-        """Token ids (B, T) on the host -> NumPy arrays in the form that kernels read.
+        """Token ids (B, T) on the host -> host arrays in the form that this backend's kernels read.
 
-        rows, first: add what embedding_backward needs if wte holds only the token ids [first, first + rows).
+        rows, first: wte holds the tokens [first, first + rows); the result then also has what embedding_backward needs.
         """
         return ids
 
-    def check_model(self, config):  # noqa: B027 - any model will do
+    def check_model(self, config):  # noqa: B027 - by default every model is accepted
         """Raise ConfigError for a model that the kernels cannot compute."""
 
     def decoder(self, model, batch):
-        """A faster decoder for `batch` prompts with the methods of sampler.Decoder, or None."""
+        """A faster replacement of sampler.Decoder for `batch` prompts, with the same methods; None if there is none."""
         return None
 
     @abstractmethod
     def codec(self, kind):
-        """The Codec of --compress `kind` for arrays of this device; raises ConfigError for an unknown kind."""
+        """The Codec (parallel/codecs.py) of --compress `kind` for this device. Raises ConfigError if it is unknown."""
 
     # -- kernel pairs ------------------------------------------------------------------------------------------------
 
@@ -88,58 +92,55 @@ class Backend(ABC):
 
     @abstractmethod
     def linear_backward(self, dy, x, w, bias=True, out=(None, None)):
-        """dy (..., K) -> dx (..., C), dw (C, K), db (K); db is None without a bias."""
+        """dy (..., K) -> dx (..., C), dw (C, K), db (K); db is None if `bias` is False."""
 
     @abstractmethod
     def gelu_forward(self, x):
-        """x of any shape -> y = x * (1 + tanh(sqrt(2/pi) * (x + 0.044715 x^3))) / 2 (Hendrycks and Gimpel 2016)."""
+        """x (any shape) -> y = x * (1 + tanh(sqrt(2/pi) * (x + 0.044715 x^3))) / 2 (Hendrycks and Gimpel 2016)."""
 
     @abstractmethod
     def gelu_backward(self, dy, x):
-        """-> dx, which has the shape of x."""
+        """dy, x of one shape -> dx of the same shape."""
 
     def linear_gelu_forward(self, x, w, b):
-        """-> y = gelu(x @ w + b) (..., K), aux."""
+        """x (..., C), w (C, K), b (K) -> y = gelu(x @ w + b) (..., K), aux."""
         h = self.linear_forward(x, w, b)
         return self.gelu_forward(h), h
 
     def linear_gelu_backward(self, dy, x, w, aux, out=(None, None)):
-        """-> dx (..., C), dw (C, K), db (K)."""
+        """dy (..., K) -> dx (..., C), dw (C, K), db (K)."""
         return self.linear_backward(self.gelu_backward(dy, aux), x, w, out=out)
 
     def mlp_forward(self, x, w, b, w2):
-        """-> y = gelu(x @ w + b) @ w2 (..., C), aux; w (C, K), b (K), w2 (K, C)."""
+        """x (..., C), w (C, K), b (K), w2 (K, C) -> y = gelu(x @ w + b) @ w2 (..., C), aux."""
         h, aux = self.linear_gelu_forward(x, w, b)
         return self.linear_forward(h, w2), (h, aux)
 
     def mlp_backward(self, dy, x, w, w2, aux, out=(None, None, None)):
-        """-> dx (..., C), dw (C, K), db (K), dw2 (K, C)."""
+        """dy (..., C) -> dx (..., C), dw (C, K), db (K), dw2 (K, C)."""
         h, aux = aux
         dh, dw2, _ = self.linear_backward(dy, h, w2, bias=False, out=(out[2], None))
         return *self.linear_gelu_backward(dh, x, w, aux, out[:2]), dw2
 
     @abstractmethod
     def layernorm_forward(self, x, w, b, eps):
-        """x (..., C), w (C), b (C) -> y = (x - mean) / sqrt(var + eps) * w + b, aux (Ba et al. 2016).
-
-        residual_layernorm_backward also accepts this aux.
-        """
+        """x (..., C), w (C), b (C) -> y = (x - mean) / sqrt(variance + eps) * w + b (..., C), aux (Ba et al. 2016)."""
 
     @abstractmethod
     def layernorm_backward(self, dy, w, aux, out=(None, None)):
-        """-> dx (..., C), dw (C), db (C)."""
+        """dy (..., C) -> dx (..., C), dw (C), db (C)."""
 
     @abstractmethod
     def residual_layernorm_forward(self, x, a, a_bias, w, b, eps):
-        """x (..., C) the residual stream, a (..., C) and a_bias (C) a branch -> s = x + a + a_bias, LN(s), aux."""
+        """x (..., C): residual stream; a (..., C), a_bias (C): output of a branch -> s = x + a + a_bias, LN(s), aux."""
 
     @abstractmethod
-    def residual_layernorm_backward(self, ds, dy, w, aux, out=(None, None, None)):
-        """ds (..., C) or None, dy (..., C) for LN(s) -> dx (which is also da), da_bias (C), dw (C), db (C)."""
+    def residual_layernorm_backward(self, ds, dy, w, aux, out=(None, None, None)):  # aux: also of layernorm_forward
+        """ds (..., C) or None, dy (..., C) of LN(s) -> dx (..., C), which is also da; da_bias (C), dw (C), db (C)."""
 
     @abstractmethod
     def attention_forward(self, qkv, n_head):
-        """qkv (B, T, 3C): q, k, v of (H, D) columns each -> y = causal softmax(q k' / sqrt(D)) v (B, T, C), aux."""
+        """qkv (B, T, 3C): columns of q, k, v -> y (B, T, C): for each head causal softmax(q k' / sqrt(D)) v; aux."""
 
     @abstractmethod
     def attention_backward(self, dy, qkv, y, aux, n_head):
@@ -149,23 +150,23 @@ class Backend(ABC):
     def attention_cached(self, qkv, keys, values, position, n_head):
         """qkv (B, t, 3C) of positions [position, position + t) -> attention over all positions so far (B, t, C).
 
-        For inference only. Writes k and v to the caches, keys (B, H, D, block) and values (B, H, block, D).
+        For inference. Writes the new k and v to the caches, keys (B, H, D, block) and values (B, H, block, D).
         """
 
     @abstractmethod
     def embedding_forward(self, ids, wte, wpe, position=0, first=0):
         """ids (B, T), wte (V, C), wpe (block, C) -> wte[ids - first] + wpe[position:position + T] (B, T, C).
 
-        ids: integers, or what prepare_tokens returns. wte holds the token ids [first, first + V); the row of any other
-        id is zero. If wpe is None, no position embedding is added.
+        ids: integers, or the result of prepare_tokens. wte holds the tokens [first, first + V); for any other token,
+        wte[...] counts as zero. If wpe is None, no position embedding is added.
         """
 
     @abstractmethod
     def embedding_backward(self, dy, ids, wte, wpe, position=0, first=0, out=(None, None), accumulate=False):
         """dy (B, T, C) -> dwte (V, C), dwpe (block, C), summed in a fixed order.
 
-        Tokens outside [first, first + V) add nothing to dwte; dwpe includes all tokens. accumulate: add dwte to the
-        contents of out[0].
+        Tokens outside [first, first + V) add nothing to dwte; dwpe includes all tokens. accumulate: out[0] already
+        contains a gradient, to which dwte is added.
         """
 
     @abstractmethod
@@ -174,64 +175,64 @@ class Backend(ABC):
 
     @abstractmethod
     def unembed_backward(self, dy, x, w, out=None):
-        """-> dx (..., C), dw (V, C)."""
+        """dy (..., V) -> dx (..., C), dw (V, C)."""
 
     @abstractmethod
     def cross_entropy_forward(self, logits, targets, first=0):
-        """logits (N, V), targets (N) -> maxima, sums, picked, each (N), and aux.
+        """logits (N, V), targets (N) -> maxima, sums, target_logits, each (N), and aux.
 
-        The logits are the columns [first, first + V) of a vocabulary. For each row, maxima: the largest logit; sums:
-        the sum of exp(logit - maximum); picked: the target's logit, or 0 for a target outside these columns. The loss
-        of a whole row is log(sum) - (picked - maximum): see ops.loss_of_rows.
+        The logits are those of the tokens [first, first + V). For each row, maxima: the largest logit; sums: the sum of
+        exp(logit - maximum); target_logits: the target's logit, or 0 for a target that is not one of these tokens. With
+        the whole vocabulary, a row's loss is log(sum) - (target_logit - maximum); else see ops.loss_of_rows.
         """
 
     @abstractmethod
     def cross_entropy_backward(self, dy, logits, targets, scale, maxima, sums, aux, first=0):
-        """dy a scalar array -> dlogits (N, V) = dy scale (exp(logits - maxima) / sums - onehot).
+        """dy: array of one element -> dlogits (N, V) = dy * scale * (exp(logits - maxima) / sums - onehot(targets)).
 
-        maxima, sums (N): of whole rows, from forward or combined over the ranks by ops.loss_of_rows.
+        maxima, sums (N): over the whole vocabulary: from forward, or combined over ranks by ops.loss_of_rows.
         """
 
     @abstractmethod
     def unembed_cross_entropy_forward(self, x, w, targets, first=0, scale=None, dloss=None, out=None):
-        """cross_entropy_forward(unembed(x)) for x (N, C), w (V, C), targets (N); the logits need not all exist at once.
+        """cross_entropy_forward of the logits x @ w', which may be computed in chunks; x (N, C), w (V, C), targets (N).
 
-        scale: the `scale` of backward if forward may already compute the gradient, because w is the whole vocabulary
-        and backward follows; else None. dloss: the `dy` of backward, or None if not known yet. out: an array for dw.
+        scale: None; or that of backward, if backward follows and w has the whole vocabulary. In this case forward may
+        already compute the gradients, and keeps them in aux. dloss: backward's dy, or None if it is not known yet.
         """
 
     @abstractmethod
     def unembed_cross_entropy_backward(self, dy, x, w, targets, scale, maxima, sums, aux, first=0, out=None):
-        """-> dx (N, C), dw (V, C)."""
+        """dy: array of one element -> dx (N, C), dw (V, C)."""
 
-    def loss_rows(self, maxima, sums, picked, highest):
-        """-> (2, N): sums * exp(maxima - highest), then picked. highest (N): the maxima over all ranks."""
-        return self.xp.stack([sums * self.xp.exp(maxima - highest), picked])
+    def loss_rows(self, maxima, sums, target_logits, row_maxima):
+        """row_maxima (N): the maxima over all ranks -> (2, N): [sums * exp(maxima - row_maxima), target_logits]."""
+        return self.xp.stack([sums * self.xp.exp(maxima - row_maxima), target_logits])
 
-    def loss(self, highest, sums, picked, scale):
-        """-> scale * sum over the rows of (log(sums) - (picked - highest)), a float64 scalar array."""
-        losses = self.xp.log(sums) - (picked - highest)
+    def loss(self, row_maxima, sums, target_logits, scale):
+        """-> scale * sum over the rows of (log(sums) - (target_logits - row_maxima)), a float64 array of shape ()."""
+        losses = self.xp.log(sums) - (target_logits - row_maxima)
         return self.xp.asarray(losses.sum(dtype=np.float64) * scale)
 
     @abstractmethod
     def sum_of_squares(self, flat, segments):
-        """flat (n) -> (segments) float64: the sum of each of `segments` equal parts, independent of other parts."""
+        """flat (n) -> (segments) float64: the sum of squares of each of `segments` equal parts, from this part only."""
 
     @abstractmethod
     def clip(self, squares, bound, loss_scale=None, interval=0, stop=None):
-        """squares (segments) float64 -> norm = sqrt(sum of squares), scale = min(1, bound / (norm + 1e-6)).
+        """squares (segments) float64 -> norm = sqrt(sum(squares)), grad_scale = min(1, bound / (norm + 1e-6)).
 
-        Both have one element. bound 0: no clipping, scale is 1. If the norm is not finite, scale is NaN, and adamw_step
-        then does nothing. loss_scale, interval: `state` and `interval` of a LossScale; norm is divided by the loss
-        scale, then scale = min(...) / loss scale, and the state is updated. stop: an array (1), initially 0; the first
-        norm that is not finite sets it to NaN, and then every later scale is NaN.
+        Both have one element. bound 0: grad_scale is 1. If the norm is not finite, grad_scale is NaN, so adamw_step
+        does nothing. stop: an array (1), initially 0; the first norm that is not finite sets it to NaN, and then every
+        later grad_scale is NaN. loss_scale, interval: `state` and `interval` of a LossScale: norm is divided by the
+        loss scale before clipping, grad_scale after clipping, and the state is updated.
         """
 
     @abstractmethod
-    def adamw_step(self, p, m, v, copy, g, hyper, scale, decays, betas, offset=0):
-        """Update p, m, v (n) in place from g (n) * scale, and write p to `copy` (n) unless copy is None.
+    def adamw_step(self, p, m, v, compute_copy, g, hyper, grad_scale, decays, betas, offset=0):
+        """Update p, m, v (n) from the gradient g (n) * grad_scale; write p to compute_copy (n) unless that is None.
 
-        hyper: the step's Hyperparameters (optimizer.py), arrays of the host or device; with hyper.key, copy is rounded
-        stochastically. scale: from clip; NaN: do nothing. decays (n / 1024): 1 for a block with weight decay, else 0.
-        betas: (beta1, beta2). offset: the arena index of p[0], from which the random numbers are computed.
+        m, v: the moments. hyper: the step's Hyperparameters (optimizer.py); if it has a key, compute_copy is rounded
+        stochastically. If grad_scale (from clip) is NaN, nothing changes. decays (n / 1024): 1 for a block with weight
+        decay, else 0. betas: (beta1, beta2). offset: the index of p[0] in the arena, which selects the random numbers.
         """

@@ -2,7 +2,7 @@
 
 Communicators are passed as arguments. A group of one is Solo(), so no caller tests the number of ranks.
 """
-# p ranks in a group; a row is one index of axis 0
+# p ranks in a group. In shapes, rows is the length of a part of axis 0, and ... are the other axes.
 
 import pickle
 import sys
@@ -15,11 +15,11 @@ REDUCTIONS = {"sum": np.add, "min": np.minimum, "max": np.maximum}
 
 
 class CommunicatorError(RuntimeError):
-    """The group failed: its ranks made different calls, a rank ended, or a wait exceeded the timeout."""
+    """The group failed: its ranks made different calls, a rank ended, or a rank waited longer than the timeout."""
 
 
 class Handle:
-    """A pending operation. wait() completes it and returns its result; a second wait() returns the same result."""
+    """A pending operation. wait() completes it and returns the result; a second wait() returns the same result."""
 
     def __init__(self, result=None):
         self._result = result
@@ -29,23 +29,23 @@ class Handle:
 
 
 class Communicator:
-    """The protocol. An implementation defines the `_start` forms, `barrier` and `split`; the other calls use these.
+    """The protocol. An implementation defines the `_start` forms, `barrier` and `split`; the other methods call them.
 
-    x is an array of the implementation's array type; broadcast_object and all_gather_object need NumPy arrays.
+    x is a NumPy array, or also a CuPy array if the implementation accepts both. A `_start` method returns a Handle;
+    "Handle of y" means that its wait() returns y.
 
     Order      All ranks of a group start the same collectives in the same order, with equal dtypes and shapes.
-               Several operations may be pending, and handles may be waited for in any order. Only one thread of a
-               rank calls a communicator at a time.
-    Ownership  The communicator owns x and out until wait() returns: do not write to either, do not read out. After
-               wait(), or after a blocking call, x belongs to the caller again; it is unchanged unless it shares memory
-               with `out`. x may be non-contiguous.
+               Several operations may be pending, and their handles may be waited for in any order. Two threads of a
+               rank must not call a communicator at the same time.
+    Ownership  Between the `_start` call and the return of wait(), do not write to x or out, and do not read out.
+               The operation leaves x unchanged unless x shares memory with out. x may be non-contiguous.
     Result     A new array, or `out` if given: a C-contiguous array of the result's shape and dtype. `out` may be x or
                share its memory (all_reduce(x, out=x) needs no second buffer). A group of one returns x itself; pass a
                separate `out` if you change x or the result later.
     Sum        In x's dtype, elementwise, in the canonical order over ranks (gpt2core/parallel/tree_sum.py).
                An implementation may offer a faster order; use_collectives() selects it.
-    bytes_sent Bytes that this rank sent through this communicator (sub-groups not included), by the textbook formula
-               of the algorithm used.
+    bytes_sent Bytes that this rank has sent through this communicator, without those of groups split from it, by the
+               textbook formula of the algorithm that is used.
     Errors     ConfigError for an invalid argument, CommunicatorError for a group that failed.
     """
 
@@ -54,11 +54,11 @@ class Communicator:
     bytes_sent: int
     local_rank: int  # rank among the ranks of this group on the same host
     local_size: int  # number of ranks of this group on the same host, which share its cores
-    one_process = False  # True: this world can never have more than one rank
-    native_collectives = "canonical"  # the name, for use_collectives(), of the library's own sums
+    one_process = False  # whether this class always has exactly one rank
+    native_collectives = "canonical"  # the name, for use_collectives(), of the sums of the library (MPI, NCCL)
     capturable = True  # whether calls on device arrays can be captured in a CUDA graph
-    prefers_zero = False  # True: --zero 1 is the default if --dp is flat and --compress is none
-    measures_buckets = False  # whether an unset --bucket-mb is measured (bucket_size.py)
+    prefers_zero = False  # whether --zero 1 is the default (only with --dp flat and --compress none)
+    measures_buckets = False  # whether the bucket size is measured if --bucket-mb is omitted (parallel/bucket_size.py)
 
     @property
     def is_root(self):
@@ -66,7 +66,7 @@ class Communicator:
         return self.rank == 0
 
     def use_collectives(self, name):
-        """Select the algorithm of later sums in this group and in groups split from it later.
+        """Select the algorithm of all later sums in this group, and in groups that are split from it later.
 
         Raises ConfigError for an unknown name. Every implementation has "canonical".
         """
@@ -74,20 +74,20 @@ class Communicator:
             raise ConfigError(f"--collectives {name}: this communicator has only canonical; omit the flag")
 
     def use_transport(self, name):
-        """Select the transport of device arrays (None: the best one available) and return its name, or None.
+        """Select the transport of device arrays; name None selects the best one available. Returns its name.
 
         All ranks call this method before they allocate device memory, because it also binds each rank to its device.
-        Raises ConfigError for an unknown or unavailable transport.
+        Without transports (this default) it returns None. Raises ConfigError for an unknown or unavailable transport.
         """
         if name is not None:
             raise ConfigError(f"--transport {name}: only stage 3 (one GPU for each rank) has transports; omit the flag")
 
     def abort(self, code):
-        """End every rank of the job now with this exit code; does not return."""
+        """End all ranks of the job immediately with this exit code; does not return."""
         raise NotImplementedError
 
     def all_reduce_start(self, x, op="sum", out=None):
-        """Handle of the elementwise "sum", "min" or "max" over ranks, the same on every rank; x (...) -> (...)."""
+        """Handle of the elementwise "sum", "min" or "max" of all ranks' x, equal on every rank; x (...) -> (...)."""
         raise NotImplementedError
 
     def all_gather_start(self, x, out=None):
@@ -95,23 +95,23 @@ class Communicator:
         raise NotImplementedError
 
     def reduce_scatter_start(self, x, op="sum", out=None):
-        """Handle of part `rank` of all_reduce(x), bit for bit with canonical sums; x (p * rows, ...) -> (rows, ...)."""
+        """Handle of all_reduce(x)[rank * rows : (rank + 1) * rows], the same bits if canonical; x (p * rows, ...)."""
         raise NotImplementedError
 
     def all_to_all_start(self, x, out=None):
-        """Handle of part `rank` of all ranks' x, in rank order; x (p * rows, ...) -> (p * rows, ...)."""
+        """Handle of every rank's x[rank * rows : (rank + 1) * rows], concatenated in rank order; x (p * rows, ...)."""
         raise NotImplementedError
 
     def broadcast_start(self, x, root=0, out=None):
-        """Handle of root's x. Other ranks' x only gives shape and dtype; broadcast(x, out=x) receives in place."""
+        """Handle of root's x. The other ranks' x gives only shape and dtype; broadcast(x, out=x) receives into x."""
         raise NotImplementedError
 
     def send_start(self, x, to, tag=0):
-        """Handle of a send; it may not complete before rank `to` receives. Messages with one tag keep their order."""
+        """Handle of a send; wait() may block until rank `to` receives. Messages with the same tag keep their order."""
         raise NotImplementedError
 
     def recv_start(self, out, source, tag=0):
-        """Handle of a receive of rank source's next message with `tag` into `out`, of equal shape and dtype."""
+        """Handle of the next message of rank `source` with `tag`, received into `out` of equal shape and dtype."""
         raise NotImplementedError
 
     def barrier(self):
@@ -119,7 +119,7 @@ class Communicator:
         raise NotImplementedError
 
     def split(self, color, key=0):
-        """A communicator of the ranks with the same color (int >= 0), ordered by (key, rank); None for color None."""
+        """A communicator of the ranks with the same color (int >= 0), ordered by (key, rank); for color None, None."""
         raise NotImplementedError
 
     def all_reduce(self, x, op="sum", out=None):
@@ -171,7 +171,7 @@ def check_rank(rank, size, role):
 
 
 def check_peer(peer, me, size, role):
-    """Raise ConfigError unless `peer` is another rank than `me` of a group of `size`."""
+    """Raise ConfigError unless `peer` is a rank of a group of `size` and is not `me`; `role` as in check_rank."""
     check_rank(peer, size, role)
     if peer == me:
         raise ConfigError(f"{role} {peer} is rank {me} itself: a message needs two different ranks")
@@ -186,7 +186,7 @@ def check_out(out, shape, dtype):
 
 
 def rows_per_part(x, parts=1):
-    """Rows in each of `parts` equal parts of axis 0; raises ConfigError if `parts` does not divide it."""
+    """The length of each of `parts` equal parts of axis 0; raises ConfigError if `parts` does not divide axis 0."""
     if not x.shape:
         raise ConfigError("a 0-dimensional array has no axis 0 to gather or divide: reshape it to (1,)")
     if x.shape[0] % parts:

@@ -1,6 +1,6 @@
-"""Batches (inputs, targets) from a token array: a batch is a pure function of its position."""
+"""Batches (inputs, targets) from a token array. A batch depends only on the seed and on its position in training."""
 
-# n tokens in the buffer, T tokens in a window
+# n tokens in the corpus, T tokens in a window (one training sequence)
 
 import math
 
@@ -10,16 +10,16 @@ from gpt2core.errors import ConfigError, DataError
 
 
 class Windows:
-    """Windows of seq_len tokens, one after another in one circular buffer, so there is no padding.
+    """Windows of seq_len tokens. After the last token the first one follows (a circular buffer), so none is padded.
 
-    tokens: (n,) integers, array or memory map, never copied. seq_len: T. order: "sequential": window w has tokens
-    w*T, ..., w*T + T - 1 of the circular stream. "shuffled": each epoch visits its ceil(n / T) windows once. The order
-    and an offset of all windows are seeded by (seed, epoch), so a token's position in its window varies by epoch.
+    tokens: (n,) integers, array or memory map, never copied. seq_len: T. order: "sequential": window w has the tokens
+    w*T, ..., w*T + T - 1, modulo n. "shuffled": each epoch visits its ceil(n / T) windows once, in an order seeded by
+    (seed, epoch). An offset, also seeded by (seed, epoch), shifts all windows of an epoch.
 
-    A batch is a pure function of its position, the number of windows consumed since the start of training. This integer
-    is the only state needed to resume. A rank reads its own rows with batch(position + first_row, rows).
+    `position` is the number of windows that training has read before, over all ranks. It is the only state needed to
+    resume. A rank reads its own rows of the global batch with batch(position + first row, number of rows).
 
-    Raises DataError unless tokens are one row of integers, enough for one window; ConfigError for a wrong option.
+    Raises DataError unless `tokens` is one row of integers, at least T + 1; ConfigError for a wrong option.
     """
 
     def __init__(self, tokens, seq_len, order="sequential", seed=0):
@@ -40,50 +40,50 @@ class Windows:
         buffer.flags.writeable = False  # batches are views of the buffer
         self.tokens, self.seq_len, self.order, self.seed = buffer, seq_len, order, seed
         self.windows_per_epoch = math.ceil(len(buffer) / seq_len)
-        self._epoch = (None, None)  # (epoch, the first token of each of its windows)
+        self._epoch = (None, None)  # cache: (epoch, index of the first token of each of its windows)
 
     def batch(self, position, count):
-        """Return (inputs, targets), each (count, T), of `count` windows from `position` on; targets: the next tokens.
+        """Return (inputs, targets), each (count, T), of `count` windows from `position` on. Targets: the next tokens.
 
-        Both are read-only views: of the corpus if windows are sequential and do not cross its end, else of a copy.
+        Both are read-only views: of the corpus for sequential windows that do not cross its end, else of a copy.
         """
         if position < 0 or count < 1:
             raise ConfigError(f"{count} windows at {position}: the count must be positive, the position not negative")
         if self.order == "sequential":
-            return self._run(position * self.seq_len, count)
-        starts = np.array([self._shuffled(position + row) for row in range(count)])
+            return self._consecutive(position * self.seq_len, count)
+        starts = np.array([self._shuffled_start(position + row) for row in range(count)])
         rows = self._circular(starts[:, None] + np.arange(self.seq_len + 1))  # (count, T + 1)
         return rows[:, :-1], rows[:, 1:]
 
     def once(self, count):
-        """Yield (inputs, targets) of up to `count` windows at a time: each window that does not wrap, exactly once.
+        """Yield (inputs, targets) of up to `count` windows at a time: all windows inside the corpus, each exactly once.
 
-        For evaluation: a window that wraps at the buffer's end would predict the first token of the text from the last.
+        For evaluation. A window across the end is omitted: it would predict the first token of the text from the last.
         """
-        whole = (len(self.tokens) - 1) // self.seq_len
-        for first in range(0, whole, count):
-            yield self._run(first * self.seq_len, min(count, whole - first))
+        inside = (len(self.tokens) - 1) // self.seq_len  # number of windows
+        for first in range(0, inside, count):
+            yield self._consecutive(first * self.seq_len, min(count, inside - first))
 
-    def _run(self, start, count):
-        """Return `count` consecutive windows from token `start` on: views unless they cross the buffer's end."""
+    def _consecutive(self, start, count):
+        """Return (inputs, targets) of `count` consecutive windows from token `start` on."""
         start, length = start % len(self.tokens), count * self.seq_len
         if start + length + 1 <= len(self.tokens):
-            run = self.tokens[start : start + length + 1]
+            tokens = self.tokens[start : start + length + 1]
         else:
-            run = self._circular(start + np.arange(length + 1))
-        return run[:-1].reshape(count, self.seq_len), run[1:].reshape(count, self.seq_len)
+            tokens = self._circular(start + np.arange(length + 1))
+        return tokens[:-1].reshape(count, self.seq_len), tokens[1:].reshape(count, self.seq_len)
 
     def _circular(self, index):
-        rows = self.tokens[index % len(self.tokens)]
+        rows = self.tokens[index % len(self.tokens)]  # a copy
         rows.flags.writeable = False
         return rows
 
-    def _shuffled(self, window):
-        """Return the first token of window number `window` of the shuffled stream."""
+    def _shuffled_start(self, window):
+        """Return the index of the first token of shuffled window number `window` (from 0, over all epochs)."""
         epoch, index = divmod(window, self.windows_per_epoch)
-        known, starts = self._epoch
-        if known != epoch:
+        cached_epoch, starts = self._epoch
+        if cached_epoch != epoch:
             generator = np.random.Generator(np.random.PCG64(np.random.SeedSequence((self.seed, epoch))))
             starts = generator.permutation(self.windows_per_epoch) * self.seq_len + generator.integers(self.seq_len)
-            self._epoch = (epoch, starts)  # one tuple: no thread reads an epoch with the starts of another
+            self._epoch = (epoch, starts)  # one assignment: no thread sees an epoch with the starts of another epoch
         return int(starts[index])

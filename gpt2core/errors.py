@@ -2,9 +2,9 @@
 
 
 class UserError(Exception):
-    """Base class. The message names the wrong value and the expected one, and says what to do."""
+    """Base class. The message names the wrong value and the expected value, and says what to do."""
 
-    shared = False  # True: every rank raises it at the same place, so only the root prints it
+    shared = False  # True: every rank raises this error at the same place, so only the root prints it
 
 
 class ConfigError(UserError):
@@ -16,17 +16,17 @@ class DataError(UserError):
 
 
 class DeviceMemoryError(MemoryError):
-    """The device has too little memory; the message says which sizes would fit. A single rank may raise it."""
+    """The device has too little memory; the message says which sizes would fit. It may be raised on only one rank."""
 
 
 class CheckpointError(UserError):
-    """A checkpoint that is missing, truncated, corrupted or of another model, or that cannot be written."""
+    """A checkpoint that is missing, truncated, corrupt, of another model, or that cannot be written."""
 
 
 class Diverged(UserError):
     """A loss, the gradient or a parameter is not finite, or the replicas of a parameter differ."""
 
-    shared = True  # all ranks have the same numbers, so all raise it
+    shared = True  # all ranks have the same numbers, so all ranks raise this error
 
 
 def counted(count, noun):

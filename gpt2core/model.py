@@ -1,4 +1,4 @@
-"""GPT-2: its sizes, the names and shapes of its parameters, and one forward pass for every runtime."""
+"""GPT-2: its sizes, the names and shapes of its parameters, and its forward pass, the same for every backend."""
 
 # B batch, T time, C channels, V vocabulary
 
@@ -12,21 +12,21 @@ from gpt2core import ops, primitives
 from gpt2core.errors import ConfigError
 from gpt2core.ops import SOLO
 
-LARGEST = 1 << 40  # parameters: a larger size is almost certainly a typo, and overflows in array libraries
+LARGEST = 1 << 40  # parameters of a model: a larger one is almost certainly a typo, and overflows in array libraries
 
 
 @dataclass(frozen=True)
 class GPT2Config:
-    """The size of one GPT-2. Names follow nanoGPT; `tied`: lm_head is the token embedding.
+    """The sizes of one GPT-2. Names follow nanoGPT. `tied`: the token embedding is also the matrix of the logits.
 
-    Raises ConfigError for a size below 1, over LARGEST parameters, an epsilon outside (0, 1), or C % n_head != 0.
+    Raises ConfigError for a size below 1, more than LARGEST parameters, an epsilon outside (0, 1), C % n_head != 0.
     """
 
     vocab_size: int = 50257
     block_size: int = 1024  # maximum sequence length, in tokens
     n_layer: int = 12
     n_head: int = 12
-    n_embd: int = 768
+    n_embd: int = 768  # C
     tied: bool = True
     layer_norm_epsilon: float = 1e-5
 
@@ -50,9 +50,9 @@ class GPT2Config:
 
 
 def parameter_shapes(config):
-    """Yield (name, shape) under Hugging Face's names, in forward order; weights are stored (in, out), as in GPT-2.
+    """Yield (Hugging Face's name, shape) of each parameter, in forward order. Weights are (in, out), as in GPT-2.
 
-    `transformer.wte.weight` and `lm_head.weight` are (V, C); a tied model has no `lm_head.weight`.
+    Only `transformer.wte.weight` and `lm_head.weight` are (V, C); a tied model has no `lm_head.weight`.
     """
     C, V = config.n_embd, config.vocab_size
     yield "transformer.wte.weight", (V, C)
@@ -79,18 +79,18 @@ def parameter_shapes(config):
         yield "lm_head.weight", (V, C)
 
 
-@functools.cache  # used at every step
+@functools.cache  # because it is called at every step
 def parameter_count(config):
     """The number of parameters; a tied embedding counts once."""
     return sum(math.prod(shape) for _, shape in parameter_shapes(config))
 
 
 class GPT2:
-    """A GPT-2 over given parameters.
+    """A GPT-2 that computes with the given parameters.
 
-    parameters: {Hugging Face name: Tensor}; tensor_group: the ranks that share each layer, over which the parameters
-    are already divided (parallel/tensor_parallel.py). wait_on_read(module) is called before the parameters of a module
-    are read: they may not have been received from other ranks yet (parallel/zero.py).
+    parameters: {Hugging Face name: Tensor}. tensor_group: the ranks that divide each layer; `parameters` are this
+    rank's shards (parallel/tensor_parallel.py). wait_on_read(module) is called before the parameters of a module are
+    read, because other ranks may still be sending them (parallel/zero.py).
     """
 
     def __init__(self, config, parameters, tensor_group=SOLO, wait_on_read=lambda module: None):
@@ -99,63 +99,63 @@ class GPT2:
         self.blocks = [Block(self, layer) for layer in range(config.n_layer)]
 
     def read(self, module):
-        """(weight, bias or None) of a module by its Hugging Face name."""
+        """(weight, bias or None) of a module, which is given by its Hugging Face name."""
         self.wait_on_read(module)
         return self.parameters[f"{module}.weight"], self.parameters.get(f"{module}.bias")
 
     @property
     def head(self):
-        """The matrix (V, C) of the logits."""
+        """The matrix (V, C) of the logits: y @ head' are the logits of y."""
         return self.read("transformer.wte" if self.config.tied else "lm_head")[0]
 
     def trunk(self, ids, cache=None, last_only=False):
-        """ids (B, T) -> the final LayerNorm's output (B, T, C), or (B, 1, C) of the last position only.
+        """ids (B, T) -> the final LayerNorm's output (B, T, C), or (B, 1, C) for the last position only.
 
-        ids: integers, or a backend's prepared tokens. With a cache (sampler.KVCache), ids follow the cached tokens.
+        ids: integers, or the result of prepare_tokens. With a cache (sampler.KVCache), ids follow the cached tokens.
         """
         wte, wpe = self.read("transformer.wte")[0], self.read("transformer.wpe")[0]
         position = 0 if cache is None else cache.length
-        x = ops.embedding(ids, wte, wpe, position, self.group, self.config.tied)  # (B, T, C)
+        x = ops.embedding(ids, wte, wpe, position, self.group, self.config.tied)  # (B, T, C), the residual stream
         x, y = ops.stream_layernorm(x, *self.blocks[0].read("ln_1"), self.config.layer_norm_epsilon)
         next_norms = [f"transformer.h.{layer}.ln_1" for layer in range(1, len(self.blocks))] + ["transformer.ln_f"]
         for block, next_norm in zip(self.blocks, next_norms, strict=True):
-            a = block.attention(y, cache)
+            a, bias = block.attention(y, cache)
             if last_only and block is self.blocks[-1]:  # only the last position's logits are needed
-                x, a = last_position(x), (last_position(a[0]), a[1])
-            x, y = self.add_and_normalize(x, a, block.read("ln_2"))
+                x, a = last_position(x), last_position(a)
+            x, y = self.add_and_normalize(x, (a, bias), block.read("ln_2"))
             x, y = self.add_and_normalize(x, block.mlp(y), self.read(next_norm))
         return y
 
     def add_and_normalize(self, x, branch, norm):
-        """Add a branch (output, bias) to x (B, T, C); returns the new residual stream and its LayerNorm."""
+        """x (B, T, C), branch (output, bias), norm (weight, bias) -> x + output + bias, and its LayerNorm (B, T, C)."""
         return ops.residual_layernorm(x, *branch, *norm, self.config.layer_norm_epsilon)
 
     def logits(self, ids, cache=None, last_only=False):
-        """ids (B, T) -> logits (B, T, V), or (B, 1, V) of the last position only."""
+        """ids (B, T) -> logits (B, T, V), or (B, 1, V) for the last position only."""
         y = ops.copy_to_group(self.trunk(ids, cache, last_only), self.group)
         return ops.gather_from_group(ops.unembed(y, self.head), self.group)
 
     def loss(self, ids, targets, scale=None, dloss=None):
-        """scale * summed cross-entropy of targets (B, T), a float64 scalar; the default scale gives the mean.
+        """scale * sum of the cross-entropy of targets (B, T), a float64 scalar; the default scale gives the mean.
 
-        dloss: the array that backward() of this loss will be called with, or None if it is not known.
+        dloss: the array with which backward() of this loss will be called, or None if it is not known.
         """
         y = ops.copy_to_group(self.trunk(ids), self.group)
         return ops.unembed_cross_entropy(y, self.head, targets, scale, self.group, dloss)
 
 
 class Block:
-    """One layer of a GPT2: reads the layer's parameters and computes its two branches, attention and MLP.
+    """The two branches of one layer, attention and MLP. Each returns (output without its last bias, the last bias).
 
-    A branch returns (output without the last bias, that bias). The caller adds the bias after the all-reduce; otherwise
-    it would be added once per tensor-parallel rank.
+    The caller adds the bias after the all-reduce over the tensor-parallel ranks. If each rank added the bias before the
+    all-reduce, the sum would contain it group.size times.
     """
 
     def __init__(self, model, layer):
         self.model, self.layer = model, layer
 
     def read(self, module):
-        """(weight, bias) of a module of this layer."""
+        """(weight, bias) of a module of this layer, for example "ln_1"."""
         return self.model.read(f"transformer.h.{self.layer}.{module}")
 
     def attention(self, y, cache=None):
@@ -168,11 +168,11 @@ class Block:
 
     def mlp(self, y):
         """y (B, T, C) -> (output (B, T, C), bias (C))."""
-        group, fc, (w2, bias) = self.model.group, self.read("mlp.c_fc"), self.read("mlp.c_proj")
-        y = ops.mlp(ops.copy_to_group(y, group), *fc, w2)
+        group, (w1, b1), (w2, bias) = self.model.group, self.read("mlp.c_fc"), self.read("mlp.c_proj")
+        y = ops.mlp(ops.copy_to_group(y, group), w1, b1, w2)
         return ops.reduce_from_group(y, group), bias
 
 
 def last_position(x):
-    """x (B, T, C) -> (B, 1, C)."""
+    """x (B, T, C) -> its last position (B, 1, C)."""
     return primitives.getitem(x, np.s_[:, -1:])

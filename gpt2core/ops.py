@@ -1,4 +1,4 @@
-"""One function per differentiable operation (a kernel or a collective): its forward, then its backward."""
+"""One function per differentiable operation: it computes the result and defines how backward() computes gradients."""
 
 import numpy as np
 
@@ -7,32 +7,32 @@ from gpt2core.tensor import AutogradError, ShapeError, Tensor, is_recording, no_
 
 SOLO = Solo()
 
-# -- kernels of the model ----------------------------------------------------------------------------------------------
-# B batch, T time, C channels, V vocabulary, K columns, N = B*T rows. In a group of p ranks, rank t holds the rows
-# [t V/p, (t+1) V/p) of an embedding (V, C) and computes the logits of these tokens.
+# -- operations that call kernels of the backend -----------------------------------------------------------------------
+# B batch, T time, C channels, V vocabulary, K columns, N = B*T rows. In a group of p ranks, rank r holds the rows
+# [r V/p, (r+1) V/p) of an embedding (V, C), which are those of its V/p tokens, and computes the logits of these tokens.
 
 
 def linear(x, w, b=None):
     """x (..., C) @ w (C, K) + b (K) -> (..., K)."""
     require(x.shape[-1] == w.shape[0], "linear", x, w)
     require(b is None or b.shape == w.shape[1:], "linear", w, b)
-    backend, parents, bias = x.backend, (x, w) if b is None else (x, w, b), b is not None
-    y = backend.linear_forward(x.data, w.data, b.data if bias else None)
+    backend, parents, has_bias = x.backend, (x, w) if b is None else (x, w, b), b is not None
+    y = backend.linear_forward(x.data, w.data, b.data if has_bias else None)
 
     def backward(dy):
-        return backend.linear_backward(dy, x.data, w.data, bias, buffers(w, b))[: len(parents)]
+        return backend.linear_backward(dy, x.data, w.data, has_bias, buffers(w, b))[: len(parents)]
 
     return Tensor.from_op(y, parents, backward)
 
 
 def gelu(x):
-    """The tanh approximation of x * Phi(x), the one that GPT-2 uses."""
+    """GPT-2's activation: the tanh approximation of x * Phi(x), where Phi is the normal distribution function."""
     backend = x.backend
     return Tensor.from_op(backend.gelu_forward(x.data), (x,), lambda dy: (backend.gelu_backward(dy, x.data),))
 
 
 def linear_gelu(x, w, b):
-    """gelu(linear(x, w, b)), fused."""
+    """gelu(linear(x, w, b)) by one fused kernel: x (..., C), w (C, K), b (K) -> (..., K)."""
     require(x.shape[-1] == w.shape[0] and b.shape == w.shape[1:], "linear_gelu", x, w, b)
     backend = x.backend
     y, aux = backend.linear_gelu_forward(x.data, w.data, b.data)
@@ -40,7 +40,7 @@ def linear_gelu(x, w, b):
 
 
 def mlp(x, w, b, w2):
-    """linear(linear_gelu(x, w, b), w2), fused: x (..., C), w (C, K), b (K), w2 (K, C) -> (..., C)."""
+    """linear(linear_gelu(x, w, b), w2), without a second bias: x (..., C), w (C, K), b (K), w2 (K, C) -> (..., C)."""
     require(x.shape[-1] == w.shape[0] and b.shape == w.shape[1:] == w2.shape[:1], "mlp", x, w, b, w2)
     backend = x.backend
     y, aux = backend.mlp_forward(x.data, w.data, b.data, w2.data)
@@ -58,7 +58,7 @@ def layernorm(x, w, b, eps=1e-5):
 
 
 def stream_layernorm(x, w, b, eps=1e-5):
-    """Two outputs: x itself, as the start of the residual stream, and layernorm(x); backward adds their gradients."""
+    """Two outputs: x (the start of the residual stream) and layernorm(x, w, b); backward adds the gradients of both."""
     require(x.shape[-1:] == w.shape == b.shape, "stream_layernorm", x, w, b)
     backend = x.backend
     y, aux = backend.layernorm_forward(x.data, w.data, b.data, eps)
@@ -73,13 +73,13 @@ def stream_layernorm(x, w, b, eps=1e-5):
 
 
 def residual_layernorm(x, a, a_bias, w, b, eps=1e-5):
-    """s = x + a + a_bias, the new residual stream, and layernorm(s, w, b): two outputs, one pass over memory."""
+    """Two outputs: s = x + a + a_bias, the residual stream after a branch (a, a_bias), and layernorm(s, w, b)."""
     require(x.shape == a.shape and x.shape[-1:] == a_bias.shape == w.shape == b.shape, "residual_layernorm", x, a, w, b)
     backend = x.backend
     s, y, aux = backend.residual_layernorm_forward(x.data, a.data, a_bias.data, w.data, b.data, eps)
 
     def backward(ds, dy):
-        if dy is None:  # the normalised output was not used: an ordinary addition
+        if dy is None:  # layernorm(s) was not used: the gradient is that of an addition
             if a_bias.grad_buffer is not None:
                 raise AutogradError("residual_layernorm: the second output is unused: no grad_buffer is written")
             return ds, ds, ds.reshape(-1, ds.shape[-1]).sum(0), None, None
@@ -91,7 +91,7 @@ def residual_layernorm(x, a, a_bias, w, b, eps=1e-5):
 
 
 def attention(qkv, n_head):
-    """Causal self-attention of a packed projection: qkv (B, T, 3C) -> (B, T, C) (Vaswani et al. 2017)."""
+    """Causal self-attention: q, k and v side by side, qkv (B, T, 3C) -> (B, T, C) (Vaswani et al. 2017)."""
     if qkv.ndim != 3 or qkv.shape[2] % (3 * n_head):
         raise ShapeError(f"attention: qkv {qkv.shape} is not (B, T, 3C) with C divisible by {n_head} heads")
     backend = qkv.backend
@@ -100,18 +100,18 @@ def attention(qkv, n_head):
 
 
 def embedding(ids, wte, wpe, position=0, group=SOLO, tied=False):
-    """ids (B, T), integers or a backend's prepared tokens -> wte[ids] + wpe[position : position + T] (B, T, C).
+    """ids (B, T), integers or the result of prepare_tokens -> wte[ids] + wpe[position : position + T] (B, T, C).
 
-    wte (V/p, C) holds this rank's tokens. A rank computes rows of 0 for other tokens; the group adds all ranks' rows.
-    tied: wte is also the matrix of the logits. The backward of the logits runs first, so dwte is added.
+    wte (V/p, C) holds this rank's tokens; for other tokens wte[ids] counts as 0. The sum over the group is the result.
+    tied: wte is also the matrix of the logits, whose backward runs first; so here dwte is added to wte.grad_buffer.
     """
     require(wte.shape[1:] == wpe.shape[1:], "embedding", wte, wpe)
     if len(ids.shape) != 2 or position + ids.shape[1] > wpe.shape[0]:
         raise ShapeError(f"embedding: ids {ids.shape} from position {position} do not fit {wpe.shape[0]} positions")
     require_tokens("embedding", ids, wte.shape[0] * group.size)
     backend, first = wte.backend, group.rank * wte.shape[0]
-    once = wpe.data if group.is_root else None  # otherwise the sum would contain the positions p times
-    y = backend.embedding_forward(ids, wte.data, once, position, first)
+    added_wpe = wpe.data if group.is_root else None  # on one rank only, or the sum would contain it p times
+    y = backend.embedding_forward(ids, wte.data, added_wpe, position, first)
     y = group.all_reduce(y, out=y)
 
     def backward(dy):
@@ -130,16 +130,16 @@ def unembed(x, w):
 
 
 def cross_entropy(logits, targets, scale=None, group=SOLO):
-    """scale * sum of -log softmax(logits)[target] over N rows, a float64 scalar; the default scale gives the mean.
+    """scale * sum over N rows of -log softmax(logits)[target], a float64 scalar; the default scale 1/N gives the mean.
 
-    logits (..., V/p) are this rank's columns; the loss uses whole rows and is equal on all ranks. The ranks
-    exchange three numbers per row instead of logits (Shoeybi et al. 2019).
+    logits (..., V/p): this rank's columns; targets (...). The loss includes all ranks' columns and is equal on all
+    ranks. For each row the ranks exchange three numbers instead of V logits (Shoeybi et al. 2019).
     """
     V = logits.shape[-1] * group.size
     logits2, targets, scale = flat_targets("cross_entropy", logits, targets, scale, V)
     backend, first = logits.backend, group.rank * logits.shape[-1]
-    *own, aux = backend.cross_entropy_forward(logits2, targets, first)
-    loss, maxima, sums = loss_of_rows(*own, scale, group, backend)
+    *stats, aux = backend.cross_entropy_forward(logits2, targets, first)
+    loss, maxima, sums = loss_of_rows(*stats, scale, group, backend)
 
     def backward(dy):
         dlogits = backend.cross_entropy_backward(dy, logits2, targets, scale, maxima, sums, aux, first)
@@ -149,20 +149,18 @@ def cross_entropy(logits, targets, scale=None, group=SOLO):
 
 
 def unembed_cross_entropy(x, w, targets, scale=None, group=SOLO, dloss=None):
-    """cross_entropy(unembed(x, w), targets, scale, group), fused: the logits (N, V/p) need not all exist at once.
+    """cross_entropy(unembed(x, w), targets, scale, group), fused: not all logits (N, V/p) are in memory at once.
 
-    dloss: the array with which backward() of this loss will be called, so that forward can already compute the
-    gradients; None: not known yet. Raises AutogradError if backward() is called with another array.
+    dloss: the array with which backward() of this loss will be called, or None if it is not known. If dloss is given,
+    forward may already compute the gradients; backward() raises AutogradError for any other array.
     """
     require(x.shape[-1] == w.shape[1], "unembed_cross_entropy", x, w)
     V = w.shape[0] * group.size
     x2, targets, scale = flat_targets("unembed_cross_entropy", x, targets, scale, V)
     backend, first = x.backend, group.rank * w.shape[0]
-    whole = is_recording() and w.shape[0] == V  # backward may follow, and this rank has all columns
-    *own, aux = backend.unembed_cross_entropy_forward(
-        x2, w.data, targets, first, scale if whole else None, dloss, *buffers(w)
-    )
-    loss, maxima, sums = loss_of_rows(*own, scale, group, backend)
+    forward_scale = scale if is_recording() and w.shape[0] == V else None  # gradients need the sums of all columns
+    *stats, aux = backend.unembed_cross_entropy_forward(x2, w.data, targets, first, forward_scale, dloss, *buffers(w))
+    loss, maxima, sums = loss_of_rows(*stats, scale, group, backend)
 
     def backward(dy):
         if dloss is not None and dy is not dloss:
@@ -175,23 +173,24 @@ def unembed_cross_entropy(x, w, targets, scale=None, group=SOLO, dloss=None):
     return Tensor.from_op(loss, (x, w), backward)
 
 
-def loss_of_rows(maxima, sums, picked, scale, group, backend):
-    """(loss, maxima, sums) of whole rows, from what cross_entropy_forward returned for this rank's columns."""
-    highest = group.all_reduce(maxima, "max")
-    sums, picked = group.all_reduce(backend.loss_rows(maxima, sums, picked, highest))  # picked: 0 except on one rank
-    return backend.loss(highest, sums, picked, scale), highest, sums
+def loss_of_rows(maxima, sums, target_logits, scale, group, backend):
+    """(loss, maxima, sums) over the whole vocabulary, from the results of cross_entropy_forward for own columns."""
+    row_maxima = group.all_reduce(maxima, "max")
+    rows = backend.loss_rows(maxima, sums, target_logits, row_maxima)
+    sums, target_logits = group.all_reduce(rows)  # a target's logit is 0 except on the rank that holds the target
+    return backend.loss(row_maxima, sums, target_logits, scale), row_maxima, sums
 
 
-# -- collectives over a group: forward is a linear map of all ranks' x, and backward is its transpose -----------------
+# -- operations that call collectives: forward is a linear map of all ranks' x, and backward is its transpose ---------
 
 
 def copy_to_group(x, group):
-    """Megatron's f. Forward: x, equal on all ranks. Backward: the sum of the ranks' gradients (Shoeybi et al. 2019)."""
+    """Megatron's f. Forward: x, equal on all ranks. Backward: all ranks' gradients, added (Shoeybi et al. 2019)."""
     return Tensor.from_op(x.data, (x,), lambda dy: (group.all_reduce(dy),))
 
 
 def reduce_from_group(x, group):
-    """Megatron's g. Forward: the sum over the group. Backward: the gradient, which is equal on all ranks."""
+    """Megatron's g. Forward: the sum of all ranks' x. Backward: the gradient, which is equal on all ranks."""
     return Tensor.from_op(group.all_reduce(x.data), (x,), lambda dy: (dy,))
 
 
@@ -204,9 +203,9 @@ def gather_from_group(x, group):
 
 
 def recompute(function, x):
-    """function(x) without stored activations: backward computes them again from x (Chen et al. 2016).
+    """function(x), but its activations are not stored: backward computes them again from x (Chen et al. 2016).
 
-    Its backward starts a nested backward pass, which calls on_gradient of the leaves that function() uses.
+    For this, backward runs a nested backward pass, which calls on_gradient of the parameters that `function` uses.
     """
     if not x.requires_grad:
         raise AutogradError("recompute: x requires no gradient, so backward would never run this part again")
@@ -214,25 +213,26 @@ def recompute(function, x):
         y = function(x.detach())
 
     def backward(dy):
-        again = x.detach(requires_grad=True)
-        function(again).backward(dy)  # the parameters' gradients are collected here
-        return (again.grad,)
+        x_leaf = x.detach(requires_grad=True)
+        function(x_leaf).backward(dy)
+        return (x_leaf.grad,)
 
     return Tensor.from_op(y.data, (x,), backward)
 
 
 def buffers(*leaves):
-    """The arrays to which a backward kernel writes the gradients of these parameters; None: a new array."""
+    """The argument `out` of a backward kernel: the grad_buffer of each parameter, or None if it has no buffer."""
     return tuple(None if leaf is None else leaf.grad_buffer for leaf in leaves)
 
 
 def require(condition, operation, *tensors):
+    """Raise ShapeError with the shapes of `tensors` unless `condition` holds."""
     if not condition:
         raise ShapeError(f"{operation}: shapes {', '.join(str(tensor.shape) for tensor in tensors)} do not fit")
 
 
 def require_tokens(operation, tokens, vocabulary):
-    """Raise ShapeError for an unknown token in a host array; device arrays were checked before the copy."""
+    """Raise ShapeError for a token outside the vocabulary. Device arrays were checked before the copy to the device."""
     if isinstance(tokens, np.ndarray) and tokens.size:
         lowest, highest = int(tokens.min()), int(tokens.max())
         if lowest < 0 or highest >= vocabulary:
@@ -241,7 +241,7 @@ def require_tokens(operation, tokens, vocabulary):
 
 
 def flat_targets(operation, x, targets, scale, vocabulary):
-    """(x (..., K) as (N, K), targets as (N), scale); the default scale gives the mean."""
+    """(x (..., K) as (N, K), targets (...) as (N), scale, by default 1/N); raises ShapeError for wrong targets."""
     if targets.shape != x.shape[:-1]:
         raise ShapeError(f"{operation}: targets {targets.shape} must have one element per row of {x.shape}")
     require_tokens(operation, targets, vocabulary)

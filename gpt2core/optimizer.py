@@ -12,7 +12,7 @@ from gpt2core.errors import ConfigError
 
 @dataclass(frozen=True)
 class Schedule:
-    """Learning rate by step (from 0): linear warm-up to `peak`, then constant, or linear or cosine decay to `floor`.
+    """Learning rate of step 0, 1, ...: linear warm-up to `peak`, then constant, or linear or cosine decay to `floor`.
 
     Raises ConfigError for an unknown kind, a rate that is negative or not finite, or a negative warm-up.
     """
@@ -42,15 +42,15 @@ class Schedule:
 
 
 class Hyperparameters(NamedTuple):
-    """The numbers of one AdamW step, in arrays, because a captured step reads new values from the same addresses."""
+    """The numbers of one AdamW step. They are arrays, because a CUDA graph reads new values from fixed addresses."""
 
     scalars: np.ndarray  # (3) float64, from adamw_scalars()
     key: np.ndarray | None  # (1) int64, the key of stochastic rounding, or None
 
 
 def adamw_scalars(step, lr, beta1, beta2, eps, weight_decay):
-    """float64 [lr sqrt(c2) / c1, eps sqrt(c2), 1 - lr weight_decay] with c1, c2 = 1 - beta1^step, 1 - beta2^step."""
-    c1, c2 = 1 - beta1**step, 1 - beta2**step
+    """(3) float64 [rate, e, shrink]: the update of p with moments m, v is p = shrink * p - rate * m / (sqrt(v) + e)."""
+    c1, c2 = 1 - beta1**step, 1 - beta2**step  # the bias corrections m / c1, v / c2 are part of rate and e
     return np.array([lr / c1 * math.sqrt(c2), eps * math.sqrt(c2), 1 - lr * weight_decay])
 
 
@@ -60,21 +60,21 @@ def rounding_key(seed, step):
 
 
 class AdamW:
-    """AdamW with decoupled weight decay, on matrices only (Loshchilov and Hutter 2019). Its moments are flat arrays.
+    """AdamW (Loshchilov and Hutter 2019) on flat arrays, with decoupled weight decay of the matrices.
 
-    workers: the WorkerPool whose threads divide the update. clip: bound of the gradient's global norm, as in
+    workers: the WorkerPool whose threads divide the update. clip: maximum of the gradient's global norm, as in
     torch.nn.utils.clip_grad_norm_ (0: no clipping). owners: the ranks that divide the arena (default: a group of one);
-    each holds only the moments of its own part (ZeRO-1, Rajbhandari et al. 2020). tensor_group: the ranks that hold one
-    shard of the model each. repeated: slices of the arena that another rank of tensor_group counts in the norm.
-    rounding: "nearest" or "stochastic" rounding of `copy`. The random numbers depend only on `seed`, the step and the
-    element's position in the arena: they are the same for any number of owners. copy: the array that kernels read, or
-    None if they read `parameters`. gathers: whether update() ends with the all-gather of the array that kernels read;
-    otherwise zero.AsyncAllGather gathers it during the next forward pass, or gather() earlier if needed.
+    each holds only the moments of its own part (ZeRO-1, Rajbhandari et al. 2020). tensor_group: the ranks that divide
+    each layer. repeated: slices of the arena that another rank of tensor_group counts in the norm. compute_copy: the
+    copy of `parameters` that kernels read, or None if they read `parameters`. rounding: how the copy is rounded,
+    "nearest" or "stochastic". The random numbers depend only on `seed`, the step and the element's index in the arena,
+    so they are the same for any number of owners. gathers: whether update() ends with an all-gather of the array that
+    kernels read. If not, zero.AsyncAllGather does this in the next forward pass, or gather() before it.
     """
 
     def __init__(
         self, arena, parameters, workers, *, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0, clip=0.0,
-        rounding="nearest", seed=0, owners=None, tensor_group=None, repeated=(), copy=None, gathers=True,
+        rounding="nearest", seed=0, owners=None, tensor_group=None, repeated=(), compute_copy=None, gathers=True,
     ):  # fmt: skip
         for flag, value in (("--beta1", beta1), ("--beta2", beta2)):
             if not 0 <= value < 1:
@@ -82,17 +82,17 @@ class AdamW:
         for flag, value in (("--eps", eps), ("--weight-decay", weight_decay), ("--clip", clip)):
             if not (math.isfinite(value) and value >= 0):
                 raise ConfigError(f"{flag} {value} must be finite and not negative")
-        self.arena, self.parameters, self.copy, self.workers = arena, parameters, copy, workers
+        self.arena, self.parameters, self.compute_copy, self.workers = arena, parameters, compute_copy, workers
         self.backend = workers.backends[0]
         self.seed = seed if rounding == "stochastic" else None
         self.owners, self.tensor_group, self.repeated = owners or Solo(), tensor_group or Solo(), repeated
-        self.compute_parameters, self.gathers = parameters if copy is None else copy, gathers
+        self.compute_parameters, self.gathers = parameters if compute_copy is None else compute_copy, gathers
         self.betas, self.eps, self.weight_decay, self.clip = (beta1, beta2), eps, weight_decay, clip
         self.own = arena.part(self.owners.rank, self.owners.size)
         size = self.own.stop - self.own.start
         self.exp_avg, self.exp_avg_sq = (self.backend.zeros((size,), parameters.dtype) for _ in "mv")
         self.decays = self.backend.asarray(arena.decays())
-        self.stop = self.backend.zeros((1,), np.float32)  # 0; NaN after a gradient that is not finite
+        self.stop = self.backend.zeros((1,), np.float32)  # 0, or NaN since a gradient norm was not finite
 
     def hyperparameters(self, step, lr):
         """The Hyperparameters of update number `step` (from 1), computed on the host in double precision."""
@@ -100,68 +100,68 @@ class AdamW:
         return Hyperparameters(scalars, None if self.seed is None else rounding_key(self.seed, step))
 
     def map_own(self, function):
-        """[function(backend, part)] over this rank's part of the arena, one slice for each worker."""
+        """[function(backend, part) of each worker]; the slices `part` divide this rank's part of the arena."""
         return self.workers.map_parts(function, self.arena, self.owners.rank, self.owners.size)
 
     def norm_and_scale(self, gradients, loss_scale=None, stop=None):
-        """The global L2 norm of flat `gradients`, and the factor that clips them; each has one element.
+        """(global L2 norm of flat `gradients`, grad_scale: the factor that clips them); each has one element.
 
         Only this rank's part of `gradients` is read. The sums over fixed segments are added in a fixed order, so the
-        bits are the same for 1, 2, 4, ... or 64 owners. loss_scale, stop: see Backend.clip.
+        bits are the same for 1, 2, 4, ... or 64 owners. loss_scale: a LossScale or None; stop: see Backend.clip.
         """
         size, segments = self.arena.size, self.arena.segments
 
         def squares(backend, part):
             return backend.sum_of_squares(gradients[part], segments * (part.stop - part.start) // size)
 
-        own = self.backend.xp.concatenate(self.map_own(squares))
+        own_sums = self.backend.xp.concatenate(self.map_own(squares))
         for part in self.in_own(self.repeated):  # subtracted from the first segment: only the total matters
-            own[:1] -= self.backend.sum_of_squares(gradients[part], 1)
+            own_sums[:1] -= self.backend.sum_of_squares(gradients[part], 1)
         scaling = {} if loss_scale is None else {"loss_scale": loss_scale.state, "interval": loss_scale.interval}
-        squares = self.tensor_group.all_reduce(self.owners.all_gather(own))
-        return self.backend.clip(squares, self.clip, stop=stop, **scaling)
+        sums = self.tensor_group.all_reduce(self.owners.all_gather(own_sums))
+        return self.backend.clip(sums, self.clip, stop=stop, **scaling)
 
     def norm(self, flat):
         """The global L2 norm of a flat buffer, a Python float."""
         return self.backend.to_host(self.norm_and_scale(flat)[0]).item()
 
     def in_own(self, slices):
-        """The parts of these slices that lie in this rank's part of the arena."""
+        """Yield the intersection of each of these slices with this rank's part of the arena, if it is not empty."""
         for part in slices:
             start, stop = max(part.start, self.own.start), min(part.stop, self.own.stop)
             if start < stop:
                 yield slice(start, stop)
 
-    def update(self, gradients, scale, hyper):
-        """Update this rank's part from flat `gradients` * `scale`; if `gathers`, all-gather the updated parts."""
+    def update(self, gradients, grad_scale, hyper):
+        """Update this rank's part from flat `gradients` * grad_scale; if `gathers`, all-gather the updated parts."""
 
-        def update(backend, part):
+        def update_part(backend, part):
             moments = slice(part.start - self.own.start, part.stop - self.own.start)
-            copy = None if self.copy is None else self.copy[part]
+            copy = None if self.compute_copy is None else self.compute_copy[part]
             arrays = self.parameters[part], self.exp_avg[moments], self.exp_avg_sq[moments], copy, gradients[part]
             decays = self.decays[self.arena.blocks(part)]
-            backend.adamw_step(*arrays, hyper, scale, decays, self.betas, part.start)
+            backend.adamw_step(*arrays, hyper, grad_scale, decays, self.betas, part.start)
 
-        self.map_own(update)
+        self.map_own(update_part)
         if self.gathers:
             self.owners.all_gather(self.compute_parameters[self.own], out=self.compute_parameters)
 
     def gather(self):
-        """All-gather the array that kernels read, unless update() has done this. All ranks must call gather()."""
+        """All-gather the array that kernels read, unless update() has done so. All ranks must call this method."""
         if not self.gathers:
             self.owners.all_gather(self.compute_parameters[self.own], out=self.compute_parameters)
 
     def gather_parameters(self):
         """gather(), then all-gather the parameters too if kernels read a copy. All ranks must call this method."""
         self.gather()
-        if self.copy is not None:
+        if self.compute_copy is not None:
             self.owners.all_gather(self.parameters[self.own], out=self.parameters)
 
     def refresh_copy(self, steps):
-        """Round the parameters to the copy again, as update number `steps` did; checkpoints do not hold the copy."""
-        if self.copy is not None:
+        """Compute compute_copy from the parameters, with the bits of update number `steps`: a checkpoint lacks it."""
+        if self.compute_copy is not None:
             key = None if self.seed is None or steps == 0 else rounding_key(self.seed, steps)
-            self.backend.cast(self.parameters, self.copy, key)
+            self.backend.cast(self.parameters, self.compute_copy, key)
 
     @property
     def nbytes(self):
@@ -169,9 +169,9 @@ class AdamW:
         return self.exp_avg.nbytes + self.exp_avg_sq.nbytes
 
     def moments(self):
-        """The flat first and second moments of the whole arena on the host, gathered from their owners."""
+        """(first, second): the flat moments of the whole arena on the host, gathered from all owners."""
         return tuple(self.owners.all_gather(self.backend.to_host(flat)) for flat in (self.exp_avg, self.exp_avg_sq))
 
     def load_moments(self, first, second):
-        """Copy this rank's part of the flat first and second moments of the whole arena."""
+        """Load this rank's part of the moments; first, second: flat moments of the whole arena."""
         self.exp_avg[...], self.exp_avg_sq[...] = first[self.own], second[self.own]

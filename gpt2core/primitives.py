@@ -1,4 +1,6 @@
-"""Elementary operations (add, matmul, softmax, slices, ...), from which lessons and tests build references."""
+"""Elementary operations (add, matmul, softmax, slices, ...): lessons and tests build reference models from them."""
+
+# dy is the gradient of the result of an operation, dx that of x.
 
 from gpt2core.tensor import ShapeError, Tensor
 
@@ -6,28 +8,29 @@ from gpt2core.tensor import ShapeError, Tensor
 def add(a, b):
     """a + b with broadcasting."""
     a, b = operands(a, b)
-    return Tensor.from_op(broadcasting(a, b, lambda x, y: x + y), (a, b), lambda dy: (dy_to(a, dy), dy_to(b, dy)))
+    y = broadcasting(a, b, lambda x, y: x + y)
+    return Tensor.from_op(y, (a, b), lambda dy: (unbroadcast(a, dy), unbroadcast(b, dy)))
 
 
 def multiply(a, b):
     """a * b, elementwise with broadcasting."""
     a, b = operands(a, b)
     y = broadcasting(a, b, lambda x, y: x * y)
-    return Tensor.from_op(y, (a, b), lambda dy: (dy_to(a, dy * b.data), dy_to(b, dy * a.data)))
+    return Tensor.from_op(y, (a, b), lambda dy: (unbroadcast(a, dy * b.data), unbroadcast(b, dy * a.data)))
 
 
 def divide(a, b):
     """a / b, elementwise with broadcasting."""
     a, b = operands(a, b)
     y = broadcasting(a, b, lambda x, y: x / y)
-    return Tensor.from_op(y, (a, b), lambda dy: (dy_to(a, dy / b.data), dy_to(b, -dy * y / b.data)))
+    return Tensor.from_op(y, (a, b), lambda dy: (unbroadcast(a, dy / b.data), unbroadcast(b, -dy * y / b.data)))
 
 
 def power(x, exponent):
     """x ** exponent for a constant number."""
     y = x.data**exponent
-    slope = exponent and exponent - 1  # x**0 has slope 0, at x = 0 too
-    return Tensor.from_op(y, (x,), lambda dy: (dy * exponent * x.data**slope,))
+    reduced = exponent and exponent - 1  # for exponent 0 the slope is 0 * x**0 = 0, also at x = 0
+    return Tensor.from_op(y, (x,), lambda dy: (dy * exponent * x.data**reduced,))
 
 
 def matmul(a, b):
@@ -38,7 +41,7 @@ def matmul(a, b):
     y = broadcasting(a, b, lambda x, y: x @ y)
 
     def backward(dy):
-        return dy_to(a, dy @ b.data.swapaxes(-1, -2)), dy_to(b, a.data.swapaxes(-1, -2) @ dy)
+        return unbroadcast(a, dy @ b.data.swapaxes(-1, -2)), unbroadcast(b, a.data.swapaxes(-1, -2) @ dy)
 
     return Tensor.from_op(y, (a, b), backward)
 
@@ -65,7 +68,7 @@ def softmax(x, axis=-1):
 
 
 def sum(x, axis=None, keepdims=False):
-    """The sum over `axis` (an axis, a tuple of them, or None for all)."""
+    """The sum over `axis`: an axis, a tuple of axes, or None for all axes."""
     xp = x.backend.xp
     y = xp.asarray(x.data.sum(axis, keepdims=keepdims))
 
@@ -84,7 +87,7 @@ def mean(x, axis=None, keepdims=False):
 
 
 def reshape(x, *shape):
-    """The same elements in another shape; a view where the memory allows it."""
+    """The same elements in another shape, as a view if possible, otherwise as a copy."""
     try:
         y = x.data.reshape(*shape)
     except ValueError:
@@ -93,40 +96,40 @@ def reshape(x, *shape):
 
 
 def transpose(x, *axes):
-    """The axes in another order (reversed without arguments), as a view."""
+    """The axes in the order `axes` (reversed by default), as a view."""
     axes = axes or tuple(reversed(range(x.ndim)))
     if sorted(axis % x.ndim for axis in axes) != list(range(x.ndim)):
-        raise ShapeError(f"transpose: axes {axes} are no permutation of the {x.ndim} axes of shape {x.shape}")
+        raise ShapeError(f"transpose: axes {axes} are not a permutation of the {x.ndim} axes of shape {x.shape}")
     inverse = sorted(range(x.ndim), key=lambda i: axes[i] % x.ndim)
     return Tensor.from_op(x.data.transpose(axes), (x,), lambda dy: (dy.transpose(inverse),))
 
 
 def getitem(x, index):
-    """x[index] for integers, slices and integer arrays; a view where NumPy gives one."""
+    """x[index] for integers, slices and integer arrays; a view for integers and slices."""
 
     def backward(dy):
         dx = x.backend.zeros(x.shape, x.dtype)
-        x.backend.xp.add.at(dx, index, dy)  # an index may name an element twice
+        x.backend.xp.add.at(dx, index, dy)  # not dx[index] += dy: an element may occur several times in `index`
         return (dx,)
 
     return Tensor.from_op(x.data[index], (x,), backward)
 
 
 def where(condition, a, b):
-    """a where the array `condition` is true, else b."""
+    """The elements of a where the array `condition` is true, and of b where it is false, with broadcasting."""
     a, b = operands(a, b)
     xp = a.backend.xp
     y = broadcasting(a, b, lambda x, y: xp.where(condition, x, y))
     return Tensor.from_op(
-        y, (a, b), lambda dy: (dy_to(a, xp.where(condition, dy, 0)), dy_to(b, xp.where(condition, 0, dy)))
+        y, (a, b), lambda dy: (unbroadcast(a, xp.where(condition, dy, 0)), unbroadcast(b, xp.where(condition, 0, dy)))
     )
 
 
 def concatenate(tensors, axis=0):
-    """Tensors side by side along one axis."""
-    xp, edges, at = tensors[0].backend.xp, [], 0
+    """The tensors joined along one axis; all other axes must be equal."""
+    xp, edges, end = tensors[0].backend.xp, [], 0
     for tensor in tensors[:-1]:
-        edges.append(at := at + tensor.shape[axis])
+        edges.append(end := end + tensor.shape[axis])
     try:
         y = xp.concatenate([tensor.data for tensor in tensors], axis)
     except ValueError:
@@ -136,58 +139,37 @@ def concatenate(tensors, axis=0):
 
 
 def operands(a, b):
-    """a and b as tensors; a plain number or array gets the backend and dtype of the other operand."""
-    known = a if isinstance(a, Tensor) else b
+    """a and b as tensors. At least one is a tensor; a number or an array gets the backend and dtype of this tensor."""
+    tensor = a if isinstance(a, Tensor) else b
     return tuple(
-        t if isinstance(t, Tensor) else Tensor(known.backend.asarray(t, known.dtype), known.backend) for t in (a, b)
+        t if isinstance(t, Tensor) else Tensor(tensor.backend.asarray(t, tensor.dtype), tensor.backend) for t in (a, b)
     )
 
 
 def broadcasting(a, b, function):
+    """function(a.data, b.data); raises ShapeError if their shapes do not broadcast."""
     try:
         return function(a.data, b.data)
     except ValueError:
         raise ShapeError(f"shapes {a.shape} and {b.shape} do not broadcast together") from None
 
 
-def dy_to(x, dy):
-    """The gradient of a broadcast operand: dy summed over the axes along which x was repeated."""
+def unbroadcast(x, dy):
+    """The gradient of x, which was broadcast to the shape of dy: dy summed over the axes along which x was repeated."""
     extra = dy.ndim - x.ndim
     axes = tuple(range(extra)) + tuple(i + extra for i in range(x.ndim) if x.shape[i] == 1 != dy.shape[i + extra])
     return dy.sum(axes, keepdims=True).reshape(x.shape) if axes else dy
 
 
 Tensor.__add__ = Tensor.__radd__ = add
-
-
 Tensor.__mul__ = Tensor.__rmul__ = multiply
-
-
 Tensor.__neg__ = lambda x: multiply(x, -1)
-
-
 Tensor.__sub__ = lambda a, b: add(a, multiply(b, -1) if isinstance(b, Tensor) else -b)
-
-
 Tensor.__rsub__ = lambda a, b: add(multiply(a, -1), b)
-
-
 Tensor.__truediv__ = divide
-
-
 Tensor.__rtruediv__ = lambda a, b: divide(b, a)
-
-
 Tensor.__matmul__ = matmul
-
-
 Tensor.__rmatmul__ = lambda a, b: matmul(b, a)
-
-
 Tensor.__pow__ = power
-
-
 Tensor.__getitem__ = getitem
-
-
 Tensor.reshape, Tensor.transpose, Tensor.sum, Tensor.mean = reshape, transpose, sum, mean

@@ -8,20 +8,22 @@ from gpt2core.errors import ConfigError
 
 
 class Results:
-    """The results of one call of a Compiled. The next call (if can_overlap, the one after it) may overwrite them."""
+    """The arrays that a call of a Compiled computes, valid until the next call, or if can_overlap the one after it."""
 
     def __init__(self, arrays):
         self.arrays = arrays
 
     def wait(self):
+        """Wait until the arrays are computed, and return them as host arrays."""
         return self.arrays
 
 
 class Compiled:
-    """Calls `function` and returns Results. All calls have arguments of the same structure and shapes.
+    """compiled(*args) launches function(*args) and returns its Results. This class, for the host, only calls it.
 
-    The arguments are nested tuples and lists. They contain NumPy arrays, which a device copies to fixed addresses,
-    device arrays, and constants. The function returns a list of arrays. This class, for the host, only calls it.
+    A device may capture a call as a CUDA graph and replay it. Therefore the arguments of all calls must have the same
+    structure and shapes: nested tuples and lists of NumPy arrays (copied to fixed addresses), device arrays (the same
+    in each call) and constants (equal in each call). `function` returns a list of arrays.
     """
 
     can_overlap = False  # whether a call may be made before wait() on the Results of the previous call
@@ -36,59 +38,64 @@ class Compiled:
 class Runtime:
     """The host: kernels run when they are called; nothing is captured, and nothing is chosen by timing."""
 
-    captures = False  # whether compile_step() can capture a step and replay it
-    tuned_for = None  # text: the device and library versions for which `tuned` is valid; None: nothing is timed
+    uses_graphs = False  # whether compile_step() captures steps as CUDA graphs and replays them
+    tuned_for = None  # str, the device and library versions for which `tuned` is valid; None if nothing is timed
     name = "numpy"
-    environment = ""  # variables to write before a command, so that it runs on the same kind of device
+    library = ""  # the library of the matrix products, if it is not the default one
+    environment = ""  # variables that a printed command needs to run on the same kind of device, as "NAME=value "
 
     def __init__(self):
-        self.executor, self.threads = None, 1
+        self.executor, self.threads = None, 1  # for kernels that use several threads: see use_threads()
 
     @property
     def tuned(self):
-        """The choices made by timing, which may differ between ranks: {what: choice}, both text."""
+        """The choices made by timing, such as tile sizes: {str: str}. They may differ between ranks."""
         return {}
 
     def load_tuned(self, tuned, final=False):  # noqa: B027
         """Replace all choices by `tuned`, the choices of another rank or of an earlier run.
 
-        final: add `tuned` to the present choices instead, and time nothing from now on.
+        final: add `tuned` to the present choices instead of replacing them, and time nothing afterwards.
         """
 
     def retune(self):
         """Time all candidates again; raises ConfigError if nothing is timed."""
         raise ConfigError(f"--autotune: {self.name} tunes nothing; omit the flag")
 
+    def use_blas(self, name):
+        """Select the library of matrix products on the host; raises ConfigError if there is no choice."""
+        raise ConfigError(f"--blas {name}: {self.name} has its own matrix products; omit the flag")
+
     def compile_step(self, function, capture=True):
-        """A Compiled of `function`; with `capture` a device may capture a call and replay it (CUDA graph)."""
+        """The Compiled of `function`; if `capture` is true, a device may capture a call and replay it (CUDA graph)."""
         return Compiled(function)
 
     def join(self):  # noqa: B027
-        """Make later work on the current stream wait until kernels have written all gradients to their `out` arrays."""
+        """Make later work on the current stream wait until kernels have written all gradients to `out` arrays."""
 
     def after(self):
-        """A context manager whose work waits for the gradients in `out` arrays, while the current stream continues."""
+        """A context manager: work inside waits for the gradients in `out` arrays, but the current stream does not."""
         return contextlib.nullcontext()
 
     def use_threads(self, count):
-        """Let one kernel use `count` host threads: for generation, where there is no batch to divide."""
-        # not BLAS's own threads: they busy-wait, and are slow while another program uses the cores
+        """Let one kernel use `count` host threads. This is for generation, where there is no batch to divide."""
+        # not the threads of BLAS: they wait in a busy loop, which is slow while another program uses the cores
         self.threads, self.executor = count, ThreadPoolExecutor(count - 1) if count > 1 else None
 
     def release_cached_memory(self):
-        """Release cached blocks of the memory pool that would otherwise be split for other sizes."""
+        """Return the unused blocks of the memory pool to the device: later sizes differ and would fragment them."""
 
     def peak_memory(self):
-        """The most bytes of device memory held so far, or None if they are not counted."""
+        """The maximum number of bytes of device memory allocated so far, or None if it is not counted."""
         return None
 
     def explain_oom(
         self, error, config, batch_size=None, seq_len=None, micro_batches=1, ranks=1, parallel=None, in_order=False
     ):
-        """If `error` means too little device memory, a sentence that says what to change; None for any other error.
+        """A sentence that says what to change if `error` means too little device memory; None for any other error.
 
-        The sentence is for a training step, or without batch_size for generation. ranks: the data-parallel ranks;
-        parallel: a ParallelConfig; in_order: whether the devices sum gradients in the canonical order.
+        The sentence is about a training step, or about generation if batch_size is None. ranks: number of data-parallel
+        ranks. parallel: a ParallelConfig. in_order: whether the devices add gradients in the canonical order.
         """
         return None
 
@@ -97,15 +104,15 @@ class Runtime:
         return None
 
     def range(self, name):
-        """A context manager that names a part of the step in a profiler."""
+        """A context manager: a profiler shows the work inside under this name."""
         return contextlib.nullcontext()
 
     def annotate(self, backend):
-        """Name the ranges and kernels of `backend` in a profiler from now on; raises ConfigError without a profiler."""
+        """From now on, name the ranges and kernels of `backend` for a profiler. Raises ConfigError: no profiler."""
         raise ConfigError(f"--nvtx: {self.name} has no profiler timeline; omit the flag")
 
     def notes(self, config):
-        """Warnings to print before this model is run."""
+        """A list of warnings to print before the model of this GPT2Config is run."""
         return []
 
     def notify(self, text):

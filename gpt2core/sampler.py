@@ -1,6 +1,6 @@
-"""Text generation: the KV cache, the decoder, the only generation loop, and the sampling rules."""
+"""Text generation: the KV cache, the decoder, the generation loop of all stages, and the sampling rules."""
 
-# B batch, t new positions, H heads of this rank, D head size, V vocabulary
+# B batch, t new positions, H heads of this rank, D head size, V vocabulary, block the model's block_size
 
 import contextlib
 
@@ -36,7 +36,7 @@ class KVCache:
 
 @no_grad()
 def next_logits(model, ids, cache):
-    """The logits (V) of the token after `ids`, a list of tokens that follow the cached ones; extends the cache."""
+    """The logits (V) of the token after `ids`, which follow the cached tokens; adds the keys and values of `ids`."""
     ids = np.asarray(ids, np.int64)[None]
     logits = model.logits(ids, cache, last_only=True)
     cache.length += ids.shape[1]
@@ -44,7 +44,7 @@ def next_logits(model, ids, cache):
 
 
 class Decoder:
-    """Generates tokens for a batch; a step computes one sequence after another with GPT2.logits(); the host samples.
+    """Generates one token per step for each sequence of a batch, one sequence after another; the host samples.
 
     A backend may provide a faster decoder with the same methods (Backend.decoder). The model sees only the last
     block_size tokens. While the sequence fits in the block, a step computes one new position and reads the others from
@@ -53,27 +53,27 @@ class Decoder:
     equal rules sample the same token on every rank.
     """
 
-    steps_ahead = 0  # steps that may be launched after the step whose tokens are read next
+    steps_ahead = 0  # number of further steps that may be launched before the tokens of a step are read
 
     def __init__(self, model):
         self.model = model
 
     def start(self, prompts, rules):
-        """Begin new sequences: prompts of up to block_size tokens each, and one sampling rule per prompt."""
+        """Begin new sequences. prompts: lists of up to block_size tokens; rules: one sampling rule for each prompt."""
         self.sequences = [CachedSequence(self.model, *each) for each in zip(prompts, rules, strict=True)]
-        self.sampled = []  # the tokens of each step that has not been read
+        self.unread = []  # for each step whose tokens have not been read: the list of its tokens
 
     def step(self):
         """Compute the next token of each sequence; a decoder on a device may return before they are computed."""
-        self.sampled.append([sequence.step() for sequence in self.sequences])
+        self.unread.append([sequence.step() for sequence in self.sequences])
 
     def read_tokens(self):
-        """The tokens of the oldest step that has not been read, one per sequence."""
-        return self.sampled.pop(0)
+        """The tokens of the oldest step that has not been read, one token for each sequence."""
+        return self.unread.pop(0)
 
 
 class CachedSequence:
-    """One sequence of a Decoder, with its KV cache."""
+    """One sequence of a Decoder, with its KV cache. `window` is the last block_size tokens; choose(logits) -> token."""
 
     def __init__(self, model, prompt, choose):
         self.model, self.choose, self.window = model, choose, prompt
@@ -82,9 +82,10 @@ class CachedSequence:
     def clear_cache(self):
         model = self.model
         self.cache = KVCache(model.config, model.head.backend, group=model.group)
-        self.uncached = self.window  # tokens whose keys and values are not in the cache
+        self.uncached = self.window  # the last tokens of the window, whose keys and values are not in the cache
 
     def step(self):
+        """Sample the next token and return it."""
         block = self.model.config.block_size
         if self.cache.length + len(self.uncached) > block:
             self.clear_cache()
@@ -96,8 +97,8 @@ class CachedSequence:
 def generate(model, prompt, max_new_tokens, choose=None, decoders=None):
     """Yield `max_new_tokens` tokens after `prompt` (a sequence of tokens), one at a time.
 
-    choose: a sampling rule, greedy by default. Use a rule for one sequence only: a device decoder may draw the rule's
-    random numbers in advance. decoders: see generate_batch. Raises ConfigError for an empty prompt.
+    choose: a sampling rule, logits (V) -> token, by default Greedy(). Use a rule for only one sequence: a decoder may
+    draw its random numbers in advance. decoders: see generate_batch. Raises ConfigError for an empty prompt.
     """
     for (token,) in generate_batch(model, [prompt], max_new_tokens, [choose or Greedy()], decoders):
         yield token
@@ -106,8 +107,8 @@ def generate(model, prompt, max_new_tokens, choose=None, decoders=None):
 def generate_batch(model, prompts, max_new_tokens, rules, decoders=None):
     """Yield one list of tokens per step: the next token of each prompt, sampled by the prompt's own rule.
 
-    decoders: {batch size: [idle decoders of this model]}. Pass the same dict again to reuse a device's
-    captured steps (CUDA graphs); by default this call makes its own decoder. Raises ConfigError for an empty prompt.
+    decoders: {batch size: [decoders of this model that are not in use]}. Pass the same dict again to reuse the decoders
+    and their CUDA graphs; by default a new decoder is made. Raises ConfigError for an empty prompt.
     """
     if not all(len(prompt) for prompt in prompts):
         raise ConfigError("the prompt is empty: give at least 1 token")
@@ -123,7 +124,7 @@ def generate_batch(model, prompts, max_new_tokens, rules, decoders=None):
 
 @contextlib.contextmanager
 def borrow_decoder(model, batch, decoders):
-    """Take an idle decoder for `batch` sequences from `decoders`, or make one; put it into `decoders` at the end."""
+    """Take a decoder for `batch` sequences from `decoders`, or make one; return it to `decoders` at the end."""
     idle = decoders.setdefault(batch, [])
     decoder = idle.pop() if idle else model.head.backend.decoder(model, batch) or Decoder(model)
     try:
@@ -133,18 +134,18 @@ def borrow_decoder(model, batch, decoders):
 
 
 class Greedy:
-    """The token with the largest logit; of equal logits the first."""
+    """The token with the largest logit; the first one if several logits are equal."""
 
     def __call__(self, logits):
         return int(logits.argmax())
 
 
 class Sampling:
-    """A seeded draw from softmax(logits / temperature), restricted by top-k and top-p.
+    """A random token from the distribution softmax(logits / temperature), limited by top-k and then by top-p.
 
-    top_k: only the k most probable tokens (0: all). top_p: of these, the smallest set of most probable tokens whose
-    probabilities add up to at least p (nucleus sampling, Holtzman et al. 2020). Raises ConfigError for a value outside
-    its range.
+    top_k: keep only the k most probable tokens (0: all). top_p: of these, keep the smallest set of most probable tokens
+    whose probabilities add up to at least p (nucleus sampling, Holtzman et al. 2020). seed: of the random numbers.
+    Raises ConfigError for a value outside its range.
     """
 
     def __init__(self, temperature=1.0, top_k=0, top_p=1.0, seed=0):
@@ -164,15 +165,16 @@ class Sampling:
         order = order[: self.top_k or None]
         p = np.exp((logits[order].astype(np.float64) - float(logits[order[0]])) / self.temperature)
         p /= p.sum()
-        keep = int(np.searchsorted(np.cumsum(p), self.top_p)) + 1  # the token that reaches top_p is the last one kept
-        p = p[:keep] / p[:keep].sum()
-        return int(order[min(int(np.searchsorted(np.cumsum(p), self.random.random(), "right")), len(p) - 1)])
+        n_kept = int(np.searchsorted(np.cumsum(p), self.top_p)) + 1  # the token that reaches top_p is the last one kept
+        p = p[:n_kept] / p[:n_kept].sum()
+        drawn = int(np.searchsorted(np.cumsum(p), self.random.random(), "right"))
+        return int(order[min(drawn, len(p) - 1)])  # the rounded probabilities may add up to less than 1
 
 
 def chooser(temperature=0.0, top_k=0, top_p=1.0, seed=0):
-    """The sampling rule for these options: Greedy at temperature 0, else Sampling.
+    """The sampling rule for these options: Greedy at temperature 0, otherwise Sampling.
 
-    Raises ConfigError for a value outside its range, at temperature 0 too.
+    Raises ConfigError for a value outside its range, also if temperature is 0.
     """
     sampling = Sampling(temperature or 1.0, top_k, top_p, seed)
     return sampling if temperature else Greedy()

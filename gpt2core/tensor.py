@@ -1,15 +1,15 @@
-"""A Tensor is an array that records the operation that made it; backward() applies the chain rule in reverse order."""
+"""A Tensor is an array that records the operation that made it. backward() applies the chain rule in reverse order."""
 
 import contextlib
 import contextvars
 import itertools
 
-_recording = contextvars.ContextVar("recording", default=True)  # no_grad() affects only its thread
+_recording = contextvars.ContextVar("recording", default=True)  # a context variable: each thread has its own value
 _creation_order = itertools.count()
 
 
 class AutogradError(RuntimeError):
-    """The graph cannot be differentiated as requested, for example because it was freed or never recorded."""
+    """The gradients cannot be computed, for example because the graph was freed or never recorded."""
 
 
 class ShapeError(ValueError):
@@ -27,15 +27,15 @@ def no_grad():
 
 
 def is_recording():
-    """Whether operations are recorded in this thread; if not, a kernel may skip what only backward needs."""
+    """Whether operations are recorded in this thread. If not, kernels need not save data for backward."""
     return _recording.get()
 
 
 class Edge:
-    """An input of a node that another node computed, stored without its array: only closures keep arrays alive."""
+    """A reference to the output of another node, without its array: only the closures `backward` keep arrays alive."""
 
-    __slots__ = ("shape", "requires_grad", "node", "index")
-    grad_buffer = None  # only leaves have one
+    __slots__ = ("shape", "requires_grad", "node", "index")  # the tensor is output number `index` of `node`
+    grad_buffer = None  # only a leaf may have a buffer
 
     def __init__(self, tensor):
         self.shape, self.requires_grad = tensor.shape, tensor.requires_grad
@@ -48,7 +48,7 @@ class Node:
     __slots__ = ("order", "parents", "backward", "n_outputs")
 
     def __init__(self, parents, backward, n_outputs):
-        self.order = next(_creation_order)  # parents have smaller numbers, so descending order is reverse topological
+        self.order = next(_creation_order)  # larger than that of its inputs: descending order is reverse topological
         self.parents = [parent if parent.node is None else Edge(parent) for parent in parents]
         self.backward, self.n_outputs = backward, n_outputs
 
@@ -58,13 +58,13 @@ class Node:
 
 
 class Tensor:
-    """An array, its backend, and the node that made it (None for a leaf).
+    """An array, its backend, and the node that made it. A leaf is a tensor that no node made, such as a parameter.
 
     `data` is an array of the backend (NumPy, CuPy) of any shape and dtype. A leaf with `requires_grad` collects its
     gradient, an array of the same shape, in `grad`. Importing primitives.py defines arithmetic (+, *, ...).
 
-    grad_buffer: for a leaf, an array to which backward kernels write its gradient (see ops.buffers), or None. With a
-    buffer, the gradient returned last is complete: the kernel of a second operation on the leaf adds to the buffer.
+    grad_buffer: an array to which backward kernels write the gradient of a leaf (see ops.buffers), or None. If two
+    operations use the leaf, the second kernel adds to the buffer, so backward() does not add the two results again.
     """
 
     __array_priority__ = 1000  # makes NumPy call the tensor's __radd__ for array + tensor
@@ -75,10 +75,10 @@ class Tensor:
 
     @classmethod
     def from_op(cls, data, parents, backward):
-        """The result of an operation: `backward(dy)` returns one gradient (or None) for each parent.
+        """The result of an operation on `parents`; backward(dy) returns one gradient (or None) for each parent.
 
-        A tuple of arrays gives a tuple of tensors; backward then takes one gradient for each of them, None for an
-        output that was not used.
+        data: an array, or a tuple of arrays, which gives a tuple of tensors. Then backward takes one gradient for each
+        output: None if the output was not used.
         """
         outputs = data if isinstance(data, tuple) else (data,)
         tensors = tuple(cls(array, parents[0].backend) for array in outputs)
@@ -109,17 +109,17 @@ class Tensor:
         return self.backend.to_host(self.data)
 
     def detach(self, requires_grad=False):
-        """The same array as a new leaf, outside the graph."""
+        """A new leaf with the same array, outside the graph."""
         return Tensor(self.data, self.backend, requires_grad)
 
     def __repr__(self):
         return f"Tensor(shape={self.shape}, dtype={self.dtype}, requires_grad={self.requires_grad})"
 
     def on_gradient(self, gradient):
-        """Called once per backward pass (recompute() starts nested passes) when the gradient of this leaf is complete.
+        """Called when the gradient of this leaf is complete, once in each backward pass (recompute() starts others).
 
-        The default adds it to `grad`. To sum in another order, or to communicate during the rest of backward, assign
-        another function of one array to this attribute of the leaf. Copy the array, because backward() may reuse it.
+        This default adds the gradient to `grad`. To add in another order, or to send gradients during the rest of
+        backward, assign another function to `leaf.on_gradient`. It must copy the array, which backward() may reuse.
         """
         if self.grad is None:
             self.grad = gradient.copy()  # primitives.add() returns the same array for both parents
@@ -127,11 +127,11 @@ class Tensor:
             self.grad += gradient
 
     def backward(self, gradient=None, retain_graph=False):
-        """Compute the gradients of all leaves that require them.
+        """Compute the gradients of all leaves of the graph that require gradients.
 
-        gradient: of this tensor, in its shape; by default 1 for a tensor of one element. The graph is freed during the
-        pass unless `retain_graph`. Raises AutogradError for a graph that was freed or never recorded, and for a tensor
-        of several elements without `gradient`; ShapeError if a gradient and its tensor differ in shape.
+        gradient: the gradient of this tensor, in its shape; the default for a tensor of one element is 1. The graph is
+        freed during the pass unless `retain_graph`. Raises AutogradError for a graph that was freed or never recorded,
+        or if a tensor of several elements has no `gradient`; ShapeError if a gradient has not its tensor's shape.
         """
         if not self.requires_grad:
             raise AutogradError(
@@ -142,43 +142,43 @@ class Tensor:
                 raise AutogradError(f"backward() on shape {self.shape} needs an argument: a gradient of that shape")
             gradient = self.backend.ones(self.shape, self.dtype)
         gradient = gradient.data if isinstance(gradient, Tensor) else gradient
-        nodes, uses = reachable(self)
-        arrived = {}  # node or leaf -> the gradients of its outputs, summed so far
+        nodes, uses_left = reachable(self)
+        sums = {}  # {node or leaf: for each of its outputs the sum of the gradients so far, or None}
 
-        def deliver(tensor, gradient):
+        def add_gradient(tensor, gradient):
             if gradient is not None:
                 if gradient.shape != tensor.shape:
                     raise ShapeError(f"a gradient of shape {gradient.shape} reached a tensor of shape {tensor.shape}")
-                outputs = tensor.node.n_outputs if tensor.node else 1
-                slots = arrived.setdefault(tensor.node or tensor, [None] * outputs)
-                held = slots[tensor.index]
-                if held is not None and tensor.grad_buffer is None:
-                    gradient = self.backend.add(held, gradient)
-                slots[tensor.index] = gradient
+                n_outputs = tensor.node.n_outputs if tensor.node else 1
+                output_sums = sums.setdefault(tensor.node or tensor, [None] * n_outputs)
+                previous = output_sums[tensor.index]
+                if previous is not None and tensor.grad_buffer is None:
+                    gradient = self.backend.add(previous, gradient)
+                output_sums[tensor.index] = gradient
             if tensor.node is None:
-                uses[tensor] -= 1
-                if uses[tensor] == 0 and tensor in arrived:
-                    tensor.on_gradient(arrived.pop(tensor)[0])
+                uses_left[tensor] -= 1
+                if uses_left[tensor] == 0 and tensor in sums:
+                    tensor.on_gradient(sums.pop(tensor)[0])
 
-        deliver(self, gradient)
+        add_gradient(self, gradient)
         while nodes:
-            node = nodes.pop()
-            gradients = arrived.pop(node, None)
+            node = nodes.pop()  # the newest: all operations that use its outputs have been processed
+            gradients = sums.pop(node, None)
             if gradients is None:  # no gradient reached this node
                 parent_gradients = (None,) * len(node.parents)
             else:
                 parent_gradients = node.backward(*gradients)
             for parent, gradient in zip(node.parents, parent_gradients, strict=True):
                 if parent.requires_grad:
-                    deliver(parent, gradient)
+                    add_gradient(parent, gradient)
             del gradients, parent_gradients
-            parent = gradient = None  # otherwise these names keep the last of them alive
+            parent = gradient = None  # otherwise these two names keep the last parent and gradient in memory
             if not retain_graph:
                 node.free()
 
 
 def reachable(root):
-    """The graph that computed `root`: (nodes, oldest first; {leaf: number of uses})."""
+    """The graph that computed `root`: (nodes, oldest first; {leaf: number of uses in the graph})."""
     nodes, uses, stack = set(), {}, [root]
     while stack:
         tensor = stack.pop()

@@ -1,6 +1,6 @@
 """The training step of every stage: batch, gradient, norm, update, for any number of threads, ranks and devices."""
 
-# B sequences in the global batch, T tokens in each; a data-parallel rank reads B / (data-parallel size) of them
+# The global batch: B sequences of T tokens. A data-parallel rank reads B / (number of data-parallel ranks) of them.
 
 import contextlib
 
@@ -30,7 +30,7 @@ class Trainer:
     config: GPT2Config. backends: a list, one for each worker thread of this rank. world: the Communicator of all ranks.
     parallel: ParallelConfig. optimizer, loss_scale: dicts of keyword arguments of AdamW and LossScale. capture: whether
     the device may capture a step and replay it. seed: seed of the initial parameters; None leaves them zero. The global
-    batch has `batch_size` sequences of `seq_len` tokens, divided into `micro_batches` micro-batches over all ranks.
+    batch, batch_size (B) sequences of seq_len (T) tokens, is divided into `micro_batches`, over all ranks together.
     """
 
     def __init__(
@@ -46,33 +46,32 @@ class Trainer:
         limit_blas(1)  # the worker threads use the cores
         tensor_parallel.check_tensor_parallel(config, self.mesh.tensor.size)
         self.backend.check_model(config)
-        data, owners = self.mesh.data, self.mesh.data if self.parallel.zero else Solo()
-        self.rows = even_slices(batch_size, data.size)[data.rank]  # rows of the global batch that this rank reads
+        data, owners = self.mesh.data, self.mesh.data if self.parallel.zero else Solo()  # owners divide the arena
+        self.rows = even_slices(batch_size, data.size)[data.rank]  # slice of the global batch that this rank reads
         self.loss_scale = LossScale(self.backend, **(loss_scale or {}))
         capture = capture and self.world.capturable
         self.allocate(micro_batches // data.size, data, owners, capture)
         self.optimizer = self.make_optimizer(owners, optimizer or {})
         self.compiled = self.backend.runtime.compile_step(self.compute_update, capture)
-        self.steps, self.position = 0, 0  # updates made; windows consumed since the start of training
-        self.in_flight, self.finished = [], 0.0  # steps begun but not read; time when the last one was read
+        self.steps, self.position = 0, 0  # updates made; windows read by all ranks since the start of training
+        self.in_flight, self.finished = [], 0.0  # PendingSteps, oldest first; time when the last result was read
         self.stopped_by = 0  # the largest signal number that a rank reported with the last step, or 0
-        self.tuned = None  # rank 0's choices by timing; set after the first step
+        self.tuned = None  # rank 0's choices by timing (of tiles, for example); set after the first step
         if seed is not None:
             fill(self, self.parameters, initial_parameters(config, seed) if self.world.is_root else None)
         self.optimizer.refresh_copy(self.steps)
         self.backend.runtime.release_cached_memory()
-        self.load_tuned(self.world.broadcast_object(self.backend.runtime.tuned))  # rank 0's choices
+        self.load_tuned(self.world.broadcast_object(self.backend.runtime.tuned))  # rank 0's, from an earlier run
 
-    def allocate(self, count, data, owners, capture):
-        """Allocate the arena's buffers (parameters, the copy that kernels read, gradients) and their collectives."""
+    def allocate(self, rank_micro_batches, data, owners, capture):
+        """Allocate the flat buffers (parameters, the copy that kernels read, gradients); set up their collectives."""
         shapes, backend, parallel = parameter_shapes(self.config), self.backend, self.parallel
         self.arena = Arena(tensor_parallel.shard_shapes(shapes, self.mesh.tensor.size), owners.size)
         self.parameters = self.compute_parameters = backend.zeros((self.arena.size,), backend.dtype)
-        if backend.compute_dtype != backend.dtype:  # kernels read a copy of the fp32 masters
+        if backend.compute_dtype != backend.dtype:  # kernels read a copy of the fp32 parameters
             self.compute_parameters = backend.zeros((self.arena.size,), backend.compute_dtype)
-        self.accumulator = MicroBatches(
-            self.config, self.arena, self.compute_parameters, self.workers, count, self.mesh.tensor
-        )
+        sizes = rank_micro_batches, self.mesh.tensor, (self.rows.stop - self.rows.start, self.seq_len)
+        self.accumulator = MicroBatches(self.config, self.arena, self.compute_parameters, self.workers, *sizes)
         gradients, self.bucket_mb, self.measured = self.accumulator.gradients, parallel.bucket_mb, None
         if parallel.bucket_mb is None:  # all ranks measure together; rank 0's result is used
             self.measured = self.world.broadcast_object(measured_bucket(data, gradients, backend, capture))
@@ -87,40 +86,40 @@ class Trainer:
                 worker.model.wait_on_read = self.all_gather.wait_on_read
 
     def make_optimizer(self, owners, options):
-        """AdamW over the arena; a parameter that all tensor-parallel ranks hold is counted once in the norm."""
+        """AdamW over the arena. The norm counts a parameter that all tensor-parallel ranks hold only on their root."""
         check_rounding(options.get("rounding", "nearest"), self.backend)
         tensor = self.mesh.tensor
         replicated = filter(tensor_parallel.is_replicated, self.arena.slices)
         repeated = [] if tensor.is_root else [self.arena.padded(name) for name in replicated]
         return AdamW(
             self.arena, self.parameters, self.workers, owners=owners, tensor_group=tensor, repeated=repeated,
-            copy=None if self.compute_parameters is self.parameters else self.compute_parameters,
+            compute_copy=None if self.compute_parameters is self.parameters else self.compute_parameters,
             gathers=self.parallel.zero_gather == "end", **options,
         )  # fmt: skip
 
     def prepare(self, inputs, targets):
-        """Return the batch for step(). inputs, targets: (rows, T) integers, this rank's rows of the global batch.
+        """Divide inputs, targets, (rows, T) integers on the host, into micro-batches: the argument `batch` of step().
 
-        They are divided into micro-batches for the workers, on the host. Raises ShapeError for an unknown token.
+        They are this rank's rows of the global batch. Raises ShapeError for a token outside the vocabulary.
         """
         for tokens in (inputs, targets):
             require_tokens("batch", tokens, self.config.vocab_size)
         tensor, prepare = self.mesh.tensor, self.backend.prepare_tokens
-        rows = self.config.vocab_size // tensor.size  # of the token embedding, held by this rank
+        wte_rows = self.config.vocab_size // tensor.size  # rows of the token embedding on each rank
         return [
-            [(prepare(x, rows, tensor.rank * rows), prepare(y)) for x, y in own]
-            for own in self.accumulator.deal(inputs, targets, len(inputs))
+            [(prepare(x, wte_rows, tensor.rank * wte_rows), prepare(y)) for x, y in worker_batch]
+            for worker_batch in self.accumulator.deal(inputs, targets, len(inputs), self.accumulator.merged)
         ]
 
     def step(self, batch, lr):
-        """Make an update from a batch returned by prepare(); return a Step. Raises Diverged: see PendingStep.result."""
+        """Make one update from the result of prepare(); return a Step. Raises Diverged: see PendingStep.result."""
         return self.begin(batch, lr).result()
 
     def begin(self, batch, lr):
-        """Start the update from a batch returned by prepare(), and return its PendingStep (steps_in_flight.py).
+        """Start the update from the result of prepare(), and return its PendingStep (steps_in_flight.py).
 
         PendingStep launches self.compiled, and its result() counts the step. If `overlaps`, the next step may begin
-        before the result of this one is read. Results are read in the order in which the steps began.
+        before this result is read. Results are read in the order in which the steps began.
         """
         if self.in_flight and not self.overlaps:
             raise ValueError("this device cannot overlap steps: read the result() of the previous step first")
@@ -129,33 +128,33 @@ class Trainer:
 
     @property
     def overlaps(self):
-        """Whether a step may begin before the previous result is read; never in fp16, which may repeat a step."""
+        """Whether a step may begin before the previous result is read: not in fp16, where a step may be repeated."""
         return self.compiled.can_overlap and self.loss_scale.state is None
 
     def compute_update(self, batch, hyper):
         """Compute one step; returns [*this rank's losses, norm]. If the norm is not finite, no parameter changes.
 
-        The host reads no device value here, so that the step can be captured once and replayed.
+        The host reads no device value here, so that a device can capture the step once and replay it.
         """
-        runtime, sent = self.backend.runtime, self.bytes_sent()
+        runtime, sent_before = self.backend.runtime, self.bytes_sent()
         with self.all_gather:
             losses = self.accumulator.backward(batch, 1 / (self.batch_size * self.seq_len), self.loss_scale.factor)
         self.data_parallel.finish()
         runtime.join()
         with runtime.range("optimizer"):
             gradients = self.accumulator.gradients
-            stop = self.optimizer.stop if self.loss_scale.state is None else None  # fp16 repeats the step
-            norm, scale = self.optimizer.norm_and_scale(gradients, self.loss_scale, stop)
-            self.optimizer.update(gradients, scale, hyper)
-        self.sent_by_update = self.bytes_sent() - sent  # a replay sends as many bytes, without counting them
+            stop = self.optimizer.stop if self.loss_scale.state is None else None  # fp16 repeats the step instead
+            norm, grad_scale = self.optimizer.norm_and_scale(gradients, self.loss_scale, stop)
+            self.optimizer.update(gradients, grad_scale, hyper)
+        self.sent_by_update = self.bytes_sent() - sent_before  # a replay sends as many bytes, but does not count them
         return [*losses, norm]
 
     def load_tuned(self, tuned, final=False):
-        """Use these choices in all backends of this rank: see Runtime.load_tuned."""
+        """Call Runtime.load_tuned(tuned, final) for all backends of this rank."""
         for backend in self.workers.backends:
             backend.runtime.load_tuned(tuned, final)
 
     def bytes_sent(self):
         """The bytes that this rank has sent so far, in all groups."""
-        models = (worker.model.group for worker in self.accumulator.workers)
-        return sum(group.bytes_sent for group in (self.world, self.mesh.data, self.mesh.tensor, *models))
+        worker_groups = (worker.model.group for worker in self.accumulator.workers)
+        return sum(group.bytes_sent for group in (self.world, self.mesh.data, self.mesh.tensor, *worker_groups))

@@ -1,10 +1,10 @@
-"""The training loop: steps, evaluation and checkpoints between them, and the ways in which training ends."""
+"""The training loop: training steps, between them evaluation and checkpoints, and the ways in which training ends."""
 
 from gpt2core.errors import ConfigError, UserError
 from gpt2core.parallel.evaluation import evaluate
 from gpt2core.parallel.whole_parameters import check_finite, verify
 
-LOG_LOST = 255  # in place of a signal's number: the log cannot be written
+LOG_LOST = 255  # sent to the other ranks like the number of a signal: this rank cannot write its log
 
 
 class LogLost(UserError):
@@ -13,7 +13,7 @@ class LogLost(UserError):
     def __init__(self, error, steps, shared):
         text = f"{error.filename or 'the output'}: {error.strerror or error}" if isinstance(error, OSError) else error
         super().__init__(text or "another rank could not write its log")
-        self.steps, self.shared = steps, shared  # shared: every rank raises it
+        self.steps, self.shared = steps, shared  # updates made; whether every rank raises this error
 
 
 def run(
@@ -22,48 +22,51 @@ def run(
 ):  # fmt: skip
     """Train until `steps` updates are made in total; returns the number of a signal that ended training early, or None.
 
-    schedule(step) is the learning rate of step number `step` (from 0). on_step(step, validation loss or None, last)
-    reports each step. save(trainer), if given, writes a checkpoint every `save_every` steps and at the end, if all
-    parameters are finite. `validation` windows are evaluated every `eval_every` steps and at the end; the replicas are
-    compared every `verify_every` steps and at the end. If on_step raises ConfigError or OSError, the run ends as after
-    a signal and raises LogLost (or BrokenPipeError). received_signal(): the signal that this rank received, or 0.
+    schedule(i) is the learning rate of step number i (from 0). on_step(step, validation_loss, last) reports a step: its
+    Step, the validation loss or None, and whether it is the last step. save(trainer), if given, writes a checkpoint
+    every `save_every` steps and at the end; if a parameter is not finite, Diverged is raised instead of saving. The
+    `validation` windows are evaluated every `eval_every` steps and at the end. The replicas of the parameters are
+    compared every `verify_every` steps and at the end. An interval of 0 means only at the end.
+
+    received_signal() is the number of the signal that this rank has received, or 0. If on_step raises ConfigError or
+    OSError, training ends as after a signal, and run() raises LogLost, or the error itself if it is BrokenPipeError.
     """
 
     def due(every, last):
         return last or (every and trainer.steps % every == 0)
 
-    pauses = [verify_every, eval_every if validation is not None else 0, save_every if save else 0]
+    pauses = [verify_every, eval_every if validation is not None else 0, save_every if save else 0]  # intervals
 
     def begin(batch):
-        """Begin the step after those in flight, with this batch."""
+        """Begin the next step, which follows the steps in flight, with this batch."""
         return trainer.begin(batch, schedule(trainer.steps + len(trainer.in_flight)))
 
-    def works_ahead():
-        """Whether the next step may begin before the result of this one is read: nothing is to be done between them."""
-        after = trainer.steps + 1
-        pause = stopping or after >= steps or any(every and after % every == 0 for every in pauses)
+    def may_begin_next():
+        """Whether the next step may begin before the result of this step is read: nothing must happen between them."""
+        steps_after = trainer.steps + 1  # the number of updates after this step
+        pause = stopping or steps_after >= steps or any(every and steps_after % every == 0 for every in pauses)
         return trainer.overlaps and not pause
 
     def report(*arguments):
-        nonlocal lost
+        nonlocal log_error
         try:
-            on_step(*arguments)  # also after a failure: on_step may call collectives for the last line
+            on_step(*arguments)  # also after log_error: on_step may call collectives, which need all ranks
         except (ConfigError, OSError) as error:
-            lost = lost or error
+            log_error = log_error or error
 
     def save_finite():
         check_finite(trainer)
         save(trainer)
 
-    stopping, lost, batch = 0, None, None
+    stopping, log_error, batch = 0, None, None  # stopping: the number of a signal, LOG_LOST, or 0
     while trainer.steps < steps and (trainer.in_flight or not stopping):
         if not trainer.in_flight:
             begin(batch or read_batch(trainer, windows))
         batch = read_batch(trainer, windows, ahead=1) if trainer.steps + 1 < steps else None  # while the device works
-        if works_ahead():
+        if may_begin_next():
             begin(batch)
-        step = trainer.in_flight[0].result(LOG_LOST if lost else received_signal())
-        stopping = trainer.stopped_by or stopping  # the same on every rank: all end with the same step
+        step = trainer.in_flight[0].result(LOG_LOST if log_error else received_signal())
+        stopping = trainer.stopped_by or stopping  # equal on all ranks, so all ranks end with the same step
         last = trainer.steps >= steps or bool(stopping) and not trainer.in_flight
         if due(verify_every, last):
             verify(trainer)
@@ -73,15 +76,15 @@ def run(
             save_finite()
     if save:
         save_finite()
-    if isinstance(lost, BrokenPipeError):  # the reader of the output has closed the pipe
-        raise lost
-    if lost or stopping == LOG_LOST:
-        raise LogLost(lost, trainer.steps, shared=stopping == LOG_LOST)
+    if isinstance(log_error, BrokenPipeError):  # the program that reads the output has closed the pipe
+        raise log_error
+    if log_error or stopping == LOG_LOST:
+        raise LogLost(log_error, trainer.steps, shared=stopping == LOG_LOST)
     return stopping or None
 
 
 def read_batch(trainer, windows, ahead=0):
-    """This rank's batch of the step that is `ahead` steps after the next step of `trainer`."""
+    """The batch of this rank, from Trainer.prepare(), for step number trainer.steps + ahead (from 0)."""
     position = trainer.position + ahead * trainer.batch_size
     rows = trainer.rows
     return trainer.prepare(*windows.batch(position + rows.start, rows.stop - rows.start))

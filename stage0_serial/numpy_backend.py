@@ -7,29 +7,29 @@ import math
 import numpy as np
 
 from gpt2core.arena import BLOCK as ARENA_BLOCK
-from gpt2core.backend import Backend
 from gpt2core.errors import ConfigError
 from gpt2core.parallel.codecs import Codec
 from gpt2core.parallel.even_slices import even_slices
 from gpt2core.parallel.tree_sum import tree_sum
-from gpt2core.runtime import Runtime
 from gpt2core.tensor import is_recording
 from stage0_serial.buffer_pool import BufferPool
+from stage0_serial.cpu_runtime import CpuRuntime
+from stage0_serial.generation import GenerationKernels
+from stage0_serial.rows import BLOCK, block_rows, blocks, rows
+from stage0_serial.vocabulary import VocabularyKernels
 
-BLOCK = 1 << 16  # elements of one elementwise block: a few of them fit in a core's second-level cache
 QUERIES = 64  # query rows of one attention block; blocks above the diagonal are skipped
-ROWS = 64  # a matrix product with fewer rows is not divided over threads
-LOGITS = 1 << 23  # elements of an array of logits; more logits are computed in chunks of rows
 GELU_A, GELU_B = math.sqrt(2 / math.pi), 0.044715  # Python floats: with np.float64, NumPy would compute in float64
 DTYPES = {"fp32": np.float32, "fp64": np.float64}
 
 
-class NumpyBackend(Backend):
+class NumpyBackend(VocabularyKernels, GenerationKernels):
     """NumPy arrays on the host; one instance per thread, because its buffers are reused without locks."""
 
     name = "numpy"
     xp = np
     many_ranks = "stage 1"
+    merges_micro_batches = True
 
     def __init__(self, precision="fp32", deterministic=True):
         if precision not in DTYPES:
@@ -38,7 +38,7 @@ class NumpyBackend(Backend):
             )
         self.precision, self.dtype = precision, np.dtype(DTYPES[precision])
         self.compute_dtype = self.dtype
-        self.pool, self.constants, self.runtime = BufferPool(), {}, Runtime()
+        self.pool, self.constants, self.runtime = BufferPool(), {}, CpuRuntime()
 
     # -- arrays ------------------------------------------------------------------------------------------------------
 
@@ -64,18 +64,9 @@ class NumpyBackend(Backend):
 
     def matmul(self, a, b, out=None):
         y = self.empty((a.shape[0], b.shape[1]), a.dtype) if out is None else out
-        if len(a) == 1 and len(b) < BLOCK // 4 and b.flags.c_contiguous:
-            # For one row, reading b takes most of the time, and einsum reads b faster than BLAS. Not for b with many
-            # rows: einsum adds the terms one by one, which is inaccurate for long sums.
-            return np.einsum("nc,ck->nk", a, b, out=y)
-        if self.runtime.executor is None or len(a) < ROWS:
-            return np.matmul(a, b, out=y)
-        first, *others = even_slices(b.shape[1], self.runtime.threads)
-        jobs = [self.runtime.executor.submit(np.matmul, a, b[:, part], out=y[:, part]) for part in others]
-        np.matmul(a, b[:, first], out=y[:, first])
-        for job in jobs:
-            job.result()
-        return y
+        if len(a) == 1 and not is_recording():
+            return self.one_row(a, b, y)
+        return self.runtime.product(a, b, out=y)
 
     def constant(self, value, n, dtype):
         """A cached vector (n) filled with `value`: a product with it is the fastest sum in NumPy."""
@@ -84,19 +75,47 @@ class NumpyBackend(Backend):
             self.constants[key] = np.full(n, value, dtype)
         return self.constants[key]
 
-    def column_sums(self, x, out=None):
-        return np.matmul(self.constant(1, x.shape[0], x.dtype), x, out=out)  # faster than np.sum over the rows
+    def sum_over_rows(self, sum_of, n, like, out=None):
+        """The sum over n rows, an array like `like`: sum_of(slice of rows, array) writes the sum of one micro-batch.
+
+        The sums of all micro-batches are added in the canonical order. out: an array for the result, or one array for
+        each micro-batch (micro-batches, ...); then the first one is the result.
+        """
+        parts, separate = even_slices(n, self.micro_batches), out is not None and out.ndim > like.ndim
+
+        def tree(first, count, total):
+            if count == 1:
+                sum_of(parts[first], total)
+                return total
+            middle = first + count // 2
+            tree(first, count // 2, total)
+            return np.add(total, tree(middle, count // 2, out[middle] if separate else self.like(like)), out=total)
+
+        return tree(0, len(parts), self.like(like) if out is None else out[0] if separate else out)
+
+    def column_sums(self, x, like, out=None):
+        def sum_of(part, total):
+            np.matmul(self.constant(1, part.stop - part.start, x.dtype), x[part], out=total)  # faster than np.sum
+
+        return self.sum_over_rows(sum_of, len(x), like, out)
 
     def linear_forward(self, x, w, b=None):
-        y = self.matmul(rows(x), w)
-        if b is not None:
-            np.add(y, b, out=y)
-        return y.reshape(*x.shape[:-1], w.shape[1])
+        y = self.empty((*x.shape[:-1], w.shape[1]), x.dtype)
+        x2, y2 = rows(x), rows(y)
+
+        def of_rows(backend, part):
+            backend.matmul(x2[part], w, y2[part])
+            if b is not None:
+                np.add(y2[part], b, out=y2[part])
+
+        self.over_rows(of_rows, len(x2))
+        return y
 
     def linear_backward(self, dy, x, w, bias=True, out=(None, None)):
         dy, x2 = rows(dy), rows(x)
-        dx, dw = self.matmul(dy, w.T).reshape(x.shape), self.matmul(x2.T, dy, out[0])
-        return dx, dw, self.column_sums(dy, out[1]) if bias else None
+        dx = self.matmul(dy, w.T).reshape(x.shape)
+        dw = self.sum_over_rows(lambda part, total: self.matmul(x2[part].T, dy[part], total), len(dy), w, out[0])
+        return dx, dw, self.column_sums(dy, w[0], out[1]) if bias else None
 
     # -- gelu: u = A (x + B x^3); y = x (1 + tanh u) / 2 = x s; dy/dx = s + 2 y (1 - s) du/dx -------------------------
     #    a training step uses linear_gelu_forward, which keeps dy/dx, and linear_gelu_backward
@@ -138,9 +157,15 @@ class NumpyBackend(Backend):
                 np.add(d, s, out=d)
 
     def linear_gelu_forward(self, x, w, b):
-        y = self.linear_forward(x, w)
+        y = self.empty((*x.shape[:-1], w.shape[1]), x.dtype)
         slope = self.like(y) if is_recording() else None  # backward needs only the slope, so gelu overwrites its input
-        self.gelu(y, b, y, slope)
+        x2, y2 = rows(x), rows(y)
+
+        def of_rows(backend, part):
+            backend.matmul(x2[part], w, y2[part])
+            backend.gelu(y2[part], b, y2[part], None if slope is None else rows(slope)[part])
+
+        self.over_rows(of_rows, len(x2))
         return y, slope
 
     def linear_gelu_backward(self, dy, x, w, aux, out=(None, None)):
@@ -157,57 +182,58 @@ class NumpyBackend(Backend):
 
     def residual_layernorm_forward(self, x, a, a_bias, w, b, eps):
         if x.size == x.shape[-1] and not is_recording():
-            return *self.residual_layernorm_of_one_row(x, a, a_bias, w, b, eps), None
+            return *self.layernorm_of_one_row(x, a, a_bias, w, b, eps), None
         s = x if a is None else self.like(x)
         normalised, y = self.like(x), self.like(x)
         rstd = np.empty(rows(x).shape[0], x.dtype)
         mean_of = self.constant(1 / x.shape[-1], x.shape[-1], x.dtype)
         x2, a2, s2, h2, y2 = rows(x), None if a is None else rows(a), rows(s), rows(normalised), rows(y)
-        for block in blocks(x2):
-            sb, h, r = s2[block], h2[block], rstd[block]
-            if a is not None:
-                np.add(a2[block], a_bias, out=sb)
-                np.add(sb, x2[block], out=sb)
-            np.subtract(sb, np.matmul(sb, mean_of)[:, None], out=h)
-            np.vecdot(h, h, out=r)
-            np.multiply(r, 1 / x.shape[-1], out=r)
-            np.add(r, eps, out=r)
-            np.sqrt(r, out=r)
-            np.divide(1, r, out=r)
-            np.multiply(h, r[:, None], out=h)
-            np.multiply(h, w, out=y2[block])
-            np.add(y2[block], b, out=y2[block])
-        return s, y, (normalised, rstd)
 
-    def residual_layernorm_of_one_row(self, x, a, a_bias, w, b, eps):
-        """The forward pass of one row, without aux: fewer NumPy calls, each of which costs more than its arithmetic."""
-        s = x if a is None else x + (a + a_bias)
-        h = s - np.vdot(s, self.constant(1 / s.size, s.size, s.dtype))
-        r = 1 / math.sqrt(float(np.vdot(h, h)) / h.size + eps)
-        y = h * (w * r)
-        y += b
-        return s, y
+        def of_rows(backend, part):
+            for block in blocks(x2[part], part.start):
+                sb, h, r = s2[block], h2[block], rstd[block]
+                if a is not None:
+                    np.add(a2[block], a_bias, out=sb)
+                    np.add(sb, x2[block], out=sb)
+                np.subtract(sb, np.matmul(sb, mean_of)[:, None], out=h)
+                np.vecdot(h, h, out=r)
+                np.multiply(r, 1 / x.shape[-1], out=r)
+                np.add(r, eps, out=r)
+                np.sqrt(r, out=r)
+                np.divide(1, r, out=r)
+                np.multiply(h, r[:, None], out=h)
+                np.multiply(h, w, out=y2[block])
+                np.add(y2[block], b, out=y2[block])
+
+        # In a matrix-vector product, the bits of a row can depend on its place in the matrix. So a block never has rows
+        # of two micro-batches.
+        self.over_rows(of_rows, len(x2), self.micro_batches)
+        return s, y, (normalised, rstd)
 
     def residual_layernorm_backward(self, ds, dy, w, aux, out=(None, None, None)):
         normalised, rstd = aux
-        dx, dw = self.like(dy), np.empty_like(w) if out[1] is None else out[1]
-        dw[...] = 0
+        dx = self.like(dy)
         dy2, h2, dx2, ds2 = rows(dy), rows(normalised), rows(dx), None if ds is None else rows(ds)
         mean_of = self.constant(1 / dy.shape[-1], dy.shape[-1], dy.dtype)
         scratch = self.empty((block_rows(dy2), dy2.shape[1]), dy.dtype)
-        for block in blocks(dy2):
-            h, g, t = h2[block], dx2[block], scratch[: len(h2[block])]
-            np.multiply(dy2[block], h, out=t)
-            dw += self.column_sums(t)
-            mean_gh = np.matmul(t, w / dy.shape[-1])
-            np.multiply(dy2[block], w, out=g)
-            np.multiply(h, mean_gh[:, None], out=t)
-            np.subtract(g, np.matmul(g, mean_of)[:, None], out=g)
-            np.subtract(g, t, out=g)
-            np.multiply(g, rstd[block][:, None], out=g)
-            if ds is not None:
-                np.add(g, ds2[block], out=g)
-        return dx, self.column_sums(dx2, out[0]), dw, self.column_sums(dy2, out[2])
+
+        def sum_of(part, dw):  # also writes the rows of dx
+            dw[...] = 0
+            for block in blocks(dy2[part], part.start):
+                h, g, t = h2[block], dx2[block], scratch[: block.stop - block.start]
+                np.multiply(dy2[block], h, out=t)
+                dw += np.matmul(self.constant(1, len(t), t.dtype), t)
+                mean_gh = np.matmul(t, w / dy.shape[-1])
+                np.multiply(dy2[block], w, out=g)
+                np.multiply(h, mean_gh[:, None], out=t)
+                np.subtract(g, np.matmul(g, mean_of)[:, None], out=g)
+                np.subtract(g, t, out=g)
+                np.multiply(g, rstd[block][:, None], out=g)
+                if ds is not None:
+                    np.add(g, ds2[block], out=g)
+
+        dw = self.sum_over_rows(sum_of, len(dy2), w, out[1])
+        return dx, self.column_sums(dx2, w, out[0]), dw, self.column_sums(dy2, w, out[2])
 
     # -- attention: E = exp(S - rowmax), S = scale q k', causal; y = E v / rowsum(E) -----------------------------------
     #    backward: dS = E (dy v' - rowsum(dy y)) / rowsum(E), so E is kept, and E / rowsum(E) is never computed
@@ -215,17 +241,32 @@ class NumpyBackend(Backend):
     def attention_forward(self, qkv, n_head):
         q3, B, T, D = split_heads(qkv, n_head)
         y = self.empty((B, T, n_head * D), qkv.dtype)
-        exps = self.empty((B, n_head, T, T), qkv.dtype)  # blocks above the diagonal are never written
-        inverse_sums = self.empty((B, n_head, T), qkv.dtype)
-        q, k = self.empty((n_head, T, D), qkv.dtype), self.empty((n_head, D, T), qkv.dtype)
-        mask = np.triu(np.full((QUERIES, QUERIES), -np.inf, qkv.dtype), 1)
-        ones = np.ones(T, qkv.dtype)
+        y4 = y.reshape(B, T, n_head, D).transpose(0, 2, 1, 3)
+        starts = range(0, T, QUERIES)
+        if not self.divides(B * T):
+            return y, self.attention_of_queries(q3, y4, starts)
+        deal = [*range(self.runtime.threads), *reversed(range(self.runtime.threads))]  # later blocks have more keys
+
+        def of_thread(backend, part):
+            own = [start for i, start in enumerate(starts) if deal[i % len(deal)] == part.start]
+            backend.attention_of_queries(q3, y4, own)
+
+        self.divide(of_thread, self.runtime.threads)
+        return y, None
+
+    def attention_of_queries(self, q3, y, starts):
+        """q3 (B, 3, H, T, D) -> aux; writes the results of QUERIES rows from each of `starts` to y (B, H, T, D)."""
+        B, _, n_head, T, D = q3.shape
+        exps = self.empty((B, n_head, T, T), q3.dtype)  # blocks above the diagonal are never written
+        inverse_sums = self.empty((B, n_head, T), q3.dtype)
+        q, k = self.empty((n_head, T, D), q3.dtype), self.empty((n_head, D, T), q3.dtype)
+        mask = np.triu(np.full((QUERIES, QUERIES), -np.inf, q3.dtype), 1)
+        ones = np.ones(T, q3.dtype)
         for b in range(B):
             np.multiply(q3[b, 0], D**-0.5, out=q)
             np.copyto(k, q3[b, 1].transpose(0, 2, 1))  # otherwise BLAS transposes k for every block of queries
-            v = q3[b, 2]
-            out = y[b].reshape(T, n_head, D).transpose(1, 0, 2)
-            for i in range(0, T, QUERIES):
+            v, out = q3[b, 2], y[b]
+            for i in starts:
                 j = min(i + QUERIES, T)
                 s, inverse = exps[b, :, i:j, :j], inverse_sums[b, :, i:j]
                 np.matmul(q[:, i:j], k[:, :, :j], out=s)
@@ -236,7 +277,7 @@ class NumpyBackend(Backend):
                 np.divide(1, inverse, out=inverse)
                 np.matmul(s, v[:, :j], out=out[:, i:j])
                 np.multiply(out[:, i:j], inverse[:, :, None], out=out[:, i:j])
-        return y, (exps, inverse_sums)
+        return exps, inverse_sums
 
     def attention_backward(self, dy, qkv, y, aux, n_head):
         exps, inverse_sums = aux
@@ -264,93 +305,6 @@ class NumpyBackend(Backend):
                 np.matmul(ds[:, i:, i:j].transpose(0, 2, 1), q[:, i:], out=d3[b, 1, :, i:j])
             np.multiply(d3[b, 0], D**-0.5, out=d3[b, 0])
         return dqkv
-
-    def attention_cached(self, qkv, keys, values, position, n_head):
-        q3, B, t, D = split_heads(qkv, n_head)
-        end = position + t
-        keys[:, :, :, position:end] = q3[:, 1].transpose(0, 1, 3, 2)
-        values[:, :, position:end] = q3[:, 2]
-        s = np.matmul(q3[:, 0] * q3.dtype.type(D**-0.5), keys[:, :, :, :end])  # (B, H, t, end)
-        if t > 1:
-            s += np.triu(np.full((t, end), -np.inf, s.dtype), position + 1)
-        s -= s.max(-1, keepdims=True)
-        np.exp(s, out=s)
-        s /= s.sum(-1, keepdims=True)
-        return np.matmul(s, values[:, :, :end]).transpose(0, 2, 1, 3).reshape(B, t, n_head * D)
-
-    # -- embedding ---------------------------------------------------------------------------------------------------
-
-    def embedding_forward(self, ids, wte, wpe, position=0, first=0):
-        x, ids = self.empty((*ids.shape, wte.shape[1]), wte.dtype), ids.astype(np.intp) - first
-        np.take(wte, ids, axis=0, out=x, mode="clip")  # mode="raise" would copy `out`; ops.embedding checks ids
-        x[(ids < 0) | (ids >= len(wte))] = 0
-        return x if wpe is None else np.add(x, wpe[position : position + ids.shape[1]], out=x)
-
-    def embedding_backward(self, dy, ids, wte, wpe, position=0, first=0, out=(None, None), accumulate=False):
-        ids, dy2 = ids.reshape(-1).astype(np.intp) - first, rows(dy)
-        order = np.argsort(ids, kind="stable")
-        order = order[slice(*np.searchsorted(ids[order], (0, len(wte))))]  # rows whose token is in this part of wte
-        runs = np.flatnonzero(np.diff(ids[order], prepend=-1))  # where the rows of each token begin in `order`
-        dwte, dwpe = (
-            self.empty(p.shape, dy.dtype) if buffer is None else buffer
-            for p, buffer in zip((wte, wpe), out, strict=True)
-        )
-        sums = np.add.reduceat(dy2[order], runs, axis=0)
-        if accumulate:
-            dwte[ids[order[runs]]] += sums
-        else:
-            dwte[...] = 0
-            dwte[ids[order[runs]]] = sums
-        dwpe[...] = 0
-        np.add.reduce(dy, axis=0, out=dwpe[position : position + dy.shape[1]])
-        return dwte, dwpe
-
-    # -- unembedding and cross-entropy: dlogits = scale (softmax - onehot) ---------------------------------------------
-
-    def unembed_forward(self, x, w):
-        return self.matmul(rows(x), w.T).reshape(*x.shape[:-1], w.shape[0])
-
-    def unembed_backward(self, dy, x, w, out=None):
-        dy = rows(dy)
-        return self.matmul(dy, w).reshape(x.shape), self.matmul(dy.T, rows(x), out)
-
-    def cross_entropy_forward(self, logits, targets, first=0):
-        maxima, picked = np.maximum.reduce(logits, axis=1), np.zeros(len(logits), logits.dtype)
-        own = own_targets(targets, first, logits.shape[1])
-        picked[own[0]] = logits[own]
-        exps = np.subtract(logits, maxima[:, None], out=self.like(logits))
-        np.exp(exps, out=exps)
-        return maxima, exps.sum(axis=1), picked, (exps, maxima)
-
-    def cross_entropy_backward(self, dy, logits, targets, scale, maxima, sums, aux, first=0):
-        exps, subtracted = aux  # exp(logits - maxima) = exps * exp(subtracted - maxima)
-        factor = logits.dtype.type(float(dy) * scale)
-        weights = np.exp(subtracted - maxima) * (factor / sums)
-        dlogits = np.multiply(exps, weights[:, None], out=self.like(logits))
-        dlogits[own_targets(targets, first, logits.shape[1])] -= factor
-        return dlogits
-
-    def unembed_cross_entropy_forward(self, x, w, targets, first=0, scale=None, dloss=None, out=None):
-        statistics, chunks = np.empty((3, len(x)), x.dtype), logit_chunks(x, w)
-        for chunk in chunks:
-            logits = self.unembed_forward(x[chunk], w)
-            *statistics[:, chunk], aux = self.cross_entropy_forward(logits, targets[chunk], first)
-        return *statistics, aux if len(chunks) == 1 else None
-
-    def unembed_cross_entropy_backward(self, dy, x, w, targets, scale, maxima, sums, aux, first=0, out=None):
-        if aux is not None:
-            dlogits = self.cross_entropy_backward(dy, aux[0], targets, scale, maxima, sums, aux, first)
-            return self.unembed_backward(dlogits, x, w, out)
-        dx, dw = self.like(x), self.empty(w.shape, w.dtype) if out is None else out
-        dw[...] = 0
-        for chunk in logit_chunks(x, w):  # forward kept no logits: compute each chunk again
-            exps = self.unembed_forward(x[chunk], w)
-            np.exp(np.subtract(exps, maxima[chunk, None], out=exps), out=exps)
-            rows_of_chunk = targets[chunk], scale, maxima[chunk], sums[chunk], (exps, maxima[chunk]), first
-            dlogits = self.cross_entropy_backward(dy, exps, *rows_of_chunk)
-            dx[chunk], part = self.unembed_backward(dlogits, x[chunk], w)
-            np.add(dw, part, out=dw)
-        return dx, dw
 
     # -- flat buffers ------------------------------------------------------------------------------------------------
 
@@ -395,40 +349,12 @@ class NumpyBackend(Backend):
             np.subtract(pb, a, out=pb)
 
 
-def rows(x):
-    """(..., C) as (N, C), a view."""
-    return x.reshape(-1, x.shape[-1])
-
-
-def block_rows(x):
-    return max(1, BLOCK // x.shape[1])
-
-
-def blocks(x):
-    """Slices of rows that divide x (N, C) into cache-sized blocks."""
-    step = block_rows(x)
-    return [slice(start, start + step) for start in range(0, x.shape[0], step)]
-
-
 def decay_blocks(decays, width):
     """Yield (slice of up to `width` elements, whether weight decay applies), from one flag per arena block."""
     edges = [0, *(np.flatnonzero(np.diff(decays)) + 1).tolist(), len(decays)]
     for first, last in zip(edges, edges[1:], strict=False):
         for start in range(first * ARENA_BLOCK, last * ARENA_BLOCK, width):
             yield slice(start, min(start + width, last * ARENA_BLOCK)), decays[first]
-
-
-def own_targets(targets, first, count):
-    """The index (rows, local columns) of the targets (N) that lie in [first, first + count)."""
-    columns = targets.astype(np.intp) - first
-    own = np.flatnonzero((columns >= 0) & (columns < count))
-    return own, columns[own]
-
-
-def logit_chunks(x, w):
-    """Slices of rows of x (N, C) whose logits (rows, V) have at most LOGITS elements."""
-    step = max(1, LOGITS // w.shape[0])
-    return [slice(start, start + step) for start in range(0, x.shape[0], step)]
 
 
 def heads(x, n_head):

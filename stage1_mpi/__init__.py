@@ -1,1 +1,1 @@
-"""Stage 1: GPT-2 on many CPU processes, NumPy and MPI."""
+"""Stage 1: GPT-2 on many CPU processes, with NumPy and MPI."""

@@ -34,9 +34,9 @@ class Implementation:
     hostfile_flag: str
     other_host_pattern: str  # matches a host file line in the other implementation's format
     host_format: str  # a host file line in the format of this implementation
-    host_options: tuple  # names of `name=value` after a host, besides SLOTS
-    flags: tuple = ()
-    root_flags: tuple = ()  # added if the user is root, as in a container
+    host_options: tuple  # the names that may stand in `name=value` after a host, in addition to SLOTS
+    flags: tuple = ()  # flags of mpiexec that every job needs
+    root_flags: tuple = ()  # flags that are added if the user is root, as in a container
 
     def host_line(self, host, n=4):
         """A line of a host file: `n` ranks on `host`."""
@@ -67,16 +67,16 @@ OPEN_MPI = Implementation(
 IMPLEMENTATIONS = (OPEN_MPI, MPICH)
 SLOTS = ("slots", "max_slots", "max-slots")  # host file options of Open MPI: the number of ranks of a host
 
-# Runs in a child process and without MPI_Init, because the launcher is not a rank.
-VENDOR = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print(MPI.get_vendor()[0])"
+# Prints the name of the MPI library. Runs in a child process and without MPI_Init, because the launcher is not a rank.
+PRINT_VENDOR = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print(MPI.get_vendor()[0])"
 
 
-def library():
-    """The Implementation that mpi4py loads; every one except Open MPI is treated as MPICH.
+def loaded_implementation():
+    """The Implementation that mpi4py loads: Open MPI, or MPICH for every other library.
 
     Raises ConfigError if mpi4py or an MPI library is missing.
     """
-    probe = subprocess.run([sys.executable, "-c", VENDOR], capture_output=True, text=True)
+    probe = subprocess.run([sys.executable, "-c", PRINT_VENDOR], capture_output=True, text=True)
     if probe.returncode:
         why = (probe.stderr.strip().splitlines() or ["no output"])[-1]
         if "No module named 'mpi4py'" in why:
@@ -86,10 +86,10 @@ def library():
 
 
 def launchers():
-    """Paths of launchers: first those in this interpreter's directory, then for each name the first on the PATH."""
+    """Paths of the launchers found: first those in this interpreter's directory, then those on the PATH."""
     names = ("mpiexec", "mpirun", "mpiexec.hydra", "mpiexec.mpich", "mpiexec.openmpi")
-    beside = str(Path(sys.executable).parent)
-    found = [shutil.which(name, path=path) for path in (beside, None) for name in names]
+    directory = str(Path(sys.executable).parent)
+    found = [shutil.which(name, path=path) for path in (directory, None) for name in names]  # None: the PATH
     return list(dict.fromkeys(filter(None, found)))
 
 
@@ -104,20 +104,20 @@ def implementation_of(mpiexec):
 
 
 def choose():
-    """(path, Implementation) of the first launcher of the implementation that mpi4py loads.
+    """(path, Implementation) of the first launcher whose implementation is the one that mpi4py loads.
 
-    Raises ConfigError if there is none: the launcher of another implementation would start N worlds of one rank each.
+    Raises ConfigError if there is none. The launcher of another implementation would start N jobs of one rank each.
     """
-    wanted, others = library(), []
+    wanted, rejected = loaded_implementation(), []
     for path in launchers():
         found = implementation_of(path)
         if found is wanted:
             return path, found
-        others.append(f"{path} is {found.name if found else 'of an unknown implementation'}")
-    if not others:
+        rejected.append(f"{path} is {found.name if found else 'of an unknown implementation'}")
+    if not rejected:
         raise ConfigError(f"no mpiexec beside {sys.executable} or on the PATH; pip install {wanted.wheel}")
     raise ConfigError(
-        f"mpi4py loads {wanted.name}, but {', '.join(others)}: each rank would be a world of size 1; "
+        f"mpi4py loads {wanted.name}, but {', '.join(rejected)}: each rank would be a world of size 1; "
         f"pip install {wanted.wheel} installs a matching mpiexec"
     )
 
@@ -147,12 +147,12 @@ def check_hosts(path, implementation):
 
 
 def check_host(where, line, implementation):
-    """The host in one line of a host file. For an invalid line raises ConfigError, whose text starts with `where`."""
-    first, *options = re.sub(r"\s*=\s*", "=", line).split()
-    host, colon, count = first.partition(":") if first.count(":") == 1 else (first, "", "")  # IPv6 has more colons
+    """The host in one line of a host file. Raises ConfigError for an invalid line; the message starts with `where`."""
+    word, *options = re.sub(r"\s*=\s*", "=", line).split()
+    host, colon, count = word.partition(":") if word.count(":") == 1 else (word, "", "")  # IPv6 has more colons
     if not host or "=" in host or not is_address(host):
         raise ConfigError(f"{where} has no host; write {implementation.host_line('localhost')}")
-    counts = [("the colon", count)] if colon else []
+    counts = [("the colon", count)] if colon else []  # (what stands before the number of ranks, the number as text)
     for option in options:
         name, _, value = option.partition("=")
         if name in SLOTS:
@@ -199,7 +199,7 @@ def unresolved(name):
 
 
 def name_for_ssh(name):
-    """The HostName that the configuration of ssh sets for `name`, else `name`: launchers reach hosts by ssh."""
+    """The HostName that the configuration of ssh gives for `name`, else `name`. Launchers connect to hosts by ssh."""
     with contextlib.suppress(OSError, ValueError, subprocess.SubprocessError):
         shown = subprocess.run(["ssh", "-G", "--", name], capture_output=True, text=True, timeout=10).stdout
         return (re.findall(r"^hostname (.+)$", shown, re.M) or [name])[0]
@@ -214,14 +214,14 @@ def launch_line(mpiexec, implementation, count, hostfile=None, extra=()):
 
 
 # -- signals -----------------------------------------------------------------------------------------------------------
-# MPICH's mpiexec forwards SIGINT and SIGTERM to the ranks and waits for them. On these signals Open MPI's mpiexec sends
-# SIGTERM to the ranks and kills them before they can save a checkpoint. But it forwards SIGUSR1 and SIGUSR2, so the
-# launcher sends these to it instead.
+# MPICH's mpiexec forwards SIGINT and SIGTERM to the ranks and waits for them. On these signals Open MPI's mpiexec kills
+# the ranks before they can save a checkpoint. But Open MPI's mpiexec forwards SIGUSR1 and SIGUSR2 unchanged.
+# So this launcher sends SIGUSR1 or SIGUSR2 to mpiexec, and run_rank() turns them back into SIGINT or SIGTERM.
 
 FORWARDED_AS = {signal.SIGINT: signal.SIGUSR1, signal.SIGTERM: signal.SIGUSR2, signal.SIGHUP: signal.SIGUSR2}
 
 
-def supervise(line):
+def supervise(mpiexec_command):
     """Run an Open MPI job and return its exit code. Forwards the first signal; a second signal ends the job."""
     received = []
 
@@ -230,30 +230,30 @@ def supervise(line):
             job.send_signal(signal.SIGTERM if received else FORWARDED_AS[number])
         received.append(number)
 
-    # In a new session, so that Ctrl-C in a terminal does not reach mpiexec directly.
-    # There it cannot read from the terminal; a pipe or a file is passed on.
-    terminal = sys.stdin is None or sys.stdin.isatty()
-    stdin = subprocess.DEVNULL if terminal else None
-    job = subprocess.Popen(line, stdin=stdin, start_new_session=True, preexec_fn=end_with_parent)
+    # mpiexec runs in a new session, so that Ctrl-C in a terminal does not reach it directly. In a new session it cannot
+    # read from the terminal; if standard input is a pipe or a file, mpiexec inherits it.
+    no_input = sys.stdin is None or sys.stdin.isatty()
+    stdin = subprocess.DEVNULL if no_input else None
+    job = subprocess.Popen(mpiexec_command, stdin=stdin, start_new_session=True, preexec_fn=end_with_parent)
     for number in FORWARDED_AS:
         signal.signal(number, forward)
     code = job.wait()
     if received and code == 128 + FORWARDED_AS[received[0]]:  # the signal came before run_rank() installed the handlers
         code = 128 + received[0]
-    return 128 - code if code < 0 else code
+    return 128 - code if code < 0 else code  # Popen gives -N if signal N ended the process; a shell gives 128 + N
 
 
 def end_with_parent():
-    """In the child process, on Linux: make the kernel send SIGTERM to mpiexec when the launcher ends."""
-    with contextlib.suppress(AttributeError):
+    """Runs in the child process before mpiexec: on Linux, mpiexec then gets a SIGTERM when this launcher ends."""
+    with contextlib.suppress(AttributeError):  # no prctl: not Linux
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)
 
 
 def run_rank(command):
     """On a rank: run `command` as Python would, and turn the forwarded SIGUSR1 and SIGUSR2 into SIGINT and SIGTERM.
 
-    If a rank fails before MPI_Init (for example, a package is missing on its host), the other ranks wait for it in
-    MPI_Init, and the launcher ends the job only if the rank is killed. So the failed rank kills itself.
+    A rank may fail before MPI_Init, for example because a package is missing on its host. The other ranks then wait in
+    MPI_Init, and the launcher ends the job only if a rank is killed. So the failed rank kills itself.
     """
     for original in (signal.SIGINT, signal.SIGTERM):
         signal.signal(FORWARDED_AS[original], lambda number, frame, original=original: signal.raise_signal(original))
@@ -284,7 +284,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def show():
-    """Print the version of the MPI library that mpi4py loads, then the path of its launcher. Raises ConfigError."""
+    """Print the version of the MPI library that mpi4py loads, then the path of the launcher; see choose()."""
     mpiexec, _ = choose()
     import mpi4py
 
@@ -296,14 +296,19 @@ def show():
 
 
 def parser():
-    parser = Parser(prog="launch", description="Run a Python program on N ranks.", allow_abbrev=False)
+    text = "Run a Python program on N ranks, with the mpiexec of the MPI library that mpi4py loads."
+    parser = Parser(prog="python -m stage1_mpi.launch", description=text, allow_abbrev=False)
     add = parser.add_argument
     add("-n", type=int, default=1, metavar="N", help="number of ranks (default 1)")
-    add("--hostfile", type=Path, metavar="FILE", help="file of hosts, one per line (default: only this host)")
-    add("--flags", default="", metavar="TEXT", help="additional flags for mpiexec, in one argument")
-    add("--show", action="store_true", help="print the MPI library and the path of its launcher, and run nothing")
+    text = "file of the hosts on which the ranks run, one host per line (default: only this host)"
+    add("--hostfile", type=Path, metavar="FILE", help=text)
+    text = 'additional flags for mpiexec, as one argument, for example --flags="-localhost ADDRESS" (default: none)'
+    add("--flags", default="", metavar="TEXT", help=text)
+    text = "only print the MPI library and the path of its mpiexec (default: run the program)"
+    add("--show", action="store_true", help=text)
     add("--started-by-mpiexec", action="store_true", help=argparse.SUPPRESS)  # this process is a rank
-    add("command", nargs=argparse.REMAINDER, metavar="SCRIPT ...", help="a script and its flags, or -- -m MODULE ...")
+    text = "the program: a script and its flags, or -- -m MODULE and its flags"
+    add("command", nargs=argparse.REMAINDER, metavar="SCRIPT ...", help=text)
     return parser
 
 
@@ -326,15 +331,15 @@ def launch(args):
     mpiexec, implementation = choose()
     if args.hostfile:
         check_names(args.hostfile, check_hosts(args.hostfile, implementation))
-    line = launch_line(mpiexec, implementation, args.n, args.hostfile, shlex.split(args.flags))
-    line += [sys.executable, "-m", "stage1_mpi.launch", "--started-by-mpiexec", "--", *command]
+    mpiexec_command = launch_line(mpiexec, implementation, args.n, args.hostfile, shlex.split(args.flags))
+    mpiexec_command += [sys.executable, "-m", "stage1_mpi.launch", "--started-by-mpiexec", "--", *command]
     if implementation is OPEN_MPI:
         if "--interactive" in command and sys.stdin.isatty():
             own = shlex.join([mpiexec, "-n", str(args.n), sys.executable, *command])
             raise ConfigError(f"--interactive: with Open MPI, ranks of this launcher cannot read a terminal; run {own}")
-        return supervise(line)
+        return supervise(mpiexec_command)
     sys.stdout.flush()
-    os.execv(mpiexec, line)  # signals then go to mpiexec, and its exit code is the job's
+    os.execv(mpiexec, mpiexec_command)  # signals then go to mpiexec, and its exit code is the job's
 
 
 if __name__ == "__main__":

@@ -1,12 +1,13 @@
 """MpiCommunicator: ranks are processes on one or many hosts; a rank that waits yields its core to other processes.
 
-A blocking collective runs in the caller's thread. The `_start` form runs in a background thread of its communicator,
-where collectives run in the order of the calls.
+A blocking collective runs in the caller's thread. The `_start` form (all_reduce_start, ...) runs in a background thread
+of its communicator. This thread runs its collectives in the order of the calls.
 
-An MPI library waits in a spin loop. If ranks share a core, a rank that spins slows a rank that computes. So a wait here
-polls, with growing sleeps between the polls; only the messages inside a collective may spin, if each rank has enough
-cores. A blocking MPI call cannot be polled. Before such a call all ranks pass an Ibarrier, which can be polled. They
-then enter the call at about the same time, and inside it they wait only for data.
+An MPI library waits in a loop that uses a whole core (it "spins"). If ranks share a core, a rank that spins slows a
+rank that computes. So this class waits by polling: it asks MPI whether the operation is complete, with growing sleeps
+between the polls. Only the messages inside a collective may spin, if each rank has enough cores. A blocking MPI call
+cannot be polled. Before such a call all ranks pass an Ibarrier (a non-blocking barrier), which can be polled. They then
+enter the call at about the same time, and inside it they wait only for data.
 """
 # p: number of ranks in the group; n: bytes of x on one rank
 
@@ -36,28 +37,28 @@ from gpt2core.parallel.launcher_env import read_launcher_env
 from stage1_mpi import collectives
 from stage1_mpi.watchdog import watch_world
 
-NATIVE = "mpi"  # selects the MPI library's own algorithms
-OURS_FROM = 1 << 24  # bytes; for results of at least this size our all_gather and all_to_all are faster than MPICH's
-LONGEST = 1 << 30  # most bytes of one MPI call: Open MPI 4 cannot count more than 2**31 elements or bytes
+NATIVE = "mpi"  # the algorithm name that selects the MPI library's own collectives
+OURS_MIN_BYTES = 1 << 24  # size of a result from which on our all_gather and all_to_all are faster than MPICH's
+MAX_CALL_BYTES = 1 << 30  # most bytes of one MPI call: Open MPI 4 cannot count more than 2**31 elements or bytes
 BUSY_POLL = 5e-5  # seconds of polling without sleep
 SLEEP_FRACTION = 1 / 20  # after BUSY_POLL, each sleep is this fraction of the time waited so far
-LONGEST_SLEEP = 2e-3  # seconds; upper limit of a sleep
-WORKED = 2e-5  # seconds of CPU time: a poll that used more has copied data; an idle poll uses a few microseconds
-FLUSH_TIME = 0.2  # seconds for the launcher to forward this rank's output before it kills the job
-KILL_TIME = 3.0  # seconds for the launcher to kill this rank, which fails if the launcher cannot reach the host
-ABORT_TIMEOUT = 5  # seconds after which a process that aborts is killed
+MAX_SLEEP = 2e-3  # seconds
+ACTIVE_POLL = 2e-5  # seconds of CPU time: a poll that used more has copied data; an idle poll uses a few microseconds
+FLUSH_TIME = 0.2  # seconds for the launcher to forward this rank's output before the launcher kills the job
+KILL_TIME = 3.0  # seconds to wait for the launcher to kill this rank; it cannot do so if the host is unreachable
+ABORT_TIMEOUT = 5  # seconds after which SIGALRM kills a process that aborts
 
 
 class MpiCommunicator(Communicator):
     """A rank of an mpi4py communicator (default: COMM_WORLD, all ranks of the job).
 
     Sums use the algorithm "canonical" of stage1_mpi.collectives. use_collectives() selects another algorithm of that
-    module, or "mpi": the library's own. The order of the library's sums is unknown, so its reduce_scatter and
-    all_reduce may round differently. all_gather, all_to_all and broadcast always call the library, except that large
-    all_gather and all_to_all (OURS_FROM) use stage1_mpi.collectives.
+    module, or "mpi": the MPI library's own collectives. The order of the library's sums is unknown, so its
+    reduce_scatter may round differently from its all_reduce. broadcast always calls the library; so do all_gather and
+    all_to_all if the result is smaller than OURS_MIN_BYTES. Larger ones use stage1_mpi.collectives.
 
-    bytes_sent counts the messages of our algorithms. The bytes of a library call are not known; instead bytes_sent
-    grows by the bytes of the direct algorithm: all_reduce 2 (p-1)/p n (rounded down), reduce_scatter and all_to_all
+    bytes_sent counts the messages of stage1_mpi.collectives. How many bytes a library call sends is unknown. For such
+    a call bytes_sent grows by a formula: all_reduce 2 (p-1)/p n (rounded down), reduce_scatter and all_to_all
     (p-1)/p n, all_gather (p-1) n, broadcast (p-1) n on root and 0 elsewhere.
 
     The `_start` form of a collective needs MPI.THREAD_MULTIPLE (mpi4py's default) and raises ConfigError without it.
@@ -74,22 +75,23 @@ class MpiCommunicator(Communicator):
         host = comm.Split_type(self._mpi.COMM_TYPE_SHARED)
         self.local_rank, self.local_size = host.rank, host.size
         cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count()))
-        cores_per_rank = len(cores) // host.allgather(cores).count(cores)
-        self._cores = comm.allreduce(cores_per_rank, self._mpi.MIN)  # 0 if there are more ranks than cores
-        self.watchdog = watchdog  # one per process, shared by all its groups; None in a job of one rank
+        ranks_on_these_cores = host.allgather(cores).count(cores)
+        # The smallest number on any host; 0 if a host has more ranks than cores.
+        self._cores_per_rank = comm.allreduce(len(cores) // ranks_on_these_cores, self._mpi.MIN)
+        self.watchdog = watchdog  # one per process, shared by all its communicators; None in a job of one rank
         if is_world and self.size > 1:
             self.watchdog = watch_world(self._mpi, comm, host, self.abort)
         host.Free()
-        # Two duplicates, so that messages of the algorithms and of the caller cannot match each other.
+        # Two duplicates: a message of the caller must never match a message inside a collective.
         self._comm = comm.Dup()
-        self._messages, self._inner = _Messages(self._mpi, self._comm), _Messages(self._mpi, comm.Dup())
+        self._messages, self._internal_messages = _Messages(self._mpi, self._comm), _Messages(self._mpi, comm.Dup())
         self._algorithm = "canonical"
-        self._library_bytes = 0
-        self._thread = self._latest = None
+        self._library_bytes = 0  # bytes_sent of the calls of the MPI library
+        self._thread = self._latest = None  # the background thread, and the future of its latest operation
 
     @property
     def bytes_sent(self):
-        return self._library_bytes + self._messages.bytes_sent + self._inner.bytes_sent
+        return self._library_bytes + self._messages.bytes_sent + self._internal_messages.bytes_sent
 
     def use_collectives(self, name):
         choices = [NATIVE, *collectives.ALL_REDUCE]
@@ -98,7 +100,7 @@ class MpiCommunicator(Communicator):
         self._algorithm = name
 
     def abort(self, code):
-        # SIGALRM kills this process if its exit hangs: CUDA waits at exit for NCCL, which may wait for another rank.
+        # SIGALRM kills this process if it cannot exit: CUDA waits at exit for NCCL, which may wait for another rank.
         signal.alarm(ABORT_TIMEOUT)
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):  # the reader of a pipe may have closed it
@@ -106,40 +108,41 @@ class MpiCommunicator(Communicator):
         time.sleep(FLUSH_TIME)
         if self.watchdog:
             self.watchdog.announce_abort(code)
-        self._mpi.COMM_WORLD.Abort(code)  # Abort on another communicator ends only this process under MPICH
-        time.sleep(KILL_TIME)  # under MPICH, Abort returns and the launcher then kills this process
+        self._mpi.COMM_WORLD.Abort(code)  # with MPICH, Abort of another communicator ends only this process
+        time.sleep(KILL_TIME)  # with MPICH, Abort returns, and the launcher then kills this process
         os._exit(code)
 
-    # Each of these methods checks its arguments immediately and returns a function that runs the collective.
-    # _blocking() calls the function in the caller's thread, _start() in the background thread.
+    # Each of these methods checks its arguments immediately and returns a function that runs the collective: ours(), an
+    # algorithm of stage1_mpi.collectives, or native(), a call of the MPI library. _blocking() calls the returned
+    # function in the caller's thread, _start() in the background thread.
 
     def _all_reduce(self, x, op="sum", out=None):
         x, p, name = np.asarray(x), self.size, self._algorithm
-        add = self._op(op, x.dtype)
+        add = self._mpi_op(op, x.dtype)
 
         def ours():
             self._barrier_before_spinning()
-            return collectives.all_reduce(self._inner, x, op, out, name)
+            return collectives.all_reduce(self._internal_messages, x, op, out, name)
 
         def native():
             self._polled_barrier()
-            result = _copied(x, out)  # copy, then reduce in place: faster than a reduction from x into another array
+            result = _copied(x, out)  # to copy and reduce in place is faster than to reduce from x into another array
             for piece in _pieces(result):
                 self._comm.Allreduce(self._mpi.IN_PLACE, piece, add)
             return result
 
         if name == NATIVE:
-            return self._prepared(x, out, x.shape, native, 2 * (p - 1) * x.nbytes // p)
-        return self._prepared(x, out, x.shape, ours)
+            return self._checked(x, out, x.shape, native, 2 * (p - 1) * x.nbytes // p)
+        return self._checked(x, out, x.shape, ours)
 
     def _reduce_scatter(self, x, op="sum", out=None):
         x, p, name = np.asarray(x), self.size, self._algorithm
-        add = self._op(op, x.dtype)
+        add = self._mpi_op(op, x.dtype)
         shape = (rows_per_part(x, p), *x.shape[1:])
 
         def ours():
             self._barrier_before_spinning()
-            return collectives.reduce_scatter(self._inner, x, op, out, "ring" if name == NATIVE else name)
+            return collectives.reduce_scatter(self._internal_messages, x, op, out, "ring" if name == NATIVE else name)
 
         def native():
             self._polled_barrier()
@@ -147,9 +150,9 @@ class MpiCommunicator(Communicator):
             self._comm.Reduce_scatter_block(np.ascontiguousarray(x), result, add)
             return result if out is None else _copied(result, out)
 
-        if name == NATIVE and x.nbytes <= LONGEST:
-            return self._prepared(x, out, shape, native, (p - 1) * x.nbytes // p)
-        return self._prepared(x, out, shape, ours)
+        if name == NATIVE and x.nbytes <= MAX_CALL_BYTES:
+            return self._checked(x, out, shape, native, (p - 1) * x.nbytes // p)
+        return self._checked(x, out, shape, ours)
 
     def _all_gather(self, x, out=None):
         x, p = np.asarray(x), self.size
@@ -157,7 +160,7 @@ class MpiCommunicator(Communicator):
 
         def ours():
             self._barrier_before_spinning()
-            return collectives.all_gather(self._inner, x, out)
+            return collectives.all_gather(self._internal_messages, x, out)
 
         def native():
             self._polled_barrier()
@@ -166,9 +169,9 @@ class MpiCommunicator(Communicator):
             self._comm.Allgather(self._mpi.IN_PLACE, _bytes(result))
             return result
 
-        if p * x.nbytes < OURS_FROM:
-            return self._prepared(x, out, shape, native, (p - 1) * x.nbytes)
-        return self._prepared(x, out, shape, ours)
+        if p * x.nbytes < OURS_MIN_BYTES:
+            return self._checked(x, out, shape, native, (p - 1) * x.nbytes)
+        return self._checked(x, out, shape, ours)
 
     def _all_to_all(self, x, out=None):
         x, p = np.asarray(x), self.size
@@ -176,7 +179,7 @@ class MpiCommunicator(Communicator):
 
         def ours():
             self._barrier_before_spinning()
-            return collectives.all_to_all(self._inner, x, out)
+            return collectives.all_to_all(self._internal_messages, x, out)
 
         def native():
             self._polled_barrier()
@@ -185,9 +188,9 @@ class MpiCommunicator(Communicator):
             self._comm.Alltoall(_bytes(source), _bytes(result))
             return result
 
-        if x.nbytes < OURS_FROM:
-            return self._prepared(x, out, x.shape, native, (p - 1) * x.nbytes // p)
-        return self._prepared(x, out, x.shape, ours)
+        if x.nbytes < OURS_MIN_BYTES:
+            return self._checked(x, out, x.shape, native, (p - 1) * x.nbytes // p)
+        return self._checked(x, out, x.shape, ours)
 
     def _broadcast(self, x, root=0, out=None):
         x, p = np.asarray(x), self.size
@@ -200,16 +203,17 @@ class MpiCommunicator(Communicator):
                 self._comm.Bcast(_bytes(piece), root)
             return result
 
-        return self._prepared(x, out, x.shape, native, (p - 1) * x.nbytes if self.rank == root else 0)
+        return self._checked(x, out, x.shape, native, (p - 1) * x.nbytes if self.rank == root else 0)
 
-    def _prepared(self, x, out, shape, run, library_bytes=0):
+    def _checked(self, x, out, shape, run, library_bytes=0):
+        """Check `out`, count the bytes of a library call, and return `run`; in a group of one, return a copy to out."""
         check_out(out, shape, x.dtype)
         if self.size == 1:
             return lambda: Solo().broadcast(x, out=out)
         self._library_bytes += library_bytes
         return run
 
-    def _op(self, op, dtype):
+    def _mpi_op(self, op, dtype):
         """The MPI operation for `op`; raises ConfigError if "mpi" is selected and MPI cannot reduce the dtype."""
         check_op(op)
         if self._algorithm == NATIVE and (dtype.kind not in "iuf" or dtype == np.float16):
@@ -223,7 +227,7 @@ class MpiCommunicator(Communicator):
         if self._latest is not None and not self._latest.done():
             return self._start(run).wait()
         self._latest = None  # frees the result of the last operation, which may be large
-        return self._guarded(run, cores=1)
+        return self._run(run, cores=1)
 
     def _start(self, run):
         """Start run() in the background thread and return its Handle at once."""
@@ -234,24 +238,27 @@ class MpiCommunicator(Communicator):
             )
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, f"collectives of rank {self.rank}")
-        self._latest = self._thread.submit(self._guarded, run, cores=2)  # the caller's thread uses the other core
+        self._latest = self._thread.submit(self._run, run, cores=2)  # the caller's thread uses the other core
         return _BackgroundOperation(self._latest)
 
-    def _guarded(self, run, cores):
-        """The result of run(), which may spin if each rank has `cores` cores. Raises CommunicatorError if MPI fails."""
-        self._inner.spins = self._cores >= cores
+    def _run(self, function, cores):
+        """The result of function(). Its messages may spin if each rank has at least `cores` cores.
+
+        Raises CommunicatorError if MPI fails.
+        """
+        self._internal_messages.spins = self._cores_per_rank >= cores
         try:
-            return run()
+            return function()
         except self._mpi.Exception as error:
             raise CommunicatorError(f"MPI on rank {self.rank} of {self.size}: {error}") from error
 
     def _polled_barrier(self):
-        """Return after every rank has called it: an Ibarrier, polled with sleeps."""
+        """A barrier that waits by polling an Ibarrier, with sleeps."""
         _poll(self._comm.Ibarrier().Test)
 
     def _barrier_before_spinning(self):
-        """A barrier before messages that may spin; nothing if there are more ranks than cores, as none spins then."""
-        if self._cores:
+        """A barrier before messages that may spin. With more ranks than cores none spins, so no barrier is needed."""
+        if self._cores_per_rank:
             self._polled_barrier()
 
     # The five collectives, non-blocking and blocking
@@ -336,7 +343,7 @@ class _Messages:
     def __init__(self, mpi, comm):
         self.mpi, self._comm = mpi, comm
         self.rank, self.size, self.bytes_sent = comm.rank, comm.size, 0
-        self.spins = False  # whether to wait in MPI's own spin loop: lowest latency, but it occupies a core
+        self.spins = False  # True: wait in MPI's own loop, which has the lowest latency but uses a core
 
     def send_start(self, x, to, tag=0):
         self.bytes_sent += x.nbytes
@@ -367,24 +374,24 @@ class _Message(Handle):
 
 
 def _poll(done):
-    """Call done() until it returns True: at first without sleep, then less and less often.
+    """Call done() until it returns True: at first without sleep, then with longer and longer sleeps.
 
-    MPI transfers data only while it is polled. A poll that used CPU time has transferred data, so the sleeps start
-    again from zero. Elapsed time would not show this: it includes the time in which other ranks use the core and other
-    threads hold the GIL.
+    MPI transfers data only while it is polled. A poll that used CPU time has transferred data; after such a poll the
+    sleeps start again from zero. Elapsed time would not show whether a poll transferred data, because it includes the
+    time in which other ranks use the core and other threads hold the GIL.
     """
     idle_since = time.perf_counter()
     while True:
         cpu = time.thread_time()
         if done():
             return
-        worked, now = time.thread_time() - cpu > WORKED, time.perf_counter()
-        if worked:
+        transferred, now = time.thread_time() - cpu > ACTIVE_POLL, time.perf_counter()
+        if transferred:
             idle_since = now
         elif now - idle_since < BUSY_POLL:
             _yield_core()
         else:
-            time.sleep(min((now - idle_since) * SLEEP_FRACTION, LONGEST_SLEEP))
+            time.sleep(min((now - idle_since) * SLEEP_FRACTION, MAX_SLEEP))
 
 
 _yield_core = getattr(os, "sched_yield", lambda: time.sleep(0))  # macOS has no sched_yield
@@ -400,13 +407,13 @@ def _copied(x, out):
 
 
 def _pieces(x):
-    """The C-contiguous x in flat pieces of at most LONGEST bytes; one piece for an empty x."""
-    flat, step = x.reshape(-1), max(1, LONGEST // x.itemsize)
+    """The C-contiguous x in flat pieces of at most MAX_CALL_BYTES bytes; one piece for an empty x."""
+    flat, step = x.reshape(-1), max(1, MAX_CALL_BYTES // x.itemsize)
     return [flat[start : start + step] for start in range(0, max(1, flat.size), step)]
 
 
 def _bytes(x):
-    """The C-contiguous x as bytes, because MPI does not have every dtype."""
+    """The C-contiguous x as a flat array of bytes, because MPI does not have a type for every dtype."""
     return x.reshape(-1).view(np.uint8)
 
 
@@ -414,7 +421,7 @@ def import_mpi():
     """mpi4py.MPI; raises ConfigError if it or an MPI library is missing, or if launcher and library do not match."""
     try:
         from mpi4py import MPI
-    except (ImportError, RuntimeError) as error:  # RuntimeError: mpi4py is installed, an MPI library is not
+    except (ImportError, RuntimeError) as error:  # RuntimeError: mpi4py is installed, but no MPI library
         reason = str(error).splitlines()[0]
         abort_job_at_exit()
         raise ConfigError(f"stage 1 needs mpi4py and an MPI library: pip install mpi4py mpich ({reason})") from error
@@ -431,9 +438,9 @@ def import_mpi():
 
 
 def abort_job_at_exit():
-    """At exit, request from MPICH's launcher that it aborts the job (PMI-1 protocol).
+    """At the exit of this process, ask MPICH's launcher to abort the job (PMI-1 protocol).
 
-    The launcher does not notice a rank that exits before MPI_Init, so the other ranks would wait for it forever.
+    The launcher does not notice a rank that exits before MPI_Init; the other ranks would wait for that rank forever.
     """
     fd, rank = os.environ.get("PMI_FD", ""), int(os.environ.get("PMI_RANK", 0))
     if fd.isdigit():

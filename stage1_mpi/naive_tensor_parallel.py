@@ -1,13 +1,14 @@
-"""Naive tensor parallelism: gather the input and the output of one projection, and compare the cost with Megatron's.
+"""Naive tensor parallelism: all ranks gather the input and the output of a projection. Megatron's scheme sends less.
 
-This file needs only NumPy and an mpi4py communicator. An attention block divides its heads over mp_size ranks, so the
-input of fc_o on each rank is that rank's features, x (batch, seq, in_dim / mp_size). If fc_o's weight is divided by
-columns, w (in_dim, out_dim / mp_size), a rank needs all features for x @ w and all columns for the output:
+This file needs only NumPy and an mpi4py communicator. The example is fc_o, the output projection of attention. The
+heads are divided over mp_size ranks, so on each rank the input of fc_o is x (batch, seq, in_dim / mp_size), the
+features of its own heads. If the weight is divided by columns, w (in_dim, out_dim / mp_size), a rank needs the features
+of all ranks to compute x @ w, and then the columns of all ranks for the output:
 
     forward    x -> naive_collect_forward_input -> @ w -> naive_collect_forward_output -> out, complete on every rank
-    backward   d out -> naive_collect_backward_output -> @ w.T -> naive_collect_backward_x -> d x, this rank's features
+    backward   d out -> naive_collect_backward_output -> @ w.T -> naive_collect_backward_x -> d x, own features
 
-Megatron-LM (Shoeybi et al. 2019, section 3) divides the same weight by rows, w (in_dim / mp_size, out_dim): x @ w then
+Megatron-LM (Shoeybi et al. 2019, section 3) divides the same weight by rows, w (in_dim / mp_size, out_dim). Then x @ w
 needs no gather, and one all-reduce of the result replaces the two all-gathers of forward and the reduce-scatter of
 backward. So the output of fc_o is collected in one of two ways, and the shape of `out` shows which one is right:
 
@@ -16,19 +17,21 @@ backward. So the output of fc_o is collected in one of two ways, and the shape o
 
 tests/stage1/test_naive_tensor_parallel.py trains both, checks that the numbers agree, and counts the bytes.
 """
-# p = mp_size ranks form one replica; there are dp_size replicas; rank = dp_idx * p + mp_idx
+# A replica of the model has p = mp_size ranks (model-parallel index mp_idx); there are dp_size replicas (index dp_idx).
+# rank = dp_idx * p + mp_idx. d x is the gradient of x.
 
 import numpy as np
 
-COLUMNS = ("fc_q", "fc_k", "fc_v")  # layers whose output dimension is divided
-ROWS = ("fc_o",)  # layers whose input dimension is divided
-MPI_TYPES = "bBhHiIlLqQfdFD"  # dtype.char of the types that every MPI has, so without float16
+COLUMNS = ("fc_q", "fc_k", "fc_v")  # projections whose output dimension is divided
+ROWS = ("fc_o",)  # projections whose input dimension is divided
+MPI_TYPES = "bBhHiIlLqQfdFD"  # NumPy's dtype.char of the types that every MPI library has; float16 is not one of them
 
 
 def split_data(x, y, mp_size, dp_size, rank):
-    """This rank's (x, y): block rank // mp_size of dp_size equal blocks of axis 0, so a replica's ranks share a block.
+    """Return this rank's part of the samples x and labels y: axis 0 is divided into dp_size equal parts.
 
-    Raises ValueError if x and y differ in length, or if dp_size does not divide their length.
+    All ranks of a replica get the same part, number rank // mp_size. Raises ValueError if x and y differ in length, or
+    if dp_size does not divide the length.
     """
     check_rank(rank, mp_size, dp_size)
     x, y = with_axes(x, "x"), with_axes(y, "y")
@@ -40,11 +43,12 @@ def split_data(x, y, mp_size, dp_size, rank):
 
 
 def get_info(comm, rank, mp_size, dp_size, fc_layer, in_dim, out_dim):
-    """(mp_idx, dp_idx, mp_comm, dp_comm, part_in_dim, part_out_dim) of this rank for one projection.
+    """Return (mp_idx, dp_idx, mp_comm, dp_comm, part_in_dim, part_out_dim) of this rank for the projection `fc_layer`.
 
-    mp_comm contains the ranks of this replica, dp_comm the ranks with the same mp_idx, one per replica. "fc_q", "fc_k"
-    and "fc_v" divide out_dim by mp_size, "fc_o" divides in_dim. All ranks of `comm` must call it. Raises ValueError for
-    sizes that do not fit the communicator, a size that is not divisible, and an unknown layer.
+    mp_comm contains the ranks of this replica; dp_comm contains the ranks with the same mp_idx, one of each replica.
+    part_in_dim, part_out_dim: the shape of this rank's weight. "fc_q", "fc_k" and "fc_v" divide out_dim by mp_size,
+    "fc_o" divides in_dim. All ranks of `comm` must call this function. Raises ValueError if the sizes do not fit the
+    communicator, if mp_size does not divide the dimension, or for an unknown layer.
     """
     if comm.Get_size() != mp_size * dp_size:
         raise ValueError(f"mp_size {mp_size} x dp_size {dp_size} is not the communicator's size {comm.Get_size()}")
@@ -89,11 +93,11 @@ def naive_collect_forward_output_sum(out, mp_comm, mp_size):
 naive_collect_forward_output = naive_collect_forward_output_gather  # the form for the columns in the figure above
 
 
-# -- backward: the duals, in reverse order -----------------------------------------------------------------------------
+# -- backward: the dual operations, in reverse order -------------------------------------------------------------------
 
 
 def naive_collect_backward_output(output_grad, mp_group_idx, mp_size):
-    """This rank's columns of output_grad (batch, seq, out_dim) -> (batch, seq, out_dim / mp_size); sends nothing."""
+    """This rank's columns of output_grad (batch, seq, out_dim) -> (batch, seq, out_dim / mp_size). Nothing is sent."""
     grad = with_axes(output_grad, "output_grad")
     if mp_group_idx not in range(mp_size):
         raise ValueError(f"mp_group_idx {mp_group_idx} is not in a group of {mp_size}")
@@ -114,7 +118,7 @@ def naive_collect_backward_x(grad_x, mp_comm, mp_size):
 
 
 def all_gather(x, comm, p):
-    """Concatenate x of p ranks, equal in shape, along the last axis; p - 1 parts come from other ranks."""
+    """Concatenate the x of all p ranks, which must have equal shapes, along the last axis."""
     x = np.ascontiguousarray(with_axes(x, "the array"))
     check_group(comm, p)
     gathered = np.empty((p, *x.shape), x.dtype)
@@ -137,14 +141,14 @@ def all_reduce(x, comm, p):
 
 
 def reduce_scatter(parts, comm):
-    """The sum over all ranks of parts[r], where r is the calling rank; parts (p, ...) has one part per rank."""
+    """parts (p, ...) -> (...): on rank r the sum of parts[r] over all ranks."""
     names = ("Reduce_scatter_block", "Reduce_scatter") if mpi_has_type(parts.dtype) else ()
     method = next((getattr(comm, name) for name in names if hasattr(comm, name)), None)
     if method:
-        mine = np.empty(parts.shape[1:], parts.dtype)
-        method(parts, mine)
-        return mine
-    check_summable(parts.dtype)  # MPI cannot add this type: exchange the parts by all-to-all and add them here
+        own_sum = np.empty(parts.shape[1:], parts.dtype)
+        method(parts, own_sum)
+        return own_sum
+    check_summable(parts.dtype)  # MPI cannot add this type: send the parts by all-to-all and add them here
     received = np.empty_like(parts)
     comm.Alltoall(as_mpi_type(parts), as_mpi_type(received))
     return wide_sum(received)
@@ -157,12 +161,12 @@ def wide_sum(parts):
 
 
 def mpi_has_type(dtype):
-    """Whether every MPI can send and add this dtype."""
+    """Whether every MPI library can send and add arrays of this dtype."""
     return dtype.isnative and dtype.char in MPI_TYPES
 
 
 def as_mpi_type(array):
-    """The array, or its bytes if MPI does not have its dtype; raises ValueError for Python objects."""
+    """The array itself, or a view of its bytes if MPI lacks its dtype; raises ValueError for Python objects."""
     if array.dtype.hasobject:
         raise ValueError(f"an array of {array.dtype} cannot be sent")
     return array if mpi_has_type(array.dtype) else array.view(np.uint8)
@@ -177,16 +181,18 @@ def check_summable(dtype):
 
 
 def with_axes(x, name):
+    """x as an array; raises ValueError if it has no axis."""
     x = np.asarray(x)
     if not x.ndim:
         raise ValueError(f"{name} has shape {x.shape}: it needs at least one axis to divide")
     return x
 
 
-def divide(what, size, name, by):
-    if by < 1 or size % by:
-        raise ValueError(f"{what} {size}, is not divisible by {name} {by}")
-    return size // by
+def divide(what, size, divisor_name, divisor):
+    """size // divisor; raises ValueError, with both names, if the division has a remainder."""
+    if divisor < 1 or size % divisor:
+        raise ValueError(f"{what} {size}, is not divisible by {divisor_name} {divisor}")
+    return size // divisor
 
 
 def check_rank(rank, mp_size, dp_size):

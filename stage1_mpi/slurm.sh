@@ -1,37 +1,41 @@
 #!/usr/bin/env bash
 # Stage 1 as a Slurm job: sbatch slurm.sh --preset paper --steps 1000, from this directory.
-# Written after Slurm's documentation and checked with `bash -n`; it was not run on a Slurm cluster.
+# Written from Slurm's documentation and checked with `bash -n`; it was not run on a Slurm cluster.
 
 #SBATCH --job-name=gpt2
 #SBATCH --nodes=2
-#SBATCH --ntasks-per-node=4        # ranks a node; their product is a power of two, or add --no-deterministic
-#SBATCH --cpus-per-task=4          # cores, and so threads, of a rank
+#SBATCH --ntasks-per-node=4        # ranks per node; unless --no-deterministic is given, all ranks must be a power of two
+#SBATCH --cpus-per-task=4          # cores of a rank, and threads of its training
 #SBATCH --time=01:00:00
 #SBATCH --output=slurm-%j.out
-# A minute before the limit every rank gets a SIGTERM: the step in hand is finished and saved, and all exit with 143.
-# Submitting the job again then goes on from there. The minute must be longer than a step and a checkpoint.
+# Slurm sends SIGTERM to every rank 60 seconds before the time limit. The ranks then finish the current step, save a
+# checkpoint and exit with code 143. If you submit the job again, it continues from this checkpoint. The 60 seconds must
+# be enough for one step and one checkpoint.
 #SBATCH --signal=TERM@60
 
 set -euo pipefail
 
-# An environment that all nodes see under the same path (a shared file system). mpi4py must load the MPI for which srun
-# is told to speak, below: `python -c "from mpi4py import MPI; print(MPI.Get_library_version())"`. The mpich wheel works
-# over TCP; for the cluster's own network: module load openmpi, then pip install --no-binary mpi4py mpi4py.
+# The Python environment must have the same path on all nodes (a shared file system). Its mpi4py must load an MPI
+# library that fits srun's --mpi option below; this prints the library:
+#   python -c "from mpi4py import MPI; print(MPI.Get_library_version())"
+# The mpich wheel uses TCP. To use the cluster's own network: module load openmpi, then
+# pip install --no-binary mpi4py mpi4py.
 source "${VENV:-../.venv}/bin/activate"
 
 out=../out/stage1-slurm
-resume=(--overwrite)  # without a checkpoint; a log that a job before it began is renamed
+resume=(--overwrite)  # used if there is no checkpoint; an existing log of an earlier job is renamed
 if compgen -G "$out/step-*" > /dev/null; then
   resume=(--resume "$out")
 fi
 
-# srun starts the ranks itself: no mpiexec, no host file. How they find each other is the one thing to choose:
+# srun starts the ranks itself, without mpiexec and without a host file. Its --mpi option selects how the ranks connect:
 #   --mpi=pmi2  MPICH, Intel MPI, MVAPICH
 #   --mpi=pmix  Open MPI 4 and 5, and an MPICH that was built with PMIx
-# `srun --mpi=list` tells what this Slurm can do. With the wrong one every rank is a world of its own: the first lines
-# of the output then come once a rank. A cluster with neither: mpiexec -n "$SLURM_NTASKS" python ... knows the nodes.
-# exec: the job's exit code is the program's. srun is told --cpus-per-task again, since from 22.05 on it does not
-# inherit it; the program is told --threads, because Slurm has given each rank its own cores already.
+# `srun --mpi=list` lists the values that this Slurm supports. With a wrong value every rank runs as a job of one rank,
+# and every rank prints the first lines of the output. If Slurm supports neither value, replace srun by
+# mpiexec -n "$SLURM_NTASKS" python ...; mpiexec gets the nodes from Slurm.
+# With exec, the exit code of the job is that of the program. --cpus-per-task is given to srun again, because srun does
+# not inherit it from sbatch since Slurm 22.05. --threads is given because Slurm already limits each rank to its cores.
 cores=${SLURM_CPUS_PER_TASK:-1}
 exec srun --mpi="${MPI:-pmi2}" --cpus-per-task="$cores" \
   python train_gpt2.py --threads "$cores" --out "$out" --checkpoint-every 100 "${resume[@]}" "$@"

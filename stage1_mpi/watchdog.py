@@ -1,10 +1,11 @@
 """A thread of each rank that aborts the job if another rank has failed; otherwise the other ranks could wait forever.
 
-The launcher should end the job when a rank is killed, but it does not always notice, and it does not detect that a
-host is unreachable. So each rank watches the processes of the other ranks on its host: the kernel makes a pidfd
-readable when its process ends. A rank that ends normally first writes this into memory that the ranks of a host share.
-Ranks that cannot watch each other in this way exchange a heartbeat over MPI: one rank of each host or, without pidfd,
-every rank. The thread sleeps in poll(), so it uses almost no CPU time.
+The launcher (mpiexec) should end the job when a rank is killed, but it does not always notice this, and it does not
+detect that a host is unreachable. So each rank watches the processes of the other ranks on its host: it opens a pidfd
+(a Linux file descriptor of a process) for each, and the kernel makes the pidfd readable when the process ends. A rank
+that ends normally first records this in memory that the ranks of a host share. Ranks that cannot watch each other's
+processes exchange heartbeats over MPI: the first rank of each host or, on systems without pidfd, every rank. The
+thread sleeps in poll(), so it uses almost no CPU time.
 """
 
 import atexit
@@ -21,37 +22,43 @@ import numpy as np
 PERIOD = 1.0  # seconds between two heartbeats
 HOST_SILENCE = 60.0  # seconds without a heartbeat after which a host counts as lost
 LAUNCHER_TIME = 2.0  # seconds for the launcher to notice that a rank has ended, and to end the job itself
-STAGGER = 0.4  # seconds between the aborts of two ranks, so that only the first prints the cause
+STAGGER = 0.4  # seconds between the aborts of two ranks, so that only the first rank prints the cause
 EXIT_TIMEOUT = 5.0  # seconds that a rank waits at its exit for its neighbours to exit too
-ALIVE, EXITING = (np.array([message], np.int8) for message in (0, 1))
-RUNNING, ENDING, ABORTING = range(3)  # states of a rank; on an abort: ABORTING + its exit code
+ALIVE, EXITING = (np.array([message], np.int8) for message in (0, 1))  # the two heartbeat messages
+RUNNING, ENDING, ABORTING = range(3)  # states of a rank; a rank that aborts has the state ABORTING + exit code
 
 
 def watch_world(mpi, comm, host, abort):
     """Start and return the Watchdog of this rank. All ranks of the job, at least 2, must call it.
 
-    `comm`: an mpi4py communicator of all ranks of the job; `host`: of those on this host; `mpi`: the module mpi4py.MPI.
-    abort(code) ends the job. A heartbeat needs MPI.THREAD_MULTIPLE; without it hosts do not watch each other.
+    `comm`: an mpi4py communicator of all ranks of the job; `host`: an mpi4py communicator of the ranks on this host;
+    `mpi`: the module mpi4py.MPI; abort(code) ends the job. The heartbeat between hosts needs MPI.THREAD_MULTIPLE;
+    without this thread level a lost host is not detected.
     """
     processes = Processes(host, comm.rank)
     watchdog = Watchdog(comm.rank, processes, abort)
-    first = comm.Split(0 if processes.is_first else mpi.UNDEFINED, comm.rank)
-    if processes.is_first and first.size > 1 and mpi.Query_thread() == mpi.THREAD_MULTIPLE:
-        watchdog.add(Heartbeat(first, comm.rank, HOST_SILENCE))
+    firsts = comm.Split(0 if processes.is_first else mpi.UNDEFINED, comm.rank)  # the first ranks of all groups
+    if processes.is_first and firsts.size > 1 and mpi.Query_thread() == mpi.THREAD_MULTIPLE:
+        watchdog.add(Heartbeat(firsts, comm.rank, HOST_SILENCE))
     watchdog.start()
-    # MPI_Finalize calls delete_fn first. A Finalize at the exit of Python is too late, so atexit also calls stop().
+    # If the program calls MPI_Finalize, MPI first calls delete_fn. Otherwise mpi4py calls MPI_Finalize at the exit of
+    # Python, which is too late to stop a thread; for this case start() registers stop() with atexit.
     mpi.COMM_SELF.Set_attr(mpi.Comm.Create_keyval(delete_fn=lambda *_: watchdog.stop()), None)
     return watchdog
 
 
 class Watchdog:
-    """The watchdog of one rank. It calls cause() of `processes` and of the checks; a text aborts the job."""
+    """The watchdog of one rank: a thread that watches `processes` and calls the checks that add() receives.
+
+    A check has two methods. cause() returns an error text, which aborts the job, or None. exit() is called when this
+    rank ends normally.
+    """
 
     def __init__(self, rank, processes, abort):
         self._rank, self._processes, self._abort = rank, processes, abort
         self._checks = []
         self._exiting = threading.Event()
-        self._wake_read, self._wake_write = os.pipe()  # a byte in this pipe ends poll()
+        self._wake_read, self._wake_write = os.pipe()  # a byte written to this pipe makes poll() return
         self._thread = threading.Thread(target=self._watch, name=f"watchdog of rank {rank}", daemon=True)
 
     def start(self):
@@ -59,12 +66,12 @@ class Watchdog:
         self._thread.start()
 
     def add(self, check):
-        """From now on call check.cause() about once each PERIOD, and check.exit() when this rank ends normally."""
+        """From now on call check.cause() about once every PERIOD seconds."""
         self._checks.append(check)
         os.write(self._wake_write, b"+")
 
     def announce_abort(self, code):
-        """Record that this rank aborts and prints the cause; ranks that watch it print nothing and use its code."""
+        """Record that this rank aborts and prints the cause. The other ranks then print nothing and use this code."""
         self._processes.set_state(ABORTING + code)
 
     def stop(self):
@@ -95,7 +102,7 @@ class Watchdog:
             check.exit()
 
     def check(self):
-        """Call cause() of every check once; the first text that one returns aborts the job."""
+        """Call cause() of every check once; abort the job if one returns a text."""
         for check in list(self._checks):
             if cause := check.cause():
                 self._fail(cause, self._rank)
@@ -112,17 +119,18 @@ class Watchdog:
 
 
 class Processes:
-    """A group of ranks on one host that watch each other's processes; each has a state in shared memory.
+    """A group of ranks on one host that watch each other's processes. Each rank has a state in shared memory.
 
     `host`: an mpi4py communicator of the ranks on this host; `rank`: this rank's number in the job. Ranks in different
-    PID namespaces are in different groups. Without pidfd or memfd (Linux 5.3 has both) each rank is a group of its own.
+    PID namespaces are in different groups. On a system without pidfd or memfd (Linux 5.3 has both), each rank is a
+    group of its own.
     """
 
     def __init__(self, host, rank):
-        group = host.Split(*namespace(host))
+        group = host.Split(*namespace_split(host))
         states = shared_bytes(group)
         if not all(group.allgather(states is not None)):
-            group, states = group.Split(group.rank), bytearray(1)
+            group, states = group.Split(group.rank), bytearray(1)  # each rank alone
         self._states, self.index, self.is_first = states, group.rank, group.rank == 0
         self._watched = {}  # pidfd: (index in the group, "rank R (process P)")
         for index, (number, pid) in enumerate(group.allgather((rank, os.getpid()))):
@@ -144,7 +152,7 @@ class Processes:
         return next((state - ABORTING for state in self._states[:] if state >= ABORTING), None)
 
     def cause(self, descriptor):
-        """An error text if the process of `descriptor`, which has ended, ended abnormally; else None."""
+        """The process of `descriptor` has ended: an error text if it ended abnormally, else None."""
         index, name = self._watched[descriptor]
         if self._states[index] == ENDING:
             return None
@@ -152,19 +160,19 @@ class Processes:
         return f"{name} {how}: see its output, or the kernel's log if memory was full; continue with --resume"
 
 
-def namespace(host):
-    """(color, key) for a split of `host` into groups whose ranks can open pidfds of each other."""
+def namespace_split(host):
+    """The arguments (color, key) that split `host` into groups whose ranks can open pidfds of each other."""
     try:
         os.close(os.pidfd_open(os.getpid()))
-        name = os.stat("/proc/self/ns/pid").st_ino
+        namespace = os.stat("/proc/self/ns/pid").st_ino
     except (AttributeError, OSError):
-        name = None
-    names = host.allgather(name)
-    return (host.rank if name is None else names.index(name)), host.rank
+        namespace = None
+    namespaces = host.allgather(namespace)
+    return (host.rank if namespace is None else namespaces.index(namespace)), host.rank
 
 
 def shared_bytes(group):
-    """Memory that all ranks of `group` share, one zero byte per rank; None if this process cannot open it."""
+    """Memory that all ranks of `group` share: one byte per rank, initially 0. None if this process cannot open it."""
     try:
         descriptor = os.memfd_create("states of the ranks")
         os.ftruncate(descriptor, group.size)
@@ -178,14 +186,15 @@ def shared_bytes(group):
     except OSError:
         return None
     finally:
-        group.Barrier()  # close it only after all ranks have opened it
+        group.Barrier()  # rank 0 must not close the file before all ranks have opened it
         if descriptor is not None:
             os.close(descriptor)
 
 
 class Heartbeat:
-    """A heartbeat over MPI: each rank of a ring sends to its right neighbour and expects from its left neighbour.
+    """A check of the watchdog: each rank of a ring sends a message, ALIVE, to its right neighbour about once a second.
 
+    A rank that receives nothing from its left neighbour for too long reports the left neighbour as lost.
     `comm`: an mpi4py communicator of the ring; `rank`: this rank's number in the job; `silence`: seconds without a
     heartbeat after which a neighbour counts as lost.
     """
@@ -201,7 +210,8 @@ class Heartbeat:
     def cause(self):
         """Send a heartbeat. Returns an error text if the left neighbour has been silent for too long, else None."""
         now = time.monotonic()
-        heard = now - self._last_check > 3 * PERIOD  # late: this process was stopped, so it could not receive
+        # If this process itself was stopped for a while, it could not receive: that is not the neighbour's silence.
+        heard = now - self._last_check > 3 * PERIOD
         self._last_check = now
         with contextlib.suppress(RuntimeError):  # MPI raises it if a neighbour is lost or has ended normally
             heard = self._heard() or heard
@@ -214,7 +224,7 @@ class Heartbeat:
         return None
 
     def _heard(self):
-        """Whether the left neighbour has sent a message since the last call, or has exited."""
+        """Whether the left neighbour has sent a message since the last call, or has ended normally."""
         heard = self._left_exited
         while not self._left_exited and self._receive.Test():
             heard, self._left_exited = True, bool(self._message[0] == EXITING[0])

@@ -1,1 +1,1 @@
-"""Stage 2: GPT-2 on one GPU, CuPy arrays and Triton kernels."""
+"""Stage 2: GPT-2 on one GPU, with CuPy arrays and Triton kernels."""

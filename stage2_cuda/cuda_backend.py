@@ -1,6 +1,6 @@
-"""The kernels on a GPU: Triton kernels, matrix products by cublasLt (in fp32 by Triton), and CuPy arrays."""
+"""The Backend of one GPU: CuPy arrays, Triton kernels, and matrix products by cublasLt or, in fp32, by Triton."""
 
-# B batch, T time, C channels, H heads, D = C // H, V vocabulary, K columns, N = B*T rows
+# B batch, T time, C channels, V vocabulary, K columns, N = B*T rows; out: see gpt2core/backend.py
 
 import contextlib
 import functools
@@ -25,22 +25,22 @@ from stage2_cuda.runtime import triton_launch
 from stage2_cuda.runtime.cuda_runtime import make_runtime
 from stage2_cuda.tuning import attention_tiles
 
-# --precision: (the dtype of activations and of the parameters that kernels read, the input precision of tl.dot);
-# for fp32, tf32x3 (three tf32 products) meets the tolerance and is faster than ieee
+# --precision: (the dtype of activations and of the parameters that kernels read, the input_precision of tl.dot).
+# For fp32, tf32x3 (three tf32 products) is accurate enough and faster than ieee.
 PRECISIONS = {
     "fp32": ("float32", "tf32x3"),
     "tf32": ("float32", "tf32"),
     "bf16": ("bfloat16", "ieee"),
     "fp16": ("float16", "ieee"),
 }
-INTERPRETED = "fp32", "fp16"  # precisions for Triton's interpreter: it computes bf16 wrongly, and tf32 as fp32
+INTERPRETED = "fp32", "fp16"  # the precisions of Triton's interpreter, which computes bf16 wrongly and tf32 as fp32
 
 
 class PreparedTokens(NamedTuple):
-    """Token ids (B, T) int32, and the rows of the batch sorted by token, which embedding_backward reads."""
+    """Token ids (B, T) int32, and the rows of the batch sorted by token, which embedding_backward() reads."""
 
     ids: object
-    runs: embedding.SortedTokens
+    sorted_tokens: embedding.SortedTokens
 
     @property
     def shape(self):
@@ -48,28 +48,31 @@ class PreparedTokens(NamedTuple):
 
 
 class CudaBackend(FusedHead, Backend):
-    """CuPy arrays on one GPU; under TRITON_INTERPRET=1 NumPy arrays, the same kernels, and NumPy's matrix products."""
+    """The kernels of one GPU, on CuPy arrays. gpt2core/backend.py documents the methods.
+
+    With TRITON_INTERPRET=1, the same Triton kernels run on NumPy arrays, and NumPy computes the matrix products.
+    """
 
     deterministic = False
     uses_threads = False
     decoder_batch = MAX_BATCH
     many_ranks = "stage 3"
-    decode_tiling = staticmethod(tiling_for)  # batch size -> tile sizes of the decode kernels
+    decode_tiling = staticmethod(tiling_for)  # batch size -> tile sizes of the decoder's kernels
 
     def __init__(self, precision="fp32", deterministic=True):
         if precision not in PRECISIONS:
             raise ConfigError(f"--precision {precision} is unknown in this stage: use {', '.join(PRECISIONS)}")
         if triton_launch.interpreted() and precision not in INTERPRETED:
             why = ", which computes bf16 wrongly" if precision == "bf16" else ", which has no tensor cores"
-            raise ConfigError(f"--precision {precision} has no meaning in Triton's interpreter{why}: use fp32 or fp16")
-        compute, self.dot = PRECISIONS[precision]
+            raise ConfigError(f"--precision {precision} cannot be used in Triton's interpreter{why}: use fp32 or fp16")
+        compute, self.dot_precision = PRECISIONS[precision]
         self.precision, self.dtype, self.compute_dtype = precision, np.dtype(np.float32), dtype_of(compute)
         self.scales_loss, self.rounds_stochastically = precision == "fp16", precision == "bf16"
         self.runtime = make_runtime(precision, deterministic)
         self.xp, self.name = self.runtime.xp, self.runtime.name
         self.products = Products(self.xp, precision, self.runtime.gemm)
 
-    # -- arrays ------------------------------------------------------------------------------------------------------
+    # -- arrays, models, generation ----------------------------------------------------------------------------------
 
     def empty(self, shape, dtype):
         return self.xp.empty(shape, dtype)
@@ -85,10 +88,11 @@ class CudaBackend(FusedHead, Backend):
         return host.astype(np.float32) if host.dtype.name == "bfloat16" else host  # NumPy has no bfloat16
 
     def like(self, array):
+        """An uninitialised array of the same shape and dtype."""
         return self.xp.empty(array.shape, array.dtype)
 
     def floats(self, *shape):
-        """An uninitialised float32 array: for statistics, sums and scratch in every precision."""
+        """An uninitialised float32 array. Statistics, sums and scratch are float32 in every --precision."""
         return self.xp.empty(shape, np.float32)
 
     def cast(self, x, out, key=None):
@@ -109,8 +113,8 @@ class CudaBackend(FusedHead, Backend):
 
     @functools.cached_property
     def decode_stream(self):
-        """The stream for all generation: only one, because the matrix products share a workspace."""
-        if not self.runtime.captures:
+        """The stream of all decoders. There is only one, because matrix products on it share a workspace."""
+        if not self.runtime.uses_graphs:
             return EagerStream()
         stream = DecodeStream(self.xp)
         self.runtime.workspaces.append(stream.workspace)
@@ -124,7 +128,7 @@ class CudaBackend(FusedHead, Backend):
     # -- products and gradients of parameters --------------------------------------------------------------------------
 
     def product(self, a, b, **options):
-        """a @ b (N, K), with the options of CublasLt.matmul: transposes, bias, activation."""
+        """op(a) @ op(b) (N, K) as a new array. options: those of Products.multiply, and dtype (default: that of a)."""
         n = a.shape[1] if options.get("trans_a") else a.shape[0]
         k = b.shape[0] if options.get("trans_b") else b.shape[1]
         out = self.xp.empty((n, k), options.pop("dtype", a.dtype))
@@ -132,24 +136,24 @@ class CudaBackend(FusedHead, Backend):
         return out
 
     def gradients(self, out, shape, compute, *operands):
-        """Fill float32 gradients of `shape`, one per entry of `out`, by compute(*gradients); return the gradients.
+        """Return one float32 gradient of `shape` for each entry of `out`; compute(*gradients) writes them.
 
-        An entry is an array to write to, or None for a new one. If no entry is None, the work runs on the side stream
-        and is complete after runtime.join(). operands: the arrays that compute() reads.
+        An entry is the array to write to, or None for a new array. If no entry is None, the kernels run on the side
+        stream, and the gradients are complete after runtime.join(). operands: the arrays that compute() reads.
         """
-        given = all(array is not None for array in out)
-        results = [self.floats(*shape) if array is None else array for array in out]
-        with self.runtime.on_side_stream(*operands) if given else contextlib.nullcontext():
-            compute(*results)
-        return results
+        all_given = all(array is not None for array in out)
+        gradients = [self.floats(*shape) if array is None else array for array in out]
+        with self.runtime.on_side_stream(*operands) if all_given else contextlib.nullcontext():
+            compute(*gradients)
+        return gradients
 
     def weight_gradient(self, out, x, dy):
-        """x' dy (C, K), x (N, C), dy (N, K)."""
+        """The gradient x' dy (C, K) of a weight, for x (N, C) and dy (N, K). out: an array to write to, or None."""
         shape = x.shape[1], dy.shape[1]
         return self.gradients([out], shape, lambda dw: self.products.multiply(dw, x, dy, trans_a=True), x, dy)[0]
 
     def bias_gradient(self, out, dy):
-        """The sums over the rows of dy (N, K)."""
+        """The gradient (K) of a bias: the sum of the rows of dy (N, K). out: an array to write to, or None."""
 
         def compute(db):
             column_sums.column_sums(db, self.floats(*column_sums.partials_shape(*dy.shape)), dy)
@@ -162,7 +166,7 @@ class CudaBackend(FusedHead, Backend):
         return self.product(rows(x), w, bias=b).reshape(*x.shape[:-1], w.shape[1])
 
     def linear_backward(self, dy, x, w, bias=True, out=(None, None)):
-        operand = self.products.operand(rows(dy))
+        operand = self.products.operand(rows(dy))  # both products of dy use it
         dw = self.weight_gradient(out[0], rows(x), operand)
         db = self.bias_gradient(out[1], rows(dy)) if bias else None
         return self.product(operand, w, trans_b=True).reshape(x.shape), dw, db
@@ -180,7 +184,7 @@ class CudaBackend(FusedHead, Backend):
         return dx
 
     def linear_gelu_forward(self, x, w, b):
-        h = self.product(rows(x), w)  # without the bias, which the next kernel adds
+        h = self.product(rows(x), w)  # without the bias: the next kernel adds it
         y = self.like(h)
         gelu.bias_gelu_forward(y, h, b)
         return y.reshape(*x.shape[:-1], w.shape[1]), (h, b)
@@ -222,13 +226,12 @@ class CudaBackend(FusedHead, Backend):
         return dx, dw, db
 
     def residual_layernorm_forward(self, x, a, a_bias, w, b, eps):
-        x2 = rows(self.xp.ascontiguousarray(x))
-        y, mean, rstd = self.like(x2), self.floats(len(x2)), self.floats(len(x2))
-        s = x2 if a is None else self.like(x2)
-        a2 = None if a is None else rows(self.xp.ascontiguousarray(a))
-        layernorm.residual_layernorm_forward(
-            None if a is None else s, y, mean, rstd, x2, a2, a_bias, w, b, eps
-        )  # fmt: skip
+        x_rows = rows(self.xp.ascontiguousarray(x))
+        y, mean, rstd = self.like(x_rows), self.floats(len(x_rows)), self.floats(len(x_rows))
+        a_rows = None if a is None else rows(self.xp.ascontiguousarray(a))
+        s = None if a is None else self.like(x_rows)  # without a, s is x
+        layernorm.residual_layernorm_forward(s, y, mean, rstd, x_rows, a_rows, a_bias, w, b, eps)
+        s = x_rows if s is None else s
         return s.reshape(x.shape), y.reshape(x.shape), (s, mean, rstd, a_bias is not None)
 
     def residual_layernorm_backward(self, ds, dy, w, aux, out=(None, None, None)):
@@ -236,9 +239,9 @@ class CudaBackend(FusedHead, Backend):
         dx, partials = self.like(s), self.floats(*layernorm.layernorm_partials_shape(*s.shape))
         ds = None if ds is None else rows(self.xp.ascontiguousarray(ds))
         layernorm.residual_layernorm_backward(dx, partials, ds, rows(dy), s, w, mean, rstd)
-        places = [out[1], out[2], *out[:has_bias]]  # dw, db, and da_bias if there is one
+        given = [out[1], out[2], *out[:has_bias]]  # for dw, db, and for da_bias if there is a bias
         dw, db, *da_bias = self.gradients(
-            places, w.shape, lambda *sums: column_sums.add_partials(partials, *sums), partials
+            given, w.shape, lambda *sums: column_sums.add_partials(partials, *sums), partials
         )
         return dx.reshape(dy.shape), da_bias[0] if da_bias else None, dw, db
 
@@ -248,19 +251,19 @@ class CudaBackend(FusedHead, Backend):
         B, T, C3 = qkv.shape
         y, lse = self.xp.empty((B, T, C3 // 3), qkv.dtype), self.floats(B, n_head, T)
 
-        def run(config):
-            flash.attention_forward(y, lse, qkv, n_head, self.dot, config)
+        def run(tiles):
+            flash.attention_forward(y, lse, qkv, n_head, self.dot_precision, tiles)
 
-        run(attention_tiles.tuned_forward(self.runtime.tuner, run, y, lse, qkv, n_head, self.dot))
+        run(attention_tiles.tuned_forward(self.runtime.tuner, run, y, lse, qkv, n_head, self.dot_precision))
         return y, lse
 
     def attention_backward(self, dy, qkv, y, aux, n_head):
         dqkv, delta, dy = self.like(qkv), self.like(aux), self.xp.ascontiguousarray(dy)
 
-        def run(config, dy=y):  # timed with y: it has the size of dy, and is finite for any loss scale
-            flash.attention_backward(dqkv, delta, dy, qkv, y, aux, n_head, self.dot, config)
+        def run(tiles, dy=y):  # timed with y in place of dy: it has the same shape, and is finite for any loss scale
+            flash.attention_backward(dqkv, delta, dy, qkv, y, aux, n_head, self.dot_precision, tiles)
 
-        run(attention_tiles.tuned_backward(self.runtime.tuner, run, dqkv, delta, qkv, n_head, self.dot), dy)
+        run(attention_tiles.tuned_backward(self.runtime.tuner, run, dqkv, delta, qkv, n_head, self.dot_precision), dy)
         return dqkv
 
     def attention_cached(self, qkv, keys, values, position, n_head):
@@ -280,12 +283,11 @@ class CudaBackend(FusedHead, Backend):
     def embedding_backward(self, dy, ids, wte, wpe, position=0, first=0, out=(None, None), accumulate=False):
         if not isinstance(ids, PreparedTokens):
             ids = self.prepare_tokens(self.to_host(ids), wte.shape[0], first)
-        runs, dy = embedding.SortedTokens(*map(self.asarray, ids.runs)), self.xp.ascontiguousarray(dy)
-        dwte, dwpe = (
-            self.floats(*p.shape) if buffer is None else buffer for p, buffer in zip((wte, wpe), out, strict=True)
-        )
-        pieces = self.floats(*embedding.chunk_sums_shape(dy.size // dy.shape[-1], wte.shape[1]))
-        embedding.embedding_backward(dwte, dwpe, pieces, runs, dy, position, accumulate)
+        sorted_tokens, dy = embedding.SortedTokens(*map(self.asarray, ids.sorted_tokens)), self.xp.ascontiguousarray(dy)
+        dwte = self.floats(*wte.shape) if out[0] is None else out[0]
+        dwpe = self.floats(*wpe.shape) if out[1] is None else out[1]
+        chunk_sums = self.floats(*embedding.chunk_sums_shape(dy.size // dy.shape[-1], wte.shape[1]))
+        embedding.embedding_backward(dwte, dwpe, chunk_sums, sorted_tokens, dy, position, accumulate)
         return dwte, dwpe
 
     # -- flat buffers ------------------------------------------------------------------------------------------------
@@ -296,19 +298,19 @@ class CudaBackend(FusedHead, Backend):
         return out
 
     def clip(self, squares, bound, loss_scale=None, interval=0, stop=None):
-        norm, scale = self.floats(1), self.floats(1)
-        adamw.clip_scale(scale, norm, squares, bound, loss_scale, interval, stop)
-        return norm, scale
+        norm, grad_scale = self.floats(1), self.floats(1)
+        adamw.clip_scale(grad_scale, norm, squares, bound, loss_scale, interval, stop)
+        return norm, grad_scale
 
-    def adamw_step(self, p, m, v, copy, g, hyper, scale, decays, betas, offset=0):
-        scalars, random = self.asarray(hyper.scalars), ()
-        if hyper.key is not None:
-            copy, random = copy.view(np.uint16), (self.asarray(hyper.key), offset)
-        adamw.adamw_step(p, m, v, copy, g, scalars, scale, decays, *betas, *random)
+    def adamw_step(self, p, m, v, compute_copy, g, hyper, grad_scale, decays, betas, offset=0):
+        scalars, rounding_arguments = self.asarray(hyper.scalars), ()
+        if hyper.key is not None:  # stochastic rounding
+            compute_copy, rounding_arguments = compute_copy.view(np.uint16), (self.asarray(hyper.key), offset)
+        adamw.adamw_step(p, m, v, compute_copy, g, scalars, grad_scale, decays, *betas, *rounding_arguments)
 
 
 def dtype_of(name):
-    """The NumPy dtype of this name; bfloat16 is that of ml_dtypes, which CuPy accepts."""
+    """The NumPy dtype with this name. NumPy has no bfloat16, so that is the dtype of ml_dtypes, which CuPy accepts."""
     if name == "bfloat16":
         import ml_dtypes
 

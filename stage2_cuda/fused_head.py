@@ -1,16 +1,16 @@
 """lm_head fused with the cross-entropy: logits are computed in chunks, and only one chunk is in memory at a time."""
 
-# N rows, C channels, V vocabulary
+# N rows, C channels, V vocabulary (or one rank's part of it); w (V, C) is the weight matrix of lm_head
 
 import numpy as np
 
 from stage2_cuda.kernels import cross_entropy, losses
 from stage2_cuda.kernels.cast import scale_in_place
-from stage2_cuda.memory_model import ALIGNED, LOGITS
+from stage2_cuda.memory_model import CHUNK_LOGITS, LOGITS_ALIGNMENT
 
 
 class FusedHead:
-    """The methods of CudaBackend for the last layer and the loss; gpt2core/backend.py documents them."""
+    """The methods of CudaBackend for lm_head and the loss. The docstrings of the public ones are in Backend."""
 
     def unembed_forward(self, x, w):
         return self.product(rows(self.xp.ascontiguousarray(x)), w, trans_b=True).reshape(*x.shape[:-1], w.shape[0])
@@ -22,11 +22,10 @@ class FusedHead:
         return self.product(dy, w).reshape(x.shape), dw
 
     def cross_entropy_forward(self, logits, targets, first=0):
-        maxima, sums, picked = (self.floats(len(logits)) for _ in range(3))
-        cross_entropy.cross_entropy_forward(
-            maxima, sums, picked, logits, self.asarray(targets, np.int32), logits.shape[1], first
-        )
-        return maxima, sums, picked, None
+        maxima, sums, target_logits = (self.floats(len(logits)) for _ in range(3))
+        targets = self.asarray(targets, np.int32)
+        cross_entropy.cross_entropy_forward(maxima, sums, target_logits, logits, targets, logits.shape[1], first)
+        return maxima, sums, target_logits, None
 
     def cross_entropy_backward(self, dy, logits, targets, scale, maxima, sums, aux, first=0):
         dlogits, dy = self.like(logits), self.asarray(dy, np.float32).reshape(1)
@@ -37,77 +36,87 @@ class FusedHead:
         return dlogits
 
     def unembed_cross_entropy_forward(self, x, w, targets, first=0, scale=None, dloss=None, out=None):
-        targets, statistics, V = self.asarray(targets, np.int32), self.floats(3, len(x)), len(w)
-        dx, dw = (None, None) if scale is None else (self.like(x), self.head_gradient(w, out))
+        targets, V = self.asarray(targets, np.int32), len(w)
+        statistics = self.floats(3, len(x))  # maxima, sums, target_logits
+        dx, dw = (None, None) if scale is None else (self.like(x), self.empty_head_gradient(w, out))
         for number, chunk in enumerate(logit_chunks(x, w)):
             logits = self.padded_logits(x[chunk], w)
             if scale is None:
                 cross_entropy.cross_entropy_forward(*statistics[:, chunk], logits, targets[chunk], V, first)
-            else:  # compute the gradient too; it overwrites the logits
-                own = targets[chunk], scale, V, first, dloss
-                cross_entropy.cross_entropy_forward_backward(logits, *statistics[:, chunk], logits, *own)
-                self.add_gradients(logits, x[chunk], w, dx[chunk], dw, number > 0)
-                del logits  # frees the logits before the next chunk's are allocated
+            else:  # backward follows: compute the gradients too. The gradient of the logits overwrites the logits
+                arguments = targets[chunk], scale, V, first, dloss
+                cross_entropy.cross_entropy_forward_backward(logits, *statistics[:, chunk], logits, *arguments)
+                self.head_gradients(logits, x[chunk], w, dx[chunk], dw, accumulate=number > 0)
+                del logits  # frees the memory before the logits of the next chunk are allocated
         return *statistics, None if scale is None else (dx, dw, dloss is not None)
 
     def unembed_cross_entropy_backward(self, dy, x, w, targets, scale, maxima, sums, aux, first=0, out=None):
-        if aux is not None:
-            dx, dw, contains_dloss = aux
-            return (dx, dw) if contains_dloss else self.scaled(dx, dw, dy, out)
+        if aux is not None:  # forward has computed the gradients
+            dx, dw, includes_dy = aux
+            return (dx, dw) if includes_dy else self.multiply_by_dy(dx, dw, dy, out)
         targets, dy, V = self.asarray(targets, np.int32), self.asarray(dy, np.float32).reshape(1), len(w)
-        dx, dw = self.like(x), self.head_gradient(w, out)
-        for number, chunk in enumerate(logit_chunks(x, w)):  # computed again: forward did not keep the logits
-            logits = self.padded_logits(x[chunk], w)
-            own = targets[chunk], maxima[chunk], sums[chunk], scale, V, first, dy
-            cross_entropy.cross_entropy_backward(logits, logits, *own)
-            self.add_gradients(logits, x[chunk], w, dx[chunk], dw, number > 0)
+        dx, dw = self.like(x), self.empty_head_gradient(w, out)
+        for number, chunk in enumerate(logit_chunks(x, w)):
+            logits = self.padded_logits(x[chunk], w)  # again, because forward did not keep them
+            arguments = targets[chunk], maxima[chunk], sums[chunk], scale, V, first, dy
+            cross_entropy.cross_entropy_backward(logits, logits, *arguments)
+            self.head_gradients(logits, x[chunk], w, dx[chunk], dw, accumulate=number > 0)
             del logits
         return dx, dw
 
-    def scaled(self, dx, dw, dy, out):
-        """(dy dx, dy dw). Copies, except for dw in `out`: another backward through a retained graph needs dx and dw."""
+    def multiply_by_dy(self, dx, dw, dy, out):
+        """(dy dx, dy dw) for the gradients dx and dw that forward computed without dy, an array of one element.
+
+        The results are new arrays, because a second backward through the same graph needs dx and dw again. Only a dw
+        that is stored in `out` is multiplied in place.
+        """
         factor = self.asarray(dy, np.float32).reshape(1)
         dx, dw = dx.copy(), dw.copy() if out is None else dw
         for gradient in (dx, dw):
             scale_in_place(gradient, factor)
         return dx, dw
 
-    def head_gradient(self, w, out):
-        """The array for dw: `out`, or a new array followed by the padding rows of whole_rows()."""
-        return self.floats(len(self.whole_rows(w)), w.shape[1])[: len(w)] if out is None else out
+    def empty_head_gradient(self, w, out):
+        """The array for dw (V, C): `out`, or a new array in whose memory the rows of with_padding_rows() follow."""
+        return self.floats(len(self.with_padding_rows(w)), w.shape[1])[: len(w)] if out is None else out
 
-    def loss_rows(self, maxima, sums, picked, highest):
+    def loss_rows(self, maxima, sums, target_logits, row_maxima):
         rows = self.floats(2, len(sums))
-        losses.rescale(rows, maxima, sums, picked, highest)
+        losses.rescale(rows, maxima, sums, target_logits, row_maxima)
         return rows
 
-    def loss(self, highest, sums, picked, scale):
-        loss = self.xp.empty((), np.float64)
-        losses.loss(loss, self.xp.empty(losses.partials_shape(len(sums)), np.float64), sums, picked, highest, scale)
+    def loss(self, row_maxima, sums, target_logits, scale):
+        loss, partials = self.xp.empty((), np.float64), self.xp.empty(losses.partials_shape(len(sums)), np.float64)
+        losses.loss(loss, partials, sums, target_logits, row_maxima, scale)
         return loss
 
     def padded_logits(self, x, w):
-        """x @ w' in the first columns of an array (N, multiple of ALIGNED)."""
-        w = self.whole_rows(w)
-        logits = self.xp.empty((len(x), -(-len(w) // ALIGNED) * ALIGNED), x.dtype)
+        """An array of N rows whose first V columns are x @ w' and whose other columns are padding.
+
+        The number of columns is a multiple of LOGITS_ALIGNMENT. If w can be extended, the padding is computed too.
+        """
+        w = self.with_padding_rows(w)
+        logits = self.xp.empty((len(x), -(-len(w) // LOGITS_ALIGNMENT) * LOGITS_ALIGNMENT), x.dtype)
         self.products.multiply(logits[:, : len(w)], x, w, trans_b=True)
         return logits
 
-    def add_gradients(self, dlogits, x, w, dx, dw, accumulate):
-        w, dw = self.whole_rows(w), self.whole_rows(dw)
+    def head_gradients(self, dlogits, x, w, dx, dw, accumulate):
+        """dx = dlogits w; dw = dlogits' x, or with `accumulate` this is added to dw. dlogits: from padded_logits()."""
+        w, dw = self.with_padding_rows(w), self.with_padding_rows(dw)
         operand = self.products.operand(dlogits[:, : len(w)])
         self.products.multiply(dx, operand, w)
         operand = operand if len(dw) == len(w) else dlogits[:, : len(dw)]
         self.products.multiply(dw, operand, x, trans_a=True, accumulate=accumulate)
 
-    def whole_rows(self, w):
-        """w (V, C) extended to a multiple of ALIGNED rows by the memory after w; w itself if there is too little.
+    def with_padding_rows(self, w):
+        """w (V, C), with more rows from the memory after w, so that their number is a multiple of LOGITS_ALIGNMENT.
 
-        With an odd V the product is not aligned: for V = 50257 it takes five times as long. The logits of the
-        additional rows are padding: they do not count in the loss, and their gradient is 0. If w is a gradient,
-        the additional rows are padding too, or gradients that backward writes later.
+        Returns w itself if the array of which w is a part ends too early. Reason: with an odd V the rows of the product
+        are not aligned, and the product takes five times as long for V = 50257. The logits of the additional rows are
+        padding: they do not count in the loss, and their gradient is 0. If w is a gradient, the additional rows are
+        padding too, or gradients that backward writes later.
         """
-        rows, base = -(-len(w) // ALIGNED) * ALIGNED, w.base
+        rows, base = -(-len(w) // LOGITS_ALIGNMENT) * LOGITS_ALIGNMENT, w.base
         if isinstance(w, np.ndarray) or base is None:
             return w
         if w.data.ptr + rows * w.strides[0] > base.data.ptr + base.nbytes:
@@ -116,12 +125,15 @@ class FusedHead:
 
 
 def rows(x):
-    """(..., C) as (N, C), a view."""
+    """A view of x (..., C) as a matrix (N, C)."""
     return x.reshape(-1, x.shape[-1])
 
 
 def logit_chunks(x, w):
-    """Slices of rows of x (N, C) with at most LOGITS logits; lengths above 1024 are multiples of 1024."""
-    step = max(1, LOGITS // w.shape[0])
+    """Slices that divide the rows of x (N, C) into chunks of at most CHUNK_LOGITS logits.
+
+    A chunk of more than 1024 rows has a multiple of 1024 rows, except for the last one.
+    """
+    step = max(1, CHUNK_LOGITS // w.shape[0])
     step -= step % 1024 if step > 1024 else 0
     return [slice(start, start + step) for start in range(0, x.shape[0], step)]

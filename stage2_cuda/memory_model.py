@@ -1,10 +1,10 @@
-"""Predict the device memory of a training step or a generation, as a sum of named terms; suggest options that fit.
+"""Predict the device memory of a training step or of a generation, as a sum of named terms; suggest options that fit.
 
-benchmarks/gpu/memory.py compares the sum with what CuPy's pools and the driver allocate: the two agree within a tenth.
+benchmarks/gpu/memory.py compares the sum with the memory that CuPy and the driver allocate; they agree within 10 %.
 """
 
-# B sequences of T tokens in one micro-batch, N = B*T rows, C channels, V vocabulary, L layers
-# with tensor parallelism, a rank has n_head / tp heads, V / tp tokens, and 4C / tp channels of the MLP's hidden layer
+# B sequences of T tokens in one micro-batch, N = B*T rows, C channels, V vocabulary, L layers. With tensor parallelism
+# over tp ranks, each rank has n_head / tp heads, V / tp tokens, and 4C / tp channels of the MLP's hidden layer.
 
 import math
 from dataclasses import replace
@@ -15,68 +15,75 @@ from gpt2core.model import parameter_shapes
 from gpt2core.parallel.config import ParallelConfig
 from gpt2core.parallel.tensor_parallel import shard_shapes
 
-FP32 = 4  # bytes
-BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2}  # of an activation, and of a parameter that the kernels read
-LOGITS = 1 << 29  # elements of the logits that are computed at a time
-ALIGNED = 64  # columns: logits are padded to a multiple, so that the start of each row is aligned
+FP32 = 4  # bytes per element
+BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2}  # per activation, and per parameter that the kernels read
+CHUNK_LOGITS = 1 << 29  # the most logits that are computed at a time
+LOGITS_ALIGNMENT = 64  # the rows of the logits are padded to a multiple of this many columns, so that rows are aligned
 WORKSPACE = 64 << 20  # bytes of cublasLt's workspaces, for two streams
-WIDE = 1 << 25  # elements of GELU's input; from this size GELU is faster as an epilogue of the product than as a kernel
+MIN_FUSED_GELU = 1 << 25  # elements of GELU's input; from this size cublasLt's GELU epilogue is faster than a kernel
 CONTEXT = 550 << 20  # bytes of the CUDA context and the loaded kernels on an H200, which CuPy's pools do not count
-MARGIN = 1.1  # the prediction is right within a tenth
-# Buffers for the codes sent and received, as a multiple of a message's size
+MARGIN = 1.1  # a configuration is suggested only if 1.1 times its predicted memory is free
+# The bytes of the buffers for the codes of --compress, sent and received, divided by the bytes of a message in fp32
 CODE_BUFFERS = {"none": 0, "fp16": 1.2, "bf16": 1.2, "int8": 0.7}
 
 
 def training_memory(config, batch_size, seq_len, precision, micro_batches=1, ranks=1, parallel=None, in_order=False):
-    """{term: maximum bytes} of one rank that trains on `batch_size` sequences a step, in `micro_batches` parts.
+    """{term: maximum bytes} of one rank that trains on `batch_size` sequences per step.
 
-    ranks: the data-parallel ranks; there are parallel.tp times as many in all. parallel: a ParallelConfig. in_order:
-    whether the GPUs sum gradients in the canonical order.
+    batch_size and micro_batches count this rank only. ranks: the number of data-parallel ranks. parallel: a
+    ParallelConfig. in_order: whether the GPUs sum gradients in the canonical order.
     """
     parallel = parallel or ParallelConfig()
     tp, owners = parallel.tp, ranks if parallel.zero else 1
-    C, V, L = config.n_embd, round_up(config.vocab_size // tp, ALIGNED), config.n_layer
+    C, V, L = config.n_embd, round_up(config.vocab_size // tp, LOGITS_ALIGNMENT), config.n_layer
     rows = -(-batch_size // micro_batches) * seq_len
-    stream = BYTES[precision] * rows * C  # an array (N, C), the size of the residual stream
-    several = micro_batches > 1  # with one micro-batch, backward writes gradients directly into the sum
-    head = FP32 * V * C * several  # the gradient of lm_head
-    layer_gradients = head * config.tied + 4 * FP32 * C * C // tp * several  # in the backward pass of an MLP
-    halves = precision == "fp32"  # each operand of a product is split into two arrays of half the bytes
-    logits = BYTES[precision] * min(rows, max(1, LOGITS // V)) * V
-    fused = BYTES[precision] < FP32 and 4 * rows * C // tp >= WIDE  # only the gradient of GELU's input is stored
+    activation = BYTES[precision] * rows * C  # bytes of one array (N, C), such as the residual stream
+    # with only one micro-batch, backward writes its gradients directly to the arena: they need no memory of their own
+    accumulates = micro_batches > 1
+    head_gradient = FP32 * V * C * accumulates
+    # alive in the backward pass of an MLP: the gradient of lm_head if it is tied, and the gradient of one MLP weight
+    layer_gradients = head_gradient * config.tied + 4 * FP32 * C * C // tp * accumulates
+    splits_operands = precision == "fp32"  # each operand of a product becomes two fp16 arrays (gemm/fp16x3.py)
+    logits = BYTES[precision] * min(rows, max(1, CHUNK_LOGITS // V)) * V
+    # with GELU as an epilogue of the product, backward needs only the gradient of GELU's input
+    fused_gelu = BYTES[precision] < FP32 and 4 * rows * C // tp >= MIN_FUSED_GELU
     arena = Arena(shard_shapes(parameter_shapes(config), tp), owners)
-    size, whole = arena.size, Arena(parameter_shapes(config)).size
-    message = size  # elements of the gradients in one message
-    if parallel.dp != "flat" and parallel.bucket_mb is not None:  # None: the size is measured later; assume the maximum
+    size, full_size = arena.size, Arena(parameter_shapes(config)).size  # elements on this rank, and of the whole model
+    message = size  # the most elements of gradients in one message to other ranks
+    # a bucket size of None is measured later: assume the maximum, one bucket for all gradients
+    if parallel.dp != "flat" and parallel.bucket_mb is not None:
         message = min(size, int(parallel.bucket_mb * 1e6 / FP32) + max(map(math.prod, arena.shapes.values())))
     return {
         "parameters": FP32 * size,
         "copy of the parameters": BYTES[precision] * size if BYTES[precision] < FP32 else 0,
-        # one partial sum per level of the tree over the micro-batches
+        # the canonical sum needs one arena per level of its tree over the micro-batches
         "gradients": FP32 * size * max(1, (micro_batches - 1).bit_length()),
         "moments": 2 * FP32 * size // owners,
         # what forward keeps per layer, in arrays (N, C): qkv 3, attention 1, residual stream and LayerNorm 2, the MLP's
-        # hidden layer before and after GELU 4 + 4, residual stream and LayerNorm 2; qkv, attention and the hidden layer
-        # are split over the tp ranks
-        "activations": (4 * L + 2) * stream + 12 * L * stream // tp,
+        # hidden layer before and after GELU 4 + 4, residual stream and LayerNorm 2. Of these, qkv, attention and the
+        # hidden layer (12) are divided over the tp ranks. In addition, residual stream and LayerNorm 2 at the end
+        "activations": (4 * L + 2) * activation + 12 * L * activation // tp,
         # LayerNorm's mean and inverse standard deviation, attention's logsumexp
         "statistics": FP32 * rows * (4 * L + 2 + config.n_head * L // tp),
-        # the larger of two temporary peaks: a chunk of logits in the loss, with the gradients of both operands; or,
-        # a little later, the gradients in the backward pass of an MLP
+        # temporary arrays, the larger of two peaks: in the loss, a chunk of logits and the gradients of both operands;
+        # or in the backward pass of an MLP, its gradients
         "at work": max(
-            stream + logits + head + halves * (logits + stream),
-            (1 + (tp > 1)) * stream + (4 + 4 * (not fused) + 4 * halves) * stream // tp + layer_gradients,
+            activation + logits + head_gradient + splits_operands * (logits + activation),
+            (1 + (tp > 1)) * activation
+            + (4 + 4 * (not fused_gelu) + 4 * splits_operands) * activation // tp
+            + layer_gradients,
         ),
-        # temporary memory of the side stream, because CuPy's pool does not share blocks between streams: the halves of
-        # an MLP's product. The operands kept for it (side_stream.DEPTH) take less than backward has freed by then
-        "side stream": halves * (stream + 4 * stream // tp) * (not several),
+        # temporary arrays of the side stream, which has blocks of its own in CuPy's pool: the split operands of an MLP
+        # weight's gradient. The operands that SideStream keeps need less memory than backward has freed by then
+        "side stream": splits_operands * (activation + 4 * activation // tp) * (not accumulates),
         # the parts received from other ranks, on NCCL's stream
         "sums over ranks": FP32 * message * in_order * (ranks > 1),
-        # error feedback of the gradients and of their sums, and the codes
+        # the residuals (error feedback) of the gradients and of their sums, and the buffers for codes
         "compression": int(FP32 * (size + size // ranks + CODE_BUFFERS[parallel.compress] * message))
         * (parallel.compress != "none"),
-        "gathered to save": FP32 * whole * (tp > 1),  # in addition to the workspace of the captured step
-        "tokens": 12 * FP32 * rows * micro_batches,  # inputs, targets, their sort order, and the sort's temporaries
+        # the whole model, for a checkpoint, while the captured step keeps its workspace
+        "gathered to save": FP32 * full_size * (tp > 1),
+        "tokens": 12 * FP32 * rows * micro_batches,  # at most 12 numbers per token: input, target, sorted order
         "workspace": WORKSPACE,
         "context": CONTEXT,
     }
@@ -85,20 +92,23 @@ def training_memory(config, batch_size, seq_len, precision, micro_batches=1, ran
 def generation_memory(config, precision, batch_size=1, tp=1):
     """{term: maximum bytes} of one of `tp` ranks that generates from `batch_size` prompts of block_size tokens."""
     rows, width = batch_size * config.block_size, BYTES[precision]
-    stream = width * rows * config.n_embd
+    activation = width * rows * config.n_embd  # bytes of one array (N, C) for the whole prompts
     return {
         "parameters": width * Arena(shard_shapes(parameter_shapes(config), tp)).size,
-        "keys and values": 2 * config.n_layer * stream // tp,
-        # the activations of one layer of the prompts; the MLP's hidden layer and qkv are split over the ranks
-        "at work": 4 * stream + 8 * stream // tp + width * batch_size * config.vocab_size,
+        "keys and values": 2 * config.n_layer * activation // tp,
+        # the activations of one layer; the MLP's hidden layer and qkv are divided over the ranks; and the logits
+        "at work": 4 * activation + 8 * activation // tp + width * batch_size * config.vocab_size,
         "workspace": WORKSPACE,
         "context": CONTEXT,
     }
 
 
 def largest_batch(fits, batch_size, step):
-    """The largest multiple n of `step` below `batch_size` with fits(n), or 0; if n does not fit, no larger n does."""
-    low, high = 0, -(-batch_size // step)  # in steps; `high` does not fit
+    """The largest multiple n of `step`, n < batch_size, for which fits(n) is true; 0 if there is none.
+
+    If fits(n) is false, it must be false for all larger n: this is a binary search.
+    """
+    low, high = 0, -(-batch_size // step)  # multiples of step: low * step fits (or is 0), high * step does not
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle * step) else (low, middle)
@@ -110,8 +120,8 @@ def explain_training_oom(
 ):  # fmt: skip
     """One sentence: the memory that the training step needs, the free memory, and options that fit.
 
-    free: bytes of this rank's GPU. batch_size and micro_batches count all ranks together; the other arguments are those
-    of training_memory.
+    free: bytes of this rank's GPU. batch_size and micro_batches are totals over all ranks; the other arguments are
+    those of training_memory().
     """
     parallel = parallel or ParallelConfig()
 
@@ -122,13 +132,13 @@ def explain_training_oom(
     def fits(sequences, parts=micro_batches, parallel=parallel):
         return MARGIN * needed(sequences, parts, parallel) <= free
 
-    options, parts = [], 2 * micro_batches
-    if batch := largest_batch(fits, batch_size, micro_batches):
-        options.append(f"--batch-size {batch}")
-    while batch_size % parts == 0 and not fits(batch_size, parts):
-        parts *= 2
-    if batch_size % parts == 0:
-        options.append(f"--micro-batches {parts}")
+    options, more_parts = [], 2 * micro_batches
+    if smaller_batch := largest_batch(fits, batch_size, micro_batches):
+        options.append(f"--batch-size {smaller_batch}")
+    while batch_size % more_parts == 0 and not fits(batch_size, more_parts):
+        more_parts *= 2
+    if batch_size % more_parts == 0:
+        options.append(f"--micro-batches {more_parts}")
     if not parallel.zero and fits(batch_size, parallel=replace(parallel, zero=1)):
         options.append("--zero 1")
     if parallel.compress != "none" and fits(batch_size, parallel=replace(parallel, compress="none")):
@@ -144,7 +154,7 @@ def explain_training_oom(
 
 
 def join_options(options):
-    """ "a, b or c"; empty for no options."""
+    """The options as text, "a, b or c"; the empty string for an empty list."""
     *most, last = options or [""]
     return f"{', '.join(most)} or {last}" if most else last
 
@@ -163,4 +173,5 @@ def is_out_of_memory(error):
 
 
 def gib(count):
+    """A number of bytes as text in GiB."""
     return f"{count / 2**30:.1f} GiB"

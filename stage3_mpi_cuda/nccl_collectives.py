@@ -1,10 +1,11 @@
-"""Collectives on GPU arrays by NCCL, on a communication stream, so that they overlap with kernels of the caller.
+"""Collectives of NCCL on GPU arrays, on a communication stream, so that they overlap with the caller's kernels.
 
-No call blocks the host. A call records an event on the caller's stream, the communication stream waits for it, and
-NCCL's kernel is enqueued on it. wait() makes the caller's stream wait for a second event, recorded after NCCL's kernel.
-During stream capture these two events become the fork and the join of the CUDA graph, so capture needs no other code.
+No call blocks the host. A call records an event, `ready`, on the caller's stream and makes the communication stream
+wait for this event. The call then enqueues NCCL's kernel on the communication stream, and records a second event,
+`done`, after the kernel. wait() makes the caller's stream wait for `done`. During stream capture these two events
+become the fork and the join of the CUDA graph, so capture needs no other code.
 """
-# p: number of ranks in the group; r: this rank; n: elements of x on one rank, except where it means bytes
+# p: number of ranks in the group; r: this rank; n: number of elements of x on one rank
 
 import contextlib
 import ctypes
@@ -22,8 +23,8 @@ from gpt2core.communicator import (
 from gpt2core.errors import ConfigError
 from stage3_mpi_cuda.tree_sum import tree_sum
 
-NATIVE = "nccl"  # NCCL's own sums
-# Values of ncclDataType_t and ncclRedOp_t in nccl.h. A collective that only copies data has the type BYTE.
+NATIVE = "nccl"  # the algorithm name that selects NCCL's own sums
+# Values of ncclDataType_t and ncclRedOp_t in nccl.h. Collectives that only copy data use the type BYTE for any dtype.
 TYPES = {"int32": 2, "int64": 4, "float16": 6, "float32": 7, "float64": 8, "bfloat16": 9}
 OPS = {"sum": 0, "max": 2, "min": 3}
 BYTE = 1
@@ -37,8 +38,9 @@ class NcclCollectives(Communicator):
     bfloat16 are added in float32 and rounded once); all-gather of the sums. Sums of integers, minima and maxima do not
     depend on the order; they always use NCCL's own reductions.
 
-    bytes_sent, where n is the bytes of x: all_reduce 2 (p-1)/p n (rounded down), reduce_scatter and all_to_all
-    (p-1)/p n, all_gather (p-1) n, broadcast (p-1) n on root and 0 elsewhere. Replays of a CUDA graph are not counted.
+    bytes_sent grows by a formula; b is the number of bytes of x: all_reduce 2 (p-1)/p b (rounded down), reduce_scatter
+    and all_to_all (p-1)/p b, all_gather (p-1) b, broadcast (p-1) b on root and 0 elsewhere. Replays of a CUDA graph are
+    not counted.
 
     Raises ConfigError if NCCL cannot connect the ranks.
     """
@@ -47,7 +49,7 @@ class NcclCollectives(Communicator):
         self.rank, self.size, self.bytes_sent = host.rank, host.size, 0
         self.local_rank, self.local_size = host.local_rank, host.local_size
         self._xp, self._cuda, self._stream, self._nccl = gpu.cupy, gpu.cupy.cuda, gpu.stream, gpu.nccl
-        self._algorithm, self._unposted = "canonical", []
+        self._algorithm, self._stored_messages = "canonical", []  # messages that are not yet enqueued
         unique_id = host.broadcast_object(self._nccl.get_unique_id() if host.is_root else None)
         try:
             self._comm = self._nccl.NcclCommunicator(self.size, unique_id, self.rank)
@@ -56,8 +58,8 @@ class NcclCollectives(Communicator):
                 f"NCCL cannot connect {self.size} ranks ({error}); set NCCL_DEBUG=WARN in the environment for the "
                 f"cause, or use --transport mpi"
             ) from error
-        # This reference is never released: NCCL's destructor would wait until every CUDA graph that contains a call of
-        # this communicator is destroyed, and Python does not define the order of destruction at exit.
+        # This reference is never released, so NCCL's destructor never runs. It would wait until every CUDA graph that
+        # contains a call of this communicator is destroyed; but Python's order of destruction at exit is undefined.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._comm))
         gpu.communicators.append(self._comm)
 
@@ -69,15 +71,15 @@ class NcclCollectives(Communicator):
     def all_reduce_start(self, x, op="sum", out=None):
         check_op(op)
         check_out(out, x.shape, x.dtype)
-        kind, canonical = self._nccl_type(x.dtype), self._is_canonical(op, x.dtype)
-        x, out = self._source(x, out, offset=0), self._result(out, x.shape, x.dtype)
+        nccl_type, canonical = self._nccl_type(x.dtype), self._is_canonical(op, x.dtype)
+        x, out = self._input(x, out, offset=0), self._output(out, x.shape, x.dtype)
         self.bytes_sent += 2 * (self.size - 1) * x.nbytes // self.size
 
         def run():
             if canonical:
                 self._canonical_all_reduce(x.reshape(-1), out.reshape(-1))
             else:
-                self._comm.allReduce(address(x), address(out), x.size, kind, OPS[op], self._stream.ptr)
+                self._comm.allReduce(address(x), address(out), x.size, nccl_type, OPS[op], self._stream.ptr)
 
         return self._enqueue(run, x, out)
 
@@ -85,22 +87,22 @@ class NcclCollectives(Communicator):
         check_op(op)
         shape = (rows_per_part(x, self.size), *x.shape[1:])
         check_out(out, shape, x.dtype)
-        kind, canonical = self._nccl_type(x.dtype), self._is_canonical(op, x.dtype)
-        x, out = self._source(x, out, offset=-self.rank * x.nbytes // self.size), self._result(out, shape, x.dtype)
+        nccl_type, canonical = self._nccl_type(x.dtype), self._is_canonical(op, x.dtype)
+        x, out = self._input(x, out, offset=-self.rank * x.nbytes // self.size), self._output(out, shape, x.dtype)
         self.bytes_sent += (self.size - 1) * x.nbytes // self.size
 
         def run():
             if canonical:
                 tree_sum(out.reshape(-1), self._exchange_parts(x.reshape(-1), part_edges(x.size, self.size)))
             else:
-                self._comm.reduceScatter(address(x), address(out), out.size, kind, OPS[op], self._stream.ptr)
+                self._comm.reduceScatter(address(x), address(out), out.size, nccl_type, OPS[op], self._stream.ptr)
 
         return self._enqueue(run, x, out)
 
     def all_gather_start(self, x, out=None):
         shape = (self.size * rows_per_part(x), *x.shape[1:])
         check_out(out, shape, x.dtype)
-        x, out = self._source(x, out, offset=self.rank * x.nbytes), self._result(out, shape, x.dtype)
+        x, out = self._input(x, out, offset=self.rank * x.nbytes), self._output(out, shape, x.dtype)
         self.bytes_sent += (self.size - 1) * x.nbytes
 
         def run():
@@ -111,7 +113,7 @@ class NcclCollectives(Communicator):
     def all_to_all_start(self, x, out=None):
         rows_per_part(x, self.size)
         check_out(out, x.shape, x.dtype)
-        x, out = self._source(x, out), self._result(out, x.shape, x.dtype)
+        x, out = self._input(x, out), self._output(out, x.shape, x.dtype)
         self.bytes_sent += (self.size - 1) * x.nbytes // self.size
 
         def run():
@@ -123,7 +125,7 @@ class NcclCollectives(Communicator):
     def broadcast_start(self, x, root=0, out=None):
         check_rank(root, self.size, "root")
         check_out(out, x.shape, x.dtype)
-        x, out = self._source(x, out, offset=0), self._result(out, x.shape, x.dtype)
+        x, out = self._input(x, out, offset=0), self._output(out, x.shape, x.dtype)
         self.bytes_sent += (self.size - 1) * x.nbytes if self.rank == root else 0
 
         def run():
@@ -134,25 +136,30 @@ class NcclCollectives(Communicator):
     # -- the canonical sum ---------------------------------------------------------------------------------------------
 
     def _canonical_all_reduce(self, x, out):
-        """out (n) = the sum of x (n); x may be `out`. Rank j adds part j of all ranks; an all-gather sends the sums."""
+        """Write the sum of x (n) over ranks to out (n); x may be `out`.
+
+        Rank j adds part j of all ranks; an all-gather then sends the sums to all ranks.
+        """
         edges = part_edges(x.size, self.size)
-        mine = out[edges[self.rank] : edges[self.rank + 1]]
+        own = out[edges[self.rank] : edges[self.rank + 1]]
         parts = self._exchange_parts(x, edges)
-        if mine.size:
-            tree_sum(mine, parts)
+        if own.size:
+            tree_sum(own, parts)
         if x.size % self.size:  # allGather needs parts of equal length
-            self._send_recv([(address(mine), mine.nbytes)] * self.size, buffers(out, edges))
+            self._send_recv([(address(own), own.nbytes)] * self.size, buffers(out, edges))
         else:
-            self._comm.allGather(address(mine), address(out), mine.nbytes, BYTE, self._stream.ptr)
+            self._comm.allGather(address(own), address(out), own.nbytes, BYTE, self._stream.ptr)
 
     def _exchange_parts(self, x, edges):
-        """Part r of every rank's x (n), divided at `edges`, as an array (p, length of part r)."""
+        """Part r of every rank's x, as an array (p, length of part r); `edges`: see part_edges()."""
         length = edges[self.rank + 1] - edges[self.rank]
         parts = self._xp.empty((self.size, length), x.dtype)
         self._send_recv(buffers(x, edges), buffers(parts, [j * length for j in range(self.size + 1)]))
         return parts
 
-    # -- messages: enqueued as one NCCL group, because two ranks that both send first would deadlock otherwise ---
+    # -- messages ------------------------------------------------------------------------------------------------------
+    # send_start() and recv_start() only store a message. The first wait() enqueues all stored messages as one NCCL
+    # group: outside a group, two ranks that first send to each other and then receive would both wait forever.
 
     def send_start(self, x, to, tag=0):
         check_peer(to, self.rank, self.size, "to")
@@ -169,11 +176,11 @@ class NcclCollectives(Communicator):
         if tag:
             raise ConfigError(f"tag {tag}: NCCL has no tags; use tag 0 and receive in the order of sending")
         message = _Message(self, lambda: call(address(array), array.nbytes, BYTE, peer, self._stream.ptr), result)
-        self._unposted.append(message)
+        self._stored_messages.append(message)
         return message
 
-    def _post_messages(self):
-        messages, self._unposted = self._unposted, []
+    def _enqueue_messages(self):
+        messages, self._stored_messages = self._stored_messages, []
 
         def run():
             with grouped(self._nccl):
@@ -186,9 +193,9 @@ class NcclCollectives(Communicator):
                 message.operation = operation
 
     def _send_recv(self, sends, receives):
-        """Send buffer j of `sends` to rank j and receive buffer j of `receives` from rank j, for all j.
+        """Send buffer j of `sends` to rank j and receive buffer j of `receives` from rank j, for every rank j.
 
-        A buffer is (address, bytes). j includes this rank.
+        The ranks include this rank. A buffer is (address, number of bytes).
         """
         with grouped(self._nccl):
             for peer, ((source, length), (target, capacity)) in enumerate(zip(sends, receives, strict=True)):
@@ -200,12 +207,12 @@ class NcclCollectives(Communicator):
     # -- streams and events --------------------------------------------------------------------------------------------
 
     def _enqueue(self, run, *arrays):
-        """Handle of run() on the communication stream, after all work on the caller's stream so far.
+        """Call run() with the communication stream as current stream, ordered after all earlier work of the caller.
 
-        arrays: the arrays that run() uses; the last is the result. The handle keeps them alive until wait(), so that
-        CuPy's pool does not reuse their memory earlier.
+        Returns a Handle. arrays: the arrays that run() uses; the last one is the result. The handle keeps the arrays
+        alive until wait(), so that CuPy's memory pool does not reuse their memory earlier.
         """
-        self._post_messages()
+        self._enqueue_messages()
         ready, done = (self._cuda.Event(disable_timing=True) for _ in range(2))
         ready.record()
         self._stream.wait_event(ready)
@@ -217,23 +224,27 @@ class NcclCollectives(Communicator):
     # -- arguments -----------------------------------------------------------------------------------------------------
 
     def _nccl_type(self, dtype):
-        """The ncclDataType_t of a dtype that NCCL can reduce."""
+        """The ncclDataType_t of a dtype; raises ConfigError for a dtype that NCCL cannot reduce."""
         if dtype.name not in TYPES:
             raise ConfigError(f"NCCL cannot reduce {dtype}: use one of {', '.join(TYPES)}")
         return TYPES[dtype.name]
 
     def _is_canonical(self, op, dtype):
-        """Whether the result depends on the order of addition and the canonical order is selected."""
+        """Whether to add in the canonical order: it is selected, and the result depends on the order."""
         return op == "sum" and dtype.kind not in "iu" and self._algorithm != NATIVE
 
-    def _source(self, x, out, offset=None):
-        """x as a contiguous array; a copy if x overlaps `out`, unless x starts at out's address + offset (bytes)."""
+    def _input(self, x, out, offset=None):
+        """x as a contiguous array that NCCL can read while it writes to `out`: a copy of x if x and `out` overlap.
+
+        No copy is needed if x starts `offset` bytes after the start of `out`: NCCL supports this case in place.
+        """
         x = self._xp.ascontiguousarray(x)
         if out is not None and address(x) - address(out) != offset and overlap(x, out):
             return x.copy()
         return x
 
-    def _result(self, out, shape, dtype):
+    def _output(self, out, shape, dtype):
+        """`out`, or a new array if `out` is None."""
         return self._xp.empty(shape, dtype) if out is None else out
 
 
@@ -242,18 +253,18 @@ class _StreamOperation(Handle):
 
     def __init__(self, cuda, done, arrays):
         super().__init__(arrays[-1] if arrays else None)
-        self._open = cuda, done, arrays
+        self._pending = cuda, done, arrays  # None after wait()
 
     def wait(self):
-        if self._open:
-            cuda, done, _ = self._open
+        if self._pending:
+            cuda, done, _ = self._pending
             cuda.get_current_stream().wait_event(done)
-            self._open = None
+            self._pending = None
         return self._result
 
 
 class _Message(Handle):
-    """A message. wait() of any message enqueues all messages that are not yet enqueued, as one group."""
+    """A message that may not be enqueued yet; wait() enqueues it, with all other such messages, as one group."""
 
     def __init__(self, collectives, call, result):
         super().__init__(result)
@@ -261,14 +272,14 @@ class _Message(Handle):
 
     def wait(self):
         if self.operation is None:
-            self._collectives._post_messages()
+            self._collectives._enqueue_messages()
         self.operation.wait()
         return self._result
 
 
 @contextlib.contextmanager
 def grouped(nccl):
-    """NCCL treats the calls in this context as one operation, so none of them waits for another."""
+    """A context in which NCCL combines all calls into one operation, so that no call waits for another."""
     nccl.groupStart()
     try:
         yield
@@ -277,12 +288,15 @@ def grouped(nccl):
 
 
 def part_edges(n, p):
-    """The p + 1 edges of n elements in p parts whose lengths differ by at most one."""
+    """The p + 1 indices that divide n elements into p parts: part j is the slice from edges[j] to edges[j + 1].
+
+    The lengths of the parts differ by at most one.
+    """
     return [n * j // p for j in range(p + 1)]
 
 
 def buffers(array, edges):
-    """(address, bytes) of each part of a contiguous array; edges in elements."""
+    """[(address, number of bytes)] of the parts of a contiguous array; edges: see part_edges()."""
     start, step = address(array), array.itemsize
     return [(start + a * step, (b - a) * step) for a, b in zip(edges, edges[1:], strict=False)]
 

@@ -1,9 +1,9 @@
-"""NcclCommunicator: NCCL for CuPy arrays and MPI for NumPy arrays, chosen by the type of the array.
+"""NcclCommunicator: NCCL for CuPy arrays and MPI for NumPy arrays; the type of the array selects between them.
 
-MPI starts the processes, gives them their ranks, and transfers data in host memory: objects, losses, file contents.
+MPI starts the processes, numbers them (their ranks), and transfers data in host memory: objects, losses, file contents.
 NCCL transfers large arrays directly from GPU to GPU.
 """
-# p ranks in a group
+# p: number of ranks in a group
 
 import platform
 import sys
@@ -23,14 +23,16 @@ TRANSPORTS = {"nccl": NcclCollectives, "mpi": StagedCollectives}
 
 
 class NcclCommunicator(Communicator):
-    """One rank of a group that computes on GPUs; without arguments, the group of all ranks of the MPI job.
+    """One rank of a group that computes on GPUs. Without arguments: the group of all ranks of the MPI job.
 
-    `host` is the MpiCommunicator of the same group, for NumPy arrays. CuPy arrays use the transport that
-    use_transport() selected. Transport nccl needs one GPU per rank and uses a communication stream; transport mpi
-    copies through host memory, and ranks may share a GPU. Under TRITON_INTERPRET=1 all arrays are NumPy arrays.
+    `host` is the MpiCommunicator of the same group, for NumPy arrays; split() also passes the `parent` group. CuPy
+    arrays use the transport that use_transport() selected. Transport "nccl" needs one GPU per rank and uses a
+    communication stream. Transport "mpi" copies through host memory, and ranks may share a GPU. With
+    TRITON_INTERPRET=1 all arrays are NumPy arrays.
 
-    Sums are canonical unless use_collectives() selects another algorithm. Transport nccl has one other, "nccl": NCCL's
-    own sums, whose order depends on the number of ranks. Transport mpi has all algorithms of MpiCommunicator.
+    Sums are canonical unless use_collectives() selects another algorithm. With transport "nccl" the only other
+    algorithm is "nccl": NCCL's own sums, whose order depends on the number of ranks. With transport "mpi" all
+    algorithms of MpiCommunicator are available.
     """
 
     def __init__(self, host=None, parent=None):
@@ -58,13 +60,18 @@ class NcclCommunicator(Communicator):
         return self.transport
 
     def _choose(self, name):
-        """The transport for the GPUs that the ranks are bound to; prints a note on the root if ranks share a GPU."""
+        """The transport to use with the GPUs to which the ranks are bound. `name`: --transport, or None if not given.
+
+        Rank 0 prints a note if ranks share a GPU. Raises ConfigError if the GPUs are of different models, or if `name`
+        is "nccl" and ranks share a GPU.
+        """
         gpus = self.host.all_gather_object((self.gpu.name, platform.node(), self.gpu.pci_bus_id))
-        first, count = gpus[0][0], len(set(gpus))
+        model_of_rank_0, count = gpus[0][0], len(set(gpus))
         for rank, (model, *_) in enumerate(gpus):
-            if model != first:
+            if model != model_of_rank_0:
                 advice = "select GPUs of one model with CUDA_VISIBLE_DEVICES"
-                raise shared_error(ConfigError(f"rank {rank} has an {model}, but rank 0 has an {first}; {advice}"))
+                found = f"rank {rank} has an {model}, but rank 0 has an {model_of_rank_0}"
+                raise shared_error(ConfigError(f"{found}; {advice}"))
         if count == self.size:
             return name or "nccl"
         found = f"{self.size} ranks have {counted(count, 'GPU')}"
@@ -82,7 +89,7 @@ class NcclCommunicator(Communicator):
 
     @property
     def capturable(self):
-        return self.transport == "nccl"  # transport mpi blocks the host
+        return self.transport == "nccl"  # transport "mpi" waits on the host, which a CUDA graph cannot contain
 
     @property
     def prefers_zero(self):
@@ -90,7 +97,7 @@ class NcclCommunicator(Communicator):
 
     @property
     def measures_buckets(self):
-        return self.transport == "nccl"  # with mpi, messages and computation compete for the host's cores
+        return self.transport == "nccl"  # with "mpi", messages and computation compete for the host's cores
 
     @property
     def bytes_sent(self):
@@ -108,7 +115,7 @@ class NcclCommunicator(Communicator):
             self._device_collectives.use_collectives(name)
 
     def _collectives_for(self, x):
-        """The communicator for arrays of the type of x: `host` for NumPy arrays, the transport for CuPy arrays."""
+        """The communicator for the array type of x: `host` for NumPy arrays, the transport's for CuPy arrays."""
         if not hasattr(x, "__cuda_array_interface__"):
             return self.host
         if self._device_collectives is None:
@@ -126,7 +133,7 @@ class NcclCommunicator(Communicator):
         host = self.host.split(color, key)
         return host if host is None or isinstance(host, Solo) else NcclCommunicator(host, self)
 
-    # The collectives and messages for both array types, non-blocking and blocking
+    # Collectives and messages for both array types: the non-blocking forms, then the blocking forms
 
     def all_reduce_start(self, x, op="sum", out=None):
         return self._collectives_for(x).all_reduce_start(x, op, out)
@@ -170,19 +177,19 @@ class NcclCommunicator(Communicator):
 
 @dataclass
 class GpuBinding:
-    """The GPU of this rank, with the communication stream and the NCCL module that all groups of the rank share."""
+    """The GPU of this rank, and what all groups of the rank share. With Triton's interpreter no field is set."""
 
-    cupy: object = None  # the module
-    device_id: int | None = None  # among the GPUs that this process sees
-    name: str = ""
+    cupy: object = None  # the module cupy
+    device_id: int | None = None  # the number of the GPU among the GPUs that this process sees
+    name: str = ""  # the GPU's model
     pci_bus_id: str = ""  # equal for ranks of a host that share a GPU
-    stream: object = None  # for all NCCL calls
+    stream: object = None  # the communication stream, on which all NCCL calls are enqueued
     nccl: object = None  # the module cupy.cuda.nccl
     communicators: list = field(default_factory=list)  # NCCL communicators, which the watchdog checks for errors
 
 
 def bind_gpu(local_rank):
-    """Make GPU local_rank % (number of visible GPUs) current for this thread. Returns its GpuBinding.
+    """Select GPU local_rank % (number of visible GPUs) as the current device of this thread; return its GpuBinding.
 
     Raises ConfigError if there is no GPU.
     """
@@ -196,7 +203,7 @@ def bind_gpu(local_rank):
 
 def import_nccl(cupy):
     """The module cupy.cuda.nccl; raises ConfigError if CuPy cannot load the NCCL library."""
-    with warnings.catch_warnings(record=True) as caught:  # CuPy warns with the reason and imports an empty module
+    with warnings.catch_warnings(record=True) as caught:  # without NCCL, CuPy only warns and imports an empty module
         warnings.simplefilter("always")
         from cupy.cuda import nccl
     if not nccl.available:

@@ -1,8 +1,9 @@
 """Collectives on GPU arrays over plain MPI: copy to pinned host memory, call MPI there, and copy back.
 
-This transport needs no NCCL and no CUDA-aware MPI, and ranks may share a GPU. A GPU copies asynchronously only from
-and to *pinned* memory, which the system cannot move. An all-reduce is divided into chunks: while the host sums one
-chunk, the GPU copies the previous chunk back and the next chunk to the host. NCCL needs neither copy.
+This transport needs no NCCL and no CUDA-aware MPI, and ranks may share a GPU. A GPU can copy asynchronously only from
+and to *pinned* host memory: memory that the operating system does not move. An all-reduce is divided into chunks: while
+the host sums one chunk, the GPU copies the previous chunk back to the GPU and the next chunk to the host. NCCL needs
+neither copy.
 """
 
 from concurrent.futures import ThreadPoolExecutor
@@ -21,24 +22,25 @@ from gpt2core.communicator import (
 )
 
 CHUNK = 8 << 20  # bytes of an all-reduce that the host sums in one call
-HOST_TO_DEVICE, DEVICE_TO_HOST = 1, 2  # cudaMemcpyKind
+HOST_TO_DEVICE, DEVICE_TO_HOST = 1, 2  # values of cudaMemcpyKind
 
 
 class StagedCollectives(Communicator):
     """The collectives of `host`, an MPI group of at least two ranks; x and out are CuPy arrays.
 
-    Sums, their order and bytes_sent are those of MpiCommunicator. A background thread runs the calls in order while the
-    caller continues. wait() blocks the host, so a CUDA graph cannot capture these calls.
+    MPI computes the sums, so their order and bytes_sent are those of MpiCommunicator. A background thread runs the
+    collectives in the order of the calls while the caller continues. wait() blocks the host, so a CUDA graph cannot
+    capture these calls.
     """
 
     def __init__(self, host, gpu):
         self.rank, self.size = host.rank, host.size
         self.local_rank, self.local_size = host.local_rank, host.local_size
-        # The thread has its own MPI communicator, so that its messages and the caller's cannot match each other.
+        # The thread has its own MPI communicator: a message of the thread must never match a message of the caller.
         self._host, self._thread_host = host, host.split(0, host.rank)
         self._cupy, self._device_id, self._stream = gpu.cupy, gpu.device_id, gpu.cupy.cuda.Stream(non_blocking=True)
         self._thread = ThreadPoolExecutor(1, f"transport of rank {self.rank}")
-        self._pinned = {}
+        self._pinned = {}  # {name: pinned host buffer}
 
     @property
     def bytes_sent(self):
@@ -52,7 +54,7 @@ class StagedCollectives(Communicator):
     def all_reduce_start(self, x, op="sum", out=None):
         check_op(op)
         check_out(out, x.shape, x.dtype)
-        x, out = self._cupy.ascontiguousarray(x), self._result(out, x.shape, x.dtype)
+        x, out = self._cupy.ascontiguousarray(x), self._output(out, x.shape, x.dtype)
         return self._enqueue(lambda: self._all_reduce_chunks(x, op, out), x, out)
 
     def reduce_scatter_start(self, x, op="sum", out=None):
@@ -83,9 +85,12 @@ class StagedCollectives(Communicator):
     # -- copies to the host and back -----------------------------------------------------------------------------------
 
     def _staged(self, x, out, shape, call):
-        """Handle of call(x, out) on host copies of x and out; out: an array of `shape`, or None for a new one."""
+        """Handle of call(host copy of x, host buffer for out), whose result is then copied to `out` on the GPU.
+
+        out: an array of `shape`, or None for a new array.
+        """
         check_out(out, shape, x.dtype)
-        x, out = self._cupy.ascontiguousarray(x), self._result(out, shape, x.dtype)
+        x, out = self._cupy.ascontiguousarray(x), self._output(out, shape, x.dtype)
 
         def run():
             host_x, host_out = (
@@ -100,7 +105,10 @@ class StagedCollectives(Communicator):
         return self._enqueue(run, x, out)
 
     def _all_reduce_chunks(self, x, op, out):
-        """All-reduce with two pinned buffers in turn; one stream orders the copies, so no buffer is reused early."""
+        """All-reduce x into `out`, chunk by chunk, with two pinned buffers that alternate.
+
+        All copies are enqueued on one stream, so a buffer is refilled only after its result was copied to the GPU.
+        """
         step = CHUNK // x.itemsize * x.itemsize
         chunks = [(start, min(step, x.nbytes - start)) for start in range(0, x.nbytes, step)]
         copies = []
@@ -122,13 +130,13 @@ class StagedCollectives(Communicator):
                 copy_to_host(number + 2)
 
     def _enqueue(self, run, x, out):
-        """Handle of run() in the background thread, after all work on the caller's stream so far."""
+        """Run run() in the background thread, after all earlier work on the caller's stream; return its Handle."""
         cuda = self._cupy.cuda
         ready = cuda.Event(disable_timing=True)
         ready.record()
 
         def job():
-            with cuda.Device(self._device_id):  # each thread has its own current device, at first device 0
+            with cuda.Device(self._device_id):  # each thread has its own current device, which is initially device 0
                 self._stream.wait_event(ready)
                 run()
                 self._stream.synchronize()
@@ -139,39 +147,40 @@ class StagedCollectives(Communicator):
         self._cupy.cuda.runtime.memcpyAsync(target, source, length, kind, self._stream.ptr)
 
     def _pinned_buffer(self, name, length, dtype):
-        """`length` bytes of pinned memory, flat. Calls with the same `name` reuse one buffer, enlarged if needed."""
+        """A flat array of `dtype` with `length` bytes of pinned memory. Calls with the same `name` share one buffer."""
         if name not in self._pinned or self._pinned[name].nbytes < length:
             memory = self._cupy.cuda.alloc_pinned_memory(max(1, length))
             self._pinned[name] = np.frombuffer(memory, np.uint8, max(1, length))
         return self._pinned[name][:length].view(dtype)
 
-    def _result(self, out, shape, dtype):
+    def _output(self, out, shape, dtype):
+        """`out`, or a new array if `out` is None."""
         return self._cupy.empty(shape, dtype) if out is None else out
 
 
 class _ThreadOperation(Handle):
-    """A call in the background thread; keeps x and out alive until it is complete."""
+    """A call in the background thread. The handle keeps x and out alive until the call is complete."""
 
     def __init__(self, future, x, out):
         super().__init__(out)
-        self._open = future, x
+        self._pending = future, x
 
     def wait(self):
-        if self._open:
-            self._open[0].result()
-            self._open = None
+        if self._pending:
+            self._pending[0].result()
+            self._pending = None
         return self._result
 
 
 class _PendingReceive(Handle):
-    """A pending receive into host memory; wait() copies the message to the GPU."""
+    """A pending receive into host memory; wait() copies the received data to `out` on the GPU."""
 
     def __init__(self, message, out):
         super().__init__(out)
-        self._open = message
+        self._pending = message
 
     def wait(self):
-        if self._open:
-            self._result.set(self._open.wait())
-            self._open = None
+        if self._pending:
+            self._result.set(self._pending.wait())
+            self._pending = None
         return self._result

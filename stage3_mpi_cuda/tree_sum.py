@@ -1,9 +1,10 @@
-"""A kernel that sums the rows of an array in the canonical order; row j is the part that rank j sent.
+"""A kernel that sums the rows of an array in the canonical order; row j is the part of x that rank j sent.
 
     for 5 rows: ((0+1) + (2+3)) + 4                                             (see gpt2core/parallel/tree_sum.py)
 
-NCCL's all-reduce adds along a ring or a tree of GPUs. The order depends on the number of GPUs, and every step rounds to
-the dtype of the array. This kernel adds in a fixed order, in float32 (float64 arrays: in float64), and rounds once.
+NCCL's all-reduce adds along a ring or a tree of GPUs. Its order depends on the number of GPUs, and it rounds to the
+dtype of the array after every addition. This kernel adds in a fixed order, in float32 (float64 arrays: in float64), and
+rounds to the dtype of the array once.
 """
 
 import triton
@@ -11,18 +12,21 @@ import triton.language as tl
 
 from stage2_cuda.runtime.triton_launch import launch
 
-BLOCK = 1024  # elements of one program
+BLOCK = 1024  # elements of `out` that one program (Triton's word for a thread block) computes
 
 
 def tree_sum(out, rows):
-    """out (n) = the sum of rows (p, n) in the canonical order, rounded to out's dtype. Each p needs one compilation."""
+    """Write the sum of the p rows of `rows` (p, n) to `out` (n), rounded to out's dtype. Compiles once for each p."""
     count, n = rows.shape
     launch(tree_sum_kernel, (triton.cdiv(n, BLOCK),), out, rows, n, COUNT=count, BLOCK=BLOCK, num_warps=4)
 
 
 @triton.jit
 def tree_of_rows(rows_ptr, offs, stride, mask, COUNT: tl.constexpr):
-    """Sum of the COUNT rows at rows_ptr: the sum of the first HALF rows (a power of two) plus the sum of the rest."""
+    """The sum of the COUNT rows from rows_ptr on, `stride` elements apart, at the offsets `offs`.
+
+    It is the sum of the first HALF rows, a power of two, plus the sum of the other rows.
+    """
     if COUNT == 1:
         x = tl.load(rows_ptr + offs, mask, 0)
         total = x if x.dtype == tl.float64 else x.to(tl.float32)

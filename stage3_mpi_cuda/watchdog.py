@@ -1,7 +1,7 @@
-"""Additional checks of the watchdog in stage 3: a heartbeat of every rank, and errors of NCCL.
+"""Two additional checks of the watchdog in stage 3: heartbeats of all ranks, and errors of NCCL.
 
-If a rank hangs, the other ranks wait for it in a loop on the host, or in an NCCL kernel, which the host cannot
-interrupt. So in stage 3 all ranks exchange heartbeats, not only the first rank of each host.
+If a rank hangs, the other ranks wait for this rank in a loop on the host, or in an NCCL kernel, which the host cannot
+interrupt. So in stage 3 all ranks exchange heartbeats; in stage 1 only the first rank of each host does.
 """
 
 from stage1_mpi.watchdog import Heartbeat
@@ -11,14 +11,14 @@ IN_PROGRESS = 7  # ncclInProgress: the communicator is busy; not an error
 
 
 def watch_gpus(world):
-    """Add both checks to the watchdog of `world`, an NcclCommunicator of all ranks. A job of one rank has none."""
+    """Add both checks to the watchdog of `world`, the NcclCommunicator of all ranks. One rank needs no watchdog."""
     if world.host.watchdog:
         world.host.watchdog.add(Heartbeat(world.host.duplicate(), world.rank, SILENCE))
         world.host.watchdog.add(NcclErrors(world.gpu.communicators))
 
 
 class NcclErrors:
-    """A check of all NCCL communicators in a list, to which new ones may be appended."""
+    """A check of all NCCL communicators in a list; new communicators may be appended to the list at any time."""
 
     def __init__(self, communicators):
         self._communicators = communicators
@@ -28,9 +28,9 @@ class NcclErrors:
         for communicator in list(self._communicators):
             try:
                 result, text = communicator.check_async_error() or 0, ""
-            except KeyError as error:  # CuPy has no name for this result
+            except KeyError as error:  # a result for which CuPy has no name
                 result, text = error.args[0], ""
-            except RuntimeError as error:  # an NcclError
+            except RuntimeError as error:  # CuPy's NcclError
                 result, text = getattr(error, "status", None), f", {error}"
             if result not in (0, IN_PROGRESS):
                 found = f"NCCL has failed (result {result}{text})"
@@ -38,4 +38,4 @@ class NcclErrors:
         return None
 
     def exit(self):
-        """Nothing is pending when this rank ends normally."""
+        """Called when this rank ends normally. There is nothing to do: this check sends no messages."""

@@ -1,4 +1,7 @@
-"""What does each choice in the NumPy backend gain? Naive code against ours, interleaved, on the arrays of `paper`."""
+"""What does each choice in the NumPy backend gain?
+
+Times the naive code and this project's code alternately, on arrays of the sizes in preset `paper`.
+"""
 
 import argparse
 import statistics
@@ -17,21 +20,22 @@ ROWS = 512  # a micro-batch: 2 sequences of 256 tokens
 
 
 def choices():
-    """Yield (name, naive, ours) of each choice: two functions that compute the same."""
+    """Yield (name, naive, ours) of each choice; naive() and ours() compute the same values."""
     config, rng, backend = PRESETS["paper"], np.random.default_rng(), NumpyBackend()
     C = config.n_embd
-    x, wide = (rng.standard_normal((ROWS, n), np.float32) for n in (C, 4 * C))
-    out, pool, live = np.empty_like(wide), BufferPool(), range(24)  # 24 activations of 3 MB at once, then all freed
+    wide = rng.standard_normal((ROWS, 4 * C), np.float32)  # the widest activations of a layer, those of the MLP
+    out, pool = np.empty_like(wide), BufferPool()
+    activations = range(24)  # 24 arrays of 3 MB are allocated, then all are freed
     yield "cube: x**3 -> x*x*x", lambda: wide**3, lambda: np.multiply(np.multiply(wide, wide, out=out), wide, out=out)
     yield (
         "activations: np.empty -> BufferPool",
-        lambda: [np.add(wide, 1, out=np.empty_like(wide)) for _ in live],
-        lambda: [np.add(wide, 1, out=pool.empty(wide.shape, wide.dtype)) for _ in live],
+        lambda: [np.add(wide, 1, out=np.empty_like(wide)) for _ in activations],
+        lambda: [np.add(wide, 1, out=pool.empty(wide.shape, wide.dtype)) for _ in activations],
     )
     slope = np.empty_like(wide)
     yield "GELU and slope: whole arrays -> blocks", lambda: gelu(wide), lambda: backend.gelu(wide, None, out, slope)
-    sums = np.ones(ROWS, np.float32)
-    yield "bias gradient: x.sum(0) -> ones @ x", lambda: wide.sum(0), lambda: sums @ wide
+    ones = np.ones(ROWS, np.float32)
+    yield "bias gradient: x.sum(0) -> ones @ x", lambda: wide.sum(0), lambda: ones @ wide
     weights = [rng.standard_normal((4 * C, C), np.float32) for _ in range(24)]  # too many for the cache
     row = wide[:1]
     yield (
@@ -49,15 +53,15 @@ def choices():
 
 
 def gelu(x):
-    """GELU and its derivative in whole-array operations, with x * x * x for the cube."""
+    """(GELU(x), its derivative) in whole-array operations, with x * x * x for the cube. 0.7978846 is sqrt(2 / pi)."""
     u = np.float32(0.7978846) * (x + np.float32(0.044715) * x * x * x)
     t = np.tanh(u)
-    slope = np.float32(0.7978846) * (1 + np.float32(3 * 0.044715) * x * x)
-    return np.float32(0.5) * x * (1 + t), np.float32(0.5) * (1 + t) + np.float32(0.5) * x * (1 - t * t) * slope
+    du = np.float32(0.7978846) * (1 + np.float32(3 * 0.044715) * x * x)
+    return np.float32(0.5) * x * (1 + t), np.float32(0.5) * (1 + t) + np.float32(0.5) * x * (1 - t * t) * du
 
 
 def attention(qkv, n_head):
-    """Causal attention that computes all T x T scores."""
+    """Causal attention of qkv (B, T, 3C) that computes all T x T scores; returns (B, T, C)."""
     B, T, C3 = qkv.shape
     q, k, v = qkv.reshape(B, T, 3, n_head, -1).transpose(2, 0, 3, 1, 4)  # (B, H, T, D) each
     s = q @ k.transpose(0, 1, 3, 2) * np.float32((C3 // 3 // n_head) ** -0.5)
@@ -67,7 +71,8 @@ def attention(qkv, n_head):
     return (p @ v).transpose(0, 2, 1, 3).reshape(B, T, C3 // 3)
 
 
-def seconds(function, repeat):
+def seconds_per_call(function, repeat):
+    """Seconds of one call of function(), the mean of `repeat` calls."""
     start = time.perf_counter()
     for _ in range(repeat):
         function()
@@ -76,14 +81,14 @@ def seconds(function, repeat):
 
 def main():
     parser = argparse.ArgumentParser(prog="python -m benchmarks.cpu.choices", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=15, help="rounds of each pair (default 15)")
+    parser.add_argument("--rounds", type=int, default=15, help="number of rounds of each choice (default 15)")
     add_save_flags(parser.add_argument)
     args = parser.parse_args()
     limit_blas(1)
     results, rows = [], []
     for name, naive, ours in choices():
-        repeat = max(1, int(0.02 / seconds(ours, 2)))
-        times = [(seconds(naive, repeat), seconds(ours, repeat)) for _ in range(args.rounds)]
+        repeat = max(1, int(0.02 / seconds_per_call(ours, 2)))  # calls of our code that take about 20 ms
+        times = [(seconds_per_call(naive, repeat), seconds_per_call(ours, repeat)) for _ in range(args.rounds)]
         naive_seconds, our_seconds = zip(*times, strict=True)
         gain = paired_ratio(naive_seconds, our_seconds)
         results.append({"choice": name, "naive_seconds": naive_seconds, "our_seconds": our_seconds, "gain": gain})

@@ -1,4 +1,8 @@
-"""Does the loss follow the paper's serial run, and is the curve bit-identical for every number of threads?"""
+"""Do the losses of stage 0 follow the paper's serial run, and are they bitwise identical for every number of threads?
+
+Runs the default training (preset `paper`, 50 steps) once for each number of threads. The exit code is 1 if a loss
+deviates by 25 % or more from the paper's, or if two runs differ in a bit.
+"""
 
 import argparse
 import subprocess
@@ -13,11 +17,12 @@ from benchmarks.paper import LOSSES, paper_curves
 from gpt2core.app.loss_plot import Curve, write_plot
 from gpt2core.app.run_log import read_log
 
-PAPER = LOSSES["serial"]
+PAPER_LOSSES = LOSSES["serial"]
+MAX_DEVIATION = 0.25  # largest relative difference of a loss from the paper's
 
 
 def train(threads):
-    """The log rows of the default run on `threads` threads."""
+    """Run the default training on `threads` threads; return the rows of its log."""
     with tempfile.TemporaryDirectory() as scratch:
         log = Path(scratch) / "log.jsonl"
         command = [sys.executable, "-m", "stage0_serial.train_gpt2", "--threads", str(threads), "--log", str(log)]
@@ -25,34 +30,36 @@ def train(threads):
         return read_log(log)
 
 
-def beside_the_paper(losses):
-    """The Curves of the paper's four programs and of our losses."""
+def curves_with_the_paper(losses):
+    """The Curves of the paper's four programs, then that of `losses`."""
     return [*paper_curves(), Curve("stage 0, NumPy", list(range(len(losses))), losses, {"color": "C0"})]
 
 
 def main():
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.cpu.curve", description=__doc__)
-    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="thread counts to compare (default 1 2)")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.cpu.curve", description=__doc__.splitlines()[0])
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="numbers of threads (default 1 2)")
     add_save_flags(parser.add_argument)
     args = parser.parse_args()
     logs = {threads: train(threads) for threads in args.threads}
     losses = [row["loss"] for row in next(iter(logs.values()))]
-    deviations = [ours / theirs - 1 for ours, theirs in zip(losses, PAPER, strict=True)]
-    print_table(
-        [
-            {"step": step, "paper": f"{PAPER[step]:.3f}", "ours": f"{losses[step]:.3f}", "": f"{deviations[step]:+.1%}"}
-            for step in (*range(0, 50, 5), 49)
-        ]
-    )
+    deviations = [ours / theirs - 1 for ours, theirs in zip(losses, PAPER_LOSSES, strict=True)]
+    rows = []
+    for step in (*range(0, 50, 5), 49):
+        row = {"step": step, "paper": f"{PAPER_LOSSES[step]:.3f}", "ours": f"{losses[step]:.3f}"}
+        rows.append(row | {"deviation": f"{deviations[step]:+.1%}"})
+    print_table(rows)
     worst = max(range(50), key=lambda step: abs(deviations[step]))
     print(f"\nlargest deviation from the paper: step {worst}: {deviations[worst]:+.1%}")
     hashes = {threads: rows[-1]["parameters_sha256"] for threads, rows in logs.items()}
-    same = len({(*(row["loss"] for row in rows), hashes[threads]) for threads, rows in logs.items()}) == 1
-    print(f"losses and parameters at {args.threads} threads: {'bit-identical' if same else 'DIFFERENT'}")
-    results = {"losses": losses, "deviations": deviations, "hashes": hashes, "equal": same}
+    distinct_runs = {(*(row["loss"] for row in rows), hashes[threads]) for threads, rows in logs.items()}
+    bitwise_equal = len(distinct_runs) == 1
+    counts = ", ".join(map(str, args.threads))
+    print(f"losses and parameters with {counts} threads: {'bitwise identical' if bitwise_equal else 'DIFFERENT'}")
+    results = {"losses": losses, "deviations": deviations, "hashes": hashes, "equal": bitwise_equal}
     path = save("benchmarks.cpu.curve", results, args)
-    write_plot(beside_the_paper(losses), "Preset paper: stage 0 and the paper's programs", path.with_suffix(".png"))
-    return 0 if same and abs(deviations[worst]) < 0.25 else 1
+    title = "Preset paper: stage 0 and the paper's programs"
+    write_plot(curves_with_the_paper(losses), title, path.with_suffix(".png"))
+    return 0 if bitwise_equal and abs(deviations[worst]) < MAX_DEVIATION else 1
 
 
 if __name__ == "__main__":

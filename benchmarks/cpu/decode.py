@@ -1,4 +1,7 @@
-"""How many milliseconds does a token take, with a KV cache and recomputing, against PyTorch at equal threads?"""
+"""How many milliseconds does a generated token take, with and without a KV cache, compared with PyTorch?
+
+Both programs use the same number of threads.
+"""
 
 import argparse
 import statistics
@@ -17,7 +20,12 @@ BENCHMARK = "benchmarks.cpu.decode"  # the name under which the benchmark proces
 
 
 def prepare(module, preset, threads):
-    """In each process: return `run_round(prompt, new, use_cache)`, one greedy continuation of random tokens."""
+    """Called in each process. Return `run_round(prompt, new, use_cache)`, which times one greedy continuation.
+
+    module: the imported Python module that is measured; its make_generator() builds the generator. prompt, new: numbers
+    of random prompt tokens and of new tokens. "first" are the seconds to the first new token, "token" the seconds per
+    later token.
+    """
     config = PRESETS[preset]
     generate = module.make_generator(config, threads)
 
@@ -37,9 +45,10 @@ def prepare(module, preset, threads):
 
 
 def cases(block, new):
-    """(name, request) of each case. In the last, the paper's inference, the window slides after the first token.
+    """Yield (name, arguments of run_round) of each case; block: the largest number of positions of the model.
 
-    A sliding window changes the learned position of every token, so the cache is invalid there.
+    "full window" is the paper's inference: the prompt fills the block. From the second new token on the window slides,
+    which changes the learned position of every token, so the cache is invalid and each token recomputes the window.
     """
     yield "KV cache", {"prompt": block - new, "new": new, "use_cache": True}
     yield "recomputing", {"prompt": block - new, "new": new, "use_cache": False}
@@ -47,20 +56,26 @@ def cases(block, new):
 
 
 def process_specs(args, threads):
-    """The table's rows. Ours divides matrix products over its own threads; PyTorch uses as many OpenMP threads."""
+    """Yield a ProcessSpec for each program.
+
+    This project divides matrix products over `threads` Python threads; PyTorch uses `threads` OpenMP threads.
+    """
     sizes = {"preset": args.preset, "threads": threads}
     yield ProcessSpec(OURS, "benchmarks.harness.ours", 1, sizes)
     yield ProcessSpec(TORCH, "benchmarks.peers.torch_gpt2", threads, sizes)
 
 
 def measure(args, threads, specs):
-    """Run every case at one thread count. Raises SystemExit if the cache changes the tokens."""
+    """Measure every case with one thread count; return one result for each case and program.
+
+    Raises SystemExit if a program generates different tokens with the KV cache than without it.
+    """
     results = []
     with ExitStack() as stack:
         processes = [stack.enter_context(BenchmarkProcess(spec, BENCHMARK, args.timeout)) for spec in specs]
         for case, request in cases(PRESETS[args.preset].block_size, args.new):
-            for name, one in run_rounds(processes, args.rounds, request, request).items():
-                rounds = one["rounds"]
+            for name, answers in run_rounds(processes, args.rounds, request, request).items():
+                rounds = answers["rounds"]
                 results.append(
                     {
                         "name": name,
@@ -80,15 +95,15 @@ def measure(args, threads, specs):
 
 
 def summarise(results):
-    """Add the cores used and ratios to the results of one thread count; return the table's rows."""
-    token = {(result["name"], result["case"]): result["token"] for result in results}
+    """Add cores used and speed ratios to the results of one thread count; return the rows of its table."""
+    token_seconds = {(result["name"], result["case"]): result["token"] for result in results}
     rows = []
     for result in results:
         case, name = result["case"], result["name"]
         median = statistics.median(result["token"])
         result["cores_used"] = sum(result["cpu"]) / sum(result["total"])
-        result["times_as_fast_as_torch"] = paired_ratio(token[TORCH, case], result["token"])
-        result["times_as_fast_as_recomputing"] = statistics.median(token[name, "recomputing"]) / median
+        result["times_as_fast_as_torch"] = paired_ratio(token_seconds[TORCH, case], result["token"])
+        result["times_as_fast_as_recomputing"] = statistics.median(token_seconds[name, "recomputing"]) / median
         rows.append(
             {
                 f"{result['threads']} thread(s)": f"{case}, {name}",
@@ -109,20 +124,20 @@ def summarise(results):
 def main():
     parser = argparse.ArgumentParser(prog=f"python -m {BENCHMARK}", description=__doc__)
     add = parser.add_argument
-    add("--threads", type=int, nargs="+", default=[1, 2], help="thread counts (default 1 2)")
+    add("--threads", type=int, nargs="+", default=[1, 2], help="numbers of threads, a table for each (default 1 2)")
     add("--preset", choices=PRESETS, default="paper", help="model (default paper)")
-    add("--new", type=int, default=30, help="new tokens (default 30)")
-    add("--rounds", type=int, default=7, help="rounds (default 7)")
+    add("--new", type=int, default=30, help="number of new tokens (default 30)")
+    add("--rounds", type=int, default=7, help="number of rounds; each round times every program (default 7)")
     add("--timeout", type=int, default=300, help="seconds that one round of a process may take (default 300)")
     add_save_flags(add)
     args = parser.parse_args()
 
     results = []
     for threads in args.threads:
-        of_threads = measure(args, threads, list(process_specs(args, threads)))
-        print_table(summarise(of_threads))
+        thread_results = measure(args, threads, list(process_specs(args, threads)))
+        print_table(summarise(thread_results))
         print()
-        results += of_threads
+        results += thread_results
     save(BENCHMARK, results, args)
 
 

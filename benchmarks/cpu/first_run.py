@@ -1,4 +1,7 @@
-"""How long do the first two commands take, start-up included: training `tiny`, and the paper's inference?"""
+"""How long do the first two commands of a new user take: training `tiny`, and the paper's inference?
+
+The times are of whole processes and include the start of Python.
+"""
 
 import argparse
 import statistics
@@ -16,8 +19,8 @@ COMMANDS = {
 }
 
 
-def seconds(command):
-    """Seconds that the command takes as a process of its own."""
+def seconds_of_process(command):
+    """Run the command in a new process; return the seconds until it ends."""
     start = time.perf_counter()
     subprocess.run(command, cwd=ROOT / "stage0_serial", check=True, stdout=subprocess.DEVNULL)
     return time.perf_counter() - start
@@ -31,8 +34,8 @@ def main():
     results = {name: [] for name in COMMANDS}
     for _ in range(args.rounds):
         for name, command in COMMANDS.items():
-            results[name].append(seconds(command))
-    print_table([{"command": name, "seconds": f"{statistics.median(each):.2f}"} for name, each in results.items()])
+            results[name].append(seconds_of_process(command))
+    print_table([{"command": name, "seconds": f"{statistics.median(runs):.2f}"} for name, runs in results.items()])
     save("benchmarks.cpu.first_run", {"seconds": results}, args)
 
 

@@ -1,4 +1,7 @@
-"""Is the NumPy training step faster than PyTorch's at equal threads, and how close is it to the BLAS floor?"""
+"""Is the NumPy training step faster than PyTorch's with the same number of threads, and how close to the BLAS floor?
+
+The BLAS floor is the time of only the matrix products of a step (cpu/sgemm_floor.py).
+"""
 
 import argparse
 import statistics
@@ -17,7 +20,10 @@ BENCHMARK = "benchmarks.cpu.train_step"  # the name under which the benchmark pr
 
 
 def prepare(module, preset, batch_size, threads, **options):
-    """In each process: return `run_round(steps)`, which trains on fresh random tokens and times every step."""
+    """Called in each process. Return `run_round(steps)`, which trains on fresh random tokens and times every step.
+
+    module: the imported Python module that is measured; its make_trainer() builds the training step.
+    """
     config = PRESETS[preset]
     step = module.make_trainer(config, batch_size, config.block_size, threads, **options)
     rng = np.random.default_rng(SEED)  # the same tokens in every process
@@ -36,7 +42,10 @@ def prepare(module, preset, batch_size, threads, **options):
 
 
 def process_specs(args, threads):
-    """The table's rows. Ours runs one BLAS thread in each of its threads; PyTorch uses as many OpenMP threads."""
+    """Yield a ProcessSpec for each row of the table.
+
+    This project uses `threads` Python threads with one BLAS thread each; PyTorch uses `threads` OpenMP threads.
+    """
     sizes = {"preset": args.preset, "batch_size": args.batch_size, "threads": threads}
     yield ProcessSpec("ours", "benchmarks.harness.ours", 1, dict(sizes, deterministic=True))
     yield ProcessSpec("ours --no-deterministic", "benchmarks.harness.ours", 1, dict(sizes, deterministic=False))
@@ -47,7 +56,7 @@ def process_specs(args, threads):
 
 
 def measure(args, threads, specs):
-    """Run the rounds of one thread count; return one result for each spec, with the seconds of every step."""
+    """Measure all specs with one thread count; return one result for each spec, with the seconds of every step."""
     with ExitStack() as stack:
         processes = [stack.enter_context(BenchmarkProcess(spec, BENCHMARK, args.timeout)) for spec in specs]
         measured = run_rounds(processes, args.rounds, {"steps": args.warm_up}, {"steps": args.steps_per_round})
@@ -56,19 +65,22 @@ def measure(args, threads, specs):
         {
             "name": name,
             "threads": threads,
-            "seconds": [each["seconds"] for each in one["rounds"]],
-            "cpu_seconds": sum(each["cpu_seconds"] for each in one["rounds"]),
-            "warm_up_seconds": one["warm_up"]["seconds"],
-            "final_loss": one["rounds"][-1]["losses"][-1],
-            "peak_bytes": one["rounds"][-1]["peak_bytes"],
+            "seconds": [each["seconds"] for each in answers["rounds"]],
+            "cpu_seconds": sum(each["cpu_seconds"] for each in answers["rounds"]),
+            "warm_up_seconds": answers["warm_up"]["seconds"],
+            "final_loss": answers["rounds"][-1]["losses"][-1],
+            "peak_bytes": answers["rounds"][-1]["peak_bytes"],
             "import_bytes": baseline[name],
         }
-        for name, one in measured.items()
+        for name, answers in measured.items()
     ]
 
 
 def summarise(results, tokens):
-    """Add the minimum, the cores used and the ratios of each round to one thread count's results; return the rows."""
+    """Add minimum, cores used and speed ratios to the results of one thread count; return the rows of its table.
+
+    tokens: tokens per step. A ratio is the median of the ratios within the rounds.
+    """
     medians = {result["name"]: round_medians(result["seconds"]) for result in results}
     rows = []
     for result in results:
@@ -96,24 +108,24 @@ def summarise(results, tokens):
 def main():
     parser = argparse.ArgumentParser(prog=f"python -m {BENCHMARK}", description=__doc__)
     add = parser.add_argument
-    add("--threads", type=int, nargs="+", default=[1, 2], help="thread counts (default 1 2)")
+    add("--threads", type=int, nargs="+", default=[1, 2], help="numbers of threads, a table for each (default 1 2)")
     add("--preset", choices=PRESETS, default="paper", help="model (default paper)")
     add("--batch-size", type=int, default=16, help="sequences per step (default 16)")
-    add("--rounds", type=int, default=5, help="rounds (default 5)")
+    add("--rounds", type=int, default=5, help="number of rounds; each round times every program (default 5)")
     add("--steps-per-round", type=int, default=2, help="timed steps of each process in a round (default 2)")
     add("--warm-up", type=int, default=2, help="steps before the first round (default 2)")
     add("--timeout", type=int, default=900, help="seconds that one round of a process may take (default 900)")
-    add("--no-compile", action="store_true", help="omit torch.compile")
+    add("--no-compile", action="store_true", help="do not run the row of torch.compile, which needs a C++ compiler")
     add_save_flags(add)
     args = parser.parse_args()
 
     tokens = args.batch_size * PRESETS[args.preset].block_size
     results = []
     for threads in args.threads:
-        of_threads = measure(args, threads, list(process_specs(args, threads)))
-        print_table(summarise(of_threads, tokens))
+        thread_results = measure(args, threads, list(process_specs(args, threads)))
+        print_table(summarise(thread_results, tokens))
         print()
-        results += of_threads
+        results += thread_results
     save(BENCHMARK, results, args)
 
 

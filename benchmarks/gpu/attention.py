@@ -1,10 +1,12 @@
 """Is causal attention, forward and backward, faster than PyTorch's own, FlashAttention-2 and cuDNN?
 
-Ours reads q, k and v from the packed projection (B, T, 3C) and writes one packed gradient. PyTorch reads three arrays
-(B, H, T, D), or with --packed three views of the projection, and writes three gradients. Each side runs as a CUDA
-graph of several calls, timed by device events, in interleaved rounds. Forward counts 2 B H T T D operations (4, half of
-them masked), backward 2.5 times as many. The first row uses the tiles that a training run chooses by timing, the second
-those of the table in kernels/attention.py.
+This project's kernels read q, k and v from one packed projection (B, T, 3C) and write one packed gradient. PyTorch
+reads three arrays (B, H, T, D), or with --packed three views of the projection, and writes three gradients. Each
+program captures several calls in a CUDA graph, which is timed by device events, in interleaved rounds.
+
+TFLOP/s: forward counts as 2 B H T T D floating-point operations. This is half of those of the two products, because
+half of the scores are masked. Backward counts as 2.5 times as many. The row "ours" uses the tiles that a training run
+chooses by timing; the second row uses those of the table DEFAULT_TILES in stage2_cuda/kernels/attention.py.
 """
 
 import argparse
@@ -33,22 +35,26 @@ SHAPES = [
     (4, 16, 4096, 128),
     (1, 12, 8192, 64),
 ]
-AGREE = 1e-2  # largest relative difference between the norms of two implementations in bf16
-KINDS = ("forward", "both")
+TOLERANCE = 1e-2  # largest relative difference between the norms of two implementations in bf16
+KINDS = ("forward", "both")  # both: forward and backward
 
 
 # -- in the benchmark process ------------------------------------------------------------------------------------------
 
 
-def numbers(B, H, T, D):
+def random_inputs(B, H, T, D):
     """qkv (B, T, 3C) and dy (B, T, C), float32, the same in every process: one million random numbers, repeated."""
-    some = np.random.default_rng(SEED).standard_normal(1_000_003, np.float32)
-    return np.resize(some, (B, T, 3 * H * D)), np.resize(some[::-1], (B, T, H * D))
+    numbers = np.random.default_rng(SEED).standard_normal(1_000_003, np.float32)
+    return np.resize(numbers, (B, T, 3 * H * D)), np.resize(numbers[::-1], (B, T, H * D))
 
 
 def prepare(module, **options):
-    """Return `run_round(shape, milliseconds)`: {"forward", "both": ms of one call, "norms": of y and the gradient}."""
-    build = functools.cache(lambda *shape: module.CausalAttention(*numbers(*shape), shape[1], **options))
+    """Called in each process. Return `run_round(shape, milliseconds)`, which times each kind for about `milliseconds`.
+
+    module: the imported Python module that is measured; its CausalAttention(..., **options) makes the calls. A round
+    gives {"forward", "both": milliseconds of one call, "norms": norms of y and of the gradient}.
+    """
+    build = functools.cache(lambda *shape: module.CausalAttention(*random_inputs(*shape), shape[1], **options))
 
     return lambda shape, milliseconds: timed_round(build(*shape), milliseconds)
 
@@ -68,18 +74,18 @@ class CausalAttention(ours.Graphs):
         self.y, self.dqkv = self.cupy.empty_like(self.dy), self.cupy.empty_like(self.qkv)
         self.lse, self.delta = (self.cupy.empty((B, n_head, T), np.float32) for _ in range(2))
         self.calls = {"forward": self.forward, "both": self.both}
-        self.choose(tuned)
+        self.choose_tiles(tuned)
         self.cupy.cuda.runtime.deviceSynchronize()
 
-    def choose(self, tuned):
-        """Choose the tiles as a training run does: by timing, or (tuned=False) as with --deterministic."""
+    def choose_tiles(self, tuned):
+        """Choose the tiles as a training run does: by timing; with tuned=False from the table, as --deterministic."""
         from stage2_cuda.cuda_backend import CudaBackend
         from stage2_cuda.tuning.attention_tiles import tuned_backward, tuned_forward
 
-        tuner, options = CudaBackend("bf16", deterministic=not tuned).runtime.tuner, (self.qkv, self.heads, "ieee")
-        self.forward_tiles = tuned_forward(tuner, self.forward, self.y, self.lse, *options)
+        tuner, arguments = CudaBackend("bf16", deterministic=not tuned).runtime.tuner, (self.qkv, self.heads, "ieee")
+        self.forward_tiles = tuned_forward(tuner, self.forward, self.y, self.lse, *arguments)
         self.forward()
-        self.backward_tiles = tuned_backward(tuner, self.backward, self.dqkv, self.delta, *options)
+        self.backward_tiles = tuned_backward(tuner, self.backward, self.dqkv, self.delta, *arguments)
 
     def forward(self, tiles=None):
         self.kernels.attention_forward(self.y, self.lse, self.qkv, self.heads, tiles=tiles or self.forward_tiles)
@@ -108,7 +114,10 @@ def process_specs(args):
 
 
 def measure(args, specs):
-    """After each shape, yield the results of all shapes so far: one for each spec, with milliseconds of each round."""
+    """Measure one shape after another; after each shape print its table and yield the results of all shapes so far.
+
+    The results of a shape are a list with one dictionary for each spec; "ms" has the milliseconds of each round.
+    """
     results = []
     with ExitStack() as stack:
         processes = [stack.enter_context(BenchmarkProcess(spec, BENCHMARK, args.timeout)) for spec in specs]
@@ -126,51 +135,55 @@ def measure(args, specs):
 
 
 def summarise(results):
-    """Add rates and the ratios of each round to the results of one shape; return the table's rows."""
-    shape, mine, rows = results[0]["shape"], results[0], []
+    """Add TFLOP/s and speed ratios to the results of one shape; return the rows of its table."""
+    shape, ours_tuned, rows = results[0]["shape"], results[0], []
     B, H, T, D = shape
-    forward = 2 * B * H * T * T * D
-    flops = {"forward": forward, "both": 3.5 * forward}
+    forward_flops = 2 * B * H * T * T * D
+    flops = {"forward": forward_flops, "both": 3.5 * forward_flops}
     for result in results:
         median = {kind: statistics.median(result["ms"][kind]) for kind in KINDS}
         result["tflops"] = {kind: flops[kind] / median[kind] / 1e9 for kind in KINDS}
-        ratio = {kind: paired_ratio(result["ms"][kind], mine["ms"][kind]) for kind in KINDS}
+        ratio = {kind: paired_ratio(result["ms"][kind], ours_tuned["ms"][kind]) for kind in KINDS}
         result["ours_is_times_as_fast"] = ratio
-        worst = max(abs(a / b - 1) for a, b in zip(result["norms"], mine["norms"], strict=True))
-        if not worst < AGREE:
-            print(f"{result['name']} and {mine['name']} do not compute the same: norms {result['norms']}")
+        difference = max(abs(a / b - 1) for a, b in zip(result["norms"], ours_tuned["norms"], strict=True))
+        if not difference < TOLERANCE:
+            norms = f"norms {result['norms']} and {ours_tuned['norms']}"
+            print(f"{result['name']} and {OURS} give different results: {norms}")
         rows.append(
             {
                 f"{B} x {H} x {T} x {D}": result["name"],
                 "forward ms": f"{median['forward']:.4g}",
                 "TFLOP/s": f"{result['tflops']['forward']:.0f}",
-                "ours x": f"{ratio['forward']['median']:.3f}",
+                "ours is x as fast": f"{ratio['forward']['median']:.3f}",
                 "forward + backward ms": f"{median['both']:.4g}",
+                # a space at the end, because the keys of a row must differ
                 "TFLOP/s ": f"{result['tflops']['both']:.0f}",
-                "ours x ": f"{ratio['both']['median']:.3f}",
+                "ours is x as fast ": f"{ratio['both']['median']:.3f}",
             }
         )
     return rows
 
 
-def shape_of(text):
-    """(B, H, T, D) of a text such as 1x16x16384x64."""
-    shape = tuple(int(part) for part in text.split("x"))
-    if len(shape) != 4 or min(shape) < 1:
-        raise ValueError
-    return shape
+def parse_shape(text):
+    """(B, H, T, D) of a text such as "1x16x16384x64". Raises ArgumentTypeError."""
+    sizes = text.split("x")
+    if len(sizes) != 4 or not all(size.isdecimal() and int(size) for size in sizes):
+        raise argparse.ArgumentTypeError(f"{text} is not a shape; give four positive integers, such as 1x16x16384x64")
+    return tuple(int(size) for size in sizes)
 
 
 def main():
     parser = argparse.ArgumentParser(prog=f"python -m {BENCHMARK}", description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("--shape", type=shape_of, nargs="+", metavar="BxHxTxD", help="shapes, one table each (default six)")
-    add("--peers", choices=PEERS, nargs="+", default=list(PEERS), help="PyTorch's rows (default flash cudnn)")
-    add("--packed", action="store_true", help="PyTorch also reads views of the projection (B, T, 3C)")
-    add("--rounds", type=int, default=15, help="rounds (default 15)")
+    text = "batch, heads, tokens and head size, one table for each (default: six shapes)"
+    add("--shape", type=parse_shape, nargs="+", metavar="BxHxTxD", help=text)
+    text = "PyTorch implementations to compare with: FlashAttention-2, cuDNN (default flash cudnn)"
+    add("--peers", choices=PEERS, nargs="+", default=list(PEERS), help=text)
+    add("--packed", action="store_true", help="PyTorch reads q, k and v as views of one projection (B, T, 3C)")
+    add("--rounds", type=int, default=15, help="number of rounds; each round times every program (default 15)")
     add("--milliseconds", type=float, default=30, help="approximate device time of one round (default 30)")
     add("--threads", type=int, default=4, help="CPU threads of each process (default 4)")
-    add("--timeout", type=int, default=300, help="seconds per round of a process, with compilation (default 300)")
+    add("--timeout", type=int, default=300, help="limit for one round of a process, in seconds (default 300)")
     add_save_flags(add, "attention")
     args = parser.parse_args()
     for results in measure(args, list(process_specs(args))):

@@ -1,6 +1,7 @@
-"""What does each optimisation of the GPU training step gain? A step without one of them against the full step.
+"""What does each optimisation of the GPU training step gain?
 
-The variants are measured in interleaved rounds, and each is compared with the full step of its round.
+Each variant of the step leaves out one optimisation. The variants and the full step are measured in interleaved rounds,
+and the time of a variant is divided by that of the full step in the same round.
 """
 
 import argparse
@@ -18,65 +19,65 @@ from gpt2core.trainer import Trainer
 
 BENCHMARK = "benchmarks.gpu.choices"
 SEED = 20260101
-FULL = "nothing"  # the row of the full step: "without nothing"
-SIZES = {"gpt2": (64, 10), "paper": (16, 100)}  # sequences per step, steps per round
+FULL_STEP = "nothing"  # what the full step leaves out; this is its name in results/
+SIZES = {"gpt2": (64, 10), "paper": (16, 100)}  # preset: (sequences per step, steps per round)
 
 
-# -- changes to a backend ---------------------------------------------------------------------------------------------
+# -- changes that leave out one optimisation --------------------------------------------------------------------------
 
 
 def no_graph(backend):
-    """Every kernel launched from Python."""
+    """Launch every kernel from Python, not from a CUDA graph."""
     backend.runtime.captures = False
 
 
 def one_stream(backend):
-    """Weight gradients on the main stream instead of a second one."""
+    """Compute weight gradients on the main stream instead of a second stream."""
     from stage2_cuda.runtime.side_stream import NoStream
 
     backend.runtime.side = NoStream()
 
 
 def copied_gradients(trainer):
-    """Weight gradients in new arrays that are then copied to the gradient buffer."""
+    """Write weight gradients to new arrays and copy these to the gradient buffer, instead of writing to it directly."""
     for worker in trainer.accumulator.workers:
         for tensor in worker.tensors.values():
             tensor.grad_buffer = None
 
 
 def no_epilogues(backend):
-    """GELU and its derivative in separate kernels."""
+    """Compute GELU and its derivative in separate kernels, not in the epilogue of a cublasLt product."""
     backend.products.fuses_gelu = lambda n, k: False
 
 
-def first_algorithms(backend):
-    """The first deterministic algorithm that cublasLt proposes, without timing and without saved choices."""
+def untimed_algorithms(backend):
+    """Use the first deterministic algorithm that cublasLt proposes, not the one that was fastest in a timing."""
     from stage2_cuda.tuning.tuner import Tuner
 
     backend.products.gemm.tuner, backend.products.gemm._deterministic = Tuner(backend.xp), True
 
 
 def logits_twice(backend):
-    """Logits recomputed in backward, instead of computing their gradient in forward."""
+    """Compute the logits again in backward, instead of computing their gradient in forward."""
     forward = backend.unembed_cross_entropy_forward
     backend.unembed_cross_entropy_forward = lambda x, w, targets, first, scale, dloss=None, out=None: forward(
         x, w, targets, first
     )
 
 
-def odd_vocabulary(backend):
-    """Matrix products with exactly as many columns as the vocabulary has tokens (50257 for gpt2)."""
+def unpadded_vocabulary(backend):
+    """Compute logits for exactly the tokens of the vocabulary (50257 for gpt2), without the padding of whole_rows()."""
     backend.whole_rows = lambda w: w
 
 
-CHOICES = {
+CHANGES = {
     "no graph": no_graph,
     "one stream": one_stream,
     "gradients copied to the buffer": copied_gradients,
     "GELU in separate kernels": no_epilogues,
-    "products not timed": first_algorithms,
+    "product algorithms not chosen by timing": untimed_algorithms,
     "logits computed twice": logits_twice,
-    "vocabulary not padded": odd_vocabulary,
+    "vocabulary not padded": unpadded_vocabulary,
 }
 
 
@@ -84,31 +85,38 @@ CHOICES = {
 
 
 class Variants:
-    """Makes trainers to measure alternately: each has its own state; their captured steps share one workspace."""
+    """Makes trainers that are measured in turn.
+
+    Each has its own parameters and optimizer state; their captured steps share one workspace to save memory.
+    """
 
     def __init__(self, config, batch_size, precision):
         tokens = np.random.default_rng(SEED).integers(0, config.vocab_size, (batch_size, config.block_size + 1))
         self.batch = tokens[:, :-1].copy(), tokens[:, 1:].copy()
         self.sizes = dict(batch_size=batch_size, seq_len=config.block_size, micro_batches=1)
-        self.config, self.precision, self.first = config, precision, None
+        self.config, self.precision = config, precision
+        self.workspace_owner = None  # the first captured step; the others use its workspace
 
     def trainer(self, change, steps=4):
-        """A new trainer that has run `steps` steps, which compile, choose algorithms, capture and replay."""
+        """A new trainer with a change, one of CHANGES or None, that has run `steps` untimed steps.
+
+        These steps compile kernels, choose algorithms, capture the graph and replay it.
+        """
         from stage2_cuda.cuda_backend import CudaBackend
 
         backend = CudaBackend(self.precision, deterministic=False)
         if change and change is not copied_gradients:
             change(backend)
         trainer = Trainer(self.config, [backend], **self.sizes, optimizer=GPU_OPTIMIZER)
-        if change is copied_gradients:
+        if change is copied_gradients:  # the only change that needs the trainer
             change(trainer)
-        self.first = share_workspace(self.first, backend)
-        self.seconds(trainer, steps)
+        self.workspace_owner = share_workspace(self.workspace_owner, backend)
+        self.median_step_seconds(trainer, steps)
         backend.runtime.release_cached_memory()
         return trainer
 
-    def seconds(self, trainer, steps):
-        """The median seconds of `steps` steps."""
+    def median_step_seconds(self, trainer, steps):
+        """Run `steps` training steps; return the median of their seconds."""
         times = []
         for _ in range(steps):
             started = time.perf_counter()
@@ -118,16 +126,16 @@ class Variants:
 
 
 def measure(preset, precision, rounds):
-    """{optimisation left out: seconds of a step in each round}."""
+    """{FULL_STEP or a name in CHANGES: [seconds of a step in each round]}."""
     batch_size, steps = SIZES[preset]
     variants = Variants(PRESETS[preset], batch_size, precision)
-    trainers = {name: variants.trainer(change) for name, change in {FULL: None, **CHOICES}.items()}
-    found = {name: [] for name in trainers}
+    trainers = {name: variants.trainer(change) for name, change in {FULL_STEP: None, **CHANGES}.items()}
+    seconds = {name: [] for name in trainers}
     for _ in range(rounds):
         for name, trainer in trainers.items():
-            variants.seconds(trainer, 1)  # untimed: the caches hold the data of the other variants
-            found[name].append(variants.seconds(trainer, steps))
-    return found
+            variants.median_step_seconds(trainer, 1)  # not used: the caches still hold data of the previous variant
+            seconds[name].append(variants.median_step_seconds(trainer, steps))
+    return seconds
 
 
 def main():
@@ -135,7 +143,7 @@ def main():
     add = parser.add_argument
     add("--preset", choices=SIZES, nargs="+", default=list(SIZES), help="models (default both)")
     add("--precision", default="bf16", help="precision (default bf16)")
-    add("--rounds", type=int, default=5, help="rounds (default 5)")
+    add("--rounds", type=int, default=5, help="number of rounds; each round times every program (default 5)")
     add_save_flags(add)
     args = parser.parse_args()
     from stage2_cuda.runtime.triton_launch import array_module
@@ -144,12 +152,13 @@ def main():
         raise ConfigError("TRITON_INTERPRET is set; unset it, because this benchmark needs a GPU")
     results = []
     for preset in args.preset:
-        found, rows = measure(preset, args.precision, args.rounds), []
-        for name, seconds in found.items():
-            gain = paired_ratio(seconds, found[FULL])
+        measured, rows = measure(preset, args.precision, args.rounds), []
+        for name, seconds in measured.items():
+            gain = paired_ratio(seconds, measured[FULL_STEP])
             results.append({"preset": preset, "without": name, "seconds": seconds, "gain": gain})
-            row = {f"{preset}, {args.precision}, without": name, "ms/step": f"{1e3 * statistics.median(seconds):.4g}"}
-            rows.append(row | {"times as slow": f"{gain['median']:.3f}"})
+            title = "full step" if name == FULL_STEP else name
+            row = {f"{preset}, {args.precision}": title, "ms/step": f"{1e3 * statistics.median(seconds):.4g}"}
+            rows.append(row | {"time / full step": f"{gain['median']:.3f}"})
         print_table(rows)
         print(flush=True)
         # after each table, so that an interrupted run keeps its finished tables

@@ -1,4 +1,7 @@
-"""How many microseconds does a token take on the GPU, for one sequence and for many, against PyTorch's best?"""
+"""How many microseconds does a generated token take on the GPU, compared with PyTorch?
+
+The cases have one sequence or several. --variants instead times values of the constants of this project's kernels.
+"""
 
 import argparse
 import functools
@@ -16,22 +19,23 @@ from gpt2core.app.presets import PRESETS
 SEED = 20260101
 BENCHMARK = "benchmarks.gpu.decode"  # the name under which the benchmark processes import this file
 OURS = "ours"
-PEERS = {
+PEERS = {  # PyTorch's programs: their names for --peers and in the tables
     "graph": "torch compiled + each step a graph",
     "overhead": "torch compiled, reduce-overhead",
     "compiled": "torch compiled",
     "eager": "torch eager",
 }
-# name: (preset, sequences, prompt tokens, new tokens, precisions). The last is the paper's inference, in which the
-# window slides after the first token.
+# name: (preset, sequences, prompt tokens, new tokens, precisions). "paper" is the paper's inference: its prompt fills
+# the block, so from the second token on each token recomputes a window of the last 256 tokens.
 CASES = {
     "one": ("gpt2", 1, 256, 256, ["bf16"]),
     "eight": ("gpt2", 8, 256, 256, ["bf16"]),
     "many": ("gpt2", 32, 256, 256, ["bf16"]),
     "paper": ("paper", 1, 256, 30, ["fp32", "bf16"]),
 }
-# the constants that --variants tries, one after another, each time keeping the fastest value
-CANDIDATES = {
+# The values of DecodeTiling's fields that --variants times, for one sequence and for several. It times one field after
+# another, and keeps the fastest value of each field for the next ones.
+ONE_SEQUENCE = {
     "pdl": [False, True],
     "split_k": [2, 3, 4, 6],
     "split_block_n": [32, 64, 128],
@@ -40,7 +44,7 @@ CANDIDATES = {
     "block_vocab": [4, 8, 16, 32],
     "elements_per_thread": [64, 128, 256],
 }
-CANDIDATES_OF_MANY = {
+SEVERAL_SEQUENCES = {
     "pdl": [False, True],
     "block_n": [16, 32, 64],
     "block_k": [64, 128, 256],
@@ -55,18 +59,23 @@ CANDIDATES_OF_MANY = {
 
 
 def prepare(module, preset, batch, precision, **options):
-    """Return `run_round(prompt, new)`, one greedy continuation of random tokens; the first one is a cold start."""
+    """Called in each process. Return `run_round(prompt, new)`, which times one greedy continuation of random tokens.
+
+    module: the imported Python module that is measured; its CudaGenerator generates the tokens. prompt, new: numbers
+    of prompt tokens and of new tokens. The first round is a cold start, because it builds the model and compiles. A
+    round gives seconds: until the first new token ("first"), for all ("total"), for each later token ("token").
+    """
     config = PRESETS[preset]
     build = functools.cache(lambda: module.CudaGenerator(config, batch, precision, **options))
-    warm = set()
+    warm_lengths = set()  # prompt lengths of earlier rounds
 
     def run_round(prompt, new):
         generate = build()
         prompts = np.random.default_rng(SEED).integers(0, config.vocab_size, (batch, prompt))
         ids, first, total = generate(prompts, new)
-        if prompt not in warm:
-            warm.add(prompt)
-            generate(prompts, new)  # the second call captures the graph; no round includes that
+        if prompt not in warm_lengths:
+            warm_lengths.add(prompt)
+            generate(prompts, new)  # the second call captures the CUDA graph; it is not timed
         return {"ids": ids.tolist(), "first": first, "total": total, "token": (total - first) / (new - 1)}
 
     return run_round
@@ -76,7 +85,7 @@ def prepare(module, preset, batch, precision, **options):
 
 
 def process_specs(args, preset, batch, precision):
-    """The table's rows: ours, then the peers, the fastest first."""
+    """Yield a ProcessSpec for each row of a table: this project's program, then PyTorch's in the order of --peers."""
     sizes = dict(preset=preset, batch=batch, precision=precision)
     yield ProcessSpec(OURS, "benchmarks.harness.ours", args.threads, sizes)
     for kind in args.peers:
@@ -84,7 +93,10 @@ def process_specs(args, preset, batch, precision):
 
 
 def measure(args, case, precision):
-    """Run the rounds of one case in one precision; return one result for each spec, with the seconds of each round."""
+    """Measure one case in one precision; return one result for each program, with the seconds of each round.
+
+    Raises SystemExit if this project's program generates other tokens in another round.
+    """
     preset, batch, prompt, new, _ = CASES[case]
     request, specs = {"prompt": prompt, "new": new}, list(process_specs(args, preset, batch, precision))
     with ExitStack() as stack:
@@ -94,10 +106,10 @@ def measure(args, case, precision):
     for spec in specs:
         rounds = measured[spec.name]["rounds"]
         if differing := sum(each["ids"] != rounds[0]["ids"] for each in rounds):
-            message = f"{spec.name}: {differing} of {len(rounds)} rounds gave other tokens for the same prompts"
+            message = f"{spec.name}: {differing} of {len(rounds)} rounds gave other tokens than the first round"
             if spec.name == OURS:
                 raise SystemExit(message)
-            print(message)  # PyTorch does not guarantee equal tokens; its time counts all the same
+            print(message)  # PyTorch does not guarantee equal tokens, so its time is still used
         results.append(
             {
                 "name": spec.name,
@@ -112,11 +124,9 @@ def measure(args, case, precision):
 
 
 def summarise(results):
-    """Add the ratios of each round to the results of one table; return its rows."""
-    mine, rows = results[0], []
-    title = (
-        f"{mine['case']}: {mine['preset']}, {mine['precision']}, {mine['batch']} x ({mine['prompt']} + {mine['new']})"
-    )
+    """Add speed ratios to the results of one table; return the rows of the table."""
+    own, rows = results[0], []
+    title = f"{own['case']}: {own['preset']}, {own['precision']}, {own['batch']} x ({own['prompt']} + {own['new']})"
     for result in results:
         first, token, total = (statistics.median(result[key]) for key in ("first", "token", "total"))
         result["times_as_fast"] = {peer["name"]: paired_ratio(peer["total"], result["total"]) for peer in results}
@@ -129,29 +139,29 @@ def summarise(results):
                 "first token, ms": f"{1e3 * first:.2f}",
                 "all tokens, ms": f"{1e3 * total:.2f}",
                 "cold start, ms": f"{1e3 * result['cold']:.0f}",
-                "ours is x as fast": f"{mine['times_as_fast'][result['name']]['median']:.2f}",
+                "ours is x as fast": f"{own['times_as_fast'][result['name']]['median']:.2f}",
             }
         )
     return rows
 
 
-# -- constants --------------------------------------------------------------------------------------------------------
+# -- constants of the kernels -----------------------------------------------------------------------------------------
 
 
-def variants(args, case):
-    """Time the candidates of one constant after another and keep the fastest; return one result for each constant."""
+def time_constants(args, case):
+    """Time the values of each constant and keep the fastest for the next constant; return one result per constant."""
     preset, batch, prompt, _, precisions = CASES[case]
     config, results = PRESETS[preset], []
-    prompt = min(prompt, config.block_size // 2)  # so that the window does not slide: the cached step is timed
+    prompt = min(prompt, config.block_size // 2)  # the block does not become full, so every step uses the KV cache
     steps = min(args.steps, config.block_size - prompt - 8)
     generator = ours.CudaGenerator(config, batch, precisions[-1])
     prompts = np.random.default_rng(SEED).integers(0, config.vocab_size, (batch, prompt)).tolist()
-    best = {}
-    for constant, candidates in (CANDIDATES if batch == 1 else CANDIDATES_OF_MANY).items():
+    fastest = {}  # {constant: its fastest value}
+    for constant, candidates in (ONE_SEQUENCE if batch == 1 else SEVERAL_SEQUENCES).items():
         decoders = {}
         for value in candidates:
             try:
-                decoders[value] = generator.decoder(batch, **best, **{constant: value})
+                decoders[value] = generator.decoder(batch, **fastest, **{constant: value})
                 seconds_per_step(decoders[value], prompts, 1)
             except Exception as error:  # the tile needs more registers or shared memory than the GPU has
                 decoders.pop(value, None)
@@ -161,42 +171,43 @@ def variants(args, case):
             for value, decoder in decoders.items():
                 seconds[value].append(seconds_per_step(decoder, prompts, steps))
         median = {value: statistics.median(times) for value, times in seconds.items()}
-        best[constant] = min(median, key=median.get)
+        fastest[constant] = min(median, key=median.get)
         results.append({"case": case, "constant": constant, "seconds": {str(v): t for v, t in seconds.items()}})
         print(f"{case}: {constant:15}", *(f"{v}: {1e6 * t:.1f}" for v, t in median.items()), "us/token", flush=True)
-    print(f"{case}: the fastest are {best}\n")
+    print(f"{case}: the fastest values are {fastest}\n")
     return results
 
 
 def main():
     parser = argparse.ArgumentParser(prog=f"python -m {BENCHMARK}", description=__doc__)
     add = parser.add_argument
-    add("--cases", choices=CASES, nargs="+", default=list(CASES), help="cases, one table each (default: all)")
-    add(
-        "--peers",
-        choices=PEERS,
-        nargs="*",
-        default=["graph", "overhead", "eager"],
-        help="PyTorch's rows (default graph overhead eager)",
+    text = "one, eight or many (32) sequences of GPT-2 124M, or the paper's inference; a table for each (default all)"
+    add("--cases", choices=CASES, nargs="+", default=list(CASES), help=text)
+    text = (
+        "PyTorch's programs: graph: compiled, each step in a CUDA graph; overhead: compiled with mode reduce-overhead; "
+        "compiled; eager (default graph overhead eager)"
     )
-    add("--rounds", type=int, default=7, help="rounds (default 7)")
+    add("--peers", choices=PEERS, nargs="*", default=["graph", "overhead", "eager"], help=text)
+    add("--rounds", type=int, default=7, help="number of rounds; each round times every program (default 7)")
     add("--threads", type=int, default=4, help="CPU threads of each process (default 4)")
-    add("--timeout", type=int, default=500, help="seconds per round of a process, with compilation (default 500)")
-    add("--variants", action="store_true", help="time values of our kernels' constants instead")
-    add("--steps", type=int, default=200, help="steps per timing of --variants (default 200)")
+    add("--timeout", type=int, default=500, help="limit for one round of a process, in seconds (default 500)")
+    text = "time values of the constants of this project's kernels, instead of comparing with PyTorch"
+    add("--variants", action="store_true", help=text)
+    add("--steps", type=int, default=200, help="with --variants: decode steps in each timing (default 200)")
     add_save_flags(add, "decode")
     args = parser.parse_args()
 
     results = []
     for case in args.cases:
-        for precision in CASES[case][-1][-1:] if args.variants else CASES[case][-1]:
+        precisions = CASES[case][-1]
+        for precision in precisions[-1:] if args.variants else precisions:
             if args.variants:
-                results += variants(args, case)
+                results += time_constants(args, case)
             else:
-                of_table = measure(args, case, precision)
-                print_table(summarise(of_table))
+                table_results = measure(args, case, precision)
+                print_table(summarise(table_results))
                 print(flush=True)
-                results += of_table
+                results += table_results
             # after each table, so that an interrupted run keeps its finished tables
             save(BENCHMARK, results, args, args.save_as)
 

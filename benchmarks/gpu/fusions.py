@@ -1,11 +1,12 @@
-"""Does fusing LayerNorm before a matrix product, or GELU or its derivative after it, save time?
+"""Does it save time to fuse a matrix product with LayerNorm before it, or with GELU or the derivative of GELU after it?
 
-Three versions of each: a separate kernel and cublasLt's product; cublasLt's epilogue, if it has one; and a fused Triton
-product. The fused Triton products are slower, so no stage uses them.
+Each fusion has up to three versions: a separate kernel and cublasLt's product; cublasLt's product with an epilogue, if
+cublasLt has this epilogue; a Triton kernel that computes both. The fused Triton kernels are slower, so no stage uses
+them.
 """
 
 import argparse
-import functools
+from functools import partial
 
 import numpy as np
 import triton
@@ -16,13 +17,17 @@ from benchmarks.harness.report import add_save_flags, print_table, save
 from gpt2core.errors import ConfigError
 from stage2_cuda.tuning.tuner import capture_calls, milliseconds
 
+# A product is x (n, c) w (c, k), with bias b (k). In a kernel, N, K and C are the sizes of a tile in n, k and c.
+# _desc: TMA descriptors, which load and store whole tiles.
+
 BENCHMARK = "benchmarks.gpu.fusions"
 SEPARATE = "separate kernel"
 SEED = 20260101
-SHAPES = [(65536, 768, 3072), (65536, 768, 2304), (4096, 384, 1536), (4096, 384, 1152)]  # rows, C, K: gpt2, paper
-TILES = [(128, 128, 64, 4, 3), (128, 256, 64, 8, 3), (64, 128, 64, 4, 3)]  # rows, K, C, warps, stages
-GROUP = tl.constexpr(8)  # rows of tiles in a launch group, whose operands stay in the L2 cache
-A, B = tl.constexpr((2 / np.pi) ** 0.5), tl.constexpr(0.044715)
+# (n, c, k) of the MLP's first product and of the q, k, v projection, in gpt2 and in paper
+SHAPES = [(65536, 768, 3072), (65536, 768, 2304), (4096, 384, 1536), (4096, 384, 1152)]
+TILES = [(128, 128, 64, 4, 3), (128, 256, 64, 8, 3), (64, 128, 64, 4, 3)]  # (N, K, C, warps, stages)
+GROUP = tl.constexpr(8)  # rows of tiles that are computed together, so that their operands stay in the L2 cache
+A, B = tl.constexpr((2 / np.pi) ** 0.5), tl.constexpr(0.044715)  # gelu(x) = x (1 + tanh(u)) / 2, u = A (x + B x^3)
 
 
 # -- fused products ---------------------------------------------------------------------------------------------------
@@ -33,13 +38,14 @@ def tile_origin(n, k, N: tl.constexpr, K: tl.constexpr):
     """The first row and column of this program's tile."""
     tiles_n, tiles_k = tl.cdiv(n, N), tl.cdiv(k, K)
     pid_in_group = tl.program_id(0) % (GROUP * tiles_k)
-    first = tl.program_id(0) // (GROUP * tiles_k) * GROUP
-    group_size = tl.minimum(tiles_n - first, GROUP)
-    return (first + pid_in_group % group_size) * N, pid_in_group // group_size * K
+    first_tile_row = tl.program_id(0) // (GROUP * tiles_k) * GROUP
+    group_size = tl.minimum(tiles_n - first_tile_row, GROUP)
+    return (first_tile_row + pid_in_group % group_size) * N, pid_in_group // group_size * K
 
 
 @triton.jit
 def sigmoid_of_2u(x):
+    """(1 + tanh(u)) / 2 = sigmoid(2u), by which GELU multiplies x."""
     u = (x + x * x * x * B) * A
     t = tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [u], dtype=tl.float32, is_pure=True, pack=1)
     return 0.5 + 0.5 * t
@@ -61,7 +67,10 @@ def gelu_kernel(y_desc, h_desc, x_desc, w_desc, b_ptr, n, k, c, N: tl.constexpr,
 def gelu_backward_kernel(
     dh_desc, sums_ptr, dy_desc, w2_desc, h_desc, n, k, c, N: tl.constexpr, K: tl.constexpr, C: tl.constexpr
 ):
-    """dh = (dy w2') gelu'(h); sums: dh summed over each tile's rows, for the bias gradient."""
+    """dh = (dy w2') gelu'(h), with w2 (k, c); sums (tiles of rows, k): dh summed over the rows of each tile.
+
+    The sum of `sums` over the tiles is the gradient of the bias.
+    """
     row, col = tile_origin(n, k, N, K)
     acc = tl.zeros((N, K), tl.float32)
     for start in tl.range(0, c, C):
@@ -95,7 +104,7 @@ def layernorm_product_kernel(
 
 @triton.jit
 def residual_statistics_kernel(s_ptr, mean_ptr, rstd_ptr, x_ptr, branch_ptr, channels, WIDTH: tl.constexpr):
-    """s = x + branch, and the mean and 1/std of its rows: the remaining part of the LayerNorm kernel."""
+    """s = x + branch, and the mean and 1 / std of each row of s: what layernorm_product_kernel needs."""
     cols = tl.arange(0, WIDTH)
     offs, mask = tl.program_id(0).to(tl.int64) * channels + cols, cols < channels
     s = tl.load(x_ptr + offs, mask, 0).to(tl.float32) + tl.load(branch_ptr + offs, mask, 0).to(tl.float32)
@@ -110,7 +119,10 @@ def residual_statistics_kernel(s_ptr, mean_ptr, rstd_ptr, x_ptr, branch_ptr, cha
 
 
 def microseconds(functions, rounds=5, repeats=20):
-    """{name: median microseconds of a call}, as graphs in interleaved rounds; functions that fail are omitted."""
+    """{name: median microseconds of a call} of {name: function}, without the functions that fail.
+
+    Each function is captured `repeats` times in a CUDA graph; the graphs are timed in interleaved rounds.
+    """
     import cupy
 
     stream, graphs, times = cupy.cuda.Stream(non_blocking=True), {}, {}
@@ -125,39 +137,39 @@ def microseconds(functions, rounds=5, repeats=20):
             graphs[name] = capture_calls(stream, function, repeats)
     for _ in range(rounds):
         for name, graph in graphs.items():
-            spent = milliseconds(cupy, stream, functools.partial(graph.launch, stream))
+            spent = milliseconds(cupy, stream, partial(graph.launch, stream))
             times.setdefault(name, []).append(1e3 * spent / repeats)
     return {name: float(np.median(each)) for name, each in times.items()}
 
 
 def functions_of(cupy, backend, n, c, k):
-    """{(fusion, version): function} on random numbers in 16 bits."""
+    """{(fusion, version): function} for the sizes n, c, k; the functions read the same random arrays in 16 bits."""
     from stage2_cuda.kernels import column_sums, gelu, layernorm
     from stage2_cuda.runtime.triton_launch import descriptor, launch
 
-    rng, kind, gemm = np.random.default_rng(SEED), backend.compute_dtype, backend.products.gemm
+    rng, dtype, gemm = np.random.default_rng(SEED), backend.compute_dtype, backend.products.gemm
 
-    def numbers(*shape, type=kind):
-        return cupy.asarray(rng.standard_normal(shape, np.float32) * 0.5).astype(type)
+    def random(*shape):
+        return cupy.asarray(rng.standard_normal(shape, np.float32) * 0.5).astype(dtype)
 
-    def floats(*shape):
+    def empty_fp32(*shape):
         return cupy.empty(shape, np.float32)
 
-    x, w, b, dy, w2 = numbers(n, c), numbers(c, k), numbers(k), numbers(n, c), numbers(k, c)
-    weight, bias, branch, zero = numbers(c), numbers(c), numbers(n, c), cupy.zeros(c, kind)
-    h, y, dh, s, normed = (cupy.empty((n, size), kind) for size in (k, k, k, c, c))
-    mean, rstd, db = floats(n), floats(n), floats(k)
-    partials, sums = floats(*gelu.gelu_partials_shape(n, k)), floats(*column_sums.partials_shape(n, k))
+    x, w, b, dy, w2 = random(n, c), random(c, k), random(k), random(n, c), random(k, c)
+    weight, bias, branch, zero = random(c), random(c), random(n, c), cupy.zeros(c, dtype)
+    h, y, dh, s, normed = (cupy.empty((n, size), dtype) for size in (k, k, k, c, c))
+    mean, rstd, db = empty_fp32(n), empty_fp32(n), empty_fp32(k)
+    partials, sums = empty_fp32(*gelu.gelu_partials_shape(n, k)), empty_fp32(*column_sums.partials_shape(n, k))
 
     def layernorm_forward():
         layernorm.residual_layernorm_forward(s, normed, mean, rstd, x, branch, zero, weight, bias, 1e-5)
 
-    def stream():
+    def residual_statistics():
         width = triton.next_power_of_2(c)
         launch(residual_statistics_kernel, (n,), s, mean, rstd, x, branch, c, WIDTH=width, num_warps=4)
 
-    def then(*steps):
-        return lambda: [step() for step in steps]
+    def in_order(*launches):
+        return lambda: [function() for function in launches]
 
     def triton_product(kernel, tile, *arguments):
         N, K, C, warps, stages = tile
@@ -165,43 +177,43 @@ def functions_of(cupy, backend, n, c, k):
         launch(kernel, grid, *arguments, n, k, c, N=N, K=K, C=C, num_warps=warps, num_stages=stages)
 
     functions = {
-        ("GELU after", SEPARATE): then(lambda: gemm.matmul(h, x, w), lambda: gelu.bias_gelu_forward(y, h, b)),
+        ("GELU after", SEPARATE): in_order(lambda: gemm.matmul(h, x, w), lambda: gelu.bias_gelu_forward(y, h, b)),
         ("GELU after", "cublasLt epilogue"): lambda: gemm.matmul(y, x, w, bias=b, activation="gelu", aux=h),
-        ("GELU' after", SEPARATE): then(
+        ("GELU' after", SEPARATE): in_order(
             lambda: gemm.matmul(dh, dy, w2, trans_b=True),
             lambda: gelu.bias_gelu_backward(dh, partials, dh, h, b),
             lambda: column_sums.add_partials(partials, db),
         ),
-        ("GELU' after", "cublasLt epilogue"): then(
+        ("GELU' after", "cublasLt epilogue"): in_order(
             lambda: gemm.matmul(dh, dy, w2, trans_b=True, activation="dgelu", aux=h),
             lambda: column_sums.column_sums(db, sums, dh),
         ),
-        ("LayerNorm before", SEPARATE): then(layernorm_forward, lambda: gemm.matmul(y, normed, w, bias=b)),
+        ("LayerNorm before", SEPARATE): in_order(layernorm_forward, lambda: gemm.matmul(y, normed, w, bias=b)),
     }
     for tile in TILES:
         N, K, C = tile[:3]
-        ts, name = floats(triton.cdiv(n, N), k), f"Triton {N} x {K} x {C}"
-        a, wide = [descriptor(each, (N, C)) for each in (x, dy, s)], [descriptor(each, (N, K)) for each in (y, h, dh)]
-        ww, w2w = descriptor(w, (C, K)), descriptor(w2, (K, C))
-        functions["GELU after", name] = lambda t=tile, a=a, o=wide, ww=ww: triton_product(
-            gelu_kernel, t, *o[:2], a[0], ww, b
+        name, tile_sums = f"Triton {N} x {K} x {C}", empty_fp32(triton.cdiv(n, N), k)
+        x_desc, dy_desc, s_desc = (descriptor(array, (N, C)) for array in (x, dy, s))
+        y_desc, h_desc, dh_desc = (descriptor(array, (N, K)) for array in (y, h, dh))
+        w_desc, w2_desc = descriptor(w, (C, K)), descriptor(w2, (K, C))
+        functions["GELU after", name] = partial(triton_product, gelu_kernel, tile, y_desc, h_desc, x_desc, w_desc, b)
+        functions["GELU' after", name] = in_order(
+            partial(triton_product, gelu_backward_kernel, tile, dh_desc, tile_sums, dy_desc, w2_desc, h_desc),
+            partial(column_sums.add_partials, tile_sums, db),
         )
-        functions["GELU' after", name] = then(
-            lambda t=tile, a=a, o=wide, v=w2w, ts=ts: triton_product(gelu_backward_kernel, t, o[2], ts, a[1], v, o[1]),
-            lambda ts=ts: column_sums.add_partials(ts, db),
-        )
-        functions["LayerNorm before", name] = then(
-            stream,
-            lambda t=tile, a=a, o=wide, ww=ww: triton_product(
-                layernorm_product_kernel, t, o[0], a[2], mean, rstd, weight, bias, ww, b
-            ),
+        norm = mean, rstd, weight, bias
+        functions["LayerNorm before", name] = in_order(
+            residual_statistics,
+            partial(triton_product, layernorm_product_kernel, tile, y_desc, s_desc, *norm, w_desc, b),
         )
     return functions
 
 
 def main():
     parser = argparse.ArgumentParser(prog=f"python -m {BENCHMARK}", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=5, help="rounds (default 5)")
+    parser.add_argument(
+        "--rounds", type=int, default=5, help="number of rounds; each round times every program (default 5)"
+    )
     add_save_flags(parser.add_argument)
     args = parser.parse_args()
     from stage2_cuda.cuda_backend import CudaBackend
@@ -210,12 +222,12 @@ def main():
     if backend.xp is np:
         raise ConfigError("TRITON_INTERPRET is set; unset it, because this benchmark needs a GPU")
     for n, c, k in SHAPES:
-        found = microseconds(functions_of(backend.xp, backend, n, c, k), args.rounds)
+        times = microseconds(functions_of(backend.xp, backend, n, c, k), args.rounds)
         rows = []
-        for (fusion, version), each in found.items():
-            results.append({"rows": n, "c": c, "k": k, "fusion": fusion, "version": version, "us": each})
-            row = {f"{n} x {c} x {k}": fusion, "version": version, "us": f"{each:.1f}"}
-            rows.append(row | {"times as fast": f"{found[fusion, SEPARATE] / each:.2f}"})
+        for (fusion, version), us in times.items():
+            results.append({"rows": n, "c": c, "k": k, "fusion": fusion, "version": version, "us": us})
+            row = {f"{n} x {c} x {k}": fusion, "version": version, "us": f"{us:.1f}"}
+            rows.append(row | {"times as fast": f"{times[fusion, SEPARATE] / us:.2f}"})
         print_table(rows)
         print()
     save(BENCHMARK, results, args, "fusions")

@@ -1,7 +1,8 @@
-"""What does each section of stage 2's lesson gain? Plain code against ours, in the order of stage2_cuda/README.md.
+"""What does each section of stage 2's lesson gain? Compares plain code with this project's, section by section.
 
-First both versions are checked to compute the same numbers; then they are timed alternately, A B, B A. Kernels are
-timed by device events, against CuPy's functions; launches, steps and tokens by the host's clock.
+The lesson is stage2_cuda/README.md. For a kernel, the plain version calls CuPy's functions; a check that both versions
+compute the same numbers precedes the timing. The versions take turns in the order A B, B A. Kernels are timed by device
+events; launches, training steps and generated tokens are timed by the host's clock.
 """
 
 import argparse
@@ -15,7 +16,7 @@ import numpy as np
 import triton
 import triton.language as tl
 
-from benchmarks.gpu.plain_kernels import GPT2, KERNELS, SEED, compare
+from benchmarks.gpu.plain_kernels import GPT2, KERNEL_PAIRS, SEED, check_equal
 from benchmarks.harness.ours import CudaGenerator, CudaSteps, seconds_per_step
 from benchmarks.harness.processes import progress, run_main
 from benchmarks.harness.report import add_save_flags, paired_ratio, print_table, save
@@ -23,16 +24,16 @@ from gpt2core.app.presets import PRESETS
 from gpt2core.errors import ConfigError
 
 BENCHMARK = "benchmarks.gpu.lesson"
-BATCH = 16  # sequences of a training step, the paper's batch size
+BATCH_SIZE = 16  # sequences of a training step, as in the paper
 
 
 # -- timed by the host's clock ----------------------------------------------------------------------------------------
 
 
 class Comparison(NamedTuple):
-    """plain() and ours() each run once per round and return the seconds of one launch, step or token."""
+    """Two versions to compare: plain() and ours() each return the measured seconds of one launch, step or token."""
 
-    section: int
+    section: int  # of the lesson
     name: str
     plain: Callable
     ours: Callable
@@ -40,13 +41,14 @@ class Comparison(NamedTuple):
 
 @triton.jit
 def add_kernel(out_ptr, x_ptr, y_ptr, n, BLOCK: tl.constexpr):
+    """out (n) = x + y."""
     offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = offs < n
     tl.store(out_ptr + offs, tl.load(x_ptr + offs, mask) + tl.load(y_ptr + offs, mask), mask)
 
 
 def launches(xp):
-    """Section 1: the time Python takes to launch a kernel."""
+    """Section 1: the time that Python takes to launch a kernel, by Triton's launcher and by launch()."""
     from stage2_cuda.runtime.triton_launch import Pointer, launch
 
     arrays = [xp.ones(1024, np.float32) for _ in range(3)]
@@ -59,7 +61,7 @@ def launches(xp):
 
 
 def host_seconds(xp, function, calls):
-    """Seconds of one call, without waiting for the GPU."""
+    """The host's seconds for one call of function(), which need not wait for the GPU; the mean of `calls` calls."""
     xp.cuda.Device().synchronize()
     started = time.perf_counter()
     for _ in range(calls):
@@ -69,54 +71,57 @@ def host_seconds(xp, function, calls):
     return seconds
 
 
-class Steps:
-    """Training steps of preset paper: a call runs `count` steps and returns the seconds of one."""
+class TimedSteps:
+    """Training steps of preset paper: each call of the object runs `count` steps and returns the seconds of one step.
+
+    captured: as a CUDA graph. overlap: begin each step before the loss of the previous step is read.
+    """
 
     def __init__(self, precision="bf16", captured=True, overlap=True, count=100):
         self.config, self.count, self.overlap, self.rng = PRESETS["paper"], count, overlap, np.random.default_rng(SEED)
-        self.steps = CudaSteps(self.config, BATCH, self.config.block_size, precision, captured=captured)
+        self.train = CudaSteps(self.config, BATCH_SIZE, self.config.block_size, precision, captured=captured)
 
     def __call__(self):
-        shape = BATCH, self.config.block_size + 1
+        shape = BATCH_SIZE, self.config.block_size + 1
         tokens = [self.rng.integers(0, self.config.vocab_size, shape) for _ in range(self.count)]
         batches = [(each[:, :-1].copy(), each[:, 1:].copy()) for each in tokens]
         if self.overlap:
-            self.steps.announce(batches)
+            self.train.announce(batches)
         started = time.perf_counter()
         for batch in batches:
-            self.steps(*batch)
+            self.train(*batch)
         return (time.perf_counter() - started) / self.count
 
 
 def training():
-    """Sections 8 and 9: whole steps."""
-    best = Steps()
-    yield Comparison(8, "a step of preset paper, fp32 and bf16", Steps("fp32"), best)
-    yield Comparison(9, "the same in bf16, as a graph", Steps(captured=False, count=10), best)
-    yield Comparison(9, "the same, begun before the previous loss is read", Steps(overlap=False), best)
+    """Yield the Comparisons of sections 8 and 9: whole training steps."""
+    full_step = TimedSteps()  # with all optimisations
+    yield Comparison(8, "a step of preset paper, fp32 and bf16", TimedSteps("fp32"), full_step)
+    yield Comparison(9, "the same in bf16, as a graph", TimedSteps(captured=False, count=10), full_step)
+    yield Comparison(9, "the same, begun before the previous loss is read", TimedSteps(overlap=False), full_step)
 
 
 def generation():
-    """Section 10: a token of GPT-2 124M, one sequence."""
-    generator, prompt = CudaGenerator(PRESETS["gpt2"], 1), [list(range(256))]
+    """Yield the Comparisons of section 10: one generated token of GPT-2 124M, one sequence."""
+    generator, prompts = CudaGenerator(PRESETS["gpt2"], 1), [list(range(256))]
 
-    def timed(decoder, steps):
-        return functools.partial(seconds_per_step, decoder, prompt, steps)
+    def timer(decoder, steps):
+        return functools.partial(seconds_per_step, decoder, prompts, steps)
 
-    uncaptured = timed(generator.decoder(1, captured=False), 50)
-    best = timed(generator.decoder(1), 200)
-    yield Comparison(10, "a token, as a graph", uncaptured, best)
-    yield Comparison(10, "a token, weights prefetched", timed(generator.decoder(1, pdl=False), 200), best)
+    uncaptured = timer(generator.decoder(1, captured=False), 50)
+    captured = timer(generator.decoder(1), 200)
+    yield Comparison(10, "a token, as a graph", uncaptured, captured)
+    yield Comparison(10, "a token, weights prefetched", timer(generator.decoder(1, pdl=False), 200), captured)
 
 
 # -- measuring --------------------------------------------------------------------------------------------------------
 
 
-def device_seconds(xp, function, least=0.02):
-    """Seconds of one call by device events; the calls are repeated until they take `least` seconds together."""
+def device_seconds(xp, function, min_total=0.02):
+    """Seconds of one call of function(), by device events; the mean of so many calls that they take `min_total` s."""
     begin, end = xp.cuda.Event(), xp.cuda.Event()
     calls, seconds = 1, 0.0
-    while seconds < least:
+    while seconds < min_total:
         begin.record()
         for _ in range(calls):
             function()
@@ -127,7 +132,10 @@ def device_seconds(xp, function, least=0.02):
 
 
 def measure(comparison, rounds):
-    """{"section", "name", "plain", "ours": seconds of each round, "times_as_fast"}, after one untimed round."""
+    """Measure both versions in `rounds` rounds, after one round that does not count.
+
+    Returns {"section", "name", "plain" and "ours": [seconds of each round], "times_as_fast": their ratio}.
+    """
     functions = {"plain": comparison.plain, "ours": comparison.ours}
     for function in functions.values():
         function()
@@ -140,6 +148,7 @@ def measure(comparison, rounds):
 
 
 def row_of(result):
+    """The row of the table for one result of measure()."""
     plain, ours = (1e6 * statistics.median(result[name]) for name in ("plain", "ours"))
     return {
         "section": result["section"],
@@ -151,15 +160,15 @@ def row_of(result):
 
 
 def comparisons(xp):
-    """Yield all Comparisons, one at a time, so that each frees its GPU memory before the next is made."""
-    generator = np.random.default_rng(SEED)
+    """Yield all Comparisons, one at a time, so that the GPU memory of one is freed before the next is allocated."""
+    rng = np.random.default_rng(SEED)
     yield launches(xp)
-    for kernel in KERNELS:
-        row = kernel(xp, lambda *shape: xp.asarray(generator.standard_normal(shape, np.float32)), GPT2)
-        compare(row, xp)
-        functions = (functools.partial(device_seconds, xp, function) for function in (row.plain, row.ours))
-        yield Comparison(row.section, row.name, *functions)
-        del row, functions
+    for make_pair in KERNEL_PAIRS:
+        pair = make_pair(xp, lambda *shape: xp.asarray(rng.standard_normal(shape, np.float32)), GPT2)
+        check_equal(pair, xp)
+        functions = (functools.partial(device_seconds, xp, function) for function in (pair.plain, pair.ours))
+        yield Comparison(pair.section, pair.name, *functions)
+        del pair, functions
         xp.get_default_memory_pool().free_all_blocks()
     yield from training()
     yield from generation()
@@ -168,7 +177,7 @@ def comparisons(xp):
 def main():
     parser = argparse.ArgumentParser(prog=f"python -m {BENCHMARK}", description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("--rounds", type=int, default=7, help="rounds (default 7)")
+    add("--rounds", type=int, default=7, help="number of rounds; each round times every program (default 7)")
     add_save_flags(add)
     args = parser.parse_args()
     from stage2_cuda.runtime.triton_launch import array_module

@@ -12,9 +12,10 @@ from gpt2core.app.presets import PRESETS
 from stage2_cuda.memory_model import BYTES, CONTEXT, training_memory
 
 BENCHMARK = "benchmarks.gpu.memory"
-STEPS = 3  # the first compiles, the second is captured, the third is replayed
-BOUND = 0.10  # largest difference as a share of the measured bytes
-# (preset, sequences per step, precision, micro-batches): cases dominated by activations, by logits or by parameters
+STEPS = 3  # the first step compiles, the second captures the graph, the third replays it
+MAX_DIFFERENCE = 0.10  # of the predicted from the measured bytes, as a share of the measured bytes
+# (preset, sequences per step, precision, micro-batches). In some cases activations need most of the memory, in others
+# logits or parameters.
 CASES = [
     ("gpt2", 64, "bf16", 1),
     ("gpt2", 64, "fp16", 1),
@@ -31,7 +32,10 @@ CASES = [
 
 
 def prepare(module, preset, batch_size, precision, micro_batches):
-    """Return `run_round()`, which trains on random tokens. Call it once: a second peak would include the first."""
+    """Called in the process. Return `run_round()`, which trains on random tokens and returns the bytes in use.
+
+    run_round() may be called once: the peak of a second call would include the memory of the first.
+    """
     config, rng = PRESETS[preset], np.random.default_rng(0)
 
     def run_round():
@@ -46,19 +50,23 @@ def prepare(module, preset, batch_size, precision, micro_batches):
 
 
 def measure(case, timeout):
-    """One result: the bytes held by CuPy's pools, those allocated by the driver, and the model's terms."""
+    """The result of one case: "held_bytes" of CuPy's pools, "driver_bytes", and the bytes that the memory model gives.
+
+    case: (preset, sequences per step, precision, micro-batches).
+    """
     options = dict(zip(("preset", "batch_size", "precision", "micro_batches"), case, strict=True))
     with BenchmarkProcess(ProcessSpec("ours", "benchmarks.harness.ours", 4, options), BENCHMARK, timeout) as process:
         measured = process.run_round()
     config, batch, (precision, micro_batches) = PRESETS[case[0]], case[1], case[2:]
     terms = training_memory(config, batch, config.block_size, precision, micro_batches)
     result = {"options": options, "held_bytes": measured["held_bytes"], "driver_bytes": measured["driver_bytes"]}
-    model = sum(terms.values()) - terms["context"]
-    return result | {"terms": terms, "model_bytes": model, "difference": model / measured["held_bytes"] - 1}
+    model_bytes = sum(terms.values()) - terms["context"]  # the CUDA context is not in CuPy's pools
+    difference = model_bytes / measured["held_bytes"] - 1
+    return result | {"terms": terms, "model_bytes": model_bytes, "difference": difference}
 
 
 def row_of(result):
-    """One row of the table."""
+    """The row of the table for one result of measure()."""
     options, context = result["options"], None
     if result["driver_bytes"] is not None:
         context = result["driver_bytes"] - result["held_bytes"]
@@ -77,14 +85,14 @@ def row_of(result):
 def main():
     parser = argparse.ArgumentParser(prog=f"python -m {BENCHMARK}", description=__doc__)
     add = parser.add_argument
-    add("--preset", choices=PRESETS, nargs="+", help="models (default: the list CASES)")
+    add("--preset", choices=PRESETS, nargs="+", help=f"models (default: {len(CASES)} cases of several models)")
     add("--batch-size", type=int, nargs="+", default=[8, 64], help="sequences per step, with --preset (default 8 64)")
     add("--precision", choices=BYTES, nargs="+", default=["bf16"], help="precisions, with --preset (default bf16)")
     add("--micro-batches", type=int, nargs="+", default=[1], help="micro-batches, with --preset (default 1)")
     add("--timeout", type=int, default=300, help="seconds that one case may take, with compilation (default 300)")
     add_save_flags(add)
     args = parser.parse_args()
-    given = [
+    cases = [
         (preset, batch, precision, micro_batches)
         for preset in args.preset or ()
         for batch in args.batch_size
@@ -92,17 +100,17 @@ def main():
         for micro_batches in args.micro_batches
     ]
     results = []
-    for case in given or CASES:
+    for case in cases or CASES:
         progress(" ".join(map(str, case)))
         results.append(measure(case, args.timeout))
         # after each case, so that an interrupted run keeps its finished cases
         save(BENCHMARK, results, args)
     progress("")
     print_table([row_of(result) for result in results])
-    print(f"\nThe model assumes {gib(CONTEXT)} GiB for the CUDA context, which the first two columns do not include.")
-    beyond = [result for result in results if abs(result["difference"]) > BOUND]
-    if beyond:
-        sys.exit(f"{len(beyond)} of {len(results)} differ by more than {BOUND:.0%}")
+    print(f"\nThe columns held GiB and model GiB do not include the CUDA context ({gib(CONTEXT)} GiB in the model).")
+    wrong = [result for result in results if abs(result["difference"]) > MAX_DIFFERENCE]
+    if wrong:
+        sys.exit(f"{len(wrong)} of {len(results)} cases differ by more than {MAX_DIFFERENCE:.0%}")
 
 
 if __name__ == "__main__":

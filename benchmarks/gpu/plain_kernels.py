@@ -1,6 +1,9 @@
-"""The kernels of stage 2's lesson, each with a plain version that calls CuPy's functions one after another."""
+"""The kernels of stage 2's lesson, each with a plain version that calls CuPy's functions one after another.
 
-# xp: CuPy, or NumPy in the interpreter; rng(*shape): random float32 numbers; of: Sizes
+Each function (layernorm, gelu, ...) allocates random inputs and returns a KernelPair of the two versions.
+"""
+
+# xp: the module cupy, or numpy in the interpreter; rng(*shape): random float32 numbers on the device; sizes: a Sizes
 
 import math
 from collections.abc import Callable
@@ -18,37 +21,37 @@ ADAMW = dict(lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
 
 
 class Sizes(NamedTuple):
-    """N rows, C channels, V vocabulary; B x H heads of D for T tokens; N_loss rows of logits."""
+    """The sizes of the arrays."""
 
-    N: int
-    C: int
-    V: int
-    B: int
-    H: int
-    T: int
-    N_loss: int
-    parameters: str  # the preset whose arena AdamW updates
+    N: int  # rows of activations
+    C: int  # channels
+    V: int  # vocabulary
+    B: int  # sequences, for attention
+    H: int  # heads, each of C // H channels
+    T: int  # tokens per sequence
+    N_loss: int  # rows of logits
+    parameters: str  # the preset whose parameters AdamW updates
 
 
 GPT2 = Sizes(N=16384, C=768, V=50257, B=8, H=12, T=1024, N_loss=4096, parameters="gpt2")
 
 
-class Row(NamedTuple):
-    """One kernel. plain() and ours() return their results, which are compared; then both are timed."""
+class KernelPair(NamedTuple):
+    """Two versions of one computation. plain() and ours() each compute it and return a sequence of its results."""
 
-    section: int
+    section: int  # of the lesson
     name: str
     plain: Callable
     ours: Callable
-    tolerance: float  # relative norm of the difference
+    tolerance: float  # largest norm of the difference of a result, relative to the norm of the plain result
 
 
-def layernorm(xp, rng, of):
-    """Section 2: a residual addition and LayerNorm of the sum."""
+def layernorm(xp, rng, sizes):
+    """Section 2: a residual addition, s = x + a + bias, and LayerNorm of s."""
     from stage2_cuda.kernels import layernorm as kernels
 
-    x, a, (bias, w, b) = rng(of.N, of.C), rng(of.N, of.C), rng(3, of.C)
-    s, y, mean, rstd = xp.empty_like(x), xp.empty_like(x), xp.empty(of.N, np.float32), xp.empty(of.N, np.float32)
+    x, a, (bias, w, b) = rng(sizes.N, sizes.C), rng(sizes.N, sizes.C), rng(3, sizes.C)
+    s, y, mean, rstd = xp.empty_like(x), xp.empty_like(x), xp.empty(sizes.N, np.float32), xp.empty(sizes.N, np.float32)
 
     def plain():
         s = x + a + bias
@@ -59,14 +62,14 @@ def layernorm(xp, rng, of):
         kernels.residual_layernorm_forward(s, y, mean, rstd, x, a, bias, w, b, 1e-5)
         return s, y
 
-    return Row(2, "residual and LayerNorm in one kernel", plain, ours, 1e-5)
+    return KernelPair(2, "residual and LayerNorm in one kernel", plain, ours, 1e-5)
 
 
-def gelu(xp, rng, of):
+def gelu(xp, rng, sizes):
     """Section 2: bias and GELU."""
     from stage2_cuda.kernels import gelu as kernels
 
-    h, bias = rng(of.N, 4 * of.C), rng(4 * of.C)
+    h, bias = rng(sizes.N, 4 * sizes.C), rng(4 * sizes.C)
     y = xp.empty_like(h)
 
     def plain():
@@ -77,63 +80,64 @@ def gelu(xp, rng, of):
         kernels.bias_gelu_forward(y, h, bias)
         return (y,)
 
-    return Row(2, "bias and GELU in one kernel", plain, ours, 1e-5)
+    return KernelPair(2, "bias and GELU in one kernel", plain, ours, 1e-5)
 
 
-def column_sums(xp, rng, of):
-    """Section 2: the gradient of a bias."""
+def column_sums(xp, rng, sizes):
+    """Section 2: the gradient of a bias, which is the sum over the rows of dy."""
     from stage2_cuda.kernels import column_sums as kernels
 
-    dy = rng(of.N, 4 * of.C)
-    out, partials = xp.empty(4 * of.C, np.float32), xp.empty(kernels.partials_shape(*dy.shape), np.float32)
+    dy = rng(sizes.N, 4 * sizes.C)
+    out, partials = xp.empty(4 * sizes.C, np.float32), xp.empty(kernels.partials_shape(*dy.shape), np.float32)
 
     def ours():
         kernels.column_sums(out, partials, dy)
         return (out,)
 
-    return Row(2, "sums over rows for a bias", lambda: (dy.sum(0),), ours, 1e-5)
+    return KernelPair(2, "sums over rows for a bias", lambda: (dy.sum(0),), ours, 1e-5)
 
 
-def embedding(xp, rng, of):
-    """Section 3: the gradient of the embedding, with atomic additions and without."""
+def embedding(xp, rng, sizes):
+    """Section 3: the gradient of the embedding, with atomic additions (plain) and without."""
     from stage2_cuda.kernels import embedding as kernels
 
-    ids = np.random.default_rng(SEED).integers(0, of.V, (of.N // of.T, of.T)).astype(np.int32)
-    dy, rows = rng(*ids.shape, of.C), xp.asarray(ids)
-    runs = kernels.SortedTokens(*map(xp.asarray, kernels.sort_tokens(ids, of.V)))
-    pieces, out = xp.empty(kernels.chunk_sums_shape(ids.size, of.C), np.float32), xp.empty((of.V, of.C), np.float32)
+    ids = np.random.default_rng(SEED).integers(0, sizes.V, (sizes.N // sizes.T, sizes.T)).astype(np.int32)
+    dy, device_ids = rng(*ids.shape, sizes.C), xp.asarray(ids)
+    sorted_tokens = kernels.SortedTokens(*map(xp.asarray, kernels.sort_tokens(ids, sizes.V)))
+    chunk_sums = xp.empty(kernels.chunk_sums_shape(ids.size, sizes.C), np.float32)
+    dwte = xp.empty((sizes.V, sizes.C), np.float32)
 
     def plain():
-        out = xp.zeros((of.V, of.C), np.float32)
-        xp.add.at(out, rows, dy)
-        return (out,)
+        dwte = xp.zeros((sizes.V, sizes.C), np.float32)
+        xp.add.at(dwte, device_ids, dy)
+        return (dwte,)
 
     def ours():
-        kernels.embedding_backward(out, None, pieces, runs, dy)
-        return (out,)
+        kernels.embedding_backward(dwte, None, chunk_sums, sorted_tokens, dy)
+        return (dwte,)
 
-    return Row(3, "the embedding's gradient without atomics", plain, ours, 1e-5)
+    return KernelPair(3, "the embedding's gradient without atomics", plain, ours, 1e-5)
 
 
-def attention(xp, rng, of):
-    """Section 4: attention forward and backward in 16 bits, with T x T weights in memory and without."""
+def attention(xp, rng, sizes):
+    """Section 4: attention forward and backward in 16 bits, with T x T weights in memory (plain) and without."""
     from stage2_cuda.kernels import attention as kernels
 
-    B, T, H, D = of.B, of.T, of.H, of.C // of.H
-    qkv, dy = rng(B, T, 3 * of.C).astype(np.float16), rng(B, T, of.C).astype(np.float16)
+    B, T, H, D = sizes.B, sizes.T, sizes.H, sizes.C // sizes.H
+    qkv, dy = rng(B, T, 3 * sizes.C).astype(np.float16), rng(B, T, sizes.C).astype(np.float16)
     y, dqkv = xp.empty_like(dy), xp.empty_like(qkv)
     lse, delta = xp.empty((B, H, T), np.float32), xp.empty((B, H, T), np.float32)
-    later = xp.triu(xp.ones((T, T), bool), 1)
+    later_keys = xp.triu(xp.ones((T, T), bool), 1)  # (queries, keys): the keys that a query must not see
 
-    def heads(x):
+    def heads(x):  # x (B, T, parts * C)
         return x.reshape(B, T, -1, H, D).transpose(2, 0, 3, 1, 4)  # (parts, B, H, T, D)
 
-    def packed(*parts):
+    def packed(*parts):  # the inverse of heads()
         return xp.stack(parts).transpose(1, 3, 0, 2, 4).reshape(B, T, -1)
 
     def plain():
         (q, k, v), (g,), scale = heads(qkv), heads(dy), np.float16(1 / math.sqrt(D))
-        weights = xp.where(later, np.float16(-np.inf), (q @ k.swapaxes(2, 3)) * scale)
+        weights = xp.where(later_keys, np.float16(-np.inf), (q @ k.swapaxes(2, 3)) * scale)
         weights = xp.exp(weights - weights.max(-1, keepdims=True))
         weights /= weights.sum(-1, keepdims=True)
         dweights = g @ v.swapaxes(2, 3)
@@ -146,20 +150,20 @@ def attention(xp, rng, of):
         kernels.attention_backward(dqkv, delta, dy, qkv, y, lse, H)
         return y, dqkv
 
-    return Row(4, "attention without T x T arrays", plain, ours, 2e-2)
+    return KernelPair(4, "attention without T x T arrays", plain, ours, 2e-2)
 
 
-def loss(xp, rng, of):
+def loss(xp, rng, sizes):
     """Section 5: the loss of each row and the gradient of its logits."""
     from stage2_cuda.kernels import cross_entropy as kernels
 
-    n, width = of.N_loss, -(-of.V // 64) * 64
+    n, width = sizes.N_loss, -(-sizes.V // 64) * 64  # width: the vocabulary, padded to a multiple of 64
     logits, rows = rng(n, width), xp.arange(n)
-    targets = xp.asarray(np.random.default_rng(SEED).integers(0, of.V, n).astype(np.int32))
+    targets = xp.asarray(np.random.default_rng(SEED).integers(0, sizes.V, n).astype(np.int32))
     dlogits, statistics = xp.empty_like(logits), [xp.empty(n, np.float32) for _ in range(3)]
 
     def plain():
-        x = logits[:, : of.V]
+        x = logits[:, : sizes.V]
         p = xp.exp(x - x.max(1, keepdims=True))
         p /= p.sum(1, keepdims=True)
         losses = -xp.log(p[rows, targets])
@@ -167,34 +171,37 @@ def loss(xp, rng, of):
         return losses, p / n
 
     def ours():
-        kernels.cross_entropy_forward_backward(dlogits, *statistics, logits, targets, 1 / n, of.V)
+        kernels.cross_entropy_forward_backward(dlogits, *statistics, logits, targets, 1 / n, sizes.V)
         maxima, sums, picked = statistics
-        return xp.log(sums) - (picked - maxima), dlogits[:, : of.V]
+        return xp.log(sums) - (picked - maxima), dlogits[:, : sizes.V]
 
-    return Row(5, "the loss and its gradient in one kernel", plain, ours, 1e-5)
+    return KernelPair(5, "the loss and its gradient in one kernel", plain, ours, 1e-5)
 
 
-def adamw(xp, rng, of):
-    """Section 6: norm, clipping and AdamW, for each tensor and for the whole arena at once."""
+def adamw(xp, rng, sizes):
+    """Section 6: gradient norm, clipping and AdamW, for each tensor (plain) and for the whole arena at once.
+
+    p, m, v, g: parameters, first and second moments, gradients.
+    """
     from stage2_cuda.kernels import adamw as kernels
 
-    arena = Arena(parameter_shapes(PRESETS[of.parameters]))
-    both = [[xp.zeros(arena.size, np.float32) for _ in "pmvg"] for _ in range(2)]
-    views = [list(arena.views(flat).values()) for flat in both[0]]
-    for number, each in enumerate(views):
-        for view in each:
+    arena = Arena(parameter_shapes(PRESETS[sizes.parameters]))
+    plain_buffers, our_buffers = ([xp.zeros(arena.size, np.float32) for _ in "pmvg"] for _ in range(2))
+    tensors = [list(arena.views(buffer).values()) for buffer in plain_buffers]
+    for name, views in zip("pmvg", tensors, strict=True):
+        for view in views:
             view[...] = rng(*view.shape) * 0.02
-            if number == 2:
-                view *= view
-    for mine, other in zip(both[1], both[0], strict=True):
-        mine[...] = other
+            if name == "v":
+                view *= view  # second moments are not negative
+    for our_buffer, plain_buffer in zip(our_buffers, plain_buffers, strict=True):
+        our_buffer[...] = plain_buffer
     lr, beta1, beta2, eps, decay = ADAMW.values()
     scalars, squares = xp.asarray(adamw_scalars(1, *ADAMW.values())), xp.empty(1, np.float64)
     partials, norm, scale = (xp.empty(n, np.float32) for n in (arena.size // kernels.BLOCK, 1, 1))
 
     def plain():
-        factor = xp.minimum(1, 1 / (xp.sqrt(sum((g * g).sum() for g in views[3])) + 1e-6))
-        for p, m, v, g in zip(*views, strict=True):
+        factor = xp.minimum(1, 1 / (xp.sqrt(sum((g * g).sum() for g in tensors[3])) + 1e-6))
+        for p, m, v, g in zip(*tensors, strict=True):
             g = g * factor
             m *= beta1
             m += (1 - beta1) * g
@@ -202,24 +209,24 @@ def adamw(xp, rng, of):
             v += (1 - beta2) * g * g
             p *= 1 - lr * decay
             p -= lr / (1 - beta1) * m / (xp.sqrt(v / (1 - beta2)) + eps)
-        return both[0][:3]
+        return plain_buffers[:3]
 
     def ours():
-        p, m, v, g = both[1]
+        p, m, v, g = our_buffers
         kernels.sum_of_squares(squares, partials, g)
         kernels.clip_scale(scale, norm, squares, 1.0)
         kernels.adamw_step(p, m, v, None, g, scalars, scale, None, beta1, beta2)
         return p, m, v
 
-    return Row(6, "norm, clipping and AdamW over one buffer", plain, ours, 1e-5)
+    return KernelPair(6, "norm, clipping and AdamW over one buffer", plain, ours, 1e-5)
 
 
-def product(xp, rng, of):
-    """Section 7: an fp32 product on tensor cores, in three passes."""
+def product(xp, rng, sizes):
+    """Section 7: an fp32 product on tensor cores, as three fp16 products of split operands."""
     from stage2_cuda.gemm import fp16x3
 
-    a, b = rng(of.N, of.C), rng(of.C, 4 * of.C)
-    out = xp.empty((of.N, 4 * of.C), np.float32)
+    a, b = rng(sizes.N, sizes.C), rng(sizes.C, 4 * sizes.C)
+    out = xp.empty((sizes.N, 4 * sizes.C), np.float32)
 
     def ours():
         operands = []
@@ -229,17 +236,17 @@ def product(xp, rng, of):
         fp16x3.product(out, None, *operands)
         return (out,)
 
-    return Row(7, "an fp32 product on tensor cores", lambda: (a @ b,), ours, 1e-5)
+    return KernelPair(7, "an fp32 product on tensor cores", lambda: (a @ b,), ours, 1e-5)
 
 
-KERNELS = layernorm, gelu, column_sums, embedding, attention, loss, adamw, product
+KERNEL_PAIRS = layernorm, gelu, column_sums, embedding, attention, loss, adamw, product  # as in the lesson
 
 
-def compare(row, xp):
-    """Raise ArithmeticError if the two versions differ by more than the tolerance."""
-    for mine, plain in zip(row.ours(), row.plain(), strict=True):
-        mine, plain = (array.astype(np.float32) for array in (mine, plain))
-        error = float(xp.linalg.norm((mine - plain).ravel()) / xp.linalg.norm(plain.ravel()))
-        if not error <= row.tolerance:
-            bound = f"the tolerance is {row.tolerance:g}"
-            raise ArithmeticError(f"{row.name}: the two versions differ by {error:.1e}, {bound}")
+def check_equal(pair, xp):
+    """Run both versions; raise ArithmeticError if a result differs by more than the tolerance."""
+    for ours, plain in zip(pair.ours(), pair.plain(), strict=True):
+        ours, plain = (array.astype(np.float32) for array in (ours, plain))
+        error = float(xp.linalg.norm((ours - plain).ravel()) / xp.linalg.norm(plain.ravel()))
+        if not error <= pair.tolerance:
+            bound = f"the tolerance is {pair.tolerance:g}"
+            raise ArithmeticError(f"{pair.name}: the two versions differ by {error:.1e}, {bound}")

@@ -1,8 +1,8 @@
 """How long does each kernel of one training step on the GPU run, and how long is the GPU idle?
 
-CUPTI (part of PyTorch) records every kernel of the process, including those of CuPy, Triton and cublasLt. On one stream
-the kernels run in launch order, so the n-th launch made by Python is the n-th kernel recorded by CUPTI. This gives the
-source file of each kernel and the shape of each product.
+CUPTI, NVIDIA's profiling library in PyTorch, records every kernel of the process, including those of CuPy, Triton and
+cublasLt. The training step runs on one stream, on which kernels run in launch order. So the n-th launch by Python is
+the n-th kernel that CUPTI records. This matching gives the source file of each kernel and the shape of each product.
 """
 
 import argparse
@@ -26,17 +26,22 @@ from gpt2core.errors import ConfigError
 
 BENCHMARK = "benchmarks.gpu.profile"
 SEED = 20260101
-ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")  # Kineto's categories of GPU activities
+ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of GPU activities in the trace of torch.profiler
+# Kernel names of matrix products. cublasLt adds a second kernel to a split-K product, which sums the parts.
 PRODUCT = re.compile(r"nvjet|gemm|gemv|cutlass|xmma", re.IGNORECASE)
-SECOND_PART = re.compile(r"splitk_?reduce", re.IGNORECASE)  # sums the parts of a split-K product; not a launch of ours
-CEILINGS = {"tflops": 766, "tbps": 4.26}  # measured on an H200: bf16 products of random numbers, and a copy
-ATTENTION_PRODUCTS = {"forward_kernel": 2, "dq_kernel": 3, "dkdv_kernel": 4, "both_kernel": 7}  # causal, per head
-ONE_PASS = "layernorm", "gelu", "column_sums", "cross_entropy", "adamw", "cast"  # files of one-pass kernels
-UPDATED = {"adamw_kernel": ("p_ptr", "m_ptr", "v_ptr")}  # arguments that are read and written
+SPLIT_K_REDUCTION = re.compile(r"splitk_?reduce", re.IGNORECASE)
+# The largest rates measured on an H200: TFLOP/s of bf16 products of random numbers, TB/s of a copy.
+CEILINGS = {"tflops": 766, "tbps": 4.26}
+# Number of products (T, D) x (D, T) that each attention kernel computes per head; each counts as T T D operations,
+# because half of the scores are masked.
+ATTENTION_PRODUCTS = {"forward_kernel": 2, "dq_kernel": 3, "dkdv_kernel": 4, "both_kernel": 7}
+# Files whose kernels read and write each array once, so their bytes are the sizes of their arguments.
+ONE_PASS = "layernorm", "gelu", "column_sums", "cross_entropy", "adamw", "cast"
+UPDATED = {"adamw_kernel": ("p_ptr", "m_ptr", "v_ptr")}  # arguments that are read and written: they count twice
 
 
 class Activity(NamedTuple):
-    """One activity of the GPU; start and duration in microseconds."""
+    """One activity of the GPU (a kernel, copy or fill) that CUPTI recorded; start and duration in microseconds."""
 
     start: float
     duration: float
@@ -44,35 +49,35 @@ class Activity(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """One launch made by Python: CUPTI's name of the kernel (None: a product), our title, its operations or bytes."""
+    """One launch by Python, of a Triton kernel or of a product."""
 
-    kernel: str | None
-    title: str
-    flops: int = 0
-    bytes: int = 0
+    kernel: str | None  # the name of the Triton kernel; None for a product of cublasLt
+    title: str  # in the tables
+    flops: int = 0  # floating-point operations; 0 if they are not counted
+    bytes: int = 0  # bytes that are read and written; 0 if they are not counted
 
 
 # -- launches made by Python ------------------------------------------------------------------------------------------
 
 
 def launches_of(function, backend):
-    """[Launch] of the Triton kernels and products that one call of function() launches, in order."""
+    """[Launch] of the Triton kernels and products that one call of function() launches, in launch order."""
     from stage2_cuda.runtime import triton_launch
 
-    found, gpu, gemm = [], triton_launch.launcher(), backend.products.gemm
+    launches, gpu, gemm = [], triton_launch.launcher(), backend.products.gemm
     launch, matmul = gpu.launch, gemm.matmul
 
     def record_launch(kernel, grid, arguments, options):
         module = kernel.fn.__module__.rpartition(".")[2]
         work = work_of(module, kernel.__name__, dict(zip(kernel.arg_names, arguments, strict=False)), options)
-        found.append(Launch(kernel.__name__, f"{module}: {kernel.__name__.removesuffix('_kernel')}", **work))
+        launches.append(Launch(kernel.__name__, f"{module}: {kernel.__name__.removesuffix('_kernel')}", **work))
         return launch(kernel, grid, arguments, options)
 
     def record_matmul(out, a, b, **options):
-        summed = a.shape[0 if options.get("trans_a") else 1]
-        marks = ("'" * bool(options.get(flag)) for flag in ("trans_a", "trans_b"))
+        terms = a.shape[0 if options.get("trans_a") else 1]  # of each sum
+        marks = ("'" * bool(options.get(flag)) for flag in ("trans_a", "trans_b"))  # ' marks a transposed matrix
         title = " ".join(f"{matrix.shape}{mark}" for matrix, mark in zip((a, b), marks, strict=True))
-        found.append(Launch(None, f"product {title}", 2 * out.size * summed))
+        launches.append(Launch(None, f"product {title}", 2 * out.size * terms))
         return matmul(out, a, b, **options)
 
     gpu.launch, gemm.matmul = record_launch, record_matmul
@@ -80,11 +85,14 @@ def launches_of(function, backend):
         function()
     finally:
         del gpu.launch, gemm.matmul  # restores the methods of the classes
-    return found
+    return launches
 
 
 def work_of(module, name, arguments, options):
-    """{"flops": operations} of products, {"bytes": bytes moved} of one-pass kernels, else {}."""
+    """{"flops": number} of a kernel that multiplies matrices, {"bytes": number} of a one-pass kernel, else {}.
+
+    module, name: of the kernel. arguments: {parameter: argument}. options: the constants of the kernel.
+    """
     if module == "fp16x3" and name == "product_kernel":  # counted as one fp32 product, whatever the number of passes
         return {"flops": 2 * arguments["m"] * arguments["n"] * arguments["k"]}
     if module == "attention" and name in ATTENTION_PRODUCTS:
@@ -92,15 +100,15 @@ def work_of(module, name, arguments, options):
         return {"flops": ATTENTION_PRODUCTS[name] * B * H * T * T * options["HEAD_DIM"]}
     if module not in ONE_PASS:
         return {}
-    written = [arguments[which] for which in UPDATED.get(name, ())]
-    return {"bytes": sum(value.nbytes for value in [*arguments.values(), *written] if hasattr(value, "nbytes"))}
+    updated = [arguments[parameter] for parameter in UPDATED.get(name, ())]
+    return {"bytes": sum(value.nbytes for value in [*arguments.values(), *updated] if hasattr(value, "nbytes"))}
 
 
 # -- activities of the GPU --------------------------------------------------------------------------------------------
 
 
 def recorded(function, times):
-    """[Activity] of `times` calls of function(), in the order of their start."""
+    """Call function() `times` times; return [Activity] of the GPU, in the order of their start."""
     import torch
 
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
@@ -119,8 +127,11 @@ def recorded(function, times):
 
 
 def open_cupti():
-    """Open CUPTI. It reports a graph's kernels only if it was open when the graph was captured, so call this first."""
-    os.environ["TEARDOWN_CUPTI"] = "0"  # Kineto: keep CUPTI open between two profiles
+    """Open CUPTI. Call this before a graph is captured, or CUPTI does not report the graph's kernels.
+
+    Raises ConfigError if there is no PyTorch or no GPU.
+    """
+    os.environ["TEARDOWN_CUPTI"] = "0"  # torch.profiler: keep CUPTI open between two profiles
     try:
         import torch
     except ImportError as error:
@@ -140,58 +151,61 @@ def short(name):
 
 
 def is_product(activity):
-    """Whether the activity is a matrix product (without the reduction of a split-K product)."""
-    return bool(PRODUCT.search(activity.name)) and not SECOND_PART.search(activity.name)
+    """Whether the activity is a matrix product; the reduction of a split-K product is not one."""
+    return bool(PRODUCT.search(activity.name)) and not SPLIT_K_REDUCTION.search(activity.name)
 
 
 def triton_kernel(name, kernels):
-    """The name in `kernels` that `name` ends with (Triton adds a prefix), or None."""
+    """The longest name in `kernels` with which `name`, CUPTI's name of a kernel, ends; None if there is none.
+
+    Triton may add a prefix to the name of a kernel.
+    """
     return max((kernel for kernel in kernels if re.search(rf"(^|_|\W){kernel}$", name)), key=len, default=None)
 
 
-def named(activities, launches):
-    """([(title, Activity, Launch or None)], {"kernels", "products": whether the activities match the launches}).
+def match_launches(activities, launches):
+    """Match the activities with the launches, Triton kernels and products separately, both in order.
 
-    Matching activities have the titles of their launches, others short kernel names.
+    Returns ([(title, Activity, Launch or None)], {"kernels", "products": whether all of this kind could be matched}).
+    The title of a matched activity is that of its launch; the title of another activity is the name from short().
     """
     kernels = {launch.kernel for launch in launches if launch.kernel}
     triton = [activity for activity in activities if triton_kernel(activity.name, kernels)]
     products = [activity for activity in activities if is_product(activity)]
     triton_launches = [launch for launch in launches if launch.kernel]
     product_launches = [launch for launch in launches if not launch.kernel]
-    titles, agree = {}, {}
-    same = [triton_kernel(activity.name, kernels) for activity in triton] == [
-        launch.kernel for launch in triton_launches
-    ]
-    for kind, found, launched, equal in (
-        ("kernels", triton, triton_launches, same),
-        ("products", products, product_launches, len(products) == len(product_launches)),
-    ):
-        agree[kind] = equal
-        if equal:
-            titles |= {id(activity): launch for activity, launch in zip(found, launched, strict=True)}
+    recorded_names = [triton_kernel(activity.name, kernels) for activity in triton]
+    agree = {
+        "kernels": recorded_names == [launch.kernel for launch in triton_launches],
+        "products": len(products) == len(product_launches),
+    }
+    launch_of = {}  # {id(activity): Launch}
+    if agree["kernels"]:
+        launch_of |= zip(map(id, triton), triton_launches, strict=True)
+    if agree["products"]:
+        launch_of |= zip(map(id, products), product_launches, strict=True)
     listed = []
     for activity in activities:
-        launch = titles.get(id(activity))
+        launch = launch_of.get(id(activity))
         listed.append((launch.title if launch else short(activity.name), activity, launch))
     return listed, agree
 
 
 def idle_share(activities, steps):
-    """The share of a step, from its first kernel's start to its last one's end, in which no kernel runs; the median.
+    """The share of a step in which no kernel runs, from the start of its first to the end of its last kernel.
 
-    None if the activities cannot be divided into steps with equal numbers of kernels.
+    Returns the median of the steps; None if the activities cannot be divided into steps with equal numbers of them.
     """
     if len(activities) % steps:
         return None
-    each, shares = len(activities) // steps, []
-    for first in range(0, len(activities), each):
-        busy = covered = 0.0
-        for activity in activities[first : first + each]:  # in the order of their start
+    per_step, shares = len(activities) // steps, []
+    for first in range(0, len(activities), per_step):
+        busy = last_end = 0.0
+        for activity in activities[first : first + per_step]:  # in the order of their start
             end = activity.start + activity.duration
-            busy += max(0.0, end - max(activity.start, covered))
-            covered = max(covered, end)
-        shares.append(1 - busy / (covered - activities[first].start))
+            busy += max(0.0, end - max(activity.start, last_end))
+            last_end = max(last_end, end)
+        shares.append(1 - busy / (last_end - activities[first].start))
     return statistics.median(shares)
 
 
@@ -199,7 +213,10 @@ def idle_share(activities, steps):
 
 
 def kernel_rows(listed, steps):
-    """One dictionary for each title, sorted by time: milliseconds and calls of one step."""
+    """One dictionary for each title, the longest time first; "ms" and "calls" are those of one step.
+
+    listed: from match_launches(), of `steps` steps.
+    """
     microseconds, calls, flops, moved, names = Counter(), Counter(), Counter(), Counter(), defaultdict(set)
     for title, activity, launch in listed:
         microseconds[title] += activity.duration
@@ -224,23 +241,22 @@ def kernel_rows(listed, steps):
 
 
 def family(row):
-    """The group of a table row: a file of kernels, "products", "copies and fills" or "CuPy"."""
+    """The group of a table row: the name of a kernel file, or "products", "copies and fills" or "CuPy"."""
     file, colon, _ = row["title"].partition(": ")
     if colon:
         return file
-    if row["tflops"] or any(PRODUCT.search(name) or SECOND_PART.search(name) for name in row["kernels"]):
+    if row["tflops"] or any(PRODUCT.search(name) or SPLIT_K_REDUCTION.search(name) for name in row["kernels"]):
         return "products"
     return "copies and fills" if row["title"].startswith(("Mem", "cupy_copy")) else "CuPy"
 
 
 def share_of_ceiling(row, ceilings):
-    """A row's rate as a percentage of its ceiling; "" for a row without a rate."""
+    """A row's TFLOP/s or TB/s as a percentage of its ceiling, as text; "" for a row that has neither."""
     return next((f"{100 * row[rate] / ceiling:.0f} %" for rate, ceiling in ceilings.items() if row[rate]), "")
 
 
 def print_kernels(heading, rows, limit, ceilings=CEILINGS):
-    """Print the first `limit` rows, the sum of the others, and the sum of all."""
-    shown = rows[:limit]
+    """Print a table of the first `limit` rows, the sum of the other rows, and the sum of all."""
     table = [
         {
             heading: row["title"],
@@ -251,7 +267,7 @@ def print_kernels(heading, rows, limit, ceilings=CEILINGS):
             "TB/s": f"{row['tbps']:.2f}" if row["tbps"] else "",
             "of ceiling": share_of_ceiling(row, ceilings),
         }
-        for row in shown
+        for row in rows[:limit]
     ]
     for name, part in (("others", rows[limit:]), ("sum", rows)):
         if part:
@@ -264,7 +280,7 @@ def print_kernels(heading, rows, limit, ceilings=CEILINGS):
 
 
 def print_families(rows):
-    """Print the time of each group of kernels."""
+    """Print the time of each group of kernels (see family())."""
     spent = Counter()
     for row in rows:
         spent[family(row)] += row["ms"]
@@ -289,7 +305,7 @@ def median_seconds(function, times):
 
 
 def back_to_back(graph, stream, times):
-    """Seconds of one of `times` back-to-back replays, timed by device events, without the profiler."""
+    """Seconds of one replay of the graph: the mean of `times` back-to-back replays, timed by device events."""
     from cupy import cuda
 
     begin, end = cuda.Event(), cuda.Event()
@@ -303,7 +319,7 @@ def back_to_back(graph, stream, times):
 
 
 def profile(config, args):
-    """All figures of one configuration, as written to results/."""
+    """Measure one configuration; return the dictionary that is written to results/."""
     open_cupti()
     from benchmarks.harness.ours import ProfiledSteps
 
@@ -316,15 +332,15 @@ def profile(config, args):
         step(tokens[:, :-1].copy(), tokens[:, 1:].copy())
 
     step.use_graph(False)
-    train()  # compiles, chooses algorithms
+    train()  # compiles kernels and chooses algorithms
     train()
     launches = launches_of(step.compute_update, step.backend)
     eager_seconds = median_seconds(train, args.steps)
     eager = recorded(train, args.steps)
-    eager_listed, eager_agree = named(eager, launches * args.steps)
+    eager_listed, eager_agree = match_launches(eager, launches * args.steps)
 
     step.use_graph(True)
-    for _ in range(3):  # launched from Python once more, then captured, then replayed
+    for _ in range(3):  # the first step is launched from Python, the second is captured, the third is replayed
         train()
     graph_seconds = median_seconds(train, args.steps)
     replay_seconds = median_seconds(step.replay, args.steps)
@@ -332,8 +348,8 @@ def profile(config, args):
     replays = recorded(step.replay, args.steps)
     if not replays:
         raise ConfigError("CUPTI reported no kernels of the replayed graph; use another driver or PyTorch version")
-    listed, agree = named(replays, launches * args.steps)
-    busy = sum(activity.duration for activity in replays) / args.steps / 1e6
+    listed, agree = match_launches(replays, launches * args.steps)
+    busy_seconds = sum(activity.duration for activity in replays) / args.steps / 1e6
     return {
         "preset": args.preset,
         "precision": args.precision,
@@ -341,13 +357,14 @@ def profile(config, args):
         "seq_len": seq_len,
         "vocab_size": config.vocab_size,
         "steps": args.steps,
-        "eager_step_seconds": eager_seconds,  # a whole step: random tokens, upload, sorting, update, reading the loss
+        # Whole steps, launched from Python and as a graph: random tokens, sorting, upload, update, reading the loss.
+        "eager_step_seconds": eager_seconds,
         "graph_step_seconds": graph_seconds,
-        "replay_seconds": replay_seconds,  # from the launch of the graph until the host has waited for it
-        "device_seconds": device_seconds,  # one of several back-to-back replays
-        "busy_seconds": busy,  # the sum of its kernels' durations by CUPTI
+        "replay_seconds": replay_seconds,  # by the host's clock, from the launch of the graph to its end
+        "device_seconds": device_seconds,  # of one of several back-to-back replays, by device events
+        "busy_seconds": busy_seconds,  # the sum of the durations of a replay's kernels, by CUPTI
         "idle_share_profiled": idle_share(replays, args.steps),
-        "idle_share": max(0.0, 1 - busy / device_seconds),
+        "idle_share": max(0.0, 1 - busy_seconds / device_seconds),
         "launches_agree": {"eager": eager_agree, "graph": agree},
         "eager": kernel_rows(eager_listed, args.steps),
         "graph": kernel_rows(listed, args.steps),
@@ -355,16 +372,16 @@ def profile(config, args):
 
 
 def report(result, limit):
-    """Print all tables and times of one profile."""
-    known = CEILINGS if result["precision"] == "bf16" else {"tbps": CEILINGS["tbps"]}
-    print_kernels("a step as a graph", result["graph"], limit, known)
+    """Print all tables and times of a result of profile()."""
+    ceilings = CEILINGS if result["precision"] == "bf16" else {"tbps": CEILINGS["tbps"]}
+    print_kernels("a step as a graph", result["graph"], limit, ceilings)
     products = f"{CEILINGS['tflops']} TFLOP/s in bf16 (not measured in other precisions), "
     print(f"Ceilings of an H200: {products}{CEILINGS['tbps']} TB/s.\n")
     print_families(result["graph"])
-    inside = {row["title"] for row in result["graph"]}
-    outside = [row for row in result["eager"] if row["title"] not in inside]
+    graph_titles = {row["title"] for row in result["graph"]}
+    outside = [row for row in result["eager"] if row["title"] not in graph_titles]
     if outside:
-        print_kernels("outside the graph: tokens and loss", outside, limit, known)
+        print_kernels("outside the graph: tokens and loss", outside, limit, ceilings)
     for key, text in (
         ("eager_step_seconds", "whole step without the graph, wall clock"),
         (
@@ -372,17 +389,19 @@ def report(result, limit):
             "whole step with the graph, wall clock; includes random tokens, upload, reading the loss",
         ),
         ("replay_seconds", "one replay of the graph, wall clock"),
-        ("device_seconds", "one of several back-to-back replays, device clock"),
-        ("busy_seconds", "sum of its kernels"),
+        ("device_seconds", "one of several back-to-back replays of the graph, device clock"),
+        ("busy_seconds", "sum of the kernels of a replay"),
     ):
         print(f"{1e3 * result[key]:10.3f} ms  {text}")
-    print(f"{100 * result['idle_share']:10.2f} %   idle: back-to-back replay minus the sum of its kernels")
+    print(f"{100 * result['idle_share']:10.2f} %   idle: a back-to-back replay minus the sum of its kernels")
     if result["idle_share_profiled"] is not None:
-        print(f"{100 * result['idle_share_profiled']:10.2f} %   idle by time stamps (CUPTI widens the gaps)")
+        idle = f"{100 * result['idle_share_profiled']:10.2f} %"
+        print(f"{idle}   idle by the kernels' time stamps (recording makes the gaps longer)")
     for mode, agree in result["launches_agree"].items():
         for kind, equal in agree.items():
             if not equal:
-                print(f"{mode}: Python's and CUPTI's lists of {kind} differ; the rows show the kernels' names")
+                reason = f"the {kind} that CUPTI recorded do not match the launches by Python"
+                print(f"{mode}: {reason}; the rows have the names of the kernels")
 
 
 def main():
@@ -392,9 +411,9 @@ def main():
     add("--precision", choices=("fp32", "tf32", "bf16"), default="bf16", help="precision (default bf16)")
     add("--batch-size", type=int, help="sequences per step (default 64; paper 16)")
     add("--seq-len", type=int, help="tokens per sequence (default: the model's block size)")
-    add("--vocab-size", type=int, help="vocabulary size, to measure an odd one (default: the preset's)")
+    add("--vocab-size", type=int, help="vocabulary size, for example an odd number (default: the preset's)")
     add("--steps", type=int, default=5, help="steps per measurement (default 5)")
-    add("--rows", type=int, default=30, help="rows shown in each table (default 30)")
+    add("--rows", type=int, default=30, help="rows printed of each table (default 30)")
     add_save_flags(add, "profile")
     args = parser.parse_args()
     args.batch_size = args.batch_size or (16 if args.preset == "paper" else 64)

@@ -1,4 +1,4 @@
-"""Is a training step on the GPU faster than torch.compile's, and how much memory does it take?"""
+"""Is a training step on the GPU faster than PyTorch's, compiled or eager, and how much memory does it use?"""
 
 import argparse
 import functools
@@ -18,9 +18,9 @@ from stage2_cuda.runtime.peak_flops import peak_flops
 SEED = 20260101
 BENCHMARK = "benchmarks.gpu.step"  # the name under which the benchmark processes import this file
 OURS = "ours"
-LEAD_IN = 3  # untimed steps at the start of a round: the GPU ran another process or was idle before
+LEAD_IN = 3  # untimed steps at the start of a round, because the GPU was idle or ran another process before
 PRECISIONS = "bf16", "tf32", "fp32"
-PEERS = {
+PEERS = {  # PyTorch's programs: the options of their CudaSteps, by their names for --peers
     "compiled": {"compiled": True},
     "eager": {"compiled": False},
     "overhead": {"compiled": True, "graph": "trees"},
@@ -32,7 +32,7 @@ TITLES = {
     "overhead": "torch compiled, reduce-overhead",
     "graph": "torch compiled + whole-step graph",
 }
-# preset: (sequences per step, steps per round, peers, the fastest first); other presets use the entry of gpt2
+# preset: (sequences per step, steps per round, names of the peers); other presets use the entry of gpt2
 DEFAULTS = {"gpt2": (64, 10, ["compiled"]), "paper": (16, 200, ["graph", "compiled", "eager"])}
 
 
@@ -40,9 +40,10 @@ DEFAULTS = {"gpt2": (64, 10, ["compiled"]), "paper": (16, 200, ["graph", "compil
 
 
 def prepare(module, preset, vocab_size, batch_size, seq_len, unread, **options):
-    """Return `run_round(steps)`, which trains on fresh random tokens and times every step; the first builds the model.
+    """Called in each process. Return `run_round(steps)`, which trains on fresh random tokens and times every step.
 
-    unread: the timed steps are followed by as many steps whose losses are read only at the end of the round.
+    module: the imported Python module that is measured; its CudaSteps is built in the first round. unread: whether a
+    round has `steps` further steps, whose losses are read only at the end of the round.
     """
     build = functools.cache(lambda: module.CudaSteps(config_of(preset, seq_len), batch_size, seq_len, **options))
     rng = np.random.default_rng(SEED)  # the same tokens in every process
@@ -54,36 +55,38 @@ def prepare(module, preset, vocab_size, batch_size, seq_len, unread, **options):
 
     def run_round(steps):
         step, seconds, losses = build(), [], []
-        fresh = list(batches(LEAD_IN + 2 * steps))
-        own = fresh if unread else fresh[: LEAD_IN + steps]  # ours would begin an announced step after the last
-        getattr(step, "announce", list)(own)  # as a data loader would; PyTorch's copies are asynchronous anyway
-        for batch in fresh[:LEAD_IN]:
+        all_batches = list(batches(LEAD_IN + 2 * steps))  # in each process the same, also without unread steps
+        used = all_batches if unread else all_batches[: LEAD_IN + steps]
+        # This project's CudaSteps needs the batches in advance, as from a data loader, to begin a step before it reads
+        # the loss of the previous one. PyTorch's has no announce(); its copies are asynchronous without it.
+        getattr(step, "announce", list)(used)
+        for batch in all_batches[:LEAD_IN]:
             step(*batch)
-        for batch in fresh[LEAD_IN : LEAD_IN + steps]:
+        for batch in all_batches[LEAD_IN : LEAD_IN + steps]:
             started = time.perf_counter()
             losses.append(step(*batch))
             seconds.append(time.perf_counter() - started)
         answer = {"seconds": seconds, "losses": losses, "unread_seconds": None, **step.memory()}
         if unread:
             started = time.perf_counter()
-            last = [step(*batch, wait=False) for batch in fresh[LEAD_IN + steps :]]
-            answer["losses"] += [float(loss) for loss in last]
+            unread_losses = [step(*batch, wait=False) for batch in all_batches[LEAD_IN + steps :]]
+            answer["losses"] += [float(loss) for loss in unread_losses]
             answer["unread_seconds"] = (time.perf_counter() - started) / steps
         return answer
 
-    def run_first_round(steps):
-        """The first round also returns the device memory that the driver allocated in it, the context included."""
-        if build.cache_info().currsize:
+    def run_round_with_memory(steps):
+        """run_round(); the first round adds "driver_bytes", the device memory that it allocated, with the context."""
+        if build.cache_info().currsize:  # not the first round
             return run_round(steps)
         before = driver_bytes()
         answer = run_round(steps)
         return dict(answer, driver_bytes=None if before is None else driver_bytes() - before)
 
-    return run_first_round
+    return run_round_with_memory
 
 
 def config_of(preset, seq_len):
-    """The preset, with more positions if `seq_len` exceeds its block size."""
+    """The preset's GPT2Config, with a larger block size if `seq_len` exceeds it."""
     config = PRESETS[preset]
     return replace(config, block_size=max(config.block_size, seq_len))
 
@@ -98,7 +101,7 @@ def driver_bytes():
 
 
 def process_specs(args, preset, precision):
-    """The table's rows: ours, then the peers, the fastest first."""
+    """Yield a ProcessSpec for each row of a table: this project's program, then PyTorch's in the order of --peers."""
     sizes = {
         "preset": preset,
         "vocab_size": PRESETS[preset].vocab_size,
@@ -114,7 +117,7 @@ def process_specs(args, preset, precision):
 
 
 def measure(args, specs, steps):
-    """Run the rounds of one preset and precision; return one result for each spec, with the seconds of every step."""
+    """Measure one preset and precision; return one result for each spec, with the seconds of every step."""
     with ExitStack() as stack:
         processes = [stack.enter_context(BenchmarkProcess(spec, BENCHMARK, args.timeout)) for spec in specs]
         measured = run_rounds(processes, args.rounds, {"steps": args.warm_up}, {"steps": steps})
@@ -138,13 +141,16 @@ def measure(args, specs, steps):
 
 
 def summarise(results):
-    """Add the minimum, tokens/s, MFU and the ratios of each round to the results of one table; return its rows."""
+    """Add minimum, tokens/s, MFU and speed ratios to the results of one table; return the rows of the table.
+
+    MFU is the model-FLOPs utilisation. The medians of the rounds give the ratios.
+    """
     options = results[0]["options"]
     title = f"{options['preset']}, {options['precision']}, {options['batch_size']} x {options['seq_len']}"
     tokens = options["batch_size"] * options["seq_len"]
     flops = tokens * flops_per_token(config_of(options["preset"], options["seq_len"]), options["seq_len"])
-    name = (nvidia_smi("name") or [[""]])[0][0]
-    peak = peak_flops(name, options["precision"])
+    gpu_name = (nvidia_smi("name") or [[""]])[0][0]
+    peak = peak_flops(gpu_name, options["precision"])
     medians = {result["name"]: round_medians(result["seconds"]) for result in results}
     peers, rows = results[1:], []
     for result in results:
@@ -154,7 +160,7 @@ def summarise(results):
         result["mfu"] = peak and flops / median / peak
         result["times_as_fast"] = {peer["name"]: paired_ratio(medians[peer["name"]], own) for peer in peers}
         unread = [seconds for seconds in result["unread_seconds"] if seconds]
-        if not unread:  # ours always reads its loss at every step
+        if not unread:  # this project's result; its losses are always read at every step
             result["times_as_fast_as_unread"] = {
                 peer["name"]: paired_ratio(peer["unread_seconds"], own) for peer in peers
             }
@@ -182,29 +188,35 @@ def gib(count):
 
 
 def verdicts(results):
-    """Yield one sentence for each peer."""
+    """Yield a sentence for each peer, with the ratio of the peer's time to the time of this project."""
     ours = results[0]
     for name, ratio in ours["times_as_fast"].items():
+        unread = ours["times_as_fast_as_unread"][name]["median"]
         yield (
             f"ours is {ratio['median']:.3f} times as fast as {name}, "
-            f"{ours['times_as_fast_as_unread'][name]['median']:.3f} times if {name} reads its losses after the round"
+            f"and {unread:.3f} times as fast if {name} reads its losses only after the round"
         )
 
 
 def main():
     parser = argparse.ArgumentParser(prog=f"python -m {BENCHMARK}", description=__doc__)
     add = parser.add_argument
-    add("--preset", choices=PRESETS, nargs="+", default=["gpt2"], help="models, one table each (default gpt2)")
-    add("--precision", choices=PRECISIONS, nargs="+", default=["bf16"], help="one table each (default bf16)")
+    add("--preset", choices=PRESETS, nargs="+", default=["gpt2"], help="models, one table for each (default gpt2)")
+    text = "precisions, one table for each (default bf16)"
+    add("--precision", choices=PRECISIONS, nargs="+", default=["bf16"], help=text)
     add("--batch-size", type=int, help="sequences per step (default 64; paper 16)")
     add("--seq-len", type=int, help="tokens per sequence; may exceed the block size (default: the block size)")
-    add("--peers", choices=PEERS, nargs="+", help="PyTorch's rows (default compiled; paper: graph compiled eager)")
-    add("--no-compile", action="store_true", help="omit every peer that uses torch.compile")
-    add("--rounds", type=int, default=7, help="rounds (default 7)")
+    text = (
+        "PyTorch's programs: compiled; eager; overhead: compiled with mode reduce-overhead; graph: compiled, the whole "
+        "step in a CUDA graph (default compiled; paper: graph compiled eager)"
+    )
+    add("--peers", choices=PEERS, nargs="+", help=text)
+    add("--no-compile", action="store_true", help="omit PyTorch's programs that use torch.compile")
+    add("--rounds", type=int, default=7, help="number of rounds; each round times every program (default 7)")
     add("--steps-per-round", type=int, help="timed steps of each process in a round (default 10; paper 200)")
     add("--warm-up", type=int, default=3, help="steps before the first round (default 3)")
     add("--threads", type=int, default=4, help="CPU threads of each process (default 4)")
-    add("--timeout", type=int, default=500, help="seconds per round of a process, with compilation (default 500)")
+    add("--timeout", type=int, default=500, help="limit for one round of a process, in seconds (default 500)")
     add_save_flags(add, "step")
     args = parser.parse_args()
 
@@ -212,10 +224,10 @@ def main():
     for preset in args.preset:
         steps = args.steps_per_round or DEFAULTS.get(preset, DEFAULTS["gpt2"])[1]
         for precision in args.precision:
-            of_table = measure(args, list(process_specs(args, preset, precision)), steps)
-            print_table(summarise(of_table))
-            print("\n" + "\n".join(verdicts(of_table)) + "\n", flush=True)
-            results += of_table
+            table_results = measure(args, list(process_specs(args, preset, precision)), steps)
+            print_table(summarise(table_results))
+            print("\n" + "\n".join(verdicts(table_results)) + "\n", flush=True)
+            results += table_results
             # after each table, so that an interrupted run keeps its finished tables
             save(BENCHMARK, results, args, args.save_as)
 

@@ -1,7 +1,8 @@
-"""Does our all-reduce over NCCL reach the bandwidth of PyTorch's, and what do the canonical order and bf16 cost?
+"""Does our all-reduce over NCCL reach the bandwidth of PyTorch's, and how fast are the canonical order and bf16?
 
-Ours are captured in a graph, several in sequence, as in a training step. PyTorch's are called from Python one after
-another, as DistributedDataParallel does; the launch time is hidden except for the smallest arrays.
+Several of our all-reduces are captured in one CUDA graph, as in a training step. PyTorch's are called from Python one
+after another, as DistributedDataParallel does. Their launch time matters only for the smallest arrays: for larger
+arrays a launch takes less time than an all-reduce.
 """
 
 import argparse
@@ -15,7 +16,7 @@ import numpy as np
 
 from benchmarks.harness.processes import progress, run_main
 from benchmarks.harness.report import add_save_flags, paired_ratio, print_table, save
-from benchmarks.ranks.collectives import launch, line_of
+from benchmarks.ranks.collectives import fit_medians, launch
 from gpt2core.app.presets import PRESETS
 from gpt2core.arena import Arena
 from gpt2core.model import parameter_shapes
@@ -25,7 +26,7 @@ from gpt2core.parallel.compression import Compressed
 BENCHMARK = "benchmarks.gpus.collectives"
 SIZES = [10**k for k in range(6, 10)]  # bytes of a float32 array
 TORCH = "torch, fp32"
-OURS = {  # name: (dtype of the sum, algorithm, codec)
+OURS = {  # name: (dtype of the sum, algorithm for use_collectives(), codec of --compress)
     "nccl, fp32": ("float32", "nccl", None),
     "canonical, fp32": ("float32", "canonical", None),
     "nccl, bf16": ("bfloat16", "nccl", None),
@@ -34,9 +35,9 @@ OURS = {  # name: (dtype of the sum, algorithm, codec)
 }
 STAGED = "--transport mpi, fp32"
 ALGORITHMS = [TORCH, *OURS, STAGED]
-FIT = ["nccl, fp32", "canonical, fp32"]
-SCALE = 1e-30  # small numbers, so that repeated in-place sums stay finite
-ERROR_BYTES = 10**7  # size of the array whose sum is compared with the sum in float64
+FITTED = ["nccl, fp32", "canonical, fp32"]  # the algorithms whose alpha and beta are fitted
+SCALE = 1e-30  # factor that makes the numbers so small that repeated in-place sums stay finite
+ERROR_BYTES = 10**7  # size of the array for which the error of the sum is computed
 MIN_SHARE = 0.97  # required share of PyTorch's bandwidth
 
 
@@ -44,7 +45,11 @@ MIN_SHARE = 0.97  # required share of PyTorch's bandwidth
 
 
 def all_reduces(host, sizes, rounds, store_file):
-    """({algorithm: relative error}, [{name, bytes, seconds}]); seconds: of the slowest rank in each round."""
+    """Measure all algorithms. Returns ({algorithm: relative error}, [{name, bytes, seconds}]).
+
+    name: the algorithm. seconds: one number per round, the time of the slowest rank. store_file: a file with which
+    PyTorch's processes find each other.
+    """
     import torch.distributed as dist
 
     from stage3_mpi_cuda.nccl_communicator import NcclCommunicator
@@ -56,12 +61,12 @@ def all_reduces(host, sizes, rounds, store_file):
     results = []
     for size in sizes:
         repeats = max(4, min(20, 2 * 10**8 // size))
-        source = source_of(world, size // 4)
+        source = random_array(world, size // 4)
         timed = {name: timed_sums(world, name, source, repeats, torch_sum) for name in ALGORITHMS}
         by_name = {name: {"name": name, "bytes": size, "seconds": []} for name in ALGORITHMS}
-        for index in range(-2, rounds):  # two warm-up rounds: the first runs, the second captures the graph
-            first = index % len(ALGORITHMS)
-            for name in ALGORITHMS[first:] + ALGORITHMS[:first]:
+        for index in range(-2, rounds):  # two warm-up rounds: one without graph, one that captures it
+            start = index % len(ALGORITHMS)  # each round starts with another algorithm
+            for name in ALGORITHMS[start:] + ALGORITHMS[:start]:
                 seconds = max(world.all_gather_object(timed[name]()))
                 if index >= 0:
                     by_name[name]["seconds"].append(seconds)
@@ -72,7 +77,7 @@ def all_reduces(host, sizes, rounds, store_file):
 
 
 def open_torch(world, store_file):
-    """Return all_reduce(array), which sums a CuPy array in place with PyTorch's NCCL on PyTorch's current stream."""
+    """Connect PyTorch's processes. Returns all_reduce(array): PyTorch's in-place sum of a CuPy array over the ranks."""
     import torch
     import torch.distributed as dist
 
@@ -81,8 +86,8 @@ def open_torch(world, store_file):
     return lambda array: dist.all_reduce(torch.as_tensor(array, device="cuda"))
 
 
-def source_of(world, n):
-    """(n) random numbers of this rank, on the GPU."""
+def random_array(world, n):
+    """n random float32 numbers on the GPU, different on each rank."""
     import cupy
 
     cupy.random.seed(world.rank)
@@ -90,14 +95,17 @@ def source_of(world, n):
 
 
 def reduction(world, name, source):
-    """(x, reduce): a buffer that the caller fills, and a function that sums it over the ranks in place."""
+    """(x, reduce) for one algorithm of OURS: reduce() sums the buffer x over the ranks in place.
+
+    x has the shape of `source`; the caller fills x.
+    """
     import cupy
 
     from stage2_cuda.cuda_backend import dtype_of
     from stage2_cuda.kernels.codecs import FusedCodec
 
-    kind, algorithm, codec = OURS[name]
-    x = cupy.empty(source.shape, dtype_of(kind))
+    dtype, algorithm, codec = OURS[name]
+    x = cupy.empty(source.shape, dtype_of(dtype))
     compressed = codec and Compressed(FusedCodec(codec, cupy), x, world, cupy)
 
     def reduce():
@@ -111,7 +119,10 @@ def reduction(world, name, source):
 
 
 def timed_sums(world, name, source, repeats, torch_sum):
-    """A function that refills the buffer and returns the seconds of one of `repeats` all-reduces; 0 during warm-up."""
+    """Return a function timed(), which runs `repeats` all-reduces and returns the seconds of one of them.
+
+    timed() first fills the buffer with `source`. In the two warm-up rounds it returns 0.
+    """
     if name == TORCH:
         return torch_sums(world, source, repeats, torch_sum)
     if name == STAGED:
@@ -134,8 +145,8 @@ def timed_sums(world, name, source, repeats, torch_sum):
         cuda.runtime.deviceSynchronize()
         world.barrier()
         begin, end = cuda.Event(), cuda.Event()
-        step()  # synchronises the ranks
-        if step.graph is None or step.calls == 2:
+        step()  # not timed: it makes all ranks start the timed replay together
+        if step.graph is None or step.calls == 2:  # one of the two warm-up rounds
             cuda.runtime.deviceSynchronize()
             return 0.0
         begin.record(step.stream)
@@ -148,7 +159,7 @@ def timed_sums(world, name, source, repeats, torch_sum):
 
 
 def torch_sums(world, source, repeats, torch_sum):
-    """timed_sums() of PyTorch's all-reduce, called one after another."""
+    """timed() of PyTorch's all-reduce, see timed_sums(); the calls follow one another without a graph."""
     import torch
 
     x = source.copy()
@@ -158,7 +169,7 @@ def torch_sums(world, source, repeats, torch_sum):
         torch.cuda.synchronize()
         world.barrier()
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        for number in range(2 * repeats):  # the first half synchronises the ranks
+        for number in range(2 * repeats):  # the first half is not timed: it makes all ranks start together
             if number == repeats:
                 begin.record()
             torch_sum(x)
@@ -170,7 +181,10 @@ def torch_sums(world, source, repeats, torch_sum):
 
 
 def staged_sum(world, source):
-    """timed_sums() of one all-reduce through the host, with the host's clock and no graph, because it waits there."""
+    """timed() of one all-reduce through the host, see timed_sums().
+
+    This all-reduce waits on the host, so it cannot be captured in a graph, and the host's clock measures it.
+    """
     from cupy import cuda
 
     x = source.copy()
@@ -188,23 +202,24 @@ def staged_sum(world, source):
 
 @functools.cache
 def staged(world):
-    """The collectives of --transport mpi, with their pinned memory."""
+    """The collectives of --transport mpi. They are created once, because their pinned memory is reused."""
     from stage3_mpi_cuda.staged_collectives import StagedCollectives
 
     return StagedCollectives(world.host, world.gpu)
 
 
 def error_of(world, name, torch_sum):
-    """norm(sum - exact) / norm(exact) of one sum over the ranks; exact is computed in float64."""
+    """The relative error of one algorithm: norm(sum - exact) / norm(exact); exact is the sum in float64."""
     import cupy
 
-    source = source_of(world, ERROR_BYTES // 4)
+    source = random_array(world, ERROR_BYTES // 4)
     exact = world.all_gather(source.get()[None]).astype(np.float64).sum(0)
     if name in OURS:
         x, reduce = reduction(world, name, source)
     else:
-        x, function = source.copy(), torch_sum if name == TORCH else lambda x: staged(world).all_reduce(x, out=x)
-        reduce = functools.partial(function, x)
+        x = source.copy()
+        sum_in_place = torch_sum if name == TORCH else lambda x: staged(world).all_reduce(x, out=x)
+        reduce = functools.partial(sum_in_place, x)
     x[...] = source.astype(x.dtype)
     cupy.cuda.runtime.deviceSynchronize()
     reduce()
@@ -216,32 +231,35 @@ def error_of(world, name, torch_sum):
 
 
 def bus_bandwidth(size, seconds, ranks):
-    """Bytes per second that each GPU would send in a ring: the bus bandwidth of nccl-tests."""
+    """The bus bandwidth as nccl-tests defines it: bytes per second that each GPU would send in a ring all-reduce."""
     return 2 * (ranks - 1) / ranks * size / seconds
 
 
-def sent(name, size):
-    """Bytes that are sent for a float32 array of `size` bytes."""
+def encoded_bytes(name, size):
+    """The bytes of a float32 array of `size` bytes in the format in which the algorithm sends it."""
     return size // 2 if name.endswith("bf16") else size
 
 
 def summarise(results, errors, ranks):
-    """Add the bus bandwidth and the ratios of each round to one job's results; return the table's rows."""
-    torch = {result["bytes"]: result["seconds"] for result in results if result["name"] == TORCH}
+    """Return the table's rows for the results of one job.
+
+    Also adds three fields to each result: ranks, bus_bandwidth and times_as_fast_as_torch.
+    """
+    torch_seconds = {result["bytes"]: result["seconds"] for result in results if result["name"] == TORCH}
     rows = []
     for result in results:
         name, size = result["name"], result["bytes"]
         result["ranks"], median = ranks, statistics.median(result["seconds"])
-        result["times_as_fast_as_torch"] = paired_ratio(torch[size], result["seconds"])
-        result["bus_bandwidth"] = bus_bandwidth(sent(name, size), median, ranks)
+        result["times_as_fast_as_torch"] = paired_ratio(torch_seconds[size], result["seconds"])
+        result["bus_bandwidth"] = bus_bandwidth(encoded_bytes(name, size), median, ranks)
         rows.append(
             {
                 f"{ranks} GPUs": name,
                 "MB of fp32": f"{1e-6 * size:,.0f}",
                 "us": f"{1e6 * median:.1f}",
-                "best": f"{1e6 * min(result['seconds']):.1f}",
+                "fastest, us": f"{1e6 * min(result['seconds']):.1f}",
                 "bus GB/s": f"{1e-9 * result['bus_bandwidth']:.1f}",
-                "x torch": f"{result['times_as_fast_as_torch']['median']:.3f}",
+                "times as fast as torch": f"{result['times_as_fast_as_torch']['median']:.3f}",
                 "relative error": f"{errors[name]:.1e}",
             }
         )
@@ -249,32 +267,32 @@ def summarise(results, errors, ranks):
 
 
 def fit(results):
-    """{name: [alpha seconds, beta seconds per byte]} of t = alpha + beta n, n the bytes of the array."""
-    return {name: line_of([result for result in results if result["name"] == name]) for name in FIT}
+    """{name: [alpha, beta]}: the fit t = alpha + beta n to the seconds t of an all-reduce of n bytes."""
+    return {name: fit_medians([result for result in results if result["name"] == name]) for name in FITTED}
 
 
 def gradient_bytes(preset):
-    """The size of a preset's gradient buffer."""
+    """The size of a preset's fp32 gradient buffer in bytes."""
     return 4 * Arena(parameter_shapes(PRESETS[preset])).size
 
 
 def verdicts(results, ranks):
-    """Yield one sentence for each size of 100 MB or more."""
+    """Yield one sentence for each size of 100 MB or more: whether our all-reduce reaches the target."""
     for result in results:
-        if result["name"] == FIT[0] and result["bytes"] >= 10**8:
+        if result["name"] == FITTED[0] and result["bytes"] >= 10**8:
             ratio = result["times_as_fast_as_torch"]["median"]
             met = "reached" if ratio >= MIN_SHARE else "MISSED"
             size = f"{1e-6 * result['bytes']:,.0f} MB"
-            yield f"{ranks} GPUs, {size}: {ratio:.3f} x torch's bandwidth (target {MIN_SHARE}: {met})"
+            yield f"{ranks} GPUs, {size}: {ratio:.3f} times torch's bandwidth (target {MIN_SHARE}: {met})"
 
 
 def parser():
     parser = argparse.ArgumentParser(prog=f"python -m {BENCHMARK}", description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--ranks", type=int, nargs="+", default=[2, 4], help="GPUs of each job (default 2 4)")
-    add("--sizes", type=int, nargs="+", default=SIZES, help="bytes of the array in fp32 (default 1 MB to 1 GB by 10)")
-    add("--preset", choices=PRESETS, default="gpt2", help="model for whose gradient --bucket-mb is computed (gpt2)")
-    add("--rounds", type=int, default=9, help="rounds (default 9)")
+    add("--sizes", type=int, nargs="+", default=SIZES, help="bytes of the fp32 array (default 1 MB, 10 MB, ..., 1 GB)")
+    add("--preset", choices=PRESETS, default="gpt2", help="compute --bucket-mb for this model (default gpt2)")
+    add("--rounds", type=int, default=9, help="number of rounds; each round times every program (default 9)")
     add("--timeout", type=int, default=150, help="seconds that one job may take (default 150)")
     add_save_flags(add, "collectives")
     return parser
@@ -282,24 +300,25 @@ def parser():
 
 def main(argv=None):
     args = parser().parse_args(argv)
-    results, fits, errors, buckets = [], {}, {}, {}
+    results, fits, errors, bucket_sizes = [], {}, {}, {}
     for ranks in args.ranks:
         progress(f"{ranks} GPUs")
         with tempfile.TemporaryDirectory() as folder:
-            job = args.sizes, args.rounds, str(Path(folder, "store"))
-            errors[ranks], of_ranks = launch(ranks, "all_reduces", *job, timeout=args.timeout, benchmark=BENCHMARK)
+            options = args.sizes, args.rounds, str(Path(folder, "store"))
+            errors[ranks], of_ranks = launch(ranks, "all_reduces", *options, timeout=args.timeout, benchmark=BENCHMARK)
         progress("")
         print_table(summarise(of_ranks, errors[ranks], ranks))
         print("\n" + "\n".join(verdicts(of_ranks, ranks)))
         fits[ranks] = fit(of_ranks)
         for name, (alpha, beta) in fits[ranks].items():
-            buckets[f"{ranks} GPUs, {name}"] = bucket = best_bucket(alpha, beta, gradient_bytes(args.preset)) / 1e6
+            bucket_mb = best_bucket(alpha, beta, gradient_bytes(args.preset)) / 1e6
+            bucket_sizes[f"{ranks} GPUs, {name}"] = bucket_mb
             fitted = f"alpha {1e6 * alpha:.1f} us, beta {1e12 * beta:.2f} ps per byte"
-            print(f"{ranks} GPUs, {name}: {fitted}; for the gradient of {args.preset} --bucket-mb {bucket:.0f}")
+            print(f"{ranks} GPUs, {name}: {fitted}; best --bucket-mb for {args.preset}: {bucket_mb:.0f}")
         print(flush=True)
         results += of_ranks
-    found = {"all_reduce": results, "errors": errors, "alpha_beta": fits, "bucket_mb": buckets}
-    save(BENCHMARK, found, args, args.save_as)
+    saved = {"all_reduce": results, "errors": errors, "alpha_beta": fits, "bucket_mb": bucket_sizes}
+    save(BENCHMARK, saved, args, args.save_as)
 
 
 if __name__ == "__main__":

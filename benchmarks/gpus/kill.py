@@ -1,7 +1,7 @@
 """Does a job on GPUs end soon when a rank is killed, report the cause, free all GPUs and keep a readable checkpoint?
 
-A random rank gets SIGKILL at a random moment, which may be during start-up, of a run that resumed from a checkpoint.
-The other ranks then wait for an NCCL kernel that never ends.
+Each trial starts a run that resumes from a checkpoint, and kills a random rank with SIGKILL at a random moment, which
+may be during start-up. The other ranks then wait for an NCCL kernel that never ends.
 """
 
 import argparse
@@ -23,17 +23,18 @@ from gpt2core.app.checkpoint_directory import load_checkpoint
 from gpt2core.errors import CheckpointError
 
 BENCHMARK = "benchmarks.gpus.kill"
-SOON = 30  # allowed seconds from the kill to the end of the job
-SETTLED = 10  # seconds that the driver may take to free a process's memory
-COMPILED = 240  # allowed seconds of the first run, which compiles
-SPARE = 64  # MiB of growth on a GPU that are ignored
+END_LIMIT = 30  # allowed seconds from the kill to the end of the job
+FREE_LIMIT = 10  # seconds that the driver may take to free the GPU memory of a process
+COMPILE_LIMIT = 240  # allowed seconds of the first run, which compiles all kernels
+IGNORED_MIB = 64  # MiB by which the memory in use on a GPU may grow without being reported
+# What the launcher or the watchdog prints when a rank was killed.
 CAUSE = re.compile(r"signal 9|SIGKILL|Killed|^error: |KILLED BY SIGNAL", re.MULTILINE)
 
 
 def compile_all(ranks, *flags):
-    """Train to the end; this compiles all kernels and takes at most COMPILED seconds."""
+    """Train to the end. This compiles all kernels; fails after COMPILE_LIMIT seconds."""
     words = (*launcher(), "-n", ranks, sys.executable, "-m", "stage3_mpi_cuda.train_gpt2", "--sample", 0, *flags)
-    run_to_end("the first run", list(map(str, words)), 1, COMPILED)
+    run_to_end("the first run", list(map(str, words)), 1, COMPILE_LIMIT)
 
 
 def train(ranks, *flags):
@@ -42,78 +43,85 @@ def train(ranks, *flags):
     return Job(*words, cwd=ROOT / "stage3_mpi_cuda")
 
 
-def on_gpus():
-    """({process ids reported by the driver}, [MiB used on each GPU]); in a container the driver may report no ids."""
+def gpu_state():
+    """({ids of the processes on the GPUs}, [MiB in use on each GPU]). In a container the driver may report no ids."""
     command = ["nvidia-smi", "--query-compute-apps=pid", "--format=csv,noheader"]
     answer = subprocess.run(command, capture_output=True, text=True, timeout=60).stdout
     return set(re.findall(r"\d+", answer)), [int(row[0]) for row in nvidia_smi("memory.used")]
 
 
 def left_on_gpus(before):
-    """New processes and memory on the GPUs, as text, after waiting up to SETTLED s for none; "" if there are none."""
-    until = time.monotonic() + SETTLED
+    """What is on the GPUs now and was not in the state `before`: processes and memory, as text; "" if there is nothing.
+
+    Waits up to FREE_LIMIT seconds until there is nothing.
+    """
+    deadline = time.monotonic() + FREE_LIMIT
     while True:
-        (pids, used), (old_pids, old_used) = on_gpus(), before
-        grown = enumerate(now - once for once, now in zip(old_used, used, strict=True))
-        grown = [f"{more} MiB on GPU {gpu}" for gpu, more in grown if more > SPARE]
-        left = [f"process {pid}" for pid in sorted(pids - old_pids)] + grown
-        if not left or time.monotonic() > until:
+        (pids, used), (old_pids, old_used) = gpu_state(), before
+        growth = [new - old for old, new in zip(old_used, used, strict=True)]
+        memory = [f"{mib} MiB on GPU {gpu}" for gpu, mib in enumerate(growth) if mib > IGNORED_MIB]
+        left = [f"process {pid}" for pid in sorted(pids - old_pids)] + memory
+        if not left or time.monotonic() > deadline:
             return ", ".join(left)
         time.sleep(0.2)
 
 
-def trial(args, home, choice, longest, before):
-    """Kill a rank of one run; return one row, or None if the run ended before."""
-    out, moment = home / "run", choice.uniform(0, longest)
+def trial(args, folder, rng, longest, before):
+    """Kill a rank of one run; return one result, or None if the run ended before.
+
+    folder: contains the checkpoint from which the run resumes. longest: the seconds of an uninterrupted run. before:
+    gpu_state() when no run was active.
+    """
+    out, moment = folder / "run", rng.uniform(0, longest)
     shutil.rmtree(out, ignore_errors=True)
-    shutil.copytree(home / "begun", out, symlinks=True)
+    shutil.copytree(folder / "begun", out, symlinks=True)
     with train(args.ranks, "--resume", out, "--out", out, "--dp", args.dp, "--steps", args.steps) as job:
-        rank = kill_one(job, moment, choice)
+        rank = kill_one(job, moment, rng)
         done = job.done()
     if rank is None or done.code == 0:
         return None
     text = done.out + done.err
-    row = {
+    result = {
         "rank": rank, "moment": moment, "seconds": done.seconds, "code": done.code, "left": len(done.left),
         "on_gpus": left_on_gpus(before), "cause": (CAUSE.search(text) or [""])[0], "steps_seen": text.count("| loss"),
     }  # fmt: skip
     try:
-        return row | {"step": load_checkpoint(out, with_optimizer=True).state["step"]}
+        return result | {"step": load_checkpoint(out, with_optimizer=True).state["step"]}
     except CheckpointError as error:
-        return row | {"step": None, "error": str(error)}
+        return result | {"step": None, "error": str(error)}
 
 
-def summarise(rows):
-    """Add the field "clean" to each row; return the table's rows."""
-    for row in rows:
-        ended = row["code"] != 0 and row["seconds"] < SOON
-        row["clean"] = bool(ended and row["cause"] and not row["left"] and not row["on_gpus"])
+def summarise(results):
+    """Add the field "clean" (whether the job ended as it should) to each result; return the table's rows."""
+    for result in results:
+        ended = result["code"] != 0 and result["seconds"] < END_LIMIT
+        result["clean"] = bool(ended and result["cause"] and not result["left"] and not result["on_gpus"])
     return [
         {
-            "killed": f"rank {row['rank']}",
-            "after, s": f"{row['moment']:.2f}",
-            "steps seen": row["steps_seen"],
-            "job ended within, s": f"{row['seconds']:.2f}",
-            "exit code": row["code"],
-            "cause reported": row["cause"] or "NONE",
-            "processes left": row["left"],
-            "left on GPUs": row["on_gpus"] or "nothing",
-            "checkpoint": "unreadable" if row["step"] is None else f"step {row['step']}",
+            "killed": f"rank {result['rank']}",
+            "killed after, s": f"{result['moment']:.2f}",
+            "steps printed": result["steps_seen"],
+            "job ended within, s": f"{result['seconds']:.2f}",
+            "exit code": result["code"],
+            "cause reported": result["cause"] or "NONE",
+            "processes left": result["left"],
+            "left on GPUs": result["on_gpus"] or "nothing",
+            "checkpoint": "unreadable" if result["step"] is None else f"step {result['step']}",
         }
-        for row in rows
+        for result in results
     ]
 
 
 def parser():
     parser = argparse.ArgumentParser(prog=f"python -m {BENCHMARK}", description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("--times", type=int, default=10, help="runs, one killed rank each (default 10)")
+    add("--times", type=int, default=10, help="number of runs; one rank of each run is killed (default 10)")
     add("--ranks", type=int, help="ranks of each run (default: one per GPU, at most 4)")
     add("--preset", default="tiny", help="model (default tiny)")
-    add("--dp", default="bucket", help="gradient synchronisation (default bucket)")
+    add("--dp", default="bucket", help="strategy of gradient synchronisation (default bucket)")
     add("--steps", type=int, default=4000, help="steps of each run (default 4000)")
     add("--checkpoint-every", type=int, default=100, help="steps between checkpoints (default 100)")
-    add("--seed", type=int, default=0, help="random seed of ranks and moments (default 0)")
+    add("--seed", type=int, default=0, help="seed of the choice of ranks and of times (default 0)")
     add_save_flags(add, "kill")
     return parser
 
@@ -123,33 +131,33 @@ def main(argv=None):
     args.ranks = args.ranks or min(4, len(nvidia_smi("name")))
     if not args.ranks or not Path("/proc/self/environ").exists():
         sys.exit("this benchmark needs GPUs that nvidia-smi reports, and /proc to find processes")
-    rows, choice, before = [], random.Random(args.seed), on_gpus()
-    with tempfile.TemporaryDirectory() as folder:
-        home = Path(folder)
+    results, rng, before = [], random.Random(args.seed), gpu_state()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
         flags = ("--preset", args.preset, "--checkpoint-every", args.checkpoint_every, "--dp", args.dp)
-        compile_all(args.ranks, *flags, "--steps", args.checkpoint_every, "--out", home / "begun")
-        whole = ("--resume", home / "begun", "--out", home / "straight", "--dp", args.dp, "--steps", args.steps)
+        compile_all(args.ranks, *flags, "--steps", args.checkpoint_every, "--out", folder / "begun")
+        whole = ("--resume", folder / "begun", "--out", folder / "whole", "--dp", args.dp, "--steps", args.steps)
         longest = finished(train(args.ranks, *whole)).seconds
         for _ in range(3 * args.times):  # some runs end before their rank is killed
-            progress(f"run {len(rows) + 1}/{args.times}")
-            if len(rows) < args.times and (row := trial(args, home, choice, longest, before)):
-                rows.append(row)
+            progress(f"run {len(results) + 1}/{args.times}")
+            if len(results) < args.times and (result := trial(args, folder, rng, longest, before)):
+                results.append(result)
     progress("")
-    print_table(summarise(rows))
-    seconds = [row["seconds"] for row in rows]
+    print_table(summarise(results))
+    seconds = [result["seconds"] for result in results]
     summary = {
-        "clean_ends": sum(row["clean"] for row in rows),
-        "readable": sum(row["step"] is not None for row in rows),
+        "clean_ends": sum(result["clean"] for result in results),
+        "readable": sum(result["step"] is not None for result in results),
         "median_seconds": statistics.median(seconds),
         "longest_seconds": max(seconds),
     }
     print(
-        f"\n{summary['clean_ends']} of {args.times} ended within {SOON} s, reported the cause and left nothing "
+        f"\n{summary['clean_ends']} of {args.times} ended within {END_LIMIT} s, reported the cause and left nothing "
         f"(median {summary['median_seconds']:.2f} s, longest {summary['longest_seconds']:.2f} s), "
         f"{summary['readable']} left a readable checkpoint."
     )
     options = vars(args) | {"longest_moment": longest}
-    save(BENCHMARK, {**options, "summary": summary, "rows": rows}, args, args.save_as)
+    save(BENCHMARK, {**options, "summary": summary, "rows": results}, args, args.save_as)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Trainers of this project on many GPUs: a benchmark's variants, which run one at a time on the ranks of one job."""
+"""This project's trainers for the benchmarks on many GPUs. The variants of a benchmark take turns in one job."""
 
 from benchmarks.harness.ours import GPU_OPTIMIZER, message_count, overlapped_steps, share_workspace
 from gpt2core.communicator import Solo
@@ -18,12 +18,12 @@ def make_world(ranks):
 
 
 def make_variants(config, world, windows, variants, precision="bf16"):
-    """{name: train(steps) -> measurements of this rank}, or None in place of train on a rank that takes no part.
+    """{name of the variant: train}; train(steps) returns the measurements of this rank (see Job.train_function).
 
-    variants: {name: dict(ranks=, batch_size= of all ranks, deterministic=False, communicate=True, and arguments of
-    ParallelConfig)}. The first `ranks` ranks of the world take part, with one micro-batch each. communicate=False: each
-    rank trains alone on its share of the batch. A trainer is created by the first call of train(); all ranks must make
-    their first calls in the same order.
+    variants: {name: options}. The options are ranks, batch_size (of all ranks together), deterministic, communicate and
+    the arguments of ParallelConfig. The first `ranks` ranks of the world take part, with one micro-batch each; on the
+    other ranks the value is None instead of train. communicate=False: each rank trains alone on its share of the batch.
+    The first call of train() creates the trainer; all ranks must make their first calls in the same order.
     """
     job = Job(config, windows, precision)
 
@@ -40,14 +40,14 @@ def make_variants(config, world, windows, variants, precision="bf16"):
 
 
 class Job:
-    """What the trainers of one rank share: initial parameters on the GPU and the memory of captured steps."""
+    """Creates the trainers of one rank. They share the initial parameters and the memory of captured steps."""
 
     def __init__(self, config, windows, precision):
         self.config, self.windows, self.precision = config, windows, precision
-        self.first = self.values = None
+        self.first_step = self.initial = None
 
     def train_function(self, group, **options):
-        """train(steps) on the ranks of `group`."""
+        """Return train(steps) for the ranks of `group`; train() returns the measurements of this rank."""
         trainer = None
 
         def train(steps):
@@ -66,14 +66,14 @@ class Job:
     def trainer(self, group, batch_size, deterministic=False, **parallel):
         group.use_collectives("canonical" if deterministic else group.native_collectives)
         backend = CudaBackend(self.precision, deterministic)
-        if self.values is None:
-            self.values = {name: backend.asarray(array) for name, array in initial_parameters(self.config, 0)}
+        if self.initial is None:
+            self.initial = {name: backend.asarray(array) for name, array in initial_parameters(self.config, 0)}
         trainer = Trainer(
             self.config, [backend], batch_size=batch_size, seq_len=self.windows.seq_len, micro_batches=group.size,
             optimizer=GPU_OPTIMIZER, world=group, parallel=ParallelConfig(**parallel), seed=None,
         )  # fmt: skip
-        for name, view in trainer.arena.views(trainer.parameters).items():  # from the GPU: from the host takes seconds
-            view[...] = self.values[name]
+        for name, view in trainer.arena.views(trainer.parameters).items():
+            view[...] = self.initial[name]  # a copy on the GPU; to copy from the host would take seconds
         trainer.optimizer.refresh_copy(0)
-        self.first = share_workspace(self.first, backend)
+        self.first_step = share_workspace(self.first_step, backend)
         return trainer

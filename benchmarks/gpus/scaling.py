@@ -1,7 +1,8 @@
-"""Do four GPUs train four times as fast as one, and faster than PyTorch's DistributedDataParallel on the same four?
+"""Do four GPUs train four times as fast as one, and faster than PyTorch's DistributedDataParallel on four GPUs?
 
-Ours is one MPI job and PyTorch's is another. Each job contains the variants for all numbers of GPUs: the first GPU
-only, the first two, all. So every row is measured in every round; a waiting variant uses GPU memory but no GPU time.
+Two jobs run at the same time: an MPI job with all our variants and a job with all variants of PyTorch. A variant uses
+the first GPU, the first two GPUs, or all GPUs. Only one variant trains at a time; every round measures all variants. A
+variant that waits uses GPU memory but no GPU time.
 """
 
 import argparse
@@ -21,10 +22,11 @@ from stage1_mpi.launch import choose, launch_line
 
 BENCHMARK = "benchmarks.gpus.scaling"  # the name under which the benchmark processes import this file
 SEED = 20260101
-LEAD_IN = 3  # untimed steps at the start of a round, after which the ranks are synchronised
-CORPUS = 1 << 22  # random tokens
-PAPER_STEPS, PAPER_SECONDS = 50, 0.1
-WAYS = {  # our variants at the largest number of GPUs; at the other numbers only the first
+LEAD_IN = 3  # untimed steps at the start of a round; after them all ranks are in step with each other
+CORPUS = 1 << 22  # number of random tokens to train on
+PAPER_STEPS, PAPER_SECONDS = 50, 0.1  # steps of the paper's run, and our target for their total time
+# {name: options}: our variants. All run on the largest number of GPUs; on the other numbers only the first one runs.
+OUR_VARIANTS = {
     "bucket": {"dp": "bucket"},
     "flat": {"dp": "flat"},
     "zero": {"dp": "flat", "zero": 1},
@@ -32,29 +34,36 @@ WAYS = {  # our variants at the largest number of GPUs; at the other numbers onl
     "zero-bf16": {"dp": "flat", "zero": 1, "compress": "bf16"},
     "deterministic": {"dp": "bucket", "deterministic": True},
 }
-TARGETS = {64: 0.96, 16: 0.93}  # sequences per GPU: required efficiency at 4 GPUs
+TARGETS = {64: 0.96, 16: 0.93}  # {sequences per GPU: required efficiency on 4 GPUs}
 
 
 # -- on the ranks ------------------------------------------------------------------------------------------------------
 
 
 def prepare(module, world, preset, seq_len, variants, **options):
-    """On every rank: return `run_round(name, steps)`; all variants exist at once, and one of them trains at a time."""
+    """Called on every rank by harness/processes.py: build all variants, and return `run_round(name, steps)`.
+
+    module: the implementation to measure, benchmarks.gpus.ours or benchmarks.peers.torch_ddp_cuda; both have
+    make_variants(). variants: {name: options}.
+    """
     config, rng = PRESETS[preset], np.random.default_rng(SEED)
     windows = Windows(rng.integers(0, config.vocab_size, CORPUS), seq_len)
-    trains = module.make_variants(config, world, windows, variants, **options)
+    train_functions = module.make_variants(config, world, windows, variants, **options)
 
     def run_round(name, steps):
-        """Seconds per step of the slowest rank, after LEAD_IN untimed steps; the other fields are maxima too."""
-        train, measured = trains[name], None
+        """Train the variant `name`; return its measurements, for each field the largest value of any rank.
+
+        The field "seconds" is the time per step, without the LEAD_IN first steps. The loss is that of rank 0.
+        """
+        train, measured = train_functions[name], None
         if train is not None:
             train(LEAD_IN)
             started = time.perf_counter()
             measured = train(steps)
             measured["seconds"] = (time.perf_counter() - started) / steps
-        root, *others = world.all_gather_object(measured)
-        ranks = [root, *(each for each in others if each is not None)]
-        return {key: max(each[key] for each in ranks) for key in root} | {"loss": root["loss"]}
+        root, *others = world.all_gather_object(measured)  # None from ranks that take no part
+        of_ranks = [root, *(each for each in others if each is not None)]
+        return {key: max(each[key] for each in of_ranks) for key in root} | {"loss": root["loss"]}
 
     return run_round
 
@@ -67,28 +76,32 @@ def gpus(count):
     return f"{count} GPU{'s' * (count > 1)}"
 
 
-def named(ranks, options):
-    """The name of a row of ours: the number of GPUs and the flags of train_gpt2.py."""
+def variant_name(ranks, options):
+    """The name of one of our variants: the number of GPUs and the flags of train_gpt2.py for these options."""
     if options.get("dp") == "flat" and "compress" not in options:
-        options = {"dp": "flat", "zero": 0, **options}  # the command line's default is 1
+        options = {"dp": "flat", "zero": 0, **options}  # named, because the default of train_gpt2.py is --zero 1
     names = "dp", "zero", "zero_gather", "compress"
     flags = [f"--{name.replace('_', '-')} {options[name]}" for name in names if name in options]
     return " ".join([f"ours, {gpus(ranks)}", *flags, *["--deterministic"] * options.get("deterministic", False)])
 
 
 def variants(ranks, batch_of, ways, bucket_mb):
-    """({name: options} of ours, {name: options} of PyTorch); batch_of(ranks): sequences in a global batch."""
+    """({name: options} of our variants, {name: options} of PyTorch's).
+
+    batch_of(ranks): the number of sequences in a global batch. ways: options of our variants.
+    """
     ours, peers = {}, {}
     for count in ranks:
         sizes = {"ranks": count, "batch_size": batch_of(count)}
         peers[f"DDP, {gpus(count)}" if count > 1 else "torch compiled, 1 GPU"] = sizes
-        for options in [{}] if count == 1 else ways if count == max(ranks) else ways[:1]:
-            ours[named(count, options)] = dict(sizes, bucket_mb=bucket_mb, **options)
+        chosen = ways if count == max(ranks) else ways[:1]
+        for options in chosen if count > 1 else [{}]:  # one GPU needs no options of data parallelism
+            ours[variant_name(count, options)] = dict(sizes, bucket_mb=bucket_mb, **options)
     return ours, peers
 
 
 def jobs(args, preset, ours, peers):
-    """Yield the ProcessSpecs of the two jobs: one with all our variants, one with all of PyTorch's."""
+    """Yield the ProcessSpecs of the two jobs, with the variants `ours` and `peers`; no second job if peers is empty."""
     shared = {"preset": preset, "seq_len": args.seq_len or PRESETS[preset].block_size, "precision": args.precision}
     most = max(options["ranks"] for options in ours.values())
     launcher = tuple(launch_line(*choose(), most))
@@ -100,18 +113,21 @@ def jobs(args, preset, ours, peers):
 
 
 def measure(args, specs, steps):
-    """Run all rounds; return one result for each variant, with the seconds per step of each round."""
+    """Run all rounds; return one result for each variant, with the seconds per step of each round.
+
+    The field "side" of a result is the name of its job, "ours" or "DDP".
+    """
     with ExitStack() as stack:
-        members, by_name = [], {}
+        job_variants, by_name = [], {}
         for spec in specs:
             process = stack.enter_context(BenchmarkProcess(spec, BENCHMARK, args.timeout))
             seq_len = spec.options["seq_len"]
             for name, options in spec.options["variants"].items():
-                members.append(JobVariant(process, name))
+                job_variants.append(JobVariant(process, name))
                 by_name[name] = {"name": name, "side": spec.name, "seq_len": seq_len, **options}
-        measured = run_rounds(members, args.rounds, {"steps": args.warm_up}, {"steps": steps})
-    for name, one in measured.items():
-        rounds = one["rounds"]
+        measured = run_rounds(job_variants, args.rounds, {"steps": args.warm_up}, {"steps": steps})
+    for name, of_variant in measured.items():
+        rounds = of_variant["rounds"]
         by_name[name] |= {
             "seconds": [each["seconds"] for each in rounds],
             "last_loss": rounds[-1]["loss"],
@@ -121,15 +137,20 @@ def measure(args, specs, steps):
 
 
 def summarise(results, title):
-    """Add the minimum, tokens/s and the ratios of each round to the results of one table; return its rows."""
-    single = {result["side"]: result for result in results if result["ranks"] == 1}
+    """Return the rows of one table.
+
+    Also adds fields to each result: min, tokens_per_second, efficiency, times_as_fast (compared with PyTorch on as many
+    GPUs) and times_bucket (time / time of our --dp bucket).
+    """
+    one_gpu = {result["side"]: result for result in results if result["ranks"] == 1}
     ddp = {result["ranks"]: result for result in results if result["side"] == "DDP"}
-    bucket = {result["name"]: result for result in results}.get(named(most_ranks(results), WAYS["bucket"]))
+    by_name = {result["name"]: result for result in results}
+    bucket = by_name.get(variant_name(most_ranks(results), OUR_VARIANTS["bucket"]))
     rows = []
     for result in results:
         median, result["min"] = statistics.median(result["seconds"]), min(result["seconds"])
         result["tokens_per_second"] = result["batch_size"] * result["seq_len"] / median
-        result["efficiency"] = efficiency(result, single.get(result["side"]))
+        result["efficiency"] = efficiency(result, one_gpu.get(result["side"]))
         if bucket is not None and result["side"] == "ours" and result["ranks"] == bucket["ranks"]:
             result["times_bucket"] = paired_ratio(result["seconds"], bucket["seconds"])
         peer = ddp.get(result["ranks"])
@@ -138,10 +159,10 @@ def summarise(results, title):
             {
                 title: result["name"],
                 "ms/step": f"{1e3 * median:.4g}",
-                "best": f"{1e3 * result['min']:.4g}",
+                "fastest round, ms/step": f"{1e3 * result['min']:.4g}",
                 "tokens/s": f"{result['tokens_per_second']:,.0f}",
                 "efficiency": percent(result["efficiency"]),
-                "x PyTorch": "" if peer is None else f"{result['times_as_fast']['median']:.3f}",
+                "times as fast as PyTorch": "" if peer is None else f"{result['times_as_fast']['median']:.3f}",
                 "MB sent per rank": megabytes(result["bytes_sent"]),
                 "optimizer MB per rank": megabytes(result["optimizer_bytes"]),
                 "last loss": f"{result['last_loss']:.4f}",
@@ -155,15 +176,15 @@ def most_ranks(results):
     return max(result["ranks"] for result in results)
 
 
-def efficiency(result, single):
-    """The summary of tokens/s per GPU divided by tokens/s of one GPU of the same side in the same round.
+def efficiency(result, one_gpu):
+    """The parallel efficiency: tokens/s per GPU, divided by tokens/s of a run on one GPU in the same round.
 
-    single: the result of one GPU; None if there is none, then None is returned.
+    one_gpu: the result of our run, or PyTorch's, on one GPU. Returns a summary, or None if one_gpu is None.
     """
-    if single is None:
+    if one_gpu is None:
         return None
-    share = result["batch_size"] / single["batch_size"] / result["ranks"]  # a GPU's work relative to the single GPU's
-    return paired_ratio([share * seconds for seconds in single["seconds"]], result["seconds"])
+    work = result["batch_size"] / one_gpu["batch_size"] / result["ranks"]  # of one GPU, relative to the run on one GPU
+    return paired_ratio([work * seconds for seconds in one_gpu["seconds"]], result["seconds"])
 
 
 def percent(ratio):
@@ -176,32 +197,38 @@ def megabytes(count):
     return "" if count is None else f"{1e-6 * count:,.1f}"
 
 
-def verdicts(results, each):
-    """Yield one sentence for each of ours at the largest number of GPUs; each: sequences per GPU, or None."""
+def verdicts(results, per_gpu):
+    """Yield one sentence for each of our results on the largest number of GPUs: whether it reaches its targets.
+
+    per_gpu: sequences per GPU, or None if their number depends on the number of GPUs.
+    """
     most = most_ranks(results)
     for result in results:
         if result["side"] != "ours" or result["ranks"] != most or most == 1:
             continue
-        words, target = [], TARGETS.get(each)
+        phrases, target = [], TARGETS.get(per_gpu)
         if result["efficiency"] is not None:
             met = target and f" (target {100 * target:.1f} %: {reached(result['efficiency']['median'] >= target)})"
-            words.append(f"{percent(result['efficiency'])} of its own 1-GPU rate{met or ''}")
+            phrases.append(f"efficiency {percent(result['efficiency'])}{met or ''}")
         if result["times_as_fast"] is not None:
             ratio = result["times_as_fast"]["median"]
-            words.append(f"{ratio:.3f} x DDP (target 1: {reached(ratio > 1)})")
-        if "times_bucket" in result and result["name"] != named(most, WAYS["bucket"]):
-            words.append(f"{result['times_bucket']['median']:.3f} x the time of --dp bucket")
-        yield f"{result['name']}: {', '.join(words)}"
+            phrases.append(f"{ratio:.3f} times as fast as DDP (target 1: {reached(ratio > 1)})")
+        if "times_bucket" in result and result["name"] != variant_name(most, OUR_VARIANTS["bucket"]):
+            phrases.append(f"{result['times_bucket']['median']:.3f} times the step time of --dp bucket")
+        yield f"{result['name']}: {', '.join(phrases)}"
 
 
 def reached(met):
-    """The verdict on a target."""
+    """The word that reports whether a target is met."""
     return "reached" if met else "MISSED"
 
 
 def paper(args):
-    """Measure and print the paper's 50 steps on two GPUs, without compilation and graph capture; return the results."""
-    chosen = {named(2, options): dict(ranks=2, batch_size=16, **options) for options in WAYS.values()}
+    """Measure and print the time of the paper's 50 steps on two GPUs; return the results.
+
+    The time does not include compilation and graph capture.
+    """
+    chosen = {variant_name(2, options): dict(ranks=2, batch_size=16, **options) for options in OUR_VARIANTS.values()}
     results = measure(args, list(jobs(args, "paper", chosen, {})), PAPER_STEPS)
     rows = []
     for result in results:
@@ -211,7 +238,7 @@ def paper(args):
             {
                 f"paper, {args.precision}, {PAPER_STEPS} steps of 16 x {result['seq_len']}": result["name"],
                 "seconds": f"{total:.4f}",
-                "best": f"{min(result['totals']):.4f}",
+                "fastest round, s": f"{min(result['totals']):.4f}",
                 f"target {PAPER_SECONDS} s": reached(total < PAPER_SECONDS),
                 "last loss": f"{result['last_loss']:.4f}",
             }
@@ -221,23 +248,26 @@ def paper(args):
     return results
 
 
-def parser_of(benchmark, thesis, timeout, of):
-    """A parser with the common flags of the benchmarks on several GPUs; `timeout` seconds are the default for `of`."""
-    parser = argparse.ArgumentParser(prog=f"python -m {benchmark}", description=thesis.splitlines()[0])
+def parser_of(benchmark, docstring, timeout, limited):
+    """A parser with the common flags of the benchmarks on several GPUs.
+
+    timeout: the default of --timeout in seconds; limited: what may take at most that long, for the help text.
+    """
+    parser = argparse.ArgumentParser(prog=f"python -m {benchmark}", description=docstring.splitlines()[0])
     add, name = parser.add_argument, benchmark.split(".")[-1]
     add("--preset", choices=PRESETS, default="gpt2", help="model (default gpt2)")
     add("--precision", choices=("fp32", "tf32", "bf16"), default="bf16", help="precision (default bf16)")
     add("--bucket-mb", type=float, default=BUCKET_MB, help=f"minimum bucket size in 10^6 bytes (default {BUCKET_MB:g})")
-    add("--timeout", type=int, default=timeout, help=f"seconds that {of} may take (default {timeout})")
+    add("--timeout", type=int, default=timeout, help=f"seconds that {limited} may take (default {timeout})")
     add_save_flags(add, name)
     return parser
 
 
 def add_rounds(add, warm_up):
     """Add the flags of benchmarks with interleaved rounds."""
-    add("--rounds", type=int, default=5, help="rounds (default 5)")
+    add("--rounds", type=int, default=5, help="number of rounds; each round times every program (default 5)")
     add("--steps-per-round", type=int, default=10, help="timed steps of each variant in a round (default 10)")
-    add("--warm-up", type=int, default=1, help=f"timed steps of a first round that is discarded ({warm_up})")
+    add("--warm-up", type=int, default=1, help=f"timed steps of a first round, which is discarded ({warm_up})")
     add("--threads", type=int, default=4, help="CPU threads of each process (default 4)")
     add("--seq-len", type=int, help="tokens per sequence (default: the model's block size)")
 
@@ -251,14 +281,20 @@ def add_sizes(add):
 def parser():
     parser = parser_of(BENCHMARK, __doc__, 300, "one round of a variant, with compilation,")
     add = parser.add_argument
-    add_rounds(add, f"1, after {LEAD_IN}")
+    add_rounds(add, f"default 1, after {LEAD_IN} others")
     add("--ranks", type=int, nargs="+", default=[1, 2, 4], help="numbers of GPUs (default 1 2 4)")
     add("--batch-size", type=int, nargs="*", default=[64, 16], help="sequences per GPU, one table each (default 64 16)")
     add("--strong", type=int, metavar="B", help="add a table with a global batch of B at every number of GPUs")
-    add("--paper", action="store_true", help="add the seconds of the paper's 50 steps on two GPUs")
-    add("--ways", choices=WAYS, nargs="+", default=list(WAYS), help="our variants (default: all)")
-    add("--no-ddp", action="store_true", help="omit PyTorch")
-    add("--no-compile", action="store_true", help="PyTorch without torch.compile")
+    add("--paper", action="store_true", help="add a table: seconds of the paper's 50 steps, two GPUs")
+    add(
+        "--ways",
+        choices=OUR_VARIANTS,
+        nargs="+",
+        default=list(OUR_VARIANTS),
+        help="variants of our program (default: all)",
+    )
+    add("--no-ddp", action="store_true", help="do not run PyTorch")
+    add("--no-compile", action="store_true", help="do not compile the PyTorch program with torch.compile")
     return parser
 
 
@@ -267,7 +303,9 @@ def main(argv=None):
     ranks, seq_len = sorted(set(args.ranks)), args.seq_len or PRESETS[args.preset].block_size
     if args.strong and args.strong % max(ranks):
         raise ConfigError(f"--strong {args.strong}: not divisible by {max(ranks)} GPUs; use a multiple of {max(ranks)}")
-    tables = [(each, lambda count, each=each: count * each, f"{each} x {seq_len} per GPU") for each in args.batch_size]
+    tables = [  # (sequences per GPU or None, batch_of() of variants(), title)
+        (size, lambda count, size=size: count * size, f"{size} x {seq_len} per GPU") for size in args.batch_size
+    ]
     if args.strong:
         tables.append((None, lambda count: args.strong, f"{args.strong} x {seq_len} in total"))
     results = {"paper": None, "scaling": []}
@@ -278,12 +316,12 @@ def main(argv=None):
     if args.paper:
         results["paper"] = paper(args)
         save_so_far()
-    for each, batch_of, title in tables:
-        ours, peers = variants(ranks, batch_of, [WAYS[way] for way in args.ways], args.bucket_mb)
+    for per_gpu, batch_of, title in tables:
+        ours, peers = variants(ranks, batch_of, [OUR_VARIANTS[name] for name in args.ways], args.bucket_mb)
         specs = list(jobs(args, args.preset, ours, {} if args.no_ddp else peers))
         of_table = measure(args, specs, args.steps_per_round)
         print_table(summarise(of_table, f"{args.preset}, {args.precision}, {title}"))
-        print("\n" + "\n".join(verdicts(of_table, each)), flush=True)
+        print("\n" + "\n".join(verdicts(of_table, per_gpu)), flush=True)
         results["scaling"].append({"title": title, "rows": of_table})
         save_so_far()
 

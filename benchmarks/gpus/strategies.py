@@ -1,13 +1,13 @@
 """How much time does each gradient-synchronisation strategy add to a step on several GPUs?
 
-Two baselines run on the same ranks without communication: each rank trains alone. The time above the baseline is the
-cost of communication that computation does not hide. The deterministic mode has its own baseline, because it uses other
-matrix products.
+Two baselines run on the same ranks without communication: each rank trains alone. The step time of a strategy minus the
+step time of the baseline is the time of the communication that does not overlap with computation. The deterministic
+mode has its own baseline, because it uses other kernels for matrix products.
 """
 
 import statistics
 
-from benchmarks.gpus.scaling import add_rounds, add_sizes, gpus, measure, named, parser_of, reached
+from benchmarks.gpus.scaling import add_rounds, add_sizes, gpus, measure, parser_of, reached, variant_name
 from benchmarks.harness.processes import ProcessSpec, run_main
 from benchmarks.harness.report import paired_ratio, print_table, save
 from gpt2core.app.presets import PRESETS
@@ -20,16 +20,20 @@ MIN_SPEED = 0.97  # lower bound for the speed with ZeRO-1 divided by the speed w
 
 
 def variants(ranks, batch_size, bucket_mb):
-    """{name: options}: baselines, all strategies, ZeRO-1 with both gathers, bf16 gradients, the deterministic mode."""
+    """{name: options} of make_variants() in gpus/ours.py.
+
+    These are the baselines, all strategies, ZeRO-1 with both kinds of --zero-gather, bf16 gradients and the
+    deterministic mode.
+    """
     fast = [{"dp": dp} for dp in STRATEGIES]
-    for more in ({"zero": 1}, {"zero": 1, "zero_gather": "forward"}, {"compress": "bf16"}):
-        fast += [{"dp": dp, **more} for dp in ("flat", "bucket")]
-    exact = [{"dp": dp, "deterministic": True} for dp in ("flat", "bucket")]
+    for options in ({"zero": 1}, {"zero": 1, "zero_gather": "forward"}, {"compress": "bf16"}):
+        fast += [{"dp": dp, **options} for dp in ("flat", "bucket")]
+    deterministic = [{"dp": dp, "deterministic": True} for dp in ("flat", "bucket")]
     sizes = {"ranks": ranks, "batch_size": batch_size, "bucket_mb": bucket_mb}
     chosen = {}
-    for baseline, ways in (({}, fast), ({"deterministic": True}, exact)):
+    for baseline, compared in (({}, fast), ({"deterministic": True}, deterministic)):
         chosen[baseline_of(ranks, baseline)] = dict(sizes, communicate=False, **baseline)
-        chosen |= {named(ranks, way): dict(sizes, **way) for way in ways}
+        chosen |= {variant_name(ranks, options): dict(sizes, **options) for options in compared}
     return chosen
 
 
@@ -37,33 +41,37 @@ def bucket_sweep(ranks, batch_size, sizes_mb):
     """{name: options}: the baseline, the strategies without buckets, and "bucket" with each minimum size."""
     sizes = {"ranks": ranks, "batch_size": batch_size}
     chosen = {baseline_of(ranks, {}): dict(sizes, communicate=False)}
-    chosen |= {named(ranks, {"dp": dp}): dict(sizes, dp=dp) for dp in STRATEGIES if dp != "bucket"}
-    name = named(ranks, {"dp": "bucket"})
+    chosen |= {variant_name(ranks, {"dp": dp}): dict(sizes, dp=dp) for dp in STRATEGIES if dp != "bucket"}
+    name = variant_name(ranks, {"dp": "bucket"})
     return chosen | {f"{name} --bucket-mb {mb:g}": dict(sizes, dp="bucket", bucket_mb=mb) for mb in sizes_mb}
 
 
 def baseline_of(ranks, options):
-    """The name of the row without communication that a row with these options is compared with."""
+    """The name of the baseline for a variant with these options."""
     return f"no communication, {gpus(ranks)}" + " --deterministic" * options.get("deterministic", False)
 
 
 def summarise(results, title):
-    """Add the cost of communication, from the ratios of each round, to the results; return the table's rows."""
+    """Return the table's rows.
+
+    Also adds fields to each result: min, times_baseline (time / time of its baseline), communication_share (of the step
+    time) and times_plain (time / time of the same --dp without other options).
+    """
     by_name = {result["name"]: result for result in results}
     rows = []
     for result in results:
         baseline = by_name[baseline_of(result["ranks"], result)]
         result["times_baseline"] = paired_ratio(result["seconds"], baseline["seconds"])
         result["communication_share"] = 1 - 1 / result["times_baseline"]["median"]
-        if plain := by_name.get(named(result["ranks"], {"dp": result.get("dp")})):
-            result["times_plain"] = paired_ratio(result["seconds"], plain["seconds"])  # the same --dp without options
+        if plain := by_name.get(variant_name(result["ranks"], {"dp": result.get("dp")})):
+            result["times_plain"] = paired_ratio(result["seconds"], plain["seconds"])
         median, result["min"] = statistics.median(result["seconds"]), min(result["seconds"])
         share = "" if result is baseline else result["communication_share"]
         rows.append(
             {
                 title: result["name"],
                 "ms/step": f"{1e3 * median:.4g}",
-                "best": f"{1e3 * result['min']:.4g}",
+                "fastest round, ms/step": f"{1e3 * result['min']:.4g}",
                 "added by communication, ms": share and f"{1e3 * share * median:.3f}",
                 "share of step": share and f"{100 * share:.1f} %",
                 "messages": result["messages"],
@@ -76,29 +84,28 @@ def summarise(results, title):
 
 
 def verdicts(results, ranks):
-    """Yield one sentence for flat and bucket: the cost of the deterministic mode, of ZeRO-1 and of bf16 gradients."""
+    """Yield one sentence each for --dp flat and bucket: how the deterministic mode, ZeRO-1 and bf16 change the time."""
     by_name = {result["name"]: result for result in results}
     for dp in ("flat", "bucket"):
-        fast = by_name[named(ranks, {"dp": dp})]
-        exact = by_name[named(ranks, {"dp": dp, "deterministic": True})]
-        sharded = by_name[named(ranks, {"dp": dp, "zero": 1})]
-        forward = by_name[named(ranks, {"dp": dp, "zero": 1, "zero_gather": "forward"})]
-        compressed = by_name[named(ranks, {"dp": dp, "compress": "bf16"})]
-        slower, kept = times(exact, fast), times(fast, sharded)
-        share = sharded["optimizer_bytes"] / fast["optimizer_bytes"]
-        cost, speed = reached(slower <= MAX_COST), reached(kept >= MIN_SPEED)
+        fast = by_name[variant_name(ranks, {"dp": dp})]
+        deterministic = by_name[variant_name(ranks, {"dp": dp, "deterministic": True})]
+        zero = by_name[variant_name(ranks, {"dp": dp, "zero": 1})]
+        forward = by_name[variant_name(ranks, {"dp": dp, "zero": 1, "zero_gather": "forward"})]
+        compressed = by_name[variant_name(ranks, {"dp": dp, "compress": "bf16"})]
+        cost, speed = time_ratio(deterministic, fast), time_ratio(fast, zero)
+        share = zero["optimizer_bytes"] / fast["optimizer_bytes"]
         yield (
-            f"--dp {dp}: the deterministic mode takes {slower:.3f} x the fast mode's time (target: at most {MAX_COST}: "
-            f"{cost}); ZeRO-1 reaches {kept:.3f} x the speed without it (target: at least {MIN_SPEED}: {speed}) with "
-            f"{share:.3f} of the optimizer state, and "
-            f"{times(fast, forward):.3f} x the speed with --zero-gather forward; --compress bf16 reaches "
-            f"{times(fast, compressed):.3f} x the speed"
+            f"--dp {dp}: the deterministic mode takes {cost:.3f} times the time of the fast mode (target: at most "
+            f"{MAX_COST}: {reached(cost <= MAX_COST)}). Speed relative to --dp {dp} without options: {speed:.3f} with "
+            f"ZeRO-1 (target: at least {MIN_SPEED}: {reached(speed >= MIN_SPEED)}), where a rank holds {share:.3f} of "
+            f"the optimizer state; {time_ratio(fast, forward):.3f} with ZeRO-1 and --zero-gather forward; "
+            f"{time_ratio(fast, compressed):.3f} with --compress bf16"
         )
 
 
-def times(one, other):
-    """The step time of `one` divided by that of `other`, median over rounds."""
-    return paired_ratio(one["seconds"], other["seconds"])["median"]
+def time_ratio(numerator, denominator):
+    """The step time of one result divided by that of another: the median over rounds."""
+    return paired_ratio(numerator["seconds"], denominator["seconds"])["median"]
 
 
 def parser():

@@ -1,9 +1,10 @@
 """Which kernels run on the compute and communication streams of a GPU during one step, without and with buckets?
 
-The figure shows a replayed graph on rank 0. CUPTI reports every kernel of a graph, but not the stream on which it was
-captured. So kernels of NCCL and of the canonical sum count as communication; other kernels go to the first line, or to
-the second if they overlap one on the first. The profiler slows each kernel a little, so the step is longer than a timed
-one.
+The figure shows one replay of a step's CUDA graph on rank 0. CUPTI, NVIDIA's profiling library, reports every kernel of
+a graph, but not the stream on which the kernel was captured. So this script assigns each kernel to one of three lines:
+kernels of NCCL and of the canonical sum to "communication"; other kernels to "compute", or to "compute, concurrent" if
+they overlap a kernel on the line "compute". The profiler slows each kernel a little, so the step takes longer than in
+the other benchmarks.
 """
 
 import json
@@ -23,16 +24,20 @@ from gpt2core.parallel.data_parallel import STRATEGIES
 BENCHMARK = "benchmarks.gpus.timeline"  # the name under which the ranks import this file
 SEED = 20260101
 COMMUNICATION = re.compile("nccl|tree_sum", re.IGNORECASE)
-STREAMS = ("compute", "compute, concurrent", "communication")
+LINES = ("compute", "compute, concurrent", "communication")
 COLOURS = ("tab:blue", "tab:cyan", "tab:red")
+COMPUTE, CONCURRENT, COMMUNICATE = range(3)  # indices into LINES and COLOURS
 
 
 # -- on the ranks ------------------------------------------------------------------------------------------------------
 
 
 def steps_of(host, preset, precision, variants):
-    """{name: [(start, duration, kernel) of one replayed step, in microseconds]} on rank 0, None elsewhere."""
-    import torch  # on every rank and before CuPy, so that all use PyTorch's NCCL
+    """Profile one replayed step of each variant: {name: [fields of an Activity]} on rank 0, None on the other ranks.
+
+    An Activity is a kernel with its start and duration in microseconds.
+    """
+    import torch  # on every rank and before CuPy, so that all ranks use PyTorch's NCCL
 
     torch.cuda.set_device(host.local_rank)
     if host.is_root:
@@ -44,21 +49,21 @@ def steps_of(host, preset, precision, variants):
     world.use_transport("nccl")
     tokens = np.random.default_rng(SEED).integers(0, config.vocab_size, 1 << 20)
     windows = Windows(tokens, config.block_size)
-    trains = make_variants(config, world, windows, variants, precision)
-    found = {}
-    for name, train in trains.items():
+    train_functions = make_variants(config, world, windows, variants, precision)
+    steps = {}
+    for name, train in train_functions.items():
         train(4)  # compiles, captures, and replays twice
         host.barrier()
         if host.is_root:
-            found[name] = [tuple(activity) for activity in last_of_two(recorded(lambda train=train: train(1), 2))]
+            steps[name] = [tuple(activity) for activity in last_of_two(recorded(lambda train=train: train(1), 2))]
         else:
             train(2)
         host.barrier()
-    return found if host.is_root else None
+    return steps if host.is_root else None
 
 
 def last_of_two(activities):
-    """The second of two steps: the activities after the longest idle gap."""
+    """The activities of the second of two profiled steps: those after the longest time without a kernel."""
     gaps, end = [], activities[0].start
     for activity in activities:
         gaps.append(activity.start - end)
@@ -69,38 +74,41 @@ def last_of_two(activities):
 # -- in the parent process ---------------------------------------------------------------------------------------------
 
 
-def streams_of(activities):
-    """[(index into STREAMS, Activity)] with starts relative to the first."""
-    listed, busy, origin = [], 0.0, activities[0].start
+def lines_of(activities):
+    """Assign each activity to a line: [(index into LINES, Activity)]. Starts are relative to the first activity's."""
+    placed, compute_end, origin = [], 0.0, activities[0].start
     for activity in activities:
         activity = activity._replace(start=activity.start - origin)
         if COMMUNICATION.search(activity.name):
-            listed.append((2, activity))
-        elif activity.start < busy:
-            listed.append((1, activity))
+            placed.append((COMMUNICATE, activity))
+        elif activity.start < compute_end:
+            placed.append((CONCURRENT, activity))
         else:
-            listed.append((0, activity))
-            busy = activity.start + activity.duration
-    return listed
+            placed.append((COMPUTE, activity))
+            compute_end = activity.start + activity.duration
+    return placed
 
 
 def trace_of(steps):
-    """Chrome's trace format (ui.perfetto.dev opens it) of {name: [(stream, Activity)]}; each name is a process."""
+    """The steps {name: lines_of()} in Chrome's trace format, which ui.perfetto.dev opens.
+
+    Each step is shown as a process, and each line as a thread.
+    """
     events = []
-    for number, (name, listed) in enumerate(steps.items()):
+    for number, (name, placed) in enumerate(steps.items()):
         events.append({"ph": "M", "name": "process_name", "pid": number, "args": {"name": name}})
-        for stream, title in enumerate(STREAMS):
-            place = {"ph": "M", "pid": number, "tid": stream}
-            events.append({"name": "thread_name", "args": {"name": title}, **place})
-            events.append({"name": "thread_sort_index", "args": {"sort_index": stream}, **place})
-        for stream, activity in listed:
+        for line, title in enumerate(LINES):
+            thread = {"ph": "M", "pid": number, "tid": line}
+            events.append({"name": "thread_name", "args": {"name": title}, **thread})
+            events.append({"name": "thread_sort_index", "args": {"sort_index": line}, **thread})
+        for line, activity in placed:
             times = {"ts": round(activity.start, 3), "dur": round(activity.duration, 3)}
-            events.append({"ph": "X", "name": short(activity.name), "pid": number, "tid": stream, **times})
+            events.append({"ph": "X", "name": short(activity.name), "pid": number, "tid": line, **times})
     return {"displayTimeUnit": "ms", "traceEvents": events}
 
 
 def union(intervals):
-    """Sorted, disjoint [start, end] that cover the same points."""
+    """The union of intervals (start, end): a sorted list of disjoint [start, end]."""
     merged = []
     for start, end in sorted(intervals):
         if merged and start <= merged[-1][1]:
@@ -110,44 +118,46 @@ def union(intervals):
     return merged
 
 
-def length(intervals):
-    """The length of the union of (start, end) intervals."""
+def union_length(intervals):
+    """The length of the union of intervals (start, end)."""
     return sum(end - start for start, end in union(intervals))
 
 
-def figures_of(listed):
-    """Milliseconds of a step: total, each kind of work, and the communication that overlaps computation."""
-    spans = {kind: [] for kind in ("compute", "communication")}
-    for stream, activity in listed:
-        spans[STREAMS[stream] if stream == 2 else "compute"].append(
-            (activity.start, activity.start + activity.duration)
-        )
-    compute, communication = (length(spans[kind]) for kind in ("compute", "communication"))
-    both = compute + communication - length(spans["compute"] + spans["communication"])
-    end = max(activity.start + activity.duration for _, activity in listed)
+def times_of(placed):
+    """The times of a step in milliseconds, from lines_of().
+
+    hidden_ms is the time of the communication that overlaps with computation.
+    """
+    compute_spans, communication_spans = [], []
+    for line, activity in placed:
+        spans = communication_spans if line == COMMUNICATE else compute_spans
+        spans.append((activity.start, activity.start + activity.duration))
+    compute, communication = union_length(compute_spans), union_length(communication_spans)
+    both = compute + communication - union_length(compute_spans + communication_spans)
+    end = max(activity.start + activity.duration for _, activity in placed)
     return {
         "step_ms": end / 1e3,
         "compute_ms": compute / 1e3,
         "communication_ms": communication / 1e3,
         "hidden_ms": both / 1e3,
-        "kernels": len(listed),
+        "kernels": len(placed),
     }
 
 
 def plot(steps, path):
-    """Draw one panel for each of {name: [(stream, Activity)]}, one line for each stream, on a common time axis."""
+    """Draw the steps {name: lines_of()}: one panel for each step, with three lines, on a common time axis."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     figure, panels = plt.subplots(len(steps), 1, figsize=(10, 1.8 * len(steps)), sharex=True, squeeze=False)
-    for panel, (name, listed) in zip(panels[:, 0], steps.items(), strict=True):
-        for stream, colour in enumerate(COLOURS):
-            bars = [(activity.start / 1e3, activity.duration / 1e3) for at, activity in listed if at == stream]
-            panel.broken_barh(bars, (len(STREAMS) - 1.4 - stream, 0.8), facecolors=colour, linewidth=0)
-        panel.set_yticks([len(STREAMS) - 1 - stream for stream in range(len(STREAMS))], STREAMS)
-        panel.set_title(f"{name}: {figures_of(listed)['step_ms']:.1f} ms", loc="left", fontsize=10)
+    for panel, (name, placed) in zip(panels[:, 0], steps.items(), strict=True):
+        for line, colour in enumerate(COLOURS):
+            bars = [(activity.start / 1e3, activity.duration / 1e3) for at, activity in placed if at == line]
+            panel.broken_barh(bars, (len(LINES) - 1.4 - line, 0.8), facecolors=colour, linewidth=0)
+        panel.set_yticks([len(LINES) - 1 - line for line in range(len(LINES))], LINES)
+        panel.set_title(f"{name}: {times_of(placed)['step_ms']:.1f} ms", loc="left", fontsize=10)
         panel.grid(axis="x", alpha=0.3)
     panels[-1, 0].set_xlabel("ms")
     figure.tight_layout()
@@ -155,18 +165,18 @@ def plot(steps, path):
     plt.close(figure)
 
 
-def rows_of(figures):
-    """The table's rows."""
+def rows_of(times):
+    """The table's rows, from {name: times_of()}."""
     return [
         {
             "rank 0": name,
-            "step ms": f"{each['step_ms']:.2f}",
-            "compute": f"{each['compute_ms']:.2f}",
-            "communication": f"{each['communication_ms']:.2f}",
-            "hidden share": f"{100 * each['hidden_ms'] / each['communication_ms']:.0f} %",
-            "kernels": each["kernels"],
+            "step, ms": f"{of_step['step_ms']:.2f}",
+            "compute, ms": f"{of_step['compute_ms']:.2f}",
+            "communication, ms": f"{of_step['communication_ms']:.2f}",
+            "communication that overlaps": f"{100 * of_step['hidden_ms'] / of_step['communication_ms']:.0f} %",
+            "kernels": of_step["kernels"],
         }
-        for name, each in figures.items()
+        for name, of_step in times.items()
     ]
 
 
@@ -183,11 +193,11 @@ def main(argv=None):
     sizes = {"ranks": args.ranks, "batch_size": args.ranks * args.batch_size, "bucket_mb": args.bucket_mb}
     variants = {f"--dp {dp}, {args.ranks} GPUs": dict(sizes, dp=dp) for dp in args.dp}
     options = args.preset, args.precision, variants
-    found = launch(args.ranks, "steps_of", *options, timeout=args.timeout, benchmark=BENCHMARK)
-    steps = {name: streams_of([Activity(*activity) for activity in activities]) for name, activities in found.items()}
-    figures = {name: figures_of(listed) for name, listed in steps.items()}
-    print_table(rows_of(figures))
-    path = save(BENCHMARK, figures, args, args.save_as)
+    profiled = launch(args.ranks, "steps_of", *options, timeout=args.timeout, benchmark=BENCHMARK)
+    steps = {name: lines_of([Activity(*fields) for fields in activities]) for name, activities in profiled.items()}
+    times = {name: times_of(placed) for name, placed in steps.items()}
+    print_table(rows_of(times))
+    path = save(BENCHMARK, times, args, args.save_as)
     trace = path.with_name(f"{path.stem}_trace.json")
     trace.write_text(json.dumps(trace_of(steps), separators=(",", ":")) + "\n")
     plot(steps, path.with_suffix(".png"))

@@ -1,24 +1,27 @@
-"""The tables of docs/RESULTS.md about stages 0 and 1: functions that return (rows, names of the source files)."""
+"""The tables of docs/RESULTS.md about stages 0 and 1.
+
+Each function returns (rows, names of the source files in results/). A row is a dictionary {column title: cell}.
+"""
 
 from benchmarks.harness.table_format import load, mib, number, percent, ratio, spread
 from benchmarks.paper import LOSSES
 
-LIBRARY = "the library's"
+LIBRARY = "the library's"  # row title of the MPI library's own all-reduce
 
 
 def cpu_step():
     rows = []
-    for row in load("cpu/train_step")["results"]:
+    for result in load("cpu/train_step")["results"]:
         rows.append(
             {
-                "": row["name"],
-                "threads": row["threads"],
-                "ms per step": number(row["seconds"], 1e3),
-                "quartiles": spread(row["seconds"], 1e3),
-                "times as fast as eager": ratio(row["times_as_fast_as_eager"]),
-                "floor / time": percent(row["share_of_floor"]["median"], 0),
-                "cores used": f"{row['cores_used']:.2f}",
-                "peak MiB": mib(row["peak_bytes"]),
+                "": result["name"],
+                "threads": result["threads"],
+                "ms per step": number(result["seconds"], 1e3),
+                "quartiles": spread(result["seconds"], 1e3),
+                "times as fast as eager": ratio(result["times_as_fast_as_eager"]),
+                "time of the floor / time": percent(result["share_of_floor"]["median"], 0),
+                "cores used": f"{result['cores_used']:.2f}",
+                "peak MiB": mib(result["peak_bytes"]),
             }
         )
     return rows, ["cpu/train_step"]
@@ -27,12 +30,12 @@ def cpu_step():
 def cpu_choices():
     rows = [
         {
-            "choice": f"`{row['choice']}`",
-            "naive, us": number(row["naive_seconds"], 1e6),
-            "ours, us": number(row["our_seconds"], 1e6),
-            "times as fast": ratio(row["gain"]),
+            "choice": f"`{result['choice']}`",
+            "naive, us": number(result["naive_seconds"], 1e6),
+            "ours, us": number(result["our_seconds"], 1e6),
+            "times as fast": ratio(result["gain"]),
         }
-        for row in load("cpu/choices")["results"]
+        for result in load("cpu/choices")["results"]
     ]
     return rows, ["cpu/choices"]
 
@@ -45,19 +48,19 @@ def first_run():
 
 def cpu_decode():
     rows = []
-    for row in load("cpu/decode")["results"]:
+    for result in load("cpu/decode")["results"]:
         rows.append(
             {
-                "": f"{row['case']}, {row['name']}",
-                "threads": row["threads"],
-                "tokens": f"{row['prompt']} + {row['new']}",
-                "ms per token": number(row["token"], 1e3, 3),
-                "quartiles": spread(row["token"], 1e3, 3),
-                "first token, ms": number(row["first"], 1e3, 3),
-                "all tokens, s": number(row["total"], 1, 3),
-                "times as fast as torch": ratio(row["times_as_fast_as_torch"]),
-                "as recomputing": f"{row['times_as_fast_as_recomputing']:.1f}",
-                "peak MiB": mib(row["peak_bytes"]),
+                "": f"{result['case']}, {result['name']}",
+                "threads": result["threads"],
+                "tokens": f"{result['prompt']} + {result['new']}",
+                "ms per token": number(result["token"], 1e3, 3),
+                "quartiles": spread(result["token"], 1e3, 3),
+                "first token, ms": number(result["first"], 1e3, 3),
+                "all tokens, s": number(result["total"], 1, 3),
+                "times as fast as torch": ratio(result["times_as_fast_as_torch"]),
+                "times as fast as recomputing": f"{result['times_as_fast_as_recomputing']:.1f}",
+                "peak MiB": mib(result["peak_bytes"]),
             }
         )
     return rows, ["cpu/decode"]
@@ -77,17 +80,17 @@ def cpu_curve():
 
 def ranks_step():
     rows = []
-    for row in load("ranks/ranks")["results"]:
-        one, ddp = row["times_as_fast"].values()
+    for result in load("ranks/ranks")["results"]:
+        over_one_process, over_ddp = result["times_as_fast"].values()
         rows.append(
             {
-                "": row["name"],
-                "ms per step": number(row["seconds"], 1e3),
-                "quartiles": spread(row["seconds"], 1e3),
-                "times as fast as one process": ratio(one),
-                "as DDP": ratio(ddp),
-                "cores used": f"{row['cores_used']:.2f}",
-                "peak MiB per rank": mib(row["peak_bytes"]),
+                "": result["name"],
+                "ms per step": number(result["seconds"], 1e3),
+                "quartiles": spread(result["seconds"], 1e3),
+                "times as fast as one process": ratio(over_one_process),
+                "times as fast as DDP": ratio(over_ddp),
+                "cores used": f"{result['cores_used']:.2f}",
+                "peak MiB per rank": mib(result["peak_bytes"]),
             }
         )
     return rows, ["ranks/ranks"]
@@ -95,16 +98,16 @@ def ranks_step():
 
 def strategies(name):
     rows = []
-    for row in load(name)["results"]:
+    for result in load(name)["results"]:
         rows.append(
             {
-                f"{row['ranks']} ranks": f"`{row['name']}`",
-                "messages": row["messages"],
-                "MB sent per rank": f"{1e-6 * max(row['bytes_sent']):.1f}",
-                "ms per step": number(row["seconds"], 1e3),
-                "time / flat's": ratio(row["times_flat"]),
-                "quartiles": spread(row["times_flat"], 1, 3),
-                "optimizer MiB per rank": mib(max(row["optimizer_bytes"])),
+                f"{result['ranks']} ranks": f"`{result['name']}`",
+                "messages": result["messages"],
+                "MB sent per rank": f"{1e-6 * max(result['bytes_sent']):.1f}",
+                "ms per step": number(result["seconds"], 1e3),
+                "time / time of flat": ratio(result["times_flat"]),
+                "quartiles": spread(result["times_flat"], 1, 3),
+                "optimizer MiB per rank": mib(max(result["optimizer_bytes"])),
             }
         )
     return rows, [name]
@@ -112,20 +115,21 @@ def strategies(name):
 
 def ranks_collectives():
     files = "ranks/collectives", "ranks/collectives_16_cores"
-    columns = {}
+    columns = {}  # {column title: {(bytes, algorithm): cell}}
     for name in files:
         cores = load(name)["hardware"]["cores"]
-        for row in load(name)["results"]["all_reduce"]:
-            times = columns.setdefault(f"{row['ranks']} ranks, {cores} cores", {})
-            native = row["algorithm"] == "mpi"
-            cell = f"{number(row['seconds'], 1e3, 3)} ms" if native else ratio(row["ratio_to_native"])
-            times[row["bytes"], LIBRARY if native else row["algorithm"]] = cell
+        for result in load(name)["results"]["all_reduce"]:
+            cells = columns.setdefault(f"{result['ranks']} ranks, {cores} cores", {})
+            native = result["algorithm"] == "mpi"
+            cell = f"{number(result['seconds'], 1e3, 3)} ms" if native else ratio(result["ratio_to_native"])
+            cells[result["bytes"], LIBRARY if native else result["algorithm"]] = cell
+    # Sorted by size; of one size, the library's row comes first.
     keys = sorted(
-        {key for times in columns.values() for key in times}, key=lambda key: (key[0], key[1] != LIBRARY, key[1])
+        {key for cells in columns.values() for key in cells}, key=lambda key: (key[0], key[1] != LIBRARY, key[1])
     )
     rows = [
         {"": f"{size / 1e6:g} MB, {algorithm}"}
-        | {name: times.get((size, algorithm), "") for name, times in columns.items()}
+        | {title: cells.get((size, algorithm), "") for title, cells in columns.items()}
         for size, algorithm in keys
     ]
     return rows, list(files)
@@ -148,7 +152,7 @@ def ranks_idle():
         {
             f"{found['ranks'] - 1} of {found['ranks']} ranks are": name,
             "GFLOP/s of rank 0": number(speed, 1, 3),
-            "share of its speed while they sleep": percent(found["share_of_speed"][name]["median"], 0),
+            "speed / speed while they sleep": percent(found["share_of_speed"][name]["median"], 0),
         }
         for name, speed in found["gflops"].items()
     ]
@@ -178,12 +182,12 @@ def kills(name):
     rows = [
         {"": "runs with one killed rank", "result": times},
         {"": "ended cleanly", "result": summary["clean_ends"]},
-        {"": "median and longest time to the end", "result": f"{summary['median_seconds']:.2f} s, "
+        {"": "median and longest time from the kill to the end", "result": f"{summary['median_seconds']:.2f} s, "
          f"{summary['longest_seconds']:.2f} s"},
         {"": "left a readable checkpoint", "result": summary["readable"]},
     ]  # fmt: skip
     if "equal" in summary:
-        rows.append({"": "resumed to the uninterrupted curve, bit for bit", "result": summary["equal"]})
+        rows.append({"": "resumed with the curve of an uninterrupted run, bit for bit", "result": summary["equal"]})
     return rows, [name]
 
 

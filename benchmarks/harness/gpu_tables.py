@@ -1,4 +1,7 @@
-"""The tables of docs/RESULTS.md about stages 2 and 3: functions that return (rows, names of the source files)."""
+"""The tables of docs/RESULTS.md about stages 2 and 3.
+
+Each function returns (rows, names of the source files in results/). A row is a dictionary {column title: cell}.
+"""
 
 import math
 from collections import Counter
@@ -9,28 +12,31 @@ from benchmarks.harness.table_format import gib, load, number, percent, ratio, s
 
 STEPS = "gpu/step_gpt2", "gpu/step_gpt2_4096", "gpu/step_gpt2_8192", "gpu/step_paper", "gpu/step_paper_fp32"
 SCALING = "gpus/scaling", "gpus/scaling_16", "gpus/scaling_two", "gpus/scaling_strong"
-PRODUCTS = {"forward": "forward", "input": "input gradient", "weight": "weight gradient"}
+PRODUCTS = {"forward": "forward", "input": "input gradient", "weight": "weight gradient"}  # {field: column title}
+# Groups of kernels of which the profile's table shows the total time.
 GROUPS = ("attention", "layernorm", "column_sums", "cross_entropy", "adamw", "embedding")
 
 
 def gpu_step():
     rows = []
     for name in STEPS:
-        for row in load(name)["results"]:
-            options = row["options"]
-            if ours := row["name"] == "ours":
-                own = row
+        for result in load(name)["results"]:
+            options = result["options"]
+            if is_ours := result["name"] == "ours":  # the first result of a file
+                ours = result
             rows.append(
                 {
                     "": f"{options['preset']}, {options['precision']}, {options['batch_size']} x {options['seq_len']}, "
-                    f"{row['name']}",
-                    "ms per step": number(row["seconds"], 1e3),
-                    "quartiles": spread(row["seconds"], 1e3),
-                    "tokens/s": f"{row['tokens_per_second']:,.0f}",
-                    "MFU": percent(row["mfu"]),
-                    "ours is times as fast": "" if ours else ratio(own["times_as_fast"][row["name"]]),
-                    "with losses read at the end": "" if ours else ratio(own["times_as_fast_as_unread"][row["name"]]),
-                    "memory held, GiB": gib(row["held_bytes"]),
+                    f"{result['name']}",
+                    "ms per step": number(result["seconds"], 1e3),
+                    "quartiles": spread(result["seconds"], 1e3),
+                    "tokens/s": f"{result['tokens_per_second']:,.0f}",
+                    "MFU": percent(result["mfu"]),
+                    "ours times as fast": "" if is_ours else ratio(ours["times_as_fast"][result["name"]]),
+                    "ours times as fast if PyTorch reads losses at the end": ""
+                    if is_ours
+                    else ratio(ours["times_as_fast_as_unread"][result["name"]]),
+                    "memory held, GiB": gib(result["held_bytes"]),
                 }
             )
     return rows, list(STEPS)
@@ -39,59 +45,62 @@ def gpu_step():
 def gpu_choices():
     rows = [
         {
-            "": f"{row['preset']}, without: {row['without']}",
-            "ms per step": number(row["seconds"], 1e3),
-            "time / full step": ratio(row["gain"], 3),
-            "quartiles": spread(row["gain"], 1),
+            "": f"{result['preset']}, without: {result['without']}",
+            "ms per step": number(result["seconds"], 1e3),
+            "time / time of the full step": ratio(result["gain"], 3),
+            "quartiles": spread(result["gain"], 1),
         }
-        for row in load("gpu/choices")["results"]
+        for result in load("gpu/choices")["results"]
     ]
     return rows, ["gpu/choices"]
 
 
-def group_of(row):
-    """The group of a kernel in the profile: one of GROUPS, "matrix products", or "other kernels and copies"."""
-    name = row["title"].partition(": ")[0]
+def group_of(kernel):
+    """The group of a kernel of the profile: one of GROUPS, "matrix products", or "other kernels and copies"."""
+    name = kernel["title"].partition(": ")[0]
     if name.startswith("product") or name.startswith("splitK"):
         return "matrix products"
     return name if name in GROUPS else "other kernels and copies"
 
 
 def gpu_profile():
-    columns = {}
-    for name in ("gpu/profile", "gpu/profile_paper"):
-        found, spent = load(name)["results"], Counter()
-        for row in found["graph"]:
-            spent[group_of(row)] += row["ms"]
-        total = sum(spent.values())
-        cells = {group: f"{ms:.3f} ({percent(ms / total)})" for group, ms in spent.most_common()}
-        columns[f"{found['preset']}, {found['precision']}, ms"] = cells | {
+    files = ["gpu/profile", "gpu/profile_paper"]
+    columns = {}  # {column title: {row title: cell}}
+    for name in files:
+        profile, group_ms = load(name)["results"], Counter()
+        for kernel in profile["graph"]:
+            group_ms[group_of(kernel)] += kernel["ms"]
+        total = sum(group_ms.values())
+        cells = {group: f"{ms:.3f} ({percent(ms / total)})" for group, ms in group_ms.most_common()}
+        columns[f"{profile['preset']}, {profile['precision']}, ms"] = cells | {
             "sum of the kernels": f"{total:.3f}",
-            "idle, by device clock": percent(found["idle_share"]),
-            "idle, by the kernels' time stamps": percent(found["idle_share_profiled"]),
-            "whole step, graph replayed": f"{1e3 * found['graph_step_seconds']:.3f}",
-            "whole step, launched from Python": f"{1e3 * found['eager_step_seconds']:.3f}",
+            "idle, by device clock": percent(profile["idle_share"]),
+            "idle, by the kernels' time stamps": percent(profile["idle_share_profiled"]),
+            "whole step, graph replayed": f"{1e3 * profile['graph_step_seconds']:.3f}",
+            "whole step, launched from Python": f"{1e3 * profile['eager_step_seconds']:.3f}",
         }
-    names = list(next(iter(columns.values())))
-    return [{"": name} | {column: cells.get(name, "") for column, cells in columns.items()} for name in names], [
-        "gpu/profile",
-        "gpu/profile_paper",
+    row_titles = list(next(iter(columns.values())))
+    rows = [
+        {"": row_title} | {title: cells.get(row_title, "") for title, cells in columns.items()}
+        for row_title in row_titles
     ]
+    return rows, files
 
 
 def gpu_kernels():
     rows = []
-    for row in load("gpu/profile")["results"]["graph"][:21]:
+    for result in load("gpu/profile")["results"]["graph"][:21]:
+        tflops, tbps = result["tflops"], result["tbps"]
         rows.append(
             {
-                "kernel": f"`{row['title']}`",
-                "calls": f"{row['calls']:g}",
-                "ms": f"{row['ms']:.3f}",
-                "share": percent(row["share"]),
-                "TFLOP/s": f"{row['tflops']:.0f}" if row["tflops"] else "",
-                f"of {CEILINGS['tflops']}": percent(row["tflops"] / CEILINGS["tflops"], 0) if row["tflops"] else "",
-                "TB/s": f"{row['tbps']:.2f}" if row["tbps"] else "",
-                f"of {CEILINGS['tbps']}": percent(row["tbps"] / CEILINGS["tbps"], 0) if row["tbps"] else "",
+                "kernel": f"`{result['title']}`",
+                "calls": f"{result['calls']:g}",
+                "ms": f"{result['ms']:.3f}",
+                "share of time": percent(result["share"]),
+                "TFLOP/s": f"{tflops:.0f}" if tflops else "",
+                f"share of {CEILINGS['tflops']} TFLOP/s": percent(tflops / CEILINGS["tflops"], 0) if tflops else "",
+                "TB/s": f"{tbps:.2f}" if tbps else "",
+                f"share of {CEILINGS['tbps']} TB/s": percent(tbps / CEILINGS["tbps"], 0) if tbps else "",
             }
         )
     return rows, ["gpu/profile"]
@@ -100,30 +109,30 @@ def gpu_kernels():
 def lesson(name):
     rows = [
         {
-            "section": row["section"],
-            "measured": row["name"],
-            "plain, us": number(row["plain"], 1e6),
-            "ours, us": number(row["ours"], 1e6),
-            "times as fast": ratio(row["times_as_fast"]),
+            "section": result["section"],
+            "measured": result["name"],
+            "plain, us": number(result["plain"], 1e6),
+            "ours, us": number(result["ours"], 1e6),
+            "times as fast": ratio(result["times_as_fast"]),
         }
-        for row in load(name)["results"]
+        for result in load(name)["results"]
     ]
     return rows, [name]
 
 
 def gpu_fusions():
-    base = {}
+    unfused_us = {}
     rows = []
-    for row in load("gpu/fusions")["results"]:
-        key = row["rows"], row["c"], row["k"], row["fusion"]
-        base.setdefault(key, row["us"])  # the separate kernel is the first version
+    for result in load("gpu/fusions")["results"]:
+        case = result["rows"], result["c"], result["k"], result["fusion"]
+        unfused_us.setdefault(case, result["us"])  # the first version of a case has a separate kernel
         rows.append(
             {
-                "rows x C x K": f"{row['rows']} x {row['c']} x {row['k']}",
-                "fusion": row["fusion"],
-                "version": row["version"],
-                "us": f"{row['us']:.1f}",
-                "times as fast": f"{base[key] / row['us']:.2f}",
+                "rows x C x K": f"{result['rows']} x {result['c']} x {result['k']}",
+                "fusion": result["fusion"],
+                "version": result["version"],
+                "us": f"{result['us']:.1f}",
+                "times as fast": f"{unfused_us[case] / result['us']:.2f}",
             }
         )
     return rows, ["gpu/fusions"]
@@ -132,17 +141,17 @@ def gpu_fusions():
 def attention(name):
     rows = []
     for group in load(name)["results"]:
-        for row in group:
+        for result in group:
             rows.append(
                 {
-                    "B x H x T x D": " x ".join(map(str, row["shape"])),
-                    "": row["name"],
-                    "forward, ms": number(row["ms"]["forward"]),
-                    "TFLOP/s": f"{row['tflops']['forward']:.0f}",
-                    "ours is times as fast": ratio(row["ours_is_times_as_fast"]["forward"]),
-                    "forward and backward, ms": number(row["ms"]["both"]),
-                    "TFLOP/s ": f"{row['tflops']['both']:.0f}",
-                    "ours is times as fast ": ratio(row["ours_is_times_as_fast"]["both"]),
+                    "B x H x T x D": " x ".join(map(str, result["shape"])),
+                    "": result["name"],
+                    "forward, ms": number(result["ms"]["forward"]),
+                    "forward, TFLOP/s": f"{result['tflops']['forward']:.0f}",
+                    "forward: ours times as fast": ratio(result["ours_is_times_as_fast"]["forward"]),
+                    "forward and backward, ms": number(result["ms"]["both"]),
+                    "both, TFLOP/s": f"{result['tflops']['both']:.0f}",
+                    "both: ours times as fast": ratio(result["ours_is_times_as_fast"]["both"]),
                 }
             )
     return rows, [name]
@@ -150,15 +159,15 @@ def attention(name):
 
 def gpu_tune():
     rows = []
-    for title, found in load("gpu/tune")["results"].items():
-        used, best = next(row for row in found if row["label"] == "in use"), found[0]
+    for title, candidates in load("gpu/tune")["results"].items():  # the fastest candidate comes first
+        current, fastest = next(result for result in candidates if result["label"] == "in use"), candidates[0]
         rows.append(
             {
                 "case": title,
-                "candidates": len(found),
-                "current, ms": f"{used['ms']:.4f}",
-                "fastest, ms": f"{best['ms']:.4f}",
-                "current / fastest": f"{used['ms'] / best['ms']:.3f}",
+                "candidates": len(candidates),
+                "current, ms": f"{current['ms']:.4f}",
+                "fastest, ms": f"{fastest['ms']:.4f}",
+                "current / fastest": f"{current['ms'] / fastest['ms']:.3f}",
             }
         )
     return rows, ["gpu/tune"]
@@ -166,13 +175,13 @@ def gpu_tune():
 
 def gpu_products():
     rows = []
-    for mine, peer in load("gpu/products")["results"]:
-        N, C, K, _ = mine["shape"]
-        row = {"": f"{mine['precision']}, {N} x {C} x {K}"}
-        for pad, (kind, title) in enumerate(PRODUCTS.items()):
-            row[f"{title}, TFLOP/s"] = f"{mine['tflops'][kind]:.0f}"
-            row["torch" + " " * pad] = f"{peer['tflops'][kind]:.0f}"
-            row["ratio" + " " * pad] = ratio(mine["times_as_fast"][kind])
+    for ours, torch in load("gpu/products")["results"]:
+        N, C, K, _ = ours["shape"]
+        row = {"": f"{ours['precision']}, {N} x {C} x {K}"}
+        for kind, title in PRODUCTS.items():
+            row[f"{title}: ours, TFLOP/s"] = f"{ours['tflops'][kind]:.0f}"
+            row[f"{title}: torch, TFLOP/s"] = f"{torch['tflops'][kind]:.0f}"
+            row[f"{title}: times as fast"] = ratio(ours["times_as_fast"][kind])
         rows.append(row)
     return rows, ["gpu/products"]
 
@@ -180,18 +189,20 @@ def gpu_products():
 def gpu_decode():
     rows, ours = [], None
     for name in ("gpu/decode", "gpu/decode_paper"):
-        for row in load(name)["results"]:
-            ours = row if row["name"] == "ours" else ours
-            title = f"{row['preset']}, {row['precision']}, {row['batch']} x ({row['prompt']} + {row['new']})"
+        for result in load(name)["results"]:
+            ours = result if result["name"] == "ours" else ours
+            title = (
+                f"{result['preset']}, {result['precision']}, {result['batch']} x ({result['prompt']} + {result['new']})"
+            )
             rows.append(
                 {
-                    "": f"{title}, {row['name']}",
-                    "us per step": number(row["token"], 1e6),
-                    "quartiles": spread(row["token"], 1e6),
-                    "tokens/s": f"{row['batch'] / row['token']['median']:,.0f}",
-                    "first token, ms": number(row["first"], 1e3, 3),
-                    "all tokens, ms": number(row["total"], 1e3),
-                    "ours is times as fast, all tokens": ratio(ours["times_as_fast"][row["name"]]),
+                    "": f"{title}, {result['name']}",
+                    "us per step": number(result["token"], 1e6),
+                    "quartiles": spread(result["token"], 1e6),
+                    "tokens/s": f"{result['batch'] / result['token']['median']:,.0f}",
+                    "first token, ms": number(result["first"], 1e3, 3),
+                    "all tokens, ms": number(result["total"], 1e3),
+                    "all tokens: ours times as fast": ratio(ours["times_as_fast"][result["name"]]),
                 }
             )
     return rows, ["gpu/decode", "gpu/decode_paper"]
@@ -199,8 +210,8 @@ def gpu_decode():
 
 def gpu_memory():
     rows = []
-    for row in load("gpu/memory")["results"]:
-        options = row["options"]
+    for result in load("gpu/memory")["results"]:
+        options = result["options"]
         plural = "s" * (options["batch_size"] > 1)
         title = f"{options['preset']}, {options['precision']}, {options['batch_size']} sequence{plural}"
         if options["micro_batches"] > 1:
@@ -208,10 +219,10 @@ def gpu_memory():
         rows.append(
             {
                 "": title,
-                "held, GiB": gib(row["held_bytes"]),
-                "model, GiB": gib(row["model_bytes"]),
-                "difference": f"{100 * row['difference']:+.1f} %",
-                "of the driver, GiB": gib(row["driver_bytes"]),
+                "held, GiB": gib(result["held_bytes"]),
+                "predicted, GiB": gib(result["model_bytes"]),
+                "difference": f"{100 * result['difference']:+.1f} %",
+                "held according to the driver, GiB": gib(result["driver_bytes"]),
             }
         )
     return rows, ["gpu/memory"]
@@ -221,15 +232,15 @@ def scaling():
     rows = []
     for name in SCALING:
         for table in load(name)["results"]["scaling"]:
-            for row in table["rows"]:
+            for result in table["rows"]:
                 rows.append(
                     {
                         "sequences x tokens": table["title"],
-                        "": row["name"],
-                        "ms per step": number(row["seconds"], 1e3),
-                        "tokens/s": f"{row['tokens_per_second']:,.0f}",
-                        "efficiency": percent(row["efficiency"]["median"]),
-                        "times as fast as PyTorch": ratio(row["times_as_fast"]),
+                        "": result["name"],
+                        "ms per step": number(result["seconds"], 1e3),
+                        "tokens/s": f"{result['tokens_per_second']:,.0f}",
+                        "efficiency": percent(result["efficiency"]["median"]),
+                        "times as fast as PyTorch": ratio(result["times_as_fast"]),
                         "commit": load(name)["commit"],
                     }
                 )
@@ -239,56 +250,56 @@ def scaling():
 def gpus_paper():
     rows = [
         {
-            "50 steps of `paper`, bf16, 2 GPUs": row["name"],
-            "seconds": number(row["totals"], 1, 3),
-            "quartiles": spread(row["totals"], 1, 3),
+            "50 steps of `paper`, bf16, 2 GPUs": result["name"],
+            "seconds": number(result["totals"], 1, 3),
+            "quartiles": spread(result["totals"], 1, 3),
         }
-        for row in load("gpus/scaling")["results"]["paper"]
+        for result in load("gpus/scaling")["results"]["paper"]
     ]
     return rows, ["gpus/scaling"]
 
 
 def gpus_strategies():
     rows = []
-    for row in load("gpus/strategies")["results"]:
-        alone = not row.get("communicate", True)
-        added = row["communication_share"] * row["seconds"]["median"]
+    for result in load("gpus/strategies")["results"]:
+        is_baseline = not result.get("communicate", True)
+        added = result["communication_share"] * result["seconds"]["median"]
         rows.append(
             {
-                "": row["name"],
-                "messages": "" if alone else row["messages"],
-                "ms per step": number(row["seconds"], 1e3),
-                "added by communication, ms": "" if alone else f"{1e3 * added:.1f}",
-                "share of step": "" if alone else percent(row["communication_share"]),
-                "time / same `--dp`": ratio(row.get("times_plain"), 3),
-                "MB sent per rank": f"{1e-6 * row['bytes_sent']:,.0f}",
-                "optimizer MB per rank": f"{1e-6 * row['optimizer_bytes']:,.0f}",
+                "": result["name"],
+                "messages": "" if is_baseline else result["messages"],
+                "ms per step": number(result["seconds"], 1e3),
+                "added by communication, ms": "" if is_baseline else f"{1e3 * added:.1f}",
+                "share of step": "" if is_baseline else percent(result["communication_share"]),
+                "time / time of the same `--dp` without options": ratio(result.get("times_plain"), 3),
+                "MB sent per rank": f"{1e-6 * result['bytes_sent']:,.0f}",
+                "optimizer MB per rank": f"{1e-6 * result['optimizer_bytes']:,.0f}",
             }
         )
     return rows, ["gpus/strategies"]
 
 
 def gpus_collectives():
-    found, rows = load("gpus/collectives")["results"], []
-    for row in found["all_reduce"]:
+    results, rows = load("gpus/collectives")["results"], []
+    for result in results["all_reduce"]:
         rows.append(
             {
-                "fp32 MB": f"{1e-6 * row['bytes']:,.0f}",
-                f"{row['ranks']} GPUs": row["name"],
-                "us": number(row["seconds"], 1e6),
-                "bus GB/s": f"{1e-9 * row['bus_bandwidth']:.0f}",
-                "times as fast as torch": ratio(row["times_as_fast_as_torch"]),
-                "relative error at 10 MB": f"{found['errors'][str(row['ranks'])][row['name']]:.1e}",
+                "MB in fp32": f"{1e-6 * result['bytes']:,.0f}",
+                f"{result['ranks']} GPUs": result["name"],
+                "us": number(result["seconds"], 1e6),
+                "bus GB/s": f"{1e-9 * result['bus_bandwidth']:.0f}",
+                "times as fast as torch": ratio(result["times_as_fast_as_torch"]),
+                "relative error at 10 MB": f"{results['errors'][str(result['ranks'])][result['name']]:.1e}",
             }
         )
     return rows, ["gpus/collectives"]
 
 
 def gpus_fit():
-    found, rows = load("gpus/collectives")["results"], []
-    for ranks, fits in found["alpha_beta"].items():
+    results, rows = load("gpus/collectives")["results"], []
+    for ranks, fits in results["alpha_beta"].items():
         for name, (alpha, beta) in fits.items():
-            bucket = found["bucket_mb"][f"{ranks} GPUs, {name}"]
+            bucket = results["bucket_mb"][f"{ranks} GPUs, {name}"]
             cells = {"alpha, us": f"{1e6 * alpha:.1f}", "beta, ps per byte": f"{1e12 * beta:.2f}"}
             rows.append({f"{ranks} GPUs": name, **cells, "best `--bucket-mb` for GPT-2 124M": f"{bucket:.0f}"})
     return rows, ["gpus/collectives"]
@@ -298,28 +309,28 @@ def gpus_timeline():
     rows = [
         {
             "rank 0": name,
-            "step, ms": f"{each['step_ms']:.1f}",
-            "computation": f"{each['compute_ms']:.1f}",
-            "communication": f"{each['communication_ms']:.1f}",
-            "hidden share": percent(each["hidden_ms"] / each["communication_ms"], 0),
-            "kernels": each["kernels"],
+            "step, ms": f"{times['step_ms']:.1f}",
+            "computation, ms": f"{times['compute_ms']:.1f}",
+            "communication, ms": f"{times['communication_ms']:.1f}",
+            "communication that overlaps": percent(times["hidden_ms"] / times["communication_ms"], 0),
+            "kernels": times["kernels"],
         }
-        for name, each in load("gpus/timeline")["results"].items()
+        for name, times in load("gpus/timeline")["results"].items()
     ]
     return rows, ["gpus/timeline"]
 
 
 def gpus_parity():
     rows = []
-    for row in load("gpus/parity")["results"]:
-        deviation = row["largest_deviation"]
+    for result in load("gpus/parity")["results"]:
+        deviation = result["largest_deviation"]
         rows.append(
             {
-                "": f"{row['precision']}, {row['name']}",
-                "against stage 2": "bit-identical" if row["difference"] is None else "differs",
+                "": f"{result['precision']}, {result['name']}",
+                "compared with stage 2": "bit-identical" if result["difference"] is None else "differs",
                 "largest loss deviation": f"{deviation:.1e}" if deviation else "0",
-                "ms per step": f"{1e3 * row['median']:.3g}",
-                "last loss": f"{row['losses'][-1]:.6f}" if math.isfinite(row["losses"][-1]) else "not finite",
+                "ms per step": f"{1e3 * result['median']:.3g}",
+                "last loss": f"{result['losses'][-1]:.6f}" if math.isfinite(result["losses"][-1]) else "not finite",
             }
         )
     return rows, ["gpus/parity"]

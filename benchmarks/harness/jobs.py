@@ -1,6 +1,6 @@
-"""Start MPI jobs from Python: a command line, or a function on every rank. The end of a job ends all its processes.
+"""Start MPI jobs from Python: Job runs a command line, run_mpi() a function on every rank.
 
-Both benchmarks and tests use this module, so it does not import pytest.
+Both ensure that no process of a job remains. Benchmarks and tests use this module, so it does not import pytest.
 """
 
 import faulthandler
@@ -24,21 +24,21 @@ from pathlib import Path
 from stage1_mpi.launch import choose
 
 ROOT = Path(__file__).resolve().parents[2]
-THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-LIMIT = 180  # seconds after which a job that does not start or end is killed
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+LIMIT = 180  # seconds after which a job that has not started, or a Job that has not ended, is killed
 # Lines that a launcher or an MPI library prints when ranks are killed or abort.
 NOISE = re.compile(r"Abort\(\d+\) on node|MPI_A(BORT|bort)|^[-=]{20,}|^=  |^YOUR APPLICATION|^This typ|^Please see")
 
 
 @functools.cache
 def launcher():
-    """[mpiexec, its flags] of the MPI that mpi4py loads; raises ConfigError if no launcher works."""
-    path, family = choose()
-    return [path, *family.flags, *(family.root_flags if os.geteuid() == 0 else ())]
+    """[path of mpiexec, flags ...] for the MPI library that mpi4py loads; raises ConfigError if there is none."""
+    path, implementation = choose()
+    return [path, *implementation.flags, *(implementation.root_flags if os.geteuid() == 0 else ())]
 
 
 def end(process):
-    """End all processes of a job: SIGTERM to the launcher, which ends its ranks, then SIGKILL to the process group."""
+    """End all processes of a job: SIGTERM to the launcher, which then ends its ranks, and SIGKILL to what remains."""
     if process.poll() is None:
         process.terminate()
         with suppress(subprocess.TimeoutExpired):
@@ -53,13 +53,13 @@ def end(process):
 
 @dataclass(frozen=True)
 class Done:
-    """A finished job: mpiexec's exit code, the output, the seconds done() took, the ids of processes still alive."""
+    """A finished job."""
 
-    code: int
-    out: str
-    err: str
-    seconds: float
-    left: tuple
+    code: int  # the exit code of mpiexec
+    out: str  # standard output
+    err: str  # standard error
+    seconds: float  # the time that Job.done() waited for the end
+    left: tuple  # ids of processes of the job that are still alive
 
     @property
     def lines(self):
@@ -68,17 +68,18 @@ class Done:
 
 
 class Job:
-    """A running mpiexec. `words` are its further arguments: "-n", 4, script, ...; ":" separates groups of ranks.
+    """A running mpiexec. `words` are its arguments: "-n", 4, script, ...; the word ":" separates groups of ranks.
 
-    Use it as a context manager: leaving the block ends the job. On Linux its processes are found by a variable in their
-    environment; on other systems pids() is empty.
+    `environment`: additional environment variables. Use a Job as a context manager: leaving the block ends the job. All
+    processes of a job have the environment variable `mark`. pids() finds them by this variable, but only on Linux.
     """
 
     def __init__(self, *words, cwd=ROOT, **environment):
         self.mark = f"JOB_OF_TEST={uuid.uuid4()}"
         name, _, value = self.mark.partition("=")
-        environment = os.environ | dict.fromkeys(THREADS, "1") | {"PYTHONPATH": str(ROOT), name: value} | environment
-        self.files = [tempfile.TemporaryFile("w+") for _ in "oe"]
+        defaults = {"PYTHONPATH": str(ROOT), name: value, **dict.fromkeys(THREAD_VARIABLES, "1")}
+        environment = os.environ | defaults | environment
+        self.files = [tempfile.TemporaryFile("w+") for _ in range(2)]  # standard output, standard error
         self.began = time.monotonic()
         self.process = subprocess.Popen(
             [*launcher(), *map(str, words)],
@@ -98,16 +99,22 @@ class Job:
             file.close()
 
     def pids(self, variable=""):
-        """The process ids of the job, or {value of `variable`: id} of the processes whose environment has it."""
+        """[process id] of the job. With `variable`, the name of an environment variable: {its value: process id}.
+
+        The dictionary contains only the processes in whose environment the variable is set.
+        """
         found = {}
         for path in Path("/proc").glob("[0-9]*/environ"):
             with suppress(OSError):
-                values = path.read_text(errors="replace").split("\0")
-                if self.mark in values:
-                    key = next((v.partition("=")[2] for v in values if v.partition("=")[0] == variable), None)
-                    if key is not None or not variable:
-                        found[key or path.parent.name] = int(path.parent.name)
-        return found if variable else list(found.values())
+                settings = path.read_text(errors="replace").split("\0")
+                if self.mark in settings:
+                    pid = int(path.parent.name)
+                    pairs = dict(setting.split("=", 1) for setting in settings if "=" in setting)
+                    if not variable:
+                        found[pid] = pid
+                    elif variable in pairs:
+                        found[pairs[variable]] = pid
+        return found if variable else list(found)
 
     def ranks(self):
         """{rank: process id} of the ranks started so far."""
@@ -115,26 +122,26 @@ class Job:
         return {int(rank): pid for rank, pid in pids.items()}
 
     def out(self):
-        """Standard output so far."""
+        """The standard output so far."""
         return os.pread(self.files[0].fileno(), 1 << 24, 0).decode(errors="replace")
 
     def wait_for(self, text):
-        """Return when standard output contains `text`."""
+        """Wait until standard output contains `text`. Raises AssertionError if the job ends or LIMIT seconds pass."""
         while text not in self.out():
             assert self.process.poll() is None and time.monotonic() - self.began < LIMIT, self.done().err
             time.sleep(0.01)
 
     def done(self):
         """Wait for the end of the job; return its Done. Raises AssertionError after LIMIT seconds."""
-        since = time.monotonic()
+        started = time.monotonic()
         try:
             self.process.wait(LIMIT)
         except subprocess.TimeoutExpired:
             end(self.process)
             raise AssertionError(f"the job hung for {LIMIT} s; its output: {self.texts()}") from None
-        while (left := self.pids()) and time.monotonic() - since < 10:
+        while (left := self.pids()) and time.monotonic() - started < 10:
             time.sleep(0.02)
-        return Done(self.process.returncode, *self.texts(), time.monotonic() - since, tuple(left))
+        return Done(self.process.returncode, *self.texts(), time.monotonic() - started, tuple(left))
 
     def texts(self):
         """[standard output, standard error] so far."""
@@ -145,25 +152,25 @@ class Job:
 
 
 def run_mpi(size, function, *args, timeout=LIMIT):
-    """[function(communicator, *args) of each rank]; the ranks are processes of one MPI job.
+    """Call function(communicator, *args) on `size` ranks of a new MPI job; return the list of the results.
 
     `function` is a top-level function of a module; `args` and the results are pickled. Raises AssertionError with the
-    output of the ranks if the job fails, or takes more than `timeout` seconds after all ranks have started.
+    output of the ranks if the job fails, or if it takes more than `timeout` seconds after all ranks have started.
     """
     with tempfile.TemporaryDirectory() as folder:
-        job = Path(folder) / "job"
+        job = Path(folder) / "job"  # the ranks write their results beside this file; see main()
         job.write_bytes(pickle.dumps((f"{function.__module__}:{function.__qualname__}", args)))
         program = [sys.executable, "-m", "benchmarks.harness.jobs", str(job), str(timeout)]
         command = [*launcher(), "-n", str(size), *program]
-        environment = dict(os.environ, PYTHONPATH=str(ROOT), **dict.fromkeys(THREADS, "1"))
+        environment = dict(os.environ, PYTHONPATH=str(ROOT), **dict.fromkeys(THREAD_VARIABLES, "1"))
         with open(Path(folder) / "out", "w+") as out, open(Path(folder) / "err", "w+") as err:
             process = subprocess.Popen(
                 command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=err,
                 start_new_session=True,
             )  # fmt: skip
-            ready, starting = [job.with_name(f"ready{rank}") for rank in range(size)], time.monotonic() + LIMIT
+            ready, deadline = [job.with_name(f"ready{rank}") for rank in range(size)], time.monotonic() + LIMIT
             try:
-                while process.poll() is None and time.monotonic() < starting and not all(map(Path.exists, ready)):
+                while process.poll() is None and time.monotonic() < deadline and not all(map(Path.exists, ready)):
                     time.sleep(0.01)
                 status = f"ended with status {process.wait(timeout)}"
             except subprocess.TimeoutExpired:
@@ -180,7 +187,10 @@ def run_mpi(size, function, *args, timeout=LIMIT):
 
 
 def main(job, timeout):
-    """One rank: run the job's function and write its result to a file; an exception ends the job."""
+    """The program of one rank of run_mpi(): call the function and write the result to a file.
+
+    An exception ends the whole job.
+    """
     faulthandler.dump_traceback_later(LIMIT / 2)  # print the stack of a rank that hangs during start-up
     from stage1_mpi.mpi_communicator import MpiCommunicator
 

@@ -1,6 +1,6 @@
-"""The calls of benchmarks into this project's trainer, sampler and decoders, except gpus/ours.py and gpu/choices.py.
+"""This project as one of the compared programs: its trainers, generators and decoders in the form that benchmarks call.
 
-Code that depends on the internals of a Trainer is in the section "calls into the trainer" or in these two files.
+Benchmarks use internals of a Trainer only in the first section of this file, in gpus/ours.py and in gpu/choices.py.
 """
 
 import functools
@@ -13,56 +13,57 @@ from gpt2core.parallel.config import ParallelConfig, plan_micro_batches
 from gpt2core.parallel.tensor_parallel import load_model
 from gpt2core.parallel.whole_parameters import initial_parameters
 from gpt2core.sampler import Greedy, generate_batch
-from gpt2core.sampler import generate as continuation
+from gpt2core.sampler import generate as generate_tokens
 from gpt2core.trainer import Trainer
 from gpt2core.training_loop import read_batch
 from stage0_serial.numpy_backend import NumpyBackend
 from stage1_mpi.mpi_communicator import MpiCommunicator
 from stage2_cuda.tuning import tuner as autotune
 
-LR = 3e-4
+LR = 3e-4  # learning rate
 GPU_OPTIMIZER = dict(clip=1.0, weight_decay=0.1, beta2=0.95)  # the recipe of GPT-2 and of nanoGPT
 
 # -- calls into the trainer -------------------------------------------------------------------------------------------
 
 
 def train_step(trainer, inputs, targets):
-    """One training step on a global batch; returns a Step. Every rank passes the whole batch."""
+    """Run one training step; return its Step. inputs, targets: the global batch; every rank passes the whole batch."""
     return trainer.step(trainer.prepare(inputs[trainer.rows], targets[trainer.rows]), LR)
 
 
 def overlapped_steps(trainer, windows, count):
-    """`count` training steps, each begun before the result of the previous one is read; returns the last Step."""
-    for left in reversed(range(count)):
+    """Run `count` training steps; return the last Step. A step begins before the result of the previous one is read."""
+    for remaining in reversed(range(count)):
         if not trainer.in_flight:
             trainer.begin(read_batch(trainer, windows), LR)
-        if left and trainer.overlaps:
+        if remaining and trainer.overlaps:
             trainer.begin(read_batch(trainer, windows, ahead=1), LR)
         last = trainer.in_flight[0].result()
     return last
 
 
 def update_function(trainer, inputs, targets):
-    """A function that launches one update of this batch, kernel by kernel: what a graph would capture."""
+    """Return a function that launches the kernels of one update for this batch from Python, without a CUDA graph."""
     arguments = trainer.prepare(inputs, targets), trainer.optimizer.hyperparameters(trainer.steps + 1, LR)
     return functools.partial(trainer.backend.runtime.compile_step(trainer.compute_update, capture=False), *arguments)
 
 
 def gradients(trainer):
-    """The flat gradient buffer."""
+    """The flat gradient buffer of the trainer."""
     return trainer.accumulator.gradients
 
 
 def message_count(trainer):
-    """The number of messages in which a rank sends its gradients."""
+    """The number of messages in which a rank sends its gradients in one step."""
     return len(trainer.data_parallel.parts)
 
 
 def share_workspace(first, backend):
-    """Let the steps of `backend`, not yet captured, use the memory and the stream of the captured step `first`.
+    """Make the compiled steps of `backend`, not yet captured, use the memory and the stream of the step `first`.
 
-    `first` may be None; returns it, or the first step of `backend`. Steps that share a workspace overwrite each other's
-    intermediate arrays, so no step may keep data in it between two calls.
+    Returns `first`, or the first step of `backend` if `first` is None. This saves GPU memory if one process has several
+    trainers. Steps that share a workspace overwrite each other's intermediate arrays, so no step may keep data in the
+    workspace between two calls.
     """
     for step in backend.runtime.compiled:
         first = first or step
@@ -71,13 +72,16 @@ def share_workspace(first, backend):
 
 
 class CudaSteps:
-    """Training steps on one GPU: `steps(inputs, targets) -> loss`; int64 arrays (batch_size, seq_len)."""
+    """Training steps on one GPU: steps(inputs, targets) -> loss, for int64 arrays (batch_size, seq_len).
+
+    captured=False: launch the kernels from Python in every step, without a CUDA graph.
+    """
 
     def __init__(self, config, batch_size, seq_len, precision="bf16", micro_batches=1, captured=True):
         from stage2_cuda.cuda_backend import CudaBackend  # here, because the CPU benchmarks run without Triton
 
         self.backend = CudaBackend(precision, deterministic=False)  # as in train_gpt2.py: timing selects the algorithms
-        self.backend.runtime.captures &= captured
+        self.backend.runtime.uses_graphs &= captured
         self.announced = []
         self.trainer = Trainer(
             config, [self.backend], batch_size=batch_size, seq_len=seq_len, micro_batches=micro_batches,
@@ -85,9 +89,9 @@ class CudaSteps:
         )  # fmt: skip
 
     def announce(self, batches):
-        """Set the (inputs, targets) of the next calls, so that each call can begin the following step.
+        """Set the batches [(inputs, targets)] of the next calls. Each call can then also begin the next step.
 
-        As in training, the next step is launched before the loss of the current one is read.
+        As in training, the next step is then launched before the loss of the current step is read.
         """
         self.announced = list(batches)
 
@@ -115,7 +119,7 @@ class CudaSteps:
 
 
 class ProfiledSteps(CudaSteps):
-    """CudaSteps on one stream, which can switch between launching from Python and the captured graph."""
+    """CudaSteps on one stream. use_graph() selects whether a step launches kernels from Python or replays its graph."""
 
     def __init__(self, *args, **options):
         from stage2_cuda.runtime.side_stream import NoStream
@@ -129,11 +133,11 @@ class ProfiledSteps(CudaSteps):
         self.trainer.compiled = self.captured if graph else self.launched
 
     def arguments(self):
-        """The arguments of one update of the last batch."""
+        """The arguments of compute_update() for the last batch."""
         return self.trainer.prepare(*self.last), self.trainer.optimizer.hyperparameters(self.trainer.steps + 1, LR)
 
     def compute_update(self):
-        """Launch one update of the last batch from Python."""
+        """Launch the kernels of one update for the last batch from Python."""
         return self.launched(*self.arguments())
 
     def replay(self):
@@ -151,14 +155,17 @@ class ProfiledSteps(CudaSteps):
 
 
 def make_world(ranks):
-    """The communicator of this job: Solo for one process, else that of the ranks that mpiexec started."""
+    """The communicator of a job of `ranks` processes: Solo for one process, else MpiCommunicator."""
     return Solo() if ranks == 1 else MpiCommunicator()
 
 
 def build_trainer(
     config, batch_size, seq_len, threads, deterministic, world=None, collectives=None, backends=None, **parallel
 ):
-    """A Trainer with the command line's defaults. parallel: arguments of ParallelConfig; threads: per rank."""
+    """A Trainer for NumPy with the defaults of train_gpt2.py.
+
+    threads: per rank. backends: NumpyBackends to use instead of new ones. parallel: arguments of ParallelConfig.
+    """
     world, parallel = world or Solo(), ParallelConfig(**parallel)
     world.use_collectives(collectives or ("canonical" if deterministic else "mpi"))
     micro_batches, threads = plan_micro_batches(batch_size, None, threads, world.size // parallel.tp, deterministic)
@@ -170,18 +177,18 @@ def build_trainer(
 
 
 def make_trainer(*args, **options):
-    """Return `step(inputs, targets) -> loss`: a full training step with AdamW; int64 arrays (batch_size, seq_len).
+    """Return step(inputs, targets) -> loss: a full training step with AdamW. The arguments are build_trainer()'s.
 
-    The arguments are those of build_trainer; every rank passes the whole batch.
+    inputs, targets: int64 arrays (batch_size, seq_len); every rank passes the whole batch.
     """
     trainer = build_trainer(*args, **options)
     return lambda inputs, targets: train_step(trainer, inputs, targets).loss
 
 
 def make_variants(config, batch_size, seq_len, world, variants):
-    """{name: Variant} on the ranks of one job. variants: {name: options of build_trainer}.
+    """{name: Variant} on the ranks of one job. variants: {name: options of build_trainer()}.
 
-    The variants share one backend, so only one of them may run at a time.
+    The variants share one backend, so only one variant may run at a time.
     """
     backends = [NumpyBackend()]
 
@@ -194,10 +201,10 @@ def make_variants(config, batch_size, seq_len, world, variants):
 
 
 class Variant:
-    """A trainer as `variant(inputs, targets) -> loss`, with the bytes that this rank sends and its optimizer holds."""
+    """A trainer in the form variant(inputs, targets) -> loss, with what this rank sends and stores."""
 
     def __init__(self, trainer):
-        self.trainer, self.bytes_sent = trainer, None
+        self.trainer, self.bytes_sent = trainer, None  # bytes_sent: in the last step
         self.optimizer_bytes, self.messages = trainer.optimizer.nbytes, message_count(trainer)
 
     def __call__(self, inputs, targets):
@@ -210,9 +217,10 @@ class Variant:
 
 
 def make_generator(config, threads):
-    """Return `generate(prompt_ids, n, use_cache) -> (ids, seconds_to_first, seconds_total)`: n greedy new tokens.
+    """Return generate(prompt_ids, n, use_cache) -> (ids, seconds to the first token, total seconds).
 
-    Without the cache each token is generated by a separate call that processes all previous tokens again.
+    It generates n tokens greedily. With use_cache=False each token is generated by a separate call, which processes all
+    previous tokens again.
     """
     backend = NumpyBackend()
     backend.runtime.use_threads(threads)
@@ -221,9 +229,9 @@ def make_generator(config, threads):
     def generate(prompt_ids, n, use_cache):
         started, ids = time.perf_counter(), []
         if use_cache:
-            tokens = continuation(model, prompt_ids, n)
+            tokens = generate_tokens(model, prompt_ids, n)
         else:
-            tokens = (next(continuation(model, [*prompt_ids, *ids], 1)) for _ in range(n))
+            tokens = (next(generate_tokens(model, [*prompt_ids, *ids], 1)) for _ in range(n))
         for token in tokens:
             ids.append(token)
             if len(ids) == 1:
@@ -234,14 +242,17 @@ def make_generator(config, threads):
 
 
 class CudaGenerator:
-    """Greedy decoding on one GPU: `generate(prompts (B, T), new) -> (ids (B, new), seconds_to_first, total)`."""
+    """Greedy decoding on one GPU: generate(prompts, new) -> (ids, seconds to the first token, total seconds).
+
+    prompts (B, T) token ids; new: number of tokens to generate for each prompt; ids (B, new).
+    """
 
     def __init__(self, config, batch, precision="bf16"):
         from stage2_cuda.cuda_backend import CudaBackend
 
         self.backend = CudaBackend(precision)
         self.model = load_model(config, dict(initial_parameters(config, 0)), self.backend)
-        self.decoders = {}  # kept between calls, with their captured steps
+        self.decoders = {}  # kept between calls, because the decoders have captured steps
 
     def __call__(self, prompts, new):
         started, ids, first = time.perf_counter(), [], None
@@ -251,7 +262,7 @@ class CudaGenerator:
         return np.transpose(ids), first, time.perf_counter() - started
 
     def decoder(self, batch, captured=True, **constants):
-        """A new decoder with some of the kernels' constants replaced; captured=False: no CUDA graph."""
+        """A new GpuDecoder. constants: fields of the kernels' tiling to replace. captured=False: no CUDA graph."""
         from stage2_cuda.decoding.decode_stream import DecodeStream
         from stage2_cuda.decoding.decoder import GpuDecoder
 
@@ -264,9 +275,11 @@ class CudaGenerator:
 
 
 def seconds_per_step(decoder, prompts, steps):
-    """Seconds of one captured decoding step, if the tokens are read only after all steps are launched."""
+    """The mean seconds of `steps` replayed decoding steps. The tokens are read after all steps were launched."""
     decoder.start(prompts, [Greedy()] * len(prompts))
-    for _ in range(4):  # the prompt, then a step that compiles, one that is captured and one that is replayed
+    for _ in range(
+        4
+    ):  # the prompt, then three steps: the first compiles, the second is captured, the third is replayed
         decoder.step()
         decoder.read_tokens()
     started = time.perf_counter()
@@ -281,7 +294,10 @@ def seconds_per_step(decoder, prompts, steps):
 
 
 class Graphs:
-    """GPU calls captured several times in one CUDA graph. A subclass fills calls: {kind: function}."""
+    """Captures several calls of a function in one CUDA graph, to time short GPU calls precisely.
+
+    A subclass sets `calls`: {kind: function}. graphs: {kind: (graph, number of calls in it)}.
+    """
 
     def __init__(self):
         from stage2_cuda.runtime.triton_launch import array_module
@@ -290,18 +306,18 @@ class Graphs:
         self.stream, self.calls, self.graphs = self.cupy.cuda.Stream(non_blocking=True), {}, {}
 
     def capture(self, kind, length):
-        """In the first call for `kind`, capture a graph of about `length` milliseconds; return its number of calls."""
+        """Return the number of calls in the graph of `kind`. The first time, capture a graph of about `length` ms."""
         if kind not in self.graphs:
             call = self.calls[kind]
             with self.stream:
                 call()  # compiles
-                once = min(autotune.milliseconds(self.cupy, self.stream, call) for _ in range(3))
-                calls = max(1, round(length / once))
-                self.graphs[kind] = autotune.capture_calls(self.stream, call, calls), calls
+                one_call = min(autotune.milliseconds(self.cupy, self.stream, call) for _ in range(3))
+                count = max(1, round(length / one_call))
+                self.graphs[kind] = autotune.capture_calls(self.stream, call, count), count
         return self.graphs[kind][1]
 
     def replay(self, kind):
-        """Milliseconds of one replay; an untimed replay before it raises the GPU's clock."""
+        """The milliseconds of one replay, after an untimed replay that brings the GPU to its full clock rate."""
         graph, _ = self.graphs[kind]
         with self.stream:
             graph.launch(self.stream)

@@ -1,11 +1,13 @@
-"""Run the compared programs as separate processes whose measurements are interleaved in rounds: A B C, B C A, ...
+"""Run the compared programs A, B, C as separate processes, and measure them in interleaved rounds: A B C, B C A, ...
 
-A benchmark script has a function `prepare(module, **options) -> run_round`. Each process calls it with the
-module to measure. For every request of the parent the process then calls `run_round(**request)` and sends the result
-back as JSON. A process that waits for its next request is blocked on a pipe and uses no CPU time.
+A benchmark script has a function `prepare(module, **options)`, which returns a function `run_round`. `module` is one of
+the implementations that the benchmark compares: a Python module such as benchmarks.harness.ours or
+benchmarks.peers.torch_gpt2. Each process calls prepare() with one module. For every request of the parent it then calls
+`run_round(**request)` and sends the result back as JSON. A process that waits for a request is blocked on a pipe and
+uses no CPU time.
 
-A process may also be a job of several ranks: all of them call `prepare(module, world=world, **options)` and
-`run_round`. Rank 0 reads the requests, broadcasts them and answers.
+A "process" may also be a job of several ranks. Then all ranks call `prepare(module, world=world, **options)` and
+`run_round`. Rank 0 reads the requests from the pipe, broadcasts them to the other ranks, and sends the results.
 """
 
 import json
@@ -31,22 +33,25 @@ BLAS_VARIABLES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", 
 
 @dataclass(frozen=True)
 class ProcessSpec:
-    """One row of a table: the module to measure, the options for `prepare`, and the BLAS/OpenMP threads."""
+    """Describes one process to measure."""
 
-    name: str
-    module: str
-    blas_threads: int
-    options: dict = field(default_factory=dict)
-    ranks: int | None = None  # if given, `prepare` also gets world=module.make_world(ranks)
-    launcher: tuple = ()  # the command in front of the interpreter, for example mpiexec and its flags
+    name: str  # of its row in the table
+    module: str  # the implementation to measure, passed to prepare()
+    blas_threads: int  # threads of BLAS and OpenMP
+    options: dict = field(default_factory=dict)  # further arguments of prepare()
+    ranks: int | None = None  # if given, prepare() also gets world=module.make_world(ranks)
+    launcher: tuple = ()  # words before the interpreter in the command line, for example mpiexec and its flags
 
 
 class BenchmarkFailed(Exception):
-    """A process ended or did not answer in time; the message includes the end of its standard error."""
+    """A process has ended or did not answer in time. The message includes the last lines of its standard error."""
 
 
 class BenchmarkProcess:
-    """A running process of a ProcessSpec. Use it as a context manager: leaving the block ends the process."""
+    """A running process that a ProcessSpec describes. Use it as a context manager: leaving the block ends the process.
+
+    benchmark: the module that has prepare(). timeout: seconds within which the process must answer each request.
+    """
 
     def __init__(self, spec, benchmark, timeout):
         self.spec, self.timeout = spec, timeout
@@ -65,7 +70,7 @@ class BenchmarkProcess:
 
     def __enter__(self):
         try:
-            self.baseline = self._answer()["peak_bytes"]
+            self.baseline = self._answer()["peak_bytes"]  # memory after the imports
         except BaseException:
             self.__exit__()
             raise
@@ -79,13 +84,14 @@ class BenchmarkProcess:
         self.errors.close()
 
     def run_round(self, **request):
-        """Send one request; return the result of run_round() with `peak_bytes` added. Raises BenchmarkFailed."""
-        with suppress(BrokenPipeError):  # the process has ended: _answer() reports how
+        """Send one request; return the result of run_round() with the field peak_bytes. Raises BenchmarkFailed."""
+        with suppress(BrokenPipeError):  # the process has ended; _answer() raises BenchmarkFailed with the reason
             self.process.stdin.write(json.dumps(request) + "\n")
             self.process.stdin.flush()
         return self._answer()
 
     def _answer(self):
+        """The next answer, a dictionary. Raises BenchmarkFailed if the process has ended or does not answer in time."""
         watchdog = threading.Timer(self.timeout, end, [self.process])
         watchdog.start()
         started = time.monotonic()
@@ -103,7 +109,7 @@ class BenchmarkProcess:
 
 
 class JobVariant:
-    """One of several variants that run in the same process; its requests include the variant's name."""
+    """One of several variants in the same BenchmarkProcess. It adds the variant's name to each request."""
 
     def __init__(self, process, name):
         self.process, self.spec = process, ProcessSpec(name, "", 1)
@@ -113,14 +119,14 @@ class JobVariant:
 
 
 def failure(message, errors):
-    """A BenchmarkFailed with `message` and the last 40 lines of the file `errors`."""
+    """A BenchmarkFailed with `message` and the last 40 lines of the open file `errors`."""
     errors.seek(0)
     tail = "".join(errors.readlines()[-40:]).strip()
     return BenchmarkFailed(f"{message}; the end of its standard error:\n{tail}")
 
 
 def run_to_end(name, command, blas_threads, timeout):
-    """Run a command line. Raises BenchmarkFailed if it fails or takes more than `timeout` seconds."""
+    """Run a command and wait for its end. Raises BenchmarkFailed if it fails or takes more than `timeout` seconds."""
     environment = dict(os.environ, **dict.fromkeys(BLAS_VARIABLES, str(blas_threads)))
     with tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(
@@ -141,46 +147,52 @@ def run_to_end(name, command, blas_threads, timeout):
 def run_rounds(processes, rounds, warm_up, request):
     """Measure all processes in interleaved rounds.
 
-    Each process first gets the request `warm_up` once, then `request` once in each round. Returns
-    {name: {"warm_up": result, "rounds": [result of each round]}}.
+    Each process first gets the request `warm_up` once, then the request `request` once in each round. Returns
+    {name of the process: {"warm_up": result, "rounds": [result of each round]}}.
     """
     results = {}
     for process in processes:
         progress(f"warming up {process.spec.name}")
         results[process.spec.name] = {"warm_up": process.run_round(**warm_up), "rounds": []}
     for index in range(rounds):
-        first = index % len(processes)  # rotate the order, so that each round starts with another process
-        for process in processes[first:] + processes[:first]:
+        start = index % len(processes)  # each round starts with another process
+        for process in processes[start:] + processes[:start]:
             progress(f"round {index + 1}/{rounds}: {process.spec.name}")
-            time.sleep(0.1)  # idle OpenMP threads spin for some milliseconds after their last region
+            time.sleep(0.1)  # after a parallel region, OpenMP threads still use the cores for some milliseconds
             results[process.spec.name]["rounds"].append(process.run_round(**request))
     progress("")
     return results
 
 
 def timed_round(graphs, milliseconds):
-    """{kind: milliseconds of one call, "norms": norms of the results} measured with `graphs`, ours or torch's."""
-    calls = {kind: graphs.capture(kind, milliseconds) for kind in graphs.calls}
-    times = {kind: graphs.replay(kind) / count for kind, count in calls.items()}
+    """{kind: milliseconds of one call, "norms": norms of the results}, measured by replaying CUDA graphs.
+
+    graphs: Graphs of harness/ours.py or of peers/torch_graphs.py. milliseconds: approximate length of each graph.
+    """
+    counts = {kind: graphs.capture(kind, milliseconds) for kind in graphs.calls}  # calls per graph
+    times = {kind: graphs.replay(kind) / count for kind, count in counts.items()}
     return dict(times, norms=graphs.norms())
 
 
 def peak_bytes():
-    """The largest resident size of this process so far."""
+    """The largest resident set size of this process so far, in bytes."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # Linux counts KiB, macOS bytes
 
 
 def progress(text):
-    """Write one line to the terminal that the next call overwrites; do nothing if standard error is a file."""
+    """Show `text` on the terminal in a line that the next call overwrites. Does nothing if stderr is not a terminal."""
     if sys.stderr.isatty():
         print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
 
 
 def serve(job):
-    """The child's side: answer each line of standard input with one line, until standard input closes."""
+    """The program of a BenchmarkProcess: answer each request until standard input is closed.
+
+    A request is one line of JSON on standard input, an answer one line of JSON on standard output.
+    """
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # text that a library prints must not be read as an answer
+    os.dup2(2, 1)  # what a library prints goes to standard error, so that the parent does not read it as an answer
 
     def answer(content):
         answers.write(json.dumps({"peak_bytes": peak_bytes(), **content}, default=float) + "\n")
@@ -195,19 +207,22 @@ def serve(job):
     if job["ranks"]:
         world = options["world"] = module.make_world(job["ranks"])
     report = answer if world.is_root else lambda content: None
-    report({})  # all imports are done: this answer is the memory baseline
+    report({})  # all imports are done: the parent reads the memory baseline from this answer
     try:
         run_round = benchmark.prepare(module, **options)
         while line := world.broadcast_object(sys.stdin.readline() if world.is_root else None):
             report(run_round(**json.loads(line)))
     except Exception:
-        time.sleep(0.4 * min(world.rank, 8))  # if all ranks fail alike, the lowest one reports and aborts the others
+        time.sleep(0.4 * min(world.rank, 8))  # if all ranks fail, only the lowest prints its error, then it aborts all
         traceback.print_exc()
         world.abort(1)
 
 
 def run_main(main):
-    """Return main(). A BenchmarkFailed ends the script with its message and status 1, a UserError with status 2."""
+    """Call main() and return its result.
+
+    A BenchmarkFailed ends the script with its message and exit code 1, a UserError with its message and exit code 2.
+    """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that context managers end every process
     load = os.getloadavg()[0]
     if load > 0.3:

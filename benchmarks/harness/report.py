@@ -14,7 +14,7 @@ from pathlib import Path
 
 from benchmarks.harness.jobs import ROOT
 
-# Fields of results whose lists are timing samples: save() replaces each list by its summary.
+# Fields of results that hold lists of measured samples: save() replaces each of these lists by its summary.
 SAMPLES = {
     "seconds", "unread_seconds", "warm_up_seconds", "naive_seconds", "our_seconds", "totals", "first", "token", "total",
     "cpu", "ms", "plain", "ours", "gflops",
@@ -24,11 +24,12 @@ SAMPLES = {
 
 
 def summary(samples):
-    """{"median", "q1", "q3", "n"} of a list of numbers or of lists of numbers, which are joined; None if it is empty.
+    """{"median", "q1", "q3", "n"} of a list of numbers; None for an empty list.
 
-    The quartiles interpolate linearly between samples, as numpy.percentile does.
+    q1 and q3 are the quartiles, interpolated linearly between samples as numpy.percentile does; n is the number of
+    samples. Lists of numbers in `samples` are joined first.
     """
-    samples = [value for each in samples for value in (each if isinstance(each, list | tuple) else [each])]
+    samples = [value for item in samples for value in (item if isinstance(item, list | tuple) else [item])]
     if not samples:
         return None
     q1, median, q3 = statistics.quantiles(samples, method="inclusive") if len(samples) > 1 else samples * 3
@@ -36,23 +37,27 @@ def summary(samples):
 
 
 def paired_ratio(numerator, denominator):
-    """The summary of numerator / denominator of each round. The times `peer, own` give "times as fast as the peer".
+    """The summary of the ratios numerator / denominator, one ratio for each round.
 
-    Both arguments have one number for each round. A disturbance that slows a whole round cancels in its ratio.
+    Both arguments have one number for each round. A disturbance that slows a whole round cancels in the ratio of this
+    round. paired_ratio(times of a peer, our times) says how many times as fast as the peer we are.
     """
     return summary([a / b for a, b in zip(numerator, denominator, strict=True)])
 
 
 def round_medians(rounds):
-    """The median of each round, from a list of each round's samples."""
+    """[the median of each round]; `rounds` is a list of rounds, each a list of samples."""
     return [statistics.median(samples) for samples in rounds]
 
 
 def summarised(results, field=None):
-    """`results` with each list under one of the fields SAMPLES replaced by its summary, without Nones."""
+    """A copy of `results` in which each list under a field in SAMPLES is replaced by its summary, without its Nones.
+
+    field: the field under which `results` was found, or None at the top.
+    """
     if isinstance(results, dict):
-        inside = field if field in SAMPLES else None  # "ms": {"forward": [...], ...} holds samples too
-        return {key: summarised(value, inside or key) for key, value in results.items()}
+        samples_field = field if field in SAMPLES else None  # {"ms": {"forward": [...], ...}} holds samples too
+        return {key: summarised(value, samples_field or key) for key, value in results.items()}
     if isinstance(results, list | tuple):
         if field in SAMPLES:
             return summary([value for value in results if value is not None])
@@ -64,7 +69,7 @@ def summarised(results, field=None):
 
 
 def table(rows):
-    """The lines of a Markdown table of dictionaries with the same keys."""
+    """The lines of a Markdown table. rows: dictionaries with the same keys, which become the header."""
     header = list(rows[0])
     cells = [header, ["---"] + ["---:"] * (len(header) - 1), *([str(row[key]) for key in header] for row in rows)]
     widths = [max(len(line[column]) for line in cells) for column in range(len(header))]
@@ -74,7 +79,7 @@ def table(rows):
 
 
 def print_table(rows):
-    """Print a list of dictionaries with the same keys as a Markdown table."""
+    """Print a Markdown table; see table()."""
     print("\n".join(table(rows)))
 
 
@@ -82,7 +87,7 @@ def print_table(rows):
 
 
 def hardware():
-    """The hardware and the versions of the software of this machine, which save() records."""
+    """The hardware of this machine and the versions of its software, as save() records them."""
     import numpy
 
     cpu = platform.processor() or platform.machine()
@@ -109,22 +114,26 @@ def hardware():
 
 def gpu_hardware():
     """The GPU, its driver and the Python packages that use it; {} if there is no GPU."""
-    found = nvidia_smi("name", "driver_version", "power.limit")
-    if not found:
+    gpus = nvidia_smi("name", "driver_version", "power.limit")
+    if not gpus:
         return {}
-    cupy = {name: installed_version(name) for name in ("cupy", "cupy-cuda13x", "cupy-cuda12x")}
+    name, driver, power_limit = gpus[0]
+    cupy = {package: installed_version(package) for package in ("cupy", "cupy-cuda13x", "cupy-cuda12x")}
     return {
-        "gpu": found[0][0],
-        "gpus": len(found),
-        "driver": found[0][1],
-        "power_limit": found[0][2],
-        "cupy": next((f"{name} {version}" for name, version in cupy.items() if version), None),
+        "gpu": name,
+        "gpus": len(gpus),
+        "driver": driver,
+        "power_limit": power_limit,
+        "cupy": next((f"{package} {version}" for package, version in cupy.items() if version), None),
         "triton": installed_version("triton"),
     }
 
 
 def nvidia_smi(*fields):
-    """The given fields (see nvidia-smi --help-query-gpu) of each visible GPU, as text; [] if there is no GPU."""
+    """[[value of each field, as text] for each visible GPU]; [] if there is no GPU.
+
+    fields: names of `nvidia-smi --query-gpu`; `nvidia-smi --help-query-gpu` lists them.
+    """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible == "":
         return []
@@ -147,7 +156,7 @@ def installed_version(package):
 
 
 def commit():
-    """The current commit, with the suffix `-dirty` if the working tree differs from it outside results/."""
+    """The current commit. It has the suffix `-dirty` if files outside results/ differ from the commit."""
     git = ["git", "-C", str(ROOT)]
     try:
         described = subprocess.run([*git, "describe", "--always"], capture_output=True, text=True, check=True)
@@ -158,15 +167,18 @@ def commit():
 
 
 def to_json(record):
-    """JSON with an indent of one space and each summary on one line."""
+    """`record` as JSON with an indent of one space, and each summary() on one line."""
     text = json.dumps(record, indent=1) + "\n"
     return re.sub(r'\{\s+("median":[^{}\[\]]*?)\s+\}', lambda found: "{" + re.sub(r"\s+", " ", found[1]) + "}", text)
 
 
 def add_save_flags(add, name=None):
-    """Add --save and --commit; with `name` (the default file name without .json) also --save-as."""
+    """Add the flags --save and --commit to a parser; `add` is its method add_argument.
+
+    With `name`, the default file name without .json, also add --save-as.
+    """
     add("--save", action="store_true", help="write to results/, whose files git tracks (default: to out/results/)")
-    # This is the default; the flag exists for older command lines.
+    # --no-save is the default now. The flag exists because older command lines have it.
     add("--no-save", action="store_false", dest="save", default=False, help=argparse.SUPPRESS)
     if name:
         add("--save-as", default=name, help=f"file name in that directory, without .json (default {name})")
@@ -174,10 +186,11 @@ def add_save_flags(add, name=None):
 
 
 def save(benchmark, results, args, name=None):
-    """Write <group>/<name>.json: `results` with the date, commit, command line and hardware. Returns the path.
+    """Write `results` with the date, commit, command line and hardware to <group>/<name>.json. Returns the path.
 
-    The directory is results/ if args.save, else out/results/. benchmark: "benchmarks.<group>.<module>"; the module is
-    the default name. args.commit overrides the detected commit. Lists of timing samples are written as their summaries.
+    benchmark: "benchmarks.<group>.<module>"; without `name` the file is <group>/<module>.json. The file is in results/
+    if args.save is true, else in out/results/. args.commit replaces the detected commit. Lists of measured samples are
+    written as their summaries; see SAMPLES.
     """
     *_, group, module = benchmark.split(".")
     file = Path("results", group, f"{name or module}.json")

@@ -1,4 +1,4 @@
-"""How the documentation's tables show numbers, and the line that states the source of a table."""
+"""Formats for the tables in the documentation: numbers, and the line under a table that names its source."""
 
 import functools
 import json
@@ -8,7 +8,7 @@ from benchmarks.harness.jobs import ROOT
 
 @functools.cache
 def load(name):
-    """The content of results/<name>.json."""
+    """The content of results/<name>.json, a dictionary."""
     return json.loads((ROOT / "results" / f"{name}.json").read_text())
 
 
@@ -17,30 +17,32 @@ def source(name):
     record = load(name)
     machine = record["hardware"]
     if machine.get("gpu"):
-        count = machine["gpus"]
-        place = f"{count} x {machine['gpu']}, PyTorch {machine['torch']}, Triton {machine['triton']}"
+        system = f"{machine['gpus']} x {machine['gpu']}, PyTorch {machine['torch']}, Triton {machine['triton']}"
     else:
-        place = f"{machine['cpu']}, {machine['cores']} cores, NumPy {machine['numpy']}, {machine['blas']}"
-        place += f", PyTorch {machine['torch']}" if machine["torch"] else ""
+        system = f"{machine['cpu']}, {machine['cores']} cores, NumPy {machine['numpy']}, {machine['blas']}"
+        system += f", PyTorch {machine['torch']}" if machine["torch"] else ""
     file = f"[`results/{name}.json`](../results/{name}.json)"
-    return f"{file}: {record['date'][:10]}, commit {record['commit']}, {place}; `{record['command']}`"
+    return f"{file}: {record['date'][:10]}, commit {record['commit']}, {system}; `{record['command']}`"
+
+
+# A summary, below, is the result of summary() in report.py: {"median", "q1", "q3", "n"}.
 
 
 def number(summary, scale=1.0, digits=4):
-    """The median with `digits` significant digits, without an exponent."""
+    """The median of a summary, times `scale`, with `digits` significant digits and without an exponent."""
     value = scale * summary["median"]
     return f"{value:,.0f}" if abs(value) >= 10 ** (digits - 1) else f"{value:#.{digits}g}"
 
 
 def spread(summary, scale=1.0, digits=4):
-    """The quartiles as "q1 to q3"; "" if there is only one sample."""
+    """The quartiles of a summary as "q1 to q3"; "" if there is only one sample."""
     if summary["n"] == 1:
         return ""
     return " to ".join(number({"median": summary[quartile]}, scale, digits) for quartile in ("q1", "q3"))
 
 
 def ratio(summary, digits=2):
-    """The median of a paired ratio; "" for None."""
+    """The median of a summary of ratios; "" for None."""
     return "" if summary is None else f"{summary['median']:.{digits}f}"
 
 

@@ -3,8 +3,9 @@
     python -m benchmarks.harness.tables            # rewrite the blocks of all pages
     python -m benchmarks.harness.tables --check    # exit code 1 if a page differs from results/
 
-After a table, one line for each source file states the file, the date, the commit, the hardware and the command of the
-measurement. The command in an older file contains the name that the module had at that commit.
+The line below a table names the source of its numbers: the file in results/, the date, the commit, the hardware and the
+command of the measurement. A table with several source files has several such lines. In older files the command has a
+former name of the script, the one at that commit.
 """
 
 import argparse
@@ -16,76 +17,88 @@ from benchmarks.harness.jobs import ROOT
 from benchmarks.harness.table_format import load, source
 
 BLOCK = re.compile(r"(<!-- table: ([\w-]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
-NUMBER = re.compile(r"[-+]?\d|$")  # a column is right-aligned if this matches all its cells
+NUMBER = re.compile(r"[-+]?\d|$")  # matches a cell with a number, or an empty cell
 PAGES = ("*.md", "docs/*.md", "stage*/*.md", "benchmarks/*.md", "results/*.md", "data/*.md")
 
 
 def headline():
-    """README's table: five results, each with a link to its section in docs/RESULTS.md."""
-    cpu, ranks, step, decode, scaling = (
-        load(name) for name in ("cpu/train_step", "ranks/ranks", "gpu/step_gpt2", "gpu/decode", "gpus/scaling")
-    )
-    serial = {row["name"]: row for row in cpu["results"] if row["threads"] == 2}
-    ranks = {row["name"]: row for row in ranks["results"]}
-    two = next(row for name, row in ranks.items() if name.startswith("stage 1"))
-    ours, peer = step["results"]
-    token, best, *_ = decode["results"]
-    four = {row["name"]: row for row in scaling["results"]["scaling"][0]["rows"]}
-    zero, ddp = four["ours, 4 GPUs --dp flat --zero 1"], four["DDP, 4 GPUs"]
+    """The rows of README's table: five results of this project and of PyTorch.
 
-    def row(title, anchor, ours, peer, ratio):
+    The title of a row is a link to the section of docs/RESULTS.md that has all results of this kind.
+    """
+    on_cpu = {result["name"]: result for result in load("cpu/train_step")["results"] if result["threads"] == 2}
+    our_cpu_step, torch_cpu_step = on_cpu["ours"], on_cpu["torch eager"]
+
+    on_ranks = {result["name"]: result for result in load("ranks/ranks")["results"]}
+    our_ranks = next(result for name, result in on_ranks.items() if name.startswith("stage 1"))
+    torch_ranks = on_ranks["torch DDP, gloo"]
+
+    our_gpu_step, torch_gpu_step = load("gpu/step_gpt2")["results"]
+    our_decode, torch_decode, *_ = load("gpu/decode")["results"]  # the first of PyTorch's variants is its fastest
+
+    on_gpus = {result["name"]: result for result in load("gpus/scaling")["results"]["scaling"][0]["rows"]}
+    our_gpus, torch_gpus = on_gpus["ours, 4 GPUs --dp flat --zero 1"], on_gpus["DDP, 4 GPUs"]
+
+    def row(title, section, ours, torch, speedup):
         return {
-            "": f"[{title}](docs/RESULTS.md#{anchor})",
+            "": f"[{title}](docs/RESULTS.md#{section})",
             "this project": ours,
-            "PyTorch": peer,
-            "speedup": f"{ratio['median']:.2f}",
+            "PyTorch": torch,
+            "speedup": f"{speedup['median']:.2f}",
         }
 
-    def ms(result, key="seconds"):
-        return f"{1e3 * result[key]['median']:.4g} ms"
+    def step_time(result):
+        return f"{1e3 * result['seconds']['median']:.4g} ms"
 
-    def us(result):
+    def token_time(result):
         return f"{1e6 * result['token']['median']:.0f} µs"
 
-    def rate(result):
+    def token_rate(result):
         return f"{1e-6 * result['tokens_per_second']:.2f} M tokens/s"
 
     return [
         row(
-            "training step, preset `paper`, 2 CPU threads", "cpu-training-step", ms(serial["ours"]),
-            f"{ms(serial['torch eager'])} (eager)", serial["ours"]["times_as_fast_as_eager"],
+            "time per training step, preset `paper`, 2 CPU threads", "cpu-training-step",
+            step_time(our_cpu_step), f"{step_time(torch_cpu_step)} (eager)",
+            our_cpu_step["times_as_fast_as_eager"],
         ),
         row(
-            "the same, 2 MPI ranks of one thread", "ranks", ms(two), f"{ms(ranks['torch DDP, gloo'])} (DDP, gloo)",
-            two["times_as_fast"]["torch DDP, gloo"],
+            "the same, 2 MPI ranks with one thread each", "ranks",
+            step_time(our_ranks), f"{step_time(torch_ranks)} (DDP, gloo)",
+            our_ranks["times_as_fast"][torch_ranks["name"]],
         ),
         row(
-            "training step, GPT-2 124M, bf16, 64 x 1024 tokens, one H200", "gpu-step", ms(ours),
-            f"{ms(peer)} (compiled)", ours["times_as_fast"][peer["name"]],
+            "time per training step, GPT-2 124M, bf16, 64 x 1024 tokens, one H200", "gpu-step",
+            step_time(our_gpu_step), f"{step_time(torch_gpu_step)} (compiled)",
+            our_gpu_step["times_as_fast"][torch_gpu_step["name"]],
         ),
         row(
-            "generated token, GPT-2 124M, bf16, one H200", "gpu-decode", us(token),
-            f"{us(best)} (compiled, CUDA graph)", token["times_as_fast"][best["name"]],
+            "time per generated token, GPT-2 124M, bf16, one H200", "gpu-decode",
+            token_time(our_decode), f"{token_time(torch_decode)} (compiled, CUDA graph)",
+            our_decode["times_as_fast"][torch_decode["name"]],
         ),
         row(
-            "training, GPT-2 124M, bf16, 4 H200s", "several-gpus", rate(zero), f"{rate(ddp)} (DDP, compiled)",
-            zero["times_as_fast"],
+            "training speed, GPT-2 124M, bf16, 4 H200s", "several-gpus",
+            token_rate(our_gpus), f"{token_rate(torch_gpus)} (DDP, compiled)",
+            our_gpus["times_as_fast"],
         ),
     ]  # fmt: skip
 
 
+# {name: function that returns (rows, names of the source files)}; a row is {column title: cell}
 TABLES = {"headline": lambda: (headline(), []), **cpu_tables.TABLES, **gpu_tables.TABLES}
 
 
 def block(name):
-    """The lines of one table and of its sources. Raises SystemExit for an unknown name."""
+    """The text of one table and of the lines that name its sources. Raises SystemExit for an unknown name."""
     if name not in TABLES:
         raise SystemExit(f"<!-- table: {name} -->: no such table; use one of {', '.join(TABLES)}")
     rows, files = TABLES[name]()
     header = list(rows[0])
-    numeric = {key: key != header[0] and all(NUMBER.match(str(row[key])) for row in rows) for key in header}
-    lines = ["| " + " | ".join(header) + " |", "|" + "".join("---:|" if numeric[key] else "---|" for key in header)]
-    lines += ["| " + " | ".join(str(row[key]) for key in header) + " |" for row in rows]
+    # Columns of numbers, except the first column, are right-aligned.
+    numeric = {title: title != header[0] and all(NUMBER.match(str(row[title])) for row in rows) for title in header}
+    lines = ["| " + " | ".join(header) + " |", "|" + "".join("---:|" if numeric[title] else "---|" for title in header)]
+    lines += ["| " + " | ".join(str(row[title]) for title in header) + " |" for row in rows]
     return "\n".join([*lines, *(line for file in files for line in ("", source(file)))]) + "\n"
 
 
@@ -95,7 +108,7 @@ def filled(text):
 
 
 def pages():
-    """The pages that may have blocks."""
+    """The paths of the pages that may contain tables."""
     return [path for pattern in PAGES for path in sorted(ROOT.glob(pattern))]
 
 

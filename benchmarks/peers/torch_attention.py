@@ -1,4 +1,4 @@
-"""PyTorch's side of gpu/attention.py: scaled_dot_product_attention by FlashAttention-2 or cuDNN."""
+"""The PyTorch program of gpu/attention.py: scaled_dot_product_attention by FlashAttention-2 or cuDNN."""
 
 import torch
 import torch.nn.functional as F
@@ -12,10 +12,10 @@ BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTEN
 
 
 class CausalAttention(Graphs):
-    """In bf16, calls captured in CUDA graphs. qkv (B, T, 3C), dy (B, T, C) float32 on the host.
+    """Causal attention in bf16, as calls to capture in CUDA graphs. qkv (B, T, 3C), dy (B, T, C): float32 on the host.
 
-    backend: "flash" or "cudnn"; PyTorch may not substitute another. packed=True: q, k and v are views of one
-    projection, as in the model; False: separate arrays (B, H, T, D).
+    backend: "flash" or "cudnn"; PyTorch must use this implementation and may not use another. packed: whether q, k and
+    v are views of one projection, as in the model, or separate arrays (B, H, T, D).
     """
 
     def __init__(self, qkv, dy, n_head, backend, packed, device="cuda"):
@@ -42,7 +42,7 @@ class CausalAttention(Graphs):
             return y.detach(), torch.autograd.grad(y, self.inputs, self.dy)
 
     def norms(self):
-        """[norm of y, norm of the three gradients together]."""
+        """[norm of y, norm of the gradients of q, k and v as one vector]."""
         y, gradients = self.results["both"]
         norms = [float(torch.linalg.vector_norm(gradient.float())) for gradient in gradients]
         return [float(torch.linalg.vector_norm(y.float())), sum(norm**2 for norm in norms) ** 0.5]

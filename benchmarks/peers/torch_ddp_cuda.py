@@ -1,21 +1,22 @@
-"""PyTorch's side of gpus/scaling.py: nanoGPT's GPT-2, compiled, in DistributedDataParallel, one process per GPU."""
+"""The PyTorch program of gpus/scaling.py: the compiled GPT-2 of nanoGPT in DistributedDataParallel, a rank per GPU."""
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.peers.torch_ddp import Processes
+from benchmarks.peers.torch_ddp import ProcessGroup
 from benchmarks.peers.torch_gpt2_cuda import CudaSteps
 
-make_world = Processes  # requests and results travel over gloo, gradients over a separate NCCL group
+make_world = ProcessGroup  # requests and results are sent over pipes and gloo, gradients over a separate NCCL group
 
 
 def make_variants(config, world, windows, variants, precision="bf16", compiled=True, device="cuda"):
-    """{name: train(steps) -> {"loss": of the last step}}, or None in place of train on a process that takes no part.
+    """{name: train} for each variant; train(steps) runs training steps and returns {"loss": loss of the last step}.
 
-    variants: {name: dict(ranks=, batch_size= of all ranks)}; the first `ranks` processes take part. The first call of
-    train() creates the model. Losses are read after the last step, so no step waits for the device.
+    variants: {name: dict(ranks=..., batch_size=...)}, with the batch size of all ranks together. Only the first `ranks`
+    processes train; on the other processes None is in the place of train. windows: the Windows that give the batches.
+    The first call of train() creates the model. Losses are read after the last step, so no step waits for the device.
     """
     if device == "cuda":
         torch.cuda.set_device(world.rank)
@@ -26,17 +27,17 @@ def make_variants(config, world, windows, variants, precision="bf16", compiled=T
         group = dist.new_group(range(ranks), backend="nccl" if device == "cuda" else "gloo")  # a collective
         if world.rank >= ranks:
             return None
-        each, position, model = batch_size // ranks, 0, None
+        per_rank, position, train_step = batch_size // ranks, 0, None  # position: number of windows that were read
 
         def train(steps):
-            nonlocal position, model
-            if model is None:
-                model = CudaSteps(config, each, windows.seq_len, precision, compiled, device=device)
-                model.loss_of = replicated(model.loss_of, group, ranks, device)
+            nonlocal position, train_step
+            if train_step is None:
+                train_step = CudaSteps(config, per_rank, windows.seq_len, precision, compiled, device=device)
+                train_step.loss_of = in_ddp(train_step.loss_of, group, ranks, device)
             losses = []
             for _ in range(steps):
-                inputs, targets = windows.batch(position + world.rank * each, each)
-                losses.append(model(np.array(inputs), np.array(targets), wait=False))
+                inputs, targets = windows.batch(position + world.rank * per_rank, per_rank)
+                losses.append(train_step(np.array(inputs), np.array(targets), wait=False))
                 position += batch_size
             return {"loss": [float(loss) for loss in losses][-1]}
 
@@ -45,10 +46,10 @@ def make_variants(config, world, windows, variants, precision="bf16", compiled=T
     return {name: variant(**options) for name, options in variants.items()}
 
 
-def replicated(model, group, ranks, device):
-    """The model in DDP with default buckets, compiled before it is wrapped, as in nanoGPT; on one rank the bare model.
+def in_ddp(model, group, ranks, device):
+    """DistributedDataParallel of the model with the default buckets; with one rank, the model itself.
 
-    Gradients are views of the buckets, which saves a copy.
+    As in nanoGPT, the model is already compiled. Gradients are views of the buckets, which saves a copy.
     """
     if ranks == 1:
         return model

@@ -1,4 +1,4 @@
-"""PyTorch's side of gpu/decode.py: a static KV cache, eager, compiled, or with each step in a CUDA graph."""
+"""The PyTorch program of gpu/decode.py: decoding with a KV cache of fixed size, eager, compiled or in CUDA graphs."""
 
 import time
 
@@ -10,11 +10,14 @@ from benchmarks.peers import torch_gpt2
 # B batch, T new positions, C channels, H heads, D = C // H, V vocabulary
 
 KINDS = ("eager", "compiled", "overhead", "graph")
-TYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16}
 
 
 class Attention(torch_gpt2.Attention):
-    """Attention over a cache of fixed size with a mask over unused positions, so that all steps have equal shapes."""
+    """Attention over a cache of fixed size, so that all steps have equal shapes; a mask hides the unused positions.
+
+    forward: x (B, T, C); caches (2, B, H, block, D), or None for attention over only the new positions; positions (T).
+    """
 
     def forward(self, x, caches, positions):
         B, T, C = x.shape
@@ -25,13 +28,16 @@ class Attention(torch_gpt2.Attention):
             keys, values = caches
             keys.index_copy_(2, positions, k)
             values.index_copy_(2, positions, v)
-            seen = torch.arange(keys.shape[2], device=x.device)[None, :] <= positions[:, None]  # (T, block)
-            y = F.scaled_dot_product_attention(q, keys, values, attn_mask=seen)
+            visible = torch.arange(keys.shape[2], device=x.device)[None, :] <= positions[:, None]  # (T, block)
+            y = F.scaled_dot_product_attention(q, keys, values, attn_mask=visible)
         return self.c_proj(y.transpose(1, 2).reshape(B, T, C))
 
 
 class CachedGPT2(torch_gpt2.TorchGPT2):
-    """`forward(ids (B, T), positions (T), cached)` returns the most likely next token (B, 1)."""
+    """`forward(ids (B, T), positions (T), cached)` returns the most probable next token (B, 1).
+
+    cached: whether to store k and v in the cache and attend to the cache.
+    """
 
     def __init__(self, config, batch):
         super().__init__(config)
@@ -50,11 +56,12 @@ class CachedGPT2(torch_gpt2.TorchGPT2):
 
 
 class CudaGenerator:
-    """Greedy decoding: `generate(prompts, new) -> (ids (B, new), seconds to the first token, seconds)`.
+    """Greedy decoding: `generate(prompts, new)` returns (ids (B, new), seconds until the first token, seconds for all).
 
-    prompts: a NumPy int64 array (B, T). kind: "eager"; "compiled"; "overhead" (torch.compile's own CUDA graphs);
-    "graph": each step, with the choice of the token, is captured once and replayed. The host waits only for the first
-    and the last token. When the block is full, each token recomputes the window, because the learned positions shift.
+    prompts: a NumPy int64 array (B, T). new: number of new tokens. kind: "eager"; "compiled"; "overhead":
+    torch.compile's own CUDA graphs; "graph": each step, with the choice of the token, is captured once and replayed.
+    The host waits only for the first and the last token. When the block is full, each token recomputes the window of
+    the last tokens, because their learned positions change.
     """
 
     def __init__(self, config, batch, precision="bf16", kind="graph", device="cuda"):
@@ -63,39 +70,39 @@ class CudaGenerator:
         torch.manual_seed(0)
         torch.set_float32_matmul_precision("highest" if precision == "fp32" else "high")  # high: TF32
         self.device, self.kind, self.block = device, kind, config.block_size
-        self.model = CachedGPT2(config, batch).eval().to(device, TYPES[precision])
+        self.model = CachedGPT2(config, batch).eval().to(device, DTYPES[precision])
         mode = "reduce-overhead" if kind == "overhead" else None
         self.forward = self.model if kind == "eager" else torch.compile(self.model, mode=mode, dynamic=False)
         self.token = torch.zeros(batch, 1, dtype=torch.long, device=device)
         self.position = torch.zeros(1, dtype=torch.long, device=device)
         self.window = torch.zeros(batch, self.block, dtype=torch.long, device=device)
-        self.every = torch.arange(self.block, device=device)
-        self.graphs = {}
+        self.all_positions = torch.arange(self.block, device=device)
+        self.graphs = {}  # {function: CUDAGraph}
 
-    def call(self, *arguments):
-        """One token in new memory, because a torch.compile graph overwrites its result."""
+    def call_model(self, *arguments):
+        """The next token. With kind="overhead" in new memory, because a later replay overwrites the graph's result."""
         if self.kind != "overhead":
             return self.forward(*arguments)
         torch.compiler.cudagraph_mark_step_begin()
         return self.forward(*arguments).clone()
 
-    def cached(self):
-        self.token.copy_(self.call(self.token, self.position))
+    def cached_step(self):
+        """Compute the next token from the newest token and the cache."""
+        self.token.copy_(self.call_model(self.token, self.position))
         self.position += 1
 
-    def whole(self):
-        self.token.copy_(self.call(self.window, self.every, False))
-        self.slide()
-
-    def slide(self):
+    def window_step(self):
+        """Compute the next token from the whole window, and append it to the window."""
+        self.token.copy_(self.call_model(self.window, self.all_positions, False))
         self.window.copy_(torch.cat([self.window[:, 1:], self.token], 1))
 
     def step(self, function):
-        """Run function(); with kind="graph", capture it at the first call and replay it."""
+        """Run function(); with kind="graph", replay its CUDA graph, which is captured at the first call."""
         if self.kind != "graph":
             return function()
         if function not in self.graphs:
-            state = [each.clone() for each in (self.token, self.position, self.window)]
+            state = self.token, self.position, self.window
+            saved = [tensor.clone() for tensor in state]
             stream = torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
@@ -103,12 +110,12 @@ class CudaGenerator:
                     function()
             torch.cuda.current_stream().wait_stream(stream)
             self.graphs[function] = torch.cuda.CUDAGraph()
-            for each, value in zip((self.token, self.position, self.window), state, strict=True):
-                each.copy_(value)  # the warm-up advanced the state
+            for tensor, value in zip(state, saved, strict=True):
+                tensor.copy_(value)  # the warm-up calls have changed the state
             with torch.cuda.graph(self.graphs[function]):
                 function()
-            for each, value in zip((self.token, self.position, self.window), state, strict=True):
-                each.copy_(value)
+            for tensor, value in zip(state, saved, strict=True):
+                tensor.copy_(value)
         self.graphs[function].replay()
 
     @torch.no_grad()
@@ -119,14 +126,15 @@ class CudaGenerator:
         self.window[:, -T:] = prompts
         for number in range(new):
             if T + number >= self.block:
-                if number and T + number == self.block:
+                if number and T + number == self.block:  # the first step after the cached ones
                     self.window.copy_(torch.cat([prompts, *ids], 1))
-                self.step(self.whole)
+                self.step(self.window_step)
             elif number == 0:
-                self.token.copy_(self.model(prompts, self.every[:T]))  # not compiled, because prompts have many lengths
+                positions = self.all_positions[:T]
+                self.token.copy_(self.model(prompts, positions))  # not compiled, because prompts have many lengths
                 self.position.fill_(T)
             else:
-                self.step(self.cached)
+                self.step(self.cached_step)
             ids.append(self.token.clone())
             if number == 0:
                 ids[0].cpu()

@@ -1,4 +1,7 @@
-"""PyTorch's side of the CPU benchmarks: GPT-2 with SDPA, fused AdamW and a preallocated KV cache; eager or compiled."""
+"""The PyTorch program of the CPU benchmarks: GPT-2, eager or compiled.
+
+It uses scaled_dot_product_attention, fused AdamW and a preallocated KV cache.
+"""
 
 import time
 
@@ -6,10 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-# B batch, T time, C channels, H heads, D = C // H, V vocabulary, P positions already in the cache
+# B batch, T time, C channels, H heads, D = C // H, V vocabulary, P = `past` positions that are already in the cache
 
 
 class Attention(nn.Module):
+    """Causal self-attention of x (B, T, C). cache (2, B, H, block, D): keys and values, the first P are filled."""
+
     def __init__(self, config):
         super().__init__()
         self.n_head = config.n_head
@@ -23,7 +28,7 @@ class Attention(nn.Module):
         if cache is not None:
             cache[0, :, :, past : past + T], cache[1, :, :, past : past + T] = k, v
             k, v = cache[:, :, :, : past + T]  # each (B, H, P + T, D)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=T > 1)  # T > 1 only if P = 0
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=T > 1)  # one new position attends to all positions
         return self.c_proj(y.transpose(1, 2).reshape(B, T, C))
 
 
@@ -42,7 +47,11 @@ class Block(nn.Module):
 
 
 class TorchGPT2(nn.Module):
-    """GPT-2 of a GPT2Config. `forward(ids (B, T))` returns logits (B, T, V); last=True: of the last position."""
+    """GPT-2 with the sizes of a GPT2Config.
+
+    `forward(ids (B, T))` returns logits (B, T, V); with last=True only those of the last position, (B, 1, V). caches:
+    keys and values (n_layer, 2, B, H, block, D), the first `past` positions are filled. If past > 0, T must be 1.
+    """
 
     def __init__(self, config):
         super().__init__()
@@ -91,16 +100,17 @@ def make_trainer(config, batch_size, seq_len, threads, compiled=False):
 
 
 def make_generator(config, threads):
-    """Return `generate(prompt_ids, n, use_cache) -> (ids, seconds_to_first, seconds_total)`: n greedy new tokens.
+    """Return `generate(prompt_ids, n, use_cache)`, which generates n tokens with greedy decoding.
 
-    When the block is full the window slides, every learned position changes and the cache becomes invalid; from then on
-    each token recomputes the window.
+    It returns (new ids, seconds until the first new token, seconds for all). When the block is full, the window of the
+    last block_size tokens slides and every token gets another learned position. The cache is then invalid, so each
+    further token recomputes the whole window.
     """
     torch.set_num_threads(threads)
     torch.manual_seed(0)
     model = TorchGPT2(config).eval()
     for module in model.h.modules():
-        if isinstance(module, nn.Linear):  # stored as (in, out), a product with one row is 10 % faster
+        if isinstance(module, nn.Linear):  # a product with one row is 10 % faster if the weight is stored as (in, out)
             module.weight = nn.Parameter(module.weight.detach().t().contiguous().t())
     caches = torch.zeros(config.n_layer, 2, 1, config.n_head, config.block_size, config.n_embd // config.n_head)
 
@@ -110,7 +120,7 @@ def make_generator(config, threads):
         ids = torch.empty(1, len(prompt_ids) + n, dtype=torch.long)
         ids[0, : len(prompt_ids)] = torch.as_tensor(prompt_ids)
         past = 0
-        for end in range(len(prompt_ids), len(prompt_ids) + n):
+        for end in range(len(prompt_ids), len(prompt_ids) + n):  # end: number of tokens so far
             if use_cache and end <= config.block_size:
                 logits = model(ids[:, past:end], caches, past, last=True)
                 past = end

@@ -1,4 +1,4 @@
-"""PyTorch's side of gpu/step.py: nanoGPT's GPT-2 with torch.compile, bf16 autocast over fp32 weights, fused AdamW."""
+"""The PyTorch program of gpu/step.py: nanoGPT's GPT-2, with torch.compile, autocast in bf16 and fused AdamW."""
 
 from contextlib import nullcontext
 from dataclasses import replace
@@ -12,12 +12,15 @@ from benchmarks.peers import torch_gpt2
 # B batch, T time, C channels, H heads, D = C // H, V vocabulary
 
 LR, BETAS, DECAY, CLIP = 3e-4, (0.9, 0.95), 0.1, 1.0
-PAD = 64  # nanoGPT pads the vocabulary from 50257 to 50304
-GRAPHS = (None, "trees", "step")
+PAD = 64  # the vocabulary is padded to a multiple; nanoGPT pads 50257 to 50304
+GRAPHS = (None, "trees", "step")  # values of the argument `graph` of CudaSteps
 
 
 class Attention(torch_gpt2.Attention):
-    """q, k and v by split(), as in nanoGPT, whose gradient is one concatenation."""
+    """Attention that divides the projection into q, k and v by split(), as in nanoGPT.
+
+    In backward their gradients are concatenated once.
+    """
 
     def forward(self, x, cache=None, past=0):
         B, T, C = x.shape
@@ -30,7 +33,10 @@ class Attention(torch_gpt2.Attention):
 
 
 class NanoGPT(torch_gpt2.TorchGPT2):
-    """`forward(ids, targets)` returns the mean loss. The loss is compiled too, which saves writing the logits twice."""
+    """GPT-2 whose `forward(ids, targets)` returns the mean loss; ids, targets (B, T).
+
+    The loss is compiled together with the model, so that the logits are not written to memory twice.
+    """
 
     def __init__(self, config):
         super().__init__(replace(config, vocab_size=-(-config.vocab_size // PAD) * PAD))
@@ -46,9 +52,10 @@ class NanoGPT(torch_gpt2.TorchGPT2):
 class CudaSteps:
     """Training steps: `steps(inputs, targets) -> loss`; the arguments are NumPy int64 arrays (batch_size, seq_len).
 
-    precision: fp32, tf32, or bf16 (autocast; TF32 for operations that stay in fp32). graph: None; "trees":
-    torch.compile's CUDA graphs of forward and backward (mode="reduce-overhead"); "step": the whole step
-    with clipping and optimizer, captured once and replayed. With wait=False the loss is a tensor; float() waits for it.
+    precision: "fp32", "tf32", or "bf16" (autocast over fp32 weights; operations that stay in fp32 use TF32). graph:
+    None: no CUDA graph. "trees": torch.compile captures forward and backward (mode="reduce-overhead"). "step": the
+    whole step, with clipping and optimizer, is captured once and replayed. With wait=False the loss is a tensor, and
+    float(loss) waits for the device.
     """
 
     def __init__(self, config, batch_size, seq_len, precision="bf16", compiled=True, graph=None, device="cuda"):
@@ -56,16 +63,17 @@ class CudaSteps:
             raise ValueError(f"graph={graph!r}, compiled={compiled}: use one of {GRAPHS}; 'trees' needs compiled=True")
         torch.manual_seed(0)
         torch.set_float32_matmul_precision("highest" if precision == "fp32" else "high")  # high: TF32
-        self.device, self.kind, self.shape = device, graph, (batch_size, seq_len)
+        self.device, self.graph_kind, self.shape = device, graph, (batch_size, seq_len)
         self.precision, self.graph = precision, None
         self.model = NanoGPT(config).to(device)
         self.loss_of = self.model
         if compiled:
             self.loss_of = torch.compile(self.model, mode="reduce-overhead" if graph == "trees" else None)
         matrices = [parameter for parameter in self.model.parameters() if parameter.dim() >= 2]
-        others = [parameter for parameter in self.model.parameters() if parameter.dim() < 2]
-        groups = [{"params": matrices, "weight_decay": DECAY}, {"params": others, "weight_decay": 0.0}]
-        capturable = graph == "step"  # a schedule changes the rate between replays, so it must be in device memory
+        vectors = [parameter for parameter in self.model.parameters() if parameter.dim() < 2]
+        groups = [{"params": matrices, "weight_decay": DECAY}, {"params": vectors, "weight_decay": 0.0}]
+        # A graph reads the learning rate from device memory, as it must if a schedule changes the rate between replays.
+        capturable = graph == "step"
         lr = torch.tensor(LR, device=device) if capturable else LR
         self.optimizer = torch.optim.AdamW(groups, lr=lr, betas=BETAS, fused=True, capturable=capturable)
 
@@ -80,8 +88,11 @@ class CudaSteps:
         self.optimizer.zero_grad(set_to_none=True)
         return loss.detach()
 
-    def record(self):
-        """Capture update() on static inputs, after warm-up steps on a side stream that compile and allocate."""
+    def capture(self):
+        """Capture update() in a CUDA graph, with static inputs.
+
+        Warm-up steps on another stream come first; they compile and allocate.
+        """
         self.inputs, self.targets = (torch.zeros(self.shape, dtype=torch.long, device=self.device) for _ in "xy")
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
@@ -94,26 +105,26 @@ class CudaSteps:
             self.loss = self.update(self.inputs, self.targets)
 
     def upload(self, array):
-        """Copy to the device through pinned memory, asynchronously, as nanoGPT's get_batch does."""
+        """Copy a NumPy array to the device through pinned memory, asynchronously, as get_batch of nanoGPT does."""
         tensor = torch.from_numpy(array)
         return tensor.pin_memory().to(self.device, non_blocking=True) if self.device == "cuda" else tensor
 
     def __call__(self, inputs, targets, wait=True):
         inputs, targets = self.upload(inputs), self.upload(targets)
-        if self.kind == "step":
+        if self.graph_kind == "step":
             if self.graph is None:
-                self.record()
+                self.capture()
             self.inputs.copy_(inputs)
             self.targets.copy_(targets)
             self.graph.replay()
             loss = self.loss
         else:
-            if self.kind == "trees":
+            if self.graph_kind == "trees":
                 torch.compiler.cudagraph_mark_step_begin()
             loss = self.update(inputs, targets)
         if wait:
             return loss.item()
-        return loss.clone() if self.kind else loss  # the next replay overwrites a graph's results
+        return loss.clone() if self.graph_kind else loss  # the next replay overwrites the results of a graph
 
     def memory(self):
         """{"allocated_bytes": peak of allocated tensors, "held_bytes": peak of memory reserved by PyTorch}."""

@@ -1,16 +1,19 @@
-"""PyTorch's calls captured several times in a CUDA graph and timed by device events."""
+"""PyTorch calls that are captured several times in a CUDA graph and timed by device events."""
 
 import torch
 
 
 class Graphs:
-    """A subclass fills calls: {kind: function}; results: {kind: return value of the last call}."""
+    """One CUDA graph for each kind of call. A subclass sets `calls`, {kind: function}.
+
+    results: {kind: return value of the last captured call}.
+    """
 
     def __init__(self):
         self.stream, self.calls, self.graphs, self.results = torch.cuda.Stream(), {}, {}, {}
 
     def capture(self, kind, milliseconds):
-        """Record a graph of about `milliseconds` once; return the number of calls in it."""
+        """In the first call for `kind`, capture a graph of about `milliseconds`; return its number of calls."""
         if kind not in self.graphs:
             call = self.calls[kind]
             with torch.cuda.stream(self.stream):
@@ -26,13 +29,14 @@ class Graphs:
         return self.graphs[kind][1]
 
     def replay(self, kind):
-        """Milliseconds of one replay; an untimed replay before it raises the GPU's clock."""
+        """Milliseconds of one replay. An untimed replay precedes it, so that the GPU runs at its full clock rate."""
         graph, _ = self.graphs[kind]
         with torch.cuda.stream(self.stream):
             graph.replay()
             return self.timed(graph.replay)
 
     def timed(self, call):
+        """Milliseconds of one call on the current stream, by device events."""
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         call()

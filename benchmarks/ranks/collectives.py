@@ -1,4 +1,4 @@
-"""How do our collectives compare with the MPI library's and gloo's, and how much CPU time does a waiting rank use?
+"""How fast are our collectives compared with the MPI library's and gloo's? How much CPU time does a waiting rank use?
 
 Ours are built from send and receive only (stage1_mpi/collectives.py). gloo is PyTorch's library for CPU tensors.
 """
@@ -28,17 +28,18 @@ OPERATIONS = {  # name: our algorithms
     "all_to_all": ["pairwise"],
 }
 ALGORITHMS = [NATIVE, *dict.fromkeys(name for names in OPERATIONS.values() for name in names), GLOO]
-MIN_ROUNDS = 3  # also if they take longer than the budget
-GEMM = 512  # rows and columns of the matrices that rank 0 multiplies
+MIN_ROUNDS = 3  # measured for every size, even if they take longer than --seconds
+MATRIX_SIZE = 512  # rows and columns of the matrices that rank 0 multiplies
 
 
 # -- on the ranks -----------------------------------------------------------------------------------------------------
 
 
 def collective_times(world, operation, sizes, rounds, budget, store_file, with_gloo=True):
-    """[{algorithm, bytes, seconds, bytes_sent}] of float32 collectives; the all-reduce works in place.
+    """Measure float32 collectives, the all-reduce in place; return [{algorithm, bytes, seconds, bytes_sent}].
 
-    seconds: one number per round, that of the slowest rank. bytes_sent: one number per rank, 0 for gloo.
+    sizes: bytes of the arrays. budget: seconds per size after which no new round starts. In the result, seconds has one
+    number per round, the time of the slowest rank, and bytes_sent one number per rank, 0 for gloo.
     """
     from mpi4py import MPI
 
@@ -53,14 +54,14 @@ def collective_times(world, operation, sizes, rounds, budget, store_file, with_g
         names = list(calls)
         by_name = {name: {"algorithm": name, "bytes": x.nbytes, "seconds": []} for name in names}
         started = time.monotonic()
-        for index in range(-1, rounds):  # the first is a warm-up
+        for index in range(-1, rounds):  # round -1 is a warm-up
             if world.broadcast_object(index >= MIN_ROUNDS and time.monotonic() - started > budget):
                 break
-            first = index % len(names)
-            for name in names[first:] + names[:first]:
+            start = index % len(names)  # each round starts with another algorithm
+            for name in names[start:] + names[:start]:
                 x[...] = source
                 sent = world.bytes_sent
-                MPI.COMM_WORLD.Barrier()  # spins, so all ranks leave it at nearly the same time
+                MPI.COMM_WORLD.Barrier()  # it waits in a loop, so all ranks leave it at nearly the same time
                 began = time.perf_counter()
                 for _ in range(repeats):
                     calls[name]()
@@ -114,7 +115,10 @@ def open_gloo(world, store_file):
 
 
 def idle_waiting(world, rounds, seconds):
-    """{what the other ranks do meanwhile: [GFLOP/s of rank 0 in each round]}."""
+    """Rank 0 multiplies matrices while the other ranks wait: {how they wait: [GFLOP/s of rank 0 in each round]}.
+
+    seconds: how long rank 0 computes for each kind of waiting.
+    """
     from mpi4py import MPI
 
     waiting = {
@@ -124,7 +128,7 @@ def idle_waiting(world, rounds, seconds):
         "in our receive": lambda: receive_from_root(world),
         "in the library's barrier": MPI.COMM_WORLD.Barrier,
     }
-    a = np.ones((GEMM, GEMM), np.float32)
+    a = np.ones((MATRIX_SIZE, MATRIX_SIZE), np.float32)
     b, c = a.copy(), a.copy()
     speeds = {name: [] for name in waiting}
     for index in range(rounds):
@@ -137,7 +141,7 @@ def idle_waiting(world, rounds, seconds):
                 while (elapsed := time.perf_counter() - began) < seconds:
                     np.matmul(a, b, out=c)
                     count += 1
-                speeds[name].append(2e-9 * GEMM**3 * count / elapsed)
+                speeds[name].append(2e-9 * MATRIX_SIZE**3 * count / elapsed)
                 if name == "in our receive":
                     for to in range(1, world.size):
                         world.send(a[0], to)
@@ -147,14 +151,14 @@ def idle_waiting(world, rounds, seconds):
 
 
 def receive_from_root(world):
-    world.recv(np.empty(GEMM, np.float32), source=0)
+    world.recv(np.empty(MATRIX_SIZE, np.float32), source=0)
 
 
 # -- in the parent process --------------------------------------------------------------------------------------------
 
 
 def launch(ranks, function, *args, timeout, benchmark=BENCHMARK):
-    """The result of `function` of the module `benchmark` on rank 0 of a new MPI job."""
+    """Run a new MPI job; return the result of rank 0. `function`: the name of a function of the module `benchmark`."""
     try:
         return run_mpi(ranks, getattr(import_module(benchmark), function), *args, timeout=timeout)[0]
     except AssertionError as error:
@@ -162,45 +166,50 @@ def launch(ranks, function, *args, timeout, benchmark=BENCHMARK):
 
 
 def summarise(results, ranks):
-    """Add the ratios to MPI's own collective of each round to one job's results; return the table's rows."""
-    native = {result["bytes"]: result["seconds"] for result in results if result["algorithm"] == NATIVE}
+    """Return the table's rows for the results of one job.
+
+    Also adds two fields to each result: ranks, and ratio_to_native, its time divided by the MPI library's time.
+    """
+    native_seconds = {result["bytes"]: result["seconds"] for result in results if result["algorithm"] == NATIVE}
     rows = []
     for result in sorted(results, key=lambda result: (result["bytes"], ALGORITHMS.index(result["algorithm"]))):
         result["ranks"] = ranks
         median = statistics.median(result["seconds"])
-        result["ratio_to_native"] = paired_ratio(result["seconds"], native[result["bytes"]])
+        result["ratio_to_native"] = paired_ratio(result["seconds"], native_seconds[result["bytes"]])
         rows.append(
             {
                 f"{ranks} ranks": result["algorithm"],
                 "bytes": f"{result['bytes']:,}",
                 "ms": f"{1e3 * median:.4g}",
-                "best": f"{1e3 * min(result['seconds']):.4g}",
+                "fastest, ms": f"{1e3 * min(result['seconds']):.4g}",
                 "GB/s": f"{1e-9 * result['bytes'] / median:.3g}",
-                "bytes sent per rank, maximum": f"{max(result['bytes_sent']):,}" if max(result["bytes_sent"]) else "",
-                "x native time": f"{result['ratio_to_native']['median']:.2f}",
+                "bytes sent, most of any rank": f"{max(result['bytes_sent']):,}" if max(result["bytes_sent"]) else "",
+                "time / time of mpi": f"{result['ratio_to_native']['median']:.2f}",
             }
         )
     return rows
 
 
 def fit(results):
-    """{algorithm: [alpha seconds, beta seconds per byte]} of t = alpha + beta n, n the bytes of x; see line().
+    """{algorithm: [alpha, beta]}: the fit t = alpha + beta n to the seconds t of an all-reduce of n bytes.
 
-    alpha includes the number of messages; beta includes the factor 2 (p-1)/p and the additions.
+    alpha (seconds) includes the start-up times of all messages of an all-reduce; beta (seconds per byte) includes the
+    factor 2 (p-1)/p and the additions.
     """
     by_name = {}
     for result in results:
         by_name.setdefault(result["algorithm"], []).append(result)
-    return {name: line_of(found) for name, found in by_name.items()}
+    return {name: fit_medians(of_algorithm) for name, of_algorithm in by_name.items()}
 
 
-def line_of(results):
-    """[alpha, beta] of the median seconds of several sizes."""
-    return line([result["bytes"] for result in results], [statistics.median(result["seconds"]) for result in results])
+def fit_medians(results):
+    """[alpha, beta] of the median times of results with several sizes."""
+    sizes = [result["bytes"] for result in results]
+    return fit_line(sizes, [statistics.median(result["seconds"]) for result in results])
 
 
-def line(sizes, seconds):
-    """[alpha, beta] of seconds = alpha + beta sizes by least squares of the relative error."""
+def fit_line(sizes, seconds):
+    """[alpha, beta] of seconds = alpha + beta sizes, by least squares of the relative error."""
     sizes, seconds = np.array(sizes, float), np.array(seconds)
     terms = np.stack([1 / seconds, sizes / seconds], axis=1)
     return np.linalg.lstsq(terms, np.ones(len(seconds)), rcond=None)[0].tolist()
@@ -217,8 +226,8 @@ def plot(results, path, operation="all_reduce"):
     figure, panels = plt.subplots(1, len(counts), figsize=(4.5 * len(counts), 4), sharey=True, squeeze=False)
     for ranks, panel in zip(counts, panels[0], strict=True):
         for name in ALGORITHMS:
-            found = [each for each in results if (each["algorithm"], each["ranks"]) == (name, ranks)]
-            points = [(each["bytes"], statistics.median(each["seconds"])) for each in found]
+            shown = [result for result in results if (result["algorithm"], result["ranks"]) == (name, ranks)]
+            points = [(result["bytes"], statistics.median(result["seconds"])) for result in shown]
             if points:
                 panel.loglog(*zip(*sorted(points), strict=True), "k--" if name == NATIVE else ".-", label=name)
         panel.set(title=f"{ranks} ranks", xlabel="bytes of x")
@@ -230,7 +239,7 @@ def plot(results, path, operation="all_reduce"):
 
 
 def compare(args, operation):
-    """Measure one operation at every number of ranks and print its tables and fits; return (results, fits)."""
+    """Measure one operation with each number of ranks, print the tables and the fits; return (results, fits)."""
     results, fits = [], {}
     for ranks in args.ranks:
         progress(f"{operation}, {ranks} ranks")
@@ -263,7 +272,7 @@ def idle(args):
             {
                 f"{ranks - 1} ranks are": name,
                 "GFLOP/s of rank 0": f"{statistics.median(speed):.1f}",
-                "share of its speed while they sleep": f"{100 * shares[name]['median']:.0f} %",
+                "speed / speed while they sleep": f"{100 * shares[name]['median']:.0f} %",
             }
             for name, speed in speeds.items()
         ]
@@ -277,11 +286,17 @@ def main():
         "--operations", choices=OPERATIONS, nargs="+", default=["all_reduce"], help="collectives (default all_reduce)"
     )
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8], help="ranks of each job (default 2 4 8)")
-    parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="bytes of x (default 1 KB to 100 MB by 10)")
-    parser.add_argument("--rounds", type=int, default=9, help="rounds (default 9)")
-    parser.add_argument("--seconds", type=float, default=20, help="per size; then no new round begins (default 20)")
+    parser.add_argument(
+        "--sizes", type=int, nargs="+", default=SIZES, help="bytes of the array (default 1 KB, 10 KB, ..., 100 MB)"
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=9, help="number of rounds; each round times every program (default 9)"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=20, help="seconds per size, after which no round begins (default 20)"
+    )
     parser.add_argument("--timeout", type=int, default=900, help="seconds that one job may take (default 900)")
-    parser.add_argument("--idle", action="store_true", help="measure instead the speed of rank 0 while the others wait")
+    parser.add_argument("--idle", action="store_true", help="measure only rank 0's speed while other ranks wait")
     add_save_flags(parser.add_argument, "collectives")
     args = parser.parse_args()
 

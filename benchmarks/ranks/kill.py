@@ -1,6 +1,7 @@
-"""Does a job end at once when a rank is killed, and does a resumed run continue the same curve?
+"""Does a job end soon when a rank is killed, and does a resumed run continue the same loss curve?
 
-A random rank gets SIGKILL at a random moment, which may be during start-up, of a run that resumed from a checkpoint.
+Each trial starts a run that resumes from a checkpoint, and kills a random rank with SIGKILL at a random moment, which
+may be during start-up. Then it resumes the run and compares the losses with those of an uninterrupted run.
 """
 
 import argparse
@@ -30,7 +31,7 @@ def train(ranks, *flags):
 
 
 def finished(job):
-    """The Done of a job; exits if the job fails."""
+    """Wait for a job; return its Done. Exits if the job fails."""
     with job:
         done = job.done()
     if done.code:
@@ -39,102 +40,113 @@ def finished(job):
 
 
 def curve(log):
-    """([(step, loss, gradient norm)], hash of the final parameters) of a log."""
+    """([(step, loss, gradient norm)], hash of the final parameters) of a log file."""
     rows = [json.loads(line) for line in log.read_text().splitlines()]
     return [(row["step"], row["loss"], row["grad_norm"]) for row in rows], rows[-1].get("parameters_sha256")
 
 
-def kill_one(job, seconds, choice):
-    """Kill a random rank after `seconds`; return its number, or None if the job ended before."""
+def kill_one(job, seconds, rng):
+    """Kill a random rank after `seconds`; return the number of the rank, or None if the job ended before."""
     time.sleep(seconds)
     while job.process.poll() is None:
         if ranks := job.ranks():
-            rank = choice.choice(sorted(ranks))
+            rank = rng.choice(sorted(ranks))
             try:
                 os.kill(ranks[rank], signal.SIGKILL)
                 return rank
-            except ProcessLookupError:  # it has just ended
+            except ProcessLookupError:  # the rank has just ended
                 pass
     return None
 
 
-def trial(args, home, straight, choice, longest):
-    """Kill a rank of one run, then resume from its checkpoint; return one row, or None if the run ended before."""
-    out, log, moment = home / "run", home / "run.jsonl", choice.uniform(0, longest)
+def trial(args, folder, expected, rng, longest):
+    """Kill a rank of one run, then resume from its checkpoint; return one result, or None if the run ended before.
+
+    folder: contains the checkpoint and the log from which the run resumes. expected: curve() of an uninterrupted run.
+    longest: the seconds of an uninterrupted run; the rank is killed within this time.
+    """
+    out, log, moment = folder / "run", folder / "run.jsonl", rng.uniform(0, longest)
     shutil.rmtree(out, ignore_errors=True)
-    shutil.copytree(home / "begun", out, symlinks=True)
-    shutil.copy(home / "begun.jsonl", log)
+    shutil.copytree(folder / "begun", out, symlinks=True)
+    shutil.copy(folder / "begun.jsonl", log)
     flags = ("--resume", out, "--out", out, "--log", log, "--steps", args.steps)
     with train(args.ranks, *flags) as job:
-        rank = kill_one(job, moment, choice)
+        rank = kill_one(job, moment, rng)
         done = job.done()
     if rank is None or done.code == 0:
         return None
-    row = {"rank": rank, "moment": moment, "seconds": done.seconds, "code": done.code, "left": len(done.left)}
+    result = {"rank": rank, "moment": moment, "seconds": done.seconds, "code": done.code, "left": len(done.left)}
     try:
-        row["step"] = load_checkpoint(out, with_optimizer=True).state["step"]
+        result["step"] = load_checkpoint(out, with_optimizer=True).state["step"]
     except CheckpointError as error:
-        return row | {"step": None, "error": str(error), "equal": False}
+        return result | {"step": None, "error": str(error), "equal": False}
     finished(train(args.ranks, *flags))
-    return row | {"equal": curve(log) == straight}
+    return result | {"equal": curve(log) == expected}
+
+
+def ended_cleanly(result):
+    """Whether the job of a trial ended with an error code, within 10 seconds and with no process left."""
+    return result["code"] != 0 and not result["left"] and result["seconds"] < 10
 
 
 def main():
     parser = argparse.ArgumentParser(prog=f"python -m {BENCHMARK}", description=__doc__.splitlines()[0])
-    parser.add_argument("--times", type=int, default=20, help="runs, one killed rank each (default 20)")
+    parser.add_argument(
+        "--times", type=int, default=20, help="number of runs; one rank of each run is killed (default 20)"
+    )
     parser.add_argument("--ranks", type=int, default=4, help="ranks of each run (default 4)")
     parser.add_argument("--preset", default="tiny", help="model (default tiny)")
     parser.add_argument("--steps", type=int, default=60, help="steps of each run (default 60)")
     parser.add_argument("--checkpoint-every", type=int, default=2, help="steps between checkpoints (default 2)")
-    parser.add_argument("--seed", type=int, default=0, help="random seed of ranks and moments (default 0)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the choice of ranks and of times (default 0)")
     add_save_flags(parser.add_argument)
     args = parser.parse_args()
     if not Path("/proc/self/environ").exists():
         sys.exit("this benchmark finds the ranks in /proc, which this system does not have")
 
-    rows, choice = [], random.Random(args.seed)
-    with tempfile.TemporaryDirectory() as folder:
-        home = Path(folder)
+    results, rng = [], random.Random(args.seed)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
         flags = ("--preset", args.preset, "--checkpoint-every", args.checkpoint_every)
-        begun, log = home / "begun", home / "begun.jsonl"
+        begun, log = folder / "begun", folder / "begun.jsonl"
         finished(train(args.ranks, *flags, "--steps", args.checkpoint_every, "--out", begun, "--log", log))
-        whole = (*flags, "--steps", args.steps, "--out", home / "straight", "--log", home / "straight.jsonl")
+        whole = (*flags, "--steps", args.steps, "--out", folder / "whole", "--log", folder / "whole.jsonl")
         longest = finished(train(args.ranks, *whole)).seconds
-        straight = curve(home / "straight.jsonl")
-        while len(rows) < args.times:
-            progress(f"run {len(rows) + 1}/{args.times}")
-            if row := trial(args, home, straight, choice, longest):
-                rows.append(row)
+        expected = curve(folder / "whole.jsonl")
+        while len(results) < args.times:
+            progress(f"run {len(results) + 1}/{args.times}")
+            if result := trial(args, folder, expected, rng, longest):
+                results.append(result)
     progress("")
     print_table(
         [
             {
-                "killed": f"rank {row['rank']}",
-                "after, s": f"{row['moment']:.2f}",
-                "job ended within, s": f"{row['seconds']:.2f}",
-                "exit code": row["code"],
-                "processes left": row["left"],
-                "checkpoint": "unreadable" if row["step"] is None else f"step {row['step']}",
-                "resumed curve": "equal" if row["equal"] else "DIFFERS",
+                "killed": f"rank {result['rank']}",
+                "killed after, s": f"{result['moment']:.2f}",
+                "job ended within, s": f"{result['seconds']:.2f}",
+                "exit code": result["code"],
+                "processes left": result["left"],
+                "checkpoint": "unreadable" if result["step"] is None else f"step {result['step']}",
+                "resumed curve": "equal" if result["equal"] else "DIFFERS",
             }
-            for row in rows
+            for result in results
         ]
     )
-    seconds = [row["seconds"] for row in rows]
+    seconds = [result["seconds"] for result in results]
     summary = {
-        "clean_ends": sum(row["code"] != 0 and not row["left"] and row["seconds"] < 10 for row in rows),
-        "readable": sum(row["step"] is not None for row in rows),
-        "equal": sum(row["equal"] for row in rows),
+        "clean_ends": sum(ended_cleanly(result) for result in results),
+        "readable": sum(result["step"] is not None for result in results),
+        "equal": sum(result["equal"] for result in results),
         "median_seconds": statistics.median(seconds),
         "longest_seconds": max(seconds),
     }
     print(
         f"\n{summary['clean_ends']} of {args.times} ended within 10 s with no process left (median "
         f"{summary['median_seconds']:.2f} s, longest {summary['longest_seconds']:.2f} s), {summary['readable']} left a "
-        f"readable checkpoint, {summary['equal']} continued the uninterrupted curve bit for bit."
+        f"readable checkpoint, {summary['equal']} resumed with the curve of the uninterrupted run, bit for bit."
     )
     options = vars(args) | {"longest_moment": longest}
-    save(BENCHMARK, {**options, "summary": summary, "rows": rows}, args)
+    save(BENCHMARK, {**options, "summary": summary, "rows": results}, args)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Do two ranks train twice as fast as one process, and faster than PyTorch's DistributedDataParallel on gloo?"""
+"""Do two MPI ranks train twice as fast as one process, and faster than PyTorch's DistributedDataParallel with gloo?"""
 
 import argparse
 import statistics
@@ -19,42 +19,51 @@ from stage1_mpi.mpi_communicator import NATIVE
 
 SEED = 20260101
 BENCHMARK = "benchmarks.ranks.ranks"  # the name under which the benchmark processes import this file
-ONE, DDP = "stage 0: 1 process, 1 thread", "torch DDP, gloo"
-TARGETS = {ONE: 1.90, DDP: 1.05}  # required speed-up of two ranks over each peer
+SERIAL, DDP = "stage 0: 1 process, 1 thread", "torch DDP, gloo"  # names of the two programs to compare with
+TARGETS = {SERIAL: 1.90, DDP: 1.05}  # {program: required speed-up of two ranks of stage 1 over this program}
 
 
 # -- on the ranks -----------------------------------------------------------------------------------------------------
 
 
 def prepare(module, world, preset, batch_size, threads, **options):
-    """On every rank: return `run_round(steps)`, which trains on fresh random tokens and times every step."""
+    """Called on every rank by harness/processes.py: build a trainer and return `run_round(steps)`; see timed_steps().
+
+    module: the implementation to measure, benchmarks.harness.ours or benchmarks.peers.torch_ddp; both have
+    make_trainer(). options: further arguments of make_trainer().
+    """
     config = PRESETS[preset]
     step = module.make_trainer(config, batch_size, config.block_size, threads, world=world, **options)
     return timed_steps(world, step, config, batch_size)
 
 
 def timed_steps(world, step, config, batch_size):
-    """Return `run_round(steps)`. A step's time runs from the first rank that leaves a barrier to the last that ends."""
+    """Return `run_round(steps)`, which trains on random tokens and measures every step.
+
+    All ranks start a step together, after a barrier. The time of a step is measured from the moment when the first rank
+    leaves the barrier to the moment when the last rank has finished the step. step: step(inputs, targets) -> loss.
+    """
     rng = np.random.default_rng(SEED)  # the same tokens in every process and on every rank
 
     def run_round(steps):
-        begun, ended, losses, cpu_seconds = [], [], [], 0.0
+        started, ended, losses, cpu_seconds = [], [], [], 0.0
         for _ in range(steps):
             tokens = rng.integers(0, config.vocab_size, (batch_size, config.block_size + 1))
             inputs, targets = tokens[:, :-1].copy(), tokens[:, 1:].copy()
             world.barrier()
             cpu_started = time.process_time()
-            begun.append(time.perf_counter())  # one clock for all processes of a host
+            started.append(time.perf_counter())  # all processes of a host have the same clock
             losses.append(step(inputs, targets))
             ended.append(time.perf_counter())
             cpu_seconds += time.process_time() - cpu_started
-        begun, ended, losses, cpu_seconds, peaks = zip(
-            *world.all_gather_object((begun, ended, losses, cpu_seconds, peak_bytes())), strict=True
+        started, ended, losses, cpu_seconds, peaks = zip(
+            *world.all_gather_object((started, ended, losses, cpu_seconds, peak_bytes())), strict=True
         )
-        seconds = np.max(ended, axis=0) - np.min(begun, axis=0)
+        seconds = np.max(ended, axis=0) - np.min(started, axis=0)
         return {
             "seconds": seconds.tolist(),
-            "losses": np.mean(losses, axis=0).tolist(),  # a PyTorch rank returns the loss of its own rows only
+            # A rank of PyTorch returns the loss of its own sequences. Our ranks all return the same loss.
+            "losses": np.mean(losses, axis=0).tolist(),
             "cpu_seconds": sum(cpu_seconds),
             "peak_bytes": max(peaks),
         }
@@ -66,16 +75,20 @@ def timed_steps(world, step, config, batch_size):
 
 
 def process_specs(args):
-    """The table's rows: stage 0 in one process, stage 1 on `ranks` ranks of one thread, PyTorch DDP on as many."""
+    """Yield one ProcessSpec per row of the table: stage 0 in one process, then stage 1 and PyTorch DDP on many ranks.
+
+    Stage 1 and PyTorch DDP use the same number of ranks, args.ranks, with one thread each.
+    """
     sizes = {"preset": args.preset, "batch_size": args.batch_size, "threads": 1}
-    yield ProcessSpec(ONE, "benchmarks.harness.ours", 1, dict(sizes, deterministic=not args.no_deterministic), ranks=1)
+    options = dict(sizes, deterministic=not args.no_deterministic)
+    yield ProcessSpec(SERIAL, "benchmarks.harness.ours", 1, options, ranks=1)
     if args.with_threads:
         options = dict(sizes, deterministic=not args.no_deterministic, threads=args.ranks)
         yield ProcessSpec(f"stage 0: 1 process, {args.ranks} threads", "benchmarks.harness.ours", 1, options, ranks=1)
     mpiexec = tuple(launch_line(*choose(), args.ranks))
     for dp in args.dp:
-        how = {"dp": dp, "zero": args.zero, "compress": args.compress, "bucket_mb": args.bucket_mb}
-        options = dict(sizes, deterministic=not args.no_deterministic, collectives=args.collectives, **how)
+        parallel = {"dp": dp, "zero": args.zero, "compress": args.compress, "bucket_mb": args.bucket_mb}
+        options = dict(sizes, deterministic=not args.no_deterministic, collectives=args.collectives, **parallel)
         name = f"stage 1: {args.ranks} ranks, --dp {dp}" + f" --zero {args.zero}" * bool(args.zero)
         yield ProcessSpec(name, "benchmarks.harness.ours", 1, options, ranks=args.ranks, launcher=mpiexec)
     if not args.no_ddp:
@@ -83,7 +96,7 @@ def process_specs(args):
 
 
 def measure(args, specs):
-    """Run all rounds; return one result for each spec, with the seconds of every step."""
+    """Run all rounds; return one result for each spec. "seconds" is a list of rounds, each a list of its steps."""
     with ExitStack() as stack:
         processes = [stack.enter_context(BenchmarkProcess(spec, BENCHMARK, args.timeout)) for spec in specs]
         measured = run_rounds(processes, args.rounds, {"steps": args.warm_up}, {"steps": args.steps_per_round})
@@ -102,23 +115,26 @@ def measure(args, specs):
 
 
 def summarise(results, tokens):
-    """Add the minimum, the cores used and the ratios of each round to the results; return the table's rows."""
+    """Return the table's rows. Also adds three fields to each result: min, cores_used and times_as_fast.
+
+    tokens: per step. times_as_fast: {peer: time of the peer / time of this result}, for the peers in TARGETS.
+    """
     medians = {result["name"]: round_medians(result["seconds"]) for result in results}
     rows = []
     for result in results:
-        steps, own = sum(result["seconds"], []), medians[result["name"]]
-        median, result["min"] = statistics.median(steps), min(steps)
-        result["cores_used"] = result["cpu_seconds"] / sum(steps)
+        step_seconds, own = sum(result["seconds"], []), medians[result["name"]]
+        median, result["min"] = statistics.median(step_seconds), min(step_seconds)
+        result["cores_used"] = result["cpu_seconds"] / sum(step_seconds)
         result["times_as_fast"] = {peer: paired_ratio(medians[peer], own) for peer in TARGETS if peer in medians}
-        ratio = {peer: f"{each['median']:.3f}" for peer, each in result["times_as_fast"].items()}
+        speedup = {peer: f"{each['median']:.3f}" for peer, each in result["times_as_fast"].items()}
         rows.append(
             {
                 "": result["name"],
                 "ms/step": f"{1e3 * median:.4g}",
-                "best": f"{1e3 * result['min']:.4g}",
+                "fastest step, ms": f"{1e3 * result['min']:.4g}",
                 "tokens/s": f"{tokens / median:.0f}",
-                "x 1 process": ratio[ONE],
-                **({"x DDP": ratio[DDP]} if DDP in ratio else {}),
+                "times as fast as 1 process": speedup[SERIAL],
+                **({"times as fast as DDP": speedup[DDP]} if DDP in speedup else {}),
                 "cores used": f"{result['cores_used']:.2f}",
                 "peak MiB per rank": f"{result['peak_bytes'] / 2**20:.0f}",
                 "last loss": f"{result['losses'][-1]:.9g}",
@@ -128,13 +144,13 @@ def summarise(results, tokens):
 
 
 def verdicts(results):
-    """Yield one sentence for each row of stage 1 and each of its targets."""
+    """Yield one sentence for each result of stage 1 and each target: whether its speed-up reaches the target."""
     for result in results:
         if result["name"].startswith("stage 1"):
             for peer, ratio in result["times_as_fast"].items():
                 verdict = "reached" if ratio["median"] >= TARGETS[peer] else "MISSED"
-                target = f"target (paper, 2 ranks) {TARGETS[peer]:.2f}: {verdict}"
-                yield f"{result['name']}: {ratio['median']:.3f} x {peer}, {target}"
+                target = f"target (preset paper, 2 ranks) {TARGETS[peer]:.2f}: {verdict}"
+                yield f"{result['name']}: {ratio['median']:.3f} times as fast as {peer}; {target}"
 
 
 def main():
@@ -143,15 +159,19 @@ def main():
     add("--ranks", type=int, default=2, help="ranks of stage 1 and processes of PyTorch (default 2)")
     add("--preset", choices=PRESETS, default="paper", help="model (default paper)")
     add("--batch-size", type=int, default=16, help="sequences per step over all ranks (default 16)")
-    add("--dp", choices=STRATEGIES, nargs="+", default=["flat"], help="strategies, one row each (default flat)")
+    add("--dp", choices=STRATEGIES, nargs="+", default=["flat"], help="strategies, one table row each (default flat)")
     add("--bucket-mb", type=float, default=BUCKET_MB, help=f"minimum bucket size in 10^6 bytes (default {BUCKET_MB:g})")
-    add("--zero", type=int, choices=(0, 1), default=0, help="1: shard the optimizer state (default 0)")
+    add("--zero", type=int, choices=(0, 1), default=0, help="1: divide the optimizer state over ranks (default 0)")
     add("--compress", choices=("none", *CODECS), default="none", help="format of the gradients sent (default none)")
-    add("--collectives", choices=(NATIVE, *ALL_REDUCE), help="default canonical, or mpi with --no-deterministic")
-    add("--no-deterministic", action="store_true", help="one micro-batch per rank, sums in any order")
+    add(
+        "--collectives",
+        choices=(NATIVE, *ALL_REDUCE),
+        help="all-reduce (default canonical; mpi with --no-deterministic)",
+    )
+    add("--no-deterministic", action="store_true", help="one micro-batch per rank; MPI's own order of sums")
     add("--with-threads", action="store_true", help="add a row: stage 0 with as many threads as ranks")
-    add("--no-ddp", action="store_true", help="omit PyTorch")
-    add("--rounds", type=int, default=7, help="rounds (default 7)")
+    add("--no-ddp", action="store_true", help="do not run PyTorch")
+    add("--rounds", type=int, default=7, help="number of rounds; each round times every program (default 7)")
     add("--steps-per-round", type=int, default=2, help="timed steps of each process in a round (default 2)")
     add("--warm-up", type=int, default=2, help="steps before the first round (default 2)")
     add("--timeout", type=int, default=900, help="seconds that one round of a process may take (default 900)")

@@ -1,4 +1,4 @@
-"""How many bytes does each gradient-synchronisation strategy send, and what does it cost per step?"""
+"""How many bytes does each gradient-synchronisation strategy send, and how long does a step take with it?"""
 
 import argparse
 import statistics
@@ -16,16 +16,19 @@ from stage1_mpi.mpi_communicator import NATIVE
 
 BENCHMARK = "benchmarks.ranks.strategies"  # the name under which the ranks import this file
 FLAT = "--dp flat"
-SHARDED = "--dp flat --zero 1"
-MAX_ZERO_COST = 1.10  # upper bound for ZeRO-1's step time divided by that of flat
+ZERO_1 = "--dp flat --zero 1"
+MAX_ZERO_COST = 1.10  # upper bound for the step time with ZeRO-1 divided by the step time without
 
 
 def variants(bucket_mb):
-    """{flags: options of build_trainer}: all strategies with and without ZeRO-1, all codecs, all collectives."""
+    """{flags of train_gpt2.py: the same options for build_trainer() of harness/ours.py}.
+
+    These are all strategies with and without ZeRO-1, then --dp flat with all codecs and with all collectives.
+    """
     chosen = {f"--dp {dp}": {"dp": dp, "bucket_mb": bucket_mb} for dp in STRATEGIES}
     chosen |= {f"{flags} --zero 1": dict(options, zero=1) for flags, options in chosen.items()}
     chosen |= {f"{FLAT} --compress {kind}": {"compress": kind} for kind in CODECS}
-    names = [name for name in (NATIVE, *ALL_REDUCE) if name != "canonical"]  # the default
+    names = [name for name in (NATIVE, *ALL_REDUCE) if name != "canonical"]  # canonical is the default
     return chosen | {f"{FLAT} --collectives {name}": {"collectives": name} for name in names}
 
 
@@ -33,46 +36,47 @@ def variants(bucket_mb):
 
 
 def prepare(module, world, preset, batch_size, variants):
-    """On every rank: return `run_round(name, steps)`; all variants exist at once, and one of them trains at a time."""
+    """Called on every rank by harness/processes.py: build all variants, and return `run_round(name, steps)`.
+
+    All variants stay in memory; run_round() trains the variant `name`. module: benchmarks.harness.ours.
+    """
     config = PRESETS[preset]
-    made = module.make_variants(config, batch_size, config.block_size, world, variants)
+    trainers = module.make_variants(config, batch_size, config.block_size, world, variants)
+    timed = {name: timed_steps(world, trainer, config, batch_size) for name, trainer in trainers.items()}
 
-    def measured(variant):
-        """`run_round(steps)` of one variant; adds the bytes sent and held by each rank and the number of messages."""
-        timed = timed_steps(world, variant, config, batch_size)
+    def run_round(name, steps):
+        """The result of timed_steps(), with the bytes sent and held by each rank and the number of messages."""
+        trainer, result = trainers[name], timed[name](steps)
+        sizes = world.all_gather_object((trainer.bytes_sent, trainer.optimizer_bytes))
+        bytes_sent, optimizer_bytes = zip(*sizes, strict=True)
+        return dict(result, bytes_sent=bytes_sent, optimizer_bytes=optimizer_bytes, messages=trainer.messages)
 
-        def run_round(steps):
-            result = timed(steps)
-            sizes = world.all_gather_object((variant.bytes_sent, variant.optimizer_bytes))
-            bytes_sent, optimizer_bytes = zip(*sizes, strict=True)
-            return dict(result, bytes_sent=bytes_sent, optimizer_bytes=optimizer_bytes, messages=variant.messages)
-
-        return run_round
-
-    rounds = {name: measured(variant) for name, variant in made.items()}
-    return lambda name, steps: rounds[name](steps)
+    return run_round
 
 
 # -- in the parent process --------------------------------------------------------------------------------------------
 
 
 def measure(args, ranks, chosen):
-    """Run the rounds of one number of ranks; return one result for each variant, with the seconds of every step."""
+    """Run all rounds on `ranks` ranks; return one result for each variant, with the seconds of every step.
+
+    chosen: {name: options} of the variants to measure.
+    """
     options = {"preset": args.preset, "batch_size": args.batch_size, "variants": chosen}
     launcher = tuple(launch_line(*choose(), ranks))
     job = ProcessSpec(f"{ranks} ranks", "benchmarks.harness.ours", 1, options, ranks=ranks, launcher=launcher)
     with BenchmarkProcess(job, BENCHMARK, args.timeout) as process:
-        members = [JobVariant(process, name) for name in chosen]
-        measured = run_rounds(members, args.rounds, {"steps": args.warm_up}, {"steps": args.steps_per_round})
+        job_variants = [JobVariant(process, name) for name in chosen]
+        measured = run_rounds(job_variants, args.rounds, {"steps": args.warm_up}, {"steps": args.steps_per_round})
     results = []
-    for name, one in measured.items():
-        last = one["rounds"][-1]
+    for name, of_variant in measured.items():
+        last = of_variant["rounds"][-1]
         results.append(
             {
                 "name": name,
                 "ranks": ranks,
-                "seconds": [each["seconds"] for each in one["rounds"]],
-                "cpu_seconds": sum(each["cpu_seconds"] for each in one["rounds"]),
+                "seconds": [each["seconds"] for each in of_variant["rounds"]],
+                "cpu_seconds": sum(each["cpu_seconds"] for each in of_variant["rounds"]),
                 "final_loss": last["losses"][-1],
                 **{key: last[key] for key in ("messages", "bytes_sent", "optimizer_bytes")},
             }
@@ -81,23 +85,26 @@ def measure(args, ranks, chosen):
 
 
 def summarise(results):
-    """Add the minimum and the time relative to flat in each round to one job's results; return the table's rows."""
+    """Return the table's rows for the results of one job.
+
+    Also adds three fields to each result: min, cores_used, and times_flat, its step time divided by that of FLAT.
+    """
     medians = {result["name"]: round_medians(result["seconds"]) for result in results}
     rows = []
     for result in results:
-        steps = sum(result["seconds"], [])
-        median, result["min"] = statistics.median(steps), min(steps)
-        result["cores_used"] = result["cpu_seconds"] / sum(steps)
+        step_seconds = sum(result["seconds"], [])
+        median, result["min"] = statistics.median(step_seconds), min(step_seconds)
+        result["cores_used"] = result["cpu_seconds"] / sum(step_seconds)
         result["times_flat"] = paired_ratio(medians[result["name"]], medians[FLAT])
         rows.append(
             {
                 f"{result['ranks']} ranks": result["name"],
                 "messages": result["messages"],
-                "MB sent per rank, maximum": f"{1e-6 * max(result['bytes_sent']):.3f}",
-                "mean": f"{1e-6 * statistics.mean(result['bytes_sent']):.3f}",
+                "MB sent, most of any rank": f"{1e-6 * max(result['bytes_sent']):.3f}",
+                "MB sent, mean of ranks": f"{1e-6 * statistics.mean(result['bytes_sent']):.3f}",
                 "ms/step": f"{1e3 * median:.4g}",
-                "best": f"{1e3 * result['min']:.4g}",
-                "x flat's time": f"{result['times_flat']['median']:.3f}",
+                "fastest step, ms": f"{1e3 * result['min']:.4g}",
+                "time / time of flat": f"{result['times_flat']['median']:.3f}",
                 "cores used": f"{result['cores_used']:.2f}",
                 "optimizer MiB per rank": f"{max(result['optimizer_bytes']) / 2**20:.3f}",
                 "last loss": f"{result['final_loss']:.9g}",
@@ -107,26 +114,27 @@ def summarise(results):
 
 
 def verdict(results, ranks):
-    """One sentence: the cost and the saving of ZeRO-1."""
+    """One sentence: how much time ZeRO-1 costs and how much memory it saves."""
     by_name = {result["name"]: result for result in results}
-    sharded, whole = by_name[SHARDED], max(by_name[FLAT]["optimizer_bytes"])
-    share, slower = max(sharded["optimizer_bytes"]) / whole, sharded["times_flat"]["median"]
-    met = "reached" if slower <= MAX_ZERO_COST and share * ranks <= 1.01 else "MISSED"
+    zero, whole_bytes = by_name[ZERO_1], max(by_name[FLAT]["optimizer_bytes"])
+    share, relative_time = max(zero["optimizer_bytes"]) / whole_bytes, zero["times_flat"]["median"]
+    met = "reached" if relative_time <= MAX_ZERO_COST and share * ranks <= 1.01 else "MISSED"
     return (
-        f"ZeRO-1 at {ranks} ranks: {slower:.3f} x flat's time (target at 4 ranks: at most {MAX_ZERO_COST:.2f}), "
-        f"{share:.4f} of the optimizer state per rank (target 1/{ranks} plus padding): {met}"
+        f"ZeRO-1 on {ranks} ranks: a step takes {relative_time:.3f} times as long as without (target on 4 ranks: at "
+        f"most {MAX_ZERO_COST:.2f}), and a rank holds {share:.4f} of the optimizer state (target: 1/{ranks} plus "
+        f"padding): {met}"
     )
 
 
 def main():
     parser = argparse.ArgumentParser(prog=f"python -m {BENCHMARK}", description=__doc__)
     add = parser.add_argument
-    add("--ranks", type=int, nargs="+", default=[2, 4], help="ranks of each job, one thread each (default 2 4)")
+    add("--ranks", type=int, nargs="+", default=[2, 4], help="numbers of ranks of one thread (default 2 4)")
     add("--preset", choices=PRESETS, default="paper", help="model (default paper)")
     add("--batch-size", type=int, default=16, help="sequences per step over all ranks (default 16)")
     add("--bucket-mb", type=float, default=BUCKET_MB, help=f"minimum bucket size in 10^6 bytes (default {BUCKET_MB:g})")
-    add("--only", nargs="+", metavar="TEXT", help="measure only flat and the variants whose flags contain one of these")
-    add("--rounds", type=int, default=5, help="rounds (default 5)")
+    add("--only", nargs="+", metavar="TEXT", help=f"measure {FLAT}, {ZERO_1} and variants whose flags contain a TEXT")
+    add("--rounds", type=int, default=5, help="number of rounds; each round times every program (default 5)")
     add("--steps-per-round", type=int, default=1, help="timed steps of each variant in a round (default 1)")
     add("--warm-up", type=int, default=1, help="steps before the first round (default 1)")
     add("--timeout", type=int, default=900, help="seconds that one round of a variant may take (default 900)")
@@ -135,11 +143,11 @@ def main():
     for ranks in args.ranks:
         plan_micro_batches(args.batch_size, None, 1, ranks, deterministic=True)
 
-    wanted = [FLAT, SHARDED, *(args.only or [""])]
+    texts = args.only or [""]  # "" is in every name
     chosen = {
         name: options
         for name, options in variants(args.bucket_mb).items()
-        if name in wanted[:2] or any(text in name for text in wanted[2:])
+        if name in (FLAT, ZERO_1) or any(text in name for text in texts)
     }
     results = []
     for ranks in args.ranks:

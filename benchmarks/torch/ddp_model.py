@@ -21,7 +21,7 @@ from math import sqrt
 from benchmarks.harness.jobs import ROOT
 from benchmarks.harness.processes import run_main
 from benchmarks.harness.report import add_save_flags, print_table, save
-from benchmarks.ranks.collectives import line
+from benchmarks.ranks.collectives import fit_line
 from gpt2core.parallel.bucket_size import best_bucket
 
 BENCHMARK = "benchmarks.torch.ddp_model"
@@ -60,7 +60,7 @@ def fit(rows, backend, ranks):
             f"all_reduce has {len(found)} rows of {backend} on {ranks} ranks, and a fit needs two sizes: run python -m "
             f"benchmarks.torch.all_reduce --libraries {backend} --ranks {ranks}"
         )
-    o, per_byte = line([row["bytes"] for row in found], [row["time"]["mean"] / 1e3 for row in found])
+    o, per_byte = fit_line([row["bytes"] for row in found], [row["time"]["mean"] / 1e3 for row in found])
     if per_byte <= 0:
         raise SystemExit(f"the times of {backend} on {ranks} ranks do not grow with the size: measure larger sizes")
     return 1 / per_byte, max(o, 1e-9)

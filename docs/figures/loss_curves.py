@@ -1,4 +1,4 @@
-"""Draw docs/figures/loss_curves.png from results/: the paper's loss curve, and ours on the CPU and on GPUs.
+"""Draw docs/figures/loss_curves.png from results/: the loss curve of the paper and those of the four stages.
 
 python docs/figures/loss_curves.py [--out FILE.png]
 """
@@ -16,10 +16,12 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def curves(results=ROOT / "results"):
-    """[(label, 50 losses, line style)] of preset `paper`, as the files in `results` have them."""
+    """[(label, 50 losses, arguments of pyplot.plot)] of preset `paper`, from the files in the directory `results`."""
     cpu = json.loads((results / "cpu" / "curve.json").read_text())["results"]
+    # a deviation is ours / paper - 1
     paper = [loss / (1 + deviation) for loss, deviation in zip(cpu["losses"], cpu["deviations"], strict=True)]
     gpus = json.loads((results / "gpus" / "parity.json").read_text())["results"]
+    # The losses of stage 1 are bitwise identical to those of stage 0, those of stage 3 to those of stage 2.
     one_gpu = next(run for run in gpus if run["name"] == "stage 2" and run["precision"] == "fp32")
     return [
         ("the paper, serial", paper, dict(color="0.55", linestyle="--")),
@@ -30,7 +32,8 @@ def curves(results=ROOT / "results"):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path(__file__).with_name("loss_curves.png"))
+    text = "the picture to write (default docs/figures/loss_curves.png)"
+    parser.add_argument("--out", type=Path, default=Path(__file__).with_name("loss_curves.png"), help=text)
     out = parser.parse_args().out
     figure, axes = pyplot.subplots(figsize=(7, 3.6), layout="constrained")
     for label, losses, style in curves():

@@ -1,7 +1,7 @@
-"""The two commands, train and inference: flags, files, checkpoints, logs, and agreement between ranks.
+"""The two commands, train and inference: flags, files, checkpoints, logs, and the comparison of flags between ranks.
 
-Import this package before NumPy, so that BLAS is limited to one thread. The import also installs an exception hook:
-Ctrl-C prints no traceback, and a package that is not installed gives one error line instead of a traceback.
+Import this package before NumPy, because the import limits BLAS to one thread. The import also installs an exception
+hook: after Ctrl-C no traceback is printed, and for a package that is not installed one error line is printed instead.
 """
 
 import os
@@ -10,39 +10,41 @@ from pathlib import Path
 
 from gpt2core.parallel.launcher_env import read_launcher_env
 
-# One BLAS thread per Python thread, because the batch is divided among Python threads already. BLAS reads these
-# variables when it is loaded. If it was loaded before, the Trainer limits it through threadpoolctl.
+# Each Python thread uses one BLAS thread, because the batch is already divided among Python threads. BLAS reads these
+# variables when it is loaded. If BLAS was loaded earlier, the Trainer limits its threads through threadpoolctl.
 for _variable in ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS"):
     os.environ.setdefault(_variable, "1")
 
 PACKAGES = ("numpy", "tokenizers", "tqdm", "matplotlib", "threadpoolctl")  # packages that every stage needs
-INSTALLS = dict.fromkeys(PACKAGES, "make train") | {"triton": "make train STAGE=2 PRESET=nano"}
+INSTALL_COMMANDS = dict.fromkeys(PACKAGES, "make train") | {"triton": "make train STAGE=2 PRESET=nano"}
 
 
 def missing_package(error):
-    """The error line to print if `error` is a ModuleNotFoundError for a package of INSTALLS; otherwise None."""
+    """The error line to print if `error` is a ModuleNotFoundError for a package of INSTALL_COMMANDS; otherwise None."""
     name = (getattr(error, "name", None) or "").split(".")[0]
-    if not isinstance(error, ModuleNotFoundError) or name not in INSTALLS:
+    if not isinstance(error, ModuleNotFoundError) or name not in INSTALL_COMMANDS:
         return None
     venv = Path(__file__).resolve().parents[2] / ".venv"
-    other = (venv / "bin" / "activate").exists() and Path(sys.prefix) != venv
-    advice = f"run `{INSTALLS[name]}`, which installs it into .venv"
-    if "MAKELEVEL" in os.environ and os.environ.get("PYTHON"):  # the variable of a make command
-        advice = "omit PYTHON=, so that make uses .venv and installs what is missing"
-    elif other:
+    venv_not_active = (venv / "bin" / "activate").exists() and Path(sys.prefix) != venv
+    advice = f"run `{INSTALL_COMMANDS[name]}`, which installs it into .venv"
+    if "MAKELEVEL" in os.environ and os.environ.get("PYTHON"):  # a command such as make train PYTHON=python3
+        advice = "omit PYTHON=, so that make uses .venv and installs the missing packages"
+    elif venv_not_active:
         advice = f"run `source {venv}/bin/activate` first"
     return f"error: {name} is not installed for {sys.executable}: {advice}"
 
 
-def _short_errors(kind, error, traceback, show=sys.excepthook):
+def _short_errors(error_type, error, traceback, show=sys.excepthook):
+    """The exception hook (see the docstring of this file); `show` is the hook that it replaces."""
     if line := missing_package(error):
-        *_, number = read_launcher_env()
-        if not number:  # the other processes of a job print the same line
+        *_, process_number = read_launcher_env()
+        if not process_number:  # only the first process of a job prints the line, which is the same in all processes
             print(line, file=sys.stderr)
         sys.exit(2)
-    if hasattr(sys, "ps1") or not issubclass(kind, KeyboardInterrupt):
-        show(kind, error, traceback)
+    interactive = hasattr(sys, "ps1")
+    if interactive or not issubclass(error_type, KeyboardInterrupt):
+        show(error_type, error, traceback)
 
 
-# Ctrl-C ends a command with exit code 130 and no traceback, even while its modules are being imported.
+# Set here, before other imports: Ctrl-C during an import then also ends the command without a traceback.
 sys.excepthook = _short_errors

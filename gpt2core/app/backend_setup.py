@@ -6,9 +6,9 @@ from gpt2core.errors import ConfigError, DeviceMemoryError
 
 
 def usable_threads(make_backend, requested, cores):
-    """The number of threads for this rank's work: `requested` (--threads) unless it is None, otherwise `cores`.
+    """The number of threads for this rank's work: `requested` (--threads), or `cores` if `requested` is None.
 
-    A backend that does not use threads gets 1, and ConfigError is raised if --threads is given.
+    For a backend that does not use threads the result is 1, and ConfigError is raised if --threads is given.
     """
     if make_backend.uses_threads:
         return requested or cores
@@ -20,10 +20,15 @@ def usable_threads(make_backend, requested, cores):
 
 
 def make_backends(make_backend, config, threads):
-    """One backend per thread, with the options of a RunConfig; raises ConfigError for an option that it lacks."""
+    """A list of `threads` backends with the options of `config`, a RunConfig.
+
+    Raises ConfigError for an option that this kind of backend does not support.
+    """
     backends = [make_backend(config.precision, config.deterministic) for _ in range(threads)]
     check_graph(config, backends[0])
     for backend in backends:
+        if config.blas:
+            backend.runtime.use_blas(config.blas)
         if config.nvtx:
             backend.runtime.annotate(backend)
         if config.autotune:
@@ -32,19 +37,19 @@ def make_backends(make_backend, config, threads):
 
 
 def check_graph(config, backend):
-    """Raise ConfigError for --graph or --no-graph on a backend without CUDA graphs, and for --nvtx with a graph."""
-    if config.graph is not None and not backend.runtime.captures:
+    """Raise ConfigError for --graph or --no-graph on a backend without CUDA graphs, and for --nvtx with CUDA graphs."""
+    if config.graph is not None and not backend.runtime.uses_graphs:
         name = "--graph" if config.graph else "--no-graph"
         raise ConfigError(f"{name} has no meaning here: {backend.name} has no CUDA graphs; omit the flag")
-    if config.nvtx and backend.runtime.captures and config.graph is not False:
+    if config.nvtx and backend.runtime.uses_graphs and config.graph is not False:
         raise ConfigError("--nvtx has no effect on a step that is replayed from a CUDA graph: add --no-graph")
 
 
 @contextlib.contextmanager
 def memory_errors(backend, config, *sizes, **options):
-    """Convert the device's out-of-memory errors to DeviceMemoryError, with advice on sizes that fit.
+    """In this context, convert out-of-memory errors of the device to DeviceMemoryError, with sizes that would fit.
 
-    config: GPT2Config; sizes and options: the other arguments of Runtime.explain_oom.
+    config: GPT2Config; sizes and options: the other arguments of Runtime.explain_oom, which writes the message.
     """
     try:
         yield
@@ -55,7 +60,10 @@ def memory_errors(backend, config, *sizes, **options):
 
 
 def step_sizes(config, micro_batches, replicas):
-    """The sizes of a training step for memory_errors(); micro_batches: in total; replicas: data-parallel replicas."""
-    # with --transport mpi the canonical sum is computed on the host and takes no device memory
+    """The argument `sizes` of memory_errors() for a training step of a RunConfig.
+
+    micro_batches: their number over all ranks; replicas: the number of data-parallel replicas.
+    """
+    # With --transport mpi the canonical sum is computed on the host and needs no device memory.
     sums_on_device = config.transport == "nccl" and config.collectives == "canonical"
     return config.batch_size, config.seq_len, micro_batches, replicas, config.parallel, sums_on_device

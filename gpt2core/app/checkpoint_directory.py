@@ -1,13 +1,14 @@
-"""Atomic checkpoints in an `--out` directory: after the first save, DIR always contains a complete checkpoint.
+"""Atomic checkpoints in the directory DIR of `--out DIR`: after the first save, DIR always has a complete checkpoint.
 
-This also holds after a crash at any moment.
+This is also true after a crash at any moment. Arrows are symbolic links:
 
 DIR/step-00000040/   config.json  model.safetensors  tokenizer.json  optimizer.safetensors  state.json
 DIR/latest           -> step-00000040, replaced by one rename after all files of the step are on disk
-DIR/config.json ...  -> latest/config.json ..., so that `from_pretrained(DIR)` opens the newest step
+DIR/config.json ...  -> latest/config.json ..., so that transformers' `from_pretrained(DIR)` opens the newest step
 
-On a file system without symbolic links, `latest` is a text file with the name of the step. This module reads it; other
-programs must open DIR/step-00000040. A directory has one writer at a time (see run_lock.py) and any number of readers.
+On a file system without symbolic links, `latest` is a text file with the name of the step. This module reads that file;
+other programs must open DIR/step-00000040. Only one process at a time writes to DIR (see run_lock.py); any number of
+processes may read it meanwhile. In this file a "step" is one saved checkpoint, the directory DIR/step-XXXXXXXX.
 """
 
 import contextlib
@@ -35,27 +36,30 @@ from gpt2core.model import parameter_shapes
 
 LATEST = "latest"
 STEP = re.compile(r"step-\d{8,}")
-HIDDEN = re.compile(r"\.[\w.-]+\.[0-9a-f]{8}\.partial")  # temporary names: incomplete or replaced steps and links
+# Names from hidden_name(): steps and links that are incomplete, and steps that are to be deleted.
+HIDDEN = re.compile(r"\.[\w.-]+\.[0-9a-f]{8}\.partial")
 
 
 def save_checkpoint(
     directory, step, *, config, parameters, tokenizer=None, moments=None, state=None, keep=2, dtype=np.float32
 ):
-    """Write directory/step-XXXXXXXX, point `latest` to it, remove all but the `keep` newest steps; return its Path.
+    """Save a checkpoint as directory/step-XXXXXXXX, make `latest` refer to it, delete old ones; return its Path.
 
-    parameters: {name of parameter_shapes(config): array}; views are allowed; stored as `dtype`, float32 or
-    float16. moments: {name: (first, second)}, stored as float32. tokenizer: an object with `save(path)`. state: a dict
-    for JSON; floats are restored bit for bit. keep: 0 keeps all steps. The newest steps are those written last, not
-    those with the largest number, so a run that is resumed from an early step keeps its own checkpoints.
+    step: the number of updates made. parameters: {name of parameter_shapes(config): array}; views are allowed; stored
+    as `dtype`, float32 or float16. moments: {name: (first, second)}, Adam's moments, stored as float32. state: a dict
+    for JSON; floats are restored bit for bit. Without `moments` and `state`, no run can be resumed from the checkpoint.
+    tokenizer: an object with `save(path)`. keep: how many of the newest steps to keep, 0: all. The newest steps are
+    those written last, not those with the largest number, so a run that is resumed from an early step keeps its own
+    checkpoints.
 
-    A crash at any moment leaves the earlier checkpoint or the new one readable. Raises CheckpointError if the step
-    cannot be written.
+    After a crash at any moment, either the earlier checkpoint or the new one can be read. Raises CheckpointError if the
+    step cannot be written.
     """
     directory = writable_directory(directory)
     shapes = dict(parameter_shapes(config))
     check_shapes(directory, {name: array.shape for name, array in parameters.items()}, shapes)
-    for i in (0, 1) if moments is not None else ():
-        check_shapes(directory, {name: pair[i].shape for name, pair in moments.items()}, shapes)
+    for moment in (0, 1) if moments is not None else ():
+        check_shapes(directory, {name: pair[moment].shape for name, pair in moments.items()}, shapes)
     final = directory / f"step-{step:08d}"
     temporary = hidden_name(final)
     remove_leftovers(directory)
@@ -68,8 +72,8 @@ def save_checkpoint(
         if final.is_dir():
             move_aside(directory, final)
         os.rename(temporary, final)
-        fsync(directory)  # the step before the link to it: otherwise a power cut could keep only the link
-        point(directory / LATEST, final.name)
+        fsync(directory)  # before the link to the step is written: a power cut could otherwise keep only the link
+        replace_link(directory / LATEST, final.name)
         link_files(directory)
         fsync(directory)
         prune(directory, keep)
@@ -84,31 +88,31 @@ def save_checkpoint(
 
 
 def load_checkpoint(path, *, with_optimizer=False, accept_edited=False):
-    """The Checkpoint at `path` (see resolve_checkpoint).
+    """Read the Checkpoint in the directory that resolve_checkpoint(path) returns.
 
-    Weights may be stored as float32, float16 or bfloat16, with or without the `transformer.` prefix, sharded or not.
-    with_optimizer: for a resumed run; optimizer.safetensors and state.json are then required. Without it `moments` is
-    None, and state.json is read only if it exists. Raises CheckpointError, with the file's path, for a file that is
-    missing, corrupted or of another model, and, without `accept_edited`, for a file that was changed after it was
-    saved. If another step of the same `--out` directory can be read, the message contains its path.
+    Weights may be stored as float32, float16 or bfloat16, with or without the `transformer.` prefix, in one file or in
+    several. with_optimizer: for a resumed run, read the moments too; optimizer.safetensors and state.json must exist.
+    Otherwise the result has `moments` None, and state.json is read only if it exists. Raises CheckpointError, with the
+    file's path, for a file that is missing, corrupted or of another model, and, unless `accept_edited`, for a file that
+    was changed after it was saved. If another step of the same `--out` directory can be read, the message has its path.
     """
-    for _ in range(10):  # read again if a writer replaced the step during the read
+    for _ in range(10):  # read again if a running training has replaced the step, which can also cause an error
         step = resolve_checkpoint(path)
-        version = version_of(step)
+        identity = identity_of(step)
         try:
             checkpoint = read_step(step, with_optimizer, accept_edited)
-            if version_of(step) == version:
+            if identity_of(step) == identity:
                 return checkpoint
         except CheckpointError as error:
-            if resolve_checkpoint(path) == step and version_of(step) == version:
-                if other := readable_step(step, with_optimizer):
-                    raise CheckpointError(f"{error}; {other} is complete: give this path instead") from None
+            if resolve_checkpoint(path) == step and identity_of(step) == identity:
+                if alternative := readable_step(step, with_optimizer):
+                    raise CheckpointError(f"{error}; {alternative} is complete: give this path instead") from None
                 raise
     raise CheckpointError(f"{path}: was replaced during each of 10 reads: try again after its writer has finished")
 
 
 def readable_step(damaged, with_optimizer):
-    """The newest other step of the same `--out` directory that can be read and was not changed, or None."""
+    """The newest step, in the directory of the step `damaged`, that can be read and was not changed; None: none can."""
     with contextlib.suppress(OSError):
         for step in complete_steps(damaged.parent) if STEP.fullmatch(damaged.name) else ():
             with contextlib.suppress(CheckpointError):
@@ -123,7 +127,7 @@ def newest_step(directory):
 
 
 def describe_step(step):
-    """The name of the directory of a step, with the date on which it was saved."""
+    """The name of a step's directory and the time at which it was saved: "step-00000040 (2026-11-20 17:03)"."""
     saved = time.localtime(os.stat(step).st_mtime)
     return f"{step.name} ({time.strftime('%Y-%m-%d %H:%M', saved)})"
 
@@ -131,7 +135,8 @@ def describe_step(step):
 def resolve_checkpoint(path):
     """The Path of the directory to read: the newest complete step of an `--out` directory, otherwise `path` itself.
 
-    If `latest` is missing or broken, the newest step is found by file times. Raises CheckpointError if there is none.
+    If `latest` is missing or broken, the newest step is found by file times. Raises CheckpointError if `path` is not a
+    directory, or has neither a complete step nor a config.json.
     """
     path = Path(path)
     if not os.path.isdir(path):
@@ -149,9 +154,10 @@ def resolve_checkpoint(path):
 
 
 def writable_directory(path):
-    """Create `path` if needed and check that checkpoints can be written there; return it as a Path.
+    """Create the directory `path` if needed and check that checkpoints can be written there; return it as a Path.
 
-    Raises CheckpointError if that fails, or if `path` contains a checkpoint file that is not a link of link_files().
+    Raises CheckpointError if they cannot, or if `path` has a file of one of the names FILES that is not a link, because
+    link_files() would replace it.
     """
     path = Path(path)
     try:
@@ -181,8 +187,8 @@ def hidden_name(path):
     return path.with_name(f".{path.name.lstrip('.')}.{secrets.token_hex(4)}.partial")
 
 
-def point(link, target):
-    """Make `link` refer to `target` by one rename: a symbolic link, or a text file if links are not supported."""
+def replace_link(link, target):
+    """Make `link` a link to `target`, by one rename: a symbolic link, or a text file if links are not supported."""
     temporary = hidden_name(link)
     try:
         os.symlink(target, temporary)
@@ -193,7 +199,7 @@ def point(link, target):
 
 
 def latest_step(directory):
-    """The directory that `latest` refers to, or None."""
+    """The directory that `directory`/latest refers to, or None if there is none."""
     link = directory / LATEST
     if not (link.is_symlink() or link.is_file()):
         return None
@@ -204,8 +210,8 @@ def latest_step(directory):
     return directory / name if name and os.path.isdir(directory / name) else None
 
 
-def version_of(directory):
-    """A value that changes when the directory is replaced by another of the same name; None if it does not exist."""
+def identity_of(directory):
+    """A value that changes when `directory` is replaced by another of the same name; None if it does not exist."""
     try:
         stat = os.stat(directory)
     except OSError:
@@ -214,23 +220,23 @@ def version_of(directory):
 
 
 def complete_steps(directory):
-    """All steps with a final name and a weights file, sorted by the time of writing, newest first."""
+    """The Paths of all steps with a final name and a weights file, the step that was written last first."""
 
-    def written(step):
+    def time_written(step):
         try:
             return os.stat(step / MODEL).st_mtime_ns
-        except OSError:
+        except OSError:  # there is no such file
             return 0
 
-    steps = [(written(path), path) for path in directory.iterdir() if STEP.fullmatch(path.name)]
-    return [path for time, path in sorted(steps, reverse=True) if time]
+    steps = [(time_written(path), path) for path in directory.iterdir() if STEP.fullmatch(path.name)]
+    return [path for written, path in sorted(steps, reverse=True) if written]
 
 
 def move_aside(directory, final):
-    """Rename an existing directory `final` before the step is saved again: a rename cannot replace a non-empty one.
+    """Rename the existing step `final` before it is saved again, because a rename cannot replace a non-empty directory.
 
-    If `latest` refers to `final`, it is first pointed to a copy of hard links, so that a crash loses no checkpoint.
-    remove_leftovers() deletes the renamed directory and the copy after the save.
+    If `latest` refers to `final`, `latest` is first changed to refer to a copy that consists of hard links, so that a
+    crash loses no checkpoint. remove_leftovers() deletes the renamed directory and the copy after the save.
     """
     if latest_step(directory) == final:
         copy = hidden_name(final)
@@ -242,16 +248,16 @@ def move_aside(directory, final):
                 shutil.copyfile(path, copy / path.name)
                 fsync(copy / path.name)
         fsync(copy)
-        point(directory / LATEST, copy.name)
+        replace_link(directory / LATEST, copy.name)
     os.rename(final, hidden_name(final))
 
 
 def link_files(directory):
-    """Make DIR/config.json and the other FILES links to the files of the latest step."""
+    """Make `directory`/config.json and the other FILES links to the files of the latest step."""
     for name in FILES:
         link, exists = directory / name, os.path.exists(directory / LATEST / name)
         if exists and not link.is_symlink() and (directory / LATEST).is_symlink():
-            point(link, f"{LATEST}/{name}")
+            replace_link(link, f"{LATEST}/{name}")
         elif link.is_symlink() and not exists:
             link.unlink()
 
@@ -261,8 +267,8 @@ def prune(directory, keep):
     latest = latest_step(directory)
     for step in complete_steps(directory)[keep:] if keep > 0 else ():
         if step != latest:
-            with contextlib.suppress(OSError):  # a step that remains is only disk space
-                os.rename(step, hidden_name(step))  # no reader then opens a step that is partly deleted
+            with contextlib.suppress(OSError):  # a step that cannot be renamed only uses disk space
+                os.rename(step, hidden_name(step))  # so that no reader opens a step that is partly deleted
 
 
 def remove_leftovers(directory):

@@ -1,7 +1,7 @@
 """Read, check and write the files of one checkpoint step: configuration, weights, moments and state.
 
-`transformers.GPT2LMHeadModel.from_pretrained` opens the directory, because tensors have
-Hugging Face's names and the (in, out) weight layout.
+`transformers.GPT2LMHeadModel.from_pretrained` opens the directory, because the tensors have the names of Hugging Face's
+GPT-2, and its weight matrices the shape (inputs, outputs).
 """
 
 import contextlib
@@ -23,20 +23,20 @@ from gpt2core.model import GPT2Config, parameter_shapes
 CONFIG, MODEL, TOKENIZER = "config.json", "model.safetensors", "tokenizer.json"
 OPTIMIZER, STATE = "optimizer.safetensors", "state.json"
 FILES = (CONFIG, MODEL, TOKENIZER, OPTIMIZER, STATE)
-MOMENTS = ("exp_avg.", "exp_avg_sq.")  # PyTorch's names for Adam's first and second moment
-MASK = re.compile(r"(^|\.)attn\.(bias|masked_bias)$")  # buffers that older versions of transformers saved, of any dtype
+MOMENTS = ("exp_avg.", "exp_avg_sq.")  # name prefixes: PyTorch's names for Adam's first and second moment
+MASK = re.compile(r"(^|\.)attn\.(bias|masked_bias)$")  # causal masks of any dtype, saved by older transformers versions
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """One saved step. Every array is a writable float32 array in memory, not a view of the file."""
+    """One saved checkpoint. Every array is a writable float32 array in memory, not a view of the file."""
 
     path: Path  # the directory that holds the files, tokenizer.json included
     config: GPT2Config
     parameters: dict[str, np.ndarray]  # Hugging Face's names, in the order of parameter_shapes
     moments: dict[str, tuple[np.ndarray, np.ndarray]] | None  # name -> (first, second), shaped like the parameter
-    state: dict | None
-    edited: tuple[str, ...] = ()  # files changed after they were saved; always empty without accept_edited
+    state: dict | None  # the content of state.json without its two fields of SHA-256; None: there is no such file
+    edited: tuple[str, ...] = ()  # names of the files changed after they were saved; always empty without accept_edited
 
 
 def write_step(directory, *, config, parameters, tokenizer=None, moments=None, state=None, dtype=np.float32):
@@ -44,7 +44,7 @@ def write_step(directory, *, config, parameters, tokenizer=None, moments=None, s
 
     The arguments are those of checkpoint_directory.save_checkpoint. Raises OSError if a file cannot be written.
     """
-    with ThreadPoolExecutor(1) as pool:  # two threads hash and write two files at the same time
+    with ThreadPoolExecutor(1) as pool:  # this thread and the pool's hash and write two files at the same time
         if moments is not None:
             first, second = ({MOMENTS[i] + name: pair[i] for name, pair in moments.items()} for i in (0, 1))
             writing = pool.submit(write_safetensors, directory / OPTIMIZER, first | second)
@@ -66,12 +66,12 @@ def read_step(step, with_optimizer, accept_edited=False):
     for path in (step / name for name in FILES):
         if path.exists() and not (path.is_file() or path.is_dir()):  # reading a named pipe would never end
             raise CheckpointError(f"{path}: is a pipe or a device, not a file: use another copy")
-    found = {}  # {file name: SHA-256 of what was read}
-    config = config_from_json(read_json(step / CONFIG, found), step / CONFIG)
-    with ThreadPoolExecutor(1) as pool:  # two threads read and hash two files at the same time
-        reading = pool.submit(read_moments, step / OPTIMIZER, found) if with_optimizer else None
-        path, parameters = read_parameters(step, config, found)
-        if config.n_layer > len(parameters):  # checked first: a corrupted n_layer could give a billion names
+    digests = {}  # {file name: SHA-256 of the bytes that were read}
+    config = config_from_json(read_json(step / CONFIG, digests), step / CONFIG)
+    with ThreadPoolExecutor(1) as pool:  # this thread and the pool's read and hash two files at the same time
+        reading = pool.submit(read_moments, step / OPTIMIZER, digests) if with_optimizer else None
+        path, parameters = read_parameters(step, config, digests)
+        if config.n_layer > len(parameters):  # checked before parameter_shapes(), which makes names for each layer
             raise CheckpointError(
                 f"{path}: {len(parameters)} tensors cannot be the {config.n_layer} layers of {CONFIG}"
             )
@@ -84,7 +84,7 @@ def read_step(step, with_optimizer, accept_edited=False):
         moments = {name: tuple(tensors[moment + name] for moment in MOMENTS) for name in shapes}
     state = edited = None
     if with_optimizer or os.path.exists(step / STATE):
-        state, edited = read_state(step, found)
+        state, edited = read_state(step, digests)
     if edited and not accept_edited:
         raise CheckpointError(
             f"{step / edited[0]}: was changed after it was saved (its SHA-256 is not the one in {STATE}): use another "
@@ -93,18 +93,20 @@ def read_step(step, with_optimizer, accept_edited=False):
     return Checkpoint(step, config, {name: parameters[name] for name in shapes}, moments, state, tuple(edited or ()))
 
 
-def read_state(step, found):
-    """(the run's state, names of the files whose SHA-256 differs from the one in state.json).
+def read_state(step, digests):
+    """(the run's state, a list of the names of the files that were changed after they were saved).
 
-    The list is [] if state.json has no SHA-256. found: {file name: SHA-256} of the other files that were read.
+    A file was changed if its SHA-256 is not the one in state.json. The list is empty if state.json has no SHA-256.
+    digests: {file name: SHA-256} of the other files that were read.
     """
-    state, recorded, unchanged = split_digests(read_json(step / STATE, {}))
+    state, recorded, state_unchanged = split_digests(read_json(step / STATE, {}))
     if recorded is None:
         return state, []
     if os.path.exists(step / TOKENIZER):
         with checkpoint_errors(step / TOKENIZER):
-            found[TOKENIZER] = sha256((step / TOKENIZER).read_bytes())
-    return state, [STATE] * (not unchanged) + [name for name in found if found[name] != recorded.get(name)]
+            digests[TOKENIZER] = sha256((step / TOKENIZER).read_bytes())
+    changed = [name for name in digests if digests[name] != recorded.get(name)]
+    return state, changed if state_unchanged else [STATE, *changed]
 
 
 def fsync(path):
@@ -119,11 +121,12 @@ def fsync(path):
 
 
 # --- model.safetensors, optimizer.safetensors ---
+# The functions add the SHA-256 of each file that they read to the dict `digests`: {file name: SHA-256}.
 
 
-def read_parameters(step, config, found):
-    """(path for error messages, {name: array}) with the prefix `transformer.`; without lm_head if config.tied."""
-    path, tensors = read_model(step, found)
+def read_parameters(step, config, digests):
+    """(path for error messages, {name: array}); names have the prefix `transformer.`; no lm_head if config.tied."""
+    path, tensors = read_model(step, digests)
     parameters = {}
     for stored, array in tensors.items():
         name = f"transformer.{stored}" if stored.startswith(("h.", "wte.", "wpe.", "ln_f.")) else stored
@@ -140,11 +143,14 @@ def read_parameters(step, config, found):
     return path, parameters
 
 
-def read_model(step, found):
-    """(path for error messages, {stored name: array}) of model.safetensors or of all its shards."""
+def read_model(step, digests):
+    """(path for error messages, {stored name: array}) of model.safetensors or of all its shards.
+
+    A large model of transformers is divided into several files, the shards; model.safetensors.index.json lists them.
+    """
     index = step / f"{MODEL}.index.json"
     if not os.path.exists(step / MODEL) and os.path.exists(index):
-        return index, read_shards(step, index, found)
+        return index, read_shards(step, index, digests)
     with checkpoint_errors(step):  # a concurrent writer may have removed the directory
         pickled = not os.path.exists(step / MODEL) and any(step.glob("pytorch_model*.bin"))
     if pickled:
@@ -152,43 +158,43 @@ def read_model(step, found):
             f"{step}: holds only pytorch_model.bin, a pickle, which is not read because it can run code: convert it "
             f"with transformers, GPT2LMHeadModel.from_pretrained({str(step)!r}).save_pretrained(NEW_DIRECTORY)"
         )
-    return step / MODEL, read_tensors(step / MODEL, found)
+    return step / MODEL, read_tensors(step / MODEL, digests)
 
 
-def read_shards(step, index, found):
+def read_shards(step, index, digests):
     """{stored name: array} of all files that the `index` lists."""
     with checkpoint_errors(index):
         tensors = {}
-        for name in sorted(set(read_json(index, found)["weight_map"].values())):
+        for name in sorted(set(read_json(index, digests)["weight_map"].values())):
             if name != os.path.basename(name):
                 raise ValueError(f"{name!r} is not a file name in the same directory")
-            shard = read_tensors(step / name, found)
+            shard = read_tensors(step / name, digests)
             if repeated := sorted(tensors.keys() & shard.keys()):
                 raise ValueError(f"{first_three(repeated)} is in {name} and in another file")
             tensors |= shard
         return tensors
 
 
-def read_moments(path, found):
+def read_moments(path, digests):
     """{stored name: array} of optimizer.safetensors; raises CheckpointError."""
     if not os.path.exists(path):
         raise CheckpointError(
             f"{path}: no such file, so no run can be resumed from here: start a new one with --init-from"
         )
-    tensors = read_tensors(path, found)
+    tensors = read_tensors(path, digests)
     for name, array in tensors.items():
         if name.startswith(MOMENTS[1]) and array.size and array.min() < 0:
             raise CheckpointError(f"{path}: {name} has a negative value, but it is a mean of squares: use another copy")
     return tensors
 
 
-def read_tensors(path, found):
-    """{stored name: float32 array} of a safetensors file, without causal masks; adds its SHA-256 to `found`.
+def read_tensors(path, digests):
+    """{stored name: float32 array} of a safetensors file, without causal masks (see MASK).
 
     Raises CheckpointError, also for values that are not finite.
     """
     with checkpoint_errors(path):
-        tensors, found[path.name] = read_safetensors(path, MASK)
+        tensors, digests[path.name] = read_safetensors(path, MASK)
     for name, array in tensors.items():
         if not np.isfinite(array).all():
             raise CheckpointError(f"{path}: {name} has a value that is NaN or infinite: use another copy")
@@ -196,11 +202,12 @@ def read_tensors(path, found):
 
 
 def check_tensors(path, tensors, shapes):
+    """check_shapes() for a dict of arrays."""
     check_shapes(path, {name: array.shape for name, array in tensors.items()}, shapes)
 
 
 def check_shapes(path, found, expected):
-    """Raise CheckpointError unless `found` has exactly the names and shapes of `expected` ({name: shape})."""
+    """Raise CheckpointError unless the {name: shape} of `found` and of `expected` are equal."""
     missing = [f"{name} {shape}" for name, shape in expected.items() if name not in found]
     extra = [f"{name} {shape}" for name, shape in found.items() if name not in expected]
     wrong = [
@@ -215,6 +222,7 @@ def check_shapes(path, found, expected):
 
 
 def first_three(names):
+    """The first three of `names` and the number of the others, as text."""
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
@@ -229,19 +237,19 @@ def write_json(path, values):
 
 
 def to_json(values):
-    """`values` as JSON text; NumPy's numbers and paths are allowed."""
+    """`values` as JSON text; they may contain NumPy numbers, NumPy arrays and Paths."""
 
-    def plain(value):  # a NumPy float32 is exact as a double, and JSON keeps every bit of a double
+    def plain(value):  # converts a float32 to a double without a rounding error, and JSON keeps all bits of a double
         return value.tolist() if isinstance(value, np.generic | np.ndarray) else os.fspath(value)
 
     return json.dumps(values, indent=2, default=plain) + "\n"
 
 
-def read_json(path, found):
-    """The JSON object in a file, as a dict; adds its SHA-256 to `found`; raises CheckpointError."""
+def read_json(path, digests):
+    """The JSON object in a file, as a dict; adds the file's SHA-256 to `digests`; raises CheckpointError."""
     with checkpoint_errors(path):
         data = path.read_bytes()
-        values, found[path.name] = json.loads(data), sha256(data)
+        values, digests[path.name] = json.loads(data), sha256(data)
         if not isinstance(values, dict):
             raise ValueError(f"not a JSON object but {type(values).__name__}")
         return values
@@ -249,7 +257,7 @@ def read_json(path, found):
 
 @contextlib.contextmanager
 def checkpoint_errors(path):
-    """Convert errors from missing, truncated or corrupted files to CheckpointError."""
+    """In this context, convert errors from missing, truncated or corrupted files to CheckpointError with `path`."""
     try:
         yield
     except OSError as error:

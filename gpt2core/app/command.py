@@ -1,4 +1,8 @@
-"""Run a command and exit: a user's mistake is one line on standard error and exit code 2, never a traceback."""
+"""Run a command and exit. A user's mistake gives one line on standard error and exit code 2, never a traceback.
+
+`error.shared` of an error says that all ranks raise it at the same place (see gpt2core/errors.py): then only the root
+prints it. Otherwise only this rank has the error, prints it and aborts the job, because the other ranks would wait.
+"""
 
 import contextlib
 import os
@@ -11,28 +15,28 @@ import numpy as np
 from gpt2core.communicator import Solo
 from gpt2core.errors import DeviceMemoryError, UserError
 
-GRACE = 0.4  # seconds per lower rank (at most 8) that a failing rank waits, so that a lower rank reports first
+GRACE = 0.4  # seconds: rank r waits r * GRACE (at most 8 * GRACE) before it reports an error, see wait_for_lower_ranks
 
 
 class HelpPrinted(Exception):
-    """Raised after --help or --version was printed: the command ends with exit code 0."""
+    """Raised after --help or --version was printed, to end the command with exit code 0."""
 
 
 def run_command(make_world, body):
-    """Run body(world) and exit with the code that it returns.
+    """Call body(world), with `world` the result of make_world(), and exit with the exit code that body() returns.
 
     A user's mistake prints one line on standard error and gives exit code 2. An error of a single rank ends the whole
     job, and its cause is printed once.
     """
-    with contextlib.suppress(AttributeError):  # print "?" for characters that the terminal's encoding lacks
-        sys.stdout.reconfigure(errors="replace")
-    world = Solo()
+    with contextlib.suppress(AttributeError):  # a replaced sys.stdout may have no reconfigure()
+        sys.stdout.reconfigure(errors="replace")  # print "?" for characters that the terminal's encoding lacks
+    world = Solo()  # until make_world() has returned
     try:
         with np.errstate(all="ignore"):  # overflow is reported once, by the check of the loss, not by NumPy's warnings
             world = make_world()
             code = body(world)
         sys.stdout.flush()
-        world.barrier()  # wait here until the root has printed: MPI's finalization would spin
+        world.barrier()  # wait for the root, which may still print: MPI's finalization would use a whole core to wait
     except HelpPrinted:
         code = 0
     except UserError as error:
@@ -51,17 +55,17 @@ def run_command(make_world, body):
     except OSError as error:
         text = f"{error.filename or 'the output'}: {error.strerror or error}"
         code = fail(world, text, getattr(error, "shared", False))
-    except (Exception, SystemExit) as error:  # if this rank only exited, the others would wait for it
+    except (Exception, SystemExit) as error:  # SystemExit too: the other ranks would wait for a rank that exits
         code = crash(world, error)
     try:
         sys.stdout.flush()
-    except OSError:  # otherwise the interpreter would flush again at exit and print the error
+    except OSError:  # discard the output: otherwise the interpreter would flush again at exit and print the error
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.exit(code)
 
 
 def fail(world, message, shared=False):
-    """Print a user's mistake; return exit code 2 if all ranks have the same error, otherwise abort the job."""
+    """Print a user's mistake and return exit code 2; on many ranks, abort the job unless the error is `shared`."""
     text = " ".join(str(message).splitlines())
     if world.one_process or (shared and world.is_root):
         print("error:", text, file=sys.stderr)
@@ -73,7 +77,7 @@ def fail(world, message, shared=False):
 
 
 def crash(world, error):
-    """Print the traceback of an unexpected error and abort the job; in a world of one process, raise the error."""
+    """Print the traceback of an unexpected error and abort the job; if there is only one process, raise the error."""
     if world.one_process:
         raise error
     wait_for_lower_ranks(world)
@@ -83,5 +87,5 @@ def crash(world, error):
 
 
 def wait_for_lower_ranks(world):
-    """Give lower ranks time to print the same error and to end the job, so that it is printed only once."""
+    """Wait, because lower ranks may have the same error: the first of them prints it and ends the job."""
     time.sleep(min(world.rank, 8) * GRACE)

@@ -5,10 +5,10 @@ import numpy as np
 from gpt2core.errors import CheckpointError, ConfigError
 from gpt2core.model import GPT2Config
 
+# {field of GPT2Config: field of config.json}
 SIZES = {name: name for name in ("vocab_size", "n_layer", "n_head", "n_embd")} | {"block_size": "n_positions"}
-# Fields of Hugging Face's configuration that change the model, with the values that are supported. config_to_json
-# writes the first of them.
-ALLOWED = {
+# {field of config.json that changes the model: supported values}. config_to_json() writes the first value.
+SUPPORTED = {
     "model_type": ("gpt2",),
     "activation_function": ("gelu_new", "gelu_pytorch_tanh", "gelu_fast"),  # three names of one tanh formula
     "scale_attn_weights": (True,),
@@ -22,8 +22,8 @@ def config_to_json(config, dtype):
     """The content of Hugging Face's config.json for a GPT2Config, as a dict."""
     return {
         "architectures": ["GPT2LMHeadModel"],
-        **{field: allowed[0] for field, allowed in ALLOWED.items()},
-        **{theirs: getattr(config, ours) for ours, theirs in SIZES.items()},
+        **{field: values[0] for field, values in SUPPORTED.items()},
+        **{field: getattr(config, name) for name, field in SIZES.items()},
         "n_ctx": config.block_size,
         "n_inner": None,
         "layer_norm_epsilon": config.layer_norm_epsilon,
@@ -32,19 +32,22 @@ def config_to_json(config, dtype):
         "bos_token_id": None,
         "eos_token_id": None,
         "dtype": np.dtype(dtype).name,
-        "torch_dtype": np.dtype(dtype).name,  # the field's name before transformers 4.56
+        "torch_dtype": np.dtype(dtype).name,  # name of the field `dtype` before transformers 4.56
     }
 
 
 def config_from_json(values, path):
-    """The GPT2Config of a parsed config.json; raises CheckpointError with the field if it is not supported."""
-    allowed = ALLOWED | {"n_inner": (None, 4 * values["n_embd"] if isinstance(values.get("n_embd"), int) else None)}
-    for field, choices in allowed.items():
-        value = values.get(field, None if field == "model_type" else choices[0])
+    """The GPT2Config for `values`, the dict of a config.json; `path` of this file is for errors.
+
+    Raises CheckpointError for a size that is missing and for a value that is not supported, with the name of the field.
+    """
+    inner = 4 * values["n_embd"] if isinstance(values.get("n_embd"), int) else None  # the width of GPT-2's MLP
+    for field, choices in (SUPPORTED | {"n_inner": (None, inner)}).items():
+        value = values.get(field, None if field == "model_type" else choices[0])  # model_type has no default
         if value not in choices:
             supported = " or ".join(repr(choice) for choice in choices)
             raise CheckpointError(f"{path}: {field} is {value!r}, but only {supported} is supported")
-    missing = [theirs for theirs in SIZES.values() if theirs not in values]
+    missing = [field for field in SIZES.values() if field not in values]
     if missing:
         raise CheckpointError(f"{path}: has no {', '.join(missing)}: the size of the model is unknown")
     tied, epsilon = values.get("tie_word_embeddings", True), values.get("layer_norm_epsilon", 1e-5)
@@ -53,7 +56,7 @@ def config_from_json(values, path):
     if not isinstance(epsilon, int | float) or not 0 < epsilon < 1:
         raise CheckpointError(f"{path}: layer_norm_epsilon is {epsilon!r}, but it must be between 0 and 1")
     try:
-        sizes = {ours: values[theirs] for ours, theirs in SIZES.items()}
+        sizes = {name: values[field] for name, field in SIZES.items()}
         return GPT2Config(**sizes, tied=tied, layer_norm_epsilon=float(epsilon))
     except ConfigError as error:
         raise CheckpointError(f"{path}: {error}") from error

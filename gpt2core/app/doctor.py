@@ -1,6 +1,6 @@
-"""Print the versions of what the stages use, then run one small training step of each stage: `make doctor`.
+"""The command of `make doctor`: print versions of packages and devices, then run one small training step of each stage.
 
-It uses only the standard library, so it also runs if no package is installed, and then reports the missing packages.
+It needs only the standard library, so it also runs if no package is installed, and then reports the missing packages.
 """
 
 import os
@@ -13,12 +13,14 @@ from importlib import metadata
 from pathlib import Path
 
 from gpt2core.app import PACKAGES
+from gpt2core.parallel.tuned_choices import processor
 
 ROOT = Path(__file__).resolve().parents[2]
-LIMIT = 180  # seconds for one stage
+TIMEOUT = 180  # seconds for one command
 STEP = ["--preset", "nano", "--steps", "1", "--batch-size", "2", "--seq-len", "4", "--sample", "0"]
 TWO_RANKS = ["-m", "stage1_mpi.launch", "-n", "2", "--"]
-STAGES = [  # (what it runs, the command after the interpreter), by the number of the stage
+# (text about ranks and device for the report, arguments of the interpreter) of stages 0 to 3; {} is the device's name
+STAGES = [
     ("one process", ["-m", "stage0_serial.train_gpt2", *STEP]),
     ("2 ranks", [*TWO_RANKS, "-m", "stage1_mpi.train_gpt2", *STEP]),
     ("{}", ["-m", "stage2_cuda.train_gpt2", *STEP]),
@@ -28,23 +30,23 @@ QUERY = ["--query-gpu=name,memory.total,compute_cap,driver_version", "--format=c
 
 
 def main():
-    """The command: print the report; returns exit code 0 if stage 0 works, otherwise 2."""
+    """Print the report; returns exit code 0 if stage 0 works, otherwise 2."""
     return report(run)
 
 
 def report(run):
-    """Print all rows; returns the exit code. run(command) -> (exit code, standard output, standard error)."""
+    """Print the report; returns the exit code. `run` is called like the function run() below; tests replace it."""
     for name, text in [*host_rows(), *mpi_rows(run), *gpu_rows(run)]:
         print(f"{name:<13} {text}", flush=True)
     interpreted = not gpus(run)
-    where = "Triton's interpreter on the CPU" if interpreted else "GPU"
+    device = "Triton's interpreter on the CPU" if interpreted else "GPU"
     python = (["env", "TRITON_INTERPRET=1"] if interpreted else []) + [sys.executable]
     codes = []
-    for number, (what, command) in enumerate(STAGES):
+    for number, (text, arguments) in enumerate(STAGES):
         start = time.perf_counter()
-        code, _, errors = run([*python, *command])
+        code, _, errors = run([*python, *arguments])
         seconds = time.perf_counter() - start
-        result = f"works ({what.format(where)}, {seconds:.1f} s)" if code == 0 else f"does not work: {cause(errors)}"
+        result = f"works ({text.format(device)}, {seconds:.1f} s)" if code == 0 else f"does not work: {cause(errors)}"
         print(f"stage {number:<7} {result}", flush=True)
         codes.append(code)
     failed = [number for number, code in enumerate(codes) if code]
@@ -58,26 +60,28 @@ def run(command):
     """(exit code, standard output, standard error) of a command that runs in the root of the repository."""
     try:
         done = subprocess.run(
-            command, cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=LIMIT
-        )
+            command, cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace",
+            timeout=TIMEOUT,
+        )  # fmt: skip
     except OSError as error:
         return 127, "", f"{command[0]}: {error.strerror}"
     except subprocess.TimeoutExpired:
-        return 124, "", f"no result after {LIMIT} seconds"
+        return 124, "", f"no result after {TIMEOUT} seconds"
     return done.returncode, done.stdout, done.stderr
 
 
 def cause(errors):
-    """The line of standard error that says what is wrong, without the class of an exception.
+    """The line that says what is wrong, of the text that a command wrote to standard error.
 
-    Without `pip install`, because the report ends with the make command that installs the packages.
+    The class of an exception is removed from the line, and so is the advice `pip install ...`, because the report ends
+    with the make command that installs the packages.
     """
     lines = errors.strip().splitlines() or ["no message"]
     line = next((line for line in lines if line.startswith("error: ")), lines[-1])
     return re.sub(r"^(error|[\w.]*Error): |; pip install .*", "", line)
 
 
-# -- the rows of the report: (name, text) ------------------------------------------------------------------------------
+# -- generators of the rows of the report, each (name, text) -----------------------------------------------------------
 
 
 def host_rows():
@@ -91,15 +95,6 @@ def host_rows():
     yield "packages", versions(*PACKAGES)
     yield "BLAS", blas()
     yield "for tests", versions("pytest", "pytest-xdist", "hypothesis", "ruff", "torch", "transformers")
-
-
-def processor():
-    """The name of the CPU."""
-    try:
-        found = re.search(r"^model name\s*:\s*(.*)", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.M)
-    except OSError:
-        found = None
-    return found[1] if found else platform.processor() or platform.machine()
 
 
 def blas():
@@ -124,11 +119,11 @@ def mpi_rows(run):
 
 
 def gpu_rows(run):
-    """GPUs and driver, and the packages for them."""
-    found = gpus(run)
-    for name, memory, capability, driver in found:
+    """The GPUs and their driver, and the packages that stages 2 and 3 need."""
+    rows = gpus(run)
+    for name, memory, capability, driver in rows:
         yield "GPU", f"{name}, {memory}, compute capability {capability}, driver {driver}"
-    if not found:
+    if not rows:
         yield "GPU", "none: nvidia-smi lists no GPU"
     else:
         table = re.search(r"CUDA[A-Z ]* Version: *([\d.]+)", run(["nvidia-smi"])[1])
@@ -142,14 +137,17 @@ def gpu_rows(run):
 
 
 def gpus(run):
-    """[name, memory, compute capability, driver version] of each GPU that nvidia-smi lists."""
+    """A list with [name, memory, compute capability, driver version] of each GPU that nvidia-smi lists."""
     code, output, _ = run(["nvidia-smi", *QUERY])
     rows = [[field.strip() for field in line.split(",")] for line in output.splitlines()]
     return [row for row in rows if len(row) == 4] if code == 0 else []
 
 
 def versions(*names):
-    """The names with their installed versions, then the missing ones; a|b: either of two names."""
+    """Text: the installed distributions of `names` with their versions, then the missing ones.
+
+    A name "a|b" is a distribution that has the name a or b.
+    """
     found, missing = [], []
     for name in names:
         installed = [(each, version) for each in name.split("|") if (version := version_of(each))]

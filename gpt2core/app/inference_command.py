@@ -1,4 +1,4 @@
-"""The inference command: load weights and prompts, divide them among the ranks, write the continuations."""
+"""The inference command: load weights and prompts, divide the work among the ranks, write the continuations."""
 
 import contextlib
 import sys
@@ -38,23 +38,23 @@ def inference_command(make_backend, world, args, cores):
     if args.mode == "tensor":
         check_many_ranks(world, "mode", args.mode, make_backend.many_ranks)
     on_root(world, lambda: check_downloaded("--weights", args.weights))
-    weights = on_root(world, lambda: load_checkpoint(args.weights, accept_edited=args.accept_edited))
-    for note in edited_notes(weights):
+    checkpoint = on_root(world, lambda: load_checkpoint(args.weights, accept_edited=args.accept_edited))
+    for note in edited_notes(checkpoint):
         print(note, file=sys.stderr)
     all_or_raise(world, lambda: check_mode(args))
     all_or_raise(world, lambda: world.use_transport(args.transport))
     backend = all_or_raise(world, lambda: make_inference_backend(make_backend, args, cores))
-    all_or_raise(world, lambda: make_sampler(args, args.seed))
-    inputs = on_root(world, lambda: read_inputs(args, weights))
+    all_or_raise(world, lambda: sampling_rule(args, args.seed))  # only checks the flags
+    inputs = on_root(world, lambda: read_inputs(args, checkpoint))
     config, tokenizer, prompts = world.broadcast_object(inputs)
-    arrays = share_arrays(world, config, weights and weights.parameters)
-    weights = None  # the arrays are shared now
-    ranks = world.size if args.mode == "tensor" else 1  # number of ranks that share the model
-    with memory_errors(backend, config, parallel=ParallelConfig(tp=ranks)):
+    arrays = share_arrays(world, config, checkpoint and checkpoint.parameters)
+    checkpoint = None  # free the arrays of the checkpoint on the root: `arrays` has them on every rank
+    tensor_ranks = world.size if args.mode == "tensor" else 1  # number of ranks that divide each layer
+    with memory_errors(backend, config, parallel=ParallelConfig(tp=tensor_ranks)):
         if args.mode == "batch":
             model = load_model(config, arrays, backend)
             write_batch(
-                world, model, tokenizer, prompts, args.max_new_tokens, lambda i: make_sampler(args, args.seed + i),
+                world, model, tokenizer, prompts, args.max_new_tokens, lambda i: sampling_rule(args, args.seed + i),
                 args.stop, args.stats,
             )  # fmt: skip
             return 0
@@ -67,21 +67,23 @@ def inference_command(make_backend, world, args, cores):
         if args.interactive:
             answer_prompts(world, model, tokenizer, args, emit)
             return 0
-        prompt, rule = fit_prompt(prompts[0], config.block_size, emit), shared_rule(world, args, args.seed)
+        prompt = fit_prompt(prompts[0], config.block_size, emit)
+        rule = group_sampling_rule(world, args, args.seed)
         write_text(model, tokenizer, prompt, args.max_new_tokens, rule, args.stop, args.stream, args.stats, emit)
         return 0
 
 
 def answer_prompts(world, model, tokenizer, args, emit):
-    """Continue each line of the root's standard input, up to its end or an empty line; all ranks call it.
+    """Continue each line of the root's standard input until it ends or has an empty line; all ranks must call it.
 
-    Each token is printed as it is generated. Prompt number i, from 0, has the seed --seed + i.
+    Each token is printed as soon as it is generated. The lines are numbered from 0; line i has the seed --seed + i.
     """
     with contextlib.suppress(AttributeError):  # a replaced sys.stdin may have no reconfigure()
         sys.stdin.reconfigure(errors="surrogateescape")  # the tokenizer reports bytes that are not UTF-8
     decoders, number = {}, 0
     while (prompt := world.broadcast_object(on_root(world, lambda: typed_prompt(tokenizer)))) is not None:
-        prompt, rule = fit_prompt(prompt, model.config.block_size, emit), shared_rule(world, args, args.seed + number)
+        prompt = fit_prompt(prompt, model.config.block_size, emit)
+        rule = group_sampling_rule(world, args, args.seed + number)
         write_continuation(
             model, tokenizer, prompt, args.max_new_tokens, rule, args.stop, True, args.stats, emit, decoders
         )
@@ -89,7 +91,7 @@ def answer_prompts(world, model, tokenizer, args, emit):
 
 
 def check_mode(args):
-    """Raise ConfigError for a --mode, --interactive and prompt flags that cannot be combined."""
+    """Raise ConfigError for an unknown --mode, and if --mode, --interactive and prompt flags cannot be combined."""
     if args.mode not in MODES:
         raise ConfigError(f"--mode {args.mode} is unknown: choose from {', '.join(MODES)}")
     if args.interactive:
@@ -108,46 +110,49 @@ def make_inference_backend(make_backend, args, cores):
     """The Backend of this rank, with its number of threads set; raises ConfigError for a wrong --threads."""
     backend = make_backend(args.precision)
     limit_blas(1)
+    if args.blas:
+        backend.runtime.use_blas(args.blas)
     check_positive("--threads", args.threads)
     backend.runtime.use_threads(usable_threads(make_backend, args.threads, cores))
     return backend
 
 
-def make_sampler(args, seed):
+def sampling_rule(args, seed):
     """The sampling rule of the flags; raises ConfigError for a flag outside its range."""
     if args.max_new_tokens < 0:
         raise ConfigError(f"--max-new-tokens {args.max_new_tokens} must not be negative")
-    narrowed = args.top_k or args.top_p != 1
-    temperature = (1.0 if narrowed else 0.0) if args.temperature is None else args.temperature
+    sampling_flags = args.top_k or args.top_p != 1
+    default_temperature = 1.0 if sampling_flags else 0.0
+    temperature = default_temperature if args.temperature is None else args.temperature
     return chooser(temperature, args.top_k, args.top_p, seed)
 
 
-def shared_rule(world, args, seed):
-    """The sampling rule of the flags; with several ranks, a GroupSampler, so that all ranks choose the same token."""
-    rule = make_sampler(args, seed)
+def group_sampling_rule(world, args, seed):
+    """The sampling rule of the flags; with many ranks, a GroupSampler, so that all ranks choose the same token."""
+    rule = sampling_rule(args, seed)
     return rule if world.one_process else GroupSampler(rule, world)
 
 
-def read_inputs(args, weights):
-    """(GPT2Config, Tokenizer, list of prompts as token ids); the root calls it.
+def read_inputs(args, checkpoint):
+    """(GPT2Config, Tokenizer, list of prompts as token ids) of the flags and a Checkpoint; only the root calls it.
 
-    The list has one prompt, with --mode batch one for each line of --prompts, and with --interactive none.
+    The list has one prompt; with --mode batch, one prompt for each line of --prompts; with --interactive, it is empty.
     """
-    tokenizer, config = load_tokenizer(args.tokenizer, weights.path), weights.config
+    tokenizer, config = load_tokenizer(args.tokenizer, checkpoint.path), checkpoint.config
     if tokenizer.vocab_size > config.vocab_size:
         raise ConfigError(
-            f"the tokenizer has {tokenizer.vocab_size} tokens but the vocabulary of the weights in {weights.path} is "
-            f"{config.vocab_size}: give the --tokenizer they were trained with"
+            f"the tokenizer has {tokenizer.vocab_size} tokens but the vocabulary of the weights in "
+            f"{checkpoint.path} is {config.vocab_size}: give the --tokenizer they were trained with"
         )
     if args.interactive:
         return config, tokenizer, []
     if args.prompts:
         return config, tokenizer, read_prompts(args.prompts, tokenizer)
-    return config, tokenizer, [read_prompt(args.prompt, args.prompt_file, tokenizer, weights)]
+    return config, tokenizer, [read_prompt(args.prompt, args.prompt_file, tokenizer, checkpoint)]
 
 
 def fit_prompt(prompt, block, emit):
-    """The last `block` tokens of a prompt; emits a note if it has more."""
+    """The last `block` tokens of a prompt; emits a note if the prompt is longer. emit: has the arguments of print()."""
     if len(prompt) > block:
         text = f"note: the prompt has {len(prompt)} tokens, the block {block}: its last {block} tokens are used"
         emit(text, file=sys.stderr)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from gpt2core.app.presets import CORPUS, OPENAI, SHIPPED
+from gpt2core.app.presets import CORPUS, OPENAI_NAMES, SHIPPED
 from gpt2core.app.rank_agreement import print_nothing
 from gpt2core.app.resume import saved_arguments
 from gpt2core.app.terminal import WordWrap, terminal_width, wrapped
@@ -19,11 +19,11 @@ from gpt2core.text.tokenizer import Tokenizer, build_tokenizer
 
 
 def check_downloaded(flag, path):
-    """Raise ConfigError with a download command if `path` has a name of OpenAI's weights and does not exist.
+    """Raise ConfigError with a download command if `path` has a name of OPENAI_NAMES and does not exist.
 
-    A `path` of None is accepted.
+    path: the Path given with `flag`, or None if the flag was not given.
     """
-    if path and path.name in OPENAI and not path.exists():
+    if path and path.name in OPENAI_NAMES and not path.exists():
         files = "config.json model.safetensors tokenizer.json"
         raise ConfigError(
             f"{flag} {path}: there is no such directory, and OpenAI's weights are not shipped; download them with: "
@@ -31,34 +31,37 @@ def check_downloaded(flag, path):
         )
 
 
-def load_tokenizer(spec, weights):
-    """The Tokenizer of `spec` (--tokenizer), or that of the directory `weights` if `spec` is None; raises DataError."""
-    if spec is None and not (weights / "tokenizer.json").exists():
-        if (weights / "vocab.json").exists() and (weights / "merges.txt").exists():
-            path = repr(str(weights))
+def load_tokenizer(spec, directory):
+    """The Tokenizer of `spec`, the value of --tokenizer; None: the one in the `directory` of a checkpoint.
+
+    Raises DataError if it cannot be read.
+    """
+    if spec is None and not (directory / "tokenizer.json").exists():
+        if (directory / "vocab.json").exists() and (directory / "merges.txt").exists():
+            path = repr(str(directory))
             raise DataError(
-                f"{weights}: has vocab.json and merges.txt, but no tokenizer.json: write it with transformers, "
+                f"{directory}: has vocab.json and merges.txt, but no tokenizer.json: write it with transformers, "
                 f"GPT2TokenizerFast.from_pretrained({path}).save_pretrained({path})"
             )
-        raise DataError(f"{weights}: has no tokenizer.json: give --tokenizer word, byte or a file")
-    return build_tokenizer(spec, read_text(CORPUS)) if spec else Tokenizer.load(weights)
+        raise DataError(f"{directory}: has no tokenizer.json: give --tokenizer word, byte or a file")
+    return build_tokenizer(spec, read_text(CORPUS)) if spec else Tokenizer.load(directory)
 
 
-def read_prompt(prompt, prompt_file, tokenizer, weights):
-    """The token ids of --prompt or --prompt-file, otherwise the first 256 tokens of a corpus.
+def read_prompt(prompt, prompt_file, tokenizer, checkpoint):
+    """The token ids of --prompt or --prompt-file; if neither is given, the first tokens of a corpus.
 
-    The corpus is the one that the Checkpoint `weights` was trained on, or dummy.txt if that is unknown or missing. If
-    the model's block is shorter than 256, only as many tokens are read. Raises ConfigError if both flags are given,
+    These are 256 tokens, or one block of the model if that is shorter. The corpus is the one that the Checkpoint was
+    trained on; if that is unknown or missing, the corpus is dummy.txt. Raises ConfigError if both flags are given,
     DataError if the prompt is empty.
     """
     if prompt is not None and prompt_file is not None:
         raise ConfigError("--prompt and --prompt-file exclude each other: give one of them")
     if prompt is None and prompt_file is None:
-        shipped = SHIPPED.get(weights.path.resolve(), CORPUS)
-        corpus = Path(saved_arguments(weights).get("data", shipped))
+        shipped = SHIPPED.get(checkpoint.path.resolve(), CORPUS)
+        corpus = Path(saved_arguments(checkpoint).get("data", shipped))
         corpus = corpus if corpus.exists() else CORPUS
         try:
-            return first_tokens(corpus, tokenizer, min(256, weights.config.block_size)).tolist()
+            return first_tokens(corpus, tokenizer, min(256, checkpoint.config.block_size)).tolist()
         except DataError as error:
             raise DataError(f"{corpus.name} cannot be the prompt of these weights: {error}; give --prompt") from None
     text = prompt if prompt_file is None else read_text(prompt_file).removesuffix("\n")
@@ -69,7 +72,7 @@ def read_prompt(prompt, prompt_file, tokenizer, weights):
 
 
 def read_prompts(path, tokenizer):
-    """The token ids of each line of a file; raises DataError for an empty line."""
+    """A list with the token ids of each line of a file; raises DataError for an empty line."""
     prompts = [tokenizer.encode_prompt(line).tolist() for line in read_text(path).splitlines()]
     empty = [number for number, prompt in enumerate(prompts, 1) if not prompt]
     if empty:
@@ -78,7 +81,7 @@ def read_prompts(path, tokenizer):
 
 
 def typed_prompt(tokenizer):
-    """The token ids of the next line of standard input, or None at its end or after an empty line.
+    """The token ids of the next line of standard input; None if the line is empty or the input has ended.
 
     If the tokenizer cannot encode a line, this function prints the error and reads the next line.
     """
@@ -91,11 +94,14 @@ def typed_prompt(tokenizer):
 
 
 def read_line():
-    """The next line of standard input without its line break, "" at the end; on a terminal, ask for it with "> "."""
+    """The next line of standard input without its line break, or "" at the end of the input.
+
+    On a terminal, "> " is printed before the line is read.
+    """
     terminal = sys.stdin.isatty() and sys.stdout.isatty()
     if terminal:
         with contextlib.suppress(ImportError):
-            import readline  # noqa: F401  input() then edits the line and has a history
+            import readline  # noqa: F401  its import gives input() line editing and a history
     try:
         return input("> " if terminal else "")
     except (EOFError, KeyboardInterrupt) as error:
@@ -110,8 +116,8 @@ def write_text(
     model, tokenizer, prompt, count, choose=None, stop=None, stream=False, stats=False, emit=print, width=None
 ):
     """Print a prompt and its continuation with emit(); the arguments are those of write_continuation."""
-    head = f"Prompt ({counted(len(prompt), 'token')})"
-    emit(f"{head}:\n{wrapped(tokenizer.decode(prompt), width)}\n\nContinuation:", flush=True)
+    title = f"Prompt ({counted(len(prompt), 'token')})"
+    emit(f"{title}:\n{wrapped(tokenizer.decode(prompt), width)}\n\nContinuation:", flush=True)
     write_continuation(model, tokenizer, prompt, count, choose, stop, stream, stats, emit, width=width)
 
 
@@ -119,11 +125,11 @@ def write_continuation(
     model, tokenizer, prompt, count, choose=None, stop=None, stream=False, stats=False, emit=print, decoders=None,
     width=None,
 ):  # fmt: skip
-    """Print up to `count` tokens that continue `prompt` with emit(), which has the arguments of print().
+    """Generate up to `count` tokens after `prompt` and print their text.
 
-    choose: the sampling rule (default greedy). stop: end after this text. stream: emit each token as it is generated.
-    stats: add a line with times. decoders: a dict of decoders to reuse for the next prompt (see generate_batch).
-    width: characters per line (default: those of the terminal).
+    choose: the sampling rule (default greedy). stop: end after this text. stream: print each token as soon as it is
+    generated. stats: add a line with times. emit: is called like print(). decoders: a dict in which the decoder of this
+    call is kept for later calls (see generate_batch). width: characters per line (default: those of the terminal).
     """
     start, times, text, wrap = time.perf_counter(), [], "", WordWrap(width or terminal_width())
     for piece in text_pieces(model, tokenizer, prompt, count, choose, stop, decoders):
@@ -132,17 +138,20 @@ def write_continuation(
         if stream:
             emit(wrap.push(piece), end="", flush=True)
     emit(wrap.push("" if stream else text, last=True))
-    new = max(0, len(times) - 1)  # the last piece is what the text decoder still held, not a token
+    new = max(0, len(times) - 1)  # the number of new tokens: the last piece is the rest of the text, not a token
     if stats and new:
-        rest = (times[new - 1] - times[0]) / max(1, new - 1) * 1e3
+        after_first = (times[new - 1] - times[0]) / max(1, new - 1) * 1e3
         emit(
             f"\nprompt tokens {len(prompt)} | new tokens {new} | time to first token {times[0] * 1e3:.1f} ms | "
-            f"{rest:.2f} ms/token | total {times[new - 1]:.3f} s"
+            f"{after_first:.2f} ms/token | total {times[new - 1]:.3f} s"
         )
 
 
 def text_pieces(model, tokenizer, prompt, count, choose, stop, decoders=None):
-    """Yield the text of each token, up to the one that completes `stop`; last, the text of an incomplete character."""
+    """Yield the text of each new token, up to the token that completes the text `stop`.
+
+    The last piece is not a token, but the rest of the text: it is empty, unless the last character is incomplete.
+    """
     text, decoder = "", tokenizer.stream()
     for token in generate(model, prompt, count, choose, decoders):
         piece = decoder.push(token)
@@ -153,44 +162,44 @@ def text_pieces(model, tokenizer, prompt, count, choose, stop, decoders=None):
     yield decoder.flush()
 
 
-def continue_prompts(model, tokenizer, prompts, count, rules, stop, idle=None):
-    """(list of the continuations as text, each up to the token that completes `stop`; total number of tokens).
+def continue_prompts(model, tokenizer, prompts, count, rules, stop, decoders=None):
+    """(list of the continuations as text, each up to the token that completes `stop`; total number of new tokens).
 
-    All prompts are decoded together. rules: one sampling rule per prompt. idle: decoders to reuse (see generate_batch).
+    All prompts are decoded together. rules: one sampling rule per prompt. decoders: as for write_continuation().
     """
-    decoders, texts, tokens = [tokenizer.stream() for _ in prompts], [""] * len(prompts), 0
+    text_decoders, texts, new = [tokenizer.stream() for _ in prompts], [""] * len(prompts), 0
     unfinished = range(len(prompts))
-    for chosen in generate_batch(model, prompts, count, rules, idle):
+    for chosen in generate_batch(model, prompts, count, rules, decoders):  # one token for each prompt
         for i in unfinished:
-            texts[i] += decoders[i].push(chosen[i])
-        tokens += len(unfinished)
+            texts[i] += text_decoders[i].push(chosen[i])
+        new += len(unfinished)
         unfinished = [i for i in unfinished if not (stop and stop in texts[i])]
         if not unfinished:
             break
-    return [text + decoder.flush() for text, decoder in zip(texts, decoders, strict=True)], tokens
+    return [text + decoder.flush() for text, decoder in zip(texts, text_decoders, strict=True)], new
 
 
 def write_batch(world, model, tokenizer, prompts, count, make_rule, stop, stats):
-    """Each rank continues its share of the prompts; the root prints all of them in order.
+    """Continue the prompts, each rank a part of them; the root prints all continuations in the order of the prompts.
 
     A rank decodes Backend.decoder_batch prompts together. make_rule(i): a new sampling rule for prompt i, with its own
     random numbers, so that no continuation depends on the number of ranks.
     """
     world.barrier()
-    start, texts, tokens, idle = time.perf_counter(), [], 0, {}
+    start, texts, tokens, decoders = time.perf_counter(), [], 0, {}
     share, batch = even_slices(len(prompts), world.size)[world.rank], model.head.backend.decoder_batch
     for first in range(share.start, share.stop, batch):
         last = min(first + batch, share.stop)
         rules = [make_rule(i) for i in range(first, last)]
-        found, new = continue_prompts(model, tokenizer, prompts[first:last], count, rules, stop, idle)
-        texts += found
+        continuations, new = continue_prompts(model, tokenizer, prompts[first:last], count, rules, stop, decoders)
+        texts += continuations
         tokens += new
     texts = [text for part in world.all_gather_object(texts) for text in part]
     seconds, tokens = time.perf_counter() - start, int(world.all_reduce(np.array([tokens])).item())
     emit = print if world.is_root else print_nothing
     for number, (prompt, text) in enumerate(zip(prompts, texts, strict=True), 1):
-        head = f"Prompt {number} ({counted(len(prompt), 'token')})"
-        emit(wrapped(f"{head}:\n{tokenizer.decode(prompt)}\n\nContinuation:\n{text}\n"))
+        title = f"Prompt {number} ({counted(len(prompt), 'token')})"
+        emit(wrapped(f"{title}:\n{tokenizer.decode(prompt)}\n\nContinuation:\n{text}\n"))
     if stats:
         emit(
             f"prompts {len(prompts)} | ranks {world.size} | new tokens {tokens} | total {seconds:.3f} s | "

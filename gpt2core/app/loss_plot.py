@@ -1,4 +1,4 @@
-"""Plot the loss curves of one run, or of several runs in one figure, to a PNG file."""
+"""Plot the loss curves of one run or of several runs in one figure, and write the figure to a PNG file."""
 
 from typing import NamedTuple
 
@@ -6,18 +6,20 @@ from gpt2core.app.output_files import SOFTWARE
 
 
 class Curve(NamedTuple):
-    """One line of a plot; `style` has further options of matplotlib's plot()."""
+    """One curve of a plot."""
 
     label: str
     steps: list
-    losses: list  # nats per token
-    style: dict
+    losses: list  # nats per token, at these steps
+    style: dict  # further options of matplotlib's plot()
 
 
 def run_curves(rows, training="training", validation="validation", **style):
-    """The Curves of a log's rows, with these labels: the training losses and, if there are any, validation losses."""
-    steps, losses = [row["step"] for row in rows], [row["loss"] for row in rows]
-    curves = [Curve(training, steps, losses, style)]
+    """A list of Curves: the training losses in the rows of a log and, if there are any, the validation losses.
+
+    training, validation: the labels of the two curves. style: as in Curve.
+    """
+    curves = [Curve(training, [row["step"] for row in rows], [row["loss"] for row in rows], style)]
     if validated := [row for row in rows if "val_loss" in row]:
         steps, losses = [row["step"] for row in validated], [row["val_loss"] for row in validated]
         curves.append(Curve(validation, steps, losses, {"marker": "o", **style}))
@@ -25,17 +27,17 @@ def run_curves(rows, training="training", validation="validation", **style):
 
 
 def loss_figure(curves, title):
-    """A matplotlib Figure with the `curves`; a curve of one step is drawn as a point."""
-    from matplotlib.figure import Figure  # imported only here: that takes longer than a step of the preset tiny
+    """A matplotlib Figure with the `curves`; a curve that has only one step is drawn as a point."""
+    from matplotlib.figure import Figure  # imported only if needed: the import takes longer than a step of preset tiny
 
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.subplots()
     for label, steps, losses, style in curves:
-        point = {"marker": "o"} if len(steps) == 1 else {}  # a line needs two points
-        axes.plot(steps, losses, label=plain(label), **point | style)
+        marker = {"marker": "o"} if len(steps) == 1 else {}  # a line needs two points
+        axes.plot(steps, losses, label=escaped(label), **marker | style)
     if len(curves) > 1:
         figure.legend(loc="outside lower center", ncols=3)
-    axes.set_title(plain(title), wrap=True)
+    axes.set_title(escaped(title), wrap=True)
     axes.set(xlabel="step", ylabel="cross-entropy (nats per token)", ylim=(0, None))
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.grid(alpha=0.3)
@@ -47,6 +49,6 @@ def write_plot(curves, title, path):
     loss_figure(curves, title).savefig(path, format="png", dpi=150, metadata=SOFTWARE)
 
 
-def plain(text):
-    """`text` with each $ escaped, because matplotlib would read $ as the start of a formula."""
+def escaped(text):
+    """`text` with a backslash before each $, because matplotlib would read $ as the start of a formula."""
     return text.replace("$", r"\$")

@@ -1,8 +1,8 @@
 """Protect existing files: a run continues only its own log, and replaces only plots that this program wrote.
 
-A file is a log if every complete line is a JSON object with the fields of FIELDS. It is the log of a resumed run if it
-has the row that the checkpoint recorded. A file is a plot if it is a PNG with the text field SOFTWARE. Empty files and
-devices are accepted too.
+A file is a log if every complete line is a JSON object, a row, with at least the keys FIELDS. A resumed run accepts a
+log as its own if the log has the row that was the last one when the checkpoint was saved. A file is a plot of this
+program if it is a PNG with the text SOFTWARE. Empty files and devices such as /dev/null are accepted as both.
 """
 
 import contextlib
@@ -14,26 +14,29 @@ from pathlib import Path
 
 from gpt2core.errors import ConfigError
 
-FIELDS = {"step", "loss", "lr", "grad_norm", "tokens_per_second", "seconds"}  # in each line of a log
-START = b'{"step": '  # of each line
-PNG = b"\x89PNG\r\n\x1a\n"
-SOFTWARE = {"Software": "staged-gpt2"}  # a text field of the plots
+FIELDS = {"step", "loss", "lr", "grad_norm", "tokens_per_second", "seconds"}  # keys of each row of a log
+START = b'{"step": '  # the first bytes of each line of a log
+PNG = b"\x89PNG\r\n\x1a\n"  # the first bytes of a PNG file
+SOFTWARE = {"Software": "staged-gpt2"}  # a text field in the metadata of a plot
 
 
 def log_rows(path):
-    """Yield (row, its line as bytes) for each complete row of a log; raises ConfigError if the file is not a log."""
-    if not Path(path).is_file():  # a read of a device such as /dev/full would not end
+    """Yield (row, its line as bytes) for each row of a log; raises ConfigError if the file is not a log.
+
+    An incomplete last line, which a crash can leave, is omitted. A path that is not a file has no rows.
+    """
+    if not Path(path).is_file():  # it does not exist, or is a device such as /dev/full, of which a read would not end
         return
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
             if row := row_of(line):
                 yield row, line
-            elif line.endswith(b"\n") or not line.startswith(START[: len(line)]):
+            elif line.endswith(b"\n") or not line.startswith(START[: len(line)]):  # not even an incomplete row
                 raise ConfigError(f"{path}: line {number} is not a line of a training log: choose another file")
 
 
 def row_of(line):
-    """The row in a line of a log, or None."""
+    """The row in a line of a log, a dict; None if the line has no row."""
     with contextlib.suppress(ValueError, RecursionError):
         row = json.loads(line)
         if isinstance(row, dict) and row.keys() >= FIELDS and type(row["step"]) is int:
@@ -42,9 +45,9 @@ def row_of(line):
 
 
 def lock(file):
-    """Lock an open file until it is closed or the process ends; returns False if another process has locked it.
+    """Lock an open file until it is closed or the process ends; returns whether it is now locked by this process.
 
-    Raises OSError on a file system without locks.
+    The result is False if another process holds the lock. Raises OSError on a file system without locks.
     """
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -57,19 +60,20 @@ def open_locked(path):
     """The log opened for appending, and locked until it is closed; a file that does not exist is created.
 
     A device, or a file on a file system without locks, is not locked. Raises ConfigError if the file cannot be written
-    or if another run writes to it.
+    or if another run has locked it.
     """
-    file, free = open_for_appending(path), True
+    file, available = open_for_appending(path), True
     if Path(path).is_file():
         with contextlib.suppress(OSError):
-            free = lock(file)
-    if not free:
+            available = lock(file)
+    if not available:
         file.close()
         raise ConfigError(f"--log {path}: another run is writing to it: wait until it ends, or choose another file")
     return file
 
 
 def open_for_appending(path):
+    """The file opened for appending, and created if needed; raises ConfigError if it cannot be written."""
     try:
         return open(path, "a", encoding="utf-8")
     except OSError as error:
@@ -79,13 +83,13 @@ def open_for_appending(path):
 def continue_log(path, first, recorded=None):
     """(the log opened for appending and locked, its rows before step `first`).
 
-    The first row of step `first` or later is deleted from the file, with everything after it. The earlier rows are not
-    written again, so that no crash can lose them. recorded: what the checkpoint of a resumed run has in last_log_row
-    (see RunLog). Raises ConfigError, and changes nothing, if the file is not a log, or not the log of that run.
+    The file is truncated before the first row of step `first` or later. The earlier rows are not written again, so that
+    no crash can lose them. recorded: as for check_log_of_run(). Raises ConfigError, and changes nothing, if the file is
+    not a log, or is not the log of the resumed run.
     """
     file = open_locked(path)
     try:
-        rows, end, newline = rows_before(path, first)
+        rows, end, ends_in_newline = rows_before(path, first)
         if os.path.getsize(path):
             check_log_of_run(path, rows, recorded)
     except BaseException:
@@ -93,41 +97,45 @@ def continue_log(path, first, recorded=None):
         raise
     if Path(path).is_file():
         file.truncate(end)
-    if not newline:
+    if not ends_in_newline:
         file.write("\n")
         file.flush()
     return file, rows
 
 
 def rows_before(path, first):
-    """(the rows of a log before step `first`, the number of their bytes, whether the last one ends in a newline)."""
-    rows, end, stale, newline = [], 0, False, True
-    for row, line in log_rows(path):  # no early exit: the whole file is checked before it is changed
-        stale = stale or row["step"] >= first
-        if not stale:
+    """(rows, their number of bytes in the file, whether the last of them ends in a newline) of the log at `path`.
+
+    The rows are those before the first row of step `first` or later.
+    """
+    rows, end, reached_first, ends_in_newline = [], 0, False, True
+    for row, line in log_rows(path):  # without `break`: the whole file is checked before it is changed
+        reached_first = reached_first or row["step"] >= first
+        if not reached_first:
             rows.append(row)
-            end, newline = end + len(line), line.endswith(b"\n")
-    return rows, end, newline
+            end, ends_in_newline = end + len(line), line.endswith(b"\n")
+    return rows, end, ends_in_newline
 
 
 def check_log_of_run(path, rows, recorded):
-    """Raise ConfigError unless `rows` contain the row `recorded`: {"step", "loss"}, {} if that run had no log.
+    """Raise ConfigError unless `rows` are of the log of the resumed run, which is the case if they contain `recorded`.
 
-    None: it is not known, because an earlier version saved the checkpoint; any log is then accepted.
+    recorded: `last_log_row` in the checkpoint, {"step": ..., "loss": ...}: the last row of the log when the checkpoint
+    was saved. {}: the run had no log; ConfigError is raised. None: an earlier version saved the checkpoint, without
+    this record; any log is accepted.
     """
     if recorded is None or any(recorded.items() <= row.items() for row in reversed(rows) if recorded):
         return
-    wanted = f"step {recorded['step']} with loss {recorded['loss']}" if recorded else "a log at all"
-    raise ConfigError(
-        f"--log {path}: is the log of another run: the resumed run had {wanted}, which is not in the file; "
-        f"choose another file"
-    )
+    reason = "the resumed run had no log"
+    if recorded:
+        reason = f"step {recorded['step']} of the resumed run had loss {recorded['loss']}, which is not in the file"
+    raise ConfigError(f"--log {path}: is the log of another run: {reason}; choose another file")
 
 
 def check_output_files(log, plot):
-    """Raise ConfigError for a log or a plot (Path or None) that this run may not write.
+    """Raise ConfigError if this run may not write `log` or `plot`, which are Paths or None.
 
-    That is a file that cannot be written, a log to which another run writes, and a plot that is another program's file.
+    A run may not write a file without permission, a log that another run has locked, or a plot of another program.
     """
     for path, open_file in ((log, open_locked), (plot, open_for_appending)):
         if path:
@@ -139,13 +147,13 @@ def check_output_files(log, plot):
 
 
 def is_plot(path):
-    """Whether `path` holds a plot of this program, or nothing to lose (an empty file, a device such as /dev/full)."""
+    """Whether `path` is a plot of this program, an empty file, or no regular file (for example a device)."""
     if not path.is_file():
         return True
     ((name, value),) = SOFTWARE.items()
     with open(path, "rb") as file:
-        head = file.read(4096)
-    return not head or (head.startswith(PNG) and f"tEXt{name}\0{value}".encode() in head)
+        first_bytes = file.read(4096)
+    return not first_bytes or (first_bytes.startswith(PNG) and f"tEXt{name}\0{value}".encode() in first_bytes)
 
 
 def rename_with_number(path):

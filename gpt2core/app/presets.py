@@ -8,8 +8,10 @@ DATA = Path(__file__).resolve().parents[2] / "data"
 CORPUS, WEIGHTS = DATA / "dummy.txt", DATA / "gpt2-paper"
 BOOK, BOOK_WEIGHTS = DATA / "moby_dick.txt", DATA / "gpt2-book"
 SHIPPED = {WEIGHTS: CORPUS, BOOK_WEIGHTS: BOOK}  # {weights: the corpus that they were trained on}
-OPENAI = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")  # OpenAI's weights, which are not shipped
+OPENAI_NAMES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")  # directories of OpenAI's weights; they are not shipped
 
+# Positional arguments: vocab_size, block_size, n_layer, n_head, n_embd. The default GPT2Config() is GPT-2 124M.
+# A new model gets the vocabulary size of its tokenizer instead of the one in this table.
 PRESETS = {
     "nano": GPT2Config(172, 16, 2, 2, 32, tied=False),
     "tiny": GPT2Config(172, 64, 2, 4, 64, tied=False),
@@ -26,29 +28,35 @@ PRESETS = {
     "2.7B": GPT2Config(10000, n_layer=32, n_head=32, n_embd=2560),
 }
 
-# The paper's Adam, and GPT-2's own recipe for the large presets. `data` is the default corpus if it is not CORPUS.
-PAPER = dict(
+# A recipe has the default values of the training flags. Its field `data` is the default corpus; a recipe without this
+# field uses CORPUS. PAPER_RECIPE is that of "Distributed GPT-2", the paper that this project follows. GPT3_RECIPE has
+# the optimizer settings and peak learning rate of GPT-3 125M (Brown et al. 2020), because the paper on GPT-2 does not
+# publish them; its numbers of steps, sequences and warm-up steps are small values chosen for this project.
+PAPER_RECIPE = dict(
     steps=50, batch_size=16, lr=3e-4, schedule="constant", warmup=0, weight_decay=0.0, clip=0.0, beta1=0.9, beta2=0.999
 )
-LARGE = dict(
+GPT3_RECIPE = dict(
     steps=1000, batch_size=8, lr=6e-4, schedule="cosine", warmup=100, weight_decay=0.1, clip=1.0, beta1=0.9, beta2=0.95
 )
-RECIPES = {name: LARGE for name in PRESETS} | {
-    "paper": PAPER,
-    "tiny": PAPER | dict(steps=60, lr=3e-3),
-    "nano": PAPER | dict(steps=20, batch_size=4, lr=3e-3),
-    "book": LARGE | dict(steps=1200, batch_size=16, lr=3e-3, min_lr=1e-4, data=str(BOOK), shuffle=True),
+RECIPES = {name: GPT3_RECIPE for name in PRESETS} | {
+    "paper": PAPER_RECIPE,
+    "tiny": PAPER_RECIPE | dict(steps=60, lr=3e-3),
+    "nano": PAPER_RECIPE | dict(steps=20, batch_size=4, lr=3e-3),
+    "book": GPT3_RECIPE | dict(steps=1200, batch_size=16, lr=3e-3, min_lr=1e-4, data=str(BOOK), shuffle=True),
 }
-TOKENIZERS = {"book": BOOK_WEIGHTS / "tokenizer.json"}  # {preset: its default --tokenizer}; of the others: word
+TOKENIZERS = {"book": BOOK_WEIGHTS / "tokenizer.json"}  # {preset: its default --tokenizer}; other presets: word
+# Defaults of other flags, which a recipe can replace. resolve_flags() replaces `deterministic` by the stage's default.
 COMMON = dict(preset="paper", seed=0, deterministic=True, precision="fp32", rounding="nearest", eps=1e-8, shuffle=False)
 COMMON |= dict(eval_every=0, checkpoint_every=0, keep=2, log_every=1)
-# The flags that a resumed run takes from the checkpoint if the command line omits them, with their types.
-RESUMED = {name: type(value) for name, value in (PAPER | COMMON).items()} | dict(
+# {flag: its type} for the flags that a checkpoint contains. If a resumed run omits such a flag on the command line, the
+# value in the checkpoint is used.
+SAVED_TYPES = {name: type(value) for name, value in (PAPER_RECIPE | COMMON).items()} | dict(
     min_lr=float, seq_len=int, micro_batches=int, data=str, val_data=str, val_fraction=float
 )
-RENAMED = {"micro_shards": "micro_batches"}  # {name in older checkpoints: present name}
-# How ranks divide the work. A checkpoint does not contain these flags: any number of ranks can resume it.
+FORMER_NAMES = {"micro_shards": "micro_batches"}  # {name of a flag in older checkpoints: its present name}
+# The flags about many ranks, with their defaults. A checkpoint does not contain them, so that any number of ranks can
+# resume it. None: resolve_rank_flags() in run_config.py or the world determines the value.
 RANK_FLAGS = dict(dp="flat", bucket_mb=None, compress="none", zero=None, zero_gather="end", tp=1)
 RANK_FLAGS |= dict(collectives=None, transport=None, verify_every=0, local_shuffle=False)
-MODES = ("replicate", "batch", "tensor")  # how ranks divide inference
-SHAPE = ("n_layer", "n_head", "n_embd", "block_size")  # flags that set the size of the model
+MODES = ("replicate", "batch", "tensor")  # values of --mode: how the ranks divide the work of inference
+SIZE_FLAGS = ("n_layer", "n_head", "n_embd", "block_size")  # flags that set the size of the model

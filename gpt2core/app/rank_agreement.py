@@ -1,4 +1,7 @@
-"""Compare flags and input files over all ranks, reject flags of other stages, and share what the root reads."""
+"""Compare the flags and input files of all ranks, reject flags of other stages, and send the root's input to all ranks.
+
+A difference between ranks would give wrong results, or ranks that wait for each other without end.
+"""
 
 import argparse
 import hashlib
@@ -17,7 +20,7 @@ from gpt2core.errors import ConfigError, DataError
 from gpt2core.model import parameter_shapes
 from gpt2core.parallel.all_or_raise import all_or_raise, gather_or_raise, shared_error
 from gpt2core.parallel.launcher_env import read_launcher_env
-from gpt2core.text.token_file import TOKEN_FILE, brings_tokenizer, load_tokens
+from gpt2core.text.token_file import TOKEN_FILE, is_tokenized, load_tokens
 
 INPUTS = "data", "val_data", "prompts", "prompt_file"  # flags that name input files
 EDGE = 1 << 22  # bytes; of a file larger than 2 EDGE only the first and last EDGE bytes are hashed
@@ -25,35 +28,35 @@ EDGE = 1 << 22  # bytes; of a file larger than 2 EDGE only the first and last ED
 
 @dataclass(frozen=True)
 class StartReport:
-    """What each rank sends in the first all-gather of a command."""
+    """The object that each rank sends in the first all-gather of a command."""
 
-    args: argparse.Namespace | None  # None: --help or --version was printed
+    args: argparse.Namespace | None  # the parsed flags; None: --help or --version was printed
     program: dict[str, str]  # flags, version, code hash and NumPy version, which must be equal on all ranks
     files: dict[str, str]  # {path: digest} of the input files that exist on this rank
     cores: tuple[str, list[int]]  # (host name, the cores that this process may run on)
 
 
 def agree_on_start(world, parse):
-    """(the parsed flags, the number of cores for this rank's threads), after one all-gather that compares all ranks.
+    """Compare all ranks with rank 0 by one all-gather; returns (the parsed flags, number of cores for this rank).
 
-    parse() returns an argparse.Namespace, or None after --help or --version; then the flags are None. Raises
-    ConfigError on every rank, with the rank and both values, if a flag, the program or an input file of a rank differs
-    from that of rank 0. An input file that is missing on one of the two ranks is not compared. If parse() raises an
-    error on one rank, every rank raises it.
+    parse() returns the flags, an argparse.Namespace, or None after --help or --version. Raises ConfigError on every
+    rank, with the rank and both values, if a flag, the program or an input file of a rank differs from that of rank 0.
+    An input file is not compared with a rank on which it does not exist. If parse() raises an error on one rank, every
+    rank raises it.
     """
     reports = gather_or_raise(world, lambda: start_report(parse()))
-    helped = [report.args is None for report in reports]
-    if any(helped) and not all(helped):
-        rank = helped.index(True)
+    help_printed = [report.args is None for report in reports]
+    if any(help_printed) and not all(help_printed):
+        rank = help_printed.index(True)
         raise shared_error(
             ConfigError(f"rank {rank} has --help or --version, other ranks do not: start all ranks with one command")
         )
     compare_programs([report.program for report in reports])
     compare_files([report.files for report in reports])
-    mine = reports[world.rank]
-    # ranks with equal core lists share these cores; a launcher such as Slurm may give each rank its own
-    sharing = [report.cores for report in reports].count(mine.cores)
-    return mine.args, max(1, len(mine.cores[1]) // sharing)
+    own = reports[world.rank]
+    # Ranks with the same host and list of cores share these cores. A launcher such as Slurm may give each rank others.
+    ranks_on_these_cores = [report.cores for report in reports].count(own.cores)
+    return own.args, max(1, len(own.cores[1]) // ranks_on_these_cores)
 
 
 def start_report(args):
@@ -68,29 +71,29 @@ def start_report(args):
 
 
 def compare_programs(programs):
-    """Raise ConfigError, with rank and field, if a rank has another value than rank 0 for a field of rank 0."""
-    for rank, found in enumerate(programs):
+    """Raise ConfigError if a rank's program differs from that of rank 0. programs: StartReport.program of all ranks."""
+    for rank, program in enumerate(programs):
         for name, value in programs[0].items():
-            if found.get(name) != value:
-                difference = f"rank {rank} has {name} {found.get(name)}, but rank 0 has {value}"
+            if program.get(name) != value:
+                difference = f"rank {rank} has {name} {program.get(name)}, but rank 0 has {value}"
                 raise shared_error(
                     ConfigError(f"{difference}: start all ranks with the same command and program version")
                 )
 
 
 def compare_files(digests):
-    """Raise ConfigError, with rank and file, if a file of rank 0 has another digest on another rank."""
-    for rank, found in enumerate(digests):
+    """Raise ConfigError if a file of rank 0 has another digest on a rank. digests: {path: digest} of each rank."""
+    for rank, own_digests in enumerate(digests):
         for path, digest in digests[0].items():
-            if found.get(path, digest) != digest:
-                hashes = f"size:hash {found[path]} and {digest}"
+            if own_digests.get(path, digest) != digest:
+                hashes = f"size:hash {own_digests[path]} and {digest}"
                 raise shared_error(
                     ConfigError(f"rank {rank} has another {path} than rank 0 ({hashes}): copy the file of rank 0")
                 )
 
 
 def code_digest():
-    """A hash of the source of this project's loaded modules, because other code could give other results."""
+    """A hash of the source code of all loaded modules of this project: different code could give different results."""
     digest = hashlib.sha256()
     for name, module in sorted(sys.modules.items()):
         if name.split(".")[0] == "gpt2core" or name.startswith("stage"):
@@ -104,7 +107,10 @@ def file_digests(paths):
 
 
 def file_digest(path):
-    """The size of a file and a hash of its content, or of both ends of a large file (EDGE); raises DataError."""
+    """The text SIZE:HASH for a file: its bytes, and a hash of its content or of both ends of a large file (see EDGE).
+
+    Raises DataError if the file cannot be read.
+    """
     digest = hashlib.sha256()
     try:
         with open(path, "rb") as file:
@@ -117,17 +123,18 @@ def file_digest(path):
     return f"{size}:{digest.hexdigest()[:16]}"
 
 
-# -- flags that do not fit the stage ----------------------------------------------------------------------------------
+# -- flags of another stage -------------------------------------------------------------------------------------------
+# `stage` is the name of the stage that a message advises to use: the one with many ranks and the same kind of device.
 
 
 def check_one_process(world, stage):
-    """Raise ConfigError, naming the `stage` to use, if a launcher started several processes of a serial stage.
+    """Raise ConfigError if a launcher started several processes of a stage that is one process.
 
-    The processes cannot communicate: the first one prints the error and the others exit.
+    These processes cannot communicate: the first one raises the error and the others exit.
     """
-    variable, count, number = read_launcher_env()
+    variable, count, process_number = read_launcher_env()
     if world.one_process and count > 1:
-        if number:
+        if process_number:
             sys.exit(2)
         raise ConfigError(
             f"{count} processes were started ({variable}), but this stage is one process, so each would do all "
@@ -136,30 +143,30 @@ def check_one_process(world, stage):
 
 
 def check_rank_flags(world, args, stage):
-    """Raise ConfigError, naming the `stage` to use, for a flag about many ranks in a serial stage."""
+    """Raise ConfigError if this stage is one process and a flag of RANK_FLAGS is given."""
     for name in RANK_FLAGS.keys() - {"transport"}:  # use_transport() checks --transport, because it needs stage 3
         if getattr(args, name) is not None:
             check_many_ranks(world, name, getattr(args, name), stage)
 
 
 def check_many_ranks(world, name, value, stage):
-    """Raise ConfigError, naming the `stage` to use, if this stage is one process: the flag `name` is for many ranks."""
+    """Raise ConfigError if this stage is one process: the flag `name` was given with `value`, and is for many ranks."""
     if world.one_process:
         raise shared_error(
             ConfigError(f"{flag(name)} {value} is for many ranks, and this stage is one process: use {stage}")
         )
 
 
-# -- input that the root reads for all --------------------------------------------------------------------------------
+# -- input that the root has read for all ranks -----------------------------------------------------------------------
 
 
 def share_tokens(world, path, tokens, tokenizer):
-    """The token ids of the file at `path`, on every rank; `tokens`: those that the root has read, None elsewhere.
+    """The token ids of the file at `path`, on every rank; `tokens`: the ids that the root has read, None elsewhere.
 
-    A token file can be larger than memory. If it exists on every rank, each rank memory-maps its own copy, and
-    ConfigError is raised if a copy differs from that of rank 0. Otherwise the root broadcasts the tokens.
+    A token file (of data/prepare.py) can be larger than memory. If it exists on every rank, each rank memory-maps its
+    own copy, and ConfigError is raised if a copy differs from that of rank 0. Otherwise the root broadcasts the tokens.
     """
-    if all(gather_or_raise(world, lambda: brings_tokenizer(path))):
+    if all(gather_or_raise(world, lambda: is_tokenized(path))):
         file = path / TOKEN_FILE if path.is_dir() else path
         compare_files(gather_or_raise(world, lambda: file_digests([file])))
         return all_or_raise(world, lambda: load_tokens(path, tokenizer)[0] if tokens is None else tokens)
@@ -168,7 +175,7 @@ def share_tokens(world, path, tokens, tokenizer):
 
 
 def share_arrays(world, config, parameters):
-    """{name: array} of all parameters of a GPT2Config, on every rank; `parameters`: the root's, None elsewhere."""
+    """{name: array} of all parameters of a GPT2Config, on every rank. parameters: this dict on the root, else None."""
 
     def share(name, shape):
         return world.broadcast(parameters[name] if world.is_root else np.empty(shape, np.float32))
@@ -177,4 +184,4 @@ def share_arrays(world, config, parameters):
 
 
 def print_nothing(*text, **options):
-    """Used instead of print() on the ranks that are not the root."""
+    """A function that does nothing, used in place of print() on the ranks that are not the root."""

@@ -1,4 +1,4 @@
-"""Write the progress and the flags of a run to state.json, and continue a resumed run from them."""
+"""The content of state.json, the progress and the flags of a run, and how a resumed run continues from it."""
 
 import hashlib
 import os
@@ -6,36 +6,35 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import gpt2core
-from gpt2core.app.presets import PRESETS, RENAMED, RESUMED, SHIPPED
+from gpt2core.app.presets import FORMER_NAMES, PRESETS, SAVED_TYPES, SHIPPED
 from gpt2core.errors import CheckpointError, ConfigError, DataError
 from gpt2core.parallel.whole_parameters import load
 from gpt2core.text.token_file import read_text, split_validation
 from gpt2core.text.tokenizer import Tokenizer
 
 EDGE = 1 << 22  # if a corpus has more than 2 * EDGE tokens, only its first and last EDGE tokens are hashed
-LAST_LOG_ROW = ({"step", "loss"}, set())  # the keys of last_log_row with and without a log
-LIMIT = 1 << 31  # --steps and --batch-size are always smaller
+LIMIT = 1 << 31  # values of --steps and --batch-size are always smaller than this
 
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a resumed run continues; the root reads it and broadcasts it."""
+    """The position from which a resumed run continues; the root reads it from state.json and broadcasts it."""
 
-    path: Path  # of state.json, for errors
-    step: int  # updates made
-    position: int  # training sequences read
-    loss_scale: object  # of fp16, from LossScale.to_json()
-    tuned: object  # choices made by timing: {what: choice}
-    tuned_for: str | None  # the device and libraries of these choices; None: nothing was chosen
-    last_log_row: dict | None  # {"step", "loss"} of the log's last row; {} without a log; None: not recorded
+    path: Path  # of state.json, for error messages
+    step: int  # number of updates made so far
+    position: int  # number of training sequences read so far
+    loss_scale: object  # the loss scale of fp16, a result of LossScale.to_json()
+    tuned: object  # kernels chosen by timing: {what was chosen: the choice}
+    tuned_for: str | None  # the device and libraries for which `tuned` is valid; None: nothing was timed
+    last_log_row: dict | None  # as `recorded` of output_files.check_log_of_run()
 
 
 def run_state(trainer, config, corpus, last_log_row):
-    """The content of state.json: progress, the flags that a resume continues with, and the tuned choices.
+    """The content of state.json, a dict: progress, the flags that a resumed run uses again, and the tuned choices.
 
-    config: the RunConfig. corpus: the fingerprint of the training tokens. last_log_row: of the RunLog.
+    config: the RunConfig. corpus: the fingerprint() of the training tokens. last_log_row: that of the RunLog.
     """
-    arguments = {name: getattr(config, name) for name in RESUMED}
+    arguments = {name: getattr(config, name) for name in SAVED_TYPES}
     for name in ("data", "val_data"):
         arguments[name] = arguments[name] and str(Path(arguments[name]).resolve())
     return {
@@ -55,29 +54,32 @@ def run_state(trainer, config, corpus, last_log_row):
 
 
 def saved_arguments(checkpoint):
-    """{name: value} of the flags in a checkpoint's state.json; {} if it has none; raises CheckpointError."""
+    """{name: value} of the flags in the state.json of a Checkpoint; {} if there are none.
+
+    Raises CheckpointError for a value of the wrong type and for an unknown preset.
+    """
     path, arguments = checkpoint.path / "state.json", (checkpoint.state or {}).get("arguments", {})
     if not isinstance(arguments, dict):
         raise CheckpointError(f"{path}: arguments is {arguments!r}, not an object: it cannot be used")
-    arguments = {RENAMED.get(name, name): value for name, value in arguments.items()}
-    saved = {name: arguments[name] for name in RESUMED if arguments.get(name) is not None}
+    arguments = {FORMER_NAMES.get(name, name): value for name, value in arguments.items()}
+    saved = {name: arguments[name] for name in SAVED_TYPES if arguments.get(name) is not None}
     for name, value in saved.items():
-        if not isinstance(value, int | float if RESUMED[name] is float else RESUMED[name]):
-            raise CheckpointError(f"{path}: {name} is {value!r}, not of type {RESUMED[name].__name__}")
+        if not isinstance(value, int | float if SAVED_TYPES[name] is float else SAVED_TYPES[name]):
+            raise CheckpointError(f"{path}: {name} is {value!r}, not of type {SAVED_TYPES[name].__name__}")
     if saved.get("preset", "paper") not in PRESETS:
         raise CheckpointError(f"{path}: preset is {saved['preset']!r}, not one of {', '.join(PRESETS)}")
     return saved
 
 
 def edited_notes(checkpoint):
-    """A list with one note if the checkpoint has files that were changed after they were saved; otherwise []."""
+    """A list with one note if a Checkpoint has files that were changed after they were saved; otherwise []."""
     if not checkpoint or not checkpoint.edited:
         return []
     return [f"note: --accept-edited: {checkpoint.path} was changed after it was saved: {', '.join(checkpoint.edited)}"]
 
 
 def fingerprint(tokens):
-    """The number of training tokens and a hash of them, as text; of a large corpus only both ends are hashed."""
+    """Text with the number of training tokens and their hash; of a large corpus only both ends are hashed (EDGE)."""
     digest = hashlib.sha256()
     for part in (tokens[:EDGE], tokens[max(EDGE, len(tokens) - EDGE) :]):
         digest.update(part.tobytes())
@@ -85,10 +87,10 @@ def fingerprint(tokens):
 
 
 def find_data(checkpoint, args):
-    """(saved_arguments of a checkpoint, notes to print).
+    """(saved_arguments() of a Checkpoint, notes to print), after a check that the saved data files exist.
 
-    If the saved corpus does not exist and a shipped one has the same tokens, the shipped one is used. args: the parsed
-    flags. Raises CheckpointError if another saved data file is missing and its flag is not given.
+    If the saved corpus does not exist any more, a shipped corpus with the same tokens replaces it. Raises
+    CheckpointError for any other saved data file that does not exist, unless `args`, the parsed flags, have another.
     """
     saved, notes = saved_arguments(checkpoint), []
     for name, flag in (("data", "--data"), ("val_data", "--val-data")):
@@ -107,20 +109,26 @@ def find_data(checkpoint, args):
 
 
 def shipped_corpus(checkpoint, saved):
-    """The Path of the shipped corpus that has the tokens of a checkpoint's training text, or None."""
+    """The Path of the shipped corpus with the same tokens as the corpus of a Checkpoint, or None.
+
+    saved: saved_arguments() of the Checkpoint.
+    """
     for path in SHIPPED.values():
         try:
             tokens = Tokenizer.load(checkpoint.path).encode(read_text(path))
-            found = fingerprint(split_validation(tokens, saved.get("val_fraction", 0))[0])
+            training_tokens, _ = split_validation(tokens, saved.get("val_fraction", 0))
         except (DataError, ConfigError):  # a word of the corpus is not in the vocabulary, or there is no tokenizer
             continue
-        if found == checkpoint.state.get("corpus"):
+        if fingerprint(training_tokens) == checkpoint.state.get("corpus"):
             return path
     return None
 
 
 def read_progress(checkpoint, corpus):
-    """The Progress in a checkpoint; raises CheckpointError if its corpus has another fingerprint than `corpus`."""
+    """The Progress in a Checkpoint. corpus: the fingerprint() of the training tokens of this run.
+
+    Raises CheckpointError if a value is not possible, or if the checkpoint was trained on another corpus.
+    """
     state, path = checkpoint.state, checkpoint.path / "state.json"
     for key in ("step", "position"):
         if type(state.get(key)) is not int or state[key] < 0:
@@ -145,10 +153,11 @@ def read_progress(checkpoint, corpus):
 
 
 def restore(trainer, checkpoint, progress, retune):
-    """Load parameters, and for a resumed run (progress not None) also moments, counters and tuned choices.
+    """Load a checkpoint into the Trainer: the parameters and, if `progress` is given, all state of the resumed run.
 
-    All ranks must call it; ranks other than the root pass None for `checkpoint`. Returns notes to print. Raises
-    CheckpointError if the loss scale or the tuned choices are not valid.
+    This state is the moments, the counters, the loss scale and, unless `retune`, the tuned choices. All ranks must call
+    it; ranks other than the root pass None for `checkpoint`. Returns notes to print. Raises CheckpointError if the loss
+    scale or the tuned choices are not valid.
     """
     parameters = checkpoint and checkpoint.parameters
     if progress is None:
@@ -163,10 +172,10 @@ def restore(trainer, checkpoint, progress, retune):
 
 
 def load_tuned(trainer, progress):
-    """Use the checkpoint's tuned choices if they were made for this device and these libraries; returns notes."""
+    """Use the tuned choices in `progress` if they are valid for this device and its libraries; returns notes."""
     runtime, saved_for, tuned = trainer.backend.runtime, progress.tuned_for, progress.tuned
     tuned_for = runtime.tuned_for
-    if tuned_for is None or saved_for is None:  # one of the two runs made no choice by timing
+    if tuned_for is None or saved_for is None:  # this run or the saved one makes no choices by timing
         return []
     if tuned_for != saved_for:
         return [

@@ -1,6 +1,7 @@
 """RunConfig: every setting of a training run, computed once on the root and not changed afterwards.
 
-A value comes from the command line, otherwise from the resumed checkpoint, otherwise from the recipe of the preset.
+The value of a setting is the first of these that exists: the flag on the command line, the value in the checkpoint of a
+resumed run, the default of the preset (see RECIPES in presets.py).
 """
 
 import os
@@ -9,25 +10,25 @@ import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from gpt2core.app.presets import COMMON, CORPUS, PRESETS, RANK_FLAGS, RECIPES, SHAPE
+from gpt2core.app.presets import COMMON, CORPUS, PRESETS, RANK_FLAGS, RECIPES, SIZE_FLAGS
 from gpt2core.errors import ConfigError, counted
 from gpt2core.model import GPT2Config
 from gpt2core.parallel.config import ParallelConfig
 from gpt2core.parallel.data_parallel import BUCKET_MB
 
-# Flags that a checkpoint does not contain, with their defaults. A resumed run needs the flag again.
-NOT_SAVED = dict(log=None, plot=None, sample=30, threads=None, graph=None, autotune=False, nvtx=False)
+# {flag: default} of the flags that a checkpoint does not contain, so that a resumed run must be given them again.
+NOT_SAVED = dict(log=None, plot=None, sample=30, threads=None, blas=None, graph=None, autotune=False, nvtx=False)
 NOT_SAVED |= dict.fromkeys(RANK_FLAGS)
 
 
 @dataclass(frozen=True)
 class RunConfig:
-    """The settings of one training run, equal on all ranks. Except `model`, the fields are the flags of cli.py."""
+    """The settings of one training run, equal on all ranks. The fields, except `model`, are the flags of cli.py."""
 
-    model: GPT2Config
+    model: GPT2Config  # the sizes that are used
     # model and recipe
     preset: str
-    n_layer: int | None  # n_layer to block_size: the flags, None if not given; `model` has the sizes in use
+    n_layer: int | None  # this flag and the next three are None if they are not given
     n_head: int | None
     n_embd: int | None
     block_size: int | None
@@ -71,6 +72,7 @@ class RunConfig:
     threads: int | None  # None: the available cores, which may differ between ranks
     micro_batches: int | None
     deterministic: bool
+    blas: str | None
     graph: bool | None
     nvtx: bool
     autotune: bool
@@ -86,6 +88,7 @@ class RunConfig:
 
     @property
     def parallel(self):
+        """The ParallelConfig with these settings."""
         return ParallelConfig(self.tp, self.dp, self.bucket_mb, self.compress, self.zero, self.zero_gather)
 
     @property
@@ -101,7 +104,10 @@ def flag(name):
 
 
 def resume_command(args, processes=None):
-    """The command line that continues this run from its --out directory; processes: of mpirun, or None."""
+    """The command line that continues this run from its --out directory, as text.
+
+    args: the parsed flags of this run. processes: the number for `mpirun -n`; None: without mpirun.
+    """
     module = sys.modules["__main__"].__spec__
     words = [sys.orig_argv[0].removeprefix(f"{os.getcwd()}/"), *(["-m", module.name] if module else sys.argv[:1])]
     words += ["--resume", args.out, "--out", args.out]
@@ -118,15 +124,16 @@ def resume_command(args, processes=None):
 
 
 def resolve_flags(args, saved, deterministic):
-    """({name: value} of all flags, notes to print) from the parsed `args` and a checkpoint's `saved` arguments.
+    """({name: value} of all flags, notes to print) from the parsed `args` and the `saved` flags of a checkpoint.
 
-    saved: {} for a new run. deterministic: the stage's default of --deterministic. RANK_FLAGS may be None in the
-    result: resolve_rank_flags resolves them. Raises ConfigError for a wrong value or combination.
+    saved: saved_arguments() of resume.py, {} for a new run. deterministic: the stage's default of --deterministic. In
+    the result, flags of RANK_FLAGS can still be None; resolve_rank_flags() replaces them. Raises ConfigError for a
+    wrong value or combination.
     """
     saved = dict(saved)
     check_output_flags(args, saved)
     if args.lr is not None or args.schedule is not None:
-        saved.pop("min_lr", None)  # it belongs to the earlier --lr or --schedule
+        saved.pop("min_lr", None)  # the saved value was chosen for another --lr or --schedule
     if args.preset not in (None, saved.get("preset", args.preset)):
         raise ConfigError(f"--preset {args.preset} is not the checkpoint's {saved['preset']}; omit the flag")
     given = {name: value for name, value in vars(args).items() if value is not None}
@@ -154,7 +161,7 @@ def check_output_flags(args, saved):
 
 
 def check_values(values):
-    """Raise ConfigError for values outside their range."""
+    """Raise ConfigError if a number is outside its range, or if both kinds of validation data are given."""
     for name in ("steps", "eval_every", "checkpoint_every", "verify_every", "keep", "sample", "seed"):
         if values[name] < 0:
             raise ConfigError(f"{flag(name)} {values[name]} must not be negative")
@@ -174,7 +181,10 @@ def check_positive(name, value):
 
 
 def resume_notes(given, saved, deterministic):
-    """One note for each flag that a resumed run changes."""
+    """One note for each flag that a resumed run changes, and one if only the checkpoint makes it --no-deterministic.
+
+    saved, deterministic: as for resolve_flags(); given: {name: value} of the flags on the command line.
+    """
     notes = [
         f"note: {flag(name)} was {value} and is {given[name]} from here on"
         for name, value in saved.items()
@@ -186,50 +196,52 @@ def resume_notes(given, saved, deterministic):
 
 
 def resolve_rank_flags(values, world):
-    """(`values` with every flag of RANK_FLAGS resolved, notes to print); call world.use_transport() before it.
+    """(`values` in which every flag of RANK_FLAGS has a value, notes to print); values: {name: value} of all flags.
 
-    bucket_mb is None in the result if the Trainer must measure it. Raises ConfigError for a wrong --tp.
+    Call world.use_transport() before. In the result, bucket_mb is None if the Trainer must measure it. Raises
+    ConfigError for a wrong --tp.
     """
     values, notes = dict(values), []
     replicas = data_parallel_ranks(world, values["tp"])
-    several, dp, compress = replicas > 1, values["dp"], values["compress"]
-    ordered = values["collectives"] in (None, "canonical", "tree")  # a binomial tree adds in the canonical order too
+    several_replicas, dp, compress = replicas > 1, values["dp"], values["compress"]
+    # whether the sums over ranks are added in the canonical order, which a binomial tree uses too
+    canonical_order = values["collectives"] in (None, "canonical", "tree")
     default = "canonical" if values["deterministic"] else world.native_collectives
     values["collectives"] = values["collectives"] or default
-    if values["bucket_mb"] is not None and dp != "bucket" and values["zero_gather"] == "end":
+    if values["bucket_mb"] is not None and dp != "bucket" and values["zero_gather"] == "end":  # "forward" uses it too
         notes.append(
             f"note: --bucket-mb {values['bucket_mb']:g} is for --dp bucket, but --dp is {dp}: it has no effect"
         )
-    measured = world.measures_buckets and dp == "bucket" and not values["deterministic"] and several
-    if values["bucket_mb"] is None and not measured:
+    is_measured = world.measures_buckets and dp == "bucket" and not values["deterministic"] and several_replicas
+    if values["bucket_mb"] is None and not is_measured:
         values["bucket_mb"] = BUCKET_MB
-    if values["deterministic"] and not ordered:
+    if values["deterministic"] and not canonical_order:
         name = values["collectives"]
         notes.append(f"note: --collectives {name} adds in its own order: the result depends on the number of ranks")
     if values["local_shuffle"]:
         notes.append(
-            "note: --local-shuffle: the order of the training sequences, and so the loss, depends on the rank count"
+            "note: --local-shuffle: the order of training sequences, and so the loss, depends on the number of ranks"
         )
-    if compress != "none" and not several:
+    if compress != "none" and not several_replicas:
         notes.append(
             f"note: --compress {compress}: one data-parallel rank sends nothing, but its gradients are rounded to "
             f"{compress} as on several ranks"
         )
-    # flags that have no effect with one data-parallel rank; --zero 0 is the default there
+    # These flags have no effect with one data-parallel rank. --zero 0 needs no note: it is what happens there.
     names = ("dp", "zero", "zero_gather")
-    unused = [name for name in names if values[name] not in (RANK_FLAGS[name], 0)]
-    if unused and not several:
-        flags = " and ".join(f"{flag(name)} {values[name]}" for name in unused)
+    without_effect = [name for name in names if values[name] not in (RANK_FLAGS[name], 0)]
+    if without_effect and not several_replicas:
+        flags = " and ".join(f"{flag(name)} {values[name]}" for name in without_effect)
         notes.append(f"note: {flags}: no effect, because there is only one data-parallel rank")
     if values["zero"] is None:
-        values["zero"] = int(world.prefers_zero and several and dp == "flat" and compress == "none")
-        if not several:
-            values["zero_gather"] = "end"  # the note above covers --zero-gather forward
+        values["zero"] = int(world.prefers_zero and several_replicas and dp == "flat" and compress == "none")
+        if not several_replicas:
+            values["zero_gather"] = "end"  # for --zero-gather forward, the note above was added
     return values, notes
 
 
 def data_parallel_ranks(world, tp):
-    """The number of data-parallel replicas, of `tp` ranks each; raises ConfigError if tp does not divide world.size."""
+    """The number of data-parallel replicas, each on `tp` ranks; raises ConfigError if tp does not divide world.size."""
     if tp < 1 or world.size % tp:
         divisors = [n for n in range(1, world.size + 1) if world.size % n == 0]
         ranks = counted(world.size, "rank")
@@ -238,7 +250,7 @@ def data_parallel_ranks(world, tp):
 
 
 def check_shape(sizes):
-    """Raise ConfigError, naming the flags to change, unless every size is positive and --n-head divides --n-embd."""
+    """Raise ConfigError unless all sizes are positive and n_head divides n_embd; sizes: {name: value} of SIZE_FLAGS."""
     for name, value in sizes.items():
         check_positive(flag(name), value)
     heads, width = sizes["n_head"], sizes["n_embd"]
@@ -251,20 +263,21 @@ def check_shape(sizes):
 
 
 def model_config(values, checkpoint_config, vocab_size):
-    """The GPT2Config of the checkpoint, otherwise of the preset, with the given sizes and the tokenizer's vocabulary.
+    """The GPT2Config of a run: that of the checkpoint or, for random weights, that of the preset and the size flags.
 
-    checkpoint_config: None for random weights. Raises ConfigError if a size flag differs from the
-    checkpoint, or if the tokenizer has more tokens than the checkpoint's vocabulary.
+    values: {name: value} of all flags. checkpoint_config: None for random weights; the vocabulary then has `vocab_size`
+    tokens, the number of the tokenizer. Raises ConfigError if a size flag differs from the checkpoint, or if the
+    tokenizer has more tokens than the checkpoint's vocabulary.
     """
-    given = {name: values[name] for name in SHAPE if values[name] is not None}
+    given = {name: values[name] for name in SIZE_FLAGS if values[name] is not None}
     if checkpoint_config is None:
         preset = PRESETS[values["preset"]]
-        check_shape({name: getattr(preset, name) for name in SHAPE} | given)
+        check_shape({name: getattr(preset, name) for name in SIZE_FLAGS} | given)
         return replace(preset, vocab_size=vocab_size, **given)
     for name, value in given.items():
-        if getattr(checkpoint_config, name) != value:
-            theirs = getattr(checkpoint_config, name)
-            raise ConfigError(f"{flag(name)} {value} is not the checkpoint's {theirs}; omit the flag")
+        saved = getattr(checkpoint_config, name)
+        if saved != value:
+            raise ConfigError(f"{flag(name)} {value} is not the checkpoint's {saved}; omit the flag")
     if vocab_size > checkpoint_config.vocab_size:
         raise ConfigError(
             f"the tokenizer has {vocab_size} tokens but the checkpoint's vocabulary is {checkpoint_config.vocab_size}: "

@@ -1,7 +1,8 @@
-"""One run at a time writes to an --out directory. The kernel releases the lock when the process ends, also by kill -9.
+"""Lock the directory DIR of `--out DIR`, so that only one run at a time writes checkpoints to it.
 
-The lock is on the file DIR/.lock, which contains the process id and the host name. Reading a checkpoint needs no lock.
-In a run of many ranks, only the root locks the directory.
+A run locks the file DIR/.lock, in which it writes its process id and host name. The operating system releases the lock
+when the process ends, also if it is killed with `kill -9`. A program that only reads a checkpoint needs no lock. In a
+run of many ranks, only the root locks the directory.
 """
 
 import contextlib
@@ -17,46 +18,47 @@ LOCK = ".lock"
 
 
 class RunLock(contextlib.AbstractContextManager):
-    """Exclusive use of an --out directory, which is created if needed; `notes` are lines to print.
+    """A context manager that holds the lock of an --out directory. The constructor creates the directory if needed.
 
-    On exit the lock file is removed, and also the directory if this object created it and it is empty. On a file system
-    without locks (some network file systems), `notes` has a warning and a second run is not detected. Raises
-    CheckpointError if another run uses the directory (with its process and host), or if the directory is not writable.
+    At the end of the context the lock file is removed. The directory is removed too if this object created it and it is
+    empty. On a file system without locks (some network file systems) a second run is not detected, and `notes`, a list
+    of lines to print, has a warning. The constructor raises CheckpointError if the directory is not writable, or if
+    another run has locked it; the message then has the process and host of that run.
     """
 
     def __init__(self, directory):
         self.directory, self.notes = Path(directory), []
         self.created = not os.path.lexists(directory)
-        self.file = self.acquire()
+        self.file = self.open_lock_file()
 
-    def acquire(self):
-        """The open and locked file."""
+    def open_lock_file(self):
+        """Open and lock DIR/.lock, write the process id and host name to it, and return the open file."""
         path = writable_directory(self.directory) / LOCK
         while True:
             try:
                 file = open(path, "a+", encoding="utf-8")
             except OSError as error:
                 raise CheckpointError(f"{path}: {error.strerror}: choose another directory") from None
-            self.lock(file)
+            self.lock_or_raise(file)
             if is_open_file(path, file):
                 break
-            file.close()  # a run that ended in the meantime has removed this file
+            file.close()  # another run ended between open() and lock() and removed this file: open a new one
         file.truncate(0)
         file.write(f"process {os.getpid()} on host {platform.node()}")
         file.flush()
         return file
 
-    def lock(self, file):
+    def lock_or_raise(self, file):
         """Lock the open file; close it and raise CheckpointError if another run holds the lock."""
         try:
-            free = lock(file)
+            locked = lock(file)
         except OSError as error:
             self.notes = [
                 f"note: --out {self.directory}: this file system has no locks ({error.strerror}): do not start a "
                 f"second run with this directory"
             ]
             return
-        if not free:
+        if not locked:
             file.seek(0)
             with file:
                 raise CheckpointError(
@@ -65,14 +67,17 @@ class RunLock(contextlib.AbstractContextManager):
                 )
 
     def rename_directory(self):
-        """Rename the directory to the first unused of DIR.1, DIR.2, ..., and lock a new one; returns its new Path."""
-        older = rename_with_number(self.directory)
-        self.release(older)
-        self.file = self.acquire()
-        return older
+        """Rename the directory DIR to the first unused name of DIR.1, DIR.2, ..., and create and lock a new DIR.
+
+        Returns the Path of the renamed directory.
+        """
+        renamed = rename_with_number(self.directory)
+        self.release(renamed)
+        self.file = self.open_lock_file()
+        return renamed
 
     def release(self, directory):
-        """Remove the lock file, which is in `directory`, and release the lock."""
+        """Remove the lock file and release the lock. directory: the present Path of the locked directory."""
         with contextlib.suppress(OSError):
             os.unlink(directory / LOCK)
         self.file.close()
@@ -85,26 +90,26 @@ class RunLock(contextlib.AbstractContextManager):
 
 
 def is_open_file(path, file):
-    """Whether `path` still refers to the open `file`: it may have been removed or replaced."""
+    """Whether `path` still refers to the open `file`. If not, the file at `path` was removed or replaced."""
     try:
         return os.path.samestat(os.stat(path), os.fstat(file.fileno()))
     except FileNotFoundError:
         return False
 
 
-def older_run(settings):
-    """The Path of the newest checkpoint in --out, or None if there is none or if --resume continues its run.
+def checkpoint_of_older_run(settings):
+    """The Path of the newest checkpoint in --out if it is of another run than the one that --resume continues.
 
-    settings: the parsed flags or the RunConfig.
+    Otherwise, or if --out has no checkpoint, the result is None. settings: the parsed flags or the RunConfig.
     """
     out, resume = settings.out and settings.out.resolve(), settings.resume and Path(settings.resume).resolve()
-    continued = resume and out in (resume, resume.parent)  # DIR, DIR/latest or DIR/step-XXXXXXXX
-    return newest_step(out) if out and not continued else None
+    is_resumed_run = resume and out in (resume, resume.parent)  # --resume DIR, DIR/latest or DIR/step-XXXXXXXX
+    return newest_step(out) if out and not is_resumed_run else None
 
 
-def check_unused(args):
-    """Raise CheckpointError if --out has another run's checkpoints, unless the parsed flags have --overwrite."""
-    if not args.overwrite and (older := older_run(args)):
+def check_out_directory(args):
+    """Raise CheckpointError if --out has the checkpoints of another run and --overwrite is not given."""
+    if not args.overwrite and (older := checkpoint_of_older_run(args)):
         raise CheckpointError(
             f"--out {args.out}: holds {describe_step(older)} of another run: continue it with --resume {args.out}, "
             f"give --overwrite to rename the directory, or choose another one"

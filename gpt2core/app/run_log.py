@@ -1,4 +1,4 @@
-"""The output of a training run: header, progress bar, one line per step on screen and in the JSON log, last lines."""
+"""The output of a training run: header, progress bar, one line per step on the screen and in the log, last lines."""
 
 import contextlib
 import dataclasses
@@ -13,7 +13,7 @@ from tqdm import tqdm
 from gpt2core.app.checkpoint_directory import describe_step
 from gpt2core.app.loss_plot import run_curves, write_plot
 from gpt2core.app.output_files import check_output_files, continue_log, log_rows, rename_with_number
-from gpt2core.app.run_lock import older_run
+from gpt2core.app.run_lock import checkpoint_of_older_run
 from gpt2core.app.terminal import wrapped
 from gpt2core.errors import ConfigError, counted
 from gpt2core.model import parameter_count
@@ -22,26 +22,26 @@ from gpt2core.model import parameter_count
 class RunLog:
     """Reports each step to the screen, a log file and a plot.
 
-    path: the log, one JSON object per line, or None; rows of steps before `first` are kept, for a resumed run.
-    recorded: the `last_log_row` of the checkpoint of a resumed run, see output_files.check_log_of_run().
-    plot: the PNG file of the loss curve, or None; title: of the plot. every: steps between lines. steps: the total
-    number.
+    path: the log file, or None; its rows of steps before `first`, the number of the next step, are kept. recorded: as
+    for output_files.check_log_of_run(). plot: the PNG file of the loss curve, or None. title: the title of the plot.
+    every: steps between two lines on the screen and in the log. steps: the total number of steps of the run.
 
-    Floats are written at full precision. Steps with validation have val_loss and val_perplexity; the last line has
-    parameters_sha256 and, on a GPU, peak_memory_bytes. Raises ConfigError if `path` is not a log; write_row() and
-    close() raise it if a file cannot be written, for example because the disk is full.
+    A row of the log is a JSON object with the fields of a Step that are not None, at full precision. Rows of steps with
+    validation also have val_loss and val_perplexity; the last row has parameters_sha256 and, on a GPU,
+    peak_memory_bytes. The constructor raises ConfigError if `path` is not a log. write_row() and close() raise
+    ConfigError if a file cannot be written, for example because the disk is full.
     """
 
     def __init__(self, path, plot, every, first, steps, title="", recorded=None):
         self.every, self.plot, self.title = every, plot, title
         self.file, self.rows = continue_log(path, first, recorded) if path else (None, [])
-        self.last_log_row = step_and_loss(self.rows[-1]) if self.rows else {}  # of the log's last row, for checkpoints
-        self.complete = os.path.getsize(path) if path else 0  # bytes of the log's complete lines
-        self.constants = []  # the lines of constants() that were printed last
+        self.last_log_row = step_and_loss(self.rows[-1]) if self.rows else {}  # is saved in each checkpoint
+        self.complete_bytes = os.path.getsize(path) if path else 0  # the size of the log without an incomplete line
+        self.printed = []  # the last result of slow_values()
         self.bar = tqdm(total=steps, initial=first, unit="step", disable=None, leave=False, dynamic_ncols=True)
 
     def __call__(self, step, val_loss, final_fields):
-        """Report a Step. val_loss: None without validation; final_fields: more fields of the last line, or None."""
+        """Report a Step. val_loss: None without validation. final_fields: a dict of more fields of the last row."""
         row = {key: value for key, value in dataclasses.asdict(step).items() if value is not None}
         if val_loss is not None:
             row |= {"val_loss": val_loss, "val_perplexity": perplexity(val_loss)}
@@ -54,45 +54,48 @@ class RunLog:
             self.print_step(step, val_loss)
 
     def print_step(self, step, val_loss):
-        """Print the lines of constants(step) that have changed, the line of the Step, and any validation loss."""
-        last, self.constants = self.constants, constants(step)
-        for line in self.constants:
-            if line not in last:
+        """Print those lines of slow_values(step) that have changed, the line of the Step, and any validation loss."""
+        lines = slow_values(step)
+        for line in lines:
+            if line not in self.printed:
                 self.print(line)
+        self.printed = lines
         self.print(step_line(step))
         if val_loss is not None:
             self.print(f"validation: loss {val_loss:.6f}, perplexity {perplexity(val_loss):.3f}")
 
     def print(self, text):
-        """Print lines above the progress bar."""
+        """Print text above the progress bar."""
         tqdm.write(wrapped(text))
 
     def print_error(self, text):
-        """Print a line on standard error."""
+        """Print text on standard error, above the progress bar."""
         tqdm.write(text, file=sys.stderr)
 
     def write_row(self, row):
+        """Append a row to the log, if there is a log."""
         if self.file:
-            line = json.dumps(row) + "\n"  # ASCII
+            line = json.dumps(row) + "\n"  # ASCII, so its length is its number of bytes
             try:
                 self.file.write(line)
                 self.file.flush()
-                self.complete += len(line)
+                self.complete_bytes += len(line)
                 self.last_log_row = step_and_loss(row)
             except OSError as error:
                 file, self.file = self.file, None
                 with contextlib.suppress(OSError):
                     file.close()
                 with contextlib.suppress(OSError):
-                    os.truncate(file.name, self.complete)  # remove the incomplete line
+                    os.truncate(file.name, self.complete_bytes)
                 raise ConfigError(
                     f"{file.name}: cannot be written ({error.strerror}) at step {row['step']}: free some space"
                 ) from None
 
     def close(self):
+        """Remove the progress bar, close the log and write the plot."""
         self.bar.close()
         if self.file:
-            with contextlib.suppress(OSError):  # every row was flushed when it was written
+            with contextlib.suppress(OSError):  # nothing is lost: every row was flushed when it was written
                 self.file.close()
         if self.plot and self.rows:
             try:
@@ -102,11 +105,10 @@ class RunLog:
 
 
 def open_run_log(config, first, recorded, lock, notes):
-    """The RunLog of a RunConfig. With --overwrite, renames the files of an older run.
+    """The RunLog of a RunConfig; with --overwrite, the directory and the log of an older run are renamed first.
 
-    first: the number of the next step; recorded: as for RunLog; lock: the RunLock of --out, or None; notes: a list to
-    which lines to print are appended. Raises ConfigError if this run may not write --log or --plot; then no file has
-    been renamed.
+    first, recorded: as for RunLog. lock: the RunLock of --out, or None. notes: a list to which lines to print are
+    appended. Raises ConfigError if this run may not write --log or --plot; nothing is renamed in this case.
     """
     check_output_files(config.log, config.plot)
     rows = len(list(log_rows(config.log))) if config.log and not config.resume else 0
@@ -115,10 +117,10 @@ def open_run_log(config, first, recorded, lock, notes):
             f"--log {config.log}: holds {counted(rows, 'step')} of another run: continue it with --resume, give "
             f"--overwrite to rename the file, or choose another one"
         )
-    if older := older_run(config):
+    if older := checkpoint_of_older_run(config):
         held = f"{config.out} held {describe_step(older)} of an earlier run"
         notes.append(f"note: {held}: it is now {lock.rename_directory()}")
-    if rows and config.log.exists():  # false if the log was in the directory just renamed
+    if rows and config.log.exists():  # not if the log was in the directory that was renamed above
         notes.append(f"note: {config.log} was the log of an earlier run: it is now {rename_with_number(config.log)}")
     notes += lock.notes if lock else []
     title = f"GPT-2 {config.init_from or config.preset} on {config.data.name}"
@@ -126,7 +128,7 @@ def open_run_log(config, first, recorded, lock, notes):
 
 
 class SilentLog:
-    """The log of a rank that is not the root: it writes nothing."""
+    """The RunLog of a rank that is not the root: it writes and prints nothing."""
 
     def print(self, text):
         pass
@@ -141,11 +143,12 @@ class SilentLog:
 
 
 def step_and_loss(row):
+    """The part of a row that identifies the log in a checkpoint."""
     return {name: row[name] for name in ("step", "loss")}
 
 
 def step_line(step):
-    """The line of a Step on the screen, in at most 79 characters at usual sizes."""
+    """The line of a Step on the screen; it has at most 79 characters if its numbers have a usual size."""
     parts = [
         f"step {step.step:5d}",
         f"loss {step.loss:.6f}",
@@ -158,8 +161,8 @@ def step_line(step):
     return " | ".join(parts)
 
 
-def constants(step):
-    """Lines with the values of a Step that seldom change."""
+def slow_values(step):
+    """A list of lines with the values of a Step that seldom change from step to step."""
     lines = []
     if step.bytes_sent is not None:
         lines.append(f"rank 0 sends {step.bytes_sent / 1e6:.2f} MB per step")
@@ -169,14 +172,15 @@ def constants(step):
 
 
 def describe(config, trainer, corpus):
-    """The header of a run: model, data, division of the work."""
+    """The header of a run: the model, the data, and how threads and ranks divide the work. corpus: a Corpus."""
     model, world, data, threads = trainer.config, trainer.world, trainer.mesh.data, trainer.workers.size
+    library = trainer.backend.runtime.library
     lines = [
         f"GPT-2 {config.init_from or config.preset}: {parameter_count(model):,} parameters, {model.n_layer} layers, "
         f"{model.n_head} heads, {model.n_embd} wide, vocabulary {model.vocab_size}",
         f"{len(corpus.tokens):,} tokens of {config.data.name}, {config.batch_size} x {config.seq_len} per step in "
         f"{counted(trainer.micro_batches, 'micro-batch')} on {counted(threads, 'thread')}, "
-        f"{config.precision} on {trainer.backend.name}",
+        f"{config.precision} on {trainer.backend.name}" + f" with {library}" * bool(library),
     ]
     if not world.one_process:
         lines.append(
@@ -188,36 +192,37 @@ def describe(config, trainer, corpus):
     if trainer.measured:
         lines.append(str(trainer.measured))
     if config.zero:
-        whole = 2 * trainer.arena.size * trainer.parameters.itemsize
+        without_zero = 2 * trainer.arena.size * trainer.parameters.itemsize  # bytes of the two moments
         lines.append(
-            f"optimizer state: {trainer.optimizer.nbytes / 2**20:.2f} MiB per rank; {whole / 2**20:.2f} MiB with "
-            f"--zero 0"
+            f"optimizer state: {trainer.optimizer.nbytes / 2**20:.2f} MiB per rank; {without_zero / 2**20:.2f} MiB "
+            f"with --zero 0"
         )
     if not config.out:
         lines.append("no --out: nothing will be saved")
     return "\n".join(lines)
 
 
-def unused_threads(usable, config, trainer):
-    """A list with one note if the batch has work for fewer than `usable` threads; otherwise []."""
-    if trainer.workers.size >= usable:
+def unused_threads(threads, config, trainer):
+    """A list with one note if the Trainer uses fewer than `threads` threads, because the batch is small; else []."""
+    if trainer.workers.size >= threads:
         return []
     return [
         f"note: a batch of {config.batch_size} in {counted(trainer.micro_batches, 'micro-batch')} keeps no more than "
-        f"{trainer.workers.size} of {usable} threads busy"
+        f"{trainer.workers.size} of {threads} threads busy"
     ]
 
 
 def time_left(seconds, steps):
-    """A list with one note about the time of `steps` more steps of `seconds` each, or [] if it is less than 10 s."""
+    """A list with one note: the time of `steps` more steps of `seconds` each; [] if this is less than 10 s."""
     left = seconds * steps
     return [f"about {duration(left)} for {counted(steps, 'more step')}"] if left >= 10 else []
 
 
 def report_end(config, trainer, first_step, seconds, stopped_by, command, emit):
-    """Print how the run ended.
+    """Print how the run ended, with emit(), which is called like print().
 
-    seconds: the time of its steps. stopped_by: the number of a signal, or None. command: the one that resumes the run.
+    first_step: the number of the first step of this process. seconds: the time of its steps. stopped_by: the number of
+    a signal, or None. command: the command line that resumes the run.
     """
     out = config.out
     if first_step >= config.steps:
@@ -237,13 +242,13 @@ def report_end(config, trainer, first_step, seconds, stopped_by, command, emit):
 
 
 def reason(number):
-    """Why a run ended early, from the number of the signal."""
+    """Why a run ended early, as text; number: of the signal that stopped it."""
     name = signal.Signals(number).name
     return "interrupted" if name == "SIGINT" else f"stopped by {name}"
 
 
 def duration(seconds):
-    """Seconds as text: in seconds below 2 minutes, in minutes below 2 hours, otherwise in hours and minutes."""
+    """A number of seconds as text: in seconds below 2 minutes, in minutes below 2 hours, else in hours and minutes."""
     if seconds < 120:
         return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s"
     minutes = round(seconds / 60)
@@ -256,27 +261,27 @@ def perplexity(loss):
 
 
 def read_log(path):
-    """The rows of a log without an incomplete last line, which a crash can leave; [] if there is no such file.
-
-    Raises ConfigError if the file is not a log.
-    """
+    """A list of the rows of a log, [] if there is no such file; raises ConfigError if it is not a log: see log_rows."""
     return [row for row, _ in log_rows(path)]
 
 
 def flops_per_token(config, seq_len):
-    """Floating-point operations of a training step per token (PaLM, appendix B).
+    """Floating-point operations of a training step per token (appendix B of the PaLM paper, Chowdhery et al. 2022).
 
-    6 per weight of a matrix product, and 12 * n_layer * n_embd * seq_len for attention.
+    These are 6 per parameter, forward and backward, and 12 * n_layer * n_embd * seq_len for attention. Embeddings that
+    are only looked up are not counted; a tied token embedding is counted, because it is also the matrix of the logits.
     """
-    positions = config.block_size * config.n_embd
-    unused = positions + (
-        0 if config.tied else config.vocab_size * config.n_embd
-    )  # weights used only in table look-ups
-    return 6 * (parameter_count(config) - unused) + 12 * config.n_layer * config.n_embd * seq_len
+    position_embedding = config.block_size * config.n_embd
+    token_embedding = config.vocab_size * config.n_embd
+    looked_up = position_embedding + (0 if config.tied else token_embedding)
+    return 6 * (parameter_count(config) - looked_up) + 12 * config.n_layer * config.n_embd * seq_len
 
 
 def with_utilisation(trainer, step):
-    """The Step with its model-FLOPs utilisation, if the peak of the device is known; otherwise the Step unchanged."""
+    """The Step with its `mfu`, the model-FLOPs utilisation: the fraction of the peak FLOPs/s of all devices.
+
+    If the peak of the device is not known, the Step is returned unchanged.
+    """
     peak = trainer.backend.runtime.peak_flops(trainer.backend.precision)
     if not peak:
         return step

@@ -1,30 +1,34 @@
-"""SIGINT, SIGTERM and SIGHUP stop a run after the current step; a second signal stops it at once."""
+"""SIGINT (Ctrl-C), SIGTERM or SIGHUP stops a run after the current step; the same signal again stops it at once."""
 
 import contextlib
 import os
 import signal
 import sys
 
-ERASE_LINE = b"\r\x1b[K"  # of a terminal: remove the progress bar
+ERASE_LINE = b"\r\x1b[K"  # bytes that make a terminal erase the current line, the progress bar
 
 
 class StopSignals(contextlib.AbstractContextManager):
-    """In this context, the first SIGINT, SIGTERM or SIGHUP sets `received`; a second one has its usual effect."""
+    """In this context, the first SIGINT, SIGTERM or SIGHUP only sets `received` to its number.
+
+    A second signal of the same number has its usual effect, for example KeyboardInterrupt.
+    """
 
     def __enter__(self):
         self.received, self.previous = None, {}
-        with contextlib.suppress(ValueError):  # only the main thread can set handlers; ranks that are threads set none
+        with contextlib.suppress(ValueError):  # not in the main thread (a rank in the tests): it cannot set handlers
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-                if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
+                if signal.getsignal(number) is not signal.SIG_IGN:  # under nohup, SIGHUP is ignored and remains so
                     self.previous[number] = signal.signal(number, self.receive)
         return self
 
     def receive(self, number, frame):
+        """The signal handler: store the number of the signal and restore the previous handler."""
         self.received = number
         signal.signal(number, self.previous[number])
-        if sys.stderr.isatty():  # os.write, because the signal may have interrupted a print()
+        if sys.stderr.isatty():
             text = b"stopping after the current step; a second signal stops at once\n"
-            os.write(sys.stderr.fileno(), ERASE_LINE + text)
+            os.write(sys.stderr.fileno(), ERASE_LINE + text)  # not print(), which the signal may have interrupted
 
     def __exit__(self, *error):
         for number, handler in self.previous.items():

@@ -1,6 +1,7 @@
 """The training command: read the inputs, build the Trainer, run the loop, report and sample.
 
-Setup that can fail on one rank runs in all_or_raise() or on_root(): all ranks then fail, and none waits for another.
+Setup that can fail on one rank runs in all_or_raise() or on_root(). If it fails, all ranks raise the error; otherwise
+the other ranks would wait for this rank without end.
 """
 
 import contextlib
@@ -25,7 +26,7 @@ from gpt2core.app.run_config import (
     resolve_rank_flags,
     resume_command,
 )
-from gpt2core.app.run_lock import RunLock, check_unused
+from gpt2core.app.run_lock import RunLock, check_out_directory
 from gpt2core.app.run_log import (
     SilentLog,
     describe,
@@ -44,7 +45,7 @@ from gpt2core.parallel.all_or_raise import all_or_raise, on_root, shared_error
 from gpt2core.parallel.config import plan_micro_batches
 from gpt2core.parallel.local_windows import LocalWindows
 from gpt2core.parallel.whole_parameters import current_model, named_moments, named_parameters, parameter_hash
-from gpt2core.text.token_file import brings_tokenizer, load_tokens, split_validation
+from gpt2core.text.token_file import is_tokenized, load_tokens, split_validation
 from gpt2core.text.tokenizer import Tokenizer
 from gpt2core.trainer import Trainer
 from gpt2core.training_loop import LogLost, run
@@ -53,8 +54,8 @@ from gpt2core.training_loop import LogLost, run
 def train_command(make_backend, world, args, cores):
     """Train with the parsed flags; returns the exit code. All ranks must call it with equal flags.
 
-    make_backend(precision, deterministic) -> Backend, called once per thread; cores: the number of cores that this rank
-    may use. The root reads the inputs, writes log and checkpoints, and samples.
+    make_backend: the class of the Backend, called as make_backend(precision, deterministic) once per thread. cores: the
+    number of cores that this rank may use. Only the root reads the inputs, writes log and checkpoints, and samples.
     """
     check_one_process(world, make_backend.many_ranks)
     check_rank_flags(world, args, make_backend.many_ranks)
@@ -65,7 +66,7 @@ def train_command(make_backend, world, args, cores):
 
 
 def train(make_backend, world, args, cores, transport, lock):
-    """train_command() with the RunLock of --out (None without --out, and on ranks other than the root)."""
+    """train_command() while `lock`, the RunLock of --out, is held; it is None without --out and on other ranks."""
     inputs = on_root(world, lambda: read_inputs(world, args, transport, make_backend.deterministic))
     notes = inputs.notes if inputs else []
     config, progress, tokenizer = world.broadcast_object(inputs and (inputs.config, inputs.progress, inputs.tokenizer))
@@ -102,15 +103,15 @@ def train(make_backend, world, args, cores, transport, lock):
 
 @dataclass(frozen=True)
 class Inputs:
-    """What the root reads before training."""
+    """The files and settings that the root reads before training."""
 
     config: RunConfig
-    notes: list[str]  # to print
-    source: Checkpoint | None  # to resume or to start from
-    progress: Progress | None  # of a resumed run
+    notes: list[str]  # lines to print
+    source: Checkpoint | None  # the checkpoint of --resume or --init-from
+    progress: Progress | None  # the progress of a resumed run
     tokenizer: Tokenizer
-    tokens: np.ndarray  # of --data
-    validation: np.ndarray | None  # of --val-data
+    tokens: np.ndarray  # token ids of --data
+    validation: np.ndarray | None  # token ids of --val-data
 
 
 @dataclass(frozen=True)
@@ -123,14 +124,18 @@ class Corpus:
 
     @functools.cached_property
     def fingerprint(self):
+        """Text that identifies the training tokens in a checkpoint."""
         return fingerprint(self.tokens)
 
 
 def read_inputs(world, args, transport, deterministic):
-    """Read the Inputs and resolve every flag; only the root calls it."""
+    """Read the Inputs and determine the value of every flag; only the root calls it.
+
+    transport: the result of world.use_transport(); deterministic: the stage's default of --deterministic.
+    """
     if args.resume and args.init_from:
         raise ConfigError("--resume and --init-from exclude each other: continue a run, or start a new one")
-    check_unused(args)
+    check_out_directory(args)
     source = None
     check_downloaded("--init-from", args.init_from)
     if path := args.resume or args.init_from:
@@ -149,19 +154,22 @@ def read_inputs(world, args, transport, deterministic):
 
 
 def read_corpus(path, tokenizer, source, default):
-    """(tokens, Tokenizer) of a corpus; a text without --tokenizer uses that of `source`, else `default`."""
-    if not tokenizer and not brings_tokenizer(path):
+    """(tokens, Tokenizer) of the corpus at `path`; tokenizer: the value of --tokenizer.
+
+    For a text without --tokenizer, the tokenizer is that of the Checkpoint `source`, or `default` if that is None.
+    """
+    if not tokenizer and not is_tokenized(path):
         tokenizer = load_tokenizer(None, source.path) if source else default
     return load_tokens(path, tokenizer)
 
 
 def split_corpus(tokens, validation, fraction):
-    """(training tokens, validation tokens or None); with a `fraction`, the last part of `tokens` is for validation."""
+    """(training tokens, validation tokens or None); `fraction` of `tokens`, if given, replaces `validation`."""
     return split_validation(tokens, fraction) if fraction else (tokens, validation)
 
 
 def share_corpus(world, config, inputs, tokenizer):
-    """The Corpus on every rank; `inputs` are the root's (None elsewhere)."""
+    """The Corpus on every rank; inputs: the Inputs on the root, None on other ranks."""
     tokens = share_tokens(world, config.data, inputs and inputs.tokens, tokenizer)
     validation = None
     if config.val_data:
@@ -169,7 +177,7 @@ def share_corpus(world, config, inputs, tokenizer):
     return Corpus(*split_corpus(tokens, validation, config.val_fraction), tokenizer)
 
 
-# -- objects -----------------------------------------------------------------------------------------------------------
+# -- the objects of the training loop ----------------------------------------------------------------------------------
 
 
 def make_trainer(make_backend, world, config, cores):
@@ -196,7 +204,7 @@ def make_trainer(make_backend, world, config, cores):
 
 
 def make_schedule(config, corpus, group):
-    """(training windows, validation windows or None, Schedule) for one rank of the data-parallel group."""
+    """(training Windows, validation Windows or None, Schedule) for this rank; group: the data-parallel group."""
     if config.local_shuffle:
         windows = LocalWindows(corpus.tokens, config.seq_len, config.seed, group.rank, group.size)
     else:
@@ -214,7 +222,7 @@ def run_steps(config, corpus, trainer, windows, validation, schedule, log):
     """Run the training loop and close the log; returns (number of the signal that stopped it or None, seconds)."""
 
     def save(trainer):
-        parameters, moments = named_parameters(trainer), named_moments(trainer)  # collective: all ranks take part
+        parameters, moments = named_parameters(trainer), named_moments(trainer)  # collectives: all ranks call them
         if trainer.world.is_root:
             save_checkpoint(
                 config.out,
@@ -229,7 +237,8 @@ def run_steps(config, corpus, trainer, windows, validation, schedule, log):
 
     def report(step, validation_loss, last):
         log(with_utilisation(trainer, step), validation_loss, final_fields(trainer) if last else None)
-        if step.step == first_step and not trainer.backend.runtime.captures:  # the capture of a step takes long
+        # Not on a GPU that captures the first step: its time says nothing about later steps.
+        if step.step == first_step and not trainer.backend.runtime.uses_graphs:
             for note in time_left(step.seconds, config.steps - first_step - 1):
                 log.print(note)
 
@@ -257,7 +266,8 @@ def run_steps(config, corpus, trainer, windows, validation, schedule, log):
             error.args = (f"{error}; {saved}: continue with --resume {config.out} --out {config.out}",)
         raise
     except Diverged:
-        if trainer.steps > first_step or not source or trainer.loss_scale.value is not None:  # fp16 can overflow
+        # The checkpoint is not the cause if there is none, after a first good step, or in fp16, which can overflow.
+        if trainer.steps > first_step or not source or trainer.loss_scale.value is not None:
             raise
         raise shared_error(
             CheckpointError(
@@ -270,14 +280,14 @@ def run_steps(config, corpus, trainer, windows, validation, schedule, log):
 
 
 def final_fields(trainer):
-    """The additional fields of the log's last line; all ranks must call it."""
-    held = trainer.backend.runtime.peak_memory()
-    return {"parameters_sha256": parameter_hash(trainer)} | ({} if held is None else {"peak_memory_bytes": held})
+    """The additional fields of the last row of the log, a dict; all ranks must call it."""
+    peak = trainer.backend.runtime.peak_memory()
+    return {"parameters_sha256": parameter_hash(trainer)} | ({} if peak is None else {"peak_memory_bytes": peak})
 
 
 def write_sample(config, corpus, trainer):
-    """Continue the first tokens of the corpus with the trained model, on the root; all ranks call it."""
-    model = current_model(trainer)  # collective: all ranks take part
+    """Continue the first tokens of the corpus with the trained model, on the root; all ranks must call it."""
+    model = current_model(trainer)  # a collective: all ranks call it
     if trainer.world.is_root:
         trainer.backend.runtime.use_threads(trainer.workers.size)
         prompt = corpus.tokens[: min(256, trainer.config.block_size)].tolist()

@@ -1,22 +1,22 @@
-"""Collective failure: when a local operation fails on one rank, every rank raises the error at the same place.
+"""Collective failure: if a local operation fails on one rank, every rank raises the error at the same place.
 
-Without this, the other ranks would wait forever in their next collective.
+If only the rank that failed raised the error, the other ranks would wait forever in their next collective.
 """
 
 from gpt2core.errors import UserError
 
 
 def shared_error(error):
-    """`error`, marked as raised by every rank at the same place; then only the root prints it, and no rank aborts."""
+    """Mark `error` as raised by every rank at the same place: then only the root prints it, and no rank aborts."""
     error.shared = True
     return error
 
 
 def all_or_raise(world, body):
-    """body()'s result on this rank; if body() fails on any rank, all raise the error of the lowest rank that failed.
+    """Call body() and return its result. If it fails on one or more ranks, all ranks raise the error of the first one.
 
-    Only UserError and OSError are shared. body() may call collectives if it fails on all ranks or on none; otherwise
-    body() must be local. All ranks must call all_or_raise().
+    A failure is a UserError or an OSError; another exception is raised only on its rank. body() must not call
+    collectives, unless it fails on all ranks or on no rank. All ranks must call all_or_raise().
     """
     result, error = attempt(body)
     raise_first(world, error, world.all_gather_object(error and str(error)))
@@ -24,7 +24,7 @@ def all_or_raise(world, body):
 
 
 def gather_or_raise(world, body):
-    """[body()'s result on every rank], in rank order, by one gather; fails like all_or_raise."""
+    """The list of the results of body() on all ranks, in rank order. Errors are raised as by all_or_raise()."""
     result, error = attempt(body)
     outcomes = world.all_gather_object((error and str(error), result))
     raise_first(world, error, [text for text, _ in outcomes])
@@ -32,7 +32,7 @@ def gather_or_raise(world, body):
 
 
 def on_root(world, body):
-    """body()'s result on the root, None on the other ranks; if body() fails, every rank raises the error."""
+    """Return body() on the root, None on the other ranks, which do not call it. If it fails, every rank raises."""
     return all_or_raise(world, body if world.is_root else lambda: None)
 
 
@@ -45,7 +45,7 @@ def attempt(body):
 
 
 def raise_first(world, error, texts):
-    """Raise the first error of `texts` (one for each rank, None: no error); `error` is this rank's own."""
+    """Raise the first error of `texts`, which has each rank's message or None; `error` is this rank's error or None."""
     for rank, text in enumerate(texts):
         if text is not None:
             raise shared_error(error if rank == world.rank else UserError(f"rank {rank}: {text}"))

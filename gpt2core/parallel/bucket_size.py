@@ -1,7 +1,8 @@
-"""The best bucket size for data_parallel.buckets_of, from measured costs: alpha per message and beta per byte.
+"""The best bucket size for --dp bucket (data_parallel.py), from the measured time of all-reduces.
 
-A message of s bytes takes alpha + beta s seconds. No computation overlaps the beta s seconds of the last bucket, and
-each of the n / s buckets of a gradient of n bytes delays the computation by alpha seconds:
+An all-reduce of s bytes takes alpha + beta s seconds: alpha per message, beta per byte. A gradient of n bytes has n / s
+buckets of s bytes. Each bucket delays the computation by alpha. The beta s seconds of the last bucket overlap with no
+computation, because backward has ended. Together, these delays make a step longer by
 
     exposed time = beta s + alpha n / s,  smallest at  s = sqrt(n alpha / beta)
 """
@@ -11,16 +12,16 @@ import statistics
 import time
 from dataclasses import dataclass
 
-# Two all-reduces are measured: a large one of at most LARGE bytes, and one that is PARTS times smaller.
+# Two sizes of all-reduce are measured: a large one of at most LARGE bytes, and a small one of 1 / PARTS of its bytes.
 LARGE, PARTS = 10**8, 64
 REPEATS = (4, 32)  # all-reduces per round, of the large and of the small size
 WARM_UP, ROUNDS = 2, 5  # rounds before the measurement (connect the ranks, then capture), and measured rounds
-LEAST = 10**6  # minimum bytes of a bucket: the host, not the transfer, determines the time of a smaller message
+SMALLEST = 10**6  # bytes of a bucket: the time of a smaller message is mostly that of the host, not of the transfer
 
 
 @dataclass(frozen=True)
 class BucketSize:
-    """One rank's measurement (alpha in seconds, beta in seconds per byte), and its best bucket size in 10^6 bytes."""
+    """One rank's measurement: alpha in seconds, beta in seconds per byte; and `mb`, the best bucket in 10^6 bytes."""
 
     alpha: float
     beta: float
@@ -32,15 +33,15 @@ class BucketSize:
 
 
 def best_bucket(alpha, beta, size):
-    """The bucket size in bytes with the smallest exposed time for a gradient of `size` bytes; `size` if beta <= 0."""
+    """The bucket size, in bytes, with the smallest exposed time for a gradient of `size` bytes; `size` if beta <= 0."""
     return math.sqrt(size * max(alpha, 0) / beta) if beta > 0 else size
 
 
 def measured_bucket(group, gradients, backend, capture, clock=time.perf_counter):
-    """The BucketSize for flat `gradients`, from in-place all-reduces over the group; all ranks must call this.
+    """The BucketSize for flat `gradients`, from in-place all-reduces over the group. All ranks must call this function.
 
-    The gradients must be zero; the sums leave them zero. capture: whether the step will be replayed from a graph; then
-    alpha does not include the time of Python. Ranks measure different values: broadcast one rank's result.
+    The gradients must be zero, so that the sums leave them zero. capture: whether training replays a captured step; if
+    so, alpha does not include Python's time. Ranks measure different values: the caller broadcasts one rank's result.
     """
     sizes = [min(gradients.nbytes, LARGE) // parts for parts in (1, PARTS)]
     arrays = [gradients[: size // gradients.itemsize] for size in sizes]
@@ -49,7 +50,7 @@ def measured_bucket(group, gradients, backend, capture, clock=time.perf_counter)
     )
     beta = (large - small) / (arrays[0].nbytes - arrays[1].nbytes)
     alpha = small - beta * arrays[1].nbytes
-    best = min(max(best_bucket(alpha, beta, gradients.nbytes), LEAST), max(gradients.nbytes, LEAST))
+    best = min(max(best_bucket(alpha, beta, gradients.nbytes), SMALLEST), max(gradients.nbytes, SMALLEST))
     return BucketSize(alpha, beta, round(best / 1e6))
 
 

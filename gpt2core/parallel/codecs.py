@@ -1,6 +1,6 @@
 """Gradient codecs for --compress: fp16, bf16, or int8 with one float32 scale per 256 elements; with error feedback."""
 
-# p rows, one for each rank; m elements per row, a multiple of GROUP
+# p rows, one for each rank; m elements per row, a multiple of GROUP; n elements of a gradient, at most p m
 
 import numpy as np
 
@@ -11,8 +11,8 @@ GROUP = 256  # elements that share one scale in int8
 
 
 def encode_fp16(x):
-    """x (..., m) float32 -> bytes (..., 2m), clipped to the range of fp16, rounded to nearest."""
-    return np.clip(x, -65504, 65504).astype(np.float16).view(np.uint8)  # infinity would make the residual infinite
+    """x (..., m) float32 -> bytes (..., 2m) uint8: clipped to the range of fp16, rounded to nearest."""
+    return np.clip(x, -65504, 65504).astype(np.float16).view(np.uint8)  # an infinite code would give an infinite error
 
 
 def decode_fp16(code):
@@ -20,7 +20,7 @@ def decode_fp16(code):
 
 
 def encode_bf16(x):
-    """x (..., m) float32 -> bytes (..., 2m): the upper halves, rounded to nearest, ties to even."""
+    """x (..., m) float32 -> bytes (..., 2m) uint8: the upper 16 bits, rounded to nearest, ties to even."""
     bits = x.view(np.uint32)
     rounded = bits + (0x7FFF + (bits >> 16 & 1))
     return (np.where(np.isnan(x), bits | 1 << 22, rounded) >> 16).astype(np.uint16).view(np.uint8)
@@ -31,9 +31,9 @@ def decode_bf16(code):
 
 
 def encode_int8(x):
-    """x (..., m) float32 -> bytes (..., m + 4 m / GROUP): m int8 values, then m / GROUP float32 scales.
+    """x (..., m) float32 -> bytes (..., m + 4 m / GROUP) uint8: m int8 values, then m / GROUP float32 scales.
 
-    The scale of a group is max(abs(group)) / 127.
+    The scale of a group of GROUP elements is max(abs(group)) / 127; an int8 value is x / scale, rounded.
     """
     groups = x.reshape(*x.shape[:-1], -1, GROUP)
     scale = np.abs(groups).max(-1, keepdims=True) / np.float32(127)
@@ -58,11 +58,11 @@ CODECS = {
 
 
 class Codec:
-    """Encode, sum and decode float32 messages, with NumPy functions, which take CuPy arrays too.
+    """Encode, sum and decode float32 messages with NumPy functions, which also accept CuPy arrays.
 
-    A code is a uint8 array whose last axis holds the m elements of one message. The residual is the error feedback:
-    the rounding error of one message, which is added to the next. stage2_cuda/kernels/codecs.py has a subclass with one
-    kernel per method. Raises ConfigError for an unknown kind.
+    A code is a uint8 array whose last axis has the bytes of the m elements of one message. A residual is the rounding
+    error of a message; error feedback adds it to the next message. stage2_cuda/kernels/codecs.py has a subclass with
+    one GPU kernel for each method. Raises ConfigError for an unknown kind.
     """
 
     def __init__(self, kind):
@@ -73,7 +73,7 @@ class Codec:
     def pack(self, residual, gradient):
         """Return the code (p, bytes) of x = residual + gradient; residual becomes x minus the decoded code.
 
-        residual (p, m) float32, updated in place; gradient (n) float32, n <= p m, as the first n elements of (p, m).
+        residual (p, m) float32 is updated in place. gradient (n) float32 is added to the first n elements of residual.
         """
         residual.reshape(-1)[: gradient.size] += gradient
         code = self.encode(residual)
@@ -81,9 +81,9 @@ class Codec:
         return code
 
     def add(self, residual, codes):
-        """Return the code (bytes) of x = residual + the sum of the decoded codes; residual becomes x - decoded code.
+        """codes (p, bytes) -> the code (bytes) of x = residual + sum of the p decoded codes, in the canonical order.
 
-        residual (m) float32, updated in place; codes (p, bytes).
+        residual (m) float32 is updated in place: it becomes x minus the decoded result.
         """
         total = tree_reduce(map(self.decode, codes), lambda a, b: np.add(a, b, out=a))
         total += residual
@@ -92,5 +92,5 @@ class Codec:
         return code
 
     def unpack(self, gradient, codes):
-        """gradient (n) float32 = the first n decoded elements of codes (p, bytes), n <= p m."""
+        """Write the first n decoded elements of codes (p, bytes) to gradient (n) float32."""
         gradient[...] = self.decode(codes).reshape(-1)[: gradient.size]

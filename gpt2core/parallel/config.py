@@ -10,20 +10,20 @@ from gpt2core.parallel.data_parallel import BUCKET_MB
 class ParallelConfig:
     """How the ranks divide the work. The defaults are valid for any number of ranks, including one."""
 
-    tp: int = 1  # tensor-parallel ranks, which share each layer; world size / tp replicas are data parallel
-    dp: str = "flat"  # how gradients are all-reduced: see data_parallel.STRATEGIES
-    bucket_mb: float | None = BUCKET_MB  # minimum bucket size in 10^6 bytes; None: measured
-    compress: str = "none"  # format of gradients in messages: none, fp16, bf16, int8
+    tp: int = 1  # number of ranks that divide each layer (tensor parallelism); world.size / tp replicas of the model
+    dp: str = "flat"  # how gradients are summed over the replicas: see data_parallel.STRATEGIES
+    bucket_mb: float | None = BUCKET_MB  # minimum bucket size in 10^6 bytes; None: measure the best size
+    compress: str = "none"  # format of gradients in messages: none (fp32), fp16, bf16, int8
     zero: int = 0  # 1: each data-parallel rank stores the optimizer state of only its part of the arena (ZeRO-1)
-    zero_gather: str = "end"  # when updated parameters are gathered: at the "end" of the step, or in the next "forward"
+    zero_gather: str = "end"  # --zero 1: all-gather parameters at the "end" of a step, or in the next "forward" pass
 
 
 def plan_micro_batches(batch_size, micro_batches, threads, ranks, deterministic):
-    """(micro-batches of the global batch, threads per rank); micro_batches None: take the default.
+    """Return (number of micro-batches of the global batch, threads per rank).
 
-    deterministic: the number of micro-batches is a power of two that ranks and threads divide; by default 8, or less if
-    the batch size is not divisible by 8. Otherwise the default is one micro-batch per thread. Raises ConfigError, with
-    advice, for numbers that are not possible.
+    micro_batches: the number to use, or None for the default. deterministic: the number must be a power of two that
+    ranks and threads divide; the default is 8, or less if the batch size is not divisible by 8. Not deterministic: the
+    default is one micro-batch per thread. Raises ConfigError, with advice, for numbers that are not possible.
     """
     if batch_size < 1:
         raise ConfigError(f"--batch-size {batch_size} must be at least 1")
@@ -75,7 +75,7 @@ def plan_micro_batches(batch_size, micro_batches, threads, ranks, deterministic)
 
 
 def check_rounding(rounding, backend):
-    """Raise ConfigError unless this backend can round the copy of the parameters in this way."""
+    """Raise ConfigError unless this backend can round the copy of the parameters as --rounding `rounding` says."""
     if rounding not in ("nearest", "stochastic"):
         raise ConfigError(f"--rounding {rounding} is unknown: use nearest or stochastic")
     if rounding == "stochastic" and not backend.rounds_stochastically:

@@ -1,8 +1,8 @@
-"""Data parallelism is one sum over ranks; the strategies differ in what a message holds and when it is sent.
+"""Data parallelism: the gradients are summed over the ranks. The four strategies differ in the messages.
 
-                            after backward     during backward
-    a message per parameter     naive                 overlap
-    packed                      flat                  bucket
+                                        sent after backward     sent during backward
+    a message has one parameter             naive                   overlap
+    a message has several parameters        flat (all)              bucket
 
 With canonical collectives all strategies give the same bits, because each element is summed over the ranks in the same
 order. In every strategy the update waits for the last message, because it needs the norm of the whole gradient.
@@ -11,39 +11,39 @@ order. In every strategy the update waits for the last message, because it needs
 from gpt2core.errors import ConfigError
 from gpt2core.parallel.compression import Compressed
 
-STRATEGIES = {  # name: (packed, whether a message is sent during backward)
+STRATEGIES = {  # name: (packed: several parameters in a message, eager: messages are sent during backward)
     "naive": (False, False),
     "flat": (True, False),
     "overlap": (False, True),
     "bucket": (True, True),
 }
-BUCKET_MB = 25.0  # as in PyTorch's DistributedDataParallel
+BUCKET_MB = 25.0  # 10^6 bytes; PyTorch's DistributedDataParallel has 25 MiB
 
 
 class DataParallel:
     """Sums the flat gradient buffer over a group, in buckets of neighbouring parameters (Li et al. 2020).
 
-    reduce_start(part) starts the sum of one slice of the buffer and returns its handle; `buckets` are lists of
-    parameter names, contiguous in the arena, in the order in which backward completes them. eager: whether a bucket is
-    sent during backward.
+    buckets: lists of parameter names, contiguous in the arena, in the order in which backward completes them.
+    reduce_start(part) starts the sum of one slice of the buffer and returns its handle. eager: whether the sum of a
+    bucket starts during backward.
     """
 
     def __init__(self, arena, buckets, reduce_start, eager):
         self.reduce_start, self.eager = reduce_start, eager
         self.parts = [slice(arena.slices[names[-1]].start, arena.padded(names[0]).stop) for names in buckets]
-        self.index = {name: number for number, names in enumerate(buckets) for name in names}
+        self.bucket_of = {name: number for number, names in enumerate(buckets) for name in names}
         self.sizes = [len(names) for names in buckets]
-        self.missing, self.handles = list(self.sizes), []
+        self.missing, self.handles = list(self.sizes), []  # missing: number of incomplete gradients of each bucket
 
     def completed(self, name):
-        """Called when this rank's gradient of `name` is complete; if eager, a bucket's last gradient starts its sum."""
-        number = self.index[name]
+        """Called when this rank's gradient of `name` is complete. If eager, a bucket's last gradient starts its sum."""
+        number = self.bucket_of[name]
         self.missing[number] -= 1
         if self.eager and not self.missing[number]:
             self.handles.append(self.reduce_start(self.parts[number]))
 
     def finish(self):
-        """After backward: complete all sums over the ranks."""
+        """Complete all sums over the ranks; called after backward."""
         for handle in self.handles:
             handle.wait()
         for part in () if self.eager else self.parts:
@@ -71,18 +71,19 @@ def plan_buckets(sizes, least=0, most=float("inf")):
 
 
 def buckets_of(arena, packed, bucket_bytes, itemsize):
-    """Lists of parameter names, from the last name to the first: one list per bucket.
+    """A list of parameter names for each bucket, from the last parameter of the arena to the first.
 
-    If packed, a bucket has at least `bucket_bytes`, except for the last bucket; otherwise it has one parameter.
+    If packed, each bucket except the last has at least `bucket_bytes`; otherwise each bucket has one parameter.
     """
     sizes = {name: (arena.padded(name).stop - part.start) * itemsize for name, part in arena.slices.items()}
     return plan_buckets(sizes, least=bucket_bytes if packed else 0)
 
 
 def gradient_reduction(parallel, arena, gradients, group, owners, backend, bucket_mb):
-    """The DataParallel for a ParallelConfig, which sums the flat `gradients` over the data-parallel group.
+    """The DataParallel that sums the flat `gradients` over `group` as the ParallelConfig `parallel` says.
 
-    owners: the ranks that divide the arena (ZeRO-1), or a group of one. Raises ConfigError for invalid options.
+    group: the data-parallel ranks. owners: the ranks that divide the arena (ZeRO-1), or a group of one. bucket_mb: the
+    minimum bucket in 10^6 bytes. Raises ConfigError for invalid options.
     """
     if parallel.compress != "none" and backend.scales_loss:
         raise ConfigError(
@@ -109,7 +110,7 @@ def gradient_reduction(parallel, arena, gradients, group, owners, backend, bucke
 
 
 def data_parallel(strategy, arena, reduce_start, itemsize, bucket_mb=BUCKET_MB):
-    """The DataParallel that `strategy` names; `bucket_mb` (10^6 bytes) is the minimum size of a bucket of "bucket"."""
+    """The DataParallel of this strategy. bucket_mb (10^6 bytes): minimum size of a bucket, for strategy "bucket"."""
     if strategy not in STRATEGIES:
         raise ConfigError(f"--dp {strategy} is unknown: choose from {', '.join(STRATEGIES)}")
     if not 0 < bucket_mb < float("inf"):

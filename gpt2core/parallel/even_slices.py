@@ -1,4 +1,4 @@
-"""Dividing n rows into contiguous parts whose lengths differ by at most one."""
+"""Divide n rows into contiguous parts whose lengths differ by at most one."""
 
 
 def even_slices(n, parts):

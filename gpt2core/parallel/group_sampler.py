@@ -1,10 +1,13 @@
-"""Sampling by several ranks that decode the same prompt: every rank must continue with the same token."""
+"""Sampling for several ranks that generate one sequence together: every rank must continue with the same token."""
 
 import numpy as np
 
 
 class GroupSampler:
-    """One token for all ranks of a group: average the ranks' logits, sample on the root, broadcast the token."""
+    """A sampling rule for a group: it averages the logits of all ranks, samples on the root, broadcasts the token.
+
+    choose: the sampling rule of the root (sampler.py), logits (V) -> token.
+    """
 
     def __init__(self, choose, group):
         self.choose, self.group = choose, group

@@ -1,9 +1,9 @@
-"""The environment variables by which a launcher gives each process its rank and the number of processes."""
+"""The environment variables in which an MPI launcher gives each process its rank and the number of processes."""
 
 import os
 from typing import NamedTuple
 
-VARIABLES = (  # (number of processes, rank of this one)
+VARIABLES = (  # (number of processes, rank of this process)
     ("PMI_SIZE", "PMI_RANK"),  # MPICH, Intel MPI
     ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),  # Open MPI
     ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
@@ -11,9 +11,9 @@ VARIABLES = (  # (number of processes, rank of this one)
 
 
 class LauncherEnv(NamedTuple):
-    """`size` processes were started, and this one is number `rank`.
+    """The launcher started `size` processes, and this process has number `rank`.
 
-    variable: the name of the environment variable that holds the size; "" without a launcher.
+    variable: the name of the environment variable that contains the size; "" if no launcher was used.
     """
 
     variable: str = ""
@@ -23,8 +23,8 @@ class LauncherEnv(NamedTuple):
 
 def read_launcher_env():
     """The LauncherEnv of this process."""
-    for size, rank in VARIABLES:
-        if os.environ.get(size, "").isdigit():
-            value = os.environ.get(rank, "")
-            return LauncherEnv(size, int(os.environ[size]), int(value) if value.isdigit() else 0)
+    for size_name, rank_name in VARIABLES:
+        if os.environ.get(size_name, "").isdigit():
+            rank = os.environ.get(rank_name, "")
+            return LauncherEnv(size_name, int(os.environ[size_name]), int(rank) if rank.isdigit() else 0)
     return LauncherEnv()

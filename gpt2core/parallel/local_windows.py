@@ -8,11 +8,11 @@ from gpt2core.data import Windows
 
 
 class LocalWindows(Windows):
-    """The windows of rank `rank` of `ranks`: each rank reads only its own part of an epoch's windows.
+    """The windows that rank `rank` of `ranks` data-parallel ranks reads: its own part of each epoch's windows.
 
-    An epoch's windows are divided into `ranks` contiguous parts of ceil(windows / ranks); the last parts may continue
-    at the beginning of the corpus. Rank r reads its part in an order seeded by (seed, epoch, r). An offset seeded by
-    (seed, epoch) shifts all windows. The loss curve depends on `ranks`.
+    The windows of an epoch are divided into `ranks` contiguous parts of ceil(windows / ranks) windows; the last parts
+    may continue at the beginning of the corpus. Rank r reads its part in an order seeded by (seed, epoch, r). An offset
+    seeded by (seed, epoch) shifts all windows of an epoch. The loss curve therefore depends on `ranks`.
     """
 
     def __init__(self, tokens, seq_len, seed, rank, ranks):
@@ -21,13 +21,13 @@ class LocalWindows(Windows):
         self.windows_per_part = math.ceil(self.windows_per_epoch / ranks)
 
     def batch(self, position, count):
-        """As Windows.batch. `position` counts the windows of all ranks: those of earlier steps, plus rank * count."""
+        """As Windows.batch. position: the windows of all ranks in earlier steps, plus rank * count."""
         return super().batch((position - self.rank * count) // self.ranks, count)
 
-    def _shuffled(self, window):
+    def _shuffled_start(self, window):
         epoch, index = divmod(window, self.windows_per_part)
-        known, starts = self._epoch
-        if known != epoch:
+        cached_epoch, starts = self._epoch
+        if cached_epoch != epoch:
             order = np.random.default_rng((self.seed, epoch, self.rank)).permutation(self.windows_per_part)
             offset = np.random.default_rng((self.seed, epoch)).integers(self.seq_len)
             starts = (self.rank * self.windows_per_part + order) * self.seq_len + offset

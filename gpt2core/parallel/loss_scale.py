@@ -1,4 +1,4 @@
-"""The loss scale of fp16 training, which doubles and halves as PyTorch's GradScaler does."""
+"""The loss scale of fp16 training, which is doubled and halved as by PyTorch's GradScaler."""
 
 import math
 
@@ -8,15 +8,16 @@ from gpt2core.errors import ConfigError
 
 
 class LossScale:
-    """The factor that lifts small gradients into the range of fp16 (Micikevicius et al. 2018); 1 in other precisions.
+    """The factor of the loss that brings small gradients into the range of fp16 (Micikevicius et al. 2018).
 
-    It doubles after `interval` finite gradients in a row. It halves after a gradient that is not finite; the
-    device skips that update, and the step is repeated. Growth, backoff and defaults are PyTorch's (GradScaler). `state`
-    holds the factor and the number of finite gradients since its last change, on the device, where Backend.clip
-    updates both; None: no loss is scaled.
+    The factor is doubled after `interval` finite gradients in a row. It is halved after a gradient that is not finite;
+    then the device skips the update, and the step is repeated. The default values are those of PyTorch.
+
+    state: (2) float32 on the device, updated by Backend.clip: the factor, and the number of finite gradients since the
+    factor changed. In all other precisions no loss is scaled: state is None, and `factor` is 1.
     """
 
-    SMALLEST = 1.0  # training ends if an overflow halves the factor below this: at 1 no gradient was scaled
+    SMALLEST = 1.0  # at factor 1 an overflow is not caused by scaling, so training ends if the factor falls below 1
 
     def __init__(self, backend, factor=2.0**16, interval=2000):
         self.backend, self.interval = backend, interval
@@ -31,7 +32,7 @@ class LossScale:
         return None if self.state is None else self.backend.to_host(self.state)[0].item()
 
     def skips(self, loss, norm):
-        """Whether the loss is finite but the gradient norm is not (Python floats); if so, count a skipped update."""
+        """Whether the step was skipped: loss is finite, but norm is not (Python floats). Counts the skipped steps."""
         skipped = self.state is not None and math.isfinite(loss) and not math.isfinite(norm)
         self.skipped += skipped
         return skipped
@@ -44,7 +45,7 @@ class LossScale:
         return {"factor": factor, "finite": int(finite), "skipped": self.skipped}
 
     def load(self, saved):
-        """Restore what to_json() returned; without a loss scale do nothing. Raises ConfigError for invalid values."""
+        """Restore the result of to_json(); do nothing if no loss is scaled. Raises ConfigError for invalid values."""
         if saved is None or self.state is None:
             return
         kinds = {"factor": (int, float), "finite": int, "skipped": int}

@@ -1,20 +1,19 @@
-"""The dp x tp x pp grid of process groups: data, tensor and pipeline parallel."""
+"""The grid of process groups: dp data-parallel x tp tensor-parallel x pp pipeline-parallel ranks."""
 
 from gpt2core.errors import ConfigError
 
 
 class Mesh:
-    """The dp x tp x pp grid: this rank's data, tensor and pipeline groups. Ranks of a tensor group are consecutive.
+    """The communicators of this rank's groups in the grid: `data`, `tensor` and `pipeline`. The trainer uses pp = 1.
 
-        rank = tensor + tp * (data + dp * pipeline)
+    A rank of the world follows from the ranks in these groups: rank = tensor + tp * (data + dp * pipeline). So the
+    ranks of a tensor group are consecutive: they communicate most often, and on one host NVLink may connect them.
+    For dp = tp = 2 and pp = 1, each row of the grid is a tensor group and each column is a data group:
 
-    Tensor groups communicate most often, so their ranks are neighbours (on one host: connected by NVLink). For
-    dp = tp = 2, each row below is a tensor group:
+        rank 0  rank 1      tensor groups   {0, 1} and {2, 3}
+        rank 2  rank 3      data groups     {0, 2} and {1, 3}
 
-        rank 0  rank 1      .tensor {0, 1} and {2, 3}
-        rank 2  rank 3      .data   {0, 2} and {1, 3}      .pipeline a group of one for each rank
-
-    Raises ConfigError unless dp * tp * pp is the size of the world. The trainer uses pp = 1.
+    Raises ConfigError unless dp * tp * pp is the size of the world.
     """
 
     def __init__(self, world, dp, tp, pp=1):

@@ -1,11 +1,10 @@
 """PendingStep: a launched training step. Its result() reads the loss, or raises Diverged.
 
-In fp16 result() repeats a step whose gradient overflowed.
+If the device replays a captured step, the host launches step n + 1 before it reads the loss of step n. Then the device
+does not wait for the host between two steps:
 
-If the device replays a captured step, the host launches step n + 1 before it reads the loss of step n.
-
-    device   | step n      | step n + 1      | step n + 2
-    host       begin n + 1 | result of n, begin n + 2 | ...
+    device   | step n      | step n + 1               | step n + 2
+    host     | begin n + 1 | result of n, begin n + 2 | ...
 """
 
 import math
@@ -20,7 +19,7 @@ from gpt2core.parallel.tree_sum import tree_sum
 
 @dataclass(frozen=True)
 class Step:
-    """What one training step reports; the fields of one line of the log."""
+    """The report of one training step; its fields are those of one line of the log."""
 
     step: int
     loss: float  # mean cross-entropy of the global batch before the update, in nats per token
@@ -28,14 +27,14 @@ class Step:
     grad_norm: float
     tokens_per_second: float
     seconds: float
-    loss_scale: float | None = None  # fp16: after the step
-    skipped: int | None = None  # fp16: how many times the gradient overflowed and was computed again
+    loss_scale: float | None = None  # fp16: the factor of the loss after the step
+    skipped: int | None = None  # fp16: how many times the gradient of this step overflowed and was computed again
     mfu: float | None = None  # model FLOPs / peak FLOPs of the device; None if the peak is not known
     bytes_sent: int | None = None  # by this rank, in all groups; None if it sends nothing
 
 
 class PendingStep:
-    """A launched training step; `result()` waits for it."""
+    """A launched training step; result() waits for it. number: of the update, from 1. lr: the learning rate."""
 
     def __init__(self, trainer, batch, lr, number):
         self.trainer, self.batch, self.lr, self.number = trainer, batch, lr, number
@@ -43,6 +42,7 @@ class PendingStep:
         self.results = self.launch()
 
     def launch(self):
+        """Launch the step on the device, and return its runtime.Results."""
         trainer = self.trainer
         results = trainer.compiled(self.batch, trainer.optimizer.hyperparameters(self.number, self.lr))
         if trainer.tuned is None:  # the first step timed the candidates: all ranks use rank 0's choices
@@ -51,20 +51,20 @@ class PendingStep:
         return results
 
     def read(self, signal):
-        """Wait for (loss, norm), which are equal on all ranks; sets trainer.stopped_by."""
+        """Wait for the step; return (loss, gradient norm), which are equal on all ranks. Sets trainer.stopped_by."""
         trainer = self.trainer
         *losses, norm = (array.item() for array in self.results.wait())
-        sent = trainer.bytes_sent()
+        sent_before = trainer.bytes_sent()
         loss, trainer.stopped_by = total_loss(trainer, losses, signal)
-        self.sent += trainer.bytes_sent() - sent + trainer.sent_by_update
+        self.sent += trainer.bytes_sent() - sent_before + trainer.sent_by_update
         return loss, norm
 
     def result(self, signal=0):
         """Return the Step. signal: the number of a signal that this rank has received, or 0; see Trainer.stopped_by.
 
-        In fp16 a gradient that overflows is computed again from the same batch with half the loss scale, so that no
-        batch is lost. Raises Diverged if the loss or norm is not finite (fp16: the norm at the smallest loss scale).
-        Then neither this step nor a later step in flight has changed a parameter.
+        If a gradient overflows in fp16, the step is repeated with the same batch and half the loss scale, so no batch
+        is lost. Raises Diverged if the loss or norm is not finite; in fp16, for the norm only if the loss scale cannot
+        be smaller. In this case neither this step nor a later step in flight has changed a parameter.
         """
         trainer = self.trainer
         if trainer.in_flight[0] is not self:
@@ -93,6 +93,7 @@ class PendingStep:
         )  # fmt: skip
 
     def check_scale(self):
+        """Raise Diverged if the loss scale is below its minimum."""
         factor, steps = self.trainer.loss_scale.value, self.trainer.steps
         if factor < self.trainer.loss_scale.SMALLEST:
             self.trainer.in_flight.clear()
@@ -102,7 +103,7 @@ class PendingStep:
             )
 
     def stop_all(self):
-        """Wait for the steps in flight, which change no parameter because optimizer.stop is NaN; reset it to 0."""
+        """Wait for the steps in flight, which change no parameter because optimizer.stop is NaN; then set stop to 0."""
         for pending in self.trainer.in_flight:
             pending.results.wait()
         self.trainer.in_flight.clear()
@@ -110,10 +111,10 @@ class PendingStep:
 
 
 def total_loss(trainer, losses, signal=0):
-    """(sum of all ranks' losses in the canonical order, largest of their signal numbers), as Python numbers.
+    """Return (the sum of all ranks' losses in the canonical order, the largest signal number), as Python numbers.
 
-    The ranks of a tensor-parallel group have equal losses; only its first rank's losses are added.
+    The ranks of a tensor-parallel group have equal losses, so only the losses of its first rank are added.
     """
-    mine = np.array([signal, *losses], np.float64)
-    everyone = trainer.world.all_gather(mine).reshape(-1, trainer.mesh.tensor.size, len(mine))  # (data, tensor, 1 + n)
-    return tree_sum([float(loss) for loss in everyone[:, 0, 1:].ravel()]), int(everyone[:, :, 0].max())
+    own = np.array([signal, *losses], np.float64)
+    gathered = trainer.world.all_gather(own).reshape(-1, trainer.mesh.tensor.size, len(own))  # (data, tensor, 1 + n)
+    return tree_sum([float(loss) for loss in gathered[:, 0, 1:].ravel()]), int(gathered[:, :, 0].max())

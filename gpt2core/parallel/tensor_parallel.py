@@ -1,16 +1,17 @@
-"""Each layer divided over a group: attention by heads, the MLP by hidden channels, the embeddings by vocabulary."""
+"""Tensor parallelism: a group divides attention by heads, the MLP by hidden channels, the embeddings by vocabulary."""
 
-# C channels, V vocabulary, p parts (ranks of the tensor group)
+# C channels, V vocabulary, K columns, p parts (ranks of the tensor group)
 #
-# Megatron's scheme (Shoeybi et al. 2019). A pair of matrices (C, K) and (K, C) is split along K: a rank multiplies by
-# its columns of the first, then by its rows of the second. Nothing is sent in between; the results are summed once.
+# Megatron's scheme (Shoeybi et al. 2019). Two consecutive matrices (C, K) and (K, C) are split along K: a rank
+# multiplies by its columns of the first matrix, then by its rows of the second. Nothing is sent between the two
+# products; one all-reduce adds the results of all ranks. What each rank computes, and what the ranks send:
 #
-#                      forward                                              backward
-#     embedding        own tokens' rows, all-reduce                         own rows, nothing to send
-#     attention, MLP   columns, own heads or gelu, rows, all-reduce         all-reduce of the input's gradient
-#     cross-entropy    own logits, all-reduce of 3 numbers per row          all-reduce of the input's gradient
+#                      forward                                                  backward
+#     embedding        the rows of its tokens; all-reduce                       gradient of its rows
+#     attention, MLP   its columns, its heads or gelu, its rows; all-reduce     all-reduce of the input's gradient
+#     cross-entropy    its logits; all-reduces of 3 numbers per row             all-reduce of the input's gradient
 #
-# The forward pass is in model.py, with a group passed in. This file defines how each parameter is split.
+# model.py contains the forward pass, which has the group as an argument. This file defines how parameters are split.
 
 import math
 
@@ -22,17 +23,17 @@ from gpt2core.model import GPT2, parameter_shapes
 from gpt2core.ops import SOLO
 from gpt2core.tensor import Tensor
 
-# {end of a parameter's name: (axis that is split, number of blocks along this axis, each of which is split)}
+# {end of a parameter's name: (axis that is split, number of blocks along this axis)}; each block is split separately
 SPLITS = {
     "wte.weight": (0, 1),
     "lm_head.weight": (0, 1),
-    "attn.c_attn.weight": (1, 3),  # the blocks are q, k and v: a rank gets the same heads of each
+    "attn.c_attn.weight": (1, 3),  # the three blocks are q, k and v: a rank gets the same heads of each block
     "attn.c_attn.bias": (0, 3),
     "attn.c_proj.weight": (0, 1),
     "mlp.c_fc.weight": (1, 1),
     "mlp.c_fc.bias": (0, 1),
     "mlp.c_proj.weight": (0, 1),
-}  # every rank holds all other parameters whole: LayerNorms, positions, and the biases that are added after a reduce
+}  # every rank holds all other parameters whole: LayerNorms, wpe, and the biases that are added after an all-reduce
 
 
 def split_of(name):
@@ -46,43 +47,43 @@ def is_replicated(name):
 
 
 def shard_shapes(shapes, parts):
-    """{name: shape of one rank's piece}, from the (name, whole shape) pairs of parameter_shapes(config), in order.
+    """{name: shape of the shard of one of `parts` ranks}; shapes: the pairs (name, whole shape) of parameter_shapes().
 
     `parts` must divide the sizes: see check_tensor_parallel.
     """
-    local = dict(shapes)
-    for name, shape in local.items():
+    shards = dict(shapes)
+    for name, shape in shards.items():
         if not is_replicated(name):
             axis, _ = split_of(name)
-            local[name] = (*shape[:axis], shape[axis] // parts, *shape[axis + 1 :])
-    return local
+            shards[name] = (*shape[:axis], shape[axis] // parts, *shape[axis + 1 :])
+    return shards
 
 
 def shard(name, array, rank, parts):
-    """Rank's piece of a whole host array, C-contiguous; it shares memory with the whole array if possible."""
+    """The shard of `rank`, C-contiguous, of a whole host array; it shares memory with the whole array if possible."""
     if is_replicated(name):
         return array
     axis, blocks = split_of(name)
     before, n, after = array.shape[:axis], array.shape[axis], array.shape[axis + 1 :]
-    pieces = np.moveaxis(array.reshape(*before, blocks, parts, n // blocks // parts, *after), axis + 1, 0)
-    return np.ascontiguousarray(pieces[rank].reshape(*before, n // parts, *after))
+    shards = np.moveaxis(array.reshape(*before, blocks, parts, n // blocks // parts, *after), axis + 1, 0)
+    return np.ascontiguousarray(shards[rank].reshape(*before, n // parts, *after))
 
 
-def unshard(name, pieces):
-    """The whole array from all ranks' pieces (p, ...): the inverse of shard, bit for bit; one piece is not copied."""
+def unshard(name, shards):
+    """The whole array from all ranks' shards (p, ...): the inverse of shard(). A single shard is not copied."""
     if is_replicated(name):
-        return pieces[0]
+        return shards[0]
     axis, blocks = split_of(name)
-    parts, *shape = pieces.shape
+    parts, *shape = shards.shape
     before, n, after = shape[:axis], shape[axis], shape[axis + 1 :]
-    whole = np.moveaxis(pieces.reshape(parts, *before, blocks, n // blocks, *after), 0, axis + 1)
+    whole = np.moveaxis(shards.reshape(parts, *before, blocks, n // blocks, *after), 0, axis + 1)
     return whole.reshape(*before, parts * n, *after)
 
 
 def load_model(config, arrays, backend, group=SOLO):
-    """A GPT2 for generation from {name: whole host array}: this rank's shards, copied into one arena.
+    """A GPT2 for generation. arrays: {name: whole host array}; the model gets this rank's shards, copied to one arena.
 
-    Kernels read weights faster from one large buffer than from many small ones.
+    Kernels read weights faster from one large buffer than from many small buffers.
     """
     backend.check_model(config)
     arena = Arena(shard_shapes(parameter_shapes(config), group.size))
@@ -93,9 +94,9 @@ def load_model(config, arrays, backend, group=SOLO):
 
 
 def gather(name, array, group):
-    """The whole array on every rank, from each rank's piece: a collective, except for a replicated parameter.
+    """The whole array on every rank. array: this rank's shard. All ranks of the group must call this function.
 
-    In a group of one the result shares the memory of `array`.
+    A replicated parameter is returned itself; in a group of one the result shares the memory of `array`.
     """
     if is_replicated(name):
         return array
@@ -103,7 +104,7 @@ def gather(name, array, group):
 
 
 def check_tensor_parallel(config, parts, flag="--tp"):
-    """Raise ConfigError, naming valid numbers, unless `parts` (of `flag`) divides the heads and the vocabulary."""
+    """Raise ConfigError, with valid numbers, unless `parts` (the value of `flag`) divides heads and vocabulary."""
     for what, count in (("n_head", config.n_head), ("the vocabulary of", config.vocab_size)):
         if parts < 1 or count % parts:
             common = math.gcd(config.n_head, config.vocab_size)

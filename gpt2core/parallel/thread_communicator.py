@@ -1,7 +1,7 @@
 """N ranks as N threads of one process, for tests and demonstrations without MPI, NCCL or a launcher.
 
-Every operation is a rendezvous. Each rank of a collective, or each end of a message, posts its part and continues. The
-last rank to post combines the parts. In wait(), each rank copies its own result from the combined parts.
+In every operation (a collective, or a message) each rank that takes part posts a copy of its array and continues. The
+rank that posts last combines the arrays. In wait(), each rank copies its own result from the combination.
 """
 # p ranks in a group, n bytes of x on one rank
 
@@ -28,18 +28,19 @@ from gpt2core.parallel.tree_sum import tree_reduce
 class ThreadCommunicator(Communicator):
     """One rank of a group of threads; run_ranks and split create it.
 
-    It is stricter than MPI and NCCL in order to expose mistakes in tests. These are errors: calls that differ between
-    ranks, a send that is never received (a send completes only when it is received), and writing to x before wait().
+    It is stricter than MPI and NCCL in order to find mistakes in tests. It raises CommunicatorError for calls that
+    differ between ranks, for a send that is never received, and if x is changed before wait(). A send completes only
+    when it is received.
 
-    bytes_sent is the volume of the direct algorithm, in which rank r reduces part r and sends it to the others:
+    bytes_sent counts the bytes of the direct algorithm, in which rank r reduces part r and sends it to the other ranks:
     all_reduce 2 (p-1)/p n (rounded down), reduce_scatter and all_to_all (p-1)/p n, all_gather (p-1) n, broadcast
-    (p-1) n on root and 0 elsewhere.
+    (p-1) n on root and 0 on the other ranks.
     """
 
     def __init__(self, rank, group):
         self.rank, self.size, self.bytes_sent = rank, len(group.members), 0
         self.local_rank, self.local_size = self.rank, self.size
-        self._group, self._posted = group, collections.Counter()  # channel -> number of operations posted
+        self._group, self._posted = group, collections.Counter()  # channel (see _post) -> operations posted
 
     def abort(self, code):
         raise SystemExit(code)  # run_ranks then ends the other ranks
@@ -107,44 +108,46 @@ class ThreadCommunicator(Communicator):
 
         return self._post("collective", range(self.size), "split", (color, key), combine, take).wait()
 
-    def _collective(self, name, x, combine, mine, shape, out):
-        """Handle of combine([x of rank 0, x of rank 1, ...])[mine], which has `shape`."""
+    def _collective(self, name, x, combine, index, shape, out):
+        """Handle of combine([x of rank 0, x of rank 1, ...])[index], which has `shape`; index `...` takes all of it."""
         check_out(out, shape, x.dtype)
 
         def in_rank_order(parts):
             return combine([parts[rank] for rank in range(self.size)])
 
         def take(combined):
-            return _copied(combined[mine], out)
+            return _copied(combined[index], out)
 
         call = f"{name} of {x.dtype} {x.shape}"
         return self._post("collective", range(self.size), call, np.array(x, order="C"), in_rank_order, take, owned=x)
 
     def _message(self, source, to, tag, x, part, take, owned=None):
+        """Handle of one end of a message like x. part: a copy of x on the sender, None on the receiver. See _post."""
         call = f"message from rank {self._group.members[source]} to {self._group.members[to]}, tag {tag}"
         return self._post((source, to, tag), (source, to), f"{call}, of {x.dtype} {x.shape}", part, dict, take, owned)
 
     def _post(self, channel, ranks, call, part, combine, take, owned=None):
-        """Post this rank's `part` of an operation between `ranks`; returns its Handle without waiting for the others.
+        """Post this rank's `part` of an operation between `ranks`; return its Handle without waiting for other ranks.
 
-        The operations of one channel are matched in the order in which each rank posts them. The last rank to post
-        computes combine({rank: part}); take(combined) is this rank's result. `part` is a copy of `owned`, the caller's
-        array, which belongs to the communicator until wait() returns.
+        channel: "collective", or (source, to, tag) of a message. The n-th operations that the ranks post in a channel
+        belong together; `call` describes the operation and must be equal on all ranks. The rank that posts last
+        computes combined = combine({rank: part}); take(combined) is this rank's result. `part` is a copy of the
+        caller's array `owned`; wait() compares both, because the caller must not change the array before.
         """
         group, world, me = self._group, self._group.world, self._group.members[self.rank]
         with world.changed:
             world.check()
             number, self._posted[channel] = self._posted[channel], self._posted[channel] + 1
             members = [group.members[rank] for rank in ranks]
-            operation = group.pending.setdefault((channel, number), _Rendezvous(members, call))
+            operation = group.pending.setdefault((channel, number), _Operation(members, call))
             if call != operation.call:
-                first = f"rank {min(operation.posted)} called {operation.call}"
-                world.fail(f"{first}, rank {me} called {call}: all ranks of a group must make the same calls in order")
+                calls = f"rank {min(operation.posted)} called {operation.call}, rank {me} called {call}"
+                world.fail(f"{calls}: all ranks of a group must make the same calls in order")
                 world.check()
             operation.posted.add(me)
             operation.parts[self.rank] = part
             is_last = len(operation.posted) == len(members)
-        if is_last:  # combine outside the lock: other groups continue meanwhile
+        if is_last:  # combine outside the lock, so that other groups can continue
             operation.combined = combine(operation.parts)
             with world.changed:
                 del group.pending[channel, number]
@@ -154,7 +157,7 @@ class ThreadCommunicator(Communicator):
 
 
 class _PendingOperation(Handle):
-    """One rank's handle of a rendezvous."""
+    """One rank's handle of an operation."""
 
     def __init__(self, world, rank, operation, take, part, owned):
         super().__init__()
@@ -170,8 +173,11 @@ class _PendingOperation(Handle):
         return self._result
 
 
-class _Rendezvous:
-    """One collective or one message: the parts posted so far, then their combination."""
+class _Operation:
+    """One collective or one message: the parts posted so far, and later their combination.
+
+    members, posted: the ranks that take part, and those that have posted, as ranks of the world.
+    """
 
     def __init__(self, members, call):
         self.members, self.call, self.posted, self.parts = members, call, set(), {}
@@ -189,14 +195,14 @@ class _Group:
 
 
 class _World:
-    """State shared by all groups of one run_ranks: the lock, the operations that ranks wait for, the first failure."""
+    """State shared by all groups of a run_ranks() call: the lock, the operations that ranks wait for, the failure."""
 
     def __init__(self, size, timeout):
         self.size, self.timeout, self.changed = size, timeout, threading.Condition()
-        self.waiting = collections.defaultdict(list)  # rank -> operations: several threads of a rank may wait
-        self.returned = set()  # ranks whose function has returned
-        self.failure = None  # the message that every rank raises from now on
-        self.origin = None  # (rank, exception) of the first rank that failed: run_ranks raises it
+        self.waiting = collections.defaultdict(list)  # rank -> operations that its threads wait for
+        self.returned = set()  # ranks whose function has ended
+        self.failure = None  # message of the CommunicatorError that every rank raises at its next call, or None
+        self.origin = None  # (rank, exception) of the first rank that failed, which run_ranks raises, or None
 
     def check(self):
         if self.failure:
@@ -208,7 +214,7 @@ class _World:
             self.changed.notify_all()
 
     def end(self, rank, error=None):
-        """Record that rank `rank` has returned, or raised `error`."""
+        """Record that rank `rank` has returned, or that it has raised `error`."""
         with self.changed:
             if error is not None:
                 self.origin = self.origin or (rank, error)
@@ -217,6 +223,8 @@ class _World:
             self.changed.notify_all()
 
     def wait_for(self, operation, rank):
+        """Wait in rank `rank` until `operation` is done; raises CommunicatorError after a failure or the timeout."""
+
         def never_completes():
             return self.returned.intersection(operation.members) - operation.posted
 
@@ -227,7 +235,7 @@ class _World:
                 why = "a rank waits for one that has returned" if in_time else f"a rank waited for {self.timeout} s"
                 self.fail(f"{why}: " + "; ".join(map(self.state_of, range(self.size))))
             self.waiting[rank].remove(operation)
-            if not operation.done:  # after a failure a completed operation still returns: the next call raises
+            if not operation.done:  # if it is done, the rank gets its result even after a failure; its next call raises
                 self.check()
 
     def state_of(self, rank):
@@ -247,13 +255,12 @@ def _copied(result, out):
 
 
 def run_ranks(size, fn, *args, timeout=60.0):
-    """[fn(communicator, *args) of each rank], with one thread per rank.
+    """Return [fn(communicator, *args) of each rank], computed by one thread for each rank.
 
-    The first exception on a rank ends the other ranks at their current or next call in any group; it is raised here
-    with a note that names the rank. A rank that waits longer than `timeout` seconds raises CommunicatorError, which
-    lists what each rank waits for. This error is also raised at once when a rank waits for a rank that has returned.
-    After a failure, run_ranks waits up to `timeout` seconds for each rank that is still computing before it raises.
-    Raises ConfigError for size < 1.
+    The first exception of a rank ends the other ranks at their current or next call in any group. run_ranks then waits
+    up to `timeout` seconds for each rank that is still computing, and raises this exception with a note that names the
+    rank. A rank raises CommunicatorError, which lists what each rank waits for, after waiting for `timeout` seconds, or
+    immediately if it waits for a rank whose function has returned. Raises ConfigError for size < 1.
     """
     if size < 1:
         raise ConfigError(f"a group of {size} ranks cannot run: give at least 1")

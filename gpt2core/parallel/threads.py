@@ -1,4 +1,4 @@
-"""The threads of one rank: each worker thread has a backend of its own and an equal part of every job."""
+"""The worker threads of one rank: each thread has a backend of its own and computes an equal part of the work."""
 
 import contextvars
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -7,28 +7,31 @@ import threadpoolctl
 
 
 def limit_blas(threads):
-    """Set the number of threads of the loaded BLAS: with more threads than cores, BLAS wastes time in busy waits."""
+    """Set the number of threads of BLAS. With more threads than cores, BLAS loses much time in busy waiting."""
     threadpoolctl.threadpool_limits(threads, user_api="blas")
 
 
 class WorkerPool:
-    """`size` threads, one backend each. The calling thread waits for all of them and raises the first exception."""
+    """`size` worker threads, one for each backend. A call of map() waits for all and raises the first exception."""
 
     def __init__(self, backends):
         self.backends, self.size = list(backends), len(backends)
         self.pool = ThreadPoolExecutor(self.size, "worker") if self.size > 1 else None
 
     def map(self, function, *items):
-        """[function(item, ...) for each worker], each in its own thread, with the caller's context (no_grad)."""
+        """[function(item, ...) of each worker]; each of `items` is a list that has one element for each worker.
+
+        A worker's call runs in its thread, with the caller's context variables, so that no_grad() applies there too.
+        """
         if self.pool is None:
             return [function(*each) for each in zip(*items, strict=True)]
         jobs = [self.pool.submit(contextvars.copy_context().run, function, *each) for each in zip(*items, strict=True)]
-        while wait(jobs, 0.1).not_done:  # wait for all, also after a failure: no job may write afterwards
-            pass  # the timeout lets Python handle a signal that arrives during the wait
+        while wait(jobs, 0.1).not_done:  # wait for all, also after a failure: no thread may write after map() returns
+            pass  # because of the timeout, Python can handle a signal that arrives during the wait
         return [job.result() for job in jobs]
 
     def map_parts(self, function, arena, owner=0, owners=1):
-        """[function(backend, part)] over the part of the arena of `owner` of `owners`, one slice per worker."""
+        """[function(backend, part) of each worker]; the slices `part` divide the part of the arena that `owner` has."""
         parts = [arena.part(owner * self.size + i, owners * self.size) for i in range(self.size)]
         return self.map(function, self.backends, parts)
 

@@ -1,11 +1,11 @@
 """The canonical order of a sum: one fixed binary tree over micro-batches and ranks.
 
-Floating-point addition is not associative, so the order must be fixed. The canonical order adds neighbours first, then
-their sums, and so on. If the number of items is odd, the last item moves up one level:
+Floating-point addition is not associative: the bits of a sum depend on its order. The canonical order adds neighbours
+first, then their sums, and so on. If the number of items of a level is odd, the last item moves up one level:
 
-    8 parts  ((0+1) + (2+3)) + ((4+5) + (6+7))          5 parts  ((0+1) + (2+3)) + 4
+    8 items  ((0+1) + (2+3)) + ((4+5) + (6+7))          5 items  ((0+1) + (2+3)) + 4
 
-A thread or rank that owns a whole subtree can add it without the others; the sum over the owners completes the tree.
+A thread or rank that has all items of a subtree adds them first; the sum over threads and ranks completes the tree.
 """
 
 import operator
@@ -14,11 +14,11 @@ import operator
 def tree_reduce(items, add):
     """Combine `items` (any iterable, at least one item) by `add(left, right)` in the canonical order.
 
-    Items are read one at a time, and at most log2(number of items) + 1 partial results are alive, so the items of
-    a generator need not all be in memory. `add` may reuse its left operand: lambda a, b: np.add(a, b, out=a).
+    Items are read one at a time, and at most log2(number of items) + 1 partial results are in memory, so `items` may be
+    a generator of large arrays. `add` may write to its left operand: lambda a, b: np.add(a, b, out=a).
     A single item is returned unchanged. Raises ValueError for an empty iterable.
     """
-    partials = []  # (height, result of 2**height items), heights strictly decrease: the digits of a binary counter
+    partials = []  # (height, result of 2**height items), with decreasing heights: the 1 digits of a binary counter
     for item in items:
         height = 0
         while partials and partials[-1][0] == height:
@@ -27,11 +27,11 @@ def tree_reduce(items, add):
     if not partials:
         raise ValueError("a tree of 0 items has no result: give at least 1")
     total = partials.pop()[1]
-    while partials:  # subtrees without a neighbour of their height, smallest first
+    while partials:  # the remaining subtrees have different heights: add them, smallest first
         total = add(partials.pop()[1], total)
     return total
 
 
 def tree_sum(arrays):
-    """Sum of `arrays` (equal shape and dtype, or plain numbers) in the canonical order, in their own dtype."""
+    """The sum of `arrays` (of one shape and dtype, or Python numbers) in the canonical order, in the same dtype."""
     return tree_reduce(arrays, operator.add)

@@ -1,6 +1,6 @@
-"""Whole parameters over all ranks: initialise, fill, load, gather, hash and verify them.
+"""The whole parameters of a trainer, whose ranks may hold shards: initialise, load, gather, hash and compare them.
 
-All ranks must call each function that takes a trainer.
+A function with an argument `trainer` calls collectives, so all ranks must call it.
 """
 
 import hashlib
@@ -15,10 +15,10 @@ from gpt2core.tensor import Tensor
 
 
 def initial_parameters(config, seed):
-    """Yield (name, float32 array): GPT-2's initialisation (Radford et al. 2019), the same in every runtime.
+    """Yield (name, float32 array) of each parameter: GPT-2's initialisation (Radford et al. 2019), equal in all stages.
 
-    Normal with standard deviation 0.02, divided by sqrt(2 n_layer) for projections into the residual stream; biases 0,
-    LayerNorm weights 1. Every parameter has its own random stream, which does not depend on the others.
+    Matrices: normal with standard deviation 0.02, or 0.02 / sqrt(2 n_layer) for projections into the residual stream.
+    Biases: 0. LayerNorm weights: 1. Each parameter has its own random stream, seeded by (seed, index of the parameter).
     """
     for index, (name, shape) in enumerate(parameter_shapes(config)):
         if name.endswith("bias"):
@@ -33,7 +33,10 @@ def initial_parameters(config, seed):
 
 
 def fill(trainer, flat, arrays):
-    """Copy the root's (name, whole array) pairs, in model order, to all ranks' shards `flat`; other ranks pass None."""
+    """Copy `arrays`, the root's (name, whole array) pairs in model order, to the shards in each rank's buffer `flat`.
+
+    Other ranks pass None for `arrays`.
+    """
     backend, tensor, views = trainer.backend, trainer.mesh.tensor, trainer.arena.views(flat)
     dtype = np.dtype(backend.dtype)
     for name, shape in parameter_shapes(trainer.config):
@@ -43,21 +46,23 @@ def fill(trainer, flat, arrays):
 
 
 def load(trainer, parameters, moments=None, steps=0, position=0, loss_scale=None):
-    """Copy the root's parameters {name: array} and moments {name: (first, second)}; set the progress of the run.
+    """Load the root's parameters {name: array} and moments {name: (first, second)}; set the progress of the run.
 
-    Other ranks pass None for the dictionaries, and the root's values for the other arguments.
+    Other ranks pass None for the two dictionaries, and the same values as the root for the other arguments. moments
+    None on the root: the moments are not changed. loss_scale: the result of LossScale.to_json(), or None.
     """
 
-    def ordered(values):
-        return iter([(name, values(name)) for name in trainer.arena.slices]) if trainer.world.is_root else None
+    def in_model_order(array_of):
+        """The argument `arrays` of fill(), from a function name -> array."""
+        return iter([(name, array_of(name)) for name in trainer.arena.slices]) if trainer.world.is_root else None
 
     backend = trainer.backend
     trainer.loss_scale.load(loss_scale)
-    fill(trainer, trainer.parameters, ordered(lambda name: parameters[name]))
+    fill(trainer, trainer.parameters, in_model_order(lambda name: parameters[name]))
     if trainer.world.broadcast_object(moments is not None):
         flats = [backend.zeros((trainer.arena.size,), backend.dtype) for _ in "mv"]
-        for which, flat in enumerate(flats):
-            fill(trainer, flat, ordered(lambda name, which=which: moments[name][which]))
+        for index, flat in enumerate(flats):
+            fill(trainer, flat, in_model_order(lambda name, index=index: moments[name][index]))
         trainer.optimizer.load_moments(*flats)
         del flats, flat
     trainer.steps, trainer.position = steps, position
@@ -66,7 +71,7 @@ def load(trainer, parameters, moments=None, steps=0, position=0, loss_scale=None
 
 
 def gathered(trainer, flat):
-    """{name: the whole array} of a flat buffer, gathered from its shards; a view if this rank holds the whole array."""
+    """{name: whole array}, gathered from the shards in all ranks' buffers `flat`; a view if nothing is sharded."""
     views, group = trainer.arena.views(flat), trainer.mesh.tensor
     return {name: tensor_parallel.gather(name, view, group) for name, view in views.items()}
 
@@ -96,7 +101,7 @@ def current_model(trainer):
 
 
 def parameter_hash(trainer):
-    """SHA-256 of all parameters by name, in model order: equal exactly when every bit is equal."""
+    """SHA-256 of the names and bytes of all parameters, in model order, as hexadecimal digits."""
     digest = hashlib.sha256()
     for name, array in named_parameters(trainer).items():
         digest.update(name.encode())
@@ -105,7 +110,7 @@ def parameter_hash(trainer):
 
 
 def check_finite(trainer):
-    """Raise Diverged if the last update made parameters that are not finite: they must not be saved."""
+    """Raise Diverged if a parameter is not finite after the last update, because such parameters must not be saved."""
     norm = trainer.optimizer.norm(trainer.parameters)
     if not math.isfinite(norm):
         raise Diverged(
@@ -120,9 +125,9 @@ def verify(trainer):
     digest = hashlib.sha256()
     for flat in (trainer.parameters, trainer.compute_parameters):  # the copy too: ZeRO-1 gathers it at each step
         digest.update(trainer.backend.to_host(flat))
-    everyone = trainer.world.all_gather_object((trainer.mesh.tensor.rank, digest.hexdigest()))
-    expected = {}  # tensor rank -> (the first rank that holds that shard, its hash)
-    for rank, (shard, found) in enumerate(everyone):
+    digests = trainer.world.all_gather_object((trainer.mesh.tensor.rank, digest.hexdigest()))
+    expected = {}  # tensor rank, which selects a shard -> (the first rank that holds this shard, its digest)
+    for rank, (shard, found) in enumerate(digests):
         first, wanted = expected.setdefault(shard, (rank, found))
         if found != wanted:
             raise Diverged(

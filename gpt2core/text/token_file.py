@@ -3,16 +3,16 @@
 A token file is a header of 32 bytes followed by the ids, little-endian. It is memory-mapped, so a corpus can be
 larger than memory:
 
-    bytes 0-8    magic    93 "GPT2TOK"    (93 is hexadecimal; no UTF-8 text begins with it)
-    bytes 8-12   version, and bytes per id (2 or 4), uint16 each
-    bytes 12-16  fingerprint of the tokenizer's vocabulary, uint32
-    bytes 16-24  vocabulary size, uint64
-    bytes 24-32  number of tokens, uint64
+    bytes 0-7    magic number: the byte 0x93, with which no UTF-8 text begins, and the characters GPT2TOK
+    bytes 8-11   version, and bytes per id (2 or 4), uint16 each
+    bytes 12-15  fingerprint of the tokenizer's vocabulary, uint32
+    bytes 16-23  vocabulary size, uint64
+    bytes 24-31  number of tokens, uint64
 
-The tokenizer.json that made the ids is in the same directory. data/prepare.py writes both.
+The same directory contains the tokenizer.json that made the ids. data/prepare.py writes both files.
 """
 
-# In shapes, n is the number of tokens.
+# n: number of tokens
 
 import codecs
 import os
@@ -28,20 +28,20 @@ from gpt2core.text.tokenizer import Tokenizer, build_tokenizer
 MAGIC, VERSION, HEADER = b"\x93GPT2TOK", 1, struct.Struct("<8sHHIQQ")
 TOKEN_FILE = "tokens.bin"
 CHUNK = 1 << 17  # bytes per read
-CHECKED = 1 << 30  # bytes; every id of a smaller token file is checked when the file is opened (under a second)
+CHECKED = 1 << 30  # bytes; all ids of a token file up to this size are checked when it is opened (under a second)
 
 
 def text_chunks(path, size=CHUNK):
-    """Yield the UTF-8 text of a file in chunks of about `size` bytes. Line ends and a BOM are not changed.
+    """Yield the UTF-8 text of a file in chunks of about `size` bytes. Line ends and a byte order mark are not changed.
 
-    Raises DataError with the path if the file is missing, a directory, unreadable, empty or not UTF-8 (with the byte
-    offset).
+    Raises DataError, with the path, if the file is missing, a directory, unreadable, empty, or not UTF-8; in the last
+    case also with the offset of the first wrong byte.
     """
     decoder, offset = codecs.getincrementaldecoder("utf-8")(), 0
     try:
         with open(path, "rb") as file:
             while block := file.read(size):
-                pending = len(decoder.getstate()[0])  # bytes of a character that began in the last block
+                pending = len(decoder.getstate()[0])  # number of bytes of a character that began in the previous block
                 try:
                     yield decoder.decode(block)
                     offset += len(block)
@@ -60,14 +60,15 @@ def _not_utf8(path, offset):
 
 
 def read_text(path):
-    """Return a whole UTF-8 file as str; raises DataError as `text_chunks` does."""
+    """Return a whole UTF-8 file as str; raises DataError in the same cases as text_chunks()."""
     return "".join(text_chunks(path))
 
 
 @contextmanager
 def replaced(path):
-    """Open a temporary file for writing. After the block it is fsynced and renamed to `path`; an exception deletes it.
+    """A context manager that replaces the file at `path` atomically. It yields a temporary file, open for writing.
 
+    At the end of the block the temporary file is fsynced and renamed to `path`; after an exception it is deleted.
     Raises DataError if it cannot be written (no such directory, no permission, disk full).
     """
     path = Path(path)
@@ -85,7 +86,10 @@ def replaced(path):
 
 
 def write_token_file(path, arrays, tokenizer):
-    """Write the ids of an iterable of integer arrays as one token file, atomically; return the number of ids."""
+    """Write a token file with the ids in `arrays`, an iterable of integer arrays; return the number of ids.
+
+    The file appears at `path` only when it is complete.
+    """
     count, dtype = 0, tokenizer.dtype.newbyteorder("<")
     with replaced(path) as file:
         file.write(bytes(HEADER.size))
@@ -110,7 +114,7 @@ def is_token_file(path):
 
 
 def _read_header(path):
-    """Return (dtype, fingerprint, vocab_size, count) of a token file; the file size is checked against `count`."""
+    """Return (dtype, fingerprint, vocab_size, number of tokens); raises DataError if the file size does not fit."""
     try:
         with open(path, "rb") as file:
             head, size = file.read(HEADER.size), os.fstat(file.fileno()).st_size
@@ -142,8 +146,8 @@ def _read_header(path):
 def open_token_file(path):
     """Return the ids of a token file as a read-only memory map, (n,) uint16 or uint32.
 
-    Raises DataError if the file is missing, truncated, corrupt or not a token file, and, for files of up to CHECKED
-    bytes, if an id is outside the vocabulary.
+    Raises DataError if the file is missing, truncated, corrupt or not a token file. If its ids have at most CHECKED
+    bytes, also raises DataError if an id is outside the vocabulary.
     """
     dtype, _, vocab_size, count = _read_header(path)
     tokens = np.memmap(path, dtype, mode="r", offset=HEADER.size, shape=(count,))
@@ -154,18 +158,18 @@ def open_token_file(path):
     return tokens
 
 
-def brings_tokenizer(path):
-    """Return whether `path` is a token file or a directory with one: load_tokens then needs no tokenizer."""
+def is_tokenized(path):
+    """Return whether `path` is a token file, or a directory with one, so that load_tokens() needs no `tokenizer`."""
     path = Path(path)
     return is_token_file(path / TOKEN_FILE if (path / TOKEN_FILE).is_file() else path)
 
 
 def first_tokens(path, tokenizer, count):
-    """Return the first `count` ids of a text or token file, or all if it has fewer.
+    """Return the first `count` ids of a text or token file, or all ids if it has fewer.
 
-    Of a text, only the beginning is read, unless it cannot be cut (see cut_at_words and Tokenizer.whole).
+    Only the beginning of a text is read, unless it must be encoded as one piece (see cut_at_words, Tokenizer.whole).
     """
-    if brings_tokenizer(path):
+    if is_tokenized(path):
         return load_tokens(path, tokenizer)[0][:count]
     ids = np.empty(0, tokenizer.dtype)
     for part in tokenizer.encode_chunks(text_chunks(path, 1 << 13)):
@@ -178,25 +182,25 @@ def first_tokens(path, tokenizer, count):
 def load_tokens(path, tokenizer=None):
     """Return (tokens (n,), Tokenizer) of a text file, a token file, or a directory written by data/prepare.py.
 
-    tokenizer: None (a text: its word-level tokenizer; a token file: the tokenizer.json in its directory), "word",
-    "byte", the path of a tokenizer.json, or a Tokenizer (so that validation data uses the tokenizer of the training
-    data). Raises DataError if a token file was made with another vocabulary.
+    tokenizer: "word", "byte", the path of a tokenizer.json, or a Tokenizer, for example that of the training data for
+    validation data. None selects the word-level tokenizer of a text, or for a token file the tokenizer.json in its
+    directory. Raises DataError if a token file was made with another vocabulary.
     """
     path = Path(path)
-    prepared = (path / TOKEN_FILE).is_file()  # a directory of data/prepare.py: a damaged token file is not read as text
+    prepared = (path / TOKEN_FILE).is_file()  # then the file is never read as a text, even if its header is corrupt
     path = path / TOKEN_FILE if prepared else path
     if path.exists() and not (path.is_file() or path.is_dir()):
         raise DataError(f"{path} is not a regular file, and a corpus is read more than once: save it to a file first")
     if not prepared and not is_token_file(path):
         text = read_text(path)
-        made = tokenizer if isinstance(tokenizer, Tokenizer) else build_tokenizer(tokenizer or "word", text)
-        return made.encode(text), made
-    asked = tokenizer
+        tokenizer = tokenizer if isinstance(tokenizer, Tokenizer) else build_tokenizer(tokenizer or "word", text)
+        return tokenizer.encode(text), tokenizer
+    requested = tokenizer
     if not isinstance(tokenizer, Tokenizer):
-        tokenizer = Tokenizer.load(path.parent if asked in (None, "word", "byte") else asked)
+        tokenizer = Tokenizer.load(path.parent if requested in (None, "word", "byte") else requested)
     _, fingerprint, vocab_size, _ = _read_header(path)
-    if asked in ("word", "byte") and tokenizer.kind != asked:
-        raise DataError(f"--tokenizer {asked}: {path} contains {tokenizer.kind} tokens; omit the flag")
+    if requested in ("word", "byte") and tokenizer.kind != requested:
+        raise DataError(f"--tokenizer {requested}: {path} contains {tokenizer.kind} tokens; omit the flag")
     if tokenizer.vocab_size != vocab_size or tokenizer.fingerprint != fingerprint:
         raise DataError(
             f"{path} was made with another tokenizer (its vocabulary has {vocab_size} tokens, this one "
@@ -206,7 +210,7 @@ def load_tokens(path, tokenizer=None):
 
 
 def split_validation(tokens, fraction):
-    """Return (training, validation) views of `tokens`: the last `fraction` of them is for validation."""
+    """Return (training, validation), two views of `tokens`; the last part, of size `fraction`, is for validation."""
     if not 0 <= fraction < 1:
         raise ConfigError(f"the validation fraction is {fraction}, but it must be at least 0 and less than 1")
     cut = len(tokens) - round(len(tokens) * fraction)

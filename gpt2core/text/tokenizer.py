@@ -1,9 +1,8 @@
 """Convert text to token ids and back without loss: words, bytes, or GPT-2's byte pairs, stored as tokenizer.json.
 
-The Hugging Face `tokenizers` library encodes, and it reads the files written here. All three kinds are decoded by a
-table of the bytes of every token: the bytes of a text are the bytes of its tokens, concatenated. When tokens are
-decoded one at a time, an incremental UTF-8 decoder returns a character as soon as all bytes of the character have been
-decoded.
+The Hugging Face `tokenizers` library encodes, and it can read the files written here. Decoding needs only a table with
+the bytes of every token: the bytes of a text are the bytes of its tokens, concatenated. A token may end inside a
+character. TokenStream, which decodes one token at a time, returns a character when all its bytes have been decoded.
 """
 
 import codecs
@@ -22,39 +21,41 @@ from gpt2core.text.tokenizer_json import WORD_PATTERN, byte_alphabet, kind_of, s
 
 FILE_NAME = "tokenizer.json"
 
-LARGEST = 1 << 22  # ids: the tables of tokens have an entry for each id, and a larger id is almost certainly damage
-PIECE = 1 << 16  # characters encoded at once: the library needs about 200 bytes per token while it encodes
+LARGEST = 1 << 22  # largest number of ids: a larger id in a file is almost certainly an error, and makes tables large
+PIECE = 1 << 16  # characters that are encoded at once: the library needs about 200 bytes per token while it encodes
 
 
 def cut_at_words(chunks, inside=frozenset()):
-    """Yield the text of `chunks` (an iterable of str) in pieces that no token crosses.
+    """Yield the text of `chunks` (an iterable of str) in pieces, so that no token crosses the end of a piece.
 
-    A cut is between a letter or digit and the space or newline after it. There is no cut where a token could contain
-    both characters: `inside` is the set of these byte pairs (see pairs_inside). A text without a possible cut is one
-    piece.
+    The text is cut between a letter or digit and a following space or newline, but not if a token could contain both:
+    `inside` is the set of the pairs of bytes that occur in a token (see pairs_inside). A text in which no cut is
+    possible is one piece.
     """
-    held = []
+    uncut = []  # the text after the last cut
     for chunk in chunks:
-        at = len(chunk) - 1
-        while at > 0 and not (
-            chunk[at] in " \n" and chunk[at - 1].isalnum() and chunk[at - 1 : at + 1].encode("utf-8")[-2:] not in inside
+        cut = len(chunk) - 1
+        while cut > 0 and not (
+            chunk[cut] in " \n"
+            and chunk[cut - 1].isalnum()
+            and chunk[cut - 1 : cut + 1].encode("utf-8")[-2:] not in inside
         ):
-            at -= 1
-        if at > 0:
-            yield "".join([*held, chunk[:at]])
-            held = []
-        held.append(chunk[max(at, 0) :])
-    if held:
-        yield "".join(held)
+            cut -= 1
+        if cut > 0:
+            yield "".join([*uncut, chunk[:cut]])
+            uncut = []
+        uncut.append(chunk[max(cut, 0) :])
+    if uncut:
+        yield "".join(uncut)
 
 
 def pairs_inside(token_bytes):
-    """The set of all pairs of adjacent bytes in a token whose second byte is a space or a newline.
+    """The set of all pairs of adjacent bytes inside tokens whose second byte is a space or a newline.
 
-    At any other pair, no merge of byte pairs and no added token can join the two sides of a cut.
+    A cut between two other bytes is safe: no merge of byte pairs and no added token can join its two sides.
     """
-    ends = (token[at - 1 : at + 1] for token in token_bytes for at in range(1, len(token)) if token[at] in b" \n")
-    return frozenset(ends)
+    pairs = (token[i - 1 : i + 1] for token in token_bytes for i in range(1, len(token)) if token[i] in b" \n")
+    return frozenset(pairs)
 
 
 def slices(text):
@@ -63,7 +64,7 @@ def slices(text):
 
 
 def utf8(text):
-    """Return `text`; raises DataError with the lone surrogate, if any, which the library's own error omits."""
+    """Return `text`; raises DataError if it has a lone surrogate, which UTF-8 cannot encode, and names it."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -73,13 +74,13 @@ def utf8(text):
 
 
 class Tokenizer:
-    """One `tokenizers.Tokenizer`, its kind ("word", "byte" or "bpe"), and the bytes of every token.
+    """A `tokenizers.Tokenizer` of the library, its kind ("word", "byte" or "bpe"), and the bytes of every token.
 
-    Create one with `word_level`, `byte_level` or `load`. `dtype` is uint16 if all ids fit, otherwise uint32.
+    Use word_level(), byte_level() or load() to create one. `dtype` of ids is uint16 if all ids fit, otherwise uint32.
     """
 
     def __init__(self, library_tokenizer, kind, whole=False):
-        """whole: encode a text as one piece, because its pre-tokenizer may not split where this class cuts."""
+        """whole: encode each text as one piece, because the pre-tokenizer may not split where cut_at_words() cuts."""
         self.library, self.kind, self.whole = library_tokenizer, kind, whole
         self.ids = library_tokenizer.get_vocab(with_added_tokens=True)  # token -> id
         self.vocab_size = max(self.ids.values()) + 1
@@ -91,7 +92,7 @@ class Tokenizer:
             re.compile("(" + "|".join(map(re.escape, sorted(added.values(), key=len, reverse=True))) + ")")
             if added
             else None
-        )
+        )  # self.added.split(text) gives the added tokens and the text between them
         for token, id in self.ids.items():
             in_alphabet = kind != "word" and id not in added and all(character in byte_of for character in token)
             self.token_bytes[id] = bytes(map(byte_of.get, token)) if in_alphabet else token.encode("utf-8")
@@ -99,9 +100,9 @@ class Tokenizer:
 
     @classmethod
     def word_level(cls, text):
-        """Return the paper's tokenizer. Its vocabulary is all distinct tokens of `text`, sorted by count, then text.
+        """Return the paper's tokenizer, whose tokens are the distinct words of `text`, sorted by count, then by text.
 
-        text: a str, or an iterable of str chunks for a text larger than memory. Raises DataError if it is empty.
+        text: a str, or an iterable of str for a text that is larger than memory. Raises DataError if it is empty.
         """
         splitter = pre_tokenizers.Split(tokenizers.Regex(WORD_PATTERN), behavior="isolated")
         count = Counter()
@@ -116,7 +117,7 @@ class Tokenizer:
 
     @classmethod
     def byte_level(cls):
-        """Return the tokenizer whose 256 ids are the bytes of the text's UTF-8 form."""
+        """Return the tokenizer with 256 ids: the id of a byte of the UTF-8 text is its value."""
         alphabet = {character: byte for byte, character in enumerate(byte_alphabet())}
         library = tokenizers.Tokenizer(models.BPE(alphabet, []))
         library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -125,10 +126,11 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path):
-        """Return the tokenizer of a tokenizer.json, or of a directory that contains one.
+        """Return the tokenizer of a tokenizer.json; path: this file, or a directory that contains it.
 
-        Raises DataError if the file is missing or corrupt, or if its tokenizer could lose text. The two kinds above and
-        byte-level BPE without a prefix space (GPT-2's) are accepted. Truncation and padding in the file are ignored.
+        Accepts the tokenizers of word_level() and byte_level(), and byte-level BPE without a prefix space (GPT-2's).
+        Truncation and padding in the file are ignored. Raises DataError if the file is missing or corrupt, or if
+        decode(encode(text)) could differ from text.
         """
         path = Path(path)
         path = path / FILE_NAME if path.is_dir() else path
@@ -144,11 +146,11 @@ class Tokenizer:
             raise DataError(f"{path} has the token id {largest}, but ids must be below {LARGEST:,}: use another copy")
         library.no_truncation()
         library.no_padding()
-        description = json.loads(library.to_str())  # the library's own JSON has every field
+        description = json.loads(library.to_str())  # the JSON that the library writes has every field
         return cls(library, kind_of(description, path), not splits_at_words(description))
 
     def save(self, path):
-        """Write tokenizer.json to `path`, or into it if it is a directory. Raises DataError if that fails."""
+        """Write tokenizer.json to the file or into the directory `path`. Raises DataError if that fails."""
         path = Path(path)
         path = path / FILE_NAME if path.is_dir() else path
         try:
@@ -157,32 +159,32 @@ class Tokenizer:
             raise DataError(f"cannot write the tokenizer {path}: {error.strerror}") from None
 
     def to_bytes(self):
-        """Return the contents of tokenizer.json, equal bytes for equal tokenizers."""
+        """Return the contents of tokenizer.json; equal tokenizers give equal bytes."""
         return self.library.to_str(pretty=True).encode("utf-8")
 
     @property
     def fingerprint(self):
-        """A 32-bit checksum of all tokens in the order of their ids, to compare two vocabularies."""
+        """A 32-bit checksum of all tokens in the order of their ids; it tells whether two vocabularies are equal."""
         return zlib.crc32(b"".join(len(token).to_bytes(4, "little") + token for token in self.token_bytes))
 
     def encode(self, text):
-        """Return the ids of `text`, (tokens,) of `dtype`; decode(encode(text)) == text.
+        """Return the ids of `text`: (number of tokens,) of self.dtype. decode(encode(text)) is equal to text.
 
-        Raises DataError naming the first word outside the vocabulary, or for a text that UTF-8 cannot encode.
+        Raises DataError for a word outside the vocabulary, and names it; and for a text that UTF-8 cannot encode.
         """
         return np.concatenate([np.empty(0, self.dtype), *self.encode_chunks(slices(text))])
 
     def encode_chunks(self, chunks):
-        """Yield id arrays of the concatenated `chunks`, one after another; few chunks are in memory at once."""
+        """Yield arrays, the ids of the concatenated `chunks` in order; only a few chunks are in memory at a time."""
         encode = {"word": self._encode_words, "byte": self._encode_bytes, "bpe": self._encode_pairs}[self.kind]
         pieces = map(utf8, ["".join(chunks)] if self.whole else cut_at_words(chunks, self.inside))
         for piece in pieces:
             yield encode(piece, pieces)
 
     def encode_prompt(self, text):
-        """Encode `text` as `encode` does, with a space before its first word if only " word" is in the vocabulary.
+        """Encode a prompt. If the vocabulary has its first word only with a space before it, this space is added.
 
-        Most words of a corpus follow a space, so the vocabulary often has only the form with the space.
+        Most words of a corpus follow a space, so the vocabulary often has " word" but not "word".
         """
         if self.kind == "word" and text:
             first = self._words(utf8(text[:PIECE]))[0]
@@ -191,7 +193,7 @@ class Tokenizer:
         return self.encode(text)
 
     def decode(self, ids):
-        """Return the text of `ids` (any integers); bytes that are not UTF-8 become U+FFFD.
+        """Return the text of `ids`, a sequence of integers; bytes that are not UTF-8 become U+FFFD.
 
         Raises DataError for an id outside the vocabulary.
         """
@@ -209,6 +211,7 @@ class Tokenizer:
         return self.token_bytes[id]
 
     def _words(self, piece):
+        """Return the list of the words of a text, in which each added token is one word."""
         parts = self.added.split(piece) if self.added else [piece]  # the parts 1, 3, ... are added tokens
         split = self.library.pre_tokenizer.pre_tokenize_str
         return [
@@ -216,6 +219,7 @@ class Tokenizer:
         ]
 
     def _encode_words(self, piece, rest):
+        """Return the ids of a piece of text. rest: the later pieces, to count the unknown words for the error."""
         words = self._words(piece)
         try:
             return np.array([self.ids[word] for word in words], self.dtype)
@@ -226,7 +230,7 @@ class Tokenizer:
                     f"the vocabulary of {self.vocab_size} tokens has no token for it: write one space before each word"
                 ) from None
             unknown = sum(word not in self.ids for word in words)
-            unknown += sum(word not in self.ids for piece in rest for word in self._words(piece))
+            unknown += sum(word not in self.ids for later_piece in rest for word in self._words(later_piece))
             raise DataError(
                 f"the word {error.args[0]!r} is not in the vocabulary of {self.vocab_size} tokens "
                 f"({unknown} unknown in total): use words of the corpus, or train a new model with --tokenizer byte"
@@ -240,7 +244,7 @@ class Tokenizer:
 
 
 class TokenStream:
-    """Decodes ids one at a time. All results of push() and then flush(), concatenated, equal decode() of all ids."""
+    """Decodes one id at a time. The results of all push() calls and of flush(), concatenated, are decode(all ids)."""
 
     def __init__(self, bytes_of):
         self.bytes_of = bytes_of
@@ -256,9 +260,9 @@ class TokenStream:
 
 
 def build_tokenizer(spec, text):
-    """Return the tokenizer of `spec`: "word" (with the vocabulary of `text`), "byte", or the path of a tokenizer.json.
+    """Return the tokenizer that `spec` names: "word" (its vocabulary is that of `text`), "byte", or a tokenizer.json.
 
-    text: a str or an iterable of str; only "word" reads it.
+    text: a str or an iterable of str, which is read only for "word".
     """
     if spec == "word":
         return Tokenizer.word_level(text)

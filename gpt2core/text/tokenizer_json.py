@@ -1,4 +1,4 @@
-"""Find the kind of tokenizer in a tokenizer.json, and reject a file with options that could lose text."""
+"""Find the kind of the tokenizer in a tokenizer.json, and reject files with options that could lose text."""
 
 from gpt2core.errors import DataError
 
@@ -8,16 +8,17 @@ WORD_PATTERN = r" ?\w+| ?[^\w\s]|\s"
 
 
 def byte_alphabet():
-    """Return GPT-2's 256 printable characters; the one at index b represents byte b (`bytes_to_unicode` of GPT-2)."""
+    """Return GPT-2's 256 printable characters, of which number b represents byte b (`bytes_to_unicode` of GPT-2)."""
     printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     others = iter(range(256, 512))
     return "".join(chr(byte if byte in printable else next(others)) for byte in range(256))
 
 
 def kind_of(description, path):
-    """The kind, "word", "byte" or "bpe", of a parsed tokenizer.json in which the library has filled every field.
+    """Return the kind, "word", "byte" or "bpe", of a parsed tokenizer.json that the library has written.
 
-    Raises DataError, naming the option, if decode(encode(text)) could differ from text, or if the ids are random.
+    Raises DataError, with the name of the option, if decode(encode(text)) could differ from text, or if encoding is
+    random. path: of the file, for the messages.
     """
     model, steps, added = description["model"], steps_of(description["pre_tokenizer"]), description["added_tokens"]
     if not model["vocab"]:
@@ -37,16 +38,16 @@ def kind_of(description, path):
             f"{path} lacks {missing} of the 256 byte tokens, so it would lose text: "
             "train it with initial_alphabet=ByteLevel.alphabet()"
         )
-    plain = [model["vocab"][character] for character in byte_alphabet()] == list(range(256))
-    return "byte" if plain and len(model["vocab"]) == 256 and not added else "bpe"
+    ids_are_bytes = [model["vocab"][character] for character in byte_alphabet()] == list(range(256))
+    return "byte" if ids_are_bytes and len(model["vocab"]) == 256 and not added else "bpe"
 
 
-# Pre-tokenizers that divide a text and keep every character. ByteLevel changes all of them, so it must be the last.
+# Pre-tokenizers that divide a text and keep every character. ByteLevel must be the last: it replaces all characters.
 DIVIDING = ("Split", "Digits", "Punctuation", "UnicodeScripts", "FixedLength")
 
 
 def problems(description):
-    """Yield a description of each option of a parsed tokenizer.json that may change text or make ids random."""
+    """Yield a description of each option of a parsed tokenizer.json that could change text or make ids random."""
     model, steps, alphabet = description["model"], steps_of(description["pre_tokenizer"]), set(byte_alphabet())
     for step in steps_of(description["normalizer"]):
         yield f"the normalizer {step['type']}, which changes text"
@@ -70,23 +71,23 @@ def problems(description):
 
 
 def steps_of(part):
-    """The normalizers or pre-tokenizers of a field of tokenizer.json, with those inside a Sequence, in order."""
+    """The list of normalizers or pre-tokenizers in a field of tokenizer.json; a Sequence is replaced by its items."""
     if part is None or part["type"] != "Sequence":
         return [part] if part else []
     return [step for inner in part.get("pretokenizers", part.get("normalizers")) for step in steps_of(inner)]
 
 
 def splits_at_words(description):
-    """Whether a text can be cut between a letter or digit and a space or newline without a change of its tokens.
+    """Whether a cut between a letter or digit and a space or newline leaves the tokens of a text unchanged.
 
-    For the pre-tokenizer Split the answer is True only with the pattern of the word tokenizer.
+    With the pre-tokenizer Split this is known, and the result True, only for the pattern of the word tokenizer.
     """
     words = {"type": "Split", "pattern": {"Regex": WORD_PATTERN}, "behavior": "Isolated", "invert": False}
     known = all(
         step["type"] in ("ByteLevel", "Digits", "Punctuation") or step == words
         for step in steps_of(description["pre_tokenizer"])
     )
-    # single_word depends on the character before the token, which a cut would hide
+    # single_word depends on the character before the token; after a cut this character is in another piece
     return known and not any(
         token["single_word"] and token["content"][0] in " \n" for token in description["added_tokens"]
     )

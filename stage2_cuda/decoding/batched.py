@@ -1,9 +1,9 @@
 """The kernels of a decode step for two or more sequences; layernorm() and unembed() also serve one sequence.
 
-Each sequence gets one new position. A layer takes seven launches:
+Each sequence gets one new position. A layer takes seven launches (w and b: the weight and the bias of each product):
 
     h = LN(x)                                             layernorm_kernel
-    q, k, v = h w + b, k and v into the cache             linear_kernel
+    q, k, v = h w + b; k and v are stored in the cache    linear_kernel
     y = softmax(q k') v                                   attention_kernel
     partial sums of y w, split over K                     split_k_kernel
     h = LN(x + partial sums + b)                          layernorm_kernel
@@ -11,15 +11,16 @@ Each sequence gets one new position. A layer takes seven launches:
     partial sums of g w, split over K                     split_k_kernel
 
 A product reads each weight once for all sequences and uses tl.dot. A product with too few columns to occupy the GPU is
-split over K (split-K). The kernel that reads the partial sums adds them in a fixed order: no atomics, and no extra
-launch. One sequence has its own kernels (single_row.py), except for the last LayerNorm and the logits.
+split over K, the dimension of the sum (split-K): each program computes a partial sum over part of K. The next
+layernorm_kernel adds the partial sums in a fixed order, so they need no atomics and no launch of their own. One
+sequence has its own kernels (single_row.py), except for the last LayerNorm and the logits.
 
 Sequences may have different lengths. The kernels read the lengths from device memory, so one captured decode step (a
 CUDA graph) works for all lengths.
 """
 
 # B sequences, one row each; C channels, H heads, D head size, V vocabulary; a weight is (K, N), lm_head (V, C)
-# the KV cache of a layer is (B, block, 2C): k then v, heads side by side, as the projection gives them
+# x' is x transposed; the KV cache of a layer is (B, block, 2C): k (C) then v (C) of each position, heads side by side
 
 import math
 from typing import NamedTuple
@@ -36,18 +37,18 @@ MAX_BATCH = 32  # sequences of one decode step
 
 
 class DecodeTiling(NamedTuple):
-    """Tile sizes of the decode kernels, and whether a kernel may start before the previous one has ended (`pdl`).
+    """Tile sizes of the decode kernels, and whether they use programmatic dependent launch (pdl).
 
-    With pdl (programmatic dependent launch) a kernel may start, and load weights, while the previous kernel still runs.
+    With pdl a kernel may start, and load weights, while the previous kernel still runs.
     """
 
-    block_n: int  # columns of a weight per program
-    split_k: int  # parts that K is split into; more if a part would exceed `max_rows`
+    block_n: int  # columns of a weight per program, in the products that are not split over K
+    split_k: int  # number of parts of K in split-K; more if a part would have more than `max_rows` rows
     split_block_n: int  # columns of a weight per program, in the products that are split over K
-    block_keys: int  # cached keys per split (one sequence) or per loop iteration (several sequences)
+    block_keys: int  # cached keys per program, at least (one sequence); per loop iteration (two or more sequences)
     block_vocab: int  # rows of lm_head per program
     max_rows: int = 256  # largest number of rows of a weight in one part of split-K
-    elements_per_thread: int = 128  # of a tile of weights; decides the number of warps
+    elements_per_thread: int = 128  # elements of a weight tile per thread; determines the number of warps
     block_k: int = 128  # two or more sequences: rows of a weight per tl.dot in 16 bits; half as many in fp32
     pdl: bool = False
 
@@ -62,13 +63,14 @@ def tiling_for(B):
 
 
 class SplitK(NamedTuple):
-    """K rows of a weight in `parts` parts of `rows` rows; the last part may have fewer."""
+    """A division of the K rows of a weight: `parts` parts of `rows` rows each; the last part may have fewer."""
 
     parts: int
     rows: int
 
 
 def split_k(K, tiling):
+    """The SplitK of K rows; `rows` is a multiple of 16, or tiling.max_rows."""
     rows = min(tiling.max_rows, 16 * triton.cdiv(K, 16 * tiling.split_k))
     return SplitK(triton.cdiv(K, rows), rows)
 
@@ -81,13 +83,13 @@ def block_k(tiling, w):
 # -- launches ----------------------------------------------------------------------------------------------------------
 
 
-def layernorm(h, s, stream, ln_w, ln_b, eps, tiling):
-    """h (B, C) = LN(x), and s (B, C) float32 = x unless s is None; s may be the array x.
+def layernorm(h, s, residual, ln_w, ln_b, eps, tiling):
+    """Store the sum x + (bias + partials[0] + partials[1] + ...) in s (B, C) float32 and its LayerNorm in h (B, C).
 
-    stream: (x, partials, bias). x is (B, C) float32. The kernel first adds partials (parts, B, C) and bias (C) to x,
-    unless both are None.
+    residual: (x, partials, bias), with x (B, C) float32, partials (parts, B, C) float32, bias (C). If partials and bias
+    are None, the sum is x. s may be the array x; if s is None, the sum is not stored.
     """
-    x, partials, bias = stream
+    x, partials, bias = residual
     B, C = h.shape
     parts, width = 0 if partials is None else len(partials), triton.next_power_of_2(C)
     arguments = h, s, x, partials, bias, ln_w, ln_b, B, C, 1 / C, float(eps)
@@ -95,10 +97,10 @@ def layernorm(h, s, stream, ln_w, ln_b, eps, tiling):
 
 
 def linear(y, cache, h, w, bias, lengths, block, tiling, precision):
-    """y (B, N) = gelu(h w + bias), h (B, K), w (K, N).
+    """Without a cache (None): y (B, N) = gelu(h w + bias); h (B, K), w (K, N).
 
-    With a cache (B, block, 2K), the kernel computes q, k, v = h w + bias instead. y (B, K) receives q; the cache
-    receives k and v at the newest position of each sequence, lengths (B) - 1.
+    With a cache (B, block, 2K): q, k, v = h w + bias. The kernel stores q in y (B, K), and k and v in the cache at the
+    newest position of each sequence b, lengths[b] - 1.
     """
     (B, K), N = h.shape, w.shape[1]
     arguments = y, cache, h, w, bias, lengths, B, K, N, block
@@ -107,7 +109,7 @@ def linear(y, cache, h, w, bias, lengths, block, tiling, precision):
 
 
 def attention(y, q, cache, lengths, n_head, tiling):
-    """y (B, C) = attention of q (B, C) over the first lengths (B) positions of the cache (B, block, 2C)."""
+    """y (B, C): q (B, C) of each sequence b attends to the first lengths[b] positions of the cache (B, block, 2C)."""
     B, C = q.shape
     block, D = cache.shape[1], C // n_head
     arguments = y, q, cache, lengths, n_head, block, math.log2(math.e) / math.sqrt(D)
@@ -116,7 +118,10 @@ def attention(y, q, cache, lengths, n_head, tiling):
 
 
 def split_k_product(partials, x, w, tiling, precision):
-    """partials (parts, B, N) float32, whose sum is x (B, K) w (K, N); parts as in split_k(K, tiling)."""
+    """Store partial sums of x w in partials (parts, B, N) float32; x (B, K), w (K, N).
+
+    parts = split_k(K, tiling).parts. The sum of partials over the first axis is x w.
+    """
     parts, B, N = partials.shape
     K = w.shape[0]
     arguments = partials, x, w, B, K, N, split_k(K, tiling).rows
@@ -126,28 +131,34 @@ def split_k_product(partials, x, w, tiling, precision):
 
 
 def vocab_tiles(V, tiling):
-    """The number of tiles, one per program, that unembed divides the vocabulary into."""
+    """The number of tiles into which unembed() divides the vocabulary; each program computes one tile."""
     return triton.cdiv(V, tiling.block_vocab)
 
 
 def unembed(logits, maxima, indices, h, w, tiling, precision):
-    """logits (B, V) float32 = h (B, C) w' (V, C); and per vocabulary tile the largest logit and its first index.
+    """logits (B, V) float32 = h w'; h (B, C), w (V, C). Also store the largest logit of each vocabulary tile.
 
-    maxima (B, tiles) float32, indices (B, tiles) int32, tiles = vocab_tiles(V, tiling).
+    maxima (B, tiles) float32: the largest logits; indices (B, tiles) int32: their token ids, the smallest id if several
+    logits are equal. tiles = vocab_tiles(V, tiling).
     """
     (B, V), K, tiles = logits.shape, h.shape[1], maxima.shape[1]
-    depth = triton.next_power_of_2(K) if B == 1 else block_k(tiling, w)
-    options = dict(BLOCK_B=padded_batch(B), BLOCK_K=depth, BLOCK_N=tiling.block_vocab, PRECISION=precision)
+    k_per_iteration = triton.next_power_of_2(K) if B == 1 else block_k(tiling, w)  # one row: no loop over K
+    options = dict(BLOCK_B=padded_batch(B), BLOCK_K=k_per_iteration, BLOCK_N=tiling.block_vocab, PRECISION=precision)
     arguments = logits, maxima, indices, h, w, B, K, V, tiles
     launch_tiled(unembed_kernel, (tiles,), *arguments, tiling=tiling, num_stages=3, **options)
 
 
 def padded_batch(B):
+    """The number of rows of a tile that holds one row for each of B sequences."""
     return 1 if B == 1 else max(16, triton.next_power_of_2(B))  # tl.dot needs at least 16 rows
 
 
 def launch_tiled(kernel, grid, *arguments, tiling, **options):
-    """Launch, by default with one warp per 32 * elements_per_thread elements of the tile of weights (4 to 16 warps)."""
+    """Launch a kernel, with pdl if the tiling says so.
+
+    The default number of warps gives each thread `tiling.elements_per_thread` elements of the tile of weights, or of
+    partial sums (layernorm); it is at least 4 and at most 16.
+    """
     elements = options.get("BLOCK_C", options.get("BLOCK_K", 1)) * options.get("BLOCK_N", options.get("PARTS", 1))
     warps = triton.next_power_of_2(elements) // (32 * tiling.elements_per_thread)
     options.setdefault("num_warps", min(16, max(4, warps)))
@@ -163,10 +174,10 @@ def launch_tiled(kernel, grid, *arguments, tiling, **options):
 def wait_for_previous_launch():
     """With PDL: wait until the previous kernel has ended, then allow the next kernel to start early.
 
-    Before this call a kernel may read only what is older than the previous kernel's output, such as weights, and must
-    not write. After it the kernel may read that output, and overwrite what the previous kernel has read. The next
-    kernel is not allowed to start before this call: a waiting kernel occupies processors that the previous kernel
-    needs, which costs more than its early loads save.
+    Before this call a kernel may read only memory that the previous kernel does not write, such as weights, and must
+    not write. After this call it may read the output of the previous kernel and overwrite the inputs of that kernel.
+    The next kernel cannot start before this call. If it could, it would wait on processors that the previous kernel
+    still needs, which costs more time than its early loads save.
     """
     gdc_wait()
     gdc_launch_dependents()
@@ -188,7 +199,7 @@ def newest_positions(lengths_ptr, B, block, BLOCK_B: tl.constexpr):
 
 @triton.jit
 def add_partials(x_ptr, partials_ptr, bias, row, B, C, PARTS: tl.constexpr, BLOCK_C: tl.constexpr):
-    """x + (bias + the partial sums) of one row (BLOCK_C); only x if there are no partials."""
+    """x + (bias + the partial sums) of one row, float32 (BLOCK_C); only x if there are no partials."""
     cols = tl.arange(0, BLOCK_C)
     s = tl.load(x_ptr + row * C + cols, cols < C, 0)
     if partials_ptr is not None:
@@ -201,6 +212,7 @@ def add_partials(x_ptr, partials_ptr, bias, row, B, C, PARTS: tl.constexpr, BLOC
 
 @triton.jit
 def normalize(s, weight, bias, C, inverse_C, eps, BLOCK_C: tl.constexpr):
+    """LayerNorm of one row s (BLOCK_C), of which C elements are valid; inverse_C = 1 / C."""
     h = tl.where(tl.arange(0, BLOCK_C) < C, s - tl.sum(s, 0) * inverse_C, 0)
     h *= 1 / tl.sqrt(tl.sum(h * h, 0) * inverse_C + eps)
     return h * weight + bias
@@ -208,7 +220,10 @@ def normalize(s, weight, bias, C, inverse_C, eps, BLOCK_C: tl.constexpr):
 
 @triton.jit
 def store_output(y_ptr, cache_ptr, value, B, cols, N, C, position, block, BLOCK_B: tl.constexpr):
-    """Store gelu(value) (BLOCK_B, cols) in y. With a cache: store q in y, k and v in the cache at `position`."""
+    """Store gelu(value) in the columns `cols` of y (B, N); value (BLOCK_B, number of columns).
+
+    With a cache, `value` has columns of q, k and v: store q in y (B, C), and k and v in the cache at `position`.
+    """
     rows = tl.arange(0, BLOCK_B)
     mask = (rows < B)[:, None] & (cols < N)[None, :]
     if cache_ptr is not None:
@@ -219,7 +234,7 @@ def store_output(y_ptr, cache_ptr, value, B, cols, N, C, position, block, BLOCK_
         tl.store(y_ptr + rows[:, None] * N + cols[None, :], value * sigmoid_of_2u(value), mask)
 
 
-# -- kernels -----------------------------------------------------------------------------------------------------------
+# -- kernels: the functions that launch them, above, state what they compute -------------------------------------------
 
 
 @triton.jit
@@ -264,7 +279,10 @@ def attention_kernel(
     y_ptr, q_ptr, cache_ptr, lengths_ptr, H, block, scale,
     SIZE: tl.constexpr, D: tl.constexpr, BLOCK_KEYS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One head of one sequence, over all its keys. SIZE: head size, D: rounded up; scale: log2(e) / sqrt(SIZE)."""
+    """One program computes one head of one sequence, with an online softmax over blocks of keys.
+
+    SIZE: head size; D: SIZE rounded up to a power of two; scale: log2(e) / sqrt(SIZE), because exp2 replaces exp.
+    """
     b, h, d = tl.program_id(0) // H, tl.program_id(0) % H, tl.arange(0, D)
     C = H * SIZE
     cache_ptr += b.to(tl.int64) * block * 2 * C + h * SIZE

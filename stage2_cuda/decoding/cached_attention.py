@@ -1,11 +1,12 @@
 """Causal attention with a KV cache: t new queries attend to all cached keys, and causally to the t new keys.
 
-A program computes M new rows of one head. It loops over the cached keys, then over the new keys up to the diagonal,
-with the steps of kernels/attention.py. gpt2core.sampler.Decoder calls this kernel, for tensor parallelism and for
-batches that GpuDecoder does not support. GpuDecoder has its own kernels (batched.py, single_row.py).
+A program computes M new rows of one head. It loops over the cached keys in blocks of N, then over the new keys up to
+the diagonal, with the softmax steps of kernels/attention.py. gpt2core.sampler.Decoder uses this kernel. It serves
+tensor parallelism and batch sizes that GpuDecoder does not support. GpuDecoder has its own kernels (batched.py,
+single_row.py).
 """
 
-# B batch, t new positions, C channels, H heads, D = C // H head size (in a kernel: rounded up to a power of two)
+# B batch, t new positions, C channels, H heads, D = C // H head size (cached_kernel: SIZE; D is the next power of two)
 
 import math
 
@@ -28,14 +29,17 @@ TILE = TileConfig(16, 64, 4, 2)  # 16 new queries by 64 keys; not tuned
 
 @triton.jit
 def load_new(qkv_ptr, rows, dims, t, C, D: tl.constexpr):
-    """Rows of q, k or v (rows, dims); qkv_ptr points to the first row of that part of one head in qkv (t, 3C)."""
+    """The given rows of q, k or v of one head, (rows, dims); qkv_ptr points to that part in the first row of qkv."""
     mask = (rows < t)[:, None] & (dims < D)[None, :]
     return tl.load(qkv_ptr + rows.to(tl.int64)[:, None] * 3 * C + dims[None, :], mask=mask, other=0.0)
 
 
 @triton.jit
 def attend(acc, peak, total, q, k, v, visible, scale, PRECISION: tl.constexpr):
-    """One step of flash attention: the queries q (M, D) attend to the `visible` keys k and values v (N, D)."""
+    """One step of flash attention: queries q (M, D) attend to those of the keys k (N, D) for which `visible` is true.
+
+    v (N, D): the values. Returns the new acc (M, D), peak (M) and total (M) of the online softmax (see softmax_step).
+    """
     s = tl.where(visible, tl.dot(q, k.T, input_precision=PRECISION), float("-inf"))  # (M, N)
     p, peak, total, acc = softmax_step(s, peak, total, acc, scale)
     return tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION), peak, total
@@ -46,20 +50,21 @@ def cached_kernel(
     y_ptr, keys_ptr, values_ptr, qkv_ptr, position, t, H, block, scale,
     M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """y of M new rows of one head; stores their k and v in the caches. SIZE: head size, D: rounded up.
+    """Compute y of M new rows of one head, and store their k and v in the caches.
 
-    New keys and values are read from qkv, because other programs write them to the caches at the same time.
+    The new keys and values are read from qkv, not from the caches, because other programs write the caches at the same
+    time. SIZE: head size; D: SIZE rounded up to a power of two.
     """
     C = H * SIZE
-    b, h, head = tl.program_id(0) // H, tl.program_id(0) % H, tl.program_id(0).to(tl.int64) * SIZE * block
+    b, h, head_offset = tl.program_id(0) // H, tl.program_id(0) % H, tl.program_id(0).to(tl.int64) * SIZE * block
     rows, dims = tl.program_id(1) * M + tl.arange(0, M), tl.arange(0, D)
     mask = (rows < t)[:, None] & (dims < SIZE)[None, :]  # (M, D)
-    first = b.to(tl.int64) * t
-    qkv_ptr += first * 3 * C + h * SIZE
-    keys_ptr += head
-    values_ptr += head
+    first_row = b.to(tl.int64) * t  # of this sequence in qkv and y
+    qkv_ptr += first_row * 3 * C + h * SIZE
+    keys_ptr += head_offset
+    values_ptr += head_offset
 
-    slots = position + rows
+    slots = position + rows  # indices in the caches
     new_k, new_v = load_new(qkv_ptr + C, rows, dims, t, C, SIZE), load_new(qkv_ptr + 2 * C, rows, dims, t, C, SIZE)
     tl.store(keys_ptr + dims[None, :] * block + slots[:, None], new_k, mask=mask)  # keys are cached as (D, block)
     tl.store(values_ptr + slots[:, None] * SIZE + dims[None, :], new_v, mask=mask)
@@ -77,16 +82,17 @@ def cached_kernel(
         columns = n + tl.arange(0, N)
         k, v = load_new(qkv_ptr + C, columns, dims, t, C, SIZE), load_new(qkv_ptr + 2 * C, columns, dims, t, C, SIZE)
         acc, peak, total = attend(acc, peak, total, q, k, v, causal_mask(rows, columns), scale, PRECISION)
-    y_ptr += first * C + h * SIZE
+    y_ptr += first_row * C + h * SIZE
     y_ptr += rows.to(tl.int64)[:, None] * C + dims[None, :]
     tl.store(y_ptr, (acc / total[:, None]).to(y_ptr.dtype.element_ty), mask=mask)
 
 
 def attention_cached(y, qkv, keys, values, position, n_head, precision="ieee"):
-    """y (B, t, C) = attention of qkv (B, t, 3C) at positions [position, position + t), over all positions so far.
+    """y (B, t, C) = causal attention of the new positions, position to position + t - 1, to all positions so far.
 
-    Stores k and v in the caches, keys (B, H, D, block) and values (B, H, block, D). Raises ConfigError if they do not
-    fit.
+    qkv (B, t, 3C): q, k and v of the new positions. Stores k and v in the caches, keys (B, H, D, block) and values
+    (B, H, block, D). precision: of the products, "ieee", "tf32" or "tf32x3". Raises ConfigError if the block of the
+    caches has too few positions left.
     """
     B, t, D, _ = shapes_and_tiles(qkv, n_head, precision)
     block = keys.shape[3]

@@ -1,20 +1,23 @@
-"""A decode step: the sequence of kernels that computes one more position of every sequence with the KV cache.
+"""A decode step: the kernel launches that compute one more position of every sequence with the KV cache.
 
-SingleRowStep serves one sequence, BatchedStep two or more. run() leaves the output of the last LayerNorm in h.
+SingleRowStep serves one sequence, BatchedStep two or more. run() writes the output of the last LayerNorm to h; the
+decoder computes the logits from h.
 """
 
 # B sequences, C channels, H heads; k and v of a layer are cached as (B, block, 2C)
+# residual = (x, partials, bias): the residual stream is x plus partial sums of a product and its bias, not yet added
 
 from stage2_cuda.decoding import batched, single_row
 
 
 class DecodeStep:
-    """Computes h (B, C) at the newest position of every sequence. The embeddings are in sequences.x.
+    """Computes h (B, C) at the newest position of every sequence.
 
-    cache: an array (B, block, 2C) for each layer. empty(shape, dtype) allocates an array.
+    sequences: a sampling.Sequences; sequences.x has the embeddings of the newest tokens. cache: an array (B, block, 2C)
+    for each layer. tiling: a batched.DecodeTiling. empty(shape, dtype) allocates an array.
     """
 
-    prepare = None  # a function to call before the first run() of each generation, or None
+    prepare = None  # a method to call before the first run() of each generation, or None
 
     def __init__(self, model, sequences, cache, h, tiling, empty):
         self.model, self.config = model, model.config
@@ -34,27 +37,28 @@ class BatchedStep(DecodeStep):
 
     def run(self):
         lengths, tiling, precision = self.sequences.lengths, self.tiling, self.model.head.backend.dot
-        block, n_head, stream = self.config.block_size, self.config.n_head, (self.sequences.x, None, None)
+        block, n_head, residual = self.config.block_size, self.config.n_head, (self.sequences.x, None, None)
         for layer, cache in zip(self.layers, self.cache, strict=True):
-            stream = self.add_and_normalize(stream, layer.ln_1)
+            x = self.add_and_normalize(residual, layer.ln_1)
             batched.linear(self.q, cache, self.h, *layer.qkv, lengths, block, tiling, precision)
             batched.attention(self.y, self.q, cache, lengths, n_head, tiling)
             batched.split_k_product(self.attention_partials, self.y, layer.proj[0], tiling, precision)
-            stream = self.add_and_normalize((stream[0], self.attention_partials, layer.proj[1]), layer.ln_2)
+            x = self.add_and_normalize((x, self.attention_partials, layer.proj[1]), layer.ln_2)
             batched.linear(self.g, None, self.h, *layer.fc, lengths, block, tiling, precision)
             batched.split_k_product(self.mlp_partials, self.g, layer.fc_proj[0], tiling, precision)
-            stream = stream[0], self.mlp_partials, layer.fc_proj[1]
-        batched.layernorm(self.h, None, stream, *self.ln_f, self.config.layer_norm_epsilon, tiling)
+            residual = x, self.mlp_partials, layer.fc_proj[1]
+        batched.layernorm(self.h, None, residual, *self.ln_f, self.config.layer_norm_epsilon, tiling)
 
-    def add_and_normalize(self, stream, ln):
-        """h = LN(stream); returns the stream (x, partials, bias) with the partial sums added: (x, None, None)."""
-        s = stream[0] if stream[1] is None else self.s
-        batched.layernorm(self.h, s, stream, *ln, self.config.layer_norm_epsilon, self.tiling)
-        return s, None, None
+    def add_and_normalize(self, residual, ln):
+        """h = LN(sum of residual); returns the array of the sum: x itself if there are no partial sums, else self.s."""
+        x, partials, _ = residual
+        s = x if partials is None else self.s
+        batched.layernorm(self.h, s, residual, *ln, self.config.layer_norm_epsilon, self.tiling)
+        return s
 
 
 class SingleRowStep(DecodeStep):
-    """The step for one sequence. It reads transposed copies of most weights, made by prepare() once per generation."""
+    """The step for one sequence. prepare() transposes most weights, once per generation; run() reads these copies."""
 
     def allocate(self, dtype, empty):
         C, H, D = self.config.n_embd, self.config.n_head, self.config.n_embd // self.config.n_head
@@ -66,37 +70,40 @@ class SingleRowStep(DecodeStep):
         self.transposed = [TransposedWeights(layer, dtype, empty) for layer in self.layers]
 
     def prepare(self):
-        for layer in self.transposed:
-            layer.update()
+        for weights in self.transposed:
+            weights.update()
 
     def run(self):
         lengths, tiling, x = self.sequences.lengths, self.tiling, self.sequences.x
         block, n_head, eps = self.config.block_size, self.config.n_head, self.config.layer_norm_epsilon
-        rest = lengths, block, eps, tiling
-        for layer, own, cache in zip(self.layers, self.transposed, self.cache, strict=True):
-            stream = x, None, None
-            single_row.layernorm_linear(self.q, cache, None, stream, layer.ln_1[0], own.qkv, *own.qkv_ln, *rest)
+        common = lengths, block, eps, tiling  # the last arguments of both calls of layernorm_linear
+        for layer, t, cache in zip(self.layers, self.transposed, self.cache, strict=True):
+            residual = x, None, None
+            single_row.layernorm_linear(self.q, cache, None, residual, layer.ln_1[0], t.qkv, *t.qkv_ln, *common)
             single_row.split_keys_attention(*self.splits, self.q, cache, lengths, n_head, tiling)
             single_row.combine_product(self.attention_partials, *self.splits, lengths, layer.proj[0], block, tiling)
-            stream = x, self.attention_partials, layer.proj[1]
-            single_row.layernorm_linear(self.g, None, self.s, stream, layer.ln_2[0], own.fc, *own.fc_ln, *rest)
+            residual = x, self.attention_partials, layer.proj[1]
+            single_row.layernorm_linear(self.g, None, self.s, residual, layer.ln_2[0], t.fc, *t.fc_ln, *common)
             x = self.x
-            single_row.linear_residual(x, self.s, self.g, own.fc_proj, layer.fc_proj[1], tiling)
+            single_row.linear_residual(x, self.s, self.g, t.fc_proj, layer.fc_proj[1], tiling)
         batched.layernorm(self.h, None, (x, None, None), *self.ln_f, eps, tiling)
 
 
 class LayerWeights:
-    """The (weight, bias) arrays of one layer."""
+    """The [weight, bias] arrays of one layer; prefix: of their parameter names, such as "transformer.h.0."."""
 
-    def __init__(self, parameters, name):
-        self.ln_1, self.ln_2 = weight_and_bias(parameters, f"{name}ln_1"), weight_and_bias(parameters, f"{name}ln_2")
-        self.qkv = weight_and_bias(parameters, f"{name}attn.c_attn")
-        self.proj = weight_and_bias(parameters, f"{name}attn.c_proj")
-        self.fc, self.fc_proj = (weight_and_bias(parameters, f"{name}mlp.{part}") for part in ("c_fc", "c_proj"))
+    def __init__(self, parameters, prefix):
+        self.ln_1, self.ln_2 = (weight_and_bias(parameters, f"{prefix}{part}") for part in ("ln_1", "ln_2"))
+        self.qkv = weight_and_bias(parameters, f"{prefix}attn.c_attn")
+        self.proj = weight_and_bias(parameters, f"{prefix}attn.c_proj")
+        self.fc, self.fc_proj = (weight_and_bias(parameters, f"{prefix}mlp.{part}") for part in ("c_fc", "c_proj"))
 
 
 class TransposedWeights:
-    """The weights of a layer as single_row needs them: transposed, and (gamma_w, beta_w) of the two LayerNorms."""
+    """Copies of a layer's weights for single_row: qkv, fc and fc_proj transposed.
+
+    qkv_ln, fc_ln: [gamma_w, beta_w] of single_row.fold_layernorm, for the LayerNorm before qkv and before fc.
+    """
 
     def __init__(self, layer, dtype, empty):
         self.layer = layer
@@ -105,13 +112,14 @@ class TransposedWeights:
         self.qkv_ln, self.fc_ln = ([empty((len(w),), "float32") for _ in range(2)] for w in (self.qkv, self.fc))
 
     def update(self):
-        """Compute the copies again, because training may have changed the weights in place."""
+        """Compute the copies from the current weights: training may have changed these in place."""
         layer = self.layer
         single_row.transpose(self.qkv, layer.qkv[0])
         single_row.fold_layernorm(*self.qkv_ln, self.qkv, *layer.ln_1, layer.qkv[1])
         single_row.transpose(self.fc, layer.fc[0])
         single_row.transpose(self.fc_proj, layer.fc_proj[0])
-        # last: the first kernel of run() loads qkv before it waits for the previous kernel, which must not write qkv
+        # This launch is the last one: the first kernel of run() loads qkv before it waits for the previous kernel
+        # (pdl), so the previous kernel must not write qkv.
         single_row.fold_layernorm(*self.fc_ln, self.fc, *layer.ln_2, layer.fc[1])
 
 

@@ -1,4 +1,4 @@
-"""The CUDA stream of text generation: captures CUDA graphs, uploads inputs, returns tokens in mapped memory."""
+"""The CUDA stream of text generation: it captures CUDA graphs, uploads inputs, and maps host memory for the tokens."""
 
 import contextlib
 
@@ -8,9 +8,9 @@ from stage2_cuda.runtime.cuda_graph import CapturedStep, Workspace
 
 
 class EagerStream(contextlib.nullcontext):
-    """The interface of DecodeStream for Triton's interpreter: NumPy arrays; every call completes before it returns."""
+    """The methods of DecodeStream for Triton's interpreter, on NumPy arrays. Every call completes before it returns."""
 
-    prefill_multiple = 1  # prompts are padded to a multiple of this many tokens
+    prefill_multiple = 1  # the decoder pads prompts to a multiple of this number of tokens
 
     def capture(self, function):
         return function
@@ -27,29 +27,33 @@ class EagerStream(contextlib.nullcontext):
 
 
 class DecodeStream:
-    """The CUDA stream for the launches, copies and allocations inside `with stream:`."""
+    """A CUDA stream. Launches, copies and allocations inside `with stream:` use this stream."""
 
-    prefill_multiple = 64  # so one captured prefill serves 64 prompt lengths
+    prefill_multiple = 64  # so that one captured prefill serves 64 prompt lengths
 
     def __init__(self, cupy):
         self.cupy, self.stream, self.workspace = cupy, cupy.cuda.Stream(non_blocking=True), Workspace(cupy)
 
     def __enter__(self):
-        self.cupy.cuda.get_current_stream().synchronize()  # complete the caller's work, which this stream may read
-        self.outer = self.stream.__enter__()
+        self.cupy.cuda.get_current_stream().synchronize()  # this stream may read what the caller's stream writes
+        self.stream.__enter__()
 
     def __exit__(self, *error):
         self.stream.__exit__(*error)
 
     def capture(self, function):
-        """A callable that runs `function`: first directly, then as a CUDA graph (see CapturedStep)."""
+        """A callable that runs `function`: directly at the first call, later as a CUDA graph (see CapturedStep)."""
         return CapturedStep(function, stream=self.stream, workspace=self.workspace)
 
     def upload(self, array, values):
+        """Copy `values` (NumPy) to the device array; converts them to its dtype."""
         array.set(np.ascontiguousarray(values, array.dtype), stream=self.stream)
 
     def mapped_array(self, shape, dtype):
-        """Pinned host memory that kernels can write to: (the device's array, the host's array) of the same memory."""
+        """(CuPy array, NumPy array) of the same pinned host memory: kernels write the first, the host reads the second.
+
+        The host needs no copy; it waits for an event (record_event) before it reads.
+        """
         import cupyx
 
         host = cupyx.empty_pinned(shape, dtype)
@@ -57,7 +61,7 @@ class DecodeStream:
         return self.cupy.ndarray(shape, dtype, self.cupy.cuda.MemoryPointer(memory, 0)), host
 
     def record_event(self):
-        """Record an event; returns a function that waits until the work launched so far has completed."""
+        """Record an event; return a function that waits until all work launched before the event has completed."""
         event = self.cupy.cuda.Event(disable_timing=True)
         event.record(self.stream)
         return event.synchronize

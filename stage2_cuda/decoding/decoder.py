@@ -1,19 +1,21 @@
 """Text generation on the GPU: one CUDA graph computes the logits and samples the next token of every sequence.
 
-If all rules are Greedy(), or all are Sampling() with the same options, the device samples and the host only reads the
-tokens. For any other rules the host copies the logits of each step and samples.
+Each sequence has a sampling rule (gpt2core/sampler.py). If all rules are Greedy(), or all are Sampling() with the same
+options, the device samples and the host only reads the tokens. With any other rules the host copies the logits of each
+step and samples.
 
-A step is normally one captured CUDA graph. Its lengths, tokens and random numbers are in device memory, so the same
-graph serves every step, and the host can launch the next step before it reads the tokens of this one. Under Triton's
-interpreter the same kernels are launched one by one.
+A step is normally one captured CUDA graph. The sequence lengths, tokens and random numbers are in device memory, so the
+same graph serves every step, and the host can launch the next step before it reads the tokens of this one. Under
+Triton's interpreter the same kernels are launched one by one.
 
 There are three kinds of step:
 
 - The prefill computes all positions of the prompts with the training kernels and fills the KV cache. The prefill is
   captured only if it has few positions.
 - A decode step computes one more position of each sequence with the KV cache.
-- A window step recomputes the last block_size tokens of every sequence, as stage 0 does. It replaces the decode step
-  as soon as the block has no room for another position of the longest sequence.
+- A window step recomputes the last block_size tokens of every sequence, as stage 0 does. The first step at which the
+  longest sequence has more than block_size tokens is a window step, and so are all later steps. If a prompt has
+  block_size tokens, all steps are window steps.
 """
 
 # B sequences, T positions, C channels, H heads, V vocabulary; block = block_size; the cache of a layer: (B, block, 2C)
@@ -25,27 +27,27 @@ import numpy as np
 from gpt2core.arena import round_up
 from gpt2core.sampler import Greedy, Sampling
 from gpt2core.tensor import Tensor, no_grad
-from stage2_cuda.decoding import batched, last_token, sampling
+from stage2_cuda.decoding import batched, gather, sampling
 from stage2_cuda.decoding.decode_step import BatchedStep, SingleRowStep
 
-CAPTURED_PREFILL = 4096  # largest B*T of a captured prefill; a larger prefill takes longer to compute than to launch
+CAPTURED_PREFILL = 4096  # largest B*T of a captured prefill; a larger one takes longer to compute than to launch
 STEPS_AHEAD = 4  # steps that may be launched after the step whose tokens the host reads next
-UNIFORMS = 256  # random numbers per sequence in one upload
+UNIFORMS = 256  # uniform random numbers per sequence in one upload
 
 
 class GpuDecoder:
     """Generates tokens for `batch` sequences, with the methods of gpt2core.sampler.Decoder.
 
-    model: a GPT2 on CudaBackend that is not split over ranks. Its parameters are read in place, except that
-    with batch 1 most weights are copied before the first decode step of a generation. stream: a DecodeStream or
-    EagerStream. tiling: a batched.DecodeTiling. Sequences may have different lengths.
+    The sequences may have different lengths. model: a GPT2 on CudaBackend that is not split over ranks. The decoder
+    reads the model's own parameter arrays; only with batch 1 it makes transposed copies of most weights, before the
+    first decode step of each generation. stream: a DecodeStream or EagerStream. tiling: a batched.DecodeTiling.
     """
 
     def __init__(self, model, batch, stream, tiling):
         config, backend = model.config, model.head.backend
         self.model, self.stream, self.backend, self.batch, self.tiling = model, stream, backend, batch, tiling
-        self.captured = {}  # {(compute, arguments, sample): a captured step, or under the interpreter a function}
-        self.unread = deque()  # per unread step: (function that waits for it, the sequences' lengths before it)
+        self.captured = {}  # {(compute, arguments, sample): captured step; under the interpreter, a plain function}
+        self.unread = deque()  # per unread step: (function that waits for the step, sequence lengths before the step)
         with stream:
             self.allocate(config, backend.empty)
 
@@ -56,8 +58,8 @@ class GpuDecoder:
         self.sequences = sampling.Sequences(empty, B, C, block, wte, wpe, readback)
         self.cache = [empty((B, block, 2 * C), wte.dtype) for _ in range(config.n_layer)]
         self.prefill_cache, self.h = PrefillCache(self.cache), empty((B, C), wte.dtype)
-        kind = SingleRowStep if B == 1 else BatchedStep
-        self.decode_step = kind(self.model, self.sequences, self.cache, self.h, self.tiling, empty)
+        step_class = SingleRowStep if B == 1 else BatchedStep
+        self.decode_step = step_class(self.model, self.sequences, self.cache, self.h, self.tiling, empty)
         self.logits, tiles = empty((B, V), "float32"), batched.vocab_tiles(V, self.tiling)
         self.maxima, self.indices = empty((B, tiles), "float32"), empty((B, tiles), "int32")
         self.window = empty((B, block), "int32")
@@ -69,8 +71,9 @@ class GpuDecoder:
         block = self.model.config.block_size
         while self.unread:  # the previous generation may have ended with unread steps
             self.read_tokens()
-        self.lengths, self.count = [len(prompt) for prompt in prompts], 0
-        self.sliding = max(self.lengths) >= block  # a prompt fills the block: no decode step would read the cache
+        self.lengths, self.step_count = [len(prompt) for prompt in prompts], 0
+        # Whether the next steps are window steps. If a prompt fills the block, no decode step would use a KV cache.
+        self.window_steps = max(self.lengths) >= block
         self.rules, self.steps_ahead = rules, STEPS_AHEAD
         ids = np.zeros((self.batch, block), np.int32)
         for row, prompt in zip(ids, prompts, strict=True):
@@ -83,18 +86,18 @@ class GpuDecoder:
     def step(self):
         with self.stream:
             if max(self.lengths) > self.model.config.block_size:
-                self.sliding = True
-            if self.sliding:
+                self.window_steps = True
+            if self.window_steps:
                 self.compute_and_sample(self.recompute_window, min(self.lengths) < self.model.config.block_size)
-            elif self.count == 0:
+            elif self.step_count == 0:
                 self.prefill()
             else:
-                if self.count == 1 and self.decode_step.prepare:  # once per generation, before its first decode step
+                if self.step_count == 1 and self.decode_step.prepare:  # before the first decode step of a generation
                     self.run(self.decode_step.prepare)
                 self.compute_and_sample(self.decode_position)
             self.unread.append((self.stream.record_event(), self.lengths))
         self.lengths = [length + 1 for length in self.lengths]
-        self.count += 1
+        self.step_count += 1
 
     def read_tokens(self):
         wait, lengths = self.unread.popleft()
@@ -104,12 +107,16 @@ class GpuDecoder:
     # -- sampling ------------------------------------------------------------------------------------------------------
 
     def choose_sampling(self, rules):
-        """The function that appends the next tokens in each step: append_greedy, append_given, or one that samples."""
+        """The function that appends the next tokens in each step: append_greedy, append_given or append_sampled.
+
+        append_greedy and append_sampled choose the tokens on the device; append_given appends tokens that the host has
+        chosen.
+        """
         if all(type(rule) is Greedy for rule in rules):
             return self.append_greedy
         options = {(rule.temperature, rule.top_k, rule.top_p) for rule in rules if type(rule) is Sampling}
         if len(options) != 1 or not all(type(rule) is Sampling for rule in rules):
-            self.steps_ahead = 0
+            self.steps_ahead = 0  # the host must choose the tokens of a step before it launches the next step
             return self.append_given
         temperature, top_k, top_p = options.pop()
         B, V = self.logits.shape
@@ -130,19 +137,22 @@ class GpuDecoder:
         sampling.append_given(self.sequences)
 
     def compute_and_sample(self, compute, *arguments):
-        """Compute the logits and append a token to each sequence, in one captured step if the device samples."""
+        """Call compute(*arguments), which computes the logits, and append a token to each sequence.
+
+        If the device samples, both are one captured step.
+        """
         if self.sample == self.append_given:
             self.run(compute, *arguments)
             tokens = [rule(logits) for rule, logits in zip(self.rules, self.backend.to_host(self.logits), strict=True)]
             self.stream.upload(self.sequences.tokens, np.array(tokens, np.int32))
             self.append_given()
             return
-        if self.sample != self.append_greedy and self.count % UNIFORMS == 0:
+        if self.sample != self.append_greedy and self.step_count % UNIFORMS == 0:
             self.upload_uniforms()
         self.run(compute, *arguments, sample=self.sample)
 
     def run(self, compute, *arguments, sample=None):
-        """Launch compute(*arguments), then sample(), captured as one step."""
+        """Launch compute(*arguments), then sample() unless it is None, as one captured step."""
         key = compute, arguments, sample
         if key not in self.captured:
 
@@ -155,7 +165,10 @@ class GpuDecoder:
         self.captured[key]()
 
     def upload_uniforms(self):
-        """Upload UNIFORMS random numbers from each rule; a step with sequence length L reads number L % UNIFORMS."""
+        """Upload the next UNIFORMS random numbers of each rule.
+
+        A step reads number L % UNIFORMS of a sequence that has L tokens before the step.
+        """
         uniforms = np.empty((self.batch, UNIFORMS))
         for row, rule, length in zip(uniforms, self.rules, self.lengths, strict=True):
             row[(length + np.arange(UNIFORMS)) % UNIFORMS] = [rule.random.random() for _ in range(UNIFORMS)]
@@ -164,7 +177,7 @@ class GpuDecoder:
     # -- logits of the next token --------------------------------------------------------------------------------------
 
     def prefill(self):
-        """Run the first step. Short prompts are padded, so that one captured step serves a range of prompt lengths."""
+        """Run the first step. If it is captured, prompts are padded, so that one graph serves a range of lengths."""
         longest = max(self.lengths)
         T = min(round_up(longest, self.stream.prefill_multiple), self.model.config.block_size)
         if self.batch * T <= CAPTURED_PREFILL:
@@ -179,38 +192,45 @@ class GpuDecoder:
 
     @no_grad()
     def fill_cache(self, T, equal_lengths):
-        """Compute the first T positions of every sequence; positions after a sequence's end do not affect earlier ones.
+        """Compute the first T positions of every sequence, and keep the row of each sequence's last position in h.
 
-        equal_lengths: all sequences have T tokens, so only the last position's hidden state is needed.
+        Shorter sequences are padded; attention is causal, so the padding does not affect earlier positions.
+        equal_lengths: whether all sequences have T tokens; then the last layer computes only the last position.
         """
         ids = self.backend.xp.ascontiguousarray(self.sequences.ids[:, :T])
         self.keep_last_rows(self.model.trunk(ids, self.prefill_cache, last_only=equal_lengths))
 
     @no_grad()
     def recompute_window(self, mixed_lengths):
-        """Logits from the last block_size tokens of every sequence; mixed_lengths: some sequences are still shorter."""
-        last_token.gather_windows(self.window, self.sequences.ids, self.sequences.lengths)
+        """Compute the logits from the last block_size tokens of every sequence.
+
+        mixed_lengths: whether some sequences have fewer than block_size tokens.
+        """
+        gather.gather_windows(self.window, self.sequences.ids, self.sequences.lengths)
         self.keep_last_rows(self.model.trunk(self.window, last_only=not mixed_lengths))
         self.unembed()
 
     def keep_last_rows(self, y):
-        """h = the last position of each sequence in y (B, T, C) or (B, 1, C)."""
-        last_token.gather_last_rows(self.h, y.data, self.sequences.lengths)
+        """h = the row of each sequence's last position; y: a Tensor (B, T, C), or (B, 1, C) with only these rows."""
+        gather.gather_last_rows(self.h, y.data, self.sequences.lengths)
 
     def unembed(self):
         head = self.model.head.data
-        batched.unembed(self.logits, self.maxima, self.indices, self.h, head, self.tiling, self.backend.dot)
+        batched.unembed(self.logits, self.maxima, self.indices, self.h, head, self.tiling, self.backend.dot_precision)
 
     def decode_position(self):
-        """Logits at the newest position of every sequence, whose embedding is already in sequences.x."""
+        """Compute the logits at the newest position of every sequence; sequences.x already has its embedding."""
         self.decode_step.run()
         self.unembed()
 
 
 class PrefillCache:
-    """Replaces a KVCache in prefill: attend() computes flash attention over the prompts, and stores keys and values."""
+    """The KV cache that GPT2.trunk uses in a prefill: attend() stores keys and values and computes causal attention.
 
-    length = 0  # cached positions before the prompts
+    cache: an array (B, block, 2C) for each layer. The attention kernel is that of training.
+    """
+
+    length = 0  # number of cached positions before the prompts
 
     def __init__(self, cache):
         self.cache = cache
@@ -223,5 +243,8 @@ class PrefillCache:
 
 
 def supports(model, batch):
-    """Whether GpuDecoder supports this model and batch size: a whole model (not split over ranks), a small batch."""
+    """Whether GpuDecoder supports this model and batch size.
+
+    The model must not be split over ranks, and the batch may have at most batched.MAX_BATCH sequences.
+    """
     return model.head.shape[0] == model.config.vocab_size and batch <= batched.MAX_BATCH

@@ -1,26 +1,32 @@
 """Sample the next token on the GPU, by the rules of gpt2core/sampler.py: greedy, or a seeded top-k / top-p draw.
 
-Order the tokens from the most to the least probable, equal logits by token id. A draw is then up to three searches for
-a position in this order:
+Consider the tokens in the order from the most to the least probable, equal logits in the order of token ids. A draw
+consists of up to three searches. Each search adds up the tokens in this order, and ends at the token at which the sum
+reaches a goal:
 
-    TOP_K: where the number of tokens reaches top_k
-    TOP_P: where the total probability reaches the share top_p of what TOP_K keeps
-    DRAW:  where the total probability exceeds the share u of what TOP_P keeps; u is uniform in [0, 1)
+    TOP_K: the sum of 1 per token reaches top_k. The tokens after this one are removed.
+    TOP_P: the sum of the probabilities reaches top_p * P. The tokens after this one are removed.
+    DRAW:  the sum of the probabilities exceeds u * P. This token is drawn.
 
-No sort is needed. The keys of logits, integers that sort_key() makes from their bits, have the order of the logits, and
+P is the sum of the probabilities of all tokens that were not removed before; u is a random number, uniform in [0, 1).
 
-    M(t) = sum of the masses of the tokens with key >= t,  mass = round(2^44 exp((logit - maximum) / temperature))
+The tokens are not sorted. Each logit has a key, an integer made from its bits by sort_key(); keys have the order of the
+logits. The unnormalised probability of a token is its mass, an integer:
 
-falls as t grows. Therefore a 64-ary search finds the key at which M reaches a goal: 64 thresholds divide the range of
-keys, all programs compute M at each threshold, and the next round divides the interval that contains the goal. After
-6 rounds of 6 bits one key is left. The first round divides all keys, so the three searches share it. If several tokens
-have this key, their masses are equal: a division gives the index among them, in the order of token ids.
+    mass = round(2^44 exp((logit - maximum) / temperature))
+    M(t) = sum of the masses of all tokens whose key is at least t
+
+M(t) falls as t grows. Therefore a 64-ary search finds the key at which M reaches the goal (TOP_K uses the number of
+tokens instead of M). In a round, 64 thresholds divide an interval of keys, and all programs compute M at each
+threshold; the next round divides the part in which M reaches the goal. After 6 rounds of 6 bits one key is left. The
+first round divides the interval of all keys for all three searches, so it is computed only once. If several tokens have
+the final key, their masses are equal, and a division gives the index of the drawn token among them.
 
 Masses are integers, so their sum does not depend on the order of addition, and a draw has the same bits every time.
 With 2^44 the sum of 2^18 masses fits in 63 bits; the rounding changes fewer than one draw in 10^8.
 """
 
-# B sequences, V vocabulary, tiles of the vocabulary (one per program), G thresholds
+# B sequences, V vocabulary, G thresholds; the vocabulary is divided into tiles, one per program
 
 import triton
 import triton.language as tl
@@ -30,20 +36,20 @@ from stage2_cuda.runtime.triton_launch import launch
 
 G, ROUNDS = 64, 6  # G^ROUNDS >= 2^32 keys
 BLOCK_V = 512  # tokens per program
-GROUP = tl.constexpr(16)  # thresholds, or tiles, that a program handles at a time
+GROUP = tl.constexpr(16)  # thresholds (add_masses) or tiles (sum_tiles) per loop iteration
 TOP_K, TOP_P, DRAW = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # the searches
 MASS_UNIT = tl.constexpr(float(1 << 44))
-MIN_KEY, END_KEY = tl.constexpr(-(1 << 31)), tl.constexpr(1 << 31)
-READBACK = 1024  # tokens per sequence in the ring buffer for the host: more than decoder.STEPS_AHEAD + 1
-STATE_FIELDS = 5  # of a search: interval [low, high), mass and count of the keys >= high, goal
+MIN_KEY, END_KEY = tl.constexpr(-(1 << 31)), tl.constexpr(1 << 31)  # all keys are in [MIN_KEY, END_KEY)
+READBACK = 1024  # tokens per sequence in the ring buffer that the host reads: more than decoder.STEPS_AHEAD + 1
+STATE_FIELDS = 5  # the state of a search: low, high (interval [low, high)), mass and count of the keys >= high, goal
 
 
 class Sequences:
     """The device arrays of a batch of sequences, which the sampling kernels update.
 
-    lengths (B) int32. tokens (B) int32: the newest ones. ids (B, block) int32: token number i at i % block. readback
-    (B, READBACK) int32: token number i at i % READBACK, in memory that the host reads without a copy. x (B, C) float32:
-    the embedding of the newest token, the input of the next decode step.
+    lengths (B) int32: number of tokens. tokens (B) int32: the newest token. ids (B, block) int32: token number i is at
+    index i % block. readback (B, READBACK) int32, in memory that the host reads without a copy: token number i is at
+    index i % READBACK. x (B, C) float32: the embedding of the newest token, the input of the next decode step.
     """
 
     def __init__(self, empty, B, C, block, wte, wpe, readback):
@@ -54,6 +60,7 @@ class Sequences:
         self.options = dict(BLOCK_C=triton.next_power_of_2(C), READBACK=READBACK, num_warps=4)
 
     def arguments(self):
+        """The first arguments of the append kernels."""
         return self.x, self.ids, self.readback, self.tokens, self.lengths, self.wte, self.wpe, *self.sizes
 
 
@@ -63,7 +70,10 @@ def append_given(sequences):
 
 
 def append_greedy(sequences, maxima, indices, pdl=False):
-    """Append the most probable token; maxima, indices (B, tiles): each tile's largest logit, from batched.unembed."""
+    """Append the most probable token to each sequence.
+
+    maxima, indices (B, tiles): the largest logit of each vocabulary tile and its token id, from batched.unembed.
+    """
     tiles = maxima.shape[1]
     padded = triton.next_power_of_2(tiles)
     options = dict(sequences.options, TILES=padded, PDL=pdl, num_warps=min(32, max(4, padded // 256)))
@@ -73,35 +83,39 @@ def append_greedy(sequences, maxima, indices, pdl=False):
 
 
 class DeviceSampler:
-    """Draws tokens from logits (B, V); top_k, top_p: whether to restrict the draw (5 more launches each).
+    """Draws tokens from logits (B, V).
 
-    The kernels read the options from device arrays. numbers (2) float64: top_p and the temperature. top_k (1) int64.
-    uniforms (B, n) float64: a step with sequence length L uses number L % n.
+    restrict_k, restrict_p: whether the draw uses top-k and top-p; each costs 5 more launches. The kernels read the
+    options from device arrays. numbers (2) float64: top_p and the temperature. top_k (1) int64. uniforms (B, n)
+    float64: if a sequence has L tokens, its next token is drawn with its number L % n.
     """
 
-    def __init__(self, empty, B, V, uniforms_shape, top_k, top_p):
+    def __init__(self, empty, B, V, uniforms_shape, restrict_k, restrict_p):
         self.tiles = triton.cdiv(V, BLOCK_V)
         shape = B, self.tiles, 2, G
         self.first_partials, *self.partials = (empty(shape, "int64") for _ in range(3))
         self.states = [empty((B, STATE_FIELDS), "int64") for _ in range(2)]
         self.numbers, self.top_k = empty((2,), "float64"), empty((1,), "int64")
         self.uniforms = empty(uniforms_shape, "float64")
-        self.searches = [TOP_K.value] * top_k + [TOP_P.value] * top_p + [DRAW.value]
+        self.searches = [TOP_K.value] * restrict_k + [TOP_P.value] * restrict_p + [DRAW.value]
 
     def append_sampled(self, sequences, logits, maxima):
-        """Draw one token per sequence and append it; maxima (B, any): the largest logit of each tile of logits."""
+        """Draw one token for each sequence and append it.
+
+        maxima (B, peaks): the largest logit of each of `peaks` parts of the vocabulary, from batched.unembed.
+        """
         B, V = logits.shape
         grid, peaks = (B, self.tiles), maxima.shape[1]
         sizes = dict(G=G, BLOCK_V=BLOCK_V, PEAKS=triton.next_power_of_2(peaks), num_warps=8)
         values = self.numbers, self.top_k, self.uniforms, self.uniforms.shape[1], sequences.lengths
-        scratch = self.first_partials, logits, maxima, self.numbers, V, self.tiles, peaks
-        launch(first_round_kernel, grid, *scratch, **sizes)
-        previous, old, new = None, 0, 1
+        first_arguments = self.first_partials, logits, maxima, self.numbers, V, self.tiles, peaks
+        launch(first_round_kernel, grid, *first_arguments, **sizes)
+        previous, old, new = None, 0, 1  # previous: the search of the previous launch; old, new: indices of the buffers
         for search in self.searches:
-            for number in range(1, ROUNDS):
+            for round_number in range(1, ROUNDS):  # round 0 is that of first_round_kernel
                 buffers = self.states[new], self.partials[new], self.states[old], self.partials[old]
                 arguments = *buffers, self.first_partials, logits, maxima, *values, V, self.tiles, peaks
-                constants = dict(SEARCH=search, PREVIOUS=-1 if previous is None else previous, FIRST=number == 1)
+                constants = dict(SEARCH=search, PREVIOUS=-1 if previous is None else previous, FIRST=round_number == 1)
                 launch(search_kernel, grid, *arguments, **constants, **sizes)
                 previous, old, new = search, new, old
         arguments = self.states[old], self.partials[old], logits, self.tiles
@@ -114,7 +128,7 @@ class DeviceSampler:
 
 @triton.jit
 def sort_key(x):
-    """An int32 for each float32, in the same order; equal floats have equal keys."""
+    """The int32 key of each float32: a < b gives key(a) < key(b), and a == b gives key(a) == key(b)."""
     bits = tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True)  # -0.0 equals 0.0
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
@@ -124,7 +138,10 @@ def add_masses(
     partials_ptr, logits_ptr, maxima_ptr, numbers_ptr, low, high, b, V, tiles, peaks,
     G: tl.constexpr, BLOCK_V: tl.constexpr, PEAKS: tl.constexpr,
 ):  # fmt: skip
-    """Store mass and count of this tile's tokens at or above each of the G thresholds that divide [low, high)."""
+    """Store the mass and the count of this tile's tokens with key >= t, for each threshold t.
+
+    The G thresholds divide [low, high) into G equal parts; the first is low. numbers_ptr + 1: the temperature.
+    """
     p, v = tl.arange(0, PEAKS), tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
     maximum = tl.max(tl.load(maxima_ptr + b * peaks + p, p < peaks, float("-inf")), 0).to(tl.float64)
     x = tl.load(logits_ptr + b.to(tl.int64) * V + v, v < V, float("-inf"))
@@ -141,7 +158,7 @@ def add_masses(
 
 @triton.jit
 def sum_tiles(partials_ptr, b, tiles, G: tl.constexpr):
-    """Masses (G) and counts (G) at or above the thresholds, over the whole vocabulary."""
+    """Add the partial sums of all tiles: (masses (G), counts (G)) of the tokens with key >= each threshold."""
     j, masses, counts = tl.arange(0, G), tl.zeros((GROUP, G), tl.int64), tl.zeros((GROUP, G), tl.int64)
     for start in tl.range(0, tiles, GROUP):
         t = start + tl.arange(0, GROUP)
@@ -153,12 +170,13 @@ def sum_tiles(partials_ptr, b, tiles, G: tl.constexpr):
 
 @triton.jit
 def narrow_interval(low, high, mass_above, count_above, masses, counts, goal, by_count, G: tl.constexpr):
-    """Find the interval between two thresholds that contains the goal: a count of tokens if by_count, else a mass.
+    """Find the part of [low, high), between two thresholds, in which the sum reaches the goal.
 
-    Returns its low and high; the mass of the keys >= low, and >= high; the count of the keys >= low, and >= high.
+    The sum and the goal are counts of tokens if by_count, else masses. mass_above, count_above: of the keys >= high.
+    Returns low and high of the new interval, the mass of the keys >= low and of those >= high, and the two counts.
     """
     j = tl.arange(0, G)
-    reached = tl.where(by_count, counts, masses) >= goal  # true for the first thresholds, because the sums fall
+    reached = tl.where(by_count, counts, masses) >= goal  # true up to threshold `last`: the sums fall from low to high
     last = tl.sum(reached.to(tl.int32), 0) - 1
     step = high - low
     if last < G - 1:
@@ -172,6 +190,7 @@ def narrow_interval(low, high, mass_above, count_above, masses, counts, goal, by
 
 @triton.jit
 def load_state(state_ptr, b):
+    """The STATE_FIELDS of sequence b: low, high, mass_above, count_above, goal."""
     state_ptr += b * 5
     low, high, mass_above = tl.load(state_ptr), tl.load(state_ptr + 1), tl.load(state_ptr + 2)
     return low, high, mass_above, tl.load(state_ptr + 3), tl.load(state_ptr + 4)
@@ -182,7 +201,7 @@ def first_round_kernel(
     partials_ptr, logits_ptr, maxima_ptr, numbers_ptr, V, tiles, peaks,
     G: tl.constexpr, BLOCK_V: tl.constexpr, PEAKS: tl.constexpr,
 ):  # fmt: skip
-    """The first round, which divides all keys."""
+    """The first round, which divides the interval of all keys."""
     low, high, b = tl.full((), MIN_KEY, tl.int64), tl.full((), END_KEY, tl.int64), tl.program_id(0)
     add_masses(
         partials_ptr, logits_ptr, maxima_ptr, numbers_ptr, low, high, b, V, tiles, peaks, G, BLOCK_V, PEAKS
@@ -196,31 +215,32 @@ def search_kernel(
     SEARCH: tl.constexpr, PREVIOUS: tl.constexpr, FIRST: tl.constexpr,
     G: tl.constexpr, BLOCK_V: tl.constexpr, PEAKS: tl.constexpr,
 ):  # fmt: skip
-    """One round: find the interval that contains the goal, from the sums of the last round, and divide it again.
+    """One round of a search: find the interval that contains the goal, from the sums of the last round, and divide it.
 
-    FIRST: this round starts a new search, whose goal follows from the result of the PREVIOUS search (-1: none).
+    SEARCH, PREVIOUS: this search and the one before it, TOP_K, TOP_P or DRAW; PREVIOUS is -1 if there is none. FIRST:
+    whether this is the search's first launch, which computes the goal from the result of the previous search.
     """
     b = tl.program_id(0)
     if FIRST:
         masses, counts = sum_tiles(first_partials_ptr, b, tiles, G)
-        total = tl.max(masses, 0)
-        if PREVIOUS >= 0:  # the mass that the previous search keeps
+        total = tl.max(masses, 0)  # the mass of all tokens; below, of the tokens that the previous search keeps
+        if PREVIOUS >= 0:
             low, high, mass_above, count_above, goal = load_state(state_in_ptr, b)
             last_masses, last_counts = sum_tiles(partials_in_ptr, b, tiles, G)
             _, _, mass, mass_above, count, count_above = narrow_interval(
                 low, high, mass_above, count_above, last_masses, last_counts, goal, PREVIOUS == TOP_K, G
             )
-            each = (mass - mass_above) // (count - count_above)
+            token_mass = (mass - mass_above) // (count - count_above)  # of one token with the final key
             if PREVIOUS == TOP_K:
-                total = mass_above + (goal - count_above) * each
+                total = mass_above + (goal - count_above) * token_mass
             else:
-                total = mass_above + (goal - mass_above + each - 1) // each * each
+                total = mass_above + (goal - mass_above + token_mass - 1) // token_mass * token_mass  # whole tokens
         if SEARCH == TOP_K:
             goal = tl.load(top_k_ptr)
         elif SEARCH == TOP_P:
             share = tl.load(numbers_ptr) * total.to(tl.float64)
             goal = share.to(tl.int64)
-            goal = tl.maximum(goal + (goal.to(tl.float64) < share).to(tl.int64), 1)
+            goal = tl.maximum(goal + (goal.to(tl.float64) < share).to(tl.int64), 1)  # `share` rounded up, at least 1
         else:
             u = tl.load(uniforms_ptr + b * uniforms_count + tl.load(lengths_ptr + b) % uniforms_count)
             goal = tl.minimum((u * total.to(tl.float64)).to(tl.int64) + 1, total)
@@ -252,10 +272,10 @@ def append_token(
     x_ptr, ids_ptr, readback_ptr, tokens_ptr, lengths_ptr, wte_ptr, wpe_ptr, V, block, C, b, token,
     BLOCK_C: tl.constexpr, READBACK: tl.constexpr,
 ):  # fmt: skip
-    """Append `token` to sequence b, and load its embedding into x."""
+    """Append `token` to sequence b, and store its embedding in x."""
     length, cols = tl.load(lengths_ptr + b), tl.arange(0, BLOCK_C)
     token = tl.minimum(tl.maximum(token, 0), V - 1)  # NaN logits give any index: keep it within the vocabulary
-    position = tl.minimum(length, block - 1)  # beyond the block the window slides, and x is not read
+    position = tl.minimum(length, block - 1)  # in window steps, when the length may exceed the block, x is not read
     x = tl.load(wte_ptr + token.to(tl.int64) * C + cols, cols < C, 0).to(tl.float32)
     x += tl.load(wpe_ptr + position.to(tl.int64) * C + cols, cols < C, 0).to(tl.float32)
     tl.store(x_ptr + b * C + cols, x, cols < C)
@@ -285,7 +305,7 @@ def append_greedy_kernel(
     BLOCK_C: tl.constexpr, READBACK: tl.constexpr, TILES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
-        gdc_wait()  # the next kernel belongs to another step, so it is not allowed to start early
+        gdc_wait()  # without gdc_launch_dependents: the next kernel belongs to the next step and must not start early
     b, t = tl.program_id(0), tl.arange(0, TILES)
     maxima = tl.load(maxima_ptr + b * tiles + t, t < tiles, float("-inf"))
     indices = tl.load(indices_ptr + b * tiles + t, t < tiles, V)
@@ -308,15 +328,16 @@ def append_sampled_kernel(
     key, _, mass, mass_above, count, count_above = narrow_interval(
         low, high, mass_above, count_above, masses, counts, goal, False, G
     )
-    each = (mass - mass_above) // tl.maximum(count - count_above, 1)  # the mass of one token with this key
-    index = ((goal - mass_above - 1) // tl.maximum(each, 1)).to(tl.int32)  # among the tokens with this key
-    token, seen = V, 0
+    token_mass = (mass - mass_above) // tl.maximum(count - count_above, 1)  # of one token with this key
+    # The drawn token is number `index` of the tokens with this key, in the order of token ids.
+    index = ((goal - mass_above - 1) // tl.maximum(token_mass, 1)).to(tl.int32)
+    token, seen = V, 0  # seen: number of tokens with this key in earlier blocks
     for start in tl.range(0, V, BLOCK_V):
         v = start + tl.arange(0, BLOCK_V)
         logits = tl.load(logits_ptr + b.to(tl.int64) * V + v, v < V, float("-inf"))
         equal = ((sort_key(logits).to(tl.int64) == key) & (v < V)).to(tl.int32)
-        order = seen + tl.cumsum(equal, 0) - equal
-        token = tl.minimum(token, tl.min(tl.where((equal == 1) & (order == index), v, V), 0))
+        index_here = seen + tl.cumsum(equal, 0) - equal
+        token = tl.minimum(token, tl.min(tl.where((equal == 1) & (index_here == index), v, V), 0))
         seen += tl.sum(equal, 0)
     append_token(
         x_ptr, ids_ptr, readback_ptr, tokens_ptr, lengths_ptr, wte_ptr, wpe_ptr, V, block, C, b, token,

@@ -1,31 +1,34 @@
-"""The kernels of a decode step for one sequence: five launches per layer, with the weights loaded ahead of time.
+"""The kernels of a decode step for one sequence: five launches per layer, which load weights ahead of time.
 
-For one row, a layer is a chain of short dependent launches, and most of the time is their latency. A weight depends
-on no other kernel, so each kernel loads its weights before it waits for the previous one
-(batched.wait_for_previous_launch). The chain of a layer:
+For one row, a layer is a chain of short launches, each of which needs the result of the previous one. Most of the time
+is their latency. The weights do not depend on a previous kernel, so each kernel loads its weights before it waits for
+the previous kernel (batched.wait_for_previous_launch). These are the launches of a layer (w and b: the weight and the
+bias of each product):
 
-    q, k, v = LN(x) w + b, k and v into the cache         layernorm_linear_kernel
-    attention of each head, split over the keys           split_keys_kernel
-    partial sums of y w, split over the heads             combine_product_kernel, which first combines the key splits
-    s = x + partial sums + b; g = gelu(LN(s) w + b)       layernorm_linear_kernel
-    x = s + g w + b                                       linear_residual_kernel
+    q, k, v = LN(x) w + b; k and v are stored in the cache    layernorm_linear_kernel
+    attention of each head over one split of the keys         split_keys_kernel
+    y = attention over all splits; partial sums of y w        combine_product_kernel
+    s = x + partial sums + b; g = gelu(LN(s) w + b)           layernorm_linear_kernel
+    x = s + g w + b                                           linear_residual_kernel
 
-A sum across the warps of a program takes about as long as loading its operands from the L2 cache. To avoid it, each
-warp owns whole columns of a weight and adds up a column without other warps. A column must then be contiguous in
-memory, so these weights are used transposed. LayerNorm needs two sums over x before the product. These kernels compute
-the sums and the product at the same time:
+A sum across the warps of a program takes about as long as loading its operands from the L2 cache. To avoid such sums,
+each warp computes whole columns of a product, and no other warp adds to these columns. Each column of the weight must
+then be contiguous in memory, so these kernels use transposed weights. LayerNorm needs two sums over x before the
+product. The kernels compute these sums and the product at the same time:
 
     LN(x) w + b = r (x o gamma) w - r m (gamma w) + (beta w + b)
 
-with m the mean and r the inverse standard deviation of x, and gamma and beta the weight and the bias of LayerNorm.
-The terms that do not depend on x are computed once per generation: w' (`transpose`), gamma w and beta w + b
-(`fold_layernorm`). The variance is the mean of the squares minus the square of the mean, in fp32; a row whose mean is
-30 standard deviations thereby loses three digits. The projection after attention is not transposed: each of its
-programs reads all key splits of its heads, so there are few programs, with many columns each.
+m is the mean and r the inverse standard deviation of x; gamma and beta are the weight and the bias of LayerNorm; o is
+the elementwise product. The factors that do not depend on x are computed once per generation: the transposed weight w'
+(`transpose`), gamma w and beta w + b (`fold_layernorm`). The variance is the mean of the squares minus the square of
+the mean, in fp32. If the mean of a row is 30 times its standard deviation, this costs three digits of precision.
+
+The weight of the projection after attention is not transposed. Each program of combine_product_kernel reads all key
+splits of its heads, so there are few programs, with many columns each.
 """
 
 # C channels, H heads, D head size; K rows and N columns of a weight, which is (N, K) if it is transposed
-# the KV cache of a layer is (1, block, 2C): k then v, heads side by side, as the projection gives them
+# the KV cache of a layer is (1, block, 2C): k (C) then v (C) of each position, heads side by side
 
 import math
 
@@ -36,27 +39,28 @@ from stage2_cuda.decoding.batched import MIN_SCORE, launch_tiled, newest_positio
 from stage2_cuda.kernels.gelu import sigmoid_of_2u
 from stage2_cuda.runtime.triton_launch import launch
 
-WARPS = 8  # per program, if its warps own columns
+WARPS = 8  # per program, in the kernels in which each warp computes whole columns
 CHUNK_BYTES = 512  # part of a column that a warp loads at once
-MAX_KEY_SPLITS = 32  # per head; the kernel that combines them holds all of them in registers
+MAX_KEY_SPLITS = 32  # per head; combine_splits holds the results of all splits in registers
 TRANSPOSE_BLOCK = 64  # rows and columns of a tile in `transpose`
-# The largest number of registers per thread, so that a program fits on a processor beside one of the previous launch;
-# with it, 16-bit columns of up to REGISTER_BYTES per program stay in registers, without spills.
+# With at most MAX_REGISTERS per thread, a program fits on a processor beside a program of the previous launch. Then
+# 16-bit columns of up to REGISTER_BYTES per program stay in registers, without spills.
 MAX_REGISTERS, REGISTER_BYTES = 128, 48 << 10
 
 
 def split_heads(H, D, tiling):
-    """(parts, heads per part): how combine_product splits its sum over the heads."""
+    """(parts, heads per part) into which combine_product divides the H heads, to sum over each part separately."""
     heads = max(1, min(triton.cdiv(H, tiling.split_k), tiling.max_rows // D))
     return triton.cdiv(H, heads), heads
 
 
 def keys_per_split(block, tiling):
+    """The number of keys in one split of a cache with `block` positions, a power of two if tiling.block_keys is one."""
     return max(tiling.block_keys, triton.next_power_of_2(triton.cdiv(block, MAX_KEY_SPLITS)))
 
 
 def key_splits(block, tiling):
-    """The number of splits of one head's keys, a power of two."""
+    """The number of splits of one head's keys, rounded up to a power of two."""
     return triton.next_power_of_2(triton.cdiv(block, keys_per_split(block, tiling)))
 
 
@@ -71,7 +75,7 @@ def transpose(out, w):
 
 
 def fold_layernorm(gamma_w, beta_w, w, ln_w, ln_b, bias):
-    """gamma_w (N) = ln_w w', beta_w (N) = ln_b w' + bias, both float32; w (N, K)."""
+    """gamma_w (N) = ln_w w', beta_w (N) = ln_b w' + bias, both float32; w (N, K) is stored transposed."""
     grid, options = column_options(w, WARPS)
     launch(fold_layernorm_kernel, grid, gamma_w, beta_w, w, ln_w, ln_b, bias, w.shape[1], w.shape[0], **options)
 
@@ -79,15 +83,16 @@ def fold_layernorm(gamma_w, beta_w, w, ln_w, ln_b, bias):
 # -- launches, every step ----------------------------------------------------------------------------------------------
 
 
-def layernorm_linear(y, cache, s, stream, ln_w, w, gamma_w, beta_w, lengths, block, eps, tiling):
-    """y (1, N) = gelu(LN(x) w' + bias), w (N, K); s (1, K) = x, or None if x is not needed later.
+def layernorm_linear(y, cache, s, residual, ln_w, w, gamma_w, beta_w, lengths, block, eps, tiling):
+    """Without a cache (None): y (1, N) = gelu(LN(sum) w' + b); w (N, K) is stored transposed.
 
-    stream: (x, partials, bias). x is (1, K) float32. The kernel first adds partials (parts, 1, K) and bias (K) to x,
-    unless both are None. gamma_w, beta_w: from fold_layernorm; beta_w contains the biases of LayerNorm and linear.
-    With a cache (1, block, 2K), the kernel computes q, k, v = LN(x) w' + bias instead. y (1, K) receives q; the cache
-    receives k and v at the newest position, lengths (1) - 1.
+    residual: (x, partials, bias); sum = x + partials[0] + partials[1] + ... + bias, with x (1, K) float32, partials
+    (parts, 1, K) float32, bias (K). If partials and bias are None, the sum is x. s (1, K) float32 receives the sum; it
+    is None if the sum is not needed later. gamma_w, beta_w: from fold_layernorm; beta_w contains b and the bias of
+    LayerNorm. With a cache (1, block, 2K): q, k, v = LN(sum) w' + b. The kernel stores q in y (1, K), and k and v in
+    the cache at the newest position, lengths[0] - 1.
     """
-    x, partials, bias = stream
+    x, partials, bias = residual
     (N, K), (grid, options) = w.shape, column_options(w, tiling.block_n)
     arguments = y, cache, s, x, partials, bias, ln_w, w, gamma_w, beta_w, lengths, block, 1 / K, float(eps), K, N
     parts = 0 if partials is None else len(partials)
@@ -95,10 +100,11 @@ def layernorm_linear(y, cache, s, stream, ln_w, w, gamma_w, beta_w, lengths, blo
 
 
 def split_keys_attention(y, maxima, sums, q, cache, lengths, n_head, tiling):
-    """Attention of q (1, C) over the first lengths (1) positions of the cache (1, block, 2C), split over the keys.
+    """q (1, C) attends to the first lengths[0] positions of the cache (1, block, 2C), split over the keys.
 
-    y (H, splits, D), maxima and sums (H, splits), float32. For each split that has keys: the largest score, the sum of
-    the weights exp2(score - maximum), and the sum of the values times these weights (flash decoding).
+    For each head and each split that has keys, store in float32 (flash decoding): the largest score in maxima
+    (H, splits); the sum of the weights exp2(score - maximum) in sums (H, splits); the sum of the values times these
+    weights in y (H, splits, D).
     """
     block, D = cache.shape[1], q.shape[1] // n_head
     keys, width = keys_per_split(block, tiling), triton.next_power_of_2(D)
@@ -109,9 +115,10 @@ def split_keys_attention(y, maxima, sums, q, cache, lengths, n_head, tiling):
 
 
 def combine_product(partials, y, maxima, sums, lengths, w, block, tiling):
-    """partials (parts, 1, N) float32, whose sum is the attention output (1, C) times w (C, N); parts as in split_heads.
+    """Combine the key splits to the attention output (1, C), and multiply it by w (C, N).
 
-    y, maxima, sums: from split_keys_attention.
+    y, maxima, sums: from split_keys_attention. Stores partial sums of the product in partials (parts, 1, N) float32;
+    parts is that of split_heads. The sum of partials over the first axis is the product.
     """
     (H, splits, D), N = y.shape, w.shape[1]
     (parts, heads), width = split_heads(H, D, tiling), triton.next_power_of_2(D)
@@ -124,15 +131,15 @@ def combine_product(partials, y, maxima, sums, lengths, w, block, tiling):
 
 
 def linear_residual(out, s, x, w, bias, tiling):
-    """out (1, N) = s + x w' + bias; s float32, x (1, K), w (N, K)."""
+    """out (1, N) float32 = s + x w' + bias; s (1, N) float32, x (1, K), w (N, K) is stored transposed."""
     grid, options = column_options(w, WARPS)
     launch_tiled(linear_residual_kernel, grid, out, s, x, w, bias, w.shape[1], w.shape[0], tiling=tiling, **options)
 
 
 def column_options(w, block_n):
-    """(grid, options) of a kernel whose warps own columns of w (N, K).
+    """(grid, options) of a kernel in which each warp computes whole columns of the weight; w (N, K) is transposed.
 
-    A program has block_n columns, a power of two; fewer if K is large.
+    A program has block_n columns, a power of two; fewer if they would not fit in REGISTER_BYTES.
     """
     (N, K), size = w.shape, w.dtype.itemsize
     while block_n > WARPS and block_n * K * size > REGISTER_BYTES:
@@ -144,19 +151,20 @@ def column_options(w, block_n):
     return (triton.cdiv(N, block_n),), options
 
 
-# -- columns that a warp owns ------------------------------------------------------------------------------------------
-# A column of K elements is a tuple of CHUNKS chunks. The columns of a program are a tuple of tiles (BLOCK_N, CHUNK),
-# and each row of a tile lies in one warp.
+# -- device functions on whole columns ---------------------------------------------------------------------------------
+# A row vector of K elements is a tuple of CHUNKS vectors (CHUNK). The BLOCK_N weight columns of a program are a tuple
+# of CHUNKS tiles (BLOCK_N, CHUNK): a row of a tile is part of one column of the weight and lies in one warp.
 
 
 @triton.jit
 def program_columns(BLOCK_N: tl.constexpr):
+    """The columns of the weight that this program computes (BLOCK_N)."""
     return tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
 
 
 @triton.jit
 def load_columns(w_ptr, cols, K, N, CHUNKS: tl.constexpr, CHUNK: tl.constexpr):
-    """The columns `cols` of a transposed weight (N, K), in tiles (BLOCK_N, CHUNK)."""
+    """The columns `cols` of a weight, which is stored transposed (N, K): a tuple of tiles (BLOCK_N, CHUNK)."""
     k, tiles = tl.arange(0, CHUNK)[None, :], ()
     for c in tl.static_range(CHUNKS):
         mask = (cols < N)[:, None] & (k + c * CHUNK < K)
@@ -166,7 +174,7 @@ def load_columns(w_ptr, cols, K, N, CHUNKS: tl.constexpr, CHUNK: tl.constexpr):
 
 @triton.jit
 def load_row(x_ptr, K, CHUNKS: tl.constexpr, CHUNK: tl.constexpr):
-    """x (K) as float32, in chunks (CHUNK)."""
+    """x (K) as float32: a tuple of vectors (CHUNK), zero beyond K."""
     k, chunks = tl.arange(0, CHUNK), ()
     for c in tl.static_range(CHUNKS):
         chunks += (tl.load(x_ptr + k + c * CHUNK, k + c * CHUNK < K, 0).to(tl.float32),)
@@ -175,7 +183,7 @@ def load_row(x_ptr, K, CHUNKS: tl.constexpr, CHUNK: tl.constexpr):
 
 @triton.jit
 def dot_columns(tiles, row, CHUNKS: tl.constexpr):
-    """The dot product of a row with each column (BLOCK_N)."""
+    """The dot product of a row vector (from load_row) with each column (from load_columns), float32 (BLOCK_N)."""
     total = tiles[0].to(tl.float32) * row[0][None, :]
     for c in tl.static_range(1, CHUNKS):
         total += tiles[c].to(tl.float32) * row[c][None, :]
@@ -184,6 +192,7 @@ def dot_columns(tiles, row, CHUNKS: tl.constexpr):
 
 @triton.jit
 def add_rows(a, b, CHUNKS: tl.constexpr):
+    """The sum of two row vectors, each a tuple of CHUNKS vectors."""
     chunks = ()
     for c in tl.static_range(CHUNKS):
         chunks += (a[c] + b[c],)
@@ -192,10 +201,11 @@ def add_rows(a, b, CHUNKS: tl.constexpr):
 
 @triton.jit
 def add_pairs(a, b, c, d):
+    """The combine function of a tl.reduce over two arrays: (a, b) + (c, d)."""
     return a + c, b + d
 
 
-# -- kernels -----------------------------------------------------------------------------------------------------------
+# -- kernels: the functions that launch them, above, state what they compute -------------------------------------------
 
 
 @triton.jit
@@ -223,7 +233,7 @@ def layernorm_linear_kernel(
     PARTS: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     cols, k = program_columns(BLOCK_N), tl.arange(0, CHUNK)
-    w = load_columns(w_ptr, cols, K, N, CHUNKS, CHUNK)  # first: it takes longest and depends on no other kernel
+    w = load_columns(w_ptr, cols, K, N, CHUNKS, CHUNK)  # first, because this load takes longest; no kernel writes w
     ln_w = load_row(ln_w_ptr, K, CHUNKS, CHUNK)
     gamma_w, beta_w = tl.load(gamma_w_ptr + cols, cols < N, 0), tl.load(beta_w_ptr + cols, cols < N, 0)
     bias = ()
@@ -278,7 +288,10 @@ def split_keys_kernel(
     y_ptr, maxima_ptr, sums_ptr, q_ptr, cache_ptr, lengths_ptr, H, block, scale,
     SIZE: tl.constexpr, D: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Attention over KEYS keys of one head. SIZE: head size, D: rounded up; scale: log2(e) / sqrt(SIZE)."""
+    """One program computes the attention of one head over one split of KEYS keys.
+
+    SIZE: head size; D: SIZE rounded up to a power of two; scale: log2(e) / sqrt(SIZE), because exp2 replaces exp.
+    """
     h, split, d = tl.program_id(0), tl.program_id(1), tl.arange(0, D)
     newest = tl.minimum(tl.load(lengths_ptr), block) - 1
     if split * KEYS > newest:
@@ -291,7 +304,7 @@ def split_keys_kernel(
     k, v = tl.load(k_ptrs, mask, 0), tl.load(k_ptrs + C, mask, 0)  # written by earlier steps
     if PDL:
         wait_for_previous_launch()
-    new_mask = d < tl.where(newest // KEYS == split, SIZE, 0)  # the newest key and value: written by the last kernel
+    new_mask = d < tl.where(newest // KEYS == split, SIZE, 0)  # the previous kernel wrote the newest key and value
     q = tl.load(q_ptr + h * SIZE + d, d < SIZE, 0).to(tl.float32) * scale
     new_k = tl.load(cache_ptr + newest * (2 * C) + d, new_mask, 0).to(tl.float32)
     new_v = tl.load(cache_ptr + newest * (2 * C) + C + d, new_mask, 0).to(tl.float32)
@@ -310,7 +323,7 @@ def combine_splits(
     y_ptr, maxima_ptr, sums_ptr, heads, head_mask, used_splits,
     SIZE: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """The attention output of `heads` (HEADS, D), from their first `used_splits` key splits."""
+    """The attention output (HEADS, D) of `heads` (HEADS): combine their first `used_splits` key splits."""
     split, d = tl.arange(0, SPLITS), tl.arange(0, D)
     offs, mask = heads[:, None] * SPLITS + split[None, :], head_mask[:, None] & (split < used_splits)[None, :]
     maximum, total = tl.load(maxima_ptr + offs, mask, MIN_SCORE), tl.load(sums_ptr + offs, mask, 1)
@@ -327,14 +340,15 @@ def combine_product_kernel(
     BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     part, cols = tl.program_id(1), tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    first, rows = part * heads_per_part, tl.arange(0, BLOCK_K)
-    end, row_heads = tl.minimum(first + heads_per_part, H), first + rows // D
-    mask = ((row_heads < end) & (rows % D < SIZE))[:, None] & (cols < N)[None, :]
+    first_head, rows = part * heads_per_part, tl.arange(0, BLOCK_K)
+    end_head = tl.minimum(first_head + heads_per_part, H)
+    row_heads = first_head + rows // D  # the head of each row of w
+    mask = ((row_heads < end_head) & (rows % D < SIZE))[:, None] & (cols < N)[None, :]
     w = tl.load(w_ptr + (row_heads * SIZE + rows % D)[:, None] * N + cols[None, :], mask, 0)
     used_splits = tl.cdiv(tl.minimum(tl.load(lengths_ptr), block), KEYS)
     if PDL:
         wait_for_previous_launch()
-    heads = first + tl.arange(0, HEADS)
-    y = combine_splits(y_ptr, maxima_ptr, sums_ptr, heads, heads < end, used_splits, SIZE, D, SPLITS)
+    heads = first_head + tl.arange(0, HEADS)
+    y = combine_splits(y_ptr, maxima_ptr, sums_ptr, heads, heads < end_head, used_splits, SIZE, D, SPLITS)
     x = tl.reshape(y, (BLOCK_K,))
     tl.store(partials_ptr + part * N + cols, tl.sum(x[:, None] * w.to(tl.float32), 0), cols < N)

@@ -1,1 +1,1 @@
-"""Matrix products: cublasLt, and float32 products computed as three fp16 products."""
+"""Matrix products on the GPU: by cublasLt, or for float32 as three fp16 products in a Triton kernel."""

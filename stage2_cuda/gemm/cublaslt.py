@@ -1,4 +1,4 @@
-"""Matrix products of CuPy arrays by NVIDIA's cublasLt (through ctypes): with fused epilogues, and in CUDA graphs too.
+"""Matrix products of CuPy arrays by NVIDIA's library cublasLt, called through ctypes; they can be in CUDA graphs.
 
     gemm = CublasLt(cupy, load_library(), tuner)
     gemm.matmul(y, x, w, bias=b)                                      # y (N,K) = x (N,C) w (C,K) + b (K)
@@ -8,16 +8,19 @@
     gemm.matmul(y, x, w, bias=b, activation="gelu", aux=h)            # y = gelu(h), h = x w + b, stored in h
     gemm.matmul(dh, dy, w2, trans_b=True, activation="dgelu", aux=h)  # dh = (dy w2') * gelu'(h)
 
-cublasLt uses the column-major layout, CuPy the row-major layout, and a row-major (R, S) matrix has the same bytes as
-its column-major transpose (S, R). Therefore out = a b is computed as out' = b' a': b is the first operand, a the
-second, and no data is moved. The bias of cublasLt has one element per row of its result, which is one per column of
-ours: the bias of a linear layer.
+An epilogue is an operation that cublasLt applies to the result before it stores it: here the bias, GELU ("gelu"), or
+the multiplication by the derivative of GELU ("dgelu").
 
-CuPy's own matmul cannot be captured in a CUDA graph. This matmul can: it neither allocates nor synchronizes, because
-descriptors and the algorithm are prepared once per kind of product, in a MatmulPlan.
+cublasLt uses the column-major layout, CuPy the row-major layout. A row-major (R, S) matrix has the same bytes as its
+column-major transpose (S, R). Therefore out = a b is computed as out' = b' a': b is the first operand, a the second,
+and no data is moved. cublasLt adds one element of the bias per row of its result, and that is one per column of `out`,
+as a linear layer requires.
+
+CuPy's own matmul cannot be captured in a CUDA graph. This matmul can, because it neither allocates memory nor
+synchronizes: descriptors and the algorithm are prepared once per kind of product, in a MatmulPlan.
 """
 
-# N, K rows and columns of the result, C the summed dimension, ld (leading dimension) elements from one row to the next
+# N rows and K columns of the result; C terms of each sum; ld (leading dimension): elements from one row to the next
 
 import ctypes
 from ctypes import byref, c_char_p, c_float, c_int, c_int32, c_int64, c_size_t, c_uint32, c_uint64, c_void_p, sizeof
@@ -49,37 +52,39 @@ SIGNATURES = {
 
 TYPES = {"float32": 0, "float16": 2, "bfloat16": 14}  # cudaDataType_t: CUDA_R_32F, CUDA_R_16F, CUDA_R_16BF
 # cublasComputeType_t: CUBLAS_COMPUTE_32F, and 32F_FAST_TF32, which rounds the mantissas of fp32 operands to 10 bits.
-# There is no three-pass TF32; the similar 32F_EMULATED_16BFX9 needs a GPU newer than Hopper.
+# cublasLt has no fp32 product of three TF32 products; the similar 32F_EMULATED_16BFX9 needs a GPU newer than Hopper.
 COMPUTE = {"fp32": 68, "tf32": 77}
 
-# (number, C type) of attributes: of cublasLtMatmulDescAttributes_t, then of cublasLtMatmulPreferenceAttributes_t.
+# Attributes of a product as (number, C type), from cublasLtMatmulDescAttributes_t
 TRANS_A, TRANS_B, EPILOGUE, BIAS_TYPE = (3, c_int32), (4, c_int32), (7, c_uint32), (26, c_int32)
 BIAS_POINTER, AUX_POINTER, AUX_LD = (8, c_void_p), (11, c_void_p), (12, c_int64)
+# Attributes of the search for algorithms, from cublasLtMatmulPreferenceAttributes_t
 WORKSPACE_BYTES, REDUCTIONS = (1, c_uint64), (3, c_uint32)
 ALIGNMENT_A, ALIGNMENT_B, ALIGNMENT_C, ALIGNMENT_D = ((number, c_uint32) for number in (5, 6, 7, 8))
 
-# cublasLtEpilogue_t is a bit mask. GELU is the tanh approximation, as in GPT-2; DGELU is its derivative at aux.
-# DGELU_BGRAD, which also computes the bias gradient, is not used: it runs at a third of the speed.
+# Bits of cublasLtEpilogue_t. GELU is the tanh approximation, as in GPT-2; DGELU multiplies by its derivative at aux;
+# AUX stores or reads aux. DGELU_BGRAD, which also computes the bias gradient, is not used: it is three times slower.
 NO_EPILOGUE, BIAS, GELU, DGELU, AUX = 1, 4, 32, 64, 128
 ACTIVATIONS = {None: 0, "gelu": GELU, "dgelu": DGELU}
 
-# cublasLtReductionScheme_t: how the partial sums of a product that is split along C are added. COMPUTE_TYPE adds fp32
-# numbers in the workspace in a fixed order, so equal inputs give equal bits. The others (INPLACE 1, OUTPUT_TYPE 4) add
-# in the type of the result, which rounds a 16-bit result once per part, and INPLACE has no fixed order.
-COMPUTE_TYPE, ANY_REDUCTION = 2, 7
+# Bits of cublasLtReductionScheme_t. An algorithm may divide the sum over C into parts; the scheme says how the parts
+# are added. COMPUTE_TYPE (2) adds fp32 numbers in the workspace in a fixed order, so equal inputs give equal bits. The
+# others, INPLACE (1) and OUTPUT_TYPE (4), add in the type of the result, so a 16-bit result is rounded after each part.
+# INPLACE has no fixed order.
+REDUCE_IN_COMPUTE_TYPE, ANY_REDUCTION = 2, 7
 
 Algorithm = c_uint64 * 8  # cublasLtMatmulAlgo_t: opaque; valid in any process with the same GPU and library version
 
 
 class HeuristicResult(ctypes.Structure):
-    """cublasLtMatmulHeuristicResult_t: an algorithm and the workspace that it needs."""
+    """cublasLtMatmulHeuristicResult_t: an algorithm and the size of the workspace that it needs."""
 
     _fields_ = [("algorithm", Algorithm), ("workspace_bytes", c_size_t), ("state", c_int)]
     _fields_ += [("waves", c_float), ("reserved", c_int * 4)]
 
 
 def load_library():
-    """libcublasLt as a ctypes library, found by cuda-pathfinder (a dependency of CuPy) or by the dynamic loader.
+    """libcublasLt as a ctypes library. cuda-pathfinder (a dependency of CuPy) or the dynamic loader finds it.
 
     Raises ConfigError if neither finds it.
     """
@@ -88,7 +93,7 @@ def load_library():
         from cuda import pathfinder
 
         names.insert(0, pathfinder.load_nvidia_dynamic_lib("cublasLt").abs_path or SONAMES[0])
-    except (ImportError, RuntimeError):  # no cuda-pathfinder, or it found nothing: try the loader
+    except (ImportError, RuntimeError):  # there is no cuda-pathfinder, or it found nothing: try the loader
         pass
     for name in names:
         try:
@@ -105,29 +110,30 @@ def load_library():
     )
 
 
-# -- problems ----------------------------------------------------------------------------------------------------------
+# -- kinds of products -------------------------------------------------------------------------------------------------
 
 
 class Matrix(NamedTuple):
-    """The properties of an array on which the choice of an algorithm depends: all but its address."""
+    """What the choice of an algorithm depends on: all properties of an array except its address."""
 
     rows: int
     columns: int
     ld: int
     dtype: np.dtype
-    alignment: int  # bytes: the largest power of two that divides the address, up to a bound
+    alignment: int  # bytes: the largest power of two that divides the address, limited to max_alignment
 
     def __str__(self):
         return f"{self.dtype}({self.rows}, {self.columns}; ld {self.ld}, aligned to {self.alignment})"
 
 
-def matrix(array, bound):
-    """The Matrix of a 2-D array; ShapeError unless its rows are contiguous. bound: the largest alignment in bytes."""
+def matrix(array, max_alignment):
+    """The Matrix of a 2-D array; raises ShapeError unless its rows are contiguous. max_alignment: a power of two."""
     if array.ndim == 2 and array.size:
-        (rows, columns), (row_step, step), address = array.shape, array.strides, array.data.ptr | bound
-        ld, rest = divmod(row_step, array.itemsize)
-        if (columns == 1 or step == array.itemsize) and (rows == 1 or (ld >= columns and rest == 0)):
-            return Matrix(rows, columns, max(ld, columns), array.dtype, address & -address)
+        (rows, columns), (row_stride, column_stride) = array.shape, array.strides
+        ld, remainder = divmod(row_stride, array.itemsize)
+        if (columns == 1 or column_stride == array.itemsize) and (rows == 1 or (ld >= columns and remainder == 0)):
+            bits = array.data.ptr | max_alignment
+            return Matrix(rows, columns, max(ld, columns), array.dtype, bits & -bits)  # & - gives the lowest bit
     raise ShapeError(
         f"a matrix with contiguous rows is needed, not shape {array.shape} with strides {array.strides}: "
         "to multiply by a transpose pass the array itself with trans_a or trans_b"
@@ -135,7 +141,7 @@ def matrix(array, bound):
 
 
 class Problem(NamedTuple):
-    """One kind of product: the operands, then matmul()'s options. Its text is the key of the tuning cache."""
+    """One kind of product: its matrices and the options of matmul(). str(problem) is the key in the tuning cache."""
 
     out: Matrix
     a: Matrix
@@ -154,10 +160,10 @@ class Problem(NamedTuple):
         return ", ".join([*words, *[self.activation] * bool(self.activation), self.compute])
 
     def check(self):
-        """Raise ShapeError, TypeError or ValueError unless the operands and the options match."""
+        """Raise ShapeError, TypeError or ValueError unless the matrices and the options match."""
         out, a, b, bias, aux = self[:5]
         n, c = (a.columns, a.rows) if self.trans_a else (a.rows, a.columns)
-        c2, k = (b.columns, b.rows) if self.trans_b else (b.rows, b.columns)
+        c2, k = (b.columns, b.rows) if self.trans_b else (b.rows, b.columns)  # c2 must equal c
         if c != c2 or out[:2] != (n, k) or (bias and bias.columns != k) or (aux and (aux[:2] != (n, k) or aux.ld % 8)):
             raise ShapeError(f"the shapes do not match, or aux's ld is not a multiple of 8: {self}")
         if a.dtype != b.dtype or a.dtype.name not in TYPES or out.dtype not in (a.dtype, np.dtype(np.float32)):
@@ -166,8 +172,8 @@ class Problem(NamedTuple):
             raise TypeError(f"bias and aux must have out's type: {self}")
         if self.compute not in COMPUTE or (self.compute == "tf32" and a.dtype != np.float32):
             raise TypeError(f"compute must be fp32, or tf32 for float32 operands: {self}")
-        fits = {None: not aux, "gelu": not self.accumulate, "dgelu": aux and not bias and not self.accumulate}
-        if not fits.get(self.activation):
+        allowed = {None: not aux, "gelu": not self.accumulate, "dgelu": aux and not bias and not self.accumulate}
+        if not allowed.get(self.activation):
             raise ValueError(
                 "activation must be None without aux, gelu without accumulate, or dgelu with aux but without bias and "
                 f"accumulate: {self}"
@@ -176,7 +182,7 @@ class Problem(NamedTuple):
 
 @dataclass
 class MatmulPlan:
-    """The descriptors and the algorithm of a Problem, prepared once and used at every call."""
+    """The cublasLt descriptors and the algorithm of a Problem, prepared once and used at every call."""
 
     operation: c_void_p
     out: c_void_p
@@ -191,54 +197,57 @@ class MatmulPlan:
 class CublasLt:
     """Matrix products on the current device and CuPy's current stream.
 
-    library: from load_library(). tuner: a Tuner, whose choices are {str(Problem): algorithm in hex}. With a Tuner that
-    times nothing (tuned_for None) cublasLt's first proposal is used, so that every run and every rank computes the same
-    bits. All streams share one workspace of workspace_bytes, except those given to add_workspace().
+    library: from load_library(). tuner: a Tuner, which stores {str(Problem): algorithm in hexadecimal}. If it times
+    nothing (tuned_for is None), the first algorithm that cublasLt proposes is used, so that every run and every rank
+    computes the same bits. Streams share one workspace of workspace_bytes, except those given to add_workspace().
     """
 
     def __init__(self, cupy, library, tuner, *, workspace_bytes=32 << 20):
         self._cupy, self._library, self.tuner = cupy, library, tuner
         self._deterministic = tuner.tuned_for is None
-        # The largest alignment that is distinguished. More than 16 bytes may allow more algorithms, but then the bits
-        # of a product depend on the addresses of its operands.
-        self._alignment = 16 if self._deterministic else 256
+        # cublasLt may have more algorithms for addresses with a higher alignment than 16 bytes. Then the bits of a
+        # product depend on the addresses of its operands.
+        self._max_alignment = 16 if self._deterministic else 256
         self._handle = self._create("cublasLtCreate")  # lives as long as the process
         self._workspace = cupy.empty(workspace_bytes, np.uint8)
-        self._workspaces = {}  # stream address -> its own workspace
+        self._workspaces = {}  # {address of a stream: its own workspace}
         self._plans = {}
-        self._one, self._zero = c_float(1), c_float(0)  # alpha and beta are fp32 for all operand types
+        # cublasLt computes alpha a b + beta out; alpha and beta are fp32 for all types of a and b
+        self._one, self._zero = c_float(1), c_float(0)
 
     def add_workspace(self, stream):
         """Give this stream its own workspace, so that its products may run concurrently with those of other streams."""
         self._workspaces[stream.ptr] = self._cupy.empty_like(self._workspace)
 
     def matmul(self, out, a, b, **options):
-        """out (N, K) = activation(op(a) (N, C) @ op(b) (C, K) + bias (K)), op the transpose if trans_a or trans_b.
+        """out (N, K) = activation(op(a) (N, C) @ op(b) (C, K) + bias (K)); op is the transpose if trans_a or trans_b.
 
-        a, b: float32, float16 or bfloat16 arrays with contiguous rows (views into wider arrays are allowed); sums are
-        float32; out has the type of a and b, or float32. options: bias; trans_a; trans_b; accumulate: out += ...;
-        compute: "fp32", or "tf32" for float32 operands; activation: "gelu", which stores its input in aux (N, K) if
-        given, or "dgelu", which multiplies by gelu'(aux). bias and aux have out's type.
+        a, b: float32, float16 or bfloat16 arrays with contiguous rows (views into wider arrays are allowed). out has
+        their type, or float32. Sums are float32. options: bias; aux; trans_a; trans_b; accumulate: add to the contents
+        of out; compute: "fp32", or "tf32" for float32 operands; activation: "gelu", which also stores its input in aux
+        (N, K) if given, or "dgelu", which multiplies the product by gelu'(aux). bias and aux have out's type.
 
         Raises ShapeError, TypeError or ValueError if these do not match. Raises RuntimeError if cublasLt fails, or if a
-        new product must be timed while the stream is captured: run it once before the capture.
+        new kind of product must be timed while the stream is captured: run the product once before the capture.
         """
         problem, plan, addresses = self._plan(out, a, b, **options)
         self._launch(problem, plan, addresses, plan.algorithm)
 
     def clear_plans(self):
-        """Choose all algorithms again at the next call: the tuner has loaded other choices."""
+        """Look up or choose each algorithm again at the next call, because the tuner has loaded other choices."""
         self._plans.clear()
 
     def _plan(self, out, a, b, bias=None, aux=None, **options):
+        """(Problem, MatmulPlan, addresses of out, a, b, bias and aux) of a product; the plan is new or from a cache."""
+        bound = self._max_alignment
         arrays = (out, a, b, None if bias is None else bias[None], aux)
-        problem = Problem(*(None if array is None else matrix(array, self._alignment) for array in arrays), **options)
+        problem = Problem(*(None if array is None else matrix(array, bound) for array in arrays), **options)
         addresses = [None if array is None else array.data.ptr for array in arrays]
         plan = self._plans.get(problem)
         if plan is None:
             problem.check()
             plan = self._create_plan(problem)
-            self._set_pointers(plan, addresses)  # the heuristic reads their alignment
+            self._set_pointers(plan, addresses)  # cublasLt's heuristic reads the alignment of bias and aux
             plan.algorithm = self._recorded_algorithm(problem, plan) or self._choose_algorithm(problem, plan)
             self._plans[problem] = plan
         return problem, plan, addresses
@@ -271,17 +280,19 @@ class CublasLt:
         return MatmulPlan(operation, *(self._layout(operand) for operand in problem[:3]))
 
     def _layout(self, m):
+        """The layout descriptor of a Matrix m."""
         return self._create("cublasLtMatrixLayoutCreate", TYPES[m.dtype.name], m.columns, m.rows, m.ld)
 
     def _set_pointers(self, plan, addresses):
         """Set the addresses of bias and aux, which cublasLt reads from the descriptor, not from the call."""
-        given = {attribute: at for attribute, at in zip((BIAS_POINTER, AUX_POINTER), addresses[3:], strict=True) if at}
+        pointers = zip((BIAS_POINTER, AUX_POINTER), addresses[3:], strict=True)
+        given = {attribute: address for attribute, address in pointers if address}
         self._set("cublasLtMatmulDescSetAttribute", plan.operation, given)
 
     # -- algorithms ----------------------------------------------------------------------------------------------------
 
     def _recorded_algorithm(self, problem, plan):
-        """The algorithm that the tuner's choices hold for this problem; None if there is none that cublasLt accepts."""
+        """The algorithm that the tuner has stored for this problem; None if it has none, or if cublasLt refuses it."""
         try:
             chosen = bytes.fromhex(self.tuner.tuned.get(str(problem), ""))
         except ValueError:
@@ -294,6 +305,7 @@ class CublasLt:
         return algorithm if status == 0 and result.workspace_bytes <= self._workspace.nbytes else None
 
     def _choose_algorithm(self, problem, plan):
+        """Choose an algorithm, by timing unless timing is off, and store it in the tuner; returns it."""
         candidates = self._candidates(problem, plan)
         if self._deterministic or len(candidates) == 1:
             algorithm = candidates[0]
@@ -306,12 +318,12 @@ class CublasLt:
         return algorithm
 
     def _candidates(self, problem, plan, count=16):
-        """Up to `count` algorithms, in cublasLt's order: the one that it expects to be the fastest comes first."""
-        ordered = self._deterministic or problem.out.dtype.itemsize < 4
+        """Up to `count` algorithms in the order of cublasLt, which puts the one that it expects to be fastest first."""
+        needs_order = self._deterministic or problem.out.dtype.itemsize < 4
         preference = self._create("cublasLtMatmulPreferenceCreate")
         attributes = {
             WORKSPACE_BYTES: self._workspace.nbytes,
-            REDUCTIONS: COMPUTE_TYPE if ordered else ANY_REDUCTION,
+            REDUCTIONS: REDUCE_IN_COMPUTE_TYPE if needs_order else ANY_REDUCTION,
             ALIGNMENT_A: problem.b.alignment,
             ALIGNMENT_B: problem.a.alignment,
             ALIGNMENT_C: problem.out.alignment,
@@ -331,8 +343,9 @@ class CublasLt:
         """The candidate with the shortest time, measured on scratch memory."""
         cuda = self._cupy.cuda
         cuda.runtime.deviceSynchronize()  # another stream may be using the workspace
+        # calls per CUDA graph: about 1e12 floating-point operations, at most 20 calls
         calls = int(min(max(1e12 // (2 * problem.a.rows * problem.a.columns * problem.out.columns), 1), 20))
-        stream, graphs, ready = cuda.Stream(non_blocking=True), [], []
+        stream, graphs, usable = cuda.Stream(non_blocking=True), [], []
         with cuda.using_allocator(None), stream:  # not from the pool, whose peak is reported to the user
             scratch = [operand and self._scratch(operand) for operand in problem[:5]]
             addresses = [None if memory is None else memory.data.ptr for memory in scratch]
@@ -340,17 +353,17 @@ class CublasLt:
                 launch = partial(self._launch, problem, plan, addresses, algorithm)
                 try:
                     launch()  # also loads the kernel
-                except RuntimeError as error:  # the heuristic proposes it, but cublasLt does not support it
-                    refusal = error
+                except RuntimeError as error:  # cublasLt proposed this algorithm but cannot run it
+                    last_error = error
                     continue
                 graphs.append(capture_calls(stream, launch, calls))
-                ready.append(algorithm)
-            if not ready:
-                raise refusal
-            return ready[int(medians(self._cupy, stream, graphs).argmin())]
+                usable.append(algorithm)
+            if not usable:
+                raise last_error
+            return usable[int(medians(self._cupy, stream, graphs).argmin())]
 
     def _scratch(self, m):
-        """Device memory of the size of `m` with random numbers: on zeros a GPU uses less power and runs faster."""
+        """Device memory for the Matrix m, filled with random numbers, because a GPU multiplies zeros faster."""
         numbers = np.random.default_rng(0).standard_normal(1 << 18, dtype=np.float32).astype(m.dtype)
         block = self._cupy.asarray(numbers.view(np.uint8))
         memory = self._cupy.empty(m.rows * m.ld * m.dtype.itemsize, np.uint8)
@@ -361,16 +374,19 @@ class CublasLt:
     # -- calls ---------------------------------------------------------------------------------------------------------
 
     def _call(self, function, *arguments, about=""):
+        """Call a function of the library; raises RuntimeError, with `about` in the message, if it returns an error."""
         status = getattr(self._library, function)(*arguments)
         if status:
             name = self._library.cublasLtGetStatusName(status).decode()
             raise RuntimeError(f"{function} returned {name}{' for ' * bool(about)}{about}")
 
     def _create(self, function, *arguments):
+        """The handle of a new object of the library."""
         handle = c_void_p()
         self._call(function, byref(handle), *arguments)
         return handle
 
     def _set(self, function, target, attributes):
+        """Set the attributes {(number, C type): value} of an object of the library."""
         for (number, kind), value in attributes.items():
             self._call(function, target, number, byref(kind(value)), sizeof(kind), about=f"attribute {number}")

@@ -3,14 +3,17 @@
     x = scale (high + low),  high = fp16(x / scale),  low = fp16(x / scale - high)
     a b = scale_a scale_b (low_a high_b + high_a low_b + high_a high_b)
 
-fp16 has 11 significant bits like tf32, at twice the speed and half the size, but a smaller range. Therefore each square
-block of a matrix is divided by its own power of two, such that its largest magnitude is in [2^14, 2^15). The error of
-high + low is below 2^-22 of the number or below 2^-39 of the block's largest number; low_a low_b, which is omitted, is
-below 2^-22 of the product. Tensor cores truncate their sums, by about 1e-8 per term of a long sum. Here a tensor core
-sum ends with its tile, and tiles are added in ordinary float32 arithmetic, after the multiplication by their scales.
+fp16 and tf32 both have 11 significant bits. fp16 is twice as fast and needs half the memory, but its range is smaller.
+Therefore each square block of a matrix is divided by a scale, its own power of two, so that the block's largest
+magnitude is in [2^14, 2^15).
+
+Errors: high + low differs from x / scale by less than 2^-22 of the number or, for a small number, by less than 2^-39
+of the block's largest number. The product low_a low_b, which is omitted, is below 2^-22 of a b. When tensor cores add,
+they truncate the sum; in a long sum this causes an error of about 1e-8 per term. Here tensor cores add only the terms
+of one tile. The sums of the tiles are multiplied by their scales and added in ordinary float32 arithmetic.
 """
 
-# out (M, N) = the sum over K of a (M, K) times b (K, N); either may be stored transposed: (K, M), (N, K)
+# out (M, N) = op(a) (M, K) op(b) (K, N). op is the transpose if trans_a or trans_b: then a is (K, M), b is (N, K)
 
 from typing import NamedTuple
 
@@ -21,12 +24,13 @@ import triton.language as tl
 from stage2_cuda.kernels.column_sums import add_partials
 from stage2_cuda.runtime.triton_launch import descriptor, launch
 
-SCALE_BLOCK, SPLIT_WARPS = 128, 16  # rows and columns of a block with one scale; warps of the kernel that splits it
-ALIGNED_COLS = 16  # the columns of the halves are padded to a multiple, so that every row is aligned for the TMA unit
+SCALE_BLOCK = 128  # a block of SCALE_BLOCK x SCALE_BLOCK elements has one scale
+SPLIT_WARPS = 16  # warps of split_kernel
+ALIGNED_COLS = 16  # high and low are padded to a multiple of this many columns: the TMA unit needs aligned rows
 
 
 class ProductTile(NamedTuple):
-    """The tile of one program: block_m x block_n of the result, block_k terms per iteration; all <= SCALE_BLOCK."""
+    """A program computes block_m x block_n elements of out and adds block_k terms per iteration; all <= SCALE_BLOCK."""
 
     block_m: int
     block_n: int
@@ -36,15 +40,18 @@ class ProductTile(NamedTuple):
 
 
 SMALL, LARGE = ProductTile(64, 64, 64, 4, 3), ProductTile(128, 128, 64, 8, 3)
-MIN_LARGE_TILES = 264  # number of large tiles in a result from which large tiles are faster
-# Two programs for each of an H200's 132 multiprocessors. The sum over K is split if there are at most half as many
-# tiles.
+MIN_LARGE_TILES = 264  # large tiles are faster if the result has at least this many of them
+# Two programs for each of an H200's 132 multiprocessors. If the result has at most half as many tiles, the sum over K
+# is divided into parts, which different programs add.
 PROGRAMS = 264
-MIN_SPLIT_K = 256  # terms of the sum in one split
+MIN_PART_K = 256  # the fewest terms of the sum in one part
 
 
 class SplitOperand(NamedTuple):
-    """A float32 matrix (R, C) as fp16 halves (2, R, padded C) and float32 scales (R / SCALE_BLOCK, C / SCALE_BLOCK)."""
+    """A float32 matrix (R, C): halves[0] is high and halves[1] is low, with scales[i, j] for the block (i, j).
+
+    halves (2, R, padded C) float16; scales (R / SCALE_BLOCK, C / SCALE_BLOCK), rounded up, float32. shape: (R, C).
+    """
 
     halves: object
     scales: object
@@ -53,7 +60,7 @@ class SplitOperand(NamedTuple):
 
 
 def split_shapes(x):
-    """The shapes of the halves (float16) and of the scales (float32) that split() fills."""
+    """The shapes of the two arrays `halves` (float16) and `scales` (float32) that split() fills for x (R, C)."""
     rows, columns = x.shape
     halves = 2, rows, triton.cdiv(columns, ALIGNED_COLS) * ALIGNED_COLS
     return halves, (triton.cdiv(rows, SCALE_BLOCK), triton.cdiv(columns, SCALE_BLOCK))
@@ -65,45 +72,48 @@ def split(halves, scales, x):
     x: contiguous, or the first columns of a contiguous array.
     """
     rows, columns = x.shape
-    array, row_stride = (x, columns) if x.flags.c_contiguous else (x.base, x.strides[0] // x.itemsize)
-    arguments = halves, scales, array, rows, columns, row_stride, halves.shape[2]
+    # launch() needs a contiguous array: pass the whole array, whose first element is that of x
+    contiguous, row_stride = (x, columns) if x.flags.c_contiguous else (x.base, x.strides[0] // x.itemsize)
+    arguments = halves, scales, contiguous, rows, columns, row_stride, halves.shape[2]
     launch(split_kernel, scales.shape, *arguments, SCALE_BLOCK=SCALE_BLOCK, num_warps=SPLIT_WARPS)
     return SplitOperand(halves, scales, x.shape)
 
 
 def select_tile(m, n):
-    """The ProductTile for a result (m, n)."""
+    """The ProductTile for a result of shape (m, n)."""
     return LARGE if triton.cdiv(m, LARGE.block_m) * triton.cdiv(n, LARGE.block_n) >= MIN_LARGE_TILES else SMALL
 
 
 def partials_shape(m, n, k):
-    """The shape (P, m n) of the float32 scratch of product() when the sum over k is split into P; None if it is not.
+    """The shape (P, m n) of the float32 scratch of product() if the sum over k is divided into P parts; else None.
 
     P is a power of two, chosen so that all multiprocessors have work.
     """
-    tile, splits = select_tile(m, n), 1
+    tile, parts = select_tile(m, n), 1
     tiles = triton.cdiv(m, tile.block_m) * triton.cdiv(n, tile.block_n)
-    while tiles * splits * 2 <= PROGRAMS and splits * 2 * MIN_SPLIT_K <= k:
-        splits *= 2
-    return (splits, m * n) if splits > 1 else None
+    while tiles * parts * 2 <= PROGRAMS and parts * 2 * MIN_PART_K <= k:
+        parts *= 2
+    return (parts, m * n) if parts > 1 else None
 
 
 def product(out, partials, a, b, bias=None, trans_a=False, trans_b=False, accumulate=False):
-    """out (M, N) float32 = op(a) op(b) + bias (N), a and b SplitOperands, op the transpose if trans_a or trans_b.
+    """out (M, N) float32 = op(a) op(b) + bias (N) or None. a, b: SplitOperands.
 
-    accumulate: add to out. out: contiguous, or the first columns of a contiguous array. partials: scratch of
-    partials_shape(M, N, K), which needs a contiguous out and neither bias nor accumulate; otherwise None.
+    accumulate: add to the contents of out. out: contiguous, or the first columns of a contiguous array.
+    partials: float32 scratch of partials_shape(M, N, K), or None to compute the whole sum in one program. Scratch is
+    allowed only if out is contiguous and there is no bias and no accumulate.
     """
     (m, n), k = out.shape, a.shape[0 if trans_a else 1]
     block_m, block_n, block_k, num_warps, num_stages = select_tile(m, n)
-    array, row_stride = (out, n) if out.flags.c_contiguous else (out.base, out.strides[0] // out.itemsize)
-    target, splits = (array, 1) if partials is None else (partials, partials.shape[0])
-    split_k = triton.cdiv(triton.cdiv(k, block_k), splits) * block_k  # terms per split, a multiple of block_k
-    grid = (triton.cdiv(m, block_m) * triton.cdiv(n, block_n), splits)
+    # launch() needs a contiguous array: pass the whole array, whose first element is that of out
+    contiguous, row_stride = (out, n) if out.flags.c_contiguous else (out.base, out.strides[0] // out.itemsize)
+    target, parts = (contiguous, 1) if partials is None else (partials, partials.shape[0])
+    part_k = triton.cdiv(triton.cdiv(k, block_k), parts) * block_k  # terms of the sum per part
+    grid = (triton.cdiv(m, block_m) * triton.cdiv(n, block_n), parts)
     a_desc = descriptor(a.halves, (1, block_k, block_m) if trans_a else (1, block_m, block_k))
     b_desc = descriptor(b.halves, (1, block_n, block_k) if trans_b else (1, block_k, block_n))
     scale_strides = a.scales.shape[1], b.scales.shape[1]
-    arguments = target, a_desc, a.scales, b_desc, b.scales, bias, m, n, k, row_stride, split_k, *scale_strides
+    arguments = target, a_desc, a.scales, b_desc, b.scales, bias, m, n, k, row_stride, part_k, *scale_strides
     options = dict(BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, SCALE_BLOCK=SCALE_BLOCK)
     options |= dict(TRANS_A=trans_a, TRANS_B=trans_b, ACCUMULATE=accumulate)
     launch(product_kernel, grid, *arguments, **options, num_warps=num_warps, num_stages=num_stages)
@@ -115,18 +125,19 @@ def product(out, partials, a, b, bias=None, trans_a=False, trans_b=False, accumu
 def split_kernel(
     halves_ptr, scales_ptr, x_ptr, n_rows, n_cols, row_stride, padded_cols, SCALE_BLOCK: tl.constexpr
 ):  # fmt: skip
-    """One program per block that has one scale."""
+    """Grid (R / SCALE_BLOCK, C / SCALE_BLOCK): each program splits one block of x (R, C) and stores its scale."""
     rows = tl.program_id(0) * SCALE_BLOCK + tl.arange(0, SCALE_BLOCK)
     cols = tl.program_id(1) * SCALE_BLOCK + tl.arange(0, SCALE_BLOCK)
-    # the mask ends at row_stride: a mask that ended at n_cols, which may be odd, would cause loads of single elements
+    # the mask is `cols < row_stride`: with `cols < n_cols`, which may be odd, the GPU would load single elements
     mask = (rows < n_rows)[:, None] & (cols < row_stride)[None, :]
     x = tl.load(x_ptr + rows.to(tl.int64)[:, None] * row_stride + cols[None, :], mask, 0)
     x = tl.where(cols[None, :] < n_cols, x, 0)
+    # the exponent field of a float32: a number in [2^e, 2^(e + 1)) has the exponent e + 127
     exponent = tl.max(tl.max(tl.abs(x), 1), 0).to(tl.int32, bitcast=True) >> 23
-    exponent = tl.maximum(exponent, 15)  # 2^-112: smaller numbers become 0, so that the scale stays a normal number
-    x *= ((268 - exponent) << 23).to(tl.float32, bitcast=True)  # 2^14 / 2^(exponent - 127)
+    exponent = tl.maximum(exponent, 15)  # at least 2^-112, so that the scale below is a normal number
+    x *= ((268 - exponent) << 23).to(tl.float32, bitcast=True)  # 1 / scale = 2^(141 - exponent)
     block = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
-    tl.store(scales_ptr + block, ((exponent - 14) << 23).to(tl.float32, bitcast=True))
+    tl.store(scales_ptr + block, ((exponent - 14) << 23).to(tl.float32, bitcast=True))  # scale = 2^(exponent - 141)
     high_ptrs = halves_ptr + rows.to(tl.int64)[:, None] * padded_cols + cols[None, :]
     mask = (rows < n_rows)[:, None] & (cols < padded_cols)[None, :]
     high = x.to(tl.float16)
@@ -139,7 +150,10 @@ def split_kernel(
 def load_half(
     desc, half: tl.constexpr, row, col, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, TRANS: tl.constexpr
 ):  # fmt: skip
-    """Rows [row, row + BLOCK_ROWS), columns [col, col + BLOCK_COLS) of op(matrix); TRANS: it is stored transposed."""
+    """The float16 tile (BLOCK_ROWS, BLOCK_COLS) of high or low of op(x), whose first element is (row, col).
+
+    desc: the descriptor of the halves of x. half: 0 for high, 1 for low. TRANS: op is the transpose.
+    """
     if TRANS:
         tile = desc.load([half, col, row]).reshape(BLOCK_COLS, BLOCK_ROWS).T
     else:
@@ -149,7 +163,7 @@ def load_half(
 
 @triton.jit
 def load_scale(scales_ptr, scale_stride, row, col, SCALE_BLOCK: tl.constexpr, TRANS: tl.constexpr):
-    """The scale of the element (row, col) of op(matrix)."""
+    """The scale of the element (row, col) of op(x); TRANS: op is the transpose."""
     if TRANS:
         row, col = col, row
     return tl.load(scales_ptr + row // SCALE_BLOCK * scale_stride + col // SCALE_BLOCK)
@@ -157,17 +171,20 @@ def load_scale(scales_ptr, scale_stride, row, col, SCALE_BLOCK: tl.constexpr, TR
 
 @triton.jit
 def product_kernel(
-    out_ptr, a_desc, a_scales_ptr, b_desc, b_scales_ptr, bias_ptr, m, n, k, row_stride, split_k,
+    out_ptr, a_desc, a_scales_ptr, b_desc, b_scales_ptr, bias_ptr, m, n, k, row_stride, part_k,
     a_scale_stride, b_scale_stride,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SCALE_BLOCK: tl.constexpr,
     TRANS_A: tl.constexpr, TRANS_B: tl.constexpr, ACCUMULATE: tl.constexpr,
 ):  # fmt: skip
-    """One program per tile of out (axis 0) and split of the sum over k (axis 1)."""
+    """Grid (tiles of out, parts): each program computes one tile of out for one part of the sum over k.
+
+    With several parts, out_ptr points to partials (parts, m n), which has one row per part.
+    """
     tiles_n = tl.cdiv(n, BLOCK_N)
     start_m, start_n = tl.program_id(0) // tiles_n * BLOCK_M, tl.program_id(0) % tiles_n * BLOCK_N
-    split_start = tl.program_id(1) * split_k
+    part_start = tl.program_id(1) * part_k
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for start_k in tl.range(split_start, tl.minimum(split_start + split_k, k), BLOCK_K):
+    for start_k in tl.range(part_start, tl.minimum(part_start + part_k, k), BLOCK_K):
         scale = load_scale(a_scales_ptr, a_scale_stride, start_m, start_k, SCALE_BLOCK, TRANS_A)
         scale *= load_scale(b_scales_ptr, b_scale_stride, start_k, start_n, SCALE_BLOCK, TRANS_B)
         a_high = load_half(a_desc, 0, start_m, start_k, BLOCK_M, BLOCK_K, TRANS_A)

@@ -1,46 +1,51 @@
-"""The matrix products of each precision: fp16x3 for fp32, cublasLt for the others, NumPy in the interpreter."""
+"""The matrix products of each precision: fp16x3 for fp32, cublasLt for the others, NumPy in Triton's interpreter."""
 
 import numpy as np
 
+from gpt2core.parallel.tuned_choices import cache_directory
 from stage2_cuda.gemm import fp16x3
-from stage2_cuda.memory_model import WIDE, WORKSPACE
-from stage2_cuda.tuning.tuner import Tuner, cache_directory
+from stage2_cuda.memory_model import MIN_FUSED_GELU, WORKSPACE
+from stage2_cuda.tuning.tuner import Tuner
 
 
 class Products:
-    """multiply(out, a, b, ...): CublasLt.matmul without its option `compute`, which follows from the precision.
+    """Matrix products in the precision of a backend.
 
+    multiply(out, a, b, ...) has the arguments of CublasLt.matmul, without `compute`, which follows from the precision.
     xp: cupy or numpy; precision: "fp32", "tf32", "bf16" or "fp16"; gemm: a CublasLt or a NumpyGemm.
     """
 
     def __init__(self, xp, precision, gemm):
         self.xp, self.precision, self.gemm = xp, precision, gemm
-        self.multiply = self.three_passes if precision == "fp32" else self.one_pass
+        self.multiply = self.multiply_fp16x3 if precision == "fp32" else self.multiply_gemm
 
     def fuses_gelu(self, n, k):
-        """Whether GELU and its derivative should be epilogues of the product that computes their (N, K) input."""
-        return self.precision in ("bf16", "fp16") and n * k >= WIDE
+        """Whether cublasLt should apply GELU, or its derivative, to the (N, K) product that it computes.
+
+        True only in bf16 and fp16, and for large products; for small ones a separate GELU kernel is faster.
+        """
+        return self.precision in ("bf16", "fp16") and n * k >= MIN_FUSED_GELU
 
     def operand(self, x):
-        """x (R, C) as multiply() reads it: for fp32 a SplitOperand, which several products of x can share."""
+        """x (R, C) as an operand of multiply(); in fp32 this is a SplitOperand, so that several products share it."""
         if self.precision != "fp32" or isinstance(x, fp16x3.SplitOperand):
             return x
         halves, scales = fp16x3.split_shapes(x)
         return fp16x3.split(self.xp.empty(halves, np.float16), self.xp.empty(scales, np.float32), x)
 
-    def one_pass(self, out, a, b, **options):
+    def multiply_gemm(self, out, a, b, **options):
         self.gemm.matmul(out, a, b, compute="tf32" if self.precision == "tf32" else "fp32", **options)
 
-    def three_passes(self, out, a, b, bias=None, trans_a=False, trans_b=False, accumulate=False):
+    def multiply_fp16x3(self, out, a, b, bias=None, trans_a=False, trans_b=False, accumulate=False):
         a, b = self.operand(a), self.operand(b)
         shape = fp16x3.partials_shape(*out.shape, a.shape[0 if trans_a else 1])
-        split_k = shape and bias is None and not accumulate and out.flags.c_contiguous
-        partials = self.xp.empty(shape, np.float32) if split_k else None
+        can_use_partials = bias is None and not accumulate and out.flags.c_contiguous
+        partials = self.xp.empty(shape, np.float32) if shape and can_use_partials else None
         fp16x3.product(out, partials, a, b, bias, trans_a, trans_b, accumulate)
 
 
 class NumpyGemm:
-    """CublasLt's interface in NumPy, without activations, for the interpreter; all other kernels there are Triton's."""
+    """The interface of CublasLt without activations, computed by NumPy, for the CPU runs with Triton's interpreter."""
 
     def clear_plans(self):
         pass
@@ -53,10 +58,11 @@ class NumpyGemm:
         np.add(out, product, out=out) if accumulate else np.copyto(out, product, casting="same_kind")
 
 
-def cublaslt(cupy, name, deterministic, side_stream, notify):
-    """(CublasLt, Tuner) for products on the current stream and on side_stream; Triton kernels share the Tuner.
+def make_gemm_and_tuner(cupy, name, deterministic, side_stream, notify):
+    """(CublasLt, Tuner). The products may run on the current stream and on side_stream at the same time.
 
-    name: the GPU's name. deterministic: time nothing. notify(text) prints that timing kernels takes time.
+    The Triton kernels use the same Tuner. name: the GPU's name. deterministic: time nothing. notify(text): called
+    before the first timing, because that takes a while.
     """
     import triton
 
@@ -64,8 +70,8 @@ def cublaslt(cupy, name, deterministic, side_stream, notify):
 
     library, tuner = load_library(), Tuner(cupy)
     if not deterministic:
-        made_for = f"{name}, cublasLt {library.cublasLtGetVersion()}, Triton {triton.__version__}"
-        tuner = Tuner(cupy, made_for, cache_directory(), notify)
-    gemm = CublasLt(cupy, library, tuner, workspace_bytes=WORKSPACE // 2)
+        tuned_for = f"{name}, cublasLt {library.cublasLtGetVersion()}, Triton {triton.__version__}"
+        tuner = Tuner(cupy, tuned_for, cache_directory(), notify)
+    gemm = CublasLt(cupy, library, tuner, workspace_bytes=WORKSPACE // 2)  # half for each stream
     gemm.add_workspace(side_stream)
     return gemm, tuner

@@ -1,9 +1,11 @@
-"""The codecs of --compress as one Triton kernel per method, with the same bits as gpt2core/parallel/codecs.py.
+"""The codecs of --compress (fp16, bf16, int8) for gradients, with one Triton kernel for each method of Codec.
 
-NumPy's functions would read and write memory once per operation: a dozen times for bf16. Here each number is read
-once, and the residual (error feedback) is added and updated in the same pass. bf16 is the upper half of a float32 and
-is computed with integers, because Triton's interpreter has no bf16.
+The results have the same bits as those of gpt2core/parallel/codecs.py, which also explains the codes and the residual
+(error feedback). Its NumPy functions read and write memory once per operation, a dozen times for bf16. A kernel reads
+each number once, and adds and updates the residual in the same pass. A bf16 number is the upper half of the bits of a
+float32; it is computed with integers, because Triton's interpreter computes bf16 wrongly.
 """
+
 # p rows, one per rank; m elements per row, a multiple of GROUP; n elements of the gradient, n <= p m
 
 import numpy as np
@@ -13,12 +15,13 @@ import triton.language as tl
 from gpt2core.parallel.codecs import GROUP, Codec
 from stage2_cuda.runtime.triton_launch import launch
 
-GROUPS = 8  # groups of GROUP elements per program
-ROUND_MAGIC = tl.constexpr(12582912.0)  # 1.5 * 2**23: x + ROUND_MAGIC - ROUND_MAGIC is x rounded to an integer
+GROUPS_PER_PROGRAM = 8  # a group is GROUP = 256 elements; in int8 they share one scale
+# 1.5 * 2**23. A float32 of this size has no fractional bits, so x + ROUND_MAGIC - ROUND_MAGIC is x rounded to nearest.
+ROUND_MAGIC = tl.constexpr(12582912.0)
 
 
 class FusedCodec(Codec):
-    """A Codec for arrays of the module xp: cupy, or numpy under Triton's interpreter."""
+    """A Codec for arrays of the module xp: cupy on a GPU, numpy in Triton's interpreter."""
 
     def __init__(self, kind, xp):
         super().__init__(kind)
@@ -41,43 +44,49 @@ class FusedCodec(Codec):
         self.run(unpack_kernel, gradient.size, gradient, *self.views(codes), gradient.size, groups_per_row)
 
     def empty_code(self, *shape):
-        """An uninitialised code, uint8, for a float32 message of this shape (..., m)."""
+        """An uninitialised uint8 array for the code of a float32 array of this shape (..., m)."""
         *rows, m = shape
         return self.xp.empty((*rows, m + m // GROUP * 4 if self.kind == "int8" else 2 * m), np.uint8)
 
     def views(self, code):
-        """The same memory as int8 values and float32 scales; for the 16-bit codecs as uint16 values and None."""
+        """Two views of the memory of `code`: int8 values and float32 scales; for 16 bits, uint16 values and None."""
         return (code.view(np.int8), code.view(np.float32)) if self.kind == "int8" else (code.view(np.uint16), None)
 
     def run(self, kernel, elements, *arguments, **constants):
-        grid = (triton.cdiv(elements, GROUP * GROUPS),)
-        constants |= dict(KIND=self.kind, GROUP=GROUP, GROUPS=GROUPS, num_warps=4)
-        launch(kernel, grid, *arguments, **constants, enable_fp_fusion=False)  # NumPy rounds the product before the sum
+        grid = (triton.cdiv(elements, GROUP * GROUPS_PER_PROGRAM),)
+        constants |= dict(KIND=self.kind, GROUP=GROUP, GROUPS_PER_PROGRAM=GROUPS_PER_PROGRAM, num_warps=4)
+        # NumPy rounds a product before it adds; a fused multiply-add would not, and would give other bits
+        launch(kernel, grid, *arguments, **constants, enable_fp_fusion=False)
 
 
 @triton.jit
 def encode(x, KIND: tl.constexpr):
-    """x (GROUPS, GROUP) float32 -> its encoded values, their scales (GROUPS), and x as decode() will return it."""
+    """x (groups, GROUP) float32 -> encoded values (groups, GROUP), scales (groups), and the decoded values.
+
+    The scales are used only in int8. The values are uint16 in the 16-bit codecs and int8 in int8.
+    """
     scale = tl.max(tl.abs(x), 1)
     if KIND == "bf16":
         bits = x.to(tl.uint32, bitcast=True)
         rounded = bits + (0x7FFF + ((bits >> 16) & 1))
-        values = (tl.where(x != x, bits | (1 << 22), rounded) >> 16).to(tl.uint16)
+        values = (tl.where(x != x, bits | (1 << 22), rounded) >> 16).to(tl.uint16)  # x != x: NaN stays NaN
     elif KIND == "fp16":
-        clipped = tl.where(x > 65504.0, 65504.0, tl.where(x < -65504.0, -65504.0, x))  # avoids infinity
+        # the largest finite fp16 instead of infinity; NaN stays NaN
+        clipped = tl.where(x > 65504.0, 65504.0, tl.where(x < -65504.0, -65504.0, x))
         values = clipped.to(tl.float16).to(tl.uint16, bitcast=True)
     else:
-        scale = tl.where(tl.max((x != x).to(tl.int32), 1) != 0, float("nan"), scale)  # tl.max may ignore NaN
+        scale = tl.where(tl.max((x != x).to(tl.int32), 1) != 0, float("nan"), scale)  # tl.max may have ignored a NaN
         scale = tl.div_rn(scale, 127.0)
         steps = tl.div_rn(x, tl.where(scale > 0, scale, 1.0)[:, None])
-        steps = tl.where(tl.abs(steps) < 128.0, steps, 0.0)  # inf or NaN: then the scale is not finite
+        # false for infinity and NaN; the scale of such a group is not finite, and neither are its decoded values
+        steps = tl.where(tl.abs(steps) < 128.0, steps, 0.0)
         values = ((steps + ROUND_MAGIC) - ROUND_MAGIC).to(tl.int8)
     return values, scale, decode(values, scale, KIND)
 
 
 @triton.jit
 def decode(values, scale, KIND: tl.constexpr):
-    """Encoded values (GROUPS, GROUP) and their scales (GROUPS) -> float32."""
+    """Encoded values (groups, GROUP) and their scales (groups) -> decoded values (groups, GROUP) float32."""
     if KIND == "bf16":
         x = (values.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
     elif KIND == "fp16":
@@ -88,20 +97,23 @@ def decode(values, scale, KIND: tl.constexpr):
 
 
 @triton.jit
-def code_offsets(row, group, groups_per_row, KIND: tl.constexpr, GROUP: tl.constexpr):
-    """(index of the first value of a row's group in the array of values, index of its scale in the array of scales)."""
-    value_offs = (row * groups_per_row + group) * GROUP
-    if KIND == "int8":  # a row holds its values, then its scales, of 4 bytes each
+def code_offsets(row, group_in_row, groups_per_row, KIND: tl.constexpr, GROUP: tl.constexpr):
+    """Where the code of a group is: the index of its first value, and the index of its scale.
+
+    The indices count the elements of the two arrays that FusedCodec.views() returns.
+    """
+    value_offs = (row * groups_per_row + group_in_row) * GROUP
+    if KIND == "int8":  # the code of a row is its values, one byte each, and then its scales, four bytes each
         value_offs += row * groups_per_row * 4
-    return value_offs, (row * (GROUP // 4 + 1) + GROUP // 4) * groups_per_row + group
+    return value_offs, (row * (GROUP // 4 + 1) + GROUP // 4) * groups_per_row + group_in_row
 
 
 @triton.jit
-def store_code(
-    values_ptr, scales_ptr, row, group, groups_per_row, mask, x, KIND: tl.constexpr, GROUP: tl.constexpr
+def encode_and_store(
+    values_ptr, scales_ptr, row, group_in_row, groups_per_row, mask, x, KIND: tl.constexpr, GROUP: tl.constexpr
 ):  # fmt: skip
-    """Store the code of x (GROUPS, GROUP) float32; returns x as decode() will return it. mask (GROUPS)."""
-    value_offs, scale_offs = code_offsets(row, group, groups_per_row, KIND, GROUP)
+    """Store the code of x (groups, GROUP) float32; returns the decoded values. row, group_in_row, mask: (groups)."""
+    value_offs, scale_offs = code_offsets(row, group_in_row, groups_per_row, KIND, GROUP)
     values, scale, decoded = encode(x, KIND)
     tl.store(values_ptr + value_offs[:, None] + tl.arange(0, GROUP)[None, :], values, mask[:, None])
     if KIND == "int8":
@@ -110,9 +122,11 @@ def store_code(
 
 
 @triton.jit
-def load_code(values_ptr, scales_ptr, row, group, groups_per_row, mask, KIND: tl.constexpr, GROUP: tl.constexpr):
-    """The decoded message (GROUPS, GROUP) float32. mask (GROUPS)."""
-    value_offs, scale_offs = code_offsets(row, group, groups_per_row, KIND, GROUP)
+def load_and_decode(
+    values_ptr, scales_ptr, row, group_in_row, groups_per_row, mask, KIND: tl.constexpr, GROUP: tl.constexpr
+):  # fmt: skip
+    """The decoded values (groups, GROUP) float32 of stored codes. row, group_in_row, mask: (groups)."""
+    value_offs, scale_offs = code_offsets(row, group_in_row, groups_per_row, KIND, GROUP)
     values = tl.load(values_ptr + value_offs[:, None] + tl.arange(0, GROUP)[None, :], mask[:, None], 0)
     scale = tl.zeros(mask.shape, tl.float32)
     if KIND == "int8":
@@ -121,60 +135,68 @@ def load_code(values_ptr, scales_ptr, row, group, groups_per_row, mask, KIND: tl
 
 
 @triton.jit
-def sum_codes(
-    values_ptr, scales_ptr, row, group, groups_per_row, mask,
+def load_and_sum(
+    values_ptr, scales_ptr, row, group_in_row, groups_per_row, mask,
     KIND: tl.constexpr, GROUP: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
-    """The sum of COUNT rows from `row` on, in the order of parallel/tree_sum.py.
+    """The sum (groups, GROUP) float32 of the decoded rows [row, row + COUNT), in the canonical order (tree_sum.py).
 
-    The first half has as many rows as the largest power of two below COUNT.
+    The recursion divides the rows in two. The number of rows in the first part is the largest power of two below COUNT.
     """
     if COUNT == 1:
-        total = load_code(values_ptr, scales_ptr, row, group, groups_per_row, mask, KIND, GROUP)
+        total = load_and_decode(values_ptr, scales_ptr, row, group_in_row, groups_per_row, mask, KIND, GROUP)
     else:
-        HALF: tl.constexpr = triton.next_power_of_2(COUNT) // 2
-        total = sum_codes(values_ptr, scales_ptr, row, group, groups_per_row, mask, KIND, GROUP, HALF)
-        total += sum_codes(values_ptr, scales_ptr, row + HALF, group, groups_per_row, mask, KIND, GROUP, COUNT - HALF)
+        FIRST_PART: tl.constexpr = triton.next_power_of_2(COUNT) // 2
+        total = load_and_sum(values_ptr, scales_ptr, row, group_in_row, groups_per_row, mask, KIND, GROUP, FIRST_PART)
+        row += FIRST_PART
+        REST: tl.constexpr = COUNT - FIRST_PART
+        total += load_and_sum(values_ptr, scales_ptr, row, group_in_row, groups_per_row, mask, KIND, GROUP, REST)
     return total
 
 
 @triton.jit
 def pack_kernel(
     values_ptr, scales_ptr, residual_ptr, gradient_ptr, n, groups_per_row, n_groups,
-    KIND: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
+    KIND: tl.constexpr, GROUP: tl.constexpr, GROUPS_PER_PROGRAM: tl.constexpr,
 ):  # fmt: skip
-    """code = encode(residual + gradient); residual = that sum minus the decoded code."""
-    group = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
+    """Codec.pack(): code (p, bytes) = encode(x), residual = x - decode(code), for x (p, m) = residual + gradient (n).
+
+    Grid (n_groups / GROUPS_PER_PROGRAM): each program processes GROUPS_PER_PROGRAM groups, n_groups = p groups_per_row.
+    """
+    group = tl.program_id(0).to(tl.int64) * GROUPS_PER_PROGRAM + tl.arange(0, GROUPS_PER_PROGRAM)
     mask, offs = group < n_groups, group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     x = tl.load(residual_ptr + offs, mask[:, None], 0.0) + tl.load(gradient_ptr + offs, offs < n, 0.0)
     row, group_in_row = group // groups_per_row, group % groups_per_row
-    decoded = store_code(values_ptr, scales_ptr, row, group_in_row, groups_per_row, mask, x, KIND, GROUP)
+    decoded = encode_and_store(values_ptr, scales_ptr, row, group_in_row, groups_per_row, mask, x, KIND, GROUP)
     tl.store(residual_ptr + offs, x - decoded, mask[:, None])
 
 
 @triton.jit
 def add_kernel(
     values_ptr, scales_ptr, residual_ptr, in_values_ptr, in_scales_ptr, n_groups,
-    KIND: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, COUNT: tl.constexpr,
+    KIND: tl.constexpr, GROUP: tl.constexpr, GROUPS_PER_PROGRAM: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
-    """code = encode(residual + the sum of COUNT decoded rows); residual = that sum minus the decoded code."""
-    group = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
+    """Codec.add(): code (bytes) = encode(x), residual (m) = x - decode(code), for x = residual + the sum of codes.
+
+    in_values, in_scales: COUNT codes, one per row. Grid (n_groups / GROUPS_PER_PROGRAM), n_groups = m / GROUP.
+    """
+    group = tl.program_id(0).to(tl.int64) * GROUPS_PER_PROGRAM + tl.arange(0, GROUPS_PER_PROGRAM)
     mask, offs = group < n_groups, group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     row = tl.zeros_like(group)
-    total = sum_codes(in_values_ptr, in_scales_ptr, row, group, n_groups, mask, KIND, GROUP, COUNT)
+    total = load_and_sum(in_values_ptr, in_scales_ptr, row, group, n_groups, mask, KIND, GROUP, COUNT)
     total += tl.load(residual_ptr + offs, mask[:, None], 0.0)
-    decoded = store_code(values_ptr, scales_ptr, row, group, n_groups, mask, total, KIND, GROUP)
+    decoded = encode_and_store(values_ptr, scales_ptr, row, group, n_groups, mask, total, KIND, GROUP)
     tl.store(residual_ptr + offs, total - decoded, mask[:, None])
 
 
 @triton.jit
 def unpack_kernel(
     gradient_ptr, values_ptr, scales_ptr, n, groups_per_row,
-    KIND: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
+    KIND: tl.constexpr, GROUP: tl.constexpr, GROUPS_PER_PROGRAM: tl.constexpr,
 ):  # fmt: skip
-    """gradient = the first n decoded elements."""
-    group = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
+    """Codec.unpack(): gradient (n) float32 = the first n decoded elements. Grid (n / (GROUP * GROUPS_PER_PROGRAM))."""
+    group = tl.program_id(0).to(tl.int64) * GROUPS_PER_PROGRAM + tl.arange(0, GROUPS_PER_PROGRAM)
     offs = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     row, group_in_row, mask = group // groups_per_row, group % groups_per_row, group * GROUP < n
-    x = load_code(values_ptr, scales_ptr, row, group_in_row, groups_per_row, mask, KIND, GROUP)
+    x = load_and_decode(values_ptr, scales_ptr, row, group_in_row, groups_per_row, mask, KIND, GROUP)
     tl.store(gradient_ptr + offs, x, offs < n)

@@ -1,11 +1,11 @@
-"""Column sums of a matrix (the gradients of biases), in two stages of fixed order: equal bits in every run.
+"""Column sums of a matrix, such as the gradient of a bias, in a fixed order: every run gives the same bits.
 
-Stage one: P programs per column tile; program p adds the row tiles p, p + P, p + 2P, ... and writes row p of
-`partials`. Stage two adds the P rows of `partials`. A single stage would use only a few dozen of the GPU's thousands of
-program slots, and atomic additions would have no fixed order.
+The sum has two steps. In the first, P programs divide the rows of each block of columns: program p adds the row tiles
+p, p + P, p + 2P, ... and writes row p of `partials` (P, K). The second step adds the P rows of `partials`. A single
+step would need only a few dozen programs, too few for a GPU; atomic additions would have no fixed order.
 """
 
-# N rows, K columns, P programs that share the rows
+# N rows, K columns, P programs per block of columns
 
 import triton
 import triton.language as tl
@@ -14,14 +14,14 @@ from stage2_cuda.runtime.triton_launch import launch
 
 # Measured on an H200, which has 132 multiprocessors. The number of programs depends on the shape only, because the
 # order of the sums depends on it.
-BLOCK_ROWS, BLOCK_COLS, STAGES = 64, 64, 3  # the tile of stage one, and its software pipeline depth
-MIN_PROGRAMS, MAX_PROGRAMS = 132, 528  # of stage one, over all columns
-ROWS_PER_PROGRAM = 32  # on average, unless a bound on the number of programs applies
-SUM_ROWS, SUM_COLS = 128, 16  # the tile of stage two: a short loop, because each iteration waits for memory
+BLOCK_ROWS, BLOCK_COLS, STAGES = 64, 64, 3  # the tile of the first step, and its num_stages (software pipelining)
+MIN_PROGRAMS, MAX_PROGRAMS = 132, 528  # of the first step, for all columns together
+ROWS_PER_PROGRAM = 32  # there are n // 32 programs, if this number is between MIN_PROGRAMS and MAX_PROGRAMS
+SUM_ROWS, SUM_COLS = 128, 16  # the tile of the second step: tall, because each iteration of its loop waits for memory
 
 
 def partials_shape(n, columns):
-    """The shape (P, columns) of the float32 scratch for the sums over n rows."""
+    """The shape (P, columns) of the float32 scratch of column_sums() for n rows."""
     programs = min(MAX_PROGRAMS, max(MIN_PROGRAMS, n // ROWS_PER_PROGRAM))
     return min(triton.cdiv(n, BLOCK_ROWS), max(1, programs // triton.cdiv(columns, BLOCK_COLS))), columns
 
@@ -36,9 +36,10 @@ def column_sums(out, partials, x):
 
 
 def add_partials(partials, first, second=None, third=None):
-    """Sum the rows of partials (P, K, 2K or 3K) float32 into one, two or three float32 arrays of K columns each.
+    """Add the P rows of partials, float32, and store the sum in one, two or three outputs (K) float32.
 
-    first (K) = the sums of columns [0, K), second those of [K, 2K), third those of [2K, 3K).
+    first = the sums of columns [0, K), second = those of [K, 2K), third = those of [2K, 3K). The number of columns of
+    partials is K times the number of outputs.
     """
     columns = first.shape[0]
     grid = (triton.cdiv(columns, SUM_COLS), 1 + (second is not None) + (third is not None))
@@ -50,6 +51,7 @@ def add_partials(partials, first, second=None, third=None):
 def column_sums_kernel(
     partials_ptr, x_ptr, n, n_cols, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, STAGES: tl.constexpr
 ):  # fmt: skip
+    """Grid (P, K / BLOCK_COLS): program (p, c) writes block c of BLOCK_COLS columns of row p of partials, float32."""
     cols = tl.program_id(1) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
     acc = tl.zeros((BLOCK_ROWS, BLOCK_COLS), tl.float32)
     for tile in tl.range(tl.program_id(0), tl.cdiv(n, BLOCK_ROWS), tl.num_programs(0), num_stages=STAGES):
@@ -64,6 +66,10 @@ def add_partials_kernel(
     first_ptr, second_ptr, third_ptr, partials_ptr, n, row_stride, n_cols,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
 ):  # fmt: skip
+    """Grid (K / BLOCK_COLS, outputs): a program adds the n rows of BLOCK_COLS columns, for one of the outputs.
+
+    row_stride: the columns of partials; n_cols: the K columns of an output.
+    """
     output = tl.program_id(1)  # 0: first, 1: second, 2: third
     cols = tl.program_id(0) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
     acc = tl.zeros((BLOCK_ROWS, BLOCK_COLS), tl.float32)

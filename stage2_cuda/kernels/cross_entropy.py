@@ -1,20 +1,23 @@
-"""Cross-entropy of a chunk of logits: three numbers per row forward, and the gradient, which may overwrite the logits.
+"""Cross-entropy of a chunk of logits. Forward gives three numbers per row; backward gives the gradient of the logits.
+
+For one row of logits, whose columns v are tokens and whose column `target` is the correct token:
 
     maximum = max over v of logits[v];  sum = sum over v of exp(logits[v] - maximum);  target_logit = logits[target]
-    loss = log(sum) - (target_logit - maximum);  dlogits[v] = scale (exp(logits[v] - maximum) / sum - [v = target])
+    loss = log(sum) - (target_logit - maximum);  dlogits[v] = scale (exp(logits[v] - maximum) / sum - (v == target))
 
 The maximum and the sum are computed in one pass (online softmax, Milakov and Gimelshein 2018): when the maximum rises
-from m to m', the sum so far is multiplied by exp(m - m'). Every group of VECTOR columns, which one thread loads with
-one instruction, has its own maximum and sum; they are combined once, at the end of the row.
+from m to m', the sum so far is multiplied by exp(m - m'). A tile is divided into groups of VECTOR adjacent columns; one
+thread loads a group with one instruction. Group i of all tiles of a row has one maximum and one sum. The groups'
+maxima and sums are combined once, at the end of the row.
 
-Performance: pad the vocabulary to a multiple of 16; otherwise the GPU loads single elements. The padding is ignored.
-The kernels for whole rows load full tiles without a mask. The kernel for both passes computes the gradient of full
-tiles as if they did not contain the target's column, and corrects this one element at the end, which saves two
-comparisons and two selections per element. Few programs with large tiles run on a multiprocessor at a time, so that the
-rows stay in the L2 cache until they are read again.
+Performance: the rows should be padded to a multiple of 16 columns, or the GPU loads single elements; the padding does
+not count. The kernels with one program per row load full tiles without a mask. forward_backward_kernel first computes
+the gradient of full tiles without the term for the target, and corrects this one element at the end. This saves two
+comparisons and two selections per element. Tiles are large, so that a multiprocessor runs few programs, and thus few
+rows, at a time; these rows then stay in the L2 cache until the second pass reads them.
 """
 
-# N rows in this chunk; a row has V columns for the tokens from `first` on, then padding
+# N rows in this chunk; `width` columns: column v is token first + v if v < V, and padding from column V on
 
 import math
 
@@ -23,20 +26,23 @@ import triton.language as tl
 
 from stage2_cuda.runtime.triton_launch import launch
 
-TILE_BYTES = 32768  # of the logits of one tile
+TILE_BYTES = 32768  # bytes of the logits of one tile, which is a part of one row
 VECTOR = 8  # adjacent columns that one thread loads at once
-STAGES = 3  # pipeline depth of the first pass, which reads from memory; the second pass reads from the cache
+STAGES = 3  # num_stages (software pipelining) of the first pass, which reads memory; the second pass reads the cache
 LOG2E = tl.constexpr(math.log2(math.e))
 
 
 def tile_size(logits):
-    """(columns, warps) of a tile."""
+    """(columns, warps) of a tile for these logits (N, width)."""
     columns = min(TILE_BYTES // logits.itemsize, max(VECTOR, triton.next_power_of_2(logits.shape[1])))
     return columns, max(1, columns // 512)
 
 
 def row_options(logits, vocab):
-    """Constants for the kernels that process a whole row: full tiles of BLOCK columns, then one tile of TAIL or 0."""
+    """Constants of the kernels with one program per row. A row is full tiles of BLOCK columns and a last tile of TAIL.
+
+    TAIL is 0 if the full tiles cover the row. vocab: the V columns that are not padding.
+    """
     block, warps = tile_size(logits)
     full_tiles, width = vocab // block, logits.shape[1]
     tail = triton.next_power_of_2(max(VECTOR, width - full_tiles * block)) if width > full_tiles * block else 0
@@ -44,18 +50,18 @@ def row_options(logits, vocab):
 
 
 def cross_entropy_forward(maxima, sums, target_logits, logits, targets, vocab, first=0):
-    """maxima, sums, target_logits (N) float32 of the first V = vocab columns of logits (N, >= V); targets (N) integers.
+    """Write maxima, sums and target_logits (N) float32 for the first V = vocab columns of logits (N, width >= V).
 
-    target_logits is 0 for a target outside [first, first + V).
+    targets (N): token ids, integers. For a target outside [first, first + V), target_logits is 0.
     """
     arguments = maxima, sums, target_logits, logits, targets, vocab, logits.shape[1], first
     launch(forward_kernel, (logits.shape[0],), *arguments, **row_options(logits, vocab))
 
 
 def cross_entropy_backward(dlogits, logits, targets, maxima, sums, scale, vocab, first=0, dy=None):
-    """dlogits (N, >= V) = dy scale (exp(logits - maxima) / sums - onehot(targets)), 0 in the padding.
+    """dlogits (N, width) = dy scale (exp(logits - maxima) / sums - onehot(targets)), and 0 in the padding.
 
-    dlogits may be logits itself. scale: a float; dy (1): an array on the device, or None for 1.
+    dlogits and logits may be the same array. scale: a float. dy (1): an array on the device; None means 1.
     """
     block, warps = tile_size(logits)
     grid = (logits.shape[0], triton.cdiv(logits.shape[1], block))
@@ -66,9 +72,10 @@ def cross_entropy_backward(dlogits, logits, targets, maxima, sums, scale, vocab,
 def cross_entropy_forward_backward(
     dlogits, maxima, sums, target_logits, logits, targets, scale, vocab, first=0, dy=None
 ):
-    """cross_entropy_forward and _backward in one kernel, for complete rows: no other rank has columns of them.
+    """cross_entropy_forward() and cross_entropy_backward() in one kernel, for rows that contain the whole vocabulary.
 
-    The second pass over a row reads the logits from the cache. A dy of exactly 1 gives the same bits as None.
+    With tensor parallelism no rank has such rows. The second pass over a row reads the logits from the cache. If dy
+    contains 1, the result has the same bits as with dy=None.
     """
     width = logits.shape[1]
     arguments = dlogits, maxima, sums, target_logits, logits, targets, dy, float(scale), vocab, width, first
@@ -77,34 +84,36 @@ def cross_entropy_forward_backward(
 
 @triton.jit
 def exp(x):
-    return tl.math.exp2(x * LOG2E)  # tl.exp takes three more instructions for results below 2^-126, which are 0 here
+    """e^x, where a result below 2^-126 is 0; for such results tl.exp takes three more instructions."""
+    return tl.math.exp2(x * LOG2E)
 
 
 @triton.jit
 def load_tail(logits_ptr, cols, vocab, width, CACHE: tl.constexpr):
-    """Columns of one row in float32, -inf at columns >= vocab."""
-    # the mask ends at `width`: if it ended at vocab, which may not be a multiple of 16, single elements would be loaded
+    """The logits of the row at logits_ptr in the columns `cols`, float32; -inf in columns >= vocab."""
+    # the mask is `cols < width`: with `cols < vocab`, which may not be a multiple of 16, the GPU loads single elements
     x = tl.load(logits_ptr + cols, cols < width, 0, eviction_policy=CACHE).to(tl.float32)
     return tl.where(cols < vocab, x, float("-inf"))
 
 
 @triton.jit
 def online_update(group_max, group_sum, x):
-    """The maxima and sums (groups) after another tile x (groups, VECTOR)."""
+    """The maxima and sums (groups) of the groups, with the logits x (groups, VECTOR) of one more tile."""
     new_max = tl.maximum(group_max, tl.max(x, 1))
     return new_max, group_sum * exp(group_max - new_max) + tl.sum(exp(x - new_max[:, None]), 1)
 
 
 @triton.jit
 def online_start(GROUPS: tl.constexpr):
-    """The maxima and sums (groups) of no columns."""
-    lowest = -2.0e38  # not -inf: -inf - -inf is NaN; and finite after the multiplication by LOG2E
+    """The maxima and sums (groups) of the groups before the first tile."""
+    # lower than all logits; not -inf, because -inf - -inf is NaN; still finite after the multiplication by LOG2E
+    lowest = -2.0e38
     return tl.full((GROUPS,), lowest, tl.float32), tl.zeros((GROUPS,), tl.float32)
 
 
 @triton.jit
 def grouped_cols(start, BLOCK: tl.constexpr, VECTOR: tl.constexpr):
-    """The column indices [start, start + BLOCK) as (BLOCK / VECTOR, VECTOR)."""
+    """The column numbers [start, start + BLOCK) in the shape (groups, VECTOR), groups = BLOCK / VECTOR."""
     return start + tl.arange(0, BLOCK // VECTOR)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
 
 
@@ -113,9 +122,12 @@ def row_statistics(
     logits_ptr, target, vocab, width,
     BLOCK: tl.constexpr, TAIL: tl.constexpr, VECTOR: tl.constexpr, STAGES: tl.constexpr, CACHE: tl.constexpr,
 ):  # fmt: skip
-    """(maximum, sum, target_logit) of the row at logits_ptr."""
+    """(maximum, sum, target_logit), three scalars, of the row at logits_ptr.
+
+    target: the target's column; outside [0, vocab) if the row does not contain it. CACHE: the loads' eviction policy.
+    """
     target_mask = (target >= 0) & (target < vocab)
-    # loaded first: the caller may overwrite the logits with the gradient
+    # kept in a register: the caller may overwrite the logits with their gradient
     target_logit = tl.load(logits_ptr + target, target_mask, 0).to(tl.float32)
     group_max, group_sum = online_start(BLOCK // VECTOR)
     full = vocab // BLOCK * BLOCK
@@ -128,10 +140,10 @@ def row_statistics(
         tail = load_tail(logits_ptr, grouped_cols(full, TAIL, VECTOR), vocab, width, CACHE)
         tail_max, tail_sum = online_update(tail_max, tail_sum, tail)
         maximum = tl.maximum(maximum, tl.max(tail_max, 0))
-        sum_of_tail = tl.sum(tail_sum * exp(tail_max - maximum), 0)
+        total_of_tail = tl.sum(tail_sum * exp(tail_max - maximum), 0)
     else:
-        sum_of_tail = 0.0
-    return maximum, tl.sum(group_sum * exp(group_max - maximum), 0) + sum_of_tail, target_logit
+        total_of_tail = 0.0
+    return maximum, tl.sum(group_sum * exp(group_max - maximum), 0) + total_of_tail, target_logit
 
 
 @triton.jit
@@ -139,7 +151,10 @@ def write_gradient(
     dlogits_ptr, logits_ptr, target, maximum, weight, scale, start, vocab, width,
     BLOCK: tl.constexpr, CACHE: tl.constexpr,
 ):  # fmt: skip
-    """One tile of dlogits = weight exp(logits - maximum) - scale onehot, with weight = scale / sum."""
+    """Store BLOCK columns, from `start` on, of dlogits = weight exp(logits - maximum) - scale onehot(target).
+
+    weight: scale / sum. logits_ptr, dlogits_ptr: the start of one row. The columns [vocab, width) become 0.
+    """
     cols = start + tl.arange(0, BLOCK)
     x = load_tail(logits_ptr, cols, vocab, width, CACHE)
     g = weight * exp(x - maximum) - tl.where(cols == target, scale, 0.0)
@@ -148,6 +163,7 @@ def write_gradient(
 
 @triton.jit
 def times_dy(scale, dy_ptr):
+    """scale * dy; scale itself if dy is None."""
     if dy_ptr is not None:
         scale *= tl.load(dy_ptr).to(tl.float32)
     return scale
@@ -158,7 +174,7 @@ def forward_kernel(
     maxima_ptr, sums_ptr, target_logits_ptr, logits_ptr, targets_ptr, vocab, width, first,
     BLOCK: tl.constexpr, TAIL: tl.constexpr, VECTOR: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One program per row."""
+    """Grid (N): each program computes the three numbers of one row. Arguments as in cross_entropy_forward()."""
     row = tl.program_id(0)
     target, offs = tl.load(targets_ptr + row).to(tl.int32) - first, row.to(tl.int64) * width
     maximum, total, target_logit = row_statistics(
@@ -173,7 +189,7 @@ def forward_kernel(
 def backward_kernel(
     dlogits_ptr, logits_ptr, targets_ptr, maxima_ptr, sums_ptr, dy_ptr, scale, vocab, width, first, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """One program per row and tile of columns."""
+    """Grid (N, width / BLOCK): each program computes BLOCK columns of one row of dlogits."""
     row, scale = tl.program_id(0), times_dy(scale, dy_ptr)
     target, maximum = tl.load(targets_ptr + row).to(tl.int32) - first, tl.load(maxima_ptr + row)
     offs, start = row.to(tl.int64) * width, tl.program_id(1) * BLOCK
@@ -188,7 +204,7 @@ def forward_backward_kernel(
     dlogits_ptr, maxima_ptr, sums_ptr, target_logits_ptr, logits_ptr, targets_ptr, dy_ptr, scale, vocab, width, first,
     BLOCK: tl.constexpr, TAIL: tl.constexpr, VECTOR: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One program per row: its statistics, then its gradient."""
+    """Grid (N): each program computes the three numbers of one row, and then its row of dlogits."""
     row, scale = tl.program_id(0), times_dy(scale, dy_ptr)
     target, offs = tl.load(targets_ptr + row).to(tl.int32) - first, row.to(tl.int64) * width
     logits_ptr, dlogits_ptr = logits_ptr + offs, dlogits_ptr + offs
@@ -199,12 +215,12 @@ def forward_backward_kernel(
     tl.store(sums_ptr + row, total)
     tl.store(target_logits_ptr + row, target_logit)
     weight, full = scale / total, vocab // BLOCK * BLOCK
-    for start in tl.range(0, full, BLOCK, num_stages=1):  # without the onehot term, which is added below
+    for start in tl.range(0, full, BLOCK, num_stages=1):  # without the onehot term, which is subtracted below
         cols = start + tl.arange(0, BLOCK)
         x = tl.load(logits_ptr + cols, eviction_policy="evict_first").to(tl.float32)
         tl.store(dlogits_ptr + cols, weight * exp(x - maximum), eviction_policy="evict_first")
     if TAIL:
         write_gradient(dlogits_ptr, logits_ptr, target, maximum, weight, scale, full, vocab, width, TAIL, "evict_first")
-    tl.debug_barrier()  # another thread has written the target's column above
+    tl.debug_barrier()  # another thread may have stored the target's column above; the next store must be later
     target_mask = (target >= 0) & (target < full)
     tl.store(dlogits_ptr + target, weight * exp(target_logit - maximum) - scale, target_mask)

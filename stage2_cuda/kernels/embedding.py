@@ -1,14 +1,17 @@
-"""The token and position embedding, and their gradients, which are sums in a fixed order without atomic additions.
+"""The token and position embeddings, and their gradients, which are sums in a fixed order without atomic additions.
 
     y[n] = wte[ids[n] - first] + wpe[position + n % T]
-    dwte[v] = sum of dy[n] over the n with ids[n] - first = v;  dwpe[position + t] = sum of dy[b, t] over the batch
+    dwte[v] = sum of dy[n] over all n with ids[n] - first = v;  dwpe[position + t] = sum of dy[b, t] over all b
 
-The host sorts the rows by token (sort_tokens), so the rows of one token are adjacent in the sorted order, and one
-program per token adds them. Some tokens make up a tenth of a corpus; their rows are first added in chunks of CHUNK
-rows by separate programs, so that no program has a long loop.
+`first` is the lowest token id in wte: not 0 if the vocabulary is divided over ranks. `position` is the position of the
+first token of each sequence: not 0 if keys and values of earlier tokens are in a cache.
+
+The host sorts the rows of dy by token (sort_tokens). Then the rows of one token are adjacent, and one program per token
+adds them. A frequent token may have a tenth of all rows. So separate programs first add the rows of a token in chunks
+of CHUNK rows; no program then has a long loop.
 """
 
-# B batch, T time, N = B*T rows, C channels, V tokens from `first` on: a vocabulary, or one rank's part of it
+# B batch, T time, N = B*T rows, C channels, V tokens in wte: the vocabulary, or one rank's part of it
 
 from collections import namedtuple
 
@@ -18,23 +21,25 @@ import triton.language as tl
 
 from stage2_cuda.runtime.triton_launch import launch
 
-BLOCK_ROWS, BLOCK_COLS = 8, 256  # the tile of the forward pass and of the chunk sums
-TOKEN_COLS = 1024  # columns of the tile of one token's program; most tokens have only one row or two
-POSITION_COLS = 128  # columns of the tile of one position's program
+BLOCK_ROWS, BLOCK_COLS = 8, 256  # the tile of forward_kernel and chunks_kernel
+TOKEN_COLS = 1024  # the most columns of tokens_kernel's tile; it has few rows, because most tokens have one or two rows
+POSITION_COLS = 128  # columns of the tile of positions_kernel
 CHUNK = 64  # rows of one token that one program of chunks_kernel adds
 
-SortedTokens = namedtuple("SortedTokens", "order starts chunk_starts chunk_tokens")
+SortedTokens = namedtuple("SortedTokens", "order starts chunk_starts chunk_tokens")  # see sort_tokens()
 
 
 def sort_tokens(ids, count, first=0):
-    """SortedTokens of the token numbers ids (B, T), a host array, for `count` = V tokens from `first` on.
+    """The SortedTokens of the token ids (B, T), a NumPy array, for the `count` = V tokens from `first` on.
 
-    order (N): the rows, sorted by token. starts (V + 1): where each token's rows begin in `order`. chunk_starts
-    (V + 1): where each token's full chunks begin in the list of all chunks. chunk_tokens (N // CHUNK): the token of
-    each chunk, V for unused entries. All int32, of shapes that depend only on N and V.
+    order (N): the row numbers, sorted by token. starts (V + 1): the rows of token first + v are
+    order[starts[v] : starts[v + 1]]. A token with r rows has r // CHUNK chunks. The chunks of all tokens are numbered
+    in the order of the tokens: chunk_starts (V + 1) has the number of each token's first chunk. chunk_tokens
+    (N // CHUNK) has the v of each chunk, or V for a number that no chunk has. All are int32. Their shapes depend only
+    on N and V, so one CUDA graph serves all batches.
     """
     ids = ids.reshape(-1)
-    keys = ids.astype(np.uint16) if ids.max() < 1 << 16 else ids  # NumPy uses the much faster radix sort for 16 bits
+    keys = ids.astype(np.uint16) if ids.max() < 1 << 16 else ids  # NumPy sorts 16-bit integers faster (radix sort)
     order = np.argsort(keys, kind="stable")
     ends = np.cumsum(np.bincount(ids, minlength=first + count))
     starts = np.concatenate([[0], ends])[first : first + count + 1]
@@ -51,8 +56,8 @@ def chunk_sums_shape(n, channels):
 def embedding_forward(y, ids, wte, wpe, position=0, first=0):
     """y (B, T, C) = wte[ids - first] + wpe[position : position + T].
 
-    ids (B, T) integers; wte (V, C); wpe (block_size, C), or None to add no positions. Tokens outside
-    [first, first + V) have rows of 0 in place of wte.
+    ids (B, T): integers. wte (V, C). wpe (block_size, C), or None to add no position embedding. For an id outside
+    [first, first + V), 0 is used instead of a row of wte.
     """
     n, (count, channels) = ids.size, wte.shape
     grid = (triton.cdiv(n, BLOCK_ROWS), triton.cdiv(channels, BLOCK_COLS))
@@ -61,10 +66,11 @@ def embedding_forward(y, ids, wte, wpe, position=0, first=0):
 
 
 def embedding_backward(dwte, dwpe, chunk_sums, sorted_tokens, dy, position=0, accumulate=False):
-    """dwte (V, C) and dwpe (block_size, C) float32, or dwpe None, from dy (B, T, C) and the SortedTokens of its ids.
+    """Compute dwte (V, C) and dwpe (block_size, C), float32, from dy (B, T, C) and the SortedTokens of the batch.
 
-    chunk_sums: scratch of chunk_sums_shape(N, C). accumulate: add to dwte and skip tokens that are not in the batch
-    (in a GPT-2 with tied weights dwte already holds the gradient of the logits). dwpe is always overwritten.
+    dwpe may be None. chunk_sums: float32 scratch of chunk_sums_shape(N, C). accumulate: add to the contents of dwte
+    instead of overwriting them. This is for tied weights, where dwte already holds the gradient of lm_head. dwpe is
+    overwritten in any case.
     """
     (batch, time, channels), count = dy.shape, dwte.shape[0]
     chunks = sorted_tokens.chunk_tokens.shape[0]
@@ -88,6 +94,7 @@ def forward_kernel(
     y_ptr, ids_ptr, wte_ptr, wpe_ptr, n, time, count, n_cols, position, first,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
 ):  # fmt: skip
+    """Grid (N / BLOCK_ROWS, C / BLOCK_COLS): each program computes one tile of y (N, C). time: T; count: V."""
     rows = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     cols = tl.program_id(1) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
     mask = (rows < n)[:, None] & (cols < n_cols)[None, :]
@@ -102,7 +109,7 @@ def forward_kernel(
 
 @triton.jit
 def add_sorted_rows(acc, order_ptr, dy_ptr, begin, end, n_cols, cols, BLOCK_ROWS: tl.constexpr):
-    """acc (BLOCK_ROWS, BLOCK_COLS) + the rows order[begin:end] of dy, BLOCK_ROWS at a time."""
+    """Add the rows order[begin:end] of dy to acc (BLOCK_ROWS, BLOCK_COLS), BLOCK_ROWS rows at a time; returns acc."""
     for start in tl.range(begin, end, BLOCK_ROWS):
         offs = start + tl.arange(0, BLOCK_ROWS)
         rows = tl.load(order_ptr + offs, offs < end, 0).to(tl.int64)
@@ -116,7 +123,10 @@ def chunks_kernel(
     chunk_sums_ptr, order_ptr, starts_ptr, chunk_starts_ptr, chunk_tokens_ptr, dy_ptr, count, n_cols,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """chunk_sums[chunk] = the sum of CHUNK rows of one token."""
+    """chunk_sums[chunk] float32 = the sum of the CHUNK rows of dy that this chunk contains.
+
+    Grid (N // CHUNK, C / BLOCK_COLS): each program adds BLOCK_COLS columns of one chunk, if there is such a chunk.
+    """
     chunk = tl.program_id(0)
     token = tl.load(chunk_tokens_ptr + chunk)
     if token < count:
@@ -132,10 +142,13 @@ def tokens_kernel(
     dwte_ptr, chunk_sums_ptr, order_ptr, starts_ptr, chunk_starts_ptr, dy_ptr, n_cols,
     ACCUMULATE: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """dwte of one token: its chunk sums, then the rows after its last full chunk."""
+    """Grid (V, C / BLOCK_COLS): each program computes BLOCK_COLS columns of dwte[token].
+
+    It adds the token's chunk sums, and then the rows of dy after its last chunk.
+    """
     token = tl.program_id(0)
     begin, end = tl.load(starts_ptr + token), tl.load(starts_ptr + token + 1)
-    if begin < end or not ACCUMULATE:
+    if begin < end or not ACCUMULATE:  # with ACCUMULATE, dwte does not change for a token without rows
         cols = tl.program_id(1) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
         col_mask = cols < n_cols
         acc = tl.zeros((BLOCK_ROWS, BLOCK_COLS), tl.float32)
@@ -157,7 +170,10 @@ def tokens_kernel(
 def positions_kernel(
     dwpe_ptr, dy_ptr, batch, time, n_cols, position, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr
 ):  # fmt: skip
-    """dwpe of one position: the sum over the batch, 0 for positions that the batch does not use."""
+    """Grid (block_size, C / BLOCK_COLS): each program computes BLOCK_COLS columns of one row of dwpe.
+
+    The row is the sum over the batch, or 0 if the batch does not use this position.
+    """
     row = tl.program_id(0)  # of dwpe
     cols = tl.program_id(1) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
     acc = tl.zeros((BLOCK_ROWS, BLOCK_COLS), tl.float32)

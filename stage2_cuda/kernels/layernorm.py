@@ -1,44 +1,46 @@
-"""LayerNorm, by itself or fused with the residual addition: each array is read once or written once.
+"""LayerNorm, with or without the residual addition before it. Each array is read once or written once.
 
     s = x + (a + a_bias);  h = (s - mean) rstd,  rstd = 1 / sqrt(var + eps);  y = h w + b           (Ba et al. 2016)
     g = dy w;  dx = ds + rstd (g - mean(g) - h mean(g h))
-    dw = sum dy h, db = sum dy, da_bias = sum dx over the rows
+    dw = sum dy h, db = sum dy, da_bias = sum dx, each over the rows
 
-Both kernels keep a few whole rows in registers, so the mean and the variance of a row cost no memory traffic.
+x is the residual stream before the addition and s after it. a + a_bias is the output of the attention or MLP branch:
+the product that computes a omits its bias, and this kernel adds it. mean, var and mean(...) are over one row.
+A program keeps whole rows in registers, so the mean and the variance of a row need no additional memory traffic.
 """
 
-# N rows, C channels, P programs that share the rows
+# N rows, C channels, P programs that divide the rows
 
 import triton
 import triton.language as tl
 
 from stage2_cuda.runtime.triton_launch import launch
 
-TILE_ELEMENTS = 2048  # a tile is whole rows with about this many elements; a longer row is one tile
-# Programs of the backward kernel: 4 for each of an H200's 132 multiprocessors. The number is constant, so that the
-# order of the sums depends only on the shape.
+TILE_ELEMENTS = 2048  # elements of a tile, which consists of whole rows; a longer row is a tile by itself
+# The largest P of the backward kernel: 4 programs for each of an H200's 132 multiprocessors. It is a constant, so that
+# the order of the sums depends only on the shape.
 PROGRAMS = 528
-MIN_ROWS = 8  # rows per backward program; with fewer, adding the partial sums takes longer than computing them
-PIPELINE_TILES = 8  # the next tile is prefetched if a backward program has at least this many tiles
+MIN_ROWS = 8  # rows per backward program; with fewer rows, adding the partial sums takes longer than computing them
+PIPELINE_TILES = 8  # a backward program with at least this many tiles loads the next tile in advance
 
 
 def tile_shape(channels):
-    """(rows, columns) of a tile; both are powers of two, as Triton requires."""
+    """(rows, columns) of a tile; both are powers of two, as Triton requires, and columns >= C."""
     width = triton.next_power_of_2(channels)
     return max(1, TILE_ELEMENTS // width), width
 
 
 def layernorm_partials_shape(n, channels):
-    """The shape (P, 3C) of the float32 scratch of residual_layernorm_backward() for n rows."""
+    """The shape (P, 3C) of the partial sums of residual_layernorm_backward() for n rows."""
     rows, _ = tile_shape(channels)
     return min(PROGRAMS, triton.cdiv(n, max(MIN_ROWS, rows))), 3 * channels
 
 
 def residual_layernorm_forward(s, y, mean, rstd, x, a, a_bias, w, b, eps):
-    """s (N, C) = x + (a + a_bias), y (N, C) = LayerNorm(s) w + b; mean, rstd (N) float32 are kept for backward.
+    """s (N, C) = x + (a + a_bias), y (N, C) = LayerNorm(s); also writes mean and rstd (N) float32, for backward.
 
-    x, a (N, C) and a_bias, w, b (C) have the dtype of the activations; the norm is computed in float32 from the stored
-    s. With s, a and a_bias None, y = LayerNorm(x) w + b.
+    x, a (N, C); a_bias, w, b (C). s is rounded to its dtype before the mean and the variance are computed, because
+    backward reads the rounded s. If s, a and a_bias are None, y = LayerNorm(x).
     """
     n, channels = x.shape
     rows, width = tile_shape(channels)
@@ -47,10 +49,11 @@ def residual_layernorm_forward(s, y, mean, rstd, x, a, a_bias, w, b, eps):
 
 
 def residual_layernorm_backward(dx, partials, ds, dy, s, w, mean, rstd):
-    """dx (N, C) = the gradient of x, and of a; ds (N, C): the gradient of s from the residual stream, or None.
+    """dx (N, C) = the gradient of x, which is also the gradient of a.
 
-    partials: float32 scratch of layernorm_partials_shape(N, C). column_sums.add_partials(partials, dw, db, da_bias)
-    then gives the other three gradients.
+    ds (N, C): the gradient of s that comes through the residual stream, or None. dy (N, C); s, mean, rstd: from
+    forward. partials: float32 array of layernorm_partials_shape(N, C) that receives partial sums. Call
+    column_sums.add_partials(partials, dw, db, da_bias) afterwards to get the other three gradients.
     """
     (n, channels), programs = dy.shape, partials.shape[0]
     rows, width = tile_shape(channels)
@@ -66,6 +69,7 @@ def forward_kernel(
     s_ptr, y_ptr, mean_ptr, rstd_ptr, x_ptr, a_ptr, a_bias_ptr, w_ptr, b_ptr, n, n_cols, inv_n_cols, eps,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
 ):  # fmt: skip
+    """Grid (N / BLOCK_ROWS): each program computes BLOCK_ROWS whole rows. BLOCK_COLS >= n_cols = C."""
     rows, cols = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS), tl.arange(0, BLOCK_COLS)
     row_mask, col_mask = rows < n, cols < n_cols
     mask = row_mask[:, None] & col_mask[None, :]
@@ -74,7 +78,7 @@ def forward_kernel(
     if a_ptr is not None:
         a = tl.load(a_ptr + offs, mask, 0).to(tl.float32)
         s += a + tl.load(a_bias_ptr + cols, col_mask, 0).to(tl.float32)[None, :]
-        s = s.to(s_ptr.dtype.element_ty)  # normalize the rounded sum, which backward reads
+        s = s.to(s_ptr.dtype.element_ty)  # round first: backward reads the rounded s
         tl.store(s_ptr + offs, s, mask)
         s = s.to(tl.float32)
     mean = tl.sum(s, 1) * inv_n_cols  # (BLOCK_ROWS)
@@ -92,6 +96,10 @@ def backward_kernel(
     dx_ptr, partials_ptr, ds_ptr, dy_ptr, s_ptr, w_ptr, mean_ptr, rstd_ptr, n, n_cols, inv_n_cols,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
+    """Grid (P): program p computes the row tiles p, p + P, ... of dx, and row p of partials.
+
+    The row of partials holds the program's sums for dw, db and da_bias, C numbers each.
+    """
     cols = tl.arange(0, BLOCK_COLS)
     col_mask = cols < n_cols
     w = tl.load(w_ptr + cols, col_mask, 0).to(tl.float32)
@@ -104,11 +112,11 @@ def backward_kernel(
         mask = row_mask[:, None] & col_mask[None, :]
         offs = rows.to(tl.int64)[:, None] * n_cols + cols[None, :]  # (BLOCK_ROWS, BLOCK_COLS)
         mean, rstd = tl.load(mean_ptr + rows, row_mask, 0)[:, None], tl.load(rstd_ptr + rows, row_mask, 0)[:, None]
-        g = tl.load(dy_ptr + offs, mask, 0).to(tl.float32)  # dy
+        dy = tl.load(dy_ptr + offs, mask, 0).to(tl.float32)
         h = tl.where(mask, (tl.load(s_ptr + offs, mask, 0).to(tl.float32) - mean) * rstd, 0)
-        dw += g * h
-        db += g
-        g *= w[None, :]
+        dw += dy * h
+        db += dy
+        g = dy * w[None, :]
         dx = (g - (tl.sum(g, 1) * inv_n_cols)[:, None] - h * (tl.sum(g * h, 1) * inv_n_cols)[:, None]) * rstd
         if ds_ptr is not None:
             dx += tl.load(ds_ptr + offs, mask, 0).to(tl.float32)

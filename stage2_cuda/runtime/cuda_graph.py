@@ -1,4 +1,4 @@
-"""A whole step as one CUDA graph: captured once, then replayed without Python between its kernels."""
+"""A whole step as one CUDA graph: captured once, and then replayed with one launch, without Python between kernels."""
 
 import contextlib
 import gc
@@ -10,44 +10,45 @@ from gpt2core.runtime import Compiled, Results
 from stage2_cuda.runtime.static_inputs import StaticInputs
 
 DEVICE_TO_HOST, DEVICE_TO_DEVICE = 2, 3  # cudaMemcpyKind
-ALIGNED = 16  # bytes: each result begins on a multiple
+ALIGNED = 16  # bytes: each result starts at a multiple of this in the readback buffers
 
 
 class Workspace:
     """A CuPy memory pool for one captured step, or for several steps that never run at the same time.
 
-    Its memory is released when the last step that uses it is deleted. A finalizer releases it, because free blocks and
-    the pool refer to each other (CuPy 14). `kept` lists arrays that live as long as the workspace.
+    The memory is released when the last step that uses this workspace is deleted. This needs a finalizer, because free
+    blocks and their pool refer to each other (CuPy 14). `kept_arrays`: arrays that live as long as the workspace.
     """
 
     def __init__(self, cupy):
-        self.pool, self.kept = cupy.cuda.MemoryPool(), []
-        weakref.finalize(self, release, self.pool, self.kept).atexit = False
+        self.pool, self.kept_arrays = cupy.cuda.MemoryPool(), []
+        weakref.finalize(self, release, self.pool, self.kept_arrays).atexit = False
 
 
-def release(pool, kept):
-    kept.clear()  # first: a block that is partly in use cannot be freed
+def release(pool, kept_arrays):
+    kept_arrays.clear()  # before the next line, because a block that is partly in use cannot be freed
     pool.free_all_blocks()
 
 
 class CapturedStep(Compiled):
-    """`function(*args)` as a CUDA graph: the first call runs it, the second captures it, later calls replay it.
+    """`function(*args)` as a CUDA graph, with the same results as a call of the function.
 
-    The first call compiles kernels and times candidates, which is not possible during stream capture. Memory that the
-    function allocates during capture comes from a Workspace, which lives as long as the graph. A replay waits for the
-    previous upload of arguments and for earlier work on the caller's stream if that is another stream. It does not wait
-    for its own results.
+    The first call runs the function: it compiles kernels and times candidates, which is not possible during stream
+    capture. The second call captures the function as a graph and launches the graph; later calls only launch (replay)
+    it. Memory that the function allocates during capture comes from a Workspace, which lives as long as the graph.
+    Before a replay the host waits until the previous upload of arguments is done, and until the caller's current stream
+    is idle if it is not self.stream. It does not wait for the results.
 
     args: see StaticInputs. The function returns a list of arrays or None. capture=False: every call runs the function.
     stream: the stream for capture and replays, by default a new one. workspace: a Workspace to share with steps that
-    never run at the same time. `held_before`: bytes that the default pool held just before capture() emptied it.
+    never run at the same time. `held_before`: bytes in CuPy's default pool just before capture() emptied it.
     """
 
     def __init__(self, function, capture=True, stream=None, workspace=None):
         import cupy
 
         super().__init__(function)
-        self.cupy, self.captures, self.graph, self.inputs = cupy, capture, None, None
+        self.cupy, self.uses_graph, self.graph, self.inputs = cupy, capture, None, None
         self.stream = stream or cupy.cuda.Stream(non_blocking=True)
         self.workspace, self.calls, self.held_before = workspace or Workspace(cupy), 0, 0
 
@@ -59,10 +60,10 @@ class CapturedStep(Compiled):
     def __call__(self, *args):
         if self.inputs is None:
             self.inputs = StaticInputs(self.cupy, args)
-        if self.calls == 0 or not self.captures:
+        if self.calls == 0 or not self.uses_graph:
             self.inputs.upload(args)
             results = EagerResults(self.cupy, self.function(*self.inputs.arguments) or [])
-            self.calls += 1  # after the function: if it raises, the next call must run it again
+            self.calls += 1  # not before the function: if it raises, the next call must run it again
             return results
         current = self.cupy.cuda.get_current_stream()
         if current.ptr != self.stream.ptr:
@@ -76,17 +77,18 @@ class CapturedStep(Compiled):
         return self.readback.copy_async()
 
     def capture(self):
-        cuda, shared = self.cupy.cuda, self.cupy.get_default_memory_pool()
-        self.held_before = shared.total_bytes()
-        shared.free_all_blocks()
+        """Capture the function as self.graph, and the copies of its results as self.readback."""
+        cuda, default_pool = self.cupy.cuda, self.cupy.get_default_memory_pool()
+        self.held_before = default_pool.total_bytes()
+        default_pool.free_all_blocks()  # the workspace needs as much memory as the first call did
         with no_garbage_collection(), cuda.using_allocator(self.workspace.pool.malloc), self.stream:
             self.stream.begin_capture(cuda.runtime.streamCaptureModeRelaxed)
             try:
                 results = self.function(*self.inputs.arguments) or []
-                self.readback = Readback(self.cupy, self.stream, results, self.workspace.kept)
+                self.readback = Readback(self.cupy, self.stream, results, self.workspace.kept_arrays)
             except BaseException as error:
                 error.add_note("This happened while a step was captured as a graph: --no-graph trains without one.")
-                with contextlib.suppress(cuda.runtime.CUDARuntimeError):  # `error` is the cause
+                with contextlib.suppress(cuda.runtime.CUDARuntimeError):  # raise `error` instead, which is the cause
                     self.stream.end_capture()
                 raise
             self.graph = self.stream.end_capture()
@@ -94,7 +96,7 @@ class CapturedStep(Compiled):
 
 @contextlib.contextmanager
 def no_garbage_collection():
-    """Disable garbage collection, because it could free memory during stream capture, which is not allowed."""
+    """A context without Python's garbage collection, which could free device memory: CUDA forbids that in a capture."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -105,7 +107,7 @@ def no_garbage_collection():
 
 
 class EagerResults(Results):
-    """The results of a call that was not replayed from a graph: device arrays, copied to the host by wait()."""
+    """The results of a call that ran the function: device arrays, which wait() copies to the host."""
 
     def __init__(self, cupy, arrays):
         super().__init__(arrays)
@@ -117,25 +119,27 @@ class EagerResults(Results):
 
 
 class Readback:
-    """The results of a graph: every replay copies `arrays` into one device buffer.
+    """Copies the results of a graph to the host: first inside the graph to one device buffer, then to pinned memory.
 
-    Create it during capture, so that the graph contains these copies. copy_async() copies the device buffer to two
-    pinned host buffers in turn: the host may read one while the results of the next replay are copied to the other. The
-    device buffer is appended to `kept`.
+    Create this object during capture, so that the graph contains the copies of `arrays`, the results, to the device
+    buffer. After each replay copy_async() copies the device buffer to one of two pinned host buffers, in turn: the host
+    may read one while the results of the next replay are copied to the other. The device buffer is appended to
+    kept_arrays.
     """
 
-    def __init__(self, cupy, stream, arrays, kept):
+    def __init__(self, cupy, stream, arrays, kept_arrays):
         import cupyx
 
-        self.copy, self.stream, self.copies = cupy.cuda.runtime.memcpyAsync, stream, 0
+        self.copy, self.stream, self.count = cupy.cuda.runtime.memcpyAsync, stream, 0
+        # result i starts at byte ends[i] of a buffer
         ends = np.cumsum([0, *(-(-array.nbytes // ALIGNED) * ALIGNED for array in arrays)]).tolist()
         size = max(ends[-1], ALIGNED)
-        kept.append(cupy.empty(size, np.uint8))
-        self.device = kept[-1].data.ptr
+        kept_arrays.append(cupy.empty(size, np.uint8))
+        self.device_address = kept_arrays[-1].data.ptr
         for array, start in zip(arrays, ends, strict=False):
             # memcpyAsync, because CuPy's copy methods raise an error during capture
-            self.copy(self.device + start, array.data.ptr, array.nbytes, DEVICE_TO_DEVICE, stream.ptr)
-        self.buffers = []
+            self.copy(self.device_address + start, array.data.ptr, array.nbytes, DEVICE_TO_DEVICE, stream.ptr)
+        self.buffers = []  # two of (pinned buffer, the results as views of it, event after the latest copy to it)
         for _ in range(2):
             buffer = cupyx.empty_pinned(size, np.uint8)
             views = [
@@ -146,16 +150,16 @@ class Readback:
 
     def copy_async(self):
         """Start copying the results of the latest replay to the host; returns PinnedResults."""
-        buffer, views, event = self.buffers[self.copies % 2]
-        self.copies += 1
+        buffer, views, event = self.buffers[self.count % 2]
+        self.count += 1
         if views:
-            self.copy(buffer.ctypes.data, self.device, buffer.nbytes, DEVICE_TO_HOST, self.stream.ptr)
+            self.copy(buffer.ctypes.data, self.device_address, buffer.nbytes, DEVICE_TO_HOST, self.stream.ptr)
         event.record(self.stream)
         return PinnedResults(views, event)
 
 
 class PinnedResults(Results):
-    """Host views of a pinned buffer. The second call after the one that returned them overwrites the buffer."""
+    """The results of one replay, as NumPy views of a pinned buffer. The second replay after it overwrites them."""
 
     def __init__(self, views, event):
         super().__init__(views)

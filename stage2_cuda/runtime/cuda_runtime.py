@@ -1,4 +1,4 @@
-"""The Runtime of one GPU: CUDA graphs, a side stream, choices by timing, memory, and profiling ranges."""
+"""The Runtime of one GPU: CUDA graphs, a side stream, tuning by timing, memory use, and names for a profiler."""
 
 import numpy as np
 
@@ -6,38 +6,42 @@ from gpt2core.errors import ConfigError
 from gpt2core.model import parameter_count
 from gpt2core.runtime import Runtime
 from stage2_cuda import memory_model
-from stage2_cuda.gemm.products import NumpyGemm, cublaslt
+from stage2_cuda.gemm.products import NumpyGemm, make_gemm_and_tuner
 from stage2_cuda.runtime import nvtx, triton_launch
 from stage2_cuda.runtime.cuda_graph import CapturedStep
 from stage2_cuda.runtime.peak_flops import peak_flops
 from stage2_cuda.runtime.side_stream import NoStream, SideStream
 from stage2_cuda.tuning.tuner import Tuner
 
-LARGE = 1_000_000  # parameters: a larger model is too slow in the interpreter
+MAX_INTERPRETED = 1_000_000  # parameters; training a larger model in Triton's interpreter prints a warning
 
 
 def make_runtime(precision, deterministic):
-    """The CudaRuntime of this process's GPU, or the InterpreterRuntime under TRITON_INTERPRET=1."""
+    """A CudaRuntime for CuPy's current device or, with TRITON_INTERPRET=1, an InterpreterRuntime."""
     return InterpreterRuntime() if triton_launch.interpreted() else CudaRuntime(precision, deterministic)
 
 
 class CudaRuntime(Runtime):
-    """The Runtime of CuPy's current device. deterministic: choose nothing by timing."""
+    """The Runtime of CuPy's current device. gpt2core/runtime.py documents the methods.
 
-    captures = True
+    deterministic: time nothing, and use the default tiles and algorithms.
+    """
+
+    uses_graphs = True
 
     def __init__(self, precision, deterministic):
         super().__init__()
         self.precision = precision
         self.xp = triton_launch.array_module()
         self.name, self.side = gpu_name(self.xp), SideStream(self.xp)
-        self.compiled, self.workspaces = [], []  # training steps; workspaces of other steps (generation)
-        # a lambda, because `notify` may be replaced later
-        self.gemm, self.tuner = cublaslt(
+        self.compiled = []  # the CapturedSteps of training
+        self.workspaces = []  # the Workspaces of other captured steps, which generation uses
+        # a lambda, because the method notify() may be replaced later
+        self.gemm, self.tuner = make_gemm_and_tuner(
             self.xp, self.name, deterministic, self.side.stream, lambda text: self.notify(text)
         )
 
-    # -- choices by timing -------------------------------------------------------------------------------------------
+    # -- tuning by timing --------------------------------------------------------------------------------------------
 
     @property
     def tuned(self):
@@ -59,11 +63,11 @@ class CudaRuntime(Runtime):
     # -- a step, and its streams -------------------------------------------------------------------------------------
 
     def compile_step(self, function, capture=True):
-        self.compiled.append(CapturedStep(function, capture and self.captures))
+        self.compiled.append(CapturedStep(function, capture and self.uses_graphs))
         return self.compiled[-1]
 
     def on_side_stream(self, *operands):
-        """A context whose kernels run on the side stream; `operands` stay allocated until they are done."""
+        """A context whose kernels run on the side stream. operands: the arrays that these kernels read."""
         return self.side.run(*operands)
 
     def join(self):
@@ -73,7 +77,7 @@ class CudaRuntime(Runtime):
         return self.side.after()
 
     def synchronize(self):
-        """Wait on the host until the device has completed all work."""
+        """Block the host until the device has completed all work."""
         self.xp.cuda.runtime.deviceSynchronize()
 
     # -- memory ------------------------------------------------------------------------------------------------------
@@ -82,7 +86,7 @@ class CudaRuntime(Runtime):
         self.xp.get_default_memory_pool().free_all_blocks()
 
     def held_memory(self):
-        """Bytes in CuPy's pools, with unused blocks, without the CUDA context."""
+        """The bytes of CuPy's pools, including unused blocks; the memory of the CUDA context is not included."""
         workspaces = [*(step.workspace for step in self.compiled), *self.workspaces]
         pools = [self.xp.get_default_memory_pool(), *(workspace.pool for workspace in workspaces)]
         return sum(pool.total_bytes() for pool in pools)
@@ -95,7 +99,7 @@ class CudaRuntime(Runtime):
     ):
         if not memory_model.is_out_of_memory(error):
             return None
-        # memory that other processes do not use: free memory, plus what this process holds
+        # what is free without this process: free memory, plus the memory that this process holds
         free = self.xp.cuda.runtime.memGetInfo()[0] + self.held_memory() + memory_model.CONTEXT
         if batch_size is None:
             text = memory_model.explain_generation_oom(config, self.precision, free, parallel.tp if parallel else 1)
@@ -114,7 +118,7 @@ class CudaRuntime(Runtime):
 
 
 class InterpreterRuntime(Runtime):
-    """Triton's interpreter on the CPU: NumPy arrays and matrix products, kernels that run synchronously."""
+    """The Runtime for Triton's interpreter: NumPy arrays and products; a launch returns when the kernel is done."""
 
     name = "the Triton interpreter"
     environment = "TRITON_INTERPRET=1 "
@@ -131,10 +135,13 @@ class InterpreterRuntime(Runtime):
         pass
 
     def notes(self, config):
-        if parameter_count(config) < LARGE:
+        if parameter_count(config) < MAX_INTERPRETED:
             return []
-        return ["note: Triton's interpreter takes minutes for a step of this size: it is meant for --preset nano"]
+        return [
+            "note: Triton's interpreter needs minutes for a step of a model of this size: use it with --preset nano"
+        ]
 
 
 def gpu_name(cupy):
+    """The name of CuPy's current device, such as "NVIDIA H200"."""
     return cupy.cuda.runtime.getDeviceProperties(cupy.cuda.runtime.getDevice())["name"].decode()

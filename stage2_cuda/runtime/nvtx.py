@@ -1,6 +1,6 @@
-"""Names in a profiler's timeline (NVTX): forward, backward, optimizer, and the kernel methods of the backend.
+"""Names in the timeline of a profiler, by NVIDIA's NVTX: forward, backward, optimizer, and the backend's kernels.
 
-annotate() adds the names. The replay of a CUDA graph runs no Python, so it shows no names: use --no-graph.
+annotate() adds the names. The replay of a CUDA graph runs no Python code, so it shows no names: use --no-graph.
 """
 
 import contextlib
@@ -8,11 +8,11 @@ import functools
 
 from gpt2core.backend import Backend
 
-KERNELS = ("_forward", "_backward", "_cached", "_step", "clip", "sum_of_squares")  # ends of the kernel methods' names
+KERNEL_SUFFIXES = ("_forward", "_backward", "_cached", "_step", "clip", "sum_of_squares")  # of methods' names
 
 
 def annotate(backend, nvtx):
-    """Open an `nvtx` range (cupy.cuda.nvtx) in each kernel method of this backend and in its runtime's range()."""
+    """Make each kernel method of `backend`, and runtime.range(), show its name in a profiler. nvtx: cupy.cuda.nvtx."""
 
     @contextlib.contextmanager
     def named_range(name):
@@ -24,13 +24,13 @@ def annotate(backend, nvtx):
 
     def named(name, method):
         @functools.wraps(method)
-        def inside(*arguments, **options):
+        def method_in_range(*arguments, **options):
             with named_range(name):
                 return method(*arguments, **options)
 
-        return inside
+        return method_in_range
 
     backend.runtime.range = named_range
     for name in vars(Backend):
-        if name.endswith(KERNELS):
+        if name.endswith(KERNEL_SUFFIXES):
             setattr(backend, name, named(name, getattr(backend, name)))

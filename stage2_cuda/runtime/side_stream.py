@@ -1,21 +1,30 @@
-"""A second CUDA stream, on which weight gradients are computed off the critical path of backward."""
+"""A second CUDA stream, the side stream, on which backward computes weight gradients.
+
+A layer's backward needs only the gradient of its output; no other layer waits for a weight gradient. So the side stream
+computes weight gradients at the same time as the main stream computes the gradients of the activations.
+"""
 
 import contextlib
 from collections import deque
 
-DEPTH = 4  # largest number of run() contexts in flight, whose operands stay allocated
+DEPTH = 4  # largest number of run() contexts whose operands are kept, because their work may not be done yet
 
 
 class SideStream:
-    """Runs work on a second stream, in the order of the calls; the operands stay allocated until the work is done."""
+    """Runs work on the side stream in the order of the calls, and keeps its operands allocated until it is done."""
 
     def __init__(self, cupy):
-        self.cupy, self.stream, self.in_flight = cupy, cupy.cuda.Stream(non_blocking=True), deque()
-        self.forked = False  # whether there is work for which the current stream has not waited
+        self.cupy, self.stream = cupy, cupy.cuda.Stream(non_blocking=True)
+        self.in_flight = deque()  # (event after the work, its operands) of the latest run() contexts
+        self.needs_join = False  # whether there is work for which no other stream has waited
 
     @contextlib.contextmanager
     def run(self, *operands):
-        """A context whose kernels run on the side stream, after all work on the current stream so far."""
+        """A context whose kernels run on the side stream, after all work on the current stream so far.
+
+        operands: the arrays that these kernels read, which stay allocated until the kernels are done. After DEPTH more
+        contexts the current stream waits for this work, and then the operands are released.
+        """
         main = self.cupy.cuda.get_current_stream()
         with self.after():
             yield
@@ -25,25 +34,25 @@ class SideStream:
 
     @contextlib.contextmanager
     def after(self):
-        """A context in which the side stream is the current one, after all work on both streams so far."""
+        """A context in which the side stream is the current stream. Its work starts after all work on both so far."""
         self.stream.wait_event(self.cupy.cuda.get_current_stream().record(self.event()))
-        self.forked = True
+        self.needs_join = True
         with self.stream:
             yield
 
     def join(self):
-        """Let the current stream wait for all work on the side stream."""
-        if self.forked:
+        """Make later work on the current stream wait for all work on the side stream so far."""
+        if self.needs_join:
             self.cupy.cuda.get_current_stream().wait_event(self.stream.record(self.event()))
             self.in_flight.clear()
-            self.forked = False
+            self.needs_join = False
 
     def event(self):
         return self.cupy.cuda.Event(disable_timing=True)
 
 
 class NoStream:
-    """The interpreter's side stream: all work is done when the call returns."""
+    """Replaces a SideStream where there is only one stream: in the interpreter, and in benchmarks that compare both."""
 
     def run(self, *operands):
         return contextlib.nullcontext()

@@ -1,12 +1,14 @@
-"""Launch Triton kernels without PyTorch: on CuPy arrays and CuPy's current stream, or on NumPy arrays (interpreter).
+"""Launch Triton kernels without PyTorch: on CuPy arrays, or with Triton's interpreter on NumPy arrays.
 
-A kernel file needs only `launch(kernel, grid, *arguments, **options)`. With TRITON_INTERPRET=1 in the environment the
-same kernels run on the CPU, slowly: one can learn and test without a GPU.
+A kernel file needs only `launch(kernel, grid, *arguments, **options)`. If the environment variable TRITON_INTERPRET is
+1, Triton's interpreter runs the same kernels on the CPU. This is slow, but learning and testing need no GPU.
 
-Triton gets the device and the stream from a driver object. The standard driver uses PyTorch; the one here uses CuPy. A
-launch through `kernel[grid](...)` inspects every argument to find the compiled variant, which takes about 10 us. Here
-one dictionary look-up finds the variant. The key holds everything that Triton specialises on: the types, which pointers
-and integers are divisible by 16, which integers are 1, and every constant.
+Triton asks a driver object for the device and the stream. Triton's own driver uses PyTorch; the one here uses CuPy.
+Triton compiles a kernel once per variant: per combination of argument types, of pointers and integers that are
+divisible by 16, of integers that are 1, and of constants. `kernel[grid](...)` inspects every argument to find the
+variant, which takes about 10 us. launch() finds it by one dictionary look-up, whose key contains these properties.
+
+Triton 3.6 and 3.9 were tried; comments say where they differ.
 """
 
 import ctypes
@@ -19,46 +21,50 @@ import numpy as np
 from gpt2core.errors import ConfigError
 from stage2_cuda.runtime import faster_interpreter
 
-USE_INTERPRETER = "with TRITON_INTERPRET=1 in the environment the same kernels run on the CPU, slowly"
+USE_INTERPRETER = "set the environment variable TRITON_INTERPRET=1 to run the same kernels on the CPU, slowly"
 PIP_INSTALL = "pip install cupy-cuda13x[ctk], or cupy-cuda12x[ctk] for a driver of CUDA 12"
-MIN_CAPABILITY = (8, 0)  # bf16 tensor cores
-PDL_CAPABILITY = (9, 0)  # programmatic dependent launch
+MIN_CAPABILITY = (8, 0)  # the lowest compute capability (major, minor) with bf16 tensor cores
+PDL_CAPABILITY = (9, 0)  # the lowest one with programmatic dependent launch: see can_overlap()
 
 
 def interpreted():
-    """Whether kernels run in Triton's interpreter, as Triton itself reads TRITON_INTERPRET.
+    """Whether kernels run in Triton's interpreter. Triton itself reads TRITON_INTERPRET, so "1", "true" and "on" work.
 
     Raises ConfigError if Triton cannot be imported.
     """
-    return imported("triton", "Triton", "pip install triton").knobs.runtime.interpret
+    return import_module("triton", "Triton", "pip install triton").knobs.runtime.interpret
 
 
 def array_module():
-    """The module whose arrays launch() takes: numpy under the interpreter, otherwise cupy.
+    """The module whose arrays launch() takes: numpy with the interpreter, otherwise cupy.
 
-    Raises ConfigError if there is no usable GPU, no driver, no CuPy or no Triton.
+    Raises ConfigError if Triton is missing or, without the interpreter, CuPy, the driver or a GPU that is new enough.
     """
     return launcher().xp
 
 
 def launch(kernel, grid, *arguments, **options):
-    """Run kernel[grid] on CuPy's current stream. grid: 1 to 3 integers.
+    """Run `kernel` on CuPy's current stream. grid: 1 to 3 integers, the number of programs per axis.
 
-    arguments: arrays (passed as pointers to their first elements), int, float, None or descriptor() objects, for all
-    parameters of the kernel except its constants. options: the constants (annotated tl.constexpr, last in the
-    signature), num_warps, num_stages, enable_fp_fusion, launch_pdl. Raises TypeError for any other argument.
+    arguments: the parameters of the kernel that are not constants. Each is a contiguous array, which is passed as a
+    pointer to its first element, an int, a float, None or a descriptor(); for anything else TypeError is raised.
+    options: the constants by name (the parameters annotated with tl.constexpr, which must be last), and Triton's
+    num_warps, num_stages, enable_fp_fusion and launch_pdl. Raises ConfigError if the kernel does not fit this GPU.
     """
     launcher().launch(kernel, grid, arguments, options)
 
 
 def can_overlap():
-    """Whether a kernel may start before the previous one has ended (programmatic dependent launch, launch_pdl)."""
+    """Whether the GPU can start a kernel before the previous one has ended (programmatic dependent launch).
+
+    If so, kernels may be launched with launch_pdl=True.
+    """
     return launcher().can_overlap()
 
 
 @functools.cache
 def launcher():
-    """The process's InterpreterLauncher or GpuLauncher, created at the first call."""
+    """The InterpreterLauncher or GpuLauncher of this process, created at the first call."""
     return InterpreterLauncher() if interpreted() else GpuLauncher()
 
 
@@ -68,7 +74,8 @@ class InterpreterLauncher:
     xp = np
 
     def __init__(self):
-        self.lock = threading.Lock()  # the interpreter keeps the current program's index in a global variable
+        # one kernel at a time, because the interpreter keeps the index of the current program in a global variable
+        self.lock = threading.Lock()
         faster_interpreter.install()
 
     def can_overlap(self):
@@ -80,13 +87,14 @@ class InterpreterLauncher:
             kernel[grid](*arguments, **options)
 
     def argument(self, value):
+        """`value` as an argument for the interpreter; an array becomes a Pointer."""
         if type(value) in (int, float, type(None)):
             return value
         if not (isinstance(value, np.ndarray) or hasattr(value, "block_shape")):
             raise not_an_argument(value)
         pointer = Pointer(value) if isinstance(value, np.ndarray) else value.base
         if pointer.dtype.name == "bfloat16":
-            raise ConfigError("bf16 is silently wrong in Triton's interpreter: use fp32 there, or a GPU")
+            raise ConfigError("Triton's interpreter computes bf16 wrongly: use fp32, or a GPU")
         return pointer if isinstance(value, np.ndarray) else value
 
 
@@ -94,17 +102,17 @@ class GpuLauncher:
     """Launches kernels on CuPy's current device and current stream, and caches the compiled variants."""
 
     def __init__(self):
-        triton = imported("triton", "Triton", "pip install triton")
+        triton = import_module("triton", "Triton", "pip install triton")
         try:
-            self.xp = imported("cupy", "CuPy", f"{PIP_INSTALL}; {USE_INTERPRETER}")
+            self.xp = import_module("cupy", "CuPy", f"{PIP_INSTALL}; without a GPU, {USE_INTERPRETER}")
         except ConfigError:
-            if not has_driver():  # then installing CuPy would not help
+            if not has_driver():  # then the advice to install CuPy would not help
                 raise ConfigError(f"no GPU was found: this machine has no NVIDIA driver; {USE_INTERPRETER}") from None
             raise
-        self.device = self.xp.cuda.runtime.getDevice
+        self.device = self.xp.cuda.runtime.getDevice  # a function: it returns the number of the current device
         try:
             count = self.xp.cuda.runtime.getDeviceCount()
-        except Exception as error:  # no driver, or one too old for this CuPy's CUDA
+        except Exception as error:  # there is no driver, or it is too old for the CUDA version of this CuPy
             raise ConfigError(f"no GPU can be used ({first_line(error)}): {USE_INTERPRETER}") from error
         if count == 0:
             raise ConfigError(f"no GPU was found: {USE_INTERPRETER}")
@@ -112,27 +120,28 @@ class GpuLauncher:
             has, needs = (".".join(map(str, pair)) for pair in (self.capability(), MIN_CAPABILITY))
             raise ConfigError(f"this GPU has compute capability {has}, the kernels need {needs}: {USE_INTERPRETER}")
         triton.runtime.driver.set_active(cupy_driver(self))
-        # scratch for descriptors that a kernel creates. It is freed at once: CuPy's pool reuses it in stream order.
+        # Triton asks for memory if a kernel creates descriptors. Python frees the array right after the launch. This is
+        # safe: CuPy's pool gives the memory only to arrays of the same stream, which later kernels use.
         triton.set_allocator(lambda size, alignment, stream: Pointer(self.xp.empty(size, np.int8)))
-        self.compiled = {}
+        self.compiled = {}  # {key of a variant: (the compiled kernel, its constants)}
 
     def capability(self, device=None):
-        """(major, minor) compute capability."""
+        """The compute capability (major, minor) of a device, by default of the current one."""
         return divmod(int(self.xp.cuda.Device(device).compute_capability), 10)
 
     def can_overlap(self):
         return self.capability() >= PDL_CAPABILITY
 
     def launch(self, kernel, grid, arguments, options):
-        # id(kernel) because hashing a kernel is slow; modules keep their kernels alive, so the id stays unique
+        # id(kernel), because hashing a kernel is slow; ids stay unique, because modules keep their kernels alive
         key, values = [id(kernel), self.device(), *options.items()], []
         for value in arguments:
-            kind = type(value)
-            if kind is int:
+            value_type = type(value)
+            if value_type is int:
                 key.append(1 if value == 1 else (value % 16 == 0, -(2**31) <= value < 2**31))
-            elif kind is float or value is None:
-                key.append(kind)
-            elif kind is self.xp.ndarray:
+            elif value_type is float or value is None:
+                key.append(value_type)
+            elif value_type is self.xp.ndarray:
                 if not value.flags.c_contiguous:
                     raise not_contiguous(value)
                 key.append((value.dtype, value.data.ptr % 16 == 0))
@@ -142,33 +151,37 @@ class GpuLauncher:
             else:
                 raise not_an_argument(value)
             values.append(value)
-        found = self.compiled.get(key := tuple(key))
-        if found is None:
+        variant = self.compiled.get(key := tuple(key))
+        if variant is None:
             self.compiled[key] = self.compile_and_launch(kernel, grid, arguments, options)
         else:
-            compiled, constants = found
+            compiled, constants = variant
             compiled[(*grid, 1, 1)[:3]](*values, *constants)
 
     def compile_and_launch(self, kernel, grid, arguments, options):
-        """Return the compiled kernel and its constants in the order of its signature."""
+        """Compile a new variant of the kernel and launch it, by Triton's own functions.
+
+        Returns the compiled kernel and its constants in the order of its signature. Raises ConfigError if the kernel
+        needs more registers or shared memory than the GPU has, and TypeError for a wrong number of arguments.
+        """
         from triton import OutOfResources
 
-        constants = list(range(len(arguments), len(kernel.arg_names)))
-        if kernel.constexprs != constants:
+        constant_numbers = list(range(len(arguments), len(kernel.arg_names)))  # of the parameters of the kernel
+        if kernel.constexprs != constant_numbers:
             raise TypeError(f"{kernel.__name__}: {len(arguments)} arguments, but the constants are {kernel.constexprs}")
         arguments = (Pointer(value) if isinstance(value, self.xp.ndarray) else value for value in arguments)
         try:
-            # Triton 3.9 warns if enable_fp_fusion is not given
+            # True is Triton's default; it is passed because Triton 3.9 prints a warning without it
             compiled = kernel[grid](*arguments, **{"enable_fp_fusion": True} | options)
         except OutOfResources as error:
             raise does_not_fit(kernel, error) from error
         defaults = kernel.signature.parameters
-        names = [kernel.arg_names[number] for number in constants]
+        names = [kernel.arg_names[number] for number in constant_numbers]
         return compiled, [options[name] if name in options else defaults[name].default for name in names]
 
 
 def has_driver():
-    """Whether the user-mode library of NVIDIA's driver can be loaded."""
+    """Whether NVIDIA's driver is installed: whether its library libcuda can be loaded."""
     try:
         ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -177,11 +190,12 @@ def has_driver():
 
 
 def cupy_driver(gpu):
-    """Triton's CUDA driver with CuPy's current device and stream. gpu: a GpuLauncher."""
+    """An instance of Triton's class CudaDriver that uses CuPy's current device and stream. gpu: a GpuLauncher."""
     from triton.backends.nvidia.driver import CudaDriver, CudaLauncher, CudaUtils
 
     class CupyDriver(CudaDriver):
-        def __init__(self):  # does not call the parent's, which imports PyTorch (3.6) or uses the default stream (3.9)
+        def __init__(self):
+            # no super().__init__(): in Triton 3.6 it imports PyTorch; in 3.9 it launches on the default stream
             self.utils, self.launcher_cls = CudaUtils(), CudaLauncher
             self.get_current_device = gpu.device
             self.set_current_device = gpu.xp.cuda.runtime.setDevice
@@ -211,12 +225,13 @@ class Pointer:
     def itself(self, *_, **__):
         return self
 
-    # The interpreter calls these to copy a PyTorch tensor to the host and back; a NumPy array is on the host already.
+    # The interpreter calls these methods to copy a PyTorch tensor to the host and back. Here they do nothing, because
+    # a NumPy array is on the host already.
     untyped_storage = cpu = new_empty = set_ = copy_ = storage_offset = size = stride = itself
 
 
 def descriptor(array, block_shape):
-    """A tensor descriptor for launch(): `array` in blocks of `block_shape`, copied by the GPU's TMA unit."""
+    """A tensor descriptor of `array` for launch(): the TMA unit of the GPU then copies blocks of `block_shape`."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     strides = [stride // array.itemsize for stride in array.strides]
@@ -236,15 +251,16 @@ def not_contiguous(array):
 # -- errors ------------------------------------------------------------------------------------------------------------
 
 
-def imported(module, name, remedy):
-    """The imported module; ConfigError with `remedy` if that fails. name: its name in the message."""
+def import_module(module, name, remedy):
+    """Import `module` and return it; raises ConfigError with `name` and `remedy` in the message if that fails."""
     try:
         return importlib.import_module(module)
-    except Exception as error:  # a CuPy built for another CUDA version raises other errors than ImportError
+    except Exception as error:  # not only ImportError: a CuPy for another CUDA version raises other errors
         raise ConfigError(f"{name} is needed but cannot be imported ({first_line(error)}): {remedy}") from error
 
 
 def does_not_fit(kernel, error):
+    """A ConfigError for triton.OutOfResources: a kernel that needs too many registers or too much shared memory."""
     name = f"{kernel.__module__.rpartition('.')[2]}.{kernel.__name__}"
     return ConfigError(
         f"{name} does not fit this GPU ({error.name}: {error.required:,} needed, {error.limit:,} available): "
@@ -253,4 +269,5 @@ def does_not_fit(kernel, error):
 
 
 def first_line(error):
+    """The first line of the message of an exception, or the name of its class if the message is empty."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]

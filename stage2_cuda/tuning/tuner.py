@@ -1,68 +1,69 @@
-"""Choose the fastest kernel configuration or algorithm on this GPU by timing the candidates once; cache it on disk.
+"""Choose the fastest kernel configuration or algorithm on this GPU: time the candidates once, keep the choice on disk.
 
     tuner = Tuner(cupy, tuned_for="NVIDIA H200, cublasLt 130000, Triton 3.6.0", directory=cache_directory())
     config = tuner.choose("attention forward ...", configs, run, outputs)  # times at the first call, then looks it up
 
-The tuner times the candidates in several rounds, each in another random order. Each candidate is captured several times
-in a CUDA graph, because the time of one small kernel would mostly be launch overhead. A choice is stored as
-text: str(candidate), under the name of the choice. It is logged with the run and sent to other ranks.
+The tuner times the candidates in several rounds, each in another random order. A candidate is timed as a CUDA graph of
+several calls, because for a single call of a small kernel the time would mostly be launch overhead. A choice is stored
+as {what: choice}, two texts: the name of what is chosen, and str() of the fastest candidate. The choices are saved in
+checkpoints and sent to other ranks.
 """
 
 import functools
-import json
-import os
-import re
-import secrets
 import warnings
-from pathlib import Path
 
 import numpy as np
 
+from gpt2core.parallel.tuned_choices import cache_file, read_choices, write_choices
 from stage2_cuda.runtime.cuda_graph import no_garbage_collection
 
-# Another candidate than the first is chosen only if its time is below this share of the first candidate's time: a
-# smaller difference may be noise, which must not change the bits of a result from run to run.
+# The first candidate is the default. Another one is chosen only if its time is below FASTER times that of the default.
+# A smaller difference may be noise, and noise must not change the bits of a result from run to run.
 FASTER = 0.99
-TOLERANCE = {2: 2e-2, 4: 2e-3}  # {bytes of an element: largest relative difference of two candidates' results}
-PIECE = 1 << 22  # elements that `difference` compares at once
+TOLERANCE = {2: 2e-2, 4: 2e-3}  # {bytes per element: largest relative difference between two candidates' results}
+PIECE = 1 << 22  # elements that difference() converts to float64 at once
 SEED = 20260101  # for the random order of the candidates in each round
-ROUNDS, CALLS, ENOUGH = 5, 20, 20.0  # rounds of timing; calls per graph at most; milliseconds of a graph to aim for
+ROUNDS = 5  # number of times that each candidate is timed
+MAX_CALLS, GRAPH_MILLISECONDS = 20, 20.0  # a graph has so many calls that it takes about 20 ms, but at most 20 calls
 
 
 class Tuner:
     """Times candidates on CuPy's current device and keeps the choices.
 
-    tuned_for: the device and libraries that the choices are valid for. None: time nothing and always choose the first
-    candidate, so that every run and every rank computes the same bits. directory: of the cache file, or None.
-    notify(text) prints that timing kernels takes time. tuned: the {what: choice} that are used now.
+    tuned_for: text, the device and the library versions for which the choices are valid. None: time nothing and always
+    choose the first candidate, so that every run and every rank computes the same bits. directory: where the cache file
+    is, or None for no cache file. notify(text): called before the first timing, because that takes a while.
+    The attribute `tuned` is the {what: choice} that is used now.
     """
 
     def __init__(self, cupy, tuned_for=None, directory=None, notify=print):
         self.cupy, self.tuned_for, self.notify = cupy, tuned_for, notify
         cached = tuned_for is not None and directory is not None
-        self.file = Path(directory, re.sub(r"[^\w.]+", "-", tuned_for) + ".json") if cached else None
+        self.file = cache_file(directory, tuned_for) if cached else None
         self.tuned = read_choices(self.file, tuned_for) if cached else {}
-        self.timed = {}  # {what: choice} that this process has timed
-        self.chosen = {}  # {what: the candidate itself}
-        self.final, self.failed, self.announced = tuned_for is None, False, False
+        self.timed = {}  # {what: choice} of what this process has timed; goes to the cache file
+        self.chosen = {}  # {what: candidate} for a fast look-up
+        self.final = tuned_for is None  # whether nothing is timed from now on
+        self.failed, self.announced = False, False  # whether timing has raised an error; whether notify() was called
 
     def retune(self):
-        """Drop all choices, so that everything is timed again."""
+        """Forget all choices, so that each is timed again."""
         self.tuned = {}
         self.chosen.clear()
 
     def load_tuned(self, choices, final=False):
-        """Use the choices {what: choice} of another rank or an earlier run; returns whether anything changed.
+        """Use the choices {what: choice} of another rank or an earlier run. Returns whether any choice changed.
 
-        They replace all choices of this tuner: ranks with equal choices time the same candidates. With
-        `final` they are only added, and nothing is timed from then on: a new `what` gets its first candidate.
+        `choices` replaces all choices of this tuner, so that all ranks have equal choices and later time the same
+        candidates. final: add `choices` to those of this tuner instead, and time nothing from now on; if `what` has no
+        choice then, its first candidate is used.
         """
         self.final, before = self.final or final, self.tuned
         self.tuned = self.tuned | choices if final else dict(choices)
         if changed := self.tuned != before:
             self.chosen.clear()
             if replaced := {what: choices[what] for what in self.timed.keys() & choices.keys()}:
-                self.timed |= replaced  # the next run reads the same choices from the file
+                self.timed |= replaced  # so that the next run reads the choices of this run from the file
                 self.write()
         return changed
 
@@ -72,14 +73,16 @@ class Tuner:
         self.write()
 
     def write(self):
+        """Write the choices that this process has timed to the cache file."""
         if self.file:
             write_choices(self.file, self.tuned_for, self.timed)
 
     def announce(self):
-        """Print once why the first step takes longer."""
+        """At the first call, notify the user that timing kernels takes a while."""
         if not self.announced:
-            where = f"once; cached in {self.file}" if self.file else "in every run, because there is no home directory"
-            self.notify(f"timing kernels for this GPU, {where}")
+            once = f"only once: results are saved in {self.file}"
+            how_often = once if self.file else "in every run: there is no home directory"
+            self.notify(f"timing kernels for this GPU, {how_often}")
         self.announced = True
 
     # -- candidates ----------------------------------------------------------------------------------------------------
@@ -87,10 +90,11 @@ class Tuner:
     def choose(self, what, candidates, run, outputs, before=lambda: None):
         """The candidate whose run(candidate) is fastest; the first one unless another is faster by more than noise.
 
-        what: the name of the choice. str() of the candidates must differ. run(candidate) launches its work on the
-        current stream, does not synchronize, and writes all of `outputs`: arrays or views, whose contents are undefined
-        afterwards. before() is called once before timing. A candidate that fails, or whose results differ from the
-        first one's, is skipped. If timing itself fails, the first candidate is chosen, with a warning.
+        what: the name of the choice. The candidates' str() must differ. run(candidate) launches its work on the current
+        stream, does not synchronize, and writes all elements of the arrays `outputs`, whose contents are undefined
+        afterwards. before() is called once before timing. A candidate is skipped if it raises an error, or if its
+        results differ from those of the first candidate. If timing fails, the first candidate is chosen, with a
+        warning.
         """
         if what not in self.chosen:
             candidate = self.look_up(what, candidates)
@@ -98,65 +102,76 @@ class Tuner:
         return self.chosen[what]
 
     def look_up(self, what, candidates):
-        name = self.tuned.get(what)
-        return next((candidate for candidate in candidates if str(candidate) == name), None)
+        """The candidate that `tuned` names, or None."""
+        choice = self.tuned.get(what)
+        return next((candidate for candidate in candidates if str(candidate) == choice), None)
 
     def time_candidates(self, what, candidates, run, outputs, before):
+        """Time the candidates, keep the choice of the fastest one, and return it.
+
+        Returns the first candidate if nothing may be timed, or with a warning if timing fails.
+        """
         if self.final or len(candidates) == 1 or self.capturing():
             return candidates[0]
         if not self.failed:
             self.announce()
             try:
-                fastest = self.fastest(candidates, run, outputs, before)
+                fastest = self.fastest_of(candidates, run, outputs, before)
                 self.keep(what, str(fastest))
                 return fastest
             except Exception as error:
                 self.failed, problem = True, (str(error).strip() or type(error).__name__).splitlines()[0]
                 message = f"{what}: cannot be timed ({problem}); this run uses the default configurations"
                 warnings.warn(message, stacklevel=4)
-        self.tuned[what] = str(candidates[0])  # sent to the other ranks, but not cached: the next run tries again
+        # send the default to other ranks, but do not write it to the cache file, so that the next run tries again
+        self.tuned[what] = str(candidates[0])
         return candidates[0]
 
     def capturing(self):
-        """Whether the current stream is being captured, so that nothing can be timed."""
+        """Whether the current stream is being captured; then nothing can be timed."""
         return self.cupy.cuda.get_current_stream().is_capturing()
 
-    def fastest(self, candidates, run, outputs, before):
-        """Time the candidates that run and whose results agree; raises the last error if none does."""
-        cuda, usable, graphs, wanted = self.cupy.cuda, [], [], None
-        cuda.runtime.deviceSynchronize()  # another stream may still write the inputs
+    def fastest_of(self, candidates, run, outputs, before):
+        """The fastest of the candidates whose results agree with the first results; see choose().
+
+        If every candidate fails, the last error is raised.
+        """
+        cuda, usable, graphs, expected = self.cupy.cuda, [], [], None
+        cuda.runtime.deviceSynchronize()  # another stream may still be writing the inputs
         stream = cuda.Stream(non_blocking=True)
         try:
-            with cuda.using_allocator(None), stream:  # outside CuPy's pool, whose peak is reported to the user
+            # allocate outside CuPy's pool, because the peak size of the pool is reported to the user
+            with cuda.using_allocator(None), stream:
                 before()
                 for candidate in candidates:
                     call = functools.partial(run, candidate)
                     try:
                         for array in outputs:
-                            array[...] = np.nan  # so that check() fails for elements that are not written
+                            array[...] = np.nan  # so that check() fails if an element is not written
                         call()
-                        wanted = wanted or [array.copy() for array in outputs]
-                        check(outputs, wanted)  # the first against itself: fails if a result is not finite
+                        expected = expected or [array.copy() for array in outputs]
+                        check(outputs, expected)  # for the first candidate: fails if a result is not finite
                         if not graphs:
                             calls = calls_per_graph(milliseconds(self.cupy, stream, call))
                         graphs.append(capture_calls(stream, call, calls))
                         usable.append(candidate)
-                    except Exception as error:  # too many registers, too much shared memory, or a compiler error
-                        problem = error
+                    except Exception as error:  # too many registers, too much shared memory, a compiler error, ...
+                        last_error = error
                 if not graphs:
-                    raise problem
+                    raise last_error
                 times = medians(self.cupy, stream, graphs)
         finally:
-            cuda.runtime.deviceSynchronize()  # after an error too: complete all timing work
-        best = int(times.argmin())
-        return usable[best] if times[best] < FASTER * times[0] else usable[0]
+            cuda.runtime.deviceSynchronize()  # complete all timing work, after an error too
+        fastest = int(times.argmin())
+        return usable[fastest] if times[fastest] < FASTER * times[0] else usable[0]
 
 
 # -- time --------------------------------------------------------------------------------------------------------------
 
 
 def calls_per_graph(call_milliseconds):
-    return max(1, int(ENOUGH / max(call_milliseconds, ENOUGH / CALLS)))
+    """How many calls of this duration a graph contains: GRAPH_MILLISECONDS in total, 1 to MAX_CALLS calls."""
+    return max(1, int(GRAPH_MILLISECONDS / max(call_milliseconds, GRAPH_MILLISECONDS / MAX_CALLS)))
 
 
 def capture_calls(stream, call, calls):
@@ -174,20 +189,21 @@ def capture_calls(stream, call, calls):
 def medians(cupy, stream, graphs, rounds=ROUNDS):
     """The median milliseconds of each graph over the rounds.
 
-    The graphs run without a pause, so that the GPU is as warm as in training: the fastest kernel of a short burst may
-    draw more power, and be slower after the clock rate drops. Each round has its own random order, because the power
-    draw of the preceding graph affects the next one.
+    The graphs run without a pause, so that the GPU is as warm as in training. A kernel that is fastest for a short time
+    may need more power; then the GPU lowers its clock rate, and this kernel is slower in training. Each round has
+    another random order, because the power that a graph needs affects the time of the next one.
     """
     for graph in graphs:
         graph.launch(stream)
-    times, shuffled = np.empty((rounds, len(graphs))), np.random.default_rng(SEED)
-    for row in times:
-        for number in shuffled.permutation(len(graphs)):
-            row[number] = milliseconds(cupy, stream, functools.partial(graphs[number].launch, stream))
+    times, rng = np.empty((rounds, len(graphs))), np.random.default_rng(SEED)
+    for times_of_round in times:
+        for number in rng.permutation(len(graphs)):
+            times_of_round[number] = milliseconds(cupy, stream, functools.partial(graphs[number].launch, stream))
     return np.median(times, axis=0)
 
 
 def milliseconds(cupy, stream, call):
+    """The time of the work that call() launches on `stream`; waits until the work is done."""
     start, stop = cupy.cuda.Event(), cupy.cuda.Event()
     start.record(stream)
     call()
@@ -199,66 +215,19 @@ def milliseconds(cupy, stream, call):
 # -- results -----------------------------------------------------------------------------------------------------------
 
 
-def check(outputs, wanted):
-    """Raise ArithmeticError if an output differs from the wanted one by more than rounding, or is NaN."""
-    for got, want in zip(outputs, wanted, strict=True):
-        if not (error := difference(got, want)) <= TOLERANCE[got.dtype.itemsize]:
+def check(outputs, expected):
+    """Raise ArithmeticError if an output differs from the expected one by more than TOLERANCE, or contains NaN."""
+    for got, want in zip(outputs, expected, strict=True):
+        if not (error := difference(got, want)) <= TOLERANCE[got.dtype.itemsize]:  # `not`, for an error of NaN
             raise ArithmeticError(f"the results differ by {error:.1e}")
 
 
 def difference(got, want):
-    """norm(got - want) / norm(want) in float64; in pieces, to limit the memory of the float64 copies."""
+    """norm(got - want) / norm(want) in float64, computed in pieces to limit the memory of the float64 copies."""
     rows = max(1, PIECE * len(got) // max(1, got.size))
-    error = size = 0.0
+    error_squares = want_squares = 0.0
     for start in range(0, len(got), rows):
         a, b = (array[start : start + rows].astype(np.float64) for array in (got, want))
-        error, size = error + ((a - b) ** 2).sum(), size + (b * b).sum()
-    error, size = float(error), float(size)
-    return (error / size) ** 0.5 if size else error
-
-
-# -- the cache on disk -------------------------------------------------------------------------------------------------
-
-
-def cache_directory():
-    """The directory of the cache files; None for a user without a home directory, as in some containers."""
-    try:
-        return Path.home() / ".cache" / "staged-gpt2"
-    except RuntimeError:
-        return None
-
-
-def load_choices(path, tuned_for):
-    """{what: choice} of the cache file; raises an error if it is damaged or for another GPU or library."""
-    cache = json.loads(path.read_text(encoding="utf-8"))
-    if cache["made_for"] != tuned_for:
-        raise ValueError(f"it was made for {cache['made_for']}, this is {tuned_for}")
-    if not all(isinstance(choice, str) for choice in cache["choices"].values()):
-        raise TypeError("a choice is not a string")
-    return cache["choices"]
-
-
-def read_choices(path, tuned_for):
-    """{what: choice} of the cache file; {} if there is none, and {} with a warning if it cannot be used."""
-    try:
-        return load_choices(path, tuned_for)
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        warnings.warn(f"the autotune cache {path} is ignored and will be rewritten: {error!r}", stacklevel=3)
-        return {}
-
-
-def write_choices(path, tuned_for, choices):
-    """Add choices to the cache file by an atomic replace; warn if it cannot be written."""
-    try:
-        before = load_choices(path, tuned_for)  # another process may have added choices
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        before = {}
-    partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(json.dumps({"made_for": tuned_for, "choices": before | choices}, indent=1), encoding="utf-8")
-        os.replace(partial, path)
-    except OSError as error:
-        warnings.warn(f"the autotune cache {path} cannot be written: {error.strerror or error}", stacklevel=3)
+        error_squares, want_squares = error_squares + ((a - b) ** 2).sum(), want_squares + (b * b).sum()
+    error_squares, want_squares = float(error_squares), float(want_squares)
+    return (error_squares / want_squares) ** 0.5 if want_squares else error_squares

@@ -73,7 +73,7 @@ def test_stage_0_and_the_launcher_are_really_run():
 
 def test_a_command_that_is_missing_or_fails_is_a_row(monkeypatch):
     assert doctor.run(["/no/such/program"]) == (127, "", "/no/such/program: No such file or directory")
-    monkeypatch.setattr(doctor, "LIMIT", 0.2)
+    monkeypatch.setattr(doctor, "TIMEOUT", 0.2)
     assert doctor.run(["sleep", "9"]) == (124, "", "no result after 0.2 seconds")
     assert doctor.cause("Traceback\n  File\ngpt2core.errors.ConfigError: no mpiexec\n") == "no mpiexec"
     assert doctor.versions("numpy|nothing", "no-such-package|other").endswith("; missing: no-such-package")

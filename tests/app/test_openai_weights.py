@@ -8,7 +8,7 @@ import tokenizers
 from safetensors.numpy import save_file
 
 from gpt2core.app.checkpoint_directory import load_checkpoint
-from gpt2core.app.presets import OPENAI
+from gpt2core.app.presets import OPENAI_NAMES
 from gpt2core.model import GPT2Config, parameter_shapes
 
 TEXT = "the model reads one token, then another; it learns what follows and forgets nothing. " * 40
@@ -115,7 +115,7 @@ def test_a_directory_with_the_old_tokenizer_files_only_says_how_to_write_the_new
     assert result.code == 2 and "has vocab.json and merges.txt, but no tokenizer.json: write it with" in result.err
 
 
-@pytest.mark.parametrize("name", OPENAI)
+@pytest.mark.parametrize("name", OPENAI_NAMES)
 def test_the_name_of_openais_weights_gives_the_command_that_downloads_them(infer, train, name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     files = "config.json model.safetensors tokenizer.json"

@@ -25,7 +25,7 @@ from gpt2core.app.loss_plot import Curve, write_plot
 from gpt2core.app.output_files import continue_log, is_plot, rename_with_number
 from gpt2core.app.run_config import resume_command
 from gpt2core.app.run_lock import RunLock
-from gpt2core.app.run_log import RunLog, constants, duration, read_log, step_line
+from gpt2core.app.run_log import RunLog, duration, read_log, slow_values, step_line
 from gpt2core.app.terminal import WordWrap
 from gpt2core.app.train_command import train_command
 from gpt2core.errors import CheckpointError, ConfigError
@@ -126,11 +126,13 @@ def test_a_resumed_run_refuses_the_log_of_another_run_and_leaves_it_unchanged(na
     out, own, other = tmp_path / "run", tmp_path / "own.jsonl", tmp_path / "other.jsonl"
     assert nano("--out", out, *(("--log", own) if logged else ())).code == 0
     resume = ("--resume", out, "--out", out, "--steps", 3, "--log")
+    why = "step 1 of the resumed run had loss " if logged else "the resumed run had no log; "
     for steps in (range(300), range(1), range(2, 300)):
         other.write_bytes(b"".join(lines_of_log(steps, rng)))
         before = other.read_bytes()
         for more in ((), ("--overwrite",)):
-            assert_refused(nano(*resume, other, *more), f"--log {other}: is the log of another run", "another file")
+            texts = f"--log {other}: is the log of another run: {why}", "another file"
+            assert_refused(nano(*resume, other, *more), *texts)
         assert other.read_bytes() == before
     other.write_bytes(b"")  # an empty file is accepted
     log, steps = (own, [0, 1, 2]) if logged else (other, [2])
@@ -252,14 +254,14 @@ def test_the_kernel_releases_the_lock_of_a_killed_process(tmp_path):
 
 
 def test_a_lock_file_that_its_run_has_just_removed_does_not_count(tmp_path, monkeypatch):
-    first, original = RunLock(tmp_path), RunLock.lock
+    first, original = RunLock(tmp_path), RunLock.lock_or_raise
 
     def lock(self, file):  # the first run ends between the opening of its lock file and the attempt to lock it
         first.__exit__(None, None, None)
-        monkeypatch.setattr(RunLock, "lock", original)
+        monkeypatch.setattr(RunLock, "lock_or_raise", original)
         original(self, file)
 
-    monkeypatch.setattr(RunLock, "lock", lock)
+    monkeypatch.setattr(RunLock, "lock_or_raise", lock)
     with RunLock(tmp_path), pytest.raises(CheckpointError, match="is writing checkpoints there"):
         RunLock(tmp_path)
 
@@ -298,7 +300,7 @@ def test_what_seldom_changes_is_printed_when_it_changes(capsys):
     lines = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("step ")]
     sizes = ["loss scale 65536", "loss scale 32768, skipped 1", "loss scale 32768"]
     assert lines == ["rank 0 sends 1.50 MB per step", *sizes]
-    assert constants(Step(0, 5.0, 1e-3, 1.0, 1e4, 0.1)) == []
+    assert slow_values(Step(0, 5.0, 1e-3, 1.0, 1e4, 0.1)) == []
 
 
 def test_the_header_says_that_nothing_is_saved_and_the_last_line_how_long_it_took(nano, tmp_path):

@@ -9,9 +9,9 @@ from gpt2core.app import cli
 from gpt2core.data import Windows
 from gpt2core.model import GPT2Config
 from gpt2core.parallel.thread_communicator import run_ranks
-from gpt2core.runtime import Runtime
 from gpt2core.trainer import Trainer
 from gpt2core.training_loop import read_batch
+from stage0_serial.cpu_runtime import CpuRuntime
 from stage0_serial.numpy_backend import NumpyBackend
 from tests.support.checkpoints import edit_json
 
@@ -20,7 +20,7 @@ NANO = ("--preset", "nano", "--steps", 2, "--sample", 0, "--threads", 1)
 HERE, THERE = "Fake GPU, cublasLt 1, Triton 3.6.0", "Old GPU, cublasLt 1, Triton 3.6.0"
 
 
-class ChoosingRuntime(Runtime):
+class ChoosingRuntime(CpuRuntime):
     """A runtime that starts with the choices `known`; the backend makes the missing ones in its first attention."""
 
     tuned_for, known, tuned = HERE, {}, None

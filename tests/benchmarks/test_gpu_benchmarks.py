@@ -86,7 +86,7 @@ def test_the_tile_search_varies_each_part_and_a_few_combinations():
     rng, B, T, H, D = np.random.default_rng(), 1, 320, 1, 64
     of = SimpleNamespace(xp=np, normal=lambda *shape: rng.standard_normal(shape, np.float32).astype(np.float16))
     of.floats = lambda *shape: np.empty(shape, np.float32)
-    cases = list(gpu_tune.attention_case(of, B, T, H, D))
+    cases = list(gpu_tune.attention_cases(of, B, T, H, D))
     assert len(cases) == 4 and all(candidates[0] == {} for *_, candidates, _ in cases)
     together = [candidate["DEFAULT_TILES"]["16 bits"][D, T] for candidate in cases[3][3][1:]]
     assert len(set(together)) == np.prod([len(tiles) for tiles in gpu_tune.SHORTLIST.values()]) == len(together)
@@ -126,7 +126,7 @@ def test_removing_an_optimisation_changes_only_the_time():
     variants = gpu_choices.Variants(MODEL, 2, "fp16")
     want = ours.gradients(variants.trainer(None, 1)).copy()
     assert np.linalg.norm(want) > 0
-    for change in set(gpu_choices.CHOICES.values()) - {gpu_choices.first_algorithms}:  # needs cublasLt
+    for change in set(gpu_choices.CHANGES.values()) - {gpu_choices.untimed_algorithms}:  # needs cublasLt
         got = ours.gradients(variants.trainer(change, 1))
         assert np.linalg.norm(got - want) <= 2e-3 * np.linalg.norm(want)  # the tolerance of fp16 kernels
 
@@ -145,7 +145,7 @@ def measured(variants, side, seconds):
 
 
 def test_weak_scaling_counts_tokens_and_computes_ratios_within_rounds(capsys):
-    own, peers = gpu_scaling.variants([1, 4], lambda count: 64 * count, [gpu_scaling.WAYS["bucket"]], 25.0)
+    own, peers = gpu_scaling.variants([1, 4], lambda count: 64 * count, [gpu_scaling.OUR_VARIANTS["bucket"]], 25.0)
     assert list(own) == ["ours, 1 GPU", "ours, 4 GPUs --dp bucket"] and own["ours, 1 GPU"]["batch_size"] == 64
     noise = np.array([1.0, 2.0, 1.5])  # a disturbance that slows all rows of a round equally
     of_ours = dict(zip(own, (noise * 0.096, noise * 0.1), strict=True))
@@ -159,7 +159,8 @@ def test_weak_scaling_counts_tokens_and_computes_ratios_within_rounds(capsys):
     assert ddp["efficiency"]["median"] == pytest.approx(0.88) and ddp["times_as_fast"]["median"] == 1
     assert four["tokens_per_second"] == pytest.approx(4 * 64 * 1024 / 0.15)
     (sentence,) = gpu_scaling.verdicts(results, 64)
-    assert "96.0 % of its own 1-GPU rate (target 96.0 %" in sentence and "1.250 x DDP (target 1: reached)" in sentence
+    assert "efficiency 96.0 % (target 96.0 %" in sentence
+    assert "1.250 times as fast as DDP (target 1: reached)" in sentence
     print_table(rows)
     assert capsys.readouterr().out.count("\n") == 6
 
@@ -248,10 +249,10 @@ def test_only_the_fast_mode_may_differ_from_stage_2_within_its_tolerance():
         return lambda name: want if "deterministic" in name or name == "stage 2" else rows
 
     good, sentence = judge(fast(near))
-    assert good and sentence.startswith("6 of 6 runs") and "1.0e-04" in sentence
+    assert good and sentence.startswith("6 of 6 deterministic runs") and "1.0e-04" in sentence
     assert not judge(fast([dict(row, loss=5.1) for row in want]))[0]
     good, sentence = judge(lambda name: near if "mpi" in name else want)
-    assert not good and sentence.startswith("5 of 6 runs")
+    assert not good and sentence.startswith("5 of 6 deterministic runs")
 
 
 # -- collectives -------------------------------------------------------------------------------------------------------
@@ -286,18 +287,18 @@ def test_the_second_step_begins_after_the_longest_gap():
 
 
 def test_a_timeline_separates_streams_and_computes_hidden_communication(tmp_path):
-    listed = gpu_timeline.streams_of(STEP)
-    assert [stream for stream, _ in listed] == [0, 1, 2, 0]
-    figures = gpu_timeline.figures_of(listed)
+    placed = gpu_timeline.lines_of(STEP)
+    assert [line for line, _ in placed] == [0, 1, 2, 0]
+    times = gpu_timeline.times_of(placed)
     want = {"step_ms": 0.07, "compute_ms": 0.06, "communication_ms": 0.03, "hidden_ms": 0.02, "kernels": 4}
-    assert figures == pytest.approx(want)  # it runs from 40 to 70, computation from 0 to 60
-    assert gpu_timeline.rows_of({"naive": figures})[0]["hidden share"] == "67 %"
-    steps = {"naive": listed, "bucket": listed}
+    assert times == pytest.approx(want)  # communication runs from 40 to 70, computation from 0 to 60
+    assert gpu_timeline.rows_of({"naive": times})[0]["communication that overlaps"] == "67 %"
+    steps = {"naive": placed, "bucket": placed}
     gpu_timeline.plot(steps, tmp_path / "timeline.png")
     assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
     events = json.loads(json.dumps(gpu_timeline.trace_of(steps)))["traceEvents"]
     names = {event["args"]["name"] for event in events if event["name"] in ("process_name", "thread_name")}
-    assert names == {"naive", "bucket", *gpu_timeline.STREAMS}
+    assert names == {"naive", "bucket", *gpu_timeline.LINES}
     ran = [(event["tid"], event["ts"], event["dur"]) for event in events if event["ph"] == "X" and event["pid"] == 1]
     assert ran == [(0, 0, 50), (1, 20, 20), (2, 40, 30), (0, 50, 10)]
 

@@ -32,16 +32,16 @@ def on_numpy(monkeypatch):
 
 def few(transposed):
     return [
-        (some[:300], shape) for some, shape in gpu_products.numbers(20, 24, 40, transposed)
+        (numbers[:300], shape) for numbers, shape in gpu_products.random_inputs(20, 24, 40, transposed)
     ]  # few numbers, which are repeated to the shape
 
 
 @in_the_interpreter
 @pytest.mark.parametrize("transposed", [False, True])
 def test_ours_are_the_three_products(on_numpy, transposed):
-    numbers = few(transposed)
-    x, w, dy = (np.resize(*each) for each in numbers)
-    linear = gpu_products.Linear(numbers, transposed, "fp32")
+    inputs = few(transposed)
+    x, w, dy = (np.resize(*each) for each in inputs)
+    linear = gpu_products.Linear(inputs, transposed, "fp32")
     for call in linear.calls.values():
         call()
     plain = w.T if transposed else w
@@ -59,10 +59,10 @@ def test_pytorch_computes_the_same_products(monkeypatch, transposed):
     monkeypatch.setattr(torch_graphs.Graphs, "__init__", lambda self: vars(self).update(results={}))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     before = torch.get_float32_matmul_precision()
-    numbers = few(transposed)
-    x, w, dy = (np.resize(*each) for each in numbers)
+    inputs = few(transposed)
+    x, w, dy = (np.resize(*each) for each in inputs)
     try:
-        linear = torch_products.Linear(numbers, transposed, "fp32", device="cpu")
+        linear = torch_products.Linear(inputs, transposed, "fp32", device="cpu")
     finally:
         torch.set_float32_matmul_precision(before)
     linear.results = {kind: call() for kind, call in linear.calls.items()}
@@ -81,10 +81,10 @@ def test_the_table_has_rates_and_ratios_within_rounds(capsys):
     row = gpu_products.summarise(pair)
     assert list(row.values()) == ["1000 x 500 x 2000", *["1", "1", "1.500"] * 3]
     print_table([row])
-    assert "do not compute" not in capsys.readouterr().out
+    assert "different results" not in capsys.readouterr().out
     pair[1]["norms"][2] = 3.3
     gpu_products.summarise(pair)
-    assert "do not compute the same" in capsys.readouterr().out
+    assert "give different results" in capsys.readouterr().out
 
 
 def test_flags_have_defaults():

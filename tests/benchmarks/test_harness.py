@@ -70,13 +70,13 @@ def test_without_save_a_benchmark_writes_to_out(tmp_path, monkeypatch, capsys, f
 
 def test_the_picture_of_the_curves_is_beside_their_file_and_has_the_paper_s_curves(tmp_path, monkeypatch, rng):
     monkeypatch.setattr(report, "ROOT", tmp_path)
-    losses = (np.array(curve.PAPER) * rng.uniform(0.9, 1.1, 50)).tolist()
+    losses = (np.array(curve.PAPER_LOSSES) * rng.uniform(0.9, 1.1, 50)).tolist()
     rows = [{"step": step, "loss": loss, "parameters_sha256": "0"} for step, loss in enumerate(losses)]
     monkeypatch.setattr(curve, "train", lambda threads: rows)
     monkeypatch.setattr("sys.argv", ["curve", "--commit", "abc1234"])
     assert curve.main() == 0
     assert (tmp_path / "out" / "results" / "cpu" / "curve.png").read_bytes().startswith(b"\x89PNG")
-    *paper, ours = curve.beside_the_paper(losses)
+    *paper, ours = curve.curves_with_the_paper(losses)
     assert [each.label for each in paper] == [f"paper, {name}" for name in ("serial", "MPI", "CUDA", "MPI and CUDA")]
     assert [each.losses[-1] for each in paper] == [0.908195, 1.072370, 0.937564, 1.081243]  # the last row of its table
     assert all(len(each.losses) == len(each.steps) == 50 for each in paper) and ours.losses == losses

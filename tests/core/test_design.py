@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from gpt2core.app import cli
-from tests.tools.count_layout import figures
+from tests.tools.count_layout import counts
 
 pytestmark = pytest.mark.fast
 
@@ -290,6 +290,6 @@ def test_the_flags_that_a_page_names_exist(path):
     assert named - known == set()
 
 
-def test_every_figure_of_the_layout_is_within_its_bound():
+def test_every_count_of_the_layout_is_within_its_bound():
     """Lines of the core, files and lines to one training step, methods of Trainer and Backend, lines of the README."""
-    assert [str(figure) for figure in figures() if not figure.holds] == []
+    assert [str(count) for count in counts() if not count.holds] == []

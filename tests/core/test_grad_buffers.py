@@ -12,7 +12,7 @@ from gpt2core import ops
 from gpt2core.model import GPT2, GPT2Config, parameter_shapes
 from gpt2core.parallel.whole_parameters import initial_parameters
 from gpt2core.tensor import AutogradError, Tensor
-from stage0_serial import numpy_backend
+from stage0_serial import vocabulary
 from stage0_serial.numpy_backend import NumpyBackend
 from tests.support.training import make_trainer
 
@@ -57,7 +57,7 @@ def gradients_of(config, leaves, ids, targets):
 def test_gradients_in_buffers_equal_gradients_in_new_arrays_bit_for_bit(backend, rng, tied, logits, monkeypatch):
     """Tied, the logits' backward writes the gradient of the embedding, and the embedding's backward adds to it."""
     if logits:
-        monkeypatch.setattr(numpy_backend, "LOGITS", logits)
+        monkeypatch.setattr(vocabulary, "LOGITS", logits)
     config = GPT2Config(37, 16, 2, 2, 16, tied=tied)
     ids, targets = rng.integers(0, 37, (2, 3, 16))
     plain, buffered = (leaves_of(config, backend, given) for given in (False, True))
@@ -70,7 +70,8 @@ def test_gradients_in_buffers_equal_gradients_in_new_arrays_bit_for_bit(backend,
 
 
 @pytest.mark.parametrize("micro_batches, direct", [(1, True), (4, False)])
-def test_only_a_worker_with_one_micro_batch_has_gradients_written_to_its_sum(micro_batches, direct):
+def test_only_a_worker_with_one_micro_batch_has_gradients_written_to_its_sum(monkeypatch, micro_batches, direct):
+    monkeypatch.setattr(NumpyBackend, "merges_micro_batches", False)
     trainer = make_trainer(None, None, micro_batches=micro_batches)
     views = trainer.arena.views(trainer.accumulator.gradients)
     for name, tensor in trainer.accumulator.workers[0].tensors.items():

@@ -19,7 +19,7 @@ from gpt2core.optimizer import AdamW
 from gpt2core.parallel.threads import WorkerPool
 from gpt2core.runtime import Runtime
 from gpt2core.tensor import ShapeError, Tensor, no_grad
-from stage0_serial import numpy_backend
+from stage0_serial import numpy_backend, vocabulary
 from stage0_serial.buffer_pool import ALIGNMENT, SMALL, BufferPool, size_class
 from stage0_serial.numpy_backend import NumpyBackend
 
@@ -123,8 +123,12 @@ def test_linear_gelu(backend, rng, leading, C, K):
     y, aux = backend.linear_gelu_forward(x, w, b)
     check(backend, [y], want)
     check(backend, repeatable(lambda *a: backend.linear_gelu_backward(*a, aux), dy, x, w), gradients)
-    with no_grad():  # where nothing is recorded a kernel may keep less, but computes the same
-        assert_array_equal(backend.linear_gelu_forward(x, w, b)[0], y)
+    with no_grad():  # where nothing is recorded, a kernel may keep less, but computes the same
+        unrecorded = backend.linear_gelu_forward(x, w, b)[0]
+    if leading == (1,):  # a product of one row may add in another order: see row_products.py
+        check(backend, [unrecorded], want)
+    else:
+        assert_array_equal(unrecorded, y)
 
 
 def torch_layernorm(x, w, b):
@@ -333,7 +337,7 @@ def test_columns_of_the_logits_give_the_cross_entropy_of_all(backend, rng, shift
 @pytest.mark.parametrize("chunk", [None, 1, 7])
 def test_unembed_cross_entropy_with_all_logits_at_once_and_in_chunks(backend, rng, monkeypatch, N, C, V, chunk):
     if chunk:
-        monkeypatch.setattr(numpy_backend, "LOGITS", chunk * V)  # so many rows at once
+        monkeypatch.setattr(vocabulary, "LOGITS", chunk * V)  # so many rows at once
     # logits near 1: no target is so likely that its loss and gradient are differences of numbers that are nearly equal
     x, w, targets = normal(rng, backend, N, C), normal(rng, backend, V, C, scale=C**-0.5), rng.integers(0, V, N)
     dy, scale = np.asarray(1.5), 1 / N
@@ -348,7 +352,7 @@ def test_unembed_cross_entropy_with_all_logits_at_once_and_in_chunks(backend, rn
 
 
 def test_logits_that_do_not_fit_even_one_row_are_taken_row_by_row(rng, monkeypatch):
-    monkeypatch.setattr(numpy_backend, "LOGITS", 10)
+    monkeypatch.setattr(vocabulary, "LOGITS", 10)
     backend = NumpyBackend("fp64")
     x, w, targets = normal(rng, backend, 4, 8), normal(rng, backend, 172, 8), rng.integers(0, 172, 4)
     *whole, aux = backend.unembed_cross_entropy_forward(x, w, targets)

@@ -15,7 +15,7 @@ from numpy.testing import assert_array_equal
 pytest.importorskip("triton")
 
 from gpt2core.optimizer import adamw_scalars, rounding_key  # noqa: E402
-from stage2_cuda.decoding import cached_attention, last_token  # noqa: E402
+from stage2_cuda.decoding import cached_attention, gather  # noqa: E402
 from stage2_cuda.gemm import fp16x3  # noqa: E402
 from stage2_cuda.kernels import adamw, attention, cast, column_sums, cross_entropy, embedding, gelu, layernorm, rounding  # noqa: E402
 from stage2_cuda.runtime import triton_launch  # noqa: E402
@@ -282,7 +282,7 @@ def test_last_rows(rng, large):
     T, end = MORE // C // B + 3, normal(rng, 1, C)
     y, h = large(B, T, C), empty(B, C)
     filled(y[B - 1], end)
-    last_token.gather_last_rows(h, y, device(np.array([T, T], np.int32)))
+    gather.gather_last_rows(h, y, device(np.array([T, T], np.int32)))
     same_end(h, end, 1)
 
 

@@ -16,9 +16,10 @@ from gpt2core.model import GPT2Config
 from gpt2core.optimizer import Schedule
 from gpt2core.parallel.thread_communicator import run_ranks
 from gpt2core.parallel.whole_parameters import parameter_hash
-from gpt2core.runtime import Compiled, Results, Runtime
+from gpt2core.runtime import Compiled, Results
 from gpt2core.trainer import Trainer
 from gpt2core.training_loop import read_batch, run
+from stage0_serial.cpu_runtime import CpuRuntime
 from stage0_serial.numpy_backend import NumpyBackend
 
 CONFIG = GPT2Config(37, 16, 2, 2, 16, tied=False)
@@ -56,7 +57,7 @@ class ReplayedResults(Results):
         return self.arrays
 
 
-class ReplayingRuntime(Runtime):
+class ReplayingRuntime(CpuRuntime):
     def compile_step(self, function, capture=True):
         return Replayed(function)
 

@@ -8,7 +8,7 @@ pytest.importorskip("triton")
 from gpt2core.parallel.codecs import CODECS, GROUP, Codec
 from gpt2core.parallel.compression import Compressed
 from gpt2core.parallel.thread_communicator import run_ranks
-from stage2_cuda.kernels.codecs import GROUPS, FusedCodec
+from stage2_cuda.kernels.codecs import GROUPS_PER_PROGRAM, FusedCodec
 from stage2_cuda.runtime.triton_launch import array_module, interpreted
 from tests.support.fake_gpu import OnFakeGpu
 
@@ -33,7 +33,12 @@ def same(got, want):
 
 
 # one group; a program and part of another; rows that end inside a program; a padded end; an odd number of ranks
-SIZES = [(1, GROUP, GROUP), (1, 9 * GROUP, 9 * GROUP - 5), (3, 5 * GROUP, 13 * GROUP + 1), (8, GROUPS * GROUP, 2**14)]
+SIZES = [
+    (1, GROUP, GROUP),
+    (1, 9 * GROUP, 9 * GROUP - 5),
+    (3, 5 * GROUP, 13 * GROUP + 1),
+    (8, GROUPS_PER_PROGRAM * GROUP, 2**14),
+]
 
 
 @pytest.mark.parametrize("p, m, n", SIZES, ids=str)

@@ -20,6 +20,7 @@ from gpt2core.data import Windows
 from gpt2core.errors import ConfigError, Diverged
 from gpt2core.model import GPT2, GPT2Config, parameter_shapes
 from gpt2core.optimizer import AdamW, Schedule
+from gpt2core.parallel import merged_micro_batches
 from gpt2core.parallel.config import plan_micro_batches
 from gpt2core.parallel.evaluation import evaluate
 from gpt2core.parallel.even_slices import even_slices
@@ -38,6 +39,7 @@ from gpt2core.parallel.whole_parameters import (
 from gpt2core.tensor import ShapeError, Tensor, is_recording, no_grad
 from gpt2core.trainer import Trainer
 from gpt2core.training_loop import read_batch
+from stage0_serial import vocabulary
 from stage0_serial.numpy_backend import NumpyBackend
 
 torch = pytest.importorskip("torch")
@@ -61,19 +63,60 @@ def random_batch(rng, rows, T=16):
     return rng.integers(0, 37, (2, rows, T))
 
 
-def micro_batches(config, count, threads, precision="fp32", seed=1):
-    """MicroBatches over freshly initialised parameters, and those parameters."""
+def micro_batches(config, count, threads, precision="fp32", seed=1, shape=None):
+    """MicroBatches over freshly initialised parameters, and those parameters; shape: of the batches to merge."""
     workers, arena = WorkerPool(backends(threads, precision)), Arena(parameter_shapes(config))
     flat = np.zeros(arena.size, workers.backends[0].dtype)
     for name, value in initial_parameters(config, seed):
         arena.views(flat)[name][...] = value * 10  # large enough for gradients that differ between micro-batches
-    return MicroBatches(config, arena, flat, workers, count, Solo()), arena.views(flat)
+    return MicroBatches(config, arena, flat, workers, count, Solo(), shape), arena.views(flat)
 
 
 def backward(run, inputs, targets, scale):
     """The losses of one batch, as numbers."""
     seed = run.pool.backends[0].ones((), np.float64)
-    return [float(loss) for loss in run.backward(run.deal(inputs, targets, len(inputs)), scale, seed)]
+    return [float(loss) for loss in run.backward(run.deal(inputs, targets, len(inputs), run.merged), scale, seed)]
+
+
+# -- several micro-batches in one call of the kernels -----------------------------------------------------------------
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("config", [CONFIG, TIED], ids=["untied", "tied"])
+@pytest.mark.parametrize("logits", [1 << 23, 37 * 40, 37 * 5], ids=["at once", "one micro-batch", "five rows"])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_merged_micro_batches_have_the_bits_of_separate_ones(rng, monkeypatch, config, logits, threads):
+    monkeypatch.setattr(vocabulary, "LOGITS", logits)  # otherwise this small vocabulary is never computed in chunks
+    separate, _ = micro_batches(config, 8, threads)
+    merged, _ = micro_batches(config, 8, threads, shape=(16, 16))
+    assert (separate.merged, merged.merged) == (1, 8 // threads)
+    for _ in range(2):
+        batch = random_batch(rng, 16)
+        losses = [backward(run, *batch, 1 / 256) for run in (separate, merged)]
+        assert tree_sum(losses[0]) == tree_sum(losses[1])
+        assert_array_equal(separate.gradients, merged.gradients)
+    inputs, targets = random_batch(rng, 13)  # validation is never merged
+    assert separate.losses(inputs, targets, 1.0, 16) == merged.losses(inputs, targets, 1.0, 16)
+
+
+def test_micro_batches_are_not_merged_if_a_product_depends_on_the_number_of_rows(monkeypatch):
+    whole = NumpyBackend.matmul
+
+    def dependent(self, a, b, out=None):
+        return (
+            np.nextafter(whole(self, a, b, out), 0) if len(a) > 64 else whole(self, a, b, out)
+        )  # 64: two micro-batches
+
+    monkeypatch.setattr(NumpyBackend, "matmul", dependent)
+    assert micro_batches(CONFIG, 8, 1, shape=(16, 16))[0].merged == 2
+
+
+def test_micro_batches_are_not_merged_if_they_differ_in_size_or_their_activations_are_large(monkeypatch):
+    assert micro_batches(CONFIG, 8, 1, shape=(12, 16))[0].merged == 1
+    per_token = CONFIG.n_layer * (18 * CONFIG.n_embd + CONFIG.n_head * 16)
+    monkeypatch.setattr(merged_micro_batches, "ACTIVATIONS", 5 * 32 * 4 * per_token)  # five micro-batches of 32 tokens
+    assert micro_batches(CONFIG, 8, 1, shape=(16, 16))[0].merged == 4
+    assert micro_batches(CONFIG, 8, 2, shape=(16, 16))[0].merged == 2
 
 
 # -- the same bits for any division ---------------------------------------------------------------------------
@@ -127,7 +170,7 @@ def test_the_gradient_is_the_explicit_tree_over_separate_gradients_bit_for_bit(r
 def test_a_worker_adds_any_number_of_micro_batches_in_the_canonical_tree(count, seed):
     rng, arena, backend = np.random.default_rng(seed), Arena(parameter_shapes(CONFIG)), NumpyBackend()
     worker = Worker(CONFIG, arena, np.zeros(arena.size, np.float32), backend, count, Solo(), lambda name: None)
-    assert len(worker.partial) == max(1, math.ceil(math.log2(count)))  # the memory of a counter, not of all gradients
+    assert len(worker.partial_sums) == max(1, math.ceil(math.log2(count)))  # a counter, not one array per gradient
     name = "transformer.h.1.mlp.c_fc.weight"
     for _ in range(2):
         gradients = rng.standard_normal((count, *arena.shapes[name])).astype(np.float32)

@@ -29,7 +29,7 @@ from gpt2core.parallel.tensor_parallel import (
 from gpt2core.parallel.thread_communicator import run_ranks
 from gpt2core.sampler import KVCache, Sampling, generate
 from gpt2core.tensor import ShapeError, Tensor, no_grad
-from stage0_serial import numpy_backend
+from stage0_serial import vocabulary
 from stage0_serial.numpy_backend import NumpyBackend
 from tests.support.mpi import run_mpi
 
@@ -114,7 +114,7 @@ def test_loss_and_every_gradient_equal_the_serial_model_s(seed, ranks, tied, siz
 @pytest.mark.parametrize("at_once", [1, 300])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_the_same_where_the_logits_are_computed_in_chunks(seed, ranks, at_once, monkeypatch):
-    monkeypatch.setattr(numpy_backend, "LOGITS", at_once)  # one row at a time, or a few with a remainder
+    monkeypatch.setattr(vocabulary, "LOGITS", at_once)  # one row at a time, or a few with a remainder
     config, B, T = SIZES[0]
     run_ranks(ranks, loss_and_gradients_equal_serial, config, B, T, seed)
 

@@ -83,7 +83,7 @@ def machine(tmp_path, monkeypatch):
             for name, kind in launchers.items():
                 write(tmp_path / folder / name, f"#!/bin/sh\necho '{VERSIONS[kind]}'\n").chmod(0o755)
         monkeypatch.setattr(sys, "executable", str(tmp_path / "bin" / "python"))
-        monkeypatch.setattr(launch, "library", lambda: library)
+        monkeypatch.setattr(launch, "loaded_implementation", lambda: library)
         monkeypatch.setenv("PATH", str(tmp_path / "usr"))
         return tmp_path
 
@@ -133,9 +133,9 @@ def test_a_launcher_of_another_implementation_is_an_error(machine, library, besi
     ],
 )
 def test_a_missing_mpi_names_the_package_to_install(monkeypatch, code, words):
-    monkeypatch.setattr(launch, "VENDOR", code)
+    monkeypatch.setattr(launch, "PRINT_VENDOR", code)
     with pytest.raises(ConfigError, match=words):
-        launch.library()
+        launch.loaded_implementation()
 
 
 # -- its flags ---------------------------------------------------------------------------------------------------------

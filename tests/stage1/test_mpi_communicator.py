@@ -80,11 +80,11 @@ def other_dtypes(comm):
 
 
 def small_messages(comm):
-    """With small LONGEST, OURS_FROM and CHUNK, so that arrays are sent in many pieces, the results are the same."""
-    limits = mpi_communicator.LONGEST, mpi_communicator.OURS_FROM, collectives.CHUNK
+    """With small size limits, so that arrays are sent in many pieces, the results are the same."""
+    defaults = mpi_communicator.MAX_CALL_BYTES, mpi_communicator.OURS_MIN_BYTES, collectives.CHUNK
     try:
-        for longest, ours_from, chunk in ((24, 1 << 20, 1 << 20), (1 << 20, 1, 40), (40, 1, 100)):
-            mpi_communicator.LONGEST, mpi_communicator.OURS_FROM, collectives.CHUNK = longest, ours_from, chunk
+        for limits in ((24, 1 << 20, 1 << 20), (1 << 20, 1, 40), (40, 1, 100)):
+            mpi_communicator.MAX_CALL_BYTES, mpi_communicator.OURS_MIN_BYTES, collectives.CHUNK = limits
             check_every_collective(comm, 4, 13, np.float32)
             messages(comm, 20, 50)
             comm.use_collectives("mpi")
@@ -93,7 +93,7 @@ def small_messages(comm):
             assert_same(comm.reduce_scatter(xs[comm.rank]), tree_sum(xs).reshape(comm.size, -1)[comm.rank])
             comm.use_collectives("canonical")
     finally:
-        mpi_communicator.LONGEST, mpi_communicator.OURS_FROM, collectives.CHUNK = limits
+        mpi_communicator.MAX_CALL_BYTES, mpi_communicator.OURS_MIN_BYTES, collectives.CHUNK = defaults
 
 
 def in_any_order(comm):

@@ -115,7 +115,7 @@ def test_a_rank_that_stops_its_watchdog_has_ended_normally(pair):
 def test_a_kernel_without_pidfd_makes_each_rank_the_first_of_its_own(monkeypatch):
     monkeypatch.delattr(os, "pidfd_open", raising=False)
     host = SimpleNamespace(rank=3, allgather=lambda mine: [mine] * 4)
-    assert watchdog.namespace(host) == (3, 3)
+    assert watchdog.namespace_split(host) == (3, 3)
 
 
 # -- jobs --------------------------------------------------------------------------------------------------------------

@@ -35,7 +35,7 @@ from stage2_cuda.gemm import products
 from stage2_cuda.kernels.codecs import FusedCodec
 from stage2_cuda.memory_model import (
     MARGIN,
-    WIDE,
+    MIN_FUSED_GELU,
     explain_generation_oom,
     explain_training_oom,
     generation_memory,
@@ -97,13 +97,13 @@ def peak_of(*args, steps=1, **options):
 
 
 @in_the_interpreter
-@pytest.mark.parametrize("precision, wide", [("fp32", WIDE), ("fp16", WIDE), ("fp16", 0)])
+@pytest.mark.parametrize("precision, wide", [("fp32", MIN_FUSED_GELU), ("fp16", MIN_FUSED_GELU), ("fp16", 0)])
 @pytest.mark.parametrize("side", [NoStream, keeping])
 @pytest.mark.parametrize("config, batch, seq_len, micro_batches", SIZES, ids=["layers", "head", "parameters"])
 def test_the_model_is_the_memory_of_a_step(monkeypatch, precision, wide, side, config, batch, seq_len, micro_batches):
     """Within 10 %, with kernels that do nothing: only the lifetime and the size of each array matter."""
     for module in (memory, products):
-        monkeypatch.setattr(module, "WIDE", wide)
+        monkeypatch.setattr(module, "MIN_FUSED_GELU", wide)
     backend = CudaBackend(precision)
     backend.runtime.side = side()
     sizes = dict(batch_size=batch, seq_len=seq_len, micro_batches=micro_batches)

@@ -32,7 +32,7 @@ from gpt2core.training_loop import read_batch
 from stage0_serial.numpy_backend import NumpyBackend
 from stage2_cuda.cuda_backend import CudaBackend
 from stage2_cuda.runtime import triton_launch
-from tests.tools.sanitize import all_kernels, name_of, program
+from tests.tools.sanitize import all_kernels, call_all_launches, name_of
 
 ROOT = Path(__file__).resolve().parents[2]
 STAGE = ROOT / "stage2_cuda"
@@ -207,7 +207,7 @@ def test_every_kernel_is_launched_by_a_step_a_validation_and_a_generated_token(m
     list(generate(current_model(trainer), [1] * 15, 3))  # a prefill, a decode step, a window step
     single = "transpose", "fold_layernorm", "layernorm_linear", "split_keys", "combine_product", "linear_residual"
     generation = {"batched.layernorm", "batched.unembed", *(f"single_row.{name}" for name in single)}
-    generation |= {"last_token.last_rows", "last_token.windows", "sampling.append_greedy", "cross_entropy.forward"}
+    generation |= {"gather.last_rows", "gather.windows", "sampling.append_greedy", "cross_entropy.forward"}
     assert launched - step == {f"{name}_kernel" for name in generation}
     assert set(all_kernels(stages=[2])) - launched == ELSEWHERE.keys()
 
@@ -215,7 +215,7 @@ def test_every_kernel_is_launched_by_a_step_a_validation_and_a_generated_token(m
 @in_the_interpreter
 def test_the_sanitizer_s_program_launches_every_kernel(monkeypatch):
     monkeypatch.setattr(triton_launch.launcher(), "launch", lambda *_: None)
-    assert program(np, ("float32", "float16")) == set()
+    assert call_all_launches(np, ("float32", "float16")) == set()
 
 
 @gpu

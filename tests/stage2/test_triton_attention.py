@@ -23,7 +23,7 @@ pytestmark += [pytest.mark.filterwarnings("ignore:overflow encountered in exp2")
 # computed from a rounded y.
 TOLERANCE = {"fp32": 1e-5, "fp16": 2e-3, "bf16": 1e-2}
 TF32_TOLERANCE = 4e-3  # tl.dot truncates fp32 operands, by 2^-10 at most, and dq and dk are products of such products
-DTYPES = ["fp32", "fp16", *(["bf16"] if GPU else [])]  # bf16 is silently wrong in the interpreter
+DTYPES = ["fp32", "fp16", *(["bf16"] if GPU else [])]  # the interpreter computes bf16 wrongly
 GUARD = 64  # elements before and after every output, which no kernel may touch
 
 SHAPES = [(2, 1, 1, 8), (1, 7, 3, 16), (2, 16, 2, 24), (1, 33, 2, 64), (1, 65, 1, 40), (1, 20, 3, 128)]

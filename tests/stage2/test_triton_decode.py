@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 
 from gpt2core.sampler import Greedy, Sampling
 from stage0_serial.numpy_backend import NumpyBackend
-from stage2_cuda.decoding import batched, last_token, sampling, single_row
+from stage2_cuda.decoding import batched, gather, sampling, single_row
 from stage2_cuda.runtime.triton_launch import array_module, interpreted
 
 gpu = pytest.mark.gpu
@@ -267,13 +267,13 @@ def test_last_rows_and_windows_follow_each_sequence_s_length(rng):
     lengths = np.array([1, 5, 12, 29], np.int32)
     y, y64 = normal(rng, np.float32, 4, 12, 48)
     h = poisoned(np.float32, 4, 48)
-    last_token.gather_last_rows(h, y, device(lengths))
+    gather.gather_last_rows(h, y, device(lengths))
     assert_array_equal(host(h), y64[range(4), np.minimum(lengths, 12) - 1])
     sequences = [rng.integers(0, 100, length) for length in lengths]
     ids, out = np.zeros((4, 12), np.int32), poisoned(np.int32, 4, 12)
     for row, tokens in zip(ids, sequences, strict=True):
         row[np.arange(len(tokens))[-12:] % 12] = tokens[-12:]
-    last_token.gather_windows(out, device(ids), device(lengths))
+    gather.gather_windows(out, device(ids), device(lengths))
     for row, tokens in zip(host(out), sequences, strict=True):
         assert_array_equal(row[: len(tokens)], tokens[-12:])
 

@@ -100,7 +100,7 @@ def test_the_interpreter_refuses_bf16():
     x = np.zeros((8, 8), np.float32).view(Bfloat16)
     descriptor = SimpleNamespace(base=triton_launch.Pointer(x), block_shape=[8, 8])
     for argument in (x, descriptor):
-        with pytest.raises(ConfigError, match="bf16 is silently wrong in Triton's interpreter"):
+        with pytest.raises(ConfigError, match="Triton's interpreter computes bf16 wrongly"):
             InterpreterLauncher().launch(axpy_kernel, (1,), (argument,), {})
 
 
@@ -263,7 +263,7 @@ def test_without_a_gpu_one_line_names_the_reason_and_the_interpreter(monkeypatch
         GpuLauncher()
     assert says in str(error.value) and "\n" not in str(error.value)
     assert str(error.value).endswith(
-        "with TRITON_INTERPRET=1 in the environment the same kernels run on the CPU, slowly"
+        "set the environment variable TRITON_INTERPRET=1 to run the same kernels on the CPU, slowly"
     )
 
 

@@ -12,6 +12,7 @@ pytest.importorskip("triton")
 
 from gpt2core.app import cli  # noqa: E402
 from gpt2core.errors import ConfigError  # noqa: E402
+from gpt2core.parallel import tuned_choices  # noqa: E402
 from stage2_cuda.cuda_backend import PRECISIONS, CudaBackend, dtype_of  # noqa: E402
 from stage2_cuda.gemm import products  # noqa: E402
 from stage2_cuda.kernels import attention  # noqa: E402
@@ -196,7 +197,7 @@ def test_a_keyboard_interrupt_is_not_a_failed_candidate(fake, tuner):
 def test_the_first_run_times_with_one_note_and_the_second_reads_the_cache(fake, tuner, tmp_path, notes):
     kernel = Kernel(fake, table=(1.0, 7), other=(0.5, 7))
     assert [kernel.chosen(tuner, what) for what in ("a", "b", "a")] == ["other"] * 3
-    assert notes == [f"timing kernels for this GPU, once; cached in {tmp_path / 'cache' / FILE}"]
+    assert notes == [f"timing kernels for this GPU, only once: results are saved in {tmp_path / 'cache' / FILE}"]
     cache = json.loads((tmp_path / "cache" / FILE).read_text())
     assert cache == {"made_for": GPU, "choices": {"a": "other", "b": "other"}}
     count = len(kernel.ran)
@@ -259,10 +260,10 @@ def test_without_a_home_directory_every_run_times_again(fake, notes, monkeypatch
         raise RuntimeError("Could not determine home directory.")
 
     monkeypatch.setattr(Path, "home", homeless)
-    assert autotune.cache_directory() is None
-    tuner = Tuner(fake, GPU, autotune.cache_directory(), notes.append)
+    assert tuned_choices.cache_directory() is None
+    tuner = Tuner(fake, GPU, tuned_choices.cache_directory(), notes.append)
     assert Kernel(fake, table=(1.0, 7), other=(0.5, 7)).chosen(tuner) == "other"
-    assert notes == ["timing kernels for this GPU, in every run, because there is no home directory"]
+    assert notes == ["timing kernels for this GPU, in every run: there is no home directory"]
 
 
 def test_two_processes_keep_each_other_s_choices(fake, tmp_path):
@@ -413,7 +414,7 @@ def test_every_candidate_has_float64_s_gradients(rng, part, tile):
     "table, last", [(AttentionTiles(SMALL, both=SMALL), "dq"), (AttentionTiles(SMALL, SMALL, SMALL), "both")]
 )
 def test_a_backend_that_tries_all_and_takes_the_last_has_float64_s_gradients(rng, fake, monkeypatch, table, last):
-    monkeypatch.setattr(autotune, "CALLS", 1)
+    monkeypatch.setattr(autotune, "MAX_CALLS", 1)
     monkeypatch.setattr(autotune, "medians", lambda cupy, stream, graphs: -np.arange(len(graphs)))
     monkeypatch.setitem(attention.DEFAULT_TILES, "16 bits", {(64, attention.NO_LIMIT): table})
     backend, (qkv, dy, *_) = CudaBackend("fp16"), arrays_of(rng, np, np.float16, 37, 1, 8)
@@ -453,9 +454,9 @@ def test_a_run_times_once_and_keeps_its_choices_on_disk_and_in_its_checkpoint(
         return result.err
 
     few = {part: [SMALL] for part in ("forward", "dq", "dkdv")}
-    monkeypatch.setattr(autotune, "CALLS", 1)
+    monkeypatch.setattr(autotune, "MAX_CALLS", 1)
     monkeypatch.setitem(attention_tiles.TRIED, ("tf32x3", 64), few)
-    assert run() == f"timing kernels for this GPU, once; cached in {tmp_path / 'cache' / FILE}\n"
+    assert run() == f"timing kernels for this GPU, only once: results are saved in {tmp_path / 'cache' / FILE}\n"
     choices = json.loads((tmp_path / "cache" / FILE).read_text())["choices"]
     assert [what.split()[1] for what in choices] == ["forward", "dq", "dk"]
     assert run() == ""
@@ -536,7 +537,7 @@ def test_a_second_run_times_nothing_and_gives_the_same_curve(train2, tmp_path, m
         result = train2("--preset", "tiny", "--precision", "bf16", "--steps", 5, "--sample", 0, *named, *flags)
         assert result.code == 0, result.err
         rows = [json.loads(line) for line in log.read_text().splitlines()]
-        return result.err.count("timing kernels for this GPU, once; "), [row["loss"] for row in rows]
+        return result.err.count("timing kernels for this GPU, only once: "), [row["loss"] for row in rows]
 
     (first, curve), (again, second), (anew, third) = run(), run(), run("--autotune")
     assert (first, again, anew) == (1, 0, 1)

@@ -50,7 +50,7 @@ from stage2_cuda import cuda_backend  # noqa: E402
 from stage2_cuda.cuda_backend import PRECISIONS  # noqa: E402
 from stage2_cuda.kernels import attention  # noqa: E402
 from stage2_cuda.kernels.cast import scale_in_place  # noqa: E402
-from stage2_cuda.memory_model import ALIGNED  # noqa: E402
+from stage2_cuda.memory_model import LOGITS_ALIGNMENT  # noqa: E402
 from stage2_cuda.runtime import triton_launch  # noqa: E402
 from stage2_cuda.tuning import attention_tiles  # noqa: E402
 from tests.tools import sanitize  # noqa: E402
@@ -186,8 +186,8 @@ class Backend(cuda_backend.CudaBackend):
     def empty(self, shape, dtype):
         return np.zeros(shape, dtype)  # token arrays must hold valid tokens
 
-    def whole_rows(self, w):
-        rows = -(-len(w) // ALIGNED) * ALIGNED
+    def with_padding_rows(self, w):
+        rows = -(-len(w) // LOGITS_ALIGNMENT) * LOGITS_ALIGNMENT
         first = 0 if w.base is None else w.ctypes.data - w.base.ctypes.data
         if w.base is None or first + rows * w.strides[0] > w.base.nbytes:
             return w
@@ -242,13 +242,13 @@ def attend_with_all_tiles(precision, T, D):
     backend, H = Backend(precision), 2
     qkv, y = (np.empty((1, T, parts * H * D), backend.compute_dtype) for parts in (3, 1))
     dqkv, lse = np.empty_like(qkv), np.empty((1, H, T), np.float32)
-    for part, candidates in attention_tiles.tiles_for(qkv, H, backend.dot)[1].items():
+    for part, candidates in attention_tiles.tiles_for(qkv, H, backend.dot_precision)[1].items():
         for tile in candidates:
             tiles = attention.AttentionTiles(**{part: tile})
             if part == "forward":
-                attention.attention_forward(y, lse, qkv, H, backend.dot, tiles)
+                attention.attention_forward(y, lse, qkv, H, backend.dot_precision, tiles)
             else:
-                attention.attention_backward(dqkv, lse, y, qkv, y, lse, H, backend.dot, tiles)
+                attention.attention_backward(dqkv, lse, y, qkv, y, lse, H, backend.dot_precision, tiles)
 
 
 def multiply(precision, rows, C, K):
@@ -420,7 +420,7 @@ def print_suite():
     """Print {unsanitized: kernels that sanitize.py does not launch, rows: the rows of the suite} as JSON."""
     launcher = RecordingLauncher("h200")
     with launcher.active():
-        unsanitized = sanitize.program(np, ("float32", "float16", "bfloat16"))
+        unsanitized = sanitize.call_all_launches(np, ("float32", "float16", "bfloat16"))
     rows = list(compile_all([variant for gpu in GPUS for variant in variants_of(gpu, suite, gpu)]))
     print(json.dumps(dict(unsanitized=sorted(unsanitized), rows=rows)))
 

@@ -2,7 +2,8 @@
 
     python tests/tools/count_layout.py
 
-Prints one line for each figure, then the longest file of each package. Exits with 1 if a figure is above its bound.
+Prints a line for each count with its bound, the longest file of each package, and the lines of the files that explain
+a training step. The exit code is 1 if a count is above its bound.
 """
 
 import inspect
@@ -20,15 +21,15 @@ if __name__ == "__main__":
 from gpt2core.backend import Backend  # noqa: E402
 from gpt2core.trainer import Trainer  # noqa: E402
 
-# The files that tell how one training step works, in reading order.
-STORY = ["tensor", "ops", "backend", "model", "data", "arena", "optimizer", "trainer", "parallel/micro_batches"]
+# The files of gpt2core that explain one training step, in reading order (README.md, "What to read").
+STEP_FILES = ["tensor", "ops", "backend", "model", "data", "arena", "optimizer", "trainer", "parallel/micro_batches"]
 PACKAGES = ["gpt2core", "stage0_serial", "stage1_mpi", "stage2_cuda", "stage3_mpi_cuda", "benchmarks", "data", "tests"]
-KERNEL = re.compile(r"_(forward|backward|cached)$|^(clip|sum_of_squares|loss|loss_rows|adamw_step)$")
+KERNEL_METHOD = re.compile(r"_(forward|backward|cached)$|^(clip|sum_of_squares|loss|loss_rows|adamw_step)$")
 
 
 @dataclass(frozen=True)
-class Figure:
-    """One counted property of the tree, and the largest value that it may have."""
+class Count:
+    """One counted property of the repository, and the largest value that it may have."""
 
     name: str
     value: int
@@ -43,7 +44,7 @@ class Figure:
 
 
 def line_count(path):
-    """The lines of a file. Python files are counted as ruff formats them, so that long lines save nothing."""
+    """The number of lines of a file. A Python file is counted as ruff formats it, so that long lines save nothing."""
     text = path.read_text(encoding="utf-8")
     ruff = shutil.which("ruff", path=str(Path(sys.executable).parent)) or shutil.which("ruff")
     if path.suffix == ".py" and ruff:
@@ -53,50 +54,50 @@ def line_count(path):
 
 
 def methods(cls):
-    """The names of the functions and properties of a class. Inherited ones count; `object` does not."""
+    """The names of the methods and properties of a class and of its base classes except `object`."""
     kinds = (property, staticmethod, classmethod)
     bases = [base for base in cls.__mro__ if base is not object]
     return sorted({n for base in bases for n, v in vars(base).items() if inspect.isfunction(v) or isinstance(v, kinds)})
 
 
-def story_files():
-    """The story files that exist."""
-    return [path for name in STORY if (path := ROOT / "gpt2core" / f"{name}.py").exists()]
+def step_files():
+    """The paths of STEP_FILES that exist."""
+    return [path for name in STEP_FILES if (path := ROOT / "gpt2core" / f"{name}.py").exists()]
 
 
-def figures():
-    """-> a Figure for each bound of the layout."""
-    top, story = sorted((ROOT / "gpt2core").glob("*.py")), story_files()
+def counts():
+    """[Count] of all bounds."""
+    top_level, to_read = sorted((ROOT / "gpt2core").glob("*.py")), step_files()
     return [
-        Figure("lines in gpt2core/*.py, top level", sum(map(line_count, top)), 2200),
-        Figure("files to read for one training step", len(story), 9),
-        Figure("lines to read for one training step", sum(map(line_count, story)), 1500),
-        Figure("methods of Trainer", len(methods(Trainer)), 12),
-        Figure(
+        Count("lines in gpt2core/*.py, top level", sum(map(line_count, top_level)), 2200),
+        Count("files to read for one training step", len(to_read), 9),
+        Count("lines to read for one training step", sum(map(line_count, to_read)), 1500),
+        Count("methods of Trainer", len(methods(Trainer)), 12),
+        Count(
             "methods of Backend that are not kernels, inherited ones counted",
-            len([name for name in methods(Backend) if not KERNEL.search(name)]),
+            len([name for name in methods(Backend) if not KERNEL_METHOD.search(name)]),
             12,
         ),
-        Figure("lines in README.md", line_count(ROOT / "README.md"), 110),
+        Count("lines in README.md", line_count(ROOT / "README.md"), 110),
     ]
 
 
 def longest_files():
-    """-> (lines, path) of the longest Python file in each package."""
+    """Yield (lines, path) of the longest Python file in each package."""
     for package in PACKAGES:
         paths = (ROOT / package).rglob("*.py")
         yield max((len(path.read_text(encoding="utf-8").splitlines()), path) for path in paths)
 
 
 def main():
-    found = figures()
-    print(*found, "", "longest file of each package:", sep="\n")
+    all_counts = counts()
+    print(*all_counts, "", "longest file of each package:", sep="\n")
     for lines, path in longest_files():
         print(f"  {lines:>5}  {path.relative_to(ROOT)}")
-    print("", "lines of the story files:", sep="\n")
-    for path in story_files():
+    print("", "lines of the files that explain a training step:", sep="\n")
+    for path in step_files():
         print(f"  {line_count(path):>5}  {path.relative_to(ROOT)}")
-    return int(not all(figure.holds for figure in found))
+    return int(not all(count.holds for count in all_counts))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
-"""Kill a resumed run at random moments of its start, again and again: does its log keep every row of the checkpoint?
+"""Kill a resumed run at random moments of its start, many times: does its log keep all rows up to the checkpoint?
 
     python tests/tools/kill_at_start.py --times 50 --rows 50000
 
-Each run continues what the killed one has left. The exit code is 1 if a row was lost or changed.
+Each run resumes from the files that the killed run has left. The exit code is 1 if a row was lost or changed, or if the
+steps in the log are not consecutive.
 """
 
 import argparse
@@ -24,23 +25,29 @@ from gpt2core.text.tokenizer import Tokenizer  # noqa: E402
 TRAIN = (sys.executable, "-m", "stage0_serial.train_gpt2")
 
 
-def prepare(home, rows):
-    """(checkpoint directory, log) of a run that has made `rows` steps; the log has 1,000 rows more."""
-    flags = "--preset", "nano", "--steps", 2, "--sample", 0, "--out", home / "begun", "--log", home / "begun.jsonl"
+def prepare(directory, rows):
+    """Make the files of a run whose checkpoint has `rows` steps; return (its --out directory, its log).
+
+    The log has 1,000 further rows, as after a run that was killed between two checkpoints. A run of two steps gives the
+    contents of the checkpoint and the fields of the rows.
+    """
+    short_out, short_log = directory / "short", directory / "short.jsonl"
+    flags = "--preset", "nano", "--steps", 2, "--sample", 0, "--out", short_out, "--log", short_log
     subprocess.run([*TRAIN, *map(str, flags)], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
-    begun, row = load_checkpoint(home / "begun", with_optimizer=True), read_log(home / "begun.jsonl")[0]
-    recorded = {"step": rows - 1, "loss": row["loss"]}
+    short, row = load_checkpoint(short_out, with_optimizer=True), read_log(short_log)[0]
+    last_row = {"step": rows - 1, "loss": row["loss"]}
     save_checkpoint(
-        home / "run", rows, config=begun.config, parameters=begun.parameters, moments=begun.moments,
-        tokenizer=Tokenizer.load(begun.path),
-        state=begun.state | {"step": rows, "position": 4 * rows, "last_log_row": recorded},
+        directory / "run", rows, config=short.config, parameters=short.parameters, moments=short.moments,
+        tokenizer=Tokenizer.load(short.path),
+        state=short.state | {"step": rows, "position": 4 * rows, "last_log_row": last_row},
     )  # fmt: skip
-    log = home / "run.jsonl"
+    log = directory / "run.jsonl"
     log.write_text("".join(json.dumps(row | {"step": step}) + "\n" for step in range(rows + 1000)))
-    return home / "run", log
+    return directory / "run", log
 
 
 def start(out, log, *flags):
+    """Start a training that resumes from `out` and continues `log`; return its process."""
     command = [*TRAIN, "--resume", out, "--out", out, "--log", log, "--sample", "0", *flags]
     return subprocess.Popen(list(map(str, command)), cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
 
@@ -48,28 +55,28 @@ def start(out, log, *flags):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--times", type=int, default=50, help="runs to kill (default 50)")
-    parser.add_argument("--rows", type=int, default=50_000, help="rows that precede the checkpoint (default 50000)")
-    parser.add_argument("--seed", type=int, default=0, help="random seed of the moments (default 0)")
+    parser.add_argument("--rows", type=int, default=50_000, help="rows of the log up to the checkpoint (default 50000)")
+    parser.add_argument("--seed", type=int, default=0, help="random seed for the times of the kills (default 0)")
     args = parser.parse_args()
-    choice, lost, continued = random.Random(args.seed), 0, 0
-    with tempfile.TemporaryDirectory() as home:
-        out, log = prepare(Path(home), args.rows)
-        kept = b"".join(log.read_bytes().splitlines(keepends=True)[: args.rows])
+    rng, lost, consecutive = random.Random(args.seed), 0, 0
+    with tempfile.TemporaryDirectory() as directory:
+        out, log = prepare(Path(directory), args.rows)
+        rows_of_checkpoint = b"".join(log.read_bytes().splitlines(keepends=True)[: args.rows])
         began = time.monotonic()
         if start(out, log, "--steps", args.rows + 5).wait():
             sys.exit("a run failed although it was not killed")
-        longest = time.monotonic() - began
+        run_seconds = time.monotonic() - began
         for _ in range(args.times):
             with start(out, log, "--steps", args.rows + 10**6) as process:
-                time.sleep(choice.uniform(0, longest))
+                time.sleep(rng.uniform(0, run_seconds))
                 process.kill()
-            content = log.read_bytes()
-            lost += not content.startswith(kept)
+            lost += not log.read_bytes().startswith(rows_of_checkpoint)
             steps = [row["step"] for row in read_log(log)]
-            continued += steps == list(range(len(steps)))
-    print(f"{args.times} runs killed within {longest:.1f} s of their start: {lost} lost a row of {args.rows:,};")
-    print(f"{continued} left a log of consecutive steps")
-    return 1 if lost or continued < args.times else 0
+            consecutive += steps == list(range(len(steps)))
+    killed = f"{args.times} runs killed within {run_seconds:.1f} s of their start"
+    print(f"{killed}: {lost} lost or changed one of the {args.rows:,} rows up to the checkpoint;")
+    print(f"{consecutive} left a log of consecutive steps")
+    return 1 if lost or consecutive < args.times else 0
 
 
 if __name__ == "__main__":

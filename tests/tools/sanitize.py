@@ -1,8 +1,8 @@
-"""Launch every Triton kernel once, at small odd sizes, under NVIDIA's compute-sanitizer: `make sanitize`.
+"""Launch every Triton kernel once, with small sizes that no tile size divides, under compute-sanitizer of NVIDIA.
 
-memcheck finds reads and writes outside an array, racecheck finds races of two threads on shared memory. Every array is
-a separate allocation, without CuPy's pool, because memory beyond the end of a pooled array is often valid. The results
-are not checked here.
+`make sanitize` runs this file. The tool memcheck finds reads and writes outside an array; racecheck finds races between
+two threads on shared memory. Every array is a separate allocation, without CuPy's pool, because an access beyond the
+end of a pooled array is often an access to valid memory. The results of the kernels are not checked here.
 """
 
 # B batch, T time, C channels, H heads, V vocabulary, N rows
@@ -18,14 +18,14 @@ from pathlib import Path
 import numpy as np
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))  # started as a script
+sys.path.insert(0, str(ROOT))  # the checkout that contains this file, installed or not
 
 from gpt2core.errors import ConfigError  # noqa: E402
 from gpt2core.optimizer import adamw_scalars, rounding_key  # noqa: E402
 from gpt2core.parallel.codecs import CODECS, GROUP  # noqa: E402
 from stage2_cuda import decoding, gemm, kernels  # noqa: E402
 from stage2_cuda.cuda_backend import dtype_of  # noqa: E402
-from stage2_cuda.decoding import batched, cached_attention, last_token, sampling, single_row  # noqa: E402
+from stage2_cuda.decoding import batched, cached_attention, gather, sampling, single_row  # noqa: E402
 from stage2_cuda.gemm import fp16x3  # noqa: E402
 from stage2_cuda.kernels import (  # noqa: E402
     adamw,
@@ -44,12 +44,12 @@ from stage2_cuda.runtime import triton_launch  # noqa: E402
 from stage3_mpi_cuda import tree_sum  # noqa: E402
 
 TOOLS = "memcheck", "racecheck"
-OF_STAGE_3 = tree_sum.__name__, codecs.__name__
-FOUND = 9  # compute-sanitizer's exit code when it found an error
+STAGE_3_MODULES = tree_sum.__name__, codecs.__name__  # modules whose kernels only stage 3 launches
+ERROR_FOUND = 9  # the exit code of compute-sanitizer if it finds an error
 
 
 class Arrays:
-    """Random arrays on the device: x() has the dtype of the activations, f() float32, i() int32 below `high`."""
+    """Makes random arrays on the device: x() in the given dtype, f() in float32, i() in int32 from 0 to high - 1."""
 
     def __init__(self, xp, dtype):
         self.xp, self.dtype, self.random = xp, dtype_of(dtype), np.random.default_rng(0)
@@ -64,20 +64,20 @@ class Arrays:
         return self.xp.asarray(self.random.integers(0, high, shape).astype(np.int32))
 
 
-# -- one function per kernel file -------------------------------------------------------------------------------------
+# -- functions that launch kernels, one for each file of kernels; a: Arrays -------------------------------------------
 
 
 def launch_layernorm(a):
     for n, C in ((37, 172), (3, 1600)):
-        matrix, vector = [a.x(n, C) for _ in range(6)], [a.x(C) for _ in range(3)]
+        s, y, x, branch, ds, dy = (a.x(n, C) for _ in range(6))
+        bias, ln_w, ln_b = (a.x(C) for _ in range(3))
         mean, rstd = a.f(n), a.f(n)
-        s, y, x, branch, ds, dy = matrix
-        layernorm.residual_layernorm_forward(s, y, mean, rstd, x, branch, *vector, 1e-5)
-        layernorm.residual_layernorm_forward(None, y, mean, rstd, x, None, None, *vector[1:], 1e-5)
+        layernorm.residual_layernorm_forward(s, y, mean, rstd, x, branch, bias, ln_w, ln_b, 1e-5)
+        layernorm.residual_layernorm_forward(None, y, mean, rstd, x, None, None, ln_w, ln_b, 1e-5)
         sums, partials = [a.f(C) for _ in range(3)], a.f(*layernorm.layernorm_partials_shape(n, C))
-        layernorm.residual_layernorm_backward(y, partials, ds, dy, s, vector[0], mean, rstd)
+        layernorm.residual_layernorm_backward(y, partials, ds, dy, s, ln_w, mean, rstd)
         column_sums.add_partials(partials, *sums)
-        layernorm.residual_layernorm_backward(y, partials, None, dy, s, vector[0], mean, rstd)
+        layernorm.residual_layernorm_backward(y, partials, None, dy, s, ln_w, mean, rstd)
         column_sums.add_partials(partials, *sums[1:])
 
 
@@ -98,11 +98,11 @@ def launch_column_sums(a):
 
 
 def launch_embedding(a):
-    for B, T, C, V in ((3, 50, 40, 5), (2, 9, 300, 172)):  # tokens with full chunks; tokens that do not occur
+    for B, T, C, V in ((3, 50, 40, 5), (2, 9, 300, 172)):  # each token occurs often; some tokens do not occur
         ids, dy, wte, wpe = a.i(B, T, high=V + 2), a.x(B, T, C), a.x(V, C), a.x(T + 3, C)
         embedding.embedding_forward(dy, ids, wte, wpe, 3, 1)
-        host = ids if a.xp is np else ids.get()
-        sorted_tokens = embedding.SortedTokens(*map(a.xp.asarray, embedding.sort_tokens(host, V, 1)))
+        host_ids = ids if a.xp is np else ids.get()
+        sorted_tokens = embedding.SortedTokens(*map(a.xp.asarray, embedding.sort_tokens(host_ids, V, 1)))
         chunk_sums, gradients = a.f(*embedding.chunk_sums_shape(ids.size, C)), (a.f(V, C), a.f(T + 3, C))
         for accumulate in (False, True):
             embedding.embedding_backward(*gradients, chunk_sums, sorted_tokens, dy, 3, accumulate)
@@ -117,7 +117,7 @@ def launch_cross_entropy(a):
 
 
 def launch_losses(a):
-    for n in (9, losses.BLOCK_ROWS + 5):
+    for n in (9, losses.ROWS_PER_PROGRAM + 5):
         rows = a.f(2, n)
         losses.rescale(rows, *(a.f(n) for _ in range(4)))
         losses.loss(a.xp.empty(1), a.xp.empty(losses.partials_shape(n)), *rows, a.f(n), 0.1)
@@ -131,8 +131,8 @@ def launch_fp16x3(a):
     for m, k, n in ((5, 48, 24), (170, 33, 200), (8, 1200, 9)):
         partials = fp16x3.partials_shape(m, n, k)
         for trans in ((False, False), (False, True), (True, False)):
-            left, right = ((c, r) if t else (r, c) for (r, c), t in zip(((m, k), (k, n)), trans, strict=True))
-            operands = split(a.f(*left)), split(a.f(*right))
+            shape_a, shape_b = (shape[::-1] if t else shape for shape, t in zip(((m, k), (k, n)), trans, strict=True))
+            operands = split(a.f(*shape_a)), split(a.f(*shape_b))
             fp16x3.product(a.f(m, n), None, *operands, a.f(n), *trans, True)
             fp16x3.product(a.f(m, n), partials and a.f(*partials), *operands, None, *trans)
 
@@ -179,55 +179,50 @@ def launch_decode(a):
         ln, head = (a.x(C), a.x(C)), a.x(V, C)
         qkv, fc, fc_proj = ((a.x(K, N), a.x(N)) for K, N in ((C, 3 * C), (C, 4 * C), (4 * C, C)))
         for B in (1, 2, 17):
-            tiling, lengths, x, h, g = (
-                batched.tiling_for(B),
-                a.i(B, high=block) + 1,
-                a.f(B, C),
-                a.x(B, C),
-                a.x(B, 4 * C),
-            )
+            tiling, lengths = batched.tiling_for(B), a.i(B, high=block) + 1
+            x, h, g = a.f(B, C), a.x(B, C), a.x(B, 4 * C)
             q, cache, partials = a.x(B, C), a.x(B, block, 2 * C), a.f(batched.split_k(4 * C, tiling).parts, B, C)
-            stream = x, partials, a.x(C)
+            residual = x, partials, a.x(C)
             if B == 1:
-                single_row_step(a, x, q, cache, lengths, (ln, qkv, fc, fc_proj), H, eps, tiling)
+                single_row_kernels(a, x, q, cache, lengths, (ln, qkv, fc, fc_proj), H, eps, tiling)
             else:
                 batched.linear(q, cache, h, *qkv, lengths, block, tiling, precision)
                 batched.linear(g, None, h, *fc, lengths, block, tiling, precision)
                 batched.attention(h, q, cache, lengths, H, tiling)
                 batched.split_k_product(partials, g, fc_proj[0], tiling, precision)
             batched.layernorm(h, None, (x, None, None), *ln, eps, tiling)
-            batched.layernorm(h, x, stream, *ln, eps, tiling)
+            batched.layernorm(h, x, residual, *ln, eps, tiling)
             count = batched.vocab_tiles(V, tiling)
             batched.unembed(a.f(B, V), a.f(B, count), a.i(B, count, high=V), h, head, tiling, precision)
 
 
-def single_row_step(a, x, q, cache, lengths, weights, H, eps, tiling):
+def single_row_kernels(a, x, q, cache, lengths, weights, H, eps, tiling):
+    """The kernels of decoding/single_row.py, for launch_decode()."""
     C, block, (ln, qkv, fc, fc_proj) = q.shape[1], cache.shape[1], weights
     D = C // H
-    rows = [a.x(*matrix.shape[::-1]) for matrix, _ in (qkv, fc, fc_proj)]
-    sums = [[a.f(len(bias)) for _ in range(2)] for _, bias in (qkv, fc)]
-    for row, (matrix, _) in zip(rows, (qkv, fc, fc_proj), strict=True):
-        single_row.transpose(row, matrix)
-    for each, row, (_, bias) in zip(sums, rows, (qkv, fc), strict=False):
-        single_row.fold_layernorm(*each, row, *ln, bias)
-    single_row.layernorm_linear(q, cache, None, (x, None, None), ln[0], rows[0], *sums[0], lengths, block, eps, tiling)
+    transposed = [a.x(*w.shape[::-1]) for w, _ in (qkv, fc, fc_proj)]
+    folded = [[a.f(len(bias)) for _ in range(2)] for _, bias in (qkv, fc)]  # [gamma_w, beta_w]
+    for out, (w, _) in zip(transposed, (qkv, fc, fc_proj), strict=True):
+        single_row.transpose(out, w)
+    for out, w, (_, bias) in zip(folded, transposed, (qkv, fc), strict=False):
+        single_row.fold_layernorm(*out, w, *ln, bias)
+    common = lengths, block, eps, tiling
+    single_row.layernorm_linear(q, cache, None, (x, None, None), ln[0], transposed[0], *folded[0], *common)
     splits = single_row.key_splits(block, tiling)
     split_results = a.f(H, splits, D), a.f(H, splits), a.f(H, splits)
     single_row.split_keys_attention(*split_results, q, cache, lengths, H, tiling)
     partials = a.f(single_row.split_heads(H, D, tiling)[0], 1, C)
     single_row.combine_product(partials, *split_results, lengths, a.x(C, C), block, tiling)
     s, g = a.f(1, C), a.x(1, 4 * C)
-    single_row.layernorm_linear(
-        g, None, s, (x, partials, a.x(C)), ln[0], rows[1], *sums[1], lengths, block, eps, tiling
-    )
-    single_row.linear_residual(a.f(1, C), s, g, rows[2], fc_proj[1], tiling)
+    single_row.layernorm_linear(g, None, s, (x, partials, a.x(C)), ln[0], transposed[1], *folded[1], *common)
+    single_row.linear_residual(a.f(1, C), s, g, transposed[2], fc_proj[1], tiling)
 
 
-def launch_last_token(a):
+def launch_gather(a):
     for B, C, block in ((1, 48, 9), (17, 300, 1000)):
         lengths = a.i(B, high=2 * block) + 1
-        last_token.gather_last_rows(a.x(B, C), a.x(B, 9, C), lengths)
-        last_token.gather_windows(a.i(B, block, high=37), a.i(B, block, high=37), lengths)
+        gather.gather_last_rows(a.x(B, C), a.x(B, 9, C), lengths)
+        gather.gather_windows(a.i(B, block, high=37), a.i(B, block, high=37), lengths)
 
 
 def launch_sampling(a):
@@ -256,34 +251,35 @@ def launch_codecs(a):
         codec.unpack(a.f(n), code)
 
 
-# -- all of them ------------------------------------------------------------------------------------------------------
+# -- all kernels ------------------------------------------------------------------------------------------------------
 
 
 def name_of(kernel):
+    """The name of a kernel with its file, such as "batched.layernorm_kernel"."""
     return f"{kernel.fn.__module__.rpartition('.')[2]}.{kernel.fn.__name__}"
 
 
 def all_kernels(stages=(2, 3)):
-    """The names of all kernels, the functions whose name ends in _kernel, of these stages."""
+    """Yield the names of all kernels of these stages; a kernel is a function whose name ends in _kernel."""
     packages = kernels, gemm, decoding
-    of_stage_2 = [f"{p.__name__}.{module.name}" for p in packages for module in pkgutil.iter_modules(p.__path__)]
-    of_stage_2 = [name for name in of_stage_2 if name not in OF_STAGE_3]
-    for module in [*(of_stage_2 if 2 in stages else ()), *(OF_STAGE_3 if 3 in stages else ())]:
+    stage_2 = [f"{p.__name__}.{module.name}" for p in packages for module in pkgutil.iter_modules(p.__path__)]
+    stage_2 = [name for name in stage_2 if name not in STAGE_3_MODULES]
+    for module in [*(stage_2 if 2 in stages else ()), *(STAGE_3_MODULES if 3 in stages else ())]:
         for name, function in vars(importlib.import_module(module)).items():
             if name.endswith("_kernel"):
                 yield name_of(function)
 
 
-def program(xp, dtypes):
-    """Call every launch_* function; returns the names of the kernels that none of them launched."""
+def call_all_launches(xp, dtypes):
+    """Call every launch_* function for each dtype; return the names of the kernels that were not launched."""
     launched, launcher = set(), triton_launch.launcher()
     launch = launcher.launch
 
-    def noted(kernel, *arguments):
+    def record_and_launch(kernel, *arguments):
         launched.add(name_of(kernel))
         return launch(kernel, *arguments)
 
-    launcher.launch = noted
+    launcher.launch = record_and_launch
     try:
         for dtype in dtypes:
             for name, function in list(globals().items()):
@@ -294,13 +290,13 @@ def program(xp, dtypes):
     return set(all_kernels()) - launched
 
 
-def on_the_gpu():
-    """The program that compute-sanitizer runs."""
+def run_on_gpu():
+    """The program that compute-sanitizer runs: launch every kernel. Raises ConfigError if a kernel is not launched."""
     xp = triton_launch.array_module()
     if xp is np:
         raise ConfigError("TRITON_INTERPRET is set: compute-sanitizer needs a GPU; unset it")
     xp.cuda.set_allocator(None)  # no pool: every array is a separate allocation
-    if missing := program(xp, ("float32", "float16", "bfloat16")):
+    if missing := call_all_launches(xp, ("float32", "float16", "bfloat16")):
         raise ConfigError(f"no launch of {', '.join(sorted(missing))}: add one to {Path(__file__).name}")
     xp.cuda.Device().synchronize()
 
@@ -314,7 +310,7 @@ def main():
     args = parser.parse_args()
     try:
         if args.program:
-            return on_the_gpu()
+            return run_on_gpu()
         triton_launch.array_module()  # raises its ConfigError if there is no GPU
         sanitizer = shutil.which("compute-sanitizer") or shutil.which("/usr/local/cuda/bin/compute-sanitizer")
         if sanitizer is None:
@@ -324,9 +320,10 @@ def main():
         sys.exit(2)
     for tool in args.tool:
         print(f"{tool}: every kernel of stages 2 and 3", flush=True)
-        words = [sanitizer, "--tool", tool, "--error-exitcode", str(FOUND), "--target-processes", "application-only"]
-        if code := subprocess.run([*words, sys.executable, __file__, "--program"], cwd=ROOT).returncode:
-            sys.exit(f"error: {tool} ended with exit code {code}; {FOUND} means that it found an error, printed above")
+        flags = ["--tool", tool, "--error-exitcode", str(ERROR_FOUND), "--target-processes", "application-only"]
+        if code := subprocess.run([sanitizer, *flags, sys.executable, __file__, "--program"], cwd=ROOT).returncode:
+            reason = f"{ERROR_FOUND} means that it found the error that is printed above"
+            sys.exit(f"error: {tool} ended with exit code {code}; {reason}")
 
 
 if __name__ == "__main__":

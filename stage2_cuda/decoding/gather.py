@@ -1,6 +1,6 @@
-"""For sequences of different lengths: gather each sequence's row at the last position, or its last tokens.
+"""Gather the last rows or the last tokens of sequences that have different lengths.
 
-The kernels read the lengths from device memory, so one captured step works for all lengths.
+The kernels read the lengths from device memory, so one captured step (a CUDA graph) works for all lengths.
 """
 
 # B sequences, T positions, C channels
@@ -12,16 +12,21 @@ from stage2_cuda.runtime.triton_launch import launch
 
 
 def gather_last_rows(h, y, lengths):
-    """h (B, C) = the row of y (B, T, C) at each sequence's last position, lengths (B) - 1, at most T - 1."""
+    """h[b] = y[b, lengths[b] - 1], the row of the last position of each sequence; h (B, C), y (B, T, C), lengths (B).
+
+    If a sequence has more than T positions, h[b] = y[b, T - 1].
+    """
     B, T, C = y.shape
     width = triton.next_power_of_2(C)
     launch(last_rows_kernel, (B,), h, y, lengths, T, C, BLOCK_C=width, num_warps=4)
 
 
 def gather_windows(out, ids, lengths):
-    """out (B, block) = the last `block` tokens of each sequence, in order; ids is a ring buffer: token i at i % block.
+    """out (B, block) = the last `block` tokens of each sequence, the oldest first; lengths (B).
 
-    A sequence with fewer tokens fills only the first lengths[b] elements; the others are any token ids.
+    ids (B, block) is a ring buffer: it holds token number i of a sequence at index i % block. If a sequence has fewer
+    than `block` tokens, they are the first elements of its row of `out`; the remaining elements of the row are copied
+    from `ids` without a meaning.
     """
     B, block = ids.shape
     launch(windows_kernel, (B, triton.cdiv(block, 256)), out, ids, lengths, block, BLOCK_T=256, num_warps=4)
@@ -38,6 +43,6 @@ def last_rows_kernel(h_ptr, y_ptr, lengths_ptr, T, C, BLOCK_C: tl.constexpr):
 @triton.jit
 def windows_kernel(out_ptr, ids_ptr, lengths_ptr, block, BLOCK_T: tl.constexpr):
     b, offs = tl.program_id(0), tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
-    first = tl.maximum(tl.load(lengths_ptr + b) - block, 0)
-    tokens = tl.load(ids_ptr + b * block + (first + offs) % block, offs < block, 0)
+    oldest = tl.maximum(tl.load(lengths_ptr + b) - block, 0)  # number of the first token of the window
+    tokens = tl.load(ids_ptr + b * block + (oldest + offs) % block, offs < block, 0)
     tl.store(out_ptr + b * block + offs, tokens, offs < block)

@@ -1,0 +1,68 @@
+"""Choices made by timing, kept in a file, so that all ranks of a machine and later runs use the same ones."""
+
+import json
+import os
+import platform
+import re
+import secrets
+import warnings
+from pathlib import Path
+
+
+def processor():
+    """The name of the CPU."""
+    try:
+        found = re.search(r"^model name\s*:\s*(.*)", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.M)
+    except OSError:
+        found = None
+    return found[1] if found else platform.processor() or platform.machine()
+
+
+def cache_file(directory, tuned_for):
+    """The file in `directory` for choices that are valid for this device and these versions of libraries."""
+    return Path(directory, re.sub(r"[^\w.]+", "-", tuned_for) + ".json")
+
+
+def cache_directory():
+    """The directory of the cache files, in the user's home directory; None without one, as in some containers."""
+    try:
+        return Path.home() / ".cache" / "staged-gpt2"
+    except RuntimeError:
+        return None
+
+
+def load_choices(path, tuned_for):
+    """{what: choice} from the cache file; raises an error if it is damaged or made for another GPU or library."""
+    cache = json.loads(path.read_text(encoding="utf-8"))
+    if cache["made_for"] != tuned_for:
+        raise ValueError(f"it was made for {cache['made_for']}, this is {tuned_for}")
+    if not all(isinstance(choice, str) for choice in cache["choices"].values()):
+        raise TypeError("a choice is not a string")
+    return cache["choices"]
+
+
+def read_choices(path, tuned_for):
+    """{what: choice} from the cache file; {} if there is no file, and {} with a warning if it cannot be used."""
+    try:
+        return load_choices(path, tuned_for)
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        warnings.warn(f"the autotune cache {path} is ignored and will be rewritten: {error!r}", stacklevel=3)
+        return {}
+
+
+def write_choices(path, tuned_for, choices):
+    """Add choices to the cache file, which is replaced atomically; warn if it cannot be written."""
+    try:
+        stored = load_choices(path, tuned_for)  # not only those of this process: another one may have added some
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        stored = {}
+    temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        content = json.dumps({"made_for": tuned_for, "choices": stored | choices}, indent=1)
+        temporary.write_text(content, encoding="utf-8")
+        os.replace(temporary, path)
+    except OSError as error:
+        warnings.warn(f"the autotune cache {path} cannot be written: {error.strerror or error}", stacklevel=3)

@@ -1,0 +1,29 @@
+"""The Runtime of NumPy: the threads that share a kernel of generation, and the library of the matrix products."""
+
+import numpy as np
+
+from gpt2core.errors import ConfigError
+from gpt2core.parallel.tuned_choices import processor
+from gpt2core.runtime import Runtime
+from stage0_serial import mkl
+
+LIBRARIES = ("auto", "openblas", "mkl")
+
+
+class CpuRuntime(Runtime):
+    """product(a, b, out=array): the matrix product of the kernels. blas: the name of its library."""
+
+    def __init__(self):
+        super().__init__()
+        self.use_blas("auto")
+
+    def use_blas(self, name):
+        """Select the library; `auto` is MKL on an Intel CPU if it is installed. Raises ConfigError if it is missing."""
+        if name not in LIBRARIES:
+            raise ConfigError(f"--blas {name} is unknown: choose from {', '.join(LIBRARIES)}")
+        if name == "auto":
+            name = "mkl" if "Intel" in processor() and mkl.library_path() else "openblas"
+        if name == "mkl":
+            mkl.load()
+        self.blas, self.product = name, mkl.product if name == "mkl" else np.matmul
+        self.library = "MKL" if name == "mkl" else ""

@@ -1,0 +1,102 @@
+"""The product of one row with a weight, the main cost of a generated token: the fastest of several ways.
+
+A product of one row reads each element of the weight once, so its time is that of reading memory. The fastest way
+differs between CPUs: on AMD Zen 4 it is einsum, on an Intel Xeon it is BLAS. Therefore the ways are timed when a weight
+of a new shape is used first, and the choice is kept in a file. A choice can change the last bits of logits, but no
+training curve, because a training step multiplies many rows.
+"""
+
+import time
+
+import numpy as np
+import threadpoolctl
+
+from gpt2core.parallel.even_slices import even_slices
+from gpt2core.parallel.tuned_choices import cache_directory, cache_file, processor, read_choices, write_choices
+
+MIN_ELEMENTS = 1 << 16  # of a weight for which the ways are timed; a product with a smaller one is a short call of BLAS
+MAX_EINSUM = 1 << 14  # rows of the weight: einsum adds them one by one, which is inaccurate for long sums
+PART = 384  # rows of the weight in one product of in_parts()
+MEMORY = 1 << 25  # bytes of copies of the weight that are timed in turn, so that they are not in the first cache levels
+ROUNDS = 3
+
+
+class RowProducts:
+    """Called as row_products(x (1, C), w (C, K), y (1, K)): writes x @ w to y. runtime: a CpuRuntime."""
+
+    def __init__(self, runtime, directory=None):
+        self.runtime, self.ways = runtime, {}  # {(shape, strides) of a weight: the function that was chosen}
+        self.directory = directory or cache_directory()
+
+    def __call__(self, x, w, y):
+        layout = w.shape, w.strides, w.dtype
+        if layout not in self.ways:
+            self.ways[layout] = self.choose(x, w, y)
+        self.ways[layout](x, w, y)
+        return y
+
+    def choose(self, x, w, y):
+        """The way for weights like w: from the file, or the fastest one, which is then added to the file."""
+        ways = self.candidates(w)
+        if len(ways) == 1 or w.size < MIN_ELEMENTS:
+            return ways["blas"]
+        order = "by rows" if w.flags.c_contiguous else "by columns"
+        what = f"one row, {w.dtype} {w.shape[0]} x {w.shape[1]} stored {order}, threads {self.runtime.threads}"
+        tuned_for = f"{processor()}, {blas_version()}, NumPy {np.__version__}"
+        file = self.directory and cache_file(self.directory, tuned_for)
+        name = read_choices(file, tuned_for).get(what) if file else None
+        if name not in ways:
+            name = fastest(ways, x, w, y)
+            if file:
+                write_choices(file, tuned_for, {what: name})
+        return ways[name]
+
+    def candidates(self, w):
+        """{name: function(x, w, y)}"""
+        ways = {"blas": lambda x, w, y: np.matmul(x, w, out=y)}
+        if w.flags.c_contiguous and len(w) <= MAX_EINSUM:
+            ways["einsum"] = lambda x, w, y: np.einsum("nc,ck->nk", x, w, out=y)
+        if w.flags.c_contiguous and len(w) > PART and len(w) % PART == 0:
+            ways["parts"] = in_parts
+        if self.runtime.executor is not None:
+            ways |= {f"{name}, columns on threads": self.divided(way) for name, way in ways.items()}
+        return ways
+
+    def divided(self, way):
+        """`way`, with the columns of the weight divided over the threads."""
+
+        def divided_way(x, w, y):
+            own, *parts = even_slices(w.shape[1], self.runtime.threads)
+            jobs = [self.runtime.executor.submit(way, x, w[:, part], y[:, part]) for part in parts]
+            way(x, w[:, own], y[:, own])
+            for job in jobs:
+                job.result()
+
+        return divided_way
+
+
+def in_parts(x, w, y):
+    """The sum of the products of PART rows of w each: BLAS reads a matrix with few rows faster than one with many."""
+    n = len(w) // PART
+    np.matmul(x.reshape(n, 1, PART), w.reshape(n, PART, -1)).sum(axis=0, out=y)
+
+
+def fastest(ways, x, w, y):
+    """The name of the way that takes the least time with weights like w that are not in the first cache levels."""
+    copies = [w] + [w.copy(order="K") for _ in range(min(MEMORY // w.nbytes, 64))]
+    times = dict.fromkeys(ways, float("inf"))
+    for _ in range(ROUNDS):
+        for name, way in ways.items():
+            start = time.perf_counter()
+            for each in copies:
+                way(x, each, y)
+            times[name] = min(times[name], time.perf_counter() - start)
+    return min(times, key=times.get)
+
+
+def blas_version():
+    """The name, version and kernels of NumPy's BLAS library."""
+    for library in threadpoolctl.threadpool_info():
+        if library["user_api"] == "blas" and library["internal_api"] != "mkl":
+            return f"{library['internal_api']} {library['version']} {library.get('architecture', '')}".strip()
+    return "unknown BLAS"

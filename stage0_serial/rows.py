@@ -1,0 +1,22 @@
+"""Views and slices of the rows of an array (..., C)."""
+
+BLOCK = 1 << 16  # elements of one elementwise block: a few of them fit in a core's second-level cache
+
+
+def rows(x):
+    """(..., C) as (N, C), a view."""
+    return x.reshape(-1, x.shape[-1])
+
+
+def block_rows(x):
+    return max(1, BLOCK // x.shape[1])
+
+
+def blocks(x, first=0):
+    """Slices that divide the rows of x (N, C), numbered from `first`, into cache-sized blocks."""
+    return steps(first, first + len(x), block_rows(x))
+
+
+def steps(start, stop, length):
+    """Slices of `length`, the last one shorter, that cover range(start, stop)."""
+    return [slice(i, min(i + length, stop)) for i in range(start, stop, length)]

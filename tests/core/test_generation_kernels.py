@@ -1,0 +1,133 @@
+"""Kernels of generation: every way to multiply one row, the choice between them, and kernels divided over threads."""
+
+import json
+
+import numpy as np
+import pytest
+from numpy.testing import assert_allclose, assert_array_equal
+
+from gpt2core.model import GPT2Config
+from gpt2core.parallel.tensor_parallel import load_model
+from gpt2core.parallel.whole_parameters import initial_parameters
+from gpt2core.sampler import KVCache, generate
+from gpt2core.tensor import is_recording, no_grad
+from stage0_serial import row_products
+from stage0_serial.cpu_runtime import CpuRuntime
+from stage0_serial.numpy_backend import NumpyBackend
+from stage0_serial.row_products import PART, RowProducts
+
+
+def runtime_of(threads):
+    runtime = CpuRuntime()
+    runtime.use_threads(threads)
+    return runtime
+
+
+@pytest.fixture(autouse=True)
+def empty_cache(monkeypatch, tmp_path):
+    monkeypatch.setattr(row_products, "cache_directory", lambda: tmp_path)
+    monkeypatch.setattr(row_products, "MEMORY", 0)  # times are not compared here
+    monkeypatch.setattr(row_products, "MIN_ELEMENTS", 0)
+
+
+def weights(rng, C, K):
+    """A weight in memory by rows, one by columns, and one with gaps between its rows."""
+    w = rng.standard_normal((C, 2 * K), np.float32)
+    return np.ascontiguousarray(w[:, :K]), np.asfortranarray(w[:, :K]), w[:, :K]
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("C, K", [(5, 7), (PART, 3), (3 * PART, 10), (2, 1)])
+def test_every_way_gives_the_product(rng, threads, C, K):
+    products, x = RowProducts(runtime_of(threads)), rng.standard_normal((1, C), np.float32)
+    for w in weights(rng, C, K):
+        exact = x.astype(np.float64) @ w.astype(np.float64)
+        ways = products.candidates(w)
+        assert ("einsum" in ways) == w.flags.c_contiguous and ("blas, columns on threads" in ways) == (threads > 1)
+        for name, way in ways.items():
+            y = np.full((1, K), np.nan, np.float32)
+            way(x, w, y)
+            assert_allclose(y, exact, atol=C * 1e-6, err_msg=name)  # a sum of C products, each of order 1
+        assert_allclose(products(x, w, np.empty((1, K), np.float32)), exact, atol=C * 1e-6)
+
+
+def test_the_choice_is_made_once_and_kept_in_a_file(rng, monkeypatch, tmp_path):
+    timed = []
+
+    def fastest(ways, *arrays):
+        timed.append(list(ways))
+        return "einsum"
+
+    monkeypatch.setattr(row_products, "fastest", fastest)
+    x, w, y = (
+        rng.standard_normal((1, 8), np.float32),
+        rng.standard_normal((8, 4), np.float32),
+        np.empty((1, 4), np.float32),
+    )
+    for _ in range(2):  # a second process reads the file
+        products = RowProducts(runtime_of(1))
+        for _ in range(2):
+            products(x, w, y)
+    assert timed == [["blas", "einsum"]]
+    (file,) = tmp_path.iterdir()
+    assert list(json.loads(file.read_text())["choices"].values()) == ["einsum"]
+
+
+def test_without_a_home_directory_the_choice_is_made_in_memory(rng, monkeypatch):
+    monkeypatch.setattr(row_products, "cache_directory", lambda: None)
+    x, w = rng.standard_normal((1, 8), np.float32), rng.standard_normal((8, 4), np.float32)
+    assert_allclose(RowProducts(runtime_of(1))(x, w, np.empty((1, 4), np.float32)), x @ w, rtol=1e-5)
+
+
+@pytest.fixture
+def models(rng):
+    """The same model in float64, on one thread and on three."""
+    config = GPT2Config(37, 96, 2, 4, 24)
+    parameters = {name: value * 10 for name, value in initial_parameters(config, 5)}
+    backends = NumpyBackend("fp64"), NumpyBackend("fp64")
+    backends[1].runtime.use_threads(3)
+    return [load_model(config, parameters, backend) for backend in backends]
+
+
+@no_grad()
+@pytest.mark.parametrize("length", [1, 63, 64, 96])
+def test_logits_on_threads_are_those_of_one_thread(rng, models, length):
+    ids = rng.integers(0, 37, (1, length))
+    one, three = (model.logits(ids, KVCache(model.config, model.head.backend)).data for model in models)
+    assert_allclose(one, three, rtol=1e-9, atol=1e-9)  # a product may add in another order for another number of rows
+
+
+@no_grad()
+def test_a_prompt_in_two_parts_equals_the_whole_prompt(rng, models):
+    model, ids = models[0], rng.integers(0, 37, (1, 80))
+    whole, cache = model.logits(ids).data, KVCache(model.config, model.head.backend)
+    for part in (slice(0, 30), slice(30, 79), slice(79, 80)):
+        logits = model.logits(ids[:, part], cache).data
+        assert_allclose(logits, whole[:, part], rtol=1e-9, atol=1e-9)  # as above
+        cache.length += part.stop - part.start
+
+
+def test_threads_generate_the_tokens_of_one_thread_also_after_the_window_slides(rng, models):
+    prompt = rng.integers(0, 37, 90).tolist()
+    one, three = (list(generate(model, prompt, 12)) for model in models)
+    assert one == three and len(one) == 12
+
+
+def test_a_helper_backend_has_the_threads_context_and_library(rng, models):
+    backend, seen = models[1].head.backend, []
+    backend.runtime.use_blas("openblas")
+    with no_grad():
+        backend.divide(lambda own, part: seen.append((own, is_recording(), own.runtime.blas, part)), 10)
+    with no_grad():
+        backend.divide(lambda own, part: seen.append(own.divides(100)), 10)
+    assert seen[3:] == [False] * 3  # a part is not divided again
+    del seen[3:]
+    assert len({id(own) for own, *_ in seen}) == 3 and {each[1:3] for each in seen} == {(False, "openblas")}
+    assert_array_equal(np.sort([part.start for *_, part in seen]), [0, 3, 6])
+
+
+def test_training_is_not_divided(rng, models):
+    backend = models[1].head.backend
+    assert not backend.divides(100)
+    with no_grad():
+        assert backend.divides(100) and not backend.divides(5)

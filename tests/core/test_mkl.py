@@ -1,0 +1,69 @@
+"""--blas: products by MKL are those of NumPy, in every layout; a missing library is one clear error."""
+
+import numpy as np
+import pytest
+from numpy.testing import assert_allclose
+
+from gpt2core.errors import ConfigError
+from stage0_serial import cpu_runtime, mkl
+from stage0_serial.cpu_runtime import CpuRuntime
+from stage0_serial.numpy_backend import NumpyBackend
+
+needs_mkl = pytest.mark.skipif(mkl.library_path() is None, reason="MKL is not installed: pip install mkl")
+
+
+def layouts(rng, n, m, dtype):
+    """Arrays (n, m) in memory layouts that the kernels use, and one that MKL cannot read."""
+    yield rng.standard_normal((n, m)).astype(dtype)
+    yield rng.standard_normal((m, n)).astype(dtype).T
+    yield rng.standard_normal((n, 2 * m + 3)).astype(dtype)[:, 3 : m + 3]
+    yield rng.standard_normal((2 * m, n)).astype(dtype)[:m].T
+    yield rng.standard_normal((n, 2 * m)).astype(dtype)[:, ::2]
+
+
+@needs_mkl
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.int64])
+@pytest.mark.parametrize("M, K, N", [(1, 5, 7), (8, 1, 3), (33, 16, 1), (65, 48, 31)])
+def test_a_product_in_any_layout_is_that_of_numpy(rng, dtype, M, K, N):
+    for a in layouts(rng, M, K, dtype):
+        for b in layouts(rng, K, N, dtype):
+            for out in (np.empty((M, N), dtype), np.empty((M, 2 * N), dtype)[:, :N], np.empty((N, M), dtype).T):
+                assert mkl.product(a, b, out) is out
+                # the bound of a sum of K products: K rounding errors
+                assert_allclose(out, a @ b, rtol=0, atol=K * np.abs(a).max() * np.abs(b).max() * 1.2e-7)
+
+
+@needs_mkl
+def test_mkl_is_selected_by_name_and_on_intel_cpus(monkeypatch):
+    runtime = NumpyBackend().runtime
+    for processor, expected in (("Intel(R) Xeon(R)", "mkl"), ("AMD EPYC 9354", "openblas")):
+        monkeypatch.setattr(cpu_runtime, "processor", lambda processor=processor: processor)
+        runtime.use_blas("auto")
+        assert runtime.blas == expected
+    runtime.use_blas("mkl")
+    assert runtime.product is mkl.product and runtime.library == "MKL"
+    runtime.use_blas("openblas")
+    assert runtime.product is np.matmul and runtime.library == ""
+
+
+def test_without_mkl_auto_is_openblas_and_mkl_is_an_error(monkeypatch):
+    monkeypatch.setattr(mkl, "library_path", lambda: None)
+    mkl.load.cache_clear()
+    monkeypatch.setattr(cpu_runtime, "processor", lambda: "Intel(R) Xeon(R)")
+    assert CpuRuntime().blas == "openblas"
+    with pytest.raises(
+        ConfigError, match="^--blas mkl: MKL is not installed: pip install mkl, or use --blas openblas$"
+    ):
+        CpuRuntime().use_blas("mkl")
+    with pytest.raises(ConfigError, match="^--blas atlas is unknown: choose from auto, openblas, mkl$"):
+        CpuRuntime().use_blas("atlas")
+
+
+def test_a_library_that_cannot_be_loaded_is_an_error(monkeypatch, tmp_path):
+    broken = tmp_path / "libmkl_rt.so.3"
+    broken.write_text("not a library")
+    monkeypatch.setattr(mkl, "library_path", lambda: str(broken))
+    mkl.load.cache_clear()
+    with pytest.raises(ConfigError, match=r"libmkl_rt.so.3 cannot be loaded \(.*\): use --blas openblas$"):
+        CpuRuntime().use_blas("mkl")
+    mkl.load.cache_clear()
