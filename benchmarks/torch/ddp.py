@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from benchmarks.harness.jobs import ROOT
 from benchmarks.harness.processes import run_main
+from benchmarks.harness.report import save
 from benchmarks.harness.rows import add_row_flags, run_rows
 from benchmarks.torch.models import (
     BACKENDS,
@@ -36,6 +36,7 @@ BENCHMARK = "benchmarks.torch.ddp"
 NONE, TORCH = "none", "torch DDP"
 BUCKETS_MB = [1, 10, 100, 1000]
 COMMUNICATION, COMPUTE = "communication", "compute"
+GAP = 0.02  # ms; a shorter gap between two kernels is not visible in the timeline
 
 
 class Unsynchronized(nn.Module):
@@ -164,7 +165,19 @@ def intervals(way, size, context, batch, warm_up):
             elif on_device or name in ("forward", "backward", "optimizer"):
                 found.append((COMPUTE, span.start / 1e3, span.end / 1e3))
     first = min((start for _, start, _ in found), default=0)
-    return [(lane, start - first, end - first) for lane, start, end in found]
+    return joined((lane, start - first, end - first) for lane, start, end in found)
+
+
+def joined(found):
+    """The intervals in order, with those of one lane joined whose gap is below GAP, rounded to microseconds."""
+    lanes = {}
+    for lane, start, end in sorted(found, key=lambda each: each[1]):
+        spans = lanes.setdefault(lane, [])
+        if spans and start - spans[-1][1] < GAP:
+            spans[-1][1] = max(spans[-1][1], end)
+        else:
+            spans.append([start, end])
+    return [(lane, round(start, 3), round(end, 3)) for lane, spans in lanes.items() for start, end in spans]
 
 
 def draw_timeline(spans, path, title):
@@ -187,15 +200,13 @@ def draw_timeline(spans, path, title):
 
 
 def timeline(args, settings, groups):
-    """Record a step of naive and of overlapped on rank 0 and draw them; return the picture's path."""
+    """Record a step of naive and of overlapped on rank 0, save the intervals and draw them."""
     spans = {}
     for way in ("naive", "overlap"):
         found = groups.run(args.backend, args.ranks, intervals, way, args.size, args.context, args.batch, args.warm_up)
         spans[way] = found[0]
-    path = ROOT / ("" if args.save else "out") / "results" / "torch" / f"{args.save_as}_timeline.png"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draw_timeline(spans, path, settings)
-    print(f"Written to {path.relative_to(ROOT)}.")
+    path = save(BENCHMARK, {"settings": settings, "intervals": spans}, args, f"{args.save_as}_timeline")
+    draw_timeline(spans, path.with_suffix(".png"), settings)
 
 
 def main():

@@ -15,12 +15,11 @@ w and o are fitted to the rows of `all_reduce` only; the rows of `ddp` are compa
 """
 
 import argparse
-import json
 from math import sqrt
 
-from benchmarks.harness.jobs import ROOT
 from benchmarks.harness.processes import run_main
 from benchmarks.harness.report import add_save_flags, print_table, save
+from benchmarks.harness.rows import saved_rows
 from benchmarks.ranks.collectives import fit_line
 from gpt2core.parallel.bucket_size import best_bucket
 
@@ -68,10 +67,9 @@ def fit(rows, backend, ranks):
 
 def read(name):
     """The rows of another command, from results/ if it has them, else from out/results/."""
-    for folder in (ROOT, ROOT / "out"):
-        path = folder / "results" / "torch" / f"{name}.json"
-        if path.exists():
-            return json.loads(path.read_text())["results"]
+    for saved in (True, False):
+        if rows := saved_rows(BENCHMARK, argparse.Namespace(save=saved, save_as=name)):
+            return rows
     raise SystemExit(f"there is no {name}.json in results/torch or out/results/torch: run its command first")
 
 

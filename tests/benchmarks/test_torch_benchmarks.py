@@ -66,6 +66,11 @@ def test_too_little_memory_on_a_rank_is_that_error_here(monkeypatch, message, ki
         groups.run("gloo", 2, print)
 
 
+def test_intervals_of_a_lane_with_a_small_gap_are_joined():
+    found = [("b", 0.5, 0.6), ("a", 1.0, 2.0), ("a", 0.0, 0.995), ("a", 2.5, 3.0), ("a", 1.2, 1.3)]
+    assert ddp.joined(found) == [("a", 0.0, 2.0), ("a", 2.5, 3.0), ("b", 0.5, 0.6)]
+
+
 def test_the_exposed_time_is_a_difference_of_steps():
     rows = [{"way": way, "step": {"mean": mean}} for way, mean in (("none", 80.0), ("naive", 100.0))]
     assert [row["exposed %"] for row in ddp.with_exposed([*rows, {"oom": True}]) if "step" in row] == [0.0, 20.0]
