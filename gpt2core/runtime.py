@@ -2,7 +2,6 @@
 
 import contextlib
 import sys
-from concurrent.futures import ThreadPoolExecutor
 
 from gpt2core.errors import ConfigError
 
@@ -44,9 +43,6 @@ class Runtime:
     library = ""  # the library of the matrix products, if it is not the default one
     environment = ""  # variables that a printed command needs to run on the same kind of device, as "NAME=value "
 
-    def __init__(self):
-        self.executor, self.threads = None, 1  # for kernels that use several threads: see use_threads()
-
     @property
     def tuned(self):
         """The choices made by timing, such as tile sizes: {str: str}. They may differ between ranks."""
@@ -77,10 +73,8 @@ class Runtime:
         """A context manager: work inside waits for the gradients in `out` arrays, but the current stream does not."""
         return contextlib.nullcontext()
 
-    def use_threads(self, count):
-        """Let one kernel use `count` host threads. This is for generation, where there is no batch to divide."""
-        # not the threads of BLAS: they wait in a busy loop, which is slow while another program uses the cores
-        self.threads, self.executor = count, ThreadPoolExecutor(count - 1) if count > 1 else None
+    def use_threads(self, count):  # noqa: B027
+        """Let a product use `count` host threads. This is for generation, where there is no batch to divide."""
 
     def release_cached_memory(self):
         """Return the unused blocks of the memory pool to the device: later sizes differ and would fragment them."""

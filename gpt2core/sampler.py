@@ -50,17 +50,18 @@ class Decoder:
     block_size tokens. While the sequence fits in the block, a step computes one new position and reads the others from
     the KV cache. After that the window slides: each token gets another learned position, so the cached keys and values
     are no longer valid, and each step recomputes the whole window. All ranks of a tensor group have the same logits, so
-    equal rules sample the same token on every rank.
+    equal rules sample the same token on every rank. A backend may give a faster function than next_logits.
     """
 
     steps_ahead = 0  # number of further steps that may be launched before the tokens of a step are read
 
-    def __init__(self, model):
-        self.model = model
+    def __init__(self, model, next_logits=next_logits):
+        self.model, self.next_logits = model, next_logits
 
     def start(self, prompts, rules):
         """Begin new sequences. prompts: lists of up to block_size tokens; rules: one sampling rule for each prompt."""
-        self.sequences = [CachedSequence(self.model, *each) for each in zip(prompts, rules, strict=True)]
+        pairs = zip(prompts, rules, strict=True)
+        self.sequences = [CachedSequence(self.model, *pair, self.next_logits) for pair in pairs]
         self.unread = []  # for each step whose tokens have not been read: the list of its tokens
 
     def step(self):
@@ -75,8 +76,8 @@ class Decoder:
 class CachedSequence:
     """One sequence of a Decoder, with its KV cache. `window` is the last block_size tokens; choose(logits) -> token."""
 
-    def __init__(self, model, prompt, choose):
-        self.model, self.choose, self.window = model, choose, prompt
+    def __init__(self, model, prompt, choose, next_logits):
+        self.model, self.choose, self.window, self.next_logits = model, choose, prompt, next_logits
         self.clear_cache()
 
     def clear_cache(self):
@@ -89,7 +90,7 @@ class CachedSequence:
         block = self.model.config.block_size
         if self.cache.length + len(self.uncached) > block:
             self.clear_cache()
-        token = self.choose(next_logits(self.model, self.uncached, self.cache))
+        token = self.choose(self.next_logits(self.model, self.uncached, self.cache))
         self.window, self.uncached = (self.window + [token])[-block:], [token]
         return token
 

@@ -1,8 +1,9 @@
-"""The Runtime of NumPy: the threads that share a kernel of generation, and the library of the matrix products."""
+"""The Runtime of NumPy: the library of the matrix products, and its number of threads."""
 
 import numpy as np
 
 from gpt2core.errors import ConfigError
+from gpt2core.parallel.threads import limit_blas
 from gpt2core.parallel.tuned_choices import processor
 from gpt2core.runtime import Runtime
 from stage0_serial import mkl
@@ -14,7 +15,7 @@ class CpuRuntime(Runtime):
     """product(a, b, out=array): the matrix product of the kernels. blas: the name of its library."""
 
     def __init__(self):
-        super().__init__()
+        self.threads = 1
         self.use_blas("auto")
 
     def use_blas(self, name):
@@ -27,3 +28,10 @@ class CpuRuntime(Runtime):
             mkl.load()
         self.blas, self.product = name, mkl.product if name == "mkl" else np.matmul
         self.library = "MKL" if name == "mkl" else ""
+
+    def use_threads(self, count):
+        """Let OpenBLAS divide each product over `count` threads of its own; training divides the batch instead."""
+        self.threads = count
+        limit_blas(count)
+        if count > 1:  # mkl.py loads MKL without threads
+            self.product = np.matmul

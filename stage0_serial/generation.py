@@ -1,26 +1,23 @@
-"""Kernels that only generation uses: one row, attention to cached positions, and rows divided over threads.
+"""Kernels that only generation uses: products of one row, and attention to cached positions."""
 
-Training divides the batch: each thread has its own micro-batches. Generation has one sequence, so the threads divide
-the rows (positions) of each kernel, or its heads.
-"""
-
-import contextvars
 import math
 
 import numpy as np
 
 from gpt2core.backend import Backend
-from gpt2core.parallel.even_slices import even_slices
-from gpt2core.tensor import is_recording
+from gpt2core.sampler import Decoder
 from stage0_serial.row_products import RowProducts
-
-MIN_ROWS = 64  # fewer rows are not divided over threads
+from stage0_serial.token_step import token_step
 
 
 class GenerationKernels(Backend):
-    """The part of NumpyBackend for generation. helpers: the backends of the other threads, made at the first use."""
+    """The part of NumpyBackend for generation."""
 
-    helpers, row_products, dividing = (), None, False
+    row_products = None  # made at the first use
+
+    def decoder(self, model, batch):
+        step = token_step(model)
+        return Decoder(model, step) if step else None
 
     def one_row(self, x, w, y):
         """Write x (1, C) @ w (C, K) to y (1, K) and return it."""
@@ -52,38 +49,3 @@ class GenerationKernels(Backend):
         y = h * (w * r)
         y += b
         return s, y
-
-    # -- threads -----------------------------------------------------------------------------------------------------
-
-    def divides(self, n):
-        """Whether the threads divide a kernel with n rows: if they are many, and no backward pass follows."""
-        several = self.runtime.executor is not None and not self.dividing  # a part of a kernel is not divided again
-        return several and n >= MIN_ROWS and not is_recording()
-
-    def divide(self, kernel, n):
-        """Call kernel(backend, slice of range(n)) in each thread, with a backend of its own."""
-        if len(self.helpers) != self.runtime.threads - 1:
-            self.helpers = [type(self)(self.precision) for _ in range(self.runtime.threads - 1)]
-            for helper in self.helpers:
-                helper.runtime.use_blas(self.runtime.blas)
-        own, *parts = even_slices(n, self.runtime.threads)
-        submit = self.runtime.executor.submit
-        jobs = [
-            submit(contextvars.copy_context().run, kernel, *each)  # the context has no_grad()
-            for each in zip(self.helpers, parts, strict=True)
-        ]
-        self.dividing = True
-        try:
-            kernel(self, own)
-        finally:
-            self.dividing = False
-        for job in jobs:
-            job.result()
-
-    def over_rows(self, kernel, n, parts=1):
-        """Call kernel(backend, slice of range(n)): in each thread, or otherwise for `parts` equal slices in turn."""
-        if self.divides(n):
-            self.divide(kernel, n)
-        else:
-            for part in even_slices(n, parts):
-                kernel(self, part)

@@ -100,16 +100,10 @@ class NumpyBackend(VocabularyKernels, GenerationKernels):
         return self.sum_over_rows(sum_of, len(x), like, out)
 
     def linear_forward(self, x, w, b=None):
-        y = self.empty((*x.shape[:-1], w.shape[1]), x.dtype)
-        x2, y2 = rows(x), rows(y)
-
-        def of_rows(backend, part):
-            backend.matmul(x2[part], w, y2[part])
-            if b is not None:
-                np.add(y2[part], b, out=y2[part])
-
-        self.over_rows(of_rows, len(x2))
-        return y
+        y = self.matmul(rows(x), w)
+        if b is not None:
+            np.add(y, b, out=y)
+        return y.reshape(*x.shape[:-1], w.shape[1])
 
     def linear_backward(self, dy, x, w, bias=True, out=(None, None)):
         dy, x2 = rows(dy), rows(x)
@@ -157,15 +151,9 @@ class NumpyBackend(VocabularyKernels, GenerationKernels):
                 np.add(d, s, out=d)
 
     def linear_gelu_forward(self, x, w, b):
-        y = self.empty((*x.shape[:-1], w.shape[1]), x.dtype)
+        y = self.linear_forward(x, w)
         slope = self.like(y) if is_recording() else None  # backward needs only the slope, so gelu overwrites its input
-        x2, y2 = rows(x), rows(y)
-
-        def of_rows(backend, part):
-            backend.matmul(x2[part], w, y2[part])
-            backend.gelu(y2[part], b, y2[part], None if slope is None else rows(slope)[part])
-
-        self.over_rows(of_rows, len(x2))
+        self.gelu(y, b, y, slope)
         return y, slope
 
     def linear_gelu_backward(self, dy, x, w, aux, out=(None, None)):
@@ -188,27 +176,29 @@ class NumpyBackend(VocabularyKernels, GenerationKernels):
         rstd = np.empty(rows(x).shape[0], x.dtype)
         mean_of = self.constant(1 / x.shape[-1], x.shape[-1], x.dtype)
         x2, a2, s2, h2, y2 = rows(x), None if a is None else rows(a), rows(s), rows(normalised), rows(y)
-
-        def of_rows(backend, part):
-            for block in blocks(x2[part], part.start):
-                sb, h, r = s2[block], h2[block], rstd[block]
-                if a is not None:
-                    np.add(a2[block], a_bias, out=sb)
-                    np.add(sb, x2[block], out=sb)
-                np.subtract(sb, np.matmul(sb, mean_of)[:, None], out=h)
-                np.vecdot(h, h, out=r)
-                np.multiply(r, 1 / x.shape[-1], out=r)
-                np.add(r, eps, out=r)
-                np.sqrt(r, out=r)
-                np.divide(1, r, out=r)
-                np.multiply(h, r[:, None], out=h)
-                np.multiply(h, w, out=y2[block])
-                np.add(y2[block], b, out=y2[block])
-
-        # In a matrix-vector product, the bits of a row can depend on its place in the matrix. So a block never has rows
-        # of two micro-batches.
-        self.over_rows(of_rows, len(x2), self.micro_batches)
+        for block in self.blocks_of_micro_batches(x2):
+            sb, h, r = s2[block], h2[block], rstd[block]
+            if a is not None:
+                np.add(a2[block], a_bias, out=sb)
+                np.add(sb, x2[block], out=sb)
+            np.subtract(sb, np.matmul(sb, mean_of)[:, None], out=h)
+            np.vecdot(h, h, out=r)
+            np.multiply(r, 1 / x.shape[-1], out=r)
+            np.add(r, eps, out=r)
+            np.sqrt(r, out=r)
+            np.divide(1, r, out=r)
+            np.multiply(h, r[:, None], out=h)
+            np.multiply(h, w, out=y2[block])
+            np.add(y2[block], b, out=y2[block])
         return s, y, (normalised, rstd)
+
+    def blocks_of_micro_batches(self, x):
+        """Cache-sized slices of the rows of x (N, C), none of which has rows of two micro-batches.
+
+        In a matrix-vector product, the bits of a row can depend on its place in the matrix.
+        """
+        parts = even_slices(len(x), self.micro_batches)
+        return [block for part in parts for block in blocks(x[part], part.start)]
 
     def residual_layernorm_backward(self, ds, dy, w, aux, out=(None, None, None)):
         normalised, rstd = aux
@@ -241,32 +231,17 @@ class NumpyBackend(VocabularyKernels, GenerationKernels):
     def attention_forward(self, qkv, n_head):
         q3, B, T, D = split_heads(qkv, n_head)
         y = self.empty((B, T, n_head * D), qkv.dtype)
-        y4 = y.reshape(B, T, n_head, D).transpose(0, 2, 1, 3)
-        starts = range(0, T, QUERIES)
-        if not self.divides(B * T):
-            return y, self.attention_of_queries(q3, y4, starts)
-        deal = [*range(self.runtime.threads), *reversed(range(self.runtime.threads))]  # later blocks have more keys
-
-        def of_thread(backend, part):
-            own = [start for i, start in enumerate(starts) if deal[i % len(deal)] == part.start]
-            backend.attention_of_queries(q3, y4, own)
-
-        self.divide(of_thread, self.runtime.threads)
-        return y, None
-
-    def attention_of_queries(self, q3, y, starts):
-        """q3 (B, 3, H, T, D) -> aux; writes the results of QUERIES rows from each of `starts` to y (B, H, T, D)."""
-        B, _, n_head, T, D = q3.shape
-        exps = self.empty((B, n_head, T, T), q3.dtype)  # blocks above the diagonal are never written
-        inverse_sums = self.empty((B, n_head, T), q3.dtype)
-        q, k = self.empty((n_head, T, D), q3.dtype), self.empty((n_head, D, T), q3.dtype)
-        mask = np.triu(np.full((QUERIES, QUERIES), -np.inf, q3.dtype), 1)
-        ones = np.ones(T, q3.dtype)
+        exps = self.empty((B, n_head, T, T), qkv.dtype)  # blocks above the diagonal are never written
+        inverse_sums = self.empty((B, n_head, T), qkv.dtype)
+        q, k = self.empty((n_head, T, D), qkv.dtype), self.empty((n_head, D, T), qkv.dtype)
+        mask = np.triu(np.full((QUERIES, QUERIES), -np.inf, qkv.dtype), 1)
+        ones = np.ones(T, qkv.dtype)
         for b in range(B):
             np.multiply(q3[b, 0], D**-0.5, out=q)
             np.copyto(k, q3[b, 1].transpose(0, 2, 1))  # otherwise BLAS transposes k for every block of queries
-            v, out = q3[b, 2], y[b]
-            for i in starts:
+            v = q3[b, 2]
+            out = y[b].reshape(T, n_head, D).transpose(1, 0, 2)
+            for i in range(0, T, QUERIES):
                 j = min(i + QUERIES, T)
                 s, inverse = exps[b, :, i:j, :j], inverse_sums[b, :, i:j]
                 np.matmul(q[:, i:j], k[:, :, :j], out=s)
@@ -277,7 +252,7 @@ class NumpyBackend(VocabularyKernels, GenerationKernels):
                 np.divide(1, inverse, out=inverse)
                 np.matmul(s, v[:, :j], out=out[:, i:j])
                 np.multiply(out[:, i:j], inverse[:, :, None], out=out[:, i:j])
-        return exps, inverse_sums
+        return y, (exps, inverse_sums)
 
     def attention_backward(self, dy, qkv, y, aux, n_head):
         exps, inverse_sums = aux

@@ -11,7 +11,6 @@ import time
 import numpy as np
 import threadpoolctl
 
-from gpt2core.parallel.even_slices import even_slices
 from gpt2core.parallel.tuned_choices import cache_directory, cache_file, processor, read_choices, write_choices
 
 MIN_ELEMENTS = 1 << 16  # of a weight for which the ways are timed; a product with a smaller one is a short call of BLAS
@@ -27,6 +26,7 @@ class RowProducts:
     def __init__(self, runtime, directory=None):
         self.runtime, self.ways = runtime, {}  # {(shape, strides) of a weight: the function that was chosen}
         self.directory = directory or cache_directory()
+        self.blas = threadpoolctl.ThreadpoolController().select(user_api="blas").lib_controllers
 
     def __call__(self, x, w, y):
         layout = w.shape, w.strides, w.dtype
@@ -58,21 +58,16 @@ class RowProducts:
             ways["einsum"] = lambda x, w, y: np.einsum("nc,ck->nk", x, w, out=y)
         if w.flags.c_contiguous and len(w) > PART and len(w) % PART == 0:
             ways["parts"] = in_parts
-        if self.runtime.executor is not None:
-            ways |= {f"{name}, columns on threads": self.divided(way) for name, way in ways.items()}
+        if self.runtime.threads > 1:
+            ways["blas, one thread"] = self.on_one_thread
         return ways
 
-    def divided(self, way):
-        """`way`, with the columns of the weight divided over the threads."""
-
-        def divided_way(x, w, y):
-            own, *parts = even_slices(w.shape[1], self.runtime.threads)
-            jobs = [self.runtime.executor.submit(way, x, w[:, part], y[:, part]) for part in parts]
-            way(x, w[:, own], y[:, own])
-            for job in jobs:
-                job.result()
-
-        return divided_way
+    def on_one_thread(self, x, w, y):
+        for library in self.blas:
+            library.set_num_threads(1)
+        np.matmul(x, w, out=y)
+        for library in self.blas:
+            library.set_num_threads(self.runtime.threads)
 
 
 def in_parts(x, w, y):

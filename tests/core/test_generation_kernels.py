@@ -1,26 +1,34 @@
-"""Kernels of generation: every way to multiply one row, the choice between them, and kernels divided over threads."""
+"""Generation in NumPy: every way to multiply one row, the choice between them, one token without autograd, threads."""
 
 import json
 
 import numpy as np
 import pytest
-from numpy.testing import assert_allclose, assert_array_equal
+import threadpoolctl
+from numpy.testing import assert_allclose
 
 from gpt2core.model import GPT2Config
 from gpt2core.parallel.tensor_parallel import load_model
 from gpt2core.parallel.whole_parameters import initial_parameters
-from gpt2core.sampler import KVCache, generate
-from gpt2core.tensor import is_recording, no_grad
+from gpt2core.sampler import Decoder, KVCache, generate
+from gpt2core.tensor import no_grad
 from stage0_serial import row_products
 from stage0_serial.cpu_runtime import CpuRuntime
 from stage0_serial.numpy_backend import NumpyBackend
 from stage0_serial.row_products import PART, RowProducts
+from stage0_serial.token_step import token_step
 
 
 def runtime_of(threads):
     runtime = CpuRuntime()
     runtime.use_threads(threads)
     return runtime
+
+
+@pytest.fixture(autouse=True)
+def one_blas_thread_afterwards():
+    with threadpoolctl.threadpool_limits(1, user_api="blas"):
+        yield
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +51,7 @@ def test_every_way_gives_the_product(rng, threads, C, K):
     for w in weights(rng, C, K):
         exact = x.astype(np.float64) @ w.astype(np.float64)
         ways = products.candidates(w)
-        assert ("einsum" in ways) == w.flags.c_contiguous and ("blas, columns on threads" in ways) == (threads > 1)
+        assert ("einsum" in ways) == w.flags.c_contiguous and ("blas, one thread" in ways) == (threads > 1)
         for name, way in ways.items():
             y = np.full((1, K), np.nan, np.float32)
             way(x, w, y)
@@ -113,21 +121,19 @@ def test_threads_generate_the_tokens_of_one_thread_also_after_the_window_slides(
     assert one == three and len(one) == 12
 
 
-def test_a_helper_backend_has_the_threads_context_and_library(rng, models):
-    backend, seen = models[1].head.backend, []
-    backend.runtime.use_blas("openblas")
-    with no_grad():
-        backend.divide(lambda own, part: seen.append((own, is_recording(), own.runtime.blas, part)), 10)
-    with no_grad():
-        backend.divide(lambda own, part: seen.append(own.divides(100)), 10)
-    assert seen[3:] == [False] * 3  # a part is not divided again
-    del seen[3:]
-    assert len({id(own) for own, *_ in seen}) == 3 and {each[1:3] for each in seen} == {(False, "openblas")}
-    assert_array_equal(np.sort([part.start for *_, part in seen]), [0, 3, 6])
+@no_grad()
+def test_one_token_without_autograd_has_the_logits_of_the_model(rng, models):
+    model, ids = models[0], rng.integers(0, 37, 40).tolist()
+    step, cache, expected = token_step(model), KVCache(model.config, model.head.backend), []
+    logits = [step(model, ids[:7], cache), *(step(model, [token], cache) for token in ids[7:])]
+    for end in range(7, 41):
+        expected.append(model.logits(np.array(ids[:end])[None], last_only=True).data[0, -1])
+    assert cache.length == 40
+    assert_allclose(logits, expected, rtol=1e-9, atol=1e-9)  # float64; products of one row add in another order
 
 
-def test_training_is_not_divided(rng, models):
-    backend = models[1].head.backend
-    assert not backend.divides(100)
-    with no_grad():
-        assert backend.divides(100) and not backend.divides(5)
+def test_ranks_that_share_the_layers_use_the_model(models):
+    model = models[0]
+    assert type(model.head.backend.decoder(model, 1)) is Decoder
+    model.group = object()
+    assert token_step(model) is None and model.head.backend.decoder(model, 1) is None

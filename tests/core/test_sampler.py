@@ -11,7 +11,7 @@ from numpy.testing import assert_allclose
 
 from gpt2core.errors import ConfigError
 from gpt2core.model import GPT2, GPT2Config, parameter_shapes
-from gpt2core.sampler import Greedy, Sampling, chooser, generate, generate_batch
+from gpt2core.sampler import Decoder, Greedy, Sampling, chooser, generate, generate_batch
 from gpt2core.tensor import Tensor, is_recording, no_grad
 from stage0_serial.numpy_backend import NumpyBackend
 
@@ -102,7 +102,7 @@ def test_one_position_is_computed_per_token_until_the_block_is_full_then_the_win
     model, lengths = random_model(rng), []
     logits = model.logits
     model.logits = lambda ids, *rest, **named: lengths.append(ids.shape[1]) or logits(ids, *rest, **named)
-    list(generate(model, [5] * 4, 14))
+    list(generate(model, [5] * 4, 14, decoders={1: [Decoder(model)]}))  # not NumPy's, which computes a token elsewhere
     # 4 prompt positions, then one per step for positions 5 to 12; after that the window slides: 12 positions per step
     assert lengths == [4] + [1] * 8 + [BLOCK] * 5
 
