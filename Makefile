@@ -1,7 +1,7 @@
 # The main commands are `make train` and `make test`. Each creates .venv and installs the packages that it needs.
 
 # The variables that a command line may set, as in `make train STAGE=1 N=2`. Any other variable is an error.
-variables = STAGE N HOSTFILE PRESET ARGS OUT PYTHON PYTHONPATH TRITON_INTERPRET
+variables = STAGE N HOSTFILE PRESET ARGS OUT SUITE PYTHON PYTHONPATH TRITON_INTERPRET
 
 STAGE    ?= 0
 N        ?= 1
@@ -95,7 +95,7 @@ trained   := $(if $(wildcard $(OUT)/step-*),$(OUT))
 weights   := $(or $(trained),$(wildcard data/gpt2-$(PRESET)),data/gpt2-paper)
 untrained := $(if $(trained)$(filter %-$(PRESET),$(weights)),, (preset paper: $(OUT) has no checkpoint of make train PRESET=$(PRESET)))
 
-.PHONY: help train generate doctor packages test test-fast test-long test-gpu sanitize bench bench-gpu lint clean
+.PHONY: help train generate doctor packages test test-fast test-long test-gpu assignment sanitize bench bench-gpu lint clean
 
 help:  ## show this text
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -106,6 +106,7 @@ help:  ## show this text
 	@echo '  PRESET=paper       the model: nano, tiny, paper, book, gpt2, ...; stages 2 and 3 without a GPU: only nano'
 	@echo '  ARGS=              more flags for the command, for example ARGS="--steps 200 --lr 1e-3"'
 	@echo '  OUT=out/...        the directory for checkpoints (default: out/stage$$STAGE-$$PRESET)'
+	@echo '  SUITE=DIR          the directory of a fetched assignment (make assignment)'
 	@echo '  PYTHON=python3     an interpreter to use; nothing is installed then (default: the one in .venv)'
 
 train: $(train_ready)  ## train PRESET on its corpus and print a sample text; checkpoints are written to OUT
@@ -136,6 +137,9 @@ test-long: $(test_ready)  ## run all tests, then the random tests again with oth
 
 test-gpu: $(test_ready) $(cuda_ready)  ## run the tests that need a GPU; they are skipped if there is none
 	"$(python)" -m pytest -m gpu $(ARGS)
+
+assignment: $(test_ready)  ## run the tests of a course's assignment in SUITE on torch_bridge, each five times
+	"$(python)" tests/tools/assignment.py "$(or $(SUITE),$(error SUITE is missing: make assignment SUITE=DIR, the directory of the fetched assignment))" $(ARGS)
 
 sanitize: $(test_ready) $(cuda_ready)  ## run every kernel under compute-sanitizer (part of the CUDA toolkit)
 	"$(python)" tests/tools/sanitize.py $(ARGS)

@@ -8,8 +8,13 @@ of all ranks to compute x @ w, and then the columns of all ranks for the output:
     forward    x -> naive_collect_forward_input -> @ w -> naive_collect_forward_output -> out, complete on every rank
     backward   d out -> naive_collect_backward_output -> @ w.T -> naive_collect_backward_x -> d x, own features
 
-Megatron-LM (Shoeybi et al. 2019, section 3) divides the same weight by rows. Then x @ w needs no gather, and one
-all-reduce of the result replaces the two all-gathers of forward and the reduce-scatter of backward.
+Megatron-LM (Shoeybi et al. 2019, section 3) divides the same weight by rows, w (in_dim / mp_size, out_dim). Then x @ w
+needs no gather, and one all-reduce of the result replaces the two all-gathers of forward and the reduce-scatter of
+backward. So the output of fc_o is collected in one of two ways, and the shape of `out` shows which one is right:
+
+    columns of w   out (batch, seq, out_dim / p) is a part of the columns      naive_collect_forward_output_gather
+    rows of w      out (batch, seq, out_dim) is a term of the sum over ranks   naive_collect_forward_output_sum
+
 tests/stage1/test_naive_tensor_parallel.py trains both, checks that the numbers agree, and counts the bytes.
 """
 # A replica of the model has p = mp_size ranks (model-parallel index mp_idx); there are dp_size replicas (index dp_idx).
@@ -68,9 +73,24 @@ def naive_collect_forward_input(x, mp_comm, mp_size):
     return all_gather(x, mp_comm, mp_size)
 
 
-def naive_collect_forward_output(out, mp_comm, mp_size):
-    """All-gather of out (batch, seq, part_out_dim) along the last axis -> (batch, seq, part_out_dim * mp_size)."""
+def naive_collect_forward_output_gather(out, mp_comm, mp_size):
+    """All-gather of out (batch, seq, part_out_dim) along the last axis -> (batch, seq, part_out_dim * mp_size).
+
+    For a weight that is divided by columns: each rank has some columns of the output, and they are complete.
+    """
     return all_gather(out, mp_comm, mp_size)
+
+
+def naive_collect_forward_output_sum(out, mp_comm, mp_size):
+    """All-reduce sum of out (batch, seq, out_dim) -> the same shape.
+
+    For a weight that is divided by rows: each rank has all columns, each with the terms of its own rows only. An
+    all-gather would give mp_size times too many columns, and none of them would be complete.
+    """
+    return all_reduce(out, mp_comm, mp_size)
+
+
+naive_collect_forward_output = naive_collect_forward_output_gather  # the form for the columns in the figure above
 
 
 # -- backward: the dual operations, in reverse order -------------------------------------------------------------------
@@ -94,7 +114,7 @@ def naive_collect_backward_x(grad_x, mp_comm, mp_size):
     return reduce_scatter(np.ascontiguousarray(np.moveaxis(parts, -2, 0)), mp_comm)  # (p, batch, seq, part)
 
 
-# -- two collectives on arrays -----------------------------------------------------------------------------------------
+# -- three collectives on arrays ---------------------------------------------------------------------------------------
 
 
 def all_gather(x, comm, p):
@@ -106,6 +126,20 @@ def all_gather(x, comm, p):
     return np.concatenate(gathered, axis=-1, dtype=x.dtype)
 
 
+def all_reduce(x, comm, p):
+    """The sum over p ranks of x, equal in shape; every rank gets the same bits."""
+    x = np.ascontiguousarray(with_axes(x, "the array"))
+    check_group(comm, p)
+    total = np.empty_like(x)
+    if mpi_has_type(x.dtype):
+        comm.Allreduce(x, total)
+        return total
+    check_summable(x.dtype)
+    gathered = np.empty((p, *x.shape), x.dtype)
+    comm.Allgather(as_mpi_type(x), as_mpi_type(gathered))
+    return wide_sum(gathered)
+
+
 def reduce_scatter(parts, comm):
     """parts (p, ...) -> (...): on rank r the sum of parts[r] over all ranks."""
     names = ("Reduce_scatter_block", "Reduce_scatter") if mpi_has_type(parts.dtype) else ()
@@ -114,13 +148,16 @@ def reduce_scatter(parts, comm):
         own_sum = np.empty(parts.shape[1:], parts.dtype)
         method(parts, own_sum)
         return own_sum
-    # MPI cannot add this type: send the parts by all-to-all, add floats in at least float32, and round the sum once.
-    if parts.dtype.kind not in "iufcV":
-        raise ValueError(f"an array of {parts.dtype} cannot be summed over ranks")
+    check_summable(parts.dtype)  # MPI cannot add this type: send the parts by all-to-all and add them here
     received = np.empty_like(parts)
     comm.Alltoall(as_mpi_type(parts), as_mpi_type(received))
+    return wide_sum(received)
+
+
+def wide_sum(parts):
+    """The sum of parts (p, ...) over axis 0: floats are added in at least float32 and rounded once."""
     wide = np.promote_types(parts.dtype, np.float32) if parts.dtype.kind in "fV" else parts.dtype
-    return received.astype(wide).sum(axis=0, dtype=wide).astype(parts.dtype)
+    return parts.astype(wide).sum(axis=0, dtype=wide).astype(parts.dtype)
 
 
 def mpi_has_type(dtype):
@@ -133,6 +170,11 @@ def as_mpi_type(array):
     if array.dtype.hasobject:
         raise ValueError(f"an array of {array.dtype} cannot be sent")
     return array if mpi_has_type(array.dtype) else array.view(np.uint8)
+
+
+def check_summable(dtype):
+    if dtype.kind not in "iufcV":
+        raise ValueError(f"an array of {dtype} cannot be summed over ranks")
 
 
 # -- arguments ---------------------------------------------------------------------------------------------------------

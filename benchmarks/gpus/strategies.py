@@ -37,6 +37,15 @@ def variants(ranks, batch_size, bucket_mb):
     return chosen
 
 
+def bucket_sweep(ranks, batch_size, sizes_mb):
+    """{name: options}: the baseline, the strategies without buckets, and "bucket" with each minimum size."""
+    sizes = {"ranks": ranks, "batch_size": batch_size}
+    chosen = {baseline_of(ranks, {}): dict(sizes, communicate=False)}
+    chosen |= {variant_name(ranks, {"dp": dp}): dict(sizes, dp=dp) for dp in STRATEGIES if dp != "bucket"}
+    name = variant_name(ranks, {"dp": "bucket"})
+    return chosen | {f"{name} --bucket-mb {mb:g}": dict(sizes, dp="bucket", bucket_mb=mb) for mb in sizes_mb}
+
+
 def baseline_of(ranks, options):
     """The name of the baseline for a variant with these options."""
     return f"no communication, {gpus(ranks)}" + " --deterministic" * options.get("deterministic", False)
@@ -103,19 +112,24 @@ def parser():
     parser = parser_of(BENCHMARK, __doc__, 300, "one round of a variant")
     add_sizes(parser.add_argument)
     add_rounds(parser.add_argument, "default 1")
+    parser.add_argument("--buckets-mb", type=float, nargs="+", help="compare only these --bucket-mb with no buckets")
     return parser
 
 
 def main(argv=None):
     args = parser().parse_args(argv)
     seq_len = args.seq_len or PRESETS[args.preset].block_size
-    chosen = variants(args.ranks, args.ranks * args.batch_size, args.bucket_mb)
+    batch = args.ranks * args.batch_size
+    chosen = variants(args.ranks, batch, args.bucket_mb)
+    if args.buckets_mb:
+        chosen = bucket_sweep(args.ranks, batch, args.buckets_mb)
     options = {"preset": args.preset, "seq_len": seq_len, "precision": args.precision, "variants": chosen}
     launcher = tuple(launch_line(*choose(), args.ranks))
     job = ProcessSpec("ours", "benchmarks.gpus.ours", args.threads, options, ranks=args.ranks, launcher=launcher)
     results = measure(args, [job], args.steps_per_round)
     print_table(summarise(results, f"{args.preset}, {args.precision}, {args.batch_size} x {seq_len} per GPU"))
-    print("\n" + "\n".join(verdicts(results, args.ranks)))
+    if not args.buckets_mb:
+        print("\n" + "\n".join(verdicts(results, args.ranks)))
     save(BENCHMARK, results, args, args.save_as)
 
 

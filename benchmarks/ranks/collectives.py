@@ -1,21 +1,33 @@
-"""How fast are our all-reduce algorithms compared with the MPI library's? How much CPU time does a waiting rank use?"""
+"""How fast are our collectives compared with the MPI library's and gloo's? How much CPU time does a waiting rank use?
+
+Ours are built from send and receive only (stage1_mpi/collectives.py). gloo is PyTorch's library for CPU tensors.
+"""
 
 import argparse
 import statistics
+import tempfile
 import time
 from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
 
 import numpy as np
 
 from benchmarks.harness.jobs import run_mpi
 from benchmarks.harness.processes import progress, run_main
 from benchmarks.harness.report import add_save_flags, paired_ratio, print_table, save
-from stage1_mpi import collectives
+from stage1_mpi import collectives, mpi_communicator
 from stage1_mpi.mpi_communicator import NATIVE
 
 BENCHMARK = "benchmarks.ranks.collectives"  # the name under which the ranks import this file
 SIZES = [10**k for k in range(3, 9)]
-ALGORITHMS = [NATIVE, *collectives.ALL_REDUCE]
+GLOO = "gloo"
+OPERATIONS = {  # name: our algorithms
+    "all_reduce": [*collectives.ALL_REDUCE],
+    "reduce_scatter": [*collectives.REDUCE_SCATTER],
+    "all_to_all": ["pairwise"],
+}
+ALGORITHMS = [NATIVE, *dict.fromkeys(name for names in OPERATIONS.values() for name in names), GLOO]
 MIN_ROUNDS = 3  # measured for every size, even if they take longer than --seconds
 MATRIX_SIZE = 512  # rows and columns of the matrices that rank 0 multiplies
 
@@ -23,33 +35,36 @@ MATRIX_SIZE = 512  # rows and columns of the matrices that rank 0 multiplies
 # -- on the ranks -----------------------------------------------------------------------------------------------------
 
 
-def all_reduces(world, sizes, rounds, budget):
-    """Measure in-place float32 all-reduces; return [{algorithm, bytes, seconds, bytes_sent}].
+def collective_times(world, operation, sizes, rounds, budget, store_file, with_gloo=True):
+    """Measure float32 collectives, the all-reduce in place; return [{algorithm, bytes, seconds, bytes_sent}].
 
     sizes: bytes of the arrays. budget: seconds per size after which no new round starts. In the result, seconds has one
-    number per round, the time of the slowest rank, and bytes_sent one number per rank.
+    number per round, the time of the slowest rank, and bytes_sent one number per rank, 0 for gloo.
     """
     from mpi4py import MPI
 
+    gloo = open_gloo(world, store_file) if with_gloo and find_spec("torch") else None
     results = []
     for size in sizes:
-        source = np.random.default_rng(world.rank).standard_normal(size // 4, np.float32)
+        length = size // 4 // world.size * world.size
+        source = np.random.default_rng(world.rank).standard_normal(length, np.float32)
         x = source.copy()
         repeats = max(1, min(20, 10**6 // size))  # short calls are timed in groups
-        by_name = {name: {"algorithm": name, "bytes": x.nbytes, "seconds": []} for name in ALGORITHMS}
+        calls = calls_of(world, operation, x, gloo)
+        names = list(calls)
+        by_name = {name: {"algorithm": name, "bytes": x.nbytes, "seconds": []} for name in names}
         started = time.monotonic()
         for index in range(-1, rounds):  # round -1 is a warm-up
             if world.broadcast_object(index >= MIN_ROUNDS and time.monotonic() - started > budget):
                 break
-            start = index % len(ALGORITHMS)  # each round starts with another algorithm
-            for name in ALGORITHMS[start:] + ALGORITHMS[:start]:
-                world.use_collectives(name)
+            start = index % len(names)  # each round starts with another algorithm
+            for name in names[start:] + names[:start]:
                 x[...] = source
                 sent = world.bytes_sent
                 MPI.COMM_WORLD.Barrier()  # it waits in a loop, so all ranks leave it at nearly the same time
                 began = time.perf_counter()
                 for _ in range(repeats):
-                    world.all_reduce(x, out=x)
+                    calls[name]()
                 seconds = (time.perf_counter() - began) / repeats
                 sent = (world.bytes_sent - sent) // repeats
                 seconds, sent = zip(*world.all_gather_object((seconds, sent)), strict=True)
@@ -58,6 +73,45 @@ def all_reduces(world, sizes, rounds, budget):
                     by_name[name]["bytes_sent"] = sent
         results += by_name.values()
     return results
+
+
+def calls_of(world, operation, x, gloo):
+    """{algorithm: function()} that run one collective of x: MPI's own, ours, and gloo's unless `gloo` is None."""
+    out = x if operation == "all_reduce" else np.empty(len(x) // (world.size if "scatter" in operation else 1), x.dtype)
+
+    def use(name):
+        def call():
+            # world.all_to_all selects by size; here the name selects
+            mpi_communicator.OURS_FROM = float("inf") if name == NATIVE else 0
+            if name in (NATIVE, *collectives.ALL_REDUCE):
+                world.use_collectives(name)
+            getattr(world, operation)(x, out=out)
+
+        return call
+
+    calls = {name: use(name) for name in (NATIVE, *OPERATIONS[operation])}
+    return calls if gloo is None else calls | {GLOO: gloo_call(gloo, operation, x, out)}
+
+
+def gloo_call(gloo, operation, x, out):
+    """A function() that runs one collective of PyTorch's gloo on the same arrays."""
+    import torch
+
+    x, out = torch.from_numpy(x), torch.from_numpy(out)
+    if operation == "all_reduce":
+        return lambda: gloo.all_reduce(x)
+    method = {"reduce_scatter": gloo.reduce_scatter_tensor, "all_to_all": gloo.all_to_all_single}[operation]
+    return lambda: method(out, x)
+
+
+def open_gloo(world, store_file):
+    """torch.distributed with a gloo process group of these ranks; a job uses one store file."""
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store_file}", rank=world.rank, world_size=world.size)
+    return dist
 
 
 def idle_waiting(world, rounds, seconds):
@@ -129,7 +183,7 @@ def summarise(results, ranks):
                 "ms": f"{1e3 * median:.4g}",
                 "fastest, ms": f"{1e3 * min(result['seconds']):.4g}",
                 "GB/s": f"{1e-9 * result['bytes'] / median:.3g}",
-                "bytes sent, most of any rank": f"{max(result['bytes_sent']):,}",
+                "bytes sent, most of any rank": f"{max(result['bytes_sent']):,}" if max(result["bytes_sent"]) else "",
                 "time / time of mpi": f"{result['ratio_to_native']['median']:.2f}",
             }
         )
@@ -142,7 +196,9 @@ def fit(results):
     alpha (seconds) includes the start-up times of all messages of an all-reduce; beta (seconds per byte) includes the
     factor 2 (p-1)/p and the additions.
     """
-    by_name = {name: [result for result in results if result["algorithm"] == name] for name in ALGORITHMS}
+    by_name = {}
+    for result in results:
+        by_name.setdefault(result["algorithm"], []).append(result)
     return {name: fit_medians(of_algorithm) for name, of_algorithm in by_name.items()}
 
 
@@ -159,7 +215,7 @@ def fit_line(sizes, seconds):
     return np.linalg.lstsq(terms, np.ones(len(seconds)), rcond=None)[0].tolist()
 
 
-def plot(results, path):
+def plot(results, path, operation="all_reduce"):
     """Draw seconds against bytes, both logarithmic, one panel for each number of ranks."""
     import matplotlib
 
@@ -172,22 +228,26 @@ def plot(results, path):
         for name in ALGORITHMS:
             shown = [result for result in results if (result["algorithm"], result["ranks"]) == (name, ranks)]
             points = [(result["bytes"], statistics.median(result["seconds"])) for result in shown]
-            panel.loglog(*zip(*sorted(points), strict=True), "k--" if name == NATIVE else ".-", label=name)
+            if points:
+                panel.loglog(*zip(*sorted(points), strict=True), "k--" if name == NATIVE else ".-", label=name)
         panel.set(title=f"{ranks} ranks", xlabel="bytes of x")
         panel.grid(alpha=0.3)
-    panels[0][0].set_ylabel("seconds of an all-reduce")
+    panels[0][0].set_ylabel(f"seconds of {operation}")
     panels[0][0].legend()
     figure.tight_layout()
     figure.savefig(path, dpi=120)
 
 
-def compare(args):
-    """Measure the all-reduces with each number of ranks, print the tables and the fits, and return the results."""
+def compare(args, operation):
+    """Measure one operation with each number of ranks, print the tables and the fits; return (results, fits)."""
     results, fits = [], {}
     for ranks in args.ranks:
-        progress(f"{ranks} ranks")
-        of_ranks = launch(ranks, "all_reduces", args.sizes, args.rounds, args.seconds, timeout=args.timeout)
+        progress(f"{operation}, {ranks} ranks")
+        with tempfile.TemporaryDirectory() as folder:
+            job = operation, args.sizes, args.rounds, args.seconds, str(Path(folder, "store"))
+            of_ranks = launch(ranks, "collective_times", *job, timeout=args.timeout)
         progress("")
+        print(f"{operation}:\n")
         print_table(summarise(of_ranks, ranks))
         fits[ranks] = fit(of_ranks)
         print()
@@ -199,7 +259,7 @@ def compare(args):
         )
         print()
         results += of_ranks
-    return {"all_reduce": results, "alpha_beta": fits}
+    return results, fits
 
 
 def idle(args):
@@ -221,7 +281,10 @@ def idle(args):
 
 
 def main():
-    parser = argparse.ArgumentParser(prog=f"python -m {BENCHMARK}", description=__doc__)
+    parser = argparse.ArgumentParser(prog=f"python -m {BENCHMARK}", description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--operations", choices=OPERATIONS, nargs="+", default=["all_reduce"], help="collectives (default all_reduce)"
+    )
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8], help="ranks of each job (default 2 4 8)")
     parser.add_argument(
         "--sizes", type=int, nargs="+", default=SIZES, help="bytes of the array (default 1 KB, 10 KB, ..., 100 MB)"
@@ -234,15 +297,24 @@ def main():
     )
     parser.add_argument("--timeout", type=int, default=900, help="seconds that one job may take (default 900)")
     parser.add_argument("--idle", action="store_true", help="measure only rank 0's speed while other ranks wait")
-    add_save_flags(parser.add_argument)
+    add_save_flags(parser.add_argument, "collectives")
     args = parser.parse_args()
 
     if args.idle:
         save(BENCHMARK, idle(args), args, name="collectives_idle")
         return
-    results = compare(args)
-    path = save(BENCHMARK, results, args)
-    plot(results["all_reduce"], path.with_suffix(".png"))
+    found = {}
+    for operation in args.operations:
+        found[operation], fits = compare(args, operation)
+        # all_reduce keeps the names of the older files
+        found["alpha_beta" if operation == "all_reduce" else f"alpha_beta_{operation}"] = fits
+    path = save(BENCHMARK, found, args, name=args.save_as)
+    for operation in args.operations:
+        plot(found[operation], path.with_name(f"{path.stem}{plot_suffix(operation)}.png"), operation)
+
+
+def plot_suffix(operation):
+    return "" if operation == "all_reduce" else f"_{operation}"
 
 
 if __name__ == "__main__":

@@ -51,19 +51,32 @@ class DataParallel:
         self.missing, self.handles = list(self.sizes), []
 
 
+def plan_buckets(sizes, least=0, most=float("inf")):
+    """Lists of the names of `sizes` {name: bytes}, from the last name to the first: one list per bucket.
+
+    A bucket is closed when it has at least `least` bytes, so 0 gives one name per bucket. It is also closed before a
+    name that would bring it above `most` bytes, so a larger parameter has a bucket of its own.
+    """
+    buckets, held = [[]], 0
+    for name in reversed(sizes):
+        if held + sizes[name] > most:
+            buckets.append([])
+            held = 0
+        buckets[-1].append(name)
+        held += sizes[name]
+        if held >= least:
+            buckets.append([])
+            held = 0
+    return [names for names in buckets if names]
+
+
 def buckets_of(arena, packed, bucket_bytes, itemsize):
     """A list of parameter names for each bucket, from the last parameter of the arena to the first.
 
     If packed, each bucket except the last has at least `bucket_bytes`; otherwise each bucket has one parameter.
     """
-    buckets, size = [[]], 0  # size: bytes of the bucket that is being filled
-    for name in reversed(arena.slices):
-        buckets[-1].append(name)
-        size += (arena.padded(name).stop - arena.slices[name].start) * itemsize
-        if not packed or size >= bucket_bytes:
-            buckets.append([])
-            size = 0
-    return [names for names in buckets if names]
+    sizes = {name: (arena.padded(name).stop - part.start) * itemsize for name, part in arena.slices.items()}
+    return plan_buckets(sizes, least=bucket_bytes if packed else 0)
 
 
 def gradient_reduction(parallel, arena, gradients, group, owners, backend, bucket_mb):

@@ -185,6 +185,14 @@ def test_the_cost_of_communication_is_relative_to_ranks_without_it():
     assert len(rows) == len(chosen) and all("reached" in text for text in gpu_strategies.verdicts(results, 4))
 
 
+def test_the_sweep_of_bucket_sizes_is_compared_with_the_same_baseline():
+    chosen = gpu_strategies.bucket_sweep(2, 8, [1, 100])
+    assert list(chosen)[-2:] == [f"ours, 2 GPUs --dp bucket --bucket-mb {mb}" for mb in (1, 100)]
+    results = measured(chosen, "ours", {name: [0.1] for name in chosen})
+    rows = gpu_strategies.summarise(results, "title")
+    assert len(rows) == 6 and all(result["times_baseline"]["median"] == 1 for result in results)
+
+
 def trained(host, variants):
     """{variant: loss} of a small model, trained by the ranks of a benchmark's job."""
     from benchmarks.gpus import ours as ours_gpus

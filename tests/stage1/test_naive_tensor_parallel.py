@@ -13,6 +13,8 @@ from stage1_mpi.naive_tensor_parallel import (
     naive_collect_backward_x,
     naive_collect_forward_input,
     naive_collect_forward_output,
+    naive_collect_forward_output_gather,
+    naive_collect_forward_output_sum,
     split_data,
 )
 from tests.support.mpi import run_mpi
@@ -148,11 +150,12 @@ def values(shape, dtype, rank):
 
 
 def collect(comm, rank, p, shape, dtype):
-    """The results of the four functions on this rank; asserts that their input is unchanged."""
+    """The results of the five functions on this rank; asserts that their input is unchanged."""
     results = []
     for function, argument in [
         (naive_collect_forward_input, comm),
-        (naive_collect_forward_output, comm),
+        (naive_collect_forward_output_gather, comm),
+        (naive_collect_forward_output_sum, comm),
         (naive_collect_backward_output, rank),
         (naive_collect_backward_x, comm),
     ]:
@@ -182,7 +185,9 @@ def check_collected(results, shape, dtype):
     total = sum(x.astype("complex128") for x in everyones).astype(dtype, casting="unsafe")
     for rank, found in enumerate(results):
         mine = slice(rank * shape[-1] // p, (rank + 1) * shape[-1] // p)
-        for array, wanted in zip(found, (whole, whole, everyones[rank][..., mine], total[..., mine]), strict=True):
+        for array, wanted in zip(
+            found, (whole, whole, total, everyones[rank][..., mine], total[..., mine]), strict=True
+        ):
             assert array.dtype == np.dtype(dtype) and array.flags.c_contiguous
             assert_array_equal(array, wanted, strict=True)
 
@@ -191,14 +196,14 @@ def check_collected(results, shape, dtype):
 @pytest.mark.parametrize("kind", [Fake, Old, Bare])
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("p", [1, 2, 4, 8])
-def test_the_four_functions_on_threads(p, dtype, kind):
+def test_the_five_functions_on_threads(p, dtype, kind):
     for shape in SHAPES:
         check_collected(on_threads(p, threads_collect, p, shape, dtype, kind=kind), shape, dtype)
 
 
 @pytest.mark.filterwarnings("ignore::numpy.exceptions.ComplexWarning")
 @pytest.mark.parametrize("p", [1, 2, 4])
-def test_the_four_functions_under_mpi(p):
+def test_the_five_functions_under_mpi(p):
     cases = list(
         itertools.product(SHAPES, [dtype for dtype in TYPES if dtype[0] != ">"])
     )  # pickle changes the byte order of ">"
@@ -238,6 +243,8 @@ X, Y = np.zeros((6, 3)), np.zeros(6)
         (lambda: get_info(PAIR, 0, 2, 1, "fc_p", 8, 8), "'fc_p'.*fc_q, fc_k, fc_v, fc_o"),
         (lambda: naive_collect_forward_input(X, PAIR, 4), "mp_size 4.*size 2"),
         (lambda: naive_collect_forward_output(X, PAIR, 1), "mp_size 1.*size 2"),
+        (lambda: naive_collect_forward_output_sum(X, PAIR, 3), "mp_size 3.*size 2"),
+        (lambda: naive_collect_forward_output_sum(X > 0, ALONE, 1), "bool"),
         (lambda: naive_collect_backward_output(X, 0, 2), "3.*mp_size 2"),
         (lambda: naive_collect_backward_output(X, 3, 3), "mp_group_idx 3.*3"),
         (lambda: naive_collect_backward_output(X, -1, 3), "mp_group_idx -1.*3"),
@@ -324,15 +331,13 @@ class Megatron(Naive):
 
     def forward(self, x, w):
         self.x, self.kept = x, x.nbytes
-        return self.sum(x @ w)
+        return naive_collect_forward_output_sum(x @ w, self.comm, self.size)
 
     def backward(self, dy, w):
         return dy @ w.T, product(self.x, dy)
 
     def sum(self, x):
-        total = np.empty_like(x)
-        self.comm.Allreduce(np.ascontiguousarray(x), total)
-        return total
+        return naive_collect_forward_output_sum(x, self.comm, self.size)
 
 
 class Counting:

@@ -1,0 +1,93 @@
+"""Processes of one torch.distributed process group that call a function on every rank. Tests use this module too.
+
+A process loads PyTorch in seconds, so the same processes run many functions. They meet in a file, so no port is used.
+"""
+
+import multiprocessing
+import os
+import tempfile
+import traceback
+from datetime import timedelta
+from pathlib import Path
+
+LIMIT = 120  # seconds of one function (default); a rank that waits longer for another rank ends with an error
+
+
+class RanksFailed(AssertionError):
+    """A function raised an error on a rank, or took too long; the message has the tracebacks."""
+
+
+class TorchRanks:
+    """A context manager. run(function, *args) -> [function(*args) of each rank], a top-level function of a module.
+
+    backend: "gloo", or "nccl" with one GPU per rank. threads: CPU threads of each rank. environment: variables of the
+    processes. They start with the first call, and again with the first call after an error.
+    """
+
+    def __init__(self, size, backend="gloo", threads=1, limit=LIMIT, environment=()):
+        self.size, self.backend, self.threads, self.limit = size, backend, threads, limit
+        self.environment, self.processes = dict(environment), []
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        for process, pipe in self.processes:
+            pipe.close()
+            process.terminate()
+            process.join()
+        self.processes = []
+
+    def start(self):
+        context = multiprocessing.get_context("spawn")
+        self.folder = tempfile.TemporaryDirectory()
+        store = str(Path(self.folder.name, "store"))
+        for rank in range(self.size):
+            pipe, end = context.Pipe()
+            args = rank, self.size, self.backend, self.threads, self.limit, self.environment, store, end
+            self.processes.append((context.Process(target=serve, args=args, daemon=True), pipe))
+            self.processes[-1][0].start()
+            end.close()
+
+    def run(self, function, *args):
+        """Call the function on every rank; raises RanksFailed with the traceback of each rank that fails."""
+        if not self.processes:
+            self.start()
+        for _, pipe in self.processes:
+            pipe.send((function, args))
+        results, errors = [], []
+        for rank, (_, pipe) in enumerate(self.processes):
+            try:
+                answered = pipe.poll(2 * self.limit)
+                result, error = pipe.recv() if answered else (None, f"no result after {2 * self.limit} s")
+            except EOFError:
+                result, error = None, "the process has ended"
+            results.append(result)
+            errors += [f"rank {rank}: {error}"] * bool(error)
+        if errors:
+            self.__exit__()
+            raise RanksFailed("\n".join(errors))
+        return results
+
+
+def serve(rank, size, backend, threads, limit, environment, store, pipe):
+    """One rank: call the functions that arrive in the pipe."""
+    os.environ.update(environment)
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(threads)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+    dist.init_process_group(
+        backend, init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=limit)
+    )
+    while True:
+        try:
+            function, args = pipe.recv()
+        except EOFError:
+            return
+        try:
+            pipe.send((function(*args), None))
+        except BaseException:
+            pipe.send((None, traceback.format_exc()))

@@ -1,0 +1,84 @@
+"""How long does an all-reduce take with gloo on the CPU, with NCCL on GPUs, and with our algorithms over MPI?
+
+One row per library, number of ranks and size. `ddp_model` fits its two constants to these rows.
+"""
+
+import argparse
+import functools
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.harness.processes import run_main
+from benchmarks.harness.rows import add_row_flags, mean_and_deviation, run_rows
+from benchmarks.torch.models import BACKENDS, Groups, add_run_flags, device_of_rank, print_rows, slowest, timed
+
+BENCHMARK = "benchmarks.torch.all_reduce"
+SIZES = [10**k for k in range(6, 10)]
+MPI = "mpi"
+LIBRARIES = [*BACKENDS, MPI]
+
+
+def all_reduces(size, warm_up, repeats):
+    """{"seconds": of each measured all-reduce of `size` bytes of float32} of this rank."""
+    device = device_of_rank()
+    x = torch.zeros(size // 4, device=device)
+    for _ in range(warm_up):
+        dist.all_reduce(x)
+    seconds = []
+    for _ in range(repeats):
+        dist.barrier()
+        seconds.append(timed(lambda: dist.all_reduce(x), device)[0])
+    return {"seconds": seconds}
+
+
+def torch_row(groups, library, ranks, size, args):
+    """The values of a row of PyTorch."""
+    found = groups.run(library, ranks, all_reduces, size, args.warm_up, args.repeats)
+    return with_bandwidth(ranks, size, slowest(found, "seconds"))
+
+
+def mpi_row(ranks, size, args):
+    """The values of a row of MPI's own all-reduce, and the times of stage 1's algorithms under "ours ..."."""
+    from benchmarks.ranks.collectives import launch
+
+    job = "all_reduce", [size], args.repeats, 60.0, "", False
+    results = launch(ranks, "collective_times", *job, timeout=600, benchmark="benchmarks.ranks.collectives")
+    times = {each["algorithm"]: mean_and_deviation([1e3 * s for s in each["seconds"]]) for each in results}
+    ours = {f"ours, {name}": time for name, time in times.items() if name != MPI}
+    return with_bandwidth(ranks, size, times[MPI]) | ours
+
+
+def with_bandwidth(ranks, size, milliseconds):
+    speed = 1e-6 * size / milliseconds["mean"]  # GB/s
+    return {
+        "ranks": ranks,
+        "bytes": size,
+        "time": milliseconds,
+        "GB/s": speed,
+        "bus GB/s": speed * 2 * (ranks - 1) / ranks,  # what each rank sends in a ring
+    }
+
+
+def main():
+    parser = argparse.ArgumentParser(prog=f"python -m {BENCHMARK}", description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--libraries", nargs="+", choices=LIBRARIES, default=["gloo", "mpi"], help="libraries (default gloo mpi)")
+    add("--ranks", type=int, nargs="+", help="numbers of ranks (default: 2 4 6, for nccl 2 4)")
+    add("--sizes", type=int, nargs="+", default=SIZES, help="bytes of the float32 array (default 1 MB to 1 GB by 10)")
+    add_run_flags(add, warm_up=5, repeats=10)
+    add_row_flags(add, "all_reduce")
+    args = parser.parse_args()
+
+    cases = {}
+    with Groups() as groups:
+        for library in args.libraries:
+            for ranks in args.ranks or ((2, 4) if "nccl" in library else (2, 4, 6)):
+                for size in args.sizes:
+                    row = (mpi_row,) if library == MPI else (torch_row, groups, library)
+                    cases[f"{library}, {ranks} ranks, {size / 1e6:g} MB"] = functools.partial(*row, ranks, size, args)
+        print_rows(run_rows(BENCHMARK, args, cases))
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,237 @@
+"""What does synchronising the gradients add to a training step, with each schedule and each bucket size?
+
+The row "none" trains without synchronisation; the exposed time of another row is its step time minus that one's.
+`--timeline` instead draws one step of naive above one of overlapped. `ddp_model` compares the rows with a formula.
+"""
+
+import argparse
+import functools
+import math
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from benchmarks.harness.processes import run_main
+from benchmarks.harness.report import save
+from benchmarks.harness.rows import add_row_flags, run_rows
+from benchmarks.torch.models import (
+    BACKENDS,
+    SIZES,
+    Groups,
+    add_run_flags,
+    batch_of,
+    build,
+    device_of_rank,
+    loss_of,
+    print_rows,
+    release_memory,
+    slowest,
+    timed,
+)
+from torch_bridge.ddp import BucketedDDP, FlatDDP, NaiveDDP, OverlapDDP
+
+BENCHMARK = "benchmarks.torch.ddp"
+NONE, TORCH = "none", "torch DDP"
+BUCKETS_MB = [1, 10, 100, 1000]
+COMMUNICATION, COMPUTE = "communication", "compute"
+GAP = 0.02  # ms; a shorter gap between two kernels is not visible in the timeline
+
+
+class Unsynchronized(nn.Module):
+    """The module itself, in the form of the schedules; `wrap` may be PyTorch's DDP, which needs no finish."""
+
+    def __init__(self, module, wrap=lambda module: module):
+        super().__init__()
+        self.module = wrap(module)
+
+    def forward(self, *inputs):
+        return self.module(*inputs)
+
+    def finish_gradient_synchronization(self):
+        """Nothing is left to do."""
+
+
+def ways(buckets_mb):
+    """The names of the rows."""
+    return [NONE, "naive", "flat", "overlap", *(f"bucketed {mb:g} MB" for mb in buckets_mb), TORCH]
+
+
+def wrap(module, way):
+    """The module with the schedule of a row."""
+    if way.startswith("bucketed"):
+        return BucketedDDP(module, float(way.split()[1]))
+    if way == TORCH:
+        return Unsynchronized(module, nn.parallel.DistributedDataParallel)  # buckets of 25 MB
+    return {NONE: Unsynchronized, "naive": NaiveDDP, "flat": FlatDDP, "overlap": OverlapDDP}[way](module)
+
+
+def prepare(way, size, context, batch):
+    """(device, model, step): step() trains one step; step(finish) calls finish() between backward and update."""
+    device = device_of_rank()
+    model = wrap(build(size, context, device), way)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=device.type == "cuda")
+    inputs, targets = batch_of(batch, context, device, dist.get_rank())
+
+    def step(finish=model.finish_gradient_synchronization):
+        with record_function("zero_grad"):
+            optimizer.zero_grad(set_to_none=True)
+        with record_function("forward"):
+            loss = loss_of(model, inputs, targets)
+        with record_function("backward"):
+            loss.backward()
+        finish()
+        with record_function("optimizer"):
+            optimizer.step()
+
+    return device, model, step
+
+
+def steps(way, size, context, batch, warm_up, repeats):
+    """{"step", "finish": seconds of each run, "backward", "bytes", "buckets", "memory"} of this rank.
+
+    The times of finish_gradient_synchronization() and of backward are from other steps, because they wait for the
+    device.
+    """
+    release_memory()
+    device, model, step = prepare(way, size, context, batch)
+    for _ in range(warm_up):
+        step()
+    found = {"step": [], "finish": []}
+    for _ in range(repeats):
+        dist.barrier()
+        found["step"].append(timed(step, device)[0])
+
+    def finish():
+        found["finish"].append(timed(model.finish_gradient_synchronization, device)[0])
+
+    for _ in range(repeats):
+        step(finish)
+    inputs, targets = batch_of(batch, context, device, 0)
+    found["backward"] = []
+    for _ in range(repeats if way == NONE else 0):
+        loss = loss_of(model, inputs, targets)
+        found["backward"].append(timed(loss.backward, device)[0])
+    found["bytes"] = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+    found["buckets"] = len(model.gradients.buckets) if hasattr(model, "gradients") else 0
+    found["memory"] = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+    return found
+
+
+def way_row(groups, way, args):
+    """The values of a row: of each run, the time of the slowest rank."""
+    settings = way, args.size, args.context, args.batch, args.warm_up, args.repeats
+    found = groups.run(args.backend, args.ranks, steps, *settings)
+    values = {"way": way, "step": slowest(found, "step"), "finish": slowest(found, "finish")}
+    if found[0]["backward"]:
+        values["backward"] = slowest(found, "backward")
+    values |= {"MB": found[0]["bytes"] / 1e6, "buckets": found[0]["buckets"]}
+    if found[0]["memory"]:
+        values["peak GB"] = max(each["memory"] for each in found) / 1e9
+    return values
+
+
+def with_exposed(rows):
+    """The rows with the time that is not hidden: the difference from the row without synchronisation."""
+    base = next((row["step"]["mean"] for row in rows if row.get("way") == NONE), None)
+    for row in rows:
+        exposed = row["step"]["mean"] - base if base is not None and "step" in row else None
+        share = {} if exposed is None else {"exposed ms": exposed, "exposed %": 100 * exposed / row["step"]["mean"]}
+        yield row | share
+
+
+# -- the timeline ------------------------------------------------------------------------------------------------------
+
+
+def intervals(way, size, context, batch, warm_up):
+    """[(lane, start, end)] in ms of one step of this rank, from PyTorch's profiler.
+
+    On a GPU a lane has kernels; on the CPU it has the parts of the step and gloo's messages.
+    """
+    device, _, step = prepare(way, size, context, batch)
+    for _ in range(warm_up):
+        step()
+    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
+    with profile(activities=activities) as recorded:
+        timed(step, device)
+    found = []
+    for event in recorded.events():
+        name, span = event.name.lower(), event.time_range
+        on_device = event.device_type != torch.autograd.DeviceType.CPU
+        if on_device == (device.type == "cuda"):
+            if "nccl" in name or name.startswith("gloo:"):
+                found.append((COMMUNICATION, span.start / 1e3, span.end / 1e3))
+            elif on_device or name in ("forward", "backward", "optimizer"):
+                found.append((COMPUTE, span.start / 1e3, span.end / 1e3))
+    first = min((start for _, start, _ in found), default=0)
+    return joined((lane, start - first, end - first) for lane, start, end in found)
+
+
+def joined(found):
+    """The intervals in order, with those of one lane joined whose gap is below GAP, rounded to microseconds."""
+    lanes = {}
+    for lane, start, end in sorted(found, key=lambda each: each[1]):
+        spans = lanes.setdefault(lane, [])
+        if spans and start - spans[-1][1] < GAP:
+            spans[-1][1] = max(spans[-1][1], end)
+        else:
+            spans.append([start, end])
+    return [(lane, round(start, 3), round(end, 3)) for lane, spans in lanes.items() for start, end in spans]
+
+
+def draw_timeline(spans, path, title):
+    """Draw {way: intervals} one above the other, on one axis of milliseconds."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, panels = plt.subplots(len(spans), 1, figsize=(11, 1.8 * len(spans)), sharex=True, squeeze=False)
+    for (way, found), panel in zip(spans.items(), panels[:, 0], strict=True):
+        for place, (lane, colour) in enumerate({COMPUTE: "tab:blue", COMMUNICATION: "tab:red"}.items()):
+            bars = [(start, end - start) for each, start, end in found if each == lane]
+            panel.broken_barh(bars, (place - 0.4, 0.8), color=colour)
+        panel.set(yticks=[0, 1], yticklabels=[COMPUTE, COMMUNICATION], title=way)
+    panels[-1, 0].set_xlabel("ms")
+    figure.suptitle(title)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+def timeline(args, settings, groups):
+    """Record a step of naive and of overlapped on rank 0, save the intervals and draw them."""
+    spans = {}
+    for way in ("naive", "overlap"):
+        found = groups.run(args.backend, args.ranks, intervals, way, args.size, args.context, args.batch, args.warm_up)
+        spans[way] = found[0]
+    path = save(BENCHMARK, {"settings": settings, "intervals": spans}, args, f"{args.save_as}_timeline")
+    draw_timeline(spans, path.with_suffix(".png"), settings)
+
+
+def main():
+    parser = argparse.ArgumentParser(prog=f"python -m {BENCHMARK}", description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--size", choices=SIZES, default="xl", help="model (default xl)")
+    add("--backend", choices=BACKENDS, default="nccl", help="nccl on GPUs or gloo on the CPU (default nccl)")
+    add("--ranks", type=int, default=2, help="ranks (default 2)")
+    add("--batch", type=int, default=4, help="sequences of a rank (default 4)")
+    add("--context", type=int, default=128, help="tokens of a sequence (default 128)")
+    add("--buckets-mb", type=float, nargs="+", default=BUCKETS_MB, help="bucket sizes in 2^20 bytes (1 10 100 1000)")
+    add("--timeline", action="store_true", help="draw one step of naive above one of overlapped")
+    add_run_flags(add, warm_up=5, repeats=10)
+    add_row_flags(add, "ddp")
+    args = parser.parse_args()
+    if any(not 0 < mb < math.inf for mb in args.buckets_mb):
+        parser.error(f"--buckets-mb {args.buckets_mb}: every size must be above 0")
+
+    settings = f"{args.size}, {args.backend}, {args.ranks} ranks, batch {args.batch}, context {args.context}"
+    with Groups() as groups:
+        if args.timeline:
+            return timeline(args, settings, groups)
+        cases = {f"{settings}, {way}": functools.partial(way_row, groups, way, args) for way in ways(args.buckets_mb)}
+        print_rows(list(with_exposed(run_rows(BENCHMARK, args, cases))))
+
+
+if __name__ == "__main__":
+    run_main(main)

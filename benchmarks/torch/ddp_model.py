@@ -1,0 +1,148 @@
+"""How much time does bucketed data parallelism add to a step, and which bucket size adds the least?
+
+    s bytes of gradients, w bytes per second of an all-reduce, o seconds per call, n buckets of b = s / n bytes
+
+Assumption: the backward of a bucket takes as long as its all-reduce. Then the all-reduce of each bucket runs during the
+backward of the next one; only that of the last bucket is exposed, and every call adds its overhead:
+
+    overhead(n) = s / (n w) + n o          smallest at  n = sqrt(s / (w o)),  b = s / n = sqrt(s w o)
+
+If backward takes another time, a bucket waits for the bucket before it or for its gradients. `pipelined` computes that
+case from the time of backward: with a fast network only the last bucket is exposed, so small buckets are the best;
+with a slow network most of s / w is exposed, whatever n is.
+
+w and o are fitted to the rows of `all_reduce` only; the rows of `ddp` are compared with the result.
+"""
+
+import argparse
+from math import sqrt
+
+from benchmarks.harness.processes import run_main
+from benchmarks.harness.report import add_save_flags, print_table, save
+from benchmarks.harness.rows import saved_rows
+from benchmarks.ranks.collectives import fit_line
+from gpt2core.parallel.bucket_size import best_bucket
+
+BENCHMARK = "benchmarks.torch.ddp_model"
+MIB = 2**20
+
+
+def overhead(s, w, o, n):
+    """Seconds that n buckets of s / n bytes add, if backward takes as long as the communication."""
+    return s / (n * w) + n * o
+
+
+def best_size(s, w, o):
+    """The bucket size in bytes with the smallest overhead: sqrt(s w o)."""
+    return best_bucket(o, 1 / w, s)
+
+
+def pipelined(s, w, o, n, backward):
+    """Seconds between the end of backward and the end of the last of n equal buckets, one all-reduce after another.
+
+    backward: its seconds; every n-th part of them completes a bucket.
+    """
+    message, end = o + s / (n * w), 0.0
+    for bucket in range(1, int(n) + 1):
+        end = max(end, backward * bucket / n) + message
+    return end - backward
+
+
+def fit(rows, backend, ranks):
+    """(w bytes per second, o seconds) of the all-reduces of a backend, by least squares of the relative error.
+
+    Raises SystemExit if there are fewer than two sizes.
+    """
+    found = [row for row in rows if row["name"].startswith(f"{backend}, {ranks} ranks,") and "time" in row]
+    if len({row["bytes"] for row in found}) < 2:
+        raise SystemExit(
+            f"all_reduce has {len(found)} rows of {backend} on {ranks} ranks, and a fit needs two sizes: run python -m "
+            f"benchmarks.torch.all_reduce --libraries {backend} --ranks {ranks}"
+        )
+    o, per_byte = fit_line([row["bytes"] for row in found], [row["time"]["mean"] / 1e3 for row in found])
+    if per_byte <= 0:
+        raise SystemExit(f"the times of {backend} on {ranks} ranks do not grow with the size: measure larger sizes")
+    return 1 / per_byte, max(o, 1e-9)
+
+
+def read(name):
+    """The rows of another command, from results/ if it has them, else from out/results/."""
+    for saved in (True, False):
+        if rows := saved_rows(BENCHMARK, argparse.Namespace(save=saved, save_as=name)):
+            return rows
+    raise SystemExit(f"there is no {name}.json in results/torch or out/results/torch: run its command first")
+
+
+def compare(rows, settings, w, o):
+    """[{bucket size, buckets, measured, predicted: ms}] of the bucketed rows of one setting, by bucket size."""
+    of_setting = {row["way"]: row for row in rows if row["name"].startswith(f"{settings}, ") and "step" in row}
+    base = of_setting.get("none")
+    if base is None:
+        raise SystemExit(f"ddp has no row {settings}, none: run python -m benchmarks.torch.ddp with these settings")
+    found = []
+    for way, row in of_setting.items():
+        if way.startswith("bucketed"):
+            s, n = row["MB"] * 1e6, row["buckets"]
+            measured, model = row["step"]["mean"] - base["step"]["mean"], 1e3 * overhead(s, w, o, n)
+            chained = 1e3 * pipelined(s, w, o, n, base["backward"]["mean"] / 1e3)
+            found.append({
+                "bucket MB": float(way.split()[1]), "buckets": n, "measured ms": measured, "closed form ms": model,
+                "pipelined ms": chained, "closed form / measured": model / measured if measured > 0 else float("nan"),
+                "pipelined / measured": chained / measured if measured > 0 else float("nan"),
+            })  # fmt: skip
+    return sorted(found, key=lambda each: each["bucket MB"]), base, s
+
+
+def draw(found, s, w, o, backward, title, path):
+    """Draw the measured overhead over the two curves."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    import numpy as np
+
+    figure, panel = plt.subplots(figsize=(6.5, 4.2))
+    sizes = np.geomspace(s / 3000, s, 100)
+    panel.loglog(sizes / MIB, [1e3 * overhead(s, w, o, s / b) for b in sizes], label="closed form")
+    chained = [1e3 * pipelined(s, w, o, max(1, round(s / b)), backward) for b in sizes]
+    panel.loglog(sizes / MIB, chained, "--", label="pipelined, with the measured backward")
+    panel.loglog([f["bucket MB"] for f in found], [f["measured ms"] for f in found], "ko", label="measured")
+    panel.axvline(best_size(s, w, o) / MIB, color="grey", linewidth=0.8, label="best size of the closed form")
+    panel.set(xlabel="bucket in 2^20 bytes", ylabel="exposed ms of a step", title=title)
+    panel.grid(alpha=0.3)
+    panel.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+def main():
+    parser = argparse.ArgumentParser(prog=f"python -m {BENCHMARK}", description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--size", default="xl", help="model of the rows of ddp (default xl)")
+    add("--backend", default="nccl", help="backend of both files' rows (default nccl)")
+    add("--ranks", type=int, default=2, help="ranks of both files' rows (default 2)")
+    add("--batch", type=int, default=4, help="sequences of a rank in the rows of ddp (default 4)")
+    add("--context", type=int, default=128, help="tokens of a sequence in the rows of ddp (default 128)")
+    add("--all-reduce", default="all_reduce", help="name of the file to fit (default all_reduce)")
+    add("--ddp", default="ddp", help="name of the file to compare with (default ddp)")
+    add_save_flags(add, "ddp_model")
+    args = parser.parse_args()
+
+    w, o = fit(read(args.all_reduce), args.backend, args.ranks)
+    settings = f"{args.size}, {args.backend}, {args.ranks} ranks, batch {args.batch}, context {args.context}"
+    found, base, s = compare(read(args.ddp), settings, w, o)
+    print_table([{key: f"{value:.4g}" for key, value in each.items()} for each in found])
+    best, measured = best_size(s, w, o), min(found, key=lambda each: each["measured ms"])["bucket MB"]
+    print(
+        f"\n{settings}: w {1e-9 * w:.3g} GB/s and o {1e6 * o:.3g} us from all_reduce; s {1e-6 * s:.4g} MB, so "
+        f"n = sqrt(s / (w o)) = {sqrt(s / (w * o)):.3g} buckets of {best / MIB:.3g} MB; measured best {measured:g} MB."
+        f"\nThe all-reduce of s takes {1e3 * s / w:.4g} ms, backward {base['backward']['mean']:.4g} ms: the closed "
+        f"form assumes that they are equal."
+    )
+    results = {"settings": settings, "w": w, "o": o, "bytes": s, "best_bucket_bytes": best, "rows": found}
+    path = save(BENCHMARK, results, args, args.save_as)
+    draw(found, s, w, o, base["backward"]["mean"] / 1e3, settings, path.with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    run_main(main)
