@@ -195,15 +195,15 @@ def cupy_driver(gpu):
 
 
 class Pointer:
-    """An array as an argument for Triton: its address and its dtype. It keeps the array alive."""
+    """The address of a contiguous array plus `offset` bytes, as an argument for Triton. It keeps the array alive."""
 
     __slots__ = ("array", "dtype", "address")
 
-    def __init__(self, array):
+    def __init__(self, array, offset=0):
         if not array.flags.c_contiguous:
             raise not_contiguous(array)
         self.array, self.dtype = array, array.dtype
-        self.address = array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr
+        self.address = (array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr) + offset
 
     def data_ptr(self):
         return self.address
