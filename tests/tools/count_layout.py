@@ -22,7 +22,10 @@ from gpt2core.trainer import Trainer  # noqa: E402
 
 # The files that tell how one training step works, in reading order.
 STORY = ["tensor", "ops", "backend", "model", "data", "arena", "optimizer", "trainer", "parallel/micro_batches"]
-PACKAGES = ["gpt2core", "stage0_serial", "stage1_mpi", "stage2_cuda", "stage3_mpi_cuda", "benchmarks", "data", "tests"]
+PACKAGES = [
+    "gpt2core", "stage0_serial", "stage1_mpi", "stage2_cuda", "stage3_mpi_cuda", "torch_bridge", "benchmarks", "data",
+    "tests",
+]  # fmt: skip
 KERNEL = re.compile(r"_(forward|backward|cached)$|^(clip|sum_of_squares|loss|loss_rows|adamw_step)$")
 
 

@@ -1,0 +1,1 @@
+"""The project's kernels and schedules for users of PyTorch."""

@@ -1,0 +1,30 @@
+"""Launch the project's Triton kernels on PyTorch tensors, on PyTorch's current stream.
+
+Stage 2 replaces Triton's driver and allocator for its process, because it uses CuPy. Here they stay as they are, and the
+stream is an argument of each launch. So a launch is right in a process that also runs stage 2 or kernels of inductor.
+"""
+
+import torch
+import triton
+
+
+def interpreted():
+    """Whether kernels run in Triton's interpreter: TRITON_INTERPRET was set when Triton was imported."""
+    return triton.knobs.runtime.interpret
+
+
+def launch(kernel, grid, arguments, options, device):
+    """Run kernel[grid] on the current stream of `device`. grid: 1 to 3 integers.
+
+    arguments: tensors, int, float, None or TensorDescriptors, for all parameters of the kernel except its constants.
+    options: the constants (annotated tl.constexpr, last in the signature) and launch parameters such as num_warps.
+    """
+    if interpreted():
+        kernel[grid](*arguments, **options)
+        return
+    with torch.cuda.device(device):  # Triton compiles for, and loads onto, the current device
+        # warmup() returns the compiled variant for these arguments. Triton 3.9 warns without enable_fp_fusion.
+        compiled = kernel.warmup(*arguments, grid=grid, enable_fp_fusion=True, **options)
+        constants = [options[name] for name in kernel.arg_names[len(arguments) :]]
+        stream = torch.cuda.current_stream(device).cuda_stream
+        compiled[(*grid, 1, 1)[:3]](*arguments, *constants, stream=stream)
