@@ -5,8 +5,8 @@ fake kernel, which returns outputs of the right shape and strides without comput
 flash_attention.py.
 
 Products of float32 follow torch.set_float32_matmul_precision(): with "highest", PyTorch's default, they are "tf32x3"
-(three TF32 products, with the precision of float32), otherwise "tf32". Products of fp16 and bf16 are exact. All sums are
-float32.
+(three TF32 products, with the precision of float32), otherwise "tf32". Products of fp16 and bf16 are exact. All sums
+are float32.
 """
 
 # T_q queries, T_k keys, D head size; q (batch..., T_q, D), k and v (batch..., T_k, D), any number of batch dimensions
@@ -109,11 +109,11 @@ def float32_precision():
 def select_tiles(q, k, precision):
     """The AttentionTiles for Heads q and k: of the tuned table, or smaller ones if there are few programs.
 
-    With few programs the time is that of the longest program, and smaller tiles are shorter programs. Then dq, dk and dv
-    are computed in one launch, because a second launch could not use more of the GPU.
+    With fewer programs than multiprocessors the time is that of the longest program. Programs of smaller tiles are
+    shorter. dq, dk and dv are then computed in one launch, because two launches would each leave most of the GPU idle.
     """
-    (B, H, T_q, D), T = q.shape, max(q.shape[2], k.shape[2])
-    itemsize = q.base.element_size()
+    B, H, _, D = q.shape
+    T, itemsize = max(q.shape[2], k.shape[2]), q.base.element_size()
     if itemsize == 2 and q.base.is_cuda:
         multiprocessors = torch.cuda.get_device_properties(q.base.device).multi_processor_count
         if B * H * triton.cdiv(T, 64) <= multiprocessors:

@@ -1,16 +1,16 @@
 """FlashAttention-2 for PyTorch, forward and backward: `flash_attention(q, k, v, causal)` and three autograd functions.
 
-The autograd functions differ in the code that they run, and are called as `.apply(q, k, v, is_causal)`; is_causal may be
-omitted (False). They work under torch.compile.
+The autograd functions differ in the code that they run. They are called as `.apply(q, k, v, is_causal)`; is_causal may
+be omitted (False). They work under torch.compile.
 
     FlashAttention2Torch            forward tile by tile in PyTorch, backward a compiled formula; any device
     FlashAttention2Triton           forward and backward by the Triton kernels of stage 2
     FlashAttention2TritonCompiled   forward by the Triton kernel, backward the compiled formula
 
-q (batch..., T_q, D), k and v (batch..., T_k, D): float32, float16 or bfloat16, any strides, D a multiple of 8 from 16 to
-128. Causal: query i attends to the keys 0 to i, also if T_q and T_k differ. Each function saves q, k, v, o and the
-logsumexp (batch..., T_q), from which its backward recomputes the attention weights. TypeError or ValueError: the inputs
-do not match, or the kernels cannot run on their device.
+q (batch..., T_q, D), k and v (batch..., T_k, D): float32, float16 or bfloat16, any strides, D a multiple of 8 from 16
+to 128. Causal: query i attends to the keys 0 to i, also if T_q and T_k differ. Each function saves q, k, v, o and the
+logsumexp (batch..., T_q); its backward recomputes the attention weights from the logsumexp. Inputs that do not match,
+or that the kernels cannot process on their device, raise TypeError or ValueError.
 """
 
 import torch

@@ -1,7 +1,7 @@
 """Launch the project's Triton kernels on PyTorch tensors, on PyTorch's current stream.
 
-Stage 2 replaces Triton's driver and allocator for its process, because it uses CuPy. Here they stay as they are, and the
-stream is an argument of each launch. So a launch is right in a process that also runs stage 2 or kernels of inductor.
+Stage 2 replaces Triton's driver and allocator for its process, because it uses CuPy. This module changes neither, and
+passes the stream with each launch. It therefore works in a process that also runs stage 2 or kernels of inductor.
 """
 
 import torch
