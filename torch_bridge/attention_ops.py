@@ -23,7 +23,7 @@ from stage2_cuda.kernels.attention import (
     default_tiles,
     forward_launch,
 )
-from torch_bridge.triton_launch import interpreted, launch
+from torch_bridge.triton_launch import check_device, launch
 
 DTYPES = torch.float32, torch.float16, torch.bfloat16
 HEAD_SIZES = range(16, 129, 8)
@@ -57,19 +57,6 @@ def check_inputs(q, k, v):
         raise ValueError(f"the head size D of q {shapes[0]} is {shapes[0][-1]}: it must be a multiple of 8, 16 to 128")
     if shapes[1][-2] == 0:
         raise ValueError(f"k has shape {shapes[1]}: attention needs at least one key")
-
-
-def check_device(q, name):
-    """Raise ValueError or TypeError unless the kernels can run on q's device; name: the function, for the message."""
-    if not interpreted() and q.device.type != "cuda":
-        raise ValueError(
-            f"{name} needs a CUDA tensor, q is on {q.device}: use FlashAttention2Torch, or set TRITON_INTERPRET=1 "
-            "before Python starts"
-        )
-    if interpreted() and q.dtype == torch.bfloat16:
-        raise TypeError(
-            f"q has dtype {q.dtype}, which is silently wrong in Triton's interpreter: use float32, or a GPU"
-        )
 
 
 # -- strides and tiles -------------------------------------------------------------------------------------------------
@@ -130,7 +117,7 @@ def triton_forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(o (batch..., T_q, D), logsumexp (batch..., T_q) float32, a natural logarithm) of attention."""
     check_inputs(q, k, v)
-    check_device(q, "FlashAttention2Triton")
+    check_device(q, "FlashAttention2Triton", "FlashAttention2Torch")
     o, lse = empty_output(q), q.new_empty(q.shape[:-1], dtype=torch.float32)
     if q.numel():
         precision, (y, *qkv) = float32_precision(), map(heads_of, (o, q, k, v))

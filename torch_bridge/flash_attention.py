@@ -15,8 +15,9 @@ or that the kernels cannot process on their device, raise TypeError or ValueErro
 
 import torch
 
-from torch_bridge.attention_ops import interpreted, triton_backward, triton_forward
+from torch_bridge.attention_ops import triton_backward, triton_forward
 from torch_bridge.tiled_attention import compiled_backward, tiled_forward
+from torch_bridge.triton_launch import interpreted
 
 
 def flash_attention(q, k, v, causal=False):

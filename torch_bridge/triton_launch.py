@@ -13,6 +13,20 @@ def interpreted():
     return triton.knobs.runtime.interpret
 
 
+def check_device(x, name, alternative):
+    """Raise ValueError or TypeError unless kernels can run on tensor x.
+
+    name: the function that the user called, alternative: what runs on any device, both for the message.
+    """
+    if not interpreted() and x.device.type != "cuda":
+        raise ValueError(
+            f"{name} needs a CUDA tensor, the first one is on {x.device}: use {alternative}, or set TRITON_INTERPRET=1 "
+            "before Python starts"
+        )
+    if interpreted() and x.dtype == torch.bfloat16:
+        raise TypeError(f"{name}: {x.dtype} is silently wrong in Triton's interpreter: use float32, or a GPU")
+
+
 def launch(kernel, grid, arguments, options, device):
     """Run kernel[grid] on the current stream of `device`. grid: 1 to 3 integers.
 

@@ -14,6 +14,8 @@ import triton.language as tl
 from benchmarks.harness.processes import run_main
 from benchmarks.harness.report import add_save_flags, print_table, save
 from gpt2core.errors import ConfigError
+from stage2_cuda.gemm.matmul import MatmulTile, matmul, tile_origin
+from stage2_cuda.kernels.gelu import sigmoid_of_2u
 from stage2_cuda.tuning.tuner import capture_calls, milliseconds
 
 BENCHMARK = "benchmarks.gpu.fusions"
@@ -21,40 +23,10 @@ SEPARATE = "separate kernel"
 SEED = 20260101
 SHAPES = [(65536, 768, 3072), (65536, 768, 2304), (4096, 384, 1536), (4096, 384, 1152)]  # rows, C, K: gpt2, paper
 TILES = [(128, 128, 64, 4, 3), (128, 256, 64, 8, 3), (64, 128, 64, 4, 3)]  # rows, K, C, warps, stages
-GROUP = tl.constexpr(8)  # rows of tiles in a launch group, whose operands stay in the L2 cache
 A, B = tl.constexpr((2 / np.pi) ** 0.5), tl.constexpr(0.044715)
 
 
 # -- fused products ---------------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def tile_origin(n, k, N: tl.constexpr, K: tl.constexpr):
-    """The first row and column of this program's tile."""
-    tiles_n, tiles_k = tl.cdiv(n, N), tl.cdiv(k, K)
-    pid_in_group = tl.program_id(0) % (GROUP * tiles_k)
-    first = tl.program_id(0) // (GROUP * tiles_k) * GROUP
-    group_size = tl.minimum(tiles_n - first, GROUP)
-    return (first + pid_in_group % group_size) * N, pid_in_group // group_size * K
-
-
-@triton.jit
-def sigmoid_of_2u(x):
-    u = (x + x * x * x * B) * A
-    t = tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [u], dtype=tl.float32, is_pure=True, pack=1)
-    return 0.5 + 0.5 * t
-
-
-@triton.jit
-def gelu_kernel(y_desc, h_desc, x_desc, w_desc, b_ptr, n, k, c, N: tl.constexpr, K: tl.constexpr, C: tl.constexpr):
-    """h = x w + b; y = gelu(h)."""
-    row, col = tile_origin(n, k, N, K)
-    acc = tl.zeros((N, K), tl.float32)
-    for start in tl.range(0, c, C):
-        acc = tl.dot(x_desc.load([row, start]), w_desc.load([start, col]), acc)
-    acc += tl.load(b_ptr + col + tl.arange(0, K)).to(tl.float32)[None, :]
-    h_desc.store([row, col], acc.to(h_desc.dtype))
-    y_desc.store([row, col], (acc * sigmoid_of_2u(acc)).to(y_desc.dtype))
 
 
 @triton.jit
@@ -183,9 +155,8 @@ def functions_of(cupy, backend, n, c, k):
         ts, name = floats(triton.cdiv(n, N), k), f"Triton {N} x {K} x {C}"
         a, wide = [descriptor(each, (N, C)) for each in (x, dy, s)], [descriptor(each, (N, K)) for each in (y, h, dh)]
         ww, w2w = descriptor(w, (C, K)), descriptor(w2, (K, C))
-        functions["GELU after", name] = lambda t=tile, a=a, o=wide, ww=ww: triton_product(
-            gelu_kernel, t, *o[:2], a[0], ww, b
-        )
+        product_tile = MatmulTile(*tile, c_at="end")
+        functions["GELU after", name] = lambda t=product_tile: matmul(y, x, w, b, "gelu", h, t)
         functions["GELU' after", name] = then(
             lambda t=tile, a=a, o=wide, v=w2w, ts=ts: triton_product(gelu_backward_kernel, t, o[2], ts, a[1], v, o[1]),
             lambda ts=ts: column_sums.add_partials(ts, db),

@@ -60,8 +60,8 @@ ALIGNMENT_A, ALIGNMENT_B, ALIGNMENT_C, ALIGNMENT_D = ((number, c_uint32) for num
 
 # cublasLtEpilogue_t is a bit mask. GELU is the tanh approximation, as in GPT-2; DGELU is its derivative at aux.
 # DGELU_BGRAD, which also computes the bias gradient, is not used: it runs at a third of the speed.
-NO_EPILOGUE, BIAS, GELU, DGELU, AUX = 1, 4, 32, 64, 128
-ACTIVATIONS = {None: 0, "gelu": GELU, "dgelu": DGELU}
+NO_EPILOGUE, RELU, BIAS, GELU, DGELU, AUX = 1, 2, 4, 32, 64, 128
+ACTIVATIONS = {None: 0, "relu": RELU, "gelu": GELU, "dgelu": DGELU}
 
 # cublasLtReductionScheme_t: how the partial sums of a product that is split along C are added. COMPUTE_TYPE adds fp32
 # numbers in the workspace in a fixed order, so equal inputs give equal bits. The others (INPLACE 1, OUTPUT_TYPE 4) add
@@ -166,11 +166,12 @@ class Problem(NamedTuple):
             raise TypeError(f"bias and aux must have out's type: {self}")
         if self.compute not in COMPUTE or (self.compute == "tf32" and a.dtype != np.float32):
             raise TypeError(f"compute must be fp32, or tf32 for float32 operands: {self}")
-        fits = {None: not aux, "gelu": not self.accumulate, "dgelu": aux and not bias and not self.accumulate}
+        sole = not self.accumulate
+        fits = {None: not aux, "relu": not aux, "gelu": sole, "dgelu": aux and not bias and sole}
         if not fits.get(self.activation):
             raise ValueError(
-                "activation must be None without aux, gelu without accumulate, or dgelu with aux but without bias and "
-                f"accumulate: {self}"
+                "activation must be None or relu without aux, gelu without accumulate, or dgelu with aux but without "
+                f"bias and accumulate: {self}"
             )
 
 
@@ -216,9 +217,9 @@ class CublasLt:
         """out (N, K) = activation(op(a) (N, C) @ op(b) (C, K) + bias (K)), op the transpose if trans_a or trans_b.
 
         a, b: float32, float16 or bfloat16 arrays with contiguous rows (views into wider arrays are allowed); sums are
-        float32; out has the type of a and b, or float32. options: bias; trans_a; trans_b; accumulate: out += ...;
-        compute: "fp32", or "tf32" for float32 operands; activation: "gelu", which stores its input in aux (N, K) if
-        given, or "dgelu", which multiplies by gelu'(aux). bias and aux have out's type.
+        float32; out has the type of a and b, or float32. options: bias; trans_a; trans_b; accumulate: out is added
+        before the activation; compute: "fp32", or "tf32" for float32 operands; activation: "relu"; "gelu", which stores
+        its input in aux (N, K) if given; or "dgelu", which multiplies by gelu'(aux). bias and aux have out's type.
 
         Raises ShapeError, TypeError or ValueError if these do not match. Raises RuntimeError if cublasLt fails, or if a
         new product must be timed while the stream is captured: run it once before the capture.

@@ -29,7 +29,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from gpt2core.errors import ConfigError
 from stage2_cuda.kernels.attention_backward import both_kernel, dkdv_kernel, dq_kernel
 from stage2_cuda.kernels.attention_forward import LOG2E, forward_kernel
-from stage2_cuda.runtime.triton_launch import Pointer, launch
+from stage2_cuda.runtime.triton_launch import KernelLaunch, Pointer, launch
 
 
 class TileConfig(NamedTuple):
@@ -109,15 +109,6 @@ class Heads(NamedTuple):
         """A descriptor for blocks of `block_rows` rows of one head; their columns are padded to HEAD_DIM."""
         block_shape = [1, 1, block_rows, padded_head_size(self.shape[3])]
         return TensorDescriptor(self.base, list(self.shape), list(self.strides), block_shape)
-
-
-class KernelLaunch(NamedTuple):
-    """kernel[grid](*arguments, **options); options: the constants of the kernel and its launch parameters."""
-
-    kernel: object
-    grid: tuple
-    arguments: tuple
-    options: dict
 
 
 def forward_launch(y, lse, q, k, v, tile, precision="ieee", causal=True, natural=False):

@@ -13,6 +13,7 @@ import ctypes
 import functools
 import importlib
 import threading
+from typing import NamedTuple
 
 import numpy as np
 
@@ -23,6 +24,15 @@ USE_INTERPRETER = "with TRITON_INTERPRET=1 in the environment the same kernels r
 PIP_INSTALL = "pip install cupy-cuda13x[ctk], or cupy-cuda12x[ctk] for a driver of CUDA 12"
 MIN_CAPABILITY = (8, 0)  # bf16 tensor cores
 PDL_CAPABILITY = (9, 0)  # programmatic dependent launch
+
+
+class KernelLaunch(NamedTuple):
+    """kernel[grid](*arguments, **options), not launched yet; see launch()."""
+
+    kernel: object
+    grid: tuple
+    arguments: tuple
+    options: dict
 
 
 def interpreted():

@@ -26,7 +26,7 @@ from gpt2core.parallel.codecs import CODECS, GROUP  # noqa: E402
 from stage2_cuda import decoding, gemm, kernels  # noqa: E402
 from stage2_cuda.cuda_backend import dtype_of  # noqa: E402
 from stage2_cuda.decoding import batched, cached_attention, last_token, sampling, single_row  # noqa: E402
-from stage2_cuda.gemm import fp16x3  # noqa: E402
+from stage2_cuda.gemm import fp16x3, matmul  # noqa: E402
 from stage2_cuda.kernels import (  # noqa: E402
     adamw,
     attention,
@@ -135,6 +135,14 @@ def launch_fp16x3(a):
             operands = split(a.f(*left)), split(a.f(*right))
             fp16x3.product(a.f(m, n), None, *operands, a.f(n), *trans, True)
             fp16x3.product(a.f(m, n), partials and a.f(*partials), *operands, None, *trans)
+
+
+def launch_matmul(a):
+    for M, N, K in ((170, 72, 40), (65, 33, 9)):  # by descriptors, and by pointers with masks
+        d, h, product = a.x(M, N), a.x(M, N), (a.x(M, K), a.x(K, N))
+        matmul.matmul(d, *product, a.x(M, N), "relu")
+        matmul.matmul(d, *product, a.x(N), "gelu", h)
+        matmul.matmul(d, *product)
 
 
 def launch_adamw(a):

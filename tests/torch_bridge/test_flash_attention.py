@@ -12,7 +12,7 @@ triton = pytest.importorskip("triton")
 from stage2_cuda.kernels.attention import AttentionTiles, TileConfig  # noqa: E402
 from stage2_cuda.runtime import faster_interpreter  # noqa: E402
 from tests.support.attention_oracle import assert_near, oracle, results  # noqa: E402
-from torch_bridge import attention_ops, tiled_attention  # noqa: E402
+from torch_bridge import attention_ops, tiled_attention, triton_launch  # noqa: E402
 from torch_bridge.flash_attention import (  # noqa: E402
     FlashAttention2Torch,
     FlashAttention2Triton,
@@ -20,7 +20,7 @@ from torch_bridge.flash_attention import (  # noqa: E402
     flash_attention,
 )
 
-INTERPRETED = attention_ops.interpreted()
+INTERPRETED = triton_launch.interpreted()
 needs_interpreter = pytest.mark.skipif(not INTERPRETED, reason="tests/torch_bridge/test_gpu.py runs it on the GPU")
 TRITON = [pytest.param(FlashAttention2Triton, marks=needs_interpreter)]
 COMPILED = [pytest.param(FlashAttention2TritonCompiled, marks=needs_interpreter)]
@@ -253,11 +253,11 @@ def test_an_unsupported_head_size_is_an_error_that_names_it(rng, D):
 
 @needs_interpreter
 def test_bf16_in_the_interpreter_is_an_error(rng):
-    with pytest.raises(TypeError, match="torch.bfloat16, which is silently wrong in Triton's interpreter"):
+    with pytest.raises(TypeError, match="torch.bfloat16 is silently wrong in Triton's interpreter"):
         FlashAttention2Triton.apply(*inputs(rng, (2,), 5, 7, 16, torch.bfloat16)[:3])
 
 
 def test_a_cpu_tensor_without_the_interpreter_is_an_error(rng, monkeypatch):
-    monkeypatch.setattr(attention_ops, "interpreted", lambda: False)
-    with pytest.raises(ValueError, match="FlashAttention2Triton needs a CUDA tensor, q is on cpu"):
+    monkeypatch.setattr(triton_launch, "interpreted", lambda: False)
+    with pytest.raises(ValueError, match="FlashAttention2Triton needs a CUDA tensor, the first one is on cpu"):
         FlashAttention2Triton.apply(*inputs(rng, (2,), 5, 7, 16)[:3])
