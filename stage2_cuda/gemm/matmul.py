@@ -81,10 +81,13 @@ def load_block(
 ):
     """The block (ROWS, COLS) of a matrix from (row, col) on, zero outside the matrix.
 
-    ACCESS: see StridedMatrix.access().
+    ACCESS: see StridedMatrix.access(). If all rows are equal ("one row"), the block is (1, COLS).
     """
     if ACCESS == "rows":
         block = x.load([row, col])
+    elif ACCESS == "one row":
+        cols = col + tl.arange(0, COLS)
+        block = tl.load(x + cols.to(tl.int64) * col_stride, mask=cols < n_cols, other=0.0)[None, :]
     elif ACCESS == "columns":
         block = x.load([col, row]).T
     else:
@@ -121,7 +124,7 @@ def matmul_kernel(
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     if c is not None:
         if C_AT == "start":
-            acc = load_block(c, row, col, M, N, c_row, c_col, BLOCK_M, BLOCK_N, ACCESS_C).to(tl.float32)
+            acc += load_block(c, row, col, M, N, c_row, c_col, BLOCK_M, BLOCK_N, ACCESS_C).to(tl.float32)
         if C_AT == "early":
             early = load_block(c, row, col, M, N, c_row, c_col, BLOCK_M, BLOCK_N, ACCESS_C)
     for k in tl.range(0, K, BLOCK_K):
@@ -152,18 +155,28 @@ class StridedMatrix(NamedTuple):
     shape: tuple
     strides: tuple
 
-    def access(self):
-        """How kernels read and write it: "rows" (by a descriptor), "columns" (of its transpose), or "pointers"."""
-        pointer, itemsize = pointer_of(self.base), self.base.dtype.itemsize
-        for name, contiguous, other in (("rows", 1, 0), ("columns", 0, 1)):
-            stride = self.strides[other] * itemsize
-            if self.strides[contiguous] == 1 and stride > 0 and stride % ALIGNED == 0 and min(self.shape) > 0:
-                return name if pointer.data_ptr() % ALIGNED == 0 else "pointers"
-        return "pointers"
+    def access(self, allowed):
+        """How a kernel reads or writes it: the first of `allowed` that is possible, otherwise by "pointers" to elements.
+
+        "rows": by a descriptor. "columns": by a descriptor of its transpose. "one row": all rows are equal, because the
+        row stride is 0; the kernel reads one of them.
+        """
+        row_stride, col_stride = self.strides
+        possible = {
+            "one row": row_stride == 0,
+            "rows": col_stride == 1 and self.is_aligned(row_stride),
+            "columns": row_stride == 1 and self.is_aligned(col_stride),
+        }
+        return next((name for name in allowed if possible[name]), "pointers")
+
+    def is_aligned(self, stride):
+        """Whether a descriptor can have this stride between contiguous rows or columns, and the address."""
+        stride_bytes, address = stride * self.base.dtype.itemsize, pointer_of(self.base).data_ptr()
+        return min(*self.shape, stride) > 0 and stride_bytes % ALIGNED == 0 and address % ALIGNED == 0
 
     def argument(self, access, *block_shape):
         """The kernel's argument: a descriptor, in blocks of `block_shape`, or the array itself."""
-        if access == "pointers":
+        if access in ("one row", "pointers"):
             return self.base
         order = slice(None, None, 1 if access == "rows" else -1)
         shapes = (list(each[order]) for each in (self.shape, self.strides, block_shape))
@@ -173,6 +186,9 @@ class StridedMatrix(NamedTuple):
 def pointer_of(array):
     """An object with the address and the dtype of a PyTorch tensor or of a contiguous CuPy array."""
     return array if hasattr(array, "data_ptr") else Pointer(array)
+
+
+ALLOWED = {"d": ["rows"], "a": ["rows", "columns"], "b": ["rows", "columns"], "c": ["one row", "rows", "columns"]}
 
 
 def matmul_launch(d, a, b, c=None, activation=None, h=None, tile=None, precision="ieee"):
@@ -185,13 +201,13 @@ def matmul_launch(d, a, b, c=None, activation=None, h=None, tile=None, precision
     tile = tile or select_tile(M, N)
     m, n, k = tile.block_m, tile.block_n, tile.block_k
     blocks = {"d": (d, m, n), "a": (a, m, k), "b": (b, k, n), "c": (c, m, n)}
-    access = {name: matrix.access() if matrix else None for name, (matrix, *_) in blocks.items()}
-    if access["d"] == "columns":
-        access["d"] = "pointers"
+    access = {name: matrix and matrix.access(ALLOWED[name]) for name, (matrix, *_) in blocks.items()}
+    # A load through pointers needs registers for addresses, so its block is not kept in registers during the loop.
+    c_at = "end" if access["c"] == "pointers" and tile.c_at == "early" else tile.c_at
     arrays = [matrix and matrix.argument(access[name], *block) for name, (matrix, *block) in blocks.items()]
     strides = [stride for matrix, *_ in blocks.values() for stride in (matrix.strides if matrix else (0, 0))]
     arguments = arrays[0], h and h.argument(access["d"], m, n), *arrays[1:], *strides, M, N, K
-    constants = dict(BLOCK_M=m, BLOCK_N=n, BLOCK_K=k, ACTIVATION=activation, C_AT=tile.c_at, PRECISION=precision)
+    constants = dict(BLOCK_M=m, BLOCK_N=n, BLOCK_K=k, ACTIVATION=activation, C_AT=c_at, PRECISION=precision)
     constants |= {f"ACCESS_{name.upper()}": value for name, value in access.items()}
     options = dict(num_warps=tile.num_warps, num_stages=tile.num_stages)
     return KernelLaunch(matmul_kernel, (triton.cdiv(M, m) * triton.cdiv(N, n),), arguments, constants | options)

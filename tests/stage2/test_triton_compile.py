@@ -29,6 +29,7 @@ SPILLS = {
     ("h200", "layernorm.backward_kernel", None): "8 bytes, with rows of 2048",
     ("a100", "attention_backward.both_kernel", "ieee"): "960 bytes: without a TMA unit each element has an address",
     ("a100", "attention_forward.forward_kernel", "ieee"): "56 bytes, for the same reason, by Triton 3.6",
+    ("a100", "matmul.matmul_kernel", "ieee"): "up to 1176 bytes, for the same reason: its tiles are those of an H200",
     ("a100", "fp16x3.product_kernel", None): "up to 408 bytes, for the same reason",
 }
 

@@ -1,0 +1,80 @@
+"""Measure the rows of a table in several runs: each run adds rows to the JSON file, and skips those that it contains.
+
+A GPU is often available for a few minutes only. A script gives a name to each row; run_rows() measures the rows that
+are missing until the time is over, and saves the file several times a minute.
+"""
+
+import json
+import statistics
+import time
+from datetime import UTC, datetime
+
+from benchmarks.harness.jobs import ROOT
+from benchmarks.harness.report import add_save_flags, commit, save
+
+SAVE_EVERY = 20  # seconds; saving reads the versions of the hardware, which takes a second
+
+
+def add_row_flags(add, name):
+    """Add --only, --minutes, --fresh and --dry-run, and the flags of add_save_flags(). name: the default file name."""
+    add("--only", nargs="+", default=[], metavar="TEXT", help="only rows whose name contains all these texts")
+    add("--minutes", type=float, default=8, help="start no row after this time; run again for the rest (default 8)")
+    add("--fresh", action="store_true", help="measure all rows again (default: skip the rows in the file)")
+    add("--dry-run", action="store_true", help="print the names of the rows that would be measured")
+    add_save_flags(add, name)
+
+
+def saved_rows(benchmark, args):
+    """The rows of the file that save() would write; [] if there is none."""
+    group = benchmark.split(".")[-2]
+    path = ROOT / ("" if args.save else "out") / "results" / group / f"{args.save_as}.json"
+    return json.loads(path.read_text())["results"] if path.exists() else []
+
+
+def run_rows(benchmark, args, cases):
+    """Measure the cases {name: function} that are missing; returns all rows of the file, in the order of `cases`.
+
+    A function returns a dictionary of results. If the GPU's memory is too small, the row has oom=True instead.
+    """
+    end, rows = time.monotonic() + 60 * args.minutes, {row["name"]: row for row in saved_rows(benchmark, args)}
+    wanted = [name for name in cases if all(text in name for text in args.only) and (args.fresh or name not in rows)]
+    if args.dry_run:
+        print(*wanted, f"{len(wanted)} rows", sep="\n")
+        wanted = []
+    saved_at, order = time.monotonic(), list(dict.fromkeys([*cases, *rows]))
+    for number, name in enumerate(wanted, 1):
+        result = measured(cases[name])
+        rows[name] = {"name": name, **result, **stamp(args)}
+        print(f"{name}: {result}", flush=True)
+        over = time.monotonic() > end and number < len(wanted)
+        if over or number == len(wanted) or time.monotonic() > saved_at + SAVE_EVERY:
+            save(benchmark, [rows[each] for each in order if each in rows], args, args.save_as)
+            saved_at = time.monotonic()
+        if over:
+            print(f"{args.minutes:g} minutes are over: {len(wanted) - number} rows are missing; run the command again")
+            break
+    return [rows[name] for name in cases if name in rows]
+
+
+def measured(function):
+    """function(), or {"oom": True} if the memory of the GPU is too small."""
+    import torch
+
+    try:
+        return function()
+    except RuntimeError as error:  # torch.OutOfMemoryError, or an error of CUDA
+        if "out of memory" not in str(error):
+            raise
+        return {"oom": True}
+    finally:
+        torch.cuda.empty_cache()
+
+
+def stamp(args):
+    return {"commit": args.commit or commit(), "date": datetime.now(UTC).isoformat(timespec="seconds")}
+
+
+def mean_and_deviation(samples):
+    """{"mean", "std", "n"} of a list of numbers; std: the standard deviation of the sample."""
+    deviation = statistics.stdev(samples) if len(samples) > 1 else 0.0
+    return {"mean": statistics.fmean(samples), "std": deviation, "n": len(samples)}
