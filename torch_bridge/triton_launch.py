@@ -37,8 +37,12 @@ def launch(kernel, grid, arguments, options, device):
         kernel[grid](*arguments, **options)
         return
     with torch.cuda.device(device):  # Triton compiles for, and loads onto, the current device
-        # warmup() returns the compiled variant for these arguments. Triton 3.9 warns without enable_fp_fusion.
-        compiled = kernel.warmup(*arguments, grid=grid, enable_fp_fusion=True, **options)
+        compiled = compiled_variant(kernel, grid, arguments, options)
         constants = [options[name] for name in kernel.arg_names[len(arguments) :]]
         stream = torch.cuda.current_stream(device).cuda_stream
         compiled[(*grid, 1, 1)[:3]](*arguments, *constants, stream=stream)
+
+
+def compiled_variant(kernel, grid, arguments, options):
+    """The compiled kernel for these arguments: Triton compiles a variant for each set of dtypes and constants."""
+    return kernel.warmup(*arguments, grid=grid, enable_fp_fusion=True, **options)  # without it Triton 3.9 warns

@@ -156,7 +156,7 @@ class StridedMatrix(NamedTuple):
     strides: tuple
 
     def access(self, allowed):
-        """How a kernel reads or writes it: the first of `allowed` that is possible, otherwise by "pointers" to elements.
+        """How a kernel reads or writes it: the first of `allowed` that is possible, otherwise "pointers" to elements.
 
         "rows": by a descriptor. "columns": by a descriptor of its transpose. "one row": all rows are equal, because the
         row stride is 0; the kernel reads one of them.
