@@ -20,6 +20,7 @@ programs compute dq, the other half dk and dv.
 # B batch, T time, C channels, H heads, D = C // H head size, HEAD_DIM = D rounded up to a power of two
 # a tile of s is BLOCK_M queries (rows) by BLOCK_N keys (columns)
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -180,6 +181,7 @@ def mask_keys(T_q, T_k, tile, causal):
     return (T_q > T_k if causal else True) and T_k % tile.block_n != 0
 
 
+@functools.cache
 def padded_head_size(D):
     return max(16, triton.next_power_of_2(D))  # tl.dot needs at least 16
 
