@@ -1,8 +1,8 @@
 """The Triton kernels of attention as operators of PyTorch: `triton_forward` and `triton_backward`.
 
-Both are custom operators (torch.library), so torch.compile treats each as one node of its graph. For that each has a
-fake kernel, which returns outputs of the right shape and strides without computing them. Gradients are the subject of
-flash_attention.py.
+Both are custom operators (torch.library), so torch.compile treats each as one node of its graph. Each has a fake
+kernel, from which torch.compile learns the shapes and strides of the outputs. flash_attention.py connects them to
+autograd.
 
 Products of float32 follow torch.set_float32_matmul_precision(): with "highest", PyTorch's default, they are "tf32x3"
 (three TF32 products, with the precision of float32), otherwise "tf32". Products of fp16 and bf16 are exact. All sums
@@ -10,7 +10,7 @@ are float32.
 """
 
 # T_q queries, T_k keys, D head size; q (batch..., T_q, D), k and v (batch..., T_k, D), any number of batch dimensions
-# Heads, the form in which the kernels read them: (B, H, T, D)
+# The kernels read them as Heads (B, H, T, D): two batch dimensions.
 
 import torch
 import triton
@@ -29,7 +29,7 @@ DTYPES = torch.float32, torch.float16, torch.bfloat16
 HEAD_SIZES = range(16, 129, 8)
 ALIGNED = 16  # bytes: a descriptor needs this alignment of addresses and strides
 
-# For few programs, see select_tiles(): {largest D: tiles}
+# {largest D: tiles for few programs}, see select_tiles(). Not measured yet: benchmarks/torch/attention_tiles.py.
 SMALL_TILES = {
     64: AttentionTiles(TileConfig(64, 64, 4, 3), both=TileConfig(64, 64, 4, 2)),
     128: AttentionTiles(TileConfig(64, 64, 4, 3), both=TileConfig(64, 64, 8, 2)),
@@ -122,8 +122,7 @@ def triton_forward(
     if q.numel():
         precision, (y, *qkv) = float32_precision(), map(heads_of, (o, q, k, v))
         tile = select_tiles(*qkv[:2], precision).forward
-        each = forward_launch(y, lse, *qkv, tile, precision, is_causal, natural=True)
-        launch(*each, q.device)
+        launch(*forward_launch(y, lse, *qkv, tile, precision, is_causal, natural=True), q.device)
     return o, lse
 
 
@@ -151,8 +150,8 @@ def triton_backward(
     precision, delta, lse2 = float32_precision(), torch.empty_like(lse), torch.empty_like(lse)
     written, (dy, *qkv, y) = map(heads_of, gradients), map(heads_of, (do, q, k, v, o))
     tiles = select_tiles(*qkv[:2], precision)
-    for each in backward_launches(*written, delta, dy, *qkv, y, lse, tiles, precision, is_causal, lse2):
-        launch(*each, q.device)
+    for kernel_launch in backward_launches(*written, delta, dy, *qkv, y, lse, tiles, precision, is_causal, lse2):
+        launch(*kernel_launch, q.device)
     return tuple(gradients)
 
 

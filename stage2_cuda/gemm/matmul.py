@@ -23,7 +23,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from stage2_cuda.kernels.gelu import sigmoid_of_2u
-from stage2_cuda.runtime.triton_launch import KernelLaunch, Pointer, launch
+from stage2_cuda.runtime.triton_launch import KernelLaunch, Pointer
 
 GROUP = tl.constexpr(8)  # rows of tiles that are launched together, so that their operands stay in the L2 cache
 ALIGNED = 16  # bytes: a descriptor needs this alignment of the address and of the stride
@@ -228,5 +228,4 @@ def matmul(d, a, b, c=None, activation=None, h=None, tile=None, precision="ieee"
         return array if array is None else StridedMatrix(array, array.shape, (array.shape[1], 1))
 
     added = matrix(c) if c is None or c.ndim == 2 else StridedMatrix(c, d.shape, (0, 1))
-    each = matmul_launch(matrix(d), matrix(a), matrix(b), added, activation, matrix(h), tile, precision)
-    launch(each.kernel, each.grid, *each.arguments, **each.options)
+    matmul_launch(matrix(d), matrix(a), matrix(b), added, activation, matrix(h), tile, precision).run()

@@ -30,7 +30,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from gpt2core.errors import ConfigError
 from stage2_cuda.kernels.attention_backward import both_kernel, dkdv_kernel, dq_kernel
 from stage2_cuda.kernels.attention_forward import LOG2E, forward_kernel
-from stage2_cuda.runtime.triton_launch import KernelLaunch, Pointer, launch
+from stage2_cuda.runtime.triton_launch import KernelLaunch, Pointer
 
 
 class TileConfig(NamedTuple):
@@ -115,32 +115,33 @@ class Heads(NamedTuple):
 def forward_launch(y, lse, q, k, v, tile, precision="ieee", causal=True, natural=False):
     """The KernelLaunch that computes y and lse.
 
-    q and y (B, H, T_q, D), k and v (B, H, T_k, D): Heads. lse (B, H, T_q): a contiguous float32 array; in base 2, which
-    is log2(e) times the lse of the formula, or with natural=True as in the formula. tile: a TileConfig. precision: as
-    for attention_forward().
+    q and y (B, H, T_q, D), k and v (B, H, T_k, D): Heads. lse (B, H, T_q): a contiguous float32 array. With
+    natural=True it is the lse of the formula, a natural logarithm; otherwise it is in base 2, log2(e) times as large.
+    tile: a TileConfig. precision: as for attention_forward().
     """
     (B, H, T_q, D), T_k = q.shape, k.shape[2]
     arrays = y.descriptor(tile.block_m), lse, q.descriptor(tile.block_m), *descriptors(tile.block_n, k, v)
-    masks = dict(CAUSAL=causal, MASK_KEYS=mask_keys(T_q, T_k, tile, causal), NATURAL=natural)
     arguments = *arrays, T_q, T_k, H, LOG2E.value / math.sqrt(D)
-    options = launch_options(tile, D, precision) | masks
+    masks = dict(CAUSAL=causal, MASK_KEYS=mask_keys(T_q, T_k, tile, causal))
+    options = launch_options(tile, D, precision, NATURAL=natural, **masks)
     return KernelLaunch(forward_kernel, (B * H, triton.cdiv(T_q, tile.block_m)), arguments, options)
 
 
 def backward_launches(dq, dk, dv, delta, dy, q, k, v, y, lse, tiles, precision="ieee", causal=True, lse2=None):
     """Yield the one or two KernelLaunches that compute dq, dk and dv.
 
-    dq, dk, dv, dy, q, k, v, y: Heads; delta and lse: contiguous float32 arrays (B, H, T_q), delta is scratch. lse2:
-    None if lse is in base 2. If lse is a natural logarithm: scratch like delta, to which it is written in base 2.
+    dq, dk, dv, dy, q, k, v, y: Heads. lse and delta: contiguous float32 arrays (B, H, T_q); lse is that of
+    forward_launch(), delta is scratch. lse2: None if lse is in base 2. If lse is a natural logarithm, lse2 is scratch
+    like delta, and a kernel writes lse in base 2 to it.
 
     tiles: AttentionTiles. With only `dq`, dk and dv are not computed. With only `dkdv`, dq is not computed, and delta
-    and lse2 must have been computed by a launch with `dq`.
+    and lse2 must contain the values that a launch with `dq` has written.
     """
     (B, H, T_q, D), T_k, scale, natural = q.shape, k.shape[2], 1 / math.sqrt(q.shape[3]), lse2 is not None
     if tile := tiles.both:
         arrays = *descriptors(tile.block_m, dq, dk, dv, dy, y), lse, *descriptors(tile.block_m, q, k, v)
-        masks = dict(CAUSAL=causal, MASK_KEYS=mask_keys(T_q, T_k, tile, causal), NATURAL=natural)
-        options = launch_options(tile, D, precision) | masks | dict(EVEN=T_q % tile.block_m == 0)
+        masks = dict(CAUSAL=causal, MASK_KEYS=mask_keys(T_q, T_k, tile, causal), EVEN=T_q % tile.block_m == 0)
+        options = launch_options(tile, D, precision, NATURAL=natural, **masks)
         grid = (B * H, 2 * triton.cdiv(max(T_q, T_k), tile.block_m))
         yield KernelLaunch(both_kernel, grid, (*arrays, T_q, T_k, H, scale), options)
         return
@@ -148,18 +149,17 @@ def backward_launches(dq, dk, dv, delta, dy, q, k, v, y, lse, tiles, precision="
         dq_m, dy_m, y_m, q_m = descriptors(tile.block_m, dq, dy, y, q)
         arrays = dq_m, delta, lse2, dy_m, y_m, lse, q_m, *descriptors(tile.block_n, k, v)
         masks = dict(CAUSAL=causal, MASK_KEYS=mask_keys(T_q, T_k, tile, causal))
-        options = launch_options(tile, D, precision) | masks
+        options = launch_options(tile, D, precision, **masks)
         yield KernelLaunch(dq_kernel, (B * H, triton.cdiv(T_q, tile.block_m)), (*arrays, T_q, T_k, H, scale), options)
     if tile := tiles.dkdv:
         dk_n, dv_n, k_n, v_n = descriptors(tile.block_n, dk, dv, k, v)
         dy_m, q_m = descriptors(tile.block_m, dy, q)
-        rows, even = [delta, lse2 if natural else lse], T_q % tile.block_m == 0
+        delta_in, lse_in, even = delta, lse2 if natural else lse, T_q % tile.block_m == 0
         use_descriptor = even and D in DESCRIPTOR_HEAD_SIZES and q.base.dtype.itemsize == 2 and B * H * T_q < 2**31
         if use_descriptor:
-            rows = [row_descriptor(array, B * H * T_q, tile.block_m) for array in rows]
-        arrays = dk_n, dv_n, rows[0], dy_m, rows[1], q_m, k_n, v_n
-        masks = dict(CAUSAL=causal, EVEN=even, USE_DESCRIPTOR=use_descriptor)
-        options = launch_options(tile, D, precision) | masks
+            delta_in, lse_in = (row_descriptor(array, B * H * T_q, tile.block_m) for array in (delta_in, lse_in))
+        arrays = dk_n, dv_n, delta_in, dy_m, lse_in, q_m, k_n, v_n
+        options = launch_options(tile, D, precision, CAUSAL=causal, EVEN=even, USE_DESCRIPTOR=use_descriptor)
         yield KernelLaunch(dkdv_kernel, (B * H, triton.cdiv(T_k, tile.block_n)), (*arrays, T_q, H, scale), options)
 
 
@@ -177,7 +177,7 @@ def row_descriptor(array, size, block_rows):
 
 
 def mask_keys(T_q, T_k, tile, causal):
-    """MASK_KEYS: whether a query < T_q has a tile with keys >= T_k that the causal mask does not hide."""
+    """MASK_KEYS of the kernels: whether a tile may contain keys beyond T_k that no causal mask hides."""
     return (T_q > T_k if causal else True) and T_k % tile.block_n != 0
 
 
@@ -186,11 +186,11 @@ def padded_head_size(D):
     return max(16, triton.next_power_of_2(D))  # tl.dot needs at least 16
 
 
-def launch_options(tile, D, precision):
-    """The constants and launch parameters that all attention kernels share."""
+def launch_options(tile, D, precision, **constants):
+    """`constants` with the constants and launch parameters that all attention kernels share."""
     options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
-    constants = {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "HEAD_DIM": padded_head_size(D), "LOOPS": tile.loops}
-    return {**constants, "PRECISION": precision, **options}
+    shared = {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "HEAD_DIM": padded_head_size(D), "LOOPS": tile.loops}
+    return {**shared, "PRECISION": precision, **options, **constants}
 
 
 # -- packed arrays of a model ------------------------------------------------------------------------------------------
@@ -206,8 +206,7 @@ def attention_forward(y, lse, qkv, n_head, precision="ieee", tiles=None):
     """
     tiles = shapes_and_tiles(qkv, n_head, precision, tiles)[3]
     (y,) = packed_heads(y, n_head, 1)
-    each = forward_launch(y, lse, *packed_heads(qkv, n_head, 3), tiles.forward, precision)
-    launch(each.kernel, each.grid, *each.arguments, **each.options)
+    forward_launch(y, lse, *packed_heads(qkv, n_head, 3), tiles.forward, precision).run()
 
 
 def attention_backward(dqkv, delta, dy, qkv, y, lse, n_head, precision="ieee", tiles=None):
@@ -218,8 +217,8 @@ def attention_backward(dqkv, delta, dy, qkv, y, lse, n_head, precision="ieee", t
     tiles = shapes_and_tiles(qkv, n_head, precision, tiles)[3]
     (dy,), (y,) = packed_heads(dy, n_head, 1), packed_heads(y, n_head, 1)
     dqkv, qkv = packed_heads(dqkv, n_head, 3), packed_heads(qkv, n_head, 3)
-    for each in backward_launches(*dqkv, delta, dy, *qkv, y, lse, tiles, precision):
-        launch(each.kernel, each.grid, *each.arguments, **each.options)
+    for kernel_launch in backward_launches(*dqkv, delta, dy, *qkv, y, lse, tiles, precision):
+        kernel_launch.run()
 
 
 def packed_heads(array, n_head, parts):

@@ -48,9 +48,9 @@ def key_range(
     if LOOPS == 2:
         full_end = T_k
         if CAUSAL:
-            full_end = start_m // BLOCK_N * BLOCK_N
-        if MASK_KEYS:
-            full_end = tl.minimum(full_end, T_k // BLOCK_N * BLOCK_N)
+            full_end = tl.minimum(start_m, T_k)
+        if CAUSAL or MASK_KEYS:
+            full_end = full_end // BLOCK_N * BLOCK_N
         if loop == 0:
             end = full_end
         else:

@@ -27,12 +27,16 @@ PDL_CAPABILITY = (9, 0)  # programmatic dependent launch
 
 
 class KernelLaunch(NamedTuple):
-    """kernel[grid](*arguments, **options), not launched yet; see launch()."""
+    """The arguments of one launch(), for a caller that may launch with CuPy or with PyTorch (torch_bridge)."""
 
     kernel: object
     grid: tuple
     arguments: tuple
     options: dict
+
+    def run(self):
+        """Launch with CuPy, or in the interpreter on NumPy arrays."""
+        launch(self.kernel, self.grid, *self.arguments, **self.options)
 
 
 def interpreted():

@@ -40,6 +40,7 @@ TILES = {
     "wide": AttentionTiles(WIDE, WIDE, WIDE),
     "tall": AttentionTiles(TALL, TALL, TALL),
     "both": AttentionTiles(TALL, both=SQUARE),
+    "two loops, square": AttentionTiles(*[SQUARE._replace(loops=2)] * 3),
     "two loops, wide": AttentionTiles(*[WIDE._replace(loops=2)] * 3),
     "two loops, tall": AttentionTiles(*[TALL._replace(loops=2)] * 3),
     "two loops, both": AttentionTiles(TALL, both=SQUARE._replace(loops=2)),
