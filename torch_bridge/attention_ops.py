@@ -29,10 +29,13 @@ DTYPES = torch.float32, torch.float16, torch.bfloat16
 HEAD_SIZES = range(16, 129, 8)
 ALIGNED = 16  # bytes: a descriptor needs this alignment of addresses and strides
 
-# {largest D: tiles for few programs}, see select_tiles(). Not measured yet: benchmarks/torch/attention_tiles.py.
+# {kind of products: {largest D: tiles for few programs}}, see select_tiles(). Chosen without a measurement;
+# benchmarks/torch/attention_tiles.py measures others.
 SMALL_TILES = {
-    64: AttentionTiles(TileConfig(64, 64, 4, 3), both=TileConfig(64, 64, 4, 2)),
-    128: AttentionTiles(TileConfig(64, 64, 4, 3), both=TileConfig(64, 64, 8, 2)),
+    "16 bits": {
+        64: AttentionTiles(TileConfig(64, 64, 4, 3), both=TileConfig(64, 64, 4, 2)),
+        128: AttentionTiles(TileConfig(64, 64, 4, 3), both=TileConfig(64, 64, 8, 2)),
+    },
 }
 
 
@@ -101,10 +104,11 @@ def select_tiles(q, k, precision):
     """
     B, H, _, D = q.shape
     T, itemsize = max(q.shape[2], k.shape[2]), q.base.element_size()
-    if itemsize == 2 and q.base.is_cuda:
+    small = SMALL_TILES.get("16 bits" if itemsize == 2 else precision, {})
+    if small and q.base.is_cuda:
         multiprocessors = torch.cuda.get_device_properties(q.base.device).multi_processor_count
         if B * H * triton.cdiv(T, 64) <= multiprocessors:
-            return SMALL_TILES[64 if D <= 64 else 128]
+            return next(tiles for largest, tiles in small.items() if D <= largest)
     return default_tiles(itemsize, T, D, precision)
 
 

@@ -28,7 +28,8 @@ SHARED = 227 << 10  # bytes
 
 def tiles(kernel, D, itemsize):
     """The TileConfigs to time: their sums fit into registers, and their operands into shared memory."""
-    sizes = itertools.product((32, 64, 128), (32, 64, 128), (4, 8), (2, 3))
+    lengths = (32, 64, 128) if itemsize == 2 else (16, 32, 64, 128)
+    sizes = itertools.product(lengths, lengths, (4, 8), (2, 3))
     for tile in itertools.starmap(TileConfig, sizes):
         m, n, threads = tile.block_m, tile.block_n, 32 * tile.num_warps
         sums = (
