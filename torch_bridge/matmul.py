@@ -1,7 +1,7 @@
 """D = ReLU(A B + C) in one Triton kernel, for PyTorch: `matmul_add_relu(a, b, c)`, with gradients.
 
-PyTorch computes torch.relu(a @ b + c) with three kernels. The product is written to memory and read twice more. The
-fused kernel reads a, b and c once and writes the result once.
+PyTorch computes torch.relu(a @ b + c) with three kernels. Each writes its result to memory, and the next kernel reads
+it. The fused kernel reads a, b and c and writes the result.
 """
 
 # a (M, K), b (K, N), c (M, N), d (M, N)

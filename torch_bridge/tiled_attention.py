@@ -60,7 +60,7 @@ def query_tile(q, k, v, start):
 
 
 def future(M, N, shift, device):
-    """(M, N) booleans: whether key j is after query i, which is at position i + shift relative to the first key."""
+    """Booleans (M, N): whether key j comes after query i. shift: the position of query 0 minus that of key 0."""
     return torch.arange(N, device=device) > torch.arange(M, device=device)[:, None] + shift
 
 
@@ -85,7 +85,7 @@ def backward_formula(do, q, k, v, o, lse, is_causal):
 
 @functools.cache
 def compiled_formula():
-    """backward_formula() under torch.compile, or as it is once a compilation has failed, with one note.
+    """backward_formula() under torch.compile. If a compilation fails, a warning says so, and eager mode is used.
 
     On the CPU, torch.compile needs a C++ compiler.
     """

@@ -145,7 +145,9 @@ def grid_row(name, dtype_name, T, D, args):
 
 @functools.lru_cache(maxsize=1)
 def forget_compiled(*_):
-    """Compile again for another implementation, dtype or D. Of one T, torch.compile makes code for any T."""
+    """Forget compiled code at each change of the implementation, dtype or D. At a change of T, torch.compile makes code
+    for all T; a change of the others as well would exceed the number of compilations that it allows.
+    """
     import torch
 
     torch._dynamo.reset()
@@ -166,7 +168,7 @@ def captured(call, stream):
 
 
 def board_row(name):
-    """The assignment's test_timing_flash_forward_backward; names without "eager" and "naive" are compiled."""
+    """The time of the assignment's test_timing_flash_forward_backward. Ours is compiled, except for "ours, eager"."""
     import torch
     import triton
 
@@ -202,19 +204,32 @@ def cases(args):
 
 
 def table_rows(rows):
-    """{part: the rows of its table}."""
+    """{title: the rows of a table}; the grid has a table for each kind, with a column for each implementation."""
     tables = {}
     for row in rows:
         part, *keys = row["name"].split(" / ")
-        cells = {"row": " / ".join(keys)}
-        for kind in ("both",) if part == "leaderboard" else ("forward", "backward", *["both"] * (part == "grid")):
-            cells[f"{kind} ms"] = "out of memory" if row.get("oom") else "{mean:.4g} ± {std:.2g}".format(**row[kind])
-        if part == "memory":
-            for kind in ("bytes_before_backward", "bytes_of_weights"):
-                name = kind.replace("_", " ").replace("bytes", "GiB")
-                cells[name] = "" if row.get("oom") else f"{row[kind] / 2**30:.2f}"
-        tables.setdefault(part, []).append(cells)
-    return tables
+        if part == "grid":
+            *shape, implementation_name = keys
+            for kind in ("forward", "backward", "both"):
+                table = tables.setdefault(f"grid, {kind}, ms", {})
+                cells = table.setdefault(tuple(shape), {"": ", ".join(shape), **dict.fromkeys(GRID, "")})
+                cells[implementation_name] = milliseconds(row, kind)
+        else:
+            kinds = ("both",) if part == "leaderboard" else ("forward", "backward")
+            cells = {"": ", ".join(keys), **{f"{kind} ms": milliseconds(row, kind) for kind in kinds}}
+            if part == "memory":
+                for column, kind in (
+                    ("GiB before backward", "bytes_before_backward"),
+                    ("GiB of weights", "bytes_of_weights"),
+                ):
+                    cells[column] = "" if row.get("oom") else f"{row[kind] / 2**30:.2f}"
+            tables.setdefault(part, {})[row["name"]] = cells
+    return {title: list(table.values()) for title, table in tables.items()}
+
+
+def milliseconds(row, kind):
+    """The mean and the standard deviation as text."""
+    return "out of memory" if row.get("oom") else "{mean:.4g} ± {std:.2g}".format(**row[kind])
 
 
 def main():
@@ -227,8 +242,8 @@ def main():
     add("--rep", type=int, default=100, help="milliseconds of each measurement of `grid` (default 100)")
     add_row_flags(add, "attention")
     args = parser.parse_args()
-    for part, rows in table_rows(run_rows(BENCHMARK, args, cases(args))).items():
-        print(f"\n{part}\n")
+    for title, rows in table_rows(run_rows(BENCHMARK, args, cases(args))).items():
+        print(f"\n{title}\n")
         print_table(rows)
 
 

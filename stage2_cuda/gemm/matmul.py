@@ -188,6 +188,7 @@ def pointer_of(array):
     return array if hasattr(array, "data_ptr") else Pointer(array)
 
 
+# the forms of StridedMatrix.access() that the kernel supports for each matrix, besides "pointers"
 ALLOWED = {"d": ["rows"], "a": ["rows", "columns"], "b": ["rows", "columns"], "c": ["one row", "rows", "columns"]}
 
 

@@ -80,9 +80,13 @@ def test_the_tables_of_attention_have_the_means_and_the_rows_without_memory():
             {"name": "leaderboard / ours", "both": time},
             {"name": "memory / D 16 / T 256", "forward": time, "backward": time, **sizes},
             {"name": "memory / D 16 / T 65536", "oom": True},
+            {"name": "grid / float32 / D 16 / T 128 / naive", "oom": True},
+            {"name": "grid / float32 / D 16 / T 128 / ours", "forward": time, "backward": time, "both": time},
         ]
     )
-    assert tables["leaderboard"] == [{"row": "ours", "both ms": "2 ± 1"}]
+    assert tables["leaderboard"] == [{"": "ours", "both ms": "2 ± 1"}]
+    (row,) = tables["grid, backward, ms"]
+    assert row[""] == "float32, D 16, T 128" and row["naive"] == "out of memory" and row["ours"] == "2 ± 1"
     assert tables["memory"][0]["GiB before backward"] == "3.00"
     assert tables["memory"][1]["forward ms"] == "out of memory"
 
