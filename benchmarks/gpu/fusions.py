@@ -15,6 +15,8 @@ import triton.language as tl
 from benchmarks.harness.processes import run_main
 from benchmarks.harness.report import add_save_flags, print_table, save
 from gpt2core.errors import ConfigError
+from stage2_cuda.gemm.matmul import MatmulTile, matmul, tile_origin
+from stage2_cuda.kernels.gelu import sigmoid_of_2u
 from stage2_cuda.tuning.tuner import capture_calls, milliseconds
 
 # A product is x (n, c) w (c, k), with bias b (k). In a kernel, N, K and C are the sizes of a tile in n, k and c.
@@ -26,41 +28,10 @@ SEED = 20260101
 # (n, c, k) of the MLP's first product and of the q, k, v projection, in gpt2 and in paper
 SHAPES = [(65536, 768, 3072), (65536, 768, 2304), (4096, 384, 1536), (4096, 384, 1152)]
 TILES = [(128, 128, 64, 4, 3), (128, 256, 64, 8, 3), (64, 128, 64, 4, 3)]  # (N, K, C, warps, stages)
-GROUP = tl.constexpr(8)  # rows of tiles that are computed together, so that their operands stay in the L2 cache
 A, B = tl.constexpr((2 / np.pi) ** 0.5), tl.constexpr(0.044715)  # gelu(x) = x (1 + tanh(u)) / 2, u = A (x + B x^3)
 
 
 # -- fused products ---------------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def tile_origin(n, k, N: tl.constexpr, K: tl.constexpr):
-    """The first row and column of this program's tile."""
-    tiles_n, tiles_k = tl.cdiv(n, N), tl.cdiv(k, K)
-    pid_in_group = tl.program_id(0) % (GROUP * tiles_k)
-    first_tile_row = tl.program_id(0) // (GROUP * tiles_k) * GROUP
-    group_size = tl.minimum(tiles_n - first_tile_row, GROUP)
-    return (first_tile_row + pid_in_group % group_size) * N, pid_in_group // group_size * K
-
-
-@triton.jit
-def sigmoid_of_2u(x):
-    """(1 + tanh(u)) / 2 = sigmoid(2u), by which GELU multiplies x."""
-    u = (x + x * x * x * B) * A
-    t = tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [u], dtype=tl.float32, is_pure=True, pack=1)
-    return 0.5 + 0.5 * t
-
-
-@triton.jit
-def gelu_kernel(y_desc, h_desc, x_desc, w_desc, b_ptr, n, k, c, N: tl.constexpr, K: tl.constexpr, C: tl.constexpr):
-    """h = x w + b; y = gelu(h)."""
-    row, col = tile_origin(n, k, N, K)
-    acc = tl.zeros((N, K), tl.float32)
-    for start in tl.range(0, c, C):
-        acc = tl.dot(x_desc.load([row, start]), w_desc.load([start, col]), acc)
-    acc += tl.load(b_ptr + col + tl.arange(0, K)).to(tl.float32)[None, :]
-    h_desc.store([row, col], acc.to(h_desc.dtype))
-    y_desc.store([row, col], (acc * sigmoid_of_2u(acc)).to(y_desc.dtype))
 
 
 @triton.jit
@@ -196,7 +167,7 @@ def functions_of(cupy, backend, n, c, k):
         x_desc, dy_desc, s_desc = (descriptor(array, (N, C)) for array in (x, dy, s))
         y_desc, h_desc, dh_desc = (descriptor(array, (N, K)) for array in (y, h, dh))
         w_desc, w2_desc = descriptor(w, (C, K)), descriptor(w2, (K, C))
-        functions["GELU after", name] = partial(triton_product, gelu_kernel, tile, y_desc, h_desc, x_desc, w_desc, b)
+        functions["GELU after", name] = partial(matmul, y, x, w, b, "gelu", h, MatmulTile(*tile, c_at="end"))
         functions["GELU' after", name] = in_order(
             partial(triton_product, gelu_backward_kernel, tile, dh_desc, tile_sums, dy_desc, w2_desc, h_desc),
             partial(column_sums.add_partials, tile_sums, db),

@@ -69,6 +69,7 @@ def launches_of(function, backend):
 
     def record_launch(kernel, grid, arguments, options):
         module = kernel.fn.__module__.rpartition(".")[2]
+        module = re.sub("attention_(forward|backward)", "attention", module)  # one group of rows for both files
         work = work_of(module, kernel.__name__, dict(zip(kernel.arg_names, arguments, strict=False)), options)
         launches.append(Launch(kernel.__name__, f"{module}: {kernel.__name__.removesuffix('_kernel')}", **work))
         return launch(kernel, grid, arguments, options)
@@ -96,7 +97,7 @@ def work_of(module, name, arguments, options):
     if module == "fp16x3" and name == "product_kernel":  # counted as one fp32 product, whatever the number of passes
         return {"flops": 2 * arguments["m"] * arguments["n"] * arguments["k"]}
     if module == "attention" and name in ATTENTION_PRODUCTS:
-        B, _, H, T, _ = (arguments["qkv_desc"] if name == "both_kernel" else arguments["qkv_m"]).shape
+        B, H, T, _ = arguments["q_desc"].shape
         return {"flops": ATTENTION_PRODUCTS[name] * B * H * T * T * options["HEAD_DIM"]}
     if module not in ONE_PASS:
         return {}

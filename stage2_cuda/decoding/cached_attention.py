@@ -1,8 +1,8 @@
 """Causal attention with a KV cache: t new queries attend to all cached keys, and causally to the t new keys.
 
 A program computes M new rows of one head. It loops over the cached keys in blocks of N, then over the new keys up to
-the diagonal, with the softmax steps of kernels/attention.py. gpt2core.sampler.Decoder uses this kernel. It serves
-tensor parallelism and batch sizes that GpuDecoder does not support. GpuDecoder has its own kernels (batched.py,
+the diagonal, with the softmax steps of kernels/attention_forward.py. gpt2core.sampler.Decoder uses this kernel, for
+tensor parallelism and for batch sizes that GpuDecoder does not support. GpuDecoder has its own kernels (batched.py,
 single_row.py).
 """
 
@@ -14,14 +14,8 @@ import triton
 import triton.language as tl
 
 from gpt2core.errors import ConfigError
-from stage2_cuda.kernels.attention import (
-    LOG2E,
-    TileConfig,
-    causal_mask,
-    padded_head_size,
-    shapes_and_tiles,
-    softmax_step,
-)
+from stage2_cuda.kernels.attention import TileConfig, padded_head_size, shapes_and_tiles
+from stage2_cuda.kernels.attention_forward import LOG2E, causal_mask, softmax_step
 from stage2_cuda.runtime.triton_launch import launch
 
 TILE = TileConfig(16, 64, 4, 2)  # 16 new queries by 64 keys; not tuned

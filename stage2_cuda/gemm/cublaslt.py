@@ -64,8 +64,8 @@ ALIGNMENT_A, ALIGNMENT_B, ALIGNMENT_C, ALIGNMENT_D = ((number, c_uint32) for num
 
 # Bits of cublasLtEpilogue_t. GELU is the tanh approximation, as in GPT-2; DGELU multiplies by its derivative at aux;
 # AUX stores or reads aux. DGELU_BGRAD, which also computes the bias gradient, is not used: it is three times slower.
-NO_EPILOGUE, BIAS, GELU, DGELU, AUX = 1, 4, 32, 64, 128
-ACTIVATIONS = {None: 0, "gelu": GELU, "dgelu": DGELU}
+NO_EPILOGUE, RELU, BIAS, GELU, DGELU, AUX = 1, 2, 4, 32, 64, 128
+ACTIVATIONS = {None: 0, "relu": RELU, "gelu": GELU, "dgelu": DGELU}
 
 # Bits of cublasLtReductionScheme_t. An algorithm may divide the sum over C into parts; the scheme says how the parts
 # are added. COMPUTE_TYPE (2) adds fp32 numbers in the workspace in a fixed order, so equal inputs give equal bits. The
@@ -172,11 +172,12 @@ class Problem(NamedTuple):
             raise TypeError(f"bias and aux must have out's type: {self}")
         if self.compute not in COMPUTE or (self.compute == "tf32" and a.dtype != np.float32):
             raise TypeError(f"compute must be fp32, or tf32 for float32 operands: {self}")
-        allowed = {None: not aux, "gelu": not self.accumulate, "dgelu": aux and not bias and not self.accumulate}
+        sole = not self.accumulate
+        allowed = {None: not aux, "relu": not aux, "gelu": sole, "dgelu": aux and not bias and sole}
         if not allowed.get(self.activation):
             raise ValueError(
-                "activation must be None without aux, gelu without accumulate, or dgelu with aux but without bias and "
-                f"accumulate: {self}"
+                "activation must be None or relu without aux, gelu without accumulate, or dgelu with aux but without "
+                f"bias and accumulate: {self}"
             )
 
 
@@ -224,8 +225,9 @@ class CublasLt:
 
         a, b: float32, float16 or bfloat16 arrays with contiguous rows (views into wider arrays are allowed). out has
         their type, or float32. Sums are float32. options: bias; aux; trans_a; trans_b; accumulate: add to the contents
-        of out; compute: "fp32", or "tf32" for float32 operands; activation: "gelu", which also stores its input in aux
-        (N, K) if given, or "dgelu", which multiplies the product by gelu'(aux). bias and aux have out's type.
+        of out before the activation; compute: "fp32", or "tf32" for float32 operands; activation: "relu"; "gelu", which
+        also stores its input in aux (N, K) if given; or "dgelu", which multiplies the product by gelu'(aux). bias and
+        aux have out's type.
 
         Raises ShapeError, TypeError or ValueError if these do not match. Raises RuntimeError if cublasLt fails, or if a
         new kind of product must be timed while the stream is captured: run the product once before the capture.

@@ -15,6 +15,7 @@ import ctypes
 import functools
 import importlib
 import threading
+from typing import NamedTuple
 
 import numpy as np
 
@@ -25,6 +26,19 @@ USE_INTERPRETER = "set the environment variable TRITON_INTERPRET=1 to run the sa
 PIP_INSTALL = "pip install cupy-cuda13x[ctk], or cupy-cuda12x[ctk] for a driver of CUDA 12"
 MIN_CAPABILITY = (8, 0)  # the lowest compute capability (major, minor) with bf16 tensor cores
 PDL_CAPABILITY = (9, 0)  # the lowest one with programmatic dependent launch: see can_overlap()
+
+
+class KernelLaunch(NamedTuple):
+    """The arguments of one launch(), for a caller that may launch with CuPy or with PyTorch (torch_bridge)."""
+
+    kernel: object
+    grid: tuple
+    arguments: tuple
+    options: dict
+
+    def run(self):
+        """Launch with CuPy, or in the interpreter on NumPy arrays."""
+        launch(self.kernel, self.grid, *self.arguments, **self.options)
 
 
 def interpreted():
@@ -209,15 +223,15 @@ def cupy_driver(gpu):
 
 
 class Pointer:
-    """An array as an argument for Triton: its address and its dtype. It keeps the array alive."""
+    """The address of a contiguous array plus `offset` bytes, as an argument for Triton. It keeps the array alive."""
 
     __slots__ = ("array", "dtype", "address")
 
-    def __init__(self, array):
+    def __init__(self, array, offset=0):
         if not array.flags.c_contiguous:
             raise not_contiguous(array)
         self.array, self.dtype = array, array.dtype
-        self.address = array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr
+        self.address = (array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr) + offset
 
     def data_ptr(self):
         return self.address

@@ -18,6 +18,7 @@ pytestmark = pytest.mark.fast
 ROOT = Path(__file__).resolve().parents[2]
 STAGES = sorted(path.name for path in ROOT.glob("stage[0-9]_*") if (path / "__init__.py").exists())
 CORE = sorted((ROOT / "gpt2core").rglob("*.py"))
+BRIDGE = sorted((ROOT / "torch_bridge").rglob("*.py"))
 CODE = CORE + sorted(file for stage in STAGES for file in (ROOT / stage).rglob("*.py"))
 READMES = [path for path in (ROOT / "README.md", *(ROOT / stage / "README.md" for stage in STAGES)) if path.exists()]
 
@@ -52,6 +53,33 @@ def test_a_stage_imports_only_what_it_adds_to(stage):
     for path in (ROOT / stage).rglob("*.py"):
         others = [module for module in imported(tree_of(path)) if module.startswith("stage")]
         assert [module for module in others if module[5] not in allowed] == [], name_of(path)
+
+
+@pytest.mark.parametrize("path", BRIDGE, ids=name_of)
+def test_of_the_stages_the_bridge_imports_only_kernels_and_products_of_stage_2(path):
+    found = imports_below(path, *STAGES, "gpt2core")
+    allowed = ("stage2_cuda.kernels.", "stage2_cuda.gemm.", "gpt2core.parallel.", "gpt2core.errors.")
+    assert [name for name in found if not name.startswith(allowed)] == []
+
+
+@pytest.mark.parametrize("path", BRIDGE, ids=name_of)
+def test_importing_the_bridge_imports_neither_cupy_nor_mpi(path):
+    """Nor does any file of this repository that it imports, directly or through others."""
+    reached, unread = set(), {path}
+    while unread:
+        file = unread.pop()
+        reached.add(file)
+        tree = ast.Module([node for node in tree_of(file).body if isinstance(node, ast.Import | ast.ImportFrom)], [])
+        assert not {"cupy", "mpi4py"} & set(imported(tree)), name_of(file)
+        parts = [name.split(".") for name in modules_imported(tree)]
+        files = {ROOT.joinpath(*name[:end]).with_suffix(".py") for name in parts for end in range(1, len(name) + 1)}
+        unread |= {file for file in files if file.exists()} - reached
+    assert len(reached) > 1 or not imports_below(path, *STAGES, "gpt2core", "torch_bridge")
+
+
+@pytest.mark.parametrize("path", CODE, ids=name_of)
+def test_neither_the_core_nor_a_stage_imports_the_bridge(path):
+    assert imports_below(path, "torch_bridge") == []
 
 
 def test_no_benchmark_imports_pytest_or_a_test():

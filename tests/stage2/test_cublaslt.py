@@ -114,6 +114,8 @@ class FakeLibrary:
             if kind & 128:
                 aux[...] = product
             product = gelu(product)
+        if kind & 2:
+            product = np.maximum(product, 0)
         if kind & 64:
             product *= gelu_slope(aux.astype(np.float64))
         d[...] = product
@@ -299,6 +301,16 @@ def test_gelu_is_the_tanh_approximation_and_stores_its_input(machine, name, with
     near(machine.host(y), gelu(h), GELU[name])
     if with_aux:
         near(machine.host(aux), h, TOLERANCE[name])
+
+
+@pytest.mark.parametrize("name", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_relu_follows_the_addition_to_out(machine, name, accumulate):
+    dtype = type_of(name, machine)
+    x, w, y = machine.normal((40, 24), dtype), machine.normal((24, 56), dtype), machine.normal((40, 56), dtype)
+    h = machine.host(x) @ machine.host(w) + (machine.host(y) if accumulate else 0)
+    machine.gemm().matmul(y, x, w, activation="relu", accumulate=accumulate)
+    near(machine.host(y), np.maximum(h, 0), GELU[name])
 
 
 @pytest.mark.parametrize("name", TOLERANCE)
@@ -493,7 +505,8 @@ def test_a_cache_that_cannot_be_written_is_a_warning(fake, tmp_path):
         (TypeError, "out's type", dict(bias=(32,), bias_type=np.float16)),
         (TypeError, "compute must be fp32", dict(compute="bf16")),
         (TypeError, "tf32", dict(type=np.float16, out_type=np.float16, compute="tf32")),
-        (ValueError, "activation", dict(activation="relu")),
+        (ValueError, "activation", dict(activation="tanh")),
+        (ValueError, "activation", dict(activation="relu", aux=(16, 32))),
         (ValueError, "activation", dict(activation="dgelu")),
         (ValueError, "activation", dict(activation="dgelu", aux=(16, 32), bias=(32,))),
         (ValueError, "activation", dict(activation="gelu", accumulate=True)),

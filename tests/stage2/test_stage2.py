@@ -176,7 +176,8 @@ def test_a_second_backward_through_the_head_gives_the_same_gradient(dloss):
 
 # {kernel that no training step, evaluation or generation in fp32 launches: what launches it}
 ELSEWHERE = {
-    "attention.both_kernel": "16 bits, T up to 256: dq, dk and dv in one launch",
+    "matmul.matmul_kernel": "torch_bridge.matmul and benchmarks",
+    "attention_backward.both_kernel": "16 bits, T up to 256: dq, dk and dv in one launch",
     "cast.cast_kernel": "16 bits: the copy of the parameters that kernels read, when they are loaded",
     "cast.scale_kernel": "backward() with a gradient other than 1",
     "rounding.rounding_kernel": "bf16 and --rounding stochastic: the copy of the parameters, after a resume",

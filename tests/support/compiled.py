@@ -48,6 +48,7 @@ from gpt2core.sampler import Greedy, KVCache, Sampling, generate_batch  # noqa: 
 from gpt2core.training_loop import read_batch  # noqa: E402
 from stage2_cuda import cuda_backend  # noqa: E402
 from stage2_cuda.cuda_backend import PRECISIONS  # noqa: E402
+from stage2_cuda.gemm import matmul  # noqa: E402
 from stage2_cuda.kernels import attention  # noqa: E402
 from stage2_cuda.kernels.cast import scale_in_place  # noqa: E402
 from stage2_cuda.memory_model import LOGITS_ALIGNMENT  # noqa: E402
@@ -259,6 +260,14 @@ def multiply(precision, rows, C, K):
     backend.linear_backward(dy, x, w)
 
 
+def fuse(precision, M, N, K):
+    """The fused product with each epilogue."""
+    dtype = Backend(precision).compute_dtype
+    d, a, b, c = (np.empty(shape, dtype) for shape in ((M, N), (M, K), (K, N), (M, N)))
+    for added, activation in ((None, None), (c[0], None), (c, "relu"), (c[0], "gelu")):
+        matmul.matmul(d, a, b, added, activation)
+
+
 def divide(config, precision):
     """More launches of a tensor parallel rank: attention with a cache, the gradient of its part of the vocabulary."""
     backend, B, T = Backend(precision), 2, 5
@@ -298,6 +307,7 @@ def suite(gpu):
     greedy, narrowed = Greedy(), Sampling(top_k=40, top_p=0.9)
     attend("bf16", 256, 64)
     multiply("fp32", 4096, 768, 3072)
+    fuse("fp16", 2048, 2048, 2048)
     if gpu == "a100":
         return write(two_layers("paper"), "bf16", 8, [greedy])
     train(two_layers("paper"), "fp32", 16)
@@ -316,6 +326,7 @@ def suite(gpu):
         attend("bf16", T, D)
     for precision, D in (("bf16", 64), ("bf16", 128), ("tf32", 64)):
         attend_with_all_tiles(precision, 1024, D)
+    sanitize.attend_separately(sanitize.Arrays(np, "bfloat16"), (1, 2, 1000, 777, 64), "ieee")
     reduce_gradients("bfloat16")
 
 

@@ -26,7 +26,7 @@ from gpt2core.parallel.codecs import CODECS, GROUP  # noqa: E402
 from stage2_cuda import decoding, gemm, kernels  # noqa: E402
 from stage2_cuda.cuda_backend import dtype_of  # noqa: E402
 from stage2_cuda.decoding import batched, cached_attention, gather, sampling, single_row  # noqa: E402
-from stage2_cuda.gemm import fp16x3  # noqa: E402
+from stage2_cuda.gemm import fp16x3, matmul  # noqa: E402
 from stage2_cuda.kernels import (  # noqa: E402
     adamw,
     attention,
@@ -41,6 +41,7 @@ from stage2_cuda.kernels import (  # noqa: E402
     rounding,
 )
 from stage2_cuda.runtime import triton_launch  # noqa: E402
+from stage2_cuda.runtime.triton_launch import Pointer  # noqa: E402
 from stage3_mpi_cuda import tree_sum  # noqa: E402
 
 TOOLS = "memcheck", "racecheck"
@@ -137,6 +138,14 @@ def launch_fp16x3(a):
             fp16x3.product(a.f(m, n), partials and a.f(*partials), *operands, None, *trans)
 
 
+def launch_matmul(a):
+    for M, N, K in ((170, 72, 40), (65, 33, 9)):  # by descriptors, and by pointers with masks
+        d, h, product = a.x(M, N), a.x(M, N), (a.x(M, K), a.x(K, N))
+        matmul.matmul(d, *product, a.x(M, N), "relu")
+        matmul.matmul(d, *product, a.x(N), "gelu", h)
+        matmul.matmul(d, *product)
+
+
 def launch_adamw(a):
     n = 3 * adamw.BLOCK + 7
     scalars = a.xp.asarray(adamw_scalars(3, 1e-3, 0.9, 0.95, 1e-8, 0.1))
@@ -158,6 +167,22 @@ def launch_cast(a):
         cast.scale_in_place(a.x(n), a.f(1))
 
 
+def attend_separately(a, shape, precision, tiles=None):
+    """Attention of separate q, k and v (B, H, T, D), not causal and causal, with a natural logarithm."""
+    B, H, T_q, T_k, D = shape
+    arrays = [a.x(B, H, T, D) for T in (T_q, T_k, T_k, T_q, T_q, T_k, T_k, T_q)]
+    q, k, v, y, dq, dk, dv, dy = (
+        attention.Heads(Pointer(x), x.shape, (H * x[0, 0].size, x[0, 0].size, D, 1)) for x in arrays
+    )
+    lse, delta, lse2 = (a.f(B, H, T_q) for _ in range(3))
+    tiles = tiles or attention.default_tiles(q.base.dtype.itemsize, max(T_q, T_k), D, precision)
+    for causal in (False, True):
+        attention.forward_launch(y, lse, q, k, v, tiles.forward, precision, causal, natural=True).run()
+        arguments = dq, dk, dv, delta, dy, q, k, v, y, lse, tiles, precision, causal, lse2
+        for kernel_launch in attention.backward_launches(*arguments):
+            kernel_launch.run()
+
+
 def launch_attention(a):
     precisions = ("ieee", "tf32", "tf32x3") if a.dtype == np.float32 else ("ieee",)
     for precision in precisions:
@@ -166,6 +191,8 @@ def launch_attention(a):
             lse, delta = a.f(B, H, T), a.f(B, H, T)
             attention.attention_forward(y, lse, qkv, H, precision)
             attention.attention_backward(dqkv, delta, dy, qkv, y, lse, H, precision)
+        for T_q, T_k in ((70, 133), (300, 170)):
+            attend_separately(a, (2, 3, T_q, T_k, 24), precision)
         B, H, D, block = 2, 3, 24, 37
         keys, values = a.x(B, H, D, block), a.x(B, H, block, D)
         for t, position in ((1, 36), (19, 5)):

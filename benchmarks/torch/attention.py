@@ -1,0 +1,251 @@
+"""Is torch_bridge.flash_attention faster than PyTorch's attention? Three parts, whose rows have one file.
+
+memory: PyTorch's naive attention, float32, batch 8: forward, backward (wall time with a synchronisation after each) and
+the memory before backward, T up to the first that does not fit. grid: causal, batch 1 without heads, T 128 to 65,536, D
+16 to 128, bf16 and float32: device time of forward, backward and both. leaderboard: 16 heads, T 16,384, D 64, bf16,
+causal: forward and backward, timed by triton.testing.do_bench exactly as the assignment's leaderboard does.
+
+Run the command again until no row is missing. Times are milliseconds.
+"""
+
+import argparse
+import functools
+import sys
+
+from benchmarks.harness.processes import run_main
+from benchmarks.harness.report import print_table
+from benchmarks.harness.rows import add_row_flags, mean_and_deviation, run_rows
+
+# T time (queries and keys), D head size
+
+BENCHMARK = "benchmarks.torch.attention"
+HEAD_SIZES = 16, 32, 64, 128
+MEMORY_BATCH, MEMORY_LENGTHS = 8, (256, 1024, 4096, 8192, 16384, 32768, 65536)
+GRID_LENGTHS = tuple(2**power for power in range(7, 17))
+GRAPH_LENGTH = 8192  # up to this T calls are timed in a CUDA graph, because the launches would take longer
+OURS = "ours"
+GRID = "naive", "compiled", "sdpa", OURS, "ours, compiled backward"
+LEADERBOARD = OURS, "ours, eager", "ours, compiled backward", "naive", "sdpa flash", "sdpa cudnn"
+BOARD_SHAPE = 3, 16, 16384, 64  # q, k and v; heads, T, D
+
+
+# -- implementations ---------------------------------------------------------------------------------------------------
+
+
+def naive(q, k, v, causal):
+    """softmax(q k' / sqrt(D)) v with the T x T matrices in memory."""
+    import torch
+
+    s = q @ k.mT * q.shape[-1] ** -0.5  # (batch, T, T)
+    if causal:
+        positions = torch.arange(q.shape[-2], device=q.device)
+        s = s.masked_fill(positions > positions[:, None], float("-inf"))
+    return s.softmax(-1) @ v
+
+
+def sdpa(backend, q, k, v, causal):
+    """PyTorch's own attention by one backend: "FLASH_ATTENTION", "EFFICIENT_ATTENTION" or "CUDNN_ATTENTION"."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.nn.functional import scaled_dot_product_attention
+
+    with sdpa_kernel(getattr(SDPBackend, backend)):
+        four = (x[None] if x.ndim == 3 else x for x in (q, k, v))  # flash and cuDNN need (batch, heads, T, D)
+        o = scaled_dot_product_attention(*four, is_causal=causal)
+        return o[0] if q.ndim == 3 else o
+
+
+def implementation(name, dtype):
+    """The function (q, k, v, causal) -> o of a row."""
+    import torch
+
+    from torch_bridge.flash_attention import FlashAttention2Triton, FlashAttention2TritonCompiled
+
+    sdpa_backend = "EFFICIENT_ATTENTION" if dtype == torch.float32 else "FLASH_ATTENTION"
+    return {
+        "naive": naive,
+        "compiled": torch.compile(naive),
+        "sdpa": functools.partial(sdpa, sdpa_backend),
+        "sdpa flash": functools.partial(sdpa, "FLASH_ATTENTION"),
+        "sdpa cudnn": functools.partial(sdpa, "CUDNN_ATTENTION"),
+        OURS: FlashAttention2Triton.apply,
+        "ours, compiled backward": FlashAttention2TritonCompiled.apply,
+    }[name]
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+def memory_row(T, D, repeats):
+    """Wall time of naive attention, the memory before backward, and the part of it that the T x T matrix takes."""
+    import time
+
+    import torch
+
+    q, k, v, do = (torch.randn(MEMORY_BATCH, T, D, device="cuda") for _ in range(4))
+    leaves, times = [x.requires_grad_() for x in (q, k, v)], {"forward": [], "backward": []}
+    for number in range(repeats + 3):  # the first three are warm-up
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        o = naive(*leaves, False)
+        torch.cuda.synchronize()
+        middle, allocated = time.perf_counter(), torch.cuda.memory_allocated()
+        gradients = torch.autograd.grad(o, leaves, do)
+        torch.cuda.synchronize()
+        if number >= 3:
+            times["forward"].append(1e3 * (middle - start))
+            times["backward"].append(1e3 * (time.perf_counter() - middle))
+        del o, gradients
+    result = {kind: mean_and_deviation(samples) for kind, samples in times.items()}
+    # Of the scores, the scaled scores and the weights (each batch x T x T), backward needs the weights only.
+    return result | {"bytes_before_backward": allocated, "bytes_of_weights": 4 * MEMORY_BATCH * T * T}
+
+
+# -- grid --------------------------------------------------------------------------------------------------------------
+
+
+def grid_row(name, dtype_name, T, D, args):
+    """Device time of forward, backward and both."""
+    import torch
+    import torch._functorch.config as functorch
+    import triton
+
+    functorch.donated_buffer = False  # a compiled function is differentiated several times
+    forget_compiled(name, dtype_name, D)
+    dtype = getattr(torch, dtype_name)
+    attend = implementation(name, dtype)
+    q, k, v, do = (torch.randn(1, T, D, device="cuda", dtype=dtype) for _ in range(4))
+    leaves, stream = [x.requires_grad_() for x in (q, k, v)], torch.cuda.Stream()
+
+    def forward():
+        with torch.no_grad():
+            return attend(*leaves, True)
+
+    def both():
+        return torch.autograd.grad(attend(*leaves, True), leaves, do)
+
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        o = attend(*leaves, True)
+        calls = {
+            "forward": forward,
+            "backward": lambda: torch.autograd.grad(o, leaves, do, retain_graph=True),
+            "both": both,
+        }
+        result = {}
+        for kind, call in calls.items():
+            for _ in range(3):
+                call()
+            if T <= GRAPH_LENGTH:
+                call = captured(call, stream).replay
+            samples = triton.testing.do_bench(call, args.warmup, args.rep, return_mode="all")
+            result[kind] = mean_and_deviation(samples)
+    torch.cuda.synchronize()
+    return result
+
+
+@functools.lru_cache(maxsize=1)
+def forget_compiled(*_):
+    """Forget compiled code at each change of the implementation, dtype or D. At a change of T, torch.compile makes code
+    for all T; a change of the others as well would exceed the number of compilations that it allows.
+    """
+    import torch
+
+    torch._dynamo.reset()
+
+
+def captured(call, stream):
+    """A CUDA graph of one call."""
+    import torch
+
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        call()
+    return graph
+
+
+# -- leaderboard -------------------------------------------------------------------------------------------------------
+
+
+def board_row(name):
+    """The time of the assignment's test_timing_flash_forward_backward. Ours is compiled, except for "ours, eager"."""
+    import torch
+    import triton
+
+    q, k, v = torch.randn(*BOARD_SHAPE, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    attend = implementation(name.removesuffix(", eager"), torch.bfloat16)
+    flash = torch.compile(attend) if name.startswith("ours") and "eager" not in name else attend
+
+    def flash_forward_backward():
+        o = flash(q, k, v, True)
+        loss = o.sum()
+        loss.backward()
+
+    samples = triton.testing.do_bench(flash_forward_backward, rep=10000, warmup=1000, return_mode="all")
+    return {"both": mean_and_deviation(samples)}
+
+
+# -- tables ------------------------------------------------------------------------------------------------------------
+
+
+def cases(args):
+    """{name of a row: function that measures it}."""
+    found = {f"leaderboard / {name}": functools.partial(board_row, name) for name in LEADERBOARD}
+    for dtype in ("bfloat16", "float32"):
+        for D in HEAD_SIZES:
+            for name in GRID:
+                for T in GRID_LENGTHS:
+                    row = functools.partial(grid_row, name, dtype, T, D, args)
+                    found[f"grid / {dtype} / D {D} / T {T} / {name}"] = row
+    for D in HEAD_SIZES:
+        for T in MEMORY_LENGTHS:
+            found[f"memory / D {D} / T {T}"] = functools.partial(memory_row, T, D, args.repeats)
+    return found
+
+
+def table_rows(rows):
+    """{title: the rows of a table}; the grid has a table for each kind, with a column for each implementation."""
+    tables = {}
+    for row in rows:
+        part, *keys = row["name"].split(" / ")
+        if part == "grid":
+            *shape, implementation_name = keys
+            for kind in ("forward", "backward", "both"):
+                table = tables.setdefault(f"grid, {kind}, ms", {})
+                cells = table.setdefault(tuple(shape), {"": ", ".join(shape), **dict.fromkeys(GRID, "")})
+                cells[implementation_name] = milliseconds(row, kind)
+        else:
+            kinds = ("both",) if part == "leaderboard" else ("forward", "backward")
+            cells = {"": ", ".join(keys), **{f"{kind} ms": milliseconds(row, kind) for kind in kinds}}
+            if part == "memory":
+                for column, kind in (
+                    ("GiB before backward", "bytes_before_backward"),
+                    ("GiB of weights", "bytes_of_weights"),
+                ):
+                    cells[column] = "" if row.get("oom") else f"{row[kind] / 2**30:.2f}"
+            tables.setdefault(part, {})[row["name"]] = cells
+    return {title: list(table.values()) for title, table in tables.items()}
+
+
+def milliseconds(row, kind):
+    """The mean and the standard deviation as text."""
+    return "out of memory" if row.get("oom") else "{mean:.4g} ± {std:.2g}".format(**row[kind])
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {BENCHMARK}", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--repeats", type=int, default=100, help="forward and backward passes of a row of `memory` (default 100)")
+    add("--warmup", type=int, default=25, help="milliseconds before each measurement of `grid` (default 25)")
+    add("--rep", type=int, default=100, help="milliseconds of each measurement of `grid` (default 100)")
+    add_row_flags(add, "attention")
+    args = parser.parse_args()
+    for title, rows in table_rows(run_rows(BENCHMARK, args, cases(args))).items():
+        print(f"\n{title}\n")
+        print_table(rows)
+
+
+if __name__ == "__main__":
+    sys.exit(run_main(main))

@@ -1,0 +1,121 @@
+"""Which tiles of the attention kernels are the fastest for torch_bridge.flash_attention, for each D and T?
+
+Each kernel is timed with each tile: forward, dq, dkdv, and both (dq, dk and dv in one launch). The fastest are copied
+by hand into DEFAULT_TILES of stage2_cuda/kernels/attention.py, or for few programs into SMALL_TILES of
+torch_bridge/attention_ops.py. The lines "in use" are the tiles of these tables.
+
+Device time in milliseconds, causal, from CUDA graphs. Run the command again until no tile is missing.
+"""
+
+import argparse
+import functools
+import itertools
+import sys
+
+from benchmarks.harness.processes import run_main
+from benchmarks.harness.report import print_table
+from benchmarks.harness.rows import add_row_flags, mean_and_deviation, run_rows
+from benchmarks.torch.attention import captured
+from stage2_cuda.kernels.attention import AttentionTiles, TileConfig
+
+# T time (queries and keys), D head size
+
+BENCHMARK = "benchmarks.torch.attention_tiles"
+KERNELS = "forward", "dq", "dkdv", "both"
+MAX_SUMS = 160  # float32 sums of one thread, of its 255 registers
+SHARED = 227 << 10  # bytes
+
+
+def tiles(kernel, D, itemsize):
+    """The TileConfigs to time: their sums fit into registers, and their operands into shared memory."""
+    lengths = (32, 64, 128) if itemsize == 2 else (16, 32, 64, 128)
+    sizes = itertools.product(lengths, lengths, (4, 8), (2, 3))
+    for tile in itertools.starmap(TileConfig, sizes):
+        m, n, threads = tile.block_m, tile.block_n, 32 * tile.num_warps
+        sums = (
+            m * n * (1 if kernel == "forward" else 2)
+            + D * {"forward": m, "dq": m, "dkdv": 2 * n, "both": 2 * n}[kernel]
+        )
+        operands = itemsize * D * (2 * tile.num_stages * (m if kernel in ("dkdv", "both") else n) + 2 * m)
+        if 16 <= sums / threads <= MAX_SUMS and operands <= SHARED and (kernel != "both" or m == n):
+            yield tile
+
+
+def tile_row(kernel, tile, dtype_name, heads, T, D, args):
+    """The time of one kernel with one tile, or with the tiles in use if tile is None."""
+    import torch
+    import triton
+    from triton import OutOfResources
+
+    from torch_bridge import attention_ops
+
+    dtype, in_use = getattr(torch, dtype_name), attention_ops.select_tiles
+    q, k, v, do = (torch.randn(heads, T, D, device="cuda", dtype=dtype) for _ in range(4))
+    used = in_use(attention_ops.heads_of(q), attention_ops.heads_of(k), attention_ops.float32_precision())
+    tile = tile or getattr(used, kernel)
+    if tile is None:
+        return {"not_used": True}
+    stream = torch.cuda.Stream()
+    attention_ops.select_tiles = lambda *_: AttentionTiles(used.forward)._replace(**{kernel: tile})
+    try:
+        with torch.cuda.stream(stream):
+            o, lse = attention_ops.triton_forward(q, k, v, True)
+            call = functools.partial(attention_ops.triton_backward, do, q, k, v, o, lse, True)
+            if kernel == "forward":
+                call = functools.partial(attention_ops.triton_forward, q, k, v, True)
+            call()
+            graph = captured(call, stream)
+            samples = triton.testing.do_bench(graph.replay, args.warmup, args.rep, return_mode="all")
+    except OutOfResources as error:
+        return {"does_not_fit": str(error).splitlines()[0]}
+    finally:
+        attention_ops.select_tiles = in_use
+    return {"time": mean_and_deviation(samples)}
+
+
+def cases(args):
+    """{name of a row: function}. One variant serves all T, so T changes first."""
+    found = {}
+    for dtype, D, kernel in itertools.product(args.dtype, args.head_size, args.kernel):
+        for tile in [None, *tiles(kernel, D, 2 if dtype == "bfloat16" else 4)]:
+            described = "in use" if tile is None else "{} x {}, {} warps, {} stages".format(*tile[:4])
+            for T in args.length:
+                row = functools.partial(tile_row, kernel, tile, dtype, args.heads, T, D, args)
+                found[f"{dtype} / {args.heads} heads / D {D} / T {T} / {kernel} / {described}"] = row
+    return found
+
+
+def print_rankings(rows, count):
+    """Print the fastest tiles of each kernel, D and T."""
+    groups = {}
+    for row in rows:
+        if "time" in row:
+            case, _, tile = row["name"].rpartition(" / ")
+            groups.setdefault(case, []).append((row["time"]["mean"], tile))
+    for case, timed in groups.items():
+        print(f"\n{case}\n")
+        fastest = sorted(timed)
+        shown = fastest[:count] + [each for each in fastest[count:] if each[1] == "in use"]
+        print_table([{"tile": tile, "ms": f"{time:.4f}", "x": f"{time / fastest[0][0]:.3f}"} for time, tile in shown])
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {BENCHMARK}", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--dtype", nargs="+", choices=("bfloat16", "float32"), default=["bfloat16"], help="(default bfloat16)")
+    add("--heads", type=int, default=1, help="batch x heads (default 1)")
+    add("--head-size", type=int, nargs="+", default=[64, 128], help="D (default 64 128)")
+    add("--length", type=int, nargs="+", default=[1024, 4096, 16384], help="T (default 1024 4096 16384)")
+    add("--kernel", nargs="+", choices=KERNELS, default=list(KERNELS), help="(default all)")
+    add("--warmup", type=int, default=10, help="milliseconds before each measurement (default 10)")
+    add("--rep", type=int, default=40, help="milliseconds of each measurement (default 40)")
+    add("--show", type=int, default=5, help="lines of each ranking (default 5)")
+    add_row_flags(add, "attention_tiles")
+    args = parser.parse_args()
+    print_rankings(run_rows(BENCHMARK, args, cases(args)), args.show)
+
+
+if __name__ == "__main__":
+    sys.exit(run_main(main))

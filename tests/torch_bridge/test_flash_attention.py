@@ -1,0 +1,264 @@
+"""The autograd functions of torch_bridge.flash_attention on the CPU: in PyTorch, and in Triton's interpreter."""
+
+# T_q queries, T_k keys, D head size; q (batch..., T_q, D), k and v (batch..., T_k, D)
+
+import warnings
+
+import pytest
+
+torch = pytest.importorskip("torch")
+triton = pytest.importorskip("triton")
+
+from stage2_cuda.kernels.attention import AttentionTiles, TileConfig  # noqa: E402
+from stage2_cuda.runtime import faster_interpreter  # noqa: E402
+from tests.support.attention_oracle import assert_near, oracle, results  # noqa: E402
+from torch_bridge import attention_ops, tiled_attention, triton_launch  # noqa: E402
+from torch_bridge.flash_attention import (  # noqa: E402
+    FlashAttention2Torch,
+    FlashAttention2Triton,
+    FlashAttention2TritonCompiled,
+    flash_attention,
+)
+
+INTERPRETED = triton_launch.interpreted()
+needs_interpreter = pytest.mark.skipif(not INTERPRETED, reason="tests/torch_bridge/test_gpu.py runs it on the GPU")
+TRITON = [pytest.param(FlashAttention2Triton, marks=needs_interpreter)]
+COMPILED = [pytest.param(FlashAttention2TritonCompiled, marks=needs_interpreter)]
+FUNCTIONS = [FlashAttention2Torch, *TRITON, *COMPILED]
+TOLERANCE = 1e-6  # relative norm in float32: every sum is rounded
+
+SHAPES = [  # batch..., T_q, T_k, D
+    ((), 70, 41, 64),
+    ((2,), 5, 3, 16),
+    ((1, 2), 33, 65, 24),
+    ((2, 1, 2), 1, 18, 16),
+    ((1,), 19, 19, 128),
+]
+SQUARE, WIDE, TALL = TileConfig(16, 16, 4, 2), TileConfig(16, 32, 4, 2), TileConfig(32, 16, 4, 2)
+TILES = {
+    "square": AttentionTiles(SQUARE, SQUARE, SQUARE),
+    "wide": AttentionTiles(WIDE, WIDE, WIDE),
+    "tall": AttentionTiles(TALL, TALL, TALL),
+    "both": AttentionTiles(TALL, both=SQUARE),
+    "two loops, square": AttentionTiles(*[SQUARE._replace(loops=2)] * 3),
+    "two loops, wide": AttentionTiles(*[WIDE._replace(loops=2)] * 3),
+    "two loops, tall": AttentionTiles(*[TALL._replace(loops=2)] * 3),
+    "two loops, both": AttentionTiles(TALL, both=SQUARE._replace(loops=2)),
+}
+
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp2")  # of scores that are then masked
+
+
+@pytest.fixture(autouse=True)
+def small_tiles_and_no_inductor(monkeypatch):
+    """Small tiles in PyTorch, and the formula of backward without torch.compile, which takes seconds for each shape."""
+    faster_interpreter.install()
+    monkeypatch.setattr(tiled_attention, "TILE", 16)
+    monkeypatch.setattr(tiled_attention, "compiled_formula", lambda: tiled_attention.backward_formula)
+
+
+def inputs(rng, batch, T_q, T_k, D, dtype=torch.float32):
+    """q, k, v and do, the gradient of o."""
+    torch.manual_seed(int(rng.integers(2**31)))
+    return [torch.randn(*batch, T, D).to(dtype) for T in (T_q, T_k, T_k, T_q)]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("batch, T_q, T_k, D", SHAPES)
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_results_and_gradients_equal_float64(rng, function, batch, T_q, T_k, D, causal):
+    q, k, v, do = inputs(rng, batch, T_q, T_k, D)
+    assert_near(results(function, q, k, v, do, causal), oracle(q, k, v, do, causal), TOLERANCE)
+
+
+@needs_interpreter
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("T_q, T_k", [(48, 48), (33, 70), (70, 33), (64, 32)])
+@pytest.mark.parametrize("tiles", TILES)
+def test_kernels_with_any_tiles_equal_float64(rng, monkeypatch, tiles, T_q, T_k, causal):
+    monkeypatch.setattr(attention_ops, "select_tiles", lambda *_: TILES[tiles])
+    q, k, v, do = inputs(rng, (1,), T_q, T_k, 16)
+    assert_near(results(FlashAttention2Triton, q, k, v, do, causal), oracle(q, k, v, do, causal), TOLERANCE)
+
+
+@pytest.mark.parametrize("function", [FlashAttention2Torch, *TRITON])
+def test_float16_has_the_tolerance_of_its_rounding(rng, function):
+    q, k, v, do = inputs(rng, (2,), 33, 40, 16, torch.float16)
+    got = results(function, q, k, v, do, True)
+    assert got["lse"].dtype == torch.float32 and {got[name].dtype for name in ("o", "dq", "dk", "dv")} == {q.dtype}
+    assert_near(got, oracle(q, k, v, do, True), 3e-3)  # p, ds and the results are rounded to 11 bits
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_without_is_causal_every_query_attends_to_every_key(rng, function):
+    q, k, v, do = inputs(rng, (2,), 5, 7, 16)
+    assert_near(results(function, q, k, v, do), oracle(q, k, v, do, False), TOLERANCE)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_large_scores_do_not_overflow(rng, function):
+    q, k, v, do = inputs(rng, (1,), 40, 40, 16)
+    got = results(function, 30 * q, 30 * k, v, do, True)  # scores in the thousands
+    assert_near({**got, **(want := oracle(30 * q, 30 * k, v, do, True)), "o": got["o"]}, want, 1e-3)
+    assert all(x.isfinite().all() for x in got.values())
+
+
+# -- strides -----------------------------------------------------------------------------------------------------------
+
+
+def transposed(x):
+    return x.mT.contiguous().mT
+
+
+def shifted(x):
+    """x at an address that is not a multiple of 16 bytes."""
+    storage = x.new_empty(x.numel() + 1)
+    storage[1:] = x.flatten()
+    return storage[1:].view(x.shape)
+
+
+def last_of_two(x):
+    return torch.stack([x, x], -1)[..., 1]
+
+
+@pytest.mark.parametrize("layout", [transposed, shifted, last_of_two])
+@pytest.mark.parametrize("function", [FlashAttention2Torch, *TRITON])
+def test_any_strides_of_inputs_and_gradient_give_the_same_results(rng, function, layout):
+    q, k, v, do = inputs(rng, (2, 3), 17, 9, 16)
+    want = results(function, q, k, v, do, True)
+    got = results(function, *map(layout, (q, k, v, do)), True)
+    assert_near(got, want, TOLERANCE)
+
+
+@pytest.mark.parametrize("function", [FlashAttention2Torch, *TRITON])
+def test_an_expanded_gradient_and_expanded_keys_are_read_as_their_copies(rng, function):
+    q, k, v, _ = inputs(rng, (2, 3), 17, 9, 16)
+    k, v = k[:, :1].expand_as(k), v[:, :1].expand_as(v)
+    do = torch.ones(()).expand(q.shape)  # all strides are zero, as in o.sum().backward()
+    got = results(function, q, k, v, do, True)
+    assert_near(got, oracle(q, k, v, do, True), TOLERANCE)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_views_of_one_packed_projection_give_one_gradient(rng, function):
+    B, T, H, D = 2, 19, 3, 16
+    torch.manual_seed(int(rng.integers(2**31)))
+    packed = torch.randn(B, T, 3, H, D, requires_grad=True)
+    q, k, v = packed.permute(2, 0, 3, 1, 4).unbind()  # (B, H, T, D)
+    o = function.apply(q, k, v, True)
+    do = torch.randn(B, T, H, D).transpose(1, 2)
+    o.backward(do)
+    want = oracle(q, k, v, do, True)
+    gradients = packed.grad.permute(2, 0, 3, 1, 4)
+    assert_near({"o": o, "lse": want["lse"], **dict(zip(("dq", "dk", "dv"), gradients, strict=True))}, want, TOLERANCE)
+
+
+@pytest.mark.parametrize("batch, T_q", [((0,), 4), ((2,), 0)])
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_no_queries_give_an_empty_output_and_zero_gradients(rng, function, batch, T_q):
+    got = results(function, *inputs(rng, batch, T_q, 3, 16), True)
+    assert got["o"].shape == (*batch, T_q, 16)
+    assert not got["dk"].any() and not got["dv"].any()
+
+
+# -- torch.compile -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_torch_compile_has_one_graph_and_the_same_bits(rng, function):
+    q, k, v, do = inputs(rng, (2, 2), 19, 17, 16)
+    compiled = torch.compile(lambda *x: torch.tanh(function.apply(*x, True)), backend="aot_eager", fullgraph=True)
+    found = []
+    for call in (compiled, lambda *x: torch.tanh(function.apply(*x, True))):
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        o = call(*leaves)
+        found.append([o.detach(), *torch.autograd.grad(o, leaves, do)])
+    for got, want in zip(*found, strict=True):
+        assert torch.equal(got, want) and got.stride() == want.stride()
+
+
+@pytest.mark.parametrize(
+    "operator", [tiled_attention.tiled_forward, pytest.param(attention_ops.triton_forward, marks=needs_interpreter)]
+)
+def test_fake_kernels_have_the_shapes_and_strides_of_the_operators(rng, operator):
+    q, k, v, do = inputs(rng, (2, 2), 5, 3, 16)
+    q, do = (x.transpose(0, 1).contiguous().transpose(0, 1) for x in (q, do))
+    backward = {
+        tiled_attention.tiled_forward: tiled_attention.compiled_backward,
+        attention_ops.triton_forward: attention_ops.triton_backward,
+    }[operator]
+    tests = ("test_schema", "test_faketensor")
+    torch.library.opcheck(operator, (q, k, v, True), test_utils=tests)
+    torch.library.opcheck(backward, (do, q, k, v, *operator(q, k, v, True), True), test_utils=tests)
+
+
+def test_a_failed_compilation_falls_back_to_eager_with_one_note(rng, monkeypatch):
+    def without_compiler(function):
+        def call(*_):
+            raise torch._dynamo.exc.BackendCompilerFailed(None, RuntimeError("no C++ compiler"), None)
+
+        return call
+
+    monkeypatch.undo()  # the real compiled_formula()
+    monkeypatch.setattr(torch, "compile", without_compiler)
+    tiled_attention.compiled_formula.cache_clear()
+    q, k, v, do = inputs(rng, (2,), 5, 7, 16)
+    with warnings.catch_warnings(record=True) as notes:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            assert_near(results(FlashAttention2Torch, q, k, v, do), oracle(q, k, v, do, False), TOLERANCE)
+    tiled_attention.compiled_formula.cache_clear()
+    assert ["eager mode" in str(note.message) for note in notes] == [True]
+
+
+# -- flash_attention() and errors --------------------------------------------------------------------------------------
+
+
+def test_flash_attention_runs_the_kernels_if_they_can_run(rng):
+    q, k, v, do = inputs(rng, (2,), 5, 7, 16)
+    assert_near({**(want := oracle(q, k, v, do, True)), "o": flash_attention(q, k, v, causal=True)}, want, TOLERANCE)
+    name = type(flash_attention(q.requires_grad_(), k, v).grad_fn).__name__
+    assert name == ("FlashAttention2TritonBackward" if INTERPRETED else "FlashAttention2TorchBackward")
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize(
+    "change, error, message",
+    [
+        (lambda q, k, v: (q, k.half(), v), TypeError, "q has dtype torch.float32, k has torch.float16"),
+        (lambda q, k, v: (q, k, v.double()), TypeError, "q has dtype torch.float32, v has torch.float64"),
+        (lambda q, k, v: (q.long(), k.long(), v.long()), TypeError, "q has dtype torch.int64: attention takes torch.f"),
+        (lambda q, k, v: (q, k[:1], v[:1]), ValueError, r"q has shape \(2, 5, 16\), k has \(1, 7, 16\)"),
+        (lambda q, k, v: (q, k[..., :8], v[..., :8]), ValueError, r"q has shape \(2, 5, 16\), k has \(2, 7, 8\)"),
+        (lambda q, k, v: (q, k, v[:, :6]), ValueError, r"k has shape \(2, 7, 16\), v has \(2, 6, 16\)"),
+        (lambda q, k, v: (q[0, 0], k[0, 0], v[0, 0]), ValueError, r"q has shape \(16,\), k has \(16,\)"),
+        (
+            lambda q, k, v: (q[..., :8], k[..., :8], v[..., :8]),
+            ValueError,
+            "head size D of q .* is 8: it must be",
+        ),
+        (lambda q, k, v: (q, k.to("meta"), v), ValueError, "q is on cpu, k is on meta"),
+        (lambda q, k, v: (q, k[:, :0], v[:, :0]), ValueError, r"k has shape \(2, 0, 16\): .* at least one key"),
+    ],
+)
+def test_inputs_that_do_not_match_are_an_error_that_names_both_values(rng, function, change, error, message):
+    with pytest.raises(error, match=message):
+        function.apply(*change(*inputs(rng, (2,), 5, 7, 16)[:3]))
+
+
+@pytest.mark.parametrize("D", [12, 136])
+def test_an_unsupported_head_size_is_an_error_that_names_it(rng, D):
+    with pytest.raises(ValueError, match=f"is {D}: it must be a multiple of 8, 16 to 128"):
+        FlashAttention2Torch.apply(*inputs(rng, (2,), 5, 7, D)[:3])
+
+
+@needs_interpreter
+def test_bf16_in_the_interpreter_is_an_error(rng):
+    with pytest.raises(TypeError, match="torch.bfloat16 is silently wrong in Triton's interpreter"):
+        FlashAttention2Triton.apply(*inputs(rng, (2,), 5, 7, 16, torch.bfloat16)[:3])
+
+
+def test_a_cpu_tensor_without_the_interpreter_is_an_error(rng, monkeypatch):
+    monkeypatch.setattr(triton_launch, "interpreted", lambda: False)
+    with pytest.raises(ValueError, match="FlashAttention2Triton needs a CUDA tensor, the first one is on cpu"):
+        FlashAttention2Triton.apply(*inputs(rng, (2,), 5, 7, 16)[:3])

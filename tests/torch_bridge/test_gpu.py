@@ -1,0 +1,187 @@
+"""torch_bridge.flash_attention and torch_bridge.matmul on a GPU: 16 bits, larger shapes, streams, beside stage 2."""
+
+# T_q queries, T_k keys, D head size; q (batch..., T_q, D), k and v (batch..., T_k, D)
+
+import pytest
+
+torch = pytest.importorskip("torch")
+triton = pytest.importorskip("triton")
+
+from tests.support.attention_oracle import assert_near, oracle, results  # noqa: E402
+from torch_bridge.flash_attention import (  # noqa: E402
+    FlashAttention2Torch,
+    FlashAttention2Triton,
+    FlashAttention2TritonCompiled,
+)
+from torch_bridge.matmul import matmul_add_relu  # noqa: E402
+
+pytestmark = pytest.mark.gpu
+
+# Relative norm against float64. 16 bits: p, ds and the results are rounded.
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+FORMULA_TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 6e-2}  # it also rounds the scores
+SHAPES = [  # batch..., T_q, T_k, D
+    ((2, 12), 1024, 1024, 64),
+    ((3,), 1000, 777, 64),
+    ((3,), 777, 1000, 128),
+    ((25,), 200, 256, 64),
+    ((2,), 513, 513, 16),
+    ((2,), 300, 400, 24),
+    ((1, 2), 2049, 2049, 80),
+    ((1,), 8448, 8448, 32),
+    ((), 1, 1, 128),
+]
+
+
+def inputs(rng, batch, T_q, T_k, D, dtype):
+    """q, k, v and do, the gradient of o."""
+    torch.manual_seed(int(rng.integers(2**31)))
+    return [torch.randn(*batch, T, D, device="cuda").to(dtype) for T in (T_q, T_k, T_k, T_q)]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("batch, T_q, T_k, D", SHAPES)
+def test_the_kernels_equal_float64(rng, batch, T_q, T_k, D, dtype, causal):
+    q, k, v, do = inputs(rng, batch, T_q, T_k, D, dtype)
+    assert_near(results(FlashAttention2Triton, q, k, v, do, causal), oracle(q, k, v, do, causal), TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("function", [FlashAttention2Torch, FlashAttention2TritonCompiled])
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_the_compiled_formula_equals_float64(rng, function, dtype):
+    q, k, v, do = inputs(rng, (2, 3), 200, 300, 64, dtype)
+    got, want = results(function, q, k, v, do, True), oracle(q, k, v, do, True)
+    assert_near(got, want, FORMULA_TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("precision", ["high", "highest"])
+def test_float32_products_follow_the_precision_of_torch(rng, precision):
+    before = torch.get_float32_matmul_precision()
+    q, k, v, do = inputs(rng, (2,), 300, 300, 64, torch.float32)
+    want = oracle(q, k, v, do, True)
+    try:
+        torch.set_float32_matmul_precision(precision)
+        got = results(FlashAttention2Triton, q, k, v, do, True)
+    finally:
+        torch.set_float32_matmul_precision(before)
+    tolerance = {"high": 4e-3, "highest": 1e-5}[precision]
+    assert_near(got, want, tolerance, lse_tolerance=tolerance)
+
+
+@pytest.mark.parametrize("T", [256, 4096, 16384])
+def test_the_same_inputs_give_the_same_bits(rng, T):
+    arguments = inputs(rng, (4,), T, T, 64, torch.bfloat16)
+    first, second = (results(FlashAttention2Triton, *arguments, True) for _ in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize("function", [FlashAttention2Triton, FlashAttention2TritonCompiled])
+def test_under_torch_compile_with_an_expanded_gradient(rng, function):
+    q, k, v, _ = inputs(rng, (16,), 512, 512, 64, torch.bfloat16)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    o = torch.compile(function.apply)(*leaves, True)
+    o.sum().backward()
+    want = oracle(q, k, v, torch.ones_like(o), True)
+    got = {"o": o.detach(), "lse": want["lse"], "dq": q.grad, "dk": k.grad, "dv": v.grad}
+    assert_near(got, want, FORMULA_TOLERANCE[torch.bfloat16])
+
+
+def test_views_of_one_packed_projection_are_read_without_copies(rng):
+    packed = torch.randn(2, 300, 3, 12, 64, device="cuda", dtype=torch.bfloat16)
+    q, k, v = packed.permute(2, 0, 3, 1, 4).unbind()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    o = FlashAttention2Triton.apply(q, k, v, True)
+    assert o.transpose(1, 2).is_contiguous()  # o.transpose(1, 2).flatten(2) is a view
+    lse_bytes = 4 * 2 * 12 * 300
+    assert torch.cuda.max_memory_allocated() - before <= o.nbytes + lse_bytes + 2048  # rounded to 512 bytes
+
+
+# -- streams, stage 2 and inductor in one process ----------------------------------------------------------------------
+
+
+def on_a_busy_stream(function):
+    """function() on a new stream that is busy for some 50 ms; work of another stream would overtake it."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(100_000_000)
+        result = function()
+    stream.synchronize()
+    return result
+
+
+def test_the_kernels_run_on_the_current_stream(rng):
+    q, k, v, do = inputs(rng, (2, 3), 300, 300, 64, torch.float16)
+    results(FlashAttention2Triton, q, k, v, do, True)  # compiles
+    want, late = oracle(q, k, v, do, True), [torch.full_like(x, float("nan")) for x in (q, k, v, do)]
+    torch.cuda.synchronize()
+
+    def copy_and_attend():
+        for x, source in zip(late, (q, k, v, do), strict=True):
+            x.copy_(source)
+        return results(FlashAttention2Triton, *late, True)
+
+    assert_near(on_a_busy_stream(copy_and_attend), want, TOLERANCE[torch.float16])
+
+
+def test_stage_2_and_a_kernel_of_inductor_run_beside_the_bridge(rng):
+    cupy = pytest.importorskip("cupy")
+    from stage2_cuda.kernels.attention import attention_forward
+    from stage2_cuda.runtime.triton_launch import array_module
+
+    assert array_module() is cupy  # makes CuPy's driver Triton's active one
+    driver, allocator = triton.runtime.driver.active, triton.runtime._allocation._allocator.get()
+    B, T, H, D = 2, 300, 3, 64
+    packed = torch.randn(B, T, 3 * H * D, device="cuda", dtype=torch.float16)
+    halve = torch.compile(lambda x: x * 0.5)
+
+    def stage_2(x):
+        y, lse = cupy.empty((B, T, H * D), "float16"), cupy.empty((B, H, T), "float32")
+        attention_forward(y, lse, cupy.from_dlpack(x), H)
+        return torch.from_dlpack(y).view(B, T, H, D).transpose(1, 2)
+
+    def bridge(x):
+        return FlashAttention2Triton.apply(*x.view(B, T, 3, H, D).permute(2, 0, 3, 1, 4).unbind(), True)
+
+    late = torch.full_like(packed, float("nan"))
+    for function in (halve, stage_2, bridge):  # compiles
+        function(packed)
+    torch.cuda.synchronize()
+
+    def all_three():
+        late.copy_(packed * 2)
+        x = halve(late)
+        with cupy.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream):
+            return bridge(x), stage_2(x)
+
+    q, k, v = packed.view(B, T, 3, H, D).permute(2, 0, 3, 1, 4).unbind()
+    want = oracle(q, k, v, torch.zeros_like(q), True)["o"]
+    for got in on_a_busy_stream(all_three):
+        assert (got.double() - want).norm() <= TOLERANCE[torch.float16] * want.norm()
+    assert triton.runtime.driver.active is driver and triton.runtime._allocation._allocator.get() is allocator
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_tensors_of_a_gpu_that_is_not_current(rng):
+    q, k, v, do = (x.to("cuda:1") for x in inputs(rng, (2,), 100, 100, 64, torch.float16))
+    assert torch.cuda.current_device() == 0
+    assert_near(results(FlashAttention2Triton, q, k, v, do), oracle(q, k, v, do, False), TOLERANCE[torch.float16])
+
+
+# -- the fused product -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("M, N, K", [(2048, 2048, 2048), (1000, 520, 264), (999, 513, 77), (1, 8, 4096)])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_the_fused_product_equals_float64(rng, M, N, K, dtype, transposed):
+    torch.manual_seed(int(rng.integers(2**31)))
+    a, c = (torch.randn(shape, device="cuda").to(dtype) for shape in ((M, K), (M, N)))
+    b = torch.randn((N, K) if transposed else (K, N), device="cuda").to(dtype)
+    b = b.mT if transposed else b
+    want = torch.relu(a.double() @ b.double() + c.double())
+    for added in (c, c.mT.contiguous().mT):
+        got = matmul_add_relu(a, b, added)
+        assert (got.double() - want).norm() <= (8e-3 if dtype == torch.bfloat16 else 1e-3) * want.norm()

@@ -1,0 +1,164 @@
+"""The Triton kernels of attention as operators of PyTorch: `triton_forward` and `triton_backward`.
+
+Both are custom operators (torch.library), so torch.compile treats each as one node of its graph. Each has a fake
+kernel, from which torch.compile learns the shapes and strides of the outputs. flash_attention.py connects them to
+autograd.
+
+Products of float32 follow torch.set_float32_matmul_precision(): with "highest", PyTorch's default, they are "tf32x3"
+(three TF32 products, with the precision of float32), otherwise "tf32". Products of fp16 and bf16 are exact. All sums
+are float32.
+"""
+
+# T_q queries, T_k keys, D head size; q (batch..., T_q, D), k and v (batch..., T_k, D), any number of batch dimensions
+# The kernels read them as Heads (B, H, T, D): two batch dimensions.
+
+import torch
+import triton
+
+from stage2_cuda.kernels.attention import (
+    AttentionTiles,
+    Heads,
+    TileConfig,
+    backward_launches,
+    default_tiles,
+    forward_launch,
+)
+from torch_bridge.triton_launch import check_device, launch
+
+DTYPES = torch.float32, torch.float16, torch.bfloat16
+HEAD_SIZES = range(16, 129, 8)
+ALIGNED = 16  # bytes: a descriptor needs this alignment of addresses and strides
+
+# {kind of products: {largest D: tiles for few programs}}, see select_tiles(). Chosen without a measurement;
+# benchmarks/torch/attention_tiles.py measures others.
+SMALL_TILES = {
+    "16 bits": {
+        64: AttentionTiles(TileConfig(64, 64, 4, 3), both=TileConfig(64, 64, 4, 2)),
+        128: AttentionTiles(TileConfig(64, 64, 4, 3), both=TileConfig(64, 64, 8, 2)),
+    },
+}
+
+
+# -- checks ------------------------------------------------------------------------------------------------------------
+
+
+def check_inputs(q, k, v):
+    """Raise TypeError or ValueError, naming both values, unless q, k and v have matching shapes, dtypes and devices."""
+    for name, x in (("k", k), ("v", v)):
+        if x.dtype != q.dtype:
+            raise TypeError(f"q has dtype {q.dtype}, {name} has {x.dtype}: convert one of them")
+        if x.device != q.device:
+            raise ValueError(f"q is on {q.device}, {name} is on {x.device}: move one of them")
+    if q.dtype not in DTYPES:
+        raise TypeError(f"q has dtype {q.dtype}: attention takes {', '.join(map(str, DTYPES))}")
+    shapes = tuple(q.shape), tuple(k.shape), tuple(v.shape)
+    if min(map(len, shapes)) < 2 or (*shapes[0][:-2], shapes[0][-1]) != (*shapes[1][:-2], shapes[1][-1]):
+        raise ValueError(f"q has shape {shapes[0]}, k has {shapes[1]}: only T may differ in (batch..., T, D)")
+    if shapes[1] != shapes[2]:
+        raise ValueError(f"k has shape {shapes[1]}, v has {shapes[2]}: they must be equal")
+    if shapes[0][-1] not in HEAD_SIZES:
+        raise ValueError(f"the head size D of q {shapes[0]} is {shapes[0][-1]}: it must be a multiple of 8, 16 to 128")
+    if shapes[1][-2] == 0:
+        raise ValueError(f"k has shape {shapes[1]}: attention needs at least one key")
+
+
+# -- strides and tiles -------------------------------------------------------------------------------------------------
+
+
+def four_dimensions(x):
+    """x (batch..., T, D) as (B, H, T, D): a view, except for some strides of three or more batch dimensions."""
+    return x.flatten(0, -4) if x.ndim > 4 else x[(None,) * (4 - x.ndim)]
+
+
+def has_descriptor_strides(x):
+    """Whether a descriptor can have the strides of x (B, H, T, D); those of dimensions of size 1 do not matter."""
+    pairs = list(zip(x.shape, x.stride(), strict=True))[:3]
+    aligned = all(size == 1 or (stride > 0 and stride * x.element_size() % ALIGNED == 0) for size, stride in pairs)
+    return aligned and x.stride(3) == 1
+
+
+def heads_of(x):
+    """x (batch..., T, D) as Heads. Copies x if a descriptor cannot read it, for example an expanded gradient."""
+    x = four_dimensions(x)
+    if not has_descriptor_strides(x) or x.data_ptr() % ALIGNED:
+        x = x.clone(memory_format=torch.contiguous_format)
+    strides = [x.shape[3] if size == 1 else stride for size, stride in zip(x.shape, x.stride(), strict=True)]
+    return Heads(x, tuple(x.shape), tuple(strides))
+
+
+def empty_output(x):
+    """An uninitialised tensor like x that a descriptor can write: in x's order of dimensions, or else contiguous."""
+    output = torch.empty_like(x)
+    return output if has_descriptor_strides(four_dimensions(output)) else x.new_empty(x.shape)
+
+
+def float32_precision():
+    return "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+
+
+def select_tiles(q, k, precision):
+    """The AttentionTiles for Heads q and k: of the tuned table, or smaller ones if there are few programs.
+
+    With fewer programs than multiprocessors the time is that of the longest program. Programs of smaller tiles are
+    shorter. dq, dk and dv are then computed in one launch, because two launches would each leave most of the GPU idle.
+    """
+    B, H, _, D = q.shape
+    T, itemsize = max(q.shape[2], k.shape[2]), q.base.element_size()
+    small = SMALL_TILES.get("16 bits" if itemsize == 2 else precision, {})
+    if small and q.base.is_cuda:
+        multiprocessors = torch.cuda.get_device_properties(q.base.device).multi_processor_count
+        if B * H * triton.cdiv(T, 64) <= multiprocessors:
+            return next(tiles for largest, tiles in small.items() if D <= largest)
+    return default_tiles(itemsize, T, D, precision)
+
+
+# -- operators ---------------------------------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("torch_bridge::attention_forward", mutates_args=())
+def triton_forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(o (batch..., T_q, D), logsumexp (batch..., T_q) float32, a natural logarithm) of attention."""
+    check_inputs(q, k, v)
+    check_device(q, "FlashAttention2Triton", "FlashAttention2Torch")
+    o, lse = empty_output(q), q.new_empty(q.shape[:-1], dtype=torch.float32)
+    if q.numel():
+        precision, (y, *qkv) = float32_precision(), map(heads_of, (o, q, k, v))
+        tile = select_tiles(*qkv[:2], precision).forward
+        launch(*forward_launch(y, lse, *qkv, tile, precision, is_causal, natural=True), q.device)
+    return o, lse
+
+
+@triton_forward.register_fake
+def _(q, k, v, is_causal):
+    check_inputs(q, k, v)
+    return empty_output(q), q.new_empty(q.shape[:-1], dtype=torch.float32)
+
+
+@torch.library.custom_op("torch_bridge::attention_backward", mutates_args=())
+def triton_backward(
+    do: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    o: torch.Tensor,
+    lse: torch.Tensor,
+    is_causal: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(dq, dk, dv) from do, the gradient of o; o and lse: of triton_forward()."""
+    gradients = [empty_output(x) for x in (q, k, v)]
+    if not q.numel():
+        return gradients[0], *(each.zero_() for each in gradients[1:])
+    lse = lse.contiguous()
+    precision, delta, lse2 = float32_precision(), torch.empty_like(lse), torch.empty_like(lse)
+    written, (dy, *qkv, y) = map(heads_of, gradients), map(heads_of, (do, q, k, v, o))
+    tiles = select_tiles(*qkv[:2], precision)
+    for kernel_launch in backward_launches(*written, delta, dy, *qkv, y, lse, tiles, precision, is_causal, lse2):
+        launch(*kernel_launch, q.device)
+    return tuple(gradients)
+
+
+@triton_backward.register_fake
+def _(do, q, k, v, o, lse, is_causal):
+    return tuple(empty_output(x) for x in (q, k, v))
