@@ -14,6 +14,7 @@ import numpy as np
 from gpt2core.app.backend_setup import make_backends, memory_errors, step_sizes, usable_threads
 from gpt2core.app.checkpoint_directory import load_checkpoint, save_checkpoint
 from gpt2core.app.checkpoint_files import Checkpoint
+from gpt2core.app.host_memory import check_host_memory
 from gpt2core.app.inference_io import check_downloaded, load_tokenizer, write_text
 from gpt2core.app.presets import TOKENIZERS
 from gpt2core.app.rank_agreement import check_one_process, check_rank_flags, print_nothing, share_tokens
@@ -188,6 +189,7 @@ def make_trainer(make_backend, world, config, cores):
         config.batch_size, config.micro_batches, threads, replicas, config.deterministic
     )
     backends = all_or_raise(world, lambda: make_backends(make_backend, config, threads))
+    all_or_raise(world, lambda: check_host_memory(backends, config, world, replicas))
     with memory_errors(backends[0], config.model, *step_sizes(config, micro_batches, replicas)):
         return Trainer(
             config.model,
