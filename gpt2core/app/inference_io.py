@@ -15,7 +15,7 @@ from gpt2core.errors import ConfigError, DataError, counted
 from gpt2core.parallel.even_slices import even_slices
 from gpt2core.sampler import generate, generate_batch
 from gpt2core.text.token_file import first_tokens, read_text
-from gpt2core.text.tokenizer import Tokenizer, build_tokenizer
+from gpt2core.text.tokenizer import FILE_NAME, Tokenizer, build_tokenizer
 
 
 def check_downloaded(flag, path):
@@ -45,6 +45,25 @@ def load_tokenizer(spec, directory):
             )
         raise DataError(f"{directory}: has no tokenizer.json: give --tokenizer word, byte or a file")
     return build_tokenizer(spec, read_text(CORPUS)) if spec else Tokenizer.load(directory)
+
+
+def check_tokenizer(tokenizer, checkpoint, prepared=None):
+    """Raise ConfigError if the directory of a Checkpoint has a tokenizer with another number of tokens than `tokenizer`.
+
+    The ids would then have another meaning than in the checkpoint. prepared: the Path of a corpus of token ids, or None
+    if the tokens come from a text. A directory without a tokenizer that can be read is accepted.
+    """
+    try:
+        own = Tokenizer.load(checkpoint.path)
+    except DataError:
+        return
+    if own.vocab_size != tokenizer.vocab_size:
+        file = checkpoint.path / FILE_NAME
+        advice = f"prepare the text again with --tokenizer {file}" if prepared else "omit --tokenizer"
+        raise ConfigError(
+            f"the tokenizer{f' of {prepared}' if prepared else ''} has {tokenizer.vocab_size} tokens, but {file} of the "
+            f"checkpoint has {own.vocab_size}, so the ids would have another meaning: {advice}"
+        )
 
 
 def read_prompt(prompt, prompt_file, tokenizer, checkpoint):

@@ -15,7 +15,7 @@ from gpt2core.app.backend_setup import make_backends, memory_errors, step_sizes,
 from gpt2core.app.checkpoint_directory import load_checkpoint, save_checkpoint
 from gpt2core.app.checkpoint_files import Checkpoint
 from gpt2core.app.host_memory import check_host_memory
-from gpt2core.app.inference_io import check_downloaded, load_tokenizer, write_text
+from gpt2core.app.inference_io import check_downloaded, check_tokenizer, load_tokenizer, write_text
 from gpt2core.app.presets import TOKENIZERS
 from gpt2core.app.rank_agreement import check_one_process, check_rank_flags, print_nothing, share_tokens
 from gpt2core.app.resume import Progress, edited_notes, find_data, fingerprint, read_progress, restore, run_state
@@ -147,6 +147,8 @@ def read_inputs(world, args, transport, deterministic):
     tokens, tokenizer = read_corpus(values["data"], values["tokenizer"], source, TOKENIZERS.get(values["preset"]))
     validation = load_tokens(values["val_data"], tokenizer)[0] if values["val_data"] else None
     corpus = Corpus(*split_corpus(tokens, validation, values["val_fraction"]), tokenizer)
+    if source:
+        check_tokenizer(tokenizer, source, values["data"] if is_tokenized(values["data"]) else None)
     model = model_config(values, source and source.config, tokenizer.vocab_size)
     config = RunConfig(model, **values | {"seq_len": values["seq_len"] or model.block_size})
     progress = read_progress(source, corpus.fingerprint) if args.resume else None

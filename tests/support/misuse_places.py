@@ -66,7 +66,8 @@ def fill(home, corpus):
         write_token_file(home / name / "tokens.bin", [tokenizer.encode(text)], tokenizer)
         tokenizer.save(home / name / "tokenizer.json")
     os.truncate(home / "cut" / "tokens.bin", 999)
-    Tokenizer.word_level("another vocabulary").save(home / "foreign" / "tokenizer.json")
+    for path in (home / "foreign" / "tokenizer.json", home / "two.json"):
+        Tokenizer.word_level("another vocabulary").save(path)
     flags = ["--preset", "nano", "--data", home / "corpus.txt", "--steps", 4, "--checkpoint-every", 2, "--sample", 0]
     outputs = ["--out", home / "run", "--log", home / "run.jsonl"]
     words = [sys.executable, "-m", "stage0_serial.train_gpt2", *flags, *outputs]
@@ -80,6 +81,8 @@ def fill(home, corpus):
     for name, (file, change) in CHANGED.items():
         path = shutil.copytree(home / "run", home / name, symlinks=True) / "latest" / file
         path.write_bytes(change(path.read_bytes()))
+    bare = shutil.ignore_patterns("tokenizer.json", "state.json")
+    shutil.copytree(home / "run" / "latest", home / "bare", ignore=bare)
     for name in ("state.json", "optimizer.safetensors"):
         (home / "nan" / "latest" / name).unlink()  # weights of another program have no hashes
     return home
