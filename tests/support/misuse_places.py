@@ -20,6 +20,7 @@ FILES = {
     "strange.txt": b"the model reads one aardvark",
     "spaces.txt": b"the  model reads",
     "lines.txt": b"the model\n\nreads one\n",
+    "second.txt": b"the model\nreads one aardvark\n",
     "cut.txt": "a café".encode()[:-1],
     "broken.json": b'{"model": ',
     "other.json": b'{"model": {"type": "Unigram", "unk_id": 0, "vocab": [["a", 0.0]]}}',
