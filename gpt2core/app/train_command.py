@@ -209,7 +209,7 @@ def run_steps(config, corpus, trainer, windows, validation, schedule, log):
     sizes = step_sizes(config, trainer.micro_batches, trainer.mesh.data.size)
     first_step, source, start = trainer.steps, config.resume or config.init_from, time.perf_counter()
     try:
-        with StopSignals() as stop, memory_errors(trainer.backend, trainer.config, *sizes):
+        with StopSignals(trainer.world.is_root) as stop, memory_errors(trainer.backend, trainer.config, *sizes):
             signal = run(
                 trainer,
                 windows,

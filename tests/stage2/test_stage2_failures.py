@@ -41,7 +41,7 @@ def test_the_interpreter_warns_about_a_large_model():
 
 @in_the_interpreter
 def test_the_command_that_resumes_an_interpreted_run_selects_the_interpreter(train2, corpus, tmp_path, monkeypatch):
-    monkeypatch.setattr(train_command, "StopSignals", lambda: contextlib.nullcontext(SimpleNamespace(received=15)))
+    monkeypatch.setattr(train_command, "StopSignals", lambda _: contextlib.nullcontext(SimpleNamespace(received=15)))
     sizes = ("--steps", 3, "--batch-size", 1, "--seq-len", 4)
     result = train2(*NANO, "--data", corpus, *sizes, "--out", tmp_path / "run")
     assert (result.code, result.err) == (128 + 15, "")
