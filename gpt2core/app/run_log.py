@@ -226,7 +226,8 @@ def report_end(config, trainer, first_step, seconds, stopped_by, command, emit):
     """
     out = config.out
     if first_step >= config.steps:
-        emit(f"nothing was left to train after {counted(first_step, 'step')}: --steps is {config.steps} in total")
+        done = f"nothing was left to train after {counted(first_step, 'step')}"
+        emit(f"{done}: --steps is {config.steps} in total; give a larger --steps")
     if stopped_by and trainer.steps < config.steps:
         done = f"{reason(stopped_by)} after {trainer.steps} of {counted(config.steps, 'step')}"
         emit(f"{done}: " + (f"continue with\n  {command}" if out else "nothing was saved, because --out was not given"))

@@ -714,4 +714,4 @@ def test_a_resume_with_nothing_left_to_do_says_so(train, tmp_path, corpus):
     out = tmp_path / "run"
     train("--preset", "nano", "--data", corpus, "--sample", 0, "--out", out, "--steps", 2)
     result = train("--resume", out, "--steps", 1, "--sample", 0)
-    assert "nothing was left to train after 2 steps: --steps is 1 in total" in result.out
+    assert "nothing was left to train after 2 steps: --steps is 1 in total; give a larger --steps" in result.out
