@@ -201,8 +201,8 @@ def add_ranks(parser):
     add("--tp", f"{text} (default 1)", type=integer, metavar="N")
     text = (
         "algorithm of sums over ranks: canonical, ring, halving-doubling, tree, root or mpi; with --transport nccl "
-        "only canonical or nccl. mpi and nccl are the libraries' own algorithms. The sums of canonical do not depend on "
-        "the number of ranks (default canonical; with --no-deterministic mpi or nccl)"
+        "only canonical or nccl. mpi and nccl are the libraries' own algorithms. The sums of canonical do not depend "
+        "on the number of ranks (default canonical; with --no-deterministic mpi or nccl)"
     )
     add("--collectives", text, metavar="HOW")
     add("--transport", TRANSPORT, metavar="HOW")

@@ -22,6 +22,7 @@ from gpt2core.app.run_config import (
     RunConfig,
     data_parallel_ranks,
     model_config,
+    preset_notes,
     resolve_flags,
     resolve_rank_flags,
     resume_command,
@@ -136,7 +137,7 @@ def read_inputs(world, args, transport, deterministic):
     model = model_config(values, source and source.config, tokenizer.vocab_size)
     config = RunConfig(model, **values | {"seq_len": values["seq_len"] or model.block_size})
     progress = read_progress(source, corpus.fingerprint) if args.resume else None
-    notes = [*edited_notes(source), *data_notes, *notes, *rank_notes]
+    notes = [*edited_notes(source), *data_notes, *preset_notes(args, model), *notes, *rank_notes]
     return Inputs(config, notes, source, progress, tokenizer, tokens, validation)
 
 

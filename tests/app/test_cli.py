@@ -715,3 +715,16 @@ def test_a_resume_with_nothing_left_to_do_says_so(train, tmp_path, corpus):
     train("--preset", "nano", "--data", corpus, "--sample", 0, "--out", out, "--steps", 2)
     result = train("--resume", out, "--steps", 1, "--sample", 0)
     assert "nothing was left to train after 2 steps: --steps is 1 in total; give a larger --steps" in result.out
+
+
+def test_a_preset_with_init_from_notes_the_sizes_of_the_checkpoint(train, tmp_path, corpus):
+    flags = ("--data", corpus, "--sample", 0, "--steps", 1)
+    result = train("--preset", "nano", "--n-layer", 1, "--n-head", 1, *flags, "--out", tmp_path / "run")
+    assert " parameters, 1 layer, 1 head, 32 wide," in result.out.replace("\n", " ")
+    for preset, noted in (("nano", True), (None, False)):
+        result = train("--init-from", tmp_path / "run", *(("--preset", preset) if preset else ()), *flags)
+        note = (
+            "note: --preset nano only selects the recipe: the model has the sizes of --init-from (n_layer 1, "
+        )
+        assert result.code == 0 and (note in result.out) == noted
+    assert "note: --preset" not in train("--preset", "nano", *flags).out

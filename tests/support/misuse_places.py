@@ -17,6 +17,8 @@ FILES = {
     "blank.txt": b"\n",
     "short.txt": b"only four short words",
     "latin1.txt": "café au lait".encode("latin-1"),
+    "image.png": b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR",
+    "utf16.txt": "the model".encode("utf-16"),
     "strange.txt": b"the model reads one aardvark",
     "spaces.txt": b"the  model reads",
     "lines.txt": b"the model\n\nreads one\n",
