@@ -723,8 +723,6 @@ def test_a_preset_with_init_from_notes_the_sizes_of_the_checkpoint(train, tmp_pa
     assert " parameters, 1 layer, 1 head, 32 wide," in result.out.replace("\n", " ")
     for preset, noted in (("nano", True), (None, False)):
         result = train("--init-from", tmp_path / "run", *(("--preset", preset) if preset else ()), *flags)
-        note = (
-            "note: --preset nano only selects the recipe: the model has the sizes of --init-from (n_layer 1, "
-        )
+        note = "note: --preset nano only selects the recipe: the model has the sizes of --init-from (n_layer 1, "
         assert result.code == 0 and (note in result.out) == noted
     assert "note: --preset" not in train("--preset", "nano", *flags).out
