@@ -21,7 +21,6 @@ import traceback
 from dataclasses import dataclass
 from pathlib import Path
 
-from gpt2core.app import missing_package
 from gpt2core.errors import ConfigError
 
 
@@ -269,11 +268,12 @@ def run_rank(command):
         else:
             sys.argv, sys.path[0] = command, str(Path(command[0]).resolve().parent)
             runpy.run_path(command[0], run_name="__main__")
-    except Exception as error:
+    except Exception:
         if "mpi4py.MPI" in sys.modules:
             raise
-        print(missing_package(error) or traceback.format_exc(), file=sys.stderr, flush=True)
-        time.sleep(0.2)  # for the launcher to forward the text
+        traceback.print_exc()
+        sys.stderr.flush()
+        time.sleep(0.2)  # for the launcher to forward the traceback
         os.kill(os.getpid(), signal.SIGKILL)
 
 

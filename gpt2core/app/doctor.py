@@ -12,7 +12,7 @@ import time
 from importlib import metadata
 from pathlib import Path
 
-from gpt2core.app import PACKAGES
+from gpt2core.app import PACKAGES, missing_package
 from gpt2core.parallel.tuned_choices import processor
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -78,6 +78,8 @@ def cause(errors):
     """
     lines = errors.strip().splitlines() or ["no message"]
     line = next((line for line in lines if line.startswith("error: ")), lines[-1])
+    if missing := re.fullmatch(r"ModuleNotFoundError: (No module named '([\w.]+)')", line):  # on a rank
+        line = missing_package(ModuleNotFoundError(missing[1], name=missing[2])) or line
     return re.sub(r"^(error|[\w.]*Error): |; pip install .*", "", line)
 
 

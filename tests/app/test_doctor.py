@@ -79,6 +79,9 @@ def test_a_command_that_is_missing_or_fails_is_a_row(monkeypatch):
     monkeypatch.setattr(doctor, "TIMEOUT", 0.2)
     assert doctor.run(["sleep", "9"]) == (124, "", "no result after 0.2 seconds")
     assert doctor.cause("Traceback\n  File\ngpt2core.errors.ConfigError: no mpiexec\n") == "no mpiexec"
+    missing = doctor.cause("Traceback\n  File\nModuleNotFoundError: No module named 'triton'\n")
+    assert missing.startswith(f"triton is not installed for {sys.executable}: ")
+    assert doctor.cause("ModuleNotFoundError: No module named 'other'\n") == "No module named 'other'"
     assert doctor.versions("numpy|nothing", "no-such-package|other").endswith("; missing: no-such-package")
 
 
