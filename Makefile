@@ -27,9 +27,13 @@ ifneq ($(unknown),)
   $(error $(unknown)=$($(unknown)): there is no such variable: $(if $(write),write $(write),use $(variables)))
 endif
 
-ifneq ($(filter 2 3,$(STAGE))$(filter test-gpu sanitize bench-gpu,$(MAKECMDGOALS)),)
+gpu_goal := $(firstword $(filter test-gpu sanitize bench-gpu,$(MAKECMDGOALS)))
+ifneq ($(filter 2 3,$(STAGE))$(gpu_goal),)
   # The major CUDA version of the driver (12, 13), from the header of nvidia-smi's table; empty without a GPU.
   cuda := $(shell nvidia-smi 2>/dev/null | sed -n 's/.*CUDA[A-Z ]* Version: *\([0-9]*\).*/\1/p')
+  ifeq ($(if $(gpu_goal),$(cuda),not needed),)
+    $(error no GPU was found (nvidia-smi lists none): run make $(gpu_goal) on a machine with an NVIDIA GPU and its driver)
+  endif
 endif
 
 ifdef PYTHON
@@ -129,13 +133,13 @@ parallel = $$("$(python)" -c 'import xdist; print("-n 2 --dist loadgroup")' 2>/d
 test: $(test_ready)  ## run all tests that need no GPU
 	"$(python)" -m pytest -m "not gpu" $(parallel) $(ARGS)
 
-test-fast: $(test_ready)  ## run the main comparisons of kernels, model and stages, in less than 90 seconds
+test-fast: $(test_ready)  ## run the main comparisons of kernels, model and stages, in about 90 seconds
 	"$(python)" -m pytest -m "not gpu" --fast $(parallel) $(ARGS)
 
 test-long: $(test_ready)  ## run all tests, then the random tests again with other seeds; write a file in results/
 	"$(python)" tests/tools/run_long.py $(ARGS)
 
-test-gpu: $(test_ready) $(cuda_ready)  ## run the tests that need a GPU; they are skipped if there is none
+test-gpu: $(test_ready) $(cuda_ready)  ## run the tests that need a GPU
 	"$(python)" -m pytest -m gpu $(ARGS)
 
 assignment: $(test_ready)  ## run the tests of a course's assignment in SUITE on torch_bridge, each five times

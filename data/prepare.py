@@ -31,13 +31,17 @@ def chunks_with_bar(path, pass_name):
             bar.update(len(chunk.encode("utf-8")))
 
 
-def prepare(text, tokenizer_spec, out):
+def prepare(text, tokenizer_spec, out, overwrite=False):
     """Write out/tokens.bin and out/tokenizer.json from the text file `text`; return (number of tokens, Tokenizer).
 
-    Raises DataError if the text, the tokenizer or the output directory cannot be used.
+    Raises DataError if the text, the tokenizer or the output directory cannot be used, and, unless `overwrite`, if one
+    of the two files exists.
     """
     if not text.is_file():
         raise DataError(f"{text} is not a file: give a UTF-8 text file")
+    existing = [name for name in (TOKEN_FILE, FILE_NAME) if (out / name).exists()]
+    if existing and not overwrite:
+        raise DataError(f"{out / existing[0]} exists: choose another --out, or add --overwrite to replace it")
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -64,11 +68,14 @@ def main(arguments=None):
     parser.add_argument(
         "--out", type=Path, help="directory to write to (default: the path of the text with the suffix .tokens)"
     )
+    parser.add_argument(
+        "--overwrite", action="store_true", help="replace the files of an earlier run in --out (default: refuse)"
+    )
     try:
         options = parser.parse_args(arguments)
         text = options.text.absolute()  # because the relative path "." has no stem
         out = options.out or text.parent / f"{text.stem}.tokens"
-        count, tokenizer = prepare(options.text, options.tokenizer, out)
+        count, tokenizer = prepare(options.text, options.tokenizer, out, options.overwrite)
     except HelpPrinted:
         return 0
     except UserError as error:

@@ -37,8 +37,8 @@ class Trainer:
         self, config, backends, *, batch_size, seq_len, micro_batches, optimizer=None, world=None, parallel=None,
         seed=0, capture=True, loss_scale=None,
     ):  # fmt: skip
-        if seq_len > config.block_size:
-            raise ConfigError(f"--seq-len {seq_len} is longer than the model's block of {config.block_size} positions")
+        if seq_len > (block := config.block_size):
+            raise ConfigError(f"--seq-len {seq_len} exceeds the model's block of {block} tokens: use --seq-len {block}")
         self.config, self.world, self.parallel, self.seed = config, world or Solo(), parallel or ParallelConfig(), seed
         self.batch_size, self.seq_len, self.micro_batches = batch_size, seq_len, micro_batches
         self.mesh = Mesh(self.world, self.world.size // self.parallel.tp, self.parallel.tp)

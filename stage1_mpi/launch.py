@@ -131,7 +131,11 @@ def check_hosts(path, implementation):
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--hostfile {path}: cannot be read ({getattr(error, 'strerror', error)})") from None
+        reason = getattr(error, "strerror", error)
+        where = "" if Path(path).is_absolute() else f", in the directory {Path.cwd()}"
+        raise ConfigError(
+            f"--hostfile {path}: cannot be read ({reason}{where}): give the path of a host file"
+        ) from None
     hosts = {}
     for i, line in enumerate(lines, 1):
         line = line.split("#")[0].strip()

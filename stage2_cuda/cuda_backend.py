@@ -65,10 +65,10 @@ class CudaBackend(FusedHead, Backend):
         if triton_launch.interpreted() and precision not in INTERPRETED:
             why = ", which computes bf16 wrongly" if precision == "bf16" else ", which has no tensor cores"
             raise ConfigError(f"--precision {precision} cannot be used in Triton's interpreter{why}: use fp32 or fp16")
+        self.runtime = make_runtime(precision, deterministic)  # first: without a GPU the error is about the GPU
         compute, self.dot_precision = PRECISIONS[precision]
         self.precision, self.dtype, self.compute_dtype = precision, np.dtype(np.float32), dtype_of(compute)
         self.scales_loss, self.rounds_stochastically = precision == "fp16", precision == "bf16"
-        self.runtime = make_runtime(precision, deterministic)
         self.xp, self.name = self.runtime.xp, self.runtime.name
         self.products = Products(self.xp, precision, self.runtime.gemm)
 
@@ -310,9 +310,10 @@ class CudaBackend(FusedHead, Backend):
 
 
 def dtype_of(name):
-    """The NumPy dtype with this name. NumPy has no bfloat16, so that is the dtype of ml_dtypes, which CuPy accepts."""
-    if name == "bfloat16":
-        import ml_dtypes
+    """The NumPy dtype with this name. NumPy has no bfloat16, so that is the dtype of ml_dtypes, which CuPy accepts.
 
-        return np.dtype(ml_dtypes.bfloat16)
+    Raises ConfigError if ml_dtypes is needed and missing.
+    """
+    if name == "bfloat16":
+        return np.dtype(triton_launch.import_module("ml_dtypes", "ml_dtypes", "pip install ml_dtypes").bfloat16)
     return np.dtype(name)

@@ -105,6 +105,11 @@ class NcclCommunicator(Communicator):
 
     def use_collectives(self, name):
         if self.transport == "mpi":
+            if name == NATIVE:
+                raise ConfigError(
+                    f"--collectives {name}: needs --transport nccl, which needs a GPU for each rank, but the transport "
+                    "is mpi: omit the flag, or use --collectives mpi"
+                )
             self.host.use_collectives(name)
         elif name not in ("canonical", NATIVE):
             raise ConfigError(

@@ -149,8 +149,21 @@ def resolve_checkpoint(path):
     if newest:
         return newest
     if not os.path.exists(path / CONFIG):
-        raise CheckpointError(f"{path}: holds neither {CONFIG} nor a step-XXXXXXXX directory: it is not a checkpoint")
+        inside = next(filter(is_checkpoint, sorted(path.iterdir())), None)
+        advice = f"for example {inside}" if inside else "or the --out directory of a run"
+        raise CheckpointError(
+            f"{path}: holds neither {CONFIG} nor a step-XXXXXXXX directory: it is not a checkpoint: give a checkpoint "
+            f"directory, {advice}"
+        )
     return path
+
+
+def is_checkpoint(path):
+    """Whether resolve_checkpoint() accepts this Path."""
+    try:
+        return path.is_dir() and bool(newest_step(path) or (path / CONFIG).exists())
+    except OSError:
+        return False
 
 
 def writable_directory(path):

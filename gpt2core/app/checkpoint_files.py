@@ -17,7 +17,7 @@ import numpy as np
 from gpt2core.app.checkpoint_digests import sha256, split_digests, with_digests
 from gpt2core.app.config_json import config_from_json, config_to_json
 from gpt2core.app.safetensors_file import read_safetensors, write_safetensors
-from gpt2core.errors import CheckpointError
+from gpt2core.errors import CheckpointError, counted
 from gpt2core.model import GPT2Config, parameter_shapes
 
 CONFIG, MODEL, TOKENIZER = "config.json", "model.safetensors", "tokenizer.json"
@@ -73,7 +73,7 @@ def read_step(step, with_optimizer, accept_edited=False):
         path, parameters = read_parameters(step, config, digests)
         if config.n_layer > len(parameters):  # checked before parameter_shapes(), which makes names for each layer
             raise CheckpointError(
-                f"{path}: {len(parameters)} tensors cannot be the {config.n_layer} layers of {CONFIG}"
+                f"{path}: {len(parameters)} tensors cannot be {counted(config.n_layer, 'layer')} of {CONFIG}"
             )
         shapes = dict(parameter_shapes(config))
         check_tensors(path, parameters, shapes)

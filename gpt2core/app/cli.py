@@ -200,9 +200,9 @@ def add_ranks(parser):
     text = "tensor-parallel size: the number of ranks that divide each layer; it must divide the number of all ranks"
     add("--tp", f"{text} (default 1)", type=integer, metavar="N")
     text = (
-        "algorithm of sums over ranks: canonical, ring, halving-doubling, tree or mpi; with --transport nccl only "
-        "canonical or nccl. mpi and nccl are the libraries' own algorithms. The sums of canonical do not depend on the "
-        "number of ranks (default canonical; with --no-deterministic mpi or nccl)"
+        "algorithm of sums over ranks: canonical, ring, halving-doubling, tree, root or mpi; with --transport nccl "
+        "only canonical or nccl. mpi and nccl are the libraries' own algorithms. The sums of canonical do not depend "
+        "on the number of ranks (default canonical; with --no-deterministic mpi or nccl)"
     )
     add("--collectives", text, metavar="HOW")
     add("--transport", TRANSPORT, metavar="HOW")

@@ -12,7 +12,7 @@ import time
 from importlib import metadata
 from pathlib import Path
 
-from gpt2core.app import PACKAGES
+from gpt2core.app import PACKAGES, missing_package
 from gpt2core.parallel.tuned_choices import processor
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -49,10 +49,10 @@ def report(run):
         result = f"works ({text.format(device)}, {seconds:.1f} s)" if code == 0 else f"does not work: {cause(errors)}"
         print(f"stage {number:<7} {result}", flush=True)
         codes.append(code)
-    failed = [number for number, code in enumerate(codes) if code]
-    if failed:
-        preset = " PRESET=nano" * (interpreted and failed[0] >= 2)
-        print(f"`make train STAGE={failed[0]}{preset}` installs the packages of stage {failed[0]}")
+    for number, code in enumerate(codes):
+        if code:
+            preset = " PRESET=nano" * (interpreted and number >= 2)
+            print(f"`make train STAGE={number}{preset}` installs the packages of stage {number}")
     return 2 if codes[0] else 0
 
 
@@ -74,10 +74,12 @@ def cause(errors):
     """The line that says what is wrong, of the text that a command wrote to standard error.
 
     The class of an exception is removed from the line, and so is the advice `pip install ...`, because the report ends
-    with the make command that installs the packages.
+    with the make commands that install the packages.
     """
     lines = errors.strip().splitlines() or ["no message"]
     line = next((line for line in lines if line.startswith("error: ")), lines[-1])
+    if missing := re.fullmatch(r"ModuleNotFoundError: (No module named '([\w.]+)')", line):  # on a rank
+        line = missing_package(ModuleNotFoundError(missing[1], name=missing[2])) or line
     return re.sub(r"^(error|[\w.]*Error): |; pip install .*", "", line)
 
 

@@ -7,6 +7,7 @@ from gpt2core.app.backend_setup import memory_errors, usable_threads
 from gpt2core.app.checkpoint_directory import load_checkpoint
 from gpt2core.app.inference_io import (
     check_downloaded,
+    check_tokenizer,
     load_tokenizer,
     read_prompt,
     read_prompts,
@@ -139,6 +140,7 @@ def read_inputs(args, checkpoint):
     The list has one prompt; with --mode batch, one prompt for each line of --prompts; with --interactive, it is empty.
     """
     tokenizer, config = load_tokenizer(args.tokenizer, checkpoint.path), checkpoint.config
+    check_tokenizer(tokenizer, checkpoint)
     if tokenizer.vocab_size > config.vocab_size:
         raise ConfigError(
             f"the tokenizer has {tokenizer.vocab_size} tokens but the vocabulary of the weights in "

@@ -1,13 +1,14 @@
 """Input and output of inference: read the tokenizer and the prompts, write the continuations."""
 
 import contextlib
+import os
 import sys
 import time
 from pathlib import Path
 
 import numpy as np
 
-from gpt2core.app.presets import CORPUS, OPENAI_NAMES, SHIPPED
+from gpt2core.app.presets import BOOK_WEIGHTS, CORPUS, OPENAI_NAMES, SHIPPED
 from gpt2core.app.rank_agreement import print_nothing
 from gpt2core.app.resume import saved_arguments
 from gpt2core.app.terminal import WordWrap, terminal_width, wrapped
@@ -15,7 +16,7 @@ from gpt2core.errors import ConfigError, DataError, counted
 from gpt2core.parallel.even_slices import even_slices
 from gpt2core.sampler import generate, generate_batch
 from gpt2core.text.token_file import first_tokens, read_text
-from gpt2core.text.tokenizer import Tokenizer, build_tokenizer
+from gpt2core.text.tokenizer import FILE_NAME, Tokenizer, UnknownWord, build_tokenizer
 
 
 def check_downloaded(flag, path):
@@ -47,6 +48,26 @@ def load_tokenizer(spec, directory):
     return build_tokenizer(spec, read_text(CORPUS)) if spec else Tokenizer.load(directory)
 
 
+def check_tokenizer(tokenizer, checkpoint, prepared=None):
+    """Raise ConfigError if a Checkpoint has a tokenizer of its own, with another number of tokens than `tokenizer`.
+
+    The ids would then have another meaning than in the checkpoint. prepared: the Path of a corpus of token ids, or None
+    if the tokens come from a text. A directory without a tokenizer that can be read is accepted.
+    """
+    try:
+        own = Tokenizer.load(checkpoint.path)
+    except DataError:
+        return
+    if own.vocab_size != tokenizer.vocab_size:
+        file = checkpoint.path / FILE_NAME
+        advice = f"prepare the text again with --tokenizer {file}" if prepared else "omit --tokenizer"
+        name = f"the tokenizer of {prepared}" if prepared else "the tokenizer"
+        raise ConfigError(
+            f"{name} has {tokenizer.vocab_size} tokens, but {file} of the "
+            f"checkpoint has {own.vocab_size}, so the ids would have another meaning: {advice}"
+        )
+
+
 def read_prompt(prompt, prompt_file, tokenizer, checkpoint):
     """The token ids of --prompt or --prompt-file; if neither is given, the first tokens of a corpus.
 
@@ -64,16 +85,30 @@ def read_prompt(prompt, prompt_file, tokenizer, checkpoint):
             return first_tokens(corpus, tokenizer, min(256, checkpoint.config.block_size)).tolist()
         except DataError as error:
             raise DataError(f"{corpus.name} cannot be the prompt of these weights: {error}; give --prompt") from None
-    text = prompt if prompt_file is None else read_text(prompt_file).removesuffix("\n")
-    tokens = tokenizer.encode_prompt(text).tolist()
+    if prompt_file is None:
+        tokens = encode_prompt(tokenizer, prompt)
+    else:
+        tokens = encode_prompt(tokenizer, read_text(prompt_file).removesuffix("\n"), f"{prompt_file}: ")
     if not tokens:
         raise DataError("the prompt is empty: give at least one word to continue")
     return tokens
 
 
+def encode_prompt(tokenizer, text, place=""):
+    """A list of the token ids of a prompt; raises DataError, with `place` and advice, for an unknown word."""
+    try:
+        return tokenizer.encode_prompt(text).tolist()
+    except UnknownWord as error:
+        book = os.path.relpath(BOOK_WEIGHTS)
+        raise DataError(f"{place}{error.problem}: {error.advice}, or --weights {book}") from None
+    except DataError as error:
+        raise DataError(f"{place}{error}") from None
+
+
 def read_prompts(path, tokenizer):
     """A list with the token ids of each line of a file; raises DataError for an empty line."""
-    prompts = [tokenizer.encode_prompt(line).tolist() for line in read_text(path).splitlines()]
+    lines = enumerate(read_text(path).splitlines(), 1)
+    prompts = [encode_prompt(tokenizer, line, f"{path}: line {number}: ") for number, line in lines]
     empty = [number for number, prompt in enumerate(prompts, 1) if not prompt]
     if empty:
         raise DataError(f"{path}: line {empty[0]} is empty: give at least one word to continue on every line")
@@ -87,7 +122,7 @@ def typed_prompt(tokenizer):
     """
     while line := read_line():
         try:
-            return tokenizer.encode_prompt(line).tolist()
+            return encode_prompt(tokenizer, line)
         except DataError as error:
             print(f"error: {error}", file=sys.stderr, flush=True)
     return None

@@ -152,9 +152,10 @@ def check_rank_flags(world, args, stage):
 def check_many_ranks(world, name, value, stage):
     """Raise ConfigError if this stage is one process: the flag `name` was given with `value`, and is for many ranks."""
     if world.one_process:
-        raise shared_error(
-            ConfigError(f"{flag(name)} {value} is for many ranks, and this stage is one process: use {stage}")
-        )
+        given = f"{flag(name)} {value}"
+        if isinstance(value, bool):
+            given = flag(name) if value else flag(f"no_{name}")
+        raise shared_error(ConfigError(f"{given} is for many ranks, and this stage is one process: use {stage}"))
 
 
 # -- input that the root has read for all ranks -----------------------------------------------------------------------

@@ -262,6 +262,16 @@ def check_shape(sizes):
         )
 
 
+def preset_notes(args, model):
+    """A list with one note if --preset is given with --init-from and has other sizes than `model`, a GPT2Config."""
+    sizes = [f"{name} {getattr(model, name)}" for name in SIZE_FLAGS]
+    preset = PRESETS[args.preset] if args.init_from and args.preset else model
+    if all(getattr(preset, name) == getattr(model, name) for name in SIZE_FLAGS):
+        return []
+    recipe = f"note: --preset {args.preset} only selects the recipe"
+    return [f"{recipe}: the model has the sizes of --init-from ({', '.join(sizes)})"]
+
+
 def model_config(values, checkpoint_config, vocab_size):
     """The GPT2Config of a run: that of the checkpoint or, for random weights, that of the preset and the size flags.
 

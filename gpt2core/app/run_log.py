@@ -174,10 +174,11 @@ def slow_values(step):
 def describe(config, trainer, corpus):
     """The header of a run: the model, the data, and how threads and ranks divide the work. corpus: a Corpus."""
     model, world, data, threads = trainer.config, trainer.world, trainer.mesh.data, trainer.workers.size
+    layers, heads = counted(model.n_layer, "layer"), counted(model.n_head, "head")
     library = trainer.backend.runtime.library
     lines = [
-        f"GPT-2 {config.init_from or config.preset}: {parameter_count(model):,} parameters, {model.n_layer} layers, "
-        f"{model.n_head} heads, {model.n_embd} wide, vocabulary {model.vocab_size}",
+        f"GPT-2 {config.init_from or config.preset}: {parameter_count(model):,} parameters, {layers}, {heads}, "
+        f"{model.n_embd} wide, vocabulary {model.vocab_size}",
         f"{len(corpus.tokens):,} tokens of {config.data.name}, {config.batch_size} x {config.seq_len} per step in "
         f"{counted(trainer.micro_batches, 'micro-batch')} on {counted(threads, 'thread')}, "
         f"{config.precision} on {trainer.backend.name}" + f" with {library}" * bool(library),
@@ -226,7 +227,8 @@ def report_end(config, trainer, first_step, seconds, stopped_by, command, emit):
     """
     out = config.out
     if first_step >= config.steps:
-        emit(f"nothing was left to train after {counted(first_step, 'step')}: --steps is {config.steps} in total")
+        done = f"nothing was left to train after {counted(first_step, 'step')}"
+        emit(f"{done}: --steps is {config.steps} in total; give a larger --steps")
     if stopped_by and trainer.steps < config.steps:
         done = f"{reason(stopped_by)} after {trainer.steps} of {counted(config.steps, 'step')}"
         emit(f"{done}: " + (f"continue with\n  {command}" if out else "nothing was saved, because --out was not given"))

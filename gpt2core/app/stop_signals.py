@@ -6,13 +6,18 @@ import signal
 import sys
 
 ERASE_LINE = b"\r\x1b[K"  # bytes that make a terminal erase the current line, the progress bar
+STOPPING = b"stopping after the current step; a second signal stops at once\n"
 
 
 class StopSignals(contextlib.AbstractContextManager):
     """In this context, the first SIGINT, SIGTERM or SIGHUP only sets `received` to its number.
 
-    A second signal of the same number has its usual effect, for example KeyboardInterrupt.
+    A second signal of the same number has its usual effect, for example KeyboardInterrupt. prints: whether the first
+    signal prints STOPPING on standard error; of many ranks, only the root should print it.
     """
+
+    def __init__(self, prints=True):
+        self.prints = prints
 
     def __enter__(self):
         self.received, self.previous = None, {}
@@ -26,9 +31,10 @@ class StopSignals(contextlib.AbstractContextManager):
         """The signal handler: store the number of the signal and restore the previous handler."""
         self.received = number
         signal.signal(number, self.previous[number])
-        if sys.stderr.isatty():
-            text = b"stopping after the current step; a second signal stops at once\n"
-            os.write(sys.stderr.fileno(), ERASE_LINE + text)  # not print(), which the signal may have interrupted
+        if self.prints:
+            text = ERASE_LINE * sys.stderr.isatty() + STOPPING
+            with contextlib.suppress(OSError, ValueError):  # standard error is closed, or has no file descriptor
+                os.write(sys.stderr.fileno(), text)  # not print(), which the signal may have interrupted
 
     def __exit__(self, *error):
         for number, handler in self.previous.items():

@@ -5,7 +5,6 @@ the other ranks would wait for this rank without end.
 """
 
 import contextlib
-import functools
 import time
 from dataclasses import dataclass
 
@@ -14,14 +13,16 @@ import numpy as np
 from gpt2core.app.backend_setup import make_backends, memory_errors, step_sizes, usable_threads
 from gpt2core.app.checkpoint_directory import load_checkpoint, save_checkpoint
 from gpt2core.app.checkpoint_files import Checkpoint
-from gpt2core.app.inference_io import check_downloaded, load_tokenizer, write_text
-from gpt2core.app.presets import TOKENIZERS
-from gpt2core.app.rank_agreement import check_one_process, check_rank_flags, print_nothing, share_tokens
-from gpt2core.app.resume import Progress, edited_notes, find_data, fingerprint, read_progress, restore, run_state
+from gpt2core.app.corpus import Corpus, read_texts, share_corpus, split_corpus
+from gpt2core.app.host_memory import check_host_memory
+from gpt2core.app.inference_io import check_downloaded, check_tokenizer, write_text
+from gpt2core.app.rank_agreement import check_one_process, check_rank_flags, print_nothing
+from gpt2core.app.resume import Progress, edited_notes, find_data, read_progress, restore, run_state
 from gpt2core.app.run_config import (
     RunConfig,
     data_parallel_ranks,
     model_config,
+    preset_notes,
     resolve_flags,
     resolve_rank_flags,
     resume_command,
@@ -45,7 +46,7 @@ from gpt2core.parallel.all_or_raise import all_or_raise, on_root, shared_error
 from gpt2core.parallel.config import plan_micro_batches
 from gpt2core.parallel.local_windows import LocalWindows
 from gpt2core.parallel.whole_parameters import current_model, named_moments, named_parameters, parameter_hash
-from gpt2core.text.token_file import is_tokenized, load_tokens, split_validation
+from gpt2core.text.token_file import is_tokenized
 from gpt2core.text.tokenizer import Tokenizer
 from gpt2core.trainer import Trainer
 from gpt2core.training_loop import LogLost, run
@@ -71,7 +72,7 @@ def train(make_backend, world, args, cores, transport, lock):
     notes = inputs.notes if inputs else []
     config, progress, tokenizer = world.broadcast_object(inputs and (inputs.config, inputs.progress, inputs.tokenizer))
     all_or_raise(world, lambda: world.use_collectives(config.collectives))
-    corpus = share_corpus(world, config, inputs, tokenizer)
+    corpus = share_corpus(world, config, inputs and (inputs.tokens, inputs.validation), tokenizer)
     trainer = all_or_raise(world, lambda: make_trainer(make_backend, world, config, cores))
     windows, validation, schedule = all_or_raise(world, lambda: make_schedule(config, corpus, trainer.mesh.data))
     if config.resume or config.init_from:
@@ -114,20 +115,6 @@ class Inputs:
     validation: np.ndarray | None  # token ids of --val-data
 
 
-@dataclass(frozen=True)
-class Corpus:
-    """The token ids for training and validation, and their tokenizer."""
-
-    tokens: np.ndarray
-    validation: np.ndarray | None
-    tokenizer: Tokenizer
-
-    @functools.cached_property
-    def fingerprint(self):
-        """Text that identifies the training tokens in a checkpoint."""
-        return fingerprint(self.tokens)
-
-
 def read_inputs(world, args, transport, deterministic):
     """Read the Inputs and determine the value of every flag; only the root calls it.
 
@@ -143,38 +130,15 @@ def read_inputs(world, args, transport, deterministic):
     saved, data_notes = find_data(source, args) if args.resume else ({}, [])
     values, notes = resolve_flags(args, saved, deterministic)
     values, rank_notes = resolve_rank_flags(values | {"transport": transport}, world)
-    tokens, tokenizer = read_corpus(values["data"], values["tokenizer"], source, TOKENIZERS.get(values["preset"]))
-    validation = load_tokens(values["val_data"], tokenizer)[0] if values["val_data"] else None
+    tokens, validation, tokenizer = read_texts(values, source)
     corpus = Corpus(*split_corpus(tokens, validation, values["val_fraction"]), tokenizer)
+    if source:
+        check_tokenizer(tokenizer, source, values["data"] if is_tokenized(values["data"]) else None)
     model = model_config(values, source and source.config, tokenizer.vocab_size)
     config = RunConfig(model, **values | {"seq_len": values["seq_len"] or model.block_size})
     progress = read_progress(source, corpus.fingerprint) if args.resume else None
-    notes = [*edited_notes(source), *data_notes, *notes, *rank_notes]
+    notes = [*edited_notes(source), *data_notes, *preset_notes(args, model), *notes, *rank_notes]
     return Inputs(config, notes, source, progress, tokenizer, tokens, validation)
-
-
-def read_corpus(path, tokenizer, source, default):
-    """(tokens, Tokenizer) of the corpus at `path`; tokenizer: the value of --tokenizer.
-
-    For a text without --tokenizer, the tokenizer is that of the Checkpoint `source`, or `default` if that is None.
-    """
-    if not tokenizer and not is_tokenized(path):
-        tokenizer = load_tokenizer(None, source.path) if source else default
-    return load_tokens(path, tokenizer)
-
-
-def split_corpus(tokens, validation, fraction):
-    """(training tokens, validation tokens or None); `fraction` of `tokens`, if given, replaces `validation`."""
-    return split_validation(tokens, fraction) if fraction else (tokens, validation)
-
-
-def share_corpus(world, config, inputs, tokenizer):
-    """The Corpus on every rank; inputs: the Inputs on the root, None on other ranks."""
-    tokens = share_tokens(world, config.data, inputs and inputs.tokens, tokenizer)
-    validation = None
-    if config.val_data:
-        validation = share_tokens(world, config.val_data, inputs and inputs.validation, tokenizer)
-    return Corpus(*split_corpus(tokens, validation, config.val_fraction), tokenizer)
 
 
 # -- the objects of the training loop ----------------------------------------------------------------------------------
@@ -188,6 +152,7 @@ def make_trainer(make_backend, world, config, cores):
         config.batch_size, config.micro_batches, threads, replicas, config.deterministic
     )
     backends = all_or_raise(world, lambda: make_backends(make_backend, config, threads))
+    all_or_raise(world, lambda: check_host_memory(backends, config, world, replicas))
     with memory_errors(backends[0], config.model, *step_sizes(config, micro_batches, replicas)):
         return Trainer(
             config.model,
@@ -245,7 +210,7 @@ def run_steps(config, corpus, trainer, windows, validation, schedule, log):
     sizes = step_sizes(config, trainer.micro_batches, trainer.mesh.data.size)
     first_step, source, start = trainer.steps, config.resume or config.init_from, time.perf_counter()
     try:
-        with StopSignals() as stop, memory_errors(trainer.backend, trainer.config, *sizes):
+        with StopSignals(trainer.world.is_root) as stop, memory_errors(trainer.backend, trainer.config, *sizes):
             signal = run(
                 trainer,
                 windows,

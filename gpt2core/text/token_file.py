@@ -46,7 +46,7 @@ def text_chunks(path, size=CHUNK):
                     yield decoder.decode(block)
                     offset += len(block)
                 except UnicodeDecodeError as error:
-                    raise _not_utf8(path, offset - pending + error.start) from None
+                    raise _not_utf8(path, offset - pending + error.start, block) from None
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror}; give a UTF-8 text file") from None
     if not offset:
@@ -55,7 +55,9 @@ def text_chunks(path, size=CHUNK):
         raise _not_utf8(path, offset - pending)
 
 
-def _not_utf8(path, offset):
+def _not_utf8(path, offset, block=b""):
+    if b"\0" in block and not block.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        return DataError(f"{path} is not a text: it has NUL bytes, like an image or a program; give a UTF-8 text file")
     return DataError(f"{path} is not UTF-8: byte {offset} cannot be decoded; convert it with iconv -t UTF-8")
 
 
@@ -191,6 +193,11 @@ def load_tokens(path, tokenizer=None):
     path = path / TOKEN_FILE if prepared else path
     if path.exists() and not (path.is_file() or path.is_dir()):
         raise DataError(f"{path} is not a regular file, and a corpus is read more than once: save it to a file first")
+    if path.is_dir():
+        raise DataError(
+            f"cannot read {path}: Is a directory without {TOKEN_FILE}; give a UTF-8 text file, or a directory written "
+            "by data/prepare.py"
+        )
     if not prepared and not is_token_file(path):
         text = read_text(path)
         tokenizer = tokenizer if isinstance(tokenizer, Tokenizer) else build_tokenizer(tokenizer or "word", text)
@@ -212,6 +219,6 @@ def load_tokens(path, tokenizer=None):
 def split_validation(tokens, fraction):
     """Return (training, validation), two views of `tokens`; the last part, of size `fraction`, is for validation."""
     if not 0 <= fraction < 1:
-        raise ConfigError(f"the validation fraction is {fraction}, but it must be at least 0 and less than 1")
+        raise ConfigError(f"--val-fraction {fraction} must be at least 0 and less than 1")
     cut = len(tokens) - round(len(tokens) * fraction)
     return tokens[:cut], tokens[cut:]

@@ -73,6 +73,14 @@ def utf8(text):
     return text
 
 
+class UnknownWord(DataError):
+    """A word, or a space, that is not in the vocabulary. Callers can add other advice to `problem` and `advice`."""
+
+    def __init__(self, problem, advice):
+        super().__init__(f"{problem}: {advice}, or train a new model with --tokenizer byte")
+        self.problem, self.advice = problem, advice
+
+
 class Tokenizer:
     """A `tokenizers.Tokenizer` of the library, its kind ("word", "byte" or "bpe"), and the bytes of every token.
 
@@ -170,7 +178,7 @@ class Tokenizer:
     def encode(self, text):
         """Return the ids of `text`: (number of tokens,) of self.dtype. decode(encode(text)) is equal to text.
 
-        Raises DataError for a word outside the vocabulary, and names it; and for a text that UTF-8 cannot encode.
+        Raises UnknownWord for a word outside the vocabulary, and names it; DataError if UTF-8 cannot encode the text.
         """
         return np.concatenate([np.empty(0, self.dtype), *self.encode_chunks(slices(text))])
 
@@ -225,15 +233,17 @@ class Tokenizer:
             return np.array([self.ids[word] for word in words], self.dtype)
         except KeyError as error:
             if error.args[0] == " ":
-                raise DataError(
+                raise UnknownWord(
                     "the text has a space that no word follows (two spaces in a row, or one at the end of a line), and "
-                    f"the vocabulary of {self.vocab_size} tokens has no token for it: write one space before each word"
+                    f"the vocabulary of {self.vocab_size} tokens has no token for it",
+                    "write one space before each word",
                 ) from None
             unknown = sum(word not in self.ids for word in words)
             unknown += sum(word not in self.ids for later_piece in rest for word in self._words(later_piece))
-            raise DataError(
+            raise UnknownWord(
                 f"the word {error.args[0]!r} is not in the vocabulary of {self.vocab_size} tokens "
-                f"({unknown} unknown in total): use words of the corpus, or train a new model with --tokenizer byte"
+                f"({unknown} unknown in total)",
+                "use words of the corpus",
             ) from None
 
     def _encode_bytes(self, piece, rest):

@@ -22,6 +22,7 @@ import gpt2core
 from gpt2core.app import cli, inference_command, inference_io, train_command
 from gpt2core.app.checkpoint_directory import load_checkpoint
 from gpt2core.app.run_log import RunLog, time_left
+from gpt2core.app.stop_signals import STOPPING
 from gpt2core.parallel.thread_communicator import run_ranks
 from gpt2core.text.tokenizer import Tokenizer
 from stage0_serial.numpy_backend import NumpyBackend
@@ -238,7 +239,7 @@ def test_a_run_that_is_stopped_and_resumed_equals_one_that_was_not(
     flags = ["--preset", "nano", "--data", corpus, "--steps", 40, "--threads", 2, "--checkpoint-every", 20, *options]
     assert train(*flags, "--out", straight, "--log", logs[0], "--sample", 0).code == 0
     process = python("-c", SIGNALLED, 23, int(number), *flags, "--out", stopped, "--log", logs[1])
-    assert process.returncode == code and process.stderr == ""
+    assert process.returncode == code and process.stderr == STOPPING.decode() * (code > 0)
     checkpoint = load_checkpoint(stopped, with_optimizer=True)
     assert checkpoint.state["step"] == done  # after kill -9 the last checkpoint, else the current step
     if code > 0:
@@ -262,7 +263,7 @@ def test_a_run_that_is_stopped_and_resumed_equals_one_that_was_not(
 def test_a_signal_in_the_last_step_ends_a_complete_run(corpus, tmp_path):
     flags = ["--preset", "nano", "--data", corpus, "--steps", 2, "--threads", 1, "--out", tmp_path / "run"]
     process = python("-c", SIGNALLED, 1, int(signal.SIGINT), *flags)
-    assert (process.returncode, process.stderr) == (130, "")
+    assert (process.returncode, process.stderr) == (130, STOPPING.decode())
     assert re.search(r"\ntrained 2 steps in .* s, saved in .*run\n$", process.stdout)  # no command that resumes it
     assert load_checkpoint(tmp_path / "run", with_optimizer=True).state["step"] == 2
 
@@ -283,7 +284,7 @@ def test_a_log_cut_in_mid_line_is_continued_without_duplicates(train, corpus, tm
 def test_without_out_a_stopped_run_says_that_nothing_was_saved(corpus, number, code):
     reset = "import signal; signal.signal(signal.SIGHUP, signal.SIG_DFL)\n"  # nohup starts its children with SIG_IGN
     done = python("-c", reset + SIGNALLED, 2, int(number), "--preset", "nano", "--data", corpus)
-    assert done.returncode == code and done.stderr == ""
+    assert done.returncode == code and done.stderr == STOPPING.decode()
     assert done.stdout.endswith("after 3 of 20 steps: nothing was saved, because --out was not given\n")
 
 
@@ -299,7 +300,7 @@ def test_a_signal_from_outside_in_mid_run_is_resumable(train, corpus, tmp_path):
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.02)
     process.send_signal(signal.SIGINT)
-    assert process.communicate(timeout=60)[1] == b"" and process.returncode == 130
+    assert process.communicate(timeout=60)[1] == STOPPING and process.returncode == 130
     steps = load_checkpoint(out, with_optimizer=True).state["step"]
     assert steps == len(rows_of(log)) > 5 and "parameters_sha256" in rows_of(log)[-1]
     assert train("--resume", out, "--steps", steps + 2, "--log", log).code == 0
@@ -318,7 +319,7 @@ def test_a_second_interrupt_ends_at_once(corpus):
         process.wait(0.5)
     process.send_signal(signal.SIGINT)
     assert process.wait(30) == 130  # the step would take a minute
-    assert process.communicate()[1] == ""
+    assert process.communicate()[1] == STOPPING.decode()
 
 
 def test_steps_are_the_total_after_a_resume_too(train, corpus, tmp_path):
@@ -713,4 +714,15 @@ def test_a_resume_with_nothing_left_to_do_says_so(train, tmp_path, corpus):
     out = tmp_path / "run"
     train("--preset", "nano", "--data", corpus, "--sample", 0, "--out", out, "--steps", 2)
     result = train("--resume", out, "--steps", 1, "--sample", 0)
-    assert "nothing was left to train after 2 steps: --steps is 1 in total" in result.out
+    assert "nothing was left to train after 2 steps: --steps is 1 in total; give a larger --steps" in result.out
+
+
+def test_a_preset_with_init_from_notes_the_sizes_of_the_checkpoint(train, tmp_path, corpus):
+    flags = ("--data", corpus, "--sample", 0, "--steps", 1)
+    result = train("--preset", "nano", "--n-layer", 1, "--n-head", 1, *flags, "--out", tmp_path / "run")
+    assert " parameters, 1 layer, 1 head, 32 wide," in result.out.replace("\n", " ")
+    for preset, noted in (("nano", True), (None, False)):
+        result = train("--init-from", tmp_path / "run", *(("--preset", preset) if preset else ()), *flags)
+        note = "note: --preset nano only selects the recipe: the model has the sizes of --init-from (n_layer 1, "
+        assert result.code == 0 and (note in result.out) == noted
+    assert "note: --preset" not in train("--preset", "nano", *flags).out

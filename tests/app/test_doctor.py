@@ -42,7 +42,10 @@ def test_the_exit_code_is_0_if_stage_0_works_and_each_cause_is_one_row(failing, 
     failed = [line for line in shown if line.endswith("does not work: mpi4py is not installed")]
     # stage 3 is started by the launcher of stage 1
     assert len(failed) == {(): 0, ("stage1",): 2, ("stage0",): 1, ("stage",): 4}[failing]
-    assert shown[-1].startswith("`make train STAGE=") == bool(failing)
+    advised = [
+        line for line in shown if re.fullmatch(r"`make train STAGE=(\d).*` installs the packages of stage \1", line)
+    ]
+    assert len(advised) == len(failed)  # one line for each stage that does not work
 
 
 def test_without_a_gpu_the_kernels_run_in_the_interpreter_and_with_gpus_on_them(capsys):
@@ -76,6 +79,9 @@ def test_a_command_that_is_missing_or_fails_is_a_row(monkeypatch):
     monkeypatch.setattr(doctor, "TIMEOUT", 0.2)
     assert doctor.run(["sleep", "9"]) == (124, "", "no result after 0.2 seconds")
     assert doctor.cause("Traceback\n  File\ngpt2core.errors.ConfigError: no mpiexec\n") == "no mpiexec"
+    missing = doctor.cause("Traceback\n  File\nModuleNotFoundError: No module named 'triton'\n")
+    assert missing.startswith(f"triton is not installed for {sys.executable}: ")
+    assert doctor.cause("ModuleNotFoundError: No module named 'other'\n") == "No module named 'other'"
     assert doctor.versions("numpy|nothing", "no-such-package|other").endswith("; missing: no-such-package")
 
 

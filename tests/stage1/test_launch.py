@@ -264,7 +264,10 @@ def test_addresses_names_and_aliases_of_ssh_are_accepted(names, tmp_path):
         ("-n 2 -- -m", "no script to run"),
         ("-n 2 missing.py", "missing.py: no such script in "),
         ("-n 2 --ranks 3 train_gpt2.py", "--ranks"),
-        ("-n 2 --hostfile missing train_gpt2.py", "--hostfile missing: cannot be read (No such file"),
+        (
+            "-n 2 --hostfile missing train_gpt2.py",
+            "--hostfile missing: cannot be read (No such file or directory, in the ",
+        ),
         ("-n 2 --hostfile . train_gpt2.py", "--hostfile .: cannot be read (Is a directory"),
         ("-n 2 --hostfile {unknown} train_gpt2.py", "unknown, line 1: no..host cannot be resolved (not a host name)"),
     ],

@@ -402,6 +402,16 @@ def test_make_without_a_gpu_trains_nano_for_10_steps_by_default(make, arguments,
         ("train STAGE=2", "11.8", "supports CUDA 11, but stage 2 needs 12 or 13"),
         ("train STAGE=2 N=2", "13.0", "stage 2 is one process"),
         ("train STAGE=3 N=2", None, "far too slow for PRESET=paper: use PRESET=nano"),
+        (
+            "test-gpu",
+            None,
+            "no GPU was found (nvidia-smi lists none): run make test-gpu on a machine with",
+        ),
+        (
+            "sanitize",
+            None,
+            "no GPU was found (nvidia-smi lists none): run make sanitize on a machine with",
+        ),
         ("train STAGE=3 N=x", "13.0", "N=x is not a number of ranks"),
     ],
 )

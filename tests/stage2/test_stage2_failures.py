@@ -16,7 +16,7 @@ from gpt2core.app.presets import PRESETS
 from gpt2core.errors import ConfigError
 from gpt2core.model import GPT2Config
 from gpt2core.trainer import Trainer
-from stage2_cuda.cuda_backend import CudaBackend
+from stage2_cuda.cuda_backend import CudaBackend, dtype_of
 from stage2_cuda.runtime import nvtx, triton_launch
 
 gpu = pytest.mark.gpu
@@ -41,7 +41,7 @@ def test_the_interpreter_warns_about_a_large_model():
 
 @in_the_interpreter
 def test_the_command_that_resumes_an_interpreted_run_selects_the_interpreter(train2, corpus, tmp_path, monkeypatch):
-    monkeypatch.setattr(train_command, "StopSignals", lambda: contextlib.nullcontext(SimpleNamespace(received=15)))
+    monkeypatch.setattr(train_command, "StopSignals", lambda _: contextlib.nullcontext(SimpleNamespace(received=15)))
     sizes = ("--steps", 3, "--batch-size", 1, "--seq-len", 4)
     result = train2(*NANO, "--data", corpus, *sizes, "--out", tmp_path / "run")
     assert (result.code, result.err) == (128 + 15, "")
@@ -77,6 +77,19 @@ def test_a_cupy_that_cannot_be_imported_is_a_one_line_error(monkeypatch, error):
     message, reason = str(caught.value), str(error).splitlines()[0]
     assert message.startswith(f"CuPy is needed but cannot be imported ({reason}): pip install cupy-")
     assert "TRITON_INTERPRET=1" in message and "\n" not in message
+
+
+@in_the_interpreter
+def test_bf16_without_a_gpu_and_its_packages_is_a_one_line_error(train2, infer2, monkeypatch):
+    for name in ("cupy", "ml_dtypes"):
+        monkeypatch.setitem(sys.modules, name, None)
+    for name, value in (("interpreted", False), ("has_driver", False)):
+        monkeypatch.setattr(triton_launch, name, lambda value=value: value)
+    monkeypatch.setattr(triton_launch, "launcher", triton_launch.GpuLauncher)
+    for run in (train2, infer2):
+        assert one_line(run("--precision", "bf16"), "no GPU was found", "set the environment variable TRITON_INTERPRET")
+    with pytest.raises(ConfigError, match="ml_dtypes is needed but cannot be imported .*: pip install ml_dtypes"):
+        dtype_of("bfloat16")  # with a GPU
 
 
 @pytest.mark.parametrize("width, heads", [(272, 2), (24, 2), (512, 2)])

@@ -371,7 +371,8 @@ def test_the_script_has_stage_2_s_bits_on_two_ranks_and_any_stage_reads_its_chec
 
 MISTAKES = [
     ("--transport nccl", "--transport nccl: needs GPUs, and Triton's interpreter uses none; omit the flag"),
-    ("--collectives nccl", "--collectives nccl: unknown algorithm; choose one of mpi, "),
+    ("--collectives nccl", "--collectives nccl: needs --transport nccl, which needs a GPU for each rank, but the "),
+    ("--collectives x", "--collectives x: unknown algorithm; choose one of mpi, "),
     ("--precision bf16", "--precision bf16 cannot be used in Triton's interpreter"),
     ("--tp 3", "--tp 3 does not divide 2 ranks"),
     ("--batch-size 3", "--batch-size 3 is not divisible by 2 ranks: use --batch-size 4"),

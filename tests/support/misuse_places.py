@@ -17,9 +17,12 @@ FILES = {
     "blank.txt": b"\n",
     "short.txt": b"only four short words",
     "latin1.txt": "café au lait".encode("latin-1"),
+    "image.png": b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR",
+    "utf16.txt": "the model".encode("utf-16"),
     "strange.txt": b"the model reads one aardvark",
     "spaces.txt": b"the  model reads",
     "lines.txt": b"the model\n\nreads one\n",
+    "second.txt": b"the model\nreads one aardvark\n",
     "cut.txt": "a café".encode()[:-1],
     "broken.json": b'{"model": ',
     "other.json": b'{"model": {"type": "Unigram", "unk_id": 0, "vocab": [["a", 0.0]]}}',
@@ -66,7 +69,8 @@ def fill(home, corpus):
         write_token_file(home / name / "tokens.bin", [tokenizer.encode(text)], tokenizer)
         tokenizer.save(home / name / "tokenizer.json")
     os.truncate(home / "cut" / "tokens.bin", 999)
-    Tokenizer.word_level("another vocabulary").save(home / "foreign" / "tokenizer.json")
+    for path in (home / "foreign" / "tokenizer.json", home / "two.json"):
+        Tokenizer.word_level("another vocabulary").save(path)
     flags = ["--preset", "nano", "--data", home / "corpus.txt", "--steps", 4, "--checkpoint-every", 2, "--sample", 0]
     outputs = ["--out", home / "run", "--log", home / "run.jsonl"]
     words = [sys.executable, "-m", "stage0_serial.train_gpt2", *flags, *outputs]
@@ -80,6 +84,8 @@ def fill(home, corpus):
     for name, (file, change) in CHANGED.items():
         path = shutil.copytree(home / "run", home / name, symlinks=True) / "latest" / file
         path.write_bytes(change(path.read_bytes()))
+    bare = shutil.ignore_patterns("tokenizer.json", "state.json")
+    shutil.copytree(home / "run" / "latest", home / "bare", ignore=bare)
     for name in ("state.json", "optimizer.safetensors"):
         (home / "nan" / "latest" / name).unlink()  # weights of another program have no hashes
     return home

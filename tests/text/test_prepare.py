@@ -73,10 +73,19 @@ def test_default_output_is_in_the_directory_of_the_text(module, story):
     ) == read_text(story)
 
 
-def test_second_run_replaces_the_first(module, story, tmp_path):
-    for spec in ("byte", "word"):
-        assert module.main([str(story), "--tokenizer", spec, "--out", str(tmp_path / "out")]) == 0
-        assert load_tokens(tmp_path / "out")[1].kind == spec
+def test_second_run_replaces_the_first_only_with_overwrite(module, story, tmp_path, capsys):
+    words = [str(story), "--out", str(tmp_path / "out")]
+    assert module.main([*words, "--tokenizer", "byte"]) == 0
+    for missing in (None, TOKEN_FILE):
+        if missing:
+            (tmp_path / "out" / missing).unlink()  # the tokenizer of a checkpoint must not be replaced either
+        capsys.readouterr()
+        assert module.main([*words, "--tokenizer", "word"]) == 2
+        error, file = capsys.readouterr().err, tmp_path / "out" / (FILE_NAME if missing else TOKEN_FILE)
+        assert error == f"prepare.py: {file} exists: choose another --out, or add --overwrite to replace it\n"
+        assert Tokenizer.load(tmp_path / "out").kind == "byte"
+    assert module.main([*words, "--tokenizer", "word", "--overwrite"]) == 0
+    assert load_tokens(tmp_path / "out")[1].kind == "word"
 
 
 def test_uninstalled_clone_prepares_from_its_root(tmp_path):
@@ -156,7 +165,8 @@ def test_interrupt_leaves_the_earlier_files(module, story, tmp_path, monkeypatch
         raise KeyboardInterrupt
 
     monkeypatch.setattr(module, "chunks_with_bar", interrupted)
-    assert module.main([str(story), "--tokenizer", "byte", "--out", str(tmp_path / "out")]) == 130
+    words = [str(story), "--tokenizer", "byte", "--out", str(tmp_path / "out"), "--overwrite"]
+    assert module.main(words) == 130
     assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
     assert "interrupted" in capsys.readouterr().err
 

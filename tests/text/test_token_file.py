@@ -315,5 +315,5 @@ def test_validation_is_the_end_of_the_corpus_and_shares_its_memory(n, fraction):
 
 @pytest.mark.parametrize("fraction", [-0.1, 1, 1.5, float("nan")])
 def test_wrong_validation_fraction_is_named(fraction):
-    with pytest.raises(ConfigError, match=f"fraction is {fraction}"):
+    with pytest.raises(ConfigError, match=f"--val-fraction {fraction} must be"):
         split_validation(np.arange(10), fraction)

@@ -338,6 +338,8 @@ def main():
     try:
         if args.program:
             return run_on_gpu()
+        if not triton_launch.has_driver():
+            raise ConfigError("no GPU was found: compute-sanitizer needs a machine with an NVIDIA GPU and its driver")
         triton_launch.array_module()  # raises its ConfigError if there is no GPU
         sanitizer = shutil.which("compute-sanitizer") or shutil.which("/usr/local/cuda/bin/compute-sanitizer")
         if sanitizer is None:

@@ -1,0 +1,81 @@
+"""The corpus of a training run: read --data and --val-data on the root, and give every rank the same tokens."""
+
+import contextlib
+import functools
+import os
+from dataclasses import dataclass
+
+import numpy as np
+
+from gpt2core.app.inference_io import load_tokenizer
+from gpt2core.app.presets import BOOK_WEIGHTS, TOKENIZERS
+from gpt2core.app.rank_agreement import share_tokens
+from gpt2core.app.resume import fingerprint
+from gpt2core.app.run_config import flag
+from gpt2core.errors import DataError
+from gpt2core.text.token_file import is_tokenized, load_tokens, split_validation
+from gpt2core.text.tokenizer import Tokenizer, UnknownWord
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """The token ids for training and validation, and their tokenizer."""
+
+    tokens: np.ndarray
+    validation: np.ndarray | None
+    tokenizer: Tokenizer
+
+    @functools.cached_property
+    def fingerprint(self):
+        """Text that identifies the training tokens in a checkpoint."""
+        return fingerprint(self.tokens)
+
+
+def read_texts(values, source):
+    """(tokens of --data, tokens of --val-data or None, Tokenizer); values: {name: value} of all flags.
+
+    source: the Checkpoint of --resume or --init-from, or None. Raises DataError, with the flag, for an unknown word.
+    """
+    with unknown_words("data", values):
+        tokens, tokenizer = read_corpus(values["data"], values["tokenizer"], source, TOKENIZERS.get(values["preset"]))
+    with unknown_words("val_data", values):
+        validation = load_tokens(values["val_data"], tokenizer)[0] if values["val_data"] else None
+    return tokens, validation, tokenizer
+
+
+def read_corpus(path, tokenizer, source, default):
+    """(tokens, Tokenizer) of the corpus at `path`; tokenizer: the value of --tokenizer.
+
+    For a text without --tokenizer, the tokenizer is that of the Checkpoint `source`, or `default` if that is None.
+    """
+    if not tokenizer and not is_tokenized(path):
+        tokenizer = load_tokenizer(None, source.path) if source else default
+    return load_tokens(path, tokenizer)
+
+
+@contextlib.contextmanager
+def unknown_words(name, values):
+    """In this context, add the flag of the setting `name`, its value and advice to the error for an unknown word."""
+    try:
+        yield
+    except UnknownWord as error:
+        advice = "train a new model with --tokenizer byte"
+        if values["init_from"]:
+            advice = f"omit --init-from, or use --init-from {os.path.relpath(BOOK_WEIGHTS)}"
+        elif values["resume"]:
+            advice = "use the words of the corpus of this run, or start a new run"
+        raise DataError(f"{flag(name)} {values[name]}: {error.problem}: {advice}") from None
+
+
+def split_corpus(tokens, validation, fraction):
+    """(training tokens, validation tokens or None); `fraction` of `tokens`, if given, replaces `validation`."""
+    return split_validation(tokens, fraction) if fraction else (tokens, validation)
+
+
+def share_corpus(world, config, texts, tokenizer):
+    """The Corpus on every rank; texts: (tokens, validation) of read_texts() on the root, None on other ranks."""
+    tokens, validation = texts or (None, None)
+    tokens = share_tokens(world, config.data, tokens, tokenizer)
+    if config.val_data:
+        validation = share_tokens(world, config.val_data, validation, tokenizer)
+    return Corpus(*split_corpus(tokens, validation, config.val_fraction), tokenizer)

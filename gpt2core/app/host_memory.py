@@ -1,0 +1,70 @@
+"""Refuse a model that cannot fit into the memory of this host: Linux would kill the process without a message."""
+
+import contextlib
+import os
+from pathlib import Path
+
+import numpy as np
+
+from gpt2core.errors import ConfigError
+from gpt2core.model import parameter_count
+
+
+def check_host_memory(backends, config, world, replicas, limit=None):
+    """Raise ConfigError if the memory of this host is smaller than needed_memory(); a GPU has memory of its own.
+
+    backends: those of this rank, one per thread. config: a RunConfig. replicas: the number of data-parallel ranks.
+    limit: the bytes that the ranks on this host may use together; None: available_memory().
+    """
+    if backends[0].xp is not np:
+        return
+    limit = available_memory() if limit is None else limit
+    needed = needed_memory(config.model, config.parallel, len(backends), world.local_size, replicas)
+    if needed > limit:
+        threads = ", fewer --threads" * (len(backends) > 1)
+        raise ConfigError(
+            f"a model of {parameter_count(config.model):,} parameters needs at least {gib(needed)} on this host for "
+            f"parameters, gradients and moments, but the host has {gib(limit)}: use a smaller --preset{threads}, or "
+            f"more hosts with --tp or --zero 1 ({backends[0].many_ranks})"
+        )
+
+
+def needed_memory(config, parallel, threads, local_ranks, replicas):
+    """A lower bound of the bytes that training allocates on one host; activations are not counted.
+
+    config: GPT2Config. parallel: ParallelConfig. threads: of each rank; each has a sum of gradients. local_ranks: the
+    ranks on this host. replicas: the number of data-parallel ranks, which divide the moments with --zero 1.
+    """
+    fp32 = np.dtype(np.float32).itemsize
+    copies = 1 + threads + 2 / (replicas if parallel.zero else 1)  # parameters, gradients, moments
+    return int(local_ranks * copies * fp32 * (parameter_count(config) // parallel.tp))
+
+
+def available_memory(cgroup=Path("/proc/self/cgroup"), mount=Path("/sys/fs/cgroup")):
+    """The bytes that this process may use: the memory, or the limit of its control groups if that is lower, and swap.
+
+    cgroup, mount: the file with the control groups of this process, and the directory with their limits.
+    """
+    memory, swap = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), 0
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("SwapTotal:"):
+                swap = int(line.split()[1]) << 10
+    return min([memory, *control_group_limits(cgroup, mount)]) + swap
+
+
+def control_group_limits(cgroup, mount):
+    """Yield the memory limits, in bytes, of the control groups of this process and of the groups that contain them."""
+    lines = cgroup.read_text().splitlines() if cgroup.exists() else []
+    for _, controllers, path in (line.split(":", 2) for line in lines):
+        if controllers in ("", "memory"):  # version 2 has one list of groups, version 1 one for each controller
+            name = "memory.limit_in_bytes" if controllers else "memory.max"
+            group = mount / controllers / path.lstrip("/")
+            for directory in (group, *group.parents):
+                with contextlib.suppress(OSError, ValueError):  # there is no such file, or its content is "max"
+                    yield int((directory / name).read_text())
+
+
+def gib(count):
+    """A number of bytes as text in GiB."""
+    return f"{count / 2**30:.1f} GiB"
