@@ -45,7 +45,7 @@ def tile_origin(n, k, N: tl.constexpr, K: tl.constexpr):
 
 @triton.jit
 def sigmoid_of_2u(x):
-    """(1 + tanh(u)) / 2 = sigmoid(2u), by which GELU multiplies x."""
+    """(1 + tanh(u)) / 2 = sigmoid(2u), the factor by which GELU multiplies x."""
     u = (x + x * x * x * B) * A
     t = tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [u], dtype=tl.float32, is_pure=True, pack=1)
     return 0.5 + 0.5 * t
@@ -67,9 +67,9 @@ def gelu_kernel(y_desc, h_desc, x_desc, w_desc, b_ptr, n, k, c, N: tl.constexpr,
 def gelu_backward_kernel(
     dh_desc, sums_ptr, dy_desc, w2_desc, h_desc, n, k, c, N: tl.constexpr, K: tl.constexpr, C: tl.constexpr
 ):
-    """dh = (dy w2') gelu'(h), with w2 (k, c); sums (tiles of rows, k): dh summed over the rows of each tile.
+    """dh = (dy w2^T) times the derivative of GELU at h, with w2 (k, c).
 
-    The sum of `sums` over the tiles is the gradient of the bias.
+    sums (tiles of rows, k): dh summed over the rows of each tile. The gradient of the bias is their sum over the tiles.
     """
     row, col = tile_origin(n, k, N, K)
     acc = tl.zeros((N, K), tl.float32)
@@ -119,9 +119,10 @@ def residual_statistics_kernel(s_ptr, mean_ptr, rstd_ptr, x_ptr, branch_ptr, cha
 
 
 def microseconds(functions, rounds=5, repeats=20):
-    """{name: median microseconds of a call} of {name: function}, without the functions that fail.
+    """Time the functions {name: function}; return {name: median microseconds of a call}.
 
-    Each function is captured `repeats` times in a CUDA graph; the graphs are timed in interleaved rounds.
+    A function that raises an exception is not in the result. `repeats` calls of each function are captured in a CUDA
+    graph; the graphs are timed in interleaved rounds.
     """
     import cupy
 

@@ -50,15 +50,17 @@ def prepare(module, preset, batch_size, precision, micro_batches):
 
 
 def measure(case, timeout):
-    """The result of one case: "held_bytes" of CuPy's pools, "driver_bytes", and the bytes that the memory model gives.
+    """Measure one case (preset, sequences per step, precision, micro-batches); return its result, a dictionary.
 
-    case: (preset, sequences per step, precision, micro-batches).
+    "held_bytes" is the size of CuPy's pools, "driver_bytes" the device memory that the process allocated, "model_bytes"
+    the prediction for CuPy's pools, and "terms" its parts, {name: bytes}.
     """
+    preset, batch_size, precision, micro_batches = case
     options = dict(zip(("preset", "batch_size", "precision", "micro_batches"), case, strict=True))
     with BenchmarkProcess(ProcessSpec("ours", "benchmarks.harness.ours", 4, options), BENCHMARK, timeout) as process:
         measured = process.run_round()
-    config, batch, (precision, micro_batches) = PRESETS[case[0]], case[1], case[2:]
-    terms = training_memory(config, batch, config.block_size, precision, micro_batches)
+    config = PRESETS[preset]
+    terms = training_memory(config, batch_size, config.block_size, precision, micro_batches)
     result = {"options": options, "held_bytes": measured["held_bytes"], "driver_bytes": measured["driver_bytes"]}
     model_bytes = sum(terms.values()) - terms["context"]  # the CUDA context is not in CuPy's pools
     difference = model_bytes / measured["held_bytes"] - 1

@@ -136,13 +136,13 @@ def attention(xp, rng, sizes):
         return xp.stack(parts).transpose(1, 3, 0, 2, 4).reshape(B, T, -1)
 
     def plain():
-        (q, k, v), (g,), scale = heads(qkv), heads(dy), np.float16(1 / math.sqrt(D))
+        (q, k, v), (dy_heads,), scale = heads(qkv), heads(dy), np.float16(1 / math.sqrt(D))
         weights = xp.where(later_keys, np.float16(-np.inf), (q @ k.swapaxes(2, 3)) * scale)
         weights = xp.exp(weights - weights.max(-1, keepdims=True))
         weights /= weights.sum(-1, keepdims=True)
-        dweights = g @ v.swapaxes(2, 3)
+        dweights = dy_heads @ v.swapaxes(2, 3)
         dscores = weights * (dweights - (dweights * weights).sum(-1, keepdims=True)) * scale
-        dq, dk, dv = dscores @ k, dscores.swapaxes(2, 3) @ q, weights.swapaxes(2, 3) @ g
+        dq, dk, dv = dscores @ k, dscores.swapaxes(2, 3) @ q, weights.swapaxes(2, 3) @ dy_heads
         return packed(weights @ v), packed(dq, dk, dv)
 
     def ours():
@@ -239,7 +239,7 @@ def product(xp, rng, sizes):
     return KernelPair(7, "an fp32 product on tensor cores", lambda: (a @ b,), ours, 1e-5)
 
 
-KERNEL_PAIRS = layernorm, gelu, column_sums, embedding, attention, loss, adamw, product  # as in the lesson
+KERNEL_PAIRS = layernorm, gelu, column_sums, embedding, attention, loss, adamw, product  # in the lesson's order
 
 
 def check_equal(pair, xp):

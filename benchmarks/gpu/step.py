@@ -55,11 +55,11 @@ def prepare(module, preset, vocab_size, batch_size, seq_len, unread, **options):
 
     def run_round(steps):
         step, seconds, losses = build(), [], []
-        all_batches = list(batches(LEAD_IN + 2 * steps))  # in each process the same, also without unread steps
-        used = all_batches if unread else all_batches[: LEAD_IN + steps]
+        all_batches = list(batches(LEAD_IN + 2 * steps))  # if not unread, the last `steps` batches are not used
         # This project's CudaSteps needs the batches in advance, as from a data loader, to begin a step before it reads
-        # the loss of the previous one. PyTorch's has no announce(); its copies are asynchronous without it.
-        getattr(step, "announce", list)(used)
+        # the loss of the previous one. PyTorch's CudaSteps does not: its copies to the GPU are asynchronous.
+        if hasattr(step, "announce"):
+            step.announce(all_batches if unread else all_batches[: LEAD_IN + steps])
         for batch in all_batches[:LEAD_IN]:
             step(*batch)
         for batch in all_batches[LEAD_IN : LEAD_IN + steps]:
@@ -143,7 +143,7 @@ def measure(args, specs, steps):
 def summarise(results):
     """Add minimum, tokens/s, MFU and speed ratios to the results of one table; return the rows of the table.
 
-    MFU is the model-FLOPs utilisation. The medians of the rounds give the ratios.
+    MFU is the model-FLOPs utilisation. A ratio is computed from the median step times of the same round.
     """
     options = results[0]["options"]
     title = f"{options['preset']}, {options['precision']}, {options['batch_size']} x {options['seq_len']}"
@@ -168,10 +168,13 @@ def summarise(results):
             {
                 title: result["name"],
                 "ms/step": f"{1e3 * median:.4g}",
-                "best": f"{1e3 * result['min']:.4g}",
-                "losses read at end": f"{1e3 * statistics.median(unread):.4g}" if unread else "",
+                "fastest step, ms": f"{1e3 * result['min']:.4g}",
+                "ms/step, losses read at end": f"{1e3 * statistics.median(unread):.4g}" if unread else "",
                 "tokens/s": f"{result['tokens_per_second']:,.0f}",
-                **{f"x {peer['name']}": f"{result['times_as_fast'][peer['name']]['median']:.3f}" for peer in peers[:1]},
+                **{
+                    f"times as fast as {peer['name']}": f"{result['times_as_fast'][peer['name']]['median']:.3f}"
+                    for peer in peers[:1]
+                },
                 "MFU": f"{100 * result['mfu']:.1f} %" if peak else "",
                 "tensors GiB": gib(result["allocated_bytes"]),
                 "held GiB": gib(result["held_bytes"]),

@@ -148,7 +148,10 @@ def attention_cases(arrays, B, T, H, D):
     outputs = [y.copy(), lse.copy()]
 
     def candidates(tiles_of):
-        """{} and the current tiles with every combination of new ones; tiles_of: {kernel: arguments of TileConfig}."""
+        """[candidates]: {}, and the current tiles with those of some kernels replaced, in every combination.
+
+        tiles_of: {kernel: [arguments of TileConfig]}, the kernels whose tiles are replaced and the new tiles.
+        """
         tiles = [[attention.TileConfig(*tile) for tile in each] for each in tiles_of.values()]
         combinations = (dict(zip(tiles_of, chosen, strict=True)) for chosen in itertools.product(*tiles))
         configs = [current._replace(**combination) for combination in combinations]
@@ -166,7 +169,7 @@ def attention_cases(arrays, B, T, H, D):
         backward()
 
     prepare = lambda: backward  # noqa: E731
-    for kernel in ("both",) if current.both else ("dq", "dkdv"):  # both: dq, dk and dv in one launch, square tiles
+    for kernel in ("both",) if current.both else ("dq", "dkdv"):  # "both" computes dq, dk and dv with square tiles
         chosen = [(M, N, *rest) for M, N, *rest in tiles if kernel != "both" or M == N]
         pointers = [dict(DESCRIPTOR_HEAD_SIZES=())] * (kernel == "dkdv")  # loads through pointers, not descriptors
         yield attention, prepare, [dqkv], candidates({kernel: chosen}) + pointers, 2 * qkv.nbytes + 2 * y.nbytes
