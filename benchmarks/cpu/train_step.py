@@ -1,4 +1,4 @@
-"""Is the NumPy training step faster than PyTorch's with the same number of threads, and how close to the BLAS floor?
+"""Is the NumPy training step faster than PyTorch's on as many threads, and how close is it to the BLAS floor?
 
 The BLAS floor is the time of only the matrix products of a step (cpu/sgemm_floor.py).
 """

@@ -97,7 +97,7 @@ def process_specs(args, preset, batch, precision):
 def measure(args, case, precision):
     """Measure one case in one precision; return one result for each program, with the seconds of each round.
 
-    Raises SystemExit if this project's program generates other tokens in another round.
+    Raises SystemExit if this project's program does not generate the same tokens in every round.
     """
     preset, batch, prompt, new, _ = CASES[case]
     request, specs = {"prompt": prompt, "new": new}, list(process_specs(args, preset, batch, precision))
@@ -186,8 +186,8 @@ def main():
     text = "one, eight or many (32) sequences of GPT-2 124M, or the paper's inference; a table for each (default all)"
     add("--cases", choices=CASES, nargs="+", default=list(CASES), help=text)
     text = (
-        "PyTorch's programs: graph: compiled, each step in a CUDA graph; overhead: compiled with mode reduce-overhead; "
-        "compiled; eager (default graph overhead eager)"
+        "PyTorch's programs. graph: torch.compile, each step in a CUDA graph. overhead: torch.compile with mode "
+        "reduce-overhead. compiled: torch.compile. eager: without torch.compile (default graph overhead eager)"
     )
     add("--peers", choices=PEERS, nargs="*", default=["graph", "overhead", "eager"], help=text)
     add("--rounds", type=int, default=7, help="number of rounds; each round times every program (default 7)")

@@ -144,7 +144,10 @@ def microseconds(functions, rounds=5, repeats=20):
 
 
 def functions_of(cupy, backend, n, c, k):
-    """{(fusion, version): function} for the sizes n, c, k; the functions read the same random arrays in 16 bits."""
+    """{(fusion, version): function} for the sizes n, c, k; the functions read the same random arrays in 16 bits.
+
+    In the names of fusions, GELU' is the derivative of GELU; "after" and "before" are relative to the product.
+    """
     from stage2_cuda.kernels import column_sums, gelu, layernorm
     from stage2_cuda.runtime.triton_launch import descriptor, launch
 

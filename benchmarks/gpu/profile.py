@@ -394,7 +394,7 @@ def report(result, limit):
         ("busy_seconds", "sum of the kernels of a replay"),
     ):
         print(f"{1e3 * result[key]:10.3f} ms  {text}")
-    print(f"{100 * result['idle_share']:10.2f} %   idle: a back-to-back replay minus the sum of its kernels")
+    print(f"{100 * result['idle_share']:10.2f} %   idle: 1 - sum of the kernels / time of a back-to-back replay")
     if result["idle_share_profiled"] is not None:
         idle = f"{100 * result['idle_share_profiled']:10.2f} %"
         print(f"{idle}   idle by the kernels' time stamps (recording makes the gaps longer)")

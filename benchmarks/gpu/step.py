@@ -75,7 +75,7 @@ def prepare(module, preset, vocab_size, batch_size, seq_len, unread, **options):
         return answer
 
     def run_round_with_memory(steps):
-        """run_round(); the first round adds "driver_bytes", the device memory that it allocated, with the context."""
+        """Call run_round(). The first round adds "driver_bytes": the device memory, with the context, that it uses."""
         if build.cache_info().currsize:  # not the first round
             return run_round(steps)
         before = driver_bytes()
@@ -210,8 +210,9 @@ def main():
     add("--batch-size", type=int, help="sequences per step (default 64; paper 16)")
     add("--seq-len", type=int, help="tokens per sequence; may exceed the block size (default: the block size)")
     text = (
-        "PyTorch's programs: compiled; eager; overhead: compiled with mode reduce-overhead; graph: compiled, the whole "
-        "step in a CUDA graph (default compiled; paper: graph compiled eager)"
+        "PyTorch's programs. compiled: torch.compile. eager: without torch.compile. overhead: torch.compile with mode "
+        "reduce-overhead. graph: torch.compile, the whole step in a CUDA graph "
+        "(default compiled; for preset paper: graph compiled eager)"
     )
     add("--peers", choices=PEERS, nargs="+", help=text)
     add("--no-compile", action="store_true", help="omit PyTorch's programs that use torch.compile")

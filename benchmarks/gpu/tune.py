@@ -34,7 +34,7 @@ BENCHMARK = "benchmarks.gpu.tune"
 SEED = 20260101
 COMPILERS = 12  # processes that compile in parallel
 ROUNDS, CALLS = 9, 10  # rounds, and calls of each candidate in a round
-MAX_DIFFERENCE = 2e-2  # relative norm; sums in another order differ by less in bf16
+MAX_DIFFERENCE = 2e-2  # relative norm of a wrong result's difference; in bf16, another order of sums gives less
 # Sizes by their names for --shape. SHAPES: (rows, channels, vocabulary, padded vocabulary); HEADS: (B, T, H, D) of
 # attention, with B sequences of T tokens and H heads of size D.
 SHAPES = {"paper": (4096, 384, 172, 176), "gpt2": (65536, 768, 50257, 50304)}
@@ -188,7 +188,7 @@ KERNELS = {
 
 
 def cases(args):
-    """Yield the Cases of --kernel and --shape; a kernel without the shape has none."""
+    """Yield the Cases of --kernel and --shape. A shape that a kernel does not have is skipped."""
     arrays = Arrays()
     for kernel, shape in itertools.product(args.kernel, args.shape):
         sizes = (HEADS if kernel == "attention" else SHAPES).get(shape)

@@ -35,7 +35,8 @@ OURS = {  # name: (dtype of the sum, algorithm for use_collectives(), codec of -
 }
 STAGED = "--transport mpi, fp32"  # copies the array to the host, where MPI adds it, and back
 ALGORITHMS = [TORCH, *OURS, STAGED]
-FITTED = ["nccl, fp32", "canonical, fp32"]  # the algorithms whose alpha and beta are fitted
+NCCL = "nccl, fp32"
+FITTED = [NCCL, "canonical, fp32"]  # the algorithms whose alpha and beta are fitted
 SCALE = 1e-30  # factor that makes the numbers so small that repeated in-place sums stay finite
 ERROR_BYTES = 10**7  # size of the array for which the error of the sum is computed
 MIN_SHARE = 0.97  # required share of PyTorch's bandwidth
@@ -280,7 +281,7 @@ def gradient_bytes(preset):
 def verdicts(results, ranks):
     """Yield one sentence for each size of 100 MB or more: whether our all-reduce reaches the target."""
     for result in results:
-        if result["name"] == FITTED[0] and result["bytes"] >= 10**8:
+        if result["name"] == NCCL and result["bytes"] >= 10**8:
             ratio = result["times_as_fast_as_torch"]["median"]
             met = "reached" if ratio >= MIN_SHARE else "MISSED"
             size = f"{1e-6 * result['bytes']:,.0f} MB"

@@ -54,7 +54,8 @@ def compare(args, precision):
 def result_of(name, ranks, precision, log, expected):
     """The result of one run: its log (one dictionary per step) compared with `expected`, the log of stage 2.
 
-    difference: None if the logs are bit-identical. largest_deviation: of a loss, relative. median: seconds per step.
+    difference: None if the logs are bit-identical, else a text. largest_deviation: the largest relative deviation of a
+    loss. median: the median of the seconds per step.
     """
     losses = [(line["loss"], wanted["loss"]) for line, wanted in zip(log, expected, strict=True)]
     return {

@@ -144,7 +144,7 @@ def summarise(results, title):
     """Return the rows of one table.
 
     Also adds fields to each result: min, tokens_per_second, efficiency, times_as_fast (compared with PyTorch on as many
-    GPUs) and times_bucket (time / time of our --dp bucket).
+    GPUs) and times_bucket (its time / time of ours with --dp bucket).
     """
     one_gpu = {result["side"]: result for result in results if result["ranks"] == 1}
     ddp = {result["ranks"]: result for result in results if result["side"] == "DDP"}
@@ -295,7 +295,7 @@ def parser():
         choices=OUR_VARIANTS,
         nargs="+",
         default=list(OUR_VARIANTS),
-        help="variants of our program (default: all)",
+        help="our variants: --dp bucket, --dp flat, three with ZeRO-1, --deterministic (default: all)",
     )
     add("--no-ddp", action="store_true", help="do not run PyTorch")
     add("--no-compile", action="store_true", help="do not compile the PyTorch program with torch.compile")

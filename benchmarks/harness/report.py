@@ -177,12 +177,13 @@ def add_save_flags(add, name=None):
 
     If `name` is given, also add --save-as with the default `name`, a file name without .json.
     """
-    add("--save", action="store_true", help="write to results/, whose files git tracks (default: to out/results/)")
+    text = "write the results file to results/, which git tracks (default: to out/results/)"
+    add("--save", action="store_true", help=text)
     # --no-save is the default now. The flag exists because older command lines have it.
     add("--no-save", action="store_false", dest="save", default=False, help=argparse.SUPPRESS)
     if name:
-        add("--save-as", default=name, help=f"name of the file to write, without .json (default {name})")
-    add("--commit", help="commit that the file names (default: the commit of this repository, found by git)")
+        add("--save-as", default=name, help=f"name of the results file, without .json (default {name})")
+    add("--commit", help="commit to record in the results file (default: the one that git reports)")
 
 
 def save(benchmark, results, args, name=None):
