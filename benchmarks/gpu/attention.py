@@ -4,9 +4,9 @@ This project's kernels read q, k and v from one packed projection (B, T, 3C) and
 reads three arrays (B, H, T, D), or with --packed three views of the projection, and writes three gradients. Each
 program captures several calls in a CUDA graph, which is timed by device events, in interleaved rounds.
 
-TFLOP/s: forward counts as 2 B H T T D floating-point operations. This is half of those of the two products, because
-half of the scores are masked. Backward counts as 2.5 times as many. The row "ours" uses the tiles that a training run
-chooses by timing. The row "ours, the table's tiles" uses the tiles of the table DEFAULT_TILES in
+TFLOP/s: forward counts as 2 B H T T D floating-point operations. This is half of the operations of its two matrix
+products, because half of the scores are masked. Backward counts as 2.5 times as many. The row "ours" uses the tiles
+that a training run chooses by timing. The row "ours, the table's tiles" uses the tiles of the table DEFAULT_TILES in
 stage2_cuda/kernels/attention.py.
 """
 

@@ -1,8 +1,8 @@
 """Does it save time to fuse a matrix product with LayerNorm before it, or with GELU or the derivative of GELU after it?
 
-Each fusion has up to three versions: a separate kernel and cublasLt's product; cublasLt's product with an epilogue, if
-cublasLt has this epilogue; a Triton kernel that computes both. The fused Triton kernels are slower, so no stage uses
-them.
+Each fusion has up to three versions. The first is a separate kernel and a product of cublasLt. The second is a product
+of cublasLt with an epilogue, if cublasLt has this epilogue. The third is one Triton kernel that computes both. The
+Triton kernels of the third version are slower, so no stage uses them.
 """
 
 import argparse

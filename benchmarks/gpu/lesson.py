@@ -61,7 +61,7 @@ def launches(xp):
 
 
 def host_seconds(xp, function, calls):
-    """The host's seconds for one call of function(), which need not wait for the GPU; the mean of `calls` calls."""
+    """The mean seconds of `calls` calls of function(), by the host's clock. The calls need not wait for the GPU."""
     xp.cuda.Device().synchronize()
     started = time.perf_counter()
     for _ in range(calls):
@@ -133,7 +133,7 @@ def device_seconds(xp, function, min_total=0.02):
 
 
 def measure(comparison, rounds):
-    """Measure both versions in `rounds` rounds, after one round that does not count.
+    """Measure both versions in `rounds` rounds, after one call of each that is not counted.
 
     Returns {"section", "name", "plain" and "ours": [seconds of each round], "times_as_fast": their ratio}.
     """

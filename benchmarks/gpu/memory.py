@@ -13,7 +13,7 @@ from stage2_cuda.memory_model import BYTES, CONTEXT, training_memory
 
 BENCHMARK = "benchmarks.gpu.memory"
 STEPS = 3  # the first step compiles, the second captures the graph, the third replays it
-MAX_DIFFERENCE = 0.10  # of the predicted from the measured bytes, as a share of the measured bytes
+MAX_DIFFERENCE = 0.10  # largest allowed |predicted bytes / measured bytes - 1|
 # (preset, sequences per step, precision, micro-batches). In some cases activations need most of the memory, in others
 # logits or parameters.
 CASES = [

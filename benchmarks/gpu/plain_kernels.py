@@ -43,7 +43,7 @@ class KernelPair(NamedTuple):
     name: str
     plain: Callable
     ours: Callable
-    tolerance: float  # largest norm of the difference of a result, relative to the norm of the plain result
+    tolerance: float  # largest allowed norm(our result - plain result) / norm(plain result)
 
 
 def layernorm(xp, rng, sizes):
@@ -98,7 +98,7 @@ def column_sums(xp, rng, sizes):
 
 
 def embedding(xp, rng, sizes):
-    """Section 3: the gradient of the embedding, with atomic additions (plain) and without."""
+    """Section 3: the gradient of the embedding, with atomic additions (plain) and without them (ours)."""
     from stage2_cuda.kernels import embedding as kernels
 
     ids = np.random.default_rng(SEED).integers(0, sizes.V, (sizes.N // sizes.T, sizes.T)).astype(np.int32)
@@ -120,7 +120,7 @@ def embedding(xp, rng, sizes):
 
 
 def attention(xp, rng, sizes):
-    """Section 4: attention forward and backward in 16 bits, with T x T weights in memory (plain) and without."""
+    """Section 4: attention forward and backward in 16 bits; only the plain version stores the T x T weights."""
     from stage2_cuda.kernels import attention as kernels
 
     B, T, H, D = sizes.B, sizes.T, sizes.H, sizes.C // sizes.H
@@ -179,7 +179,7 @@ def loss(xp, rng, sizes):
 
 
 def adamw(xp, rng, sizes):
-    """Section 6: gradient norm, clipping and AdamW, for each tensor (plain) and for the whole arena at once.
+    """Section 6: gradient norm, clipping and AdamW, for each tensor (plain) and for the whole arena at once (ours).
 
     p, m, v, g: parameters, first and second moments, gradients.
     """

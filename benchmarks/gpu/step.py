@@ -20,7 +20,7 @@ BENCHMARK = "benchmarks.gpu.step"  # the name under which the benchmark processe
 OURS = "ours"
 LEAD_IN = 3  # untimed steps at the start of a round, because the GPU was idle or ran another process before
 PRECISIONS = "bf16", "tf32", "fp32"
-PEERS = {  # PyTorch's programs: the options of their CudaSteps, by their names for --peers
+PEERS = {  # {name of a PyTorch program for --peers: options of CudaSteps in peers/torch_gpt2_cuda.py}
     "compiled": {"compiled": True},
     "eager": {"compiled": False},
     "overhead": {"compiled": True, "graph": "trees"},
@@ -75,7 +75,7 @@ def prepare(module, preset, vocab_size, batch_size, seq_len, unread, **options):
         return answer
 
     def run_round_with_memory(steps):
-        """Call run_round(). The first round adds "driver_bytes": the device memory, with the context, that it uses."""
+        """Call run_round(). In the first round, add "driver_bytes": the allocated memory, CUDA context included."""
         if build.cache_info().currsize:  # not the first round
             return run_round(steps)
         before = driver_bytes()

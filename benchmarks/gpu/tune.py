@@ -34,7 +34,7 @@ BENCHMARK = "benchmarks.gpu.tune"
 SEED = 20260101
 COMPILERS = 12  # processes that compile in parallel
 ROUNDS, CALLS = 9, 10  # rounds, and calls of each candidate in a round
-MAX_DIFFERENCE = 2e-2  # relative norm of a wrong result's difference; in bf16, another order of sums gives less
+MAX_DIFFERENCE = 2e-2  # a larger relative difference is an error: in bf16, another order of sums changes less
 # Sizes by their names for --shape. SHAPES: (rows, channels, vocabulary, padded vocabulary); HEADS: (B, T, H, D) of
 # attention, with B sequences of T tokens and H heads of size D.
 SHAPES = {"paper": (4096, 384, 172, 176), "gpt2": (65536, 768, 50257, 50304)}

@@ -11,7 +11,7 @@ from stage3_mpi_cuda.nccl_communicator import NcclCommunicator
 
 
 def make_world(ranks):
-    """The ranks of this job, one GPU each; mpiexec must have started `ranks` of them."""
+    """The communicator of this job's ranks, one GPU each. mpiexec must have started `ranks` ranks."""
     world = NcclCommunicator()
     world.use_transport(None if triton_launch.interpreted() else "nccl")  # raises if there are fewer GPUs than ranks
     return world

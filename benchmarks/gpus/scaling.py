@@ -52,7 +52,7 @@ def prepare(module, world, preset, seq_len, variants, **options):
     train_functions = module.make_variants(config, world, windows, variants, **options)
 
     def run_round(name, steps):
-        """Train the variant `name`; return its measurements, for each field the largest value of any rank.
+        """Train the variant `name`; return its measurements: for each field the largest value of all ranks.
 
         The field "seconds" is the time per step, without the LEAD_IN first steps. The loss is that of rank 0.
         """
@@ -187,7 +187,7 @@ def efficiency(result, one_gpu):
     """
     if one_gpu is None:
         return None
-    work = result["batch_size"] / one_gpu["batch_size"] / result["ranks"]  # of one GPU, relative to the run on one GPU
+    work = result["batch_size"] / one_gpu["batch_size"] / result["ranks"]  # sequences per GPU, relative to one_gpu
     return paired_ratio([work * seconds for seconds in one_gpu["seconds"]], result["seconds"])
 
 

@@ -124,7 +124,7 @@ def union_length(intervals):
 
 
 def times_of(placed):
-    """The times of a step in milliseconds, from lines_of().
+    """The times of a step in milliseconds. placed: the activities of the step, from lines_of().
 
     hidden_ms is the time of the communication that overlaps with computation.
     """

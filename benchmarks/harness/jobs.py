@@ -200,7 +200,7 @@ def main(job_file, timeout):
     faulthandler.dump_traceback_later(LIMIT / 2)  # print the stack of a rank that hangs during start-up
     from stage1_mpi.mpi_communicator import MpiCommunicator
 
-    sys.path.append(str(ROOT / "tests"))  # pytest imports a test module by its bare name
+    sys.path.append(str(ROOT / "tests"))  # so that modules in tests/ are found by their bare names
     communicator = MpiCommunicator()
     try:
         target, args = pickle.loads(Path(job_file).read_bytes())

@@ -1,4 +1,4 @@
-"""This project as one of the compared programs: its trainers, generators and decoders in the form that benchmarks call.
+"""This project as one of the compared programs: functions and classes that build its trainers and generators.
 
 Benchmarks use internals of a Trainer only in the first section of this file, in gpus/ours.py and in gpu/choices.py.
 """
@@ -61,7 +61,7 @@ def message_count(trainer):
 def share_workspace(owner, backend):
     """Make the compiled steps of `backend` use the workspace and the stream of the compiled step `owner`.
 
-    The workspace is the memory of a step's intermediate arrays. To share it saves GPU memory if one process has several
+    The workspace is the memory of a step's intermediate arrays. Sharing it saves GPU memory if one process has several
     trainers. The steps overwrite each other's arrays, so no step may keep data there between two calls. Call this
     before the steps are captured. If `owner` is None, the first step of `backend` becomes the owner. Returns the owner.
     """
@@ -81,7 +81,7 @@ class CudaSteps:
     def __init__(self, config, batch_size, seq_len, precision="bf16", micro_batches=1, captured=True):
         from stage2_cuda.cuda_backend import CudaBackend  # here, because the CPU benchmarks run without Triton
 
-        self.backend = CudaBackend(precision, deterministic=False)  # as in train_gpt2.py: timing selects the algorithms
+        self.backend = CudaBackend(precision, deterministic=False)  # the default on GPUs: timing selects the algorithms
         self.backend.runtime.uses_graphs &= captured
         self.announced = []
         self.trainer = Trainer(
