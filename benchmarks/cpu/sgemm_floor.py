@@ -81,7 +81,7 @@ def attention_products(qkv, dqkv, heads, dheads, scores, dscores, T):
     y, dy = heads.transpose(1, 0, 2), dheads.transpose(1, 0, 2)
     for start in range(0, T, QUERY_BLOCK):
         end = min(start + QUERY_BLOCK, T)
-        # queries of this block; the keys that they attend to; the queries that attend to the block's own keys
+        # rows: the queries of this block; keys: those to which they attend; later: queries that attend to keys `rows`
         rows, keys, later = slice(start, end), slice(0, end), slice(start, T)
         s, ds = scores[:, rows, keys], dscores[:, rows, keys]
         yield q[:, rows], k[:, keys].transpose(0, 2, 1), ds

@@ -62,7 +62,7 @@ class Launch(NamedTuple):
 
 
 def launches_of(function, backend):
-    """[Launch] of the Triton kernels and products that one call of function() launches, in launch order."""
+    """Call function(); return [Launch] of the Triton kernels and products that it launches, in launch order."""
     from stage2_cuda.runtime import triton_launch
 
     launches, gpu, gemm = [], triton_launch.launcher(), backend.products.gemm
@@ -193,9 +193,10 @@ def match_launches(activities, launches):
 
 
 def idle_share(activities, steps):
-    """The share of a step in which no kernel runs. A step lasts from the start of its first to the end of its last one.
+    """The share of a step in which no kernel runs.
 
-    Returns the median of the steps; None if the activities cannot be divided into `steps` groups of equal size.
+    A step lasts from the start of its first kernel to the end of its last kernel. Returns the median of the steps; None
+    if the activities cannot be divided into `steps` groups of equal size.
     """
     if len(activities) % steps:
         return None

@@ -96,7 +96,7 @@ def random_array(world, n):
 
 
 def reduction(world, name, source):
-    """(x, reduce) for one algorithm of OURS: reduce() sums the buffer x over the ranks in place.
+    """Return a buffer x and a function reduce(), which sums x over the ranks in place by the algorithm `name` of OURS.
 
     x has the shape of `source`; the caller fills x.
     """

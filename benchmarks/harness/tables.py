@@ -1,4 +1,4 @@
-"""Fill the tables of the documentation from results/: the text between `<!-- table: NAME -->` and `<!-- end -->`.
+"""Generate the tables of the documentation from results/: the texts between `<!-- table: NAME -->` and `<!-- end -->`.
 
     python -m benchmarks.harness.tables            # rewrite the tables of all pages
     python -m benchmarks.harness.tables --check    # exit code 1 if a page differs from results/
