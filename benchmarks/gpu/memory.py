@@ -32,9 +32,9 @@ CASES = [
 
 
 def prepare(module, preset, batch_size, precision, micro_batches):
-    """Called in the process. Return `run_round()`, which trains on random tokens and returns the bytes in use.
+    """Called in each process. Return `run_round()`, which trains on random tokens and returns the bytes in use.
 
-    run_round() may be called once: the peak of a second call would include the memory of the first.
+    run_round() may be called only once: the peak of a second call would include the memory of the first.
     """
     config, rng = PRESETS[preset], np.random.default_rng(0)
 
@@ -52,8 +52,8 @@ def prepare(module, preset, batch_size, precision, micro_batches):
 def measure(case, timeout):
     """Measure one case (preset, sequences per step, precision, micro-batches); return its result, a dictionary.
 
-    "held_bytes" is the size of CuPy's pools, "driver_bytes" the device memory that the process allocated, "model_bytes"
-    the prediction for CuPy's pools, and "terms" its parts, {name: bytes}.
+    "held_bytes" is the size of CuPy's pools, "model_bytes" its prediction, "driver_bytes" the device memory that the
+    process allocated, and "terms" the predicted parts of this memory, {name: bytes}, CUDA context included.
     """
     preset, batch_size, precision, micro_batches = case
     options = dict(zip(("preset", "batch_size", "precision", "micro_batches"), case, strict=True))

@@ -411,7 +411,7 @@ def main():
     add = parser.add_argument
     add("--preset", choices=PRESETS, default="gpt2", help="model (default gpt2)")
     add("--precision", choices=("fp32", "tf32", "bf16"), default="bf16", help="precision (default bf16)")
-    add("--batch-size", type=int, help="sequences per step (default 64; paper 16)")
+    add("--batch-size", type=int, help="sequences per step (default 64; for preset paper: 16)")
     add("--seq-len", type=int, help="tokens per sequence (default: the model's block size)")
     add("--vocab-size", type=int, help="vocabulary size, for example an odd number (default: the preset's)")
     add("--steps", type=int, default=5, help="steps per measurement (default 5)")

@@ -23,8 +23,8 @@ PRECISIONS = "bf16", "tf32", "fp32"
 PEERS = {  # {name of a PyTorch program for --peers: options of CudaSteps in peers/torch_gpt2_cuda.py}
     "compiled": {"compiled": True},
     "eager": {"compiled": False},
-    "overhead": {"compiled": True, "graph": "trees"},
-    "graph": {"compiled": True, "graph": "step"},
+    "overhead": {"compiled": True, "graph": "trees"},  # PyTorch's CUDA graph trees: mode reduce-overhead
+    "graph": {"compiled": True, "graph": "step"},  # one CUDA graph of the whole step
 }
 TITLES = {
     "compiled": "torch compiled",
@@ -55,7 +55,8 @@ def prepare(module, preset, vocab_size, batch_size, seq_len, unread, **options):
 
     def run_round(steps):
         step, seconds, losses = build(), [], []
-        all_batches = list(batches(LEAD_IN + 2 * steps))  # if not unread, the last `steps` batches are not used
+        # Every process draws the same number of batches; only PyTorch's, with unread=True, use the last `steps`.
+        all_batches = list(batches(LEAD_IN + 2 * steps))
         # This project's CudaSteps needs the batches in advance, as from a data loader, to begin a step before it reads
         # the loss of the previous one. PyTorch's CudaSteps does not: its copies to the GPU are asynchronous.
         if hasattr(step, "announce"):
@@ -207,7 +208,7 @@ def main():
     add("--preset", choices=PRESETS, nargs="+", default=["gpt2"], help="models, one table for each (default gpt2)")
     text = "precisions, one table for each (default bf16)"
     add("--precision", choices=PRECISIONS, nargs="+", default=["bf16"], help=text)
-    add("--batch-size", type=int, help="sequences per step (default 64; paper 16)")
+    add("--batch-size", type=int, help="sequences per step (default 64; for preset paper: 16)")
     add("--seq-len", type=int, help="tokens per sequence; may exceed the block size (default: the block size)")
     text = (
         "PyTorch's programs. compiled: torch.compile. eager: without torch.compile. overhead: torch.compile with mode "
@@ -217,7 +218,8 @@ def main():
     add("--peers", choices=PEERS, nargs="+", help=text)
     add("--no-compile", action="store_true", help="omit PyTorch's programs that use torch.compile")
     add("--rounds", type=int, default=7, help="number of rounds; each round times every program (default 7)")
-    add("--steps-per-round", type=int, help="timed steps of each process in a round (default 10; paper 200)")
+    text = "timed steps of each process in a round (default 10; for preset paper: 200)"
+    add("--steps-per-round", type=int, help=text)
     add("--warm-up", type=int, default=3, help="steps before the first round (default 3)")
     add("--threads", type=int, default=4, help="CPU threads of each process (default 4)")
     add("--timeout", type=int, default=500, help="limit for one round of a process, in seconds (default 500)")
