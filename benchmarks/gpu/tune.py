@@ -147,13 +147,13 @@ def attention_cases(arrays, B, T, H, D):
     attention.attention_forward(y, lse, qkv, H)
     outputs = [y.copy(), lse.copy()]
 
-    def candidates(tiles_of):
-        """[candidates]: {}, and the current tiles with those of some kernels replaced, in every combination.
+    def candidates(new_tiles):
+        """[candidates]: {}, and one for every combination of the new tiles; other kernels keep their current tiles.
 
-        tiles_of: {kernel: [arguments of TileConfig]}, the kernels whose tiles are replaced and the new tiles.
+        new_tiles: {kernel: [arguments of TileConfig]}.
         """
-        tiles = [[attention.TileConfig(*tile) for tile in each] for each in tiles_of.values()]
-        combinations = (dict(zip(tiles_of, chosen, strict=True)) for chosen in itertools.product(*tiles))
+        tiles = [[attention.TileConfig(*tile) for tile in each] for each in new_tiles.values()]
+        combinations = (dict(zip(new_tiles, chosen, strict=True)) for chosen in itertools.product(*tiles))
         configs = [current._replace(**combination) for combination in combinations]
         return [{}, *(dict(DEFAULT_TILES={"16 bits": {(D, T): config}}) for config in configs)]
 

@@ -1,6 +1,7 @@
 """Start MPI jobs from Python: Job runs a command line, run_mpi() a function on every rank.
 
-Both end all processes of the job that are left. Benchmarks and tests use this module, so it does not import pytest.
+At the end both kill every process of the job that still runs. Benchmarks and tests use this module, so it does not
+import pytest.
 """
 
 import faulthandler
