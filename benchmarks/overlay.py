@@ -15,7 +15,7 @@ from gpt2core.app.run_log import read_log
 from gpt2core.communicator import Solo
 from gpt2core.errors import ConfigError, counted
 
-LOSS_FIELDS = {"loss", "val_loss"}  # of the rows of a log
+LOSS_FIELDS = {"loss", "val_loss"}  # fields of a log's rows that contain losses
 
 
 def read_runs(paths):
@@ -50,7 +50,9 @@ def overlay(paths, paper, out):
     check_output(out)
     runs, curves = read_runs(paths), []
     for number, (name, rows) in enumerate(runs.items()):
-        curves += run_curves(rows, name, f"{name}, validation", color=f"C{number}")  # C0 to C9, then again from C0
+        curves += run_curves(
+            rows, name, f"{name}, validation", color=f"C{number}"
+        )  # matplotlib repeats its ten colours
     title = f"Loss of {counted(len(runs), 'run')}" + " and of the paper" * paper
     out.parent.mkdir(parents=True, exist_ok=True)
     write_plot(curves + paper_curves() * paper, title, out)
@@ -64,7 +66,7 @@ def overlay(paths, paper, out):
 def main(argv=None):
     parser = Parser(prog="python -m benchmarks.overlay", description=__doc__.splitlines()[0])
     parser.add_argument(
-        "logs", type=Path, nargs="+", metavar="FILE.jsonl", help="a log; the file name is the label of its curve"
+        "logs", type=Path, nargs="+", metavar="FILE.jsonl", help="a log; its path without .jsonl is the curve's label"
     )
     parser.add_argument("--paper", action="store_true", help="also draw the four loss curves of the paper")
     default = Path("out", "overlay.png")

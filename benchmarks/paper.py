@@ -2,7 +2,7 @@
 
 from gpt2core.app.loss_plot import Curve
 
-# The paper's four programs, which are the columns of TABLE, and the line styles of their curves. A row is a step.
+# {name of a program of the paper: line style of its curve}. These programs are the columns of TABLE; a row is a step.
 LINE_STYLES = {"serial": "-", "MPI": "--", "CUDA": "-.", "MPI and CUDA": ":"}
 TABLE = """
 5.168034 5.201166 5.168034 5.168032

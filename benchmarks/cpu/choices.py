@@ -1,6 +1,7 @@
 """What does each choice in the NumPy backend gain?
 
-Times the naive code and this project's code alternately, on arrays of the sizes in preset `paper`.
+A choice replaces naive NumPy code by faster code that computes the same values. This script times the naive code and
+this project's code alternately, on arrays of the sizes in preset `paper`.
 """
 
 import argparse
@@ -36,7 +37,7 @@ def choices():
     yield "GELU and slope: whole arrays -> blocks", lambda: gelu(wide), lambda: backend.gelu(wide, None, out, slope)
     ones = np.ones(ROWS, np.float32)
     yield "bias gradient: x.sum(0) -> ones @ x", lambda: wide.sum(0), lambda: ones @ wide
-    weights = [rng.standard_normal((4 * C, C), np.float32) for _ in range(24)]  # too many for the cache
+    weights = [rng.standard_normal((4 * C, C), np.float32) for _ in range(24)]  # together larger than the cache
     row = wide[:1]
     product = np.empty((1, C), np.float32)
     backend.one_row(row, weights[0], product)
@@ -99,7 +100,7 @@ def main():
     limit_blas(1)
     results, rows = [], []
     for name, naive, ours in choices():
-        repeat = max(1, int(0.02 / seconds_per_call(ours, 2)))  # calls of our code that take about 20 ms
+        repeat = max(1, int(0.02 / seconds_per_call(ours, 2)))  # as many calls as our code makes in 20 ms
         times = [(seconds_per_call(naive, repeat), seconds_per_call(ours, repeat)) for _ in range(args.rounds)]
         naive_seconds, our_seconds = zip(*times, strict=True)
         gain = paired_ratio(naive_seconds, our_seconds)

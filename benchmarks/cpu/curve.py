@@ -18,11 +18,11 @@ from gpt2core.app.loss_plot import Curve, write_plot
 from gpt2core.app.run_log import read_log
 
 PAPER_LOSSES = LOSSES["serial"]
-MAX_DEVIATION = 0.25  # largest relative difference of a loss from the paper's
+MAX_DEVIATION = 0.25  # the relative difference of a loss from the paper's must be smaller
 
 
 def train(threads):
-    """Run the default training on `threads` threads; return the rows of its log."""
+    """Run the default training on `threads` threads; return its log, a list with one dictionary for each step."""
     with tempfile.TemporaryDirectory() as scratch:
         log = Path(scratch) / "log.jsonl"
         command = [sys.executable, "-m", "stage0_serial.train_gpt2", "--threads", str(threads), "--log", str(log)]
@@ -41,17 +41,17 @@ def main():
     add_save_flags(parser.add_argument)
     args = parser.parse_args()
     logs = {threads: train(threads) for threads in args.threads}
-    losses = [row["loss"] for row in next(iter(logs.values()))]
+    losses = [line["loss"] for line in next(iter(logs.values()))]  # of the first run
     deviations = [ours / theirs - 1 for ours, theirs in zip(losses, PAPER_LOSSES, strict=True)]
     rows = []
     for step in (*range(0, 50, 5), 49):
         row = {"step": step, "paper": f"{PAPER_LOSSES[step]:.3f}", "ours": f"{losses[step]:.3f}"}
         rows.append(row | {"deviation": f"{deviations[step]:+.1%}"})
     print_table(rows)
-    worst = max(range(50), key=lambda step: abs(deviations[step]))
-    print(f"\nlargest deviation from the paper: step {worst}: {deviations[worst]:+.1%}")
-    hashes = {threads: rows[-1]["parameters_sha256"] for threads, rows in logs.items()}
-    distinct_runs = {(*(row["loss"] for row in rows), hashes[threads]) for threads, rows in logs.items()}
+    worst_step = max(range(50), key=lambda step: abs(deviations[step]))
+    print(f"\nlargest deviation from the paper: step {worst_step}: {deviations[worst_step]:+.1%}")
+    hashes = {threads: log[-1]["parameters_sha256"] for threads, log in logs.items()}
+    distinct_runs = {(*(line["loss"] for line in log), hashes[threads]) for threads, log in logs.items()}
     bitwise_equal = len(distinct_runs) == 1
     counts = ", ".join(map(str, args.threads))
     print(f"losses and parameters with {counts} threads: {'bitwise identical' if bitwise_equal else 'DIFFERENT'}")
@@ -59,7 +59,7 @@ def main():
     path = save("benchmarks.cpu.curve", results, args)
     title = "Preset paper: stage 0 and the paper's programs"
     write_plot(curves_with_the_paper(losses), title, path.with_suffix(".png"))
-    return 0 if bitwise_equal and abs(deviations[worst]) < MAX_DEVIATION else 1
+    return 0 if bitwise_equal and abs(deviations[worst_step]) < MAX_DEVIATION else 1
 
 
 if __name__ == "__main__":

@@ -23,8 +23,8 @@ def prepare(module, preset, threads):
     """Called in each process. Return `run_round(prompt, new, use_cache)`, which times one greedy continuation.
 
     module: the imported Python module that is measured; its make_generator() builds the generator. prompt, new: numbers
-    of random prompt tokens and of new tokens. "first" are the seconds to the first new token, "token" the seconds per
-    later token.
+    of random prompt tokens and of new tokens. run_round() returns a dictionary of seconds ("first": until the first new
+    token, "token": the mean of the later tokens, "total": for all, "cpu": CPU time) and the generated "ids".
     """
     config = PRESETS[preset]
     generate = module.make_generator(config, threads)
@@ -44,15 +44,16 @@ def prepare(module, preset, threads):
     return run_round
 
 
-def cases(block, new):
-    """Yield (name, arguments of run_round) of each case; block: the largest number of positions of the model.
+def cases(block_size, new):
+    """Yield (name, arguments of run_round) of each case. The model has `block_size` positions.
 
-    "full window" is the paper's inference: the prompt fills the block. From the second new token on the window slides,
-    which changes the learned position of every token, so the cache is invalid and each token recomputes the window.
+    "full window" is the paper's inference: the prompt has `block_size` tokens. From the second new token on, the window
+    of the last `block_size` tokens slides. Then the position of every token changes, so the KV cache is invalid, and
+    each new token needs a forward pass over the whole window.
     """
-    yield "KV cache", {"prompt": block - new, "new": new, "use_cache": True}
-    yield "recomputing", {"prompt": block - new, "new": new, "use_cache": False}
-    yield "full window", {"prompt": block, "new": new, "use_cache": True}
+    yield "KV cache", {"prompt": block_size - new, "new": new, "use_cache": True}
+    yield "recomputing", {"prompt": block_size - new, "new": new, "use_cache": False}
+    yield "full window", {"prompt": block_size, "new": new, "use_cache": True}
 
 
 def process_specs(args, threads):
@@ -110,9 +111,9 @@ def summarise(results):
                 "tokens": f"{result['prompt']} + {result['new']}",
                 "first token, ms": f"{1e3 * statistics.median(result['first']):.1f}",
                 "ms/token": f"{1e3 * median:.2f}",
-                "best": f"{1e3 * min(result['token']):.2f}",
-                "x torch": f"{result['times_as_fast_as_torch']['median']:.2f}",
-                "x recomputing": f"{result['times_as_fast_as_recomputing']:.1f}",
+                "fastest round, ms/token": f"{1e3 * min(result['token']):.2f}",
+                "times as fast as torch": f"{result['times_as_fast_as_torch']['median']:.2f}",
+                "times as fast as recomputing": f"{result['times_as_fast_as_recomputing']:.1f}",
                 "all tokens, s": f"{statistics.median(result['total']):.2f}",
                 "cores used": f"{result['cores_used']:.2f}",
                 "peak MiB": f"{result['peak_bytes'] / 2**20:.0f}",

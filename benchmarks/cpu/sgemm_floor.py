@@ -3,7 +3,8 @@
 train_step.py measures this module. The products run on preallocated buffers. Each Python thread uses one BLAS thread
 and has its own share of the batch. A linear layer has three products: y = x w, dx = dy w^T, dw = x^T dy. Causal
 attention has six products for each block of 64 queries. These products skip the blocks of scores above the diagonal,
-and read strided views of the output of the fused q, k, v projection (T, 3, H, D), as in the NumPy backend.
+and read strided views of the output of the fused q, k, v projection (T, 3, H, D), as in the NumPy backend. The inputs
+are random numbers: only the time is measured, so the products need not compute the real results.
 """
 
 from concurrent.futures import ThreadPoolExecutor
@@ -36,7 +37,10 @@ def multiply_all(triples):
 
 
 def make_weights(config, rng):
-    """The weight matrices (in, out) of all linear layers: q, k, v; projection; the MLP's two; lm_head."""
+    """The weight matrices (in, out) of all linear layers.
+
+    These are, for each layer, the q, k, v projection, the output projection and the two of the MLP; then lm_head.
+    """
     C, V = config.n_embd, config.vocab_size
     shapes = [(C, 3 * C), (C, C), (C, 4 * C), (4 * C, C)] * config.n_layer + [(C, V)]
     return [0.02 * rng.standard_normal(shape, dtype=np.float32) for shape in shapes]
@@ -77,7 +81,7 @@ def attention_products(qkv, dqkv, heads, dheads, scores, dscores, T):
     y, dy = heads.transpose(1, 0, 2), dheads.transpose(1, 0, 2)
     for start in range(0, T, QUERY_BLOCK):
         end = min(start + QUERY_BLOCK, T)
-        # queries of this block; the keys that they attend to; the queries that attend to the block's own keys
+        # rows: the queries of this block; keys: those to which they attend; later: queries that attend to keys `rows`
         rows, keys, later = slice(start, end), slice(0, end), slice(start, T)
         s, ds = scores[:, rows, keys], dscores[:, rows, keys]
         yield q[:, rows], k[:, keys].transpose(0, 2, 1), ds

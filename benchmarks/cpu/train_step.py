@@ -1,4 +1,4 @@
-"""Is the NumPy training step faster than PyTorch's with the same number of threads, and how close to the BLAS floor?
+"""Is the NumPy training step faster than PyTorch's on as many threads, and how close is it to the BLAS floor?
 
 The BLAS floor is the time of only the matrix products of a step (cpu/sgemm_floor.py).
 """
@@ -82,9 +82,9 @@ def measure(args, threads, specs):
 
 
 def summarise(results, tokens):
-    """Add minimum, cores used and speed ratios to the results of one thread count; return the rows of its table.
+    """Add minimum, cores used and ratios to the results of one thread count; return the rows of its table.
 
-    tokens: tokens per step. A ratio is the median of the ratios within the rounds.
+    tokens: tokens per step. The ratios are computed for each round, and the table shows their median.
     """
     medians = {result["name"]: round_medians(result["seconds"]) for result in results}
     rows = []
@@ -98,10 +98,10 @@ def summarise(results, tokens):
             {
                 f"{result['threads']} thread(s)": result["name"],
                 "ms/step": f"{1e3 * median:.4g}",
-                "best": f"{1e3 * result['min']:.4g}",
+                "fastest step, ms": f"{1e3 * result['min']:.4g}",
                 "tokens/s": f"{tokens / median:.0f}",
-                "x torch eager": f"{result['times_as_fast_as_eager']['median']:.3f}",
-                "share of floor": f"{100 * result['share_of_floor']['median']:.0f} %",
+                "times as fast as torch eager": f"{result['times_as_fast_as_eager']['median']:.3f}",
+                "time of floor / time": f"{100 * result['share_of_floor']['median']:.0f} %",
                 "cores used": f"{result['cores_used']:.2f}",
                 "peak MiB": f"{result['peak_bytes'] / 2**20:.0f}",
                 "imports MiB": f"{result['import_bytes'] / 2**20:.0f}",
@@ -120,7 +120,7 @@ def main():
     add("--steps-per-round", type=int, default=2, help="timed steps of each process in a round (default 2)")
     add("--warm-up", type=int, default=2, help="steps before the first round (default 2)")
     add("--timeout", type=int, default=900, help="seconds that one round of a process may take (default 900)")
-    add("--no-compile", action="store_true", help="do not run the row of torch.compile, which needs a C++ compiler")
+    add("--no-compile", action="store_true", help="do not measure torch.compile, which needs a C++ compiler")
     add_save_flags(add)
     args = parser.parse_args()
 

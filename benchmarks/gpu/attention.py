@@ -4,9 +4,10 @@ This project's kernels read q, k and v from one packed projection (B, T, 3C) and
 reads three arrays (B, H, T, D), or with --packed three views of the projection, and writes three gradients. Each
 program captures several calls in a CUDA graph, which is timed by device events, in interleaved rounds.
 
-TFLOP/s: forward counts as 2 B H T T D floating-point operations. This is half of those of the two products, because
-half of the scores are masked. Backward counts as 2.5 times as many. The row "ours" uses the tiles that a training run
-chooses by timing; the second row uses those of the table DEFAULT_TILES in stage2_cuda/kernels/attention.py.
+TFLOP/s: forward counts as 2 B H T T D floating-point operations. This is half of the operations of its two matrix
+products, because half of the scores are masked. Backward counts as 2.5 times as many. The row "ours" uses the tiles
+that a training run chooses by timing. The row "ours, the table's tiles" uses the tiles of the table DEFAULT_TILES in
+stage2_cuda/kernels/attention.py.
 """
 
 import argparse
@@ -25,7 +26,7 @@ from benchmarks.harness.report import add_save_flags, paired_ratio, print_table,
 
 SEED = 20260101
 BENCHMARK = "benchmarks.gpu.attention"  # the name under which the benchmark processes import this file
-OURS, TABLE = "ours", "ours, the table's tiles"
+OURS, OURS_UNTUNED = "ours", "ours, the table's tiles"
 PEERS = {"flash": "torch, FlashAttention-2", "cudnn": "torch, cuDNN"}
 SHAPES = [
     (1, 16, 16384, 64),
@@ -49,10 +50,11 @@ def random_inputs(B, H, T, D):
 
 
 def prepare(module, **options):
-    """Called in each process. Return `run_round(shape, milliseconds)`, which times each kind for about `milliseconds`.
+    """Called in each process. Return `run_round(shape, milliseconds)`, which times forward, then forward and backward.
 
-    module: the imported Python module that is measured; its CausalAttention(..., **options) makes the calls. A round
-    gives {"forward", "both": milliseconds of one call, "norms": norms of y and of the gradient}.
+    module: the imported Python module that is measured; its CausalAttention(..., **options) makes the calls. Each
+    CUDA graph is about `milliseconds` long. run_round() returns {"forward", "both": milliseconds of one call, "norms":
+    norms of y and of the gradient}.
     """
     build = functools.cache(lambda *shape: module.CausalAttention(*random_inputs(*shape), shape[1], **options))
 
@@ -78,7 +80,10 @@ class CausalAttention(ours.Graphs):
         self.cupy.cuda.runtime.deviceSynchronize()
 
     def choose_tiles(self, tuned):
-        """Choose the tiles as a training run does: by timing; with tuned=False from the table, as --deterministic."""
+        """Choose the tiles by timing, as a training run does.
+
+        tuned=False: take them from the table, as a training run with --deterministic does.
+        """
         from stage2_cuda.cuda_backend import CudaBackend
         from stage2_cuda.tuning.attention_tiles import tuned_backward, tuned_forward
 
@@ -107,7 +112,7 @@ class CausalAttention(ours.Graphs):
 
 def process_specs(args):
     yield ProcessSpec(OURS, BENCHMARK, args.threads)
-    yield ProcessSpec(TABLE, BENCHMARK, args.threads, {"tuned": False})
+    yield ProcessSpec(OURS_UNTUNED, BENCHMARK, args.threads, {"tuned": False})
     for peer in args.peers:
         options = {"backend": peer, "packed": args.packed}
         yield ProcessSpec(PEERS[peer], "benchmarks.peers.torch_attention", args.threads, options)
@@ -154,11 +159,11 @@ def summarise(results):
                 f"{B} x {H} x {T} x {D}": result["name"],
                 "forward ms": f"{median['forward']:.4g}",
                 "TFLOP/s": f"{result['tflops']['forward']:.0f}",
-                "ours is x as fast": f"{ratio['forward']['median']:.3f}",
+                "speedup of ours": f"{ratio['forward']['median']:.3f}",
                 "forward + backward ms": f"{median['both']:.4g}",
                 # a space at the end, because the keys of a row must differ
                 "TFLOP/s ": f"{result['tflops']['both']:.0f}",
-                "ours is x as fast ": f"{ratio['both']['median']:.3f}",
+                "speedup of ours ": f"{ratio['both']['median']:.3f}",
             }
         )
     return rows

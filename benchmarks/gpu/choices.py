@@ -19,7 +19,7 @@ from gpt2core.trainer import Trainer
 
 BENCHMARK = "benchmarks.gpu.choices"
 SEED = 20260101
-FULL_STEP = "nothing"  # what the full step leaves out; this is its name in results/
+FULL_STEP = "nothing"  # the name of the full step in results/, because it leaves out nothing
 SIZES = {"gpt2": (64, 10), "paper": (16, 100)}  # preset: (sequences per step, steps per round)
 
 
@@ -66,7 +66,7 @@ def logits_twice(backend):
 
 
 def unpadded_vocabulary(backend):
-    """Compute logits for exactly the tokens of the vocabulary (50257 for gpt2), without the padding of whole_rows()."""
+    """Compute logits only for the tokens of the vocabulary (50257 for gpt2), without the padding by whole_rows()."""
     backend.whole_rows = lambda w: w
 
 
@@ -98,9 +98,10 @@ class Variants:
         self.workspace_owner = None  # the first captured step; the others use its workspace
 
     def trainer(self, change, steps=4):
-        """A new trainer with a change, one of CHANGES or None, that has run `steps` untimed steps.
+        """Make a trainer, apply `change` to it, and run `steps` untimed steps; return the trainer.
 
-        These steps compile kernels, choose algorithms, capture the graph and replay it.
+        change: a function of CHANGES, or None for the full step. The untimed steps compile kernels, choose algorithms,
+        capture the graph and replay it.
         """
         from stage2_cuda.cuda_backend import CudaBackend
 
@@ -133,7 +134,7 @@ def measure(preset, precision, rounds):
     seconds = {name: [] for name in trainers}
     for _ in range(rounds):
         for name, trainer in trainers.items():
-            variants.median_step_seconds(trainer, 1)  # not used: the caches still hold data of the previous variant
+            variants.median_step_seconds(trainer, 1)  # discarded, because the caches hold data of the previous variant
             seconds[name].append(variants.median_step_seconds(trainer, steps))
     return seconds
 
@@ -158,7 +159,7 @@ def main():
             results.append({"preset": preset, "without": name, "seconds": seconds, "gain": gain})
             title = "full step" if name == FULL_STEP else name
             row = {f"{preset}, {args.precision}": title, "ms/step": f"{1e3 * statistics.median(seconds):.4g}"}
-            rows.append(row | {"time / full step": f"{gain['median']:.3f}"})
+            rows.append(row | {"time / time of full step": f"{gain['median']:.3f}"})
         print_table(rows)
         print(flush=True)
         # after each table, so that an interrupted run keeps its finished tables

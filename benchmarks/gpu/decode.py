@@ -1,6 +1,7 @@
 """How many microseconds does a generated token take on the GPU, compared with PyTorch?
 
-The cases have one sequence or several. --variants instead times values of the constants of this project's kernels.
+The cases have one sequence or several. With --variants, the script does not compare with PyTorch: it times several
+values of each constant of this project's kernels.
 """
 
 import argparse
@@ -62,8 +63,9 @@ def prepare(module, preset, batch, precision, **options):
     """Called in each process. Return `run_round(prompt, new)`, which times one greedy continuation of random tokens.
 
     module: the imported Python module that is measured; its CudaGenerator generates the tokens. prompt, new: numbers
-    of prompt tokens and of new tokens. The first round is a cold start, because it builds the model and compiles. A
-    round gives seconds: until the first new token ("first"), for all ("total"), for each later token ("token").
+    of prompt tokens and of new tokens. The first round is a cold start, because it builds the model and compiles.
+    run_round() returns the generated "ids" and seconds: "first" until the first new token, "total" for all new tokens,
+    "token" for each token after the first.
     """
     config = PRESETS[preset]
     build = functools.cache(lambda: module.CudaGenerator(config, batch, precision, **options))
@@ -95,7 +97,7 @@ def process_specs(args, preset, batch, precision):
 def measure(args, case, precision):
     """Measure one case in one precision; return one result for each program, with the seconds of each round.
 
-    Raises SystemExit if this project's program generates other tokens in another round.
+    Raises SystemExit if this project's program does not generate the same tokens in every round.
     """
     preset, batch, prompt, new, _ = CASES[case]
     request, specs = {"prompt": prompt, "new": new}, list(process_specs(args, preset, batch, precision))
@@ -134,12 +136,12 @@ def summarise(results):
             {
                 title: result["name"],
                 "us/token": f"{1e6 * token:.1f}",
-                "best": f"{1e6 * min(result['token']):.1f}",
+                "fastest round, us/token": f"{1e6 * min(result['token']):.1f}",
                 "tokens/s": f"{result['batch'] / token:,.0f}",
                 "first token, ms": f"{1e3 * first:.2f}",
                 "all tokens, ms": f"{1e3 * total:.2f}",
                 "cold start, ms": f"{1e3 * result['cold']:.0f}",
-                "ours is x as fast": f"{own['times_as_fast'][result['name']]['median']:.2f}",
+                "speedup of ours": f"{own['times_as_fast'][result['name']]['median']:.2f}",
             }
         )
     return rows
@@ -184,8 +186,8 @@ def main():
     text = "one, eight or many (32) sequences of GPT-2 124M, or the paper's inference; a table for each (default all)"
     add("--cases", choices=CASES, nargs="+", default=list(CASES), help=text)
     text = (
-        "PyTorch's programs: graph: compiled, each step in a CUDA graph; overhead: compiled with mode reduce-overhead; "
-        "compiled; eager (default graph overhead eager)"
+        "PyTorch's programs. graph: torch.compile, each step in a CUDA graph. overhead: torch.compile with mode "
+        "reduce-overhead. compiled: torch.compile. eager: without torch.compile (default graph overhead eager)"
     )
     add("--peers", choices=PEERS, nargs="*", default=["graph", "overhead", "eager"], help=text)
     add("--rounds", type=int, default=7, help="number of rounds; each round times every program (default 7)")

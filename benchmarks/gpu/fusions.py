@@ -1,8 +1,8 @@
 """Does it save time to fuse a matrix product with LayerNorm before it, or with GELU or the derivative of GELU after it?
 
-Each fusion has up to three versions: a separate kernel and cublasLt's product; cublasLt's product with an epilogue, if
-cublasLt has this epilogue; a Triton kernel that computes both. The fused Triton kernels are slower, so no stage uses
-them.
+Each fusion has up to three versions. The first is a separate kernel and a product of cublasLt. The second is a product
+of cublasLt with an epilogue, if cublasLt has this epilogue. The third is one Triton kernel that computes both. The
+Triton kernels of the third version are slower, so no stage uses them.
 """
 
 import argparse
@@ -38,9 +38,9 @@ A, B = tl.constexpr((2 / np.pi) ** 0.5), tl.constexpr(0.044715)  # gelu(x) = x (
 def gelu_backward_kernel(
     dh_desc, sums_ptr, dy_desc, w2_desc, h_desc, n, k, c, N: tl.constexpr, K: tl.constexpr, C: tl.constexpr
 ):
-    """dh = (dy w2') gelu'(h), with w2 (k, c); sums (tiles of rows, k): dh summed over the rows of each tile.
+    """dh = (dy w2^T) times the derivative of GELU at h, with w2 (k, c).
 
-    The sum of `sums` over the tiles is the gradient of the bias.
+    sums (tiles of rows, k): dh summed over the rows of each tile. The gradient of the bias is their sum over the tiles.
     """
     row, col = tile_origin(n, k, N, K)
     acc = tl.zeros((N, K), tl.float32)
@@ -90,9 +90,10 @@ def residual_statistics_kernel(s_ptr, mean_ptr, rstd_ptr, x_ptr, branch_ptr, cha
 
 
 def microseconds(functions, rounds=5, repeats=20):
-    """{name: median microseconds of a call} of {name: function}, without the functions that fail.
+    """Time the functions {name: function}; return {name: median microseconds of a call}.
 
-    Each function is captured `repeats` times in a CUDA graph; the graphs are timed in interleaved rounds.
+    A function that raises an exception is not in the result. `repeats` calls of each function are captured in a CUDA
+    graph; the graphs are timed in interleaved rounds.
     """
     import cupy
 
@@ -114,7 +115,10 @@ def microseconds(functions, rounds=5, repeats=20):
 
 
 def functions_of(cupy, backend, n, c, k):
-    """{(fusion, version): function} for the sizes n, c, k; the functions read the same random arrays in 16 bits."""
+    """{(fusion, version): function} for the sizes n, c, k; the functions read the same random arrays in 16 bits.
+
+    In the names of fusions, GELU' is the derivative of GELU; "after" and "before" are relative to the product.
+    """
     from stage2_cuda.kernels import column_sums, gelu, layernorm
     from stage2_cuda.runtime.triton_launch import descriptor, launch
 

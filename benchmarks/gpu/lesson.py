@@ -1,8 +1,8 @@
 """What does each section of stage 2's lesson gain? Compares plain code with this project's, section by section.
 
-The lesson is stage2_cuda/README.md. For a kernel, the plain version calls CuPy's functions; a check that both versions
-compute the same numbers precedes the timing. The versions take turns in the order A B, B A. Kernels are timed by device
-events; launches, training steps and generated tokens are timed by the host's clock.
+The lesson is stage2_cuda/README.md. For a kernel, the plain version calls CuPy's functions. Before the timing, a check
+compares the results of both versions. The two versions A and B are timed in the order A B, B A, A B, ... Kernels are
+timed by device events; launches, training steps and generated tokens are timed by the host's clock.
 """
 
 import argparse
@@ -48,7 +48,7 @@ def add_kernel(out_ptr, x_ptr, y_ptr, n, BLOCK: tl.constexpr):
 
 
 def launches(xp):
-    """Section 1: the time that Python takes to launch a kernel, by Triton's launcher and by launch()."""
+    """Section 1: the time that Python takes to launch a kernel, by Triton's launcher (plain) and by launch() (ours)."""
     from stage2_cuda.runtime.triton_launch import Pointer, launch
 
     arrays = [xp.ones(1024, np.float32) for _ in range(3)]
@@ -61,7 +61,7 @@ def launches(xp):
 
 
 def host_seconds(xp, function, calls):
-    """The host's seconds for one call of function(), which need not wait for the GPU; the mean of `calls` calls."""
+    """The mean seconds of `calls` calls of function(), by the host's clock. The calls need not wait for the GPU."""
     xp.cuda.Device().synchronize()
     started = time.perf_counter()
     for _ in range(calls):
@@ -74,7 +74,7 @@ def host_seconds(xp, function, calls):
 class TimedSteps:
     """Training steps of preset paper: each call of the object runs `count` steps and returns the seconds of one step.
 
-    captured: as a CUDA graph. overlap: begin each step before the loss of the previous step is read.
+    captured: replay a step as a CUDA graph. overlap: begin each step before the loss of the previous step is read.
     """
 
     def __init__(self, precision="bf16", captured=True, overlap=True, count=100):
@@ -111,6 +111,7 @@ def generation():
     uncaptured = timer(generator.decoder(1, captured=False), 50)
     captured = timer(generator.decoder(1), 200)
     yield Comparison(10, "a token, as a graph", uncaptured, captured)
+    # pdl: programmatic dependent launch. A kernel prefetches its weights while the previous kernel still runs.
     yield Comparison(10, "a token, weights prefetched", timer(generator.decoder(1, pdl=False), 200), captured)
 
 
@@ -118,7 +119,7 @@ def generation():
 
 
 def device_seconds(xp, function, min_total=0.02):
-    """Seconds of one call of function(), by device events; the mean of so many calls that they take `min_total` s."""
+    """Seconds of one call of function(), by device events: the mean of calls that take at least `min_total` s."""
     begin, end = xp.cuda.Event(), xp.cuda.Event()
     calls, seconds = 1, 0.0
     while seconds < min_total:
@@ -132,7 +133,7 @@ def device_seconds(xp, function, min_total=0.02):
 
 
 def measure(comparison, rounds):
-    """Measure both versions in `rounds` rounds, after one round that does not count.
+    """Measure both versions in `rounds` rounds, after one call of each that is not counted.
 
     Returns {"section", "name", "plain" and "ours": [seconds of each round], "times_as_fast": their ratio}.
     """
@@ -141,7 +142,7 @@ def measure(comparison, rounds):
         function()
     seconds = {name: [] for name in functions}
     for number in range(rounds):
-        for name in list(functions)[:: 1 if number % 2 == 0 else -1]:
+        for name in list(functions)[:: 1 if number % 2 == 0 else -1]:  # in odd rounds in the reverse order
             seconds[name].append(functions[name]())
     ratio = paired_ratio(seconds["plain"], seconds["ours"])
     return {"section": comparison.section, "name": comparison.name, **seconds, "times_as_fast": ratio}

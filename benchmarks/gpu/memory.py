@@ -13,7 +13,7 @@ from stage2_cuda.memory_model import BYTES, CONTEXT, training_memory
 
 BENCHMARK = "benchmarks.gpu.memory"
 STEPS = 3  # the first step compiles, the second captures the graph, the third replays it
-MAX_DIFFERENCE = 0.10  # of the predicted from the measured bytes, as a share of the measured bytes
+MAX_DIFFERENCE = 0.10  # largest allowed |predicted bytes / measured bytes - 1|
 # (preset, sequences per step, precision, micro-batches). In some cases activations need most of the memory, in others
 # logits or parameters.
 CASES = [
@@ -32,9 +32,9 @@ CASES = [
 
 
 def prepare(module, preset, batch_size, precision, micro_batches):
-    """Called in the process. Return `run_round()`, which trains on random tokens and returns the bytes in use.
+    """Called in each process. Return `run_round()`, which trains on random tokens and returns the bytes in use.
 
-    run_round() may be called once: the peak of a second call would include the memory of the first.
+    run_round() may be called only once: the peak of a second call would include the memory of the first.
     """
     config, rng = PRESETS[preset], np.random.default_rng(0)
 
@@ -50,15 +50,17 @@ def prepare(module, preset, batch_size, precision, micro_batches):
 
 
 def measure(case, timeout):
-    """The result of one case: "held_bytes" of CuPy's pools, "driver_bytes", and the bytes that the memory model gives.
+    """Measure one case (preset, sequences per step, precision, micro-batches); return its result, a dictionary.
 
-    case: (preset, sequences per step, precision, micro-batches).
+    "held_bytes" is the size of CuPy's pools, "model_bytes" its prediction, "driver_bytes" the device memory that the
+    process allocated, and "terms" the predicted parts of this memory, {name: bytes}, CUDA context included.
     """
+    preset, batch_size, precision, micro_batches = case
     options = dict(zip(("preset", "batch_size", "precision", "micro_batches"), case, strict=True))
     with BenchmarkProcess(ProcessSpec("ours", "benchmarks.harness.ours", 4, options), BENCHMARK, timeout) as process:
         measured = process.run_round()
-    config, batch, (precision, micro_batches) = PRESETS[case[0]], case[1], case[2:]
-    terms = training_memory(config, batch, config.block_size, precision, micro_batches)
+    config = PRESETS[preset]
+    terms = training_memory(config, batch_size, config.block_size, precision, micro_batches)
     result = {"options": options, "held_bytes": measured["held_bytes"], "driver_bytes": measured["driver_bytes"]}
     model_bytes = sum(terms.values()) - terms["context"]  # the CUDA context is not in CuPy's pools
     difference = model_bytes / measured["held_bytes"] - 1

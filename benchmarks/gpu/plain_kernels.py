@@ -43,7 +43,7 @@ class KernelPair(NamedTuple):
     name: str
     plain: Callable
     ours: Callable
-    tolerance: float  # largest norm of the difference of a result, relative to the norm of the plain result
+    tolerance: float  # largest allowed norm(our result - plain result) / norm(plain result)
 
 
 def layernorm(xp, rng, sizes):
@@ -98,7 +98,7 @@ def column_sums(xp, rng, sizes):
 
 
 def embedding(xp, rng, sizes):
-    """Section 3: the gradient of the embedding, with atomic additions (plain) and without."""
+    """Section 3: the gradient of the embedding, with atomic additions (plain) and without them (ours)."""
     from stage2_cuda.kernels import embedding as kernels
 
     ids = np.random.default_rng(SEED).integers(0, sizes.V, (sizes.N // sizes.T, sizes.T)).astype(np.int32)
@@ -120,7 +120,7 @@ def embedding(xp, rng, sizes):
 
 
 def attention(xp, rng, sizes):
-    """Section 4: attention forward and backward in 16 bits, with T x T weights in memory (plain) and without."""
+    """Section 4: attention forward and backward in 16 bits; only the plain version stores the T x T weights."""
     from stage2_cuda.kernels import attention as kernels
 
     B, T, H, D = sizes.B, sizes.T, sizes.H, sizes.C // sizes.H
@@ -136,13 +136,13 @@ def attention(xp, rng, sizes):
         return xp.stack(parts).transpose(1, 3, 0, 2, 4).reshape(B, T, -1)
 
     def plain():
-        (q, k, v), (g,), scale = heads(qkv), heads(dy), np.float16(1 / math.sqrt(D))
+        (q, k, v), (dy_heads,), scale = heads(qkv), heads(dy), np.float16(1 / math.sqrt(D))
         weights = xp.where(later_keys, np.float16(-np.inf), (q @ k.swapaxes(2, 3)) * scale)
         weights = xp.exp(weights - weights.max(-1, keepdims=True))
         weights /= weights.sum(-1, keepdims=True)
-        dweights = g @ v.swapaxes(2, 3)
+        dweights = dy_heads @ v.swapaxes(2, 3)
         dscores = weights * (dweights - (dweights * weights).sum(-1, keepdims=True)) * scale
-        dq, dk, dv = dscores @ k, dscores.swapaxes(2, 3) @ q, weights.swapaxes(2, 3) @ g
+        dq, dk, dv = dscores @ k, dscores.swapaxes(2, 3) @ q, weights.swapaxes(2, 3) @ dy_heads
         return packed(weights @ v), packed(dq, dk, dv)
 
     def ours():
@@ -179,7 +179,7 @@ def loss(xp, rng, sizes):
 
 
 def adamw(xp, rng, sizes):
-    """Section 6: gradient norm, clipping and AdamW, for each tensor (plain) and for the whole arena at once.
+    """Section 6: gradient norm, clipping and AdamW, for each tensor (plain) and for the whole arena at once (ours).
 
     p, m, v, g: parameters, first and second moments, gradients.
     """
@@ -239,7 +239,7 @@ def product(xp, rng, sizes):
     return KernelPair(7, "an fp32 product on tensor cores", lambda: (a @ b,), ours, 1e-5)
 
 
-KERNEL_PAIRS = layernorm, gelu, column_sums, embedding, attention, loss, adamw, product  # as in the lesson
+KERNEL_PAIRS = layernorm, gelu, column_sums, embedding, attention, loss, adamw, product  # in the lesson's order
 
 
 def check_equal(pair, xp):

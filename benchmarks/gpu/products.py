@@ -1,13 +1,13 @@
 """Are the matrix products of a training step as fast as torch.matmul's?
 
-Each linear layer has three products of 2 N C K floating-point operations: forward x w, input gradient dy w', weight
-gradient x' dy. Each program captures several calls in a CUDA graph, which is timed by device events, in interleaved
+Each linear layer has three products of 2 N C K floating-point operations: forward x w, input gradient dy w^T, weight
+gradient x^T dy. Each program captures several calls in a CUDA graph, which is timed by device events, in interleaved
 rounds.
 
-This project calls cublasLt with the algorithm that is the fastest in a timing. In fp32 it computes a product as three
-fp16 products on tensor cores. That time includes splitting both operands, although a training step splits an operand
-only once for several products. The weight gradient of this project is float32; that of PyTorch has the dtype of the
-operands, as in autograd.
+This project calls cublasLt with the algorithm that is the fastest in a timing. In fp32 it splits each operand into two
+fp16 arrays, and computes a product as three fp16 products on tensor cores. The measured time includes splitting both
+operands of each product. A training step is faster: it splits an operand only once for several products. The weight
+gradient of this project is float32; that of PyTorch has the dtype of the operands, as in autograd.
 """
 
 import argparse
@@ -46,9 +46,9 @@ TOLERANCES = {"bf16": 1e-2, "tf32": 1e-3, "fp32": 1e-4}  # largest relative diff
 
 
 def random_inputs(N, C, K, transposed):
-    """[(numbers, shape)] of x, w and dy: the array has the float32 numbers, repeated until they fill the shape.
+    """[(numbers, shape)] for x, w and dy; numbers: one-dimensional float32 array, the same in both processes.
 
-    The numbers are the same in both processes. They are repeated on the device, to save time and host memory.
+    The caller repeats the numbers on the device until they fill the shape. This saves time and host memory.
     """
     numbers = np.random.default_rng(SEED).standard_normal(1_000_003, np.float32)
     shapes = (N, C), (K, C) if transposed else (C, K), (N, K)
@@ -56,10 +56,10 @@ def random_inputs(N, C, K, transposed):
 
 
 def prepare(module, precision):
-    """Called in each process. Return `run_round(shape, milliseconds)`, which times each product for `milliseconds`.
+    """Called in each process. Return `run_round(shape, milliseconds)`, which times the three products of a layer.
 
-    module: the imported Python module that is measured; its Linear makes the calls. A round gives {kind in KINDS:
-    milliseconds of one call, "norms": norms of the three results}.
+    module: the imported Python module that is measured; its Linear makes the calls. Each CUDA graph is about
+    `milliseconds` long. run_round() returns {kind in KINDS: milliseconds of one call, "norms": norms of the results}.
     """
     linears = {}  # {shape: Linear} of the last shape
 
@@ -135,7 +135,7 @@ def summarise(pair):
         padding = " " * KINDS.index(kind)  # the keys of a row must differ
         row[f"{heading}, TFLOP/s"] = f"{own['tflops'][kind]:.0f}"
         row[f"torch{padding}"] = f"{peer['tflops'][kind]:.0f}"
-        row[f"ratio{padding}"] = f"{own['times_as_fast'][kind]['median']:.3f}"
+        row[f"times as fast{padding}"] = f"{own['times_as_fast'][kind]['median']:.3f}"
     difference = max(abs(a / b - 1) for a, b in zip(peer["norms"], own["norms"], strict=True))
     if not difference < TOLERANCES[own["precision"]]:
         print(f"{OURS} and {PEER} give different results: norms {own['norms']} and {peer['norms']}")

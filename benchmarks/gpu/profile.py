@@ -1,8 +1,9 @@
 """How long does each kernel of one training step on the GPU run, and how long is the GPU idle?
 
-CUPTI, NVIDIA's profiling library in PyTorch, records every kernel of the process, including those of CuPy, Triton and
-cublasLt. The training step runs on one stream, on which kernels run in launch order. So the n-th launch by Python is
-the n-th kernel that CUPTI records. This matching gives the source file of each kernel and the shape of each product.
+CUPTI, the profiling library of NVIDIA that torch.profiler uses, records every kernel of the process, including those of
+CuPy, Triton and cublasLt. The training step runs on one stream, on which kernels run in launch order. So the n-th
+Triton kernel that Python launches is the n-th Triton kernel that CUPTI records, and the same is true for products.
+This matching gives the source file of each kernel and the shape of each product.
 """
 
 import argparse
@@ -61,7 +62,7 @@ class Launch(NamedTuple):
 
 
 def launches_of(function, backend):
-    """[Launch] of the Triton kernels and products that one call of function() launches, in launch order."""
+    """Call function(); return [Launch] of the Triton kernels and products that it launches, in launch order."""
     from stage2_cuda.runtime import triton_launch
 
     launches, gpu, gemm = [], triton_launch.launcher(), backend.products.gemm
@@ -75,7 +76,7 @@ def launches_of(function, backend):
         return launch(kernel, grid, arguments, options)
 
     def record_matmul(out, a, b, **options):
-        terms = a.shape[0 if options.get("trans_a") else 1]  # of each sum
+        terms = a.shape[0 if options.get("trans_a") else 1]  # of the sum that gives one element of the product
         marks = ("'" * bool(options.get(flag)) for flag in ("trans_a", "trans_b"))  # ' marks a transposed matrix
         title = " ".join(f"{matrix.shape}{mark}" for matrix, mark in zip((a, b), marks, strict=True))
         launches.append(Launch(None, f"product {title}", 2 * out.size * terms))
@@ -193,9 +194,10 @@ def match_launches(activities, launches):
 
 
 def idle_share(activities, steps):
-    """The share of a step in which no kernel runs, from the start of its first to the end of its last kernel.
+    """The share of a step in which no kernel runs.
 
-    Returns the median of the steps; None if the activities cannot be divided into steps with equal numbers of them.
+    A step lasts from the start of its first kernel to the end of its last kernel. Returns the median of the steps; None
+    if the activities cannot be divided into `steps` groups of equal size.
     """
     if len(activities) % steps:
         return None
@@ -241,7 +243,7 @@ def kernel_rows(listed, steps):
     ]
 
 
-def family(row):
+def group_of(row):
     """The group of a table row: the name of a kernel file, or "products", "copies and fills" or "CuPy"."""
     file, colon, _ = row["title"].partition(": ")
     if colon:
@@ -280,11 +282,11 @@ def print_kernels(heading, rows, limit, ceilings=CEILINGS):
     print()
 
 
-def print_families(rows):
-    """Print the time of each group of kernels (see family())."""
+def print_groups(rows):
+    """Print the time of each group of kernels (see group_of())."""
     spent = Counter()
     for row in rows:
-        spent[family(row)] += row["ms"]
+        spent[group_of(row)] += row["ms"]
     total = sum(spent.values())
     print_table(
         [{"group": name, "ms": f"{ms:.3f}", "share": f"{100 * ms / total:.1f} %"} for name, ms in spent.most_common()]
@@ -305,7 +307,7 @@ def median_seconds(function, times):
     return statistics.median(seconds)
 
 
-def back_to_back(graph, stream, times):
+def replay_seconds(graph, stream, times):
     """Seconds of one replay of the graph: the mean of `times` back-to-back replays, timed by device events."""
     from cupy import cuda
 
@@ -344,8 +346,8 @@ def profile(config, args):
     for _ in range(3):  # the first step is launched from Python, the second is captured, the third is replayed
         train()
     graph_seconds = median_seconds(train, args.steps)
-    replay_seconds = median_seconds(step.replay, args.steps)
-    device_seconds = back_to_back(*step.graph, args.steps)
+    host_seconds = median_seconds(step.replay, args.steps)
+    device_seconds = replay_seconds(*step.graph_and_stream, args.steps)
     replays = recorded(step.replay, args.steps)
     if not replays:
         raise ConfigError("CUPTI reported no kernels of the replayed graph; use another driver or PyTorch version")
@@ -361,7 +363,7 @@ def profile(config, args):
         # Whole steps, launched from Python and as a graph: random tokens, sorting, upload, update, reading the loss.
         "eager_step_seconds": eager_seconds,
         "graph_step_seconds": graph_seconds,
-        "replay_seconds": replay_seconds,  # by the host's clock, from the launch of the graph to its end
+        "replay_seconds": host_seconds,  # by the host's clock, from the launch of the graph to its end
         "device_seconds": device_seconds,  # of one of several back-to-back replays, by device events
         "busy_seconds": busy_seconds,  # the sum of the durations of a replay's kernels, by CUPTI
         "idle_share_profiled": idle_share(replays, args.steps),
@@ -378,7 +380,7 @@ def report(result, limit):
     print_kernels("a step as a graph", result["graph"], limit, ceilings)
     products = f"{CEILINGS['tflops']} TFLOP/s in bf16 (not measured in other precisions), "
     print(f"Ceilings of an H200: {products}{CEILINGS['tbps']} TB/s.\n")
-    print_families(result["graph"])
+    print_groups(result["graph"])
     graph_titles = {row["title"] for row in result["graph"]}
     outside = [row for row in result["eager"] if row["title"] not in graph_titles]
     if outside:
@@ -394,7 +396,7 @@ def report(result, limit):
         ("busy_seconds", "sum of the kernels of a replay"),
     ):
         print(f"{1e3 * result[key]:10.3f} ms  {text}")
-    print(f"{100 * result['idle_share']:10.2f} %   idle: a back-to-back replay minus the sum of its kernels")
+    print(f"{100 * result['idle_share']:10.2f} %   idle: 1 - sum of the kernels / time of a back-to-back replay")
     if result["idle_share_profiled"] is not None:
         idle = f"{100 * result['idle_share_profiled']:10.2f} %"
         print(f"{idle}   idle by the kernels' time stamps (recording makes the gaps longer)")
@@ -410,7 +412,7 @@ def main():
     add = parser.add_argument
     add("--preset", choices=PRESETS, default="gpt2", help="model (default gpt2)")
     add("--precision", choices=("fp32", "tf32", "bf16"), default="bf16", help="precision (default bf16)")
-    add("--batch-size", type=int, help="sequences per step (default 64; paper 16)")
+    add("--batch-size", type=int, help="sequences per step (default 64; for preset paper: 16)")
     add("--seq-len", type=int, help="tokens per sequence (default: the model's block size)")
     add("--vocab-size", type=int, help="vocabulary size, for example an odd number (default: the preset's)")
     add("--steps", type=int, default=5, help="steps per measurement (default 5)")

@@ -20,11 +20,11 @@ BENCHMARK = "benchmarks.gpu.step"  # the name under which the benchmark processe
 OURS = "ours"
 LEAD_IN = 3  # untimed steps at the start of a round, because the GPU was idle or ran another process before
 PRECISIONS = "bf16", "tf32", "fp32"
-PEERS = {  # PyTorch's programs: the options of their CudaSteps, by their names for --peers
+PEERS = {  # {name of a PyTorch program for --peers: options of CudaSteps in peers/torch_gpt2_cuda.py}
     "compiled": {"compiled": True},
     "eager": {"compiled": False},
-    "overhead": {"compiled": True, "graph": "trees"},
-    "graph": {"compiled": True, "graph": "step"},
+    "overhead": {"compiled": True, "graph": "trees"},  # PyTorch's CUDA graph trees: mode reduce-overhead
+    "graph": {"compiled": True, "graph": "step"},  # one CUDA graph of the whole step
 }
 TITLES = {
     "compiled": "torch compiled",
@@ -55,11 +55,12 @@ def prepare(module, preset, vocab_size, batch_size, seq_len, unread, **options):
 
     def run_round(steps):
         step, seconds, losses = build(), [], []
-        all_batches = list(batches(LEAD_IN + 2 * steps))  # in each process the same, also without unread steps
-        used = all_batches if unread else all_batches[: LEAD_IN + steps]
+        # Every process draws the same number of batches; only PyTorch's, with unread=True, use the last `steps`.
+        all_batches = list(batches(LEAD_IN + 2 * steps))
         # This project's CudaSteps needs the batches in advance, as from a data loader, to begin a step before it reads
-        # the loss of the previous one. PyTorch's has no announce(); its copies are asynchronous without it.
-        getattr(step, "announce", list)(used)
+        # the loss of the previous one. PyTorch's CudaSteps does not: its copies to the GPU are asynchronous.
+        if hasattr(step, "announce"):
+            step.announce(all_batches if unread else all_batches[: LEAD_IN + steps])
         for batch in all_batches[:LEAD_IN]:
             step(*batch)
         for batch in all_batches[LEAD_IN : LEAD_IN + steps]:
@@ -75,7 +76,7 @@ def prepare(module, preset, vocab_size, batch_size, seq_len, unread, **options):
         return answer
 
     def run_round_with_memory(steps):
-        """run_round(); the first round adds "driver_bytes", the device memory that it allocated, with the context."""
+        """Call run_round(). In the first round, add "driver_bytes": the allocated memory, CUDA context included."""
         if build.cache_info().currsize:  # not the first round
             return run_round(steps)
         before = driver_bytes()
@@ -143,7 +144,7 @@ def measure(args, specs, steps):
 def summarise(results):
     """Add minimum, tokens/s, MFU and speed ratios to the results of one table; return the rows of the table.
 
-    MFU is the model-FLOPs utilisation. The medians of the rounds give the ratios.
+    MFU is the model-FLOPs utilisation. A ratio is computed from the median step times of the same round.
     """
     options = results[0]["options"]
     title = f"{options['preset']}, {options['precision']}, {options['batch_size']} x {options['seq_len']}"
@@ -168,10 +169,13 @@ def summarise(results):
             {
                 title: result["name"],
                 "ms/step": f"{1e3 * median:.4g}",
-                "best": f"{1e3 * result['min']:.4g}",
-                "losses read at end": f"{1e3 * statistics.median(unread):.4g}" if unread else "",
+                "fastest step, ms": f"{1e3 * result['min']:.4g}",
+                "ms/step, losses read at end": f"{1e3 * statistics.median(unread):.4g}" if unread else "",
                 "tokens/s": f"{result['tokens_per_second']:,.0f}",
-                **{f"x {peer['name']}": f"{result['times_as_fast'][peer['name']]['median']:.3f}" for peer in peers[:1]},
+                **{
+                    f"times as fast as {peer['name']}": f"{result['times_as_fast'][peer['name']]['median']:.3f}"
+                    for peer in peers[:1]
+                },
                 "MFU": f"{100 * result['mfu']:.1f} %" if peak else "",
                 "tensors GiB": gib(result["allocated_bytes"]),
                 "held GiB": gib(result["held_bytes"]),
@@ -204,16 +208,18 @@ def main():
     add("--preset", choices=PRESETS, nargs="+", default=["gpt2"], help="models, one table for each (default gpt2)")
     text = "precisions, one table for each (default bf16)"
     add("--precision", choices=PRECISIONS, nargs="+", default=["bf16"], help=text)
-    add("--batch-size", type=int, help="sequences per step (default 64; paper 16)")
+    add("--batch-size", type=int, help="sequences per step (default 64; for preset paper: 16)")
     add("--seq-len", type=int, help="tokens per sequence; may exceed the block size (default: the block size)")
     text = (
-        "PyTorch's programs: compiled; eager; overhead: compiled with mode reduce-overhead; graph: compiled, the whole "
-        "step in a CUDA graph (default compiled; paper: graph compiled eager)"
+        "PyTorch's programs. compiled: torch.compile. eager: without torch.compile. overhead: torch.compile with mode "
+        "reduce-overhead. graph: torch.compile, the whole step in a CUDA graph "
+        "(default compiled; for preset paper: graph compiled eager)"
     )
     add("--peers", choices=PEERS, nargs="+", help=text)
     add("--no-compile", action="store_true", help="omit PyTorch's programs that use torch.compile")
     add("--rounds", type=int, default=7, help="number of rounds; each round times every program (default 7)")
-    add("--steps-per-round", type=int, help="timed steps of each process in a round (default 10; paper 200)")
+    text = "timed steps of each process in a round (default 10; for preset paper: 200)"
+    add("--steps-per-round", type=int, help=text)
     add("--warm-up", type=int, default=3, help="steps before the first round (default 3)")
     add("--threads", type=int, default=4, help="CPU threads of each process (default 4)")
     add("--timeout", type=int, default=500, help="limit for one round of a process, in seconds (default 500)")

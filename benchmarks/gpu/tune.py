@@ -34,7 +34,7 @@ BENCHMARK = "benchmarks.gpu.tune"
 SEED = 20260101
 COMPILERS = 12  # processes that compile in parallel
 ROUNDS, CALLS = 9, 10  # rounds, and calls of each candidate in a round
-MAX_DIFFERENCE = 2e-2  # relative norm; sums in another order differ by less in bf16
+MAX_DIFFERENCE = 2e-2  # a larger relative difference is an error: in bf16, another order of sums changes less
 # Sizes by their names for --shape. SHAPES: (rows, channels, vocabulary, padded vocabulary); HEADS: (B, T, H, D) of
 # attention, with B sequences of T tokens and H heads of size D.
 SHAPES = {"paper": (4096, 384, 172, 176), "gpt2": (65536, 768, 50257, 50304)}
@@ -147,10 +147,13 @@ def attention_cases(arrays, B, T, H, D):
     attention.attention_forward(y, lse, qkv, H)
     outputs = [y.copy(), lse.copy()]
 
-    def candidates(tiles_of):
-        """{} and the current tiles with every combination of new ones; tiles_of: {kernel: arguments of TileConfig}."""
-        tiles = [[attention.TileConfig(*tile) for tile in each] for each in tiles_of.values()]
-        combinations = (dict(zip(tiles_of, chosen, strict=True)) for chosen in itertools.product(*tiles))
+    def candidates(new_tiles):
+        """[candidates]: {}, and one for every combination of the new tiles; other kernels keep their current tiles.
+
+        new_tiles: {kernel: [arguments of TileConfig]}.
+        """
+        tiles = [[attention.TileConfig(*tile) for tile in each] for each in new_tiles.values()]
+        combinations = (dict(zip(new_tiles, chosen, strict=True)) for chosen in itertools.product(*tiles))
         configs = [current._replace(**combination) for combination in combinations]
         return [{}, *(dict(DEFAULT_TILES={"16 bits": {(D, T): config}}) for config in configs)]
 
@@ -166,7 +169,7 @@ def attention_cases(arrays, B, T, H, D):
         backward()
 
     prepare = lambda: backward  # noqa: E731
-    for kernel in ("both",) if current.both else ("dq", "dkdv"):  # both: dq, dk and dv in one launch, square tiles
+    for kernel in ("both",) if current.both else ("dq", "dkdv"):  # "both" computes dq, dk and dv with square tiles
         chosen = [(M, N, *rest) for M, N, *rest in tiles if kernel != "both" or M == N]
         pointers = [dict(DESCRIPTOR_HEAD_SIZES=())] * (kernel == "dkdv")  # loads through pointers, not descriptors
         yield attention, prepare, [dqkv], candidates({kernel: chosen}) + pointers, 2 * qkv.nbytes + 2 * y.nbytes
@@ -185,7 +188,7 @@ KERNELS = {
 
 
 def cases(args):
-    """Yield the Cases of --kernel and --shape; a kernel without the shape has none."""
+    """Yield the Cases of --kernel and --shape. A shape that a kernel does not have is skipped."""
     arrays = Arrays()
     for kernel, shape in itertools.product(args.kernel, args.shape):
         sizes = (HEADS if kernel == "attention" else SHAPES).get(shape)

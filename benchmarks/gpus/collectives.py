@@ -1,8 +1,8 @@
-"""Does our all-reduce over NCCL reach the bandwidth of PyTorch's, and how fast are the canonical order and bf16?
+"""Does our all-reduce over NCCL reach the bandwidth of PyTorch's, and how fast is it in canonical order and in bf16?
 
-Several of our all-reduces are captured in one CUDA graph, as in a training step. PyTorch's are called from Python one
-after another, as DistributedDataParallel does. Their launch time matters only for the smallest arrays: for larger
-arrays a launch takes less time than an all-reduce.
+Several of our all-reduces are captured in one CUDA graph, as in a training step. PyTorch's all-reduces are launched
+from Python one after another, as DistributedDataParallel does. These launches matter only for the smallest arrays: for
+larger arrays a launch takes less time than an all-reduce.
 """
 
 import argparse
@@ -33,9 +33,10 @@ OURS = {  # name: (dtype of the sum, algorithm for use_collectives(), codec of -
     "canonical, bf16": ("bfloat16", "canonical", None),
     "--compress bf16": ("float32", "nccl", "bf16"),
 }
-STAGED = "--transport mpi, fp32"
+STAGED = "--transport mpi, fp32"  # copies the array to the host, where MPI adds it, and back
 ALGORITHMS = [TORCH, *OURS, STAGED]
-FITTED = ["nccl, fp32", "canonical, fp32"]  # the algorithms whose alpha and beta are fitted
+NCCL = "nccl, fp32"
+FITTED = [NCCL, "canonical, fp32"]  # the algorithms whose alpha and beta are fitted
 SCALE = 1e-30  # factor that makes the numbers so small that repeated in-place sums stay finite
 ERROR_BYTES = 10**7  # size of the array for which the error of the sum is computed
 MIN_SHARE = 0.97  # required share of PyTorch's bandwidth
@@ -47,8 +48,8 @@ MIN_SHARE = 0.97  # required share of PyTorch's bandwidth
 def all_reduces(host, sizes, rounds, store_file):
     """Measure all algorithms. Returns ({algorithm: relative error}, [{name, bytes, seconds}]).
 
-    name: the algorithm. seconds: one number per round, the time of the slowest rank. store_file: a file with which
-    PyTorch's processes find each other.
+    name: the algorithm. seconds: one number per round, the time of the slowest rank. store_file: the path of a file
+    through which PyTorch's processes find each other.
     """
     import torch.distributed as dist
 
@@ -95,7 +96,7 @@ def random_array(world, n):
 
 
 def reduction(world, name, source):
-    """(x, reduce) for one algorithm of OURS: reduce() sums the buffer x over the ranks in place.
+    """Return a buffer x and a function reduce(), which sums x over the ranks in place by the algorithm `name` of OURS.
 
     x has the shape of `source`; the caller fills x.
     """
@@ -121,7 +122,8 @@ def reduction(world, name, source):
 def timed_sums(world, name, source, repeats, torch_sum):
     """Return a function timed(), which runs `repeats` all-reduces and returns the seconds of one of them.
 
-    timed() first fills the buffer with `source`. In the two warm-up rounds it returns 0.
+    timed() first fills the buffer with `source`. The first two calls are for warm-up: their results are not used.
+    torch_sum: PyTorch's all-reduce, from open_torch().
     """
     if name == TORCH:
         return torch_sums(world, source, repeats, torch_sum)
@@ -146,7 +148,7 @@ def timed_sums(world, name, source, repeats, torch_sum):
         world.barrier()
         begin, end = cuda.Event(), cuda.Event()
         step()  # not timed: it makes all ranks start the timed replay together
-        if step.graph is None or step.calls == 2:  # one of the two warm-up rounds
+        if step.graph is None or step.calls == 2:  # one of the first two calls: there was no graph before it
             cuda.runtime.deviceSynchronize()
             return 0.0
         begin.record(step.stream)
@@ -159,7 +161,7 @@ def timed_sums(world, name, source, repeats, torch_sum):
 
 
 def torch_sums(world, source, repeats, torch_sum):
-    """timed() of PyTorch's all-reduce, see timed_sums(); the calls follow one another without a graph."""
+    """Return timed() for PyTorch's all-reduce (see timed_sums()). It launches the all-reduces without a graph."""
     import torch
 
     x = source.copy()
@@ -181,9 +183,9 @@ def torch_sums(world, source, repeats, torch_sum):
 
 
 def staged_sum(world, source):
-    """timed() of one all-reduce through the host, see timed_sums().
+    """Return timed() for one all-reduce through the host (see timed_sums()).
 
-    This all-reduce waits on the host, so it cannot be captured in a graph, and the host's clock measures it.
+    In this all-reduce the host waits for the GPU, so it cannot be captured in a graph. The host's clock measures it.
     """
     from cupy import cuda
 
@@ -279,7 +281,7 @@ def gradient_bytes(preset):
 def verdicts(results, ranks):
     """Yield one sentence for each size of 100 MB or more: whether our all-reduce reaches the target."""
     for result in results:
-        if result["name"] == FITTED[0] and result["bytes"] >= 10**8:
+        if result["name"] == NCCL and result["bytes"] >= 10**8:
             ratio = result["times_as_fast_as_torch"]["median"]
             met = "reached" if ratio >= MIN_SHARE else "MISSED"
             size = f"{1e-6 * result['bytes']:,.0f} MB"

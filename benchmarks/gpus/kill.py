@@ -32,7 +32,7 @@ CAUSE = re.compile(r"signal 9|SIGKILL|Killed|^error: |KILLED BY SIGNAL", re.MULT
 
 
 def compile_all(ranks, *flags):
-    """Train to the end. This compiles all kernels; fails after COMPILE_LIMIT seconds."""
+    """Run a whole training run, which compiles all kernels. Raises BenchmarkFailed after COMPILE_LIMIT seconds."""
     words = (*launcher(), "-n", ranks, sys.executable, "-m", "stage3_mpi_cuda.train_gpt2", "--sample", 0, *flags)
     run_to_end("the first run", list(map(str, words)), 1, COMPILE_LIMIT)
 
@@ -51,9 +51,9 @@ def gpu_state():
 
 
 def left_on_gpus(before):
-    """What is on the GPUs now and was not in the state `before`: processes and memory, as text; "" if there is nothing.
+    """Compare the GPUs with `before`, an earlier gpu_state(). Return a text that lists new processes and new memory.
 
-    Waits up to FREE_LIMIT seconds until there is nothing.
+    Waits up to FREE_LIMIT seconds until both are gone; then the text is "".
     """
     deadline = time.monotonic() + FREE_LIMIT
     while True:
@@ -67,10 +67,10 @@ def left_on_gpus(before):
 
 
 def trial(args, folder, rng, longest, before):
-    """Kill a rank of one run; return one result, or None if the run ended before.
+    """Start a run and kill one of its ranks; return the result, or None if the run ended before the kill.
 
-    folder: contains the checkpoint from which the run resumes. longest: the seconds of an uninterrupted run. before:
-    gpu_state() when no run was active.
+    folder: contains the checkpoint from which the run resumes. longest: the duration of an uninterrupted run in
+    seconds; the kill is at a random moment within it. before: gpu_state() when no run was active.
     """
     out, moment = folder / "run", rng.uniform(0, longest)
     shutil.rmtree(out, ignore_errors=True)
@@ -136,8 +136,8 @@ def main(argv=None):
         folder = Path(name)
         flags = ("--preset", args.preset, "--checkpoint-every", args.checkpoint_every, "--dp", args.dp)
         compile_all(args.ranks, *flags, "--steps", args.checkpoint_every, "--out", folder / "begun")
-        whole = ("--resume", folder / "begun", "--out", folder / "whole", "--dp", args.dp, "--steps", args.steps)
-        longest = finished(train(args.ranks, *whole)).seconds
+        whole_run = ("--resume", folder / "begun", "--out", folder / "whole", "--dp", args.dp, "--steps", args.steps)
+        longest = finished(train(args.ranks, *whole_run)).seconds
         for _ in range(3 * args.times):  # some runs end before their rank is killed
             progress(f"run {len(results) + 1}/{args.times}")
             if len(results) < args.times and (result := trial(args, folder, rng, longest, before)):

@@ -11,19 +11,20 @@ from stage3_mpi_cuda.nccl_communicator import NcclCommunicator
 
 
 def make_world(ranks):
-    """The ranks of this job, one GPU each; mpiexec must have started `ranks` of them."""
+    """The communicator of this job's ranks, one GPU each. mpiexec must have started `ranks` ranks."""
     world = NcclCommunicator()
     world.use_transport(None if triton_launch.interpreted() else "nccl")  # raises if there are fewer GPUs than ranks
     return world
 
 
 def make_variants(config, world, windows, variants, precision="bf16"):
-    """{name of the variant: train}; train(steps) returns the measurements of this rank (see Job.train_function).
+    """Return {name of the variant: train}. train(steps) trains and returns the measurements of this rank.
 
     variants: {name: options}. The options are ranks, batch_size (of all ranks together), deterministic, communicate and
-    the arguments of ParallelConfig. The first `ranks` ranks of the world take part, with one micro-batch each; on the
-    other ranks the value is None instead of train. communicate=False: each rank trains alone on its share of the batch.
-    The first call of train() creates the trainer; all ranks must make their first calls in the same order.
+    the arguments of ParallelConfig. Only the first `ranks` ranks of the world train the variant, with one micro-batch
+    each. On the other ranks the dictionary has None instead of train. communicate=False: each rank trains its own model
+    on its share of the batch. The first call of train() creates the trainer; all ranks must make their first calls in
+    the same order.
     """
     job = Job(config, windows, precision)
 
@@ -44,7 +45,7 @@ class Job:
 
     def __init__(self, config, windows, precision):
         self.config, self.windows, self.precision = config, windows, precision
-        self.first_step = self.initial = None
+        self.workspace_owner = self.initial = None
 
     def train_function(self, group, **options):
         """Return train(steps) for the ranks of `group`; train() returns the measurements of this rank."""
@@ -74,6 +75,6 @@ class Job:
         )  # fmt: skip
         for name, view in trainer.arena.views(trainer.parameters).items():
             view[...] = self.initial[name]  # a copy on the GPU; to copy from the host would take seconds
-        trainer.optimizer.refresh_copy(0)
-        self.first_step = share_workspace(self.first_step, backend)
+        trainer.optimizer.refresh_copy(0)  # the 16-bit copy of the parameters
+        self.workspace_owner = share_workspace(self.workspace_owner, backend)
         return trainer

@@ -1,7 +1,7 @@
 """Is the loss curve on 1, 2 and 4 GPUs bit-identical to that of stage 2, and how far does the fast mode deviate?
 
-The fast mode is training without --deterministic. Each row of a table is a run of train_gpt2.py, read from its log. The
-last row uses --transport mpi, which gives the same bits at a lower speed.
+The fast mode is training without --deterministic. Each row of a table shows one run of train_gpt2.py. Its numbers are
+read from the log of the run. The run of the last row uses --transport mpi, which gives the same bits at a lower speed.
 """
 
 import argparse
@@ -25,7 +25,7 @@ DETERMINISTIC = "--deterministic"
 
 
 def cases(ranks):
-    """[(ranks, flags)] of the runs of stage 3: deterministic runs, a fast run, and a run through the host."""
+    """[(ranks, flags)] of the runs of stage 3: deterministic runs, a fast run, a run that communicates by MPI."""
     deterministic = [
         (count, (*flags, DETERMINISTIC)) for count in ranks for flags in (STRATEGIES if count > 1 else STRATEGIES[:1])
     ]
@@ -54,7 +54,8 @@ def compare(args, precision):
 def result_of(name, ranks, precision, log, expected):
     """The result of one run: its log (one dictionary per step) compared with `expected`, the log of stage 2.
 
-    difference: None if the logs are bit-identical. largest_deviation: of a loss, relative. median: seconds per step.
+    difference: None if the logs are bit-identical, else a text. largest_deviation: the largest relative deviation of a
+    loss. median: the median of the seconds per step.
     """
     losses = [(line["loss"], wanted["loss"]) for line, wanted in zip(log, expected, strict=True)]
     return {
@@ -92,8 +93,8 @@ def verdict(results):
     return (
         equal == len(deterministic) and largest < bound,
         f"{equal} of {len(deterministic)} deterministic runs have losses, gradient norms and final parameters "
-        f"bit-identical to those of stage 2; the largest deviation of a loss in all runs is {largest:.1e} "
-        f"(target {bound})",
+        f"bit-identical to those of stage 2. The largest relative deviation of a loss in all runs is {largest:.1e} "
+        f"(target: less than {bound})",
     )
 
 

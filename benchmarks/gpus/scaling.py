@@ -22,10 +22,11 @@ from stage1_mpi.launch import choose, launch_line
 
 BENCHMARK = "benchmarks.gpus.scaling"  # the name under which the benchmark processes import this file
 SEED = 20260101
-LEAD_IN = 3  # untimed steps at the start of a round; after them all ranks are in step with each other
+LEAD_IN = 3  # untimed steps at the start of a round, after which all ranks begin the timed steps at the same time
 CORPUS = 1 << 22  # number of random tokens to train on
 PAPER_STEPS, PAPER_SECONDS = 50, 0.1  # steps of the paper's run, and our target for their total time
-# {name: options}: our variants. All run on the largest number of GPUs; on the other numbers only the first one runs.
+# Our variants, {name for --ways: options}. On the largest number of GPUs all chosen variants run, on fewer GPUs only
+# the first of them, and on one GPU a variant without options.
 OUR_VARIANTS = {
     "bucket": {"dp": "bucket"},
     "flat": {"dp": "flat"},
@@ -51,7 +52,7 @@ def prepare(module, world, preset, seq_len, variants, **options):
     train_functions = module.make_variants(config, world, windows, variants, **options)
 
     def run_round(name, steps):
-        """Train the variant `name`; return its measurements, for each field the largest value of any rank.
+        """Train the variant `name`; return its measurements: for each field the largest value of all ranks.
 
         The field "seconds" is the time per step, without the LEAD_IN first steps. The loss is that of rank 0.
         """
@@ -79,29 +80,32 @@ def gpus(count):
 def variant_name(ranks, options):
     """The name of one of our variants: the number of GPUs and the flags of train_gpt2.py for these options."""
     if options.get("dp") == "flat" and "compress" not in options:
-        options = {"dp": "flat", "zero": 0, **options}  # named, because the default of train_gpt2.py is --zero 1
+        options = {"dp": "flat", "zero": 0, **options}  # in train_gpt2.py, --dp flat without --zero means --zero 1
     names = "dp", "zero", "zero_gather", "compress"
     flags = [f"--{name.replace('_', '-')} {options[name]}" for name in names if name in options]
     return " ".join([f"ours, {gpus(ranks)}", *flags, *["--deterministic"] * options.get("deterministic", False)])
 
 
-def variants(ranks, batch_of, ways, bucket_mb):
-    """({name: options} of our variants, {name: options} of PyTorch's).
+def variants(ranks, batch_of, our_options, bucket_mb):
+    """({name: options} of our variants, {name: options} of PyTorch's), for each number of GPUs in `ranks`.
 
-    batch_of(ranks): the number of sequences in a global batch. ways: options of our variants.
+    batch_of(count): the number of sequences in a global batch of `count` GPUs. our_options: [options] of OUR_VARIANTS.
     """
     ours, peers = {}, {}
     for count in ranks:
         sizes = {"ranks": count, "batch_size": batch_of(count)}
         peers[f"DDP, {gpus(count)}" if count > 1 else "torch compiled, 1 GPU"] = sizes
-        chosen = ways if count == max(ranks) else ways[:1]
+        chosen = our_options if count == max(ranks) else our_options[:1]
         for options in chosen if count > 1 else [{}]:  # one GPU needs no options of data parallelism
             ours[variant_name(count, options)] = dict(sizes, bucket_mb=bucket_mb, **options)
     return ours, peers
 
 
 def jobs(args, preset, ours, peers):
-    """Yield the ProcessSpecs of the two jobs, with the variants `ours` and `peers`; no second job if peers is empty."""
+    """Yield the ProcessSpecs of our job, with the variants `ours`, and of PyTorch's job, with the variants `peers`.
+
+    If `peers` is empty, yield only the first.
+    """
     shared = {"preset": preset, "seq_len": args.seq_len or PRESETS[preset].block_size, "precision": args.precision}
     most = max(options["ranks"] for options in ours.values())
     launcher = tuple(launch_line(*choose(), most))
@@ -140,7 +144,7 @@ def summarise(results, title):
     """Return the rows of one table.
 
     Also adds fields to each result: min, tokens_per_second, efficiency, times_as_fast (compared with PyTorch on as many
-    GPUs) and times_bucket (time / time of our --dp bucket).
+    GPUs) and times_bucket (its time / time of ours with --dp bucket).
     """
     one_gpu = {result["side"]: result for result in results if result["ranks"] == 1}
     ddp = {result["ranks"]: result for result in results if result["side"] == "DDP"}
@@ -183,7 +187,7 @@ def efficiency(result, one_gpu):
     """
     if one_gpu is None:
         return None
-    work = result["batch_size"] / one_gpu["batch_size"] / result["ranks"]  # of one GPU, relative to the run on one GPU
+    work = result["batch_size"] / one_gpu["batch_size"] / result["ranks"]  # sequences per GPU, relative to one_gpu
     return paired_ratio([work * seconds for seconds in one_gpu["seconds"]], result["seconds"])
 
 
@@ -200,7 +204,7 @@ def megabytes(count):
 def verdicts(results, per_gpu):
     """Yield one sentence for each of our results on the largest number of GPUs: whether it reaches its targets.
 
-    per_gpu: sequences per GPU, or None if their number depends on the number of GPUs.
+    per_gpu: sequences per GPU; None if the size of the global batch is fixed (--strong).
     """
     most = most_ranks(results)
     for result in results:
@@ -251,7 +255,7 @@ def paper(args):
 def parser_of(benchmark, docstring, timeout, limited):
     """A parser with the common flags of the benchmarks on several GPUs.
 
-    timeout: the default of --timeout in seconds; limited: what may take at most that long, for the help text.
+    timeout: the default of --timeout in seconds. limited: the subject of its help text, such as "one round".
     """
     parser = argparse.ArgumentParser(prog=f"python -m {benchmark}", description=docstring.splitlines()[0])
     add, name = parser.add_argument, benchmark.split(".")[-1]
@@ -263,11 +267,11 @@ def parser_of(benchmark, docstring, timeout, limited):
     return parser
 
 
-def add_rounds(add, warm_up):
-    """Add the flags of benchmarks with interleaved rounds."""
+def add_rounds(add, warm_up_note):
+    """Add the flags of benchmarks with interleaved rounds. warm_up_note: the end of the help text of --warm-up."""
     add("--rounds", type=int, default=5, help="number of rounds; each round times every program (default 5)")
     add("--steps-per-round", type=int, default=10, help="timed steps of each variant in a round (default 10)")
-    add("--warm-up", type=int, default=1, help=f"timed steps of a first round, which is discarded ({warm_up})")
+    add("--warm-up", type=int, default=1, help=f"steps of a first round, whose times are discarded ({warm_up_note})")
     add("--threads", type=int, default=4, help="CPU threads of each process (default 4)")
     add("--seq-len", type=int, help="tokens per sequence (default: the model's block size)")
 
@@ -281,7 +285,7 @@ def add_sizes(add):
 def parser():
     parser = parser_of(BENCHMARK, __doc__, 300, "one round of a variant, with compilation,")
     add = parser.add_argument
-    add_rounds(add, f"default 1, after {LEAD_IN} others")
+    add_rounds(add, f"default 1, in addition to {LEAD_IN} untimed steps")
     add("--ranks", type=int, nargs="+", default=[1, 2, 4], help="numbers of GPUs (default 1 2 4)")
     add("--batch-size", type=int, nargs="*", default=[64, 16], help="sequences per GPU, one table each (default 64 16)")
     add("--strong", type=int, metavar="B", help="add a table with a global batch of B at every number of GPUs")
@@ -291,7 +295,7 @@ def parser():
         choices=OUR_VARIANTS,
         nargs="+",
         default=list(OUR_VARIANTS),
-        help="variants of our program (default: all)",
+        help="our variants: --dp bucket, --dp flat, three with ZeRO-1, --deterministic (default: all)",
     )
     add("--no-ddp", action="store_true", help="do not run PyTorch")
     add("--no-compile", action="store_true", help="do not compile the PyTorch program with torch.compile")

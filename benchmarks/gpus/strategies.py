@@ -1,8 +1,8 @@
 """How much time does each gradient-synchronisation strategy add to a step on several GPUs?
 
-Two baselines run on the same ranks without communication: each rank trains alone. The step time of a strategy minus the
-step time of the baseline is the time of the communication that does not overlap with computation. The deterministic
-mode has its own baseline, because it uses other kernels for matrix products.
+In a baseline the same ranks do not communicate: each rank trains its own model. The step time of a strategy minus the
+step time of its baseline is the time of the communication that does not overlap with computation. There are two
+baselines, because the deterministic mode uses other kernels for matrix products than the fast mode.
 """
 
 import statistics
@@ -20,7 +20,7 @@ MIN_SPEED = 0.97  # lower bound for the speed with ZeRO-1 divided by the speed w
 
 
 def variants(ranks, batch_size, bucket_mb):
-    """{name: options} of make_variants() in gpus/ours.py.
+    """The variants to measure: {name: options}, an argument of make_variants() in gpus/ours.py.
 
     These are the baselines, all strategies, ZeRO-1 with both kinds of --zero-gather, bf16 gradients and the
     deterministic mode.
@@ -54,8 +54,8 @@ def baseline_of(ranks, options):
 def summarise(results, title):
     """Return the table's rows.
 
-    Also adds fields to each result: min, times_baseline (time / time of its baseline), communication_share (of the step
-    time) and times_plain (time / time of the same --dp without other options).
+    Also adds fields to each result: min, times_baseline (its time / time of its baseline), communication_share (of the
+    step time) and times_plain (its time / time of the same --dp without other options).
     """
     by_name = {result["name"]: result for result in results}
     rows = []
@@ -84,7 +84,7 @@ def summarise(results, title):
 
 
 def verdicts(results, ranks):
-    """Yield one sentence each for --dp flat and bucket: how the deterministic mode, ZeRO-1 and bf16 change the time."""
+    """Yield a text for --dp flat and one for bucket: how the deterministic mode, ZeRO-1 and bf16 change the time."""
     by_name = {result["name"]: result for result in results}
     for dp in ("flat", "bucket"):
         fast = by_name[variant_name(ranks, {"dp": dp})]
@@ -96,10 +96,10 @@ def verdicts(results, ranks):
         share = zero["optimizer_bytes"] / fast["optimizer_bytes"]
         yield (
             f"--dp {dp}: the deterministic mode takes {cost:.3f} times the time of the fast mode (target: at most "
-            f"{MAX_COST}: {reached(cost <= MAX_COST)}). Speed relative to --dp {dp} without options: {speed:.3f} with "
-            f"ZeRO-1 (target: at least {MIN_SPEED}: {reached(speed >= MIN_SPEED)}), where a rank holds {share:.3f} of "
-            f"the optimizer state; {time_ratio(fast, forward):.3f} with ZeRO-1 and --zero-gather forward; "
-            f"{time_ratio(fast, compressed):.3f} with --compress bf16"
+            f"{MAX_COST}: {reached(cost <= MAX_COST)}). With ZeRO-1 a rank holds {share:.3f} of the optimizer state. "
+            f"Speed relative to --dp {dp} without options: with ZeRO-1 {speed:.3f} (target: at least {MIN_SPEED}: "
+            f"{reached(speed >= MIN_SPEED)}), with ZeRO-1 and --zero-gather forward {time_ratio(fast, forward):.3f}, "
+            f"with --compress bf16 {time_ratio(fast, compressed):.3f}"
         )
 
 

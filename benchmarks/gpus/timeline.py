@@ -1,10 +1,10 @@
 """Which kernels run on the compute and communication streams of a GPU during one step, without and with buckets?
 
 The figure shows one replay of a step's CUDA graph on rank 0. CUPTI, NVIDIA's profiling library, reports every kernel of
-a graph, but not the stream on which the kernel was captured. So this script assigns each kernel to one of three lines:
-kernels of NCCL and of the canonical sum to "communication"; other kernels to "compute", or to "compute, concurrent" if
-they overlap a kernel on the line "compute". The profiler slows each kernel a little, so the step takes longer than in
-the other benchmarks.
+a graph, but not the stream on which the kernel was captured. So this script assigns each kernel to one of the three
+lines of the figure. Kernels of NCCL and of the canonical sum are on the line "communication". The other kernels are on
+the line "compute", or on "compute, concurrent" if they start while a kernel of the line "compute" runs. The profiler
+slows each kernel a little, so the step takes longer than in the other benchmarks.
 """
 
 import json
@@ -33,7 +33,7 @@ COMPUTE, CONCURRENT, COMMUNICATE = range(3)  # indices into LINES and COLOURS
 
 
 def steps_of(host, preset, precision, variants):
-    """Profile one replayed step of each variant: {name: [fields of an Activity]} on rank 0, None on the other ranks.
+    """Profile one replayed step of each variant. Return {name: [fields of an Activity]} on rank 0, else None.
 
     An Activity is a kernel with its start and duration in microseconds.
     """
@@ -124,7 +124,7 @@ def union_length(intervals):
 
 
 def times_of(placed):
-    """The times of a step in milliseconds, from lines_of().
+    """The times of a step in milliseconds. placed: the activities of the step, from lines_of().
 
     hidden_ms is the time of the communication that overlaps with computation.
     """

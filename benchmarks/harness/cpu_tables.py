@@ -6,7 +6,7 @@ Each function returns (rows, names of the source files in results/). A row is a 
 from benchmarks.harness.table_format import load, mib, number, percent, ratio, spread
 from benchmarks.paper import LOSSES
 
-LIBRARY = "the library's"  # row title of the MPI library's own all-reduce
+LIBRARY = "MPI library"  # row title of the MPI library's own all-reduce
 
 
 def cpu_step():
@@ -19,7 +19,7 @@ def cpu_step():
                 "ms per step": number(result["seconds"], 1e3),
                 "quartiles": spread(result["seconds"], 1e3),
                 "times as fast as eager": ratio(result["times_as_fast_as_eager"]),
-                "time of the floor / time": percent(result["share_of_floor"]["median"], 0),
+                "time of sgemm floor / time of this row": percent(result["share_of_floor"]["median"], 0),
                 "cores used": f"{result['cores_used']:.2f}",
                 "peak MiB": mib(result["peak_bytes"]),
             }
@@ -81,14 +81,14 @@ def cpu_curve():
 def ranks_step():
     rows = []
     for result in load("ranks/ranks")["results"]:
-        over_one_process, over_ddp = result["times_as_fast"].values()
+        times_as_fast_as_one_process, times_as_fast_as_ddp = result["times_as_fast"].values()
         rows.append(
             {
                 "": result["name"],
                 "ms per step": number(result["seconds"], 1e3),
                 "quartiles": spread(result["seconds"], 1e3),
-                "times as fast as one process": ratio(over_one_process),
-                "times as fast as DDP": ratio(over_ddp),
+                "times as fast as one process": ratio(times_as_fast_as_one_process),
+                "times as fast as DDP": ratio(times_as_fast_as_ddp),
                 "cores used": f"{result['cores_used']:.2f}",
                 "peak MiB per rank": mib(result["peak_bytes"]),
             }
@@ -105,7 +105,7 @@ def strategies(name):
                 "messages": result["messages"],
                 "MB sent per rank": f"{1e-6 * max(result['bytes_sent']):.1f}",
                 "ms per step": number(result["seconds"], 1e3),
-                "time / time of flat": ratio(result["times_flat"]),
+                "time of this row / time of `--dp flat`": ratio(result["times_flat"]),
                 "quartiles": spread(result["times_flat"], 1, 3),
                 "optimizer MiB per rank": mib(max(result["optimizer_bytes"])),
             }
@@ -123,7 +123,7 @@ def ranks_collectives():
             native = result["algorithm"] == "mpi"
             cell = f"{number(result['seconds'], 1e3, 3)} ms" if native else ratio(result["ratio_to_native"])
             cells[result["bytes"], LIBRARY if native else result["algorithm"]] = cell
-    # Sorted by size; of one size, the library's row comes first.
+    # Sorted by size. Among the rows of one size, that of the MPI library is the first.
     keys = sorted(
         {key for cells in columns.values() for key in cells}, key=lambda key: (key[0], key[1] != LIBRARY, key[1])
     )
@@ -141,7 +141,8 @@ def ranks_fit():
         cores = load(name)["hardware"]["cores"]
         for ranks, fits in load(name)["results"]["alpha_beta"].items():
             for algorithm, (alpha, beta) in fits.items():
-                row = rows.setdefault(algorithm, {"alpha in us; beta in ns per byte": algorithm})
+                title = LIBRARY if algorithm == "mpi" else algorithm
+                row = rows.setdefault(algorithm, {"alpha in us; beta in ns per byte": title})
                 row[f"{ranks} ranks, {cores} cores"] = f"{1e6 * alpha:.0f}; {1e9 * beta:.2f}"
     return list(rows.values()), list(files)
 
@@ -152,7 +153,7 @@ def ranks_idle():
         {
             f"{found['ranks'] - 1} of {found['ranks']} ranks are": name,
             "GFLOP/s of rank 0": number(speed, 1, 3),
-            "speed / speed while they sleep": percent(found["share_of_speed"][name]["median"], 0),
+            'relative to the row "asleep"': percent(found["share_of_speed"][name]["median"], 0),
         }
         for name, speed in found["gflops"].items()
     ]
@@ -181,13 +182,14 @@ def kills(name):
     summary, times = found["summary"], found["times"]
     rows = [
         {"": "runs with one killed rank", "result": times},
-        {"": "ended cleanly", "result": summary["clean_ends"]},
+        {"": "of these, runs that ended cleanly", "result": summary["clean_ends"]},
         {"": "median and longest time from the kill to the end", "result": f"{summary['median_seconds']:.2f} s, "
          f"{summary['longest_seconds']:.2f} s"},
-        {"": "left a readable checkpoint", "result": summary["readable"]},
+        {"": "runs that left a readable checkpoint", "result": summary["readable"]},
     ]  # fmt: skip
     if "equal" in summary:
-        rows.append({"": "resumed with the curve of an uninterrupted run, bit for bit", "result": summary["equal"]})
+        title = "runs that were resumed and gave the losses of an uninterrupted run, bit for bit"
+        rows.append({"": title, "result": summary["equal"]})
     return rows, [name]
 
 

@@ -13,7 +13,7 @@ from benchmarks.harness.table_format import gib, load, number, percent, ratio, s
 STEPS = "gpu/step_gpt2", "gpu/step_gpt2_4096", "gpu/step_gpt2_8192", "gpu/step_paper", "gpu/step_paper_fp32"
 SCALING = "gpus/scaling", "gpus/scaling_16", "gpus/scaling_two", "gpus/scaling_strong"
 PRODUCTS = {"forward": "forward", "input": "input gradient", "weight": "weight gradient"}  # {field: column title}
-# Groups of kernels of which the profile's table shows the total time.
+# Groups of kernels: the table of the profile shows the total time of each group.
 GROUPS = ("attention", "layernorm", "column_sums", "cross_entropy", "adamw", "embedding")
 
 
@@ -32,8 +32,8 @@ def gpu_step():
                     "quartiles": spread(result["seconds"], 1e3),
                     "tokens/s": f"{result['tokens_per_second']:,.0f}",
                     "MFU": percent(result["mfu"]),
-                    "ours times as fast": "" if is_ours else ratio(ours["times_as_fast"][result["name"]]),
-                    "ours times as fast if PyTorch reads losses at the end": ""
+                    "speedup of ours": "" if is_ours else ratio(ours["times_as_fast"][result["name"]]),
+                    "speedup of ours if PyTorch reads losses at the end": ""
                     if is_ours
                     else ratio(ours["times_as_fast_as_unread"][result["name"]]),
                     "memory held, GiB": gib(result["held_bytes"]),
@@ -47,7 +47,7 @@ def gpu_choices():
         {
             "": f"{result['preset']}, without: {result['without']}",
             "ms per step": number(result["seconds"], 1e3),
-            "time / time of the full step": ratio(result["gain"], 3),
+            "time of this row / time of the full step": ratio(result["gain"], 3),
             "quartiles": spread(result["gain"], 1),
         }
         for result in load("gpu/choices")["results"]
@@ -148,10 +148,10 @@ def attention(name):
                     "": result["name"],
                     "forward, ms": number(result["ms"]["forward"]),
                     "forward, TFLOP/s": f"{result['tflops']['forward']:.0f}",
-                    "forward: ours times as fast": ratio(result["ours_is_times_as_fast"]["forward"]),
+                    "forward: speedup of ours": ratio(result["ours_is_times_as_fast"]["forward"]),
                     "forward and backward, ms": number(result["ms"]["both"]),
-                    "both, TFLOP/s": f"{result['tflops']['both']:.0f}",
-                    "both: ours times as fast": ratio(result["ours_is_times_as_fast"]["both"]),
+                    "forward and backward, TFLOP/s": f"{result['tflops']['both']:.0f}",
+                    "forward and backward: speedup of ours": ratio(result["ours_is_times_as_fast"]["both"]),
                 }
             )
     return rows, [name]
@@ -202,7 +202,7 @@ def gpu_decode():
                     "tokens/s": f"{result['batch'] / result['token']['median']:,.0f}",
                     "first token, ms": number(result["first"], 1e3, 3),
                     "all tokens, ms": number(result["total"], 1e3),
-                    "all tokens: ours times as fast": ratio(ours["times_as_fast"][result["name"]]),
+                    "all tokens: speedup of ours": ratio(ours["times_as_fast"][result["name"]]),
                 }
             )
     return rows, ["gpu/decode", "gpu/decode_paper"]
@@ -271,7 +271,7 @@ def gpus_strategies():
                 "ms per step": number(result["seconds"], 1e3),
                 "added by communication, ms": "" if is_baseline else f"{1e3 * added:.1f}",
                 "share of step": "" if is_baseline else percent(result["communication_share"]),
-                "time / time of the same `--dp` without options": ratio(result.get("times_plain"), 3),
+                "time of this row / time of the same `--dp` without further flags": ratio(result.get("times_plain"), 3),
                 "MB sent per rank": f"{1e-6 * result['bytes_sent']:,.0f}",
                 "optimizer MB per rank": f"{1e-6 * result['optimizer_bytes']:,.0f}",
             }

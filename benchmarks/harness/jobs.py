@@ -1,6 +1,7 @@
 """Start MPI jobs from Python: Job runs a command line, run_mpi() a function on every rank.
 
-Both ensure that no process of a job remains. Benchmarks and tests use this module, so it does not import pytest.
+At the end both kill every process of the job that still runs. Benchmarks and tests use this module, so it does not
+import pytest.
 """
 
 import faulthandler
@@ -25,7 +26,8 @@ from stage1_mpi.launch import choose
 
 ROOT = Path(__file__).resolve().parents[2]
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-LIMIT = 180  # seconds after which a job that has not started, or a Job that has not ended, is killed
+# Limit in seconds for the start of the ranks of run_mpi(), and for each wait of a Job. After it the job is killed.
+LIMIT = 180
 # Lines that a launcher or an MPI library prints when ranks are killed or abort.
 NOISE = re.compile(r"Abort\(\d+\) on node|MPI_A(BORT|bort)|^[-=]{20,}|^=  |^YOUR APPLICATION|^This typ|^Please see")
 
@@ -38,12 +40,15 @@ def launcher():
 
 
 def end(process):
-    """End all processes of a job: SIGTERM to the launcher, which then ends its ranks, and SIGKILL to what remains."""
+    """End all processes of a job. `process` is its launcher.
+
+    The launcher gets SIGTERM, so that it ends its ranks. Then the processes that are left get SIGKILL.
+    """
     if process.poll() is None:
         process.terminate()
         with suppress(subprocess.TimeoutExpired):
             process.wait(5)
-    with suppress(ProcessLookupError, PermissionError):  # all processes have ended
+    with suppress(ProcessLookupError, PermissionError):  # raised if all processes have ended
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
@@ -68,10 +73,11 @@ class Done:
 
 
 class Job:
-    """A running mpiexec. `words` are its arguments: "-n", 4, script, ...; the word ":" separates groups of ranks.
+    """A running mpiexec. Use it as a context manager: leaving the block ends the job.
 
-    `environment`: additional environment variables. Use a Job as a context manager: leaving the block ends the job. All
-    processes of a job have the environment variable `mark`. pids() finds them by this variable, but only on Linux.
+    words: the arguments of mpiexec, such as "-n", 4, script; the word ":" separates groups of ranks. environment:
+    additional environment variables. The attribute `mark` is an environment variable, NAME=VALUE, that all processes of
+    the job have, and no other processes. pids() finds the processes by this variable, but only on Linux.
     """
 
     def __init__(self, *words, cwd=ROOT, **environment):
@@ -99,9 +105,10 @@ class Job:
             file.close()
 
     def pids(self, variable=""):
-        """[process id] of the job. With `variable`, the name of an environment variable: {its value: process id}.
+        """The ids of the job's processes, as a list.
 
-        The dictionary contains only the processes in whose environment the variable is set.
+        With `variable`, the name of an environment variable, the result is instead a dictionary {value of the variable:
+        process id}. It contains only the processes in whose environment the variable is set.
         """
         found = {}
         for path in Path("/proc").glob("[0-9]*/environ"):
@@ -158,9 +165,9 @@ def run_mpi(size, function, *args, timeout=LIMIT):
     output of the ranks if the job fails, or if it takes more than `timeout` seconds after all ranks have started.
     """
     with tempfile.TemporaryDirectory() as folder:
-        job = Path(folder) / "job"  # the ranks write their results beside this file; see main()
-        job.write_bytes(pickle.dumps((f"{function.__module__}:{function.__qualname__}", args)))
-        program = [sys.executable, "-m", "benchmarks.harness.jobs", str(job), str(timeout)]
+        job_file = Path(folder) / "job"  # the ranks write their results beside this file; see main()
+        job_file.write_bytes(pickle.dumps((f"{function.__module__}:{function.__qualname__}", args)))
+        program = [sys.executable, "-m", "benchmarks.harness.jobs", str(job_file), str(timeout)]
         command = [*launcher(), "-n", str(size), *program]
         environment = dict(os.environ, PYTHONPATH=str(ROOT), **dict.fromkeys(THREAD_VARIABLES, "1"))
         with open(Path(folder) / "out", "w+") as out, open(Path(folder) / "err", "w+") as err:
@@ -168,7 +175,7 @@ def run_mpi(size, function, *args, timeout=LIMIT):
                 command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=err,
                 start_new_session=True,
             )  # fmt: skip
-            ready, deadline = [job.with_name(f"ready{rank}") for rank in range(size)], time.monotonic() + LIMIT
+            ready, deadline = [job_file.with_name(f"ready{rank}") for rank in range(size)], time.monotonic() + LIMIT
             try:
                 while process.poll() is None and time.monotonic() < deadline and not all(map(Path.exists, ready)):
                     time.sleep(0.01)
@@ -177,7 +184,7 @@ def run_mpi(size, function, *args, timeout=LIMIT):
                 status = f"was ended after {timeout} s"
             finally:
                 end(process)
-            results = [job.with_name(f"result{rank}") for rank in range(size)]
+            results = [job_file.with_name(f"result{rank}") for rank in range(size)]
             if process.returncode or not all(result.exists() for result in results):
                 out.seek(0)
                 err.seek(0)
@@ -186,25 +193,25 @@ def run_mpi(size, function, *args, timeout=LIMIT):
         return [pickle.loads(result.read_bytes()) for result in results]
 
 
-def main(job, timeout):
+def main(job_file, timeout):
     """The program of one rank of run_mpi(): call the function and write the result to a file.
 
-    An exception ends the whole job.
+    job_file: the path of the file with the function's name and arguments. An exception ends the whole job.
     """
     faulthandler.dump_traceback_later(LIMIT / 2)  # print the stack of a rank that hangs during start-up
     from stage1_mpi.mpi_communicator import MpiCommunicator
 
-    sys.path.append(str(ROOT / "tests"))  # pytest imports a test module by its bare name
+    sys.path.append(str(ROOT / "tests"))  # so that modules in tests/ are found by their bare names
     communicator = MpiCommunicator()
     try:
-        target, args = pickle.loads(Path(job).read_bytes())
+        target, args = pickle.loads(Path(job_file).read_bytes())
         module, _, name = target.partition(":")
         function = attrgetter(name)(importlib.import_module(module))
         faulthandler.dump_traceback_later(timeout / 2)
-        Path(job).with_name(f"ready{communicator.rank}").touch()
+        Path(job_file).with_name(f"ready{communicator.rank}").touch()
         result = function(communicator, *args)
         faulthandler.cancel_dump_traceback_later()
-        Path(job).with_name(f"result{communicator.rank}").write_bytes(pickle.dumps(result))
+        Path(job_file).with_name(f"result{communicator.rank}").write_bytes(pickle.dumps(result))
     except BaseException:
         print(f"rank {communicator.rank}:\n{traceback.format_exc()}", file=sys.stderr)
         communicator.abort(1)

@@ -1,4 +1,4 @@
-"""This project as one of the compared programs: its trainers, generators and decoders in the form that benchmarks call.
+"""This project as one of the compared programs: functions and classes that build its trainers and generators.
 
 Benchmarks use internals of a Trainer only in the first section of this file, in gpus/ours.py and in gpu/choices.py.
 """
@@ -58,29 +58,30 @@ def message_count(trainer):
     return len(trainer.data_parallel.parts)
 
 
-def share_workspace(first, backend):
-    """Make the compiled steps of `backend`, not yet captured, use the memory and the stream of the step `first`.
+def share_workspace(owner, backend):
+    """Make the compiled steps of `backend` use the workspace and the stream of the compiled step `owner`.
 
-    Returns `first`, or the first step of `backend` if `first` is None. This saves GPU memory if one process has several
-    trainers. Steps that share a workspace overwrite each other's intermediate arrays, so no step may keep data in the
-    workspace between two calls.
+    The workspace is the memory of a step's intermediate arrays. Sharing it saves GPU memory if one process has several
+    trainers. The steps overwrite each other's arrays, so no step may keep data there between two calls. Call this
+    before the steps are captured. If `owner` is None, the first step of `backend` becomes the owner. Returns the owner.
     """
     for step in backend.runtime.compiled:
-        first = first or step
-        step.workspace, step.stream = first.workspace, first.stream
-    return first
+        owner = owner or step
+        step.workspace, step.stream = owner.workspace, owner.stream
+    return owner
 
 
 class CudaSteps:
-    """Training steps on one GPU: steps(inputs, targets) -> loss, for int64 arrays (batch_size, seq_len).
+    """Training steps on one GPU: steps(inputs, targets) runs one step and returns its loss.
 
-    captured=False: launch the kernels from Python in every step, without a CUDA graph.
+    inputs, targets: int64 arrays (batch_size, seq_len). captured=False: launch the kernels of every step from Python,
+    without a CUDA graph.
     """
 
     def __init__(self, config, batch_size, seq_len, precision="bf16", micro_batches=1, captured=True):
         from stage2_cuda.cuda_backend import CudaBackend  # here, because the CPU benchmarks run without Triton
 
-        self.backend = CudaBackend(precision, deterministic=False)  # as in train_gpt2.py: timing selects the algorithms
+        self.backend = CudaBackend(precision, deterministic=False)  # the default on GPUs: timing selects the algorithms
         self.backend.runtime.uses_graphs &= captured
         self.announced = []
         self.trainer = Trainer(
@@ -89,9 +90,9 @@ class CudaSteps:
         )  # fmt: skip
 
     def announce(self, batches):
-        """Set the batches [(inputs, targets)] of the next calls. Each call can then also begin the next step.
+        """Set the batches of the next calls, a list of (inputs, targets).
 
-        As in training, the next step is then launched before the loss of the current step is read.
+        A call can then launch the next step before it reads the loss of its own step, as training does.
         """
         self.announced = list(batches)
 
@@ -110,11 +111,14 @@ class CudaSteps:
 
     def begin(self):
         """Begin the step of the first announced batch."""
-        self.last = self.announced[0]
-        self.trainer.begin(self.trainer.prepare(*self.last), LR)
+        self.last_batch = self.announced[0]
+        self.trainer.begin(self.trainer.prepare(*self.last_batch), LR)
 
     def memory(self):
-        """{"held_bytes": the peak of CuPy's pools}: the training state and the workspace of the captured step."""
+        """{"held_bytes": the largest size of CuPy's memory pools so far}.
+
+        The pools hold the training state and the workspace of the captured step.
+        """
         return {"held_bytes": self.backend.runtime.peak_memory()}
 
 
@@ -134,7 +138,8 @@ class ProfiledSteps(CudaSteps):
 
     def arguments(self):
         """The arguments of compute_update() for the last batch."""
-        return self.trainer.prepare(*self.last), self.trainer.optimizer.hyperparameters(self.trainer.steps + 1, LR)
+        hyperparameters = self.trainer.optimizer.hyperparameters(self.trainer.steps + 1, LR)
+        return self.trainer.prepare(*self.last_batch), hyperparameters
 
     def compute_update(self):
         """Launch the kernels of one update for the last batch from Python."""
@@ -146,8 +151,8 @@ class ProfiledSteps(CudaSteps):
         self.backend.runtime.synchronize()
 
     @property
-    def graph(self):
-        """(graph, stream) of the captured step."""
+    def graph_and_stream(self):
+        """The CUDA graph of the captured step and the stream on which it is replayed."""
         return self.captured.graph, self.captured.stream
 
 
@@ -190,16 +195,17 @@ def build_trainer(
 
 
 def make_trainer(*args, **options):
-    """Return step(inputs, targets) -> loss: a full training step with AdamW. The arguments are build_trainer()'s.
+    """Return a function step(inputs, targets), which runs one training step with AdamW and returns the loss.
 
-    inputs, targets: int64 arrays (batch_size, seq_len); every rank passes the whole batch.
+    inputs, targets: int64 arrays (batch_size, seq_len); every rank passes the whole batch. The arguments of
+    make_trainer() are those of build_trainer().
     """
     trainer = build_trainer(*args, **options)
     return lambda inputs, targets: train_step(trainer, inputs, targets).loss
 
 
 def make_variants(config, batch_size, seq_len, world, variants):
-    """{name: Variant} on the ranks of one job. variants: {name: options of build_trainer()}.
+    """Return {name: Variant}, the variants of one job, on this rank. variants: {name: options of build_trainer()}.
 
     The variants share one backend, so only one variant may run at a time.
     """
@@ -214,7 +220,11 @@ def make_variants(config, batch_size, seq_len, world, variants):
 
 
 class Variant:
-    """A trainer in the form variant(inputs, targets) -> loss, with what this rank sends and stores."""
+    """A trainer that is called like a function: variant(inputs, targets) runs one step and returns the loss.
+
+    The attributes say how much this rank sends in a step (messages, bytes_sent), and how much it stores
+    (optimizer_bytes).
+    """
 
     def __init__(self, trainer):
         self.trainer, self.bytes_sent = trainer, None  # bytes_sent: in the last step
@@ -230,10 +240,10 @@ class Variant:
 
 
 def make_generator(config, threads):
-    """Return generate(prompt_ids, n, use_cache) -> (ids, seconds to the first token, total seconds).
+    """Return a function generate(prompt_ids, n, use_cache), which generates n tokens greedily.
 
-    It generates n tokens greedily. With use_cache=False each token is generated by a separate call, which processes all
-    previous tokens again.
+    The function returns (ids, seconds to the first token, total seconds). With use_cache=False each token is generated
+    by a separate call of the sampler, which processes all previous tokens again.
     """
     backend = NumpyBackend()
     backend.runtime.use_threads(threads)
@@ -248,16 +258,16 @@ def make_generator(config, threads):
         for token in tokens:
             ids.append(token)
             if len(ids) == 1:
-                first = time.perf_counter() - started
-        return ids, first, time.perf_counter() - started
+                first_seconds = time.perf_counter() - started
+        return ids, first_seconds, time.perf_counter() - started
 
     return generate
 
 
 class CudaGenerator:
-    """Greedy decoding on one GPU: generate(prompts, new) -> (ids, seconds to the first token, total seconds).
+    """Greedy decoding on one GPU: generator(prompts, new) generates `new` tokens for each prompt.
 
-    prompts (B, T) token ids; new: number of tokens to generate for each prompt; ids (B, new).
+    prompts: (B, T) token ids. Returns (ids, seconds to the first token, total seconds) with ids (B, new).
     """
 
     def __init__(self, config, batch, precision="bf16"):
@@ -265,17 +275,20 @@ class CudaGenerator:
 
         self.backend = CudaBackend(precision)
         self.model = load_model(config, dict(initial_parameters(config, 0)), self.backend)
-        self.decoders = {}  # kept between calls, because the decoders have captured steps
+        self.decoders = {}  # kept between calls, so that their captured steps are replayed
 
     def __call__(self, prompts, new):
-        started, ids, first = time.perf_counter(), [], None
+        started, ids, first_seconds = time.perf_counter(), [], None
         for tokens in generate_batch(self.model, prompts, new, [Greedy()] * len(prompts), self.decoders):
             ids.append(tokens)
-            first = first or time.perf_counter() - started
-        return np.transpose(ids), first, time.perf_counter() - started
+            first_seconds = first_seconds or time.perf_counter() - started
+        return np.transpose(ids), first_seconds, time.perf_counter() - started
 
     def decoder(self, batch, captured=True, **constants):
-        """A new GpuDecoder. constants: fields of the kernels' tiling to replace. captured=False: no CUDA graph."""
+        """A new GpuDecoder for `batch` sequences. captured=False: launch kernels from Python, without a CUDA graph.
+
+        constants: fields of DecodeTiling, the constants of the kernels, with values to use instead of the defaults.
+        """
         from stage2_cuda.decoding.decode_stream import DecodeStream
         from stage2_cuda.decoding.decoder import GpuDecoder
 
@@ -290,9 +303,8 @@ class CudaGenerator:
 def seconds_per_step(decoder, prompts, steps):
     """The mean seconds of `steps` replayed decoding steps. The tokens are read after all steps were launched."""
     decoder.start(prompts, [Greedy()] * len(prompts))
-    for _ in range(
-        4
-    ):  # the prompt, then three steps: the first compiles, the second is captured, the third is replayed
+    # The prompt, then three steps: the first compiles, the second is captured, the third is replayed.
+    for _ in range(4):
         decoder.step()
         decoder.read_tokens()
     started = time.perf_counter()
@@ -309,7 +321,8 @@ def seconds_per_step(decoder, prompts, steps):
 class Graphs:
     """Captures several calls of a function in one CUDA graph, to time short GPU calls precisely.
 
-    A subclass sets `calls`: {kind: function}. graphs: {kind: (graph, number of calls in it)}.
+    A subclass sets `calls`, {kind: function}, for example with the kinds "forward" and "both". The attribute `graphs`
+    is {kind: (graph, number of calls in it)}.
     """
 
     def __init__(self):
@@ -319,7 +332,7 @@ class Graphs:
         self.stream, self.calls, self.graphs = self.cupy.cuda.Stream(non_blocking=True), {}, {}
 
     def capture(self, kind, length):
-        """Return the number of calls in the graph of `kind`. The first time, capture a graph of about `length` ms."""
+        """Capture the graph of `kind`, about `length` ms long, unless there is one. Return its number of calls."""
         if kind not in self.graphs:
             call = self.calls[kind]
             with self.stream:
@@ -329,7 +342,7 @@ class Graphs:
                 self.graphs[kind] = autotune.capture_calls(self.stream, call, count), count
         return self.graphs[kind][1]
 
-    def replay(self, kind):
+    def replay_milliseconds(self, kind):
         """The milliseconds of one replay, after an untimed replay that brings the GPU to its full clock rate."""
         graph, _ = self.graphs[kind]
         with self.stream:

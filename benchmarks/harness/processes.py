@@ -2,9 +2,9 @@
 
 A benchmark script has a function `prepare(module, **options)`, which returns a function `run_round`. `module` is one of
 the implementations that the benchmark compares: a Python module such as benchmarks.harness.ours or
-benchmarks.peers.torch_gpt2. Each process calls prepare() with one module. For every request of the parent it then calls
-`run_round(**request)` and sends the result back as JSON. A process that waits for a request is blocked on a pipe and
-uses no CPU time.
+benchmarks.peers.torch_gpt2. Each process calls prepare() with one module. Then it receives requests from its parent
+process, the benchmark script. For each request it calls `run_round(**request)` and sends the result back as JSON. A
+process that waits for a request is blocked on a pipe and uses no CPU time.
 
 A "process" may also be a job of several ranks. Then all ranks call `prepare(module, world=world, **options)` and
 `run_round`. Rank 0 reads the requests from the pipe, broadcasts them to the other ranks, and sends the results.
@@ -35,7 +35,7 @@ BLAS_VARIABLES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", 
 class ProcessSpec:
     """Describes one process to measure."""
 
-    name: str  # of its row in the table
+    name: str  # the title of its row in the table
     module: str  # the implementation to measure, passed to prepare()
     blas_threads: int  # threads of BLAS and OpenMP
     options: dict = field(default_factory=dict)  # further arguments of prepare()
@@ -65,7 +65,7 @@ class BenchmarkProcess:
             stdout=subprocess.PIPE,
             stderr=self.errors,
             text=True,
-            start_new_session=True,  # child processes (torch.compile starts some) are ended with it
+            start_new_session=True,  # so that end() also ends its child processes; torch.compile starts some
         )
 
     def __enter__(self):
@@ -109,7 +109,10 @@ class BenchmarkProcess:
 
 
 class JobVariant:
-    """One of several variants in the same BenchmarkProcess. It adds the variant's name to each request."""
+    """One of several variants that one BenchmarkProcess can run, for run_rounds().
+
+    It has the same method run_round() as a process. This method adds the variant's name to the request.
+    """
 
     def __init__(self, process, name):
         self.process, self.spec = process, ProcessSpec(name, "", 1)
@@ -165,12 +168,12 @@ def run_rounds(processes, rounds, warm_up, request):
 
 
 def timed_round(graphs, milliseconds):
-    """{kind: milliseconds of one call, "norms": norms of the results}, measured by replaying CUDA graphs.
+    """Replay CUDA graphs; return {kind: milliseconds of one call, "norms": norms of the results}.
 
     graphs: Graphs of harness/ours.py or of peers/torch_graphs.py. milliseconds: approximate length of each graph.
     """
     counts = {kind: graphs.capture(kind, milliseconds) for kind in graphs.calls}  # calls per graph
-    times = {kind: graphs.replay(kind) / count for kind, count in counts.items()}
+    times = {kind: graphs.replay_milliseconds(kind) / count for kind, count in counts.items()}
     return dict(times, norms=graphs.norms())
 
 
@@ -189,7 +192,8 @@ def progress(text):
 def serve(job):
     """The program of a BenchmarkProcess: answer each request until standard input is closed.
 
-    A request is one line of JSON on standard input, an answer one line of JSON on standard output.
+    A request is one line of JSON on standard input, an answer one line of JSON on standard output. job: the fields of
+    the ProcessSpec as a dictionary, and "benchmark", the module that has prepare().
     """
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what a library prints goes to standard error, so that the parent does not read it as an answer
@@ -213,7 +217,8 @@ def serve(job):
         while line := world.broadcast_object(sys.stdin.readline() if world.is_root else None):
             report(run_round(**json.loads(line)))
     except Exception:
-        time.sleep(0.4 * min(world.rank, 8))  # if all ranks fail, only the lowest prints its error, then it aborts all
+        # If all ranks fail, rank 0 prints its error and aborts the other ranks before they print theirs.
+        time.sleep(0.4 * min(world.rank, 8))
         traceback.print_exc()
         world.abort(1)
 

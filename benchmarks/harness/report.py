@@ -28,7 +28,7 @@ def summary(samples):
     """{"median", "q1", "q3", "n"} of a list of numbers; None for an empty list.
 
     q1 and q3 are the quartiles, interpolated linearly between samples as numpy.percentile does; n is the number of
-    samples. Lists of numbers in `samples` are joined first.
+    samples. `samples` may also contain lists of numbers. Each number of such a list is one sample.
     """
     samples = [value for item in samples for value in (item if isinstance(item, list | tuple) else [item])]
     if not samples:
@@ -52,9 +52,9 @@ def round_medians(rounds):
 
 
 def summarised(results, field=None):
-    """A copy of `results` in which each list under a field in SAMPLES is replaced by its summary, without its Nones.
+    """A copy of `results` in which each list under a field in SAMPLES is replaced by its summary.
 
-    field: the field under which `results` was found, or None at the top.
+    None in such a list is ignored. field: the field that contains `results`; None for the whole results.
     """
     if isinstance(results, dict):
         samples_field = field if field in SAMPLES else None  # {"ms": {"forward": [...], ...}} holds samples too
@@ -182,14 +182,15 @@ def to_json(record):
 def add_save_flags(add, name=None):
     """Add the flags --save and --commit to a parser; `add` is its method add_argument.
 
-    With `name`, the default file name without .json, also add --save-as.
+    If `name` is given, also add --save-as with the default `name`, a file name without .json.
     """
-    add("--save", action="store_true", help="write to results/, whose files git tracks (default: to out/results/)")
+    text = "write the results file to results/, which git tracks (default: to out/results/)"
+    add("--save", action="store_true", help=text)
     # --no-save is the default now. The flag exists because older command lines have it.
     add("--no-save", action="store_false", dest="save", default=False, help=argparse.SUPPRESS)
     if name:
-        add("--save-as", default=name, help=f"file name in that directory, without .json (default {name})")
-    add("--commit", help="commit to write into the file, for a copy of the repository without .git")
+        add("--save-as", default=name, help=f"name of the results file, without .json (default {name})")
+    add("--commit", help="commit to record in the results file (default: the one that git reports)")
 
 
 def save(benchmark, results, args, name=None):

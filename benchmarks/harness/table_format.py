@@ -25,7 +25,7 @@ def source(name):
     return f"{file}: {record['date'][:10]}, commit {record['commit']}, {system}; `{record['command']}`"
 
 
-# A summary, below, is the result of summary() in report.py: {"median", "q1", "q3", "n"}.
+# In the functions below, a summary is the dictionary {"median", "q1", "q3", "n"} that summary() in report.py returns.
 
 
 def number(summary, scale=1.0, digits=4):
@@ -47,12 +47,15 @@ def ratio(summary, digits=2):
 
 
 def percent(share, digits=1):
+    """A share as text: "53.4 %" for 0.534."""
     return f"{100 * share:.{digits}f} %"
 
 
 def gib(count):
+    """Bytes as GiB with two decimals; "" for None."""
     return "" if count is None else f"{count / 2**30:.2f}"
 
 
 def mib(count):
+    """Bytes as MiB, with one decimal below 10^9 bytes."""
     return f"{count / 2**20:,.1f}" if count < 1e9 else f"{count / 2**20:,.0f}"

@@ -1,11 +1,11 @@
-"""Fill the tables of the documentation from results/: the text between `<!-- table: NAME -->` and `<!-- end -->`.
+"""Generate the tables of the documentation from results/: the texts between `<!-- table: NAME -->` and `<!-- end -->`.
 
-    python -m benchmarks.harness.tables            # rewrite the blocks of all pages
+    python -m benchmarks.harness.tables            # rewrite the tables of all pages
     python -m benchmarks.harness.tables --check    # exit code 1 if a page differs from results/
 
 The line below a table names the source of its numbers: the file in results/, the date, the commit, the hardware and the
-command of the measurement. A table with several source files has several such lines. In older files the command has a
-former name of the script, the one at that commit.
+command of the measurement. A table with several source files has several such lines. Some scripts were renamed after
+their measurement: then the line shows the name that the script had at the named commit.
 """
 
 import argparse
@@ -103,7 +103,7 @@ def block(name):
 
 
 def filled(text):
-    """The text of a page with all its blocks regenerated."""
+    """The text of a page in which all tables are generated again."""
     return BLOCK.sub(lambda found: found[1] + block(found[2]) + found[4], text)
 
 

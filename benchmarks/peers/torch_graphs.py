@@ -28,7 +28,7 @@ class Graphs:
             self.graphs[kind] = graph, calls
         return self.graphs[kind][1]
 
-    def replay(self, kind):
+    def replay_milliseconds(self, kind):
         """Milliseconds of one replay. An untimed replay precedes it, so that the GPU runs at its full clock rate."""
         graph, _ = self.graphs[kind]
         with torch.cuda.stream(self.stream):

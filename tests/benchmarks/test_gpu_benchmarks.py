@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 
 from benchmarks.gpu import choices as gpu_choices
 from benchmarks.gpu import tune as gpu_tune
-from benchmarks.gpu.profile import Activity, Launch, family, kernel_rows, launches_of, print_kernels
+from benchmarks.gpu.profile import Activity, Launch, group_of, kernel_rows, launches_of, print_kernels
 from benchmarks.gpus import collectives as gpu_collectives
 from benchmarks.gpus import kill as gpu_kill
 from benchmarks.gpus import parity as gpu_parity
@@ -110,7 +110,7 @@ def test_the_profile_s_table_has_rates_and_their_share_of_the_ceiling(capsys):
     ]
     rows = kernel_rows(listed, 1)
     assert [(row["tflops"], row["tbps"]) for row in rows] == [(383, None), (None, 1), (None, None)]
-    assert [family(row) for row in rows] == ["products", "layernorm", "copies and fills"]
+    assert [group_of(row) for row in rows] == ["products", "layernorm", "copies and fills"]
     print_kernels("a step", rows, 2)
     lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in capsys.readouterr().out.splitlines() if line]
     assert lines[2] == ["product a b", "1", "1.0000", "40.0 %", "383", "", "50 %"]
