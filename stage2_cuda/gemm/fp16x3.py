@@ -30,7 +30,10 @@ ALIGNED_COLS = 16  # high and low are padded to a multiple of this many columns:
 
 
 class ProductTile(NamedTuple):
-    """A program computes block_m x block_n elements of out and adds block_k terms per iteration; all <= SCALE_BLOCK."""
+    """A program computes block_m x block_n elements of out and adds block_k terms per iteration.
+
+    Each of the three sizes divides SCALE_BLOCK, so that each tile of an operand has one scale.
+    """
 
     block_m: int
     block_n: int
@@ -41,14 +44,14 @@ class ProductTile(NamedTuple):
 
 SMALL, LARGE = ProductTile(64, 64, 64, 4, 3), ProductTile(128, 128, 64, 8, 3)
 MIN_LARGE_TILES = 264  # large tiles are faster if the result has at least this many of them
-# Two programs for each of an H200's 132 multiprocessors. If the result has at most half as many tiles, the sum over K
-# is divided into parts, which different programs add.
+# Two programs for each of an H200's 132 multiprocessors. If the result has at most PROGRAMS / 2 tiles, the sum over K
+# is divided into parts, and each part is added by other programs.
 PROGRAMS = 264
 MIN_PART_K = 256  # the fewest terms of the sum in one part
 
 
 class SplitOperand(NamedTuple):
-    """A float32 matrix (R, C): halves[0] is high and halves[1] is low, with scales[i, j] for the block (i, j).
+    """A float32 matrix (R, C): halves[0] is high and halves[1] is low; scales[i, j] is the scale of the block (i, j).
 
     halves (2, R, padded C) float16; scales (R / SCALE_BLOCK, C / SCALE_BLOCK), rounded up, float32. shape: (R, C).
     """
@@ -67,7 +70,7 @@ def split_shapes(x):
 
 
 def split(halves, scales, x):
-    """x (R, C) float32 -> its SplitOperand, stored in `halves` and `scales`, arrays of split_shapes(x).
+    """The SplitOperand of x (R, C) float32, written to the arrays `halves` and `scales`, which have split_shapes(x).
 
     x: contiguous, or the first columns of a contiguous array.
     """

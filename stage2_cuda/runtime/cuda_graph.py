@@ -80,7 +80,7 @@ class CapturedStep(Compiled):
         """Capture the function as self.graph, and the copies of its results as self.readback."""
         cuda, default_pool = self.cupy.cuda, self.cupy.get_default_memory_pool()
         self.held_before = default_pool.total_bytes()
-        default_pool.free_all_blocks()  # the workspace needs as much memory as the first call did
+        default_pool.free_all_blocks()  # of the first call; the workspace needs the same amount of memory
         with no_garbage_collection(), cuda.using_allocator(self.workspace.pool.malloc), self.stream:
             self.stream.begin_capture(cuda.runtime.streamCaptureModeRelaxed)
             try:
@@ -159,7 +159,7 @@ class Readback:
 
 
 class PinnedResults(Results):
-    """The results of one replay, as NumPy views of a pinned buffer. The second replay after it overwrites them."""
+    """The results of one replay: NumPy views of a pinned buffer. The second replay after this one overwrites them."""
 
     def __init__(self, views, event):
         super().__init__(views)
