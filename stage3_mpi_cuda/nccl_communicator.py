@@ -85,8 +85,8 @@ class NcclCommunicator(Communicator):
         return "mpi"
 
     @property
-    def native_collectives(self):
-        return NATIVE if self.transport == "nccl" else self.mpi_group.native_collectives
+    def native_algorithm(self):
+        return NATIVE if self.transport == "nccl" else self.mpi_group.native_algorithm
 
     @property
     def capturable(self):
