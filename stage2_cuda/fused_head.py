@@ -102,7 +102,7 @@ class FusedHead:
         return logits
 
     def head_gradients(self, dlogits, x, w, dx, dw, accumulate):
-        """dx = dlogits w; dw = dlogits' x, or with `accumulate` this is added to dw. dlogits: from padded_logits()."""
+        """dx = dlogits w, dw = dlogits' x. accumulate: add to the contents of dw. dlogits: as from padded_logits()."""
         w, dw = self.with_padding_rows(w), self.with_padding_rows(dw)
         operand = self.products.operand(dlogits[:, : len(w)])
         self.products.multiply(dx, operand, w)

@@ -26,9 +26,11 @@ class NcclCommunicator(Communicator):
     """One rank of a group that computes on GPUs. Without arguments: the group of all ranks of the MPI job.
 
     mpi_group: the MpiCommunicator of the same ranks, which transfers NumPy arrays. parent: the communicator whose
-    split() creates this one, which takes over its GPU, transport and algorithm. CuPy arrays use the transport that
-    use_transport() selected. Transport "nccl" needs one GPU per rank and uses a communication stream. Transport "mpi"
-    copies through host memory, and ranks may share a GPU. With TRITON_INTERPRET=1 all arrays are NumPy arrays.
+    split() creates this one; the new communicator uses the parent's GPU, transport and algorithm.
+
+    CuPy arrays use the transport that use_transport() selected. Transport "nccl" needs one GPU per rank and uses a
+    communication stream. Transport "mpi" copies through host memory, and ranks may share a GPU. With TRITON_INTERPRET=1
+    all arrays are NumPy arrays.
 
     Sums are canonical unless use_collectives() selects another algorithm. With transport "nccl" the only other
     algorithm is "nccl": NCCL's own sums, whose order depends on the number of ranks. With transport "mpi" all
@@ -61,7 +63,7 @@ class NcclCommunicator(Communicator):
         return self.transport
 
     def _choose_transport(self, name):
-        """The transport to use with the GPUs that the ranks have selected. name: that of --transport, or None.
+        """The transport to use with the GPUs that the ranks have selected. name: the value of --transport, or None.
 
         Rank 0 prints a note if ranks share a GPU. Raises ConfigError if the GPUs are of different models, or if `name`
         is "nccl" and ranks share a GPU.
@@ -106,7 +108,7 @@ class NcclCommunicator(Communicator):
         """Whether the best bucket size for --dp bucket is measured if --bucket-mb is omitted.
 
         The formula in parallel/bucket_size.py assumes that messages do not slow down the computation. With transport
-        "mpi" they do, because the host's cores sum the messages; so nothing is measured there.
+        "mpi" they do, because messages and computation share the host's cores; so nothing is measured.
         """
         return self.transport == "nccl"
 

@@ -13,8 +13,8 @@ is k transposed):
 
 A product reads each weight once for all sequences and uses tl.dot. A product with too few columns to occupy the GPU is
 split over K, the dimension of the sum (split-K): each program computes a partial sum over part of K. The next
-layernorm_kernel adds the partial sums in a fixed order, so they need no atomics and no launch of their own. One
-sequence has its own kernels (single_row.py), except for the last LayerNorm and the logits.
+layernorm_kernel adds the partial sums in a fixed order, so no atomics and no further launch are needed. For one
+sequence there are other kernels (single_row.py), except for the last LayerNorm and the logits.
 
 Sequences may have different lengths. The kernels read the lengths from device memory, so one captured decode step (a
 CUDA graph) works for all lengths.

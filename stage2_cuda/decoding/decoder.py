@@ -76,7 +76,7 @@ class GpuDecoder:
         self.lengths, self.step_count = [len(prompt) for prompt in prompts], 0
         # Whether the next steps are window steps. With a prompt of block_size tokens all steps are: step 0 computes the
         # same positions as a prefill, and later steps need no KV cache.
-        self.window_steps = max(self.lengths) >= block
+        self.uses_windows = max(self.lengths) >= block
         self.rules, self.steps_ahead = rules, STEPS_AHEAD
         ids = np.zeros((self.batch, block), np.int32)
         for row, prompt in zip(ids, prompts, strict=True):
@@ -89,8 +89,8 @@ class GpuDecoder:
     def step(self):
         with self.stream:
             if max(self.lengths) > self.model.config.block_size:
-                self.window_steps = True
-            if self.window_steps:
+                self.uses_windows = True
+            if self.uses_windows:
                 self.compute_and_sample(self.recompute_window, min(self.lengths) < self.model.config.block_size)
             elif self.step_count == 0:
                 self.prefill()
@@ -129,7 +129,7 @@ class GpuDecoder:
             append_sampled = lambda: sampler.append_sampled(self.sequences, self.logits, self.maxima)  # noqa: E731
             self.samplers[restricted] = append_sampled, sampler
         append_sampled, self.sampler = self.samplers[restricted]
-        self.stream.upload(self.sampler.numbers, np.array([top_p, temperature]))
+        self.stream.upload(self.sampler.top_p_and_temperature, np.array([top_p, temperature]))
         self.stream.upload(self.sampler.top_k, np.array([min(top_k, V)]))
         return append_sampled
 

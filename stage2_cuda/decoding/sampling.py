@@ -1,8 +1,8 @@
 """Sample the next token on the GPU, by the rules of gpt2core/sampler.py: greedy, or a seeded top-k / top-p draw.
 
-Consider the tokens in the order from the most to the least probable, equal logits in the order of token ids. A draw
-consists of up to three searches. Each search adds up the tokens in this order, and ends at the token at which the sum
-reaches a goal:
+Consider the tokens in the order from the most to the least probable; tokens with equal logits are in the order of their
+ids. A draw consists of up to three searches. Each search computes a sum over the tokens in this order, and ends at the
+token at which the sum reaches a goal:
 
     TOP_K: the sum of 1 per token reaches top_k. The tokens after this one are removed.
     TOP_P: the sum of the probabilities reaches top_p * P. The tokens after this one are removed.
@@ -88,9 +88,9 @@ class DeviceSampler:
     """Draws tokens from logits (B, V).
 
     restrict_k, restrict_p: whether the draw uses top-k and top-p; each costs 5 more launches. uniforms_shape: (B, n).
-    The kernels read the options from device arrays, which the caller fills. numbers (2) float64: top_p and the
-    temperature. top_k (1) int64. uniforms (B, n) float64: n random numbers for each sequence; a sequence of L tokens
-    uses its number L % n to draw its next token.
+    The kernels read the options from device arrays, which the caller fills: top_p_and_temperature (2) float64; top_k
+    (1) int64; uniforms (B, n) float64, n random numbers for each sequence. A sequence of L tokens uses its number L % n
+    to draw its next token.
     """
 
     def __init__(self, empty, B, V, uniforms_shape, restrict_k, restrict_p):
@@ -99,7 +99,7 @@ class DeviceSampler:
         # the sums of the first round; two buffers for the later rounds, each of which reads one and writes the other
         self.first_partials, *self.partials = (empty(shape, "int64") for _ in range(3))
         self.states = [empty((B, STATE_FIELDS), "int64") for _ in range(2)]
-        self.numbers, self.top_k = empty((2,), "float64"), empty((1,), "int64")
+        self.top_p_and_temperature, self.top_k = empty((2,), "float64"), empty((1,), "int64")
         self.uniforms = empty(uniforms_shape, "float64")
         self.searches = [TOP_K.value] * restrict_k + [TOP_P.value] * restrict_p + [DRAW.value]
 
@@ -111,8 +111,8 @@ class DeviceSampler:
         B, V = logits.shape
         grid, peaks = (B, self.tiles), maxima.shape[1]
         sizes = dict(G=G, BLOCK_V=BLOCK_V, PEAKS=triton.next_power_of_2(peaks), num_warps=8)
-        values = self.numbers, self.top_k, self.uniforms, self.uniforms.shape[1], sequences.lengths
-        first_arguments = self.first_partials, logits, maxima, self.numbers, V, self.tiles, peaks
+        values = self.top_p_and_temperature, self.top_k, self.uniforms, self.uniforms.shape[1], sequences.lengths
+        first_arguments = self.first_partials, logits, maxima, self.top_p_and_temperature, V, self.tiles, peaks
         launch(first_round_kernel, grid, *first_arguments, **sizes)
         # previous: the search of the previous launch; old, new: the buffers that a round reads and writes
         previous, old, new = None, 0, 1
@@ -145,7 +145,7 @@ def add_masses(
 ):  # fmt: skip
     """Store the mass and the count of this tile's tokens with key >= t, for each threshold t.
 
-    The G thresholds divide [low, high) into G equal parts; the first is low. numbers_ptr + 1: the temperature.
+    The G thresholds divide [low, high) into G equal parts; the first threshold is low. numbers_ptr: top_p, temperature.
     """
     p, v = tl.arange(0, PEAKS), tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
     maximum = tl.max(tl.load(maxima_ptr + b * peaks + p, p < peaks, float("-inf")), 0).to(tl.float64)
