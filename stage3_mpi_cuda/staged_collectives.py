@@ -110,9 +110,9 @@ class StagedCollectives(Communicator):
 
         All copies are enqueued on one stream, so a buffer is refilled only after its result was copied to the GPU.
         """
-        step = CHUNK // x.itemsize * x.itemsize
-        chunks = [(start, min(step, x.nbytes - start)) for start in range(0, x.nbytes, step)]
-        copies = []
+        chunk_bytes = CHUNK // x.itemsize * x.itemsize  # whole elements
+        chunks = [(start, min(chunk_bytes, x.nbytes - start)) for start in range(0, x.nbytes, chunk_bytes)]
+        copies = []  # of each chunk: (its pinned buffer, the event after the copy to this buffer)
 
         def copy_to_host(number):
             start, length = chunks[number]

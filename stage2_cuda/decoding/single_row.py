@@ -28,7 +28,7 @@ splits of its heads, so there are few programs, with many columns each.
 """
 
 # C channels, H heads, D head size; K rows and N columns of a weight, which is (N, K) if it is transposed
-# the KV cache of a layer is (1, block, 2C): k (C) then v (C) of each position, heads side by side
+# the KV cache of a layer is (1, block, 2C): k (C) then v (C) of each of `block` positions, heads side by side
 
 import math
 
@@ -120,7 +120,7 @@ def combine_product(partials, y, maxima, sums, lengths, w, block, tiling):
     """Combine the key splits to the attention output (1, C), and multiply it by w (C, N).
 
     y, maxima, sums: from split_keys_attention. Stores partial sums of the product in partials (parts, 1, N) float32;
-    parts is that of split_heads. The sum of partials over the first axis is the product.
+    parts: from split_heads(). The sum of partials over the first axis is the product.
     """
     (H, splits, D), N = y.shape, w.shape[1]
     (parts, heads), width = split_heads(H, D, tiling), triton.next_power_of_2(D)

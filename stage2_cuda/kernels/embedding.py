@@ -6,9 +6,9 @@
 `first` is the lowest token id in wte: not 0 if the vocabulary is divided over ranks. `position` is the position of the
 first token of each sequence: not 0 if keys and values of earlier tokens are in a cache.
 
-The host sorts the rows of dy by token (sort_tokens). Then the rows of one token are adjacent, and one program per token
-adds them. A frequent token may have a tenth of all rows. So separate programs first add the rows of a token in chunks
-of CHUNK rows; no program then has a long loop.
+The host sorts the row numbers of dy by token (sort_tokens). The numbers of one token's rows are then adjacent, and one
+program per token adds these rows. A frequent token may have a tenth of all rows. So separate programs first add the
+rows of a token in chunks of CHUNK rows; no program then has a long loop.
 """
 
 # B batch, T time, N = B*T rows, C channels, V tokens in wte: the vocabulary, or one rank's part of it
