@@ -7,10 +7,10 @@ fp16 and tf32 both have 11 significant bits. fp16 is twice as fast and needs hal
 Therefore each square block of a matrix is divided by a scale, its own power of two, so that the block's largest
 magnitude is in [2^14, 2^15).
 
-Errors: high + low differs from x / scale by less than 2^-22 of the number or, for a small number, by less than 2^-39
-of the block's largest number. The product low_a low_b, which is omitted, is below 2^-22 of a b. When tensor cores add,
-they truncate the sum; in a long sum this causes an error of about 1e-8 per term. Here tensor cores add only the terms
-of one tile. The sums of the tiles are multiplied by their scales and added in ordinary float32 arithmetic.
+Errors: high + low differs from x / scale by less than 2^-22 of x / scale or, if this is small, by less than 2^-39 of
+the block's largest number. The product low_a low_b, which is omitted, is below 2^-22 of a b. When tensor cores add,
+they truncate the sum; in a long sum this causes an error of about 1e-8 per term. Here tensor cores add only the few
+terms of one iteration. The sums of the iterations are multiplied by their scales and added in float32 arithmetic.
 """
 
 # out (M, N) = op(a) (M, K) op(b) (K, N). op is the transpose if trans_a or trans_b: then a is (K, M), b is (N, K)
@@ -26,7 +26,7 @@ from stage2_cuda.runtime.triton_launch import descriptor, launch
 
 SCALE_BLOCK = 128  # a block of SCALE_BLOCK x SCALE_BLOCK elements has one scale
 SPLIT_WARPS = 16  # warps of split_kernel
-ALIGNED_COLS = 16  # high and low are padded to a multiple of this many columns: the TMA unit needs aligned rows
+ALIGNED_COLS = 16  # high and low are padded to a multiple of 16 columns, because the GPU copies aligned rows (TMA)
 
 
 class ProductTile(NamedTuple):
@@ -100,7 +100,7 @@ def partials_shape(m, n, k):
 
 
 def product(out, partials, a, b, bias=None, trans_a=False, trans_b=False, accumulate=False):
-    """out (M, N) float32 = op(a) op(b) + bias (N) or None. a, b: SplitOperands.
+    """out (M, N) float32 = op(a) op(b) + bias. a, b: SplitOperands. bias (N) float32, or None.
 
     accumulate: add to the contents of out. out: contiguous, or the first columns of a contiguous array.
     partials: float32 scratch of partials_shape(M, N, K), or None to compute the whole sum in one program. Scratch is
