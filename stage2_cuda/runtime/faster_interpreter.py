@@ -5,7 +5,7 @@
   functions once per kernel.
 - For each sum and product of integers the interpreter computes whether the result overflows, but it uses this only in
   Triton's debug mode. Here it is computed only in debug mode.
-- For each operation the interpreter builds a table of dtypes. Here the result for each dtype is kept.
+- To find the NumPy dtype of a Triton dtype, the interpreter builds a table at each operation. Here each result is kept.
 - It broadcasts the two operands of an operation even if their shapes are equal. Here it does so only if they differ.
 
 The functions that are replaced here are private to Triton (3.9). If another version lacks one, nothing is changed.

@@ -4,9 +4,9 @@
     config = tuner.choose("attention forward ...", configs, run, outputs)  # times at the first call, then looks it up
 
 The tuner times the candidates in several rounds, each in another random order. A candidate is timed as a CUDA graph of
-several calls, because for a single call of a small kernel the time would mostly be launch overhead. A choice is stored
-as {what: choice}, two texts: the name of what is chosen, and str() of the fastest candidate. The choices are saved in
-checkpoints and sent to other ranks.
+several calls, because for a single call of a small kernel the time would mostly be launch overhead. The choices are
+stored as {what: choice}: `what` is a text that names the choice, such as "attention forward ...", and `choice` is str()
+of the fastest candidate. They are saved in checkpoints and sent to other ranks.
 """
 
 import functools
@@ -17,7 +17,7 @@ import numpy as np
 from gpt2core.parallel.tuned_choices import cache_file, read_choices, write_choices
 from stage2_cuda.runtime.cuda_graph import no_garbage_collection
 
-# The first candidate is the default. Another one is chosen only if its time is below FASTER times that of the default.
+# The first candidate is the default. Another one is chosen only if its time is below FASTER times the default's time.
 # A smaller difference may be noise, and noise must not change the bits of a result from run to run.
 FASTER = 0.99
 TOLERANCE = {2: 2e-2, 4: 2e-3}  # {bytes per element: largest relative difference between two candidates' results}
