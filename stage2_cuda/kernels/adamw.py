@@ -19,7 +19,7 @@ from stage2_cuda.kernels.segment_sum import segment_sum
 from stage2_cuda.runtime.triton_launch import launch
 
 BLOCK = 1024  # elements per program: one block of the arena; weight decay applies to all elements of a block or to none
-BLOCKS_PER_PROGRAM = 2  # of squares_kernel
+BLOCKS_PER_PROGRAM = 2  # blocks whose squares one program of squares_kernel adds
 
 
 def adamw_step(p, m, v, compute_copy, g, scalars, grad_scale, decay_flags, beta1, beta2, philox_key=None, offset=0):

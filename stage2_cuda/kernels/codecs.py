@@ -78,7 +78,8 @@ def encode(x, KIND: tl.constexpr):
         scale = tl.where(tl.max((x != x).to(tl.int32), 1) != 0, float("nan"), scale)  # tl.max may have ignored a NaN
         scale = tl.div_rn(scale, 127.0)
         steps = tl.div_rn(x, tl.where(scale > 0, scale, 1.0)[:, None])
-        # false for infinity and NaN; the scale of such a group is not finite, and neither are its decoded values
+        # The comparison is false for infinity and NaN. The decoded values of such a group are not finite in any case,
+        # because its scale is not finite.
         steps = tl.where(tl.abs(steps) < 128.0, steps, 0.0)
         values = ((steps + ROUND_MAGIC) - ROUND_MAGIC).to(tl.int8)
     return values, scale, decode(values, scale, KIND)
@@ -98,10 +99,7 @@ def decode(values, scale, KIND: tl.constexpr):
 
 @triton.jit
 def code_offsets(row, group_in_row, groups_per_row, KIND: tl.constexpr, GROUP: tl.constexpr):
-    """Where the code of a group is: the index of its first value, and the index of its scale.
-
-    The indices count the elements of the two arrays that FusedCodec.views() returns.
-    """
+    """The indices of a group's first value and of its scale, in the two arrays that FusedCodec.views() returns."""
     value_offs = (row * groups_per_row + group_in_row) * GROUP
     if KIND == "int8":  # the code of a row is its values, one byte each, and then its scales, four bytes each
         value_offs += row * groups_per_row * 4

@@ -10,11 +10,11 @@ from m to m', the sum so far is multiplied by exp(m - m'). A program reads a row
 of VECTOR adjacent columns; one thread loads a group with one instruction. There is one maximum and one sum for group 0
 of all tiles, one for group 1 of all tiles, and so on. They are combined once, at the end of the row.
 
-Performance: the rows should be padded to a multiple of 16 columns, or the GPU loads single elements; the padding does
-not count. The kernels with one program per row load full tiles without a mask. forward_backward_kernel first computes
-the gradient of full tiles without the term for the target, and corrects this one element at the end. This saves two
-comparisons and two selections per element. Tiles are large, so that a multiprocessor runs few programs, and thus few
-rows, at a time; these rows then stay in the L2 cache until the second pass reads them.
+Performance: the rows should be padded to a multiple of 16 columns, or the GPU loads single elements. The padding does
+not change the results. The kernels with one program per row load full tiles without a mask. forward_backward_kernel
+first computes the gradient of full tiles without the term for the target, and corrects this one element at the end.
+This saves two comparisons and two selections per element. Tiles are large, so that a multiprocessor runs few programs
+at a time. Each program has one row, so few rows are in use, and they stay in the L2 cache until the second pass.
 """
 
 # N rows in this chunk; `width` columns: column v is token first + v if v < V, and padding from column V on
