@@ -37,7 +37,7 @@ class BatchedStep(DecodeStep):
         self.attention_partials, self.mlp_partials = (empty((count, B, C), "float32") for count in parts)
 
     def run(self):
-        lengths, tiling, precision = self.sequences.lengths, self.tiling, self.model.head.backend.dot
+        lengths, tiling, precision = self.sequences.lengths, self.tiling, self.model.head.backend.dot_precision
         block, n_head, residual = self.config.block_size, self.config.n_head, (self.sequences.x, None, None)
         for layer, cache in zip(self.layers, self.cache, strict=True):
             x = self.add_and_normalize(residual, layer.ln_1)
