@@ -52,7 +52,7 @@ class DecodeTiling(NamedTuple):
     max_rows: int = 256  # largest number of rows of a weight in one part of split-K
     elements_per_thread: int = 128  # elements of a weight tile per thread; determines the number of warps
     block_k: int = 128  # rows per tl.dot of a 16-bit weight, for two or more sequences; half as many of an fp32 weight
-    pdl: bool = False  # see above
+    pdl: bool = False
 
 
 SINGLE = DecodeTiling(block_n=32, split_k=3, split_block_n=64, block_keys=32, block_vocab=8)
@@ -78,7 +78,7 @@ def split_k(K, tiling):
 
 
 def block_k(tiling, w):
-    """Rows of a weight per tl.dot: the same number of bytes in every precision."""
+    """The number of rows of the weight w per tl.dot: the same number of bytes for every dtype of w."""
     return tiling.block_k * 2 // w.dtype.itemsize
 
 
@@ -111,7 +111,10 @@ def linear(y, cache, h, w, bias, lengths, block, tiling, precision):
 
 
 def attention(y, q, cache, lengths, n_head, tiling):
-    """y (B, C): q (B, C) of each sequence b attends to the first lengths[b] positions of the cache (B, block, 2C)."""
+    """y (B, C) = attention of the query q[b] to the first lengths[b] cached positions of sequence b, for every b.
+
+    q (B, C); cache (B, block, 2C).
+    """
     B, C = q.shape
     block, D = cache.shape[1], C // n_head
     arguments = y, q, cache, lengths, n_head, block, math.log2(math.e) / math.sqrt(D)

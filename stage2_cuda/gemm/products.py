@@ -45,7 +45,7 @@ class Products:
 
 
 class NumpyGemm:
-    """The interface of CublasLt without activations, computed by NumPy, for the CPU runs with Triton's interpreter."""
+    """Has the methods of CublasLt, without activations, but computes with NumPy; for Triton's interpreter on the CPU."""
 
     def clear_plans(self):
         pass

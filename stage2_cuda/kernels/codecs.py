@@ -16,7 +16,7 @@ from gpt2core.parallel.codecs import GROUP, Codec
 from stage2_cuda.runtime.triton_launch import launch
 
 GROUPS_PER_PROGRAM = 8  # a group has GROUP = 256 elements; in int8 the elements of a group share one scale
-# 1.5 * 2**23. A float32 of this size has no fractional bits, so x + ROUND_MAGIC - ROUND_MAGIC is x rounded to nearest.
+# 1.5 * 2**23. A float32 of this size has no fractional bits, so x + ROUND_MAGIC - ROUND_MAGIC is the integer nearest x.
 ROUND_MAGIC = tl.constexpr(12582912.0)
 
 
