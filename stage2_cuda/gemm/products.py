@@ -45,7 +45,7 @@ class Products:
 
 
 class NumpyGemm:
-    """Has the methods of CublasLt, without activations, but computes with NumPy; for Triton's interpreter on the CPU."""
+    """Has the methods of CublasLt, without activations, but computes with NumPy; for Triton's interpreter."""
 
     def clear_plans(self):
         pass
