@@ -115,12 +115,13 @@ def reduce_scatter(parts, comm):
         method(parts, own_sum)
         return own_sum
     # MPI cannot add this type: send the parts by all-to-all, add floats in at least float32, and round the sum once.
+    # NumPy's kind "V" includes bfloat16 of the package ml_dtypes.
     if parts.dtype.kind not in "iufcV":
         raise ValueError(f"an array of {parts.dtype} cannot be summed over ranks")
     received = np.empty_like(parts)
     comm.Alltoall(as_mpi_type(parts), as_mpi_type(received))
-    wide = np.promote_types(parts.dtype, np.float32) if parts.dtype.kind in "fV" else parts.dtype
-    return received.astype(wide).sum(axis=0, dtype=wide).astype(parts.dtype)
+    sum_dtype = np.promote_types(parts.dtype, np.float32) if parts.dtype.kind in "fV" else parts.dtype
+    return received.astype(sum_dtype).sum(axis=0, dtype=sum_dtype).astype(parts.dtype)
 
 
 def mpi_has_type(dtype):
