@@ -55,7 +55,7 @@ class Communicator:
     local_rank: int  # rank among the ranks of this group on the same host
     local_size: int  # number of ranks of this group on the same host, which share its cores
     one_process = False  # whether this class always has exactly one rank
-    native_collectives = "canonical"  # the name, for use_collectives(), of the sums of the library (MPI, NCCL)
+    native_algorithm = "canonical"  # the name that selects the sums of the library (MPI, NCCL) in use_collectives()
     capturable = True  # whether calls on device arrays can be captured in a CUDA graph
     prefers_zero = False  # whether --zero 1 is the default (only with --dp flat and --compress none)
     measures_buckets = False  # whether the bucket size is measured if --bucket-mb is omitted (parallel/bucket_size.py)

@@ -5,8 +5,9 @@ import sys
 import numpy as np
 
 # Page faults in new memory cost more than the arithmetic on it, so activations are placed in memory that was used
-# before. Every NumPy view, also a view of a view, refers to the one array that owns the memory (`base`). CPython counts
-# these references, so the reference count of the owner shows whether its memory is in use.
+# before. The pool keeps arrays that own memory and returns views of them. Every view, also a view of a view, refers to
+# the owner (`base`). CPython counts these references, so the reference count of the owner shows whether any view of its
+# memory still exists.
 
 SMALL = 1 << 14  # bytes; smaller arrays need no pool, because malloc reuses small blocks equally fast
 ALIGNMENT = 64  # bytes: a cache line, an AVX-512 register
@@ -18,7 +19,9 @@ class BufferPool:
     def __init__(self):
         self.owners = {}  # {size class in bytes: [(array that owns the memory, offset of its first aligned byte)]}
         probe = [(np.empty(0, np.uint8), 0)]
-        self.unused = next(sys.getrefcount(owner) for owner, _ in probe)  # reference count of an owner without views
+        # The reference count of an owner without views, measured in a loop like that of empty(): the list, the loop
+        # variable and the argument of getrefcount() are references too.
+        self.count_without_views = next(sys.getrefcount(owner) for owner, _ in probe)
 
     def empty(self, shape, dtype):
         """An uninitialised, aligned, C-contiguous array of `shape`."""
@@ -31,7 +34,7 @@ class BufferPool:
         size = size_class(nbytes)
         owners = self.owners.setdefault(size, [])
         for owner, offset in owners:
-            if sys.getrefcount(owner) == self.unused:
+            if sys.getrefcount(owner) == self.count_without_views:
                 return np.ndarray(shape, dtype, owner, offset)
         owner = np.empty(size + ALIGNMENT, np.uint8)
         offset = -owner.ctypes.data % ALIGNMENT
@@ -40,7 +43,7 @@ class BufferPool:
 
     @property
     def nbytes(self):
-        """Bytes held, used and unused."""
+        """The total size of all buffers, in use or free."""
         return sum(size * len(owners) for size, owners in self.owners.items())
 
 

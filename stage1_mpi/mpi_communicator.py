@@ -66,7 +66,7 @@ class MpiCommunicator(Communicator):
     ConfigError if mpi4py or an MPI library is missing, or if launcher and library are different MPI implementations.
     """
 
-    native_collectives = NATIVE
+    native_algorithm = NATIVE
 
     def __init__(self, comm=None, watchdog=None):
         self._mpi = import_mpi()

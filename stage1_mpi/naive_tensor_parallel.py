@@ -156,8 +156,9 @@ def reduce_scatter(parts, comm):
 
 def wide_sum(parts):
     """The sum of parts (p, ...) over axis 0: floats are added in at least float32 and rounded once."""
-    wide = np.promote_types(parts.dtype, np.float32) if parts.dtype.kind in "fV" else parts.dtype
-    return parts.astype(wide).sum(axis=0, dtype=wide).astype(parts.dtype)
+    # NumPy's kind "V" includes bfloat16 of the package ml_dtypes
+    sum_dtype = np.promote_types(parts.dtype, np.float32) if parts.dtype.kind in "fV" else parts.dtype
+    return parts.astype(sum_dtype).sum(axis=0, dtype=sum_dtype).astype(parts.dtype)
 
 
 def mpi_has_type(dtype):

@@ -65,7 +65,7 @@ class FusedHead:
         return dx, dw
 
     def multiply_by_dy(self, dx, dw, dy, out):
-        """(dy dx, dy dw) for the gradients dx and dw that forward computed without dy, an array of one element.
+        """(dy dx, dy dw), where forward computed the gradients dx and dw for dy = 1. dy: an array of one element.
 
         The results are new arrays, because a second backward through the same graph needs dx and dw again. Only a dw
         that is stored in `out` is multiplied in place.
@@ -77,13 +77,13 @@ class FusedHead:
         return dx, dw
 
     def empty_head_gradient(self, w, out):
-        """The array for dw (V, C): `out`, or a new array in whose memory the rows of with_padding_rows() follow."""
+        """The array for dw (V, C): `out`, or a part of a new array, so that with_padding_rows() can extend it."""
         return self.floats(len(self.with_padding_rows(w)), w.shape[1])[: len(w)] if out is None else out
 
     def loss_rows(self, maxima, sums, target_logits, row_maxima):
-        rows = self.floats(2, len(sums))
-        losses.rescale(rows, maxima, sums, target_logits, row_maxima)
-        return rows
+        rescaled = self.floats(2, len(sums))
+        losses.rescale(rescaled, maxima, sums, target_logits, row_maxima)
+        return rescaled
 
     def loss(self, row_maxima, sums, target_logits, scale):
         loss, partials = self.xp.empty((), np.float64), self.xp.empty(losses.partials_shape(len(sums)), np.float64)
@@ -93,7 +93,8 @@ class FusedHead:
     def padded_logits(self, x, w):
         """An array of N rows whose first V columns are x @ w' and whose other columns are padding.
 
-        The number of columns is a multiple of LOGITS_ALIGNMENT. If w can be extended, the padding is computed too.
+        The number of columns is a multiple of LOGITS_ALIGNMENT. If with_padding_rows() can extend w, the product also
+        writes the padding.
         """
         w = self.with_padding_rows(w)
         logits = self.xp.empty((len(x), -(-len(w) // LOGITS_ALIGNMENT) * LOGITS_ALIGNMENT), x.dtype)
@@ -101,7 +102,7 @@ class FusedHead:
         return logits
 
     def head_gradients(self, dlogits, x, w, dx, dw, accumulate):
-        """dx = dlogits w; dw = dlogits' x, or with `accumulate` this is added to dw. dlogits: from padded_logits()."""
+        """dx = dlogits w, dw = dlogits' x. accumulate: add to the contents of dw. dlogits: as from padded_logits()."""
         w, dw = self.with_padding_rows(w), self.with_padding_rows(dw)
         operand = self.products.operand(dlogits[:, : len(w)])
         self.products.multiply(dx, operand, w)
@@ -109,19 +110,19 @@ class FusedHead:
         self.products.multiply(dw, operand, x, trans_a=True, accumulate=accumulate)
 
     def with_padding_rows(self, w):
-        """w (V, C), with more rows from the memory after w, so that their number is a multiple of LOGITS_ALIGNMENT.
+        """A view of w (V, C) and of the memory after w, with V rounded up to a multiple of LOGITS_ALIGNMENT.
 
         Returns w itself if the array of which w is a part ends too early. Reason: with an odd V the rows of the product
         are not aligned, and the product takes five times as long for V = 50257. The logits of the additional rows are
         padding: they do not count in the loss, and their gradient is 0. If w is a gradient, the additional rows are
         padding too, or gradients that backward writes later.
         """
-        rows, base = -(-len(w) // LOGITS_ALIGNMENT) * LOGITS_ALIGNMENT, w.base
+        padded_rows, base = -(-len(w) // LOGITS_ALIGNMENT) * LOGITS_ALIGNMENT, w.base
         if isinstance(w, np.ndarray) or base is None:
             return w
-        if w.data.ptr + rows * w.strides[0] > base.data.ptr + base.nbytes:
+        if w.data.ptr + padded_rows * w.strides[0] > base.data.ptr + base.nbytes:
             return w
-        return self.xp.ndarray((rows, w.shape[1]), w.dtype, w.data)
+        return self.xp.ndarray((padded_rows, w.shape[1]), w.dtype, w.data)
 
 
 def rows(x):

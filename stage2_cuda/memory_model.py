@@ -61,7 +61,7 @@ def training_memory(config, batch_size, seq_len, precision, micro_batches=1, ran
         "moments": 2 * FP32 * size // owners,
         # what forward keeps per layer, in arrays (N, C): qkv 3, attention 1, residual stream and LayerNorm 2, the MLP's
         # hidden layer before and after GELU 4 + 4, residual stream and LayerNorm 2. Of these, qkv, attention and the
-        # hidden layer (12) are divided over the tp ranks. In addition, residual stream and LayerNorm 2 at the end
+        # hidden layer (12) are divided over the tp ranks. The residual stream and LayerNorm after the last layer add 2
         "activations": (4 * L + 2) * activation + 12 * L * activation // tp,
         # LayerNorm's mean and inverse standard deviation, attention's logsumexp
         "statistics": FP32 * rows * (4 * L + 2 + config.n_head * L // tp),
@@ -73,8 +73,9 @@ def training_memory(config, batch_size, seq_len, precision, micro_batches=1, ran
             + (4 + 4 * (not fused_gelu) + 4 * splits_operands) * activation // tp
             + layer_gradients,
         ),
-        # temporary arrays of the side stream, which has blocks of its own in CuPy's pool: the split operands of an MLP
-        # weight's gradient. The operands that SideStream keeps need less memory than backward has freed by then
+        # temporary arrays of the side stream, which has blocks of its own in CuPy's pool: the fp16 operands of the
+        # product that computes the gradient of an MLP weight. The operands that SideStream keeps need less memory than
+        # backward has freed by then
         "side stream": splits_operands * (activation + 4 * activation // tp) * (not accumulates),
         # the parts received from other ranks, on NCCL's stream
         "sums over ranks": FP32 * message * in_order * (ranks > 1),
@@ -91,13 +92,13 @@ def training_memory(config, batch_size, seq_len, precision, micro_batches=1, ran
 
 def generation_memory(config, precision, batch_size=1, tp=1):
     """{term: maximum bytes} of one of `tp` ranks that generates from `batch_size` prompts of block_size tokens."""
-    rows, width = batch_size * config.block_size, BYTES[precision]
-    activation = width * rows * config.n_embd  # bytes of one array (N, C) for the whole prompts
+    rows, itemsize = batch_size * config.block_size, BYTES[precision]
+    activation = itemsize * rows * config.n_embd  # bytes of one array (N, C) for the whole prompts
     return {
-        "parameters": width * Arena(shard_shapes(parameter_shapes(config), tp)).size,
+        "parameters": itemsize * Arena(shard_shapes(parameter_shapes(config), tp)).size,
         "keys and values": 2 * config.n_layer * activation // tp,
         # the activations of one layer; the MLP's hidden layer and qkv are divided over the ranks; and the logits
-        "at work": 4 * activation + 8 * activation // tp + width * batch_size * config.vocab_size,
+        "at work": 4 * activation + 8 * activation // tp + itemsize * batch_size * config.vocab_size,
         "workspace": WORKSPACE,
         "context": CONTEXT,
     }

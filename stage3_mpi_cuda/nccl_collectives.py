@@ -31,7 +31,9 @@ BYTE = 1
 
 
 class NcclCollectives(Communicator):
-    """The collectives of `host`, an MPI group of at least two ranks with one GPU each; x and out are CuPy arrays.
+    """Collectives of the ranks of mpi_group, an MpiCommunicator of at least two ranks; x and out are CuPy arrays.
+
+    Each rank has its own GPU. gpu: the GpuBinding of this rank. mpi_group only distributes the id of the NCCL group.
 
     By default a sum is "canonical"; use_collectives("nccl") selects NCCL's own sums. A canonical sum has three steps:
     all-to-all of parts; the sum of the received parts in the order of gpt2core/parallel/tree_sum.py (float16 and
@@ -45,12 +47,13 @@ class NcclCollectives(Communicator):
     Raises ConfigError if NCCL cannot connect the ranks.
     """
 
-    def __init__(self, host, gpu):
-        self.rank, self.size, self.bytes_sent = host.rank, host.size, 0
-        self.local_rank, self.local_size = host.local_rank, host.local_size
+    def __init__(self, mpi_group, gpu):
+        self.rank, self.size, self.bytes_sent = mpi_group.rank, mpi_group.size, 0
+        self.local_rank, self.local_size = mpi_group.local_rank, mpi_group.local_size
         self._xp, self._cuda, self._stream, self._nccl = gpu.cupy, gpu.cupy.cuda, gpu.stream, gpu.nccl
-        self._algorithm, self._stored_messages = "canonical", []  # messages that are not yet enqueued
-        unique_id = host.broadcast_object(self._nccl.get_unique_id() if host.is_root else None)
+        self._algorithm = "canonical"
+        self._stored_messages = []  # messages that are not yet enqueued
+        unique_id = mpi_group.broadcast_object(self._nccl.get_unique_id() if mpi_group.is_root else None)
         try:
             self._comm = self._nccl.NcclCommunicator(self.size, unique_id, self.rank)
         except self._nccl.NcclError as error:
@@ -59,7 +62,8 @@ class NcclCollectives(Communicator):
                 f"cause, or use --transport mpi"
             ) from error
         # This reference is never released, so NCCL's destructor never runs. It would wait until every CUDA graph that
-        # contains a call of this communicator is destroyed; but Python's order of destruction at exit is undefined.
+        # contains a call of this communicator is destroyed. Python destroys objects at exit in an undefined order, so
+        # the destructor could wait forever.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._comm))
         gpu.communicators.append(self._comm)
 
@@ -198,11 +202,10 @@ class NcclCollectives(Communicator):
         The ranks include this rank. A buffer is (address, number of bytes).
         """
         with grouped(self._nccl):
-            for peer, ((source, length), (target, capacity)) in enumerate(zip(sends, receives, strict=True)):
-                if length:
-                    self._comm.send(source, length, BYTE, peer, self._stream.ptr)
-                if capacity:
-                    self._comm.recv(target, capacity, BYTE, peer, self._stream.ptr)
+            for peer, (to_send, to_receive) in enumerate(zip(sends, receives, strict=True)):
+                for call, (start, nbytes) in ((self._comm.send, to_send), (self._comm.recv, to_receive)):
+                    if nbytes:
+                        call(start, nbytes, BYTE, peer, self._stream.ptr)
 
     # -- streams and events --------------------------------------------------------------------------------------------
 
@@ -230,13 +233,14 @@ class NcclCollectives(Communicator):
         return TYPES[dtype.name]
 
     def _is_canonical(self, op, dtype):
-        """Whether to add in the canonical order: it is selected, and the result depends on the order."""
+        """Whether to compute a reduction as a canonical sum: if this is selected and the order matters (float sums)."""
         return op == "sum" and dtype.kind not in "iu" and self._algorithm != NATIVE
 
     def _input(self, x, out, offset=None):
         """x as a contiguous array that NCCL can read while it writes to `out`: a copy of x if x and `out` overlap.
 
-        No copy is needed if x starts `offset` bytes after the start of `out`: NCCL supports this case in place.
+        No copy is needed if x starts `offset` bytes after the start of `out`, because NCCL supports this case in place.
+        offset None: NCCL supports no such case.
         """
         x = self._xp.ascontiguousarray(x)
         if out is not None and address(x) - address(out) != offset and overlap(x, out):

@@ -25,24 +25,27 @@ TRANSPORTS = {"nccl": NcclCollectives, "mpi": StagedCollectives}
 class NcclCommunicator(Communicator):
     """One rank of a group that computes on GPUs. Without arguments: the group of all ranks of the MPI job.
 
-    `host` is the MpiCommunicator of the same group, for NumPy arrays; split() also passes the `parent` group. CuPy
-    arrays use the transport that use_transport() selected. Transport "nccl" needs one GPU per rank and uses a
-    communication stream. Transport "mpi" copies through host memory, and ranks may share a GPU. With
-    TRITON_INTERPRET=1 all arrays are NumPy arrays.
+    mpi_group: the MpiCommunicator of the same ranks, which transfers NumPy arrays. parent: the communicator whose
+    split() creates this one; the new communicator uses the parent's GPU, transport and algorithm.
+
+    CuPy arrays use the transport that use_transport() selected. Transport "nccl" needs one GPU per rank and uses a
+    communication stream. Transport "mpi" copies through host memory, and ranks may share a GPU. With TRITON_INTERPRET=1
+    all arrays are NumPy arrays.
 
     Sums are canonical unless use_collectives() selects another algorithm. With transport "nccl" the only other
     algorithm is "nccl": NCCL's own sums, whose order depends on the number of ranks. With transport "mpi" all
     algorithms of MpiCommunicator are available.
     """
 
-    def __init__(self, host=None, parent=None):
-        self.host = host or MpiCommunicator()
-        self.rank, self.size = self.host.rank, self.host.size
-        self.local_rank, self.local_size = self.host.local_rank, self.host.local_size
+    def __init__(self, mpi_group=None, parent=None):
+        self.mpi_group = mpi_group or MpiCommunicator()
+        self.rank, self.size = self.mpi_group.rank, self.mpi_group.size
+        self.local_rank, self.local_size = self.mpi_group.local_rank, self.mpi_group.local_size
         self.gpu, self.transport, self._algorithm = None, None, "canonical"
         if parent is not None:
             self.gpu, self.transport, self._algorithm = parent.gpu, parent.transport, parent._algorithm
-        self._device_collectives = None  # created for the first CuPy array; NCCL connects the ranks at that time
+        # For CuPy arrays. Created when the first one is passed, because the ranks of the group must then connect.
+        self._device_communicator = None
 
     def use_transport(self, name):
         if name not in (None, *TRANSPORTS):
@@ -52,31 +55,31 @@ class NcclCommunicator(Communicator):
                 raise ConfigError("--transport nccl: needs GPUs, and Triton's interpreter uses none; omit the flag")
             self.transport, self.gpu = "mpi", GpuBinding()
         else:
-            self.gpu = all_or_raise(self.host, lambda: bind_gpu(self.host.local_rank))
-            self.transport = self._choose(name)
+            self.gpu = all_or_raise(self.mpi_group, lambda: bind_gpu(self.local_rank))
+            self.transport = self._choose_transport(name)
             if self.transport == "nccl":
-                self.gpu.nccl = all_or_raise(self.host, lambda: import_nccl(self.gpu.cupy))
+                self.gpu.nccl = all_or_raise(self.mpi_group, lambda: import_nccl(self.gpu.cupy))
         watch_gpus(self)
         return self.transport
 
-    def _choose(self, name):
-        """The transport to use with the GPUs to which the ranks are bound. `name`: --transport, or None if not given.
+    def _choose_transport(self, name):
+        """The transport to use with the GPUs that the ranks have selected. name: the value of --transport, or None.
 
         Rank 0 prints a note if ranks share a GPU. Raises ConfigError if the GPUs are of different models, or if `name`
         is "nccl" and ranks share a GPU.
         """
-        gpus = self.host.all_gather_object((self.gpu.name, platform.node(), self.gpu.pci_bus_id))
-        model_of_rank_0, count = gpus[0][0], len(set(gpus))
+        gpus = self.mpi_group.all_gather_object((self.gpu.name, platform.node(), self.gpu.pci_bus_id))
+        model_of_rank_0, gpu_count = gpus[0][0], len(set(gpus))
         for rank, (model, *_) in enumerate(gpus):
             if model != model_of_rank_0:
                 advice = "select GPUs of one model with CUDA_VISIBLE_DEVICES"
                 found = f"rank {rank} has an {model}, but rank 0 has an {model_of_rank_0}"
                 raise shared_error(ConfigError(f"{found}; {advice}"))
-        if count == self.size:
+        if gpu_count == self.size:
             return name or "nccl"
-        found = f"{self.size} ranks have {counted(count, 'GPU')}"
+        found = f"{self.size} ranks have {counted(gpu_count, 'GPU')}"
         if name == "nccl":
-            advice = f"start {counted(count, 'rank')}, or use --transport mpi, where ranks can share a GPU"
+            advice = f"start {counted(gpu_count, 'rank')}, or use --transport mpi, where ranks can share a GPU"
             raise shared_error(ConfigError(f"--transport nccl: needs a GPU for each rank, but {found}; {advice}"))
         if self.is_root:
             reason = "so ranks share GPUs, which NCCL does not support"
@@ -84,24 +87,34 @@ class NcclCommunicator(Communicator):
         return "mpi"
 
     @property
-    def native_collectives(self):
-        return NATIVE if self.transport == "nccl" else self.host.native_collectives
+    def native_algorithm(self):
+        return NATIVE if self.transport == "nccl" else self.mpi_group.native_algorithm
 
     @property
     def capturable(self):
-        return self.transport == "nccl"  # transport "mpi" waits on the host, which a CUDA graph cannot contain
+        """Whether a CUDA graph can contain the collectives. Not with transport "mpi": there the host sums and waits."""
+        return self.transport == "nccl"
 
     @property
     def prefers_zero(self):
-        return self.transport == "nccl"  # ZeRO-1 sends as much as an all-reduce, and a rank computes 1/p of the update
+        """Whether --zero 1 (ZeRO-1) is the default of --dp flat. With NCCL it makes a step shorter.
+
+        ZeRO-1 sends no more bytes than an all-reduce, and each of the p ranks updates only 1/p of the parameters.
+        """
+        return self.transport == "nccl"
 
     @property
     def measures_buckets(self):
-        return self.transport == "nccl"  # with "mpi", messages and computation compete for the host's cores
+        """Whether the best bucket size for --dp bucket is measured if --bucket-mb is omitted.
+
+        The formula in parallel/bucket_size.py assumes that messages do not slow down the computation. With transport
+        "mpi" they do, because messages and computation share the host's cores; so nothing is measured.
+        """
+        return self.transport == "nccl"
 
     @property
     def bytes_sent(self):
-        return self.host.bytes_sent + (self._device_collectives.bytes_sent if self._device_collectives else 0)
+        return self.mpi_group.bytes_sent + (self._device_communicator.bytes_sent if self._device_communicator else 0)
 
     def use_collectives(self, name):
         if self.transport == "mpi":
@@ -110,71 +123,72 @@ class NcclCommunicator(Communicator):
                     f"--collectives {name}: needs --transport nccl, which needs a GPU for each rank, but the transport "
                     "is mpi: omit the flag, or use --collectives mpi"
                 )
-            self.host.use_collectives(name)
+            self.mpi_group.use_collectives(name)
         elif name not in ("canonical", NATIVE):
             raise ConfigError(
                 f"--collectives {name}: not available with NCCL; use canonical, {NATIVE} or --transport mpi"
             )
         self._algorithm = name
-        if self._device_collectives:
-            self._device_collectives.use_collectives(name)
+        if self._device_communicator:
+            self._device_communicator.use_collectives(name)
 
-    def _collectives_for(self, x):
-        """The communicator for the array type of x: `host` for NumPy arrays, the transport's for CuPy arrays."""
+    def _communicator_for(self, x):
+        """The communicator that transfers x: mpi_group for a NumPy array, that of the transport for a CuPy array."""
         if not hasattr(x, "__cuda_array_interface__"):
-            return self.host
-        if self._device_collectives is None:
-            self._device_collectives = TRANSPORTS[self.transport](self.host, self.gpu)
-            self._device_collectives.use_collectives(self._algorithm)
-        return self._device_collectives
+            return self.mpi_group
+        if self._device_communicator is None:
+            self._device_communicator = TRANSPORTS[self.transport](self.mpi_group, self.gpu)
+            self._device_communicator.use_collectives(self._algorithm)
+        return self._device_communicator
 
     def abort(self, code):
-        self.host.abort(code)
+        self.mpi_group.abort(code)
 
     def barrier(self):
-        self.host.barrier()
+        self.mpi_group.barrier()
 
     def split(self, color, key=0):
-        host = self.host.split(color, key)
-        return host if host is None or isinstance(host, Solo) else NcclCommunicator(host, self)
+        mpi_group = self.mpi_group.split(color, key)
+        is_group_of_several = mpi_group is not None and not isinstance(mpi_group, Solo)
+        return NcclCommunicator(mpi_group, self) if is_group_of_several else mpi_group
 
     # Collectives and messages for both array types: the non-blocking forms, then the blocking forms
 
     def all_reduce_start(self, x, op="sum", out=None):
-        return self._collectives_for(x).all_reduce_start(x, op, out)
+        return self._communicator_for(x).all_reduce_start(x, op, out)
 
     def all_gather_start(self, x, out=None):
-        return self._collectives_for(x).all_gather_start(x, out)
+        return self._communicator_for(x).all_gather_start(x, out)
 
     def reduce_scatter_start(self, x, op="sum", out=None):
-        return self._collectives_for(x).reduce_scatter_start(x, op, out)
+        return self._communicator_for(x).reduce_scatter_start(x, op, out)
 
     def all_to_all_start(self, x, out=None):
-        return self._collectives_for(x).all_to_all_start(x, out)
+        return self._communicator_for(x).all_to_all_start(x, out)
 
     def broadcast_start(self, x, root=0, out=None):
-        return self._collectives_for(x).broadcast_start(x, root, out)
+        return self._communicator_for(x).broadcast_start(x, root, out)
 
     def send_start(self, x, to, tag=0):
-        return self._collectives_for(x).send_start(x, to, tag)
+        return self._communicator_for(x).send_start(x, to, tag)
 
     def recv_start(self, out, source, tag=0):
-        return self._collectives_for(out).recv_start(out, source, tag)
+        return self._communicator_for(out).recv_start(out, source, tag)
 
     def all_reduce(self, x, op="sum", out=None):
-        return self._collectives_for(x).all_reduce(x, op, out)
+        return self._communicator_for(x).all_reduce(x, op, out)
 
     def all_gather(self, x, out=None):
-        return self._collectives_for(x).all_gather(x, out)
+        return self._communicator_for(x).all_gather(x, out)
 
     def reduce_scatter(self, x, op="sum", out=None):
-        return self._collectives_for(x).reduce_scatter(x, op, out)
+        return self._communicator_for(x).reduce_scatter(x, op, out)
 
     def all_to_all(self, x, out=None):
-        return self._collectives_for(x).all_to_all(x, out)
+        return self._communicator_for(x).all_to_all(x, out)
 
     def broadcast(self, x, root=0, out=None):
-        return self._collectives_for(x).broadcast(x, root, out)
+        return self._communicator_for(x).broadcast(x, root, out)
 
 
 # -- binding a rank to its GPU -----------------------------------------------------------------------------------------
@@ -182,12 +196,12 @@ class NcclCommunicator(Communicator):
 
 @dataclass
 class GpuBinding:
-    """The GPU of this rank, and what all groups of the rank share. With Triton's interpreter no field is set."""
+    """The GPU of this rank, and objects that all communicators of the rank share. Empty in Triton's interpreter."""
 
     cupy: object = None  # the module cupy
     device_id: int | None = None  # the number of the GPU among the GPUs that this process sees
     name: str = ""  # the GPU's model
-    pci_bus_id: str = ""  # equal for ranks of a host that share a GPU
+    pci_bus_id: str = ""  # the address of the GPU in its computer: equal for ranks that share the GPU
     stream: object = None  # the communication stream, on which all NCCL calls are enqueued
     nccl: object = None  # the module cupy.cuda.nccl
     communicators: list = field(default_factory=list)  # NCCL communicators, which the watchdog checks for errors
@@ -208,7 +222,7 @@ def bind_gpu(local_rank):
 
 def import_nccl(cupy):
     """The module cupy.cuda.nccl; raises ConfigError if CuPy cannot load the NCCL library."""
-    with warnings.catch_warnings(record=True) as caught:  # without NCCL, CuPy only warns and imports an empty module
+    with warnings.catch_warnings(record=True) as caught:  # if NCCL is missing, CuPy only warns
         warnings.simplefilter("always")
         from cupy.cuda import nccl
     if not nccl.available:

@@ -26,28 +26,28 @@ HOST_TO_DEVICE, DEVICE_TO_HOST = 1, 2  # values of cudaMemcpyKind
 
 
 class StagedCollectives(Communicator):
-    """The collectives of `host`, an MPI group of at least two ranks; x and out are CuPy arrays.
+    """Collectives of the ranks of mpi_group, an MpiCommunicator of at least two ranks; x and out are CuPy arrays.
 
-    MPI computes the sums, so their order and bytes_sent are those of MpiCommunicator. A background thread runs the
-    collectives in the order of the calls while the caller continues. wait() blocks the host, so a CUDA graph cannot
-    capture these calls.
+    gpu: the GpuBinding of this rank. An MpiCommunicator computes the sums, so their order and bytes_sent are as
+    documented there. A background thread runs the collectives in the order of the calls while the caller continues.
+    wait() blocks the host, so a CUDA graph cannot capture these calls.
     """
 
-    def __init__(self, host, gpu):
-        self.rank, self.size = host.rank, host.size
-        self.local_rank, self.local_size = host.local_rank, host.local_size
-        # The thread has its own MPI communicator: a message of the thread must never match a message of the caller.
-        self._host, self._thread_host = host, host.split(0, host.rank)
+    def __init__(self, mpi_group, gpu):
+        self.rank, self.size = mpi_group.rank, mpi_group.size
+        self.local_rank, self.local_size = mpi_group.local_rank, mpi_group.local_size
+        # The thread has its own communicator: a message of the thread must never match a message of the caller.
+        self._mpi_group, self._thread_group = mpi_group, mpi_group.split(0, mpi_group.rank)
         self._cupy, self._device_id, self._stream = gpu.cupy, gpu.device_id, gpu.cupy.cuda.Stream(non_blocking=True)
         self._thread = ThreadPoolExecutor(1, f"transport of rank {self.rank}")
         self._pinned = {}  # {name: pinned host buffer}
 
     @property
     def bytes_sent(self):
-        return self._thread_host.bytes_sent
+        return self._thread_group.bytes_sent
 
     def use_collectives(self, name):
-        self._thread_host.use_collectives(name)
+        self._thread_group.use_collectives(name)
 
     # -- the collectives -----------------------------------------------------------------------------------------------
 
@@ -60,43 +60,44 @@ class StagedCollectives(Communicator):
     def reduce_scatter_start(self, x, op="sum", out=None):
         check_op(op)
         shape = (rows_per_part(x, self.size), *x.shape[1:])
-        return self._staged(x, out, shape, lambda a, b: self._thread_host.reduce_scatter(a, op, b))
+        call = lambda host_x, host_out: self._thread_group.reduce_scatter(host_x, op, host_out)  # noqa: E731
+        return self._staged(x, out, shape, call)
 
     def all_gather_start(self, x, out=None):
-        return self._staged(x, out, (self.size * rows_per_part(x), *x.shape[1:]), self._thread_host.all_gather)
+        return self._staged(x, out, (self.size * rows_per_part(x), *x.shape[1:]), self._thread_group.all_gather)
 
     def all_to_all_start(self, x, out=None):
         rows_per_part(x, self.size)
-        return self._staged(x, out, x.shape, self._thread_host.all_to_all)
+        return self._staged(x, out, x.shape, self._thread_group.all_to_all)
 
     def broadcast_start(self, x, root=0, out=None):
         check_rank(root, self.size, "root")
-        return self._staged(x, out, x.shape, lambda a, b: self._thread_host.broadcast(a, root, b))
+        call = lambda host_x, host_out: self._thread_group.broadcast(host_x, root, host_out)  # noqa: E731
+        return self._staged(x, out, x.shape, call)
 
     def send_start(self, x, to, tag=0):
         check_peer(to, self.rank, self.size, "to")
-        return self._host.send_start(x.get(), to, tag)
+        return self._mpi_group.send_start(x.get(), to, tag)
 
     def recv_start(self, out, source, tag=0):
         check_peer(source, self.rank, self.size, "source")
         check_out(out, out.shape, out.dtype)
-        return _PendingReceive(self._host.recv_start(np.empty(out.shape, out.dtype), source, tag), out)
+        return _PendingReceive(self._mpi_group.recv_start(np.empty(out.shape, out.dtype), source, tag), out)
 
     # -- copies to the host and back -----------------------------------------------------------------------------------
 
     def _staged(self, x, out, shape, call):
-        """Handle of call(host copy of x, host buffer for out), whose result is then copied to `out` on the GPU.
+        """Handle of `out`, which receives the result of a collective on host memory.
 
-        out: an array of `shape`, or None for a new array.
+        The background thread copies x to the pinned buffer host_x, calls call(host_x, host_out), and copies host_out to
+        `out`. out: a CuPy array of `shape`, or None for a new array.
         """
         check_out(out, shape, x.dtype)
         x, out = self._cupy.ascontiguousarray(x), self._output(out, shape, x.dtype)
 
         def run():
-            host_x, host_out = (
-                self._pinned_buffer("x", x.nbytes, x.dtype),
-                self._pinned_buffer("out", out.nbytes, out.dtype),
-            )
+            host_x = self._pinned_buffer("x", x.nbytes, x.dtype)
+            host_out = self._pinned_buffer("out", out.nbytes, out.dtype)
             self._copy(address(host_x), address(x), x.nbytes, DEVICE_TO_HOST)
             self._stream.synchronize()
             call(host_x.reshape(x.shape), host_out.reshape(shape))
@@ -109,9 +110,9 @@ class StagedCollectives(Communicator):
 
         All copies are enqueued on one stream, so a buffer is refilled only after its result was copied to the GPU.
         """
-        step = CHUNK // x.itemsize * x.itemsize
-        chunks = [(start, min(step, x.nbytes - start)) for start in range(0, x.nbytes, step)]
-        copies = []
+        chunk_bytes = CHUNK // x.itemsize * x.itemsize  # whole elements
+        chunks = [(start, min(chunk_bytes, x.nbytes - start)) for start in range(0, x.nbytes, chunk_bytes)]
+        copies = []  # of each chunk: (its pinned buffer, the event after the copy to this buffer)
 
         def copy_to_host(number):
             start, length = chunks[number]
@@ -124,13 +125,13 @@ class StagedCollectives(Communicator):
         for number, (start, length) in enumerate(chunks):
             buffer, copied = copies[number]
             copied.synchronize()
-            self._thread_host.all_reduce(buffer, op, out=buffer)
+            self._thread_group.all_reduce(buffer, op, out=buffer)
             self._copy(address(out) + start, address(buffer), length, HOST_TO_DEVICE)
             if number + 2 < len(chunks):
                 copy_to_host(number + 2)
 
     def _enqueue(self, run, x, out):
-        """Run run() in the background thread, after all earlier work on the caller's stream; return its Handle."""
+        """Handle of `out` for run(), called in the background thread after all earlier work on the caller's stream."""
         cuda = self._cupy.cuda
         ready = cuda.Event(disable_timing=True)
         ready.record()

@@ -1,6 +1,6 @@
-"""A kernel that sums the rows of an array in the canonical order; row j is the part of x that rank j sent.
+"""A kernel that sums the rows of an array in the canonical order. In a sum over ranks, row j is what rank j has sent.
 
-    for 5 rows: ((0+1) + (2+3)) + 4                                             (see gpt2core/parallel/tree_sum.py)
+    rows 0 to 4: ((0+1) + (2+3)) + 4                                            (see gpt2core/parallel/tree_sum.py)
 
 NCCL's all-reduce adds along a ring or a tree of GPUs. Its order depends on the number of GPUs, and it rounds to the
 dtype of the array after every addition. This kernel adds in a fixed order, in float32 (float64 arrays: in float64), and
@@ -23,9 +23,9 @@ def tree_sum(out, rows):
 
 @triton.jit
 def tree_of_rows(rows_ptr, offs, stride, mask, COUNT: tl.constexpr):
-    """The sum of the COUNT rows from rows_ptr on, `stride` elements apart, at the offsets `offs`.
+    """The sum of COUNT rows, in the columns `offs`. rows_ptr: the first row; stride: elements from one row to the next.
 
-    It is the sum of the first HALF rows, a power of two, plus the sum of the other rows.
+    It is the sum of the first HALF rows plus the sum of the other rows. HALF is the largest power of two below COUNT.
     """
     if COUNT == 1:
         x = tl.load(rows_ptr + offs, mask, 0)

@@ -1,7 +1,8 @@
 """Two additional checks of the watchdog in stage 3: heartbeats of all ranks, and errors of NCCL.
 
-If a rank hangs, the other ranks wait for this rank in a loop on the host, or in an NCCL kernel, which the host cannot
-interrupt. So in stage 3 all ranks exchange heartbeats; in stage 1 only the first rank of each host does.
+A heartbeat is a message that a rank sends to the next rank every second. If a rank hangs, the other ranks wait for it
+forever, in a loop on the host or in an NCCL kernel, which the host cannot interrupt. So in stage 3 every rank sends
+heartbeats; in stage 1 only the first rank of each host does.
 """
 
 from stage1_mpi.watchdog import Heartbeat
@@ -11,10 +12,11 @@ IN_PROGRESS = 7  # ncclInProgress: the communicator is busy; not an error
 
 
 def watch_gpus(world):
-    """Add both checks to the watchdog of `world`, the NcclCommunicator of all ranks. One rank needs no watchdog."""
-    if world.host.watchdog:
-        world.host.watchdog.add(Heartbeat(world.host.duplicate(), world.rank, SILENCE))
-        world.host.watchdog.add(NcclErrors(world.gpu.communicators))
+    """Add both checks to the watchdog of `world`, the NcclCommunicator of all ranks. A job of one rank has none."""
+    watchdog = world.mpi_group.watchdog
+    if watchdog:
+        watchdog.add(Heartbeat(world.mpi_group.duplicate(), world.rank, SILENCE))
+        watchdog.add(NcclErrors(world.gpu.communicators))
 
 
 class NcclErrors:

@@ -207,7 +207,7 @@ def staged(world):
     """The collectives of --transport mpi. They are created once, because their pinned memory is reused."""
     from stage3_mpi_cuda.staged_collectives import StagedCollectives
 
-    return StagedCollectives(world.host, world.gpu)
+    return StagedCollectives(world.mpi_group, world.gpu)
 
 
 def error_of(world, name, torch_sum):

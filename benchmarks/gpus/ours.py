@@ -65,7 +65,7 @@ class Job:
         return train
 
     def trainer(self, group, batch_size, deterministic=False, **parallel):
-        group.use_collectives("canonical" if deterministic else group.native_collectives)
+        group.use_collectives("canonical" if deterministic else group.native_algorithm)
         backend = CudaBackend(self.precision, deterministic)
         if self.initial is None:
             self.initial = {name: backend.asarray(array) for name, array in initial_parameters(self.config, 0)}

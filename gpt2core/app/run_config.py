@@ -206,7 +206,7 @@ def resolve_rank_flags(values, world):
     several_replicas, dp, compress = replicas > 1, values["dp"], values["compress"]
     # whether the sums over ranks are added in the canonical order, which a binomial tree uses too
     canonical_order = values["collectives"] in (None, "canonical", "tree")
-    default = "canonical" if values["deterministic"] else world.native_collectives
+    default = "canonical" if values["deterministic"] else world.native_algorithm
     values["collectives"] = values["collectives"] or default
     if values["bucket_mb"] is not None and dp != "bucket" and values["zero_gather"] == "end":  # "forward" uses it too
         notes.append(

@@ -1,6 +1,7 @@
 """The kernels of a decode step for two or more sequences; layernorm() and unembed() also serve one sequence.
 
-Each sequence gets one new position. A layer takes seven launches (w and b: the weight and the bias of each product):
+Each sequence gets one new position. A layer takes seven launches (w and b: the weight and the bias of each product; k'
+is k transposed):
 
     h = LN(x)                                             layernorm_kernel
     q, k, v = h w + b; k and v are stored in the cache    linear_kernel
@@ -12,15 +13,16 @@ Each sequence gets one new position. A layer takes seven launches (w and b: the 
 
 A product reads each weight once for all sequences and uses tl.dot. A product with too few columns to occupy the GPU is
 split over K, the dimension of the sum (split-K): each program computes a partial sum over part of K. The next
-layernorm_kernel adds the partial sums in a fixed order, so they need no atomics and no launch of their own. One
-sequence has its own kernels (single_row.py), except for the last LayerNorm and the logits.
+layernorm_kernel adds the partial sums in a fixed order, so no atomics and no further launch are needed. For one
+sequence there are other kernels (single_row.py), except for the last LayerNorm and the logits.
 
 Sequences may have different lengths. The kernels read the lengths from device memory, so one captured decode step (a
 CUDA graph) works for all lengths.
 """
 
 # B sequences, one row each; C channels, H heads, D head size, V vocabulary; a weight is (K, N), lm_head (V, C)
-# x' is x transposed; the KV cache of a layer is (B, block, 2C): k (C) then v (C) of each position, heads side by side
+# w' is w transposed. The KV cache of a layer is (B, block, 2C), for `block` positions per sequence: k (C) then v (C) of
+# each position, heads side by side
 
 import math
 from typing import NamedTuple
@@ -45,11 +47,11 @@ class DecodeTiling(NamedTuple):
     block_n: int  # columns of a weight per program, in the products that are not split over K
     split_k: int  # number of parts of K in split-K; more if a part would have more than `max_rows` rows
     split_block_n: int  # columns of a weight per program, in the products that are split over K
-    block_keys: int  # cached keys per program, at least (one sequence); per loop iteration (two or more sequences)
+    block_keys: int  # cached keys per loop iteration (two or more sequences), or least keys per program (one sequence)
     block_vocab: int  # rows of lm_head per program
     max_rows: int = 256  # largest number of rows of a weight in one part of split-K
     elements_per_thread: int = 128  # elements of a weight tile per thread; determines the number of warps
-    block_k: int = 128  # two or more sequences: rows of a weight per tl.dot in 16 bits; half as many in fp32
+    block_k: int = 128  # rows per tl.dot of a 16-bit weight, for two or more sequences; half as many of an fp32 weight
     pdl: bool = False
 
 
@@ -76,7 +78,7 @@ def split_k(K, tiling):
 
 
 def block_k(tiling, w):
-    """Rows of a weight per tl.dot: the same number of bytes in every precision."""
+    """The number of rows of the weight w per tl.dot: the same number of bytes for every dtype of w."""
     return tiling.block_k * 2 // w.dtype.itemsize
 
 
@@ -109,7 +111,10 @@ def linear(y, cache, h, w, bias, lengths, block, tiling, precision):
 
 
 def attention(y, q, cache, lengths, n_head, tiling):
-    """y (B, C): q (B, C) of each sequence b attends to the first lengths[b] positions of the cache (B, block, 2C)."""
+    """y (B, C) = attention of the query q[b] to the first lengths[b] cached positions of sequence b, for every b.
+
+    q (B, C); cache (B, block, 2C).
+    """
     B, C = q.shape
     block, D = cache.shape[1], C // n_head
     arguments = y, q, cache, lengths, n_head, block, math.log2(math.e) / math.sqrt(D)
@@ -154,7 +159,7 @@ def padded_batch(B):
 
 
 def launch_tiled(kernel, grid, *arguments, tiling, **options):
-    """Launch a kernel, with pdl if the tiling says so.
+    """Launch a kernel, with programmatic dependent launch if tiling.pdl is true.
 
     The default number of warps gives each thread `tiling.elements_per_thread` elements of the tile of weights, or of
     partial sums (layernorm); it is at least 4 and at most 16.
@@ -176,7 +181,7 @@ def wait_for_previous_launch():
 
     Before this call a kernel may read only memory that the previous kernel does not write, such as weights, and must
     not write. After this call it may read the output of the previous kernel and overwrite the inputs of that kernel.
-    The next kernel cannot start before this call. If it could, it would wait on processors that the previous kernel
+    The next kernel cannot start before this call. If it could, it would occupy multiprocessors that the previous kernel
     still needs, which costs more time than its early loads save.
     """
     gdc_wait()
@@ -220,7 +225,7 @@ def normalize(s, weight, bias, C, inverse_C, eps, BLOCK_C: tl.constexpr):
 
 @triton.jit
 def store_output(y_ptr, cache_ptr, value, B, cols, N, C, position, block, BLOCK_B: tl.constexpr):
-    """Store gelu(value) in the columns `cols` of y (B, N); value (BLOCK_B, number of columns).
+    """Without a cache (None), store gelu(value) in the columns `cols` of y (B, N); value (BLOCK_B, number of columns).
 
     With a cache, `value` has columns of q, k and v: store q in y (B, C), and k and v in the cache at `position`.
     """

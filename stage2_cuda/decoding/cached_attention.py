@@ -1,8 +1,8 @@
 """Causal attention with a KV cache: t new queries attend to all cached keys, and causally to the t new keys.
 
-A program computes M new rows of one head. It loops over the cached keys in blocks of N, then over the new keys up to
-the diagonal, with the softmax steps of kernels/attention_forward.py. gpt2core.sampler.Decoder uses this kernel, for
-tensor parallelism and for batch sizes that GpuDecoder does not support. GpuDecoder has its own kernels (batched.py,
+A program computes M new rows (positions) of one head. It loops over the cached keys in blocks of N, then over the new
+keys up to the diagonal, with the softmax steps of kernels/attention_forward.py. gpt2core.sampler.Decoder uses this
+kernel where GpuDecoder cannot be used: with tensor parallelism and large batches. GpuDecoder has its own (batched.py,
 single_row.py).
 """
 
@@ -23,16 +23,17 @@ TILE = TileConfig(16, 64, 4, 2)  # 16 new queries by 64 keys; not tuned
 
 @triton.jit
 def load_new(qkv_ptr, rows, dims, t, C, D: tl.constexpr):
-    """The given rows of q, k or v of one head, (rows, dims); qkv_ptr points to that part in the first row of qkv."""
+    """The given rows of q, k or v of one head, (rows, dims); qkv_ptr: the address of this part in the first row."""
     mask = (rows < t)[:, None] & (dims < D)[None, :]
     return tl.load(qkv_ptr + rows.to(tl.int64)[:, None] * 3 * C + dims[None, :], mask=mask, other=0.0)
 
 
 @triton.jit
 def attend(acc, peak, total, q, k, v, visible, scale, PRECISION: tl.constexpr):
-    """One step of flash attention: queries q (M, D) attend to those of the keys k (N, D) for which `visible` is true.
+    """One step of flash attention: the queries q (M, D) attend to the keys k (N, D) where `visible` is true.
 
-    v (N, D): the values. Returns the new acc (M, D), peak (M) and total (M) of the online softmax (see softmax_step).
+    visible: (M, N) or (1, N). v (N, D): the values. Returns the new acc (M, D), peak (M) and total (M) of the online
+    softmax (see softmax_step).
     """
     s = tl.where(visible, tl.dot(q, k.T, input_precision=PRECISION), float("-inf"))  # (M, N)
     p, peak, total, acc = softmax_step(s, peak, total, acc, scale)

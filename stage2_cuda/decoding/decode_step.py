@@ -5,13 +5,14 @@ decoder computes the logits from h.
 """
 
 # B sequences, C channels, H heads; k and v of a layer are cached as (B, block, 2C)
-# residual = (x, partials, bias): the residual stream is x plus partial sums of a product and its bias, not yet added
+# residual = (x, partials, bias): the residual stream is the sum of x, the partial sums of a product, and the product's
+# bias. The next LayerNorm kernel computes this sum.
 
 from stage2_cuda.decoding import batched, single_row
 
 
 class DecodeStep:
-    """Computes h (B, C) at the newest position of every sequence.
+    """Computes h (B, C) at the newest position of every sequence. A subclass defines allocate() and run().
 
     sequences: a sampling.Sequences; sequences.x has the embeddings of the newest tokens. cache: an array (B, block, 2C)
     for each layer. tiling: a batched.DecodeTiling. empty(shape, dtype) allocates an array.
@@ -36,7 +37,7 @@ class BatchedStep(DecodeStep):
         self.attention_partials, self.mlp_partials = (empty((count, B, C), "float32") for count in parts)
 
     def run(self):
-        lengths, tiling, precision = self.sequences.lengths, self.tiling, self.model.head.backend.dot
+        lengths, tiling, precision = self.sequences.lengths, self.tiling, self.model.head.backend.dot_precision
         block, n_head, residual = self.config.block_size, self.config.n_head, (self.sequences.x, None, None)
         for layer, cache in zip(self.layers, self.cache, strict=True):
             x = self.add_and_normalize(residual, layer.ln_1)
@@ -90,7 +91,7 @@ class SingleRowStep(DecodeStep):
 
 
 class LayerWeights:
-    """The [weight, bias] arrays of one layer; prefix: of their parameter names, such as "transformer.h.0."."""
+    """The [weight, bias] arrays of one layer, whose parameter names start with `prefix`, such as "transformer.h.0."."""
 
     def __init__(self, parameters, prefix):
         self.ln_1, self.ln_2 = (weight_and_bias(parameters, f"{prefix}{part}") for part in ("ln_1", "ln_2"))

@@ -30,7 +30,9 @@ from gpt2core.tensor import Tensor, no_grad
 from stage2_cuda.decoding import batched, gather, sampling
 from stage2_cuda.decoding.decode_step import BatchedStep, SingleRowStep
 
-CAPTURED_PREFILL = 4096  # largest B*T of a captured prefill; a larger one takes longer to compute than to launch
+# The largest B*T of a captured prefill. The kernels of a larger prefill take longer to run than to launch, so a graph
+# would not make it faster.
+CAPTURED_PREFILL = 4096
 STEPS_AHEAD = 4  # steps that may be launched after the step whose tokens the host reads next
 UNIFORMS = 256  # uniform random numbers per sequence in one upload
 
@@ -72,8 +74,9 @@ class GpuDecoder:
         while self.unread:  # the previous generation may have ended with unread steps
             self.read_tokens()
         self.lengths, self.step_count = [len(prompt) for prompt in prompts], 0
-        # Whether the next steps are window steps. If a prompt fills the block, no decode step would use a KV cache.
-        self.window_steps = max(self.lengths) >= block
+        # Whether the next steps are window steps. With a prompt of block_size tokens all steps are: step 0 computes the
+        # same positions as a prefill, and later steps need no KV cache.
+        self.uses_windows = max(self.lengths) >= block
         self.rules, self.steps_ahead = rules, STEPS_AHEAD
         ids = np.zeros((self.batch, block), np.int32)
         for row, prompt in zip(ids, prompts, strict=True):
@@ -86,8 +89,8 @@ class GpuDecoder:
     def step(self):
         with self.stream:
             if max(self.lengths) > self.model.config.block_size:
-                self.window_steps = True
-            if self.window_steps:
+                self.uses_windows = True
+            if self.uses_windows:
                 self.compute_and_sample(self.recompute_window, min(self.lengths) < self.model.config.block_size)
             elif self.step_count == 0:
                 self.prefill()
@@ -126,7 +129,7 @@ class GpuDecoder:
             append_sampled = lambda: sampler.append_sampled(self.sequences, self.logits, self.maxima)  # noqa: E731
             self.samplers[restricted] = append_sampled, sampler
         append_sampled, self.sampler = self.samplers[restricted]
-        self.stream.upload(self.sampler.numbers, np.array([top_p, temperature]))
+        self.stream.upload(self.sampler.top_p_and_temperature, np.array([top_p, temperature]))
         self.stream.upload(self.sampler.top_k, np.array([min(top_k, V)]))
         return append_sampled
 
@@ -167,7 +170,7 @@ class GpuDecoder:
     def upload_uniforms(self):
         """Upload the next UNIFORMS random numbers of each rule.
 
-        A step reads number L % UNIFORMS of a sequence that has L tokens before the step.
+        A step reads number L % UNIFORMS of a sequence, where L is the length of this sequence before the step.
         """
         uniforms = np.empty((self.batch, UNIFORMS))
         for row, rule, length in zip(uniforms, self.rules, self.lengths, strict=True):
@@ -177,7 +180,7 @@ class GpuDecoder:
     # -- logits of the next token --------------------------------------------------------------------------------------
 
     def prefill(self):
-        """Run the first step. If it is captured, prompts are padded, so that one graph serves a range of lengths."""
+        """Run the first step. For a captured prefill the prompts are padded, so that one graph serves many lengths."""
         longest = max(self.lengths)
         T = min(round_up(longest, self.stream.prefill_multiple), self.model.config.block_size)
         if self.batch * T <= CAPTURED_PREFILL:

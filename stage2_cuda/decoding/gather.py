@@ -25,8 +25,7 @@ def gather_windows(out, ids, lengths):
     """out (B, block) = the last `block` tokens of each sequence, the oldest first; lengths (B).
 
     ids (B, block) is a ring buffer: it holds token number i of a sequence at index i % block. If a sequence has fewer
-    than `block` tokens, they are the first elements of its row of `out`; the remaining elements of the row are copied
-    from `ids` without a meaning.
+    than `block` tokens, these are the first elements of its row of `out`; the rest of the row has no meaning.
     """
     B, block = ids.shape
     launch(windows_kernel, (B, triton.cdiv(block, 256)), out, ids, lengths, block, BLOCK_T=256, num_warps=4)

@@ -1,14 +1,15 @@
 """Sample the next token on the GPU, by the rules of gpt2core/sampler.py: greedy, or a seeded top-k / top-p draw.
 
-Consider the tokens in the order from the most to the least probable, equal logits in the order of token ids. A draw
-consists of up to three searches. Each search adds up the tokens in this order, and ends at the token at which the sum
-reaches a goal:
+Consider the tokens in the order from the most to the least probable; tokens with equal logits are in the order of their
+ids. A draw consists of up to three searches. Each search computes a sum over the tokens in this order, and ends at the
+token at which the sum reaches a goal:
 
     TOP_K: the sum of 1 per token reaches top_k. The tokens after this one are removed.
     TOP_P: the sum of the probabilities reaches top_p * P. The tokens after this one are removed.
     DRAW:  the sum of the probabilities exceeds u * P. This token is drawn.
 
-P is the sum of the probabilities of all tokens that were not removed before; u is a random number, uniform in [0, 1).
+P is the sum of the probabilities of all tokens that earlier searches have not removed; u is a random number, uniform in
+[0, 1).
 
 The tokens are not sorted. Each logit has a key, an integer made from its bits by sort_key(); keys have the order of the
 logits. The unnormalised probability of a token is its mass, an integer:
@@ -16,11 +17,12 @@ logits. The unnormalised probability of a token is its mass, an integer:
     mass = round(2^44 exp((logit - maximum) / temperature))
     M(t) = sum of the masses of all tokens whose key is at least t
 
-M(t) falls as t grows. Therefore a 64-ary search finds the key at which M reaches the goal (TOP_K uses the number of
-tokens instead of M). In a round, 64 thresholds divide an interval of keys, and all programs compute M at each
-threshold; the next round divides the part in which M reaches the goal. After 6 rounds of 6 bits one key is left. The
-first round divides the interval of all keys for all three searches, so it is computed only once. If several tokens have
-the final key, their masses are equal, and a division gives the index of the drawn token among them.
+Here maximum is the largest logit. M(t) falls as t grows. Therefore a 64-ary search finds the key at which M reaches the
+goal (TOP_K uses the number of tokens instead of M). In a round, 64 thresholds divide an interval of keys, and the
+programs compute M at each threshold; the next round divides the part in which M reaches the goal. After 6 rounds of 6
+bits one key is left. The first round is the same for all three searches, because it divides the interval of all keys;
+so it is computed only once. If several tokens have the final key, their masses are equal, and a division gives the
+index of the drawn token among them.
 
 Masses are integers, so their sum does not depend on the order of addition, and a draw has the same bits every time.
 With 2^44 the sum of 2^18 masses fits in 63 bits; the rounding changes fewer than one draw in 10^8.
@@ -85,17 +87,19 @@ def append_greedy(sequences, maxima, indices, pdl=False):
 class DeviceSampler:
     """Draws tokens from logits (B, V).
 
-    restrict_k, restrict_p: whether the draw uses top-k and top-p; each costs 5 more launches. The kernels read the
-    options from device arrays. numbers (2) float64: top_p and the temperature. top_k (1) int64. uniforms (B, n)
-    float64: if a sequence has L tokens, its next token is drawn with its number L % n.
+    restrict_k, restrict_p: whether the draw uses top-k and top-p; each costs 5 more launches. uniforms_shape: (B, n).
+    The kernels read the options from device arrays, which the caller fills: top_p_and_temperature (2) float64; top_k
+    (1) int64; uniforms (B, n) float64, n random numbers for each sequence. A sequence of L tokens uses its number L % n
+    to draw its next token.
     """
 
     def __init__(self, empty, B, V, uniforms_shape, restrict_k, restrict_p):
         self.tiles = triton.cdiv(V, BLOCK_V)
-        shape = B, self.tiles, 2, G
+        shape = B, self.tiles, 2, G  # of each tile: G masses and G counts, one for each threshold
+        # the sums of the first round; two buffers for the later rounds, each of which reads one and writes the other
         self.first_partials, *self.partials = (empty(shape, "int64") for _ in range(3))
         self.states = [empty((B, STATE_FIELDS), "int64") for _ in range(2)]
-        self.numbers, self.top_k = empty((2,), "float64"), empty((1,), "int64")
+        self.top_p_and_temperature, self.top_k = empty((2,), "float64"), empty((1,), "int64")
         self.uniforms = empty(uniforms_shape, "float64")
         self.searches = [TOP_K.value] * restrict_k + [TOP_P.value] * restrict_p + [DRAW.value]
 
@@ -107,10 +111,11 @@ class DeviceSampler:
         B, V = logits.shape
         grid, peaks = (B, self.tiles), maxima.shape[1]
         sizes = dict(G=G, BLOCK_V=BLOCK_V, PEAKS=triton.next_power_of_2(peaks), num_warps=8)
-        values = self.numbers, self.top_k, self.uniforms, self.uniforms.shape[1], sequences.lengths
-        first_arguments = self.first_partials, logits, maxima, self.numbers, V, self.tiles, peaks
+        values = self.top_p_and_temperature, self.top_k, self.uniforms, self.uniforms.shape[1], sequences.lengths
+        first_arguments = self.first_partials, logits, maxima, self.top_p_and_temperature, V, self.tiles, peaks
         launch(first_round_kernel, grid, *first_arguments, **sizes)
-        previous, old, new = None, 0, 1  # previous: the search of the previous launch; old, new: indices of the buffers
+        # previous: the search of the previous launch; old, new: the buffers that a round reads and writes
+        previous, old, new = None, 0, 1
         for search in self.searches:
             for round_number in range(1, ROUNDS):  # round 0 is that of first_round_kernel
                 buffers = self.states[new], self.partials[new], self.states[old], self.partials[old]
@@ -140,7 +145,7 @@ def add_masses(
 ):  # fmt: skip
     """Store the mass and the count of this tile's tokens with key >= t, for each threshold t.
 
-    The G thresholds divide [low, high) into G equal parts; the first is low. numbers_ptr + 1: the temperature.
+    The G thresholds divide [low, high) into G equal parts; the first threshold is low. numbers_ptr: top_p, temperature.
     """
     p, v = tl.arange(0, PEAKS), tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
     maximum = tl.max(tl.load(maxima_ptr + b * peaks + p, p < peaks, float("-inf")), 0).to(tl.float64)
@@ -172,11 +177,13 @@ def sum_tiles(partials_ptr, b, tiles, G: tl.constexpr):
 def narrow_interval(low, high, mass_above, count_above, masses, counts, goal, by_count, G: tl.constexpr):
     """Find the part of [low, high), between two thresholds, in which the sum reaches the goal.
 
-    The sum and the goal are counts of tokens if by_count, else masses. mass_above, count_above: of the keys >= high.
-    Returns low and high of the new interval, the mass of the keys >= low and of those >= high, and the two counts.
+    The sum and the goal are counts of tokens if by_count, else masses. mass_above, count_above: of the tokens with
+    key >= high. Returns low and high of the found part; the mass of the tokens with key >= this low, and of those with
+    key >= this high; and the same for the count.
     """
     j = tl.arange(0, G)
-    reached = tl.where(by_count, counts, masses) >= goal  # true up to threshold `last`: the sums fall from low to high
+    # true for the thresholds 0 to `last` and false for higher ones, because the sums fall as the threshold grows
+    reached = tl.where(by_count, counts, masses) >= goal
     last = tl.sum(reached.to(tl.int32), 0) - 1
     step = high - low
     if last < G - 1:
@@ -215,7 +222,7 @@ def search_kernel(
     SEARCH: tl.constexpr, PREVIOUS: tl.constexpr, FIRST: tl.constexpr,
     G: tl.constexpr, BLOCK_V: tl.constexpr, PEAKS: tl.constexpr,
 ):  # fmt: skip
-    """One round of a search: find the interval that contains the goal, from the sums of the last round, and divide it.
+    """One round of a search: find the part in which the sum reaches the goal, from the previous round, and divide it.
 
     SEARCH, PREVIOUS: this search and the one before it, TOP_K, TOP_P or DRAW; PREVIOUS is -1 if there is none. FIRST:
     whether this is the search's first launch, which computes the goal from the result of the previous search.
@@ -223,18 +230,19 @@ def search_kernel(
     b = tl.program_id(0)
     if FIRST:
         masses, counts = sum_tiles(first_partials_ptr, b, tiles, G)
-        total = tl.max(masses, 0)  # the mass of all tokens; below, of the tokens that the previous search keeps
+        total = tl.max(masses, 0)  # the mass of all tokens; changed below to that of the tokens not removed so far
         if PREVIOUS >= 0:
             low, high, mass_above, count_above, goal = load_state(state_in_ptr, b)
-            last_masses, last_counts = sum_tiles(partials_in_ptr, b, tiles, G)
+            final_masses, final_counts = sum_tiles(partials_in_ptr, b, tiles, G)  # of the previous search's last round
             _, _, mass, mass_above, count, count_above = narrow_interval(
-                low, high, mass_above, count_above, last_masses, last_counts, goal, PREVIOUS == TOP_K, G
+                low, high, mass_above, count_above, final_masses, final_counts, goal, PREVIOUS == TOP_K, G
             )
             token_mass = (mass - mass_above) // (count - count_above)  # of one token with the final key
             if PREVIOUS == TOP_K:
                 total = mass_above + (goal - count_above) * token_mass
             else:
-                total = mass_above + (goal - mass_above + token_mass - 1) // token_mass * token_mass  # whole tokens
+                # the goal rounded up to whole tokens
+                total = mass_above + (goal - mass_above + token_mass - 1) // token_mass * token_mass
         if SEARCH == TOP_K:
             goal = tl.load(top_k_ptr)
         elif SEARCH == TOP_P:
@@ -275,7 +283,7 @@ def append_token(
     """Append `token` to sequence b, and store its embedding in x."""
     length, cols = tl.load(lengths_ptr + b), tl.arange(0, BLOCK_C)
     token = tl.minimum(tl.maximum(token, 0), V - 1)  # NaN logits give any index: keep it within the vocabulary
-    position = tl.minimum(length, block - 1)  # in window steps, when the length may exceed the block, x is not read
+    position = tl.minimum(length, block - 1)  # a longer sequence is continued by window steps, which do not read x
     x = tl.load(wte_ptr + token.to(tl.int64) * C + cols, cols < C, 0).to(tl.float32)
     x += tl.load(wpe_ptr + position.to(tl.int64) * C + cols, cols < C, 0).to(tl.float32)
     tl.store(x_ptr + b * C + cols, x, cols < C)

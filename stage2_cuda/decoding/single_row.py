@@ -28,7 +28,7 @@ splits of its heads, so there are few programs, with many columns each.
 """
 
 # C channels, H heads, D head size; K rows and N columns of a weight, which is (N, K) if it is transposed
-# the KV cache of a layer is (1, block, 2C): k (C) then v (C) of each position, heads side by side
+# the KV cache of a layer is (1, block, 2C): k (C) then v (C) of each of `block` positions, heads side by side
 
 import math
 
@@ -43,19 +43,19 @@ WARPS = 8  # per program, in the kernels in which each warp computes whole colum
 CHUNK_BYTES = 512  # part of a column that a warp loads at once
 MAX_KEY_SPLITS = 32  # per head; combine_splits holds the results of all splits in registers
 TRANSPOSE_BLOCK = 64  # rows and columns of a tile in `transpose`
-# With at most MAX_REGISTERS per thread, a program fits on a processor beside a program of the previous launch. Then
-# 16-bit columns of up to REGISTER_BYTES per program stay in registers, without spills.
+# If each thread uses at most MAX_REGISTERS registers, a program fits on a multiprocessor together with a program of the
+# previous launch. The 16-bit columns of a program then fit in registers if they have at most REGISTER_BYTES in total.
 MAX_REGISTERS, REGISTER_BYTES = 128, 48 << 10
 
 
 def split_heads(H, D, tiling):
-    """(parts, heads per part) into which combine_product divides the H heads, to sum over each part separately."""
+    """(parts, heads per part): combine_product divides the H heads into parts and computes a partial sum for each."""
     heads = max(1, min(triton.cdiv(H, tiling.split_k), tiling.max_rows // D))
     return triton.cdiv(H, heads), heads
 
 
 def keys_per_split(block, tiling):
-    """The number of keys in one split of a cache with `block` positions, a power of two if tiling.block_keys is one."""
+    """The number of keys in one split of a cache with `block` positions. tiling.block_keys must be a power of two."""
     return max(tiling.block_keys, triton.next_power_of_2(triton.cdiv(block, MAX_KEY_SPLITS)))
 
 
@@ -86,11 +86,13 @@ def fold_layernorm(gamma_w, beta_w, w, ln_w, ln_b, bias):
 def layernorm_linear(y, cache, s, residual, ln_w, w, gamma_w, beta_w, lengths, block, eps, tiling):
     """Without a cache (None): y (1, N) = gelu(LN(sum) w' + b); w (N, K) is stored transposed.
 
+    With a cache (1, block, 2K): q, k, v = LN(sum) w' + b. The kernel stores q in y (1, K), and k and v in the cache at
+    the newest position, lengths[0] - 1.
+
     residual: (x, partials, bias); sum = x + partials[0] + partials[1] + ... + bias, with x (1, K) float32, partials
     (parts, 1, K) float32, bias (K). If partials and bias are None, the sum is x. s (1, K) float32 receives the sum; it
     is None if the sum is not needed later. gamma_w, beta_w: from fold_layernorm; beta_w contains b and the bias of
-    LayerNorm. With a cache (1, block, 2K): q, k, v = LN(sum) w' + b. The kernel stores q in y (1, K), and k and v in
-    the cache at the newest position, lengths[0] - 1.
+    LayerNorm.
     """
     x, partials, bias = residual
     (N, K), (grid, options) = w.shape, column_options(w, tiling.block_n)
@@ -118,7 +120,7 @@ def combine_product(partials, y, maxima, sums, lengths, w, block, tiling):
     """Combine the key splits to the attention output (1, C), and multiply it by w (C, N).
 
     y, maxima, sums: from split_keys_attention. Stores partial sums of the product in partials (parts, 1, N) float32;
-    parts is that of split_heads. The sum of partials over the first axis is the product.
+    parts: from split_heads(). The sum of partials over the first axis is the product.
     """
     (H, splits, D), N = y.shape, w.shape[1]
     (parts, heads), width = split_heads(H, D, tiling), triton.next_power_of_2(D)

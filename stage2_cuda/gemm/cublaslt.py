@@ -1,4 +1,4 @@
-"""Matrix products of CuPy arrays by NVIDIA's library cublasLt, called through ctypes; they can be in CUDA graphs.
+"""Matrix products of CuPy arrays by NVIDIA's library cublasLt, called through ctypes; a CUDA graph can contain them.
 
     gemm = CublasLt(cupy, load_library(), tuner)
     gemm.matmul(y, x, w, bias=b)                                      # y (N,K) = x (N,C) w (C,K) + b (K)
@@ -13,8 +13,8 @@ the multiplication by the derivative of GELU ("dgelu").
 
 cublasLt uses the column-major layout, CuPy the row-major layout. A row-major (R, S) matrix has the same bytes as its
 column-major transpose (S, R). Therefore out = a b is computed as out' = b' a': b is the first operand, a the second,
-and no data is moved. cublasLt adds one element of the bias per row of its result, and that is one per column of `out`,
-as a linear layer requires.
+and no data is moved. cublasLt adds element i of the bias to row i of its result; this row is column i of `out`, as a
+linear layer requires.
 
 CuPy's own matmul cannot be captured in a CUDA graph. This matmul can, because it neither allocates memory nor
 synchronizes: descriptors and the algorithm are prepared once per kind of product, in a MatmulPlan.
@@ -52,7 +52,8 @@ SIGNATURES = {
 
 TYPES = {"float32": 0, "float16": 2, "bfloat16": 14}  # cudaDataType_t: CUDA_R_32F, CUDA_R_16F, CUDA_R_16BF
 # cublasComputeType_t: CUBLAS_COMPUTE_32F, and 32F_FAST_TF32, which rounds the mantissas of fp32 operands to 10 bits.
-# cublasLt has no fp32 product of three TF32 products; the similar 32F_EMULATED_16BFX9 needs a GPU newer than Hopper.
+# cublasLt has no mode that computes an fp32 product as three TF32 products. The similar mode 32F_EMULATED_16BFX9 needs
+# a GPU newer than Hopper.
 COMPUTE = {"fp32": 68, "tf32": 77}
 
 # Attributes of a product as (number, C type), from cublasLtMatmulDescAttributes_t
@@ -114,7 +115,7 @@ def load_library():
 
 
 class Matrix(NamedTuple):
-    """What the choice of an algorithm depends on: all properties of an array except its address."""
+    """All properties of an array except its address: the choice of an algorithm depends on them."""
 
     rows: int
     columns: int
@@ -133,7 +134,7 @@ def matrix(array, max_alignment):
         ld, remainder = divmod(row_stride, array.itemsize)
         if (columns == 1 or column_stride == array.itemsize) and (rows == 1 or (ld >= columns and remainder == 0)):
             bits = array.data.ptr | max_alignment
-            return Matrix(rows, columns, max(ld, columns), array.dtype, bits & -bits)  # & - gives the lowest bit
+            return Matrix(rows, columns, max(ld, columns), array.dtype, bits & -bits)  # the lowest bit that is set
     raise ShapeError(
         f"a matrix with contiguous rows is needed, not shape {array.shape} with strides {array.strides}: "
         "to multiply by a transpose pass the array itself with trans_a or trans_b"
@@ -168,7 +169,7 @@ class Problem(NamedTuple):
             raise ShapeError(f"the shapes do not match, or aux's ld is not a multiple of 8: {self}")
         if a.dtype != b.dtype or a.dtype.name not in TYPES or out.dtype not in (a.dtype, np.dtype(np.float32)):
             raise TypeError(f"a and b must have one type of {', '.join(TYPES)}, and out that type or float32: {self}")
-        if any(other and other.dtype != out.dtype for other in (bias, aux)):
+        if any(argument and argument.dtype != out.dtype for argument in (bias, aux)):
             raise TypeError(f"bias and aux must have out's type: {self}")
         if self.compute not in COMPUTE or (self.compute == "tf32" and a.dtype != np.float32):
             raise TypeError(f"compute must be fp32, or tf32 for float32 operands: {self}")
@@ -198,9 +199,10 @@ class MatmulPlan:
 class CublasLt:
     """Matrix products on the current device and CuPy's current stream.
 
-    library: from load_library(). tuner: a Tuner, which stores {str(Problem): algorithm in hexadecimal}. If it times
-    nothing (tuned_for is None), the first algorithm that cublasLt proposes is used, so that every run and every rank
-    computes the same bits. Streams share one workspace of workspace_bytes, except those given to add_workspace().
+    library: from load_library(). tuner: a Tuner, which stores {str(Problem): algorithm in hexadecimal}. If the tuner
+    times nothing (tuned_for is None), the first algorithm that cublasLt proposes is used, so that every run and every
+    rank computes the same bits. All streams share one workspace of workspace_bytes, except that each stream given to
+    add_workspace() has its own.
     """
 
     def __init__(self, cupy, library, tuner, *, workspace_bytes=32 << 20):
@@ -236,7 +238,7 @@ class CublasLt:
         self._launch(problem, plan, addresses, plan.algorithm)
 
     def clear_plans(self):
-        """Look up or choose each algorithm again at the next call, because the tuner has loaded other choices."""
+        """Forget all algorithms, after the tuner has loaded other choices; the next call looks up or chooses again."""
         self._plans.clear()
 
     def _plan(self, out, a, b, bias=None, aux=None, **options):
@@ -294,7 +296,7 @@ class CublasLt:
     # -- algorithms ----------------------------------------------------------------------------------------------------
 
     def _recorded_algorithm(self, problem, plan):
-        """The algorithm that the tuner has stored for this problem; None if it has none, or if cublasLt refuses it."""
+        """The algorithm that the tuner has stored for this problem; None if there is none or if cublasLt rejects it."""
         try:
             chosen = bytes.fromhex(self.tuner.tuned.get(str(problem), ""))
         except ValueError:
@@ -307,7 +309,7 @@ class CublasLt:
         return algorithm if status == 0 and result.workspace_bytes <= self._workspace.nbytes else None
 
     def _choose_algorithm(self, problem, plan):
-        """Choose an algorithm, by timing unless timing is off, and store it in the tuner; returns it."""
+        """Choose an algorithm, store it in the tuner and return it. It is chosen by timing unless timing is off."""
         candidates = self._candidates(problem, plan)
         if self._deterministic or len(candidates) == 1:
             algorithm = candidates[0]
@@ -320,7 +322,7 @@ class CublasLt:
         return algorithm
 
     def _candidates(self, problem, plan, count=16):
-        """Up to `count` algorithms in the order of cublasLt, which puts the one that it expects to be fastest first."""
+        """Up to `count` algorithms. cublasLt sorts them: it expects the first algorithm to be the fastest."""
         needs_order = self._deterministic or problem.out.dtype.itemsize < 4
         preference = self._create("cublasLtMatmulPreferenceCreate")
         attributes = {
@@ -342,13 +344,13 @@ class CublasLt:
         return usable
 
     def _fastest(self, problem, plan, candidates):
-        """The candidate with the shortest time, measured on scratch memory."""
+        """The candidate that takes the shortest time, measured with scratch memory as operands and result."""
         cuda = self._cupy.cuda
         cuda.runtime.deviceSynchronize()  # another stream may be using the workspace
         # calls per CUDA graph: about 1e12 floating-point operations, at most 20 calls
         calls = int(min(max(1e12 // (2 * problem.a.rows * problem.a.columns * problem.out.columns), 1), 20))
         stream, graphs, usable = cuda.Stream(non_blocking=True), [], []
-        with cuda.using_allocator(None), stream:  # not from the pool, whose peak is reported to the user
+        with cuda.using_allocator(None), stream:  # allocate outside the pool, whose peak size is reported to the user
             scratch = [operand and self._scratch(operand) for operand in problem[:5]]
             addresses = [None if memory is None else memory.data.ptr for memory in scratch]
             for algorithm in candidates:

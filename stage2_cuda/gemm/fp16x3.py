@@ -7,10 +7,10 @@ fp16 and tf32 both have 11 significant bits. fp16 is twice as fast and needs hal
 Therefore each square block of a matrix is divided by a scale, its own power of two, so that the block's largest
 magnitude is in [2^14, 2^15).
 
-Errors: high + low differs from x / scale by less than 2^-22 of the number or, for a small number, by less than 2^-39
-of the block's largest number. The product low_a low_b, which is omitted, is below 2^-22 of a b. When tensor cores add,
-they truncate the sum; in a long sum this causes an error of about 1e-8 per term. Here tensor cores add only the terms
-of one tile. The sums of the tiles are multiplied by their scales and added in ordinary float32 arithmetic.
+Errors: high + low differs from x / scale by less than 2^-22 of x / scale or, if this is small, by less than 2^-39 of
+the block's largest number. The product low_a low_b, which is omitted, is below 2^-22 of a b. When tensor cores add,
+they truncate the sum; in a long sum this causes an error of about 1e-8 per term. Here tensor cores add only the few
+terms of one iteration. The sums of the iterations are multiplied by their scales and added in float32 arithmetic.
 """
 
 # out (M, N) = op(a) (M, K) op(b) (K, N). op is the transpose if trans_a or trans_b: then a is (K, M), b is (N, K)
@@ -26,11 +26,14 @@ from stage2_cuda.runtime.triton_launch import descriptor, launch
 
 SCALE_BLOCK = 128  # a block of SCALE_BLOCK x SCALE_BLOCK elements has one scale
 SPLIT_WARPS = 16  # warps of split_kernel
-ALIGNED_COLS = 16  # high and low are padded to a multiple of this many columns: the TMA unit needs aligned rows
+ALIGNED_COLS = 16  # high and low are padded to a multiple of 16 columns, because the GPU copies aligned rows (TMA)
 
 
 class ProductTile(NamedTuple):
-    """A program computes block_m x block_n elements of out and adds block_k terms per iteration; all <= SCALE_BLOCK."""
+    """A program computes block_m x block_n elements of out and adds block_k terms per iteration.
+
+    Each of the three sizes divides SCALE_BLOCK, so that each tile of an operand has one scale.
+    """
 
     block_m: int
     block_n: int
@@ -41,14 +44,14 @@ class ProductTile(NamedTuple):
 
 SMALL, LARGE = ProductTile(64, 64, 64, 4, 3), ProductTile(128, 128, 64, 8, 3)
 MIN_LARGE_TILES = 264  # large tiles are faster if the result has at least this many of them
-# Two programs for each of an H200's 132 multiprocessors. If the result has at most half as many tiles, the sum over K
-# is divided into parts, which different programs add.
+# Two programs for each of an H200's 132 multiprocessors. If the result has at most PROGRAMS / 2 tiles, the sum over K
+# is divided into parts, and each part is added by other programs.
 PROGRAMS = 264
 MIN_PART_K = 256  # the fewest terms of the sum in one part
 
 
 class SplitOperand(NamedTuple):
-    """A float32 matrix (R, C): halves[0] is high and halves[1] is low, with scales[i, j] for the block (i, j).
+    """A float32 matrix (R, C): halves[0] is high and halves[1] is low; scales[i, j] is the scale of the block (i, j).
 
     halves (2, R, padded C) float16; scales (R / SCALE_BLOCK, C / SCALE_BLOCK), rounded up, float32. shape: (R, C).
     """
@@ -67,7 +70,7 @@ def split_shapes(x):
 
 
 def split(halves, scales, x):
-    """x (R, C) float32 -> its SplitOperand, stored in `halves` and `scales`, arrays of split_shapes(x).
+    """The SplitOperand of x (R, C) float32, written to the arrays `halves` and `scales`, which have split_shapes(x).
 
     x: contiguous, or the first columns of a contiguous array.
     """
@@ -97,7 +100,7 @@ def partials_shape(m, n, k):
 
 
 def product(out, partials, a, b, bias=None, trans_a=False, trans_b=False, accumulate=False):
-    """out (M, N) float32 = op(a) op(b) + bias (N) or None. a, b: SplitOperands.
+    """out (M, N) float32 = op(a) op(b) + bias. a, b: SplitOperands. bias (N) float32, or None.
 
     accumulate: add to the contents of out. out: contiguous, or the first columns of a contiguous array.
     partials: float32 scratch of partials_shape(M, N, K), or None to compute the whole sum in one program. Scratch is

@@ -27,7 +27,7 @@ class Products:
         return self.precision in ("bf16", "fp16") and n * k >= MIN_FUSED_GELU
 
     def operand(self, x):
-        """x (R, C) as an operand of multiply(); in fp32 this is a SplitOperand, so that several products share it."""
+        """x (R, C) as an operand of multiply(). In fp32 it is a SplitOperand: x is split once for several products."""
         if self.precision != "fp32" or isinstance(x, fp16x3.SplitOperand):
             return x
         halves, scales = fp16x3.split_shapes(x)
@@ -45,7 +45,7 @@ class Products:
 
 
 class NumpyGemm:
-    """The interface of CublasLt without activations, computed by NumPy, for the CPU runs with Triton's interpreter."""
+    """Has the methods of CublasLt, without activations, but computes with NumPy; for Triton's interpreter."""
 
     def clear_plans(self):
         pass

@@ -19,13 +19,13 @@ from stage2_cuda.kernels.segment_sum import segment_sum
 from stage2_cuda.runtime.triton_launch import launch
 
 BLOCK = 1024  # elements per program: one block of the arena; weight decay applies to all elements of a block or to none
-BLOCKS_PER_PROGRAM = 2  # of squares_kernel
+BLOCKS_PER_PROGRAM = 2  # blocks whose squares one program of squares_kernel adds
 
 
 def adamw_step(p, m, v, compute_copy, g, scalars, grad_scale, decay_flags, beta1, beta2, philox_key=None, offset=0):
     """Update p, m, v (n) float32 with the gradient g (n) float32 * grad_scale. If grad_scale is NaN, do nothing.
 
-    compute_copy (n): receives the new p in its own dtype, rounded to nearest; None: no copy is written.
+    compute_copy (n): receives the new p, rounded to nearest in the dtype of compute_copy; None: no copy is written.
     scalars (3): the result [rate, eps', 1 - lr weight_decay] of gpt2core.optimizer.adamw_scalars() on the device,
     float32 or float64 (rounded to float32 here). grad_scale (1) float32 on the device; None means 1.
     decay_flags (n / 1024) integers: nonzero for a block of 1024 elements with weight decay; None: all blocks have it.
@@ -63,8 +63,8 @@ def clip_scale(grad_scale, norm, squares, max_norm, loss_scale=None, growth_inte
     loss_scale (2) float32 [scale, finite_steps], or None without dynamic loss scaling. The gradients are `scale` times
     too large, so norm and grad_scale are divided by `scale`. This function also updates the array: `scale` is halved if
     the norm is not finite, and doubled after `growth_interval` finite norms in a row, which `finite_steps` counts.
-    stop (1) float32, at first 0, or None. A norm that is not finite sets it to NaN. It is added to grad_scale, so
-    grad_scale is NaN in all later steps too, also in those that the host started before it read the norm.
+    stop (1) float32, at first 0, or None. A norm that is not finite sets `stop` to NaN. Each later call adds `stop` to
+    grad_scale, so all later steps change nothing, also those that the host started before it read the norm.
     """
     arguments = grad_scale, norm, squares, loss_scale, stop, squares.size, float(max_norm), float(growth_interval)
     launch(clip_kernel, (1,), *arguments, BLOCK=triton.next_power_of_2(squares.size), num_warps=1)

@@ -1,9 +1,9 @@
 """The codecs of --compress (fp16, bf16, int8) for gradients, with one Triton kernel for each method of Codec.
 
 The results have the same bits as those of gpt2core/parallel/codecs.py, which also explains the codes and the residual
-(error feedback). Its NumPy functions read and write memory once per operation, a dozen times for bf16. A kernel reads
-each number once, and adds and updates the residual in the same pass. A bf16 number is the upper half of the bits of a
-float32; it is computed with integers, because Triton's interpreter computes bf16 wrongly.
+(error feedback). The NumPy functions there read and write memory once per operation, a dozen times for bf16. A kernel
+here reads each number once; it adds and updates the residual in the same pass. A bf16 number is the upper half of the
+bits of a float32; it is computed with integers, because Triton's interpreter computes bf16 wrongly.
 """
 
 # p rows, one per rank; m elements per row, a multiple of GROUP; n elements of the gradient, n <= p m
@@ -15,8 +15,8 @@ import triton.language as tl
 from gpt2core.parallel.codecs import GROUP, Codec
 from stage2_cuda.runtime.triton_launch import launch
 
-GROUPS_PER_PROGRAM = 8  # a group is GROUP = 256 elements; in int8 they share one scale
-# 1.5 * 2**23. A float32 of this size has no fractional bits, so x + ROUND_MAGIC - ROUND_MAGIC is x rounded to nearest.
+GROUPS_PER_PROGRAM = 8  # a group has GROUP = 256 elements; in int8 the elements of a group share one scale
+# 1.5 * 2**23. A float32 of this size has no fractional bits, so x + ROUND_MAGIC - ROUND_MAGIC is the integer nearest x.
 ROUND_MAGIC = tl.constexpr(12582912.0)
 
 
@@ -49,7 +49,7 @@ class FusedCodec(Codec):
         return self.xp.empty((*rows, m + m // GROUP * 4 if self.kind == "int8" else 2 * m), np.uint8)
 
     def views(self, code):
-        """Two views of the memory of `code`: int8 values and float32 scales; for 16 bits, uint16 values and None."""
+        """Views of the memory of `code`: (int8 values, float32 scales); in the 16-bit codecs (uint16 values, None)."""
         return (code.view(np.int8), code.view(np.float32)) if self.kind == "int8" else (code.view(np.uint16), None)
 
     def run(self, kernel, elements, *arguments, **constants):
@@ -61,9 +61,9 @@ class FusedCodec(Codec):
 
 @triton.jit
 def encode(x, KIND: tl.constexpr):
-    """x (groups, GROUP) float32 -> encoded values (groups, GROUP), scales (groups), and the decoded values.
+    """Encode x (groups, GROUP) float32: returns (encoded values, scales (groups), decoded values).
 
-    The scales are used only in int8. The values are uint16 in the 16-bit codecs and int8 in int8.
+    The scales are used only in int8. The encoded values are uint16 in the 16-bit codecs and int8 in int8.
     """
     scale = tl.max(tl.abs(x), 1)
     if KIND == "bf16":
@@ -78,7 +78,8 @@ def encode(x, KIND: tl.constexpr):
         scale = tl.where(tl.max((x != x).to(tl.int32), 1) != 0, float("nan"), scale)  # tl.max may have ignored a NaN
         scale = tl.div_rn(scale, 127.0)
         steps = tl.div_rn(x, tl.where(scale > 0, scale, 1.0)[:, None])
-        # false for infinity and NaN; the scale of such a group is not finite, and neither are its decoded values
+        # The comparison is false for infinity and NaN. The decoded values of such a group are not finite in any case,
+        # because its scale is not finite.
         steps = tl.where(tl.abs(steps) < 128.0, steps, 0.0)
         values = ((steps + ROUND_MAGIC) - ROUND_MAGIC).to(tl.int8)
     return values, scale, decode(values, scale, KIND)
@@ -86,7 +87,7 @@ def encode(x, KIND: tl.constexpr):
 
 @triton.jit
 def decode(values, scale, KIND: tl.constexpr):
-    """Encoded values (groups, GROUP) and their scales (groups) -> decoded values (groups, GROUP) float32."""
+    """The decoded values (groups, GROUP) float32 of encoded values (groups, GROUP) and their scales (groups)."""
     if KIND == "bf16":
         x = (values.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
     elif KIND == "fp16":
@@ -98,10 +99,7 @@ def decode(values, scale, KIND: tl.constexpr):
 
 @triton.jit
 def code_offsets(row, group_in_row, groups_per_row, KIND: tl.constexpr, GROUP: tl.constexpr):
-    """Where the code of a group is: the index of its first value, and the index of its scale.
-
-    The indices count the elements of the two arrays that FusedCodec.views() returns.
-    """
+    """The indices of a group's first value and of its scale, in the two arrays that FusedCodec.views() returns."""
     value_offs = (row * groups_per_row + group_in_row) * GROUP
     if KIND == "int8":  # the code of a row is its values, one byte each, and then its scales, four bytes each
         value_offs += row * groups_per_row * 4
@@ -161,7 +159,8 @@ def pack_kernel(
 ):  # fmt: skip
     """Codec.pack(): code (p, bytes) = encode(x), residual = x - decode(code), for x (p, m) = residual + gradient (n).
 
-    Grid (n_groups / GROUPS_PER_PROGRAM): each program processes GROUPS_PER_PROGRAM groups, n_groups = p groups_per_row.
+    If n < p m, the gradient is padded with zeros. Grid (n_groups / GROUPS_PER_PROGRAM): each program processes
+    GROUPS_PER_PROGRAM groups, n_groups = p groups_per_row.
     """
     group = tl.program_id(0).to(tl.int64) * GROUPS_PER_PROGRAM + tl.arange(0, GROUPS_PER_PROGRAM)
     mask, offs = group < n_groups, group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]

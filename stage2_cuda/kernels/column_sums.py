@@ -12,8 +12,8 @@ import triton.language as tl
 
 from stage2_cuda.runtime.triton_launch import launch
 
-# Measured on an H200, which has 132 multiprocessors. The number of programs depends on the shape only, because the
-# order of the sums depends on it.
+# Measured on an H200, which has 132 multiprocessors. The number of programs determines the order of the sums, so it
+# must depend only on the shape of the matrix.
 BLOCK_ROWS, BLOCK_COLS, STAGES = 64, 64, 3  # the tile of the first step, and its num_stages (software pipelining)
 MIN_PROGRAMS, MAX_PROGRAMS = 132, 528  # of the first step, for all columns together
 ROWS_PER_PROGRAM = 32  # there are n // 32 programs, if this number is between MIN_PROGRAMS and MAX_PROGRAMS

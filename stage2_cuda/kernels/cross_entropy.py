@@ -6,15 +6,15 @@ For one row of logits, whose columns v are tokens and whose column `target` is t
     loss = log(sum) - (target_logit - maximum);  dlogits[v] = scale (exp(logits[v] - maximum) / sum - (v == target))
 
 The maximum and the sum are computed in one pass (online softmax, Milakov and Gimelshein 2018): when the maximum rises
-from m to m', the sum so far is multiplied by exp(m - m'). A tile is divided into groups of VECTOR adjacent columns; one
-thread loads a group with one instruction. Group i of all tiles of a row has one maximum and one sum. The groups'
-maxima and sums are combined once, at the end of the row.
+from m to m', the sum so far is multiplied by exp(m - m'). A program reads a row in tiles. A tile is divided into groups
+of VECTOR adjacent columns; one thread loads a group with one instruction. There is one maximum and one sum for group 0
+of all tiles, one for group 1 of all tiles, and so on. They are combined once, at the end of the row.
 
-Performance: the rows should be padded to a multiple of 16 columns, or the GPU loads single elements; the padding does
-not count. The kernels with one program per row load full tiles without a mask. forward_backward_kernel first computes
-the gradient of full tiles without the term for the target, and corrects this one element at the end. This saves two
-comparisons and two selections per element. Tiles are large, so that a multiprocessor runs few programs, and thus few
-rows, at a time; these rows then stay in the L2 cache until the second pass reads them.
+Performance: the rows should be padded to a multiple of 16 columns, or the GPU loads single elements. The padding does
+not change the results. The kernels with one program per row load full tiles without a mask. forward_backward_kernel
+first computes the gradient of full tiles without the term for the target, and corrects this one element at the end.
+This saves two comparisons and two selections per element. Tiles are large, so that a multiprocessor runs few programs
+at a time. Each program has one row, so few rows are in use, and they stay in the L2 cache until the second pass.
 """
 
 # N rows in this chunk; `width` columns: column v is token first + v if v < V, and padding from column V on
@@ -39,9 +39,9 @@ def tile_size(logits):
 
 
 def row_options(logits, vocab):
-    """Constants of the kernels with one program per row. A row is full tiles of BLOCK columns and a last tile of TAIL.
+    """Constants of the kernels with one program per row. A row has full tiles of BLOCK columns and a last tile of TAIL.
 
-    TAIL is 0 if the full tiles cover the row. vocab: the V columns that are not padding.
+    TAIL is 0 if the full tiles cover the row. vocab: V, the number of columns that are not padding.
     """
     block, warps = tile_size(logits)
     full_tiles, width = vocab // block, logits.shape[1]
@@ -98,14 +98,14 @@ def load_tail(logits_ptr, cols, vocab, width, CACHE: tl.constexpr):
 
 @triton.jit
 def online_update(group_max, group_sum, x):
-    """The maxima and sums (groups) of the groups, with the logits x (groups, VECTOR) of one more tile."""
+    """The groups' maxima and sums (groups) after one more tile, whose logits are x (groups, VECTOR)."""
     new_max = tl.maximum(group_max, tl.max(x, 1))
     return new_max, group_sum * exp(group_max - new_max) + tl.sum(exp(x - new_max[:, None]), 1)
 
 
 @triton.jit
 def online_start(GROUPS: tl.constexpr):
-    """The maxima and sums (groups) of the groups before the first tile."""
+    """The groups' maxima and sums (groups) before the first tile."""
     # lower than all logits; not -inf, because -inf - -inf is NaN; still finite after the multiplication by LOG2E
     lowest = -2.0e38
     return tl.full((GROUPS,), lowest, tl.float32), tl.zeros((GROUPS,), tl.float32)

@@ -6,9 +6,9 @@
 `first` is the lowest token id in wte: not 0 if the vocabulary is divided over ranks. `position` is the position of the
 first token of each sequence: not 0 if keys and values of earlier tokens are in a cache.
 
-The host sorts the rows of dy by token (sort_tokens). Then the rows of one token are adjacent, and one program per token
-adds them. A frequent token may have a tenth of all rows. So separate programs first add the rows of a token in chunks
-of CHUNK rows; no program then has a long loop.
+The host sorts the row numbers of dy by token (sort_tokens). The numbers of one token's rows are then adjacent, and one
+program per token adds these rows. A frequent token may have a tenth of all rows. So separate programs first add the
+rows of a token in chunks of CHUNK rows; no program then has a long loop.
 """
 
 # B batch, T time, N = B*T rows, C channels, V tokens in wte: the vocabulary, or one rank's part of it
@@ -22,7 +22,7 @@ import triton.language as tl
 from stage2_cuda.runtime.triton_launch import launch
 
 BLOCK_ROWS, BLOCK_COLS = 8, 256  # the tile of forward_kernel and chunks_kernel
-TOKEN_COLS = 1024  # the most columns of tokens_kernel's tile; it has few rows, because most tokens have one or two rows
+TOKEN_COLS = 1024  # most columns of a tile of tokens_kernel; such a tile has 4 rows: most tokens have one or two rows
 POSITION_COLS = 128  # columns of the tile of positions_kernel
 CHUNK = 64  # rows of one token that one program of chunks_kernel adds
 
@@ -35,8 +35,8 @@ def sort_tokens(ids, count, first=0):
     order (N): the row numbers, sorted by token. starts (V + 1): the rows of token first + v are
     order[starts[v] : starts[v + 1]]. A token with r rows has r // CHUNK chunks. The chunks of all tokens are numbered
     in the order of the tokens: chunk_starts (V + 1) has the number of each token's first chunk. chunk_tokens
-    (N // CHUNK) has the v of each chunk, or V for a number that no chunk has. All are int32. Their shapes depend only
-    on N and V, so one CUDA graph serves all batches.
+    (N // CHUNK): element i is the v of chunk number i, or V if there are at most i chunks. All are int32. Their shapes
+    depend only on N and V, so one CUDA graph serves all batches.
     """
     ids = ids.reshape(-1)
     keys = ids.astype(np.uint16) if ids.max() < 1 << 16 else ids  # NumPy sorts 16-bit integers faster (radix sort)

@@ -16,8 +16,9 @@ ALIGNED = 16  # bytes: each result starts at a multiple of this in the readback 
 class Workspace:
     """A CuPy memory pool for one captured step, or for several steps that never run at the same time.
 
-    The memory is released when the last step that uses this workspace is deleted. This needs a finalizer, because free
-    blocks and their pool refer to each other (CuPy 14). `kept_arrays`: arrays that live as long as the workspace.
+    The memory is released when the last step that uses this workspace is deleted. This needs a finalizer: free blocks
+    and their pool refer to each other (CuPy 14), so deleting the pool would not free them. `kept_arrays`: arrays that
+    live as long as the workspace.
     """
 
     def __init__(self, cupy):
@@ -37,7 +38,7 @@ class CapturedStep(Compiled):
     capture. The second call captures the function as a graph and launches the graph; later calls only launch (replay)
     it. Memory that the function allocates during capture comes from a Workspace, which lives as long as the graph.
     Before a replay the host waits until the previous upload of arguments is done, and until the caller's current stream
-    is idle if it is not self.stream. It does not wait for the results.
+    is idle if it is not self.stream. The host does not wait for the results.
 
     args: see StaticInputs. The function returns a list of arrays or None. capture=False: every call runs the function.
     stream: the stream for capture and replays, by default a new one. workspace: a Workspace to share with steps that
@@ -80,7 +81,7 @@ class CapturedStep(Compiled):
         """Capture the function as self.graph, and the copies of its results as self.readback."""
         cuda, default_pool = self.cupy.cuda, self.cupy.get_default_memory_pool()
         self.held_before = default_pool.total_bytes()
-        default_pool.free_all_blocks()  # the workspace needs as much memory as the first call did
+        default_pool.free_all_blocks()  # of the first call; the workspace needs the same amount of memory
         with no_garbage_collection(), cuda.using_allocator(self.workspace.pool.malloc), self.stream:
             self.stream.begin_capture(cuda.runtime.streamCaptureModeRelaxed)
             try:
@@ -159,7 +160,7 @@ class Readback:
 
 
 class PinnedResults(Results):
-    """The results of one replay, as NumPy views of a pinned buffer. The second replay after it overwrites them."""
+    """The results of one replay: NumPy views of a pinned buffer. The second replay after this one overwrites them."""
 
     def __init__(self, views, event):
         super().__init__(views)

@@ -99,7 +99,7 @@ class CudaRuntime(Runtime):
     ):
         if not memory_model.is_out_of_memory(error):
             return None
-        # what is free without this process: free memory, plus the memory that this process holds
+        # the memory that would be free if this process held none
         free = self.xp.cuda.runtime.memGetInfo()[0] + self.held_memory() + memory_model.CONTEXT
         if batch_size is None:
             text = memory_model.explain_generation_oom(config, self.precision, free, parallel.tp if parallel else 1)

@@ -5,8 +5,8 @@
   functions once per kernel.
 - For each sum and product of integers the interpreter computes whether the result overflows, but it uses this only in
   Triton's debug mode. Here it is computed only in debug mode.
-- For each operation the interpreter builds a table of dtypes. Here the result for each dtype is kept.
-- It broadcasts the two operands of an operation even if their shapes are equal. Here equal shapes are left alone.
+- To find the NumPy dtype of a Triton dtype, the interpreter builds a table at each operation. Here each result is kept.
+- It broadcasts the two operands of an operation even if their shapes are equal. Here it does so only if they differ.
 
 The functions that are replaced here are private to Triton (3.9). If another version lacks one, nothing is changed.
 """
@@ -60,7 +60,7 @@ def patch_once_per_kernel(interpreter, language):
 
 
 def cached_by_name(np_dtype_of):
-    """np_dtype_of (Triton dtype -> NumPy dtype) with a cache."""
+    """The function np_dtype_of, which returns the NumPy dtype of a Triton dtype, with a cache."""
     cache = {}
 
     def cached_np_dtype_of(dtype):

@@ -8,7 +8,7 @@ import functools
 
 from gpt2core.backend import Backend
 
-KERNEL_SUFFIXES = ("_forward", "_backward", "_cached", "_step", "clip", "sum_of_squares")  # of methods' names
+KERNEL_SUFFIXES = ("_forward", "_backward", "_cached", "_step", "clip", "sum_of_squares")  # methods with these endings
 
 
 def annotate(backend, nvtx):

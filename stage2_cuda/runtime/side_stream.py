@@ -34,7 +34,9 @@ class SideStream:
 
     @contextlib.contextmanager
     def after(self):
-        """A context in which the side stream is the current stream. Its work starts after all work on both so far."""
+        """A context in which the side stream is the current stream. Work inside starts after all earlier work on both
+        streams.
+        """
         self.stream.wait_event(self.cupy.cuda.get_current_stream().record(self.event()))
         self.needs_join = True
         with self.stream:

@@ -10,7 +10,7 @@ HOST_TO_DEVICE = 1  # cudaMemcpyKind
 
 
 def outside_pool(cupy):
-    """A context in which CuPy allocates outside its memory pool, where a long-lived array would divide a free block."""
+    """A context in which CuPy does not use its memory pool, where a long-lived array would divide a large block."""
     return cupy.cuda.using_allocator(None)
 
 
@@ -56,10 +56,10 @@ class StaticInputs:
         leaves = flatten(tree)
         self.uploaded.synchronize()  # wait until the previous transfer has read the staging buffer
         # number: the index of the leaf among the leaves of all arguments
-        for number, (leaf, (staging, first)) in enumerate(zip(leaves, self.leaves, strict=True)):
-            if staging is None:
-                if leaf is not first and not (isinstance(leaf, int | float | str) and leaf == first):
-                    raise ValueError(f"argument {number} was {first!r:.80} in the first call and is {leaf!r:.80} now")
+        for number, (leaf, (staging, old)) in enumerate(zip(leaves, self.leaves, strict=True)):
+            if staging is None:  # `old` is the leaf of the first call
+                if leaf is not old and not (isinstance(leaf, int | float | str) and leaf == old):
+                    raise ValueError(f"argument {number} was {old!r:.80} in the first call and is {leaf!r:.80} now")
             elif leaf.shape != staging.shape or leaf.dtype != staging.dtype:
                 raise ValueError(
                     f"argument {number} was {staging.dtype} {staging.shape} in the first call "

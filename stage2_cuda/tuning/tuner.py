@@ -4,9 +4,9 @@
     config = tuner.choose("attention forward ...", configs, run, outputs)  # times at the first call, then looks it up
 
 The tuner times the candidates in several rounds, each in another random order. A candidate is timed as a CUDA graph of
-several calls, because for a single call of a small kernel the time would mostly be launch overhead. A choice is stored
-as {what: choice}, two texts: the name of what is chosen, and str() of the fastest candidate. The choices are saved in
-checkpoints and sent to other ranks.
+several calls, because for a single call of a small kernel the time would mostly be launch overhead. The choices are
+stored as {what: choice}: `what` is a text that names the choice, such as "attention forward ...", and `choice` is str()
+of the fastest candidate. They are saved in checkpoints and sent to other ranks.
 """
 
 import functools
@@ -17,7 +17,7 @@ import numpy as np
 from gpt2core.parallel.tuned_choices import cache_file, read_choices, write_choices
 from stage2_cuda.runtime.cuda_graph import no_garbage_collection
 
-# The first candidate is the default. Another one is chosen only if its time is below FASTER times that of the default.
+# The first candidate is the default. Another one is chosen only if its time is below FASTER times the default's time.
 # A smaller difference may be noise, and noise must not change the bits of a result from run to run.
 FASTER = 0.99
 TOLERANCE = {2: 2e-2, 4: 2e-3}  # {bytes per element: largest relative difference between two candidates' results}
@@ -55,8 +55,8 @@ class Tuner:
         """Use the choices {what: choice} of another rank or an earlier run. Returns whether any choice changed.
 
         `choices` replaces all choices of this tuner, so that all ranks have equal choices and later time the same
-        candidates. final: add `choices` to those of this tuner instead, and time nothing from now on; if `what` has no
-        choice then, its first candidate is used.
+        candidates. final: add `choices` to those of this tuner instead, and time nothing from now on; where no choice
+        is stored, the first candidate is then used.
         """
         self.final, before = self.final or final, self.tuned
         self.tuned = self.tuned | choices if final else dict(choices)
@@ -68,7 +68,7 @@ class Tuner:
         return changed
 
     def keep(self, what, choice):
-        """Store a choice that was timed, in memory and on disk."""
+        """Store a choice that this process has made by timing, in memory and on disk."""
         self.tuned[what] = self.timed[what] = choice
         self.write()
 
@@ -189,8 +189,8 @@ def capture_calls(stream, call, calls):
 def medians(cupy, stream, graphs, rounds=ROUNDS):
     """The median milliseconds of each graph over the rounds.
 
-    The graphs run without a pause, so that the GPU is as warm as in training. A kernel that is fastest for a short time
-    may need more power; then the GPU lowers its clock rate, and this kernel is slower in training. Each round has
+    The graphs run without a pause, so that the GPU is as warm as in training. A kernel that is the fastest in a short
+    test may need more power; in training the GPU then lowers its clock rate, and this kernel is slower. Each round has
     another random order, because the power that a graph needs affects the time of the next one.
     """
     for graph in graphs:

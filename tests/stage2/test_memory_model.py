@@ -27,6 +27,7 @@ from gpt2core.parallel.whole_parameters import load
 from gpt2core.runtime import Runtime
 from gpt2core.trainer import Trainer
 from gpt2core.training_loop import read_batch
+from stage0_serial.cpu_runtime import CpuRuntime
 from stage0_serial.numpy_backend import NumpyBackend
 from stage2_cuda import cuda_backend
 from stage2_cuda import memory_model as memory
@@ -376,7 +377,7 @@ def test_which_errors_are_out_of_memory(error, is_it):
 # -- error messages ---------------------------------------------------------------------------------------------------
 
 
-class SmallRuntime(Runtime):
+class SmallRuntime(CpuRuntime):
     def explain_oom(self, error, config, batch_size=None, seq_len=None, *sizes, **shared):
         return f"no room for {batch_size} x {seq_len}" if is_out_of_memory(error) else None
 

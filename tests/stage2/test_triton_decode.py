@@ -353,7 +353,7 @@ def test_sampled_tokens_equal_those_of_stage_0_s_rule(rng, V, kind, rule):
         sequences_of(rng, B, V, range(1, B + 1)),
         sampling.DeviceSampler(empty, B, V, (B, 3), 0 < top_k < V, top_p < 1),
     )
-    sampler.numbers[...], sampler.top_k[...] = device(np.array([top_p, temperature])), top_k
+    sampler.top_p_and_temperature[...], sampler.top_k[...] = device(np.array([top_p, temperature])), top_k
     uniforms = np.full((B, 3), np.nan)
     uniforms[range(B), np.arange(1, B + 1) % 3] = numbers
     sampler.uniforms[...] = device(uniforms)

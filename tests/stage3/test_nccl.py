@@ -132,7 +132,7 @@ def collectives(host, transport):
     members = [rank for rank in range(world.size) if rank % 2 == world.rank % 2][::-1]
     same(group.all_gather(to_gpu(np.float32([world.rank]), "float32")), np.float32(members), "float32")
     exchange(world)
-    return world.native_collectives
+    return world.native_algorithm
 
 
 def exchange(world):
@@ -162,7 +162,7 @@ def large_sums(host, transport, megabytes):
     xs = rank_inputs(3, world.size, (megabytes * 250_000 + 3,), np.float32)
     x = to_gpu(xs[world.rank], "float32")
     same(world.all_reduce(x, out=x), tree_sum(xs), "float32")
-    world.use_collectives(world.native_collectives)
+    world.use_collectives(world.native_algorithm)
     got, want = world.all_reduce(to_gpu(xs[world.rank], "float32")).get(), tree_sum(xs)
     # the sum of at most four float32 numbers in another order; they may cancel
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5 * np.abs(xs).max())

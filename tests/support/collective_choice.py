@@ -10,7 +10,7 @@ ASKED |= dict(deterministic=False, local_shuffle=False, collectives=None, transp
 
 def chosen(size, asked, measures_buckets=True, prefers_zero=False):
     """-> (the resolved flags, the notes) for `size` ranks whose communicator has these two attributes."""
-    world = SimpleNamespace(size=size, native_collectives="nccl")
+    world = SimpleNamespace(size=size, native_algorithm="nccl")
     world.measures_buckets, world.prefers_zero = measures_buckets, prefers_zero
     values, notes = resolve_rank_flags(ASKED | asked, world)
     return SimpleNamespace(**values), notes

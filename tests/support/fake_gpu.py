@@ -132,16 +132,16 @@ class OnFakeGpu(NcclCommunicator):
         super().__init__(threads, parent)
         self.gpu, self.transport = fake_gpu(threads), "nccl"
 
-    def _collectives_for(self, x):
-        self._device_collectives = self._device_collectives or NcclCollectives(self.host, self.gpu)
-        return self._device_collectives
+    def _communicator_for(self, x):
+        self._device_communicator = self._device_communicator or NcclCollectives(self.mpi_group, self.gpu)
+        return self._device_communicator
 
     def split(self, color, key=0):
-        group = self.host.split(color, key)
+        group = self.mpi_group.split(color, key)
         return group if group is None or isinstance(group, Solo) else OnFakeGpu(group, self)
 
     def broadcast_object(self, obj, root=0):
-        return self.host.broadcast_object(obj, root)
+        return self.mpi_group.broadcast_object(obj, root)
 
     def all_gather_object(self, obj):
-        return self.host.all_gather_object(obj)
+        return self.mpi_group.all_gather_object(obj)

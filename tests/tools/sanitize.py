@@ -260,7 +260,7 @@ def launch_sampling(a):
         sampling.append_greedy(sequences, maxima, indices)
         sampling.append_given(sequences)
         sampler = sampling.DeviceSampler(a.xp.empty, B, V, (B, 7), True, True)
-        sampler.numbers[...], sampler.top_k[...], sampler.uniforms[...] = 0.9, 5, 0.3
+        sampler.top_p_and_temperature[...], sampler.top_k[...], sampler.uniforms[...] = 0.9, 5, 0.3
         sampler.append_sampled(sequences, logits, maxima)
 
 
