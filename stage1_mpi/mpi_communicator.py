@@ -5,9 +5,9 @@ of its communicator. This thread runs its collectives in the order of the calls.
 
 An MPI library waits in a loop that uses a whole core (it "spins"). If ranks share a core, a rank that spins slows a
 rank that computes. So this class waits by polling: it asks MPI whether the operation is complete, with growing sleeps
-between the polls. Only the messages inside a collective may spin, if each rank has enough cores. A blocking MPI call
-cannot be polled. Before such a call all ranks pass an Ibarrier (a non-blocking barrier), which can be polled. They then
-enter the call at about the same time, and inside it they wait only for data.
+between the polls. Messages may spin only inside a collective, and only if each rank has enough cores. A blocking MPI
+call cannot be polled. Before such a call all ranks pass an Ibarrier (a non-blocking barrier), which can be polled. They
+then enter the call at about the same time, and inside it they wait only for data.
 """
 # p: number of ranks in the group; n: bytes of x on one rank
 
@@ -38,7 +38,7 @@ from stage1_mpi import collectives
 from stage1_mpi.watchdog import watch_world
 
 NATIVE = "mpi"  # the algorithm name that selects the MPI library's own collectives
-OURS_MIN_BYTES = 1 << 24  # size of a result from which on our all_gather and all_to_all are faster than MPICH's
+OURS_MIN_BYTES = 1 << 24  # minimum bytes of a result for which our all_gather and all_to_all beat MPICH's
 MAX_CALL_BYTES = 1 << 30  # most bytes of one MPI call: Open MPI 4 cannot count more than 2**31 elements or bytes
 BUSY_POLL = 5e-5  # seconds of polling without sleep
 SLEEP_FRACTION = 1 / 20  # after BUSY_POLL, each sleep is this fraction of the time waited so far
@@ -206,7 +206,7 @@ class MpiCommunicator(Communicator):
         return self._checked(x, out, x.shape, native, (p - 1) * x.nbytes if self.rank == root else 0)
 
     def _checked(self, x, out, shape, run, library_bytes=0):
-        """Check `out`, count the bytes of a library call, and return `run`; in a group of one, return a copy to out."""
+        """Check `out`, count the bytes of a library call, return `run`; for a group of one, a function that copies."""
         check_out(out, shape, x.dtype)
         if self.size == 1:
             return lambda: Solo().broadcast(x, out=out)

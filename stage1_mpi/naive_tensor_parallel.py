@@ -18,7 +18,7 @@ tests/stage1/test_naive_tensor_parallel.py trains both, checks that the numbers 
 import numpy as np
 
 COLUMNS = ("fc_q", "fc_k", "fc_v")  # projections whose output dimension is divided
-ROWS = ("fc_o",)  # projections whose input dimension is divided
+ROWS = ("fc_o",)  # projections whose input dimension is divided by get_info(), as in Megatron-LM
 MPI_TYPES = "bBhHiIlLqQfdFD"  # NumPy's dtype.char of the types that every MPI library has; float16 is not one of them
 
 
@@ -42,7 +42,8 @@ def get_info(comm, rank, mp_size, dp_size, fc_layer, in_dim, out_dim):
 
     mp_comm contains the ranks of this replica; dp_comm contains the ranks with the same mp_idx, one of each replica.
     part_in_dim, part_out_dim: the shape of this rank's weight. "fc_q", "fc_k" and "fc_v" divide out_dim by mp_size,
-    "fc_o" divides in_dim. All ranks of `comm` must call this function. Raises ValueError if the sizes do not fit the
+    "fc_o" divides in_dim. This is Megatron's division by rows; the naive functions below need an fc_o that is divided
+    by columns. All ranks of `comm` must call this function. Raises ValueError if the sizes do not fit the
     communicator, if mp_size does not divide the dimension, or for an unknown layer.
     """
     if comm.Get_size() != mp_size * dp_size:
@@ -77,7 +78,11 @@ def naive_collect_forward_output(out, mp_comm, mp_size):
 
 
 def naive_collect_backward_output(output_grad, mp_group_idx, mp_size):
-    """This rank's columns of output_grad (batch, seq, out_dim) -> (batch, seq, out_dim / mp_size). Nothing is sent."""
+    """This rank's columns of output_grad (batch, seq, out_dim) -> (batch, seq, out_dim / mp_size).
+
+    Nothing is collected or sent, because every rank has the whole output_grad. The name of the function and of
+    mp_group_idx, which is this rank's mp_idx, are those of a course assignment (CSE 234, UC San Diego).
+    """
     grad = with_axes(output_grad, "output_grad")
     if mp_group_idx not in range(mp_size):
         raise ValueError(f"mp_group_idx {mp_group_idx} is not in a group of {mp_size}")

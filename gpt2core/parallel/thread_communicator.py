@@ -122,7 +122,7 @@ class ThreadCommunicator(Communicator):
         return self._post("collective", range(self.size), call, np.array(x, order="C"), in_rank_order, take, owned=x)
 
     def _message(self, source, to, tag, x, part, take, owned=None):
-        """Handle of one end of a message like x. part: a copy of x on the sender, None on the receiver. See _post."""
+        """Handle of one end of a message that has x's shape and dtype. part: a copy of x; None on the receiver."""
         call = f"message from rank {self._group.members[source]} to {self._group.members[to]}, tag {tag}"
         return self._post((source, to, tag), (source, to), f"{call}, of {x.dtype} {x.shape}", part, dict, take, owned)
 
@@ -132,7 +132,7 @@ class ThreadCommunicator(Communicator):
         channel: "collective", or (source, to, tag) of a message. The n-th operations that the ranks post in a channel
         belong together; `call` describes the operation and must be equal on all ranks. The rank that posts last
         computes combined = combine({rank: part}); take(combined) is this rank's result. `part` is a copy of the
-        caller's array `owned`; wait() compares both, because the caller must not change the array before.
+        caller's array `owned`; wait() compares them, because the caller must not change `owned` before.
         """
         group, world, me = self._group, self._group.world, self._group.members[self.rank]
         with world.changed:
@@ -259,8 +259,8 @@ def run_ranks(size, fn, *args, timeout=60.0):
 
     The first exception of a rank ends the other ranks at their current or next call in any group. run_ranks then waits
     up to `timeout` seconds for each rank that is still computing, and raises this exception with a note that names the
-    rank. A rank raises CommunicatorError, which lists what each rank waits for, after waiting for `timeout` seconds, or
-    immediately if it waits for a rank whose function has returned. Raises ConfigError for size < 1.
+    rank. A rank that waits longer than `timeout` seconds, or for a rank whose function has returned, raises
+    CommunicatorError. Its message lists what each rank waits for. Raises ConfigError for size < 1.
     """
     if size < 1:
         raise ConfigError(f"a group of {size} ranks cannot run: give at least 1")

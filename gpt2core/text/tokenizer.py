@@ -50,9 +50,9 @@ def cut_at_words(chunks, inside=frozenset()):
 
 
 def pairs_inside(token_bytes):
-    """The set of all pairs of adjacent bytes inside tokens whose second byte is a space or a newline.
+    """The set of all pairs of adjacent bytes that are part of a token and end with a space or a newline.
 
-    A cut between two other bytes is safe: no merge of byte pairs and no added token can join its two sides.
+    Between the bytes of any other such pair a text may be cut: no token can contain both bytes.
     """
     pairs = (token[i - 1 : i + 1] for token in token_bytes for i in range(1, len(token)) if token[i] in b" \n")
     return frozenset(pairs)
@@ -182,7 +182,7 @@ class Tokenizer:
             yield encode(piece, pieces)
 
     def encode_prompt(self, text):
-        """Encode a prompt. If the vocabulary has its first word only with a space before it, this space is added.
+        """Encode a prompt. If the vocabulary has the first word only with a space before it, this space is added.
 
         Most words of a corpus follow a space, so the vocabulary often has " word" but not "word".
         """
