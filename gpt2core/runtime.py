@@ -7,7 +7,7 @@ from gpt2core.errors import ConfigError
 
 
 class Results:
-    """The arrays that one call of a Compiled computes. The next call overwrites them (if can_overlap, the second)."""
+    """The arrays of one call of a Compiled, valid until the next call; if can_overlap, until the call after that."""
 
     def __init__(self, arrays):
         self.arrays = arrays

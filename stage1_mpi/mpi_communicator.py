@@ -257,7 +257,7 @@ class MpiCommunicator(Communicator):
         _poll(self._comm.Ibarrier().Test)
 
     def _barrier_before_spinning(self):
-        """A barrier before messages that may spin. With more ranks than cores none spins, so no barrier is needed."""
+        """A barrier before messages that may spin. It is omitted with more ranks than cores: then no message spins."""
         if self._cores_per_rank:
             self._polled_barrier()
 

@@ -19,10 +19,10 @@ class ParallelConfig:
 
 
 def plan_micro_batches(batch_size, micro_batches, threads, ranks, deterministic):
-    """Return (number of micro-batches of the global batch, threads per rank).
+    """Return (number of micro-batches of the global batch, threads per rank: `threads` or fewer).
 
-    micro_batches: the number to use, or None for the default. deterministic: the number must be a power of two that
-    ranks and threads divide; the default is 8, or less if the batch size is not divisible by 8. Not deterministic: the
+    micro_batches: the number to use, or None for the default. deterministic: the number must be a power of two and
+    divisible by `ranks`; the default is 8, or less if the batch size is not divisible by 8. Not deterministic: the
     default is one micro-batch per thread. Raises ConfigError, with advice, for numbers that are not possible.
     """
     if batch_size < 1:

@@ -1,7 +1,7 @@
 """PendingStep: a launched training step. Its result() reads the loss, or raises Diverged.
 
-If the device replays a captured step, the host launches step n + 1 before it reads the loss of step n. Then the device
-does not wait for the host between two steps:
+If the device replays a captured step (a CUDA graph), the host launches step n + 1 before it reads the loss of step n.
+Then the device does not wait for the host between two steps:
 
     device   | step n      | step n + 1               | step n + 2
     host     | begin n + 1 | result of n, begin n + 2 | ...
