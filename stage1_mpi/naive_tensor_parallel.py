@@ -3,7 +3,7 @@
 This file needs only NumPy and an mpi4py communicator. The example is fc_o, the output projection of attention. The
 heads are divided over mp_size ranks, so on each rank the input of fc_o is x (batch, seq, in_dim / mp_size), the
 features of its own heads. If the weight is divided by columns, w (in_dim, out_dim / mp_size), a rank needs the features
-of all ranks to compute x @ w, and then the columns of all ranks for the output:
+of all ranks to compute x @ w, and then the columns of all ranks for the output (d x is the gradient of x):
 
     forward    x -> naive_collect_forward_input -> @ w -> naive_collect_forward_output -> out, complete on every rank
     backward   d out -> naive_collect_backward_output -> @ w.T -> naive_collect_backward_x -> d x, own features
@@ -13,7 +13,7 @@ all-reduce of the result replaces the two all-gathers of forward and the reduce-
 tests/stage1/test_naive_tensor_parallel.py trains both, checks that the numbers agree, and counts the bytes.
 """
 # A replica of the model has p = mp_size ranks (model-parallel index mp_idx); there are dp_size replicas (index dp_idx).
-# rank = dp_idx * p + mp_idx. d x is the gradient of x.
+# rank = dp_idx * p + mp_idx
 
 import numpy as np
 

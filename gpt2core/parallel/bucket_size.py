@@ -57,12 +57,12 @@ def measured_bucket(group, gradients, backend, capture, clock=time.perf_counter)
 def time_all_reduce(group, x, backend, capture, repeats, clock):
     """Seconds per all-reduce of x: the median over rounds of the mean of `repeats` calls."""
 
-    def sums():
+    def all_reduces():
         for _ in range(repeats):
             group.all_reduce(x, out=x)
         return []
 
-    step, rounds = backend.runtime.compile_step(sums, capture), []
+    step, rounds = backend.runtime.compile_step(all_reduces, capture), []
     for _ in range(WARM_UP + ROUNDS):
         began = clock()
         step()

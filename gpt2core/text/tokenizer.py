@@ -52,7 +52,7 @@ def cut_at_words(chunks, inside=frozenset()):
 def pairs_inside(token_bytes):
     """The set of all pairs of adjacent bytes that are part of a token and end with a space or a newline.
 
-    Between the bytes of any other such pair a text may be cut: no token can contain both bytes.
+    If such a pair is not in the set, a text may be cut between its two bytes: no token contains both.
     """
     pairs = (token[i - 1 : i + 1] for token in token_bytes for i in range(1, len(token)) if token[i] in b" \n")
     return frozenset(pairs)
