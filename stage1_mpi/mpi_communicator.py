@@ -1,7 +1,7 @@
 """MpiCommunicator: ranks are processes on one or many hosts; a rank that waits yields its core to other processes.
 
-A blocking collective runs in the caller's thread. The `_start` form (all_reduce_start, ...) runs in a background thread
-of its communicator. This thread runs its collectives in the order of the calls.
+The `_start` form of a collective (all_reduce_start, ...) runs in a background thread of the communicator, in the order
+of the calls. The blocking form runs in the caller's thread, unless an earlier operation is still pending.
 
 An MPI library waits in a loop that uses a whole core (it "spins"). If ranks share a core, a rank that spins slows a
 rank that computes. So this class waits by polling: it asks MPI whether the operation is complete, with growing sleeps
@@ -55,7 +55,7 @@ class MpiCommunicator(Communicator):
     Sums use the algorithm "canonical" of stage1_mpi.collectives. use_collectives() selects another algorithm of that
     module, or "mpi": the MPI library's own collectives. The order of the library's sums is unknown, so its
     reduce_scatter may round differently from its all_reduce. broadcast always calls the library; so do all_gather and
-    all_to_all if the result is smaller than OURS_MIN_BYTES. Larger ones use stage1_mpi.collectives.
+    all_to_all if the result is smaller than OURS_MIN_BYTES, otherwise they use stage1_mpi.collectives.
 
     bytes_sent counts the messages of stage1_mpi.collectives. How many bytes a library call sends is unknown. For such
     a call bytes_sent grows by a formula: all_reduce 2 (p-1)/p n (rounded down), reduce_scatter and all_to_all

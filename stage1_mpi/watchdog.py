@@ -152,7 +152,7 @@ class Processes:
         return next((state - ABORTING for state in self._states[:] if state >= ABORTING), None)
 
     def cause(self, descriptor):
-        """The process of `descriptor` has ended: an error text if it ended abnormally, else None."""
+        """Called when the process of `descriptor` has ended. An error text if it ended abnormally, otherwise None."""
         index, name = self._watched[descriptor]
         if self._states[index] == ENDING:
             return None

@@ -53,7 +53,7 @@ def load(trainer, parameters, moments=None, steps=0, position=0, loss_scale=None
     """
 
     def in_model_order(array_of):
-        """The argument `arrays` of fill(), from a function name -> array."""
+        """The argument `arrays` of fill(); array_of(name) returns the whole array of a parameter."""
         return iter([(name, array_of(name)) for name in trainer.arena.slices]) if trainer.world.is_root else None
 
     backend = trainer.backend
