@@ -236,7 +236,7 @@ class _World:
                 why = "a rank waits for one that has returned" if in_time else f"a rank waited for {self.timeout} s"
                 self.fail(f"{why}: " + "; ".join(map(self.state_of, range(self.size))))
             self.waiting[rank].remove(operation)
-            if not operation.done:  # if it is done, the rank gets its result even after a failure; its next call raises
+            if not operation.done:  # after a failure, a finished operation still has a result; the next call raises
                 self.check()
 
     def state_of(self, rank):

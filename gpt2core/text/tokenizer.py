@@ -175,7 +175,7 @@ class Tokenizer:
         return np.concatenate([np.empty(0, self.dtype), *self.encode_chunks(slices(text))])
 
     def encode_chunks(self, chunks):
-        """Yield arrays, the ids of the concatenated `chunks` in order. Reads all chunks first only if self.whole."""
+        """Yield arrays, the ids of the concatenated `chunks` in order. If self.whole, all chunks are read first."""
         encode = {"word": self._encode_words, "byte": self._encode_bytes, "bpe": self._encode_pairs}[self.kind]
         pieces = map(utf8, ["".join(chunks)] if self.whole else cut_at_words(chunks, self.inside))
         for piece in pieces:
