@@ -42,9 +42,9 @@ def get_info(comm, rank, mp_size, dp_size, fc_layer, in_dim, out_dim):
 
     mp_comm contains the ranks of this replica; dp_comm contains the ranks with the same mp_idx, one of each replica.
     part_in_dim, part_out_dim: the shape of this rank's weight. "fc_q", "fc_k" and "fc_v" divide out_dim by mp_size,
-    "fc_o" divides in_dim. This is Megatron's division by rows; the naive functions below need an fc_o that is divided
-    by columns. All ranks of `comm` must call this function. Raises ValueError if the sizes do not fit the
-    communicator, if mp_size does not divide the dimension, or for an unknown layer.
+    "fc_o" divides in_dim. This is Megatron's division by rows; the naive scheme above divides fc_o by columns instead.
+    All ranks of `comm` must call this function. Raises ValueError if the sizes do not fit the communicator, if mp_size
+    does not divide the dimension, or for an unknown layer.
     """
     if comm.Get_size() != mp_size * dp_size:
         raise ValueError(f"mp_size {mp_size} x dp_size {dp_size} is not the communicator's size {comm.Get_size()}")
