@@ -152,7 +152,7 @@ class Processes:
         return next((state - ABORTING for state in self._states[:] if state >= ABORTING), None)
 
     def cause(self, descriptor):
-        """Called when the process of `descriptor` has ended. An error text if it ended abnormally, otherwise None."""
+        """Called when the process of `descriptor` has ended. Returns an error text if it ended abnormally, else None."""
         index, name = self._watched[descriptor]
         if self._states[index] == ENDING:
             return None
@@ -210,7 +210,7 @@ class Heartbeat:
     def cause(self):
         """Send a heartbeat. Returns an error text if the left neighbour has been silent for too long, else None."""
         now = time.monotonic()
-        # If this process itself was stopped for a while, it received nothing: the neighbour was perhaps not silent.
+        # If this process itself was stopped for a while, count that as a heartbeat: the neighbour may have sent some.
         heard = now - self._last_check > 3 * PERIOD
         self._last_check = now
         with contextlib.suppress(RuntimeError):  # MPI raises it if a neighbour is lost or has ended normally
