@@ -152,7 +152,7 @@ class Processes:
         return next((state - ABORTING for state in self._states[:] if state >= ABORTING), None)
 
     def cause(self, descriptor):
-        """Called when the process of `descriptor` has ended. Returns an error text if it ended abnormally, else None."""
+        """Called when the process of `descriptor` has ended: returns an error text, or None if it ended normally."""
         index, name = self._watched[descriptor]
         if self._states[index] == ENDING:
             return None
