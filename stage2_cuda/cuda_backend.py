@@ -310,7 +310,7 @@ class CudaBackend(FusedHead, Backend):
 
 
 def dtype_of(name):
-    """The NumPy dtype with this name. bfloat16 is the dtype of ml_dtypes, which CuPy accepts: NumPy has no bfloat16."""
+    """The NumPy dtype with this name. NumPy has no bfloat16, so that is the dtype of ml_dtypes, which CuPy accepts."""
     if name == "bfloat16":
         import ml_dtypes
 
