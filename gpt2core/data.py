@@ -10,7 +10,7 @@ from gpt2core.errors import ConfigError, DataError
 
 
 class Windows:
-    """Windows of seq_len tokens. After the last token the first one follows (a circular buffer), so none is padded.
+    """Windows of seq_len tokens. The first token follows the last one (a circular buffer): no window is padded.
 
     tokens: (n,) integers, array or memory map, never copied. seq_len: T. order: "sequential": window w has the tokens
     w*T, ..., w*T + T - 1, modulo n. "shuffled": each epoch visits its ceil(n / T) windows once, in an order seeded by
@@ -19,7 +19,7 @@ class Windows:
     `position` is the number of windows that training has read before, over all ranks. It is the only state needed to
     resume. A rank reads its own rows of the global batch with batch(position + first row, number of rows).
 
-    Raises DataError unless `tokens` is one row of integers, at least T + 1; ConfigError for a wrong option.
+    Raises DataError unless `tokens` has one axis with at least T + 1 integers, and ConfigError for a wrong option.
     """
 
     def __init__(self, tokens, seq_len, order="sequential", seed=0):
@@ -45,7 +45,7 @@ class Windows:
     def batch(self, position, count):
         """Return (inputs, targets), each (count, T), of `count` windows from `position` on. Targets: the next tokens.
 
-        Both are read-only views: of the corpus for sequential windows that do not cross its end, else of a copy.
+        Both are read-only: views of the corpus for sequential windows that do not cross its end, otherwise copies.
         """
         if position < 0 or count < 1:
             raise ConfigError(f"{count} windows at {position}: the count must be positive, the position not negative")

@@ -105,7 +105,7 @@ class GPT2:
 
     @property
     def head(self):
-        """The matrix (V, C) of the logits: y @ head' are the logits of y."""
+        """The matrix (V, C) of the logits: the logits of y (..., C) are y @ head.T."""
         return self.read("transformer.wte" if self.config.tied else "lm_head")[0]
 
     def trunk(self, ids, cache=None, last_only=False):

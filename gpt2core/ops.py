@@ -8,8 +8,8 @@ from gpt2core.tensor import AutogradError, ShapeError, Tensor, is_recording, no_
 SOLO = Solo()
 
 # -- operations that call kernels of the backend -----------------------------------------------------------------------
-# B batch, T time, C channels, V vocabulary, K columns, N = B*T rows. In a group of p ranks, rank r holds the rows
-# [r V/p, (r+1) V/p) of an embedding (V, C), which are those of its V/p tokens, and computes the logits of these tokens.
+# B batch, T time, C channels, V vocabulary, K columns, N = B*T rows. A group of p ranks divides the vocabulary: the
+# tokens of rank r are [r V/p, (r+1) V/p). Rank r holds their rows of an embedding (V, C) and computes their logits.
 
 
 def linear(x, w, b=None):
@@ -102,8 +102,8 @@ def attention(qkv, n_head):
 def embedding(ids, wte, wpe, position=0, group=SOLO, tied=False):
     """ids (B, T), integers or the result of prepare_tokens -> wte[ids] + wpe[position : position + T] (B, T, C).
 
-    wte (V/p, C) holds this rank's tokens; for other tokens wte[ids] counts as 0. The sum over the group is the result.
-    tied: wte is also the matrix of the logits, whose backward runs first; so here dwte is added to wte.grad_buffer.
+    wte (V/p, C) has the rows of this rank's tokens; other tokens give 0, and the all-reduce adds the rows of all ranks.
+    tied: wte is also the matrix of the logits. Their backward runs earlier, so dwte is added to wte.grad_buffer.
     """
     require(wte.shape[1:] == wpe.shape[1:], "embedding", wte, wpe)
     if len(ids.shape) != 2 or position + ids.shape[1] > wpe.shape[0]:
@@ -158,7 +158,7 @@ def unembed_cross_entropy(x, w, targets, scale=None, group=SOLO, dloss=None):
     V = w.shape[0] * group.size
     x2, targets, scale = flat_targets("unembed_cross_entropy", x, targets, scale, V)
     backend, first = x.backend, group.rank * w.shape[0]
-    forward_scale = scale if is_recording() and w.shape[0] == V else None  # gradients need the sums of all columns
+    forward_scale = scale if is_recording() and w.shape[0] == V else None  # gradients in forward need all V columns
     *stats, aux = backend.unembed_cross_entropy_forward(x2, w.data, targets, first, forward_scale, dloss, *buffers(w))
     loss, maxima, sums = loss_of_rows(*stats, scale, group, backend)
 
@@ -174,7 +174,7 @@ def unembed_cross_entropy(x, w, targets, scale=None, group=SOLO, dloss=None):
 
 
 def loss_of_rows(maxima, sums, target_logits, scale, group, backend):
-    """(loss, maxima, sums) over the whole vocabulary, from the results of cross_entropy_forward for own columns."""
+    """(loss, maxima, sums) over the whole vocabulary, from this rank's results of cross_entropy_forward."""
     row_maxima = group.all_reduce(maxima, "max")
     rows = backend.loss_rows(maxima, sums, target_logits, row_maxima)
     sums, target_logits = group.all_reduce(rows)  # a target's logit is 0 except on the rank that holds the target
@@ -203,7 +203,7 @@ def gather_from_group(x, group):
 
 
 def recompute(function, x):
-    """function(x), but its activations are not stored: backward computes them again from x (Chen et al. 2016).
+    """function(x) without storing its activations: backward computes them again from x (Chen et al. 2016).
 
     For this, backward runs a nested backward pass, which calls on_gradient of the parameters that `function` uses.
     """
@@ -241,7 +241,7 @@ def require_tokens(operation, tokens, vocabulary):
 
 
 def flat_targets(operation, x, targets, scale, vocabulary):
-    """(x (..., K) as (N, K), targets (...) as (N), scale, by default 1/N); raises ShapeError for wrong targets."""
+    """(x (..., K) reshaped to (N, K), targets to (N), scale or its default 1/N); ShapeError for wrong targets."""
     if targets.shape != x.shape[:-1]:
         raise ShapeError(f"{operation}: targets {targets.shape} must have one element per row of {x.shape}")
     require_tokens(operation, targets, vocabulary)

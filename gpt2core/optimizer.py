@@ -65,11 +65,11 @@ class AdamW:
     workers: the WorkerPool whose threads divide the update. clip: maximum of the gradient's global norm, as in
     torch.nn.utils.clip_grad_norm_ (0: no clipping). owners: the ranks that divide the arena (default: a group of one);
     each holds only the moments of its own part (ZeRO-1, Rajbhandari et al. 2020). tensor_group: the ranks that divide
-    each layer. repeated: slices of the arena that another rank of tensor_group counts in the norm. compute_copy: the
+    each layer. repeated: slices of the arena that only another rank of tensor_group adds to the norm. compute_copy: a
     copy of `parameters` that kernels read, or None if they read `parameters`. rounding: how the copy is rounded,
     "nearest" or "stochastic". The random numbers depend only on `seed`, the step and the element's index in the arena,
     so they are the same for any number of owners. gathers: whether update() ends with an all-gather of the array that
-    kernels read. If not, zero.AsyncAllGather does this in the next forward pass, or gather() before it.
+    kernels read. If not, zero.AsyncAllGather gathers it in the next forward pass, or gather() before that pass.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class AdamW:
         size = self.own.stop - self.own.start
         self.exp_avg, self.exp_avg_sq = (self.backend.zeros((size,), parameters.dtype) for _ in "mv")
         self.decays = self.backend.asarray(arena.decays())
-        self.stop = self.backend.zeros((1,), np.float32)  # 0, or NaN since a gradient norm was not finite
+        self.stop = self.backend.zeros((1,), np.float32)  # NaN after a norm that is not finite: no more updates
 
     def hyperparameters(self, step, lr):
         """The Hyperparameters of update number `step` (from 1), computed on the host in double precision."""
@@ -115,7 +115,7 @@ class AdamW:
             return backend.sum_of_squares(gradients[part], segments * (part.stop - part.start) // size)
 
         own_sums = self.backend.xp.concatenate(self.map_own(squares))
-        for part in self.in_own(self.repeated):  # subtracted from the first segment: only the total matters
+        for part in self.in_own(self.repeated):  # subtract it from any segment: only the total is used
             own_sums[:1] -= self.backend.sum_of_squares(gradients[part], 1)
         scaling = {} if loss_scale is None else {"loss_scale": loss_scale.state, "interval": loss_scale.interval}
         sums = self.tensor_group.all_reduce(self.owners.all_gather(own_sums))
@@ -158,7 +158,7 @@ class AdamW:
             self.owners.all_gather(self.parameters[self.own], out=self.parameters)
 
     def refresh_copy(self, steps):
-        """Compute compute_copy from the parameters, with the bits of update number `steps`: a checkpoint lacks it."""
+        """Round the parameters to compute_copy as update number `steps` did: no checkpoint contains the copy."""
         if self.compute_copy is not None:
             key = None if self.seed is None or steps == 0 else rounding_key(self.seed, steps)
             self.backend.cast(self.parameters, self.compute_copy, key)

@@ -29,7 +29,7 @@ def divide(a, b):
 def power(x, exponent):
     """x ** exponent for a constant number."""
     y = x.data**exponent
-    reduced = exponent and exponent - 1  # for exponent 0 the slope is 0 * x**0 = 0, also at x = 0
+    reduced = exponent and exponent - 1  # exponent 0: the slope is 0 * x**0 = 0; x**-1 would be inf at x = 0
     return Tensor.from_op(y, (x,), lambda dy: (dy * exponent * x.data**reduced,))
 
 

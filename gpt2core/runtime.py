@@ -7,7 +7,7 @@ from gpt2core.errors import ConfigError
 
 
 class Results:
-    """The arrays that a call of a Compiled computes, valid until the next call, or if can_overlap the one after it."""
+    """The arrays of one call of a Compiled, valid until the next call; if can_overlap, until the call after that."""
 
     def __init__(self, arrays):
         self.arrays = arrays
@@ -18,7 +18,7 @@ class Results:
 
 
 class Compiled:
-    """compiled(*args) launches function(*args) and returns its Results. This class, for the host, only calls it.
+    """compiled(*args) launches function(*args) and returns its Results. On the host, it only calls `function`.
 
     A device may capture a call as a CUDA graph and replay it. Therefore the arguments of all calls must have the same
     structure and shapes: nested tuples and lists of NumPy arrays (copied to fixed addresses), device arrays (the same
@@ -67,17 +67,17 @@ class Runtime:
         return Compiled(function)
 
     def join(self):  # noqa: B027
-        """Make later work on the current stream wait until kernels have written all gradients to `out` arrays."""
+        """Make later work on the current stream wait until kernels have written all gradients to grad_buffers."""
 
     def after(self):
-        """A context manager: work inside waits for the gradients in `out` arrays, but the current stream does not."""
+        """A context manager: work inside waits for the gradients in grad_buffers, but the current stream does not."""
         return contextlib.nullcontext()
 
     def use_threads(self, count):  # noqa: B027
         """Let a product use `count` host threads. This is for generation, where there is no batch to divide."""
 
     def release_cached_memory(self):
-        """Return the unused blocks of the memory pool to the device: later sizes differ and would fragment them."""
+        """Return the unused blocks of the memory pool to the device: arrays of other sizes would fragment them."""
 
     def peak_memory(self):
         """The maximum number of bytes of device memory allocated so far, or None if it is not counted."""
@@ -102,7 +102,7 @@ class Runtime:
         return contextlib.nullcontext()
 
     def annotate(self, backend):
-        """From now on, name the ranges and kernels of `backend` for a profiler. Raises ConfigError: no profiler."""
+        """From now on, name the ranges and kernels of `backend` for a profiler. Raises ConfigError without profiler."""
         raise ConfigError(f"--nvtx: {self.name} has no profiler timeline; omit the flag")
 
     def notes(self, config):

@@ -36,7 +36,7 @@ class KVCache:
 
 @no_grad()
 def next_logits(model, ids, cache):
-    """The logits (V) of the token after `ids`, which follow the cached tokens; adds the keys and values of `ids`."""
+    """The logits (V) of the token after `ids`. `ids` follow the cached tokens; their keys and values are cached too."""
     ids = np.asarray(ids, np.int64)[None]
     logits = model.logits(ids, cache, last_only=True)
     cache.length += ids.shape[1]
@@ -50,7 +50,7 @@ class Decoder:
     block_size tokens. While the sequence fits in the block, a step computes one new position and reads the others from
     the KV cache. After that the window slides: each token gets another learned position, so the cached keys and values
     are no longer valid, and each step recomputes the whole window. All ranks of a tensor group have the same logits, so
-    equal rules sample the same token on every rank. A backend may give a faster function than next_logits.
+    equal rules sample the same token on every rank. A backend may pass a faster function for next_logits.
     """
 
     steps_ahead = 0  # number of further steps that may be launched before the tokens of a step are read

@@ -32,7 +32,7 @@ def is_recording():
 
 
 class Edge:
-    """A reference to the output of another node, without its array: only the closures `backward` keep arrays alive."""
+    """A reference to a tensor that a node made. It does not keep the tensor's array in memory; Node.backward may."""
 
     __slots__ = ("shape", "requires_grad", "node", "index")  # the tensor is output number `index` of `node`
     grad_buffer = None  # only a leaf may have a buffer
@@ -48,7 +48,7 @@ class Node:
     __slots__ = ("order", "parents", "backward", "n_outputs")
 
     def __init__(self, parents, backward, n_outputs):
-        self.order = next(_creation_order)  # larger than that of its inputs: descending order is reverse topological
+        self.order = next(_creation_order)  # larger than in its inputs' nodes: descending order is reverse topological
         self.parents = [parent if parent.node is None else Edge(parent) for parent in parents]
         self.backward, self.n_outputs = backward, n_outputs
 
@@ -77,8 +77,8 @@ class Tensor:
     def from_op(cls, data, parents, backward):
         """The result of an operation on `parents`; backward(dy) returns one gradient (or None) for each parent.
 
-        data: an array, or a tuple of arrays, which gives a tuple of tensors. Then backward takes one gradient for each
-        output: None if the output was not used.
+        data: an array, or a tuple of arrays. For a tuple, the result is a tuple of tensors, and backward takes one
+        gradient for each of them: None for a tensor that was not used.
         """
         outputs = data if isinstance(data, tuple) else (data,)
         tensors = tuple(cls(array, parents[0].backend) for array in outputs)
@@ -116,22 +116,22 @@ class Tensor:
         return f"Tensor(shape={self.shape}, dtype={self.dtype}, requires_grad={self.requires_grad})"
 
     def on_gradient(self, gradient):
-        """Called when the gradient of this leaf is complete, once in each backward pass (recompute() starts others).
+        """Called once in each backward pass, when it has computed the whole gradient of this leaf.
 
         This default adds the gradient to `grad`. To add in another order, or to send gradients during the rest of
-        backward, assign another function to `leaf.on_gradient`. It must copy the array, which backward() may reuse.
+        backward, assign another function to `leaf.on_gradient`. It must copy the array: backward() may overwrite it.
         """
         if self.grad is None:
-            self.grad = gradient.copy()  # primitives.add() returns the same array for both parents
+            self.grad = gradient.copy()  # another tensor may get the same array: see primitives.add()
         else:
             self.grad += gradient
 
     def backward(self, gradient=None, retain_graph=False):
         """Compute the gradients of all leaves of the graph that require gradients.
 
-        gradient: the gradient of this tensor, in its shape; the default for a tensor of one element is 1. The graph is
+        gradient: this tensor's gradient, of the same shape; the default for a tensor of one element is 1. The graph is
         freed during the pass unless `retain_graph`. Raises AutogradError for a graph that was freed or never recorded,
-        or if a tensor of several elements has no `gradient`; ShapeError if a gradient has not its tensor's shape.
+        or if `gradient` is missing for several elements; ShapeError if a gradient has another shape than its tensor.
         """
         if not self.requires_grad:
             raise AutogradError(
@@ -178,7 +178,7 @@ class Tensor:
 
 
 def reachable(root):
-    """The graph that computed `root`: (nodes, oldest first; {leaf: number of uses in the graph})."""
+    """The graph that computed `root`: (list of nodes, oldest first; {leaf: number of its uses in the graph})."""
     nodes, uses, stack = set(), {}, [root]
     while stack:
         tensor = stack.pop()

@@ -29,8 +29,8 @@ class Trainer:
 
     config: GPT2Config. backends: a list, one for each worker thread of this rank. world: the Communicator of all ranks.
     parallel: ParallelConfig. optimizer, loss_scale: dicts of keyword arguments of AdamW and LossScale. capture: whether
-    the device may capture a step and replay it. seed: seed of the initial parameters; None leaves them zero. The global
-    batch, batch_size (B) sequences of seq_len (T) tokens, is divided into `micro_batches`, over all ranks together.
+    the device may capture a step and replay it. seed: seed of the initial parameters; None leaves them zero.
+    micro_batches: number of parts of the global batch, which has batch_size (B) sequences of seq_len (T) tokens.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Trainer:
             fill(self, self.parameters, initial_parameters(config, seed) if self.world.is_root else None)
         self.optimizer.refresh_copy(self.steps)
         self.backend.runtime.release_cached_memory()
-        self.load_tuned(self.world.broadcast_object(self.backend.runtime.tuned))  # rank 0's, from an earlier run
+        self.load_tuned(self.world.broadcast_object(self.backend.runtime.tuned))  # rank 0's choices of an earlier run
 
     def allocate(self, rank_micro_batches, data, owners, capture):
         """Allocate the flat buffers (parameters, the copy that kernels read, gradients); set up their collectives."""
@@ -86,7 +86,7 @@ class Trainer:
                 worker.model.wait_on_read = self.all_gather.wait_on_read
 
     def make_optimizer(self, owners, options):
-        """AdamW over the arena. The norm counts a parameter that all tensor-parallel ranks hold only on their root."""
+        """AdamW over the arena. A parameter that a whole tensor group holds is added to the norm only by the root."""
         check_rounding(options.get("rounding", "nearest"), self.backend)
         tensor = self.mesh.tensor
         replicated = filter(tensor_parallel.is_replicated, self.arena.slices)
@@ -98,9 +98,9 @@ class Trainer:
         )  # fmt: skip
 
     def prepare(self, inputs, targets):
-        """Divide inputs, targets, (rows, T) integers on the host, into micro-batches: the argument `batch` of step().
+        """The argument `batch` of step(): inputs and targets, (rows, T) integers on the host, in micro-batches.
 
-        They are this rank's rows of the global batch. Raises ShapeError for a token outside the vocabulary.
+        The rows are this rank's part of the global batch. Raises ShapeError for a token outside the vocabulary.
         """
         for tokens in (inputs, targets):
             require_tokens("batch", tokens, self.config.vocab_size)
@@ -146,7 +146,7 @@ class Trainer:
             stop = self.optimizer.stop if self.loss_scale.state is None else None  # fp16 repeats the step instead
             norm, grad_scale = self.optimizer.norm_and_scale(gradients, self.loss_scale, stop)
             self.optimizer.update(gradients, grad_scale, hyper)
-        self.sent_by_update = self.bytes_sent() - sent_before  # a replay sends as many bytes, but does not count them
+        self.sent_by_update = self.bytes_sent() - sent_before  # a replay sends the same, but Python counts no bytes
         return [*losses, norm]
 
     def load_tuned(self, tuned, final=False):

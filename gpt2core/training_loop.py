@@ -1,4 +1,4 @@
-"""The training loop: training steps, between them evaluation and checkpoints, and the ways in which training ends."""
+"""The training loop: it runs the steps, evaluates and saves between them, and ends after the last step or a signal."""
 
 from gpt2core.errors import ConfigError, UserError
 from gpt2core.parallel.evaluation import evaluate
@@ -8,7 +8,7 @@ LOG_LOST = 255  # sent to the other ranks like the number of a signal: this rank
 
 
 class LogLost(UserError):
-    """The report of a step could not be written; all updates are kept, and saved if `save` is given."""
+    """The report of a step could not be written. All updates are kept, and saved if run() has the argument `save`."""
 
     def __init__(self, error, steps, shared):
         text = f"{error.filename or 'the output'}: {error.strerror or error}" if isinstance(error, OSError) else error
@@ -42,7 +42,7 @@ def run(
         return trainer.begin(batch, schedule(trainer.steps + len(trainer.in_flight)))
 
     def may_begin_next():
-        """Whether the next step may begin before the result of this step is read: nothing must happen between them."""
+        """Whether the next step may begin before the result of this step is read: only if no work lies between."""
         steps_after = trainer.steps + 1  # the number of updates after this step
         pause = stopping or steps_after >= steps or any(every and steps_after % every == 0 for every in pauses)
         return trainer.overlaps and not pause

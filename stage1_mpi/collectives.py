@@ -7,7 +7,7 @@ array of n bytes:
 
     all-reduce          rounds                 bytes a rank sends      seconds (without the additions)
     root                2 (p-1) at root        (p-1) n at root         2 (p-1) (alpha + n beta)
-    tree                2 log2 p               n log2 p at root        2 log2 p (alpha + n beta), less if in chunks
+    tree                2 log2 p               n log2 p at root        2 log2 p (alpha + n beta), less with chunks
     ring                2 (p-1)                2 (p-1)/p n             2 (p-1) alpha + 2 (p-1)/p n beta
     halving-doubling    2 log2 p               2 (p-1)/p n             2 log2 p alpha + 2 (p-1)/p n beta
     canonical, p = 2^k  2 log2 p               2 (p-1)/p n             2 log2 p alpha + 2 (p-1)/p n beta
@@ -27,7 +27,7 @@ from gpt2core.communicator import Handle, Solo, check_op, check_out, check_rank,
 from gpt2core.errors import ConfigError
 from gpt2core.parallel.tree_sum import tree_reduce
 
-CHUNK = 1 << 20  # most bytes of a chunk. Smaller chunks fit the cache better, but each further message costs alpha
+CHUNK = 1 << 20  # maximum bytes of a chunk. Smaller chunks fit the cache better, but each further message costs alpha
 
 
 def all_reduce(comm, x, op="sum", out=None, algorithm="ring"):
@@ -340,7 +340,7 @@ def _binomial_broadcast(comm, out, root):
 
 def _binomial_neighbours(rank, p):
     """(children, nearest first; parent, None for rank 0) in the tree with root 0. For p = 8 and rank 4: ([5, 6], 0)."""
-    lowest_bit = rank & -rank  # its distance to the parent; its children are nearer
+    lowest_bit = rank & -rank  # the distance to the parent; the children are nearer
     distances = [distance for distance in _powers_below(p) if distance < (lowest_bit or p)]
     parent = rank - lowest_bit if rank else None
     return [rank + distance for distance in distances if rank + distance < p], parent

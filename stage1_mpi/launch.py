@@ -34,7 +34,7 @@ class Implementation:
     hostfile_flag: str
     other_host_pattern: str  # matches a host file line in the other implementation's format
     host_format: str  # a host file line in the format of this implementation
-    host_options: tuple  # the names that may stand in `name=value` after a host, in addition to SLOTS
+    host_options: tuple  # names that are allowed in `name=value` after a host, in addition to SLOTS
     flags: tuple = ()  # flags of mpiexec that every job needs
     root_flags: tuple = ()  # flags that are added if the user is root, as in a container
 
@@ -234,8 +234,8 @@ def supervise(mpiexec_command):
             job.send_signal(signal.SIGTERM if received else FORWARDED_AS[number])
         received.append(number)
 
-    # mpiexec runs in a new session, so that Ctrl-C in a terminal does not reach it directly. In a new session it cannot
-    # read from the terminal; if standard input is a pipe or a file, mpiexec inherits it.
+    # mpiexec runs in a new session, so that Ctrl-C in a terminal does not reach it directly. In a new session mpiexec
+    # cannot read from the terminal, so it gets no input; it inherits standard input only if that is a pipe or a file.
     no_input = sys.stdin is None or sys.stdin.isatty()
     stdin = subprocess.DEVNULL if no_input else None
     job = subprocess.Popen(mpiexec_command, stdin=stdin, start_new_session=True, preexec_fn=end_with_parent)

@@ -1,13 +1,13 @@
 """MpiCommunicator: ranks are processes on one or many hosts; a rank that waits yields its core to other processes.
 
-A blocking collective runs in the caller's thread. The `_start` form (all_reduce_start, ...) runs in a background thread
-of its communicator. This thread runs its collectives in the order of the calls.
+The `_start` form of a collective (all_reduce_start, ...) runs in a background thread of the communicator, in the order
+of the calls. The blocking form runs in the caller's thread, unless an earlier operation is still pending.
 
 An MPI library waits in a loop that uses a whole core (it "spins"). If ranks share a core, a rank that spins slows a
 rank that computes. So this class waits by polling: it asks MPI whether the operation is complete, with growing sleeps
-between the polls. Only the messages inside a collective may spin, if each rank has enough cores. A blocking MPI call
-cannot be polled. Before such a call all ranks pass an Ibarrier (a non-blocking barrier), which can be polled. They then
-enter the call at about the same time, and inside it they wait only for data.
+between the polls. Messages may spin only inside a collective, and only if each rank has enough cores. A blocking MPI
+call cannot be polled. Before such a call all ranks pass an Ibarrier (a non-blocking barrier), which can be polled. They
+then enter the call at about the same time, and inside it they wait only for data.
 """
 # p: number of ranks in the group; n: bytes of x on one rank
 
@@ -38,7 +38,7 @@ from stage1_mpi import collectives
 from stage1_mpi.watchdog import watch_world
 
 NATIVE = "mpi"  # the algorithm name that selects the MPI library's own collectives
-OURS_MIN_BYTES = 1 << 24  # size of a result from which on our all_gather and all_to_all are faster than MPICH's
+OURS_MIN_BYTES = 1 << 24  # minimum bytes of a result for which our all_gather and all_to_all beat MPICH's
 MAX_CALL_BYTES = 1 << 30  # most bytes of one MPI call: Open MPI 4 cannot count more than 2**31 elements or bytes
 BUSY_POLL = 5e-5  # seconds of polling without sleep
 SLEEP_FRACTION = 1 / 20  # after BUSY_POLL, each sleep is this fraction of the time waited so far
@@ -55,7 +55,7 @@ class MpiCommunicator(Communicator):
     Sums use the algorithm "canonical" of stage1_mpi.collectives. use_collectives() selects another algorithm of that
     module, or "mpi": the MPI library's own collectives. The order of the library's sums is unknown, so its
     reduce_scatter may round differently from its all_reduce. broadcast always calls the library; so do all_gather and
-    all_to_all if the result is smaller than OURS_MIN_BYTES. Larger ones use stage1_mpi.collectives.
+    all_to_all if the result is smaller than OURS_MIN_BYTES, otherwise they use stage1_mpi.collectives.
 
     bytes_sent counts the messages of stage1_mpi.collectives. How many bytes a library call sends is unknown. For such
     a call bytes_sent grows by a formula: all_reduce 2 (p-1)/p n (rounded down), reduce_scatter and all_to_all
@@ -206,7 +206,7 @@ class MpiCommunicator(Communicator):
         return self._checked(x, out, x.shape, native, (p - 1) * x.nbytes if self.rank == root else 0)
 
     def _checked(self, x, out, shape, run, library_bytes=0):
-        """Check `out`, count the bytes of a library call, and return `run`; in a group of one, return a copy to out."""
+        """Check `out`, count the bytes of a library call, return `run`; for a group of one, a function that copies."""
         check_out(out, shape, x.dtype)
         if self.size == 1:
             return lambda: Solo().broadcast(x, out=out)
@@ -257,7 +257,7 @@ class MpiCommunicator(Communicator):
         _poll(self._comm.Ibarrier().Test)
 
     def _barrier_before_spinning(self):
-        """A barrier before messages that may spin. With more ranks than cores none spins, so no barrier is needed."""
+        """A barrier before messages that may spin. It is omitted with more ranks than cores: then no message spins."""
         if self._cores_per_rank:
             self._polled_barrier()
 

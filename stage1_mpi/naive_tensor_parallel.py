@@ -3,7 +3,7 @@
 This file needs only NumPy and an mpi4py communicator. The example is fc_o, the output projection of attention. The
 heads are divided over mp_size ranks, so on each rank the input of fc_o is x (batch, seq, in_dim / mp_size), the
 features of its own heads. If the weight is divided by columns, w (in_dim, out_dim / mp_size), a rank needs the features
-of all ranks to compute x @ w, and then the columns of all ranks for the output:
+of all ranks to compute x @ w, and then the columns of all ranks for the output (d x is the gradient of x):
 
     forward    x -> naive_collect_forward_input -> @ w -> naive_collect_forward_output -> out, complete on every rank
     backward   d out -> naive_collect_backward_output -> @ w.T -> naive_collect_backward_x -> d x, own features
@@ -18,12 +18,12 @@ backward. So the output of fc_o is collected in one of two ways, and the shape o
 tests/stage1/test_naive_tensor_parallel.py trains both, checks that the numbers agree, and counts the bytes.
 """
 # A replica of the model has p = mp_size ranks (model-parallel index mp_idx); there are dp_size replicas (index dp_idx).
-# rank = dp_idx * p + mp_idx. d x is the gradient of x.
+# rank = dp_idx * p + mp_idx
 
 import numpy as np
 
 COLUMNS = ("fc_q", "fc_k", "fc_v")  # projections whose output dimension is divided
-ROWS = ("fc_o",)  # projections whose input dimension is divided
+ROWS = ("fc_o",)  # projections whose input dimension is divided by get_info(), as in Megatron-LM
 MPI_TYPES = "bBhHiIlLqQfdFD"  # NumPy's dtype.char of the types that every MPI library has; float16 is not one of them
 
 
@@ -47,8 +47,9 @@ def get_info(comm, rank, mp_size, dp_size, fc_layer, in_dim, out_dim):
 
     mp_comm contains the ranks of this replica; dp_comm contains the ranks with the same mp_idx, one of each replica.
     part_in_dim, part_out_dim: the shape of this rank's weight. "fc_q", "fc_k" and "fc_v" divide out_dim by mp_size,
-    "fc_o" divides in_dim. All ranks of `comm` must call this function. Raises ValueError if the sizes do not fit the
-    communicator, if mp_size does not divide the dimension, or for an unknown layer.
+    "fc_o" divides in_dim. This is Megatron's division by rows; the naive scheme above divides fc_o by columns instead.
+    All ranks of `comm` must call this function. Raises ValueError if the sizes do not fit the communicator, if mp_size
+    does not divide the dimension, or for an unknown layer.
     """
     if comm.Get_size() != mp_size * dp_size:
         raise ValueError(f"mp_size {mp_size} x dp_size {dp_size} is not the communicator's size {comm.Get_size()}")
@@ -97,7 +98,11 @@ naive_collect_forward_output = naive_collect_forward_output_gather  # the form f
 
 
 def naive_collect_backward_output(output_grad, mp_group_idx, mp_size):
-    """This rank's columns of output_grad (batch, seq, out_dim) -> (batch, seq, out_dim / mp_size). Nothing is sent."""
+    """This rank's columns of output_grad (batch, seq, out_dim) -> (batch, seq, out_dim / mp_size).
+
+    Nothing is collected or sent, because every rank has the whole output_grad. The name of the function and of
+    mp_group_idx, which is this rank's mp_idx, are those of a course assignment (CSE 234, UC San Diego).
+    """
     grad = with_axes(output_grad, "output_grad")
     if mp_group_idx not in range(mp_size):
         raise ValueError(f"mp_group_idx {mp_group_idx} is not in a group of {mp_size}")

@@ -152,7 +152,7 @@ class Processes:
         return next((state - ABORTING for state in self._states[:] if state >= ABORTING), None)
 
     def cause(self, descriptor):
-        """The process of `descriptor` has ended: an error text if it ended abnormally, else None."""
+        """Called when the process of `descriptor` has ended: returns an error text, or None if it ended normally."""
         index, name = self._watched[descriptor]
         if self._states[index] == ENDING:
             return None
@@ -161,7 +161,7 @@ class Processes:
 
 
 def namespace_split(host):
-    """The arguments (color, key) that split `host` into groups whose ranks can open pidfds of each other."""
+    """The arguments (color, key) of host.Split() for groups in which the ranks can open pidfds of each other."""
     try:
         os.close(os.pidfd_open(os.getpid()))
         namespace = os.stat("/proc/self/ns/pid").st_ino
@@ -210,7 +210,7 @@ class Heartbeat:
     def cause(self):
         """Send a heartbeat. Returns an error text if the left neighbour has been silent for too long, else None."""
         now = time.monotonic()
-        # If this process itself was stopped for a while, it could not receive: that is not the neighbour's silence.
+        # If this process itself was stopped for a while, count that as a heartbeat: the neighbour may have sent some.
         heard = now - self._last_check > 3 * PERIOD
         self._last_check = now
         with contextlib.suppress(RuntimeError):  # MPI raises it if a neighbour is lost or has ended normally

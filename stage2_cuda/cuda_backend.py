@@ -128,7 +128,7 @@ class CudaBackend(FusedHead, Backend):
     # -- products and gradients of parameters --------------------------------------------------------------------------
 
     def product(self, a, b, **options):
-        """op(a) @ op(b) (N, K) as a new array. options: those of Products.multiply, and dtype (default: that of a)."""
+        """a @ b (N, K) as a new array. options: of Products.multiply (trans_a, ...), and dtype (default: a.dtype)."""
         n = a.shape[1] if options.get("trans_a") else a.shape[0]
         k = b.shape[0] if options.get("trans_b") else b.shape[1]
         out = self.xp.empty((n, k), options.pop("dtype", a.dtype))
@@ -148,7 +148,7 @@ class CudaBackend(FusedHead, Backend):
         return gradients
 
     def weight_gradient(self, out, x, dy):
-        """The gradient x' dy (C, K) of a weight, for x (N, C) and dy (N, K). out: an array to write to, or None."""
+        """The gradient x.T @ dy (C, K) of a weight, for x (N, C) and dy (N, K). out: an array to write to, or None."""
         shape = x.shape[1], dy.shape[1]
         return self.gradients([out], shape, lambda dw: self.products.multiply(dw, x, dy, trans_a=True), x, dy)[0]
 
@@ -239,7 +239,7 @@ class CudaBackend(FusedHead, Backend):
         dx, partials = self.like(s), self.floats(*layernorm.layernorm_partials_shape(*s.shape))
         ds = None if ds is None else rows(self.xp.ascontiguousarray(ds))
         layernorm.residual_layernorm_backward(dx, partials, ds, rows(dy), s, w, mean, rstd)
-        given = [out[1], out[2], *out[:has_bias]]  # for dw, db, and for da_bias if there is a bias
+        given = [out[1], out[2], *out[:has_bias]]  # the entries for dw, db, and da_bias if a_bias was given
         dw, db, *da_bias = self.gradients(
             given, w.shape, lambda *sums: column_sums.add_partials(partials, *sums), partials
         )

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 # Two sizes of all-reduce are measured: a large one of at most LARGE bytes, and a small one of 1 / PARTS of its bytes.
 LARGE, PARTS = 10**8, 64
 REPEATS = (4, 32)  # all-reduces per round, of the large and of the small size
-WARM_UP, ROUNDS = 2, 5  # rounds before the measurement (connect the ranks, then capture), and measured rounds
+WARM_UP, ROUNDS = 2, 5  # rounds before the measurement, which connect the ranks and capture; measured rounds
 SMALLEST = 10**6  # bytes of a bucket: the time of a smaller message is mostly that of the host, not of the transfer
 
 
@@ -46,7 +46,7 @@ def measured_bucket(group, gradients, backend, capture, clock=time.perf_counter)
     sizes = [min(gradients.nbytes, LARGE) // parts for parts in (1, PARTS)]
     arrays = [gradients[: size // gradients.itemsize] for size in sizes]
     large, small = (
-        seconds(group, x, backend, capture, repeats, clock) for x, repeats in zip(arrays, REPEATS, strict=True)
+        time_all_reduce(group, x, backend, capture, repeats, clock) for x, repeats in zip(arrays, REPEATS, strict=True)
     )
     beta = (large - small) / (arrays[0].nbytes - arrays[1].nbytes)
     alpha = small - beta * arrays[1].nbytes
@@ -54,15 +54,15 @@ def measured_bucket(group, gradients, backend, capture, clock=time.perf_counter)
     return BucketSize(alpha, beta, round(best / 1e6))
 
 
-def seconds(group, x, backend, capture, repeats, clock):
+def time_all_reduce(group, x, backend, capture, repeats, clock):
     """Seconds per all-reduce of x: the median over rounds of the mean of `repeats` calls."""
 
-    def sums():
+    def all_reduces():
         for _ in range(repeats):
             group.all_reduce(x, out=x)
         return []
 
-    step, rounds = backend.runtime.compile_step(sums, capture), []
+    step, rounds = backend.runtime.compile_step(all_reduces, capture), []
     for _ in range(WARM_UP + ROUNDS):
         began = clock()
         step()

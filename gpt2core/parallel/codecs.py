@@ -12,7 +12,7 @@ GROUP = 256  # elements that share one scale in int8
 
 def encode_fp16(x):
     """x (..., m) float32 -> bytes (..., 2m) uint8: clipped to the range of fp16, rounded to nearest."""
-    return np.clip(x, -65504, 65504).astype(np.float16).view(np.uint8)  # an infinite code would give an infinite error
+    return np.clip(x, -65504, 65504).astype(np.float16).view(np.uint8)  # inf would make the rounding error infinite
 
 
 def decode_fp16(code):
@@ -23,6 +23,7 @@ def encode_bf16(x):
     """x (..., m) float32 -> bytes (..., 2m) uint8: the upper 16 bits, rounded to nearest, ties to even."""
     bits = x.view(np.uint32)
     rounded = bits + (0x7FFF + (bits >> 16 & 1))
+    # rounding could turn NaN into infinity: set a bit of the mantissa instead
     return (np.where(np.isnan(x), bits | 1 << 22, rounded) >> 16).astype(np.uint16).view(np.uint8)
 
 

@@ -25,7 +25,7 @@ class Compressed:
         self.codec, self.gradients, self.group, self.xp = codec, gradients, group, xp
         if gradients.dtype != np.float32:
             raise ConfigError(f"--compress {codec.kind}: needs float32 gradients, not {gradients.dtype}; omit the flag")
-        self.errors = {}  # first element of a slice -> (errors of this rank's gradients (p, m), of its sums (m))
+        self.errors = {}  # index of a slice's first element -> (errors of gradients (p, m), of this rank's sums (m))
 
     def reduce_start(self, part):
         """Start the all-reduce of the slice `part` of the gradients, in place; return its handle."""

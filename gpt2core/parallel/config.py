@@ -15,14 +15,14 @@ class ParallelConfig:
     bucket_mb: float | None = BUCKET_MB  # minimum bucket size in 10^6 bytes; None: measure the best size
     compress: str = "none"  # format of gradients in messages: none (fp32), fp16, bf16, int8
     zero: int = 0  # 1: each data-parallel rank stores the optimizer state of only its part of the arena (ZeRO-1)
-    zero_gather: str = "end"  # --zero 1: all-gather parameters at the "end" of a step, or in the next "forward" pass
+    zero_gather: str = "end"  # with zero 1, parameters are all-gathered at the "end" of a step or in the next "forward"
 
 
 def plan_micro_batches(batch_size, micro_batches, threads, ranks, deterministic):
-    """Return (number of micro-batches of the global batch, threads per rank).
+    """Return (number of micro-batches of the global batch, threads per rank: `threads` or fewer).
 
-    micro_batches: the number to use, or None for the default. deterministic: the number must be a power of two that
-    ranks and threads divide; the default is 8, or less if the batch size is not divisible by 8. Not deterministic: the
+    micro_batches: the number to use, or None for the default. deterministic: the number must be a power of two and
+    divisible by `ranks`; the default is 8, or less if the batch size is not divisible by 8. Not deterministic: the
     default is one micro-batch per thread. Raises ConfigError, with advice, for numbers that are not possible.
     """
     if batch_size < 1:

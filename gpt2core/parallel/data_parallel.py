@@ -1,11 +1,11 @@
-"""Data parallelism: the gradients are summed over the ranks. The four strategies differ in the messages.
+"""Data parallelism: gradients are summed over ranks. The strategies (--dp) differ in when and in what parts they send:
 
                                         sent after backward     sent during backward
     a message has one parameter             naive                   overlap
     a message has several parameters        flat (all)              bucket
 
-With canonical collectives all strategies give the same bits, because each element is summed over the ranks in the same
-order. In every strategy the update waits for the last message, because it needs the norm of the whole gradient.
+With --collectives canonical all strategies give the same bits, because each element is summed over the ranks in the
+same order. In every strategy the update waits for the last message, because it needs the norm of the whole gradient.
 """
 
 from gpt2core.errors import ConfigError
@@ -36,7 +36,7 @@ class DataParallel:
         self.missing, self.handles = list(self.sizes), []  # missing: number of incomplete gradients of each bucket
 
     def completed(self, name):
-        """Called when this rank's gradient of `name` is complete. If eager, a bucket's last gradient starts its sum."""
+        """Called when this rank's gradient of `name` is complete. If eager, it starts the sum of a complete bucket."""
         number = self.bucket_of[name]
         self.missing[number] -= 1
         if self.eager and not self.missing[number]:

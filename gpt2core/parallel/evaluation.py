@@ -7,7 +7,7 @@ from gpt2core.parallel.steps_in_flight import total_loss
 
 
 def evaluate(trainer, windows):
-    """The mean cross-entropy of all windows inside the corpus, in nats per token. All ranks must call this function.
+    """The mean cross-entropy, in nats per token, of all windows inside the corpus. All ranks must call this function.
 
     Raises Diverged if the mean is not finite.
     """

@@ -6,7 +6,8 @@ import numpy as np
 class GroupSampler:
     """A sampling rule for a group: it averages the logits of all ranks, samples on the root, broadcasts the token.
 
-    choose: the sampling rule of the root (sampler.py), logits (V) -> token.
+    All ranks compute the same logits, possibly with other rounding errors. choose: the root's sampling rule
+    (sampler.py), logits (V) -> token.
     """
 
     def __init__(self, choose, group):

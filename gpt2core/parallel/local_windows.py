@@ -21,7 +21,7 @@ class LocalWindows(Windows):
         self.windows_per_part = math.ceil(self.windows_per_epoch / ranks)
 
     def batch(self, position, count):
-        """As Windows.batch. position: the windows of all ranks in earlier steps, plus rank * count."""
+        """As Windows.batch. position: number of windows that all ranks read in earlier steps, plus rank * count."""
         return super().batch((position - self.rank * count) // self.ranks, count)
 
     def _shuffled_start(self, window):

@@ -14,7 +14,7 @@ class LossScale:
     then the device skips the update, and the step is repeated. The default values are those of PyTorch.
 
     state: (2) float32 on the device, updated by Backend.clip: the factor, and the number of finite gradients since the
-    factor changed. In all other precisions no loss is scaled: state is None, and `factor` is 1.
+    factor changed. In all precisions except fp16 no loss is scaled: state is None, and `factor` is 1.
     """
 
     SMALLEST = 1.0  # at factor 1 an overflow is not caused by scaling, so training ends if the factor falls below 1

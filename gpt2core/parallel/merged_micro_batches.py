@@ -1,8 +1,8 @@
-"""How many micro-batches a worker computes in one call of each kernel, with the bits of one call per micro-batch.
+"""The number of micro-batches that a worker computes by one call of each kernel; no bit of the results may change.
 
-A row of activations, or of their gradients, depends on no other sequence. So the rows of several micro-batches can
+A row of activations, or of their gradients, depends only on its own sequence. So the rows of several micro-batches can
 share one matrix product. A gradient of a parameter is a sum over rows: with Backend.micro_batches > 1, a kernel
-computes this sum for each micro-batch, and adds the sums in the canonical order.
+computes this sum for each micro-batch, and adds the sums in the canonical order (tree_sum.py).
 """
 
 import numpy as np
@@ -13,18 +13,19 @@ ACTIVATIONS = 450e6  # bytes that the activations of merged micro-batches may ta
 
 
 def merged_micro_batches(config, shapes, pool, count, shape, tensor_group):
-    """The number of micro-batches in one call: a power of two that divides the number of micro-batches of one worker.
+    """The number of merged micro-batches: a power of two that divides the number of micro-batches of one worker.
 
     shapes: {name: shape} of this rank's parameters; count: its micro-batches; shape: (B, T) of its batch. The result is
     the largest number whose activations fit in ACTIVATIONS, and that changes no bit of a matrix product with this BLAS.
-    It is 1 if the backend merges none, or if the micro-batches differ in size. A tensor group has one number.
+    It is 1 if the backend does not merge, or if the micro-batches differ in size. All ranks of a tensor group get the
+    same number.
     """
     backend, (B, T), merged = pool.backends[0], shape, 1
     if backend.merges_micro_batches and B % count == 0:
-        rows, each = B // count * T, count // pool.size  # rows of a micro-batch, micro-batches of a worker
+        rows, per_worker = B // count * T, count // pool.size  # rows of a micro-batch, micro-batches of a worker
         per_token = config.n_layer * (18 * config.n_embd + config.n_head * T)  # numbers that forward keeps for backward
         limit = ACTIVATIONS / (pool.size * rows * per_token * np.dtype(backend.dtype).itemsize)
-        while each % (2 * merged) == 0 and 2 * merged <= limit:
+        while per_worker % (2 * merged) == 0 and 2 * merged <= limit:
             merged *= 2
         matrices = {shape for name, shape in shapes.items() if len(shape) == 2 and not name.endswith("wpe.weight")}
         while merged > 1 and not all(rows_are_independent(backend, rows, merged, *size) for size in matrices):
@@ -33,13 +34,13 @@ def merged_micro_batches(config, shapes, pool, count, shape, tensor_group):
 
 
 def rows_are_independent(backend, rows, parts, C, K):
-    """Whether a product of (parts * rows, C) and (C, K), and its input gradient, have the bits of separate products."""
+    """Whether (parts * rows, C) @ (C, K) has the bits of `parts` separate products; also for the input's gradient."""
     rng = np.random.default_rng(0)
     w = rng.standard_normal((C, K)).astype(backend.dtype)
     for n, matrix in ((C, w), (K, w.T)):
         x = rng.standard_normal((parts * rows, n)).astype(backend.dtype)
-        whole = backend.matmul(x, matrix)
+        together = backend.matmul(x, matrix)
         for part in even_slices(len(x), parts):
-            if not np.array_equal(whole[part], backend.matmul(x[part], matrix)):
+            if not np.array_equal(together[part], backend.matmul(x[part], matrix)):
                 return False
     return True

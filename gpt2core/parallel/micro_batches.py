@@ -2,9 +2,9 @@
 
 A worker is a thread that runs consecutive micro-batches one after another, or `merged` of them in one call of each
 kernel (merged_micro_batches.py). The canonical order adds numbers in a fixed binary tree (tree_sum.py), and a worker
-has a subtree. It adds a gradient to a partial sum as soon as backward completes it. The worker that completes a
-parameter last adds the sums of all workers, and calls on_complete(name) to start the sum over the ranks. If the numbers
-of workers and ranks are powers of two, the bits of the sum do not depend on them.
+adds one subtree. As soon as backward completes a gradient, the worker adds it to a partial sum. The worker that is last
+to complete a parameter adds the sums of all workers, and calls on_complete(name) to start the sum over the ranks. If
+the numbers of workers and ranks are powers of two, the bits of the sum do not depend on these numbers.
 """
 
 import math
@@ -23,9 +23,9 @@ SUM_BLOCK = 1 << 15  # elements that are summed at a time, so that they stay in 
 
 
 class Worker:
-    """One thread's model, with shared parameters, a backend of its own, and partial sums of gradients.
+    """One thread's model, with shared parameters, its own backend, and the partial sums of gradients of `count` passes.
 
-    completed(name) is called when a parameter's gradient is summed over `count` calls of `merged` micro-batches each.
+    A pass is forward and backward of `merged` micro-batches. The last pass calls completed(name) for each finished sum.
     """
 
     def __init__(self, config, arena, parameters, backend, count, group, completed, merged=1):
@@ -33,7 +33,7 @@ class Worker:
         levels = max(1, (count - 1).bit_length())  # one partial sum per binary digit of count - 1
         self.partial_sums = [backend.zeros((arena.size,), backend.dtype) for _ in range(levels)]
         self.views = [arena.views(flat) for flat in self.partial_sums]
-        losses = backend.zeros((count * merged,), np.float64)  # of each call: its loss, then merged - 1 zeros
+        losses = backend.zeros((count * merged,), np.float64)  # of each pass: its loss, then merged - 1 zeros
         self.losses = [losses[number : number + 1].reshape(()) for number in range(count * merged)]
         self.tensors = {}
         for name, array in arena.views(parameters).items():
@@ -41,9 +41,9 @@ class Worker:
             tensor.on_gradient = lambda gradient, name=name: self.collect(name, gradient)
             if count == 1:  # there is nothing to add: kernels write the gradient directly to the sum
                 tensor.grad_buffer = self.views[0][name]
-            if merged > 1 and config.tied and "wte" in name:  # logits and embedding add to that of each micro-batch
+            if merged > 1 and config.tied and "wte" in name:  # its two uses add to one gradient per micro-batch
                 tensor.grad_buffer = backend.empty((merged, *array.shape), backend.dtype)
-        self.done = 0  # number of calls of this step whose gradients have been added
+        self.done = 0  # number of passes of this step whose gradients have been added
         self.model = GPT2(config, self.tensors, group)
 
     @property
@@ -52,9 +52,9 @@ class Worker:
         return self.partial_sums[-1]
 
     def collect(self, name, gradient):
-        """Add one parameter's gradient of the current call to the partial sums; sum i has 2**i calls."""
-        levels, buffer = merged_levels(self.done, self.count), self.tensors[name].grad_buffer
-        if not levels and (buffer is None or buffer.ndim > gradient.ndim):  # it is not in views[0] yet
+        """Add one parameter's gradient of the current pass to the partial sums; sum i is over 2**i passes."""
+        levels, buffer = levels_to_add(self.done, self.count), self.tensors[name].grad_buffer
+        if not levels and (buffer is None or buffer.ndim > gradient.ndim):  # not written to views[0] by a kernel
             self.views[0][name][...] = gradient
         for level in levels:
             # as in a binary counter with carry: the last addition writes to the next level, others to their own level
@@ -66,7 +66,7 @@ class Worker:
             self.completed(name)
 
     def run(self, batch, scale, dloss):
-        """batch: [(ids, targets) of each call] -> their losses; the sum of their gradients is in `gradients`.
+        """batch: [(ids, targets) of each pass] -> their losses; the sum of their gradients is in `gradients`.
 
         A loss is `scale` times a sum over tokens. dloss: array of shape (), the gradient with which backward begins.
         """
@@ -83,8 +83,8 @@ class Worker:
         return self.losses
 
 
-def merged_levels(done, count):
-    """Partial sums to add to the gradient of call `done`: its trailing 1 bits, or all 1 bits for the last call."""
+def levels_to_add(done, count):
+    """The partial sums to add to the gradient of pass `done`: its trailing 1 bits; in the last pass, all its 1 bits."""
     levels = [level for level in range(done.bit_length()) if done >> level & 1]
     if done < count - 1:
         levels = [level for i, level in enumerate(levels) if level == i]
@@ -96,9 +96,9 @@ class MicroBatches:
 
     parameters: the flat buffer that all workers read. pool: the WorkerPool. tensor_group: the ranks that divide each
     layer; each worker gets a communicator of its own, because workers call collectives at the same time. shape: (B, T)
-    of this rank's batch, for which micro-batches are merged; None: none are merged. on_complete(name) is called during
-    backward when this rank's gradient of a parameter is complete: by any worker's thread, one call at a time, in the
-    same order on every rank. Raises ConfigError unless pool.size divides `count`.
+    of this rank's batch; None: no micro-batches are merged. on_complete(name) is called during backward when this
+    rank's gradient of a parameter is complete: by any worker's thread, one call at a time, in the same order on every
+    rank. Raises ConfigError unless pool.size divides `count`.
     """
 
     def __init__(self, config, arena, parameters, pool, count, tensor_group, shape=None):
@@ -111,23 +111,23 @@ class MicroBatches:
         self.on_complete = lambda name: None
         self.lock, self.completed = threading.Lock(), dict.fromkeys(arena.slices, 0)
         self.merged = merged_micro_batches(config, arena.shapes, pool, count, shape, tensor_group) if shape else 1
-        calls, completed = count // pool.size // self.merged, self.worker_completed
+        passes, completed = count // pool.size // self.merged, self.worker_completed
         self.workers = [
-            Worker(config, arena, parameters, backend, calls, tensor_group.split(0), completed, self.merged)
+            Worker(config, arena, parameters, backend, passes, tensor_group.split(0), completed, self.merged)
             for backend in pool.backends
         ]
         self.gradients = self.workers[0].gradients  # the flat sum of this rank's gradients, after backward()
 
     def deal(self, inputs, targets, rows, merged=1):
-        """[[(inputs, targets) of each call] of each worker]: inputs, targets (B, T) divided in order, `merged` a call.
+        """Divide inputs, targets (B, T) in order -> [[(inputs, targets) of each pass] of each worker].
 
-        A micro-batch has the size for a batch of `rows` sequences; if B is smaller, the last ones are short or empty.
+        A pass has `merged` micro-batches, of the size for `rows` sequences; if B < rows, the last are short or empty.
         """
         batches = [(inputs[part], targets[part]) for part in even_slices(rows, self.count // merged)]
         return [batches[part] for part in even_slices(len(batches), self.pool.size)]
 
     def backward(self, batch, scale, dloss):
-        """batch: from deal() -> the losses of the micro-batches in order, arrays of shape () that the next call reuses.
+        """batch: from deal() -> the losses of the micro-batches in order, arrays of shape () that the next step reuses.
 
         Writes the flat sum of all gradients, times `dloss`, to `gradients`; read it after `runtime.join()`.
         """

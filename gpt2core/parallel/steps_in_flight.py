@@ -1,7 +1,7 @@
 """PendingStep: a launched training step. Its result() reads the loss, or raises Diverged.
 
-If the device replays a captured step, the host launches step n + 1 before it reads the loss of step n. Then the device
-does not wait for the host between two steps:
+If the device replays a captured step (a CUDA graph), the host launches step n + 1 before it reads the loss of step n.
+Then the device does not wait for the host between two steps:
 
     device   | step n      | step n + 1               | step n + 2
     host     | begin n + 1 | result of n, begin n + 2 | ...
@@ -34,18 +34,18 @@ class Step:
 
 
 class PendingStep:
-    """A launched training step; result() waits for it. number: of the update, from 1. lr: the learning rate."""
+    """A launched training step; result() waits for it. number: the number of the update, from 1. lr: learning rate."""
 
     def __init__(self, trainer, batch, lr, number):
         self.trainer, self.batch, self.lr, self.number = trainer, batch, lr, number
-        self.began, self.sent, self.skipped = time.perf_counter(), 0, 0
+        self.began, self.sent, self.repeats = time.perf_counter(), 0, 0
         self.results = self.launch()
 
     def launch(self):
         """Launch the step on the device, and return its runtime.Results."""
         trainer = self.trainer
         results = trainer.compiled(self.batch, trainer.optimizer.hyperparameters(self.number, self.lr))
-        if trainer.tuned is None:  # the first step timed the candidates: all ranks use rank 0's choices
+        if trainer.tuned is None:  # the first step has timed kernels: all ranks use rank 0's choices
             trainer.tuned = trainer.world.broadcast_object(trainer.backend.runtime.tuned)
             trainer.load_tuned(trainer.tuned, final=True)
         return results
@@ -63,15 +63,15 @@ class PendingStep:
         """Return the Step. signal: the number of a signal that this rank has received, or 0; see Trainer.stopped_by.
 
         If a gradient overflows in fp16, the step is repeated with the same batch and half the loss scale, so no batch
-        is lost. Raises Diverged if the loss or norm is not finite; in fp16, for the norm only if the loss scale cannot
-        be smaller. In this case neither this step nor a later step in flight has changed a parameter.
+        is lost. Raises Diverged if the loss or the norm is not finite; in fp16, for the norm only if the loss scale is
+        below its minimum. Then neither this step nor a later step in flight has changed a parameter.
         """
         trainer = self.trainer
         if trainer.in_flight[0] is not self:
             raise ValueError("read the result() of the earlier step first")
         loss, norm = self.read(signal)
         while trainer.loss_scale.skips(loss, norm):
-            self.skipped += 1
+            self.repeats += 1
             self.check_scale()
             self.results = self.launch()
             loss, norm = self.read(signal)
@@ -89,7 +89,7 @@ class PendingStep:
         scale = trainer.loss_scale.value
         return Step(
             trainer.steps - 1, loss, self.lr, norm, trainer.batch_size * trainer.seq_len / seconds, seconds, scale,
-            None if scale is None else self.skipped, None, self.sent or None,
+            None if scale is None else self.repeats, None, self.sent or None,
         )  # fmt: skip
 
     def check_scale(self):

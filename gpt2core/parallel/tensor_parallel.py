@@ -6,10 +6,12 @@
 # multiplies by its columns of the first matrix, then by its rows of the second. Nothing is sent between the two
 # products; one all-reduce adds the results of all ranks. What each rank computes, and what the ranks send:
 #
-#                      forward                                                  backward
-#     embedding        the rows of its tokens; all-reduce                       gradient of its rows
-#     attention, MLP   its columns, its heads or gelu, its rows; all-reduce     all-reduce of the input's gradient
-#     cross-entropy    its logits; all-reduces of 3 numbers per row             all-reduce of the input's gradient
+#                      forward                                                          backward
+#     embedding        the rows of its tokens; all-reduce                               gradient of its rows
+#     attention, MLP   its columns, then its heads or gelu, then its rows; all-reduce   all-reduce of dx
+#     cross-entropy    its logits; all-reduces of 3 numbers for each token              all-reduce of dx
+#
+# dx is the gradient of the input. The embedding divides its rows (the tokens), and the logits are divided like them.
 #
 # model.py contains the forward pass, which has the group as an argument. This file defines how parameters are split.
 

@@ -86,7 +86,7 @@ class ThreadCommunicator(Communicator):
         x = np.asarray(x)
         check_peer(to, self.rank, self.size, "to")
         self.bytes_sent += x.nbytes
-        return self._message(self.rank, to, tag, x, np.array(x, order="C"), lambda parts: None, owned=x)
+        return self._message(self.rank, to, tag, x, np.array(x, order="C"), lambda parts: None, original=x)
 
     def recv_start(self, out, source, tag=0):
         check_peer(source, self.rank, self.size, "source")
@@ -119,20 +119,21 @@ class ThreadCommunicator(Communicator):
             return _copied(combined[index], out)
 
         call = f"{name} of {x.dtype} {x.shape}"
-        return self._post("collective", range(self.size), call, np.array(x, order="C"), in_rank_order, take, owned=x)
+        return self._post("collective", range(self.size), call, np.array(x, order="C"), in_rank_order, take, original=x)
 
-    def _message(self, source, to, tag, x, part, take, owned=None):
-        """Handle of one end of a message like x. part: a copy of x on the sender, None on the receiver. See _post."""
-        call = f"message from rank {self._group.members[source]} to {self._group.members[to]}, tag {tag}"
-        return self._post((source, to, tag), (source, to), f"{call}, of {x.dtype} {x.shape}", part, dict, take, owned)
+    def _message(self, source, to, tag, x, part, take, original=None):
+        """Handle of one end of a message that has x's shape and dtype. part: a copy of x; None on the receiver."""
+        ranks = f"rank {self._group.members[source]} to {self._group.members[to]}"
+        call = f"message from {ranks}, tag {tag}, of {x.dtype} {x.shape}"
+        return self._post((source, to, tag), (source, to), call, part, dict, take, original)
 
-    def _post(self, channel, ranks, call, part, combine, take, owned=None):
+    def _post(self, channel, ranks, call, part, combine, take, original=None):
         """Post this rank's `part` of an operation between `ranks`; return its Handle without waiting for other ranks.
 
         channel: "collective", or (source, to, tag) of a message. The n-th operations that the ranks post in a channel
         belong together; `call` describes the operation and must be equal on all ranks. The rank that posts last
         computes combined = combine({rank: part}); take(combined) is this rank's result. `part` is a copy of the
-        caller's array `owned`; wait() compares both, because the caller must not change the array before.
+        caller's array `original`; wait() compares the two, because the caller must not change its array before wait().
         """
         group, world, me = self._group, self._group.world, self._group.members[self.rank]
         with world.changed:
@@ -153,21 +154,21 @@ class ThreadCommunicator(Communicator):
                 del group.pending[channel, number]
                 operation.done = True
                 world.changed.notify_all()
-        return _PendingOperation(world, me, operation, take, part, owned)
+        return _PendingOperation(world, me, operation, take, part, original)
 
 
 class _PendingOperation(Handle):
     """One rank's handle of an operation."""
 
-    def __init__(self, world, rank, operation, take, part, owned):
+    def __init__(self, world, rank, operation, take, part, original):
         super().__init__()
-        self._open = world, rank, operation, take, part, owned
+        self._open = world, rank, operation, take, part, original
 
     def wait(self):
         if self._open:
-            world, rank, operation, take, part, owned = self._open
+            world, rank, operation, take, part, original = self._open
             world.wait_for(operation, rank)
-            if owned is not None and owned.tobytes() != part.tobytes():
+            if original is not None and original.tobytes() != part.tobytes():
                 raise CommunicatorError(f"rank {rank} overwrote x before wait() of its {operation.call}: copy it first")
             self._result, self._open = take(operation.combined), None  # frees the parts, which may be large
         return self._result
@@ -235,7 +236,7 @@ class _World:
                 why = "a rank waits for one that has returned" if in_time else f"a rank waited for {self.timeout} s"
                 self.fail(f"{why}: " + "; ".join(map(self.state_of, range(self.size))))
             self.waiting[rank].remove(operation)
-            if not operation.done:  # if it is done, the rank gets its result even after a failure; its next call raises
+            if not operation.done:  # after a failure, a finished operation still has a result; the next call raises
                 self.check()
 
     def state_of(self, rank):
@@ -259,8 +260,8 @@ def run_ranks(size, fn, *args, timeout=60.0):
 
     The first exception of a rank ends the other ranks at their current or next call in any group. run_ranks then waits
     up to `timeout` seconds for each rank that is still computing, and raises this exception with a note that names the
-    rank. A rank raises CommunicatorError, which lists what each rank waits for, after waiting for `timeout` seconds, or
-    immediately if it waits for a rank whose function has returned. Raises ConfigError for size < 1.
+    rank. A rank that waits longer than `timeout` seconds, or for a rank whose function has returned, raises
+    CommunicatorError. Its message lists what each rank waits for. Raises ConfigError for size < 1.
     """
     if size < 1:
         raise ConfigError(f"a group of {size} ranks cannot run: give at least 1")

@@ -12,7 +12,7 @@ def limit_blas(threads):
 
 
 class WorkerPool:
-    """`size` worker threads, one for each backend. A call of map() waits for all and raises the first exception."""
+    """`size` worker threads, one for each backend. map() waits for all threads and raises the first exception."""
 
     def __init__(self, backends):
         self.backends, self.size = list(backends), len(backends)

@@ -1,4 +1,4 @@
-"""Choices made by timing, kept in a file, so that all ranks of a machine and later runs use the same ones."""
+"""A file of choices made by timing, such as tile sizes: all ranks of a machine and later runs use the same choices."""
 
 import json
 import os
@@ -24,7 +24,7 @@ def cache_file(directory, tuned_for):
 
 
 def cache_directory():
-    """The directory of the cache files, in the user's home directory; None without one, as in some containers."""
+    """The directory of the cache files, in the user's home directory; None if there is no home directory."""
     try:
         return Path.home() / ".cache" / "staged-gpt2"
     except RuntimeError:
@@ -55,7 +55,7 @@ def read_choices(path, tuned_for):
 def write_choices(path, tuned_for, choices):
     """Add choices to the cache file, which is replaced atomically; warn if it cannot be written."""
     try:
-        stored = load_choices(path, tuned_for)  # not only those of this process: another one may have added some
+        stored = load_choices(path, tuned_for)  # read it again: another process may have added choices
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         stored = {}
     temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}")

@@ -48,12 +48,12 @@ def fill(trainer, flat, arrays):
 def load(trainer, parameters, moments=None, steps=0, position=0, loss_scale=None):
     """Load the root's parameters {name: array} and moments {name: (first, second)}; set the progress of the run.
 
-    Other ranks pass None for the two dictionaries, and the same values as the root for the other arguments. moments
-    None on the root: the moments are not changed. loss_scale: the result of LossScale.to_json(), or None.
+    Other ranks pass None for the two dictionaries, and the same values as the root for the other arguments. If the
+    root's `moments` is None, the moments are not changed. loss_scale: the result of LossScale.to_json(), or None.
     """
 
     def in_model_order(array_of):
-        """The argument `arrays` of fill(), from a function name -> array."""
+        """The argument `arrays` of fill(); array_of(name) returns the whole array of a parameter."""
         return iter([(name, array_of(name)) for name in trainer.arena.slices]) if trainer.world.is_root else None
 
     backend = trainer.backend

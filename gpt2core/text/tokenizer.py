@@ -50,9 +50,9 @@ def cut_at_words(chunks, inside=frozenset()):
 
 
 def pairs_inside(token_bytes):
-    """The set of all pairs of adjacent bytes inside tokens whose second byte is a space or a newline.
+    """The set of all pairs of adjacent bytes that are part of a token and end with a space or a newline.
 
-    A cut between two other bytes is safe: no merge of byte pairs and no added token can join its two sides.
+    If such a pair is not in the set, a text may be cut between its two bytes: no token contains both.
     """
     pairs = (token[i - 1 : i + 1] for token in token_bytes for i in range(1, len(token)) if token[i] in b" \n")
     return frozenset(pairs)
@@ -183,14 +183,14 @@ class Tokenizer:
         return np.concatenate([np.empty(0, self.dtype), *self.encode_chunks(slices(text))])
 
     def encode_chunks(self, chunks):
-        """Yield arrays, the ids of the concatenated `chunks` in order; only a few chunks are in memory at a time."""
+        """Yield arrays, the ids of the concatenated `chunks` in order. If self.whole, all chunks are read first."""
         encode = {"word": self._encode_words, "byte": self._encode_bytes, "bpe": self._encode_pairs}[self.kind]
         pieces = map(utf8, ["".join(chunks)] if self.whole else cut_at_words(chunks, self.inside))
         for piece in pieces:
             yield encode(piece, pieces)
 
     def encode_prompt(self, text):
-        """Encode a prompt. If the vocabulary has its first word only with a space before it, this space is added.
+        """Encode a prompt. If the vocabulary has the first word only with a space before it, this space is added.
 
         Most words of a corpus follow a space, so the vocabulary often has " word" but not "word".
         """

@@ -52,8 +52,8 @@ def problems(description):
     for step in steps_of(description["normalizer"]):
         yield f"the normalizer {step['type']}, which changes text"
     for i, step in enumerate(steps):
-        last = i == len(steps) - 1 and step["type"] == "ByteLevel"
-        if step.get("behavior") == "Removed" or not (last or step["type"] in DIVIDING):
+        is_final_bytes = i == len(steps) - 1 and step["type"] == "ByteLevel"
+        if step.get("behavior") == "Removed" or not (is_final_bytes or step["type"] in DIVIDING):
             removing = " that removes" if step.get("behavior") == "Removed" else ""
             yield f"the pre-tokenizer {step['type']}{removing}, which may lose text"
     for option in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
@@ -80,7 +80,7 @@ def steps_of(part):
 def splits_at_words(description):
     """Whether a cut between a letter or digit and a space or newline leaves the tokens of a text unchanged.
 
-    With the pre-tokenizer Split this is known, and the result True, only for the pattern of the word tokenizer.
+    This is known for some pre-tokenizers; for Split only with the pattern of the word tokenizer. Otherwise: False.
     """
     words = {"type": "Split", "pattern": {"Regex": WORD_PATTERN}, "behavior": "Isolated", "invert": False}
     known = all(

@@ -24,7 +24,7 @@ from gpt2core.parallel import merged_micro_batches
 from gpt2core.parallel.config import plan_micro_batches
 from gpt2core.parallel.evaluation import evaluate
 from gpt2core.parallel.even_slices import even_slices
-from gpt2core.parallel.micro_batches import MicroBatches, Worker, merged_levels
+from gpt2core.parallel.micro_batches import MicroBatches, Worker, levels_to_add
 from gpt2core.parallel.thread_communicator import run_ranks
 from gpt2core.parallel.threads import WorkerPool
 from gpt2core.parallel.tree_sum import tree_reduce, tree_sum
@@ -186,9 +186,9 @@ def test_a_worker_adds_any_number_of_micro_batches_in_the_canonical_tree(count, 
 
 
 def test_the_levels_that_a_micro_batch_completes_are_the_carries_of_a_binary_counter():
-    assert [merged_levels(done, 8) for done in range(8)] == [[], [0], [], [0, 1], [], [0], [], [0, 1, 2]]
-    assert [merged_levels(done, 5) for done in range(5)] == [[], [0], [], [0, 1], [2]]
-    assert [merged_levels(done, 7)[-1:] for done in range(7)] == [[], [0], [], [1], [], [0], [2]]
+    assert [levels_to_add(done, 8) for done in range(8)] == [[], [0], [], [0, 1], [], [0], [], [0, 1, 2]]
+    assert [levels_to_add(done, 5) for done in range(5)] == [[], [0], [], [0, 1], [2]]
+    assert [levels_to_add(done, 7)[-1:] for done in range(7)] == [[], [0], [], [1], [], [0], [2]]
 
 
 @pytest.mark.parametrize("config", [CONFIG, TIED], ids=["untied", "tied"])
