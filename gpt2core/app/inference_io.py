@@ -137,7 +137,7 @@ def write_continuation(
         text += piece
         if stream:
             emit(wrap.push(piece), end="", flush=True)
-    emit(wrap.push("" if stream else text, last=True))
+    emit(wrap.push("" if stream else text, is_last=True))
     new = max(0, len(times) - 1)  # the number of new tokens: the last piece is the rest of the text, not a token
     if stats and new:
         after_first = (times[new - 1] - times[0]) / max(1, new - 1) * 1e3

@@ -37,7 +37,7 @@ from gpt2core.app.run_log import (
     with_utilisation,
 )
 from gpt2core.app.stop_signals import StopSignals
-from gpt2core.app.terminal import LINE, terminal_width, wrapped
+from gpt2core.app.terminal import DEFAULT_WIDTH, terminal_width, wrapped
 from gpt2core.data import Windows
 from gpt2core.errors import CheckpointError, ConfigError, Diverged, counted
 from gpt2core.optimizer import Schedule
@@ -82,7 +82,7 @@ def train(make_backend, world, args, cores, transport, lock):
     log = on_root(world, lambda: open_run_log(config, trainer.steps, recorded, lock, notes)) or SilentLog()
     trainer.backend.runtime.notify = log.print_error
     first_step, threads = trainer.steps, usable_threads(make_backend, config.threads, cores)
-    log.print(wrapped(describe(config, trainer, corpus), terminal_width() or LINE))
+    log.print(wrapped(describe(config, trainer, corpus), terminal_width() or DEFAULT_WIDTH))
     for note in [*unused_threads(threads, config, trainer), *trainer.backend.runtime.notes(trainer.config), *notes]:
         log.print(note)
     if first_step:
@@ -291,5 +291,5 @@ def write_sample(config, corpus, trainer):
     if trainer.world.is_root:
         trainer.backend.runtime.use_threads(trainer.workers.size)
         prompt = corpus.tokens[: min(256, trainer.config.block_size)].tolist()
-        width = terminal_width() or LINE
+        width = terminal_width() or DEFAULT_WIDTH
         write_text(model, corpus.tokenizer, prompt, config.sample, width=width)
