@@ -6,9 +6,9 @@ season and its topic:
 
     chapter = 28 * year + 7 * season + topic            168 chapters = 6 years x 4 seasons x 7 topics
 
-A chapter is one line of 313 tokens. Its topic determines the order of the three movements A, B and C. After each
-movement a refrain names the year, the season and the topic, at most 105 tokens after they were named before. So a
-window of 256 tokens determines the next token, and a model can learn the whole corpus.
+A chapter is one line of 313 tokens. Its topic determines the order of its three parts A, B and C (MOVEMENTS). A refrain
+after each part names the year, the season and the topic again, at most 105 tokens after they were named the last time.
+So a window of 256 tokens determines the next token, and a model can learn the whole corpus.
 
 If you change the text, keep three properties:
 
@@ -28,7 +28,7 @@ CORPUS = Path(__file__).resolve().parent / "dummy.txt"
 
 YEARS = "first second third fourth fifth sixth".split()
 SEASONS = "spring summer autumn winter".split()
-TOPICS = {  # topic: the order of its movements
+TOPICS = {  # topic: the order of the three parts in its chapters
     "tokenizer": "ABC",
     "loader": "BCA",
     "kernel": "CAB",

@@ -316,7 +316,7 @@ class Graphs:
                 self.graphs[kind] = autotune.capture_calls(self.stream, call, count), count
         return self.graphs[kind][1]
 
-    def replay(self, kind):
+    def replay_milliseconds(self, kind):
         """The milliseconds of one replay, after an untimed replay that brings the GPU to its full clock rate."""
         graph, _ = self.graphs[kind]
         with self.stream:

@@ -170,7 +170,7 @@ def timed_round(graphs, milliseconds):
     graphs: Graphs of harness/ours.py or of peers/torch_graphs.py. milliseconds: approximate length of each graph.
     """
     counts = {kind: graphs.capture(kind, milliseconds) for kind in graphs.calls}  # calls per graph
-    times = {kind: graphs.replay(kind) / count for kind, count in counts.items()}
+    times = {kind: graphs.replay_milliseconds(kind) / count for kind, count in counts.items()}
     return dict(times, norms=graphs.norms())
 
 

@@ -46,7 +46,7 @@ def all_reduces(world, sizes, rounds, budget):
                 world.use_collectives(name)
                 x[...] = source
                 sent = world.bytes_sent
-                MPI.COMM_WORLD.Barrier()  # it waits in a loop, so all ranks leave it at nearly the same time
+                MPI.COMM_WORLD.Barrier()  # a waiting rank polls, so all ranks leave at nearly the same time
                 began = time.perf_counter()
                 for _ in range(repeats):
                     world.all_reduce(x, out=x)
@@ -61,9 +61,9 @@ def all_reduces(world, sizes, rounds, budget):
 
 
 def idle_waiting(world, rounds, seconds):
-    """Rank 0 multiplies matrices while the other ranks wait: {how they wait: [GFLOP/s of rank 0 in each round]}.
+    """Let rank 0 multiply matrices while the other ranks wait; return {how they wait: [GFLOP/s of rank 0 per round]}.
 
-    seconds: how long rank 0 computes for each kind of waiting.
+    seconds: how long rank 0 computes in a round, for each way of waiting.
     """
     from mpi4py import MPI
 
@@ -139,8 +139,8 @@ def summarise(results, ranks):
 def fit(results):
     """{algorithm: [alpha, beta]}: the fit t = alpha + beta n to the seconds t of an all-reduce of n bytes.
 
-    alpha (seconds) includes the start-up times of all messages of an all-reduce; beta (seconds per byte) includes the
-    factor 2 (p-1)/p and the additions.
+    alpha (seconds) includes the start-up times of all messages of an all-reduce. beta (seconds per byte) includes the
+    additions and the number of bytes that a rank sends per byte of the array, which is 2 (p-1)/p for a ring of p ranks.
     """
     by_name = {name: [result for result in results if result["algorithm"] == name] for name in ALGORITHMS}
     return {name: fit_medians(of_algorithm) for name, of_algorithm in by_name.items()}

@@ -117,7 +117,8 @@ def measure(args, specs):
 def summarise(results, tokens):
     """Return the table's rows. Also adds three fields to each result: min, cores_used and times_as_fast.
 
-    tokens: per step. times_as_fast: {peer: time of the peer / time of this result}, for the peers in TARGETS.
+    tokens: the number of tokens per step. times_as_fast: {peer: time of the peer / time of this result}; the peers are
+    those in TARGETS.
     """
     medians = {result["name"]: round_medians(result["seconds"]) for result in results}
     rows = []

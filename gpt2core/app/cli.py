@@ -225,7 +225,7 @@ def inference_parser():
     text = "directory of a checkpoint, or of a GPT-2 in Hugging Face's format (default: the shipped data/gpt2-paper)"
     add("--weights", text, type=Path, default=WEIGHTS, metavar="DIR")
     add("--accept-edited", EDITED, action="store_true")
-    text = "word (the words of the shipped corpus), byte, or the path of a tokenizer.json (default: DIR/tokenizer.json)"
+    text = "word (the words of the shipped corpus), byte, or the path of a tokenizer.json (default: that of --weights)"
     add("--tokenizer", text)
     text = "text to continue (default: the first 256 tokens of the corpus that the weights were trained on)"
     add("--prompt", text)

@@ -22,10 +22,10 @@ from gpt2core.model import parameter_count
 class RunLog:
     """Reports each step to the screen, a log file and a plot.
 
-    path: the log file, or None. first: the number of the next step; the log keeps its rows of earlier steps. recorded:
-    for a resumed run, the last row of its log when the checkpoint was saved; output_files.check_log_of_run() searches
-    it in the log. plot: the PNG file of the loss curve, or None. title: the title of the plot. every: the number of
-    steps for which one line is printed and logged. steps: the total number of steps of the run.
+    path: the log file, or None. next_step: the number of the next step; the log keeps its rows of earlier steps.
+    recorded: the last row of the log when the checkpoint was saved, see output_files.check_log_of_run(). plot: the PNG
+    file of the loss curve, or None. title: the title of the plot. every: the number of steps between two lines on the
+    screen and in the log. steps: the total number of steps of the run.
 
     A row of the log is a JSON object with the fields of a Step that are not None, at full precision. Rows of steps with
     validation also have val_loss and val_perplexity; the last row has parameters_sha256 and, on a GPU,
@@ -33,13 +33,13 @@ class RunLog:
     ConfigError if a file cannot be written, for example because the disk is full.
     """
 
-    def __init__(self, path, plot, every, first, steps, title="", recorded=None):
+    def __init__(self, path, plot, every, next_step, steps, title="", recorded=None):
         self.every, self.plot, self.title = every, plot, title
-        self.file, self.rows = continue_log(path, first, recorded) if path else (None, [])
+        self.file, self.rows = continue_log(path, next_step, recorded) if path else (None, [])
         self.last_log_row = step_and_loss(self.rows[-1]) if self.rows else {}  # saved in each checkpoint
         self.complete_bytes = os.path.getsize(path) if path else 0  # size of the log up to its last complete line
         self.previous_lines = []  # the rarely_changing_lines() of the step that was printed last
-        self.bar = tqdm(total=steps, initial=first, unit="step", disable=None, leave=False, dynamic_ncols=True)
+        self.bar = tqdm(total=steps, initial=next_step, unit="step", disable=None, leave=False, dynamic_ncols=True)
 
     def __call__(self, step, val_loss, final_fields):
         """Report a Step. val_loss: None without validation. final_fields: a dict of more fields of the last row."""
@@ -105,27 +105,27 @@ class RunLog:
                 raise ConfigError(f"{self.plot}: cannot be written ({error.strerror}): free some space") from None
 
 
-def open_run_log(config, first, recorded, lock, notes):
+def open_run_log(config, next_step, recorded, lock, notes):
     """The RunLog of a RunConfig; with --overwrite, the directory and the log of an older run are renamed first.
 
-    first, recorded: arguments of RunLog. lock: the RunLock of --out, or None. notes: a list to which this function
+    next_step, recorded: arguments of RunLog. lock: the RunLock of --out, or None. notes: a list to which this function
     appends lines to print. Raises ConfigError if this run may not write --log or --plot, before anything is renamed.
     """
     check_output_files(config.log, config.plot)
-    rows = len(list(log_rows(config.log))) if config.log and not config.resume else 0
-    if rows and not config.overwrite:
+    row_count = len(list(log_rows(config.log))) if config.log and not config.resume else 0
+    if row_count and not config.overwrite:
         raise ConfigError(
-            f"--log {config.log}: holds {counted(rows, 'step')} of another run: continue it with --resume, give "
+            f"--log {config.log}: holds {counted(row_count, 'step')} of another run: continue it with --resume, give "
             f"--overwrite to rename the file, or choose another one"
         )
     if older := checkpoint_of_older_run(config):
         held = f"{config.out} held {describe_step(older)} of an earlier run"
         notes.append(f"note: {held}: it is now {lock.rename_directory()}")
-    if rows and config.log.exists():  # it does not exist if it was in the directory that was just renamed
+    if row_count and config.log.exists():  # it does not exist if it was in the directory that was just renamed
         notes.append(f"note: {config.log} was the log of an earlier run: it is now {rename_with_number(config.log)}")
     notes += lock.notes if lock else []
     title = f"GPT-2 {config.init_from or config.preset} on {config.data.name}"
-    return RunLog(config.log, config.plot, config.log_every, first, max(config.steps, first), title, recorded)
+    return RunLog(config.log, config.plot, config.log_every, next_step, max(config.steps, next_step), title, recorded)
 
 
 class SilentLog:

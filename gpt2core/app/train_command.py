@@ -1,7 +1,7 @@
 """The training command: read the inputs, build the Trainer, run the loop, report and sample.
 
-Setup that can fail on one rank runs in all_or_raise() or on_root(). If it fails, all ranks raise the error; otherwise
-the other ranks would wait for this rank without end.
+Setup that can fail on one rank runs in all_or_raise() or on_root(), so that all ranks raise the error. If only one rank
+raised it, the other ranks would wait for this rank without end.
 """
 
 import contextlib
@@ -66,7 +66,7 @@ def train_command(make_backend, world, args, cores):
 
 
 def train(make_backend, world, args, cores, transport, lock):
-    """train_command() while `lock`, the RunLock of --out, is held; it is None without --out and on other ranks."""
+    """The part of train_command() that needs `lock`, the RunLock of --out; None without --out or not on the root."""
     inputs = on_root(world, lambda: read_inputs(world, args, transport, make_backend.deterministic))
     notes = inputs.notes if inputs else []
     config, progress, tokenizer = world.broadcast_object(inputs and (inputs.config, inputs.progress, inputs.tokenizer))
@@ -124,7 +124,7 @@ class Corpus:
 
     @functools.cached_property
     def fingerprint(self):
-        """Text that identifies the training tokens in a checkpoint."""
+        """Text that a checkpoint stores to identify the training tokens."""
         return fingerprint(self.tokens)
 
 
@@ -154,9 +154,9 @@ def read_inputs(world, args, transport, deterministic):
 
 
 def read_corpus(path, tokenizer, source, default):
-    """(tokens, Tokenizer) of the corpus at `path`; tokenizer: the value of --tokenizer.
+    """(tokens, Tokenizer) of the corpus at `path`, a text or a token file. tokenizer: the value of --tokenizer or None.
 
-    For a text without --tokenizer, the tokenizer is that of the Checkpoint `source`, or `default` if that is None.
+    For a text without --tokenizer, the tokenizer is that of the Checkpoint `source`, or `default` if `source` is None.
     """
     if not tokenizer and not is_tokenized(path):
         tokenizer = load_tokenizer(None, source.path) if source else default
@@ -164,7 +164,7 @@ def read_corpus(path, tokenizer, source, default):
 
 
 def split_corpus(tokens, validation, fraction):
-    """(training tokens, validation tokens or None); `fraction` of `tokens`, if given, replaces `validation`."""
+    """(training tokens, validation tokens or None); with a `fraction`, the last part of `tokens` is for validation."""
     return split_validation(tokens, fraction) if fraction else (tokens, validation)
 
 
@@ -237,7 +237,7 @@ def run_steps(config, corpus, trainer, windows, validation, schedule, log):
 
     def report(step, validation_loss, last):
         log(with_utilisation(trainer, step), validation_loss, final_fields(trainer) if last else None)
-        # Not on a GPU that captures the first step: its time says nothing about later steps.
+        # If the first step is captured as a CUDA graph, its time says nothing about later steps.
         if step.step == first_step and not trainer.backend.runtime.uses_graphs:
             for note in time_left(step.seconds, config.steps - first_step - 1):
                 log.print(note)
@@ -262,11 +262,11 @@ def run_steps(config, corpus, trainer, windows, validation, schedule, log):
             return signal, time.perf_counter() - start
     except LogLost as error:
         if config.out:
-            saved = f"the {counted(error.steps, 'step')} made are saved"
+            saved = f"the {counted(error.steps, 'step')} trained so far are saved"
             error.args = (f"{error}; {saved}: continue with --resume {config.out} --out {config.out}",)
         raise
     except Diverged:
-        # The checkpoint is not the cause if there is none, after a first good step, or in fp16, which can overflow.
+        # The checkpoint is not the cause if none was loaded, if a step has succeeded, or in fp16, which can overflow.
         if trainer.steps > first_step or not source or trainer.loss_scale.value is not None:
             raise
         raise shared_error(
