@@ -37,11 +37,11 @@ from stage0_serial.numpy_backend import NumpyBackend
 
 PROMPT, NEW = 256, 30  # tokens of a prompt and of its continuation, as in the paper
 SAMPLE = ("--prompt", "Call me", "--max-new-tokens", "100", "--temperature", "0.5", "--top-k", "10")
+COSINE = "--lr 1e-3 --min-lr 1e-5 --schedule cosine --warmup 50 --clip 1"
 # {preset: the flags of each training phase}. Without --shuffle all windows start at multiples of 8. A `paper` model
 # trained only on these windows continues half of all prompts correctly. With --shuffle each epoch starts at another
 # token, so the position in a window does not determine the word there. At about step 1050 the model has also learned to
 # repeat the year of the chapter.
-COSINE = "--lr 1e-3 --min-lr 1e-5 --schedule cosine --warmup 50 --clip 1"
 PHASES = {
     "paper": (f"--steps 600 --no-shuffle {COSINE}", f"--steps 1300 --shuffle {COSINE}"),
     "book": ("--val-fraction 0.02 --eval-every 100",),

@@ -31,8 +31,8 @@ class Handle:
 class Communicator:
     """The protocol. An implementation defines the `_start` forms, `barrier` and `split`; the other methods call them.
 
-    x is a NumPy array, or a CuPy array if the implementation accepts these too. A `_start` method returns a Handle;
-    "Handle of y" means that its wait() returns y.
+    x, the input, is a NumPy array, or a CuPy array if the implementation accepts these too. A `_start` method returns a
+    Handle; "Handle of y" means that the wait() of this Handle returns y.
 
     Order      All ranks of a group start the same collectives in the same order, with equal dtypes and shapes.
                Several operations may be pending, and their handles may be waited for in any order. Two threads of a
@@ -42,10 +42,10 @@ class Communicator:
     Result     A new array, or `out` if given: a C-contiguous array of the result's shape and dtype. `out` may be x or
                share its memory (all_reduce(x, out=x) needs no second buffer). A group of one returns x itself; pass a
                separate `out` if you change x or the result later.
-    Sum        In x's dtype, elementwise, in the canonical order over ranks (gpt2core/parallel/tree_sum.py).
-               An implementation may offer a faster order; use_collectives() selects it.
-    bytes_sent Bytes that this rank has sent through this communicator, without those of groups split from it, by the
-               textbook formula of the algorithm that is used.
+    Sum        In x's dtype, elementwise, in the canonical order: a fixed binary tree over the ranks
+               (gpt2core/parallel/tree_sum.py). An implementation may offer a faster order; use_collectives() selects it.
+    bytes_sent Bytes that this rank has sent through this communicator, without those of groups split from it. The
+               number is computed by the textbook formula of the algorithm that is used.
     Errors     ConfigError for an invalid argument, CommunicatorError for a group that failed.
     """
 

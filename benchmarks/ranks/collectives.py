@@ -16,7 +16,7 @@ from stage1_mpi.mpi_communicator import NATIVE
 BENCHMARK = "benchmarks.ranks.collectives"  # the name under which the ranks import this file
 SIZES = [10**k for k in range(3, 9)]
 ALGORITHMS = [NATIVE, *collectives.ALL_REDUCE]
-MIN_ROUNDS = 3  # measured for every size, even if they take longer than --seconds
+MIN_ROUNDS = 3  # number of rounds that are measured for every size, even if they take longer than --seconds
 MATRIX_SIZE = 512  # rows and columns of the matrices that rank 0 multiplies
 
 

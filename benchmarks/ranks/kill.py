@@ -60,7 +60,7 @@ def kill_one(job, seconds, rng):
 
 
 def trial(args, folder, expected, rng, longest):
-    """Kill a rank of one run, then resume from its checkpoint; return the result, or None if no rank could be killed.
+    """Kill a rank of one run, then resume from its checkpoint; return the result, or None if the run finished.
 
     folder: contains "begun", the checkpoint with which the run starts, and its log. expected: curve() of an
     uninterrupted run. longest: the seconds of an uninterrupted run; the rank is killed within this time.

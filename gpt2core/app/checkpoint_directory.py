@@ -96,7 +96,7 @@ def load_checkpoint(path, *, with_optimizer=False, accept_edited=False):
     file's path, for a file that is missing, corrupted or of another model, and, unless `accept_edited`, for a file that
     was changed after it was saved. If another step of the same `--out` directory can be read, the message has its path.
     """
-    for _ in range(10):  # read again if a running training has replaced the step meanwhile, with or without an error
+    for _ in range(10):  # a running training may replace the step during a read: read again, also after an error
         step = resolve_checkpoint(path)
         identity = identity_of(step)
         try:

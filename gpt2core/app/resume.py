@@ -18,7 +18,7 @@ LIMIT = 1 << 31  # values of --steps and --batch-size are always smaller than th
 
 @dataclass(frozen=True)
 class Progress:
-    """The position from which a resumed run continues; the root reads it from state.json and broadcasts it."""
+    """The state from which a resumed run continues; the root reads it from state.json and broadcasts it."""
 
     path: Path  # the path of state.json, for error messages
     step: int  # number of updates made so far
