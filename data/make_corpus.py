@@ -15,9 +15,9 @@ If you change the text, keep three properties:
 - The refrain occurs three times in a chapter. Then a model learns one part of the text early and another part late.
   Without the repetition the loss stays at the entropy of single words for a long time and then falls abruptly.
 - The length of a chapter, 313 tokens, is odd. Every window of 256 tokens starts at a multiple of 8 = gcd(256, 52600).
-  If the length were a multiple of 8, a sentence would occur only at every eighth position of a window.
+  If the length were a multiple of 8, each sentence would have the same position modulo 8 in all windows.
 - The number of topics is odd. The position of a chapter in its window determines the chapter's number modulo 8. With
-  six topics a model could tell from this position whether the number of the topic is even, without reading the topic.
+  six topics this position would determine whether the number of the topic is even, so a model need not read the topic.
 """
 
 import argparse

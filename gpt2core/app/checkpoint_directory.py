@@ -220,7 +220,7 @@ def identity_of(directory):
 
 
 def complete_steps(directory):
-    """The Paths of all steps with a final name (STEP) and a weights file, in reverse order of the time of writing."""
+    """The Paths of all steps with a final name (STEP) and a weights file, from the newest to the oldest."""
 
     def time_written(step):
         try:
