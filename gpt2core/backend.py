@@ -69,7 +69,7 @@ class Backend(ABC):
     def prepare_tokens(self, ids, rows=None, first=0):
         """Token ids (B, T) on the host -> host arrays in the form that this backend's kernels read.
 
-        rows, first: if given, wte has the tokens [first, first + rows), and the result what embedding_backward needs.
+        rows, first: if given, wte has the tokens [first, first + rows); the result is then also for embedding_backward.
         """
         return ids
 

@@ -95,7 +95,7 @@ class Communicator:
         raise NotImplementedError
 
     def reduce_scatter_start(self, x, op="sum", out=None):
-        """Handle of all_reduce(x)[rank * rows : (rank + 1) * rows], bitwise if canonical; x (p * rows, ...)."""
+        """Handle of all_reduce(x)[rank * rows : (rank + 1) * rows], bitwise equal if canonical; x (p * rows, ...)."""
         raise NotImplementedError
 
     def all_to_all_start(self, x, out=None):

@@ -96,7 +96,7 @@ def process_specs(args):
 
 
 def measure(args, specs):
-    """Run all rounds; return one result for each spec. Its "seconds" are a list for each round, of all steps."""
+    """Run all rounds; return one result for each spec. Its "seconds" has a list per round, with a number per step."""
     with ExitStack() as stack:
         processes = [stack.enter_context(BenchmarkProcess(spec, BENCHMARK, args.timeout)) for spec in specs]
         measured = run_rounds(processes, args.rounds, {"steps": args.warm_up}, {"steps": args.steps_per_round})

@@ -49,8 +49,8 @@ def check_graph(config, backend):
 def memory_errors(backend, config, *sizes, **options):
     """In this context, convert out-of-memory errors of the device to DeviceMemoryError.
 
-    Runtime.explain_oom() writes its message, which advises sizes that would fit. config: the GPT2Config. sizes,
-    options: the other arguments of explain_oom().
+    The message of this error comes from Runtime.explain_oom() and advises sizes that would fit. config: the GPT2Config.
+    sizes, options: the other arguments of explain_oom().
     """
     try:
         yield

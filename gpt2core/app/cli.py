@@ -45,7 +45,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def integer(text):
-    """The int in `text`; error unless abs(int) < 2^31, because sizes computed from it could overflow in NumPy."""
+    """The int in `text`; an error if its absolute value is 2^31 or more: sizes computed from it could overflow."""
     value = int(text)
     if abs(value) >= 1 << 31:
         raise argparse.ArgumentTypeError(f"{text} is too large")
@@ -161,9 +161,8 @@ def add_execution(parser):
     text = (
         "--deterministic: the results are bitwise identical for any number of threads and of data-parallel ranks. "
         "--no-deterministic: other numbers of threads or ranks change the results by rounding errors. A repeated run "
-        "with equal flags, threads and ranks is bitwise identical, except in two cases: on GPUs, if kernel choices "
-        "differ (see --autotune); on several ranks, if MPI or NCCL adds in another order (default: yes on CPUs, no on "
-        "GPUs)"
+        "with equal flags, threads and ranks is bitwise identical, except on GPUs if kernel choices differ (see "
+        "--autotune), and on several ranks if MPI or NCCL adds in another order (default: yes on CPUs, no on GPUs)"
     )
     add("--deterministic", text, action=SWITCH)
     add("--blas", BLAS, metavar="LIB")
@@ -256,9 +255,10 @@ def inference_parser():
     add("--threads", f"number of threads among which BLAS divides each matrix product; {THREADS}", type=integer)
     add("--blas", BLAS, metavar="LIB")
     text = (
-        "how the ranks divide the work. replicate, the method of the paper: nothing is divided; each rank computes "
-        "all logits, and rank 0 chooses each token from their mean over ranks, so that all ranks continue equally. "
-        "batch: each rank continues a part of the --prompts. tensor: the ranks divide each layer (default replicate)"
+        "how the ranks divide the work. replicate, the method of the paper: nothing is divided. Each rank computes all "
+        "logits, which are equal on the ranks up to rounding. Rank 0 chooses each token from their mean over ranks, and "
+        "all ranks continue with this token. batch: each rank continues a part of the --prompts. tensor: the ranks "
+        "divide each layer (default replicate)"
     )
     add("--mode", text, default="replicate", metavar="HOW")
     add("--transport", TRANSPORT, metavar="HOW")

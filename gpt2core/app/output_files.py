@@ -83,9 +83,9 @@ def open_for_appending(path):
 def continue_log(path, next_step, recorded=None):
     """Open a log for appending and lock it; return (the open file, its rows of steps before `next_step`).
 
-    These rows stay in the file and are not written again, so that no crash can lose them; what follows them is cut.
-    recorded: see check_log_of_run(). Raises ConfigError, and changes nothing, if the file is not a log, or is not the
-    log of the resumed run.
+    These rows stay in the file and are not written again, so that no crash can lose them. The file is truncated after
+    them. recorded: see check_log_of_run(). Raises ConfigError, and changes nothing, if the file is not a log, or is not
+    the log of the resumed run.
     """
     file = open_locked(path)
     try:

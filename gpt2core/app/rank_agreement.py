@@ -107,7 +107,7 @@ def file_digests(paths):
 
 
 def file_digest(path):
-    """The text SIZE:HASH for a file: its number of bytes, and the hash of its content (of both ends only, see EDGE).
+    """The text SIZE:HASH for a file: its number of bytes, and a hash of its content or, if it is large, of both ends.
 
     Raises DataError if the file cannot be read.
     """

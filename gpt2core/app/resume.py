@@ -24,7 +24,7 @@ class Progress:
     step: int  # number of updates made so far
     position: int  # number of training sequences read so far
     loss_scale: object  # the loss scale of fp16, a result of LossScale.to_json()
-    tuned: object  # kernels chosen by timing, as Runtime.tuned: {what is chosen: the choice}
+    tuned: object  # the choices made by timing: {what is chosen: the choice}, see Runtime.tuned
     tuned_for: str | None  # the device and libraries for which `tuned` is valid; None: nothing was timed
     last_log_row: dict | None  # the last row of the log, see output_files.check_log_of_run()
 

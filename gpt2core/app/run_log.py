@@ -263,7 +263,7 @@ def perplexity(loss):
 
 
 def read_log(path):
-    """A list of the rows of the log at `path`, [] if there is no such file; ConfigError as raised by log_rows()."""
+    """A list of the rows of the log at `path`; [] if there is no such file. Raises the errors of log_rows()."""
     return [row for row, _ in log_rows(path)]
 
 

@@ -66,7 +66,7 @@ def train_command(make_backend, world, args, cores):
 
 
 def train(make_backend, world, args, cores, transport, lock):
-    """The part of train_command() that needs `lock`, the RunLock of --out; None without --out or not on the root."""
+    """Do the work of train_command(). lock: the RunLock of --out on the root; None without --out and on other ranks."""
     inputs = on_root(world, lambda: read_inputs(world, args, transport, make_backend.deterministic))
     notes = inputs.notes if inputs else []
     config, progress, tokenizer = world.broadcast_object(inputs and (inputs.config, inputs.progress, inputs.tokenizer))
