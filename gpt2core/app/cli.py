@@ -256,8 +256,8 @@ def inference_parser():
     add("--blas", BLAS, metavar="LIB")
     text = (
         "how the ranks divide the work. replicate, the method of the paper: nothing is divided. Each rank computes all "
-        "logits, which are equal on the ranks up to rounding. Rank 0 chooses each token from their mean over ranks; all "
-        "ranks continue with this token. batch: each rank continues a part of the --prompts. tensor: the ranks "
+        "logits, which are equal on the ranks up to rounding. Rank 0 chooses each token from their mean over ranks; "
+        "all ranks continue with this token. batch: each rank continues a part of the --prompts. tensor: the ranks "
         "divide each layer (default replicate)"
     )
     add("--mode", text, default="replicate", metavar="HOW")
