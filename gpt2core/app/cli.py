@@ -106,7 +106,7 @@ def add_data(parser):
     text = (
         "word (each word of the corpus is a token), byte (each byte is a token), or the path of a tokenizer.json. The "
         "default is the first of these that exists: the tokenizer in the output of data/prepare.py; the tokenizer of "
-        "the checkpoint of --resume or --init-from; for preset book, the tokenizer of data/gpt2-book; word"
+        "the checkpoint of --resume or --init-from; for preset book, the tokenizer of data/gpt2-book; otherwise word"
     )
     add("--tokenizer", text)
     text = "read the training sequences in a random order, given by --seed (default: in the order of the corpus)"
@@ -181,8 +181,8 @@ def add_ranks(parser):
     )
     add("--dp", text, metavar="HOW")
     text = (
-        f"minimum size of a message of --dp bucket, in 10^6 bytes (default {BUCKET_MB:g}; with --transport nccl and "
-        "--no-deterministic, a size computed from the measured time of all-reduces)"
+        "minimum size of a message of --dp bucket, in 10^6 bytes. Default: with --transport nccl and "
+        f"--no-deterministic, a size computed from the measured time of all-reduces; otherwise {BUCKET_MB:g}"
     )
     add("--bucket-mb", text, type=float, metavar="MB")
     text = f"format in which gradients are sent to other ranks: none (fp32), {', '.join(CODECS)} (default none)"
@@ -202,7 +202,7 @@ def add_ranks(parser):
     text = (
         "algorithm of sums over ranks: canonical, ring, halving-doubling, tree or mpi; with --transport nccl only "
         "canonical or nccl. mpi and nccl are the libraries' own algorithms. The sums of canonical do not depend on the "
-        "number of ranks. Default: canonical; with --no-deterministic, mpi, or nccl with --transport nccl"
+        "number of ranks. Default: canonical; with --no-deterministic, nccl for --transport nccl, otherwise mpi"
     )
     add("--collectives", text, metavar="HOW")
     add("--transport", TRANSPORT, metavar="HOW")
