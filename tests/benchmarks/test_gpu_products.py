@@ -94,5 +94,10 @@ def test_flags_have_defaults():
 
 def test_a_round_replays_one_graph_of_each_kind():
     counts, spent = {"forward": 4, "weight": 5}, {"forward": 8.0, "weight": 20.0}
-    graphs = SimpleNamespace(calls=counts, capture=lambda kind, _: counts[kind], replay=spent.get, norms=lambda: [7.0])
+    graphs = SimpleNamespace(
+        calls=counts,
+        capture=lambda kind, _: counts[kind],
+        replay_milliseconds=spent.get,
+        norms=lambda: [7.0],
+    )
     assert timed_round(graphs, 20) == {"forward": 2.0, "weight": 4.0, "norms": [7.0]}
