@@ -50,9 +50,9 @@ def load_tokenizer(spec, directory):
 def read_prompt(prompt, prompt_file, tokenizer, checkpoint):
     """The token ids of --prompt or --prompt-file; if neither is given, the first tokens of a corpus.
 
-    Their number is 256, or the block size of the model if this is less. The corpus is the one that the Checkpoint was
-    trained on; if this corpus is unknown or missing, it is dummy.txt. Raises ConfigError if both flags are given,
-    DataError if the prompt is empty.
+    The number of these tokens is 256, or the block size of the model if it is less. The corpus is the one that the
+    Checkpoint was trained on; if this corpus is unknown or missing, it is dummy.txt. Raises ConfigError if both flags
+    are given, DataError if the prompt is empty.
     """
     if prompt is not None and prompt_file is not None:
         raise ConfigError("--prompt and --prompt-file exclude each other: give one of them")
