@@ -6,18 +6,18 @@ season and its topic:
 
     chapter = 28 * year + 7 * season + topic            168 chapters = 6 years x 4 seasons x 7 topics
 
-A chapter is one line of 313 tokens. Its topic determines the order of the three movements A, B and C. After each
-movement a refrain names the year, the season and the topic, at most 105 tokens after they were named before. So a
-window of 256 tokens determines the next token, and a model can learn the whole corpus.
+A chapter is one line of 313 tokens. Its topic determines the order of its three parts A, B and C (MOVEMENTS). A refrain
+after each part names the year, the season and the topic again, at most 105 tokens after they were named the last time.
+So a window of 256 tokens determines the next token, and a model can learn the whole corpus.
 
 If you change the text, keep three properties:
 
 - The refrain occurs three times in a chapter. Then a model learns one part of the text early and another part late.
   Without the repetition the loss stays at the entropy of single words for a long time and then falls abruptly.
 - The length of a chapter, 313 tokens, is odd. Every window of 256 tokens starts at a multiple of 8 = gcd(256, 52600).
-  If the length were a multiple of 8, a sentence would occur only at every eighth position of a window.
+  If the length were a multiple of 8, each sentence would have the same position modulo 8 in all windows.
 - The number of topics is odd. The position of a chapter in its window determines the chapter's number modulo 8. With
-  six topics a model could tell from this position whether the number of the topic is even, without reading the topic.
+  six topics this position would determine whether the number of the topic is even, so a model need not read the topic.
 """
 
 import argparse
@@ -28,7 +28,7 @@ CORPUS = Path(__file__).resolve().parent / "dummy.txt"
 
 YEARS = "first second third fourth fifth sixth".split()
 SEASONS = "spring summer autumn winter".split()
-TOPICS = {  # topic: the order of its movements
+TOPICS = {  # topic: the order of the three parts in its chapters
     "tokenizer": "ABC",
     "loader": "BCA",
     "kernel": "CAB",

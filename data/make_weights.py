@@ -5,7 +5,7 @@
     python data/make_weights.py --check         does not train; tests the existing weights
 
 A training run that was interrupted resumes from --out. The test of preset `paper` takes random prompts from the corpus
-and counts those whose greedy continuation is the text of the corpus. The test of preset `book` prints a sample. The
+and counts those whose greedy continuation is equal to the corpus. The test of preset `book` prints a sample. The
 tokenizer of `book` is a byte-pair encoding that is trained on its corpus, unless its tokenizer.json exists.
 """
 
@@ -37,11 +37,11 @@ from stage0_serial.numpy_backend import NumpyBackend
 
 PROMPT, NEW = 256, 30  # tokens of a prompt and of its continuation, as in the paper
 SAMPLE = ("--prompt", "Call me", "--max-new-tokens", "100", "--temperature", "0.5", "--top-k", "10")
+COSINE = "--lr 1e-3 --min-lr 1e-5 --schedule cosine --warmup 50 --clip 1"
 # {preset: the flags of each training phase}. Without --shuffle all windows start at multiples of 8. A `paper` model
 # trained only on these windows continues half of all prompts correctly. With --shuffle each epoch starts at another
 # token, so the position in a window does not determine the word there. At about step 1050 the model has also learned to
 # repeat the year of the chapter.
-COSINE = "--lr 1e-3 --min-lr 1e-5 --schedule cosine --warmup 50 --clip 1"
 PHASES = {
     "paper": (f"--steps 600 --no-shuffle {COSINE}", f"--steps 1300 --shuffle {COSINE}"),
     "book": ("--val-fraction 0.02 --eval-every 100",),
@@ -60,7 +60,7 @@ def continues_correctly(model, tokens, start):
     return bool((most_likely == tokens[start + PROMPT : start + PROMPT + NEW]).all())
 
 
-def replicas(checkpoint, threads):
+def models_for(threads, checkpoint):
     """Yield one model for each thread, because two threads must not share a backend."""
     for _ in range(threads):
         yield load_model(checkpoint.config, checkpoint.parameters, NumpyBackend())
@@ -102,7 +102,7 @@ def train(args, corpus):
     return 0
 
 
-def count(args, corpus):
+def count_correct(args, corpus):
     """Print how many of args.prompts random prompts of the corpus the weights continue correctly; return 0."""
     limit_blas(1)
     checkpoint = load_checkpoint(args.weights)
@@ -112,7 +112,7 @@ def count(args, corpus):
     parts = np.array_split(starts, args.threads)
     counts = workers.map(
         lambda model, part: sum(continues_correctly(model, tokens, start) for start in part),
-        list(replicas(checkpoint, args.threads)),
+        list(models_for(args.threads, checkpoint)),
         parts,
     )
     workers.close()
@@ -142,7 +142,7 @@ def main():
     args.weights, corpus = args.weights or shipped, SHIPPED[shipped]
     if not args.check and (code := train(args, corpus)):
         return code
-    return count(args, corpus) if args.preset == "paper" else sample(args.weights)
+    return count_correct(args, corpus) if args.preset == "paper" else sample(args.weights)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from gpt2core.text.tokenizer import FILE_NAME, build_tokenizer
 
 def chunks_with_bar(path, pass_name):
     """Yield the chunks of a text file; show a progress bar of the bytes read if standard error is a terminal."""
-    from tqdm import tqdm  # not at the top: gpt2core.app, imported first, reports missing packages
+    from tqdm import tqdm  # not at the top: gpt2core.app must be imported before, as it reports missing packages
 
     size = path.stat().st_size
     with tqdm(total=size, unit="B", unit_scale=True, desc=pass_name, leave=False, disable=None) as bar:

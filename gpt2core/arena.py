@@ -1,4 +1,4 @@
-"""The layout of flat buffers: one holds all parameters, others of the same layout all gradients; tensors are views."""
+"""The layout of flat buffers: one buffer for all parameters, another for all gradients; tensors are views of them."""
 
 import math
 
@@ -43,7 +43,7 @@ class Arena:
         return slice(part.start // BLOCK, part.stop // BLOCK)
 
     def decays(self):
-        """(size / BLOCK) int32: 1 for a block of a matrix, because weight decay applies only to matrices, else 0."""
+        """int32 (size / BLOCK): 1 for each block of a matrix, otherwise 0; weight decay applies only to matrices."""
         decays = np.zeros(self.size // BLOCK, np.int32)
         for name, shape in self.shapes.items():
             decays[self.blocks(self.padded(name))] = len(shape) > 1

@@ -14,16 +14,16 @@ class Backend(ABC):
     """Array kernels for one device. Docstrings read "arguments -> results"; dx is the gradient of x, dy that of y.
 
     Weights are (in, out), except the matrix of the logits (V, C). aux: data that forward saves for backward. A kernel
-    writes only to `out`; attention_cached, clip and adamw_step also write to arguments that their docstrings name.
-    out of a backward kernel: one entry for each weight gradient, in the order of the results (unembed_*: no tuple). If
-    the entry is None, the kernel returns a new array. If it is an array, the kernel writes the gradient to this array
-    and returns it; the contents are complete after runtime.join().
+    writes only to `out`; attention_cached, clip and adamw_step also write to arguments that their docstrings name. The
+    tuple `out` of a backward kernel has one entry for each weight gradient, in the order of the results; unembed_* take
+    this entry without a tuple. If the entry is None, the kernel returns a new array. If it is an array, the kernel
+    writes the gradient to it and returns it; the contents are complete after runtime.join().
     """
 
     deterministic = True  # the default of --deterministic; False on GPUs, where many small micro-batches are slower
     uses_threads = True  # whether the batch is divided over worker threads, each with a backend of its own
     merges_micro_batches = False  # whether `micro_batches` may be more than 1
-    micro_batches = 1  # in one kernel call, which adds their gradients of a parameter in the canonical order
+    micro_batches = 1  # number of micro-batches in a kernel call, which adds their gradients in the canonical order
     many_ranks = "stage 1 or 3"  # for error messages: the stage that runs several processes
     scales_loss = False  # whether the loss must be scaled: small gradients underflow in fp16 (parallel/loss_scale.py)
     rounds_stochastically = False  # whether `cast` and `adamw_step` can round stochastically
@@ -69,7 +69,7 @@ class Backend(ABC):
     def prepare_tokens(self, ids, rows=None, first=0):
         """Token ids (B, T) on the host -> host arrays in the form that this backend's kernels read.
 
-        rows, first: wte holds the tokens [first, first + rows); the result then also has what embedding_backward needs.
+        rows, first: if given, wte has the tokens [first, first + rows); the result is then also for embedding_backward.
         """
         return ids
 
@@ -132,7 +132,7 @@ class Backend(ABC):
 
     @abstractmethod
     def residual_layernorm_forward(self, x, a, a_bias, w, b, eps):
-        """x (..., C): residual stream; a (..., C), a_bias (C): output of a branch -> s = x + a + a_bias, LN(s), aux."""
+        """x (..., C), output a (..., C) of a branch, its bias a_bias (C) -> s = x + a + a_bias, LN(s), aux."""
 
     @abstractmethod
     def residual_layernorm_backward(self, ds, dy, w, aux, out=(None, None, None)):  # aux: also of layernorm_forward
@@ -197,8 +197,8 @@ class Backend(ABC):
     def unembed_cross_entropy_forward(self, x, w, targets, first=0, scale=None, dloss=None, out=None):
         """cross_entropy_forward of the logits x @ w', which may be computed in chunks; x (N, C), w (V, C), targets (N).
 
-        scale: None; or that of backward, if backward follows and w has the whole vocabulary. In this case forward may
-        already compute the gradients, and keeps them in aux. dloss: backward's dy, or None if it is not known yet.
+        scale: that of backward, if backward follows and w has the whole vocabulary; otherwise None. If it is given,
+        forward may compute the gradients and keep them in aux. dloss: backward's dy, or None if it is not known yet.
         """
 
     @abstractmethod
@@ -216,7 +216,7 @@ class Backend(ABC):
 
     @abstractmethod
     def sum_of_squares(self, flat, segments):
-        """flat (n) -> (segments) float64: the sum of squares of each of `segments` equal parts, from this part only."""
+        """flat (n) -> (segments) float64: sums of squares of equal parts; the bits of a sum depend only on its part."""
 
     @abstractmethod
     def clip(self, squares, bound, loss_scale=None, interval=0, stop=None):

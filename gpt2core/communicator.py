@@ -31,8 +31,8 @@ class Handle:
 class Communicator:
     """The protocol. An implementation defines the `_start` forms, `barrier` and `split`; the other methods call them.
 
-    x is a NumPy array, or also a CuPy array if the implementation accepts both. A `_start` method returns a Handle;
-    "Handle of y" means that its wait() returns y.
+    x, the input, is a NumPy array, or a CuPy array if the implementation accepts these too. A `_start` method returns a
+    Handle; "Handle of y" means that the wait() of this Handle returns y.
 
     Order      All ranks of a group start the same collectives in the same order, with equal dtypes and shapes.
                Several operations may be pending, and their handles may be waited for in any order. Two threads of a
@@ -42,10 +42,10 @@ class Communicator:
     Result     A new array, or `out` if given: a C-contiguous array of the result's shape and dtype. `out` may be x or
                share its memory (all_reduce(x, out=x) needs no second buffer). A group of one returns x itself; pass a
                separate `out` if you change x or the result later.
-    Sum        In x's dtype, elementwise, in the canonical order over ranks (gpt2core/parallel/tree_sum.py).
-               An implementation may offer a faster order; use_collectives() selects it.
-    bytes_sent Bytes that this rank has sent through this communicator, without those of groups split from it, by the
-               textbook formula of the algorithm that is used.
+    Sum        In x's dtype, elementwise, in the canonical order: a fixed binary tree over the ranks
+               (parallel/tree_sum.py). An implementation may offer a faster order; use_collectives() selects it.
+    bytes_sent Bytes that this rank has sent through this communicator, without those of groups split from it. The
+               number is computed by the textbook formula of the algorithm that is used.
     Errors     ConfigError for an invalid argument, CommunicatorError for a group that failed.
     """
 
@@ -77,7 +77,7 @@ class Communicator:
         """Select the transport of device arrays; name None selects the best one available. Returns its name.
 
         All ranks call this method before they allocate device memory, because it also binds each rank to its device.
-        Without transports (this default) it returns None. Raises ConfigError for an unknown or unavailable transport.
+        Raises ConfigError for an unknown or unavailable transport. A class without transports returns None, as here.
         """
         if name is not None:
             raise ConfigError(f"--transport {name}: only stage 3 (one GPU for each rank) has transports; omit the flag")
@@ -95,7 +95,7 @@ class Communicator:
         raise NotImplementedError
 
     def reduce_scatter_start(self, x, op="sum", out=None):
-        """Handle of all_reduce(x)[rank * rows : (rank + 1) * rows], the same bits if canonical; x (p * rows, ...)."""
+        """Handle of all_reduce(x)[rank * rows : (rank + 1) * rows], bitwise equal if canonical; x (p * rows, ...)."""
         raise NotImplementedError
 
     def all_to_all_start(self, x, out=None):
@@ -119,7 +119,7 @@ class Communicator:
         raise NotImplementedError
 
     def split(self, color, key=0):
-        """A communicator of the ranks with the same color (int >= 0), ordered by (key, rank); for color None, None."""
+        """A communicator of the ranks with the same color (int >= 0), ordered by (key, rank); None if color is None."""
         raise NotImplementedError
 
     def all_reduce(self, x, op="sum", out=None):

@@ -12,8 +12,9 @@ BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTEN
 
 
 class CausalAttention(Graphs):
-    """Causal attention in bf16, as calls to capture in CUDA graphs. qkv (B, T, 3C), dy (B, T, C): float32 on the host.
+    """CUDA graphs of causal attention in bf16: "forward", and "both" (forward and backward).
 
+    qkv (B, T, 3C), dy (B, T, C): float32 on the host, converted to bf16.
     backend: "flash" or "cudnn"; PyTorch must use this implementation and may not use another. packed: whether q, k and
     v are views of one projection, as in the model, or separate arrays (B, H, T, D).
     """
@@ -22,7 +23,7 @@ class CausalAttention(Graphs):
         super().__init__()
         B, T, C = dy.shape
 
-        def heads(array, parts):  # (B, T, parts C) -> parts views (B, H, T, D)
+        def heads(array, parts):  # (B, T, parts * C) -> a list of `parts` tensors (B, H, T, D)
             tensor = torch.from_numpy(array).to(device, torch.bfloat16).view(B, T, parts, n_head, C // n_head)
             views = [tensor[:, :, part].transpose(1, 2) for part in range(parts)]
             return views if packed else [view.contiguous() for view in views]

@@ -24,7 +24,7 @@ class ProcessGroup:
     """
 
     def __init__(self, size):
-        self.rank, self.size = int(os.environ.get("RANK", 0)), size  # torchrun sets the variable of the same name
+        self.rank, self.size = int(os.environ.get("RANK", 0)), size  # rank 0 sets RANK for the others
         self.is_root, self.workers = self.rank == 0, []  # workers: the processes of the other ranks, on rank 0
         port = int(os.environ.get("DDP_STORE_PORT", 0))  # 0: rank 0 chooses a free port
         store = dist.TCPStore("127.0.0.1", port, size, self.is_root, TIMEOUT, wait_for_workers=False)
@@ -62,13 +62,15 @@ class ProcessGroup:
         return line if self.is_root else sys.stdin.readline()
 
 
-make_world = ProcessGroup
+def make_world(ranks):
+    """Return the ProcessGroup of a benchmark process; harness/processes.py calls it before prepare()."""
+    return ProcessGroup(ranks)
 
 
 def make_trainer(config, batch_size, seq_len, threads, world):
-    """Return `step(inputs, targets) -> loss of this rank's rows`; the arguments are NumPy int64 (batch_size, seq_len).
+    """Return `step(inputs, targets) -> loss of this rank's sequences`; the arguments are NumPy int64 arrays.
 
-    Every rank passes the whole batch.
+    Their shape is (batch_size, seq_len): every rank passes the whole batch, and trains on its part.
     """
     torch.set_num_threads(threads)
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""The PyTorch program of gpus/scaling.py: the compiled GPT-2 of nanoGPT in DistributedDataParallel, a rank per GPU."""
+"""The PyTorch program of gpus/scaling.py: nanoGPT's GPT-2, compiled, in DistributedDataParallel, one rank per GPU."""
 
 import numpy as np
 import torch
@@ -8,14 +8,20 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.peers.torch_ddp import ProcessGroup
 from benchmarks.peers.torch_gpt2_cuda import CudaSteps
 
-make_world = ProcessGroup  # requests and results are sent over pipes and gloo, gradients over a separate NCCL group
+
+def make_world(ranks):
+    """Return the ProcessGroup of a benchmark process; harness/processes.py calls it before prepare().
+
+    It carries requests and results. make_variants() creates another group, with NCCL, for the gradients.
+    """
+    return ProcessGroup(ranks)
 
 
 def make_variants(config, world, windows, variants, precision="bf16", compiled=True, device="cuda"):
-    """{name: train} for each variant; train(steps) runs training steps and returns {"loss": loss of the last step}.
+    """{name: train} of all variants; train(steps) runs training steps and returns {"loss": loss of the last step}.
 
     variants: {name: dict(ranks=..., batch_size=...)}, with the batch size of all ranks together. Only the first `ranks`
-    processes train; on the other processes None is in the place of train. windows: the Windows that give the batches.
+    processes train; the other processes have None instead of train. windows: the Windows from which batches are read.
     The first call of train() creates the model. Losses are read after the last step, so no step waits for the device.
     """
     if device == "cuda":
@@ -24,7 +30,7 @@ def make_variants(config, world, windows, variants, precision="bf16", compiled=T
     torch._dynamo.config.automatic_dynamic_shapes = False
 
     def variant(ranks, batch_size):
-        group = dist.new_group(range(ranks), backend="nccl" if device == "cuda" else "gloo")  # a collective
+        group = dist.new_group(range(ranks), backend="nccl" if device == "cuda" else "gloo")  # all processes call it
         if world.rank >= ranks:
             return None
         per_rank, position, train_step = batch_size // ranks, 0, None  # position: number of windows that were read
@@ -33,7 +39,7 @@ def make_variants(config, world, windows, variants, precision="bf16", compiled=T
             nonlocal position, train_step
             if train_step is None:
                 train_step = CudaSteps(config, per_rank, windows.seq_len, precision, compiled, device=device)
-                train_step.loss_of = in_ddp(train_step.loss_of, group, ranks, device)
+                train_step.loss_module = in_ddp(train_step.loss_module, group, ranks, device)
             losses = []
             for _ in range(steps):
                 inputs, targets = windows.batch(position + world.rank * per_rank, per_rank)
@@ -47,7 +53,7 @@ def make_variants(config, world, windows, variants, precision="bf16", compiled=T
 
 
 def in_ddp(model, group, ranks, device):
-    """DistributedDataParallel of the model with the default buckets; with one rank, the model itself.
+    """The model in DistributedDataParallel with buckets of the default size; with one rank, the model itself.
 
     As in nanoGPT, the model is already compiled. Gradients are views of the buckets, which saves a copy.
     """

@@ -60,8 +60,8 @@ class CudaGenerator:
 
     prompts: a NumPy int64 array (B, T). new: number of new tokens. kind: "eager"; "compiled"; "overhead":
     torch.compile's own CUDA graphs; "graph": each step, with the choice of the token, is captured once and replayed.
-    The host waits only for the first and the last token. When the block is full, each token recomputes the window of
-    the last tokens, because their learned positions change.
+    The host waits only for the first and the last token. When the model's block is full, each step computes the whole
+    window of the last tokens again, because the learned position of each token in the window changes.
     """
 
     def __init__(self, config, batch, precision="bf16", kind="graph", device="cuda"):
@@ -80,7 +80,7 @@ class CudaGenerator:
         self.graphs = {}  # {function: CUDAGraph}
 
     def call_model(self, *arguments):
-        """The next token. With kind="overhead" in new memory, because a later replay overwrites the graph's result."""
+        """The next token (B, 1). kind "overhead": a copy, because the next replay overwrites the result of a graph."""
         if self.kind != "overhead":
             return self.forward(*arguments)
         torch.compiler.cudagraph_mark_step_begin()

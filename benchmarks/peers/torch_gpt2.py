@@ -13,7 +13,7 @@ from torch import nn
 
 
 class Attention(nn.Module):
-    """Causal self-attention of x (B, T, C). cache (2, B, H, block, D): keys and values, the first P are filled."""
+    """Causal self-attention of x (B, T, C). cache (2, B, H, block, D): keys, values; P positions are filled."""
 
     def __init__(self, config):
         super().__init__()
@@ -49,8 +49,9 @@ class Block(nn.Module):
 class TorchGPT2(nn.Module):
     """GPT-2 with the sizes of a GPT2Config.
 
-    `forward(ids (B, T))` returns logits (B, T, V); with last=True only those of the last position, (B, 1, V). caches:
-    keys and values (n_layer, 2, B, H, block, D), the first `past` positions are filled. If past > 0, T must be 1.
+    `forward(ids (B, T))` returns logits (B, T, V), or with last_only=True those of the last position (B, 1, V).
+    caches: keys and values (n_layer, 2, B, H, block, D), of which the first `past` positions are filled. If past > 0,
+    T must be 1.
     """
 
     def __init__(self, config):
@@ -73,11 +74,11 @@ class TorchGPT2(nn.Module):
         if isinstance(module, nn.Linear) and module.bias is not None:
             nn.init.zeros_(module.bias)
 
-    def forward(self, ids, caches=None, past=0, last=False):
+    def forward(self, ids, caches=None, past=0, last_only=False):
         x = self.wte(ids) + self.wpe(self.positions[past : past + ids.shape[1]])  # (B, T, C)
         for layer, block in enumerate(self.h):
             x = block(x, None if caches is None else caches[layer], past)
-        return self.lm_head(self.ln_f(x[:, -1:] if last else x))
+        return self.lm_head(self.ln_f(x[:, -1:] if last_only else x))
 
 
 def make_trainer(config, batch_size, seq_len, threads, compiled=False):
@@ -122,10 +123,10 @@ def make_generator(config, threads):
         past = 0
         for end in range(len(prompt_ids), len(prompt_ids) + n):  # end: number of tokens so far
             if use_cache and end <= config.block_size:
-                logits = model(ids[:, past:end], caches, past, last=True)
+                logits = model(ids[:, past:end], caches, past, last_only=True)
                 past = end
             else:
-                logits = model(ids[:, max(0, end - config.block_size) : end], last=True)
+                logits = model(ids[:, max(0, end - config.block_size) : end], last_only=True)
             ids[0, end] = logits[0, -1].argmax()
             if end == len(prompt_ids):
                 first = time.perf_counter() - started

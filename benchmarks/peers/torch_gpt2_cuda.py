@@ -12,14 +12,14 @@ from benchmarks.peers import torch_gpt2
 # B batch, T time, C channels, H heads, D = C // H, V vocabulary
 
 LR, BETAS, DECAY, CLIP = 3e-4, (0.9, 0.95), 0.1, 1.0
-PAD = 64  # the vocabulary is padded to a multiple; nanoGPT pads 50257 to 50304
+PAD = 64  # the vocabulary is padded to a multiple of PAD; nanoGPT pads 50257 to 50304
 GRAPHS = (None, "trees", "step")  # values of the argument `graph` of CudaSteps
 
 
 class Attention(torch_gpt2.Attention):
     """Attention that divides the projection into q, k and v by split(), as in nanoGPT.
 
-    In backward their gradients are concatenated once.
+    So backward concatenates the gradients of q, k and v only once.
     """
 
     def forward(self, x, cache=None, past=0):
@@ -66,9 +66,9 @@ class CudaSteps:
         self.device, self.graph_kind, self.shape = device, graph, (batch_size, seq_len)
         self.precision, self.graph = precision, None
         self.model = NanoGPT(config).to(device)
-        self.loss_of = self.model
+        self.loss_module = self.model  # called as loss_module(ids, targets)
         if compiled:
-            self.loss_of = torch.compile(self.model, mode="reduce-overhead" if graph == "trees" else None)
+            self.loss_module = torch.compile(self.model, mode="reduce-overhead" if graph == "trees" else None)
         matrices = [parameter for parameter in self.model.parameters() if parameter.dim() >= 2]
         vectors = [parameter for parameter in self.model.parameters() if parameter.dim() < 2]
         groups = [{"params": matrices, "weight_decay": DECAY}, {"params": vectors, "weight_decay": 0.0}]
@@ -81,7 +81,7 @@ class CudaSteps:
         """One step on device tensors (B, T); returns the loss, a tensor, without waiting for the device."""
         autocast = torch.autocast(self.device, torch.bfloat16) if self.precision == "bf16" else nullcontext()
         with autocast:
-            loss = self.loss_of(inputs, targets)
+            loss = self.loss_module(inputs, targets)
         loss.backward()
         clip_grad_norm_(self.model.parameters(), CLIP)
         self.optimizer.step()
@@ -93,7 +93,7 @@ class CudaSteps:
 
         Warm-up steps on another stream come first; they compile and allocate.
         """
-        self.inputs, self.targets = (torch.zeros(self.shape, dtype=torch.long, device=self.device) for _ in "xy")
+        self.inputs, self.targets = (torch.zeros(self.shape, dtype=torch.long, device=self.device) for _ in range(2))
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):

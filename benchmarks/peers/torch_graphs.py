@@ -1,10 +1,13 @@
-"""PyTorch calls that are captured several times in a CUDA graph and timed by device events."""
+"""Capture several calls of a PyTorch function in one CUDA graph, and measure the time of the graph by CUDA events.
+
+The time of a single call of a short kernel would mostly be launch overhead.
+"""
 
 import torch
 
 
 class Graphs:
-    """One CUDA graph for each kind of call. A subclass sets `calls`, {kind: function}.
+    """CUDA graphs of functions. A subclass sets `calls`: {kind: function}; there is one graph for each kind.
 
     results: {kind: return value of the last captured call}.
     """
@@ -12,31 +15,34 @@ class Graphs:
     def __init__(self):
         self.stream, self.calls, self.graphs, self.results = torch.cuda.Stream(), {}, {}, {}
 
-    def capture(self, kind, milliseconds):
-        """In the first call for `kind`, capture a graph of about `milliseconds`; return its number of calls."""
+    def capture(self, kind, length):
+        """Return how many calls the graph of `kind` contains.
+
+        The first time, capture this graph, with so many calls that one replay takes about `length` milliseconds.
+        """
         if kind not in self.graphs:
             call = self.calls[kind]
             with torch.cuda.stream(self.stream):
                 for _ in range(3):
                     call()
-                once = min(self.timed(call) for _ in range(3))
-                calls = max(1, round(milliseconds / once))
+                one_call = min(self.milliseconds(call) for _ in range(3))
+                count = max(1, round(length / one_call))
                 graph = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(graph, stream=self.stream):
-                    for _ in range(calls):
+                    for _ in range(count):
                         self.results[kind] = call()
-            self.graphs[kind] = graph, calls
+            self.graphs[kind] = graph, count
         return self.graphs[kind][1]
 
     def replay_milliseconds(self, kind):
-        """Milliseconds of one replay. An untimed replay precedes it, so that the GPU runs at its full clock rate."""
+        """Return the milliseconds of one replay. An untimed replay before it brings the GPU to its full clock rate."""
         graph, _ = self.graphs[kind]
         with torch.cuda.stream(self.stream):
             graph.replay()
-            return self.timed(graph.replay)
+            return self.milliseconds(graph.replay)
 
-    def timed(self, call):
-        """Milliseconds of one call on the current stream, by device events."""
+    def milliseconds(self, call):
+        """Return the milliseconds of call() on the current stream, measured by CUDA events."""
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         call()

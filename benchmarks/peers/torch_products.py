@@ -13,8 +13,9 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "tf32": torch.float32}
 
 
 class Linear(Graphs):
-    """The three products of a linear layer: x w, dy w', x' dy; x (N, C), w (C, K) or (K, C) if transposed, dy (N, K).
+    """CUDA graphs of the three products of a linear layer: x w, dy w' and x' dy, where ' is the transpose.
 
+    x is (N, C), dy (N, K), w (C, K), or (K, C) if `transposed`. The results are stored in the shape of w and x.
     inputs: [(float32 numbers on the host, shape)] of x, w and dy; the numbers are repeated until they fill the shape.
     """
 

@@ -28,7 +28,7 @@ OPERATIONS = {  # name: our algorithms
     "all_to_all": ["pairwise"],
 }
 ALGORITHMS = [NATIVE, *dict.fromkeys(name for names in OPERATIONS.values() for name in names), GLOO]
-MIN_ROUNDS = 3  # measured for every size, even if they take longer than --seconds
+MIN_ROUNDS = 3  # number of rounds that are measured for every size, even if they take longer than --seconds
 MATRIX_SIZE = 512  # rows and columns of the matrices that rank 0 multiplies
 
 
@@ -61,7 +61,7 @@ def collective_times(world, operation, sizes, rounds, budget, store_file, with_g
             for name in names[start:] + names[:start]:
                 x[...] = source
                 sent = world.bytes_sent
-                MPI.COMM_WORLD.Barrier()  # it waits in a loop, so all ranks leave it at nearly the same time
+                MPI.COMM_WORLD.Barrier()  # a waiting rank polls, so all ranks leave at nearly the same time
                 began = time.perf_counter()
                 for _ in range(repeats):
                     calls[name]()
@@ -82,7 +82,7 @@ def calls_of(world, operation, x, gloo):
     def use(name):
         def call():
             # world.all_to_all selects by size; here the name selects
-            mpi_communicator.OURS_FROM = float("inf") if name == NATIVE else 0
+            mpi_communicator.OURS_MIN_BYTES = float("inf") if name == NATIVE else 0
             if name in (NATIVE, *collectives.ALL_REDUCE):
                 world.use_collectives(name)
             getattr(world, operation)(x, out=out)
@@ -115,9 +115,9 @@ def open_gloo(world, store_file):
 
 
 def idle_waiting(world, rounds, seconds):
-    """Rank 0 multiplies matrices while the other ranks wait: {how they wait: [GFLOP/s of rank 0 in each round]}.
+    """Let rank 0 multiply matrices while the other ranks wait; return {how they wait: [GFLOP/s of rank 0 per round]}.
 
-    seconds: how long rank 0 computes for each kind of waiting.
+    seconds: how long rank 0 computes in a round, for each way of waiting.
     """
     from mpi4py import MPI
 
@@ -193,8 +193,8 @@ def summarise(results, ranks):
 def fit(results):
     """{algorithm: [alpha, beta]}: the fit t = alpha + beta n to the seconds t of an all-reduce of n bytes.
 
-    alpha (seconds) includes the start-up times of all messages of an all-reduce; beta (seconds per byte) includes the
-    factor 2 (p-1)/p and the additions.
+    alpha (seconds) includes the start-up times of all messages of an all-reduce. beta (seconds per byte) includes the
+    additions and the number of bytes that a rank sends per byte of the array, which is 2 (p-1)/p for a ring of p ranks.
     """
     by_name = {}
     for result in results:

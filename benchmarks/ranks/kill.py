@@ -31,7 +31,7 @@ def train(ranks, *flags):
 
 
 def finished(job):
-    """Wait for a job; return its Done. Exits if the job fails."""
+    """Wait for a job; return its Done (exit code, output, seconds). Exits if the job fails."""
     with job:
         done = job.done()
     if done.code:
@@ -46,7 +46,7 @@ def curve(log):
 
 
 def kill_one(job, seconds, rng):
-    """Kill a random rank after `seconds`; return the number of the rank, or None if the job ended before."""
+    """Kill a random rank after `seconds`; return the number of the rank, or None if the job ended earlier."""
     time.sleep(seconds)
     while job.process.poll() is None:
         if ranks := job.ranks():
@@ -60,10 +60,10 @@ def kill_one(job, seconds, rng):
 
 
 def trial(args, folder, expected, rng, longest):
-    """Kill a rank of one run, then resume from its checkpoint; return one result, or None if the run ended before.
+    """Kill a rank of one run, then resume from its checkpoint; return the result, or None if the run finished.
 
-    folder: contains the checkpoint and the log from which the run resumes. expected: curve() of an uninterrupted run.
-    longest: the seconds of an uninterrupted run; the rank is killed within this time.
+    folder: contains "begun", the checkpoint with which the run starts, and its log. expected: curve() of an
+    uninterrupted run. longest: the seconds of an uninterrupted run; the rank is killed within this time.
     """
     out, log, moment = folder / "run", folder / "run.jsonl", rng.uniform(0, longest)
     shutil.rmtree(out, ignore_errors=True)

@@ -14,7 +14,7 @@ from stage1_mpi.launch import choose, launch_line
 STEPS = {"tiny": 50, "paper": 6}
 BUCKET = {"tiny": ("--bucket-mb", "0.1"), "paper": ()}  # one default bucket would contain all gradients of `tiny`
 COMPARED = "loss", "grad_norm", "parameters_sha256"  # fields of each step's log line; only the last line has the hash
-FEW = "flat", "bucket"  # without --all, `paper` runs all strategies on two ranks, and only these on other numbers
+FEW = "flat", "bucket"  # without --all, the runs of `paper` on more or less than two ranks use only these strategies
 
 
 def cases(ranks, preset, everything):
@@ -44,7 +44,7 @@ def first_difference(log, expected):
 
 
 def compare(args, preset):
-    """Run one preset in all cases; return the losses and the hash of stage 0, and the difference of each run."""
+    """Run one preset in all cases; return the losses and hash of stage 0, and first_difference() of each other run."""
     common = preset, args.steps or STEPS[preset], args.timeout
     one_thread = ("--threads", "1")
     serial = train("stage 0", [sys.executable, "-m", "stage0_serial.train_gpt2", *one_thread], *common)

@@ -96,7 +96,7 @@ def process_specs(args):
 
 
 def measure(args, specs):
-    """Run all rounds; return one result for each spec. "seconds" is a list of rounds, each a list of its steps."""
+    """Run all rounds; return one result for each spec. Its "seconds" has a list per round, with a number per step."""
     with ExitStack() as stack:
         processes = [stack.enter_context(BenchmarkProcess(spec, BENCHMARK, args.timeout)) for spec in specs]
         measured = run_rounds(processes, args.rounds, {"steps": args.warm_up}, {"steps": args.steps_per_round})
@@ -117,7 +117,8 @@ def measure(args, specs):
 def summarise(results, tokens):
     """Return the table's rows. Also adds three fields to each result: min, cores_used and times_as_fast.
 
-    tokens: per step. times_as_fast: {peer: time of the peer / time of this result}, for the peers in TARGETS.
+    tokens: the number of tokens per step. times_as_fast: {peer: time of the peer / time of this result}; the peers are
+    those in TARGETS.
     """
     medians = {result["name"]: round_medians(result["seconds"]) for result in results}
     rows = []

@@ -21,9 +21,9 @@ MAX_ZERO_COST = 1.10  # upper bound for the step time with ZeRO-1 divided by the
 
 
 def variants(bucket_mb):
-    """{flags of train_gpt2.py: the same options for build_trainer() of harness/ours.py}.
+    """{flags of train_gpt2.py: options of build_trainer() of harness/ours.py that mean the same}.
 
-    These are all strategies with and without ZeRO-1, then --dp flat with all codecs and with all collectives.
+    The variants are all strategies with and without ZeRO-1, then --dp flat with each codec and with each collective.
     """
     chosen = {f"--dp {dp}": {"dp": dp, "bucket_mb": bucket_mb} for dp in STRATEGIES}
     chosen |= {f"{flags} --zero 1": dict(options, zero=1) for flags, options in chosen.items()}
@@ -45,7 +45,7 @@ def prepare(module, world, preset, batch_size, variants):
     timed = {name: timed_steps(world, trainer, config, batch_size) for name, trainer in trainers.items()}
 
     def run_round(name, steps):
-        """The result of timed_steps(), with the bytes sent and held by each rank and the number of messages."""
+        """The result of timed_steps(), with the bytes that each rank sent and stores, and the number of messages."""
         trainer, result = trainers[name], timed[name](steps)
         sizes = world.all_gather_object((trainer.bytes_sent, trainer.optimizer_bytes))
         bytes_sent, optimizer_bytes = zip(*sizes, strict=True)

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def curves(results=ROOT / "results"):
     """[(label, 50 losses, arguments of pyplot.plot)] of preset `paper`, from the files in the directory `results`."""
     cpu = json.loads((results / "cpu" / "curve.json").read_text())["results"]
-    # a deviation is ours / paper - 1
+    # the file has each deviation = our loss / the paper's loss - 1
     paper = [loss / (1 + deviation) for loss, deviation in zip(cpu["losses"], cpu["deviations"], strict=True)]
     gpus = json.loads((results / "gpus" / "parity.json").read_text())["results"]
     # The losses of stage 1 are bitwise identical to those of stage 0, those of stage 3 to those of stage 2.

@@ -47,9 +47,10 @@ def check_graph(config, backend):
 
 @contextlib.contextmanager
 def memory_errors(backend, config, *sizes, **options):
-    """In this context, convert out-of-memory errors of the device to DeviceMemoryError, with sizes that would fit.
+    """In this context, convert out-of-memory errors of the device to DeviceMemoryError.
 
-    config: GPT2Config; sizes and options: the other arguments of Runtime.explain_oom, which writes the message.
+    The message of this error comes from Runtime.explain_oom() and advises sizes that would fit. config: the GPT2Config.
+    sizes, options: the other arguments of explain_oom().
     """
     try:
         yield
@@ -62,7 +63,7 @@ def memory_errors(backend, config, *sizes, **options):
 def step_sizes(config, micro_batches, replicas):
     """The argument `sizes` of memory_errors() for a training step of a RunConfig.
 
-    micro_batches: their number over all ranks; replicas: the number of data-parallel replicas.
+    micro_batches: the number of micro-batches over all ranks. replicas: the number of data-parallel replicas.
     """
     # With --transport mpi the canonical sum is computed on the host and needs no device memory.
     sums_on_device = config.transport == "nccl" and config.collectives == "canonical"

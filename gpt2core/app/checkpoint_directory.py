@@ -96,7 +96,7 @@ def load_checkpoint(path, *, with_optimizer=False, accept_edited=False):
     file's path, for a file that is missing, corrupted or of another model, and, unless `accept_edited`, for a file that
     was changed after it was saved. If another step of the same `--out` directory can be read, the message has its path.
     """
-    for _ in range(10):  # read again if a running training has replaced the step, which can also cause an error
+    for _ in range(10):  # a running training may replace the step during a read: read again, also after an error
         step = resolve_checkpoint(path)
         identity = identity_of(step)
         try:
@@ -112,7 +112,7 @@ def load_checkpoint(path, *, with_optimizer=False, accept_edited=False):
 
 
 def readable_step(damaged, with_optimizer):
-    """The newest step, in the directory of the step `damaged`, that can be read and was not changed; None: none can."""
+    """The newest step, in the directory of the step `damaged`, that can be read and was not changed, or None."""
     with contextlib.suppress(OSError):
         for step in complete_steps(damaged.parent) if STEP.fullmatch(damaged.name) else ():
             with contextlib.suppress(CheckpointError):
@@ -169,8 +169,8 @@ def is_checkpoint(path):
 def writable_directory(path):
     """Create the directory `path` if needed and check that checkpoints can be written there; return it as a Path.
 
-    Raises CheckpointError if they cannot, or if `path` has a file of one of the names FILES that is not a link, because
-    link_files() would replace it.
+    Raises CheckpointError if this is not possible, or if `path` has a file with one of the names FILES that is not a
+    link, because link_files() would replace this file.
     """
     path = Path(path)
     try:
@@ -233,7 +233,7 @@ def identity_of(directory):
 
 
 def complete_steps(directory):
-    """The Paths of all steps with a final name and a weights file, the step that was written last first."""
+    """The Paths of all steps with a final name (STEP) and a weights file, from the newest to the oldest."""
 
     def time_written(step):
         try:

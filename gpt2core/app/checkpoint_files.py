@@ -1,4 +1,4 @@
-"""Read, check and write the files of one checkpoint step: configuration, weights, moments and state.
+"""Read, check and write the files of one checkpoint, the directory `step`: configuration, weights, moments and state.
 
 `transformers.GPT2LMHeadModel.from_pretrained` opens the directory, because the tensors have the names of Hugging Face's
 GPT-2, and its weight matrices the shape (inputs, outputs).
@@ -44,7 +44,7 @@ def write_step(directory, *, config, parameters, tokenizer=None, moments=None, s
 
     The arguments are those of checkpoint_directory.save_checkpoint. Raises OSError if a file cannot be written.
     """
-    with ThreadPoolExecutor(1) as pool:  # this thread and the pool's hash and write two files at the same time
+    with ThreadPoolExecutor(1) as pool:  # this thread and that of the pool each hash and write one file
         if moments is not None:
             first, second = ({MOMENTS[i] + name: pair[i] for name, pair in moments.items()} for i in (0, 1))
             writing = pool.submit(write_safetensors, directory / OPTIMIZER, first | second)
@@ -68,7 +68,7 @@ def read_step(step, with_optimizer, accept_edited=False):
             raise CheckpointError(f"{path}: is a pipe or a device, not a file: use another copy")
     digests = {}  # {file name: SHA-256 of the bytes that were read}
     config = config_from_json(read_json(step / CONFIG, digests), step / CONFIG)
-    with ThreadPoolExecutor(1) as pool:  # this thread and the pool's read and hash two files at the same time
+    with ThreadPoolExecutor(1) as pool:  # this thread and that of the pool each read and hash one file
         reading = pool.submit(read_moments, step / OPTIMIZER, digests) if with_optimizer else None
         path, parameters = read_parameters(step, config, digests)
         if config.n_layer > len(parameters):  # checked before parameter_shapes(), which makes names for each layer
@@ -121,11 +121,11 @@ def fsync(path):
 
 
 # --- model.safetensors, optimizer.safetensors ---
-# The functions add the SHA-256 of each file that they read to the dict `digests`: {file name: SHA-256}.
+# These functions add the SHA-256 of each file that they read to the dict `digests`: {file name: SHA-256}.
 
 
 def read_parameters(step, config, digests):
-    """(path for error messages, {name: array}); names have the prefix `transformer.`; no lm_head if config.tied."""
+    """(path for error messages, {name: array}). Adds a missing prefix `transformer.`; omits lm_head if config.tied."""
     path, tensors = read_model(step, digests)
     parameters = {}
     for stored, array in tensors.items():

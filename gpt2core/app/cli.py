@@ -16,12 +16,12 @@ from gpt2core.parallel.data_parallel import BUCKET_MB
 SWITCH = argparse.BooleanOptionalAction  # --flag and --no-flag
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
 PRECISION = "precision of the arithmetic; stages 0 and 1: fp32 only (default fp32)"
-TRANSPORT = "how stage 3 sends arrays: nccl, or mpi through host memory (default nccl if each rank has its own GPU)"
+TRANSPORT = "how stage 3 sends arrays: nccl, or mpi (through host memory); default: nccl if each rank has its own GPU"
 BLAS = (
-    "library of the matrix products in stages 0 and 1: openblas (the one that NumPy contains), or mkl, after `pip "
-    "install mkl` (default auto: mkl on an Intel CPU if it is installed, otherwise openblas)"
+    "library of the matrix products in stages 0 and 1: openblas (contained in NumPy), mkl (after `pip install mkl`) or "
+    "auto, which is mkl on an Intel CPU if it is installed, otherwise openblas (default auto)"
 )
-EDITED = "load a checkpoint although its files were changed after they were saved (default: refuse it)"
+EDITED = "load a checkpoint even if its files were changed after they were saved (default: refuse it)"
 THREADS = "stages 0 and 1 only (default: the cores that this process may use, divided by the ranks that share them)"
 
 
@@ -45,7 +45,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def integer(text):
-    """The int in `text`, of absolute value below 2^31: sizes computed from larger values could overflow in NumPy."""
+    """The int in `text`; an error if its absolute value is 2^31 or more: sizes computed from it could overflow."""
     value = int(text)
     if abs(value) >= 1 << 31:
         raise argparse.ArgumentTypeError(f"{text} is too large")
@@ -66,7 +66,7 @@ def add_group(parser, title, description=None):
 
 
 def train_parser():
-    """The parser of train_gpt2.py. It gives None for an omitted flag if the default depends on other flags or files."""
+    """The parser of train_gpt2.py. An omitted flag is parsed as None if its default depends on other flags or files."""
     parser = Parser(description="Train a GPT-2. Without flags: the paper's configuration on the shipped corpus.")
     parser.add_argument("--version", action="version", version=f"staged-gpt2 {gpt2core.__version__}")
     add_recipe(parser)
@@ -106,7 +106,7 @@ def add_data(parser):
     text = (
         "word (each word of the corpus is a token), byte (each byte is a token), or the path of a tokenizer.json. The "
         "default is the first of these that exists: the tokenizer in the output of data/prepare.py; the tokenizer of "
-        "the checkpoint of --resume or --init-from; for preset book, the tokenizer of data/gpt2-book; word"
+        "the checkpoint of --resume or --init-from; for preset book, the tokenizer of data/gpt2-book; otherwise word"
     )
     add("--tokenizer", text)
     text = "read the training sequences in a random order, given by --seed (default: in the order of the corpus)"
@@ -122,23 +122,23 @@ def add_outputs(parser):
     text = "directory for checkpoints; a checkpoint is always saved at the end (default: nothing is saved)"
     add("--out", text, type=directory, metavar="DIR")
     text = (
-        "if the --out directory or the --log file is that of an older run, rename it to DIR.1 or FILE.1 (or .2, ...) "
+        "if the --out directory or the --log file belongs to an older run, rename it to DIR.1 or FILE.1 (or .2, ...) "
         "and start a new run; nothing is renamed if --resume continues this older run (default: refuse to start)"
     )
     add("--overwrite", text, action="store_true")
     add("--checkpoint-every", "steps between checkpoints; 0: only at the end (default 0)", type=integer, metavar="N")
     add("--keep", "how many of the newest checkpoints to keep; 0: all (default 2)", type=integer, metavar="K")
     text = (
-        "continue the run whose checkpoint is in DIR. A flag that is omitted has its value of that run. Exceptions, "
-        "which must be given again: --out, --log, --plot, --sample, --threads, --blas, --graph, --autotune, --nvtx and "
-        "the flags of 'many ranks' (default: start a new run)"
+        "continue the run whose checkpoint is in DIR. An omitted flag has the value that it had in that run, except "
+        "these flags, which must be given again: --out, --log, --plot, --sample, --threads, --blas, --graph, "
+        "--autotune, --nvtx and all flags of the group 'many ranks' (default: start a new run)"
     )
     add("--resume", text, type=Path, metavar="DIR")
     text = "start a new run with the weights of a checkpoint, or of a GPT-2 in Hugging Face's format (default: random)"
     add("--init-from", text, type=Path, metavar="DIR")
     add("--accept-edited", EDITED, action="store_true")
     add("--log", "log file, with one JSON object per line (default: no log)", type=Path, metavar="FILE.jsonl")
-    add("--log-every", "steps between two lines on the screen and in the log (default 1)", type=integer, metavar="N")
+    add("--log-every", "print and log one line for every N steps (default 1)", type=integer, metavar="N")
     add("--plot", "image file for a plot of the loss curve (default: no plot)", type=Path, metavar="FILE.png")
     text = "tokens of the sample text that is generated after training; 0: no sample (default 30)"
     add("--sample", text, type=integer, default=30, metavar="N")
@@ -153,21 +153,21 @@ def add_execution(parser):
     text = (
         "the number of micro-batches into which the --batch-size sequences of a step are divided, over all "
         "data-parallel replicas together: with 2 replicas and M = 8, each replica computes 4 (Megatron counts the "
-        "micro-batches of one replica). Default: the largest power of two up to 8 that divides --batch-size; with "
-        "--no-deterministic: one per worker thread, or on GPUs one per replica"
+        "micro-batches of one replica). Default: the largest power of two up to 8 that divides --batch-size. Default "
+        "with --no-deterministic: one per worker thread; on GPUs, one per replica"
     )
     add("--micro-batches", text, type=integer, metavar="M")
     add("--micro-shards", argparse.SUPPRESS, type=integer, dest="micro_batches")  # former name of --micro-batches
     text = (
         "--deterministic: the results are bitwise identical for any number of threads and of data-parallel ranks. "
-        "--no-deterministic: other numbers of threads or ranks change the results by rounding errors. Without MPI or "
-        "NCCL, a repeated run with the same flags, threads and cached kernel choices is still bitwise identical; with "
-        "MPI or NCCL this depends on the order in which these libraries add (default: yes on CPUs, no on GPUs)"
+        "--no-deterministic: other numbers of threads or ranks change the results by rounding errors. A repeated run "
+        "with equal flags, threads and ranks is bitwise identical, except on GPUs if kernel choices differ (see "
+        "--autotune), and on several ranks if MPI or NCCL adds in another order (default: yes on CPUs, no on GPUs)"
     )
     add("--deterministic", text, action=SWITCH)
     add("--blas", BLAS, metavar="LIB")
     add("--graph", "capture a step as a CUDA graph and replay it in later steps (default: yes on GPUs)", action=SWITCH)
-    text = "time the candidates of each GPU kernel again instead of using the cached choices (default: no)"
+    text = "time the candidates of each GPU kernel again instead of using the choices cached on disk (default: no)"
     add("--autotune", text, action="store_true")
     add("--nvtx", "mark NVTX ranges for a profiler; requires --no-graph (default: no)", action="store_true")
 
@@ -175,26 +175,26 @@ def add_execution(parser):
 def add_ranks(parser):
     add = add_group(parser, "many ranks", "How the ranks of stages 1 and 3 divide the work.")
     text = (
-        "data parallelism: how gradients are summed over ranks. After backward: naive (one message per parameter), "
-        "flat (one message for all parameters). During backward: overlap (one message per parameter), bucket (one "
-        "message for several parameters) (default flat)"
+        "data parallelism: how gradients are summed over ranks. naive: after backward, one message per parameter. "
+        "flat: after backward, one message for all parameters. overlap: during backward, one message per parameter. "
+        "bucket: during backward, one message for several parameters (default flat)"
     )
     add("--dp", text, metavar="HOW")
     text = (
-        f"minimum size of a message of --dp bucket, in 10^6 bytes (default {BUCKET_MB:g}; with --transport nccl and "
-        "--no-deterministic, a size computed from the measured time of all-reduces)"
+        "minimum size of a message of --dp bucket, in 10^6 bytes. Default: with --transport nccl and "
+        f"--no-deterministic, a size computed from the measured time of all-reduces; otherwise {BUCKET_MB:g}"
     )
     add("--bucket-mb", text, type=float, metavar="MB")
     text = f"format in which gradients are sent to other ranks: none (fp32), {', '.join(CODECS)} (default none)"
     add("--compress", text, metavar="HOW")
     text = (
         "1: each data-parallel rank stores only its part of the optimizer state (ZeRO-1). 0: each stores all of it. "
-        "Default 0; with --transport nccl, --dp flat and --compress none, 1"
+        "Default: 1 with --transport nccl, --dp flat and --compress none; otherwise 0"
     )
     add("--zero", text, type=int, choices=(0, 1))
     text = (
-        "when --zero 1 all-gathers the updated parameters: at the end of the step (end), or during the next forward "
-        "pass (forward) (default end)"
+        "the time at which --zero 1 all-gathers the updated parameters: end (at the end of the step), or forward "
+        "(during the next forward pass) (default end)"
     )
     add("--zero-gather", text, metavar="end|forward")
     text = "tensor-parallel size: the number of ranks that divide each layer; it must divide the number of all ranks"
@@ -202,7 +202,7 @@ def add_ranks(parser):
     text = (
         "algorithm of sums over ranks: canonical, ring, halving-doubling, tree, root or mpi; with --transport nccl "
         "only canonical or nccl. mpi and nccl are the libraries' own algorithms. The sums of canonical do not depend "
-        "on the number of ranks (default canonical; with --no-deterministic mpi or nccl)"
+        "on the number of ranks. Default: canonical; with --no-deterministic, nccl for --transport nccl, otherwise mpi"
     )
     add("--collectives", text, metavar="HOW")
     add("--transport", TRANSPORT, metavar="HOW")
@@ -224,12 +224,11 @@ def inference_parser():
     text = "directory of a checkpoint, or of a GPT-2 in Hugging Face's format (default: the shipped data/gpt2-paper)"
     add("--weights", text, type=Path, default=WEIGHTS, metavar="DIR")
     add("--accept-edited", EDITED, action="store_true")
-    text = "word (the words of the shipped corpus), byte, or the path of a tokenizer.json (default: that in --weights)"
+    text = "word (the words of the shipped corpus), byte, or the path of a tokenizer.json (default: that of --weights)"
     add("--tokenizer", text)
     text = "text to continue (default: the first 256 tokens of the corpus that the weights were trained on)"
     add("--prompt", text)
-    text = "file with the text to continue; a line break at its end is ignored"
-    add("--prompt-file", text, type=Path, metavar="FILE")
+    add("--prompt-file", "file with the text to continue, without the line break at its end", type=Path, metavar="FILE")
     add("--prompts", "file with one prompt per line; only with --mode batch", type=Path, metavar="FILE")
     text = (
         "read prompts from standard input, one per line, and continue each line before the next is read; the model is "
@@ -253,12 +252,13 @@ def inference_parser():
     text = "print token counts, the time to the first token and milliseconds per token (default: no)"
     add("--stats", text, action="store_true")
     add = add_group(parser, "execution")
-    add("--threads", f"threads per rank that divide the rows of a kernel; {THREADS}", type=integer)
+    add("--threads", f"number of threads among which BLAS divides each matrix product; {THREADS}", type=integer)
     add("--blas", BLAS, metavar="LIB")
     text = (
-        "how the ranks divide the work: replicate (each rank computes the same continuation, and the logits are "
-        "averaged over ranks), batch (each rank continues a part of the --prompts), tensor (the ranks divide each "
-        "layer) (default replicate)"
+        "how the ranks divide the work. replicate, the method of the paper: nothing is divided. Each rank computes all "
+        "logits, which are equal on the ranks up to rounding. Rank 0 chooses each token from their mean over ranks; "
+        "all ranks continue with this token. batch: each rank continues a part of the --prompts. tensor: the ranks "
+        "divide each layer (default replicate)"
     )
     add("--mode", text, default="replicate", metavar="HOW")
     add("--transport", TRANSPORT, metavar="HOW")
@@ -270,7 +270,7 @@ def train(backend, world, argv=None):
     """The command of a stage's train_gpt2.py: parse the flags, train, exit.
 
     backend: a class, called as backend(precision, deterministic), which gives a Backend. world: a class, called as
-    world(), which gives the Communicator of all ranks. argv: the command-line arguments, None: those of the process.
+    world(), which gives the Communicator of all ranks. argv: a list of command-line arguments; None: sys.argv[1:].
     """
     run_command(world, lambda ranks: train_command(backend, ranks, *parse(train_parser(), ranks, argv)))
 
@@ -283,7 +283,7 @@ def infer(backend, world, argv=None):
 def parse(parser, world, argv):
     """(parsed flags, number of cores for this rank); raises HelpPrinted after --help.
 
-    All ranks must call it. The flags are equal on all ranks; otherwise ConfigError is raised.
+    All ranks must call it. Raises ConfigError unless the flags are equal on all ranks.
     """
     parser.is_root = world.is_root
 

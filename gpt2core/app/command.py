@@ -1,7 +1,8 @@
 """Run a command and exit. A user's mistake gives one line on standard error and exit code 2, never a traceback.
 
-`error.shared` of an error says that all ranks raise it at the same place (see gpt2core/errors.py): then only the root
-prints it. Otherwise only this rank has the error, prints it and aborts the job, because the other ranks would wait.
+If `error.shared` is true, all ranks raise the error at the same place (see gpt2core/errors.py), and only the root
+prints it. Otherwise only this rank has the error. It prints the error and aborts the job, because the other ranks would
+wait for it without end.
 """
 
 import contextlib
@@ -36,7 +37,7 @@ def run_command(make_world, body):
             world = make_world()
             code = body(world)
         sys.stdout.flush()
-        world.barrier()  # wait for the root, which may still print: MPI's finalization would use a whole core to wait
+        world.barrier()  # the root may still print: a rank that waits for it in MPI's finalization uses a whole core
     except HelpPrinted:
         code = 0
     except UserError as error:

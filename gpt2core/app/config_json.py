@@ -37,7 +37,7 @@ def config_to_json(config, dtype):
 
 
 def config_from_json(values, path):
-    """The GPT2Config for `values`, the dict of a config.json; `path` of this file is for errors.
+    """The GPT2Config for `values`, the dict of a config.json. path: the path of this file, for error messages.
 
     Raises CheckpointError for a size that is missing and for a value that is not supported, with the name of the field.
     """

@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT = 180  # seconds for one command
 STEP = ["--preset", "nano", "--steps", "1", "--batch-size", "2", "--seq-len", "4", "--sample", "0"]
 TWO_RANKS = ["-m", "stage1_mpi.launch", "-n", "2", "--"]
-# (text about ranks and device for the report, arguments of the interpreter) of stages 0 to 3; {} is the device's name
+# (text about ranks and device for the report, arguments of Python) of stages 0 to 3; {} stands for the device's name
 STAGES = [
     ("one process", ["-m", "stage0_serial.train_gpt2", *STEP]),
     ("2 ranks", [*TWO_RANKS, "-m", "stage1_mpi.train_gpt2", *STEP]),
@@ -71,10 +71,10 @@ def run(command):
 
 
 def cause(errors):
-    """The line that says what is wrong, of the text that a command wrote to standard error.
+    """The line of `errors`, the text that a command wrote to standard error, that says what is wrong.
 
-    The class of an exception is removed from the line, and so is the advice `pip install ...`, because the report ends
-    with the make commands that install the packages.
+    The name of an exception's class is removed from this line. The advice `pip install ...` is removed too, because the
+    report ends with the make commands that install the packages.
     """
     lines = errors.strip().splitlines() or ["no message"]
     line = next((line for line in lines if line.startswith("error: ")), lines[-1])

@@ -75,7 +75,7 @@ def inference_command(make_backend, world, args, cores):
 
 
 def answer_prompts(world, model, tokenizer, args, emit):
-    """Continue each line of the root's standard input until it ends or has an empty line; all ranks must call it.
+    """Continue each line of the root's standard input, up to an empty line or the end; all ranks must call this.
 
     Each token is printed as soon as it is generated. The lines are numbered from 0; line i has the seed --seed + i.
     """
@@ -92,7 +92,7 @@ def answer_prompts(world, model, tokenizer, args, emit):
 
 
 def check_mode(args):
-    """Raise ConfigError for an unknown --mode, and if --mode, --interactive and prompt flags cannot be combined."""
+    """Raise ConfigError for an unknown --mode, and if --mode, --interactive and the prompt flags exclude each other."""
     if args.mode not in MODES:
         raise ConfigError(f"--mode {args.mode} is unknown: choose from {', '.join(MODES)}")
     if args.interactive:
@@ -154,8 +154,8 @@ def read_inputs(args, checkpoint):
 
 
 def fit_prompt(prompt, block, emit):
-    """The last `block` tokens of a prompt; emits a note if the prompt is longer. emit: has the arguments of print()."""
+    """The last `block` tokens of a prompt; emits a note if the prompt is longer. emit: called like print()."""
     if len(prompt) > block:
-        text = f"note: the prompt has {len(prompt)} tokens, the block {block}: its last {block} tokens are used"
-        emit(text, file=sys.stderr)
+        text = f"the prompt has {len(prompt)} tokens, the model reads at most {block}: only the last {block} are used"
+        emit(f"note: {text}", file=sys.stderr)
     return prompt[-block:]

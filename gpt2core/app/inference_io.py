@@ -33,9 +33,9 @@ def check_downloaded(flag, path):
 
 
 def load_tokenizer(spec, directory):
-    """The Tokenizer of `spec`, the value of --tokenizer; None: the one in the `directory` of a checkpoint.
+    """The Tokenizer that --tokenizer `spec` names; if `spec` is None, the tokenizer of the checkpoint in `directory`.
 
-    Raises DataError if it cannot be read.
+    Raises DataError if the tokenizer cannot be read.
     """
     if spec is None and not (directory / "tokenizer.json").exists():
         if (directory / "vocab.json").exists() and (directory / "merges.txt").exists():
@@ -71,9 +71,9 @@ def check_tokenizer(tokenizer, checkpoint, prepared=None):
 def read_prompt(prompt, prompt_file, tokenizer, checkpoint):
     """The token ids of --prompt or --prompt-file; if neither is given, the first tokens of a corpus.
 
-    These are 256 tokens, or one block of the model if that is shorter. The corpus is the one that the Checkpoint was
-    trained on; if that is unknown or missing, the corpus is dummy.txt. Raises ConfigError if both flags are given,
-    DataError if the prompt is empty.
+    The number of these tokens is 256, or the block size of the model if it is less. The corpus is the one that the
+    Checkpoint was trained on; if this corpus is unknown or missing, it is dummy.txt. Raises ConfigError if both flags
+    are given, DataError if the prompt is empty.
     """
     if prompt is not None and prompt_file is not None:
         raise ConfigError("--prompt and --prompt-file exclude each other: give one of them")
@@ -172,8 +172,8 @@ def write_continuation(
         text += piece
         if stream:
             emit(wrap.push(piece), end="", flush=True)
-    emit(wrap.push("" if stream else text, last=True))
-    new = max(0, len(times) - 1)  # the number of new tokens: the last piece is the rest of the text, not a token
+    emit(wrap.push("" if stream else text, is_last=True))
+    new = max(0, len(times) - 1)  # number of new tokens; the last piece is not a token, see text_pieces()
     if stats and new:
         after_first = (times[new - 1] - times[0]) / max(1, new - 1) * 1e3
         emit(
@@ -185,7 +185,7 @@ def write_continuation(
 def text_pieces(model, tokenizer, prompt, count, choose, stop, decoders=None):
     """Yield the text of each new token, up to the token that completes the text `stop`.
 
-    The last piece is not a token, but the rest of the text: it is empty, unless the last character is incomplete.
+    One more piece follows, which is no new token: the rest of an incomplete last character, usually empty text.
     """
     text, decoder = "", tokenizer.stream()
     for token in generate(model, prompt, count, choose, decoders):
@@ -224,9 +224,9 @@ def write_batch(world, model, tokenizer, prompts, count, make_rule, stop, stats)
     start, texts, tokens, decoders = time.perf_counter(), [], 0, {}
     share, batch = even_slices(len(prompts), world.size)[world.rank], model.head.backend.decoder_batch
     for first in range(share.start, share.stop, batch):
-        last = min(first + batch, share.stop)
-        rules = [make_rule(i) for i in range(first, last)]
-        continuations, new = continue_prompts(model, tokenizer, prompts[first:last], count, rules, stop, decoders)
+        end = min(first + batch, share.stop)
+        rules = [make_rule(i) for i in range(first, end)]
+        continuations, new = continue_prompts(model, tokenizer, prompts[first:end], count, rules, stop, decoders)
         texts += continuations
         tokens += new
     texts = [text for part in world.all_gather_object(texts) for text in part]

@@ -25,7 +25,7 @@ def log_rows(path):
 
     An incomplete last line, which a crash can leave, is omitted. A path that is not a file has no rows.
     """
-    if not Path(path).is_file():  # it does not exist, or is a device such as /dev/full, of which a read would not end
+    if not Path(path).is_file():  # it does not exist, or is a device such as /dev/full: a read would not end
         return
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
@@ -80,16 +80,16 @@ def open_for_appending(path):
         raise ConfigError(f"{path}: cannot be written ({error.strerror}): choose another file") from None
 
 
-def continue_log(path, first, recorded=None):
-    """(the log opened for appending and locked, its rows before step `first`).
+def continue_log(path, next_step, recorded=None):
+    """Open a log for appending and lock it; return (the open file, its rows of steps before `next_step`).
 
-    The file is truncated before the first row of step `first` or later. The earlier rows are not written again, so that
-    no crash can lose them. recorded: as for check_log_of_run(). Raises ConfigError, and changes nothing, if the file is
-    not a log, or is not the log of the resumed run.
+    These rows stay in the file and are not written again, so that no crash can lose them. The file is truncated after
+    them. recorded: see check_log_of_run(). Raises ConfigError, and changes nothing, if the file is not a log, or is not
+    the log of the resumed run.
     """
     file = open_locked(path)
     try:
-        rows, end, ends_in_newline = rows_before(path, first)
+        rows, end, ends_in_newline = rows_before(path, next_step)
         if os.path.getsize(path):
             check_log_of_run(path, rows, recorded)
     except BaseException:
@@ -103,26 +103,26 @@ def continue_log(path, first, recorded=None):
     return file, rows
 
 
-def rows_before(path, first):
+def rows_before(path, next_step):
     """(rows, their number of bytes in the file, whether the last of them ends in a newline) of the log at `path`.
 
-    The rows are those before the first row of step `first` or later.
+    The rows end before the first row whose step is `next_step` or larger.
     """
-    rows, end, reached_first, ends_in_newline = [], 0, False, True
+    rows, end, found_next_step, ends_in_newline = [], 0, False, True
     for row, line in log_rows(path):  # without `break`: the whole file is checked before it is changed
-        reached_first = reached_first or row["step"] >= first
-        if not reached_first:
+        found_next_step = found_next_step or row["step"] >= next_step
+        if not found_next_step:
             rows.append(row)
             end, ends_in_newline = end + len(line), line.endswith(b"\n")
     return rows, end, ends_in_newline
 
 
 def check_log_of_run(path, rows, recorded):
-    """Raise ConfigError unless `rows` are of the log of the resumed run, which is the case if they contain `recorded`.
+    """Raise ConfigError if `rows`, those of a log, show that it is not the log of the resumed run.
 
-    recorded: `last_log_row` in the checkpoint, {"step": ..., "loss": ...}: the last row of the log when the checkpoint
-    was saved. {}: the run had no log; ConfigError is raised. None: an earlier version saved the checkpoint, without
-    this record; any log is accepted.
+    recorded: {"step": ..., "loss": ...}, the last row of the run's log when its checkpoint was saved (`last_log_row` in
+    the checkpoint); `rows` must contain this row. {}: the run had no log, so no log is accepted. None: nothing is
+    recorded, because the run is new or an earlier version saved the checkpoint; any log is accepted.
     """
     if recorded is None or any(recorded.items() <= row.items() for row in reversed(rows) if recorded):
         return
@@ -133,9 +133,10 @@ def check_log_of_run(path, rows, recorded):
 
 
 def check_output_files(log, plot):
-    """Raise ConfigError if this run may not write `log` or `plot`, which are Paths or None.
+    """Raise ConfigError if this run may not write `log` or `plot`; each is a Path or None.
 
-    A run may not write a file without permission, a log that another run has locked, or a plot of another program.
+    A run may not write a file without permission, a log that another run has locked, or an image of another program.
+    Log and plot must be two files.
     """
     for path, open_file in ((log, open_locked), (plot, open_for_appending)):
         if path:

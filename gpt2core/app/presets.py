@@ -55,7 +55,8 @@ SAVED_TYPES = {name: type(value) for name, value in (PAPER_RECIPE | COMMON).item
 )
 FORMER_NAMES = {"micro_shards": "micro_batches"}  # {name of a flag in older checkpoints: its present name}
 # The flags about many ranks, with their defaults. A checkpoint does not contain them, so that any number of ranks can
-# resume it. None: resolve_rank_flags() in run_config.py or the world determines the value.
+# resume it. A default None is replaced later: for --transport by world.use_transport(), for the other flags by
+# resolve_rank_flags() in run_config.py.
 RANK_FLAGS = dict(dp="flat", bucket_mb=None, compress="none", zero=None, zero_gather="end", tp=1)
 RANK_FLAGS |= dict(collectives=None, transport=None, verify_every=0, local_shuffle=False)
 MODES = ("replicate", "batch", "tensor")  # values of --mode: how the ranks divide the work of inference

@@ -54,7 +54,7 @@ def agree_on_start(world, parse):
     compare_programs([report.program for report in reports])
     compare_files([report.files for report in reports])
     own = reports[world.rank]
-    # Ranks with the same host and list of cores share these cores. A launcher such as Slurm may give each rank others.
+    # Ranks with the same host and list of cores share these cores. A launcher (Slurm) may give each rank other cores.
     ranks_on_these_cores = [report.cores for report in reports].count(own.cores)
     return own.args, max(1, len(own.cores[1]) // ranks_on_these_cores)
 
@@ -107,7 +107,7 @@ def file_digests(paths):
 
 
 def file_digest(path):
-    """The text SIZE:HASH for a file: its bytes, and a hash of its content or of both ends of a large file (see EDGE).
+    """The text SIZE:HASH for a file: its number of bytes, and a hash of its content or, if it is large, of both ends.
 
     Raises DataError if the file cannot be read.
     """
@@ -150,7 +150,7 @@ def check_rank_flags(world, args, stage):
 
 
 def check_many_ranks(world, name, value, stage):
-    """Raise ConfigError if this stage is one process: the flag `name` was given with `value`, and is for many ranks."""
+    """Raise ConfigError if this stage is one process: the flag `name`, given with `value`, is only for many ranks."""
     if world.one_process:
         given = f"{flag(name)} {value}"
         if isinstance(value, bool):

@@ -1,4 +1,4 @@
-"""The content of state.json, the progress and the flags of a run, and how a resumed run continues from it."""
+"""Create the content of state.json, which has the progress and the flags of a run, and continue a run from it."""
 
 import hashlib
 import os
@@ -18,15 +18,15 @@ LIMIT = 1 << 31  # values of --steps and --batch-size are always smaller than th
 
 @dataclass(frozen=True)
 class Progress:
-    """The position from which a resumed run continues; the root reads it from state.json and broadcasts it."""
+    """The state from which a resumed run continues; the root reads it from state.json and broadcasts it."""
 
-    path: Path  # of state.json, for error messages
+    path: Path  # the path of state.json, for error messages
     step: int  # number of updates made so far
     position: int  # number of training sequences read so far
     loss_scale: object  # the loss scale of fp16, a result of LossScale.to_json()
-    tuned: object  # kernels chosen by timing: {what was chosen: the choice}
+    tuned: object  # the choices made by timing: {what is chosen: the choice}, see Runtime.tuned
     tuned_for: str | None  # the device and libraries for which `tuned` is valid; None: nothing was timed
-    last_log_row: dict | None  # as `recorded` of output_files.check_log_of_run()
+    last_log_row: dict | None  # the last row of the log, see output_files.check_log_of_run()
 
 
 def run_state(trainer, config, corpus, last_log_row):
@@ -87,10 +87,10 @@ def fingerprint(tokens):
 
 
 def find_data(checkpoint, args):
-    """(saved_arguments() of a Checkpoint, notes to print), after a check that the saved data files exist.
+    """Check that the data files of a Checkpoint exist; return (its saved_arguments(), notes to print).
 
     If the saved corpus does not exist any more, a shipped corpus with the same tokens replaces it. Raises
-    CheckpointError for any other saved data file that does not exist, unless `args`, the parsed flags, have another.
+    CheckpointError for any other saved data file that does not exist, unless `args`, the parsed flags, name another.
     """
     saved, notes = saved_arguments(checkpoint), []
     for name, flag in (("data", "--data"), ("val_data", "--val-data")):
@@ -172,7 +172,7 @@ def restore(trainer, checkpoint, progress, retune):
 
 
 def load_tuned(trainer, progress):
-    """Use the tuned choices in `progress` if they are valid for this device and its libraries; returns notes."""
+    """Use the tuned choices in `progress` if they are valid for this device and its libraries; return notes."""
     runtime, saved_for, tuned = trainer.backend.runtime, progress.tuned_for, progress.tuned
     tuned_for = runtime.tuned_for
     if tuned_for is None or saved_for is None:  # this run or the saved one makes no choices by timing

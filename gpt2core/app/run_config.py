@@ -106,7 +106,7 @@ def flag(name):
 def resume_command(args, processes=None):
     """The command line that continues this run from its --out directory, as text.
 
-    args: the parsed flags of this run. processes: the number for `mpirun -n`; None: without mpirun.
+    args: the parsed flags of this run. processes: the number for `mpirun -n`; None: the command has no mpirun.
     """
     module = sys.modules["__main__"].__spec__
     words = [sys.orig_argv[0].removeprefix(f"{os.getcwd()}/"), *(["-m", module.name] if module else sys.argv[:1])]
@@ -131,7 +131,7 @@ def resolve_flags(args, saved, deterministic):
     wrong value or combination.
     """
     saved = dict(saved)
-    check_output_flags(args, saved)
+    check_interval_flags(args, saved)
     if args.lr is not None or args.schedule is not None:
         saved.pop("min_lr", None)  # the saved value was chosen for another --lr or --schedule
     if args.preset not in (None, saved.get("preset", args.preset)):
@@ -150,7 +150,7 @@ def resolve_flags(args, saved, deterministic):
     return values, resume_notes(given, saved, deterministic)
 
 
-def check_output_flags(args, saved):
+def check_interval_flags(args, saved):
     """Raise ConfigError for --checkpoint-every without --out, and for --eval-every without validation data."""
     if args.checkpoint_every and not args.out:
         raise ConfigError(f"--checkpoint-every {args.checkpoint_every} saves nothing without a directory: give --out")
@@ -181,9 +181,9 @@ def check_positive(name, value):
 
 
 def resume_notes(given, saved, deterministic):
-    """One note for each flag that a resumed run changes, and one if only the checkpoint makes it --no-deterministic.
+    """Notes to print: one for each flag that a resumed run changes, one if only the checkpoint is --no-deterministic.
 
-    saved, deterministic: as for resolve_flags(); given: {name: value} of the flags on the command line.
+    saved, deterministic: arguments of resolve_flags(). given: {name: value} of the flags on the command line.
     """
     notes = [
         f"note: {flag(name)} was {value} and is {given[name]} from here on"
@@ -196,19 +196,19 @@ def resume_notes(given, saved, deterministic):
 
 
 def resolve_rank_flags(values, world):
-    """(`values` in which every flag of RANK_FLAGS has a value, notes to print); values: {name: value} of all flags.
+    """(a copy of `values` in which the flags of RANK_FLAGS have their final values, notes to print).
 
-    Call world.use_transport() before. In the result, bucket_mb is None if the Trainer must measure it. Raises
-    ConfigError for a wrong --tp.
+    values: {name: value} of all flags. In the result, bucket_mb is None if the Trainer must measure it. Call
+    world.use_transport() before, because some defaults depend on the transport. Raises ConfigError for a wrong --tp.
     """
     values, notes = dict(values), []
     replicas = data_parallel_ranks(world, values["tp"])
     several_replicas, dp, compress = replicas > 1, values["dp"], values["compress"]
-    # whether the sums over ranks are added in the canonical order, which a binomial tree uses too
+    # whether the sums over ranks use the canonical order; --collectives tree (a binomial tree) has the same order
     canonical_order = values["collectives"] in (None, "canonical", "tree")
     default = "canonical" if values["deterministic"] else world.native_algorithm
     values["collectives"] = values["collectives"] or default
-    if values["bucket_mb"] is not None and dp != "bucket" and values["zero_gather"] == "end":  # "forward" uses it too
+    if values["bucket_mb"] is not None and dp != "bucket" and values["zero_gather"] == "end":  # forward uses it too
         notes.append(
             f"note: --bucket-mb {values['bucket_mb']:g} is for --dp bucket, but --dp is {dp}: it has no effect"
         )
@@ -227,7 +227,7 @@ def resolve_rank_flags(values, world):
             f"note: --compress {compress}: one data-parallel rank sends nothing, but its gradients are rounded to "
             f"{compress} as on several ranks"
         )
-    # These flags have no effect with one data-parallel rank. --zero 0 needs no note: it is what happens there.
+    # These flags have no effect with one data-parallel rank. --zero 0 needs no note: nothing is divided in any case.
     names = ("dp", "zero", "zero_gather")
     without_effect = [name for name in names if values[name] not in (RANK_FLAGS[name], 0)]
     if without_effect and not several_replicas:
@@ -236,7 +236,7 @@ def resolve_rank_flags(values, world):
     if values["zero"] is None:
         values["zero"] = int(world.prefers_zero and several_replicas and dp == "flat" and compress == "none")
         if not several_replicas:
-            values["zero_gather"] = "end"  # for --zero-gather forward, the note above was added
+            values["zero_gather"] = "end"  # a note above says that --zero-gather forward has no effect
     return values, notes
 
 
@@ -275,9 +275,9 @@ def preset_notes(args, model):
 def model_config(values, checkpoint_config, vocab_size):
     """The GPT2Config of a run: that of the checkpoint or, for random weights, that of the preset and the size flags.
 
-    values: {name: value} of all flags. checkpoint_config: None for random weights; the vocabulary then has `vocab_size`
-    tokens, the number of the tokenizer. Raises ConfigError if a size flag differs from the checkpoint, or if the
-    tokenizer has more tokens than the checkpoint's vocabulary.
+    values: {name: value} of all flags. checkpoint_config: None for random weights. vocab_size: the number of tokens of
+    the tokenizer, and of the model with random weights. Raises ConfigError if a size flag differs from the checkpoint,
+    or if the tokenizer has more tokens than the checkpoint's vocabulary.
     """
     given = {name: values[name] for name in SIZE_FLAGS if values[name] is not None}
     if checkpoint_config is None:

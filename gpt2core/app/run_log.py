@@ -22,9 +22,10 @@ from gpt2core.model import parameter_count
 class RunLog:
     """Reports each step to the screen, a log file and a plot.
 
-    path: the log file, or None; its rows of steps before `first`, the number of the next step, are kept. recorded: as
-    for output_files.check_log_of_run(). plot: the PNG file of the loss curve, or None. title: the title of the plot.
-    every: steps between two lines on the screen and in the log. steps: the total number of steps of the run.
+    path: the log file, or None. next_step: the number of the next step; the log keeps its rows of earlier steps.
+    recorded: the last row of the log when the checkpoint was saved, see output_files.check_log_of_run(). plot: the PNG
+    file of the loss curve, or None. title: the title of the plot. every: the number of steps between two lines on the
+    screen and in the log. steps: the total number of steps of the run.
 
     A row of the log is a JSON object with the fields of a Step that are not None, at full precision. Rows of steps with
     validation also have val_loss and val_perplexity; the last row has parameters_sha256 and, on a GPU,
@@ -32,13 +33,13 @@ class RunLog:
     ConfigError if a file cannot be written, for example because the disk is full.
     """
 
-    def __init__(self, path, plot, every, first, steps, title="", recorded=None):
+    def __init__(self, path, plot, every, next_step, steps, title="", recorded=None):
         self.every, self.plot, self.title = every, plot, title
-        self.file, self.rows = continue_log(path, first, recorded) if path else (None, [])
-        self.last_log_row = step_and_loss(self.rows[-1]) if self.rows else {}  # is saved in each checkpoint
-        self.complete_bytes = os.path.getsize(path) if path else 0  # the size of the log without an incomplete line
-        self.printed = []  # the last result of slow_values()
-        self.bar = tqdm(total=steps, initial=first, unit="step", disable=None, leave=False, dynamic_ncols=True)
+        self.file, self.rows = continue_log(path, next_step, recorded) if path else (None, [])
+        self.last_log_row = step_and_loss(self.rows[-1]) if self.rows else {}  # saved in each checkpoint
+        self.complete_bytes = os.path.getsize(path) if path else 0  # size of the log up to its last complete line
+        self.previous_lines = []  # the rarely_changing_lines() of the step that was printed last
+        self.bar = tqdm(total=steps, initial=next_step, unit="step", disable=None, leave=False, dynamic_ncols=True)
 
     def __call__(self, step, val_loss, final_fields):
         """Report a Step. val_loss: None without validation. final_fields: a dict of more fields of the last row."""
@@ -54,12 +55,12 @@ class RunLog:
             self.print_step(step, val_loss)
 
     def print_step(self, step, val_loss):
-        """Print those lines of slow_values(step) that have changed, the line of the Step, and any validation loss."""
-        lines = slow_values(step)
+        """Print those rarely_changing_lines() that have changed, the line of the Step and, if given, `val_loss`."""
+        lines = rarely_changing_lines(step)
         for line in lines:
-            if line not in self.printed:
+            if line not in self.previous_lines:
                 self.print(line)
-        self.printed = lines
+        self.previous_lines = lines
         self.print(step_line(step))
         if val_loss is not None:
             self.print(f"validation: loss {val_loss:.6f}, perplexity {perplexity(val_loss):.3f}")
@@ -73,7 +74,7 @@ class RunLog:
         tqdm.write(text, file=sys.stderr)
 
     def write_row(self, row):
-        """Append a row to the log, if there is a log."""
+        """Append a row to the log, if there is a log. After an error, cut the incomplete line and close the log."""
         if self.file:
             line = json.dumps(row) + "\n"  # ASCII, so its length is its number of bytes
             try:
@@ -104,27 +105,27 @@ class RunLog:
                 raise ConfigError(f"{self.plot}: cannot be written ({error.strerror}): free some space") from None
 
 
-def open_run_log(config, first, recorded, lock, notes):
+def open_run_log(config, next_step, recorded, lock, notes):
     """The RunLog of a RunConfig; with --overwrite, the directory and the log of an older run are renamed first.
 
-    first, recorded: as for RunLog. lock: the RunLock of --out, or None. notes: a list to which lines to print are
-    appended. Raises ConfigError if this run may not write --log or --plot; nothing is renamed in this case.
+    next_step, recorded: arguments of RunLog. lock: the RunLock of --out, or None. notes: a list to which this function
+    appends lines to print. Raises ConfigError if this run may not write --log or --plot, before anything is renamed.
     """
     check_output_files(config.log, config.plot)
-    rows = len(list(log_rows(config.log))) if config.log and not config.resume else 0
-    if rows and not config.overwrite:
+    row_count = len(list(log_rows(config.log))) if config.log and not config.resume else 0
+    if row_count and not config.overwrite:
         raise ConfigError(
-            f"--log {config.log}: holds {counted(rows, 'step')} of another run: continue it with --resume, give "
+            f"--log {config.log}: holds {counted(row_count, 'step')} of another run: continue it with --resume, give "
             f"--overwrite to rename the file, or choose another one"
         )
     if older := checkpoint_of_older_run(config):
         held = f"{config.out} held {describe_step(older)} of an earlier run"
         notes.append(f"note: {held}: it is now {lock.rename_directory()}")
-    if rows and config.log.exists():  # not if the log was in the directory that was renamed above
+    if row_count and config.log.exists():  # it does not exist if it was in the directory that was just renamed
         notes.append(f"note: {config.log} was the log of an earlier run: it is now {rename_with_number(config.log)}")
     notes += lock.notes if lock else []
     title = f"GPT-2 {config.init_from or config.preset} on {config.data.name}"
-    return RunLog(config.log, config.plot, config.log_every, first, max(config.steps, first), title, recorded)
+    return RunLog(config.log, config.plot, config.log_every, next_step, max(config.steps, next_step), title, recorded)
 
 
 class SilentLog:
@@ -143,7 +144,7 @@ class SilentLog:
 
 
 def step_and_loss(row):
-    """The part of a row that identifies the log in a checkpoint."""
+    """The fields of a row that a checkpoint stores, so that a resumed run can recognise its own log."""
     return {name: row[name] for name in ("step", "loss")}
 
 
@@ -161,13 +162,14 @@ def step_line(step):
     return " | ".join(parts)
 
 
-def slow_values(step):
-    """A list of lines with the values of a Step that seldom change from step to step."""
+def rarely_changing_lines(step):
+    """A list of lines with the values of a Step that are usually equal to those of the previous step."""
     lines = []
     if step.bytes_sent is not None:
         lines.append(f"rank 0 sends {step.bytes_sent / 1e6:.2f} MB per step")
     if step.loss_scale is not None:
-        lines.append(f"loss scale {step.loss_scale:g}" + (f", skipped {step.skipped}" if step.skipped else ""))
+        repetitions = f"; repetitions of this step because of overflow: {step.skipped}" if step.skipped else ""
+        lines.append(f"loss scale {step.loss_scale:g}{repetitions}")
     return lines
 
 
@@ -222,8 +224,8 @@ def time_left(seconds, steps):
 def report_end(config, trainer, first_step, seconds, stopped_by, command, emit):
     """Print how the run ended, with emit(), which is called like print().
 
-    first_step: the number of the first step of this process. seconds: the time of its steps. stopped_by: the number of
-    a signal, or None. command: the command line that resumes the run.
+    first_step: the number of the first step of this process. seconds: the time of the steps of this process.
+    stopped_by: the number of the signal that stopped the run, or None. command: the command line that resumes the run.
     """
     out = config.out
     if first_step >= config.steps:
@@ -237,14 +239,14 @@ def report_end(config, trainer, first_step, seconds, stopped_by, command, emit):
     saved = f", saved in {out}" if out else " (no --out: nothing was saved)"
     emit(f"trained {counted(trainer.steps - first_step, 'step')} in {duration(seconds)}{total}{saved}")
     if trainer.loss_scale.value is not None:
-        skipped, factor = trainer.loss_scale.skipped, trainer.loss_scale.value
-        emit(f"loss scale {factor:g}; steps repeated because of overflow: {skipped}")
-    if held := trainer.backend.runtime.peak_memory():
-        emit(f"device memory held, at most: {held / 2**30:.2f} GiB")
+        factor, repetitions = trainer.loss_scale.value, trainer.loss_scale.skipped
+        emit(f"loss scale {factor:g}; repetitions of steps because of overflow: {repetitions}")
+    if peak := trainer.backend.runtime.peak_memory():
+        emit(f"largest amount of device memory used: {peak / 2**30:.2f} GiB")
 
 
 def reason(number):
-    """Why a run ended early, as text; number: of the signal that stopped it."""
+    """Why a run ended early, as text. number: the number of the signal that stopped the run."""
     name = signal.Signals(number).name
     return "interrupted" if name == "SIGINT" else f"stopped by {name}"
 
@@ -263,7 +265,7 @@ def perplexity(loss):
 
 
 def read_log(path):
-    """A list of the rows of a log, [] if there is no such file; raises ConfigError if it is not a log: see log_rows."""
+    """A list of the rows of the log at `path`; [] if there is no such file. Raises the errors of log_rows()."""
     return [row for row, _ in log_rows(path)]
 
 
@@ -280,7 +282,7 @@ def flops_per_token(config, seq_len):
 
 
 def with_utilisation(trainer, step):
-    """The Step with its `mfu`, the model-FLOPs utilisation: the fraction of the peak FLOPs/s of all devices.
+    """The Step with its field `mfu`, the model-FLOPs utilisation: FLOPs/s of the step / peak FLOPs/s of all devices.
 
     If the peak of the device is not known, the Step is returned unchanged.
     """

@@ -89,8 +89,8 @@ def read_safetensors(path, skip=None):
 def read_header(file, digest, size):
     """A list of (name, dtype, shape, number of bytes) of the tensors, in the order of their data.
 
-    size: bytes of the file. Raises ValueError unless the header is valid, and header and tensors have exactly this
-    size without gaps.
+    size: bytes of the file. Raises ValueError unless the header is valid, and header and tensors fill the file without
+    gaps.
     """
     length_bytes = bytearray(8)
     read_hashed(file, digest, memoryview(length_bytes))

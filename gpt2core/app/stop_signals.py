@@ -5,7 +5,7 @@ import os
 import signal
 import sys
 
-ERASE_LINE = b"\r\x1b[K"  # bytes that make a terminal erase the current line, the progress bar
+ERASE_LINE = b"\r\x1b[K"  # bytes that make a terminal erase its current line, which has the progress bar
 STOPPING = b"stopping after the current step; a second signal stops at once\n"
 
 
@@ -21,7 +21,7 @@ class StopSignals(contextlib.AbstractContextManager):
 
     def __enter__(self):
         self.received, self.previous = None, {}
-        with contextlib.suppress(ValueError):  # not in the main thread (a rank in the tests): it cannot set handlers
+        with contextlib.suppress(ValueError):  # only the main thread can set handlers; in tests, a rank is a thread
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                 if signal.getsignal(number) is not signal.SIG_IGN:  # under nohup, SIGHUP is ignored and remains so
                     self.previous[number] = signal.signal(number, self.receive)

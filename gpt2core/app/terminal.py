@@ -1,25 +1,29 @@
-"""Break the lines of text between words, so that they fit a terminal. Text for a pipe or a file is not changed."""
+"""Break the lines of a text between words, so that they fit a terminal.
+
+Text for a pipe or a file is not changed, unless the caller gives a width.
+"""
 
 import re
 import shutil
 import sys
 
-LINE = 79  # characters per line of a training's header and sample if the width of the terminal is unknown
+DEFAULT_WIDTH = 79  # characters per line of the header and the sample of a training run if terminal_width() is None
 
 
 def terminal_width():
     """The number of characters to use in a line of standard output, or None if standard output is not a terminal.
 
-    The result is also None if the width of the terminal is unknown. Open MPI gives each rank such a terminal, even if
-    the output of mpiexec goes to a file.
+    This is one less than the terminal has, because some terminals begin a new line after a character in the last
+    column. The result is also None if the terminal does not report its width. Open MPI gives each rank such a terminal,
+    even if the output of mpiexec goes to a file.
     """
     columns = shutil.get_terminal_size(fallback=(0, 0)).columns if sys.stdout.isatty() else 0
     return columns - 1 if columns else None
 
 
 def wrapped(text, width=None):
-    """`text` with lines of at most `width` characters; width None: as many as terminal_width() says."""
-    return WordWrap(width or terminal_width()).push(text, last=True)
+    """`text` with lines of at most `width` characters. If width is None, it is the result of terminal_width()."""
+    return WordWrap(width or terminal_width()).push(text, is_last=True)
 
 
 class WordWrap:
@@ -31,20 +35,23 @@ class WordWrap:
     def __init__(self, width):
         self.width = width
         self.column = 0  # characters in the current line
-        self.incomplete = ""  # the last word so far: the next piece may continue it
+        self.incomplete = ""  # the last word so far, not yet returned, because the next piece may continue it
 
-    def push(self, piece, last=False):
-        """Add a piece; returns the text that can be printed now: all complete words, or all words after the `last`."""
+    def push(self, piece, is_last=False):
+        """Add a piece; return the text that can now be printed: all new complete words.
+
+        is_last: whether no piece follows. The last word is then complete too.
+        """
         if self.width is None:
             return piece
-        # each word begins with the spaces before it
+        # each of `words` includes the spaces before the word
         *words, self.incomplete = re.split(r"(?<=\S)(?=\s)", self.incomplete + piece)
-        if last:
+        if is_last:
             words.append(self.incomplete)
-        return "".join(map(self.place, words))
+        return "".join(map(self.break_before, words))
 
-    def place(self, word):
-        """`word`, with a line break in place of its spaces if it does not fit into the line; updates `column`."""
+    def break_before(self, word):
+        """Return `word`, with a line break instead of the spaces before it if it does not fit into the current line."""
         if word.startswith(" ") and "\n" not in word and self.column + len(word) > self.width:
             word = "\n" + word.lstrip(" ")
         _, line_break, end = word.rpartition("\n")

@@ -1,7 +1,7 @@
 """The training command: read the inputs, build the Trainer, run the loop, report and sample.
 
-Setup that can fail on one rank runs in all_or_raise() or on_root(). If it fails, all ranks raise the error; otherwise
-the other ranks would wait for this rank without end.
+Setup that can fail on one rank runs in all_or_raise() or on_root(), so that all ranks raise the error. If only one rank
+raised it, the other ranks would wait for this rank without end.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ from gpt2core.app.run_log import (
     with_utilisation,
 )
 from gpt2core.app.stop_signals import StopSignals
-from gpt2core.app.terminal import LINE, terminal_width, wrapped
+from gpt2core.app.terminal import DEFAULT_WIDTH, terminal_width, wrapped
 from gpt2core.data import Windows
 from gpt2core.errors import CheckpointError, ConfigError, Diverged, counted
 from gpt2core.optimizer import Schedule
@@ -67,7 +67,7 @@ def train_command(make_backend, world, args, cores):
 
 
 def train(make_backend, world, args, cores, transport, lock):
-    """train_command() while `lock`, the RunLock of --out, is held; it is None without --out and on other ranks."""
+    """Do the work of train_command(). lock: the RunLock of --out on the root; None without --out and on other ranks."""
     inputs = on_root(world, lambda: read_inputs(world, args, transport, make_backend.deterministic))
     notes = inputs.notes if inputs else []
     config, progress, tokenizer = world.broadcast_object(inputs and (inputs.config, inputs.progress, inputs.tokenizer))
@@ -83,7 +83,7 @@ def train(make_backend, world, args, cores, transport, lock):
     log = on_root(world, lambda: open_run_log(config, trainer.steps, recorded, lock, notes)) or SilentLog()
     trainer.backend.runtime.notify = log.print_error
     first_step, threads = trainer.steps, usable_threads(make_backend, config.threads, cores)
-    log.print(wrapped(describe(config, trainer, corpus), terminal_width() or LINE))
+    log.print(wrapped(describe(config, trainer, corpus), terminal_width() or DEFAULT_WIDTH))
     for note in [*unused_threads(threads, config, trainer), *trainer.backend.runtime.notes(trainer.config), *notes]:
         log.print(note)
     if first_step:
@@ -202,7 +202,7 @@ def run_steps(config, corpus, trainer, windows, validation, schedule, log):
 
     def report(step, validation_loss, last):
         log(with_utilisation(trainer, step), validation_loss, final_fields(trainer) if last else None)
-        # Not on a GPU that captures the first step: its time says nothing about later steps.
+        # If the first step is captured as a CUDA graph, its time says nothing about later steps.
         if step.step == first_step and not trainer.backend.runtime.uses_graphs:
             for note in time_left(step.seconds, config.steps - first_step - 1):
                 log.print(note)
@@ -227,11 +227,11 @@ def run_steps(config, corpus, trainer, windows, validation, schedule, log):
             return signal, time.perf_counter() - start
     except LogLost as error:
         if config.out:
-            saved = f"the {counted(error.steps, 'step')} made are saved"
+            saved = f"the {counted(error.steps, 'step')} trained so far are saved"
             error.args = (f"{error}; {saved}: continue with --resume {config.out} --out {config.out}",)
         raise
     except Diverged:
-        # The checkpoint is not the cause if there is none, after a first good step, or in fp16, which can overflow.
+        # The checkpoint is not the cause if none was loaded, if a step has succeeded, or in fp16, which can overflow.
         if trainer.steps > first_step or not source or trainer.loss_scale.value is not None:
             raise
         raise shared_error(
@@ -256,5 +256,5 @@ def write_sample(config, corpus, trainer):
     if trainer.world.is_root:
         trainer.backend.runtime.use_threads(trainer.workers.size)
         prompt = corpus.tokens[: min(256, trainer.config.block_size)].tolist()
-        width = terminal_width() or LINE
+        width = terminal_width() or DEFAULT_WIDTH
         write_text(model, corpus.tokenizer, prompt, config.sample, width=width)

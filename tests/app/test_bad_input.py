@@ -225,7 +225,7 @@ def test_a_full_disk_under_the_log_loses_no_step(train, directory):
     result = train("--resume", run, "--out", run, "--steps", 60, "--sample", 0, "--log", FULL)
     steps = load_checkpoint(run, with_optimizer=True).state["step"]
     assert 4 < steps < 60 and has_finite_parameters_of(run, steps)
-    saved = f"the {steps} steps made are saved: continue with --resume {run} --out {run}"
+    saved = f"the {steps} steps trained so far are saved: continue with --resume {run} --out {run}"
     assert_one_clear_line(result.code, result.err, "/dev/full: cannot be written", f"at step {steps - 2}", saved)
 
 

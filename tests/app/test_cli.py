@@ -532,7 +532,7 @@ def test_a_prompt_longer_than_the_block_says_so_and_uses_its_last_tokens(infer, 
     tokens = Tokenizer.load(weights["word"]).encode(corpus.read_text(encoding="utf-8"))[:25]
     text, tail = (Tokenizer.load(weights["word"]).decode(ids) for ids in (tokens, tokens[-16:]))
     result = infer("--weights", weights["word"], "--prompt", text)
-    assert result.err == "note: the prompt has 25 tokens, the block 16: its last 16 tokens are used\n"
+    assert result.err == "note: the prompt has 25 tokens, the model reads at most 16: only the last 16 are used\n"
     assert (result.code, result.out) == (0, infer("--weights", weights["word"], "--prompt", tail).out)
 
 

@@ -25,7 +25,7 @@ from gpt2core.app.loss_plot import Curve, write_plot
 from gpt2core.app.output_files import continue_log, is_plot, rename_with_number
 from gpt2core.app.run_config import resume_command
 from gpt2core.app.run_lock import RunLock
-from gpt2core.app.run_log import RunLog, duration, read_log, slow_values, step_line
+from gpt2core.app.run_log import RunLog, duration, rarely_changing_lines, read_log, step_line
 from gpt2core.app.terminal import WordWrap
 from gpt2core.app.train_command import train_command
 from gpt2core.errors import CheckpointError, ConfigError
@@ -298,9 +298,10 @@ def test_what_seldom_changes_is_printed_when_it_changes(capsys):
     for number, (scale, skipped) in enumerate(scales):
         log(Step(number, 5.0, 1e-3, 1.0, 1e4, 0.1, scale, skipped, bytes_sent=1_500_000), None, None)
     lines = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("step ")]
-    sizes = ["loss scale 65536", "loss scale 32768, skipped 1", "loss scale 32768"]
+    repeated = "loss scale 32768; repetitions of this step because of overflow: 1"
+    sizes = ["loss scale 65536", repeated, "loss scale 32768"]
     assert lines == ["rank 0 sends 1.50 MB per step", *sizes]
-    assert slow_values(Step(0, 5.0, 1e-3, 1.0, 1e4, 0.1)) == []
+    assert rarely_changing_lines(Step(0, 5.0, 1e-3, 1.0, 1e4, 0.1)) == []
 
 
 def test_the_header_says_that_nothing_is_saved_and_the_last_line_how_long_it_took(nano, tmp_path):
@@ -322,14 +323,14 @@ def test_words_are_wrapped_in_pieces_as_in_one_text(rng):
     for width in (1, 7, 20, 200):
         words = ["x" * int(n) for n in rng.integers(1, 12, 80)]
         text = "".join(word + str(rng.choice([" ", " ", " ", "\n", "  "])) for word in words)
-        whole = WordWrap(width).push(text, last=True)
+        whole = WordWrap(width).push(text, is_last=True)
         assert whole.split() == words
         for line in whole.split("\n"):
             assert len(line.rstrip()) <= width or " " not in line.strip()
         wrap, cuts = WordWrap(width), sorted(rng.integers(0, len(text), 30))
         pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
-        assert "".join(wrap.push(piece) for piece in pieces) + wrap.push("", last=True) == whole
-    assert WordWrap(None).push(text) + WordWrap(None).push("", last=True) == text
+        assert "".join(wrap.push(piece) for piece in pieces) + wrap.push("", is_last=True) == whole
+    assert WordWrap(None).push(text) + WordWrap(None).push("", is_last=True) == text
 
 
 def test_on_a_terminal_no_line_is_longer_than_it_and_a_pipe_gets_the_text_unchanged(nano, infer, tmp_path, monkeypatch):

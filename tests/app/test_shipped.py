@@ -29,7 +29,7 @@ def make_weights():
 
 
 def test_nine_of_ten_prompts_from_the_corpus_are_continued_with_its_own_tokens(make_weights):
-    model = next(make_weights.replicas(load_checkpoint(WEIGHTS), 1))
+    model = next(make_weights.models_for(1, load_checkpoint(WEIGHTS)))
     tokens = Tokenizer.load(WEIGHTS).encode(read_text(CORPUS))
     assert sum(make_weights.continues_correctly(model, tokens, start) for start in range(0, 50_000, 5_000)) >= 9
 
@@ -49,7 +49,7 @@ def test_the_weights_of_the_book_are_those_of_its_preset_in_16_bits_and_nothing_
 
 
 def test_the_weights_of_the_book_predict_its_text(make_weights):
-    model = next(make_weights.replicas(load_checkpoint(BOOK_WEIGHTS), 1))
+    model = next(make_weights.models_for(1, load_checkpoint(BOOK_WEIGHTS)))
     text, tokenizer = read_text(BOOK), Tokenizer.load(BOOK_WEIGHTS)
     excerpts = [text[start : start + 2_000] for start in range(0, 1_000_000, 250_000)]
     rows = np.stack([tokenizer.encode(excerpt)[:257] for excerpt in excerpts])

@@ -120,16 +120,19 @@ def test_a_run_logs_its_scale_and_a_resumed_run_continues_with_it(command, corpu
     assert (first.code, first.err) == (0, "") and rows[0]["skipped"] > 0 == rows[1]["skipped"]
     factor, skipped = rows[1]["loss_scale"], rows[0]["skipped"]
     lines = first.out.splitlines()
-    assert f"loss scale {factor:g}, skipped {skipped}" in lines and f"loss scale {factor:g}" in lines
-    assert f"loss scale {factor:g}; steps repeated because of overflow: {skipped}\n" in first.out
+    of_step, of_run = (
+        f"loss scale {factor:g}; repetitions of {what} because of overflow: " for what in ("this step", "steps")
+    )
+    assert f"{of_step}{skipped}" in lines and f"loss scale {factor:g}" in lines
+    assert f"{of_run}{skipped}\n" in first.out
     state = out / "latest" / "state.json"
     assert json.loads(state.read_text())["loss_scale"] == {"factor": factor, "finite": 2, "skipped": skipped}
     again = train("--steps", 4, "--log", log, "--out", out, "--resume", out)
     assert [row["loss_scale"] for row in rows_of(log)[1:]] == [factor] * 3
-    assert f"loss scale {factor:g}; steps repeated because of overflow: {skipped}\n" in again.out
+    assert f"{of_run}{skipped}\n" in again.out
     # one of another precision, or of before there was a scale, begins with the initial one
     edit_json(state, loss_scale=None)
-    assert f"loss scale {factor:g}, skipped {skipped}\n" in train("--steps", 5, "--resume", out).out
+    assert f"{of_step}{skipped}\n" in train("--steps", 5, "--resume", out).out
     for broken in (3, {}, {"factor": "1", "finite": 0, "skipped": 0}, {"factor": 0.5, "finite": 0, "skipped": 0}):
         edit_json(state, loss_scale=broken)
         result = train("--steps", 5, "--resume", out)

@@ -188,7 +188,7 @@ def test_a_full_disk_for_the_log_ends_the_job_after_a_checkpoint(train, tmp_path
     flags = ("--steps", 30, *NANO, "--out", out, "--log", "/dev/full")
     done = mpi("-n", 2, sys.executable, "-m", "stage1_mpi.train_gpt2", *flags, cwd=ROOT)
     assert_one_line_after_steps(done, "/dev/full: cannot be written (No space left on device) at step 0")
-    assert "the 2 steps made are saved: continue with --resume" in done.err
+    assert "the 2 steps trained so far are saved: continue with --resume" in done.err
     assert load_checkpoint(out, with_optimizer=True).state["step"] == 2
 
 

@@ -269,7 +269,7 @@ def train_in_new_process(*flags):
 def test_the_model_is_within_a_tenth_of_the_reported_memory(precision, flags):
     done = train_in_new_process("--preset", "paper", "--batch-size", 64, "--steps", 3, "--precision", precision, *flags)
     assert done.returncode == 0, done.stderr
-    held = float(re.search(r"device memory held, at most: ([\d.]+) GiB", done.stdout)[1])
+    held = float(re.search(r"largest amount of device memory used: ([\d.]+) GiB", done.stdout)[1])
     terms = training_memory(PRESETS["paper"], 64, 256, precision)
     assert held == pytest.approx((sum(terms.values()) - terms["context"]) / GIB, rel=0.1)
 
