@@ -30,7 +30,9 @@ def run_command(make_world, body):
     job, and its cause is printed once.
     """
     with contextlib.suppress(AttributeError):  # a replaced sys.stdout may have no reconfigure()
-        sys.stdout.reconfigure(errors="replace")  # print "?" for characters that the terminal's encoding lacks
+        # Print "?" for characters that the terminal's encoding lacks. Send each line at once: the standard output of a
+        # rank is a pipe to mpiexec, and Python would otherwise keep 8 kB of lines before it writes them.
+        sys.stdout.reconfigure(errors="replace", line_buffering=True)
     world = Solo()  # until make_world() has returned
     try:
         with np.errstate(all="ignore"):  # overflow is reported once, by the check of the loss, not by NumPy's warnings

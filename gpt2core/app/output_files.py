@@ -126,7 +126,7 @@ def check_log_of_run(path, rows, recorded):
     """
     if recorded is None or any(recorded.items() <= row.items() for row in reversed(rows) if recorded):
         return
-    reason = "the resumed run had no log"
+    reason = "the resumed run wrote no log before its checkpoint, so this file cannot be complete"
     if recorded:
         reason = f"step {recorded['step']} of the resumed run had loss {recorded['loss']}, which is not in the file"
     raise ConfigError(f"--log {path}: is the log of another run: {reason}; choose another file")
@@ -138,6 +138,8 @@ def check_output_files(log, plot):
     A run may not write a file without permission, a log that another run has locked, or an image of another program.
     Log and plot must be two files.
     """
+    if plot and plot.suffix.lower() in (".pdf", ".svg", ".eps", ".ps", ".jpg", ".jpeg", ".tif", ".tiff", ".webp"):
+        raise ConfigError(f"--plot {plot}: a plot is a PNG image: use the name {plot.with_suffix('.png')}")
     for path, open_file in ((log, open_locked), (plot, open_for_appending)):
         if path:
             open_file(path).close()

@@ -126,7 +126,11 @@ def test_a_resumed_run_refuses_the_log_of_another_run_and_leaves_it_unchanged(na
     out, own, other = tmp_path / "run", tmp_path / "own.jsonl", tmp_path / "other.jsonl"
     assert nano("--out", out, *(("--log", own) if logged else ())).code == 0
     resume = ("--resume", out, "--out", out, "--steps", 3, "--log")
-    why = "step 1 of the resumed run had loss " if logged else "the resumed run had no log; "
+    why = (
+        "step 1 of the resumed run had loss "
+        if logged
+        else "the resumed run wrote no log before its checkpoint, so this file cannot be complete; "
+    )
     for steps in (range(300), range(1), range(2, 300)):
         other.write_bytes(b"".join(lines_of_log(steps, rng)))
         before = other.read_bytes()

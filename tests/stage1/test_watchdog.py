@@ -171,9 +171,9 @@ def test_ranks_that_end_normally_at_different_times_are_no_failure():
         if world.rank == 1:
             MPI.Finalize()
             os._exit(0)
-        time.sleep(0.6 + 0.3 * world.rank)
+        time.sleep(3 + 0.3 * world.rank)
         """,
-        f"watchdog.HOST_SILENCE = 0.4; {rank_2} and vars(os).pop('pidfd_open')",
+        f"watchdog.HOST_SILENCE = 2; {rank_2} and vars(os).pop('pidfd_open')",
     )
     succeeded(done)
 
