@@ -9,9 +9,9 @@ from benchmarks.paper import LOSSES
 LIBRARY = "MPI library"  # row title of the MPI library's own all-reduce
 
 
-def cpu_step():
+def cpu_step(kind=""):
     rows = []
-    for result in load("cpu/train_step")["results"]:
+    for result in load(f"cpu/train_step{kind}")["results"]:
         rows.append(
             {
                 "": result["name"],
@@ -24,10 +24,10 @@ def cpu_step():
                 "peak MiB": mib(result["peak_bytes"]),
             }
         )
-    return rows, ["cpu/train_step"]
+    return rows, [f"cpu/train_step{kind}"]
 
 
-def cpu_choices():
+def cpu_choices(kind=""):
     rows = [
         {
             "choice": f"`{result['choice']}`",
@@ -35,9 +35,9 @@ def cpu_choices():
             "ours, us": number(result["our_seconds"], 1e6),
             "times as fast": ratio(result["gain"]),
         }
-        for result in load("cpu/choices")["results"]
+        for result in load(f"cpu/choices{kind}")["results"]
     ]
-    return rows, ["cpu/choices"]
+    return rows, [f"cpu/choices{kind}"]
 
 
 def first_run():
@@ -46,9 +46,9 @@ def first_run():
     return rows, ["cpu/first_run"]
 
 
-def cpu_decode():
+def cpu_decode(kind=""):
     rows = []
-    for result in load("cpu/decode")["results"]:
+    for result in load(f"cpu/decode{kind}")["results"]:
         rows.append(
             {
                 "": f"{result['case']}, {result['name']}",
@@ -63,7 +63,7 @@ def cpu_decode():
                 "peak MiB": mib(result["peak_bytes"]),
             }
         )
-    return rows, ["cpu/decode"]
+    return rows, [f"cpu/decode{kind}"]
 
 
 def cpu_curve():
@@ -195,9 +195,12 @@ def kills(name):
 
 TABLES = {
     "cpu-step": cpu_step,
+    "cpu-step-intel": lambda: cpu_step("_intel"),
     "cpu-choices": cpu_choices,
+    "cpu-choices-intel": lambda: cpu_choices("_intel"),
     "first-run": first_run,
     "cpu-decode": cpu_decode,
+    "cpu-decode-intel": lambda: cpu_decode("_intel"),
     "cpu-curve": cpu_curve,
     "ranks-step": ranks_step,
     "ranks-strategies": lambda: strategies("ranks/strategies"),

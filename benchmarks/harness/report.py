@@ -215,7 +215,7 @@ def save(benchmark, results, args, name=None):
     }
     path.write_text(to_json(record))
     hint = "" if args.save else f"; --save writes {file}"
-    machine = record["hardware"]
-    print(f"\n{machine['cpu']}, {machine['cores']} cores, {machine['blas']} with {machine['blas_kernels']} kernels")
+    machine = [record["hardware"].get(name) for name in ("cpu", "cores", "blas", "blas_kernels")]
+    print("\n{}, {} cores, {} with {} kernels".format(*machine))
     print(f"Written to {path.relative_to(ROOT)}, commit {record['commit']}{hint}.", flush=True)
     return path
