@@ -89,7 +89,7 @@ def prepare(way, size, context, batch):
 
 
 def steps(way, size, context, batch, warm_up, repeats):
-    """{"step", "finish": seconds of each run, "backward", "bytes", "buckets", "memory"} of this rank.
+    """{"step", "finish": seconds of each run, "backward", "bytes", "buckets"} of this rank.
 
     The times of finish_gradient_synchronization() and of backward are from other steps, because they wait for the
     device.
@@ -115,7 +115,6 @@ def steps(way, size, context, batch, warm_up, repeats):
         found["backward"].append(timed(loss.backward, device)[0])
     found["bytes"] = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
     found["buckets"] = len(model.gradients.buckets) if hasattr(model, "gradients") else 0
-    found["memory"] = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
     return found
 
 
@@ -127,8 +126,6 @@ def way_row(groups, way, args):
     if found[0]["backward"]:
         values["backward"] = slowest(found, "backward")
     values |= {"MB": found[0]["bytes"] / 1e6, "buckets": found[0]["buckets"]}
-    if found[0]["memory"]:
-        values["peak GB"] = max(each["memory"] for each in found) / 1e9
     return values
 
 

@@ -1,0 +1,55 @@
+"""The tables of docs/RESULTS.md about torch_bridge.
+
+Each function returns (rows, names of the source files in results/). A row is a dictionary {column title: cell}.
+"""
+
+from benchmarks.harness.table_format import load
+
+
+def attention():
+    rows = [
+        {
+            "": result["name"].removeprefix("leaderboard / "),
+            "ms": f"{result['both']['mean']:.4g}",
+            "standard deviation": f"{result['both']['std']:.2g}",
+        }
+        for result in load("torch/attention")["results"]
+        if result["name"].startswith("leaderboard / ")
+    ]
+    return rows, ["torch/attention"]
+
+
+def matmul():
+    rows = []
+    for result in load("torch/matmul_search")["results"]:
+        if result["name"].endswith("/ comparison"):
+            ours = result["ms"]["ours"]["median"]
+            for name, ms in result["ms"].items():
+                rows.append(
+                    {
+                        "": name,
+                        "size": result["name"].split(" /")[0],
+                        "us": f"{1e3 * ms['median']:.1f}",
+                        "time of this row / time of ours": f"{ms['median'] / ours:.2f}",
+                    }
+                )
+    return rows, ["torch/matmul_search"]
+
+
+def ddp():
+    results = load("torch/ddp")["results"]
+    (torch_ddp,) = (result["step"]["mean"] for result in results if result["way"] == "torch DDP")
+    rows = [
+        {
+            "": result["way"],
+            "messages": result["buckets"] or "",
+            "ms per step": f"{result['step']['mean']:.1f}",
+            "standard deviation": f"{result['step']['std']:.2g}",
+            "time of this row / time of torch DDP": f"{result['step']['mean'] / torch_ddp:.2f}",
+        }
+        for result in results
+    ]
+    return rows, ["torch/ddp"]
+
+
+TABLES = {"torch-attention": attention, "torch-matmul": matmul, "torch-ddp": ddp}
