@@ -4,11 +4,11 @@ from gpt2core.errors import ConfigError, UserError
 from gpt2core.parallel.evaluation import evaluate
 from gpt2core.parallel.whole_parameters import check_finite, verify
 
-LOG_LOST = 255  # sent to the other ranks like the number of a signal: this rank cannot write its log
+LOG_LOST = 255  # a rank that cannot write its log sends this to the other ranks instead of a signal number
 
 
 class LogLost(UserError):
-    """The report of a step could not be written. All updates are kept, and saved if run() has the argument `save`."""
+    """The report of a step could not be written. No update is undone, and if `save` was given, run() has saved all."""
 
     def __init__(self, error, steps, shared):
         text = f"{error.filename or 'the output'}: {error.strerror or error}" if isinstance(error, OSError) else error
@@ -22,11 +22,12 @@ def run(
 ):  # fmt: skip
     """Train until `steps` updates are made in total; returns the number of a signal that ended training early, or None.
 
-    schedule(i) is the learning rate of step number i (from 0). on_step(step, validation_loss, last) reports a step: its
-    Step, the validation loss or None, and whether it is the last step. save(trainer), if given, writes a checkpoint
-    every `save_every` steps and at the end; if a parameter is not finite, Diverged is raised instead of saving. The
-    `validation` windows are evaluated every `eval_every` steps and at the end. The replicas of the parameters are
-    compared every `verify_every` steps and at the end. An interval of 0 means only at the end.
+    schedule(i) is the learning rate of step number i (from 0). After each step, run() calls on_step(step,
+    validation_loss, last), which reports the step. step: a Step; validation_loss: a number or None; last: whether it
+    is the last step. save(trainer), if given, writes a checkpoint every `save_every` steps and at the end; if a
+    parameter is not finite, Diverged is raised instead of saving. The `validation` windows are evaluated every
+    `eval_every` steps and at the end. The replicas of the parameters are compared every `verify_every` steps and at the
+    end. An interval of 0 means only at the end.
 
     received_signal() is the number of the signal that this rank has received, or 0. If on_step raises ConfigError or
     OSError, training ends as after a signal, and run() raises LogLost, or the error itself if it is BrokenPipeError.
@@ -42,7 +43,10 @@ def run(
         return trainer.begin(batch, schedule(trainer.steps + len(trainer.in_flight)))
 
     def may_begin_next():
-        """Whether the next step may begin before the result of this step is read: only if no work lies between."""
+        """Whether the next step may begin before the result of this step is read.
+
+        It may not if training ends after this step, or if the parameters are compared, evaluated or saved then.
+        """
         steps_after = trainer.steps + 1  # the number of updates after this step
         pause = stopping or steps_after >= steps or any(every and steps_after % every == 0 for every in pauses)
         return trainer.overlaps and not pause

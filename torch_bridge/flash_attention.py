@@ -3,9 +3,9 @@
 The autograd functions differ in the code that they run. They are called as `.apply(q, k, v, is_causal)`; is_causal may
 be omitted (False). They work under torch.compile.
 
-    FlashAttention2Torch            forward tile by tile in PyTorch, backward a compiled formula; any device
-    FlashAttention2Triton           forward and backward by the Triton kernels of stage 2
-    FlashAttention2TritonCompiled   forward by the Triton kernel, backward the compiled formula
+    FlashAttention2Torch            forward: PyTorch, tile by tile; backward: a formula under torch.compile; any device
+    FlashAttention2Triton           forward and backward: the Triton kernels of stage 2
+    FlashAttention2TritonCompiled   forward: the Triton kernel; backward: the same formula under torch.compile
 
 q (batch..., T_q, D), k and v (batch..., T_k, D): float32, float16 or bfloat16, any strides, D a multiple of 8 from 16
 to 128. Causal: query i attends to the keys 0 to i, also if T_q and T_k differ. Each function saves q, k, v, o and the
@@ -23,7 +23,7 @@ from torch_bridge.triton_launch import interpreted
 def flash_attention(q, k, v, causal=False):
     """o (batch..., T_q, D) = softmax(q k' / sqrt(D)) v, with gradients.
 
-    By the Triton kernels on a GPU and in Triton's interpreter (TRITON_INTERPRET=1); on a CPU otherwise in PyTorch.
+    The Triton kernels compute it if q is on a GPU, or in Triton's interpreter (TRITON_INTERPRET=1); otherwise PyTorch.
     """
     function = FlashAttention2Triton if q.is_cuda or interpreted() else FlashAttention2Torch
     return function.apply(q, k, v, causal)

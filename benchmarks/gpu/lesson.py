@@ -16,7 +16,7 @@ import numpy as np
 import triton
 import triton.language as tl
 
-from benchmarks.gpu.plain_kernels import GPT2, KERNEL_PAIRS, SEED, check_equal
+from benchmarks.gpu.plain_kernels import GPT2, KERNEL_PAIRS, SEED, check_close
 from benchmarks.harness.ours import CudaGenerator, CudaSteps, seconds_per_step
 from benchmarks.harness.processes import progress, run_main
 from benchmarks.harness.report import add_save_flags, paired_ratio, print_table, save
@@ -166,7 +166,7 @@ def comparisons(xp):
     yield launches(xp)
     for make_pair in KERNEL_PAIRS:
         pair = make_pair(xp, lambda *shape: xp.asarray(rng.standard_normal(shape, np.float32)), GPT2)
-        check_equal(pair, xp)
+        check_close(pair, xp)
         functions = (functools.partial(device_seconds, xp, function) for function in (pair.plain, pair.ours))
         yield Comparison(pair.section, pair.name, *functions)
         del pair, functions

@@ -16,8 +16,8 @@ from gpt2core.app.presets import PRESETS
 from stage1_mpi.launch import choose, launch_line
 
 BENCHMARK = "benchmarks.gpus.parity"
-UNTIMED_STEPS = 5  # first steps of a run that are not timed: the first compiles, the second is captured
-# Largest relative deviation of a loss. In the fast mode, sums are added in another order.
+UNTIMED_STEPS = 5  # first steps of a run, left out of its median time: they include compilation and graph capture
+# A loss must differ from that of stage 2 by less than this, relatively; the fast mode adds sums in another order.
 TOLERANCE = {"fp32": 1e-3, "tf32": 1e-2, "bf16": 2e-2}
 STRATEGIES = ("--dp", "bucket"), ("--dp", "flat", "--zero", "1")
 THROUGH_HOST = ("--dp", "flat", "--transport", "mpi")

@@ -86,16 +86,16 @@ def variant_name(ranks, options):
     return " ".join([f"ours, {gpus(ranks)}", *flags, *["--deterministic"] * options.get("deterministic", False)])
 
 
-def variants(ranks, batch_of, our_options, bucket_mb):
-    """({name: options} of our variants, {name: options} of PyTorch's), for each number of GPUs in `ranks`.
+def variants(gpu_counts, batch_of, our_options, bucket_mb):
+    """({name: options} of our variants, {name: options} of PyTorch's), for each number in gpu_counts.
 
     batch_of(count): the number of sequences in a global batch of `count` GPUs. our_options: [options] of OUR_VARIANTS.
     """
     ours, peers = {}, {}
-    for count in ranks:
+    for count in gpu_counts:
         sizes = {"ranks": count, "batch_size": batch_of(count)}
         peers[f"DDP, {gpus(count)}" if count > 1 else "torch compiled, 1 GPU"] = sizes
-        chosen = our_options if count == max(ranks) else our_options[:1]
+        chosen = our_options if count == max(gpu_counts) else our_options[:1]
         for options in chosen if count > 1 else [{}]:  # one GPU needs no options of data parallelism
             ours[variant_name(count, options)] = dict(sizes, bucket_mb=bucket_mb, **options)
     return ours, peers
@@ -143,8 +143,9 @@ def measure(args, specs, steps):
 def summarise(results, title):
     """Return the rows of one table.
 
-    Also adds fields to each result: min, tokens_per_second, efficiency, times_as_fast (compared with PyTorch on as many
-    GPUs) and times_bucket (its time / time of ours with --dp bucket).
+    Also adds fields to each result: min, tokens_per_second, efficiency and times_as_fast (PyTorch's time / its time, on
+    equally many GPUs; None without PyTorch). Our results on the most GPUs also get times_bucket (its time / time of our
+    variant with --dp bucket), if that variant was measured.
     """
     one_gpu = {result["side"]: result for result in results if result["ranks"] == 1}
     ddp = {result["ranks"]: result for result in results if result["side"] == "DDP"}
@@ -212,8 +213,10 @@ def verdicts(results, per_gpu):
             continue
         phrases, target = [], TARGETS.get(per_gpu)
         if result["efficiency"] is not None:
-            met = target and f" (target {100 * target:.1f} %: {reached(result['efficiency']['median'] >= target)})"
-            phrases.append(f"efficiency {percent(result['efficiency'])}{met or ''}")
+            comparison = (
+                target and f" (target {100 * target:.1f} %: {reached(result['efficiency']['median'] >= target)})"
+            )
+            phrases.append(f"efficiency {percent(result['efficiency'])}{comparison or ''}")
         if result["times_as_fast"] is not None:
             ratio = result["times_as_fast"]["median"]
             phrases.append(f"{ratio:.3f} times as fast as DDP (target 1: {reached(ratio > 1)})")
@@ -267,17 +270,18 @@ def parser_of(benchmark, docstring, timeout, limited):
     return parser
 
 
-def add_rounds(add, warm_up_note):
-    """Add the flags of benchmarks with interleaved rounds. warm_up_note: the end of the help text of --warm-up."""
+def add_rounds(add):
+    """Add the flags of benchmarks with interleaved rounds."""
+    warm_up = f"steps of a first round, which is not timed; every round begins with {LEAD_IN} untimed steps (default 1)"
     add("--rounds", type=int, default=5, help="number of rounds; each round times every program (default 5)")
     add("--steps-per-round", type=int, default=10, help="timed steps of each variant in a round (default 10)")
-    add("--warm-up", type=int, default=1, help=f"steps of a first round, whose times are discarded ({warm_up_note})")
+    add("--warm-up", type=int, default=1, help=warm_up)
     add("--threads", type=int, default=4, help="CPU threads of each process (default 4)")
     add("--seq-len", type=int, help="tokens per sequence (default: the model's block size)")
 
 
 def add_sizes(add):
-    """Add the flags of benchmarks with one number of GPUs."""
+    """Add --ranks and --batch-size of the benchmarks whose variants all use the same number of GPUs."""
     add("--ranks", type=int, default=4, help="GPUs (default 4)")
     add("--batch-size", type=int, default=16, help="sequences per GPU (default 16)")
 
@@ -285,7 +289,7 @@ def add_sizes(add):
 def parser():
     parser = parser_of(BENCHMARK, __doc__, 300, "one round of a variant, with compilation,")
     add = parser.add_argument
-    add_rounds(add, f"default 1, in addition to {LEAD_IN} untimed steps")
+    add_rounds(add)
     add("--ranks", type=int, nargs="+", default=[1, 2, 4], help="numbers of GPUs (default 1 2 4)")
     add("--batch-size", type=int, nargs="*", default=[64, 16], help="sequences per GPU, one table each (default 64 16)")
     add("--strong", type=int, metavar="B", help="add a table with a global batch of B at every number of GPUs")
@@ -304,9 +308,10 @@ def parser():
 
 def main(argv=None):
     args = parser().parse_args(argv)
-    ranks, seq_len = sorted(set(args.ranks)), args.seq_len or PRESETS[args.preset].block_size
-    if args.strong and args.strong % max(ranks):
-        raise ConfigError(f"--strong {args.strong}: not divisible by {max(ranks)} GPUs; use a multiple of {max(ranks)}")
+    gpu_counts, seq_len = sorted(set(args.ranks)), args.seq_len or PRESETS[args.preset].block_size
+    most = max(gpu_counts)
+    if args.strong and args.strong % most:
+        raise ConfigError(f"--strong {args.strong}: not divisible by {most} GPUs; use a multiple of {most}")
     tables = [  # (sequences per GPU or None, batch_of() of variants(), title)
         (size, lambda count, size=size: count * size, f"{size} x {seq_len} per GPU") for size in args.batch_size
     ]
@@ -321,7 +326,7 @@ def main(argv=None):
         results["paper"] = paper(args)
         save_so_far()
     for per_gpu, batch_of, title in tables:
-        ours, peers = variants(ranks, batch_of, [OUR_VARIANTS[name] for name in args.ways], args.bucket_mb)
+        ours, peers = variants(gpu_counts, batch_of, [OUR_VARIANTS[name] for name in args.ways], args.bucket_mb)
         specs = list(jobs(args, args.preset, ours, {} if args.no_ddp else peers))
         of_table = measure(args, specs, args.steps_per_round)
         print_table(summarise(of_table, f"{args.preset}, {args.precision}, {title}"))

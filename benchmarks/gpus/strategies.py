@@ -111,7 +111,7 @@ def time_ratio(numerator, denominator):
 def parser():
     parser = parser_of(BENCHMARK, __doc__, 300, "one round of a variant")
     add_sizes(parser.add_argument)
-    add_rounds(parser.add_argument, "default 1")
+    add_rounds(parser.add_argument)
     parser.add_argument("--buckets-mb", type=float, nargs="+", help="compare only these --bucket-mb with no buckets")
     return parser
 

@@ -58,8 +58,13 @@ class CachedGPT2(torch_gpt2.TorchGPT2):
 class CudaGenerator:
     """Greedy decoding: `generate(prompts, new)` returns (ids (B, new), seconds until the first token, seconds for all).
 
-    prompts: a NumPy int64 array (B, T). new: number of new tokens. kind: "eager"; "compiled"; "overhead":
-    torch.compile's own CUDA graphs; "graph": each step, with the choice of the token, is captured once and replayed.
+    prompts: a NumPy int64 array (B, T). new: number of new tokens. The argument `kind` says how a step runs:
+
+        eager       without torch.compile
+        compiled    with torch.compile
+        overhead    with torch.compile in mode "reduce-overhead", which captures the model in CUDA graphs of its own
+        graph       with torch.compile; our code captures the whole step, with its state, in a CUDA graph and replays it
+
     The host waits only for the first and the last token. When the model's block is full, each step computes the whole
     window of the last tokens again, because the learned position of each token in the window changes.
     """
@@ -138,6 +143,6 @@ class CudaGenerator:
             ids.append(self.token.clone())
             if number == 0:
                 ids[0].cpu()
-                first = time.perf_counter() - started
+                first_seconds = time.perf_counter() - started
         ids = torch.cat(ids, 1).cpu()
-        return ids.numpy(), first, time.perf_counter() - started
+        return ids.numpy(), first_seconds, time.perf_counter() - started

@@ -160,9 +160,9 @@ def add_execution(parser):
     add("--micro-shards", argparse.SUPPRESS, type=integer, dest="micro_batches")  # former name of --micro-batches
     text = (
         "--deterministic: the results are bitwise identical for any number of threads and of data-parallel ranks. "
-        "--no-deterministic: other numbers of threads or ranks change the results by rounding errors. A repeated run "
-        "with equal flags, threads and ranks is bitwise identical, except on GPUs if kernel choices differ (see "
-        "--autotune), and on several ranks if MPI or NCCL adds in another order (default: yes on CPUs, no on GPUs)"
+        "--no-deterministic: other numbers of threads or ranks change the results by rounding errors. With equal "
+        "numbers, a repeated run can differ only in two cases: on GPUs, if it uses other kernel choices (see "
+        "--autotune); on several ranks, if MPI or NCCL adds in another order (default: yes on CPUs, no on GPUs)"
     )
     add("--deterministic", text, action=SWITCH)
     add("--blas", BLAS, metavar="LIB")
@@ -197,8 +197,11 @@ def add_ranks(parser):
         "(during the next forward pass) (default end)"
     )
     add("--zero-gather", text, metavar="end|forward")
-    text = "tensor-parallel size: the number of ranks that divide each layer; it must divide the number of all ranks"
-    add("--tp", f"{text} (default 1)", type=integer, metavar="N")
+    text = (
+        "tensor-parallel size: the number of ranks that share the work of each layer; the number of all ranks must be "
+        "a multiple of it (default 1)"
+    )
+    add("--tp", text, type=integer, metavar="N")
     text = (
         "algorithm of sums over ranks: canonical, ring, halving-doubling, tree, root or mpi; with --transport nccl "
         "only canonical or nccl. mpi and nccl are the libraries' own algorithms. The sums of canonical do not depend "

@@ -17,7 +17,8 @@ import math
 import triton
 import triton.language as tl
 
-LOG2E, LN2 = tl.constexpr(math.log2(math.e)), tl.constexpr(math.log(2))  # exp(x) = exp2(x log2(e)), one instruction
+# The kernels compute exp(x) as exp2(x LOG2E), because the GPU has an instruction for exp2, but none for exp.
+LOG2E, LN2 = tl.constexpr(math.log2(math.e)), tl.constexpr(math.log(2))
 
 
 # -- tiles -------------------------------------------------------------------------------------------------------------

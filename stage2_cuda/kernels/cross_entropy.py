@@ -7,17 +7,21 @@ For one row of logits, whose columns v are tokens and whose column `target` is t
 
 The maximum and the sum are computed in one pass (online softmax, Milakov and Gimelshein 2018): when the maximum rises
 from m to m', the sum so far is multiplied by exp(m - m'). A program reads a row in tiles. A tile is divided into groups
-of VECTOR adjacent columns; one thread loads a group with one instruction. There is one maximum and one sum for group 0
-of all tiles, one for group 1 of all tiles, and so on. They are combined once, at the end of the row.
+of VECTOR adjacent columns; one thread loads a group, 16 bytes with each instruction. There is one maximum and one sum
+for group 0 of all tiles, one for group 1 of all tiles, and so on. They are combined once, at the end of the row.
 
 Performance: the rows should be padded to a multiple of 16 columns, or the GPU loads single elements. The padding does
 not change the results. The kernels with one program per row load full tiles without a mask. forward_backward_kernel
-first computes the gradient of full tiles without the term for the target, and corrects this one element at the end.
-This saves two comparisons and two selections per element. Tiles are large, so that a multiprocessor runs few programs
-at a time. Each program has one row, so few rows are in use, and they stay in the L2 cache until the second pass.
+first computes the gradient of full tiles without the term for the target, and corrects this one element at the end. So
+an element of a full tile needs no comparison of its column with vocab or with the target, and no tl.where; in
+write_gradient(), which computes the other tiles, it needs both comparisons and three tl.where. Tiles are large, so that
+a multiprocessor runs few programs at a time. Each program has one row, so few rows are in use, and they stay in the L2
+cache until the second pass.
 """
 
-# N rows in this chunk; `width` columns: column v is token first + v if v < V, and padding from column V on
+# N: rows of this chunk. width: columns; the first V = vocab columns are tokens, the others are padding.
+# first: the token of column 0; column v is token first + v. It differs from 0 only with tensor parallelism, where each
+# rank has a part of the vocabulary.
 
 import math
 
@@ -27,7 +31,7 @@ import triton.language as tl
 from stage2_cuda.runtime.triton_launch import launch
 
 TILE_BYTES = 32768  # bytes of the logits of one tile, which is a part of one row
-VECTOR = 8  # adjacent columns that one thread loads at once
+VECTOR = 8  # adjacent columns that one thread loads: one 16-byte load in 16 bits, two in fp32
 STAGES = 3  # num_stages (software pipelining) of the first pass, which reads memory; the second pass reads the cache
 LOG2E = tl.constexpr(math.log2(math.e))
 
@@ -72,10 +76,11 @@ def cross_entropy_backward(dlogits, logits, targets, maxima, sums, scale, vocab,
 def cross_entropy_forward_backward(
     dlogits, maxima, sums, target_logits, logits, targets, scale, vocab, first=0, dy=None
 ):
-    """cross_entropy_forward() and cross_entropy_backward() in one kernel, for rows that contain the whole vocabulary.
+    """cross_entropy_forward() and cross_entropy_backward() in one kernel. The rows must contain the whole vocabulary.
 
-    With tensor parallelism no rank has such rows. The second pass over a row reads the logits from the cache. If dy
-    contains 1, the result has the same bits as with dy=None.
+    The reason: the gradient needs the maximum and the sum over the whole vocabulary. With tensor parallelism a rank has
+    only a part of it, so the ranks combine their results between the two functions. The second pass over a row reads
+    the logits from the cache. If dy contains 1, the result has the same bits as with dy=None.
     """
     width = logits.shape[1]
     arguments = dlogits, maxima, sums, target_logits, logits, targets, dy, float(scale), vocab, width, first
@@ -84,12 +89,12 @@ def cross_entropy_forward_backward(
 
 @triton.jit
 def exp(x):
-    """e^x, where a result below 2^-126 is 0; for such results tl.exp takes three more instructions."""
+    """e^x; a result below 2^-126 becomes 0. tl.exp gives such results too, by three more instructions for every x."""
     return tl.math.exp2(x * LOG2E)
 
 
 @triton.jit
-def load_tail(logits_ptr, cols, vocab, width, CACHE: tl.constexpr):
+def load_masked(logits_ptr, cols, vocab, width, CACHE: tl.constexpr):
     """The logits of the row at logits_ptr in the columns `cols`, float32; -inf in columns >= vocab."""
     # the mask is `cols < width`: with `cols < vocab`, which may not be a multiple of 16, the GPU loads single elements
     x = tl.load(logits_ptr + cols, cols < width, 0, eviction_policy=CACHE).to(tl.float32)
@@ -130,14 +135,14 @@ def row_statistics(
     # kept in a register: the caller may overwrite the logits with their gradient
     target_logit = tl.load(logits_ptr + target, target_mask, 0).to(tl.float32)
     group_max, group_sum = online_start(BLOCK // VECTOR)
-    full = vocab // BLOCK * BLOCK
-    for start in tl.range(0, full, BLOCK, num_stages=STAGES):
+    full_columns = vocab // BLOCK * BLOCK
+    for start in tl.range(0, full_columns, BLOCK, num_stages=STAGES):
         x = tl.load(logits_ptr + grouped_cols(start, BLOCK, VECTOR), eviction_policy=CACHE).to(tl.float32)
         group_max, group_sum = online_update(group_max, group_sum, x)
     maximum = tl.max(group_max, 0)
     if TAIL:
         tail_max, tail_sum = online_start(TAIL // VECTOR)
-        tail = load_tail(logits_ptr, grouped_cols(full, TAIL, VECTOR), vocab, width, CACHE)
+        tail = load_masked(logits_ptr, grouped_cols(full_columns, TAIL, VECTOR), vocab, width, CACHE)
         tail_max, tail_sum = online_update(tail_max, tail_sum, tail)
         maximum = tl.maximum(maximum, tl.max(tail_max, 0))
         total_of_tail = tl.sum(tail_sum * exp(tail_max - maximum), 0)
@@ -156,7 +161,7 @@ def write_gradient(
     weight: scale / sum. logits_ptr, dlogits_ptr: the start of one row. The columns [vocab, width) become 0.
     """
     cols = start + tl.arange(0, BLOCK)
-    x = load_tail(logits_ptr, cols, vocab, width, CACHE)
+    x = load_masked(logits_ptr, cols, vocab, width, CACHE)
     g = weight * exp(x - maximum) - tl.where(cols == target, scale, 0.0)
     tl.store(dlogits_ptr + cols, tl.where(cols < vocab, g, 0.0), cols < width, eviction_policy=CACHE)
 
@@ -214,13 +219,15 @@ def forward_backward_kernel(
     tl.store(maxima_ptr + row, maximum)
     tl.store(sums_ptr + row, total)
     tl.store(target_logits_ptr + row, target_logit)
-    weight, full = scale / total, vocab // BLOCK * BLOCK
-    for start in tl.range(0, full, BLOCK, num_stages=1):  # without the onehot term, which is subtracted below
+    weight, full_columns = scale / total, vocab // BLOCK * BLOCK
+    for start in tl.range(0, full_columns, BLOCK, num_stages=1):  # without the onehot term, which is subtracted below
         cols = start + tl.arange(0, BLOCK)
         x = tl.load(logits_ptr + cols, eviction_policy="evict_first").to(tl.float32)
         tl.store(dlogits_ptr + cols, weight * exp(x - maximum), eviction_policy="evict_first")
     if TAIL:
-        write_gradient(dlogits_ptr, logits_ptr, target, maximum, weight, scale, full, vocab, width, TAIL, "evict_first")
+        write_gradient(
+            dlogits_ptr, logits_ptr, target, maximum, weight, scale, full_columns, vocab, width, TAIL, "evict_first"
+        )
     tl.debug_barrier()  # another thread may have stored the target's column above; the next store must be later
-    target_mask = (target >= 0) & (target < full)
+    target_mask = (target >= 0) & (target < full_columns)
     tl.store(dlogits_ptr + target, weight * exp(target_logit - maximum) - scale, target_mask)
