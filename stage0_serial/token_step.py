@@ -1,6 +1,6 @@
 """The logits of one new token with a KV cache, in NumPy calls without autograd: little more than reading the weights.
 
-A token of the preset `paper` takes about 2 ms, and half of that would be Python if each operation made a Tensor.
+If each operation made a Tensor, a large part of the time of a token would be spent in Python.
 """
 
 # C channels, H heads, D = C // H, K columns, V vocabulary; a row is an array (1, C)
