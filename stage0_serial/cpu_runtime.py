@@ -1,5 +1,7 @@
 """The Runtime of NumPy: the library of the matrix products, and its number of threads."""
 
+import warnings
+
 import numpy as np
 
 from gpt2core.errors import ConfigError
@@ -19,13 +21,22 @@ class CpuRuntime(Runtime):
         self.use_blas("auto")
 
     def use_blas(self, name):
-        """Select the library; `auto` is MKL on an Intel CPU if it is installed. Raises ConfigError if it is missing."""
+        """Select the library; `auto` is MKL on an Intel CPU if it is installed. Raises ConfigError if it is missing.
+
+        If `auto` finds an MKL that cannot be loaded, a warning says so, and OpenBLAS is used.
+        """
         if name not in LIBRARIES:
             raise ConfigError(f"--blas {name} is unknown: choose from {', '.join(LIBRARIES)}")
-        if name == "auto":
-            name = "mkl" if "Intel" in processor() and mkl.library_path() else "openblas"
         if name == "mkl":
             mkl.load()
+        if name == "auto":
+            name = "openblas"
+            if "Intel" in processor() and mkl.library_path():
+                try:
+                    mkl.load()
+                    name = "mkl"
+                except ConfigError as error:
+                    warnings.warn(str(error), stacklevel=2)
         self.blas, self.product = name, mkl.product if name == "mkl" else np.matmul
         self.library = "MKL" if name == "mkl" else ""
 

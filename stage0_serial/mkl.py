@@ -30,7 +30,7 @@ def library_path():
 
 @functools.cache
 def load():
-    """{dtype: (cblas function, C type of a scalar)}; raises ConfigError if MKL is not installed or cannot be loaded."""
+    """{dtype: the function cblas_?gemm for it}; raises ConfigError if MKL is not installed or cannot be loaded."""
     path = library_path()
     if path is None:
         raise ConfigError("--blas mkl: MKL is not installed: pip install mkl, or use --blas openblas")
@@ -66,7 +66,7 @@ def product(a, b, out):
 
 
 def layout(x):
-    """(whether x is a transposed array, elements from one stored row to the next); None if its rows have gaps."""
+    """(NO_TRANSPOSE or TRANSPOSE, elements from one stored row to the next); None if the elements have gaps."""
     for flag, array in ((NO_TRANSPOSE, x), (TRANSPOSE, x.T)):
         step = array.strides[0] // x.itemsize
         if array.strides[1] == x.itemsize and (step >= array.shape[1] or len(array) == 1):

@@ -296,18 +296,18 @@ class NumpyBackend(VocabularyKernels, GenerationKernels):
             return norm, np.float64(math.nan)
         return norm, np.float64(min(1.0, bound / (norm + 1e-6)) if bound else 1.0)
 
-    def adamw_step(self, p, m, v, copy, g, hyper, scale, decays, betas, offset=0):
-        if math.isnan(scale):
+    def adamw_step(self, p, m, v, compute_copy, g, hyper, grad_scale, decays, betas, offset=0):
+        if math.isnan(grad_scale):
             return
         # p -= lr (m / c1 / (sqrt(v / c2) + eps) + weight_decay p), c = 1 - beta^step, with c2 moved out of the root
-        (rate, eps, shrink), (beta1, beta2), scale = hyper.scalars.tolist(), betas, float(scale)
+        (rate, eps, shrink), (beta1, beta2), grad_scale = hyper.scalars.tolist(), betas, float(grad_scale)
         width = BLOCK // 2
         t, u = (self.empty((width,), p.dtype) for _ in range(2))
         for block, decay in decay_blocks(decays, width):
             pb, gb, mb, vb = p[block], g[block], m[block], v[block]
             a, b = t[: len(pb)], u[: len(pb)]
-            if scale != 1.0:
-                gb = np.multiply(gb, scale, out=b)
+            if grad_scale != 1.0:
+                gb = np.multiply(gb, grad_scale, out=b)
             np.multiply(mb, beta1, out=mb)
             np.multiply(gb, 1 - beta1, out=a)
             np.add(mb, a, out=mb)

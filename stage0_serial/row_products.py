@@ -17,16 +17,16 @@ MIN_ELEMENTS = 1 << 16  # of a weight for which the ways are timed; a product wi
 MAX_EINSUM = 1 << 14  # rows of the weight: einsum adds them one by one, which is inaccurate for long sums
 PART = 384  # rows of the weight in one product of in_parts()
 MEMORY = 1 << 25  # bytes of copies of the weight that are timed in turn, so that they are not in the first cache levels
-ROUNDS = 3
+ROUNDS = 3  # number of times that each way is timed
 
 
 class RowProducts:
     """Called as row_products(x (1, C), w (C, K), y (1, K)): writes x @ w to y. runtime: a CpuRuntime."""
 
-    def __init__(self, runtime, directory=None):
+    def __init__(self, runtime):
         self.runtime, self.ways = runtime, {}  # {layout of a weight: the way that was chosen, a function}
         self.names = {}  # {description of a layout: the name of the way}
-        self.directory = directory or cache_directory()
+        self.directory = cache_directory()
         self.blas = threadpoolctl.ThreadpoolController().select(user_api="blas").lib_controllers
 
     def __call__(self, x, w, y):

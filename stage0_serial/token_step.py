@@ -5,14 +5,12 @@ If each operation made a Tensor, a large part of the time of a token would be sp
 
 # C channels, H heads, D = C // H, K columns, V vocabulary; a row is an array (1, C)
 
-import math
-
 import numpy as np
 
 from gpt2core.communicator import Solo
 from gpt2core.sampler import next_logits
 
-GELU_A, GELU_B = math.sqrt(2 / math.pi), 0.044715
+MODULES = "ln_1", "attn.c_attn", "attn.c_proj", "ln_2", "mlp.c_fc", "mlp.c_proj"  # of a layer
 
 
 def token_step(model):
@@ -25,22 +23,20 @@ class TokenStep:
 
     def __init__(self, model):
         config, backend = model.config, model.head.backend
-        self.one_row, self.eps, self.n_head = backend.one_row, config.layer_norm_epsilon, config.n_head
-        self.mean_of = np.full(config.n_embd, 1 / config.n_embd, backend.dtype)
+        self.backend, self.eps, self.n_head = backend, config.layer_norm_epsilon, config.n_head
         arrays = {name: tensor.data for name, tensor in model.parameters.items()}
         self.wte, self.wpe = arrays["transformer.wte.weight"], arrays["transformer.wpe.weight"]
         self.layers = [
-            [self.module(arrays, f"transformer.h.{layer}.{name}") for name in ("ln_1", "attn.c_attn", "attn.c_proj")]
-            + [self.module(arrays, f"transformer.h.{layer}.{name}") for name in ("ln_2", "mlp.c_fc", "mlp.c_proj")]
+            [self.module(arrays, f"transformer.h.{layer}.{name}") for name in MODULES]
             for layer in range(config.n_layer)
         ]
         self.ln_f, self.head = self.module(arrays, "transformer.ln_f"), model.head.data.T  # head (C, V)
         widths = {weight.shape[1] for layer in self.layers for weight, _ in layer if weight.ndim == 2}
         self.outputs = {width: np.empty((1, width), backend.dtype) for width in widths | {self.head.shape[1]}}
-        self.scratch = np.empty((1, max(widths)), backend.dtype)
 
     @staticmethod
     def module(arrays, name):
+        """(weight, bias) of a module."""
         return arrays[f"{name}.weight"], arrays[f"{name}.bias"]
 
     def __call__(self, model, ids, cache):
@@ -48,27 +44,25 @@ class TokenStep:
             return next_logits(model, ids, cache)
         position = cache.length
         x = (self.wte[ids[0]] + self.wpe[position])[None]
+        branch, branch_bias = None, None  # what the next norm adds to x
         for (ln_1, c_attn, attn_proj, ln_2, c_fc, mlp_proj), keys, values in zip(
             self.layers, cache.keys, cache.values, strict=True
         ):
-            a = self.attention(self.linear(self.layernorm(x, *ln_1), *c_attn), keys[0], values[0], position)
-            x = x + self.linear(a, *attn_proj)
-            h = self.gelu(self.linear(self.layernorm(x, *ln_2), *c_fc))
-            x = x + self.linear(h, *mlp_proj)
+            x, y = self.backend.layernorm_of_one_row(x, branch, branch_bias, *ln_1, self.eps)
+            qkv = self.product(y, c_attn[0])
+            qkv += c_attn[1]
+            y = self.attention(qkv, keys[0], values[0], position)
+            x, y = self.backend.layernorm_of_one_row(x, self.product(y, attn_proj[0]), attn_proj[1], *ln_2, self.eps)
+            h = self.product(y, c_fc[0])
+            self.backend.gelu(h, c_fc[1], h, None)
+            branch, branch_bias = self.product(h, mlp_proj[0]), mlp_proj[1]
+        y = self.backend.layernorm_of_one_row(x, branch, branch_bias, *self.ln_f, self.eps)[1]
         cache.length += 1
-        return self.one_row(self.layernorm(x, *self.ln_f), self.head, self.outputs[self.head.shape[1]])[0].copy()
+        return self.product(y, self.head)[0].copy()
 
-    def linear(self, x, w, b):
-        """x (1, C), w (C, K), b (K) -> (1, K), an array that the next product of this width overwrites."""
-        y = self.one_row(x, w, self.outputs[w.shape[1]])
-        y += b
-        return y
-
-    def layernorm(self, x, w, b):
-        h = x - np.vdot(x, self.mean_of)
-        h *= w * (1 / math.sqrt(float(np.vdot(h, h)) / h.size + self.eps))
-        h += b
-        return h
+    def product(self, x, w):
+        """x (1, C), w (C, K) -> (1, K), an array that the next product of this width overwrites."""
+        return self.backend.one_row(x, w, self.outputs[w.shape[1]])
 
     def attention(self, qkv, keys, values, position):
         """qkv (1, 3C) of this position, keys (H, D, block), values (H, block, D) -> (1, C); stores k and v."""
@@ -81,16 +75,3 @@ class TokenStep:
         y = np.matmul(s, values[:, : position + 1])  # (H, 1, D)
         y /= np.add.reduce(s, axis=2, keepdims=True)
         return y.reshape(1, -1)
-
-    def gelu(self, x):
-        """x (1 + tanh(A (x + B x^3))) / 2, written to x."""
-        s = self.scratch[:, : x.shape[1]]
-        np.multiply(x, x, out=s)
-        s *= GELU_A * GELU_B
-        s += GELU_A
-        s *= x
-        np.tanh(s, out=s)
-        s += 1
-        s *= 0.5
-        x *= s
-        return x

@@ -65,12 +65,12 @@ class VocabularyKernels(Backend):
         return out[0]
 
     def cross_entropy_forward(self, logits, targets, first=0):
-        maxima, picked = np.maximum.reduce(logits, axis=1), np.zeros(len(logits), logits.dtype)
+        maxima, target_logits = np.maximum.reduce(logits, axis=1), np.zeros(len(logits), logits.dtype)
         own = own_targets(targets, first, logits.shape[1])
-        picked[own[0]] = logits[own]
+        target_logits[own[0]] = logits[own]
         exps = np.subtract(logits, maxima[:, None], out=self.like(logits))
         np.exp(exps, out=exps)
-        return maxima, exps.sum(axis=1), picked, (exps, maxima)
+        return maxima, exps.sum(axis=1), target_logits, (exps, maxima)
 
     def cross_entropy_backward(self, dy, logits, targets, scale, maxima, sums, aux, first=0):
         exps, subtracted = aux  # exp(logits - maxima) = exps * exp(subtracted - maxima)
@@ -107,8 +107,8 @@ class VocabularyKernels(Backend):
 
         return dx, self.sum_for_head(sum_of, len(x), w, out)
 
-    def loss(self, highest, sums, picked, scale):
-        losses = np.log(sums) - (picked - highest)
+    def loss(self, row_maxima, sums, target_logits, scale):
+        losses = np.log(sums) - (target_logits - row_maxima)
         parts = even_slices(len(losses), self.micro_batches)
         return np.asarray(tree_sum([losses[part].sum(dtype=np.float64) * scale for part in parts]))
 

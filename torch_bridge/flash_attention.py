@@ -59,15 +59,8 @@ class FlashAttention2Triton(torch.autograd.Function):
         return *triton_backward(do, *ctx.saved_tensors, ctx.is_causal), None
 
 
-class FlashAttention2TritonCompiled(torch.autograd.Function):
+class FlashAttention2TritonCompiled(FlashAttention2Triton):
     """FlashAttention2Triton with the backward pass of FlashAttention2Torch."""
-
-    @staticmethod
-    def forward(ctx, q, k, v, is_causal=False):
-        o, lse = triton_forward(q, k, v, is_causal)
-        ctx.save_for_backward(q, k, v, o, lse)
-        ctx.is_causal = is_causal
-        return o
 
     @staticmethod
     def backward(ctx, do):

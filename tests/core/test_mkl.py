@@ -66,4 +66,8 @@ def test_a_library_that_cannot_be_loaded_is_an_error(monkeypatch, tmp_path):
     mkl.load.cache_clear()
     with pytest.raises(ConfigError, match=r"libmkl_rt.so.3 cannot be loaded \(.*\): use --blas openblas$"):
         CpuRuntime().use_blas("mkl")
+    monkeypatch.setattr(cpu_runtime, "processor", lambda: "Intel(R) Xeon(R)")
+    with pytest.warns(UserWarning, match="cannot be loaded"):  # auto: the advice --blas openblas must work
+        runtime = CpuRuntime()
+    assert runtime.blas == "openblas"
     mkl.load.cache_clear()
