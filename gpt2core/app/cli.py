@@ -1,6 +1,8 @@
 """The flags of train_gpt2.py and inference.py, with their help texts; train() and infer(), which these scripts call."""
 
 import argparse
+import difflib
+import re
 from pathlib import Path
 
 import gpt2core
@@ -33,8 +35,14 @@ class Parser(argparse.ArgumentParser):
 
     is_root = True
 
+    def __init__(self, **options):
+        super().__init__(allow_abbrev=False, **options)
+
     def error(self, message):
-        raise ConfigError(f"{message} (--help lists the options)")
+        unknown = re.match(r"unrecognized arguments: (-[\w-]+)", message)
+        similar = difflib.get_close_matches(unknown[1], self._option_string_actions, 1) if unknown else []
+        advice = f"did you mean {similar[0]}? " if similar else ""
+        raise ConfigError(f"{message} ({advice}--help lists the options)")
 
     def exit(self, status=0, message=None):
         raise HelpPrinted
