@@ -9,6 +9,7 @@ import argparse
 import contextlib
 import json
 import os
+import shlex
 import site
 import statistics
 import subprocess
@@ -23,11 +24,10 @@ from benchmarks.harness.report import add_save_flags, print_table, save
 from benchmarks.harness.start_trace import START
 
 BENCHMARK = "benchmarks.gpu.start"
-PROMPT = "In the spring of"
 COMMANDS = {  # {out} is a new directory
     "train": ("train_gpt2", "--preset paper --out {out}"),
-    "inference": ("inference", f'--stats --prompt "{PROMPT}"'),
-    "inference-bf16": ("inference", f'--stats --precision bf16 --prompt "{PROMPT}"'),
+    "inference": ("inference", "--stats --prompt 'In the spring of'"),
+    "inference-bf16": ("inference", "--stats --precision bf16 --prompt 'In the spring of'"),
 }
 STATES = "empty", "warm"  # of the caches
 LONG = 0.02  # seconds: shorter rows of the breakdown are omitted
@@ -46,18 +46,10 @@ def environment(directory):
     return os.environ | {name: str(value) for name, value in caches.items()}
 
 
-def words(command, out):
-    """(module, list of the arguments) of a command."""
-    script, arguments = COMMANDS[command]
-    return f"stage2_cuda.{script}", [
-        word.strip('"') for word in arguments.format(out=out).replace(PROMPT, "{prompt}").split()
-    ]
-
-
 def run_command(command, directory, trace=None):
-    """Run a command once; return its seconds, and print its output if it fails. trace: a file for start_trace."""
-    module, arguments = words(command, directory / f"out-{time.monotonic_ns()}")
-    arguments = [PROMPT if word == "{prompt}" else word for word in arguments]
+    """Run a command once; return its seconds and its output. trace: a file for start_trace."""
+    script, arguments = COMMANDS[command]
+    module, arguments = f"stage2_cuda.{script}", shlex.split(arguments.format(out=directory / f"{time.monotonic_ns()}"))
     program = [sys.executable, str(ROOT / (module.replace(".", "/") + ".py")), *arguments]
     if trace:
         program = [sys.executable, "-m", "benchmarks.harness.start_trace", str(trace), module, *arguments]

@@ -36,10 +36,10 @@ class CapturedStep(Compiled):
     """`function(*args)` as a CUDA graph, with the same results as a call of the function.
 
     The first call runs the function: it compiles kernels, in threads, and times candidates, which is not possible
-    during stream capture. The second call captures the function as a graph and launches the graph; later calls only launch (replay)
-    it. Memory that the function allocates during capture comes from a Workspace, which lives as long as the graph.
-    Before a replay the host waits until the previous upload of arguments is done, and until the caller's current stream
-    is idle if it is not self.stream. The host does not wait for the results.
+    during stream capture. The second call captures the function as a graph and launches the graph; later calls only
+    launch (replay) it. Memory that the function allocates during capture comes from a Workspace, which lives as long as
+    the graph. Before a replay the host waits until the previous upload of arguments is done, and until the caller's
+    current stream is idle if it is not self.stream. The host does not wait for the results.
 
     args: see StaticInputs. The function returns a list of arrays or None. capture=False: every call runs the function.
     stream: the stream for capture and replays, by default a new one. workspace: a Workspace to share with steps that

@@ -159,7 +159,10 @@ class Devices:
 
 def gpu_launcher():
     launcher, devices = GpuLauncher.__new__(GpuLauncher), Devices()
-    launcher.xp, launcher.device = SimpleNamespace(ndarray=Memory, cuda=SimpleNamespace(runtime=devices)), devices.getDevice
+    launcher.xp, launcher.device = (
+        SimpleNamespace(ndarray=Memory, cuda=SimpleNamespace(runtime=devices)),
+        devices.getDevice,
+    )
     launcher.compiled, launcher.only_compiles, launcher.notes = {}, False, []
     launcher.threads = CompileThreads(launcher.notes.append)
     return launcher

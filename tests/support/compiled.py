@@ -145,9 +145,7 @@ class RecordingLauncher(triton_launch.GpuLauncher):
                 stack.callback(setattr, owner, name, getattr(owner, name))
                 setattr(owner, name, value)
 
-            launcher = SimpleNamespace(
-                xp=np, launch=self.launch, can_overlap=self.can_overlap, only_compiles=False
-            )
+            launcher = SimpleNamespace(xp=np, launch=self.launch, can_overlap=self.can_overlap, only_compiles=False)
             replace(triton_launch, "launcher", lambda: launcher)
             replace(triton_launch, "interpreted", lambda: True)  # NumPy arrays, and no CUDA graphs
             replace(cuda_backend, "INTERPRETED", tuple(PRECISIONS))
