@@ -49,8 +49,9 @@ class DecodeStream:
         return CapturedStep(function, stream=self.stream, workspace=self.workspace)
 
     def compile_ahead(self, step):
-        """Start to compile the kernels of a result of capture() in threads."""
-        step.compile_ahead()
+        """Start to compile the kernels of a result of capture() in threads; a subclass may return the function."""
+        if isinstance(step, CapturedStep):
+            step.compile_ahead()
 
     def upload(self, array, values):
         """Copy `values` (NumPy) to the device array; converts them to its dtype."""
