@@ -10,7 +10,6 @@ from gpt2core.app.command import HelpPrinted, run_command
 from gpt2core.app.inference_command import inference_command
 from gpt2core.app.presets import PRESETS, WEIGHTS
 from gpt2core.app.rank_agreement import agree_on_start
-from gpt2core.app.train_command import train_command
 from gpt2core.errors import ConfigError
 from gpt2core.parallel.codecs import CODECS
 from gpt2core.parallel.data_parallel import BUCKET_MB
@@ -283,6 +282,8 @@ def train(backend, world, argv=None):
     backend: a class, called as backend(precision, deterministic), which gives a Backend. world: a class, called as
     world(), which gives the Communicator of all ranks. argv: a list of command-line arguments; None: sys.argv[1:].
     """
+    from gpt2core.app.train_command import train_command  # here, because inference.py starts faster without it
+
     run_command(world, lambda ranks: train_command(backend, ranks, *parse(train_parser(), ranks, argv)))
 
 
