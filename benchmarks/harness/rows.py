@@ -11,6 +11,7 @@ from datetime import UTC, datetime
 
 from benchmarks.harness.jobs import ROOT
 from benchmarks.harness.report import add_save_flags, commit, save
+from stage2_cuda.memory_model import is_out_of_memory
 
 SAVE_EVERY = 20  # seconds; saving reads the versions of the hardware, which takes a second
 
@@ -62,8 +63,8 @@ def measured(function):
 
     try:
         return function()
-    except RuntimeError as error:  # torch.OutOfMemoryError, or an error of CUDA
-        if "out of memory" not in str(error):
+    except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError, an error of CUDA, or CuPy's error
+        if not is_out_of_memory(error):
             raise
         return {"oom": True}
     finally:

@@ -3,8 +3,10 @@
 The vocabulary has 10,000 tokens; d_ff is 4 d_model. GPT-2 has the assignment's sizes, and its own layers.
 """
 
+import contextlib
 import gc
 import os
+import sys
 import time
 
 import torch
@@ -14,7 +16,8 @@ import torch.nn.functional as F
 from benchmarks.harness.report import print_table
 from benchmarks.harness.rows import mean_and_deviation
 from benchmarks.harness.torch_ranks import RanksFailed, TorchRanks
-from benchmarks.peers.torch_gpt2 import TorchGPT2
+from benchmarks.peers import torch_gpt2
+from gpt2core.errors import ConfigError
 from gpt2core.model import GPT2Config
 
 VOCABULARY = 10_000
@@ -33,12 +36,55 @@ SIZES = {  # name: (d_model, layers, heads)
 }
 
 
-def build(size, context, device, seed=0):
-    """The model of a size on a device, with the same parameters for every rank."""
+def config_of(size, context):
+    """The GPT2Config of a size."""
     width, layers, heads = SIZES[size]
+    return GPT2Config(VOCABULARY, context, layers, heads, width, tied=False)
+
+
+def build(size, context, device, seed=0, attention=None):
+    """The model of a size on a device, with the same parameters for every rank. attention: a class to use instead."""
     torch.manual_seed(seed)
     with torch.device(device):
-        return TorchGPT2(GPT2Config(VOCABULARY, context, layers, heads, width, tied=False))
+        model = torch_gpt2.TorchGPT2(config_of(size, context))
+    if attention:
+        for block in model.h:
+            block.attn.__class__ = attention
+    return model
+
+
+class NaiveAttention(torch_gpt2.Attention):
+    """Attention as in the assignment's model: the scores and the weights (B, H, T, T) are written to memory."""
+
+    def forward(self, x, cache=None, past=0):
+        B, T, C = x.shape
+        qkv = self.c_attn(x).view(B, T, 3, self.n_head, C // self.n_head)
+        y = naive_attention(*qkv.permute(2, 0, 3, 1, 4))  # of q, k, v, each (B, H, T, D)
+        return self.c_proj(y.transpose(1, 2).reshape(B, T, C))
+
+
+def naive_attention(q, k, v):
+    """softmax(q k' / sqrt(D)) v, causal, in three named ranges; q, k, v (B, H, T, D)."""
+    with named_range("attention scores", q.device):
+        s = attention_scores(q, k, causal=True)
+    with named_range("attention softmax", q.device):
+        p = s.softmax(-1)  # float32 under autocast
+    with named_range("attention values", q.device):
+        return p @ v
+
+
+def attention_scores(q, k, causal):
+    """q k' / sqrt(D) (..., T, T); causal: minus infinity where the key comes after the query."""
+    s = q @ k.mT * q.shape[-1] ** -0.5
+    if causal:
+        positions = torch.arange(q.shape[-2], device=q.device)
+        s = s.masked_fill(positions > positions[:, None], float("-inf"))
+    return s
+
+
+def named_range(name, device):
+    """A context whose work a profiler of NVIDIA shows under this name, as an NVTX range."""
+    return torch.cuda.nvtx.range(name) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def batch_of(batch, context, device, seed):
@@ -109,6 +155,16 @@ def add_run_flags(add, warm_up, repeats):
     add("--repeats", type=int, default=repeats, help=f"measured runs of each row (default {repeats})")
 
 
+def add_device_flag(add):
+    add("--device", choices=("cuda", "cpu"), default="cuda", help="cuda, or cpu for a trial (default cuda)")
+
+
+def check_device(args):
+    """Raise ConfigError if the device of --device does not exist."""
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device cuda: PyTorch found no GPU: use --device cpu --sizes toy for a trial")
+
+
 def device_of_rank():
     """The device of this rank: a GPU for nccl."""
     return torch.device("cuda", dist.get_rank()) if dist.get_backend() == "nccl" else torch.device("cpu")
@@ -132,6 +188,8 @@ def timed(function, device):
 def release_memory():
     """Free what the last case has left, which parameters and their hooks keep in reference cycles."""
     gc.collect()
+    if "cupy" in sys.modules:
+        sys.modules["cupy"].get_default_memory_pool().free_all_blocks()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
