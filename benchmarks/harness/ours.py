@@ -199,6 +199,18 @@ class Passes:
         return losses
 
 
+def eager_function(passes, kind):
+    """A function without arguments that launches one kind of Passes from Python, without a CUDA graph."""
+    trainer, runtime = passes.trainer, passes.backend.runtime
+    if kind == "step":
+        hyperparameters = trainer.optimizer.hyperparameters(trainer.steps + 1, LR)
+        return functools.partial(
+            runtime.compile_step(trainer.compute_update, capture=False), passes.batch, hyperparameters
+        )
+    function = {"forward": passes.forward, "forward + backward": passes.forward_and_backward}[kind]
+    return functools.partial(runtime.compile_step(function, capture=False), passes.batch)
+
+
 # -- trainers ---------------------------------------------------------------------------------------------------------
 
 

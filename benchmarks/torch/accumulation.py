@@ -6,7 +6,8 @@ dtypes      ToyModel (Linear, ReLU, LayerNorm, Linear) with float32 parameters u
 layernorm   LayerNorm of rows of 1024 numbers, with the mean and the variance computed in the dtype of the input or in
             float32: the largest error of an output relative to float64. Float16 overflows where a square exceeds
             65,504; bfloat16 has the range of float32, but 8 bits of precision, which the subtraction of a large mean
-            loses. Therefore autocast computes LayerNorm in float32, and bfloat16 needs this too, for the precision.
+            loses. Therefore autocast on a GPU computes LayerNorm in float32, and bfloat16 needs this too, for the
+            precision. (Autocast on the CPU returns half precision; its kernel has statistics in float32.)
 """
 
 import argparse

@@ -1,8 +1,8 @@
 """The parts of a training step on one batch that never changes, for each implementation, and their times.
 
-    forward              the loss, without a graph for gradients
-    forward + backward   the loss and all gradients
-    step                 the same and AdamW
+forward              the loss, without a graph for gradients
+forward + backward   the loss and all gradients
+step                 the same and AdamW
 """
 
 import contextlib

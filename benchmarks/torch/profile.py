@@ -53,7 +53,7 @@ KEPT = 5  # kernels of each pass in the results file
 
 
 def activities_of(function, device):
-    """[gpu_profile.Activity] of one call: kernels and copies of the GPU, or on the CPU operations with their own time."""
+    """[gpu_profile.Activity] of one call: kernels and copies of the GPU, or operations of the CPU with their own time."""
     if device.type == "cuda":
         return gpu_profile.recorded(function, 1)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as recorded:
@@ -94,10 +94,15 @@ def summary(activities):
 
 def pass_functions(passes):
     """{name: (prepare, function of its result)}: function is what is measured, after prepare()."""
+
+    def loss():
+        passes.optimizer.zero_grad(set_to_none=True)
+        return passes.loss()
+
     return {
         "forward only": (lambda: None, lambda _: passes.forward()),
         "forward": (lambda: None, lambda _: passes.loss()),
-        "backward": (passes.loss, passes.backward),
+        "backward": (loss, passes.backward),
         "optimizer": (lambda: None, lambda _: passes.update()),
     }
 
@@ -111,9 +116,9 @@ def run_passes(passes, warm_up, repeats):
     for name, (prepare, function) in pass_functions(passes).items():
         found[name] = []
         for _ in range(repeats):
-            argument = prepare()
-            found[name].append(timed(lambda: function(argument), passes.device)[0])  # noqa: B023
-            del argument
+            call = functools.partial(function, prepare())
+            found[name].append(timed(call, passes.device)[0])
+            del call  # and the graph of the loss
     return found
 
 
@@ -124,10 +129,10 @@ def profile_row(implementation, size, context, precision, args):
     wall = run_passes(passes, args.warm_up, args.repeats)
     result = {}
     for name, (prepare, function) in pass_functions(passes).items():
-        argument = prepare()
-        activities = activities_of(lambda: function(argument), passes.device)  # noqa: B023
+        call = functools.partial(function, prepare())
+        activities = activities_of(call, passes.device)
         result[name] = {"wall": mean_and_deviation([1e3 * seconds for seconds in wall[name]]), **summary(activities)}
-        del argument
+        del call
     return {"passes": result, "attention": attention_of_layer(passes, size, context, precision, args.batch)}
 
 
