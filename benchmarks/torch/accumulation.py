@@ -18,10 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from benchmarks.harness.assignment_tables import accumulation_tables
 from benchmarks.harness.processes import run_main
-from benchmarks.harness.report import print_table
 from benchmarks.harness.rows import add_row_flags, run_rows
-from benchmarks.torch.models import add_device_flag, check_device
+from benchmarks.torch.models import add_device_flag, check_device, print_tables
 
 BENCHMARK = "benchmarks.torch.accumulation"
 TERM, COUNT = 0.01, 1000
@@ -97,23 +97,6 @@ def layernorm_row(dtype, title, device):
     return {"own dtype": error(layernorm(x)), "float32": error(layernorm(x.float()).to(dtype))}
 
 
-def tables(rows):
-    """{kind: rows of its table}."""
-    found = {}
-    for row in rows:
-        kind, *keys = row["name"].split(" / ")
-        if kind == "sum":
-            cells = {"sum + number": keys[0], "result": f"{row['sum']:.7g}", "relative error": f"{row['error']:.1e}"}
-        elif kind == "dtypes":
-            cells = {"autocast": keys[0]} | {key: row[key] for key in row if key not in ("name", "commit", "date")}
-        else:
-            cells = {"dtype": keys[0], "input": keys[1]}
-            for statistics, text in (("own dtype", "statistics in this dtype"), ("float32", "statistics in float32")):
-                cells[f"error, {text}"] = f"{row[statistics]:.1e}"
-        found.setdefault(kind, []).append(cells)
-    return found
-
-
 def main():
     parser = argparse.ArgumentParser(
         prog=f"python -m {BENCHMARK}", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -129,9 +112,7 @@ def main():
         cases[f"dtypes / {name} / {device}"] = functools.partial(dtypes_row, dtype, device)
         for title in INPUTS:
             cases[f"layernorm / {name} / {title} / {device}"] = functools.partial(layernorm_row, dtype, title, device)
-    for kind, rows in tables(run_rows(BENCHMARK, args, cases)).items():
-        print(f"\n{kind}\n")
-        print_table(rows)
+    print_tables(accumulation_tables(run_rows(BENCHMARK, args, cases)))
 
 
 if __name__ == "__main__":

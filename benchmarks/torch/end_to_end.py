@@ -15,22 +15,18 @@ import os
 import shutil
 import sys
 
+from benchmarks.harness.assignment_tables import KINDS, STEP, WARM_UPS, end_to_end_tables
 from benchmarks.harness.processes import BenchmarkProcess, ProcessSpec, run_main
-from benchmarks.harness.report import print_table
 from benchmarks.harness.rows import add_row_flags, mean_and_deviation, measured, run_rows
-from benchmarks.torch.models import SIZES, add_device_flag, add_run_flags, cell, check_device, release_memory
+from benchmarks.torch.models import SIZES, add_device_flag, add_run_flags, check_device, print_tables, release_memory
 from benchmarks.torch.passes import (
     BLOCKS,
     COMPILED,
     EAGER,
-    FORWARD,
-    GRADIENTS,
     IMPLEMENTATIONS,
-    KINDS,
     NAIVE,
     OURS,
     PRECISIONS,
-    STEP,
     make_passes,
     time_of,
     times_of,
@@ -38,7 +34,7 @@ from benchmarks.torch.passes import (
 
 BENCHMARK = "benchmarks.torch.end_to_end"
 CONTEXTS = 128, 256, 512, 1024
-WARM_UPS, AFTER_WARM_UP = (0, 1, 2, 5), 10  # numbers of steps
+AFTER_WARM_UP = 10  # measured steps
 TIMEOUT = 500  # seconds of one row
 
 
@@ -158,30 +154,6 @@ def cases(processes, args):
     return found
 
 
-def tables(rows):
-    """{title: rows of a table}."""
-    found = {}
-    for row in rows:
-        is_warm_up = row["name"].startswith("warm-up")
-        keys = row["name"].removeprefix("warm-up / ").split(" / ")
-        columns = ["first step", *(f"warm-up {count}" for count in WARM_UPS)] if is_warm_up else KINDS
-        cells = dict(zip(("size", "context", "precision", "implementation"), keys, strict=True))
-        cells["context"] = cells["context"].removeprefix("context ")
-        for column in columns:
-            value = {"oom": True} if row.get("oom") else row[column]
-            cells[f"{column}, ms"] = "out of memory" if isinstance(value, dict) and value.get("oom") else cell(value)
-        if not is_warm_up:
-            cells["backward, ms"] = difference(row)
-        found.setdefault("warm-up steps" if is_warm_up else "time of each kind", []).append(cells)
-    return found
-
-
-def difference(row):
-    """The mean of forward + backward minus that of forward; "" without one of them."""
-    both, forward = row.get(GRADIENTS, {}), row.get(FORWARD, {})
-    return f"{both['mean'] - forward['mean']:.4g}" if "mean" in both and "mean" in forward else ""
-
-
 def without_compiler(args):
     """Whether torch.compile would fail: on the CPU without a C++ compiler."""
     return args.device == "cpu" and not any(map(shutil.which, (os.environ.get("CXX", "g++"), "g++", "clang++", "cl")))
@@ -209,10 +181,7 @@ def main():
         os.environ["TORCHDYNAMO_DISABLE"] = "1"  # read by the processes
 
     with Processes(args) as processes:
-        found = tables(run_rows(BENCHMARK, args, cases(processes, args)))
-    for title, rows in found.items():
-        print(f"\n{title}\n")
-        print_table(rows)
+        print_tables(end_to_end_tables(run_rows(BENCHMARK, args, cases(processes, args))))
 
 
 if __name__ == "__main__":

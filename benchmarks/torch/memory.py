@@ -17,9 +17,9 @@ import sys
 
 import torch
 
+from benchmarks.harness.assignment_tables import FORWARD, GIB, STEP, memory_tables
 from benchmarks.harness.jobs import ROOT
 from benchmarks.harness.processes import run_main
-from benchmarks.harness.report import print_table
 from benchmarks.harness.rows import add_row_flags, measured, rows_path, run_rows
 from benchmarks.torch.memory_events import (
     allocated_after,
@@ -28,8 +28,16 @@ from benchmarks.torch.memory_events import (
     largest_allocations,
     thinned,
 )
-from benchmarks.torch.models import SIZES, add_device_flag, batch_of, check_device, config_of, release_memory
-from benchmarks.torch.passes import EAGER, FORWARD, NAIVE, OURS, PRECISIONS, STEP, TorchPasses
+from benchmarks.torch.models import (
+    SIZES,
+    add_device_flag,
+    batch_of,
+    check_device,
+    config_of,
+    print_tables,
+    release_memory,
+)
+from benchmarks.torch.passes import EAGER, NAIVE, OURS, PRECISIONS, TorchPasses
 
 # B batch, T time (context), C channels (d_model)
 
@@ -37,7 +45,6 @@ BENCHMARK = "benchmarks.torch.memory"
 KINDS = FORWARD, STEP
 IMPLEMENTATIONS = NAIVE, EAGER, OURS
 POINTS, LARGEST = 600, 5  # points of a timeline and its largest allocations, in the results file
-MIB, GIB = 2**20, 2**30
 
 
 # -- rows --------------------------------------------------------------------------------------------------------------
@@ -124,40 +131,7 @@ def timeline_row(implementation, size, context, precision, kind, args):
     }
 
 
-# -- tables and figure -------------------------------------------------------------------------------------------------
-
-
-def gib(row, kind, field="peak"):
-    found = {"oom": True} if row.get("oom") else row.get(kind, {"oom": True})
-    if found.get("oom"):
-        return "out of memory"
-    return "" if found[field] is None else f"{found[field] / GIB:.2f}"
-
-
-def tables(rows):
-    """{title: rows of a table}."""
-    peaks, largest, residual = [], [], {}
-    for row in rows:
-        is_timeline = row["name"].startswith("timeline / ")
-        size, context, precision, *others = row["name"].removeprefix("timeline / ").split(" / ")
-        keys = {"size": size, "context": context.removeprefix("context "), "precision": precision}
-        if not is_timeline:
-            cells = {"implementation": others[0]} | {f"{kind}, GiB": gib(row, kind) for kind in KINDS}
-            cells["step, held by the allocator, GiB"] = gib(row, STEP, "held")
-            cells["step, predicted, GiB"] = f"{row['predicted'] / GIB:.2f}" if "predicted" in row else ""
-            peaks.append(keys | cells)
-            if "residual" in row:
-                residual[size, context] = {
-                    "size": size,
-                    "context": keys["context"],
-                    "one residual activation in fp32, MiB": f"{row['residual'] / MIB:.2f}",
-                }
-        elif not row.get("oom"):
-            for each in row["largest"]:
-                cells = {"kind": others[0], "implementation": others[1], "MiB": f"{each['bytes'] / MIB:.1f}"}
-                largest.append(keys | cells | {"times": each["times"], "allocated by": f"`{each['source']}`"})
-    found = {"peak memory": peaks, "residual stream": list(residual.values()), "largest allocations": largest}
-    return {title: each for title, each in found.items() if each}
+# -- the figure ------------------------------------------------------------------------------------------------------
 
 
 def draw(rows, path):
@@ -185,7 +159,7 @@ def draw(rows, path):
     plt.close(figure)
 
 
-# -- which rows --------------------------------------------------------------------------------------------------------
+# -- which rows ------------------------------------------------------------------------------------------------------
 
 
 def selected(args):
@@ -231,9 +205,7 @@ def main():
     args = parser.parse_args()
     check_device(args)
     rows = run_rows(BENCHMARK, args, cases(args))
-    for title, found in tables(rows).items():
-        print(f"\n{title}\n")
-        print_table(found)
+    print_tables(memory_tables(rows))
     draw(rows, rows_path(BENCHMARK, args, ".png"))
 
 

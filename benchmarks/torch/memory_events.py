@@ -13,8 +13,8 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.harness.assignment_tables import FORWARD
 from benchmarks.harness.jobs import ROOT
-from benchmarks.torch.passes import FORWARD
 
 HELPERS = {"empty", "floats", "like", "product", "zeros"}  # functions whose caller says more
 UNKNOWN = "PyTorch, without a Python stack"  # backward runs in a thread of C++

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from benchmarks.harness.assignment_tables import value_tables
 from benchmarks.harness.report import print_table
 from benchmarks.harness.rows import mean_and_deviation
 from benchmarks.harness.torch_ranks import RanksFailed, TorchRanks
@@ -138,15 +139,16 @@ def slowest(found, field):
 def print_rows(rows):
     """Print rows with all their columns; a time is its mean and standard deviation."""
     if rows:
-        columns = dict.fromkeys(key for row in rows for key in row if key not in ("commit", "date"))
         print()
-        print_table([{key: cell(row.get(key, "")) for key in columns} for row in rows])
+        print_table(value_tables(rows)["rows"])
 
 
-def cell(value):
-    if isinstance(value, dict):
-        return f"{value['mean']:.4g} ± {value['std']:.2g}" if "mean" in value else ""
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+def print_tables(tables):
+    """Print {title: rows of a table}."""
+    for title, rows in tables.items():
+        if rows:
+            print(f"\n{title}\n")
+            print_table(rows)
 
 
 def add_run_flags(add, warm_up, repeats):
@@ -162,7 +164,8 @@ def add_device_flag(add):
 def check_device(args):
     """Raise ConfigError if the device of --device does not exist."""
     if args.device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("--device cuda: PyTorch found no GPU: use --device cpu --sizes toy for a trial")
+        sizes = " --sizes toy" * hasattr(args, "sizes")
+        raise ConfigError(f"--device cuda: PyTorch found no GPU: use --device cpu{sizes} for a trial")
 
 
 def device_of_rank():

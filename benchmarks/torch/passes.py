@@ -9,10 +9,10 @@ import contextlib
 
 import torch
 
+from benchmarks.harness.assignment_tables import FORWARD, GRADIENTS, STEP
 from benchmarks.harness.rows import mean_and_deviation, measured
 from benchmarks.torch.models import NaiveAttention, batch_of, build, config_of, loss_of, named_range, timed
 
-FORWARD, GRADIENTS, STEP = KINDS = "forward", "forward + backward", "step"
 EAGER, NAIVE, BLOCKS, COMPILED, OURS = "torch eager", "torch naive", "torch compiled blocks", "torch compiled", "ours"
 IMPLEMENTATIONS = {
     EAGER: "PyTorch with scaled_dot_product_attention",

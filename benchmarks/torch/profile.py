@@ -25,27 +25,26 @@ from collections import Counter
 import torch
 
 from benchmarks.gpu import profile as gpu_profile
+from benchmarks.harness.assignment_tables import ATTENTION_PARTS, OTHERS, PRODUCTS, SOFTMAX, STEP, profile_tables
 from benchmarks.harness.processes import run_main
-from benchmarks.harness.report import print_table
 from benchmarks.harness.rows import add_row_flags, mean_and_deviation, run_rows
 from benchmarks.torch.models import (
     SIZES,
     add_device_flag,
     add_run_flags,
-    cell,
     check_device,
     naive_attention,
     named_range,
+    print_tables,
     release_memory,
     timed,
 )
-from benchmarks.torch.passes import EAGER, NAIVE, PRECISIONS, STEP, TorchPasses
+from benchmarks.torch.passes import EAGER, NAIVE, PRECISIONS, TorchPasses
 
 # B batch, H heads, T time, D head size
 
 BENCHMARK = "benchmarks.torch.profile"
 CPU_PRODUCT = re.compile(r"mm$")  # aten::mm, addmm, bmm, baddbmm
-ATTENTION = PRODUCTS, SOFTMAX, OTHERS = "products", "softmax", "scale, mask, casts"
 KEPT = 5  # kernels of each pass in the results file
 
 
@@ -53,7 +52,7 @@ KEPT = 5  # kernels of each pass in the results file
 
 
 def activities_of(function, device):
-    """[gpu_profile.Activity] of one call: kernels and copies of the GPU, or operations of the CPU with their own time."""
+    """[Activity] of one call: kernels and copies of the GPU, or operations of the CPU with their own time."""
     if device.type == "cuda":
         return gpu_profile.recorded(function, 1)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as recorded:
@@ -147,7 +146,7 @@ def attention_of_layer(passes, size, context, precision, batch):
             naive_attention(q, k, v)
 
     attend()
-    spent = dict.fromkeys(ATTENTION, 0.0)
+    spent = dict.fromkeys(ATTENTION_PARTS, 0.0)
     for activity in activities_of(attend, passes.device):
         softmax = SOFTMAX if "softmax" in activity.name.lower() else OTHERS
         spent[PRODUCTS if is_product(activity) else softmax] += activity.duration / 1e3
@@ -156,7 +155,7 @@ def attention_of_layer(passes, size, context, precision, batch):
     return {part: {"ms": ms, "operations": operations[part]} for part, ms in spent.items()}
 
 
-# -- tables ------------------------------------------------------------------------------------------------------------
+# -- which rows ------------------------------------------------------------------------------------------------------
 
 
 def selected(args):
@@ -168,46 +167,6 @@ def selected(args):
     first = [(size, 512, "bf16") for size in ("small", "xl", "2.7B", "medium", "large")]
     others = [(size, context, "bf16") for size in ("small", "xl") for context in (1024, 128, 256)]
     return [(args.attention, *each) for each in [*first, ("small", 512, "fp32"), ("xl", 512, "fp32"), *others]]
-
-
-def tables(rows):
-    """{title: rows of a table}: the passes, and the attention of one layer."""
-    passes, attention = [], []
-    for row in rows:
-        size, context, precision, implementation = row["name"].split(" / ")
-        keys = {"size": size, "context": context.removeprefix("context "), "precision": precision}
-        keys |= {"implementation": implementation}
-        if row.get("oom"):
-            passes.append(keys | {"pass": "out of memory"})
-            continue
-        for name, found in row["passes"].items():
-            passes.append(keys | {"pass": name} | pass_cells(found))
-        parts = row["attention"]
-        ms = {part: parts[part]["ms"] for part in ATTENTION}
-        cells = {f"{part}, ms": f"{ms[part]:.4g}" for part in ATTENTION}
-        cells["time of softmax / products"] = f"{ms[SOFTMAX] / ms[PRODUCTS]:.2f}" if ms[PRODUCTS] else ""
-        operations = parts[SOFTMAX]["operations"] / parts[PRODUCTS]["operations"]
-        attention.append(keys | cells | {"operations of softmax / products": f"{operations:.3f}"})
-    columns = dict.fromkeys(key for row in passes for key in row)
-    passes = [{key: row.get(key, "") for key in columns} for row in passes]
-    return {"passes": passes, "attention of one layer, forward": attention}
-
-
-def pass_cells(found):
-    """The cells of one pass."""
-    top, *_ = found["kernels"] or [{"name": "", "calls": 0, "share": 0.0}]
-    other, *_ = found["others"] or [{"name": "", "calls": 0, "share": 0.0}]
-    return {
-        "wall ms": cell(found["wall"]),
-        "sum of kernels, ms": f"{found['kernels_ms']:.4g}",
-        "kernels": found["calls"],
-        "products": f"{100 * found['product_share']:.1f} %",
-        "longest kernel": f"`{top['name']}`",
-        "its calls": top["calls"],
-        "its share": f"{100 * top['share']:.1f} %",
-        "longest other kernel": f"`{other['name']}`",
-        "share of that": f"{100 * other['share']:.1f} %",
-    }
 
 
 def main():
@@ -237,9 +196,7 @@ def main():
         gpu_profile.open_cupti()
     cases = {name: functools.partial(profile_row, *each, args) for name, each in settings.items()}
     rows = run_rows(BENCHMARK, args, cases)
-    for title, found in tables(rows).items() if rows else ():
-        print(f"\n{title}\n")
-        print_table(found)
+    print_tables(profile_tables(rows))
     print(f"\nThe same passes in NVIDIA's profiler:\n{parser.description.strip().splitlines()[-1].strip()}")
 
 
