@@ -110,12 +110,16 @@ def accumulation_tables(rows):
 
 
 def memory_tables(rows):
-    peaks, largest, residual = [], [], {}
+    peaks, largest, residual, checkpoints = [], [], {}, []
     for row in rows:
-        is_timeline = row["name"].startswith("timeline / ")
-        words = row["name"].removeprefix("timeline / ").split(" / ")
+        kind = row["name"].split(" / ")[0]
+        is_other = kind in ("timeline", "checkpoint")
+        words = row["name"].split(" / ")[is_other:]
         keys = keys_of(words)
-        if not is_timeline:
+        if kind == "checkpoint":
+            blocks = words[3].removesuffix(" blocks")
+            checkpoints.append(keys | {"blocks of a checkpoint": blocks, f"{STEP}, GiB": gib(row, STEP)})
+        elif not is_other:
             cells = {"implementation": words[3]} | {f"{kind}, GiB": gib(row, kind) for kind in (FORWARD, STEP)}
             cells["step, held by the allocator, GiB"] = gib(row, STEP, "held")
             cells["step, predicted, GiB"] = f"{row['predicted'] / GIB:.2f}" if "predicted" in row else ""
@@ -128,7 +132,12 @@ def memory_tables(rows):
             for each in row["largest"]:
                 cells = {"kind": words[3], "implementation": words[4], "MiB": f"{each['bytes'] / MIB:.1f}"}
                 largest.append(keys | cells | {"times": each["times"], "allocated by": f"`{each['source']}`"})
-    found = {"peak memory": peaks, "residual stream": list(residual.values()), "largest allocations": largest}
+    found = {
+        "peak memory": peaks,
+        "residual stream": list(residual.values()),
+        "checkpoints": checkpoints,
+        "largest allocations": largest,
+    }
     return {title: each for title, each in found.items() if each}
 
 
@@ -207,7 +216,12 @@ TABLES = {
     **tables_of(
         "torch/memory",
         memory_tables,
-        {"peaks": "peak memory", "residual": "residual stream", "largest": "largest allocations"},
+        {
+            "peaks": "peak memory",
+            "residual": "residual stream",
+            "checkpoints": "checkpoints",
+            "largest": "largest allocations",
+        },
     ),
     **tables_of(
         "torch/attention",

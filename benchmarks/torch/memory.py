@@ -5,6 +5,9 @@ only; the step holds the gradients and the state of AdamW too. "torch naive" has
 (T, T) matrices in memory. "ours" is stage 2; its forward pass is counted with one copy of the parameters in the
 precision of the kernels.
 
+The rows "checkpoint" are training steps of "torch naive" that keep only the input of every group of N blocks, and
+compute the blocks again in backward.
+
 The rows "timeline" record every allocation of one forward pass or one step, PyTorch's by its memory snapshot, ours by
 a hook of CuPy's memory pool. The figure shows the allocated memory after each allocation, and the table the largest
 allocations with their source. The snapshot is written to out/results/torch/*.pickle, for pytorch.org/memory_viz.
@@ -36,6 +39,7 @@ from benchmarks.torch.models import (
     config_of,
     print_tables,
     release_memory,
+    use_checkpoints,
 )
 from benchmarks.torch.passes import EAGER, NAIVE, OURS, PRECISIONS, TorchPasses
 
@@ -76,6 +80,14 @@ def torch_peak(passes, kind):
     torch.cuda.reset_peak_memory_stats()
     passes.run(kind)
     return {"peak": torch.cuda.max_memory_allocated(), "held": torch.cuda.max_memory_reserved()}
+
+
+def checkpoint_row(size, context, precision, count, args):
+    """{"step": as in peaks_row()} with one checkpoint for every `count` blocks; {"oom": True} there without memory."""
+    release_memory()
+    passes = TorchPasses(NAIVE, size, context, precision, args.device, args.batch)
+    use_checkpoints(passes.model, count)
+    return {"blocks": count, STEP: measured(lambda: [torch_peak(passes, STEP) for _ in range(2)][1])}
 
 
 def our_peaks(implementation, size, context, precision, args):
@@ -175,17 +187,27 @@ def selected(args):
     peaks = [(NAIVE, "2.7B", T, precision) for precision in PRECISIONS for T in contexts]
     peaks += [(OURS, "2.7B", T, precision) for precision in PRECISIONS for T in contexts]
     peaks += [(NAIVE, size, 512, precision) for size in others for precision in PRECISIONS]
-    peaks += [(EAGER, "2.7B", 512, precision) for precision in PRECISIONS] + [(NAIVE, "2.7B", 1024, "fp32")]
+    peaks += [(EAGER, "2.7B", T, precision) for precision in PRECISIONS for T in (512, 2048)]
+    peaks[6:6] = [(NAIVE, "2.7B", 2048, precision) for precision in PRECISIONS]
     return peaks, [(name, "2.7B", 512, "fp32", kind) for name in (NAIVE, OURS) for kind in KINDS]
 
 
 def cases(args):
-    """{name of a row: function that measures it}; the timelines after the first six rows."""
+    """{name of a row: function that measures it}; the timelines and the checkpoints after the first eight rows."""
     peaks, timelines = selected(args)
     found = [("{1} / context {2} / {3} / {0}".format(*each), peaks_row, each) for each in peaks]
-    found[6:6] = [
+    others = [
         ("timeline / {1} / context {2} / {3} / {4} / {0}".format(*each), timeline_row, each) for each in timelines
     ]
+    size, context, precision = (
+        (args.sizes or ["2.7B"])[-1],
+        (args.contexts or [2048])[-1],
+        (args.precisions or ["bf16"])[0],
+    )
+    for count in args.blocks:
+        name = f"checkpoint / {size} / context {context} / {precision} / {count} blocks"
+        others.append((name, checkpoint_row, (size, context, precision, count)))
+    found[8:8] = others
     return {name: functools.partial(function, *each, args) for name, function, each in found}
 
 
@@ -198,12 +220,15 @@ def main():
     add("--contexts", type=int, nargs="+", metavar="T", help="tokens of a sequence (default: a selection)")
     add("--precisions", nargs="+", choices=PRECISIONS, help="bf16 is autocast over fp32 parameters (default: both)")
     add("--implementations", nargs="+", choices=IMPLEMENTATIONS, metavar="NAME", help=", ".join(IMPLEMENTATIONS))
+    add("--blocks", type=int, nargs="+", default=[1, 2, 4, 8], metavar="N", help="blocks of a checkpoint (1 2 4 8)")
     add("--all", action="store_true", help="all sizes, contexts, precisions and implementations")
     add("--batch", type=int, default=4, help="sequences (default 4)")
     add_device_flag(add)
     add_row_flags(add, "memory")
     args = parser.parse_args()
     check_device(args)
+    if min(args.blocks) < 1:
+        parser.error(f"--blocks {min(args.blocks)}: a checkpoint has 1 block or more")
     rows = run_rows(BENCHMARK, args, cases(args))
     print_tables(memory_tables(rows))
     draw(rows, rows_path(BENCHMARK, args, ".png"))

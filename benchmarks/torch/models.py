@@ -12,6 +12,8 @@ import time
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from benchmarks.harness.assignment_tables import value_tables
 from benchmarks.harness.report import print_table
@@ -86,6 +88,23 @@ def attention_scores(q, k, causal):
 def named_range(name, device):
     """A context whose work a profiler of NVIDIA shows under this name, as an NVTX range."""
     return torch.cuda.nvtx.range(name) if device.type == "cuda" else contextlib.nullcontext()
+
+
+class CheckpointedBlocks(nn.Module):
+    """Consecutive blocks of which forward keeps only the input; backward computes their forward pass again."""
+
+    def __init__(self, blocks):
+        super().__init__()
+        self.blocks = nn.Sequential(*blocks)
+
+    def forward(self, x, cache=None, past=0):
+        return checkpoint(self.blocks, x, use_reentrant=False)
+
+
+def use_checkpoints(model, count):
+    """Checkpoint the blocks of a model of build() in groups of `count`."""
+    groups = (model.h[first : first + count] for first in range(0, len(model.h), count))
+    model.h = nn.ModuleList(map(CheckpointedBlocks, groups))
 
 
 def batch_of(batch, context, device, seed):

@@ -9,7 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from benchmarks.harness import assignment_tables, report, rows  # noqa: E402
-from benchmarks.torch import accumulation, end_to_end, memory, memory_events, passes, profile  # noqa: E402
+from benchmarks.torch import accumulation, end_to_end, memory, memory_events, models, passes, profile  # noqa: E402
 from gpt2core.errors import ConfigError  # noqa: E402
 
 TRIAL = "--device", "cpu", "--sizes", "toy", "--contexts", "16", "--batch", "2"
@@ -65,6 +65,18 @@ def test_the_compared_models_compute_the_same_loss():
     assert losses[passes.EAGER] == pytest.approx(losses[passes.NAIVE], rel=1e-5)  # float32, another order of sums
 
 
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_model_with_checkpoints_has_the_same_gradients(count):
+    gradients = []
+    for checkpoints in (False, True):
+        made = passes.make_passes(passes.NAIVE, "toy", 16, "fp32", "cpu", 2)
+        if checkpoints:
+            models.use_checkpoints(made.model, count)
+        made.run("forward + backward")
+        gradients.append([parameter.grad for parameter in made.model.parameters()])
+    torch.testing.assert_close(*gradients, rtol=0, atol=0)  # the same operations in the same order
+
+
 def test_profile_finds_the_products_and_the_softmax(run, capsys):
     (row,) = run(profile, *TRIAL, "--precisions", "fp32", "--warm-up", "1", "--repeats", "2").values()
     assert set(row["passes"]) == {"forward only", "forward", "backward", "optimizer"}
@@ -95,10 +107,11 @@ def test_accumulation_prints_the_four_sums_and_the_dtypes(run):
 
 
 def test_memory_has_the_peaks_and_draws_the_timeline(run, tmp_path):
-    found = run(memory, *TRIAL, "--precisions", "fp32", "--implementations", "torch naive")
+    found = run(memory, *TRIAL, "--precisions", "fp32", "--implementations", "torch naive", "--blocks", "1")
     peaks = found["toy / context 16 / fp32 / torch naive"]
     assert peaks["residual"] == 4 * 2 * 16 * 64  # float32, batch 2, 16 tokens, 64 channels
     assert peaks["parameters"] < peaks["forward"]["peak"] < peaks["step"]["peak"]
+    assert peaks["parameters"] < found["checkpoint / toy / context 16 / fp32 / 1 blocks"]["step"]["peak"]
     step = found["timeline / toy / context 16 / fp32 / step / torch naive"]
     assert list(step["marks"]) == ["forward", "backward", "optimizer"]
     assert sorted(step["marks"].values()) == list(step["marks"].values())
