@@ -6,6 +6,7 @@ for each table of the page; it returns ([], files) if the rows do not exist yet.
 
 import functools
 
+from benchmarks.harness import gpu_tables
 from benchmarks.harness.jobs import ROOT
 from benchmarks.harness.table_format import cell, load
 
@@ -234,6 +235,7 @@ TABLES = {
     **tables_of("torch/all_reduce", value_tables, {"all-reduce": "rows"}),
     **tables_of("torch/ddp_timeline", timeline_tables, {"ddp-timeline": "rows"}),
     **tables_of("torch/ddp_sockets", value_tables, {"ddp-sockets": "rows"}),
+    "core-buckets": lambda: gpu_tables.gpus_strategies("gpus/buckets"),
     **tables_of("torch/ddp_model", model_tables, {"ddp-model": "rows"}),
     **tables_of("torch/ddp_model_sockets", model_tables, {"ddp-model-sockets": "rows"}),
     **tables_of("torch/sharding", value_tables, {"sharding": "rows"}),

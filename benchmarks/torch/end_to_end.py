@@ -45,8 +45,10 @@ def prepare(module, implementation, device, batch):
     """Called in each process. Return run_round(), which measures one row; module: benchmarks.torch.passes."""
 
     def run_round(size, context, precision, warm_up, repeats):
-        release_memory()
-        return measured(lambda: kinds_row(size, context, precision, warm_up, repeats))
+        try:
+            return measured(lambda: kinds_row(size, context, precision, warm_up, repeats))
+        finally:
+            release_memory()  # for the processes of the other implementations
 
     def kinds_row(size, context, precision, warm_up, repeats):
         passes = module.make_passes(implementation, size, context, precision, device, batch)
