@@ -111,15 +111,22 @@ def accumulation_tables(rows):
 
 
 def memory_tables(rows):
-    peaks, largest, residual, checkpoints = [], [], {}, []
+    peaks, largest, residual, checkpoints, saved = [], [], {}, [], []
     for row in rows:
         kind = row["name"].split(" / ")[0]
-        is_other = kind in ("timeline", "checkpoint")
+        is_other = kind in ("timeline", "checkpoint", "saved")
         words = row["name"].split(" / ")[is_other:]
         keys = keys_of(words)
         if kind == "checkpoint":
             blocks = words[3].removesuffix(" blocks")
             checkpoints.append(keys | {"blocks of a checkpoint": blocks, f"{STEP}, GiB": gib(row, STEP)})
+        elif kind == "saved" and not row.get("oom"):
+            total = {"saved by": "sum of all lines", "MiB": f"{row['saved'] / MIB:.1f}", "share": "100 %"}
+            for source, count in row["sources"].items():
+                cells = {"saved by": f"`{source}`", "MiB": f"{count / MIB:.1f}"}
+                saved.append(keys | cells | {"share": f"{100 * count / row['saved']:.1f} %"})
+            gradients = {"saved by": "gradients of the parameters", "MiB": f"{row['gradients'] / MIB:.1f}", "share": ""}
+            saved += [keys | total, keys | gradients]
         elif not is_other:
             cells = {"implementation": words[3]} | {f"{kind}, GiB": gib(row, kind) for kind in (FORWARD, STEP)}
             cells["step, held by the allocator, GiB"] = gib(row, STEP, "held")
@@ -129,7 +136,7 @@ def memory_tables(rows):
                 title = "one residual activation in fp32, MiB"
                 cells = {"size": keys["size"], "context": keys["context"], title: f"{row['residual'] / MIB:.2f}"}
                 residual[words[0], words[1]] = cells
-        elif not row.get("oom"):
+        elif kind == "timeline" and not row.get("oom"):
             for each in row["largest"]:
                 cells = {"kind": words[3], "implementation": words[4], "MiB": f"{each['bytes'] / MIB:.1f}"}
                 largest.append(keys | cells | {"times": each["times"], "allocated by": f"`{each['source']}`"})
@@ -138,6 +145,7 @@ def memory_tables(rows):
         "residual stream": list(residual.values()),
         "checkpoints": checkpoints,
         "largest allocations": largest,
+        "saved for backward by one block": saved,
     }
     return {title: each for title, each in found.items() if each}
 
@@ -222,6 +230,7 @@ TABLES = {
             "residual": "residual stream",
             "checkpoints": "checkpoints",
             "largest": "largest allocations",
+            "saved": "saved for backward by one block",
         },
     ),
     **tables_of(

@@ -29,6 +29,7 @@ from benchmarks.torch.memory_events import (
     allocated_by_ours,
     allocated_by_torch,
     largest_allocations,
+    saved_by_block,
     thinned,
 )
 from benchmarks.torch.models import (
@@ -67,9 +68,7 @@ def torch_peaks(implementation, size, context, precision, args):
     passes = TorchPasses(implementation, size, context, precision, args.device, args.batch)
     found = {FORWARD: measured(lambda: torch_peak(passes, FORWARD))}
     if "oom" not in found[FORWARD]:
-        found[STEP] = measured(
-            lambda: [torch_peak(passes, STEP) for _ in range(2)][1]
-        )  # the state exists in the second
+        found[STEP] = measured(lambda: second_step_peak(passes))
     return found | {"parameters": sum(p.numel() * p.element_size() for p in passes.model.parameters())}
 
 
@@ -82,12 +81,27 @@ def torch_peak(passes, kind):
     return {"peak": torch.cuda.max_memory_allocated(), "held": torch.cuda.max_memory_reserved()}
 
 
+def second_step_peak(passes):
+    """torch_peak() of the second training step: AdamW's state exists only after the first."""
+    torch_peak(passes, STEP)
+    return torch_peak(passes, STEP)
+
+
 def checkpoint_row(size, context, precision, count, args):
     """{"step": as in peaks_row()} with one checkpoint for every `count` blocks; {"oom": True} there without memory."""
     release_memory()
     passes = TorchPasses(NAIVE, size, context, precision, args.device, args.batch)
     use_checkpoints(passes.model, count)
-    return {"blocks": count, STEP: measured(lambda: [torch_peak(passes, STEP) for _ in range(2)][1])}
+    return {"blocks": count, STEP: measured(lambda: second_step_peak(passes))}
+
+
+def saved_row(implementation, size, context, precision, args):
+    """{"saved": bytes that one block saves for backward, "sources": {line: its bytes}, "gradients": bytes}."""
+    release_memory()
+    passes = TorchPasses(implementation, size, context, precision, args.device, args.batch)
+    saved, block = saved_by_block(passes, (args.batch, context, SIZES[size][0])), passes.model.h[0]
+    gradients = sum(p.numel() * p.element_size() for p in block.parameters())
+    return {"saved": sum(saved.values()), "sources": dict(saved.most_common(LARGEST)), "gradients": gradients}
 
 
 def our_peaks(implementation, size, context, precision, args):
@@ -117,7 +131,7 @@ def our_passes(size, context, precision, args):
 
 
 def timeline_row(implementation, size, context, precision, kind, args):
-    """{"bytes": [allocated bytes], "marks": {range: index in it}, "before": bytes, "largest": [...]} of one kind."""
+    """The allocated memory after each allocation of one kind ("GiB", thinned, as text), and the largest allocations."""
     release_memory()
     if implementation == OURS:
         passes = our_passes(size, context, precision, args)
@@ -193,20 +207,17 @@ def selected(args):
 
 
 def cases(args):
-    """{name of a row: function that measures it}; the timelines and the checkpoints after the first eight rows."""
+    """{name of a row: function that measures it}; the other kinds of rows come after the first eight peaks."""
     peaks, timelines = selected(args)
+    size, precision = (args.sizes or ["2.7B"])[-1], args.precisions or ["fp32"]
+    saved = NAIVE, size, (args.contexts or [512])[-1], precision[0]
     found = [("{1} / context {2} / {3} / {0}".format(*each), peaks_row, each) for each in peaks]
-    others = [
-        ("timeline / {1} / context {2} / {3} / {4} / {0}".format(*each), timeline_row, each) for each in timelines
-    ]
-    size, context, precision = (
-        (args.sizes or ["2.7B"])[-1],
-        (args.contexts or [2048])[-1],
-        (args.precisions or ["bf16"])[0],
-    )
+    others = [("saved / {1} / context {2} / {3} / {0}".format(*saved), saved_row, saved)]
+    for each in timelines:
+        others.append(("timeline / {1} / context {2} / {3} / {4} / {0}".format(*each), timeline_row, each))
     for count in args.blocks:
-        name = f"checkpoint / {size} / context {context} / {precision} / {count} blocks"
-        others.append((name, checkpoint_row, (size, context, precision, count)))
+        each = size, (args.contexts or [2048])[-1], (args.precisions or ["bf16"])[0], count
+        others.append(("checkpoint / {} / context {} / {} / {} blocks".format(*each), checkpoint_row, each))
     found[8:8] = others
     return {name: functools.partial(function, *each, args) for name, function, each in found}
 

@@ -111,6 +111,29 @@ def allocated_on_cpu(passes, kind):
     return [(size, UNKNOWN) for _, size in found], marks, before
 
 
+def saved_by_block(passes, shape):
+    """Counter {"file:line function": bytes} of what the first block of a TorchPasses saves for backward.
+
+    shape: (B, T, C) of its input. Parameters are not counted, and an array that several operations save counts once.
+    """
+    block, found = passes.model.h[0], Counter()
+    counted = {parameter.untyped_storage().data_ptr() for parameter in block.parameters()}
+    kept = []  # so that no address is used twice
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in counted:
+            counted.add(storage.data_ptr())
+            kept.append(tensor)
+            found[source_of_caller(skipped="memory_events")] += storage.nbytes()
+        return tensor
+
+    x = torch.randn(shape, device=passes.device, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), passes.autocast():
+        block(x)
+    return found
+
+
 # -- this project ------------------------------------------------------------------------------------------------------
 
 
@@ -151,13 +174,13 @@ def allocated_by_ours(passes, kind):
     return events, marks, before
 
 
-def source_of_caller():
-    """The innermost function of stage2_cuda or gpt2core that called, as "file:line function"."""
+def source_of_caller(skipped="benchmarks"):
+    """The innermost caller in this repository, as "file:line function", in a file without `skipped` in its path."""
     frame = sys._getframe(2)
     while frame:
-        file = frame.f_code.co_filename
-        if file.startswith(str(ROOT)) and "benchmarks" not in file and frame.f_code.co_name not in HELPERS:
-            return f"{Path(file).relative_to(ROOT)}:{frame.f_lineno} {frame.f_code.co_name}"
+        file, function = frame.f_code.co_filename, frame.f_code.co_name
+        if file.startswith(str(ROOT)) and skipped not in file.removeprefix(str(ROOT)) and function not in HELPERS:
+            return f"{Path(file).relative_to(ROOT)}:{frame.f_lineno} {function}"
         frame = frame.f_back
     return "CuPy"
 

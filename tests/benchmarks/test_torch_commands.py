@@ -112,6 +112,10 @@ def test_memory_has_the_peaks_and_draws_the_timeline(run, tmp_path):
     assert peaks["residual"] == 4 * 2 * 16 * 64  # float32, batch 2, 16 tokens, 64 channels
     assert peaks["parameters"] < peaks["forward"]["peak"] < peaks["step"]["peak"]
     assert peaks["parameters"] < found["checkpoint / toy / context 16 / fp32 / 1 blocks"]["step"]["peak"]
+    saved = found["saved / toy / context 16 / fp32 / torch naive"]
+    assert saved["gradients"] == 4 * (12 * 64**2 + 13 * 64)
+    assert 0 < sum(saved["sources"].values()) <= saved["saved"]
+    assert all("benchmarks/" in source for source in saved["sources"])
     step = found["timeline / toy / context 16 / fp32 / step / torch naive"]
     assert list(step["marks"]) == ["forward", "backward", "optimizer"]
     assert sorted(step["marks"].values()) == list(step["marks"].values())
