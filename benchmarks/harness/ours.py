@@ -177,6 +177,7 @@ class Passes:
             else:
                 view[...] = 1.0 if name.endswith("weight") else 0.0
         self.trainer.optimizer.refresh_copy(0)
+        backend.runtime.release_cached_memory()  # of the random numbers
         functions = {"forward": self.forward, "forward + backward": self.forward_and_backward}
         self.compiled = {kind: backend.runtime.compile_step(function) for kind, function in functions.items()}
         if hasattr(backend.runtime, "compiled"):
