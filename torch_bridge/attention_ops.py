@@ -12,6 +12,8 @@ are float32.
 # T_q queries, T_k keys, D head size; q (batch..., T_q, D), k and v (batch..., T_k, D), any number of batch dimensions
 # The kernels read them as Heads (B, H, T, D): two batch dimensions.
 
+import functools
+
 import torch
 import triton
 
@@ -23,6 +25,7 @@ from stage2_cuda.kernels.attention import (
     default_tiles,
     forward_launch,
 )
+from stage2_cuda.kernels.gluon_launches import gluon_kind, serves
 from torch_bridge.triton_launch import check_device, launch
 
 DTYPES = torch.float32, torch.float16, torch.bfloat16
@@ -109,7 +112,14 @@ def select_tiles(q, k, precision):
         multiprocessors = torch.cuda.get_device_properties(q.base.device).multi_processor_count
         if B * H * triton.cdiv(T, 64) <= multiprocessors:
             return next(tiles for largest, tiles in small.items() if D <= largest)
-    return default_tiles(itemsize, T, D, precision)
+    gpu = gluon_gpu(q.base.device) if q.base.is_cuda and serves(B * H, T, D) else None
+    return default_tiles(itemsize, T, D, precision, gpu)
+
+
+@functools.cache
+def gluon_gpu(device):
+    """The key of DEFAULT_GLUON_TILES for this device, None if the plain kernels serve it."""
+    return gluon_kind(torch.cuda.get_device_capability(device), torch.cuda.get_device_name(device))
 
 
 # -- operators ---------------------------------------------------------------------------------------------------------

@@ -76,6 +76,11 @@ def can_overlap():
     return launcher().can_overlap()
 
 
+def gpu_model():
+    """((major, minor), name) of the current GPU: its compute capability and name. None in the interpreter."""
+    return launcher().gpu_model()
+
+
 @functools.cache
 def launcher():
     """The InterpreterLauncher or GpuLauncher of this process, created at the first call."""
@@ -94,6 +99,9 @@ class InterpreterLauncher:
 
     def can_overlap(self):
         return False
+
+    def gpu_model(self):
+        return None
 
     def launch(self, kernel, grid, arguments, options):
         arguments = [self.argument(value) for value in arguments]
@@ -138,6 +146,7 @@ class GpuLauncher:
         # safe: CuPy's pool gives the memory only to arrays of the same stream, which later kernels use.
         triton.set_allocator(lambda size, alignment, stream: Pointer(self.xp.empty(size, np.int8)))
         self.compiled = {}  # {key of a variant: (the compiled kernel, its constants)}
+        self.models = {}  # {device: result of gpu_model()}
 
     def capability(self, device=None):
         """The compute capability (major, minor) of a device, by default of the current one."""
@@ -145,6 +154,13 @@ class GpuLauncher:
 
     def can_overlap(self):
         return self.capability() >= PDL_CAPABILITY
+
+    def gpu_model(self):
+        device = self.device()
+        if device not in self.models:
+            name = self.xp.cuda.runtime.getDeviceProperties(device)["name"]
+            self.models[device] = self.capability(device), name.decode()
+        return self.models[device]
 
     def launch(self, kernel, grid, arguments, options):
         # id(kernel), because hashing a kernel is slow; ids stay unique, because modules keep their kernels alive
