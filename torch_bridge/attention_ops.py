@@ -26,7 +26,7 @@ from stage2_cuda.kernels.attention import (
     forward_launch,
 )
 from stage2_cuda.kernels.gluon_launches import gluon_kind, serves
-from torch_bridge.triton_launch import check_device, launch
+from torch_bridge.triton_launch import check_device, interpreted, launch
 
 DTYPES = torch.float32, torch.float16, torch.bfloat16
 HEAD_SIZES = range(16, 129, 8)
@@ -112,7 +112,7 @@ def select_tiles(q, k, precision):
         multiprocessors = torch.cuda.get_device_properties(q.base.device).multi_processor_count
         if B * H * triton.cdiv(T, 64) <= multiprocessors:
             return next(tiles for largest, tiles in small.items() if D <= largest)
-    gpu = gluon_gpu(q.base.device) if q.base.is_cuda and serves(B * H, T, D) else None
+    gpu = gluon_gpu(q.base.device) if not interpreted() and serves(B * H, T, D) else None
     return default_tiles(itemsize, T, D, precision, gpu)
 
 
