@@ -282,7 +282,7 @@ def default_tiles(itemsize, T, D, precision, gpu=None):
 
     gpu: a key of DEFAULT_GLUON_TILES, or None for the plain kernels.
     """
-    entries = DEFAULT_TILES["16 bits" if itemsize == 2 else precision].items()
-    if gpu and itemsize == 2:
-        entries = DEFAULT_GLUON_TILES[gpu].items()
+    kind = "16 bits" if itemsize == 2 else precision
+    gluon = DEFAULT_GLUON_TILES.get(gpu) if kind == "16 bits" else None
+    entries = (gluon or DEFAULT_TILES[kind]).items()
     return next(tiles for (max_head_size, max_T), tiles in entries if D <= max_head_size and T <= max_T)
