@@ -18,6 +18,7 @@ import torch
 import triton
 
 from stage2_cuda.kernels.attention import (
+    GLUON_TILES,
     AttentionTiles,
     Heads,
     TileConfig,
@@ -112,14 +113,14 @@ def select_tiles(q, k, precision):
         multiprocessors = torch.cuda.get_device_properties(q.base.device).multi_processor_count
         if B * H * triton.cdiv(T, 64) <= multiprocessors:
             return next(tiles for largest, tiles in small.items() if D <= largest)
-    gpu = gluon_gpu(q.base.device) if not interpreted() and serves(B * H, T, D) else None
-    return default_tiles(itemsize, T, D, precision, gpu)
+    gluon = gluon_table(q.base.device) if not interpreted() and serves(B * H, T, D) else None
+    return default_tiles(itemsize, T, D, precision, gluon)
 
 
 @functools.cache
-def gluon_gpu(device):
-    """The key of DEFAULT_GLUON_TILES for this device, None if the plain kernels serve it."""
-    return gluon_kind(torch.cuda.get_device_capability(device), torch.cuda.get_device_name(device))
+def gluon_table(device):
+    """The entries of GLUON_TILES for this device, {} if it has no Gluon kernels."""
+    return GLUON_TILES.get(gluon_kind(torch.cuda.get_device_capability(device), torch.cuda.get_device_name(device)), {})
 
 
 # -- operators ---------------------------------------------------------------------------------------------------------

@@ -156,7 +156,7 @@ def attention_cases(arrays, B, T, H, D):
         combinations = (dict(zip(new_tiles, chosen, strict=True)) for chosen in itertools.product(*tiles))
         configs = [current._replace(**combination) for combination in combinations]
         # plain tiles only; on a GPU with Gluon kernels {} stands for these kernels
-        tables = (dict(DEFAULT_TILES={"16 bits": {(D, T): config}}, DEFAULT_GLUON_TILES={}) for config in configs)
+        tables = (dict(DEFAULT_TILES={"16 bits": {(D, T): config}}, GLUON_TILES={}) for config in configs)
         return [{}, *tables]
 
     tiles = list(itertools.product((64, 128), (32, 64, 128), (4, 8), (2, 3, 4)))

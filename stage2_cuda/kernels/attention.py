@@ -96,7 +96,7 @@ DEFAULT_TILES = {
 # kernels. Everything else, and a short T, has the plain tiles of DEFAULT_TILES.
 PIPELINED, SPECIALIZED = GluonTile("pipelined"), GluonTile("specialized")
 SHORT = DEFAULT_TILES["16 bits"][64, 256], DEFAULT_TILES["16 bits"][128, NO_LIMIT]
-DEFAULT_GLUON_TILES = {
+GLUON_TILES = {
     "H100": {
         (64, 256): SHORT[0],
         (64, 4096): AttentionTiles(PIPELINED, PIPELINED, PIPELINED),
@@ -268,21 +268,21 @@ def shapes_and_tiles(qkv, n_head, precision, tiles=None):
     """(B, T, D, tiles) of qkv (B, T, 3C): the given AttentionTiles, or those of DEFAULT_TILES."""
     B, T, columns = qkv.shape
     D = check_head_size(columns // 3, n_head)
-    return B, T, D, tiles or default_tiles(qkv.dtype.itemsize, T, D, precision, gluon_gpu(B * n_head, T, D))
+    return B, T, D, tiles or default_tiles(qkv.dtype.itemsize, T, D, precision, gluon_table(B * n_head, T, D))
 
 
-def gluon_gpu(heads, T, D):
-    """The key of DEFAULT_GLUON_TILES for CuPy's current device; None if the plain kernels serve B*H = `heads` heads."""
-    model = gpu_model()
-    return gluon_launches.gluon_kind(*model) if model and gluon_launches.serves(heads, T, D) else None
+def gluon_table(heads, T, D):
+    """The entries of GLUON_TILES for CuPy's current device; {} if the plain kernels serve B*H = `heads` heads."""
+    if not gluon_launches.serves(heads, T, D):
+        return {}
+    return GLUON_TILES.get(gluon_launches.gluon_kind(*gpu_model()), {})
 
 
-def default_tiles(itemsize, T, D, precision, gpu=None):
+def default_tiles(itemsize, T, D, precision, gluon=None):
     """The AttentionTiles for elements of `itemsize` bytes, T positions and head size D.
 
-    gpu: a key of DEFAULT_GLUON_TILES, or None for the plain kernels.
+    gluon: the entries of GLUON_TILES that come before those of DEFAULT_TILES, or None.
     """
     kind = "16 bits" if itemsize == 2 else precision
-    gluon = DEFAULT_GLUON_TILES.get(gpu) if kind == "16 bits" else None
-    entries = (gluon or DEFAULT_TILES[kind]).items()
-    return next(tiles for (max_head_size, max_T), tiles in entries if D <= max_head_size and T <= max_T)
+    entries = gluon if gluon and kind == "16 bits" else DEFAULT_TILES[kind]
+    return next(tiles for (max_D, max_T), tiles in entries.items() if D <= max_D and T <= max_T)

@@ -1,6 +1,6 @@
 """Launches of the Gluon kernels of attention, which are faster than the plain Triton kernels on a Hopper GPU.
 
-DEFAULT_GLUON_TILES says which GPUs and shapes they serve: compute capability 9.0, bf16 and fp16, head sizes 64 and 128,
+GLUON_TILES says which GPUs and shapes they serve: compute capability 9.0, bf16 and fp16, head sizes 64 and 128,
 any T_q and T_k, causal or not. The plain kernels of attention_forward.py and attention_backward.py serve all others.
 This file needs no Gluon to be imported: the kernels are imported when the first one is launched.
 """
@@ -56,7 +56,7 @@ WARP_GROUPS = {
 
 
 def gluon_kind(capability, name):
-    """The key of DEFAULT_GLUON_TILES for a GPU of this compute capability and name; None if it has no Gluon kernels."""
+    """The key of GLUON_TILES for a GPU of this compute capability and name; None if it has no Gluon kernels."""
     if tuple(capability) != (9, 0) or not has_gluon():
         return None
     return "H100" if "H100" in name or "H800" in name else "H200"

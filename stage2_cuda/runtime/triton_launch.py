@@ -77,7 +77,7 @@ def can_overlap():
 
 
 def gpu_model():
-    """((major, minor), name) of the current GPU: its compute capability and name. None in the interpreter."""
+    """((major, minor), name) of the current GPU: its compute capability, (0, 0) in the interpreter, and its name."""
     return launcher().gpu_model()
 
 
@@ -101,7 +101,7 @@ class InterpreterLauncher:
         return False
 
     def gpu_model(self):
-        return None
+        return (0, 0), "the interpreter"
 
     def launch(self, kernel, grid, arguments, options):
         arguments = [self.argument(value) for value in arguments]
@@ -146,7 +146,6 @@ class GpuLauncher:
         # safe: CuPy's pool gives the memory only to arrays of the same stream, which later kernels use.
         triton.set_allocator(lambda size, alignment, stream: Pointer(self.xp.empty(size, np.int8)))
         self.compiled = {}  # {key of a variant: (the compiled kernel, its constants)}
-        self.models = {}  # {device: result of gpu_model()}
 
     def capability(self, device=None):
         """The compute capability (major, minor) of a device, by default of the current one."""
@@ -156,11 +155,7 @@ class GpuLauncher:
         return self.capability() >= PDL_CAPABILITY
 
     def gpu_model(self):
-        device = self.device()
-        if device not in self.models:
-            name = self.xp.cuda.runtime.getDeviceProperties(device)["name"]
-            self.models[device] = self.capability(device), name.decode()
-        return self.models[device]
+        return model_of(self.xp, self.device())
 
     def launch(self, kernel, grid, arguments, options):
         # id(kernel), because hashing a kernel is slow; ids stay unique, because modules keep their kernels alive
@@ -208,6 +203,13 @@ class GpuLauncher:
         defaults = kernel.signature.parameters
         names = [kernel.arg_names[number] for number in constant_numbers]
         return compiled, [options[name] if name in options else defaults[name].default for name in names]
+
+
+@functools.cache
+def model_of(cupy, device):
+    """((major, minor), name) of a device."""
+    capability = divmod(int(cupy.cuda.Device(device).compute_capability), 10)
+    return capability, cupy.cuda.runtime.getDeviceProperties(device)["name"].decode()
 
 
 def has_driver():

@@ -10,7 +10,7 @@ choices of earlier versions can be read.
 
 # B batch, T time, C channels, H heads, D = C // H
 
-from stage2_cuda.kernels.attention import AttentionTiles, TileConfig, default_tiles, gluon_gpu, shapes_and_tiles
+from stage2_cuda.kernels.attention import AttentionTiles, TileConfig, default_tiles, gluon_table, shapes_and_tiles
 from stage2_cuda.kernels.gluon_launches import GluonTile, designs
 
 LONG = 4096  # tokens; for a longer T: the default forward tile, and no backward pass in one launch
@@ -87,7 +87,7 @@ def tiles_for(qkv, n_head, precision):
     B, T, D, table = shapes_and_tiles(qkv, n_head, precision)
     kind = "16 bits" if qkv.dtype.itemsize == 2 else precision
     tried = next((tiles for (name, largest), tiles in TRIED.items() if name == kind and D <= largest), {})
-    if kind == "16 bits" and gluon_gpu(B * n_head, T, D):
+    if kind == "16 bits" and gluon_table(B * n_head, T, D):
         plain = default_tiles(qkv.dtype.itemsize, T, D, precision)._asdict()
         gluon = {part: [GluonTile(design) for design in designs(part, D)] for part in plain}
         tried = {part: [*tried.get(part, ()), *filter(None, [plain[part]]), *gluon[part]] for part in plain}

@@ -234,7 +234,7 @@ def test_the_text_of_tuned_tiles_is_that_of_earlier_versions():
 
 # -- Gluon kernels -----------------------------------------------------------------------------------------------------
 
-HOPPER = attention.gluon_gpu(1, 64, 64) is not None
+HOPPER = attention.gluon_table(1, 64, 64) != {}
 on_hopper = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU and Triton 3.6")
 DESIGNS = [("pipelined", 64), ("specialized", 64), ("specialized", 128)]  # design, D
 # B, T, H: one position, whole tiles, T not a multiple of a tile, an odd B*H, one row more than a program computes
@@ -320,10 +320,10 @@ def test_the_table_of_gluon_kernels_serves_hopper_and_16_bits_only():
     assert [serves(768, 1024, D) for D in (16, 64, 80, 128)] == [False, True, False, True]
     assert not serves(2**16, 1, 64) and not serves(2**12, 2**19, 64)  # a grid's limit, and that of 32-bit coordinates
     plain = AttentionTiles(*attention.DEFAULT_TILES["ieee"][64, attention.NO_LIMIT])
-    for gpu in attention.DEFAULT_GLUON_TILES:
-        assert attention.default_tiles(4, 1024, 64, "ieee", gpu) == plain
+    for table in attention.GLUON_TILES.values():
+        assert attention.default_tiles(4, 1024, 64, "ieee", table) == plain
         for T, D in ((1, 64), (300, 64), (1024, 64), (16384, 64), (200, 128), (4096, 128)):
-            tiles = attention.default_tiles(2, T, D, "ieee", gpu)
+            tiles = attention.default_tiles(2, T, D, "ieee", table)
             assert isinstance(tiles.dq, GluonTile) == (T > 256)
             if T > 256:  # each kernel of the table exists
                 assert all(getattr(tiles, part).design in gluon_launches.designs(part, D) for part in PARTS)

@@ -50,7 +50,7 @@ def test_the_kernels_equal_float64(rng, batch, T_q, T_k, D, dtype, causal):
     assert_near(results(FlashAttention2Triton, q, k, v, do, causal), oracle(q, k, v, do, causal), TOLERANCE[dtype])
 
 
-HOPPER = torch.cuda.is_available() and attention_ops.gluon_gpu(torch.device("cuda", 0)) is not None
+HOPPER = torch.cuda.is_available() and attention_ops.gluon_table(torch.device("cuda", 0)) != {}
 on_hopper = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU and Triton 3.6")
 GLUON_SHAPES = [  # batch..., T_q, T_k
     ((3,), 64, 64),
