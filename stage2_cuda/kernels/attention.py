@@ -92,23 +92,18 @@ DEFAULT_TILES = {
         (128, NO_LIMIT): AttentionTiles(TileConfig(64, 32, 4, 2), TileConfig(64, 32, 4, 2), TileConfig(32, 64, 4, 2)),
     },
 }
-# {GPU: {(largest D, largest T): tiles}}: the fastest on this GPU, for arrays of 16 bits and the head sizes of the Gluon
-# kernels. Everything else, and a short T, has the plain tiles of DEFAULT_TILES.
+# {GPU: {(largest D, largest T): tiles}}: the fastest on this GPU, where gluon_launches.serves() is true. Other arrays
+# have the plain tiles of DEFAULT_TILES.
 PIPELINED, SPECIALIZED = GluonTile("pipelined"), GluonTile("specialized")
-SHORT = DEFAULT_TILES["16 bits"][64, 256], DEFAULT_TILES["16 bits"][128, NO_LIMIT]
 GLUON_TILES = {
     "H100": {
-        (64, 256): SHORT[0],
         (64, 4096): AttentionTiles(PIPELINED, PIPELINED, PIPELINED),
         (64, NO_LIMIT): AttentionTiles(PIPELINED, SPECIALIZED, SPECIALIZED),
-        (128, 256): SHORT[1],
         (128, NO_LIMIT): AttentionTiles(SPECIALIZED, SPECIALIZED, SPECIALIZED),
     },
     "H200": {
-        (64, 256): SHORT[0],
         (64, 4096): AttentionTiles(PIPELINED, PIPELINED, PIPELINED),
         (64, NO_LIMIT): AttentionTiles(SPECIALIZED, SPECIALIZED, SPECIALIZED),
-        (128, 256): SHORT[1],
         (128, NO_LIMIT): AttentionTiles(SPECIALIZED, SPECIALIZED, SPECIALIZED),
     },
 }
@@ -268,12 +263,17 @@ def shapes_and_tiles(qkv, n_head, precision, tiles=None):
     """(B, T, D, tiles) of qkv (B, T, 3C): the given AttentionTiles, or those of DEFAULT_TILES."""
     B, T, columns = qkv.shape
     D = check_head_size(columns // 3, n_head)
-    return B, T, D, tiles or default_tiles(qkv.dtype.itemsize, T, D, precision, gluon_table(B * n_head, T, D))
+    return (
+        B,
+        T,
+        D,
+        tiles or default_tiles(qkv.dtype.itemsize, T, D, precision, gluon_table(qkv.dtype.itemsize, B * n_head, T, D)),
+    )
 
 
-def gluon_table(heads, T, D):
+def gluon_table(itemsize, heads, T, D):
     """The entries of GLUON_TILES for CuPy's current device; {} if the plain kernels serve B*H = `heads` heads."""
-    if not gluon_launches.serves(heads, T, D):
+    if not gluon_launches.serves(itemsize, heads, T, D):
         return {}
     return GLUON_TILES.get(gluon_launches.gluon_kind(*gpu_model()), {})
 
@@ -281,8 +281,7 @@ def gluon_table(heads, T, D):
 def default_tiles(itemsize, T, D, precision, gluon=None):
     """The AttentionTiles for elements of `itemsize` bytes, T positions and head size D.
 
-    gluon: the entries of GLUON_TILES that come before those of DEFAULT_TILES, or None.
+    gluon: a gluon_table(), whose entries replace those of DEFAULT_TILES unless it is empty, or None.
     """
-    kind = "16 bits" if itemsize == 2 else precision
-    entries = gluon if gluon and kind == "16 bits" else DEFAULT_TILES[kind]
+    entries = gluon or DEFAULT_TILES["16 bits" if itemsize == 2 else precision]
     return next(tiles for (max_D, max_T), tiles in entries.items() if D <= max_D and T <= max_T)

@@ -1,8 +1,8 @@
 """Launches of the Gluon kernels of attention, which are faster than the plain Triton kernels on a Hopper GPU.
 
-GLUON_TILES says which GPUs and shapes they serve: compute capability 9.0, bf16 and fp16, head sizes 64 and 128,
-any T_q and T_k, causal or not. The plain kernels of attention_forward.py and attention_backward.py serve all others.
-This file needs no Gluon to be imported: the kernels are imported when the first one is launched.
+GLUON_TILES in attention.py says which GPUs and shapes they serve: compute capability 9.0, bf16 and fp16, head sizes 64
+and 128, any T_q and T_k, causal or not. The plain kernels of attention_forward.py and attention_backward.py serve all
+others. Importing this file does not import Gluon: the kernels are imported when has_gluon() is called.
 """
 
 # B batch, T time, H heads, D head size
@@ -15,6 +15,7 @@ from typing import NamedTuple
 from stage2_cuda.runtime.triton_launch import KernelLaunch, Pointer
 
 HEAD_SIZES = 64, 128
+SHORTEST = 257  # the smallest T: for a shorter T one plain kernel computes dq, dk and dv in one launch
 GROUP_BYTES = 16 << 20  # of keys and values of the heads that are computed at a time: they fit the L2 cache
 ROWS = 64  # queries or keys of a tile of one warp group: ROWS of gluon_tiles.py
 MAX_HEADS = 2**16 - 1  # limit of CUDA for the third dimension of a grid
@@ -77,9 +78,10 @@ def module_of(kernel):
     return importlib.import_module(f"stage2_cuda.kernels.gluon_attention_{kernel}")
 
 
-def serves(heads, T, D):
-    """Whether the kernels serve this number of heads B*H, positions and head size. They need arrays of 16 bits."""
-    return D in HEAD_SIZES and heads <= MAX_HEADS and heads * T < 2**31  # coordinates of a descriptor have 32 bits
+def serves(itemsize, heads, T, D):
+    """Whether the kernels serve elements of `itemsize` bytes, this number of heads B*H, positions and head size."""
+    fits = heads <= MAX_HEADS and heads * T < 2**31  # coordinates of a descriptor have 32 bits
+    return itemsize == 2 and D in HEAD_SIZES and T >= SHORTEST and fits
 
 
 def designs(kernel, D):

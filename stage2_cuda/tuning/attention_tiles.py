@@ -74,7 +74,6 @@ def tuned_backward(tuner, run, dqkv, delta, qkv, n_head, precision):
         rest += others(first, "both", tried)
     if table.both and tried:
         rest.append(AttentionTiles(dq=tried["dq"][0], dkdv=tried["dkdv"][0]))
-        rest += [AttentionTiles(dq=tile, dkdv=tile) for tile in tried["dq"] if isinstance(tile, GluonTile)]
     elif any(isinstance(tile, GluonTile) for tile in first):
         T, D = qkv.shape[1], C // n_head
         plain = default_tiles(qkv.dtype.itemsize, T, D, precision)._replace(forward=None)
@@ -87,7 +86,7 @@ def tiles_for(qkv, n_head, precision):
     B, T, D, table = shapes_and_tiles(qkv, n_head, precision)
     kind = "16 bits" if qkv.dtype.itemsize == 2 else precision
     tried = next((tiles for (name, largest), tiles in TRIED.items() if name == kind and D <= largest), {})
-    if kind == "16 bits" and gluon_table(B * n_head, T, D):
+    if gluon_table(qkv.dtype.itemsize, B * n_head, T, D):
         plain = default_tiles(qkv.dtype.itemsize, T, D, precision)._asdict()
         gluon = {part: [GluonTile(design) for design in designs(part, D)] for part in plain}
         tried = {part: [*tried.get(part, ()), *filter(None, [plain[part]]), *gluon[part]] for part in plain}

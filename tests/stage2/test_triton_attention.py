@@ -234,7 +234,7 @@ def test_the_text_of_tuned_tiles_is_that_of_earlier_versions():
 
 # -- Gluon kernels -----------------------------------------------------------------------------------------------------
 
-HOPPER = attention.gluon_table(1, 64, 64) != {}
+HOPPER = attention.gluon_table(2, 1, 300, 64) != {}
 on_hopper = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU and Triton 3.6")
 DESIGNS = [("pipelined", 64), ("specialized", 64), ("specialized", 128)]  # design, D
 # B, T, H: one position, whole tiles, T not a multiple of a tile, an odd B*H, one row more than a program computes
@@ -317,19 +317,15 @@ def test_the_table_of_gluon_kernels_serves_hopper_and_16_bits_only():
     assert (kind((9, 0), "NVIDIA H100 80GB HBM3"), kind((9, 0), "NVIDIA H200")) == ("H100", "H200")
     assert [kind(capability, "a GPU") for capability in ((8, 0), (8, 9), (10, 0), (12, 0))] == [None] * 4
     serves = gluon_launches.serves
-    assert [serves(768, 1024, D) for D in (16, 64, 80, 128)] == [False, True, False, True]
-    assert not serves(2**16, 1, 64) and not serves(2**12, 2**19, 64)  # a grid's limit, and that of 32-bit coordinates
-    plain = AttentionTiles(*attention.DEFAULT_TILES["ieee"][64, attention.NO_LIMIT])
+    assert [serves(2, 768, 1024, D) for D in (16, 64, 80, 128)] == [False, True, False, True]
+    assert not serves(4, 768, 1024, 64) and not serves(2, 768, 256, 64)  # fp32, a short T
+    assert not serves(2, 2**16, 300, 64)  # the limit of a grid
+    assert not serves(2, 2**12, 2**19, 64)  # the limit of 32-bit coordinates
     for table in attention.GLUON_TILES.values():
-        assert attention.default_tiles(4, 1024, 64, "ieee", table) == plain
-        for T, D in ((1, 64), (300, 64), (1024, 64), (16384, 64), (200, 128), (4096, 128)):
-            tiles = attention.default_tiles(2, T, D, "ieee", table)
-            assert isinstance(tiles.dq, GluonTile) == (T > 256)
-            if T > 256:  # each kernel of the table exists
-                assert all(getattr(tiles, part).design in gluon_launches.designs(part, D) for part in PARTS)
-
-
-PARTS = "forward", "dq", "dkdv"
+        for T, D in ((300, 64), (1024, 64), (16384, 64), (300, 128), (4096, 128)):
+            tiles = attention.default_tiles(2, T, D, "ieee", table)._asdict()
+            for part in ("forward", "dq", "dkdv"):  # each kernel of the table exists
+                assert tiles[part].design in gluon_launches.designs(part, D)
 
 
 @pytest.mark.skipif(HOPPER, reason="needs a GPU without Gluon kernels, or the interpreter")
