@@ -69,15 +69,12 @@ def tuned_backward(tuner, run, dqkv, delta, qkv, n_head, precision):
             f"attention dk and dv {about}", [dkdv, *others(dkdv, "dkdv", tried)], run, columns, lambda: run(dq)
         )  # fmt: skip
         best = AttentionTiles(dq=dq.dq, dkdv=dkdv.dkdv)
-        rest += [best] * (best != first)
+        plain = default_tiles(qkv.dtype.itemsize, qkv.shape[1], C // n_head, precision)._replace(forward=None)
+        rest += [tiles for tiles in dict.fromkeys((best, plain)) if tiles != first]
     if qkv.shape[1] <= LONG:
         rest += others(first, "both", tried)
     if table.both and tried:
         rest.append(AttentionTiles(dq=tried["dq"][0], dkdv=tried["dkdv"][0]))
-    elif any(isinstance(tile, GluonTile) for tile in first):
-        T, D = qkv.shape[1], C // n_head
-        plain = default_tiles(qkv.dtype.itemsize, T, D, precision)._replace(forward=None)
-        rest += [plain] * (plain not in (first, *rest))
     return tuner.choose(f"attention backward {about}", [first, *rest], run, [dqkv])
 
 
