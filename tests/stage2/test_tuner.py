@@ -314,7 +314,7 @@ class Recorder(Tuner):
 
 
 def asked(T, D, dtype=np.float16, precision="ieee", tuner=None, H=2, gluon=None):
-    """-> {what: candidates} for this shape, and the configs that are launched at last. gluon: a table of GLUON_TILES."""
+    """-> {what: candidates} for this shape, and the configs that are launched at last. gluon: a gluon_table()."""
     tuner, qkv = tuner or Recorder(), np.empty((1, T, 3 * H * D), dtype)
     arrays = np.empty((1, T, H * D), dtype), np.empty((1, H, T), np.float32)
     with pytest.MonkeyPatch.context() as patch:
