@@ -87,6 +87,11 @@ def can_overlap():
     return launcher().can_overlap()
 
 
+def gpu_model():
+    """((major, minor), name) of the current GPU: its compute capability, (0, 0) in the interpreter, and its name."""
+    return launcher().gpu_model()
+
+
 @functools.cache
 def launcher():
     """The InterpreterLauncher or GpuLauncher of this process, created at the first call."""
@@ -112,6 +117,9 @@ class InterpreterLauncher:
 
     def wait_for_threads(self):
         pass
+
+    def gpu_model(self):
+        return (0, 0), "the interpreter"
 
     def launch(self, kernel, grid, arguments, options):
         arguments = [self.argument(value) for value in arguments]
@@ -178,6 +186,9 @@ class GpuLauncher:
     def wait_for_threads(self):
         """Wait until no thread compiles a kernel."""
         self.threads.wait_for_all()
+
+    def gpu_model(self):
+        return model_of(self.xp, self.device())
 
     def launch(self, kernel, grid, arguments, options):
         # id(kernel), because hashing a kernel is slow; ids stay unique, because modules keep their kernels alive
@@ -247,6 +258,13 @@ class GpuLauncher:
         except OutOfResources as error:
             raise does_not_fit(kernel, error) from error
         return compiled
+
+
+@functools.cache
+def model_of(cupy, device):
+    """((major, minor), name) of a device."""
+    capability = divmod(int(cupy.cuda.Device(device).compute_capability), 10)
+    return capability, cupy.cuda.runtime.getDeviceProperties(device)["name"].decode()
 
 
 def has_driver():

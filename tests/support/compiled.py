@@ -118,6 +118,9 @@ class RecordingLauncher(triton_launch.GpuLauncher):
     def capability(self, device=None):
         return GPUS[self.name].capability
 
+    def gpu_model(self):
+        return GPUS[self.name].capability, self.name.upper()
+
     def launch(self, kernel, grid, arguments, options):
         arguments = [Address(value) if isinstance(value, np.ndarray) else value for value in arguments]
         super().launch(kernel, grid, arguments, options)
@@ -145,7 +148,9 @@ class RecordingLauncher(triton_launch.GpuLauncher):
                 stack.callback(setattr, owner, name, getattr(owner, name))
                 setattr(owner, name, value)
 
-            launcher = SimpleNamespace(xp=np, launch=self.launch, can_overlap=self.can_overlap, only_compiles=False)
+            launcher = SimpleNamespace(
+                xp=np, launch=self.launch, can_overlap=self.can_overlap, gpu_model=self.gpu_model, only_compiles=False
+            )
             replace(triton_launch, "launcher", lambda: launcher)
             replace(triton_launch, "interpreted", lambda: True)  # NumPy arrays, and no CUDA graphs
             replace(cuda_backend, "INTERPRETED", tuple(PRECISIONS))
