@@ -1,0 +1,147 @@
+"""One check of one exercise, in a process of its own: python -m exercises.child FILE DESCRIPTOR.
+
+FILE describes the check (see runner.py). The result is one JSON object, written to the file descriptor. What the
+student's code prints goes to standard output, which the runner keeps apart.
+"""
+
+import contextlib
+import errno
+import importlib
+import json
+import os
+import resource
+import sys
+import traceback
+from pathlib import Path
+
+# Calls that a check refuses, because a mistake in a student's file must not change the machine. Python reports each of
+# these calls to audit hooks. This protects against accidents; it is no protection against a malicious program.
+REFUSED = {
+    "os.system", "os.fork", "os.forkpty", "os.exec", "os.posix_spawn", "os.spawn", "subprocess.Popen", "os.kill",
+    "os.killpg", "socket.connect", "socket.bind", "os.chown", "os.chmod",
+}  # fmt: skip
+CHANGES_PATHS = {
+    "os.remove", "os.rename", "os.rmdir", "os.mkdir", "os.truncate", "os.link", "os.symlink", "os.utime",
+    "shutil.rmtree", "shutil.move", "shutil.copyfile", "shutil.copytree",
+}  # fmt: skip
+WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+
+
+def main():
+    request = json.loads(Path(sys.argv[1]).read_text())
+    descriptor = os.dup(int(sys.argv[2]))
+    limit(request)
+    here = os.getcwd()
+    try:
+        result = run(request, here)
+    except BaseException as error:  # also SystemExit and KeyboardInterrupt of the student's code
+        result = failure(error, request)
+    with contextlib.suppress(BaseException):
+        sys.stdout.flush()
+    answer = json.dumps(result).encode()
+    while answer:
+        answer = answer[os.write(descriptor, answer) :]
+    os._exit(0)  # threads and exit handlers of the student's code do not matter
+
+
+def limit(request):
+    """Limit the memory of this process, and the size of a file that it writes."""
+    with contextlib.suppress(ValueError, OSError):  # a system without this limit
+        resource.setrlimit(resource.RLIMIT_AS, (request["memory"], request["memory"]))
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (request["output"], request["output"]))
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def run(request, here):
+    """Run the check; returns the result."""
+    for package in request["packages"]:  # the student's files are found before those of the repository
+        importlib.import_module(package).__path__.insert(0, str(Path(request["overlay"], *package.split("."))))
+    sys.addaudithook(guard(here))
+    check = getattr(importlib.import_module(f"exercises.checks.stage{request['stage']}"), request["check"])
+    check()
+    return {"state": "passed"}
+
+
+def guard(here):
+    """The audit hook: it refuses calls that change anything outside the directory `here`."""
+
+    def inside(path):
+        if isinstance(path, int) or path is None:
+            return True
+        full = os.path.realpath(os.fsdecode(path))
+        return full == os.devnull or full.startswith(here + os.sep) or "__pycache__" in full
+
+    def hook(event, arguments):
+        if event == "open":
+            path, mode, flags = arguments
+            if (flags & WRITES if isinstance(flags, int) else set(mode or "r") & set("wax+")) and not inside(path):
+                raise PermissionError(f"the grader does not let your code write to {os.fsdecode(path)}")
+        elif event in CHANGES_PATHS:
+            for path in arguments:
+                if isinstance(path, str | bytes | os.PathLike) and not inside(path):
+                    raise PermissionError(f"the grader does not let your code change {os.fsdecode(path)}")
+        elif event in REFUSED:
+            raise PermissionError(f"the grader does not let your code call {event}()")
+
+    return hook
+
+
+def failure(error, request):
+    """The result for an exception: {"state", "text", "hint"}; the traceback is printed."""
+    from exercises.compare import Mismatch, short
+
+    chain = [error]
+    while chain[-1].__cause__ is not None and len(chain) < 10:  # Triton's interpreter and run_ranks wrap exceptions
+        chain.append(chain[-1].__cause__)
+    unwritten = next((each for each in chain if isinstance(each, NotImplementedError)), None)
+    if unwritten is not None and request["number"] in str(unwritten):
+        return {"state": "not started", "text": "not written yet", "hint": f"Read {request['page']}."}
+    if isinstance(error, Mismatch):
+        return {"state": "failed", "text": str(error), "hint": error.hint}
+    with contextlib.suppress(BaseException):
+        traceback.print_exception(error)
+    if isinstance(error, MemoryError):
+        limit = f"{request['memory'] >> 30} GB"
+        return failed("your code needs more memory than the limit of " + limit, "Is a list or an array growing in a loop?")
+    if isinstance(error, SystemExit | KeyboardInterrupt):
+        return failed(f"your code ended the program ({type(error).__name__})", "Remove exit() and sys.exit().")
+    if isinstance(error, OSError) and error.errno == errno.EFBIG:
+        return failed("your code printed too much text", "Is there a print() in a loop?")
+    cause = next((each for each in reversed(chain) if type(each).__name__ != "InterpreterError"), error)
+    message = short_text(cause, short)
+    if isinstance(cause, MemoryError):
+        return failed("your code needs more memory than the limit", "Is a list or an array growing in a loop?")
+    if type(cause).__name__ == "CommunicatorError":
+        return failed(message, "Do all ranks send and receive the same messages, in the same order? " + request["hint"])
+    return failed(f"{place_of(cause, request)}{type(cause).__name__}: {message}", request["hint"])
+
+
+def failed(text, hint):
+    return {"state": "failed", "text": text, "hint": hint}
+
+
+def short_text(error, short):
+    try:
+        text = " ".join(str(error).split())
+    except Exception:  # a student's exception may raise in __str__
+        text = short(error)
+    notes = "; ".join(str(note) for note in getattr(error, "__notes__", ())[:2])
+    text = text if len(text) <= 300 else f"{text[:300]}..."
+    return f"{text} ({notes})" if notes else text
+
+
+def place_of(error, request):
+    """ "file, line 12: " of the last line of the student's code that the traceback contains, or "". """
+    place = ""
+    for frame in traceback.extract_tb(error.__traceback__):
+        for file, numbers in request["lines"].items():
+            if Path(frame.filename) == Path(request["overlay"], file) and 0 < frame.lineno <= len(numbers):
+                number = numbers[frame.lineno - 1]
+                place = f"{file}, line {number}: " if number else place
+    return place
+
+
+if __name__ == "__main__":
+    main()
