@@ -24,6 +24,7 @@ CHANGES_PATHS = {
     "os.remove", "os.rename", "os.rmdir", "os.mkdir", "os.truncate", "os.link", "os.symlink", "os.utime",
     "shutil.rmtree", "shutil.move", "shutil.copyfile", "shutil.copytree",
 }  # fmt: skip
+WAITING = "Either a rank waits for a message that no rank sends, or a rank sends one that no rank receives."
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
 
@@ -114,7 +115,7 @@ def failure(error, request):
     if isinstance(cause, MemoryError):
         return failed("your code needs more memory than the limit", "Is a list or an array growing in a loop?")
     if type(cause).__name__ == "CommunicatorError":
-        return failed(message, "Do all ranks send and receive the same messages, in the same order? " + request["hint"])
+        return failed(message, f"{WAITING} {request['hint']}")
     return failed(f"{place_of(cause, request)}{type(cause).__name__}: {message}", request["hint"])
 
 

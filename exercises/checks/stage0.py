@@ -33,12 +33,13 @@ def softmax_with_gradient(x, axis, dy):
 def softmax_rows():
     x, dy = random().standard_normal((3, 5)), np.ones((3, 5))
     for axis in (-1, 0):
-        e = np.exp(x)
+        e, e2 = np.exp(x), np.exp(x - x.max(axis, keepdims=True))
         want = e / e.sum(axis, keepdims=True)
         wrong = [
             (e, "The result is exp(x): it is not divided by the sum of the exponentials along `axis`."),
-            (np.exp(x - x.max(axis, keepdims=True)), "The result is not divided by the sum along `axis`."),
+            (e2, "The result is not divided by the sum along `axis`."),
             (e / e.sum(-1 - axis, keepdims=True), "The sum runs along the wrong axis: use the argument `axis`."),
+            (e2 / e2.sum(-1 - axis, keepdims=True), "The sum runs along the wrong axis: use the argument `axis`."),
             (e / e.sum(), "The sum runs over the whole array: sum along `axis`, with keepdims=True."),
         ]
         got, _ = softmax_with_gradient(x, axis, dy)
@@ -168,7 +169,7 @@ def layernorm_model():
 # -- 0.3 attention -----------------------------------------------------------------------------------------------------
 
 
-def attention_case(T=70):
+def attention_case(T):
     """(the student's backend, qkv (2, T, 24), dy (2, T, 8), heads H = 2): more than one block of queries, D = 4."""
     from stage0_serial.numpy_backend import NumpyBackend
 
@@ -206,12 +207,17 @@ def attention_output(backend, qkv, H):
 
 
 def attention_values():
-    backend, qkv, _, H = attention_case()
+    for T in (6, 70):
+        expect_attention(T)
+
+
+def expect_attention(T):
+    backend, qkv, _, H = attention_case(T)
     y, _ = attention_output(backend, qkv, H)
     q, k, v = heads_of(qkv, 3, H)
     D = q.shape[-1]
     p = probabilities(q, k, D**-0.5)
-    raw = np.where(np.tri(70, dtype=bool), np.exp(q @ k.swapaxes(-1, -2) * D**-0.5), 0)
+    raw = np.where(np.tri(T, dtype=bool), np.exp(q @ k.swapaxes(-1, -2) * D**-0.5), 0)
     columns = raw / raw.sum(-2, keepdims=True)
     want = joined(p @ v)
     wrong = [
@@ -234,11 +240,11 @@ def attention_values():
         (joined(columns @ v), "The softmax runs along the queries: it runs along the keys, the last axis of the scores."),
         ((p @ v).reshape(want.shape), "The heads are not moved back: transpose (H, T, D) to (T, H, D) before reshape."),
     ]
-    expect("y", y, want, FP64, wrong, "attention_forward: the scores, the mask, the softmax and the product with v")
+    expect(f"y of {T} positions", y, want, FP64, wrong, "attention_forward: the scores, the mask, the softmax and the product with v")
 
 
 def attention_future():
-    backend, qkv, _, H = attention_case()
+    backend, qkv, _, H = attention_case(70)
     before = np.array(attention_output(backend, qkv, H)[0])
     changed = qkv.copy()
     changed[:, 40:] += 1
@@ -252,7 +258,12 @@ def attention_future():
 
 
 def attention_gradient():
-    backend, qkv, dy, H = attention_case()
+    for T in (6, 70):
+        expect_attention_gradient(T)
+
+
+def expect_attention_gradient(T):
+    backend, qkv, dy, H = attention_case(T)
     y, aux = attention_output(backend, qkv, H)
     dqkv = backend.attention_backward(dy.copy(), qkv.copy(), y, aux, H)
     q, k, v = heads_of(qkv, 3, H)
@@ -276,7 +287,10 @@ def attention_gradient():
     not_p = "ds lacks the factor p: ds = p * (dp - delta)."
     sign = "The sign of delta is wrong: ds = p * (dp - delta)."
     look = "attention_backward: "
+    s = np.where(np.tri(T, dtype=bool), scale * q @ k.swapaxes(-1, -2), -np.inf)
+    e = np.exp(s - s.max(-1, keepdims=True))
     wrong = [
+        (joined(e @ (g / e.sum(-1, keepdims=True))), "dv lacks a transpose: it is p' dy, with the transpose of p."),
         (joined(p @ g), "dv lacks a transpose: it is p' dy, with the transpose of p."),
         (joined(p.swapaxes(-1, -2) @ g * scale), "dv has a factor 1/sqrt(D) too many: only dq and dk have it."),
     ]
@@ -479,7 +493,7 @@ def cache_wrong(case, position, t):
         (case.want(position, t, mask=-1), "The mask is off by one: a new position also attends to its own key."),
         (
             case.want(position, t, mask=-position),
-            "The mask is not shifted by `position`: every new position attends to all cached keys.",
+            "The mask is not shifted by `position`: every new position attends to all cached keys, too.",
         ),
         (case.want(position, t, mask=None, keys=slice(0, -1)), "The last key is missing: attend to keys[..., : position + t]."),
         (np.full((2, t, 8), np.nan), "The result is NaN: it reads positions of the cache that were never written."),

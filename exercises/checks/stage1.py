@@ -69,8 +69,8 @@ def all_gather_values():
                 if j != rank and n % p == 0:
                     segment[...] = segments_of(want, p)[(rank - 1) % p]
             wrong = [
-                (nothing, "No segment was received: write the received segments into `segments`."),
                 (missing, "One segment is missing: the ring has p - 1 rounds."),
+                (nothing, "No segment was received: write the received segments into `segments`."),
                 (stale, "The same segment is sent in every round: after round 0 a rank sends what it received last."),
             ]
             expect(f"with {p} ranks, the array of rank {rank}", got, want, 0, wrong, look)
@@ -242,7 +242,7 @@ def buckets_training():
 
 
 def parts_of_the_arena():
-    shapes = parameter_shapes(CONFIG)
+    shapes = list(parameter_shapes(CONFIG))
     for owners, parts in ((1, 1), (1, 2), (2, 2), (1, 3), (3, 3), (4, 4), (64, 64)):
         arena = Arena(shapes, owners)
         segment = arena.size // arena.segments

@@ -54,7 +54,10 @@ def expect_split_sum(name, n, columns, programs):
     neighbours = np.array([part.sum(0) for part in np.array_split(tiles, programs)])
     late = np.array([tiles[p + programs :: programs].sum(0) for p in range(programs)])
     full = np.array([tiles[: n // ROWS][p::programs].sum(0) for p in range(programs)])
+    unmasked = want.copy()
+    unmasked[(len(tiles) - 1) % programs] = np.nan  # beyond x there is NaN
     wrong = [
+        (unmasked, "Rows outside x are added: mask the loads with rows < n and cols < n_cols."),
         (np.full(want.shape, np.nan), "Elements outside x are added: mask the loads with rows < n and cols < n_cols."),
         (tiles[:programs], "Only the first tile of each program is added: program p adds the tiles p, p + P, p + 2P, ..."),
         (all_tiles, "Every program adds all tiles: program p begins with tile p and adds every P-th tile."),
