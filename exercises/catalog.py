@@ -23,8 +23,8 @@ CORPUS = "data/dummy.txt"
 class Exercise:
     """One exercise: "0.2" is the second one of stage 0.
 
-    functions: pairs (file, qualified name) that the student writes. checks: {name of a function in
-    exercises/checks/stageN.py: what it checks, as a sentence for the student}.
+    functions: pairs (file, qualified name) that the student writes. checks: {name of a function in the module: what it
+    checks, as a sentence for the student}.
     """
 
     number: str
@@ -41,6 +41,11 @@ class Exercise:
     def page(self):
         """The name of the exercise's page in exercises/pages/ and in the working folder."""
         return f"{self.number}-{self.slug}.md"
+
+    @property
+    def module(self):
+        """The module of its checks: exercises.checks.softmax for the slug "softmax"."""
+        return f"exercises.checks.{self.slug.replace('-', '_')}"
 
     @property
     def files(self):

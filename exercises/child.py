@@ -60,7 +60,7 @@ def run(request, here):
     for package in request["packages"]:  # the student's files are found before those of the repository
         importlib.import_module(package).__path__.insert(0, str(Path(request["overlay"], *package.split("."))))
     sys.addaudithook(guard(here))
-    check = getattr(importlib.import_module(f"exercises.checks.stage{request['stage']}"), request["check"])
+    check = getattr(importlib.import_module(request["module"]), request["check"])
     check()
     return {"state": "passed"}
 
@@ -105,7 +105,9 @@ def failure(error, request):
         traceback.print_exception(error)
     if isinstance(error, MemoryError):
         limit = f"{request['memory'] >> 30} GB"
-        return failed("your code needs more memory than the limit of " + limit, "Is a list or an array growing in a loop?")
+        return failed(
+            "your code needs more memory than the limit of " + limit, "Is a list or an array growing in a loop?"
+        )
     if isinstance(error, SystemExit | KeyboardInterrupt):
         return failed(f"your code ended the program ({type(error).__name__})", "Remove exit() and sys.exit().")
     if isinstance(error, OSError) and error.errno == errno.EFBIG:
@@ -134,7 +136,7 @@ def short_text(error, short):
 
 
 def place_of(error, request):
-    """ "file, line 12: " of the last line of the student's code that the traceback contains, or "". """
+    """ "file, line 12: " of the last line of the student's code that the traceback contains, or ""."""
     place = ""
     for frame in traceback.extract_tb(error.__traceback__):
         for file, numbers in request["lines"].items():

@@ -1,11 +1,12 @@
 """What the commands share: flags, the working folder and its marker, and errors of one line."""
 
+import argparse
 import json
 import os
 from pathlib import Path
 
 from exercises.catalog import PACKAGES
-from gpt2core.app.cli import Parser, directory
+from gpt2core.app.cli import Parser
 from gpt2core.app.command import run_command
 from gpt2core.communicator import Solo
 from gpt2core.errors import ConfigError
@@ -18,8 +19,15 @@ def base_parser(name, description):
     parser = Parser(prog=f"exercises.{name}", description=description)
     add = parser.add_argument
     add("--stage", type=int, choices=sorted(PACKAGES), required=True, help="the stage of the exercises: 0, 1, 2 or 3")
-    add("--dir", type=directory, help="the working folder (default: work/stageN)")
+    add("--dir", type=folder_name, help="the working folder (default: work/stageN)")
     return parser
+
+
+def folder_name(text):
+    """The Path in `text`; an error for an empty text, because Path("") is the current directory."""
+    if not text:
+        raise argparse.ArgumentTypeError("it is empty: name a folder, or omit DIR (default work/stageN)")
+    return Path(text)
 
 
 def main_of(command):

@@ -35,7 +35,9 @@ def expect(name, got, want, tolerance, wrong=(), look="", scales=()):
         raise Mismatch(f"{name} has the shape {got.shape}, but {want.shape} is expected", f"{hint}Look at {look}.")
     if is_near(got, want, tolerance):
         return
-    raise Mismatch(first_difference(name, got, want, tolerance), hint_for(name, got, want, tolerance, wrong, look, scales))
+    raise Mismatch(
+        first_difference(name, got, want, tolerance), hint_for(name, got, want, tolerance, wrong, look, scales)
+    )
 
 
 def expect_equal(name, got, want, wrong=(), look=""):
@@ -161,7 +163,11 @@ def confined(name, wrong):
         if n > 2 and len(indices) == 1:
             last = {0: " (the first one)", n - 1: " (the last one)"}.get(int(indices[0]), "")
             return f"Only the elements of {name} with index {indices[0]}{last} of axis {axis} are wrong. "
-        if n > 2 and len(indices) <= n // 2 and np.array_equal(indices, np.arange(indices[0], indices[0] + len(indices))):
+        if (
+            n > 2
+            and len(indices) <= n // 2
+            and np.array_equal(indices, np.arange(indices[0], indices[0] + len(indices)))
+        ):
             place = f"{indices[0]} to {indices[-1]}"
             return f"Only the elements of {name} with the indices {place} of axis {axis} are wrong. "
     return ""

@@ -47,7 +47,9 @@ def grade_exercise(exercise, folder, checks=None):
         try:
             numbers = write_overlay(exercise, folder, overlay)
         except SourceError as error:
-            return dict.fromkeys(names, Result("failed", str(error), "Correct this file, or start again in a new folder."))
+            return dict.fromkeys(
+                names, Result("failed", str(error), "Correct this file, or start again in a new folder.")
+            )
         results = {}
         for name in names:
             results[name] = run_check(exercise, name, overlay, numbers)

@@ -14,14 +14,14 @@ from exercises.catalog import ROOT
 
 SECONDS = 10  # time limit of one check; the real code takes less than one second on stages 0, 1 and 3
 INTERPRETER_SECONDS = 15  # on stage 2, whose kernels run in Triton's interpreter
-MEMORY = 4 << 30  # bytes of address space; the real code needs less than 1 GB
+MEMORY = 2 << 30  # bytes of address space; the real code needs less than 1 GB
 OUTPUT = 1 << 20  # bytes that a check may print or write to one file
 KEPT = 10_000  # characters of this output that are kept
 
 
 @dataclass(frozen=True)
 class Result:
-    """What became of a check. state: "passed", "failed", "not started", "timed out"; printed: the output of the code."""
+    """The result of a check. state: "passed", "failed", "not started" or "timed out"; printed: the code's output."""
 
     state: str
     text: str = ""
@@ -43,7 +43,7 @@ def run_check(exercise, check, overlay, lines):
     seconds = INTERPRETER_SECONDS if exercise.stage == 2 else SECONDS
     names = ", ".join(name.rpartition(".")[2] for _, name in exercise.functions)
     request = {
-        "stage": exercise.stage, "check": check, "number": exercise.number, "page": exercise.page, "lines": lines,
+        "module": exercise.module, "check": check, "number": exercise.number, "page": exercise.page, "lines": lines,
         "overlay": str(overlay), "packages": sorted({str(Path(file).parent).replace("/", ".") for file in lines}),
         "memory": MEMORY, "output": OUTPUT, "hint": f"Look at {names}.",
     }  # fmt: skip
@@ -55,7 +55,9 @@ def run_check(exercise, check, overlay, lines):
             answer, code = run_process([str(Path(directory, "request.json"))], work, output, seconds)
         printed = Path(directory, "output").read_bytes()[: 4 * KEPT].decode("utf-8", errors="backslashreplace")[:KEPT]
     if code is None:
-        return Result("timed out", f"no result after {seconds} seconds", f"Does a loop never end? {request['hint']}", printed)
+        return Result(
+            "timed out", f"no result after {seconds} seconds", f"Does a loop never end? {request['hint']}", printed
+        )
     try:
         return Result(**json.loads(answer), printed=printed)
     except (ValueError, TypeError):  # no answer, or not the answer of exercises.child

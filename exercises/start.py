@@ -23,7 +23,9 @@ def make_folder(stage, folder):
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"{folder} is a file: choose another folder with DIR=")
     if folder.is_dir() and any(folder.iterdir()):
-        raise ConfigError(f"{folder} exists and is not overwritten: choose another folder with DIR=, or delete this one")
+        raise ConfigError(
+            f"{folder} exists and is not overwritten: choose another folder with DIR=, or delete this one"
+        )
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".exercise-", dir=folder.parent) as directory:
         copy = Path(directory, "copy")

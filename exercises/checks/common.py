@@ -11,6 +11,7 @@ from gpt2core.communicator import Solo
 from gpt2core.data import Windows
 from gpt2core.model import GPT2Config
 from gpt2core.parallel.config import ParallelConfig
+from gpt2core.parallel.thread_communicator import run_ranks
 
 # A model of two layers and 26,000 parameters; every size differs from the others, so that a mistake of axes is found.
 CONFIG = GPT2Config(vocab_size=36, block_size=16, n_layer=2, n_head=4, n_embd=32, tied=False)
@@ -31,6 +32,11 @@ def real(file):
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def on_ranks(p, function):
+    """[function(comm) of each rank]; a rank that waits longer than RANK_SECONDS is an error."""
+    return run_ranks(p, function, timeout=RANK_SECONDS)
 
 
 def losses(world, backend, parallel=None, adam=None):
@@ -58,11 +64,10 @@ def expect_curve(backend_class, look):
 
 def expect_same_training(parallel, look, ranks=2):
     """Compare a training run on threads as ranks with one on one rank, bit for bit."""
-    from gpt2core.parallel.thread_communicator import run_ranks
     from stage0_serial.numpy_backend import NumpyBackend
 
     want = losses(Solo(), NumpyBackend())
-    runs = run_ranks(ranks, lambda world: losses(world, NumpyBackend(), parallel), timeout=RANK_SECONDS)
+    runs = on_ranks(ranks, lambda world: losses(world, NumpyBackend(), parallel))
     for rank, got in enumerate(runs):
         expect(f"on rank {rank}, the loss of step 0 to 2", got[:, 0], want[:, 0], 0, look=look)
         expect(f"on rank {rank}, the gradient norm of step 0 to 2", got[:, 1], want[:, 1], 0, look=look)
