@@ -10,6 +10,7 @@ import importlib
 import json
 import os
 import resource
+import signal
 import sys
 import traceback
 from pathlib import Path
@@ -24,6 +25,7 @@ CHANGES_PATHS = {
     "os.remove", "os.rename", "os.rmdir", "os.mkdir", "os.truncate", "os.link", "os.symlink", "os.utime",
     "shutil.rmtree", "shutil.move", "shutil.copyfile", "shutil.copytree",
 }  # fmt: skip
+WRAPPERS = "InterpreterError", "CommunicatorError"  # Triton's interpreter and run_ranks wrap exceptions
 WAITING = "Either a rank waits for a message that no rank sends, or a rank sends one that no rank receives."
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
@@ -46,7 +48,8 @@ def main():
 
 
 def limit(request):
-    """Limit the memory of this process, and the size of a file that it writes."""
+    """Limit the time and memory of this process, and the size of a file that it writes."""
+    signal.alarm(request["seconds"] + 5)  # the runner ends the process earlier, unless the runner itself was ended
     with contextlib.suppress(ValueError, OSError):  # a system without this limit
         resource.setrlimit(resource.RLIMIT_AS, (request["memory"], request["memory"]))
     with contextlib.suppress(ValueError, OSError):
@@ -90,32 +93,28 @@ def guard(here):
 
 
 def failure(error, request):
-    """The result for an exception: {"state", "text", "hint"}; the traceback is printed."""
-    from exercises.compare import Mismatch, short
+    """The result for an exception: {"state", "text", "hint"}. The traceback of an unexpected exception is printed."""
+    from exercises.compare import Mismatch
 
-    chain = [error]
-    while chain[-1].__cause__ is not None and len(chain) < 10:  # Triton's interpreter and run_ranks wrap exceptions
-        chain.append(chain[-1].__cause__)
-    unwritten = next((each for each in chain if isinstance(each, NotImplementedError)), None)
-    if unwritten is not None and request["number"] in str(unwritten):
+    cause = error
+    while type(cause).__name__ in WRAPPERS and cause.__cause__ is not None:
+        cause = cause.__cause__
+    if isinstance(cause, NotImplementedError) and f"exercise {request['number']}:" in str(cause):
         return {"state": "not started", "text": "not written yet", "hint": f"Read {request['page']}."}
-    if isinstance(error, Mismatch):
-        return {"state": "failed", "text": str(error), "hint": error.hint}
+    if isinstance(cause, Mismatch):
+        return failed(str(cause), cause.hint)
     with contextlib.suppress(BaseException):
         traceback.print_exception(error)
-    if isinstance(error, MemoryError):
-        limit = f"{request['memory'] >> 30} GB"
-        return failed(
-            "your code needs more memory than the limit of " + limit, "Is a list or an array growing in a loop?"
-        )
-    if isinstance(error, SystemExit | KeyboardInterrupt):
-        return failed(f"your code ended the program ({type(error).__name__})", "Remove exit() and sys.exit().")
-    if isinstance(error, OSError) and error.errno == errno.EFBIG:
-        return failed("your code printed too much text", "Is there a print() in a loop?")
-    cause = next((each for each in reversed(chain) if type(each).__name__ != "InterpreterError"), error)
-    message = short_text(cause, short)
     if isinstance(cause, MemoryError):
-        return failed("your code needs more memory than the limit", "Is a list or an array growing in a loop?")
+        limit = f"{request['memory'] / 2**30:g} GB"
+        return failed(
+            f"your code needs more memory than the limit of {limit}", "Does a list or an array grow in a loop?"
+        )
+    if isinstance(cause, SystemExit | KeyboardInterrupt):
+        return failed(f"your code ended the program ({type(cause).__name__})", "Remove exit() and sys.exit().")
+    if isinstance(cause, OSError) and cause.errno == errno.EFBIG:
+        return failed("your code printed too much text", "Is there a print() in a loop?")
+    message = message_of(cause)
     if type(cause).__name__ == "CommunicatorError":
         return failed(message, f"{WAITING} {request['hint']}")
     return failed(f"{place_of(cause, request)}{type(cause).__name__}: {message}", request["hint"])
@@ -125,11 +124,12 @@ def failed(text, hint):
     return {"state": "failed", "text": text, "hint": hint}
 
 
-def short_text(error, short):
+def message_of(error):
+    """The message of an exception and its notes, as one line of moderate length."""
     try:
         text = " ".join(str(error).split())
     except Exception:  # a student's exception may raise in __str__
-        text = short(error)
+        text = "(without a message)"
     notes = "; ".join(str(note) for note in getattr(error, "__notes__", ())[:2])
     text = text if len(text) <= 300 else f"{text[:300]}..."
     return f"{text} ({notes})" if notes else text

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from exercises.catalog import PACKAGES, ROOT, graded_files, of_stage
 from exercises.commands import MARKER, main_of, stage_of, write_file
-from exercises.grade import RECORD, grade
+from exercises.grade import RECORD, grade, printable
 from exercises.source import hash_of
 from gpt2core.app.cli import Parser
 from gpt2core.errors import ConfigError
@@ -35,10 +35,11 @@ def rows_of(student):
     """Yield the Rows of the folder of one student."""
     places = [student, *sorted(student.glob("*")), *sorted(student.glob("*/*"))]
     folders = [place for place in places if (place / RECORD).exists() or (place / MARKER).exists()]
+    name = printable(student.name)
     if not folders:
-        yield Row(student.name, "-", "-", "-", f"no working folder and no {RECORD}")
+        yield Row(name, "-", "-", "-", f"no working folder and no {RECORD}")
     for folder in folders:
-        yield row_of(student.name, folder)
+        yield row_of(name, folder)
 
 
 def row_of(student, folder):
@@ -53,7 +54,7 @@ def row_of(student, folder):
             raise ValueError
         numbers = " ".join(f"{int(each):3}" for each in scores)
         return Row(student, str(stage), str(int(score)), numbers, remark_of(folder, stage, files))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         return Row(student, "-", "-", "-", f"{RECORD} is not one that this version of make grade writes")
 
 

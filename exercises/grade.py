@@ -63,15 +63,15 @@ def grade(stage, folder, only=(), show=print):
     chosen = [exercise for exercise in of_stage(stage) if not only or exercise.number in only]
     show(f"stage {stage}, {folder}")
     graded, before = {}, hash_of(folder, graded_files(stage))
-    with ThreadPoolExecutor(WORKERS) as pool:
-        try:
-            pending = [pool.submit(grade_exercise, exercise, folder) for exercise in chosen]
-            for exercise, future in zip(chosen, pending, strict=True):
-                graded[exercise] = future.result()
-                for line in report_of(exercise, graded[exercise]):
-                    show(line)
-        finally:
-            pool.shutdown(cancel_futures=True)
+    pool = ThreadPoolExecutor(WORKERS)
+    try:
+        pending = [pool.submit(grade_exercise, exercise, folder) for exercise in chosen]
+        for exercise, future in zip(chosen, pending, strict=True):
+            graded[exercise] = future.result()
+            for line in report_of(exercise, graded[exercise]):
+                show(line)
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)  # after Ctrl-C, do not wait for the checks that still run
     scores = {exercise: score_of(results) for exercise, results in graded.items()}
     record = {
         "stage": stage,

@@ -14,7 +14,7 @@ from exercises.catalog import ROOT
 
 SECONDS = 10  # time limit of one check; the real code takes less than one second on stages 0, 1 and 3
 INTERPRETER_SECONDS = 15  # on stage 2, whose kernels run in Triton's interpreter
-MEMORY = 2 << 30  # bytes of address space; the real code needs less than 1 GB
+MEMORY = 3 << 29  # bytes of address space, 1.5 GB; the real code needs less than 1 GB
 OUTPUT = 1 << 20  # bytes that a check may print or write to one file
 KEPT = 10_000  # characters of this output that are kept
 
@@ -45,7 +45,7 @@ def run_check(exercise, check, overlay, lines):
     request = {
         "module": exercise.module, "check": check, "number": exercise.number, "page": exercise.page, "lines": lines,
         "overlay": str(overlay), "packages": sorted({str(Path(file).parent).replace("/", ".") for file in lines}),
-        "memory": MEMORY, "output": OUTPUT, "hint": f"Look at {names}.",
+        "seconds": seconds, "memory": MEMORY, "output": OUTPUT, "hint": f"Look at {names}.",
     }  # fmt: skip
     with tempfile.TemporaryDirectory(prefix="grade-") as directory:
         work = Path(directory, "work")

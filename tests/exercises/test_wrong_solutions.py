@@ -30,7 +30,7 @@ def cases():
         yield pytest.param(wrong, marks=marks, id=wrong["name"])
 
 
-@pytest.mark.parametrize("wrong", cases())
+@pytest.mark.parametrize("wrong", list(cases()))
 def test_a_wrong_solution_fails_its_check_with_a_hint_that_names_the_place(tmp_path, wrong):
     exercise = NUMBERED[wrong["exercise"]]
     if exercise.stage >= 2:
