@@ -104,7 +104,7 @@ EXERCISES = (
         functions("gpt2core/optimizer.py", "adamw_scalars") + functions(NUMPY, "NumpyBackend.adamw_step"),
         {
             "adamw_scalars": "the three numbers of adamw_scalars()",
-            "adamw_moments": "the moments m and v after one step",
+            "adamw_moments": "the moments m and v after two steps",
             "adamw_parameters": "the parameters after three steps, with weight decay",
             "adamw_scale": "the factor grad_scale, and a grad_scale of NaN",
             "adamw_model": "three training steps with your AdamW",

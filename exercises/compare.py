@@ -24,7 +24,7 @@ def expect(name, got, want, tolerance, wrong=(), look="", scales=()):
         raise Mismatch(f"{name} is None", f"Is a `return` missing? Look at {look}.")
     try:
         got, want = np.asarray(got), np.asarray(want)
-        is_number = np.issubdtype(got.dtype, np.number) or got.dtype == bool
+        is_number = got.dtype.kind in "fiub"  # floats, integers and booleans
     except (ValueError, TypeError):
         is_number = False
     if not is_number:
@@ -45,7 +45,7 @@ def expect_equal(name, got, want, wrong=(), look=""):
     if equal(got, want):
         return
     hint = next((hint for value, hint in wrong if equal(got, value)), f"Look at {look}.")
-    raise Mismatch(f"{name} is {short(got)}, but {short(want)} is expected", hint)
+    raise Mismatch(f"{name}: {short(got)}, but {short(want)} is expected", hint)
 
 
 def equal(a, b):
@@ -79,10 +79,11 @@ def first_difference(name, got, want, tolerance):
     wrong = elements_that_differ(got, want, tolerance)
     count, where = int(wrong.sum()), np.argwhere(wrong)[0] if wrong.any() else np.zeros(got.ndim, int)
     index = f"[{', '.join(map(str, where))}]" if got.ndim else ""
+    element = f"{name}{index}" if name.isidentifier() or not index else f"{name}: element {index}"
     mine, expected = got[tuple(where)], want[tuple(where)]
     digits = "{:.9g}" if f"{mine:.5g}" == f"{expected:.5g}" else "{:.5g}"
     number = f" ({count} of {got.size} elements differ)" if got.size > 1 else ""
-    return f"{name}{index} is {digits.format(mine)}, but {digits.format(expected)} is expected{number}"
+    return f"{element} is {digits.format(mine)}, but {digits.format(expected)} is expected{number}"
 
 
 def elements_that_differ(got, want, tolerance):

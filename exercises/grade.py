@@ -10,6 +10,7 @@ import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
+from importlib.util import find_spec
 from pathlib import Path
 
 from exercises.catalog import EXERCISES, ROOT, graded_files, of_stage
@@ -131,6 +132,8 @@ def command(arguments):
     options = parser.parse_args(arguments)
     folder = check_folder(options.stage, options.dir)
     numbers = [exercise.number for exercise in of_stage(options.stage)]
+    if options.stage >= 2 and find_spec("triton") is None:
+        raise ConfigError(f"stage {options.stage} needs Triton, whose interpreter runs the kernels: pip install triton")
     for number in options.only:
         if number not in numbers:
             raise ConfigError(f"--only {number}: stage {options.stage} has the exercises {', '.join(numbers)}")

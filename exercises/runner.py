@@ -12,8 +12,8 @@ from pathlib import Path
 
 from exercises.catalog import ROOT
 
-SECONDS = 10  # time limit of one check; the real code takes less than one second on stages 0, 1 and 3
-INTERPRETER_SECONDS = 15  # on stage 2, whose kernels run in Triton's interpreter
+SECONDS = 10  # time limit of one check; on an idle machine the real code takes less than a second
+INTERPRETER_SECONDS = 15  # on stage 2, whose kernels run slowly in Triton's interpreter
 MEMORY = 3 << 29  # bytes of address space, 1.5 GB; the real code needs less than 1 GB
 OUTPUT = 1 << 20  # bytes that a check may print or write to one file
 KEPT = 10_000  # characters of this output that are kept
@@ -99,5 +99,6 @@ def environment(work):
 def without_answer(code):
     """A sentence for a child that ended without a result."""
     if code < 0:
-        return f"your code ended the process with the signal {signal.Signals(-code).name}"
+        known = {each.value: each.name for each in signal.Signals}
+        return f"your code ended the process with the signal {known.get(-code, -code)}"
     return f"your code ended the process with exit code {code} before the check was complete"

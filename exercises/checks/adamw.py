@@ -55,25 +55,51 @@ def adamw_run(steps, grad_scale=1.0, decays=(1, 0)):
 
 
 def adamw_moments():
-    (_, m, v), _, (g,) = adamw_run(1)
+    (_, m, v), _, gradients = adamw_run(2)
+    squares = [g * g for g in gradients]
+    nothing = np.zeros(2048)
     in_place = "The array is not changed: adamw_step must change p, m and v in place, as in m[...] = ..."
     wrong = [
-        (np.zeros(2048), in_place),
-        (BETA1 * g, "beta1 and 1 - beta1 are exchanged: m = beta1 m + (1 - beta1) g."),
-        (g, "m is the gradient itself: m = beta1 m + (1 - beta1) g."),
-        ((1 - BETA2) * g, "m uses beta2: betas is (beta1, beta2)."),
+        (nothing, in_place),
+        (
+            running_mean(gradients, BETA1, new=BETA1, old=1 - BETA1),
+            "beta1 and 1 - beta1 are exchanged: m = beta1 m + ...",
+        ),
+        (running_mean(gradients, BETA1, new=1.0), "The factor 1 - beta1 of g is missing: m = beta1 m + (1 - beta1) g."),
+        (running_mean(gradients, BETA1, old=1.0), "m is not multiplied by beta1: m = beta1 m + (1 - beta1) g."),
+        (running_mean(gradients, BETA1, old=0.0), "The old m is lost: m = beta1 m + (1 - beta1) g."),
+        (running_mean(gradients, BETA1, old=BETA2), "m is multiplied by beta2: m = beta1 m + (1 - beta1) g."),
+        (running_mean(gradients, BETA2), "m uses beta2: `betas` is (beta1, beta2)."),
     ]
-    expect("m", m, (1 - BETA1) * g, FP64, wrong, "the line of adamw_step that updates m")
+    expect("m", m, running_mean(gradients, BETA1), FP64, wrong, "the line of adamw_step that updates m")
     wrong = [
-        (np.zeros(2048), in_place),
-        (BETA2 * g * g, "beta2 and 1 - beta2 are exchanged: v = beta2 v + (1 - beta2) g^2."),
-        ((1 - BETA2) * g, "v lacks the square: v = beta2 v + (1 - beta2) g^2."),
-        ((1 - BETA1) * g * g, "v uses beta1: betas is (beta1, beta2)."),
+        (nothing, in_place),
+        (
+            running_mean(squares, BETA2, new=BETA2, old=1 - BETA2),
+            "beta2 and 1 - beta2 are exchanged: v = beta2 v + ...",
+        ),
+        (
+            running_mean(squares, BETA2, new=1.0),
+            "The factor 1 - beta2 of g^2 is missing: v = beta2 v + (1 - beta2) g^2.",
+        ),
+        (running_mean(squares, BETA2, old=1.0), "v is not multiplied by beta2: v = beta2 v + (1 - beta2) g^2."),
+        (running_mean(squares, BETA2, old=0.0), "The old v is lost: v = beta2 v + (1 - beta2) g^2."),
+        (running_mean(gradients, BETA2), "v lacks the square: v = beta2 v + (1 - beta2) g^2."),
+        (running_mean(squares, BETA2, old=BETA1), "v is multiplied by beta1: v = beta2 v + (1 - beta2) g^2."),
+        (running_mean(squares, BETA1), "v uses beta1: `betas` is (beta1, beta2)."),
     ]
-    expect("v", v, (1 - BETA2) * g * g, FP64, wrong, "the line of adamw_step that updates v")
+    expect("v", v, running_mean(squares, BETA2), FP64, wrong, "the line of adamw_step that updates v")
 
 
-def textbook_adamw(p, gradients, decay, *, sign=1, where="p", root=True, power=0):
+def running_mean(arrays, beta, new=None, old=None):
+    """old * mean + new * array for each array; the defaults are beta and 1 - beta."""
+    mean = 0.0
+    for array in arrays:
+        mean = (beta if old is None else old) * mean + (1 - beta if new is None else new) * array
+    return mean
+
+
+def textbook_adamw(p, gradients, decay, *, sign=1, where="p", root=True, inside=False, eps=EPS):
     """AdamW as in the paper, or with one mistake."""
     p, m, v = p.copy(), 0.0, 0.0
     for step, g in enumerate(gradients, 1):
@@ -83,7 +109,8 @@ def textbook_adamw(p, gradients, decay, *, sign=1, where="p", root=True, power=0
         mh, vh = m / (1 - BETA1**step), v / (1 - BETA2**step)
         if where == "p":
             p = p * (1 - LR * decay)
-        p = p - sign * LR * mh / ((np.sqrt(vh) if root else vh) + EPS if not power else np.sqrt(vh + EPS))
+        divisor = np.sqrt(vh + eps) if inside else (np.sqrt(vh) if root else vh) + eps
+        p = p - sign * LR * mh / divisor
     return p
 
 
@@ -110,9 +137,10 @@ def adamw_parameters():
             textbook_adamw(start, gradients, decay, where="gradient"),
             "Weight decay is added to the gradient: it shrinks p.",
         ),
+        (textbook_adamw(start, gradients, decay, eps=0), "eps is missing: the update divides by sqrt(v) + eps."),
         (textbook_adamw(start, gradients, decay, root=False), "The update divides by v: it divides by sqrt(v) + eps."),
         (
-            textbook_adamw(start, gradients, decay, power=1),
+            textbook_adamw(start, gradients, decay, inside=True),
             "eps is inside the square root: the update divides by sqrt(v) + eps.",
         ),
     ]

@@ -13,7 +13,7 @@ from gpt2core.model import GPT2Config
 from gpt2core.parallel.config import ParallelConfig
 from gpt2core.parallel.thread_communicator import run_ranks
 
-# A model of two layers and 26,000 parameters; every size differs from the others, so that a mistake of axes is found.
+# Every size differs from the others, so that exchanged axes give an error or a wrong result.
 CONFIG = GPT2Config(vocab_size=36, block_size=16, n_layer=2, n_head=4, n_embd=32, tied=False)
 STEPS = 3
 BUCKET_MB = 0.02  # small enough for several buckets
@@ -39,12 +39,12 @@ def on_ranks(p, function):
     return run_ranks(p, function, timeout=RANK_SECONDS)
 
 
-def losses(world, backend, parallel=None, adam=None):
+def losses(world, backend, parallel=None):
     """The losses and norms of STEPS training steps of CONFIG on this rank of `world`: an array (STEPS, 2)."""
     from gpt2core.trainer import Trainer
     from gpt2core.training_loop import read_batch
 
-    options = adam or dict(clip=0.5, weight_decay=0.1, beta2=0.95)
+    options = dict(clip=0.5, weight_decay=0.1, beta2=0.95)
     trainer = Trainer(
         CONFIG, [backend], batch_size=8, seq_len=16, micro_batches=4, world=world,
         parallel=parallel or ParallelConfig(), seed=3, optimizer=options,

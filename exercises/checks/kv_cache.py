@@ -6,7 +6,7 @@ import numpy as np
 
 from exercises.checks.attention import heads_of, joined
 from exercises.checks.common import CONFIG, random
-from exercises.compare import expect
+from exercises.compare import expect, expect_equal
 
 FP64 = 1e-12  # relative norm: a few roundings of 1e-16, more in a sum
 CACHED = "attention_cached"
@@ -42,35 +42,27 @@ def cache_contents():
     case = CacheCase()
     case.run(0, 5)
     case.run(5, 1)
-    keys, values = np.full_like(case.keys, np.nan), np.full_like(case.values, np.nan)
-    keys[..., :6], values[:, :, :6] = case.k[:, :, :6].swapaxes(-1, -2), case.v[:, :, :6]
-    first_only = keys.copy()
-    first_only[..., 5] = np.nan
-    exchanged = values.swapaxes(-1, -2)
-    for name, got, want, wrong in (
-        (
-            "keys",
-            case.keys,
-            keys,
-            [(np.full_like(keys, np.nan), "k is not stored in the cache."), (exchanged, "v is stored as k.")],
-        ),
-        ("values", case.values, values, [(np.full_like(values, np.nan), "v is not stored in the cache.")]),
-    ):
-        look = f"the line of {CACHED} that stores {name[0]} at the positions [position, position + t)"
-        wrong = [*wrong, (first_only if name == "keys" else first_only * 0, f"Only the first call stores {name[0]}.")]
-        written, expected = np.isfinite(got), np.isfinite(want)
-        axis = 3 if name == "keys" else 2
-        expect(f"which positions of the cache have {name}", written, expected, 0, look=look)
-        kept = [slice(None)] * 4
-        kept[axis] = slice(0, 6)
-        expect(
-            f"the cached {name}",
-            got[tuple(kept)],
-            want[tuple(kept)],
-            FP64,
-            [(a[tuple(kept)], h) for a, h in wrong],
-            look,
-        )
+    k, v = case.k[:, :, :6], case.v[:, :, :6]  # (B, H, 6, D)
+    order = "qkv has the columns of q, then k, then v."
+    expect_stored("k", case.keys.swapaxes(-1, -2), k, [(v, f"v is stored as k: {order}")])
+    expect_stored("v", case.values, v, [(k, f"k is stored as v: {order}")])
+
+
+def expect_stored(name, cache, want, wrong):
+    """Compare cache (B, H, block, D), whose other positions are NaN, with want (B, H, 6, D)."""
+    look = f"the line of {CACHED} that stores {name} at the positions [position, position + t)"
+    written = np.isfinite(cache).all(axis=(0, 1, 3))
+    only_first, none = np.arange(12) < 5, np.zeros(12, bool)
+    hints = [
+        (only_first, f"Only the first call stores {name}: store it in every call."),
+        (none, f"{name} is not stored in the cache."),
+        (np.arange(12) == 5, f"The second call overwrites the cache, or the first one does not store {name}."),
+    ]
+    places = [(np.flatnonzero(array).tolist(), hint) for array, hint in hints]
+    expect_equal(
+        f"the positions for which the cache has {name}", np.flatnonzero(written).tolist(), [*range(6)], places, look
+    )
+    expect(f"the cached {name}", cache[:, :, :6], want, FP64, wrong, look)
 
 
 def cache_wrong(case, position, t):

@@ -248,6 +248,13 @@ def test_a_mistake_on_the_command_line_is_one_line(tmp_path, stage, words, line)
     assert str(caught.value).startswith(line.format(folder=tmp_path)) and "\n" not in str(caught.value)
 
 
+def test_without_triton_the_error_names_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(grade, "find_spec", lambda name: None)
+    (tmp_path / MARKER).write_text(json.dumps({"stage": 3}))
+    with pytest.raises(ConfigError, match="^stage 3 needs Triton, whose interpreter .*: pip install triton$"):
+        grade.command(["--stage", "3", "--dir", str(tmp_path)])
+
+
 def test_grading_a_folder_that_does_not_exist_says_what_to_do(tmp_path):
     with pytest.raises(ConfigError) as caught:
         grade.command(["--stage", "2", "--dir", str(tmp_path / "x")])
