@@ -40,23 +40,32 @@ def write_overlay(exercise, folder, overlay):
     return numbers
 
 
-def grade_exercise(exercise, folder, checks=None):
-    """{name of a check: its Result}, in order. checks: the names of the checks to run (default: all)."""
-    names = list(checks or exercise.checks)
-    with tempfile.TemporaryDirectory(prefix="exercise-") as directory:
-        overlay = Path(directory).resolve()
-        try:
-            numbers = write_overlay(exercise, folder, overlay)
-        except SourceError as error:
-            return dict.fromkeys(
-                names, Result("failed", str(error), "Correct this file, or start again in a new folder.")
-            )
+def prepare(exercise, folder, overlay):
+    """A function(names of checks) -> {name: its Result}, in order, for the student's files as they are now.
+
+    overlay: an empty directory that must exist until the function has returned.
+    """
+    try:
+        numbers = write_overlay(exercise, folder, overlay)
+    except SourceError as error:
+        result = Result("failed", str(error), "Correct this file, or start again in a new folder.")
+        return lambda names: dict.fromkeys(names, result)
+
+    def run_checks(names):
         results = {}
         for name in names:
             results[name] = run_check(exercise, name, overlay, numbers)
             if results[name].ends_exercise:
-                return results | {other: results[name] for other in names if other not in results}
-    return results
+                return dict.fromkeys(names, results[name]) | results
+        return results
+
+    return run_checks
+
+
+def grade_exercise(exercise, folder, names=None):
+    """{name of a check: its Result}, in order. names: the checks to run (default: all of the exercise)."""
+    with tempfile.TemporaryDirectory(prefix="exercise-") as directory:
+        return prepare(exercise, folder, Path(directory).resolve())(names or list(exercise.checks))
 
 
 def grade(stage, folder, only=(), show=print):
@@ -65,14 +74,19 @@ def grade(stage, folder, only=(), show=print):
     show(f"stage {stage}, {folder}")
     graded, before = {}, hash_of(folder, graded_files(stage))
     pool = ThreadPoolExecutor(WORKERS)
-    try:
-        pending = [pool.submit(grade_exercise, exercise, folder) for exercise in chosen]
-        for exercise, future in zip(chosen, pending, strict=True):
-            graded[exercise] = future.result()
-            for line in report_of(exercise, graded[exercise]):
-                show(line)
-    finally:
-        pool.shutdown(wait=False, cancel_futures=True)  # after Ctrl-C, do not wait for the checks that still run
+    with tempfile.TemporaryDirectory(prefix="exercises-") as directory:
+        pending = []
+        try:
+            for exercise in chosen:  # prepare in this thread: ast.parse() in two threads can fail in Python 3.11
+                (overlay := Path(directory, exercise.number).resolve()).mkdir()
+                run_checks = prepare(exercise, folder, overlay)
+                pending.append(pool.submit(run_checks, list(exercise.checks)))
+            for exercise, future in zip(chosen, pending, strict=True):
+                graded[exercise] = future.result()
+                for line in report_of(exercise, graded[exercise]):
+                    show(line)
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)  # after Ctrl-C, do not wait for the checks that still run
     scores = {exercise: score_of(results) for exercise, results in graded.items()}
     record = {
         "stage": stage,
