@@ -41,7 +41,7 @@ def write_overlay(exercise, folder, overlay):
 
 
 def prepare(exercise, folder, overlay):
-    """A function(names of checks) -> {name: its Result}, in order, for the student's files as they are now.
+    """A function(names of checks) -> {name: its Result}, in order. The student's files are read here.
 
     overlay: an empty directory that must exist until the function has returned.
     """

@@ -18,7 +18,7 @@ CONFIG = GPT2Config(vocab_size=36, block_size=16, n_layer=2, n_head=4, n_embd=32
 STEPS = 3
 BUCKET_MB = 0.02  # small enough for several buckets
 CURVE = 1e-5  # relative difference of a loss after 3 steps: float32 rounds to 6e-8, and the steps amplify it
-RANK_SECONDS = 5  # a rank that waits longer waits forever
+RANK_SECONDS = 5  # a rank that waits longer is taken to wait forever
 
 
 def random(seed=0):
