@@ -2,7 +2,8 @@
 
 GLUON_TILES in attention.py and serves() say which GPUs and shapes they serve: compute capability 9.0, bf16 and fp16,
 head sizes 64 and 128, T_q a multiple of 4, any T_k, causal or not. The plain kernels of attention_forward.py and
-attention_backward.py serve all others. Importing this file does not import Gluon: the kernels are imported when has_gluon() is called.
+attention_backward.py serve all others. Importing this file does not import Gluon: the kernels are imported when
+has_gluon() is called.
 """
 
 # B batch, T time, H heads, D head size
@@ -15,8 +16,8 @@ from typing import NamedTuple
 from stage2_cuda.runtime.triton_launch import KernelLaunch, Pointer
 
 HEAD_SIZES = 64, 128
-# For T up to SHORT one plain kernel computes dq, dk and dv in one launch. With at least MANY_HEADS heads the Gluon kernels
-# are faster at T = SHORT too: measured with 768 heads on an H200.
+# For T up to SHORT one plain kernel computes dq, dk and dv in one launch. With many heads B*H the Gluon kernels are
+# used at T = SHORT too: on an H200 they were faster with 768 heads. The limit MANY_HEADS itself was not measured.
 SHORT, MANY_HEADS = 256, 512
 ALIGNED_ROWS = 4  # a copy of the logsumexp (float32) starts at a multiple of 16 bytes, or the GPU reports an error
 GROUP_BYTES = 16 << 20  # of keys and values of the heads that are computed at a time: they fit the L2 cache
