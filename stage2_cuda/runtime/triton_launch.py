@@ -11,6 +11,7 @@ variant, which takes about 10 us. launch() finds it by one dictionary look-up, w
 Triton 3.6 and 3.9 were tried; comments say where they differ.
 """
 
+import contextlib
 import ctypes
 import functools
 import importlib
@@ -144,13 +145,15 @@ class GpuLauncher:
     def __init__(self):
         triton = import_module("triton", "Triton", "pip install triton")
         self.threads = CompileThreads(lambda text: print(text, file=sys.stderr))
-        self.threads.pool.submit(triton_start.hash_triton)  # while CuPy is imported
+        triton_start.identify_by_file_times()
+        self.threads.pool.submit(start_driver)  # during the imports
         try:
             self.xp = import_module("cupy", "CuPy", f"{PIP_INSTALL}; without a GPU, {USE_INTERPRETER}")
         except ConfigError:
             if not has_driver():  # then the advice to install CuPy would not help
                 raise ConfigError(f"no GPU was found: this machine has no NVIDIA driver; {USE_INTERPRETER}") from None
             raise
+        triton_start.inspect_first_argument()
         self.device = self.xp.cuda.runtime.getDevice  # a function: it returns the number of the current device
         try:
             count = self.xp.cuda.runtime.getDeviceCount()
@@ -161,8 +164,8 @@ class GpuLauncher:
         if self.capability() < MIN_CAPABILITY:
             has, needs = (".".join(map(str, pair)) for pair in (self.capability(), MIN_CAPABILITY))
             raise ConfigError(f"this GPU has compute capability {has}, the kernels need {needs}: {USE_INTERPRETER}")
+        self.threads.pool.submit(triton_start.ask_compiler_version, self.capability())
         triton.runtime.driver.set_active(cupy_driver(self))
-        triton_start.inspect_first_argument()
         # Triton asks for memory if a kernel creates descriptors. Python frees the array right after the launch. This is
         # safe: CuPy's pool gives the memory only to arrays of the same stream, which later kernels use.
         triton.set_allocator(lambda size, alignment, stream: Pointer(self.xp.empty(size, np.int8)))
@@ -274,6 +277,12 @@ def has_driver():
     except OSError:
         return False
     return True
+
+
+def start_driver():
+    """Initialize NVIDIA's driver, which takes several tenths of a second. CuPy reports the error if this fails."""
+    with contextlib.suppress(OSError):
+        ctypes.CDLL("libcuda.so.1").cuInit(0)  # ctypes releases Python's global lock
 
 
 def cupy_driver(gpu):
