@@ -231,13 +231,17 @@ class GpuLauncher:
         if self.only_compiles:
             arguments = [without_array(value) for value in arguments]  # or the thread would keep device memory
             compile = functools.partial(self.compile, kernel, arguments, options)
-            return self.threads.start(key, functools.partial(self.compile_in_thread, self.device(), compile))
+            return self.start_thread(key, compile)
         variant = self.threads.result(key) or self.compile(kernel, arguments, options)
         self.compiled[key] = variant
         return variant
 
+    def start_thread(self, key, compile):
+        """Call compile() in a thread, on the current device, unless a call with this key was started before."""
+        self.threads.start(key, functools.partial(self.compile_in_thread, self.device(), compile))
+
     def compile_in_thread(self, device, compile):
-        """Compile a variant and load it on a device. In a new thread, CUDA's current device is 0."""
+        """Call compile() on a device. In a new thread, CUDA's current device is 0."""
         self.xp.cuda.runtime.setDevice(device)
         return compile()
 
