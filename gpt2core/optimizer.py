@@ -122,8 +122,8 @@ class AdamW:
         return self.backend.clip(sums, self.clip, stop=stop, **scaling)
 
     def norm(self, flat):
-        """The global L2 norm of a flat buffer, a Python float. `stop` selects the compiled kernel of a step."""
-        return self.backend.to_host(self.norm_and_scale(flat, stop=self.backend.zeros(1, "float32"))[0]).item()
+        """The global L2 norm of a flat buffer, a Python float."""
+        return self.backend.to_host(self.norm_and_scale(flat)[0]).item()
 
     def in_own(self, slices):
         """Yield the intersection of each of these slices with this rank's part of the arena, if it is not empty."""

@@ -146,7 +146,8 @@ class GpuLauncher:
         triton = import_module("triton", "Triton", "pip install triton")
         self.threads = CompileThreads(lambda text: print(text, file=sys.stderr))
         triton_start.identify_by_file_times()
-        self.threads.pool.submit(start_driver)  # during the imports
+        self.threads.pool.submit(start_driver)  # during the imports, as the next one
+        utils = self.threads.pool.submit(triton_utils)
         try:
             self.xp = import_module("cupy", "CuPy", f"{PIP_INSTALL}; without a GPU, {USE_INTERPRETER}")
         except ConfigError:
@@ -165,7 +166,7 @@ class GpuLauncher:
             has, needs = (".".join(map(str, pair)) for pair in (self.capability(), MIN_CAPABILITY))
             raise ConfigError(f"this GPU has compute capability {has}, the kernels need {needs}: {USE_INTERPRETER}")
         self.threads.pool.submit(triton_start.ask_compiler_version, self.capability())
-        triton.runtime.driver.set_active(cupy_driver(self))
+        triton.runtime.driver.set_active(cupy_driver(self, utils.result()))
         # Triton asks for memory if a kernel creates descriptors. Python frees the array right after the launch. This is
         # safe: CuPy's pool gives the memory only to arrays of the same stream, which later kernels use.
         triton.set_allocator(lambda size, alignment, stream: Pointer(self.xp.empty(size, np.int8)))
@@ -289,14 +290,24 @@ def start_driver():
         ctypes.CDLL("libcuda.so.1").cuInit(0)  # ctypes releases Python's global lock
 
 
-def cupy_driver(gpu):
-    """An instance of Triton's class CudaDriver that uses CuPy's current device and stream. gpu: a GpuLauncher."""
-    from triton.backends.nvidia.driver import CudaDriver, CudaLauncher, CudaUtils
+def triton_utils():
+    """Triton's CudaUtils, a module in C. With an empty cache Triton first compiles it, which needs no GPU."""
+    from triton.backends.nvidia.driver import CudaUtils
+
+    return CudaUtils()
+
+
+def cupy_driver(gpu, utils):
+    """An instance of Triton's class CudaDriver that uses CuPy's current device and stream.
+
+    gpu: a GpuLauncher. utils: from triton_utils().
+    """
+    from triton.backends.nvidia.driver import CudaDriver, CudaLauncher
 
     class CupyDriver(CudaDriver):
         def __init__(self):
             # no super().__init__(): in Triton 3.6 it imports PyTorch; in 3.9 it launches on the default stream
-            self.utils, self.launcher_cls = CudaUtils(), CudaLauncher
+            self.utils, self.launcher_cls = utils, CudaLauncher
             self.get_current_device = gpu.device
             self.set_current_device = gpu.xp.cuda.runtime.setDevice
             self.get_current_stream = lambda device: gpu.xp.cuda.get_current_stream().ptr

@@ -43,6 +43,7 @@ def identify_by_file_times():
 
         cache.triton_key.__wrapped__  # noqa: B018  raises AttributeError if Triton has another kind of key
         cache.triton_key = key_of_files
+        key_of_files()  # it is cached; otherwise every thread that compiles a kernel would compute it
 
 
 @functools.cache
