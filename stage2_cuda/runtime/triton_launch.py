@@ -172,6 +172,7 @@ class GpuLauncher:
         triton.set_allocator(lambda size, alignment, stream: Pointer(self.xp.empty(size, np.int8)))
         self.compiled = {}  # {key of a variant: (the compiled kernel, its constants)}
         self.only_compiles = False  # whether launch() starts to compile in threads, and launches nothing
+        self.compiles_ahead = True  # False if functions contain collectives, which must not be called once more
 
     def capability(self, device=None):
         """The compute capability (major, minor) of a device, by default of the current one."""
@@ -181,6 +182,8 @@ class GpuLauncher:
         return self.capability() >= PDL_CAPABILITY
 
     def compile_ahead(self, function, *args):
+        if not self.compiles_ahead:
+            return
         self.only_compiles = True
         try:
             function(*args)
