@@ -1,5 +1,7 @@
 """The Runtime of one GPU: CUDA graphs, a side stream, tuning by timing, memory use, and names for a profiler."""
 
+import weakref
+
 import numpy as np
 
 from gpt2core.errors import ConfigError
@@ -36,11 +38,14 @@ class CudaRuntime(Runtime):
         self.name, self.side = gpu_name(self.xp), SideStream(self.xp)
         self.compiled = []  # the CapturedSteps of training
         self.workspaces = []  # the Workspaces of other captured steps, which generation uses
-        # lambdas, because the method notify() may be replaced later
-        triton_launch.launcher().threads.notify = lambda text: self.notify(text)
-        self.gemm, self.tuner = make_gemm_and_tuner(
-            self.xp, self.name, deterministic, self.side.stream, lambda text: self.notify(text)
-        )
+        reference = weakref.ref(self)  # the launcher lives longer than this runtime, and must not keep its arrays alive
+
+        def notify(text):
+            if runtime := reference():
+                runtime.notify(text)  # looked up now, because the method may be replaced
+
+        triton_launch.launcher().threads.notify = notify
+        self.gemm, self.tuner = make_gemm_and_tuner(self.xp, self.name, deterministic, self.side.stream, notify)
 
     # -- tuning by timing --------------------------------------------------------------------------------------------
 
