@@ -21,7 +21,6 @@ import sys
 import torch
 
 from benchmarks.harness.assignment_tables import FORWARD, GIB, STEP, memory_tables
-from benchmarks.harness.jobs import ROOT
 from benchmarks.harness.processes import run_main
 from benchmarks.harness.rows import add_row_flags, measured, rows_path, run_rows
 from benchmarks.torch.memory_events import (
@@ -141,8 +140,8 @@ def timeline_row(implementation, size, context, precision, kind, args):
         passes = TorchPasses(implementation, size, context, precision, args.device, args.batch)
         for _ in range(2):
             passes.run(kind)
-        name = f"{args.save_as}_{size}_{context}_{precision}_{kind}.pickle"
-        path = ROOT / "out" / "results" / "torch" / name
+        name = f"{args.save_as}_{size}_{context}_{precision}_{kind}"
+        path = rows_path(BENCHMARK, argparse.Namespace(save=False, save_as=name), ".pickle")  # not in git
         path.parent.mkdir(parents=True, exist_ok=True)
         events, marks, before = allocated_by_torch(passes, kind, path)
     after = [before + count for count in allocated_after(events)]

@@ -9,17 +9,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from benchmarks.harness import assignment_tables, report, rows  # noqa: E402
-from benchmarks.torch import (  # noqa: E402
-    accumulation,
-    end_to_end,
-    figures,
-    memory,
-    memory_events,
-    models,
-    passes,
-    profile,
-)
+from benchmarks.harness import assignment_tables, figures, report, rows  # noqa: E402
+from benchmarks.torch import accumulation, end_to_end, memory, memory_events, models, passes, profile  # noqa: E402
 from gpt2core.errors import ConfigError  # noqa: E402
 
 TRIAL = "--device", "cpu", "--sizes", "toy", "--contexts", "16", "--batch", "2"

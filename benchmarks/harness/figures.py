@@ -32,7 +32,7 @@ FIGURES = {
 
 
 def main():
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.torch.figures", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.harness.figures", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"figures (default all: {', '.join(FIGURES)})")
     args = parser.parse_args()
     if unknown := [name for name in args.names if name not in FIGURES]:
