@@ -8,7 +8,7 @@ import functools
 
 from benchmarks.harness import gpu_tables
 from benchmarks.harness.jobs import ROOT
-from benchmarks.harness.table_format import cell, load
+from benchmarks.harness.table_format import cell, load, percent
 
 KINDS = FORWARD, GRADIENTS, STEP = "forward", "forward + backward", "step"
 WARM_UPS = 0, 1, 2, 5  # numbers of steps
@@ -38,6 +38,26 @@ def end_to_end_tables(rows):
         if not is_warm_up:
             cells["backward, ms"] = difference(row)
         found.setdefault("warm-up steps" if is_warm_up else "time of each kind", []).append(cells)
+    if speedups := bf16_speedups({row["name"]: row for row in rows}):
+        found["time in fp32 / time in bf16"] = speedups
+    return found
+
+
+def bf16_speedups(rows):
+    """The ratio of the mean times of each kind, for the models that were measured in both precisions.
+
+    rows: {name: row}
+    """
+    found = []
+    for name, row in rows.items():
+        words = name.split(" / ")
+        other = rows.get(name.replace(" / bf16 / ", " / fp32 / "), row)
+        if other is not row and words[0] != "warm-up":
+            cells = {"size": words[0], "context": words[1].removeprefix("context "), "implementation": words[3]}
+            for kind in KINDS:
+                times = [each.get(kind, {}).get("mean") for each in (other, row)]
+                cells[kind] = f"{times[0] / times[1]:.2f}" if all(times) else ""
+            found.append(cells)
     return found
 
 
@@ -51,7 +71,7 @@ def difference(row):
 
 
 def profile_tables(rows):
-    passes, attention = [], []
+    passes, attention, shares, others = [], [], [], []
     for row in rows:
         words = row["name"].split(" / ")
         keys = keys_of(words) | {"implementation": words[3]}
@@ -60,6 +80,12 @@ def profile_tables(rows):
             continue
         for name, found in row["passes"].items():
             passes.append(keys | {"pass": name} | pass_cells(found))
+        shares.append(keys | step_cells(row["passes"]))
+        longest = (
+            f"`{each['name']}` {each['calls']} x, {percent(each['share'])}"
+            for each in row["passes"]["forward only"]["others"]
+        )
+        others.append(keys | {"kernels that are not products, forward only: calls, share": "; ".join(longest)})
         parts = row["attention"]
         ms = {part: parts[part]["ms"] for part in ATTENTION_PARTS}
         cells = {f"{part}, ms": f"{ms[part]:.4g}" for part in ATTENTION_PARTS}
@@ -68,7 +94,27 @@ def profile_tables(rows):
         attention.append(keys | cells | {"operations of softmax / products": f"{operations:.3f}"})
     columns = dict.fromkeys(key for row in passes for key in row)
     passes = [{key: row.get(key, "") for key in columns} for row in passes]
-    return {"passes": passes, "attention of one layer, forward": attention}
+    return {
+        "passes": passes,
+        "shares of the time of the kernels": shares,
+        "other kernels": others,
+        "attention of one layer, forward": attention,
+    }
+
+
+def step_cells(passes):
+    """The share of the products in inference and in a training step, and how much of the wall time is kernels."""
+    forward, step = passes["forward only"], [passes[name] for name in ("forward", "backward", "optimizer")]
+    total = sum(each["kernels_ms"] for each in step)
+    products = sum(each["kernels_ms"] * each["product_share"] for each in step)
+    wall = sum(each["wall"]["mean"] for each in step)
+    return {
+        "products, forward only": percent(forward["product_share"]),
+        "products, training step": percent(products / total),
+        "optimizer, training step": percent(step[-1]["kernels_ms"] / total),
+        "kernels / wall, forward only": percent(forward["kernels_ms"] / forward["wall"]["mean"]),
+        "kernels / wall, training step": percent(total / wall),
+    }
 
 
 def pass_cells(found):
@@ -79,12 +125,12 @@ def pass_cells(found):
         "wall ms": cell(found["wall"]),
         "sum of kernels, ms": f"{found['kernels_ms']:.4g}",
         "kernels": found["calls"],
-        "products": f"{100 * found['product_share']:.1f} %",
+        "products": percent(found["product_share"]),
         "longest kernel": f"`{top['name']}`",
         "its calls": top["calls"],
-        "its share": f"{100 * top['share']:.1f} %",
+        "its share": percent(top["share"]),
         "longest other kernel": f"`{other['name']}`",
-        "share of that": f"{100 * other['share']:.1f} %",
+        "share of that": percent(other["share"]),
     }
 
 
@@ -111,7 +157,7 @@ def accumulation_tables(rows):
 
 
 def memory_tables(rows):
-    peaks, largest, residual, checkpoints, saved = [], [], {}, [], []
+    peaks, largest, residual, checkpoints, saved, timelines = [], [], {}, [], [], []
     for row in rows:
         kind = row["name"].split(" / ")[0]
         is_other = kind in ("timeline", "checkpoint", "saved")
@@ -137,6 +183,7 @@ def memory_tables(rows):
                 cells = {"size": keys["size"], "context": keys["context"], title: f"{row['residual'] / MIB:.2f}"}
                 residual[words[0], words[1]] = cells
         elif kind == "timeline" and not row.get("oom"):
+            timelines.append(keys | {"kind": words[3], "implementation": words[4]} | timeline_cells(row))
             for each in row["largest"]:
                 cells = {"kind": words[3], "implementation": words[4], "MiB": f"{each['bytes'] / MIB:.1f}"}
                 largest.append(keys | cells | {"times": each["times"], "allocated by": f"`{each['source']}`"})
@@ -144,10 +191,25 @@ def memory_tables(rows):
         "peak memory": peaks,
         "residual stream": list(residual.values()),
         "checkpoints": checkpoints,
+        "timelines": timelines,
         "largest allocations": largest,
         "saved for backward by one block": saved,
     }
     return {title: each for title, each in found.items() if each}
+
+
+def timeline_cells(row):
+    """GiB at the moments of a timeline. Each point is the largest value of some neighbouring allocations."""
+    points = [float(value) for value in row["GiB"].split()]
+    start = row["marks"].get("backward")
+    return {
+        "before, GiB": f"{row['before'] / GIB:.2f}",
+        "lowest, GiB": f"{min(points):.2f}",
+        "peak, GiB": f"{row['peak'] / GIB:.2f}",
+        "start of backward, GiB": "" if start is None else f"{points[start]:.2f}",
+        "end, GiB": f"{points[-1]:.2f}",
+        "allocations": row["allocations"],
+    }
 
 
 def gib(row, kind, field="peak"):
@@ -167,9 +229,89 @@ def value_tables(rows):
     return {"rows": [{key: cell(row.get(key, "")) for key in columns} for row in rows]}
 
 
+def all_reduce_tables(rows):
+    """The time of each library, and the times of stage 1's algorithms beside MPI's."""
+    libraries, ours = [], []
+    for row in rows:
+        library = row["name"].split(",")[0]
+        keys = {"ranks": row["ranks"], "MB": f"{row['bytes'] / 1e6:g}"} if "bytes" in row else {}
+        if keys:
+            speeds = {key: cell(row[key]) for key in ("GB/s", "bus GB/s")}
+            libraries.append({"library": library} | keys | {"ms": cell(row["time"])} | speeds)
+        if algorithms := {f"{key}, ms": cell(row[key]) for key in row if key.startswith("ours")}:
+            ours.append(keys | {f"{library}, ms": cell(row["time"])} | algorithms)
+    return {"libraries": libraries, "algorithms": ours}
+
+
+def ddp_tables(rows):
+    """The time that each schedule adds to a step without synchronisation."""
+    base = next((row["step"]["mean"] for row in rows if row["way"] == "none"), None)
+    found = []
+    for row in rows:
+        step = row["step"]["mean"]
+        is_measured = base is not None and row["way"] != "none"
+        after_backward = row["way"] in ("naive", "flat")  # of the others a part is sent during backward
+        found.append(
+            {
+                "schedule": row["way"],
+                "messages": row["buckets"] or "",
+                "ms per step": cell(row["step"]),
+                "added, ms": f"{step - base:.1f}" if is_measured else "",
+                "share of step": percent(1 - base / step) if is_measured else "",
+                "synchronisation after backward, ms": cell(row["finish"]) if after_backward else "",
+            }
+        )
+    return {"rows": found}
+
+
+def sharding_tables(rows):
+    """Memory of a rank after three moments of the first step, and the time of a step."""
+    found = []
+    for row in rows:
+        cells = {"": row["way"], "ranks": row["ranks"], "ms per step": cell(row["step"])}
+        for moment in ("init", "before step", "after step"):
+            counted, allocated = (f"{row[f'{prefix}GB {moment}']:.2f}" for prefix in ("counted ", ""))
+            cells |= {f"{moment}, counted GB": counted, f"{moment}, GB": allocated}
+        losses = {f"{each} loss": f"{row[f'{each} loss']:.4f}" for each in ("first", "last")}
+        found.append(cells | {"peak, GB": f"{row['peak GB']:.2f}"} | losses)
+    return {"rows": found}
+
+
 def model_tables(results):
     """The rows of ddp_model: measured and predicted overhead of each bucket size."""
-    return value_tables(results["rows"])
+    found = []
+    for row in results["rows"]:
+        mean = results["bytes"] / row["buckets"] / MIB
+        cells = {"largest bucket, MiB": f"{row['bucket MB']:g}", "buckets": row["buckets"]}
+        cells |= {"mean bucket, MiB": f"{mean:.1f}", "measured, ms": f"{row['measured ms']:.2f}"}
+        for name in ("closed form", "pipelined"):
+            cells[f"{name}, ms"] = f"{row[f'{name} ms']:.2f}"
+            cells[f"{name} / measured"] = f"{row[f'{name} / measured']:.2f}"
+        found.append(cells)
+    return {"rows": found}
+
+
+def fits():
+    """The two networks of ddp_model: what was fitted, and whether backward takes as long as the communication."""
+    pairs = {"torch/ddp_model": "torch/ddp", "torch/ddp_model_sockets": "torch/ddp_sockets"}
+    rows, files = [], [*pairs]
+    for model, measured in pairs.items():
+        if any(not (ROOT / "results" / f"{file}.json").exists() for file in (model, measured)):
+            continue
+        found, settings = load(model)["results"], load(model)["results"]["settings"]
+        (base,) = (row for row in load(measured)["results"] if row["name"] == f"{settings}, none")
+        s, w, o = found["bytes"], found["w"], found["o"]
+        best = min(found["rows"], key=lambda row: row["measured ms"])
+        cells = {
+            "settings": settings,
+            "s, MB": f"{s / 1e6:.0f}",
+            "w, GB/s": f"{w / 1e9:.3g}",
+            "o, us": f"{1e6 * o:.3g}",
+        }
+        cells |= {"s / w, ms": f"{1e3 * s / w:.1f}", "backward, ms": f"{base['backward']['mean']:.1f}"}
+        cells |= {"sqrt(s w o), MiB": f"{found['best_bucket_bytes'] / MIB:.1f}"}
+        rows.append(cells | {"largest bucket of the fastest, MiB": f"{best['bucket MB']:g}"})
+    return rows, files
 
 
 def timeline_tables(results):
@@ -213,11 +355,24 @@ def tables_of(file, function, titles):
 
 
 TABLES = {
-    **tables_of("torch/end_to_end", end_to_end_tables, {"end-to-end": "time of each kind", "warm-up": "warm-up steps"}),
+    **tables_of(
+        "torch/end_to_end",
+        end_to_end_tables,
+        {
+            "end-to-end": "time of each kind",
+            "end-to-end-bf16": "time in fp32 / time in bf16",
+            "warm-up": "warm-up steps",
+        },
+    ),
     **tables_of(
         "torch/profile",
         profile_tables,
-        {"profile-passes": "passes", "profile-attention": "attention of one layer, forward"},
+        {
+            "profile-passes": "passes",
+            "profile-shares": "shares of the time of the kernels",
+            "profile-others": "other kernels",
+            "profile-attention": "attention of one layer, forward",
+        },
     ),
     **tables_of(
         "torch/accumulation", accumulation_tables, {"sums": "sum", "autocast": "dtypes", "layernorm": "layernorm"}
@@ -229,6 +384,7 @@ TABLES = {
             "peaks": "peak memory",
             "residual": "residual stream",
             "checkpoints": "checkpoints",
+            "timelines": "timelines",
             "largest": "largest allocations",
             "saved": "saved for backward by one block",
         },
@@ -241,11 +397,13 @@ TABLES = {
             **{f"grid-{kind}": f"grid, {kind}, ms" for kind in ("forward", "backward", "both")},
         },
     ),
-    **tables_of("torch/all_reduce", value_tables, {"all-reduce": "rows"}),
+    **tables_of("torch/all_reduce", all_reduce_tables, {"all-reduce": "libraries", "all-reduce-ours": "algorithms"}),
+    **tables_of("torch/ddp", ddp_tables, {"ddp": "rows"}),
     **tables_of("torch/ddp_timeline", timeline_tables, {"ddp-timeline": "rows"}),
-    **tables_of("torch/ddp_sockets", value_tables, {"ddp-sockets": "rows"}),
+    **tables_of("torch/ddp_sockets", ddp_tables, {"ddp-sockets": "rows"}),
     "core-buckets": lambda: gpu_tables.gpus_strategies("gpus/buckets"),
+    "ddp-fits": fits,
     **tables_of("torch/ddp_model", model_tables, {"ddp-model": "rows"}),
     **tables_of("torch/ddp_model_sockets", model_tables, {"ddp-model-sockets": "rows"}),
-    **tables_of("torch/sharding", value_tables, {"sharding": "rows"}),
+    **tables_of("torch/sharding", sharding_tables, {"sharding": "rows"}),
 }

@@ -52,4 +52,23 @@ def ddp():
     return rows, ["torch/ddp"]
 
 
-TABLES = {"torch-attention": attention, "torch-matmul": matmul, "torch-ddp": ddp}
+def sharding():
+    results = load("torch/sharding")["results"]
+    names = {"plain": "`BucketedDDP`, AdamW", "sharded optimizer": "`ShardedOptimizer`", "fsdp": "`FSDP`"}
+    (torch_peak,) = (result["peak GB"] for result in results if result["way"] == "fully_shard")
+    rows = [
+        {
+            "": names.get(result["way"], f"torch `{result['way']}`"),
+            "ms per step": f"{result['step']['mean']:.1f}",
+            "standard deviation": f"{result['step']['std']:.2g}",
+            "GB after the first step": f"{result['GB after step']:.2f}",
+            "peak GB": f"{result['peak GB']:.2f}",
+            "peak of this row / peak of fully_shard": f"{result['peak GB'] / torch_peak:.2f}",
+            "last loss": f"{result['last loss']:.6f}",
+        }
+        for result in results
+    ]
+    return rows, ["torch/sharding"]
+
+
+TABLES = {"torch-attention": attention, "torch-matmul": matmul, "torch-ddp": ddp, "torch-sharding": sharding}

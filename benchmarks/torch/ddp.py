@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from benchmarks.harness.assignment_tables import timeline_tables
 from benchmarks.harness.processes import run_main
 from benchmarks.harness.report import save
 from benchmarks.harness.rows import add_row_flags, run_rows
@@ -184,16 +185,21 @@ def draw_timeline(spans, path, title):
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, panels = plt.subplots(len(spans), 1, figsize=(11, 1.8 * len(spans)), sharex=True, squeeze=False)
+    figure, panels = plt.subplots(
+        len(spans), 1, figsize=(11, 1.9 * len(spans)), sharex=True, squeeze=False, layout="constrained"
+    )
+    hidden = {row[""]: row["communication during computation"] for row in timeline_tables({"intervals": spans})["rows"]}
     for (way, found), panel in zip(spans.items(), panels[:, 0], strict=True):
-        for place, (lane, colour) in enumerate({COMPUTE: "tab:blue", COMMUNICATION: "tab:red"}.items()):
+        for place, (lane, colour) in enumerate({COMMUNICATION: "tab:red", COMPUTE: "tab:blue"}.items()):
             bars = [(start, end - start) for each, start, end in found if each == lane]
-            panel.broken_barh(bars, (place - 0.4, 0.8), color=colour)
-        panel.set(yticks=[0, 1], yticklabels=[COMPUTE, COMMUNICATION], title=way)
-    panels[-1, 0].set_xlabel("ms")
-    figure.suptitle(title)
-    figure.tight_layout()
+            panel.broken_barh(bars, (place - 0.35, 0.7), color=colour, linewidth=0, snap=False)
+        panel.set(yticks=[0, 1], yticklabels=[COMMUNICATION, COMPUTE], ylim=(-0.6, 1.6))
+        panel.set_title(f"{way}: {hidden[way] or '0 %'} of the communication runs during computation", fontsize=10)
+        panel.grid(axis="x", alpha=0.3)
+    panels[-1, 0].set(xlabel="ms", xlim=(0, None))
+    figure.suptitle(title, fontsize=11)
     figure.savefig(path, dpi=120)
+    plt.close(figure)
 
 
 def timeline(args, settings, groups):

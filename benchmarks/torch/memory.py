@@ -21,7 +21,6 @@ import sys
 import torch
 
 from benchmarks.harness.assignment_tables import FORWARD, GIB, STEP, memory_tables
-from benchmarks.harness.jobs import ROOT
 from benchmarks.harness.processes import run_main
 from benchmarks.harness.rows import add_row_flags, measured, rows_path, run_rows
 from benchmarks.torch.memory_events import (
@@ -141,8 +140,8 @@ def timeline_row(implementation, size, context, precision, kind, args):
         passes = TorchPasses(implementation, size, context, precision, args.device, args.batch)
         for _ in range(2):
             passes.run(kind)
-        name = f"{args.save_as}_{size}_{context}_{precision}_{kind}.pickle"
-        path = ROOT / "out" / "results" / "torch" / name
+        name = f"{args.save_as}_{size}_{context}_{precision}_{kind}"
+        path = rows_path(BENCHMARK, argparse.Namespace(save=False, save_as=name), ".pickle")  # not in git
         path.parent.mkdir(parents=True, exist_ok=True)
         events, marks, before = allocated_by_torch(passes, kind, path)
     after = [before + count for count in allocated_after(events)]
@@ -161,7 +160,7 @@ def timeline_row(implementation, size, context, precision, kind, args):
 
 
 def draw(rows, path):
-    """Draw the timelines of the rows one below the other."""
+    """Draw the timelines of the rows one below the other. The axis of a forward pass does not begin at 0."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -170,16 +169,20 @@ def draw(rows, path):
     rows = [row for row in rows if row["name"].startswith("timeline / ") and "GiB" in row]
     if not rows:
         return
-    figure, panels = plt.subplots(len(rows), 1, figsize=(10, 2.4 * len(rows)), squeeze=False)
+    figure, panels = plt.subplots(len(rows), 1, figsize=(10, 2.6 * len(rows)), squeeze=False, layout="constrained")
     for row, panel in zip(rows, panels[:, 0], strict=True):
         values = [float(value) for value in row["GiB"].split()]
-        panel.fill_between(range(len(values)), values, color="tab:blue", alpha=0.6, linewidth=0)
+        low, high = min(values), max(values)
+        bottom = 0 if high - low > 0.1 * high else low - (high - low)  # parameters only, and one block at a time
+        panel.fill_between(range(len(values)), values, bottom, color="tab:blue", alpha=0.6, linewidth=0)
         for name, index in row["marks"].items():
             panel.axvline(index, color="black", linewidth=0.8)
-            panel.text(index, max(values), f" {name}", verticalalignment="top", fontsize=8)
-        panel.set(title=row["name"].removeprefix("timeline / "), ylabel="GiB", xticks=[], ylim=(0, 1.05 * max(values)))
+            place = {"ha": "right" if index > 0.9 * len(values) else "left", "va": "top", "fontsize": 9}
+            panel.annotate(name, (index, 0.96), (4 if place["ha"] == "left" else -4, 0), **place,
+                           xycoords=panel.get_xaxis_transform(), textcoords="offset points")  # fmt: skip
+        panel.set(ylabel="GiB", xticks=[], xlim=(0, len(values)), ylim=(bottom, high + 0.25 * (high - bottom)))
+        panel.set_title(row["name"].removeprefix("timeline / "), fontsize=10)
     panels[-1, 0].set_xlabel("allocations and frees, in their order")
-    figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
     plt.close(figure)

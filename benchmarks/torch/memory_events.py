@@ -121,6 +121,7 @@ def saved_by_block(passes, shape):
     kept = []  # so that no address is used twice
 
     def pack(tensor):
+        tensor = tensor.detach()  # with its graph, an output that its own operation saves would never be freed
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in counted:
             counted.add(storage.data_ptr())

@@ -1,6 +1,7 @@
 """The commands of benchmarks/torch that measure one model run on the CPU, once each, and print their tables."""
 
 import contextlib
+import gc
 import json
 import sys
 
@@ -8,7 +9,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from benchmarks.harness import assignment_tables, report, rows  # noqa: E402
+from benchmarks.harness import assignment_tables, figures, report, rows  # noqa: E402
 from benchmarks.torch import accumulation, end_to_end, memory, memory_events, models, passes, profile  # noqa: E402
 from gpt2core.errors import ConfigError  # noqa: E402
 
@@ -123,6 +124,17 @@ def test_memory_has_the_peaks_and_draws_the_timeline(run, tmp_path):
     assert (tmp_path / "out" / "results" / "torch" / "memory.png").stat().st_size > 5000
 
 
+def test_what_a_block_saved_is_freed():
+    def tensors():
+        gc.collect()
+        return sum(type(each) is torch.Tensor for each in gc.get_objects())
+
+    made = passes.make_passes(passes.NAIVE, "toy", 16, "fp32", "cpu", 2)
+    before = tensors()
+    assert sum(memory_events.saved_by_block(made, (2, 16, 64)).values()) > 0
+    assert tensors() == before
+
+
 def test_the_entries_of_a_snapshot_become_events_with_their_source():
     root = str(memory_events.ROOT)
     frames = [
@@ -169,3 +181,61 @@ def test_a_timeline_has_the_share_of_communication_during_computation():
         "communication, ms": "2.0",
         "communication during computation": "50 %",
     }
+
+
+def times(**means):
+    """The columns of a row with these means."""
+    return {kind.replace("_", " + "): {"mean": mean, "std": 0.0, "n": 5} for kind, mean in means.items()}
+
+
+def test_the_gain_of_bf16_needs_both_precisions():
+    found = [
+        {"name": "small / context 512 / fp32 / ours", **times(forward=6.0, forward_backward=9.0, step=10.0)},
+        {"name": "small / context 512 / bf16 / ours", **times(forward=2.0, forward_backward=6.0, step=4.0)},
+        {"name": "xl / context 512 / bf16 / ours", **times(forward=2.0, forward_backward=6.0, step=4.0)},
+    ]
+    (row,) = assignment_tables.end_to_end_tables(found)["time in fp32 / time in bf16"]
+    gains = {"forward": "3.00", "forward + backward": "1.50", "step": "2.50"}
+    assert row == {"size": "small", "context": "512", "implementation": "ours"} | gains
+
+
+def test_the_share_of_the_products_in_a_step_has_the_weights_of_the_passes():
+    ms = {"forward only": (1.0, 0.5), "forward": (1.0, 0.5), "backward": (2.0, 0.75), "optimizer": (1.0, 0.0)}
+    found = {
+        name: {"kernels_ms": kernels, "product_share": share, "wall": {"mean": 2 * kernels}}
+        for name, (kernels, share) in ms.items()
+    }
+    assert assignment_tables.step_cells(found) == {
+        "products, forward only": "50.0 %",
+        "products, training step": "50.0 %",  # (0.5 + 1.5) / 4
+        "optimizer, training step": "25.0 %",
+        "kernels / wall, forward only": "50.0 %",
+        "kernels / wall, training step": "50.0 %",
+    }
+
+
+def test_the_added_time_of_a_schedule_is_its_difference_from_none():
+    finish = {"mean": 25.0, "std": 1.0, "n": 5}
+    ways = ("none", 75.0, 0), ("naive", 100.0, 7), ("overlap", 80.0, 7)
+    found = [
+        {"way": way, "step": {"mean": step, "std": 1.0, "n": 5}, "finish": finish, "buckets": count}
+        for way, step, count in ways
+    ]
+    none, naive, overlap = assignment_tables.ddp_tables(found)["rows"]
+    assert (none["added, ms"], naive["added, ms"], overlap["added, ms"]) == ("", "25.0", "5.0")
+    assert (naive["share of step"], overlap["share of step"]) == ("25.0 %", "6.2 %")  # 25 / 100, 5 / 80
+    after = "synchronisation after backward, ms"
+    assert (none[after], naive[after], overlap[after]) == ("", "25 ± 1", "")
+
+
+def test_every_figure_is_drawn_from_its_results_file(monkeypatch, tmp_path, capsys):
+    for name in figures.FIGURES:
+        (tmp_path / f"{name}.json").touch()
+    monkeypatch.setattr(figures, "FOLDER", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["figures"])
+    figures.main()
+    assert all((tmp_path / f"{name}.png").stat().st_size > 5000 for name in figures.FIGURES)
+    monkeypatch.setattr(sys, "argv", ["figures", "other"])
+    with pytest.raises(SystemExit, match="2"):
+        figures.main()
+    assert "there is no figure other: use memory, ddp_timeline" in capsys.readouterr().err
