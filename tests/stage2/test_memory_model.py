@@ -49,7 +49,7 @@ from stage2_cuda.runtime.cuda_runtime import CudaRuntime
 from stage2_cuda.runtime.peak_flops import peak_flops
 from stage2_cuda.runtime.side_stream import NoStream, SideStream
 from stage2_cuda.tuning.tuner import Tuner
-from tests.support.fake_gpu import Event, Stream
+from benchmarks.harness.fake_gpu import Event, Stream
 from tests.support.pooled_cupy import PooledCupy
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -31,7 +31,7 @@ from stage3_mpi_cuda.nccl_communicator import GpuBinding, NcclCommunicator
 from stage3_mpi_cuda.staged_collectives import StagedCollectives
 from stage3_mpi_cuda.watchdog import NcclErrors
 from tests.support.collectives import DTYPES, assert_same, check_every_collective, rank_inputs
-from tests.support.fake_gpu import OnFakeGpu, fake_gpu
+from benchmarks.harness.fake_gpu import OnFakeGpu, fake_gpu
 from tests.support.jobs import mpi
 from tests.support.mpi import ROOT, mpiexec
 

@@ -1,0 +1,82 @@
+"""Do all stages compute the same? One table of the parity ladder, for every stage that this machine can run.
+
+If a rung fails, a line below the table says at which step, layer, operation and tensor the first difference is. A rung
+that this machine cannot run is a grey row with its reason. The exit code is 1 if a rung fails.
+"""
+
+import argparse
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+from benchmarks.harness.processes import progress, run_main
+from benchmarks.harness.report import nvidia_smi
+from gpt2core.errors import ConfigError
+
+if not nvidia_smi("name"):
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is imported
+
+GREY, RED, RESET = "\033[90m", "\033[31m", "\033[0m"
+
+
+def rows_of(rungs, options):
+    """Run the rungs; yield a dictionary for each."""
+    for rung in rungs:
+        progress(f"{rung.name}: {rung.compared}")
+        row = {"rung": rung.name, "compared": rung.compared, "tolerance": rung.tolerance}
+        started = time.perf_counter()
+        if reason := rung.reason():
+            row |= {"result": "not run", "measured": reason, "found": None}
+        else:
+            outcome = rung.run(options)
+            result = "passed" if outcome.passed else "FAILED"
+            row |= {"result": result, "measured": outcome.measured, "found": outcome.found}
+        yield row | {"seconds": round(time.perf_counter() - started, 1)}
+        progress("")
+
+
+def print_row(row):
+    """Print one row of the table; grey if it did not run, red if it failed. Colours only on a terminal."""
+    cells = [row["rung"].ljust(11), row["result"].ljust(7), f"{row['seconds']:6.1f} s", row["compared"].ljust(62)]
+    text = "  ".join([*cells, f"{row['tolerance']}: {row['measured']}"])
+    colour = {"not run": GREY, "FAILED": RED}.get(row["result"]) if sys.stdout.isatty() else None
+    print(f"{colour}{text}{RESET}" if colour else text, flush=True)
+
+
+def parser():
+    from benchmarks.parity.rungs import RUNGS
+
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.parity", description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--full", action="store_true", help="the paper's 50 steps in the rungs of the scripts (default: a small size)")
+    names = [rung.name for rung in RUNGS]
+    add("--only", nargs="+", choices=names, metavar="RUNG", help=f"run only these rungs: {', '.join(names)}")
+    add("--timeout", type=int, default=900, help="seconds that one run of a script may take (default 900)")
+    add("--json", type=Path, metavar="FILE", help="also write the rows to this file (default: no file)")
+    return parser, RUNGS
+
+
+def main():
+    flags, rungs = parser()
+    options, rows = flags.parse_args(), []
+    for row in rows_of([rung for rung in rungs if not options.only or rung.name in options.only], options):
+        print_row(row)
+        rows.append(row)
+    for row in rows:
+        if row["found"]:
+            print(f"\n{row['rung']}: {row['measured']}\nfirst difference: {row['found']}")
+    ran = [row for row in rows if row["result"] != "not run"]
+    failed = [row for row in ran if row["result"] == "FAILED"]
+    print(f"\n{len(ran) - len(failed)} of {len(ran)} rungs passed, {len(rows) - len(ran)} not run", flush=True)
+    if options.json:
+        try:
+            options.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"--json {options.json}: cannot be written ({error.strerror})") from None
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(run_main(main))
