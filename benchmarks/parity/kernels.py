@@ -11,16 +11,16 @@ from gpt2core.arena import BLOCK
 from gpt2core.optimizer import Hyperparameters, adamw_scalars
 from gpt2core.tracing.hooks import Hooks, Modules
 
-SHAPES = [(2, 33, 2, 16, 37), (1, 130, 3, 8, 172)]  # (B, T, H, D, V); no size is a multiple of all tile sizes
+SHAPES = [(2, 33, 2, 16, 37), (1, 130, 3, 8, 172)]  # (B, T, H, D, V); T and V are no multiples of a tile
 
 
-def first_difference(backend, seed=0):
+def first_difference(backend, shapes=SHAPES, seed=0):
     """The first Difference of all kernels of `backend` in its precision, or None."""
     checker = KernelChecker(backend, Modules({}), TOLERANCE[backend.precision])
     hooks, rng = Hooks(), np.random.default_rng(seed)
     hooks.around_kernels(backend, checker.around)
     try:
-        for shape in SHAPES:
+        for shape in shapes:
             for call_kernels in (call_layers, call_embedding_and_loss, call_optimizer):
                 call_kernels(backend, rng, *shape)
                 if checker.found:

@@ -15,7 +15,7 @@ import numpy as np
 from benchmarks.harness import jobs
 from benchmarks.harness.report import nvidia_smi
 from benchmarks.parity import kernels
-from benchmarks.parity.examine import Difference, difference, examine, place_of
+from benchmarks.parity.examine import difference, examine, place_of
 from benchmarks.ranks.parity import first_difference, train
 from gpt2core.communicator import Solo
 from gpt2core.data import Windows
@@ -155,8 +155,9 @@ def kernels_of_stage_2(options):
     from stage2_cuda.cuda_backend import CudaBackend
 
     precisions = PRECISIONS if gpu_count() else ("fp32",)
+    shapes = kernels.SHAPES if gpu_count() or options.full else kernels.SHAPES[:1]  # the interpreter is slow
     for precision in precisions:
-        if found := kernels.first_difference(CudaBackend(precision)):
+        if found := kernels.first_difference(CudaBackend(precision), shapes):
             return Outcome(False, f"a difference in {precision}", str(found))
     return Outcome(True, ", ".join(precisions))
 
@@ -186,7 +187,7 @@ def compare_with_transformers(config, tolerance=1e-4):
         transformers.GPT2Config(
             vocab_size=config.vocab_size, n_positions=config.block_size, n_embd=config.n_embd, n_layer=config.n_layer,
             n_head=config.n_head, tie_word_embeddings=config.tied, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
-            attn_implementation="eager",
+            bos_token_id=None, eos_token_id=None, attn_implementation="eager",
         )
     )  # fmt: skip
     theirs.load_state_dict({name: torch.tensor(array) for name, array in arrays.items()}, strict=False)
@@ -223,11 +224,13 @@ def first_collective_difference(comm):
     p, r = comm.size, comm.rank
     xs = [np.random.default_rng(rank).standard_normal((p * 5, 3)).astype(np.float32) for rank in range(p)]
     total, mine = tree_sum([x.astype(np.float64) for x in xs]), slice(5 * r, 5 * r + 5)
-    calls = [(f"all_reduce, algorithm {name}", total, lambda name=name: collectives.all_reduce(comm, xs[r], algorithm=name))
-             for name in collectives.ALL_REDUCE]  # fmt: skip
-    calls += [(f"reduce_scatter, algorithm {name}", total[mine],
-               lambda name=name: collectives.reduce_scatter(comm, xs[r], algorithm=name))
-              for name in collectives.REDUCE_SCATTER]  # fmt: skip
+    calls = []
+    for name in collectives.ALL_REDUCE:
+        call = functools.partial(collectives.all_reduce, comm, xs[r], algorithm=name)
+        calls.append((f"all_reduce, algorithm {name}", total, call))
+    for name in collectives.REDUCE_SCATTER:
+        call = functools.partial(collectives.reduce_scatter, comm, xs[r], algorithm=name)
+        calls.append((f"reduce_scatter, algorithm {name}", total[mine], call))
     calls += [("all_gather", np.concatenate(xs), lambda: collectives.all_gather(comm, xs[r]))]
     calls += [("all_to_all", np.concatenate([x[mine] for x in xs]), lambda: collectives.all_to_all(comm, xs[r]))]
     calls += [("broadcast", xs[p - 1], lambda: collectives.broadcast(comm, xs[r], p - 1))]
@@ -354,9 +357,10 @@ def stage_3_curve(options):
     """The log of stage 3 on several ranks, with that of stage 2, in deterministic mode."""
     size = *curve_size(options), options.timeout
     fixed = ("--deterministic", "--micro-batches", "4")
+    if not (gpu_count() or options.full):
+        fixed += ("--n-layer", "1", "--block-size", "8")  # the interpreter is slow
     wanted = train("stage 2", script("stage2_cuda", *fixed), *size)
-    most = max(2, gpu_count())  # two ranks share one GPU, or the interpreter
-    counts = [ranks for ranks in (1, 2, 4) if ranks <= most]
+    counts = [1, *(ranks for ranks in (2, 4) if ranks <= gpu_count())] if gpu_count() > 1 else [2]
     for ranks in counts:
         log = train(f"{ranks} ranks", script("stage3_mpi_cuda", *fixed, "--dp", "bucket", ranks=ranks), *size)
         if text := first_difference(log, wanted):
@@ -392,9 +396,8 @@ def examine_on_gpus(host):
 
 
 def needs_two_gpus():
-    return needs_triton_and_mpi() or (
-        None if gpu_count() > 1 else f"needs two GPUs, and this machine has {gpu_count()}"
-    )
+    few = f"needs two GPUs, and this machine has {gpu_count()}" if gpu_count() < 2 else None
+    return needs_triton_and_mpi() or few
 
 
 EQUAL = "equal bits"
@@ -417,4 +420,3 @@ RUNGS = [
          needs_two_gpus),
     Rung("stage-3", "stage 3 = stage 2: losses on 1, 2 (4) ranks", EQUAL, stage_3_curve, needs_triton_and_mpi),
 ]  # fmt: skip
-__all__ = ["Difference", "RUNGS", "Outcome", "Rung"]
