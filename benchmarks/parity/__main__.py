@@ -11,8 +11,9 @@ import sys
 import time
 from pathlib import Path
 
-from benchmarks.harness.processes import progress, run_main
+from benchmarks.harness.processes import BenchmarkFailed, progress, run_main
 from benchmarks.harness.report import nvidia_smi
+from benchmarks.parity.rungs import RUNGS, Outcome
 from gpt2core.errors import ConfigError
 
 if not nvidia_smi("name"):
@@ -30,11 +31,30 @@ def rows_of(rungs, options):
         if reason := rung.reason():
             row |= {"result": "not run", "measured": reason, "found": None}
         else:
-            outcome = rung.run(options)
+            outcome = run_rung(rung, options)
             result = "passed" if outcome.passed else "FAILED"
             row |= {"result": result, "measured": outcome.measured, "found": outcome.found}
         yield row | {"seconds": round(time.perf_counter() - started, 1)}
         progress("")
+
+
+def run_rung(rung, options):
+    """The Outcome of a rung; an exception is a failure."""
+    try:
+        return rung.run(options)
+    except (
+        BenchmarkFailed,
+        AssertionError,
+        ArithmeticError,
+        LookupError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+    ) as error:
+        lines = [line for line in str(error).splitlines() if line.strip()]
+        text = f"{type(error).__name__}: {lines[0] if lines else ''}"
+        last = f" ... {lines[-1]}" if len(lines) > 1 else ""
+        return Outcome(False, text, f"not found, because the run raised {text}{last}")
 
 
 def print_row(row):
@@ -46,8 +66,6 @@ def print_row(row):
 
 
 def parser():
-    from benchmarks.parity.rungs import RUNGS
-
     parser = argparse.ArgumentParser(prog="python -m benchmarks.parity", description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--full", action="store_true", help="the paper's 50 steps in the rungs of the scripts (default: a small size)")
@@ -55,13 +73,12 @@ def parser():
     add("--only", nargs="+", choices=names, metavar="RUNG", help=f"run only these rungs: {', '.join(names)}")
     add("--timeout", type=int, default=900, help="seconds that one run of a script may take (default 900)")
     add("--json", type=Path, metavar="FILE", help="also write the rows to this file (default: no file)")
-    return parser, RUNGS
+    return parser
 
 
 def main():
-    flags, rungs = parser()
-    options, rows = flags.parse_args(), []
-    for row in rows_of([rung for rung in rungs if not options.only or rung.name in options.only], options):
+    options, rows = parser().parse_args(), []
+    for row in rows_of([rung for rung in RUNGS if not options.only or rung.name in options.only], options):
         print_row(row)
         rows.append(row)
     for row in rows:
