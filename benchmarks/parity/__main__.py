@@ -96,4 +96,4 @@ def main():
 
 
 if __name__ == "__main__":
-    sys.exit(run_main(main))
+    sys.exit(run_main(main, measures_time=False))

@@ -32,7 +32,7 @@ def first_difference(backend, shapes=SHAPES, seed=0):
 
 def normal(backend, rng, *shape, scale=1.0):
     """Normally distributed numbers in the dtype of activations."""
-    return backend.asarray((scale * rng.standard_normal(shape)).astype(np.float32).astype(backend.compute_dtype))
+    return backend.asarray((scale * rng.standard_normal(shape)).astype(np.float32)).astype(backend.compute_dtype)
 
 
 def call_layers(backend, rng, B, T, H, D, V):
@@ -71,10 +71,12 @@ def call_embedding_and_loss(backend, rng, B, T, H, D, V):
     """Embedding, logits and cross-entropy, forward and backward; also of half of the vocabulary."""
     C, N = H * D, B * T
     ids, targets = rng.integers(0, V, (B, T)), rng.integers(0, V, N)
-    wte, wpe, x = (normal(backend, rng, *shape) for shape in ((V, C), (T, C), (N, C)))
+    wte, wpe, x = (
+        normal(backend, rng, *shape, scale=C**-0.25) for shape in ((V, C), (T, C), (N, C))
+    )  # logits of size 1
     dloss, scale = backend.asarray(np.array(0.75)), 1 / N
     for first, rows in ((0, V), (V // 2, V - V // 2)):
-        own = backend.asarray(np.array(backend.to_host(wte))[first : first + rows].astype(backend.compute_dtype))
+        own = wte[first : first + rows].copy()
         backend.embedding_forward(ids, own, wpe, 0, first)
         backend.embedding_backward(normal(backend, rng, B, T, C), ids, own, wpe, 0, first)
         maxima, sums, target_logits, aux = backend.unembed_cross_entropy_forward(x, own, targets, first)

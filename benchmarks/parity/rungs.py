@@ -5,6 +5,7 @@ machine cannot run it, or None.
 """
 
 import functools
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from benchmarks.harness.report import nvidia_smi
 from benchmarks.parity import kernels
 from benchmarks.parity.examine import difference, examine, place_of
 from benchmarks.ranks.parity import first_difference, train
-from gpt2core.communicator import Solo
+from gpt2core.communicator import CommunicatorError, Solo
 from gpt2core.data import Windows
 from gpt2core.errors import ConfigError
 from gpt2core.model import GPT2, GPT2Config
@@ -70,7 +71,8 @@ def outcome(found, measured):
 
 @functools.cache
 def gpu_count():
-    return len(nvidia_smi("name"))
+    """The number of GPUs, or 0 if Triton's interpreter was selected."""
+    return 0 if os.environ.get("TRITON_INTERPRET", "0") != "0" else len(nvidia_smi("name"))
 
 
 def needs(*packages):
@@ -92,12 +94,23 @@ def needs_mpi():
     return None
 
 
-def needs_triton_and_mpi():
-    return needs("triton")() or needs_mpi()
+def needs_stage_2():
+    """reason() of a rung that runs the kernels of stage 2, on a GPU or in Triton's interpreter."""
+    from stage2_cuda.runtime import triton_launch
+
+    try:
+        triton_launch.array_module()
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+def needs_stage_3():
+    return needs_stage_2() or needs_mpi()
 
 
 def needs_no_gpu():
-    return needs("triton")() or ("fakes a GPU; rung stage-3 uses the real ones" if gpu_count() else None)
+    return needs_stage_2() or ("fakes a GPU; rung stage-3 uses the real ones" if gpu_count() else None)
 
 
 # -- a small training run ----------------------------------------------------------------------------------------------
@@ -236,7 +249,10 @@ def first_collective_difference(comm):
     calls += [("broadcast", xs[p - 1], lambda: collectives.broadcast(comm, xs[r], p - 1))]
     found = None
     for place, want, call in calls:
-        got = call()  # every rank makes every call, so that no rank waits for another
+        try:
+            got = call()  # every rank makes every call, so that no rank waits for another
+        except CommunicatorError as error:
+            raise CommunicatorError(f"{place}: {error}") from error
         found = found or difference(got, want, 1e-5, place=f"{place}, rank {r} of {p}", tensor="result")
     return found
 
@@ -397,7 +413,7 @@ def examine_on_gpus(host):
 
 def needs_two_gpus():
     few = f"needs two GPUs, and this machine has {gpu_count()}" if gpu_count() < 2 else None
-    return needs_triton_and_mpi() or few
+    return needs_stage_3() or few
 
 
 EQUAL = "equal bits"
@@ -411,12 +427,12 @@ RUNGS = [
          strategies_on_threads),
     Rung("stage-1", "stage 1 = stage 0: losses on 1, 2, 4 (8) ranks", EQUAL, stage_1_curve, needs_mpi),
     Rung("kernels-2", "stage 2: every kernel, with its formula in float64", "fp32 1e-5, tf32 1e-3, 16 bits 1e-2",
-         kernels_of_stage_2, needs("triton")),
+         kernels_of_stage_2, needs_stage_2),
     Rung("gradients-2", "stage 2: training steps, with a model in float64", "1e-4", gradients_of_stage_2,
-         needs("triton")),
-    Rung("stage-2", "stage 2 ~ stage 0: losses", "fp32 1e-3, tf32 1e-2, 16 bits 2e-2", stage_2_curve, needs("triton")),
+         needs_stage_2),
+    Rung("stage-2", "stage 2 ~ stage 0: losses", "fp32 1e-3, tf32 1e-2, 16 bits 2e-2", stage_2_curve, needs_stage_2),
     Rung("nccl", "stage 3: NCCL's calls, executed by a fake, with stage 2", EQUAL, nccl_on_threads, needs_no_gpu),
     Rung("gradients-3", "stage 3: training steps on two GPUs, with a model in float64", EQUAL, gradients_of_stage_3,
          needs_two_gpus),
-    Rung("stage-3", "stage 3 = stage 2: losses on 1, 2 (4) ranks", EQUAL, stage_3_curve, needs_triton_and_mpi),
+    Rung("stage-3", "stage 3 = stage 2: losses on 1, 2 (4) ranks", EQUAL, stage_3_curve, needs_stage_3),
 ]  # fmt: skip
