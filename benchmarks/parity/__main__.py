@@ -71,6 +71,8 @@ def parser():
     add("--full", action="store_true", help="the paper's 50 steps in the rungs of the scripts (default: a small size)")
     names = [rung.name for rung in RUNGS]
     add("--only", nargs="+", choices=names, metavar="RUNG", help=f"run only these rungs: {', '.join(names)}")
+    text = "steps of the small training runs in which the first difference is searched (default 1 to 3; --full: 10)"
+    add("--steps", type=int, metavar="N", help=text)
     add("--timeout", type=int, default=900, help="seconds that one run of a script may take (default 900)")
     add("--json", type=Path, metavar="FILE", help="also write the rows to this file (default: no file)")
     return parser
@@ -78,6 +80,8 @@ def parser():
 
 def main():
     options, rows = parser().parse_args(), []
+    if options.steps is not None and options.steps < 1:
+        raise ConfigError(f"--steps {options.steps} must be at least 1")
     for row in rows_of([rung for rung in RUNGS if not options.only or rung.name in options.only], options):
         print_row(row)
         rows.append(row)

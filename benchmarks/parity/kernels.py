@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from benchmarks.parity.examine import TOLERANCE, KernelChecker
+from benchmarks.parity.checks import TOLERANCE, KernelChecker
 from gpt2core.arena import BLOCK
 from gpt2core.optimizer import Hyperparameters, adamw_scalars
 from gpt2core.tracing.hooks import Hooks, Modules

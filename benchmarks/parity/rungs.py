@@ -16,7 +16,8 @@ import numpy as np
 from benchmarks.harness import jobs
 from benchmarks.harness.report import nvidia_smi
 from benchmarks.parity import kernels
-from benchmarks.parity.examine import difference, examine, place_of
+from benchmarks.parity.checks import difference, place_of
+from benchmarks.parity.examine import examine
 from benchmarks.ranks.parity import first_difference, train
 from gpt2core.communicator import CommunicatorError, Solo
 from gpt2core.data import Windows
@@ -261,21 +262,21 @@ def first_collective_difference(comm):
 
 
 def gradients_of_stage_0(options):
-    steps = 10 if options.full else 2
+    steps = steps_of(options, 2)
     return outcome(examined(trainer_maker(NumpyBackend), MODEL, steps), f"{steps} steps: each kernel, each gradient")
 
 
 def gradients_of_stage_2(options):
     from stage2_cuda.cuda_backend import CudaBackend
 
-    config, steps = (MODEL, 2) if gpu_count() else (SMALL, 1)
+    config, steps = (MODEL, steps_of(options, 2)) if gpu_count() else (SMALL, options.steps or 1)
     make = trainer_maker(CudaBackend, config, batch_size=4, micro_batches=1)
     return outcome(examined(make, config, steps), f"{steps} steps: each kernel, each gradient")
 
 
 def strategies_on_threads(options):
     """Losses, norms and parameters of every --dp and --zero on threads, with those of one rank; tp within 1e-5."""
-    steps, count = 10 if options.full else 3, 0
+    steps, count = steps_of(options, 3), 0
     wanted = trained(Solo(), trainer_maker(NumpyBackend), MODEL, steps)
     ways = [dict(dp=dp, zero=zero) for dp in STRATEGIES for zero in (0, 1)]
     ways += [dict(dp="bucket", zero=1, zero_gather="forward"), dict(tp=2)]
@@ -289,6 +290,11 @@ def strategies_on_threads(options):
                 flags = " ".join(f"--{name} {value}" for name, value in how.items())
                 return Outcome(False, f"{ranks} ranks, {flags}: {text}", str(found or unlocated(text)))
     return Outcome(True, f"{count} runs of {steps} steps are equal")
+
+
+def steps_of(options, default):
+    """The number of steps of a small training run."""
+    return options.steps or (10 if options.full else default)
 
 
 def near(losses, wanted, tolerance):
@@ -334,7 +340,7 @@ def stage_1_curve(options):
         if text := first_difference(log, wanted):
             how = dict(zip([flag[2:] for flag in flags[::2]], flags[1::2], strict=True))
             parallel = dict(dp=how.get("dp", "flat"), zero=int(how.get("zero", 0)))
-            found = examined(trainer_maker(NumpyBackend, **parallel), MODEL, 3, max(2, ranks))
+            found = examined(trainer_maker(NumpyBackend, **parallel), MODEL, steps_of(options, 3), max(2, ranks))
             return Outcome(False, f"{ranks} ranks: {text}", str(found or unlocated(text)))
     return Outcome(True, f"{preset}, {steps} steps: {len(runs) + options.full} runs are equal")
 

@@ -37,10 +37,11 @@ def open_cupti(number=None):
     os.environ["TEARDOWN_CUPTI"] = "0"  # torch.profiler: keep CUPTI open between two profiles
     try:
         import torch
-    except ImportError as error:
-        raise ConfigError("the profile needs PyTorch's CUPTI; install torch") from error
+    except (ImportError, OSError) as error:
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise ConfigError(f"the kernels of a GPU are recorded by PyTorch's CUPTI: install torch ({reason})") from error
     if not torch.cuda.is_available():
-        raise ConfigError("no GPU was found; the profile needs one")
+        raise ConfigError("PyTorch finds no GPU, and its CUPTI records the kernels: install a torch with CUDA")
     if number is not None:
         torch.cuda.set_device(number)
     one = torch.ones(1, device="cuda")

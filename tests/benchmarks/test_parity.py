@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from benchmarks.parity import rungs
-from benchmarks.parity.examine import Difference, difference, place_of
+from benchmarks.parity.checks import Difference, difference, place_of
 from benchmarks.parity.rungs import MODEL, examined, trainer_maker
 from gpt2core.communicator import Communicator
 from stage0_serial.numpy_backend import NumpyBackend
