@@ -438,7 +438,7 @@ RUNGS = [
          needs_stage_2),
     Rung("stage-2", "stage 2 ~ stage 0: losses", "fp32 1e-3, tf32 1e-2, 16 bits 2e-2", stage_2_curve, needs_stage_2),
     Rung("nccl", "stage 3: NCCL's calls, executed by a fake, with stage 2", EQUAL, nccl_on_threads, needs_no_gpu),
-    Rung("gradients-3", "stage 3: training steps on two GPUs, with a model in float64", EQUAL, gradients_of_stage_3,
-         needs_two_gpus),
+    Rung("gradients-3", "stage 3: training steps on two GPUs, with a model in float64", "1e-4; sums equal bits",
+         gradients_of_stage_3, needs_two_gpus),
     Rung("stage-3", "stage 3 = stage 2: losses on 1, 2 (4) ranks", EQUAL, stage_3_curve, needs_stage_3),
 ]  # fmt: skip
