@@ -34,6 +34,8 @@ RESULTS = {
 }
 # backward kernels whose oracle needs inputs of the forward call
 NEED_FORWARD = "linear_gelu_backward", "mlp_backward", "layernorm_backward", "residual_layernorm_backward"
+# kernels of two matrix products, one after the other, which double the rounding error
+TWO_PRODUCTS = "mlp", "attention", "unembed_cross_entropy"
 
 
 @dataclass(frozen=True)
@@ -161,7 +163,8 @@ class KernelChecker:
             if got is None or tensor == "logsumexp" and not same_shape(got, want):
                 continue  # the backend keeps something else, or computes no such gradient
             where = dict(step=self.step, place=place_of(module, name), tensor=tensor)
-            self.found = self.found or difference(self.on_host(got), want, self.tolerance, least, **where)
+            tolerance = self.tolerance * (2 if name.startswith(TWO_PRODUCTS) else 1)
+            self.found = self.found or difference(self.on_host(got), want, tolerance, least, **where)
 
 
 def same_shape(array, other):
