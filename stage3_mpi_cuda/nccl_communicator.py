@@ -56,6 +56,7 @@ class NcclCommunicator(Communicator):
             self.transport, self.gpu = "mpi", GpuBinding()
         else:
             self.gpu = all_or_raise(self.mpi_group, lambda: bind_gpu(self.local_rank))
+            triton_launch.launcher().compiles_ahead = self.size == 1
             self.transport = self._choose_transport(name)
             if self.transport == "nccl":
                 self.gpu.nccl = all_or_raise(self.mpi_group, lambda: import_nccl(self.gpu.cupy))

@@ -113,7 +113,8 @@ def select_tiles(q, k, precision):
         multiprocessors = torch.cuda.get_device_properties(q.base.device).multi_processor_count
         if B * H * triton.cdiv(T, 64) <= multiprocessors:
             return next(tiles for largest, tiles in small.items() if D <= largest)
-    gluon = gluon_table(q.base.device) if not interpreted() and serves(itemsize, B * H, T, D) else None
+    served = not interpreted() and serves(itemsize, B * H, q.shape[2], k.shape[2], D)
+    gluon = gluon_table(q.base.device) if served else None
     return default_tiles(itemsize, T, D, precision, gluon)
 
 

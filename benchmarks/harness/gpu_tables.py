@@ -157,6 +157,11 @@ def attention(name):
     return rows, [name]
 
 
+def gluon_ladder():
+    rows, files = attention("gpu/gluon_ladder")
+    return [{title: cell for title, cell in row.items() if "speedup" not in title} for row in rows], files
+
+
 def gpu_tune():
     rows = []
     for title, candidates in load("gpu/tune")["results"].items():  # the fastest candidate comes first
@@ -347,6 +352,7 @@ TABLES = {
     "gpu-attention-tiles": lambda: attention("gpu/attention_tiles"),
     "gpu-attention-pointers": lambda: attention("gpu/attention_pointers"),
     "gpu-attention": lambda: attention("gpu/attention"),
+    "gpu-gluon-ladder": gluon_ladder,
     "gpu-tune": gpu_tune,
     "gpu-products": gpu_products,
     "gpu-decode": gpu_decode,

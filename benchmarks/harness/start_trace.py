@@ -22,16 +22,16 @@ IMPORTS = "numpy", "torch", "triton", "cupy", "tokenizers", "stage2_cuda.cuda_ba
 FUNCTIONS = {
     "gpt2core.app.inference_command": "load_checkpoint make_inference_backend read_inputs load_model write_text",
     "gpt2core.app.train_command": "read_inputs make_trainer run_steps save_checkpoint write_sample",
-    "stage2_cuda.runtime.triton_launch": "GpuLauncher.__init__ cupy_driver GpuLauncher.compile_ahead "
-    "GpuLauncher.new_variant GpuLauncher.load",
+    "stage2_cuda.runtime.triton_launch": "GpuLauncher.__init__ start_driver triton_utils cupy_driver "
+    "GpuLauncher.compile_ahead GpuLauncher.new_variant GpuLauncher.load",
     "stage2_cuda.runtime.compile_threads": "CompileThreads.wait_for",
-    "stage2_cuda.runtime.triton_start": "inspect_first_argument hash_triton",
+    "stage2_cuda.runtime.triton_start": "inspect_first_argument key_of_files ask_compiler_version",
     "stage2_cuda.runtime.cuda_runtime": "CudaRuntime.__init__ SideStream.__init__",
     "stage2_cuda.runtime.cuda_graph": "CapturedStep.__init__ CapturedStep.capture StaticInputs",
     "stage2_cuda.gemm.cublaslt": "load_library CublasLt.__init__ CublasLt._choose_algorithm",
     "stage2_cuda.tuning.tuner": "Tuner.time_candidates medians check",
     "stage2_cuda.decoding.decoder": "GpuDecoder.__init__ GpuDecoder.start GpuDecoder.step GpuDecoder.read_tokens",
-    "triton.compiler.compiler": "compile",
+    "triton.compiler.compiler": "compile ASTSource.hash CompiledKernel._init_handles",
     "triton.runtime.build": "_build",
     "cupy.cuda.compiler": "_compile_module_with_cache compile_using_nvrtc",
 }

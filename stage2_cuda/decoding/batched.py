@@ -55,7 +55,6 @@ class DecodeTiling(NamedTuple):
     elements_per_thread: int = 128  # elements of a weight tile per thread; determines the number of warps
     block_k: int = 128  # rows per tl.dot of a 16-bit weight, for two or more sequences; half as many of an fp32 weight
     pdl: bool = False
-    prefetch: bool = False  # one sequence: whether each kernel prefetches weights of the next layer to the L2 cache
 
 
 SINGLE = DecodeTiling(block_n=32, split_k=3, split_block_n=64, block_keys=32, block_vocab=8)

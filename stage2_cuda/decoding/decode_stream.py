@@ -5,6 +5,7 @@ import contextlib
 import numpy as np
 
 from stage2_cuda.runtime.cuda_graph import CapturedStep, Workspace
+from stage2_cuda.runtime.static_inputs import empty_pinned
 
 
 class EagerStream(contextlib.nullcontext):
@@ -62,9 +63,7 @@ class DecodeStream:
 
         The host needs no copy; it waits for an event (record_event) before it reads.
         """
-        import cupyx
-
-        host = cupyx.empty_pinned(shape, dtype)
+        host = empty_pinned(self.cupy, shape, dtype)
         memory = self.cupy.cuda.UnownedMemory(host.ctypes.data, host.nbytes, host)
         return self.cupy.ndarray(shape, dtype, self.cupy.cuda.MemoryPointer(memory, 0)), host
 

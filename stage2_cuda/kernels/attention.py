@@ -273,7 +273,7 @@ def shapes_and_tiles(qkv, n_head, precision, tiles=None):
 
 def gluon_table(itemsize, heads, T, D):
     """The entries of GLUON_TILES for CuPy's current device; {} if the plain kernels serve B*H = `heads` heads."""
-    if not gluon_launches.serves(itemsize, heads, T, D):
+    if not gluon_launches.serves(itemsize, heads, T, T, D):
         return {}
     return GLUON_TILES.get(gluon_launches.gluon_kind(*gpu_model()), {})
 

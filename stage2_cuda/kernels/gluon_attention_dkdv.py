@@ -50,7 +50,8 @@ def new_vectors(desc, COUNT: gl.constexpr):
 def load_block(descs, b, h, row, head_start, full, ring, i, pred=True):
     """Start to copy 64 queries to slot i of a ring: q with their logsumexp, or dy with their delta.
 
-    Beyond T_q the logsumexp and delta are those of another head; step() does not use them.
+    Beyond T_q the logsumexp and delta are those of another head; step() does not use them. A copy starts at a multiple
+    of 16 bytes, so T_q must be a multiple of 4.
     """
     desc, vector_desc = descs
     tiles, vectors = ring

@@ -1,8 +1,9 @@
 """Launches of the Gluon kernels of attention, which are faster than the plain Triton kernels on a Hopper GPU.
 
-GLUON_TILES in attention.py says which GPUs and shapes they serve: compute capability 9.0, bf16 and fp16, head sizes 64
-and 128, any T_q and T_k, causal or not. The plain kernels of attention_forward.py and attention_backward.py serve all
-others. Importing this file does not import Gluon: the kernels are imported when has_gluon() is called.
+GLUON_TILES in attention.py and serves() say which GPUs and shapes they serve: compute capability 9.0, bf16 and fp16,
+head sizes 64 and 128, T_q a multiple of 4, any T_k, causal or not. The plain kernels of attention_forward.py and
+attention_backward.py serve all others. Importing this file does not import Gluon: the kernels are imported when
+has_gluon() is called.
 """
 
 # B batch, T time, H heads, D head size
@@ -15,7 +16,10 @@ from typing import NamedTuple
 from stage2_cuda.runtime.triton_launch import KernelLaunch, Pointer
 
 HEAD_SIZES = 64, 128
-SHORTEST = 257  # the smallest T: for a shorter T one plain kernel computes dq, dk and dv in one launch
+# For T up to SHORT one plain kernel computes dq, dk and dv in one launch. With many heads B*H the Gluon kernels are
+# used at T = SHORT too: on an H200 they were faster with 768 heads. The limit MANY_HEADS itself was not measured.
+SHORT, MANY_HEADS = 256, 512
+ALIGNED_ROWS = 4  # a copy of the logsumexp (float32) starts at a multiple of 16 bytes, or the GPU reports an error
 GROUP_BYTES = 16 << 20  # of keys and values of the heads that are computed at a time: they fit the L2 cache
 ROWS = 64  # queries or keys of a tile of one warp group: ROWS of gluon_tiles.py
 MAX_HEADS = 2**16 - 1  # limit of CUDA for the third dimension of a grid
@@ -44,7 +48,7 @@ CONSTANTS = {
     ),
     ("dkdv", "pipelined", 64): dict(STAGES=3, LEAN=True, maxnreg=168),
     ("dkdv", "specialized", 64): dict(STAGES=4, REGISTERS=240, LEAN=False, maxnreg=168),
-    ("dkdv", "specialized", 128): dict(STAGES=3, REGISTERS=240, LEAN=True, maxnreg=168),
+    ("dkdv", "specialized", 128): dict(STAGES=4, REGISTERS=240, LEAN=True, maxnreg=168),
 }
 WARP_GROUPS = {
     ("forward", 64): 3,
@@ -78,10 +82,12 @@ def module_of(kernel):
     return importlib.import_module(f"stage2_cuda.kernels.gluon_attention_{kernel}")
 
 
-def serves(itemsize, heads, T, D):
+def serves(itemsize, heads, T_q, T_k, D):
     """Whether the kernels serve elements of `itemsize` bytes, this number of heads B*H, positions and head size."""
+    T = max(T_q, T_k)
     fits = heads <= MAX_HEADS and heads * T < 2**31  # coordinates of a descriptor have 32 bits
-    return itemsize == 2 and D in HEAD_SIZES and T >= SHORTEST and fits
+    long_enough = T > SHORT or (T == SHORT and heads >= MANY_HEADS)
+    return itemsize == 2 and D in HEAD_SIZES and T_q % ALIGNED_ROWS == 0 and long_enough and fits
 
 
 def designs(kernel, D):

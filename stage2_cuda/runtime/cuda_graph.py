@@ -8,7 +8,7 @@ import numpy as np
 
 from gpt2core.runtime import Compiled, Results
 from stage2_cuda.runtime import triton_launch
-from stage2_cuda.runtime.static_inputs import StaticInputs
+from stage2_cuda.runtime.static_inputs import StaticInputs, empty_pinned
 
 DEVICE_TO_HOST, DEVICE_TO_DEVICE = 2, 3  # cudaMemcpyKind
 ALIGNED = 16  # bytes: each result starts at a multiple of this in the readback buffers
@@ -140,8 +140,6 @@ class Readback:
     """
 
     def __init__(self, cupy, stream, arrays, kept_arrays):
-        import cupyx
-
         self.copy, self.stream, self.count = cupy.cuda.runtime.memcpyAsync, stream, 0
         # result i starts at byte ends[i] of a buffer
         ends = np.cumsum([0, *(-(-array.nbytes // ALIGNED) * ALIGNED for array in arrays)]).tolist()
@@ -153,7 +151,7 @@ class Readback:
             self.copy(self.device_address + start, array.data.ptr, array.nbytes, DEVICE_TO_DEVICE, stream.ptr)
         self.buffers = []  # two of (pinned buffer, the results as views of it, event after the latest copy to it)
         for _ in range(2):
-            buffer = cupyx.empty_pinned(size, np.uint8)
+            buffer = empty_pinned(cupy, size, np.uint8)
             views = [
                 buffer[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
                 for array, start in zip(arrays, ends, strict=False)

@@ -14,6 +14,15 @@ def outside_pool(cupy):
     return cupy.cuda.using_allocator(None)
 
 
+def empty_pinned(cupy, shape, dtype):
+    """A NumPy array of undefined values in pinned (page-locked) host memory, which the device can copy and map.
+
+    cupyx.empty_pinned() does the same, but `import cupyx` also imports SciPy, if it is installed, which is slow.
+    """
+    memory = cupy.cuda.alloc_pinned_memory(int(np.prod(shape)) * np.dtype(dtype).itemsize)
+    return np.ndarray(shape, dtype, buffer=memory)
+
+
 class StaticInputs:
     """Device copies of the NumPy arrays in a tree of arguments, at the same addresses for every call.
 
@@ -29,9 +38,7 @@ class StaticInputs:
         ends = np.cumsum([0, *(-(-array.nbytes // ALIGNED) * ALIGNED for array in arrays)]).tolist()
         self.size, self.uploaded = ends[-1], cupy.cuda.Event(disable_timing=True)
         if self.size:
-            import cupyx
-
-            self.staging = cupyx.empty_pinned(self.size, np.uint8)
+            self.staging = empty_pinned(cupy, self.size, np.uint8)
             with outside_pool(cupy):
                 self.memory = cupy.empty(self.size, np.uint8)
         starts = iter(ends)

@@ -11,6 +11,7 @@ variant, which takes about 10 us. launch() finds it by one dictionary look-up, w
 Triton 3.6 and 3.9 were tried; comments say where they differ.
 """
 
+import contextlib
 import ctypes
 import functools
 import importlib
@@ -144,13 +145,16 @@ class GpuLauncher:
     def __init__(self):
         triton = import_module("triton", "Triton", "pip install triton")
         self.threads = CompileThreads(lambda text: print(text, file=sys.stderr))
-        self.threads.pool.submit(triton_start.hash_triton)  # while CuPy is imported
+        triton_start.identify_by_file_times()
+        self.threads.pool.submit(start_driver)  # during the imports, as the next one
+        utils = self.threads.pool.submit(triton_utils)
         try:
             self.xp = import_module("cupy", "CuPy", f"{PIP_INSTALL}; without a GPU, {USE_INTERPRETER}")
         except ConfigError:
             if not has_driver():  # then the advice to install CuPy would not help
                 raise ConfigError(f"no GPU was found: this machine has no NVIDIA driver; {USE_INTERPRETER}") from None
             raise
+        triton_start.inspect_first_argument()
         self.device = self.xp.cuda.runtime.getDevice  # a function: it returns the number of the current device
         try:
             count = self.xp.cuda.runtime.getDeviceCount()
@@ -161,13 +165,14 @@ class GpuLauncher:
         if self.capability() < MIN_CAPABILITY:
             has, needs = (".".join(map(str, pair)) for pair in (self.capability(), MIN_CAPABILITY))
             raise ConfigError(f"this GPU has compute capability {has}, the kernels need {needs}: {USE_INTERPRETER}")
-        triton.runtime.driver.set_active(cupy_driver(self))
-        triton_start.inspect_first_argument()
+        self.threads.pool.submit(triton_start.ask_compiler_version, self.capability())
+        triton.runtime.driver.set_active(cupy_driver(self, utils.result()))
         # Triton asks for memory if a kernel creates descriptors. Python frees the array right after the launch. This is
         # safe: CuPy's pool gives the memory only to arrays of the same stream, which later kernels use.
         triton.set_allocator(lambda size, alignment, stream: Pointer(self.xp.empty(size, np.int8)))
         self.compiled = {}  # {key of a variant: (the compiled kernel, its constants)}
         self.only_compiles = False  # whether launch() starts to compile in threads, and launches nothing
+        self.compiles_ahead = True  # False if functions contain collectives, which must not be called once more
 
     def capability(self, device=None):
         """The compute capability (major, minor) of a device, by default of the current one."""
@@ -177,6 +182,8 @@ class GpuLauncher:
         return self.capability() >= PDL_CAPABILITY
 
     def compile_ahead(self, function, *args):
+        if not self.compiles_ahead:
+            return
         self.only_compiles = True
         try:
             function(*args)
@@ -228,13 +235,17 @@ class GpuLauncher:
         if self.only_compiles:
             arguments = [without_array(value) for value in arguments]  # or the thread would keep device memory
             compile = functools.partial(self.compile, kernel, arguments, options)
-            return self.threads.start(key, functools.partial(self.compile_in_thread, self.device(), compile))
+            return self.start_thread(key, compile)
         variant = self.threads.result(key) or self.compile(kernel, arguments, options)
         self.compiled[key] = variant
         return variant
 
+    def start_thread(self, key, compile):
+        """Call compile() in a thread, on the current device, unless a call with this key was started before."""
+        self.threads.start(key, functools.partial(self.compile_in_thread, self.device(), compile))
+
     def compile_in_thread(self, device, compile):
-        """Compile a variant and load it on a device. In a new thread, CUDA's current device is 0."""
+        """Call compile() on a device. In a new thread, CUDA's current device is 0."""
         self.xp.cuda.runtime.setDevice(device)
         return compile()
 
@@ -276,14 +287,30 @@ def has_driver():
     return True
 
 
-def cupy_driver(gpu):
-    """An instance of Triton's class CudaDriver that uses CuPy's current device and stream. gpu: a GpuLauncher."""
-    from triton.backends.nvidia.driver import CudaDriver, CudaLauncher, CudaUtils
+def start_driver():
+    """Initialize NVIDIA's driver, which takes several tenths of a second. CuPy reports the error if this fails."""
+    with contextlib.suppress(OSError):
+        ctypes.CDLL("libcuda.so.1").cuInit(0)  # ctypes releases Python's global lock
+
+
+def triton_utils():
+    """Triton's CudaUtils, a module in C. With an empty cache Triton first compiles it, which needs no GPU."""
+    from triton.backends.nvidia.driver import CudaUtils
+
+    return CudaUtils()
+
+
+def cupy_driver(gpu, utils):
+    """An instance of Triton's class CudaDriver that uses CuPy's current device and stream.
+
+    gpu: a GpuLauncher. utils: from triton_utils().
+    """
+    from triton.backends.nvidia.driver import CudaDriver, CudaLauncher
 
     class CupyDriver(CudaDriver):
         def __init__(self):
             # no super().__init__(): in Triton 3.6 it imports PyTorch; in 3.9 it launches on the default stream
-            self.utils, self.launcher_cls = CudaUtils(), CudaLauncher
+            self.utils, self.launcher_cls = utils, CudaLauncher
             self.get_current_device = gpu.device
             self.set_current_device = gpu.xp.cuda.runtime.setDevice
             self.get_current_stream = lambda device: gpu.xp.cuda.get_current_stream().ptr

@@ -1,10 +1,13 @@
-"""Shorten the start of Triton: without PyTorch, and with slow work done in another thread.
+"""Shorten the start of Triton: without PyTorch, without reading its 400 MB, and with a compiler that is asked once.
 
-Both functions use names that are private to Triton (tried with 3.6 and 3.9). If another version lacks one, nothing is
+All functions use names that are private to Triton (tried with 3.6 and 3.9). If another version lacks one, nothing is
 changed, and Triton only starts more slowly.
 """
 
 import contextlib
+import functools
+import hashlib
+import os
 import sys
 
 
@@ -28,9 +31,43 @@ def inspect_first_argument():
             del sys.modules["torch"]
 
 
-def hash_triton():
-    """Let Triton compute the hash of its own files, which it keeps and needs for each kernel: 400 MB are read."""
-    with contextlib.suppress(Exception):
-        from triton.runtime.cache import triton_key
+def identify_by_file_times():
+    """Let Triton identify its own files by size and time of modification, as `make` does, not by their contents.
 
-        triton_key()
+    The name of each compiled kernel in Triton's cache depends on triton_key(). Triton's own function hashes the
+    contents of its files, 400 MB, which takes 1 to 2 s in each process. It returns the version and hashes that are
+    joined by "-"; the text here has another form, so both kinds of names can share a cache directory.
+    """
+    with contextlib.suppress(Exception):
+        from triton.runtime import cache
+
+        cache.triton_key.__wrapped__  # noqa: B018  raises AttributeError if Triton has another kind of key
+        cache.triton_key = key_of_files
+        key_of_files()  # it is cached; otherwise every thread that compiles a kernel would compute it
+
+
+@functools.cache
+def key_of_files():
+    """The version of Triton and a hash of the path, size and modification time of each file of its package."""
+    import triton
+
+    root, digest = os.path.dirname(os.path.abspath(triton.__file__)), hashlib.sha256()
+    for directory, names, files in os.walk(root):
+        names[:] = sorted(set(names) - {"__pycache__"})
+        for name in sorted(files):
+            path = os.path.join(directory, name)
+            status = os.stat(path)
+            digest.update(f"{path}\0{status.st_size}\0{status.st_mtime_ns}\n".encode())
+    return f"{triton.__version__} by file times {digest.hexdigest()}"
+
+
+def ask_compiler_version(capability):
+    """Let Triton ask ptxas, NVIDIA's assembler, for its version, which Triton keeps and needs for each kernel.
+
+    Otherwise every thread that compiles a kernel asks at the same time, by a process of its own.
+    """
+    with contextlib.suppress(Exception):
+        from triton.backends.nvidia.compiler import get_ptxas_version
+
+        major, minor = capability
+        get_ptxas_version(10 * major + minor)

@@ -100,7 +100,7 @@ class Tuner:
         if what not in self.chosen:
             candidate = self.look_up(what, candidates)
             if candidate is None and triton_launch.launcher().only_compiles:
-                return self.compile_candidates(candidates, run)
+                return self.compile_candidates(candidates, run, outputs)
             self.chosen[what] = candidate or self.time_candidates(what, candidates, run, outputs, before)
         return self.chosen[what]
 
@@ -109,10 +109,18 @@ class Tuner:
         choice = self.tuned.get(what)
         return next((candidate for candidate in candidates if str(candidate) == choice), None)
 
-    def compile_candidates(self, candidates, run):
-        """During triton_launch.compile_ahead(): launch all candidates that will be timed, and return the first one."""
-        for candidate in candidates[:1] if self.final or self.failed else candidates:
+    def compile_candidates(self, candidates, run, outputs):
+        """During triton_launch.compile_ahead(): launch all candidates that will be timed, and return the first one.
+
+        A thread calls compile_check() for each dtype of the outputs.
+        """
+        timed = candidates[:1] if self.final or self.failed else candidates
+        for candidate in timed:
             run(candidate)
+        if len(timed) > 1:
+            for dtype in {array.dtype for array in outputs}:
+                compile = functools.partial(compile_check, self.cupy, dtype)
+                triton_launch.launcher().start_thread(("check", dtype), compile)
         return candidates[0]
 
     def time_candidates(self, what, candidates, run, outputs, before):
@@ -241,3 +249,10 @@ def difference(got, want):
         error_squares, want_squares = error_squares + ((a - b) ** 2).sum(), want_squares + (b * b).sum()
     error_squares, want_squares = float(error_squares), float(want_squares)
     return (error_squares / want_squares) ** 0.5 if want_squares else error_squares
+
+
+def compile_check(cupy, dtype):
+    """Let CuPy compile its kernels with which fastest_of() fills, copies and compares outputs of this dtype."""
+    array = cupy.empty((8, 8), dtype)
+    array[...] = np.nan
+    difference(array, array.copy())

@@ -81,6 +81,7 @@ class LateCupy:
             Event=LateEvent,
             MemoryPool=lambda: SimpleNamespace(malloc=None, free_all_blocks=lambda: None),
             using_allocator=lambda malloc: nullcontext(),
+            alloc_pinned_memory=bytearray,
         )
 
     def synchronize(self):
@@ -105,7 +106,6 @@ class LateCupy:
 def cupy(monkeypatch):
     cupy = LateCupy()
     monkeypatch.setitem(sys.modules, "cupy", cupy)
-    monkeypatch.setitem(sys.modules, "cupyx", SimpleNamespace(empty_pinned=np.empty))
     return cupy
 
 

@@ -118,7 +118,6 @@ def pooled(monkeypatch, config):
     """(a CudaBackend on a PooledCupy that captures its steps, the PooledCupy, uninitialised parameters)."""
     cupy = PooledCupy()
     monkeypatch.setitem(sys.modules, "cupy", cupy)
-    monkeypatch.setitem(sys.modules, "cupyx", SimpleNamespace(empty_pinned=np.empty))
     monkeypatch.setattr(triton_launch, "array_module", lambda: cupy)
     drawn = [(name, np.empty(shape, np.float32)) for name, shape in parameter_shapes(config)]
     monkeypatch.setattr(trainers, "initial_parameters", lambda *_: iter(drawn))

@@ -164,6 +164,7 @@ def gpu_launcher():
         devices.getDevice,
     )
     launcher.compiled, launcher.only_compiles, launcher.notes = {}, False, []
+    launcher.compiles_ahead = True
     launcher.threads = CompileThreads(launcher.notes.append)
     return launcher
 
@@ -333,10 +334,43 @@ def test_the_names_that_are_private_to_triton_exist():
 
     native = pytest.importorskip("triton._C.libtriton").native_specialize_impl
     assert native(BaseBackend, 1, False, True, True)
-    assert triton_start.hash_triton() is None
-    from triton.runtime.cache import triton_key
+    from triton.backends.nvidia.compiler import get_ptxas_version
 
-    assert triton_key.cache_info().currsize == 1  # hash_triton() has computed it
+    get_ptxas_version.cache_clear()
+    triton_start.ask_compiler_version((9, 0))
+    get_ptxas_version(90)
+    assert get_ptxas_version.cache_info()[:2] == (1, 1)  # a hit: only the first call has asked
+
+
+def test_the_names_of_compiled_kernels_depend_on_the_version_and_the_file_times_of_triton(monkeypatch, tmp_path):
+    from triton.runtime import cache
+
+    monkeypatch.setattr(cache, "triton_key", cache.triton_key)  # restored after the test
+    own_key = cache.triton_key
+    triton_start.identify_by_file_times()
+    assert cache.triton_key is triton_start.key_of_files
+    assert cache.triton_key() == triton_start.key_of_files.__wrapped__() != own_key()
+    assert cache.triton_key().startswith(f"{triton.__version__} ")
+
+    file = tmp_path / "backends" / "compiler.so"
+    file.parent.mkdir()
+    file.write_text("one")
+    monkeypatch.setattr(triton, "__file__", str(tmp_path / "__init__.py"))
+    keys = {triton_start.key_of_files.__wrapped__()}
+    file.write_text("more")
+    keys.add(triton_start.key_of_files.__wrapped__())
+    os.utime(file, ns=(1, 1))
+    keys.add(triton_start.key_of_files.__wrapped__())
+    assert len(keys) == 3
+
+
+def test_a_triton_without_the_private_names_keeps_its_own_key(monkeypatch):
+    from triton.runtime import cache
+
+    other = lambda: "a key"  # noqa: E731  not a cached function
+    monkeypatch.setattr(cache, "triton_key", other)
+    triton_start.identify_by_file_times()
+    assert cache.triton_key is other
 
 
 # -- no GPU --------------------------------------------------------------------------------------------------

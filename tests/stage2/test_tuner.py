@@ -4,6 +4,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -145,6 +146,21 @@ def test_without_timing_the_first_is_chosen_and_nothing_is_run_or_written(fake, 
     kernel = Kernel(fake, table=(1.0, 7), other=(0.5, 7))
     assert kernel.chosen(Tuner(fake, None, tmp_path, notes.append)) == "table"
     assert not kernel.ran and not notes and not list(tmp_path.iterdir()) and fake.waits == 0
+
+
+@pytest.mark.parametrize("final", [False, True])
+def test_compiling_ahead_launches_all_candidates_to_time_and_prepares_their_comparison(fake, tuner, monkeypatch, final):
+    threads = {}
+    launcher = SimpleNamespace(only_compiles=True, start_thread=threads.__setitem__)
+    monkeypatch.setattr(autotune.triton_launch, "launcher", lambda: launcher)
+    kernel, launched = Kernel(fake, table=(10, 7), other=(5, 7)), []
+    kernel.run = launched.append
+    tuner.load_tuned({}, final)
+    assert kernel.chosen(tuner) == "table" and not tuner.tuned
+    assert launched == (["table"] if final else ["table", "other"])
+    assert list(threads) == ([] if final else [("check", np.dtype("float32"))])
+    for compile_check in threads.values():
+        compile_check()  # raises nothing
 
 
 def test_nothing_is_timed_while_a_stream_is_captured(fake, tuner, notes):

@@ -121,6 +121,7 @@ class PooledCupy:
             Event=lambda **_: SimpleNamespace(record=idle, synchronize=idle),
             MemoryPool=lambda: MemoryPool(self),
             using_allocator=self.using_allocator,
+            alloc_pinned_memory=bytearray,
         )
 
     def __getattr__(self, name):
