@@ -213,8 +213,8 @@ RECORDINGS = {  # {name: (title, function, what the reader sees)}
 def record(name, ranks=MAX_RANKS, preset="nano"):
     """Run one of RECORDINGS on `ranks` threads; return its title, sizes and frames as JSON data.
 
-    A frame has the messages that are sent at its time and, for each rank, the state at this time: "cells" {array: [(slice,
-    ranks that it contains)]} and "bytes" {array: bytes}.
+    A frame has the messages that are sent at its time and, for each rank, the state at this time: "cells" {array:
+    [(slice, ranks that it contains)]} and "bytes" {array: bytes}.
     """
     title, function, text = RECORDINGS[name]
     size, messages = Arena(parameter_shapes(PRESETS[preset]), ranks).size, Messages()
