@@ -328,13 +328,13 @@ class MpiCommunicator(Communicator):
 
 
 class _BackgroundOperation(Handle):
-    """A pending collective in the communicator's background thread."""
+    """A pending collective in the communicator's background thread. Traces read from `future` when it has ended."""
 
     def __init__(self, future):
-        self._future = future
+        self.future = future
 
     def wait(self):
-        return self._future.result()
+        return self.future.result()
 
 
 class _Messages:

@@ -7,15 +7,11 @@ This matching gives the source file of each kernel and the shape of each product
 """
 
 import argparse
-import json
-import os
 import re
 import statistics
-import tempfile
 import time
 from collections import Counter, defaultdict
 from dataclasses import replace
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -24,10 +20,10 @@ from benchmarks.harness.processes import run_main
 from benchmarks.harness.report import add_save_flags, print_table, save
 from gpt2core.app.presets import PRESETS
 from gpt2core.errors import ConfigError
+from stage2_cuda.runtime.cupti import open_cupti, recorded, short
 
 BENCHMARK = "benchmarks.gpu.profile"
 SEED = 20260101
-ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of GPU activities in the trace of torch.profiler
 # Kernel names of matrix products. cublasLt adds a second kernel to a split-K product, which sums the parts.
 PRODUCT = re.compile(r"nvjet|gemm|gemv|cutlass|xmma", re.IGNORECASE)
 SPLIT_K_REDUCTION = re.compile(r"splitk_?reduce", re.IGNORECASE)
@@ -39,14 +35,6 @@ ATTENTION_PRODUCTS = {"forward_kernel": 2, "dq_kernel": 3, "dkdv_kernel": 4, "bo
 # Files whose kernels read and write each array once, so their bytes are the sizes of their arguments.
 ONE_PASS = "layernorm", "gelu", "column_sums", "cross_entropy", "adamw", "cast"
 UPDATED = {"adamw_kernel": ("p_ptr", "m_ptr", "v_ptr")}  # arguments that are read and written: they count twice
-
-
-class Activity(NamedTuple):
-    """One activity of the GPU (a kernel, copy or fill) that CUPTI recorded; start and duration in microseconds."""
-
-    start: float
-    duration: float
-    name: str
 
 
 class Launch(NamedTuple):
@@ -107,49 +95,6 @@ def work_of(module, name, arguments, options):
 
 
 # -- activities of the GPU --------------------------------------------------------------------------------------------
-
-
-def recorded(function, times):
-    """Call function() `times` times; return [Activity] of the GPU, in the order of their start."""
-    import torch
-
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
-        for _ in range(times):
-            function()
-        torch.cuda.synchronize()
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "trace.json")
-        profiler.export_chrome_trace(str(path))
-        events = json.loads(path.read_text(errors="replace"))["traceEvents"]
-    return sorted(
-        Activity(float(event["ts"]), float(event["dur"]), event["name"])
-        for event in events
-        if event.get("ph") == "X" and event.get("cat") in ON_DEVICE
-    )
-
-
-def open_cupti():
-    """Open CUPTI. Call this before a graph is captured, or CUPTI does not report the graph's kernels.
-
-    Raises ConfigError if there is no PyTorch or no GPU.
-    """
-    os.environ["TEARDOWN_CUPTI"] = "0"  # torch.profiler: keep CUPTI open between two profiles
-    try:
-        import torch
-    except ImportError as error:
-        raise ConfigError("the profile needs PyTorch's CUPTI; install torch") from error
-    if not torch.cuda.is_available():
-        raise ConfigError("no GPU was found; the profile needs one")
-    one = torch.ones(1, device="cuda")
-    return recorded(lambda: one + one, 1)
-
-
-def short(name):
-    """A kernel's name without namespaces, template arguments and parameters, at most 60 characters."""
-    if found := re.search(r"cutlass_?\w*_\w+|nvjet_\w+", name):
-        return found[0][:60]
-    name = re.sub(r"\(anonymous namespace\)", "", name.removeprefix("void "))
-    return re.split(r"[<(]", name)[0].rpartition("::")[2].strip()[:60] or name[:60]
 
 
 def is_product(activity):

@@ -7,12 +7,8 @@ the line "compute", or on "compute, concurrent" if they start while a kernel of 
 slows each kernel a little, so the step takes longer than in the other benchmarks.
 """
 
-import json
-import re
-
 import numpy as np
 
-from benchmarks.gpu.profile import Activity, open_cupti, recorded, short
 from benchmarks.gpus.scaling import add_sizes, parser_of
 from benchmarks.harness.processes import run_main
 from benchmarks.harness.report import print_table, save
@@ -20,13 +16,12 @@ from benchmarks.ranks.collectives import launch
 from gpt2core.app.presets import PRESETS
 from gpt2core.data import Windows
 from gpt2core.parallel.data_parallel import STRATEGIES
+from gpt2core.tracing.trace_file import Process, Span, write_trace
+from stage2_cuda.runtime.cupti import COMMUNICATE, LINES, Activity, lines_of, open_cupti, recorded, short
 
 BENCHMARK = "benchmarks.gpus.timeline"  # the name under which the ranks import this file
 SEED = 20260101
-COMMUNICATION = re.compile("nccl|tree_sum", re.IGNORECASE)
-LINES = ("compute", "compute, concurrent", "communication")
-COLOURS = ("tab:blue", "tab:cyan", "tab:red")
-COMPUTE, CONCURRENT, COMMUNICATE = range(3)  # indices into LINES and COLOURS
+COLOURS = ("tab:blue", "tab:cyan", "tab:red")  # of LINES
 
 
 # -- on the ranks ------------------------------------------------------------------------------------------------------
@@ -74,37 +69,18 @@ def last_of_two(activities):
 # -- in the parent process ---------------------------------------------------------------------------------------------
 
 
-def lines_of(activities):
-    """Assign each activity to a line: [(index into LINES, Activity)]. Starts are relative to the first activity's."""
-    placed, compute_end, origin = [], 0.0, activities[0].start
-    for activity in activities:
-        activity = activity._replace(start=activity.start - origin)
-        if COMMUNICATION.search(activity.name):
-            placed.append((COMMUNICATE, activity))
-        elif activity.start < compute_end:
-            placed.append((CONCURRENT, activity))
-        else:
-            placed.append((COMPUTE, activity))
-            compute_end = activity.start + activity.duration
-    return placed
-
-
-def trace_of(steps):
-    """The steps {name: lines_of()} in Chrome's trace format, which ui.perfetto.dev opens.
-
-    Each step is shown as a process, and each line as a thread.
-    """
-    events = []
-    for number, (name, placed) in enumerate(steps.items()):
-        events.append({"ph": "M", "name": "process_name", "pid": number, "args": {"name": name}})
-        for line, title in enumerate(LINES):
-            thread = {"ph": "M", "pid": number, "tid": line}
-            events.append({"name": "thread_name", "args": {"name": title}, **thread})
-            events.append({"name": "thread_sort_index", "args": {"sort_index": line}, **thread})
-        for line, activity in placed:
-            times = {"ts": round(activity.start, 3), "dur": round(activity.duration, 3)}
-            events.append({"ph": "X", "name": short(activity.name), "pid": number, "tid": line, **times})
-    return {"displayTimeUnit": "ms", "traceEvents": events}
+def processes_of(steps):
+    """The steps {name: lines_of()} as processes of a trace: each step is a process, and each line a lane."""
+    return [
+        Process(
+            name,
+            {
+                title: [Span(short(each.name), each.start, each.duration) for at, each in placed if at == line]
+                for line, title in enumerate(LINES)
+            },
+        )
+        for name, placed in steps.items()
+    ]
 
 
 def union(intervals):
@@ -199,7 +175,7 @@ def main(argv=None):
     print_table(rows_of(times))
     path = save(BENCHMARK, times, args, args.save_as)
     trace = path.with_name(f"{path.stem}_trace.json")
-    trace.write_text(json.dumps(trace_of(steps), separators=(",", ":")) + "\n")
+    write_trace(trace, processes_of(steps))
     plot(steps, path.with_suffix(".png"))
     print(f"Also written: {trace.name} (open it in ui.perfetto.dev) and {path.stem}.png.")
 

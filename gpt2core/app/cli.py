@@ -130,7 +130,7 @@ def add_outputs(parser):
     add("--keep", "how many of the newest checkpoints to keep; 0: all (default 2)", type=integer, metavar="K")
     text = (
         "continue the run whose checkpoint is in DIR. An omitted flag has the value that it had in that run, except "
-        "these flags, which must be given again: --out, --log, --plot, --sample, --threads, --blas, --graph, "
+        "these flags, which must be given again: --out, --log, --plot, --trace, --sample, --threads, --blas, --graph, "
         "--autotune, --nvtx and all flags of the group 'many ranks' (default: start a new run)"
     )
     add("--resume", text, type=Path, metavar="DIR")
@@ -140,6 +140,12 @@ def add_outputs(parser):
     add("--log", "log file, with one JSON object per line (default: no log)", type=Path, metavar="FILE.jsonl")
     add("--log-every", "print and log one line for every N steps (default 1)", type=integer, metavar="N")
     add("--plot", "image file for a plot of the loss curve (default: no plot)", type=Path, metavar="FILE.png")
+    text = (
+        "file for a trace of the first steps, in Chrome's format, which ui.perfetto.dev opens: when each kernel and "
+        "each collective ran, on every rank; the steps take longer, the losses are the same (default: no trace)"
+    )
+    add("--trace", text, type=Path, metavar="FILE.json")
+    add("--trace-steps", "number of steps in the --trace (default 5)", type=integer, metavar="N")
     text = "tokens of the sample text that is generated after training; 0: no sample (default 30)"
     add("--sample", text, type=integer, default=30, metavar="N")
 

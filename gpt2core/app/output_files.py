@@ -1,4 +1,4 @@
-"""Protect existing files: a run continues only its own log, and replaces only plots that this program wrote.
+"""Protect existing files: a run continues only its own log, and replaces only plots and traces of this program.
 
 A file is a log if every complete line is a JSON object, a row, with at least the keys FIELDS. A resumed run accepts a
 log as its own if the log has the row that was the last one when the checkpoint was saved. A file is a plot of this
@@ -13,6 +13,7 @@ import os
 from pathlib import Path
 
 from gpt2core.errors import ConfigError
+from gpt2core.tracing.trace_file import check_trace_file
 
 FIELDS = {"step", "loss", "lr", "grad_norm", "tokens_per_second", "seconds"}  # keys of each row of a log
 START = b'{"step": '  # the first bytes of each line of a log
@@ -132,21 +133,25 @@ def check_log_of_run(path, rows, recorded):
     raise ConfigError(f"--log {path}: is the log of another run: {reason}; choose another file")
 
 
-def check_output_files(log, plot):
-    """Raise ConfigError if this run may not write `log` or `plot`; each is a Path or None.
+def check_output_files(log, plot, trace=None):
+    """Raise ConfigError if this run may not write `log`, `plot` or `trace`; each is a Path or None.
 
-    A run may not write a file without permission, a log that another run has locked, or an image of another program.
-    Log and plot must be two files.
+    A run may not write a file without permission, a log that another run has locked, or an image or a trace of another
+    program. Log, plot and trace must be different files.
     """
     if plot and plot.suffix.lower() in (".pdf", ".svg", ".eps", ".ps", ".jpg", ".jpeg", ".tif", ".tiff", ".webp"):
         raise ConfigError(f"--plot {plot}: a plot is a PNG image: use the name {plot.with_suffix('.png')}")
-    for path, open_file in ((log, open_locked), (plot, open_for_appending)):
-        if path:
-            open_file(path).close()
-    if log and plot and log.is_file() and os.path.samefile(log, plot):
-        raise ConfigError(f"--log {log} and --plot {plot} are one file: choose another file for one of them")
+    given = {flag: path for flag, path in (("--log", log), ("--plot", plot), ("--trace", trace)) if path}
+    for flag, path in given.items():
+        (open_locked if flag == "--log" else open_for_appending)(path).close()
+    for (flag, path), (other_flag, other) in itertools.combinations(given.items(), 2):
+        if path.is_file() and os.path.samefile(path, other):
+            files = f"{flag} {path} and {other_flag} {other}"
+            raise ConfigError(f"{files} are one file: choose another file for one of them")
     if plot and not is_plot(plot):
         raise ConfigError(f"{plot}: is not a plot of this program: choose another file")
+    if trace:
+        check_trace_file(trace)
 
 
 def is_plot(path):

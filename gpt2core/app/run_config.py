@@ -18,7 +18,7 @@ from gpt2core.parallel.data_parallel import BUCKET_MB
 
 # {flag: default} of the flags that a checkpoint does not contain, so that a resumed run must be given them again.
 NOT_SAVED = dict(log=None, plot=None, sample=30, threads=None, blas=None, graph=None, autotune=False, nvtx=False)
-NOT_SAVED |= dict.fromkeys(RANK_FLAGS)
+NOT_SAVED |= dict.fromkeys(("trace", "trace_steps", *RANK_FLAGS))
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,8 @@ class RunConfig:
     log: Path | None
     log_every: int
     plot: Path | None
+    trace: Path | None
+    trace_steps: int | None
     eval_every: int
     verify_every: int
     sample: int
@@ -151,7 +153,9 @@ def resolve_flags(args, saved, deterministic):
 
 
 def check_interval_flags(args, saved):
-    """Raise ConfigError for --checkpoint-every without --out, and for --eval-every without validation data."""
+    """Raise ConfigError for --checkpoint-every without --out, --trace-steps without --trace, and the like."""
+    if args.trace_steps is not None and not args.trace:
+        raise ConfigError(f"--trace-steps {args.trace_steps} traces nothing without a file: give --trace FILE.json")
     if args.checkpoint_every and not args.out:
         raise ConfigError(f"--checkpoint-every {args.checkpoint_every} saves nothing without a directory: give --out")
     if args.eval_every and not (args.val_data or args.val_fraction or saved.keys() & {"val_data", "val_fraction"}):
@@ -165,7 +169,7 @@ def check_values(values):
     for name in ("steps", "eval_every", "checkpoint_every", "verify_every", "keep", "sample", "seed"):
         if values[name] < 0:
             raise ConfigError(f"{flag(name)} {values[name]} must not be negative")
-    for name in ("threads", "seq_len", "log_every"):
+    for name in ("threads", "seq_len", "log_every", "trace_steps"):
         check_positive(flag(name), values[name])
     if values["val_data"] and values["val_fraction"]:
         raise ConfigError(

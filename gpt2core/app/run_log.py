@@ -109,9 +109,10 @@ def open_run_log(config, next_step, recorded, lock, notes):
     """The RunLog of a RunConfig; with --overwrite, the directory and the log of an older run are renamed first.
 
     next_step, recorded: arguments of RunLog. lock: the RunLock of --out, or None. notes: a list to which this function
-    appends lines to print. Raises ConfigError if this run may not write --log or --plot, before anything is renamed.
+    appends lines to print. Raises ConfigError if this run may not write --log, --plot or --trace,
+    before anything is renamed.
     """
-    check_output_files(config.log, config.plot)
+    check_output_files(config.log, config.plot, config.trace)
     row_count = len(list(log_rows(config.log))) if config.log and not config.resume else 0
     if row_count and not config.overwrite:
         raise ConfigError(

@@ -48,8 +48,11 @@ from gpt2core.parallel.local_windows import LocalWindows
 from gpt2core.parallel.whole_parameters import current_model, named_moments, named_parameters, parameter_hash
 from gpt2core.text.token_file import is_tokenized
 from gpt2core.text.tokenizer import Tokenizer
+from gpt2core.tracing.trace import Trace
 from gpt2core.trainer import Trainer
 from gpt2core.training_loop import LogLost, run
+
+TRACE_STEPS = 5  # default of --trace-steps
 
 
 def train_command(make_backend, world, args, cores):
@@ -74,6 +77,7 @@ def train(make_backend, world, args, cores, transport, lock):
     all_or_raise(world, lambda: world.use_collectives(config.collectives))
     corpus = share_corpus(world, config, inputs and (inputs.tokens, inputs.validation), tokenizer)
     trainer = all_or_raise(world, lambda: make_trainer(make_backend, world, config, cores))
+    trace = all_or_raise(world, lambda: make_trace(config, trainer))
     windows, validation, schedule = all_or_raise(world, lambda: make_schedule(config, corpus, trainer.mesh.data))
     if config.resume or config.init_from:
         source = inputs and inputs.source
@@ -88,7 +92,7 @@ def train(make_backend, world, args, cores, transport, lock):
         log.print(note)
     if first_step:
         log.print(f"resumed after step {first_step - 1}")
-    signal, seconds = run_steps(config, corpus, trainer, windows, validation, schedule, log)
+    signal, seconds = run_steps(config, corpus, trainer, windows, validation, schedule, log, trace)
     command = trainer.backend.runtime.environment + resume_command(args, None if world.one_process else world.size)
     emit = print if world.is_root else print_nothing
     report_end(config, trainer, first_step, seconds, signal, command, emit)
@@ -168,6 +172,11 @@ def make_trainer(make_backend, world, config, cores):
         )
 
 
+def make_trace(config, trainer):
+    """The Trace of --trace, or None. Call it before the first step, which may be captured; all ranks call it."""
+    return Trace(trainer, config.trace, config.trace_steps or TRACE_STEPS) if config.trace else None
+
+
 def make_schedule(config, corpus, group):
     """(training Windows, validation Windows or None, Schedule) for this rank; group: the data-parallel group."""
     if config.local_shuffle:
@@ -183,8 +192,11 @@ def make_schedule(config, corpus, group):
 # -- the run -----------------------------------------------------------------------------------------------------------
 
 
-def run_steps(config, corpus, trainer, windows, validation, schedule, log):
-    """Run the training loop and close the log; returns (number of the signal that stopped it or None, seconds)."""
+def run_steps(config, corpus, trainer, windows, validation, schedule, log, trace):
+    """Run the training loop and close the log; returns (number of the signal that stopped it or None, seconds).
+
+    trace: a Trace or None.
+    """
 
     def save(trainer):
         parameters, moments = named_parameters(trainer), named_moments(trainer)  # collectives: all ranks call them
@@ -206,11 +218,15 @@ def run_steps(config, corpus, trainer, windows, validation, schedule, log):
         if step.step == first_step and not trainer.backend.runtime.uses_graphs:
             for note in time_left(step.seconds, config.steps - first_step - 1):
                 log.print(note)
+        for line in trace.step_ended(step, last) if trace else ():
+            log.print(line)
 
     sizes = step_sizes(config, trainer.micro_batches, trainer.mesh.data.size)
     first_step, source, start = trainer.steps, config.resume or config.init_from, time.perf_counter()
     try:
         with StopSignals(trainer.world.is_root) as stop, memory_errors(trainer.backend, trainer.config, *sizes):
+            if trace:
+                trace.begin()
             signal = run(
                 trainer,
                 windows,

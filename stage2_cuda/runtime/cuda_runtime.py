@@ -7,7 +7,7 @@ from gpt2core.model import parameter_count
 from gpt2core.runtime import Runtime
 from stage2_cuda import memory_model
 from stage2_cuda.gemm.products import NumpyGemm, make_gemm_and_tuner
-from stage2_cuda.runtime import nvtx, triton_launch
+from stage2_cuda.runtime import cupti, nvtx, triton_launch
 from stage2_cuda.runtime.cuda_graph import CapturedStep
 from stage2_cuda.runtime.peak_flops import peak_flops
 from stage2_cuda.runtime.side_stream import NoStream, SideStream
@@ -112,6 +112,14 @@ class CudaRuntime(Runtime):
 
     def annotate(self, backend):
         nvtx.annotate(backend, self.xp.cuda.nvtx)
+
+    def record_kernels(self):
+        """Prepare the recording of this GPU's kernels; returns a function that starts a KernelRecorder.
+
+        Call this method before a step is captured. Raises ConfigError if PyTorch, whose CUPTI records, is missing.
+        """
+        cupti.open_cupti(self.xp.cuda.runtime.getDevice())
+        return lambda: cupti.KernelRecorder(self.synchronize)
 
     def peak_flops(self, precision):
         return peak_flops(self.name, precision)

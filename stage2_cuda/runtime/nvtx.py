@@ -4,11 +4,8 @@ annotate() adds the names. The replay of a CUDA graph runs no Python code, so it
 """
 
 import contextlib
-import functools
 
-from gpt2core.backend import Backend
-
-KERNEL_SUFFIXES = ("_forward", "_backward", "_cached", "_step", "clip", "sum_of_squares")  # methods with these endings
+from gpt2core.tracing.hooks import Hooks
 
 
 def annotate(backend, nvtx):
@@ -22,15 +19,9 @@ def annotate(backend, nvtx):
         finally:
             nvtx.RangePop()
 
-    def named(name, method):
-        @functools.wraps(method)
-        def method_in_range(*arguments, **options):
-            with named_range(name):
-                return method(*arguments, **options)
-
-        return method_in_range
+    def in_range(name, kernel, arguments, options):
+        with named_range(name):
+            return kernel(*arguments, **options)
 
     backend.runtime.range = named_range
-    for name in vars(Backend):
-        if name.endswith(KERNEL_SUFFIXES):
-            setattr(backend, name, named(name, getattr(backend, name)))
+    Hooks().around_kernels(backend, in_range)

@@ -211,8 +211,8 @@ def test_a_full_disk_during_a_save_keeps_the_earlier_checkpoints(train, director
 
 
 @pytest.mark.skipif(not FULL.exists(), reason="no /dev/full on this system")
-@pytest.mark.parametrize("flag", ["--log", "--plot"])
-def test_a_full_disk_under_the_log_or_the_plot_is_one_line(train, directory, flag):
+@pytest.mark.parametrize("flag", ["--log", "--plot", "--trace"])
+def test_a_full_disk_under_the_log_the_plot_or_the_trace_is_one_line(train, directory, flag):
     run = directory / "run"
     result = train("--resume", run, "--steps", 6, "--sample", 0, flag, FULL)
     assert_one_clear_line(result.code, result.err, "/dev/full: cannot be written", "No space")

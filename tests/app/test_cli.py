@@ -128,7 +128,8 @@ def test_uninstalled_it_runs_from_the_root_as_a_module(script, tmp_path):
 TRAINING_FLAGS = (
     "--preset --steps --batch-size --seq-len --lr --schedule --warmup --clip --weight-decay --seed --threads "
     "--precision --rounding --data --tokenizer --val-data --val-fraction --eval-every --out --resume --init-from "
-    "--checkpoint-every --log --log-every --plot --micro-batches --deterministic --no-deterministic --version --help"
+    "--checkpoint-every --log --log-every --plot --trace --trace-steps --micro-batches --deterministic "
+    "--no-deterministic --version --help"
 )
 INFERENCE_FLAGS = (
     "--weights --prompt --prompt-file --max-new-tokens --stop --temperature --top-k --top-p --seed --stream --stats "

@@ -166,9 +166,9 @@ def test_a_log_that_another_run_writes_is_refused_and_unchanged(nano, tmp_path):
     assert nano("--log", log, "--resume", out, "--steps", 3).code == 0
 
 
-@pytest.mark.parametrize("flag", ["--log", "--plot"])
+@pytest.mark.parametrize("flag", ["--log", "--plot", "--trace"])
 @pytest.mark.parametrize("more", [(), ("--overwrite",)])
-def test_the_corpus_as_log_or_plot_is_refused_and_unchanged(train, corpus, tmp_path, flag, more):
+def test_the_corpus_as_log_plot_or_trace_is_refused_and_unchanged(train, corpus, tmp_path, flag, more):
     data = Path(shutil.copy(corpus, tmp_path / "c.txt"))
     result = train("--preset", "nano", "--data", data, flag, data, "--steps", 1, *more)
     assert_refused(result, data, "choose another file")

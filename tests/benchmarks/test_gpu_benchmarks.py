@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 
 from benchmarks.gpu import choices as gpu_choices
 from benchmarks.gpu import tune as gpu_tune
-from benchmarks.gpu.profile import Activity, Launch, group_of, kernel_rows, launches_of, print_kernels
+from benchmarks.gpu.profile import Launch, group_of, kernel_rows, launches_of, print_kernels
 from benchmarks.gpus import collectives as gpu_collectives
 from benchmarks.gpus import kill as gpu_kill
 from benchmarks.gpus import parity as gpu_parity
@@ -25,6 +25,7 @@ from gpt2core.model import GPT2Config
 from gpt2core.trainer import Trainer
 from stage2_cuda.cuda_backend import CudaBackend
 from stage2_cuda.runtime import triton_launch
+from stage2_cuda.runtime.cupti import Activity
 from tests.support.mpi import run_mpi
 
 MODEL = GPT2Config(vocab_size=24, block_size=8, n_layer=1, n_head=2, n_embd=16, tied=False)
@@ -296,7 +297,8 @@ def test_a_timeline_separates_streams_and_computes_hidden_communication(tmp_path
     steps = {"naive": placed, "bucket": placed}
     gpu_timeline.plot(steps, tmp_path / "timeline.png")
     assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
-    events = json.loads(json.dumps(gpu_timeline.trace_of(steps)))["traceEvents"]
+    gpu_timeline.write_trace(tmp_path / "trace.json", gpu_timeline.processes_of(steps))
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     names = {event["args"]["name"] for event in events if event["name"] in ("process_name", "thread_name")}
     assert names == {"naive", "bucket", *gpu_timeline.LINES}
     ran = [(event["tid"], event["ts"], event["dur"]) for event in events if event["ph"] == "X" and event["pid"] == 1]

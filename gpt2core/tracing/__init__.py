@@ -1,0 +1,1 @@
+"""What a program does while it trains: functions around kernels and collectives, and traces of training steps."""
