@@ -8,6 +8,14 @@ from benchmarks.report.theme import COLOURS, DARK, with_variables
 
 SIZE = 6.2, 3.6  # inches; the text stays readable if a phone shows the chart 5 inches wide
 SERIES = ["c0", "c1", "c2", "c3", "c4"]  # colours of successive lines
+CATEGORIES = {  # {category of an event: colour}; "phase" contains others and is not drawn
+    "forward": "c0",
+    "backward": "c3",
+    "optimizer": "c4",
+    "GPU": "c2",
+    "wait": "line",
+    "collective": "c1",
+}
 PAPER_STYLES = ["-", "--", "-.", ":"]  # line styles of the paper's columns
 
 
@@ -26,7 +34,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Chart:
-    """A chart with `lines`, or with horizontal `bars` [(label, value, text)] if there are no lines.
+    """A chart with `lines`, with horizontal `bars` [(label, value, text)], or with `lanes` [(label, events of trace.py)].
 
     alt: what a reader learns from the chart, for readers who do not see it.
     """
@@ -38,6 +46,7 @@ class Chart:
     y_label: str = ""
     lines: list = field(default_factory=list)
     bars: list = field(default_factory=list)
+    lanes: list = field(default_factory=list)
     log_x: bool = False
     log_y: bool = False
     whole_x: bool = False
@@ -57,10 +66,11 @@ def save(chart, theme, file, **options):
         "axes.spines.top": False, "axes.spines.right": False,
     }  # fmt: skip
     with matplotlib.rc_context(style):
-        height = SIZE[1] if chart.lines else 0.9 + 0.24 * len(chart.bars)
+        height = SIZE[1] if chart.lines else 0.9 + 0.24 * len(chart.bars) + 0.42 * len(chart.lanes)
         drawn = Figure(figsize=(SIZE[0], height), layout="constrained")
         axes = drawn.subplots()
-        draw_lines(axes, drawn, chart, colours) if chart.lines else draw_bars(axes, chart, colours)
+        draw = draw_lines if chart.lines else draw_bars if chart.bars else draw_lanes
+        draw(axes, drawn, chart, colours)
         axes.set(xlabel=chart.x_label, ylabel=chart.y_label)
         axes.set_title(chart.title, fontsize=10, loc="left")
         drawn.savefig(file, **options)
@@ -78,7 +88,7 @@ def draw_lines(axes, drawn, chart, colours):
     drawn.legend(loc="outside lower center", ncols=2, fontsize=8)
 
 
-def draw_bars(axes, chart, colours):
+def draw_bars(axes, drawn, chart, colours):
     labels, values, texts = zip(*chart.bars, strict=True)
     places = range(len(values))
     axes.barh(places, values, color=colours["c0"], height=0.7)
@@ -91,13 +101,30 @@ def draw_bars(axes, chart, colours):
     axes.set_axisbelow(True)
 
 
+def draw_lanes(axes, drawn, chart, colours):
+    """A row of bars for each lane; CATEGORIES gives their colours. Times are in microseconds, the axis in ms."""
+    for place, (_, events) in enumerate(chart.lanes):
+        for category, colour in CATEGORIES.items():
+            bars = [(start / 1e3, duration / 1e3) for _, start, duration, kind, *_ in events if kind == category]
+            axes.broken_barh(bars, (place - 0.35, 0.7), facecolors=colours[colour], linewidth=0)
+    axes.set_yticks(range(len(chart.lanes)), [label for label, _ in chart.lanes])
+    axes.invert_yaxis()
+    used = {event[3] for _, events in chart.lanes for event in events}
+    shown = [(name, colour) for name, colour in CATEGORIES.items() if name in used]
+    handles = [axes.barh([0], [0], color=colours[colour], label=name) for name, colour in shown]
+    drawn.legend(handles=handles, loc="outside lower center", ncols=len(handles), fontsize=8)
+    axes.set_xlim(0)
+
+
 def svg(chart):
     """The chart as inline SVG, without fixed colours and without ids that a second chart could repeat."""
     text = StringIO()
     save(chart, 0, text, format="svg", metadata={"Date": None, "Creator": None})
     text = text.getvalue()
     text = text[text.index("<svg") :]
-    text = re.sub(r"\s*<(metadata|style).*?</\1>", "", text, flags=re.DOTALL)  # this style would hold for the whole page
+    text = re.sub(
+        r"\s*<(metadata|style).*?</\1>", "", text, flags=re.DOTALL
+    )  # this style would hold for the whole page
     used = set(re.findall(r'(?:url\(#|href="#)([^")]+)', text))
     text = re.sub(r' id="([^"]*)"', lambda found: found[0] if found[1] in used else "", text)
     text = text.replace("<svg ", f'<svg role="img" aria-label="{escaped(chart.alt)}" ', 1)

@@ -43,15 +43,21 @@ def parts_of(preset, steps, full):
     for mode in ("replicate", "batch", "tensor"):
         title = f"inference, stage 1 on 2 ranks, --mode {mode}"
         parts.append(Part(f"infer1-{mode}", title, infer, {"stage": 1, "ranks": 2, "mode": mode}))
-    parts.append(Part("scaling", "training speed of 1, 2, ... threads and ranks", scaling, {"preset": preset, "cores": cores}))
-    parts.append(Part("trace0", "trace of a step, stage 0", trace, {"stage": 0, "ranks": None, "preset": preset, "flags": []}))
+    parts.append(
+        Part("scaling", "training speed of 1, 2, ... threads and ranks", scaling, {"preset": preset, "cores": cores})
+    )
+    parts.append(
+        Part("trace0", "trace of a step, stage 0", trace, {"stage": 0, "ranks": None, "preset": preset, "flags": []})
+    )
     for name, flags in (("flat", ["--dp", "flat"]), ("bucket", ["--dp", "bucket", "--bucket-mb", "5"])):
         title = f"trace of a step, stage 1 on 2 ranks, --dp {name}"
         options = {"stage": 1, "ranks": 2, "preset": preset, "flags": flags}
         parts.append(Part(f"trace1-{name}", title, trace, options))
     sizes = [size for size in MESSAGE_SIZES if preset == "paper" or size <= 1_000_000]
     parts.append(Part("collectives", "all-reduce algorithms on 2 ranks", all_reduces, {"ranks": 2, "sizes": sizes}))
-    return parts + (gpu_parts(gpus, size) if gpus else [Part("interpreter", "stages 2 and 3 in Triton's interpreter", interpreter)])
+    return parts + (
+        gpu_parts(gpus, size) if gpus else [Part("interpreter", "stages 2 and 3 in Triton's interpreter", interpreter)]
+    )
 
 
 def gpu_parts(gpus, size):
@@ -148,7 +154,9 @@ def scaling(show, preset, cores):
             except Skipped:
                 continue
             seconds = [row["seconds"] for row in log[1:]]
-            rows.append({"kind": kind, "count": count, "step_seconds": statistics.median(seconds), "steps": len(seconds)})
+            rows.append(
+                {"kind": kind, "count": count, "step_seconds": statistics.median(seconds), "steps": len(seconds)}
+            )
     return {"rows": rows}
 
 

@@ -73,17 +73,21 @@ class PartFiles:
         return record
 
 
-def run_parts(parts, files, report):
+def run_parts(parts, files, report, only_saved=False):
     """Measure the parts that no file has. Returns ({name: record}, {name: reason of a part that is missing}, failures).
 
     report: a Progress. A part that is skipped or that fails does not stop the others; failures has the names of those
-    that failed.
+    that failed. only_saved: measure nothing.
     """
     records, missing, failures = {}, {}, []
     for part in parts:
         if record := files.load(part):
             report.line(f"{part.title}: measured on {record['date'][:10]}, used again")
             records[part.name] = record
+            report.done()
+            continue
+        if only_saved:
+            missing[part.name] = "it was not measured (--no-measure)"
             report.done()
             continue
         report.begin(part.title)
