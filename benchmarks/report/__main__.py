@@ -50,11 +50,12 @@ def make_report(args):
     except KeyboardInterrupt:
         report.close()
         saved = sum(files.load(part) is not None for part in parts)
-        print(f"interrupted: {saved} of {counted(len(parts), 'part')} are saved in {files.folder}; run the same command "
-              f"again to continue", file=sys.stderr)  # fmt: skip
+        saved = f"{saved} of {counted(len(parts), 'part')} are saved in {files.folder}"
+        print(f"interrupted: {saved}; run the same command again to continue", file=sys.stderr)
         return 130
     report.close()
-    page = write_report(args.out, records, missing, args.preset, args.steps, {part.name: part.title for part in parts})
+    titles = {part.name: part.title for part in parts}
+    page = write_report(args.out, records, missing, args.preset, args.steps, titles)
     print(f"written: {page} ({page.stat().st_size / 1e6:.1f} MB); open it in a browser")
     if failures:
         print(f"{counted(len(failures), 'part')} failed: {', '.join(failures)}; run the same command to try again")

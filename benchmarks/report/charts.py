@@ -3,6 +3,7 @@
 import re
 from dataclasses import dataclass, field
 from io import StringIO
+from textwrap import fill
 
 from benchmarks.report.theme import COLOURS, DARK, with_variables
 
@@ -34,7 +35,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Chart:
-    """A chart with `lines`, with horizontal `bars` [(label, value, text)], or with `lanes` [(label, events of trace.py)].
+    """A chart with `lines`, horizontal `bars` [(label, value, text)], or `lanes` [(label, events of trace.py)].
 
     alt: what a reader learns from the chart, for readers who do not see it.
     """
@@ -72,7 +73,7 @@ def save(chart, theme, file, **options):
         draw = draw_lines if chart.lines else draw_bars if chart.bars else draw_lanes
         draw(axes, drawn, chart, colours)
         axes.set(xlabel=chart.x_label, ylabel=chart.y_label)
-        axes.set_title(chart.title, fontsize=10, loc="left")
+        axes.set_title(fill(chart.title, 58), fontsize=10, loc="left")
         drawn.savefig(file, **options)
 
 

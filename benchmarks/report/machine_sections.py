@@ -1,4 +1,4 @@
-"""The sections of the report about this machine: hardware, time by op, collectives, scaling, the timeline, the player."""
+"""The sections of the report about this machine: hardware, time by op, collectives, scaling, timeline, step player."""
 
 import json
 
@@ -14,7 +14,6 @@ from benchmarks.report.markup import (
     seconds,
     section,
     table,
-    times_as_fast,
 )
 from benchmarks.report.trace import MICROSECONDS, collectives_of, time_by_op, waiting
 
@@ -36,7 +35,8 @@ def machine(hardware, runs, titles):
     """Hardware and versions, and the parts that are missing. titles: {name of a part: its title}."""
     names = {
         "cpu": "CPU", "cores": "cores", "system": "system", "python": "Python", "numpy": "NumPy", "blas": "BLAS",
-        "blas_kernels": "kernels of BLAS", "mkl": "MKL", "mpi4py": "mpi4py", "mpich": "MPICH (wheel)", "torch": "PyTorch",
+        "blas_kernels": "kernels of BLAS", "mkl": "MKL", "mpi4py": "mpi4py", "mpich": "MPICH (wheel)",
+        "torch": "PyTorch",
         "gpu": "GPU", "gpus": "GPUs", "driver": "driver", "cupy": "CuPy", "triton": "Triton",
     }  # fmt: skip
     rows = [{"": title, "this machine": hardware[key]} for key, title in names.items() if hardware.get(key)]
@@ -71,8 +71,9 @@ def interpreted(runs):
     text = ", ".join(f"{name} by at most {value:.1e}" for name, value in largest.items())
     return [
         paragraph(
-            f"Without a GPU, Triton's interpreter runs the GPU kernels on the CPU, too slowly for a comparison of times. "
-            f"The losses of {len(first)} steps of preset {results['preset']} differ from those of stage 0, relatively: {text}."
+            f"Without a GPU, Triton's interpreter runs the GPU kernels on the CPU, too slowly to compare times. "
+            f"Relative differences from the losses of stage 0 in {len(first)} steps of preset {results['preset']}: "
+            f"{text}."
         )
     ]
 
@@ -86,14 +87,15 @@ def ops(runs):
     for name, title in TRACES.items():
         step = runs.results(name)
         if step and name != "trace1-bucket":
-            seconds_of = {op: time for op, time in time_by_op(step).items() if step_lane(op)}
-            charts.append(op_chart(name, f"Kernels of one step, {title}, preset {runs.preset}", seconds_of))
+            charts.append(
+                op_chart(f"{name}-ops", f"Kernels of one step, {title}, preset {runs.preset}", time_by_op(step))
+            )
             captions.append(
                 f"Sum over threads and ranks, without the kernels that a kernel calls. Traced step: "
                 f"{seconds(step['seconds'])}; without a trace: see Table 1."
             )
     if not runs.results("trace2"):
-        charts.append(op_chart("ops-stage2", "Kernels of one step, stage 2, preset paper, bf16", shipped.kernels()))
+        charts.append(op_chart("trace2-ops", "Kernels of one step, stage 2, preset paper, bf16", shipped.kernels()))
         captions.append(f"Shipped result: {shipped.origin('gpu/profile_paper')}.")
     if not runs.results("trace3"):
         title, step = shipped.timelines()[-1]
@@ -107,10 +109,6 @@ def ops(runs):
     return section("ops", "Time by op", *pictures), charts
 
 
-def step_lane(op):
-    return not op.startswith("wait")
-
-
 def op_chart(name, title, seconds_of):
     """Horizontal bars of {op: seconds}, largest first."""
     total, items = sum(seconds_of.values()), list(seconds_of.items())
@@ -119,13 +117,7 @@ def op_chart(name, title, seconds_of):
     unit, scale = ("s", 1) if total > 1 else ("ms", 1e3)
     bars = [(short(op), time * scale, f"{seconds(time)}, {100 * time / total:.0f} %") for op, time in items]
     top = ", ".join(f"{short(op)} {100 * time / total:.0f} %" for op, time in items[:3])
-    return Chart(
-        f"{name}-ops" if name.startswith("trace") else name,
-        title,
-        f"{title}: {top} of the kernels' time.",
-        unit,
-        bars=bars,
-    )
+    return Chart(name, title, f"{title}: {top} of the kernels' time.", unit, bars=bars)
 
 
 def short(op):
@@ -223,8 +215,8 @@ def scaling(runs):
                 Line(f"stage {stage}, {kind}, this machine", *map(list, zip(*points, strict=True)), colour, marker="o")
             )
         captions.append(
-            f"Stages 0 and 1: preset {results_preset(runs)}, the same batch for every count; one process with one thread "
-            f"takes {seconds(one)} per step."
+            f"Stages 0 and 1: preset {results_preset(runs)}, the same batch for every count; one process with one "
+            f"thread takes {seconds(one)} per step."
         )
     points, files = shipped.scaling_rows()
     speed = [(count, count * efficiency) for count, efficiency in points]

@@ -33,20 +33,24 @@ def figure(svg, caption, **attributes):
     return element("figure", Markup(svg), element("figcaption", caption), **attributes)
 
 
-def table(caption, rows, grey=()):
+def table(caption, rows, grey=(), cards=True):
     """A table; rows: dictionaries {column title: cell} with equal keys. grey: indices of rows that were not measured.
 
-    Cells of the first column are row headings. A wide table scrolls inside its own frame.
+    Cells of the first column are row headings. On a narrow screen, with `cards`, each row is shown as a list of its
+    cells; a table without `cards` scrolls inside its own frame.
     """
     header = list(rows[0])
     head = element("tr", *(element("th", title, scope="col") for title in header))
     lines = []
     for number, row in enumerate(rows):
-        first, *rest = (row[title] for title in header)
-        cells = [element("th", first, scope="row"), *(element("td", cell) for cell in rest)]
+        first, *rest = row.items()
+        cells = [element("th", first[1], scope="row"), *(element("td", cell, data_title=title) for title, cell in rest)]
         lines.append(element("tr", *cells, **({"class_": "grey"} if number in grey else {})))
-    whole = element("table", element("caption", caption), element("thead", head), element("tbody", *lines))
-    return element("div", whole, class_="scroll", tabindex="0", role="region", aria_label=caption)
+    caption_text = element("caption", element("span", caption))
+    whole = element("table", caption_text, element("thead", head), element("tbody", *lines))
+    return element(
+        "div", whole, class_="scroll cards" if cards else "scroll", tabindex="0", role="region", aria_label=caption
+    )
 
 
 def listing(pairs):

@@ -23,6 +23,7 @@ SHORT_STEPS = 4  # of runs that measure only speed; the first step is not counte
 TRACE_STEPS = 3  # of traced runs; the report shows the last of them
 INTERPRETER_STEPS = 5
 NEW_TOKENS, PROMPT_TOKENS = 30, 256  # the paper's inference
+REPEATS = 3  # of each inference
 BATCH_PROMPTS = 4  # prompts of --mode batch
 TIMEOUT = 1800  # seconds of one command
 MESSAGE_SIZES = 1_000, 10_000, 100_000, 1_000_000, 10_000_000, 43_600_000  # bytes; the last: all gradients of `paper`
@@ -75,7 +76,7 @@ def gpu_parts(gpus, size):
     return parts
 
 
-# -- training and inference ---------------------------------------------------------------------------------------------
+# -- training and inference --------------------------------------------------------------------------------------------
 
 
 def run_training(show, stage, ranks, preset, steps, flags=(), **environment):
@@ -117,7 +118,8 @@ def continuation(out):
 def infer(show, stage, ranks, mode):
     """The paper's inference with the shipped weights: greedy, 256 tokens and 30 new ones.
 
-    With mode "batch", BATCH_PROMPTS prompts of 256 tokens. `seconds` is the time for all new tokens, without the start.
+    With mode "batch", BATCH_PROMPTS prompts of 256 tokens. `seconds` is the time for all new tokens, without the start: the
+    median of REPEATS runs.
     """
     words = ["--max-new-tokens", str(NEW_TOKENS), "--stats", *(["--mode", mode] if mode else [])]
     with tempfile.TemporaryDirectory() as folder:
@@ -125,12 +127,17 @@ def infer(show, stage, ranks, mode):
             prompts = Path(folder, "prompts.txt")
             prompts.write_text("\n".join(corpus_prompts(BATCH_PROMPTS)) + "\n", encoding="utf-8")
             words += ["--prompts", str(prompts)]
-        out = run_command_line(python_command(ranks, f"{STAGES[stage]}.inference", *words), TIMEOUT)
-    found = re.search(r"total ([\d.]+) s", out)
-    if not found:
-        raise PartFailed("the output of inference.py has no line of --stats")
+        command, samples = python_command(ranks, f"{STAGES[stage]}.inference", *words), []
+        for number in range(REPEATS):
+            show(f"run {number + 1} of {REPEATS}")
+            out = run_command_line(command, TIMEOUT)
+            found = re.search(r"total ([\d.]+) s", out)
+            if not found:
+                raise PartFailed("the output of inference.py has no line of --stats")
+            samples.append(float(found[1]))
     prompts = BATCH_PROMPTS if mode == "batch" else 1
-    return {"seconds": float(found[1]), "prompts": prompts, "new_tokens": NEW_TOKENS, "sample": continuation(out)}
+    median = statistics.median(samples)
+    return {"seconds": median, "samples": samples, "prompts": prompts, "sample": continuation(out)}
 
 
 def corpus_prompts(count):
@@ -160,7 +167,7 @@ def scaling(show, preset, cores):
     return {"rows": rows}
 
 
-# -- traces, collectives, the interpreter --------------------------------------------------------------------------------
+# -- traces, collectives, the interpreter ------------------------------------------------------------------------------
 
 
 def trace(show, stage, ranks, preset, flags):
@@ -194,7 +201,7 @@ def all_reduces(show, ranks, sizes):
 
 
 def interpreter(show):
-    """A few steps of preset `nano`: stages 0 and 2, and stage 3 on 2 ranks, with the GPU kernels run by the interpreter."""
+    """A few steps of preset `nano`: stage 0, and in the interpreter stage 2 and stage 3 on 2 ranks."""
     losses = {}
     for stage, ranks in ((0, None), (2, None), (3, 2)):
         show(f"stage {stage}")

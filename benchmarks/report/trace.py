@@ -1,10 +1,12 @@
 """Read one training step from a trace: the bars of the step player, the time by op, and the cost of the collectives."""
 
 import json
+import re
 from collections import defaultdict
 from pathlib import Path
 
-OUTER = "step", "phase"  # categories of events that contain others and do no work of their own
+NO_WORK = "step", "phase", "collective", "wait"  # categories of events that are no kernels
+PRODUCT = re.compile("nvjet|gemm|cutlass|splitK|product", re.IGNORECASE)  # kernels of cuBLASLt
 MICROSECONDS = 1e-6
 
 
@@ -56,13 +58,22 @@ def own_times(events):
 
 
 def time_by_op(step):
-    """{name of an op: seconds}, over all lanes of all ranks, largest first; without collectives."""
+    """{name of an op: seconds}, over all lanes of all ranks, largest first; without collectives and waiting.
+
+    If the trace has kernels of GPUs, only these count: the other events are their launches.
+    """
     seconds = defaultdict(float)
+    on_gpu = any(event[3] == "GPU" for lane in step["lanes"] for event in lane["events"])
     for lane in step["lanes"]:
         for event, own in own_times(lane["events"]):
-            if event[3] not in (*OUTER, "collective"):
-                seconds[event[0]] += max(0.0, own) * MICROSECONDS
+            if event[3] == "GPU" or (not on_gpu and event[3] not in NO_WORK):
+                seconds[gpu_op(event[0]) if on_gpu else event[0]] += max(0.0, own) * MICROSECONDS
     return dict(sorted(seconds.items(), key=lambda item: -item[1]))
+
+
+def gpu_op(kernel):
+    """The name under which the time of a GPU kernel is counted: all matrix products have one name."""
+    return "matrix products" if PRODUCT.search(kernel) else kernel.partition("<")[0]
 
 
 def collectives_of(step, rank=0):

@@ -15,9 +15,15 @@ import time
 
 NAMES = "chromium", "chromium-browser", "google-chrome"
 LIMIT = 60  # seconds for one answer
-# Chromium reads messages from file descriptor 3 and writes to 4. This program gives it the two pipes under these numbers.
-START = "import os, sys; r, w = map(int, sys.argv[1:3]); r, w = os.dup(r), os.dup(w); os.dup2(r, 3); os.dup2(w, 4); " \
-        "os.execv(sys.argv[3], sys.argv[3:])"  # fmt: skip
+# Chromium reads messages from file descriptor 3 and writes to 4. This program gives the two pipes these numbers.
+START = """
+import os, sys
+pipes = [os.dup(int(word)) for word in sys.argv[1:3]]
+for pipe, number in zip(pipes, (3, 4)):
+    os.dup2(pipe, number)
+    os.set_inheritable(number, True)
+os.execv(sys.argv[3], sys.argv[3:])
+"""
 FLAGS = (
     "--headless", "--remote-debugging-pipe", "--disable-gpu", "--hide-scrollbars", "--no-first-run",
     "--disable-background-networking", "--disable-component-update", "--disable-dev-shm-usage",
