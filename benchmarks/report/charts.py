@@ -1,7 +1,9 @@
 """The charts of the report, drawn by matplotlib: inline SVG that follows the page's theme, and PNG files."""
 
+import functools
 import re
 from dataclasses import dataclass, field
+from html import escape
 from io import StringIO
 from textwrap import fill
 
@@ -51,6 +53,19 @@ class Chart:
     log_x: bool = False
     log_y: bool = False
     whole_x: bool = False
+
+    @functools.cached_property
+    def svg(self):
+        """The chart as inline SVG, without fixed colours and without ids that a second chart could repeat."""
+        text = StringIO()
+        save(self, 0, text, format="svg", metadata={"Date": None, "Creator": None})
+        text = text.getvalue()
+        text = text[text.index("<svg") :]
+        text = re.sub(r"\s*<(metadata|style).*?</\1>", "", text, flags=re.DOTALL)  # the style would hold for the page
+        used = set(re.findall(r'(?:url\(#|href="#)([^")]+)', text))
+        text = re.sub(r' id="([^"]*)"', lambda found: found[0] if found[1] in used else "", text)
+        text = text.replace("<svg ", f'<svg role="img" aria-label="{escape(self.alt)}" ', 1)
+        return with_variables(text)
 
 
 def save(chart, theme, file, **options):
@@ -115,26 +130,6 @@ def draw_lanes(axes, drawn, chart, colours):
     handles = [axes.barh([0], [0], color=colours[colour], label=name) for name, colour in shown]
     drawn.legend(handles=handles, loc="outside lower center", ncols=len(handles), fontsize=8)
     axes.set_xlim(0)
-
-
-def svg(chart):
-    """The chart as inline SVG, without fixed colours and without ids that a second chart could repeat."""
-    text = StringIO()
-    save(chart, 0, text, format="svg", metadata={"Date": None, "Creator": None})
-    text = text.getvalue()
-    text = text[text.index("<svg") :]
-    text = re.sub(
-        r"\s*<(metadata|style).*?</\1>", "", text, flags=re.DOTALL
-    )  # this style would hold for the whole page
-    used = set(re.findall(r'(?:url\(#|href="#)([^")]+)', text))
-    text = re.sub(r' id="([^"]*)"', lambda found: found[0] if found[1] in used else "", text)
-    text = text.replace("<svg ", f'<svg role="img" aria-label="{escaped(chart.alt)}" ', 1)
-    return with_variables(text)
-
-
-def escaped(text):
-    """`text` for an attribute in double quotes."""
-    return text.replace("&", "&amp;").replace('"', "&quot;").replace("<", "&lt;")
 
 
 def write_png(chart, folder):

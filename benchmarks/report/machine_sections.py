@@ -4,7 +4,7 @@ import json
 
 from benchmarks.harness.table_format import load
 from benchmarks.report import shipped
-from benchmarks.report.charts import Chart, Line, svg
+from benchmarks.report.charts import Chart, Line
 from benchmarks.report.markup import (
     Markup,
     amount,
@@ -105,7 +105,7 @@ def ops(runs):
         captions.append(
             f"Rank 0. Kernels of NCCL are in the next section. Shipped result: {shipped.origin('gpus/timeline')}."
         )
-    pictures = [figure(svg(chart), caption) for chart, caption in zip(charts, captions, strict=True)]
+    pictures = [figure(chart.svg, caption) for chart, caption in zip(charts, captions, strict=True)]
     return section("ops", "Time by op", *pictures), charts
 
 
@@ -150,7 +150,7 @@ def collectives(runs):
         parts.append(table(text, rows))
     if results := runs.results("collectives"):
         charts.append(all_reduce_chart(results))
-        parts.append(figure(svg(charts[-1]), all_reduce_caption(results)))
+        parts.append(figure(charts[-1].svg, all_reduce_caption(results)))
     parts.append(gpu_strategies())
     return section("collectives", "What each collective moved and cost", *parts), charts
 
@@ -229,7 +229,7 @@ def scaling(runs):
         "Speed-up over the number of threads, ranks or GPUs, with the ideal line, on which twice as many workers are "
         "twice as fast.", "threads, ranks or GPUs", "times as fast as one", lines, whole_x=True,
     )  # fmt: skip
-    return section("scaling", "Scaling", figure(svg(chart), " ".join(captions))), [chart]
+    return section("scaling", "Scaling", figure(chart.svg, " ".join(captions))), [chart]
 
 
 def results_preset(runs):
@@ -277,7 +277,7 @@ def timeline(runs):
         "timeline", title, f"{title}: kernels and collectives of each lane over time.", "ms",
         lanes=[(f"rank {lane['rank']}, {lane['name']}", lane["events"]) for lane in step["lanes"]],
     )  # fmt: skip
-    return section("timeline", "The timeline of a step", figure(svg(chart), caption)), [chart]
+    return section("timeline", "The timeline of a step", figure(chart.svg, caption)), [chart]
 
 
 def player(data):

@@ -118,8 +118,8 @@ def continuation(out):
 def infer(show, stage, ranks, mode):
     """The paper's inference with the shipped weights: greedy, 256 tokens and 30 new ones.
 
-    With mode "batch", BATCH_PROMPTS prompts of 256 tokens. `seconds` is the time for all new tokens, without the start: the
-    median of REPEATS runs.
+    With mode "batch", BATCH_PROMPTS prompts of 256 tokens. `seconds` is the time for all new tokens, without the start
+    of the program: the median of REPEATS runs.
     """
     words = ["--max-new-tokens", str(NEW_TOKENS), "--stats", *(["--mode", mode] if mode else [])]
     with tempfile.TemporaryDirectory() as folder:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from benchmarks.harness.report import commit, hardware
 from benchmarks.report import machine_sections, paper_sections
-from benchmarks.report.charts import svg, write_png
+from benchmarks.report.charts import write_png
 from benchmarks.report.diagrams import diagrams
 from benchmarks.report.markup import Markup, element, escape
 from benchmarks.report.runs import Runs
@@ -29,7 +29,7 @@ def write_report(folder, records, missing, preset, steps, titles):
         for name, text in drawn.items():
             (folder / f"{name}.svg").write_text(standalone(text), encoding="utf-8")
         for chart in charts:
-            (folder / f"{chart.name}.svg").write_text(standalone(svg(chart)), encoding="utf-8")
+            (folder / f"{chart.name}.svg").write_text(standalone(chart.svg), encoding="utf-8")
             write_png(chart, folder)
         page.write_text(html(sections, runs), encoding="utf-8")
     except OSError as error:

@@ -145,8 +145,8 @@ def gain_all_reduce(runs):
     share = 100 * row["seconds"] / step["seconds"]
     return (
         f"In the traced step of stage 1 the all-reduce of {amount(row['bytes'])} is in progress for "
-        f"{seconds(row['seconds'])} of {seconds(step['seconds'])}: {share:.1f} % of the step. This time includes the wait "
-        f"for the slower rank."
+        f"{seconds(row['seconds'])} of {seconds(step['seconds'])}: {share:.1f} % of the step. This time includes the "
+        f"wait for the slower rank."
     )
 
 
@@ -237,8 +237,8 @@ def table_2(runs):
             "The paper's programs start with other random parameters and read another corpus of the same size, so its "
             "curves and ours cannot be equal. The curves of our stages can."
         ),
-        chart_figure(charts[0], f"Our curves: {sources}."),
-        chart_figure(charts[1], f"{zero}The paper's four programs differ by up to {100 * paper_spread():.0f} %."),
+        figure(charts[0].svg, f"Our curves: {sources}."),
+        figure(charts[1].svg, f"{zero}The paper's four programs differ by up to {100 * paper_spread():.0f} %."),
         details("Table 2: all losses", loss_table(curves)),
     )  # fmt: skip
     return content, charts
@@ -281,12 +281,6 @@ def loss_table(curves):
     return table("Table 2. Loss in nats per token: the four columns of the paper, then ours.", rows, cards=False)
 
 
-def chart_figure(chart, caption):
-    from benchmarks.report.charts import svg
-
-    return figure(svg(chart), caption)
-
-
 # -- samples, processes, Figures 1 to 5 --------------------------------------------------------------------------------
 
 
@@ -320,9 +314,9 @@ def processes():
         "processes", "How many MPI processes",
         paragraph(
             f"The slides say that MPI ran with {slides} processes, because the CPU has 4 cores with 2 threads each. "
-            f"The command in section 8 of the paper is mpirun -n {command} -f ../hostfile. These are {slides} processes "
-            f"on each of the two machines. This report uses 2 ranks, and with --full also 1, 4 and 8. The losses do not "
-            f"depend on this number."
+            f"The command in section 8 of the paper is mpirun -n {command} -f ../hostfile: {slides} processes on each "
+            f"of the two machines. This report uses 2 ranks, and with --full also 1, 4 and 8. The losses do not depend "
+            f"on this number."
         ),
     )  # fmt: skip
 
