@@ -84,10 +84,10 @@ GPU = "NVIDIA Quadro M1200 (two machines for MPI and CUDA)"
 SAMPLES = {  # Figures 6 to 9: the 30 new tokens after the same 256 tokens
     "serial": "Tinkering with an absurdly long paragraph that there are many tokens so the closer this feels to. The "
     "dummy data scientists, and seas made of entropy, and",
-    "MPI": "Tinkering with their minimal GPT implementations. The dummy data, and seas made of entropy, and seas made of "
-    "entropy, and seas made of entropy, and",
+    "MPI": "Tinkering with their minimal GPT implementations. The dummy data, and seas made of entropy, and seas made "
+    "of entropy, and seas made of entropy, and",
     "CUDA": "tinkering with an absurdly long paragraph that there are many tokens so the closer this feels to a corpus "
     "even if it is just generated prose. The dummy data",
-    "MPI and CUDA": "tinkering with an absurdly long paragraph that there are many tokens so the network will see enough "
-    "variety to a corpus even if it is that there are many tokens",
+    "MPI and CUDA": "tinkering with an absurdly long paragraph that there are many tokens so the network will see "
+    "enough variety to a corpus even if it is that there are many tokens",
 }

@@ -1,5 +1,6 @@
 """The report: its recorded collectives, its parts that are saved and used again, its page in a browser, its errors."""
 
+import contextlib
 import json
 import os
 import signal
@@ -236,10 +237,10 @@ def page(tmp_path_factory):
 @pytest.fixture(scope="module")
 def browser():
     try:
-        find_browser()
+        opened = Browser().__enter__()
     except BrowserError as error:
         pytest.skip(str(error))
-    with Browser() as opened:
+    with contextlib.closing(opened):
         yield opened
 
 

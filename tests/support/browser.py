@@ -49,7 +49,7 @@ class Browser:
     """
 
     def __init__(self):
-        path = find_browser()
+        self.path = path = find_browser()
         self.profile = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
         (read, self.write), (self.read, write) = os.pipe(), os.pipe()
         flags = [*FLAGS, f"--user-data-dir={self.profile.name}", *(["--no-sandbox"] if os.geteuid() == 0 else [])]
@@ -68,11 +68,14 @@ class Browser:
             for domain in ("Page", "Runtime", "Log", "Network"):
                 self.call(f"{domain}.enable")
         except BaseException:
-            self.__exit__()
+            self.close()
             raise
         return self
 
     def __exit__(self, *_):
+        self.close()
+
+    def close(self):
         self.process.terminate()
         try:
             self.process.wait(10)
@@ -94,7 +97,7 @@ class Browser:
         try:
             os.write(self.write, json.dumps(message).encode() + b"\0")
         except BrokenPipeError:
-            raise BrowserError("the browser has ended") from None
+            raise BrowserError(f"{self.path} has ended: start it with --headless to see why") from None
         while True:
             answer = self.receive()
             if answer.get("id") == self.number:
@@ -111,7 +114,7 @@ class Browser:
                 raise BrowserError(f"the browser did not answer within {LIMIT} s")
             piece = os.read(self.read, 1 << 16)
             if not piece:
-                raise BrowserError("the browser has ended")
+                raise BrowserError(f"{self.path} has ended: start it with --headless to see why")
             self.buffer += piece
         text, _, self.buffer = self.buffer.partition(b"\0")
         message = json.loads(text)
