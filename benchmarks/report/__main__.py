@@ -79,7 +79,6 @@ def main(argv=None):
             raise ConfigError(f"--steps {args.steps}: the report needs 2 steps or more")
         return make_report(args)
 
-    signal.signal(signal.SIGTERM, interrupt)
     run_command(Solo, body)
 
 
@@ -89,4 +88,5 @@ def interrupt(number, frame):
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, interrupt)
     main()

@@ -9,7 +9,7 @@ from textwrap import fill
 
 from benchmarks.report.theme import COLOURS, DARK, with_variables
 
-SIZE = 6.2, 3.6  # inches; the text stays readable if a phone shows the chart 5 inches wide
+SIZE = 5.0, 3.3  # inches; a phone shows a chart about 4 inches wide, and its text stays readable
 SERIES = ["c0", "c1", "c2", "c3", "c4"]  # colours of successive lines
 CATEGORIES = {  # {category of an event: colour}; "phase" contains others and is not drawn
     "forward": "c0",
@@ -88,7 +88,7 @@ def save(chart, theme, file, **options):
         draw = draw_lines if chart.lines else draw_bars if chart.bars else draw_lanes
         draw(axes, drawn, chart, colours)
         axes.set(xlabel=chart.x_label, ylabel=chart.y_label)
-        axes.set_title(fill(chart.title, 58), fontsize=10, loc="left")
+        drawn.suptitle(fill(chart.title, 60), fontsize=10, x=0.01, ha="left")
         drawn.savefig(file, **options)
 
 
@@ -110,7 +110,7 @@ def draw_bars(axes, drawn, chart, colours):
     axes.barh(places, values, color=colours["c0"], height=0.7)
     axes.set_yticks(places, labels)
     axes.invert_yaxis()
-    axes.margins(x=0.22)
+    axes.margins(x=0.35)  # space for the texts
     for place, value, text in zip(places, values, texts, strict=True):
         axes.text(value, place, f" {text}", va="center", fontsize=8)
     axes.grid(True, axis="x", linewidth=0.6)

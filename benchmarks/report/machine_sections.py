@@ -16,6 +16,8 @@ from benchmarks.report.markup import (
     table,
 )
 from benchmarks.report.trace import MICROSECONDS, collectives_of, time_by_op, waiting
+from gpt2core.errors import ConfigError
+from stage1_mpi.launch import choose
 
 OPS = 14  # bars of a chart of ops; the other ops are one bar
 TRACES = {  # {part: title}
@@ -41,6 +43,7 @@ def machine(hardware, runs, titles):
     }  # fmt: skip
     rows = [{"": title, "this machine": hardware[key]} for key, title in names.items() if hardware.get(key)]
     rows.insert(2, {"": "memory", "this machine": f"{hardware['memory_bytes'] / 2**30:.1f} GiB"})
+    rows.append({"": "MPI", "this machine": mpi_name()})
     if not hardware.get("gpu"):
         rows.append({"": "GPU", "this machine": "none (nvidia-smi lists no GPU)"})
     skipped = [{"not measured": titles.get(name, name), "reason": reason} for name, reason in runs.missing.items()]
@@ -57,6 +60,14 @@ def machine(hardware, runs, titles):
     return section("machine", "This machine", *parts, *interpreted(runs))
 
 
+def mpi_name():
+    """The name of the MPI library that mpi4py loads, or why there is none."""
+    try:
+        return choose()[1].name
+    except (ConfigError, ImportError) as error:
+        return f"none: {error}"
+
+
 def interpreted(runs):
     """One sentence about the kernels of stages 2 and 3 in Triton's interpreter."""
     results = runs.results("interpreter")
@@ -68,7 +79,7 @@ def interpreted(runs):
         for name, losses in results["losses"].items()
         if name != "stage 0"
     }
-    text = ", ".join(f"{name} by at most {value:.1e}" for name, value in largest.items())
+    text = ", ".join(f"{name} by at most {value:.1g}" for name, value in largest.items())
     return [
         paragraph(
             f"Without a GPU, Triton's interpreter runs the GPU kernels on the CPU, too slowly to compare times. "
@@ -90,10 +101,7 @@ def ops(runs):
             charts.append(
                 op_chart(f"{name}-ops", f"Kernels of one step, {title}, preset {runs.preset}", time_by_op(step))
             )
-            captions.append(
-                f"Sum over threads and ranks, without the kernels that a kernel calls. Traced step: "
-                f"{seconds(step['seconds'])}; without a trace: see Table 1."
-            )
+            captions.append(op_caption(runs, name, step))
     if not runs.results("trace2"):
         charts.append(op_chart("trace2-ops", "Kernels of one step, stage 2, preset paper, bf16", shipped.kernels()))
         captions.append(f"Shipped result: {shipped.origin('gpu/profile_paper')}.")
@@ -107,6 +115,14 @@ def ops(runs):
         )
     pictures = [figure(chart.svg, caption) for chart, caption in zip(charts, captions, strict=True)]
     return section("ops", "Time by op", *pictures), charts
+
+
+def op_caption(runs, name, step):
+    """The caption of a chart of ops: what is summed, and the time of a step with and without the trace."""
+    untraced = runs.results({"trace1-flat": "train1-2"}.get(name, name.replace("trace", "train")))
+    text = "Sum over threads and ranks. The time of a kernel does not include the kernels that it calls. "
+    text += f"The traced step takes {seconds(step['seconds'])}"
+    return text + (f", a step without a trace {seconds(untraced['median_step'])} (median)." if untraced else ".")
 
 
 def op_chart(name, title, seconds_of):

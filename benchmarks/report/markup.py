@@ -40,11 +40,15 @@ def table(caption, rows, grey=(), cards=True):
     cells; a table without `cards` scrolls inside its own frame.
     """
     header = list(rows[0])
+    titles = {title: title if len(header) > 2 else "" for title in header}  # shown in front of a cell of a list
     head = element("tr", *(element("th", title, scope="col") for title in header))
     lines = []
     for number, row in enumerate(rows):
         first, *rest = row.items()
-        cells = [element("th", first[1], scope="row"), *(element("td", cell, data_title=title) for title, cell in rest)]
+        cells = [
+            element("th", first[1], scope="row"),
+            *(element("td", cell, data_title=titles[title]) for title, cell in rest),
+        ]
         lines.append(element("tr", *cells, **({"class_": "grey"} if number in grey else {})))
     caption_text = element("caption", element("span", caption))
     whole = element("table", caption_text, element("thead", head), element("tbody", *lines))

@@ -70,6 +70,7 @@
   function show(number) {
     frame = Math.min(Math.max(number, 0), view.count - 1);
     slider.value = frame;
+    now.setAttribute("aria-live", timer ? "off" : "polite"); // a screen reader cannot follow a playing step
     position.textContent = draw(frame);
     slider.setAttribute("aria-valuetext", position.textContent);
     root.dataset.frame = frame;
@@ -197,8 +198,8 @@
   function openSlices(recording) {
     const { ranks, bytes } = recording;
     about.textContent = `${recording.text} Recorded from ${ranks} ranks with arrays of ${amount(bytes)} (all ` +
-      `parameters of preset ${recording.preset}) in ${ranks} slices of ${amount(bytes / ranks)}. A cell names the ` +
-      `ranks whose values the slice contains; an outlined cell is sent in this frame.`;
+      `parameters of preset ${recording.preset}) in ${ranks} slices of ${amount(bytes / ranks)}. The cell "2: 0+3" is ` +
+      `slice 2 with the sum of ranks 0 and 3; green: all ranks. An outlined cell is sent in this frame.`;
     return (number) => {
       const { phase, messages, ranks: states } = recording.frames[number];
       drawing.replaceChildren(...states.map((state, rank) => rankState(state, rank, ranks, messages)));
@@ -213,25 +214,36 @@
   }
 
   function rankState(state, rank, ranks, messages) {
-    const sent = messages.filter((message) => message.from === rank).map((message) => message.slice);
-    const arrays = Object.entries(state.cells).map(([name, cells]) => {
-      const boxes = cells.map(([slice, members]) => {
-        const full = members.length === ranks;
-        const leaving = sent.includes(slice) && messages.some((message) => message.from === rank &&
-          message.slice === slice && String(message.ranks) === String(members));
-        const style = `cell ${members.length ? "some" : "empty"}${full ? " full" : ""}${leaving ? " sent" : ""}`;
-        const text = members.length ? members.join("+") : "old";
-        const label = slice === null ? text : `${slice}: ${text}`;
-        return make("span", { class: style, style: `--share: ${Math.round((100 * members.length) / ranks)}%` }, label);
-      });
-      return make("div", { class: "array" }, make("span", { class: "name" }, name),
-        make("span", { class: "cells" }, ...boxes));
-    });
+    const sent = messages.filter((message) => message.from === rank);
+    const found = new Set(); // the messages whose slice is in a named array; the others come from a temporary buffer
+    const arrays = Object.entries(state.cells).map(([name, cells]) => arrayRow(name, cells.map(([slice, members]) => {
+      const message = sent.find((each) => each.slice === slice && String(each.ranks) === String(members));
+      if (message) found.add(message);
+      const updated = name === "parameters";
+      const text = !members.length ? (updated ? "old" : "empty") : updated ? "new" : members.join("+");
+      const full = members.length === ranks || (updated && members.length);
+      return cell(slice, text, members.length / ranks, full, message);
+    })));
+    const buffered = sent.filter((message) => !found.has(message)).map((message) =>
+      cell(message.slice, message.ranks.join("+"), message.ranks.length / ranks, false, true));
+    if (buffered.length) arrays.push(arrayRow("temporary buffer", buffered));
     const held = Object.entries(state.bytes).filter(([, size]) => size);
     const total = held.reduce((sum, [, size]) => sum + size, 0);
     const memory = held.map(([name, size]) => `${name} ${amount(size)}`).join(", ");
     return make("div", { class: "rank" }, make("b", {}, `rank ${rank}`), ...arrays,
       make("div", { class: "memory" }, `in memory: ${amount(total)} (${memory})`));
+  }
+
+  function arrayRow(name, cells) {
+    return make("div", { class: "array" }, make("span", { class: "name" }, name),
+      make("span", { class: "cells" }, ...cells));
+  }
+
+  // share: the part of the ranks that the slice contains; full: all of them, or an updated parameter.
+  function cell(slice, text, share, full, sent) {
+    const style = `cell ${share ? "some" : "none"}${full ? " full" : ""}${sent ? " sent" : ""}`;
+    const label = slice === null ? text : `${slice}: ${text}`;
+    return make("span", { class: style, style: `--share: ${Math.round(45 * share)}%` }, label);
   }
 
   function ranksText(ranks) {

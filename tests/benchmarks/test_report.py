@@ -187,6 +187,16 @@ def test_a_command_that_takes_too_long_is_stopped():
     assert time.monotonic() - started < 30
 
 
+def test_with_gpus_stages_2_and_3_are_measured_instead_of_the_interpreter(monkeypatch):
+    names = [part.name for part in measure.parts_of("paper", 50, False)]
+    monkeypatch.setattr(measure, "nvidia_smi", lambda *fields: [["NVIDIA H200"]] * 3)
+    with_gpus = {part.name: part.options for part in measure.parts_of("paper", 50, True)}
+    assert with_gpus.keys() - set(names) == {"train1-1", "train1-4", "train1-8"} | {
+        f"{kind}{stage}" for kind in ("train", "infer", "trace") for stage in (2, 3)
+    }
+    assert set(names) - with_gpus.keys() == {"interpreter"} and with_gpus["train3"]["ranks"] == 2  # a power of two
+
+
 def test_the_new_tokens_are_found_in_the_output_of_a_command():
     assert (
         measure.continuation("Prompt (2 tokens):\na b\n\nContinuation:\nc d\ne\n\nprompt tokens 2 | new\n") == "c d e"
