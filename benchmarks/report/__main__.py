@@ -67,7 +67,7 @@ def main(argv=None):
     add = parser.add_argument
     default = Path("out", "report")
     add("--out", type=Path, default=default, metavar="DIR", help=f"directory of the report (default {default})")
-    add("--full", action="store_true", help="also train stage 1 on 1, 4 and 8 ranks (about 6 minutes more)")
+    add("--full", action="store_true", help="also train stage 1 on 1, 4 and 8 ranks")
     add("--fresh", action="store_true", help="measure all parts again, also those that are saved in DIR/parts")
     add("--no-measure", action="store_true", help="measure nothing: write the page from the saved and shipped results")
     add("--preset", choices=PRESETS, default="paper", help="model of the measurements (default paper)")

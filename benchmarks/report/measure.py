@@ -4,6 +4,7 @@ import os
 import re
 import statistics
 import tempfile
+from importlib.util import find_spec
 from pathlib import Path
 
 from benchmarks.harness.jobs import run_mpi
@@ -202,6 +203,8 @@ def all_reduces(show, ranks, sizes):
 
 def interpreter(show):
     """A few steps of preset `nano`: stage 0, and in the interpreter stage 2 and stage 3 on 2 ranks."""
+    if not find_spec("triton"):
+        raise Skipped("Triton is not installed; pip install triton")
     losses = {}
     for stage, ranks in ((0, None), (2, None), (3, 2)):
         show(f"stage {stage}")

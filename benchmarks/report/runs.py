@@ -49,13 +49,9 @@ class Runs:
         names = [name for name in self.records if name.startswith("train1-")]
         return sorted(int(name.removeprefix("train1-")) for name in names)
 
-    def stage1(self):
-        """The name of the part with the training of stage 1 on 2 ranks."""
-        return "train1-2"
-
     def training(self, stage):
         """The seconds of the training, a Run or None."""
-        name = self.stage1() if stage == 1 else f"train{stage}"
+        name = "train1-2" if stage == 1 else f"train{stage}"
         if results := self.results(name):
             return Run(results["seconds"], self.place(name))
         if stage >= 2 and self.is_paper:

@@ -18,6 +18,7 @@ from benchmarks.report import measure, parts, recording, trace
 from benchmarks.report import page as page_module
 from benchmarks.report.page import GENERATOR, write_report
 from gpt2core.app.presets import PRESETS
+from gpt2core.errors import ConfigError
 from gpt2core.parallel.config import ParallelConfig
 from gpt2core.parallel.thread_communicator import run_ranks
 from gpt2core.trainer import Trainer
@@ -178,6 +179,20 @@ def test_a_skipped_and_a_failed_part_do_not_stop_the_others(lines, tmp_path):
     assert records.keys() == {"c"} and failures == ["b"] and missing["a"] == "no MPI was found"
     assert missing["b"].endswith("ended with code 1: error: no memory")
     assert lines.texts[0] == "part a: skipped: no MPI was found" and lines.texts[1].startswith("part b: FAILED: ")
+
+
+def test_without_mpi_and_without_triton_the_parts_that_need_them_are_skipped(lines, tmp_path, monkeypatch):
+    def no_mpi():
+        raise ConfigError("mpi4py is not installed; pip install mpi4py mpich")
+
+    monkeypatch.setattr(parts, "choose", no_mpi)
+    monkeypatch.setattr(measure, "find_spec", lambda name: None)
+    chosen = [part for part in measure.parts_of("nano", 2, True) if "1-" in part.name]
+    chosen += [part for part in measure.parts_of("nano", 2, True) if part.name in ("collectives", "interpreter")]
+    records, missing, failures = parts.run_parts(chosen, parts.PartFiles(tmp_path), lines)
+    assert len(chosen) == 11 and missing.keys() == {part.name for part in chosen} and not records and not failures
+    assert missing.pop("interpreter") == "Triton is not installed; pip install triton"
+    assert set(missing.values()) == {"mpi4py is not installed; pip install mpi4py mpich"}
 
 
 def test_a_command_that_takes_too_long_is_stopped():
