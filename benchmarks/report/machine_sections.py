@@ -38,8 +38,7 @@ def machine(hardware, runs, titles):
     names = {
         "cpu": "CPU", "cores": "cores", "system": "system", "python": "Python", "numpy": "NumPy", "blas": "BLAS",
         "blas_kernels": "kernels of BLAS", "mkl": "MKL", "mpi4py": "mpi4py", "mpich": "MPICH (wheel)",
-        "torch": "PyTorch",
-        "gpu": "GPU", "gpus": "GPUs", "driver": "driver", "cupy": "CuPy", "triton": "Triton",
+        "torch": "PyTorch", "gpu": "GPU", "gpus": "GPUs", "driver": "driver", "cupy": "CuPy", "triton": "Triton",
     }  # fmt: skip
     rows = [{"": title, "this machine": hardware[key]} for key, title in names.items() if hardware.get(key)]
     rows.insert(2, {"": "memory", "this machine": f"{hardware['memory_bytes'] / 2**30:.1f} GiB"})
@@ -94,26 +93,20 @@ def interpreted(runs):
 
 def ops(runs):
     """(section, charts): the time of each kernel in one step, for every stage."""
-    charts, captions = [], []
+    found = []  # [(name of the chart, title, {op: seconds}, caption)]
     for name, title in TRACES.items():
         step = runs.results(name)
         if step and name != "trace1-bucket":
-            charts.append(
-                op_chart(f"{name}-ops", f"Kernels of one step, {title}, preset {runs.preset}", time_by_op(step))
-            )
-            captions.append(op_caption(runs, name, step))
+            found.append((name, f"{title}, preset {runs.preset}", time_by_op(step), op_caption(runs, name, step)))
     if not runs.results("trace2"):
-        charts.append(op_chart("trace2-ops", "Kernels of one step, stage 2, preset paper, bf16", shipped.kernels()))
-        captions.append(f"Shipped result: {shipped.origin('gpu/profile_paper')}.")
+        caption = f"Shipped result: {shipped.origin('gpu/profile_paper')}."
+        found.append(("trace2", "stage 2, preset paper, bf16", shipped.kernels(), caption))
     if not runs.results("trace3"):
         title, step = shipped.timelines()[-1]
-        charts.append(
-            op_chart("ops-stage3", f"Kernels of one step, stage 3, GPT-2 124M, bf16, {title}", time_by_op(step))
-        )
-        captions.append(
-            f"Rank 0. Kernels of NCCL are in the next section. Shipped result: {shipped.origin('gpus/timeline')}."
-        )
-    pictures = [figure(chart.svg, caption) for chart, caption in zip(charts, captions, strict=True)]
+        caption = f"Rank 0, without the kernels of NCCL. Shipped result: {shipped.origin('gpus/timeline')}."
+        found.append(("trace3", f"stage 3, GPT-2 124M, bf16, {title}", time_by_op(step), caption))
+    charts = [op_chart(f"{name}-ops", f"Kernels of one step, {title}", times) for name, title, times, _ in found]
+    pictures = [figure(chart.svg, caption) for chart, (*_, caption) in zip(charts, found, strict=True)]
     return section("ops", "Time by op", *pictures), charts
 
 

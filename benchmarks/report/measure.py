@@ -14,12 +14,12 @@ from benchmarks.report.parts import Part, PartFailed, Skipped, python_command, r
 from benchmarks.report.recording import record_all
 from benchmarks.report.trace import read_step
 from gpt2core.app.inference_io import first_tokens
-from gpt2core.app.presets import CORPUS
+from gpt2core.app.presets import CORPUS, WEIGHTS
 from gpt2core.app.run_log import read_log
+from gpt2core.errors import counted
 from gpt2core.text.tokenizer import Tokenizer
 
 STAGES = ("stage0_serial", "stage1_mpi", "stage2_cuda", "stage3_mpi_cuda")
-NO_GPU = "nvidia-smi lists no GPU"
 SHORT_STEPS = 4  # of runs that measure only speed; the first step is not counted
 TRACE_STEPS = 3  # of traced runs; the report shows the last of them
 INTERPRETER_STEPS = 5
@@ -28,53 +28,57 @@ REPEATS = 3  # of each inference
 BATCH_PROMPTS = 4  # prompts of --mode batch
 TIMEOUT = 1800  # seconds of one command
 MESSAGE_SIZES = 1_000, 10_000, 100_000, 1_000_000, 10_000_000, 43_600_000  # bytes; the last: all gradients of `paper`
-WEIGHTS = Path("data", "gpt2-paper")
 
 
 def parts_of(preset, steps, full):
-    """The Parts for this machine. full: also the 50 steps of stage 1 on 1, 4 and 8 ranks."""
+    """The Parts for this machine. full: also train stage 1 on 1, 4 and 8 ranks."""
     gpus = len(nvidia_smi("name"))
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    size = {"preset": preset, "steps": steps}
-    parts = [Part("recordings", "slices in ring, reduce-scatter and ZeRO-1", recordings)]
-    parts.append(Part("train0", f"training, stage 0, {steps} steps", train, {"stage": 0, "ranks": None} | size))
-    for ranks in (1, 2, 4, 8) if full else (2,):
-        title = f"training, stage 1, {steps} steps on {ranks} ranks"
-        parts.append(Part(f"train1-{ranks}", title, train, {"stage": 1, "ranks": ranks} | size))
-    parts.append(Part("infer0", "inference, stage 0", infer, {"stage": 0, "ranks": None, "mode": None}))
-    for mode in ("replicate", "batch", "tensor"):
-        title = f"inference, stage 1 on 2 ranks, --mode {mode}"
-        parts.append(Part(f"infer1-{mode}", title, infer, {"stage": 1, "ranks": 2, "mode": mode}))
-    parts.append(
-        Part("scaling", "training speed of 1, 2, ... threads and ranks", scaling, {"preset": preset, "cores": cores})
-    )
-    parts.append(
-        Part("trace0", "trace of a step, stage 0", trace, {"stage": 0, "ranks": None, "preset": preset, "flags": []})
-    )
-    for name, flags in (("flat", ["--dp", "flat"]), ("bucket", ["--dp", "bucket", "--bucket-mb", "5"])):
-        title = f"trace of a step, stage 1 on 2 ranks, --dp {name}"
-        options = {"stage": 1, "ranks": 2, "preset": preset, "flags": flags}
-        parts.append(Part(f"trace1-{name}", title, trace, options))
     sizes = [size for size in MESSAGE_SIZES if preset == "paper" or size <= 1_000_000]
-    parts.append(Part("collectives", "all-reduce algorithms on 2 ranks", all_reduces, {"ranks": 2, "sizes": sizes}))
-    return parts + (
-        gpu_parts(gpus, size) if gpus else [Part("interpreter", "stages 2 and 3 in Triton's interpreter", interpreter)]
-    )
+    in_interpreter = Part("interpreter", "stages 2 and 3 in Triton's interpreter", interpreter)
+    speeds, messages = {"preset": preset, "cores": cores}, {"ranks": 2, "sizes": sizes}
+    return [
+        Part("recordings", "slices in ring, reduce-scatter and ZeRO-1", recordings),
+        train_part("train0", 0, None, preset, steps),
+        *(train_part(f"train1-{ranks}", 1, ranks, preset, steps) for ranks in ((1, 2, 4, 8) if full else (2,))),
+        infer_part("infer0", 0, None, None),
+        *(infer_part(f"infer1-{mode}", 1, 2, mode) for mode in ("replicate", "batch", "tensor")),
+        Part("scaling", "training speed of 1, 2, ... threads and ranks", scaling, speeds),
+        trace_part("trace0", 0, None, preset),
+        trace_part("trace1-flat", 1, 2, preset, "--dp", "flat"),
+        trace_part("trace1-bucket", 1, 2, preset, "--dp", "bucket", "--bucket-mb", "5"),
+        Part("collectives", "all-reduce algorithms on 2 ranks", all_reduces, messages),
+    ] + (gpu_parts(gpus, preset, steps) if gpus else [in_interpreter])
 
 
-def gpu_parts(gpus, size):
+def gpu_parts(gpus, preset, steps):
     """The Parts of stages 2 and 3 on `gpus` GPUs; stage 3 uses a power of two of them."""
     ranks = 1 << (gpus.bit_length() - 1)
     parts = []
-    for stage, count in ((2, None), (3, ranks)):
-        where = f"stage {stage}" + f" on {count} GPUs" * (count is not None)
-        options = {"stage": stage, "ranks": count}
-        parts.append(Part(f"train{stage}", f"training, {where}", train, options | size))
-        mode = "replicate" if count else None
-        parts.append(Part(f"infer{stage}", f"inference, {where}", infer, options | {"mode": mode}))
-        traced = options | {"preset": size["preset"], "flags": []}
-        parts.append(Part(f"trace{stage}", f"trace of a step, {where}", trace, traced))
+    for stage, count, mode in ((2, None, None), (3, ranks, "replicate")):
+        parts.append(train_part(f"train{stage}", stage, count, preset, steps))
+        parts.append(infer_part(f"infer{stage}", stage, count, mode))
+        parts.append(trace_part(f"trace{stage}", stage, count, preset))
     return parts
+
+
+def train_part(name, stage, ranks, preset, steps):
+    options = {"stage": stage, "ranks": ranks, "preset": preset, "steps": steps}
+    return Part(name, f"training, {steps} steps, {place(stage, ranks)}", train, options)
+
+
+def infer_part(name, stage, ranks, mode):
+    title = f"inference, {place(stage, ranks)}" + (f", --mode {mode}" if mode else "")
+    return Part(name, title, infer, {"stage": stage, "ranks": ranks, "mode": mode})
+
+
+def trace_part(name, stage, ranks, preset, *flags):
+    options = {"stage": stage, "ranks": ranks, "preset": preset, "flags": list(flags)}
+    return Part(name, f"trace of a step, {' '.join([place(stage, ranks), *flags])}", trace, options)
+
+
+def place(stage, ranks):
+    return f"stage {stage}" + (f" on {counted(ranks, 'rank')}" if ranks else "")
 
 
 # -- training and inference --------------------------------------------------------------------------------------------
@@ -103,6 +107,7 @@ def train(show, stage, ranks, preset, steps):
     return {
         "losses": [row["loss"] for row in rows],
         "seconds": sum(seconds),
+        "first_step": seconds[0],
         "median_step": statistics.median(seconds),
         "bytes_sent": rows[-1].get("bytes_sent", 0),
         "parameters_sha256": rows[-1].get("parameters_sha256"),

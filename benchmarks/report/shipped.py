@@ -31,7 +31,7 @@ def training():
     step = next(r for r in load("gpu/step_paper_fp32")["results"] if r["name"] == "ours")
     paper = next(r for r in load("gpus/scaling")["results"]["paper"] if r["name"].endswith("--zero 1"))
     return {
-        2: (50 * step["seconds"]["median"], "fp32, 1 GPU", "gpu/step_paper_fp32"),
+        2: (50 * step["seconds"]["median"], "fp32, 1 GPU, 50 times the median step", "gpu/step_paper_fp32"),
         3: (paper["totals"]["median"], f"bf16, {paper['ranks']} GPUs", "gpus/scaling"),
     }
 
