@@ -6,14 +6,13 @@ The page needs no network. The measured parts are JSON files in OUT/parts: after
 continues. Without a GPU, the page shows the shipped measurements of stages 2 and 3, with their hardware and date.
 """
 
-import os
 import signal
 import sys
 from pathlib import Path
 
 from benchmarks.report.measure import parts_of
 from benchmarks.report.page import GENERATOR, write_report
-from benchmarks.report.parts import PartFiles, Progress, run_parts
+from benchmarks.report.parts import BUSY, PartFiles, Progress, run_parts
 from gpt2core.app.cli import Parser
 from gpt2core.app.command import run_command
 from gpt2core.app.presets import PRESETS
@@ -41,9 +40,8 @@ def make_report(args):
     check_output(args.out)
     parts = parts_of(args.preset, args.steps, args.full)
     files = PartFiles(args.out / "parts", args.fresh)
-    load = os.getloadavg()[0]
-    if load > 0.5 and not args.no_measure:
-        print(f"load average {load:.2f}: other programs may slow the measurements", file=sys.stderr)
+    if files.load_average > BUSY and not args.no_measure:
+        print(f"load average {files.load_average:.2f}: other programs may slow the measurements", file=sys.stderr)
     report = Progress(len(parts))
     try:
         records, missing, failures = run_parts(parts, files, report, args.no_measure)

@@ -15,6 +15,7 @@ from benchmarks.report.markup import (
     section,
     table,
 )
+from benchmarks.report.parts import BUSY
 from benchmarks.report.trace import MICROSECONDS, collectives_of, time_by_op, waiting
 from gpt2core.errors import ConfigError
 from stage1_mpi.launch import choose
@@ -53,10 +54,23 @@ def machine(hardware, runs, titles):
                 "reason": "nvidia-smi lists no GPU: shipped results are shown, in grey or with their hardware and date",
             }
         )
-    parts = [table("Hardware and versions.", rows)]
+    parts = [table("Hardware and versions.", rows), *busy(runs)]
     if skipped:
         parts.append(table("What was not measured on this machine.", skipped, set(range(len(skipped)))))
     return section("machine", "This machine", *parts, *interpreted(runs))
+
+
+def busy(runs):
+    """A warning if other programs ran before the measurements began."""
+    load = max((record.get("load_average", 0.0) for record in runs.records.values()), default=0.0)
+    if load <= BUSY:
+        return []
+    return [
+        paragraph(
+            f"Other programs ran on this machine: the load average was {load:.1f} before the measurements. They may have "
+            f"slowed the programs unequally. For exact times, run make report ARGS=--fresh on an idle machine."
+        )
+    ]
 
 
 def mpi_name():

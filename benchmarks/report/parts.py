@@ -16,6 +16,7 @@ from gpt2core.errors import ConfigError
 from stage1_mpi.launch import choose, launch_line
 
 SECONDS = 0.2  # between two looks at a running command
+BUSY = 0.5  # a load average above this means that other programs run
 
 
 class Skipped(Exception):
@@ -44,6 +45,7 @@ class PartFiles:
 
     def __init__(self, folder, fresh=False):
         self.folder, self.fresh = Path(folder), fresh
+        self.load_average = os.getloadavg()[0]  # before this program measures
         self.origin = {"commit": commit(), "cpu": cpu(), "cores": os.cpu_count()}
 
     def path(self, part):
@@ -65,7 +67,7 @@ class PartFiles:
         record = {
             "name": part.name, "title": part.title, "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "seconds": seconds, "options": part.options, "origin": self.origin, "hardware": hardware(),
-            "results": results,
+            "load_average": self.load_average, "results": results,
         }  # fmt: skip
         temporary = self.path(part).with_suffix(".part")
         temporary.write_text(to_json(record), encoding="utf-8")

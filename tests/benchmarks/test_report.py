@@ -248,7 +248,8 @@ def small_records():
         "interpreter": {"preset": "nano", "losses": {f"stage {n}": losses for n in (0, 2, 3)}},
     }
     options = {"ranks": 2, "preset": "nano"}
-    return {name: {"results": json.loads(json.dumps(each)), "options": options} for name, each in results.items()}
+    common = {"options": options, "load_average": 1.5}
+    return {name: {"results": json.loads(json.dumps(each)), **common} for name, each in results.items()}
 
 
 @pytest.fixture(scope="module")
@@ -340,6 +341,7 @@ def test_the_page_and_its_picture_files_are_complete(page):
     assert len(text) < 5e6
     assert "&lt;b&gt;cats&lt;/b&gt; &amp; all" in text and "no MPI was found &lt;here&gt;" in text  # escaped
     assert "1,287.76 s (its Table 1), 12,878 s (its text)" in text and "15.6 % less" in text
+    assert "the load average was 1.5 before the measurements" in text
     names = {path.name for path in page.parent.iterdir()}
     assert {f"stage{number}.svg" for number in range(4)} | {"architecture.svg"} <= names
     assert {"loss.svg", "loss.png", "loss-dark.png", "scaling.svg", "timeline.svg", "trace0-ops.svg"} <= names
