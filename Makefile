@@ -172,6 +172,7 @@ bench-gpu: $(test_ready) $(cuda_ready)  ## the same on GPUs: stage 2 on one GPU,
 	"$(python)" -m benchmarks.gpu.attention --save
 	"$(python)" -m benchmarks.gpu.products --save
 	"$(python)" -m benchmarks.gpu.decode --save
+	"$(python)" -m benchmarks.gpu.start --save
 	"$(python)" -m benchmarks.gpu.memory --save
 	"$(python)" -m benchmarks.gpu.profile --save
 	"$(python)" -m benchmarks.gpu.lesson --save

@@ -82,16 +82,22 @@ class NumpyBackend(VocabularyKernels, GenerationKernels):
         each micro-batch (micro-batches, ...); then the first one is the result.
         """
         parts, separate = even_slices(n, self.micro_batches), out is not None and out.ndim > like.ndim
+        total = self.like(like) if out is None else out[0] if separate else out
+        return self.sum_of_parts(sum_of, parts, total, out if separate else None)
 
-        def tree(first, count, total):
-            if count == 1:
-                sum_of(parts[first], total)
-                return total
-            middle = first + count // 2
-            tree(first, count // 2, total)
-            return np.add(total, tree(middle, count // 2, out[middle] if separate else self.like(like)), out=total)
+    def sum_of_parts(self, sum_of, parts, total, scratch):
+        """Write the sum over `parts` to `total` and return it. scratch: an array for each part, or None.
 
-        return tree(0, len(parts), self.like(like) if out is None else out[0] if separate else out)
+        A method, because a nested function that calls itself keeps its arrays until the garbage collector runs.
+        """
+        if len(parts) == 1:
+            sum_of(parts[0], total)
+            return total
+        middle = len(parts) // 2
+        first, second = (None, None) if scratch is None else (scratch[:middle], scratch[middle:])
+        self.sum_of_parts(sum_of, parts[:middle], total, first)
+        other = self.like(total) if scratch is None else second[0]
+        return np.add(total, self.sum_of_parts(sum_of, parts[middle:], other, second), out=total)
 
     def column_sums(self, x, like, out=None):
         def sum_of(part, total):

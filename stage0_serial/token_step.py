@@ -1,14 +1,17 @@
-"""The logits of one new token with a KV cache, in NumPy calls without autograd: little more than reading the weights.
+"""The logits of a new token, in NumPy calls without autograd: of one token with a KV cache, or of a full window.
 
-If each operation made a Tensor, a large part of the time of a token would be spent in Python.
+One token takes little more than the time to read the weights. If each operation made a Tensor, a large part of this
+time would be spent in Python. A full window is computed as a whole, except in the last layer: there only the keys and
+values of all T positions are needed, and the rest of the last position.
 """
 
-# C channels, H heads, D = C // H, K columns, V vocabulary; a row is an array (1, C)
+# T positions, C channels, H heads, D = C // H, K columns, V vocabulary; a row is an array (1, C)
 
 import numpy as np
 
 from gpt2core.communicator import Solo
 from gpt2core.sampler import next_logits
+from gpt2core.tensor import no_grad
 
 MODULES = "ln_1", "attn.c_attn", "attn.c_proj", "ln_2", "mlp.c_fc", "mlp.c_proj"  # of a layer
 
@@ -19,11 +22,12 @@ def token_step(model):
 
 
 class TokenStep:
-    """Called as step(model, ids, cache) -> logits (V), like next_logits; it computes one token by itself."""
+    """Called as step(model, ids, cache) -> logits (V), like next_logits; it computes a token or a window itself."""
 
     def __init__(self, model):
         config, backend = model.config, model.head.backend
         self.backend, self.eps, self.n_head = backend, config.layer_norm_epsilon, config.n_head
+        self.block_size = config.block_size
         arrays = {name: tensor.data for name, tensor in model.parameters.items()}
         self.wte, self.wpe = arrays["transformer.wte.weight"], arrays["transformer.wpe.weight"]
         self.layers = [
@@ -40,6 +44,9 @@ class TokenStep:
         return arrays[f"{name}.weight"], arrays[f"{name}.bias"]
 
     def __call__(self, model, ids, cache):
+        if len(ids) == self.block_size > 1:
+            cache.length = self.block_size  # the cache counts as full, and the next token begins a new one
+            return self.full_window(ids)
         if len(ids) > 1:
             return next_logits(model, ids, cache)
         position = cache.length
@@ -60,6 +67,31 @@ class TokenStep:
         cache.length += 1
         return self.product(y, self.head)[0].copy()
 
+    @no_grad()
+    def full_window(self, ids):
+        """The logits (V) after block_size tokens. Nothing is cached: the window slides, and all positions change."""
+        backend, branch, branch_bias = self.backend, None, None
+        x = self.wte[ids] + self.wpe  # (T, C)
+        for ln_1, c_attn, attn_proj, ln_2, c_fc, mlp_proj in self.layers:
+            x, y, _ = backend.residual_layernorm_forward(x, branch, branch_bias, *ln_1, self.eps)
+            if ln_1 is self.layers[-1][0]:
+                x, y = x[-1:], self.attention_of_last(y, *c_attn)  # (1, C)
+            else:
+                y = backend.attention_forward(backend.linear_forward(y, *c_attn)[None], self.n_head)[0][0]
+            branch = backend.linear_forward(y, attn_proj[0])
+            x, y, _ = backend.residual_layernorm_forward(x, branch, attn_proj[1], *ln_2, self.eps)
+            h, _ = backend.linear_gelu_forward(y, *c_fc)
+            branch, branch_bias = backend.linear_forward(h, mlp_proj[0]), mlp_proj[1]
+        y = backend.residual_layernorm_forward(x, branch, branch_bias, *self.ln_f, self.eps)[1]
+        return self.product(y, self.head)[0].copy()
+
+    def attention_of_last(self, y, w, b):
+        """y (T, C), w (C, 3C), b (3C) -> the attention of the last position to all positions, (1, C)."""
+        T, C = y.shape
+        q = self.backend.linear_forward(y[-1:], w[:, :C], b[:C])
+        k, v = self.backend.linear_forward(y, w[:, C:], b[C:]).reshape(T, 2, self.n_head, -1).transpose(1, 2, 0, 3)
+        return self.weighted_sum(q.reshape(self.n_head, -1), k.transpose(0, 2, 1), v)
+
     def product(self, x, w):
         """x (1, C), w (C, K) -> (1, K), an array that the next product of this width overwrites."""
         return self.backend.one_row(x, w, self.outputs[w.shape[1]])
@@ -68,10 +100,15 @@ class TokenStep:
         """qkv (1, 3C) of this position, keys (H, D, block), values (H, block, D) -> (1, C); stores k and v."""
         q, k, v = qkv.reshape(3, self.n_head, -1)  # each (H, D)
         keys[:, :, position], values[:, position] = k, v
+        return self.weighted_sum(q, keys[:, :, : position + 1], values[:, : position + 1])
+
+    @staticmethod
+    def weighted_sum(q, keys, values):
+        """The softmax attention of q (H, D), which is overwritten, to keys (H, D, T) and values (H, T, D): (1, C)."""
         q *= q.shape[1] ** -0.5
-        s = np.matmul(q[:, None], keys[:, :, : position + 1])  # (H, 1, position + 1)
+        s = np.matmul(q[:, None], keys)  # (H, 1, T)
         s -= np.maximum.reduce(s, axis=2, keepdims=True)
         np.exp(s, out=s)
-        y = np.matmul(s, values[:, : position + 1])  # (H, 1, D)
+        y = np.matmul(s, values)  # (H, 1, D)
         y /= np.add.reduce(s, axis=2, keepdims=True)
         return y.reshape(1, -1)

@@ -12,10 +12,13 @@ are float32.
 # T_q queries, T_k keys, D head size; q (batch..., T_q, D), k and v (batch..., T_k, D), any number of batch dimensions
 # The kernels read them as Heads (B, H, T, D): two batch dimensions.
 
+import functools
+
 import torch
 import triton
 
 from stage2_cuda.kernels.attention import (
+    GLUON_TILES,
     AttentionTiles,
     Heads,
     TileConfig,
@@ -23,7 +26,8 @@ from stage2_cuda.kernels.attention import (
     default_tiles,
     forward_launch,
 )
-from torch_bridge.triton_launch import check_device, launch
+from stage2_cuda.kernels.gluon_launches import gluon_kind, serves
+from torch_bridge.triton_launch import check_device, interpreted, launch
 
 DTYPES = torch.float32, torch.float16, torch.bfloat16
 HEAD_SIZES = range(16, 129, 8)
@@ -109,7 +113,14 @@ def select_tiles(q, k, precision):
         multiprocessors = torch.cuda.get_device_properties(q.base.device).multi_processor_count
         if B * H * triton.cdiv(T, 64) <= multiprocessors:
             return next(tiles for largest, tiles in small.items() if D <= largest)
-    return default_tiles(itemsize, T, D, precision)
+    gluon = gluon_table(q.base.device) if not interpreted() and serves(itemsize, B * H, T, D) else None
+    return default_tiles(itemsize, T, D, precision, gluon)
+
+
+@functools.cache
+def gluon_table(device):
+    """The entries of GLUON_TILES for this device, {} if it has no Gluon kernels."""
+    return GLUON_TILES.get(gluon_kind(torch.cuda.get_device_capability(device), torch.cuda.get_device_name(device)), {})
 
 
 # -- operators ---------------------------------------------------------------------------------------------------------

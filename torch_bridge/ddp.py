@@ -47,8 +47,8 @@ class Bucket:
             self.views = {name: part.view(p.shape) for (name, p), part in zip(parameters.items(), parts, strict=True)}
 
     @torch.no_grad()
-    def collect(self, ranks):
-        """(the tensor to be summed over the ranks, {name: zeros} of the parameters that have no gradient)."""
+    def collect(self, divisor):
+        """(the tensor to be reduced, {name: zeros} of the parameters without a gradient). Divides the gradients."""
         absent = {}
         for name, parameter in self.parameters.items():
             gradient, view = parameter.grad, self.views.get(name)
@@ -57,11 +57,13 @@ class Bucket:
             elif gradient.is_sparse:
                 raise RuntimeError(f"the gradient of {name} is sparse: build its module with sparse=False")
             elif view is None:
-                parameter.grad = gradient.contiguous().div_(ranks)
+                parameter.grad = gradient.contiguous()
+                if divisor != 1:
+                    parameter.grad.div_(divisor)
             elif gradient is view:  # zero_grad(set_to_none=False) keeps it
-                view.div_(ranks)
+                view.div_(divisor)
             else:
-                torch.div(gradient, ranks, out=view)
+                torch.div(gradient, divisor, out=view)
                 parameter.grad = view  # frees the other tensor
         if self.views:
             return self.flat, absent
@@ -78,7 +80,10 @@ class GradientMean:
 
     def __init__(self, parameters, group, packed, eager, most=math.inf):
         self.parameters, self.group, self.eager = parameters, group, eager
-        self.ranks = dist.get_world_size(group)
+        # nccl computes means itself, which saves a kernel per message; gloo does not, so gradients are divided before.
+        means = dist.get_backend(group) == "nccl"
+        self.reduction = dist.ReduceOp.AVG if means else dist.ReduceOp.SUM
+        self.divisor = 1 if means else dist.get_world_size(group)
         plan = planned(parameters, packed, most)
         self.buckets = [Bucket({name: parameters[name] for name in names}, packed) for names in plan]
         self.index = {name: number for number, names in enumerate(plan) for name in names}
@@ -109,10 +114,10 @@ class GradientMean:
 
     def send(self):
         """Start the all-reduce of the next bucket; return its handle."""
-        tensor, absent = self.buckets[self.sent].collect(self.ranks)
+        tensor, absent = self.buckets[self.sent].collect(self.divisor)
         self.sent += 1
         self.absent |= absent
-        self.handles.append(dist.all_reduce(tensor, group=self.group, async_op=True))
+        self.handles.append(dist.all_reduce(tensor, self.reduction, self.group, async_op=True))
         return self.handles[-1]
 
     def finish(self):

@@ -6,8 +6,9 @@ program captures several calls in a CUDA graph, which is timed by device events,
 
 TFLOP/s: forward counts as 2 B H T T D floating-point operations. This is half of the operations of its two matrix
 products, because half of the scores are masked. Backward counts as 2.5 times as many. The row "ours" uses the tiles
-that a training run chooses by timing. The row "ours, the table's tiles" uses the tiles of the table DEFAULT_TILES in
-stage2_cuda/kernels/attention.py.
+that a training run chooses by timing. The row "ours, the table's tiles" uses the tiles of the tables in
+stage2_cuda/kernels/attention.py, as a run with --deterministic does. The row "ours, plain Triton" chooses by timing
+among the plain Triton kernels only; it differs from "ours" on a GPU that has Gluon kernels.
 """
 
 import argparse
@@ -26,7 +27,7 @@ from benchmarks.harness.report import add_save_flags, paired_ratio, print_table,
 
 SEED = 20260101
 BENCHMARK = "benchmarks.gpu.attention"  # the name under which the benchmark processes import this file
-OURS, OURS_UNTUNED = "ours", "ours, the table's tiles"
+OURS, OURS_UNTUNED, OURS_PLAIN = "ours", "ours, the table's tiles", "ours, plain Triton"
 PEERS = {"flash": "torch, FlashAttention-2", "cudnn": "torch, cuDNN"}
 SHAPES = [
     (1, 16, 16384, 64),
@@ -64,7 +65,7 @@ def prepare(module, **options):
 class CausalAttention(ours.Graphs):
     """Our kernels in bf16, captured in CUDA graphs. qkv (B, T, 3C), dy (B, T, C) on the host."""
 
-    def __init__(self, qkv, dy, n_head, tuned=True):
+    def __init__(self, qkv, dy, n_head, tuned=True, gluon=True):
         import ml_dtypes
 
         from stage2_cuda.kernels import attention
@@ -76,21 +77,28 @@ class CausalAttention(ours.Graphs):
         self.y, self.dqkv = self.cupy.empty_like(self.dy), self.cupy.empty_like(self.qkv)
         self.lse, self.delta = (self.cupy.empty((B, n_head, T), np.float32) for _ in range(2))
         self.calls = {"forward": self.forward, "both": self.both}
-        self.choose_tiles(tuned)
+        self.choose_tiles(tuned, gluon)
         self.cupy.cuda.runtime.deviceSynchronize()
 
-    def choose_tiles(self, tuned):
+    def choose_tiles(self, tuned, gluon):
         """Choose the tiles by timing, as a training run does.
 
-        tuned=False: take them from the table, as a training run with --deterministic does.
+        tuned=False: take them from the table, as a training run with --deterministic does. gluon=False: consider only
+        the plain Triton kernels. Their choices are kept apart from those of training runs: in no cache file.
         """
         from stage2_cuda.cuda_backend import CudaBackend
-        from stage2_cuda.tuning.attention_tiles import tuned_backward, tuned_forward
+        from stage2_cuda.tuning import attention_tiles
+        from stage2_cuda.tuning.tuner import Tuner
 
-        tuner, arguments = CudaBackend("bf16", deterministic=not tuned).runtime.tuner, (self.qkv, self.heads, "ieee")
-        self.forward_tiles = tuned_forward(tuner, self.forward, self.y, self.lse, *arguments)
+        tuner = CudaBackend("bf16", deterministic=not tuned).runtime.tuner
+        if not gluon:
+            self.kernels.gluon_table = attention_tiles.gluon_table = lambda *_: {}
+            tuner = Tuner(self.cupy, tuner.tuned_for)
+        arguments = self.qkv, self.heads, "ieee"
+        self.forward_tiles = attention_tiles.tuned_forward(tuner, self.forward, self.y, self.lse, *arguments)
         self.forward()
-        self.backward_tiles = tuned_backward(tuner, self.backward, self.dqkv, self.delta, *arguments)
+        backward = self.backward, self.dqkv, self.delta
+        self.backward_tiles = attention_tiles.tuned_backward(tuner, *backward, *arguments)
 
     def forward(self, tiles=None):
         self.kernels.attention_forward(self.y, self.lse, self.qkv, self.heads, tiles=tiles or self.forward_tiles)
@@ -113,6 +121,7 @@ class CausalAttention(ours.Graphs):
 def process_specs(args):
     yield ProcessSpec(OURS, BENCHMARK, args.threads)
     yield ProcessSpec(OURS_UNTUNED, BENCHMARK, args.threads, {"tuned": False})
+    yield ProcessSpec(OURS_PLAIN, BENCHMARK, args.threads, {"gluon": False})
     for peer in args.peers:
         options = {"backend": peer, "packed": args.packed}
         yield ProcessSpec(PEERS[peer], "benchmarks.peers.torch_attention", args.threads, options)

@@ -38,6 +38,7 @@ CASES = {
 # another, and keeps the fastest value of each field for the next ones.
 ONE_SEQUENCE = {
     "pdl": [False, True],
+    "prefetch": [False, True],
     "split_k": [2, 3, 4, 6],
     "split_block_n": [32, 64, 128],
     "block_keys": [32, 64],

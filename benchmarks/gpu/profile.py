@@ -50,24 +50,31 @@ class Launch(NamedTuple):
 
 
 def launches_of(function, backend):
-    """Call function(); return [Launch] of the Triton kernels and products that it launches, in launch order."""
+    """Call function(); return [Launch] of the Triton kernels and products that it launches, in launch order.
+
+    If a captured step compiles its kernels ahead, it calls its function once more; those calls launch nothing.
+    """
     from stage2_cuda.runtime import triton_launch
 
     launches, gpu, gemm = [], triton_launch.launcher(), backend.products.gemm
     launch, matmul = gpu.launch, gemm.matmul
 
     def record_launch(kernel, grid, arguments, options):
-        module = kernel.fn.__module__.rpartition(".")[2]
-        module = re.sub("attention_(forward|backward)", "attention", module)  # one group of rows for both files
-        work = work_of(module, kernel.__name__, dict(zip(kernel.arg_names, arguments, strict=False)), options)
-        launches.append(Launch(kernel.__name__, f"{module}: {kernel.__name__.removesuffix('_kernel')}", **work))
+        module, name = kernel.fn.__module__.rpartition(".")[2], kernel.__name__
+        if module.startswith("gluon_attention_"):  # the file has the name of the plain kernel
+            name = f"{module.removeprefix('gluon_attention_')}_kernel"
+        module = re.sub("(gluon_)?attention_(forward|backward|dq|dkdv)", "attention", module)  # one group of rows
+        work = work_of(module, name, dict(zip(kernel.arg_names, arguments, strict=False)), options)
+        if not gpu.only_compiles:
+            launches.append(Launch(kernel.__name__, f"{module}: {name.removesuffix('_kernel')}", **work))
         return launch(kernel, grid, arguments, options)
 
     def record_matmul(out, a, b, **options):
         terms = a.shape[0 if options.get("trans_a") else 1]  # of the sum that gives one element of the product
         marks = ("'" * bool(options.get(flag)) for flag in ("trans_a", "trans_b"))  # ' marks a transposed matrix
         title = " ".join(f"{matrix.shape}{mark}" for matrix, mark in zip((a, b), marks, strict=True))
-        launches.append(Launch(None, f"product {title}", 2 * out.size * terms))
+        if not gpu.only_compiles:
+            launches.append(Launch(None, f"product {title}", 2 * out.size * terms))
         return matmul(out, a, b, **options)
 
     gpu.launch, gemm.matmul = record_launch, record_matmul
@@ -87,7 +94,8 @@ def work_of(module, name, arguments, options):
         return {"flops": 2 * arguments["m"] * arguments["n"] * arguments["k"]}
     if module == "attention" and name in ATTENTION_PRODUCTS:
         B, H, T, _ = arguments["q_desc"].shape
-        return {"flops": ATTENTION_PRODUCTS[name] * B * H * T * T * options["HEAD_DIM"]}
+        head_size = options["HEAD_DIM"] if "HEAD_DIM" in options else options["D"]  # D: of a Gluon kernel
+        return {"flops": ATTENTION_PRODUCTS[name] * B * H * T * T * head_size}
     if module not in ONE_PASS:
         return {}
     updated = [arguments[parameter] for parameter in UPDATED.get(name, ())]

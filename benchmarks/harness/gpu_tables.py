@@ -259,9 +259,9 @@ def gpus_paper():
     return rows, ["gpus/scaling"]
 
 
-def gpus_strategies():
+def gpus_strategies(file="gpus/strategies"):
     rows = []
-    for result in load("gpus/strategies")["results"]:
+    for result in load(file)["results"]:
         is_baseline = not result.get("communicate", True)
         added = result["communication_share"] * result["seconds"]["median"]
         rows.append(
@@ -276,7 +276,7 @@ def gpus_strategies():
                 "optimizer MB per rank": f"{1e-6 * result['optimizer_bytes']:,.0f}",
             }
         )
-    return rows, ["gpus/strategies"]
+    return rows, [file]
 
 
 def gpus_collectives():

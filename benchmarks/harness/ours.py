@@ -14,6 +14,7 @@ from gpt2core.parallel.tensor_parallel import load_model
 from gpt2core.parallel.whole_parameters import initial_parameters
 from gpt2core.sampler import Greedy, generate_batch
 from gpt2core.sampler import generate as generate_tokens
+from gpt2core.tensor import no_grad
 from gpt2core.trainer import Trainer
 from gpt2core.training_loop import read_batch
 from stage0_serial.numpy_backend import NumpyBackend
@@ -154,6 +155,61 @@ class ProfiledSteps(CudaSteps):
     def graph_and_stream(self):
         """The CUDA graph of the captured step and the stream on which it is replayed."""
         return self.captured.graph, self.captured.stream
+
+
+class Passes:
+    """The parts of a training step of a model with random parameters, on one batch: run(kind) waits for the device.
+
+    Kinds: "forward", without a tape for gradients; "forward + backward"; "step", with the optimizer. backend: a
+    NumpyBackend or a CudaBackend. inputs, targets: int64 arrays (B, T). On a GPU each kind is a CUDA graph after its
+    second call; the graphs share their memory.
+    """
+
+    def __init__(self, config, backend, inputs, targets):
+        B, T = inputs.shape
+        self.backend = backend
+        self.trainer = Trainer(config, [backend], batch_size=B, seq_len=T, micro_batches=1, seed=None)
+        self.batch, self.scale = self.trainer.prepare(inputs, targets), 1 / (B * T)
+        rng = backend.xp.random.default_rng(0)
+        for name, view in self.trainer.arena.views(self.trainer.parameters).items():
+            if view.ndim > 1:
+                view[...] = 0.02 * rng.standard_normal(view.shape, dtype=np.float32)
+            else:
+                view[...] = 1.0 if name.endswith("weight") else 0.0
+        self.trainer.optimizer.refresh_copy(0)
+        backend.runtime.release_cached_memory()  # of the random numbers
+        functions = {"forward": self.forward, "forward + backward": self.forward_and_backward}
+        self.compiled = {kind: backend.runtime.compile_step(function) for kind, function in functions.items()}
+        if hasattr(backend.runtime, "compiled"):
+            share_workspace(None, backend)
+
+    def run(self, kind):
+        if kind == "step":
+            return self.trainer.step(self.batch, LR).loss
+        return self.compiled[kind](self.batch).wait()
+
+    def forward(self, batch):
+        with no_grad():
+            model = self.trainer.accumulator.workers[0].model
+            return [model.loss(ids, targets, self.scale).data for part in batch for ids, targets in part]
+
+    def forward_and_backward(self, batch):
+        losses = self.trainer.accumulator.backward(batch, self.scale, self.trainer.loss_scale.factor)
+        self.trainer.data_parallel.finish()
+        self.backend.runtime.join()
+        return losses
+
+
+def eager_function(passes, kind):
+    """A function without arguments that launches one kind of Passes from Python, without a CUDA graph."""
+    trainer, runtime = passes.trainer, passes.backend.runtime
+    if kind == "step":
+        hyperparameters = trainer.optimizer.hyperparameters(trainer.steps + 1, LR)
+        return functools.partial(
+            runtime.compile_step(trainer.compute_update, capture=False), passes.batch, hyperparameters
+        )
+    function = {"forward": passes.forward, "forward + backward": passes.forward_and_backward}[kind]
+    return functools.partial(runtime.compile_step(function, capture=False), passes.batch)
 
 
 # -- trainers ---------------------------------------------------------------------------------------------------------

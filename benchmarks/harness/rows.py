@@ -11,6 +11,7 @@ from datetime import UTC, datetime
 
 from benchmarks.harness.jobs import ROOT
 from benchmarks.harness.report import add_save_flags, commit, save
+from stage2_cuda.memory_model import is_out_of_memory
 
 SAVE_EVERY = 20  # seconds; saving reads the versions of the hardware, which takes a second
 
@@ -24,10 +25,15 @@ def add_row_flags(add, name):
     add_save_flags(add, name)
 
 
+def rows_path(benchmark, args, suffix=".json"):
+    """The path of the file that save() would write, with another suffix for a figure of its rows."""
+    group = benchmark.split(".")[-2]
+    return ROOT / ("" if args.save else "out") / "results" / group / f"{args.save_as}{suffix}"
+
+
 def saved_rows(benchmark, args):
     """The rows of the file that save() would write; [] if there is none."""
-    group = benchmark.split(".")[-2]
-    path = ROOT / ("" if args.save else "out") / "results" / group / f"{args.save_as}.json"
+    path = rows_path(benchmark, args)
     return json.loads(path.read_text())["results"] if path.exists() else []
 
 
@@ -41,18 +47,26 @@ def run_rows(benchmark, args, cases):
     if args.dry_run:
         print(*wanted, f"{len(wanted)} rows", sep="\n")
         wanted = []
-    saved_at, order = time.monotonic(), list(dict.fromkeys([*cases, *rows]))
-    for number, name in enumerate(wanted, 1):
-        result = measured(cases[name])
-        rows[name] = {"name": name, **result, **stamp(args)}
-        print(f"{name}: {result}", flush=True)
-        over = time.monotonic() > end and number < len(wanted)
-        if over or number == len(wanted) or time.monotonic() > saved_at + SAVE_EVERY:
-            save(benchmark, [rows[each] for each in order if each in rows], args, args.save_as)
-            saved_at = time.monotonic()
-        if over:
-            print(f"{args.minutes:g} minutes are over: {len(wanted) - number} rows are missing; run the command again")
-            break
+    saved_at, unsaved, order = time.monotonic(), False, list(dict.fromkeys([*cases, *rows]))
+
+    def save_rows():
+        save(benchmark, [rows[each] for each in order if each in rows], args, args.save_as)
+
+    try:
+        for number, name in enumerate(wanted, 1):
+            result = measured(cases[name])
+            rows[name], unsaved = {"name": name, **result, **stamp(args)}, True
+            print(f"{name}: {result}", flush=True)
+            if time.monotonic() > end and number < len(wanted):
+                missing = len(wanted) - number
+                print(f"{args.minutes:g} minutes are over: {missing} rows are missing; run the command again")
+                break
+            if time.monotonic() > saved_at + SAVE_EVERY:
+                save_rows()
+                saved_at, unsaved = time.monotonic(), False
+    finally:  # also after an error
+        if unsaved:
+            save_rows()
     return [rows[name] for name in cases if name in rows]
 
 
@@ -62,8 +76,8 @@ def measured(function):
 
     try:
         return function()
-    except RuntimeError as error:  # torch.OutOfMemoryError, or an error of CUDA
-        if "out of memory" not in str(error):
+    except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError, an error of CUDA, or CuPy's error
+        if not is_out_of_memory(error):
             raise
         return {"oom": True}
     finally:

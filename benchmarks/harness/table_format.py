@@ -59,3 +59,10 @@ def gib(count):
 def mib(count):
     """Bytes as MiB, with one decimal below 10^9 bytes."""
     return f"{count / 2**20:,.1f}" if count < 1e9 else f"{count / 2**20:,.0f}"
+
+
+def cell(value):
+    """The text of a value in a table: of {"mean", "std"} the mean and the standard deviation, of a float 4 digits."""
+    if isinstance(value, dict):
+        return f"{value['mean']:.4g} ± {value['std']:.2g}" if "mean" in value else ""
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -12,7 +12,7 @@ import argparse
 import re
 import sys
 
-from benchmarks.harness import cpu_tables, gpu_tables, torch_tables
+from benchmarks.harness import assignment_tables, cpu_tables, gpu_tables, torch_tables
 from benchmarks.harness.jobs import ROOT
 from benchmarks.harness.table_format import load, source
 
@@ -93,14 +93,25 @@ def headline():
 
 
 # {name: function that returns (rows, names of the source files)}; a row is {column title: cell}
-TABLES = {"headline": lambda: (headline(), []), **cpu_tables.TABLES, **gpu_tables.TABLES, **torch_tables.TABLES}
+TABLES = {
+    "headline": lambda: (headline(), []),
+    **cpu_tables.TABLES,
+    **gpu_tables.TABLES,
+    **torch_tables.TABLES,
+    **assignment_tables.TABLES,
+}
 
 
 def block(name):
-    """The text of one table and of the lines that name its sources. Raises SystemExit for an unknown name."""
+    """The text of one table and of the lines that name its sources, or one line if there are no rows yet.
+
+    Raises SystemExit for an unknown name.
+    """
     if name not in TABLES:
         raise SystemExit(f"<!-- table: {name} -->: no such table; use one of {', '.join(TABLES)}")
     rows, files = TABLES[name]()
+    if not rows:
+        return f"Not measured yet: `results/{files[0]}.json` has no rows of this table.\n"
     header = list(rows[0])
     # Columns of numbers, except the first column, are right-aligned.
     numeric = {title: title != header[0] and all(NUMBER.match(str(row[title])) for row in rows) for title in header}

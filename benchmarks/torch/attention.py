@@ -34,13 +34,9 @@ BOARD_SHAPE = 3, 16, 16384, 64  # q, k and v; heads, T, D
 
 def naive(q, k, v, causal):
     """softmax(q k' / sqrt(D)) v with the T x T matrices in memory."""
-    import torch
+    from benchmarks.torch.models import attention_scores
 
-    s = q @ k.mT * q.shape[-1] ** -0.5  # (batch, T, T)
-    if causal:
-        positions = torch.arange(q.shape[-2], device=q.device)
-        s = s.masked_fill(positions > positions[:, None], float("-inf"))
-    return s.softmax(-1) @ v
+    return attention_scores(q, k, causal).softmax(-1) @ v
 
 
 def sdpa(backend, q, k, v, causal):

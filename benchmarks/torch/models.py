@@ -3,18 +3,24 @@
 The vocabulary has 10,000 tokens; d_ff is 4 d_model. GPT-2 has the assignment's sizes, and its own layers.
 """
 
+import contextlib
 import gc
 import os
+import sys
 import time
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 
+from benchmarks.harness.assignment_tables import value_tables
 from benchmarks.harness.report import print_table
 from benchmarks.harness.rows import mean_and_deviation
 from benchmarks.harness.torch_ranks import RanksFailed, TorchRanks
-from benchmarks.peers.torch_gpt2 import TorchGPT2
+from benchmarks.peers import torch_gpt2
+from gpt2core.errors import ConfigError
 from gpt2core.model import GPT2Config
 
 VOCABULARY = 10_000
@@ -33,12 +39,72 @@ SIZES = {  # name: (d_model, layers, heads)
 }
 
 
-def build(size, context, device, seed=0):
-    """The model of a size on a device, with the same parameters for every rank."""
+def config_of(size, context):
+    """The GPT2Config of a size."""
     width, layers, heads = SIZES[size]
+    return GPT2Config(VOCABULARY, context, layers, heads, width, tied=False)
+
+
+def build(size, context, device, seed=0, attention=None):
+    """The model of a size on a device, with the same parameters for every rank. attention: a class to use instead."""
     torch.manual_seed(seed)
     with torch.device(device):
-        return TorchGPT2(GPT2Config(VOCABULARY, context, layers, heads, width, tied=False))
+        model = torch_gpt2.TorchGPT2(config_of(size, context))
+    if attention:
+        for block in model.h:
+            block.attn.__class__ = attention
+    return model
+
+
+class NaiveAttention(torch_gpt2.Attention):
+    """Attention as in the assignment's model: the scores and the weights (B, H, T, T) are written to memory."""
+
+    def forward(self, x, cache=None, past=0):
+        B, T, C = x.shape
+        qkv = self.c_attn(x).view(B, T, 3, self.n_head, C // self.n_head)
+        y = naive_attention(*qkv.permute(2, 0, 3, 1, 4))  # of q, k, v, each (B, H, T, D)
+        return self.c_proj(y.transpose(1, 2).reshape(B, T, C))
+
+
+def naive_attention(q, k, v):
+    """softmax(q k' / sqrt(D)) v, causal, in three named ranges; q, k, v (B, H, T, D)."""
+    with named_range("attention scores", q.device):
+        s = attention_scores(q, k, causal=True)
+    with named_range("attention softmax", q.device):
+        p = s.softmax(-1)  # float32 under autocast
+    with named_range("attention values", q.device):
+        return p @ v
+
+
+def attention_scores(q, k, causal):
+    """q k' / sqrt(D) (..., T, T); causal: minus infinity where the key comes after the query."""
+    s = q @ k.mT * q.shape[-1] ** -0.5
+    if causal:
+        positions = torch.arange(q.shape[-2], device=q.device)
+        s = s.masked_fill(positions > positions[:, None], float("-inf"))
+    return s
+
+
+def named_range(name, device):
+    """A context whose work a profiler of NVIDIA shows under this name, as an NVTX range."""
+    return torch.cuda.nvtx.range(name) if device.type == "cuda" else contextlib.nullcontext()
+
+
+class CheckpointedBlocks(nn.Module):
+    """Consecutive blocks of which forward keeps only the input; backward computes their forward pass again."""
+
+    def __init__(self, blocks):
+        super().__init__()
+        self.blocks = nn.Sequential(*blocks)
+
+    def forward(self, x, cache=None, past=0):
+        return checkpoint(self.blocks, x, use_reentrant=False)
+
+
+def use_checkpoints(model, count):
+    """Checkpoint the blocks of a model of build() in groups of `count`."""
+    groups = (model.h[first : first + count] for first in range(0, len(model.h), count))
+    model.h = nn.ModuleList(map(CheckpointedBlocks, groups))
 
 
 def batch_of(batch, context, device, seed):
@@ -92,21 +158,33 @@ def slowest(found, field):
 def print_rows(rows):
     """Print rows with all their columns; a time is its mean and standard deviation."""
     if rows:
-        columns = dict.fromkeys(key for row in rows for key in row if key not in ("commit", "date"))
         print()
-        print_table([{key: cell(row.get(key, "")) for key in columns} for row in rows])
+        print_table(value_tables(rows)["rows"])
 
 
-def cell(value):
-    if isinstance(value, dict):
-        return f"{value['mean']:.4g} ± {value['std']:.2g}" if "mean" in value else ""
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+def print_tables(tables):
+    """Print {title: rows of a table}."""
+    for title, rows in tables.items():
+        if rows:
+            print(f"\n{title}\n")
+            print_table(rows)
 
 
 def add_run_flags(add, warm_up, repeats):
     """The flags of a measurement."""
     add("--warm-up", type=int, default=warm_up, help=f"runs before the measurement (default {warm_up})")
     add("--repeats", type=int, default=repeats, help=f"measured runs of each row (default {repeats})")
+
+
+def add_device_flag(add):
+    add("--device", choices=("cuda", "cpu"), default="cuda", help="cuda, or cpu for a trial (default cuda)")
+
+
+def check_device(args):
+    """Raise ConfigError if the device of --device does not exist."""
+    if args.device == "cuda" and not torch.cuda.is_available():
+        sizes = " --sizes toy" * hasattr(args, "sizes")
+        raise ConfigError(f"--device cuda: PyTorch found no GPU: use --device cpu{sizes} for a trial")
 
 
 def device_of_rank():
@@ -132,6 +210,8 @@ def timed(function, device):
 def release_memory():
     """Free what the last case has left, which parameters and their hooks keep in reference cycles."""
     gc.collect()
+    if "cupy" in sys.modules:
+        sys.modules["cupy"].get_default_memory_pool().free_all_blocks()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()

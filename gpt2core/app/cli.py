@@ -1,6 +1,8 @@
 """The flags of train_gpt2.py and inference.py, with their help texts; train() and infer(), which these scripts call."""
 
 import argparse
+import difflib
+import re
 from pathlib import Path
 
 import gpt2core
@@ -8,7 +10,6 @@ from gpt2core.app.command import HelpPrinted, run_command
 from gpt2core.app.inference_command import inference_command
 from gpt2core.app.presets import PRESETS, WEIGHTS
 from gpt2core.app.rank_agreement import agree_on_start
-from gpt2core.app.train_command import train_command
 from gpt2core.errors import ConfigError
 from gpt2core.parallel.codecs import CODECS
 from gpt2core.parallel.data_parallel import BUCKET_MB
@@ -33,8 +34,14 @@ class Parser(argparse.ArgumentParser):
 
     is_root = True
 
+    def __init__(self, **options):
+        super().__init__(allow_abbrev=False, **options)
+
     def error(self, message):
-        raise ConfigError(f"{message} (--help lists the options)")
+        unknown = re.match(r"unrecognized arguments: (-[\w-]+)", message)
+        similar = difflib.get_close_matches(unknown[1], self._option_string_actions, 1) if unknown else []
+        advice = f"did you mean {similar[0]}? " if similar else ""
+        raise ConfigError(f"{message} ({advice}--help lists the options)")
 
     def exit(self, status=0, message=None):
         raise HelpPrinted
@@ -281,6 +288,8 @@ def train(backend, world, argv=None):
     backend: a class, called as backend(precision, deterministic), which gives a Backend. world: a class, called as
     world(), which gives the Communicator of all ranks. argv: a list of command-line arguments; None: sys.argv[1:].
     """
+    from gpt2core.app.train_command import train_command  # here, because inference.py starts faster without it
+
     run_command(world, lambda ranks: train_command(backend, ranks, *parse(train_parser(), ranks, argv)))
 
 

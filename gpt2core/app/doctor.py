@@ -8,11 +8,13 @@ import platform
 import re
 import subprocess
 import sys
+import textwrap
 import time
 from importlib import metadata
 from pathlib import Path
 
 from gpt2core.app import PACKAGES, missing_package
+from gpt2core.app.terminal import terminal_width
 from gpt2core.parallel.tuned_choices import processor
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -37,7 +39,7 @@ def main():
 def report(run):
     """Print the report; returns the exit code. `run` is called like the function run() below; tests replace it."""
     for name, text in [*host_rows(), *mpi_rows(run), *gpu_rows(run)]:
-        print(f"{name:<13} {text}", flush=True)
+        print_row(name, text)
     interpreted = not gpus(run)
     device = "Triton's interpreter on the CPU" if interpreted else "GPU"
     python = (["env", "TRITON_INTERPRET=1"] if interpreted else []) + [sys.executable]
@@ -47,13 +49,20 @@ def report(run):
         code, _, errors = run([*python, *arguments])
         seconds = time.perf_counter() - start
         result = f"works ({text.format(device)}, {seconds:.1f} s)" if code == 0 else f"does not work: {cause(errors)}"
-        print(f"stage {number:<7} {result}", flush=True)
+        print_row(f"stage {number}", result)
         codes.append(code)
     for number, code in enumerate(codes):
         if code:
             preset = " PRESET=nano" * (interpreted and number >= 2)
             print(f"`make train STAGE={number}{preset}` installs the packages of stage {number}")
     return 2 if codes[0] else 0
+
+
+def print_row(name, text):
+    """Print a row of the report; on a terminal, a row that is too long continues in the next line."""
+    width = terminal_width()
+    row = f"{name:<13} {text}"
+    print(textwrap.fill(row, width, subsequent_indent=" " * 14) if width else row, flush=True)
 
 
 def run(command):

@@ -47,16 +47,19 @@ class DecodeTiling(NamedTuple):
     block_n: int  # columns of a weight per program, in the products that are not split over K
     split_k: int  # number of parts of K in split-K; more if a part would have more than `max_rows` rows
     split_block_n: int  # columns of a weight per program, in the products that are split over K
-    block_keys: int  # cached keys per loop iteration (two or more sequences), or least keys per program (one sequence)
+    # two or more sequences: cached keys per loop iteration, for 16 bits and head size 64; one sequence: least keys per
+    # program
+    block_keys: int
     block_vocab: int  # rows of lm_head per program
     max_rows: int = 256  # largest number of rows of a weight in one part of split-K
     elements_per_thread: int = 128  # elements of a weight tile per thread; determines the number of warps
     block_k: int = 128  # rows per tl.dot of a 16-bit weight, for two or more sequences; half as many of an fp32 weight
     pdl: bool = False
+    prefetch: bool = False  # one sequence: whether each kernel prefetches weights of the next layer to the L2 cache
 
 
 SINGLE = DecodeTiling(block_n=32, split_k=3, split_block_n=64, block_keys=32, block_vocab=8)
-BATCHED = DecodeTiling(block_n=32, split_k=4, split_block_n=32, block_keys=128, block_vocab=128)
+BATCHED = DecodeTiling(block_n=32, split_k=2, split_block_n=32, block_keys=256, block_vocab=128)
 
 
 def tiling_for(B):
@@ -118,7 +121,10 @@ def attention(y, q, cache, lengths, n_head, tiling):
     B, C = q.shape
     block, D = cache.shape[1], C // n_head
     arguments = y, q, cache, lengths, n_head, block, math.log2(math.e) / math.sqrt(D)
-    options = dict(SIZE=D, D=triton.next_power_of_2(D), BLOCK_KEYS=tiling.block_keys)
+    width = triton.next_power_of_2(D)
+    # the tile sizes are those of 16-bit heads of 64; larger heads and fp32 get as many bytes, which fit in registers
+    keys = max(16, tiling.block_keys * 2 * 64 // (cache.itemsize * max(64, width)))
+    options = dict(SIZE=D, D=width, BLOCK_KEYS=keys)
     launch_tiled(attention_kernel, (B * n_head,), *arguments, tiling=tiling, **options)
 
 

@@ -78,16 +78,33 @@ class SingleRowStep(DecodeStep):
         lengths, tiling, x = self.sequences.lengths, self.tiling, self.sequences.x
         block, n_head, eps = self.config.block_size, self.config.n_head, self.config.layer_norm_epsilon
         common = lengths, block, eps, tiling  # the last arguments of both calls of layernorm_linear
-        for layer, t, cache in zip(self.layers, self.transposed, self.cache, strict=True):
+        for number, (layer, t, cache) in enumerate(zip(self.layers, self.transposed, self.cache, strict=True)):
+            qkv, proj, fc, fc_proj = self.weights_ahead(number)
             residual = x, None, None
-            single_row.layernorm_linear(self.q, cache, None, residual, layer.ln_1[0], t.qkv, *t.qkv_ln, *common)
+            single_row.layernorm_linear(self.q, cache, None, residual, layer.ln_1[0], t.qkv, *t.qkv_ln, *common, qkv)
             single_row.split_keys_attention(*self.splits, self.q, cache, lengths, n_head, tiling)
-            single_row.combine_product(self.attention_partials, *self.splits, lengths, layer.proj[0], block, tiling)
-            residual = x, self.attention_partials, layer.proj[1]
-            single_row.layernorm_linear(self.g, None, self.s, residual, layer.ln_2[0], t.fc, *t.fc_ln, *common)
+            partials = self.attention_partials
+            single_row.combine_product(partials, *self.splits, lengths, layer.proj[0], block, tiling, proj)
+            residual = x, partials, layer.proj[1]
+            single_row.layernorm_linear(self.g, None, self.s, residual, layer.ln_2[0], t.fc, *t.fc_ln, *common, fc)
             x = self.x
-            single_row.linear_residual(x, self.s, self.g, t.fc_proj, layer.fc_proj[1], tiling)
+            single_row.linear_residual(x, self.s, self.g, t.fc_proj, layer.fc_proj[1], tiling, fc_proj)
         batched.layernorm(self.h, None, (x, None, None), *self.ln_f, eps, tiling)
+
+    def weights_ahead(self, number):
+        """The arrays that the four products of layer `number` prefetch; None four times without tiling.prefetch.
+
+        These are the weights of the next layer or, in the last layer, equally large parts of lm_head.
+        """
+        if not self.tiling.prefetch:
+            return [None] * 4
+        if number + 1 < len(self.layers):
+            t = self.transposed[number + 1]
+            return t.qkv, self.layers[number + 1].proj[0], t.fc, t.fc_proj
+        t, head = self.transposed[number], self.model.head.data.reshape(-1)
+        sizes = [weights.size for weights in (t.qkv, self.layers[number].proj[0], t.fc, t.fc_proj)]
+        ends = [sum(sizes[:count]) for count in range(5)]
+        return [part if (part := head[start:end]).size else None for start, end in zip(ends, ends[1:], strict=False)]
 
 
 class LayerWeights:

@@ -15,6 +15,9 @@ class EagerStream(contextlib.nullcontext):
     def capture(self, function):
         return function
 
+    def compile_ahead(self, step):
+        pass
+
     def upload(self, array, values):
         array[...] = values
 
@@ -44,6 +47,11 @@ class DecodeStream:
     def capture(self, function):
         """A callable that runs `function`: directly at the first call, later as a CUDA graph (see CapturedStep)."""
         return CapturedStep(function, stream=self.stream, workspace=self.workspace)
+
+    def compile_ahead(self, step):
+        """Start to compile the kernels of a result of capture() in threads; a subclass may return the function."""
+        if isinstance(step, CapturedStep):
+            step.compile_ahead()
 
     def upload(self, array, values):
         """Copy `values` (NumPy) to the device array; converts them to its dtype."""

@@ -85,6 +85,8 @@ class GpuDecoder:
             self.stream.upload(self.sequences.ids, ids)
             self.stream.upload(self.sequences.lengths, np.array(self.lengths, np.int32))
             self.sample = self.choose_sampling(rules)
+            if not self.captured:  # the first generation
+                self.compile_ahead()
 
     def step(self):
         with self.stream:
@@ -101,6 +103,20 @@ class GpuDecoder:
             self.unread.append((self.stream.record_event(), self.lengths))
         self.lengths = [length + 1 for length in self.lengths]
         self.step_count += 1
+
+    def compile_ahead(self):
+        """Let threads compile the kernels of the first steps, in the order in which these need them.
+
+        A step compiles its own kernels in threads too, but then those of the second step are not compiled while the
+        first step is computed. Window steps are all alike.
+        """
+        T, sample = self.padded_length(), None if self.sample == self.append_given else self.sample
+        if self.uses_windows or self.batch * T > CAPTURED_PREFILL:
+            return
+        self.stream.compile_ahead(self.captured_step(self.padded_prefill, T, sample=sample))
+        if self.decode_step.prepare:
+            self.stream.compile_ahead(self.captured_step(self.decode_step.prepare))
+        self.stream.compile_ahead(self.captured_step(self.decode_position, sample=sample))
 
     def read_tokens(self):
         wait, lengths = self.unread.popleft()
@@ -156,6 +172,10 @@ class GpuDecoder:
 
     def run(self, compute, *arguments, sample=None):
         """Launch compute(*arguments), then sample() unless it is None, as one captured step."""
+        self.captured_step(compute, *arguments, sample=sample)()
+
+    def captured_step(self, compute, *arguments, sample=None):
+        """The captured step that run() with these arguments launches; it is created if there is none."""
         key = compute, arguments, sample
         if key not in self.captured:
 
@@ -165,7 +185,7 @@ class GpuDecoder:
                     sample()
 
             self.captured[key] = self.stream.capture(step)
-        self.captured[key]()
+        return self.captured[key]
 
     def upload_uniforms(self):
         """Upload the next UNIFORMS random numbers of each rule.
@@ -181,13 +201,16 @@ class GpuDecoder:
 
     def prefill(self):
         """Run the first step. For a captured prefill the prompts are padded, so that one graph serves many lengths."""
-        longest = max(self.lengths)
-        T = min(round_up(longest, self.stream.prefill_multiple), self.model.config.block_size)
+        longest, T = max(self.lengths), self.padded_length()
         if self.batch * T <= CAPTURED_PREFILL:
             self.compute_and_sample(self.padded_prefill, T)
         else:
             self.fill_cache(longest, min(self.lengths) == longest)
             self.compute_and_sample(self.unembed)
+
+    def padded_length(self):
+        """The number of positions of a captured prefill."""
+        return min(round_up(max(self.lengths), self.stream.prefill_multiple), self.model.config.block_size)
 
     def padded_prefill(self, T):
         self.fill_cache(T, False)

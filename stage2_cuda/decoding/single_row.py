@@ -42,6 +42,7 @@ from stage2_cuda.runtime.triton_launch import launch
 WARPS = 8  # per program, in the kernels in which each warp computes whole columns
 CHUNK_BYTES = 512  # part of a column that a warp loads at once
 MAX_KEY_SPLITS = 32  # per head; combine_splits holds the results of all splits in registers
+LINE_BYTES = 128  # of a cache line
 TRANSPOSE_BLOCK = 64  # rows and columns of a tile in `transpose`
 # If each thread uses at most MAX_REGISTERS registers, a program fits on a multiprocessor together with a program of the
 # previous launch. The 16-bit columns of a program then fit in registers if they have at most REGISTER_BYTES in total.
@@ -83,7 +84,7 @@ def fold_layernorm(gamma_w, beta_w, w, ln_w, ln_b, bias):
 # -- launches, every step ----------------------------------------------------------------------------------------------
 
 
-def layernorm_linear(y, cache, s, residual, ln_w, w, gamma_w, beta_w, lengths, block, eps, tiling):
+def layernorm_linear(y, cache, s, residual, ln_w, w, gamma_w, beta_w, lengths, block, eps, tiling, ahead=None):
     """Without a cache (None): y (1, N) = gelu(LN(sum) w' + b); w (N, K) is stored transposed.
 
     With a cache (1, block, 2K): q, k, v = LN(sum) w' + b. The kernel stores q in y (1, K), and k and v in the cache at
@@ -92,11 +93,12 @@ def layernorm_linear(y, cache, s, residual, ln_w, w, gamma_w, beta_w, lengths, b
     residual: (x, partials, bias); sum = x + partials[0] + partials[1] + ... + bias, with x (1, K) float32, partials
     (parts, 1, K) float32, bias (K). If partials and bias are None, the sum is x. s (1, K) float32 receives the sum; it
     is None if the sum is not needed later. gamma_w, beta_w: from fold_layernorm; beta_w contains b and the bias of
-    LayerNorm.
+    LayerNorm. ahead: see add_prefetch.
     """
     x, partials, bias = residual
     (N, K), (grid, options) = w.shape, column_options(w, tiling.block_n)
     arguments = y, cache, s, x, partials, bias, ln_w, w, gamma_w, beta_w, lengths, block, 1 / K, float(eps), K, N
+    arguments, options = add_prefetch(arguments, options, ahead, grid)
     parts = 0 if partials is None else len(partials)
     launch_tiled(layernorm_linear_kernel, grid, *arguments, tiling=tiling, PARTS=parts, **options)
 
@@ -116,11 +118,11 @@ def split_keys_attention(y, maxima, sums, q, cache, lengths, n_head, tiling):
     launch_tiled(split_keys_kernel, (n_head, maxima.shape[1]), *arguments, tiling=tiling, **options)
 
 
-def combine_product(partials, y, maxima, sums, lengths, w, block, tiling):
+def combine_product(partials, y, maxima, sums, lengths, w, block, tiling, ahead=None):
     """Combine the key splits to the attention output (1, C), and multiply it by w (C, N).
 
     y, maxima, sums: from split_keys_attention. Stores partial sums of the product in partials (parts, 1, N) float32;
-    parts: from split_heads(). The sum of partials over the first axis is the product.
+    parts: from split_heads(). The sum of partials over the first axis is the product. ahead: see add_prefetch.
     """
     (H, splits, D), N = y.shape, w.shape[1]
     (parts, heads), width = split_heads(H, D, tiling), triton.next_power_of_2(D)
@@ -129,13 +131,30 @@ def combine_product(partials, y, maxima, sums, lengths, w, block, tiling):
     options |= dict(HEADS=triton.next_power_of_2(heads), BLOCK_N=tiling.split_block_n)
     options |= dict(BLOCK_K=options["HEADS"] * width)
     grid = triton.cdiv(N, tiling.split_block_n), parts
+    arguments, options = add_prefetch(arguments, options, ahead, grid)
     launch_tiled(combine_product_kernel, grid, *arguments, tiling=tiling, **options)
 
 
-def linear_residual(out, s, x, w, bias, tiling):
-    """out (1, N) float32 = s + x w' + bias; s (1, N) float32, x (1, K), w (N, K) is stored transposed."""
+def linear_residual(out, s, x, w, bias, tiling, ahead=None):
+    """out (1, N) float32 = s + x w' + bias; s (1, N) float32, x (1, K), w (N, K) is stored transposed.
+
+    ahead: see add_prefetch.
+    """
     grid, options = column_options(w, WARPS)
-    launch_tiled(linear_residual_kernel, grid, out, s, x, w, bias, w.shape[1], w.shape[0], tiling=tiling, **options)
+    arguments = out, s, x, w, bias, w.shape[1], w.shape[0]
+    arguments, options = add_prefetch(arguments, options, ahead, grid)
+    launch_tiled(linear_residual_kernel, grid, *arguments, tiling=tiling, **options)
+
+
+def add_prefetch(arguments, options, ahead, grid):
+    """(arguments, options) of a launch, extended for a kernel whose programs prefetch parts of the array `ahead` to L2.
+
+    `ahead` is contiguous; a kernel of the next layer will load it. If it is None, nothing is prefetched.
+    """
+    line = 1 if ahead is None else LINE_BYTES // ahead.itemsize
+    lines = 0 if ahead is None else ahead.size // line
+    constants = dict(AHEAD=triton.next_power_of_2(triton.cdiv(lines, math.prod(grid))), AHEAD_LINE=line)
+    return (*arguments, ahead if lines else None, lines), options | constants
 
 
 def column_options(w, block_n):
@@ -202,6 +221,19 @@ def add_rows(a, b, CHUNKS: tl.constexpr):
 
 
 @triton.jit
+def prefetch(ahead_ptr, ahead_lines, AHEAD: tl.constexpr, AHEAD_LINE: tl.constexpr):
+    """Start to read AHEAD of the `ahead_lines` cache lines of an array into L2; a line has AHEAD_LINE elements.
+
+    Each program reads another part. Nothing waits for the lines.
+    """
+    first = (tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)) * AHEAD
+    lines = tl.minimum(first + tl.arange(0, AHEAD), ahead_lines - 1)
+    instruction: tl.constexpr = "prefetch.global.L2 [$1]; mov.u32 $0, 0;"
+    address = ahead_ptr + lines.to(tl.int64) * AHEAD_LINE
+    tl.inline_asm_elementwise(instruction, "=r,l", [address], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
 def add_pairs(a, b, c, d):
     """The combine function of a tl.reduce over two arrays: (a, b) + (c, d)."""
     return a + c, b + d
@@ -231,8 +263,9 @@ def fold_layernorm_kernel(
 @triton.jit
 def layernorm_linear_kernel(
     y_ptr, cache_ptr, s_ptr, x_ptr, partials_ptr, bias_ptr, ln_w_ptr, w_ptr, gamma_w_ptr, beta_w_ptr, lengths_ptr,
-    block, inverse_K, eps, K, N,
-    PARTS: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
+    block, inverse_K, eps, K, N, ahead_ptr, ahead_lines,
+    PARTS: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, BLOCK_N: tl.constexpr, AHEAD: tl.constexpr,
+    AHEAD_LINE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     cols, k = program_columns(BLOCK_N), tl.arange(0, CHUNK)
     w = load_columns(w_ptr, cols, K, N, CHUNKS, CHUNK)  # first, because this load takes longest; no kernel writes w
@@ -241,6 +274,8 @@ def layernorm_linear_kernel(
     bias = ()
     if partials_ptr is not None:
         bias = load_row(bias_ptr, K, CHUNKS, CHUNK)
+    if ahead_ptr is not None:
+        prefetch(ahead_ptr, ahead_lines, AHEAD, AHEAD_LINE)
     if PDL:
         wait_for_previous_launch()
     position = newest_positions(lengths_ptr, 1, block, 1) if cache_ptr is not None else 0
@@ -270,11 +305,14 @@ def layernorm_linear_kernel(
 
 @triton.jit
 def linear_residual_kernel(
-    out_ptr, s_ptr, x_ptr, w_ptr, bias_ptr, K, N,
-    CHUNKS: tl.constexpr, CHUNK: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
+    out_ptr, s_ptr, x_ptr, w_ptr, bias_ptr, K, N, ahead_ptr, ahead_lines,
+    CHUNKS: tl.constexpr, CHUNK: tl.constexpr, BLOCK_N: tl.constexpr, AHEAD: tl.constexpr, AHEAD_LINE: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     cols = program_columns(BLOCK_N)
     w, bias = load_columns(w_ptr, cols, K, N, CHUNKS, CHUNK), tl.load(bias_ptr + cols, cols < N, 0).to(tl.float32)
+    if ahead_ptr is not None:
+        prefetch(ahead_ptr, ahead_lines, AHEAD, AHEAD_LINE)
     if PDL:
         wait_for_previous_launch()
     # x is loaded as BLOCK_N equal columns: each warp loads all of x, and no data moves between warps
@@ -337,9 +375,9 @@ def combine_splits(
 
 @triton.jit
 def combine_product_kernel(
-    partials_ptr, y_ptr, maxima_ptr, sums_ptr, lengths_ptr, w_ptr, H, N, heads_per_part, block,
+    partials_ptr, y_ptr, maxima_ptr, sums_ptr, lengths_ptr, w_ptr, H, N, heads_per_part, block, ahead_ptr, ahead_lines,
     SIZE: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr, KEYS: tl.constexpr, HEADS: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr, AHEAD: tl.constexpr, AHEAD_LINE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     part, cols = tl.program_id(1), tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     first_head, rows = part * heads_per_part, tl.arange(0, BLOCK_K)
@@ -348,6 +386,8 @@ def combine_product_kernel(
     mask = ((row_heads < end_head) & (rows % D < SIZE))[:, None] & (cols < N)[None, :]
     w = tl.load(w_ptr + (row_heads * SIZE + rows % D)[:, None] * N + cols[None, :], mask, 0)
     used_splits = tl.cdiv(tl.minimum(tl.load(lengths_ptr), block), KEYS)
+    if ahead_ptr is not None:
+        prefetch(ahead_ptr, ahead_lines, AHEAD, AHEAD_LINE)
     if PDL:
         wait_for_previous_launch()
     heads = first_head + tl.arange(0, HEADS)

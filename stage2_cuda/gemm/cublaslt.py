@@ -32,6 +32,7 @@ import numpy as np
 
 from gpt2core.errors import ConfigError
 from gpt2core.tensor import ShapeError
+from stage2_cuda.runtime import triton_launch
 from stage2_cuda.tuning.tuner import capture_calls, medians
 
 # -- the library, with the names of cublasLt.h -------------------------------------------------------------------------
@@ -233,7 +234,10 @@ class CublasLt:
 
         Raises ShapeError, TypeError or ValueError if these do not match. Raises RuntimeError if cublasLt fails, or if a
         new kind of product must be timed while the stream is captured: run the product once before the capture.
+        Computes nothing during triton_launch.compile_ahead().
         """
+        if triton_launch.launcher().only_compiles:
+            return
         problem, plan, addresses = self._plan(out, a, b, **options)
         self._launch(problem, plan, addresses, plan.algorithm)
 
@@ -317,6 +321,7 @@ class CublasLt:
             raise RuntimeError(f"no timing during a stream capture: run this product once before: {problem}")
         else:
             self.tuner.announce()
+            triton_launch.launcher().wait_for_threads()  # they would slow the launches that are timed
             algorithm = self._fastest(problem, plan, candidates)
         self.tuner.keep(str(problem), bytes(algorithm).hex())
         return algorithm

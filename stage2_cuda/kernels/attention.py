@@ -28,9 +28,11 @@ import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from gpt2core.errors import ConfigError
+from stage2_cuda.kernels import gluon_launches
 from stage2_cuda.kernels.attention_backward import both_kernel, dkdv_kernel, dq_kernel
 from stage2_cuda.kernels.attention_forward import LOG2E, forward_kernel
-from stage2_cuda.runtime.triton_launch import KernelLaunch, Pointer
+from stage2_cuda.kernels.gluon_launches import GluonTile, mask_keys
+from stage2_cuda.runtime.triton_launch import KernelLaunch, Pointer, gpu_model
 
 
 class TileConfig(NamedTuple):
@@ -46,22 +48,25 @@ class TileConfig(NamedTuple):
     num_stages: int  # software pipeline depth: tiles in flight or in use
     loops: int = 1
 
+    def text(self):
+        """The text that tuning caches and state.json hold; do not change."""
+        return "{} x {}, {} warps, {} stages, {} loops".format(*self)
+
 
 class AttentionTiles(NamedTuple):
-    """A TileConfig for each kernel, None for a kernel that is not launched.
+    """A TileConfig or a GluonTile for each kernel, None for a kernel that is not launched.
 
     both: a square tile for the kernel that computes dq, dk and dv in one launch, in place of `dq` and `dkdv`.
     """
 
-    forward: TileConfig | None = None
-    dq: TileConfig | None = None
-    dkdv: TileConfig | None = None
+    forward: TileConfig | GluonTile | None = None
+    dq: TileConfig | GluonTile | None = None
+    dkdv: TileConfig | GluonTile | None = None
     both: TileConfig | None = None
 
     def __str__(self):
         """The text that tuning caches and state.json hold: "dq 128 x 64, 4 warps, 3 stages, 1 loops"; do not change."""
-        text = "{} {} x {}, {} warps, {} stages, {} loops".format
-        return "; ".join(text(kernel, *tile) for kernel, tile in self._asdict().items() if tile)
+        return "; ".join(f"{kernel} {tile.text()}" for kernel, tile in self._asdict().items() if tile)
 
 
 NO_LIMIT = 1 << 62
@@ -85,6 +90,21 @@ DEFAULT_TILES = {
     },
     "tf32x3": {
         (128, NO_LIMIT): AttentionTiles(TileConfig(64, 32, 4, 2), TileConfig(64, 32, 4, 2), TileConfig(32, 64, 4, 2)),
+    },
+}
+# {GPU: {(largest D, largest T): tiles}}: the fastest on this GPU, where gluon_launches.serves() is true. Other arrays
+# have the plain tiles of DEFAULT_TILES.
+PIPELINED, SPECIALIZED = GluonTile("pipelined"), GluonTile("specialized")
+GLUON_TILES = {
+    "H100": {
+        (64, 4096): AttentionTiles(PIPELINED, PIPELINED, PIPELINED),
+        (64, NO_LIMIT): AttentionTiles(PIPELINED, SPECIALIZED, SPECIALIZED),
+        (128, NO_LIMIT): AttentionTiles(SPECIALIZED, SPECIALIZED, SPECIALIZED),
+    },
+    "H200": {
+        (64, 4096): AttentionTiles(PIPELINED, PIPELINED, PIPELINED),
+        (64, NO_LIMIT): AttentionTiles(SPECIALIZED, SPECIALIZED, SPECIALIZED),
+        (128, NO_LIMIT): AttentionTiles(SPECIALIZED, SPECIALIZED, SPECIALIZED),
     },
 }
 # Head sizes for which dkdv_kernel also reads lse and delta through descriptors, if the arrays have 16 bits and T is a
@@ -117,12 +137,14 @@ def forward_launch(y, lse, q, k, v, tile, precision="ieee", causal=True, natural
 
     q and y (B, H, T_q, D), k and v (B, H, T_k, D): Heads. lse (B, H, T_q): a contiguous float32 array. With
     natural=True it is the lse of the formula, a natural logarithm; otherwise it is in base 2, log2(e) times as large.
-    tile: a TileConfig. precision: as for attention_forward().
+    tile: a TileConfig or a GluonTile. precision: as for attention_forward().
     """
+    if isinstance(tile, GluonTile):
+        return gluon_launches.forward_launch(y, lse, q, k, v, tile, causal, natural, LOG2E.value)
     (B, H, T_q, D), T_k = q.shape, k.shape[2]
     arrays = y.descriptor(tile.block_m), lse, q.descriptor(tile.block_m), *descriptors(tile.block_n, k, v)
     arguments = *arrays, T_q, T_k, H, LOG2E.value / math.sqrt(D)
-    masks = dict(CAUSAL=causal, MASK_KEYS=mask_keys(T_q, T_k, tile, causal))
+    masks = dict(CAUSAL=causal, MASK_KEYS=mask_keys(T_q, T_k, tile.block_n, causal))
     options = launch_options(tile, D, precision, NATURAL=natural, **masks)
     return KernelLaunch(forward_kernel, (B * H, triton.cdiv(T_q, tile.block_m)), arguments, options)
 
@@ -140,18 +162,23 @@ def backward_launches(dq, dk, dv, delta, dy, q, k, v, y, lse, tiles, precision="
     (B, H, T_q, D), T_k, scale, natural = q.shape, k.shape[2], 1 / math.sqrt(q.shape[3]), lse2 is not None
     if tile := tiles.both:
         arrays = *descriptors(tile.block_m, dq, dk, dv, dy, y), lse, *descriptors(tile.block_m, q, k, v)
-        masks = dict(CAUSAL=causal, MASK_KEYS=mask_keys(T_q, T_k, tile, causal), EVEN=T_q % tile.block_m == 0)
+        masks = dict(CAUSAL=causal, MASK_KEYS=mask_keys(T_q, T_k, tile.block_n, causal), EVEN=T_q % tile.block_m == 0)
         options = launch_options(tile, D, precision, NATURAL=natural, **masks)
         grid = (B * H, 2 * triton.cdiv(max(T_q, T_k), tile.block_m))
         yield KernelLaunch(both_kernel, grid, (*arrays, T_q, T_k, H, scale), options)
         return
-    if tile := tiles.dq:
+    if isinstance(tiles.dq, GluonTile):
+        yield gluon_launches.dq_launch(dq, delta, lse2, dy, y, lse, q, k, v, tiles.dq, causal)
+    elif tile := tiles.dq:
         dq_m, dy_m, y_m, q_m = descriptors(tile.block_m, dq, dy, y, q)
         arrays = dq_m, delta, lse2, dy_m, y_m, lse, q_m, *descriptors(tile.block_n, k, v)
-        masks = dict(CAUSAL=causal, MASK_KEYS=mask_keys(T_q, T_k, tile, causal))
+        masks = dict(CAUSAL=causal, MASK_KEYS=mask_keys(T_q, T_k, tile.block_n, causal))
         options = launch_options(tile, D, precision, **masks)
         yield KernelLaunch(dq_kernel, (B * H, triton.cdiv(T_q, tile.block_m)), (*arrays, T_q, T_k, H, scale), options)
-    if tile := tiles.dkdv:
+    if isinstance(tiles.dkdv, GluonTile):
+        lse_in = lse2 if natural else lse
+        yield gluon_launches.dkdv_launch(dk, dv, delta, dy, lse_in, q, k, v, tiles.dkdv, causal)
+    elif tile := tiles.dkdv:
         dk_n, dv_n, k_n, v_n = descriptors(tile.block_n, dk, dv, k, v)
         dy_m, q_m = descriptors(tile.block_m, dy, q)
         delta_in, lse_in, even = delta, lse2 if natural else lse, T_q % tile.block_m == 0
@@ -174,11 +201,6 @@ def row_descriptor(array, size, block_rows):
     """
     base = array if hasattr(array, "data_ptr") else Pointer(array)
     return TensorDescriptor(base, [size], [1], [block_rows])
-
-
-def mask_keys(T_q, T_k, tile, causal):
-    """MASK_KEYS of the kernels: whether a tile may contain keys beyond T_k that no causal mask hides."""
-    return (T_q > T_k if causal else True) and T_k % tile.block_n != 0
 
 
 @functools.cache
@@ -241,10 +263,25 @@ def shapes_and_tiles(qkv, n_head, precision, tiles=None):
     """(B, T, D, tiles) of qkv (B, T, 3C): the given AttentionTiles, or those of DEFAULT_TILES."""
     B, T, columns = qkv.shape
     D = check_head_size(columns // 3, n_head)
-    return B, T, D, tiles or default_tiles(qkv.dtype.itemsize, T, D, precision)
+    return (
+        B,
+        T,
+        D,
+        tiles or default_tiles(qkv.dtype.itemsize, T, D, precision, gluon_table(qkv.dtype.itemsize, B * n_head, T, D)),
+    )
 
 
-def default_tiles(itemsize, T, D, precision):
-    """The AttentionTiles of DEFAULT_TILES for elements of `itemsize` bytes, T positions and head size D."""
-    entries = DEFAULT_TILES["16 bits" if itemsize == 2 else precision].items()
-    return next(tiles for (max_head_size, max_T), tiles in entries if D <= max_head_size and T <= max_T)
+def gluon_table(itemsize, heads, T, D):
+    """The entries of GLUON_TILES for CuPy's current device; {} if the plain kernels serve B*H = `heads` heads."""
+    if not gluon_launches.serves(itemsize, heads, T, D):
+        return {}
+    return GLUON_TILES.get(gluon_launches.gluon_kind(*gpu_model()), {})
+
+
+def default_tiles(itemsize, T, D, precision, gluon=None):
+    """The AttentionTiles for elements of `itemsize` bytes, T positions and head size D.
+
+    gluon: a gluon_table(), whose entries replace those of DEFAULT_TILES unless it is empty, or None.
+    """
+    entries = gluon or DEFAULT_TILES["16 bits" if itemsize == 2 else precision]
+    return next(tiles for (max_D, max_T), tiles in entries.items() if D <= max_D and T <= max_T)

@@ -7,6 +7,7 @@ import weakref
 import numpy as np
 
 from gpt2core.runtime import Compiled, Results
+from stage2_cuda.runtime import triton_launch
 from stage2_cuda.runtime.static_inputs import StaticInputs
 
 DEVICE_TO_HOST, DEVICE_TO_DEVICE = 2, 3  # cudaMemcpyKind
@@ -34,11 +35,11 @@ def release(pool, kept_arrays):
 class CapturedStep(Compiled):
     """`function(*args)` as a CUDA graph, with the same results as a call of the function.
 
-    The first call runs the function: it compiles kernels and times candidates, which is not possible during stream
-    capture. The second call captures the function as a graph and launches the graph; later calls only launch (replay)
-    it. Memory that the function allocates during capture comes from a Workspace, which lives as long as the graph.
-    Before a replay the host waits until the previous upload of arguments is done, and until the caller's current stream
-    is idle if it is not self.stream. The host does not wait for the results.
+    The first call runs the function: it compiles kernels, in threads, and times candidates, which is not possible
+    during stream capture. The second call captures the function as a graph and launches the graph; later calls only
+    launch (replay) it. Memory that the function allocates during capture comes from a Workspace, which lives as long as
+    the graph. Before a replay the host waits until the previous upload of arguments is done, and until the caller's
+    current stream is idle if it is not self.stream. The host does not wait for the results.
 
     args: see StaticInputs. The function returns a list of arrays or None. capture=False: every call runs the function.
     stream: the stream for capture and replays, by default a new one. workspace: a Workspace to share with steps that
@@ -52,6 +53,7 @@ class CapturedStep(Compiled):
         self.cupy, self.uses_graph, self.graph, self.inputs = cupy, capture, None, None
         self.stream = stream or cupy.cuda.Stream(non_blocking=True)
         self.workspace, self.calls, self.held_before = workspace or Workspace(cupy), 0, 0
+        self.compiled_ahead = False
 
     @property
     def can_overlap(self):
@@ -63,6 +65,7 @@ class CapturedStep(Compiled):
             self.inputs = StaticInputs(self.cupy, args)
         if self.calls == 0 or not self.uses_graph:
             self.inputs.upload(args)
+            self.compile_ahead()
             results = EagerResults(self.cupy, self.function(*self.inputs.arguments) or [])
             self.calls += 1  # not before the function: if it raises, the next call must run it again
             return results
@@ -76,6 +79,14 @@ class CapturedStep(Compiled):
             self.inputs.upload(args)
         self.graph.launch(self.stream)
         return self.readback.copy_async()
+
+    def compile_ahead(self, *args):
+        """Start to compile the kernels of the function, unless this was done before. args: those of the first call."""
+        if not self.compiled_ahead:
+            self.compiled_ahead = True
+            if self.inputs is None:
+                self.inputs = StaticInputs(self.cupy, args)
+            triton_launch.compile_ahead(self.function, *self.inputs.arguments)
 
     def capture(self):
         """Capture the function as self.graph, and the copies of its results as self.readback."""

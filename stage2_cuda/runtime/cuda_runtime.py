@@ -36,7 +36,8 @@ class CudaRuntime(Runtime):
         self.name, self.side = gpu_name(self.xp), SideStream(self.xp)
         self.compiled = []  # the CapturedSteps of training
         self.workspaces = []  # the Workspaces of other captured steps, which generation uses
-        # a lambda, because the method notify() may be replaced later
+        # lambdas, because the method notify() may be replaced later
+        triton_launch.launcher().threads.notify = lambda text: self.notify(text)
         self.gemm, self.tuner = make_gemm_and_tuner(
             self.xp, self.name, deterministic, self.side.stream, lambda text: self.notify(text)
         )

@@ -14,13 +14,15 @@ Triton 3.6 and 3.9 were tried; comments say where they differ.
 import ctypes
 import functools
 import importlib
+import sys
 import threading
 from typing import NamedTuple
 
 import numpy as np
 
 from gpt2core.errors import ConfigError
-from stage2_cuda.runtime import faster_interpreter
+from stage2_cuda.runtime import faster_interpreter, triton_start
+from stage2_cuda.runtime.compile_threads import CompileThreads
 
 USE_INTERPRETER = "set the environment variable TRITON_INTERPRET=1 to run the same kernels on the CPU, slowly"
 PIP_INSTALL = "pip install cupy-cuda13x[ctk], or cupy-cuda12x[ctk] for a driver of CUDA 12"
@@ -68,12 +70,26 @@ def launch(kernel, grid, *arguments, **options):
     launcher().launch(kernel, grid, arguments, options)
 
 
+def compile_ahead(function, *args):
+    """Start to compile the kernels of function(*args) in threads, on a GPU, and do not wait for them.
+
+    This calls function(*args), and launch() launches nothing meanwhile; everything else in the function is executed.
+    The function must be one that a CUDA graph could capture: no device value may change what it launches.
+    """
+    launcher().compile_ahead(function, *args)
+
+
 def can_overlap():
     """Whether the GPU can start a kernel before the previous one has ended (programmatic dependent launch).
 
     If so, kernels may be launched with launch_pdl=True.
     """
     return launcher().can_overlap()
+
+
+def gpu_model():
+    """((major, minor), name) of the current GPU: its compute capability, (0, 0) in the interpreter, and its name."""
+    return launcher().gpu_model()
 
 
 @functools.cache
@@ -86,6 +102,7 @@ class InterpreterLauncher:
     """Runs kernels on the CPU, one program after another."""
 
     xp = np
+    only_compiles = False
 
     def __init__(self):
         # one kernel at a time, because the interpreter keeps the index of the current program in a global variable
@@ -94,6 +111,15 @@ class InterpreterLauncher:
 
     def can_overlap(self):
         return False
+
+    def compile_ahead(self, function, *args):
+        """Do nothing: nothing is compiled."""
+
+    def wait_for_threads(self):
+        pass
+
+    def gpu_model(self):
+        return (0, 0), "the interpreter"
 
     def launch(self, kernel, grid, arguments, options):
         arguments = [self.argument(value) for value in arguments]
@@ -117,6 +143,8 @@ class GpuLauncher:
 
     def __init__(self):
         triton = import_module("triton", "Triton", "pip install triton")
+        self.threads = CompileThreads(lambda text: print(text, file=sys.stderr))
+        self.threads.pool.submit(triton_start.hash_triton)  # while CuPy is imported
         try:
             self.xp = import_module("cupy", "CuPy", f"{PIP_INSTALL}; without a GPU, {USE_INTERPRETER}")
         except ConfigError:
@@ -134,10 +162,12 @@ class GpuLauncher:
             has, needs = (".".join(map(str, pair)) for pair in (self.capability(), MIN_CAPABILITY))
             raise ConfigError(f"this GPU has compute capability {has}, the kernels need {needs}: {USE_INTERPRETER}")
         triton.runtime.driver.set_active(cupy_driver(self))
+        triton_start.inspect_first_argument()
         # Triton asks for memory if a kernel creates descriptors. Python frees the array right after the launch. This is
         # safe: CuPy's pool gives the memory only to arrays of the same stream, which later kernels use.
         triton.set_allocator(lambda size, alignment, stream: Pointer(self.xp.empty(size, np.int8)))
         self.compiled = {}  # {key of a variant: (the compiled kernel, its constants)}
+        self.only_compiles = False  # whether launch() starts to compile in threads, and launches nothing
 
     def capability(self, device=None):
         """The compute capability (major, minor) of a device, by default of the current one."""
@@ -145,6 +175,20 @@ class GpuLauncher:
 
     def can_overlap(self):
         return self.capability() >= PDL_CAPABILITY
+
+    def compile_ahead(self, function, *args):
+        self.only_compiles = True
+        try:
+            function(*args)
+        finally:
+            self.only_compiles = False
+
+    def wait_for_threads(self):
+        """Wait until no thread compiles a kernel."""
+        self.threads.wait_for_all()
+
+    def gpu_model(self):
+        return model_of(self.xp, self.device())
 
     def launch(self, kernel, grid, arguments, options):
         # id(kernel), because hashing a kernel is slow; ids stay unique, because modules keep their kernels alive
@@ -167,31 +211,60 @@ class GpuLauncher:
             values.append(value)
         variant = self.compiled.get(key := tuple(key))
         if variant is None:
-            self.compiled[key] = self.compile_and_launch(kernel, grid, arguments, options)
-        else:
+            variant = self.new_variant(key, kernel, arguments, options)
+        if not self.only_compiles:
             compiled, constants = variant
             compiled[(*grid, 1, 1)[:3]](*values, *constants)
 
-    def compile_and_launch(self, kernel, grid, arguments, options):
-        """Compile a new variant of the kernel and launch it, by Triton's own functions.
+    def new_variant(self, key, kernel, arguments, options):
+        """The value of self.compiled[key], which is compiled now or was compiled by a thread.
 
-        Returns the compiled kernel and its constants in the order of its signature. Raises ConfigError if the kernel
-        needs more registers or shared memory than the GPU has, and TypeError for a wrong number of arguments.
+        If self.only_compiles is true, a thread starts to compile it, and None is returned.
         """
-        from triton import OutOfResources
-
         constant_numbers = list(range(len(arguments), len(kernel.arg_names)))  # of the parameters of the kernel
         if kernel.constexprs != constant_numbers:
             raise TypeError(f"{kernel.__name__}: {len(arguments)} arguments, but the constants are {kernel.constexprs}")
-        arguments = (Pointer(value) if isinstance(value, self.xp.ndarray) else value for value in arguments)
+        arguments = [Pointer(value) if isinstance(value, self.xp.ndarray) else value for value in arguments]
+        if self.only_compiles:
+            arguments = [without_array(value) for value in arguments]  # or the thread would keep device memory
+            compile = functools.partial(self.compile, kernel, arguments, options)
+            return self.threads.start(key, functools.partial(self.compile_in_thread, self.device(), compile))
+        variant = self.threads.result(key) or self.compile(kernel, arguments, options)
+        self.compiled[key] = variant
+        return variant
+
+    def compile_in_thread(self, device, compile):
+        """Compile a variant and load it on a device. In a new thread, CUDA's current device is 0."""
+        self.xp.cuda.runtime.setDevice(device)
+        return compile()
+
+    def compile(self, kernel, arguments, options):
+        """(the compiled kernel, its constants in the order of its signature) of a new variant of the kernel."""
+        compiled, defaults = self.load(kernel, arguments, options), kernel.signature.parameters
+        names = kernel.arg_names[len(arguments) :]
+        return compiled, [options[name] if name in options else defaults[name].default for name in names]
+
+    def load(self, kernel, arguments, options):
+        """Compile a variant of the kernel, or read it from Triton's cache, and load it on the current device.
+
+        Raises ConfigError if the kernel needs more registers or shared memory than the GPU has.
+        """
+        from triton import OutOfResources
+
         try:
             # True is Triton's default; it is passed because Triton 3.9 prints a warning without it
-            compiled = kernel[grid](*arguments, **{"enable_fp_fusion": True} | options)
+            compiled = kernel.warmup(*arguments, grid=(1,), **{"enable_fp_fusion": True} | options)
+            compiled.run  # noqa: B018  this property loads the kernel; Triton 3.6 also compiles its launcher in C
         except OutOfResources as error:
             raise does_not_fit(kernel, error) from error
-        defaults = kernel.signature.parameters
-        names = [kernel.arg_names[number] for number in constant_numbers]
-        return compiled, [options[name] if name in options else defaults[name].default for name in names]
+        return compiled
+
+
+@functools.cache
+def model_of(cupy, device):
+    """((major, minor), name) of a device."""
+    capability = divmod(int(cupy.cuda.Device(device).compute_capability), 10)
+    return capability, cupy.cuda.runtime.getDeviceProperties(device)["name"].decode()
 
 
 def has_driver():
@@ -242,6 +315,14 @@ class Pointer:
     # The interpreter calls these methods to copy a PyTorch tensor to the host and back. Here they do nothing, because
     # a NumPy array is on the host already.
     untyped_storage = cpu = new_empty = set_ = copy_ = storage_offset = size = stride = itself
+
+
+def without_array(argument):
+    """The argument of a launch, of which a Pointer or the Pointer of a descriptor does not keep its array alive."""
+    pointer = getattr(argument, "base", argument)
+    if isinstance(pointer, Pointer):
+        pointer.array = None
+    return argument
 
 
 def descriptor(array, block_shape):

@@ -1,15 +1,17 @@
-"""The attention tiles that a Tuner times, in addition to DEFAULT_TILES of kernels/attention.py.
+"""The attention tiles that a Tuner times, in addition to those of the tables of kernels/attention.py.
 
 Three kernels are timed separately: forward, dq, and dk with dv. Then the whole backward pass is timed: with the default
 tiles, with the fastest dq and dk-dv tiles, and, unless T is long, in one launch. For long T the forward pass uses the
 default tile, because at T = 16384 the order of the candidates changed with the temperature of the GPU. Compiled for an
 H200 (Triton 3.6 and 3.9) no tile spills registers, except for the backward tiles of tf32x3, which spill less than the
-default tiles.
+default tiles. On a Hopper GPU the Gluon kernels are timed too, and every plain tile remains a candidate, so that the
+choices of earlier versions can be read.
 """
 
 # B batch, T time, C channels, H heads, D = C // H
 
-from stage2_cuda.kernels.attention import AttentionTiles, TileConfig, shapes_and_tiles
+from stage2_cuda.kernels.attention import AttentionTiles, TileConfig, default_tiles, gluon_table, shapes_and_tiles
+from stage2_cuda.kernels.gluon_launches import GluonTile, designs
 
 LONG = 4096  # tokens; for a longer T: the default forward tile, and no backward pass in one launch
 TRIED = {  # (kind of products, largest D): {kernel: tiles in addition to DEFAULT_TILES}
@@ -67,7 +69,8 @@ def tuned_backward(tuner, run, dqkv, delta, qkv, n_head, precision):
             f"attention dk and dv {about}", [dkdv, *others(dkdv, "dkdv", tried)], run, columns, lambda: run(dq)
         )  # fmt: skip
         best = AttentionTiles(dq=dq.dq, dkdv=dkdv.dkdv)
-        rest += [best] * (best != first)
+        plain = default_tiles(qkv.dtype.itemsize, qkv.shape[1], C // n_head, precision)._replace(forward=None)
+        rest += [tiles for tiles in dict.fromkeys((best, plain)) if tiles != first]
     if qkv.shape[1] <= LONG:
         rest += others(first, "both", tried)
     if table.both and tried:
@@ -80,10 +83,14 @@ def tiles_for(qkv, n_head, precision):
     B, T, D, table = shapes_and_tiles(qkv, n_head, precision)
     kind = "16 bits" if qkv.dtype.itemsize == 2 else precision
     tried = next((tiles for (name, largest), tiles in TRIED.items() if name == kind and D <= largest), {})
+    if gluon_table(qkv.dtype.itemsize, B * n_head, T, D):
+        plain = default_tiles(qkv.dtype.itemsize, T, D, precision)._asdict()
+        gluon = {part: [GluonTile(design) for design in designs(part, D)] for part in plain}
+        tried = {part: [*tried.get(part, ()), *filter(None, [plain[part]]), *gluon[part]] for part in plain}
     return table, tried, f"{qkv.dtype} {B} x {T}, {n_head} heads of {D}, {precision}"
 
 
 def others(first, part, tried):
-    """AttentionTiles for each tile of this kernel (`part`) in `tried`, without `first`."""
-    configs = [AttentionTiles(**{part: tile}) for tile in tried.get(part, ())]
+    """AttentionTiles for each tile of this kernel (`part`) in `tried`, once each and without `first`."""
+    configs = [AttentionTiles(**{part: tile}) for tile in dict.fromkeys(tried.get(part, ()))]
     return [config for config in configs if config != first]

@@ -15,6 +15,7 @@ import warnings
 import numpy as np
 
 from gpt2core.parallel.tuned_choices import cache_file, read_choices, write_choices
+from stage2_cuda.runtime import triton_launch
 from stage2_cuda.runtime.cuda_graph import no_garbage_collection
 
 # The first candidate is the default. Another one is chosen only if its time is below FASTER times the default's time.
@@ -98,6 +99,8 @@ class Tuner:
         """
         if what not in self.chosen:
             candidate = self.look_up(what, candidates)
+            if candidate is None and triton_launch.launcher().only_compiles:
+                return self.compile_candidates(candidates, run)
             self.chosen[what] = candidate or self.time_candidates(what, candidates, run, outputs, before)
         return self.chosen[what]
 
@@ -105,6 +108,12 @@ class Tuner:
         """The candidate that `tuned` names, or None."""
         choice = self.tuned.get(what)
         return next((candidate for candidate in candidates if str(candidate) == choice), None)
+
+    def compile_candidates(self, candidates, run):
+        """During triton_launch.compile_ahead(): launch all candidates that will be timed, and return the first one."""
+        for candidate in candidates[:1] if self.final or self.failed else candidates:
+            run(candidate)
+        return candidates[0]
 
     def time_candidates(self, what, candidates, run, outputs, before):
         """Time the candidates, keep the choice of the fastest one, and return it.
@@ -115,6 +124,7 @@ class Tuner:
             return candidates[0]
         if not self.failed:
             self.announce()
+            triton_launch.launcher().wait_for_threads()  # they would slow the launches that are timed
             try:
                 fastest = self.fastest_of(candidates, run, outputs, before)
                 self.keep(what, str(fastest))

@@ -727,3 +727,9 @@ def test_a_preset_with_init_from_notes_the_sizes_of_the_checkpoint(train, tmp_pa
         note = "note: --preset nano only selects the recipe: the model has the sizes of --init-from (n_layer 1, "
         assert result.code == 0 and (note in result.out) == noted
     assert "note: --preset" not in train("--preset", "nano", *flags).out
+
+
+@pytest.mark.parametrize("flag, advice", [("--step", "did you mean --steps? "), ("--zzz", "")])
+def test_an_abbreviated_or_unknown_flag_is_an_error_that_names_a_similar_flag(flag, advice):
+    with pytest.raises(cli.ConfigError, match=re.escape(f"{flag} 3 ({advice}--help lists the options)")):
+        cli.train_parser().parse_args([flag, "3"])

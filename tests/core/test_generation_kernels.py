@@ -132,6 +132,17 @@ def test_one_token_without_autograd_has_the_logits_of_the_model(rng, models):
     assert_allclose(logits, expected, rtol=1e-9, atol=1e-9)  # float64; products of one row add in another order
 
 
+@no_grad()
+def test_a_full_window_without_autograd_has_the_logits_of_the_model(rng, models):
+    for model in models:
+        block = model.config.block_size
+        ids, cache = rng.integers(0, 37, block).tolist(), KVCache(model.config, model.head.backend)
+        logits = token_step(model)(model, ids, cache)
+        assert cache.length == block  # the next token begins a new cache
+        expected = model.logits(np.array(ids)[None], last_only=True).data[0, -1]
+        assert_allclose(logits, expected, rtol=1e-9, atol=1e-9)  # as above
+
+
 def test_ranks_that_share_the_layers_use_the_model(models):
     model = models[0]
     assert type(model.head.backend.decoder(model, 1)) is Decoder

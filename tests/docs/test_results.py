@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from benchmarks.harness import tables
+from benchmarks.harness import assignment_tables, tables
 from benchmarks.harness.jobs import ROOT
 from benchmarks.harness.table_format import load, number, spread
 
@@ -19,9 +19,16 @@ def test_the_tables_of_a_page_are_up_to_date(page):
     assert tables.filled(text) == text, "run python -m benchmarks.harness.tables"
 
 
-def test_results_md_has_every_table_but_the_headline_once():
-    found = [name for _, name, *_ in tables.BLOCK.findall((ROOT / "docs" / "RESULTS.md").read_text(encoding="utf-8"))]
-    assert sorted(found) == sorted(set(tables.TABLES) - {"headline"})
+@pytest.mark.parametrize(
+    "page, names",
+    [
+        ("RESULTS.md", set(tables.TABLES) - set(assignment_tables.TABLES) - {"headline"}),
+        ("ASSIGNMENT.md", set(assignment_tables.TABLES)),
+    ],
+)
+def test_a_page_has_every_table_of_its_subject_once(page, names):
+    found = [name for _, name, *_ in tables.BLOCK.findall((ROOT / "docs" / page).read_text(encoding="utf-8"))]
+    assert sorted(found) == sorted(names)
 
 
 def test_every_results_file_is_the_source_of_a_table():
@@ -36,6 +43,12 @@ def test_the_headline_links_to_sections_of_results_md():
     anchors = {heading.lower().replace(" ", "-") for heading in headings}
     linked = re.findall(r"docs/RESULTS\.md#([\w-]+)", tables.block("headline"))
     assert len(linked) == 6 and set(linked) <= anchors
+
+
+def test_a_table_without_results_says_so(monkeypatch):
+    monkeypatch.setitem(tables.TABLES, "example", lambda: ([], ["torch/example"]))
+    line = "Not measured yet: `results/torch/example.json` has no rows of this table.\n"
+    assert tables.block("example") == line
 
 
 def test_a_changed_number_is_found(monkeypatch):

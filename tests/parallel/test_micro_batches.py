@@ -1,5 +1,6 @@
 """The bits of a gradient do not depend on threads, ranks or micro-batches; the optimizer equals PyTorch's."""
 
+import gc
 import math
 import re
 import threading
@@ -110,6 +111,20 @@ def test_merged_micro_batches_have_the_bits_of_separate_ones(
         assert_array_equal(separate.gradients, merged.gradients)
     inputs, targets = random_batch(rng, 13)  # validation is never merged
     assert separate.losses(inputs, targets, 1.0, 16) == merged.losses(inputs, targets, 1.0, 16)
+
+
+@pytest.mark.parametrize("config", [CONFIG, TIED], ids=["untied", "tied"])
+def test_no_buffer_of_a_pass_waits_for_the_garbage_collector(rng, independent_rows, config):
+    """A reference cycle would keep activations until the collector runs: the memory of a step would grow by then."""
+    run, _ = micro_batches(config, 8, 1, shape=(16, 16))
+    backward(run, *random_batch(rng, 16), 1 / 256)
+    gc.collect()
+    gc.disable()
+    try:
+        backward(run, *random_batch(rng, 16), 1 / 256)
+        assert gc.collect() == 0
+    finally:
+        gc.enable()
 
 
 def test_micro_batches_are_not_merged_if_a_product_depends_on_the_number_of_rows(monkeypatch, independent_rows):

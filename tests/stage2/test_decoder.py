@@ -272,6 +272,17 @@ def test_programmatic_dependent_launch_changes_no_token(rng, monkeypatch, precis
 
 
 @gpu
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_prefetching_the_weights_of_the_next_layer_changes_no_token(rng, monkeypatch, precision):
+    prompt, found = rng.integers(0, 172, int(rng.integers(3, 9))).tolist(), []
+    for prefetch in (False, True):
+        tiling = tiling_for(1)._replace(prefetch=prefetch)
+        monkeypatch.setattr(CudaBackend, "decode_tiling", staticmethod(lambda batch, tiling=tiling: tiling))
+        found += [generated(paper(precision, captured), [prompt], 240, RULES["greedy"]) for captured in (False, True)]
+    assert all(each == found[0] for each in found)
+
+
+@gpu
 @pytest.mark.parametrize("length", [5, 250, 256])
 def test_the_paper_s_model_gives_stage_0_s_tokens_in_fp32(rng, length):
     prompt = rng.integers(0, 172, length).tolist()

@@ -10,8 +10,9 @@ pytest.importorskip("triton")
 
 from gpt2core.errors import ConfigError  # noqa: E402
 from stage2_cuda.decoding.cached_attention import attention_cached  # noqa: E402
-from stage2_cuda.kernels import attention  # noqa: E402
+from stage2_cuda.kernels import attention, gluon_launches  # noqa: E402
 from stage2_cuda.kernels.attention import AttentionTiles, TileConfig  # noqa: E402
+from stage2_cuda.kernels.gluon_launches import GluonTile  # noqa: E402
 from stage2_cuda.runtime.triton_launch import array_module  # noqa: E402
 
 xp = array_module()  # cupy, or numpy under the interpreter
@@ -229,6 +230,122 @@ def test_the_text_of_tuned_tiles_is_that_of_earlier_versions():
     assert str(tiles) == "dq 128 x 64, 4 warps, 3 stages, 1 loops; dkdv 64 x 64, 4 warps, 2 stages, 2 loops"
     assert str(AttentionTiles(TileConfig(64, 64, 4, 3))) == "forward 64 x 64, 4 warps, 3 stages, 1 loops"
     assert str(AttentionTiles(both=TileConfig(64, 64, 8, 2))) == "both 64 x 64, 8 warps, 2 stages, 1 loops"
+
+
+# -- Gluon kernels -----------------------------------------------------------------------------------------------------
+
+HOPPER = attention.gluon_table(2, 1, 300, 64) != {}
+on_hopper = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU and Triton 3.6")
+DESIGNS = [("pipelined", 64), ("specialized", 64), ("specialized", 128)]  # design, D
+# B, T, H: one position, whole tiles, T not a multiple of a tile, an odd B*H, one row more than a program computes
+GLUON_SHAPES = [(1, 1, 1), (1, 64, 3), (3, 65, 1), (2, 193, 3), (2, 384, 2), (3, 1000, 5), (1, 2100, 3)]
+
+
+@on_hopper
+@pytest.mark.parametrize("design, D", DESIGNS)
+@pytest.mark.parametrize("B, T, H", GLUON_SHAPES)
+def test_the_gluon_kernels_equal_float64(rng, B, T, H, design, D):
+    check(rng, "bf16", B, T, H, D, tiles=AttentionTiles(*[GluonTile(design)] * 3))
+
+
+@on_hopper
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("design, D", DESIGNS)
+def test_the_gluon_kernels_of_a_random_shape_equal_float64(rng, precision, design, D):
+    B, T, H = (int(rng.integers(1, n)) for n in (4, 1500, 5))
+    print("shape", B, T, H, D)
+    check(rng, precision, B, T, H, D, tiles=AttentionTiles(*[GluonTile(design)] * 3))
+
+
+@on_hopper
+@pytest.mark.parametrize("part", ["forward", "dq", "dkdv"])
+def test_a_gluon_kernel_works_beside_plain_ones(rng, part):
+    tiles = attention.default_tiles(2, 1000, 64, "ieee")._replace(**{part: GluonTile("specialized")})
+    check(rng, "bf16", 2, 1000, 3, 64, tiles=tiles)
+
+
+@on_hopper
+@pytest.mark.parametrize("design, D", DESIGNS)
+def test_the_gluon_kernels_twice_give_the_same_bits(rng, design, D):
+    (qkv, dy), tiles = operands(rng, "bf16", 4, 1000, 12, D), AttentionTiles(*[GluonTile(design)] * 3)
+    first = run(qkv, dy, 12, "bf16", tiles=tiles)
+    for _ in range(9):
+        for a, b in zip(first, run(qkv, dy, 12, "bf16", tiles=tiles), strict=True):
+            assert_array_equal(a, b, strict=True)
+
+
+@on_hopper
+@pytest.mark.parametrize("design, D", DESIGNS)
+def test_the_gluon_kernels_never_see_the_future(rng, design, D):
+    (qkv, dy), tiles, now = operands(rng, "bf16", 1, 300, 2, D), AttentionTiles(*[GluonTile(design)] * 3), 130
+    changed = qkv.copy()
+    changed[:, now + 1 :] *= -50
+    dy[:, now + 1 :] = 0
+    y, lse, dqkv = run(qkv, dy, 2, "bf16", tiles=tiles)
+    other_y, other_lse, other_dqkv = run(changed, dy, 2, "bf16", tiles=tiles)
+    assert_array_equal(other_y[:, : now + 1], y[:, : now + 1])
+    assert_array_equal(other_lse[:, :, : now + 1], lse[:, :, : now + 1])
+    assert_array_equal(other_dqkv[:, : now + 1], dqkv[:, : now + 1])
+    assert not dqkv[:, now + 1 :].any()
+
+
+@on_hopper
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("T, D", [(1024, 64), (5000, 64), (1500, 128)])
+def test_the_backend_uses_the_gluon_kernels_and_equals_float64(rng, monkeypatch, precision, T, D):
+    from stage2_cuda.cuda_backend import CudaBackend
+
+    launched, original = [], gluon_launches.kernel_launch
+    monkeypatch.setattr(
+        gluon_launches,
+        "kernel_launch",
+        lambda kernel, *rest, **options: launched.append(kernel) or original(kernel, *rest, **options),
+    )
+    backend, H = CudaBackend(precision, deterministic=True), 1
+    qkv, dy = operands(rng, precision, 1, T, H, D)
+    y, aux = backend.attention_forward(qkv, H)
+    dqkv = backend.attention_backward(dy, qkv, y, aux, H)
+    assert launched == ["forward", "dq", "dkdv"]
+    want_y, _, want_dqkv = oracle(host(qkv), host(dy), H)
+    near(host(y), want_y, TOLERANCE[precision])
+    near(host(dqkv), want_dqkv, TOLERANCE[precision])
+
+
+def test_the_table_of_gluon_kernels_serves_hopper_and_16_bits_only():
+    kind = gluon_launches.gluon_kind
+    assert (kind((9, 0), "NVIDIA H100 80GB HBM3"), kind((9, 0), "NVIDIA H200")) == ("H100", "H200")
+    assert [kind(capability, "a GPU") for capability in ((8, 0), (8, 9), (10, 0), (12, 0))] == [None] * 4
+    serves = gluon_launches.serves
+    assert [serves(2, 768, 1024, D) for D in (16, 64, 80, 128)] == [False, True, False, True]
+    assert not serves(4, 768, 1024, 64) and not serves(2, 768, 256, 64)  # fp32, a short T
+    assert not serves(2, 2**16, 300, 64)  # the limit of a grid
+    assert not serves(2, 2**12, 2**19, 64)  # the limit of 32-bit coordinates
+    for table in attention.GLUON_TILES.values():
+        for T, D in ((300, 64), (1024, 64), (16384, 64), (300, 128), (4096, 128)):
+            tiles = attention.default_tiles(2, T, D, "ieee", table)._asdict()
+            for part in ("forward", "dq", "dkdv"):  # each kernel of the table exists
+                assert tiles[part].design in gluon_launches.designs(part, D)
+
+
+@pytest.mark.skipif(HOPPER, reason="needs a GPU without Gluon kernels, or the interpreter")
+def test_without_a_hopper_gpu_the_plain_kernels_serve_all_shapes():
+    for T, D in ((1, 64), (1024, 64), (16384, 64), (4096, 128)):
+        qkv = np.empty((1, T, 3 * D), np.float16)
+        tiles = attention.shapes_and_tiles(qkv, 1, "ieee")[3]
+        assert not any(isinstance(tile, GluonTile) for tile in tiles)
+
+
+def test_the_text_of_a_gluon_tile():
+    tiles = AttentionTiles(dq=GluonTile("pipelined"), dkdv=TileConfig(64, 64, 4, 2))
+    assert str(tiles) == "dq Gluon pipelined; dkdv 64 x 64, 4 warps, 2 stages, 1 loops"
+
+
+@pytest.mark.parametrize(
+    "heads, T, D, group",
+    [(768, 1024, 64, 64), (16, 16384, 64, 4), (64, 4096, 128, 8), (25, 64, 64, 25), (769, 1024, 64, 1)],
+)
+def test_the_heads_of_a_group_fit_the_l2_cache(heads, T, D, group):
+    assert gluon_launches.grid_of(heads, T, D, 192, T) == (group, -(-T // 192), heads // group)
 
 
 # -- the KV cache ------------------------------------------------------------------------------------------------------

@@ -24,6 +24,14 @@ SHARED = {"a100": 163 << 10, "h200": 227 << 10}
 SPILLS = {
     ("h200", "attention_backward.dq_kernel", "tf32x3"): "144 bytes: three products keep an operand of 64 x 64 twice",
     ("h200", "attention_backward.dkdv_kernel", "tf32x3"): "496 bytes, for the same reason",
+    ("h200", "gluon_attention_forward.specialized_kernel", None): "16 bytes with Triton 3.9: 160 registers per thread",
+    ("h200", "gluon_attention_dq.specialized_kernel", None): "up to 112 bytes with Triton 3.9, for the same reason",
+    ("h200", "gluon_attention_dkdv.pipelined_kernel", None): "up to 56 bytes: 168 registers let three programs fit",
+    (
+        "h200",
+        "gluon_attention_dkdv.specialized_kernel",
+        None,
+    ): "64 bytes with heads of 128: dk and dv take 128 registers",
     ("h200", "batched.unembed_kernel", "tf32"): "16 bytes, outside its loop",
     ("h200", "batched.unembed_kernel", "ieee"): "16 bytes, outside its loop",
     ("h200", "layernorm.backward_kernel", None): "8 bytes, with rows of 2048",

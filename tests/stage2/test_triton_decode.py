@@ -218,6 +218,33 @@ def test_attention_of_a_batch_with_different_lengths(rng, dtype, lengths, H, D):
     near(y, attention(q64, c64, lengths, H), dtype)
 
 
+def test_the_default_tiling_of_a_batch_gives_the_same_attention_and_partial_sums(rng):
+    """Lengths below, at and above the number of keys of a loop iteration, and a part of K with fewer rows."""
+    (B, H, D, block), lengths = (3, 1, 64, 300), [128, 257, 300]
+    (q, q64), (cache, c64) = normal(rng, np.float32, B, H * D), normal(rng, np.float32, B, block, 2 * H * D)
+    y = poisoned(np.float32, B, H * D)
+    batched.attention(y, q, cache, device(np.array(lengths, np.int32)), H, batched.BATCHED)
+    near(y, attention(q64, c64, lengths, H))
+    (x, x64), (w, w64) = normal(rng, np.float32, B, 600), normal(rng, np.float32, 600, 40)
+    parts = batched.split_k(600, batched.BATCHED)
+    assert parts == (3, 256)  # not 2: a part has at most max_rows rows
+    partials = poisoned(np.float32, parts.parts, B, 40)
+    batched.split_k_product(partials, x, w, batched.BATCHED, PRECISION)
+    near(host(partials).sum(0), x64 @ w64)
+
+
+@pytest.mark.parametrize(
+    "H, D, itemsize, keys", [(12, 64, 2, 256), (12, 64, 4, 128), (1, 128, 2, 128), (2, 16, 2, 256)]
+)
+def test_a_tile_of_keys_has_the_same_size_for_large_heads_and_in_fp32(monkeypatch, H, D, itemsize, keys):
+    """Larger tiles would not fit in registers."""
+    launched = []
+    monkeypatch.setattr(batched, "launch_tiled", lambda *_, **options: launched.append(options["BLOCK_KEYS"]))
+    q, cache = np.empty((2, H * D), f"f{itemsize}"), np.empty((2, 8, 2 * H * D), f"f{itemsize}")
+    batched.attention(q, q, cache, None, H, batched.BATCHED)
+    assert launched == [keys]
+
+
 @pytest.mark.parametrize("H, D", [(2, 16), (7, 24), (2, 64), (3, 128)])
 @pytest.mark.parametrize(
     "block, length", [*((150, length) for length in (1, 2, 64, 65, 149, 150)), (33, 33), (1500, 1100)]

@@ -5,6 +5,8 @@ import json
 import os
 import subprocess
 import sys
+import threading
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,7 +20,8 @@ triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
 
 from gpt2core.errors import ConfigError  # noqa: E402
-from stage2_cuda.runtime import triton_launch  # noqa: E402
+from stage2_cuda.runtime import compile_threads, triton_launch, triton_start  # noqa: E402
+from stage2_cuda.runtime.compile_threads import CompileThreads  # noqa: E402
 from stage2_cuda.runtime.triton_launch import (  # noqa: E402
     GpuLauncher,
     InterpreterLauncher,
@@ -124,17 +127,16 @@ class Kernel:
     def __init__(self):
         self.compiled, self.launched = [], []
 
-    def __getitem__(self, grid):
-        def compile_and_launch(*arguments, enable_fp_fusion, **options):
-            assert enable_fp_fusion
-            self.compiled.append((grid, arguments, options))
-            handle = {"TWICE": False} | options
-            return Indexed(lambda grid: lambda *values: self.launched.append((handle, grid, values)))
-
-        return compile_and_launch
+    def warmup(self, *arguments, grid, enable_fp_fusion, **options):
+        assert enable_fp_fusion
+        self.compiled.append((arguments, options))
+        handle = {"TWICE": False} | options
+        return CompiledKernel(lambda grid: lambda *values: self.launched.append((handle, grid, values)))
 
 
-class Indexed:
+class CompiledKernel:
+    run = None
+
     def __init__(self, item):
         self.item = item
 
@@ -142,9 +144,27 @@ class Indexed:
         return self.item(key)
 
 
+class Devices:
+    """cupy.cuda.runtime: the current device of each thread."""
+
+    def __init__(self):
+        self.of_thread = {}
+
+    def getDevice(self):
+        return self.of_thread.get(threading.get_ident(), 0)
+
+    def setDevice(self, device):
+        self.of_thread[threading.get_ident()] = device
+
+
 def gpu_launcher():
-    launcher = GpuLauncher.__new__(GpuLauncher)
-    launcher.xp, launcher.device, launcher.compiled = SimpleNamespace(ndarray=Memory), lambda: 0, {}
+    launcher, devices = GpuLauncher.__new__(GpuLauncher), Devices()
+    launcher.xp, launcher.device = (
+        SimpleNamespace(ndarray=Memory, cuda=SimpleNamespace(runtime=devices)),
+        devices.getDevice,
+    )
+    launcher.compiled, launcher.only_compiles, launcher.notes = {}, False, []
+    launcher.threads = CompileThreads(launcher.notes.append)
     return launcher
 
 
@@ -152,10 +172,10 @@ def test_the_second_launch_of_a_variant_does_not_compile():
     launcher, kernel, y, x = gpu_launcher(), Kernel(), Memory(256), Memory(1 << 40)
     for _ in range(3):
         launcher.launch(kernel, (4,), (y, x, None, 0.5, 64), {"BLOCK": 16, "num_warps": 4})
-    ((grid, arguments, options),) = kernel.compiled
-    assert grid == (4,) and arguments[2:] == (None, 0.5, 64) and options == {"BLOCK": 16, "num_warps": 4}
+    ((arguments, options),) = kernel.compiled
+    assert arguments[2:] == (None, 0.5, 64) and options == {"BLOCK": 16, "num_warps": 4}
     assert [pointer.data_ptr() for pointer in arguments[:2]] == [256, 1 << 40]
-    assert [launched[1:] for launched in kernel.launched] == [((4, 1, 1), (256, 1 << 40, None, 0.5, 64, 16, False))] * 2
+    assert [launched[1:] for launched in kernel.launched] == [((4, 1, 1), (256, 1 << 40, None, 0.5, 64, 16, False))] * 3
 
 
 @pytest.mark.parametrize(
@@ -178,7 +198,7 @@ def test_an_argument_of_another_kind_compiles_another_variant(arguments, options
     launcher.launch(kernel, (4,), (Memory(256), Memory(512), None, 0.5, 64), default)
     for _ in range(2):
         launcher.launch(kernel, (4,), arguments, default | options)
-    assert len(kernel.compiled) == 2 and len(kernel.launched) == 1
+    assert len(kernel.compiled) == 2 and len(kernel.launched) == 3
     launcher.launch(kernel, (4,), (Memory(1024), Memory(512), None, 0.7, 32), default)
     assert len(kernel.compiled) == 2
     assert kernel.launched[-1] == (default | {"TWICE": False}, (4, 1, 1), (1024, 512, None, 0.7, 32, 16, False))
@@ -212,17 +232,111 @@ def test_a_kernel_that_does_not_fit_the_gpu_is_a_one_line_error():
     class Large(Kernel):
         __module__ = "stage2_cuda.kernels.attention"
 
-        def __getitem__(self, grid):
-            def refused(*_, **__):
-                raise triton.OutOfResources(212992, 166912, "shared memory")
-
-            return refused
+        def warmup(self, *_, **__):
+            raise triton.OutOfResources(212992, 166912, "shared memory")
 
     sentence = (
         r"attention.axpy does not fit this GPU \(shared memory: 212,992 needed, 166,912 available\): use --precision"
     )
     with pytest.raises(ConfigError, match=sentence):
         gpu_launcher().launch(Large(), (4,), (Memory(256), Memory(512), None, 0.5, 64), {"BLOCK": 16})
+
+
+# -- compiling in threads ------------------------------------------------------------------------------------
+
+
+class SlowKernel(Kernel):
+    """Compiles only after `release` is set, and notes the thread and the device."""
+
+    def __init__(self, launcher):
+        super().__init__()
+        self.launcher, self.release, self.places = launcher, threading.Event(), []
+
+    def warmup(self, *arguments, **options):
+        assert self.release.wait(10)
+        self.places.append((threading.get_ident(), self.launcher.device()))
+        return super().warmup(*arguments, **options)
+
+
+def test_kernels_are_compiled_ahead_in_threads_and_launched_when_they_are_ready(monkeypatch):
+    monkeypatch.setattr(compile_threads, "SILENT", 0.01)
+    launcher = gpu_launcher()
+    launcher.xp.cuda.runtime.setDevice(3)
+    kernels, called = [SlowKernel(launcher) for _ in range(3)], []
+
+    def step():
+        called.append(None)
+        for kernel in kernels:
+            launcher.launch(kernel, (4,), (Memory(256), Memory(512), None, 0.5, 64), {"BLOCK": 16})
+
+    launcher.compile_ahead(step)
+    assert not any(kernel.launched or kernel.compiled for kernel in kernels) and not launcher.notes
+    threading.Timer(0.1, lambda: [kernel.release.set() for kernel in kernels]).start()
+    for _ in range(2):
+        step()
+    assert len(called) == 3 and len(launcher.notes) == 1 and "compiling 3 kernels" in launcher.notes[0]
+    for kernel in kernels:
+        ((thread, device),) = kernel.places
+        assert thread != threading.get_ident() and device == 3
+        assert len(kernel.compiled) == 1 and len(kernel.launched) == 2
+
+
+def test_compiling_ahead_keeps_no_array_alive_and_waits_for_no_other_kernel():
+    launcher = gpu_launcher()
+    kernel, other = SlowKernel(launcher), Kernel()
+    x = Memory(256)
+    array = weakref.ref(x)
+    launcher.compile_ahead(launcher.launch, kernel, (4,), (x, x, None, 0.5, 64), {"BLOCK": 16})
+    del x
+    assert array() is None
+    launcher.launch(other, (4,), (Memory(256), Memory(512), None, 0.5, 64), {"BLOCK": 16})
+    assert len(other.launched) == 1 and not kernel.compiled
+    kernel.release.set()
+    launcher.wait_for_threads()
+    assert len(kernel.compiled) == 1 and not kernel.launched
+
+
+def test_an_error_in_a_thread_is_raised_by_the_launch_and_not_before():
+    class Fails(Kernel):
+        def warmup(self, *arguments, **options):
+            self.compiled.append(arguments)
+            raise triton.OutOfResources(2, 1, "registers")
+
+    launcher, kernel = gpu_launcher(), Fails()
+    launch = launcher.launch, kernel, (4,), (Memory(256), Memory(512), None, 0.5, 64), {"BLOCK": 16}
+    launcher.compile_ahead(*launch)
+    with pytest.raises(ConfigError, match="does not fit this GPU"):
+        launch[0](*launch[1:])
+    with pytest.raises(ValueError, match="in the step"):
+        launcher.compile_ahead(lambda: (_ for _ in ()).throw(ValueError("in the step")))
+    assert not launcher.only_compiles
+
+
+# -- PyTorch is not imported ---------------------------------------------------------------------------------
+
+
+def test_triton_inspects_arguments_without_importing_pytorch():
+    """Triton 3.6 would import it; where PyTorch is imported already, Triton still finds it."""
+    code = (
+        "import sys\nfrom stage2_cuda.runtime import triton_start\n"
+        "triton_start.inspect_first_argument()\nassert 'torch' not in sys.modules\n"
+        "import types\nsys.modules['torch'] = fake = types.ModuleType('torch')\n"
+        "triton_start.inspect_first_argument()\nassert sys.modules['torch'] is fake"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "0"}
+    result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+
+
+def test_the_names_that_are_private_to_triton_exist():
+    from triton.backends.compiler import BaseBackend
+
+    native = pytest.importorskip("triton._C.libtriton").native_specialize_impl
+    assert native(BaseBackend, 1, False, True, True)
+    assert triton_start.hash_triton() is None
+    from triton.runtime.cache import triton_key
+
+    assert triton_key.cache_info().currsize == 1  # hash_triton() has computed it
 
 
 # -- no GPU --------------------------------------------------------------------------------------------------

@@ -313,12 +313,15 @@ class Recorder(Tuner):
         return candidates[-1]
 
 
-def asked(T, D, dtype=np.float16, precision="ieee", tuner=None, H=2):
-    """-> {what: candidates} for this shape, and the configs that are launched at last."""
+def asked(T, D, dtype=np.float16, precision="ieee", tuner=None, H=2, gluon=None):
+    """-> {what: candidates} for this shape, and the configs that are launched at last. gluon: a gluon_table()."""
     tuner, qkv = tuner or Recorder(), np.empty((1, T, 3 * H * D), dtype)
     arrays = np.empty((1, T, H * D), dtype), np.empty((1, H, T), np.float32)
-    forward = attention_tiles.tuned_forward(tuner, None, *arrays, qkv, H, precision)
-    backward = attention_tiles.tuned_backward(tuner, None, np.empty_like(qkv), arrays[1], qkv, H, precision)
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (attention, attention_tiles):
+            patch.setattr(module, "gluon_table", lambda *_: gluon or {})
+        forward = attention_tiles.tuned_forward(tuner, None, *arrays, qkv, H, precision)
+        backward = attention_tiles.tuned_backward(tuner, None, np.empty_like(qkv), arrays[1], qkv, H, precision)
     return getattr(tuner, "asked", None), forward, backward
 
 
@@ -327,7 +330,7 @@ def asked(T, D, dtype=np.float16, precision="ieee", tuner=None, H=2):
 @pytest.mark.parametrize("kind", ["16 bits", "tf32x3", "tf32", "ieee"])
 def test_the_table_comes_first_and_is_taken_where_nothing_is_timed(T, D, kind):
     dtype, precision = (np.float16, "ieee") if kind == "16 bits" else (np.float32, kind)
-    *_, table = attention.shapes_and_tiles(np.empty((1, T, 6 * D), dtype), 2, precision)
+    table = attention.default_tiles(np.dtype(dtype).itemsize, T, D, precision)
     _, forward, backward = asked(T, D, dtype, precision, Tuner(None))
     assert (forward, backward) == (AttentionTiles(table.forward), table._replace(forward=None))
 
@@ -341,6 +344,19 @@ def test_one_launch_for_all_of_backward_is_tried_against_two_where_T_is_not_long
     found, _, backward = asked(16384, 64)
     ((table, best),) = (candidates for what, candidates in found.items() if "backward" in what)  # each as a whole
     assert best == backward != table and all(each.dq and each.dkdv and not each.both for each in (table, best))
+
+
+@pytest.mark.parametrize("T, D", [(1024, 64), (16384, 64), (4096, 128)])
+def test_with_gluon_kernels_every_plain_candidate_of_earlier_versions_remains(T, D):
+    gluon = attention.GLUON_TILES["H200"]
+    plain, (found, _, _) = asked(T, D)[0], asked(T, D, gluon=gluon)
+    table = attention.default_tiles(2, T, D, "ieee", gluon)
+    for (what, candidates), part in zip(found.items(), ("forward", "dq", "dkdv", None), strict=True):
+        first = AttentionTiles(**{part: getattr(table, part)}) if part else table._replace(forward=None)
+        assert candidates[0] == first
+        if len(plain[what]) > 1 and part:  # otherwise no choice was stored, or that of the whole backward pass
+            assert set(plain[what]) < set(candidates)
+    assert attention.default_tiles(2, T, D, "ieee")._replace(forward=None) in candidates
 
 
 def test_what_a_choice_is_for_names_all_that_it_depends_on():

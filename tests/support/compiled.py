@@ -113,20 +113,24 @@ class RecordingLauncher(triton_launch.GpuLauncher):
     def __init__(self, name):
         self.name, self.device = name, lambda: name
         self.compiled, self.variants, self.last = {}, {}, None
+        self.only_compiles, self.threads = False, SimpleNamespace(result=lambda key: None)
 
     def capability(self, device=None):
         return GPUS[self.name].capability
+
+    def gpu_model(self):
+        return GPUS[self.name].capability, self.name.upper()
 
     def launch(self, kernel, grid, arguments, options):
         arguments = [Address(value) if isinstance(value, np.ndarray) else value for value in arguments]
         super().launch(kernel, grid, arguments, options)
         expected = self.last
-        super().compile_and_launch(kernel, grid, arguments, options)
+        self.new_variant(None, kernel, arguments, options)
         assert self.last == expected, f"triton_launch has one key for two variants: {expected} and {self.last}"
 
-    def compile_and_launch(self, kernel, grid, arguments, options):
-        _, constants = super().compile_and_launch(kernel, grid, arguments, options)
-        return RecordedVariant(self, self.last), constants
+    def load(self, kernel, arguments, options):
+        kernel.warmup(*arguments, grid=(1,), **options)
+        return RecordedVariant(self, self.last)
 
     def record(self, *, fn, compile, **_):
         """Triton's jit_cache_hook, called before compiling; returning True prevents the compilation."""
@@ -144,7 +148,9 @@ class RecordingLauncher(triton_launch.GpuLauncher):
                 stack.callback(setattr, owner, name, getattr(owner, name))
                 setattr(owner, name, value)
 
-            launcher = SimpleNamespace(xp=np, launch=self.launch, can_overlap=self.can_overlap)
+            launcher = SimpleNamespace(
+                xp=np, launch=self.launch, can_overlap=self.can_overlap, gpu_model=self.gpu_model, only_compiles=False
+            )
             replace(triton_launch, "launcher", lambda: launcher)
             replace(triton_launch, "interpreted", lambda: True)  # NumPy arrays, and no CUDA graphs
             replace(cuda_backend, "INTERPRETED", tuple(PRECISIONS))

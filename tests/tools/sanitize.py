@@ -40,6 +40,7 @@ from stage2_cuda.kernels import (  # noqa: E402
     losses,
     rounding,
 )
+from stage2_cuda.kernels.gluon_launches import GluonTile  # noqa: E402
 from stage2_cuda.runtime import triton_launch  # noqa: E402
 from stage2_cuda.runtime.triton_launch import Pointer  # noqa: E402
 from stage3_mpi_cuda import tree_sum  # noqa: E402
@@ -175,7 +176,9 @@ def attend_separately(a, shape, precision, tiles=None):
         attention.Heads(Pointer(x), x.shape, (H * x[0, 0].size, x[0, 0].size, D, 1)) for x in arrays
     )
     lse, delta, lse2 = (a.f(B, H, T_q) for _ in range(3))
-    tiles = tiles or attention.default_tiles(q.base.dtype.itemsize, max(T_q, T_k), D, precision)
+    T = max(T_q, T_k)
+    gluon = attention.gluon_table(q.base.dtype.itemsize, B * H, T, D)
+    tiles = tiles or attention.default_tiles(q.base.dtype.itemsize, T, D, precision, gluon)
     for causal in (False, True):
         attention.forward_launch(y, lse, q, k, v, tiles.forward, precision, causal, natural=True).run()
         arguments = dq, dk, dv, delta, dy, q, k, v, y, lse, tiles, precision, causal, lse2
@@ -193,6 +196,10 @@ def launch_attention(a):
             attention.attention_backward(dqkv, delta, dy, qkv, y, lse, H, precision)
         for T_q, T_k in ((70, 133), (300, 170)):
             attend_separately(a, (2, 3, T_q, T_k, 24), precision)
+            if attention.gluon_table(np.dtype(a.dtype).itemsize, 6, 300, 64):
+                for D, design in ((64, "pipelined"), (64, "specialized"), (128, "specialized")):
+                    tiles = attention.AttentionTiles(*[GluonTile(design)] * 3)
+                    attend_separately(a, (2, 3, T_q, T_k, D), precision, tiles)
         B, H, D, block = 2, 3, 24, 37
         keys, values = a.x(B, H, D, block), a.x(B, H, block, D)
         for t, position in ((1, 36), (19, 5)):
@@ -314,7 +321,8 @@ def call_all_launches(xp, dtypes):
                     function(Arrays(xp, dtype))
     finally:
         launcher.launch = launch
-    return set(all_kernels()) - launched
+    gluon = attention.gluon_table(2, 1, 300, 64)  # {} on a GPU without Gluon kernels
+    return {name for name in all_kernels() if gluon or not name.startswith("gluon")} - launched
 
 
 def run_on_gpu():

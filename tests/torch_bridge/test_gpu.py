@@ -7,7 +7,10 @@ import pytest
 torch = pytest.importorskip("torch")
 triton = pytest.importorskip("triton")
 
+from stage2_cuda.kernels.attention import AttentionTiles  # noqa: E402
+from stage2_cuda.kernels.gluon_launches import GluonTile  # noqa: E402
 from tests.support.attention_oracle import assert_near, oracle, results  # noqa: E402
+from torch_bridge import attention_ops  # noqa: E402
 from torch_bridge.flash_attention import (  # noqa: E402
     FlashAttention2Torch,
     FlashAttention2Triton,
@@ -45,6 +48,43 @@ def inputs(rng, batch, T_q, T_k, D, dtype):
 def test_the_kernels_equal_float64(rng, batch, T_q, T_k, D, dtype, causal):
     q, k, v, do = inputs(rng, batch, T_q, T_k, D, dtype)
     assert_near(results(FlashAttention2Triton, q, k, v, do, causal), oracle(q, k, v, do, causal), TOLERANCE[dtype])
+
+
+HOPPER = torch.cuda.is_available() and attention_ops.gluon_table(torch.device("cuda", 0)) != {}
+on_hopper = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU and Triton 3.6")
+GLUON_SHAPES = [  # batch..., T_q, T_k, dtype
+    ((1,), 1, 300, torch.bfloat16),
+    ((3, 1), 300, 1, torch.bfloat16),
+    ((5,), 65, 513, torch.float16),
+    ((2, 3), 1000, 777, torch.bfloat16),
+    ((2, 12), 1024, 1024, torch.float16),
+    ((1,), 4100, 200, torch.bfloat16),
+]
+
+
+@on_hopper
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("design, D", [("pipelined", 64), ("specialized", 64), ("specialized", 128)])
+@pytest.mark.parametrize("batch, T_q, T_k, dtype", GLUON_SHAPES)
+def test_the_gluon_kernels_equal_float64(rng, monkeypatch, batch, T_q, T_k, dtype, design, D, causal):
+    monkeypatch.setattr(attention_ops, "select_tiles", lambda *_: AttentionTiles(*[GluonTile(design)] * 3))
+    q, k, v, do = inputs(rng, batch, T_q, T_k, D, dtype)
+    first, again = (results(FlashAttention2Triton, q, k, v, do, causal) for _ in range(2))
+    assert_near(first, oracle(q, k, v, do, causal), TOLERANCE[dtype])
+    assert all(torch.equal(first[name], again[name]) for name in first)
+
+
+@on_hopper
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("T, D", [(1024, 64), (5000, 64), (1000, 128)])
+def test_large_16_bit_attention_uses_the_gluon_kernels(rng, T, D, causal):
+    packed = torch.randn(3, T, 3, 7, D, device="cuda", dtype=torch.bfloat16)
+    q, k, v = packed.permute(2, 0, 3, 1, 4).unbind()
+    tiles = attention_ops.select_tiles(attention_ops.heads_of(q), attention_ops.heads_of(k), "tf32x3")
+    assert isinstance(tiles.forward, GluonTile) and isinstance(tiles.dkdv, GluonTile)
+    do = torch.randn(3, 7, T, D, device="cuda", dtype=torch.bfloat16)
+    got, want = results(FlashAttention2Triton, q, k, v, do, causal), oracle(q, k, v, do, causal)
+    assert_near(got, want, TOLERANCE[torch.bfloat16])
 
 
 @pytest.mark.parametrize("function", [FlashAttention2Torch, FlashAttention2TritonCompiled])

@@ -1,0 +1,139 @@
+"""How many seconds does a user wait for a whole command of stage 2, from the shell to the end?
+
+Each command runs twice in new processes: with empty caches of compiled kernels, and again with the caches that the
+first run has filled. The caches are those of Triton, CuPy, NVIDIA's driver and this project; the files of Python and of
+the libraries stay in the memory of the operating system. One more run of each kind records where its time goes.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import shlex
+import site
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from benchmarks.harness.jobs import ROOT
+from benchmarks.harness.processes import BenchmarkFailed, run_main
+from benchmarks.harness.report import add_save_flags, print_table, save
+from benchmarks.harness.start_trace import START
+
+BENCHMARK = "benchmarks.gpu.start"
+COMMANDS = {  # {out} is a new directory
+    "train": ("train_gpt2", "--preset paper --out {out}"),
+    "inference": ("inference", "--stats --prompt 'In the spring of'"),
+    "inference-bf16": ("inference", "--stats --precision bf16 --prompt 'In the spring of'"),
+}
+STATES = "empty", "warm"  # of the caches
+LONG = 0.02  # seconds: shorter rows of the breakdown are omitted
+
+
+def environment(directory):
+    """The environment of a command whose caches are in `directory`."""
+    caches = {
+        "TRITON_CACHE_DIR": directory / "triton",
+        "CUPY_CACHE_DIR": directory / "cupy",
+        "CUDA_CACHE_PATH": directory / "cuda",
+        "HOME": directory,  # the cache of this project is below it
+        "PYTHONUSERBASE": site.getuserbase(),  # where packages are, if they were installed for one user
+        "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
+    }
+    return os.environ | {name: str(value) for name, value in caches.items()}
+
+
+def run_command(command, directory, trace=None):
+    """Run a command once; return its seconds and its output. trace: a file for start_trace."""
+    script, arguments = COMMANDS[command]
+    module, arguments = f"stage2_cuda.{script}", shlex.split(arguments.format(out=directory / f"{time.monotonic_ns()}"))
+    program = [sys.executable, str(ROOT / (module.replace(".", "/") + ".py")), *arguments]
+    if trace:
+        program = [sys.executable, "-m", "benchmarks.harness.start_trace", str(trace), module, *arguments]
+    started = time.monotonic()
+    result = subprocess.run(
+        program, cwd=ROOT, env=environment(directory) | {START: repr(started)}, capture_output=True, text=True
+    )
+    seconds = time.monotonic() - started
+    if result.returncode:
+        raise BenchmarkFailed(f"{command} ended with {result.returncode}:\n{result.stdout}{result.stderr}")
+    return seconds, result.stdout + result.stderr
+
+
+def measure(command, rounds):
+    """{state: {"seconds": [...], "trace": events, "output": text}} of one command, with new caches in each round."""
+    results = {state: {"seconds": []} for state in STATES}
+    for number in range(rounds + 1):
+        with tempfile.TemporaryDirectory(prefix="start-") as temporary:
+            directory = Path(temporary)
+            for state in STATES:
+                trace = directory / f"{state}.json" if number == rounds else None
+                seconds, output = run_command(command, directory, trace)
+                if trace:
+                    results[state] |= {"trace": json.loads(trace.read_text()), "output": output}
+                else:
+                    results[state]["seconds"].append(seconds)
+        print(".", end="", file=sys.stderr, flush=True)
+    return results
+
+
+def breakdown(events):
+    """Rows of a table: what runs when, in the main thread and in others. events: see start_trace."""
+    rows = {}
+    for label, thread, start, seconds in events:
+        row = rows.setdefault((label, thread), {"start": start, "seconds": 0.0, "longest": 0.0, "calls": 0})
+        row["start"], row["longest"] = min(row["start"], start), max(row["longest"], seconds)
+        row["seconds"], row["calls"] = row["seconds"] + seconds, row["calls"] + 1
+    kept = {key: row for key, row in rows.items() if row["seconds"] > LONG or key[0].endswith(("Python", "program"))}
+    return [
+        {
+            "what": label,
+            "thread": thread,
+            "begins, s": f"{row['start']:.2f}",
+            "seconds": f"{row['seconds']:.2f}",
+            "longest, s": f"{row['longest']:.2f}",
+            "calls": row["calls"],
+        }
+        for (label, thread), row in sorted(kept.items(), key=lambda item: item[1]["start"])
+    ]
+
+
+def main():
+    parser = argparse.ArgumentParser(prog=f"python -m {BENCHMARK}", description=__doc__)
+    add = parser.add_argument
+    add("--commands", choices=COMMANDS, nargs="+", default=list(COMMANDS), help="commands to time (default all)")
+    add("--rounds", type=int, default=3, help="runs of each command with empty and with warm caches (default 3)")
+    add("--show-output", action="store_true", help="print what each traced command printed (default: no)")
+    add_save_flags(add, "start")
+    args = parser.parse_args()
+    results, rows = {}, []
+    for command in args.commands:
+        results[command] = measure(command, args.rounds)
+        for state, result in results[command].items():
+            print(f"\n{command}, {state} caches: a traced run; a row contains the time of rows inside it")
+            print_table(breakdown(result["trace"]))
+            output = result.pop("output")
+            if args.show_output:
+                print(output)
+            seconds = result["seconds"]
+            with contextlib.suppress(statistics.StatisticsError):  # --rounds 0
+                rows.append(
+                    {
+                        "command": " ".join(COMMANDS[command]).format(out="DIR"),
+                        "caches": state,
+                        "seconds": f"{statistics.median(seconds):.2f}",
+                        "fastest": f"{min(seconds):.2f}",
+                        "slowest": f"{max(seconds):.2f}",
+                    }
+                )
+    print()
+    if rows:
+        print_table(rows)
+    save(BENCHMARK, results, args, args.save_as)
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,190 @@
+"""How long do forward, backward and a whole training step of the assignment's models take?
+
+A row is one model, context, precision and implementation. Each implementation runs in a process of its own; each kind
+(forward; forward + backward; step) runs --warm-up times and is then measured --repeats times. The rows "warm-up" start
+a new process, and say what 0, 1, 2 or 5 warm-up steps change: they are 10 consecutive steps after the first 0, 1, 2, 5.
+
+Without flags for sizes, contexts, precisions or implementations, a selection is measured, which takes about three
+minutes on an H200, the most informative rows first. Run the command again until no row is missing.
+"""
+
+import argparse
+import functools
+import itertools
+import os
+import shutil
+import sys
+
+from benchmarks.harness.assignment_tables import KINDS, STEP, WARM_UPS, end_to_end_tables
+from benchmarks.harness.processes import BenchmarkProcess, ProcessSpec, run_main
+from benchmarks.harness.rows import add_row_flags, mean_and_deviation, measured, run_rows
+from benchmarks.torch.models import SIZES, add_device_flag, add_run_flags, check_device, print_tables, release_memory
+from benchmarks.torch.passes import (
+    BLOCKS,
+    COMPILED,
+    EAGER,
+    IMPLEMENTATIONS,
+    NAIVE,
+    OURS,
+    PRECISIONS,
+    make_passes,
+    time_of,
+    times_of,
+)
+
+BENCHMARK = "benchmarks.torch.end_to_end"
+CONTEXTS = 128, 256, 512, 1024
+AFTER_WARM_UP = 10  # measured steps
+TIMEOUT = 500  # seconds of one row
+
+
+# -- in the process of an implementation -------------------------------------------------------------------------------
+
+
+def prepare(module, implementation, device, batch):
+    """Called in each process. Return run_round(), which measures one row; module: benchmarks.torch.passes."""
+
+    def run_round(size, context, precision, warm_up, repeats):
+        try:
+            return measured(lambda: kinds_row(size, context, precision, warm_up, repeats))
+        finally:
+            release_memory()  # for the processes of the other implementations
+
+    def kinds_row(size, context, precision, warm_up, repeats):
+        passes = module.make_passes(implementation, size, context, precision, device, batch)
+        if warm_up is None:
+            samples = times_of(passes, STEP, device, 0, repeats)
+            return {"milliseconds": samples}
+        return {kind: time_of(passes, kind, device, warm_up, repeats) for kind in KINDS}
+
+    return run_round
+
+
+# -- in the parent process ---------------------------------------------------------------------------------------------
+
+
+class Processes:
+    """A context manager that keeps the process of each implementation until the end."""
+
+    def __init__(self, args):
+        self.args, self.running = args, {}
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        for process in self.running.values():
+            process.__exit__()
+
+    def start(self, implementation):
+        options = dict(implementation=implementation, device=self.args.device, batch=self.args.batch)
+        threads = os.cpu_count() or 1
+        spec = ProcessSpec(implementation, make_passes.__module__, threads, options)
+        return BenchmarkProcess(spec, BENCHMARK, TIMEOUT)
+
+    def run(self, implementation, *settings):
+        """The answer of the implementation's process to one request."""
+        if implementation not in self.running:
+            self.running[implementation] = self.start(implementation).__enter__()
+        return self.without_peak(self.running[implementation].run_round(**request(*settings)))
+
+    def run_alone(self, implementation, *settings):
+        """The answer of a new process."""
+        with self.start(implementation) as process:
+            return self.without_peak(process.run_round(**request(*settings)))
+
+    @staticmethod
+    def without_peak(answer):
+        return {key: value for key, value in answer.items() if key != "peak_bytes"}
+
+
+def request(*settings):
+    return dict(zip(("size", "context", "precision", "warm_up", "repeats"), settings, strict=True))
+
+
+def kinds_row(processes, implementation, size, context, precision, args):
+    return processes.run(implementation, size, context, precision, args.warm_up, args.repeats)
+
+
+def warm_up_row(processes, implementation, size, context, precision):
+    """{"warm-up N": time of the AFTER_WARM_UP steps after the first N of a new process}."""
+    found = processes.run_alone(implementation, size, context, precision, None, max(WARM_UPS) + AFTER_WARM_UP)
+    if "oom" in found:
+        return found
+    samples = found["milliseconds"]
+    first = {"first step": samples[0]}
+    return first | {f"warm-up {count}": mean_and_deviation(samples[count:][:AFTER_WARM_UP]) for count in WARM_UPS}
+
+
+def selected(args):
+    """[(size, context, precision, implementation)] to measure, the most informative first."""
+    if any((args.sizes, args.contexts, args.precisions, args.implementations)) or args.all:
+        lists = (
+            args.precisions or PRECISIONS[::-1],
+            args.contexts or CONTEXTS,
+            args.sizes or [size for size in SIZES if size != "toy"],
+            args.implementations or list(IMPLEMENTATIONS),
+        )
+        return [(size, context, precision, name) for precision, context, size, name in itertools.product(*lists)]
+    found = [
+        (size, 512, precision, name)
+        for precision in ("bf16", "fp32")
+        for size in ("small", "medium", "large", "xl", "2.7B")
+        for name in (EAGER, OURS)
+    ]
+    found += [(size, 512, "bf16", BLOCKS) for size in ("small", "medium", "large", "xl", "2.7B")]
+    found += [("small", 512, "bf16", COMPILED), ("small", 512, "bf16", NAIVE), ("medium", 512, "bf16", COMPILED)]
+    contexts = itertools.product(("small", "xl"), (1024, 128, 256), (EAGER, OURS))
+    return found + [(size, context, "bf16", name) for size, context, name in contexts]
+
+
+def cases(processes, args):
+    """{name of a row: function that measures it}."""
+    found = {}
+    for size, context, precision, name in selected(args):
+        if args.device == "cpu" and name == OURS and precision != "fp32":
+            continue  # stage 0 has no bf16
+        row = functools.partial(kinds_row, processes, name, size, context, precision, args)
+        found[f"{size} / context {context} / {precision} / {name}"] = row
+    size, context = (args.sizes or ["small"])[0], (args.contexts or [512])[0]
+    precision = (args.precisions or ["fp32"])[0]
+    for name in args.implementations or [EAGER, OURS]:
+        if args.device == "cpu" and name == OURS and precision != "fp32":
+            continue
+        row = functools.partial(warm_up_row, processes, name, size, context, precision)
+        found[f"warm-up / {size} / context {context} / {precision} / {name}"] = row
+    return found
+
+
+def without_compiler(args):
+    """Whether torch.compile would fail: on the CPU without a C++ compiler."""
+    return args.device == "cpu" and not any(map(shutil.which, (os.environ.get("CXX", "g++"), "g++", "clang++", "cl")))
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {BENCHMARK}", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--sizes", nargs="+", choices=SIZES, help="models (default: see above)")
+    add("--contexts", type=int, nargs="+", metavar="T", help="tokens of a sequence, 1 or more (default: see above)")
+    add("--precisions", nargs="+", choices=PRECISIONS, help="fp32 is without TF32 (default: see above)")
+    described = "; ".join(f"{name}: {text}" for name, text in IMPLEMENTATIONS.items())
+    add("--implementations", nargs="+", choices=IMPLEMENTATIONS, metavar="NAME", help=f"{described} (default: above)")
+    add("--all", action="store_true", help="all sizes, contexts, precisions and implementations; about an hour")
+    add("--batch", type=int, default=4, help="sequences (default 4)")
+    add_device_flag(add)
+    add_run_flags(add, warm_up=3, repeats=5)
+    add_row_flags(add, "end_to_end")
+    args = parser.parse_args()
+    check_device(args)
+    if without_compiler(args):
+        print("note: there is no C++ compiler, so torch.compile runs in eager mode", file=sys.stderr)
+        os.environ["TORCHDYNAMO_DISABLE"] = "1"  # read by the processes
+
+    with Processes(args) as processes:
+        print_tables(end_to_end_tables(run_rows(BENCHMARK, args, cases(processes, args))))
+
+
+if __name__ == "__main__":
+    sys.exit(run_main(main))

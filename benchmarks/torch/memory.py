@@ -1,0 +1,249 @@
+"""How much memory do forward and a training step of the assignment's models need, when, and for what?
+
+Peaks are those of the allocated tensors. The forward pass is without a graph for gradients, and holds the parameters
+only; the step holds the gradients and the state of AdamW too. "torch naive" has the assignment's attention, with the
+(T, T) matrices in memory. "ours" is stage 2; its forward pass is counted with one copy of the parameters in the
+precision of the kernels.
+
+The rows "checkpoint" are training steps of "torch naive" that keep only the input of every group of N blocks, and
+compute the blocks again in backward.
+
+The rows "timeline" record every allocation of one forward pass or one step, PyTorch's by its memory snapshot, ours by
+a hook of CuPy's memory pool. The figure shows the allocated memory after each allocation, and the table the largest
+allocations with their source. The snapshot is written to out/results/torch/*.pickle, for pytorch.org/memory_viz.
+"""
+
+import argparse
+import functools
+import itertools
+import sys
+
+import torch
+
+from benchmarks.harness.assignment_tables import FORWARD, GIB, STEP, memory_tables
+from benchmarks.harness.jobs import ROOT
+from benchmarks.harness.processes import run_main
+from benchmarks.harness.rows import add_row_flags, measured, rows_path, run_rows
+from benchmarks.torch.memory_events import (
+    allocated_after,
+    allocated_by_ours,
+    allocated_by_torch,
+    largest_allocations,
+    saved_by_block,
+    thinned,
+)
+from benchmarks.torch.models import (
+    SIZES,
+    add_device_flag,
+    batch_of,
+    check_device,
+    config_of,
+    print_tables,
+    release_memory,
+    use_checkpoints,
+)
+from benchmarks.torch.passes import EAGER, NAIVE, OURS, PRECISIONS, TorchPasses
+
+# B batch, T time (context), C channels (d_model)
+
+BENCHMARK = "benchmarks.torch.memory"
+KINDS = FORWARD, STEP
+IMPLEMENTATIONS = NAIVE, EAGER, OURS
+POINTS, LARGEST = 600, 5  # points of a timeline and its largest allocations, in the results file
+
+
+# -- rows --------------------------------------------------------------------------------------------------------------
+
+
+def peaks_row(implementation, size, context, precision, args):
+    """{kind: {"peak": bytes of tensors, "held": bytes of the allocator}, "residual": bytes of one activation}."""
+    release_memory()
+    width = SIZES[size][0]
+    measure = our_peaks if implementation == OURS else torch_peaks
+    residual = {"residual": 4 * args.batch * context * width}  # float32 (B, T, C)
+    return residual | measure(implementation, size, context, precision, args)
+
+
+def torch_peaks(implementation, size, context, precision, args):
+    passes = TorchPasses(implementation, size, context, precision, args.device, args.batch)
+    found = {FORWARD: measured(lambda: torch_peak(passes, FORWARD))}
+    if "oom" not in found[FORWARD]:
+        found[STEP] = measured(lambda: second_step_peak(passes))
+    return found | {"parameters": sum(p.numel() * p.element_size() for p in passes.model.parameters())}
+
+
+def torch_peak(passes, kind):
+    if passes.device.type == "cpu":
+        events, _, before = allocated_by_torch(passes, kind, None)
+        return {"peak": before + max(allocated_after(events)), "held": None}
+    torch.cuda.reset_peak_memory_stats()
+    passes.run(kind)
+    return {"peak": torch.cuda.max_memory_allocated(), "held": torch.cuda.max_memory_reserved()}
+
+
+def second_step_peak(passes):
+    """torch_peak() of the second training step: AdamW's state exists only after the first."""
+    torch_peak(passes, STEP)
+    return torch_peak(passes, STEP)
+
+
+def checkpoint_row(size, context, precision, count, args):
+    """{"step": as in peaks_row()} with one checkpoint for every `count` blocks; {"oom": True} there without memory."""
+    release_memory()
+    passes = TorchPasses(NAIVE, size, context, precision, args.device, args.batch)
+    use_checkpoints(passes.model, count)
+    return {"blocks": count, STEP: measured(lambda: second_step_peak(passes))}
+
+
+def saved_row(implementation, size, context, precision, args):
+    """{"saved": bytes that one block saves for backward, "sources": {line: its bytes}, "gradients": bytes}."""
+    release_memory()
+    passes = TorchPasses(implementation, size, context, precision, args.device, args.batch)
+    saved, block = saved_by_block(passes, (args.batch, context, SIZES[size][0])), passes.model.h[0]
+    gradients = sum(p.numel() * p.element_size() for p in block.parameters())
+    return {"saved": sum(saved.values()), "sources": dict(saved.most_common(LARGEST)), "gradients": gradients}
+
+
+def our_peaks(implementation, size, context, precision, args):
+    from stage2_cuda.memory_model import training_memory
+
+    passes = our_passes(size, context, precision, args)
+    found = {}
+    for kind in KINDS:
+        allocated_by_ours(passes, kind)  # compiles the kernels
+        events, _, before = allocated_by_ours(passes, kind)
+        found[kind] = {"peak": before + max(allocated_after(events)), "held": None}
+    terms = training_memory(config_of(size, context), args.batch, context, precision)
+    for _ in range(3):  # the second is captured: its memory is a pool of its own
+        passes.run(STEP)
+    found[STEP]["held"] = passes.backend.runtime.peak_memory()
+    found["predicted"] = sum(terms.values()) - terms["context"]
+    return found | {"parameters": passes.trainer.parameters.nbytes}
+
+
+def our_passes(size, context, precision, args):
+    """The Passes of stage 2, without tuning, whose candidates would be counted."""
+    from benchmarks.harness.ours import Passes
+    from stage2_cuda.cuda_backend import CudaBackend
+
+    tokens = (ids.numpy() for ids in batch_of(args.batch, context, "cpu", 0))
+    return Passes(config_of(size, context), CudaBackend(precision, deterministic=True), *tokens)
+
+
+def timeline_row(implementation, size, context, precision, kind, args):
+    """The allocated memory after each allocation of one kind ("GiB", thinned, as text), and the largest allocations."""
+    release_memory()
+    if implementation == OURS:
+        passes = our_passes(size, context, precision, args)
+        for _ in range(2):
+            events, marks, before = allocated_by_ours(passes, kind)
+    else:
+        passes = TorchPasses(implementation, size, context, precision, args.device, args.batch)
+        for _ in range(2):
+            passes.run(kind)
+        name = f"{args.save_as}_{size}_{context}_{precision}_{kind}.pickle"
+        path = ROOT / "out" / "results" / "torch" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        events, marks, before = allocated_by_torch(passes, kind, path)
+    after = [before + count for count in allocated_after(events)]
+    points, marks = thinned(after, marks, POINTS)
+    return {
+        "before": before,
+        "peak": max(after),
+        "allocations": sum(size > 0 for size, _ in events),
+        "GiB": " ".join(f"{count / GIB:.4f}" for count in points),
+        "marks": marks,
+        "largest": largest_allocations(events, LARGEST),
+    }
+
+
+# -- the figure ------------------------------------------------------------------------------------------------------
+
+
+def draw(rows, path):
+    """Draw the timelines of the rows one below the other."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    rows = [row for row in rows if row["name"].startswith("timeline / ") and "GiB" in row]
+    if not rows:
+        return
+    figure, panels = plt.subplots(len(rows), 1, figsize=(10, 2.4 * len(rows)), squeeze=False)
+    for row, panel in zip(rows, panels[:, 0], strict=True):
+        values = [float(value) for value in row["GiB"].split()]
+        panel.fill_between(range(len(values)), values, color="tab:blue", alpha=0.6, linewidth=0)
+        for name, index in row["marks"].items():
+            panel.axvline(index, color="black", linewidth=0.8)
+            panel.text(index, max(values), f" {name}", verticalalignment="top", fontsize=8)
+        panel.set(title=row["name"].removeprefix("timeline / "), ylabel="GiB", xticks=[], ylim=(0, 1.05 * max(values)))
+    panels[-1, 0].set_xlabel("allocations and frees, in their order")
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+# -- which rows ------------------------------------------------------------------------------------------------------
+
+
+def selected(args):
+    """([(implementation, size, context, precision)], [the same and kind] of the timelines), the main ones first."""
+    if args.sizes or args.contexts or args.precisions or args.implementations or args.all:
+        sizes = args.sizes or [size for size in SIZES if size != "toy"]
+        lists = args.precisions or PRECISIONS, args.contexts or (128, 256, 512, 1024), sizes
+        names = [name for name in args.implementations or IMPLEMENTATIONS if args.device == "cuda" or name != OURS]
+        peaks = [(name, size, T, precision) for name, precision, T, size in itertools.product(names, *lists)]
+        last = sizes[-1], lists[1][-1], lists[0][0]
+        return peaks, [(name, *last, kind) for name in names for kind in KINDS]
+    contexts, others = (128, 256, 512), ("xl", "small", "medium", "large")
+    peaks = [(NAIVE, "2.7B", T, precision) for precision in PRECISIONS for T in contexts]
+    peaks += [(OURS, "2.7B", T, precision) for precision in PRECISIONS for T in contexts]
+    peaks += [(NAIVE, size, 512, precision) for size in others for precision in PRECISIONS]
+    peaks += [(EAGER, "2.7B", T, precision) for precision in PRECISIONS for T in (512, 2048)]
+    peaks[6:6] = [(NAIVE, "2.7B", 2048, precision) for precision in PRECISIONS]
+    return peaks, [(name, "2.7B", 512, "fp32", kind) for name in (NAIVE, OURS) for kind in KINDS]
+
+
+def cases(args):
+    """{name of a row: function that measures it}; the other kinds of rows come after the first eight peaks."""
+    peaks, timelines = selected(args)
+    size, precision = (args.sizes or ["2.7B"])[-1], args.precisions or ["fp32"]
+    saved = NAIVE, size, (args.contexts or [512])[-1], precision[0]
+    found = [("{1} / context {2} / {3} / {0}".format(*each), peaks_row, each) for each in peaks]
+    others = [("saved / {1} / context {2} / {3} / {0}".format(*saved), saved_row, saved)]
+    for each in timelines:
+        others.append(("timeline / {1} / context {2} / {3} / {4} / {0}".format(*each), timeline_row, each))
+    for count in args.blocks:
+        each = size, (args.contexts or [2048])[-1], (args.precisions or ["bf16"])[0], count
+        others.append(("checkpoint / {} / context {} / {} / {} blocks".format(*each), checkpoint_row, each))
+    found[8:8] = others
+    return {name: functools.partial(function, *each, args) for name, function, each in found}
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {BENCHMARK}", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--sizes", nargs="+", choices=SIZES, help="models (default: a selection that takes about a minute on an H200)")
+    add("--contexts", type=int, nargs="+", metavar="T", help="tokens of a sequence (default: a selection)")
+    add("--precisions", nargs="+", choices=PRECISIONS, help="bf16 is autocast over fp32 parameters (default: both)")
+    add("--implementations", nargs="+", choices=IMPLEMENTATIONS, metavar="NAME", help=", ".join(IMPLEMENTATIONS))
+    add("--blocks", type=int, nargs="+", default=[1, 2, 4, 8], metavar="N", help="blocks of a checkpoint (1 2 4 8)")
+    add("--all", action="store_true", help="all sizes, contexts, precisions and implementations")
+    add("--batch", type=int, default=4, help="sequences (default 4)")
+    add_device_flag(add)
+    add_row_flags(add, "memory")
+    args = parser.parse_args()
+    check_device(args)
+    if min(args.blocks) < 1:
+        parser.error(f"--blocks {min(args.blocks)}: a checkpoint has 1 block or more")
+    rows = run_rows(BENCHMARK, args, cases(args))
+    print_tables(memory_tables(rows))
+    draw(rows, rows_path(BENCHMARK, args, ".png"))
+
+
+if __name__ == "__main__":
+    sys.exit(run_main(main))

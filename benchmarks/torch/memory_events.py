@@ -1,0 +1,211 @@
+"""Every allocation of one pass: [(bytes, source)] in order, negative bytes for a free, "file:line function" as source.
+
+allocated_by_torch() and allocated_by_ours() return (events, marks, before): marks is {range: the number of events
+before it}, `before` the bytes that were allocated before the first event.
+"""
+
+import contextlib
+import json
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+import torch
+
+from benchmarks.harness.assignment_tables import FORWARD
+from benchmarks.harness.jobs import ROOT
+
+HELPERS = {"empty", "floats", "like", "product", "zeros"}  # functions whose caller says more
+UNKNOWN = "PyTorch, without a Python stack"  # backward runs in a thread of C++
+
+
+def parts_of(passes, kind):
+    """(name, function of the result of the previous one) of each range of a pass of TorchPasses."""
+    if kind == FORWARD:
+        return [("forward", lambda _: passes.forward())]
+
+    def forward(_):
+        passes.optimizer.zero_grad(set_to_none=True)
+        return passes.loss()
+
+    return [("forward", forward), ("backward", passes.backward), ("optimizer", lambda _: passes.update())]
+
+
+def run_parts(parts, mark):
+    """Call the functions one after another, and mark(name) before each."""
+    result = None
+    for name, function in parts:
+        mark(name)
+        result = function(result)
+
+
+# -- PyTorch -----------------------------------------------------------------------------------------------------------
+
+
+def allocated_by_torch(passes, kind, path):
+    """The events of a TorchPasses. On a GPU the memory snapshot is written to `path`."""
+    if passes.device.type == "cpu":
+        return allocated_on_cpu(passes, kind)
+    memory, marks = torch.cuda.memory, {}
+    torch.cuda.synchronize()
+    before = memory.memory_allocated()
+
+    def trace():
+        return memory._snapshot()["device_traces"][torch.cuda.current_device()]
+
+    def mark(name):
+        marks[name] = len(trace())
+
+    memory._record_memory_history(max_entries=1_000_000, stacks="python")
+    try:
+        run_parts(parts_of(passes, kind), mark)
+        torch.cuda.synchronize()
+        entries = trace()
+        memory._dump_snapshot(str(path))
+    finally:
+        memory._record_memory_history(enabled=None)
+    return *events_of_trace(entries, marks), before
+
+
+def events_of_trace(entries, marks):
+    """(events, marks) from the entries of a snapshot; marks: {range: the number of entries before it}."""
+    events, found = [], {}
+    for number, entry in enumerate(entries):
+        found |= {name: len(events) for name, first in marks.items() if first == number}
+        if entry["action"] == "alloc":
+            events.append((entry["size"], source_of_frames(entry.get("frames", ()))))
+        elif entry["action"] == "free_completed":
+            events.append((-entry["size"], ""))
+    return events, dict.fromkeys(marks, len(events)) | found
+
+
+def source_of_frames(frames):
+    """The innermost frame in this repository as "file:line function"."""
+    for frame in frames:
+        if frame["filename"].startswith(str(ROOT)):
+            return f"{Path(frame['filename']).relative_to(ROOT)}:{frame['line']} {frame['name']}"
+    return UNKNOWN
+
+
+def allocated_on_cpu(passes, kind):
+    """The same on the CPU, for a trial, without sources: from the trace of torch.profiler."""
+    parameters, states = list(passes.model.parameters()), passes.optimizer.state.values()
+    tensors = [*parameters, *(p.grad for p in parameters), *(value for state in states for value in state.values())]
+    before = sum(each.numel() * each.element_size() for each in tensors if torch.is_tensor(each))
+
+    def mark(name):
+        with torch.profiler.record_function(name):
+            """The start of this range is the time of the mark."""
+
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as recorded:
+        run_parts(parts_of(passes, kind), mark)
+    with tempfile.TemporaryDirectory() as folder:
+        recorded.export_chrome_trace(str(Path(folder, "trace.json")))
+        trace = json.loads(Path(folder, "trace.json").read_text(errors="replace"))["traceEvents"]
+    starts = {entry["name"]: entry["ts"] for entry in trace if entry.get("cat") == "user_annotation"}
+    found = sorted((entry["ts"], entry["args"]["Bytes"]) for entry in trace if entry.get("name") == "[memory]")
+    names = [name for name, _ in parts_of(passes, kind)]
+    marks = {name: sum(time < starts[name] for time, _ in found) for name in names}
+    return [(size, UNKNOWN) for _, size in found], marks, before
+
+
+def saved_by_block(passes, shape):
+    """Counter {"file:line function": bytes} of what the first block of a TorchPasses saves for backward.
+
+    shape: (B, T, C) of its input. Parameters are not counted, and an array that several operations save counts once.
+    """
+    block, found = passes.model.h[0], Counter()
+    counted = {parameter.untyped_storage().data_ptr() for parameter in block.parameters()}
+    kept = []  # so that no address is used twice
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in counted:
+            counted.add(storage.data_ptr())
+            kept.append(tensor)
+            found[source_of_caller(skipped="memory_events")] += storage.nbytes()
+        return tensor
+
+    x = torch.randn(shape, device=passes.device, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), passes.autocast():
+        block(x)
+    return found
+
+
+# -- this project ------------------------------------------------------------------------------------------------------
+
+
+def allocated_by_ours(passes, kind):
+    """The events of a Passes of harness/ours.py on a GPU, launched from Python without a CUDA graph."""
+    import cupy
+
+    from benchmarks.harness.ours import eager_function
+
+    events, marks = [], {}
+
+    class Hook(cupy.cuda.MemoryHook):
+        name = "timeline"
+
+        def malloc_postprocess(self, **allocation):
+            events.append((allocation["mem_size"], source_of_caller()))
+
+        def free_postprocess(self, **allocation):
+            events.append((-allocation["mem_size"], ""))
+
+    @contextlib.contextmanager
+    def mark(name):
+        marks.setdefault(name, len(events))
+        yield
+
+    runtime, pool = passes.backend.runtime, cupy.get_default_memory_pool()
+    function = eager_function(passes, kind)
+    if kind == FORWARD:
+        marks["forward"] = 0
+    runtime.range = mark  # instead of the method of the class
+    before = passes.trainer.compute_parameters.nbytes if kind == FORWARD else pool.used_bytes()
+    try:
+        with Hook():
+            function()
+            runtime.synchronize()
+    finally:
+        del runtime.range
+    return events, marks, before
+
+
+def source_of_caller(skipped="benchmarks"):
+    """The innermost caller in this repository, as "file:line function", in a file without `skipped` in its path."""
+    frame = sys._getframe(2)
+    while frame:
+        file, function = frame.f_code.co_filename, frame.f_code.co_name
+        if file.startswith(str(ROOT)) and skipped not in file.removeprefix(str(ROOT)) and function not in HELPERS:
+            return f"{Path(file).relative_to(ROOT)}:{frame.f_lineno} {function}"
+        frame = frame.f_back
+    return "CuPy"
+
+
+# -- summaries ---------------------------------------------------------------------------------------------------------
+
+
+def allocated_after(events):
+    """[bytes after each event], relative to the first; [0] without events."""
+    total, found = 0, [0]
+    for size, _ in events:
+        total += size
+        found.append(total)
+    return found
+
+
+def thinned(values, marks, count):
+    """(at most `count` values, each the largest of a group of neighbours; the marks as indices of these groups)."""
+    group = max(1, -(-len(values) // count))
+    points = [max(values[first : first + group]) for first in range(0, len(values), group)]
+    return points, {name: index // group for name, index in marks.items()}
+
+
+def largest_allocations(events, count):
+    """[{"bytes", "times", "source"}] of the `count` largest sizes and sources of allocations."""
+    found = Counter(event for event in events if event[0] > 0)
+    ranked = sorted(found, reverse=True)[:count]
+    return [{"bytes": size, "times": found[size, source], "source": source} for size, source in ranked]

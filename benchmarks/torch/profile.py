@@ -1,0 +1,204 @@
+"""Which kernels take the time of forward, backward and optimizer, and how much of it are matrix products?
+
+The model is PyTorch's in eager mode, with attention as in the assignment's model ("torch naive"): the (T, T) matrices
+are in memory, so softmax is a kernel of its own. CUPTI records the kernels of one pass; the wall time of the pass is
+measured without recording. On the CPU the operations of PyTorch take the place of the kernels.
+
+    forward only    without a graph for gradients, as in inference
+    forward         keeps what backward needs
+    backward, optimizer
+
+The second table has the kernels of the attention of one layer, between the projections, in the forward pass. Its
+products have 4 B H T T D operations, softmax has 5 B H T T (maximum, difference, exponential, sum, quotient).
+
+Every pass and the three parts of attention are NVTX ranges, so NVIDIA's profiler can show the same passes:
+
+    nsys profile --trace=cuda,nvtx -o out/profile python -m benchmarks.torch.profile --ranges-only --only small 512
+"""
+
+import argparse
+import functools
+import re
+import sys
+from collections import Counter
+
+import torch
+
+from benchmarks.gpu import profile as gpu_profile
+from benchmarks.harness.assignment_tables import ATTENTION_PARTS, OTHERS, PRODUCTS, SOFTMAX, STEP, profile_tables
+from benchmarks.harness.processes import run_main
+from benchmarks.harness.rows import add_row_flags, mean_and_deviation, run_rows
+from benchmarks.torch.models import (
+    SIZES,
+    add_device_flag,
+    add_run_flags,
+    check_device,
+    naive_attention,
+    named_range,
+    print_tables,
+    release_memory,
+    timed,
+)
+from benchmarks.torch.passes import EAGER, NAIVE, PRECISIONS, TorchPasses
+
+# B batch, H heads, T time, D head size
+
+BENCHMARK = "benchmarks.torch.profile"
+CPU_PRODUCT = re.compile(r"mm$")  # aten::mm, addmm, bmm, baddbmm
+KEPT = 5  # kernels of each pass in the results file
+
+
+# -- one pass ----------------------------------------------------------------------------------------------------------
+
+
+def activities_of(function, device):
+    """[Activity] of one call: kernels and copies of the GPU, or operations of the CPU with their own time."""
+    if device.type == "cuda":
+        return gpu_profile.recorded(function, 1)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as recorded:
+        function()
+    events = (event for event in recorded.events() if event.self_cpu_time_total > 0)
+    return [gpu_profile.Activity(e.time_range.start, e.self_cpu_time_total, e.name) for e in events]
+
+
+def is_product(activity):
+    """Whether this is a matrix product, of the GPU or of the CPU."""
+    return gpu_profile.is_product(activity) or bool(CPU_PRODUCT.search(activity.name))
+
+
+def summary(activities):
+    """{"kernels_ms", "calls", "product_share", "kernels": the KEPT longest, "others": the KEPT longest of the others}.
+
+    A kernel is {"name", "calls", "ms", "share", "product"}; its name has no template arguments.
+    """
+    spent, calls, product = Counter(), Counter(), {}
+    for activity in activities:
+        name = gpu_profile.short(activity.name)
+        spent[name] += activity.duration / 1e3
+        calls[name] += 1
+        product[name] = is_product(activity)
+    total = sum(spent.values())
+    ranked = [
+        {"name": name, "calls": calls[name], "ms": ms, "share": ms / total, "product": product[name]}
+        for name, ms in spent.most_common()
+    ]
+    return {
+        "kernels_ms": total,
+        "calls": sum(calls.values()),
+        "product_share": sum(each["share"] for each in ranked if each["product"]),
+        "kernels": ranked[:KEPT],
+        "others": [each for each in ranked if not each["product"]][:KEPT],
+    }
+
+
+def pass_functions(passes):
+    """{name: (prepare, function of its result)}: function is what is measured, after prepare()."""
+
+    def loss():
+        passes.optimizer.zero_grad(set_to_none=True)
+        return passes.loss()
+
+    return {
+        "forward only": (lambda: None, lambda _: passes.forward()),
+        "forward": (lambda: None, lambda _: passes.loss()),
+        "backward": (loss, passes.backward),
+        "optimizer": (lambda: None, lambda _: passes.update()),
+    }
+
+
+def run_passes(passes, warm_up, repeats):
+    """Run the passes in their NVTX ranges and return {name: [seconds of each run]}."""
+    with named_range("warm-up", passes.device):
+        for _ in range(warm_up):
+            passes.run(STEP)
+    found = {}
+    for name, (prepare, function) in pass_functions(passes).items():
+        found[name] = []
+        for _ in range(repeats):
+            call = functools.partial(function, prepare())
+            found[name].append(timed(call, passes.device)[0])
+            del call  # and the graph of the loss
+    return found
+
+
+def profile_row(implementation, size, context, precision, args):
+    """The values of a row: of each pass the wall time and the kernels, and the kernels of one layer's attention."""
+    release_memory()
+    passes = TorchPasses(implementation, size, context, precision, args.device, args.batch)
+    wall = run_passes(passes, args.warm_up, args.repeats)
+    result = {}
+    for name, (prepare, function) in pass_functions(passes).items():
+        call = functools.partial(function, prepare())
+        activities = activities_of(call, passes.device)
+        result[name] = {"wall": mean_and_deviation([1e3 * seconds for seconds in wall[name]]), **summary(activities)}
+        del call
+    return {"passes": result, "attention": attention_of_layer(passes, size, context, precision, args.batch)}
+
+
+def attention_of_layer(passes, size, context, precision, batch):
+    """{part: {"ms", "operations"}} of the attention of one layer in the forward pass, without its projections."""
+    width, _, heads = SIZES[size]
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    q, k, v = torch.randn(3, batch, heads, context, width // heads, device=passes.device, dtype=dtype)
+
+    def attend():
+        with torch.no_grad(), passes.autocast():
+            naive_attention(q, k, v)
+
+    attend()
+    spent = dict.fromkeys(ATTENTION_PARTS, 0.0)
+    for activity in activities_of(attend, passes.device):
+        softmax = SOFTMAX if "softmax" in activity.name.lower() else OTHERS
+        spent[PRODUCTS if is_product(activity) else softmax] += activity.duration / 1e3
+    scores = batch * heads * context**2  # elements
+    operations = {PRODUCTS: 4 * scores * (width // heads), SOFTMAX: 5 * scores, OTHERS: scores}
+    return {part: {"ms": ms, "operations": operations[part]} for part, ms in spent.items()}
+
+
+# -- which rows ------------------------------------------------------------------------------------------------------
+
+
+def selected(args):
+    """[(implementation, size, context, precision)], the most informative first."""
+    if args.all or args.sizes or args.contexts or args.precisions:
+        precisions, sizes = args.precisions or ["bf16"], args.sizes or [size for size in SIZES if size != "toy"]
+        contexts = args.contexts or (128, 256, 512, 1024)
+        return [(args.attention, size, context, p) for p in precisions for context in contexts for size in sizes]
+    first = [(size, 512, "bf16") for size in ("small", "xl", "2.7B", "medium", "large")]
+    others = [(size, context, "bf16") for size in ("small", "xl") for context in (1024, 128, 256)]
+    return [(args.attention, *each) for each in [*first, ("small", 512, "fp32"), ("xl", 512, "fp32"), *others]]
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {BENCHMARK}", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--sizes", nargs="+", choices=SIZES, help="models (default: a selection that takes about a minute on an H200)")
+    add("--contexts", type=int, nargs="+", metavar="T", help="tokens of a sequence (default: a selection)")
+    add("--precisions", nargs="+", choices=PRECISIONS, help="fp32 is without TF32 (default bf16, two rows of fp32)")
+    add("--all", action="store_true", help="all sizes and contexts, in bf16 or in --precisions")
+    add("--attention", choices=(NAIVE, EAGER), default=NAIVE, help="naive, or scaled_dot_product_attention (eager)")
+    add("--batch", type=int, default=4, help="sequences (default 4)")
+    add("--ranges-only", action="store_true", help="run the passes in their NVTX ranges and record nothing: for nsys")
+    add_device_flag(add)
+    add_run_flags(add, warm_up=2, repeats=5)
+    add_row_flags(add, "profile")
+    args = parser.parse_args()
+    check_device(args)
+    settings = {"{1} / context {2} / {3} / {0}".format(*each): each for each in selected(args)}
+    if args.ranges_only:
+        for name, each in settings.items():
+            if all(text in name for text in args.only):
+                run_passes(TorchPasses(*each, args.device, args.batch), args.warm_up, args.repeats)
+        return
+    if args.device == "cuda" and not args.dry_run:
+        gpu_profile.open_cupti()
+    cases = {name: functools.partial(profile_row, *each, args) for name, each in settings.items()}
+    rows = run_rows(BENCHMARK, args, cases)
+    print_tables(profile_tables(rows))
+    print(f"\nThe same passes in NVIDIA's profiler:\n{parser.description.strip().splitlines()[-1].strip()}")
+
+
+if __name__ == "__main__":
+    sys.exit(run_main(main))

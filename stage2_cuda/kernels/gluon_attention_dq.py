@@ -1,0 +1,297 @@
+"""dq of attention in Gluon, for Hopper GPUs; kernels/attention.py says when it is used.
+
+The algorithm is that of dq_kernel in attention_backward.py. A tile of 64 queries walks over its blocks of keys from the
+last one, which the masks concern, to the first. Both kernels keep the tensor cores busy during the exponentials:
+
+pipelined_kernel: small programs of one warp group. dq of block j - 1 and dp of block j are in flight while p of block j
+is computed, and stay in flight from one step to the next. For a short T.
+specialized_kernel: three warp groups compute, one more warp starts the copies. dp of block j runs while p of block j is
+computed; nothing stays in flight between two steps. For a long T.
+"""
+
+# Symbols: see gluon_tiles.py. scale: 1 / sqrt(D). delta, lse and lse2: see attention_backward.py
+# Tiles in registers: s, p, dp and ds are (ROWS, BLOCK_N), dq is (ROWS, D)
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
+
+from stage2_cuda.kernels.attention_forward import LOG2E
+from stage2_cuda.kernels.gluon_tiles import (
+    PRODUCER_REGISTERS,
+    ROWS,
+    exp2,
+    key_blocks,
+    load_rows,
+    load_tile,
+    mask_tile,
+    matrix,
+    new_barriers,
+    new_tiles,
+    program_head,
+    slot,
+    store_tile,
+    synchronize,
+)
+
+
+@gluon.jit
+def row_values(
+    dy, y, pointers, head, row, T_q, NATURAL: gl.constexpr, layout: gl.constexpr, D: gl.constexpr, WARPS: gl.constexpr
+):
+    """(delta, lse in base 2) of the rows of a tile, in the layout of the rows of s. Stores delta, and lse if NATURAL.
+
+    dy, y: tiles in shared memory. pointers: to delta, lse2 and lse (B, H, T_q).
+    """
+    delta_ptr, lse2_ptr, lse_ptr = pointers
+    READ: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [WARPS, 1], [1, 0])
+    delta = gl.sum(y.load(READ).to(gl.float32) * dy.load(READ).to(gl.float32), 1)
+    first = head.to(gl.int64) * T_q + row
+    offs = gl.arange(0, ROWS, gl.SliceLayout(1, READ))
+    gl.store(delta_ptr + first + offs, delta, mask=row + offs < T_q)
+    offs = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+    lse = gl.load(lse_ptr + first + offs, mask=row + offs < T_q, other=0.0)
+    if NATURAL:
+        lse *= LOG2E
+        gl.store(lse2_ptr + first + offs, lse, mask=row + offs < T_q)
+    return gl.convert_layout(delta, gl.SliceLayout(1, layout)), lse
+
+
+# -- pipelined ---------------------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def pipelined_kernel(
+    dq_desc, delta_ptr, lse2_ptr, dy_desc, y_desc, lse_ptr, q_desc, k_desc, v_desc, T_q, T_k, H, scale,
+    BLOCK_N: gl.constexpr, D: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
+    CAUSAL: gl.constexpr, MASK_KEYS: gl.constexpr, NATURAL: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
+    """delta and dq of 64 queries, by one warp group."""
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, BLOCK_N, 16])
+    DQ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, D, 16])
+    DS: gl.constexpr = gl.DotOperandLayout(0, DQ, 2)
+    dtype: gl.constexpr = q_desc.dtype
+    q_tile, dy_tile, y_tile = new_tiles(q_desc, 1), new_tiles(dy_desc, 1), new_tiles(y_desc, 1)
+    k_tiles, v_tiles = new_tiles(k_desc, K_STAGES), new_tiles(v_desc, V_STAGES)
+    q_full, dy_full, y_full = new_barriers(1, 1), new_barriers(1, 1), new_barriers(1, 1)
+    k_full, v_full = new_barriers(K_STAGES, 1), new_barriers(V_STAGES, 1)
+    fence_async_shared()
+    synchronize()
+    head, b, h = program_head(H)
+    row = (gl.num_programs(1) - 1 - gl.program_id(1)) * ROWS  # last queries first: they have the longest loops
+    blocks = key_blocks(row + ROWS, T_k, BLOCK_N, CAUSAL)
+    last = (blocks - 1) * BLOCK_N  # the first key of block 0, because blocks are numbered from the last to the first
+    load_tile(q_desc, b, h, row, q_full, q_tile, 0)
+    for i in gl.static_range(K_STAGES):
+        load_tile(k_desc, b, h, last - i * BLOCK_N, k_full, k_tiles, i, i < blocks)
+        if i == 0:
+            load_tile(dy_desc, b, h, row, dy_full, dy_tile, 0)
+            load_tile(y_desc, b, h, row, y_full, y_tile, 0)
+        if i < V_STAGES:
+            load_tile(v_desc, b, h, last - i * BLOCK_N, v_full, v_tiles, i, i < blocks)
+
+    q, dy, scale2 = matrix(q_tile, 0), matrix(dy_tile, 0), scale * LOG2E
+    mbarrier.wait(dy_full.index(0), 0)
+    mbarrier.wait(y_full.index(0), 0)
+    pointers = (delta_ptr, lse2_ptr, lse_ptr)
+    delta, lse = row_values(dy, matrix(y_tile, 0), pointers, head, row, T_q, NATURAL, S, D, num_warps)
+    zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, S)
+    mbarrier.wait(q_full.index(0), 0)
+    mbarrier.wait(k_full.index(0), 0)
+    mbarrier.wait(v_full.index(0), 0)
+    s = warpgroup_mma(q, matrix(k_tiles, 0).permute((1, 0)), zeros, use_acc=False, is_async=True)
+    # The assembler runs products one after the other unless the same products are in flight before the loop and at its
+    # end. So dq starts as a product in flight too: 0 times 16 rows of k.
+    nothing = gl.convert_layout(gl.zeros([ROWS, 16], dtype, S), DS)
+    dq = gl.zeros([ROWS, D], gl.float32, DQ)
+    dq = warpgroup_mma(nothing, matrix(k_tiles, 0).slice(0, 16), dq, use_acc=False, is_async=True)
+    dp = warpgroup_mma(dy, matrix(v_tiles, 0).permute((1, 0)), zeros, use_acc=False, is_async=True)
+    s, dq, dp = warpgroup_mma_wait(0, [s, dq, dp])
+    dq, dp = warpgroup_mma_init(dq), warpgroup_mma_init(dp)
+    p = exp2(s * scale2 - lse[:, None])
+    p = mask_tile(p, 0.0, row, last, T_k, S, CAUSAL, MASK_KEYS)
+    ds = gl.convert_layout(gl.zeros([ROWS, BLOCK_N], dtype, S), DS)
+    for j in range(blocks - 1):  # p of block j is in registers; dq of block j - 1 and dp of block j are in flight
+        k_slot, _ = slot(j, K_STAGES)
+        next_k, next_k_parity = slot(j + 1, K_STAGES)
+        next_v, next_v_parity = slot(j + 1, V_STAGES)
+        # The branch in this wait keeps the assembler from moving the next wait up.
+        mbarrier.wait(k_full.index(next_k), next_k_parity)
+        dq, dp, ds = warpgroup_mma_wait(0, [dq, dp, ds])
+        s = warpgroup_mma(q, matrix(k_tiles, next_k).permute((1, 0)), zeros, use_acc=False, is_async=True)
+        synchronize()  # all warps have read k of block j - 1 and v of block j
+        old_k, _ = slot(j + K_STAGES - 1, K_STAGES)
+        old_v, _ = slot(j, V_STAGES)
+        more_k, more_v = (j > 0) & (j - 1 + K_STAGES < blocks), j + V_STAGES < blocks
+        load_tile(k_desc, b, h, last - (j - 1 + K_STAGES) * BLOCK_N, k_full, k_tiles, old_k, more_k)
+        load_tile(v_desc, b, h, last - (j + V_STAGES) * BLOCK_N, v_full, v_tiles, old_v, more_v)
+        ds = gl.convert_layout((p * (dp - delta[:, None])).to(dtype), DS)
+        dq = warpgroup_mma(ds, matrix(k_tiles, k_slot), dq, is_async=True)
+        mbarrier.wait(v_full.index(next_v), next_v_parity)
+        dp = warpgroup_mma(dy, matrix(v_tiles, next_v).permute((1, 0)), zeros, use_acc=False, is_async=True)
+        s = warpgroup_mma_wait(2, [s])
+        p = exp2(s * scale2 - lse[:, None])
+    dq, dp, ds = warpgroup_mma_wait(0, [dq, dp, ds])
+    ds = gl.convert_layout((p * (dp - delta[:, None])).to(dtype), DS)
+    k_slot, _ = slot(blocks - 1, K_STAGES)
+    dq = warpgroup_mma(ds, matrix(k_tiles, k_slot), dq, is_async=True)
+    dq, ds = warpgroup_mma_wait(0, [dq, ds])
+    store_tile(dq_desc, b, h, row, q_tile, 0, dq * scale)
+    tma.store_wait(0)
+
+
+# -- specialised -------------------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def producer(
+    tiles, barriers, descs, sizes,
+    WARP_GROUPS: gl.constexpr, BLOCK_N: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
+    CAUSAL: gl.constexpr,
+):  # fmt: skip
+    """The warp that starts all copies: q, k, dy, y, v, and then k and v of each block of keys."""
+    q_tiles, dy_tiles, y_tiles, k_tiles, v_tiles = tiles
+    q_full, dy_full, y_full, k_full, k_empty, v_full, v_empty = barriers
+    q_desc, dy_desc, y_desc, k_desc, v_desc = descs
+    T_q, T_k, H = sizes
+    head, b, h = program_head(H)
+    row = (gl.num_programs(1) - 1 - gl.program_id(1)) * WARP_GROUPS * ROWS
+    blocks = key_blocks(gl.minimum(row + WARP_GROUPS * ROWS, T_q), T_k, BLOCK_N, CAUSAL)
+    load_rows(q_desc, b, h, row, q_full.index(0), q_tiles, WARP_GROUPS)
+    start = (blocks - 1) * BLOCK_N
+    for j in range(blocks):
+        i, parity = slot(j, K_STAGES)
+        mbarrier.wait(k_empty.index(i), parity ^ 1)
+        load_tile(k_desc, b, h, start, k_full, k_tiles, i)
+        if j == 0:
+            load_rows(dy_desc, b, h, row, dy_full.index(0), dy_tiles, WARP_GROUPS)
+            load_rows(y_desc, b, h, row, y_full.index(0), y_tiles, WARP_GROUPS)
+        i, parity = slot(j, V_STAGES)
+        mbarrier.wait(v_empty.index(i), parity ^ 1)
+        load_tile(v_desc, b, h, start, v_full, v_tiles, i)
+        start -= BLOCK_N
+
+
+@gluon.jit
+def step(
+    dq, s, j, blocks, q, dy, zeros, delta, lse, scale2, tiles, barriers, dtype: gl.constexpr, LAST: gl.constexpr,
+    K_STAGES: gl.constexpr, V_STAGES: gl.constexpr, DS: gl.constexpr,
+):  # fmt: skip
+    """dq with the part of block j, and s of block j + 1 unless this is the LAST block. s: of block j."""
+    k_tiles, v_tiles = tiles
+    k_full, k_empty, v_full, v_empty = barriers
+    k_slot, _ = slot(j, K_STAGES)
+    v_slot, v_parity = slot(j, V_STAGES)
+    next_k, next_parity = slot(j + 1, K_STAGES)
+    mbarrier.wait(v_full.index(v_slot), v_parity)
+    dp = warpgroup_mma(dy, matrix(v_tiles, v_slot).permute((1, 0)), zeros, use_acc=False, is_async=True)
+    p = exp2(s * scale2 - lse[:, None])
+    # The branch in this wait keeps the assembler from moving the next wait up, before the exponentials.
+    mbarrier.wait(k_full.index(next_k), next_parity, pred=j + 1 < blocks)
+    dp = warpgroup_mma_wait(0, [dp])
+    mbarrier.arrive(v_empty.index(v_slot))
+    ds = gl.convert_layout((p * (dp - delta[:, None])).to(dtype), DS)
+    if not LAST:
+        s = warpgroup_mma(q, matrix(k_tiles, next_k).permute((1, 0)), zeros, use_acc=False, is_async=True)
+    dq = warpgroup_mma(ds, matrix(k_tiles, k_slot), dq, is_async=True)
+    if LAST:
+        dq, ds = warpgroup_mma_wait(0, [dq, ds])
+    else:
+        s, dq, ds = warpgroup_mma_wait(0, [s, dq, ds])
+    mbarrier.arrive(k_empty.index(k_slot))
+    return dq, s
+
+
+@gluon.jit
+def consumer(
+    tiles, barriers, dq_desc, pointers, sizes, scale, c: gl.constexpr,
+    WARP_GROUPS: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
+    KEEP_OPERANDS: gl.constexpr, CAUSAL: gl.constexpr, MASK_KEYS: gl.constexpr, NATURAL: gl.constexpr,
+):  # fmt: skip
+    """delta and dq of the c-th 64 queries of the program, by one warp group."""
+    q_tiles, dy_tiles, y_tiles, k_tiles, v_tiles = tiles
+    q_full, dy_full, y_full, k_full, k_empty, v_full, v_empty = barriers
+    T_q, T_k, H = sizes
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    DQ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    DS: gl.constexpr = gl.DotOperandLayout(0, DQ, 2)
+    dtype: gl.constexpr = dq_desc.dtype
+    head, b, h = program_head(H)
+    first_row = (gl.num_programs(1) - 1 - gl.program_id(1)) * WARP_GROUPS * ROWS
+    blocks = key_blocks(gl.minimum(first_row + WARP_GROUPS * ROWS, T_q), T_k, BLOCK_N, CAUSAL)
+    row = first_row + c * ROWS
+    mbarrier.wait(dy_full.index(0), 0)
+    mbarrier.wait(y_full.index(0), 0)
+    delta, lse = row_values(matrix(dy_tiles, c), matrix(y_tiles, c), pointers, head, row, T_q, NATURAL, S, D, 4)
+    # Blocks of keys that only later warp groups of the program need. Each is waited for before it is released;
+    # otherwise this warp group could arrive twice in one phase.
+    left = gl.minimum(key_blocks(row + ROWS, T_k, BLOCK_N, CAUSAL), blocks)
+    skipped = blocks - left
+    for j in range(skipped):
+        i, parity = slot(j, K_STAGES)
+        mbarrier.wait(k_full.index(i), parity)
+        mbarrier.arrive(k_empty.index(i))
+        i, parity = slot(j, V_STAGES)
+        mbarrier.wait(v_full.index(i), parity)
+        mbarrier.arrive(v_empty.index(i))
+
+    zeros, scale2 = gl.zeros([ROWS, BLOCK_N], gl.float32, S), scale * LOG2E
+    mbarrier.wait(q_full.index(0), 0)
+    if KEEP_OPERANDS:  # in registers: then a product reads half as much shared memory
+        q = matrix(q_tiles, c).load(gl.DotOperandLayout(0, S, 2))
+        dy = matrix(dy_tiles, c).load(gl.DotOperandLayout(0, S, 2))
+    else:
+        q, dy = matrix(q_tiles, c), matrix(dy_tiles, c)
+    i, parity = slot(skipped, K_STAGES)
+    mbarrier.wait(k_full.index(i), parity)
+    s = warpgroup_mma(q, matrix(k_tiles, i).permute((1, 0)), zeros, use_acc=False, is_async=True)
+    s = warpgroup_mma_wait(0, [s])
+    s = mask_tile(s, float("-inf"), row, (left - 1) * BLOCK_N, T_k, S, CAUSAL, MASK_KEYS)
+    dq = gl.zeros([ROWS, D], gl.float32, DQ)
+    ring, ring_barriers = (k_tiles, v_tiles), (k_full, k_empty, v_full, v_empty)
+    for j in range(skipped, blocks - 1):
+        dq, s = step(
+            dq, s, j, blocks, q, dy, zeros, delta, lse, scale2, ring, ring_barriers, dtype, False,
+            K_STAGES, V_STAGES, DS,
+        )  # fmt: skip
+    dq, s = step(
+        dq, s, blocks - 1, blocks, q, dy, zeros, delta, lse, scale2, ring, ring_barriers, dtype, True,
+        K_STAGES, V_STAGES, DS,
+    )  # fmt: skip
+    if row < T_q:
+        store_tile(dq_desc, b, h, row, q_tiles, c, dq * scale)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def specialized_kernel(
+    dq_desc, delta_ptr, lse2_ptr, dy_desc, y_desc, lse_ptr, q_desc, k_desc, v_desc, T_q, T_k, H, scale,
+    BLOCK_N: gl.constexpr, D: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
+    REGISTERS: gl.constexpr, KEEP_OPERANDS: gl.constexpr,
+    CAUSAL: gl.constexpr, MASK_KEYS: gl.constexpr, NATURAL: gl.constexpr,
+):  # fmt: skip
+    """delta and dq of 192 queries. REGISTERS: of each thread that computes. KEEP_OPERANDS: see consumer()."""
+    rows = (new_tiles(q_desc, 3), new_tiles(dy_desc, 3), new_tiles(y_desc, 3))
+    ring = (new_tiles(k_desc, K_STAGES), new_tiles(v_desc, V_STAGES))
+    tiles = (rows[0], rows[1], rows[2], ring[0], ring[1])
+    k_full, k_empty = new_barriers(K_STAGES, 1), new_barriers(K_STAGES, 3)
+    v_full, v_empty = new_barriers(V_STAGES, 1), new_barriers(V_STAGES, 3)
+    barriers = (new_barriers(1, 1), new_barriers(1, 1), new_barriers(1, 1), k_full, k_empty, v_full, v_empty)
+    fence_async_shared()
+    descs, sizes, pointers = (q_desc, dy_desc, y_desc, k_desc, v_desc), (T_q, T_k, H), (delta_ptr, lse2_ptr, lse_ptr)
+    gl.warp_specialize([
+        (consumer, (tiles, barriers, dq_desc, pointers, sizes, scale, 0, 3, BLOCK_N, D, K_STAGES, V_STAGES,
+                    KEEP_OPERANDS, CAUSAL, MASK_KEYS, NATURAL)),
+        (consumer, (tiles, barriers, dq_desc, pointers, sizes, scale, 1, 3, BLOCK_N, D, K_STAGES, V_STAGES,
+                    KEEP_OPERANDS, CAUSAL, MASK_KEYS, NATURAL)),
+        (consumer, (tiles, barriers, dq_desc, pointers, sizes, scale, 2, 3, BLOCK_N, D, K_STAGES, V_STAGES,
+                    KEEP_OPERANDS, CAUSAL, MASK_KEYS, NATURAL)),
+        (producer, (tiles, barriers, descs, sizes, 3, BLOCK_N, K_STAGES, V_STAGES, CAUSAL)),
+    ], [4, 4, 1], [REGISTERS, REGISTERS, PRODUCER_REGISTERS])  # fmt: skip

@@ -1,0 +1,176 @@
+"""Launches of the Gluon kernels of attention, which are faster than the plain Triton kernels on a Hopper GPU.
+
+GLUON_TILES in attention.py says which GPUs and shapes they serve: compute capability 9.0, bf16 and fp16, head sizes 64
+and 128, any T_q and T_k, causal or not. The plain kernels of attention_forward.py and attention_backward.py serve all
+others. Importing this file does not import Gluon: the kernels are imported when has_gluon() is called.
+"""
+
+# B batch, T time, H heads, D head size
+
+import functools
+import importlib
+import math
+from typing import NamedTuple
+
+from stage2_cuda.runtime.triton_launch import KernelLaunch, Pointer
+
+HEAD_SIZES = 64, 128
+SHORTEST = 257  # the smallest T: for a shorter T one plain kernel computes dq, dk and dv in one launch
+GROUP_BYTES = 16 << 20  # of keys and values of the heads that are computed at a time: they fit the L2 cache
+ROWS = 64  # queries or keys of a tile of one warp group: ROWS of gluon_tiles.py
+MAX_HEADS = 2**16 - 1  # limit of CUDA for the third dimension of a grid
+
+
+class GluonTile(NamedTuple):
+    """A Gluon kernel in place of a TileConfig. design: "pipelined" or "specialized", see the files of the kernels."""
+
+    design: str
+
+    def text(self):
+        """The text that tuning caches and state.json hold; do not change."""
+        return f"Gluon {self.design}"
+
+
+# {(kernel, design, D): its constants, and the registers per thread that the compiler may use (maxnreg)}. REGISTERS: of
+# each thread that computes, in a specialized kernel, whose warp groups may have different numbers of registers.
+CONSTANTS = {
+    ("forward", "pipelined", 64): dict(BLOCK_N=128, STAGES=2, maxnreg=168),
+    ("forward", "specialized", 64): dict(BLOCK_N=128, STAGES=4, WARP_GROUPS=3, REGISTERS=160, maxnreg=128),
+    ("forward", "specialized", 128): dict(BLOCK_N=128, STAGES=2, WARP_GROUPS=2, REGISTERS=240, maxnreg=168),
+    ("dq", "pipelined", 64): dict(BLOCK_N=64, K_STAGES=4, V_STAGES=2, maxnreg=168),
+    ("dq", "specialized", 64): dict(BLOCK_N=64, K_STAGES=4, V_STAGES=4, REGISTERS=160, KEEP_OPERANDS=True, maxnreg=128),
+    ("dq", "specialized", 128): dict(
+        BLOCK_N=64, K_STAGES=3, V_STAGES=2, REGISTERS=160, KEEP_OPERANDS=False, maxnreg=128
+    ),
+    ("dkdv", "pipelined", 64): dict(STAGES=3, LEAN=True, maxnreg=168),
+    ("dkdv", "specialized", 64): dict(STAGES=4, REGISTERS=240, LEAN=False, maxnreg=168),
+    ("dkdv", "specialized", 128): dict(STAGES=3, REGISTERS=240, LEAN=True, maxnreg=168),
+}
+WARP_GROUPS = {
+    ("forward", 64): 3,
+    ("forward", 128): 2,
+    ("dq", 64): 3,
+    ("dq", 128): 3,
+    ("dkdv", 64): 2,
+    ("dkdv", 128): 2,
+}
+
+
+def gluon_kind(capability, name):
+    """The key of GLUON_TILES for a GPU of this compute capability and name; None if it has no Gluon kernels."""
+    if tuple(capability) != (9, 0) or not has_gluon():
+        return None
+    return "H100" if "H100" in name or "H800" in name else "H200"
+
+
+@functools.cache
+def has_gluon():
+    """Whether this Triton has the parts of Gluon that the kernels use: Triton 3.6 and later."""
+    try:
+        for kernel in ("forward", "dq", "dkdv"):
+            module_of(kernel)
+    except (ImportError, AttributeError):
+        return False
+    return True
+
+
+def module_of(kernel):
+    return importlib.import_module(f"stage2_cuda.kernels.gluon_attention_{kernel}")
+
+
+def serves(itemsize, heads, T, D):
+    """Whether the kernels serve elements of `itemsize` bytes, this number of heads B*H, positions and head size."""
+    fits = heads <= MAX_HEADS and heads * T < 2**31  # coordinates of a descriptor have 32 bits
+    return itemsize == 2 and D in HEAD_SIZES and T >= SHORTEST and fits
+
+
+def designs(kernel, D):
+    """The designs of this kernel ("forward", "dq" or "dkdv") for head size D."""
+    return [design for name, design, size in CONSTANTS if (name, size) == (kernel, D)]
+
+
+# -- descriptors -------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def shared_layout(block_shape, dtype_name):
+    """The layout of a tile in shared memory, swizzled so that the tensor cores read it without bank conflicts."""
+    from triton.experimental.gluon import language as gl
+
+    dtype = {"float32": gl.float32, "float16": gl.float16, "bfloat16": gl.bfloat16}[dtype_name]
+    return gl.NVMMASharedLayout.get_default_for(list(block_shape), dtype)
+
+
+def tile_descriptor(base, shape, strides, block_shape):
+    """A Gluon tensor descriptor. base: a Pointer or a PyTorch tensor."""
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    layout = shared_layout(tuple(block_shape), str(base.dtype).rpartition(".")[2])
+    return TensorDescriptor(base, list(shape), list(strides), list(block_shape), layout)
+
+
+def head_descriptors(block_rows, *heads):
+    return [tile_descriptor(x.base, x.shape, x.strides, (1, 1, block_rows, x.shape[3])) for x in heads]
+
+
+def vector_descriptor(array, size):
+    """A descriptor of array (B, H, T) as a vector of size = B*H*T elements, in blocks of ROWS."""
+    return tile_descriptor(array if hasattr(array, "data_ptr") else Pointer(array), [size], [1], (ROWS,))
+
+
+# -- launches ----------------------------------------------------------------------------------------------------------
+
+
+def grid_of(heads, T, D, rows, length):
+    """(heads of a group, tiles of `rows` of `length` rows, groups): the keys and values of a group fit the L2 cache."""
+    limit = max(1, GROUP_BYTES // (4 * T * D))
+    group = next(size for size in range(min(limit, heads), 0, -1) if heads % size == 0)
+    return group, -(-length // rows), heads // group
+
+
+def kernel_launch(kernel, tile, grid, arguments, D, **constants):
+    constants |= CONSTANTS[kernel, tile.design, D]
+    function = getattr(module_of(kernel), f"{tile.design}_kernel")
+    return KernelLaunch(function, grid, arguments, {**constants, "D": D, "num_warps": 4})
+
+
+def rows_of(kernel, tile, D):
+    """The queries (of "dkdv": the keys) of one program."""
+    return ROWS * (1 if tile.design == "pipelined" else WARP_GROUPS[kernel, D])
+
+
+def forward_launch(y, lse, q, k, v, tile, causal, natural, log2e):
+    """As forward_launch() of attention.py, for a GluonTile."""
+    (B, H, T_q, D), T_k = q.shape, k.shape[2]
+    block_n = CONSTANTS["forward", tile.design, D]["BLOCK_N"]
+    y, q, *kv = *head_descriptors(ROWS, y, q), *head_descriptors(block_n, k, v)
+    arguments = y, lse, q, *kv, T_q, T_k, H, log2e / math.sqrt(D)
+    masks = dict(CAUSAL=causal, MASK_KEYS=mask_keys(T_q, T_k, block_n, causal), NATURAL=natural)
+    grid = grid_of(B * H, T_k, D, rows_of("forward", tile, D), T_q)
+    return kernel_launch("forward", tile, grid, arguments, D, **masks)
+
+
+def dq_launch(dq, delta, lse2, dy, y, lse, q, k, v, tile, causal):
+    """The KernelLaunch of dq, delta and lse2; the arguments are those of backward_launches() of attention.py."""
+    (B, H, T_q, D), T_k = q.shape, k.shape[2]
+    block_n = CONSTANTS["dq", tile.design, D]["BLOCK_N"]
+    dq, dy, y, q = head_descriptors(ROWS, dq, dy, y, q)
+    arrays = dq, delta, lse2, dy, y, lse, q, *head_descriptors(block_n, k, v)
+    masks = dict(CAUSAL=causal, MASK_KEYS=mask_keys(T_q, T_k, block_n, causal), NATURAL=lse2 is not None)
+    grid = grid_of(B * H, T_k, D, rows_of("dq", tile, D), T_q)
+    return kernel_launch("dq", tile, grid, (*arrays, T_q, T_k, H, 1 / math.sqrt(D)), D, **masks)
+
+
+def dkdv_launch(dk, dv, delta, dy, lse2, q, k, v, tile, causal):
+    """The KernelLaunch of dk and dv; lse2 is in base 2."""
+    (B, H, T_q, D), T_k = q.shape, k.shape[2]
+    dk, dv, dy, q, k, v = head_descriptors(ROWS, dk, dv, dy, q, k, v)
+    delta, lse2 = (vector_descriptor(array, B * H * T_q) for array in (delta, lse2))
+    grid = grid_of(B * H, T_q, D, rows_of("dkdv", tile, D), T_k)
+    arguments = dk, dv, delta, dy, lse2, q, k, v, T_q, H, 1 / math.sqrt(D)
+    return kernel_launch("dkdv", tile, grid, arguments, D, CAUSAL=causal)
+
+
+def mask_keys(T_q, T_k, block_n, causal):
+    """Whether a tile may contain keys beyond T_k that no causal mask hides."""
+    return (T_q > T_k if causal else True) and T_k % block_n != 0

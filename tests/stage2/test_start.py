@@ -1,0 +1,75 @@
+"""The commands start fast: they import no package that they do not need, PyTorch above all."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+from benchmarks.gpu.start import breakdown
+from benchmarks.harness import start_trace
+
+ROOT = Path(__file__).resolve().parents[2]
+NOT_NEEDED = "torch", "transformers", "matplotlib", "scipy", "pandas", "hypothesis", "pytest"
+CODE = """
+import sys
+from {stage}.{script} import main
+sys.argv[1:] = {arguments!r}
+try:
+    main()
+finally:
+    print("imported:", *sorted({names!r} & sys.modules.keys()))
+"""
+TINY = "--preset nano --n-layer 1 --n-head 1 --n-embd 16 --batch-size 1 --seq-len 4 --steps 1 --sample 2"
+
+
+def imported(stage, script, arguments, **environment):
+    """The packages of NOT_NEEDED that a command has imported when it ends; it runs in a new process."""
+    names = {*NOT_NEEDED, "gpt2core.app.train_command", "tqdm"}
+    code = CODE.format(stage=stage, script=script, arguments=arguments.split(), names=names)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)} | environment
+    result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    return set(result.stdout.splitlines()[-1].split()[1:])
+
+
+@pytest.mark.parametrize("stage, environment", [("stage0_serial", {}), ("stage2_cuda", {"TRITON_INTERPRET": "1"})])
+def test_training_and_generation_import_no_package_that_they_do_not_need(tmp_path, stage, environment):
+    found = imported(stage, "train_gpt2", f"{TINY} --out {tmp_path}", **environment)
+    assert found == {"gpt2core.app.train_command", "tqdm"}
+    assert not imported(stage, "inference", f"--weights {tmp_path} --prompt the --max-new-tokens 2", **environment)
+
+
+@pytest.mark.gpu
+def test_the_commands_do_not_import_pytorch_on_a_gpu(tmp_path):
+    assert "torch" not in imported("stage2_cuda", "train_gpt2", f"--preset nano --steps 3 --out {tmp_path}")
+    assert "torch" not in imported("stage2_cuda", "inference", "--prompt the --max-new-tokens 5")
+
+
+def test_the_breakdown_of_a_start_adds_the_calls_of_each_function():
+    events = [
+        ["start of Python", "main", 0.1, 0.0], ["load", "other", 2.0, 0.25], ["load", "other", 1.0, 0.5],
+        ["load", "main", 3.0, 0.1], ["short", "main", 0.5, 0.001], ["end of the program", "main", 9.0, 0.0],
+    ]  # fmt: skip
+    rows = breakdown(events)
+    assert [row["what"] for row in rows] == ["start of Python", "load", "load", "end of the program"]
+    assert rows[1] == {
+        "what": "load", "thread": "other", "begins, s": "1.00", "seconds": "0.75", "longest, s": "0.50", "calls": 2
+    }  # fmt: skip
+
+
+def test_a_trace_records_imports_and_functions(tmp_path):
+    (tmp_path / "program.py").write_text(
+        "from contextlib import suppress\nfrom gpt2core.app import inference_command\n"
+        "def main():\n    with suppress(Exception):\n        inference_command.load_checkpoint('missing')\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path}", start_trace.START: "0"}
+    words = [sys.executable, "-m", "benchmarks.harness.start_trace", str(tmp_path / "trace.json"), "program"]
+    subprocess.run(words, env=environment, check=True)
+    labels = [label for label, *_ in json.loads((tmp_path / "trace.json").read_text())]
+    assert labels[0] == "start of Python" and labels[-1] == "end of the program"
+    assert {"import numpy", "load_checkpoint"} <= set(labels)
