@@ -101,7 +101,7 @@ trained   := $(if $(wildcard $(OUT)/step-*),$(OUT))
 weights   := $(or $(trained),$(wildcard data/gpt2-$(PRESET)),data/gpt2-paper)
 untrained := $(if $(trained)$(filter %-$(PRESET),$(weights)),, (preset paper: $(OUT) has no checkpoint of make train PRESET=$(PRESET)))
 
-.PHONY: help train generate doctor report packages test test-fast test-long test-gpu assignment sanitize bench bench-gpu lint clean
+.PHONY: help train generate doctor report packages parity test test-fast test-long test-gpu assignment sanitize bench bench-gpu lint clean
 
 help:  ## show this text
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -137,6 +137,9 @@ parallel = $$("$(python)" -c 'import xdist; print("-n 2 --dist loadgroup")' 2>/d
 
 test: $(test_ready)  ## run all tests that need no GPU
 	"$(python)" -m pytest -m "not gpu" $(parallel) $(ARGS)
+
+parity: $(test_ready)  ## compare kernels, model and stages: one table, and where the first difference is (ARGS=--full)
+	"$(python)" -m benchmarks.parity $(ARGS)
 
 test-fast: $(test_ready)  ## run the main comparisons of kernels, model and stages, in about 90 seconds
 	"$(python)" -m pytest -m "not gpu" --fast $(parallel) $(ARGS)

@@ -38,6 +38,7 @@ def pytest_addoption(parser):
     parser.addoption("--mutations", type=int, default=500, help="changed input files to try (tests/app/misuse)")
     parser.addoption("--mutation-seed", type=int, help="seed of the first changed file (default: a new one)")
     parser.addoption("--fast", action="store_true", help="run only tests marked fast: each rung of the parity ladder")
+    parser.addoption("--long", action="store_true", help="also run the tests marked long (make test-long)")
 
 
 def pytest_configure(config):
@@ -54,6 +55,8 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if item.get_closest_marker("gpu") and not config.has_gpu:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and CuPy to use it"))
+        if item.get_closest_marker("long") and not config.getoption("--long"):
+            item.add_marker(pytest.mark.skip(reason="marked long: make test-long runs it"))
         if item.path.parent.name == "stage1" and starts_ranks(item.module):
             item.add_marker(pytest.mark.xdist_group("mpi"))
     if config.getoption("--fast"):

@@ -223,14 +223,14 @@ def serve(job):
         world.abort(1)
 
 
-def run_main(main):
-    """Call main() and return its result.
+def run_main(main, measures_time=True):
+    """Call main() and return its result. measures_time: whether to warn if other programs use the machine.
 
     A BenchmarkFailed ends the script with its message and exit code 1, a UserError with its message and exit code 2.
     """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that context managers end every process
     load = os.getloadavg()[0]
-    if load > 0.3:
+    if measures_time and load > 0.3:
         print(f"load average {load:.2f}: other programs may slow the compared processes unequally", file=sys.stderr)
     try:
         return main()

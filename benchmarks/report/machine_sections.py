@@ -67,8 +67,8 @@ def busy(runs):
         return []
     return [
         paragraph(
-            f"Other programs ran on this machine: the load average was {load:.1f} before the measurements. They may have "
-            f"slowed the programs unequally. For exact times, run make report ARGS=--fresh on an idle machine."
+            f"Other programs ran on this machine: the load average was {load:.1f} before the measurements. They may "
+            f"have slowed the programs unequally. For exact times, run make report ARGS=--fresh on an idle machine."
         )
     ]
 

@@ -129,8 +129,7 @@ def resolve_flags(args, saved, deterministic):
     """({name: value} of all flags, notes to print) from the parsed `args` and the `saved` flags of a checkpoint.
 
     saved: saved_arguments() of resume.py, {} for a new run. deterministic: the stage's default of --deterministic. In
-    the result, flags of RANK_FLAGS can still be None; resolve_rank_flags() replaces them. Raises ConfigError for a
-    wrong value or combination.
+    the result, flags of RANK_FLAGS can be None: resolve_rank_flags() sets them. Raises ConfigError for a wrong value.
     """
     saved = dict(saved)
     check_interval_flags(args, saved)

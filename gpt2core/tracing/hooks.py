@@ -8,6 +8,7 @@ import functools
 import inspect
 
 from gpt2core.backend import Backend
+from gpt2core.communicator import address
 
 KERNEL_SUFFIXES = ("_forward", "_backward", "_cached", "_step", "clip", "sum_of_squares")
 KERNELS = [name for name in vars(Backend) if name.endswith(KERNEL_SUFFIXES) or name in ("loss", "loss_rows", "add")]
@@ -88,7 +89,7 @@ class Modules:
     """
 
     def __init__(self, parameters):
-        self.of_parameter = {id(tensor.data): module_name(name) for name, tensor in parameters.items()}
+        self.of_parameter = {address(tensor.data): module_name(name) for name, tensor in parameters.items()}
         self.of_aux, self.current = {}, ""
 
     def before(self, name, arguments):
@@ -97,8 +98,8 @@ class Modules:
             return self.current
         if not name.endswith(("_forward", "_backward")):
             return ""
-        modules = [self.of_parameter[id(x)] for x in arguments if id(x) in self.of_parameter]
-        if modules:
+        addresses = [address(x) for x in arguments if hasattr(x, "dtype")]
+        if modules := [self.of_parameter[at] for at in addresses if at in self.of_parameter]:
             self.current = modules[0 if name.startswith("embedding") else -1]
             self.current = self.current.removesuffix(".c_proj" if name.startswith("mlp") else "")
         elif name in AUX and len(arguments) > AUX[name]:

@@ -141,7 +141,8 @@ class Trace:
         self.hooks.remove()
         spans = self.kernels.stop() if self.kernels else {}
         for lane, kernels in spans.items():
-            self.lanes[lane] = [(name, start, start + seconds, "GPU", None) for name, start, seconds in kernels]
+            # the next step may already run: a device may begin it before the host reads the result of this step
+            self.lanes[lane] = [(name, at, at + seconds, "GPU", None) for name, at, seconds in kernels if at < end]
         trainer, steps = self.trainer, f"{self.first_step} to {self.last_step}"
         gathered = trainer.world.all_gather_object(self.relative_lanes())
         processes = [Process(f"rank {rank}", lanes) for rank, lanes in enumerate(gathered)]

@@ -47,11 +47,17 @@ def trace_events(processes):
 
 
 def write_trace(path, processes, **details):
-    """Write the trace of `processes`, a list of Process, with one event per line. details: entries of `otherData`."""
+    """Write the trace of `processes`, a list of Process, with one event per line. details: entries of `otherData`.
+
+    Raises ConfigError if the file cannot be written.
+    """
     other = json.dumps({"program": PROGRAM, **details})
     events = ",\n".join(json.dumps(event, separators=(",", ":")) for event in trace_events(processes))
     text = f'{{"otherData": {other},\n"{UNIT}": "ms",\n"traceEvents": [\n{events}\n]}}\n'
-    Path(path).write_text(text, encoding="utf-8")
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be written ({error.strerror}): free some space") from None
 
 
 def check_trace_file(path):

@@ -119,7 +119,10 @@ class CudaRuntime(Runtime):
 
         Call this method before a step is captured. Raises ConfigError if PyTorch, whose CUPTI records, is missing.
         """
-        cupti.open_cupti(self.xp.cuda.runtime.getDevice())
+        try:
+            cupti.open_cupti(self.xp.cuda.runtime.getDevice())
+        except ConfigError as error:
+            raise ConfigError(f"--trace: {error}") from error
         return lambda: cupti.KernelRecorder(self.synchronize)
 
     def peak_flops(self, precision):

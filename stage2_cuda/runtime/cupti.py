@@ -29,21 +29,21 @@ class Activity(NamedTuple):
     name: str
 
 
-def open_cupti(device=None):
+def open_cupti(number=None):
     """Open CUPTI. Call this before a graph is captured, or CUPTI does not report the graph's kernels.
 
-    device: the number of the GPU to use; None: PyTorch's current one. Raises ConfigError if there is no PyTorch or no
-    GPU.
+    number: of the GPU to use; None: PyTorch's current GPU. Raises ConfigError if there is no PyTorch or no GPU.
     """
     os.environ["TEARDOWN_CUPTI"] = "0"  # torch.profiler: keep CUPTI open between two profiles
     try:
         import torch
-    except ImportError as error:
-        raise ConfigError("the profile needs PyTorch's CUPTI; install torch") from error
+    except (ImportError, OSError) as error:
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise ConfigError(f"the kernels of a GPU are recorded by PyTorch's CUPTI: install torch ({reason})") from error
     if not torch.cuda.is_available():
-        raise ConfigError("no GPU was found; the profile needs one")
-    if device is not None:
-        torch.cuda.set_device(device)
+        raise ConfigError("PyTorch finds no GPU, and its CUPTI records the kernels: install a torch with CUDA")
+    if number is not None:
+        torch.cuda.set_device(number)
     one = torch.ones(1, device="cuda")
     return recorded(lambda: one + one, 1)
 

@@ -202,3 +202,21 @@ def test_the_times_of_gpu_kernels_are_converted_to_the_clock_of_the_host(monkeyp
     ((name, start, seconds),) = lanes["GPU: compute"]
     assert (name, start, seconds) == ("gelu", pytest.approx(100.502), pytest.approx(5e-6))
     assert lanes["GPU: communication"][0][1] == pytest.approx(100.502003)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("flags", [(), ("--no-graph",)], ids=["graph", "no graph"])
+def test_on_a_gpu_the_kernels_are_inside_their_steps_and_no_bit_changes(train2, tmp_path, flags):
+    flags, trace = ("--preset", "tiny", "--steps", 6, "--sample", 0, "--deterministic", *flags), tmp_path / "trace.json"
+    assert train2(*flags, "--log", tmp_path / "plain").code == 0
+    done = train2(*flags, "--log", tmp_path / "traced", "--trace", trace)
+    assert done.code == 0 and f"steps 0 to 4 are traced in {trace}" in "".join(done.out.split("\n")), done.err
+    assert log_of(tmp_path / "plain") == log_of(tmp_path / "traced")
+    steps, kernels = lane(trace, "steps"), lane(trace, "GPU: compute")
+    begin, end = steps[0]["ts"] - 2000, steps[-1]["ts"] + steps[-1]["dur"] + 2000  # us; the clocks agree within 2 ms
+    assert len(kernels) > 5 * 40 and all(begin <= kernel["ts"] <= end for kernel in kernels)
+    assert any("attention" in kernel["name"] or "forward_kernel" in kernel["name"] for kernel in kernels)
+    assert_nested(kernels)
+    replayed = [step["ts"] for step in steps[3:]]  # a replay shows kernels, but no launches by Python
+    launches = [span for span in lane(trace, "worker 0") if span["ts"] > replayed[0]]
+    assert bool(launches) == ("--no-graph" in flags)

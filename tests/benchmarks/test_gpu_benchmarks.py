@@ -302,7 +302,7 @@ def test_a_timeline_separates_streams_and_computes_hidden_communication(tmp_path
     names = {event["args"]["name"] for event in events if event["name"] in ("process_name", "thread_name")}
     assert names == {"naive", "bucket", *gpu_timeline.LINES}
     ran = [(event["tid"], event["ts"], event["dur"]) for event in events if event["ph"] == "X" and event["pid"] == 1]
-    assert ran == [(0, 0, 50), (1, 20, 20), (2, 40, 30), (0, 50, 10)]
+    assert ran == [(0, 0, 50), (0, 50, 10), (1, 20, 20), (2, 40, 30)]
 
 
 # -- kills -------------------------------------------------------------------------------------------------------------

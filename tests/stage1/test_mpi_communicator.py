@@ -263,9 +263,9 @@ def completes_in_the_background(comm):
     x = np.full(1_000_000, comm.rank, np.float32)
     handle = comm.all_reduce_start(x)
     deadline = time.monotonic() + 30
-    while not handle._future.done() and time.monotonic() < deadline:
+    while not handle.future.done() and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert handle._future.done()
+    assert handle.future.done()
     return handle.wait()[0]
 
 

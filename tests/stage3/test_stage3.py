@@ -12,6 +12,7 @@ import pytest
 
 pytest.importorskip("triton")
 
+from benchmarks.harness.fake_gpu import OnFakeGpu, fake_gpu
 from gpt2core.data import Windows
 from gpt2core.errors import ConfigError, UserError
 from gpt2core.model import GPT2Config
@@ -31,7 +32,6 @@ from stage3_mpi_cuda.nccl_communicator import GpuBinding, NcclCommunicator
 from stage3_mpi_cuda.staged_collectives import StagedCollectives
 from stage3_mpi_cuda.watchdog import NcclErrors
 from tests.support.collectives import DTYPES, assert_same, check_every_collective, rank_inputs
-from tests.support.fake_gpu import OnFakeGpu, fake_gpu
 from tests.support.jobs import mpi
 from tests.support.mpi import ROOT, mpiexec
 

@@ -59,7 +59,7 @@ def main():
     # The commit is read before the tests run, because it could change while they run.
     record = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "commit": commit(), "hardware": hardware()}
     folders = [f"tests/{folder}" for folder in RANDOM_TESTS]
-    rounds = [run_round("the whole suite")]
+    rounds = [run_round("the whole suite", "--long")]
     for seed in range(1, args.rounds + 1):
         rounds.append(run_round(f"random tests, seed {seed}", "--hypothesis-seed", str(seed), *folders))
     options = ("--mutations", str(args.mutations), "--mutation-seed", str(secrets.randbits(32)))

@@ -1,0 +1,103 @@
+"""Do all stages compute the same? One table of the parity ladder, for every stage that this machine can run.
+
+If a rung fails, a line below the table says at which step, layer, operation and tensor the first difference is. A rung
+that this machine cannot run is a grey row with its reason. The exit code is 1 if a rung fails.
+"""
+
+import argparse
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+from benchmarks.harness.processes import BenchmarkFailed, progress, run_main
+from benchmarks.harness.report import nvidia_smi
+from benchmarks.parity.rungs import RUNGS, Outcome
+from gpt2core.errors import ConfigError
+
+if not nvidia_smi("name"):
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is imported
+
+GREY, RED, RESET = "\033[90m", "\033[31m", "\033[0m"
+
+
+def rows_of(rungs, options):
+    """Run the rungs; yield a dictionary for each."""
+    for rung in rungs:
+        progress(f"{rung.name}: {rung.compared}")
+        row = {"rung": rung.name, "compared": rung.compared, "tolerance": rung.tolerance}
+        started = time.perf_counter()
+        if reason := rung.reason():
+            row |= {"result": "not run", "measured": reason, "found": None}
+        else:
+            outcome = run_rung(rung, options)
+            result = "passed" if outcome.passed else "FAILED"
+            row |= {"result": result, "measured": outcome.measured, "found": outcome.found}
+        yield row | {"seconds": round(time.perf_counter() - started, 1)}
+        progress("")
+
+
+def run_rung(rung, options):
+    """The Outcome of a rung; an exception is a failure."""
+    try:
+        return rung.run(options)
+    except (
+        BenchmarkFailed,
+        AssertionError,
+        ArithmeticError,
+        LookupError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+    ) as error:
+        lines = [line for line in str(error).splitlines() if line.strip()]
+        text = f"{type(error).__name__}: {lines[0] if lines else ''}"
+        last = f" ... {lines[-1]}" if len(lines) > 1 else ""
+        return Outcome(False, text, f"not found, because the run raised {text}{last}")
+
+
+def print_row(row):
+    """Print one row of the table; grey if it did not run, red if it failed. Colours only on a terminal."""
+    cells = [row["rung"].ljust(11), row["result"].ljust(7), f"{row['seconds']:6.1f} s", row["compared"].ljust(62)]
+    text = "  ".join([*cells, f"{row['tolerance']}: {row['measured']}"])
+    colour = {"not run": GREY, "FAILED": RED}.get(row["result"]) if sys.stdout.isatty() else None
+    print(f"{colour}{text}{RESET}" if colour else text, flush=True)
+
+
+def parser():
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.parity", description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--full", action="store_true", help="the paper's 50 steps in the rungs of the scripts (default: a small size)")
+    names = [rung.name for rung in RUNGS]
+    add("--only", nargs="+", choices=names, metavar="RUNG", help=f"run only these rungs: {', '.join(names)}")
+    text = "steps of the small training runs in which the first difference is searched (default 1 to 3; --full: 10)"
+    add("--steps", type=int, metavar="N", help=text)
+    add("--timeout", type=int, default=900, help="seconds that one run of a script may take (default 900)")
+    add("--json", type=Path, metavar="FILE", help="also write the rows to this file (default: no file)")
+    return parser
+
+
+def main():
+    options, rows = parser().parse_args(), []
+    if options.steps is not None and options.steps < 1:
+        raise ConfigError(f"--steps {options.steps} must be at least 1")
+    for row in rows_of([rung for rung in RUNGS if not options.only or rung.name in options.only], options):
+        print_row(row)
+        rows.append(row)
+    for row in rows:
+        if row["found"]:
+            print(f"\n{row['rung']}: {row['measured']}\nfirst difference: {row['found']}")
+    ran = [row for row in rows if row["result"] != "not run"]
+    failed = [row for row in ran if row["result"] == "FAILED"]
+    print(f"\n{len(ran) - len(failed)} of {len(ran)} rungs passed, {len(rows) - len(ran)} not run", flush=True)
+    if options.json:
+        try:
+            options.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"--json {options.json}: cannot be written ({error.strerror})") from None
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(run_main(main, measures_time=False))

@@ -1,0 +1,258 @@
+"""Compares kernel calls with their oracles, and collectives with the arrays of all ranks; describes a difference."""
+
+import functools
+import inspect
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import numpy as np
+
+from benchmarks.parity.oracle import ORACLES
+from gpt2core.backend import Backend
+from gpt2core.communicator import Communicator, Handle
+from gpt2core.parallel.tree_sum import tree_sum
+
+TOLERANCE = {"fp64": 1e-12, "fp32": 1e-5, "tf32": 1e-3, "bf16": 1e-2, "fp16": 1e-2}  # relative norms, of one kernel
+# {kernel: names of the results in its tuple}; None: not compared. A kernel that is not listed has one result.
+RESULTS = {
+    "linear_backward": ("dx", "dw", "db"),
+    "linear_gelu_forward": ("y", None),
+    "linear_gelu_backward": ("dx", "dw", "db"),
+    "mlp_forward": ("y", None),
+    "mlp_backward": ("dx", "dw", "db", "dw2"),
+    "layernorm_forward": ("y", None),
+    "layernorm_backward": ("dx", "dw", "db"),
+    "residual_layernorm_forward": ("s", "y", None),
+    "residual_layernorm_backward": ("dx", "da_bias", "dw", "db"),
+    "attention_forward": ("y", "logsumexp"),
+    "embedding_backward": ("dwte", "dwpe"),
+    "unembed_backward": ("dx", "dw"),
+    "cross_entropy_forward": ("maxima", "sums", "target_logits", None),
+    "unembed_cross_entropy_forward": ("maxima", "sums", "target_logits", None),
+    "unembed_cross_entropy_backward": ("dx", "dw"),
+    "clip": ("norm", "grad_scale"),
+}
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first difference beyond a tolerance."""
+
+    step: int
+    place: str  # the layer and the operation
+    tensor: str
+    error: float  # norm(got - expected) / norm(expected)
+    tolerance: float
+    element: tuple  # the index of the largest error
+    got: float
+    expected: float
+    remark: str = ""
+
+    def __str__(self):
+        step = f"step {self.step}, " if self.step >= 0 else ""
+        numbers = f"relative error {self.error:.2g} (tolerance {self.tolerance:g})"
+        element = f"element {self.element}: {self.got:.4g}, expected {self.expected:.4g}"
+        return f"{step}{self.place}, {self.tensor}: {numbers}, {element}" + f"; {self.remark}" * bool(self.remark)
+
+
+def difference(got, expected, tolerance, least=0.0, step=-1, place="", tensor="", exact=False, remark=""):
+    """The Difference of two arrays, or None if norm(got - expected) <= tolerance * max(norm(expected), least).
+
+    exact: equal bits are needed. An element that is not finite is a difference.
+    """
+    got, expected = np.asarray(got), np.asarray(expected)
+    if got.shape != expected.shape:
+        got = got.reshape(expected.shape)
+    if exact and got.tobytes() == expected.astype(got.dtype).tobytes():
+        return None
+    errors = np.abs(got.astype(np.float64) - expected)
+    scale = max(float(np.linalg.norm(expected)), least)
+    error = float(np.linalg.norm(errors))
+    if not exact and error <= tolerance * scale:
+        return None
+    at = np.unravel_index(np.argmax(np.where(np.isfinite(errors), errors, np.inf)), errors.shape) if errors.size else ()
+    element = tuple(map(int, at))
+    relative = error / scale if scale else np.inf
+    values = float(got[at]), float(expected[at])
+    return Difference(step, place, tensor, relative, 0.0 if exact else tolerance, element, *values, remark)
+
+
+def place_of(module, operation=""):
+    """ "layer 3, attn.c_proj, linear backward" for the module h.3.attn.c_proj and a kernel."""
+    if module.startswith("h."):
+        _, layer, *rest = module.split(".")
+        module = f"layer {layer}, {'.'.join(rest)}"
+    return ", ".join(part for part in (module, operation.replace("_", " ")) if part)
+
+
+# -- kernels -----------------------------------------------------------------------------------------------------------
+
+SIGNATURES = {name: inspect.signature(getattr(Backend, name)) for name in ORACLES}
+
+
+class KernelChecker:
+    """Compares each kernel call of a backend with its oracle. `found`: the first Difference, or None.
+
+    modules: a Modules. activations: {(module, forward kernel): [its result in each call]}.
+    """
+
+    def __init__(self, backend, modules, tolerance):
+        self.backend, self.modules, self.tolerance, self.step = backend, modules, tolerance, -1
+        self.found, self.forwards, self.activations, self.depth = None, {}, {}, 0
+
+    def around(self, name, kernel, arguments, options):
+        module = self.modules.before(name, arguments)
+        bound = SIGNATURES[name].bind(None, *arguments, **options) if name in SIGNATURES else None
+        inputs = None
+        if bound and self.found is None:
+            bound.apply_defaults()
+            inputs = self.inputs(bound.arguments)
+        self.depth += 1
+        result = kernel(*arguments, **options)
+        self.depth -= 1
+        if inputs is not None:
+            self.backend.runtime.join()  # weight gradients may be computed on another stream
+            self.compare(name, module, inputs, bound.arguments, result)
+        self.modules.after(name, module, result)
+        return result
+
+    def inputs(self, arguments):
+        """The arguments of a call on the host, floats as float64. They are copies: kernels may write to arguments."""
+        inputs = {name: self.on_host(value) for name, value in arguments.items() if name not in ("self", "aux", "out")}
+        if arguments.get("accumulate"):
+            inputs["before"] = self.on_host(arguments["out"][0])
+        if "hyper" in inputs:
+            inputs["hyper"] = SimpleNamespace(scalars=self.on_host(arguments["hyper"].scalars))
+        return SimpleNamespace(**inputs)
+
+    def on_host(self, value):
+        value = getattr(value, "ids", value)  # prepared tokens
+        if not hasattr(value, "dtype"):
+            return value
+        host = np.array(self.backend.to_host(value))
+        return host.astype(np.float64) if host.dtype.kind == "f" else host
+
+    def compare(self, name, module, inputs, arguments, result):
+        if name == "clip" and inputs.loss_scale is not None:
+            return
+        if name.endswith("_forward") and isinstance(result, tuple) and result[-1] is not None:
+            self.forwards[id(result[-1])] = result[-1], inputs  # the reference to aux keeps its id unique
+        forward = self.forwards.get(id(arguments.get("aux")), (None, SimpleNamespace()))[1]
+        results = result if isinstance(result, tuple) else (result,)
+        named = dict(zip(RESULTS.get(name, (None,)), results, strict=False))
+        expected = ORACLES[name](inputs, forward)
+        if name == "adamw_step":
+            named = {key: arguments[key] for key in "mvp"}
+        elif name not in RESULTS:
+            named = {next(iter(expected)): results[0]}
+        if self.depth == 0 and name.endswith("_forward"):
+            main = named.get("y")
+            if main is not None and "cross" not in name:
+                self.activations.setdefault((module, name), []).append(self.on_host(main))
+        for tensor, (want, least) in expected.items():
+            got = named.get(tensor)
+            if got is None or tensor == "logsumexp" and not same_shape(got, want):
+                continue  # the backend keeps something else, or computes no such gradient
+            where = dict(step=self.step, place=place_of(module, name), tensor=tensor)
+            self.found = self.found or difference(self.on_host(got), want, self.tolerance, least, **where)
+
+
+def same_shape(array, other):
+    return getattr(array, "shape", None) == other.shape
+
+
+# -- collectives -------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Call:
+    """A collective of this rank: its name, its arguments except the arrays, and its arrays on the host."""
+
+    name: str
+    arguments: dict
+    x: np.ndarray
+    part: str  # the parameters of the flat buffer in which x is
+    result: np.ndarray | None = None
+
+
+class CollectiveRecorder:
+    """Records the collectives of a group in `calls`, in order."""
+
+    def __init__(self, backend, describe):
+        self.backend, self.describe, self.calls = backend, describe, []
+
+    def around(self, name, call, x, blocking):
+        bound = inspect.signature(getattr(Communicator, name)).bind(None, *call.args, **call.keywords).arguments
+        arguments = {key: value for key, value in bound.items() if key in ("op", "root")}
+        record = Call(name, arguments, self.host(x), self.describe(x))
+        self.calls.append(record)
+        result = call()
+        if not blocking:
+            return RecordedHandle(result, functools.partial(self.finish, record))
+        self.finish(record, result)
+        return result
+
+    def finish(self, record, result):
+        record.result = None if result is None else self.host(result)
+
+    def host(self, x):
+        return np.array(self.backend.to_host(x))
+
+
+class RecordedHandle(Handle):
+    """A Handle that calls finished(result) when the first wait() returns."""
+
+    def __init__(self, handle, finished):
+        super().__init__()
+        self.handle, self.finished = handle, finished
+
+    def wait(self):
+        result = self.handle.wait()
+        if self.finished:
+            self.finished(result)
+            self.finished = None
+        return result
+
+
+def expected_result(call, xs, rank):
+    """The result on `rank` of a collective of ranks with the arrays `xs`, or None if it is not checked."""
+    if call.name in ("all_reduce", "reduce_scatter"):
+        op = call.arguments.get("op", "sum")
+        total = tree_sum(xs) if op == "sum" else functools.reduce(np.maximum if op == "max" else np.minimum, xs)
+        return total if call.name == "all_reduce" else np.split(total, len(xs))[rank]
+    if call.name == "all_gather":
+        return np.concatenate(xs)
+    if call.name == "all_to_all":
+        return np.concatenate([np.split(x, len(xs))[rank] for x in xs])
+    return xs[call.arguments.get("root", 0)] if call.name == "broadcast" else None
+
+
+def check_collectives(recorders, gathered, ranks, step, tolerance, exact):
+    """The first Difference of this rank's collectives, or None.
+
+    recorders: {title: CollectiveRecorder} of this rank. gathered: the calls {title: [Call]} of all ranks of the world.
+    ranks: {title: (the ranks of the world in this group, this rank's index)}.
+    """
+    for title, recorder in recorders.items():
+        members, rank = ranks[title]
+        for number, call in enumerate(recorder.calls):
+            others = [gathered[member][title] for member in members]
+            if call.result is None or any(len(calls) <= number for calls in others):
+                continue
+            xs = [calls[number].x for calls in others]
+            want = expected_result(call, xs, rank)
+            where = dict(step=step, place=f"{call.name} of the {title}, call {number}", tensor=call.part or "x")
+            where["remark"] = sum_remark(call.result, None, want) if call.name == "all_reduce" else ""
+            if want is not None and (found := difference(call.result, want, tolerance, exact=exact, **where)):
+                return found
+    return None
+
+
+def sum_remark(got, own, want):
+    """A guess at what is wrong with a sum over ranks."""
+    if own is not None and np.array_equal(got, own) and not np.array_equal(own, want):
+        return "it is this rank's own gradient: it was not summed"
+    got, want = got.astype(np.float64).ravel(), want.astype(np.float64).ravel()
+    ratio = float(np.dot(got, want) / max(np.dot(want, want), 1e-300))
+    twice = ratio > 1.5 and np.allclose(got, ratio * want, rtol=1e-4, atol=1e-4 * np.abs(want).max())
+    return f"it is {ratio:.3g} times the sum: it was summed more than once" if twice else ""

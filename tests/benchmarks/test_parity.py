@@ -1,0 +1,80 @@
+"""The parts of `make parity`: differences of arrays, and an examination that finds nothing in a correct run."""
+
+import numpy as np
+import pytest
+
+from benchmarks.parity import rungs
+from benchmarks.parity.checks import Difference, difference, place_of
+from benchmarks.parity.rungs import MODEL, examined, trainer_maker
+from gpt2core.communicator import Communicator
+from stage0_serial.numpy_backend import NumpyBackend
+
+
+def test_a_difference_names_the_largest_error_and_its_place():
+    got, want = np.ones((2, 3)), np.ones((2, 3))
+    assert difference(got, want, 1e-5) is None
+    got[1, 2] = 1.5
+    found = difference(got, want, 1e-5, step=4, place=place_of("h.3.attn", "attention_backward"), tensor="dqkv")
+    assert str(found) == (
+        "step 4, layer 3, attn, attention backward, dqkv: relative error 0.2 (tolerance 1e-05), "
+        "element (1, 2): 1.5, expected 1"
+    )
+    assert difference(got, want, 0.3) is None and difference(got, want, 1e-5, least=1e6) is None
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_a_number_that_is_not_finite_is_a_difference(value):
+    got = np.zeros(5, np.float32)
+    got[3] = value
+    assert difference(got, np.zeros(5), 1e9, least=1e9).element == (3,)
+
+
+def test_equal_bits_are_needed_if_the_comparison_is_exact():
+    want = np.ones(3, np.float32)
+    assert difference(want.copy(), want, 0, exact=True) is None
+    found = difference(np.nextafter(want, 2, dtype=np.float32), want, 1e-5, exact=True)
+    assert isinstance(found, Difference) and found.tolerance == 0
+
+
+@pytest.mark.parametrize(
+    "ranks, how",
+    [(1, {}), (2, dict(dp="bucket", zero=1)), (2, dict(dp="overlap", zero=1, zero_gather="forward")), (2, dict(tp=2))],
+    ids=str,
+)
+def test_an_examination_finds_nothing_in_a_correct_run(ranks, how):
+    assert examined(trainer_maker(NumpyBackend, **how), MODEL, 2, ranks, exact="tp" not in how) is None
+
+
+def test_an_examination_removes_its_hooks():
+    trainers = []
+
+    def make(world):
+        trainers.append(trainer_maker(NumpyBackend)(world))
+        return trainers[-1]
+
+    assert examined(make, MODEL, 1) is None
+    assert "linear_forward" not in vars(trainers[0].backend) and "norm_and_scale" not in vars(trainers[0].optimizer)
+
+
+def test_a_wrong_collective_is_named_with_the_parameters_that_it_sends(monkeypatch):
+    from gpt2core.parallel.thread_communicator import ThreadCommunicator
+
+    original = ThreadCommunicator.all_reduce_start
+
+    def wrong(self, x, op="sum", out=None):
+        handle = original(self, x, op, out)
+        handle.wait()
+        if op == "sum" and out is not None and out.size > 1000:
+            out[7] += 1
+        return handle
+
+    monkeypatch.setattr(ThreadCommunicator, "all_reduce_start", wrong)
+    found = str(examined(trainer_maker(NumpyBackend, dp="naive"), MODEL, 1, 2))
+    assert "step 0, all_reduce of the data-parallel group, call 0, gradients of lm_head.weight" in found
+    assert "element (7,)" in found
+    assert Communicator.all_reduce is not wrong
+
+
+def test_a_missing_package_is_the_reason_of_a_rung():
+    assert rungs.needs("no_such_package")() == "needs no_such_package: pip install no_such_package"
+    assert rungs.needs("numpy")() is None
