@@ -12,11 +12,14 @@ from benchmarks.cpu import curve
 from benchmarks.harness import report
 from benchmarks.harness.jobs import ROOT
 
-LIBRARIES = ("harness", "peers", "report")
+LIBRARIES = ("harness", "peers")
 SCRIPTS = [
     ".".join(path.relative_to(ROOT).with_suffix("").parts)
     for path in sorted((ROOT / "benchmarks").glob("*/*.py"))
-    if path.parent.name not in LIBRARIES and "__main__" in path.read_text()
+    # A folder with __main__.py is one command with flags of its own, and its other files are no scripts.
+    if path.parent.name not in LIBRARIES
+    and not path.with_name("__main__.py").exists()
+    and "__main__" in path.read_text()
 ]
 
 
