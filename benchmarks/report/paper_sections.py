@@ -60,7 +60,7 @@ def table_1(runs):
     return section(
         "table1", "Table 1: training and inference time", table(caption, rows, grey), *notes,
         element("h3", "Two times for one run"), paragraph(contradiction()),
-        element("h3", "Inference on several ranks"), *inference_modes(runs),
+        element("h3", "Inference on several ranks"), inference_modes(runs),
         element("h3", "What each change gains"), listing(gains(runs)),
     )  # fmt: skip
 
@@ -76,37 +76,35 @@ def contradiction():
     )
 
 
+INFERENCE = {  # {part: (program, what is divided)}
+    "infer0": ("stage 0, one process", "nothing: one prompt, the whole model"),
+    "infer1-replicate": ("stage 1, --mode replicate", "nothing: each rank computes all logits; rank 0 uses their mean"),
+    "infer1-batch": ("stage 1, --mode batch", "the prompts"),
+    "infer1-tensor": ("stage 1, --mode tensor", "each layer"),
+}
+
+
 def inference_modes(runs):
-    """A table of --mode replicate, batch and tensor, and what the modes do."""
-    rows, grey = [], set()
-    texts = {
-        "infer0": ("stage 0, one process", "the whole model, one prompt"),
-        "infer1-replicate": (
-            "stage 1, --mode replicate",
-            "each rank computes all logits; rank 0 chooses from their mean",
-        ),
-        "infer1-batch": ("stage 1, --mode batch", "each rank continues a part of the prompts"),
-        "infer1-tensor": ("stage 1, --mode tensor", "the ranks divide each layer"),
-    }
-    base = runs.results("infer0")
-    for name, (title, text) in texts.items():
-        results = runs.results(name)
-        if not results:
+    """A table of --mode replicate, batch and tensor, with stage 0 in the first row."""
+    rows, grey, base = [], set(), runs.results("infer0")
+    for name, (program, divided) in INFERENCE.items():
+        row = dict.fromkeys(("prompts", "seconds", "seconds per prompt", "times as fast per prompt"), "")
+        row = {"program": program, "what is divided": divided} | row
+        if results := runs.results(name):
+            ranks, per_prompt = runs.records[name]["options"]["ranks"], results["seconds"] / results["prompts"]
+            row["program"] += f", {ranks} ranks" if ranks and name != "infer0" else ""
+            row |= {"prompts": results["prompts"], "seconds": seconds(results["seconds"])}
+            row["seconds per prompt"] = seconds(per_prompt)
+            row["times as fast per prompt"] = times_as_fast(base["seconds"], per_prompt) if base else ""
+        else:
             grey.add(len(rows))
-        per_prompt = results and results["seconds"] / results["prompts"]
-        rows.append(
-            {
-                "program": title
-                + (f", {runs.records[name]['options']['ranks']} ranks" if results and name != "infer0" else ""),
-                "what is divided": text,
-                "prompts": results["prompts"] if results else "",
-                "seconds": seconds(results["seconds"]) if results else runs.reason(name),
-                "seconds per prompt": seconds(per_prompt) if results else "",
-                "times as fast per prompt": times_as_fast(base["seconds"], per_prompt) if results and base else "",
-            }
-        )
-    caption = "Inference of stages 0 and 1 on this machine: 256 tokens of prompt and 30 new tokens for each prompt."
-    return [table(caption, rows, grey)]
+            row["seconds"] = runs.reason(name)
+        rows.append(row)
+    count = len(base["samples"]) if base else 0
+    caption = "Inference of stages 0 and 1 on this machine: 256 tokens of prompt and 30 new tokens for each prompt" + (
+        f"; medians of {count} runs." if count > 1 else "."
+    )
+    return table(caption, rows, grey)
 
 
 def gains(runs):

@@ -146,27 +146,27 @@
     drawing.replaceChildren(legend, ...rows);
     return (number) => {
       const time = (number / TRACE_FRAMES) * length;
-      const sent = new Map();
+      const complete = new Map(); // rank: bytes of the arrays of its finished collectives
       for (const lane of lanes) {
         lane.head.style.left = `${(100 * number) / TRACE_FRAMES}%`;
         for (const [rectangle, start] of lane.rectangles) rectangle.classList.toggle("later", start > time);
         const running = lane.events.filter((event) => event[1] <= time && time < event[1] + event[2]);
         const inner = running.filter((event) => event[3] !== "phase").pop() || running.pop();
         lane.text.textContent = inner ? describe(inner) : "idle";
-        for (const [, start, length, category, , bytes] of lane.events) {
-          if (category === "collective" && start + length <= time) {
-            sent.set(lane.rank, (sent.get(lane.rank) || 0) + bytes);
+        for (const [, start, span, category, , bytes] of lane.events) {
+          if (category === "collective" && start + span <= time) {
+            complete.set(lane.rank, (complete.get(lane.rank) || 0) + bytes);
           }
         }
       }
-      now.textContent = [...sent].map(([rank, bytes]) =>
-        `Rank ${rank}: collectives on ${amount(bytes)} are complete.`).join(" ");
+      now.textContent = [...complete].map(([rank, bytes]) =>
+        `Rank ${rank} has completed collectives of ${amount(bytes)}.`).join(" ");
       return `${duration(time)} of ${duration(length)}`;
     };
   }
 
-  function describe([name, , length, , module, bytes]) {
-    return name + (module ? ` (${module})` : "") + (bytes ? `, ${amount(bytes)}` : "") + `, ${duration(length)}`;
+  function describe([name, , span, , module, bytes]) {
+    return name + (module ? ` (${module})` : "") + (bytes ? `, ${amount(bytes)}` : "") + `, ${duration(span)}`;
   }
 
   // The picture of a lane, 1000 units wide, and its [rectangle, start]. Nested bars are drawn inside their outer bar.
