@@ -1,7 +1,7 @@
 # The main commands are `make train` and `make test`. Each creates .venv and installs the packages that it needs.
 
 # The variables that a command line may set, as in `make train STAGE=1 N=2`. Any other variable is an error.
-variables = STAGE N HOSTFILE PRESET ARGS OUT SUITE PYTHON PYTHONPATH TRITON_INTERPRET
+variables = STAGE N HOSTFILE PRESET ARGS OUT DIR SUITE PYTHON PYTHONPATH TRITON_INTERPRET
 
 STAGE    ?= 0
 N        ?= 1
@@ -53,12 +53,17 @@ else
   ready_2     = .venv/.train-$(if $(interpreted),interpreter,cuda)
   ready_3     = $(if $(interpreted),.venv/.train-interpreter .venv/.train-mpi,.venv/.train-nccl)
   train_ready = $(ready_$(STAGE))
+  exercise_ready = .venv/.train
+  grade_ready = $(if $(filter 2 3,$(STAGE)),.venv/.train-interpreter,.venv/.train)
 endif
 
-ifneq ($(filter train generate,$(MAKECMDGOALS)),)
+ifneq ($(filter train generate exercise grade,$(MAKECMDGOALS)),)
   ifeq ($(filter $(STAGE),0 1 2 3),)
     $(error STAGE=$(STAGE) is not a stage: STAGE is 0, 1, 2 or 3)
   endif
+endif
+
+ifneq ($(filter train generate,$(MAKECMDGOALS)),)
   stage := $(STAGE_$(STAGE))
   ifneq ($(filter 0 2,$(STAGE)),)
     ifneq ($(N),1)
@@ -101,7 +106,7 @@ trained   := $(if $(wildcard $(OUT)/step-*),$(OUT))
 weights   := $(or $(trained),$(wildcard data/gpt2-$(PRESET)),data/gpt2-paper)
 untrained := $(if $(trained)$(filter %-$(PRESET),$(weights)),, (preset paper: $(OUT) has no checkpoint of make train PRESET=$(PRESET)))
 
-.PHONY: help train generate doctor report packages parity test test-fast test-long test-gpu assignment sanitize bench bench-gpu lint clean
+.PHONY: help train generate doctor report exercise grade packages parity test test-fast test-long test-gpu assignment sanitize bench bench-gpu lint clean
 
 help:  ## show this text
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -112,6 +117,7 @@ help:  ## show this text
 	@echo '  PRESET=paper       the model: nano, tiny, paper, book, gpt2, ...; stages 2 and 3 without a GPU: only nano'
 	@echo '  ARGS=              more flags for the command, for example ARGS="--steps 200 --lr 1e-3"'
 	@echo '  OUT=out/...        the directory for checkpoints (default: out/stage$$STAGE-$$PRESET)'
+	@echo '  DIR=work/stageN    the working folder of make exercise and make grade'
 	@echo '  SUITE=DIR          the directory of a fetched assignment (make assignment)'
 	@echo '  PYTHON=python3     an interpreter to use; nothing is installed then (default: the one in .venv)'
 
@@ -127,6 +133,15 @@ doctor:  ## print versions, MPI, BLAS and GPUs, and run one small training step 
 
 report: $(report_ready)  ## measure what this machine can run of the paper's tables; write out/report/index.html
 	@"$(python)" -m benchmarks.report $(ARGS)
+
+# not from the environment: DIR there may belong to another program
+folder = $(if $(filter command,$(origin DIR)),--dir "$(DIR)")
+
+exercise: $(exercise_ready)  ## copy STAGE to DIR, without the functions that you will write (see exercises/README.md)
+	@"$(python)" -m exercises.start --stage $(STAGE) $(folder)
+
+grade: $(grade_ready)  ## grade the functions in DIR: a score, the first mistakes, and hints
+	@"$(python)" -m exercises.grade --stage $(STAGE) $(folder) $(ARGS)
 
 # Check that the interpreter PYTHON has the packages; a missing one is reported in one line.
 packages:

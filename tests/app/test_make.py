@@ -76,6 +76,14 @@ def test_every_variable_of_the_list_is_known_and_those_of_the_help_are_in_the_li
     }  # fmt: skip
 
 
+@pytest.mark.parametrize("goal, module", [("exercise", "start"), ("grade", "grade")])
+def test_the_working_folder_is_dir_of_the_command_line_only(goal, module):
+    command = f'-m exercises.{module} --stage 2 --dir "some folder"'
+    assert command in make("-n", goal, "STAGE=2", "DIR=some folder").stdout
+    assert "--dir" not in make("-n", goal, "STAGE=2", DIR="of another program").stdout
+    assert "STAGE=7 is not a stage: STAGE is 0, 1, 2 or 3" in make(goal, "STAGE=7").stderr
+
+
 def test_a_variable_of_the_environment_counts_unless_the_command_line_has_it():
     environment = {"STAGE": "1", "N": "3", "PRESET": "nano", "ARGS": "--steps 2", "HOSTFILE": ""}
     command = make("-n", "train", **environment).stdout

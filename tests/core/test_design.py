@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 STAGES = sorted(path.name for path in ROOT.glob("stage[0-9]_*") if (path / "__init__.py").exists())
 CORE = sorted((ROOT / "gpt2core").rglob("*.py"))
 BRIDGE = sorted((ROOT / "torch_bridge").rglob("*.py"))
+EXERCISES = sorted((ROOT / "exercises").rglob("*.py"))
 CODE = CORE + sorted(file for stage in STAGES for file in (ROOT / stage).rglob("*.py"))
 READMES = [path for path in (ROOT / "README.md", *(ROOT / stage / "README.md" for stage in STAGES)) if path.exists()]
 
@@ -80,6 +81,22 @@ def test_importing_the_bridge_imports_neither_cupy_nor_mpi(path):
 @pytest.mark.parametrize("path", CODE, ids=name_of)
 def test_neither_the_core_nor_a_stage_imports_the_bridge(path):
     assert imports_below(path, "torch_bridge") == []
+
+
+@pytest.mark.parametrize("path", CODE + BRIDGE, ids=name_of)
+def test_neither_the_core_nor_a_stage_nor_the_bridge_imports_the_exercises(path):
+    assert imports_below(path, "exercises") == []
+
+
+@pytest.mark.parametrize("path", EXERCISES, ids=name_of)
+def test_only_the_checks_of_the_exercises_import_kernels_and_stages(path):
+    """The commands read the source of a stage, but never import it: a student's file may be broken."""
+    if path.parent.name == "checks":
+        assert imports_below(path, "pytest", "tests") in ([], ["tests.support.fake_gpu.fake_gpu"])
+    else:
+        found = imports_below(path, *STAGES, "gpt2core", "tests", "pytest")
+        allowed = ("gpt2core.app.", "gpt2core.communicator.", "gpt2core.errors.")
+        assert [name for name in found if not name.startswith(allowed)] == []
 
 
 def test_no_benchmark_imports_pytest_or_a_test():
@@ -278,7 +295,7 @@ def test_a_console_script_runs_main_of_each_script_of_a_stage():
 # -- what a reader sees ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path", CODE + sorted((ROOT / "tests").rglob("*[a-z].py")), ids=name_of)
+@pytest.mark.parametrize("path", CODE + EXERCISES + sorted((ROOT / "tests").rglob("*[a-z].py")), ids=name_of)
 def test_a_file_opens_with_its_thesis(path):
     thesis = (ast.get_docstring(tree_of(path)) or "").split("\n")[0]
     assert len(thesis) > 20 and thesis[-1] in ".:?", f"{name_of(path)} opens with {thesis!r}"
@@ -301,7 +318,7 @@ def test_no_file_names_a_path_of_one_machine():
 
 def test_every_package_is_listed_for_installation():
     packages = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
-    roots = [ROOT / "gpt2core", *(ROOT / stage for stage in STAGES), ROOT / "torch_bridge"]
+    roots = [ROOT / "gpt2core", *(ROOT / stage for stage in STAGES), ROOT / "torch_bridge", ROOT / "exercises"]
     there = [path.parent for root in roots if root.exists() for path in root.rglob("__init__.py")]
     assert sorted(packages) == sorted(".".join(path.relative_to(ROOT).parts) for path in there)
 

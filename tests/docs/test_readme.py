@@ -29,13 +29,15 @@ PAGES = [
     ROOT / "data" / "README.md",
     *sorted(ROOT.glob("docs/*.md")),
     *sorted(ROOT.glob("stage*/*.md")),
+    *sorted(ROOT.glob("exercises/**/*.md")),
 ]
 ELLIPSIS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 MPIRUN = Path(sys.executable).with_name("mpirun")  # of the wheel beside this interpreter
 MPICH = MPIRUN.exists() and "HYDRA" in subprocess.run([MPIRUN, "--version"], capture_output=True, text=True).stdout
 NEEDS_MPI = r"|mpirun\b|make .*STAGE=[13]" * (not MPICH)
 NOT_RUN = re.compile(r"(make (?!train|generate)|(git|pip|python3? -m (pip|venv)|ssh)\b|cd \S+$" + NEEDS_MPI + ")")
-CODE = [path for folder in ("gpt2core", "stage*", "torch_bridge") for path in ROOT.glob(f"{folder}/**/*.py")]
+PACKAGES = "gpt2core", "stage*", "torch_bridge", "exercises"
+CODE = [path for folder in PACKAGES for path in ROOT.glob(f"{folder}/**/*.py")]
 SCRIPTS = [path for folder in ("benchmarks", "data", "tests", "docs") for path in (ROOT / folder).rglob("*.py")]
 
 
@@ -60,7 +62,7 @@ def files(page):
 
 
 def write_files(page, directory):
-    if page.parent.name.startswith(("stage2", "stage3")):
+    if page.name.startswith(("2.", "3.")) or page.parent.name.startswith(("stage2", "stage3")):
         pytest.importorskip("triton")
     for name, text in files(page):
         (directory / name).write_text(text, encoding="utf-8")
@@ -200,7 +202,7 @@ def test_usage_names_every_flag():
 
 # Names of files that a reader has or that a run writes.
 OF_THE_READER = set("config.json tokenizer.json model.safetensors optimizer.safetensors state.json".split())
-OF_THE_READER |= set("my.txt prompts.txt run.jsonl run.png one.jsonl two.jsonl".split())
+OF_THE_READER |= set("grade.json grade.log class.csv my.txt prompts.txt run.jsonl run.png one.jsonl two.jsonl".split())
 
 
 def paths_in(page):
@@ -231,7 +233,7 @@ def test_the_paths_that_a_page_names_exist(page):
         ours = is_link or path.endswith(".py") or "/" not in path or (ROOT / first).exists()
         if is_link and not (page.parent / path).exists():
             missing.add(path)
-        elif ours and first not in ("out", "run") and path not in of_files and not exists(page, path):
+        elif ours and first not in ("out", "run", "work", "class") and path not in of_files and not exists(page, path):
             missing.add(path)
     assert missing == set()
 
@@ -249,7 +251,7 @@ def test_the_sections_that_a_page_links_exist(page):
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_the_modules_that_a_page_runs_exist(page):
-    names = re.findall(r"python3? -m ((?:benchmarks|stage\d_\w+|gpt2core|tests)[\w.]*\w)", prose(page))
+    names = re.findall(r"python3? -m ((?:benchmarks|exercises|stage\d_\w+|gpt2core|tests)[\w.]*\w)", prose(page))
     paths = {name: ROOT / name.replace(".", "/") for name in names}  # a module, or a package with __main__.py
     modules = {name: (path.with_suffix(".py"), path / "__main__.py") for name, path in paths.items()}
     assert [name for name, files in modules.items() if not any(file.exists() for file in files)] == []

@@ -24,8 +24,8 @@ from gpt2core.trainer import Trainer  # noqa: E402
 # The files of gpt2core that explain one training step, in reading order (README.md, "What to read").
 STEP_FILES = ["tensor", "ops", "backend", "model", "data", "arena", "optimizer", "trainer", "parallel/micro_batches"]
 PACKAGES = [
-    "gpt2core", "stage0_serial", "stage1_mpi", "stage2_cuda", "stage3_mpi_cuda", "torch_bridge", "benchmarks", "data",
-    "tests",
+    "gpt2core", "stage0_serial", "stage1_mpi", "stage2_cuda", "stage3_mpi_cuda", "torch_bridge", "exercises",
+    "benchmarks", "data", "tests",
 ]  # fmt: skip
 KERNEL_METHOD = re.compile(r"_(forward|backward|cached)$|^(clip|sum_of_squares|loss|loss_rows|adamw_step)$")
 

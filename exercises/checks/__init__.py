@@ -1,0 +1,1 @@
+"""The checks: one module per exercise; a check is a function that raises Mismatch for a wrong result."""

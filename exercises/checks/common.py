@@ -1,0 +1,73 @@
+"""Helpers of the checks: random arrays, the repository's own version of a file, and short training runs."""
+
+import functools
+import importlib.util
+
+import numpy as np
+
+from exercises.catalog import ROOT
+from exercises.compare import expect
+from gpt2core.communicator import Solo
+from gpt2core.data import Windows
+from gpt2core.model import GPT2Config
+from gpt2core.parallel.config import ParallelConfig
+from gpt2core.parallel.thread_communicator import run_ranks
+
+# Every size differs from the others, so that exchanged axes give an error or a wrong result.
+CONFIG = GPT2Config(vocab_size=36, block_size=16, n_layer=2, n_head=4, n_embd=32, tied=False)
+STEPS = 3
+BUCKET_MB = 0.02  # small enough for several buckets
+CURVE = 1e-5  # relative difference of a loss after 3 steps: float32 rounds to 6e-8, and the steps amplify it
+RANK_SECONDS = 5  # a rank that waits longer is taken to wait forever
+
+
+def random(seed=0):
+    return np.random.default_rng(seed)
+
+
+@functools.cache
+def real(file):
+    """The module of the repository's own file, also where the file of that name is the student's."""
+    spec = importlib.util.spec_from_file_location(f"real_{file.replace('/', '_')[:-3]}", ROOT / file)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def on_ranks(p, function):
+    """[function(comm) of each rank]; a rank that waits longer than RANK_SECONDS is an error."""
+    return run_ranks(p, function, timeout=RANK_SECONDS)
+
+
+def losses(world, backend, parallel=None):
+    """The losses and norms of STEPS training steps of CONFIG on this rank of `world`: an array (STEPS, 2)."""
+    from gpt2core.trainer import Trainer
+    from gpt2core.training_loop import read_batch
+
+    options = dict(clip=0.5, weight_decay=0.1, beta2=0.95)
+    trainer = Trainer(
+        CONFIG, [backend], batch_size=8, seq_len=16, micro_batches=4, world=world,
+        parallel=parallel or ParallelConfig(), seed=3, optimizer=options,
+    )  # fmt: skip
+    windows = Windows(random(1).integers(0, CONFIG.vocab_size, 300).astype(np.uint16), 16)
+    steps = [trainer.step(read_batch(trainer, windows), 3e-3) for _ in range(STEPS)]
+    return np.array([(step.loss, step.grad_norm) for step in steps], np.float64)
+
+
+def expect_curve(backend_class, look):
+    """Compare a training run with the student's backend and one with the repository's NumpyBackend."""
+    want = losses(Solo(), real("stage0_serial/numpy_backend.py").NumpyBackend())
+    got = losses(Solo(), backend_class())
+    expect("the loss of step 0 to 2", got[:, 0], want[:, 0], CURVE, look=look)
+    expect("the gradient norm of step 0 to 2", got[:, 1], want[:, 1], 10 * CURVE, look=look)
+
+
+def expect_same_training(parallel, look, ranks=2):
+    """Compare a training run on threads as ranks with one on one rank, bit for bit."""
+    from stage0_serial.numpy_backend import NumpyBackend
+
+    want = losses(Solo(), NumpyBackend())
+    runs = on_ranks(ranks, lambda world: losses(world, NumpyBackend(), parallel))
+    for rank, got in enumerate(runs):
+        expect(f"on rank {rank}, the loss of step 0 to 2", got[:, 0], want[:, 0], 0, look=look)
+        expect(f"on rank {rank}, the gradient norm of step 0 to 2", got[:, 1], want[:, 1], 0, look=look)

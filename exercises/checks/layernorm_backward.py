@@ -1,0 +1,105 @@
+"""Checks of exercise 0.2: the gradient of LayerNorm in float64, and three training steps."""
+
+# C channels
+
+import numpy as np
+
+from exercises.checks.common import expect_curve, random
+from exercises.compare import Mismatch, expect
+
+FP64 = 1e-12  # relative norm: a few roundings of 1e-16, more in a sum
+LAYERNORM = "residual_layernorm_backward"
+
+
+def layernorm_case(ds=False):
+    """(the student's dx, da_bias, dw, db; float64 arrays x, r, h, g, dy, ds by name) for 6 rows of 8 channels."""
+    from stage0_serial.numpy_backend import NumpyBackend
+
+    rng, backend = random(), NumpyBackend("fp64")
+    x, dy = rng.standard_normal((2, 3, 8)), rng.standard_normal((2, 3, 8))
+    w, residual = rng.standard_normal(8) + 1, rng.standard_normal((2, 3, 8)) if ds else None
+    mean, variance = x.mean(-1, keepdims=True), x.var(-1, keepdims=True)
+    r = 1 / np.sqrt(variance + 1e-5)
+    h = (x - mean) * r
+    aux = h.copy(), r.reshape(-1).copy()
+    got = backend.residual_layernorm_backward(residual, dy.copy(), w.copy(), aux)
+    if not isinstance(got, tuple | list) or len(got) != 4:
+        raise Mismatch(f"{LAYERNORM} must return 4 arrays", "Return dx, da_bias, dw, db, in this order.")
+    return got, dict(x=x, dy=dy, w=w, r=r, h=h, g=dy * w, ds=residual)
+
+
+def mean(array):
+    return array.mean(-1, keepdims=True)
+
+
+def layernorm_dx():
+    (dx, *_), case = layernorm_case()
+    r, h, g, dy = (case[name] for name in ("r", "h", "g", "dy"))
+    want = r * (g - mean(g) - h * mean(g * h))
+    wrong = [
+        (r * (g - h * mean(g * h)), "dx lacks the term mean(g): the mean of the row also depends on x."),
+        (r * (g - mean(g)), "dx lacks the term h * mean(g * h): the variance of the row also depends on x."),
+        (r * g, "dx lacks the terms mean(g) and h * mean(g * h)."),
+        (
+            r * (g - mean(g) + h * mean(g * h)),
+            "The sign of h * mean(g * h) is wrong: both terms are subtracted from g.",
+        ),
+        (r * (g + mean(g) - h * mean(g * h)), "The sign of mean(g) is wrong: both terms are subtracted from g."),
+        (r * (g - mean(g) - mean(g * h)), "The term mean(g * h) lacks its factor h."),
+        (g - mean(g) - h * mean(g * h), "dx lacks the factor r = rstd."),
+        ((g - mean(g) - h * mean(g * h)) / r, "dx is divided by r = rstd: multiply by it."),
+        (r * (dy - mean(dy) - h * mean(dy * h)), "dx lacks the weight: use g = dy * w in place of dy."),
+        (
+            r * (g - mean(g) - h * mean(dy * h)),
+            "The second term lacks the weight: it is h * mean(g * h) with g = dy * w.",
+        ),
+        (
+            r * (g - g.sum(-1, keepdims=True) - h * (g * h).sum(-1, keepdims=True)),
+            "The two terms are means over the C channels, not sums: divide by C.",
+        ),
+    ]
+    expect("dx", dx, want, FP64, wrong, f"the lines of {LAYERNORM} that compute dx")
+
+
+def layernorm_parameters():
+    (_, _, dw, db), case = layernorm_case()
+    dy, h, g, x = (case[name].reshape(6, 8) for name in ("dy", "h", "g", "x"))
+    wrong_dw = [
+        (dy.sum(0), "dw lacks the factor h: it is the sum over the rows of dy * h."),
+        (
+            (g * h).sum(0),
+            "dw contains the weight: it is the sum over the rows of dy * h, with dy, not with g = dy * w.",
+        ),
+        ((dy * x).sum(0), "dw uses x in place of the normalised h."),
+    ]
+    wrong_db = [
+        (g.sum(0), "db contains the weight: it is the sum over the rows of dy, not of g = dy * w."),
+        ((dy * h).sum(0), "db is the sum over the rows of dy, without h: are dw and db in the wrong order?"),
+    ]
+    rows = [(1 / 6, "{} is a mean over the rows: use a sum over the rows.")]
+    look = f"the sums over the rows in {LAYERNORM}"
+    expect("dw", dw, (dy * h).sum(0), FP64, wrong_dw, look, [(f, hint.format("dw")) for f, hint in rows])
+    expect("db", db, dy.sum(0), FP64, wrong_db, look, [(f, hint.format("db")) for f, hint in rows])
+
+
+def layernorm_residual():
+    (dx, da_bias, *_), case = layernorm_case(ds=True)
+    r, h, g, ds = (case[name] for name in ("r", "h", "g", "ds"))
+    through = r * (g - mean(g) - h * mean(g * h))
+    wrong = [
+        (through, "dx lacks ds: the gradient of the residual stream is added to the gradient through LayerNorm."),
+        (through + r * ds, "ds is multiplied by rstd: add it after the multiplication."),
+    ]
+    expect("dx", dx, through + ds, FP64, wrong, f"the place of {LAYERNORM} where ds is added")
+    total = (through + ds).reshape(6, 8)
+    wrong = [
+        (through.reshape(6, 8).sum(0), "da_bias is the sum over the rows of the complete dx, ds included."),
+        (ds.reshape(6, 8).sum(0), "da_bias is the sum over the rows of the complete dx, not only of ds."),
+    ]
+    expect("da_bias", da_bias, total.sum(0), FP64, wrong, "the column sums of dx", [(1 / 6, "da_bias is a mean.")])
+
+
+def layernorm_model():
+    from stage0_serial.numpy_backend import NumpyBackend
+
+    expect_curve(NumpyBackend, "the argument `out` and the sums over micro-batches: use self.column_sums(..., out[i])")

@@ -1,0 +1,70 @@
+"""Checks of exercise 0.1: softmax and its gradient in float64."""
+
+import numpy as np
+
+from exercises.checks.common import random
+from exercises.compare import Mismatch, expect
+
+FP64 = 1e-12  # relative norm: a few roundings of 1e-16, more in a sum
+
+
+def softmax_with_gradient(x, axis, dy):
+    """(softmax(x), gradient of x) of the student's function, for the gradient dy of the result."""
+    from gpt2core import primitives
+    from gpt2core.tensor import Tensor
+    from stage0_serial.numpy_backend import NumpyBackend
+
+    leaf = Tensor(x.copy(), NumpyBackend("fp64"), requires_grad=True)
+    result = primitives.softmax(leaf, axis)
+    if not isinstance(result, Tensor):
+        raise Mismatch("the result is not a Tensor", "Return Tensor.from_op(y, (x,), backward).")
+    if not result.requires_grad:
+        raise Mismatch("the result has no gradient", "Create the result by Tensor.from_op(y, (x,), backward).")
+    result.backward(dy.copy())
+    return result.data, leaf.grad
+
+
+def softmax_rows():
+    x, dy = random().standard_normal((3, 5)), np.ones((3, 5))
+    for axis in (-1, 0):
+        e, e2 = np.exp(x), np.exp(x - x.max(axis, keepdims=True))
+        want = e / e.sum(axis, keepdims=True)
+        wrong = [
+            (e, "The result is exp(x): it is not divided by the sum of the exponentials along `axis`."),
+            (e2, "The result is not divided by the sum along `axis`."),
+            (e / e.sum(-1 - axis, keepdims=True), "The sum runs along the wrong axis: use the argument `axis`."),
+            (e2 / e2.sum(-1 - axis, keepdims=True), "The sum runs along the wrong axis: use the argument `axis`."),
+            (e / e.sum(), "The sum runs over the whole array: sum along `axis`, with keepdims=True."),
+        ]
+        got, _ = softmax_with_gradient(x, axis, dy)
+        expect(f"softmax(x, axis={axis})", got, want, FP64, wrong, "y = e / e.sum(axis, keepdims=True) in softmax")
+
+
+def softmax_large():
+    x = random().standard_normal((3, 5)) + 1000
+    e = np.exp(x - 1000)
+    wrong = [
+        (np.full((3, 5), np.nan), "exp(1000) is infinite: subtract the maximum along `axis` from x before exp."),
+    ]
+    with np.errstate(all="ignore"):
+        got, _ = softmax_with_gradient(x, -1, np.ones((3, 5)))
+    want = e / e.sum(-1, keepdims=True)
+    expect("softmax of numbers near 1000", got, want, 1e-10, wrong, "the subtraction of the maximum in softmax")
+
+
+def softmax_gradient():
+    x, dy = random().standard_normal((3, 5)), random(1).standard_normal((3, 5))
+    for axis in (-1, 0):
+        e = np.exp(x)
+        y = e / e.sum(axis, keepdims=True)
+        total = (dy * y).sum(axis, keepdims=True)
+        wrong = [
+            (y * dy, "The gradient lacks the term sum(dy * y): every element of y depends on every element of x."),
+            (y * (1 - y) * dy, "y * (1 - y) is only the diagonal of the Jacobian: use dy - sum(dy * y)."),
+            (y * (dy + total), "The sign of sum(dy * y) is wrong: it is subtracted from dy."),
+            (y * (dy - dy.sum(axis, keepdims=True)), "The sum lacks y: it is sum(dy * y), not sum(dy)."),
+            (dy - total, "The gradient lacks the factor y in front of (dy - sum(dy * y))."),
+            (y * (dy - (dy * y).sum(-1 - axis, keepdims=True)), "sum(dy * y) runs along the wrong axis: use `axis`."),
+        ]
+        _, got = softmax_with_gradient(x, axis, dy)
+        expect(f"the gradient of softmax(x, axis={axis})", got, y * (dy - total), FP64, wrong, "backward in softmax")

@@ -1,0 +1,79 @@
+"""Checks of exercise 2.1: the partial column sums, in Triton's interpreter."""
+
+# N rows, K columns, P programs
+
+import numpy as np
+import triton
+
+from exercises.checks.common import random
+from exercises.checks.guarded import GUARD, guarded
+from exercises.compare import Mismatch, expect
+from stage2_cuda.kernels import column_sums
+from stage2_cuda.runtime.triton_launch import launch
+
+FP32 = 1e-5  # relative norm: a few roundings of 6e-8, more in a sum
+ROWS, COLS = 4, 8  # the tile
+
+
+def split_sums(n, columns, programs):
+    """(the student's partials (P, K), their flat memory, x (N, K) in float64)."""
+    x = random().standard_normal((n, columns)).astype(np.float32)
+    partials, memory = guarded(np.full((programs, columns), np.nan))
+    grid = programs, triton.cdiv(columns, COLS)
+    kernel = column_sums.column_sums_kernel
+    launch(kernel, grid, partials, guarded(x)[0], n, columns, BLOCK_ROWS=ROWS, BLOCK_COLS=COLS, STAGES=1)
+    return partials, memory, x.astype(np.float64)
+
+
+def tile_sums(x):
+    """The column sums of each tile of rows: (tiles, K)."""
+    return np.array([x[start : start + ROWS].sum(0) for start in range(0, len(x), ROWS)])
+
+
+def expect_split_sum(name, n, columns, programs):
+    partials, _, x = split_sums(n, columns, programs)
+    tiles = tile_sums(x)
+    want = np.array([tiles[p::programs].sum(0) for p in range(programs)])
+    all_tiles = np.broadcast_to(tiles.sum(0), want.shape)
+    neighbours = np.array([part.sum(0) for part in np.array_split(tiles, programs)])
+    late = np.array([tiles[p + programs :: programs].sum(0) for p in range(programs)])
+    full = np.array([tiles[: n // ROWS][p::programs].sum(0) for p in range(programs)])
+    unmasked = want.copy()
+    unmasked[(len(tiles) - 1) % programs] = np.nan  # beyond x there is NaN
+    wrong = [
+        (unmasked, "Rows outside x are added: mask the loads with rows < n and cols < n_cols."),
+        (np.full(want.shape, np.nan), "Elements outside x are added: mask the loads with rows < n and cols < n_cols."),
+        (
+            tiles[:programs],
+            "Only the first tile of each program is added: program p adds the tiles p, p + P, p + 2P, ...",
+        ),
+        (all_tiles, "Every program adds all tiles: program p begins with tile p and adds every P-th tile."),
+        (neighbours, "Program p adds neighbouring tiles: it adds the tiles p, p + P, p + 2P, ..."),
+        (late, "The first tile of each program is missing: the loop begins with tile p."),
+        (full, "The last tile is missing: the number of tiles is n / BLOCK_ROWS, rounded up."),
+    ]
+    look = "column_sums_kernel: the rows of each tile, the mask, and the sum over the rows at the end"
+    expect(name, partials, want, FP32, wrong, look)
+
+
+def split_sum_one_tile():
+    expect_split_sum("the column sums of x (4, 8)", 4, 8, 1)
+
+
+def split_sum_tiles():
+    expect_split_sum("the partial sums of x (24, 8) in 2 programs", 24, 8, 2)
+    expect_split_sum("the partial sums of x (27, 13) in 3 programs", 27, 13, 3)
+
+
+def split_sum_guards():
+    partials, memory, _ = split_sums(27, 13, 3)
+    if not np.isnan(np.concatenate([memory[:GUARD], memory[-GUARD:]])).all():
+        raise Mismatch(
+            "the kernel writes to memory before or after partials",
+            "Look at tl.store in column_sums_kernel: its mask is cols < n_cols.",
+        )
+    if not np.isfinite(partials).all():
+        raise Mismatch(
+            f"{int(np.isnan(partials).sum())} elements of partials are never written, or NaN was added",
+            "Look at tl.store in column_sums_kernel: program (p, c) stores BLOCK_COLS columns of row p.",
+        )

@@ -1,0 +1,122 @@
+"""Make a table of a class's results: python -m exercises.collect DIR.
+
+Each sub-folder of DIR belongs to one student. It is a working folder, or contains working folders, at most two levels
+deeper, as `alice/stage0` or `alice/work/stage0`. `make grade` has written grade.json there.
+"""
+
+import csv
+import json
+import sys
+from dataclasses import astuple, dataclass
+from pathlib import Path
+
+from exercises.catalog import PACKAGES, ROOT, graded_files, of_stage
+from exercises.commands import MARKER, main_of, stage_of, write_file
+from exercises.grade import RECORD, grade, printable
+from exercises.source import hash_of
+from gpt2core.app.cli import Parser
+from gpt2core.errors import ConfigError
+
+NO_RECORD = f"no {RECORD}: run make grade"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table. exercises: the score of each exercise, in order; remark: "" if all is right."""
+
+    student: str
+    stage: str
+    score: str
+    exercises: str
+    remark: str
+
+
+def rows_of(student):
+    """Yield the Rows of the folder of one student."""
+    places = [student, *sorted(student.glob("*")), *sorted(student.glob("*/*"))]
+    folders = [place for place in places if (place / RECORD).exists() or (place / MARKER).exists()]
+    name = printable(student.name)
+    if not folders:
+        yield Row(name, "-", "-", "-", f"no working folder and no {RECORD}")
+    for folder in folders:
+        yield row_of(name, folder)
+
+
+def row_of(student, folder):
+    """The Row of one working folder."""
+    if not (folder / RECORD).exists():
+        return Row(student, str(stage_of(folder)), "-", "-", NO_RECORD)
+    try:
+        record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
+        stage, score, files = record["stage"], record["score"], record["files"]
+        scores = [record["exercises"][exercise.number]["score"] for exercise in of_stage(stage)]
+        if stage not in PACKAGES or set(files) != set(graded_files(stage)):
+            raise ValueError
+        numbers = " ".join(f"{int(each):3}" for each in scores)
+        return Row(student, str(stage), str(int(score)), numbers, remark_of(folder, stage, files))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
+        return Row(student, "-", "-", "-", f"{RECORD} is not one that this version of make grade writes")
+
+
+def remark_of(folder, stage, files):
+    """What a teacher must know about the graded files: whether they changed, are missing, or are the repository's."""
+    there = hash_of(folder, files)
+    missing = [file for file in files if there[file] is None]
+    changed = [file for file in files if there[file] is not None and there[file] != files[file]]
+    remarks = [f"missing: {', '.join(missing)}"] if missing else []
+    remarks += [f"wrong hash, changed after make grade: {', '.join(changed)}"] if changed else []
+    if there == hash_of(ROOT, graded_files(stage)):
+        remarks.append("identical to the repository's files")
+    return "; ".join(remarks)
+
+
+def grade_again(student):
+    """Grade every working folder of a student again, and write its grade.json."""
+    for folder in [student, *student.glob("*"), *student.glob("*/*")]:
+        stage = stage_of(folder)
+        if stage is not None:
+            record = grade(stage, folder, show=lambda line: None)
+            write_file(folder / RECORD, json.dumps(record, indent=1) + "\n")
+
+
+def command(arguments):
+    """Print the table as the command line says; returns the exit code."""
+    parser = Parser(prog="exercises.collect", description="Make a table of a class's results.")
+    add = parser.add_argument
+    add("folder", type=Path, metavar="DIR", help="a folder with one sub-folder for each student")
+    add("--grade", action="store_true", help="grade all working folders again first (up to a minute each)")
+    add("--csv", type=Path, metavar="FILE", help="also write the table to this file, as comma-separated values")
+    options = parser.parse_args(arguments)
+    if not options.folder.is_dir():
+        raise ConfigError(f"{options.folder} is not a folder: give the folder that has one sub-folder for each student")
+    students = sorted(path for path in options.folder.iterdir() if path.is_dir() and not path.name.startswith("."))
+    if not students:
+        raise ConfigError(f"{options.folder} has no sub-folders: give the folder that has one for each student")
+    if options.grade:
+        for student in students:
+            print(f"grading {student.name}", file=sys.stderr)
+            grade_again(student)
+    table = [Row("student", "stage", "score", "exercises", "remark")]
+    table += [row for student in students for row in rows_of(student)]
+    print_table(table)
+    if options.csv:
+        try:
+            with open(options.csv, "w", encoding="utf-8", newline="") as file:
+                csv.writer(file).writerows(map(astuple, table))
+        except OSError as error:
+            raise ConfigError(
+                f"--csv {options.csv}: cannot be written ({error.strerror}): choose another file"
+            ) from None
+    return 0
+
+
+def print_table(table):
+    """Print Rows with aligned columns."""
+    widths = [max(len(cell) for cell in column) for column in zip(*map(astuple, table), strict=True)]
+    for row in table:
+        line = "  ".join(cell.ljust(width) for cell, width in zip(astuple(row), widths, strict=True))
+        print(line.rstrip())
+
+
+if __name__ == "__main__":
+    sys.exit(main_of(command))

@@ -1,0 +1,74 @@
+"""What the commands share: flags, the working folder and its marker, and errors of one line."""
+
+import argparse
+import json
+import os
+from pathlib import Path
+
+from exercises.catalog import PACKAGES
+from gpt2core.app.cli import Parser
+from gpt2core.app.command import run_command
+from gpt2core.communicator import Solo
+from gpt2core.errors import ConfigError
+
+MARKER = "exercise.json"  # a file of the working folder that says for which stage it is
+
+
+def base_parser(name, description):
+    """The parser of a command, with --stage and --dir."""
+    parser = Parser(prog=f"exercises.{name}", description=description)
+    add = parser.add_argument
+    add("--stage", type=int, choices=sorted(PACKAGES), required=True, help="the stage of the exercises: 0, 1, 2 or 3")
+    add("--dir", type=folder_name, help="the working folder (default: work/stageN)")
+    return parser
+
+
+def folder_name(text):
+    """The Path in `text`; an error for an empty text, because Path("") is the current directory."""
+    if not text:
+        raise argparse.ArgumentTypeError("it is empty: name a folder, or omit DIR (default work/stageN)")
+    return Path(text)
+
+
+def main_of(command):
+    """Run command(arguments) and exit; a user's mistake is one line on standard error and exit code 2."""
+    run_command(Solo, lambda world: command(None))
+
+
+def folder_of(stage, folder):
+    """The Path of the working folder: `folder`, or its default."""
+    return Path(folder if folder is not None else f"work/stage{stage}")
+
+
+def check_folder(stage, folder):
+    """The Path of the working folder; raises ConfigError unless `make exercise` has made it for this stage."""
+    path = folder_of(stage, folder)
+    make = f"make exercise STAGE={stage}" + (f" DIR={folder}" if folder is not None else "")
+    if not path.is_dir():
+        raise ConfigError(f"{path} does not exist: run `{make}` first")
+    marked = stage_of(path)
+    if marked is None:
+        raise ConfigError(f"{path} has no {MARKER}, so it is not a working folder: run `{make}` in an unused folder")
+    if marked != stage:
+        raise ConfigError(f"{path} is a working folder of stage {marked}, not of stage {stage}: use STAGE={marked}")
+    return path
+
+
+def stage_of(folder):
+    """The stage of a working folder, from its marker, or None."""
+    try:
+        stage = json.loads((folder / MARKER).read_text(encoding="utf-8"))["stage"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return stage if stage in PACKAGES and type(stage) is int else None
+
+
+def write_file(path, text):
+    """Replace the file at `path` atomically; raises ConfigError if it cannot be written."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_text(text, encoding="utf-8", errors="replace")
+        os.replace(temporary, path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise ConfigError(f"{path} cannot be written ({error.strerror}): make its folder writable") from None

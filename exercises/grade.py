@@ -1,0 +1,166 @@
+"""Grade a working folder: `make grade STAGE=0`, or python -m exercises.grade --stage 0 --dir DIR.
+
+Each exercise is graded by itself: the files that contain its functions come from the working folder, with the functions
+of other exercises replaced by those of the repository; all other files come from the repository. So an exercise that is
+not written yet does not change the result of another one.
+"""
+
+import json
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
+from importlib.util import find_spec
+from pathlib import Path
+
+from exercises.catalog import EXERCISES, ROOT, graded_files, of_stage
+from exercises.commands import base_parser, check_folder, main_of, write_file
+from exercises.runner import Result, run_check
+from exercises.source import SourceError, hash_of, merged, read_source
+from gpt2core.errors import ConfigError
+
+RECORD, LOG = "grade.json", "grade.log"
+WORKERS = 2  # exercises that are graded at the same time
+
+
+def write_overlay(exercise, folder, overlay):
+    """Write the files of an exercise to the directory `overlay`; returns {file: the number of each line}.
+
+    Raises SourceError for a file that cannot be graded.
+    """
+    numbers = {}
+    for file in exercise.files:
+        keep = [name for each, name in exercise.functions if each == file]
+        others = [each for each in EXERCISES if each.stage == exercise.stage and each is not exercise]
+        replace = [name for other in others for each, name in other.functions if each == file]
+        text, real_text = read_source(folder / file, file), (ROOT / file).read_text(encoding="utf-8")
+        lines, numbers[file] = merged(text, file, keep, replace, real_text)
+        (overlay / file).parent.mkdir(parents=True, exist_ok=True)
+        (overlay / file).write_text("".join(lines), encoding="utf-8")
+    return numbers
+
+
+def prepare(exercise, folder, overlay):
+    """A function(names of checks) -> {name: its Result}, in order. The student's files are read here.
+
+    overlay: an empty directory that must exist until the function has returned.
+    """
+    try:
+        numbers = write_overlay(exercise, folder, overlay)
+    except SourceError as error:
+        result = Result("failed", str(error), "Correct this file, or start again in a new folder.")
+        return lambda names: dict.fromkeys(names, result)
+
+    def run_checks(names):
+        results = {}
+        for name in names:
+            results[name] = run_check(exercise, name, overlay, numbers)
+            if results[name].ends_exercise:
+                return dict.fromkeys(names, results[name]) | results
+        return results
+
+    return run_checks
+
+
+def grade_exercise(exercise, folder, names=None):
+    """{name of a check: its Result}, in order. names: the checks to run (default: all of the exercise)."""
+    with tempfile.TemporaryDirectory(prefix="exercise-") as directory:
+        return prepare(exercise, folder, Path(directory).resolve())(names or list(exercise.checks))
+
+
+def grade(stage, folder, only=(), show=print):
+    """Grade a working folder, print the report with `show`, and return the record that is written to grade.json."""
+    chosen = [exercise for exercise in of_stage(stage) if not only or exercise.number in only]
+    show(f"stage {stage}, {folder}")
+    graded, before = {}, hash_of(folder, graded_files(stage))
+    pool = ThreadPoolExecutor(WORKERS)
+    with tempfile.TemporaryDirectory(prefix="exercises-") as directory:
+        pending = []
+        try:
+            for exercise in chosen:  # prepare in this thread: ast.parse() in two threads can fail in Python 3.11
+                (overlay := Path(directory, exercise.number).resolve()).mkdir()
+                run_checks = prepare(exercise, folder, overlay)
+                pending.append(pool.submit(run_checks, list(exercise.checks)))
+            for exercise, future in zip(chosen, pending, strict=True):
+                graded[exercise] = future.result()
+                for line in report_of(exercise, graded[exercise]):
+                    show(line)
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)  # after Ctrl-C, do not wait for the checks that still run
+    scores = {exercise: score_of(results) for exercise, results in graded.items()}
+    record = {
+        "stage": stage,
+        "score": int(sum(scores.values()) / len(scores)),  # rounded down: 100 only if every check has passed
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "exercises": {
+            exercise.number: {
+                "title": exercise.title, "score": int(scores[exercise]),
+                "checks": {name: result.state for name, result in results.items()},
+            } for exercise, results in graded.items()
+        },
+        "files": before,
+    }  # fmt: skip
+    write_log(folder / LOG, graded)
+    return record
+
+
+def score_of(results):
+    """The percentage of passed checks."""
+    return 100 * sum(result.state == "passed" for result in results.values()) / len(results)
+
+
+def report_of(exercise, results):
+    """Yield the lines of the report for one exercise: its score, and its first check that has not passed."""
+    passed = sum(result.state == "passed" for result in results.values())
+    failed = next(((name, result) for name, result in results.items() if result.state != "passed"), None)
+    state = f"{passed} of {len(results)} checks passed"
+    if failed and failed[1].state == "not started":
+        state = f"not written yet: see {exercise.page}"
+    yield f"  {exercise.number}  {exercise.title:<54} {state}"
+    if failed and failed[1].state != "not started":
+        name, result = failed
+        yield f"       {exercise.checks[name]}:"
+        yield f"         {printable(result.text)}"
+        yield f"         hint: {printable(result.hint)}"
+
+
+def printable(text):
+    """`text` as one line without control characters."""
+    return "".join(each if each.isprintable() else "?" for each in " ".join(str(text).split()))
+
+
+def write_log(path, graded):
+    """Write what the student's code printed during the checks, with its tracebacks, to the file grade.log."""
+    parts = []
+    for exercise, results in graded.items():
+        for name, result in results.items():
+            if result.printed and result.state != "not started":
+                parts.append(f"== {exercise.number}, {exercise.checks[name]}\n{result.printed.rstrip()}\n")
+    write_file(path, "\n".join(parts))
+
+
+def command(arguments):
+    """Grade as the command line says; returns the exit code."""
+    parser = base_parser("grade", "Grade the exercises of one stage, and write grade.json to the working folder.")
+    parser.add_argument("--only", metavar="N.M", nargs="+", default=[], help="the exercises to grade (default: all)")
+    options = parser.parse_args(arguments)
+    folder = check_folder(options.stage, options.dir)
+    numbers = [exercise.number for exercise in of_stage(options.stage)]
+    if options.stage >= 2 and find_spec("triton") is None:
+        raise ConfigError(f"stage {options.stage} needs Triton, whose interpreter runs the kernels: pip install triton")
+    for number in options.only:
+        if number not in numbers:
+            raise ConfigError(f"--only {number}: stage {options.stage} has the exercises {', '.join(numbers)}")
+    record = grade(options.stage, folder, options.only, lambda line: print(line, flush=True))
+    if options.only:
+        print(f"score of the graded exercises: {record['score']} %; {RECORD} is written only when all are graded")
+    else:
+        write_file(folder / RECORD, json.dumps(record, indent=1) + "\n")
+        print(f"score: {record['score']} %, written to {folder / RECORD}")
+    if (folder / LOG).stat().st_size:
+        print(f"what your code printed, and its tracebacks: {folder / LOG}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main_of(command))

@@ -1,0 +1,75 @@
+"""Make a working folder: `make exercise STAGE=0`, or python -m exercises.start --stage 0 --dir DIR.
+
+The folder contains copies of the packages of the stage. The functions of the exercises have no body. The folder is
+never overwritten.
+"""
+
+import json
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+from exercises.catalog import CORPUS, PACKAGES, PAGES, ROOT, graded_files, of_stage
+from exercises.commands import MARKER, base_parser, folder_of, main_of
+from exercises.source import stripped
+from gpt2core.errors import ConfigError
+
+NOT_COPIED = shutil.ignore_patterns("__pycache__", "*.png", "tuned", "ranks", "out", "run", "*.ipynb")
+
+
+def make_folder(stage, folder):
+    """Make the working folder of a stage; raises ConfigError if `folder` exists and is not empty."""
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"{folder} is a file: choose another folder with DIR=")
+    if folder.is_dir() and any(folder.iterdir()):
+        raise ConfigError(
+            f"{folder} exists and is not overwritten: choose another folder with DIR=, or delete this one"
+        )
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".exercise-", dir=folder.parent) as directory:
+        copy = Path(directory, "copy")
+        fill_folder(stage, copy)
+        copy.rename(folder)  # an interrupted command leaves no folder, or a complete one
+
+
+def fill_folder(stage, folder):
+    """Write the packages, the corpus, the pages and the marker of a stage to a new folder."""
+    for package in PACKAGES[stage]:
+        shutil.copytree(ROOT / package, folder / package, ignore=NOT_COPIED)
+    (folder / CORPUS).parent.mkdir()
+    shutil.copy(ROOT / CORPUS, folder / CORPUS)
+    for file in graded_files(stage):
+        text = (ROOT / file).read_text(encoding="utf-8")
+        (folder / file).write_text(stripped(text, messages_of(stage, file)), encoding="utf-8")
+    for exercise in of_stage(stage):
+        shutil.copy(PAGES / exercise.page, folder / exercise.page)
+    (folder / MARKER).write_text(json.dumps({"stage": stage}) + "\n")
+
+
+def messages_of(stage, file):
+    """{qualified name: text of the NotImplementedError} of the functions of this file that the student writes."""
+    return {
+        name: f"exercise {exercise.number}: {exercise.title}: see {exercise.page}"
+        for exercise in of_stage(stage)
+        for each, name in exercise.functions
+        if each == file
+    }
+
+
+def command(arguments):
+    """Make the folder as the command line says, and print its exercises; returns the exit code."""
+    parser = base_parser("start", "Copy a stage to a working folder, without the functions that you will write.")
+    options = parser.parse_args(arguments)
+    folder = folder_of(options.stage, options.dir)
+    make_folder(options.stage, folder)
+    print(f"{folder} has the exercises of stage {options.stage}:")
+    for exercise in of_stage(options.stage):
+        print(f"  {exercise.page:<32} {exercise.title}")
+    directory = f" DIR={folder}" if options.dir is not None else ""
+    print(f"Read the first page, write its functions, then run `make grade STAGE={options.stage}{directory}`.")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main_of(command))

@@ -1,0 +1,302 @@
+"""The grader: the real code gets 100 %, removed functions 0 %, and any file of a student gives a clear line."""
+
+import json
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from exercises import collect, grade, runner, start
+from exercises.catalog import EXERCISES, ROOT, graded_files, of_stage
+from exercises.commands import MARKER
+from gpt2core.errors import ConfigError
+
+SOFTMAX, FILE = EXERCISES[0], "gpt2core/primitives.py"
+STAGES = [0, *(pytest.param(stage, marks=pytest.mark.long) for stage in (1, 2, 3))]
+
+
+def copy_of(stage, folder):
+    """A working folder with the graded files of a stage as they are in the repository."""
+    for file in graded_files(stage):
+        (folder / file).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / file, folder / file)
+    (folder / MARKER).write_text(json.dumps({"stage": stage}))
+    return folder
+
+
+def needs(stage):
+    if stage >= 2:
+        pytest.importorskip("triton")
+
+
+# -- scores ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_real_code_gets_100_percent(tmp_path, stage):
+    needs(stage)
+    shown = []
+    record = grade.grade(stage, copy_of(stage, tmp_path), show=shown.append)
+    assert record["score"] == 100, "\n".join(shown)
+    assert all(state == "passed" for each in record["exercises"].values() for state in each["checks"].values())
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_removed_functions_get_0_percent(tmp_path, stage):
+    needs(stage)
+    start.make_folder(stage, tmp_path / "new")
+    shown = []
+    record = grade.grade(stage, tmp_path / "new", show=shown.append)
+    states = {state for each in record["exercises"].values() for state in each["checks"].values()}
+    assert record["score"] == 0 and states == {"not started"}, "\n".join(shown)
+    assert sum("not written yet" in line for line in shown) == len(of_stage(stage))
+
+
+# -- any file of a student ---------------------------------------------------------------------------------------------
+
+BAD_FUNCTIONS = {  # body of softmax: (words of the result, words of the hint)
+    "return None": ("is not a Tensor", "from_op"),
+    "return x": ("has no gradient|elements differ", ""),
+    "return Tensor.from_op(x.data[:1], (x,), lambda dy: (dy,))": ("shape", ""),
+    "return Tensor.from_op('text', (x,), lambda dy: (dy,))": ("'str' object has no attribute", "softmax"),
+    "y = z": ("primitives.py, line 65: NameError: name 'z' is not defined", "softmax"),
+    "raise ValueError('two\\nlines' * 500)": ("ValueError: two lines", "softmax"),
+    "class E(Exception):\n        __str__ = None\n    raise E": ("line 67: E: (without a message)", "softmax"),
+    "import sys; sys.exit(0)": ("your code ended the program", "sys.exit"),
+    "raise KeyboardInterrupt": ("your code ended the program", ""),
+    "import os; os._exit(0)": ("ended the process with exit code 0", "softmax"),
+    "import os; os.abort()": ("ended the process with the signal SIGABRT", "softmax"),
+    "import os; os.closerange(3, 99); return 1": ("ended the process with exit code", "softmax"),
+    "return softmax(x, axis)": ("RecursionError", "softmax"),
+    "a = []\n    while True: a.append(bytearray(10**8))": ("needs more memory", "grow"),
+    "while True: print('\\x1b[31m garbage' * 999)": ("printed too much", "print()"),
+    "import time; time.sleep(99)": ("no result after 3 seconds", "loop"),
+    "while True: pass": ("no result after 3 seconds", "loop"),
+    "import os; os.fork()": ("os.fork()", "softmax"),
+    "import subprocess; subprocess.run(['true'])": ("subprocess.Popen()|os.posix_spawn()", "softmax"),
+}
+
+
+def grade_softmax(tmp_path, text):
+    """(Result of the first check of exercise 0.1, lines of the report) for this text of the student's file."""
+    folder = copy_of(0, tmp_path)
+    (folder / FILE).write_bytes(text if isinstance(text, bytes) else text.encode())
+    results = grade.grade_exercise(SOFTMAX, folder, ["softmax_rows"])
+    return results["softmax_rows"], list(grade.report_of(SOFTMAX, results))
+
+
+def with_body(body):
+    """The real file, with this body of softmax."""
+    text = (ROOT / FILE).read_text(encoding="utf-8")
+    function = re.search(r'(def softmax\(.*?""".*?"""\n).*?(?=\n\n\ndef )', text, re.S)
+    return text.replace(function[0], f"{function[1]}    {body}")
+
+
+def assert_one_clear_line(lines):
+    assert len(lines) in (1, 4) and all(line.isprintable() and len(line) < 1000 for line in lines), lines
+    assert "Traceback" not in "".join(lines)
+
+
+SHORT = ("y = z", "import os; os._exit(0)", "import sys; sys.exit(0)", "while True: pass")  # the others are long tests
+
+
+@pytest.mark.parametrize(
+    "body", [body if body in SHORT else pytest.param(body, marks=pytest.mark.long) for body in BAD_FUNCTIONS]
+)
+def test_whatever_a_function_does_the_report_is_clear(tmp_path, monkeypatch, body):
+    words, hint = BAD_FUNCTIONS[body]
+    monkeypatch.setattr(runner, "MEMORY", 1 << 29)  # half a GB is allocated faster than the limit
+    if "no result" in words:
+        monkeypatch.setattr(runner, "SECONDS", 3)
+    result, lines = grade_softmax(tmp_path, with_body(body))
+    pattern = words.replace("(", r"\(").replace(")", r"\)")
+    assert result.state in ("failed", "timed out") and re.search(pattern, result.text), result
+    assert hint in result.hint and len(lines) == 4
+    assert_one_clear_line(lines)
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("def softmax(:\n", f"{FILE}, line 1: Python cannot read this file"),
+        (b"\xff\xfe\x00", f"{FILE} is not a text file in UTF-8"),
+        (b"#" * (2 << 20), f"{FILE} has more than 1 MB"),
+        ("", f"{FILE} has no function softmax: add it again"),
+        ("def softmax(x, axis=-1):\n    return x\n\nimport nothing_of_this_name\n", "No module named"),
+        ("def softmax(x, axis=-1):\n    return x\n\nraise SystemExit\n", "your code ended the program"),
+    ],
+    ids=lambda each: None if isinstance(each, bytes) or "\n" in each else each,
+)
+def test_whatever_a_file_contains_the_report_is_clear(tmp_path, text, words):
+    result, lines = grade_softmax(tmp_path, text)
+    assert words in result.text
+    assert_one_clear_line(lines)
+
+
+def test_a_missing_file_is_named(tmp_path):
+    folder = copy_of(0, tmp_path)
+    (folder / FILE).unlink()
+    assert f"{FILE} is missing" in grade.grade_exercise(SOFTMAX, folder)["softmax_rows"].text
+
+
+def test_no_check_can_delete_or_write_files(tmp_path):
+    victim = tmp_path / "victim"
+    victim.mkdir()
+    (victim / "file").write_text("precious")
+    calls = [
+        f"shutil.rmtree({str(victim)!r})",
+        f"os.remove({str(victim / 'file')!r})",
+        f"open({str(victim / 'file')!r}, 'w')",
+        f"os.open({str(victim / 'file')!r}, os.O_WRONLY | os.O_TRUNC)",
+        f"os.rename({str(victim)!r}, 'moved')",
+        f"pathlib.Path({str(victim / 'new')!r}).mkdir()",
+    ]
+    lines = ["import os, pathlib, shutil", "refused = 0"]
+    for call in calls:
+        lines += ["try:", f"    {call}", "except PermissionError:", "    refused += 1"]
+    result, _ = grade_softmax(tmp_path / "folder", with_body("\n    ".join([*lines, "raise ValueError(refused)"])))
+    assert f"ValueError: {len(calls)}" in result.text, result
+    assert (victim / "file").read_text() == "precious" and not (victim / "new").exists()
+
+
+def test_what_the_code_prints_is_in_the_log_and_not_in_the_report(tmp_path):
+    folder = copy_of(0, tmp_path)
+    (folder / FILE).write_text(with_body("print('shape', x.shape); return None"))
+    graded = {SOFTMAX: grade.grade_exercise(SOFTMAX, folder)}
+    grade.write_log(folder / grade.LOG, graded)
+    assert "shape (3, 5)" in (folder / grade.LOG).read_text()
+    assert not any("shape (3, 5)" in line for line in grade.report_of(SOFTMAX, graded[SOFTMAX]))
+
+
+def test_another_exercise_of_the_file_may_be_unfinished(tmp_path):
+    """Each exercise is graded with the repository's functions in place of those of other exercises."""
+    start.make_folder(0, tmp_path / "new")
+    exercise = next(each for each in EXERCISES if each.number == "0.4")
+    real, file = copy_of(0, tmp_path / "real"), "stage0_serial/numpy_backend.py"
+    shutil.copy(real / "gpt2core/optimizer.py", tmp_path / "new/gpt2core/optimizer.py")
+    stripped, text = ((tmp_path / name / file).read_text(encoding="utf-8") for name in ("new", "real"))
+    body = text[text.index("        if math.isnan(grad_scale):\n            return\n        # p -= lr") :]
+    body = body[: body.index("\n\n\ndef decay_blocks")]
+    line = re.search(r'        raise NotImplementedError\("exercise 0.4:.*', stripped)[0]
+    (tmp_path / "new" / file).write_text(stripped.replace(line, body), encoding="utf-8")
+    result = grade.grade_exercise(exercise, tmp_path / "new", ["adamw_model"])["adamw_model"]
+    assert result.state == "passed", result
+
+
+# -- the commands ------------------------------------------------------------------------------------------------------
+
+
+def run(command, *words):
+    """(exit code, standard output, standard error) of python -m exercises.COMMAND."""
+    done = subprocess.run(
+        [sys.executable, "-m", f"exercises.{command}", *map(str, words)], cwd=ROOT, capture_output=True, text=True
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_a_working_folder_is_complete_and_never_overwritten(tmp_path, capsys):
+    folder = tmp_path / "work" / "stage0"
+    assert start.command(["--stage", "0", "--dir", str(folder)]) == 0
+    assert "0.1-softmax.md" in capsys.readouterr().out
+    (folder / FILE).write_text("my work")
+    assert run("start", "--stage", 0, "--dir", folder) == (
+        2, "", f"error: {folder} exists and is not overwritten: choose another folder with DIR=, or delete this one\n",
+    )  # fmt: skip
+    assert (folder / FILE).read_text() == "my work" and [path.name for path in folder.parent.iterdir()] == ["stage0"]
+    assert (folder / "data" / "dummy.txt").is_file() and (folder / "0.5-kv-cache.md").is_file()
+
+
+@pytest.mark.long
+def test_an_interrupt_ends_the_grader_at_once(tmp_path):
+    (copy_of(0, tmp_path) / FILE).write_text(with_body("while True: pass"), encoding="utf-8")
+    command = [sys.executable, "-u", "-m", "exercises.grade", "--stage", "0", "--dir", str(tmp_path), "--only", "0.1"]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.readline()
+        time.sleep(1)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=5)
+    assert (process.returncode, errors) == (130, b"")
+
+
+def test_a_working_folder_in_the_repository_is_ignored_by_git():
+    done = subprocess.run(["git", "check-ignore", "-q", "work/stage0/grade.json"], cwd=ROOT)
+    assert done.returncode in (0, 128)  # 128: not a git checkout
+
+
+@pytest.mark.parametrize(
+    "stage, words, line",
+    [
+        (0, ["--stage", 0], "{folder} has no exercise.json, so it is not a working folder: run `make exercise STAGE=0"),
+        (0, ["--stage", 5], "argument --stage: invalid choice: 5"),
+        (1, ["--stage", 0], "{folder} is a working folder of stage 1, not of stage 0: use STAGE=1"),
+        (0, ["--stage", 0, "--only", "1.1"], "--only 1.1: stage 0 has the exercises 0.1, 0.2, 0.3, 0.4, 0.5"),
+    ],
+)
+def test_a_mistake_on_the_command_line_is_one_line(tmp_path, stage, words, line):
+    if "no exercise.json" not in line:
+        (tmp_path / MARKER).write_text(json.dumps({"stage": stage}))
+    with pytest.raises(ConfigError) as caught:
+        grade.command([*map(str, words), "--dir", str(tmp_path)])
+    assert str(caught.value).startswith(line.format(folder=tmp_path)) and "\n" not in str(caught.value)
+
+
+def test_without_triton_the_error_names_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(grade, "find_spec", lambda name: None)
+    (tmp_path / MARKER).write_text(json.dumps({"stage": 3}))
+    with pytest.raises(ConfigError, match="^stage 3 needs Triton, whose interpreter .*: pip install triton$"):
+        grade.command(["--stage", "3", "--dir", str(tmp_path)])
+
+
+def test_grading_a_folder_that_does_not_exist_says_what_to_do(tmp_path):
+    with pytest.raises(ConfigError) as caught:
+        grade.command(["--stage", "2", "--dir", str(tmp_path / "x")])
+    assert str(caught.value) == f"{tmp_path}/x does not exist: run `make exercise STAGE=2 DIR={tmp_path}/x` first"
+
+
+def recorded(folder, stage=0, score=80):
+    """A working folder with a grade.json, as make grade writes it."""
+    copy_of(stage, folder)
+    record = {
+        "stage": stage, "score": score, "files": grade.hash_of(folder, graded_files(stage)),
+        "exercises": {exercise.number: {"score": score} for exercise in of_stage(stage)},
+    }  # fmt: skip
+    (folder / grade.RECORD).write_text(json.dumps(record))
+    return folder
+
+
+def test_a_class_is_collected_with_wrong_hashes_and_missing_results(tmp_path, capsys):
+    for name in ("alice", "bob", "carol", "dave", "erin"):
+        (tmp_path / name).mkdir()
+    (recorded(tmp_path / "alice" / "stage0") / FILE).write_text("# changed after grading\n")
+    recorded(tmp_path / "bob" / "work" / "stage1", stage=1)
+    (tmp_path / "carol" / grade.RECORD).write_text("{}")
+    copy_of(2, tmp_path / "dave")
+    (recorded(tmp_path / "alice" / "zero") / FILE).unlink()
+    assert collect.command([str(tmp_path), "--csv", str(tmp_path / "class.csv")]) == 0
+    header, *rows = capsys.readouterr().out.splitlines()
+    assert header.split() == ["student", "stage", "score", "exercises", "remark"]
+    for row, (words, remark) in zip(
+        rows,
+        [
+            ("alice 0 80 80 80 80 80 80", f"wrong hash, changed after make grade: {FILE}"),
+            ("alice 0 80 80 80 80 80 80", f"missing: {FILE}"),
+            ("bob 1 80 80 80 80 80 80", "identical to the repository's files"),
+            ("carol - - -", "grade.json is not one that this version of make grade writes"),
+            ("dave 2 - -", "no grade.json: run make grade"),
+            ("erin - - -", "no working folder and no grade.json"),
+        ],
+        strict=True,
+    ):
+        assert row.split() == [*words.split(), *remark.split()]
+    assert len((tmp_path / "class.csv").read_text().splitlines()) == 7
+
+
+def test_collecting_without_students_says_what_to_give(tmp_path):
+    with pytest.raises(ConfigError, match="has no sub-folders: give the folder"):
+        collect.command([str(tmp_path)])
+    with pytest.raises(ConfigError, match="is not a folder: give the folder"):
+        collect.command([str(tmp_path / "none")])
