@@ -32,6 +32,10 @@ RESULTS = {
     "unembed_cross_entropy_backward": ("dx", "dw"),
     "clip": ("norm", "grad_scale"),
 }
+# backward kernels whose oracle needs inputs of the forward call
+NEED_FORWARD = "linear_gelu_backward", "mlp_backward", "layernorm_backward", "residual_layernorm_backward"
+# kernels of two matrix products, one after the other, which double the rounding error
+TWO_PRODUCTS = "mlp", "attention", "unembed_cross_entropy"
 
 
 @dataclass(frozen=True)
@@ -58,11 +62,13 @@ class Difference:
 def difference(got, expected, tolerance, least=0.0, step=-1, place="", tensor="", exact=False, remark=""):
     """The Difference of two arrays, or None if norm(got - expected) <= tolerance * max(norm(expected), least).
 
-    exact: equal bits are needed. An element that is not finite is a difference.
+    exact: equal bits are needed. An element that is not finite is a difference, and so is another number of elements.
     """
     got, expected = np.asarray(got), np.asarray(expected)
-    if got.shape != expected.shape:
-        got = got.reshape(expected.shape)
+    if got.size != expected.size:
+        shapes = f"its shape is {got.shape} instead of {expected.shape}"
+        return Difference(step, place, tensor, np.inf, tolerance, (), np.nan, np.nan, shapes)
+    got = got.reshape(expected.shape)
     if exact and got.tobytes() == expected.astype(got.dtype).tobytes():
         return None
     errors = np.abs(got.astype(np.float64) - expected)
@@ -137,7 +143,10 @@ class KernelChecker:
             return
         if name.endswith("_forward") and isinstance(result, tuple) and result[-1] is not None:
             self.forwards[id(result[-1])] = result[-1], inputs  # the reference to aux keeps its id unique
-        forward = self.forwards.get(id(arguments.get("aux")), (None, SimpleNamespace()))[1]
+        _, forward = self.forwards.get(id(arguments.get("aux")), (None, None))
+        if forward is None and name in NEED_FORWARD:
+            return  # aux is not that of a recorded call
+        forward = forward or SimpleNamespace()
         results = result if isinstance(result, tuple) else (result,)
         named = dict(zip(RESULTS.get(name, (None,)), results, strict=False))
         expected = ORACLES[name](inputs, forward)
@@ -154,7 +163,8 @@ class KernelChecker:
             if got is None or tensor == "logsumexp" and not same_shape(got, want):
                 continue  # the backend keeps something else, or computes no such gradient
             where = dict(step=self.step, place=place_of(module, name), tensor=tensor)
-            self.found = self.found or difference(self.on_host(got), want, self.tolerance, least, **where)
+            tolerance = self.tolerance * (2 if name.startswith(TWO_PRODUCTS) else 1)
+            self.found = self.found or difference(self.on_host(got), want, tolerance, least, **where)
 
 
 def same_shape(array, other):

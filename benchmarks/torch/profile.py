@@ -24,7 +24,7 @@ from collections import Counter
 
 import torch
 
-from benchmarks.gpu import profile as gpu_profile
+from benchmarks.gpu.profile import is_product as is_gpu_product
 from benchmarks.harness.assignment_tables import ATTENTION_PARTS, OTHERS, PRODUCTS, SOFTMAX, STEP, profile_tables
 from benchmarks.harness.processes import run_main
 from benchmarks.harness.rows import add_row_flags, mean_and_deviation, run_rows
@@ -40,6 +40,7 @@ from benchmarks.torch.models import (
     timed,
 )
 from benchmarks.torch.passes import EAGER, NAIVE, PRECISIONS, TorchPasses
+from stage2_cuda.runtime import cupti
 
 # B batch, H heads, T time, D head size
 
@@ -54,16 +55,16 @@ KEPT = 5  # kernels of each pass in the results file
 def activities_of(function, device):
     """[Activity] of one call: kernels and copies of the GPU, or operations of the CPU with their own time."""
     if device.type == "cuda":
-        return gpu_profile.recorded(function, 1)
+        return cupti.recorded(function, 1)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as recorded:
         function()
     events = (event for event in recorded.events() if event.self_cpu_time_total > 0)
-    return [gpu_profile.Activity(e.time_range.start, e.self_cpu_time_total, e.name) for e in events]
+    return [cupti.Activity(e.time_range.start, e.self_cpu_time_total, e.name) for e in events]
 
 
 def is_product(activity):
     """Whether this is a matrix product, of the GPU or of the CPU."""
-    return gpu_profile.is_product(activity) or bool(CPU_PRODUCT.search(activity.name))
+    return is_gpu_product(activity) or bool(CPU_PRODUCT.search(activity.name))
 
 
 def summary(activities):
@@ -73,7 +74,7 @@ def summary(activities):
     """
     spent, calls, product = Counter(), Counter(), {}
     for activity in activities:
-        name = gpu_profile.short(activity.name)
+        name = cupti.short(activity.name)
         spent[name] += activity.duration / 1e3
         calls[name] += 1
         product[name] = is_product(activity)
@@ -193,7 +194,7 @@ def main():
                 run_passes(TorchPasses(*each, args.device, args.batch), args.warm_up, args.repeats)
         return
     if args.device == "cuda" and not args.dry_run:
-        gpu_profile.open_cupti()
+        cupti.open_cupti()
     cases = {name: functools.partial(profile_row, *each, args) for name, each in settings.items()}
     rows = run_rows(BENCHMARK, args, cases)
     print_tables(profile_tables(rows))

@@ -3,6 +3,7 @@
 The faults and the expected words are in planted_faults.toml.
 """
 
+import json
 import os
 import shutil
 import subprocess
@@ -69,7 +70,14 @@ def test_without_a_fault_the_short_rungs_pass_and_write_their_rows(tmp_path):
     file = tmp_path / "rows.json"
     done = parity(ROOT, "--only", "kernels-0", "gradients-0", "collectives", "--json", str(file))
     assert done.returncode == 0 and "3 of 3 rungs passed, 0 not run" in done.stdout, done.stdout + done.stderr
-    assert "first difference" not in done.stdout and file.stat().st_size > 100
+    assert "first difference" not in done.stdout
+    assert [row["result"] for row in json.loads(file.read_text())] == ["passed"] * 3
+    other = tmp_path / "other.json"
+    other.write_text("{}")
+    for path, words in ((other, "is not a file of this program"), (tmp_path, "cannot be written")):
+        done = parity(ROOT, "--only", "collectives", "--json", str(path))
+        assert done.returncode == 2 and words in done.stderr and done.stderr.count("\n") == 1
+    assert other.read_text() == "{}" and parity(ROOT, "--only", "collectives", "--json", str(file)).returncode == 0
 
 
 def test_a_rung_that_cannot_run_is_a_row_with_its_reason():
