@@ -28,7 +28,7 @@ ifneq ($(unknown),)
 endif
 
 gpu_goal := $(firstword $(filter test-gpu sanitize bench-gpu,$(MAKECMDGOALS)))
-ifneq ($(filter 2 3,$(STAGE))$(gpu_goal),)
+ifneq ($(filter 2 3,$(STAGE))$(gpu_goal)$(filter report,$(MAKECMDGOALS)),)
   # The major CUDA version of the driver (12, 13), from the header of nvidia-smi's table; empty without a GPU.
   cuda := $(shell nvidia-smi 2>/dev/null | sed -n 's/.*CUDA[A-Z ]* Version: *\([0-9]*\).*/\1/p')
   ifeq ($(if $(gpu_goal),$(cuda),not needed),)
@@ -41,11 +41,13 @@ ifdef PYTHON
   python := $(if $(findstring /,$(filter-out /%,$(PYTHON))),$(CURDIR)/$(PYTHON),$(PYTHON))
   export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
   test_ready = packages
+  report_ready = packages
 else
   python := $(CURDIR)/.venv/bin/python
   doctor: python := $(or $(wildcard $(python)),python3)
   cuda_ready  = $(if $(cuda),.venv/.train-nccl)
   test_ready  = .venv/.test
+  report_ready = .venv/.train-mpi .venv/.train-interpreter $(cuda_ready)
   ready_0     = .venv/.train
   ready_1     = .venv/.train-mpi
   ready_2     = .venv/.train-$(if $(interpreted),interpreter,cuda)
@@ -104,7 +106,7 @@ trained   := $(if $(wildcard $(OUT)/step-*),$(OUT))
 weights   := $(or $(trained),$(wildcard data/gpt2-$(PRESET)),data/gpt2-paper)
 untrained := $(if $(trained)$(filter %-$(PRESET),$(weights)),, (preset paper: $(OUT) has no checkpoint of make train PRESET=$(PRESET)))
 
-.PHONY: help train generate doctor exercise grade packages parity test test-fast test-long test-gpu assignment sanitize bench bench-gpu lint clean
+.PHONY: help train generate doctor report exercise grade packages parity test test-fast test-long test-gpu assignment sanitize bench bench-gpu lint clean
 
 help:  ## show this text
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -128,6 +130,9 @@ generate: $(train_ready)  ## continue a text with the checkpoint of `make train`
 
 doctor:  ## print versions, MPI, BLAS and GPUs, and run one small training step of each stage
 	@"$(python)" -m gpt2core.app.doctor
+
+report: $(report_ready)  ## measure what this machine can run of the paper's tables; write out/report/index.html
+	@"$(python)" -m benchmarks.report $(ARGS)
 
 # not from the environment: DIR there may belong to another program
 folder = $(if $(filter command,$(origin DIR)),--dir "$(DIR)")

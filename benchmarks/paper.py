@@ -1,4 +1,4 @@
-"""The losses of the paper "Distributed GPT-2" (Sahdev, Mathews, Guerrero): Table 2, 50 steps of preset `paper`."""
+"""The measurements of the paper "Distributed GPT-2" (Sahdev, Mathews, Guerrero): Tables 1 and 2, and its samples."""
 
 from gpt2core.app.loss_plot import Curve
 
@@ -68,3 +68,26 @@ def paper_curves():
         Curve(f"paper, {program}", list(range(50)), LOSSES[program], {"color": "0.5", "linestyle": style})
         for program, style in LINE_STYLES.items()
     ]
+
+
+# Table 1, in seconds, {program: (training, inference)}. "MPI" is the program on two CPUs with `mpirun -n 8`.
+SECONDS = {
+    "serial": (15264.36, 112.62),
+    "MPI": (1287.76, 112.28),
+    "CUDA": (429.44, 8.01),
+    "MPI and CUDA": (226.39, 7.80),
+}
+MPI_SECONDS_IN_TEXT = 12878.0  # sections 9.1 and 9.3; Table 1 has 1287.76
+PROCESSES = {"slides": 4, "command": 8}  # MPI processes according to the slides and to the command in section 8
+CPU = "Intel Core i7-7820HQ, 4 cores (two machines for MPI)"
+GPU = "NVIDIA Quadro M1200 (two machines for MPI and CUDA)"
+SAMPLES = {  # Figures 6 to 9: the 30 new tokens after the same 256 tokens
+    "serial": "Tinkering with an absurdly long paragraph that there are many tokens so the closer this feels to. The "
+    "dummy data scientists, and seas made of entropy, and",
+    "MPI": "Tinkering with their minimal GPT implementations. The dummy data, and seas made of entropy, and seas made "
+    "of entropy, and seas made of entropy, and",
+    "CUDA": "tinkering with an absurdly long paragraph that there are many tokens so the closer this feels to a corpus "
+    "even if it is just generated prose. The dummy data",
+    "MPI and CUDA": "tinkering with an absurdly long paragraph that there are many tokens so the network will see "
+    "enough variety to a corpus even if it is that there are many tokens",
+}

@@ -16,7 +16,10 @@ LIBRARIES = ("harness", "peers")
 SCRIPTS = [
     ".".join(path.relative_to(ROOT).with_suffix("").parts)
     for path in sorted((ROOT / "benchmarks").glob("*/*.py"))
-    if path.parent.name not in (*LIBRARIES, "parity") and "__main__" in path.read_text()
+    # A folder with __main__.py is one command with flags of its own, and its other files are no scripts.
+    if path.parent.name not in LIBRARIES
+    and not path.with_name("__main__.py").exists()
+    and "__main__" in path.read_text()
 ]
 
 

@@ -252,8 +252,9 @@ def test_the_sections_that_a_page_links_exist(page):
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_the_modules_that_a_page_runs_exist(page):
     names = re.findall(r"python3? -m ((?:benchmarks|exercises|stage\d_\w+|gpt2core|tests)[\w.]*\w)", prose(page))
-    missing = [name for name in names if not (ROOT / name.replace(".", "/")).with_suffix(".py").exists()]
-    assert missing == []
+    paths = {name: ROOT / name.replace(".", "/") for name in names}  # a module, or a package with __main__.py
+    modules = {name: (path.with_suffix(".py"), path / "__main__.py") for name, path in paths.items()}
+    assert [name for name, files in modules.items() if not any(file.exists() for file in files)] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)

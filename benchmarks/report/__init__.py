@@ -1,0 +1,1 @@
+"""`make report`: measure what this machine can run, and write one HTML page beside the figures of the paper."""

@@ -1,0 +1,90 @@
+"""Measure what this machine can run of the paper's comparison, and write the report: one HTML page, PNG and SVG files.
+
+python -m benchmarks.report --out out/report
+
+The page needs no network. The measured parts are JSON files in OUT/parts: after an interruption, the same command
+continues. Without a GPU, the page shows the shipped measurements of stages 2 and 3, with their hardware and date.
+"""
+
+import signal
+import sys
+from pathlib import Path
+
+from benchmarks.report.measure import parts_of
+from benchmarks.report.page import GENERATOR, write_report
+from benchmarks.report.parts import BUSY, PartFiles, Progress, run_parts
+from gpt2core.app.cli import Parser
+from gpt2core.app.command import run_command
+from gpt2core.app.presets import PRESETS
+from gpt2core.communicator import Solo
+from gpt2core.errors import ConfigError, counted
+
+
+def check_output(folder):
+    """Create the directory of the report and its part directory; raise ConfigError if it cannot be used."""
+    page = folder / "index.html"
+    try:
+        (folder / "parts").mkdir(parents=True, exist_ok=True)
+        probe = folder / "parts" / "probe.part"
+        probe.write_text("")
+        probe.unlink()
+        foreign = page.exists() and GENERATOR not in page.read_text(encoding="utf-8", errors="replace")[:2000]
+    except OSError as error:
+        raise ConfigError(f"--out {folder}: cannot be written ({error.strerror}): choose another directory") from None
+    if foreign:
+        raise ConfigError(f"--out {folder}: {page} is not a report of this program: choose another directory")
+
+
+def make_report(args):
+    """Measure the parts that are missing and write the report; returns the exit code."""
+    check_output(args.out)
+    parts = parts_of(args.preset, args.steps, args.full)
+    files = PartFiles(args.out / "parts", args.fresh)
+    if files.load_average > BUSY and not args.no_measure:
+        print(f"load average {files.load_average:.2f}: other programs may slow the measurements", file=sys.stderr)
+    report = Progress(len(parts))
+    try:
+        records, missing, failures = run_parts(parts, files, report, args.no_measure)
+    except KeyboardInterrupt:
+        report.close()
+        saved = sum(files.load(part) is not None for part in parts)
+        saved = f"{saved} of {counted(len(parts), 'part')} are saved in {files.folder}"
+        print(f"interrupted: {saved}; run the same command again to continue", file=sys.stderr)
+        return 130
+    report.close()
+    titles = {part.name: part.title for part in parts}
+    page = write_report(args.out, records, missing, args.preset, args.steps, titles)
+    print(f"written: {page} ({page.stat().st_size / 1e6:.1f} MB); open it in a browser")
+    if failures:
+        print(f"{counted(len(failures), 'part')} failed: {', '.join(failures)}; run the same command to try again")
+    return 1 if failures else 0
+
+
+def main(argv=None):
+    parser = Parser(prog="python -m benchmarks.report", description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    default = Path("out", "report")
+    add("--out", type=Path, default=default, metavar="DIR", help=f"directory of the report (default {default})")
+    add("--full", action="store_true", help="also train stage 1 on 1, 4 and 8 ranks")
+    add("--fresh", action="store_true", help="measure all parts again, also those that are saved in DIR/parts")
+    add("--no-measure", action="store_true", help="measure nothing: write the page from the saved and shipped results")
+    add("--preset", choices=PRESETS, default="paper", help="model of the measurements (default paper)")
+    add("--steps", type=int, default=50, help="steps of the training runs (default 50, as in the paper)")
+
+    def body(world):
+        args = parser.parse_args(argv)
+        if args.steps < 2:
+            raise ConfigError(f"--steps {args.steps}: the report needs 2 steps or more")
+        return make_report(args)
+
+    run_command(Solo, body)
+
+
+def interrupt(number, frame):
+    """End like Ctrl-C, so that the running command is stopped."""
+    raise KeyboardInterrupt
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, interrupt)
+    main()

@@ -1,0 +1,188 @@
+"""The measured parts of the report: each is one JSON file, so that an interrupted report continues where it ended."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+
+from benchmarks.harness.jobs import ROOT, end
+from benchmarks.harness.report import commit, cpu, hardware, to_json
+from gpt2core.errors import ConfigError
+from stage1_mpi.launch import choose, launch_line
+
+SECONDS = 0.2  # between two looks at a running command
+BUSY = 0.5  # a load average above this means that other programs run
+
+
+class Skipped(Exception):
+    """A part that this machine cannot run; the message says why."""
+
+
+class PartFailed(Exception):
+    """A command of a part ended with an error; the message has its last line."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One part. measure(progress, **options) returns its results as JSON data; progress(text) shows how far it is.
+
+    A saved part is used again only with equal options, at the same commit and on the same processor.
+    """
+
+    name: str
+    title: str
+    measure: callable
+    options: dict = field(default_factory=dict)
+
+
+class PartFiles:
+    """The directory of the parts. fresh: ignore the files of earlier runs."""
+
+    def __init__(self, folder, fresh=False):
+        self.folder, self.fresh = Path(folder), fresh
+        self.load_average = os.getloadavg()[0]  # before this program measures
+        self.origin = {"commit": commit(), "cpu": cpu(), "cores": os.cpu_count()}
+
+    def path(self, part):
+        return self.folder / f"{part.name}.json"
+
+    def load(self, part):
+        """The saved record of a part, or None if there is none, or none that fits."""
+        if self.fresh:
+            return None
+        try:
+            record = json.loads(self.path(part).read_text(encoding="utf-8"))
+            fits = record["options"] == part.options and record["origin"] == self.origin and "results" in record
+        except (OSError, ValueError, KeyError, TypeError):  # no file, or an incomplete one
+            return None
+        return record if fits else None
+
+    def save(self, part, results, seconds):
+        """Write the record of a part in one operation, so that a reader never sees half a file. Returns the record."""
+        record = {
+            "name": part.name, "title": part.title, "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "seconds": seconds, "options": part.options, "origin": self.origin, "hardware": hardware(),
+            "load_average": self.load_average, "results": results,
+        }  # fmt: skip
+        temporary = self.path(part).with_suffix(".part")
+        temporary.write_text(to_json(record), encoding="utf-8")
+        temporary.replace(self.path(part))
+        return record
+
+
+def run_parts(parts, files, report, only_saved=False):
+    """Measure the parts that no file has. Returns ({name: record}, {name: reason of a part that is missing}, failures).
+
+    report: a Progress. A part that is skipped or that fails does not stop the others; failures has the names of those
+    that failed. only_saved: measure nothing.
+    """
+    records, missing, failures = {}, {}, []
+    for part in parts:
+        if record := files.load(part):
+            report.line(f"{part.title}: measured on {record['date'][:10]}, used again")
+            records[part.name] = record
+            report.done()
+            continue
+        if only_saved:
+            missing[part.name] = "it was not measured (--no-measure)"
+            report.done()
+            continue
+        report.begin(part.title)
+        started = time.monotonic()
+        try:
+            results = part.measure(report.show, **part.options)
+            records[part.name] = files.save(part, results, time.monotonic() - started)
+            report.line(f"{part.title}: {time.monotonic() - started:.0f} s")
+        except Skipped as error:
+            missing[part.name] = str(error)
+            report.line(f"{part.title}: skipped: {error}")
+        except (PartFailed, ConfigError) as error:
+            missing[part.name] = f"it failed: {error}"
+            failures.append(part.name)
+            report.line(f"{part.title}: FAILED: {error}")
+        report.done()
+    return records, missing, failures
+
+
+class Progress:
+    """A progress bar on a terminal, and one line for each part. total: the number of parts."""
+
+    def __init__(self, total):
+        from tqdm import tqdm
+
+        self.bar = tqdm(total=total, unit="part", disable=None, leave=False, dynamic_ncols=True)
+        self.tqdm = tqdm
+
+    def begin(self, title):
+        self.title = title
+        self.show("")
+
+    def show(self, text):
+        self.bar.set_postfix_str(f"{self.title} {text}".strip())
+
+    def line(self, text):
+        self.tqdm.write(text, file=sys.stdout)
+
+    def done(self):
+        self.bar.update()
+
+    def close(self):
+        self.bar.close()
+
+
+# -- commands ---------------------------------------------------------------------------------------------------------
+
+
+def python_command(ranks, *words):
+    """The command line of `python -m WORDS`, on many ranks with mpiexec. Raises Skipped if there is no MPI."""
+    if ranks is None:
+        return [sys.executable, "-m", *words]
+    try:
+        launcher = launch_line(*choose(), ranks)
+    except (ConfigError, ImportError) as error:
+        raise Skipped(f"{error}") from None
+    return [*launcher, sys.executable, "-m", *words]
+
+
+def run_command_line(command, timeout, tick=lambda: None, **environment):
+    """Run a command and return its standard output. Raises PartFailed if it fails or takes more than `timeout` seconds.
+
+    tick: called several times a second. environment: more environment variables.
+    """
+    environment = dict(os.environ, PYTHONPATH=str(ROOT), **environment)
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=errors,
+            start_new_session=True,
+        )  # fmt: skip
+        started = time.monotonic()
+        try:
+            while process.poll() is None:
+                if time.monotonic() - started > timeout:
+                    raise PartFailed(f"{shown(command)} was stopped after {timeout} s")
+                tick()
+                time.sleep(SECONDS)
+        finally:
+            end(process)
+        if process.returncode:
+            raise PartFailed(f"{shown(command)} ended with code {process.returncode}: {last_line(errors)}")
+        out.seek(0)
+        return out.read()
+
+
+def shown(command):
+    """The command line as a user types it, from `-m` on."""
+    words = [str(word) for word in command]
+    return "python " + " ".join(words[words.index("-m") :]) if "-m" in words else " ".join(words)
+
+
+def last_line(file):
+    """The line of an open file that tells the cause of an error: the first that starts with "error:", or the last."""
+    file.seek(0)
+    lines = [line.strip() for line in file if line.strip()] or ["no message"]
+    return next((line for line in lines if line.startswith("error:")), lines[-1])

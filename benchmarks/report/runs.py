@@ -1,0 +1,93 @@
+"""The runs that the report compares: measured on this machine or, for GPUs, taken from results/."""
+
+from dataclasses import dataclass
+
+from benchmarks.report import shipped
+from benchmarks.report.markup import seconds
+
+STAGE_NAMES = {
+    0: "stage 0, NumPy",
+    1: "stage 1, NumPy and MPI",
+    2: "stage 2, CUDA",
+    3: "stage 3, CUDA, MPI and NCCL",
+}
+PAPER_NAMES = dict(zip(STAGE_NAMES, ("serial", "MPI", "CUDA", "MPI and CUDA"), strict=True))
+THIS_MACHINE = "this machine"
+
+
+@dataclass(frozen=True)
+class Run:
+    """One number or curve. where: the hardware and, for a shipped result, its date. shipped: from results/."""
+
+    value: object
+    where: str
+    shipped: bool = False
+
+
+@dataclass(frozen=True)
+class Runs:
+    """The records of the measured parts, and the reasons of the missing ones. preset, steps: of the training runs."""
+
+    records: dict
+    missing: dict
+    preset: str
+    steps: int
+
+    @property
+    def is_paper(self):
+        """Whether the training runs are those of the paper, so that shipped results can stand beside them."""
+        return (self.preset, self.steps) == ("paper", 50)
+
+    def results(self, name):
+        """The results of a part, or None."""
+        return self.records[name]["results"] if name in self.records else None
+
+    def reason(self, name):
+        return self.missing.get(name, "no GPU was found, and results/ has no measurement of it")
+
+    def rank_counts(self):
+        """The numbers of ranks of the measured trainings of stage 1."""
+        names = [name for name in self.records if name.startswith("train1-")]
+        return sorted(int(name.removeprefix("train1-")) for name in names)
+
+    def training(self, stage):
+        """The seconds of the training, a Run or None."""
+        name = "train1-2" if stage == 1 else f"train{stage}"
+        if results := self.results(name):
+            compiled = f"; the first step compiles the kernels: {seconds(results['first_step'])}" if stage >= 2 else ""
+            return Run(results["seconds"], self.place(name) + compiled)
+        if stage >= 2 and self.is_paper:
+            value, how, file = shipped.training()[stage]
+            return Run(value, f"{how}; {shipped.origin(file)}", True)
+        return None
+
+    def inference(self, stage):
+        """The seconds of the paper's inference, a Run or None. On ranks: --mode replicate, the paper's method."""
+        name = "infer1-replicate" if stage == 1 else f"infer{stage}"
+        if results := self.results(name):
+            return Run(results["seconds"], self.place(name))
+        if stage == 2:
+            value, how, file = shipped.inference()
+            return Run(value, f"{how}; {shipped.origin(file)}", True)
+        return None
+
+    def place(self, name):
+        options = self.records[name]["options"]
+        ranks = options.get("ranks")
+        return THIS_MACHINE + (f", {ranks} ranks" if ranks else "")
+
+    def curves(self):
+        """{label: Run with the losses} of all four stages."""
+        found = {}
+        if results := self.results("train0"):
+            found["stage 0"] = Run(results["losses"], THIS_MACHINE)
+        for ranks in self.rank_counts():
+            label = f"stage 1, {ranks} {'rank' if ranks == 1 else 'ranks'}"
+            found[label] = Run(self.results(f"train1-{ranks}")["losses"], THIS_MACHINE)
+        for stage, name, ranks in ((2, "stage 2", 1), (3, "--deterministic", 2)):
+            if results := self.results(f"train{stage}"):
+                found[f"stage {stage}"] = Run(results["losses"], self.place(f"train{stage}"))
+            elif self.is_paper:
+                where = f"fp32, {ranks} GPU{'s' * (ranks > 1)}; {shipped.origin('gpus/parity')}"
+                found[f"stage {stage}"] = Run(shipped.curve(name, ranks), where, True)
+        return found

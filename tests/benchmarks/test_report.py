@@ -1,0 +1,409 @@
+"""The report: its recorded collectives, its parts that are saved and used again, its page in a browser, its errors."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from benchmarks.harness.jobs import ROOT
+from benchmarks.report import __main__ as report
+from benchmarks.report import measure, parts, recording, trace
+from benchmarks.report import page as page_module
+from benchmarks.report.page import GENERATOR, write_report
+from gpt2core.app.presets import PRESETS
+from gpt2core.errors import ConfigError
+from gpt2core.parallel.config import ParallelConfig
+from gpt2core.parallel.thread_communicator import run_ranks
+from gpt2core.trainer import Trainer
+from stage0_serial.numpy_backend import NumpyBackend
+from tests.support.browser import NAMES, Browser, BrowserError, find_browser
+
+RANKS = 4
+
+# -- recorded collectives ---------------------------------------------------------------------------------------------
+
+
+def sent(recorded, rank):
+    """The bytes that a rank sends in a recording."""
+    return sum(m["bytes"] for frame in recorded["frames"] for m in frame["messages"] if m["from"] == rank)
+
+
+@pytest.mark.parametrize(
+    "name, sends",  # sends: bytes that a rank sends, in arrays of n bytes, from the table in stage1_mpi/collectives.py
+    [("ring", 2 * (RANKS - 1) / RANKS), ("reduce-scatter", (RANKS - 1) / RANKS), ("zero-1", 2 * (RANKS - 1) / RANKS)],
+)
+def test_a_recording_ends_with_the_right_slices_and_has_sent_the_bytes_of_the_formula(name, sends):
+    recorded = recording.record(name, RANKS)
+    assert [sent(recorded, rank) for rank in range(RANKS)] == [sends * recorded["bytes"]] * RANKS
+    everyone, last = list(range(RANKS)), recorded["frames"][-1]["ranks"]
+    for rank, state in enumerate(last):
+        if name == "ring":
+            assert state["cells"]["gradients"] == [(slice, everyone) for slice in range(RANKS)]
+        elif name == "reduce-scatter":
+            assert state["cells"]["own slice of the sum"] == [(rank, everyone)]
+        else:
+            assert state["cells"]["gradients"][rank] == (rank, everyone)
+            assert state["cells"]["parameters"] == [(slice, [slice]) for slice in range(RANKS)]
+    assert json.loads(json.dumps(recorded)) and recorded == recording.record(name, RANKS)  # threads change nothing
+
+
+def test_the_memory_of_zero_1_is_that_of_a_trainer_with_zero_1():
+    def optimizer_bytes(comm):
+        parallel = ParallelConfig(dp="flat", zero=1)
+        sizes = {"batch_size": RANKS, "seq_len": 4, "micro_batches": RANKS}
+        return Trainer(PRESETS["nano"], [NumpyBackend()], world=comm, parallel=parallel, **sizes).optimizer.nbytes
+
+    recorded = recording.record("zero-1", RANKS)
+    held = [state["bytes"]["AdamW moments of the own slice"] for state in recorded["frames"][0]["ranks"]]
+    assert held == run_ranks(RANKS, optimizer_bytes) == [2 * recorded["bytes"] // RANKS] * RANKS
+
+
+def test_a_slice_with_elements_of_two_slices_is_an_error():
+    with pytest.raises(ValueError, match="several slices"):
+        recording.decoded(np.array([1.0, 2.0], np.float32), RANKS)
+
+
+# -- traces -----------------------------------------------------------------------------------------------------------
+
+
+def event(name, start, duration, category, lane=0, rank=0, **details):
+    return {
+        "ph": "X",
+        "name": name,
+        "ts": start,
+        "dur": duration,
+        "cat": category,
+        "pid": rank,
+        "tid": lane,
+        "args": details,
+    }
+
+
+EVENTS = [
+    {"ph": "M", "name": "thread_name", "pid": rank, "tid": lane, "args": {"name": name}}
+    for rank in (0, 1)
+    for lane, name in enumerate(("worker 0", "data-parallel group"))
+] + [
+    event("step 0", 0, 100, "step", lane=2),
+    event("embedding_forward", 10, 5, "forward"),
+    event("step 1", 100, 100, "step", lane=2),
+    *(
+        each
+        for rank in (0, 1)
+        for each in (
+            event("forward", 100, 40, "phase", rank=rank),
+            event("mlp_forward", 105, 30, "forward", rank=rank, module="h.0.mlp"),
+            event("linear_forward", 110, 20, "forward", rank=rank, module="h.0.mlp.c_fc"),
+            event("attention_backward", 145, 20, "backward", rank=rank),
+            event("wait: all_reduce", 165, 15, "wait", rank=rank),
+            event("all_reduce", 150, 30, "collective", lane=1, rank=rank, bytes=400, ranks=2),
+        )
+    ),
+]  # fmt: skip
+
+
+def test_the_last_step_of_a_trace_is_read_and_its_times_are_counted_once():
+    step = trace.step_of(EVENTS)
+    assert (step["name"], round(1e6 * step["seconds"]), len(step["lanes"])) == ("step 1", 100, 4)
+    assert step["lanes"][0]["events"][0] == ["forward", 0, 40, "phase", "", 0]
+    ops = trace.time_by_op(step)  # of two ranks; mlp_forward without the linear_forward inside it
+    assert {name: round(1e6 * seconds) for name, seconds in ops.items()} == {
+        "linear_forward": 40, "attention_backward": 40, "mlp_forward": 20,
+    }  # fmt: skip
+    (row,) = trace.collectives_of(step)
+    assert (row["name"], row["calls"], row["bytes"], round(1e6 * row["seconds"])) == ("all_reduce", 1, 400, 30)
+    assert round(1e6 * trace.waiting(step)) == 15
+
+
+def test_the_trace_that_training_writes_can_be_read(train, corpus, tmp_path):
+    flags = ("--preset", "nano", "--sample", 0, "--data", corpus, "--steps", 2, "--threads", 2)
+    assert train(*flags, "--trace", tmp_path / "trace.json").code == 0
+    step = trace.read_step(tmp_path / "trace.json")
+    assert step["name"] == "step 1" and [lane["name"] for lane in step["lanes"]] == ["worker 0", "worker 1"]
+    assert {"linear_forward", "attention_backward", "adamw_step"} <= trace.time_by_op(step).keys()
+
+
+# -- parts ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def lines(monkeypatch):
+    """A Progress whose lines are in the attribute `texts`."""
+    monkeypatch.setattr(parts, "hardware", dict)
+    texts = []
+    nothing = lambda *_: None  # noqa: E731
+    return SimpleNamespace(texts=texts, line=texts.append, begin=nothing, show=nothing, done=nothing)
+
+
+def test_a_saved_part_is_used_again_unless_its_options_or_its_file_changed(lines, tmp_path):
+    calls = []
+
+    def count(show, **options):
+        calls.append(options)
+        return {"value": len(calls)}
+
+    def value(part, fresh=False):
+        records, missing, failures = parts.run_parts([part], parts.PartFiles(tmp_path, fresh), lines)
+        assert not missing and not failures
+        return records[part.name]["results"]["value"]
+
+    part = parts.Part("a", "part a", count, {"steps": 2})
+    assert [value(part), value(part)] == [1, 1] and "used again" in lines.texts[-1]
+    assert value(parts.Part("a", "part a", count, {"steps": 3})) == 2
+    assert value(part) == 3
+    (tmp_path / "a.json").write_text((tmp_path / "a.json").read_text()[:-30])  # an interrupted copy
+    assert value(part) == 4
+    assert value(part, fresh=True) == 5
+
+
+def test_a_skipped_and_a_failed_part_do_not_stop_the_others(lines, tmp_path):
+    def skip(show):
+        raise parts.Skipped("no MPI was found")
+
+    def fail(show):
+        parts.run_command_line([sys.executable, "-c", "raise SystemExit('error: no memory')"], 60)
+
+    chosen = [
+        parts.Part("a", "part a", skip),
+        parts.Part("b", "part b", fail),
+        parts.Part("c", "part c", lambda show: 3),
+    ]
+    records, missing, failures = parts.run_parts(chosen, parts.PartFiles(tmp_path), lines)
+    assert records.keys() == {"c"} and failures == ["b"] and missing["a"] == "no MPI was found"
+    assert missing["b"].endswith("ended with code 1: error: no memory")
+    assert lines.texts[0] == "part a: skipped: no MPI was found" and lines.texts[1].startswith("part b: FAILED: ")
+
+
+def test_without_mpi_and_without_triton_the_parts_that_need_them_are_skipped(lines, tmp_path, monkeypatch):
+    def no_mpi():
+        raise ConfigError("mpi4py is not installed; pip install mpi4py mpich")
+
+    monkeypatch.setattr(parts, "choose", no_mpi)
+    monkeypatch.setattr(measure, "find_spec", lambda name: None)
+    chosen = [part for part in measure.parts_of("nano", 2, True) if "1-" in part.name]
+    chosen += [part for part in measure.parts_of("nano", 2, True) if part.name in ("collectives", "interpreter")]
+    records, missing, failures = parts.run_parts(chosen, parts.PartFiles(tmp_path), lines)
+    assert len(chosen) == 11 and missing.keys() == {part.name for part in chosen} and not records and not failures
+    assert missing.pop("interpreter") == "Triton is not installed; pip install triton"
+    assert set(missing.values()) == {"mpi4py is not installed; pip install mpi4py mpich"}
+
+
+def test_a_command_that_takes_too_long_is_stopped():
+    started = time.monotonic()
+    with pytest.raises(parts.PartFailed, match="was stopped after 0.5 s"):
+        parts.run_command_line([sys.executable, "-c", "import time; time.sleep(60)"], 0.5)
+    assert time.monotonic() - started < 30
+
+
+def test_with_gpus_stages_2_and_3_are_measured_instead_of_the_interpreter(monkeypatch):
+    names = [part.name for part in measure.parts_of("paper", 50, False)]
+    monkeypatch.setattr(measure, "nvidia_smi", lambda *fields: [["NVIDIA H200"]] * 3)
+    with_gpus = {part.name: part.options for part in measure.parts_of("paper", 50, True)}
+    assert with_gpus.keys() - set(names) == {"train1-1", "train1-4", "train1-8"} | {
+        f"{kind}{stage}" for kind in ("train", "infer", "trace") for stage in (2, 3)
+    }
+    assert set(names) - with_gpus.keys() == {"interpreter"} and with_gpus["train3"]["ranks"] == 2  # a power of two
+
+
+def test_the_new_tokens_are_found_in_the_output_of_a_command():
+    assert (
+        measure.continuation("Prompt (2 tokens):\na b\n\nContinuation:\nc d\ne\n\nprompt tokens 2 | new\n") == "c d e"
+    )
+
+
+# -- the page in a browser --------------------------------------------------------------------------------------------
+
+
+def small_records():
+    """{name: record} with made-up measurements of every part."""
+    losses = [5.0 - 0.1 * step for step in range(4)]
+    training = {
+        "losses": losses,
+        "seconds": 9.5,
+        "median_step": 2.0,
+        "bytes_sent": 0,
+        "sample": "the <b>cats</b> & all",
+    }
+    inference = {"seconds": 1.5, "samples": [1.5], "prompts": 1, "sample": "the loss"}
+    step = trace.step_of(EVENTS) | {"median_step": 1e-4}
+    rows = [
+        {"algorithm": name, "bytes": size, "median": size * 1e-9 + 1e-5, "bytes_sent": size}
+        for name in ("mpi", "ring") for size in (1000, 100_000)
+    ]  # fmt: skip
+    speeds = [("threads", 1, 2.0), ("threads", 2, 1.1), ("ranks", 2, 1.05)]
+    results = {
+        "recordings": recording.record_all(),
+        **{name: training for name in ("train0", "train1-2")},
+        **{name: inference for name in ("infer0", "infer1-replicate", "infer1-batch")},
+        **{name: step for name in ("trace0", "trace1-flat", "trace1-bucket")},
+        "scaling": {"rows": [{"kind": kind, "count": count, "step_seconds": time} for kind, count, time in speeds]},
+        "collectives": {"ranks": 2, "rows": rows},
+        "interpreter": {"preset": "nano", "losses": {f"stage {n}": losses for n in (0, 2, 3)}},
+    }
+    options = {"ranks": 2, "preset": "nano"}
+    common = {"options": options, "load_average": 1.5}
+    return {name: {"results": json.loads(json.dumps(each)), **common} for name, each in results.items()}
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory):
+    """The path of a report with small_records(); one part is missing."""
+    folder = tmp_path_factory.mktemp("report")
+    missing = {"infer1-tensor": "no MPI was found <here>"}
+    return write_report(folder, small_records(), missing, "nano", 4, {"infer1-tensor": "inference, tensor"})
+
+
+@pytest.fixture(scope="module")
+def browser():
+    try:
+        opened = Browser().__enter__()
+    except BrowserError as error:
+        pytest.skip(str(error))
+    with contextlib.closing(opened):
+        yield opened
+
+
+PICTURES = """[...document.querySelectorAll("svg, img")].map(each => {
+  const box = each.getBoundingClientRect();
+  return box.width > 0 && box.height > 0 && (each.tagName !== "IMG" || each.naturalWidth > 0);
+})"""
+CHOOSE = """(number => { const choice = document.getElementById("player-view"); choice.value = number;
+  choice.dispatchEvent(new Event("change")); return choice.options[number].text; })"""
+FRAME = 'Number(document.getElementById("step-player").dataset.frame)'
+LAST = 'Number(document.querySelector("#step-player input").max)'
+PLAY = """new Promise((done, fail) => {
+  const root = document.getElementById("step-player"), frames = [], slider = root.querySelector("input");
+  root.dataset.milliseconds = 1;
+  new MutationObserver(() => {
+    frames.push(Number(root.dataset.frame));
+    if (frames.at(-1) === Number(slider.max)) done(frames);
+  }).observe(root, { attributeFilter: ["data-frame"] });
+  setTimeout(() => fail(new Error("stopped at frame " + frames.at(-1))), 30000);
+  root.querySelector("[data-action=play]").click();
+})"""
+
+
+@pytest.mark.parametrize("width, dark", [(1280, False), (390, True)])
+def test_the_page_shows_every_picture_without_errors_and_outside_requests(browser, page, width, dark):
+    browser.open(page.as_uri(), width, dark=dark)
+    pictures = browser.evaluate(PICTURES)
+    assert len(pictures) > 12 and all(pictures)
+    assert browser.errors() == [] and browser.requests() == [page.as_uri()]
+    assert browser.evaluate("document.documentElement.scrollWidth") == width  # no horizontal scroll of the page
+    background = browser.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert background == ("rgb(20, 23, 28)" if dark else "rgb(255, 255, 255)")
+
+
+def test_the_player_plays_every_view_from_the_first_to_the_last_frame(browser, page):
+    browser.open(page.as_uri())
+    count = browser.evaluate('document.getElementById("player-view").options.length')
+    titles = [browser.evaluate(f"{CHOOSE}({number})") for number in range(count)]
+    assert {"ring all-reduce", "reduce-scatter", "ZeRO-1"} <= set(titles) and count >= 3 + 3
+    for number in range(count):
+        browser.evaluate(f"{CHOOSE}({number})")
+        last = browser.evaluate(LAST)
+        assert browser.evaluate(PLAY) == list(range(1, last + 1))
+        assert browser.evaluate('document.querySelector("[data-action=play]").textContent') == "Play"  # it has stopped
+    assert browser.errors() == []
+
+
+def test_the_player_is_used_with_the_keyboard_and_shows_slices_and_memory(browser, page):
+    browser.open(page.as_uri())
+    titles = browser.evaluate('[...document.getElementById("player-view").options].map(each => each.text)')
+    browser.evaluate(f"{CHOOSE}({titles.index('ring all-reduce')})")
+    browser.evaluate('document.getElementById("step-player").focus()')
+    outline = 'getComputedStyle(document.getElementById("step-player")).outlineStyle'
+    frames = []
+    for key in ("ArrowRight", "ArrowRight", "ArrowLeft", "End", "ArrowRight", "Home"):
+        browser.press(key)
+        frames.append(browser.evaluate(FRAME))
+    assert frames == [1, 2, 1, 6, 6, 0] and browser.evaluate(outline) == "solid"
+    text = browser.evaluate('document.getElementById("step-player").innerText')
+    assert "rank 0 to rank 1: slice 3 of rank 0, 65.54 kB" in text and "in memory: 393.2 kB" in text
+    browser.press("End")
+    assert browser.evaluate('document.querySelectorAll("#step-player .cell.full").length') == RANKS * RANKS
+
+
+def test_the_page_can_be_printed(browser, page):
+    browser.open(page.as_uri())
+    assert browser.call("Page.printToPDF")["data"].startswith("JVBER")  # "%PDF" in base 64
+
+
+def test_the_page_and_its_picture_files_are_complete(page):
+    text = page.read_text(encoding="utf-8")
+    assert len(text) < 5e6
+    assert "&lt;b&gt;cats&lt;/b&gt; &amp; all" in text and "no MPI was found &lt;here&gt;" in text  # escaped
+    assert "1,287.76 s (its Table 1), 12,878 s (its text)" in text and "15.6 % less" in text
+    assert "the load average was 1.5 before the measurements" in text
+    names = {path.name for path in page.parent.iterdir()}
+    assert {f"stage{number}.svg" for number in range(4)} | {"architecture.svg"} <= names
+    assert {"loss.svg", "loss.png", "loss-dark.png", "scaling.svg", "timeline.svg", "trace0-ops.svg"} <= names
+
+
+def test_a_missing_browser_is_one_line_that_says_what_to_install(monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(BrowserError, match="apt install chromium") as error:
+        find_browser()
+    assert all(name in str(error.value) for name in NAMES) and "\n" not in str(error.value)
+
+
+# -- the command ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def run(capsys, monkeypatch):
+    """run(*argv) -> (exit code, standard output, standard error) of the command, which writes no PNG files."""
+    monkeypatch.setattr(page_module, "write_png", lambda chart, folder: None)
+
+    def run(*argv):
+        with pytest.raises(SystemExit) as ended:
+            report.main([str(word) for word in argv])
+        return ended.value.code, *capsys.readouterr()
+
+    return run
+
+
+def test_a_wrong_output_directory_is_one_line_and_changes_no_file(run, tmp_path):
+    (tmp_path / "file").write_text("a text")
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "index.html").write_text("<!doctype html><title>my site</title>")
+    for folder, message in (
+        (tmp_path / "file", "cannot be written (Not a directory): choose another directory"),
+        (tmp_path / "site", "is not a report of this program: choose another directory"),
+    ):
+        code, out, err = run("--out", folder, "--no-measure")
+        assert code == 2 and out == "" and err.startswith(f"error: --out {folder}: ") and err.endswith(f"{message}\n")
+        assert err.count("\n") == 1
+    assert (tmp_path / "file").read_text() == "a text"
+    assert (tmp_path / "site" / "index.html").read_text() == "<!doctype html><title>my site</title>"
+
+
+def test_without_measurements_the_page_has_the_shipped_results_and_says_what_is_missing(run, tmp_path):
+    (tmp_path / "index.html").write_text(f"<!doctype html>{GENERATOR}")  # an older report, which is replaced
+    code, out, err = run("--out", tmp_path, "--no-measure")
+    assert (code, err) == (0, "") and f"written: {tmp_path / 'index.html'}" in out
+    text = (tmp_path / "index.html").read_text(encoding="utf-8")
+    assert text.count("it was not measured (--no-measure)") > 10 and "NVIDIA H200, 2026-" in text
+
+
+def test_an_interrupted_report_says_so_and_continues(tmp_path):
+    command = [sys.executable, "-m", "benchmarks.report", "--preset", "nano", "--steps", "2", "--out", str(tmp_path)]
+    environment = dict(os.environ, PYTHONPATH=str(ROOT))
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    while not (tmp_path / "parts" / "train0.json").exists() and process.poll() is None:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130 and "Traceback" not in err and not (tmp_path / "index.html").exists()
+    assert f"parts are saved in {tmp_path / 'parts'}; run the same command again to continue" in err
+    (part,) = (part for part in measure.parts_of("nano", 2, False) if part.name == "train0")
+    assert len(parts.PartFiles(tmp_path / "parts").load(part)["results"]["losses"]) == 2  # the next run uses it
