@@ -48,6 +48,7 @@ else
   cuda_ready  = $(if $(cuda),.venv/.train-nccl)
   test_ready  = .venv/.test
   report_ready = .venv/.train-mpi .venv/.train-interpreter $(cuda_ready)
+  notebook_ready = .venv/.notebook
   ready_0     = .venv/.train
   ready_1     = .venv/.train-mpi
   ready_2     = .venv/.train-$(if $(interpreted),interpreter,cuda)
@@ -57,7 +58,7 @@ else
   grade_ready = $(if $(filter 2 3,$(STAGE)),.venv/.train-interpreter,.venv/.train)
 endif
 
-ifneq ($(filter train generate exercise grade,$(MAKECMDGOALS)),)
+ifneq ($(filter train generate exercise grade notebook,$(MAKECMDGOALS)),)
   ifeq ($(filter $(STAGE),0 1 2 3),)
     $(error STAGE=$(STAGE) is not a stage: STAGE is 0, 1, 2 or 3)
   endif
@@ -106,7 +107,7 @@ trained   := $(if $(wildcard $(OUT)/step-*),$(OUT))
 weights   := $(or $(trained),$(wildcard data/gpt2-$(PRESET)),data/gpt2-paper)
 untrained := $(if $(trained)$(filter %-$(PRESET),$(weights)),, (preset paper: $(OUT) has no checkpoint of make train PRESET=$(PRESET)))
 
-.PHONY: help train generate doctor report exercise grade packages parity test test-fast test-long test-gpu assignment sanitize bench bench-gpu lint clean
+.PHONY: help train generate notebook doctor report exercise grade packages parity test test-fast test-long test-gpu assignment sanitize bench bench-gpu lint clean
 
 help:  ## show this text
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -127,6 +128,11 @@ train: $(train_ready)  ## train PRESET on its corpus and print a sample text; ch
 generate: $(train_ready)  ## continue a text with the checkpoint of `make train`, or with the shipped weights
 	@$(if $(findstring --weights,$(ARGS)),,echo "weights: $(weights)$(untrained)")
 	@$(run) -m $(stage).inference --weights "$(weights)" $(ARGS)
+
+notebook: $(notebook_ready)  ## open the notebook of STAGE in JupyterLab: the lesson with figures, to run and to change
+	@"$(python)" -c 'import jupyterlab' 2>/dev/null || { echo 'make: $(python) has no JupyterLab: omit PYTHON, install' \
+	  'jupyterlab, or open $(STAGE_$(STAGE))/walkthrough.ipynb in another program for notebooks' >&2; exit 2; }
+	exec "$(python)" -m jupyterlab $(STAGE_$(STAGE))/walkthrough.ipynb $(ARGS)
 
 doctor:  ## print versions, MPI, BLAS and GPUs, and run one small training step of each stage
 	@"$(python)" -m gpt2core.app.doctor
@@ -177,6 +183,7 @@ bench: $(test_ready)  ## compare with PyTorch on CPUs; print tables, write resul
 	"$(python)" -m benchmarks.cpu.choices --save
 	"$(python)" -m benchmarks.cpu.curve --save
 	"$(python)" -m benchmarks.cpu.first_run --save
+	"$(python)" -m benchmarks.cpu.classroom --save
 	"$(python)" -m benchmarks.ranks.ranks --save
 	"$(python)" -m benchmarks.ranks.strategies --save --ranks 2
 	"$(python)" -m benchmarks.ranks.strategies --save --ranks 4 --only zero
@@ -194,6 +201,7 @@ bench-gpu: $(test_ready) $(cuda_ready)  ## the same on GPUs: stage 2 on one GPU,
 	"$(python)" -m benchmarks.gpu.memory --save
 	"$(python)" -m benchmarks.gpu.profile --save
 	"$(python)" -m benchmarks.gpu.lesson --save
+	"$(python)" -m benchmarks.gpu.ladder --save
 	"$(python)" -m benchmarks.gpu.choices --save
 	"$(python)" -m benchmarks.gpu.fusions --save
 	"$(python)" -m benchmarks.gpus.scaling --save --strong 64 --paper
@@ -230,6 +238,7 @@ clean:  ## remove .venv, out/ and cached files
 
 # These lists are variables, because a comma in $(call ...) would separate two arguments.
 test_extras = mpi,test
+notebook_extras = interpreter,notebook
 nccl_extras = mpi,cuda$(major),nccl$(major)
 major       = $(if $(filter 12,$(cuda)),12,13)
 
@@ -250,6 +259,9 @@ echo 'installing $(1) into .venv (a few minutes the first time)'; \
        'give an interpreter that has them, for example PYTHON=python3' >&2; exit 2; }; \
 touch $(2)
 endef
+
+.venv/.notebook: pyproject.toml | .venv/bin/python
+	$(call install,.[$(notebook_extras)],.venv/.train .venv/.train-interpreter $@)
 
 .venv/bin/python:
 	@$(lock); [ -x $@ ] && exit; \

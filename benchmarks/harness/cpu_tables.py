@@ -46,6 +46,15 @@ def first_run():
     return rows, ["cpu/first_run"]
 
 
+def classroom():
+    rows = []
+    for result in load("cpu/classroom")["results"]:
+        title = f"`{result['name']}`" if result["name"].startswith("make ") else result["name"]
+        seconds, peak = number(result["seconds"], 1, 2), mib(result["peak_bytes"])
+        rows.append({"command": title, "seconds": seconds, "peak MiB": peak})
+    return rows, ["cpu/classroom"]
+
+
 def cpu_decode(kind=""):
     rows = []
     for result in load(f"cpu/decode{kind}")["results"]:
@@ -199,6 +208,7 @@ TABLES = {
     "cpu-choices": cpu_choices,
     "cpu-choices-intel": lambda: cpu_choices("_intel"),
     "first-run": first_run,
+    "classroom": classroom,
     "cpu-decode": cpu_decode,
     "cpu-decode-intel": lambda: cpu_decode("_intel"),
     "cpu-curve": cpu_curve,

@@ -1,0 +1,137 @@
+"""Draw the graph that autograd records: draw_graph for a small expression, draw_model for the loss of a GPT-2."""
+
+import matplotlib.pyplot as plt
+import numpy as np
+from matplotlib.patches import FancyArrowPatch
+
+from gpt2core.tensor import reachable
+
+LEAF, RESULT, OPERATION = "#fde9c8", "#d7ead3", "#d6e4f5"
+
+
+def operation(node):
+    """The name of the function in which a node was made, such as "multiply"."""
+    return node.backward.__qualname__.split(".")[0]
+
+
+def parents(node):
+    """The nodes and leaves that a node uses, one for each use."""
+    return [parent.node or parent for parent in node.parents]
+
+
+# -- a small expression ------------------------------------------------------------------------------------------------
+
+
+def draw_graph(root, names):
+    """Draw the graph of `root`, from the leaves on the left to the root on the right.
+
+    Call it before backward(), or after backward(retain_graph=True), because backward() frees the graph. names: {text:
+    tensor}. A tensor with a name shows its data, and its gradient once it has one.
+    """
+    nodes, leaves = reachable(root)
+    of_tensor = {tensor.node or tensor: (text, tensor) for text, tensor in names.items()}
+    column = columns(nodes, leaves)
+    order = [tensor for tensor in names.values() if tensor in leaves]  # the boxes of leaves have the order of the names
+    position = positions(nodes, [*order, *(leaf for leaf in leaves if leaf not in order)], column)
+    width, height = (1 + max(xy[axis] for xy in position.values()) for axis in (0, 1))
+    _, axes = plt.subplots(figsize=(1.9 * width, 0.95 * height))
+    boxes = {item: box(axes, xy, *label(item, of_tensor.get(item))) for item, xy in position.items()}
+    for node in nodes:
+        for use, parent in enumerate(parents(node)):
+            repeated = parents(node)[:use].count(parent)
+            ends = {"patchA": boxes[parent], "patchB": boxes[node]}
+            arrow(axes, position[parent], position[node], bend=0.25 * repeated, **ends)
+    axes.set_xlim(-0.6, width - 0.4)
+    axes.set_ylim(height - 0.4, -0.6)
+    axes.axis("off")
+
+
+def label(item, named):
+    """(text, colour) of the box of a node or leaf; named: (name, tensor) or None."""
+    is_leaf = not hasattr(item, "order")
+    lines = [] if is_leaf else [operation(item)]
+    if named:
+        name, tensor = named
+        lines.append(f"{name} = {short(tensor.data)}")
+        if tensor.grad is not None:
+            lines.append(f"grad {short(tensor.grad)}")
+    elif is_leaf:
+        lines.append(short(item.data))
+    return "\n".join(lines), LEAF if is_leaf else RESULT if named else OPERATION
+
+
+def short(array):
+    """An array of up to three numbers as text, otherwise its shape."""
+    return np.array2string(np.asarray(array), precision=3) if array.size <= 3 else str(array.shape)
+
+
+def columns(nodes, leaves):
+    """{node or leaf: column}: a node is right of all its parents, and a leaf is left of its first use."""
+    column = {}
+    for node in nodes:  # oldest first: the parents of a node have a column
+        column[node] = 1 + max([column[parent] for parent in parents(node) if parent in column], default=0)
+    for leaf in leaves:
+        column[leaf] = min(column[node] for node in nodes if leaf in parents(node)) - 1
+    return column
+
+
+def positions(nodes, leaves, column):
+    """{node or leaf: (x, y)}. In each column the boxes have the order of their neighbours in the next column."""
+    users = {item: [node for node in nodes if item in parents(node)] for item in [*nodes, *leaves]}
+    y, rows = {}, max(list(column.values()).count(number) for number in set(column.values()))
+    for number in sorted(set(column.values()), reverse=True):
+        items = [item for item in users if column[item] == number]
+        items.sort(key=lambda item: np.mean([y[user] for user in users[item]] or [0]))
+        for row, item in enumerate(items):
+            y[item] = row + (rows - len(items)) / 2
+    return {item: (column[item], y[item]) for item in users}
+
+
+# -- a whole model -----------------------------------------------------------------------------------------------------
+
+
+def draw_model(loss, parameters):
+    """Draw the graph of a model's loss from top to bottom; parameters: {name: leaf}. Call it before backward().
+
+    An operation shows the shape of its first output; the boxes on the left are its parameters.
+    """
+    nodes, _ = reachable(loss)
+    row = {node: number for number, node in enumerate(nodes)}
+    shape = {edge.node: edge.shape for node in nodes for edge in node.parents if edge.node if edge.index == 0}
+    shape |= {edge.node: edge.shape for node in nodes for edge in node.parents if edge.node and edge.node not in shape}
+    names = {leaf: name.removeprefix("transformer.") for name, leaf in parameters.items()}
+    _, axes = plt.subplots(figsize=(8.5, 0.42 * len(nodes) + 0.4))
+    for node in nodes:
+        result = shape.get(node, loss.shape)
+        box(axes, (0, row[node]), f"{operation(node)}  {result}", OPERATION if node is not loss.node else RESULT)
+        used = [f"{names[leaf]} {leaf.shape}" for leaf in parents(node) if leaf in names]
+        for line, text in enumerate(used):
+            y = row[node] + 0.34 * (line - (len(used) - 1) / 2) * (0.8 if len(used) > 2 else 1)
+            axes.text(-1.15, y, text, ha="right", va="center", fontsize=7.5, color="#7a5a10")
+        if used:
+            arrow(axes, (-1.12, row[node]), (-0.62, row[node]))
+        for parent in {parent for parent in parents(node) if parent in row}:
+            distance = row[node] - row[parent]
+            if distance == 1:
+                arrow(axes, (0, row[parent] + 0.25), (0, row[node] - 0.25))
+            else:
+                arrow(axes, (0.62, row[parent]), (0.62, row[node]), bend=-0.45, colour="tab:red")
+    axes.set_xlim(-2.6, 2.2)
+    axes.set_ylim(len(nodes) - 0.4, -0.6)
+    axes.axis("off")
+
+
+# -- shapes ------------------------------------------------------------------------------------------------------------
+
+
+def box(axes, xy, text, colour):
+    """Draw text in a box; returns the patch of the box, at which arrows can end."""
+    style = {"boxstyle": "round,pad=0.3", "facecolor": colour, "edgecolor": "#666666", "linewidth": 0.8}
+    return axes.text(*xy, text, ha="center", va="center", fontsize=9, bbox=style, zorder=2).get_bbox_patch()
+
+
+def arrow(axes, start, end, bend=0.0, colour="#555555", **ends):
+    """ends: patchA and patchB, the boxes between which the arrow is drawn."""
+    style = {"arrowstyle": "-|>", "mutation_scale": 11, "shrinkA": 2, "shrinkB": 2, "color": colour}
+    # drawn after the boxes (zorder 2), whose sizes are known only then
+    axes.add_patch(FancyArrowPatch(start, end, connectionstyle=f"arc3,rad={bend}", zorder=3, **style, **ends))
