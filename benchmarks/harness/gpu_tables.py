@@ -341,6 +341,21 @@ def gpus_parity():
     return rows, ["gpus/parity"]
 
 
+def gpu_start():
+    commands = {"inference": "`inference.py --stats --prompt ...`", "train": "`train_gpt2.py --preset paper --out ...`"}
+    rows = [
+        {
+            "command": commands[name],
+            "caches": caches,
+            "seconds": number(result["seconds"], 1, 3),
+            "quartiles": spread(result["seconds"], 1, 3),
+        }
+        for name, results in load("gpu/start")["results"].items()
+        for caches, result in results.items()
+    ]
+    return rows, ["gpu/start"]
+
+
 TABLES = {
     "gpu-step": gpu_step,
     "gpu-choices": gpu_choices,
@@ -356,6 +371,7 @@ TABLES = {
     "gpu-tune": gpu_tune,
     "gpu-products": gpu_products,
     "gpu-decode": gpu_decode,
+    "gpu-start": gpu_start,
     "gpu-memory": gpu_memory,
     "gpus-scaling": scaling,
     "gpus-paper": gpus_paper,
