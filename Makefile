@@ -39,6 +39,9 @@ endif
 ifdef PYTHON
   # The user's interpreter: nothing is installed, and PYTHONPATH lets it import gpt2core and the stages from here.
   python := $(if $(findstring /,$(filter-out /%,$(PYTHON))),$(CURDIR)/$(PYTHON),$(PYTHON))
+  ifeq ($(filter help clean,$(or $(MAKECMDGOALS),help))$(shell command -v "$(python)" 2>/dev/null),)
+    $(error PYTHON=$(PYTHON): there is no such program: name an interpreter, for example PYTHON=python3, or omit PYTHON)
+  endif
   export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
   test_ready = packages
   report_ready = packages
@@ -56,6 +59,12 @@ else
   train_ready = $(ready_$(STAGE))
   exercise_ready = .venv/.train
   grade_ready = $(if $(filter 2 3,$(STAGE)),.venv/.train-interpreter,.venv/.train)
+endif
+
+ifneq ($(filter assignment,$(MAKECMDGOALS)),)
+  ifeq ($(SUITE),)
+    $(error SUITE is missing: make assignment SUITE=DIR, the directory of the fetched assignment)
+  endif
 endif
 
 ifneq ($(filter train generate exercise grade notebook,$(MAKECMDGOALS)),)
@@ -112,41 +121,42 @@ untrained := $(if $(trained)$(filter %-$(PRESET),$(weights)),, (preset paper: $(
 help:  ## show this text
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
 	@echo
-	@echo '  STAGE=0            the runtime (0: NumPy; 1: NumPy and MPI; 2: CUDA; 3: CUDA, NCCL and MPI)'
+	@echo '  STAGE=0            the runtime (0 NumPy, 1 NumPy + MPI, 2 CUDA, 3 CUDA + NCCL)'
 	@echo '  N=1                the number of ranks (stages 1 and 3)'
-	@echo '  HOSTFILE=hostfile  the file with the hosts of the ranks; empty (HOSTFILE=): mpiexec chooses the hosts'
-	@echo '  PRESET=paper       the model: nano, tiny, paper, book, gpt2, ...; stages 2 and 3 without a GPU: only nano'
-	@echo '  ARGS=              more flags for the command, for example ARGS="--steps 200 --lr 1e-3"'
-	@echo '  OUT=out/...        the directory for checkpoints (default: out/stage$$STAGE-$$PRESET)'
+	@echo '  HOSTFILE=hostfile  the hosts of the ranks; empty: mpiexec chooses'
+	@echo '  PRESET=paper       nano, tiny, paper, book, gpt2, ...; without a GPU,'
+	@echo '                     stages 2 and 3 run only nano'
+	@echo '  ARGS=              more flags, for example ARGS="--steps 200 --lr 1e-3"'
+	@echo '  OUT=out/...        for checkpoints (default: out/stage$$STAGE-$$PRESET)'
 	@echo '  DIR=work/stageN    the working folder of make exercise and make grade'
 	@echo '  SUITE=DIR          the directory of a fetched assignment (make assignment)'
-	@echo '  PYTHON=python3     an interpreter to use; nothing is installed then (default: the one in .venv)'
+	@echo '  PYTHON=python3     an interpreter; nothing is installed (default: .venv)'
 
-train: $(train_ready)  ## train PRESET on its corpus and print a sample text; checkpoints are written to OUT
+train: $(train_ready)  ## train PRESET, write checkpoints to OUT, print a sample text
 	$(run) -m $(stage).train_gpt2 --preset $(PRESET) --out "$(OUT)" --overwrite $(ARGS)
 
-generate: $(train_ready)  ## continue a text with the checkpoint of `make train`, or with the shipped weights
+generate: $(train_ready)  ## continue a text with the model in OUT or shipped weights
 	@$(if $(findstring --weights,$(ARGS)),,echo "weights: $(weights)$(untrained)")
 	@$(run) -m $(stage).inference --weights "$(weights)" $(ARGS)
 
-notebook: $(notebook_ready)  ## open the notebook of STAGE in JupyterLab: the lesson with figures, to run and to change
+notebook: $(notebook_ready)  ## open the lesson of STAGE as a notebook in JupyterLab
 	@"$(python)" -c 'import jupyterlab' 2>/dev/null || { echo 'make: $(python) has no JupyterLab: omit PYTHON, install' \
 	  'jupyterlab, or open $(STAGE_$(STAGE))/walkthrough.ipynb in another program for notebooks' >&2; exit 2; }
 	exec "$(python)" -m jupyterlab $(STAGE_$(STAGE))/walkthrough.ipynb $(ARGS)
 
-doctor:  ## print versions, MPI, BLAS and GPUs, and run one small training step of each stage
+doctor:  ## print versions and GPUs; run one small step of each stage
 	@"$(python)" -m gpt2core.app.doctor
 
-report: $(report_ready)  ## measure what this machine can run of the paper's tables; write out/report/index.html
+report: $(report_ready)  ## measure the paper's tables; write out/report/index.html
 	@"$(python)" -m benchmarks.report $(ARGS)
 
 # not from the environment: DIR there may belong to another program
 folder = $(if $(filter command,$(origin DIR)),--dir "$(DIR)")
 
-exercise: $(exercise_ready)  ## copy STAGE to DIR, without the functions that you will write (see exercises/README.md)
+exercise: $(exercise_ready)  ## copy STAGE to DIR, without the functions to write
 	@"$(python)" -m exercises.start --stage $(STAGE) $(folder)
 
-grade: $(grade_ready)  ## grade the functions in DIR: a score, the first mistakes, and hints
+grade: $(grade_ready)  ## grade the functions in DIR: score, first mistakes, hints
 	@"$(python)" -m exercises.grade --stage $(STAGE) $(folder) $(ARGS)
 
 # Check that the interpreter PYTHON has the packages; a missing one is reported in one line.
@@ -154,30 +164,30 @@ packages:
 	@"$(python)" -c 'import gpt2core.app.cli'
 
 # Two tests run at the same time if pytest-xdist is installed. An interpreter given as PYTHON may not have it.
-parallel = $$("$(python)" -c 'import xdist; print("-n 2 --dist loadgroup")' 2>/dev/null)
+parallel = $(shell "$(python)" -c 'import xdist; print("-n 2 --dist loadgroup")' 2>/dev/null)
 
 test: $(test_ready)  ## run all tests that need no GPU
 	"$(python)" -m pytest -m "not gpu" $(parallel) $(ARGS)
 
-parity: $(test_ready)  ## compare kernels, model and stages: one table, and where the first difference is (ARGS=--full)
+parity: $(test_ready)  ## compare kernels, model, stages in a table (ARGS=--full)
 	"$(python)" -m benchmarks.parity $(ARGS)
 
-test-fast: $(test_ready)  ## run the main comparisons of kernels, model and stages, in about 90 seconds
+test-fast: $(test_ready)  ## run the main tests, in about 90 seconds
 	"$(python)" -m pytest -m "not gpu" --fast $(parallel) $(ARGS)
 
-test-long: $(test_ready)  ## run all tests, then the random tests again with other seeds; write a file in results/
+test-long: $(test_ready)  ## run all tests, and random ones again; write results/
 	"$(python)" tests/tools/run_long.py $(ARGS)
 
 test-gpu: $(test_ready) $(cuda_ready)  ## run the tests that need a GPU
 	"$(python)" -m pytest -m gpu $(ARGS)
 
-assignment: $(test_ready)  ## run the tests of a course's assignment in SUITE on torch_bridge, each five times
-	"$(python)" tests/tools/assignment.py "$(or $(SUITE),$(error SUITE is missing: make assignment SUITE=DIR, the directory of the fetched assignment))" $(ARGS)
+assignment: $(test_ready)  ## run the tests of a course's assignment in SUITE
+	"$(python)" tests/tools/assignment.py "$(SUITE)" $(ARGS)
 
-sanitize: $(test_ready) $(cuda_ready)  ## run every kernel under compute-sanitizer (part of the CUDA toolkit)
+sanitize: $(test_ready) $(cuda_ready)  ## run every kernel under compute-sanitizer (CUDA toolkit)
 	"$(python)" tests/tools/sanitize.py $(ARGS)
 
-bench: $(test_ready)  ## compare with PyTorch on CPUs; print tables, write results/ (ARGS are for the training step)
+bench: $(test_ready)  ## compare with PyTorch on CPUs; print tables, write results/
 	"$(python)" -m benchmarks.cpu.train_step --save $(ARGS)
 	"$(python)" -m benchmarks.cpu.decode --save
 	"$(python)" -m benchmarks.cpu.choices --save

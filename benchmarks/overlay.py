@@ -7,8 +7,8 @@ from pathlib import Path
 
 from benchmarks.harness.report import print_table
 from benchmarks.paper import paper_curves
-from gpt2core.app.cli import Parser
 from gpt2core.app.command import run_command
+from gpt2core.app.flag_parser import Parser
 from gpt2core.app.loss_plot import run_curves, write_plot
 from gpt2core.app.output_files import is_plot
 from gpt2core.app.run_log import read_log

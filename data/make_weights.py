@@ -1,15 +1,21 @@
-"""Make the weights in data/: train the model of a preset, store its parameters in fp16, and test them.
+"""Make the weights in data/: train a preset, store its parameters, test them.
 
-    python data/make_weights.py                 writes data/gpt2-paper: trains until the model reproduces data/dummy.txt
-    python data/make_weights.py --preset book   writes data/gpt2-book: trains on data/moby_dick.txt
-    python data/make_weights.py --check         does not train; tests the existing weights
+    python data/make_weights.py                 writes data/gpt2-paper
+    python data/make_weights.py --preset book   writes data/gpt2-book
+    python data/make_weights.py --check         only tests the existing weights
 
-A training run that was interrupted resumes from --out. The test of preset `paper` takes random prompts from the corpus
-and counts those whose greedy continuation is equal to the corpus. The test of preset `book` prints a sample. The
-tokenizer of `book` is a byte-pair encoding that is trained on its corpus, unless its tokenizer.json exists.
+The parameters are stored in fp16. Preset `paper` is trained until the model
+reproduces data/dummy.txt, preset `book` is trained on data/moby_dick.txt. A
+training run that was interrupted resumes from --out. The test of preset
+`paper` takes random prompts from the corpus and counts those whose greedy
+continuation is equal to the corpus. The test of preset `book` prints a sample.
+The tokenizer of `book` is a byte-pair encoding that is trained on its corpus,
+unless its tokenizer.json exists.
 """
 
 import argparse
+import contextlib
+import os
 import shutil
 import sys
 import tempfile
@@ -20,10 +26,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it also 
 import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
+from tqdm import tqdm
 
 from gpt2core.app.checkpoint_directory import load_checkpoint, save_checkpoint
 from gpt2core.app.cli import inference_parser, parse, train_parser
 from gpt2core.app.command import run_command
+from gpt2core.app.flag_parser import Parser
 from gpt2core.app.inference_command import inference_command
 from gpt2core.app.presets import DATA, PRESETS, SHIPPED, TOKENIZERS
 from gpt2core.app.train_command import train_command
@@ -102,20 +110,31 @@ def train(args, corpus):
     return 0
 
 
+def shown(items, bar):
+    """Yield the items; after each, the progress bar advances by one."""
+    for item in items:
+        yield item
+        bar.update()
+
+
 def count_correct(args, corpus):
     """Print how many of args.prompts random prompts of the corpus the weights continue correctly; return 0."""
     limit_blas(1)
     checkpoint = load_checkpoint(args.weights)
     tokens = Tokenizer.load(args.weights).encode(read_text(corpus))
     starts = np.random.default_rng(1).integers(0, len(tokens) - PROMPT - NEW, args.prompts)
-    workers = WorkerPool([None] * args.threads)
-    parts = np.array_split(starts, args.threads)
-    counts = workers.map(
-        lambda model, part: sum(continues_correctly(model, tokens, start) for start in part),
-        list(models_for(args.threads, checkpoint)),
-        parts,
-    )
-    workers.close()
+    weights = os.path.relpath(args.weights)
+    print(f"{weights}: continuing {args.prompts} random prompts of {corpus.name} by {NEW} tokens", flush=True)
+    copies = list(models_for(args.threads, checkpoint))
+    with (
+        contextlib.closing(WorkerPool([None] * args.threads)) as workers,
+        tqdm(total=args.prompts, unit="prompt", leave=False, disable=None) as bar,  # on standard error, on a terminal
+    ):
+
+        def correct(model, part):
+            return sum(continues_correctly(model, tokens, start) for start in shown(part, bar))
+
+        counts = workers.map(correct, copies, np.array_split(starts, args.threads))
     print(f"{sum(counts)} of {args.prompts} random prompts are continued correctly")
     return 0
 
@@ -127,7 +146,7 @@ def sample(weights):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", choices=PHASES, default="paper", help="the model to train or test (default paper)")
     parser.add_argument("--threads", type=int, default=2, help="number of worker threads (default 2)")
     parser.add_argument("--prompts", type=int, default=100, help="number of prompts of the test (default 100)")

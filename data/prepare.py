@@ -13,8 +13,8 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # so that it also runs without installation
 
-from gpt2core.app.cli import Parser
 from gpt2core.app.command import HelpPrinted
+from gpt2core.app.flag_parser import Parser
 from gpt2core.errors import DataError, UserError
 from gpt2core.text.token_file import TOKEN_FILE, replaced, text_chunks, write_token_file
 from gpt2core.text.tokenizer import FILE_NAME, build_tokenizer
@@ -79,10 +79,10 @@ def main(arguments=None):
     except HelpPrinted:
         return 0
     except UserError as error:
-        print(f"prepare.py: {error}", file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("prepare.py: interrupted; the output may be incomplete", file=sys.stderr)
+        print("interrupted: the output may be incomplete", file=sys.stderr)
         return 130
     print(f"{out}: {count:,} tokens, vocabulary of {tokenizer.vocab_size:,} ({tokenizer.kind})")
     return 0

@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 
 from exercises.catalog import PACKAGES
-from gpt2core.app.cli import Parser
 from gpt2core.app.command import run_command
+from gpt2core.app.flag_parser import Parser
 from gpt2core.communicator import Solo
 from gpt2core.errors import ConfigError
 

@@ -31,6 +31,7 @@ from gpt2core.app.checkpoint_files import (
     read_step,
     write_step,
 )
+from gpt2core.app.output_files import renamed
 from gpt2core.errors import CheckpointError
 from gpt2core.model import parameter_shapes
 
@@ -149,8 +150,8 @@ def resolve_checkpoint(path):
     if newest:
         return newest
     if not os.path.exists(path / CONFIG):
-        inside = next(filter(is_checkpoint, sorted(path.iterdir())), None)
-        advice = f"for example {inside}" if inside else "or the --out directory of a run"
+        other = next(filter(is_checkpoint, [*sorted(path.iterdir()), *renamed(path)]), None)
+        advice = f"for example {other}" if other else "or the --out directory of a run"
         raise CheckpointError(
             f"{path}: holds neither {CONFIG} nor a step-XXXXXXXX directory: it is not a checkpoint: give a checkpoint "
             f"directory, {advice}"

@@ -1,16 +1,14 @@
 """The flags of train_gpt2.py and inference.py, with their help texts; train() and infer(), which these scripts call."""
 
 import argparse
-import difflib
-import re
 from pathlib import Path
 
 import gpt2core
 from gpt2core.app.command import HelpPrinted, run_command
+from gpt2core.app.flag_parser import Parser
 from gpt2core.app.inference_command import inference_command
 from gpt2core.app.presets import PRESETS, WEIGHTS
 from gpt2core.app.rank_agreement import agree_on_start
-from gpt2core.errors import ConfigError
 from gpt2core.parallel.codecs import CODECS
 from gpt2core.parallel.data_parallel import BUCKET_MB
 
@@ -24,31 +22,6 @@ BLAS = (
 )
 EDITED = "load a checkpoint even if its files were changed after they were saved (default: refuse it)"
 THREADS = "stages 0 and 1 only (default: the cores that this process may use, divided by the ranks that share them)"
-
-
-class Parser(argparse.ArgumentParser):
-    """An ArgumentParser that raises ConfigError for a wrong flag, HelpPrinted after --help or --version.
-
-    Only the root prints the help; on other ranks set `is_root` to False.
-    """
-
-    is_root = True
-
-    def __init__(self, **options):
-        super().__init__(allow_abbrev=False, **options)
-
-    def error(self, message):
-        unknown = re.match(r"unrecognized arguments: (-[\w-]+)", message)
-        similar = difflib.get_close_matches(unknown[1], self._option_string_actions, 1) if unknown else []
-        advice = f"did you mean {similar[0]}? " if similar else ""
-        raise ConfigError(f"{message} ({advice}--help lists the options)")
-
-    def exit(self, status=0, message=None):
-        raise HelpPrinted
-
-    def _print_message(self, message, file=None):
-        if self.is_root:
-            super()._print_message(message, file)
 
 
 def integer(text):

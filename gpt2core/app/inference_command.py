@@ -82,7 +82,7 @@ def answer_prompts(world, model, tokenizer, args, emit):
     with contextlib.suppress(AttributeError):  # a replaced sys.stdin may have no reconfigure()
         sys.stdin.reconfigure(errors="surrogateescape")  # the tokenizer reports bytes that are not UTF-8
     if sys.stdin.isatty():
-        emit("type a prompt and press Enter; Ctrl-D or an empty line ends the program", file=sys.stderr)
+        emit("type a prompt and press Enter; an empty line, Ctrl-C or Ctrl-D ends the program", file=sys.stderr)
     decoders, number = {}, 0
     while (prompt := world.broadcast_object(on_root(world, lambda: typed_prompt(tokenizer)))) is not None:
         prompt = fit_prompt(prompt, model.config.block_size, emit)

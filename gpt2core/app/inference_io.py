@@ -131,7 +131,7 @@ def typed_prompt(tokenizer):
 def read_line():
     """The next line of standard input without its line break, or "" at the end of the input.
 
-    On a terminal, "> " is printed before the line is read.
+    On a terminal, "> " is printed before the line is read, and Ctrl-C at this prompt ends the input, as Ctrl-D does.
     """
     terminal = sys.stdin.isatty() and sys.stdout.isatty()
     if terminal:
@@ -142,7 +142,7 @@ def read_line():
     except (EOFError, KeyboardInterrupt) as error:
         if terminal:
             print()  # the shell's prompt begins on a new line
-        if isinstance(error, KeyboardInterrupt):
+        elif isinstance(error, KeyboardInterrupt):
             raise
         return ""
 

@@ -164,6 +164,15 @@ def is_plot(path):
     return not first_bytes or (first_bytes.startswith(PNG) and f"tEXt{name}\0{value}".encode() in first_bytes)
 
 
+def renamed(path):
+    """The Paths beside `path` to which rename_with_number() has renamed earlier files, the latest first."""
+    with contextlib.suppress(OSError):  # the parent directory cannot be read
+        others = [other for other in path.parent.iterdir() if other.stem == path.name]
+        numbers = {int(other.suffix[1:]): other for other in others if other.suffix[1:].isdecimal()}
+        return [numbers[number] for number in sorted(numbers, reverse=True)]
+    return []
+
+
 def rename_with_number(path):
     """Rename a file or directory to the first unused name of PATH.1, PATH.2, ...; returns its new Path."""
     for number in itertools.count(1):

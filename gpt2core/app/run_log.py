@@ -14,7 +14,7 @@ from gpt2core.app.checkpoint_directory import describe_step
 from gpt2core.app.loss_plot import run_curves, write_plot
 from gpt2core.app.output_files import check_output_files, continue_log, log_rows, rename_with_number
 from gpt2core.app.run_lock import checkpoint_of_older_run
-from gpt2core.app.terminal import wrapped
+from gpt2core.app.terminal import training_width, wrapped
 from gpt2core.errors import ConfigError, counted
 from gpt2core.model import parameter_count
 
@@ -231,7 +231,7 @@ def report_end(config, trainer, first_step, seconds, stopped_by, command, emit):
     out = config.out
     if first_step >= config.steps:
         done = f"nothing was left to train after {counted(first_step, 'step')}"
-        emit(f"{done}: --steps is {config.steps} in total; give a larger --steps")
+        emit(wrapped(f"{done}: --steps is {config.steps} in total; give a larger --steps", training_width()))
     if stopped_by and trainer.steps < config.steps:
         done = f"{reason(stopped_by)} after {trainer.steps} of {counted(config.steps, 'step')}"
         emit(f"{done}: " + (f"continue with\n  {command}" if out else "nothing was saved, because --out was not given"))

@@ -7,7 +7,7 @@ import re
 import shutil
 import sys
 
-DEFAULT_WIDTH = 79  # characters per line of the header and the sample of a training run if terminal_width() is None
+DEFAULT_WIDTH = 79  # training_width() if standard output is not a terminal, for example on the ranks of mpirun
 
 
 def terminal_width():
@@ -19,6 +19,11 @@ def terminal_width():
     """
     columns = shutil.get_terminal_size(fallback=(0, 0)).columns if sys.stdout.isatty() else 0
     return columns - 1 if columns else None
+
+
+def training_width():
+    """The number of characters in a line of the header, the notes and the sample of a training run."""
+    return terminal_width() or DEFAULT_WIDTH
 
 
 def wrapped(text, width=None):

@@ -38,7 +38,7 @@ from gpt2core.app.run_log import (
     with_utilisation,
 )
 from gpt2core.app.stop_signals import StopSignals
-from gpt2core.app.terminal import DEFAULT_WIDTH, terminal_width, wrapped
+from gpt2core.app.terminal import training_width, wrapped
 from gpt2core.data import Windows
 from gpt2core.errors import CheckpointError, ConfigError, Diverged, counted
 from gpt2core.optimizer import Schedule
@@ -87,11 +87,11 @@ def train(make_backend, world, args, cores, transport, lock):
     log = on_root(world, lambda: open_run_log(config, trainer.steps, recorded, lock, notes)) or SilentLog()
     trainer.backend.runtime.notify = log.print_error
     first_step, threads = trainer.steps, usable_threads(make_backend, config.threads, cores)
-    log.print(wrapped(describe(config, trainer, corpus), terminal_width() or DEFAULT_WIDTH))
+    log.print(wrapped(describe(config, trainer, corpus), training_width()))
     for note in [*unused_threads(threads, config, trainer), *trainer.backend.runtime.notes(trainer.config), *notes]:
-        log.print(note)
+        log.print(wrapped(note, training_width()))
     if first_step:
-        log.print(f"resumed after step {first_step - 1}")
+        log.print(f"resumed after {counted(first_step, 'step')}")
     signal, seconds = run_steps(config, corpus, trainer, windows, validation, schedule, log, trace)
     command = trainer.backend.runtime.environment + resume_command(args, None if world.one_process else world.size)
     emit = print if world.is_root else print_nothing
@@ -272,5 +272,4 @@ def write_sample(config, corpus, trainer):
     if trainer.world.is_root:
         trainer.backend.runtime.use_threads(trainer.workers.size)
         prompt = corpus.tokens[: min(256, trainer.config.block_size)].tolist()
-        width = terminal_width() or DEFAULT_WIDTH
-        write_text(model, corpus.tokenizer, prompt, config.sample, width=width)
+        write_text(model, corpus.tokenizer, prompt, config.sample, width=training_width())

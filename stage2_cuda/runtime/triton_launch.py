@@ -25,7 +25,10 @@ from gpt2core.errors import ConfigError
 from stage2_cuda.runtime import faster_interpreter, triton_start
 from stage2_cuda.runtime.compile_threads import CompileThreads
 
-USE_INTERPRETER = "set the environment variable TRITON_INTERPRET=1 to run the same kernels on the CPU, slowly"
+USE_INTERPRETER = (
+    "set the environment variable TRITON_INTERPRET=1 and use a model of --preset nano to run the same kernels on the "
+    "CPU, slowly"
+)
 PIP_INSTALL = "pip install cupy-cuda13x[ctk], or cupy-cuda12x[ctk] for a driver of CUDA 12"
 MIN_CAPABILITY = (8, 0)  # the lowest compute capability (major, minor) with bf16 tensor cores
 PDL_CAPABILITY = (9, 0)  # the lowest one with programmatic dependent launch: see can_overlap()

@@ -249,7 +249,7 @@ def test_each_stage_resumes_the_other_s_run(command, corpus, tmp_path, backends)
     flags += ("--log", tmp_path / "log", "--out", tmp_path / "run")
     assert command(cli.train, *flags, "--steps", 1, backend=first).code == 0
     done = command(cli.train, *flags, "--steps", 3, "--resume", tmp_path / "run", backend=then)
-    assert done.code == 0 and "resumed after step 0" in done.out, done.err
+    assert done.code == 0 and "resumed after 1 step\n" in done.out, done.err
     losses = [row["loss"] for row in rows_of(tmp_path / "log")]
     flags = (*flags[:-2], "--steps", 3, "--log", tmp_path / "whole")
     assert command(cli.train, *flags).code == 0

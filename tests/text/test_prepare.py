@@ -82,7 +82,7 @@ def test_second_run_replaces_the_first_only_with_overwrite(module, story, tmp_pa
         capsys.readouterr()
         assert module.main([*words, "--tokenizer", "word"]) == 2
         error, file = capsys.readouterr().err, tmp_path / "out" / (FILE_NAME if missing else TOKEN_FILE)
-        assert error == f"prepare.py: {file} exists: choose another --out, or add --overwrite to replace it\n"
+        assert error == f"error: {file} exists: choose another --out, or add --overwrite to replace it\n"
         assert Tokenizer.load(tmp_path / "out").kind == "byte"
     assert module.main([*words, "--tokenizer", "word", "--overwrite"]) == 0
     assert load_tokens(tmp_path / "out")[1].kind == "word"
@@ -181,7 +181,7 @@ def test_help_names_every_flag(module, capsys):
 def test_a_wrong_command_line_is_one_line_and_exit_code_2(module, arguments, words, capsys):
     assert module.main(arguments) == 2
     error = capsys.readouterr().err
-    assert error.startswith("prepare.py: ") and words in error and error.count("\n") == 1
+    assert error.startswith("error: ") and words in error and error.count("\n") == 1
 
 
 def test_a_terminal_shows_a_bar_for_each_pass(module, story, tmp_path, monkeypatch, capsys):

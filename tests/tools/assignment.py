@@ -6,7 +6,7 @@
 The suite is a checkout of github.com/stanford-cs336/assignment2-systems (any edition), or the folder pa2 of
 github.com/hao-ai-lab/cse234-w25-PA or cse-dsc291-s26-pa. It is copied aside, and the adapters are put into the copy.
 The tests of the assignment use one fixed port, so only one run of this command may be active. Exits with 1 if a command
-failed.
+failed, with 2 if the command line is wrong.
 """
 
 import argparse
@@ -25,6 +25,9 @@ sys.path.insert(0, str(ROOT))  # the checkout that contains this file, installed
 
 from benchmarks.harness.jobs import launcher  # noqa: E402
 from benchmarks.harness.report import print_table  # noqa: E402
+from gpt2core.app.command import run_command  # noqa: E402
+from gpt2core.communicator import Solo  # noqa: E402
+from gpt2core.errors import ConfigError  # noqa: E402
 
 BASICS = ("einops", "einx", "jaxtyping")  # what the assignment's own package cs336_basics imports
 COUNT = re.compile(r"(\d+) (passed|failed|errors?|skipped)")
@@ -79,7 +82,7 @@ def copy_suite(source, revision, target):
     if revision:
         archive = subprocess.run(["git", "-C", str(source), "archive", revision], capture_output=True)
         if archive.returncode:
-            raise SystemExit(f"{source} has no revision {revision}: {archive.stderr.decode().strip()}")
+            raise ConfigError(f"{source} has no revision {revision}: {archive.stderr.decode().strip()}")
         target.mkdir()
         subprocess.run(["tar", "x", "-C", str(target)], input=archive.stdout, check=True)
     else:
@@ -100,7 +103,7 @@ def prepare(suite):
         split = suite / "data" / "data_parallel_preprocess.py"
         split.write_text(SPLIT)
         return mpi_commands()
-    raise SystemExit(
+    raise ConfigError(
         "SUITE has neither tests/adapters.py nor model/func_impl.py: fetch github.com/stanford-cs336/"
         "assignment2-systems, or the folder pa2 of github.com/hao-ai-lab/cse234-w25-PA, and give its directory"
     )
@@ -131,7 +134,7 @@ def main():
     add("--show", action="store_true", help="print the output of passing commands too")
     args = parser.parse_args()
     if not args.suite.is_dir():
-        raise SystemExit(f"SUITE={args.suite} is not a directory: fetch the suite and give its directory")
+        raise ConfigError(f"SUITE={args.suite} is not a directory: fetch the suite and give its directory")
     rows, failed = [], False
     with tempfile.TemporaryDirectory() as folder:
         suite = copy_suite(args.suite.resolve(), args.revision, Path(folder, "suite"))
@@ -151,11 +154,11 @@ def main():
             same = f"{len(counts)} x {counts[0]}" if len(set(counts)) == 1 and not missing else "; ".join(counts)
             rows.append({"command": command.name, "result": same})
     if not rows:
-        raise SystemExit(f"--only {args.only} matches no command: omit it")
+        raise ConfigError(f"--only {args.only} matches no command: omit it")
     print()
     print_table(rows)
     return int(failed)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(Solo, lambda world: main())

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from gpt2core.errors import ConfigError
 from tests.tools.assignment import copy_suite, main, prepare
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -77,13 +78,17 @@ def test_a_copy_of_the_mpi_project_collects_the_output_as_its_edition_says(tmp_p
 def test_a_wrong_suite_is_one_line(tmp_path, monkeypatch, words, message):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["assignment.py", *words])
-    with pytest.raises(SystemExit, match=message):
+    with pytest.raises(ConfigError, match=message):
         main()
 
 
 @pytest.mark.skipif(not shutil.which("make"), reason="there is no make")
 def test_make_assignment_without_a_suite_says_what_to_write():
     environment = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "SUITE")}
-    command = ["make", f"PYTHON={sys.executable}", "assignment"]
+    command = ["make", "--no-print-directory", "assignment"]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 2 and "SUITE is missing: make assignment SUITE=DIR" in done.stderr
+    assert (done.stdout, done.stderr.count("\n")) == ("", 1)  # before packages are installed
+    command += [f"PYTHON={sys.executable}", "SUITE=nodir"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.startswith("error: SUITE=nodir is not a directory: fetch the suite")
