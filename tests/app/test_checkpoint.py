@@ -324,6 +324,21 @@ def test_a_pickle_is_not_read_and_the_error_names_the_conversion(tmp_path, rng):
         load_checkpoint(tmp_path)
 
 
+def test_the_error_for_a_directory_without_a_checkpoint_names_the_newest_renamed_one(tmp_path):
+    """As after a run with --overwrite that was ended at once: it has renamed the directory and saved nothing."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / ".lock").touch()
+    for number in (1, 9, 10, 11):
+        (tmp_path / f"run.{number}").mkdir()
+        if number < 11:
+            (tmp_path / f"run.{number}" / "config.json").touch()
+    (tmp_path / "run.old").mkdir()
+    with pytest.raises(
+        CheckpointError, match=f"neither.*: give a checkpoint directory, for example {tmp_path}/run.10$"
+    ):
+        load_checkpoint(tmp_path / "run")
+
+
 def test_a_path_without_a_checkpoint_has_its_own_error(tmp_path):
     with pytest.raises(CheckpointError, match="nowhere: does not exist"):
         load_checkpoint(tmp_path / "nowhere")

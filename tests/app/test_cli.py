@@ -618,7 +618,7 @@ def test_interactive_ends_cleanly_after_ctrl_c_and_names_a_byte_that_is_not_utf_
         assert errors == b"" if text is None else (b"U+DCFF" in errors and out.strip())
 
 
-def test_on_a_terminal_interactive_asks_for_a_prompt_and_ctrl_d_ends_its_line(monkeypatch, capsys):
+def test_on_a_terminal_interactive_asks_for_a_prompt_and_ctrl_d_and_ctrl_c_end_its_line(monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: True))
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     answers = iter(["the model", EOFError(), KeyboardInterrupt()])
@@ -631,8 +631,7 @@ def test_on_a_terminal_interactive_asks_for_a_prompt_and_ctrl_d_ends_its_line(mo
 
     monkeypatch.setattr("builtins.input", answer)
     assert (inference_io.read_line(), inference_io.read_line()) == ("the model", "")
-    with pytest.raises(KeyboardInterrupt):
-        inference_io.read_line()
+    assert inference_io.read_line() == ""  # Ctrl-C at the prompt is the usual way to leave
     assert capsys.readouterr().out == "> > \n> \n"
 
 
@@ -715,7 +714,7 @@ def test_a_resume_with_nothing_left_to_do_says_so(train, tmp_path, corpus):
     out = tmp_path / "run"
     train("--preset", "nano", "--data", corpus, "--sample", 0, "--out", out, "--steps", 2)
     result = train("--resume", out, "--steps", 1, "--sample", 0)
-    assert "nothing was left to train after 2 steps: --steps is 1 in total; give a larger --steps" in result.out
+    assert "nothing was left to train after 2 steps: --steps is 1 in total; give a larger\n--steps\n" in result.out
 
 
 def test_a_preset_with_init_from_notes_the_sizes_of_the_checkpoint(train, tmp_path, corpus):

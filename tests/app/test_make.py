@@ -84,6 +84,24 @@ def test_the_working_folder_is_dir_of_the_command_line_only(goal, module):
     assert "STAGE=7 is not a stage: STAGE is 0, 1, 2 or 3" in make(goal, "STAGE=7").stderr
 
 
+def test_the_help_fits_80_columns():
+    assert [line for line in make("help").stdout.splitlines() if len(line) > 80] == []
+
+
+@pytest.mark.parametrize("goal", ["train", "test-fast", "doctor"])
+@pytest.mark.parametrize("python", ["python9", "no/such"])
+def test_an_interpreter_that_does_not_exist_is_one_line_that_names_it(goal, python):
+    done = make(goal, f"PYTHON={python}")
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert f"PYTHON={python}: there is no such program: name an interpreter, for example PYTHON=python3" in done.stderr
+    assert make("help", f"PYTHON={python}").returncode == 0
+
+
+def test_the_command_of_the_tests_is_printed_as_it_runs():
+    shown = make("-n", "test-fast").stdout
+    assert re.search(r'" -m pytest -m "not gpu" --fast (-n 2 --dist loadgroup)? *$', shown) and "$(" not in shown
+
+
 def test_a_variable_of_the_environment_counts_unless_the_command_line_has_it():
     environment = {"STAGE": "1", "N": "3", "PRESET": "nano", "ARGS": "--steps 2", "HOSTFILE": ""}
     command = make("-n", "train", **environment).stdout

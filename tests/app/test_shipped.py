@@ -34,6 +34,21 @@ def test_nine_of_ten_prompts_from_the_corpus_are_continued_with_its_own_tokens(m
     assert sum(make_weights.continues_correctly(model, tokens, start) for start in range(0, 50_000, 5_000)) >= 9
 
 
+def test_the_check_of_the_weights_says_what_it_does_and_shows_its_progress(make_weights, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["make_weights.py", "--check", "--prompts", "2", "--threads", "1"])
+    monkeypatch.setattr(make_weights, "continues_correctly", lambda model, tokens, start: True)
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    assert make_weights.main() == 0
+    shown = capsys.readouterr()
+    first, last = shown.out.splitlines()
+    assert first.endswith("data/gpt2-paper: continuing 2 random prompts of dummy.txt by 30 tokens")
+    assert last == "2 of 2 random prompts are continued correctly" and "0/2" in shown.err
+
+
+def test_the_help_of_make_weights_fits_a_terminal(make_weights):
+    assert max(map(len, make_weights.__doc__.splitlines())) <= 79
+
+
 def test_the_shipped_weights_are_the_papers_model_in_16_bits_and_nothing_else():
     assert {path.name for path in WEIGHTS.iterdir()} == {"config.json", "model.safetensors", "tokenizer.json"}
     assert sum(path.stat().st_size for path in WEIGHTS.iterdir()) <= 22_000_000

@@ -3,6 +3,7 @@
 import ast
 import functools
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -309,6 +310,18 @@ def tracked_files():
     except (OSError, subprocess.CalledProcessError):
         pytest.skip("git cannot list the tracked files: there is no git, or this is no git checkout")
     return [ROOT / name for name in listed if name and (ROOT / name).is_file()]
+
+
+def test_the_files_that_a_user_has_added_are_not_searched(tmp_path, monkeypatch):
+    monkeypatch.setitem(globals(), "ROOT", tmp_path)
+    with pytest.raises(pytest.skip.Exception, match="git cannot list the tracked files"):
+        tracked_files()  # not a git checkout
+    for name in ("added.py", "state.json"):
+        (tmp_path / name).touch()
+    for words in (["init", "-q"], ["add", "added.py"]):
+        if not shutil.which("git") or subprocess.run(["git", *words], cwd=tmp_path).returncode:
+            pytest.skip("there is no git")
+    assert tracked_files() == [tmp_path / "added.py"]
 
 
 def test_no_file_names_a_path_of_one_machine():

@@ -2,6 +2,7 @@
 
 import math
 import signal
+import warnings
 from types import SimpleNamespace
 
 import numpy as np
@@ -124,6 +125,15 @@ def test_a_signal_ends_the_run_after_the_steps_in_flight(rng):
     plain, windows = trainer_of(NumpyBackend()), windows_of(seed)
     losses = [plain.step(read_batch(plain, windows), SCHEDULE(step)).loss for step in steps]
     assert losses == [line[1] for line in seen if len(line) == 6] and plain.parameters.tobytes() == parameters
+
+
+def test_a_signal_during_the_garbage_collection_is_no_warning_of_the_suite():
+    """Python reports it, because hypothesis measures the time of the collection in a callback; see pyproject.toml."""
+    report = "Exception ignored in: <function gc_cumulative_time.<locals>.gc_callback at 0x7f>\nTraceback\n{error}: "
+    with warnings.catch_warnings(record=True) as seen:
+        for error in ("KeyboardInterrupt", "ValueError"):
+            warnings.warn(pytest.PytestUnraisableExceptionWarning(report.format(error=error)), stacklevel=1)
+    assert len(seen) == 1 and "ValueError" in str(seen[0].message)
 
 
 @pytest.mark.filterwarnings("error")
