@@ -121,7 +121,7 @@ untrained := $(if $(trained)$(filter %-$(PRESET),$(weights)),, (preset paper: $(
 help:  ## show this text
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
 	@echo
-	@echo '  STAGE=0            the runtime (0 NumPy, 1 NumPy + MPI, 2 CUDA, 3 CUDA + NCCL)'
+	@echo '  STAGE=0            the runtime (0 NumPy, 1 NumPy + MPI, 2 CUDA, 3 CUDA, NCCL)'
 	@echo '  N=1                the number of ranks (stages 1 and 3)'
 	@echo '  HOSTFILE=hostfile  the hosts of the ranks; empty: mpiexec chooses'
 	@echo '  PRESET=paper       nano, tiny, paper, book, gpt2, ...; without a GPU,'

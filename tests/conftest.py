@@ -91,6 +91,11 @@ class Result:
     out: str
     err: str
 
+    @property
+    def words(self):
+        """The words of standard output on one line, because the notes of a training are broken between words."""
+        return " ".join(self.out.split())
+
 
 @pytest.fixture
 def command(capsys):

@@ -13,8 +13,8 @@ from pathlib import Path
 from benchmarks.report.measure import parts_of
 from benchmarks.report.page import GENERATOR, write_report
 from benchmarks.report.parts import BUSY, PartFiles, Progress, run_parts
-from gpt2core.app.cli import Parser
 from gpt2core.app.command import run_command
+from gpt2core.app.flag_parser import Parser
 from gpt2core.app.presets import PRESETS
 from gpt2core.communicator import Solo
 from gpt2core.errors import ConfigError, counted

@@ -106,11 +106,6 @@ def test_a_file_that_is_not_a_log_is_refused_and_unchanged(tmp_path, rng, conten
         assert path.read_bytes() == text
 
 
-def joined(text):
-    """The words of a text on one line: notes are broken between words."""
-    return " ".join(text.split())
-
-
 def test_a_new_run_refuses_the_log_of_another_and_renames_it_with_overwrite(nano, tmp_path):
     log = tmp_path / "log.jsonl"
     log.write_text("")  # an empty file is accepted
@@ -121,7 +116,7 @@ def test_a_new_run_refuses_the_log_of_another_and_renames_it_with_overwrite(nano
     for number in (1, 2):
         result = nano("--log", log, "--overwrite", "--seed", number)
         assert result.code == 0
-        assert f"note: {log} was the log of an earlier run: it is now {log}.{number} " in joined(result.out)
+        assert f"note: {log} was the log of an earlier run: it is now {log}.{number} " in result.words
         assert [row["step"] for row in read_log(log)] == [0, 1]
     assert Path(f"{log}.1").read_bytes() == older != Path(f"{log}.2").read_bytes()
 
@@ -216,7 +211,7 @@ def test_overwrite_renames_the_directory_of_the_older_run(nano, tmp_path):
     for number in (1, 2):
         result = nano(*flags, "--seed", number)
         assert result.code == 0 and result.out.count("note: ") == 1
-        assert re.search(rf"note: {out} held step-00000002 .* run: it is now {out}.{number} ", joined(result.out))
+        assert re.search(rf"note: {out} held step-00000002 .* run: it is now {out}.{number} ", result.words)
         assert [load_checkpoint(path).state["seed"] for path in (out, f"{out}.{number}")] == [number, number - 1]
     assert {path.name for path in tmp_path.iterdir()} == {"run", "run.1", "run.2"}
     assert not list(tmp_path.glob("*/.*")) and len(read_log(f"{out}.2/log.jsonl")) == 2

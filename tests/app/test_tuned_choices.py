@@ -109,7 +109,7 @@ def test_choices_of_another_device_are_timed_again_with_a_note(command, choosing
     resumed = ("--resume", tmp_path / "run", "--steps", 3, "--sample", 0, "--threads", 1)
     result = command(cli.train, *resumed, backend=choosing)
     note = f"note: the checkpoint's kernels were chosen by timing on {HERE}: on {THERE} they are timed again"
-    assert result.code == 0 and result.out.count(note) == 1 and result.out.count("note: ") == 1
+    assert result.code == 0 and result.words.count(note) == 1 and result.out.count("note: ") == 1
     assert choosing.made[-1].loaded[0] == ({}, False)
     for backend in (NumpyBackend, choosing):  # without timing in one of the two runs there is no note
         monkeypatch.setattr(ChoosingRuntime, "tuned_for", None)
