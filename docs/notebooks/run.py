@@ -46,11 +46,13 @@ def pictures(notebook):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("stages", nargs="*", type=int, choices=STAGES, default=STAGES, help="stages (default: all)")
+    parser.add_argument("stages", nargs="*", type=int, metavar="STAGE", help="stages 0 to 3 (default: all)")
     parser.add_argument("--out", type=Path, default=ROOT / "out" / "notebooks", help="default: out/notebooks")
     args = parser.parse_args()
+    if unknown := set(args.stages) - set(STAGES):  # not by `choices`: with nargs="*" Python 3.11 refuses an empty list
+        parser.error(f"there is no stage {min(unknown)}: stages are 0 to 3")
     args.out.mkdir(parents=True, exist_ok=True)
-    for stage in args.stages:
+    for stage in args.stages or STAGES:
         try:
             notebook, seconds = execute(stage)
         except CellExecutionError as error:
