@@ -142,7 +142,9 @@ def write_log(path, graded):
 def command(arguments):
     """Grade as the command line says; returns the exit code."""
     parser = base_parser("grade", "Grade the exercises of one stage, and write grade.json to the working folder.")
-    parser.add_argument("--only", metavar="N.M", nargs="+", default=[], help="the exercises to grade (default: all)")
+    parser.add_argument(
+        "--only", metavar="N.M", nargs="+", action="extend", default=[], help="the exercises to grade (default: all)"
+    )
     options = parser.parse_args(arguments)
     folder = check_folder(options.stage, options.dir)
     numbers = [exercise.number for exercise in of_stage(options.stage)]
