@@ -134,7 +134,7 @@ def write_log(path, graded):
     parts = []
     for exercise, results in graded.items():
         for name, result in results.items():
-            if result.printed and result.state != "not started":
+            if result.printed.strip() and result.state != "not started":
                 parts.append(f"== {exercise.number}, {exercise.checks[name]}\n{result.printed.rstrip()}\n")
     write_file(path, "\n".join(parts))
 
@@ -160,7 +160,7 @@ def command(arguments):
         write_file(folder / RECORD, json.dumps(record, indent=1) + "\n")
         print(f"score: {record['score']} %, written to {folder / RECORD}")
     if (folder / LOG).stat().st_size:
-        print(f"what your code printed, and its tracebacks: {folder / LOG}")
+        print(f"printed text and tracebacks of your code: {folder / LOG}")
     return 0
 
 

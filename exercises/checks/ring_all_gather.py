@@ -49,7 +49,7 @@ def gathered(p, n):
 
 
 def exchanged(p, n, indices):
-    """[the array of each rank] after a ring in which indices(r, step) = (segment that r sends, one that it receives)."""
+    """[the array of each rank] after a ring. indices(r, step): the segments that rank r sends and receives."""
     arrays = [np.full(n, np.nan) for _ in range(p)]
     for rank, array in enumerate(arrays):
         segments_of(array, p)[rank][...] = segments_of(np.arange(n, dtype=np.float64), p)[rank]
