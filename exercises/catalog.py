@@ -187,7 +187,7 @@ EXERCISES = (
         {
             "split_sum_one_tile": "the column sums of a small matrix, one program",
             "split_sum_tiles": "the column sums of a matrix with many tiles, several programs",
-            "split_sum_guards": "the kernel writes only to its own elements",
+            "split_sum_guards": "the kernel loads only x, and writes only to its own elements",
         },
     ),
     Exercise(
@@ -245,6 +245,8 @@ EXERCISES = (
             "tree_values": "the sum of 1 to 5 rows",
             "tree_order": "the order of the additions, bit for bit",
             "tree_half": "rows in float16 are added in float32",
+            "tree_double": "rows in float64 are added in float64",
+            "tree_mask": "only columns that exist are loaded",
         },
     ),
     Exercise(

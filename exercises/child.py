@@ -9,6 +9,7 @@ import errno
 import importlib
 import json
 import os
+import re
 import resource
 import signal
 import sys
@@ -116,8 +117,35 @@ def failure(error, request):
         return failed("your code printed too much text", "Is there a print() in a loop?")
     message = message_of(cause)
     if type(cause).__name__ == "CommunicatorError":
-        return failed(message, f"{WAITING} {request['hint']}")
+        return failed(plain_waits(message), f"{waiting_hint(message)} {request['hint']}")
     return failed(f"{place_of(cause, request)}{type(cause).__name__}: {message}", request["hint"])
+
+
+WAIT = re.compile(
+    r"rank (\d+) waits in message from rank (\d+) to (\d+), tag \d+, of \w+ \([^)]*\) for ranks \[[^]]*\]"
+)
+
+
+def plain_waits(message):
+    """`message` of a CommunicatorError, in which each wait for a message is written in plain words."""
+
+    def words(found):
+        rank, source, to = found.groups()
+        sends = f"rank {rank} waits until rank {to} receives its message"
+        return sends if rank == source else f"rank {rank} waits for a message from rank {source}"
+
+    return WAIT.sub(words, message)
+
+
+def waiting_hint(message):
+    """The hint for ranks that wait forever."""
+    waits = WAIT.findall(message)
+    if waits and all(rank == source for rank, source, _ in waits) and "has returned" not in message:
+        return (
+            "Every rank waits for its send: start the receive before you wait for the send. "
+            "If it is started before, a rank sends a message that no rank receives."
+        )
+    return WAITING
 
 
 def failed(text, hint):

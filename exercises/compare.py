@@ -118,10 +118,13 @@ def same_nan(got, array, near):
 
 def general_hint(name, got, want, near):
     """A sentence about a difference that can be recognised in any array, with a space after it; "" if there is none."""
+    name = "the result" if name.startswith(("with ", "on ")) else name
     finite = np.isfinite(got.astype(np.float64))
     if not finite.all() and np.isfinite(want.astype(np.float64)).all():
-        part = "Every element" if not finite.any() else f"{int((~finite).sum())} of {got.size} elements"
-        return f"{part} of {name} is NaN or infinite: a number was never written, overflows or is divided by zero. "
+        count = int((~finite).sum())
+        part = "Every element" if not finite.any() else f"{count} of {got.size} elements"
+        verb = "is" if count in (1, got.size) else "are"
+        return f"{part} of {name} {verb} NaN or infinite: a number was never written, overflows or is divided by zero. "
     if not got.any() and want.any():
         return f"Every element of {name} is 0: it is never written, or multiplied by 0. "
     if is_near(got, -want, near):

@@ -134,7 +134,7 @@ def write_log(path, graded):
     parts = []
     for exercise, results in graded.items():
         for name, result in results.items():
-            if result.printed and result.state != "not started":
+            if result.printed.strip() and result.state != "not started":
                 parts.append(f"== {exercise.number}, {exercise.checks[name]}\n{result.printed.rstrip()}\n")
     write_file(path, "\n".join(parts))
 
@@ -142,7 +142,9 @@ def write_log(path, graded):
 def command(arguments):
     """Grade as the command line says; returns the exit code."""
     parser = base_parser("grade", "Grade the exercises of one stage, and write grade.json to the working folder.")
-    parser.add_argument("--only", metavar="N.M", nargs="+", default=[], help="the exercises to grade (default: all)")
+    parser.add_argument(
+        "--only", metavar="N.M", nargs="+", action="extend", default=[], help="the exercises to grade (default: all)"
+    )
     options = parser.parse_args(arguments)
     folder = check_folder(options.stage, options.dir)
     numbers = [exercise.number for exercise in of_stage(options.stage)]
@@ -158,7 +160,7 @@ def command(arguments):
         write_file(folder / RECORD, json.dumps(record, indent=1) + "\n")
         print(f"score: {record['score']} %, written to {folder / RECORD}")
     if (folder / LOG).stat().st_size:
-        print(f"what your code printed, and its tracebacks: {folder / LOG}")
+        print(f"printed text and tracebacks of your code: {folder / LOG}")
     return 0
 
 

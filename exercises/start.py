@@ -15,7 +15,10 @@ from exercises.commands import MARKER, base_parser, folder_of, main_of
 from exercises.source import stripped
 from gpt2core.errors import ConfigError
 
-NOT_COPIED = shutil.ignore_patterns("__pycache__", "*.png", "tuned", "ranks", "out", "run", "*.ipynb")
+# The READMEs and Makefiles of the stages are for commands in the repository, not in a copy.
+NOT_COPIED = shutil.ignore_patterns(
+    "README.md", "Makefile", "__pycache__", "*.png", "tuned", "ranks", "out", "run", "*.ipynb"
+)
 
 
 def make_folder(stage, folder):

@@ -3,11 +3,13 @@
 import numpy as np
 
 from exercises.checks.common import random
-from exercises.compare import expect
+from exercises.checks.guarded import guarded, loads_only
+from exercises.compare import Mismatch, expect
 from gpt2core.parallel.tree_sum import tree_sum as canonical_sum
 from stage3_mpi_cuda.tree_sum import tree_sum
 
 FP32 = 1e-6  # relative norm: at most 5 terms, each rounding is 6e-8
+FP64 = 1e-14  # relative norm: at most 5 terms, each rounding is 1e-16
 
 
 def mixed(p, n, seed=0):
@@ -18,7 +20,15 @@ def mixed(p, n, seed=0):
 
 def summed(rows):
     out = np.full(rows.shape[1], np.nan, rows.dtype)
-    tree_sum(out, np.ascontiguousarray(rows))
+    try:
+        tree_sum(out, np.ascontiguousarray(rows))
+    except Exception as error:
+        if isinstance(error, RecursionError) or isinstance(error.__cause__, RecursionError):
+            raise Mismatch(
+                f"tree_of_rows calls itself without end for COUNT = {len(rows)}",
+                "If COUNT == 1, load the row and do not call tree_of_rows again.",
+            ) from None
+        raise
     return out
 
 
@@ -27,6 +37,22 @@ def in_turn(rows):
     for row in rows[1:]:
         total = total + row
     return total
+
+
+def subtracted(rows):
+    """The first half minus the others, at each addition of the canonical sum."""
+    count = len(rows)
+    half = (1 << (count - 1).bit_length()) // 2
+    return rows[0] if count == 1 else subtracted(rows[:half]) - subtracted(rows[half:])
+
+
+def without_stride(rows, start=0, count=None):
+    """The sum if the other rows begin HALF elements after the first one, not HALF rows."""
+    count = len(rows) if count is None else count
+    half = (1 << (count - 1).bit_length()) // 2
+    if count == 1:
+        return rows.ravel()[start : start + rows.shape[1]]
+    return without_stride(rows, start, half) + without_stride(rows, start + half, count - half)
 
 
 def halves(rows):
@@ -46,6 +72,8 @@ def tree_values():
             (rows[0], "The result is the first row: the other rows are not added."),
             (want - rows[-1], "The last row is missing."),
             (want - rows[0], "The first row is missing."),
+            (subtracted(rows), "The sum of the other rows is subtracted: add it."),
+            (without_stride(rows), "The pointer moves by HALF elements, not by HALF rows: rows_ptr + HALF * stride."),
             (p * rows[0], "The first row is added in place of each other row: move rows_ptr by HALF * stride."),
         ]
         expect(f"the sum of {p} rows", summed(rows), want, FP32, wrong, ORDER)
@@ -79,3 +107,17 @@ def tree_half():
     expect_bits(
         "the sum of 5 rows in float16", summed(rows), want, [(canonical_sum(list(rows)), hint)], "x.to(tl.float32)"
     )
+
+
+def tree_double():
+    rows = random().standard_normal((5, 200))
+    hint = "The rows are converted to float32: keep x as it is if x.dtype == tl.float64."
+    wrong = [(canonical_sum(list(rows.astype(np.float32))), hint)]
+    expect("the sum of 5 rows in float64", summed(rows), rows.sum(0), FP64, wrong, "the dtype in tree_of_rows")
+
+
+def tree_mask():
+    hint = "Give tl.load the mask and the value elsewhere: tl.load(pointers, mask, 0)."
+    rows, _ = guarded(random().standard_normal((3, 70)))
+    with loads_only("the rows", rows, hint):
+        summed(rows)

@@ -5,7 +5,8 @@
 import numpy as np
 
 from exercises.checks.common import on_ranks
-from exercises.compare import expect, expect_equal
+from exercises.compare import Mismatch, expect, expect_equal
+from gpt2core.errors import ConfigError
 
 
 def segments_of(x, p):
@@ -25,26 +26,59 @@ def gathered(p, n):
         out = np.full(n, np.nan)
         segments = segments_of(out, p)
         segments[comm.rank][...] = segments_of(np.arange(n, dtype=np.float64), p)[comm.rank]
-        collectives._ring_all_gather(comm, segments)
+        views = list(segments)
+        try:
+            collectives._ring_all_gather(comm, segments)
+        except (ConfigError, IndexError) as error:
+            if isinstance(error, IndexError) or "is not a rank" in str(error):
+                raise Mismatch(
+                    f"{type(error).__name__}: {error}",
+                    "Ranks and segments are counted modulo p: (r + 1) % p, (r - 1) % p, (r - step) % p.",
+                ) from error
+            raise
+        for j, (segment, view) in enumerate(zip(segments, views, strict=True)):
+            if segment is not view:
+                raise Mismatch(
+                    f"segments[{j}] is replaced by another array",
+                    f"Write into the view, which is a part of the caller's array: segments[{j}][...] = new_array, or "
+                    "receive into segments[i] itself.",
+                )
         return out, comm.bytes_sent
 
     return on_ranks(p, run)
 
 
+def exchanged(p, n, indices):
+    """[the array of each rank] after a ring. indices(r, step): the segments that rank r sends and receives."""
+    arrays = [np.full(n, np.nan) for _ in range(p)]
+    for rank, array in enumerate(arrays):
+        segments_of(array, p)[rank][...] = segments_of(np.arange(n, dtype=np.float64), p)[rank]
+    for step in range(p - 1):
+        sent = [segments_of(array, p)[indices(rank, step)[0] % p].copy() for rank, array in enumerate(arrays)]
+        for rank, array in enumerate(arrays):
+            segments_of(array, p)[indices(rank, step)[1] % p][...] = sent[rank - 1]
+    return arrays
+
+
 def all_gather_values():
     look = "_ring_all_gather: which segment is sent and which is received in each round"
-    for p, n in ring_cases():
+    for p, n in sorted(ring_cases(), key=lambda case: case[0] == 2):  # with 2 ranks, many mistakes have equal results
         want = np.arange(n, dtype=np.float64)
-        for rank, (got, _) in enumerate(gathered(p, n)):
+        for rank, (got, sent) in enumerate(gathered(p, n)):
             missing, stale, nothing = want.copy(), want.copy(), np.full(n, np.nan)
             segments_of(missing, p)[(rank + 1) % p][...] = np.nan
             segments_of(nothing, p)[rank][...] = segments_of(want, p)[rank]
             for j, segment in enumerate(segments_of(stale, p)):
                 if j != rank and n % p == 0:
                     segment[...] = segments_of(want, p)[(rank - 1) % p]
-            wrong = [
+            wrong = [(nothing, "No segment was received: in each round, call _sendrecv to receive into `segments`.")]
+            if n % p == 0:
+                hint = "In round `step`, send segment r - step and receive segment r - step - 1: minus, not plus."
+                if sent == want.nbytes * (p - 1) // p:  # not a round too few
+                    wrong.append((exchanged(p, n, lambda r, step: (r + step, r - step - 1))[rank], hint))
+                wrong.append((exchanged(p, n, lambda r, step: (r + step, r + step + 1))[rank], hint))
+            wrong += [
                 (missing, "One segment is missing: the ring has p - 1 rounds."),
-                (nothing, "No segment was received: write the received segments into `segments`."),
                 (stale, "The same segment is sent in every round: after round 0 a rank sends what it received last."),
             ]
             expect(f"with {p} ranks, the array of rank {rank}", got, want, 0, wrong, look)

@@ -1,5 +1,7 @@
 """Checks of exercise 0.1: softmax and its gradient in float64."""
 
+from unittest import mock
+
 import numpy as np
 
 from exercises.checks.common import random
@@ -15,13 +17,49 @@ def softmax_with_gradient(x, axis, dy):
     from stage0_serial.numpy_backend import NumpyBackend
 
     leaf = Tensor(x.copy(), NumpyBackend("fp64"), requires_grad=True)
-    result = primitives.softmax(leaf, axis)
+    with mock.patch.object(Tensor, "from_op", checked(Tensor.from_op)):
+        result = primitives.softmax(leaf, axis)
+    expect_unchanged("softmax", "its input x.data", leaf.data, x)
     if not isinstance(result, Tensor):
         raise Mismatch("the result is not a Tensor", "Return Tensor.from_op(y, (x,), backward).")
     if not result.requires_grad:
         raise Mismatch("the result has no gradient", "Create the result by Tensor.from_op(y, (x,), backward).")
-    result.backward(dy.copy())
-    return result.data, leaf.grad
+    y, dy_given = np.array(result.data), dy.copy()
+    result.backward(dy_given)
+    expect_unchanged("backward", "its argument dy", dy_given, dy)
+    expect_unchanged("backward", "x.data", leaf.data, x)
+    expect_unchanged("backward", "y", result.data, y)
+    return y, leaf.grad
+
+
+def checked(from_op):
+    """Tensor.from_op, which raises Mismatch unless the parents are a tuple and backward returns a tuple."""
+
+    def checked_from_op(y, parents, backward):
+        if not isinstance(parents, tuple | list):
+            raise Mismatch(
+                f"the parents in Tensor.from_op are a {type(parents).__name__}", "The parents are a tuple: (x,)."
+            )
+
+        def checked_backward(*gradients):
+            result = backward(*gradients)
+            if not isinstance(result, tuple | list):
+                kind = "None" if result is None else f"a {type(result).__name__}"
+                raise Mismatch(f"backward returns {kind}", "backward must return a tuple: (dx,).")
+            return result
+
+        return from_op(y, parents, checked_backward)
+
+    return checked_from_op
+
+
+def expect_unchanged(function, name, got, want):
+    """Raise Mismatch if `function` has overwritten the array `name`."""
+    if not np.array_equal(got, want, equal_nan=True):
+        raise Mismatch(
+            f"{function} overwrites {name}",
+            "Do not write to this array with `out=`, `-=`, `*=` or `[...] =`: other operations use it too.",
+        )
 
 
 def softmax_rows():

@@ -33,12 +33,18 @@ def mismatch(got, want, tolerance=1e-9, **options):
         (np.roll(WANT, -1, 2), "one position earlier than expected along axis 2"),
         (np.where(np.arange(5) == 4, 7, WANT), "Only the elements of y with index 4 (the last one) of axis 2"),
         (np.where(np.arange(5) < 2, 7, WANT), "Only the elements of y with the indices 0 to 1 of axis 2"),
-        (np.where(np.indices(WANT.shape)[0] == 0, np.inf, WANT), "25 of 100 elements of y"),
+        (np.where(np.indices(WANT.shape)[0] == 0, np.inf, WANT), "25 of 100 elements of y are NaN"),
     ],
 )
 def test_a_general_mistake_is_recognised(got, words):
     error = mismatch(got, WANT)
     assert words in error.hint and error.hint.endswith("Look at this line.")
+
+
+def test_the_hint_is_a_sentence_for_a_long_name():
+    with pytest.raises(Mismatch) as caught:
+        expect("with 2 ranks, the array of rank 0", np.nan * ROWS, ROWS, 0, look="this line")
+    assert caught.value.hint.startswith("Every element of the result is NaN or infinite")
 
 
 def test_the_first_wrong_element_is_named_with_both_values():

@@ -227,6 +227,14 @@ def test_a_working_folder_in_the_repository_is_ignored_by_git():
     assert done.returncode in (0, 128)  # 128: not a git checkout
 
 
+def test_only_may_be_repeated(tmp_path, capsys):
+    start.make_folder(0, tmp_path / "new")
+    assert grade.command(["--stage", "0", "--dir", str(tmp_path / "new"), "--only", "0.1", "--only", "0.2"]) == 0
+    lines = capsys.readouterr().out
+    assert "  0.1  " in lines and "  0.2  " in lines and "  0.3  " not in lines
+    assert not list((tmp_path / "new").rglob("README.md"))
+
+
 @pytest.mark.parametrize(
     "stage, words, line",
     [
