@@ -15,6 +15,7 @@ from gpt2core.errors import ConfigError, counted
 from gpt2core.parallel.all_or_raise import all_or_raise, shared_error
 from stage1_mpi.mpi_communicator import MpiCommunicator
 from stage2_cuda.runtime import triton_launch
+from stage2_cuda.runtime.triton_launch import GpuLauncher
 from stage3_mpi_cuda.nccl_collectives import NATIVE, NcclCollectives
 from stage3_mpi_cuda.staged_collectives import StagedCollectives
 from stage3_mpi_cuda.watchdog import watch_gpus
@@ -56,7 +57,7 @@ class NcclCommunicator(Communicator):
             self.transport, self.gpu = "mpi", GpuBinding()
         else:
             self.gpu = all_or_raise(self.mpi_group, lambda: bind_gpu(self.local_rank))
-            triton_launch.launcher().compiles_ahead = self.size == 1
+            GpuLauncher.compiles_ahead = self.size == 1  # a step of several ranks contains collectives
             self.transport = self._choose_transport(name)
             if self.transport == "nccl":
                 self.gpu.nccl = all_or_raise(self.mpi_group, lambda: import_nccl(self.gpu.cupy))

@@ -80,10 +80,15 @@ def events_of_trace(entries, marks):
     return events, dict.fromkeys(marks, len(events)) | found
 
 
+def is_ours(file):
+    """Whether a file belongs to this repository; .venv, with the installed packages, may be in the same directory."""
+    return file.startswith(str(ROOT)) and "site-packages" not in file
+
+
 def source_of_frames(frames):
     """The innermost frame in this repository as "file:line function"."""
     for frame in frames:
-        if frame["filename"].startswith(str(ROOT)):
+        if is_ours(frame["filename"]):
             return f"{Path(frame['filename']).relative_to(ROOT)}:{frame['line']} {frame['name']}"
     return UNKNOWN
 
@@ -180,7 +185,7 @@ def source_of_caller(skipped="benchmarks"):
     frame = sys._getframe(2)
     while frame:
         file, function = frame.f_code.co_filename, frame.f_code.co_name
-        if file.startswith(str(ROOT)) and skipped not in file.removeprefix(str(ROOT)) and function not in HELPERS:
+        if is_ours(file) and skipped not in file.removeprefix(str(ROOT)) and function not in HELPERS:
             return f"{Path(file).relative_to(ROOT)}:{frame.f_lineno} {function}"
         frame = frame.f_back
     return "CuPy"

@@ -145,6 +145,8 @@ class InterpreterLauncher:
 class GpuLauncher:
     """Launches kernels on CuPy's current device and current stream, and caches the compiled variants."""
 
+    compiles_ahead = True  # False if functions contain collectives, which must not be called once more
+
     def __init__(self):
         triton = import_module("triton", "Triton", "pip install triton")
         self.threads = CompileThreads(lambda text: print(text, file=sys.stderr))
@@ -175,7 +177,6 @@ class GpuLauncher:
         triton.set_allocator(lambda size, alignment, stream: Pointer(self.xp.empty(size, np.int8)))
         self.compiled = {}  # {key of a variant: (the compiled kernel, its constants)}
         self.only_compiles = False  # whether launch() starts to compile in threads, and launches nothing
-        self.compiles_ahead = True  # False if functions contain collectives, which must not be called once more
 
     def capability(self, device=None):
         """The compute capability (major, minor) of a device, by default of the current one."""

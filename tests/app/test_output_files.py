@@ -210,7 +210,7 @@ def test_overwrite_renames_the_directory_of_the_older_run(nano, tmp_path):
     assert nano("--out", out).code == 0
     for number in (1, 2):
         result = nano(*flags, "--seed", number)
-        assert result.code == 0 and result.out.count("note: ") == 1
+        assert result.code == 0 and result.words.count("note: ") == 1
         assert re.search(rf"note: {out} held step-00000002 .* run: it is now {out}.{number} ", result.words)
         assert [load_checkpoint(path).state["seed"] for path in (out, f"{out}.{number}")] == [number, number - 1]
     assert {path.name for path in tmp_path.iterdir()} == {"run", "run.1", "run.2"}

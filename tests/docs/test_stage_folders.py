@@ -14,7 +14,9 @@ PROMPT = ["--prompt", "In the spring of", "--max-new-tokens", "4"]
 
 
 def run(*command, cwd, **variables):
-    environment = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKEOVERRIDES")}
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKEOVERRIDES", "ARGS")
+    }
     environment |= {"PYTHON": sys.executable, **variables}
     return subprocess.run([*map(str, command)], cwd=cwd, env=environment, capture_output=True, text=True, timeout=300)
 

@@ -346,11 +346,11 @@ def test_the_names_of_compiled_kernels_depend_on_the_version_and_the_file_times_
     from triton.runtime import cache
 
     monkeypatch.setattr(cache, "triton_key", cache.triton_key)  # restored after the test
-    own_key = cache.triton_key
     triton_start.identify_by_file_times()
     assert cache.triton_key is triton_start.key_of_files
-    assert cache.triton_key() == triton_start.key_of_files.__wrapped__() != own_key()
-    assert cache.triton_key().startswith(f"{triton.__version__} ")
+    assert cache.triton_key() == triton_start.key_of_files.__wrapped__()
+    # Triton's own key has a hash directly after the version, so the two keys are never equal
+    assert cache.triton_key().startswith(f"{triton.__version__} by file times ")
 
     file = tmp_path / "backends" / "compiler.so"
     file.parent.mkdir()

@@ -124,7 +124,8 @@ def test_peak_memory_does_not_grow_with_the_text(spec, copies, tmp_path):
         text.write_bytes(CORPUS.read_bytes() * times)
         peaks.append(peak_memory(text, "--tokenizer", spec, "--out", tmp_path / str(times)))
     grown = (copies - 4) * CORPUS.stat().st_size / 1024
-    assert peaks[1] - peaks[0] < grown  # KiB: a whole text in memory takes several times its size, for ids and words
+    # KiB: a whole text in memory takes several times its size, for ids and words; peaks differ by up to one size
+    assert peaks[1] - peaks[0] < 2 * grown
 
 
 @pytest.mark.parametrize(

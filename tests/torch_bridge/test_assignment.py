@@ -84,7 +84,7 @@ def test_a_wrong_suite_is_one_line(tmp_path, monkeypatch, words, message):
 
 @pytest.mark.skipif(not shutil.which("make"), reason="there is no make")
 def test_make_assignment_without_a_suite_says_what_to_write():
-    environment = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "SUITE")}
+    environment = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "SUITE", "ARGS")}
     command = ["make", "--no-print-directory", "assignment"]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 2 and "SUITE is missing: make assignment SUITE=DIR" in done.stderr
