@@ -26,16 +26,17 @@ def draw_graph(root, names):
     """Draw the graph of `root`, from the leaves on the left to the root on the right.
 
     Call it before backward(), or after backward(retain_graph=True), because backward() frees the graph. names: {text:
-    tensor}. A tensor with a name shows its data, and its gradient once it has one.
+    tensor}. A tensor with a name shows its data and, after backward(), its gradient.
     """
     nodes, leaves = reachable(root)
+    gradients = inner_gradients(root) if any(leaf.grad is not None for leaf in leaves) else {}
     of_tensor = {tensor.node or tensor: (text, tensor) for text, tensor in names.items()}
     column = columns(nodes, leaves)
     order = [tensor for tensor in names.values() if tensor in leaves]  # the boxes of leaves have the order of the names
     position = positions(nodes, [*order, *(leaf for leaf in leaves if leaf not in order)], column)
     width, height = (1 + max(xy[axis] for xy in position.values()) for axis in (0, 1))
     _, axes = plt.subplots(figsize=(1.9 * width, 0.95 * height))
-    boxes = {item: box(axes, xy, *label(item, of_tensor.get(item))) for item, xy in position.items()}
+    boxes = {item: box(axes, xy, *label(item, of_tensor.get(item), gradients)) for item, xy in position.items()}
     for node in nodes:
         for use, parent in enumerate(parents(node)):
             repeated = parents(node)[:use].count(parent)
@@ -46,15 +47,27 @@ def draw_graph(root, names):
     axes.axis("off")
 
 
-def label(item, named):
-    """(text, colour) of the box of a node or leaf; named: (name, tensor) or None."""
+def inner_gradients(root):
+    """{node: gradient of its output}, by the chain rule; only for operations with one output."""
+    nodes, _ = reachable(root)
+    gradients = {root.node: np.ones(root.shape)}
+    for node in reversed(nodes):  # newest first: all uses of its output have been processed
+        for parent, gradient in zip(node.parents, node.backward(gradients[node]), strict=True):
+            if parent.node:
+                gradients[parent.node] = gradients.get(parent.node, 0) + gradient
+    return gradients
+
+
+def label(item, named, gradients):
+    """(text, colour) of the box of a node or leaf; named: (name, tensor) or None; gradients: {node: gradient}."""
     is_leaf = not hasattr(item, "order")
     lines = [] if is_leaf else [operation(item)]
     if named:
         name, tensor = named
         lines.append(f"{name} = {short(tensor.data)}")
-        if tensor.grad is not None:
-            lines.append(f"grad {short(tensor.grad)}")
+        gradient = tensor.grad if is_leaf else gradients.get(item)
+        if gradient is not None:
+            lines.append(f"grad {short(gradient)}")
     elif is_leaf:
         lines.append(short(item.data))
     return "\n".join(lines), LEAF if is_leaf else RESULT if named else OPERATION
@@ -62,7 +75,12 @@ def label(item, named):
 
 def short(array):
     """An array of up to three numbers as text, otherwise its shape."""
-    return np.array2string(np.asarray(array), precision=3) if array.size <= 3 else str(array.shape)
+    return np.array2string(np.asarray(array), precision=3, formatter={"float": number}) if array.size <= 3 else str(array.shape)
+
+
+def number(value):
+    """A number with up to three digits after the point, and at least one: 2.0, -0.12, 0.707."""
+    return str(round(float(value), 3) + 0.0)  # + 0.0 changes -0.0 to 0.0
 
 
 def columns(nodes, leaves):
@@ -100,24 +118,28 @@ def draw_model(loss, parameters):
     shape = {edge.node: edge.shape for node in nodes for edge in node.parents if edge.node if edge.index == 0}
     shape |= {edge.node: edge.shape for node in nodes for edge in node.parents if edge.node and edge.node not in shape}
     names = {leaf: name.removeprefix("transformer.") for name, leaf in parameters.items()}
-    _, axes = plt.subplots(figsize=(8.5, 0.42 * len(nodes) + 0.4))
+    _, axes = plt.subplots(figsize=(8.5, 0.42 * len(nodes) + 0.8))
+    boxes = {}
     for node in nodes:
         result = shape.get(node, loss.shape)
-        box(axes, (0, row[node]), f"{operation(node)}  {result}", OPERATION if node is not loss.node else RESULT)
+        boxes[node] = box(axes, (0, row[node]), f"{operation(node)}  {result}", OPERATION if node is not loss.node else RESULT)
         used = [f"{names[leaf]} {leaf.shape}" for leaf in parents(node) if leaf in names]
         for line, text in enumerate(used):
             y = row[node] + 0.34 * (line - (len(used) - 1) / 2) * (0.8 if len(used) > 2 else 1)
             axes.text(-1.15, y, text, ha="right", va="center", fontsize=7.5, color="#7a5a10")
         if used:
-            arrow(axes, (-1.12, row[node]), (-0.62, row[node]))
+            arrow(axes, (-1.12, row[node]), (0, row[node]), patchB=boxes[node])
         for parent in {parent for parent in parents(node) if parent in row}:
             distance = row[node] - row[parent]
             if distance == 1:
-                arrow(axes, (0, row[parent] + 0.25), (0, row[node] - 0.25))
+                colour = "tab:red" if operation(parent) == "embedding" else "#555555"
+                arrow(axes, (0, row[parent] + 0.25), (0, row[node] - 0.25), colour=colour)
             else:
                 arrow(axes, (0.62, row[parent]), (0.62, row[node]), bend=-0.45, colour="tab:red")
     axes.set_xlim(-2.6, 2.2)
-    axes.set_ylim(len(nodes) - 0.4, -0.6)
+    tokens = box(axes, (0, -1), f"tokens  {shape[nodes[0]][:2]}", LEAF)
+    arrow(axes, (0, -1), (0, 0), patchA=tokens, patchB=boxes[nodes[0]])
+    axes.set_ylim(len(nodes) - 0.4, -1.6)
     axes.axis("off")
 
 
