@@ -29,8 +29,9 @@ TRACES = {  # {part: title}
     "trace3": "stage 3",
 }
 SEVERAL = (
-    ' The trace has no module names. A bar with "several modules" is the sum of all kernels of this name: those of '
-    "attention, embedding, LayerNorm, GELU and cross-entropy."
+    ' The trace has no module names. A bar with "several modules" is the sum of all kernels of one name. Attention, '
+    "embedding, LayerNorm, GELU and cross-entropy have a forward_kernel. LayerNorm, GELU and cross-entropy have a "
+    "backward_kernel."
 )
 MAX_BARS = 4000  # bars of one view of the player; a phone stays fast with them
 
@@ -166,7 +167,7 @@ def percent(share):
 
 
 def short(op):
-    return op if len(op) <= 30 else op[:28] + "..."
+    return op if len(op) <= 31 else op[:28] + "..."
 
 
 # -- collectives -------------------------------------------------------------------------------------------------------

@@ -369,7 +369,9 @@ def test_the_page_and_its_picture_files_are_complete(page):
     assert "&lt;b&gt;cats&lt;/b&gt; &amp; all" in text and "no MPI was found &lt;here&gt;" in text  # escaped
     assert "1,287.76 s (its Table 1), 12,878 s (its text)" in text and "15.6 % less" in text
     assert "inference not measured: no GPU was found" in text and "there is no training of stage 2: no GPU was" in text
-    assert "the shipped result is of preset paper, 50 steps, not nano, 4" in text and "The paper has" not in text
+    assert (
+        "the shipped result is of preset paper and 50 steps, not of nano and 4" in text and "The paper has" not in text
+    )
     assert "The relative difference between stage 1 on 2 ranks and stage 0 is 0 at every step" in text
     assert "At the last step, the paper&#x27;s programs differ by up to 19 %." in text
     assert (
@@ -426,7 +428,7 @@ def test_without_measurements_the_page_has_the_shipped_results_and_says_what_is_
     code, out, err = run("--out", tmp_path, "--no-measure")
     assert (code, err) == (0, "") and f"written: {tmp_path / 'index.html'}" in out
     text = (tmp_path / "index.html").read_text(encoding="utf-8")
-    assert text.count("it was not measured (--no-measure)") > 10 and "NVIDIA H200, 2026-" in text
+    assert text.count("--no-measure was given") > 10 and "NVIDIA H200, 2026-" in text
     assert "bf16; 2 of the machine&#x27;s 4 GPUs (NVIDIA H200)" in text and "s (bf16)</td>" in text
 
 
