@@ -7,7 +7,7 @@ deeper, as `alice/stage0` or `alice/work/stage0`. `make grade` has written grade
 import csv
 import json
 import sys
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from exercises.catalog import PACKAGES, ROOT, graded_files, of_stage
@@ -22,13 +22,22 @@ NO_RECORD = f"no {RECORD}: run make grade"
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table. exercises: the score of each exercise, in order; remark: "" if all is right."""
+    """One line of the table. exercises: {number of an exercise: its score}; remark: "" if all is right."""
 
     student: str
     stage: str
     score: str
-    exercises: str
     remark: str
+    exercises: dict = field(default_factory=dict)
+
+    def for_screen(self):
+        """The cells of the printed table; all exercises are in one cell: "0.1: 100  0.2: 50"."""
+        scores = "  ".join(f"{number}: {score:>3}" for number, score in self.exercises.items()) or "-"
+        return [self.student, self.stage, self.score, scores, self.remark]
+
+    def for_csv(self, numbers):
+        """The cells of the file: one for each exercise of `numbers`, empty if the row has no score of it."""
+        return [self.student, self.stage, self.score, *(self.exercises.get(each, "") for each in numbers), self.remark]
 
 
 def rows_of(student):
@@ -37,7 +46,7 @@ def rows_of(student):
     folders = [place for place in places if (place / RECORD).exists() or (place / MARKER).exists()]
     name = printable(student.name)
     if not folders:
-        yield Row(name, "-", "-", "-", f"no working folder and no {RECORD}")
+        yield Row(name, "-", "-", f"no working folder and no {RECORD}")
     for folder in folders:
         yield row_of(name, folder)
 
@@ -45,17 +54,16 @@ def rows_of(student):
 def row_of(student, folder):
     """The Row of one working folder."""
     if not (folder / RECORD).exists():
-        return Row(student, str(stage_of(folder)), "-", "-", NO_RECORD)
+        return Row(student, str(stage_of(folder)), "-", NO_RECORD)
     try:
         record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
         stage, score, files = record["stage"], record["score"], record["files"]
-        scores = [record["exercises"][exercise.number]["score"] for exercise in of_stage(stage)]
+        scores = {each.number: int(record["exercises"][each.number]["score"]) for each in of_stage(stage)}
         if stage not in PACKAGES or set(files) != set(graded_files(stage)):
             raise ValueError
-        numbers = " ".join(f"{int(each):3}" for each in scores)
-        return Row(student, str(stage), str(int(score)), numbers, remark_of(folder, stage, files))
+        return Row(student, str(stage), str(int(score)), remark_of(folder, stage, files), scores)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
-        return Row(student, "-", "-", "-", f"{RECORD} is not one that this version of make grade writes")
+        return Row(student, "-", "-", f"{RECORD} is not one that this version of make grade writes")
 
 
 def remark_of(folder, stage, files):
@@ -85,7 +93,12 @@ def command(arguments):
     add = parser.add_argument
     add("folder", type=Path, metavar="DIR", help="a folder with one sub-folder for each student")
     add("--grade", action="store_true", help="grade all working folders again first (up to a minute each)")
-    add("--csv", type=Path, metavar="FILE", help="also write the table to this file, as comma-separated values")
+    add(
+        "--csv",
+        type=Path,
+        metavar="FILE",
+        help="also write it as comma-separated values, with a column for each exercise",
+    )
     options = parser.parse_args(arguments)
     if not options.folder.is_dir():
         raise ConfigError(f"{options.folder} is not a folder: give the folder that has one sub-folder for each student")
@@ -96,13 +109,14 @@ def command(arguments):
         for student in students:
             print(f"grading {student.name}", file=sys.stderr)
             grade_again(student)
-    table = [Row("student", "stage", "score", "exercises", "remark")]
-    table += [row for student in students for row in rows_of(student)]
-    print_table(table)
+    rows = [row for student in students for row in rows_of(student)]
+    print_table([["student", "stage", "score", "exercises", "remark"], *(row.for_screen() for row in rows)])
     if options.csv:
+        numbers = [exercise.number for stage in PACKAGES for exercise in of_stage(stage)]
         try:
             with open(options.csv, "w", encoding="utf-8", newline="") as file:
-                csv.writer(file).writerows(map(astuple, table))
+                csv.writer(file).writerow(["student", "stage", "score", *numbers, "remark"])
+                csv.writer(file).writerows(row.for_csv(numbers) for row in rows)
         except OSError as error:
             raise ConfigError(
                 f"--csv {options.csv}: cannot be written ({error.strerror}): choose another file"
@@ -111,10 +125,10 @@ def command(arguments):
 
 
 def print_table(table):
-    """Print Rows with aligned columns."""
-    widths = [max(len(cell) for cell in column) for column in zip(*map(astuple, table), strict=True)]
+    """Print rows of cells with aligned columns."""
+    widths = [max(len(cell) for cell in column) for column in zip(*table, strict=True)]
     for row in table:
-        line = "  ".join(cell.ljust(width) for cell, width in zip(astuple(row), widths, strict=True))
+        line = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
         print(line.rstrip())
 
 

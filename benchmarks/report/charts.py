@@ -88,7 +88,7 @@ def save(chart, theme, file, **options):
         draw = draw_lines if chart.lines else draw_bars if chart.bars else draw_lanes
         draw(axes, drawn, chart, colours)
         axes.set(xlabel=chart.x_label, ylabel=chart.y_label)
-        drawn.suptitle(fill(chart.title, 60), fontsize=10, x=0.01, ha="left")
+        drawn.suptitle(fill(chart.title, 70), fontsize=9, x=0.01, ha="left")
         drawn.savefig(file, **options)
 
 

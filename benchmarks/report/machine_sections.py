@@ -28,6 +28,11 @@ TRACES = {  # {part: title}
     "trace2": "stage 2",
     "trace3": "stage 3",
 }
+SEVERAL = (
+    ' The trace has no module names. A bar with "several modules" is the sum of all kernels of one name. Attention, '
+    "embedding, LayerNorm, GELU and cross-entropy have a forward_kernel. LayerNorm, GELU and cross-entropy have a "
+    "backward_kernel."
+)
 MAX_BARS = 4000  # bars of one view of the player; a phone stays fast with them
 
 
@@ -105,6 +110,13 @@ def interpreted(runs):
 # -- time by op --------------------------------------------------------------------------------------------------------
 
 
+def trace_title(runs, name):
+    """The title of a trace in TRACES, with the bucket size of --dp bucket."""
+    flags = runs.records[name]["options"].get("flags", [])
+    size = flags[flags.index("--bucket-mb") + 1] if "--bucket-mb" in flags else ""
+    return TRACES[name] + (f" --bucket-mb {size}" if size else "")
+
+
 def ops(runs):
     """(section, charts): the time of each kernel in one step, for every stage."""
     found = []  # [(name of the chart, title, {op: seconds}, caption)]
@@ -117,7 +129,7 @@ def ops(runs):
         found.append(("trace2", "stage 2, preset paper, bf16", shipped.kernels(), caption))
     if not runs.results("trace3"):
         title, step = shipped.timelines()[-1]
-        caption = f"Rank 0, without the kernels of NCCL. Shipped result: {shipped.origin('gpus/timeline')}."
+        caption = f"Rank 0, without the kernels of NCCL. Shipped result: {shipped.origin('gpus/timeline')}.{SEVERAL}"
         found.append(("trace3", f"stage 3, GPT-2 124M, bf16, {title}", time_by_op(step), caption))
     charts = [op_chart(f"{name}-ops", f"Kernels of one step, {title}", times) for name, title, times, _ in found]
     pictures = [figure(chart.svg, caption) for chart, (*_, caption) in zip(charts, found, strict=True)]
@@ -129,7 +141,9 @@ def op_caption(runs, name, step):
     untraced = runs.results({"trace1-flat": "train1-2"}.get(name, name.replace("trace", "train")))
     text = "Sum over threads and ranks. The time of a kernel does not include the kernels that it calls. "
     text += f"The traced step takes {seconds(step['seconds'])}"
-    return text + (f", a step without a trace {seconds(untraced['median_step'])} (median)." if untraced else ".")
+    if untraced and untraced["median_step"]:
+        text += f", a step without a trace {seconds(untraced['median_step'])} (median without the first steps)"
+    return f"{text}.{SEVERAL}" if any("several" in op for op in time_by_op(step)) else f"{text}."
 
 
 def op_chart(name, title, seconds_of):
@@ -138,13 +152,22 @@ def op_chart(name, title, seconds_of):
     if len(items) > OPS:
         items = [*items[: OPS - 1], (f"{len(items) - OPS + 1} others", sum(time for _, time in items[OPS - 1 :]))]
     unit, scale = ("s", 1) if total > 1 else ("ms", 1e3)
-    bars = [(short(op), time * scale, f"{seconds(time)}, {100 * time / total:.0f} %") for op, time in items]
-    top = ", ".join(f"{short(op)} {100 * time / total:.0f} %" for op, time in items[:3])
+    bars = [(short(op), time * scale, f"{brief(time)}, {percent(time / total)}") for op, time in items]
+    top = ", ".join(f"{short(op)} {percent(time / total)}" for op, time in items[:3])
     return Chart(name, title, f"{title}: {top} of the kernels' time.", unit, bars=bars)
 
 
+def brief(time):
+    """Seconds as text for a bar; two significant digits below 0.1 ms: 5.0 us."""
+    return seconds(time) if time >= 1e-4 else f"{1e6 * time:.2g} us"
+
+
+def percent(share):
+    return f"{100 * share:.0f} %" if share >= 0.01 else "below 1 %"
+
+
 def short(op):
-    return op if len(op) <= 30 else op[:28] + "..."
+    return op if len(op) <= 31 else op[:28] + "..."
 
 
 # -- collectives -------------------------------------------------------------------------------------------------------
@@ -153,12 +176,12 @@ def short(op):
 def collectives(runs):
     """(section, charts): what the collectives of a step moved and cost, and the algorithms of an all-reduce."""
     rows = []
-    for name, title in TRACES.items():
+    for name in TRACES:
         step = runs.results(name)
         for row in collectives_of(step) if step else []:
             rows.append(
                 {
-                    "program": title,
+                    "program": trace_title(runs, name),
                     "collective": row["name"],
                     "calls per step": row["calls"],
                     "arrays of rank 0": amount(row["bytes"]),
@@ -265,9 +288,11 @@ def results_preset(runs):
 def views(runs):
     """The views of the player: {"traces": [...], "slices": [...]} as JSON data."""
     traces = []
-    for name, title in TRACES.items():
+    for name in TRACES:
         if step := runs.results(name):
-            traces.append({"title": f"training step, {title}, preset {runs.preset}, this machine", **step})
+            traces.append(
+                {"title": f"training step, {trace_title(runs, name)}, preset {runs.preset}, this machine", **step}
+            )
     if not runs.results("trace3"):
         for title, step in shipped.timelines():
             where = f"training step, stage 3, {title}, GPT-2 124M, kernels of rank 0; {shipped.origin('gpus/timeline')}"
@@ -291,7 +316,7 @@ def timeline(runs):
     found = [(name, runs.results(name)) for name in ("trace1-bucket", "trace1-flat", "trace0") if runs.results(name)]
     if found:
         name, step = found[0]
-        title = f"One training step, {TRACES[name]}, preset {runs.preset}"
+        title = f"One training step, {trace_title(runs, name)}, preset {runs.preset}"
         caption = f"The step takes {seconds(step['seconds'])}. The player below shows each bar with its name."
     else:
         title, step = shipped.timelines()[-1]

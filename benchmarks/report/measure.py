@@ -14,15 +14,19 @@ from benchmarks.report.parts import Part, PartFailed, Skipped, python_command, r
 from benchmarks.report.recording import record_all
 from benchmarks.report.trace import read_step
 from gpt2core.app.inference_io import first_tokens
-from gpt2core.app.presets import CORPUS, WEIGHTS
+from gpt2core.app.presets import CORPUS, PRESETS, WEIGHTS
 from gpt2core.app.run_log import read_log
+from gpt2core.arena import Arena
 from gpt2core.errors import counted
+from gpt2core.model import parameter_shapes
 from gpt2core.text.tokenizer import Tokenizer
 
 STAGES = ("stage0_serial", "stage1_mpi", "stage2_cuda", "stage3_mpi_cuda")
 SHORT_STEPS = 4  # of runs that measure only speed; the first step is not counted
 TRACE_STEPS = 3  # of traced runs; the report shows the last of them
 INTERPRETER_STEPS = 5
+WARM_UP_STEPS = 5  # first steps of a training that its median time leaves out
+BUCKETS = 8  # about as many messages as the traced run with --dp bucket sends in a step
 NEW_TOKENS, PROMPT_TOKENS = 30, 256  # the paper's inference
 REPEATS = 3  # of each inference
 BATCH_PROMPTS = 4  # prompts of --mode batch
@@ -46,9 +50,15 @@ def parts_of(preset, steps, full):
         Part("scaling", "training speed of 1, 2, ... threads and ranks", scaling, speeds),
         trace_part("trace0", 0, None, preset),
         trace_part("trace1-flat", 1, 2, preset, "--dp", "flat"),
-        trace_part("trace1-bucket", 1, 2, preset, "--dp", "bucket", "--bucket-mb", "5"),
+        trace_part("trace1-bucket", 1, 2, preset, "--dp", "bucket", "--bucket-mb", bucket_mb(preset)),
         Part("collectives", "all-reduce algorithms on 2 ranks", all_reduces, messages),
     ] + (gpu_parts(gpus, preset, steps) if gpus else [in_interpreter])
+
+
+def bucket_mb(preset):
+    """The value of --bucket-mb (10^6 bytes), as text, for about BUCKETS messages with the gradients of this preset."""
+    megabytes = 4 * Arena(parameter_shapes(PRESETS[preset])).size / 1e6  # fp32
+    return f"{float(f'{megabytes / BUCKETS:.1g}'):g}"  # one digit
 
 
 def gpu_parts(gpus, preset, steps):
@@ -108,7 +118,7 @@ def train(show, stage, ranks, preset, steps):
         "losses": [row["loss"] for row in rows],
         "seconds": sum(seconds),
         "first_step": seconds[0],
-        "median_step": statistics.median(seconds),
+        "median_step": statistics.median(seconds[WARM_UP_STEPS:]) if len(seconds) >= 2 * WARM_UP_STEPS else None,
         "bytes_sent": rows[-1].get("bytes_sent", 0),
         "parameters_sha256": rows[-1].get("parameters_sha256"),
         "sample": continuation(out),
@@ -177,12 +187,12 @@ def scaling(show, preset, cores):
 
 
 def trace(show, stage, ranks, preset, flags):
-    """The last of TRACE_STEPS steps of a training with --trace, and the median time of its steps."""
+    """The last of TRACE_STEPS steps of a training with --trace."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "trace.json")
         words = ["--trace", str(file), "--trace-steps", str(TRACE_STEPS), "--sample", "0", *flags]
-        rows, _ = run_training(show, stage, ranks, preset, TRACE_STEPS, words)
-        return read_step(file) | {"median_step": statistics.median(row["seconds"] for row in rows)}
+        run_training(show, stage, ranks, preset, TRACE_STEPS, words)
+        return read_step(file)
 
 
 def all_reduces(show, ranks, sizes):

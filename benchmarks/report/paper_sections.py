@@ -30,14 +30,19 @@ NOT_MEASURED = "not measured"
 
 
 def table_1(runs):
-    rows, grey, notes = [], set(), []
+    rows, grey = [], set()
     for stage, name in STAGE_NAMES.items():
         training, inference = paper.SECONDS[PAPER_NAMES[stage]]
         both = f"{training:,.2f} s (its Table 1), {paper.MPI_SECONDS_IN_TEXT:,.0f} s (its text)"
         ours = runs.training(stage), runs.inference(stage)
-        missing = runs.reason("train1-2" if stage == 1 else f"train{stage}")
-        cells = [seconds(run.value) if run else NOT_MEASURED for run in ours]
-        where = dict.fromkeys(run.where for run in ours if run)
+        cells = [f"{seconds(run.value)} ({run.precision})" if run else NOT_MEASURED for run in ours]
+        reasons = runs.training_reason(stage), runs.inference_reason(stage)
+        where = {run.where: None for run in ours if run}  # in this order, each text once
+        if not any(ours) and reasons[0] == reasons[1]:
+            where = {reasons[0]: None}
+        else:
+            for name, run, reason in zip(("training", "inference"), ours, reasons, strict=True):
+                where |= {} if run else {f"{name} {NOT_MEASURED}: {reason}": None}
         rows.append(
             {
                 "program": name,
@@ -45,20 +50,19 @@ def table_1(runs):
                 "training, ours": cells[0],
                 "inference, paper": f"{inference:.2f} s",
                 "inference, ours": cells[1],
-                "ours was measured on": "; ".join(where) or missing,
+                "ours was measured on": "; ".join(where),
             }
         )
         if not any(ours) or any(run and run.shipped for run in ours):
             grey.add(stage)
-    if not runs.results("infer3"):
-        notes.append(paragraph("Inference of stage 3: ", runs.reason("infer3"), "."))
     caption = (
         f"Table 1. Training ({runs.steps} steps of preset {runs.preset}) and inference (256 tokens of prompt, 30 new "
-        f"tokens), both without the start of the program. Grey rows have results of another machine. The paper: "
+        f"tokens), both without the start of the program. The "
+        f"precision is in parentheses. Grey rows have results of another machine. The paper: "
         f"{paper.CPU}; {paper.GPU}."
     )
     return section(
-        "table1", "Table 1: training and inference time", table(caption, rows, grey), *notes,
+        "table1", "Table 1: training and inference time", table(caption, rows, grey),
         element("h3", "Two times for one run"), paragraph(contradiction()),
         element("h3", "Inference on several ranks"), inference_modes(runs),
         element("h3", "What each change gains"), listing(gains(runs)),
@@ -113,12 +117,12 @@ def gains(runs):
         ("9.1, serial to MPI, training", gain_mpi_training(runs)),
         ("9.1.1, why: the all-reduce is small", gain_all_reduce(runs)),
         ("9.1.2, serial to MPI, inference", gain_mpi_inference(runs)),
-        ("9.2, serial to CUDA, training", gain_pair(runs.training, 0, 2, "training", "35")),
-        ("9.2, serial to CUDA, inference", gain_pair(runs.inference, 0, 2, "inference", "14")),
+        ("9.2, serial to CUDA, training", gain_pair(runs, 0, 2, "training", "35")),
+        ("9.2, serial to CUDA, inference", gain_pair(runs, 0, 2, "inference", "14")),
         ("9.2.1, why: matrix products dominate", gain_products(runs)),
-        ("9.3, MPI to MPI and CUDA, training", gain_pair(runs.training, 1, 3, "training", "57")),
+        ("9.3, MPI to MPI and CUDA, training", gain_pair(runs, 1, 3, "training", "57")),
         ("9.3, CUDA to MPI and CUDA, training", gain_two_gpus(runs)),
-        ("9.3, MPI to MPI and CUDA, inference", gain_pair(runs.inference, 1, 3, "inference", "14")),
+        ("9.3, MPI to MPI and CUDA, inference", gain_pair(runs, 1, 3, "inference", "14")),
     ]
 
 
@@ -163,14 +167,20 @@ def gain_mpi_inference(runs):
     )
 
 
-def gain_pair(run_of, slow, fast, what, paper_gain):
+def gain_pair(runs, slow, fast, what, paper_gain):
     """One sentence: how many times as fast the run of stage `fast` is as that of stage `slow`."""
+    run_of = runs.training if what == "training" else runs.inference
+    reason_of = runs.training_reason if what == "training" else runs.inference_reason
     a, b = run_of(slow), run_of(fast)
+    paper_sentence = (
+        f"The paper's {PAPER_NAMES[fast]} program is {paper_gain} times as fast as its {PAPER_NAMES[slow]} program."
+    )
     if not a or not b:
-        return f"{NOT_MEASURED}: there is no {what} of stage {fast if a else slow}. The paper has {paper_gain}."
+        stage = fast if a else slow
+        return f"{NOT_MEASURED}: there is no {what} of stage {stage}: {reason_of(stage)}. {paper_sentence}"
     return (
         f"Stage {fast} takes {seconds(b.value)} ({b.where}) and stage {slow} takes {seconds(a.value)} ({a.where}): "
-        f"{times_as_fast(a.value, b.value)} times as fast. The paper has {paper_gain}."
+        f"{times_as_fast(a.value, b.value)} times as fast. {paper_sentence}"
     )
 
 
@@ -180,10 +190,10 @@ def gain_two_gpus(runs):
         (_, _), (ranks, efficiency), *_ = shipped.scaling_rows()[0]
         return (
             f"{ranks} GPUs train GPT-2 124M {ranks * efficiency:.2f} times as fast as one GPU, with 64 sequences for "
-            f"each GPU ({shipped.origin('gpus/scaling_two')}). The paper's two machines are {paper_gain} times as fast "
+            f"each GPU ({shipped.origin('gpus/scaling_two', ranks)}). The paper's two machines are {paper_gain} times as fast "
             f"as one."
         )
-    return gain_pair(runs.training, 2, 3, "training", paper_gain)
+    return gain_pair(runs, 2, 3, "training", paper_gain)
 
 
 def gain_products(runs):
@@ -222,7 +232,7 @@ def table_2(runs):
     )  # fmt: skip
     pairs = differences(curves)
     shown = [line for line, largest in pairs if largest]
-    equal = [line.label for line, largest in pairs if not largest]
+    equal = [line.label.removeprefix("ours, ") for line, largest in pairs if not largest]
     charts.append(
         Chart(
             "differences", "Relative differences of the losses",
@@ -231,7 +241,9 @@ def table_2(runs):
             log_y=True, whole_x=True,
         )
     )  # fmt: skip
-    zero = f"Not in the chart, because they are 0 at every step: {'; '.join(equal)}. " if equal else ""
+    zero = "".join(
+        f"The relative difference between {label} is 0 at every step, so it is not in the chart. " for label in equal
+    )
     sources = "; ".join(f"{label}: {run.where}" for label, run in curves.items())
     content = section(
         "table2", "Table 2: the loss of every step",
@@ -240,7 +252,10 @@ def table_2(runs):
             "curves and ours cannot be equal. The curves of our stages can."
         ),
         figure(charts[0].svg, f"Our curves: {sources}."),
-        figure(charts[1].svg, f"{zero}The paper's four programs differ by up to {100 * paper_spread():.0f} %."),
+        figure(
+            charts[1].svg,
+            f"{zero}At the last step, the paper's programs differ by up to {100 * paper_spread():.0f} %.",
+        ),
         details("Table 2: all losses", loss_table(curves)),
     )  # fmt: skip
     return content, charts

@@ -89,7 +89,7 @@ def run_parts(parts, files, report, only_saved=False):
             report.done()
             continue
         if only_saved:
-            missing[part.name] = "it was not measured (--no-measure)"
+            missing[part.name] = "--no-measure was given"
             report.done()
             continue
         report.begin(part.title)

@@ -159,7 +159,7 @@
           }
         }
       }
-      now.textContent = [...complete].map(([rank, bytes]) =>
+      now.textContent = [...complete].filter(([, bytes]) => bytes).map(([rank, bytes]) =>
         `Rank ${rank} has completed collectives of ${amount(bytes)}.`).join(" ");
       return `${duration(time)} of ${duration(length)}`;
     };
@@ -202,7 +202,7 @@
       `slice 2 with the sum of ranks 0 and 3; green: all ranks. An outlined cell is sent in this frame.`;
     return (number) => {
       const { phase, messages, ranks: states } = recording.frames[number];
-      drawing.replaceChildren(...states.map((state, rank) => rankState(state, rank, ranks, messages)));
+      drawing.replaceChildren(...states.map((state, rank) => rankState(state, rank, recording, messages)));
       const list = messages.map((message) => make("li", {},
         `rank ${message.from} to rank ${message.to}: slice ${message.slice} of ${ranksText(message.ranks)}, ` +
         amount(message.bytes)));
@@ -213,7 +213,7 @@
     };
   }
 
-  function rankState(state, rank, ranks, messages) {
+  function rankState(state, rank, { ranks, bytes }, messages) {
     const sent = messages.filter((message) => message.from === rank);
     const found = new Set(); // the messages whose slice is in a named array; the others come from a temporary buffer
     const arrays = Object.entries(state.cells).map(([name, cells]) => arrayRow(name, cells.map(([slice, members]) => {
@@ -226,7 +226,9 @@
     })));
     const buffered = sent.filter((message) => !found.has(message)).map((message) =>
       cell(message.slice, message.ranks.join("+"), message.ranks.length / ranks, false, true));
-    if (buffered.length) arrays.push(arrayRow("temporary buffer", buffered));
+    const buffers = Math.round(((state.bytes["temporary buffers"] || 0) * ranks) / bytes); // a buffer has one slice
+    while (buffered.length < buffers) buffered.push(cell(null, "not sent", 0, false, false));
+    if (buffered.length) arrays.push(arrayRow("temporary buffers", buffered));
     const held = Object.entries(state.bytes).filter(([, size]) => size);
     const total = held.reduce((sum, [, size]) => sum + size, 0);
     const memory = held.map(([name, size]) => `${name} ${amount(size)}`).join(", ");

@@ -25,6 +25,10 @@ from gpt2core.parallel.thread_communicator import run_ranks
 from stage1_mpi import collectives
 
 BUFFERS = "temporary buffers"
+FOUR_BUFFERS = (
+    "A rank has at most four temporary buffers of one slice: two alternate for its partial sums, and into two others "
+    "it receives messages."
+)
 MOMENTS = 2  # AdamW has two moments for each parameter
 MAX_RANKS = 4  # fp32 holds integers below 2^24, and p ranks need p^2 bits
 
@@ -193,19 +197,19 @@ RECORDINGS = {  # {name: (title, function, what the reader sees)}
         "ring all-reduce",
         ring_all_reduce,
         "In every round each rank sends one slice to its right neighbour. In the first p - 1 rounds the receiver adds "
-        "its own slice. In the last p - 1 rounds the finished slices are copied.",
+        "its own slice. In the last p - 1 rounds the finished slices are copied. "
+        "Each rank receives the messages of the first rounds in two temporary buffers of one slice.",
     ),
     "reduce-scatter": (
         "reduce-scatter",
         ring_reduce_scatter,
-        "The first phase of the ring. The partial sums are in temporary buffers. After p - 1 rounds, rank r has slice "
-        "r of the sum.",
+        "The first phase of the ring. After p - 1 rounds, rank r has slice r of the sum. " + FOUR_BUFFERS,
     ),
     "zero-1": (
         "ZeRO-1",
         zero_1,
         "Each rank has the AdamW moments of one slice. It receives the summed gradient of this slice and updates this "
-        "slice of the parameters. An all-gather copies all updated slices to all ranks.",
+        "slice of the parameters. An all-gather copies all updated slices to all ranks. " + FOUR_BUFFERS,
     ),
 }
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from benchmarks.report import shipped
 from benchmarks.report.markup import seconds
+from gpt2core.errors import counted
 
 STAGE_NAMES = {
     0: "stage 0, NumPy",
@@ -17,11 +18,15 @@ THIS_MACHINE = "this machine"
 
 @dataclass(frozen=True)
 class Run:
-    """One number or curve. where: the hardware and, for a shipped result, its date. shipped: from results/."""
+    """One number or curve. where: the hardware and, for a shipped result, its date. shipped: from results/.
+
+    precision: of the numbers, as "fp32".
+    """
 
     value: object
     where: str
     shipped: bool = False
+    precision: str = "fp32"  # the measured runs of this report are in fp32
 
 
 @dataclass(frozen=True)
@@ -45,6 +50,17 @@ class Runs:
     def reason(self, name):
         return self.missing.get(name, "no GPU was found, and results/ has no measurement of it")
 
+    def training_reason(self, stage):
+        """Why there is no training of this stage."""
+        name = "train1-2" if stage == 1 else f"train{stage}"
+        if name in self.missing or stage < 2 or self.is_paper:
+            return self.reason(name)
+        return f"no GPU was found, and the shipped result is of preset paper and 50 steps, not of {self.preset} and {self.steps}"
+
+    def inference_reason(self, stage):
+        """Why there is no inference of this stage."""
+        return self.reason("infer1-replicate" if stage == 1 else f"infer{stage}")
+
     def rank_counts(self):
         """The numbers of ranks of the measured trainings of stage 1."""
         names = [name for name in self.records if name.startswith("train1-")]
@@ -57,8 +73,8 @@ class Runs:
             compiled = f"; the first step compiles the kernels: {seconds(results['first_step'])}" if stage >= 2 else ""
             return Run(results["seconds"], self.place(name) + compiled)
         if stage >= 2 and self.is_paper:
-            value, how, file = shipped.training()[stage]
-            return Run(value, f"{how}; {shipped.origin(file)}", True)
+            value, precision, used, how, file = shipped.training()[stage]
+            return Run(value, f"{precision}{how}; {shipped.origin(file, used)}", True, precision)
         return None
 
     def inference(self, stage):
@@ -67,8 +83,8 @@ class Runs:
         if results := self.results(name):
             return Run(results["seconds"], self.place(name))
         if stage == 2:
-            value, how, file = shipped.inference()
-            return Run(value, f"{how}; {shipped.origin(file)}", True)
+            value, precision, file = shipped.inference()
+            return Run(value, f"{precision}; {shipped.origin(file, 1)}", True, precision)
         return None
 
     def place(self, name):
@@ -82,12 +98,12 @@ class Runs:
         if results := self.results("train0"):
             found["stage 0"] = Run(results["losses"], THIS_MACHINE)
         for ranks in self.rank_counts():
-            label = f"stage 1, {ranks} {'rank' if ranks == 1 else 'ranks'}"
+            label = f"stage 1 on {counted(ranks, 'rank')}"
             found[label] = Run(self.results(f"train1-{ranks}")["losses"], THIS_MACHINE)
         for stage, name, ranks in ((2, "stage 2", 1), (3, "--deterministic", 2)):
             if results := self.results(f"train{stage}"):
                 found[f"stage {stage}"] = Run(results["losses"], self.place(f"train{stage}"))
             elif self.is_paper:
-                where = f"fp32, {ranks} GPU{'s' * (ranks > 1)}; {shipped.origin('gpus/parity')}"
+                where = f"fp32; {shipped.origin('gpus/parity', ranks)}"
                 found[f"stage {stage}"] = Run(shipped.curve(name, ranks), where, True)
         return found

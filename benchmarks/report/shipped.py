@@ -10,13 +10,15 @@ from benchmarks.report.trace import MICROSECONDS, gpu_op
 TIMELINE = "gpus/timeline_trace"
 
 
-def origin(name):
-    """Where and when results/NAME.json was measured, for a caption."""
+def origin(name, used=None):
+    """Where and when results/NAME.json was measured, for a caption. used: the number of GPUs used."""
     record = load(name)
     machine = record["hardware"]
     gpus = (
         f"{machine['gpus']} x {machine['gpu']}" if machine.get("gpu") else f"{machine['cpu']}, {machine['cores']} cores"
     )
+    if used and used < int(machine.get("gpus") or 0):
+        gpus = f"{used} of the machine's {machine['gpus']} GPUs ({machine['gpu']})"
     return f"{gpus}, {record['date'][:10]}, commit {record['commit']} (results/{name}.json)"
 
 
@@ -27,19 +29,19 @@ def curve(name, ranks):
 
 
 def training():
-    """{stage: (seconds of 50 steps of `paper`, precision and GPUs, source)} of stages 2 and 3."""
+    """{stage: (seconds of 50 steps of `paper`, precision, GPUs, how it was computed, source)} of stages 2 and 3."""
     step = next(r for r in load("gpu/step_paper_fp32")["results"] if r["name"] == "ours")
     paper = next(r for r in load("gpus/scaling")["results"]["paper"] if r["name"].endswith("--zero 1"))
     return {
-        2: (50 * step["seconds"]["median"], "fp32, 1 GPU, 50 times the median step", "gpu/step_paper_fp32"),
-        3: (paper["totals"]["median"], f"bf16, {paper['ranks']} GPUs", "gpus/scaling"),
+        2: (50 * step["seconds"]["median"], "fp32", 1, ", 50 times the median step", "gpu/step_paper_fp32"),
+        3: (paper["totals"]["median"], "bf16", paper["ranks"], "", "gpus/scaling"),
     }
 
 
 def inference():
     """(seconds of the paper's inference on one GPU, precision, source)."""
     row = next(r for r in load("gpu/decode_paper")["results"] if r["name"] == "ours" and r["precision"] == "fp32")
-    return row["total"]["median"], "fp32, 1 GPU", "gpu/decode_paper"
+    return row["total"]["median"], "fp32", "gpu/decode_paper"
 
 
 def kernels():

@@ -8,6 +8,27 @@ from pathlib import Path
 NO_WORK = "step", "phase", "collective", "wait"  # categories of events that are no kernels
 PRODUCT = re.compile("nvjet|gemm|cutlass|splitK|product", re.IGNORECASE)  # kernels of cuBLASLt
 MICROSECONDS = 1e-6
+SEVERAL = "several modules"
+KERNELS = {  # {name of a GPU kernel in a trace: its title}; a trace has no module names
+    "forward_kernel": f"forward: {SEVERAL}",
+    "backward_kernel": f"backward: {SEVERAL}",
+    "forward_backward_kernel": "cross_entropy: forward_backward",
+    "both_kernel": "attention: backward (dq, dkdv)",
+    "attention: both": "attention: backward (dq, dkdv)",
+    "dq_kernel": "attention: dq",
+    "dkdv_kernel": "attention: dkdv",
+    "column_sums_kernel": "column_sums: column_sums",
+    "add_partials_kernel": "column_sums: add_partials",
+    "adamw_kernel": "adamw: adamw",
+    "squares_kernel": "adamw: squares",
+    "clip_kernel": "adamw: clip",
+    "tokens_kernel": "embedding: tokens",
+    "positions_kernel": "embedding: positions",
+    "pieces_kernel": "embedding: pieces",
+    "loss_kernel": "losses: loss",
+    "rescale_kernel": "losses: rescale",
+    "totals_kernel": "totals: totals",
+}
 
 
 def read_step(path):
@@ -72,8 +93,9 @@ def time_by_op(step):
 
 
 def gpu_op(kernel):
-    """The name under which the time of a GPU kernel is counted: all matrix products have one name."""
-    return "matrix products" if PRODUCT.search(kernel) else kernel.partition("<")[0]
+    """The title under which the time of a GPU kernel is counted: all matrix products have one title."""
+    name = kernel.partition("<")[0]
+    return "matrix products" if PRODUCT.search(kernel) else KERNELS.get(name, name)
 
 
 def collectives_of(step, rank=0):

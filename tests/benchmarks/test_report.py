@@ -18,8 +18,11 @@ from benchmarks.report import measure, parts, recording, trace
 from benchmarks.report import page as page_module
 from benchmarks.report.page import GENERATOR, write_report
 from gpt2core.app.presets import PRESETS
+from gpt2core.arena import Arena
 from gpt2core.errors import ConfigError
+from gpt2core.model import parameter_shapes
 from gpt2core.parallel.config import ParallelConfig
+from gpt2core.parallel.data_parallel import buckets_of
 from gpt2core.parallel.thread_communicator import run_ranks
 from gpt2core.trainer import Trainer
 from stage0_serial.numpy_backend import NumpyBackend
@@ -51,6 +54,12 @@ def test_a_recording_ends_with_the_right_slices_and_has_sent_the_bytes_of_the_fo
         else:
             assert state["cells"]["gradients"][rank] == (rank, everyone)
             assert state["cells"]["parameters"] == [(slice, [slice]) for slice in range(RANKS)]
+    slices = {
+        state["bytes"][recording.BUFFERS] * RANKS / recorded["bytes"]
+        for f in recorded["frames"]
+        for state in f["ranks"]
+    }
+    assert max(slices) == (2 if name == "ring" else 4) and all(each.is_integer() for each in slices)
     assert json.loads(json.dumps(recorded)) and recorded == recording.record(name, RANKS)  # threads change nothing
 
 
@@ -212,6 +221,13 @@ def test_with_gpus_stages_2_and_3_are_measured_instead_of_the_interpreter(monkey
     assert set(names) - with_gpus.keys() == {"interpreter"} and with_gpus["train3"]["ranks"] == 2  # a power of two
 
 
+@pytest.mark.parametrize("preset, size", [("nano", "0.03"), ("tiny", "0.1"), ("paper", "5")])
+def test_the_traced_run_with_buckets_sends_several_messages(preset, size):
+    assert measure.bucket_mb(preset) == size
+    arena = Arena(parameter_shapes(PRESETS[preset]), 1)
+    assert 4 <= len(buckets_of(arena, True, 1e6 * float(size), itemsize=4)) <= measure.BUCKETS
+
+
 def test_the_new_tokens_are_found_in_the_output_of_a_command():
     assert (
         measure.continuation("Prompt (2 tokens):\na b\n\nContinuation:\nc d\ne\n\nprompt tokens 2 | new\n") == "c d e"
@@ -227,12 +243,12 @@ def small_records():
     training = {
         "losses": losses,
         "seconds": 9.5,
-        "median_step": 2.0,
+        "median_step": None,
         "bytes_sent": 0,
         "sample": "the <b>cats</b> & all",
     }
     inference = {"seconds": 1.5, "samples": [1.5], "prompts": 1, "sample": "the loss"}
-    step = trace.step_of(EVENTS) | {"median_step": 1e-4}
+    step = trace.step_of(EVENTS)
     rows = [
         {"algorithm": name, "bytes": size, "median": size * 1e-9 + 1e-5, "bytes_sent": size}
         for name in ("mpi", "ring") for size in (1000, 100_000)
@@ -327,6 +343,17 @@ def test_the_player_is_used_with_the_keyboard_and_shows_slices_and_memory(browse
     assert frames == [1, 2, 1, 6, 6, 0] and browser.evaluate(outline) == "solid"
     text = browser.evaluate('document.getElementById("step-player").innerText')
     assert "rank 0 to rank 1: slice 3 of rank 0, 65.54 kB" in text and "in memory: 393.2 kB" in text
+    browser.evaluate(f"{CHOOSE}({titles.index('reduce-scatter')})")
+    browser.press("ArrowRight")
+    browser.press("ArrowRight")
+    drawn = '[...document.querySelectorAll("#step-player .rank")].map(each => each.querySelectorAll(".cell").length)'
+    text = browser.evaluate('document.getElementById("step-player").innerText')
+    assert browser.evaluate(drawn) == [RANKS + 1 + 4] * RANKS and text.count("temporary buffers 262.1 kB") == RANKS
+    stage_3 = next(number for number, title in enumerate(titles) if "stage 3" in title)
+    browser.evaluate(f"{CHOOSE}({stage_3})")
+    browser.press("End")
+    assert "completed collectives" not in browser.evaluate('document.getElementById("step-player").innerText')
+    browser.evaluate(f"{CHOOSE}({titles.index('ring all-reduce')})")
     browser.press("End")
     assert browser.evaluate('document.querySelectorAll("#step-player .cell.full").length') == RANKS * RANKS
 
@@ -341,6 +368,17 @@ def test_the_page_and_its_picture_files_are_complete(page):
     assert len(text) < 5e6
     assert "&lt;b&gt;cats&lt;/b&gt; &amp; all" in text and "no MPI was found &lt;here&gt;" in text  # escaped
     assert "1,287.76 s (its Table 1), 12,878 s (its text)" in text and "15.6 % less" in text
+    assert "inference not measured: no GPU was found" in text and "there is no training of stage 2: no GPU was" in text
+    assert (
+        "the shipped result is of preset paper and 50 steps, not of nano and 4" in text and "The paper has" not in text
+    )
+    assert "The relative difference between stage 1 on 2 ranks and stage 0 is 0 at every step" in text
+    assert "At the last step, the paper&#x27;s programs differ by up to 19 %." in text
+    assert (
+        "attention: backward (dq, dkdv)" in text
+        and "forward: several modules" in text
+        and "a step without a" not in text
+    )
     assert "the load average was 1.5 before the measurements" in text
     names = {path.name for path in page.parent.iterdir()}
     assert {f"stage{number}.svg" for number in range(4)} | {"architecture.svg"} <= names
@@ -390,7 +428,8 @@ def test_without_measurements_the_page_has_the_shipped_results_and_says_what_is_
     code, out, err = run("--out", tmp_path, "--no-measure")
     assert (code, err) == (0, "") and f"written: {tmp_path / 'index.html'}" in out
     text = (tmp_path / "index.html").read_text(encoding="utf-8")
-    assert text.count("it was not measured (--no-measure)") > 10 and "NVIDIA H200, 2026-" in text
+    assert text.count("--no-measure was given") > 10 and "NVIDIA H200, 2026-" in text
+    assert "bf16; 2 of the machine&#x27;s 4 GPUs (NVIDIA H200)" in text and "s (bf16)</td>" in text
 
 
 def test_an_interrupted_report_says_so_and_continues(tmp_path):

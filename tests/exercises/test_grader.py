@@ -1,5 +1,6 @@
 """The grader: the real code gets 100 %, removed functions 0 %, and any file of a student gives a clear line."""
 
+import csv
 import json
 import re
 import shutil
@@ -285,14 +286,18 @@ def test_a_class_is_collected_with_wrong_hashes_and_missing_results(tmp_path, ca
     copy_of(2, tmp_path / "dave")
     (recorded(tmp_path / "alice" / "zero") / FILE).unlink()
     assert collect.command([str(tmp_path), "--csv", str(tmp_path / "class.csv")]) == 0
+
+    def scores(stage):
+        return " ".join(f"{exercise.number}: 80" for exercise in of_stage(stage))
+
     header, *rows = capsys.readouterr().out.splitlines()
     assert header.split() == ["student", "stage", "score", "exercises", "remark"]
     for row, (words, remark) in zip(
         rows,
         [
-            ("alice 0 80 80 80 80 80 80", f"wrong hash, changed after make grade: {FILE}"),
-            ("alice 0 80 80 80 80 80 80", f"missing: {FILE}"),
-            ("bob 1 80 80 80 80 80 80", "identical to the repository's files"),
+            (f"alice 0 80 {scores(0)}", f"wrong hash, changed after make grade: {FILE}"),
+            (f"alice 0 80 {scores(0)}", f"missing: {FILE}"),
+            (f"bob 1 80 {scores(1)}", "identical to the repository's files"),
             ("carol - - -", "grade.json is not one that this version of make grade writes"),
             ("dave 2 - -", "no grade.json: run make grade"),
             ("erin - - -", "no working folder and no grade.json"),
@@ -300,7 +305,10 @@ def test_a_class_is_collected_with_wrong_hashes_and_missing_results(tmp_path, ca
         strict=True,
     ):
         assert row.split() == [*words.split(), *remark.split()]
-    assert len((tmp_path / "class.csv").read_text().splitlines()) == 7
+    titles, *lines = csv.reader((tmp_path / "class.csv").read_text().splitlines())
+    assert titles[:5] == ["student", "stage", "score", "0.1", "0.2"] and titles[-2:] == ["3.4", "remark"]
+    by_title = [dict(zip(titles, line, strict=True)) for line in lines]
+    assert [row["0.1"] for row in by_title] == ["80", "80", "", "", "", ""] and by_title[2]["1.5"] == "80"
 
 
 def test_collecting_without_students_says_what_to_give(tmp_path):
