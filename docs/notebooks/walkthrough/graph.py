@@ -75,7 +75,9 @@ def label(item, named, gradients):
 
 def short(array):
     """An array of up to three numbers as text, otherwise its shape."""
-    return np.array2string(np.asarray(array), precision=3, formatter={"float": number}) if array.size <= 3 else str(array.shape)
+    if array.size > 3:
+        return str(array.shape)
+    return np.array2string(np.asarray(array), formatter={"float": number})
 
 
 def number(value):
@@ -122,7 +124,8 @@ def draw_model(loss, parameters):
     boxes = {}
     for node in nodes:
         result = shape.get(node, loss.shape)
-        boxes[node] = box(axes, (0, row[node]), f"{operation(node)}  {result}", OPERATION if node is not loss.node else RESULT)
+        colour = RESULT if node is loss.node else OPERATION
+        boxes[node] = box(axes, (0, row[node]), f"{operation(node)}  {result}", colour)
         used = [f"{names[leaf]} {leaf.shape}" for leaf in parents(node) if leaf in names]
         for line, text in enumerate(used):
             y = row[node] + 0.34 * (line - (len(used) - 1) / 2) * (0.8 if len(used) > 2 else 1)
