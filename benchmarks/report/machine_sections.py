@@ -16,7 +16,7 @@ from benchmarks.report.markup import (
     table,
 )
 from benchmarks.report.parts import BUSY
-from benchmarks.report.trace import MICROSECONDS, collectives_of, time_by_op, waiting
+from benchmarks.report.trace import MICROSECONDS, SEVERAL, collectives_of, time_by_op, waiting
 from gpt2core.errors import ConfigError
 from stage1_mpi.launch import choose
 
@@ -28,7 +28,7 @@ TRACES = {  # {part: title}
     "trace2": "stage 2",
     "trace3": "stage 3",
 }
-SEVERAL = (
+NO_MODULES = (
     ' The trace has no module names. A bar with "several modules" is the sum of all kernels of one name. Attention, '
     "embedding, LayerNorm, GELU and cross-entropy have a forward_kernel. LayerNorm, GELU and cross-entropy have a "
     "backward_kernel."
@@ -129,7 +129,7 @@ def ops(runs):
         found.append(("trace2", "stage 2, preset paper, bf16", shipped.kernels(), caption))
     if not runs.results("trace3"):
         title, step = shipped.timelines()[-1]
-        caption = f"Rank 0, without the kernels of NCCL. Shipped result: {shipped.origin('gpus/timeline')}.{SEVERAL}"
+        caption = f"Rank 0, without the kernels of NCCL. Shipped result: {shipped.origin('gpus/timeline')}.{NO_MODULES}"
         found.append(("trace3", f"stage 3, GPT-2 124M, bf16, {title}", time_by_op(step), caption))
     charts = [op_chart(f"{name}-ops", f"Kernels of one step, {title}", times) for name, title, times, _ in found]
     pictures = [figure(chart.svg, caption) for chart, (*_, caption) in zip(charts, found, strict=True)]
@@ -143,7 +143,7 @@ def op_caption(runs, name, step):
     text += f"The traced step takes {seconds(step['seconds'])}"
     if untraced and untraced["median_step"]:
         text += f", a step without a trace {seconds(untraced['median_step'])} (median without the first steps)"
-    return f"{text}.{SEVERAL}" if any("several" in op for op in time_by_op(step)) else f"{text}."
+    return f"{text}.{NO_MODULES}" if any(SEVERAL in op for op in time_by_op(step)) else f"{text}."
 
 
 def op_chart(name, title, seconds_of):
@@ -159,7 +159,8 @@ def op_chart(name, title, seconds_of):
 
 def brief(time):
     """Seconds as text for a bar; two significant digits below 0.1 ms: 5.0 us."""
-    return seconds(time) if time >= 1e-4 else f"{1e6 * time:.2g} us"
+    digits = 0 if time >= 1e-5 else 1
+    return seconds(time) if time >= 1e-4 else f"{time / MICROSECONDS:.{digits}f} us"
 
 
 def percent(share):

@@ -57,8 +57,8 @@ def table_1(runs):
             grey.add(stage)
     caption = (
         f"Table 1. Training ({runs.steps} steps of preset {runs.preset}) and inference (256 tokens of prompt, 30 new "
-        f"tokens), both without the start of the program. The "
-        f"precision is in parentheses. Grey rows have results of another machine. The paper: "
+        f"tokens), both without the start of the program. The precision is in "
+        f"parentheses. Grey rows have results of another machine. The paper: "
         f"{paper.CPU}; {paper.GPU}."
     )
     return section(
@@ -190,8 +190,8 @@ def gain_two_gpus(runs):
         (_, _), (ranks, efficiency), *_ = shipped.scaling_rows()[0]
         return (
             f"{ranks} GPUs train GPT-2 124M {ranks * efficiency:.2f} times as fast as one GPU, with 64 sequences for "
-            f"each GPU ({shipped.origin('gpus/scaling_two', ranks)}). The paper's two machines are {paper_gain} times as fast "
-            f"as one."
+            f"each GPU ({shipped.origin('gpus/scaling_two', ranks)}). The paper's two machines are {paper_gain} "
+            f"times as fast as one."
         )
     return gain_pair(runs, 2, 3, "training", paper_gain)
 

@@ -55,7 +55,8 @@ class Runs:
         name = "train1-2" if stage == 1 else f"train{stage}"
         if name in self.missing or stage < 2 or self.is_paper:
             return self.reason(name)
-        return f"no GPU was found, and the shipped result is of preset paper and 50 steps, not of {self.preset} and {self.steps}"
+        here = f"of preset {self.preset} and {counted(self.steps, 'step')}"
+        return f"no GPU was found, and the shipped result is of preset paper and 50 steps, not {here}"
 
     def inference_reason(self, stage):
         """Why there is no inference of this stage."""

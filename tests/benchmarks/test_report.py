@@ -370,7 +370,8 @@ def test_the_page_and_its_picture_files_are_complete(page):
     assert "1,287.76 s (its Table 1), 12,878 s (its text)" in text and "15.6 % less" in text
     assert "inference not measured: no GPU was found" in text and "there is no training of stage 2: no GPU was" in text
     assert (
-        "the shipped result is of preset paper and 50 steps, not of nano and 4" in text and "The paper has" not in text
+        "the shipped result is of preset paper and 50 steps, not of preset nano and 4 steps" in text
+        and "The paper has" not in text
     )
     assert "The relative difference between stage 1 on 2 ranks and stage 0 is 0 at every step" in text
     assert "At the last step, the paper&#x27;s programs differ by up to 19 %." in text
