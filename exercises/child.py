@@ -29,7 +29,7 @@ CHANGES_PATHS = {
 WRAPPERS = "InterpreterError", "CommunicatorError"  # Triton's interpreter and run_ranks wrap exceptions
 WAITING = "Either a rank waits for a message that no rank sends, or a rank sends one that no rank receives."
 NO_KEEPDIMS = "The two shapes do not broadcast: does a sum or a maximum over an axis lack keepdims=True?"
-PLAIN_ARRAY = "A function for a Tensor gets a plain array: use the method or the NumPy function, for example a.sum(...)."
+PLAIN_ARRAY = "A function for a Tensor gets an array: use the method or the NumPy function, such as a.sum(...)."
 TILES = "Two tiles have different shapes: [:, None] makes a column, [None, :] a row; tl.sum(x, 0) adds the rows of x."
 INNER_SIZES = "The inner sizes of a matrix product differ: is a transpose missing or superfluous?"
 ERRORS = {  # a pattern in the message of an exception: what usually causes it

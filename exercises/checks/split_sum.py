@@ -85,7 +85,7 @@ def expect_split_sum(name, n, columns, programs):
         (following, "Program p adds tile p and all tiles after it: the step of the loop is P = tl.num_programs(0)."),
         (neighbours, "Program p adds neighbouring tiles: it adds the tiles p, p + P, p + 2P, ..."),
         (late, "The first tile of each program is missing: the loop begins with tile p."),
-        (single, "Tile t begins at row t, not at row t * BLOCK_ROWS: rows = t * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)."),
+        (single, "Tile t does not begin at row t: its rows are t * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)."),
         (
             np.array([narrow[p::programs].sum(0) for p in range(programs)]),
             "A row of x is taken to have BLOCK_COLS elements: it has n_cols. The pointer is x_ptr + i * n_cols + j.",
