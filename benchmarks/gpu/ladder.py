@@ -176,6 +176,12 @@ def measure(rounds, rungs=RUNGS, rows=ROWS, columns=COLUMNS):
     ]
 
 
+def computed(rungs, bandwidth, rows=ROWS, columns=COLUMNS):
+    """Results like those of measure(): the seconds in which a memory of `bandwidth` bytes per second moves the bytes."""
+    sizes = {name: 4 * rows * columns * passes for name, (_, passes) in rungs.items()}
+    return [{"name": name, "bytes": nbytes, "seconds": [nbytes / bandwidth]} for name, nbytes in sizes.items()]
+
+
 def rows_of(results):
     """The rows of the table, from the results of measure()."""
     medians = [statistics.median(result["seconds"]) for result in results]
