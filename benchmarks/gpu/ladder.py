@@ -177,7 +177,7 @@ def measure(rounds, rungs=RUNGS, rows=ROWS, columns=COLUMNS):
 
 
 def computed(rungs, bandwidth, rows=ROWS, columns=COLUMNS):
-    """Results like those of measure(), computed: a memory of `bandwidth` bytes per second moves the bytes of each rung."""
+    """Results like those of measure(), but computed: the seconds to move the bytes of a rung at `bandwidth` bytes/s."""
     sizes = {name: 4 * rows * columns * passes for name, (_, passes) in rungs.items()}
     return [{"name": name, "bytes": nbytes, "seconds": [nbytes / bandwidth]} for name, nbytes in sizes.items()]
 
