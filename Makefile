@@ -57,8 +57,7 @@ else
   ready_2     = .venv/.train-$(if $(interpreted),interpreter,cuda)
   ready_3     = $(if $(interpreted),.venv/.train-interpreter .venv/.train-mpi,.venv/.train-nccl)
   train_ready = $(ready_$(STAGE))
-  exercise_ready = .venv/.train
-  grade_ready = $(if $(filter 2 3,$(STAGE)),.venv/.train-interpreter,.venv/.train)
+  exercise_ready = $(if $(filter 2 3,$(STAGE)),.venv/.train-interpreter,.venv/.train)
 endif
 
 ifneq ($(filter assignment,$(MAKECMDGOALS)),)
@@ -156,7 +155,7 @@ folder = $(if $(filter command,$(origin DIR)),--dir "$(DIR)")
 exercise: $(exercise_ready)  ## copy STAGE to DIR, without the functions to write
 	@"$(python)" -m exercises.start --stage $(STAGE) $(folder)
 
-grade: $(grade_ready)  ## grade the functions in DIR: score, first mistakes, hints
+grade: $(exercise_ready)  ## grade the functions in DIR: score, first mistakes, hints
 	@"$(python)" -m exercises.grade --stage $(STAGE) $(folder) $(ARGS)
 
 # Check that the interpreter PYTHON has the packages; a missing one is reported in one line.

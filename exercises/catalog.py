@@ -69,7 +69,7 @@ EXERCISES = (
         functions("gpt2core/primitives.py", "softmax"),
         {
             "softmax_rows": "softmax of random numbers, along the last and along the first axis",
-            "softmax_large": "softmax of numbers near 1000, whose exponentials overflow",
+            "softmax_large": "softmax of rows near 1000, 0 and -1000, whose exponentials are infinite or 0",
             "softmax_gradient": "the gradient of softmax",
         },
     ),

@@ -28,6 +28,16 @@ CHANGES_PATHS = {
 }  # fmt: skip
 WRAPPERS = "InterpreterError", "CommunicatorError"  # Triton's interpreter and run_ranks wrap exceptions
 WAITING = "Either a rank waits for a message that no rank sends, or a rank sends one that no rank receives."
+NO_KEEPDIMS = "The two shapes do not broadcast: does a sum or a maximum over an axis lack keepdims=True?"
+PLAIN_ARRAY = "A function for a Tensor gets an array: use the method or the NumPy function, such as a.sum(...)."
+TILES = "Two tiles have different shapes: [:, None] makes a column, [None, :] a row; tl.sum(x, 0) adds the rows of x."
+INNER_SIZES = "The inner sizes of a matrix product differ: is a transpose missing or superfluous?"
+ERRORS = {  # a pattern in the message of an exception: what usually causes it
+    r"could not be broadcast together": NO_KEEPDIMS,
+    r"'numpy.ndarray' object has no attribute 'backend'": PLAIN_ARRAY,
+    r"make_shape_compatible": TILES,
+    r"mismatch in its core dimension": INNER_SIZES,
+}
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
 
@@ -118,7 +128,8 @@ def failure(error, request):
     message = message_of(cause)
     if type(cause).__name__ == "CommunicatorError":
         return failed(plain_waits(message), f"{waiting_hint(message)} {request['hint']}")
-    return failed(f"{place_of(cause, request)}{type(cause).__name__}: {message}", request["hint"])
+    hint = f"{error_hint(message)} {request['hint']}".strip()
+    return failed(f"{place_of(cause, request)}{type(cause).__name__}: {message}", hint)
 
 
 WAIT = re.compile(
@@ -146,6 +157,11 @@ def waiting_hint(message):
             "If it is started before, a rank sends a message that no rank receives."
         )
     return WAITING
+
+
+def error_hint(message):
+    """The usual cause of an exception with this message, or ""."""
+    return next((hint for pattern, hint in ERRORS.items() if re.search(pattern, message)), "")
 
 
 def failed(text, hint):

@@ -176,6 +176,12 @@ def measure(rounds, rungs=RUNGS, rows=ROWS, columns=COLUMNS):
     ]
 
 
+def computed(rungs, bandwidth, rows=ROWS, columns=COLUMNS):
+    """Results like those of measure(), but computed: the seconds to move the bytes of a rung at `bandwidth` bytes/s."""
+    sizes = {name: 4 * rows * columns * passes for name, (_, passes) in rungs.items()}
+    return [{"name": name, "bytes": nbytes, "seconds": [nbytes / bandwidth]} for name, nbytes in sizes.items()]
+
+
 def rows_of(results):
     """The rows of the table, from the results of measure()."""
     medians = [statistics.median(result["seconds"]) for result in results]

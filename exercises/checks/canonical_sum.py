@@ -26,7 +26,8 @@ def summed(rows):
         if isinstance(error, RecursionError) or isinstance(error.__cause__, RecursionError):
             raise Mismatch(
                 f"tree_of_rows calls itself without end for COUNT = {len(rows)}",
-                "If COUNT == 1, load the row and do not call tree_of_rows again.",
+                "If COUNT == 1, load the row and do not call tree_of_rows again. Otherwise HALF must be less than "
+                "COUNT: triton.next_power_of_2(COUNT) // 2.",
             ) from None
         raise
     return out

@@ -73,7 +73,10 @@ def all_gather_values():
                     segment[...] = segments_of(want, p)[(rank - 1) % p]
             wrong = [(nothing, "No segment was received: in each round, call _sendrecv to receive into `segments`.")]
             if n % p == 0:
-                hint = "In round `step`, send segment r - step and receive segment r - step - 1: minus, not plus."
+                hint = (
+                    "Is `to` the rank r + 1 and `source` the rank r - 1? Then a segment is wrong: in round `step`, "
+                    "send segment r - step and receive segment r - step - 1: minus, not plus."
+                )
                 if sent == want.nbytes * (p - 1) // p:  # not a round too few
                     wrong.append((exchanged(p, n, lambda r, step: (r + step, r - step - 1))[rank], hint))
                 wrong.append((exchanged(p, n, lambda r, step: (r + step, r + step + 1))[rank], hint))

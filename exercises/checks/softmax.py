@@ -79,15 +79,24 @@ def softmax_rows():
 
 
 def softmax_large():
-    x = random().standard_normal((3, 5)) + 1000
-    e = np.exp(x - 1000)
-    wrong = [
-        (np.full((3, 5), np.nan), "exp(1000) is infinite: subtract the maximum along `axis` from x before exp."),
-    ]
-    with np.errstate(all="ignore"):
-        got, _ = softmax_with_gradient(x, -1, np.ones((3, 5)))
+    x = random().standard_normal((3, 5)) + [[1000], [0], [-1000]]
+    e = np.exp(x - x.max(-1, keepdims=True))
     want = e / e.sum(-1, keepdims=True)
-    expect("softmax of numbers near 1000", got, want, 1e-10, wrong, "the subtraction of the maximum in softmax")
+    with np.errstate(all="ignore"):
+        plain, whole = np.exp(x), np.exp(x - x.max())
+        wrong = [
+            (
+                plain / plain.sum(-1, keepdims=True),
+                "exp(1000) is infinite, exp(-1000) is 0: subtract the maximum along `axis` from x before exp.",
+            ),
+            (
+                whole / whole.sum(-1, keepdims=True),
+                "The maximum of the whole array is subtracted: take the maximum along `axis`, with keepdims=True.",
+            ),
+        ]
+        got, _ = softmax_with_gradient(x, -1, np.ones((3, 5)))
+    name = "softmax of rows near 1000, 0 and -1000"
+    expect(name, got, want, 1e-10, wrong, "the subtraction of the maximum in softmax")
 
 
 def softmax_gradient():

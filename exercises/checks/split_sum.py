@@ -68,6 +68,9 @@ def expect_split_sum(name, n, columns, programs):
     last = np.array([tiles[p::programs][-1] for p in range(programs)])
     following = np.array([tiles[p:].sum(0) for p in range(programs)])
     full = np.array([tiles[: n // ROWS][p::programs].sum(0) for p in range(programs)])
+    single = np.array([sum(x[t : t + ROWS].sum(0) for t in range(p, len(tiles), programs)) for p in range(programs)])
+    offsets = np.arange(n)[:, None] * COLS + np.arange(columns)
+    narrow = tile_sums(x.ravel()[offsets])
     unmasked = want.copy()
     unmasked[(len(tiles) - 1) % programs] = np.nan  # beyond x there is NaN
     wrong = [
@@ -82,6 +85,11 @@ def expect_split_sum(name, n, columns, programs):
         (following, "Program p adds tile p and all tiles after it: the step of the loop is P = tl.num_programs(0)."),
         (neighbours, "Program p adds neighbouring tiles: it adds the tiles p, p + P, p + 2P, ..."),
         (late, "The first tile of each program is missing: the loop begins with tile p."),
+        (single, "Tile t does not begin at row t: its rows are t * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)."),
+        (
+            np.array([narrow[p::programs].sum(0) for p in range(programs)]),
+            "A row of x is taken to have BLOCK_COLS elements: it has n_cols. The pointer is x_ptr + i * n_cols + j.",
+        ),
         (full, "The last tile is missing: the number of tiles is n / BLOCK_ROWS, rounded up."),
     ]
     look = "column_sums_kernel: the rows of each tile, the mask, and the sum over the rows at the end"

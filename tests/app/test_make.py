@@ -110,6 +110,17 @@ def test_a_variable_of_the_environment_counts_unless_the_command_line_has_it():
     assert "-n 2  -- -m stage1_mpi" in make("-n", "train", "N=2", **environment).stdout
 
 
+@pytest.mark.parametrize("goal", ["exercise", "grade"])
+@pytest.mark.parametrize("stage, packages", [(0, "."), (1, "."), (2, ".[interpreter]"), (3, ".[interpreter]")])
+def test_a_command_of_the_exercises_installs_what_their_stage_needs(tmp_path, goal, stage, packages):
+    for name in ("Makefile", "pyproject.toml"):  # a clone without .venv
+        shutil.copy(ROOT / name, tmp_path)
+    command = ["make", "--no-print-directory", "-n", goal, f"STAGE={stage}"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert re.findall(r"installing (\S+) into", done.stdout) == [packages]
+
+
 @pytest.mark.skipif(not shutil.which("flock"), reason="there is no flock")
 def test_two_commands_at_once_in_a_fresh_clone_install_one_after_the_other(tmp_path):
     for name in ("Makefile", "pyproject.toml"):

@@ -27,3 +27,8 @@ def test_a_wrong_rung_is_found():
         y[0, 0] += 0.1
 
     assert ladder.relative_error(np, wrong, ladder.arguments(np, rows=5, columns=7)) > 1e-3
+
+
+def test_the_computed_time_of_a_rung_is_that_of_its_passes_through_memory():
+    slow, *_, fast = ladder.computed(ladder.RUNGS, bandwidth=1e9, rows=10, columns=25)
+    assert (slow["bytes"], slow["seconds"]) == (21_000, [21e-6]) and fast["bytes"] == 4_000
