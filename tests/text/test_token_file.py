@@ -275,7 +275,7 @@ def test_missing_empty_or_foreign_corpus_is_named(tmp_path):
 
 
 def test_corpus_shorter_than_a_window_is_named_with_both_numbers():
-    with pytest.raises(DataError, match="corpus has 256 tokens, but one sequence of 256 needs 257"):
+    with pytest.raises(DataError, match="text has 256 tokens, but one sequence of 256 needs 257"):
         Windows(np.zeros(256, int), 256)
     assert Windows(np.zeros(257, int), 256).batch(0, 1)[0].shape == (1, 256)
 
