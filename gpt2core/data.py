@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from gpt2core.errors import ConfigError, DataError
+from gpt2core.errors import ConfigError, DataError, counted
 
 
 class Windows:
@@ -34,7 +34,7 @@ class Windows:
             raise DataError(f"tokens must be one row of integers, but they are {buffer.dtype} of shape {buffer.shape}")
         if len(buffer) < seq_len + 1:
             raise DataError(
-                f"the corpus has {len(buffer)} tokens, but one window of {seq_len} needs {seq_len + 1} "
+                f"the text has {counted(len(buffer), 'token')}, but one sequence of {seq_len} needs {seq_len + 1} "
                 "(the last one is a target): give more text or a shorter --seq-len"
             )
         buffer.flags.writeable = False  # batches are views of the buffer

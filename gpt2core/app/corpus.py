@@ -67,6 +67,15 @@ def unknown_words(name, values):
         raise DataError(f"{flag(name)} {values[name]}: {error.problem}: {advice}") from None
 
 
+@contextlib.contextmanager
+def naming_text(name):
+    """In this context, add `name`, the name of a text, to a DataError."""
+    try:
+        yield
+    except DataError as error:
+        raise DataError(f"{name}: {error}") from None
+
+
 def split_corpus(tokens, validation, fraction):
     """(training tokens, validation tokens or None); `fraction` of `tokens`, if given, replaces `validation`."""
     return split_validation(tokens, fraction) if fraction else (tokens, validation)

@@ -44,7 +44,11 @@ def load_tokenizer(spec, directory):
                 f"{directory}: has vocab.json and merges.txt, but no tokenizer.json: write it with transformers, "
                 f"GPT2TokenizerFast.from_pretrained({path}).save_pretrained({path})"
             )
-        raise DataError(f"{directory}: has no tokenizer.json: give --tokenizer word, byte or a file")
+        # All steps of a run have the same tokenizer.
+        files = sorted(directory.parent.glob(f"step-*/{FILE_NAME}")) if directory.name.startswith("step-") else []
+        copy = f"copy {files[-1]} there, or " if files else ""
+        advice = f"{copy}give --tokenizer word, byte or the path of the model's tokenizer.json"
+        raise DataError(f"{directory}: has no tokenizer.json: {advice}")
     return build_tokenizer(spec, read_text(CORPUS)) if spec else Tokenizer.load(directory)
 
 

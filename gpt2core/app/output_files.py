@@ -127,10 +127,12 @@ def check_log_of_run(path, rows, recorded):
     """
     if recorded is None or any(recorded.items() <= row.items() for row in reversed(rows) if recorded):
         return
-    reason = "the resumed run wrote no log before its checkpoint, so this file cannot be complete"
-    if recorded:
-        reason = f"step {recorded['step']} of the resumed run had loss {recorded['loss']}, which is not in the file"
-    raise ConfigError(f"--log {path}: is the log of another run: {reason}; choose another file")
+    if not recorded:
+        problem = "lacks steps of the resumed run, because its checkpoint was saved without --log"
+    else:
+        row = f"step {recorded['step']} of the resumed run had loss {recorded['loss']}"
+        problem = f"is the log of another run: {row}, which is not in the file"
+    raise ConfigError(f"--log {path}: {problem}; choose another file")
 
 
 def check_output_files(log, plot, trace=None):

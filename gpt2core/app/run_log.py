@@ -36,7 +36,9 @@ class RunLog:
     def __init__(self, path, plot, every, next_step, steps, title="", recorded=None):
         self.every, self.plot, self.title = every, plot, title
         self.file, self.rows = continue_log(path, next_step, recorded) if path else (None, [])
-        self.last_log_row = step_and_loss(self.rows[-1]) if self.rows else {}  # saved in each checkpoint
+        self.path = path
+        # Saved in each checkpoint. Before the first step it remains that of the loaded checkpoint.
+        self.last_log_row = step_and_loss(self.rows[-1]) if self.rows else recorded or {}
         self.complete_bytes = os.path.getsize(path) if path else 0  # size of the log up to its last complete line
         self.previous_lines = []  # the rarely_changing_lines() of the step that was printed last
         self.bar = tqdm(total=steps, initial=next_step, unit="step", disable=None, leave=False, dynamic_ncols=True)
@@ -50,6 +52,8 @@ class RunLog:
         self.bar.update()
         self.bar.set_postfix_str(f"loss {step.loss:.4f}")
         self.rows.append(row)
+        if not self.path:
+            self.last_log_row = {}  # this step is in no log
         if step.step % self.every == 0 or val_loss is not None or final_fields:
             self.write_row(row)
             self.print_step(step, val_loss)

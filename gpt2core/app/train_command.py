@@ -13,7 +13,7 @@ import numpy as np
 from gpt2core.app.backend_setup import make_backends, memory_errors, step_sizes, usable_threads
 from gpt2core.app.checkpoint_directory import load_checkpoint, save_checkpoint
 from gpt2core.app.checkpoint_files import Checkpoint
-from gpt2core.app.corpus import Corpus, read_texts, share_corpus, split_corpus
+from gpt2core.app.corpus import Corpus, naming_text, read_texts, share_corpus, split_corpus
 from gpt2core.app.host_memory import check_host_memory
 from gpt2core.app.inference_io import check_downloaded, check_tokenizer, write_text
 from gpt2core.app.rank_agreement import check_one_process, check_rank_flags, print_nothing
@@ -179,12 +179,15 @@ def make_trace(config, trainer):
 
 def make_schedule(config, corpus, group):
     """(training Windows, validation Windows or None, Schedule) for this rank; group: the data-parallel group."""
-    if config.local_shuffle:
-        windows = LocalWindows(corpus.tokens, config.seq_len, config.seed, group.rank, group.size)
-    else:
-        order = "shuffled" if config.shuffle else "sequential"
-        windows = Windows(corpus.tokens, config.seq_len, order, config.seed)
-    validation = None if corpus.validation is None else Windows(corpus.validation, config.seq_len)
+    split = f"--val-fraction {config.val_fraction}" if config.val_fraction else None
+    with naming_text(split and f"{split}, training" or f"--data {config.data}"):
+        if config.local_shuffle:
+            windows = LocalWindows(corpus.tokens, config.seq_len, config.seed, group.rank, group.size)
+        else:
+            order = "shuffled" if config.shuffle else "sequential"
+            windows = Windows(corpus.tokens, config.seq_len, order, config.seed)
+    with naming_text(split and f"{split}, validation" or f"--val-data {config.val_data}"):
+        validation = None if corpus.validation is None else Windows(corpus.validation, config.seq_len)
     schedule = Schedule(config.schedule, config.lr, config.min_lr, config.warmup, config.steps)
     return windows, validation, schedule
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gpt2core.errors import Diverged
+from gpt2core.errors import Diverged, counted
 from gpt2core.parallel.tree_sum import tree_sum
 
 
@@ -80,7 +80,8 @@ class PendingStep:
             self.stop_all()
             raise Diverged(
                 f"step {trainer.steps}: the loss is {loss} and the gradient norm is {norm}: training cannot continue. "
-                f"Lower --lr (now {self.lr:g}) or set --clip; the parameters are those after {trainer.steps} steps"
+                f"Lower --lr (now {self.lr:g}) or set --clip; "
+                f"the parameters are those after {counted(trainer.steps, 'step')}"
             )
         trainer.steps += 1
         trainer.position += trainer.batch_size
@@ -99,7 +100,8 @@ class PendingStep:
             self.trainer.in_flight.clear()
             raise Diverged(
                 f"step {steps}: the loss scale has been reduced to {factor:g}, and the gradient still overflows: "
-                f"use --precision bf16, or lower --lr (now {self.lr:g}); the parameters are those after {steps} steps"
+                f"use --precision bf16, or lower --lr (now {self.lr:g}); "
+                f"the parameters are those after {counted(steps, 'step')}"
             )
 
     def stop_all(self):

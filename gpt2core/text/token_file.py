@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 
 from gpt2core.errors import ConfigError, DataError
-from gpt2core.text.tokenizer import Tokenizer, build_tokenizer
+from gpt2core.text.tokenizer import FILE_NAME, Tokenizer, build_tokenizer
 
 MAGIC, VERSION, HEADER = b"\x93GPT2TOK", 1, struct.Struct("<8sHHIQQ")
 TOKEN_FILE = "tokens.bin"
@@ -56,9 +56,12 @@ def text_chunks(path, size=CHUNK):
 
 
 def _not_utf8(path, offset, block=b""):
-    if b"\0" in block and not block.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+    utf16 = block.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+    if b"\0" in block and not utf16:
         return DataError(f"{path} is not a text: it has NUL bytes, like an image or a program; give a UTF-8 text file")
-    return DataError(f"{path} is not UTF-8: byte {offset} cannot be decoded; convert it with iconv -t UTF-8")
+    encoding, note = ("UTF-16", "") if utf16 else ("LATIN1", " (if its encoding is another one, name that)")
+    command = f"iconv -f {encoding} -t UTF-8 {path} > new.txt"
+    return DataError(f"{path} is not UTF-8: byte {offset} cannot be decoded; convert it with {command}{note}")
 
 
 def read_text(path):
@@ -204,7 +207,11 @@ def load_tokens(path, tokenizer=None):
         return tokenizer.encode(text), tokenizer
     requested = tokenizer
     if not isinstance(tokenizer, Tokenizer):
-        tokenizer = Tokenizer.load(path.parent if requested in (None, "word", "byte") else requested)
+        own = requested in (None, "word", "byte")
+        if own and not (path.parent / FILE_NAME).exists():
+            advice = "convert the text again with data/prepare.py"
+            raise DataError(f"cannot read the tokenizer {path.parent / FILE_NAME}: {path} needs this file; {advice}")
+        tokenizer = Tokenizer.load(path.parent if own else requested)
     _, fingerprint, vocab_size, _ = _read_header(path)
     if requested in ("word", "byte") and tokenizer.kind != requested:
         raise DataError(f"--tokenizer {requested}: {path} contains {tokenizer.kind} tokens; omit the flag")

@@ -655,6 +655,20 @@ def test_a_directory_without_a_tokenizer_needs_the_flag(infer, weights, tmp_path
     assert named.out == infer("--weights", weights["byte"], *flags).out
 
 
+def test_a_step_without_its_tokenizer_names_that_of_another_step(train, infer, tmp_path, corpus):
+    out = tmp_path / "run"
+    train("--preset", "nano", "--data", corpus, "--sample", 0, "--out", out, "--steps", 2, "--checkpoint-every", 1)
+    lost, other = (out / f"step-0000000{step}" / "tokenizer.json" for step in (2, 1))
+    flags = ("--weights", out, "--prompt", "the", "--max-new-tokens", 2)
+    before = infer(*flags)
+    lost.unlink()
+    advice = f"{lost.parent}: has no tokenizer.json: copy {other} there, or give --tokenizer word, byte or the path"
+    for refused in (infer(*flags), train("--resume", out, "--steps", 3)):
+        assert refused.code == 2 and advice in refused.err
+    shutil.copy(other, lost)
+    assert before.code == 0 and infer(*flags).out == before.out
+
+
 def test_a_closed_pipe_ends_the_run_without_a_message(corpus):
     process = subprocess.Popen(
         [sys.executable, "train_gpt2.py", "--preset", "nano", "--data", str(corpus), "--steps", "1000000"],

@@ -127,20 +127,30 @@ def test_a_resumed_run_refuses_the_log_of_another_run_and_leaves_it_unchanged(na
     assert nano("--out", out, *(("--log", own) if logged else ())).code == 0
     resume = ("--resume", out, "--out", out, "--steps", 3, "--log")
     why = (
-        "step 1 of the resumed run had loss "
+        "is the log of another run: step 1 of the resumed run had loss "
         if logged
-        else "the resumed run wrote no log before its checkpoint, so this file cannot be complete; "
+        else "lacks steps of the resumed run, because its checkpoint was saved without --log; "
     )
     for steps in (range(300), range(1), range(2, 300)):
         other.write_bytes(b"".join(lines_of_log(steps, rng)))
         before = other.read_bytes()
         for more in ((), ("--overwrite",)):
-            texts = f"--log {other}: is the log of another run: {why}", "another file"
+            texts = f"--log {other}: {why}", "another file"
             assert_refused(nano(*resume, other, *more), *texts)
         assert other.read_bytes() == before
     other.write_bytes(b"")  # an empty file is accepted
     log, steps = (own, [0, 1, 2]) if logged else (other, [2])
     assert nano(*resume, log).code == 0 and [row["step"] for row in read_log(log)] == steps
+
+
+def test_a_resume_without_a_log_keeps_the_log_of_the_run_only_if_it_trains_no_step(nano, tmp_path):
+    out, log = tmp_path / "run", tmp_path / "log.jsonl"
+    assert nano("--out", out, "--log", log).code == 0
+    resume = ("--resume", out, "--out", out, "--steps")
+    assert nano(*resume, 1).code == 0  # nothing is left to train, but the checkpoint is saved again
+    assert nano(*resume, 3, "--log", log).code == 0 and [row["step"] for row in read_log(log)] == [0, 1, 2]
+    assert nano(*resume, 4).code == 0  # step 3 is in no log
+    assert_refused(nano(*resume, 5, "--log", log), "lacks steps of the resumed run", "choose another file")
 
 
 def test_a_checkpoint_without_a_recorded_row_accepts_any_log(nano, tmp_path, rng):

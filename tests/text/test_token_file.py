@@ -213,8 +213,9 @@ def test_token_file_of_another_vocabulary_is_refused(tmp_path):
     with pytest.raises(DataError, match="made with another tokenizer"):
         load_tokens(path)
     (tmp_path / "tokenizer.json").unlink()
-    with pytest.raises(DataError, match="cannot read the tokenizer .*tokenizer.json"):
-        load_tokens(tmp_path)
+    for tokenizer in (None, "byte"):
+        with pytest.raises(DataError, match="cannot read the tokenizer .*tokenizer.json: .* convert the text again"):
+            load_tokens(tmp_path, tokenizer)
 
 
 @pytest.mark.parametrize(
@@ -274,7 +275,7 @@ def test_missing_empty_or_foreign_corpus_is_named(tmp_path):
 
 
 def test_corpus_shorter_than_a_window_is_named_with_both_numbers():
-    with pytest.raises(DataError, match="corpus has 256 tokens, but one window of 256 needs 257"):
+    with pytest.raises(DataError, match="text has 256 tokens, but one sequence of 256 needs 257"):
         Windows(np.zeros(256, int), 256)
     assert Windows(np.zeros(257, int), 256).batch(0, 1)[0].shape == (1, 256)
 
