@@ -420,7 +420,8 @@ def test_a_batch_that_is_too_large_is_one_line_and_the_suggested_one_fits():
             break
         *notes, message = done.stderr.splitlines()
         assert done.returncode == 2 and message.startswith("error: out of memory on the "), done.stderr
-        assert all(re.match("(timing|compiling .*) kernels for this GPU, only once", line) for line in notes), done.stderr
+        once = re.compile("(timing|compiling .*) kernels for this GPU, only once")
+        assert all(map(once.match, notes)), done.stderr
         batch = int(re.search(r"use --batch-size (\d+)", done.stderr)[1])
     assert done.returncode == 0 and batch < 256, done.stderr
 
