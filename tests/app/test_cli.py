@@ -598,9 +598,10 @@ def test_interactive_ranks_continue_what_the_root_reads(infer, weights, monkeypa
     args = cli.inference_parser().parse_args([str(word) for word in flags])
     run = inference_command.inference_command
     assert run_ranks(2, lambda world: run(NumpyBackend, world, args, 1)) == [0, 0]
-    ranks = capsys.readouterr().out
+    ranks = capsys.readouterr()
     monkeypatch.setattr(sys, "stdin", typed(PROMPTS))
-    assert ranks == infer(*flags[:5]).out
+    assert ranks.out == infer(*flags[:5]).out
+    assert re.fullmatch("type a prompt and press Enter; .*\n", ranks.err)  # once: a rank cannot see a terminal
 
 
 def test_interactive_ends_cleanly_after_ctrl_c_and_names_a_byte_that_is_not_utf_8(weights):
