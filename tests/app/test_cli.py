@@ -666,6 +666,16 @@ def test_a_closed_pipe_ends_the_run_without_a_message(corpus):
     assert process.stderr.read() == b"" and process.wait(60) == 1
 
 
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-"])
+def test_a_closed_standard_stream_is_read_as_empty_and_discards_output(weights, tmp_path, closed):
+    train = "train_gpt2.py --preset nano --steps 1"
+    for script in (train, f"inference.py --weights {weights['word']} --interactive"):
+        command = f"echo the model | {sys.executable} {script} {closed}"
+        done = subprocess.run(["bash", "-c", command], cwd=STAGE, capture_output=True, text=True)
+        assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr
+        assert bool(done.stdout) == (closed == "2>&-" or (closed, script) == ("<&-", train))
+
+
 # -- notes and refusals -----------------------------------------------------------------------------------------------
 
 
