@@ -63,6 +63,8 @@ endif
 ifneq ($(filter assignment,$(MAKECMDGOALS)),)
   ifeq ($(SUITE),)
     $(error SUITE is missing: make assignment SUITE=DIR, the directory of the fetched assignment)
+  else ifeq ($(shell test -d "$(SUITE)" && echo yes),)
+    $(error SUITE=$(SUITE) is not a directory: fetch the suite and give its directory)
   endif
 endif
 
