@@ -133,6 +133,9 @@ help:  ## show this text
 	@echo '  SUITE=DIR          the directory of a fetched assignment (make assignment)'
 	@echo '  PYTHON=python3     an interpreter; nothing is installed (default: .venv)'
 
+.DEFAULT:
+	@echo 'make: $@: there is no such target: make help lists the targets' >&2; exit 2
+
 train: $(train_ready)  ## train PRESET, write checkpoints to OUT, print a sample text
 	$(run) -m $(stage).train_gpt2 --preset $(PRESET) --out "$(OUT)" --overwrite $(ARGS)
 
