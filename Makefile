@@ -63,6 +63,8 @@ endif
 ifneq ($(filter assignment,$(MAKECMDGOALS)),)
   ifeq ($(SUITE),)
     $(error SUITE is missing: make assignment SUITE=DIR, the directory of the fetched assignment)
+  else ifeq ($(shell test -d "$(SUITE)" && echo yes),)
+    $(error SUITE=$(SUITE) is not a directory: fetch the suite and give its directory)
   endif
 endif
 
@@ -130,6 +132,9 @@ help:  ## show this text
 	@echo '  DIR=work/stageN    the working folder of make exercise and make grade'
 	@echo '  SUITE=DIR          the directory of a fetched assignment (make assignment)'
 	@echo '  PYTHON=python3     an interpreter; nothing is installed (default: .venv)'
+
+.DEFAULT:
+	@echo 'make: $@: there is no such target: make help lists the targets' >&2; exit 2
 
 train: $(train_ready)  ## train PRESET, write checkpoints to OUT, print a sample text
 	$(run) -m $(stage).train_gpt2 --preset $(PRESET) --out "$(OUT)" --overwrite $(ARGS)

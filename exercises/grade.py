@@ -115,9 +115,11 @@ def report_of(exercise, results):
     failed = next(((name, result) for name, result in results.items() if result.state != "passed"), None)
     state = f"{passed} of {len(results)} checks passed"
     if failed and failed[1].state == "not started":
-        state = f"not written yet: see {exercise.page}"
-    yield f"  {exercise.number}  {exercise.title:<54} {state}"
-    if failed and failed[1].state != "not started":
+        state = "not written yet"
+    yield f"  {exercise.number}  {exercise.title:<52} {state}"
+    if state == "not written yet":
+        yield f"       see {exercise.page}"
+    elif failed:
         name, result = failed
         yield f"       {exercise.checks[name]}:"
         yield f"         {printable(result.text)}"

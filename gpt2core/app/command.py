@@ -29,6 +29,7 @@ def run_command(make_world, body):
     A user's mistake prints one line on standard error and gives exit code 2. An error of a single rank ends the whole
     job, and its cause is printed once.
     """
+    open_closed_streams()
     with contextlib.suppress(AttributeError):  # a replaced sys.stdout may have no reconfigure()
         # Print "?" for characters that the terminal's encoding lacks. Send each line at once: the standard output of a
         # rank is a pipe to mpiexec, and Python would otherwise keep 8 kB of lines before it writes them.
@@ -65,6 +66,16 @@ def run_command(make_world, body):
     except OSError:  # discard the output: otherwise the interpreter would flush again at exit and print the error
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.exit(code)
+
+
+def open_closed_streams():
+    """Open /dev/null for each standard stream that is closed, for example after `<&-`, because Python sets it to None.
+
+    The file also occupies the file descriptor, which the next opened file would get otherwise.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))
 
 
 def fail(world, message, shared=False):

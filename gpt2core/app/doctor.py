@@ -82,14 +82,14 @@ def run(command):
 def cause(errors):
     """The line of `errors`, the text that a command wrote to standard error, that says what is wrong.
 
-    The name of an exception's class is removed from this line. The advice `pip install ...` is removed too, because the
-    report ends with the make commands that install the packages.
+    The name of an exception's class is removed from this line. The advice to install packages is removed too, because
+    the report ends with the make commands that install them.
     """
     lines = errors.strip().splitlines() or ["no message"]
     line = next((line for line in lines if line.startswith("error: ")), lines[-1])
     if missing := re.fullmatch(r"ModuleNotFoundError: (No module named '([\w.]+)')", line):  # on a rank
         line = missing_package(ModuleNotFoundError(missing[1], name=missing[2])) or line
-    return re.sub(r"^(error|[\w.]*Error): |; pip install .*", "", line)
+    return re.sub(r"^(error|[\w.]*Error): |; pip install .*|: run `make .*`, which installs it .*", "", line)
 
 
 # -- generators of the rows of the report, each (name, text) -----------------------------------------------------------

@@ -598,9 +598,10 @@ def test_interactive_ranks_continue_what_the_root_reads(infer, weights, monkeypa
     args = cli.inference_parser().parse_args([str(word) for word in flags])
     run = inference_command.inference_command
     assert run_ranks(2, lambda world: run(NumpyBackend, world, args, 1)) == [0, 0]
-    ranks = capsys.readouterr().out
+    ranks = capsys.readouterr()
     monkeypatch.setattr(sys, "stdin", typed(PROMPTS))
-    assert ranks == infer(*flags[:5]).out
+    assert ranks.out == infer(*flags[:5]).out
+    assert re.fullmatch("type a prompt and press Enter; .*\n", ranks.err)  # once: a rank cannot see a terminal
 
 
 def test_interactive_ends_cleanly_after_ctrl_c_and_names_a_byte_that_is_not_utf_8(weights):
@@ -677,6 +678,16 @@ def test_a_closed_pipe_ends_the_run_without_a_message(corpus):
     process.stdout.readline()
     process.stdout.close()
     assert process.stderr.read() == b"" and process.wait(60) == 1
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-"])
+def test_a_closed_standard_stream_is_read_as_empty_and_discards_output(weights, tmp_path, closed):
+    train = "train_gpt2.py --preset nano --steps 1"
+    for script in (train, f"inference.py --weights {weights['word']} --interactive"):
+        command = f"echo the model | {sys.executable} {script} {closed}"
+        done = subprocess.run(["bash", "-c", command], cwd=STAGE, capture_output=True, text=True)
+        assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr
+        assert bool(done.stdout) == (closed == "2>&-" or (closed, script) == ("<&-", train))
 
 
 # -- notes and refusals -----------------------------------------------------------------------------------------------

@@ -80,7 +80,7 @@ def test_a_command_that_is_missing_or_fails_is_a_row(monkeypatch):
     assert doctor.run(["sleep", "9"]) == (124, "", "no result after 0.2 seconds")
     assert doctor.cause("Traceback\n  File\ngpt2core.errors.ConfigError: no mpiexec\n") == "no mpiexec"
     missing = doctor.cause("Traceback\n  File\nModuleNotFoundError: No module named 'triton'\n")
-    assert missing.startswith(f"triton is not installed for {sys.executable}: ")
+    assert re.fullmatch(rf"triton is not installed for {re.escape(sys.executable)}(: run `source .*` first)?", missing)
     assert doctor.cause("ModuleNotFoundError: No module named 'other'\n") == "No module named 'other'"
     assert doctor.versions("numpy|nothing", "no-such-package|other").endswith("; missing: no-such-package")
 

@@ -84,6 +84,12 @@ def test_the_working_folder_is_dir_of_the_command_line_only(goal, module):
     assert "STAGE=7 is not a stage: STAGE is 0, 1, 2 or 3" in make(goal, "STAGE=7").stderr
 
 
+def test_an_unknown_target_is_an_error_that_names_make_help():
+    done = make("tarin")
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith("make: tarin: there is no such target: make help lists the targets\n")
+
+
 def test_the_help_fits_80_columns():
     assert [line for line in make("help").stdout.splitlines() if len(line) > 80] == []
 

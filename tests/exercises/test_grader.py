@@ -55,6 +55,8 @@ def test_removed_functions_get_0_percent(tmp_path, stage):
     states = {state for each in record["exercises"].values() for state in each["checks"].values()}
     assert record["score"] == 0 and states == {"not started"}, "\n".join(shown)
     assert sum("not written yet" in line for line in shown) == len(of_stage(stage))
+    assert all(f"       see {exercise.page}" in shown for exercise in of_stage(stage))
+    assert max(map(len, shown[1:])) <= 80  # the width of a usual terminal
 
 
 # -- any file of a student ---------------------------------------------------------------------------------------------
