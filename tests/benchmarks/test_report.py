@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from benchmarks.report import __main__ as report
 from benchmarks.report import measure, parts, recording, trace
 from benchmarks.report import page as page_module
 from benchmarks.report.page import GENERATOR, write_report
+from benchmarks.report.runs import STAGE_NAMES
 from gpt2core.app.presets import PRESETS
 from gpt2core.arena import Arena
 from gpt2core.errors import ConfigError
@@ -384,6 +386,11 @@ def test_the_page_and_its_picture_files_are_complete(page):
     names = {path.name for path in page.parent.iterdir()}
     assert {f"stage{number}.svg" for number in range(4)} | {"architecture.svg"} <= names
     assert {"loss.svg", "loss.png", "loss-dark.png", "scaling.svg", "timeline.svg", "trace0-ops.svg"} <= names
+
+
+def test_the_rows_of_table_1_have_the_names_of_the_stages(page):
+    rows = page.read_text(encoding="utf-8").partition('id="table1"')[2].partition("</table>")[0].split("<tr")[2:]
+    assert [re.search(r">([^<]+)</t[dh]>", row)[1] for row in rows] == list(STAGE_NAMES.values())
 
 
 def test_a_missing_browser_is_one_line_that_says_what_to_install(monkeypatch):
