@@ -17,6 +17,7 @@ from benchmarks.harness.jobs import ROOT
 from benchmarks.report import __main__ as report
 from benchmarks.report import measure, parts, recording, trace
 from benchmarks.report import page as page_module
+from benchmarks.report.diagrams import TITLES
 from benchmarks.report.page import GENERATOR, write_report
 from benchmarks.report.runs import STAGE_NAMES
 from gpt2core.app.presets import PRESETS
@@ -317,6 +318,29 @@ def test_the_page_shows_every_picture_without_errors_and_outside_requests(browse
     assert browser.evaluate("document.documentElement.scrollWidth") == width  # no horizontal scroll of the page
     background = browser.evaluate("getComputedStyle(document.body).backgroundColor")
     assert background == ("rgb(20, 23, 28)" if dark else "rgb(255, 255, 255)")
+
+
+# [width and height of the window that the picture fills, height of its text in pixels, texts outside of the picture]
+PROJECTED = """(() => {
+  const svg = document.documentElement, frame = svg.getBoundingClientRect(), view = svg.viewBox.baseVal;
+  const scale = Math.min(frame.width / view.width, frame.height / view.height);
+  const outside = [...svg.querySelectorAll("text")].filter(each => {
+    const box = each.getBBox(), turned = each.hasAttribute("transform");
+    return !turned && (box.x < 0 || box.y < 0 || box.x + box.width > view.width || box.y + box.height > view.height);
+  });
+  const size = Math.min(...[...svg.querySelectorAll("text")].map(each => parseFloat(getComputedStyle(each).fontSize)));
+  return [[frame.width, frame.height], scale * size, outside.map(each => each.textContent)];
+})()"""
+
+
+@pytest.mark.parametrize("name", ["architecture", *(f"stage{number}" for number in range(4))])
+def test_a_diagram_fills_a_projector_and_its_text_can_be_read(browser, page, name):
+    browser.open((page.parent / f"{name}.svg").as_uri(), 1280, 720, dark=True)
+    window, text, outside = browser.evaluate(PROJECTED)
+    assert window == [1280, 720] and text > 15 and outside == []  # 15 of 720 pixels: 2 % of the height
+    assert browser.evaluate("document.title") == TITLES[name] and browser.errors() == []
+    background = "getComputedStyle(document.documentElement).backgroundColor"
+    assert browser.evaluate(background) == "rgb(20, 23, 28)"  # also beside the picture
 
 
 def test_the_player_plays_every_view_from_the_first_to_the_last_frame(browser, page):
