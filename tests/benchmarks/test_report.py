@@ -384,6 +384,20 @@ def test_the_player_is_used_with_the_keyboard_and_shows_slices_and_memory(browse
     assert browser.evaluate('document.querySelectorAll("#step-player .cell.full").length') == RANKS * RANKS
 
 
+@pytest.mark.parametrize("title", ["ring all-reduce", "reduce-scatter", "ZeRO-1"])
+def test_all_ranks_and_the_messages_of_a_frame_fit_a_projector(browser, page, title):
+    browser.open(page.as_uri(), 1280, 720)
+    titles = browser.evaluate('[...document.getElementById("player-view").options].map(each => each.text)')
+    browser.evaluate(f"{CHOOSE}({titles.index(title)})")
+    root = 'document.getElementById("step-player")'
+    browser.evaluate(f"{root}.focus()")
+    for _ in range(browser.evaluate(LAST)):
+        browser.press("ArrowRight")
+        assert browser.evaluate(f"{root}.getBoundingClientRect().height") <= 720
+        clipped = f'[...{root}.querySelectorAll(".cell")].filter(each => each.scrollWidth > each.clientWidth).length'
+        assert browser.evaluate(clipped) == 0
+
+
 def test_the_page_can_be_printed(browser, page):
     browser.open(page.as_uri())
     assert browser.call("Page.printToPDF")["data"].startswith("JVBER")  # "%PDF" in base 64
@@ -460,6 +474,7 @@ def test_without_measurements_the_page_has_the_shipped_results_and_says_what_is_
     code, out, err = run("--out", tmp_path, "--no-measure")
     assert (code, err) == (0, "") and f"written: {tmp_path / 'index.html'}" in out
     text = (tmp_path / "index.html").read_text(encoding="utf-8")
+    assert '"title":"ring all-reduce"' in text and '"title":"ZeRO-1"' in text  # the player shows them without times
     assert text.count("--no-measure was given") > 10 and "NVIDIA H200, 2026-" in text
     assert "bf16; 2 of the machine&#x27;s 4 GPUs (NVIDIA H200)" in text and "s (bf16)</td>" in text
 
