@@ -67,7 +67,7 @@ def main(argv=None):
     add("--out", type=Path, default=default, metavar="DIR", help=f"directory of the report (default {default})")
     add("--full", action="store_true", help="also train stage 1 on 1, 4 and 8 ranks")
     add("--fresh", action="store_true", help="measure all parts again, also those that are saved in DIR/parts")
-    add("--no-measure", action="store_true", help="measure nothing: write the page from the saved and shipped results")
+    add("--no-measure", action="store_true", help="measure no times: write the page from the saved and shipped results")
     add("--preset", choices=PRESETS, default="paper", help="model of the measurements (default paper)")
     add("--steps", type=int, default=50, help="steps of the training runs (default 50, as in the paper)")
 

@@ -1,6 +1,7 @@
 """Figures 1 to 5 of the paper for this program: the architecture and the data flows of the stages, drawn as SVG.
 
 MODEL describes the architecture, STEP the data flow of all four stages. The layout is computed: each entry is a row.
+Each figure has two layouts: one column for the page, also on a phone, and several columns side by side for a projector.
 """
 
 from dataclasses import dataclass, field
@@ -10,7 +11,10 @@ from textwrap import wrap
 ALL, RANKS, GPUS = (0, 1, 2, 3), (1, 3), (2, 3)  # stages: all, those with many ranks, those on GPUs
 LINE, PAD, GAP, LANE, LOOP = 16, 8, 18, 204, 26  # units: line of text, padding, space between rows, lane, loop arrow
 CHARACTER = 7.1  # units: width of a character of FONT, on average
+WIDE_LANE, WIDE_BOX = 300, 236  # units: a lane of one process and a box of the architecture, on a projector
+MARGIN = 84  # units between the columns of the architecture
 FONT = "13px system-ui, sans-serif"
+HEADING = "600 16px system-ui, sans-serif"
 STAGE_NAMES = ("stage 0, NumPy", "stage 1, NumPy and MPI", "stage 2, CUDA", "stage 3, CUDA, MPI and NCCL")
 
 
@@ -92,8 +96,8 @@ class Canvas:
             f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="5" style="{style}"{dash}/>'
         )
 
-    def text(self, x, y, text, colour="ink", anchor="middle"):
-        style = f"font: {FONT}; fill: var(--{colour}); text-anchor: {anchor}"
+    def text(self, x, y, text, colour="ink", anchor="middle", font=FONT):
+        style = f"font: {font}; fill: var(--{colour}); text-anchor: {anchor}"
         self.parts.append(f'<text x="{x:g}" y="{y:g}" style="{style}">{escape(text)}</text>')
 
     def arrow(self, *points, head=True):
@@ -109,18 +113,30 @@ class Canvas:
 
     def box(self, x, y, width, text, fill):
         """A box with centred lines of text. Returns its height."""
-        lines = wrap(text, int((width - PAD) / CHARACTER))
+        lines = wrap(text, int((width - PAD) / CHARACTER), break_on_hyphens=False)
         height = len(lines) * LINE + 2 * PAD
         self.rectangle(x, y, width, height, fill)
         for number, line in enumerate(lines):
             self.text(x + width / 2, y + PAD + LINE * (number + 0.78), line)
         return height
 
-    def legend(self, entries):
-        """Rows with a coloured square and a text, below the drawing. entries: [(fill, text)]."""
+    def heading(self, title):
+        """The title above the drawing."""
+        self.text(PAD, self.y + 2 * PAD, title, anchor="start", font=HEADING)
+        self.y += 2 * PAD + GAP
+
+    def next_column(self, starts, bottom, gutter, end):
+        """An arrow from each x of `starts` at y = bottom; they join, follow the vertical x = gutter and reach `end`."""
+        low, (x, y) = bottom + 0.75 * GAP, end
+        for start in starts[1:]:
+            self.arrow((start, bottom), (start, low), head=False)
+        self.arrow((starts[0], bottom), (starts[0], low), (gutter, low), (gutter, y - GAP), (x, y - GAP), (x, y))
+
+    def legend(self, entries, x=PAD):
+        """Rows with a coloured square and a text, from self.y on. entries: [(fill, text)]."""
         for fill, text in entries:
-            self.rectangle(PAD, self.y, 14, 14, fill)
-            self.text(PAD + 22, self.y + 12, text, "soft", "start")
+            self.rectangle(x, self.y, 14, 14, fill)
+            self.text(x + 22, self.y + 12, text, "soft", "start")
             self.y += 20
 
     def svg(self, title):
@@ -129,77 +145,124 @@ class Canvas:
         return "\n".join([label, f"<title>{escape(title)}</title>", *self.parts, "</svg>"])
 
 
-def flow(stage):
-    """The SVG of the data flow of a stage."""
+def flow(stage, wide=False):
+    """The SVG of the data flow of a stage. wide: two columns with a heading, for a projector."""
     lanes = ["rank 0", "ranks 1 to p - 1"] if stage in RANKS else ["one process"]
-    canvas = Canvas(2 * PAD + LOOP + len(lanes) * (LANE + GAP) - GAP, y=PAD + LINE)
-    left = [PAD + number * (LANE + GAP) for number in range(len(lanes))]
-    for x, name in zip(left, lanes, strict=True):
-        canvas.text(x + LANE / 2, canvas.y, name, "soft")
-    canvas.y += PAD
+    lane = WIDE_LANE if wide and len(lanes) == 1 else LANE
     rows = [work for work in STEP if stage in work.stages]
+    columns, width = halves(rows) if wide else [rows], len(lanes) * (lane + GAP) - GAP
+    pitch = width + 2 * LOOP  # from column to column
+    first = PAD + (LOOP if wide else 0)  # the loop arrow is on the left of two columns, and on the right of one
+    canvas = Canvas(2 * PAD + LOOP + pitch * (len(columns) - 1) + width)
+    if wide:
+        canvas.heading(TITLES[f"stage{stage}"])
     fill_gpu = "var(--gpu)" if stage in GPUS else "var(--host)"
     fills = {"host": "var(--host)", "gpu": fill_gpu, "net": "var(--net)"}
-    ends, loop_top = [None] * len(lanes), None  # ends: the bottom of the last box in each lane
-    for work in rows:
-        text, y = work.text_in(stage), canvas.y
-        if work.loop and loop_top is None:
-            loop_top = y
-        columns = range(1) if work.root_only else range(len(lanes))
-        for lane in columns:
-            if ends[lane] is not None:
-                canvas.arrow((left[lane] + LANE / 2, ends[lane]), (left[lane] + LANE / 2, y))
-        if work.kind == "net":
-            height = canvas.box(left[0], y, left[-1] + LANE - left[0], text, fills["net"])
-        else:
-            height = max(canvas.box(left[lane], y, LANE, text, fills[work.kind]) for lane in columns)
-        for lane in columns:
-            ends[lane] = y + height
-        canvas.y = y + height + GAP
-    right, bottom = left[-1] + LANE, ends[0] - LINE
-    loop_x = right + LOOP - 8
-    canvas.arrow((left[0] + LANE, bottom), (loop_x, bottom), (loop_x, loop_top + LINE), (right, loop_top + LINE))
-    canvas.text(right, loop_top - 5, "next step", "soft", "end")
+    top, loop_top, bottoms = canvas.y + LINE, None, []
+    for number, column in enumerate(columns):
+        left = [first + number * pitch + place * (lane + GAP) for place in range(len(lanes))]
+        for x, name in zip(left, lanes, strict=True):
+            canvas.text(x + lane / 2, top, name, "soft")
+        if number:
+            starts = [x - pitch + lane / 2 for x in left]
+            canvas.next_column(starts, bottoms[-1], left[0] - LOOP, (left[0] + 10, top + PAD + GAP))
+        canvas.y = top + PAD + (GAP if number else 0)
+        ends = [None] * len(lanes)  # the bottom of the last box in each lane
+        for work in column:
+            text, y = work.text_in(stage), canvas.y
+            if work.loop and loop_top is None:
+                loop_top = y
+            places = range(1) if work.root_only else range(len(lanes))
+            for place in places:
+                if ends[place] is not None:
+                    canvas.arrow((left[place] + lane / 2, ends[place]), (left[place] + lane / 2, y))
+            if work.kind == "net":
+                height = canvas.box(left[0], y, width, text, fills["net"])
+            else:
+                height = max(canvas.box(left[place], y, lane, text, fills[work.kind]) for place in places)
+            for place in places:
+                ends[place] = y + height
+            canvas.y = y + height + GAP
+        bottoms.append(ends[0])
     entries = [("var(--host)", "on the CPU")]
     entries += [("var(--gpu)", "on the GPU, in a CUDA graph")] * (stage in GPUS)
     entries += [("var(--net)", "between ranks")] * (stage in RANKS)
-    canvas.legend(entries)
+    if wide:
+        low, x = max(bottoms[0] + 2 * GAP, bottoms[1] + 20 * len(entries) + 3 * GAP), left[0] + 10
+        canvas.arrow((x, bottoms[1]), (x, low), (PAD, low), (PAD, loop_top + LINE), (first, loop_top + LINE))
+        canvas.text(x + 8, low - 5, "next step", "soft", "start")
+        canvas.y = low - GAP - 20 * len(entries)
+        canvas.legend(entries, x + 2 * GAP)
+        canvas.y = low
+    else:
+        right, bottom = left[-1] + lane, ends[0] - LINE
+        loop_x = right + LOOP - 8
+        canvas.arrow((left[0] + lane, bottom), (loop_x, bottom), (loop_x, loop_top + LINE), (right, loop_top + LINE))
+        canvas.text(right, loop_top - 5, "next step", "soft", "end")
+        canvas.legend(entries)
     return canvas.svg(TITLES[f"stage{stage}"])
 
 
-def architecture():
-    """The SVG of the model. The rows of kind "block" and "sum" are repeated in every layer."""
-    width = LANE + 110
-    canvas = Canvas(width + 2 * PAD + 60)
-    block_top = skip_from = None
-    for number, work in enumerate(MODEL):
-        y = canvas.y
-        if number:
-            canvas.arrow((PAD + width / 2, y - GAP), (PAD + width / 2, y))
-        in_block = work.kind in ("block", "sum")
-        if in_block and block_top is None:
-            block_top, skip_from = y - GAP / 2, y - GAP
-        fill = {"block": "var(--gpu)", "sum": "var(--net)", "data": "var(--panel)"}.get(work.kind, "var(--host)")
-        height = canvas.box(PAD, y, width, work.text, fill)
-        if work.kind == "sum":
-            side = PAD + width + 22
-            canvas.arrow(
-                (PAD + width / 2, skip_from + 4), (side, skip_from + 4), (side, y + height / 2),
-                (PAD + width, y + height / 2),
-            )  # fmt: skip
-            skip_from, block_bottom = y + height, y + height + GAP / 2
-        canvas.y = y + height + GAP
-    x = PAD + width + 34
-    canvas.arrow((x, block_top), (x + 8, block_top), (x + 8, block_bottom), (x, block_bottom), head=False)
-    middle = (block_top + block_bottom) / 2
-    canvas.parts.append(
-        f'<text transform="translate({x + 24:g} {middle:g}) rotate(90)" style="font: {FONT}; fill: var(--soft); '
-        f'text-anchor: middle">repeated for n_layer layers</text>'
-    )
+def halves(rows):
+    """[rows until backward, rows after it]."""
+    last = max(number for number, work in enumerate(rows) if str(work.text).startswith("backward"))
+    return [rows[: last + 1], rows[last + 1 :]]
+
+
+def architecture(wide=False):
+    """The SVG of the model. The rows of kind "block" and "sum" are repeated in every layer.
+
+    wide: three columns with a heading, for a projector; the second has the rows that are repeated.
+    """
+    width = WIDE_BOX if wide else LANE + 110
+    in_block = [number for number, work in enumerate(MODEL) if work.kind in ("block", "sum")]
+    begin, end = in_block[0], in_block[-1] + 1
+    columns = [MODEL[:begin], MODEL[begin:end], MODEL[end:]] if wide else [MODEL]
+    pitch = width + MARGIN
+    canvas = Canvas(2 * PAD + pitch * (len(columns) - 1) + width + (0 if wide else 60))
+    if wide:
+        canvas.heading(TITLES["architecture"])
+    top, bottoms, number = canvas.y + (GAP if wide else 0), [], 0
+    for place, column in enumerate(columns):
+        left = PAD + place * pitch
+        middle = left + width / 2
+        if place:
+            canvas.next_column([middle - pitch], bottoms[-1], left - 12, (middle, top))
+        canvas.y = top
+        for work in column:
+            y = canvas.y
+            if y > top:
+                canvas.arrow((middle, y - GAP), (middle, y))
+            if number == begin:
+                block_top, skip_from = y - GAP / 2, y - GAP
+            fill = {"block": "var(--gpu)", "sum": "var(--net)", "data": "var(--panel)"}.get(work.kind, "var(--host)")
+            height = canvas.box(left, y, width, work.text, fill)
+            if work.kind == "sum":
+                right, centre = left + width, y + height / 2
+                start = skip_from + 4
+                canvas.arrow((middle, start), (right + 22, start), (right + 22, centre), (right, centre))
+                skip_from, block_bottom = y + height, y + height + GAP / 2
+            canvas.y = y + height + GAP
+            number += 1
+        bottoms.append(canvas.y - GAP)
+        if number == end or len(columns) == 1:
+            bracket(canvas, left + width + 34, block_top, block_bottom)
+    if wide:
+        canvas.y = max(bottoms) - 40
     canvas.legend([("var(--gpu)", "LayerNorm, attention and MLP of a layer"), ("var(--net)", "residual connections")])
+    canvas.y = max([canvas.y, *(bottom + GAP for bottom in bottoms)])
     return canvas.svg(TITLES["architecture"])
 
 
-def diagrams():
-    """{name: SVG} of Figures 1 to 5."""
-    return {"architecture": architecture(), **{f"stage{number}": flow(number) for number in ALL}}
+def bracket(canvas, x, top, bottom):
+    """A bracket on the right of the rows that are repeated in every layer."""
+    canvas.arrow((x, top), (x + 8, top), (x + 8, bottom), (x, bottom), head=False)
+    canvas.parts.append(
+        f'<text transform="translate({x + 24:g} {(top + bottom) / 2:g}) rotate(90)" style="font: {FONT}; '
+        f'fill: var(--soft); text-anchor: middle">repeated for n_layer layers</text>'
+    )
+
+
+def diagrams(wide=False):
+    """{name: SVG} of Figures 1 to 5. wide: for a projector."""
+    return {"architecture": architecture(wide), **{f"stage{number}": flow(number, wide) for number in ALL}}

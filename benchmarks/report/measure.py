@@ -42,7 +42,7 @@ def parts_of(preset, steps, full):
     in_interpreter = Part("interpreter", "stages 2 and 3 in Triton's interpreter", interpreter)
     speeds, messages = {"preset": preset, "cores": cores}, {"ranks": 2, "sizes": sizes}
     return [
-        Part("recordings", "slices in ring, reduce-scatter and ZeRO-1", recordings),
+        Part("recordings", "slices in ring, reduce-scatter and ZeRO-1", recordings, times=False),
         train_part("train0", 0, None, preset, steps),
         *(train_part(f"train1-{ranks}", 1, ranks, preset, steps) for ranks in ((1, 2, 4, 8) if full else (2,))),
         infer_part("infer0", 0, None, None),

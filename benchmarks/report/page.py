@@ -22,11 +22,10 @@ def write_report(folder, records, missing, preset, steps, titles):
     records, missing: the results of run_parts(). preset, steps: of the training runs. titles: {name of a part: title}.
     """
     runs = Runs(records, missing, preset, steps)
-    drawn = diagrams()
-    sections, charts = all_sections(runs, drawn, titles)
+    sections, charts = all_sections(runs, diagrams(), titles)
     page = folder / "index.html"
     try:
-        for name, text in drawn.items():
+        for name, text in diagrams(wide=True).items():
             (folder / f"{name}.svg").write_text(standalone(text), encoding="utf-8")
         for chart in charts:
             (folder / f"{chart.name}.svg").write_text(standalone(chart.svg), encoding="utf-8")

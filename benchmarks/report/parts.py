@@ -31,13 +31,15 @@ class PartFailed(Exception):
 class Part:
     """One part. measure(progress, **options) returns its results as JSON data; progress(text) shows how far it is.
 
-    A saved part is used again only with equal options, at the same commit and on the same processor.
+    A saved part is used again only with equal options, at the same commit and on the same processor. times: whether the
+    results are times of this machine; a part without times is run even if nothing is to be measured.
     """
 
     name: str
     title: str
     measure: callable
     options: dict = field(default_factory=dict)
+    times: bool = True
 
 
 class PartFiles:
@@ -79,7 +81,7 @@ def run_parts(parts, files, report, only_saved=False):
     """Measure the parts that no file has. Returns ({name: record}, {name: reason of a part that is missing}, failures).
 
     report: a Progress. A part that is skipped or that fails does not stop the others; failures has the names of those
-    that failed. only_saved: measure nothing.
+    that failed. only_saved: run no part with times.
     """
     records, missing, failures = {}, {}, []
     for part in parts:
@@ -88,7 +90,7 @@ def run_parts(parts, files, report, only_saved=False):
             records[part.name] = record
             report.done()
             continue
-        if only_saved:
+        if only_saved and part.times:
             missing[part.name] = "--no-measure was given"
             report.done()
             continue

@@ -143,6 +143,7 @@
       const title = make("div", { class: "lane-title" }, make("b", {}, `rank ${lane.rank}, ${lane.name}: `), lane.text);
       return make("div", { class: "lane" }, title, lane.track);
     });
+    drawing.className = "drawing";
     drawing.replaceChildren(legend, ...rows);
     return (number) => {
       const time = (number / TRACE_FRAMES) * length;
@@ -200,6 +201,7 @@
     about.textContent = `${recording.text} Recorded from ${ranks} ranks with arrays of ${amount(bytes)} (all ` +
       `parameters of preset ${recording.preset}) in ${ranks} slices of ${amount(bytes / ranks)}. The cell "2: 0+3" is ` +
       `slice 2 with the sum of ranks 0 and 3; green: all ranks. An outlined cell is sent in this frame.`;
+    drawing.className = "drawing ranks";
     return (number) => {
       const { phase, messages, ranks: states } = recording.frames[number];
       drawing.replaceChildren(...states.map((state, rank) => rankState(state, rank, recording, messages)));

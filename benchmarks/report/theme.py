@@ -33,11 +33,16 @@ def style_sheet():
 
 
 def standalone(svg):
-    """An inline SVG as a file of its own: with the definitions of its colours and with a background."""
+    """An inline SVG as a file of its own, with the definitions of its colours and with a background.
+
+    It has no width and height, so a browser shows it as large as the window.
+    """
     head, rest = svg.split(">", 1)
+    head = re.sub(r' (width|height)="[^"]*"', "", head)
     head = head if "xmlns=" in head else head.replace("<svg", '<svg xmlns="http://www.w3.org/2000/svg"', 1)
     background = '<rect width="100%" height="100%" style="fill: var(--page)"/>'
-    return f'<?xml version="1.0" encoding="UTF-8"?>\n{head}>\n<style>\n{style_sheet()}</style>\n{background}{rest}\n'
+    style = f"{style_sheet()}svg {{ background: var(--page); }}"  # in a window of another shape
+    return f'<?xml version="1.0" encoding="UTF-8"?>\n{head}>\n<style>\n{style}\n</style>\n{background}{rest}\n'
 
 
 def with_variables(svg):

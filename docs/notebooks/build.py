@@ -25,7 +25,7 @@ try:
     import nbformat
     from nbformat import v4
 except ImportError:
-    print("nbformat is missing: run make test-fast, or pip install nbformat nbclient ipykernel", file=sys.stderr)
+    print("nbformat is missing: run make test-fast, then source .venv/bin/activate", file=sys.stderr)
     sys.exit(2)
 
 PAGES = Path(__file__).resolve().parent

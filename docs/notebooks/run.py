@@ -20,7 +20,7 @@ try:
     from nbclient import NotebookClient
     from nbclient.exceptions import CellExecutionError
 except ImportError as error:
-    print(f"{error.name} is missing: run make test-fast, or pip install nbclient ipykernel", file=sys.stderr)
+    print(f"{error.name} is missing: run make test-fast, then source .venv/bin/activate", file=sys.stderr)
     sys.exit(2)
 
 TIME_LIMIT = 600  # seconds for one cell

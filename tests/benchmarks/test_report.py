@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,7 +17,9 @@ from benchmarks.harness.jobs import ROOT
 from benchmarks.report import __main__ as report
 from benchmarks.report import measure, parts, recording, trace
 from benchmarks.report import page as page_module
+from benchmarks.report.diagrams import TITLES
 from benchmarks.report.page import GENERATOR, write_report
+from benchmarks.report.runs import STAGE_NAMES
 from gpt2core.app.presets import PRESETS
 from gpt2core.arena import Arena
 from gpt2core.errors import ConfigError
@@ -317,6 +320,29 @@ def test_the_page_shows_every_picture_without_errors_and_outside_requests(browse
     assert background == ("rgb(20, 23, 28)" if dark else "rgb(255, 255, 255)")
 
 
+# [width and height of the window that the picture fills, height of its text in pixels, texts outside of the picture]
+PROJECTED = """(() => {
+  const svg = document.documentElement, frame = svg.getBoundingClientRect(), view = svg.viewBox.baseVal;
+  const scale = Math.min(frame.width / view.width, frame.height / view.height);
+  const outside = [...svg.querySelectorAll("text")].filter(each => {
+    const box = each.getBBox(), turned = each.hasAttribute("transform");
+    return !turned && (box.x < 0 || box.y < 0 || box.x + box.width > view.width || box.y + box.height > view.height);
+  });
+  const size = Math.min(...[...svg.querySelectorAll("text")].map(each => parseFloat(getComputedStyle(each).fontSize)));
+  return [[frame.width, frame.height], scale * size, outside.map(each => each.textContent)];
+})()"""
+
+
+@pytest.mark.parametrize("name", ["architecture", *(f"stage{number}" for number in range(4))])
+def test_a_diagram_fills_a_projector_and_its_text_can_be_read(browser, page, name):
+    browser.open((page.parent / f"{name}.svg").as_uri(), 1280, 720, dark=True)
+    window, text, outside = browser.evaluate(PROJECTED)
+    assert window == [1280, 720] and text > 15 and outside == []  # 15 of 720 pixels: 2 % of the height
+    assert browser.evaluate("document.title") == TITLES[name] and browser.errors() == []
+    background = "getComputedStyle(document.documentElement).backgroundColor"
+    assert browser.evaluate(background) == "rgb(20, 23, 28)"  # also beside the picture
+
+
 def test_the_player_plays_every_view_from_the_first_to_the_last_frame(browser, page):
     browser.open(page.as_uri())
     count = browser.evaluate('document.getElementById("player-view").options.length')
@@ -358,6 +384,20 @@ def test_the_player_is_used_with_the_keyboard_and_shows_slices_and_memory(browse
     assert browser.evaluate('document.querySelectorAll("#step-player .cell.full").length') == RANKS * RANKS
 
 
+@pytest.mark.parametrize("title", ["ring all-reduce", "reduce-scatter", "ZeRO-1"])
+def test_all_ranks_and_the_messages_of_a_frame_fit_a_projector(browser, page, title):
+    browser.open(page.as_uri(), 1280, 720)
+    titles = browser.evaluate('[...document.getElementById("player-view").options].map(each => each.text)')
+    browser.evaluate(f"{CHOOSE}({titles.index(title)})")
+    root = 'document.getElementById("step-player")'
+    browser.evaluate(f"{root}.focus()")
+    for _ in range(browser.evaluate(LAST)):
+        browser.press("ArrowRight")
+        assert browser.evaluate(f"{root}.getBoundingClientRect().height") <= 720
+        clipped = f'[...{root}.querySelectorAll(".cell")].filter(each => each.scrollWidth > each.clientWidth).length'
+        assert browser.evaluate(clipped) == 0
+
+
 def test_the_page_can_be_printed(browser, page):
     browser.open(page.as_uri())
     assert browser.call("Page.printToPDF")["data"].startswith("JVBER")  # "%PDF" in base 64
@@ -384,6 +424,11 @@ def test_the_page_and_its_picture_files_are_complete(page):
     names = {path.name for path in page.parent.iterdir()}
     assert {f"stage{number}.svg" for number in range(4)} | {"architecture.svg"} <= names
     assert {"loss.svg", "loss.png", "loss-dark.png", "scaling.svg", "timeline.svg", "trace0-ops.svg"} <= names
+
+
+def test_the_rows_of_table_1_have_the_names_of_the_stages(page):
+    rows = page.read_text(encoding="utf-8").partition('id="table1"')[2].partition("</table>")[0].split("<tr")[2:]
+    assert [re.search(r">([^<]+)</t[dh]>", row)[1] for row in rows] == list(STAGE_NAMES.values())
 
 
 def test_a_missing_browser_is_one_line_that_says_what_to_install(monkeypatch):
@@ -429,6 +474,7 @@ def test_without_measurements_the_page_has_the_shipped_results_and_says_what_is_
     code, out, err = run("--out", tmp_path, "--no-measure")
     assert (code, err) == (0, "") and f"written: {tmp_path / 'index.html'}" in out
     text = (tmp_path / "index.html").read_text(encoding="utf-8")
+    assert '"title":"ring all-reduce"' in text and '"title":"ZeRO-1"' in text  # the player shows them without times
     assert text.count("--no-measure was given") > 10 and "NVIDIA H200, 2026-" in text
     assert "bf16; 2 of the machine&#x27;s 4 GPUs (NVIDIA H200)" in text and "s (bf16)</td>" in text
 

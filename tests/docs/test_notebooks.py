@@ -117,3 +117,13 @@ def test_a_line_of_a_page_that_cannot_be_replaced_is_an_error(tools, line, tmp_p
     monkeypatch.setattr(build, "PAGES", tmp_path)
     with pytest.raises(ValueError, match="has no"):
         build.build(0)
+
+
+def test_a_figure_with_shipped_results_names_hardware_commit_and_file(monkeypatch, capsys):
+    monkeypatch.syspath_prepend(NOTEBOOKS)
+    from walkthrough.shipped import shipped
+
+    assert shipped("gpus/timeline").keys() == {"--dp naive, 4 GPUs", "--dp bucket, 4 GPUs"}
+    printed = capsys.readouterr().out
+    assert printed == "measured on 4 x NVIDIA H200, 2026-11-22, commit 73b73db: results/gpus/timeline.json\n"
+    assert shipped("gpus/no_such_file") is None and "no_such_file.json is missing" in capsys.readouterr().out
