@@ -274,9 +274,12 @@ def select_tiles(qkv, n_head, precision):
 
 def gluon_table(itemsize, heads, T, D):
     """The entries of GLUON_TILES for CuPy's current device; {} if the plain kernels serve B*H = `heads` heads."""
-    if not gluon_launches.serves(itemsize, heads, T, T, D):
-        return {}
-    return GLUON_TILES.get(gluon_launches.gluon_kind(*gpu_model()), {})
+    return gluon_tiles_of(*gpu_model()) if gluon_launches.serves(itemsize, heads, T, T, D) else {}
+
+
+def gluon_tiles_of(capability, name):
+    """The entries of GLUON_TILES for a GPU of this compute capability and name; {} if it has no Gluon kernels."""
+    return GLUON_TILES.get(gluon_launches.gluon_kind(capability, name), {})
 
 
 def default_tiles(itemsize, T, D, precision, gluon=None):
