@@ -8,13 +8,12 @@ causal: forward and backward, timed by triton.testing.do_bench exactly as the as
 Run the command again until no row is missing. Times are milliseconds.
 """
 
-import argparse
 import functools
 import sys
 
 from benchmarks.harness.processes import run_main
 from benchmarks.harness.report import print_table
-from benchmarks.harness.rows import add_row_flags, mean_and_deviation, run_rows
+from benchmarks.harness.rows import add_row_flags, mean_and_deviation, row_parser, run_rows
 
 # T time (queries and keys), D head size
 
@@ -229,9 +228,7 @@ def milliseconds(row, kind):
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        prog=f"python -m {BENCHMARK}", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = row_parser(BENCHMARK, __doc__)
     add = parser.add_argument
     add("--repeats", type=int, default=100, help="forward and backward passes of a row of `memory` (default 100)")
     add("--warmup", type=int, default=25, help="milliseconds before each measurement of `grid` (default 25)")

@@ -176,6 +176,13 @@ def add_run_flags(add, warm_up, repeats):
     add("--repeats", type=int, default=repeats, help=f"measured runs of each row (default {repeats})")
 
 
+def add_model_flags(add, default):
+    """--sizes, --contexts and --batch. default: the models and contexts that are measured without the first two."""
+    add("--sizes", nargs="+", choices=SIZES, help=f"models (default: {default})")
+    add("--contexts", type=int, nargs="+", metavar="T", help=f"tokens of a sequence (default: {default})")
+    add("--batch", type=int, default=4, help="sequences (default 4)")
+
+
 def add_device_flag(add):
     add("--device", choices=("cuda", "cpu"), default="cuda", help="cuda, or cpu for a trial (default cuda)")
 
