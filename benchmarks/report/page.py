@@ -22,11 +22,11 @@ def write_report(folder, records, missing, preset, steps, titles):
     records, missing: the results of run_parts(). preset, steps: of the training runs. titles: {name of a part: title}.
     """
     runs = Runs(records, missing, preset, steps)
-    drawn = diagrams()
-    sections, charts = all_sections(runs, drawn, titles)
+    pictures = diagrams()
+    sections, charts = all_sections(runs, pictures, titles)
     page = folder / "index.html"
     try:
-        for name, text in drawn.items():
+        for name, text in pictures.items():
             (folder / f"{name}.svg").write_text(standalone(text), encoding="utf-8")
         for chart in charts:
             (folder / f"{chart.name}.svg").write_text(standalone(chart.svg), encoding="utf-8")
@@ -39,7 +39,7 @@ def write_report(folder, records, missing, preset, steps, titles):
     return page
 
 
-def all_sections(runs, drawn, titles):
+def all_sections(runs, pictures, titles):
     """([section], [Chart]) of the whole page."""
     table_2, charts = paper_sections.table_2(runs)
     ops, op_charts = machine_sections.ops(runs)
@@ -52,7 +52,7 @@ def all_sections(runs, drawn, titles):
         table_2,
         paper_sections.samples(runs),
         paper_sections.processes(),
-        paper_sections.figures(drawn),
+        paper_sections.figures(pictures),
         ops,
         collectives,
         scaling,

@@ -10,6 +10,7 @@ Run the command again until no row is missing. Times are milliseconds.
 
 import functools
 import sys
+import time
 
 from benchmarks.harness.processes import run_main
 from benchmarks.harness.report import print_table
@@ -72,8 +73,6 @@ def implementation(name, dtype):
 
 def memory_row(T, D, repeats):
     """Wall time of naive attention, the memory before backward, and the part of it that the T x T matrix takes."""
-    import time
-
     import torch
 
     q, k, v, do = (torch.randn(MEMORY_BATCH, T, D, device="cuda") for _ in range(4))
@@ -140,8 +139,10 @@ def grid_row(name, dtype_name, T, D, args):
 
 @functools.lru_cache(maxsize=1)
 def forget_compiled(*_):
-    """Forget compiled code at each change of the implementation, dtype or D. At a change of T, torch.compile makes code
-    for all T; a change of the others as well would exceed the number of compilations that it allows.
+    """Forget compiled code if the arguments are not those of the last call, which the cache of one entry detects.
+
+    torch.compile limits the number of its compilations. At the second T it compiles code for all T, so different T are
+    within the limit; different implementations, dtypes and D are not.
     """
     import torch
 

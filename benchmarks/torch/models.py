@@ -206,7 +206,7 @@ def wait_for(device):
 
 
 def timed(function, device):
-    """(seconds, result) of a call, with the work of the device."""
+    """(seconds, result) of a call; the time includes the work of the device."""
     wait_for(device)
     began = time.perf_counter()
     result = function()
@@ -215,7 +215,7 @@ def timed(function, device):
 
 
 def release_memory():
-    """Free what the last case has left, which parameters and their hooks keep in reference cycles."""
+    """Free the memory of the last case: its parameters and their hooks are in reference cycles."""
     gc.collect()
     if "cupy" in sys.modules:
         sys.modules["cupy"].get_default_memory_pool().free_all_blocks()
