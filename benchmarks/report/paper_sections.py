@@ -41,8 +41,8 @@ def table_1(runs):
         if not any(ours) and reasons[0] == reasons[1]:
             where = {reasons[0]: None}
         else:
-            for name, run, reason in zip(("training", "inference"), ours, reasons, strict=True):
-                where |= {} if run else {f"{name} {NOT_MEASURED}: {reason}": None}
+            for what, run, reason in zip(("training", "inference"), ours, reasons, strict=True):
+                where |= {} if run else {f"{what} {NOT_MEASURED}: {reason}": None}
         rows.append(
             {
                 "program": name,

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,6 +18,8 @@ from benchmarks.report import __main__ as report
 from benchmarks.report import measure, parts, recording, trace
 from benchmarks.report import page as page_module
 from benchmarks.report.page import GENERATOR, write_report
+from benchmarks.report.paper_sections import table_1
+from benchmarks.report.runs import STAGE_NAMES, Runs
 from gpt2core.app.presets import PRESETS
 from gpt2core.arena import Arena
 from gpt2core.errors import ConfigError
@@ -232,6 +235,13 @@ def test_the_new_tokens_are_found_in_the_output_of_a_command():
     assert (
         measure.continuation("Prompt (2 tokens):\na b\n\nContinuation:\nc d\ne\n\nprompt tokens 2 | new\n") == "c d e"
     )
+
+
+def test_table_1_has_a_row_for_each_stage():
+    training = {"results": {"seconds": 12.5}, "options": {}}
+    text = table_1(Runs({"train0": training, "train1-2": training}, {}, "paper", 50))
+    programs = re.findall('<th scope="row">(.*?)</th>', text)
+    assert programs[:4] == list(STAGE_NAMES.values())
 
 
 # -- the page in a browser --------------------------------------------------------------------------------------------
