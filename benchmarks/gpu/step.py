@@ -11,6 +11,7 @@ import numpy as np
 
 from benchmarks.harness.processes import BenchmarkProcess, ProcessSpec, add_process_flags, run_main, run_rounds
 from benchmarks.harness.report import add_save_flags, nvidia_smi, paired_ratio, print_table, round_medians, save
+from benchmarks.harness.table_format import gib
 from gpt2core.app.presets import PRESETS
 from gpt2core.app.run_log import flops_per_token
 from stage2_cuda.runtime.peak_flops import peak_flops
@@ -184,11 +185,6 @@ def summarise(results):
             }
         )
     return rows
-
-
-def gib(count):
-    """Bytes as GiB with two decimals; "" for None."""
-    return "" if count is None else f"{count / 2**30:.2f}"
 
 
 def verdicts(results):
