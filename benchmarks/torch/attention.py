@@ -15,6 +15,7 @@ import time
 from benchmarks.harness.processes import run_main
 from benchmarks.harness.report import print_table
 from benchmarks.harness.rows import add_row_flags, mean_and_deviation, row_parser, run_rows
+from benchmarks.harness.table_format import cell
 
 # T time (queries and keys), D head size
 
@@ -209,10 +210,10 @@ def table_rows(rows):
             for kind in ("forward", "backward", "both"):
                 table = tables.setdefault(f"grid, {kind}, ms", {})
                 cells = table.setdefault(tuple(shape), {"": ", ".join(shape), **dict.fromkeys(GRID, "")})
-                cells[implementation_name] = milliseconds(row, kind)
+                cells[implementation_name] = time_cell(row, kind)
         else:
             kinds = ("both",) if part == "leaderboard" else ("forward", "backward")
-            cells = {"": ", ".join(keys), **{f"{kind} ms": milliseconds(row, kind) for kind in kinds}}
+            cells = {"": ", ".join(keys), **{f"{kind} ms": time_cell(row, kind) for kind in kinds}}
             if part == "memory":
                 for column, kind in (
                     ("GiB before backward", "bytes_before_backward"),
@@ -223,9 +224,9 @@ def table_rows(rows):
     return {title: list(table.values()) for title, table in tables.items()}
 
 
-def milliseconds(row, kind):
-    """The mean and the standard deviation as text."""
-    return "out of memory" if row.get("oom") else "{mean:.4g} ± {std:.2g}".format(**row[kind])
+def time_cell(row, kind):
+    """The mean and the standard deviation of a time in ms, as text."""
+    return "out of memory" if row.get("oom") else cell(row[kind])
 
 
 def main():
