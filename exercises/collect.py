@@ -1,7 +1,8 @@
 """Make a table of a class's results: python -m exercises.collect DIR.
 
-Each sub-folder of DIR belongs to one student. It is a working folder, or contains working folders, at most two levels
-deeper, as `alice/stage0` or `alice/work/stage0`. `make grade` has written grade.json there.
+Each sub-folder of DIR has the name of a student. A working folder, to which `make grade` has written grade.json, is
+this sub-folder itself, or up to two levels below it. For a student named Alice: `alice`, `alice/stage0` or
+`alice/solutions/stage0`.
 """
 
 import csv

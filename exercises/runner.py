@@ -1,4 +1,4 @@
-"""Run one check in a child process, with limits of time, memory and output, and say what became of it."""
+"""Run one check in a child process with limits on time, memory and output, and return its Result."""
 
 import contextlib
 import json

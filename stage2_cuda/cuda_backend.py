@@ -299,8 +299,10 @@ class CudaBackend(FusedHead, Backend):
 
     def clip(self, squares, bound, loss_scale=None, interval=0, stop=None):
         norm, grad_scale = self.floats(1), self.floats(1)
-        if stop is None and loss_scale is None:  # for the norm of the parameters
-            stop = self.zeros(1, "float32")  # or another variant of the kernel would be compiled before a checkpoint
+        if stop is None and loss_scale is None:  # the norm of the parameters, for a checkpoint
+            # A stop of 0 does not change the result. With it the kernel is the variant that training steps use; without
+            # it the first checkpoint would wait until another variant is compiled.
+            stop = self.zeros(1, "float32")
         adamw.clip_scale(grad_scale, norm, squares, bound, loss_scale, interval, stop)
         return norm, grad_scale
 

@@ -18,15 +18,15 @@ import torch
 import triton
 
 from stage2_cuda.kernels.attention import (
-    GLUON_TILES,
     AttentionTiles,
     Heads,
     TileConfig,
     backward_launches,
     default_tiles,
     forward_launch,
+    gluon_tiles_of,
 )
-from stage2_cuda.kernels.gluon_launches import gluon_kind, serves
+from stage2_cuda.kernels.gluon_launches import serves
 from torch_bridge.triton_launch import check_device, interpreted, launch
 
 DTYPES = torch.float32, torch.float16, torch.bfloat16
@@ -114,14 +114,14 @@ def select_tiles(q, k, precision):
         if B * H * triton.cdiv(T, 64) <= multiprocessors:
             return next(tiles for largest, tiles in small.items() if D <= largest)
     served = not interpreted() and serves(itemsize, B * H, q.shape[2], k.shape[2], D)
-    gluon = gluon_table(q.base.device) if served else None
+    gluon = gluon_tiles_of_device(q.base.device) if served else None
     return default_tiles(itemsize, T, D, precision, gluon)
 
 
 @functools.cache
-def gluon_table(device):
-    """The entries of GLUON_TILES for this device, {} if it has no Gluon kernels."""
-    return GLUON_TILES.get(gluon_kind(torch.cuda.get_device_capability(device), torch.cuda.get_device_name(device)), {})
+def gluon_tiles_of_device(device):
+    """The entries of GLUON_TILES for a CUDA device, {} if it has no Gluon kernels."""
+    return gluon_tiles_of(torch.cuda.get_device_capability(device), torch.cuda.get_device_name(device))
 
 
 # -- operators ---------------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ The tensors that autograd keeps for backward share the storage of the gathered w
 after forward and filled again before backward, so autograd needs no change; PyTorch's FSDP does the same (Zhao et al.
 2023). All ranks must run the same units in the same order.
 """
+
 # p ranks; a weight of n elements is padded to p * ceil(n / p), and each rank has one part as a flat fp32 parameter
 
 import math
@@ -65,7 +66,7 @@ class Shard:
             self.gathered = True
 
     def wait(self):
-        """Return when the whole weight is there."""
+        """Return when the all-gather of the weight has ended."""
         if self.handle is not None:
             self.handle.wait()
             self.handle = self.part = None
@@ -78,7 +79,10 @@ class Shard:
 
     @torch.no_grad()
     def reduce_start(self, gradient):
-        """Start the reduce-scatter of the whole weight's gradient: the mean over the ranks, in the master's dtype."""
+        """Start the reduce-scatter of the whole weight's gradient: the mean over the ranks, in the master's dtype.
+
+        Returns (handle, the tensor that is sent, which must be kept until handle.wait() has returned).
+        """
         whole = torch.zeros_like(self.full, dtype=self.master_dtype)
         whole[: self.n] = gradient.reshape(-1)
         whole.div_(self.ranks)
@@ -192,7 +196,7 @@ class FSDP(nn.Module):
         check_same_parameters(type(self).__name__, dict(module.named_parameters()), process_group)
         broadcast_module(module, process_group)
         self.module, self.compute_dtype, self.group = module, compute_dtype, process_group
-        self.names = {name: p for name, p in module.named_parameters(remove_duplicate=False)}
+        self.names = dict(module.named_parameters(remove_duplicate=False))
         self.shards = {}  # {parameter: Shard}
         self.units = self.build_units(shard)
         small = {name: p for name, p in module.named_parameters() if p not in self.shards and p.requires_grad}

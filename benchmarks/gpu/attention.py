@@ -20,7 +20,14 @@ from contextlib import ExitStack
 import numpy as np
 
 from benchmarks.harness import ours
-from benchmarks.harness.processes import BenchmarkProcess, ProcessSpec, run_main, run_rounds, timed_round
+from benchmarks.harness.processes import (
+    BenchmarkProcess,
+    ProcessSpec,
+    add_process_flags,
+    run_main,
+    run_rounds,
+    timed_round,
+)
 from benchmarks.harness.report import add_save_flags, paired_ratio, print_table, save
 
 # B batch, H heads, T time, D head size, C = H * D
@@ -194,10 +201,8 @@ def main():
     text = "PyTorch implementations to compare with: FlashAttention-2, cuDNN (default flash cudnn)"
     add("--peers", choices=PEERS, nargs="+", default=list(PEERS), help=text)
     add("--packed", action="store_true", help="PyTorch reads q, k and v as views of one projection (B, T, 3C)")
-    add("--rounds", type=int, default=15, help="number of rounds; each round times every program (default 15)")
+    add_process_flags(add, rounds=15)
     add("--milliseconds", type=float, default=30, help="approximate device time of one round (default 30)")
-    add("--threads", type=int, default=4, help="CPU threads of each process (default 4)")
-    add("--timeout", type=int, default=300, help="limit for one round of a process, in seconds (default 300)")
     add_save_flags(add, "attention")
     args = parser.parse_args()
     for results in measure(args, list(process_specs(args))):

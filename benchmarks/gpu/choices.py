@@ -10,11 +10,10 @@ import time
 
 import numpy as np
 
-from benchmarks.harness.ours import GPU_OPTIMIZER, share_workspace, train_step
+from benchmarks.harness.ours import GPU_OPTIMIZER, check_gpu, share_workspace, train_step
 from benchmarks.harness.processes import run_main
 from benchmarks.harness.report import add_save_flags, paired_ratio, print_table, save
 from gpt2core.app.presets import PRESETS
-from gpt2core.errors import ConfigError
 from gpt2core.trainer import Trainer
 
 BENCHMARK = "benchmarks.gpu.choices"
@@ -147,10 +146,7 @@ def main():
     add("--rounds", type=int, default=5, help="number of rounds; each round times every program (default 5)")
     add_save_flags(add)
     args = parser.parse_args()
-    from stage2_cuda.runtime.triton_launch import array_module
-
-    if array_module() is np:
-        raise ConfigError("TRITON_INTERPRET is set; unset it, because this benchmark needs a GPU")
+    check_gpu()
     results = []
     for preset in args.preset:
         measured, rows = measure(preset, args.precision, args.rounds), []

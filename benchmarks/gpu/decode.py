@@ -13,7 +13,7 @@ import numpy as np
 
 from benchmarks.harness import ours
 from benchmarks.harness.ours import seconds_per_step
-from benchmarks.harness.processes import BenchmarkProcess, ProcessSpec, run_main, run_rounds
+from benchmarks.harness.processes import BenchmarkProcess, ProcessSpec, add_process_flags, run_main, run_rounds
 from benchmarks.harness.report import add_save_flags, paired_ratio, print_table, save
 from gpt2core.app.presets import PRESETS
 
@@ -190,9 +190,7 @@ def main():
         "reduce-overhead. compiled: torch.compile. eager: without torch.compile (default graph overhead eager)"
     )
     add("--peers", choices=PEERS, nargs="*", default=["graph", "overhead", "eager"], help=text)
-    add("--rounds", type=int, default=7, help="number of rounds; each round times every program (default 7)")
-    add("--threads", type=int, default=4, help="CPU threads of each process (default 4)")
-    add("--timeout", type=int, default=500, help="limit for one round of a process, in seconds (default 500)")
+    add_process_flags(add, rounds=7, timeout=500)
     text = "time values of the constants of this project's kernels, instead of comparing with PyTorch"
     add("--variants", action="store_true", help=text)
     add("--steps", type=int, default=200, help="with --variants: decode steps in each timing (default 200)")

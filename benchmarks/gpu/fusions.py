@@ -12,9 +12,9 @@ import numpy as np
 import triton
 import triton.language as tl
 
+from benchmarks.harness.ours import check_gpu
 from benchmarks.harness.processes import run_main
 from benchmarks.harness.report import add_save_flags, print_table, save
-from gpt2core.errors import ConfigError
 from stage2_cuda.gemm.matmul import MatmulTile, matmul, tile_origin
 from stage2_cuda.kernels.gelu import sigmoid_of_2u
 from stage2_cuda.tuning.tuner import capture_calls, milliseconds
@@ -193,9 +193,8 @@ def main():
     args = parser.parse_args()
     from stage2_cuda.cuda_backend import CudaBackend
 
+    check_gpu()
     backend, results = CudaBackend("bf16", deterministic=False), []
-    if backend.xp is np:
-        raise ConfigError("TRITON_INTERPRET is set; unset it, because this benchmark needs a GPU")
     for n, c, k in SHAPES:
         times = microseconds(functions_of(backend.xp, backend, n, c, k), args.rounds)
         rows = []

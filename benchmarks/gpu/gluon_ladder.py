@@ -8,7 +8,7 @@ import argparse
 import sys
 
 from benchmarks.gpu import attention
-from benchmarks.harness.processes import ProcessSpec, run_main
+from benchmarks.harness.processes import ProcessSpec, add_process_flags, run_main
 from benchmarks.harness.report import add_save_flags, save
 
 # B batch, H heads, T time, D head size
@@ -44,10 +44,8 @@ def main():
     add = parser.add_argument
     text = "batch, heads, tokens and head size 64, one table for each (default: two shapes)"
     add("--shape", type=attention.parse_shape, nargs="+", default=SHAPES, metavar="BxHxTxD", help=text)
-    add("--rounds", type=int, default=15, help="number of rounds; each round times every program (default 15)")
+    add_process_flags(add, rounds=15)
     add("--milliseconds", type=float, default=30, help="approximate device time of one round (default 30)")
-    add("--threads", type=int, default=4, help="CPU threads of each process (default 4)")
-    add("--timeout", type=int, default=300, help="limit for one round of a process, in seconds (default 300)")
     add_save_flags(add, "gluon_ladder")
     args = parser.parse_args()
     specs = [ProcessSpec(name, BENCHMARK, args.threads, options) for name, options in STEPS.items()]

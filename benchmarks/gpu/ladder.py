@@ -13,10 +13,10 @@ import numpy as np
 import triton
 import triton.language as tl
 
-from benchmarks.gpu.lesson import device_seconds
+from benchmarks.gpu.lesson import device_seconds, interleaved
+from benchmarks.harness.ours import check_gpu
 from benchmarks.harness.processes import progress, run_main
 from benchmarks.harness.report import add_save_flags, print_table, save
-from gpt2core.errors import ConfigError
 from stage2_cuda.runtime.triton_launch import array_module, launch
 
 BENCHMARK = "benchmarks.gpu.ladder"
@@ -165,10 +165,9 @@ def measure(rounds, rungs=RUNGS, rows=ROWS, columns=COLUMNS):
         progress(name)
         if not (error := relative_error(xp, rung, arrays)) < 1e-5:  # fp32: rounding gives about 1e-7
             raise ArithmeticError(f"{name}: the relative error is {error:.1e}, more than 1e-5")
-    seconds = {name: [] for name in rungs}
-    for number in range(rounds):
-        for name in list(rungs)[:: 1 if number % 2 == 0 else -1]:  # in odd rounds in the reverse order
-            seconds[name].append(device_seconds(xp, functools.partial(rungs[name][0], xp, *arrays)))
+    calls = {name: functools.partial(rung, xp, *arrays) for name, (rung, _) in rungs.items()}
+    timers = {name: functools.partial(device_seconds, xp, call) for name, call in calls.items()}
+    seconds = interleaved(timers, rounds)
     progress("")
     return [
         {"name": name, "bytes": 4 * rows * columns * passes, "seconds": seconds[name]}
@@ -203,8 +202,7 @@ def main():
     add("--rounds", type=int, default=7, help="number of rounds; each round times every rung (default 7)")
     add_save_flags(add)
     args = parser.parse_args()
-    if array_module() is np:
-        raise ConfigError("TRITON_INTERPRET is set; unset it, because this benchmark needs a GPU")
+    check_gpu()
     results = measure(args.rounds)
     print_table(rows_of(results))
     save(BENCHMARK, results, args, "ladder")

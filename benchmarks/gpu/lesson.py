@@ -17,11 +17,10 @@ import triton
 import triton.language as tl
 
 from benchmarks.gpu.plain_kernels import GPT2, KERNEL_PAIRS, SEED, check_close
-from benchmarks.harness.ours import CudaGenerator, CudaSteps, seconds_per_step
+from benchmarks.harness.ours import CudaGenerator, CudaSteps, check_gpu, seconds_per_step
 from benchmarks.harness.processes import progress, run_main
 from benchmarks.harness.report import add_save_flags, paired_ratio, print_table, save
 from gpt2core.app.presets import PRESETS
-from gpt2core.errors import ConfigError
 
 BENCHMARK = "benchmarks.gpu.lesson"
 BATCH_SIZE = 16  # sequences of a training step, as in the paper
@@ -132,6 +131,15 @@ def device_seconds(xp, function, min_total=0.02):
     return seconds / (calls // 2)
 
 
+def interleaved(functions, rounds):
+    """{name: [the result of each round]} of functions {name: function}; every second round has the reverse order."""
+    results = {name: [] for name in functions}
+    for number in range(rounds):
+        for name in list(functions)[:: 1 if number % 2 == 0 else -1]:
+            results[name].append(functions[name]())
+    return results
+
+
 def measure(comparison, rounds):
     """Measure both versions in `rounds` rounds, after one call of each that is not counted.
 
@@ -140,10 +148,7 @@ def measure(comparison, rounds):
     functions = {"plain": comparison.plain, "ours": comparison.ours}
     for function in functions.values():
         function()
-    seconds = {name: [] for name in functions}
-    for number in range(rounds):
-        for name in list(functions)[:: 1 if number % 2 == 0 else -1]:  # in odd rounds in the reverse order
-            seconds[name].append(functions[name]())
+    seconds = interleaved(functions, rounds)
     ratio = paired_ratio(seconds["plain"], seconds["ours"])
     return {"section": comparison.section, "name": comparison.name, **seconds, "times_as_fast": ratio}
 
@@ -181,11 +186,7 @@ def main():
     add("--rounds", type=int, default=7, help="number of rounds; each round times every program (default 7)")
     add_save_flags(add)
     args = parser.parse_args()
-    from stage2_cuda.runtime.triton_launch import array_module
-
-    xp, results = array_module(), []
-    if xp is np:
-        raise ConfigError("TRITON_INTERPRET is set; unset it, because this benchmark needs a GPU")
+    xp, results = check_gpu(), []
     for comparison in comparisons(xp):
         progress(comparison.name)
         results.append(measure(comparison, args.rounds))

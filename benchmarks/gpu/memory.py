@@ -5,9 +5,10 @@ import sys
 
 import numpy as np
 
-from benchmarks.gpu.step import driver_bytes, gib
+from benchmarks.gpu.step import driver_bytes
 from benchmarks.harness.processes import BenchmarkProcess, ProcessSpec, progress, run_main
 from benchmarks.harness.report import add_save_flags, print_table, save
+from benchmarks.harness.table_format import gib
 from gpt2core.app.presets import PRESETS
 from stage2_cuda.memory_model import BYTES, CONTEXT, training_memory
 

@@ -18,7 +18,14 @@ from contextlib import ExitStack
 import numpy as np
 
 from benchmarks.harness import ours
-from benchmarks.harness.processes import BenchmarkProcess, ProcessSpec, run_main, run_rounds, timed_round
+from benchmarks.harness.processes import (
+    BenchmarkProcess,
+    ProcessSpec,
+    add_process_flags,
+    run_main,
+    run_rounds,
+    timed_round,
+)
 from benchmarks.harness.report import add_save_flags, paired_ratio, print_table, save
 
 # x (N, C), w (C, K), dy (N, K); transposed: w is stored as (K, C), as in lm_head
@@ -148,10 +155,8 @@ def parser():
     add("--preset", choices=SHAPES, nargs="+", default=list(SHAPES), help="models (default both)")
     text = "precisions, one table for each (default all)"
     add("--precision", choices=TOLERANCES, nargs="+", default=list(TOLERANCES), help=text)
-    add("--rounds", type=int, default=7, help="number of rounds; each round times every program (default 7)")
+    add_process_flags(add, rounds=7)
     add("--milliseconds", type=float, default=20, help="approximate device time of one round (default 20)")
-    add("--threads", type=int, default=4, help="CPU threads of each process (default 4)")
-    add("--timeout", type=int, default=300, help="limit for one round of a process, in seconds (default 300)")
     add_save_flags(add, "products")
     return parser
 

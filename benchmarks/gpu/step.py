@@ -9,8 +9,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from benchmarks.harness.processes import BenchmarkProcess, ProcessSpec, run_main, run_rounds
+from benchmarks.harness.processes import BenchmarkProcess, ProcessSpec, add_process_flags, run_main, run_rounds
 from benchmarks.harness.report import add_save_flags, nvidia_smi, paired_ratio, print_table, round_medians, save
+from benchmarks.harness.table_format import gib
 from gpt2core.app.presets import PRESETS
 from gpt2core.app.run_log import flops_per_token
 from stage2_cuda.runtime.peak_flops import peak_flops
@@ -186,11 +187,6 @@ def summarise(results):
     return rows
 
 
-def gib(count):
-    """Bytes as GiB with two decimals; "" for None."""
-    return "" if count is None else f"{count / 2**30:.2f}"
-
-
 def verdicts(results):
     """Yield a sentence for each peer, with the ratio of the peer's time to the time of this project."""
     ours = results[0]
@@ -217,12 +213,10 @@ def main():
     )
     add("--peers", choices=PEERS, nargs="+", help=text)
     add("--no-compile", action="store_true", help="omit PyTorch's programs that use torch.compile")
-    add("--rounds", type=int, default=7, help="number of rounds; each round times every program (default 7)")
+    add_process_flags(add, rounds=7, timeout=500)
     text = "timed steps of each process in a round (default 10; for preset paper: 200)"
     add("--steps-per-round", type=int, help=text)
     add("--warm-up", type=int, default=3, help="steps before the first round (default 3)")
-    add("--threads", type=int, default=4, help="CPU threads of each process (default 4)")
-    add("--timeout", type=int, default=500, help="limit for one round of a process, in seconds (default 500)")
     add_save_flags(add, "step")
     args = parser.parse_args()
 

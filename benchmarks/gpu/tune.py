@@ -233,7 +233,7 @@ def largest_difference(outputs, expected):
     largest = 0.0
     for array, expected_array in zip(outputs, expected, strict=True):
         error = difference(array, expected_array)
-        largest = largest if error <= largest else error
+        largest = largest if error <= largest else error  # NaN <= largest is false
     return largest
 
 

@@ -9,6 +9,7 @@ import time
 import numpy as np
 
 from gpt2core.communicator import Solo
+from gpt2core.errors import ConfigError
 from gpt2core.parallel.config import ParallelConfig, plan_micro_batches
 from gpt2core.parallel.tensor_parallel import load_model
 from gpt2core.parallel.whole_parameters import initial_parameters
@@ -372,6 +373,16 @@ def seconds_per_step(decoder, prompts, steps):
 
 
 # -- calls in CUDA graphs ---------------------------------------------------------------------------------------------
+
+
+def check_gpu():
+    """Return CuPy; raises ConfigError in Triton's interpreter, whose times say nothing about a GPU."""
+    from stage2_cuda.runtime.triton_launch import array_module
+
+    xp = array_module()
+    if xp is np:
+        raise ConfigError("TRITON_INTERPRET is set; unset it, because this benchmark needs a GPU")
+    return xp
 
 
 class Graphs:

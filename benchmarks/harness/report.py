@@ -33,7 +33,7 @@ def summary(samples):
     samples = [value for item in samples for value in (item if isinstance(item, list | tuple) else [item])]
     if not samples:
         return None
-    q1, median, q3 = statistics.quantiles(samples, method="inclusive") if len(samples) > 1 else samples * 3
+    q1, _, q3 = statistics.quantiles(samples, method="inclusive") if len(samples) > 1 else samples * 3
     return {"median": statistics.median(samples), "q1": q1, "q3": q3, "n": len(samples)}
 
 

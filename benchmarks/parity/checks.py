@@ -160,7 +160,7 @@ class KernelChecker:
                 self.activations.setdefault((module, name), []).append(self.on_host(main))
         for tensor, (want, least) in expected.items():
             got = named.get(tensor)
-            if got is None or tensor == "logsumexp" and not same_shape(got, want):
+            if got is None or (tensor == "logsumexp" and not same_shape(got, want)):
                 continue  # the backend keeps something else, or computes no such gradient
             where = dict(step=self.step, place=place_of(module, name), tensor=tensor)
             tolerance = self.tolerance * (2 if name.startswith(TWO_PRODUCTS) else 1)

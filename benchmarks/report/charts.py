@@ -83,16 +83,16 @@ def save(chart, theme, file, **options):
     }  # fmt: skip
     with matplotlib.rc_context(style):
         height = SIZE[1] if chart.lines else 0.9 + 0.24 * len(chart.bars) + 0.42 * len(chart.lanes)
-        drawn = Figure(figsize=(SIZE[0], height), layout="constrained")
-        axes = drawn.subplots()
+        figure = Figure(figsize=(SIZE[0], height), layout="constrained")
+        axes = figure.subplots()
         draw = draw_lines if chart.lines else draw_bars if chart.bars else draw_lanes
-        draw(axes, drawn, chart, colours)
+        draw(axes, figure, chart, colours)
         axes.set(xlabel=chart.x_label, ylabel=chart.y_label)
-        drawn.suptitle(fill(chart.title, 70), fontsize=9, x=0.01, ha="left")
-        drawn.savefig(file, **options)
+        figure.suptitle(fill(chart.title, 70), fontsize=9, x=0.01, ha="left")
+        figure.savefig(file, **options)
 
 
-def draw_lines(axes, drawn, chart, colours):
+def draw_lines(axes, figure, chart, colours):
     for line in chart.lines:
         style = {"color": colours[line.colour], "linestyle": line.style, "linewidth": line.width}
         axes.plot(line.x, line.y, label=line.label, marker=line.marker, markersize=4, **style)
@@ -101,10 +101,10 @@ def draw_lines(axes, drawn, chart, colours):
     if chart.whole_x:
         axes.xaxis.get_major_locator().set_params(integer=True)
     axes.grid(True, linewidth=0.6)
-    drawn.legend(loc="outside lower center", ncols=2, fontsize=8)
+    figure.legend(loc="outside lower center", ncols=2, fontsize=8)
 
 
-def draw_bars(axes, drawn, chart, colours):
+def draw_bars(axes, figure, chart, colours):
     labels, values, texts = zip(*chart.bars, strict=True)
     places = range(len(values))
     axes.barh(places, values, color=colours["c0"], height=0.7)
@@ -117,7 +117,7 @@ def draw_bars(axes, drawn, chart, colours):
     axes.set_axisbelow(True)
 
 
-def draw_lanes(axes, drawn, chart, colours):
+def draw_lanes(axes, figure, chart, colours):
     """A row of bars for each lane; CATEGORIES gives their colours. Times are in microseconds, the axis in ms."""
     for place, (_, events) in enumerate(chart.lanes):
         for category, colour in CATEGORIES.items():
@@ -128,7 +128,7 @@ def draw_lanes(axes, drawn, chart, colours):
     used = {event[3] for _, events in chart.lanes for event in events}
     shown = [(name, colour) for name, colour in CATEGORIES.items() if name in used]
     handles = [axes.barh([0], [0], color=colours[colour], label=name) for name, colour in shown]
-    drawn.legend(handles=handles, loc="outside lower center", ncols=len(handles), fontsize=8)
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), fontsize=8)
     axes.set_xlim(0)
 
 

@@ -140,9 +140,9 @@ def infer(show, stage, ranks, mode):
     words = ["--max-new-tokens", str(NEW_TOKENS), "--stats", *(["--mode", mode] if mode else [])]
     with tempfile.TemporaryDirectory() as folder:
         if mode == "batch":
-            prompts = Path(folder, "prompts.txt")
-            prompts.write_text("\n".join(corpus_prompts(BATCH_PROMPTS)) + "\n", encoding="utf-8")
-            words += ["--prompts", str(prompts)]
+            prompt_file = Path(folder, "prompts.txt")
+            prompt_file.write_text("\n".join(corpus_prompts(BATCH_PROMPTS)) + "\n", encoding="utf-8")
+            words += ["--prompts", str(prompt_file)]
         command, samples = python_command(ranks, f"{STAGES[stage]}.inference", *words), []
         for number in range(REPEATS):
             show(f"run {number + 1} of {REPEATS}")

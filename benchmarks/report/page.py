@@ -38,7 +38,7 @@ def write_report(folder, records, missing, preset, steps, titles):
     return page
 
 
-def all_sections(runs, drawn, titles):
+def all_sections(runs, pictures, titles):
     """([section], [Chart]) of the whole page."""
     table_2, charts = paper_sections.table_2(runs)
     ops, op_charts = machine_sections.ops(runs)
@@ -51,7 +51,7 @@ def all_sections(runs, drawn, titles):
         table_2,
         paper_sections.samples(runs),
         paper_sections.processes(),
-        paper_sections.figures(drawn),
+        paper_sections.figures(pictures),
         ops,
         collectives,
         scaling,

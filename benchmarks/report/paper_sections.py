@@ -283,7 +283,7 @@ def differences(curves):
 
 def difference(label, losses, reference, colour, style):
     values = [abs(a - b) / b for a, b in zip(losses, reference, strict=False)]
-    shown = [value if value else math.nan for value in values]
+    shown = [value or math.nan for value in values]  # a logarithmic axis has no 0
     return Line(label, list(range(len(values))), shown, colour, style), max(values)
 
 

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -15,7 +16,7 @@ from benchmarks.harness.report import commit, cpu, hardware, to_json
 from gpt2core.errors import ConfigError
 from stage1_mpi.launch import choose, launch_line
 
-SECONDS = 0.2  # between two looks at a running command
+POLL_SECONDS = 0.2  # between two tests whether a command has ended
 BUSY = 0.5  # a load average above this means that other programs run
 
 
@@ -37,7 +38,7 @@ class Part:
 
     name: str
     title: str
-    measure: callable
+    measure: Callable
     options: dict = field(default_factory=dict)
     times: bool = True
 
@@ -168,7 +169,7 @@ def run_command_line(command, timeout, tick=lambda: None, **environment):
                 if time.monotonic() - started > timeout:
                     raise PartFailed(f"{shown(command)} was stopped after {timeout} s")
                 tick()
-                time.sleep(SECONDS)
+                time.sleep(POLL_SECONDS)
         finally:
             end(process)
         if process.returncode:
@@ -184,7 +185,7 @@ def shown(command):
 
 
 def last_line(file):
-    """The line of an open file that tells the cause of an error: the first that starts with "error:", or the last."""
+    """The line of an open file that states an error: the first that starts with "error:", otherwise the last."""
     file.seek(0)
     lines = [line.strip() for line in file if line.strip()] or ["no message"]
     return next((line for line in lines if line.startswith("error:")), lines[-1])

@@ -8,6 +8,7 @@ from pathlib import Path
 NO_WORK = "step", "phase", "collective", "wait"  # categories of events that are no kernels
 PRODUCT = re.compile("nvjet|gemm|cutlass|splitK|product", re.IGNORECASE)  # kernels of cuBLASLt
 MICROSECONDS = 1e-6
+ROUNDING = 0.05  # microseconds: a trace's times are rounded to 0.1
 SEVERAL = "several modules"
 KERNELS = {  # {name of a GPU kernel in a trace: its title}; a trace has no module names
     "forward_kernel": f"forward: {SEVERAL}",
@@ -27,7 +28,8 @@ KERNELS = {  # {name of a GPU kernel in a trace: its title}; a trace has no modu
     "pieces_kernel": "embedding: pieces",
     "loss_kernel": "losses: loss",
     "rescale_kernel": "losses: rescale",
-    "totals_kernel": "totals: totals",
+    "segment_sum_kernel": "segment_sum: segment_sum",
+    "totals_kernel": "totals: totals",  # the name of segment_sum_kernel in the shipped trace
 }
 
 
@@ -67,14 +69,15 @@ def step_of(events):
 
 def own_times(events):
     """[(event, its duration without the events inside it)] of one lane, whose events are nested or disjoint."""
-    times, open_events = [], []  # open_events: indices into times
+    times, containing = [], []  # containing: (entry of `times`, end) of the events that contain the next one
     for event in sorted(events, key=lambda event: (event[1], -event[2])):
-        while open_events and times[open_events[-1]][0][1] + times[open_events[-1]][0][2] <= event[1] + 0.05:
-            open_events.pop()
-        if open_events:
-            times[open_events[-1]][1] -= event[2]
-        times.append([event, event[2]])
-        open_events.append(len(times) - 1)
+        _, start, duration, *_ = event
+        while containing and containing[-1][1] <= start + ROUNDING:
+            containing.pop()
+        if containing:
+            containing[-1][0][1] -= duration
+        times.append([event, duration])
+        containing.append((times[-1], start + duration))
     return times
 
 

@@ -10,7 +10,6 @@ layernorm   LayerNorm of rows of 1024 numbers, with the mean and the variance co
             precision. (Autocast on the CPU returns half precision; its kernel has statistics in float32.)
 """
 
-import argparse
 import functools
 import sys
 
@@ -20,7 +19,7 @@ from torch import nn
 
 from benchmarks.harness.assignment_tables import accumulation_tables
 from benchmarks.harness.processes import run_main
-from benchmarks.harness.rows import add_row_flags, run_rows
+from benchmarks.harness.rows import add_row_flags, row_parser, run_rows
 from benchmarks.torch.models import add_device_flag, check_device, print_tables
 
 BENCHMARK = "benchmarks.torch.accumulation"
@@ -98,9 +97,7 @@ def layernorm_row(dtype, title, device):
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        prog=f"python -m {BENCHMARK}", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = row_parser(BENCHMARK, __doc__)
     add_device_flag(parser.add_argument)
     add_row_flags(parser.add_argument, "accumulation")
     args = parser.parse_args()

@@ -8,13 +8,14 @@ causal: forward and backward, timed by triton.testing.do_bench exactly as the as
 Run the command again until no row is missing. Times are milliseconds.
 """
 
-import argparse
 import functools
 import sys
+import time
 
 from benchmarks.harness.processes import run_main
 from benchmarks.harness.report import print_table
-from benchmarks.harness.rows import add_row_flags, mean_and_deviation, run_rows
+from benchmarks.harness.rows import add_row_flags, mean_and_deviation, row_parser, run_rows
+from benchmarks.harness.table_format import cell
 
 # T time (queries and keys), D head size
 
@@ -73,8 +74,6 @@ def implementation(name, dtype):
 
 def memory_row(T, D, repeats):
     """Wall time of naive attention, the memory before backward, and the part of it that the T x T matrix takes."""
-    import time
-
     import torch
 
     q, k, v, do = (torch.randn(MEMORY_BATCH, T, D, device="cuda") for _ in range(4))
@@ -141,8 +140,10 @@ def grid_row(name, dtype_name, T, D, args):
 
 @functools.lru_cache(maxsize=1)
 def forget_compiled(*_):
-    """Forget compiled code at each change of the implementation, dtype or D. At a change of T, torch.compile makes code
-    for all T; a change of the others as well would exceed the number of compilations that it allows.
+    """Forget compiled code if the arguments are not those of the last call, which the cache of one entry detects.
+
+    torch.compile limits the number of its compilations. At the second T it compiles code for all T, so different T are
+    within the limit; different implementations, dtypes and D are not.
     """
     import torch
 
@@ -209,10 +210,10 @@ def table_rows(rows):
             for kind in ("forward", "backward", "both"):
                 table = tables.setdefault(f"grid, {kind}, ms", {})
                 cells = table.setdefault(tuple(shape), {"": ", ".join(shape), **dict.fromkeys(GRID, "")})
-                cells[implementation_name] = milliseconds(row, kind)
+                cells[implementation_name] = time_cell(row, kind)
         else:
             kinds = ("both",) if part == "leaderboard" else ("forward", "backward")
-            cells = {"": ", ".join(keys), **{f"{kind} ms": milliseconds(row, kind) for kind in kinds}}
+            cells = {"": ", ".join(keys), **{f"{kind} ms": time_cell(row, kind) for kind in kinds}}
             if part == "memory":
                 for column, kind in (
                     ("GiB before backward", "bytes_before_backward"),
@@ -223,15 +224,13 @@ def table_rows(rows):
     return {title: list(table.values()) for title, table in tables.items()}
 
 
-def milliseconds(row, kind):
-    """The mean and the standard deviation as text."""
-    return "out of memory" if row.get("oom") else "{mean:.4g} ± {std:.2g}".format(**row[kind])
+def time_cell(row, kind):
+    """The mean and the standard deviation of a time in ms, as text."""
+    return "out of memory" if row.get("oom") else cell(row[kind])
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        prog=f"python -m {BENCHMARK}", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = row_parser(BENCHMARK, __doc__)
     add = parser.add_argument
     add("--repeats", type=int, default=100, help="forward and backward passes of a row of `memory` (default 100)")
     add("--warmup", type=int, default=25, help="milliseconds before each measurement of `grid` (default 25)")

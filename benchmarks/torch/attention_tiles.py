@@ -7,14 +7,13 @@ torch_bridge/attention_ops.py. The lines "in use" are the tiles of these tables.
 Device time in milliseconds, causal, from CUDA graphs. Run the command again until no tile is missing.
 """
 
-import argparse
 import functools
 import itertools
 import sys
 
 from benchmarks.harness.processes import run_main
 from benchmarks.harness.report import print_table
-from benchmarks.harness.rows import add_row_flags, mean_and_deviation, run_rows
+from benchmarks.harness.rows import add_row_flags, mean_and_deviation, row_parser, run_rows
 from benchmarks.torch.attention import captured
 from stage2_cuda.kernels.attention import AttentionTiles, TileConfig
 
@@ -100,9 +99,7 @@ def print_rankings(rows, count):
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        prog=f"python -m {BENCHMARK}", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = row_parser(BENCHMARK, __doc__)
     add = parser.add_argument
     add("--dtype", nargs="+", choices=("bfloat16", "float32"), default=["bfloat16"], help="(default bfloat16)")
     add("--heads", type=int, default=1, help="batch x heads (default 1)")

@@ -220,7 +220,8 @@ def main():
     add("--ranks", type=int, default=2, help="ranks (default 2)")
     add("--batch", type=int, default=4, help="sequences of a rank (default 4)")
     add("--context", type=int, default=128, help="tokens of a sequence (default 128)")
-    add("--buckets-mb", type=float, nargs="+", default=BUCKETS_MB, help="bucket sizes in 2^20 bytes (1 10 100 1000)")
+    text = "bucket sizes in 2^20 bytes (default 1 10 100 1000)"
+    add("--buckets-mb", type=float, nargs="+", default=BUCKETS_MB, help=text)
     add("--timeline", action="store_true", help="draw one step of naive above one of overlapped")
     add_run_flags(add, warm_up=5, repeats=10)
     add_row_flags(add, "ddp")

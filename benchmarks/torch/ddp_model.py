@@ -74,7 +74,10 @@ def read(name):
 
 
 def compare(rows, settings, w, o):
-    """[{bucket size, buckets, measured, predicted: ms}] of the bucketed rows of one setting, by bucket size."""
+    """([a row of the table for each bucket size], the row of ddp without synchronisation, s) of one setting.
+
+    Raises SystemExit if ddp has no row without synchronisation.
+    """
     of_setting = {row["way"]: row for row in rows if row["name"].startswith(f"{settings}, ") and "step" in row}
     base = of_setting.get("none")
     if base is None:

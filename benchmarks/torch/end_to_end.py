@@ -8,7 +8,6 @@ Without flags for sizes, contexts, precisions or implementations, a selection is
 minutes on an H200, the most informative rows first. Run the command again until no row is missing.
 """
 
-import argparse
 import functools
 import itertools
 import os
@@ -17,8 +16,16 @@ import sys
 
 from benchmarks.harness.assignment_tables import KINDS, STEP, WARM_UPS, end_to_end_tables
 from benchmarks.harness.processes import BenchmarkProcess, ProcessSpec, run_main
-from benchmarks.harness.rows import add_row_flags, mean_and_deviation, measured, run_rows
-from benchmarks.torch.models import SIZES, add_device_flag, add_run_flags, check_device, print_tables, release_memory
+from benchmarks.harness.rows import add_row_flags, mean_and_deviation, measured, row_parser, run_rows
+from benchmarks.torch.models import (
+    SIZES,
+    add_device_flag,
+    add_model_flags,
+    add_run_flags,
+    check_device,
+    print_tables,
+    release_memory,
+)
 from benchmarks.torch.passes import (
     BLOCKS,
     COMPILED,
@@ -162,17 +169,13 @@ def without_compiler(args):
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        prog=f"python -m {BENCHMARK}", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = row_parser(BENCHMARK, __doc__)
     add = parser.add_argument
-    add("--sizes", nargs="+", choices=SIZES, help="models (default: see above)")
-    add("--contexts", type=int, nargs="+", metavar="T", help="tokens of a sequence, 1 or more (default: see above)")
+    add_model_flags(add, "see above")
     add("--precisions", nargs="+", choices=PRECISIONS, help="fp32 is without TF32 (default: see above)")
     described = "; ".join(f"{name}: {text}" for name, text in IMPLEMENTATIONS.items())
     add("--implementations", nargs="+", choices=IMPLEMENTATIONS, metavar="NAME", help=f"{described} (default: above)")
     add("--all", action="store_true", help="all sizes, contexts, precisions and implementations; about an hour")
-    add("--batch", type=int, default=4, help="sequences (default 4)")
     add_device_flag(add)
     add_run_flags(add, warm_up=3, repeats=5)
     add_row_flags(add, "end_to_end")

@@ -22,7 +22,7 @@ import torch
 
 from benchmarks.harness.assignment_tables import FORWARD, GIB, STEP, memory_tables
 from benchmarks.harness.processes import run_main
-from benchmarks.harness.rows import add_row_flags, measured, rows_path, run_rows
+from benchmarks.harness.rows import add_row_flags, measured, row_parser, rows_path, run_rows
 from benchmarks.torch.memory_events import (
     allocated_after,
     allocated_by_ours,
@@ -34,6 +34,7 @@ from benchmarks.torch.memory_events import (
 from benchmarks.torch.models import (
     SIZES,
     add_device_flag,
+    add_model_flags,
     batch_of,
     check_device,
     config_of,
@@ -226,17 +227,14 @@ def cases(args):
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        prog=f"python -m {BENCHMARK}", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = row_parser(BENCHMARK, __doc__)
     add = parser.add_argument
-    add("--sizes", nargs="+", choices=SIZES, help="models (default: a selection that takes about a minute on an H200)")
-    add("--contexts", type=int, nargs="+", metavar="T", help="tokens of a sequence (default: a selection)")
+    add_model_flags(add, "a selection that takes about a minute on an H200")
     add("--precisions", nargs="+", choices=PRECISIONS, help="bf16 is autocast over fp32 parameters (default: both)")
     add("--implementations", nargs="+", choices=IMPLEMENTATIONS, metavar="NAME", help=", ".join(IMPLEMENTATIONS))
-    add("--blocks", type=int, nargs="+", default=[1, 2, 4, 8], metavar="N", help="blocks of a checkpoint (1 2 4 8)")
+    text = "blocks per checkpoint (default 1 2 4 8)"
+    add("--blocks", type=int, nargs="+", default=[1, 2, 4, 8], metavar="N", help=text)
     add("--all", action="store_true", help="all sizes, contexts, precisions and implementations")
-    add("--batch", type=int, default=4, help="sequences (default 4)")
     add_device_flag(add)
     add_row_flags(add, "memory")
     args = parser.parse_args()

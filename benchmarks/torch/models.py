@@ -176,6 +176,13 @@ def add_run_flags(add, warm_up, repeats):
     add("--repeats", type=int, default=repeats, help=f"measured runs of each row (default {repeats})")
 
 
+def add_model_flags(add, default):
+    """--sizes, --contexts and --batch. default: the models and contexts that are measured without the first two."""
+    add("--sizes", nargs="+", choices=SIZES, help=f"models (default: {default})")
+    add("--contexts", type=int, nargs="+", metavar="T", help=f"tokens of a sequence (default: {default})")
+    add("--batch", type=int, default=4, help="sequences (default 4)")
+
+
 def add_device_flag(add):
     add("--device", choices=("cuda", "cpu"), default="cuda", help="cuda, or cpu for a trial (default cuda)")
 
@@ -199,7 +206,7 @@ def wait_for(device):
 
 
 def timed(function, device):
-    """(seconds, result) of a call, with the work of the device."""
+    """(seconds, result) of a call; the time includes the work of the device."""
     wait_for(device)
     began = time.perf_counter()
     result = function()
@@ -208,7 +215,7 @@ def timed(function, device):
 
 
 def release_memory():
-    """Free what the last case has left, which parameters and their hooks keep in reference cycles."""
+    """Free the memory of the last case: its parameters and their hooks are in reference cycles."""
     gc.collect()
     if "cupy" in sys.modules:
         sys.modules["cupy"].get_default_memory_pool().free_all_blocks()

@@ -16,7 +16,6 @@ Every pass and the three parts of attention are NVTX ranges, so NVIDIA's profile
     nsys profile --trace=cuda,nvtx -o out/profile python -m benchmarks.torch.profile --ranges-only --only small 512
 """
 
-import argparse
 import functools
 import re
 import sys
@@ -27,10 +26,11 @@ import torch
 from benchmarks.gpu.profile import is_product as is_gpu_product
 from benchmarks.harness.assignment_tables import ATTENTION_PARTS, OTHERS, PRODUCTS, SOFTMAX, STEP, profile_tables
 from benchmarks.harness.processes import run_main
-from benchmarks.harness.rows import add_row_flags, mean_and_deviation, run_rows
+from benchmarks.harness.rows import add_row_flags, mean_and_deviation, row_parser, run_rows
 from benchmarks.torch.models import (
     SIZES,
     add_device_flag,
+    add_model_flags,
     add_run_flags,
     check_device,
     naive_attention,
@@ -171,16 +171,12 @@ def selected(args):
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        prog=f"python -m {BENCHMARK}", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = row_parser(BENCHMARK, __doc__)
     add = parser.add_argument
-    add("--sizes", nargs="+", choices=SIZES, help="models (default: a selection that takes about a minute on an H200)")
-    add("--contexts", type=int, nargs="+", metavar="T", help="tokens of a sequence (default: a selection)")
+    add_model_flags(add, "a selection that takes about a minute on an H200")
     add("--precisions", nargs="+", choices=PRECISIONS, help="fp32 is without TF32 (default bf16, two rows of fp32)")
     add("--all", action="store_true", help="all sizes and contexts, in bf16 or in --precisions")
     add("--attention", choices=(NAIVE, EAGER), default=NAIVE, help="naive, or scaled_dot_product_attention (eager)")
-    add("--batch", type=int, default=4, help="sequences (default 4)")
     add("--ranges-only", action="store_true", help="run the passes in their NVTX ranges and record nothing: for nsys")
     add_device_flag(add)
     add_run_flags(add, warm_up=2, repeats=5)

@@ -30,13 +30,19 @@ def joined(array):
     return array.transpose(0, 2, 1, 3).reshape(B, T, H * D)
 
 
-def probabilities(q, k, scale, mask=0):
-    """softmax(scale q k') with the keys up to query + mask; mask None: all keys."""
+def exponentials(q, k, scale, mask=0):
+    """exp(s - the maximum of each row), s = scale q k', with the keys up to query + mask; mask None: all keys."""
     s = scale * q @ k.swapaxes(-1, -2)
     if mask is not None:
         s = np.where(np.tri(*s.shape[-2:], mask, dtype=bool), s, -np.inf)
+    with np.errstate(all="ignore"):  # a mask of -1 leaves no key for the first query
+        return np.exp(s - s.max(-1, keepdims=True))
+
+
+def probabilities(q, k, scale, mask=0):
+    """softmax(scale q k') with the keys up to query + mask; mask None: all keys."""
+    e = exponentials(q, k, scale, mask)
     with np.errstate(all="ignore"):
-        e = np.exp(s - s.max(-1, keepdims=True))
         return e / e.sum(-1, keepdims=True)
 
 
@@ -140,8 +146,7 @@ def expect_attention_gradient(T):
     not_p = "ds lacks the factor p: ds = p * (dp - delta)."
     sign = "The sign of delta is wrong: ds = p * (dp - delta)."
     look = "attention_backward: "
-    s = np.where(np.tri(T, dtype=bool), scale * q @ k.swapaxes(-1, -2), -np.inf)
-    e = np.exp(s - s.max(-1, keepdims=True))
+    e = exponentials(q, k, scale)
     wrong = [
         (joined(e @ (g / e.sum(-1, keepdims=True))), "dv lacks a transpose: it is p' dy, with the transpose of p."),
         (joined(p @ g), "dv lacks a transpose: it is p' dy, with the transpose of p."),

@@ -39,15 +39,14 @@ class EntropyCase:
         cross_entropy.cross_entropy_forward(*got, self.logits, self.targets, self.vocab)
         return got
 
-    def online(self, rescale=True, combine=True):
-        """The sums of the online softmax for tiles of 8192 columns in groups of 8, with or without its factors."""
+    def sums_not_rescaled(self):
+        """The sums of an online softmax in groups of 8 columns that does not rescale the sum so far."""
         block = cross_entropy.tile_size(self.logits)[0]
         top, total = np.full((3, block // 8), -2e38), np.zeros((3, block // 8))
         for start in range(0, self.vocab // block * block, block):
             x = self.x[:, start : start + block].reshape(3, -1, 8)
-            new = np.maximum(top, x.max(2))
-            total = total * (np.exp(top - new) if rescale else 1) + np.exp(x - new[:, :, None]).sum(2)
-            top = new
+            top = np.maximum(top, x.max(2))
+            total = total + np.exp(x - top[:, :, None]).sum(2)
         tail = np.exp(self.x[:, self.vocab // block * block :] - self.maxima[:, None]).sum(1)
         return (total * np.exp(top - self.maxima[:, None])).sum(1) + tail
 
@@ -57,7 +56,7 @@ class EntropyCase:
         wrong = [(np.log(self.sums), "The sum is stored as its logarithm: store the sum itself.")]
         if self.vocab > 8192:
             hint = "The sum so far is not rescaled when the maximum rises: multiply it by exp(old - new maximum)."
-            wrong.append((self.online(rescale=False), hint))
+            wrong.append((self.sums_not_rescaled(), hint))
         expect("sums", sums, self.sums, FP32, wrong, f"the sum in online_update, and {place}")
         expect("target_logits", target_logits, self.target_logits, FP32, look=place)
 

@@ -81,11 +81,8 @@ def answer_prompts(world, model, tokenizer, args, emit):
     """
     with contextlib.suppress(AttributeError):  # a replaced sys.stdin may have no reconfigure()
         sys.stdin.reconfigure(errors="surrogateescape")  # the tokenizer reports bytes that are not UTF-8
-    # The standard input of a rank is a pipe from mpiexec, even if the user types at a terminal.
-    if world.size > 1:
-        emit("type a prompt and press Enter; an empty line or Ctrl-D ends the program", file=sys.stderr)
-    elif sys.stdin.isatty():
-        emit("type a prompt and press Enter; an empty line, Ctrl-C or Ctrl-D ends the program", file=sys.stderr)
+    # Also if standard input is a pipe, as in a rank of mpiexec, where a user may type at a terminal.
+    emit("type a prompt and press Enter; an empty line or Ctrl-D ends the program", file=sys.stderr)
     decoders, number = {}, 0
     while (prompt := world.broadcast_object(on_root(world, lambda: typed_prompt(tokenizer)))) is not None:
         prompt = fit_prompt(prompt, model.config.block_size, emit)

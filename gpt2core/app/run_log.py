@@ -113,8 +113,8 @@ def open_run_log(config, next_step, recorded, lock, notes):
     """The RunLog of a RunConfig; with --overwrite, the directory and the log of an older run are renamed first.
 
     next_step, recorded: arguments of RunLog. lock: the RunLock of --out, or None. notes: a list to which this function
-    appends lines to print. Raises ConfigError if this run may not write --log, --plot or --trace,
-    before anything is renamed.
+    appends lines to print. Raises ConfigError, before anything is renamed, if this run may not write --log, --plot or
+    --trace.
     """
     check_output_files(config.log, config.plot, config.trace)
     row_count = len(list(log_rows(config.log))) if config.log and not config.resume else 0

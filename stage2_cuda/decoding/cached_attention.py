@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from gpt2core.errors import ConfigError
-from stage2_cuda.kernels.attention import TileConfig, padded_head_size, shapes_and_tiles
+from stage2_cuda.kernels.attention import TileConfig, head_shape, padded_head_size
 from stage2_cuda.kernels.attention_forward import LOG2E, causal_mask, softmax_step
 from stage2_cuda.runtime.triton_launch import launch
 
@@ -89,7 +89,7 @@ def attention_cached(y, qkv, keys, values, position, n_head, precision="ieee"):
     (B, H, block, D). precision: of the products, "ieee", "tf32" or "tf32x3". Raises ConfigError if the block of the
     caches has too few positions left.
     """
-    B, t, D, _ = shapes_and_tiles(qkv, n_head, precision)
+    B, t, D = head_shape(qkv, n_head)
     block = keys.shape[3]
     if position + t > block:
         raise ConfigError(f"a cache of {block} positions has no room for {t} more after {position}")

@@ -223,10 +223,10 @@ def attention_forward(y, lse, qkv, n_head, precision="ieee", tiles=None):
 
     Each part has the columns (H, D). lse is in base 2, because the kernels use exp2: log2(e) times the lse of the
     formula. precision: how tl.dot multiplies float32, "ieee", "tf32" or "tf32x3"; products of fp16 and bf16 are exact,
-    and all sums are float32. tiles: AttentionTiles to use instead of DEFAULT_TILES. Raises ConfigError unless the head
-    size is a multiple of 8 up to 128.
+    and all sums are float32. tiles: AttentionTiles to use instead of those of select_tiles(). Raises ConfigError unless
+    the head size is a multiple of 8 up to 128.
     """
-    tiles = shapes_and_tiles(qkv, n_head, precision, tiles)[3]
+    tiles = tiles or select_tiles(qkv, n_head, precision)
     (y,) = packed_heads(y, n_head, 1)
     forward_launch(y, lse, *packed_heads(qkv, n_head, 3), tiles.forward, precision).run()
 
@@ -236,7 +236,7 @@ def attention_backward(dqkv, delta, dy, qkv, y, lse, n_head, precision="ieee", t
 
     precision, tiles: as for attention_forward(); for tiles of only one kernel see backward_launches().
     """
-    tiles = shapes_and_tiles(qkv, n_head, precision, tiles)[3]
+    tiles = tiles or select_tiles(qkv, n_head, precision)
     (dy,), (y,) = packed_heads(dy, n_head, 1), packed_heads(y, n_head, 1)
     dqkv, qkv = packed_heads(dqkv, n_head, 3), packed_heads(qkv, n_head, 3)
     for kernel_launch in backward_launches(*dqkv, delta, dy, *qkv, y, lse, tiles, precision):
@@ -244,10 +244,11 @@ def attention_backward(dqkv, delta, dy, qkv, y, lse, n_head, precision="ieee", t
 
 
 def packed_heads(array, n_head, parts):
-    """The Heads of each part of array (B, T, parts C)."""
+    """The Heads of each part of array (B, T, parts C); raises ConfigError as check_head_size()."""
     B, T, columns = array.shape
     C = columns // parts
-    shape, strides = (B, n_head, T, C // n_head), (T * columns, C // n_head, columns, 1)
+    D = check_head_size(C, n_head)
+    shape, strides = (B, n_head, T, D), (T * columns, D, columns, 1)
     return [Heads(Pointer(array, part * C * array.dtype.itemsize), shape, strides) for part in range(parts)]
 
 
@@ -259,23 +260,26 @@ def check_head_size(width, n_head):
     return D
 
 
-def shapes_and_tiles(qkv, n_head, precision, tiles=None):
-    """(B, T, D, tiles) of qkv (B, T, 3C): the given AttentionTiles, or those of DEFAULT_TILES."""
+def head_shape(qkv, n_head):
+    """(B, T, D) of qkv (B, T, 3C); raises ConfigError as check_head_size()."""
     B, T, columns = qkv.shape
-    D = check_head_size(columns // 3, n_head)
-    return (
-        B,
-        T,
-        D,
-        tiles or default_tiles(qkv.dtype.itemsize, T, D, precision, gluon_table(qkv.dtype.itemsize, B * n_head, T, D)),
-    )
+    return B, T, check_head_size(columns // 3, n_head)
+
+
+def select_tiles(qkv, n_head, precision):
+    """The AttentionTiles for qkv (B, T, 3C), of GLUON_TILES if the Gluon kernels serve it, else of DEFAULT_TILES."""
+    (B, T, D), itemsize = head_shape(qkv, n_head), qkv.dtype.itemsize
+    return default_tiles(itemsize, T, D, precision, gluon_table(itemsize, B * n_head, T, D))
 
 
 def gluon_table(itemsize, heads, T, D):
     """The entries of GLUON_TILES for CuPy's current device; {} if the plain kernels serve B*H = `heads` heads."""
-    if not gluon_launches.serves(itemsize, heads, T, T, D):
-        return {}
-    return GLUON_TILES.get(gluon_launches.gluon_kind(*gpu_model()), {})
+    return gluon_tiles_of(*gpu_model()) if gluon_launches.serves(itemsize, heads, T, T, D) else {}
+
+
+def gluon_tiles_of(capability, name):
+    """The entries of GLUON_TILES for a GPU of this compute capability and name; {} if it has no Gluon kernels."""
+    return GLUON_TILES.get(gluon_launches.gluon_kind(capability, name), {})
 
 
 def default_tiles(itemsize, T, D, precision, gluon=None):

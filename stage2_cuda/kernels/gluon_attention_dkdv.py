@@ -33,8 +33,10 @@ from stage2_cuda.kernels.gluon_tiles import (
     new_barriers,
     new_tiles,
     program_head,
+    release_unread,
     slot,
     start_load,
+    start_product,
     store_tile,
     synchronize,
 )
@@ -89,7 +91,7 @@ def step(
     after, next_parity = slot(i + 1, STAGES)
     rows = begin + i * ROWS + gl.arange(0, ROWS, gl.SliceLayout(0, S))
     mbarrier.wait(dy_full.index(here), parity)
-    dp = warpgroup_mma(v, matrix(dy_tiles, here).permute((1, 0)), zeros, use_acc=False, is_async=True)
+    dp = start_product(v, dy_tiles, here, zeros)
     lse = lse_vectors.index(here).load(gl.SliceLayout(0, S))
     if MASK:
         lse = gl.where(rows < T_q, lse, float("inf"))  # then p is 0
@@ -107,13 +109,13 @@ def step(
         dp = warpgroup_mma_wait(0, [dp])
         dv = warpgroup_mma(p16, matrix(dy_tiles, here), dv, is_async=True)
         if not LAST:
-            s = warpgroup_mma(k, matrix(q_tiles, after).permute((1, 0)), zeros, use_acc=False, is_async=True)
+            s = start_product(k, q_tiles, after, zeros)
     delta = delta_vectors.index(here).load(gl.SliceLayout(0, S))
     if MASK:
         delta = gl.where(rows < T_q, delta, 0.0)
     ds = gl.convert_layout((p * (dp - delta[None, :])).to(dtype), P)
     if LEAN and not LAST:
-        s = warpgroup_mma(k, matrix(q_tiles, after).permute((1, 0)), zeros, use_acc=False, is_async=True)
+        s = start_product(k, q_tiles, after, zeros)
     dk = warpgroup_mma(ds, matrix(q_tiles, here), dk, is_async=True)
     if LAST:
         dk, dv, p16, ds = warpgroup_mma_wait(0, [dk, dv, p16, ds])
@@ -264,14 +266,11 @@ def consumer(
     begin, blocks = query_blocks(first_key, T_q, WARP_GROUPS, CAUSAL)
     key = first_key + c * ROWS
     skipped = gl.to_tensor(0)
-    if CAUSAL:  # earlier blocks concern only earlier keys; each is waited for, or a phase could have two arrivals
+    if CAUSAL:  # earlier blocks concern only earlier keys
         skipped = gl.to_tensor(c)
         for i in range(skipped):
-            j, parity = slot(i, STAGES)
-            mbarrier.wait(q_full.index(j), parity)
-            mbarrier.arrive(q_empty.index(j))
-            mbarrier.wait(dy_full.index(j), parity)
-            mbarrier.arrive(dy_empty.index(j))
+            release_unread((q_full, q_empty), i, STAGES)
+            release_unread((dy_full, dy_empty), i, STAGES)
 
     k, v, scale2 = matrix(k_tiles, c), matrix(v_tiles, c), scale * LOG2E
     zeros = gl.zeros([ROWS, ROWS], gl.float32, S)

@@ -31,12 +31,16 @@ from stage2_cuda.kernels.gluon_tiles import (
     key_blocks,
     load_rows,
     load_tile,
+    load_when_released,
     mask_tile,
     matrix,
     new_barriers,
     new_tiles,
     program_head,
+    query_rows,
+    release_unread,
     slot,
+    start_product,
     store_tile,
     synchronize,
 )
@@ -106,13 +110,13 @@ def pipelined_kernel(
     mbarrier.wait(q_full.index(0), 0)
     mbarrier.wait(k_full.index(0), 0)
     mbarrier.wait(v_full.index(0), 0)
-    s = warpgroup_mma(q, matrix(k_tiles, 0).permute((1, 0)), zeros, use_acc=False, is_async=True)
+    s = start_product(q, k_tiles, 0, zeros)
     # The assembler runs products one after the other unless the same products are in flight before the loop and at its
     # end. So dq starts as a product in flight too: 0 times 16 rows of k.
     nothing = gl.convert_layout(gl.zeros([ROWS, 16], dtype, S), DS)
     dq = gl.zeros([ROWS, D], gl.float32, DQ)
     dq = warpgroup_mma(nothing, matrix(k_tiles, 0).slice(0, 16), dq, use_acc=False, is_async=True)
-    dp = warpgroup_mma(dy, matrix(v_tiles, 0).permute((1, 0)), zeros, use_acc=False, is_async=True)
+    dp = start_product(dy, v_tiles, 0, zeros)
     s, dq, dp = warpgroup_mma_wait(0, [s, dq, dp])
     dq, dp = warpgroup_mma_init(dq), warpgroup_mma_init(dp)
     p = exp2(s * scale2 - lse[:, None])
@@ -125,7 +129,7 @@ def pipelined_kernel(
         # The branch in this wait keeps the assembler from moving the next wait up.
         mbarrier.wait(k_full.index(next_k), next_k_parity)
         dq, dp, ds = warpgroup_mma_wait(0, [dq, dp, ds])
-        s = warpgroup_mma(q, matrix(k_tiles, next_k).permute((1, 0)), zeros, use_acc=False, is_async=True)
+        s = start_product(q, k_tiles, next_k, zeros)
         synchronize()  # all warps have read k of block j - 1 and v of block j
         old_k, _ = slot(j + K_STAGES - 1, K_STAGES)
         old_v, _ = slot(j, V_STAGES)
@@ -135,7 +139,7 @@ def pipelined_kernel(
         ds = gl.convert_layout((p * (dp - delta[:, None])).to(dtype), DS)
         dq = warpgroup_mma(ds, matrix(k_tiles, k_slot), dq, is_async=True)
         mbarrier.wait(v_full.index(next_v), next_v_parity)
-        dp = warpgroup_mma(dy, matrix(v_tiles, next_v).permute((1, 0)), zeros, use_acc=False, is_async=True)
+        dp = start_product(dy, v_tiles, next_v, zeros)
         s = warpgroup_mma_wait(2, [s])
         p = exp2(s * scale2 - lse[:, None])
     dq, dp, ds = warpgroup_mma_wait(0, [dq, dp, ds])
@@ -162,20 +166,15 @@ def producer(
     q_desc, dy_desc, y_desc, k_desc, v_desc = descs
     T_q, T_k, H = sizes
     head, b, h = program_head(H)
-    row = (gl.num_programs(1) - 1 - gl.program_id(1)) * WARP_GROUPS * ROWS
-    blocks = key_blocks(gl.minimum(row + WARP_GROUPS * ROWS, T_q), T_k, BLOCK_N, CAUSAL)
+    row, blocks = query_rows(T_q, T_k, BLOCK_N, WARP_GROUPS, CAUSAL)
     load_rows(q_desc, b, h, row, q_full.index(0), q_tiles, WARP_GROUPS)
     start = (blocks - 1) * BLOCK_N
     for j in range(blocks):
-        i, parity = slot(j, K_STAGES)
-        mbarrier.wait(k_empty.index(i), parity ^ 1)
-        load_tile(k_desc, b, h, start, k_full, k_tiles, i)
+        load_when_released(k_desc, b, h, start, (k_full, k_empty), k_tiles, j, K_STAGES)
         if j == 0:
             load_rows(dy_desc, b, h, row, dy_full.index(0), dy_tiles, WARP_GROUPS)
             load_rows(y_desc, b, h, row, y_full.index(0), y_tiles, WARP_GROUPS)
-        i, parity = slot(j, V_STAGES)
-        mbarrier.wait(v_empty.index(i), parity ^ 1)
-        load_tile(v_desc, b, h, start, v_full, v_tiles, i)
+        load_when_released(v_desc, b, h, start, (v_full, v_empty), v_tiles, j, V_STAGES)
         start -= BLOCK_N
 
 
@@ -191,7 +190,7 @@ def step(
     v_slot, v_parity = slot(j, V_STAGES)
     next_k, next_parity = slot(j + 1, K_STAGES)
     mbarrier.wait(v_full.index(v_slot), v_parity)
-    dp = warpgroup_mma(dy, matrix(v_tiles, v_slot).permute((1, 0)), zeros, use_acc=False, is_async=True)
+    dp = start_product(dy, v_tiles, v_slot, zeros)
     p = exp2(s * scale2 - lse[:, None])
     # The branch in this wait keeps the assembler from moving the next wait up, before the exponentials.
     mbarrier.wait(k_full.index(next_k), next_parity, pred=j + 1 < blocks)
@@ -199,7 +198,7 @@ def step(
     mbarrier.arrive(v_empty.index(v_slot))
     ds = gl.convert_layout((p * (dp - delta[:, None])).to(dtype), DS)
     if not LAST:
-        s = warpgroup_mma(q, matrix(k_tiles, next_k).permute((1, 0)), zeros, use_acc=False, is_async=True)
+        s = start_product(q, k_tiles, next_k, zeros)
     dq = warpgroup_mma(ds, matrix(k_tiles, k_slot), dq, is_async=True)
     if LAST:
         dq, ds = warpgroup_mma_wait(0, [dq, ds])
@@ -224,23 +223,17 @@ def consumer(
     DS: gl.constexpr = gl.DotOperandLayout(0, DQ, 2)
     dtype: gl.constexpr = dq_desc.dtype
     head, b, h = program_head(H)
-    first_row = (gl.num_programs(1) - 1 - gl.program_id(1)) * WARP_GROUPS * ROWS
-    blocks = key_blocks(gl.minimum(first_row + WARP_GROUPS * ROWS, T_q), T_k, BLOCK_N, CAUSAL)
+    first_row, blocks = query_rows(T_q, T_k, BLOCK_N, WARP_GROUPS, CAUSAL)
     row = first_row + c * ROWS
     mbarrier.wait(dy_full.index(0), 0)
     mbarrier.wait(y_full.index(0), 0)
     delta, lse = row_values(matrix(dy_tiles, c), matrix(y_tiles, c), pointers, head, row, T_q, NATURAL, S, D, 4)
-    # Blocks of keys that only later warp groups of the program need. Each is waited for before it is released;
-    # otherwise this warp group could arrive twice in one phase.
+    # The first blocks are those that only later warp groups of the program need.
     left = gl.minimum(key_blocks(row + ROWS, T_k, BLOCK_N, CAUSAL), blocks)
     skipped = blocks - left
     for j in range(skipped):
-        i, parity = slot(j, K_STAGES)
-        mbarrier.wait(k_full.index(i), parity)
-        mbarrier.arrive(k_empty.index(i))
-        i, parity = slot(j, V_STAGES)
-        mbarrier.wait(v_full.index(i), parity)
-        mbarrier.arrive(v_empty.index(i))
+        release_unread((k_full, k_empty), j, K_STAGES)
+        release_unread((v_full, v_empty), j, V_STAGES)
 
     zeros, scale2 = gl.zeros([ROWS, BLOCK_N], gl.float32, S), scale * LOG2E
     mbarrier.wait(q_full.index(0), 0)
@@ -251,7 +244,7 @@ def consumer(
         q, dy = matrix(q_tiles, c), matrix(dy_tiles, c)
     i, parity = slot(skipped, K_STAGES)
     mbarrier.wait(k_full.index(i), parity)
-    s = warpgroup_mma(q, matrix(k_tiles, i).permute((1, 0)), zeros, use_acc=False, is_async=True)
+    s = start_product(q, k_tiles, i, zeros)
     s = warpgroup_mma_wait(0, [s])
     s = mask_tile(s, float("-inf"), row, (left - 1) * BLOCK_N, T_k, S, CAUSAL, MASK_KEYS)
     dq = gl.zeros([ROWS, D], gl.float32, DQ)

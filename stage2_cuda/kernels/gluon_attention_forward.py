@@ -30,13 +30,17 @@ from stage2_cuda.kernels.gluon_tiles import (
     key_blocks,
     load_rows,
     load_tile,
+    load_when_released,
     log2,
     mask_tile,
     matrix,
     new_barriers,
     new_tiles,
     program_head,
+    query_rows,
+    release_unread,
     slot,
+    start_product,
     store_tile,
     synchronize,
 )
@@ -107,7 +111,7 @@ def pipelined_kernel(
     zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, S)
     mbarrier.wait(q_full.index(0), 0)
     mbarrier.wait(k_full.index(0), 0)
-    s = warpgroup_mma(q, matrix(k_tiles, 0).permute((1, 0)), zeros, use_acc=False, is_async=True)
+    s = start_product(q, k_tiles, 0, zeros)
     s = warpgroup_mma_wait(0, [s])
     synchronize()  # all warps have read k of block 0
     load_tile(k_desc, b, h, last - STAGES * BLOCK_N, k_full, k_tiles, 0, STAGES < blocks)
@@ -119,7 +123,7 @@ def pipelined_kernel(
     for j in range(1, blocks):  # k of block j has arrived
         v_slot, v_parity = slot(j - 1, STAGES)
         k_slot, k_parity = slot(j, STAGES)
-        s = warpgroup_mma(q, matrix(k_tiles, k_slot).permute((1, 0)), zeros, use_acc=False, is_async=True)
+        s = start_product(q, k_tiles, k_slot, zeros)
         acc = rescaled(acc, rescale, Y)
         mbarrier.wait(v_full.index(v_slot), v_parity)
         acc = warpgroup_mma(p, matrix(v_tiles, v_slot), acc, is_async=True)
@@ -159,19 +163,14 @@ def producer(
     q_desc, k_desc, v_desc = descs
     T_q, T_k, H = sizes
     head, b, h = program_head(H)
-    row = (gl.num_programs(1) - 1 - gl.program_id(1)) * WARP_GROUPS * ROWS
-    blocks = key_blocks(gl.minimum(row + WARP_GROUPS * ROWS, T_q), T_k, BLOCK_N, CAUSAL)
+    row, blocks = query_rows(T_q, T_k, BLOCK_N, WARP_GROUPS, CAUSAL)
     load_rows(q_desc, b, h, row, q_full.index(0), q_tiles, WARP_GROUPS)
     start = (blocks - 1) * BLOCK_N
     for j in range(blocks + 1):
         if j < blocks:
-            i, parity = slot(j, STAGES)
-            mbarrier.wait(k_empty.index(i), parity ^ 1)
-            load_tile(k_desc, b, h, start, k_full, k_tiles, i)
+            load_when_released(k_desc, b, h, start, (k_full, k_empty), k_tiles, j, STAGES)
         if j > 0:
-            i, parity = slot(j - 1, STAGES)
-            mbarrier.wait(v_empty.index(i), parity ^ 1)
-            load_tile(v_desc, b, h, start + BLOCK_N, v_full, v_tiles, i)
+            load_when_released(v_desc, b, h, start + BLOCK_N, (v_full, v_empty), v_tiles, j - 1, STAGES)
         start -= BLOCK_N
 
 
@@ -191,26 +190,21 @@ def consumer(
     P: gl.constexpr = gl.DotOperandLayout(0, Y, 2)
     dtype: gl.constexpr = y_desc.dtype
     head, b, h = program_head(H)
-    first_row = (gl.num_programs(1) - 1 - gl.program_id(1)) * WARP_GROUPS * ROWS
-    blocks = key_blocks(gl.minimum(first_row + WARP_GROUPS * ROWS, T_q), T_k, BLOCK_N, CAUSAL)
+    first_row, blocks = query_rows(T_q, T_k, BLOCK_N, WARP_GROUPS, CAUSAL)
     row = first_row + c * ROWS
-    # Blocks of keys that only later warp groups of the program need. Each is waited for before it is released;
-    # otherwise this warp group could arrive twice in one phase.
+    # The first blocks are those that only later warp groups of the program need.
     left = gl.minimum(key_blocks(row + ROWS, T_k, BLOCK_N, CAUSAL), blocks)
     skipped = blocks - left
     for j in range(skipped):
-        i, parity = slot(j, STAGES)
-        mbarrier.wait(k_full.index(i), parity)
-        mbarrier.arrive(k_empty.index(i))
-        mbarrier.wait(v_full.index(i), parity)
-        mbarrier.arrive(v_empty.index(i))
+        release_unread((k_full, k_empty), j, STAGES)
+        release_unread((v_full, v_empty), j, STAGES)
 
     q = matrix(q_tiles, c)
     zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, S)
     mbarrier.wait(q_full.index(0), 0)
     i, parity = slot(skipped, STAGES)
     mbarrier.wait(k_full.index(i), parity)
-    s = warpgroup_mma(q, matrix(k_tiles, i).permute((1, 0)), zeros, use_acc=False, is_async=True)
+    s = start_product(q, k_tiles, i, zeros)
     s = warpgroup_mma_wait(0, [s])
     mbarrier.arrive(k_empty.index(i))
     s = mask_tile(s, float("-inf"), row, (left - 1) * BLOCK_N, T_k, S, CAUSAL, MASK_KEYS)
@@ -222,7 +216,7 @@ def consumer(
     for j in range(skipped + 1, blocks):  # k of block j has arrived
         v_slot, v_parity = slot(j - 1, STAGES)
         k_slot, k_parity = slot(j, STAGES)
-        s = warpgroup_mma(q, matrix(k_tiles, k_slot).permute((1, 0)), zeros, use_acc=False, is_async=True)
+        s = start_product(q, k_tiles, k_slot, zeros)
         acc = rescaled(acc, rescale, Y)
         mbarrier.wait(v_full.index(v_slot), v_parity)
         acc = warpgroup_mma(p, matrix(v_tiles, v_slot), acc, is_async=True)

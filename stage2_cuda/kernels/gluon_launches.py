@@ -50,14 +50,8 @@ CONSTANTS = {
     ("dkdv", "specialized", 64): dict(STAGES=4, REGISTERS=240, LEAN=False, maxnreg=168),
     ("dkdv", "specialized", 128): dict(STAGES=4, REGISTERS=240, LEAN=True, maxnreg=168),
 }
-WARP_GROUPS = {
-    ("forward", 64): 3,
-    ("forward", 128): 2,
-    ("dq", 64): 3,
-    ("dq", 128): 3,
-    ("dkdv", 64): 2,
-    ("dkdv", 128): 2,
-}
+# Warp groups that compute in a specialized kernel of dq, dk and dv. "forward" has its number in CONSTANTS.
+WARP_GROUPS = {"dq": 3, "dkdv": 2}
 
 
 def gluon_kind(capability, name):
@@ -141,8 +135,10 @@ def kernel_launch(kernel, tile, grid, arguments, D, **constants):
 
 
 def rows_of(kernel, tile, D):
-    """The queries (of "dkdv": the keys) of one program."""
-    return ROWS * (1 if tile.design == "pipelined" else WARP_GROUPS[kernel, D])
+    """The queries (of "dkdv": the keys) of one program: ROWS for each warp group that computes."""
+    if tile.design == "pipelined":
+        return ROWS
+    return ROWS * (WARP_GROUPS.get(kernel) or CONSTANTS[kernel, tile.design, D]["WARP_GROUPS"])
 
 
 def forward_launch(y, lse, q, k, v, tile, causal, natural, log2e):

@@ -11,7 +11,8 @@ The kernels here are for Hopper GPUs (compute capability 9.0):
 
 A ring is an array of tiles in shared memory with one barrier per tile. Use number i of a ring has tile i % STAGES. The
 barrier `full` of a tile completes a phase each time that a copy to this tile has arrived. A wait names the parity of
-the phase, which is (i // STAGES) % 2.
+the phase, which is (i // STAGES) % 2. In a specialized kernel a tile also has a barrier `empty`, which completes a
+phase when every warp group that computes has released the tile.
 """
 
 # T_q queries, T_k keys, D head size (64 or 128), H heads; a tile of s is ROWS queries by BLOCK_N keys
@@ -19,7 +20,7 @@ the phase, which is (i // STAGES) % 2.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma
 
 ROWS = gl.constexpr(64)  # rows of a tile of one warp group: the number of rows of a wgmma product
 PRODUCER_REGISTERS = gl.constexpr(24)  # per thread of a warp that only starts copies: the minimum
@@ -73,6 +74,27 @@ def load_tile(desc, b, h, row, full, tiles, i, pred=True):
 
 
 @gluon.jit
+def load_when_released(desc, b, h, row, barriers, tiles, j, STAGES: gl.constexpr):
+    """As load_tile() for use number j of a ring, once its tile has been released. barriers: (full, empty)."""
+    full, empty = barriers
+    i, parity = slot(j, STAGES)
+    mbarrier.wait(empty.index(i), parity ^ 1)
+    load_tile(desc, b, h, row, full, tiles, i)
+
+
+@gluon.jit
+def release_unread(barriers, j, STAGES: gl.constexpr):
+    """Release the tile of use number j of a ring, once its copy has arrived. barriers: (full, empty).
+
+    Without the wait a warp group could arrive twice in one phase of `empty`.
+    """
+    full, empty = barriers
+    i, parity = slot(j, STAGES)
+    mbarrier.wait(full.index(i), parity)
+    mbarrier.arrive(empty.index(i))
+
+
+@gluon.jit
 def load_rows(desc, b, h, row, full, tiles, COUNT: gl.constexpr):
     """As load_tile() for COUNT tiles, one below the other, with one barrier for all."""
     tile_bytes: gl.constexpr = desc.block_type.nbytes
@@ -104,7 +126,21 @@ def program_head(H):
     return head, head // H, head % H
 
 
+@gluon.jit
+def query_rows(T_q, T_k, BLOCK_N: gl.constexpr, WARP_GROUPS: gl.constexpr, CAUSAL: gl.constexpr):
+    """(first row, number of blocks of keys) of a program that computes WARP_GROUPS * ROWS queries."""
+    tile = gl.num_programs(1) - 1 - gl.program_id(1)  # last queries first: they have the longest loops
+    row = tile * WARP_GROUPS * ROWS
+    return row, key_blocks(gl.minimum(row + WARP_GROUPS * ROWS, T_q), T_k, BLOCK_N, CAUSAL)
+
+
 # -- functions of tiles ------------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def start_product(a, tiles, i, zeros):
+    """Start the product of a (rows, D) and the transpose of tile i. zeros: is not read, has the result's layout."""
+    return warpgroup_mma(a, matrix(tiles, i).permute((1, 0)), zeros, use_acc=False, is_async=True)
 
 
 @gluon.jit

@@ -10,7 +10,14 @@ choices of earlier versions can be read.
 
 # B batch, T time, C channels, H heads, D = C // H
 
-from stage2_cuda.kernels.attention import AttentionTiles, TileConfig, default_tiles, gluon_table, shapes_and_tiles
+from stage2_cuda.kernels.attention import (
+    AttentionTiles,
+    TileConfig,
+    default_tiles,
+    gluon_table,
+    head_shape,
+    select_tiles,
+)
 from stage2_cuda.kernels.gluon_launches import GluonTile, designs
 
 LONG = 4096  # tokens; for a longer T: the default forward tile, and no backward pass in one launch
@@ -80,7 +87,7 @@ def tuned_backward(tuner, run, dqkv, delta, qkv, n_head, precision):
 
 def tiles_for(qkv, n_head, precision):
     """(default AttentionTiles, {kernel: other tiles to time}, a description for the name of the choice)."""
-    B, T, D, table = shapes_and_tiles(qkv, n_head, precision)
+    (B, T, D), table = head_shape(qkv, n_head), select_tiles(qkv, n_head, precision)
     kind = "16 bits" if qkv.dtype.itemsize == 2 else precision
     tried = next((tiles for (name, largest), tiles in TRIED.items() if name == kind and D <= largest), {})
     if gluon_table(qkv.dtype.itemsize, B * n_head, T, D):

@@ -570,6 +570,9 @@ def typed(lines):
     return io.StringIO("".join(f"{line}\n" for line in lines))
 
 
+HOW_TO_TYPE = "type a prompt and press Enter; an empty line or Ctrl-D ends the program\n"
+
+
 @pytest.mark.parametrize("end", [[], ["", "the model"]], ids=["end of input", "empty line"])
 @pytest.mark.parametrize("draw", [(), ("--temperature", 1.5)], ids=["greedy", "drawn"])
 def test_interactive_continues_each_line_as_a_run_with_this_prompt_does(infer, weights, monkeypatch, draw, end):
@@ -580,14 +583,14 @@ def test_interactive_continues_each_line_as_a_run_with_this_prompt_does(infer, w
     monkeypatch.setattr(inference_command, "load_model", lambda *args: loads.append(1) or load(*args))
     monkeypatch.setattr(sys, "stdin", typed(PROMPTS + end))
     result = infer(*flags, "--interactive", "--seed", 5)
-    assert (result.code, result.out, result.err) == (0, "".join(want), "") and loads == [1]
+    assert (result.code, result.out, result.err) == (0, "".join(want), HOW_TO_TYPE) and loads == [1]
 
 
 def test_interactive_reports_a_prompt_that_cannot_be_encoded_and_reads_the_next(infer, weights, monkeypatch):
     monkeypatch.setattr(sys, "stdin", typed(["the aardvark", "the \udcff", "the model reads"]))
     result = infer("--weights", weights["word"], "--interactive", "--max-new-tokens", 3, "--stats")
     assert result.code == 0 and result.out.count("prompt tokens 3 | new tokens 3 |") == 1
-    assert re.fullmatch("error: .*aardvark.*\nerror: .*U\\+DCFF.*\n", result.err)
+    assert re.fullmatch(f"{HOW_TO_TYPE}error: .*aardvark.*\nerror: .*U\\+DCFF.*\n", result.err)
 
 
 @pytest.mark.parametrize("mode", ["replicate", "tensor"])
@@ -601,7 +604,7 @@ def test_interactive_ranks_continue_what_the_root_reads(infer, weights, monkeypa
     ranks = capsys.readouterr()
     monkeypatch.setattr(sys, "stdin", typed(PROMPTS))
     assert ranks.out == infer(*flags[:5]).out
-    assert re.fullmatch("type a prompt and press Enter; .*\n", ranks.err)  # once: a rank cannot see a terminal
+    assert ranks.err == HOW_TO_TYPE  # once
 
 
 def test_interactive_ends_cleanly_after_ctrl_c_and_names_a_byte_that_is_not_utf_8(weights):
@@ -617,7 +620,7 @@ def test_interactive_ends_cleanly_after_ctrl_c_and_names_a_byte_that_is_not_utf_
             process.send_signal(signal.SIGINT)
         out, errors = process.communicate(text, timeout=60)
         assert process.returncode == code and b"Traceback" not in errors
-        assert errors == b"" if text is None else (b"U+DCFF" in errors and out.strip())
+        assert errors == HOW_TO_TYPE.encode() if text is None else (b"U+DCFF" in errors and out.strip())
 
 
 def test_on_a_terminal_interactive_asks_for_a_prompt_and_ctrl_d_and_ctrl_c_end_its_line(monkeypatch, capsys):

@@ -528,7 +528,7 @@ def test_every_candidate_has_float64_s_gradients_on_this_gpu(rng, T):
     for kind, D, part, tile in tried():
         dtype, precision, tolerance = kind_of(kind)
         qkv, dy, y, lse, delta, dqkv = arrays_of(rng, cupy, dtype, T, 2, D)
-        *_, config = attention.shapes_and_tiles(qkv, 2, precision)
+        config = attention.select_tiles(qkv, 2, precision)
         if part in ("dq", "dkdv") and config.both:
             config = AttentionTiles(config.forward, SMALL, SMALL)
         config = config._replace(**{part: tile})

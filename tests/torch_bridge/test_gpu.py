@@ -50,7 +50,7 @@ def test_the_kernels_equal_float64(rng, batch, T_q, T_k, D, dtype, causal):
     assert_near(results(FlashAttention2Triton, q, k, v, do, causal), oracle(q, k, v, do, causal), TOLERANCE[dtype])
 
 
-HOPPER = torch.cuda.is_available() and attention_ops.gluon_table(torch.device("cuda", 0)) != {}
+HOPPER = torch.cuda.is_available() and attention_ops.gluon_tiles_of_device(torch.device("cuda", 0)) != {}
 on_hopper = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU and Triton 3.6")
 GLUON_SHAPES = [  # batch..., T_q (a multiple of 4), T_k, dtype
     ((1,), 4, 300, torch.bfloat16),
