@@ -65,11 +65,12 @@ class AdamW:
     workers: the WorkerPool whose threads divide the update. clip: maximum of the gradient's global norm, as in
     torch.nn.utils.clip_grad_norm_ (0: no clipping). owners: the ranks that divide the arena (default: a group of one);
     each holds only the moments of its own part (ZeRO-1, Rajbhandari et al. 2020). tensor_group: the ranks that divide
-    each layer. repeated: slices of the arena that only another rank of tensor_group adds to the norm. compute_copy: a
-    copy of `parameters` that kernels read, or None if they read `parameters`. rounding: how the copy is rounded,
-    "nearest" or "stochastic". The random numbers depend only on `seed`, the step and the element's index in the arena,
-    so they are the same for any number of owners. gathers: whether update() ends with an all-gather of the array that
-    kernels read. If not, zero.AsyncAllGather gathers it in the next forward pass, or gather() before that pass.
+    each layer. repeated: slices that this rank omits from the norm, because the root of tensor_group adds them.
+    compute_copy: a copy of `parameters` that kernels read, or None if they read `parameters`. rounding: how the copy is
+    rounded, "nearest" or "stochastic". The random numbers depend only on `seed`, the step and the element's index in
+    the arena, so they are equal for any number of owners. gathers: whether update() ends with an all-gather of the
+    array that kernels read. If not, zero.AsyncAllGather gathers it during the next forward pass, or gather()
+    before it.
     """
 
     def __init__(
@@ -158,7 +159,7 @@ class AdamW:
             self.owners.all_gather(self.parameters[self.own], out=self.parameters)
 
     def refresh_copy(self, steps):
-        """Round the parameters to compute_copy as update number `steps` did: no checkpoint contains the copy."""
+        """Round the parameters to compute_copy as update number `steps` did; call it after a checkpoint is loaded."""
         if self.compute_copy is not None:
             key = None if self.seed is None or steps == 0 else rounding_key(self.seed, steps)
             self.backend.cast(self.parameters, self.compute_copy, key)

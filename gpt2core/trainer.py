@@ -70,8 +70,8 @@ class Trainer:
         self.parameters = self.compute_parameters = backend.zeros((self.arena.size,), backend.dtype)
         if backend.compute_dtype != backend.dtype:  # kernels read a copy of the fp32 parameters
             self.compute_parameters = backend.zeros((self.arena.size,), backend.compute_dtype)
-        sizes = rank_micro_batches, self.mesh.tensor, (self.rows.stop - self.rows.start, self.seq_len)
-        self.accumulator = MicroBatches(self.config, self.arena, self.compute_parameters, self.workers, *sizes)
+        division = rank_micro_batches, self.mesh.tensor, (self.rows.stop - self.rows.start, self.seq_len)
+        self.accumulator = MicroBatches(self.config, self.arena, self.compute_parameters, self.workers, *division)
         gradients, self.bucket_mb, self.measured = self.accumulator.gradients, parallel.bucket_mb, None
         if parallel.bucket_mb is None:  # all ranks measure together; rank 0's result is used
             self.measured = self.world.broadcast_object(measured_bucket(data, gradients, backend, capture))
