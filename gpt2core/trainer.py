@@ -72,10 +72,10 @@ class Trainer:
             self.compute_parameters = backend.zeros((self.arena.size,), backend.compute_dtype)
         division = rank_micro_batches, self.mesh.tensor, (self.rows.stop - self.rows.start, self.seq_len)
         self.accumulator = MicroBatches(self.config, self.arena, self.compute_parameters, self.workers, *division)
-        gradients, self.bucket_mb, self.measured = self.accumulator.gradients, parallel.bucket_mb, None
+        gradients, self.bucket_mb, self.bucket_size = self.accumulator.gradients, parallel.bucket_mb, None
         if parallel.bucket_mb is None:  # all ranks measure together; rank 0's result is used
-            self.measured = self.world.broadcast_object(measured_bucket(data, gradients, backend, capture))
-            self.bucket_mb = self.measured.mb
+            self.bucket_size = self.world.broadcast_object(measured_bucket(data, gradients, backend, capture))
+            self.bucket_mb = self.bucket_size.mb
         self.data_parallel = gradient_reduction(parallel, self.arena, gradients, data, owners, backend, self.bucket_mb)
         self.accumulator.on_complete = self.data_parallel.completed
         check_gather(parallel.zero_gather, parallel.zero)

@@ -197,8 +197,8 @@ def describe(config, trainer, corpus):
             + f", --zero-gather {config.zero_gather}" * (config.zero_gather != "end")
             + f", --transport {config.transport}" * bool(config.transport)
         )
-    if trainer.measured:
-        lines.append(str(trainer.measured))
+    if trainer.bucket_size:
+        lines.append(str(trainer.bucket_size))
     if config.zero:
         without_zero = 2 * trainer.arena.size * trainer.parameters.itemsize  # bytes of the two moments
         lines.append(

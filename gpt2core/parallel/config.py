@@ -75,7 +75,7 @@ def plan_micro_batches(batch_size, micro_batches, threads, ranks, deterministic)
 
 
 def check_rounding(rounding, backend):
-    """Raise ConfigError unless this backend can round the copy of the parameters as --rounding `rounding` says."""
+    """Raise ConfigError for an unknown --rounding, or if it is stochastic and this backend cannot round so."""
     if rounding not in ("nearest", "stochastic"):
         raise ConfigError(f"--rounding {rounding} is unknown: use nearest or stochastic")
     if rounding == "stochastic" and not backend.rounds_stochastically:
