@@ -273,6 +273,6 @@ def write_sample(config, corpus, trainer):
     """Continue the first tokens of the corpus with the trained model, on the root; all ranks must call it."""
     model = current_model(trainer)  # a collective: all ranks call it
     if trainer.world.is_root:
-        trainer.backend.runtime.use_threads(trainer.workers.size)
+        trainer.backend.runtime.use_threads(trainer.pool.size)
         prompt = corpus.tokens[: min(256, trainer.config.block_size)].tolist()
         write_text(model, corpus.tokenizer, prompt, config.sample, width=training_width())
