@@ -206,8 +206,13 @@ def load_tokens(path, tokenizer=None):
         text = read_text(path)
         tokenizer = tokenizer if isinstance(tokenizer, Tokenizer) else build_tokenizer(tokenizer or "word", text)
         return tokenizer.encode(text), tokenizer
-    requested = tokenizer
-    if not isinstance(tokenizer, Tokenizer):
+    return _load_token_file(path, tokenizer)
+
+
+def _load_token_file(path, requested):
+    """load_tokens() for the token file at `path`. requested: the argument `tokenizer` of load_tokens()."""
+    tokenizer = requested
+    if not isinstance(requested, Tokenizer):
         own = requested in (None, "word", "byte")
         if own and not (path.parent / FILE_NAME).exists():
             advice = "convert the text again with data/prepare.py"

@@ -34,19 +34,21 @@ def cut_at_words(chunks, inside=frozenset()):
     """
     uncut = []  # the text after the last cut
     for chunk in chunks:
-        cut = len(chunk) - 1
-        while cut > 0 and not (
-            chunk[cut] in " \n"
-            and chunk[cut - 1].isalnum()
-            and chunk[cut - 1 : cut + 1].encode("utf-8")[-2:] not in inside
-        ):
-            cut -= 1
-        if cut > 0:
+        cut = last_cut(chunk, inside)
+        if cut:
             yield "".join([*uncut, chunk[:cut]])
             uncut = []
-        uncut.append(chunk[max(cut, 0) :])
+        uncut.append(chunk[cut:])
     if uncut:
         yield "".join(uncut)
+
+
+def last_cut(text, inside):
+    """The last index at which cut_at_words() may cut `text`, or 0 if there is none."""
+    for i in range(len(text) - 1, 0, -1):
+        if text[i] in " \n" and text[i - 1].isalnum() and text[i - 1 : i + 1].encode("utf-8")[-2:] not in inside:
+            return i
+    return 0
 
 
 def pairs_inside(token_bytes):
