@@ -224,7 +224,7 @@ class Heartbeat:
         return None
 
     def _receive_all(self):
-        """Receive all messages that have arrived; returns whether there was one, or the left neighbour has ended."""
+        """Receive all arrived messages; returns whether there was one, or the left neighbour has ended normally."""
         received = self._left_exited
         while not self._left_exited and self._receive.Test():
             received, self._left_exited = True, bool(self._message[0] == EXITING[0])
