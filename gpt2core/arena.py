@@ -29,7 +29,7 @@ class Arena:
         return {name: flat[part].reshape(self.shapes[name]) for name, part in self.slices.items()}
 
     def part(self, index, parts):
-        """The slice number `index` of `parts` slices of whole segments; equal slices if `parts` divides `segments`."""
+        """Slice `index` of the `parts` into which whole segments are divided; equal if `parts` divides `segments`."""
         edges = [self.segments * i // parts * (self.size // self.segments) for i in (index, index + 1)]
         return slice(*edges)
 

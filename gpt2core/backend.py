@@ -210,7 +210,7 @@ class Backend(ABC):
         return self.xp.stack([sums * self.xp.exp(maxima - row_maxima), target_logits])
 
     def loss(self, row_maxima, sums, target_logits, scale):
-        """-> scale * sum over the rows of (log(sums) - (target_logits - row_maxima)), a float64 array of shape ()."""
+        """Arrays (N) -> scale * the sum over rows of log(sums) - (target_logits - row_maxima), float64 of shape ()."""
         losses = self.xp.log(sums) - (target_logits - row_maxima)
         return self.xp.asarray(losses.sum(dtype=np.float64) * scale)
 

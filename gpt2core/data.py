@@ -10,7 +10,7 @@ from gpt2core.errors import ConfigError, DataError, counted
 
 
 class Windows:
-    """Windows of seq_len tokens. The first token follows the last one (a circular buffer): no window is padded.
+    """Windows of seq_len tokens in a circular buffer: after its last token follows its first. No window is padded.
 
     tokens: (n,) integers, array or memory map, never copied. seq_len: T. order: "sequential": window w has the tokens
     w*T, ..., w*T + T - 1, modulo n. "shuffled": each epoch visits its ceil(n / T) windows once, in an order seeded by
@@ -85,5 +85,5 @@ class Windows:
         if cached_epoch != epoch:
             generator = np.random.Generator(np.random.PCG64(np.random.SeedSequence((self.seed, epoch))))
             starts = generator.permutation(self.windows_per_epoch) * self.seq_len + generator.integers(self.seq_len)
-            self._epoch = (epoch, starts)  # one assignment: no thread sees an epoch with the starts of another epoch
+            self._epoch = (epoch, starts)  # one assignment: no thread reads an epoch with the starts of another epoch
         return int(starts[index])

@@ -12,14 +12,14 @@ from gpt2core import ops, primitives
 from gpt2core.errors import ConfigError
 from gpt2core.ops import SOLO
 
-LARGEST = 1 << 40  # parameters of a model: a larger one is almost certainly a typo, and overflows in array libraries
+MAX_PARAMETERS = 1 << 40  # a larger number is almost certainly a typo, and overflows in array libraries
 
 
 @dataclass(frozen=True)
 class GPT2Config:
     """The sizes of one GPT-2. Names follow nanoGPT. `tied`: the token embedding is also the matrix of the logits.
 
-    Raises ConfigError for a size below 1, more than LARGEST parameters, an epsilon outside (0, 1), C % n_head != 0.
+    Raises ConfigError for a size below 1, more than MAX_PARAMETERS, an epsilon outside (0, 1), or C % n_head != 0.
     """
 
     vocab_size: int = 50257
@@ -37,11 +37,11 @@ class GPT2Config:
                 raise ConfigError(f"{field.name} must be a positive whole number, but it is {value!r}")
         if not 0 < self.layer_norm_epsilon < 1:
             raise ConfigError(f"layer_norm_epsilon must be between 0 and 1, but it is {self.layer_norm_epsilon!r}")
-        weights = 12 * self.n_layer * self.n_embd**2 + (self.vocab_size + self.block_size) * self.n_embd
-        if weights > LARGEST:
+        parameters = 12 * self.n_layer * self.n_embd**2 + (self.vocab_size + self.block_size) * self.n_embd
+        if parameters > MAX_PARAMETERS:
             raise ConfigError(
                 f"{self.n_layer} layers, {self.n_embd} wide, vocabulary {self.vocab_size} and block {self.block_size} "
-                f"make about {weights:,} parameters, more than {LARGEST:,}: take a smaller model"
+                f"make about {parameters:,} parameters, more than {MAX_PARAMETERS:,}: take a smaller model"
             )
         if self.n_embd % self.n_head:
             raise ConfigError(

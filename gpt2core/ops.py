@@ -16,7 +16,8 @@ def linear(x, w, b=None):
     """x (..., C) @ w (C, K) + b (K) -> (..., K)."""
     require(x.shape[-1] == w.shape[0], "linear", x, w)
     require(b is None or b.shape == w.shape[1:], "linear", w, b)
-    backend, parents, has_bias = x.backend, (x, w) if b is None else (x, w, b), b is not None
+    backend, has_bias = x.backend, b is not None
+    parents = (x, w, b) if has_bias else (x, w)
     y = backend.linear_forward(x.data, w.data, b.data if has_bias else None)
 
     def backward(dy):
@@ -83,8 +84,7 @@ def residual_layernorm(x, a, a_bias, w, b, eps=1e-5):
             if a_bias.grad_buffer is not None:
                 raise AutogradError("residual_layernorm: the second output is unused: no grad_buffer is written")
             return ds, ds, ds.reshape(-1, ds.shape[-1]).sum(0), None, None
-        out = buffers(a_bias, w, b)
-        dx, da_bias, dw, db = backend.residual_layernorm_backward(ds, dy, w.data, aux, out)
+        dx, da_bias, dw, db = backend.residual_layernorm_backward(ds, dy, w.data, aux, buffers(a_bias, w, b))
         return dx, dx, da_bias, dw, db
 
     return Tensor.from_op((s, y), (x, a, a_bias, w, b), backward)
@@ -103,7 +103,7 @@ def embedding(ids, wte, wpe, position=0, group=SOLO, tied=False):
     """ids (B, T), integers or the result of prepare_tokens -> wte[ids] + wpe[position : position + T] (B, T, C).
 
     wte (V/p, C) has the rows of this rank's tokens; other tokens give 0, and the all-reduce adds the rows of all ranks.
-    tied: wte is also the matrix of the logits. Their backward runs earlier, so dwte is added to wte.grad_buffer.
+    tied: wte is also the matrix of the logits, whose gradient is computed first: dwte is added to wte.grad_buffer.
     """
     require(wte.shape[1:] == wpe.shape[1:], "embedding", wte, wpe)
     if len(ids.shape) != 2 or position + ids.shape[1] > wpe.shape[0]:
@@ -176,8 +176,8 @@ def unembed_cross_entropy(x, w, targets, scale=None, group=SOLO, dloss=None):
 def loss_of_rows(maxima, sums, target_logits, scale, group, backend):
     """(loss, maxima, sums) over the whole vocabulary, from this rank's results of cross_entropy_forward."""
     row_maxima = group.all_reduce(maxima, "max")
-    rows = backend.loss_rows(maxima, sums, target_logits, row_maxima)
-    sums, target_logits = group.all_reduce(rows)  # a target's logit is 0 except on the rank that holds the target
+    rescaled = backend.loss_rows(maxima, sums, target_logits, row_maxima)
+    sums, target_logits = group.all_reduce(rescaled)  # a target's logit is 0 except on the rank that holds the target
     return backend.loss(row_maxima, sums, target_logits, scale), row_maxima, sums
 
 

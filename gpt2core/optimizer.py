@@ -62,18 +62,19 @@ def rounding_key(seed, step):
 class AdamW:
     """AdamW (Loshchilov and Hutter 2019) on flat arrays, with decoupled weight decay of the matrices.
 
-    workers: the WorkerPool whose threads divide the update. clip: maximum of the gradient's global norm, as in
+    pool: the WorkerPool whose threads divide the update. clip: maximum of the gradient's global norm, as in
     torch.nn.utils.clip_grad_norm_ (0: no clipping). owners: the ranks that divide the arena (default: a group of one);
     each holds only the moments of its own part (ZeRO-1, Rajbhandari et al. 2020). tensor_group: the ranks that divide
-    each layer. repeated: slices of the arena that only another rank of tensor_group adds to the norm. compute_copy: a
-    copy of `parameters` that kernels read, or None if they read `parameters`. rounding: how the copy is rounded,
-    "nearest" or "stochastic". The random numbers depend only on `seed`, the step and the element's index in the arena,
-    so they are the same for any number of owners. gathers: whether update() ends with an all-gather of the array that
-    kernels read. If not, zero.AsyncAllGather gathers it in the next forward pass, or gather() before that pass.
+    each layer. repeated: slices that this rank omits from the norm, because the root of tensor_group adds them.
+    compute_copy: a copy of `parameters` that kernels read, or None if they read `parameters`. rounding: how the copy is
+    rounded, "nearest" or "stochastic". The random numbers depend only on `seed`, the step and the element's index in
+    the arena, so they are equal for any number of owners. gathers: whether update() ends with an all-gather of the
+    array that kernels read. If not, zero.AsyncAllGather gathers it during the next forward pass, or gather()
+    before it.
     """
 
     def __init__(
-        self, arena, parameters, workers, *, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0, clip=0.0,
+        self, arena, parameters, pool, *, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0, clip=0.0,
         rounding="nearest", seed=0, owners=None, tensor_group=None, repeated=(), compute_copy=None, gathers=True,
     ):  # fmt: skip
         for flag, value in (("--beta1", beta1), ("--beta2", beta2)):
@@ -82,8 +83,8 @@ class AdamW:
         for flag, value in (("--eps", eps), ("--weight-decay", weight_decay), ("--clip", clip)):
             if not (math.isfinite(value) and value >= 0):
                 raise ConfigError(f"{flag} {value} must be finite and not negative")
-        self.arena, self.parameters, self.compute_copy, self.workers = arena, parameters, compute_copy, workers
-        self.backend = workers.backends[0]
+        self.arena, self.parameters, self.compute_copy, self.pool = arena, parameters, compute_copy, pool
+        self.backend = pool.backends[0]
         self.seed = seed if rounding == "stochastic" else None
         self.owners, self.tensor_group, self.repeated = owners or Solo(), tensor_group or Solo(), repeated
         self.compute_parameters, self.gathers = parameters if compute_copy is None else compute_copy, gathers
@@ -101,7 +102,7 @@ class AdamW:
 
     def map_own(self, function):
         """[function(backend, part) of each worker]; the slices `part` divide this rank's part of the arena."""
-        return self.workers.map_parts(function, self.arena, self.owners.rank, self.owners.size)
+        return self.pool.map_parts(function, self.arena, self.owners.rank, self.owners.size)
 
     def norm_and_scale(self, gradients, loss_scale=None, stop=None):
         """(global L2 norm of flat `gradients`, grad_scale: the factor that clips them); each has one element.
@@ -158,7 +159,7 @@ class AdamW:
             self.owners.all_gather(self.parameters[self.own], out=self.parameters)
 
     def refresh_copy(self, steps):
-        """Round the parameters to compute_copy as update number `steps` did: no checkpoint contains the copy."""
+        """Round the parameters to compute_copy as update number `steps` did; call it after a checkpoint is loaded."""
         if self.compute_copy is not None:
             key = None if self.seed is None or steps == 0 else rounding_key(self.seed, steps)
             self.backend.cast(self.parameters, self.compute_copy, key)

@@ -47,15 +47,18 @@ def matmul(a, b):
 
 
 def exp(x):
+    """e ** x, elementwise."""
     y = x.backend.xp.exp(x.data)
     return Tensor.from_op(y, (x,), lambda dy: (dy * y,))
 
 
 def log(x):
+    """The natural logarithm, elementwise."""
     return Tensor.from_op(x.backend.xp.log(x.data), (x,), lambda dy: (dy / x.data,))
 
 
 def tanh(x):
+    """The hyperbolic tangent, elementwise."""
     y = x.backend.xp.tanh(x.data)
     return Tensor.from_op(y, (x,), lambda dy: (dy * (1 - y * y),))
 
@@ -71,7 +74,6 @@ def sum(x, axis=None, keepdims=False):
     """The sum over `axis`: an axis, a tuple of axes, or None for all axes."""
     xp = x.backend.xp
     y = xp.asarray(x.data.sum(axis, keepdims=keepdims))
-
     axes = range(x.ndim) if axis is None else [i % x.ndim for i in (axis if isinstance(axis, tuple) else (axis,))]
     kept = [1 if i in axes else extent for i, extent in enumerate(x.shape)]
 
@@ -82,6 +84,7 @@ def sum(x, axis=None, keepdims=False):
 
 
 def mean(x, axis=None, keepdims=False):
+    """The mean over `axis`, which is given as for sum()."""
     total = sum(x, axis, keepdims)
     return multiply(total, total.data.size / x.data.size)
 

@@ -77,7 +77,7 @@ class Runtime:
         """Let a product use `count` host threads. This is for generation, where there is no batch to divide."""
 
     def release_cached_memory(self):
-        """Return the unused blocks of the memory pool to the device: arrays of other sizes would fragment them."""
+        """Return the unused blocks of the memory pool to the device; otherwise arrays of other sizes fragment them."""
 
     def peak_memory(self):
         """The maximum number of bytes of device memory allocated so far, or None if it is not counted."""
@@ -102,7 +102,7 @@ class Runtime:
         return contextlib.nullcontext()
 
     def annotate(self, backend):
-        """From now on, name the ranges and kernels of `backend` for a profiler. Raises ConfigError without profiler."""
+        """From now on, name the ranges and kernels of `backend` for a profiler. Raises ConfigError if there is none."""
         raise ConfigError(f"--nvtx: {self.name} has no profiler timeline; omit the flag")
 
     def notes(self, config):
@@ -110,5 +110,5 @@ class Runtime:
         return []
 
     def notify(self, text):
-        """Print the reason for a long wait."""
+        """Print `text`, the reason for a long wait, on standard error."""
         print(text, file=sys.stderr)

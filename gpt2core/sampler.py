@@ -46,11 +46,13 @@ def next_logits(model, ids, cache):
 class Decoder:
     """Generates one token per step for each sequence of a batch, one sequence after another; the host samples.
 
-    A backend may provide a faster decoder with the same methods (Backend.decoder). The model sees only the last
-    block_size tokens. While the sequence fits in the block, a step computes one new position and reads the others from
-    the KV cache. After that the window slides: each token gets another learned position, so the cached keys and values
-    are no longer valid, and each step recomputes the whole window. All ranks of a tensor group have the same logits, so
-    equal rules sample the same token on every rank. A backend may pass a faster function for next_logits.
+    The model reads only the last block_size tokens. While the sequence fits in the block, a step computes one new
+    position and reads the others from the KV cache. After that the window slides: each token gets another learned
+    position, so the cached keys and values are no longer valid, and each step recomputes the whole window. All ranks of
+    a tensor group have the same logits, so equal rules sample the same token on every rank.
+
+    A backend may provide a faster decoder with the same methods (Backend.decoder), or this decoder with a faster
+    function next_logits.
     """
 
     steps_ahead = 0  # number of further steps that may be launched before the tokens of a step are read
@@ -60,8 +62,10 @@ class Decoder:
 
     def start(self, prompts, rules):
         """Begin new sequences. prompts: lists of up to block_size tokens; rules: one sampling rule for each prompt."""
-        pairs = zip(prompts, rules, strict=True)
-        self.sequences = [CachedSequence(self.model, *pair, self.next_logits) for pair in pairs]
+        self.sequences = [
+            CachedSequence(self.model, prompt, rule, self.next_logits)
+            for prompt, rule in zip(prompts, rules, strict=True)
+        ]
         self.unread = []  # for each step whose tokens have not been read: the list of its tokens
 
     def step(self):
@@ -117,7 +121,7 @@ def generate_batch(model, prompts, max_new_tokens, rules, decoders=None):
     with borrow_decoder(model, len(prompts), {} if decoders is None else decoders) as decoder:
         decoder.start([[int(token) for token in prompt[-block:]] for prompt in prompts], rules)
         for number in range(max_new_tokens):
-            for _ in range(launched, min(number + 1 + decoder.steps_ahead, max_new_tokens)):
+            while launched < min(number + 1 + decoder.steps_ahead, max_new_tokens):
                 decoder.step()
                 launched += 1
             yield decoder.read_tokens()

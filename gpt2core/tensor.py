@@ -32,7 +32,7 @@ def is_recording():
 
 
 class Edge:
-    """A reference to a tensor that a node made. It does not keep the tensor's array in memory; Node.backward may."""
+    """A reference to a tensor that a node made, without its array. The closure Node.backward may keep the array."""
 
     __slots__ = ("shape", "requires_grad", "node", "index")  # the tensor is output number `index` of `node`
     grad_buffer = None  # only a leaf may have a buffer
@@ -171,8 +171,7 @@ class Tensor:
             for parent, gradient in zip(node.parents, parent_gradients, strict=True):
                 if parent.requires_grad:
                     add_gradient(parent, gradient)
-            del gradients, parent_gradients
-            parent = gradient = None  # otherwise these two names keep the last parent and gradient in memory
+            gradients = parent_gradients = parent = gradient = None  # otherwise these names keep arrays in memory
             if not retain_graph:
                 node.free()
 

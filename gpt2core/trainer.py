@@ -42,7 +42,7 @@ class Trainer:
         self.config, self.world, self.parallel, self.seed = config, world or Solo(), parallel or ParallelConfig(), seed
         self.batch_size, self.seq_len, self.micro_batches = batch_size, seq_len, micro_batches
         self.mesh = Mesh(self.world, self.world.size // self.parallel.tp, self.parallel.tp)
-        self.workers, self.backend = WorkerPool(backends), backends[0]
+        self.pool, self.backend = WorkerPool(backends), backends[0]
         limit_blas(1)  # the worker threads use the cores
         tensor_parallel.check_tensor_parallel(config, self.mesh.tensor.size)
         self.backend.check_model(config)
@@ -70,12 +70,12 @@ class Trainer:
         self.parameters = self.compute_parameters = backend.zeros((self.arena.size,), backend.dtype)
         if backend.compute_dtype != backend.dtype:  # kernels read a copy of the fp32 parameters
             self.compute_parameters = backend.zeros((self.arena.size,), backend.compute_dtype)
-        sizes = rank_micro_batches, self.mesh.tensor, (self.rows.stop - self.rows.start, self.seq_len)
-        self.accumulator = MicroBatches(self.config, self.arena, self.compute_parameters, self.workers, *sizes)
-        gradients, self.bucket_mb, self.measured = self.accumulator.gradients, parallel.bucket_mb, None
+        division = rank_micro_batches, self.mesh.tensor, (self.rows.stop - self.rows.start, self.seq_len)
+        self.accumulator = MicroBatches(self.config, self.arena, self.compute_parameters, self.pool, *division)
+        gradients, self.bucket_mb, self.bucket_size = self.accumulator.gradients, parallel.bucket_mb, None
         if parallel.bucket_mb is None:  # all ranks measure together; rank 0's result is used
-            self.measured = self.world.broadcast_object(measured_bucket(data, gradients, backend, capture))
-            self.bucket_mb = self.measured.mb
+            self.bucket_size = self.world.broadcast_object(measured_bucket(data, gradients, backend, capture))
+            self.bucket_mb = self.bucket_size.mb
         self.data_parallel = gradient_reduction(parallel, self.arena, gradients, data, owners, backend, self.bucket_mb)
         self.accumulator.on_complete = self.data_parallel.completed
         check_gather(parallel.zero_gather, parallel.zero)
@@ -92,7 +92,7 @@ class Trainer:
         replicated = filter(tensor_parallel.is_replicated, self.arena.slices)
         repeated = [] if tensor.is_root else [self.arena.padded(name) for name in replicated]
         return AdamW(
-            self.arena, self.parameters, self.workers, owners=owners, tensor_group=tensor, repeated=repeated,
+            self.arena, self.parameters, self.pool, owners=owners, tensor_group=tensor, repeated=repeated,
             compute_copy=None if self.compute_parameters is self.parameters else self.compute_parameters,
             gathers=self.parallel.zero_gather == "end", **options,
         )  # fmt: skip
@@ -151,7 +151,7 @@ class Trainer:
 
     def load_tuned(self, tuned, final=False):
         """Call Runtime.load_tuned(tuned, final) for all backends of this rank."""
-        for backend in self.workers.backends:
+        for backend in self.pool.backends:
             backend.runtime.load_tuned(tuned, final)
 
     def bytes_sent(self):

@@ -36,7 +36,8 @@ def run(
     def due(every, last):
         return last or (every and trainer.steps % every == 0)
 
-    pauses = [verify_every, eval_every if validation is not None else 0, save_every if save else 0]  # intervals
+    # the interval of each pause, in steps; 0: there is none before the end
+    intervals = [verify_every, eval_every if validation is not None else 0, save_every if save else 0]
 
     def begin(batch):
         """Begin the next step, which follows the steps in flight, with this batch."""
@@ -48,7 +49,7 @@ def run(
         It may not if training ends after this step, or if the parameters are compared, evaluated or saved then.
         """
         steps_after = trainer.steps + 1  # the number of updates after this step
-        pause = stopping or steps_after >= steps or any(every and steps_after % every == 0 for every in pauses)
+        pause = stopping or steps_after >= steps or any(every and steps_after % every == 0 for every in intervals)
         return trainer.overlaps and not pause
 
     def report(*arguments):
@@ -71,7 +72,7 @@ def run(
             begin(batch)
         step = trainer.in_flight[0].result(LOG_LOST if log_error else received_signal())
         stopping = trainer.stopped_by or stopping  # equal on all ranks, so all ranks end with the same step
-        last = trainer.steps >= steps or bool(stopping) and not trainer.in_flight
+        last = trainer.steps >= steps or (bool(stopping) and not trainer.in_flight)
         if due(verify_every, last):
             verify(trainer)
         validate = validation is not None and due(eval_every, last)

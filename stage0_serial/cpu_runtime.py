@@ -23,7 +23,7 @@ class CpuRuntime(Runtime):
     def use_blas(self, name):
         """Select the library; `auto` is MKL on an Intel CPU if it is installed. Raises ConfigError if it is missing.
 
-        If `auto` finds an MKL that cannot be loaded, a warning says so, and OpenBLAS is used.
+        If `auto` finds an MKL that cannot be loaded, it gives a warning and uses OpenBLAS.
         """
         if name not in LIBRARIES:
             raise ConfigError(f"--blas {name} is unknown: choose from {', '.join(LIBRARIES)}")

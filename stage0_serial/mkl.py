@@ -43,8 +43,8 @@ def load():
             ("cblas_sgemm", ctypes.c_float, np.float32),
             ("cblas_dgemm", ctypes.c_double, np.float64),
         ):
-            function, (whole, pointer) = getattr(library, name), (ctypes.c_int, ctypes.c_void_p)
-            function.argtypes = [whole] * 6 + [real, pointer, whole, pointer, whole, real, pointer, whole]
+            function, integer, pointer = getattr(library, name), ctypes.c_int, ctypes.c_void_p
+            function.argtypes = [integer] * 6 + [real, pointer, integer, pointer, integer, real, pointer, integer]
             function.restype = None
             functions[np.dtype(dtype)] = function
     except (OSError, AttributeError) as error:
@@ -57,16 +57,19 @@ def product(a, b, out):
     function, layouts = load().get(out.dtype), (layout(a), layout(b))
     if function is None or None in layouts or out.strides[1] != out.itemsize or not a.dtype == b.dtype == out.dtype:
         return np.matmul(a, b, out=out)
-    (a_transposed, a_width), (b_transposed, b_width) = layouts
+    (a_transposed, lda), (b_transposed, ldb) = layouts
     sizes = len(a), b.shape[1], a.shape[1]
-    width = max(out.strides[0] // out.itemsize, out.shape[1])
-    operands = 1, address(a), a_width, address(b), b_width, 0, address(out), width  # 1, 0: out = 1 a b + 0 out
+    ldc = max(out.strides[0] // out.itemsize, out.shape[1])
+    operands = 1, address(a), lda, address(b), ldb, 0, address(out), ldc  # 1, 0: out = 1 a b + 0 out
     function(ROW_MAJOR, a_transposed, b_transposed, *sizes, *operands)
     return out
 
 
 def layout(x):
-    """(NO_TRANSPOSE or TRANSPOSE, elements from one stored row to the next); None if the elements have gaps."""
+    """(NO_TRANSPOSE or TRANSPOSE, leading dimension) of x for BLAS; None if the elements of its rows have gaps.
+
+    The leading dimension is the number of elements from one stored row to the next.
+    """
     for flag, array in ((NO_TRANSPOSE, x), (TRANSPOSE, x.T)):
         step = array.strides[0] // x.itemsize
         if array.strides[1] == x.itemsize and (step >= array.shape[1] or len(array) == 1):

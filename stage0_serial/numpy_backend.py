@@ -52,6 +52,7 @@ class NumpyBackend(VocabularyKernels, GenerationKernels):
         return np.asarray(array)
 
     def like(self, array):
+        """An uninitialised array of the same shape and dtype."""
         return self.pool.empty(array.shape, array.dtype)
 
     def add(self, a, b):
@@ -63,6 +64,7 @@ class NumpyBackend(VocabularyKernels, GenerationKernels):
     # -- linear ------------------------------------------------------------------------------------------------------
 
     def matmul(self, a, b, out=None):
+        """a (N, C) @ b (C, K) -> (N, K), written to `out` unless it is None."""
         y = self.empty((a.shape[0], b.shape[1]), a.dtype) if out is None else out
         if len(a) == 1 and not is_recording():
             return self.one_row(a, b, y)
@@ -75,15 +77,19 @@ class NumpyBackend(VocabularyKernels, GenerationKernels):
             self.constants[key] = np.full(n, value, dtype)
         return self.constants[key]
 
-    def sum_over_rows(self, sum_of, n, like, out=None):
-        """The sum over n rows, an array like `like`: sum_of(slice of rows, array) writes the sum of one micro-batch.
+    def sum_over_rows(self, sum_of, n, template, out=None):
+        """The sum over n rows, of the shape of `template`; sum_of(part, array) writes the sum of the rows `part`.
 
-        The sums of all micro-batches are added in the canonical order. out: an array for the result, or one array for
-        each micro-batch (micro-batches, ...); then the first one is the result.
+        A part is the slice of the rows of one micro-batch. The sums of all micro-batches are added in the canonical
+        order. out: an array for the result, or one array for each micro-batch (micro-batches, ...); then the first one
+        is the result.
         """
-        parts, separate = even_slices(n, self.micro_batches), out is not None and out.ndim > like.ndim
-        total = self.like(like) if out is None else out[0] if separate else out
-        return self.sum_of_parts(sum_of, parts, total, out if separate else None)
+        parts = even_slices(n, self.micro_batches)
+        if out is None:
+            return self.sum_of_parts(sum_of, parts, self.like(template), None)
+        if out.ndim == template.ndim:
+            return self.sum_of_parts(sum_of, parts, out, None)
+        return self.sum_of_parts(sum_of, parts, out[0], out)
 
     def sum_of_parts(self, sum_of, parts, total, scratch):
         """Write the sum over `parts` to `total` and return it. scratch: an array for each part, or None.
@@ -99,11 +105,13 @@ class NumpyBackend(VocabularyKernels, GenerationKernels):
         other = self.like(total) if scratch is None else second[0]
         return np.add(total, self.sum_of_parts(sum_of, parts[middle:], other, second), out=total)
 
-    def column_sums(self, x, like, out=None):
+    def column_sums(self, x, template, out=None):
+        """x (N, C) -> its sum over rows (C), of the shape of `template`; out: as in sum_over_rows()."""
+
         def sum_of(part, total):
             np.matmul(self.constant(1, part.stop - part.start, x.dtype), x[part], out=total)  # faster than np.sum
 
-        return self.sum_over_rows(sum_of, len(x), like, out)
+        return self.sum_over_rows(sum_of, len(x), template, out)
 
     def linear_forward(self, x, w, b=None):
         y = self.matmul(rows(x), w)
@@ -298,7 +306,7 @@ class NumpyBackend(VocabularyKernels, GenerationKernels):
         norm = np.float64(math.sqrt(tree_sum(squares.tolist())))
         if stop is not None:
             stop += 0.0 * float(norm)  # NaN if norm is not finite; a NumPy scalar would cause a warning
-        if not math.isfinite(norm) or stop is not None and np.isnan(stop[0]):
+        if not math.isfinite(norm) or (stop is not None and np.isnan(stop[0])):
             return norm, np.float64(math.nan)
         return norm, np.float64(min(1.0, bound / (norm + 1e-6)) if bound else 1.0)
 

@@ -54,7 +54,7 @@ class RowProducts:
         return ways[name]
 
     def candidates(self, w):
-        """{name: function(x, w, y)}"""
+        """{name: function(x, w, y)} of the ways for weights like w."""
         ways = {"blas": lambda x, w, y: np.matmul(x, w, out=y)}
         if w.flags.c_contiguous and len(w) <= MAX_EINSUM:
             ways["einsum"] = lambda x, w, y: np.einsum("nc,ck->nk", x, w, out=y)
@@ -65,6 +65,7 @@ class RowProducts:
         return ways
 
     def on_one_thread(self, x, w, y):
+        """Write x @ w to y by BLAS on one thread."""
         for library in self.blas:
             library.set_num_threads(1)
         np.matmul(x, w, out=y)
@@ -73,7 +74,7 @@ class RowProducts:
 
 
 def in_parts(x, w, y):
-    """The sum of the products of PART rows of w each: BLAS reads a matrix with few rows faster than one with many."""
+    """Write x @ w to y as a sum of products with PART rows of w each: BLAS reads a matrix with few rows faster."""
     n = len(w) // PART
     np.matmul(x.reshape(n, 1, PART), w.reshape(n, PART, -1)).sum(axis=0, out=y)
 

@@ -9,14 +9,15 @@ def rows(x):
 
 
 def block_rows(x):
+    """The number of rows of x (N, C) in a block of at most BLOCK elements; at least 1."""
     return max(1, BLOCK // x.shape[1])
 
 
 def blocks(x, first=0):
     """Slices that divide the rows of x (N, C), numbered from `first`, into cache-sized blocks."""
-    return steps(first, first + len(x), block_rows(x))
+    return slices(first, first + len(x), block_rows(x))
 
 
-def steps(start, stop, length):
+def slices(start, stop, length):
     """Slices of `length`, the last one shorter, that cover range(start, stop)."""
     return [slice(i, min(i + length, stop)) for i in range(start, stop, length)]

@@ -7,7 +7,7 @@ import numpy as np
 from gpt2core.backend import Backend
 from gpt2core.parallel.even_slices import even_slices
 from gpt2core.parallel.tree_sum import tree_sum
-from stage0_serial.rows import rows, steps
+from stage0_serial.rows import rows, slices
 
 LOGITS = 1 << 23  # elements of an array of logits; more logits are computed in chunks of rows
 
@@ -122,4 +122,4 @@ def own_targets(targets, first, count):
 
 def logit_chunks(part, w):
     """Slices that cover a slice of rows; the logits (rows, V) of each have at most LOGITS elements."""
-    return steps(part.start, part.stop, max(1, LOGITS // w.shape[0]))
+    return slices(part.start, part.stop, max(1, LOGITS // w.shape[0]))

@@ -257,7 +257,7 @@ def run_rank(command):
     """On a rank: run `command` as Python would, and turn the forwarded SIGUSR1 and SIGUSR2 into SIGINT and SIGTERM.
 
     A rank may fail before MPI_Init, for example because a package is missing on its host. The other ranks then wait in
-    MPI_Init, and the launcher ends the job only if a rank is killed. So the failed rank kills itself.
+    MPI_Init, and the launcher ends the job only if a rank is killed. So the failed rank ends itself by SIGKILL.
     """
     for original in (signal.SIGINT, signal.SIGTERM):
         signal.signal(FORWARDED_AS[original], lambda number, frame, original=original: signal.raise_signal(original))
@@ -300,6 +300,7 @@ def show():
 
 
 def parser():
+    """The ArgumentParser of this command."""
     text = "Run a Python program on N ranks, with the mpiexec of the MPI library that mpi4py loads."
     parser = Parser(prog="python -m stage1_mpi.launch", description=text, allow_abbrev=False)
     add = parser.add_argument

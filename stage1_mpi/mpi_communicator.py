@@ -4,10 +4,10 @@ The `_start` form of a collective (all_reduce_start, ...) runs in a background t
 of the calls. The blocking form runs in the caller's thread, unless an earlier operation is still pending.
 
 An MPI library waits in a loop that uses a whole core (it "spins"). If ranks share a core, a rank that spins slows a
-rank that computes. So this class waits by polling: it asks MPI whether the operation is complete, with growing sleeps
-between the polls. Messages may spin only inside a collective, and only if each rank has enough cores. A blocking MPI
-call cannot be polled. Before such a call all ranks pass an Ibarrier (a non-blocking barrier), which can be polled. They
-then enter the call at about the same time, and inside it they wait only for data.
+rank that computes. So this class waits by polling: it calls MPI's Test, which returns whether the operation has ended,
+with growing sleeps between the calls. Messages may spin only inside a collective, and only if each rank has enough
+cores. A blocking MPI call cannot be polled. Before such a call all ranks pass an Ibarrier (a non-blocking barrier),
+which can be polled. They then enter the call at about the same time, and inside it they wait only for data.
 """
 # p: number of ranks in the group; n: bytes of x on one rank
 
@@ -430,7 +430,7 @@ def import_mpi():
         vendor, version = MPI.get_vendor()
         library = f"{vendor} {'.'.join(map(str, version))}"
         raise ConfigError(
-            f"the launcher started {ranks} processes ({variable}), but mpi4py uses {library}, which sees 1 rank: "
+            f"the launcher started {ranks} processes ({variable}), but mpi4py uses {library}, whose world has 1 rank: "
             f"launcher and library are different MPI implementations; use the mpiexec of {vendor}, or pip install "
             f"mpich for both"
         )
@@ -438,9 +438,9 @@ def import_mpi():
 
 
 def abort_job_at_exit():
-    """At the exit of this process, ask MPICH's launcher to abort the job (PMI-1 protocol).
+    """At the exit of this process, request from MPICH's launcher that it aborts the job (PMI-1 protocol).
 
-    The launcher does not notice a rank that exits before MPI_Init; the other ranks would wait for that rank forever.
+    The launcher does not detect a rank that exits before MPI_Init; the other ranks would wait for that rank forever.
     """
     fd, rank = os.environ.get("PMI_FD", ""), int(os.environ.get("PMI_RANK", 0))
     if fd.isdigit():

@@ -4,7 +4,7 @@
 
 #SBATCH --job-name=gpt2
 #SBATCH --nodes=2
-#SBATCH --ntasks-per-node=4        # ranks per node; unless --no-deterministic is given, all ranks must be a power of two
+#SBATCH --ntasks-per-node=4        # ranks per node; the number of all ranks: a power of two, or add --no-deterministic
 #SBATCH --cpus-per-task=4          # cores of a rank, and threads of its training
 #SBATCH --time=01:00:00
 #SBATCH --output=slurm-%j.out

@@ -1,11 +1,11 @@
 """A thread of each rank that aborts the job if another rank has failed; otherwise the other ranks could wait forever.
 
-The launcher (mpiexec) should end the job when a rank is killed, but it does not always notice this, and it does not
-detect that a host is unreachable. So each rank watches the processes of the other ranks on its host: it opens a pidfd
-(a Linux file descriptor of a process) for each, and the kernel makes the pidfd readable when the process ends. A rank
-that ends normally first records this in memory that the ranks of a host share. Ranks that cannot watch each other's
-processes exchange heartbeats over MPI: the first rank of each host or, on systems without pidfd, every rank. The
-thread sleeps in poll(), so it uses almost no CPU time.
+The launcher (mpiexec) should end the job when a rank is killed, but it does not always detect this. It never detects
+that a host is unreachable. So each rank watches the processes of the other ranks on its host: it opens a pidfd (a Linux
+file descriptor of a process) for each, and the kernel makes the pidfd readable when the process ends. A rank that ends
+normally first records this in memory that the ranks of a host share. Ranks that cannot watch each other's processes
+exchange heartbeats over MPI: the first rank of each host or, on systems without pidfd, every rank. The thread sleeps in
+poll(), so it uses almost no CPU time.
 """
 
 import atexit
@@ -21,7 +21,7 @@ import numpy as np
 
 PERIOD = 1.0  # seconds between two heartbeats
 HOST_SILENCE = 60.0  # seconds without a heartbeat after which a host counts as lost
-LAUNCHER_TIME = 2.0  # seconds for the launcher to notice that a rank has ended, and to end the job itself
+LAUNCHER_TIME = 2.0  # seconds for the launcher to detect that a rank has ended, and to end the job itself
 STAGGER = 0.4  # seconds between the aborts of two ranks, so that only the first rank prints the cause
 EXIT_TIMEOUT = 5.0  # seconds that a rank waits at its exit for its neighbours to exit too
 ALIVE, EXITING = (np.array([message], np.int8) for message in (0, 1))  # the two heartbeat messages
@@ -130,7 +130,7 @@ class Processes:
         group = host.Split(*namespace_split(host))
         states = shared_bytes(group)
         if not all(group.allgather(states is not None)):
-            group, states = group.Split(group.rank), bytearray(1)  # each rank alone
+            group, states = group.Split(group.rank), bytearray(1)  # each rank is a group of its own
         self._states, self.index, self.is_first = states, group.rank, group.rank == 0
         self._watched = {}  # pidfd: (index in the group, "rank R (process P)")
         for index, (number, pid) in enumerate(group.allgather((rank, os.getpid()))):
@@ -208,36 +208,36 @@ class Heartbeat:
         self._last_heartbeat = self._last_check = time.monotonic()
 
     def cause(self):
-        """Send a heartbeat. Returns an error text if the left neighbour has been silent for too long, else None."""
+        """Send a heartbeat. Returns an error text if the left neighbour has sent nothing for too long, else None."""
         now = time.monotonic()
         # If this process itself was stopped for a while, count that as a heartbeat: the neighbour may have sent some.
-        heard = now - self._last_check > 3 * PERIOD
+        received = now - self._last_check > 3 * PERIOD
         self._last_check = now
         with contextlib.suppress(RuntimeError):  # MPI raises it if a neighbour is lost or has ended normally
-            heard = self._heard() or heard
+            received = self._receive_all() or received
             if self._send is None or self._send.Test():
                 self._send = self._comm.Isend(ALIVE, self._right)
-        if heard:
+        if received:
             self._last_heartbeat = now
         if now - self._last_heartbeat > self._silence:
             return f"rank {self._left_rank} has sent no heartbeat for {self._silence:.0f} s: it or its host is stuck"
         return None
 
-    def _heard(self):
-        """Whether the left neighbour has sent a message since the last call, or has ended normally."""
-        heard = self._left_exited
+    def _receive_all(self):
+        """Receive all arrived messages; returns whether there was one, or the left neighbour has ended normally."""
+        received = self._left_exited
         while not self._left_exited and self._receive.Test():
-            heard, self._left_exited = True, bool(self._message[0] == EXITING[0])
+            received, self._left_exited = True, bool(self._message[0] == EXITING[0])
             if not self._left_exited:
                 self._receive = self._comm.Irecv(self._message, self._left)
-        return heard
+        return received
 
     def exit(self):
         """Exchange EXITING with the neighbours, because MPI_Finalize requires that no message is pending."""
         deadline, sent = time.monotonic() + EXIT_TIMEOUT, False
         with contextlib.suppress(RuntimeError):
             exiting = self._comm.Isend(EXITING, self._right)
-            while not (sent and self._heard() and self._left_exited) and time.monotonic() < deadline:
+            while not (sent and self._receive_all() and self._left_exited) and time.monotonic() < deadline:
                 sent = sent or exiting.Test()
                 time.sleep(0.01)
             if not self._left_exited:

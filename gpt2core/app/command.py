@@ -2,7 +2,7 @@
 
 If `error.shared` is true, all ranks raise the error at the same place (see gpt2core/errors.py), and only the root
 prints it. Otherwise only this rank has the error. It prints the error and aborts the job, because the other ranks would
-wait for it without end.
+wait for it forever.
 """
 
 import contextlib

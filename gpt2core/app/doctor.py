@@ -80,7 +80,7 @@ def run(command):
 
 
 def cause(errors):
-    """The line of `errors`, the text that a command wrote to standard error, that says what is wrong.
+    """The line with the cause of a failure; errors: the text that a command wrote to standard error.
 
     The name of an exception's class is removed from this line. The advice to install packages is removed too, because
     the report ends with the make commands that install them.

@@ -31,7 +31,7 @@ from gpt2core.sampler import chooser
 
 
 def inference_command(make_backend, world, args, cores):
-    """Write the continuations that the parsed flags ask for; returns the exit code.
+    """Write the continuations of the prompts that the flags select; returns the exit code.
 
     All ranks must call it with equal flags. cores: the number of cores that this rank may use.
     """
@@ -66,7 +66,7 @@ def inference_command(make_backend, world, args, cores):
         for note in backend.runtime.notes(config):
             emit(note, file=sys.stderr)
         if args.interactive:
-            answer_prompts(world, model, tokenizer, args, emit)
+            continue_typed_prompts(world, model, tokenizer, args, emit)
             return 0
         prompt = fit_prompt(prompts[0], config.block_size, emit)
         rule = group_sampling_rule(world, args, args.seed)
@@ -74,7 +74,7 @@ def inference_command(make_backend, world, args, cores):
         return 0
 
 
-def answer_prompts(world, model, tokenizer, args, emit):
+def continue_typed_prompts(world, model, tokenizer, args, emit):
     """Continue each line of the root's standard input, up to an empty line or the end; all ranks must call this.
 
     Each token is printed as soon as it is generated. The lines are numbered from 0; line i has the seed --seed + i.

@@ -1,6 +1,6 @@
 """Compare the flags and input files of all ranks, reject flags of other stages, and send the root's input to all ranks.
 
-A difference between ranks would give wrong results, or ranks that wait for each other without end.
+A difference between ranks would give wrong results, or ranks that wait for each other forever.
 """
 
 import argparse

@@ -132,7 +132,7 @@ def resolve_flags(args, saved, deterministic):
     the result, flags of RANK_FLAGS can be None: resolve_rank_flags() sets them. Raises ConfigError for a wrong value.
     """
     saved = dict(saved)
-    check_interval_flags(args, saved)
+    check_needed_flags(args, saved)
     if args.lr is not None or args.schedule is not None:
         saved.pop("min_lr", None)  # the saved value was chosen for another --lr or --schedule
     if args.preset not in (None, saved.get("preset", args.preset)):
@@ -151,8 +151,8 @@ def resolve_flags(args, saved, deterministic):
     return values, resume_notes(given, saved, deterministic)
 
 
-def check_interval_flags(args, saved):
-    """Raise ConfigError for --checkpoint-every without --out, --trace-steps without --trace, and the like."""
+def check_needed_flags(args, saved):
+    """Raise ConfigError for a flag without another flag that it needs, for example --checkpoint-every without --out."""
     if args.trace_steps is not None and not args.trace:
         raise ConfigError(f"--trace-steps {args.trace_steps} traces nothing without a file: give --trace FILE.json")
     if args.checkpoint_every and not args.out:
@@ -252,7 +252,7 @@ def data_parallel_ranks(world, tp):
     return world.size // tp
 
 
-def check_shape(sizes):
+def check_sizes(sizes):
     """Raise ConfigError unless all sizes are positive and n_head divides n_embd; sizes: {name: value} of SIZE_FLAGS."""
     for name, value in sizes.items():
         check_positive(flag(name), value)
@@ -285,7 +285,7 @@ def model_config(values, checkpoint_config, vocab_size):
     given = {name: values[name] for name in SIZE_FLAGS if values[name] is not None}
     if checkpoint_config is None:
         preset = PRESETS[values["preset"]]
-        check_shape({name: getattr(preset, name) for name in SIZE_FLAGS} | given)
+        check_sizes({name: getattr(preset, name) for name in SIZE_FLAGS} | given)
         return replace(preset, vocab_size=vocab_size, **given)
     for name, value in given.items():
         saved = getattr(checkpoint_config, name)

@@ -180,7 +180,7 @@ def rarely_changing_lines(step):
 
 def describe(config, trainer, corpus):
     """The header of a run: the model, the data, and how threads and ranks divide the work. corpus: a Corpus."""
-    model, world, data, threads = trainer.config, trainer.world, trainer.mesh.data, trainer.workers.size
+    model, world, data, threads = trainer.config, trainer.world, trainer.mesh.data, trainer.pool.size
     layers, heads = counted(model.n_layer, "layer"), counted(model.n_head, "head")
     library = trainer.backend.runtime.library
     lines = [
@@ -197,8 +197,8 @@ def describe(config, trainer, corpus):
             + f", --zero-gather {config.zero_gather}" * (config.zero_gather != "end")
             + f", --transport {config.transport}" * bool(config.transport)
         )
-    if trainer.measured:
-        lines.append(str(trainer.measured))
+    if trainer.bucket_size:
+        lines.append(str(trainer.bucket_size))
     if config.zero:
         without_zero = 2 * trainer.arena.size * trainer.parameters.itemsize  # bytes of the two moments
         lines.append(
@@ -212,11 +212,11 @@ def describe(config, trainer, corpus):
 
 def unused_threads(threads, config, trainer):
     """A list with one note if the Trainer uses fewer than `threads` threads, because the batch is small; else []."""
-    if trainer.workers.size >= threads:
+    if trainer.pool.size >= threads:
         return []
     return [
         f"note: a batch of {config.batch_size} in {counted(trainer.micro_batches, 'micro-batch')} keeps no more than "
-        f"{trainer.workers.size} of {threads} threads busy"
+        f"{trainer.pool.size} of {threads} threads busy"
     ]
 
 

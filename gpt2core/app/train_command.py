@@ -1,7 +1,7 @@
 """The training command: read the inputs, build the Trainer, run the loop, report and sample.
 
 Setup that can fail on one rank runs in all_or_raise() or on_root(), so that all ranks raise the error. If only one rank
-raised it, the other ranks would wait for this rank without end.
+raised it, the other ranks would wait for this rank forever.
 """
 
 import contextlib
@@ -217,7 +217,7 @@ def run_steps(config, corpus, trainer, windows, validation, schedule, log, trace
 
     def report(step, validation_loss, last):
         log(with_utilisation(trainer, step), validation_loss, final_fields(trainer) if last else None)
-        # If the first step is captured as a CUDA graph, its time says nothing about later steps.
+        # If the first step is captured as a CUDA graph, its time is not that of later steps.
         if step.step == first_step and not trainer.backend.runtime.uses_graphs:
             for note in time_left(step.seconds, config.steps - first_step - 1):
                 log.print(note)
@@ -273,6 +273,6 @@ def write_sample(config, corpus, trainer):
     """Continue the first tokens of the corpus with the trained model, on the root; all ranks must call it."""
     model = current_model(trainer)  # a collective: all ranks call it
     if trainer.world.is_root:
-        trainer.backend.runtime.use_threads(trainer.workers.size)
+        trainer.backend.runtime.use_threads(trainer.pool.size)
         prompt = corpus.tokens[: min(256, trainer.config.block_size)].tolist()
         write_text(model, corpus.tokenizer, prompt, config.sample, width=training_width())

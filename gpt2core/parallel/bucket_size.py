@@ -15,7 +15,8 @@ from dataclasses import dataclass
 # Two sizes of all-reduce are measured: a large one of at most LARGE bytes, and a small one of 1 / PARTS of its bytes.
 LARGE, PARTS = 10**8, 64
 REPEATS = (4, 32)  # all-reduces per round, of the large and of the small size
-WARM_UP, ROUNDS = 2, 5  # rounds before the measurement, which connect the ranks and capture; measured rounds
+WARM_UP = 2  # rounds before the measurement; during these, the ranks connect, and the device captures the calls
+ROUNDS = 5  # measured rounds
 SMALLEST = 10**6  # bytes of a bucket: the time of a smaller message is mostly that of the host, not of the transfer
 
 

@@ -16,6 +16,7 @@ def encode_fp16(x):
 
 
 def decode_fp16(code):
+    """bytes (..., 2m) uint8 -> (..., m) float32."""
     return code.view(np.float16).astype(np.float32)
 
 
@@ -28,6 +29,7 @@ def encode_bf16(x):
 
 
 def decode_bf16(code):
+    """bytes (..., 2m) uint8 -> (..., m) float32."""
     return (code.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
 
 
@@ -45,6 +47,7 @@ def encode_int8(x):
 
 
 def decode_int8(code):
+    """bytes (..., m + 4 m / GROUP) uint8 -> (..., m) float32: value * scale of its group."""
     elements = code.shape[-1] * GROUP // (GROUP + 4)
     values, scale = code[..., :elements].view(np.int8), code[..., elements:].copy().view(np.float32)
     groups = values.reshape(*code.shape[:-1], -1, GROUP) * scale[..., None]

@@ -35,16 +35,25 @@ def plan_micro_batches(batch_size, micro_batches, threads, ranks, deterministic)
         )
     if threads < 1:
         raise ConfigError(f"--threads {threads} must be at least 1")
-    if not deterministic:
-        if micro_batches is None:
-            threads = min(threads, batch_size // ranks)
-            return threads * ranks, threads
-        if not 0 < micro_batches <= batch_size or micro_batches % ranks:
-            raise ConfigError(
-                f"--micro-batches {micro_batches} must be from 1 to --batch-size {batch_size} "
-                f"and divisible by {counted(ranks, 'rank')}"
-            )
-        return micro_batches, max(n for n in range(1, threads + 1) if micro_batches // ranks % n == 0)
+    plan = plan_deterministic if deterministic else plan_not_deterministic
+    return plan(batch_size, micro_batches, threads, ranks)
+
+
+def plan_not_deterministic(batch_size, micro_batches, threads, ranks):
+    """plan_micro_batches() with --no-deterministic."""
+    if micro_batches is None:
+        threads = min(threads, batch_size // ranks)
+        return threads * ranks, threads
+    if not 0 < micro_batches <= batch_size or micro_batches % ranks:
+        raise ConfigError(
+            f"--micro-batches {micro_batches} must be from 1 to --batch-size {batch_size} "
+            f"and divisible by {counted(ranks, 'rank')}"
+        )
+    return micro_batches, max(n for n in range(1, threads + 1) if micro_batches // ranks % n == 0)
+
+
+def plan_deterministic(batch_size, micro_batches, threads, ranks):
+    """plan_micro_batches() with --deterministic."""
     if micro_batches is None:
         micro_batches = min(8, batch_size & -batch_size)
         if micro_batches % ranks:
@@ -75,7 +84,7 @@ def plan_micro_batches(batch_size, micro_batches, threads, ranks, deterministic)
 
 
 def check_rounding(rounding, backend):
-    """Raise ConfigError unless this backend can round the copy of the parameters as --rounding `rounding` says."""
+    """Raise ConfigError for an unknown --rounding, or if it is stochastic and this backend cannot round so."""
     if rounding not in ("nearest", "stochastic"):
         raise ConfigError(f"--rounding {rounding} is unknown: use nearest or stochastic")
     if rounding == "stochastic" and not backend.rounds_stochastically:

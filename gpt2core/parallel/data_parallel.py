@@ -80,7 +80,7 @@ def buckets_of(arena, packed, bucket_bytes, itemsize):
 
 
 def gradient_reduction(parallel, arena, gradients, group, owners, backend, bucket_mb):
-    """The DataParallel that sums the flat `gradients` over `group` as the ParallelConfig `parallel` says.
+    """The DataParallel that sums the flat `gradients` over `group`, with the options of a ParallelConfig.
 
     group: the data-parallel ranks. owners: the ranks that divide the arena (ZeRO-1), or a group of one. bucket_mb: the
     minimum bucket in 10^6 bytes. Raises ConfigError for invalid options.
@@ -95,7 +95,7 @@ def gradient_reduction(parallel, arena, gradients, group, owners, backend, bucke
     elif parallel.dp == "flat" and parallel.zero:
         own = arena.part(owners.rank, owners.size)  # a rank needs only its own part of the sum
 
-        def start(_):
+        def start(_):  # flat: there is only one slice, the whole buffer
             return group.reduce_scatter_start(gradients, out=gradients[own])
     else:
 

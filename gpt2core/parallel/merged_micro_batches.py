@@ -27,7 +27,7 @@ def merged_micro_batches(config, shapes, pool, count, shape, tensor_group):
         limit = ACTIVATIONS / (pool.size * rows * per_token * np.dtype(backend.dtype).itemsize)
         while per_worker % (2 * merged) == 0 and 2 * merged <= limit:
             merged *= 2
-        matrices = {shape for name, shape in shapes.items() if len(shape) == 2 and not name.endswith("wpe.weight")}
+        matrices = {size for name, size in shapes.items() if len(size) == 2 and not name.endswith("wpe.weight")}
         while merged > 1 and not all(rows_are_independent(backend, rows, merged, *size) for size in matrices):
             merged //= 2
     return min(tensor_group.all_gather_object(merged))

@@ -54,7 +54,7 @@ class Worker:
     def collect(self, name, gradient):
         """Add one parameter's gradient of the current pass to the partial sums; sum i is over 2**i passes."""
         levels, buffer = levels_to_add(self.done, self.count), self.tensors[name].grad_buffer
-        if not levels and (buffer is None or buffer.ndim > gradient.ndim):  # not written to views[0] by a kernel
+        if not levels and (buffer is None or buffer.ndim > gradient.ndim):  # no kernel wrote it to views[0]
             self.views[0][name][...] = gradient
         for level in levels:
             # as in a binary counter with carry: the last addition writes to the next level, others to their own level
@@ -84,10 +84,10 @@ class Worker:
 
 
 def levels_to_add(done, count):
-    """The partial sums to add to the gradient of pass `done`: its trailing 1 bits; in the last pass, all its 1 bits."""
+    """The numbers of the partial sums to add in pass `done`: its trailing 1 bits; in the last pass, all its 1 bits."""
     levels = [level for level in range(done.bit_length()) if done >> level & 1]
     if done < count - 1:
-        levels = [level for i, level in enumerate(levels) if level == i]
+        levels = [level for i, level in enumerate(levels) if level == i]  # bits 0, 1, 2, ... without a gap
     return levels
 
 
@@ -121,7 +121,7 @@ class MicroBatches:
     def deal(self, inputs, targets, rows, merged=1):
         """Divide inputs, targets (B, T) in order -> [[(inputs, targets) of each pass] of each worker].
 
-        A pass has `merged` micro-batches, of the size for `rows` sequences; if B < rows, the last are short or empty.
+        A pass has `merged` micro-batches, sized as for `rows` sequences; if B < rows, the last are short or empty.
         """
         batches = [(inputs[part], targets[part]) for part in even_slices(rows, self.count // merged)]
         return [batches[part] for part in even_slices(len(batches), self.pool.size)]

@@ -11,7 +11,7 @@
 #     attention, MLP   its columns, then its heads or gelu, then its rows; all-reduce   all-reduce of dx
 #     cross-entropy    its logits; all-reduces of 3 numbers for each token              all-reduce of dx
 #
-# dx is the gradient of the input. The embedding divides its rows (the tokens), and the logits are divided like them.
+# dx is the gradient of the input. The embedding is divided by tokens (its rows), and so are the logits.
 #
 # model.py contains the forward pass, which has the group as an argument. This file defines how parameters are split.
 

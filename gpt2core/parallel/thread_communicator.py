@@ -86,7 +86,7 @@ class ThreadCommunicator(Communicator):
         x = np.asarray(x)
         check_peer(to, self.rank, self.size, "to")
         self.bytes_sent += x.nbytes
-        return self._message(self.rank, to, tag, x, np.array(x, order="C"), lambda parts: None, original=x)
+        return self._message(self.rank, to, tag, x, np.array(x, order="C"), _nothing, original=x)
 
     def recv_start(self, out, source, tag=0):
         check_peer(source, self.rank, self.size, "source")
@@ -94,7 +94,7 @@ class ThreadCommunicator(Communicator):
         return self._message(source, self.rank, tag, out, None, lambda parts: _copied(parts[source], out))
 
     def barrier(self):
-        self._post("collective", range(self.size), "barrier", None, dict, dict).wait()
+        self._post("collective", range(self.size), "barrier", None, _nothing, _nothing).wait()
 
     def split(self, color, key=0):
         def combine(parts):
@@ -245,6 +245,10 @@ class _World:
             missing = sorted(set(operation.members) - operation.posted)
             return f"rank {rank} waits in {operation.call} for ranks {missing}"
         return f"rank {rank} has returned" if rank in self.returned else f"rank {rank} computes"
+
+
+def _nothing(_):
+    """The function `combine` or `take` of an operation without a result."""
 
 
 def _copied(result, out):

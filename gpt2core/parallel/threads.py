@@ -16,16 +16,17 @@ class WorkerPool:
 
     def __init__(self, backends):
         self.backends, self.size = list(backends), len(backends)
-        self.pool = ThreadPoolExecutor(self.size, "worker") if self.size > 1 else None
+        self.executor = ThreadPoolExecutor(self.size, "worker") if self.size > 1 else None
 
     def map(self, function, *items):
         """[function(item, ...) of each worker]; each of `items` is a list that has one element for each worker.
 
         A worker's call runs in its thread, with the caller's context variables, so that no_grad() applies there too.
         """
-        if self.pool is None:
-            return [function(*each) for each in zip(*items, strict=True)]
-        jobs = [self.pool.submit(contextvars.copy_context().run, function, *each) for each in zip(*items, strict=True)]
+        calls = list(zip(*items, strict=True))  # the arguments of each worker's call
+        if self.executor is None:
+            return [function(*arguments) for arguments in calls]
+        jobs = [self.executor.submit(contextvars.copy_context().run, function, *arguments) for arguments in calls]
         while wait(jobs, 0.1).not_done:  # wait for all, also after a failure: no thread may write after map() returns
             pass  # because of the timeout, Python can handle a signal that arrives during the wait
         return [job.result() for job in jobs]
@@ -36,5 +37,5 @@ class WorkerPool:
         return self.map(function, self.backends, parts)
 
     def close(self):
-        if self.pool:
-            self.pool.shutdown()
+        if self.executor:
+            self.executor.shutdown()

@@ -32,7 +32,7 @@ def cache_directory():
 
 
 def load_choices(path, tuned_for):
-    """{what: choice} from the cache file; raises an error if it is damaged or made for another GPU or library."""
+    """{what is chosen: choice} in the cache file; raises an error if it is damaged or for another GPU or library."""
     cache = json.loads(path.read_text(encoding="utf-8"))
     if cache["made_for"] != tuned_for:
         raise ValueError(f"it was made for {cache['made_for']}, this is {tuned_for}")
@@ -42,7 +42,7 @@ def load_choices(path, tuned_for):
 
 
 def read_choices(path, tuned_for):
-    """{what: choice} from the cache file; {} if there is no file, and {} with a warning if it cannot be used."""
+    """{what is chosen: choice} in the cache file; {} if there is no file, and {} with a warning if it is damaged."""
     try:
         return load_choices(path, tuned_for)
     except FileNotFoundError:

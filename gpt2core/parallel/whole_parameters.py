@@ -64,7 +64,7 @@ def load(trainer, parameters, moments=None, steps=0, position=0, loss_scale=None
         for index, flat in enumerate(flats):
             fill(trainer, flat, in_model_order(lambda name, index=index: moments[name][index]))
         trainer.optimizer.load_moments(*flats)
-        del flats, flat
+        del flats, flat  # so that release_cached_memory() can free their memory
     trainer.steps, trainer.position = steps, position
     trainer.optimizer.refresh_copy(steps)
     backend.runtime.release_cached_memory()

@@ -18,7 +18,7 @@ from gpt2core.errors import ConfigError
 from gpt2core.parallel.data_parallel import buckets_of
 
 GATHERS = "end", "forward"  # --zero-gather: gather at the end of a step, or during the forward pass of the next step
-PIECE_MB = 5.0  # minimum size of a piece in 10^6 bytes; the first layer would wait longer for a larger piece
+PIECE_MB = 5.0  # minimum size of a piece in 10^6 bytes; with a larger first piece, the forward pass would begin later
 
 
 def check_gather(when, zero):

@@ -28,6 +28,7 @@ from gpt2core.text.tokenizer import FILE_NAME, Tokenizer, build_tokenizer
 MAGIC, VERSION, HEADER = b"\x93GPT2TOK", 1, struct.Struct("<8sHHIQQ")
 TOKEN_FILE = "tokens.bin"
 CHUNK = 1 << 17  # bytes per read
+FIRST_CHUNK = 1 << 13  # bytes per read if only the first tokens are needed
 CHECKED = 1 << 30  # bytes; all ids of a token file up to this size are checked when it is opened (under a second)
 
 
@@ -177,7 +178,7 @@ def first_tokens(path, tokenizer, count):
     if is_tokenized(path):
         return load_tokens(path, tokenizer)[0][:count]
     ids = np.empty(0, tokenizer.dtype)
-    for part in tokenizer.encode_chunks(text_chunks(path, 1 << 13)):
+    for part in tokenizer.encode_chunks(text_chunks(path, FIRST_CHUNK)):
         ids = np.concatenate([ids, part])
         if len(ids) >= count:
             break
@@ -205,8 +206,13 @@ def load_tokens(path, tokenizer=None):
         text = read_text(path)
         tokenizer = tokenizer if isinstance(tokenizer, Tokenizer) else build_tokenizer(tokenizer or "word", text)
         return tokenizer.encode(text), tokenizer
-    requested = tokenizer
-    if not isinstance(tokenizer, Tokenizer):
+    return _load_token_file(path, tokenizer)
+
+
+def _load_token_file(path, requested):
+    """load_tokens() for the token file at `path`. requested: the argument `tokenizer` of load_tokens()."""
+    tokenizer = requested
+    if not isinstance(requested, Tokenizer):
         own = requested in (None, "word", "byte")
         if own and not (path.parent / FILE_NAME).exists():
             advice = "convert the text again with data/prepare.py"

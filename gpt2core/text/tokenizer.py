@@ -21,7 +21,7 @@ from gpt2core.text.tokenizer_json import WORD_PATTERN, byte_alphabet, kind_of, s
 
 FILE_NAME = "tokenizer.json"
 
-LARGEST = 1 << 22  # largest number of ids: a larger id in a file is almost certainly an error, and makes tables large
+MAX_IDS = 1 << 22  # ids are less than this: a larger id in a file is almost certainly an error, and makes tables large
 PIECE = 1 << 16  # characters that are encoded at once: the library needs about 200 bytes per token while it encodes
 
 
@@ -34,19 +34,21 @@ def cut_at_words(chunks, inside=frozenset()):
     """
     uncut = []  # the text after the last cut
     for chunk in chunks:
-        cut = len(chunk) - 1
-        while cut > 0 and not (
-            chunk[cut] in " \n"
-            and chunk[cut - 1].isalnum()
-            and chunk[cut - 1 : cut + 1].encode("utf-8")[-2:] not in inside
-        ):
-            cut -= 1
-        if cut > 0:
+        cut = last_cut(chunk, inside)
+        if cut:
             yield "".join([*uncut, chunk[:cut]])
             uncut = []
-        uncut.append(chunk[max(cut, 0) :])
+        uncut.append(chunk[cut:])
     if uncut:
         yield "".join(uncut)
+
+
+def last_cut(text, inside):
+    """The last index at which cut_at_words() may cut `text`, or 0 if there is none."""
+    for i in range(len(text) - 1, 0, -1):
+        if text[i] in " \n" and text[i - 1].isalnum() and text[i - 1 : i + 1].encode("utf-8")[-2:] not in inside:
+            return i
+    return 0
 
 
 def pairs_inside(token_bytes):
@@ -74,7 +76,7 @@ def utf8(text):
 
 
 class UnknownWord(DataError):
-    """A word, or a space, that is not in the vocabulary. Callers can add other advice to `problem` and `advice`."""
+    """A word, or a space, that is not in the vocabulary. Callers can make another error from `problem` and `advice`."""
 
     def __init__(self, problem, advice):
         super().__init__(f"{problem}: {advice}, or train a new model with --tokenizer byte")
@@ -150,8 +152,8 @@ class Tokenizer:
         except Exception as error:  # the library raises plain Exception
             raise DataError(f"{path} is not a tokenizer.json of the tokenizers library ({error})") from None
         largest = max(library.get_vocab(with_added_tokens=True).values(), default=0)
-        if largest >= LARGEST:
-            raise DataError(f"{path} has the token id {largest}, but ids must be below {LARGEST:,}: use another copy")
+        if largest >= MAX_IDS:
+            raise DataError(f"{path} has the token id {largest}, but ids must be below {MAX_IDS:,}: use another copy")
         library.no_truncation()
         library.no_padding()
         description = json.loads(library.to_str())  # the JSON that the library writes has every field
@@ -172,7 +174,7 @@ class Tokenizer:
 
     @property
     def fingerprint(self):
-        """A 32-bit checksum of all tokens in the order of their ids; it tells whether two vocabularies are equal."""
+        """A 32-bit checksum of all tokens in the order of their ids; equal for equal vocabularies."""
         return zlib.crc32(b"".join(len(token).to_bytes(4, "little") + token for token in self.token_bytes))
 
     def encode(self, text):
@@ -221,10 +223,10 @@ class Tokenizer:
     def _words(self, piece):
         """Return the list of the words of a text, in which each added token is one word."""
         parts = self.added.split(piece) if self.added else [piece]  # the parts 1, 3, ... are added tokens
-        split = self.library.pre_tokenizer.pre_tokenize_str
-        return [
-            word for i, part in enumerate(parts) for word in ([part] if i % 2 else [word for word, _ in split(part)])
-        ]
+        words = []
+        for i, part in enumerate(parts):
+            words += [part] if i % 2 else [word for word, _ in self.library.pre_tokenizer.pre_tokenize_str(part)]
+        return words
 
     def _encode_words(self, piece, rest):
         """Return the ids of a piece of text. rest: the later pieces, to count the unknown words for the error."""

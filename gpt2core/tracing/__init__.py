@@ -1,1 +1,1 @@
-"""What a program does while it trains: functions around kernels and collectives, and traces of training steps."""
+"""Record training steps: hooks, which call a function around each kernel and collective, and traces."""

@@ -109,7 +109,7 @@ class Modules:
         return self.current
 
     def after(self, name, module, result):
-        """Remember the module of the `aux` that a forward kernel has returned."""
+        """Store the module of the `aux` that a forward kernel has returned."""
         if name.endswith("_forward") and isinstance(result, tuple):
             self.of_aux[id(result[-1])] = module
 

@@ -47,8 +47,8 @@ class Trace:
         # One host has one clock. The clocks of other hosts are compared when the ranks leave this barrier.
         trainer.world.barrier()
         clocks = trainer.world.all_gather_object((platform.node(), started, now()))
-        (root_host, origin, _), (host, _, left_barrier) = clocks[0], clocks[trainer.world.rank]
-        self.origin = origin if host == root_host else left_barrier - (clocks[0][2] - origin)
+        (root_host, origin, root_left), (host, _, left_barrier) = clocks[0], clocks[trainer.world.rank]
+        self.origin = origin if host == root_host else left_barrier - (root_left - origin)
         self.first_step = trainer.steps
         for number, worker in enumerate(trainer.accumulator.workers):
             self.watch_worker(f"worker {number}", worker)
@@ -188,13 +188,13 @@ class TimedHandle(Handle):
 
     def __init__(self, handle, ended):
         super().__init__()
-        self.handle, self.ended, self.done = handle, ended, None
+        self.handle, self.ended, self.end = handle, ended, None
         if future := getattr(handle, "future", None):
-            future.add_done_callback(lambda _: setattr(self, "done", now()))
+            future.add_done_callback(lambda _: setattr(self, "end", now()))
 
     def wait(self):
         waited, result = now(), self.handle.wait()
         if self.ended:
-            self.ended(waited, self.done or now())
+            self.ended(waited, self.end or now())
             self.ended = None
         return result

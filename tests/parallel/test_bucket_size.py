@@ -89,7 +89,7 @@ def test_the_root_s_measurement_is_everyone_s_and_changes_no_bits():
             parallel=ParallelConfig(dp="bucket", **parallel),
         )  # fmt: skip
         steps = [trainer.step(read_batch(trainer, Windows(tokens, 16)), 1e-3) for _ in range(2)]
-        return [step.loss for step in steps], parameter_hash(trainer), trainer.measured
+        return [step.loss for step in steps], parameter_hash(trainer), trainer.bucket_size
 
     want = train(Solo())
     (*first, measured), (*second, other) = run_ranks(2, lambda comm: train(comm, bucket_mb=None))

@@ -407,7 +407,7 @@ def test_a_failure_in_a_kernel_surfaces_from_a_step(rng):
     def out_of_memory(*arguments):
         raise MemoryError("no room for logits")
 
-    trainer.workers.backends[2].unembed_cross_entropy_backward = out_of_memory
+    trainer.pool.backends[2].unembed_cross_entropy_backward = out_of_memory
     with pytest.raises(MemoryError, match="no room"):
         trainer.step(read_batch(trainer, windows), 1e-3)
     assert parameter_hash(trainer) == before and trainer.steps == 1

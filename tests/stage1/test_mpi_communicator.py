@@ -376,7 +376,7 @@ def test_the_launcher_of_another_mpi_is_named(variable, monkeypatch):
     answer = started(
         "from mpi4py import MPI; import os; os.environ['" + variable + "'] = '4'; " + MAKE
     )  # set after MPI_Init, so that the library does not try to contact that launcher
-    assert f"the launcher started 4 processes ({variable}), but" in answer and "sees 1 rank" in answer
+    assert f"the launcher started 4 processes ({variable}), but" in answer and "has 1 rank" in answer
 
 
 def test_a_non_blocking_collective_needs_thread_multiple():
