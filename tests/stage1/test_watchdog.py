@@ -170,7 +170,7 @@ def test_ranks_that_end_normally_at_different_times_are_no_failure():
         world.barrier()
         if world.rank == 1:
             MPI.Finalize()
-            os._exit(0)
+            sys.exit()  # not os._exit(): MPICH's launcher then killed another rank in 8 of 62 jobs on busy cores
         time.sleep(3 + 0.3 * world.rank)
         """,
         f"watchdog.HOST_SILENCE = 2; {rank_2} and vars(os).pop('pidfd_open')",
