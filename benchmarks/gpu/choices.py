@@ -86,7 +86,7 @@ CHANGES = {
 class Variants:
     """Makes trainers that are measured in turn.
 
-    Each has its own parameters and optimizer state; their captured steps share one workspace to save memory.
+    Each has its own parameters and optimizer state; their captured steps share the memory of their intermediate arrays.
     """
 
     def __init__(self, config, batch_size, precision):
@@ -94,7 +94,7 @@ class Variants:
         self.batch = tokens[:, :-1].copy(), tokens[:, 1:].copy()
         self.sizes = dict(batch_size=batch_size, seq_len=config.block_size, micro_batches=1)
         self.config, self.precision = config, precision
-        self.workspace_owner = None  # the first captured step; the others use its workspace
+        self.workspace_owner = None  # the first captured step; the others use its memory
 
     def trainer(self, change, steps=4):
         """Make a trainer, apply `change` to it, and run `steps` untimed steps; return the trainer.
