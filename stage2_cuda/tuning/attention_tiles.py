@@ -57,7 +57,10 @@ TRIED = {  # (kind of products, largest D): {kernel: tiles in addition to DEFAUL
 
 
 def tuned_forward(tuner, run, y, lse, qkv, n_head, precision):
-    """The fastest AttentionTiles for forward. run(tiles) launches forward, which writes y and lse."""
+    """The fastest AttentionTiles for forward. run(tiles) launches forward, which writes y and lse.
+
+    Shapes and dtypes of the arrays: as for attention_forward() in kernels/attention.py.
+    """
     table, tried, about = tiles_for(qkv, n_head, precision)
     first = AttentionTiles(forward=table.forward)
     rest = others(first, "forward", tried) if qkv.shape[1] <= LONG else []
@@ -65,7 +68,10 @@ def tuned_forward(tuner, run, y, lse, qkv, n_head, precision):
 
 
 def tuned_backward(tuner, run, dqkv, delta, qkv, n_head, precision):
-    """The fastest AttentionTiles for backward. run(tiles) launches its kernels, which write dqkv and delta."""
+    """The fastest AttentionTiles for backward. run(tiles) launches its kernels, which write dqkv and delta.
+
+    Shapes and dtypes of the arrays: as for attention_backward() in kernels/attention.py.
+    """
     table, tried, about = tiles_for(qkv, n_head, precision)
     C, first, rest = qkv.shape[2] // 3, table._replace(forward=None), []
     if not table.both:
