@@ -114,13 +114,14 @@ class DeviceSampler:
         values = self.top_p_and_temperature, self.top_k, self.uniforms, self.uniforms.shape[1], sequences.lengths
         first_arguments = self.first_partials, logits, maxima, self.top_p_and_temperature, V, self.tiles, n_maxima
         launch(first_round_kernel, grid, *first_arguments, **sizes)
-        # previous: the search of the previous launch; old, new: the buffers that a round reads and writes
-        previous, old, new = None, 0, 1
+        # previous: the search of the previous launch, -1 if there is none; old, new: the buffers that a round reads and
+        # writes
+        previous, old, new = -1, 0, 1
         for search in self.searches:
             for round_number in range(1, ROUNDS):  # round 0 is that of first_round_kernel
                 buffers = self.states[new], self.partials[new], self.states[old], self.partials[old]
                 arguments = *buffers, self.first_partials, logits, maxima, *values, V, self.tiles, n_maxima
-                constants = dict(SEARCH=search, PREVIOUS=-1 if previous is None else previous, FIRST=round_number == 1)
+                constants = dict(SEARCH=search, PREVIOUS=previous, FIRST=round_number == 1)
                 launch(search_kernel, grid, *arguments, **constants, **sizes)
                 previous, old, new = search, new, old
         arguments = self.states[old], self.partials[old], logits, self.tiles

@@ -203,13 +203,15 @@ def matmul_launch(d, a, b, c=None, activation=None, h=None, tile=None, precision
     (M, K), N = a.shape, b.shape[1]
     tile = tile or select_tile(M, N)
     m, n, k = tile.block_m, tile.block_n, tile.block_k
-    blocks = {"d": (d, m, n), "a": (a, m, k), "b": (b, k, n), "c": (c, m, n)}
-    access = {name: matrix and matrix.access(ALLOWED[name]) for name, (matrix, *_) in blocks.items()}
+    access, arrays, strides = {}, {}, []
+    for name, matrix, block_shape in (("d", d, (m, n)), ("a", a, (m, k)), ("b", b, (k, n)), ("c", c, (m, n))):
+        access[name] = None if matrix is None else matrix.access(ALLOWED[name])
+        arrays[name] = None if matrix is None else matrix.argument(access[name], *block_shape)
+        strides += (0, 0) if matrix is None else matrix.strides
+    arrays["h"] = None if h is None else h.argument(access["d"], m, n)
     # A load through pointers needs registers for addresses, so its block is not kept in registers during the loop.
     c_at = "end" if access["c"] == "pointers" and tile.c_at == "early" else tile.c_at
-    arrays = [matrix and matrix.argument(access[name], *block) for name, (matrix, *block) in blocks.items()]
-    strides = [stride for matrix, *_ in blocks.values() for stride in (matrix.strides if matrix else (0, 0))]
-    arguments = arrays[0], h and h.argument(access["d"], m, n), *arrays[1:], *strides, M, N, K
+    arguments = *(arrays[name] for name in "dhabc"), *strides, M, N, K
     constants = dict(BLOCK_M=m, BLOCK_N=n, BLOCK_K=k, ACTIVATION=activation, C_AT=c_at, PRECISION=precision)
     constants |= {f"ACCESS_{name.upper()}": value for name, value in access.items()}
     options = dict(num_warps=tile.num_warps, num_stages=tile.num_stages)
