@@ -60,7 +60,7 @@ def message_count(trainer):
     return len(trainer.data_parallel.parts)
 
 
-def share_workspace(owner, backend):
+def share_graph_memory(owner, backend):
     """Make the compiled steps of `backend` use the memory and the stream of the compiled step `owner`.
 
     The memory (GraphMemory) holds a step's intermediate arrays. Sharing it saves GPU memory if one process has several
@@ -182,7 +182,7 @@ class Passes:
         functions = {"forward": self.forward, "forward + backward": self.forward_and_backward}
         self.compiled = {kind: backend.runtime.compile_step(function) for kind, function in functions.items()}
         if hasattr(backend.runtime, "compiled"):
-            share_workspace(None, backend)
+            share_graph_memory(None, backend)
 
     def run(self, kind):
         if kind == "step":
