@@ -33,7 +33,8 @@ PRECISIONS = {
     "bf16": ("bfloat16", "ieee"),
     "fp16": ("float16", "ieee"),
 }
-INTERPRETED = "fp32", "fp16"  # the precisions of Triton's interpreter, which computes bf16 wrongly and tf32 as fp32
+# the precisions of Triton's interpreter, which computes bf16 wrongly and tf32 as fp32
+INTERPRETER_PRECISIONS = "fp32", "fp16"
 
 
 class PreparedTokens(NamedTuple):
@@ -62,7 +63,7 @@ class CudaBackend(FusedHead, Backend):
     def __init__(self, precision="fp32", deterministic=True):
         if precision not in PRECISIONS:
             raise ConfigError(f"--precision {precision} is unknown in this stage: use {', '.join(PRECISIONS)}")
-        if triton_launch.interpreted() and precision not in INTERPRETED:
+        if triton_launch.interpreted() and precision not in INTERPRETER_PRECISIONS:
             why = ", which computes bf16 wrongly" if precision == "bf16" else ", which has no tensor cores"
             raise ConfigError(f"--precision {precision} cannot be used in Triton's interpreter{why}: use fp32 or fp16")
         self.runtime = make_runtime(precision, deterministic)  # first: without a GPU the error is about the GPU
@@ -113,11 +114,11 @@ class CudaBackend(FusedHead, Backend):
 
     @functools.cached_property
     def decode_stream(self):
-        """The stream of all decoders. There is only one, because matrix products on it share a workspace."""
+        """The stream of all decoders: only one, because the products of two streams cannot share a workspace."""
         if not self.runtime.uses_graphs:
             return EagerStream()
         stream = DecodeStream(self.xp)
-        self.runtime.workspaces.append(stream.workspace)
+        self.runtime.decoding_memories.append(stream.graph_memory)
         return stream
 
     def decoder(self, model, batch):
@@ -128,7 +129,7 @@ class CudaBackend(FusedHead, Backend):
     # -- products and gradients of parameters --------------------------------------------------------------------------
 
     def product(self, a, b, **options):
-        """a @ b (N, K) as a new array. options: of Products.multiply (trans_a, ...), and dtype (default: a.dtype)."""
+        """a @ b as a new array (N, K). options: dtype (by default a.dtype), and those of Products.multiply()."""
         n = a.shape[1] if options.get("trans_a") else a.shape[0]
         k = b.shape[0] if options.get("trans_b") else b.shape[1]
         out = self.xp.empty((n, k), options.pop("dtype", a.dtype))
@@ -260,10 +261,14 @@ class CudaBackend(FusedHead, Backend):
     def attention_backward(self, dy, qkv, y, aux, n_head):
         dqkv, delta, dy = self.like(qkv), self.like(aux), self.xp.ascontiguousarray(dy)
 
-        def run(tiles, dy=y):  # timed with y in place of dy: it has the same shape, and is finite for any loss scale
+        def run(tiles, dy):
             flash.attention_backward(dqkv, delta, dy, qkv, y, aux, n_head, self.dot_precision, tiles)
 
-        run(attention_tiles.tuned_backward(self.runtime.tuner, run, dqkv, delta, qkv, n_head, self.dot_precision), dy)
+        def run_candidate(tiles):  # with y in place of dy: y has the same shape, and is finite for any loss scale
+            run(tiles, y)
+
+        tuner, precision = self.runtime.tuner, self.dot_precision
+        run(attention_tiles.tuned_backward(tuner, run_candidate, dqkv, delta, qkv, n_head, precision), dy)
         return dqkv
 
     def attention_cached(self, qkv, keys, values, position, n_head):

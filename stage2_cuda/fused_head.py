@@ -4,6 +4,7 @@
 
 import numpy as np
 
+from gpt2core.arena import round_up
 from stage2_cuda.kernels import cross_entropy, losses
 from stage2_cuda.kernels.cast import scale_in_place
 from stage2_cuda.memory_model import CHUNK_LOGITS, LOGITS_ALIGNMENT
@@ -97,27 +98,28 @@ class FusedHead:
         writes the padding.
         """
         w = self.with_padding_rows(w)
-        logits = self.xp.empty((len(x), -(-len(w) // LOGITS_ALIGNMENT) * LOGITS_ALIGNMENT), x.dtype)
+        logits = self.xp.empty((len(x), round_up(len(w), LOGITS_ALIGNMENT)), x.dtype)
         self.products.multiply(logits[:, : len(w)], x, w, trans_b=True)
         return logits
 
     def head_gradients(self, dlogits, x, w, dx, dw, accumulate):
-        """dx = dlogits w, dw = dlogits' x. accumulate: add to the contents of dw. dlogits: as from padded_logits()."""
+        """dx = dlogits w, dw = dlogits' x. dlogits: padded as by padded_logits(). accumulate: add to the old dw."""
         w, dw = self.with_padding_rows(w), self.with_padding_rows(dw)
         operand = self.products.operand(dlogits[:, : len(w)])
         self.products.multiply(dx, operand, w)
-        operand = operand if len(dw) == len(w) else dlogits[:, : len(dw)]
+        if len(dw) != len(w):  # only one of the two could be extended: dw needs other columns of dlogits
+            operand = dlogits[:, : len(dw)]
         self.products.multiply(dw, operand, x, trans_a=True, accumulate=accumulate)
 
     def with_padding_rows(self, w):
         """A view of w (V, C) and of the memory after w, with V rounded up to a multiple of LOGITS_ALIGNMENT.
 
-        Returns w itself if the array of which w is a part ends too early. Reason: with an odd V the rows of the product
-        are not aligned, and the product takes five times as long for V = 50257. The logits of the additional rows are
-        padding: they do not count in the loss, and their gradient is 0. If w is a gradient, the additional rows are
-        padding too, or gradients that backward writes later.
+        With an odd V the rows of the logits are not aligned, and a product takes five times as long for V = 50257. The
+        logits of the additional rows are padding: they do not count in the loss, and their gradient is 0. If w is a
+        gradient, the additional rows are padding too, or gradients that backward writes later. If w is not part of an
+        array that has memory for the additional rows, w itself is returned.
         """
-        padded_rows, base = -(-len(w) // LOGITS_ALIGNMENT) * LOGITS_ALIGNMENT, w.base
+        padded_rows, base = round_up(len(w), LOGITS_ALIGNMENT), w.base
         if isinstance(w, np.ndarray) or base is None:
             return w
         if w.data.ptr + padded_rows * w.strides[0] > base.data.ptr + base.nbytes:

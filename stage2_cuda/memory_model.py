@@ -65,9 +65,9 @@ def training_memory(config, batch_size, seq_len, precision, micro_batches=1, ran
         "activations": (4 * L + 2) * activation + 12 * L * activation // tp,
         # LayerNorm's mean and inverse standard deviation, attention's logsumexp
         "statistics": FP32 * rows * (4 * L + 2 + config.n_head * L // tp),
-        # temporary arrays, the larger of two peaks: in the loss, a chunk of logits and the gradients of both operands;
-        # or in the backward pass of an MLP, its gradients
-        "at work": max(
+        # the larger of two peaks: in the loss, a chunk of logits and the gradients of both operands; or in the backward
+        # pass of an MLP, its gradients
+        "temporary arrays": max(
             activation + logits + head_gradient + splits_operands * (logits + activation),
             (1 + (tp > 1)) * activation
             + (4 + 4 * (not fused_gelu) + 4 * splits_operands) * activation // tp
@@ -82,7 +82,7 @@ def training_memory(config, batch_size, seq_len, precision, micro_batches=1, ran
         # the residuals (error feedback) of the gradients and of their sums, and the buffers for codes
         "compression": int(FP32 * (size + size // ranks + CODE_BUFFERS[parallel.compress] * message))
         * (parallel.compress != "none"),
-        # the whole model, for a checkpoint, while the captured step keeps its workspace
+        # the whole model, for a checkpoint, while the captured step keeps its memory
         "gathered to save": FP32 * full_size * (tp > 1),
         "tokens": 12 * FP32 * rows * micro_batches,  # at most 12 numbers per token: input, target, sorted order
         "workspace": WORKSPACE,
@@ -98,7 +98,7 @@ def generation_memory(config, precision, batch_size=1, tp=1):
         "parameters": itemsize * Arena(shard_shapes(parameter_shapes(config), tp)).size,
         "keys and values": 2 * config.n_layer * activation // tp,
         # the activations of one layer; the MLP's hidden layer and qkv are divided over the ranks; and the logits
-        "at work": 4 * activation + 8 * activation // tp + itemsize * batch_size * config.vocab_size,
+        "temporary arrays": 4 * activation + 8 * activation // tp + itemsize * batch_size * config.vocab_size,
         "workspace": WORKSPACE,
         "context": CONTEXT,
     }
@@ -126,20 +126,20 @@ def explain_training_oom(
     """
     parallel = parallel or ParallelConfig()
 
-    def needed(sequences, parts, parallel=parallel):
-        sizes = sequences // ranks, seq_len, precision, parts // ranks
+    def needed(sequences, micro_batches, parallel=parallel):
+        sizes = sequences // ranks, seq_len, precision, micro_batches // ranks
         return sum(training_memory(config, *sizes, ranks, parallel, in_order).values())
 
-    def fits(sequences, parts=micro_batches, parallel=parallel):
-        return MARGIN * needed(sequences, parts, parallel) <= free
+    def fits(sequences, micro_batches=micro_batches, parallel=parallel):
+        return MARGIN * needed(sequences, micro_batches, parallel) <= free
 
-    options, more_parts = [], 2 * micro_batches
+    options, more_micro_batches = [], 2 * micro_batches
     if smaller_batch := largest_batch(fits, batch_size, micro_batches):
         options.append(f"--batch-size {smaller_batch}")
-    while batch_size % more_parts == 0 and not fits(batch_size, more_parts):
-        more_parts *= 2
-    if batch_size % more_parts == 0:
-        options.append(f"--micro-batches {more_parts}")
+    while batch_size % more_micro_batches == 0 and not fits(batch_size, more_micro_batches):
+        more_micro_batches *= 2
+    if batch_size % more_micro_batches == 0:
+        options.append(f"--micro-batches {more_micro_batches}")
     if not parallel.zero and fits(batch_size, parallel=replace(parallel, zero=1)):
         options.append("--zero 1")
     if parallel.compress != "none" and fits(batch_size, parallel=replace(parallel, compress="none")):

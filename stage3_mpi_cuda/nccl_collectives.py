@@ -210,7 +210,7 @@ class NcclCollectives(Communicator):
     # -- streams and events --------------------------------------------------------------------------------------------
 
     def _enqueue(self, run, *arrays):
-        """Call run() with the communication stream as current stream, ordered after all earlier work of the caller.
+        """Call run() with the communication stream as current stream, after all earlier work on the caller's stream.
 
         Returns a Handle. arrays: the arrays that run() uses; the last one is the result. The handle keeps the arrays
         alive until wait(), so that CuPy's memory pool does not reuse their memory earlier.
@@ -233,14 +233,14 @@ class NcclCollectives(Communicator):
         return TYPES[dtype.name]
 
     def _is_canonical(self, op, dtype):
-        """Whether to compute a reduction as a canonical sum: if this is selected and the order matters (float sums)."""
+        """Whether a reduction is a canonical sum: a sum of floats, unless use_collectives("nccl") was called."""
         return op == "sum" and dtype.kind not in "iu" and self._algorithm != NATIVE
 
     def _input(self, x, out, offset=None):
         """x as a contiguous array that NCCL can read while it writes to `out`: a copy of x if x and `out` overlap.
 
         No copy is needed if x starts `offset` bytes after the start of `out`, because NCCL supports this case in place.
-        offset None: NCCL supports no such case.
+        offset: None for a collective that NCCL does not support in place.
         """
         x = self._xp.ascontiguousarray(x)
         if out is not None and address(x) - address(out) != offset and overlap(x, out):

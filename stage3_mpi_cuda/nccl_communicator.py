@@ -94,7 +94,7 @@ class NcclCommunicator(Communicator):
 
     @property
     def capturable(self):
-        """Whether a CUDA graph can contain the collectives. Not with transport "mpi": there the host sums and waits."""
+        """Whether a CUDA graph can contain the collectives: not with transport "mpi", where the host waits and sums."""
         return self.transport == "nccl"
 
     @property
@@ -201,7 +201,7 @@ class GpuBinding:
     """The GPU of this rank, and objects that all communicators of the rank share. Empty in Triton's interpreter."""
 
     cupy: object = None  # the module cupy
-    device_id: int | None = None  # the number of the GPU among the GPUs that this process sees
+    device_id: int | None = None  # the number of the GPU among the GPUs that are visible to this process
     name: str = ""  # the GPU's model
     pci_bus_id: str = ""  # the address of the GPU in its computer: equal for ranks that share the GPU
     stream: object = None  # the communication stream, on which all NCCL calls are enqueued

@@ -31,7 +31,7 @@ if compgen -G "$out/step-*" > /dev/null; then
   resume=(--resume "$out")
 fi
 
-# --gpu-bind=none: every rank sees all GPUs of its node. Otherwise NCCL transfers between these GPUs through the host. A
+# --gpu-bind=none: all GPUs of a node are visible to each of its ranks. Otherwise NCCL transfers between these GPUs through the host. A
 # rank uses the GPU whose number is its own number on the node, modulo the number of visible GPUs. So it also uses its
 # own GPU if Slurm shows each rank only one GPU.
 exec srun --mpi="${MPI:-pmi2}" --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" --gpu-bind=none \

@@ -2,8 +2,8 @@
 
 This transport needs no NCCL and no CUDA-aware MPI, and ranks may share a GPU. A GPU can copy asynchronously only from
 and to *pinned* host memory: memory that the operating system does not move. An all-reduce is divided into chunks: while
-the host sums one chunk, the GPU copies the previous chunk back to the GPU and the next chunk to the host. NCCL needs
-neither copy.
+the host sums one chunk, the sum of the previous chunk is copied back to the GPU and the next chunk to the host. NCCL
+needs neither copy.
 """
 
 from concurrent.futures import ThreadPoolExecutor
@@ -87,7 +87,7 @@ class StagedCollectives(Communicator):
     # -- copies to the host and back -----------------------------------------------------------------------------------
 
     def _staged(self, x, out, shape, call):
-        """Handle of `out`, which receives the result of a collective on host memory.
+        """Start a collective on host memory; returns a Handle of `out`, its result.
 
         The background thread copies x to the pinned buffer host_x, calls call(host_x, host_out), and copies host_out to
         `out`. out: a CuPy array of `shape`, or None for a new array.
@@ -131,7 +131,7 @@ class StagedCollectives(Communicator):
                 copy_to_host(number + 2)
 
     def _enqueue(self, run, x, out):
-        """Handle of `out` for run(), called in the background thread after all earlier work on the caller's stream."""
+        """Let the background thread call run() after all earlier work on the caller's stream; return a Handle."""
         cuda = self._cupy.cuda
         ready = cuda.Event(disable_timing=True)
         ready.record()

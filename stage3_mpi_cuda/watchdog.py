@@ -1,9 +1,9 @@
 """Two additional checks of the watchdog in stage 3: heartbeats of all ranks, and errors of NCCL.
 
-A heartbeat is a message that a rank sends to the next rank every second. In stage 1 only the first rank of each host
-sends heartbeats. They detect a lost host. If a process ends, the other ranks of its host notice this without them. But
-a process can also hang without ending. Then the other ranks wait for it forever, in a loop on the host or in an NCCL
-kernel, which the host cannot interrupt. So in stage 3 every rank sends heartbeats.
+A heartbeat is a message that a rank sends to the next rank every second. In stage 1 heartbeats only detect a lost host,
+so only the first rank of each host sends them: when a process ends, the other ranks of its host detect this by its
+pidfd. But a process can also hang without ending. Then the other ranks wait for it forever, in a loop on the host or in
+an NCCL kernel, which the host cannot interrupt. So in stage 3 every rank sends heartbeats.
 """
 
 from stage1_mpi.watchdog import Heartbeat
@@ -13,7 +13,7 @@ IN_PROGRESS = 7  # ncclInProgress: the communicator is busy; not an error
 
 
 def watch_gpus(world):
-    """Add both checks to the watchdog of `world`, the NcclCommunicator of all ranks. One rank has no watchdog."""
+    """Add both checks to the watchdog of `world`, the NcclCommunicator of all ranks; a job of one rank has none."""
     watchdog = world.mpi_group.watchdog
     if watchdog:
         watchdog.add(Heartbeat(world.mpi_group.duplicate(), world.rank, SILENCE))

@@ -10,7 +10,7 @@ import time
 
 import numpy as np
 
-from benchmarks.harness.ours import GPU_OPTIMIZER, check_gpu, share_workspace, train_step
+from benchmarks.harness.ours import GPU_OPTIMIZER, check_gpu, share_graph_memory, train_step
 from benchmarks.harness.processes import run_main
 from benchmarks.harness.report import add_save_flags, paired_ratio, print_table, save
 from gpt2core.app.presets import PRESETS
@@ -86,7 +86,7 @@ CHANGES = {
 class Variants:
     """Makes trainers that are measured in turn.
 
-    Each has its own parameters and optimizer state; their captured steps share one workspace to save memory.
+    Each has its own parameters and optimizer state; their captured steps share the memory of their intermediate arrays.
     """
 
     def __init__(self, config, batch_size, precision):
@@ -94,7 +94,7 @@ class Variants:
         self.batch = tokens[:, :-1].copy(), tokens[:, 1:].copy()
         self.sizes = dict(batch_size=batch_size, seq_len=config.block_size, micro_batches=1)
         self.config, self.precision = config, precision
-        self.workspace_owner = None  # the first captured step; the others use its workspace
+        self.memory_owner = None  # the first captured step; the others use its memory
 
     def trainer(self, change, steps=4):
         """Make a trainer, apply `change` to it, and run `steps` untimed steps; return the trainer.
@@ -110,7 +110,7 @@ class Variants:
         trainer = Trainer(self.config, [backend], **self.sizes, optimizer=GPU_OPTIMIZER)
         if change is copied_gradients:  # the only change that needs the trainer
             change(trainer)
-        self.workspace_owner = share_workspace(self.workspace_owner, backend)
+        self.memory_owner = share_graph_memory(self.memory_owner, backend)
         self.median_step_seconds(trainer, steps)
         backend.runtime.release_cached_memory()
         return trainer

@@ -47,7 +47,7 @@ def add_kernel(out_ptr, x_ptr, y_ptr, n, BLOCK: tl.constexpr):
 
 
 def launches(xp):
-    """Section 1: the time that Python takes to launch a kernel, by Triton's launcher (plain) and by launch() (ours)."""
+    """Section 3: the time that Python takes to launch a kernel, by Triton's launcher (plain) and by launch() (ours)."""
     from stage2_cuda.runtime.triton_launch import Pointer, launch
 
     arrays = [xp.ones(1024, np.float32) for _ in range(3)]
@@ -56,7 +56,7 @@ def launches(xp):
         lambda: launch(add_kernel, (1,), *arrays, 1024, BLOCK=1024),
     )
     timed = (functools.partial(host_seconds, xp, function, calls=500) for function in functions)
-    return Comparison(1, "a launch", *timed)
+    return Comparison(3, "a launch", *timed)
 
 
 def host_seconds(xp, function, calls):
@@ -93,15 +93,15 @@ class TimedSteps:
 
 
 def training():
-    """Yield the Comparisons of sections 8 and 9: whole training steps."""
+    """Yield the Comparisons of sections 11 and 12: whole training steps."""
     full_step = TimedSteps()  # with all optimisations
-    yield Comparison(8, "a step of preset paper, fp32 and bf16", TimedSteps("fp32"), full_step)
-    yield Comparison(9, "the same in bf16, as a graph", TimedSteps(captured=False, count=10), full_step)
-    yield Comparison(9, "the same, begun before the previous loss is read", TimedSteps(overlap=False), full_step)
+    yield Comparison(11, "a step of preset paper, fp32 and bf16", TimedSteps("fp32"), full_step)
+    yield Comparison(12, "the same in bf16, as a graph", TimedSteps(captured=False, count=10), full_step)
+    yield Comparison(12, "the same, begun before the previous loss is read", TimedSteps(overlap=False), full_step)
 
 
 def generation():
-    """Yield the Comparisons of section 10: one generated token of GPT-2 124M, one sequence."""
+    """Yield the Comparisons of section 15: one generated token of GPT-2 124M, one sequence."""
     generator, prompts = CudaGenerator(PRESETS["gpt2"], 1), [list(range(256))]
 
     def timer(decoder, steps):
@@ -109,9 +109,9 @@ def generation():
 
     uncaptured = timer(generator.decoder(1, captured=False), 50)
     captured = timer(generator.decoder(1), 200)
-    yield Comparison(10, "a token, as a graph", uncaptured, captured)
+    yield Comparison(15, "a token, as a graph", uncaptured, captured)
     # pdl: programmatic dependent launch. A kernel prefetches its weights while the previous kernel still runs.
-    yield Comparison(10, "a token, weights prefetched", timer(generator.decoder(1, pdl=False), 200), captured)
+    yield Comparison(15, "a token, weights prefetched", timer(generator.decoder(1, pdl=False), 200), captured)
 
 
 # -- measuring --------------------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """This project's trainers for the benchmarks on many GPUs. The variants of a benchmark take turns in one job."""
 
-from benchmarks.harness.ours import GPU_OPTIMIZER, message_count, overlapped_steps, share_workspace
+from benchmarks.harness.ours import GPU_OPTIMIZER, message_count, overlapped_steps, share_graph_memory
 from gpt2core.communicator import Solo
 from gpt2core.parallel.config import ParallelConfig
 from gpt2core.parallel.whole_parameters import initial_parameters
@@ -45,7 +45,7 @@ class Job:
 
     def __init__(self, config, windows, precision):
         self.config, self.windows, self.precision = config, windows, precision
-        self.workspace_owner = self.initial = None
+        self.memory_owner = self.initial = None
 
     def train_function(self, group, **options):
         """Return train(steps) for the ranks of `group`; train() returns the measurements of this rank."""
@@ -76,5 +76,5 @@ class Job:
         for name, view in trainer.arena.views(trainer.parameters).items():
             view[...] = self.initial[name]  # a copy on the GPU; to copy from the host would take seconds
         trainer.optimizer.refresh_copy(0)  # the 16-bit copy of the parameters
-        self.workspace_owner = share_workspace(self.workspace_owner, backend)
+        self.memory_owner = share_graph_memory(self.memory_owner, backend)
         return trainer

@@ -2,8 +2,8 @@
 
 The figure shows one replay of a step's CUDA graph on rank 0. CUPTI, NVIDIA's profiling library, reports every kernel of
 a graph, but not the stream on which the kernel was captured. So this script assigns each kernel to one of the three
-lines of the figure. Kernels of NCCL and of the canonical sum are on the line "communication". The other kernels are on
-the line "compute", or on "compute, concurrent" if they start while a kernel of the line "compute" runs. The profiler
+lanes of the figure. Kernels of NCCL and of the canonical sum are in the lane "communication". The other kernels are in
+the lane "compute", or in "compute, concurrent" if they start while a kernel of the lane "compute" runs. The profiler
 slows each kernel a little, so the step takes longer than in the other benchmarks.
 """
 
@@ -17,11 +17,11 @@ from gpt2core.app.presets import PRESETS
 from gpt2core.data import Windows
 from gpt2core.parallel.data_parallel import STRATEGIES
 from gpt2core.tracing.trace_file import Process, Span, write_trace
-from stage2_cuda.runtime.cupti import COMMUNICATE, LINES, Activity, lines_of, open_cupti, recorded, short
+from stage2_cuda.runtime.cupti import COMMUNICATE, LANES, Activity, lanes_of, open_cupti, recorded, short
 
 BENCHMARK = "benchmarks.gpus.timeline"  # the name under which the ranks import this file
 SEED = 20260101
-COLOURS = ("tab:blue", "tab:cyan", "tab:red")  # of LINES
+COLOURS = ("tab:blue", "tab:cyan", "tab:red")  # of LANES
 
 
 # -- on the ranks ------------------------------------------------------------------------------------------------------
@@ -70,13 +70,13 @@ def last_of_two(activities):
 
 
 def processes_of(steps):
-    """The steps {name: lines_of()} as processes of a trace: each step is a process, and each line a lane."""
+    """The steps {name: lanes_of()} as processes of a trace: each step is a process."""
     return [
         Process(
             name,
             {
-                title: [Span(short(each.name), each.start, each.duration) for at, each in placed if at == line]
-                for line, title in enumerate(LINES)
+                title: [Span(short(each.name), each.start, each.duration) for at, each in placed if at == lane]
+                for lane, title in enumerate(LANES)
             },
         )
         for name, placed in steps.items()
@@ -100,13 +100,13 @@ def union_length(intervals):
 
 
 def times_of(placed):
-    """The times of a step in milliseconds. placed: the activities of the step, from lines_of().
+    """The times of a step in milliseconds. placed: the activities of the step, from lanes_of().
 
     hidden_ms is the time of the communication that overlaps with computation.
     """
     compute_spans, communication_spans = [], []
-    for line, activity in placed:
-        spans = communication_spans if line == COMMUNICATE else compute_spans
+    for lane, activity in placed:
+        spans = communication_spans if lane == COMMUNICATE else compute_spans
         spans.append((activity.start, activity.start + activity.duration))
     compute, communication = union_length(compute_spans), union_length(communication_spans)
     both = compute + communication - union_length(compute_spans + communication_spans)
@@ -121,7 +121,7 @@ def times_of(placed):
 
 
 def plot(steps, path):
-    """Draw the steps {name: lines_of()}: one panel for each step, with three lines, on a common time axis."""
+    """Draw the steps {name: lanes_of()}: one panel for each step, with three lanes, on a common time axis."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -129,10 +129,10 @@ def plot(steps, path):
 
     figure, panels = plt.subplots(len(steps), 1, figsize=(10, 1.8 * len(steps)), sharex=True, squeeze=False)
     for panel, (name, placed) in zip(panels[:, 0], steps.items(), strict=True):
-        for line, colour in enumerate(COLOURS):
-            bars = [(activity.start / 1e3, activity.duration / 1e3) for at, activity in placed if at == line]
-            panel.broken_barh(bars, (len(LINES) - 1.4 - line, 0.8), facecolors=colour, linewidth=0)
-        panel.set_yticks([len(LINES) - 1 - line for line in range(len(LINES))], LINES)
+        for lane, colour in enumerate(COLOURS):
+            bars = [(activity.start / 1e3, activity.duration / 1e3) for at, activity in placed if at == lane]
+            panel.broken_barh(bars, (len(LANES) - 1.4 - lane, 0.8), facecolors=colour, linewidth=0)
+        panel.set_yticks([len(LANES) - 1 - lane for lane in range(len(LANES))], LANES)
         panel.set_title(f"{name}: {times_of(placed)['step_ms']:.1f} ms", loc="left", fontsize=10)
         panel.grid(axis="x", alpha=0.3)
     panels[-1, 0].set_xlabel("ms")
@@ -170,7 +170,7 @@ def main(argv=None):
     variants = {f"--dp {dp}, {args.ranks} GPUs": dict(sizes, dp=dp) for dp in args.dp}
     options = args.preset, args.precision, variants
     profiled = launch(args.ranks, "steps_of", *options, timeout=args.timeout, benchmark=BENCHMARK)
-    steps = {name: lines_of([Activity(*fields) for fields in activities]) for name, activities in profiled.items()}
+    steps = {name: lanes_of([Activity(*fields) for fields in activities]) for name, activities in profiled.items()}
     times = {name: times_of(placed) for name, placed in steps.items()}
     print_table(rows_of(times))
     path = save(BENCHMARK, times, args, args.save_as)

@@ -109,7 +109,6 @@ def gpu_kernels():
 def lesson(name):
     rows = [
         {
-            "section": result["section"],
             "measured": result["name"],
             "plain, us": number(result["plain"], 1e6),
             "ours, us": number(result["ours"], 1e6),

@@ -60,16 +60,16 @@ def message_count(trainer):
     return len(trainer.data_parallel.parts)
 
 
-def share_workspace(owner, backend):
-    """Make the compiled steps of `backend` use the workspace and the stream of the compiled step `owner`.
+def share_graph_memory(owner, backend):
+    """Make the compiled steps of `backend` use the memory and the stream of the compiled step `owner`.
 
-    The workspace is the memory of a step's intermediate arrays. Sharing it saves GPU memory if one process has several
+    The memory (GraphMemory) holds a step's intermediate arrays. Sharing it saves GPU memory if one process has several
     trainers. The steps overwrite each other's arrays, so no step may keep data there between two calls. Call this
     before the steps are captured. If `owner` is None, the first step of `backend` becomes the owner. Returns the owner.
     """
     for step in backend.runtime.compiled:
         owner = owner or step
-        step.workspace, step.stream = owner.workspace, owner.stream
+        step.graph_memory, step.stream = owner.graph_memory, owner.stream
     return owner
 
 
@@ -119,7 +119,7 @@ class CudaSteps:
     def memory(self):
         """{"held_bytes": the largest size of CuPy's memory pools so far}.
 
-        The pools hold the training state and the workspace of the captured step.
+        The pools hold the training state and the intermediate arrays of the captured step.
         """
         return {"held_bytes": self.backend.runtime.peak_memory()}
 
@@ -182,7 +182,7 @@ class Passes:
         functions = {"forward": self.forward, "forward + backward": self.forward_and_backward}
         self.compiled = {kind: backend.runtime.compile_step(function) for kind, function in functions.items()}
         if hasattr(backend.runtime, "compiled"):
-            share_workspace(None, backend)
+            share_graph_memory(None, backend)
 
     def run(self, kind):
         if kind == "step":

@@ -47,8 +47,8 @@ class DecodeTiling(NamedTuple):
     block_n: int  # columns of a weight per program, in the products that are not split over K
     split_k: int  # number of parts of K in split-K; more if a part would have more than `max_rows` rows
     split_block_n: int  # columns of a weight per program, in the products that are split over K
-    # two or more sequences: cached keys per loop iteration, for 16 bits and head size 64; one sequence: least keys per
-    # program
+    # two or more sequences: cached keys per loop iteration, for 16 bits and head size 64; one sequence: the smallest
+    # number of keys in one split (single_row.py)
     block_keys: int
     block_vocab: int  # rows of lm_head per program
     max_rows: int = 256  # largest number of rows of a weight in one part of split-K

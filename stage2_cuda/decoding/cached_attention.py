@@ -2,8 +2,8 @@
 
 A program computes M new rows (positions) of one head. It loops over the cached keys in blocks of N, then over the new
 keys up to the diagonal, with the softmax steps of kernels/attention_forward.py. gpt2core.sampler.Decoder uses this
-kernel where GpuDecoder cannot be used: with tensor parallelism and large batches. GpuDecoder has its own (batched.py,
-single_row.py).
+kernel where GpuDecoder cannot be used: with tensor parallelism or a large batch. GpuDecoder has other kernels for
+attention (batched.py, single_row.py).
 """
 
 # B batch, t new positions, C channels, H heads, D = C // H head size (cached_kernel: SIZE; D is the next power of two)
@@ -22,22 +22,22 @@ TILE = TileConfig(16, 64, 4, 2)  # 16 new queries by 64 keys; not tuned
 
 
 @triton.jit
-def load_new(qkv_ptr, rows, dims, t, C, D: tl.constexpr):
+def load_new(qkv_ptr, rows, dims, t, C, SIZE: tl.constexpr):
     """The given rows of q, k or v of one head, (rows, dims); qkv_ptr: the address of this part in the first row."""
-    mask = (rows < t)[:, None] & (dims < D)[None, :]
+    mask = (rows < t)[:, None] & (dims < SIZE)[None, :]
     return tl.load(qkv_ptr + rows.to(tl.int64)[:, None] * 3 * C + dims[None, :], mask=mask, other=0.0)
 
 
 @triton.jit
-def attend(acc, peak, total, q, k, v, visible, scale, PRECISION: tl.constexpr):
-    """One step of flash attention: the queries q (M, D) attend to the keys k (N, D) where `visible` is true.
+def attend(acc, row_max, row_sum, q, k, v, mask, scale, PRECISION: tl.constexpr):
+    """One step of flash attention: the queries q (M, D) attend to the keys k (N, D) where `mask` is true.
 
-    visible: (M, N) or (1, N). v (N, D): the values. Returns the new acc (M, D), peak (M) and total (M) of the online
+    mask: (M, N) or (1, N). v (N, D): the values. Returns the new acc (M, D), row_max (M) and row_sum (M) of the online
     softmax (see softmax_step).
     """
-    s = tl.where(visible, tl.dot(q, k.T, input_precision=PRECISION), float("-inf"))  # (M, N)
-    p, peak, total, acc = softmax_step(s, peak, total, acc, scale)
-    return tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION), peak, total
+    s = tl.where(mask, tl.dot(q, k.T, input_precision=PRECISION), float("-inf"))  # (M, N)
+    p, row_max, row_sum, acc = softmax_step(s, row_max, row_sum, acc, scale)
+    return tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION), row_max, row_sum
 
 
 @triton.jit(do_not_specialize=["position"])
@@ -65,29 +65,30 @@ def cached_kernel(
     tl.store(values_ptr + slots[:, None] * SIZE + dims[None, :], new_v, mask=mask)
 
     q = load_new(qkv_ptr, rows, dims, t, C, SIZE)
-    peak, total = tl.full([M], float("-inf"), tl.float32), tl.zeros([M], tl.float32)
+    row_max, row_sum = tl.full([M], float("-inf"), tl.float32), tl.zeros([M], tl.float32)
     acc = tl.zeros([M, D], tl.float32)
     for n in tl.range(0, position, N):
         cached = n + tl.arange(0, N)
         kv_mask = (cached < position)[:, None] & (dims < SIZE)[None, :]  # (N, D)
         k = tl.load(keys_ptr + dims[None, :] * block + cached[:, None], mask=kv_mask, other=0.0)
         v = tl.load(values_ptr + cached[:, None] * SIZE + dims[None, :], mask=kv_mask, other=0.0)
-        acc, peak, total = attend(acc, peak, total, q, k, v, (cached < position)[None, :], scale, PRECISION)
+        cached_mask = (cached < position)[None, :]
+        acc, row_max, row_sum = attend(acc, row_max, row_sum, q, k, v, cached_mask, scale, PRECISION)
     for n in tl.range(0, tl.minimum(tl.program_id(1) * M + M, t), N):
         columns = n + tl.arange(0, N)
         k, v = load_new(qkv_ptr + C, columns, dims, t, C, SIZE), load_new(qkv_ptr + 2 * C, columns, dims, t, C, SIZE)
-        acc, peak, total = attend(acc, peak, total, q, k, v, causal_mask(rows, columns), scale, PRECISION)
+        acc, row_max, row_sum = attend(acc, row_max, row_sum, q, k, v, causal_mask(rows, columns), scale, PRECISION)
     y_ptr += first_row * C + h * SIZE
     y_ptr += rows.to(tl.int64)[:, None] * C + dims[None, :]
-    tl.store(y_ptr, (acc / total[:, None]).to(y_ptr.dtype.element_ty), mask=mask)
+    tl.store(y_ptr, (acc / row_sum[:, None]).to(y_ptr.dtype.element_ty), mask=mask)
 
 
 def attention_cached(y, qkv, keys, values, position, n_head, precision="ieee"):
     """y (B, t, C) = causal attention of the new positions, position to position + t - 1, to all positions so far.
 
     qkv (B, t, 3C): q, k and v of the new positions. Stores k and v in the caches, keys (B, H, D, block) and values
-    (B, H, block, D). precision: of the products, "ieee", "tf32" or "tf32x3". Raises ConfigError if the block of the
-    caches has too few positions left.
+    (B, H, block, D). precision: how tl.dot multiplies float32, "ieee", "tf32" or "tf32x3". Raises ConfigError if
+    the caches have room for fewer than position + t positions.
     """
     B, t, D = head_shape(qkv, n_head)
     block = keys.shape[3]

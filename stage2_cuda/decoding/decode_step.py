@@ -101,7 +101,7 @@ class LayerWeights:
 
 
 class TransposedWeights:
-    """Copies of a layer's weights for single_row: qkv, fc and fc_proj transposed.
+    """Copies of the weights of one layer for single_row.py: the transposed weights qkv, fc and fc_proj.
 
     qkv_ln, fc_ln: [gamma_w, beta_w] of single_row.fold_layernorm, for the LayerNorm before qkv and before fc.
     """

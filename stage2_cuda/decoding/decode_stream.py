@@ -4,7 +4,7 @@ import contextlib
 
 import numpy as np
 
-from stage2_cuda.runtime.cuda_graph import CapturedStep, Workspace
+from stage2_cuda.runtime.cuda_graph import CapturedStep, GraphMemory
 from stage2_cuda.runtime.static_inputs import empty_pinned
 
 
@@ -36,7 +36,7 @@ class DecodeStream:
     prefill_multiple = 64  # so that one captured prefill serves 64 prompt lengths
 
     def __init__(self, cupy):
-        self.cupy, self.stream, self.workspace = cupy, cupy.cuda.Stream(non_blocking=True), Workspace(cupy)
+        self.cupy, self.stream, self.graph_memory = cupy, cupy.cuda.Stream(non_blocking=True), GraphMemory(cupy)
 
     def __enter__(self):
         self.cupy.cuda.get_current_stream().synchronize()  # this stream may read what the caller's stream writes
@@ -47,10 +47,10 @@ class DecodeStream:
 
     def capture(self, function):
         """A callable that runs `function`: directly at the first call, later as a CUDA graph (see CapturedStep)."""
-        return CapturedStep(function, stream=self.stream, workspace=self.workspace)
+        return CapturedStep(function, stream=self.stream, graph_memory=self.graph_memory)
 
     def compile_ahead(self, step):
-        """Start to compile the kernels of a result of capture() in threads; a subclass may return the function."""
+        """Start to compile the kernels of `step`, a result of capture(), in threads. A plain function has none."""
         if isinstance(step, CapturedStep):
             step.compile_ahead()
 

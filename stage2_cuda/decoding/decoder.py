@@ -74,8 +74,8 @@ class GpuDecoder:
         while self.unread:  # the previous generation may have ended with unread steps
             self.read_tokens()
         self.lengths, self.step_count = [len(prompt) for prompt in prompts], 0
-        # Whether the next steps are window steps. With a prompt of block_size tokens all steps are: step 0 computes the
-        # same positions as a prefill, and later steps need no KV cache.
+        # Whether the next steps are window steps. With a prompt of block_size tokens all steps are window steps: step 0
+        # computes the same positions as a prefill, and later steps need no KV cache.
         self.uses_windows = max(self.lengths) >= block
         self.rules, self.steps_ahead = rules, STEPS_AHEAD
         ids = np.zeros((self.batch, block), np.int32)
@@ -105,10 +105,11 @@ class GpuDecoder:
         self.step_count += 1
 
     def compile_ahead(self):
-        """Let threads compile the kernels of the first steps, in the order in which these need them.
+        """Start to compile the kernels of the first steps in threads: first those of step 0, then those of step 1.
 
-        A step compiles its own kernels in threads too, but then those of the second step are not compiled while the
-        first step is computed. Window steps are all alike.
+        Without this call a step would start to compile its kernels when it is launched, so step 1 would not be compiled
+        while step 0 is computed. Nothing is done for a window step, because all steps are then equal, nor if step 0 is
+        not captured.
         """
         T, sample = self.padded_length(), None if self.sample == self.append_given else self.sample
         if self.uses_windows or self.batch * T > CAPTURED_PREFILL:

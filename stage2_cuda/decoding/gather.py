@@ -12,9 +12,9 @@ from stage2_cuda.runtime.triton_launch import launch
 
 
 def gather_last_rows(h, y, lengths):
-    """h[b] = y[b, lengths[b] - 1], the row of the last position of each sequence; h (B, C), y (B, T, C), lengths (B).
+    """h[b] = y[b, lengths[b] - 1], the row of the last position of each sequence; h (B, C), y (B, T, C).
 
-    If a sequence has more than T positions, h[b] = y[b, T - 1].
+    lengths (B) int32: the number of tokens of each sequence. If a sequence has more than T tokens, h[b] = y[b, T - 1].
     """
     B, T, C = y.shape
     width = triton.next_power_of_2(C)
@@ -22,10 +22,11 @@ def gather_last_rows(h, y, lengths):
 
 
 def gather_windows(out, ids, lengths):
-    """out (B, block) = the last `block` tokens of each sequence, the oldest first; lengths (B).
+    """out (B, block) = the last `block` tokens of each sequence, the oldest first. All arrays are int32.
 
-    ids (B, block) is a ring buffer: it holds token number i of a sequence at index i % block. If a sequence has fewer
-    than `block` tokens, these are the first elements of its row of `out`; the rest of the row has no meaning.
+    lengths (B): the number of tokens of each sequence. ids (B, block) is a ring buffer: it holds token number i of a
+    sequence at index i % block. If a sequence has fewer than `block` tokens, these are the first elements of its row of
+    `out`; the rest of the row has no meaning.
     """
     B, block = ids.shape
     launch(windows_kernel, (B, triton.cdiv(block, 256)), out, ids, lengths, block, BLOCK_T=256, num_warps=4)

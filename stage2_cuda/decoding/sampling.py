@@ -106,21 +106,22 @@ class DeviceSampler:
     def append_sampled(self, sequences, logits, maxima):
         """Draw one token for each sequence and append it.
 
-        maxima (B, peaks): the largest logit of each of `peaks` parts of the vocabulary, from batched.unembed.
+        maxima (B, n_maxima): the largest logit of each of n_maxima parts of the vocabulary, from batched.unembed.
         """
         B, V = logits.shape
-        grid, peaks = (B, self.tiles), maxima.shape[1]
-        sizes = dict(G=G, BLOCK_V=BLOCK_V, PEAKS=triton.next_power_of_2(peaks), num_warps=8)
+        grid, n_maxima = (B, self.tiles), maxima.shape[1]
+        sizes = dict(G=G, BLOCK_V=BLOCK_V, MAXIMA=triton.next_power_of_2(n_maxima), num_warps=8)
         values = self.top_p_and_temperature, self.top_k, self.uniforms, self.uniforms.shape[1], sequences.lengths
-        first_arguments = self.first_partials, logits, maxima, self.top_p_and_temperature, V, self.tiles, peaks
+        first_arguments = self.first_partials, logits, maxima, self.top_p_and_temperature, V, self.tiles, n_maxima
         launch(first_round_kernel, grid, *first_arguments, **sizes)
-        # previous: the search of the previous launch; old, new: the buffers that a round reads and writes
-        previous, old, new = None, 0, 1
+        # previous: the search of the previous launch, -1 if there is none; old, new: the buffers that a round reads and
+        # writes
+        previous, old, new = -1, 0, 1
         for search in self.searches:
             for round_number in range(1, ROUNDS):  # round 0 is that of first_round_kernel
                 buffers = self.states[new], self.partials[new], self.states[old], self.partials[old]
-                arguments = *buffers, self.first_partials, logits, maxima, *values, V, self.tiles, peaks
-                constants = dict(SEARCH=search, PREVIOUS=-1 if previous is None else previous, FIRST=round_number == 1)
+                arguments = *buffers, self.first_partials, logits, maxima, *values, V, self.tiles, n_maxima
+                constants = dict(SEARCH=search, PREVIOUS=previous, FIRST=round_number == 1)
                 launch(search_kernel, grid, *arguments, **constants, **sizes)
                 previous, old, new = search, new, old
         arguments = self.states[old], self.partials[old], logits, self.tiles
@@ -140,17 +141,18 @@ def sort_key(x):
 
 @triton.jit
 def add_masses(
-    partials_ptr, logits_ptr, maxima_ptr, numbers_ptr, low, high, b, V, tiles, peaks,
-    G: tl.constexpr, BLOCK_V: tl.constexpr, PEAKS: tl.constexpr,
+    partials_ptr, logits_ptr, maxima_ptr, options_ptr, low, high, b, V, tiles, n_maxima,
+    G: tl.constexpr, BLOCK_V: tl.constexpr, MAXIMA: tl.constexpr,
 ):  # fmt: skip
     """Store the mass and the count of this tile's tokens with key >= t, for each threshold t.
 
-    The G thresholds divide [low, high) into G equal parts; the first threshold is low. numbers_ptr: top_p, temperature.
+    The G thresholds divide [low, high) into G equal parts; the first threshold is low. options_ptr: top_p and then the
+    temperature.
     """
-    p, v = tl.arange(0, PEAKS), tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
-    maximum = tl.max(tl.load(maxima_ptr + b * peaks + p, p < peaks, float("-inf")), 0).to(tl.float64)
+    m, v = tl.arange(0, MAXIMA), tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
+    maximum = tl.max(tl.load(maxima_ptr + b * n_maxima + m, m < n_maxima, float("-inf")), 0).to(tl.float64)
     x = tl.load(logits_ptr + b.to(tl.int64) * V + v, v < V, float("-inf"))
-    mass = (tl.exp((x.to(tl.float64) - maximum) / tl.load(numbers_ptr + 1)) * MASS_UNIT + 0.5).to(tl.int64)
+    mass = (tl.exp((x.to(tl.float64) - maximum) / tl.load(options_ptr + 1)) * MASS_UNIT + 0.5).to(tl.int64)
     mass = tl.where(v < V, mass, 0)
     key = tl.where(v < V, sort_key(x).to(tl.int64), MIN_KEY - 1)
     partials_ptr += (b * tiles + tl.program_id(1)) * 2 * G
@@ -205,22 +207,22 @@ def load_state(state_ptr, b):
 
 @triton.jit
 def first_round_kernel(
-    partials_ptr, logits_ptr, maxima_ptr, numbers_ptr, V, tiles, peaks,
-    G: tl.constexpr, BLOCK_V: tl.constexpr, PEAKS: tl.constexpr,
+    partials_ptr, logits_ptr, maxima_ptr, options_ptr, V, tiles, n_maxima,
+    G: tl.constexpr, BLOCK_V: tl.constexpr, MAXIMA: tl.constexpr,
 ):  # fmt: skip
     """The first round, which divides the interval of all keys."""
     low, high, b = tl.full((), MIN_KEY, tl.int64), tl.full((), END_KEY, tl.int64), tl.program_id(0)
     add_masses(
-        partials_ptr, logits_ptr, maxima_ptr, numbers_ptr, low, high, b, V, tiles, peaks, G, BLOCK_V, PEAKS
+        partials_ptr, logits_ptr, maxima_ptr, options_ptr, low, high, b, V, tiles, n_maxima, G, BLOCK_V, MAXIMA
     )  # fmt: skip
 
 
 @triton.jit
 def search_kernel(
     state_out_ptr, partials_out_ptr, state_in_ptr, partials_in_ptr, first_partials_ptr, logits_ptr, maxima_ptr,
-    numbers_ptr, top_k_ptr, uniforms_ptr, uniforms_count, lengths_ptr, V, tiles, peaks,
+    options_ptr, top_k_ptr, uniforms_ptr, uniforms_count, lengths_ptr, V, tiles, n_maxima,
     SEARCH: tl.constexpr, PREVIOUS: tl.constexpr, FIRST: tl.constexpr,
-    G: tl.constexpr, BLOCK_V: tl.constexpr, PEAKS: tl.constexpr,
+    G: tl.constexpr, BLOCK_V: tl.constexpr, MAXIMA: tl.constexpr,
 ):  # fmt: skip
     """One round of a search: find the part in which the sum reaches the goal, from the previous round, and divide it.
 
@@ -246,7 +248,7 @@ def search_kernel(
         if SEARCH == TOP_K:
             goal = tl.load(top_k_ptr)
         elif SEARCH == TOP_P:
-            share = tl.load(numbers_ptr) * total.to(tl.float64)
+            share = tl.load(options_ptr) * total.to(tl.float64)
             goal = share.to(tl.int64)
             goal = tl.maximum(goal + (goal.to(tl.float64) < share).to(tl.int64), 1)  # `share` rounded up, at least 1
         else:
@@ -268,7 +270,7 @@ def search_kernel(
         tl.store(state_out_ptr + 3, count_above)
         tl.store(state_out_ptr + 4, goal)
     add_masses(
-        partials_out_ptr, logits_ptr, maxima_ptr, numbers_ptr, low, high, b, V, tiles, peaks, G, BLOCK_V, PEAKS
+        partials_out_ptr, logits_ptr, maxima_ptr, options_ptr, low, high, b, V, tiles, n_maxima, G, BLOCK_V, MAXIMA
     )  # fmt: skip
 
 
@@ -339,14 +341,14 @@ def append_sampled_kernel(
     token_mass = (mass - mass_above) // tl.maximum(count - count_above, 1)  # of one token with this key
     # The drawn token is number `index` of the tokens with this key, in the order of token ids.
     index = ((goal - mass_above - 1) // tl.maximum(token_mass, 1)).to(tl.int32)
-    token, seen = V, 0  # seen: number of tokens with this key in earlier blocks
+    token, earlier = V, 0  # earlier: number of tokens with this key in the blocks before this one
     for start in tl.range(0, V, BLOCK_V):
         v = start + tl.arange(0, BLOCK_V)
         logits = tl.load(logits_ptr + b.to(tl.int64) * V + v, v < V, float("-inf"))
         equal = ((sort_key(logits).to(tl.int64) == key) & (v < V)).to(tl.int32)
-        index_here = seen + tl.cumsum(equal, 0) - equal
+        index_here = earlier + tl.cumsum(equal, 0) - equal
         token = tl.minimum(token, tl.min(tl.where((equal == 1) & (index_here == index), v, V), 0))
-        seen += tl.sum(equal, 0)
+        earlier += tl.sum(equal, 0)
     append_token(
         x_ptr, ids_ptr, readback_ptr, tokens_ptr, lengths_ptr, wte_ptr, wpe_ptr, V, block, C, b, token,
         BLOCK_C, READBACK,

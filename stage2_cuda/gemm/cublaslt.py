@@ -116,7 +116,7 @@ def load_library():
 
 
 class Matrix(NamedTuple):
-    """All properties of an array except its address: the choice of an algorithm depends on them."""
+    """The properties of an array on which the choice of an algorithm depends."""
 
     rows: int
     columns: int
@@ -174,8 +174,8 @@ class Problem(NamedTuple):
             raise TypeError(f"bias and aux must have out's type: {self}")
         if self.compute not in COMPUTE or (self.compute == "tf32" and a.dtype != np.float32):
             raise TypeError(f"compute must be fp32, or tf32 for float32 operands: {self}")
-        sole = not self.accumulate
-        allowed = {None: not aux, "relu": not aux, "gelu": sole, "dgelu": aux and not bias and sole}
+        overwrites = not self.accumulate
+        allowed = {None: not aux, "relu": not aux, "gelu": overwrites, "dgelu": aux and not bias and overwrites}
         if not allowed.get(self.activation):
             raise ValueError(
                 "activation must be None or relu without aux, gelu without accumulate, or dgelu with aux but without "

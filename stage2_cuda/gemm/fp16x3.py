@@ -7,10 +7,11 @@ fp16 and tf32 both have 11 significant bits. fp16 is twice as fast and needs hal
 Therefore each square block of a matrix is divided by a scale, its own power of two, so that the block's largest
 magnitude is in [2^14, 2^15).
 
-Errors: high + low differs from x / scale by less than 2^-22 of x / scale or, if this is small, by less than 2^-39 of
-the block's largest number. The product low_a low_b, which is omitted, is below 2^-22 of a b. When tensor cores add,
-they truncate the sum; in a long sum this causes an error of about 1e-8 per term. Here tensor cores add only the few
-terms of one iteration. The sums of the iterations are multiplied by their scales and added in float32 arithmetic.
+Errors: high + low differs from x / scale by less than 2^-22 times x / scale or, if x / scale is small, by less than
+2^-39 times the block's largest number. The product low_a low_b, which is omitted, is below 2^-22 times a b. Tensor
+cores truncate the sum when they add; in a long sum this causes an error of about 1e-8 per term. Here tensor cores add
+only the few terms of one iteration. The sums of the iterations are multiplied by their scales and added in float32
+arithmetic.
 """
 
 # out (M, N) = op(a) (M, K) op(b) (K, N). op is the transpose if trans_a or trans_b: then a is (K, M), b is (N, K)

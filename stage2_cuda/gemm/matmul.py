@@ -25,9 +25,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from stage2_cuda.kernels.gelu import sigmoid_of_2u
 from stage2_cuda.runtime.triton_launch import KernelLaunch, Pointer
 
-GROUP = tl.constexpr(8)  # rows of tiles that are launched together, so that their operands stay in the L2 cache
+GROUP = tl.constexpr(8)  # rows of tiles that are computed at a time, so that their operands stay in the L2 cache
 ALIGNED = 16  # bytes: a descriptor needs this alignment of the address and of the stride
-WANTED_TILES = 120  # an H200 has 132 multiprocessors
+MIN_TILES = 120  # a result should have at least this many tiles: an H200 has 132 multiprocessors
 
 
 class MatmulTile(NamedTuple):
@@ -45,7 +45,8 @@ class MatmulTile(NamedTuple):
     c_at: str = "early"
 
 
-# The first with WANTED_TILES tiles is used, or the last. Estimates; benchmarks/torch/matmul_search.py measures them.
+# The first one that divides the result into at least MIN_TILES tiles is used, otherwise the last one. These are
+# estimates; benchmarks/torch/matmul_search.py measures them.
 TILES = [
     MatmulTile(128, 256, 64, 8, 3),
     MatmulTile(128, 128, 64, 8, 3),
@@ -178,9 +179,10 @@ class StridedMatrix(NamedTuple):
         """The kernel's argument: a descriptor, in blocks of `block_shape`, or the array itself."""
         if access in ("one row", "pointers"):
             return self.base
-        order = slice(None, None, 1 if access == "rows" else -1)
-        shapes = (list(each[order]) for each in (self.shape, self.strides, block_shape))
-        return TensorDescriptor(pointer_of(self.base), *shapes)
+        shape, strides, block_shape = list(self.shape), list(self.strides), list(block_shape)
+        if access == "columns":  # the transpose
+            shape, strides, block_shape = shape[::-1], strides[::-1], block_shape[::-1]
+        return TensorDescriptor(pointer_of(self.base), shape, strides, block_shape)
 
 
 def pointer_of(array):
@@ -201,13 +203,15 @@ def matmul_launch(d, a, b, c=None, activation=None, h=None, tile=None, precision
     (M, K), N = a.shape, b.shape[1]
     tile = tile or select_tile(M, N)
     m, n, k = tile.block_m, tile.block_n, tile.block_k
-    blocks = {"d": (d, m, n), "a": (a, m, k), "b": (b, k, n), "c": (c, m, n)}
-    access = {name: matrix and matrix.access(ALLOWED[name]) for name, (matrix, *_) in blocks.items()}
+    access, arrays, strides = {}, {}, []
+    for name, matrix, block_shape in (("d", d, (m, n)), ("a", a, (m, k)), ("b", b, (k, n)), ("c", c, (m, n))):
+        access[name] = None if matrix is None else matrix.access(ALLOWED[name])
+        arrays[name] = None if matrix is None else matrix.argument(access[name], *block_shape)
+        strides += (0, 0) if matrix is None else matrix.strides
+    arrays["h"] = None if h is None else h.argument(access["d"], m, n)
     # A load through pointers needs registers for addresses, so its block is not kept in registers during the loop.
     c_at = "end" if access["c"] == "pointers" and tile.c_at == "early" else tile.c_at
-    arrays = [matrix and matrix.argument(access[name], *block) for name, (matrix, *block) in blocks.items()]
-    strides = [stride for matrix, *_ in blocks.values() for stride in (matrix.strides if matrix else (0, 0))]
-    arguments = arrays[0], h and h.argument(access["d"], m, n), *arrays[1:], *strides, M, N, K
+    arguments = *(arrays[name] for name in "dhabc"), *strides, M, N, K
     constants = dict(BLOCK_M=m, BLOCK_N=n, BLOCK_K=k, ACTIVATION=activation, C_AT=c_at, PRECISION=precision)
     constants |= {f"ACCESS_{name.upper()}": value for name, value in access.items()}
     options = dict(num_warps=tile.num_warps, num_stages=tile.num_stages)
@@ -215,8 +219,8 @@ def matmul_launch(d, a, b, c=None, activation=None, h=None, tile=None, precision
 
 
 def select_tile(M, N):
-    """The first of TILES that divides an M x N result into enough tiles."""
-    return next((t for t in TILES if triton.cdiv(M, t.block_m) * triton.cdiv(N, t.block_n) >= WANTED_TILES), TILES[-1])
+    """The first of TILES that divides an M x N result into at least MIN_TILES tiles, otherwise the last one."""
+    return next((t for t in TILES if triton.cdiv(M, t.block_m) * triton.cdiv(N, t.block_n) >= MIN_TILES), TILES[-1])
 
 
 def matmul(d, a, b, c=None, activation=None, h=None, tile=None, precision="ieee"):

@@ -45,7 +45,7 @@ class Products:
 
 
 class NumpyGemm:
-    """Has the methods of CublasLt, without activations, but computes with NumPy; for Triton's interpreter."""
+    """The methods of CublasLt, without activations, computed by NumPy: for Triton's interpreter."""
 
     def clear_plans(self):
         pass
@@ -62,7 +62,7 @@ def make_gemm_and_tuner(cupy, name, deterministic, side_stream, notify):
     """(CublasLt, Tuner). The products may run on the current stream and on side_stream at the same time.
 
     The Triton kernels use the same Tuner. name: the GPU's name. deterministic: time nothing. notify(text): called
-    before the first timing, because that takes a while.
+    before the first timing, because timing takes a while.
     """
     import triton
 

@@ -13,10 +13,10 @@ for group 0 of all tiles, one for group 1 of all tiles, and so on. They are comb
 Performance: the rows should be padded to a multiple of 16 columns, or the GPU loads single elements. The padding does
 not change the results. The kernels with one program per row load full tiles without a mask. forward_backward_kernel
 first computes the gradient of full tiles without the term for the target, and corrects this one element at the end. So
-an element of a full tile needs no comparison of its column with vocab or with the target, and no tl.where; in
-write_gradient(), which computes the other tiles, it needs both comparisons and three tl.where. Tiles are large, so that
-a multiprocessor runs few programs at a time. Each program has one row, so few rows are in use, and they stay in the L2
-cache until the second pass.
+it does not compare the columns of a full tile with vocab or with the target, and needs no tl.where there. The other
+tiles need both comparisons and three tl.where per element: write_gradient(). Tiles are large, so that a multiprocessor
+runs few programs at a time. Each program has one row, so few rows are in use, and they stay in the L2 cache until the
+second pass.
 """
 
 # N: rows of this chunk. width: columns; the first V = vocab columns are tokens, the others are padding.
@@ -89,7 +89,7 @@ def cross_entropy_forward_backward(
 
 @triton.jit
 def exp(x):
-    """e^x; a result below 2^-126 becomes 0. tl.exp gives such results too, by three more instructions for every x."""
+    """e^x; a result below 2^-126 becomes 0. tl.exp computes such results too, with three more instructions per x."""
     return tl.math.exp2(x * LOG2E)
 
 

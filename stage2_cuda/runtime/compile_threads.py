@@ -1,10 +1,10 @@
 """Compile the kernels of a step in parallel threads, before the step launches them.
 
-A kernel is compiled when its first launch needs it, so a step would compile its kernels one after another. But no
-device value is read while a step is launched (it can be captured as a CUDA graph). Therefore the step's function can
-first be called without launching anything, only to find its kernels. Threads compile them; then the function is called
-again, and each launch waits for its own kernel. Triton's compiler and the programs that it starts release Python's
-global lock for most of the time. If the kernels are in Triton's cache on disk, the threads only load them.
+Triton compiles a kernel at its first launch, so a step would compile its kernels one after another. But a step reads
+no device value on the host (it can be captured as a CUDA graph). Therefore the step's function can first be called
+without launching anything, only to find its kernels. Threads compile them; then the function is called again, and each
+launch waits for its own kernel. Triton's compiler and the programs that it starts release Python's global lock for most
+of the time. If the kernels are in Triton's cache on disk, the threads only load them.
 """
 
 import contextlib
@@ -12,14 +12,14 @@ import os
 from concurrent.futures import ThreadPoolExecutor, wait
 
 MAX_THREADS = 16
-SILENT = 0.5  # seconds: a longer wait for a kernel is announced
+SILENT = 0.5  # seconds: the user is notified of a longer wait for a kernel
 
 
 class CompileThreads:
     """Threads that compile variants of kernels. notify(text) is called once if a launch must wait for long."""
 
     def __init__(self, notify):
-        self.notify, self.announced = notify, False
+        self.notify, self.notified = notify, False
         self.pool = ThreadPoolExecutor(min(MAX_THREADS, len(os.sched_getaffinity(0))), "compile")
         self.futures = {}  # {key of a variant: Future of compile()}
 
@@ -43,7 +43,7 @@ class CompileThreads:
 
     def wait_for(self, futures):
         """Wait for these futures, and notify the user if this takes long."""
-        if not self.announced and wait(futures, SILENT).not_done:
-            self.announced, count = True, sum(not future.done() for future in self.futures.values())
+        if not self.notified and wait(futures, SILENT).not_done:
+            self.notified, count = True, sum(not future.done() for future in self.futures.values())
             self.notify(f"compiling {count} kernels for this GPU, only once: Triton keeps them in its cache directory")
         wait(futures)

@@ -14,12 +14,12 @@ DEVICE_TO_HOST, DEVICE_TO_DEVICE = 2, 3  # cudaMemcpyKind
 ALIGNED = 16  # bytes: each result starts at a multiple of this in the readback buffers
 
 
-class Workspace:
+class GraphMemory:
     """A CuPy memory pool for one captured step, or for several steps that never run at the same time.
 
-    The memory is released when the last step that uses this workspace is deleted. This needs a finalizer: free blocks
-    and their pool refer to each other (CuPy 14), so deleting the pool would not free them. `kept_arrays`: arrays that
-    live as long as the workspace.
+    The memory is released when the last step that uses this object is deleted. This needs a finalizer: free blocks and
+    their pool refer to each other (CuPy 14), so deleting the pool would not free them. `kept_arrays`: arrays that
+    are kept until the memory is released.
     """
 
     def __init__(self, cupy):
@@ -37,22 +37,23 @@ class CapturedStep(Compiled):
 
     The first call runs the function: it compiles kernels, in threads, and times candidates, which is not possible
     during stream capture. The second call captures the function as a graph and launches the graph; later calls only
-    launch (replay) it. Memory that the function allocates during capture comes from a Workspace, which lives as long as
-    the graph. Before a replay the host waits until the previous upload of arguments is done, and until the caller's
-    current stream is idle if it is not self.stream. The host does not wait for the results.
+    launch (replay) it. Memory that the function allocates during capture comes from a GraphMemory, which is kept as
+    long as the graph. Before a replay the host waits until the previous upload of arguments is done, and until the
+    caller's current stream is idle if it is not self.stream. The host does not wait for the results.
 
     args: see StaticInputs. The function returns a list of arrays or None. capture=False: every call runs the function.
-    stream: the stream for capture and replays, by default a new one. workspace: a Workspace to share with steps that
-    never run at the same time. `held_before`: bytes in CuPy's default pool just before capture() emptied it.
+    stream: the stream for capture and replays, by default a new one. graph_memory: a GraphMemory to share with steps
+    that never run at the same time, by default a new one. `held_before`: bytes in CuPy's default pool just before
+    capture() emptied it.
     """
 
-    def __init__(self, function, capture=True, stream=None, workspace=None):
+    def __init__(self, function, capture=True, stream=None, graph_memory=None):
         import cupy
 
         super().__init__(function)
         self.cupy, self.uses_graph, self.graph, self.inputs = cupy, capture, None, None
         self.stream = stream or cupy.cuda.Stream(non_blocking=True)
-        self.workspace, self.calls, self.held_before = workspace or Workspace(cupy), 0, 0
+        self.graph_memory, self.calls, self.held_before = graph_memory or GraphMemory(cupy), 0, 0
         self.compiled_ahead = False
 
     @property
@@ -92,12 +93,12 @@ class CapturedStep(Compiled):
         """Capture the function as self.graph, and the copies of its results as self.readback."""
         cuda, default_pool = self.cupy.cuda, self.cupy.get_default_memory_pool()
         self.held_before = default_pool.total_bytes()
-        default_pool.free_all_blocks()  # of the first call; the workspace needs the same amount of memory
-        with no_garbage_collection(), cuda.using_allocator(self.workspace.pool.malloc), self.stream:
+        default_pool.free_all_blocks()  # of the first call; the graph needs the same amount of memory
+        with no_garbage_collection(), cuda.using_allocator(self.graph_memory.pool.malloc), self.stream:
             self.stream.begin_capture(cuda.runtime.streamCaptureModeRelaxed)
             try:
                 results = self.function(*self.inputs.arguments) or []
-                self.readback = Readback(self.cupy, self.stream, results, self.workspace.kept_arrays)
+                self.readback = Readback(self.cupy, self.stream, results, self.graph_memory.kept_arrays)
             except BaseException as error:
                 error.add_note("This happened while a step was captured as a graph: --no-graph trains without one.")
                 with contextlib.suppress(cuda.runtime.CUDARuntimeError):  # raise `error` instead, which is the cause
@@ -141,12 +142,12 @@ class Readback:
 
     def __init__(self, cupy, stream, arrays, kept_arrays):
         self.copy, self.stream, self.count = cupy.cuda.runtime.memcpyAsync, stream, 0
-        # result i starts at byte ends[i] of a buffer
-        ends = np.cumsum([0, *(-(-array.nbytes // ALIGNED) * ALIGNED for array in arrays)]).tolist()
-        size = max(ends[-1], ALIGNED)
+        # result i starts at byte offsets[i] of a buffer; the last offset is the size of all results
+        offsets = np.cumsum([0, *(-(-array.nbytes // ALIGNED) * ALIGNED for array in arrays)]).tolist()
+        size = max(offsets[-1], ALIGNED)
         kept_arrays.append(cupy.empty(size, np.uint8))
         self.device_address = kept_arrays[-1].data.ptr
-        for array, start in zip(arrays, ends, strict=False):
+        for array, start in zip(arrays, offsets, strict=False):
             # memcpyAsync, because CuPy's copy methods raise an error during capture
             self.copy(self.device_address + start, array.data.ptr, array.nbytes, DEVICE_TO_DEVICE, stream.ptr)
         self.buffers = []  # two of (pinned buffer, the results as views of it, event after the latest copy to it)
@@ -154,7 +155,7 @@ class Readback:
             buffer = empty_pinned(cupy, size, np.uint8)
             views = [
                 buffer[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
-                for array, start in zip(arrays, ends, strict=False)
+                for array, start in zip(arrays, offsets, strict=False)
             ]
             self.buffers.append((buffer, views, cupy.cuda.Event(disable_timing=True)))
 

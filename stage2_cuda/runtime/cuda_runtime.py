@@ -37,7 +37,7 @@ class CudaRuntime(Runtime):
         self.xp = triton_launch.array_module()
         self.name, self.side = gpu_name(self.xp), SideStream(self.xp)
         self.compiled = []  # the CapturedSteps of training
-        self.workspaces = []  # the Workspaces of other captured steps, which generation uses
+        self.decoding_memories = []  # the GraphMemory of each decode stream
         reference = weakref.ref(self)  # the launcher lives longer than this runtime, and must not keep its arrays alive
 
         def notify(text):
@@ -93,8 +93,8 @@ class CudaRuntime(Runtime):
 
     def held_memory(self):
         """The bytes of CuPy's pools, including unused blocks; the memory of the CUDA context is not included."""
-        workspaces = [*(step.workspace for step in self.compiled), *self.workspaces]
-        pools = [self.xp.get_default_memory_pool(), *(workspace.pool for workspace in workspaces)]
+        graph_memories = [*(step.graph_memory for step in self.compiled), *self.decoding_memories]
+        pools = [self.xp.get_default_memory_pool(), *(memory.pool for memory in graph_memories)]
         return sum(pool.total_bytes() for pool in pools)
 
     def peak_memory(self):

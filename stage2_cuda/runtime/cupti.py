@@ -1,7 +1,7 @@
 """The kernels that a GPU has run, with their times: recorded by CUPTI, NVIDIA's library that torch.profiler uses.
 
 CUPTI records every kernel of the process, including those of CuPy, Triton, cublasLt and NCCL, and the kernels of a
-replayed CUDA graph. Of these it does not report the stream on which they were captured.
+replayed CUDA graph. For a kernel of a graph it does not report the stream on which the kernel was captured.
 """
 
 import json
@@ -16,9 +16,9 @@ from gpt2core.errors import ConfigError
 
 ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of GPU activities in the trace of torch.profiler
 ORIGIN = "origin of the clock"  # name of the mark by which KernelRecorder compares two clocks
-COMMUNICATION = re.compile("nccl|tree_sum", re.IGNORECASE)
-LINES = ("compute", "compute, concurrent", "communication")
-COMPUTE, CONCURRENT, COMMUNICATE = range(3)  # indices into LINES
+COMMUNICATION = re.compile("nccl|tree_sum", re.IGNORECASE)  # in the names of the kernels of collectives
+LANES = ("compute", "compute, concurrent", "communication")
+COMPUTE, CONCURRENT, COMMUNICATE = range(3)  # indices into LANES
 
 
 class Activity(NamedTuple):
@@ -32,7 +32,8 @@ class Activity(NamedTuple):
 def open_cupti(number=None):
     """Open CUPTI. Call this before a graph is captured, or CUPTI does not report the graph's kernels.
 
-    number: of the GPU to use; None: PyTorch's current GPU. Raises ConfigError if there is no PyTorch or no GPU.
+    number: the number of the GPU to use, or None for PyTorch's current GPU. Raises ConfigError if there is no PyTorch
+    or no GPU.
     """
     os.environ["TEARDOWN_CUPTI"] = "0"  # torch.profiler: keep CUPTI open between two profiles
     try:
@@ -95,24 +96,27 @@ class KernelRecorder:
                 pass
 
     def stop(self):
-        """{title of a lane: [(name, start in seconds of time.perf_counter(), duration in seconds)]}."""
+        """Stop recording; return {title of a lane: [(name, start, duration)]}.
+
+        start: in seconds of time.perf_counter(); duration: in seconds.
+        """
         self.synchronize()
         self.profiler.stop()
         events = events_of(self.profiler)
         mark = next(float(event["ts"]) for event in events if event.get("name") == ORIGIN)
         activities, lanes = activities_of(events), {}
-        for line, activity in lines_of(activities):
+        for number, activity in lanes_of(activities):
             start = self.origin + (activities[0].start + activity.start - mark) / 1e6
-            lane = lanes.setdefault(f"GPU: {LINES[line]}", [])
+            lane = lanes.setdefault(f"GPU: {LANES[number]}", [])
             lane.append((short(activity.name), start, activity.duration / 1e6))
-        return dict(sorted(lanes.items(), key=lambda item: LINES.index(item[0].removeprefix("GPU: "))))
+        return dict(sorted(lanes.items(), key=lambda item: LANES.index(item[0].removeprefix("GPU: "))))
 
 
-def lines_of(activities):
-    """Assign each activity to a line: [(index into LINES, Activity)]. Starts are relative to the first activity's.
+def lanes_of(activities):
+    """Assign each activity to a lane: [(index into LANES, Activity)]. Starts are relative to the first activity's.
 
-    Kernels of NCCL and of the canonical sum are on the line "communication". The other kernels are on the line
-    "compute", or on "compute, concurrent" if they start while a kernel of the line "compute" runs.
+    Kernels of NCCL and of the canonical sum are in the lane "communication". The other kernels are in the lane
+    "compute", or in "compute, concurrent" if they start while a kernel of the lane "compute" runs.
     """
     placed, compute_end = [], 0.0
     for activity in activities:

@@ -34,8 +34,9 @@ class SideStream:
 
     @contextlib.contextmanager
     def after(self):
-        """A context in which the side stream is the current stream. Work inside starts after all earlier work on both
-        streams.
+        """A context in which the side stream is the current stream.
+
+        Work inside starts after all earlier work on the side stream and on the stream of the caller.
         """
         self.stream.wait_event(self.cupy.cuda.get_current_stream().record(self.event()))
         self.needs_join = True
@@ -54,7 +55,7 @@ class SideStream:
 
 
 class NoStream:
-    """Replaces a SideStream where there is only one stream: in the interpreter, and in benchmarks that compare both."""
+    """The methods of SideStream for only one stream: for the interpreter, and for benchmarks that compare both."""
 
     def run(self, *operands):
         return contextlib.nullcontext()

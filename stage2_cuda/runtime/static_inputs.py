@@ -10,7 +10,7 @@ HOST_TO_DEVICE = 1  # cudaMemcpyKind
 
 
 def outside_pool(cupy):
-    """A context in which CuPy does not use its memory pool, where a long-lived array would divide a large block."""
+    """A context in which CuPy does not use its memory pool, where a permanent array would divide a large block."""
     return cupy.cuda.using_allocator(None)
 
 
@@ -35,13 +35,14 @@ class StaticInputs:
     def __init__(self, cupy, tree):
         self.cupy, leaves = cupy, flatten(tree)
         arrays = [leaf for leaf in leaves if type(leaf) is np.ndarray]
-        ends = np.cumsum([0, *(-(-array.nbytes // ALIGNED) * ALIGNED for array in arrays)]).tolist()
-        self.size, self.uploaded = ends[-1], cupy.cuda.Event(disable_timing=True)
+        # array i starts at byte offsets[i] of both buffers; the last offset is their size
+        offsets = np.cumsum([0, *(-(-array.nbytes // ALIGNED) * ALIGNED for array in arrays)]).tolist()
+        self.size, self.uploaded = offsets[-1], cupy.cuda.Event(disable_timing=True)
         if self.size:
             self.staging = empty_pinned(cupy, self.size, np.uint8)
             with outside_pool(cupy):
                 self.memory = cupy.empty(self.size, np.uint8)
-        starts = iter(ends)
+        starts = iter(offsets)
 
         def static_leaf(leaf):
             """(view of the staging buffer, view of the device buffer) for a NumPy array; otherwise (None, leaf)."""

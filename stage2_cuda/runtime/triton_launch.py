@@ -3,7 +3,7 @@
 A kernel file needs only `launch(kernel, grid, *arguments, **options)`. If the environment variable TRITON_INTERPRET is
 1, Triton's interpreter runs the same kernels on the CPU. This is slow, but learning and testing need no GPU.
 
-Triton asks a driver object for the device and the stream. Triton's own driver uses PyTorch; the one here uses CuPy.
+Triton gets the device and the stream from a driver object. Triton's own driver uses PyTorch; the one here uses CuPy.
 Triton compiles a kernel once per variant: per combination of argument types, of pointers and integers that are
 divisible by 16, of integers that are 1, and of constants. `kernel[grid](...)` inspects every argument to find the
 variant, which takes about 10 us. launch() finds it by one dictionary look-up, whose key contains these properties.
@@ -78,7 +78,7 @@ def compile_ahead(function, *args):
     """Start to compile the kernels of function(*args) in threads, on a GPU, and do not wait for them.
 
     This calls function(*args), and launch() launches nothing meanwhile; everything else in the function is executed.
-    The function must be one that a CUDA graph could capture: no device value may change what it launches.
+    A CUDA graph must be able to capture the function: no device value may determine what it launches.
     """
     launcher().compile_ahead(function, *args)
 
@@ -145,7 +145,7 @@ class InterpreterLauncher:
 class GpuLauncher:
     """Launches kernels on CuPy's current device and current stream, and caches the compiled variants."""
 
-    compiles_ahead = True  # False if functions contain collectives, which must not be called once more
+    compiles_ahead = True  # False if steps contain collectives, which must not be called an additional time
 
     def __init__(self):
         triton = import_module("triton", "Triton", "pip install triton")
@@ -170,10 +170,10 @@ class GpuLauncher:
         if self.capability() < MIN_CAPABILITY:
             has, needs = (".".join(map(str, pair)) for pair in (self.capability(), MIN_CAPABILITY))
             raise ConfigError(f"this GPU has compute capability {has}, the kernels need {needs}: {USE_INTERPRETER}")
-        self.threads.pool.submit(triton_start.ask_compiler_version, self.capability())
+        self.threads.pool.submit(triton_start.read_compiler_version, self.capability())
         triton.runtime.driver.set_active(cupy_driver(self, utils.result()))
-        # Triton asks for memory if a kernel creates descriptors. Python frees the array right after the launch. This is
-        # safe: CuPy's pool gives the memory only to arrays of the same stream, which later kernels use.
+        # Triton calls this allocator for a kernel that creates descriptors. Python frees the array right after the
+        # launch. This is safe: CuPy's pool gives the memory only to arrays of the same stream, which later kernels use.
         triton.set_allocator(lambda size, alignment, stream: Pointer(self.xp.empty(size, np.int8)))
         self.compiled = {}  # {key of a variant: (the compiled kernel, its constants)}
         self.only_compiles = False  # whether launch() starts to compile in threads, and launches nothing
@@ -349,7 +349,7 @@ class Pointer:
 
 
 def without_array(argument):
-    """The argument of a launch, of which a Pointer or the Pointer of a descriptor does not keep its array alive."""
+    """This argument of a launch, whose Pointer, or that of its descriptor, now no longer keeps an array alive."""
     pointer = getattr(argument, "base", argument)
     if isinstance(pointer, Pointer):
         pointer.array = None

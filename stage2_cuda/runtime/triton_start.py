@@ -1,4 +1,4 @@
-"""Shorten the start of Triton: without PyTorch, without reading its 400 MB, and with a compiler that is asked once.
+"""Shorten the start of Triton: do not import PyTorch, hash 400 MB of Triton's files, or start ptxas once per thread.
 
 All functions use names that are private to Triton (tried with 3.6 and 3.9). If another version lacks one, nothing is
 changed, and Triton only starts more slowly.
@@ -61,10 +61,10 @@ def key_of_files():
     return f"{triton.__version__} by file times {digest.hexdigest()}"
 
 
-def ask_compiler_version(capability):
-    """Let Triton ask ptxas, NVIDIA's assembler, for its version, which Triton keeps and needs for each kernel.
+def read_compiler_version(capability):
+    """Let Triton read the version of ptxas, NVIDIA's assembler, which it needs for each kernel and then keeps.
 
-    Otherwise every thread that compiles a kernel asks at the same time, by a process of its own.
+    Otherwise every thread that compiles a kernel would start a process of ptxas at the same time to read the version.
     """
     with contextlib.suppress(Exception):
         from triton.backends.nvidia.compiler import get_ptxas_version

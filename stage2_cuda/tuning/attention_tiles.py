@@ -4,8 +4,8 @@ Three kernels are timed separately: forward, dq, and dk with dv. Then the whole 
 tiles, with the fastest dq and dk-dv tiles, and, unless T is long, in one launch. For long T the forward pass uses the
 default tile, because at T = 16384 the order of the candidates changed with the temperature of the GPU. Compiled for an
 H200 (Triton 3.6 and 3.9) no tile spills registers, except for the backward tiles of tf32x3, which spill less than the
-default tiles. On a Hopper GPU the Gluon kernels are timed too, and every plain tile remains a candidate, so that the
-choices of earlier versions can be read.
+default tiles. On a Hopper GPU the Gluon kernels are timed too. Every tile of the plain kernels remains a candidate,
+because a tuning cache that an earlier version wrote may name it.
 """
 
 # B batch, T time, C channels, H heads, D = C // H
@@ -57,7 +57,10 @@ TRIED = {  # (kind of products, largest D): {kernel: tiles in addition to DEFAUL
 
 
 def tuned_forward(tuner, run, y, lse, qkv, n_head, precision):
-    """The fastest AttentionTiles for forward. run(tiles) launches forward, which writes y and lse."""
+    """The fastest AttentionTiles for forward. run(tiles) launches forward, which writes y and lse.
+
+    Shapes and dtypes of the arrays: as for attention_forward() in kernels/attention.py.
+    """
     table, tried, about = tiles_for(qkv, n_head, precision)
     first = AttentionTiles(forward=table.forward)
     rest = others(first, "forward", tried) if qkv.shape[1] <= LONG else []
@@ -65,22 +68,25 @@ def tuned_forward(tuner, run, y, lse, qkv, n_head, precision):
 
 
 def tuned_backward(tuner, run, dqkv, delta, qkv, n_head, precision):
-    """The fastest AttentionTiles for backward. run(tiles) launches its kernels, which write dqkv and delta."""
+    """The fastest AttentionTiles for backward. run(tiles) launches its kernels, which write dqkv and delta.
+
+    Shapes and dtypes of the arrays: as for attention_backward() in kernels/attention.py.
+    """
     table, tried, about = tiles_for(qkv, n_head, precision)
     C, first, rest = qkv.shape[2] // 3, table._replace(forward=None), []
     if not table.both:
-        dq, dkdv = AttentionTiles(dq=table.dq), AttentionTiles(dkdv=table.dkdv)
-        rows, columns = [dqkv[:, :, :C], delta], [dqkv[:, :, C:]]
-        dq = tuner.choose(f"attention dq {about}", [dq, *others(dq, "dq", tried)], run, rows)
-        dkdv = tuner.choose(
-            f"attention dk and dv {about}", [dkdv, *others(dkdv, "dkdv", tried)], run, columns, lambda: run(dq)
-        )  # fmt: skip
-        best = AttentionTiles(dq=dq.dq, dkdv=dkdv.dkdv)
+        only_dq, only_dkdv = AttentionTiles(dq=table.dq), AttentionTiles(dkdv=table.dkdv)
+        candidates, outputs = [only_dq, *others(only_dq, "dq", tried)], [dqkv[:, :, :C], delta]
+        only_dq = tuner.choose(f"attention dq {about}", candidates, run, outputs)
+        candidates, outputs = [only_dkdv, *others(only_dkdv, "dkdv", tried)], [dqkv[:, :, C:]]
+        run_dq = lambda: run(only_dq)  # noqa: E731  before the timing: the kernel for dk and dv reads delta
+        only_dkdv = tuner.choose(f"attention dk and dv {about}", candidates, run, outputs, run_dq)
+        best = AttentionTiles(dq=only_dq.dq, dkdv=only_dkdv.dkdv)
         plain = default_tiles(qkv.dtype.itemsize, qkv.shape[1], C // n_head, precision)._replace(forward=None)
         rest += [tiles for tiles in dict.fromkeys((best, plain)) if tiles != first]
     if qkv.shape[1] <= LONG:
         rest += others(first, "both", tried)
-    if table.both and tried:
+    if table.both and tried:  # the default is one launch: also time two launches
         rest.append(AttentionTiles(dq=tried["dq"][0], dkdv=tried["dkdv"][0]))
     return tuner.choose(f"attention backward {about}", [first, *rest], run, [dqkv])
 

@@ -45,7 +45,7 @@ class Tuner:
         self.timed = {}  # {what: choice} of what this process has timed; goes to the cache file
         self.chosen = {}  # {what: candidate} for a fast look-up
         self.final = tuned_for is None  # whether nothing is timed from now on
-        self.failed, self.announced = False, False  # whether timing has raised an error; whether notify() was called
+        self.failed, self.notified = False, False  # whether timing has raised an error; whether notify() was called
 
     def retune(self):
         """Forget all choices, so that each is timed again."""
@@ -80,11 +80,11 @@ class Tuner:
 
     def announce(self):
         """At the first call, notify the user that timing kernels takes a while."""
-        if not self.announced:
+        if not self.notified:
             once = f"only once: results are saved in {self.file}"
             how_often = once if self.file else "in every run: there is no home directory"
             self.notify(f"timing kernels for this GPU, {how_often}")
-        self.announced = True
+        self.notified = True
 
     # -- candidates ----------------------------------------------------------------------------------------------------
 
@@ -110,14 +110,15 @@ class Tuner:
         return next((candidate for candidate in candidates if str(candidate) == choice), None)
 
     def compile_candidates(self, candidates, run, outputs):
-        """During triton_launch.compile_ahead(): launch all candidates that will be timed, and return the first one.
+        """Start to compile all candidates that will be timed, and return the first one.
 
-        A thread calls compile_check() for each dtype of the outputs.
+        Only called during triton_launch.compile_ahead(), when run(candidate) compiles and launches nothing. A thread
+        also calls compile_check() for each dtype of the outputs.
         """
-        timed = candidates[:1] if self.final or self.failed else candidates
-        for candidate in timed:
+        needed = candidates[:1] if self.final or self.failed else candidates
+        for candidate in needed:
             run(candidate)
-        if len(timed) > 1:
+        if len(needed) > 1:
             for dtype in {array.dtype for array in outputs}:
                 compile = functools.partial(compile_check, self.cupy, dtype)
                 triton_launch.launcher().start_thread(("check", dtype), compile)

@@ -288,7 +288,7 @@ def test_the_second_step_begins_after_the_longest_gap():
 
 
 def test_a_timeline_separates_streams_and_computes_hidden_communication(tmp_path):
-    placed = gpu_timeline.lines_of(STEP)
+    placed = gpu_timeline.lanes_of(STEP)
     assert [line for line, _ in placed] == [0, 1, 2, 0]
     times = gpu_timeline.times_of(placed)
     want = {"step_ms": 0.07, "compute_ms": 0.06, "communication_ms": 0.03, "hidden_ms": 0.02, "kernels": 4}
@@ -300,7 +300,7 @@ def test_a_timeline_separates_streams_and_computes_hidden_communication(tmp_path
     gpu_timeline.write_trace(tmp_path / "trace.json", gpu_timeline.processes_of(steps))
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     names = {event["args"]["name"] for event in events if event["name"] in ("process_name", "thread_name")}
-    assert names == {"naive", "bucket", *gpu_timeline.LINES}
+    assert names == {"naive", "bucket", *gpu_timeline.LANES}
     ran = [(event["tid"], event["ts"], event["dur"]) for event in events if event["ph"] == "X" and event["pid"] == 1]
     assert ran == [(0, 0, 50), (0, 50, 10), (1, 20, 20), (2, 40, 30)]
 

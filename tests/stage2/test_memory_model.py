@@ -125,7 +125,7 @@ def pooled(monkeypatch, config):
     Runtime.__init__(runtime)
     runtime.precision = "fp16"
     runtime.xp, runtime.name, runtime.side = cupy, "a pooled CuPy", SideStream(cupy)
-    runtime.gemm, runtime.tuner, runtime.compiled, runtime.workspaces = products.NumpyGemm(), Tuner(cupy), [], []
+    runtime.gemm, runtime.tuner, runtime.compiled, runtime.decoding_memories = products.NumpyGemm(), Tuner(cupy), [], []
     runtimes = [runtime]  # only the backend keeps it, so that its memory is freed with the backend
     monkeypatch.setattr(cuda_backend, "make_runtime", lambda *_: runtimes.pop())
     return CudaBackend("fp16"), cupy, drawn
@@ -167,7 +167,7 @@ def test_deleting_a_trainer_frees_all_of_its_memory(monkeypatch):
         _, update = trainer_of(monkeypatch, backend, PRESETS["gpt2"], 8, 1024, batch_size=8, micro_batches=1)
         for _ in range(3):
             update()
-        pools = [cupy.pool, *(captured.workspace.pool for captured in backend.runtime.compiled)]
+        pools = [cupy.pool, *(captured.graph_memory.pool for captured in backend.runtime.compiled)]
         assert len(pools) == 2 and all(pool.total_bytes() > GIB for pool in pools)
         return pools
 
@@ -186,22 +186,22 @@ def test_memory_does_not_grow_over_successive_trainers():
     default = cupy.get_default_memory_pool()
 
     def left_after_training():
-        """Bytes left in the default pool and in the workspaces of the graphs, and the bytes held before."""
+        """Bytes left in the default pool and in the pools of the graphs, and the bytes held before."""
         backend = CudaBackend("bf16")
         windows = Windows(np.arange(10_000) % 172, 256)
         trainer = Trainer(PRESETS["paper"], [backend], batch_size=16, seq_len=256, micro_batches=1)
         losses = [trainer.step(read_batch(trainer, windows), 1e-3).loss for _ in range(3)]
         assert np.isfinite(losses).all()
         held = backend.runtime.held_memory()
-        pools = [step.workspace.pool for step in backend.runtime.compiled]
+        pools = [step.graph_memory.pool for step in backend.runtime.compiled]
         assert sum(pool.total_bytes() for pool in pools) > held / 4  # the graph has its own memory
         del trainer, backend
         gc.collect()
         default.free_all_blocks()
         return default.total_bytes(), sum(pool.total_bytes() for pool in pools), held
 
-    (before, *_), (after, workspaces, held) = left_after_training(), left_after_training()
-    assert held > GIB / 4 and workspaces == 0 and after - before < held / 4
+    (before, *_), (after, left_in_graphs, held) = left_after_training(), left_after_training()
+    assert held > GIB / 4 and left_in_graphs == 0 and after - before < held / 4
 
 
 class EqualRanks(Communicator):

@@ -337,7 +337,7 @@ def test_the_names_that_are_private_to_triton_exist():
     from triton.backends.nvidia.compiler import get_ptxas_version
 
     get_ptxas_version.cache_clear()
-    triton_start.ask_compiler_version((9, 0))
+    triton_start.read_compiler_version((9, 0))
     get_ptxas_version(90)
     assert get_ptxas_version.cache_info()[:2] == (1, 1)  # a hit: only the first call has asked
 

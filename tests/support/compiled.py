@@ -153,7 +153,7 @@ class RecordingLauncher(triton_launch.GpuLauncher):
             )
             replace(triton_launch, "launcher", lambda: launcher)
             replace(triton_launch, "interpreted", lambda: True)  # NumPy arrays, and no CUDA graphs
-            replace(cuda_backend, "INTERPRETED", tuple(PRECISIONS))
+            replace(cuda_backend, "INTERPRETER_PRECISIONS", tuple(PRECISIONS))
             replace(gpt2core_trainer, "initial_parameters", zeros)
             replace(triton.knobs.runtime, "jit_cache_hook", self.record)
             activate(self.name)
