@@ -91,11 +91,14 @@ class CachedSequence:
 
     def step(self):
         """Sample the next token and return it."""
-        block = self.model.config.block_size
-        if self.cache.length + len(self.uncached) > block:
+        if self.cache.length + len(self.uncached) > self.model.config.block_size:
             self.clear_cache()
-        token = self.choose(self.next_logits(self.model, self.uncached, self.cache))
-        self.window, self.uncached = (self.window + [token])[-block:], [token]
+        return self.append(self.next_logits(self.model, self.uncached, self.cache))
+
+    def append(self, logits):
+        """Sample the next token from its logits (V) and return it."""
+        token = self.choose(logits)
+        self.window, self.uncached = (self.window + [token])[-self.model.config.block_size :], [token]
         return token
 
 

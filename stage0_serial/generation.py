@@ -10,14 +10,32 @@ from stage0_serial.row_products import RowProducts
 from stage0_serial.token_step import token_step
 
 
+class BatchDecoder(Decoder):
+    """Computes the new positions of all sequences in the same products; full windows are computed one by one.
+
+    A full window has enough rows, so its products would not become faster in a batch.
+    """
+
+    def step(self):
+        block, logits = self.model.config.block_size, iter(())
+        together = [each for each in self.sequences if len(each.uncached) < block and each.cache.length < block]
+        if len(together) > 1:
+            uncached, caches = zip(*((each.uncached, each.cache) for each in together), strict=True)
+            logits = iter(self.next_logits.next_positions(uncached, caches))
+        else:
+            together = []
+        self.unread.append([each.append(next(logits)) if each in together else each.step() for each in self.sequences])
+
+
 class GenerationKernels(Backend):
     """The part of NumpyBackend for generation."""
 
+    decoder_batch = 16  # more prompts need more memory for their caches and are only a little faster
     row_products = None  # made at the first use
 
     def decoder(self, model, batch):
         step = token_step(model)
-        return Decoder(model, step) if step else None
+        return BatchDecoder(model, step) if step else None
 
     def one_row(self, x, w, y):
         """Write x (1, C) @ w (C, K) to y (1, K) and return it."""

@@ -1,11 +1,13 @@
-"""The logits of a new token, in NumPy calls without autograd: of one token with a KV cache, or of a full window.
+"""The logits of a new token, in NumPy calls without autograd: of one position with a KV cache, or of a full window.
 
 One token takes little more than the time to read the weights. If each operation made a Tensor, a large part of this
-time would be spent in Python. A full window is computed as a whole, except in the last layer: there only the keys and
-values of all T positions are needed, and the rest of the last position.
+time would be spent in Python. The new positions of several sequences are rows of the same products, so that the
+weights are read once for all of them; only attention is computed for each sequence. A full window is computed as a
+whole, except in the last layer: there only the keys and values of all T positions are needed, and the rest of the last
+position.
 """
 
-# T positions, C channels, H heads, D = C // H, K columns, V vocabulary; a row is an array (1, C)
+# n sequences, N new positions of all of them, T positions, C channels, H heads, D = C // H, K columns, V vocabulary
 
 import numpy as np
 
@@ -49,23 +51,37 @@ class TokenStep:
             return self.full_window(ids)
         if len(ids) > 1:
             return next_logits(model, ids, cache)
-        position = cache.length
-        x = (self.wte[ids[0]] + self.wpe[position])[None]
+        return self.next_positions([ids], [cache])[0]
+
+    def next_positions(self, uncached, caches):
+        """The logits (n, V) after n sequences. uncached: the last tokens of each sequence, which follow its cache."""
+        ends = np.cumsum([len(ids) for ids in uncached]).tolist()
+        parts = [slice(end - len(ids), end) for ids, end in zip(uncached, ends, strict=True)]  # rows of each sequence
+        pairs = [
+            (cache.length + i, token)
+            for ids, cache in zip(uncached, caches, strict=True)
+            for i, token in enumerate(ids)
+        ]
+        positions, ids = np.transpose(pairs)
+        x = self.wte[ids] + self.wpe[positions]  # (N, C)
         branch, branch_bias = None, None  # what the next norm adds to x
-        for (ln_1, c_attn, attn_proj, ln_2, c_fc, mlp_proj), keys, values in zip(
-            self.layers, cache.keys, cache.values, strict=True
-        ):
-            x, y = self.backend.layernorm_of_one_row(x, branch, branch_bias, *ln_1, self.eps)
+        for layer, (ln_1, c_attn, attn_proj, ln_2, c_fc, mlp_proj) in enumerate(self.layers):
+            x, y = self.normalize(x, branch, branch_bias, *ln_1)
             qkv = self.product(y, c_attn[0])
             qkv += c_attn[1]
-            y = self.attention(qkv, keys[0], values[0], position)
-            x, y = self.backend.layernorm_of_one_row(x, self.product(y, attn_proj[0]), attn_proj[1], *ln_2, self.eps)
+            for rows, cache in zip(parts, caches, strict=True):
+                y[rows] = self.attention(qkv[rows], cache.keys[layer], cache.values[layer], cache.length)
+            if layer == len(self.layers) - 1 and len(x) > len(ends):
+                last = np.array(ends) - 1  # only the last position's logits are needed
+                x, y = x[last], y[last]  # (n, C)
+            x, y = self.normalize(x, self.product(y, attn_proj[0]), attn_proj[1], *ln_2)
             h = self.product(y, c_fc[0])
             self.backend.gelu(h, c_fc[1], h, None)
             branch, branch_bias = self.product(h, mlp_proj[0]), mlp_proj[1]
-        y = self.backend.layernorm_of_one_row(x, branch, branch_bias, *self.ln_f, self.eps)[1]
-        cache.length += 1
-        return self.product(y, self.head)[0].copy()
+        y = self.normalize(x, branch, branch_bias, *self.ln_f)[1]
+        for ids, cache in zip(uncached, caches, strict=True):
+            cache.length += len(ids)
+        return self.product(y, self.head).copy()
 
     @no_grad()
     def full_window(self, ids):
@@ -92,15 +108,23 @@ class TokenStep:
         k, v = self.backend.linear_forward(y, w[:, C:], b[C:]).reshape(T, 2, self.n_head, -1).transpose(1, 2, 0, 3)
         return self.weighted_sum(q.reshape(self.n_head, -1), k.transpose(0, 2, 1), v)
 
+    def normalize(self, x, branch, branch_bias, w, b):
+        """x (n, C) -> x + branch + branch_bias, and its LayerNorm."""
+        if len(x) == 1:
+            return self.backend.layernorm_of_one_row(x, branch, branch_bias, w, b, self.eps)
+        return self.backend.residual_layernorm_forward(x, branch, branch_bias, w, b, self.eps)[:2]
+
     def product(self, x, w):
-        """x (1, C), w (C, K) -> (1, K), an array that the next product of this width overwrites."""
-        return self.backend.one_row(x, w, self.outputs[w.shape[1]])
+        """x (n, C), w (C, K) -> (n, K); one row is an array that the next product of this width overwrites."""
+        return self.backend.one_row(x, w, self.outputs[w.shape[1]]) if len(x) == 1 else self.backend.matmul(x, w)
 
     def attention(self, qkv, keys, values, position):
-        """qkv (1, 3C) of this position, keys (H, D, block), values (H, block, D) -> (1, C); stores k and v."""
+        """qkv (t, 3C) from `position` on, keys (1, H, D, block), values (1, H, block, D) -> (t, C); stores k and v."""
+        if len(qkv) > 1:
+            return self.backend.attention_cached(qkv[None], keys, values, position, self.n_head)[0]
         q, k, v = qkv.reshape(3, self.n_head, -1)  # each (H, D)
-        keys[:, :, position], values[:, position] = k, v
-        return self.weighted_sum(q, keys[:, :, : position + 1], values[:, : position + 1])
+        keys[0, :, :, position], values[0, :, position] = k, v
+        return self.weighted_sum(q, keys[0, :, :, : position + 1], values[0, :, : position + 1])
 
     @staticmethod
     def weighted_sum(q, keys, values):

@@ -1,6 +1,6 @@
 """How many milliseconds does a generated token take, with and without a KV cache, compared with PyTorch?
 
-Both programs use the same number of threads.
+A second table has the new tokens per second of a batch of prompts. Both programs use the same number of threads.
 """
 
 import argparse
@@ -11,30 +11,32 @@ from contextlib import ExitStack
 import numpy as np
 
 from benchmarks.harness.processes import BenchmarkProcess, ProcessSpec, run_main, run_rounds
-from benchmarks.harness.report import add_save_flags, paired_ratio, print_table, save
+from benchmarks.harness.report import add_save_flags, paired_ratio, print_table, save, summary
 from gpt2core.app.presets import PRESETS
 
 OURS, TORCH = "ours", "torch eager"
 SEED = 20260101
+BATCHES = 8, 32  # numbers of prompts
 BENCHMARK = "benchmarks.cpu.decode"  # the name under which the benchmark processes import this file
 
 
 def prepare(module, preset, threads):
-    """Called in each process. Return `run_round(prompt, new, use_cache)`, which times one greedy continuation.
+    """Called in each process. Return `run_round(prompt, new, use_cache, batch=1)`, which times one greedy generation.
 
     module: the imported Python module that is measured; its make_generator() builds the generator. prompt, new: numbers
-    of random prompt tokens and of new tokens. run_round() returns a dictionary of seconds ("first": until the first new
-    token, "token": the mean of the later tokens, "total": for all, "cpu": CPU time) and the generated "ids".
+    of random prompt tokens and of new tokens, for each of `batch` prompts. run_round() returns a dictionary of seconds
+    ("first": until the first new tokens, "token": the mean of the later steps, "total": for all, "cpu": CPU time) and
+    the "ids" generated for the first prompt.
     """
     config = PRESETS[preset]
     generate = module.make_generator(config, threads)
 
-    def run_round(prompt, new, use_cache):
-        prompt_ids = np.random.default_rng(SEED).integers(0, config.vocab_size, prompt)
+    def run_round(prompt, new, use_cache, batch=1):
+        prompts = np.random.default_rng(SEED).integers(0, config.vocab_size, (batch, prompt))
         cpu_started = time.process_time()
-        ids, first, total = generate(prompt_ids, new, use_cache)
+        ids, first, total = generate(prompts, new, use_cache)
         return {
-            "ids": [int(token) for token in ids],
+            "ids": [int(token) for token in ids[0]],
             "first": first,
             "token": (total - first) / (new - 1),
             "total": total,
@@ -49,11 +51,15 @@ def cases(block_size, new):
 
     "full window" is the paper's inference: the prompt has `block_size` tokens. From the second new token on, the window
     of the last `block_size` tokens slides. Then the position of every token changes, so the KV cache is invalid, and
-    each new token needs a forward pass over the whole window.
+    each new token needs a forward pass over the whole window. The batches have the KV cache and prompts of equal
+    lengths, 32 + 64 tokens for a block of 256.
     """
     yield "KV cache", {"prompt": block_size - new, "new": new, "use_cache": True}
     yield "recomputing", {"prompt": block_size - new, "new": new, "use_cache": False}
     yield "full window", {"prompt": block_size, "new": new, "use_cache": True}
+    for batch in BATCHES:
+        lengths = {"prompt": block_size // 8, "new": block_size // 4}
+        yield f"batch of {batch}", {**lengths, "use_cache": True, "batch": batch}
 
 
 def process_specs(args, threads):
@@ -75,6 +81,8 @@ def measure(args, threads, specs):
     with ExitStack() as stack:
         processes = [stack.enter_context(BenchmarkProcess(spec, BENCHMARK, args.timeout)) for spec in specs]
         for case, request in cases(PRESETS[args.preset].block_size, args.new):
+            if args.only not in case:
+                continue
             for name, answers in run_rounds(processes, args.rounds, request, request).items():
                 rounds = answers["rounds"]
                 results.append(
@@ -89,37 +97,69 @@ def measure(args, threads, specs):
                     }
                 )
     ids = {(result["name"], result["case"]): result["ids"] for result in results}
-    for spec in specs:
-        if ids[spec.name, "KV cache"] != ids[spec.name, "recomputing"]:
-            raise SystemExit(f"{spec.name}: the tokens with the KV cache differ from those of recomputing")
+    for (name, case), tokens in ids.items():
+        if case == "KV cache" and tokens != ids.get((name, "recomputing"), tokens):
+            raise SystemExit(f"{name}: the tokens with the KV cache differ from those of recomputing")
     return results
 
 
 def summarise(results):
-    """Add cores used and speed ratios to the results of one thread count; return the rows of its table."""
-    token_seconds = {(result["name"], result["case"]): result["token"] for result in results}
-    rows = []
+    """Add cores used, speed ratios and the rates of batches to the results of one thread count.
+
+    Returns two lists of table rows: of the cases with one prompt, and of the batches.
+    """
+    by_case = {(result["name"], result["case"]): result for result in results}
+    rows, batch_rows = [], []
     for result in results:
-        case, name = result["case"], result["name"]
-        median = statistics.median(result["token"])
+        torch, recomputing = by_case[TORCH, result["case"]], by_case.get((result["name"], "recomputing"))
         result["cores_used"] = sum(result["cpu"]) / sum(result["total"])
-        result["times_as_fast_as_torch"] = paired_ratio(token_seconds[TORCH, case], result["token"])
-        result["times_as_fast_as_recomputing"] = statistics.median(token_seconds[name, "recomputing"]) / median
-        rows.append(
-            {
-                f"{result['threads']} thread(s)": f"{case}, {name}",
-                "tokens": f"{result['prompt']} + {result['new']}",
-                "first token, ms": f"{1e3 * statistics.median(result['first']):.1f}",
-                "ms/token": f"{1e3 * median:.2f}",
-                "fastest round, ms/token": f"{1e3 * min(result['token']):.2f}",
-                "times as fast as torch": f"{result['times_as_fast_as_torch']['median']:.2f}",
-                "times as fast as recomputing": f"{result['times_as_fast_as_recomputing']:.1f}",
-                "all tokens, s": f"{statistics.median(result['total']):.2f}",
-                "cores used": f"{result['cores_used']:.2f}",
-                "peak MiB": f"{result['peak_bytes'] / 2**20:.0f}",
-            }
-        )
-    return rows
+        result["times_as_fast_as_torch"] = paired_ratio(torch["token"], result["token"])
+        if "batch" in result:
+            summarise_batch(result, torch)
+            batch_rows.append(batch_row(result))
+            continue
+        if recomputing:
+            medians = [statistics.median(each["token"]) for each in (recomputing, result)]
+            result["times_as_fast_as_recomputing"] = medians[0] / medians[1]
+        rows.append(row(result))
+    return rows, batch_rows
+
+
+def summarise_batch(result, torch):
+    """Add the new tokens per second of all prompts, and their ratio to those of `torch`, with the prompts' time."""
+    result["tokens_per_second"] = summary([result["batch"] * result["new"] / total for total in result["total"]])
+    result["tokens_per_second_to_torch"] = paired_ratio(torch["total"], result["total"])
+
+
+def row(result):
+    ratio = result.get("times_as_fast_as_recomputing")
+    return {
+        f"{result['threads']} thread(s)": f"{result['case']}, {result['name']}",
+        "tokens": f"{result['prompt']} + {result['new']}",
+        "first token, ms": f"{1e3 * statistics.median(result['first']):.1f}",
+        "ms/token": f"{1e3 * statistics.median(result['token']):.2f}",
+        "fastest round, ms/token": f"{1e3 * min(result['token']):.2f}",
+        "times as fast as torch": f"{result['times_as_fast_as_torch']['median']:.2f}",
+        "times as fast as recomputing": "" if ratio is None else f"{ratio:.1f}",
+        "all tokens, s": f"{statistics.median(result['total']):.2f}",
+        "cores used": f"{result['cores_used']:.2f}",
+        "peak MiB": f"{result['peak_bytes'] / 2**20:.0f}",
+    }
+
+
+def batch_row(result):
+    return {
+        f"{result['threads']} thread(s)": f"{result['case']}, {result['name']}",
+        "tokens": f"{result['batch']} x ({result['prompt']} + {result['new']})",
+        "tokens/s": f"{result['tokens_per_second']['median']:.0f}",
+        "times as fast as torch": f"{result['tokens_per_second_to_torch']['median']:.2f}",
+        "first tokens, ms": f"{1e3 * statistics.median(result['first']):.1f}",
+        "ms/step": f"{1e3 * statistics.median(result['token']):.2f}",
+        "fastest round, ms/step": f"{1e3 * min(result['token']):.2f}",
+        "a step: times as fast as torch": f"{result['times_as_fast_as_torch']['median']:.2f}",
+        "cores used": f"{result['cores_used']:.2f}",
+        "peak MiB": f"{result['peak_bytes'] / 2**20:.0f}",
+    }
 
 
 def main():
@@ -130,14 +170,21 @@ def main():
     add("--new", type=int, default=30, help="number of new tokens (default 30)")
     add("--rounds", type=int, default=7, help="number of rounds; each round times every program (default 7)")
     add("--timeout", type=int, default=300, help="seconds that one round of a process may take (default 300)")
+    add("--only", default="", metavar="TEXT", help="measure only the cases whose names contain this text, e.g. batch")
     add_save_flags(add)
     args = parser.parse_args()
+    names = [name for name, _ in cases(PRESETS[args.preset].block_size, args.new)]
+    if not any(args.only in name for name in names):
+        parser.error(f"--only {args.only}: no case has this text in its name; the cases are {', '.join(names)}")
+    if args.only and args.save:
+        parser.error(f"--only {args.only} --save: the results file has all cases; omit --only or --save")
 
     results = []
     for threads in args.threads:
         thread_results = measure(args, threads, list(process_specs(args, threads)))
-        print_table(summarise(thread_results))
-        print()
+        for rows in filter(None, summarise(thread_results)):
+            print_table(rows)
+            print()
         results += thread_results
     save(BENCHMARK, results, args)
 

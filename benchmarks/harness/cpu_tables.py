@@ -58,6 +58,8 @@ def classroom():
 def cpu_decode(kind=""):
     rows = []
     for result in load(f"cpu/decode{kind}")["results"]:
+        if "batch" in result:
+            continue
         rows.append(
             {
                 "": f"{result['case']}, {result['name']}",
@@ -72,6 +74,26 @@ def cpu_decode(kind=""):
                 "peak MiB": mib(result["peak_bytes"]),
             }
         )
+    return rows, [f"cpu/decode{kind}"]
+
+
+def cpu_decode_batch(kind=""):
+    rows = [
+        {
+            "": f"{result['case']}, {result['name']}",
+            "threads": result["threads"],
+            "tokens": f"{result['batch']} x ({result['prompt']} + {result['new']})",
+            "tokens/s": number(result["tokens_per_second"]),
+            "quartiles": spread(result["tokens_per_second"]),
+            "times as fast as torch": ratio(result["tokens_per_second_to_torch"]),
+            "first tokens, ms": number(result["first"], 1e3, 3),
+            "ms per later step": number(result["token"], 1e3, 3),
+            "a later step: times as fast as torch": ratio(result["times_as_fast_as_torch"]),
+            "peak MiB": mib(result["peak_bytes"]),
+        }
+        for result in load(f"cpu/decode{kind}")["results"]
+        if "batch" in result
+    ]
     return rows, [f"cpu/decode{kind}"]
 
 
@@ -211,6 +233,7 @@ TABLES = {
     "classroom": classroom,
     "cpu-decode": cpu_decode,
     "cpu-decode-intel": lambda: cpu_decode("_intel"),
+    "cpu-decode-batch": cpu_decode_batch,
     "cpu-curve": cpu_curve,
     "ranks-step": ranks_step,
     "ranks-strategies": lambda: strategies("ranks/strategies"),

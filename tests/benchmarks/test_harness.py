@@ -8,8 +8,8 @@ from importlib import import_module
 import numpy as np
 import pytest
 
-from benchmarks.cpu import curve
-from benchmarks.harness import report
+from benchmarks.cpu import curve, decode
+from benchmarks.harness import cpu_tables, report
 from benchmarks.harness.jobs import ROOT
 
 LIBRARIES = ("harness", "peers")
@@ -117,3 +117,21 @@ def test_every_script_explains_its_flags(script, monkeypatch, capsys):
     shown = capsys.readouterr().out
     assert ended.value.code == 0
     assert f"python -m {script}" in shown and "?" in shown and "--save " in shown and "--no-save" not in shown
+
+
+def test_a_batch_of_the_decode_benchmark_has_tokens_per_second_and_no_row_among_single_prompts(monkeypatch):
+    def result(name, case, seconds, **more):
+        times = {key: [seconds] for key in ("first", "token", "total", "cpu")}
+        return dict(name=name, case=case, threads=1, prompt=2, new=4, peak_bytes=2**20, ids=[], **times, **more)
+
+    results = [result(decode.OURS, "KV cache", 1.0), result(decode.TORCH, "KV cache", 2.0)]
+    results += [result(decode.OURS, "batch of 8", 2.0, batch=8), result(decode.TORCH, "batch of 8", 8.0, batch=8)]
+    rows, batch_rows = decode.summarise(results)
+    assert [row["times as fast as recomputing"] for row in rows] == ["", ""]  # not measured, with --only
+    assert [row["tokens/s"] for row in batch_rows] == ["16", "4"]
+    saved = report.summarised(results)
+    monkeypatch.setattr(cpu_tables, "load", lambda name: {"results": saved})
+    (ours, torch), _ = cpu_tables.cpu_decode_batch()
+    assert (ours["tokens/s"], ours["times as fast as torch"], torch["tokens"]) == ("16.00", "4.00", "8 x (2 + 4)")
+    saved[:2] = [dict(each, times_as_fast_as_recomputing=1.0) for each in saved[:2]]
+    assert [row[""] for row in cpu_tables.cpu_decode()[0]] == ["KV cache, ours", "KV cache, torch eager"]

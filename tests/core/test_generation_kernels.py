@@ -10,13 +10,14 @@ from numpy.testing import assert_allclose
 from gpt2core.model import GPT2Config
 from gpt2core.parallel.tensor_parallel import load_model
 from gpt2core.parallel.whole_parameters import initial_parameters
-from gpt2core.sampler import Decoder, KVCache, generate
+from gpt2core.sampler import Greedy, KVCache, generate, generate_batch
 from gpt2core.tensor import no_grad
 from stage0_serial import row_products
 from stage0_serial.cpu_runtime import CpuRuntime
+from stage0_serial.generation import BatchDecoder
 from stage0_serial.numpy_backend import NumpyBackend
 from stage0_serial.row_products import PART, RowProducts
-from stage0_serial.token_step import token_step
+from stage0_serial.token_step import TokenStep, token_step
 
 
 def runtime_of(threads):
@@ -143,8 +144,36 @@ def test_a_full_window_without_autograd_has_the_logits_of_the_model(rng, models)
         assert_allclose(logits, expected, rtol=1e-9, atol=1e-9)  # as above
 
 
+@pytest.mark.parametrize("lengths", [(1, 1), (1, 7, 7, 90, 95), (96, 5, 100), (3, 96)])
+def test_logits_of_a_batch_are_those_of_each_prompt_alone(rng, models, lengths):
+    """Also while the windows of some sequences slide and those of others do not."""
+    prompts = [rng.integers(0, 37, length).tolist() for length in lengths]
+    for model in models:
+        seen = []
+
+        def choose(logits, seen=seen):
+            seen.append(logits.copy())
+            return int(logits.argmax())
+
+        list(generate_batch(model, prompts, 10, [choose] * len(prompts)))
+        batch, seen[:] = np.reshape(seen, (10, len(prompts), -1)), []
+        for prompt in prompts:
+            list(generate(model, prompt, 10, choose))
+        alone = np.reshape(seen, (len(prompts), 10, -1)).transpose(1, 0, 2)
+        assert_allclose(batch, alone, rtol=1e-9, atol=1e-9)  # products with another number of rows add in another order
+
+
+def test_a_batch_computes_all_prompts_in_one_call_and_then_one_position_each(rng, models, monkeypatch):
+    model, rows = models[0], []
+    product = TokenStep.product
+    monkeypatch.setattr(TokenStep, "product", lambda self, x, w: rows.append(len(x)) or product(self, x, w))
+    list(generate_batch(model, [[1], [2, 3, 4], [5, 6]], 2, [Greedy()] * 3))
+    # two layers of 4 products, the last 3 of them for the last positions, and the logits
+    assert rows == [6] * 5 + [3] * 4 + [3] * 9
+
+
 def test_ranks_that_share_the_layers_use_the_model(models):
     model = models[0]
-    assert type(model.head.backend.decoder(model, 1)) is Decoder
+    assert type(model.head.backend.decoder(model, 1)) is BatchDecoder
     model.group = object()
     assert token_step(model) is None and model.head.backend.decoder(model, 1) is None
