@@ -222,7 +222,8 @@ def write_batch(world, model, tokenizer, prompts, count, make_rule, stop, stats)
     """Continue the prompts, each rank a part of them; the root prints all continuations in the order of the prompts.
 
     A rank decodes Backend.decoder_batch prompts together. make_rule(i): a new sampling rule for prompt i, with its own
-    random numbers, so that no continuation depends on the number of ranks.
+    random numbers. So a continuation depends on the number of ranks only through the rounding errors of the products,
+    which depend on the prompts that are decoded together.
     """
     world.barrier()
     start, texts, tokens, decoders = time.perf_counter(), [], 0, {}
