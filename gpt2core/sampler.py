@@ -50,9 +50,7 @@ class Decoder:
     position and reads the others from the KV cache. After that the window slides: each token gets another learned
     position, so the cached keys and values are no longer valid, and each step recomputes the whole window. All ranks of
     a tensor group have the same logits, so equal rules sample the same token on every rank.
-
-    A backend may provide a faster decoder with the same methods (Backend.decoder), or this decoder with a faster
-    function next_logits.
+    A backend may provide a faster decoder with the same methods (Backend.decoder), or only a faster next_logits.
     """
 
     steps_ahead = 0  # number of further steps that may be launched before the tokens of a step are read
