@@ -59,12 +59,12 @@ def unknown_words(name, values):
     try:
         yield
     except UnknownWord as error:
-        advice = "train a new model with --tokenizer byte"
+        advice = "or train a new model with --tokenizer byte"
         if values["init_from"]:
             advice = f"omit --init-from, or use --init-from {os.path.relpath(BOOK_WEIGHTS)}"
         elif values["resume"]:
-            advice = "use the words of the corpus of this run, or start a new run"
-        raise DataError(f"{flag(name)} {values[name]}: {error.problem}: {advice}") from None
+            advice = "or start a new run"
+        raise DataError(f"{flag(name)} {values[name]}: {error.problem}: {error.advice}, {advice}") from None
 
 
 @contextlib.contextmanager
