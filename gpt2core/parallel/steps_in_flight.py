@@ -80,7 +80,7 @@ class PendingStep:
             self.stop_all()
             raise Diverged(
                 f"step {trainer.steps}: the loss is {loss} and the gradient norm is {norm}: training cannot continue. "
-                f"Lower --lr (now {self.lr:g}) or set --clip; "
+                f"Lower --lr (now {self.lr:g}) or set --clip{'' if trainer.optimizer.eps else ', or raise --eps (now 0)'}; "
                 f"the parameters are those after {counted(trainer.steps, 'step')}"
             )
         trainer.steps += 1
