@@ -100,7 +100,7 @@ def read_prompt(prompt, prompt_file, tokenizer, checkpoint):
 
 
 def read_prompt_file(path):
-    """The text of a prompt file without a byte order mark, which some editors write; raises DataError as read_text()."""
+    """The text of a prompt file without a byte order mark, which some editors write; see read_text() for errors."""
     return read_text(path).removeprefix("\ufeff")
 
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpt2core.data import Windows
 from gpt2core.app.corpus import note_large_text
+from gpt2core.data import Windows
 from gpt2core.errors import ConfigError, DataError
 from gpt2core.text import token_file as dataset
 from gpt2core.text.token_file import (
