@@ -13,8 +13,9 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # so that it also runs without installation
 
-from gpt2core.app.command import HelpPrinted
+from gpt2core.app.command import HelpPrinted, run_command
 from gpt2core.app.flag_parser import Parser
+from gpt2core.communicator import Solo
 from gpt2core.errors import DataError, UserError
 from gpt2core.text.token_file import TOKEN_FILE, replaced, text_chunks, write_token_file
 from gpt2core.text.tokenizer import FILE_NAME, build_tokenizer
@@ -89,4 +90,4 @@ def main(arguments=None):
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(Solo, lambda world: main())

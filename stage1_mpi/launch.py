@@ -129,15 +129,18 @@ def check_hosts(path, implementation):
     listed twice, an invalid number of ranks, or a line in the format of the other implementation.
     """
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", error)
         where = "" if Path(path).is_absolute() else f", in the directory {Path.cwd()}"
         raise ConfigError(
             f"--hostfile {path}: cannot be read ({reason}{where}): give the path of a host file"
         ) from None
+    if text.startswith("\ufeff"):
+        problem = "begins with a byte order mark (U+FEFF), which the launcher reads as part of the first host"
+        raise ConfigError(f"--hostfile {path}: {problem}: save the file as UTF-8 without it")
     hosts = {}
-    for i, line in enumerate(lines, 1):
+    for i, line in enumerate(text.splitlines(), 1):
         line = line.split("#")[0].strip()
         if line:
             host = check_host(f"{path}, line {i}: {line!r}", line, implementation)

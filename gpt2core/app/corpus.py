@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import os
+import sys
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,6 +16,8 @@ from gpt2core.app.run_config import flag
 from gpt2core.errors import DataError
 from gpt2core.text.token_file import is_tokenized, load_tokens, split_validation
 from gpt2core.text.tokenizer import Tokenizer, UnknownWord
+
+LARGE_TEXT = 32 << 20  # bytes; word tokens of a text of this size are encoded in about 20 s on two idle cores
 
 
 @dataclass(frozen=True)
@@ -36,11 +39,19 @@ def read_texts(values, source):
 
     source: the Checkpoint of --resume or --init-from, or None. Raises DataError, with the flag, for an unknown word.
     """
+    note_large_text(values["data"])
     with unknown_words("data", values):
         tokens, tokenizer = read_corpus(values["data"], values["tokenizer"], source, TOKENIZERS.get(values["preset"]))
     with unknown_words("val_data", values):
         validation = load_tokens(values["val_data"], tokenizer)[0] if values["val_data"] else None
     return tokens, validation, tokenizer
+
+
+def note_large_text(path):
+    """Print a note if the corpus at `path` is a text of LARGE_TEXT bytes or more: encoding it prints nothing else."""
+    if os.path.isfile(path) and not is_tokenized(path) and (size := os.path.getsize(path)) >= LARGE_TEXT:
+        advice = "data/prepare.py converts it once to a token file"
+        print(f"note: encoding {path} ({size / 1e6:.0f} MB) can take minutes at each start: {advice}", file=sys.stderr)
 
 
 def read_corpus(path, tokenizer, source, default):
@@ -59,12 +70,12 @@ def unknown_words(name, values):
     try:
         yield
     except UnknownWord as error:
-        advice = "train a new model with --tokenizer byte"
+        advice = "or train a new model with --tokenizer byte"
         if values["init_from"]:
             advice = f"omit --init-from, or use --init-from {os.path.relpath(BOOK_WEIGHTS)}"
         elif values["resume"]:
-            advice = "use the words of the corpus of this run, or start a new run"
-        raise DataError(f"{flag(name)} {values[name]}: {error.problem}: {advice}") from None
+            advice = "or start a new run"
+        raise DataError(f"{flag(name)} {values[name]}: {error.problem}: {error.advice}, {advice}") from None
 
 
 @contextlib.contextmanager

@@ -32,8 +32,13 @@ QUERY = ["--query-gpu=name,memory.total,compute_cap,driver_version", "--format=c
 
 
 def main():
-    """Print the report; returns exit code 0 if stage 0 works, otherwise 2."""
-    return report(run)
+    """Print the report; returns exit code 0 if stage 0 works, otherwise 2, also if the report cannot be written."""
+    try:
+        return report(run)
+    except OSError as error:  # standard output: its disk is full, or its reader has exited
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the exit would flush it again and fail
+        print(f"error: {error.filename or 'the output'}: {error.strerror}", file=sys.stderr)
+        return 2
 
 
 def report(run):
@@ -54,7 +59,7 @@ def report(run):
     for number, code in enumerate(codes):
         if code:
             preset = " PRESET=nano" * (interpreted and number >= 2)
-            print(f"`make train STAGE={number}{preset}` installs the packages of stage {number}")
+            print(f"`make train STAGE={number}{preset}` installs the packages of stage {number}", flush=True)
     return 2 if codes[0] else 0
 
 

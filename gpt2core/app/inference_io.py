@@ -92,10 +92,16 @@ def read_prompt(prompt, prompt_file, tokenizer, checkpoint):
     if prompt_file is None:
         tokens = encode_prompt(tokenizer, prompt)
     else:
-        tokens = encode_prompt(tokenizer, read_text(prompt_file).removesuffix("\n"), f"{prompt_file}: ")
+        text = read_prompt_file(prompt_file).removesuffix("\n").removesuffix("\r")
+        tokens = encode_prompt(tokenizer, text, f"{prompt_file}: ")
     if not tokens:
         raise DataError("the prompt is empty: give at least one word to continue")
     return tokens
+
+
+def read_prompt_file(path):
+    """The text of a prompt file without a byte order mark, which some editors write; see read_text() for errors."""
+    return read_text(path).removeprefix("\ufeff")
 
 
 def encode_prompt(tokenizer, text, place=""):
@@ -111,7 +117,7 @@ def encode_prompt(tokenizer, text, place=""):
 
 def read_prompts(path, tokenizer):
     """A list with the token ids of each line of a file; raises DataError for an empty line."""
-    lines = enumerate(read_text(path).splitlines(), 1)
+    lines = enumerate(read_prompt_file(path).splitlines(), 1)
     prompts = [encode_prompt(tokenizer, line, f"{path}: line {number}: ") for number, line in lines]
     empty = [number for number, prompt in enumerate(prompts, 1) if not prompt]
     if empty:

@@ -78,9 +78,10 @@ class PendingStep:
         trainer.in_flight.pop(0)
         if not (math.isfinite(loss) and math.isfinite(norm)):
             self.stop_all()
+            advice = "" if trainer.optimizer.eps else ", or raise --eps (now 0)"
             raise Diverged(
                 f"step {trainer.steps}: the loss is {loss} and the gradient norm is {norm}: training cannot continue. "
-                f"Lower --lr (now {self.lr:g}) or set --clip; "
+                f"Lower --lr (now {self.lr:g}) or set --clip{advice}; "
                 f"the parameters are those after {counted(trainer.steps, 'step')}"
             )
         trainer.steps += 1

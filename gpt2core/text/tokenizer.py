@@ -22,6 +22,14 @@ from gpt2core.text.tokenizer_json import WORD_PATTERN, byte_alphabet, kind_of, s
 FILE_NAME = "tokenizer.json"
 
 MAX_IDS = 1 << 22  # ids are less than this: a larger id in a file is almost certainly an error, and makes tables large
+INVISIBLE = {  # word of one invisible character: (its name in the error if it is unknown, what to do)
+    "\ufeff": ("a byte order mark (U+FEFF)", "save the file as UTF-8 without it"),
+    "\r": ("a line end of Windows (CR LF)", "convert the file with tr -d '\\r' < old.txt > new.txt"),
+    " ": (
+        "a space that no word follows (two spaces in a row, or one at the end of a line)",
+        "write one space before each word",
+    ),
+}
 PIECE = 1 << 16  # characters that are encoded at once: the library needs about 200 bytes per token while it encodes
 
 
@@ -234,12 +242,10 @@ class Tokenizer:
         try:
             return np.array([self.ids[word] for word in words], self.dtype)
         except KeyError as error:
-            if error.args[0] == " ":
-                raise UnknownWord(
-                    "the text has a space that no word follows (two spaces in a row, or one at the end of a line), and "
-                    f"the vocabulary of {self.vocab_size} tokens has no token for it",
-                    "write one space before each word",
-                ) from None
+            if error.args[0] in INVISIBLE:
+                name, advice = INVISIBLE[error.args[0]]
+                problem = f"the text has {name}, and the vocabulary of {self.vocab_size} tokens has no token for it"
+                raise UnknownWord(problem, advice) from None
             unknown = sum(word not in self.ids for word in words)
             unknown += sum(word not in self.ids for later_piece in rest for word in self._words(later_piece))
             raise UnknownWord(

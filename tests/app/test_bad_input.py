@@ -210,6 +210,11 @@ def test_a_full_disk_during_a_save_keeps_the_earlier_checkpoints(train, director
     assert not [path for path in run.iterdir() if path.name.startswith(".")]
 
 
+def test_a_loss_that_is_nan_with_epsilon_0_names_the_flag(train, directory):
+    result = train("--preset", "nano", "--data", directory / "corpus.txt", "--steps", 5, "--eps", 0)
+    assert_one_clear_line(result.code, result.err, "step 1: the loss is nan", "raise --eps (now 0)")
+
+
 @pytest.mark.skipif(not FULL.exists(), reason="no /dev/full on this system")
 @pytest.mark.parametrize("flag", ["--log", "--plot", "--trace"])
 def test_a_full_disk_under_the_log_the_plot_or_the_trace_is_one_line(train, directory, flag):

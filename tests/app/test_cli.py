@@ -545,6 +545,16 @@ def test_prompt_file_is_the_prompt_without_its_last_line_break(infer, weights, t
     assert infer(*flags, "--prompt-file", file).out == infer(*flags, "--prompt", "the model reads").out
 
 
+@pytest.mark.parametrize("kind", ["word", "byte"])
+def test_prompt_files_of_windows_have_the_same_prompts(infer, weights, tmp_path, kind):
+    file, flags = tmp_path / "prompt.txt", ("--weights", weights[kind])
+    file.write_bytes(b"\xef\xbb\xbfthe model reads\r\n")  # a byte order mark, and the line end CR LF
+    assert infer(*flags, "--prompt-file", file).out == infer(*flags, "--prompt", "the model reads").out
+    windows = infer(*flags, "--mode", "batch", "--prompts", file).out
+    file.write_bytes(b"the model reads\n")
+    assert windows == infer(*flags, "--mode", "batch", "--prompts", file).out != ""
+
+
 def test_no_new_tokens_are_an_empty_continuation(infer, weights):
     flags = ("--weights", weights["word"], "--prompt", "the model", "--max-new-tokens", 0, "--stats")
     assert continuation(infer(*flags)) == "\n"

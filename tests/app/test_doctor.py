@@ -74,6 +74,14 @@ def test_stage_0_and_the_launcher_are_really_run():
     assert Path(rows["MPI launcher"]).exists() or rows["MPI launcher"] == "none"
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs the device /dev/full")
+def test_a_full_standard_output_is_one_line_and_exit_code_2():
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "gpt2core.app.doctor"]
+        done = subprocess.run(command, cwd=doctor.ROOT, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (2, "error: the output: No space left on device\n")
+
+
 def test_a_command_that_is_missing_or_fails_is_a_row(monkeypatch):
     assert doctor.run(["/no/such/program"]) == (127, "", "/no/such/program: No such file or directory")
     monkeypatch.setattr(doctor, "TIMEOUT", 0.2)

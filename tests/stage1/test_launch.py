@@ -206,6 +206,7 @@ def test_a_host_file_in_the_right_format_is_accepted(tmp_path, implementation, t
         (OPEN_MPI, "one\n\none\n", "line 3: one is in line 1 too; write each host once, .*: one slots=4"),
         (MPICH, "# no host\n\n", "hosts: contains no host"),
         (OPEN_MPI, "", "hosts: contains no host"),
+        (MPICH, "\ufeffone:4\n", "hosts: begins with a byte order mark .*: save the file as UTF-8 without it"),
     ],
 )
 def test_a_mistake_in_a_host_file_names_the_line_and_what_to_write(tmp_path, implementation, text, words):

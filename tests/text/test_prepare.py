@@ -190,3 +190,11 @@ def test_a_terminal_shows_a_bar_for_each_pass(module, story, tmp_path, monkeypat
     assert module.main([str(story), "--out", str(tmp_path / "out")]) == 0
     shown = capsys.readouterr().err
     assert "vocabulary: " in shown and "tokens: " in shown
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs the device /dev/full")
+def test_a_full_standard_output_is_one_line_and_exit_code_2(tmp_path):
+    command = [sys.executable, str(SCRIPT), str(CORPUS), "--out", str(tmp_path / "out")]
+    with open("/dev/full", "w") as full:
+        run = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
+    assert (run.returncode, run.stderr) == (2, "error: the output: No space left on device\n")

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gpt2core.app.corpus import note_large_text
 from gpt2core.data import Windows
 from gpt2core.errors import ConfigError, DataError
 from gpt2core.text import token_file as dataset
@@ -318,3 +319,16 @@ def test_validation_is_the_end_of_the_corpus_and_shares_its_memory(n, fraction):
 def test_wrong_validation_fraction_is_named(fraction):
     with pytest.raises(ConfigError, match=f"--val-fraction {fraction} must be"):
         split_validation(np.arange(10), fraction)
+
+
+def test_only_a_large_text_gets_a_note_that_names_prepare(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("gpt2core.app.corpus.LARGE_TEXT", 100)
+    tokenizer = Tokenizer.byte_level()
+    write_token_file(tmp_path / TOKEN_FILE, [np.zeros(200, np.uint8)], tokenizer)
+    (tmp_path / "small.txt").write_text("a" * 99)
+    (tmp_path / "large.txt").write_text("a" * 100)
+    for name in ("small.txt", "large.txt", TOKEN_FILE):
+        note_large_text(tmp_path / name)
+    shown = capsys.readouterr().err
+    assert shown.count("\n") == 1 and shown.startswith(f"note: encoding {tmp_path / 'large.txt'} ")
+    assert "data/prepare.py" in shown

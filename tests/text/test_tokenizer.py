@@ -179,6 +179,19 @@ def test_unknown_words_are_named_and_counted(monkeypatch):
             tokenizer.encode(text)
 
 
+@pytest.mark.parametrize(
+    "text, wanted",
+    [
+        ("\ufeffthe loss", "byte order mark .*: save the file as UTF-8 without it"),
+        ("the loss\r\nwent", "line end of Windows .*: convert the file with tr"),
+        ("the  loss", "space that no word follows .*: write one space"),
+    ],
+)
+def test_an_invisible_unknown_word_is_described_and_says_what_to_do(text, wanted):
+    with pytest.raises(DataError, match=wanted):
+        Tokenizer.word_level("the loss went down\n").encode(text)
+
+
 def test_lone_surrogate_is_named(tokenizer):
     with pytest.raises(DataError, match=r"U\+D800"):
         tokenizer.encode("the \ud800")
