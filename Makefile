@@ -17,6 +17,9 @@ STAGE_3 = stage3_mpi_cuda
 # not ?=: an environment variable OUT of another program must not change it
 OUT = out/stage$(STAGE)-$(PRESET)
 
+# OUT if it has a checkpoint, otherwise empty. Not $(wildcard ...): it divides a path at its spaces.
+trained := $(if $(shell ls -d "$(OUT)"/step-* 2>/dev/null),$(OUT))
+
 # Report a variable on the command line that is not in the list, with the variable or the flag that was probably meant.
 given   := $(foreach name,$(.VARIABLES),$(if $(findstring command,$(origin $(name))),$(name)))
 unknown := $(firstword $(filter-out $(variables),$(given)))
@@ -47,7 +50,7 @@ ifdef PYTHON
   report_ready = packages
 else
   python := $(CURDIR)/.venv/bin/python
-  doctor: python := $(or $(wildcard $(python)),python3)
+  doctor: python := $(if $(wildcard .venv/bin/python),$(python),python3)
   cuda_ready  = $(if $(cuda),.venv/.train-nccl)
   test_ready  = .venv/.test
   report_ready = .venv/.train-mpi .venv/.train-interpreter $(cuda_ready)
@@ -97,7 +100,7 @@ ifneq ($(filter train generate,$(MAKECMDGOALS)),)
       ifneq ($(PRESET),nano)
         $(error no GPU was found, and Triton's interpreter is far too slow for PRESET=$(PRESET): use PRESET=nano)
       endif
-      ifeq ($(filter train,$(MAKECMDGOALS))$(wildcard $(OUT)/step-*)$(findstring --weights,$(ARGS)),)
+      ifeq ($(filter train,$(MAKECMDGOALS))$(trained)$(findstring --weights,$(ARGS)),)
         $(error the shipped weights are of preset paper, too large for Triton's interpreter: make train STAGE=$(STAGE) PRESET=nano)
       endif
       $(info no GPU was found: TRITON_INTERPRET=1 runs the same kernels on the CPU, slowly)
@@ -113,7 +116,6 @@ endif
 
 # The weights for `make generate` are the first of these that exist: the checkpoint of `make train` in OUT, the shipped
 # weights of PRESET, the shipped weights of preset paper. `untrained` is a note for the last case.
-trained   := $(if $(wildcard $(OUT)/step-*),$(OUT))
 weights   := $(or $(trained),$(wildcard data/gpt2-$(PRESET)),data/gpt2-paper)
 untrained := $(if $(trained)$(filter %-$(PRESET),$(weights)),, (preset paper: $(OUT) has no checkpoint of make train PRESET=$(PRESET)))
 

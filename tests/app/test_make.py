@@ -66,6 +66,26 @@ def test_generate_without_a_checkpoint_reads_the_shipped_weights_of_the_preset(p
     assert f'echo "weights: {weights}"\n' in done.stdout and f'--weights "{weights.split()[0]}"' in done.stdout
 
 
+def test_generate_reads_a_checkpoint_in_a_folder_whose_name_has_a_space(tmp_path):
+    out = tmp_path / "my run"
+    (out / "step-00000002").mkdir(parents=True)
+    done = make("-n", "generate", "PRESET=tiny", f"OUT={out}")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert f'echo "weights: {out}"\n' in done.stdout and f'--weights "{out}"' in done.stdout
+
+
+def test_doctor_uses_the_environment_of_a_clone_whose_path_has_a_space(tmp_path):
+    clone = tmp_path / "my project"
+    (clone / ".venv/bin").mkdir(parents=True)
+    shutil.copy(ROOT / "Makefile", clone)
+    command = ["make", "--no-print-directory", "-n", "doctor"]
+    without = subprocess.run(command, cwd=clone, env=environment(), capture_output=True, text=True).stdout
+    (clone / ".venv/bin/python").touch()
+    shown = subprocess.run(command, cwd=clone, env=environment(), capture_output=True, text=True).stdout
+    assert without == '"python3" -m gpt2core.app.doctor\n'
+    assert shown == f'"{clone}/.venv/bin/python" -m gpt2core.app.doctor\n'
+
+
 def test_every_variable_of_the_list_is_known_and_those_of_the_help_are_in_the_list():
     values = {"STAGE": "1", "N": "2", "TRITON_INTERPRET": "0"}
     done = make("-n", "train", *(f"{name}={values.get(name, 'x')}" for name in VARIABLES if name != "PYTHON"))

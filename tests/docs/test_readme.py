@@ -190,7 +190,7 @@ def test_the_flags_that_a_page_names_exist(page):
     for script in CODE + SCRIPTS:
         known |= set(re.findall(r'"(--[a-z][a-z0-9-]*)', script.read_text(encoding="utf-8")))
     known |= {"--extra-index-url", "--index-url", "--upgrade", "--hostfile", "--mca"}  # of pip and mpirun
-    known |= {"--shm-size", "--local-dir", "--no-browser"}  # of Docker, hf and JupyterLab
+    known |= {"--shm-size", "--local-dir", "--no-browser", "--allow-root"}  # of Docker, hf and JupyterLab
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", prose(page)))
     assert named - known == set()
 
