@@ -11,7 +11,6 @@ which can be polled. They then enter the call at about the same time, and inside
 """
 # p: number of ranks in the group; n: bytes of x on one rank
 
-import atexit
 import contextlib
 import os
 import signal
@@ -33,8 +32,8 @@ from gpt2core.communicator import (
     rows_per_part,
 )
 from gpt2core.errors import ConfigError
-from gpt2core.parallel.launcher_env import read_launcher_env
 from stage1_mpi import collectives
+from stage1_mpi.import_mpi import FLUSH_TIME, import_mpi
 from stage1_mpi.watchdog import watch_world
 
 NATIVE = "mpi"  # the algorithm name that selects the MPI library's own collectives
@@ -44,7 +43,6 @@ BUSY_POLL = 5e-5  # seconds of polling without sleep
 SLEEP_FRACTION = 1 / 20  # after BUSY_POLL, each sleep is this fraction of the time waited so far
 MAX_SLEEP = 2e-3  # seconds
 ACTIVE_POLL = 2e-5  # seconds of CPU time: a poll that used more has copied data; an idle poll uses a few microseconds
-FLUSH_TIME = 0.2  # seconds for the launcher to forward this rank's output before the launcher kills the job
 KILL_TIME = 3.0  # seconds to wait for the launcher to kill this rank; it cannot do so if the host is unreachable
 ABORT_TIMEOUT = 5  # seconds after which SIGALRM kills a process that aborts
 
@@ -415,35 +413,3 @@ def _pieces(x):
 def _bytes(x):
     """The C-contiguous x as a flat array of bytes, because MPI does not have a type for every dtype."""
     return x.reshape(-1).view(np.uint8)
-
-
-def import_mpi():
-    """mpi4py.MPI; raises ConfigError if it or an MPI library is missing, or if launcher and library do not match."""
-    try:
-        from mpi4py import MPI
-    except (ImportError, RuntimeError) as error:  # RuntimeError: mpi4py is installed, but no MPI library
-        reason = str(error).splitlines()[0]
-        abort_job_at_exit()
-        raise ConfigError(f"stage 1 needs mpi4py and an MPI library: pip install mpi4py mpich ({reason})") from error
-    variable, ranks, _ = read_launcher_env()
-    if MPI.COMM_WORLD.size == 1 and ranks > 1:
-        vendor, version = MPI.get_vendor()
-        library = f"{vendor} {'.'.join(map(str, version))}"
-        raise ConfigError(
-            f"the launcher started {ranks} processes ({variable}), but mpi4py uses {library}, whose world has 1 rank: "
-            f"launcher and library are different MPI implementations; use the mpiexec of {vendor}, or pip install "
-            f"mpich for both"
-        )
-    return MPI
-
-
-def abort_job_at_exit():
-    """At the exit of this process, request from MPICH's launcher that it aborts the job (PMI-1 protocol).
-
-    The launcher does not detect a rank that exits before MPI_Init; the other ranks would wait for that rank forever.
-    """
-    fd, rank = os.environ.get("PMI_FD", ""), int(os.environ.get("PMI_RANK", 0))
-    if fd.isdigit():
-        time.sleep(2 * FLUSH_TIME * min(rank, 8))  # the lowest rank aborts first: only its message is printed
-        atexit.register(os.write, int(fd), b"cmd=abort exitcode=2\n")
-        atexit.register(time.sleep, FLUSH_TIME)  # atexit runs this first, so the message is forwarded before the abort

@@ -12,9 +12,11 @@ import pytest
 
 from gpt2core.communicator import CommunicatorError, Solo
 from gpt2core.errors import ConfigError
+from gpt2core.parallel.launcher_env import read_launcher_env
 from gpt2core.parallel.mesh import Mesh
 from gpt2core.parallel.tree_sum import tree_sum
 from stage1_mpi import collectives, mpi_communicator
+from stage1_mpi.import_mpi import is_of_another_mpi
 from stage1_mpi.mpi_communicator import MpiCommunicator
 from tests.support.collectives import (
     DTYPES,
@@ -372,11 +374,35 @@ def test_without_mpi4py_or_a_library_the_message_says_what_to_install():
 @pytest.mark.parametrize("variable", ["PMI_SIZE", "OMPI_COMM_WORLD_SIZE"])
 def test_the_launcher_of_another_mpi_is_named(variable, monkeypatch):
     monkeypatch.setenv(variable, "4")
-    assert mpi_communicator.read_launcher_env() == (variable, 4, 0)
+    assert read_launcher_env() == (variable, 4, 0)
     answer = started(
         "from mpi4py import MPI; import os; os.environ['" + variable + "'] = '4'; " + MAKE
     )  # set after MPI_Init, so that the library does not try to contact that launcher
-    assert f"the launcher started 4 processes ({variable}), but" in answer and "has 1 rank" in answer
+    assert f"the launcher started 4 processes ({variable}), but" in answer and "different MPI implementations" in answer
+
+
+@pytest.mark.parametrize(
+    "variable, vendor, slurm, other",
+    [
+        ("PMI_SIZE", "Open MPI", False, True),
+        ("PMI_SIZE", "Open MPI", True, False),
+        ("PMI_SIZE", "Intel MPI", False, False),
+        ("OMPI_COMM_WORLD_SIZE", "MPICH", False, True),
+        ("OMPI_COMM_WORLD_SIZE", "Open MPI", False, False),
+        ("SLURM_STEP_NUM_TASKS", "MPICH", True, False),
+    ],
+)
+def test_which_library_is_not_the_launcher_s(monkeypatch, variable, vendor, slurm, other):
+    monkeypatch.delenv("SLURM_PROCID", raising=False)
+    if slurm:
+        monkeypatch.setenv("SLURM_PROCID", "0")
+    assert is_of_another_mpi(variable, vendor) is other
+
+
+def test_the_launcher_of_another_mpi_is_named_before_mpi_init():
+    variable = "OMPI_COMM_WORLD_SIZE" if "--oversubscribe" not in mpiexec() else "PMI_SIZE"
+    answer = started(MAKE, **{variable: "4", "PMIX_NAMESPACE": "another launcher's"})
+    assert "different MPI implementations" in answer and "Abort" not in answer
 
 
 def test_a_non_blocking_collective_needs_thread_multiple():
