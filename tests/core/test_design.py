@@ -162,7 +162,7 @@ def test_importing_the_core_changes_neither_the_environment_nor_the_excepthook()
 RANKS = re.compile(r"(world|group|communicator|comm)\.(size|rank)$|(^|\.|_)(world_size|ranks?|n_ranks|local_rank)$")
 DEVICES = re.compile(r"(is|use|has|if|on)_?(distributed|ddp|mpi|parallel|cuda|gpu|cpu|nccl|cupy|numpy)|\bdevice$")
 # These files implement the groups, so they compare ranks; no other file needs to.
-COMMUNICATORS = re.compile(r"communicator\.py$|collectives\.py$")
+COMMUNICATORS = re.compile(r"communicator\.py$|collectives\.py$|import_mpi\.py$")
 
 
 def conditions(tree):
@@ -249,7 +249,7 @@ def test_these_lines_are_allowed(line):
 
 
 # A launcher passes rank and size to its processes through the environment only; these files read it.
-READ_LAUNCHER = ("gpt2core/parallel/launcher_env.py", "stage1_mpi/launch.py", "stage1_mpi/mpi_communicator.py")
+READ_LAUNCHER = ("gpt2core/parallel/launcher_env.py", "stage1_mpi/launch.py", "stage1_mpi/import_mpi.py")
 ENVIRONMENT = (*READ_LAUNCHER, "stage2_cuda/runtime/cupti.py")  # the last sets a variable for torch.profiler
 
 
