@@ -47,7 +47,7 @@ class KernelPair(NamedTuple):
 
 
 def layernorm(xp, rng, sizes):
-    """Section 2: a residual addition, s = x + a + bias, and LayerNorm of s."""
+    """Section 4: a residual addition, s = x + a + bias, and LayerNorm of s."""
     from stage2_cuda.kernels import layernorm as kernels
 
     x, a, (bias, w, b) = rng(sizes.N, sizes.C), rng(sizes.N, sizes.C), rng(3, sizes.C)
@@ -66,7 +66,7 @@ def layernorm(xp, rng, sizes):
 
 
 def gelu(xp, rng, sizes):
-    """Section 2: bias and GELU."""
+    """Section 5: bias and GELU."""
     from stage2_cuda.kernels import gelu as kernels
 
     h, bias = rng(sizes.N, 4 * sizes.C), rng(4 * sizes.C)
@@ -84,7 +84,7 @@ def gelu(xp, rng, sizes):
 
 
 def column_sums(xp, rng, sizes):
-    """Section 2: the gradient of a bias, which is the sum over the rows of dy."""
+    """Section 4: the gradient of a bias, which is the sum over the rows of dy."""
     from stage2_cuda.kernels import column_sums as kernels
 
     dy = rng(sizes.N, 4 * sizes.C)
@@ -98,7 +98,7 @@ def column_sums(xp, rng, sizes):
 
 
 def embedding(xp, rng, sizes):
-    """Section 3: the gradient of the embedding, with atomic additions (plain) and without them (ours)."""
+    """Section 9: the gradient of the embedding, with atomic additions (plain) and without them (ours)."""
     from stage2_cuda.kernels import embedding as kernels
 
     ids = np.random.default_rng(SEED).integers(0, sizes.V, (sizes.N // sizes.T, sizes.T)).astype(np.int32)
@@ -120,7 +120,7 @@ def embedding(xp, rng, sizes):
 
 
 def attention(xp, rng, sizes):
-    """Section 4: attention forward and backward in 16 bits; only the plain version stores the T x T weights."""
+    """Section 7: attention forward and backward in 16 bits; only the plain version stores the T x T weights."""
     from stage2_cuda.kernels import attention as kernels
 
     B, T, H, D = sizes.B, sizes.T, sizes.H, sizes.C // sizes.H
@@ -154,7 +154,7 @@ def attention(xp, rng, sizes):
 
 
 def loss(xp, rng, sizes):
-    """Section 5: the loss of each row and the gradient of its logits."""
+    """Section 8: the loss of each row and the gradient of its logits."""
     from stage2_cuda.kernels import cross_entropy as kernels
 
     n, width = sizes.N_loss, -(-sizes.V // 64) * 64  # width: the vocabulary, padded to a multiple of 64
@@ -179,7 +179,7 @@ def loss(xp, rng, sizes):
 
 
 def adamw(xp, rng, sizes):
-    """Section 6: gradient norm, clipping and AdamW, for each tensor (plain) and for the whole arena at once (ours).
+    """Section 10: gradient norm, clipping and AdamW, for each tensor (plain) and for the whole arena at once (ours).
 
     p, m, v, g: parameters, first and second moments, gradients.
     """
@@ -222,7 +222,7 @@ def adamw(xp, rng, sizes):
 
 
 def product(xp, rng, sizes):
-    """Section 7: an fp32 product on tensor cores, as three fp16 products of split operands."""
+    """Section 6: an fp32 product on tensor cores, as three fp16 products of split operands."""
     from stage2_cuda.gemm import fp16x3
 
     a, b = rng(sizes.N, sizes.C), rng(sizes.C, 4 * sizes.C)
