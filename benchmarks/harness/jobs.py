@@ -146,7 +146,8 @@ class Job:
         except subprocess.TimeoutExpired:
             end(self.process)
             raise AssertionError(f"the job hung for {LIMIT} s; its output: {self.texts()}") from None
-        while (left := self.pids()) and time.monotonic() - started < 10:
+        deadline = time.monotonic() + 10  # the launcher has killed the other ranks, which may need time to end
+        while (left := self.pids()) and time.monotonic() < deadline:
             time.sleep(0.02)
         return Done(self.process.returncode, *self.texts(), time.monotonic() - started, tuple(left))
 
