@@ -245,7 +245,7 @@ def case_prompt(rng, home, inputs):
     code, out, err = infer(home, "--prompt-file", home / "prompt.txt")
     yield code, err
     if code == 0:
-        prompt = (home / "prompt.txt").read_bytes().decode("utf-8").removesuffix("\n")
+        prompt = (home / "prompt.txt").read_bytes().decode("utf-8-sig").removesuffix("\n")  # without a byte order mark
         expect(prompt.strip() in out or err.startswith("note: the prompt has "), "another prompt")
 
 
