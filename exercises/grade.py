@@ -113,11 +113,10 @@ def report_of(exercise, results):
     """Yield the lines of the report for one exercise: its score, and its first check that has not passed."""
     passed = sum(result.state == "passed" for result in results.values())
     failed = next(((name, result) for name, result in results.items() if result.state != "passed"), None)
-    state = f"{passed} of {len(results)} checks passed"
-    if failed and failed[1].state == "not started":
-        state = "not written yet"
+    written = not failed or failed[1].state != "not started"
+    state = f"{passed} of {len(results)} checks passed" if written else "not written yet"
     yield f"  {exercise.number}  {exercise.title:<52} {state}"
-    if state == "not written yet":
+    if not written:
         yield f"       see {exercise.page}"
     elif failed:
         name, result = failed

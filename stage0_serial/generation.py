@@ -17,14 +17,22 @@ class BatchDecoder(Decoder):
     """
 
     def step(self):
-        block, logits = self.model.config.block_size, iter(())
-        together = [each for each in self.sequences if len(each.uncached) < block and each.cache.length < block]
+        block, logits = self.model.config.block_size, {}  # {number of a sequence: its logits}
+        together = {
+            number: each
+            for number, each in enumerate(self.sequences)
+            if len(each.uncached) < block and each.cache.length < block
+        }
         if len(together) > 1:
-            uncached, caches = zip(*((each.uncached, each.cache) for each in together), strict=True)
-            logits = iter(self.next_logits.next_positions(uncached, caches))
-        else:
-            together = []
-        self.unread.append([each.append(next(logits)) if each in together else each.step() for each in self.sequences])
+            uncached = [each.uncached for each in together.values()]
+            caches = [each.cache for each in together.values()]
+            logits = dict(zip(together, self.next_logits.next_positions(uncached, caches), strict=True))
+        self.unread.append(
+            [
+                each.append(logits[number]) if number in logits else each.step()
+                for number, each in enumerate(self.sequences)
+            ]
+        )
 
 
 class GenerationKernels(Backend):

@@ -13,8 +13,9 @@ FLUSH_TIME = 0.2  # seconds for the launcher to forward this rank's output befor
 
 
 def import_mpi():
-    """mpi4py.MPI, initialized. Raises ConfigError if it or an MPI library is missing, or if the library is not the
-    launcher's: then each rank would be alone in its world, or MPI_Init would end the process.
+    """mpi4py.MPI, initialized; raises ConfigError if it or an MPI library is missing, or if it is not the launcher's.
+
+    With the library of another launcher each rank would be alone in its world, or MPI_Init would end the process.
     """
     variable, ranks, rank = read_launcher_env()
     try:
@@ -32,7 +33,7 @@ def import_mpi():
     vendor, version = MPI.get_vendor()
     differs = ranks > 1 and is_of_another_mpi(variable, vendor)
     if not differs and not MPI.Is_initialized():
-        MPI.Init_thread(MPI.THREAD_MULTIPLE)
+        MPI.Init_thread(getattr(MPI, f"THREAD_{mpi4py.rc.thread_level.upper()}"))
     if ranks > 1 and (differs or MPI.COMM_WORLD.size == 1):
         abort_job_at_exit(rank)
         raise ConfigError(

@@ -381,7 +381,7 @@ def seconds_per_step(decoder, prompts, steps):
 
 
 def check_gpu():
-    """Return CuPy; raises ConfigError in Triton's interpreter, whose times say nothing about a GPU."""
+    """Return CuPy; raises ConfigError in Triton's interpreter, whose times are not those of a GPU."""
     from stage2_cuda.runtime.triton_launch import array_module
 
     xp = array_module()

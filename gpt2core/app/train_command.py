@@ -179,14 +179,16 @@ def make_trace(config, trainer):
 
 def make_schedule(config, corpus, group):
     """(training Windows, validation Windows or None, Schedule) for this rank; group: the data-parallel group."""
-    split = f"--val-fraction {config.val_fraction}" if config.val_fraction else None
-    with naming_text(split and f"{split}, training" or f"--data {config.data}"):
+    names = f"--data {config.data}", f"--val-data {config.val_data}"
+    if config.val_fraction:
+        names = [f"--val-fraction {config.val_fraction}, {part}" for part in ("training", "validation")]
+    with naming_text(names[0]):
         if config.local_shuffle:
             windows = LocalWindows(corpus.tokens, config.seq_len, config.seed, group.rank, group.size)
         else:
             order = "shuffled" if config.shuffle else "sequential"
             windows = Windows(corpus.tokens, config.seq_len, order, config.seed)
-    with naming_text(split and f"{split}, validation" or f"--val-data {config.val_data}"):
+    with naming_text(names[1]):
         validation = None if corpus.validation is None else Windows(corpus.validation, config.seq_len)
     schedule = Schedule(config.schedule, config.lr, config.min_lr, config.warmup, config.steps)
     return windows, validation, schedule

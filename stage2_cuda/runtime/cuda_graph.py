@@ -6,6 +6,7 @@ import weakref
 
 import numpy as np
 
+from gpt2core.arena import round_up
 from gpt2core.runtime import Compiled, Results
 from stage2_cuda.runtime import triton_launch
 from stage2_cuda.runtime.static_inputs import StaticInputs, empty_pinned
@@ -143,7 +144,7 @@ class Readback:
     def __init__(self, cupy, stream, arrays, kept_arrays):
         self.copy, self.stream, self.count = cupy.cuda.runtime.memcpyAsync, stream, 0
         # result i starts at byte offsets[i] of a buffer; the last offset is the size of all results
-        offsets = np.cumsum([0, *(-(-array.nbytes // ALIGNED) * ALIGNED for array in arrays)]).tolist()
+        offsets = np.cumsum([0, *(round_up(array.nbytes, ALIGNED) for array in arrays)]).tolist()
         size = max(offsets[-1], ALIGNED)
         kept_arrays.append(cupy.empty(size, np.uint8))
         self.device_address = kept_arrays[-1].data.ptr

@@ -5,6 +5,8 @@ A CUDA graph stores the addresses that its kernels read, so new data must be cop
 
 import numpy as np
 
+from gpt2core.arena import round_up
+
 ALIGNED = 256  # bytes: each array starts at a multiple of this in the common buffer
 HOST_TO_DEVICE = 1  # cudaMemcpyKind
 
@@ -36,7 +38,7 @@ class StaticInputs:
         self.cupy, leaves = cupy, flatten(tree)
         arrays = [leaf for leaf in leaves if type(leaf) is np.ndarray]
         # array i starts at byte offsets[i] of both buffers; the last offset is their size
-        offsets = np.cumsum([0, *(-(-array.nbytes // ALIGNED) * ALIGNED for array in arrays)]).tolist()
+        offsets = np.cumsum([0, *(round_up(array.nbytes, ALIGNED) for array in arrays)]).tolist()
         self.size, self.uploaded = offsets[-1], cupy.cuda.Event(disable_timing=True)
         if self.size:
             self.staging = empty_pinned(cupy, self.size, np.uint8)
