@@ -12,6 +12,7 @@ To read the arrays, the host waits for the device after each kernel. This hides 
 one, so examine() then repeats the first step without hooks.
 """
 
+import contextlib
 import functools
 from types import SimpleNamespace
 
@@ -28,6 +29,7 @@ from benchmarks.parity.checks import (
 )
 from benchmarks.parity.oracle import reference
 from gpt2core.communicator import Solo, address
+from gpt2core.errors import Diverged
 from gpt2core.parallel.tree_sum import tree_sum
 from gpt2core.tracing.hooks import Hooks, Modules, module_name
 from gpt2core.tracing.trace import groups
@@ -181,9 +183,15 @@ def examine(make_trainer, windows, steps, lr, world, exact=False):
         trainer.optimizer.gather()  # with --zero-gather forward a rank has only its own part until the next step
         flat = np.array(trainer.backend.to_host(trainer.compute_parameters), np.float64)
         parameters = {name: np.array(view) for name, view in trainer.arena.views(flat).items()} if whole else None
-        trainer.step(trainer.prepare(*batch), lr)
+        diverged = None
+        try:
+            trainer.step(trainer.prepare(*batch), lr)
+        except Diverged as error:  # raised after the kernels and hooks of the step: their arrays are compared
+            diverged = error
         if found := examination.after_step(step, batch, parameters):
             return found
+        if diverged:
+            raise diverged
     examination.hooks.remove()
     if not trainer.backend.runtime.uses_graphs:  # kernels run when they are called
         return None
@@ -206,7 +214,8 @@ def race(make_trainer, windows, lr, world, operation):
         if waits:
             wait_for_each_kernel(trainer, hooks)
         rows = trainer.rows
-        trainer.step(trainer.prepare(*windows.batch(rows.start, rows.stop - rows.start)), lr)
+        with contextlib.suppress(Diverged):  # gradients that are not finite are compared too
+            trainer.step(trainer.prepare(*windows.batch(rows.start, rows.stop - rows.start)), lr)
         gradients.append(target.gradient)
     remark, tolerance = "only if the host does not wait for each kernel: " + RACE, TOLERANCE[trainer.backend.precision]
     for name, part in reversed(trainer.arena.slices.items()):
