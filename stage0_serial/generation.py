@@ -5,7 +5,7 @@ import math
 import numpy as np
 
 from gpt2core.backend import Backend
-from gpt2core.sampler import Decoder
+from gpt2core.sampler import Decoder, KVCache
 from stage0_serial.row_products import RowProducts
 from stage0_serial.token_step import token_step
 
@@ -13,8 +13,24 @@ from stage0_serial.token_step import token_step
 class BatchDecoder(Decoder):
     """Computes the new positions of all sequences in the same products; full windows are computed one by one.
 
-    A full window has enough rows, so its products would not become faster in a batch.
+    A full window has enough rows, so its products would not become faster in a batch. The caches of the sequences are
+    parts of one KVCache, until their windows are full.
     """
+
+    batch_cache = None
+
+    def start(self, prompts, rules):
+        super().start(prompts, rules)
+        if len(prompts) == 1:
+            return
+        if self.batch_cache is None:  # a decoder always has the same number of prompts
+            self.batch_cache = cache = KVCache(self.model.config, self.model.head.backend, len(prompts))
+            # Attention multiplies values that are not yet written by 0, so they must be finite.
+            cache.values = [np.zeros(values.shape, values.dtype) for values in cache.values]
+        for number, sequence in enumerate(self.sequences):
+            part = slice(number, number + 1)
+            sequence.cache.keys = [keys[part] for keys in self.batch_cache.keys]
+            sequence.cache.values = [values[part] for values in self.batch_cache.values]
 
     def step(self):
         block, logits = self.model.config.block_size, {}  # {number of a sequence: its logits}
@@ -26,7 +42,8 @@ class BatchDecoder(Decoder):
         if len(together) > 1:
             uncached = [each.uncached for each in together.values()]
             caches = [each.cache for each in together.values()]
-            logits = dict(zip(together, self.next_logits.next_positions(uncached, caches), strict=True))
+            batch_cache = self.batch_cache if len(together) == len(self.sequences) else None
+            logits = dict(zip(together, self.next_logits.next_positions(uncached, caches, batch_cache), strict=True))
         self.unread.append(
             [
                 each.append(logits[number]) if number in logits else each.step()

@@ -2,9 +2,9 @@
 
 One token takes little more than the time to read the weights. If each operation made a Tensor, a large part of this
 time would be spent in Python. The new positions of several sequences are rows of the same products, so that the
-weights are read once for all of them; only attention is computed for each sequence. A full window is computed as a
-whole, except in the last layer: there only the keys and values of all T positions are needed, and the rest of the last
-position.
+weights are read once for all of them; attention is computed for each sequence, or for all together if they have similar
+lengths. A full window is computed as a whole, except in the last layer: there only the keys and values of all T
+positions are needed, and the rest of the last position.
 """
 
 # n sequences, N new positions of all of them, T positions, C channels, H heads, D = C // H, K columns, V vocabulary
@@ -53,8 +53,11 @@ class TokenStep:
             return next_logits(model, ids, cache)
         return self.next_positions([ids], [cache])[0]
 
-    def next_positions(self, uncached, caches):
-        """The logits (n, V) after n sequences. uncached: the last tokens of each sequence, which follow its cache."""
+    def next_positions(self, uncached, caches, batch_cache=None):
+        """The logits (n, V) after n sequences. uncached: the last tokens of each sequence, which follow its cache.
+
+        batch_cache: a KVCache whose sequence i is caches[i], or None.
+        """
         ends = np.cumsum([len(ids) for ids in uncached]).tolist()
         parts = [slice(end - len(ids), end) for ids, end in zip(uncached, ends, strict=True)]  # rows of each sequence
         pairs = [
@@ -63,14 +66,18 @@ class TokenStep:
             for i, token in enumerate(ids)
         ]
         positions, ids = np.transpose(pairs)
+        together = batch_cache and len(ids) == len(caches) and similar_lengths(positions + 1)
         x = self.wte[ids] + self.wpe[positions]  # (N, C)
         branch, branch_bias = None, None  # what the next norm adds to x
         for layer, (ln_1, c_attn, attn_proj, ln_2, c_fc, mlp_proj) in enumerate(self.layers):
             x, y = self.normalize(x, branch, branch_bias, *ln_1)
             qkv = self.product(y, c_attn[0])
             qkv += c_attn[1]
-            for rows, cache in zip(parts, caches, strict=True):
-                y[rows] = self.attention(qkv[rows], cache.keys[layer], cache.values[layer], cache.length)
+            if together:
+                y = self.attention_of_batch(qkv, batch_cache.keys[layer], batch_cache.values[layer], positions)
+            else:
+                for rows, cache in zip(parts, caches, strict=True):
+                    y[rows] = self.attention(qkv[rows], cache.keys[layer], cache.values[layer], cache.length)
             if layer == len(self.layers) - 1 and len(x) > len(ends):
                 last = np.array(ends) - 1  # only the last position's logits are needed
                 x, y = x[last], y[last]  # (n, C)
@@ -126,13 +133,34 @@ class TokenStep:
         keys[0, :, :, position], values[0, :, position] = k, v
         return self.weighted_sum(q, keys[0, :, :, : position + 1], values[0, :, : position + 1])
 
+    def attention_of_batch(self, qkv, keys, values, positions):
+        """qkv (n, 3C) at positions (n), one of each sequence -> (n, C); stores k and v.
+
+        keys (n, H, D, block); values (n, H, block, D), which are finite also after the position of their sequence.
+        """
+        n, T = len(qkv), positions.max() + 1
+        q, k, v = qkv.reshape(n, 3, self.n_head, -1).transpose(1, 0, 2, 3)  # each (n, H, D)
+        keys[range(n), :, :, positions], values[range(n), :, positions] = k, v
+        later = np.arange(T) > positions[:, None, None, None]  # (n, 1, 1, T)
+        return self.weighted_sum(q, keys[..., :T], values[:, :, :T], later).reshape(n, -1)
+
     @staticmethod
-    def weighted_sum(q, keys, values):
-        """The softmax attention of q (H, D), which is overwritten, to keys (H, D, T) and values (H, T, D): (1, C)."""
-        q *= q.shape[1] ** -0.5
-        s = np.matmul(q[:, None], keys)  # (H, 1, T)
-        s -= np.maximum.reduce(s, axis=2, keepdims=True)
+    def weighted_sum(q, keys, values, masked=None):
+        """The softmax attention of q (..., H, D), which is overwritten, to keys (..., H, D, T): (1, all elements).
+
+        values (..., H, T, D); masked (..., 1, 1, T), or None: True for positions whose weight is 0.
+        """
+        q *= q.shape[-1] ** -0.5
+        s = np.matmul(q[..., None, :], keys)  # (..., H, 1, T)
+        if masked is not None:
+            np.copyto(s, -np.inf, where=masked)
+        s -= np.maximum.reduce(s, axis=-1, keepdims=True)
         np.exp(s, out=s)
-        y = np.matmul(s, values)  # (H, 1, D)
-        y /= np.add.reduce(s, axis=2, keepdims=True)
+        y = np.matmul(s, values)  # (..., H, 1, D)
+        y /= np.add.reduce(s, axis=-1, keepdims=True)
         return y.reshape(1, -1)
+
+
+def similar_lengths(lengths):
+    """Whether attention of all sequences up to the longest one has at most twice the work of each up to its own."""
+    return lengths.max() * len(lengths) <= 2 * lengths.sum()

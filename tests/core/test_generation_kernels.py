@@ -172,6 +172,26 @@ def test_a_batch_computes_all_prompts_in_one_call_and_then_one_position_each(rng
     assert rows == [6] * 5 + [3] * 4 + [3] * 9
 
 
+def test_attention_of_similar_lengths_is_computed_for_the_whole_batch(rng, models, monkeypatch):
+    """Also in the memory of a longer batch, and after it a batch of other lengths, whose attention is separate."""
+    model, sizes, decoders = models[0], [], {}
+    attention = TokenStep.attention_of_batch
+
+    def counted(self, qkv, *arguments):
+        sizes.append(len(qkv))
+        return attention(self, qkv, *arguments)
+
+    for lengths in (40, 50, 44), (3, 5, 4), (1, 60, 2):
+        prompts = [rng.integers(0, 37, length).tolist() for length in lengths]
+        alone = [list(generate(model, prompt, 6)) for prompt in prompts]
+        with monkeypatch.context() as patch:
+            patch.setattr(TokenStep, "attention_of_batch", counted)
+            together = list(generate_batch(model, prompts, 6, [Greedy()] * 3, decoders))
+        assert np.transpose(together).tolist() == alone
+        assert sizes == ([] if lengths[0] == 1 else [3] * 2 * 5)  # two layers, five tokens after the first
+        sizes.clear()
+
+
 def test_ranks_that_share_the_layers_use_the_model(models):
     model = models[0]
     assert type(model.head.backend.decoder(model, 1)) is BatchDecoder
