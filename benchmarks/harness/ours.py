@@ -304,10 +304,10 @@ def make_generator(config, threads):
     """
     backend = NumpyBackend()
     backend.runtime.use_threads(threads)
-    model = load_model(config, dict(initial_parameters(config, 0)), backend)
+    model, decoders = load_model(config, dict(initial_parameters(config, 0)), backend), {}
 
     def steps(prompts, n):
-        return generate_batch(model, prompts, n, [Greedy()] * len(prompts))
+        return generate_batch(model, prompts, n, [Greedy()] * len(prompts), decoders)
 
     def generate(prompts, n, use_cache):
         started, ids = time.perf_counter(), [[] for _ in prompts]
