@@ -25,8 +25,10 @@ class BatchDecoder(Decoder):
             return
         if self.batch_cache is None:  # a decoder always has the same number of prompts
             self.batch_cache = cache = KVCache(self.model.config, self.model.head.backend, len(prompts))
-            # Attention multiplies values that are not yet written by 0, so they must be finite.
-            cache.values = [np.zeros(values.shape, values.dtype) for values in cache.values]
+            # Attention computes with positions that are not yet written, and masks the results: they must be finite.
+            cache.keys, cache.values = (
+                [np.zeros(each.shape, each.dtype) for each in arrays] for arrays in (cache.keys, cache.values)
+            )
         for number, sequence in enumerate(self.sequences):
             part = slice(number, number + 1)
             sequence.cache.keys = [keys[part] for keys in self.batch_cache.keys]

@@ -136,7 +136,7 @@ class TokenStep:
     def attention_of_batch(self, qkv, keys, values, positions):
         """qkv (n, 3C) at positions (n), one of each sequence -> (n, C); stores k and v.
 
-        keys (n, H, D, block); values (n, H, block, D), which are finite also after the position of their sequence.
+        keys (n, H, D, block), values (n, H, block, D): finite also after the position of their sequence.
         """
         n, T = len(qkv), positions.max() + 1
         q, k, v = qkv.reshape(n, 3, self.n_head, -1).transpose(1, 0, 2, 3)  # each (n, H, D)

@@ -192,6 +192,24 @@ def test_attention_of_similar_lengths_is_computed_for_the_whole_batch(rng, model
         sizes.clear()
 
 
+def test_a_batch_does_not_compute_with_memory_that_was_not_written(rng, models, monkeypatch):
+    """New arrays are full of infinities here; NumPy reports an invalid operation if a product reads them."""
+    model = models[0]
+    prompts = [rng.integers(0, 37, length).tolist() for length in (10, 14, 12)]
+    alone = [list(generate(model, prompt, 4)) for prompt in prompts]
+    empty = type(model.head.backend).empty
+    monkeypatch.setattr(type(model.head.backend), "empty", lambda *sizes: fill_with_infinity(empty(*sizes)))
+    with np.errstate(invalid="raise"):
+        together = list(generate_batch(model, prompts, 4, [Greedy()] * 3))
+    assert np.transpose(together).tolist() == alone
+
+
+def fill_with_infinity(array):
+    if array.dtype.kind == "f":
+        array.fill(np.inf)
+    return array
+
+
 def test_ranks_that_share_the_layers_use_the_model(models):
     model = models[0]
     assert type(model.head.backend.decoder(model, 1)) is BatchDecoder
