@@ -25,7 +25,8 @@ class BatchDecoder(Decoder):
             return
         if self.batch_cache is None:  # a decoder always has the same number of prompts
             self.batch_cache = cache = KVCache(self.model.config, self.model.head.backend, len(prompts))
-            # Attention computes with positions that are not yet written, and masks the results: they must be finite.
+            # A call for all sequences multiplies positions that are not yet written too, and masks the products. With
+            # infinities there, NumPy would warn, and 0 * infinity is not a number.
             cache.keys, cache.values = (
                 [np.zeros(each.shape, each.dtype) for each in arrays] for arrays in (cache.keys, cache.values)
             )

@@ -146,7 +146,7 @@ class TokenStep:
 
     @staticmethod
     def weighted_sum(q, keys, values, masked=None):
-        """The softmax attention of q (..., H, D), which is overwritten, to keys (..., H, D, T): (1, all elements).
+        """The softmax attention of q (..., H, D), which is overwritten, to keys (..., H, D, T), as one row.
 
         values (..., H, T, D); masked (..., 1, 1, T), or None: True for positions whose weight is 0.
         """
@@ -162,5 +162,5 @@ class TokenStep:
 
 
 def similar_lengths(lengths):
-    """Whether attention of all sequences up to the longest one has at most twice the work of each up to its own."""
+    """Whether one call for all sequences computes at most twice as many positions as the sequences have."""
     return lengths.max() * len(lengths) <= 2 * lengths.sum()

@@ -238,8 +238,8 @@ def run_main(main, measures_time=True):
     A BenchmarkFailed ends the script with its message and exit code 1, a UserError with its message and exit code 2.
     """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that context managers end every process
-    load, measures_time = os.getloadavg()[0], measures_time and not {"-h", "--help", "--dry-run"} & set(sys.argv)
-    if measures_time and load > 0.3:
+    load, only_prints = os.getloadavg()[0], {"-h", "--help", "--dry-run"} & set(sys.argv)
+    if measures_time and not only_prints and load > 0.3:
         print(f"load average {load:.2f}: other programs may slow the compared processes unequally", file=sys.stderr)
     try:
         return main()

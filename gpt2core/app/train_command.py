@@ -179,7 +179,7 @@ def make_trace(config, trainer):
 
 def make_schedule(config, corpus, group):
     """(training Windows, validation Windows or None, Schedule) for this rank; group: the data-parallel group."""
-    names = f"--data {config.data}", f"--val-data {config.val_data}"
+    names = [f"--data {config.data}", f"--val-data {config.val_data}"]
     if config.val_fraction:
         names = [f"--val-fraction {config.val_fraction}, {part}" for part in ("training", "validation")]
     with naming_text(names[0]):

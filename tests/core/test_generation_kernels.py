@@ -173,7 +173,7 @@ def test_a_batch_computes_all_prompts_in_one_call_and_then_one_position_each(rng
 
 
 def test_attention_of_similar_lengths_is_computed_for_the_whole_batch(rng, models, monkeypatch):
-    """Also in the memory of a longer batch, and after it a batch of other lengths, whose attention is separate."""
+    """The same decoder then continues shorter prompts, and prompts of very different lengths, one call for each."""
     model, sizes, decoders = models[0], [], {}
     attention = TokenStep.attention_of_batch
 
