@@ -204,7 +204,7 @@ class CudaBackend(FusedHead, Backend):
         if not self.products.fuses_gelu(*shape):
             return super().mlp_forward(x, w, b, w2)
         h, y = self.xp.empty(shape, x.dtype), self.xp.empty(shape, x.dtype)
-        self.products.multiply(y, rows(x), w, bias=b, activation="gelu", aux=h)
+        self.products.gelu_product(y, h, rows(x), w, b)
         return self.product(y, w2).reshape(*x.shape[:-1], w2.shape[1]), (h, y)
 
     def mlp_backward(self, dy, x, w, w2, aux, out=(None, None, None)):
@@ -212,9 +212,13 @@ class CudaBackend(FusedHead, Backend):
             return super().mlp_backward(dy, x, w, w2, aux, out)
         (h, y), dy = aux, rows(dy)
         dh = self.like(h)
-        self.products.multiply(dh, dy, w2, trans_b=True, activation="dgelu", aux=h)
+        partials = self.products.gelu_backward_product(dh, dy, w2, h)
         dw2 = self.weight_gradient(out[2], y, dy)
-        return *self.linear_backward(dh, x, w, out=out[:2]), dw2
+        if partials is None:
+            return *self.linear_backward(dh, x, w, out=out[:2]), dw2
+        (db,) = self.gradients([out[1]], w.shape[1:], lambda db: column_sums.add_partials(partials, db), partials)
+        dx, dw, _ = self.linear_backward(dh, x, w, bias=False, out=out[:2])
+        return dx, dw, db, dw2
 
     # -- layernorm ---------------------------------------------------------------------------------------------------
 

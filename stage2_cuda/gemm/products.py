@@ -1,10 +1,18 @@
-"""The matrix products of each precision: fp16x3 for fp32, cublasLt for the others, NumPy in Triton's interpreter."""
+"""The matrix products of each precision: fp16x3 for fp32, cublasLt for the others, NumPy in Triton's interpreter.
+
+Products with GELU or its derivative are computed by gluon_gelu.py where it can, on a Hopper GPU in 16 bits.
+"""
+
+import functools
+import importlib
 
 import numpy as np
 
 from gpt2core.parallel.tuned_choices import cache_directory
 from stage2_cuda.gemm import fp16x3
+from stage2_cuda.kernels import gluon_launches
 from stage2_cuda.memory_model import MIN_FUSED_GELU, WORKSPACE
+from stage2_cuda.runtime.triton_launch import Pointer, gpu_model
 from stage2_cuda.tuning.tuner import Tuner
 
 
@@ -20,11 +28,47 @@ class Products:
         self.multiply = self.multiply_fp16x3 if precision == "fp32" else self.multiply_gemm
 
     def fuses_gelu(self, n, k):
-        """Whether cublasLt should apply GELU, or its derivative, to the (N, K) product that it computes.
+        """Whether the kernel that computes an (N, K) product should also apply GELU, or its derivative, to it.
 
         True only in bf16 and fp16, and for large products; for small ones a separate GELU kernel is faster.
         """
         return self.precision in ("bf16", "fp16") and n * k >= MIN_FUSED_GELU
+
+    @functools.cached_property
+    def gluon_gelu(self):
+        """The module gluon_gelu, or None if the precision, the GPU or Triton has no such kernels."""
+        if self.precision not in ("bf16", "fp16") or gluon_launches.gluon_kind(*gpu_model()) is None:
+            return None
+        return importlib.import_module("stage2_cuda.gemm.gluon_gelu")
+
+    def gluon_gelu_for(self, a, b, k):
+        """The module gluon_gelu if it serves the (N, K) product of a (N, C) and b, otherwise None."""
+        gluon = self.gluon_gelu
+        if gluon is None or not gluon.serves(a.itemsize, len(a), k, a.shape[1]):
+            return None
+        aligned = all(x.flags.c_contiguous and Pointer(x).address % 16 == 0 for x in (a, b))  # for the TMA unit
+        return gluon if aligned else None
+
+    def gelu_product(self, y, h, x, w, b):
+        """h (N, K) = x (N, C) w (C, K) + b (K), y (N, K) = gelu(h). Call it only if fuses_gelu(N, K)."""
+        gluon = self.gluon_gelu_for(x, w, w.shape[1])
+        if gluon is None:
+            self.multiply(y, x, w, bias=b, activation="gelu", aux=h)
+        else:
+            gluon.gelu_product(y, h, x, w, b)
+
+    def gelu_backward_product(self, dh, dy, w2, h):
+        """dh (N, K) = (dy (N, C) w2') * gelu'(h (N, K)), w2 (K, C). Call it only if fuses_gelu(N, K).
+
+        Returns partial sums of the rows of dh for column_sums.add_partials(), float32, or None if there are none.
+        """
+        gluon = self.gluon_gelu_for(dy, w2, w2.shape[0])
+        if gluon is None:
+            self.multiply(dh, dy, w2, trans_b=True, activation="dgelu", aux=h)
+            return None
+        partials = self.xp.empty(gluon.partials_shape(*dh.shape), np.float32)
+        gluon.gelu_backward_product(dh, partials, dy, w2, h)
+        return partials
 
     def operand(self, x):
         """x (R, C) as an operand of multiply(). In fp32 it is a SplitOperand: x is split once for several products."""

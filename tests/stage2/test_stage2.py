@@ -183,6 +183,7 @@ ELSEWHERE = {
         for name in ("forward", "dq", "dkdv")
         for design in ("pipelined", "specialized")
     },
+    "gluon_gelu.gelu_kernel": "16 bits on a Hopper GPU",
     "cast.cast_kernel": "16 bits: the copy of the parameters that kernels read, when they are loaded",
     "cast.scale_kernel": "backward() with a gradient other than 1",
     "rounding.rounding_kernel": "bf16 and --rounding stochastic: the copy of the parameters, after a resume",

@@ -48,7 +48,7 @@ from gpt2core.sampler import Greedy, KVCache, Sampling, generate_batch  # noqa: 
 from gpt2core.training_loop import read_batch  # noqa: E402
 from stage2_cuda import cuda_backend  # noqa: E402
 from stage2_cuda.cuda_backend import PRECISIONS  # noqa: E402
-from stage2_cuda.gemm import matmul  # noqa: E402
+from stage2_cuda.gemm import gluon_gelu, matmul  # noqa: E402
 from stage2_cuda.kernels import attention  # noqa: E402
 from stage2_cuda.kernels.cast import scale_in_place  # noqa: E402
 from stage2_cuda.memory_model import LOGITS_ALIGNMENT  # noqa: E402
@@ -274,6 +274,17 @@ def fuse(precision, M, N, K):
         matmul.matmul(d, a, b, added, activation)
 
 
+def multiply_with_gelu(precision, M, N, K):
+    """All variants of the Gluon products with GELU and its derivative."""
+    dtype = Backend(precision).compute_dtype
+    y, h, x, w, w2, bias = (np.empty(shape, dtype) for shape in ((M, N), (M, N), (M, K), (K, N), (N, K), (N,)))
+    for tile in gluon_gelu.FORWARD_TILES:
+        gluon_gelu.gelu_product(y, h, x, w, bias, tile)
+    for tile in gluon_gelu.TILES:
+        partials = np.empty(gluon_gelu.partials_shape(M, N, tile), np.float32)
+        gluon_gelu.gelu_backward_product(y, partials, x, w2, h, tile)
+
+
 def divide(config, precision):
     """More launches of a tensor parallel rank: attention with a cache, the gradient of its part of the vocabulary."""
     backend, B, T = Backend(precision), 2, 5
@@ -334,6 +345,8 @@ def suite(gpu):
         attend_with_all_tiles(precision, 1024, D)
     sanitize.attend_separately(sanitize.Arrays(np, "bfloat16"), (1, 2, 1000, 777, 64), "ieee")
     reduce_gradients("bfloat16")
+    for precision in ("bf16", "fp16"):
+        multiply_with_gelu(precision, 16384, 3072, 768)
 
 
 # -- compiling and printing -------------------------------------------------------------------------------------------

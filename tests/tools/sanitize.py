@@ -207,6 +207,16 @@ def launch_attention(a):
             cached_attention.attention_cached(y, qkv, keys, values, position, H, precision)
 
 
+def launch_gelu_product(a):
+    if np.dtype(a.dtype).itemsize == 2 and attention.gluon_table(2, 6, 300, 64):
+        from stage2_cuda.gemm import gluon_gelu
+
+        for M, N, K in ((128, 128, 64), (170, 72, 40), (640, 512, 192)):
+            y, h, dy, partials = a.x(M, N), a.x(M, N), a.x(M, K), a.f(*gluon_gelu.partials_shape(M, N))
+            gluon_gelu.gelu_product(y, h, a.x(M, K), a.x(K, N), a.x(N))
+            gluon_gelu.gelu_backward_product(y, partials, dy, a.x(N, K), h)
+
+
 def launch_decode(a):
     block, precision, eps = 70, "tf32x3", 1e-5
     for C, H, V in ((48, 2, 37), (300, 3, 172)):

@@ -1,0 +1,256 @@
+"""Is a Gluon product that hides GELU faster than cublasLt's epilogues? Needs a Hopper GPU.
+
+Forward: h = x w + b and y = gelu(h). Backward: dh = (dy w2') gelu'(h) and its column sums. For each variant of the
+kernel in stage2_cuda/gemm/gluon_gelu.py one process compiles it, compares its results with float64, for small shapes
+first, and then times it and cublasLt in interleaved rounds. A variant that fails or does not answer in time is a row
+that says so. The processes compile at the same time; they check and time one after another.
+"""
+
+# x, dy (M, K); w (K, N); w2, h, y, dh: see gluon_gelu.py
+
+import argparse
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+
+import numpy as np
+
+from benchmarks.gpu.fusions import microseconds
+from benchmarks.harness.ours import check_gpu
+from benchmarks.harness.processes import BenchmarkFailed, BenchmarkProcess, ProcessSpec, progress, run_main
+from benchmarks.harness.report import add_save_flags, print_table, save
+
+BENCHMARK = "benchmarks.gpu.gelu_product"
+SEED = 20260101
+SHAPE = (65536, 768, 3072)  # (M, K, N) in GPT-2 124M with 64 x 1024 tokens
+# Fewer tiles than programs, odd numbers of tiles per program, one step, and sizes that no tile divides
+SMALL_SHAPES = [(128, 64, 128), (384, 192, 384), (133 * 128, 64, 128), (265 * 128, 192, 256), (1000, 200, 136)]
+ROWS = 128  # rows that are compared with float64 at each end of the matrix
+# Relative norm. A 16-bit result is rounded by at most 2^-9 (bf16). The column sums are float32; the derivative has an
+# error of a few units in the last place of float32.
+TOLERANCES = {"h": 4e-3, "y": 4e-3, "dh": 4e-3, "partials": 1e-4}
+
+
+# -- in the process of a variant ---------------------------------------------------------------------------------------
+
+
+def sigmoid_of_2u(x):
+    return 1 / (1 + np.exp(-2 * np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+
+
+def gelu_derivative(x):
+    s = sigmoid_of_2u(x)
+    return s + 2 * x * s * (1 - s) * np.sqrt(2 / np.pi) * (1 + 3 * 0.044715 * x * x)
+
+
+class Product:
+    """One variant on random arrays of one shape. xp: cupy; dtype: of all arrays except the partial sums."""
+
+    def __init__(self, xp, dtype, backward, tile, shape):
+        from stage2_cuda.gemm import gluon_gelu
+
+        self.module, self.backward, self.tile, (M, K, N) = gluon_gelu, backward, tile, shape
+        rng = np.random.default_rng(SEED)
+
+        def random(*sizes, scale=1.0):
+            return xp.asarray(rng.standard_normal(sizes, np.float32) * np.float32(scale)).astype(dtype)
+
+        self.a = random(M, K)
+        self.b = random(*((N, K) if backward else (K, N)), scale=1.5 * K**-0.5)
+        self.h = random(M, N, scale=1.5) if backward else xp.empty((M, N), dtype)
+        self.out = xp.empty((M, N), dtype)  # y or dh
+        self.bias = None if backward else random(N)
+        self.partials = xp.empty(gluon_gelu.partials_shape(M, N, tile), np.float32) if backward else None
+
+    def run(self):
+        if self.backward:
+            self.module.gelu_backward_product(self.out, self.partials, self.a, self.b, self.h, self.tile)
+        else:
+            self.module.gelu_product(self.out, self.h, self.a, self.b, self.bias, self.tile)
+
+    def results(self):
+        """{name: array} of the results of a new call, whose arrays contain NaN before it."""
+        names = {"dh": self.out, "partials": self.partials} if self.backward else {"h": self.h, "y": self.out}
+        for array in names.values():
+            array.view(f"u{array.itemsize}").fill(-1 % 256**array.itemsize)  # all bits are 1: a NaN
+        self.run()
+        return names
+
+    def errors(self):
+        """{name: relative error} of the first and the last rows. Raises AssertionError if two calls differ in bits."""
+        first = {name: array.copy() for name, array in self.results().items()}
+        second = self.results()
+        for name, array in first.items():
+            same = (array.view(f"u{array.itemsize}") == second[name].view(f"u{array.itemsize}")).all()
+            assert bool(same), f"{name} differs between two calls"
+        parts = {name: [] for name in first}
+        M, rows = len(self.a), self.tile.rows
+        starts = {0, (M - 1) // rows * rows}  # a tile each; the last one may be incomplete
+        for start in sorted(starts):
+            expected = self.expected(slice(start, min(start + ROWS, M)))
+            for name, value in expected.items():
+                found = first[name][start // rows : start // rows + len(value)] if name == "partials" else None
+                found = first[name][start : start + len(value)] if found is None else found
+                parts[name].append((float64(found), value))
+        return {name: max(relative_error(*pair) for pair in pairs) for name, pairs in parts.items()}
+
+    def expected(self, rows):
+        """{name: float64 array} of these rows; rows of partials for the tiles of rows."""
+        a, b = float64(self.a[rows]), float64(self.b)
+        if not self.backward:
+            h = a @ b + float64(self.bias)
+            return {"h": h, "y": h * sigmoid_of_2u(h)}
+        dh = (a @ b.T) * gelu_derivative(float64(self.h[rows]))
+        return {"dh": dh, "partials": np.add.reduceat(dh, np.arange(0, len(dh), self.tile.rows))}
+
+
+def float64(array):
+    array = array if isinstance(array, np.ndarray) else array.get()
+    return array.astype(np.float64)
+
+
+def relative_error(found, expected):
+    """The norm of the difference, relative to that of `expected`. NaN if a result was not written."""
+    return float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
+
+
+def prepare(module, direction, index):
+    """A function that answers the requests "compile", "check" and "time" for one variant."""
+    from stage2_cuda.cuda_backend import CudaBackend
+    from stage2_cuda.gemm import gluon_gelu
+    from stage2_cuda.kernels import column_sums
+    from stage2_cuda.runtime import triton_launch
+
+    backward, backend = direction == "backward", CudaBackend("bf16", deterministic=False)
+    tile = (gluon_gelu.TILES if backward else gluon_gelu.FORWARD_TILES)[index]
+    xp, dtype, gemm = backend.xp, backend.compute_dtype, backend.products.gemm
+    products = {shape: Product(xp, dtype, backward, tile, shape) for shape in [*SMALL_SHAPES, SHAPE]}
+
+    def compile():
+        for product in products.values():
+            triton_launch.compile_ahead(product.run)
+        triton_launch.launcher().wait_for_threads()
+        return {}
+
+    def check():
+        errors = {"x".join(map(str, shape)): product.errors() for shape, product in products.items()}
+        return {"errors": errors, "failed": failures(errors)}
+
+    def time(rounds):
+        product = products[SHAPE]
+        a, b, h, out, bias = product.a, product.b, product.h, product.out, product.bias
+        sums = xp.empty(out.shape[1], np.float32)
+        partials = xp.empty(column_sums.partials_shape(*out.shape), np.float32)
+
+        def ours():
+            product.run()
+            if backward:
+                column_sums.add_partials(product.partials, sums)
+
+        def library():
+            if backward:
+                gemm.matmul(out, a, b, trans_b=True, activation="dgelu", aux=h)
+                column_sums.column_sums(sums, partials, out)
+            else:
+                gemm.matmul(out, a, b, bias=bias, activation="gelu", aux=h)
+
+        functions = {"us": ours, "product us": product.run, "cublasLt us": library}
+        return microseconds(functions, rounds)
+
+    return lambda action, **options: {"compile": compile, "check": check, "time": time}[action](**options)
+
+
+def failures(errors):
+    """Texts about errors above the tolerance. An error of NaN counts."""
+    return [
+        f"{shape} {name}: error {error:.1e}"
+        for shape, each in errors.items()
+        for name, error in each.items()
+        if not error <= TOLERANCES[name]
+    ]
+
+
+# -- in the benchmark --------------------------------------------------------------------------------------------------
+
+
+def variants(only):
+    """[(direction, index, text)] of the variants whose direction or text contains `only`."""
+    from stage2_cuda.gemm.gluon_gelu import FORWARD_TILES, TILES
+
+    tiles = {"forward": FORWARD_TILES, "backward": TILES}
+    found = [(way, i, tile.text()) for way, each in tiles.items() for i, tile in enumerate(each)]
+    return [variant for variant in found if only in " ".join((variant[0], variant[2]))]
+
+
+def answer(process, timeout, **request):
+    """The answer to a request, or {"error": text} if there is none within `timeout` seconds."""
+    process.timeout = timeout
+    try:
+        return process.run_round(**request)
+    except BenchmarkFailed as error:
+        first, *rest = str(error).removeprefix(f"benchmark process '{process.spec.name}' ").splitlines()
+        return {"error": (rest[-1] if rest else first.partition(";")[0])[:120]}
+
+
+def measure(args):
+    """[result] of all variants."""
+    chosen = variants(args.only)
+    with ExitStack() as stack:
+
+        def start(variant):
+            way, index, text = variant
+            spec = ProcessSpec(f"{way} {text}", BENCHMARK, 1, {"direction": way, "index": index})
+            process = stack.enter_context(BenchmarkProcess(spec, BENCHMARK, args.compile_timeout))
+            return process, answer(process, args.compile_timeout, action="compile")
+
+        progress(f"compiling {len(chosen)} variants")
+        with ThreadPoolExecutor(max(1, len(chosen))) as threads:
+            started = list(threads.map(start, chosen))
+        results = []
+        for (way, _, text), (process, compiled) in zip(chosen, started, strict=True):
+            progress(f"{way} {text}")
+            result = {"direction": way, "variant": text} | {k: v for k, v in compiled.items() if k == "error"}
+            for request in (dict(action="check"), dict(action="time", rounds=args.rounds)):
+                if "error" not in result:
+                    result |= answer(process, args.timeout, **request)
+                if result.get("failed"):
+                    result["error"] = result["failed"][0]
+            results.append(result)
+            process.__exit__()  # its memory is freed before the next variant is timed
+        progress("")
+        return results
+
+
+def row(result):
+    """One row of the table."""
+    M, K, N = SHAPE
+    cells = {"direction": result["direction"], "variant": result["variant"]}
+    if "error" in result:
+        return cells | {"us": result["error"], "product TFLOP/s": "", "cublasLt us": "", "times as fast": ""}
+    us, library = result["us"], result["cublasLt us"]
+    speed = 2e-6 * M * K * N / result["product us"]
+    return cells | {
+        "us": f"{us:.0f}", "product TFLOP/s": f"{speed:.0f}", "cublasLt us": f"{library:.0f}",
+        "times as fast": f"{library / us:.2f}",
+    }  # fmt: skip
+
+
+def main():
+    parser = argparse.ArgumentParser(prog=f"python -m {BENCHMARK}", description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--rounds", type=int, default=5, help="number of rounds; each round times the variant and cublasLt (default 5)")
+    add("--only", default="", metavar="TEXT", help='only variants whose text contains this, such as "forward apart"')
+    add("--timeout", type=int, default=20, help="limit for the check and for the times of a variant (default 20 s)")
+    add("--compile-timeout", type=int, default=60, help="limit for the start and for compiling (default 60 s)")
+    add_save_flags(add)
+    args = parser.parse_args()
+    check_gpu()
+    results = measure(args)
+    print_table([row(result) for result in results])
+    print("\nus: of the product and, in backward, the column sums; both programs compute the same results.")
+    save(BENCHMARK, results, args)
+    return int(any("error" in result for result in results))
+
+
+if __name__ == "__main__":
+    sys.exit(run_main(main))

@@ -1,0 +1,324 @@
+"""Matrix products with GELU or its derivative, in Gluon, for Hopper GPUs.
+
+    gelu_product            h = a b + bias                      y = gelu(h)
+    gelu_backward_product   dh = (a b') * gelu'(h)              partials: sums of dh over the rows of each tile
+
+With K = 768 the GELU of a tile of 128 x 128 takes about half of the time of its product. If all warps of a program
+compute GELU at the same time, the tensor cores are idle during this time. Here two warp groups, the consumers, compute
+different tiles: one starts its product when the other one has started the last step of its own, and then computes GELU
+during that product. One more warp, the producer, copies the tiles of a and b to a ring in shared memory. A program
+computes tiles until none is left, so the producer already copies the operands of the next tile.
+
+Rounding: the sums are float32, and y is computed from h before h is rounded, as in gemm/matmul.py. The derivative is
+computed from the rounded h; partials are sums of dh before it is rounded. There are no atomic operations, and each
+result is one sum over K in ascending order. So equal inputs give equal bits, and the bits of a row depend neither on M
+nor on the program that computes the row.
+"""
+
+# a (M, K), b (K, N) or its transpose (N, K), results (M, N). A consumer computes a tile of ROWS x COLUMNS, in steps of
+# DEPTH terms. Barriers and rings: see kernels/gluon_tiles.py. n: number of a tile within a program; c: consumer.
+
+from typing import NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from stage2_cuda.kernels.gelu import D0, D2, U1, U3
+from stage2_cuda.kernels.gluon_launches import tile_descriptor
+from stage2_cuda.kernels.gluon_tiles import (
+    PRODUCER_REGISTERS,
+    exp2,
+    new_barriers,
+    new_tiles,
+    slot,
+    start_load,
+    start_store,
+    synchronize,
+)
+from stage2_cuda.runtime.triton_launch import Pointer, launch
+
+PROGRAMS = 132  # at most: the multiprocessors of an H100 or H200. The results do not depend on it.
+REGISTERS = gl.constexpr(240)  # per thread of a consumer
+ALIGNED = 8  # elements: a descriptor needs rows whose length is a multiple of 16 bytes
+
+
+class GeluTile(NamedTuple):
+    """The tile of a consumer. The fields are constants of the kernel."""
+
+    rows: int = 128
+    columns: int = 128
+    depth: int = 64
+    stages: int = 5  # of the ring
+    buffers: int = 2  # tiles per consumer through which it writes halves of its tile; backward needs 2
+    group: int = 16  # rows of tiles that are computed at a time
+
+    def text(self):
+        sizes = f"{self.rows} x {self.columns} x {self.depth}"
+        return f"{sizes}, stages {self.stages}, buffers {self.buffers}, group {self.group}"
+
+
+TILE = GeluTile()  # the tile that the stages use
+# The variants that benchmarks/gpu/gelu_product.py compares. Each needs at most 227 KiB of shared memory.
+TILES = [TILE, GeluTile(stages=4, group=8), GeluTile(group=8), GeluTile(group=32)]
+FORWARD_TILES = [*TILES, GeluTile(stages=6, buffers=1), GeluTile(depth=32, stages=10)]
+
+
+# -- the order of the work ---------------------------------------------------------------------------------------------
+# These functions have no tensors, so that a test calls them in Python to simulate the barriers.
+
+
+@gluon.jit
+def tile_place(tile, tiles_m, tiles_n, GROUP: gl.constexpr):
+    """(row, column) of a tile, in tiles. GROUP rows of tiles are computed at a time: their operands stay in L2."""
+    first = tile // (GROUP * tiles_n) * GROUP
+    size = tiles_m - first if tiles_m - first < GROUP else GROUP
+    place = tile % (GROUP * tiles_n)
+    return first + place % size, place // size
+
+
+@gluon.jit
+def turn_parity(n, c):
+    """The parity with which consumer c waits for its turn to compute tile n; tile 0 waits for nothing.
+
+    Without turns, a consumer could wait for a step while an earlier copy to the same tile of the ring is in flight. The
+    phase before that copy has the same parity, so the wait would return too early.
+    """
+    return (n // 2 + c + 1) & 1
+
+
+# -- producer ----------------------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def producer(
+    tiles, barriers, descs, sizes, BACKWARD: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr,
+    DEPTH: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
+):  # fmt: skip
+    """The warp that starts the copies: a and b of each step and, in backward, h of each tile."""
+    a_tiles, b_tiles, out_tiles = tiles
+    full, empty, h_full, h_empty = barriers
+    h_desc, a_desc, b_desc = descs
+    tiles_m, tiles_n, steps = sizes
+    step_bytes: gl.constexpr = a_desc.block_type.nbytes + b_desc.block_type.nbytes
+    use, n = 0, 0  # the number of the step and of the tile, within this program
+    for tile in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
+        row, col = tile_place(tile, tiles_m, tiles_n, GROUP)
+        row, col = row * ROWS, col * COLUMNS
+        for step in range(steps):
+            i, parity = slot(use, STAGES)
+            mbarrier.wait(empty.index(i), parity ^ 1)
+            mbarrier.expect(full.index(i), step_bytes)
+            start_load(a_desc, [row, step * DEPTH], full.index(i), a_tiles.index(i))
+            if BACKWARD:
+                start_load(b_desc, [col, step * DEPTH], full.index(i), b_tiles.index(i))
+            else:
+                start_load(b_desc, [step * DEPTH, col], full.index(i), b_tiles.index(i))
+            use += 1
+        if BACKWARD:  # h is needed only after the last step
+            i, parity = slot(n, 2)  # the consumer that computes the tile, and the parity
+            mbarrier.wait(h_empty.index(i), parity ^ 1)
+            mbarrier.expect(h_full.index(i), 2 * h_desc.block_type.nbytes)
+            for half in gl.static_range(2):
+                h_place = [row, col + half * (COLUMNS // 2)]
+                start_load(h_desc, h_place, h_full.index(i), out_tiles.index(2 * i + half))
+        n += 1
+
+
+# -- consumers ---------------------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def multiply(acc, tiles, barriers, n, steps, c: gl.constexpr, BACKWARD: gl.constexpr, STAGES: gl.constexpr):
+    """The product (ROWS, COLUMNS) of tile n, float32. acc: zeros. One step is in flight while the next one starts."""
+    a_tiles, b_tiles = tiles[0], tiles[1]
+    full, empty, turns = barriers
+    mbarrier.wait(turns.index(c), turn_parity(n, c))
+    for step in range(steps):
+        i, parity = slot(n * steps + step, STAGES)
+        mbarrier.wait(full.index(i), parity)
+        b = b_tiles.index(i).permute((1, 0)) if BACKWARD else b_tiles.index(i)
+        acc = warpgroup_mma(a_tiles.index(i), b, acc, use_acc=step > 0, is_async=True)
+        acc = warpgroup_mma_wait(1, [acc])  # the previous step has ended
+        previous, _ = slot(n * steps + step + STAGES - 1, STAGES)
+        mbarrier.arrive(empty.index(previous), pred=step > 0)
+    mbarrier.arrive(turns.index(1 - c))  # all operands of this tile have arrived
+    acc = warpgroup_mma_wait(0, [acc])
+    last, _ = slot((n + 1) * steps - 1, STAGES)
+    mbarrier.arrive(empty.index(last))
+    return acc
+
+
+@gluon.jit
+def consumer(
+    tiles, barriers, outputs, sizes, limits, c: gl.constexpr, BACKWARD: gl.constexpr, ROWS: gl.constexpr,
+    COLUMNS: gl.constexpr, STAGES: gl.constexpr, BUFFERS: gl.constexpr, GROUP: gl.constexpr,
+):  # fmt: skip
+    """The tiles of one consumer: the product, then GELU or its derivative for each half of the columns."""
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    full, empty, turns, h_full, h_empty = barriers
+    tiles_m, tiles_n, steps = sizes
+    zeros = gl.zeros([ROWS, COLUMNS], gl.float32, LAYOUT)
+    n = gl.to_tensor(c)
+    for tile in range(gl.program_id(0) + n * gl.num_programs(0), tiles_m * tiles_n, 2 * gl.num_programs(0)):
+        row, col = tile_place(tile, tiles_m, tiles_n, GROUP)
+        acc = multiply(zeros, tiles, (full, empty, turns), n, steps, c, BACKWARD, STAGES)
+        halves = gl.split(acc.reshape([ROWS, 2, COLUMNS // 2]).permute((0, 2, 1)))
+        if BACKWARD:
+            mbarrier.wait(h_full.index(c), (n // 2) & 1)
+        for half in gl.static_range(2):
+            place = (row * ROWS, col * COLUMNS + half * (COLUMNS // 2))
+            values = gl.convert_layout(halves[half], half_layout(COLUMNS), assert_trivial=True)
+            if BACKWARD:
+                finish_backward(values, tiles[2].index(2 * c + half), outputs, place, limits)
+            else:
+                finish_forward(values, tiles[2], outputs, place, limits, c, BUFFERS)
+        if BACKWARD:
+            tma.store_wait(0)
+            synchronize()
+            mbarrier.arrive(h_empty.index(c))
+        n += 2
+    tma.store_wait(0)
+
+
+@gluon.constexpr_function
+def half_layout(COLUMNS):
+    """The layout of half of the columns of a product, in the same registers."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS // 2, 16])
+
+
+@gluon.jit
+def finish_forward(h, out_tiles, outputs, place, limits, c: gl.constexpr, BUFFERS: gl.constexpr):
+    """Add the bias to h (ROWS, COLUMNS / 2), and write h and gelu(h)."""
+    y_desc, h_desc, bias_ptr = outputs
+    cols = place[1] + gl.arange(0, h.shape[1], gl.SliceLayout(0, h.type.layout))
+    h += gl.load(bias_ptr + cols, mask=cols < limits[1], other=0.0).to(gl.float32)[None, :]
+    tma.store_wait(BUFFERS - 1)  # the tile in shared memory has been read
+    synchronize()
+    start_storing(h_desc, place, out_tiles.index(BUFFERS * c), h)
+    y = h * sigmoid_of_2u(h)
+    tma.store_wait(BUFFERS - 1)
+    synchronize()
+    start_storing(y_desc, place, out_tiles.index(BUFFERS * c + BUFFERS - 1), y)
+
+
+@gluon.jit
+def finish_backward(dy, tile, outputs, place, limits):
+    """Write dh = dy * gelu'(h) and its column sums. h is in `tile` (ROWS, COLUMNS / 2), which is then used for dh."""
+    dh_desc, _, partials_ptr = outputs
+    layout: gl.constexpr = dy.type.layout
+    dh = dy * gelu_derivative(tile.load(layout).to(gl.float32))
+    synchronize()  # all warps have read h
+    start_storing(dh_desc, place, tile, dh)
+    row, col = place
+    cols = col + gl.arange(0, dy.shape[1], gl.SliceLayout(0, layout))
+    partial_row = (row // dy.shape[0]).to(gl.int64) * limits[1]
+    mask = (cols < limits[1]) & (row < limits[0])  # beyond M a and h are 0, and so is dh
+    gl.store(partials_ptr + partial_row + cols, gl.sum(dh, 0), mask=mask)
+
+
+@gluon.jit
+def start_storing(desc, place, tile, values):
+    """Start to write `values` by way of a tile in shared memory, which all warps may overwrite."""
+    tile.store(values.to(desc.dtype))
+    fence_async_shared()
+    synchronize()
+    start_store(desc, [place[0], place[1]], tile)
+
+
+# -- GELU --------------------------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def reciprocal(x):
+    """1 / x in one instruction, with an error of at most one unit in the last place."""
+    return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def sigmoid_of_2u(x):
+    """s = 1 / (1 + exp(-2u)), see kernels/gelu.py; gelu(x) = x s."""
+    return reciprocal(1.0 + exp2(x * (x * x * U3 + U1)))
+
+
+@gluon.jit
+def gelu_derivative(x):
+    """gelu'(x) = s + 2 y (1 - s) du/dx, with y = x s."""
+    s = sigmoid_of_2u(x)
+    return s + (s - s * s) * (x * (x * x * D2 + D0))
+
+
+# -- kernel and launches -----------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def gelu_kernel(
+    out_desc, h_desc, vector_ptr, a_desc, b_desc, M, N, K, BACKWARD: gl.constexpr, ROWS: gl.constexpr,
+    COLUMNS: gl.constexpr, DEPTH: gl.constexpr, STAGES: gl.constexpr, BUFFERS: gl.constexpr, GROUP: gl.constexpr,
+):  # fmt: skip
+    """Forward: out is y, the vector is the bias. BACKWARD: out is dh, the vector is partials, h is read."""
+    tiles = (new_tiles(a_desc, STAGES), new_tiles(b_desc, STAGES), new_tiles(out_desc, 2 * BUFFERS))
+    full, empty, turns = new_barriers(STAGES, 1), new_barriers(STAGES, 1), new_barriers(2, 1)
+    h_full, h_empty = full, empty
+    if BACKWARD:  # a barrier that is initialised must be used: see new_barriers()
+        h_full, h_empty = new_barriers(2, 1), new_barriers(2, 1)
+    fence_async_shared()
+    sizes, limits = (gl.cdiv(M, ROWS), gl.cdiv(N, COLUMNS), gl.cdiv(K, DEPTH)), (M, N)
+    barriers = (full, empty, turns, h_full, h_empty)
+    outputs = (out_desc, h_desc, vector_ptr)
+    gl.warp_specialize([
+        (consumer, (tiles, barriers, outputs, sizes, limits, 0, BACKWARD, ROWS, COLUMNS, STAGES, BUFFERS, GROUP)),
+        (consumer, (tiles, barriers, outputs, sizes, limits, 1, BACKWARD, ROWS, COLUMNS, STAGES, BUFFERS, GROUP)),
+        (producer, (
+            tiles, (full, empty, h_full, h_empty), (h_desc, a_desc, b_desc), sizes,
+            BACKWARD, ROWS, COLUMNS, DEPTH, STAGES, GROUP,
+        )),
+    ], [4, 1], [REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
+
+
+def serves(itemsize, M, N, K):
+    """Whether the kernel serves operands with elements of `itemsize` bytes, and these sizes; on a Hopper GPU."""
+    aligned = N % ALIGNED == 0 and K % ALIGNED == 0
+    indices_fit = min(M, N, K) > 0 and max(M, N, K) < 2**30 and M * N < 2**44  # coordinates and tiles have 32 bits
+    return itemsize == 2 and aligned and indices_fit
+
+
+def partials_shape(M, N, tile=TILE):
+    """The shape of the float32 scratch of gelu_backward_product(): one row for each tile of rows."""
+    return -(-M // tile.rows), N
+
+
+def gelu_product(y, h, a, b, bias, tile=TILE):
+    """h (M, N) = a (M, K) b (K, N) + bias (N), and y = gelu(h): contiguous arrays of one dtype, see serves()."""
+    start(False, y, h, bias, a, b, tile)
+
+
+def gelu_backward_product(dh, partials, a, b, h, tile=TILE):
+    """dh (M, N) = (a (M, K) b') * gelu'(h (M, N)) with b (N, K), and partial sums of the rows of dh.
+
+    partials: of partials_shape(M, N, tile). Call column_sums.add_partials(partials, dbias) afterwards.
+    """
+    start(True, dh, h, partials, a, b, tile)
+
+
+def start(backward, out, h, vector, a, b, tile):
+    """Launch the kernel: `out` and h are (M, N) arrays, `vector` is the bias or partials."""
+    (M, K), N = a.shape, out.shape[1]
+    block_b = (tile.columns, tile.depth) if backward else (tile.depth, tile.columns)
+    half = tile.rows, tile.columns // 2
+    blocks = half, half, (tile.rows, tile.depth), block_b
+    out, h, a, b = (descriptor(array, block) for array, block in zip((out, h, a, b), blocks, strict=True))
+    programs = min(PROGRAMS, -(-M // tile.rows) * -(-N // tile.columns))
+    constants = dict(ROWS=tile.rows, COLUMNS=tile.columns, DEPTH=tile.depth, STAGES=tile.stages, BUFFERS=tile.buffers)
+    constants |= dict(BACKWARD=backward, GROUP=tile.group, num_warps=4, maxnreg=168)
+    launch(gelu_kernel, (programs,), out, h, vector, a, b, M, N, K, **constants)
+
+
+def descriptor(array, block_shape):
+    return tile_descriptor(Pointer(array), array.shape, (array.shape[1], 1), block_shape)
