@@ -242,13 +242,13 @@ def main():
     add("--only", default="", metavar="TEXT", help='only variants whose text contains this, such as "forward apart"')
     add("--timeout", type=int, default=20, help="limit for the check and for the times of a variant (default 20 s)")
     add("--compile-timeout", type=int, default=60, help="limit for the start and for compiling (default 60 s)")
-    add_save_flags(add)
+    add_save_flags(add, "gelu_product")
     args = parser.parse_args()
     check_gpu()
     results = measure(args)
     print_table([row(result) for result in results])
     print("\nus: of the product and, in backward, the column sums; both programs compute the same results.")
-    save(BENCHMARK, results, args)
+    save(BENCHMARK, results, args, args.save_as)
     return int(any("error" in result for result in results))
 
 

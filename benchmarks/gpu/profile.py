@@ -64,9 +64,13 @@ def launches_of(function, backend):
         if module.startswith("gluon_attention_"):  # the file has the name of the plain kernel
             name = f"{module.removeprefix('gluon_attention_')}_kernel"
         module = re.sub("(gluon_)?attention_(forward|backward|dq|dkdv)", "attention", module)  # one group of rows
-        work = work_of(module, name, dict(zip(kernel.arg_names, arguments, strict=False)), options)
+        named = dict(zip(kernel.arg_names, arguments, strict=False))
+        work, title = work_of(module, name, named, options), f"{module}: {name.removesuffix('_kernel')}"
+        if module == "gluon_gelu":
+            title = f"product ({named['M']}, {named['K']}) ({named['K']}, {named['N']})"
+            title += " and gradient of GELU" if options["BACKWARD"] else " and GELU"
         if not gpu.only_compiles:
-            launches.append(Launch(kernel.__name__, f"{module}: {name.removesuffix('_kernel')}", **work))
+            launches.append(Launch(kernel.__name__, title, **work))
         return launch(kernel, grid, arguments, options)
 
     def record_matmul(out, a, b, **options):
@@ -92,6 +96,8 @@ def work_of(module, name, arguments, options):
     """
     if module == "fp16x3" and name == "product_kernel":  # counted as one fp32 product, whatever the number of passes
         return {"flops": 2 * arguments["m"] * arguments["n"] * arguments["k"]}
+    if module == "gluon_gelu":
+        return {"flops": 2 * arguments["M"] * arguments["N"] * arguments["K"]}
     if module == "attention" and name in ATTENTION_PRODUCTS:
         B, H, T, _ = arguments["q_desc"].shape
         head_size = options["HEAD_DIM"] if "HEAD_DIM" in options else options["D"]  # D: of a Gluon kernel
