@@ -35,7 +35,13 @@ import math
 import triton
 import triton.language as tl
 
-from stage2_cuda.decoding.batched import MIN_SCORE, launch_tiled, newest_positions, wait_for_previous_launch
+from stage2_cuda.decoding.batched import (
+    MIN_SCORE,
+    READ_ONCE,
+    launch_tiled,
+    newest_positions,
+    wait_for_previous_launch,
+)
 from stage2_cuda.kernels.gelu import sigmoid_of_2u
 from stage2_cuda.runtime.triton_launch import launch
 
@@ -165,12 +171,12 @@ def program_columns(BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def load_columns(w_ptr, cols, K, N, CHUNKS: tl.constexpr, CHUNK: tl.constexpr):
+def load_columns(w_ptr, cols, K, N, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, POLICY: tl.constexpr = ""):
     """The columns `cols` of a weight, which is stored transposed (N, K): a tuple of tiles (BLOCK_N, CHUNK)."""
     k, tiles = tl.arange(0, CHUNK)[None, :], ()
     for c in tl.static_range(CHUNKS):
         mask = (cols < N)[:, None] & (k + c * CHUNK < K)
-        tiles += (tl.load(w_ptr + cols[:, None] * K + k + c * CHUNK, mask, 0),)
+        tiles += (tl.load(w_ptr + cols[:, None] * K + k + c * CHUNK, mask, 0, eviction_policy=POLICY),)
     return tiles
 
 
@@ -235,7 +241,8 @@ def layernorm_linear_kernel(
     PARTS: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     cols, k = program_columns(BLOCK_N), tl.arange(0, CHUNK)
-    w = load_columns(w_ptr, cols, K, N, CHUNKS, CHUNK)  # first, because this load takes longest; no kernel writes w
+    # first, because this load takes longest; no kernel writes w
+    w = load_columns(w_ptr, cols, K, N, CHUNKS, CHUNK, READ_ONCE)
     ln_w = load_row(ln_w_ptr, K, CHUNKS, CHUNK)
     gamma_w, beta_w = tl.load(gamma_w_ptr + cols, cols < N, 0), tl.load(beta_w_ptr + cols, cols < N, 0)
     bias = ()
@@ -274,7 +281,8 @@ def linear_residual_kernel(
     CHUNKS: tl.constexpr, CHUNK: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     cols = program_columns(BLOCK_N)
-    w, bias = load_columns(w_ptr, cols, K, N, CHUNKS, CHUNK), tl.load(bias_ptr + cols, cols < N, 0).to(tl.float32)
+    w = load_columns(w_ptr, cols, K, N, CHUNKS, CHUNK, READ_ONCE)
+    bias = tl.load(bias_ptr + cols, cols < N, 0).to(tl.float32)
     if PDL:
         wait_for_previous_launch()
     # x is loaded as BLOCK_N equal columns: each warp loads all of x, and no data moves between warps
@@ -346,7 +354,8 @@ def combine_product_kernel(
     end_head = tl.minimum(first_head + heads_per_part, H)
     row_heads = first_head + rows // D  # the head of each row of w
     mask = ((row_heads < end_head) & (rows % D < SIZE))[:, None] & (cols < N)[None, :]
-    w = tl.load(w_ptr + (row_heads * SIZE + rows % D)[:, None] * N + cols[None, :], mask, 0)
+    w_ptrs = w_ptr + (row_heads * SIZE + rows % D)[:, None] * N + cols[None, :]
+    w = tl.load(w_ptrs, mask, 0, eviction_policy=READ_ONCE)
     used_splits = tl.cdiv(tl.minimum(tl.load(lengths_ptr), block), KEYS)
     if PDL:
         wait_for_previous_launch()
