@@ -171,12 +171,18 @@ def program_columns(BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def load_columns(w_ptr, cols, K, N, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, POLICY: tl.constexpr = ""):
-    """The columns `cols` of a weight, which is stored transposed (N, K): a tuple of tiles (BLOCK_N, CHUNK)."""
+def load_columns(w_ptr, cols, K, N, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, ONCE: tl.constexpr = False):
+    """The columns `cols` of a weight, which is stored transposed (N, K): a tuple of tiles (BLOCK_N, CHUNK).
+
+    ONCE: a step reads this weight once, so the L2 cache should replace it before other data, see READ_ONCE.
+    """
     k, tiles = tl.arange(0, CHUNK)[None, :], ()
     for c in tl.static_range(CHUNKS):
-        mask = (cols < N)[:, None] & (k + c * CHUNK < K)
-        tiles += (tl.load(w_ptr + cols[:, None] * K + k + c * CHUNK, mask, 0, eviction_policy=POLICY),)
+        ptrs, mask = w_ptr + cols[:, None] * K + k + c * CHUNK, (cols < N)[:, None] & (k + c * CHUNK < K)
+        if ONCE:
+            tiles += (tl.load(ptrs, mask, 0, eviction_policy=READ_ONCE),)
+        else:
+            tiles += (tl.load(ptrs, mask, 0),)
     return tiles
 
 
@@ -242,7 +248,7 @@ def layernorm_linear_kernel(
 ):  # fmt: skip
     cols, k = program_columns(BLOCK_N), tl.arange(0, CHUNK)
     # first, because this load takes longest; no kernel writes w
-    w = load_columns(w_ptr, cols, K, N, CHUNKS, CHUNK, READ_ONCE)
+    w = load_columns(w_ptr, cols, K, N, CHUNKS, CHUNK, ONCE=True)
     ln_w = load_row(ln_w_ptr, K, CHUNKS, CHUNK)
     gamma_w, beta_w = tl.load(gamma_w_ptr + cols, cols < N, 0), tl.load(beta_w_ptr + cols, cols < N, 0)
     bias = ()
@@ -281,7 +287,7 @@ def linear_residual_kernel(
     CHUNKS: tl.constexpr, CHUNK: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     cols = program_columns(BLOCK_N)
-    w = load_columns(w_ptr, cols, K, N, CHUNKS, CHUNK, READ_ONCE)
+    w = load_columns(w_ptr, cols, K, N, CHUNKS, CHUNK, ONCE=True)
     bias = tl.load(bias_ptr + cols, cols < N, 0).to(tl.float32)
     if PDL:
         wait_for_previous_launch()
