@@ -109,9 +109,9 @@ def cpu_curve():
     return rows, ["cpu/curve"]
 
 
-def ranks_step():
+def ranks_step(kind=""):
     rows = []
-    for result in load("ranks/ranks")["results"]:
+    for result in load(f"ranks/ranks{kind}")["results"]:
         times_as_fast_as_one_process, times_as_fast_as_ddp = result["times_as_fast"].values()
         rows.append(
             {
@@ -124,7 +124,7 @@ def ranks_step():
                 "peak MiB per rank": mib(result["peak_bytes"]),
             }
         )
-    return rows, ["ranks/ranks"]
+    return rows, [f"ranks/ranks{kind}"]
 
 
 def strategies(name):
@@ -234,8 +234,10 @@ TABLES = {
     "cpu-decode": cpu_decode,
     "cpu-decode-intel": lambda: cpu_decode("_intel"),
     "cpu-decode-batch": cpu_decode_batch,
+    "cpu-decode-batch-intel": lambda: cpu_decode_batch("_intel"),
     "cpu-curve": cpu_curve,
     "ranks-step": ranks_step,
+    "ranks-step-intel": lambda: ranks_step("_intel"),
     "ranks-strategies": lambda: strategies("ranks/strategies"),
     "ranks-zero": lambda: strategies("ranks/strategies_zero"),
     "ranks-collectives": ranks_collectives,

@@ -10,7 +10,14 @@ from benchmarks.gpu.profile import CEILINGS
 from benchmarks.harness.cpu_tables import kills
 from benchmarks.harness.table_format import gib, load, number, percent, ratio, spread
 
-STEPS = "gpu/step_gpt2", "gpu/step_gpt2_4096", "gpu/step_gpt2_8192", "gpu/step_paper", "gpu/step_paper_fp32"
+STEPS = (
+    "gpu/step_gpt2",
+    "gpu/step_gpt2_h100",
+    "gpu/step_gpt2_4096",
+    "gpu/step_gpt2_8192",
+    "gpu/step_paper",
+    "gpu/step_paper_fp32",
+)
 SCALING = "gpus/scaling", "gpus/scaling_16", "gpus/scaling_two", "gpus/scaling_strong"
 PRODUCTS = {"forward": "forward", "input": "input gradient", "weight": "weight gradient"}  # {field: column title}
 # Groups of kernels: the table of the profile shows the total time of each group.
@@ -20,7 +27,9 @@ GROUPS = ("attention", "layernorm", "column_sums", "cross_entropy", "adamw", "em
 def gpu_step():
     rows = []
     for name in STEPS:
-        for result in load(name)["results"]:
+        record = load(name)
+        gpu = "H100" if "H100" in record["hardware"]["gpu"] else "H200"
+        for result in record["results"]:
             options = result["options"]
             if is_ours := result["name"] == "ours":  # the first result of a file
                 ours = result
@@ -28,6 +37,7 @@ def gpu_step():
                 {
                     "": f"{options['preset']}, {options['precision']}, {options['batch_size']} x {options['seq_len']}, "
                     f"{result['name']}",
+                    "GPU": gpu,
                     "ms per step": number(result["seconds"], 1e3),
                     "quartiles": spread(result["seconds"], 1e3),
                     "tokens/s": f"{result['tokens_per_second']:,.0f}",
@@ -135,6 +145,20 @@ def gpu_fusions():
             }
         )
     return rows, ["gpu/fusions"]
+
+
+def gpu_gelu():
+    rows = [
+        {
+            "": result["direction"],
+            "tile of a consumer": result["variant"],
+            "us": f"{result['us']:.0f}",
+            "cublasLt, us": f"{result['cublasLt us']:.0f}",
+            "times as fast as cublasLt": f"{result['cublasLt us'] / result['us']:.2f}",
+        }
+        for result in load("gpu/gelu_product")["results"]
+    ]
+    return rows, ["gpu/gelu_product"]
 
 
 def attention(name):
@@ -363,6 +387,7 @@ TABLES = {
     "gpu-lesson": lambda: lesson("gpu/lesson"),
     "gpu-lesson-busy": lambda: lesson("gpu/lesson_busy"),
     "gpu-fusions": gpu_fusions,
+    "gpu-gelu": gpu_gelu,
     "gpu-attention-tiles": lambda: attention("gpu/attention_tiles"),
     "gpu-attention-pointers": lambda: attention("gpu/attention_pointers"),
     "gpu-attention": lambda: attention("gpu/attention"),

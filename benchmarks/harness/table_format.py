@@ -16,7 +16,7 @@ def source(name):
     """One line: file, date, commit, hardware and command of results/<name>.json."""
     record = load(name)
     machine = record["hardware"]
-    if machine.get("gpu"):
+    if machine.get("gpu") and not name.startswith(("cpu/", "ranks/")):
         system = f"{machine['gpus']} x {machine['gpu']}, PyTorch {machine['torch']}, Triton {machine['triton']}"
     else:
         system = f"{machine['cpu']}, {machine['cores']} cores, NumPy {machine['numpy']}, {machine['blas']}"
