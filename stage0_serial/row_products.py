@@ -12,6 +12,7 @@ import numpy as np
 import threadpoolctl
 
 from gpt2core.parallel.tuned_choices import cache_directory, cache_file, processor, read_choices, write_choices
+from stage0_serial import mkl
 
 MIN_ELEMENTS = 1 << 16  # of a weight for which the ways are timed; a product with a smaller one is a short call of BLAS
 MAX_EINSUM = 1 << 14  # rows of the weight: einsum adds them one by one, which is inaccurate for long sums
@@ -43,6 +44,7 @@ class RowProducts:
             return ways["blas"]
         order = "by rows" if w.flags.c_contiguous else "by columns"
         what = f"one row, {w.dtype} {w.shape[0]} x {w.shape[1]} stored {order}, threads {self.runtime.threads}"
+        what += ", with MKL" if "mkl" in ways else ""
         tuned_for = f"{processor()}, {blas_version()}, NumPy {np.__version__}"
         file = self.directory and cache_file(self.directory, tuned_for)
         name = read_choices(file, tuned_for).get(what) if file else None
@@ -60,6 +62,8 @@ class RowProducts:
             ways["einsum"] = lambda x, w, y: np.einsum("nc,ck->nk", x, w, out=y)
         if w.flags.c_contiguous and len(w) > PART and len(w) % PART == 0:
             ways["parts"] = in_parts
+        if self.runtime.blas == "mkl":
+            ways["mkl"] = mkl.product
         if self.runtime.threads > 1:
             ways["blas, one thread"] = self.on_one_thread
         return ways

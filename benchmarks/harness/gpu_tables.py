@@ -24,12 +24,15 @@ PRODUCTS = {"forward": "forward", "input": "input gradient", "weight": "weight g
 GROUPS = ("attention", "layernorm", "column_sums", "cross_entropy", "adamw", "embedding")
 
 
+def gpu_model(name):
+    """The model of the GPU of a results file, "H100" or "H200"."""
+    return "H100" if "H100" in load(name)["hardware"]["gpu"] else "H200"
+
+
 def gpu_step():
     rows = []
     for name in STEPS:
-        record = load(name)
-        gpu = "H100" if "H100" in record["hardware"]["gpu"] else "H200"
-        for result in record["results"]:
+        for result in load(name)["results"]:
             options = result["options"]
             if is_ours := result["name"] == "ours":  # the first result of a file
                 ours = result
@@ -37,7 +40,7 @@ def gpu_step():
                 {
                     "": f"{options['preset']}, {options['precision']}, {options['batch_size']} x {options['seq_len']}, "
                     f"{result['name']}",
-                    "GPU": gpu,
+                    "GPU": gpu_model(name),
                     "ms per step": number(result["seconds"], 1e3),
                     "quartiles": spread(result["seconds"], 1e3),
                     "tokens/s": f"{result['tokens_per_second']:,.0f}",
@@ -74,15 +77,15 @@ def group_of(kernel):
 
 
 def gpu_profile():
-    files = ["gpu/profile", "gpu/profile_paper"]
+    files = ["gpu/profile", "gpu/profile_h100", "gpu/profile_paper"]
     columns = {}  # {column title: {row title: cell}}
     for name in files:
-        profile, group_ms = load(name)["results"], Counter()
+        profile, group_ms, gpu = load(name)["results"], Counter(), gpu_model(name)
         for kernel in profile["graph"]:
             group_ms[group_of(kernel)] += kernel["ms"]
         total = sum(group_ms.values())
         cells = {group: f"{ms:.3f} ({percent(ms / total)})" for group, ms in group_ms.most_common()}
-        columns[f"{profile['preset']}, {profile['precision']}, ms"] = cells | {
+        columns[f"{profile['preset']}, {profile['precision']}, {gpu}, ms"] = cells | {
             "sum of the kernels": f"{total:.3f}",
             "idle, by device clock": percent(profile["idle_share"]),
             "idle, by the kernels' time stamps": percent(profile["idle_share_profiled"]),

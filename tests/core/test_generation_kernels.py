@@ -82,6 +82,19 @@ def test_the_choice_is_made_once_and_kept_in_a_file(rng, monkeypatch, tmp_path):
     assert list(json.loads(file.read_text())["choices"].values()) == ["einsum"]
 
 
+def test_with_mkl_its_product_is_timed_too_and_has_a_choice_of_its_own(rng, monkeypatch, tmp_path):
+    monkeypatch.setattr(row_products, "fastest", lambda ways, *arrays: list(ways)[-1])
+    monkeypatch.setattr(row_products.mkl, "product", lambda a, b, out: np.add(a @ b, 1, out=out))
+    x, w, y = rng.standard_normal((1, 8)), rng.standard_normal((8, 4)), np.empty((1, 4))
+    for blas, added in ("openblas", 0), ("mkl", 1):
+        runtime = runtime_of(1)
+        runtime.blas = blas
+        assert_allclose(RowProducts(runtime)(x, w, y), x @ w + added)
+    (file,) = tmp_path.iterdir()
+    names = json.loads(file.read_text())["choices"]
+    assert list(names.values()) == ["einsum", "mkl"] and [", with MKL" in what for what in names] == [False, True]
+
+
 def test_without_a_home_directory_the_choice_is_made_in_memory(rng, monkeypatch):
     monkeypatch.setattr(row_products, "cache_directory", lambda: None)
     x, w = rng.standard_normal((1, 8), np.float32), rng.standard_normal((8, 4), np.float32)
