@@ -128,7 +128,7 @@ EXERCISES = (
         "the all-gather of a ring",
         functions(COLLECTIVES, "_ring_all_gather"),
         {
-            "all_gather_values": "every rank has every segment, on 2, 3 and 4 ranks",
+            "all_gather_values": "every rank has every part, on 2, 3 and 4 ranks",
             "all_gather_bytes": "the bytes that each rank sends",
         },
     ),

@@ -57,7 +57,7 @@ def reduce_scatter(comm, x, op="sum", out=None, algorithm="ring"):
         own_part = all_reduce(comm, x, op, algorithm=algorithm).reshape(comm.size, *shape)[comm.rank]
         return _copied(own_part, out)
     x = np.ascontiguousarray(x)
-    parts = _segments(x.reshape(-1), comm.size)
+    parts = _parts(x.reshape(-1), comm.size)
     # Writing into `out` must not overwrite parts of x that are still to be sent.
     writes_to_out = out is not None and (not np.may_share_memory(x, out) or _same_memory(parts[comm.rank], out))
     result = out if writes_to_out else np.empty(shape, x.dtype)
@@ -77,7 +77,7 @@ def all_gather(comm, x, out=None):
     check_out(out, shape, x.dtype)
     out = _output(out, shape, x.dtype)
     out.reshape(comm.size, *x.shape)[comm.rank] = x
-    _ring_all_gather(comm, _segments(out.reshape(-1), comm.size))
+    _ring_all_gather(comm, _parts(out.reshape(-1), comm.size))
     return out
 
 
@@ -91,7 +91,7 @@ def all_to_all(comm, x, out=None):
     rows_per_part(x, p)
     check_out(out, x.shape, x.dtype)
     x, out = _contiguous_input(x, out), _output(out, x.shape, x.dtype)
-    parts, received = _segments(x.reshape(-1), p), _segments(out.reshape(-1), p)
+    parts, received = _parts(x.reshape(-1), p), _parts(out.reshape(-1), p)
     received[r][...] = parts[r]
     for step in range(1, p):
         to, source = (r + step) % p, (r - step) % p
@@ -157,9 +157,9 @@ def _ring(comm, x, out, add):
 
     2 (p-1) alpha + 2 (p-1)/p n beta seconds: as few bytes as possible, and all links are used in every round.
     """
-    segments = _segments(out, comm.size)
-    _ring_reduce_scatter(comm, _segments(x, comm.size), segments, add)
-    _ring_all_gather(comm, segments)
+    parts = _parts(out, comm.size)
+    _ring_reduce_scatter(comm, _parts(x, comm.size), parts, add)
+    _ring_all_gather(comm, parts)
 
 
 def _halving_doubling(comm, x, out, add):
@@ -200,9 +200,9 @@ def _canonical(comm, x, out, add):
         rounds = _recursive_halving(comm, x, out, add, range(p), _powers_below(p))
         _recursive_doubling(comm, out, rounds)
     else:
-        segments = _segments(out, p)
-        _direct_reduce_scatter(comm, _segments(x, p), segments[comm.rank], add)
-        _ring_all_gather(comm, segments)
+        parts = _parts(out, p)
+        _direct_reduce_scatter(comm, _parts(x, p), parts[comm.rank], add)
+        _ring_all_gather(comm, parts)
 
 
 ALL_REDUCE = {
@@ -307,14 +307,14 @@ REDUCE_SCATTER = {"ring": _ring_with_two_buffers, "canonical": _direct_reduce_sc
 # -- the all-gather phase, and broadcast -------------------------------------------------------------------------------
 
 
-def _ring_all_gather(comm, segments):
-    """Rank r has segment r; after p-1 rounds every rank has all segments.
+def _ring_all_gather(comm, parts):
+    """Rank r has part r; after p-1 rounds every rank has all parts.
 
-    A rank sends (p-1)/p n bytes, where n is the bytes of all segments; (p-1) alpha + (p-1)/p n beta seconds.
+    A rank sends (p-1)/p n bytes, where n is the bytes of all parts; (p-1) alpha + (p-1)/p n beta seconds.
     """
     p, r = comm.size, comm.rank
     for step in range(p - 1):
-        _sendrecv(comm, segments[(r - step) % p], (r + 1) % p, segments[(r - step - 1) % p], (r - 1) % p)
+        _sendrecv(comm, parts[(r - step) % p], (r + 1) % p, parts[(r - step - 1) % p], (r - 1) % p)
 
 
 def _recursive_doubling(comm, out, rounds):
@@ -414,8 +414,8 @@ def _chunks(x):
     return [slice(start, min(start + _chunk_length(x), x.size)) for start in range(0, x.size, _chunk_length(x))]
 
 
-def _segments(x, p):
-    """x in p contiguous segments whose lengths differ by at most one element."""
+def _parts(x, p):
+    """x in p contiguous parts whose lengths differ by at most one element."""
     return [x[x.size * j // p : x.size * (j + 1) // p] for j in range(p)]
 
 

@@ -9,39 +9,39 @@ from exercises.compare import Mismatch, expect, expect_equal
 from gpt2core.errors import ConfigError
 
 
-def segments_of(x, p):
+def parts_of(x, p):
     return [x[x.size * j // p : x.size * (j + 1) // p] for j in range(p)]
 
 
 def ring_cases():
-    """(p, number of elements): first equal segments, then segments whose lengths differ."""
+    """(p, number of elements): first equal parts, then parts whose lengths differ."""
     return [(p, p * 3 + rest) for rest in (0, 1) for p in (2, 3, 4)]
 
 
 def gathered(p, n):
-    """[(the array after the student's all-gather, bytes sent) of each rank]; rank r begins with segment r of 0..n-1."""
+    """[(the array after the student's all-gather, bytes sent) of each rank]; rank r begins with part r of 0..n-1."""
     from stage1_mpi import collectives
 
     def run(comm):
         out = np.full(n, np.nan)
-        segments = segments_of(out, p)
-        segments[comm.rank][...] = segments_of(np.arange(n, dtype=np.float64), p)[comm.rank]
-        views = list(segments)
+        parts = parts_of(out, p)
+        parts[comm.rank][...] = parts_of(np.arange(n, dtype=np.float64), p)[comm.rank]
+        views = list(parts)
         try:
-            collectives._ring_all_gather(comm, segments)
+            collectives._ring_all_gather(comm, parts)
         except (ConfigError, IndexError) as error:
             if isinstance(error, IndexError) or "is not a rank" in str(error):
                 raise Mismatch(
                     f"{type(error).__name__}: {error}",
-                    "Ranks and segments are counted modulo p: (r + 1) % p, (r - 1) % p, (r - step) % p.",
+                    "Ranks and parts are counted modulo p: (r + 1) % p, (r - 1) % p, (r - step) % p.",
                 ) from error
             raise
-        for j, (segment, view) in enumerate(zip(segments, views, strict=True)):
-            if segment is not view:
+        for j, (part, view) in enumerate(zip(parts, views, strict=True)):
+            if part is not view:
                 raise Mismatch(
-                    f"segments[{j}] is replaced by another array",
-                    f"Write into the view, which is a part of the caller's array: segments[{j}][...] = new_array, or "
-                    "receive into segments[i] itself.",
+                    f"parts[{j}] is replaced by another array",
+                    f"Write into the view, which is a part of the caller's array: parts[{j}][...] = new_array, or "
+                    "receive into parts[i] itself.",
                 )
         return out, comm.bytes_sent
 
@@ -49,49 +49,49 @@ def gathered(p, n):
 
 
 def exchanged(p, n, indices):
-    """[the array of each rank] after a ring. indices(r, step): the segments that rank r sends and receives."""
+    """[the array of each rank] after a ring. indices(r, step): the parts that rank r sends and receives."""
     arrays = [np.full(n, np.nan) for _ in range(p)]
     for rank, array in enumerate(arrays):
-        segments_of(array, p)[rank][...] = segments_of(np.arange(n, dtype=np.float64), p)[rank]
+        parts_of(array, p)[rank][...] = parts_of(np.arange(n, dtype=np.float64), p)[rank]
     for step in range(p - 1):
-        sent = [segments_of(array, p)[indices(rank, step)[0] % p].copy() for rank, array in enumerate(arrays)]
+        sent = [parts_of(array, p)[indices(rank, step)[0] % p].copy() for rank, array in enumerate(arrays)]
         for rank, array in enumerate(arrays):
-            segments_of(array, p)[indices(rank, step)[1] % p][...] = sent[rank - 1]
+            parts_of(array, p)[indices(rank, step)[1] % p][...] = sent[rank - 1]
     return arrays
 
 
 def all_gather_values():
-    look = "_ring_all_gather: which segment is sent and which is received in each round"
+    look = "_ring_all_gather: which part is sent and which is received in each round"
     for p, n in sorted(ring_cases(), key=lambda case: case[0] == 2):  # with 2 ranks, many mistakes have equal results
         want = np.arange(n, dtype=np.float64)
         for rank, (got, sent) in enumerate(gathered(p, n)):
             missing, stale, nothing = want.copy(), want.copy(), np.full(n, np.nan)
-            segments_of(missing, p)[(rank + 1) % p][...] = np.nan
-            segments_of(nothing, p)[rank][...] = segments_of(want, p)[rank]
-            for j, segment in enumerate(segments_of(stale, p)):
+            parts_of(missing, p)[(rank + 1) % p][...] = np.nan
+            parts_of(nothing, p)[rank][...] = parts_of(want, p)[rank]
+            for j, part in enumerate(parts_of(stale, p)):
                 if j != rank and n % p == 0:
-                    segment[...] = segments_of(want, p)[(rank - 1) % p]
-            wrong = [(nothing, "No segment was received: in each round, call _sendrecv to receive into `segments`.")]
+                    part[...] = parts_of(want, p)[(rank - 1) % p]
+            wrong = [(nothing, "No part was received: in each round, call _sendrecv to receive into `parts`.")]
             if n % p == 0:
                 hint = (
-                    "Is `to` the rank r + 1 and `source` the rank r - 1? Then a segment is wrong: in round `step`, "
-                    "send segment r - step and receive segment r - step - 1: minus, not plus."
+                    "Is `to` the rank r + 1 and `source` the rank r - 1? Then a part is wrong: in round `step`, "
+                    "send part r - step and receive part r - step - 1: minus, not plus."
                 )
                 if sent == want.nbytes * (p - 1) // p:  # not a round too few
                     wrong.append((exchanged(p, n, lambda r, step: (r + step, r - step - 1))[rank], hint))
                 wrong.append((exchanged(p, n, lambda r, step: (r + step, r + step + 1))[rank], hint))
             wrong += [
-                (missing, "One segment is missing: the ring has p - 1 rounds."),
-                (stale, "The same segment is sent in every round: after round 0 a rank sends what it received last."),
+                (missing, "One part is missing: the ring has p - 1 rounds."),
+                (stale, "The same part is sent in every round: after round 0 a rank sends what it received last."),
             ]
             expect(f"with {p} ranks, the array of rank {rank}", got, want, 0, wrong, look)
 
 
 def all_gather_bytes():
     for p, n in ring_cases():
-        sizes = [segment.nbytes for segment in segments_of(np.zeros(n), p)]
+        sizes = [part.nbytes for part in parts_of(np.zeros(n), p)]
         for rank, (_, sent) in enumerate(gathered(p, n)):
             want = sum(sizes) - sizes[(rank + 1) % p]
-            wrong = [(sum(sizes), "A rank sends one segment too many: the ring has p - 1 rounds.")]
-            look = "_ring_all_gather: in each of the p - 1 rounds a rank sends one segment, to its right neighbour only"
+            wrong = [(sum(sizes), "A rank sends one part too many: the ring has p - 1 rounds.")]
+            look = "_ring_all_gather: in each of the p - 1 rounds a rank sends one part, to its right neighbour only"
             expect_equal(f"with {p} ranks, the number of bytes that rank {rank} sends", sent, want, wrong, look)

@@ -5,7 +5,7 @@
 import numpy as np
 
 from exercises.checks.common import on_ranks, random
-from exercises.checks.ring_all_gather import ring_cases, segments_of
+from exercises.checks.ring_all_gather import parts_of, ring_cases
 from exercises.compare import Mismatch, expect, expect_equal
 
 FP64 = 1e-12  # relative norm: a few roundings of 1e-16
@@ -21,8 +21,8 @@ def scattered(p, n):
 
     def run(comm):
         x = inputs(p, n)[comm.rank]
-        sums = segments_of(np.full(n, np.nan), p)
-        collectives._ring_reduce_scatter(comm, segments_of(x, p), sums, np.add)
+        sums = parts_of(np.full(n, np.nan), p)
+        collectives._ring_reduce_scatter(comm, parts_of(x, p), sums, np.add)
         if not np.array_equal(x, inputs(p, n)[comm.rank]):
             raise Mismatch(
                 f"rank {comm.rank} changes `parts`", "Write partial sums to `sums`: `parts` is the caller's x."
@@ -36,7 +36,7 @@ def reduce_scatter_values():
     look = "_ring_reduce_scatter: which part a rank sends first, and which part it adds in each round"
     for p, n in ring_cases():
         xs = inputs(p, n)
-        parts = [[segments_of(x, p)[j] for x in xs] for j in range(p)]  # parts[j][k]: part j of rank k
+        parts = [[parts_of(x, p)[j] for x in xs] for j in range(p)]  # parts[j][k]: part j of rank k
         for rank, (got, _) in enumerate(scattered(p, n)):
             want = np.sum(parts[rank], axis=0)
             own = parts[rank][rank]
@@ -62,7 +62,7 @@ def reduce_scatter_values():
 
 def reduce_scatter_bytes():
     for p, n in ring_cases():
-        sizes = [segment.nbytes for segment in segments_of(np.zeros(n), p)]
+        sizes = [part.nbytes for part in parts_of(np.zeros(n), p)]
         for rank, (_, sent) in enumerate(scattered(p, n)):
             want = sum(sizes) - sizes[rank]
             wrong = [(sum(sizes), "A rank sends its result too: the last sum stays on its rank.")]

@@ -204,43 +204,42 @@ def resolve_rank_flags(values, world):
     values: {name: value} of all flags. In the result, bucket_mb is None if the Trainer must measure it. Call
     world.use_transport() before, because some defaults depend on the transport. Raises ConfigError for a wrong --tp.
     """
-    values, notes = dict(values), []
-    replicas = data_parallel_ranks(world, values["tp"])
-    several_replicas, dp, compress = replicas > 1, values["dp"], values["compress"]
-    # whether the sums over ranks use the canonical order; --collectives tree (a binomial tree) has the same order
-    canonical_order = values["collectives"] in (None, "canonical", "tree")
-    default = "canonical" if values["deterministic"] else world.native_algorithm
-    values["collectives"] = values["collectives"] or default
+    several_replicas = data_parallel_ranks(world, values["tp"]) > 1
+    final = dict(values)
+    if values["collectives"] is None:
+        final["collectives"] = "canonical" if values["deterministic"] else world.native_algorithm
+    is_measured = world.measures_buckets and values["dp"] == "bucket" and not values["deterministic"]
+    if values["bucket_mb"] is None and not (is_measured and several_replicas):
+        final["bucket_mb"] = BUCKET_MB
+    if values["zero"] is None:
+        is_possible = several_replicas and values["dp"] == "flat" and values["compress"] == "none"
+        final["zero"] = int(world.prefers_zero and is_possible)
+        if not several_replicas:
+            final["zero_gather"] = "end"  # a note says that --zero-gather forward has no effect
+    return final, notes_about_rank_flags(values, several_replicas)
+
+
+def notes_about_rank_flags(values, several_replicas):
+    """Notes about flags without effect, or with which the result depends on the ranks. values: as they were given."""
+    notes, dp, compress, name = [], values["dp"], values["compress"], values["collectives"]
     if values["bucket_mb"] is not None and dp != "bucket" and values["zero_gather"] == "end":  # forward uses it too
-        notes.append(
-            f"note: --bucket-mb {values['bucket_mb']:g} is for --dp bucket, but --dp is {dp}: it has no effect"
-        )
-    is_measured = world.measures_buckets and dp == "bucket" and not values["deterministic"] and several_replicas
-    if values["bucket_mb"] is None and not is_measured:
-        values["bucket_mb"] = BUCKET_MB
-    if values["deterministic"] and not canonical_order:
-        name = values["collectives"]
+        bucket_mb = f"{values['bucket_mb']:g}"
+        notes.append(f"note: --bucket-mb {bucket_mb} is for --dp bucket, but --dp is {dp}: it has no effect")
+    # --collectives tree, a binomial tree, adds in the canonical order too
+    if values["deterministic"] and name not in (None, "canonical", "tree"):
         notes.append(f"note: --collectives {name} adds in its own order: the result depends on the number of ranks")
     if values["local_shuffle"]:
-        notes.append(
-            "note: --local-shuffle: the order of training sequences, and so the loss, depends on the number of ranks"
-        )
+        text = "the order of training sequences, and so the loss, depends on the number of ranks"
+        notes.append(f"note: --local-shuffle: {text}")
     if compress != "none" and not several_replicas:
-        notes.append(
-            f"note: --compress {compress}: one data-parallel rank sends nothing, but its gradients are rounded to "
-            f"{compress} as on several ranks"
-        )
-    # These flags have no effect with one data-parallel rank. --zero 0 needs no note: nothing is divided in any case.
-    names = ("dp", "zero", "zero_gather")
-    without_effect = [name for name in names if values[name] not in (RANK_FLAGS[name], 0)]
+        text = f"one data-parallel rank sends nothing, but its gradients are rounded to {compress} as on several ranks"
+        notes.append(f"note: --compress {compress}: {text}")
+    # --zero 0 needs no note: with one data-parallel rank nothing is divided in any case
+    without_effect = [name for name in ("dp", "zero", "zero_gather") if values[name] not in (RANK_FLAGS[name], 0)]
     if without_effect and not several_replicas:
         flags = " and ".join(f"{flag(name)} {values[name]}" for name in without_effect)
         notes.append(f"note: {flags}: no effect, because there is only one data-parallel rank")
-    if values["zero"] is None:
-        values["zero"] = int(world.prefers_zero and several_replicas and dp == "flat" and compress == "none")
-        if not several_replicas:
-            values["zero_gather"] = "end"  # a note above says that --zero-gather forward has no effect
-    return values, notes
+    return notes
 
 
 def data_parallel_ranks(world, tp):
