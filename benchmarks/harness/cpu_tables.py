@@ -226,14 +226,17 @@ def kills(name):
 
 TABLES = {
     "cpu-step": cpu_step,
+    "cpu-step-zen5": lambda: cpu_step("_zen5"),
     "cpu-step-intel": lambda: cpu_step("_intel"),
     "cpu-choices": cpu_choices,
     "cpu-choices-intel": lambda: cpu_choices("_intel"),
     "first-run": first_run,
     "classroom": classroom,
     "cpu-decode": cpu_decode,
+    "cpu-decode-zen5": lambda: cpu_decode("_zen5"),
     "cpu-decode-intel": lambda: cpu_decode("_intel"),
     "cpu-decode-batch": cpu_decode_batch,
+    "cpu-decode-batch-zen5": lambda: cpu_decode_batch("_zen5"),
     "cpu-decode-batch-intel": lambda: cpu_decode_batch("_intel"),
     "cpu-curve": cpu_curve,
     "ranks-step": ranks_step,

@@ -119,6 +119,22 @@ def cpu():
     return processor()
 
 
+def cpu_suffix():
+    """The end of the names of the files about this kind of CPU; "" for AMD Zen 4, which was measured first."""
+    if "Intel" in cpu():
+        return "_intel"
+    return "_zen5" if "AMD" in cpu() and cpu_family() == 26 else ""
+
+
+def cpu_family():
+    """The number "cpu family" of an x86 CPU, from Linux; None if it is not known."""
+    try:
+        found = re.search(r"^cpu family\s*:\s*(\d+)$", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.M)
+    except OSError:
+        found = None
+    return int(found[1]) if found else None
+
+
 def gpu_hardware():
     """The GPU, its driver and the Python packages that use it; {} if there is no GPU."""
     gpus = nvidia_smi("name", "driver_version", "power.limit")
@@ -197,12 +213,12 @@ def save(benchmark, results, args, name=None):
     """Write `results` with the date, commit, command line and hardware to <group>/<name>.json. Returns the path.
 
     benchmark: "benchmarks.<group>.<module>"; without `name` the file is <group>/<module>.json. In the groups cpu and
-    ranks, the name gets the suffix _intel on Intel CPUs. The file is in results/ if args.save is true, else in
+    ranks, the name also gets the cpu_suffix(). The file is in results/ if args.save is true, else in
     out/results/. args.commit replaces the detected commit. Lists of measured samples are written as their summaries;
     see SAMPLES.
     """
     *_, group, module = benchmark.split(".")
-    kind = "_intel" if "Intel" in cpu() and group in ("cpu", "ranks") else ""  # the files without it are AMD's
+    kind = cpu_suffix() if group in ("cpu", "ranks") else ""
     file = Path("results", group, f"{name or module}{kind}.json")
     path = ROOT / file if args.save else ROOT / "out" / file
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -3,6 +3,7 @@
 import argparse
 import json
 import re
+from pathlib import Path
 from importlib import import_module
 
 import numpy as np
@@ -55,6 +56,7 @@ def save_arguments(*argv):
 def test_a_saved_file_names_its_date_commit_command_and_hardware(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(report, "ROOT", tmp_path)
     monkeypatch.setattr(report, "processor", lambda: "AMD EPYC")
+    monkeypatch.setattr(report, "cpu_family", lambda: 25)
     path = report.save("benchmarks.cpu.decode", {"seconds": [1.0, 3.0]}, save_arguments("--save"))
     assert path == tmp_path / "results" / "cpu" / "decode.json"
     saved = json.loads(path.read_text())
@@ -63,19 +65,29 @@ def test_a_saved_file_names_its_date_commit_command_and_hardware(tmp_path, monke
     assert saved["results"]["seconds"]["median"] == 2.0 and "cpu/decode.json" in capsys.readouterr().out
 
 
-def test_results_of_an_intel_cpu_have_a_file_of_their_own(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "name, family, suffix", [("Intel(R) Xeon(R) Processor", 6, "_intel"), ("AMD EPYC", 26, "_zen5"), ("M2", None, "")]
+)
+def test_results_of_another_kind_of_cpu_have_a_file_of_their_own(tmp_path, monkeypatch, name, family, suffix):
     monkeypatch.setattr(report, "ROOT", tmp_path)
-    monkeypatch.setattr(report, "processor", lambda: "Intel(R) Xeon(R) Processor")
-    for group, name in (("cpu", "decode_intel"), ("ranks", "decode_intel"), ("gpu", "decode")):
+    monkeypatch.setattr(report, "processor", lambda: name)
+    monkeypatch.setattr(report, "cpu_family", lambda: family)
+    for group, end in (("cpu", suffix), ("ranks", suffix), ("gpu", "")):
         path = report.save(f"benchmarks.{group}.decode", {"seconds": [1.0]}, save_arguments("--save"))
-        assert path == tmp_path / "results" / group / f"{name}.json"
-    assert json.loads(path.read_text())["hardware"]["cpu"] == "Intel(R) Xeon(R) Processor"
+        assert path == tmp_path / "results" / group / f"decode{end}.json"
+    assert json.loads(path.read_text())["hardware"]["cpu"] == name
+
+
+def test_the_family_of_the_cpu_is_that_of_linux():
+    listed = [line.split(":")[1] for line in Path("/proc/cpuinfo").read_text().splitlines() if "cpu family" in line]
+    assert report.cpu_family() == (int(listed[0]) if listed else None)
 
 
 @pytest.mark.parametrize("flags", [[], ["--no-save"]], ids=["without flags", "the former flag --no-save"])
 def test_without_save_a_benchmark_writes_to_out(tmp_path, monkeypatch, capsys, flags):
     monkeypatch.setattr(report, "ROOT", tmp_path)
     monkeypatch.setattr(report, "processor", lambda: "AMD EPYC")
+    monkeypatch.setattr(report, "cpu_family", lambda: 25)
     path = report.save("benchmarks.cpu.decode", {"losses": [1.0]}, save_arguments(*flags), name="short")
     assert [file for file in tmp_path.rglob("*") if file.is_file()] == [path]
     assert path == tmp_path / "out" / "results" / "cpu" / "short.json"
@@ -85,6 +97,7 @@ def test_without_save_a_benchmark_writes_to_out(tmp_path, monkeypatch, capsys, f
 def test_the_picture_of_the_curves_is_beside_their_file_and_has_the_paper_s_curves(tmp_path, monkeypatch, rng):
     monkeypatch.setattr(report, "ROOT", tmp_path)
     monkeypatch.setattr(report, "processor", lambda: "AMD EPYC")
+    monkeypatch.setattr(report, "cpu_family", lambda: 25)
     losses = (np.array(curve.PAPER_LOSSES) * rng.uniform(0.9, 1.1, 50)).tolist()
     rows = [{"step": step, "loss": loss, "parameters_sha256": "0"} for step, loss in enumerate(losses)]
     monkeypatch.setattr(curve, "train", lambda threads: rows)
