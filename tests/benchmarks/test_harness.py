@@ -3,8 +3,8 @@
 import argparse
 import json
 import re
-from pathlib import Path
 from importlib import import_module
+from pathlib import Path
 
 import numpy as np
 import pytest
