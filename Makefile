@@ -18,7 +18,7 @@ STAGE_3 = stage3_mpi_cuda
 OUT = out/stage$(STAGE)-$(PRESET)
 
 # OUT if it has a checkpoint, otherwise empty. Not $(wildcard ...): it divides a path at its spaces.
-trained := $(if $(shell ls -d "$(OUT)"/step-* 2>/dev/null),$(OUT))
+trained = $(if $(shell ls -d "$(OUT)"/step-* 2>/dev/null),$(OUT))
 
 # Report a variable on the command line that is not in the list, with the variable or the flag that was probably meant.
 given   := $(foreach name,$(.VARIABLES),$(if $(findstring command,$(origin $(name))),$(name)))
@@ -114,10 +114,10 @@ ifneq ($(filter train generate,$(MAKECMDGOALS)),)
   endif
 endif
 
-# The weights for `make generate` are the first of these that exist: the checkpoint of `make train` in OUT, the shipped
-# weights of PRESET, the shipped weights of preset paper. `untrained` is a note for the last case.
-weights   := $(or $(trained),$(wildcard data/gpt2-$(PRESET)),data/gpt2-paper)
-untrained := $(if $(trained)$(filter %-$(PRESET),$(weights)),, (preset paper: $(OUT) has no checkpoint of make train PRESET=$(PRESET)))
+# The weights for `make generate`: the checkpoint of `make train` in OUT, or else the shipped weights of PRESET; empty if
+# there are none. Read when the recipe runs, because `make train generate` writes the checkpoint first.
+weights = $(or $(trained),$(wildcard data/gpt2-$(PRESET)))
+no_weights = $(OUT) has no checkpoint: run make train PRESET=$(PRESET) first, or omit PRESET for the shipped weights
 
 .PHONY: help train generate notebook doctor report exercise grade packages parity test test-fast test-long test-gpu assignment sanitize bench bench-gpu lint clean
 
@@ -142,7 +142,7 @@ train: $(train_ready)  ## train PRESET, write checkpoints to OUT, print a sample
 	$(run) -m $(stage).train_gpt2 --preset $(PRESET) --out "$(OUT)" --overwrite $(ARGS)
 
 generate: $(train_ready)  ## continue a text with the model in OUT or shipped weights
-	@$(if $(findstring --weights,$(ARGS)),,echo "weights: $(weights)$(untrained)")
+	@$(if $(findstring --weights,$(ARGS)),,$(if $(weights),echo "weights: $(weights)",$(error $(no_weights))))
 	@$(run) -m $(stage).inference --weights "$(weights)" $(ARGS)
 
 notebook: $(notebook_ready)  ## open the lesson of STAGE as a notebook in JupyterLab
