@@ -117,7 +117,7 @@ endif
 # The weights for `make generate`: the checkpoint of `make train` in OUT, or else the shipped weights of PRESET; empty if
 # there are none. Read when the recipe runs, because `make train generate` writes the checkpoint first.
 weights = $(or $(trained),$(wildcard data/gpt2-$(PRESET)))
-no_weights = $(OUT) has no checkpoint: run make train PRESET=$(PRESET) first, or omit PRESET for the shipped weights
+no_weights = $(OUT) has no checkpoint: run make train with the same STAGE, PRESET and OUT first, or omit PRESET for the shipped weights
 
 .PHONY: help train generate notebook doctor report exercise grade packages parity test test-fast test-long test-gpu assignment sanitize bench bench-gpu lint clean
 

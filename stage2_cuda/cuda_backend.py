@@ -216,7 +216,7 @@ class CudaBackend(FusedHead, Backend):
         dw2 = self.weight_gradient(out[2], y, dy)
         if partials is None:
             return *self.linear_backward(dh, x, w, out=out[:2]), dw2
-        (db,) = self.gradients([out[1]], w.shape[1:], lambda db: column_sums.add_partials(partials, db), partials)
+        db = self.gradients([out[1]], w.shape[1:], lambda db: column_sums.add_partials(partials, db), partials)[0]
         dx, dw, _ = self.linear_backward(dh, x, w, bias=False, out=out[:2])
         return dx, dw, db, dw2
 

@@ -120,7 +120,7 @@ def cpu():
 
 
 def cpu_suffix():
-    """The end of the names of the files about this kind of CPU; "" for AMD Zen 4, which was measured first."""
+    """The end of the names of the files about this kind of CPU, "" for others. Shipped files without it: AMD Zen 4."""
     if "Intel" in cpu():
         return "_intel"
     return "_zen5" if "AMD" in cpu() and cpu_family() == 26 else ""

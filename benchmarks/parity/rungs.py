@@ -271,10 +271,13 @@ def gradients_of_stage_2(options):
     from stage2_cuda.cuda_backend import CudaBackend
     from stage2_cuda.runtime.triton_launch import GpuLauncher
 
-    GpuLauncher.compiles_ahead = False  # a call that only starts to compile computes no results to compare
     config, steps = (MODEL, steps_of(options, 2)) if gpu_count() else (SMALL, options.steps or 1)
     make = trainer_maker(CudaBackend, config, batch_size=4, micro_batches=1)
-    return outcome(examined(make, config, steps), f"{steps} steps: each kernel, each gradient")
+    GpuLauncher.compiles_ahead = False  # compile_ahead() calls a step that computes no results to compare
+    try:
+        return outcome(examined(make, config, steps), f"{steps} steps: each kernel, each gradient")
+    finally:
+        GpuLauncher.compiles_ahead = True
 
 
 def strategies_on_threads(options):

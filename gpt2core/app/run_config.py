@@ -220,7 +220,7 @@ def resolve_rank_flags(values, world):
 
 
 def notes_about_rank_flags(values, several_replicas):
-    """Notes about flags without effect, or with which the result depends on the ranks. values: as they were given."""
+    """Notes about flags, as given, that have no effect or with which the result depends on the number of ranks."""
     notes, dp, compress, name = [], values["dp"], values["compress"], values["collectives"]
     if values["bucket_mb"] is not None and dp != "bucket" and values["zero_gather"] == "end":  # forward uses it too
         bucket_mb = f"{values['bucket_mb']:g}"

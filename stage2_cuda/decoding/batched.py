@@ -35,9 +35,9 @@ from stage2_cuda.kernels.gelu import sigmoid_of_2u
 from stage2_cuda.runtime.triton_launch import can_overlap, launch
 
 MIN_SCORE = tl.constexpr(-3.0e38)  # finite, because -inf - -inf would be NaN
-# The L2 cache replaces a weight that a step reads once before it replaces the activations and the KV cache. The weights
-# of one step do not fit the cache, so none would still be there in the next step.
-READ_ONCE = tl.constexpr("evict_first")
+# The L2 cache then replaces this data before it replaces other data. It is for weights, which a step reads once: so the
+# activations and the KV cache stay in the cache. The weights of GPT-2 124M do not fit there.
+EVICT_FIRST = tl.constexpr("evict_first")
 MAX_BATCH = 32  # sequences of one decode step
 
 
@@ -348,7 +348,7 @@ def unembed_kernel(
     if BLOCK_B == 1:
         k = tl.arange(0, BLOCK_K)
         w_mask = (v < V)[:, None] & (k < K)[None, :]
-        w = tl.load(w_ptr + w_offs + k[None, :], w_mask, 0, eviction_policy=READ_ONCE)
+        w = tl.load(w_ptr + w_offs + k[None, :], w_mask, 0, eviction_policy=EVICT_FIRST)
         if PDL:
             wait_for_previous_launch()
         h = tl.load(h_ptr + k, k < K, 0).to(tl.float32)

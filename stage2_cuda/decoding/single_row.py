@@ -36,8 +36,8 @@ import triton
 import triton.language as tl
 
 from stage2_cuda.decoding.batched import (
+    EVICT_FIRST,
     MIN_SCORE,
-    READ_ONCE,
     launch_tiled,
     newest_positions,
     wait_for_previous_launch,
@@ -174,13 +174,13 @@ def program_columns(BLOCK_N: tl.constexpr):
 def load_columns(w_ptr, cols, K, N, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, ONCE: tl.constexpr = False):
     """The columns `cols` of a weight, which is stored transposed (N, K): a tuple of tiles (BLOCK_N, CHUNK).
 
-    ONCE: a step reads this weight once, so the L2 cache should replace it before other data, see READ_ONCE.
+    ONCE: a step reads this weight once, so the L2 cache should replace it before other data, see EVICT_FIRST.
     """
     k, tiles = tl.arange(0, CHUNK)[None, :], ()
     for c in tl.static_range(CHUNKS):
         ptrs, mask = w_ptr + cols[:, None] * K + k + c * CHUNK, (cols < N)[:, None] & (k + c * CHUNK < K)
         if ONCE:
-            tiles += (tl.load(ptrs, mask, 0, eviction_policy=READ_ONCE),)
+            tiles += (tl.load(ptrs, mask, 0, eviction_policy=EVICT_FIRST),)
         else:
             tiles += (tl.load(ptrs, mask, 0),)
     return tiles
@@ -361,7 +361,7 @@ def combine_product_kernel(
     row_heads = first_head + rows // D  # the head of each row of w
     mask = ((row_heads < end_head) & (rows % D < SIZE))[:, None] & (cols < N)[None, :]
     w_ptrs = w_ptr + (row_heads * SIZE + rows % D)[:, None] * N + cols[None, :]
-    w = tl.load(w_ptrs, mask, 0, eviction_policy=READ_ONCE)
+    w = tl.load(w_ptrs, mask, 0, eviction_policy=EVICT_FIRST)
     used_splits = tl.cdiv(tl.minimum(tl.load(lengths_ptr), block), KEYS)
     if PDL:
         wait_for_previous_launch()

@@ -3,16 +3,15 @@
     gelu_product            h = a b + bias                      y = gelu(h)
     gelu_backward_product   dh = (a b') * gelu'(h)              partials: sums of dh over the rows of each tile
 
-With K = 768 the GELU of a tile of 128 x 128 takes about half of the time of its product. If all warps of a program
-compute GELU at the same time, the tensor cores are idle during this time. Here two warp groups, the consumers, compute
-different tiles: one starts its product when the other one has started the last step of its own, and then computes GELU
-during that product. One more warp, the producer, copies the tiles of a and b to a ring in shared memory. A program
+If all warps of a program compute GELU at the same time, the tensor cores are idle during this time. Here two warp
+groups, the consumers, compute different tiles: while one computes the product of its tile, the other one computes GELU
+of the previous tile. One more warp, the producer, copies the tiles of a and b to a ring in shared memory. A program
 computes tiles until none is left, so the producer already copies the operands of the next tile.
 
 Rounding: the sums are float32, and y is computed from h before h is rounded, as in gemm/matmul.py. The derivative is
-computed from the rounded h; partials are sums of dh before it is rounded. There are no atomic operations, and each
-result is one sum over K in ascending order. So equal inputs give equal bits, and the bits of a row depend neither on M
-nor on the program that computes the row.
+computed from the rounded h; partials are sums of dh before it is rounded. There are no atomic operations. The steps
+over K are added in ascending order, with the same instructions for all rows. So equal inputs give equal bits, and the
+bits of a row depend neither on M nor on the program that computes the row.
 """
 
 # a (M, K), b (K, N) or its transpose (N, K), results (M, N). A consumer computes a tile of ROWS x COLUMNS, in steps of
@@ -42,9 +41,8 @@ from stage2_cuda.kernels.gluon_tiles import (
     start_store,
     synchronize,
 )
-from stage2_cuda.runtime.triton_launch import Pointer, launch
+from stage2_cuda.runtime.triton_launch import Pointer, launch, multiprocessors
 
-PROGRAMS = 132  # at most: the multiprocessors of an H100 or H200. The results do not depend on it.
 REGISTERS = gl.constexpr(240)  # per thread of a consumer
 ALIGNED = 8  # elements: a descriptor needs rows whose length is a multiple of 16 bytes
 
@@ -87,8 +85,9 @@ def tile_place(tile, tiles_m, tiles_n, GROUP: gl.constexpr):
 def turn_parity(n, c):
     """The parity with which consumer c waits for its turn to compute tile n; tile 0 waits for nothing.
 
-    Without turns, a consumer could wait for a step while an earlier copy to the same tile of the ring is in flight. The
-    phase before that copy has the same parity, so the wait would return too early.
+    A wait returns if the last completed phase has this parity. Without turns, a consumer could wait for use u of the
+    ring while the copy of use u - STAGES is in flight. The last completed phase is then that of use u - 2 STAGES, which
+    has the same parity as use u, so the wait would return too early.
     """
     return (n // 2 + c + 1) & 1
 
@@ -98,14 +97,14 @@ def turn_parity(n, c):
 
 @gluon.jit
 def producer(
-    tiles, barriers, descs, sizes, BACKWARD: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr,
+    tiles, barriers, descs, counts, BACKWARD: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr,
     DEPTH: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     """The warp that starts the copies: a and b of each step and, in backward, h of each tile."""
     a_tiles, b_tiles, out_tiles = tiles
     full, empty, h_full, h_empty = barriers
     h_desc, a_desc, b_desc = descs
-    tiles_m, tiles_n, steps = sizes
+    tiles_m, tiles_n, steps = counts
     step_bytes: gl.constexpr = a_desc.block_type.nbytes + b_desc.block_type.nbytes
     use, n = 0, 0  # the number of the step and of the tile, within this program
     for tile in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
@@ -157,13 +156,13 @@ def multiply(acc, tiles, barriers, n, steps, c: gl.constexpr, BACKWARD: gl.const
 
 @gluon.jit
 def consumer(
-    tiles, barriers, outputs, sizes, limits, c: gl.constexpr, BACKWARD: gl.constexpr, ROWS: gl.constexpr,
+    tiles, barriers, outputs, counts, shape, c: gl.constexpr, BACKWARD: gl.constexpr, ROWS: gl.constexpr,
     COLUMNS: gl.constexpr, STAGES: gl.constexpr, BUFFERS: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     """The tiles of one consumer: the product, then GELU or its derivative for each half of the columns."""
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     full, empty, turns, h_full, h_empty = barriers
-    tiles_m, tiles_n, steps = sizes
+    tiles_m, tiles_n, steps = counts
     zeros = gl.zeros([ROWS, COLUMNS], gl.float32, LAYOUT)
     n = gl.to_tensor(c)
     for tile in range(gl.program_id(0) + n * gl.num_programs(0), tiles_m * tiles_n, 2 * gl.num_programs(0)):
@@ -176,9 +175,9 @@ def consumer(
             place = (row * ROWS, col * COLUMNS + half * (COLUMNS // 2))
             values = gl.convert_layout(halves[half], half_layout(COLUMNS), assert_trivial=True)
             if BACKWARD:
-                finish_backward(values, tiles[2].index(2 * c + half), outputs, place, limits)
+                finish_backward(values, tiles[2].index(2 * c + half), outputs, place, shape)
             else:
-                finish_forward(values, tiles[2], outputs, place, limits, c, BUFFERS)
+                finish_forward(values, tiles[2], outputs, place, shape, c, BUFFERS)
         if BACKWARD:
             tma.store_wait(0)
             synchronize()
@@ -194,38 +193,38 @@ def half_layout(COLUMNS):
 
 
 @gluon.jit
-def finish_forward(h, out_tiles, outputs, place, limits, c: gl.constexpr, BUFFERS: gl.constexpr):
+def finish_forward(h, out_tiles, outputs, place, shape, c: gl.constexpr, BUFFERS: gl.constexpr):
     """Add the bias to h (ROWS, COLUMNS / 2), and write h and gelu(h)."""
     y_desc, h_desc, bias_ptr = outputs
     cols = place[1] + gl.arange(0, h.shape[1], gl.SliceLayout(0, h.type.layout))
-    h += gl.load(bias_ptr + cols, mask=cols < limits[1], other=0.0).to(gl.float32)[None, :]
+    h += gl.load(bias_ptr + cols, mask=cols < shape[1], other=0.0).to(gl.float32)[None, :]
     tma.store_wait(BUFFERS - 1)  # the tile in shared memory has been read
     synchronize()
-    start_storing(h_desc, place, out_tiles.index(BUFFERS * c), h)
+    store_by_tile(h_desc, place, out_tiles.index(BUFFERS * c), h)
     y = h * sigmoid_of_2u(h)
     tma.store_wait(BUFFERS - 1)
     synchronize()
-    start_storing(y_desc, place, out_tiles.index(BUFFERS * c + BUFFERS - 1), y)
+    store_by_tile(y_desc, place, out_tiles.index(BUFFERS * c + BUFFERS - 1), y)
 
 
 @gluon.jit
-def finish_backward(dy, tile, outputs, place, limits):
+def finish_backward(dy, tile, outputs, place, shape):
     """Write dh = dy * gelu'(h) and its column sums. h is in `tile` (ROWS, COLUMNS / 2), which is then used for dh."""
     dh_desc, _, partials_ptr = outputs
     layout: gl.constexpr = dy.type.layout
     dh = dy * gelu_derivative(tile.load(layout).to(gl.float32))
     synchronize()  # all warps have read h
-    start_storing(dh_desc, place, tile, dh)
+    store_by_tile(dh_desc, place, tile, dh)
     row, col = place
     cols = col + gl.arange(0, dy.shape[1], gl.SliceLayout(0, layout))
-    partial_row = (row // dy.shape[0]).to(gl.int64) * limits[1]
-    mask = (cols < limits[1]) & (row < limits[0])  # beyond M a and h are 0, and so is dh
+    partial_row = (row // dy.shape[0]).to(gl.int64) * shape[1]
+    mask = (cols < shape[1]) & (row < shape[0])  # beyond M a and h are 0, and so is dh
     gl.store(partials_ptr + partial_row + cols, gl.sum(dh, 0), mask=mask)
 
 
 @gluon.jit
-def start_storing(desc, place, tile, values):
-    """Start to write `values` by way of a tile in shared memory, which all warps may overwrite."""
+def store_by_tile(desc, place, tile, values):
+    """Copy `values` to a tile in shared memory, and start to write it. No warp and no copy may still use the tile."""
     tile.store(values.to(desc.dtype))
     fence_async_shared()
     synchronize()
@@ -269,14 +268,14 @@ def gelu_kernel(
     if BACKWARD:  # a barrier that is initialised must be used: see new_barriers()
         h_full, h_empty = new_barriers(2, 1), new_barriers(2, 1)
     fence_async_shared()
-    sizes, limits = (gl.cdiv(M, ROWS), gl.cdiv(N, COLUMNS), gl.cdiv(K, DEPTH)), (M, N)
+    counts, shape = (gl.cdiv(M, ROWS), gl.cdiv(N, COLUMNS), gl.cdiv(K, DEPTH)), (M, N)
     barriers = (full, empty, turns, h_full, h_empty)
     outputs = (out_desc, h_desc, vector_ptr)
     gl.warp_specialize([
-        (consumer, (tiles, barriers, outputs, sizes, limits, 0, BACKWARD, ROWS, COLUMNS, STAGES, BUFFERS, GROUP)),
-        (consumer, (tiles, barriers, outputs, sizes, limits, 1, BACKWARD, ROWS, COLUMNS, STAGES, BUFFERS, GROUP)),
+        (consumer, (tiles, barriers, outputs, counts, shape, 0, BACKWARD, ROWS, COLUMNS, STAGES, BUFFERS, GROUP)),
+        (consumer, (tiles, barriers, outputs, counts, shape, 1, BACKWARD, ROWS, COLUMNS, STAGES, BUFFERS, GROUP)),
         (producer, (
-            tiles, (full, empty, h_full, h_empty), (h_desc, a_desc, b_desc), sizes,
+            tiles, (full, empty, h_full, h_empty), (h_desc, a_desc, b_desc), counts,
             BACKWARD, ROWS, COLUMNS, DEPTH, STAGES, GROUP,
         )),
     ], [4, 1], [REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
@@ -285,7 +284,7 @@ def gelu_kernel(
 def serves(itemsize, M, N, K):
     """Whether the kernel serves operands with elements of `itemsize` bytes, and these sizes; on a Hopper GPU."""
     aligned = N % ALIGNED == 0 and K % ALIGNED == 0
-    indices_fit = min(M, N, K) > 0 and max(M, N, K) < 2**30 and M * N < 2**44  # coordinates and tiles have 32 bits
+    indices_fit = min(M, N, K) > 0 and max(M, N, K) < 2**30 and M * N < 2**44  # 32-bit coordinates, tile numbers
     return itemsize == 2 and aligned and indices_fit
 
 
@@ -296,7 +295,7 @@ def partials_shape(M, N, tile=TILE):
 
 def gelu_product(y, h, a, b, bias, tile=TILE):
     """h (M, N) = a (M, K) b (K, N) + bias (N), and y = gelu(h): contiguous arrays of one dtype, see serves()."""
-    start(False, y, h, bias, a, b, tile)
+    launch_product(False, y, h, bias, a, b, tile)
 
 
 def gelu_backward_product(dh, partials, a, b, h, tile=TILE):
@@ -304,17 +303,20 @@ def gelu_backward_product(dh, partials, a, b, h, tile=TILE):
 
     partials: of partials_shape(M, N, tile). Call column_sums.add_partials(partials, dbias) afterwards.
     """
-    start(True, dh, h, partials, a, b, tile)
+    launch_product(True, dh, h, partials, a, b, tile)
 
 
-def start(backward, out, h, vector, a, b, tile):
+def launch_product(backward, out, h, vector, a, b, tile):
     """Launch the kernel: `out` and h are (M, N) arrays, `vector` is the bias or partials."""
+    if tile.buffers not in ((2,) if backward else (1, 2)):
+        raise ValueError(f"buffers {tile.buffers}: backward needs 2, forward 1 or 2")
     (M, K), N = a.shape, out.shape[1]
     block_b = (tile.columns, tile.depth) if backward else (tile.depth, tile.columns)
     half = tile.rows, tile.columns // 2
     blocks = half, half, (tile.rows, tile.depth), block_b
     out, h, a, b = (descriptor(array, block) for array, block in zip((out, h, a, b), blocks, strict=True))
-    programs = min(PROGRAMS, -(-M // tile.rows) * -(-N // tile.columns))
+    # one for each multiprocessor, because of their shared memory; the results do not depend on this number
+    programs = min(multiprocessors(), -(-M // tile.rows) * -(-N // tile.columns))
     constants = dict(ROWS=tile.rows, COLUMNS=tile.columns, DEPTH=tile.depth, STAGES=tile.stages, BUFFERS=tile.buffers)
     constants |= dict(BACKWARD=backward, GROUP=tile.group, num_warps=4, maxnreg=168)
     launch(gelu_kernel, (programs,), out, h, vector, a, b, M, N, K, **constants)

@@ -1,6 +1,7 @@
 """The matrix products of each precision: fp16x3 for fp32, cublasLt for the others, NumPy in Triton's interpreter.
 
-Products with GELU or its derivative are computed by gluon_gelu.py where it can, on a Hopper GPU in 16 bits.
+On a Hopper GPU in bf16 and fp16, gluon_gelu.py computes the products with GELU or its derivative, if it supports their
+sizes.
 """
 
 import functools
@@ -39,12 +40,15 @@ class Products:
         """The module gluon_gelu, or None if the precision, the GPU or Triton has no such kernels."""
         if self.precision not in ("bf16", "fp16") or gluon_launches.gluon_kind(*gpu_model()) is None:
             return None
-        return importlib.import_module("stage2_cuda.gemm.gluon_gelu")
+        try:
+            return importlib.import_module("stage2_cuda.gemm.gluon_gelu")
+        except (ImportError, AttributeError):  # this Triton has only a part of Gluon
+            return None
 
-    def gluon_gelu_for(self, a, b, k):
-        """The module gluon_gelu if it serves the (N, K) product of a (N, C) and b, otherwise None."""
+    def gluon_gelu_for(self, a, b, columns):
+        """The module gluon_gelu if it supports the product of a and b, whose result has `columns` columns, or None."""
         gluon = self.gluon_gelu
-        if gluon is None or not gluon.serves(a.itemsize, len(a), k, a.shape[1]):
+        if gluon is None or not gluon.serves(a.itemsize, len(a), columns, a.shape[1]):
             return None
         aligned = all(x.flags.c_contiguous and Pointer(x).address % 16 == 0 for x in (a, b))  # for the TMA unit
         return gluon if aligned else None

@@ -1,4 +1,4 @@
-"""What the Gluon kernels of attention share: tiles in shared memory, barriers, rings, masks.
+"""What the Gluon kernels share: tiles in shared memory, barriers, rings; for attention also masks.
 
 Gluon is the lower level of Triton. A kernel in Triton says what a program computes; in Gluon it also says in which
 registers a tile lies (its layout), when a tile is copied to shared memory, and when the tensor cores start and finish.

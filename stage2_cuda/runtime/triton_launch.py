@@ -96,6 +96,11 @@ def gpu_model():
     return launcher().gpu_model()
 
 
+def multiprocessors():
+    """The number of multiprocessors of the current GPU; 1 in the interpreter."""
+    return launcher().multiprocessors()
+
+
 @functools.cache
 def launcher():
     """The InterpreterLauncher or GpuLauncher of this process, created at the first call."""
@@ -124,6 +129,9 @@ class InterpreterLauncher:
 
     def gpu_model(self):
         return (0, 0), "the interpreter"
+
+    def multiprocessors(self):
+        return 1
 
     def launch(self, kernel, grid, arguments, options):
         arguments = [self.argument(value) for value in arguments]
@@ -200,6 +208,9 @@ class GpuLauncher:
 
     def gpu_model(self):
         return model_of(self.xp, self.device())
+
+    def multiprocessors(self):
+        return multiprocessors_of(self.xp, self.device())
 
     def launch(self, kernel, grid, arguments, options):
         # id(kernel), because hashing a kernel is slow; ids stay unique, because modules keep their kernels alive
@@ -280,6 +291,11 @@ def model_of(cupy, device):
     """((major, minor), name) of a device."""
     capability = divmod(int(cupy.cuda.Device(device).compute_capability), 10)
     return capability, cupy.cuda.runtime.getDeviceProperties(device)["name"].decode()
+
+
+@functools.cache
+def multiprocessors_of(cupy, device):
+    return cupy.cuda.runtime.getDeviceProperties(device)["multiProcessorCount"]
 
 
 def has_driver():

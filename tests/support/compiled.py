@@ -149,7 +149,12 @@ class RecordingLauncher(triton_launch.GpuLauncher):
                 setattr(owner, name, value)
 
             launcher = SimpleNamespace(
-                xp=np, launch=self.launch, can_overlap=self.can_overlap, gpu_model=self.gpu_model, only_compiles=False
+                xp=np,
+                launch=self.launch,
+                can_overlap=self.can_overlap,
+                gpu_model=self.gpu_model,
+                multiprocessors=lambda: 132,
+                only_compiles=False,
             )
             replace(triton_launch, "launcher", lambda: launcher)
             replace(triton_launch, "interpreted", lambda: True)  # NumPy arrays, and no CUDA graphs

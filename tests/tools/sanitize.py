@@ -40,7 +40,7 @@ from stage2_cuda.kernels import (  # noqa: E402
     losses,
     rounding,
 )
-from stage2_cuda.kernels.gluon_launches import GluonTile  # noqa: E402
+from stage2_cuda.kernels.gluon_launches import GluonTile, gluon_kind  # noqa: E402
 from stage2_cuda.runtime import triton_launch  # noqa: E402
 from stage2_cuda.runtime.triton_launch import Pointer  # noqa: E402
 from stage3_mpi_cuda import tree_sum  # noqa: E402
@@ -208,7 +208,7 @@ def launch_attention(a):
 
 
 def launch_gelu_product(a):
-    if np.dtype(a.dtype).itemsize == 2 and attention.gluon_table(2, 6, 300, 64):
+    if np.dtype(a.dtype).itemsize == 2 and gluon_kind(*triton_launch.gpu_model()):
         from stage2_cuda.gemm import gluon_gelu
 
         for M, N, K in ((128, 128, 64), (170, 72, 40), (640, 512, 192)):
