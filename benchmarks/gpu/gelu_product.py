@@ -19,7 +19,10 @@ from benchmarks.gpu.fusions import microseconds
 from benchmarks.harness.ours import check_gpu
 from benchmarks.harness.processes import BenchmarkFailed, BenchmarkProcess, ProcessSpec, progress, run_main
 from benchmarks.harness.report import add_save_flags, print_table, save
+from benchmarks.parity import oracle
 from gpt2core.errors import ConfigError
+from stage2_cuda.kernels.gluon_launches import gluon_kind
+from stage2_cuda.runtime.triton_launch import gpu_model
 
 BENCHMARK = "benchmarks.gpu.gelu_product"
 SEED = 20260101
@@ -33,15 +36,6 @@ TOLERANCES = {"h": 4e-3, "y": 4e-3, "dh": 4e-3, "partials": 1e-4}
 
 
 # -- in the process of a variant ---------------------------------------------------------------------------------------
-
-
-def sigmoid_of_2u(x):
-    return 1 / (1 + np.exp(-2 * np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
-
-
-def gelu_derivative(x):
-    s = sigmoid_of_2u(x)
-    return s + 2 * x * s * (1 - s) * np.sqrt(2 / np.pi) * (1 + 3 * 0.044715 * x * x)
 
 
 class Product:
@@ -96,13 +90,13 @@ class Product:
         return {name: float(np.max([relative_error(*pair) for pair in pairs])) for name, pairs in parts.items()}
 
     def expected(self, rows):
-        """{name: float64 array} of these rows; rows of partials for the tiles of rows."""
+        """{name: float64 array} of these rows, which are those of one tile; partials has one row for it."""
         a, b = float64(self.a[rows]), float64(self.b)
         if not self.backward:
             h = a @ b + float64(self.bias)
-            return {"h": h, "y": h * sigmoid_of_2u(h)}
-        dh = (a @ b.T) * gelu_derivative(float64(self.h[rows]))
-        return {"dh": dh, "partials": np.add.reduceat(dh, np.arange(0, len(dh), self.tile.rows))}
+            return {"h": h, "y": oracle.gelu(h)}
+        dh = (a @ b.T) * oracle.gelu_slope(float64(self.h[rows]))
+        return {"dh": dh, "partials": dh.sum(0, keepdims=True)}
 
 
 def float64(array):
@@ -207,7 +201,7 @@ def measure(args):
             return process, answer(process, args.compile_timeout, action="compile")
 
         progress(f"compiling {len(chosen)} variants")
-        with ThreadPoolExecutor(max(1, len(chosen))) as threads:
+        with ThreadPoolExecutor(len(chosen)) as threads:
             started = list(threads.map(start, chosen))
         results = []
         for (way, _, text), (process, compiled) in zip(chosen, started, strict=True):
@@ -242,17 +236,14 @@ def main():
     parser = argparse.ArgumentParser(prog=f"python -m {BENCHMARK}", description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--rounds", type=int, default=5, help="number of rounds; each round times the variant and cublasLt (default 5)")
-    add(
-        "--only",
-        default="",
-        metavar="TEXT",
-        help='only variants whose text contains this, such as "forward"',
-    )
+    add("--only", default="", metavar="TEXT", help='only variants whose text contains this, such as "forward"')
     add("--timeout", type=int, default=20, help="limit for the check and for the times of a variant (default 20 s)")
     add("--compile-timeout", type=int, default=60, help="limit for the start and for compiling (default 60 s)")
     add_save_flags(add, "gelu_product")
     args = parser.parse_args()
     check_gpu()
+    if gluon_kind(*gpu_model()) is None:
+        raise ConfigError("this GPU or this Triton has no Gluon kernels: use a Hopper GPU and Triton 3.6 or later")
     results = measure(args)
     print_table([row(result) for result in results])
     print("\nus, cublasLt us: the product and, in backward, the column sums")

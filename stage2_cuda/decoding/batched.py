@@ -35,8 +35,8 @@ from stage2_cuda.kernels.gelu import sigmoid_of_2u
 from stage2_cuda.runtime.triton_launch import can_overlap, launch
 
 MIN_SCORE = tl.constexpr(-3.0e38)  # finite, because -inf - -inf would be NaN
-# The L2 cache then replaces this data before it replaces other data. It is for weights, which a step reads once: so the
-# activations and the KV cache stay in the cache. The weights of GPT-2 124M do not fit there.
+# For loads of weights, which a step reads once: the L2 cache replaces them first, so that the activations and the KV
+# cache stay there. The weights of GPT-2 124M do not fit in the L2 cache.
 EVICT_FIRST = tl.constexpr("evict_first")
 MAX_BATCH = 32  # sequences of one decode step
 

@@ -40,10 +40,7 @@ class Products:
         """The module gluon_gelu, or None if the precision, the GPU or Triton has no such kernels."""
         if self.precision not in ("bf16", "fp16") or gluon_launches.gluon_kind(*gpu_model()) is None:
             return None
-        try:
-            return importlib.import_module("stage2_cuda.gemm.gluon_gelu")
-        except (ImportError, AttributeError):  # this Triton has only a part of Gluon
-            return None
+        return importlib.import_module("stage2_cuda.gemm.gluon_gelu")
 
     def gluon_gelu_for(self, a, b, columns):
         """The module gluon_gelu if it supports the product of a and b, whose result has `columns` columns, or None."""

@@ -67,6 +67,7 @@ def has_gluon():
     try:
         for kernel in ("forward", "dq", "dkdv"):
             module_of(kernel)
+        importlib.import_module("stage2_cuda.gemm.gluon_gelu")
     except (ImportError, AttributeError):
         return False
     return True
