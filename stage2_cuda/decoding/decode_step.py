@@ -1,28 +1,31 @@
 """A decode step: the kernel launches that compute one more position of every sequence with the KV cache.
 
-SingleRowStep serves one sequence, BatchedStep two or more. run() writes the output of the last LayerNorm to h; the
-decoder computes the logits from h.
+BatchedStep serves two or more sequences. SingleRowStep serves one sequence, and ClusterStep does so with fewer launches
+on the GPUs and for the models that it supports.
 """
 
 # B sequences, C channels, H heads; k and v of a layer are cached as (B, block, 2C)
 # residual = (x, partials, bias): the residual stream is the sum of x, the partial sums of a product, and the product's
 # bias. The next LayerNorm kernel computes this sum.
 
-from stage2_cuda.decoding import batched, single_row
+from stage2_cuda.decoding import batched, cluster_step, single_row
 
 
 class DecodeStep:
-    """Computes h (B, C) at the newest position of every sequence. A subclass defines allocate() and run().
+    """Computes h (B, C) or the logits at the newest position of every sequence.
 
     sequences: a sampling.Sequences; sequences.x has the embeddings of the newest tokens. cache: an array (B, block, 2C)
-    for each layer. tiling: a batched.DecodeTiling. empty(shape, dtype) allocates an array.
+    for each layer. logits (B, V) float32. tiling: a batched.DecodeTiling. empty(shape, dtype) allocates an array.
+
+    A subclass defines allocate() and run(). run() returns None, and the decoder computes the logits from h. Or run()
+    stores `logits` and returns (maxima, indices), as GpuDecoder.unembed() does.
     """
 
     prepare = None  # a method to call before the first run() of each generation, or None
 
-    def __init__(self, model, sequences, cache, h, tiling, empty):
+    def __init__(self, model, sequences, cache, h, logits, tiling, empty):
         self.model, self.config = model, model.config
-        self.sequences, self.cache, self.h, self.tiling = sequences, cache, h, tiling
+        self.sequences, self.cache, self.h, self.logits, self.tiling = sequences, cache, h, logits, tiling
         self.layers = [LayerWeights(model.parameters, f"transformer.h.{i}.") for i in range(self.config.n_layer)]
         self.ln_f = weight_and_bias(model.parameters, "transformer.ln_f")
         self.allocate(h.dtype, empty)
@@ -90,6 +93,49 @@ class SingleRowStep(DecodeStep):
         batched.layernorm(self.h, None, (x, None, None), *self.ln_f, eps, tiling)
 
 
+class ClusterStep(DecodeStep):
+    """The step for one sequence if cluster_step.supports() the model: two kernels per layer, and one for the logits."""
+
+    def allocate(self, dtype, empty):
+        C, H = self.config.n_embd, self.config.n_head
+        self.s, self.x = empty((C,), "float32"), empty((C,), "float32")
+        self.attention_partials = empty((H, C), "float32")
+        self.mlp_partials = empty((cluster_step.mlp_clusters(C), C), "float32")
+        count = cluster_step.logit_maxima()
+        self.maxima, self.indices = empty((1, count), "float32"), empty((1, count), "int32")
+        self.transposed = [TransposedWeights(layer, dtype, empty, projection=True) for layer in self.layers]
+
+    def prepare(self):
+        for weights in self.transposed:
+            weights.update()
+
+    def run(self):
+        lengths, eps, residual = self.sequences.lengths, self.config.layer_norm_epsilon, (self.sequences.x, None, None)
+        for number, (layer, t, cache) in enumerate(zip(self.layers, self.transposed, self.cache, strict=True)):
+            ahead_attention, ahead_mlp = self.ahead(number + 1)
+            # The first kernel may not start before the previous step has ended, because it loads k, v and the length.
+            weights, overlap = (layer.ln_1[0], t.qkv, t.qkv_ln, t.proj), number > 0
+            cluster_step.attention_block(
+                self.attention_partials, self.s, cache, residual, *weights, lengths, ahead_attention, eps, overlap
+            )
+            residual = self.s, self.attention_partials, layer.proj[1]
+            weights = layer.ln_2[0], t.fc, t.fc_ln, t.fc_proj
+            cluster_step.mlp_block(self.mlp_partials, self.x, residual, *weights, ahead_mlp, eps)
+            residual = self.x, self.mlp_partials, layer.fc_proj[1]
+        t = self.transposed[0]
+        first_weights = t.qkv, t.proj, t.fc, t.fc_proj
+        outputs = self.logits[0], self.maxima[0], self.indices[0], self.s
+        cluster_step.logits(*outputs, residual, self.ln_f, self.model.head.data, first_weights, eps)
+        return self.maxima, self.indices
+
+    def ahead(self, number):
+        """The weights of the attention kernel and of the MLP kernel of layer `number`, as cluster_step.py expects."""
+        if number == len(self.transposed):
+            return cluster_step.parts_of_head(self.model.head.data)
+        t = self.transposed[number]
+        return [(t.qkv, t.proj), (t.fc, t.fc_proj)]
+
+
 class LayerWeights:
     """The [weight, bias] arrays of one layer, whose parameter names start with `prefix`, such as "transformer.h.0."."""
 
@@ -101,15 +147,17 @@ class LayerWeights:
 
 
 class TransposedWeights:
-    """Copies of the weights of one layer for single_row.py: the transposed weights qkv, fc and fc_proj.
+    """Copies of the weights of one layer for a step with one sequence: the transposed weights qkv, fc and fc_proj.
 
     qkv_ln, fc_ln: [gamma_w, beta_w] of single_row.fold_layernorm, for the LayerNorm before qkv and before fc.
+    projection: whether there is also a copy of proj.
     """
 
-    def __init__(self, layer, dtype, empty):
+    def __init__(self, layer, dtype, empty, projection=False):
         self.layer = layer
         weights = layer.qkv[0], layer.fc[0], layer.fc_proj[0]
         self.qkv, self.fc, self.fc_proj = (empty(weight.shape[::-1], dtype) for weight in weights)
+        self.proj = empty(layer.proj[0].shape[::-1], dtype) if projection else None
         self.qkv_ln, self.fc_ln = ([empty((len(w),), "float32") for _ in range(2)] for w in (self.qkv, self.fc))
 
     def update(self):
@@ -117,6 +165,8 @@ class TransposedWeights:
         layer = self.layer
         single_row.transpose(self.qkv, layer.qkv[0])
         single_row.fold_layernorm(*self.qkv_ln, self.qkv, *layer.ln_1, layer.qkv[1])
+        if self.proj is not None:
+            single_row.transpose(self.proj, layer.proj[0])
         single_row.transpose(self.fc, layer.fc[0])
         single_row.transpose(self.fc_proj, layer.fc_proj[0])
         # This launch is the last one: the first kernel of run() loads qkv before it waits for the previous kernel

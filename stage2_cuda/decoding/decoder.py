@@ -27,8 +27,8 @@ import numpy as np
 from gpt2core.arena import round_up
 from gpt2core.sampler import Greedy, Sampling
 from gpt2core.tensor import Tensor, no_grad
-from stage2_cuda.decoding import batched, gather, sampling
-from stage2_cuda.decoding.decode_step import BatchedStep, SingleRowStep
+from stage2_cuda.decoding import batched, cluster_step, gather, sampling
+from stage2_cuda.decoding.decode_step import BatchedStep, ClusterStep, SingleRowStep
 
 # The largest B*T of a captured prefill. The kernels of a larger prefill take longer to run than to launch, so a graph
 # would not make it faster.
@@ -60,9 +60,11 @@ class GpuDecoder:
         self.sequences = sampling.Sequences(empty, B, C, block, wte, wpe, readback)
         self.cache = [empty((B, block, 2 * C), wte.dtype) for _ in range(config.n_layer)]
         self.prefill_cache, self.h = PrefillCache(self.cache), empty((B, C), wte.dtype)
-        step_class = SingleRowStep if B == 1 else BatchedStep
-        self.decode_step = step_class(self.model, self.sequences, self.cache, self.h, self.tiling, empty)
-        self.logits, tiles = empty((B, V), "float32"), batched.vocab_tiles(V, self.tiling)
+        self.logits = empty((B, V), "float32")
+        clusters = B == 1 and cluster_step.supports(config, wte.dtype, self.tiling)
+        step_class = ClusterStep if clusters else SingleRowStep if B == 1 else BatchedStep
+        self.decode_step = step_class(self.model, self.sequences, self.cache, self.h, self.logits, self.tiling, empty)
+        tiles = batched.vocab_tiles(V, self.tiling)
         self.maxima, self.indices = empty((B, tiles), "float32"), empty((B, tiles), "int32")
         self.window = empty((B, block), "int32")
         self.samplers = {}  # {(restrict to top-k, restrict to top-p): (function, DeviceSampler)}
@@ -129,6 +131,7 @@ class GpuDecoder:
     def choose_sampling(self, rules):
         """The function that appends the next tokens in each step: append_greedy, append_given or append_sampled.
 
+        append_greedy and append_sampled have the arguments maxima and indices, which unembed() returns.
         append_greedy and append_sampled choose the tokens on the device; append_given appends tokens that the host has
         chosen.
         """
@@ -143,21 +146,24 @@ class GpuDecoder:
         restricted = 0 < top_k < V, top_p < 1
         if restricted not in self.samplers:
             sampler = sampling.DeviceSampler(self.backend.empty, B, V, (B, UNIFORMS), *restricted)
-            append_sampled = lambda: sampler.append_sampled(self.sequences, self.logits, self.maxima)  # noqa: E731
+
+            def append_sampled(maxima, indices):
+                sampler.append_sampled(self.sequences, self.logits, maxima)
+
             self.samplers[restricted] = append_sampled, sampler
         append_sampled, self.sampler = self.samplers[restricted]
         self.stream.upload(self.sampler.top_p_and_temperature, np.array([top_p, temperature]))
         self.stream.upload(self.sampler.top_k, np.array([min(top_k, V)]))
         return append_sampled
 
-    def append_greedy(self):
-        sampling.append_greedy(self.sequences, self.maxima, self.indices, self.tiling.pdl)
+    def append_greedy(self, maxima, indices):
+        sampling.append_greedy(self.sequences, maxima, indices, self.tiling.pdl)
 
     def append_given(self):
         sampling.append_given(self.sequences)
 
     def compute_and_sample(self, compute, *arguments):
-        """Call compute(*arguments), which computes the logits, and append a token to each sequence.
+        """Call compute(*arguments), which computes the logits as unembed() does, and append a token to each sequence.
 
         If the device samples, both are one captured step.
         """
@@ -172,7 +178,7 @@ class GpuDecoder:
         self.run(compute, *arguments, sample=self.sample)
 
     def run(self, compute, *arguments, sample=None):
-        """Launch compute(*arguments), then sample() unless it is None, as one captured step."""
+        """Launch compute(*arguments), then sample() of its results unless it is None, as one captured step."""
         self.captured_step(compute, *arguments, sample=sample)()
 
     def captured_step(self, compute, *arguments, sample=None):
@@ -181,9 +187,9 @@ class GpuDecoder:
         if key not in self.captured:
 
             def step():
-                compute(*arguments)
+                results = compute(*arguments)
                 if sample is not None:
-                    sample()
+                    sample(*results)
 
             self.captured[key] = self.stream.capture(step)
         return self.captured[key]
@@ -215,7 +221,7 @@ class GpuDecoder:
 
     def padded_prefill(self, T):
         self.fill_cache(T, False)
-        self.unembed()
+        return self.unembed()
 
     @no_grad()
     def fill_cache(self, T, equal_lengths):
@@ -235,20 +241,21 @@ class GpuDecoder:
         """
         gather.gather_windows(self.window, self.sequences.ids, self.sequences.lengths)
         self.keep_last_rows(self.model.trunk(self.window, last_only=not mixed_lengths))
-        self.unembed()
+        return self.unembed()
 
     def keep_last_rows(self, y):
         """h = the row of each sequence's last position; y: a Tensor (B, T, C), or (B, 1, C) with only these rows."""
         gather.gather_last_rows(self.h, y.data, self.sequences.lengths)
 
     def unembed(self):
+        """Compute the logits from h. Returns (maxima, indices): the largest logits of parts of the vocabulary."""
         head = self.model.head.data
         batched.unembed(self.logits, self.maxima, self.indices, self.h, head, self.tiling, self.backend.dot_precision)
+        return self.maxima, self.indices
 
     def decode_position(self):
         """Compute the logits at the newest position of every sequence; sequences.x already has its embedding."""
-        self.decode_step.run()
-        self.unembed()
+        return self.decode_step.run() or self.unembed()
 
 
 class PrefillCache:

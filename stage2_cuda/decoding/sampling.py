@@ -279,18 +279,19 @@ def search_kernel(
 
 @triton.jit
 def append_token(
-    x_ptr, ids_ptr, readback_ptr, tokens_ptr, lengths_ptr, wte_ptr, wpe_ptr, V, block, C, b, token,
+    x_ptr, ids_ptr, readback_ptr, tokens_ptr, lengths_ptr, wte_ptr, wpe_ptr, V, block, C, b, length, token,
     BLOCK_C: tl.constexpr, READBACK: tl.constexpr,
 ):  # fmt: skip
-    """Append `token` to sequence b, and store its embedding in x."""
-    length, cols = tl.load(lengths_ptr + b), tl.arange(0, BLOCK_C)
+    """Append `token` to sequence b, which has `length` tokens, and store its embedding in x."""
+    cols = tl.arange(0, BLOCK_C)
     token = tl.minimum(tl.maximum(token, 0), V - 1)  # NaN logits give any index: keep it within the vocabulary
+    # first the store to the memory of the host, which takes longest
+    tl.store(readback_ptr + b * READBACK + length % READBACK, token)
     position = tl.minimum(length, block - 1)  # a longer sequence is continued by window steps, which do not read x
     x = tl.load(wte_ptr + token.to(tl.int64) * C + cols, cols < C, 0).to(tl.float32)
     x += tl.load(wpe_ptr + position.to(tl.int64) * C + cols, cols < C, 0).to(tl.float32)
     tl.store(x_ptr + b * C + cols, x, cols < C)
     tl.store(ids_ptr + b * block + length % block, token)
-    tl.store(readback_ptr + b * READBACK + length % READBACK, token)
     tl.store(tokens_ptr + b, token)
     tl.debug_barrier()  # all threads must have read the length before it changes
     tl.store(lengths_ptr + b, length + 1)
@@ -301,9 +302,10 @@ def append_given_kernel(
     x_ptr, ids_ptr, readback_ptr, tokens_ptr, lengths_ptr, wte_ptr, wpe_ptr, V, block, C,
     BLOCK_C: tl.constexpr, READBACK: tl.constexpr,
 ):  # fmt: skip
-    b, token = tl.program_id(0), tl.load(tokens_ptr + tl.program_id(0))
+    b = tl.program_id(0)
+    length, token = tl.load(lengths_ptr + b), tl.load(tokens_ptr + b)
     append_token(
-        x_ptr, ids_ptr, readback_ptr, tokens_ptr, lengths_ptr, wte_ptr, wpe_ptr, V, block, C, b, token,
+        x_ptr, ids_ptr, readback_ptr, tokens_ptr, lengths_ptr, wte_ptr, wpe_ptr, V, block, C, b, length, token,
         BLOCK_C, READBACK,
     )  # fmt: skip
 
@@ -314,14 +316,15 @@ def append_greedy_kernel(
     maxima_ptr, indices_ptr, tiles,
     BLOCK_C: tl.constexpr, READBACK: tl.constexpr, TILES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    b, t = tl.program_id(0), tl.arange(0, TILES)
+    length = tl.load(lengths_ptr + b)
     if PDL:
         gdc_wait()  # without gdc_launch_dependents: the next kernel belongs to the next step and must not start early
-    b, t = tl.program_id(0), tl.arange(0, TILES)
     maxima = tl.load(maxima_ptr + b * tiles + t, t < tiles, float("-inf"))
     indices = tl.load(indices_ptr + b * tiles + t, t < tiles, V)
     token = tl.min(tl.where(maxima == tl.max(maxima, 0), indices, V), 0)
     append_token(
-        x_ptr, ids_ptr, readback_ptr, tokens_ptr, lengths_ptr, wte_ptr, wpe_ptr, V, block, C, b, token,
+        x_ptr, ids_ptr, readback_ptr, tokens_ptr, lengths_ptr, wte_ptr, wpe_ptr, V, block, C, b, length, token,
         BLOCK_C, READBACK,
     )  # fmt: skip
 
@@ -333,6 +336,7 @@ def append_sampled_kernel(
     BLOCK_C: tl.constexpr, READBACK: tl.constexpr, G: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     b = tl.program_id(0)
+    length = tl.load(lengths_ptr + b)
     low, high, mass_above, count_above, goal = load_state(state_ptr, b)
     masses, counts = sum_tiles(partials_ptr, b, tiles, G)
     key, _, mass, mass_above, count, count_above = narrow_interval(
@@ -350,6 +354,6 @@ def append_sampled_kernel(
         token = tl.minimum(token, tl.min(tl.where((equal == 1) & (index_here == index), v, V), 0))
         earlier += tl.sum(equal, 0)
     append_token(
-        x_ptr, ids_ptr, readback_ptr, tokens_ptr, lengths_ptr, wte_ptr, wpe_ptr, V, block, C, b, token,
+        x_ptr, ids_ptr, readback_ptr, tokens_ptr, lengths_ptr, wte_ptr, wpe_ptr, V, block, C, b, length, token,
         BLOCK_C, READBACK,
     )  # fmt: skip

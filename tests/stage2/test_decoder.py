@@ -238,7 +238,7 @@ def test_recorded_and_unrecorded_steps_give_the_same_tokens_every_time(rng, prec
     captured, uncaptured, decoders = paper(precision), paper(precision, captured=False), {}
     first, *others = (list(generate(captured, prompt, 40, rule(5), decoders)) for _ in range(3))  # run, capture, replay
     assert others == [first, first] and first == list(generate(uncaptured, prompt, 40, rule(5)))
-    assert len(set(first)) > 3
+    assert len(set(first)) > (1 if rule is RULES["greedy"] else 3)  # greedy tokens may repeat in a short cycle
     shorter = prompt[: max(length - 30, 1)]  # replays the graph of the first prompt, or: run, capture, replay
     want = list(generate(uncaptured, shorter, 5, rule(6)))
     assert all(list(generate(captured, shorter, 5, rule(6), decoders)) == want for _ in range(3))

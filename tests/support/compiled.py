@@ -52,7 +52,7 @@ from stage2_cuda.gemm import gluon_gelu, matmul  # noqa: E402
 from stage2_cuda.kernels import attention  # noqa: E402
 from stage2_cuda.kernels.cast import scale_in_place  # noqa: E402
 from stage2_cuda.memory_model import LOGITS_ALIGNMENT  # noqa: E402
-from stage2_cuda.runtime import triton_launch  # noqa: E402
+from stage2_cuda.runtime import cuda_launch, triton_launch  # noqa: E402
 from stage2_cuda.tuning import attention_tiles  # noqa: E402
 from tests.tools import sanitize  # noqa: E402
 
@@ -158,6 +158,7 @@ class RecordingLauncher(triton_launch.GpuLauncher):
             )
             replace(triton_launch, "launcher", lambda: launcher)
             replace(triton_launch, "interpreted", lambda: True)  # NumPy arrays, and no CUDA graphs
+            replace(cuda_launch, "launch", lambda *_, **__: None)  # CUDA C: test_cluster_step.py compiles it
             replace(cuda_backend, "INTERPRETER_PRECISIONS", tuple(PRECISIONS))
             replace(gpt2core_trainer, "initial_parameters", zeros)
             replace(triton.knobs.runtime, "jit_cache_hook", self.record)

@@ -3,6 +3,10 @@
 `make sanitize` runs this file. The tool memcheck finds reads and writes outside an array; racecheck finds races between
 two threads on shared memory. Every array is a separate allocation, without CuPy's pool, because an access beyond the
 end of a pooled array is often an access to valid memory. The results of the kernels are not checked here.
+
+racecheck does not run the kernels with warp specialisation. It reports races in the code that Triton generates for
+gl.warp_specialize, which starts the groups of warps through shared memory and named barriers; it reports none in the
+shared memory of the kernels themselves.
 """
 
 # B batch, T time, C channels, H heads, V vocabulary, N rows
@@ -25,7 +29,7 @@ from gpt2core.optimizer import adamw_scalars, rounding_key  # noqa: E402
 from gpt2core.parallel.codecs import CODECS, GROUP  # noqa: E402
 from stage2_cuda import decoding, gemm, kernels  # noqa: E402
 from stage2_cuda.cuda_backend import dtype_of  # noqa: E402
-from stage2_cuda.decoding import batched, cached_attention, gather, sampling, single_row  # noqa: E402
+from stage2_cuda.decoding import batched, cached_attention, cluster_step, gather, sampling, single_row  # noqa: E402
 from stage2_cuda.gemm import fp16x3, matmul  # noqa: E402
 from stage2_cuda.kernels import (  # noqa: E402
     adamw,
@@ -47,6 +51,7 @@ from stage3_mpi_cuda import tree_sum  # noqa: E402
 
 TOOLS = "memcheck", "racecheck"
 STAGE_3_MODULES = tree_sum.__name__, codecs.__name__  # modules whose kernels only stage 3 launches
+WARP_SPECIALIZED = "specialized_kernel", "gelu_kernel"  # in the files gluon_*.py: kernels that racecheck does not run
 ERROR_FOUND = 9  # the exit code of compute-sanitizer if it finds an error
 
 
@@ -262,6 +267,28 @@ def single_row_kernels(a, x, q, cache, lengths, weights, H, eps, tiling):
     single_row.linear_residual(a.f(1, C), s, g, transposed[2], fc_proj[1], tiling)
 
 
+def launch_cluster_step(a):
+    on_gpu = isinstance(triton_launch.launcher(), triton_launch.GpuLauncher)
+    if not on_gpu or np.dtype(a.dtype).itemsize != 2 or triton_launch.gpu_model()[0] != cluster_step.HOPPER:
+        return
+    for C, V, length in ((256, 37, 1), (768, 1000, 70)):
+        H, block, eps, clusters = C // cluster_step.HEAD_SIZE, 70, 1e-5, cluster_step.mlp_clusters(C)
+        ln, s, x, partials, bias = (a.x(C), a.x(C)), a.f(C), a.f(C), a.f(H, C), a.x(C)
+        qkv, proj, fc, fc_proj = a.x(3 * C, C), a.x(C, C), a.x(4 * C, C), a.x(C, 4 * C)
+        lengths, cache, folded = (
+            a.xp.asarray(np.array([length], np.int32)),
+            a.x(1, block, 2 * C),
+            (a.f(3 * C), a.f(3 * C)),
+        )
+        common = ln[0], qkv, folded, proj, lengths, (qkv, proj), eps, False
+        cluster_step.attention_block(partials, s, cache, (x, None, None), *common)
+        residual, folded, sums = (x, partials, bias), (a.f(4 * C), a.f(4 * C)), a.f(clusters, C)
+        cluster_step.mlp_block(sums, s, residual, ln[0], fc, folded, fc_proj, (fc, fc_proj), eps)
+        maxima, indices = a.f(cluster_step.logit_maxima()), a.i(cluster_step.logit_maxima(), high=V)
+        weights = qkv, proj, fc, fc_proj
+        cluster_step.logits(a.f(V), maxima, indices, s, (x, sums, bias), ln, a.x(V, C), weights, eps)
+
+
 def launch_gather(a):
     for B, C, block in ((1, 48, 9), (17, 300, 1000)):
         lengths = a.i(B, high=2 * block) + 1
@@ -314,14 +341,19 @@ def all_kernels(stages=(2, 3)):
                 yield name_of(function)
 
 
-def call_all_launches(xp, dtypes):
-    """Call every launch_* function for each dtype; return the names of the kernels that were not launched."""
+def call_all_launches(xp, dtypes, skip_warp_specialized=False):
+    """Call every launch_* function for each dtype; return the names of the kernels that these functions do not launch.
+
+    skip_warp_specialized: do not launch the kernels with warp specialisation.
+    """
     launched, launcher = set(), triton_launch.launcher()
     launch = launcher.launch
 
     def record_and_launch(kernel, *arguments):
         launched.add(name_of(kernel))
-        return launch(kernel, *arguments)
+        module, _, name = name_of(kernel).partition(".")
+        if not (skip_warp_specialized and module.startswith("gluon") and name in WARP_SPECIALIZED):
+            launch(kernel, *arguments)
 
     launcher.launch = record_and_launch
     try:
@@ -335,13 +367,16 @@ def call_all_launches(xp, dtypes):
     return {name for name in all_kernels() if gluon or not name.startswith("gluon")} - launched
 
 
-def run_on_gpu():
-    """The program that compute-sanitizer runs: launch every kernel. Raises ConfigError if a kernel is not launched."""
+def run_on_gpu(skip_warp_specialized):
+    """The program that compute-sanitizer runs: launch every kernel. Raises ConfigError if a kernel has no launch_*.
+
+    skip_warp_specialized: see call_all_launches().
+    """
     xp = triton_launch.array_module()
     if xp is np:
         raise ConfigError("TRITON_INTERPRET is set: compute-sanitizer needs a GPU; unset it")
     xp.cuda.set_allocator(None)  # no pool: every array is a separate allocation
-    if missing := call_all_launches(xp, ("float32", "float16", "bfloat16")):
+    if missing := call_all_launches(xp, ("float32", "float16", "bfloat16"), skip_warp_specialized):
         raise ConfigError(f"no launch of {', '.join(sorted(missing))}: add one to {Path(__file__).name}")
     xp.cuda.Device().synchronize()
 
@@ -352,10 +387,11 @@ def main():
         "--tool", choices=TOOLS, nargs="+", default=TOOLS, help="tools of compute-sanitizer to run (default: both)"
     )
     parser.add_argument("--program", action="store_true", help="launch the kernels without compute-sanitizer")
+    parser.add_argument("--skip-warp-specialized", action="store_true", help="with --program: not these kernels")
     args = parser.parse_args()
     try:
         if args.program:
-            return run_on_gpu()
+            return run_on_gpu(args.skip_warp_specialized)
         if not triton_launch.has_driver():
             raise ConfigError("no GPU was found: compute-sanitizer needs a machine with an NVIDIA GPU and its driver")
         triton_launch.array_module()  # raises its ConfigError if there is no GPU
@@ -366,9 +402,11 @@ def main():
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     for tool in args.tool:
-        print(f"{tool}: every kernel of stages 2 and 3", flush=True)
+        exception = ", except those with warp specialisation" if tool == "racecheck" else ""
+        print(f"{tool}: every kernel of stages 2 and 3{exception}", flush=True)
         flags = ["--tool", tool, "--error-exitcode", str(ERROR_FOUND), "--target-processes", "application-only"]
-        if code := subprocess.run([sanitizer, *flags, sys.executable, __file__, "--program"], cwd=ROOT).returncode:
+        program = [sys.executable, __file__, "--program"] + ["--skip-warp-specialized"] * (tool == "racecheck")
+        if code := subprocess.run([sanitizer, *flags, *program], cwd=ROOT).returncode:
             reason = f"{ERROR_FOUND} means that it found the error that is printed above"
             sys.exit(f"error: {tool} ended with exit code {code}; {reason}")
 

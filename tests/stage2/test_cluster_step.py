@@ -1,0 +1,305 @@
+"""The two kernels of cluster_step.cu: on the CPU with an emulator of threads, and on a GPU; the oracle is float64."""
+
+import ctypes
+import math
+import shutil
+import subprocess
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+pytest.importorskip("triton")
+
+from gpt2core.model import GPT2Config
+from gpt2core.parallel.tensor_parallel import load_model
+from gpt2core.parallel.whole_parameters import initial_parameters
+from gpt2core.sampler import Greedy, generate_batch
+from stage2_cuda.cuda_backend import CudaBackend
+from stage2_cuda.decoding import cluster_step
+from stage2_cuda.decoding.decode_step import ClusterStep
+from stage2_cuda.kernels.gelu import U1, U3
+from stage2_cuda.runtime import triton_launch
+
+ROOT = Path(__file__).resolve().parents[2]
+D, EPS, BLOCK = cluster_step.HEAD_SIZE, 1e-5, 1024
+DTYPES = {"bf16": ml_dtypes.bfloat16, "fp16": np.float16}
+TOLERANCE = {
+    "bf16": 2e-2,
+    "fp16": 3e-3,
+}  # of q, k, v and y, which are rounded to 16 bits, relative to the largest element
+
+
+class Layer:
+    """Random inputs of both kernels, as arrays of 16 bits and float32, and the expected results in float64."""
+
+    def __init__(self, random, C, dtype, length, parts):
+        self.C, self.H, self.newest, self.dtype, self.parts = C, C // D, length - 1, dtype, parts
+        rounded = lambda *shape, scale=1.0, mean=0.0: (mean + scale * random.standard_normal(shape)).astype(dtype)  # noqa: E731
+        self.x = random.standard_normal(C).astype(np.float32)
+        self.partials = random.standard_normal((max(parts, 1), C)).astype(np.float32)
+        self.bias, self.ln_w, self.ln_b = rounded(C), rounded(C, mean=1, scale=0.2), rounded(C)
+        self.qkv, self.proj = rounded(3 * C, C, scale=C**-0.5), rounded(C, C, scale=C**-0.5)
+        self.fc, self.fc_proj = rounded(4 * C, C, scale=C**-0.5), rounded(C, 4 * C, scale=C**-0.5)
+        self.qkv_bias, self.fc_bias = rounded(3 * C), rounded(4 * C)
+        self.cache = rounded(BLOCK, 2 * C)
+        self.cache[self.newest :] = np.nan  # positions that must not be used
+
+    def folded(self, w, bias):
+        """[gamma_w, beta_w] of single_row.fold_layernorm."""
+        w, gamma, beta, bias = (a.astype(np.float64) for a in (w, self.ln_w, self.ln_b, bias))
+        return [np.ascontiguousarray(a, np.float32) for a in (w @ gamma, w @ beta + bias)]
+
+    def normalized(self):
+        """(s, LN(s))"""
+        s = self.x.astype(np.float64)
+        if self.parts:
+            s = s + self.partials.astype(np.float64).sum(0) + self.bias.astype(np.float64)
+        h = (s - s.mean()) / np.sqrt(s.var() + EPS)
+        return s, h * self.ln_w.astype(np.float64) + self.ln_b.astype(np.float64)
+
+    def attention(self):
+        """(partials (H, C), s, k and v of the newest position (2C))"""
+        C, H, n = self.C, self.H, self.newest
+        s, h = self.normalized()
+        qkv = self.qkv.astype(np.float64) @ h + self.qkv_bias.astype(np.float64)
+        q, new = qkv[:C].astype(self.dtype).astype(np.float64), qkv[C:].astype(self.dtype)
+        cache = np.concatenate([self.cache[:n], new[None]]).astype(np.float64).reshape(n + 1, 2, H, D)
+        scores = np.einsum("hd,nhd->hn", q.reshape(H, D), cache[:, 0]) / math.sqrt(D)
+        p = np.exp(scores - scores.max(1, keepdims=True))
+        y = np.einsum("hn,nhd->hd", p / p.sum(1, keepdims=True), cache[:, 1])
+        return np.einsum("hd,chd->hc", y, self.proj.astype(np.float64).reshape(C, H, D)), s, new
+
+    def mlp(self):
+        """(partials (clusters, C), s)"""
+        s, h = self.normalized()
+        g = self.fc.astype(np.float64) @ h + self.fc_bias.astype(np.float64)
+        g = g / (1 + np.exp2(g * (U1.value + U3.value * g * g)))
+        clusters = cluster_step.mlp_clusters(self.C)
+        return np.einsum(
+            "kn,ckn->kc", g.reshape(clusters, -1), self.fc_proj.astype(np.float64).reshape(self.C, clusters, -1)
+        ), s
+
+
+def assert_close(got, want, tolerance):
+    np.testing.assert_allclose(
+        got.astype(np.float64), want.astype(np.float64), atol=tolerance * np.abs(want).max(), rtol=0
+    )
+
+
+@pytest.fixture(scope="session")
+def emulated(tmp_path_factory):
+    """emulated(C, dtype name): the shared library with both kernels."""
+    compiler = shutil.which("g++")
+    if compiler is None:
+        pytest.skip("g++ is not installed")
+    built, folder = {}, tmp_path_factory.mktemp("emulated")
+
+    def build(C, name):
+        if (C, name) not in built:
+            macros = dict(cluster_step.macros(C, np.dtype(DTYPES[name])))
+            path, source = folder / f"{C}-{name}.so", ROOT / "tests/support/cluster_step_on_cpu.cpp"
+            flags = [f"-D{macro}={value}" for macro, value in macros.items()]
+            subprocess.run([compiler, "-std=c++17", "-O1", "-shared", "-fPIC", *flags, "-o", path, source], check=True)
+            built[C, name] = ctypes.CDLL(str(path))
+        return built[C, name]
+
+    return build
+
+
+@pytest.mark.parametrize("name", DTYPES)
+@pytest.mark.parametrize("C", cluster_step.UNITS)
+def test_the_kernels_compile_without_spills(tmp_path, C, name):
+    """With two blocks per multiprocessor, a thread may use 128 registers."""
+    compiler = shutil.which("nvcc")
+    if compiler is None:
+        pytest.skip("nvcc is not installed")
+    source = tmp_path / "cluster_step.cu"
+    source.write_text("\n".join(path.read_text() for path in cluster_step.SOURCES))
+    macros = [f"-D{macro}={value}" for macro, value in cluster_step.macros(C, np.dtype(DTYPES[name]))]
+    command = [
+        compiler,
+        "-std=c++17",
+        "-arch=sm_90",
+        "-cubin",
+        "-Xptxas",
+        "-v",
+        *macros,
+        "-o",
+        tmp_path / "out",
+        source,
+    ]
+    log = subprocess.run(command, check=True, capture_output=True, text=True).stderr
+    assert log.count("0 bytes spill stores, 0 bytes spill loads") == 3 and "warning" not in log
+
+
+def pointers(*arrays):
+    return (ctypes.c_void_p * len(arrays))(*(None if a is None else a.ctypes.data for a in arrays))
+
+
+CASES = [
+    (768, "bf16", 700, 12),
+    (256, "bf16", 300, 16),
+    (256, "fp16", 1, 0),
+    (256, "bf16", 1024, 3),
+    (512, "fp16", 17, 16),
+]
+
+
+@pytest.mark.parametrize("C, name, length, parts", CASES)
+def test_attention_equals_float64_in_the_emulator(emulated, C, name, length, parts):
+    layer = Layer(np.random.default_rng(length), C, DTYPES[name], length, parts)
+    partials, s, lengths = (
+        np.full((C // D, C), np.nan, np.float32),
+        np.full(C, np.nan, np.float32),
+        np.array([length], np.int32),
+    )
+    want, want_s, new = layer.attention()
+    residual = (layer.x, layer.partials, layer.bias) if parts else (layer.x, None, None)
+    arguments = *residual, layer.ln_w, layer.qkv, *layer.folded(layer.qkv, layer.qkv_bias), layer.proj, lengths
+    scale = ctypes.c_float(math.log2(math.e) / math.sqrt(D))
+    run = emulated(C, name).run_attention
+    run(C // D, pointers(partials, s, layer.cache, *arguments), parts, BLOCK, ctypes.c_float(EPS), scale)
+    assert_close(s, want_s, 1e-6)
+    assert_close(layer.cache[length - 1], new, TOLERANCE[name])
+    assert_close(partials, want, TOLERANCE[name])
+
+
+@pytest.mark.parametrize("C, name, parts", [(256, "bf16", 4), (768, "bf16", 12), (512, "fp16", 8)])
+def test_the_mlp_equals_float64_in_the_emulator(emulated, C, name, parts):
+    layer = Layer(np.random.default_rng(C), C, DTYPES[name], 1, parts)
+    clusters = cluster_step.mlp_clusters(C)
+    partials, s = np.full((clusters, C), np.nan, np.float32), np.full(C, np.nan, np.float32)
+    arguments = (
+        layer.x,
+        layer.partials,
+        layer.bias,
+        layer.ln_w,
+        layer.fc,
+        *layer.folded(layer.fc, layer.fc_bias),
+        layer.fc_proj,
+    )
+    emulated(C, name).run_mlp(clusters, pointers(partials, s, *arguments), parts, ctypes.c_float(EPS))
+    want, want_s = layer.mlp()
+    assert_close(s, want_s, 1e-6)
+    assert_close(partials, want, 1e-4)
+
+
+@pytest.mark.parametrize("C, name, V", [(256, "bf16", 1000), (768, "fp16", 129)])
+def test_the_logits_equal_float64_in_the_emulator(emulated, C, name, V):
+    random, clusters = np.random.default_rng(V), 2
+    layer, rows = Layer(random, C, DTYPES[name], 1, 16), cluster_step.rows_per_warp(V, clusters)
+    head = (random.standard_normal((V, C)) / C**0.5).astype(DTYPES[name])
+    logits, s, warps = np.full(V, np.nan, np.float32), np.full(C, np.nan, np.float32), 64 * clusters
+    maxima, indices = np.full(warps, np.nan, np.float32), np.full(warps, -1, np.int32)
+    arguments = logits, maxima, indices, s, layer.x, layer.partials, layer.bias, layer.ln_w, layer.ln_b, head
+    emulated(C, name).run_logits(clusters, pointers(*arguments), 16, V, rows, ctypes.c_float(EPS))
+    want = head.astype(np.float64) @ layer.normalized()[1]
+    assert_close(logits, want, 1e-4)
+    assert maxima.max() == logits.max() and indices[maxima.argmax()] == logits.argmax()
+    assert ((0 <= indices) & (indices < V)).all()
+    parts = [logits[start : start + rows] for start in range(0, V, rows)]
+    assert (maxima[: len(parts)] == [part.max() for part in parts]).all()
+
+
+# -- on a GPU ----------------------------------------------------------------------------------------------------------
+
+gpu = pytest.mark.gpu
+SIZES = [(C, name) for C in cluster_step.UNITS for name in DTYPES]
+
+
+@pytest.fixture
+def cupy():
+    if triton_launch.interpreted() or triton_launch.gpu_model()[0] != cluster_step.HOPPER:
+        pytest.skip("these kernels need a Hopper GPU")
+    return triton_launch.array_module()
+
+
+def on_device(cupy, *arrays):
+    return [None if array is None else cupy.asarray(array) for array in arrays]
+
+
+def empty(cupy, *shape):
+    return cupy.full(shape, np.nan, np.float32)
+
+
+@gpu
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("length, parts", [(1, 0), (2, 16), (255, 1), (256, 12), (257, 3), (700, 16), (1024, 9)])
+@pytest.mark.parametrize("C, name", SIZES)
+def test_attention_equals_float64(cupy, rng, C, name, length, parts, overlap):
+    layer = Layer(rng, C, DTYPES[name], length, parts)
+    residual = on_device(cupy, layer.x, *((layer.partials, layer.bias) if parts else (None, None)))
+    weights = on_device(cupy, layer.ln_w, layer.qkv), on_device(cupy, *layer.folded(layer.qkv, layer.qkv_bias))
+    proj, lengths = on_device(cupy, layer.proj, np.array([length], np.int32))
+    found = []
+    for ahead in ((None, None), (weights[0][1], proj)):  # the second call must give the same bits
+        partials, s, cache = empty(cupy, C // D, C), empty(cupy, C), cupy.asarray(layer.cache[None])
+        arguments = *weights[0], weights[1], proj, lengths, ahead, EPS, overlap
+        cluster_step.attention_block(partials, s, cache, residual, *arguments)
+        found.append((partials.get(), s.get(), cache.get()[0]))
+    (partials, s, cache), (want, want_s, new) = found[0], layer.attention()
+    assert_close(s, want_s, 1e-6)
+    assert_close(cache[length - 1], new, TOLERANCE[name])
+    assert_close(partials, want, TOLERANCE[name])
+    np.testing.assert_array_equal(cache[: length - 1], layer.cache[: length - 1])
+    assert all(a.tobytes() == b.tobytes() for a, b in zip(*found, strict=True))
+
+
+@gpu
+@pytest.mark.parametrize("parts", [1, 12, 16])
+@pytest.mark.parametrize("C, name", SIZES)
+def test_the_mlp_equals_float64(cupy, rng, C, name, parts):
+    layer = Layer(rng, C, DTYPES[name], 1, parts)
+    residual = on_device(cupy, layer.x, layer.partials, layer.bias)
+    ln_w, fc, fc_proj = on_device(cupy, layer.ln_w, layer.fc, layer.fc_proj)
+    folded, found = on_device(cupy, *layer.folded(layer.fc, layer.fc_bias)), []
+    for ahead in ((None, None), (fc, fc_proj)):
+        partials, s = empty(cupy, cluster_step.mlp_clusters(C), C), empty(cupy, C)
+        cluster_step.mlp_block(partials, s, residual, ln_w, fc, folded, fc_proj, ahead, EPS)
+        found.append((partials.get(), s.get()))
+    (partials, s), (want, want_s) = found[0], layer.mlp()
+    assert_close(s, want_s, 1e-6)
+    assert_close(partials, want, 1e-4)
+    assert all(a.tobytes() == b.tobytes() for a, b in zip(*found, strict=True))
+
+
+@gpu
+@pytest.mark.parametrize("V", [1, 37, 1537, 50257])
+@pytest.mark.parametrize("C, name", SIZES)
+def test_the_logits_equal_float64(cupy, rng, C, name, V):
+    layer, head = Layer(rng, C, DTYPES[name], 1, 16), (rng.standard_normal((V, C)) / C**0.5).astype(DTYPES[name])
+    residual, ln = on_device(cupy, layer.x, layer.partials, layer.bias), on_device(cupy, layer.ln_w, layer.ln_b)
+    weights = on_device(cupy, layer.qkv, layer.proj, layer.fc, layer.fc_proj)
+    count = cluster_step.logit_maxima()
+    logits, maxima, s = empty(cupy, V), empty(cupy, count), empty(cupy, C)
+    indices = cupy.full(count, -1, np.int32)
+    cluster_step.logits(logits, maxima, indices, s, residual, ln, cupy.asarray(head), weights, EPS)
+    logits, maxima, indices = logits.get(), maxima.get(), indices.get()
+    assert_close(logits, head.astype(np.float64) @ layer.normalized()[1], 1e-4)
+    assert maxima.max() == logits.max() and indices[maxima.argmax()] == logits.argmax()
+    assert ((0 <= indices) & (indices < V)).all()
+
+
+@gpu
+@pytest.mark.parametrize("precision", DTYPES)
+@pytest.mark.parametrize("config", [GPT2Config(300, 128, 3, 4, 256), GPT2Config(20000, 1024, 2, 12, 768, tied=False)])
+def test_a_model_gives_the_logits_of_the_training_kernels_and_the_same_bits_every_time(cupy, rng, config, precision):
+    """A custom rule receives the logits, and is called by the host; a greedy rule runs in the graph."""
+    model, seen = load_model(config, dict(initial_parameters(config, 0)), CudaBackend(precision)), []
+    prompt, decoders = rng.integers(0, config.vocab_size, 50).tolist(), {}
+
+    def choose(logits):
+        seen.append(logits.copy())
+        return int(logits.argmax())
+
+    texts = [[tokens[0] for tokens in generate_batch(model, [prompt], 20, [choose], decoders)] for _ in range(3)]
+    assert isinstance(next(iter(decoders.values())).decode_step, ClusterStep)
+    texts += [[tokens[0] for tokens in generate_batch(model, [prompt], 20, [Greedy()], decoders)] for _ in range(3)]
+    assert all(text == texts[0] for text in texts)
+    steps = [seen[start : start + 20] for start in (0, 20, 40)]
+    assert all(np.array_equal(steps[0], other) for other in steps)
+    for count in (1, 2, 19):
+        want = model.logits(np.array([[*prompt, *texts[0][:count]]])).numpy()[0, -1]
+        assert np.linalg.norm(steps[0][count] - want) <= TOLERANCE[precision] * np.linalg.norm(want)
