@@ -163,12 +163,11 @@ class TransposedWeights:
     def update(self):
         """Compute the copies from the current weights: training may have changed these in place."""
         layer = self.layer
-        single_row.transpose(self.qkv, layer.qkv[0])
-        single_row.fold_layernorm(*self.qkv_ln, self.qkv, *layer.ln_1, layer.qkv[1])
+        pairs = [(self.qkv, layer.qkv[0]), (self.fc, layer.fc[0]), (self.fc_proj, layer.fc_proj[0])]
         if self.proj is not None:
-            single_row.transpose(self.proj, layer.proj[0])
-        single_row.transpose(self.fc, layer.fc[0])
-        single_row.transpose(self.fc_proj, layer.fc_proj[0])
+            pairs.append((self.proj, layer.proj[0]))
+        single_row.transpose(pairs)
+        single_row.fold_layernorm(*self.qkv_ln, self.qkv, *layer.ln_1, layer.qkv[1])
         # This launch is the last one: the first kernel of run() loads qkv before it waits for the previous kernel
         # (pdl), so the previous kernel must not write qkv.
         single_row.fold_layernorm(*self.fc_ln, self.fc, *layer.ln_2, layer.fc[1])

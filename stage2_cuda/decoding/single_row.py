@@ -73,11 +73,15 @@ def key_splits(block, tiling):
 # -- launches, once per generation -------------------------------------------------------------------------------------
 
 
-def transpose(out, w):
-    """out (N, K) = w (K, N) transposed."""
-    K, N = w.shape
-    grid = triton.cdiv(K, TRANSPOSE_BLOCK), triton.cdiv(N, TRANSPOSE_BLOCK)
-    launch(transpose_kernel, grid, out, w, K, N, BLOCK=TRANSPOSE_BLOCK, num_warps=4)
+def transpose(pairs):
+    """out (N, K) = w (K, N) transposed, for each of up to four pairs (out, w). One launch, because a launch takes long."""
+    arguments, tiles = [], []
+    for out, w in pairs:
+        K, N = w.shape
+        arguments += [out, w, K, N]
+        tiles.append(triton.cdiv(K, TRANSPOSE_BLOCK) * triton.cdiv(N, TRANSPOSE_BLOCK))
+    arguments += [None, None, 0, 0] * (4 - len(tiles))
+    launch(transpose_kernel, (max(tiles), len(tiles)), *arguments, BLOCK=TRANSPOSE_BLOCK, num_warps=4)
 
 
 def fold_layernorm(gamma_w, beta_w, w, ln_w, ln_b, bias):
@@ -223,10 +227,32 @@ def add_pairs(a, b, c, d):
 
 
 @triton.jit
-def transpose_kernel(out_ptr, w_ptr, K, N, BLOCK: tl.constexpr):
-    rows, cols = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+def transpose_tile(out_ptr, w_ptr, K, N, BLOCK: tl.constexpr):
+    """Transpose tile number program_id(0) of w (K, N); do nothing if there are fewer tiles."""
+    tile_rows = tl.cdiv(K, BLOCK)
+    rows = tl.program_id(0) % tile_rows * BLOCK + tl.arange(0, BLOCK)
+    cols = tl.program_id(0) // tile_rows * BLOCK + tl.arange(0, BLOCK)
     tile = tl.load(w_ptr + rows[:, None] * N + cols[None, :], (rows < K)[:, None] & (cols < N)[None, :])
     tl.store(out_ptr + cols[:, None] * K + rows[None, :], tile.T, (cols < N)[:, None] & (rows < K)[None, :])
+
+
+@triton.jit
+def transpose_kernel(
+    out_0_ptr, w_0_ptr, K_0, N_0, out_1_ptr, w_1_ptr, K_1, N_1, out_2_ptr, w_2_ptr, K_2, N_2, out_3_ptr, w_3_ptr,
+    K_3, N_3, BLOCK: tl.constexpr,
+):  # fmt: skip
+    number = tl.program_id(1)
+    if number == 0:
+        transpose_tile(out_0_ptr, w_0_ptr, K_0, N_0, BLOCK)
+    if w_1_ptr is not None:
+        if number == 1:
+            transpose_tile(out_1_ptr, w_1_ptr, K_1, N_1, BLOCK)
+    if w_2_ptr is not None:
+        if number == 2:
+            transpose_tile(out_2_ptr, w_2_ptr, K_2, N_2, BLOCK)
+    if w_3_ptr is not None:
+        if number == 3:
+            transpose_tile(out_3_ptr, w_3_ptr, K_3, N_3, BLOCK)
 
 
 @triton.jit

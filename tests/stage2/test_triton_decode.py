@@ -100,8 +100,17 @@ def test_layernorm_adds_the_partial_sums(rng, dtype, C, parts):
 
 def transposed(w):
     out = poisoned(w.dtype, *w.shape[::-1])
-    single_row.transpose(out, w)
+    single_row.transpose([(out, w)])
     return out
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+def test_transpose_several_weights_in_one_launch(rng, dtype, count):
+    weights = [normal(rng, dtype, K, N) for K, N in [(48, 144), (65, 1), (7, 300), (192, 48)][:count]]
+    pairs = [(poisoned(dtype, *w.shape[::-1]), w) for w, _ in weights]
+    single_row.transpose(pairs)
+    for (out, _), (_, w64) in zip(pairs, weights, strict=True):
+        assert_array_equal(host(out), w64.T)
 
 
 def fold_layernorm(w, *ln_and_bias):

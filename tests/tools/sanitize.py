@@ -251,8 +251,7 @@ def single_row_kernels(a, x, q, cache, lengths, weights, H, eps, tiling):
     D = C // H
     transposed = [a.x(*w.shape[::-1]) for w, _ in (qkv, fc, fc_proj)]
     folded = [[a.f(len(bias)) for _ in range(2)] for _, bias in (qkv, fc)]  # [gamma_w, beta_w]
-    for out, (w, _) in zip(transposed, (qkv, fc, fc_proj), strict=True):
-        single_row.transpose(out, w)
+    single_row.transpose([(out, w) for out, (w, _) in zip(transposed, (qkv, fc, fc_proj), strict=True)])
     for out, w, (_, bias) in zip(folded, transposed, (qkv, fc), strict=False):
         single_row.fold_layernorm(*out, w, *ln, bias)
     common = lengths, block, eps, tiling
