@@ -74,7 +74,7 @@ def key_splits(block, tiling):
 
 
 def transpose(pairs):
-    """out (N, K) = w (K, N) transposed, for each of up to four pairs (out, w). One launch, because a launch takes long."""
+    """out (N, K) = w (K, N) transposed, for each of up to four pairs (out, w), in one launch."""
     arguments, tiles = [], []
     for out, w in pairs:
         K, N = w.shape
