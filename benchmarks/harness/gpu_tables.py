@@ -219,8 +219,9 @@ def gpu_products():
 
 
 def gpu_decode():
+    names = ["gpu/decode", "gpu/decode_eight", "gpu/decode_paper"]
     rows, ours = [], None
-    for name in ("gpu/decode", "gpu/decode_paper"):
+    for name in names:
         for result in load(name)["results"]:
             ours = result if result["name"] == "ours" else ours
             title = (
@@ -237,7 +238,7 @@ def gpu_decode():
                     "all tokens: speedup of ours": ratio(ours["times_as_fast"][result["name"]]),
                 }
             )
-    return rows, ["gpu/decode", "gpu/decode_paper"]
+    return rows, names
 
 
 def gpu_memory():

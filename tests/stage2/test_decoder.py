@@ -216,7 +216,7 @@ def test_prompts_from_a_file_give_stage_0_s_text_up_to_the_stop_text(command, tm
 def test_a_stream_ends_with_the_stop_text(command, weights):
     flags = ("--weights", weights, "--prompt", "the model", "--max-new-tokens", 6, "--stream", "--stop", "e")
     ours, stage0 = (command(cli.infer, *flags, backend=backend) for backend in (CudaBackend, NumpyBackend))
-    assert ours == stage0 and ours.code == 0
+    assert (ours.out, ours.code) == (stage0.out, 0)  # not err: kernels may have to be compiled, which is a line there
 
 
 # -- on a GPU ----------------------------------------------------------------------------------------------------------
