@@ -13,9 +13,11 @@ DEVICE int thread_number() { return (int)(threadIdx.x % 256); }  // so that the 
 DEVICE float exchange(float value, int mask) { return __shfl_xor_sync(0xFFFFFFFF, value, mask); }
 DEVICE u32 exchange(u32 value, int mask) { return __shfl_xor_sync(0xFFFFFFFF, value, mask); }
 DEVICE void block_barrier() { __syncthreads(); }
+
 // A barrier for all threads of the cluster, in two parts. It orders start_signal() before send().
 DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
 DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+
 DEVICE float fast_exp2(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -39,12 +41,16 @@ DEVICE void wait_for_previous_launch() {
 // The compiler must compute the pointer before this call, and not later, where it is used.
 DEVICE void compute_now(const float*& pointer) { asm volatile("" : "+l"(pointer)::"memory"); }
 
-// 16 bytes of a weight. A step reads them once, so the L2 cache should replace them before other data: `policy`.
+// -- loads ------------------------------------------------------------------------------------------------------------
+
+// The policy of load_once(): a step reads a weight once, so the L2 cache should replace it before other data.
 DEVICE u64 evict_first() {
   u64 policy;
   asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
   return policy;
 }
+
+// 16 bytes of a weight.
 DEVICE uint4 load_once(const u16* address, u64 policy) {
   uint4 v;
   asm volatile("ld.global.nc.L1::no_allocate.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
@@ -52,10 +58,7 @@ DEVICE uint4 load_once(const u16* address, u64 policy) {
   return v;
 }
 
-// Start to copy `bytes` bytes of memory to the L2 cache.
-DEVICE void prefetch(const u16* address, int bytes) {
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(address), "r"(bytes) : "memory");
-}
+// 16 bytes. Unlike a C++ load, the compiler does not move it to a later place, after wait_for_previous_launch().
 DEVICE uint4 load16(const u16* address) {
   uint4 v;
   asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -66,7 +69,13 @@ DEVICE uint4 load16(const u16* address) {
 // Data that the previous kernel wrote: from the L2 cache, because the L1 cache may hold an old copy.
 DEVICE float4 load_new(const float* address) { return __ldcg((const float4*)address); }
 
+// Start to copy memory to the L2 cache. The address and the number of bytes are multiples of 16.
+DEVICE void prefetch(const u16* address, int bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(address), "r"(bytes) : "memory");
+}
+
 // -- signals ----------------------------------------------------------------------------------------------------------
+
 DEVICE u32 shared_address(const void* address) { return (u32)__cvta_generic_to_shared(address); }
 DEVICE u32 remote_address(const void* address, int rank) {
   u32 result;
@@ -80,6 +89,7 @@ DEVICE void start_signal(u64* signal, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1; fence.mbarrier_init.release.cluster;"
                ::"r"(shared_address(signal)), "r"(bytes) : "memory");
 }
+
 DEVICE void wait_for_signal(u64* signal) {
   asm volatile(
       "{ .reg .pred given;\n"
@@ -103,6 +113,7 @@ DEVICE void send(float* address, u64* signal, int rank, float v) {
 }
 
 // -- 16-bit numbers ---------------------------------------------------------------------------------------------------
+
 #if BF16
 #define TYPE "bf16"
 DEVICE float low_half(u32 pair) { return __uint_as_float(pair << 16); }

@@ -61,7 +61,7 @@ DEVICE void multiply(float (&sums)[N][4], const uint4 (&w)[N][COUNT], const Four
   const int lane = thread_number() % 32;
 #pragma unroll
   for (int j = 0; j < COUNT; j++) {
-    // the order of the rows does not matter, so each lane uses its 8 consecutive rows
+    // multiply_add() expects other rows in a lane; their order does not matter if it is the same in x and w
     const Four a = x[(4 * j + lane % 4) * 2], b = x[(4 * j + lane % 4) * 2 + 1];
 #pragma unroll
     for (int n = 0; n < N; n++) multiply_add(sums[n], a.x, a.z, a.y, a.w, w[n][j].x, w[n][j].y);
@@ -70,6 +70,7 @@ DEVICE void multiply(float (&sums)[N][4], const uint4 (&w)[N][COUNT], const Four
   }
 }
 
+// Lane 4 g + t of a warp has the columns 2t and 2t + 1 of each tile, in all 8 rows g; rows 8 to 15 have the low parts.
 template <int N>
 DEVICE void store_sums(float* out, const float (&sums)[N][4]) {
   const int lane = thread_number() % 32;
@@ -79,7 +80,7 @@ DEVICE void store_sums(float* out, const float (&sums)[N][4]) {
       *(float2*)(out + 8 * n + 2 * lane) = make_float2(sums[n][0] + sums[n][2], sums[n][1] + sums[n][3]);
 }
 
-// -- the parts of both kernels ----------------------------------------------------------------------------------------
+// -- parts of the kernels ---------------------------------------------------------------------------------------------
 
 struct alignas(16) Row {
   Four x[C / 4];                  // s times the weight of LayerNorm

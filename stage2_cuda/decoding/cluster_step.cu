@@ -222,7 +222,7 @@ KERNEL mlp_kernel(float* partials_out, float* s, const float* x, const float* pa
   const Terms terms = prepare_terms(x, partials, parts, bias, ln_w);
   load_for_product(w_proj, fc_proj + first_unit, 4 * C, policy);
   prefetch_weights(ahead_fc, 4 * C * C, ahead_proj, 4 * C * C, 4 * C / (64 * UNITS));
-  cluster_wait();
+  cluster_wait();  // as in attention_kernel
   wait_for_previous_launch();
 
   send_residual(memory.row, s, terms);
