@@ -302,4 +302,5 @@ def test_a_model_gives_the_logits_of_the_training_kernels_and_the_same_bits_ever
     assert all(np.array_equal(steps[0], other) for other in steps)
     for count in (1, 2, 19):
         want = model.logits(np.array([[*prompt, *texts[0][:count]]])).numpy()[0, -1]
-        assert np.linalg.norm(steps[0][count] - want) <= TOLERANCE[precision] * np.linalg.norm(want)
+        # the two sets of kernels round at different places, as in test_decoder.py
+        assert np.linalg.norm(steps[0][count] - want) <= {"bf16": 5e-2, "fp16": 1e-2}[precision] * np.linalg.norm(want)
