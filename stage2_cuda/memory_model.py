@@ -47,9 +47,9 @@ def training_memory(config, batch_size, seq_len, precision, micro_batches=1, ran
     logits = BYTES[precision] * min(rows, max(1, CHUNK_LOGITS // V)) * V
     # with GELU as an epilogue of the product, backward needs only the gradient of GELU's input
     fused_gelu = BYTES[precision] < FP32 and 4 * rows * C // tp >= MIN_FUSED_GELU
-    # and, counted for every GPU, the partial sums of this gradient over tiles of 128 rows, which gemm/gluon_gelu.py
-    # writes on a Hopper GPU
-    partial_sums = fused_gelu * FP32 * -(-rows // 128) * 4 * C // tp
+    # and, counted for every GPU, the partial sums of this gradient, four for each tile of 128 rows, which
+    # gemm/gluon_gelu.py writes on a Hopper GPU
+    partial_sums = fused_gelu * FP32 * 4 * -(-rows // 128) * 4 * C // tp
     arena = Arena(shard_shapes(parameter_shapes(config), tp), owners)
     size, full_size = arena.size, Arena(parameter_shapes(config)).size  # elements on this rank, and of the whole model
     message = size  # the most elements of gradients in one message to other ranks

@@ -29,6 +29,7 @@ SEED = 20260101
 SHAPE = (65536, 768, 3072)  # (M, K, N) in GPT-2 124M with 64 x 1024 tokens
 # Fewer tiles than programs, odd numbers of tiles per program, one step, and sizes that no tile divides
 SMALL_SHAPES = [(128, 64, 128), (384, 192, 384), (133 * 128, 64, 128), (265 * 128, 192, 256), (1000, 200, 136)]
+WARPS = 4  # of a consumer: gluon_gelu.WARPS
 COMPARED = 1 << 31  # multiplications: of a larger product only the first and the last tiles are compared with float64
 # Relative norm. A 16-bit result is rounded by at most 2^-9 (bf16). The column sums are float32; the derivative has an
 # error of a few units in the last place of float32.
@@ -85,18 +86,25 @@ class Product:
             starts = starts[0], starts[-1]
         for start in starts:
             for name, value in self.expected(slice(start, min(start + rows, M))).items():
-                begin = start // rows if name == "partials" else start
+                begin = start // rows * WARPS if name == "partials" else start
                 parts[name].append((float64(first[name][begin : begin + len(value)]), value))
         return {name: float(np.max([relative_error(*pair) for pair in pairs])) for name, pairs in parts.items()}
 
     def expected(self, rows):
-        """{name: float64 array} of these rows, which are those of one tile; partials has one row for it."""
+        """{name: float64 array} of these rows, which are those of one tile; partials: of its warps."""
         a, b = float64(self.a[rows]), float64(self.b)
         if not self.backward:
             h = a @ b + float64(self.bias)
             return {"h": h, "y": oracle.gelu(h)}
         dh = (a @ b.T) * oracle.gelu_slope(float64(self.h[rows]))
-        return {"dh": dh, "partials": dh.sum(0, keepdims=True)}
+        return {"dh": dh, "partials": sums_by_warp(dh, self.tile.rows)}
+
+
+def sums_by_warp(dh, rows):
+    """The rows of partials of one tile of `rows` rows: each warp adds 16 rows of each 64. dh may have fewer rows."""
+    whole = np.zeros((rows, dh.shape[1]))
+    whole[: len(dh)] = dh
+    return whole.reshape(rows // 64, WARPS, 16, -1).sum((0, 2))
 
 
 def float64(array):
@@ -117,7 +125,7 @@ def prepare(module, direction, index):
     from stage2_cuda.runtime import triton_launch
 
     backward, backend = direction == "backward", CudaBackend("bf16", deterministic=False)
-    tile = (gluon_gelu.TILES if backward else gluon_gelu.FORWARD_TILES)[index]
+    tile = (gluon_gelu.BACKWARD_TILES if backward else gluon_gelu.FORWARD_TILES)[index]
     xp, dtype, gemm = backend.xp, backend.compute_dtype, backend.products.gemm
     products = {shape: Product(xp, dtype, backward, tile, shape) for shape in [*SMALL_SHAPES, SHAPE]}
 
@@ -170,9 +178,9 @@ def failures(errors):
 
 def variants(only):
     """[(direction, index, text)] of the variants whose direction or text contains `only`."""
-    from stage2_cuda.gemm.gluon_gelu import FORWARD_TILES, TILES
+    from stage2_cuda.gemm.gluon_gelu import BACKWARD_TILES, FORWARD_TILES
 
-    tiles = {"forward": FORWARD_TILES, "backward": TILES}
+    tiles = {"forward": FORWARD_TILES, "backward": BACKWARD_TILES}
     found = [(way, i, tile.text()) for way, each in tiles.items() for i, tile in enumerate(each)]
     return [variant for variant in found if only in " ".join((variant[0], variant[2]))]
 

@@ -1,12 +1,13 @@
 """Matrix products with GELU or its derivative, in Gluon, for Hopper GPUs.
 
     gelu_product            h = a b + bias                      y = gelu(h)
-    gelu_backward_product   dh = (a b') * gelu'(h)              partials: sums of dh over the rows of each tile
+    gelu_backward_product   dh = (a b') * gelu'(h)              partials: sums of rows of dh
 
-If all warps of a program compute GELU at the same time, the tensor cores are idle during this time. Here two warp
-groups, the consumers, compute different tiles: while one computes the product of its tile, the other one computes GELU
-of the previous tile. One more warp, the producer, copies the tiles of a and b to a ring in shared memory. A program
-computes tiles until none is left, so the producer already copies the operands of the next tile.
+If all warps of a program compute GELU at the same time, the tensor cores are idle during this time. Here two or three
+warp groups, the consumers, compute different tiles: while one computes the product of its tile, the others finish their
+previous tiles: they compute GELU, and write the results. Backward has three consumers, because its derivative and its
+sums take longer than a product. One more warp, the producer, copies the tiles of a and b to a ring in shared memory. A
+program computes tiles until none is left, so the producer already copies the operands of the next tile.
 
 Rounding: the sums are float32, and y is computed from h before h is rounded, as in gemm/matmul.py. The derivative is
 computed from the rounded h; partials are sums of dh before it is rounded. There are no atomic operations. The steps
@@ -15,7 +16,8 @@ bits of a row depend neither on M nor on the program that computes the row.
 """
 
 # a (M, K), b (K, N) or its transpose (N, K), results (M, N). A consumer computes a tile of ROWS x COLUMNS, in steps of
-# DEPTH terms. Barriers and rings: see kernels/gluon_tiles.py. n: number of a tile within a program; c: consumer.
+# DEPTH terms, and finishes it in PARTS, which have COLUMNS / PARTS columns each. Barriers and rings: see
+# kernels/gluon_tiles.py. n: number of a tile within a program; c: consumer.
 
 from typing import NamedTuple
 
@@ -43,7 +45,9 @@ from stage2_cuda.kernels.gluon_tiles import (
 )
 from stage2_cuda.runtime.triton_launch import Pointer, launch, multiprocessors
 
-REGISTERS = gl.constexpr(240)  # per thread of a consumer
+# {CONSUMERS: registers per thread of a consumer}, and {CONSUMERS: those per thread of all warps, on average}
+REGISTERS, MAX_REGISTERS = gl.constexpr({2: 240, 3: 160}), {2: 168, 3: 128}
+WARPS = gl.constexpr(4)  # of a consumer
 ALIGNED = 8  # elements: a descriptor needs rows whose length is a multiple of 16 bytes
 
 
@@ -54,18 +58,22 @@ class GeluTile(NamedTuple):
     columns: int = 128
     depth: int = 64
     stages: int = 5  # of the ring
-    buffers: int = 2  # tiles per consumer through which it writes halves of its tile; backward needs 2
+    consumers: int = 2  # 2 or 3
+    parts: int = 2  # 2 or 4
+    buffers: int = 2  # parts in shared memory, per consumer, through which it writes; backward: all parts, first with h
     group: int = 16  # rows of tiles that are computed at a time
 
     def text(self):
-        sizes = f"{self.rows} x {self.columns} x {self.depth}"
-        return f"{sizes}, stages {self.stages}, buffers {self.buffers}, group {self.group}"
+        sizes = f"{self.rows} x {self.columns} x {self.depth}, stages {self.stages}, consumers {self.consumers}"
+        return f"{sizes}, parts {self.parts}, buffers {self.buffers}, group {self.group}"
 
 
-TILE = GeluTile()  # the tile that the stages use
-# The variants that benchmarks/gpu/gelu_product.py compares. Each needs at most 227 KiB of shared memory.
-TILES = [TILE, GeluTile(stages=4, group=8), GeluTile(group=8), GeluTile(group=32)]
-FORWARD_TILES = [*TILES, GeluTile(stages=6, buffers=1), GeluTile(depth=32, stages=10)]
+# The tiles that the stages use, and the variants that benchmarks/gpu/gelu_product.py compares. Each needs at most 227
+# KiB of shared memory.
+FORWARD_TILE = GeluTile()
+BACKWARD_TILE = GeluTile(stages=4, consumers=3, parts=4, buffers=4)
+FORWARD_TILES = [FORWARD_TILE, GeluTile(stages=4, group=8), GeluTile(group=32), GeluTile(consumers=3, buffers=1)]
+BACKWARD_TILES = [BACKWARD_TILE, BACKWARD_TILE._replace(group=32), GeluTile(), GeluTile(parts=4, buffers=4)]
 
 
 # -- the order of the work ---------------------------------------------------------------------------------------------
@@ -82,14 +90,14 @@ def tile_place(tile, tiles_m, tiles_n, GROUP: gl.constexpr):
 
 
 @gluon.jit
-def turn_parity(n, c):
+def turn_parity(n, c, CONSUMERS: gl.constexpr):
     """The parity with which consumer c waits for its turn to compute tile n; tile 0 waits for nothing.
 
     A wait returns if the last completed phase has this parity. Without turns, a consumer could wait for use u of the
     ring while the copy of use u - STAGES is in flight. The last completed phase is then that of use u - 2 STAGES, which
     has the same parity as use u, so the wait would return too early.
     """
-    return (n // 2 + c + 1) & 1
+    return (n // CONSUMERS + (1 if c == 0 else 0)) & 1
 
 
 # -- producer ----------------------------------------------------------------------------------------------------------
@@ -98,7 +106,7 @@ def turn_parity(n, c):
 @gluon.jit
 def producer(
     tiles, barriers, descs, counts, BACKWARD: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr,
-    DEPTH: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
+    DEPTH: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, PARTS: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     """The warp that starts the copies: a and b of each step and, in backward, h of each tile."""
     a_tiles, b_tiles, out_tiles = tiles
@@ -121,12 +129,12 @@ def producer(
                 start_load(b_desc, [step * DEPTH, col], full.index(i), b_tiles.index(i))
             use += 1
         if BACKWARD:  # h is needed only after the last step
-            i, parity = slot(n, 2)  # the consumer that computes the tile, and the parity
+            i, parity = slot(n, CONSUMERS)  # the consumer that computes the tile, and the parity
             mbarrier.wait(h_empty.index(i), parity ^ 1)
-            mbarrier.expect(h_full.index(i), 2 * h_desc.block_type.nbytes)
-            for half in gl.static_range(2):
-                h_place = [row, col + half * (COLUMNS // 2)]
-                start_load(h_desc, h_place, h_full.index(i), out_tiles.index(2 * i + half))
+            mbarrier.expect(h_full.index(i), PARTS * h_desc.block_type.nbytes)
+            for part in gl.static_range(PARTS):
+                h_place = [row, col + part * (COLUMNS // PARTS)]
+                start_load(h_desc, h_place, h_full.index(i), out_tiles.index(PARTS * i + part))
         n += 1
 
 
@@ -134,11 +142,17 @@ def producer(
 
 
 @gluon.jit
-def multiply(acc, tiles, barriers, n, steps, c: gl.constexpr, BACKWARD: gl.constexpr, STAGES: gl.constexpr):
-    """The product (ROWS, COLUMNS) of tile n, float32. acc: zeros. One step is in flight while the next one starts."""
+def multiply(
+    acc, tiles, barriers, n, steps,
+    c: gl.constexpr, BACKWARD: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
+):  # fmt: skip
+    """The product (ROWS, COLUMNS) of tile n, float32. One step is in flight while the next one starts.
+
+    acc: registers for the result; their values are not used.
+    """
     a_tiles, b_tiles = tiles[0], tiles[1]
     full, empty, turns = barriers
-    mbarrier.wait(turns.index(c), turn_parity(n, c))
+    mbarrier.wait(turns.index(c), turn_parity(n, c, CONSUMERS))
     for step in range(steps):
         i, parity = slot(n * steps + step, STAGES)
         mbarrier.wait(full.index(i), parity)
@@ -147,7 +161,7 @@ def multiply(acc, tiles, barriers, n, steps, c: gl.constexpr, BACKWARD: gl.const
         acc = warpgroup_mma_wait(1, [acc])  # the previous step has ended
         previous, _ = slot(n * steps + step + STAGES - 1, STAGES)
         mbarrier.arrive(empty.index(previous), pred=step > 0)
-    mbarrier.arrive(turns.index(1 - c))  # all operands of this tile have arrived
+    mbarrier.arrive(turns.index((c + 1) % CONSUMERS))  # all operands of this tile have arrived
     acc = warpgroup_mma_wait(0, [acc])
     last, _ = slot((n + 1) * steps - 1, STAGES)
     mbarrier.arrive(empty.index(last))
@@ -157,44 +171,63 @@ def multiply(acc, tiles, barriers, n, steps, c: gl.constexpr, BACKWARD: gl.const
 @gluon.jit
 def consumer(
     tiles, barriers, outputs, counts, shape, c: gl.constexpr, BACKWARD: gl.constexpr, ROWS: gl.constexpr,
-    COLUMNS: gl.constexpr, STAGES: gl.constexpr, BUFFERS: gl.constexpr, GROUP: gl.constexpr,
+    COLUMNS: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, PARTS: gl.constexpr, BUFFERS: gl.constexpr,
+    GROUP: gl.constexpr,
 ):  # fmt: skip
-    """The tiles of one consumer: the product, then GELU or its derivative for each half of the columns."""
+    """The tiles of one consumer: the product, then GELU or its derivative for each part of the columns."""
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     full, empty, turns, h_full, h_empty = barriers
     tiles_m, tiles_n, steps = counts
     zeros = gl.zeros([ROWS, COLUMNS], gl.float32, LAYOUT)
-    n = gl.to_tensor(c)
-    for tile in range(gl.program_id(0) + n * gl.num_programs(0), tiles_m * tiles_n, 2 * gl.num_programs(0)):
+    n, acc = gl.to_tensor(c), zeros
+    for tile in range(gl.program_id(0) + n * gl.num_programs(0), tiles_m * tiles_n, CONSUMERS * gl.num_programs(0)):
         row, col = tile_place(tile, tiles_m, tiles_n, GROUP)
-        acc = multiply(zeros, tiles, (full, empty, turns), n, steps, c, BACKWARD, STAGES)
-        halves = gl.split(acc.reshape([ROWS, 2, COLUMNS // 2]).permute((0, 2, 1)))
+        # Zeros take 128 instructions when it is this consumer's turn; keeping acc needs 128 registers until then.
+        start = acc if CONSUMERS == 2 else zeros
+        acc = multiply(start, tiles, (full, empty, turns), n, steps, c, BACKWARD, STAGES, CONSUMERS)
+        parts = column_parts(acc, PARTS)
         if BACKWARD:
-            mbarrier.wait(h_full.index(c), (n // 2) & 1)
-        for half in gl.static_range(2):
-            place = (row * ROWS, col * COLUMNS + half * (COLUMNS // 2))
-            values = gl.convert_layout(halves[half], half_layout(COLUMNS), assert_trivial=True)
+            mbarrier.wait(h_full.index(c), (n // CONSUMERS) & 1)
+        for part in gl.static_range(PARTS):
+            place = (row * ROWS, col * COLUMNS + part * (COLUMNS // PARTS))
+            values = gl.convert_layout(parts[part], part_layout(COLUMNS // PARTS), assert_trivial=True)
             if BACKWARD:
-                finish_backward(values, tiles[2].index(2 * c + half), outputs, place, shape)
+                finish_backward(values, tiles[2].index(PARTS * c + part), outputs, place, shape)
             else:
                 finish_forward(values, tiles[2], outputs, place, shape, c, BUFFERS)
         if BACKWARD:
             tma.store_wait(0)
             synchronize()
             mbarrier.arrive(h_empty.index(c))
-        n += 2
+        n += CONSUMERS
     tma.store_wait(0)
 
 
+@gluon.jit
+def column_parts(acc, PARTS: gl.constexpr):
+    """acc (ROWS, COLUMNS) as a tuple of PARTS tensors (ROWS, COLUMNS / PARTS)."""
+    left, right = split_columns(acc)
+    if PARTS == 2:
+        parts = (left, right)
+    else:
+        parts = split_columns(left) + split_columns(right)
+    return parts
+
+
+@gluon.jit
+def split_columns(x):
+    return gl.split(x.reshape([x.shape[0], 2, x.shape[1] // 2]).permute((0, 2, 1)))
+
+
 @gluon.constexpr_function
-def half_layout(COLUMNS):
-    """The layout of half of the columns of a product, in the same registers."""
-    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS // 2, 16])
+def part_layout(columns):
+    """The layout of a part of the columns of a product, in the same registers."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
 
 
 @gluon.jit
 def finish_forward(h, out_tiles, outputs, place, shape, c: gl.constexpr, BUFFERS: gl.constexpr):
-    """Add the bias to h (ROWS, COLUMNS / 2), and write h and gelu(h)."""
+    """Add the bias to h (ROWS, COLUMNS / PARTS), and write h and gelu(h)."""
     y_desc, h_desc, bias_ptr = outputs
     cols = place[1] + gl.arange(0, h.shape[1], gl.SliceLayout(0, h.type.layout))
     h += gl.load(bias_ptr + cols, mask=cols < shape[1], other=0.0).to(gl.float32)[None, :]
@@ -209,17 +242,20 @@ def finish_forward(h, out_tiles, outputs, place, shape, c: gl.constexpr, BUFFERS
 
 @gluon.jit
 def finish_backward(dy, tile, outputs, place, shape):
-    """Write dh = dy * gelu'(h) and its column sums. h is in `tile` (ROWS, COLUMNS / 2), which is then used for dh."""
+    """Write dh = dy * gelu'(h) and its column sums. h is in `tile`, a part in shared memory, which then gets dh."""
     dh_desc, _, partials_ptr = outputs
     layout: gl.constexpr = dy.type.layout
     dh = dy * gelu_derivative(tile.load(layout).to(gl.float32))
     synchronize()  # all warps have read h
     store_by_tile(dh_desc, place, tile, dh)
     row, col = place
-    cols = col + gl.arange(0, dy.shape[1], gl.SliceLayout(0, layout))
-    partial_row = (row // dy.shape[0]).to(gl.int64) * shape[1]
-    mask = (cols < shape[1]) & (row < shape[0])  # beyond M a and h are 0, and so is dh
-    gl.store(partials_ptr + partial_row + cols, gl.sum(dh, 0), mask=mask)
+    # rows 16 w to 16 w + 15 of each 64 are in the registers of warp w; a sum over several warps would take longer
+    by_warp = dh.reshape([dy.shape[0] // 64, WARPS, 64 // WARPS, dy.shape[1]])
+    sums = gl.sum(gl.sum(by_warp, 0), 1)
+    cols = col + gl.arange(0, dy.shape[1], gl.SliceLayout(0, sums.type.layout))
+    rows = row // dy.shape[0] * WARPS + gl.arange(0, WARPS, gl.SliceLayout(1, sums.type.layout))
+    mask = (cols < shape[1])[None, :] & (row < shape[0])  # beyond M a and h are 0, and so is dh
+    gl.store(partials_ptr + rows.to(gl.int64)[:, None] * shape[1] + cols[None, :], sums, mask=mask)
 
 
 @gluon.jit
@@ -259,26 +295,40 @@ def gelu_derivative(x):
 @gluon.jit
 def gelu_kernel(
     out_desc, h_desc, vector_ptr, a_desc, b_desc, M, N, K, BACKWARD: gl.constexpr, ROWS: gl.constexpr,
-    COLUMNS: gl.constexpr, DEPTH: gl.constexpr, STAGES: gl.constexpr, BUFFERS: gl.constexpr, GROUP: gl.constexpr,
+    COLUMNS: gl.constexpr, DEPTH: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, PARTS: gl.constexpr,
+    BUFFERS: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     """Forward: out is y, the vector is the bias. BACKWARD: out is dh, the vector is partials, h is read."""
-    tiles = (new_tiles(a_desc, STAGES), new_tiles(b_desc, STAGES), new_tiles(out_desc, 2 * BUFFERS))
-    full, empty, turns = new_barriers(STAGES, 1), new_barriers(STAGES, 1), new_barriers(2, 1)
+    tiles = (new_tiles(a_desc, STAGES), new_tiles(b_desc, STAGES), new_tiles(out_desc, CONSUMERS * BUFFERS))
+    full, empty, turns = new_barriers(STAGES, 1), new_barriers(STAGES, 1), new_barriers(CONSUMERS, 1)
     h_full, h_empty = full, empty
     if BACKWARD:  # a barrier that is initialised must be used: see new_barriers()
-        h_full, h_empty = new_barriers(2, 1), new_barriers(2, 1)
+        h_full, h_empty = new_barriers(CONSUMERS, 1), new_barriers(CONSUMERS, 1)
     fence_async_shared()
     counts, shape = (gl.cdiv(M, ROWS), gl.cdiv(N, COLUMNS), gl.cdiv(K, DEPTH)), (M, N)
     barriers = (full, empty, turns, h_full, h_empty)
     outputs = (out_desc, h_desc, vector_ptr)
-    gl.warp_specialize([
-        (consumer, (tiles, barriers, outputs, counts, shape, 0, BACKWARD, ROWS, COLUMNS, STAGES, BUFFERS, GROUP)),
-        (consumer, (tiles, barriers, outputs, counts, shape, 1, BACKWARD, ROWS, COLUMNS, STAGES, BUFFERS, GROUP)),
-        (producer, (
-            tiles, (full, empty, h_full, h_empty), (h_desc, a_desc, b_desc), counts,
-            BACKWARD, ROWS, COLUMNS, DEPTH, STAGES, GROUP,
-        )),
-    ], [4, 1], [REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
+    copy_barriers, descs = (full, empty, h_full, h_empty), (h_desc, a_desc, b_desc)
+    if CONSUMERS == 2:
+        gl.warp_specialize([
+            (consumer, (tiles, barriers, outputs, counts, shape, 0, BACKWARD, ROWS, COLUMNS, STAGES, CONSUMERS, PARTS,
+                        BUFFERS, GROUP)),
+            (consumer, (tiles, barriers, outputs, counts, shape, 1, BACKWARD, ROWS, COLUMNS, STAGES, CONSUMERS, PARTS,
+                        BUFFERS, GROUP)),
+            (producer, (tiles, copy_barriers, descs, counts, BACKWARD, ROWS, COLUMNS, DEPTH, STAGES, CONSUMERS, PARTS,
+                        GROUP)),
+        ], [4, 1], [REGISTERS[CONSUMERS], PRODUCER_REGISTERS])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (consumer, (tiles, barriers, outputs, counts, shape, 0, BACKWARD, ROWS, COLUMNS, STAGES, CONSUMERS, PARTS,
+                        BUFFERS, GROUP)),
+            (consumer, (tiles, barriers, outputs, counts, shape, 1, BACKWARD, ROWS, COLUMNS, STAGES, CONSUMERS, PARTS,
+                        BUFFERS, GROUP)),
+            (consumer, (tiles, barriers, outputs, counts, shape, 2, BACKWARD, ROWS, COLUMNS, STAGES, CONSUMERS, PARTS,
+                        BUFFERS, GROUP)),
+            (producer, (tiles, copy_barriers, descs, counts, BACKWARD, ROWS, COLUMNS, DEPTH, STAGES, CONSUMERS, PARTS,
+                        GROUP)),
+        ], [4, 4, 1], [REGISTERS[CONSUMERS], REGISTERS[CONSUMERS], PRODUCER_REGISTERS])  # fmt: skip
 
 
 def serves(itemsize, M, N, K):
@@ -288,17 +338,17 @@ def serves(itemsize, M, N, K):
     return itemsize == 2 and aligned and indices_fit
 
 
-def partials_shape(M, N, tile=TILE):
-    """The shape of the float32 scratch of gelu_backward_product(): one row for each tile of rows."""
-    return -(-M // tile.rows), N
+def partials_shape(M, N, tile=BACKWARD_TILE):
+    """The shape of the float32 scratch of gelu_backward_product(): for each tile of rows, one row of each warp."""
+    return WARPS.value * -(-M // tile.rows), N
 
 
-def gelu_product(y, h, a, b, bias, tile=TILE):
+def gelu_product(y, h, a, b, bias, tile=FORWARD_TILE):
     """h (M, N) = a (M, K) b (K, N) + bias (N), and y = gelu(h): contiguous arrays of one dtype, see serves()."""
     launch_product(False, y, h, bias, a, b, tile)
 
 
-def gelu_backward_product(dh, partials, a, b, h, tile=TILE):
+def gelu_backward_product(dh, partials, a, b, h, tile=BACKWARD_TILE):
     """dh (M, N) = (a (M, K) b') * gelu'(h (M, N)) with b (N, K), and partial sums of the rows of dh.
 
     partials: of partials_shape(M, N, tile). Call column_sums.add_partials(partials, dbias) afterwards.
@@ -308,17 +358,18 @@ def gelu_backward_product(dh, partials, a, b, h, tile=TILE):
 
 def launch_product(backward, out, h, vector, a, b, tile):
     """Launch the kernel: `out` and h are (M, N) arrays, `vector` is the bias or partials."""
-    if tile.buffers not in ((2,) if backward else (1, 2)):
-        raise ValueError(f"buffers {tile.buffers}: backward needs 2, forward 1 or 2")
+    allowed = (tile.parts,) if backward else (1, 2)
+    if tile.buffers not in allowed:
+        raise ValueError(f"buffers {tile.buffers}: this product needs {' or '.join(map(str, allowed))}")
     (M, K), N = a.shape, out.shape[1]
     block_b = (tile.columns, tile.depth) if backward else (tile.depth, tile.columns)
-    half = tile.rows, tile.columns // 2
-    blocks = half, half, (tile.rows, tile.depth), block_b
+    part = tile.rows, tile.columns // tile.parts
+    blocks = part, part, (tile.rows, tile.depth), block_b
     out, h, a, b = (descriptor(array, block) for array, block in zip((out, h, a, b), blocks, strict=True))
     # one for each multiprocessor, because of their shared memory; the results do not depend on this number
     programs = min(multiprocessors(), -(-M // tile.rows) * -(-N // tile.columns))
-    constants = dict(ROWS=tile.rows, COLUMNS=tile.columns, DEPTH=tile.depth, STAGES=tile.stages, BUFFERS=tile.buffers)
-    constants |= dict(BACKWARD=backward, GROUP=tile.group, num_warps=4, maxnreg=168)
+    constants = {name.upper(): value for name, value in tile._asdict().items()}
+    constants |= dict(BACKWARD=backward, num_warps=4, maxnreg=MAX_REGISTERS[tile.consumers])
     launch(gelu_kernel, (programs,), out, h, vector, a, b, M, N, K, **constants)
 
 

@@ -15,7 +15,7 @@ from benchmarks.gpu import gelu_product  # noqa: E402
 from benchmarks.parity import oracle  # noqa: E402
 from stage2_cuda.cuda_backend import CudaBackend, dtype_of  # noqa: E402
 from stage2_cuda.gemm import gluon_gelu  # noqa: E402
-from stage2_cuda.gemm.gluon_gelu import FORWARD_TILES, TILES, GeluTile  # noqa: E402
+from stage2_cuda.gemm.gluon_gelu import BACKWARD_TILE, BACKWARD_TILES, FORWARD_TILE, FORWARD_TILES  # noqa: E402
 from stage2_cuda.kernels.gluon_launches import gluon_kind  # noqa: E402
 from stage2_cuda.kernels.gluon_tiles import slot  # noqa: E402
 from stage2_cuda.runtime.triton_launch import array_module, gpu_model  # noqa: E402
@@ -28,7 +28,7 @@ gpu = pytest.mark.gpu
 HOPPER = gluon_kind(*gpu_model()) is not None
 on_hopper = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU and Triton 3.6")
 UNIT = {"bf16": 2.0**-8, "fp16": 2.0**-11}  # the largest relative error of rounding to this type
-VARIANTS = [(False, tile) for tile in FORWARD_TILES] + [(True, tile) for tile in TILES]
+VARIANTS = [(False, tile) for tile in FORWARD_TILES] + [(True, tile) for tile in BACKWARD_TILES]
 
 
 def test_the_kernel_serves_16_bit_products():
@@ -83,9 +83,10 @@ class Program:
 
     def __init__(self, tile, backward, tiles, steps):
         self.tile, self.backward, self.tiles, self.steps = tile, backward, tiles, steps
-        self.ring, self.h, self.in_flight, self.computed = [None] * tile.stages, [None] * 2, [], []
-        barriers = dict(full=(tile.stages, 1), empty=(tile.stages, 1), turns=(2, 1), h_full=(2, 1))
-        barriers["h_empty"] = (2, 1)
+        consumers = tile.consumers
+        self.ring, self.h, self.in_flight, self.computed = [None] * tile.stages, [None] * consumers, [], []
+        barriers = dict(full=(tile.stages, 1), empty=(tile.stages, 1))
+        barriers |= {name: (consumers, 1) for name in ("turns", "h_full", "h_empty")}
         self.barriers = SimpleNamespace(**{k: [Barrier(n) for _ in range(c)] for k, (c, n) in barriers.items()})
 
     def copy(self, barrier, memory, i, value):
@@ -103,15 +104,15 @@ class Program:
                 self.copy(b.full[i], self.ring, i, use)
                 use += 1
             if self.backward:
-                i, parity = slot(n, 2)
+                i, parity = slot(n, self.tile.consumers)
                 while not b.h_empty[i].passes(parity ^ 1):
                     yield
                 self.copy(b.h_full[i], self.h, i, n)
 
     def consumer(self, c):
-        b, steps, stages = self.barriers, self.steps, self.tile.stages
-        for n in range(c, self.tiles, 2):
-            while not b.turns[c].passes(turn_parity(n, c)):
+        b, steps, stages, consumers = self.barriers, self.steps, self.tile.stages, self.tile.consumers
+        for n in range(c, self.tiles, consumers):
+            while not b.turns[c].passes(turn_parity(n, c, consumers)):
                 yield
             for step in range(steps):
                 i, parity = slot(n * steps + step, stages)
@@ -123,13 +124,13 @@ class Program:
                 if step > 0:
                     assert self.ring[previous % stages] == previous
                     b.empty[slot(previous + stages, stages)[0]].arrive()
-            b.turns[1 - c].arrive()
+            b.turns[(c + 1) % consumers].arrive()
             yield
             last = (n + 1) * steps - 1
             assert self.ring[last % stages] == last
             b.empty[slot(last, stages)[0]].arrive()
             if self.backward:
-                while not b.h_full[c].passes((n // 2) & 1):
+                while not b.h_full[c].passes((n // consumers) & 1):
                     yield
                 assert self.h[c] == n
                 yield
@@ -137,8 +138,8 @@ class Program:
             self.computed.append((n, c))
 
     def run(self, rng):
-        """Run all three in a random order, and end copies in a random order; fail if none can continue."""
-        workers, idle = [self.producer(), self.consumer(0), self.consumer(1)], 0
+        """Run all workers in a random order, and end copies in a random order; fail if none can continue."""
+        workers, idle = [self.producer(), *map(self.consumer, range(self.tile.consumers))], 0
         while workers:
             assert idle < 500, f"deadlock with {self.tile}, {self.tiles} tiles, {self.steps} steps"
             if self.in_flight and rng.random() < 0.4:
@@ -161,19 +162,19 @@ class Program:
 @pytest.mark.parametrize("backward, tile", VARIANTS)
 def test_the_barriers_order_all_steps_and_end(backward, tile):
     rng = random.Random(0)
-    for tiles in (1, 2, 3, 6):
+    for tiles in (1, 2, 3, 7):
         for steps in (1, 2, 3, 5, 12):
             for _ in range(5):
                 computed = Program(tile, backward, tiles, steps).run(rng)
-                assert sorted(computed) == [(n, n % 2) for n in range(tiles)]
+                assert sorted(computed) == [(n, n % tile.consumers) for n in range(tiles)]
 
 
 def test_the_simulation_finds_a_missing_turn(monkeypatch):
-    monkeypatch.setitem(globals(), "turn_parity", lambda n, c: 1)  # consumer 0 waits for an earlier phase
+    monkeypatch.setitem(globals(), "turn_parity", lambda n, c, consumers: 1)  # consumer 0 waits for an earlier phase
     rng = random.Random(0)
     with pytest.raises(AssertionError):
         for _ in range(100):
-            Program(GeluTile(), False, 7, 3).run(rng)
+            Program(FORWARD_TILE, False, 7, 3).run(rng)
 
 
 # -- results -----------------------------------------------------------------------------------------------------------
@@ -186,7 +187,8 @@ def numpy_product(y, h, a, b, bias, tile):
 
 def numpy_backward_product(dh, partials, a, b, h, tile):
     dh64 = a.astype(np.float64) @ b.T.astype(np.float64) * oracle.gelu_slope(h.astype(np.float64))
-    dh[:], partials[:] = dh64, np.add.reduceat(dh64, np.arange(0, len(dh), tile.rows))
+    tiles = [dh64[start : start + tile.rows] for start in range(0, len(dh), tile.rows)]
+    dh[:], partials[:] = dh64, np.concatenate([gelu_product.sums_by_warp(part, tile.rows) for part in tiles])
 
 
 @pytest.mark.parametrize("backward", [False, True])
@@ -195,7 +197,7 @@ def test_the_benchmark_compares_with_float64(monkeypatch, backward, shape):
     """With NumPy in place of the kernel the errors are those of rounding; with a wrong row they are large."""
     monkeypatch.setattr(gluon_gelu, "gelu_product", numpy_product)
     monkeypatch.setattr(gluon_gelu, "gelu_backward_product", numpy_backward_product)
-    product = gelu_product.Product(np, dtype_of("bfloat16"), backward, GeluTile(rows=64), shape)
+    product = gelu_product.Product(np, dtype_of("bfloat16"), backward, FORWARD_TILE._replace(rows=64), shape)
     assert gelu_product.failures({"shape": product.errors()}) == []
     run = product.run
     monkeypatch.setattr(product, "run", lambda: (run(), product.out[-1].fill(0), product.out[0].fill(7)))
@@ -219,14 +221,16 @@ def test_products_and_column_sums_equal_float64_and_have_equal_bits(dtype, backw
 @pytest.mark.parametrize("backward", [False, True])
 def test_the_bits_of_a_row_depend_neither_on_m_nor_on_the_run(backward):
     xp, rows = array_module(), 384
-    product = gelu_product.Product(xp, dtype_of("bfloat16"), backward, gluon_gelu.TILE, (128 * 133, 768, 512))
+    product = gelu_product.Product(
+        xp, dtype_of("bfloat16"), backward, BACKWARD_TILE if backward else FORWARD_TILE, (128 * 133, 768, 512)
+    )
     first = {name: array.copy() for name, array in product.results().items()}
     for _ in range(5):
         for name, array in product.results().items():
             assert (array.view(np.uint8) == first[name].view(np.uint8)).all()
     product.a, product.h, product.out = product.a[:rows], product.h[:rows].copy(), product.out[:rows]
     if backward:
-        product.partials = product.partials[: rows // gluon_gelu.TILE.rows]
+        product.partials = product.partials[: len(product.partials) * rows // (128 * 133)]
         product.run()
         few = {"dh": product.out, "partials": product.partials}
     else:
