@@ -241,7 +241,7 @@ class CudaBackend(FusedHead, Backend):
 
     def residual_layernorm_backward(self, ds, dy, w, aux, out=(None, None, None)):
         s, mean, rstd, has_bias = aux
-        dx, partials = self.like(s), self.floats(*layernorm.layernorm_partials_shape(*s.shape))
+        dx, partials = self.like(s), self.floats(*layernorm.layernorm_partials_shape(*s.shape, s.dtype))
         ds = None if ds is None else rows(self.xp.ascontiguousarray(ds))
         layernorm.residual_layernorm_backward(dx, partials, ds, rows(dy), s, w, mean, rstd)
         given = [out[1], out[2], *out[:has_bias]]  # the entries for dw, db, and da_bias if a_bias was given

@@ -2,7 +2,7 @@
 
 CUPTI, the profiling library of NVIDIA that torch.profiler uses, records every kernel of the process, including those of
 CuPy, Triton and cublasLt. The training step runs on one stream, on which kernels run in launch order. So the n-th
-Triton kernel that Python launches is the n-th Triton kernel that CUPTI records, and the same is true for products.
+kernel of this project that Python launches is the n-th one that CUPTI records, and the same is true for products.
 This matching gives the source file of each kernel and the shape of each product.
 """
 
@@ -34,13 +34,18 @@ CEILINGS = {"tflops": 766, "tbps": 4.26}
 ATTENTION_PRODUCTS = {"forward_kernel": 2, "dq_kernel": 3, "dkdv_kernel": 4, "both_kernel": 7}
 # Files whose kernels read and write each array once, so their bytes are the sizes of their arguments.
 ONE_PASS = "layernorm", "gelu", "column_sums", "cross_entropy", "adamw", "cast"
+# Titles of the kernels in CUDA C, which are those of the Triton kernels that they replace on some GPUs
+CUDA_TITLES = {
+    "layernorm_backward": "layernorm: backward",
+    "cross_entropy_rows": "cross_entropy: forward_backward",
+}
 UPDATED = {"adamw_kernel": ("p_ptr", "m_ptr", "v_ptr")}  # arguments that are read and written: they count twice
 
 
 class Launch(NamedTuple):
-    """One launch by Python, of a Triton kernel or of a product."""
+    """One launch by Python, of a kernel of this project or of a product."""
 
-    kernel: str | None  # the name of the Triton kernel; None for a product of cublasLt
+    kernel: str | None  # the name of the kernel; None for a product of cublasLt
     title: str  # in the tables
     flops: int = 0  # floating-point operations; 0 if they are not counted
     bytes: int = 0  # bytes that are read and written; 0 if they are not counted
@@ -50,14 +55,14 @@ class Launch(NamedTuple):
 
 
 def launches_of(function, backend):
-    """Call function(); return [Launch] of the Triton kernels and products that it launches, in launch order.
+    """Call function(); return [Launch] of the kernels and products that it launches, in launch order.
 
     If a captured step compiles its kernels ahead, it calls its function once more; those calls launch nothing.
     """
-    from stage2_cuda.runtime import triton_launch
+    from stage2_cuda.runtime import cuda_launch, triton_launch
 
     launches, gpu, gemm = [], triton_launch.launcher(), backend.products.gemm
-    launch, matmul = gpu.launch, gemm.matmul
+    launch, launch_cuda, matmul = gpu.launch, cuda_launch.launch, gemm.matmul
 
     def record_launch(kernel, grid, arguments, options):
         module, name = kernel.fn.__module__.rpartition(".")[2], kernel.__name__
@@ -73,6 +78,12 @@ def launches_of(function, backend):
             launches.append(Launch(kernel.__name__, title, **work))
         return launch(kernel, grid, arguments, options)
 
+    def record_cuda(source, name, blocks, threads, *arguments, **options):
+        sizes = sum(value.nbytes for value in arguments if hasattr(value, "nbytes"))
+        if not gpu.only_compiles:
+            launches.append(Launch(name, CUDA_TITLES[name], bytes=sizes))
+        return launch_cuda(source, name, blocks, threads, *arguments, **options)
+
     def record_matmul(out, a, b, **options):
         terms = a.shape[0 if options.get("trans_a") else 1]  # of the sum that gives one element of the product
         marks = ("'" * bool(options.get(flag)) for flag in ("trans_a", "trans_b"))  # ' marks a transposed matrix
@@ -81,10 +92,11 @@ def launches_of(function, backend):
             launches.append(Launch(None, f"product {title}", 2 * out.size * terms))
         return matmul(out, a, b, **options)
 
-    gpu.launch, gemm.matmul = record_launch, record_matmul
+    gpu.launch, cuda_launch.launch, gemm.matmul = record_launch, record_cuda, record_matmul
     try:
         function()
     finally:
+        cuda_launch.launch = launch_cuda
         del gpu.launch, gemm.matmul  # restores the methods of the classes
     return launches
 

@@ -88,7 +88,9 @@ def cross_entropy_cases(arrays, rows, channels, vocab, width):
     def prepare():
         return lambda: cross_entropy.cross_entropy_forward_backward(*outputs, logits, targets, 1 / n, vocab)
 
-    yield cross_entropy, prepare, outputs, grid(TILE_BYTES=(8192, 16384, 32768), STAGES=(1, 2, 3)), 2 * logits.nbytes
+    # without the kernel in CUDA C, which the current constants may use
+    candidates = grid(CUDA_WIDTHS=((),), TILE_BYTES=(8192, 16384, 32768), STAGES=(1, 2, 3))
+    yield cross_entropy, prepare, outputs, candidates, 2 * logits.nbytes
 
 
 def layernorm_cases(arrays, n, channels, *_):
@@ -105,10 +107,11 @@ def layernorm_cases(arrays, n, channels, *_):
     dx = arrays.xp.empty_like(x)
 
     def prepare_backward():
-        partials = arrays.floats(*layernorm.layernorm_partials_shape(n, channels))
+        partials = arrays.floats(*layernorm.layernorm_partials_shape(n, channels, x.dtype))
         return lambda: layernorm.residual_layernorm_backward(dx, partials, ds, dy, s, w, mean, rstd)
 
-    candidates = grid(TILE_ELEMENTS=(1024, 2048), PROGRAMS=(264, 528, 1056), PIPELINE_TILES=(1, 8, 1 << 30))
+    constants = dict(TILE_ELEMENTS=(1024, 2048), PROGRAMS=(264, 528, 1056), PIPELINE_TILES=(1, 8, 1 << 30))
+    candidates = grid(CUDA_CHANNELS=((),), **constants)  # without the kernel in CUDA C
     yield layernorm, prepare_backward, [dx], candidates, 4 * x.nbytes
 
 

@@ -32,18 +32,6 @@ DEVICE Four split_lanes(float x) {
   return make_uint4(high, exchange(high, 2), low, exchange(low, 2));
 }
 
-DEVICE void unpack(float (&v)[8], uint4 w) {
-  v[0] = low_half(w.x), v[1] = high_half(w.x), v[2] = low_half(w.y), v[3] = high_half(w.y);
-  v[4] = low_half(w.z), v[5] = high_half(w.z), v[6] = low_half(w.w), v[7] = high_half(w.w);
-}
-
-// The sum over the lanes whose numbers differ only in the bits first, 2 * first, ... and last.
-DEVICE float sum_lanes(float v, int first, int last) {
-#pragma unroll
-  for (int mask = first; mask <= last; mask *= 2) v += exchange(v, mask);
-  return v;
-}
-
 // Load a part of a weight (N, K), stored transposed: for 8 columns, 32 rows per step. `first` is the address of the
 // first element of the part.
 template <int COUNT>

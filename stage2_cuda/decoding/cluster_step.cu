@@ -87,7 +87,7 @@ DEVICE Attended attend(const float* q, const uint4 (&k)[PASSES], const uint4 (&v
 // partials_out (heads, C), s (C): results; x (C), partials (parts, C): from the previous kernel; bias (C), of the
 // product that gave the partial sums. cache (block, 2C): k and v of each position; the newest one is lengths[0] - 1.
 // qkv (3C, C) and proj (C, C) are weights, stored transposed; scale: log2(e) / sqrt(64), because exp2 replaces exp.
-KERNEL attention_kernel(float* partials_out, float* s, u16* cache, const float* x, const float* partials,
+CLUSTER_KERNEL attention_kernel(float* partials_out, float* s, u16* cache, const float* x, const float* partials,
                         const u16* bias, const u16* ln_w, const u16* qkv, const float* gamma_w, const float* beta_w,
                         const u16* proj, const int* lengths, const u16* ahead_qkv, const u16* ahead_proj, int parts,
                         int block, float eps, float scale) {
@@ -201,7 +201,7 @@ struct alignas(16) MlpMemory {
 
 // partials_out (clusters, C), s (C): results; x (C), partials (parts, C): from the previous kernel; bias (C), of the
 // product that gave the partial sums. fc (4C, C) and fc_proj (C, 4C) are weights, stored transposed.
-KERNEL mlp_kernel(float* partials_out, float* s, const float* x, const float* partials, const u16* bias,
+CLUSTER_KERNEL mlp_kernel(float* partials_out, float* s, const float* x, const float* partials, const u16* bias,
                   const u16* ln_w, const u16* fc, const float* gamma_w, const float* beta_w, const u16* fc_proj,
                   const u16* ahead_fc, const u16* ahead_proj, int parts, float eps) {
   MlpMemory& memory = shared_memory<MlpMemory>();
@@ -238,10 +238,10 @@ KERNEL mlp_kernel(float* partials_out, float* s, const float* x, const float* pa
 // The logits: LN(s) times each of the V rows of `head` (V, C), for s = x + bias + partials[0] + partials[1] + ...
 // logits (V): a warp computes the logits of `rows` consecutive tokens. maxima, indices (8 * blocks): of each warp, the
 // largest logit and its token, the first of several equal ones. s (C): scratch memory.
-KERNEL logits_kernel(float* logits, float* maxima, int* indices, float* s, const float* x, const float* partials,
-                     const u16* bias, const u16* ln_w, const u16* ln_b, const u16* head, const u16* ahead_qkv,
-                     const u16* ahead_proj, const u16* ahead_fc, const u16* ahead_fc_proj, int parts, int V, int rows,
-                     int clusters, float eps) {
+CLUSTER_KERNEL logits_kernel(float* logits, float* maxima, int* indices, float* s, const float* x,
+                             const float* partials, const u16* bias, const u16* ln_w, const u16* ln_b,
+                             const u16* head, const u16* ahead_qkv, const u16* ahead_proj, const u16* ahead_fc,
+                             const u16* ahead_fc_proj, int parts, int V, int rows, int clusters, float eps) {
   Row& row = shared_memory<Row>();
   const int lane = thread_number() % 32;
   const int warp = (cluster_number() * CLUSTER + rank_in_cluster()) * WARPS + thread_number() / 32;

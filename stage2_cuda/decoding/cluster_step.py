@@ -15,10 +15,9 @@ import numpy as np
 from stage2_cuda.kernels.gelu import U1, U3
 from stage2_cuda.runtime import cuda_launch
 from stage2_cuda.runtime.cuda_launch import CudaSource
-from stage2_cuda.runtime.triton_launch import gpu_model
 
-SOURCES = tuple(Path(__file__).with_name(f"cluster_{name}") for name in ("instructions.cuh", "parts.cuh", "step.cu"))
-HOPPER = (9, 0)  # compute capability
+FILES = "instructions.cuh", "parts.cuh", "step.cu"
+SOURCES = *cuda_launch.HEADERS, *(Path(__file__).with_name(f"cluster_{name}") for name in FILES)
 CLUSTER, THREADS, HEAD_SIZE = 8, 256, 64  # blocks per cluster, threads per block
 WARPS = THREADS // 32
 MAX_BLOCK = 1024  # positions: each block of a cluster holds 1/8 of the keys in registers
@@ -34,7 +33,7 @@ def supports(config, dtype, tiling):
     tiling: a batched.DecodeTiling; without tiling.pdl the kernels are not used.
     """
     sizes = config.n_embd in UNITS and config.n_embd == HEAD_SIZE * config.n_head and config.block_size <= MAX_BLOCK
-    return sizes and dtype.itemsize == 2 and tiling.pdl and gpu_model()[0] == HOPPER
+    return sizes and tiling.pdl and cuda_launch.serves(dtype)
 
 
 def mlp_clusters(C):
@@ -115,4 +114,4 @@ def launch(name, C, dtype, clusters, *arguments, overlap):
 def macros(C, dtype):
     """The macros with which SOURCES are compiled: pairs (name, value)."""
     bf16, gelu = int(dtype.name == "bfloat16"), (("U1", f"{U1.value!r}f"), ("U3", f"{U3.value!r}f"))
-    return ("C", C), ("UNITS", UNITS[C]), ("BF16", bf16), *gelu
+    return ("C", C), ("UNITS", UNITS[C]), ("BF16", bf16), ("BLOCK_THREADS", THREADS), *gelu

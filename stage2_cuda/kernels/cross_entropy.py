@@ -24,16 +24,24 @@ second pass.
 # rank has a part of the vocabulary.
 
 import math
+from pathlib import Path
 
+import numpy as np
 import triton
 import triton.language as tl
 
+from stage2_cuda.runtime import cuda_launch
+from stage2_cuda.runtime.cuda_launch import CudaSource
 from stage2_cuda.runtime.triton_launch import launch
 
 TILE_BYTES = 32768  # bytes of the logits of one tile, which is a part of one row
 VECTOR = 8  # adjacent columns that one thread loads: one 16-byte load in 16 bits, two in fp32
 STAGES = 3  # num_stages (software pipelining) of the first pass, which reads memory; the second pass reads the cache
 LOG2E = tl.constexpr(math.log2(math.e))
+CUDA_FILE, CUDA_THREADS = Path(__file__).with_name("cross_entropy.cu"), 256
+# Columns of the logits for which cross_entropy.cu is used, in 16 bits: a row is longer than a tile, and two rows fit
+# the shared memory of a multiprocessor.
+CUDA_WIDTHS = range(TILE_BYTES // 2 + 32, (112 << 10) // 2 + 1, 32)
 
 
 def tile_size(logits):
@@ -53,11 +61,30 @@ def row_options(logits, vocab):
     return dict(BLOCK=block, TAIL=tail, VECTOR=VECTOR, STAGES=STAGES if full_tiles > 1 else 1, num_warps=warps)
 
 
+def uses_cuda(dlogits, logits):
+    """Whether cross_entropy.cu computes the three numbers of each row and dlogits; dlogits may be None."""
+    return logits.shape[1] in CUDA_WIDTHS and cuda_launch.serves(logits.dtype, dlogits, logits)
+
+
+def launch_cuda(dlogits, maxima, sums, target_logits, logits, targets, scale, vocab, first, dy=None):
+    """cross_entropy_forward_backward() by cross_entropy.cu; without dlogits, cross_entropy_forward()."""
+    (n, width), targets = logits.shape, targets.astype(np.int32, copy=False)
+    dy = None if dy is None else dy.astype(np.float32, copy=False)
+    macros = ("BF16", int(logits.dtype.name == "bfloat16")), ("BLOCK_THREADS", CUDA_THREADS)
+    source = CudaSource((*cuda_launch.HEADERS, CUDA_FILE), macros)
+    arguments = dlogits, maxima, sums, target_logits, logits, targets, dy, float(scale), vocab, width, first
+    options = dict(shared_bytes=width * logits.itemsize)
+    cuda_launch.launch(source, "cross_entropy_rows", n, CUDA_THREADS, *arguments, **options)
+
+
 def cross_entropy_forward(maxima, sums, target_logits, logits, targets, vocab, first=0):
     """Write maxima, sums and target_logits (N) float32 for the first V = vocab columns of logits (N, width >= V).
 
     targets (N): token ids, integers. For a target outside [first, first + V), target_logits is 0.
     """
+    if uses_cuda(None, logits):
+        launch_cuda(None, maxima, sums, target_logits, logits, targets, 0, vocab, first)
+        return
     arguments = maxima, sums, target_logits, logits, targets, vocab, logits.shape[1], first
     launch(forward_kernel, (logits.shape[0],), *arguments, **row_options(logits, vocab))
 
@@ -83,6 +110,9 @@ def cross_entropy_forward_backward(
     the logits from the cache. If dy contains 1, the result has the same bits as with dy=None.
     """
     width = logits.shape[1]
+    if uses_cuda(dlogits, logits):
+        launch_cuda(dlogits, maxima, sums, target_logits, logits, targets, scale, vocab, first, dy)
+        return
     arguments = dlogits, maxima, sums, target_logits, logits, targets, dy, float(scale), vocab, width, first
     launch(forward_backward_kernel, (logits.shape[0],), *arguments, **row_options(logits, vocab))
 

@@ -11,15 +11,22 @@ A program keeps whole rows in registers, so the mean and the variance of a row n
 
 # N rows, C channels, P programs that divide the rows
 
+from pathlib import Path
+
 import triton
 import triton.language as tl
 
+from stage2_cuda.runtime import cuda_launch
+from stage2_cuda.runtime.cuda_launch import CudaSource
 from stage2_cuda.runtime.triton_launch import launch
 
 TILE_ELEMENTS = 2048  # elements of a tile, which consists of whole rows; a longer row is a tile by itself
-# The largest P of the backward kernel: 4 programs for each of an H200's 132 multiprocessors. It is a constant, so that
-# the order of the sums depends only on the shape.
-PROGRAMS = 528
+# The largest P of the backward kernel: 4 programs for each of an H200's 132 multiprocessors, or 2 of the kernel in CUDA
+# C. These are constants, so that the order of the sums depends only on the shape and the dtype.
+PROGRAMS, CUDA_PROGRAMS = 528, 264
+CUDA_FILE = Path(__file__).with_name("layernorm_backward.cu")
+CUDA_CHANNELS = 256, 512, 768  # with 1024, the kernel in CUDA C would need too many registers
+CUDA_THREADS = 128  # per block; more threads would have too few registers
 MIN_ROWS = 8  # rows per backward program; with fewer rows, adding the partial sums takes longer than computing them
 PIPELINE_TILES = 8  # a backward program with at least this many tiles loads the next tile in advance
 
@@ -30,10 +37,16 @@ def tile_shape(channels):
     return max(1, TILE_ELEMENTS // width), width
 
 
-def layernorm_partials_shape(n, channels):
-    """The shape (P, 3C) of the partial sums of residual_layernorm_backward() for n rows."""
+def uses_cuda(channels, dtype, *arrays):
+    """Whether layernorm_backward.cu computes the backward pass; for all other cases a Triton kernel does."""
+    return channels in CUDA_CHANNELS and cuda_launch.serves(dtype, *arrays)
+
+
+def layernorm_partials_shape(n, channels, dtype):
+    """The shape (P, 3C) of the partial sums of residual_layernorm_backward() for n rows. dtype: of dy."""
     rows, _ = tile_shape(channels)
-    return min(PROGRAMS, triton.cdiv(n, max(MIN_ROWS, rows))), 3 * channels
+    most = CUDA_PROGRAMS if uses_cuda(channels, dtype) else PROGRAMS
+    return min(most, triton.cdiv(n, max(MIN_ROWS, rows))), 3 * channels
 
 
 def residual_layernorm_forward(s, y, mean, rstd, x, a, a_bias, w, b, eps):
@@ -52,10 +65,16 @@ def residual_layernorm_backward(dx, partials, ds, dy, s, w, mean, rstd):
     """dx (N, C) = the gradient of x, which is also the gradient of a.
 
     ds (N, C): the gradient of s that comes through the residual stream, or None. dy (N, C); s, mean, rstd: from
-    forward. partials: float32 array of layernorm_partials_shape(N, C) that receives partial sums. Call
+    forward. partials: float32 array of layernorm_partials_shape(N, C, dy.dtype) that receives partial sums. Call
     column_sums.add_partials(partials, dw, db, da_bias) afterwards to get the other three gradients.
     """
     (n, channels), programs = dy.shape, partials.shape[0]
+    if uses_cuda(channels, dy.dtype, dx, ds, dy, s, w):
+        macros = ("C", channels), ("BF16", int(dy.dtype.name == "bfloat16")), ("BLOCK_THREADS", CUDA_THREADS)
+        source = CudaSource((*cuda_launch.HEADERS, CUDA_FILE), macros)
+        arguments = dx, partials, ds, dy, s, w, mean, rstd, n
+        cuda_launch.launch(source, "layernorm_backward", programs, CUDA_THREADS, *arguments)
+        return
     rows, width = tile_shape(channels)
     warps = 4 if width == 1024 else max(2, width // 1024)  # measured on an H200
     stages = 2 if n >= PIPELINE_TILES * rows * programs else 1

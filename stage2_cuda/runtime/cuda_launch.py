@@ -1,8 +1,8 @@
 """Launch kernels that are written in CUDA C, compiled by CuPy (NVRTC).
 
-A few kernels use parts of the GPU that Triton does not offer, such as clusters. launch() has the same place in a step
-as triton_launch.launch(): it uses CuPy's current stream, and during triton_launch.compile_ahead() it only starts to
-compile. CuPy keeps compiled kernels in its cache directory.
+A few kernels use parts of a Hopper GPU that Triton does not offer, such as clusters, or shared memory whose size is not
+a power of two. launch() has the same place in a step as triton_launch.launch(): it uses CuPy's current stream, and
+during triton_launch.compile_ahead() it only starts to compile. CuPy keeps compiled kernels in its cache directory.
 """
 
 import ctypes
@@ -10,10 +10,23 @@ import functools
 from pathlib import Path
 from typing import NamedTuple
 
-from stage2_cuda.runtime.triton_launch import launcher, not_an_argument, not_contiguous
+from stage2_cuda.runtime.triton_launch import Pointer, gpu_model, launcher, not_an_argument, not_contiguous
 
+HOPPER = 9, 0  # the compute capability of the GPUs that the kernels are for
+ALIGNMENT = 16  # bytes: the kernels load and store vectors of this size
 # The number of a launch attribute in CUDA's driver API: the kernel may start before the previous one has ended.
 PROGRAMMATIC_STREAM_SERIALIZATION = 6
+# The number of an attribute of a function: the most dynamic shared memory that a launch may ask for.
+MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
+
+HEADERS = tuple(Path(__file__).with_name(name) for name in ("instructions.cuh", "vectors.cuh"))  # for all kernels
+
+
+def serves(dtype, *arrays):
+    """Whether kernels for 16 bits can be used: on a Hopper GPU, for this dtype, if the arrays are aligned or None."""
+    if gpu_model()[0] != HOPPER or dtype.itemsize != 2:
+        return False
+    return all(array is None or Pointer(array).address % ALIGNMENT == 0 for array in arrays)
 
 
 class CudaSource(NamedTuple):
@@ -42,12 +55,12 @@ class Config(ctypes.Structure):
     ]
 
 
-def launch(source, name, blocks, threads, *arguments, overlap):
+def launch(source, name, blocks, threads, *arguments, overlap=False, shared_bytes=0):
     """Launch the kernel `name` of a CudaSource, in `blocks` blocks of `threads` threads, on CuPy's current stream.
 
     arguments: contiguous arrays, None (a null pointer), int (32 bits) or float (32 bits); for anything else TypeError
     is raised. overlap: whether the kernel may start before the previous one has ended (programmatic dependent launch);
-    the kernel must then wait itself for the previous one.
+    the kernel must then wait itself for the previous one. shared_bytes: of dynamic_memory() in instructions.cuh.
     """
     gpu = launcher()
     key = source, gpu.device()
@@ -60,7 +73,9 @@ def launch(source, name, blocks, threads, *arguments, overlap):
     pointers = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
     attribute = Attribute(PROGRAMMATIC_STREAM_SERIALIZATION, 0, (1,))
     stream = gpu.xp.cuda.get_current_stream().ptr
-    config = Config((blocks, 1, 1), (threads, 1, 1), 0, stream, ctypes.pointer(attribute), int(overlap))
+    if shared_bytes:
+        allow_shared_memory(function, shared_bytes)
+    config = Config((blocks, 1, 1), (threads, 1, 1), shared_bytes, stream, ctypes.pointer(attribute), int(overlap))
     status = driver().cuLaunchKernelEx(ctypes.byref(config), ctypes.c_void_p(function.ptr), pointers, None)
     if status:
         raise RuntimeError(f"{name}: CUDA's driver did not launch the kernel: error {status}")
@@ -74,6 +89,14 @@ def compiled(xp, source, device):
     module = xp.RawModule(code=text, options=options)
     module.compile()
     return module
+
+
+@functools.cache
+def allow_shared_memory(function, shared_bytes):
+    """Allow launches of this function with so much dynamic shared memory."""
+    status = driver().cuFuncSetAttribute(ctypes.c_void_p(function.ptr), MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_bytes)
+    if status:
+        raise RuntimeError(f"CUDA's driver did not allow {shared_bytes} bytes of shared memory: error {status}")
 
 
 @functools.cache

@@ -179,7 +179,7 @@ def test_layernorm(rng, large):
         x, a, dy = (filled(zeros(rows, C), end) for end in ends)
         s, y, mean, rstd = zeros(rows, C), zeros(rows, C), zeros(rows), zeros(rows)
         layernorm.residual_layernorm_forward(s, y, mean, rstd, x, a, a_bias, w, b, 1e-5)
-        partials = zeros(*layernorm.layernorm_partials_shape(rows, C))
+        partials = zeros(*layernorm.layernorm_partials_shape(rows, C, dy.dtype))
         layernorm.residual_layernorm_backward(x, partials, a, dy, s, w, mean, rstd)
         results.append((s, y, mean, rstd, x))
         del x, a, dy

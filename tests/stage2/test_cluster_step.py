@@ -2,9 +2,6 @@
 
 import ctypes
 import math
-import shutil
-import subprocess
-from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -20,9 +17,9 @@ from stage2_cuda.cuda_backend import CudaBackend
 from stage2_cuda.decoding import cluster_step
 from stage2_cuda.decoding.decode_step import ClusterStep
 from stage2_cuda.kernels.gelu import U1, U3
-from stage2_cuda.runtime import triton_launch
+from stage2_cuda.runtime import cuda_launch, triton_launch
+from tests.support.cuda_sources import on_cpu, pointers, spills
 
-ROOT = Path(__file__).resolve().parents[2]
 D, EPS, BLOCK = cluster_step.HEAD_SIZE, 1e-5, 1024
 DTYPES = {"bf16": ml_dtypes.bfloat16, "fp16": np.float16}
 TOLERANCE = {
@@ -90,19 +87,13 @@ def assert_close(got, want, tolerance):
 
 @pytest.fixture(scope="session")
 def emulated(tmp_path_factory):
-    """emulated(C, dtype name): the shared library with both kernels."""
-    compiler = shutil.which("g++")
-    if compiler is None:
-        pytest.skip("g++ is not installed")
+    """emulated(C, dtype name): the shared library with the kernels."""
     built, folder = {}, tmp_path_factory.mktemp("emulated")
 
     def build(C, name):
         if (C, name) not in built:
-            macros = dict(cluster_step.macros(C, np.dtype(DTYPES[name])))
-            path, source = folder / f"{C}-{name}.so", ROOT / "tests/support/cluster_step_on_cpu.cpp"
-            flags = [f"-D{macro}={value}" for macro, value in macros.items()]
-            subprocess.run([compiler, "-std=c++17", "-O1", "-shared", "-fPIC", *flags, "-o", path, source], check=True)
-            built[C, name] = ctypes.CDLL(str(path))
+            macros = cluster_step.macros(C, np.dtype(DTYPES[name]))
+            built[C, name] = on_cpu("cluster_step_on_cpu.cpp", macros, folder / f"{C}-{name}.so")
         return built[C, name]
 
     return build
@@ -112,30 +103,7 @@ def emulated(tmp_path_factory):
 @pytest.mark.parametrize("C", cluster_step.UNITS)
 def test_the_kernels_compile_without_spills(tmp_path, C, name):
     """With two blocks per multiprocessor, a thread may use 128 registers."""
-    compiler = shutil.which("nvcc")
-    if compiler is None:
-        pytest.skip("nvcc is not installed")
-    source = tmp_path / "cluster_step.cu"
-    source.write_text("\n".join(path.read_text() for path in cluster_step.SOURCES))
-    macros = [f"-D{macro}={value}" for macro, value in cluster_step.macros(C, np.dtype(DTYPES[name]))]
-    command = [
-        compiler,
-        "-std=c++17",
-        "-arch=sm_90",
-        "-cubin",
-        "-Xptxas",
-        "-v",
-        *macros,
-        "-o",
-        tmp_path / "out",
-        source,
-    ]
-    log = subprocess.run(command, check=True, capture_output=True, text=True).stderr
-    assert log.count("0 bytes spill stores, 0 bytes spill loads") == 3 and "warning" not in log
-
-
-def pointers(*arrays):
-    return (ctypes.c_void_p * len(arrays))(*(None if a is None else a.ctypes.data for a in arrays))
+    assert spills(cluster_step.SOURCES, cluster_step.macros(C, np.dtype(DTYPES[name])), tmp_path) == [0, 0, 0]
 
 
 CASES = [
@@ -211,7 +179,7 @@ SIZES = [(C, name) for C in cluster_step.UNITS for name in DTYPES]
 
 @pytest.fixture
 def cupy():
-    if triton_launch.interpreted() or triton_launch.gpu_model()[0] != cluster_step.HOPPER:
+    if triton_launch.interpreted() or triton_launch.gpu_model()[0] != cuda_launch.HOPPER:
         pytest.skip("these kernels need a Hopper GPU")
     return triton_launch.array_module()
 

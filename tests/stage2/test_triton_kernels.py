@@ -127,7 +127,7 @@ def test_layernorm_backward_equals_float64(rng, oracle, dtype, n, channels, fuse
     mean, var = s64.mean(1), s64.var(1)
     statistics = [device(array.astype(np.float32)) for array in (mean, 1 / np.sqrt(var + 1e-5))]
     vector = (channels,), FP32
-    partials = layernorm.layernorm_partials_shape(n, channels), FP32
+    partials = layernorm.layernorm_partials_shape(n, channels, s.dtype), FP32
     outputs = ((n, channels), dtype), partials
     dx, partials = run(layernorm.residual_layernorm_backward, outputs, ds if fused else None, dy, s, w, *statistics)
     dw, db, da_bias = run(lambda *sums: column_sums.add_partials(device(partials), *sums), [vector] * 3)

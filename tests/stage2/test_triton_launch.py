@@ -3,6 +3,7 @@
 import inspect
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -493,6 +494,8 @@ class Array:
         return 256
 
 class Compiler:
+    def gpu_model(self):
+        return (8, 0), "a GPU that has only Triton kernels"
     def launch(self, kernel, grid, arguments, options):
         ptx = kernel.run(*arguments, grid=grid, warmup=True, **options).asm["ptx"]
         name = kernel.__module__.split(".")[-1] + "." + kernel.__name__
@@ -508,7 +511,7 @@ for dtype in ("bfloat16", "float16", "float32"):
     i = lambda *shape: Array(*shape, dtype="int32")
     x, b, d, r = h(N, C), h(C), f(C), f(N)
     layernorm.residual_layernorm_forward(x, x, r, r, x, x, b, b, b, 1e-5)
-    partials = f(*layernorm.layernorm_partials_shape(N, C))
+    partials = f(*layernorm.layernorm_partials_shape(N, C, x.dtype))
     layernorm.residual_layernorm_backward(x, partials, x, x, x, b, r, r)
     gelu.bias_gelu_forward(x, x, b)
     partials = f(*gelu.gelu_partials_shape(N, C))
@@ -550,9 +553,10 @@ def test_every_kernel_compiles_for_a_gpu_and_none_spills_or_uses_atomics(compile
     names = {name for name, *_ in compiled}
     modules = "adamw cast column_sums cross_entropy embedding gelu layernorm rounding segment_sum".split()
     files = [ROOT / "stage2_cuda" / "kernels" / f"{module}.py" for module in modules]
-    assert len(names) == sum(
-        file.read_text().count("launch(") - file.read_text().count("def launch(") for file in files
-    )
+    launches = sum(
+        len(re.findall(r"(?<![\w.])launch\(", file.read_text())) for file in files
+    )  # not cuda_launch.launch()
+    assert len(names) == launches
     assert not [name for name, _, spills, atomics in compiled if spills or atomics]
 
 

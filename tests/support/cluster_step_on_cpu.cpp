@@ -1,6 +1,7 @@
 // The kernels of cluster_step.cu as functions of a shared library, run by the emulator.
 #include "cuda_emulator.h"
 
+#include "../../stage2_cuda/runtime/vectors.cuh"
 #include "../../stage2_cuda/decoding/cluster_parts.cuh"
 #include "../../stage2_cuda/decoding/cluster_step.cu"
 

@@ -286,7 +286,7 @@ def multiply_with_gelu(precision, M, N, K):
     y, h, x, w, w2, bias = (np.empty(shape, dtype) for shape in ((M, N), (M, N), (M, K), (K, N), (N, K), (N,)))
     for tile in gluon_gelu.FORWARD_TILES:
         gluon_gelu.gelu_product(y, h, x, w, bias, tile)
-    for tile in gluon_gelu.TILES:
+    for tile in gluon_gelu.BACKWARD_TILES:
         partials = np.empty(gluon_gelu.partials_shape(M, N, tile), np.float32)
         gluon_gelu.gelu_backward_product(y, partials, x, w2, h, tile)
 

@@ -1,7 +1,9 @@
-// Run the kernels of stage2_cuda/decoding/cluster_step.cu on the CPU: it is compiled as C++ after this file.
+// Run kernels in CUDA C on the CPU: they are compiled as C++ after this file, which replaces instructions.cuh and
+// cluster_instructions.cuh of stage2_cuda. Macros: BLOCK_THREADS and BF16.
 //
 // Every thread of a cluster is a fiber (ucontext): it runs until it must wait for other threads, for example in a
 // barrier, and then lets the next fiber run. The clusters run one after another.
+// A kernel without clusters runs as clusters of eight blocks that do not communicate.
 
 #include <ucontext.h>
 
@@ -16,6 +18,7 @@
 #define EMULATED
 #define DEVICE static inline
 #define KERNEL extern "C" void
+#define CLUSTER_KERNEL KERNEL
 typedef uint16_t u16;
 typedef uint32_t u32;
 typedef uint64_t u64;
@@ -30,8 +33,8 @@ static float4 make_float4(float x, float y, float z, float w) { return {x, y, z,
 using std::min;
 static float rsqrtf(float x) { return 1 / std::sqrt(x); }
 
-const int BLOCKS = 8, THREADS = 256;  // of a cluster and of a block
-const size_t STACK_BYTES = 64 << 10, SHARED_BYTES = 48 << 10;
+const int BLOCKS = 8, THREADS = BLOCK_THREADS;  // of a cluster and of a block
+const size_t STACK_BYTES = 64 << 10, SHARED_BYTES = 48 << 10, DYNAMIC_BYTES = 112 << 10;
 
 struct Barrier {  // `count` threads meet; generation: how often they have met
   int arrived = 0, generation = 0;
@@ -43,11 +46,11 @@ struct Fiber {
   bool done;
 };
 static std::vector<Fiber> fibers;
-static std::vector<char> stacks, shared_bytes;
+static std::vector<char> stacks, shared_bytes, dynamic_bytes;
 static Barrier all_threads, block_barriers[BLOCKS], warp_barriers[BLOCKS * THREADS / 32];
 static ucontext_t scheduler;
 static Fiber* current;
-static int current_cluster;
+static int current_cluster, all_clusters;
 static std::function<void()> kernel_call;
 
 static void let_others_run() { swapcontext(&current->context, &scheduler); }
@@ -62,6 +65,8 @@ static void wait_for(Barrier& barrier, int generation) {
 
 DEVICE int cluster_number() { return current_cluster; }
 DEVICE int rank_in_cluster() { return current->block; }
+DEVICE int block_number() { return current_cluster * BLOCKS + current->block; }
+DEVICE int block_count() { return all_clusters * BLOCKS; }
 DEVICE int thread_number() { return current->thread; }
 
 // Every lane of a warp publishes `value`; returns those of all lanes.
@@ -100,11 +105,21 @@ DEVICE T& shared_memory() {
   return *(T*)(shared_bytes.data() + current->block * SHARED_BYTES);
 }
 
+DEVICE uint4* dynamic_memory() { return (uint4*)(dynamic_bytes.data() + current->block * DYNAMIC_BYTES); }
+DEVICE uint4 load_stream(const u16* address) { return load16(address); }
+DEVICE void store_stream(u16* address, uint4 v) { *(uint4*)address = v; }
+
 // A signal is the number of bytes that have not arrived yet.
 DEVICE void start_signal(u64* signal, int bytes) { *signal = bytes; }
 DEVICE void wait_for_signal(u64* signal) {
   while (*(volatile u64*)signal) let_others_run();
 }
+DEVICE void start_load(void* to, const void* from, int bytes, u64* signal) {
+  std::memcpy(to, from, bytes);
+  *signal -= bytes;
+}
+DEVICE void publish_writes() {}
+DEVICE void store_bytes(void* to, const void* from, int bytes) { std::memcpy(to, from, bytes); }
 template <class T>
 DEVICE T* in_block(T* address, int rank) {
   return (T*)((char*)address + (rank - current->block) * (std::ptrdiff_t)SHARED_BYTES);
@@ -153,10 +168,12 @@ static void run_fiber() {
 // Run call() in every thread of every cluster.
 static void run_clusters(int clusters, std::function<void()> call) {
   kernel_call = call;
+  all_clusters = clusters;
   fibers.resize(BLOCKS * THREADS);
   stacks.resize(STACK_BYTES * fibers.size());
   for (current_cluster = 0; current_cluster < clusters; current_cluster++) {
     shared_bytes.assign(BLOCKS * SHARED_BYTES, 0x7F);  // numbers that no kernel should use
+    dynamic_bytes.assign(BLOCKS * DYNAMIC_BYTES, 0x7F);
     for (size_t i = 0; i < fibers.size(); i++) {
       Fiber& fiber = fibers[i];
       fiber.block = i / THREADS, fiber.thread = i % THREADS, fiber.done = false;

@@ -45,7 +45,7 @@ from stage2_cuda.kernels import (  # noqa: E402
     rounding,
 )
 from stage2_cuda.kernels.gluon_launches import GluonTile, gluon_kind  # noqa: E402
-from stage2_cuda.runtime import triton_launch  # noqa: E402
+from stage2_cuda.runtime import cuda_launch, triton_launch  # noqa: E402
 from stage2_cuda.runtime.triton_launch import Pointer  # noqa: E402
 from stage3_mpi_cuda import tree_sum  # noqa: E402
 
@@ -75,13 +75,13 @@ class Arrays:
 
 
 def launch_layernorm(a):
-    for n, C in ((37, 172), (3, 1600)):
+    for n, C in ((37, 172), (3, 1600), (37, 768)):
         s, y, x, branch, ds, dy = (a.x(n, C) for _ in range(6))
         bias, ln_w, ln_b = (a.x(C) for _ in range(3))
         mean, rstd = a.f(n), a.f(n)
         layernorm.residual_layernorm_forward(s, y, mean, rstd, x, branch, bias, ln_w, ln_b, 1e-5)
         layernorm.residual_layernorm_forward(None, y, mean, rstd, x, None, None, ln_w, ln_b, 1e-5)
-        sums, partials = [a.f(C) for _ in range(3)], a.f(*layernorm.layernorm_partials_shape(n, C))
+        sums, partials = [a.f(C) for _ in range(3)], a.f(*layernorm.layernorm_partials_shape(n, C, s.dtype))
         layernorm.residual_layernorm_backward(y, partials, ds, dy, s, ln_w, mean, rstd)
         column_sums.add_partials(partials, *sums)
         layernorm.residual_layernorm_backward(y, partials, None, dy, s, ln_w, mean, rstd)
@@ -116,7 +116,7 @@ def launch_embedding(a):
 
 
 def launch_cross_entropy(a):
-    for N, V, width in ((9, 50, 64), (2, 9001, 9024), (3, 172, 172)):
+    for N, V, width in ((9, 50, 64), (2, 9001, 9024), (3, 172, 172), (3, 20001, 20032)):
         rows, targets, logits = [a.f(N) for _ in range(3)], a.i(N, high=V), a.x(N, width)
         cross_entropy.cross_entropy_forward(*rows, logits, targets, V)
         cross_entropy.cross_entropy_forward_backward(a.x(N, width), *rows, logits, targets, 0.1, V, 3, a.f(1))
@@ -268,7 +268,7 @@ def single_row_kernels(a, x, q, cache, lengths, weights, H, eps, tiling):
 
 def launch_cluster_step(a):
     on_gpu = isinstance(triton_launch.launcher(), triton_launch.GpuLauncher)
-    if not on_gpu or np.dtype(a.dtype).itemsize != 2 or triton_launch.gpu_model()[0] != cluster_step.HOPPER:
+    if not on_gpu or np.dtype(a.dtype).itemsize != 2 or triton_launch.gpu_model()[0] != cuda_launch.HOPPER:
         return
     for C, V, length in ((256, 37, 1), (768, 1000, 70)):
         H, block, eps, clusters = C // cluster_step.HEAD_SIZE, 70, 1e-5, cluster_step.mlp_clusters(C)
