@@ -61,9 +61,11 @@ DEVICE void store_stream(u16* address, uint4 v) {
 
 DEVICE u32 shared_address(const void* address) { return (u32)__cvta_generic_to_shared(address); }
 
-// One thread of the block calls this: the signal is given when `bytes` bytes have arrived.
+// Thread 0 of the block calls this: the signal is given when `bytes` bytes have arrived. Without __syncwarp(1), a barrier
+// of thread 0 alone, the compiler may execute mbarrier.init for the whole warp; then compute-sanitizer reports a race.
 DEVICE void start_signal(u64* signal, int bytes) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(signal)) : "memory");
+  __syncwarp(1);
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1; fence.mbarrier_init.release.cluster;"
                ::"r"(shared_address(signal)), "r"(bytes) : "memory");
 }
