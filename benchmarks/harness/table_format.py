@@ -13,7 +13,10 @@ def load(name):
 
 
 def source(name):
-    """One line: file, date, commit, hardware and command of results/<name>.json."""
+    """One line: file, date, commit, hardware and command of results/<name>.json.
+
+    If its rows were measured one by one, the line names the commits of all rows; date and command are of the last ones.
+    """
     record = load(name)
     machine = record["hardware"]
     if machine.get("gpu") and not name.startswith(("cpu/", "ranks/")):
@@ -22,7 +25,11 @@ def source(name):
         system = f"{machine['cpu']}, {machine['cores']} cores, NumPy {machine['numpy']}, {machine['blas']}"
         system += f", PyTorch {machine['torch']}" if machine["torch"] else ""
     file = f"[`results/{name}.json`](../results/{name}.json)"
-    return f"{file}: {record['date'][:10]}, commit {record['commit']}, {system}; `{record['command']}`"
+    rows = record["results"] if isinstance(record["results"], list) else []
+    commits = sorted((row["date"], row["commit"]) for row in rows if "commit" in row) or [("", record["commit"])]
+    commits = list(dict.fromkeys(commit for _, commit in commits))
+    measured = f"commit{'s' * (len(commits) > 1)} {', '.join(commits)}"
+    return f"{file}: {record['date'][:10]}, {measured}, {system}; `{record['command']}`"
 
 
 # In the functions below, a summary is the dictionary {"median", "q1", "q3", "n"} that summary() in report.py returns.

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from benchmarks.harness import assignment_tables, tables
+from benchmarks.harness import assignment_tables, table_format, tables
 from benchmarks.harness.jobs import ROOT
 from benchmarks.harness.table_format import load, number, spread
 
@@ -63,6 +63,13 @@ def test_a_changed_number_is_found(monkeypatch):
 def test_a_source_line_names_date_commit_hardware_and_command():
     line, record = tables.source("gpu/step_gpt2"), load("gpu/step_gpt2")
     assert all(text in line for text in (record["date"][:10], record["commit"], "H200", record["command"]))
+
+
+def test_a_source_line_names_the_commits_of_all_rows(monkeypatch):
+    rows = [{"date": "2026-02-01", "commit": "bbb"}, {"date": "2026-01-01", "commit": "aaa"}, {"name": "no commit"}]
+    record = load("gpu/step_gpt2") | {"commit": "bbb", "results": rows}
+    monkeypatch.setattr(table_format, "load", lambda name: record)
+    assert ", commits aaa, bbb, " in table_format.source("gpu/step_gpt2")
 
 
 def test_numbers_keep_their_significant_digits():
