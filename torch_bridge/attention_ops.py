@@ -4,9 +4,9 @@ Both are custom operators (torch.library), so torch.compile treats each as one n
 kernel, from which torch.compile learns the shapes and strides of the outputs. flash_attention.py connects them to
 autograd.
 
-Products of float32 follow torch.set_float32_matmul_precision(): with "highest", PyTorch's default, they are "tf32x3"
-(three TF32 products, with the precision of float32), otherwise "tf32". Products of fp16 and bf16 are exact. All sums
-are float32.
+Products of float32 follow torch.set_float32_matmul_precision(): with "highest", PyTorch's default, they are "fp16x3"
+(three products of fp16 numbers, with nearly the precision of float32, see attention_fp16x3.py of stage 2), otherwise
+"tf32". Products of fp16 and bf16 are exact. All sums are float32.
 """
 
 # T_q queries, T_k keys, D head size; q (batch..., T_q, D), k and v (batch..., T_k, D), any number of batch dimensions
@@ -17,13 +17,14 @@ import functools
 import torch
 import triton
 
+from stage2_cuda.kernels import fp16x3_launches
 from stage2_cuda.kernels.attention import (
     AttentionTiles,
     Heads,
     TileConfig,
     backward_launches,
     default_tiles,
-    forward_launch,
+    forward_launches,
     gluon_tiles_of,
 )
 from stage2_cuda.kernels.gluon_launches import serves
@@ -32,6 +33,8 @@ from torch_bridge.triton_launch import check_device, interpreted, launch
 DTYPES = torch.float32, torch.float16, torch.bfloat16
 HEAD_SIZES = range(16, 129, 8)
 ALIGNED = 16  # bytes: a descriptor needs this alignment of addresses and strides
+
+PROGRAMS = 2  # that run on a multiprocessor at the same time
 
 # {kind of products: {largest D: tiles for few programs}}, see select_tiles(). Chosen without a measurement;
 # benchmarks/torch/attention_tiles.py measures others.
@@ -96,8 +99,20 @@ def empty_output(x):
     return output if has_descriptor_strides(four_dimensions(output)) else x.new_empty(x.shape)
 
 
+def empty_like(x):
+    """A function empty(dtype, *shape) that returns a tensor without values on the device of x."""
+    return lambda dtype, *shape: x.new_empty(shape, dtype=getattr(torch, dtype))
+
+
 def float32_precision():
     return "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+
+
+def precision_of(q):
+    """The precision of the products of attention: "fp16x3", "tf32", or "ieee" for q of 16 bits."""
+    if q.dtype != torch.float32:
+        return "ieee"
+    return "fp16x3" if float32_precision() == "tf32x3" else "tf32"
 
 
 def select_tiles(q, k, precision):
@@ -108,14 +123,29 @@ def select_tiles(q, k, precision):
     """
     B, H, _, D = q.shape
     T, itemsize = max(q.shape[2], k.shape[2]), q.base.element_size()
-    small = SMALL_TILES.get("16 bits" if itemsize == 2 else precision, {})
-    if small and q.base.is_cuda:
-        multiprocessors = torch.cuda.get_device_properties(q.base.device).multi_processor_count
-        if B * H * triton.cdiv(T, 64) <= multiprocessors:
-            return next(tiles for largest, tiles in small.items() if D <= largest)
+    table = SMALL_TILES["16 bits"] if itemsize == 2 else fp16x3_launches.TILES if precision == "fp16x3" else {}
+    multiprocessors = multiprocessors_of(q.base.device)
+    if table and (precision == "fp16x3" or B * H * triton.cdiv(T, 64) <= multiprocessors):
+        tiles = next(tiles for largest, tiles in table.items() if D <= largest)
+        forward = with_parts(tiles.forward, B * H, T, multiprocessors)
+        return tiles._replace(forward=forward, both=with_parts(tiles.both, 2 * B * H, T, multiprocessors))
     served = not interpreted() and serves(itemsize, B * H, q.shape[2], k.shape[2], D)
     gluon = gluon_tiles_of_device(q.base.device) if served else None
     return default_tiles(itemsize, T, D, precision, gluon)
+
+
+def with_parts(tile, heads, T, multiprocessors):
+    """The TileConfig with the most parts for which all programs run at the same time; heads: rows of the grid."""
+    programs, parts = heads * triton.cdiv(T, tile.block_m), 1
+    while 2 * parts * programs <= PROGRAMS * multiprocessors and 2 * parts <= triton.cdiv(T, tile.block_n):
+        parts *= 2
+    return tile._replace(parts=parts)
+
+
+@functools.cache
+def multiprocessors_of(device):
+    """The number of multiprocessors of a CUDA device; 0 for the interpreter."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 0
 
 
 @functools.cache
@@ -136,9 +166,14 @@ def triton_forward(
     check_device(q, "FlashAttention2Triton", "FlashAttention2Torch")
     o, lse = empty_output(q), q.new_empty(q.shape[:-1], dtype=torch.float32)
     if q.numel():
-        precision, (y, *qkv) = float32_precision(), map(heads_of, (o, q, k, v))
-        tile = select_tiles(*qkv[:2], precision).forward
-        launch(*forward_launch(y, lse, *qkv, tile, precision, is_causal, natural=True), q.device)
+        precision, (y, *qkv) = precision_of(q), map(heads_of, (o, q, k, v))
+        tile, empty = select_tiles(*qkv[:2], precision).forward, empty_like(q)
+        if precision == "fp16x3":
+            launches = fp16x3_launches.forward_launches(y, lse, *qkv, tile, empty, is_causal, natural=True)
+        else:
+            launches = forward_launches(y, lse, *qkv, tile, empty, precision, is_causal, natural=True)
+        for kernel_launch in launches:
+            launch(*kernel_launch, q.device)
     return o, lse
 
 
@@ -163,10 +198,14 @@ def triton_backward(
     if not q.numel():
         return gradients[0], *(each.zero_() for each in gradients[1:])
     lse = lse.contiguous()
-    precision, delta, lse2 = float32_precision(), torch.empty_like(lse), torch.empty_like(lse)
+    precision, delta, lse2 = precision_of(q), torch.empty_like(lse), torch.empty_like(lse)
     written, (dy, *qkv, y) = map(heads_of, gradients), map(heads_of, (do, q, k, v, o))
-    tiles = select_tiles(*qkv[:2], precision)
-    for kernel_launch in backward_launches(*written, delta, dy, *qkv, y, lse, tiles, precision, is_causal, lse2):
+    tiles, empty, arrays = select_tiles(*qkv[:2], precision), empty_like(q), (delta, dy, *qkv, y, lse)
+    if precision == "fp16x3":
+        launches = fp16x3_launches.backward_launches(*written, *arrays, tiles.both, empty, is_causal, natural=True)
+    else:
+        launches = backward_launches(*written, *arrays, tiles, precision, is_causal, lse2, empty)
+    for kernel_launch in launches:
         launch(*kernel_launch, q.device)
     return tuple(gradients)
 

@@ -12,9 +12,10 @@ skipped, and only tiles on the diagonal are masked. The programs with the longes
 processors finish at about the same time.
 
 The kernels are in attention_forward.py and attention_backward.py. This file chooses their tiles and describes their
-launches: attention_forward() and attention_backward() for a packed array of the model, forward_launch() and
+launches: attention_forward() and attention_backward() for a packed array of the model, forward_launches() and
 backward_launches() for separate q, k and v of any strides. For a short T one kernel computes dq, dk and dv: half of its
-programs compute dq, the other half dk and dv.
+programs compute dq, the other half dk and dv. With few tiles, several programs can have a part of one tile's loop each;
+a second launch adds their results (attention_parts.py).
 """
 
 # B batch, T time, C channels, H heads, D = C // H head size, HEAD_DIM = D rounded up to a power of two
@@ -31,6 +32,7 @@ from gpt2core.errors import ConfigError
 from stage2_cuda.kernels import gluon_launches
 from stage2_cuda.kernels.attention_backward import both_kernel, dkdv_kernel, dq_kernel
 from stage2_cuda.kernels.attention_forward import LOG2E, forward_kernel
+from stage2_cuda.kernels.attention_parts import NUM_WARPS, ROWS, add_parts_kernel, combine_kernel
 from stage2_cuda.kernels.gluon_launches import GluonTile, mask_keys
 from stage2_cuda.runtime.triton_launch import KernelLaunch, Pointer, gpu_model
 
@@ -40,6 +42,8 @@ class TileConfig(NamedTuple):
 
     loops: 1 loop over all tiles, with a test for the diagonal in each iteration, or 2 loops: one over the tiles below
     the diagonal, which need no mask, and one over the tiles on it.
+    parts: a power of two, the programs that have a part of a tile's loop each. More than 1 needs loops=1, and is for
+    `forward` and `both` of AttentionTiles only.
     """
 
     block_m: int  # queries
@@ -47,9 +51,10 @@ class TileConfig(NamedTuple):
     num_warps: int
     num_stages: int  # software pipeline depth: tiles in flight or in use
     loops: int = 1
+    parts: int = 1
 
     def text(self):
-        """The text that tuning caches and state.json hold; do not change."""
+        """The text that tuning caches and state.json hold; do not change. They have no tiles with parts."""
         return "{} x {}, {} warps, {} stages, {} loops".format(*self)
 
 
@@ -145,27 +150,47 @@ def forward_launch(y, lse, q, k, v, tile, precision="ieee", causal=True, natural
     arrays = y.descriptor(tile.block_m), lse, q.descriptor(tile.block_m), *descriptors(tile.block_n, k, v)
     arguments = *arrays, T_q, T_k, H, LOG2E.value / math.sqrt(D)
     masks = dict(CAUSAL=causal, MASK_KEYS=mask_keys(T_q, T_k, tile.block_n, causal))
-    options = launch_options(tile, D, precision, NATURAL=natural, **masks)
-    return KernelLaunch(forward_kernel, (B * H, triton.cdiv(T_q, tile.block_m)), arguments, options)
+    options = launch_options(tile, D, precision, NATURAL=natural, SPLIT=tile.parts > 1, **masks)
+    grid = with_parts((B * H, triton.cdiv(T_q, tile.block_m)), tile)
+    return KernelLaunch(forward_kernel, grid, arguments, options)
 
 
-def backward_launches(dq, dk, dv, delta, dy, q, k, v, y, lse, tiles, precision="ieee", causal=True, lse2=None):
+def forward_launches(y, lse, q, k, v, tile, empty, precision="ieee", causal=True, natural=False):
+    """Yield the one or two KernelLaunches that compute y and lse, as forward_launch(), with any tile.parts.
+
+    empty(dtype, *shape) returns an array without values; dtype: "float32" or "float16".
+    """
+    if isinstance(tile, GluonTile) or tile.parts == 1:
+        yield forward_launch(y, lse, q, k, v, tile, precision, causal, natural)
+        return
+    parts = forward_parts(q, tile, empty)
+    yield forward_launch(heads_of(parts[0]), parts[1], q, k, v, tile, precision, causal)
+    yield combine_launch(y, lse, parts, tile, natural)
+
+
+def backward_launches(
+    dq, dk, dv, delta, dy, q, k, v, y, lse, tiles, precision="ieee", causal=True, lse2=None, empty=None
+):
     """Yield the one or two KernelLaunches that compute dq, dk and dv.
 
     dq, dk, dv, dy, q, k, v, y: Heads. lse and delta: contiguous float32 arrays (B, H, T_q); lse is that of
     forward_launch(), delta is scratch. lse2: None if lse is in base 2. If lse is a natural logarithm, lse2 is scratch
-    like delta, and a kernel writes lse in base 2 to it.
+    like delta, and a kernel writes lse in base 2 to it. empty: as for forward_launches(), if tiles.both has parts.
 
     tiles: AttentionTiles. With only `dq`, dk and dv are not computed. With only `dkdv`, dq is not computed, and delta
     and lse2 must contain the values that a launch with `dq` has written.
     """
     (B, H, T_q, D), T_k, scale, natural = q.shape, k.shape[2], 1 / math.sqrt(q.shape[3]), lse2 is not None
     if tile := tiles.both:
-        arrays = *descriptors(tile.block_m, dq, dk, dv, dy, y), lse, *descriptors(tile.block_m, q, k, v)
+        gradients, parts = (dq, dk, dv), backward_parts((q, k, v), tile, empty)
+        written = map(heads_of, parts) if parts else gradients
+        arrays = *descriptors(tile.block_m, *written, dy, y), lse, *descriptors(tile.block_m, q, k, v)
         masks = dict(CAUSAL=causal, MASK_KEYS=mask_keys(T_q, T_k, tile.block_n, causal), EVEN=T_q % tile.block_m == 0)
-        options = launch_options(tile, D, precision, NATURAL=natural, **masks)
-        grid = (B * H, 2 * triton.cdiv(max(T_q, T_k), tile.block_m))
+        options = launch_options(tile, D, precision, NATURAL=natural, SPLIT=tile.parts > 1, **masks)
+        grid = with_parts((B * H, 2 * triton.cdiv(max(T_q, T_k), tile.block_m)), tile)
         yield KernelLaunch(both_kernel, grid, (*arrays, T_q, T_k, H, scale), options)
+        if parts:
+            yield add_parts_launch(gradients, parts, tile)
         return
     if isinstance(tiles.dq, GluonTile):
         yield gluon_launches.dq_launch(dq, delta, lse2, dy, y, lse, q, k, v, tiles.dq, causal)
@@ -188,6 +213,46 @@ def backward_launches(dq, dk, dv, delta, dy, q, k, v, y, lse, tiles, precision="
         arrays = dk_n, dv_n, delta_in, dy_m, lse_in, q_m, k_n, v_n
         options = launch_options(tile, D, precision, CAUSAL=causal, EVEN=even, USE_DESCRIPTOR=use_descriptor)
         yield KernelLaunch(dkdv_kernel, (B * H, triton.cdiv(T_k, tile.block_n)), (*arrays, T_q, H, scale), options)
+
+
+def forward_parts(q, tile, empty):
+    """The arrays of y and lse of all parts."""
+    B, H, T, D = q.shape
+    return empty("float32", B, H * tile.parts, T, D), empty("float32", B, H * tile.parts, T)
+
+
+def combine_launch(y, lse, parts, tile, natural):
+    """The KernelLaunch that computes y and lse from forward_parts()."""
+    B, H, T, D = y.shape
+    options = dict(PARTS=tile.parts, ROWS=ROWS, HEAD_DIM=padded_head_size(D), NATURAL=natural, num_warps=NUM_WARPS)
+    return KernelLaunch(
+        combine_kernel, (B * H, triton.cdiv(T, ROWS)), (y.descriptor(ROWS), lse, *parts, T, D, H), options
+    )
+
+
+def backward_parts(inputs, tile, empty):
+    """The arrays of dq, dk and dv of all parts; [] if there is only one part. inputs: q, k and v."""
+    if tile.parts == 1:
+        return []
+    return [empty("float32", B, H * tile.parts, T, D) for B, H, T, D in (x.shape for x in inputs)]
+
+
+def add_parts_launch(gradients, parts, tile):
+    """The KernelLaunch that computes dq, dk and dv (`gradients`) from backward_parts()."""
+    (B, H, T_q, D), T_k = gradients[0].shape, gradients[1].shape[2]
+    options = dict(PARTS=tile.parts, ROWS=ROWS, HEAD_DIM=padded_head_size(D), num_warps=NUM_WARPS)
+    arguments = *descriptors(ROWS, *gradients), *parts, T_q, T_k, D, H
+    return KernelLaunch(add_parts_kernel, (B * H, triton.cdiv(max(T_q, T_k), ROWS), 3), arguments, options)
+
+
+def with_parts(grid, tile):
+    return (*grid, tile.parts) if tile.parts > 1 else grid
+
+
+def heads_of(array):
+    """Heads of a contiguous array (B, H, T, D)."""
+    (_, H, T, D), base = array.shape, array if hasattr(array, "data_ptr") else Pointer(array)
+    return Heads(base, tuple(array.shape), (H * T * D, T * D, D, 1))
 
 
 def descriptors(block_rows, *heads):

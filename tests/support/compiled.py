@@ -49,7 +49,7 @@ from gpt2core.training_loop import read_batch  # noqa: E402
 from stage2_cuda import cuda_backend  # noqa: E402
 from stage2_cuda.cuda_backend import PRECISIONS  # noqa: E402
 from stage2_cuda.gemm import gluon_gelu, matmul  # noqa: E402
-from stage2_cuda.kernels import attention  # noqa: E402
+from stage2_cuda.kernels import attention, fp16x3_launches  # noqa: E402
 from stage2_cuda.kernels.cast import scale_in_place  # noqa: E402
 from stage2_cuda.memory_model import LOGITS_ALIGNMENT  # noqa: E402
 from stage2_cuda.runtime import cuda_launch, triton_launch  # noqa: E402
@@ -350,6 +350,13 @@ def suite(gpu):
     for precision, D in (("bf16", 64), ("bf16", 128), ("tf32", 64)):
         attend_with_all_tiles(precision, 1024, D)
     sanitize.attend_separately(sanitize.Arrays(np, "bfloat16"), (1, 2, 1000, 777, 64), "ieee")
+    for D, tiles in fp16x3_launches.TILES.items():
+        for parts in (1, 2):
+            config = attention.AttentionTiles(*[tile and tile._replace(parts=parts) for tile in tiles])
+            sanitize.attend_in_parts(sanitize.Arrays(np, "float32"), (1, 2, 1000, 777, D), config, fp16x3_launches)
+    both = attention.TileConfig(64, 64, 4, 2, parts=4)
+    small = attention.AttentionTiles(attention.TileConfig(64, 64, 4, 3, parts=4), both=both)
+    sanitize.attend_in_parts(sanitize.Arrays(np, "bfloat16"), (1, 2, 1000, 777, 64), small, attention)
     reduce_gradients("bfloat16")
     for precision in ("bf16", "fp16"):
         multiply_with_gelu(precision, 16384, 3072, 768)

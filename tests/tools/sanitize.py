@@ -39,14 +39,15 @@ from stage2_cuda.kernels import (  # noqa: E402
     column_sums,
     cross_entropy,
     embedding,
+    fp16x3_launches,
     gelu,
     layernorm,
     losses,
     rounding,
 )
+from stage2_cuda.kernels.attention import AttentionTiles, TileConfig  # noqa: E402
 from stage2_cuda.kernels.gluon_launches import GluonTile, gluon_kind  # noqa: E402
 from stage2_cuda.runtime import cuda_launch, triton_launch  # noqa: E402
-from stage2_cuda.runtime.triton_launch import Pointer  # noqa: E402
 from stage3_mpi_cuda import tree_sum  # noqa: E402
 
 TOOLS = "memcheck", "racecheck"
@@ -63,6 +64,9 @@ class Arrays:
 
     def x(self, *shape):
         return self.xp.asarray(self.random.standard_normal(shape).astype(self.dtype))
+
+    def empty(self, dtype, *shape):
+        return self.xp.empty(shape, dtype)
 
     def f(self, *shape):
         return self.xp.asarray(self.random.random(shape, np.float32) + 0.5)
@@ -177,9 +181,7 @@ def attend_separately(a, shape, precision, tiles=None):
     """Attention of separate q, k and v (B, H, T, D), not causal and causal, with a natural logarithm."""
     B, H, T_q, T_k, D = shape
     arrays = [a.x(B, H, T, D) for T in (T_q, T_k, T_k, T_q, T_q, T_k, T_k, T_q)]
-    q, k, v, y, dq, dk, dv, dy = (
-        attention.Heads(Pointer(x), x.shape, (H * x[0, 0].size, x[0, 0].size, D, 1)) for x in arrays
-    )
+    q, k, v, y, dq, dk, dv, dy = map(attention.heads_of, arrays)
     lse, delta, lse2 = (a.f(B, H, T_q) for _ in range(3))
     T = max(T_q, T_k)
     gluon = attention.gluon_table(q.base.dtype.itemsize, B * H, T, D)
@@ -210,6 +212,35 @@ def launch_attention(a):
         for t, position in ((1, 36), (19, 5)):
             y, qkv = a.x(B, t, H * D), a.x(B, t, 3 * H * D)
             cached_attention.attention_cached(y, qkv, keys, values, position, H, precision)
+
+
+def attend_in_parts(a, shape, tiles, kernels):
+    """As attend_separately(), with the launches of `kernels`, a module; several programs may have one tile."""
+    B, H, T_q, T_k, D = shape
+    arrays = [a.x(B, H, T, D) for T in (T_q, T_k, T_k, T_q, T_q, T_k, T_k, T_q)]
+    q, k, v, y, dq, dk, dv, dy = map(attention.heads_of, arrays)
+    lse, delta, lse2 = (a.f(B, H, T_q) for _ in range(3))
+    for causal in (False, True):
+        forward, backward = (y, lse, q, k, v, tiles.forward, a.empty), (dq, dk, dv, delta, dy, q, k, v, y, lse)
+        if kernels is fp16x3_launches:
+            launches = [*kernels.forward_launches(*forward, causal)]
+            launches += kernels.backward_launches(*backward, tiles.both, a.empty, causal)
+        else:
+            launches = [*kernels.forward_launches(*forward, "ieee", causal)]
+            launches += kernels.backward_launches(*backward, tiles, "ieee", causal, lse2, a.empty)
+        for kernel_launch in launches:
+            kernel_launch.run()
+
+
+def launch_attention_in_parts(a):
+    for T_q, T_k in ((70, 133), (300, 170)):
+        for D, tiles in fp16x3_launches.TILES.items():
+            in_parts = AttentionTiles(TileConfig(64, 32, 4, 2, parts=4), both=TileConfig(32, 32, 4, 2, parts=4))
+            attend_in_parts(a, (2, 3, T_q, T_k, D - 8), in_parts, attention)
+            if np.dtype(a.dtype).itemsize == 4:
+                for parts in (1, 2):
+                    config = AttentionTiles(*[tile and tile._replace(parts=parts) for tile in tiles])
+                    attend_in_parts(a, (2, 3, T_q, T_k, D), config, fp16x3_launches)
 
 
 def launch_gelu_product(a):

@@ -44,9 +44,15 @@ TILES = {
     "two loops, wide": AttentionTiles(*[WIDE._replace(loops=2)] * 3),
     "two loops, tall": AttentionTiles(*[TALL._replace(loops=2)] * 3),
     "two loops, both": AttentionTiles(TALL, both=SQUARE._replace(loops=2)),
+    "two parts": AttentionTiles(SQUARE._replace(parts=2), both=SQUARE._replace(parts=2)),
+    "more parts than tiles": AttentionTiles(TALL._replace(parts=8), both=SQUARE._replace(parts=8)),
+    "parts, wide": AttentionTiles(WIDE._replace(parts=4), both=SQUARE._replace(parts=4)),
 }
 
-pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp2")  # of scores that are then masked
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:overflow encountered in exp2"),  # of scores that are then masked
+    pytest.mark.filterwarnings("ignore:divide by zero encountered in log2"),  # of a part without keys
+]
 
 
 @pytest.fixture(autouse=True)
@@ -74,9 +80,13 @@ def test_results_and_gradients_equal_float64(rng, function, batch, T_q, T_k, D, 
 @needs_interpreter
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("T_q, T_k", [(48, 48), (33, 70), (70, 33), (64, 32)])
-@pytest.mark.parametrize("tiles", TILES)
-def test_kernels_with_any_tiles_equal_float64(rng, monkeypatch, tiles, T_q, T_k, causal):
+@pytest.mark.parametrize(
+    "precision, tiles",
+    [("tf32x3", tiles) for tiles in TILES] + [("fp16x3", tiles) for tiles in TILES if TILES[tiles].both],
+)
+def test_kernels_with_any_tiles_equal_float64(rng, monkeypatch, precision, tiles, T_q, T_k, causal):
     monkeypatch.setattr(attention_ops, "select_tiles", lambda *_: TILES[tiles])
+    monkeypatch.setattr(attention_ops, "precision_of", lambda q: precision)
     q, k, v, do = inputs(rng, (1,), T_q, T_k, 16)
     assert_near(results(FlashAttention2Triton, q, k, v, do, causal), oracle(q, k, v, do, causal), TOLERANCE)
 

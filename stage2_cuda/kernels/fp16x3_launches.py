@@ -1,0 +1,92 @@
+"""Launches of the kernels of attention_fp16x3.py, for separate float32 q, k and v of any strides."""
+
+# Symbols: see attention_fp16x3.py
+
+import math
+
+import triton
+
+from stage2_cuda.kernels import attention_fp16x3
+from stage2_cuda.kernels.attention import (
+    AttentionTiles,
+    TileConfig,
+    add_parts_launch,
+    backward_parts,
+    combine_launch,
+    descriptors,
+    forward_parts,
+    heads_of,
+    padded_head_size,
+    with_parts,
+)
+from stage2_cuda.kernels.attention_forward import LOG2E
+from stage2_cuda.kernels.gluon_launches import mask_keys
+from stage2_cuda.runtime.triton_launch import KernelLaunch
+
+ROWS = attention_fp16x3.ROWS.value
+TILES = {  # {largest D: tiles}; not measured
+    64: AttentionTiles(TileConfig(128, 64, 8, 2), both=TileConfig(64, 64, 4, 2)),
+    128: AttentionTiles(TileConfig(128, 64, 8, 2), both=TileConfig(64, 64, 4, 2)),
+}
+
+
+def split_launches(inputs, halves, scales, empty, dy=None, y=None, dy_halves=None, delta=None):
+    """Yield the two KernelLaunches that write scales and halves of `inputs`, and of dy, with delta, unless it is None.
+
+    inputs: Heads of q, k and v; halves: an array (2 B, H, T, D) float16 for each; scales (4, B H).
+    """
+    (B, H, T_q, D), T_k = inputs[0].shape, inputs[1].shape[2]
+    grid = B * H, triton.cdiv(max(T_q, T_k), ROWS), 3 if dy is None else 4
+    arrays = [x and x.descriptor(ROWS) for x in (*inputs, dy)]
+    norms, options = empty("float32", *grid), dict(HEAD_DIM=padded_head_size(D), num_warps=4)
+    yield KernelLaunch(attention_fp16x3.norms_kernel, grid, (*arrays, norms, H), options)
+    arguments = *arrays, y and y.descriptor(ROWS), *halves, dy_halves, delta, norms, scales, T_q, T_k, D, H
+    yield KernelLaunch(attention_fp16x3.split_kernel, grid, arguments, options)
+
+
+def halves_of(x, empty):
+    """An array for the halves of Heads x."""
+    B, H, T, D = x.shape
+    return empty("float16", 2 * B, H, T, D)
+
+
+def options_of(tile, D, natural, **constants):
+    shared = {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "HEAD_DIM": padded_head_size(D)}
+    launch = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+    return {**shared, **launch, "SPLIT": tile.parts > 1, "NATURAL": natural, **constants}
+
+
+def forward_launches(y, lse, q, k, v, tile, empty, causal=True, natural=False):
+    """Yield the KernelLaunches that compute y and lse. The arguments are those of attention.forward_launches()."""
+    (B, H, T_q, D), T_k = q.shape, k.shape[2]
+    halves, scales = [halves_of(x, empty) for x in (q, k, v)], empty("float32", 4, B * H)
+    yield from split_launches((q, k, v), halves, scales, empty)
+    parts = forward_parts(q, tile, empty) if tile.parts > 1 else None
+    y_out, lse_out = (heads_of(parts[0]), parts[1]) if parts else (y, lse)
+    q_m, (k_n, v_n) = (
+        heads_of(halves[0]).descriptor(tile.block_m),
+        descriptors(tile.block_n, *map(heads_of, halves[1:])),
+    )
+    arguments = y_out.descriptor(tile.block_m), lse_out, q_m, k_n, v_n, scales, T_q, T_k, H, LOG2E.value / math.sqrt(D)
+    masks = dict(CAUSAL=causal, MASK_KEYS=mask_keys(T_q, T_k, tile.block_n, causal))
+    options = options_of(tile, D, natural and not parts, **masks)
+    grid = with_parts((B * H, triton.cdiv(T_q, tile.block_m)), tile)
+    yield KernelLaunch(attention_fp16x3.forward_kernel, grid, arguments, options)
+    if parts:
+        yield combine_launch(y, lse, parts, tile, natural)
+
+
+def backward_launches(dq, dk, dv, delta, dy, q, k, v, y, lse, tile, empty, causal=True, natural=False):
+    """Yield the KernelLaunches that compute dq, dk and dv. delta (B, H, T_q): float32 scratch; tile: a square one."""
+    (B, H, T_q, D), T_k = q.shape, k.shape[2]
+    halves, scales = [halves_of(x, empty) for x in (q, k, v, dy)], empty("float32", 4, B * H)
+    yield from split_launches((q, k, v), halves[:3], scales, empty, dy, y, halves[3], delta)
+    gradients, parts = (dq, dk, dv), backward_parts((q, k, v), tile, empty)
+    written = descriptors(tile.block_m, *(map(heads_of, parts) if parts else gradients))
+    q_m, k_n, v_n, dy_m = descriptors(tile.block_m, *map(heads_of, halves))
+    arguments = *written, delta, dy_m, lse, q_m, k_n, v_n, scales, T_q, T_k, H, 1 / math.sqrt(D)
+    masks = dict(CAUSAL=causal, MASK_KEYS=mask_keys(T_q, T_k, tile.block_n, causal), EVEN=T_q % tile.block_m == 0)
+    grid = with_parts((B * H, 2 * triton.cdiv(max(T_q, T_k), tile.block_m)), tile)
+    yield KernelLaunch(attention_fp16x3.backward_kernel, grid, arguments, options_of(tile, D, natural, **masks))
+    if parts:
+        yield add_parts_launch(gradients, parts, tile)
