@@ -34,15 +34,11 @@ DTYPES = torch.float32, torch.float16, torch.bfloat16
 HEAD_SIZES = range(16, 129, 8)
 ALIGNED = 16  # bytes: a descriptor needs this alignment of addresses and strides
 
-PROGRAMS = 2  # that run on a multiprocessor at the same time
-
-# {kind of products: {largest D: tiles for few programs}}, see select_tiles(). Chosen without a measurement;
-# benchmarks/torch/attention_tiles.py measures others.
-SMALL_TILES = {
-    "16 bits": {
-        64: AttentionTiles(TileConfig(64, 64, 4, 3), both=TileConfig(64, 64, 4, 2)),
-        128: AttentionTiles(TileConfig(64, 64, 4, 3), both=TileConfig(64, 64, 8, 2)),
-    },
+# With few heads and a short T, a tile has up to MAX_PARTS programs, at most PROGRAMS for each multiprocessor.
+PROGRAMS, MAX_PARTS = 4, 8
+SMALL_TILES = {  # {largest D: tiles of 16-bit arrays with few heads and a short T}
+    64: AttentionTiles(TileConfig(64, 64, 4, 3), both=TileConfig(64, 64, 4, 2)),
+    128: AttentionTiles(TileConfig(64, 64, 4, 3), both=TileConfig(64, 64, 4, 2)),
 }
 
 
@@ -116,16 +112,16 @@ def precision_of(q):
 
 
 def select_tiles(q, k, precision):
-    """The AttentionTiles for Heads q and k: of the tuned table, or smaller ones if there are few programs.
+    """The AttentionTiles for Heads q and k: of the tuned table, or smaller ones with parts if there are few programs.
 
-    With fewer programs than multiprocessors the time is that of the longest program. Programs of smaller tiles are
-    shorter. dq, dk and dv are then computed in one launch, because two launches would each leave most of the GPU idle.
+    With few programs the time is that of the longest one. Smaller tiles and parts of a tile's loop make it shorter. dq,
+    dk and dv are then computed in one launch, because two launches would each leave most of the GPU idle.
     """
     B, H, _, D = q.shape
     T, itemsize = max(q.shape[2], k.shape[2]), q.base.element_size()
-    table = SMALL_TILES["16 bits"] if itemsize == 2 else fp16x3_launches.TILES if precision == "fp16x3" else {}
-    multiprocessors = multiprocessors_of(q.base.device)
-    if table and (precision == "fp16x3" or B * H * triton.cdiv(T, 64) <= multiprocessors):
+    programs, multiprocessors = B * H * triton.cdiv(T, 64), multiprocessors_of(q.base.device)
+    if precision == "fp16x3" or (itemsize == 2 and 2 * programs <= PROGRAMS * multiprocessors):
+        table = fp16x3_launches.TILES if precision == "fp16x3" else SMALL_TILES
         tiles = next(tiles for largest, tiles in table.items() if D <= largest)
         forward = with_parts(tiles.forward, B * H, T, multiprocessors)
         return tiles._replace(forward=forward, both=with_parts(tiles.both, 2 * B * H, T, multiprocessors))
@@ -135,9 +131,10 @@ def select_tiles(q, k, precision):
 
 
 def with_parts(tile, heads, T, multiprocessors):
-    """The TileConfig with the most parts for which all programs run at the same time; heads: rows of the grid."""
+    """`tile` with the number of parts that PROGRAMS and MAX_PARTS allow; heads: rows of the grid."""
     programs, parts = heads * triton.cdiv(T, tile.block_m), 1
-    while 2 * parts * programs <= PROGRAMS * multiprocessors and 2 * parts <= triton.cdiv(T, tile.block_n):
+    limit = min(MAX_PARTS, triton.cdiv(T, tile.block_n), PROGRAMS * multiprocessors // programs)
+    while 2 * parts <= limit:
         parts *= 2
     return tile._replace(parts=parts)
 

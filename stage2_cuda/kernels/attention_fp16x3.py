@@ -54,11 +54,15 @@ def split(x):
 
 
 @triton.jit
-def multiply(a, a_low, b, b_low, total):
-    """total + a b; the largest product is added last."""
-    total = tl.dot(a_low, b, total)
-    total = tl.dot(a, b_low, total)
-    return tl.dot(a, b, total)
+def multiply(a, a_low, b, b_low):
+    """a b; the largest product is added last.
+
+    A sum over many tiles must not be an operand of tl.dot, because tensor cores truncate when they add. So the callers
+    multiply the result by a constant and add it in float32 arithmetic.
+    """
+    tile = tl.dot(a_low, b)
+    tile = tl.dot(a, b_low, tile)
+    return tl.dot(a, b, tile)
 
 
 @triton.jit
@@ -169,19 +173,19 @@ def forward_kernel(
     for start_n in tl.range(begin, end, BLOCK_N):
         start_n = tl.multiple_of(start_n, BLOCK_N)
         k, k_low = load_halves(k_desc, b, h, start_n, H, BLOCK_N, HEAD_DIM)
-        s = multiply(q, q_low, k.T, k_low.T, tl.zeros([BLOCK_M, BLOCK_N], tl.float32))
+        s = multiply(q, q_low, k.T, k_low.T)
         s = mask_tile(s, float("-inf"), offs_m, start_m, start_n, T_k, BLOCK_N, CAUSAL, MASK_KEYS)
         p, row_max, row_sum, acc = softmax_step(s, row_max, row_sum, acc, scale)
         v, v_low = load_halves(v_desc, b, h, start_n, H, BLOCK_N, HEAD_DIM)
         p, p_low = split(p * P_SCALE)
-        acc = multiply(p, p_low, v, v_low, acc)
+        acc += multiply(p, p_low, v, v_low) / P_SCALE
     lse = row_max + tl.math.log2(row_sum)
     if NATURAL:
         lse *= LN2
     if SPLIT:
         row_sum = tl.where(row_sum > 0, row_sum, 1.0)  # a part without keys: y is 0, the logsumexp is -inf
     tl.store(lse_ptr + head_of_output(tl.program_id(0).to(tl.int64), SPLIT) * T_q + offs_m, lse, mask=offs_m < T_q)
-    y = acc / (row_sum * P_SCALE)[:, None] / tl.load(scales + 2 * heads)
+    y = acc / row_sum[:, None] / tl.load(scales + 2 * heads)
     store_tile(y_desc, y, b, head_of_output(h, SPLIT), start_m, BLOCK_M, HEAD_DIM)
 
 
@@ -227,14 +231,14 @@ def dq_tile(
     for start_n in tl.range(begin, end, BLOCK_N):
         start_n = tl.multiple_of(start_n, BLOCK_N)
         k, k_low = load_halves(k_desc, b, h, start_n, H, BLOCK_N, HEAD_DIM)
-        s = multiply(q, q_low, k.T, k_low.T, tl.zeros([BLOCK_M, BLOCK_N], tl.float32))
+        s = multiply(q, q_low, k.T, k_low.T)
         v, v_low = load_halves(v_desc, b, h, start_n, H, BLOCK_N, HEAD_DIM)
-        dp = multiply(dy, dy_low, v.T, v_low.T, tl.zeros([BLOCK_M, BLOCK_N], tl.float32))
+        dp = multiply(dy, dy_low, v.T, v_low.T)
         p = tl.math.exp2(s * s_scale - lse[:, None])
         p = mask_tile(p, 0.0, offs_m, start_m, start_n, T_k, BLOCK_N, CAUSAL, MASK_KEYS)
         ds, ds_low = ds_halves(p, dp, delta[:, None])
-        dq = multiply(ds, ds_low, k, k_low, dq)
-    dq = dq / dy_scale * (scale / DS_SCALE / v_scale / k_scale)
+        dq += multiply(ds, ds_low, k, k_low) / DS_SCALE
+    dq = dq / dy_scale * (scale / v_scale / k_scale)
     store_tile(dq_desc, dq, b, head_of_output(h, SPLIT), start_m, BLOCK_M, HEAD_DIM)
 
 
@@ -261,7 +265,7 @@ def dkdv_tile(
         start_m = tl.multiple_of(start_m, BLOCK_M)
         offs_m = start_m + tl.arange(0, BLOCK_M)
         q, q_low = load_halves(q_desc, b, h, start_m, H, BLOCK_M, HEAD_DIM)
-        s = multiply(k, k_low, q.T, q_low.T, tl.zeros([BLOCK_N, BLOCK_M], tl.float32))
+        s = multiply(k, k_low, q.T, q_low.T)
         lse = load_rows(lse_ptr, 0, offs_m, start_m, T_q, EVEN, False)
         if NATURAL:
             lse *= LOG2E
@@ -271,14 +275,14 @@ def dkdv_tile(
                 p = tl.where(causal_mask(offs_m, offs_n).T, p, 0.0)
         dy, dy_low = load_halves(dy_desc, b, h, start_m, H, BLOCK_M, HEAD_DIM)
         p16, p16_low = split(p * P_SCALE)
-        dv = multiply(p16, p16_low, dy, dy_low, dv)
-        dp = multiply(v, v_low, dy.T, dy_low.T, tl.zeros([BLOCK_N, BLOCK_M], tl.float32))
+        dv += multiply(p16, p16_low, dy, dy_low) / P_SCALE
+        dp = multiply(v, v_low, dy.T, dy_low.T)
         delta = load_rows(delta_ptr, 0, offs_m, start_m, T_q, EVEN, False) * dy_scale * v_scale
         ds, ds_low = ds_halves(p, dp, delta[None, :])
-        dk = multiply(ds, ds_low, q, q_low, dk)
+        dk += multiply(ds, ds_low, q, q_low) / DS_SCALE
     head = head_of_output(h, SPLIT)
-    store_tile(dv_desc, dv / dy_scale / P_SCALE, b, head, start_n, BLOCK_N, HEAD_DIM)
-    store_tile(dk_desc, dk / dy_scale * (scale / DS_SCALE / v_scale / q_scale), b, head, start_n, BLOCK_N, HEAD_DIM)
+    store_tile(dv_desc, dv / dy_scale, b, head, start_n, BLOCK_N, HEAD_DIM)
+    store_tile(dk_desc, dk / dy_scale * (scale / v_scale / q_scale), b, head, start_n, BLOCK_N, HEAD_DIM)
 
 
 @triton.jit

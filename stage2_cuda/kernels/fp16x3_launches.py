@@ -24,9 +24,9 @@ from stage2_cuda.kernels.gluon_launches import mask_keys
 from stage2_cuda.runtime.triton_launch import KernelLaunch
 
 ROWS = attention_fp16x3.ROWS.value
-TILES = {  # {largest D: tiles}; not measured
-    64: AttentionTiles(TileConfig(128, 64, 8, 2), both=TileConfig(64, 64, 4, 2)),
-    128: AttentionTiles(TileConfig(128, 64, 8, 2), both=TileConfig(64, 64, 4, 2)),
+TILES = {  # {largest D: tiles}
+    64: AttentionTiles(TileConfig(64, 64, 4, 3), both=TileConfig(64, 64, 4, 2)),
+    128: AttentionTiles(TileConfig(64, 64, 4, 2), both=TileConfig(64, 64, 4, 2)),
 }
 
 
