@@ -1,8 +1,9 @@
 """Which tiles of the attention kernels are the fastest for torch_bridge.flash_attention, for each D and T?
 
-Each kernel is timed with each tile: forward, dq, dkdv, and both (dq, dk and dv in one launch). The fastest are copied
-by hand into DEFAULT_TILES of stage2_cuda/kernels/attention.py, or for few programs into SMALL_TILES of
-torch_bridge/attention_ops.py. The lines "in use" are the tiles of these tables.
+Each kernel is timed with each tile: forward, dq, dkdv, and both (dq, dk and dv in one launch). forward and both can
+have several programs for each tile (parts). The fastest are copied by hand into DEFAULT_TILES of
+stage2_cuda/kernels/attention.py, for few programs into SMALL_TILES of torch_bridge/attention_ops.py, for float32 into
+TILES of stage2_cuda/kernels/fp16x3_launches.py. The lines "in use" are the tiles of these tables.
 
 Device time in milliseconds, causal, from CUDA graphs. Run the command again until no tile is missing.
 """
@@ -21,14 +22,14 @@ from stage2_cuda.kernels.attention import AttentionTiles, TileConfig
 
 BENCHMARK = "benchmarks.torch.attention_tiles"
 KERNELS = "forward", "dq", "dkdv", "both"
+WITH_PARTS = "forward", "both"  # float32 has only these kernels
 MAX_SUMS = 160  # float32 sums of one thread, of its 255 registers
 SHARED = 227 << 10  # bytes
 
 
 def tiles(kernel, D, itemsize):
     """The TileConfigs to time: their sums fit into registers, and their operands into shared memory."""
-    lengths = (32, 64, 128) if itemsize == 2 else (16, 32, 64, 128)
-    sizes = itertools.product(lengths, lengths, (4, 8), (2, 3))
+    sizes = itertools.product((32, 64, 128), (32, 64, 128), (4, 8), (2, 3))
     for tile in itertools.starmap(TileConfig, sizes):
         m, n, threads = tile.block_m, tile.block_n, 32 * tile.num_warps
         sums = (
@@ -50,7 +51,7 @@ def tile_row(kernel, tile, dtype_name, heads, T, D, args):
 
     dtype, in_use = getattr(torch, dtype_name), attention_ops.select_tiles
     q, k, v, do = (torch.randn(heads, T, D, device="cuda", dtype=dtype) for _ in range(4))
-    used = in_use(attention_ops.heads_of(q), attention_ops.heads_of(k), attention_ops.float32_precision())
+    used = in_use(attention_ops.heads_of(q), attention_ops.heads_of(k), attention_ops.precision_of(q))
     tile = tile or getattr(used, kernel)
     if tile is None:
         return {"not_used": True}
@@ -73,13 +74,16 @@ def tile_row(kernel, tile, dtype_name, heads, T, D, args):
 
 
 def cases(args):
-    """{name of a row: function}. One variant serves all T, so T changes first."""
+    """{name of a row: function}. One compiled kernel serves all T and parts, so these change first."""
     found = {}
     for dtype, D, kernel in itertools.product(args.dtype, args.head_size, args.kernel):
+        if dtype == "float32" and kernel not in WITH_PARTS:
+            continue
         for tile in [None, *tiles(kernel, D, 2 if dtype == "bfloat16" else 4)]:
-            described = "in use" if tile is None else "{} x {}, {} warps, {} stages".format(*tile[:4])
-            for T in args.length:
-                row = functools.partial(tile_row, kernel, tile, dtype, args.heads, T, D, args)
+            for T, parts in itertools.product(args.length, args.parts if tile and kernel in WITH_PARTS else [1]):
+                described = "{} x {}, {} warps, {} stages, {} parts".format(*tile[:4], parts) if tile else "in use"
+                with_parts = tile and tile._replace(parts=parts)
+                row = functools.partial(tile_row, kernel, with_parts, dtype, args.heads, T, D, args)
                 found[f"{dtype} / {args.heads} heads / D {D} / T {T} / {kernel} / {described}"] = row
     return found
 
@@ -105,6 +109,7 @@ def main():
     add("--heads", type=int, default=1, help="batch x heads (default 1)")
     add("--head-size", type=int, nargs="+", default=[64, 128], help="D (default 64 128)")
     add("--length", type=int, nargs="+", default=[1024, 4096, 16384], help="T (default 1024 4096 16384)")
+    add("--parts", type=int, nargs="+", default=[1, 2, 4, 8], help="programs of a tile (default 1 2 4 8)")
     add("--kernel", nargs="+", choices=KERNELS, default=list(KERNELS), help="(default all)")
     add("--warmup", type=int, default=10, help="milliseconds before each measurement (default 10)")
     add("--rep", type=int, default=40, help="milliseconds of each measurement (default 40)")
