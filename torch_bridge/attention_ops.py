@@ -34,9 +34,10 @@ DTYPES = torch.float32, torch.float16, torch.bfloat16
 HEAD_SIZES = range(16, 129, 8)
 ALIGNED = 16  # bytes: a descriptor needs this alignment of addresses and strides
 
-# With few heads and a short T, a tile has up to MAX_PARTS programs, at most PROGRAMS for each multiprocessor.
-PROGRAMS, MAX_PARTS = 4, 8
-SMALL_TILES = {  # {largest D: tiles of 16-bit arrays with few heads and a short T}
+# With few programs, a tile has up to MAX_PARTS programs, at most PROGRAMS for each multiprocessor, if that makes the
+# longest program at least MIN_SAVED iterations shorter: the second launch takes as long as about 6 of them (H100).
+PROGRAMS, MAX_PARTS, MIN_SAVED = 4, 8, 6
+SMALL_TILES = {  # {largest D: tiles of 16-bit arrays with few programs}
     64: AttentionTiles(TileConfig(64, 64, 4, 3), both=TileConfig(64, 64, 4, 2)),
     128: AttentionTiles(TileConfig(64, 64, 4, 3), both=TileConfig(64, 64, 4, 2)),
 }
@@ -112,19 +113,26 @@ def precision_of(q):
 
 
 def select_tiles(q, k, precision):
-    """The AttentionTiles for Heads q and k: of the tuned table, or smaller ones with parts if there are few programs.
+    """The AttentionTiles for Heads q and k: of the tuned table, or smaller ones if there are few programs.
 
-    With few programs the time is that of the longest one. Smaller tiles and parts of a tile's loop make it shorter. dq,
-    dk and dv are then computed in one launch, because two launches would each leave most of the GPU idle.
+    With fewer programs than multiprocessors the time is that of the longest program. Smaller tiles, and several
+    programs for each tile (parts), make it shorter. dq, dk and dv are then computed in one launch, because two launches
+    would each leave most of the GPU idle.
     """
     B, H, _, D = q.shape
     T, itemsize = max(q.shape[2], k.shape[2]), q.base.element_size()
-    programs, multiprocessors = B * H * triton.cdiv(T, 64), multiprocessors_of(q.base.device)
-    if precision == "fp16x3" or (itemsize == 2 and 2 * programs <= PROGRAMS * multiprocessors):
+    multiprocessors = multiprocessors_of(q.base.device)
+    programs, iterations = B * H * triton.cdiv(T, 64), triton.cdiv(T, 64)
+    # causal: a program has iterations / 2 on average; divided evenly, they would take `even` on each multiprocessor
+    even = programs * iterations / (2 * multiprocessors) if multiprocessors else iterations
+    in_parts = iterations - even >= MIN_SAVED
+    if precision == "fp16x3" or (itemsize == 2 and (programs <= multiprocessors or in_parts)):
         table = fp16x3_launches.TILES if precision == "fp16x3" else SMALL_TILES
         tiles = next(tiles for largest, tiles in table.items() if D <= largest)
-        forward = with_parts(tiles.forward, B * H, T, multiprocessors)
-        return tiles._replace(forward=forward, both=with_parts(tiles.both, 2 * B * H, T, multiprocessors))
+        if in_parts:
+            forward = with_parts(tiles.forward, B * H, T, multiprocessors)
+            tiles = tiles._replace(forward=forward, both=with_parts(tiles.both, 2 * B * H, T, multiprocessors))
+        return tiles
     served = not interpreted() and serves(itemsize, B * H, q.shape[2], k.shape[2], D)
     gluon = gluon_tiles_of_device(q.base.device) if served else None
     return default_tiles(itemsize, T, D, precision, gluon)
