@@ -1,6 +1,7 @@
 """The Runtime of NumPy: the library of the matrix products, and its number of threads."""
 
 import warnings
+from pathlib import Path
 
 import numpy as np
 
@@ -9,24 +10,32 @@ from gpt2core.parallel.threads import limit_blas
 from gpt2core.parallel.tuned_choices import processor
 from gpt2core.runtime import Runtime
 from stage0_serial import mkl
+from stage0_serial.bf16_products import Bf16Products
 
 LIBRARIES = ("auto", "openblas", "mkl")
 
 
 class CpuRuntime(Runtime):
-    """product(a, b, out=array): the matrix product of the kernels. blas: the name of its library."""
+    """product(a, b, out=array): the matrix product of the kernels. blas: the name of its library.
 
-    def __init__(self):
-        self.threads = 1
+    precision: the value of --precision. Raises ConfigError if it is bf16, and the CPU or MKL cannot compute it.
+    """
+
+    def __init__(self, precision="fp32"):
+        self.threads, self.bf16 = 1, precision == "bf16"
         self.use_blas("auto")
 
     def use_blas(self, name):
-        """Select the library; `auto` is MKL on an Intel CPU if it is installed. Raises ConfigError if it is missing.
+        """Select the library; `auto` is MKL for bf16, and on an Intel CPU if it is installed.
 
-        If `auto` finds an MKL that cannot be loaded, it gives a warning and uses OpenBLAS.
+        Raises ConfigError if the library is missing, or cannot multiply in this precision. If `auto` finds an MKL for
+        fp32 that cannot be loaded, it gives a warning and uses OpenBLAS.
         """
         if name not in LIBRARIES:
             raise ConfigError(f"--blas {name} is unknown: choose from {', '.join(LIBRARIES)}")
+        if self.bf16:
+            check_bf16(name)
+            name = "mkl"
         if name == "mkl":
             mkl.load()
         if name == "auto":
@@ -37,12 +46,45 @@ class CpuRuntime(Runtime):
                     name = "mkl"
                 except ConfigError as error:
                     warnings.warn(str(error), stacklevel=2)
-        self.blas, self.product = name, mkl.product if name == "mkl" else np.matmul
+        self.blas = name
+        self.use_product(mkl.product if name == "mkl" else np.matmul)
         self.library = "MKL" if name == "mkl" else ""
+
+    def use_product(self, product):
+        """Select the product of float32 operands. With bf16, it computes only the products of few rows."""
+        self.product = Bf16Products(product) if self.bf16 else product
+
+    def rounded(self, x):
+        """x as `product` reads it; an operand of several products is then rounded to bf16 only once."""
+        return self.product.rounded(x) if self.bf16 else x
 
     def use_threads(self, count):
         """Let OpenBLAS divide each product over `count` threads of its own; training divides the batch instead."""
         self.threads = count
         limit_blas(count)
         if count > 1:  # mkl.py loads MKL without threads
-            self.product = np.matmul
+            self.use_product(np.matmul)
+
+
+def check_bf16(blas):
+    """Raise ConfigError unless --precision bf16 is possible with this --blas on this CPU."""
+    if blas == "openblas":
+        raise ConfigError("--blas openblas has no products of --precision bf16: use --blas mkl or --precision fp32")
+    if not has_amx():
+        raise ConfigError(
+            f"--precision bf16 needs a CPU with the instructions amx_bf16, and {processor()} has none: use --precision "
+            f"fp32, or a GPU stage"
+        )
+    try:
+        mkl.load()
+    except ConfigError as error:
+        reason = str(error).removeprefix("--blas mkl: ")
+        raise ConfigError(f"--precision bf16: {reason} and --precision fp32") from None
+
+
+def has_amx():
+    """Whether this CPU has instructions that multiply bf16 matrices; also False if this is not known."""
+    try:
+        return "amx_bf16" in Path("/proc/cpuinfo").read_text(encoding="utf-8").split()
+    except OSError:
+        return False

@@ -1,6 +1,7 @@
 """Matrix products by Intel's MKL instead of NumPy's OpenBLAS: --blas mkl, after `pip install mkl`.
 
-MKL is faster on Intel CPUs (results/cpu), so --blas auto selects it there if it is installed.
+MKL is faster on Intel CPUs (results/cpu), so --blas auto selects it there if it is installed. It also multiplies bf16
+matrices (bf16_products.py).
 """
 
 import ctypes
@@ -16,6 +17,7 @@ from gpt2core.errors import ConfigError
 ROW_MAJOR, NO_TRANSPOSE, TRANSPOSE = 101, 111, 112  # cblas.h
 SEQUENTIAL = 1  # MKL_THREADING_SEQUENTIAL: the worker threads use the cores
 REPRODUCIBLE = 2  # MKL_CBWR_AUTO: the same bits for any memory alignment
+BF16 = np.dtype("V2")  # two bytes without a meaning for NumPy, so that np.matmul refuses them
 
 
 def library_path():
@@ -30,7 +32,7 @@ def library_path():
 
 @functools.cache
 def load():
-    """{dtype: the function cblas_?gemm for it}; raises ConfigError if MKL is not installed or cannot be loaded."""
+    """{dtype of the operands: the function cblas_?gemm for it}; ConfigError if MKL is missing or cannot be loaded."""
     path = library_path()
     if path is None:
         raise ConfigError("--blas mkl: MKL is not installed: pip install mkl, or use --blas openblas")
@@ -42,6 +44,7 @@ def load():
         for name, real, dtype in (
             ("cblas_sgemm", ctypes.c_float, np.float32),
             ("cblas_dgemm", ctypes.c_double, np.float64),
+            ("cblas_gemm_bf16bf16f32", ctypes.c_float, BF16),
         ):
             function, integer, pointer = getattr(library, name), ctypes.c_int, ctypes.c_void_p
             function.argtypes = [integer] * 6 + [real, pointer, integer, pointer, integer, real, pointer, integer]
@@ -53,9 +56,13 @@ def load():
 
 
 def product(a, b, out):
-    """Write a (M, K) @ b (K, N) to `out` (M, N) and return it; np.matmul computes dtypes and layouts that MKL lacks."""
-    function, layouts = load().get(out.dtype), (layout(a), layout(b))
-    if function is None or None in layouts or out.strides[1] != out.itemsize or not a.dtype == b.dtype == out.dtype:
+    """Write a (M, K) @ b (K, N) to `out` (M, N) and return it; np.matmul computes dtypes and layouts that MKL lacks.
+
+    The result of two BF16 operands is float32; other operands have the dtype of the result.
+    """
+    function, layouts = load().get(a.dtype), (layout(a), layout(b))
+    dtypes = a.dtype, np.dtype(np.float32) if a.dtype == BF16 else a.dtype  # of b and of the result
+    if function is None or None in layouts or out.strides[1] != out.itemsize or (b.dtype, out.dtype) != dtypes:
         return np.matmul(a, b, out=out)
     (a_transposed, lda), (b_transposed, ldb) = layouts
     sizes = len(a), b.shape[1], a.shape[1]

@@ -20,7 +20,7 @@ from stage0_serial.vocabulary import VocabularyKernels
 
 QUERIES = 64  # query rows of one attention block; blocks above the diagonal are skipped
 GELU_A, GELU_B = math.sqrt(2 / math.pi), 0.044715  # Python floats: with np.float64, NumPy would compute in float64
-DTYPES = {"fp32": np.float32, "fp64": np.float64}
+DTYPES = {"fp32": np.float32, "fp64": np.float64, "bf16": np.float32}  # bf16: see bf16_products.py
 
 
 class NumpyBackend(VocabularyKernels, GenerationKernels):
@@ -34,11 +34,11 @@ class NumpyBackend(VocabularyKernels, GenerationKernels):
     def __init__(self, precision="fp32", deterministic=True):
         if precision not in DTYPES:
             raise ConfigError(
-                f"--precision {precision} is not available on the CPU: use --precision fp32, or a GPU stage"
+                f"--precision {precision} is not available on the CPU: use --precision fp32 or bf16, or a GPU stage"
             )
         self.precision, self.dtype = precision, np.dtype(DTYPES[precision])
         self.compute_dtype = self.dtype
-        self.pool, self.constants, self.runtime = BufferPool(), {}, CpuRuntime()
+        self.pool, self.constants, self.runtime = BufferPool(), {}, CpuRuntime(precision)
 
     # -- arrays ------------------------------------------------------------------------------------------------------
 
@@ -64,8 +64,8 @@ class NumpyBackend(VocabularyKernels, GenerationKernels):
     # -- linear ------------------------------------------------------------------------------------------------------
 
     def matmul(self, a, b, out=None):
-        """a (N, C) @ b (C, K) -> (N, K), written to `out` unless it is None."""
-        y = self.empty((a.shape[0], b.shape[1]), a.dtype) if out is None else out
+        """a (N, C) @ b (C, K) -> (N, K), written to `out` unless it is None. a may be a result of runtime.rounded()."""
+        y = self.empty((a.shape[0], b.shape[1]), b.dtype) if out is None else out
         if len(a) == 1 and not is_recording():
             return self.one_row(a, b, y)
         return self.runtime.product(a, b, out=y)
@@ -121,8 +121,9 @@ class NumpyBackend(VocabularyKernels, GenerationKernels):
 
     def linear_backward(self, dy, x, w, bias=True, out=(None, None)):
         dy, x2 = rows(dy), rows(x)
-        dx = self.matmul(dy, w.T).reshape(x.shape)
-        dw = self.sum_over_rows(lambda part, total: self.matmul(x2[part].T, dy[part], total), len(dy), w, out[0])
+        operand = self.runtime.rounded(dy)
+        dx = self.matmul(operand, w.T).reshape(x.shape)
+        dw = self.sum_over_rows(lambda part, total: self.matmul(x2[part].T, operand[part], total), len(dy), w, out[0])
         return dx, dw, self.column_sums(dy, w[0], out[1]) if bias else None
 
     # -- gelu: u = A (x + B x^3); y = x (1 + tanh u) / 2 = x s; dy/dx = s + 2 y (1 - s) du/dx -------------------------

@@ -49,7 +49,7 @@ class VocabularyKernels(Backend):
         return self.matmul(rows(x), w.T).reshape(*x.shape[:-1], w.shape[0])
 
     def unembed_backward(self, dy, x, w, out=None):
-        dy, x2 = rows(dy), rows(x)
+        dy, x2 = self.runtime.rounded(rows(dy)), rows(x)
         dw = self.sum_for_head(lambda part, total: self.matmul(dy[part].T, x2[part], total), len(dy), w, out)
         return self.matmul(dy, w).reshape(x.shape), dw
 
@@ -101,7 +101,7 @@ class VocabularyKernels(Backend):
                 exps = self.unembed_forward(x[chunk], w)
                 np.exp(np.subtract(exps, maxima[chunk, None], out=exps), out=exps)
                 rows_of_chunk = targets[chunk], scale, maxima[chunk], sums[chunk], (exps, maxima[chunk]), first
-                dlogits = self.cross_entropy_backward(dy, exps, *rows_of_chunk)
+                dlogits = self.runtime.rounded(self.cross_entropy_backward(dy, exps, *rows_of_chunk))
                 self.matmul(dlogits, w, dx[chunk])
                 np.add(dw, self.matmul(dlogits.T, x[chunk]), out=dw)
 

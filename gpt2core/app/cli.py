@@ -14,7 +14,7 @@ from gpt2core.parallel.data_parallel import BUCKET_MB
 
 SWITCH = argparse.BooleanOptionalAction  # --flag and --no-flag
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
-PRECISION = "precision of the arithmetic; stages 0 and 1: fp32 only (default fp32)"
+PRECISION = "precision of the arithmetic; stages 0 and 1: fp32, or bf16 on a CPU with AMX and MKL (default fp32)"
 TRANSPORT = "how stage 3 sends arrays: nccl, or mpi (through host memory); default: nccl if each rank has its own GPU"
 BLAS = (
     "library of the matrix products in stages 0 and 1: openblas (contained in NumPy), mkl (after `pip install mkl`) or "
