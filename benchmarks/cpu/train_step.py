@@ -57,6 +57,11 @@ def process_specs(args, threads):
     yield ProcessSpec(EAGER, "benchmarks.peers.torch_gpt2", threads, sizes)
     if not args.no_compile:
         yield ProcessSpec("torch compiled", "benchmarks.peers.torch_gpt2", threads, dict(sizes, compiled=True))
+    if args.bf16:
+        NumpyBackend("bf16")  # raises ConfigError if this CPU or its MKL has no bf16 products
+        options = dict(sizes, deterministic=True, precision="bf16")
+        yield ProcessSpec("ours --precision bf16", "benchmarks.harness.ours", 1, options)
+        yield ProcessSpec("torch bf16 autocast", "benchmarks.peers.torch_gpt2", threads, dict(sizes, bf16=True))
     yield ProcessSpec(FLOOR, "benchmarks.cpu.sgemm_floor", 1, sizes)
 
 
@@ -121,6 +126,7 @@ def main():
     add("--warm-up", type=int, default=2, help="steps before the first round (default 2)")
     add("--timeout", type=int, default=900, help="seconds that one round of a process may take (default 900)")
     add("--no-compile", action="store_true", help="do not measure torch.compile, which needs a C++ compiler")
+    add("--bf16", action="store_true", help="also measure --precision bf16 and torch.autocast, on a CPU with AMX")
     add_save_flags(add)
     args = parser.parse_args()
 

@@ -230,18 +230,19 @@ def build_trainer(
     collectives=None,
     backends=None,
     blas="auto",
+    precision="fp32",
     **parallel,
 ):
     """A Trainer for NumPy with the defaults of train_gpt2.py.
 
-    threads: per rank. backends: NumpyBackends to use instead of new ones, which use the library `blas`. parallel:
-    arguments of ParallelConfig.
+    threads: per rank. backends: NumpyBackends to use instead of new ones, which have this `precision` and use the
+    library `blas`. parallel: arguments of ParallelConfig.
     """
     world, parallel = world or Solo(), ParallelConfig(**parallel)
     world.use_collectives(collectives or ("canonical" if deterministic else "mpi"))
     micro_batches, threads = plan_micro_batches(batch_size, None, threads, world.size // parallel.tp, deterministic)
     if not backends:
-        backends = [NumpyBackend() for _ in range(threads)]
+        backends = [NumpyBackend(precision) for _ in range(threads)]
         for backend in backends:
             backend.runtime.use_blas(blas)
     return Trainer(

@@ -81,8 +81,11 @@ class TorchGPT2(nn.Module):
         return self.lm_head(self.ln_f(x[:, -1:] if last_only else x))
 
 
-def make_trainer(config, batch_size, seq_len, threads, compiled=False):
-    """Return `step(inputs, targets) -> loss`; the arguments are NumPy int64 arrays (batch_size, seq_len)."""
+def make_trainer(config, batch_size, seq_len, threads, compiled=False, bf16=False):
+    """Return `step(inputs, targets) -> loss`; the arguments are NumPy int64 arrays (batch_size, seq_len).
+
+    bf16: compute forward under autocast in bf16; the weights stay fp32.
+    """
     torch.set_num_threads(threads)
     torch.manual_seed(0)
     model = TorchGPT2(config)
@@ -90,8 +93,9 @@ def make_trainer(config, batch_size, seq_len, threads, compiled=False):
     forward = torch.compile(model) if compiled else model
 
     def step(inputs, targets):
-        logits = forward(torch.from_numpy(inputs))
-        loss = F.cross_entropy(logits.view(-1, config.vocab_size), torch.from_numpy(targets).view(-1))
+        with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+            logits = forward(torch.from_numpy(inputs))
+            loss = F.cross_entropy(logits.view(-1, config.vocab_size), torch.from_numpy(targets).view(-1))
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         optimizer.step()
