@@ -103,7 +103,7 @@ PIPELINED, SPECIALIZED = GluonTile("pipelined"), GluonTile("specialized")
 GLUON_TILES = {
     "H100": {
         (64, 4096): AttentionTiles(PIPELINED, PIPELINED, PIPELINED),
-        (64, NO_LIMIT): AttentionTiles(PIPELINED, SPECIALIZED, SPECIALIZED),
+        (64, NO_LIMIT): AttentionTiles(SPECIALIZED, SPECIALIZED, SPECIALIZED),
         (128, NO_LIMIT): AttentionTiles(SPECIALIZED, SPECIALIZED, SPECIALIZED),
     },
     "H200": {
