@@ -15,10 +15,11 @@ from gpt2core.tensor import is_recording
 from stage0_serial.buffer_pool import BufferPool
 from stage0_serial.cpu_runtime import CpuRuntime
 from stage0_serial.generation import GenerationKernels
-from stage0_serial.rows import BLOCK, block_rows, blocks, rows
+from stage0_serial.rows import BLOCK, block_rows, blocks, rows, slices
 from stage0_serial.vocabulary import VocabularyKernels
 
 QUERIES = 64  # query rows of one attention block; blocks above the diagonal are skipped
+LARGEST_SUM = 1e20  # of the exponentials of a row of scores; the smallest sum is 1 / LARGEST_SUM
 GELU_A, GELU_B = math.sqrt(2 / math.pi), 0.044715  # Python floats: with np.float64, NumPy would compute in float64
 DTYPES = {"fp32": np.float32, "fp64": np.float64, "bf16": np.float32}  # bf16: see bf16_products.py
 
@@ -240,7 +241,7 @@ class NumpyBackend(VocabularyKernels, GenerationKernels):
         dw = self.sum_over_rows(sum_of, len(dy2), w, out[1])
         return dx, self.column_sums(dx2, w, out[0]), dw, self.column_sums(dy2, w, out[2])
 
-    # -- attention: E = exp(S - rowmax), S = scale q k', causal; y = E v / rowsum(E) -----------------------------------
+    # -- attention: E = exp(S), S = scale q k', causal; y = E v / rowsum(E) --------------------------------------------
     #    backward: dS = E (dy v' - rowsum(dy y)) / rowsum(E), so E is kept, and E / rowsum(E) is never computed
 
     def attention_forward(self, qkv, n_head):
@@ -248,52 +249,65 @@ class NumpyBackend(VocabularyKernels, GenerationKernels):
         y = self.empty((B, T, n_head * D), qkv.dtype)
         exps = self.empty((B, n_head, T, T), qkv.dtype)  # blocks above the diagonal are never written
         inverse_sums = self.empty((B, n_head, T), qkv.dtype)
-        q, k = self.empty((n_head, T, D), qkv.dtype), self.empty((n_head, D, T), qkv.dtype)
-        mask = np.triu(np.full((QUERIES, QUERIES), -np.inf, qkv.dtype), 1)
-        ones = np.ones(T, qkv.dtype)
+        k, factors = self.empty((n_head, D, T), qkv.dtype), self.empty((T, n_head * D), qkv.dtype)
+        columns = columns_of_heads(n_head, D, qkv.dtype)
+        later = np.triu(np.ones((QUERIES, QUERIES), bool), 1)  # True for keys after the query
         for b in range(B):
-            np.multiply(q3[b, 0], D**-0.5, out=q)
-            np.copyto(k, q3[b, 1].transpose(0, 2, 1))  # otherwise BLAS transposes k for every block of queries
-            v = q3[b, 2]
-            out = y[b].reshape(T, n_head, D).transpose(1, 0, 2)
+            q, v, sums, out = q3[b, 0], q3[b, 2], inverse_sums[b], heads(y[b], n_head)
+            copy_transposed(q3[b, 1], k)  # otherwise BLAS transposes k for every block of queries
+            np.multiply(k, D**-0.5, out=k)
             for i in range(0, T, QUERIES):
                 j = min(i + QUERIES, T)
-                s, inverse = exps[b, :, i:j, :j], inverse_sums[b, :, i:j]
-                np.matmul(q[:, i:j], k[:, :, :j], out=s)
-                np.add(s[:, :, i:j], mask[: j - i, : j - i], out=s[:, :, i:j])
-                np.subtract(s, np.maximum.reduce(s, axis=2, keepdims=True), out=s)
-                np.exp(s, out=s)
-                np.matmul(s, ones[:j], out=inverse)
-                np.divide(1, inverse, out=inverse)
-                np.matmul(s, v[:, :j], out=out[:, i:j])
-                np.multiply(out[:, i:j], inverse[:, :, None], out=out[:, i:j])
+                e = exps[b, :, i:j, :j]
+                self.exp_of_scores(q[:, i:j], k[:, :, :j], later[: j - i, : j - i], e, sums[:, i:j])
+                np.matmul(e, v[:, :j], out=out[:, i:j])
+            np.divide(1, sums, out=sums)
+            np.multiply(y[b], np.matmul(sums.T, columns, out=factors), out=y[b])
         return y, (exps, inverse_sums)
+
+    def exp_of_scores(self, q, k, later, e, sums):
+        """q (H, n, D), k (H, D, m), later (n, n) of the last n keys -> e (H, n, m) = exp(q k), sums of its rows (H, n).
+
+        exp(s - c) / rowsum(exp(s - c)) is the same for any c. So the maximum is subtracted only in rows whose sum would
+        be too large or too small.
+        """
+        ones = np.ones(k.shape[2], e.dtype)
+        with np.errstate(over="ignore"):
+            np.exp(causal_scores(q, k, later, e), out=e)
+            np.matmul(e, ones, out=sums)
+        if not (1 / LARGEST_SUM < sums.min() and sums.max() < LARGEST_SUM):
+            extreme = ~((sums > 1 / LARGEST_SUM) & (sums < LARGEST_SUM))
+            maxima = np.maximum.reduce(causal_scores(q, k, later, e), axis=2)
+            np.subtract(e, np.where(extreme, maxima, 0)[:, :, None], out=e)
+            np.matmul(np.exp(e, out=e), ones, out=sums)
 
     def attention_backward(self, dy, qkv, y, aux, n_head):
         exps, inverse_sums = aux
         q3, B, T, D = split_heads(qkv, n_head)
         dqkv = self.like(qkv)
         d3 = split_heads(dqkv, n_head)[0]
-        q, dys = (self.empty((n_head, T, D), qkv.dtype) for _ in range(2))
-        v, ds = self.empty((n_head, D, T), qkv.dtype), self.empty((n_head, T, T), qkv.dtype)
+        v, ds = self.empty((n_head, D + 1, T), qkv.dtype), self.empty((n_head, T, T), qkv.dtype)
+        dys, scaled = self.empty((n_head, T, D + 1), qkv.dtype), self.empty((T, n_head * D), qkv.dtype)
+        columns = columns_of_heads(n_head, D, qkv.dtype)
         for b in range(B):
-            k = q3[b, 1]
-            np.copyto(v, q3[b, 2].transpose(0, 2, 1))
-            np.multiply(q3[b, 0], D**-0.5, out=q)
-            np.multiply(heads(dy[b], n_head), inverse_sums[b][:, :, None], out=dys)
-            correction = np.vecdot(dys, heads(y[b], n_head))[:, :, None]  # (H, T, 1)
+            q, k = q3[b, 0], q3[b, 1]
+            # dys = dy / rowsum(E); scale (dys v' - rowsum(dys y)) is (dys, -rowsum(dys y)) times scale (v, 1)'
+            copy_transposed(q3[b, 2], v[:, :D])
+            v[:, D] = 1
+            np.multiply(v, D**-0.5, out=v)
+            np.multiply(dy[b], np.matmul(inverse_sums[b].T, columns, out=scaled), out=scaled)
+            np.copyto(dys[:, :, :D], heads(scaled, n_head))
+            np.negative(np.vecdot(heads(scaled, n_head), heads(y[b], n_head)), out=dys[:, :, D])
             for i in range(0, T, QUERIES):
                 j = min(i + QUERIES, T)
                 g = ds[:, i:j, :j]
                 np.matmul(dys[:, i:j], v[:, :, :j], out=g)
-                np.subtract(g, correction[:, i:j], out=g)
                 np.multiply(g, exps[b, :, i:j, :j], out=g)
                 np.matmul(g, k[:, :j], out=d3[b, 0, :, i:j])
             for i in range(0, T, QUERIES):
                 j = min(i + QUERIES, T)
-                np.matmul(exps[b, :, i:, i:j].transpose(0, 2, 1), dys[:, i:], out=d3[b, 2, :, i:j])
+                np.matmul(exps[b, :, i:, i:j].transpose(0, 2, 1), dys[:, i:, :D], out=d3[b, 2, :, i:j])
                 np.matmul(ds[:, i:, i:j].transpose(0, 2, 1), q[:, i:], out=d3[b, 1, :, i:j])
-            np.multiply(d3[b, 0], D**-0.5, out=d3[b, 0])
         return dqkv
 
     # -- flat buffers ------------------------------------------------------------------------------------------------
@@ -356,3 +370,21 @@ def split_heads(qkv, n_head):
     """(B, T, 3C) as a view (B, 3, H, T, D), and B, T, D."""
     B, T, C3 = qkv.shape
     return qkv.reshape(B, T, 3, n_head, -1).transpose(0, 2, 3, 1, 4), B, T, C3 // 3 // n_head
+
+
+def columns_of_heads(n_head, D, dtype):
+    """(H, C), 1 in the columns of each head: x (T, H) @ it is (T, C), each number of x in all columns of its head."""
+    return np.repeat(np.eye(n_head, dtype=dtype), D, axis=1)
+
+
+def copy_transposed(x, out):
+    """Copy x (H, T, D) to out (H, D, T), a few rows at a time: the numbers of a column are in different cache lines."""
+    for part in slices(0, x.shape[1], QUERIES):
+        np.copyto(out[:, :, part], x[:, part].transpose(0, 2, 1))
+
+
+def causal_scores(q, k, later, s):
+    """Write q (H, n, D) @ k (H, D, m) to s (H, n, m), and -inf where `later` (n, n) is True in the last n columns."""
+    np.matmul(q, k, out=s)
+    np.copyto(s[:, :, s.shape[2] - s.shape[1] :], -np.inf, where=later)
+    return s

@@ -30,13 +30,16 @@ def joined(array):
     return array.transpose(0, 2, 1, 3).reshape(B, T, H * D)
 
 
-def exponentials(q, k, scale, mask=0):
-    """exp(s - the maximum of each row), s = scale q k', with the keys up to query + mask; mask None: all keys."""
+def exponentials(q, k, scale, mask=0, shifted=True):
+    """exp(s - the maximum of each row), s = scale q k', with the keys up to query + mask; mask None: all keys.
+
+    shifted=False: exp(s).
+    """
     s = scale * q @ k.swapaxes(-1, -2)
     if mask is not None:
         s = np.where(np.tri(*s.shape[-2:], mask, dtype=bool), s, -np.inf)
     with np.errstate(all="ignore"):  # a mask of -1 leaves no key for the first query
-        return np.exp(s - s.max(-1, keepdims=True))
+        return np.exp(s - s.max(-1, keepdims=True) if shifted else s)
 
 
 def probabilities(q, k, scale, mask=0):
@@ -146,10 +149,11 @@ def expect_attention_gradient(T):
     not_p = "ds lacks the factor p: ds = p * (dp - delta)."
     sign = "The sign of delta is wrong: ds = p * (dp - delta)."
     look = "attention_backward: "
-    e = exponentials(q, k, scale)
+    not_transposed = [p @ g]
+    for e in (exponentials(q, k, scale), exponentials(q, k, scale, shifted=False)):
+        not_transposed.append(e @ (g / e.sum(-1, keepdims=True)))
     wrong = [
-        (joined(e @ (g / e.sum(-1, keepdims=True))), "dv lacks a transpose: it is p' dy, with the transpose of p."),
-        (joined(p @ g), "dv lacks a transpose: it is p' dy, with the transpose of p."),
+        *((joined(dv), "dv lacks a transpose: it is p' dy, with the transpose of p.") for dv in not_transposed),
         (joined(p.swapaxes(-1, -2) @ g * scale), "dv has a factor 1/sqrt(D) too many: only dq and dk have it."),
     ]
     expect("dv", got_v, joined(p.swapaxes(-1, -2) @ g), FP64, wrong, look + "the line that computes dv = p' dy")

@@ -392,6 +392,20 @@ def test_extreme_attention_scores_do_not_overflow(backend, rng):
         near(got, reference, 0.1 if backend.dtype == np.float32 else 1e-8)
 
 
+@pytest.mark.parametrize("score", [-200, 200])  # exp(200) and exp(-200) are infinite and 0 in fp32
+def test_a_row_of_extreme_attention_scores_is_exact_and_changes_no_other_row(backend, rng, score):
+    T, D, now = 70, 4, 66
+    qkv = np.array(normal(rng, backend, 1, T, 3 * D))
+    qkv[:, :, D : 2 * D] = 1  # all keys are equal: a query has equal scores, and its output is the mean of the values
+    before = backend.attention_forward(qkv, 1)[0].copy()
+    qkv[0, now, :D] = score / D**0.5
+    with np.errstate(all="raise", under="ignore"):
+        y, aux = backend.attention_forward(qkv, 1)
+        backend.attention_backward(y, qkv, y, aux, 1)
+    near(y[0, now], qkv[0, : now + 1, 2 * D :].mean(0))
+    assert_array_equal(np.delete(y, now, 1), np.delete(before, now, 1))
+
+
 def test_gelu_of_large_numbers_is_the_identity_or_zero(backend):
     x = sealed(np.array([[-1e8, -1e4, -50, 0, 50, 1e4, 1e8]], backend.dtype))
     with np.errstate(over="raise", invalid="raise"):
