@@ -128,7 +128,7 @@ class NumpyBackend(VocabularyKernels, GenerationKernels):
         return dx, dw, self.column_sums(dy, w[0], out[1]) if bias else None
 
     # -- gelu: u = A (x + B x^3); y = x (1 + tanh u) / 2 = x s; dy/dx = s + 2 y (1 - s) du/dx -------------------------
-    #    a training step uses linear_gelu_forward, which keeps dy/dx, and linear_gelu_backward
+    #    a training step uses linear_gelu_forward, which keeps dy/dx, and mlp_backward
 
     def gelu_forward(self, x):
         y = self.like(x)
@@ -174,6 +174,12 @@ class NumpyBackend(VocabularyKernels, GenerationKernels):
 
     def linear_gelu_backward(self, dy, x, w, aux, out=(None, None)):
         return self.linear_backward(np.multiply(dy, aux, out=self.like(dy)), x, w, out=out)
+
+    def mlp_backward(self, dy, x, w, w2, aux, out=(None, None, None)):
+        h, slope = aux
+        dh, dw2, _ = self.linear_backward(dy, h, w2, False, (out[2], None))
+        np.multiply(dh, slope, out=dh)  # in place: writing a new array would load its memory into the cache first
+        return *self.linear_backward(dh, x, w, out=out[:2]), dw2
 
     # -- layernorm: h = (x - mean) r, r = 1 / sqrt(var + eps); dx = r (g - mean(g) - h mean(g h)), g = dy w ------------
 
