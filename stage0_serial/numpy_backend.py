@@ -256,8 +256,8 @@ class NumpyBackend(VocabularyKernels, GenerationKernels):
         exps = self.empty((B, n_head, T, T), qkv.dtype)  # blocks above the diagonal are never written
         inverse_sums = self.empty((B, n_head, T), qkv.dtype)
         k, factors = self.empty((n_head, D, T), qkv.dtype), self.empty((T, n_head * D), qkv.dtype)
-        columns = columns_of_heads(n_head, D, qkv.dtype)
-        later = np.triu(np.ones((QUERIES, QUERIES), bool), 1)  # True for keys after the query
+        columns, position = columns_of_heads(n_head, D, qkv.dtype), np.arange(QUERIES)
+        later = position > position[:, None]  # (queries, keys): True for keys after the query
         for b in range(B):
             q, v, sums, out = q3[b, 0], q3[b, 2], inverse_sums[b], heads(y[b], n_head)
             copy_transposed(q3[b, 1], k)  # otherwise BLAS transposes k for every block of queries
