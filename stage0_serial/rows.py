@@ -9,8 +9,8 @@ def rows(x):
 
 
 def block_rows(x):
-    """The number of rows of x (N, C) in a block of at most BLOCK elements; at least 1."""
-    return max(1, BLOCK // x.shape[1])
+    """The number of rows of x (N, C) in a block: the smallest number with at least BLOCK elements."""
+    return -(-BLOCK // x.shape[1])  # rounded up: 512 rows of 384 elements are three blocks, not three and two rows
 
 
 def blocks(x, first=0):
