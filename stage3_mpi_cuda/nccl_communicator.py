@@ -5,7 +5,6 @@ NCCL transfers large arrays directly from GPU to GPU.
 """
 # p: number of ranks in a group
 
-import os
 import platform
 import sys
 import warnings
@@ -13,7 +12,7 @@ from dataclasses import dataclass, field
 
 from gpt2core.communicator import Communicator, Solo
 from gpt2core.errors import ConfigError, counted
-from gpt2core.parallel.all_or_raise import all_or_raise, gather_or_raise, shared_error
+from gpt2core.parallel.all_or_raise import all_or_raise, shared_error
 from stage1_mpi.mpi_communicator import MpiCommunicator
 from stage2_cuda.runtime import triton_launch
 from stage2_cuda.runtime.triton_launch import GpuLauncher
@@ -22,9 +21,6 @@ from stage3_mpi_cuda.staged_collectives import StagedCollectives
 from stage3_mpi_cuda.watchdog import watch_gpus
 
 TRANSPORTS = {"nccl": NcclCollectives, "mpi": StagedCollectives}
-SHARED_GPUS = "NCCL_MULTI_RANK_GPU_ENABLE"  # the environment variable with which NCCL allows several ranks on one GPU
-SHARED_GPUS_NCCL = 23000  # the first NCCL that knows this variable, 2.30.0, in the encoding of ncclGetVersion()
-RANKS_PER_SHARED_GPU = 2  # NCCL's manual: with more ranks the GPU may have too few resources, and NCCL hangs
 
 
 class NcclCommunicator(Communicator):
@@ -34,8 +30,8 @@ class NcclCommunicator(Communicator):
     split() creates this one; the new communicator uses the parent's GPU, transport and algorithm.
 
     CuPy arrays use the transport that use_transport() selected. Transport "nccl" needs one GPU per rank and uses a
-    communication stream; for tests, NCCL_MULTI_RANK_GPU_ENABLE=1 and NCCL 2.30 allow several ranks per GPU. Transport
-    "mpi" copies through host memory, and ranks may share a GPU. With TRITON_INTERPRET=1 all arrays are NumPy arrays.
+    communication stream. Transport "mpi" copies through host memory, and ranks may share a GPU. With TRITON_INTERPRET=1
+    all arrays are NumPy arrays.
 
     Sums are canonical unless use_collectives() selects another algorithm. With transport "nccl" the only other
     algorithm is "nccl": NCCL's own sums, whose order depends on the number of ranks. With transport "mpi" all
@@ -72,7 +68,7 @@ class NcclCommunicator(Communicator):
         """The transport to use with the GPUs that the ranks have selected. name: the value of --transport, or None.
 
         Rank 0 prints a note if ranks share a GPU. Raises ConfigError if the GPUs are of different models, or if `name`
-        is "nccl" and ranks share a GPU, unless NCCL supports this: see ranks_may_share_gpus().
+        is "nccl" and ranks share a GPU.
         """
         gpus = self.mpi_group.all_gather_object((self.gpu.name, platform.node(), self.gpu.pci_bus_id))
         model_of_rank_0, gpu_count = gpus[0][0], len(set(gpus))
@@ -83,34 +79,14 @@ class NcclCommunicator(Communicator):
                 raise shared_error(ConfigError(f"{found}; {advice}"))
         if gpu_count == self.size:
             return name or "nccl"
-        return self._choose_transport_of_shared_gpus(name, gpu_count)
-
-    def _choose_transport_of_shared_gpus(self, name, gpu_count):
-        """As _choose_transport(), if there are fewer GPUs than ranks.
-
-        NCCL is used if ranks_may_share_gpus() is true on all ranks and NCCL is recent enough.
-        """
-        found, unsupported = f"{self.size} ranks have {counted(gpu_count, 'GPU')}", "NCCL does not support"
-        if name != "mpi" and all(self.mpi_group.all_gather_object(ranks_may_share_gpus())):
-            oldest = min(gather_or_raise(self.mpi_group, lambda: import_nccl(self.gpu.cupy).get_version()))
-            if oldest >= SHARED_GPUS_NCCL:
-                self._note(f"{found}, so ranks share GPUs ({SHARED_GPUS}=1): for tests only, because it is slow")
-                return "nccl"
-            needed = f"{SHARED_GPUS}=1 needs NCCL {version_text(SHARED_GPUS_NCCL)} or later"
-            if name == "nccl":
-                advice = "install a later one, or use --transport mpi, where ranks can share a GPU"
-                loaded = f"CuPy has loaded NCCL {version_text(oldest)}"
-                raise shared_error(ConfigError(f"--transport nccl: {found}, and {needed}, but {loaded}; {advice}"))
-            unsupported = f"NCCL {version_text(oldest)} does not support ({needed})"
+        found = f"{self.size} ranks have {counted(gpu_count, 'GPU')}"
         if name == "nccl":
             advice = f"start {counted(gpu_count, 'rank')}, or use --transport mpi, where ranks can share a GPU"
             raise shared_error(ConfigError(f"--transport nccl: needs a GPU for each rank, but {found}; {advice}"))
-        self._note(f"{found}, so ranks share GPUs, which {unsupported}: using --transport mpi")
-        return "mpi"
-
-    def _note(self, text):
         if self.is_root:
-            print(f"note: {text}", file=sys.stderr)
+            reason = "so ranks share GPUs, which NCCL does not support"
+            print(f"note: {found}, {reason}: using --transport mpi", file=sys.stderr)
+        return "mpi"
 
     @property
     def native_algorithm(self):
@@ -256,24 +232,3 @@ def import_nccl(cupy):
         wheel = f"nvidia-nccl-cu{cupy.cuda.runtime.runtimeGetVersion() // 1000}"
         raise ConfigError(f"CuPy finds no NCCL{reason}; pip install {wheel}, or use --transport mpi")
     return nccl
-
-
-def ranks_may_share_gpus():
-    """Whether NCCL_MULTI_RANK_GPU_ENABLE=1 is set for this process. NCCL 2.30 and later then allow it."""
-    return os.environ.get(SHARED_GPUS) == "1"
-
-
-def nccl_ranks(gpu_count):
-    """The number of ranks that can use NCCL on gpu_count GPUs: one per GPU, or two if ranks may share GPUs.
-
-    Raises ConfigError if ranks may share GPUs and CuPy cannot load the NCCL library.
-    """
-    if not (gpu_count and ranks_may_share_gpus()):
-        return gpu_count
-    supported = import_nccl(triton_launch.array_module()).get_version() >= SHARED_GPUS_NCCL
-    return gpu_count * RANKS_PER_SHARED_GPU if supported else gpu_count
-
-
-def version_text(version):
-    """The text "2.28.9" for 22809, a result of ncclGetVersion()."""
-    return f"{version // 10000}.{version // 100 % 100}.{version % 100}"

@@ -77,13 +77,6 @@ def gpu_count():
     return 0 if os.environ.get("TRITON_INTERPRET", "0") != "0" else len(nvidia_smi("name"))
 
 
-def nccl_rank_count():
-    """The number of ranks that can use NCCL here: see nccl_ranks()."""
-    from stage3_mpi_cuda.nccl_communicator import nccl_ranks
-
-    return nccl_ranks(gpu_count())
-
-
 def needs(*packages):
     """reason() of a rung that imports these packages."""
 
@@ -395,8 +388,7 @@ def stage_3_curve(options):
     if not (gpu_count() or options.full):
         fixed += ("--n-layer", "1", "--block-size", "8")  # the interpreter is slow
     wanted = train("stage 2", script("stage2_cuda", *fixed), *size)
-    most = nccl_rank_count()
-    counts = [1, *(ranks for ranks in (2, 4) if ranks <= most)] if most > 1 else [2]
+    counts = [1, *(ranks for ranks in (2, 4) if ranks <= gpu_count())] if gpu_count() > 1 else [2]
     for ranks in counts:
         log = train(f"{ranks} ranks", script("stage3_mpi_cuda", *fixed, "--dp", "bucket", ranks=ranks), *size)
         if text := first_difference(log, wanted):
@@ -426,15 +418,14 @@ def examine_on_gpus(host):
     from stage3_mpi_cuda.nccl_communicator import NcclCommunicator
 
     world = NcclCommunicator(host)
-    world.use_transport(None)  # NCCL if each rank has a GPU of its own, or if ranks may share GPUs
+    world.use_transport(None)  # NCCL if each rank has a GPU of its own
     make = trainer_maker(CudaBackend, MODEL, batch_size=8, micro_batches=4, dp="bucket")
     return examine(make, windows_of(MODEL), 2, LR, world, exact=True)
 
 
 def needs_two_gpus():
-    if reason := needs_stage_3():
-        return reason
-    return f"needs two GPUs, and this machine has {gpu_count()}" if nccl_rank_count() < 2 else None
+    few = f"needs two GPUs, and this machine has {gpu_count()}" if gpu_count() < 2 else None
+    return needs_stage_3() or few
 
 
 EQUAL = "equal bits"

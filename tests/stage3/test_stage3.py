@@ -28,7 +28,7 @@ from stage2_cuda.cuda_backend import CudaBackend
 from stage2_cuda.runtime import triton_launch
 from stage3_mpi_cuda import nccl_communicator, staged_collectives
 from stage3_mpi_cuda.nccl_collectives import NcclCollectives
-from stage3_mpi_cuda.nccl_communicator import SHARED_GPUS, GpuBinding, NcclCommunicator
+from stage3_mpi_cuda.nccl_communicator import GpuBinding, NcclCommunicator
 from stage3_mpi_cuda.staged_collectives import StagedCollectives
 from stage3_mpi_cuda.watchdog import NcclErrors
 from tests.support.collectives import DTYPES, assert_same, check_every_collective, rank_inputs
@@ -131,15 +131,14 @@ H200, A100 = "NVIDIA H200", "NVIDIA A100"
 def machine(monkeypatch):
     """machine([(name, PCI bus id) or error of each rank's GPU], asked) -> [transport or error text of each rank].
 
-    without_nccl: the ranks whose CuPy finds no NCCL. version: NCCL's version, in the encoding of ncclGetVersion().
+    without_nccl: the ranks whose CuPy finds no NCCL.
     """
     fake = threading.local()
-    monkeypatch.delenv(SHARED_GPUS, raising=False)
 
     class Fixed(NcclCommunicator):
-        def __init__(self, host, gpus, without_nccl, version):
+        def __init__(self, host, gpus, without_nccl):
             super().__init__(host)
-            fake.gpu, fake.nccl = gpus[self.rank], None if self.rank in without_nccl else version
+            fake.gpu, fake.nccl = gpus[self.rank], self.rank not in without_nccl
 
     def bind_gpu(local_rank):
         if isinstance(fake.gpu, Exception):
@@ -147,19 +146,18 @@ def machine(monkeypatch):
         return GpuBinding(None, local_rank, *fake.gpu)
 
     def import_nccl(cupy):
-        if fake.nccl is None:
+        if not fake.nccl:
             raise ConfigError("CuPy finds no NCCL: install it")
-        return SimpleNamespace(get_version=lambda version=fake.nccl: version)
 
     monkeypatch.setattr(nccl_communicator, "bind_gpu", bind_gpu)
     monkeypatch.setattr(nccl_communicator, "import_nccl", import_nccl)
     monkeypatch.setattr(nccl_communicator, "watch_gpus", lambda world: None)
     monkeypatch.setattr(nccl_communicator, "triton_launch", SimpleNamespace(interpreted=lambda: False))
 
-    def run(gpus, asked=None, without_nccl=(), version=22809):
+    def run(gpus, asked=None, without_nccl=()):
         def rank(threads):
             try:
-                return Fixed(threads, gpus, without_nccl, version).use_transport(asked)
+                return Fixed(threads, gpus, without_nccl).use_transport(asked)
             except UserError as error:
                 assert error.shared  # all ranks raise it, only the root prints it
                 return str(error)
@@ -181,41 +179,6 @@ def test_ranks_with_a_gpu_each_use_nccl_and_ranks_that_share_one_use_mpi(machine
     assert machine([(H200, "0"), (H200, "1")], "mpi") == ["mpi"] * 2 and capsys.readouterr().err == ""
     assert machine([(H200, "0"), (H200, "1"), (H200, "0")]) == ["mpi"] * 3
     assert capsys.readouterr().err.count("note: 3 ranks have 2 GPUs, so ranks share GPUs") == 1
-
-
-@pytest.mark.parametrize("asked", [None, "nccl"])
-def test_ranks_that_share_a_gpu_use_nccl_if_nccl_allows_it(machine, monkeypatch, capsys, asked):
-    monkeypatch.setenv(SHARED_GPUS, "1")
-    assert machine([(H200, "0"), (H200, "0")], asked, version=23000) == ["nccl"] * 2
-    note = f"note: 2 ranks have 1 GPU, so ranks share GPUs ({SHARED_GPUS}=1): for tests only, because it is slow\n"
-    assert capsys.readouterr().err == note
-    assert machine([(H200, "0"), (H200, "1")], asked, version=22809) == ["nccl"] * 2 and capsys.readouterr().err == ""
-    errors = machine([(H200, "0"), (H200, "0")], asked, without_nccl=(1,), version=23000)
-    assert errors == ["rank 1: CuPy finds no NCCL: install it", "CuPy finds no NCCL: install it"]
-
-
-def test_ranks_cannot_share_a_gpu_with_an_older_nccl_or_without_the_variable_on_all_ranks(machine, monkeypatch, capsys):
-    shared = [(H200, "0"), (H200, "0")]
-    monkeypatch.setenv(SHARED_GPUS, "1")
-    assert machine(shared, version=22907) == ["mpi"] * 2
-    unsupported = f"which NCCL 2.29.7 does not support ({SHARED_GPUS}=1 needs NCCL 2.30.0 or later): using --transport"
-    assert capsys.readouterr().err.count(unsupported) == 1
-    needed = f"2 ranks have 1 GPU, and {SHARED_GPUS}=1 needs NCCL 2.30.0 or later, but CuPy has loaded NCCL 2.29.7;"
-    assert all(f"--transport nccl: {needed}" in text for text in machine(shared, "nccl", version=22907))
-    assert machine(shared, "mpi", version=23000) == ["mpi"] * 2
-    answers = iter([True, False])  # of two ranks, in any order
-    monkeypatch.setattr(nccl_communicator, "ranks_may_share_gpus", lambda: next(answers))
-    assert machine(shared, version=23000) == ["mpi"] * 2
-
-
-@pytest.mark.parametrize(
-    "setting, version, ranks", [("1", 23007, [0, 2, 4]), ("1", 22907, [0, 1, 2]), ("0", 23007, [0, 1, 2])]
-)
-def test_nccl_connects_two_ranks_per_gpu_if_ranks_may_share_it(monkeypatch, setting, version, ranks):
-    monkeypatch.setenv(SHARED_GPUS, setting)
-    monkeypatch.setattr(nccl_communicator, "triton_launch", SimpleNamespace(array_module=lambda: None))
-    monkeypatch.setattr(nccl_communicator, "import_nccl", lambda cupy: SimpleNamespace(get_version=lambda: version))
-    assert [nccl_communicator.nccl_ranks(gpus) for gpus in range(3)] == ranks
 
 
 @pytest.mark.parametrize(
