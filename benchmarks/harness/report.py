@@ -123,16 +123,18 @@ def cpu_suffix():
     """The end of the names of the files about this kind of CPU, "" for others. Shipped files without it: AMD Zen 4."""
     if "Intel" in cpu():
         return "_intel"
-    return "_zen5" if "AMD" in cpu() and cpu_family() == 26 else ""
+    if "AMD" in cpu() and cpu_field("cpu family") == "25" and "avx512f" not in cpu_field("flags").split():
+        return "_zen3"
+    return "_zen5" if "AMD" in cpu() and cpu_field("cpu family") == "26" else ""
 
 
-def cpu_family():
-    """The number "cpu family" of an x86 CPU, from Linux; None if it is not known."""
+def cpu_field(name):
+    """A field of an x86 CPU in Linux's /proc/cpuinfo, for example "cpu family"; "" if it is not known."""
     try:
-        found = re.search(r"^cpu family\s*:\s*(\d+)$", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.M)
+        found = re.search(rf"^{name}\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.M)
     except OSError:
         found = None
-    return int(found[1]) if found else None
+    return found[1] if found else ""
 
 
 def gpu_hardware():

@@ -9,7 +9,7 @@ examine() trains with hooks around kernels and collectives. It compares
 - the gradient that the optimizer reads with the sum of the gradients of all ranks.
 
 To read the arrays, the host waits for the device after each kernel. This hides a kernel that does not wait for another
-one, so examine() then repeats the first step without hooks.
+one, so examine() then trains two steps again, the second one without hooks.
 """
 
 import contextlib
@@ -203,25 +203,29 @@ def examine(make_trainer, windows, steps, lr, world, exact=False):
 
 
 def race(make_trainer, windows, lr, world, operation):
-    """The first Difference between the gradients of one step without and with waiting for each kernel, or None.
+    """The first Difference between the gradients of a step without and with waiting for each kernel, or None.
 
-    operation: for the place of the Difference. All ranks of `world` call it.
+    It is the second step of two trainers. In the first one the host waits for each kernel, compiles kernels, and
+    connects the ranks, which takes longer than any kernel that another one should wait for. operation: for the place of
+    the Difference. All ranks of `world` call it.
     """
     gradients = []
     for waits in (True, False):
         trainer, hooks, target = make_trainer(world), Hooks(), SimpleNamespace()
-        watch_gradients(trainer, hooks, target)
-        if waits:
-            wait_for_each_kernel(trainer, hooks)
-        rows = trainer.rows
-        with contextlib.suppress(Diverged):  # gradients that are not finite are compared too
-            trainer.step(trainer.prepare(*windows.batch(rows.start, rows.stop - rows.start)), lr)
+        watch_gradients(trainer, Hooks(), target)
+        wait_for_each_kernel(trainer, hooks)
+        for step in range(2):
+            if step and not waits:
+                hooks.remove()
+            batch = windows.batch(trainer.position + trainer.rows.start, trainer.rows.stop - trainer.rows.start)
+            with contextlib.suppress(Diverged):  # gradients that are not finite are compared too
+                trainer.step(trainer.prepare(*batch), lr)
         gradients.append(target.gradient)
     remark, tolerance = "only if the host does not wait for each kernel: " + RACE, TOLERANCE[trainer.backend.precision]
     for name, part in reversed(trainer.arena.slices.items()):
         start, stop = (min(max(at, target.read_part.start), target.read_part.stop) for at in (part.start, part.stop))
         inside = slice(start - target.read_part.start, stop - target.read_part.start)
-        where = dict(step=0, place=place_of(module_name(name), operation), tensor=f"gradient of {name}", remark=remark)
+        where = dict(step=1, place=place_of(module_name(name), operation), tensor=f"gradient of {name}", remark=remark)
         least = np.linalg.norm(gradients[0]) * 1e-3  # of a bias whose gradient is only rounding errors
         if found := difference(gradients[1][inside], gradients[0][inside], tolerance, least, **where):
             return found

@@ -56,7 +56,7 @@ def save_arguments(*argv):
 def test_a_saved_file_names_its_date_commit_command_and_hardware(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(report, "ROOT", tmp_path)
     monkeypatch.setattr(report, "processor", lambda: "AMD EPYC")
-    monkeypatch.setattr(report, "cpu_family", lambda: 25)
+    monkeypatch.setattr(report, "cpu_field", lambda name: "")
     path = report.save("benchmarks.cpu.decode", {"seconds": [1.0, 3.0]}, save_arguments("--save"))
     assert path == tmp_path / "results" / "cpu" / "decode.json"
     saved = json.loads(path.read_text())
@@ -65,13 +65,23 @@ def test_a_saved_file_names_its_date_commit_command_and_hardware(tmp_path, monke
     assert saved["results"]["seconds"]["median"] == 2.0 and "cpu/decode.json" in capsys.readouterr().out
 
 
+ZEN3, ZEN4, ZEN5 = ("25", "fpu avx2"), ("25", "fpu avx2 avx512f"), ("26", "fpu avx2 avx512f")  # family, flags
+
+
 @pytest.mark.parametrize(
-    "name, family, suffix", [("Intel(R) Xeon(R) Processor", 6, "_intel"), ("AMD EPYC", 26, "_zen5"), ("M2", None, "")]
+    "name, fields, suffix",
+    [
+        ("Intel(R) Xeon(R) Processor", ("6", ""), "_intel"),
+        ("AMD EPYC", ZEN3, "_zen3"),
+        ("AMD EPYC", ZEN4, ""),
+        ("AMD EPYC", ZEN5, "_zen5"),
+        ("M2", ("", ""), ""),
+    ],
 )
-def test_results_of_another_kind_of_cpu_have_a_file_of_their_own(tmp_path, monkeypatch, name, family, suffix):
+def test_results_of_another_kind_of_cpu_have_a_file_of_their_own(tmp_path, monkeypatch, name, fields, suffix):
     monkeypatch.setattr(report, "ROOT", tmp_path)
     monkeypatch.setattr(report, "processor", lambda: name)
-    monkeypatch.setattr(report, "cpu_family", lambda: family)
+    monkeypatch.setattr(report, "cpu_field", dict(zip(("cpu family", "flags"), fields, strict=True)).get)
     for group, end in (("cpu", suffix), ("ranks", suffix), ("gpu", "")):
         path = report.save(f"benchmarks.{group}.decode", {"seconds": [1.0]}, save_arguments("--save"))
         assert path == tmp_path / "results" / group / f"decode{end}.json"
@@ -80,14 +90,14 @@ def test_results_of_another_kind_of_cpu_have_a_file_of_their_own(tmp_path, monke
 
 def test_the_family_of_the_cpu_is_that_of_linux():
     listed = [line.split(":")[1] for line in Path("/proc/cpuinfo").read_text().splitlines() if "cpu family" in line]
-    assert report.cpu_family() == (int(listed[0]) if listed else None)
+    assert report.cpu_field("cpu family") == (listed[0].strip() if listed else "")
 
 
 @pytest.mark.parametrize("flags", [[], ["--no-save"]], ids=["without flags", "the former flag --no-save"])
 def test_without_save_a_benchmark_writes_to_out(tmp_path, monkeypatch, capsys, flags):
     monkeypatch.setattr(report, "ROOT", tmp_path)
     monkeypatch.setattr(report, "processor", lambda: "AMD EPYC")
-    monkeypatch.setattr(report, "cpu_family", lambda: 25)
+    monkeypatch.setattr(report, "cpu_field", lambda name: "")
     path = report.save("benchmarks.cpu.decode", {"losses": [1.0]}, save_arguments(*flags), name="short")
     assert [file for file in tmp_path.rglob("*") if file.is_file()] == [path]
     assert path == tmp_path / "out" / "results" / "cpu" / "short.json"
@@ -97,7 +107,7 @@ def test_without_save_a_benchmark_writes_to_out(tmp_path, monkeypatch, capsys, f
 def test_the_picture_of_the_curves_is_beside_their_file_and_has_the_paper_s_curves(tmp_path, monkeypatch, rng):
     monkeypatch.setattr(report, "ROOT", tmp_path)
     monkeypatch.setattr(report, "processor", lambda: "AMD EPYC")
-    monkeypatch.setattr(report, "cpu_family", lambda: 25)
+    monkeypatch.setattr(report, "cpu_field", lambda name: "")
     losses = (np.array(curve.PAPER_LOSSES) * rng.uniform(0.9, 1.1, 50)).tolist()
     rows = [{"step": step, "loss": loss, "parameters_sha256": "0"} for step, loss in enumerate(losses)]
     monkeypatch.setattr(curve, "train", lambda threads: rows)

@@ -5,8 +5,11 @@ import pytest
 
 from benchmarks.parity import rungs
 from benchmarks.parity.checks import Difference, difference, place_of
+from benchmarks.parity.examine import race
 from benchmarks.parity.rungs import MODEL, examined, trainer_maker
+from gpt2core.communicator import Solo
 from gpt2core.parallel.thread_communicator import ThreadCommunicator
+from stage0_serial.cpu_runtime import CpuRuntime
 from stage0_serial.numpy_backend import NumpyBackend
 
 
@@ -79,3 +82,25 @@ def test_a_wrong_collective_is_named_with_the_parameters_that_it_sends(monkeypat
 def test_a_missing_package_is_the_reason_of_a_rung():
     assert rungs.needs("no_such_package")() == "needs no_such_package: pip install no_such_package"
     assert rungs.needs("numpy")() is None
+
+
+def test_a_fault_that_waiting_for_kernels_hides_is_found_in_the_second_step(monkeypatch):
+    state = {"waits": 0, "seen": 0}
+
+    def synchronize(runtime):
+        state["waits"] += 1
+
+    def late(backend, *arguments, **options):  # wrong if the host has not waited since the last call
+        dx, dw, db = linear_backward(backend, *arguments, **options)
+        if state["waits"] == state["seen"]:
+            dw *= 2
+        state["seen"] = state["waits"]
+        return dx, dw, db
+
+    linear_backward = NumpyBackend.linear_backward
+    monkeypatch.setattr(CpuRuntime, "synchronize", synchronize, raising=False)
+    arguments = trainer_maker(NumpyBackend), rungs.windows_of(MODEL), 1e-3, Solo(), "backward"
+    assert race(*arguments) is None
+    monkeypatch.setattr(NumpyBackend, "linear_backward", late)
+    found = race(*arguments)
+    assert "step 1, layer " in str(found) and "an event is missing" in str(found)
