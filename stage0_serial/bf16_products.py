@@ -13,7 +13,7 @@ from stage0_serial.buffer_pool import BufferPool
 from stage0_serial.rows import block_rows, blocks
 
 MIN_ROWS = 32  # with fewer rows, rounding the weight takes about as long as the product in float32
-HALF = np.array(1 << 15, np.uint32)  # half of the last bit of a float32 that bf16 keeps
+HALF_UNIT = np.array(1 << 15, np.uint32)  # half a unit in the last place of bf16, as bits of a float32
 
 
 class Bf16Products:
@@ -43,11 +43,11 @@ class Bf16Products:
         y, columns, length = self.pool.empty(x.shape, np.uint16), x.shape[1], block_rows(x) * x.shape[1]
         memory = self.pool.empty((length + 1,), np.uint32)
         sums = memory[:-1].reshape(-1, columns)
-        # The upper half of a uint32 begins at its third byte. Conversion to uint16 keeps the lower half: of uint32 that
-        # begin there, the upper halves of `sums`. This takes less time than a shift and a conversion.
+        # `upper` is the same memory, two bytes later. On a little-endian CPU its lower halves are the upper halves of
+        # `sums`, and conversion to uint16 keeps the lower half. This takes less time than a shift and a conversion.
         upper = memory.view(np.uint8)[2:-2].view(np.uint32).reshape(-1, columns)
         for block in blocks(x):
             n = block.stop - block.start
-            np.add(x[block].view(np.uint32), HALF, out=sums[:n])
+            np.add(x[block].view(np.uint32), HALF_UNIT, out=sums[:n])
             np.copyto(y[block], upper[:n], casting="unsafe")
         return y.view(mkl.BF16)

@@ -69,11 +69,11 @@ class CpuRuntime(Runtime):
 def check_bf16(blas):
     """Raise ConfigError unless --precision bf16 is possible with this --blas on this CPU."""
     if blas == "openblas":
-        raise ConfigError("--blas openblas has no products of --precision bf16: use --blas mkl or --precision fp32")
+        raise ConfigError("--blas openblas cannot multiply in --precision bf16: use --blas mkl or --precision fp32")
     if not has_amx():
         raise ConfigError(
-            f"--precision bf16 needs a CPU with the instructions amx_bf16, and {processor()} has none: use --precision "
-            f"fp32, or a GPU stage"
+            f"--precision bf16 needs amx_bf16 in the flags of /proc/cpuinfo, and {processor()} does not list it: use "
+            f"--precision fp32, or a GPU stage"
         )
     try:
         mkl.load()

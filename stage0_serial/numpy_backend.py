@@ -19,7 +19,9 @@ from stage0_serial.rows import BLOCK, block_rows, blocks, rows, slices
 from stage0_serial.vocabulary import VocabularyKernels
 
 QUERIES = 64  # query rows of one attention block; blocks above the diagonal are skipped
-LARGEST_SUM = 1e20  # of the exponentials of a row of scores; the smallest sum is 1 / LARGEST_SUM
+# Of the exponentials of a row of scores; the smallest sum is 1 / LARGEST_SUM. So E v and dy / rowsum(E) stay far inside
+# the range of float32.
+LARGEST_SUM = 1e20
 GELU_A, GELU_B = math.sqrt(2 / math.pi), 0.044715  # Python floats: with np.float64, NumPy would compute in float64
 DTYPES = {"fp32": np.float32, "fp64": np.float64, "bf16": np.float32}  # bf16: see bf16_products.py
 
@@ -247,7 +249,7 @@ class NumpyBackend(VocabularyKernels, GenerationKernels):
         dw = self.sum_over_rows(sum_of, len(dy2), w, out[1])
         return dx, self.column_sums(dx2, w, out[0]), dw, self.column_sums(dy2, w, out[2])
 
-    # -- attention: E = exp(S), S = scale q k', causal; y = E v / rowsum(E) --------------------------------------------
+    # -- attention: E = exp(S - c), S = scale q k', causal; y = E v / rowsum(E); c: see exp_of_scores() ---------------
     #    backward: dS = E (dy v' - rowsum(dy y)) / rowsum(E), so E is kept, and E / rowsum(E) is never computed
 
     def attention_forward(self, qkv, n_head):
@@ -379,12 +381,12 @@ def split_heads(qkv, n_head):
 
 
 def columns_of_heads(n_head, D, dtype):
-    """(H, C), 1 in the columns of each head: x (T, H) @ it is (T, C), each number of x in all columns of its head."""
+    """A matrix (H, C) of ones and zeros: x (T, H) @ matrix is (T, C), with x[:, h] in all D columns of head h."""
     return np.repeat(np.eye(n_head, dtype=dtype), D, axis=1)
 
 
 def copy_transposed(x, out):
-    """Copy x (H, T, D) to out (H, D, T), a few rows at a time: the numbers of a column are in different cache lines."""
+    """Copy x (H, T, D) to out (H, D, T) in blocks of rows, which stay in the cache until all columns are copied."""
     for part in slices(0, x.shape[1], QUERIES):
         np.copyto(out[:, :, part], x[:, part].transpose(0, 2, 1))
 

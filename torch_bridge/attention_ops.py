@@ -5,8 +5,8 @@ kernel, from which torch.compile learns the shapes and strides of the outputs. f
 autograd.
 
 Products of float32 follow torch.set_float32_matmul_precision(): with "highest", PyTorch's default, they are "fp16x3"
-(three products of fp16 numbers, with nearly the precision of float32, see attention_fp16x3.py of stage 2), otherwise
-"tf32". Products of fp16 and bf16 are exact. All sums are float32.
+(three products of fp16 numbers; attention_fp16x3.py of stage 2 says how large the errors are), otherwise "tf32".
+Products of fp16 and bf16 are exact. All sums are float32.
 """
 
 # T_q queries, T_k keys, D head size; q (batch..., T_q, D), k and v (batch..., T_k, D), any number of batch dimensions
@@ -34,13 +34,11 @@ DTYPES = torch.float32, torch.float16, torch.bfloat16
 HEAD_SIZES = range(16, 129, 8)
 ALIGNED = 16  # bytes: a descriptor needs this alignment of addresses and strides
 
-# With few programs, a tile has up to MAX_PARTS programs, at most PROGRAMS for each multiprocessor, if that makes the
-# longest program at least MIN_SAVED iterations shorter: the second launch takes as long as about 6 of them (H100).
-PROGRAMS, MAX_PARTS, MIN_SAVED = 4, 8, 6
-SMALL_TILES = {  # {largest D: tiles of 16-bit arrays with few programs}
-    64: AttentionTiles(TileConfig(64, 64, 4, 3), both=TileConfig(64, 64, 4, 2)),
-    128: AttentionTiles(TileConfig(64, 64, 4, 3), both=TileConfig(64, 64, 4, 2)),
-}
+# A tile's loop is divided into up to MAX_PARTS parts, and a launch then has at most PROGRAMS_PER_MULTIPROCESSOR. It is
+# done if the longest loop is at least MIN_SAVED iterations longer than the average of a multiprocessor: on an H100 the
+# second launch takes as long as about 6 iterations.
+PROGRAMS_PER_MULTIPROCESSOR, MAX_PARTS, MIN_SAVED = 4, 8, 6
+SMALL_TILES = AttentionTiles(TileConfig(64, 64, 4, 3), both=TileConfig(64, 64, 4, 2))  # 16 bits, few programs
 
 
 # -- checks ------------------------------------------------------------------------------------------------------------
@@ -96,12 +94,13 @@ def empty_output(x):
     return output if has_descriptor_strides(four_dimensions(output)) else x.new_empty(x.shape)
 
 
-def empty_like(x):
-    """A function empty(dtype, *shape) that returns a tensor without values on the device of x."""
+def allocator(x):
+    """A function empty(dtype, *shape) that returns an uninitialised tensor on the device of x; dtype: "float32", ..."""
     return lambda dtype, *shape: x.new_empty(shape, dtype=getattr(torch, dtype))
 
 
 def float32_precision():
+    """The precision of the products of matmul.py: "tf32x3" or "tf32"."""
     return "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"
 
 
@@ -109,39 +108,43 @@ def precision_of(q):
     """The precision of the products of attention: "fp16x3", "tf32", or "ieee" for q of 16 bits."""
     if q.dtype != torch.float32:
         return "ieee"
-    return "fp16x3" if float32_precision() == "tf32x3" else "tf32"
+    return "fp16x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"
 
 
 def select_tiles(q, k, precision):
-    """The AttentionTiles for Heads q and k: of the tuned table, or smaller ones if there are few programs.
+    """The AttentionTiles for Heads q and k: those of fp16x3, smaller ones for few programs, or the tuned ones.
 
     With fewer programs than multiprocessors the time is that of the longest program. Smaller tiles, and several
     programs for each tile (parts), make it shorter. dq, dk and dv are then computed in one launch, because two launches
-    would each leave most of the GPU idle.
+    would each leave most of the GPU idle. The number of programs is an estimate for causal attention with T_q = T_k.
     """
     B, H, _, D = q.shape
     T, itemsize = max(q.shape[2], k.shape[2]), q.base.element_size()
-    multiprocessors = multiprocessors_of(q.base.device)
-    programs, iterations = B * H * triton.cdiv(T, 64), triton.cdiv(T, 64)
-    # causal: a program has iterations / 2 on average; divided evenly, they would take `even` on each multiprocessor
+    multiprocessors, iterations = multiprocessors_of(q.base.device), triton.cdiv(T, 64)
+    programs = B * H * iterations
+    # a causal program has iterations / 2 on average; `even`: iterations of a multiprocessor if all had the same number
     even = programs * iterations / (2 * multiprocessors) if multiprocessors else iterations
     in_parts = iterations - even >= MIN_SAVED
-    if precision == "fp16x3" or (itemsize == 2 and (programs <= multiprocessors or in_parts)):
-        table = fp16x3_launches.TILES if precision == "fp16x3" else SMALL_TILES
-        tiles = next(tiles for largest, tiles in table.items() if D <= largest)
-        if in_parts:
-            forward = with_parts(tiles.forward, B * H, T, multiprocessors)
-            tiles = tiles._replace(forward=forward, both=with_parts(tiles.both, 2 * B * H, T, multiprocessors))
+    if precision == "fp16x3":
+        tiles = next(tiles for largest, tiles in fp16x3_launches.TILES.items() if D <= largest)
+    elif itemsize == 2 and (programs <= multiprocessors or in_parts):
+        tiles = SMALL_TILES
+    else:
+        served = not interpreted() and serves(itemsize, B * H, q.shape[2], k.shape[2], D)
+        return default_tiles(itemsize, T, D, precision, gluon_tiles_of_device(q.base.device) if served else None)
+    if not in_parts:
         return tiles
-    served = not interpreted() and serves(itemsize, B * H, q.shape[2], k.shape[2], D)
-    gluon = gluon_tiles_of_device(q.base.device) if served else None
-    return default_tiles(itemsize, T, D, precision, gluon)
+    forward = divided(tiles.forward, B * H, T, multiprocessors)
+    return tiles._replace(forward=forward, both=divided(tiles.both, 2 * B * H, T, multiprocessors))
 
 
-def with_parts(tile, heads, T, multiprocessors):
-    """`tile` with the number of parts that PROGRAMS and MAX_PARTS allow; heads: rows of the grid."""
+def divided(tile, heads, T, multiprocessors):
+    """`tile` with the number of parts that the limits above allow.
+
+    heads: B * H, or 2 * B * H for the kernel `both`, which has two programs for each tile.
+    """
     programs, parts = heads * triton.cdiv(T, tile.block_m), 1
-    limit = min(MAX_PARTS, triton.cdiv(T, tile.block_n), PROGRAMS * multiprocessors // programs)
+    limit = min(MAX_PARTS, triton.cdiv(T, tile.block_n), PROGRAMS_PER_MULTIPROCESSOR * multiprocessors // programs)
     while 2 * parts <= limit:
         parts *= 2
     return tile._replace(parts=parts)
@@ -172,7 +175,7 @@ def triton_forward(
     o, lse = empty_output(q), q.new_empty(q.shape[:-1], dtype=torch.float32)
     if q.numel():
         precision, (y, *qkv) = precision_of(q), map(heads_of, (o, q, k, v))
-        tile, empty = select_tiles(*qkv[:2], precision).forward, empty_like(q)
+        tile, empty = select_tiles(*qkv[:2], precision).forward, allocator(q)
         if precision == "fp16x3":
             launches = fp16x3_launches.forward_launches(y, lse, *qkv, tile, empty, is_causal, natural=True)
         else:
@@ -205,7 +208,7 @@ def triton_backward(
     lse = lse.contiguous()
     precision, delta, lse2 = precision_of(q), torch.empty_like(lse), torch.empty_like(lse)
     written, (dy, *qkv, y) = map(heads_of, gradients), map(heads_of, (do, q, k, v, o))
-    tiles, empty, arrays = select_tiles(*qkv[:2], precision), empty_like(q), (delta, dy, *qkv, y, lse)
+    tiles, empty, arrays = select_tiles(*qkv[:2], precision), allocator(q), (delta, dy, *qkv, y, lse)
     if precision == "fp16x3":
         launches = fp16x3_launches.backward_launches(*written, *arrays, tiles.both, empty, is_causal, natural=True)
     else:

@@ -127,7 +127,7 @@ def main():
     add("--timeout", type=int, default=900, help="seconds that one round of a process may take (default 900)")
     add("--no-compile", action="store_true", help="do not measure torch.compile, which needs a C++ compiler")
     add("--bf16", action="store_true", help="also measure --precision bf16 and torch.autocast, on a CPU with AMX")
-    add_save_flags(add)
+    add_save_flags(add, "train_step")
     args = parser.parse_args()
 
     tokens = args.batch_size * PRESETS[args.preset].block_size
@@ -137,7 +137,7 @@ def main():
         print_table(summarise(thread_results, tokens))
         print()
         results += thread_results
-    save(BENCHMARK, results, args)
+    save(BENCHMARK, results, args, args.save_as)
 
 
 if __name__ == "__main__":

@@ -226,6 +226,7 @@ def kills(name):
 
 TABLES = {
     "cpu-step": cpu_step,
+    "cpu-step-zen3": lambda: cpu_step("_zen3"),
     "cpu-step-zen5": lambda: cpu_step("_zen5"),
     "cpu-step-intel": lambda: cpu_step("_intel"),
     "cpu-choices": cpu_choices,
@@ -233,9 +234,11 @@ TABLES = {
     "first-run": first_run,
     "classroom": classroom,
     "cpu-decode": cpu_decode,
+    "cpu-decode-zen3": lambda: cpu_decode("_zen3"),
     "cpu-decode-zen5": lambda: cpu_decode("_zen5"),
     "cpu-decode-intel": lambda: cpu_decode("_intel"),
     "cpu-decode-batch": cpu_decode_batch,
+    "cpu-decode-batch-zen3": lambda: cpu_decode_batch("_zen3"),
     "cpu-decode-batch-zen5": lambda: cpu_decode_batch("_zen5"),
     "cpu-decode-batch-intel": lambda: cpu_decode_batch("_intel"),
     "cpu-curve": cpu_curve,

@@ -369,7 +369,7 @@ def gpus_parity():
     return rows, ["gpus/parity"]
 
 
-def gpu_start():
+def gpu_start(file="gpu/start"):
     commands = {"inference": "`inference.py --stats --prompt ...`", "train": "`train_gpt2.py --preset paper --out ...`"}
     rows = [
         {
@@ -378,10 +378,10 @@ def gpu_start():
             "seconds": number(result["seconds"], 1, 3),
             "quartiles": spread(result["seconds"], 1, 3),
         }
-        for name, results in load("gpu/start")["results"].items()
+        for name, results in load(file)["results"].items()
         for caches, result in results.items()
     ]
-    return rows, ["gpu/start"]
+    return rows, [file]
 
 
 TABLES = {
@@ -396,11 +396,14 @@ TABLES = {
     "gpu-attention-tiles": lambda: attention("gpu/attention_tiles"),
     "gpu-attention-pointers": lambda: attention("gpu/attention_pointers"),
     "gpu-attention": lambda: attention("gpu/attention"),
+    "gpu-attention-h100": lambda: attention("gpu/attention_h100"),
+    "gpu-attention-h100-long": lambda: attention("gpu/attention_h100_long"),
     "gpu-gluon-ladder": gluon_ladder,
     "gpu-tune": gpu_tune,
     "gpu-products": gpu_products,
     "gpu-decode": gpu_decode,
     "gpu-start": gpu_start,
+    "gpu-start-h100": lambda: gpu_start("gpu/start_h100"),
     "gpu-memory": gpu_memory,
     "gpus-scaling": scaling,
     "gpus-paper": gpus_paper,

@@ -9,7 +9,7 @@ examine() trains with hooks around kernels and collectives. It compares
 - the gradient that the optimizer reads with the sum of the gradients of all ranks.
 
 To read the arrays, the host waits for the device after each kernel. This hides a kernel that does not wait for another
-one, so examine() then trains two steps again, the second one without hooks.
+one, so examine() then trains two steps again, and does not wait in the second one.
 """
 
 import contextlib
@@ -205,14 +205,14 @@ def examine(make_trainer, windows, steps, lr, world, exact=False):
 def race(make_trainer, windows, lr, world, operation):
     """The first Difference between the gradients of a step without and with waiting for each kernel, or None.
 
-    It is the second step of two trainers. In the first one the host waits for each kernel, compiles kernels, and
-    connects the ranks, which takes longer than any kernel that another one should wait for. operation: for the place of
-    the Difference. All ranks of `world` call it.
+    Compared are the second steps of two trainers. In the first step both wait for each kernel: there kernels are
+    compiled and ranks are connected, which takes the host so long that a missing wait would have no effect. operation:
+    for the place of the Difference. All ranks of `world` call it.
     """
     gradients = []
     for waits in (True, False):
         trainer, hooks, target = make_trainer(world), Hooks(), SimpleNamespace()
-        watch_gradients(trainer, Hooks(), target)
+        watch_gradients(trainer, Hooks(), target)  # its own Hooks, which stay in the second step
         wait_for_each_kernel(trainer, hooks)
         for step in range(2):
             if step and not waits:

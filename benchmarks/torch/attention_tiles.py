@@ -74,7 +74,7 @@ def tile_row(kernel, tile, dtype_name, heads, T, D, args):
 
 
 def cases(args):
-    """{name of a row: function}. One compiled kernel serves all T and parts, so these change first."""
+    """{name of a row: function}. A kernel is compiled once for all T with one part, and once with several."""
     found = {}
     for dtype, D, kernel in itertools.product(args.dtype, args.head_size, args.kernel):
         if dtype == "float32" and kernel not in WITH_PARTS:
@@ -82,8 +82,8 @@ def cases(args):
         for tile in [None, *tiles(kernel, D, 2 if dtype == "bfloat16" else 4)]:
             for T, parts in itertools.product(args.length, args.parts if tile and kernel in WITH_PARTS else [1]):
                 described = "{} x {}, {} warps, {} stages, {} parts".format(*tile[:4], parts) if tile else "in use"
-                with_parts = tile and tile._replace(parts=parts)
-                row = functools.partial(tile_row, kernel, with_parts, dtype, args.heads, T, D, args)
+                divided_tile = tile and tile._replace(parts=parts)
+                row = functools.partial(tile_row, kernel, divided_tile, dtype, args.heads, T, D, args)
                 found[f"{dtype} / {args.heads} heads / D {D} / T {T} / {kernel} / {described}"] = row
     return found
 

@@ -14,11 +14,14 @@ from gpt2core.parallel.data_parallel import BUCKET_MB
 
 SWITCH = argparse.BooleanOptionalAction  # --flag and --no-flag
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
-PRECISION = "precision of the arithmetic; stages 0 and 1: fp32, or bf16 on a CPU with AMX and MKL (default fp32)"
+PRECISION = (
+    "precision of the arithmetic; stages 0 and 1: fp32, or bf16 on a CPU with amx_bf16 and with MKL installed "
+    "(default fp32)"
+)
 TRANSPORT = "how stage 3 sends arrays: nccl, or mpi (through host memory); default: nccl if each rank has its own GPU"
 BLAS = (
     "library of the matrix products in stages 0 and 1: openblas (contained in NumPy), mkl (after `pip install mkl`) or "
-    "auto, which is mkl on an Intel CPU if it is installed, otherwise openblas (default auto)"
+    "auto, which is mkl with --precision bf16 or, if it is installed, on an Intel CPU, otherwise openblas (default auto)"
 )
 EDITED = "load a checkpoint even if its files were changed after they were saved (default: refuse it)"
 THREADS = "stages 0 and 1 only (default: the cores that this process may use, divided by the ranks that share them)"
@@ -134,7 +137,7 @@ def add_execution(parser):
     add = add_group(parser, "execution")
     add("--threads", f"worker threads per rank; {THREADS}", type=integer)
     add("--precision", PRECISION, choices=PRECISIONS)
-    text = "how --precision bf16 rounds the fp32 weights to their bf16 copy (default nearest)"
+    text = "GPUs: how --precision bf16 rounds the fp32 weights to their bf16 copy (default nearest)"
     add("--rounding", text, choices=("nearest", "stochastic"))
     text = (
         "the number of micro-batches into which the --batch-size sequences of a step are divided, over all "

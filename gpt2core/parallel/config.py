@@ -90,5 +90,5 @@ def check_rounding(rounding, backend):
     if rounding == "stochastic" and not backend.rounds_stochastically:
         raise ConfigError(
             f"--rounding stochastic applies to the bf16 copy of the parameters, and --precision {backend.precision} "
-            f"has no such copy: use --precision bf16, on a GPU, or --rounding nearest"
+            f"has no such copy in this stage: use --precision bf16 in stage 2 or 3, or --rounding nearest"
         )

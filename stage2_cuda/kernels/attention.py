@@ -32,7 +32,7 @@ from gpt2core.errors import ConfigError
 from stage2_cuda.kernels import gluon_launches
 from stage2_cuda.kernels.attention_backward import both_kernel, dkdv_kernel, dq_kernel
 from stage2_cuda.kernels.attention_forward import LOG2E, forward_kernel
-from stage2_cuda.kernels.attention_parts import NUM_WARPS, ROWS, add_parts_kernel, combine_kernel
+from stage2_cuda.kernels.attention_parts import PART_ROWS, PART_WARPS, add_parts_kernel, combine_kernel
 from stage2_cuda.kernels.gluon_launches import GluonTile, mask_keys
 from stage2_cuda.runtime.triton_launch import KernelLaunch, Pointer, gpu_model
 
@@ -42,8 +42,8 @@ class TileConfig(NamedTuple):
 
     loops: 1 loop over all tiles, with a test for the diagonal in each iteration, or 2 loops: one over the tiles below
     the diagonal, which need no mask, and one over the tiles on it.
-    parts: a power of two, the programs that have a part of a tile's loop each. More than 1 needs loops=1, and is for
-    `forward` and `both` of AttentionTiles only.
+    parts: the number of programs that divide the loop of one tile, a power of two. Above 1 only for the kernels forward
+    and both, in forward_launches() and backward_launches(); not for packed arrays.
     """
 
     block_m: int  # queries
@@ -100,18 +100,11 @@ DEFAULT_TILES = {
 # {GPU: {(largest D, largest T): tiles}}: the fastest on this GPU, where gluon_launches.serves() is true. Other arrays
 # have the plain tiles of DEFAULT_TILES.
 PIPELINED, SPECIALIZED = GluonTile("pipelined"), GluonTile("specialized")
-GLUON_TILES = {
-    "H100": {
-        (64, 4096): AttentionTiles(PIPELINED, PIPELINED, PIPELINED),
-        (64, NO_LIMIT): AttentionTiles(SPECIALIZED, SPECIALIZED, SPECIALIZED),
-        (128, NO_LIMIT): AttentionTiles(SPECIALIZED, SPECIALIZED, SPECIALIZED),
-    },
-    "H200": {
-        (64, 4096): AttentionTiles(PIPELINED, PIPELINED, PIPELINED),
-        (64, NO_LIMIT): AttentionTiles(SPECIALIZED, SPECIALIZED, SPECIALIZED),
-        (128, NO_LIMIT): AttentionTiles(SPECIALIZED, SPECIALIZED, SPECIALIZED),
-    },
+HOPPER_TILES = {
+    (64, 4096): AttentionTiles(PIPELINED, PIPELINED, PIPELINED),
+    (128, NO_LIMIT): AttentionTiles(SPECIALIZED, SPECIALIZED, SPECIALIZED),
 }
+GLUON_TILES = {"H100": HOPPER_TILES, "H200": HOPPER_TILES}
 # Head sizes for which dkdv_kernel also reads lse and delta through descriptors, if the arrays have 16 bits and T is a
 # multiple of BLOCK_M. For these sizes it was measured to be faster.
 DESCRIPTOR_HEAD_SIZES = (64,)
@@ -142,7 +135,8 @@ def forward_launch(y, lse, q, k, v, tile, precision="ieee", causal=True, natural
 
     q and y (B, H, T_q, D), k and v (B, H, T_k, D): Heads. lse (B, H, T_q): a contiguous float32 array. With
     natural=True it is the lse of the formula, a natural logarithm; otherwise it is in base 2, log2(e) times as large.
-    tile: a TileConfig or a GluonTile. precision: as for attention_forward().
+    tile: a TileConfig or a GluonTile; with tile.parts > 1, y and lse are those of all parts, see forward_parts().
+    precision: as for attention_forward().
     """
     if isinstance(tile, GluonTile):
         return gluon_launches.forward_launch(y, lse, q, k, v, tile, causal, natural, LOG2E.value)
@@ -150,15 +144,15 @@ def forward_launch(y, lse, q, k, v, tile, precision="ieee", causal=True, natural
     arrays = y.descriptor(tile.block_m), lse, q.descriptor(tile.block_m), *descriptors(tile.block_n, k, v)
     arguments = *arrays, T_q, T_k, H, LOG2E.value / math.sqrt(D)
     masks = dict(CAUSAL=causal, MASK_KEYS=mask_keys(T_q, T_k, tile.block_n, causal))
-    options = launch_options(tile, D, precision, NATURAL=natural, SPLIT=tile.parts > 1, **masks)
-    grid = with_parts((B * H, triton.cdiv(T_q, tile.block_m)), tile)
+    options = launch_options(tile, D, precision, NATURAL=natural, IN_PARTS=tile.parts > 1, **masks)
+    grid = parts_grid((B * H, triton.cdiv(T_q, tile.block_m)), tile)
     return KernelLaunch(forward_kernel, grid, arguments, options)
 
 
 def forward_launches(y, lse, q, k, v, tile, empty, precision="ieee", causal=True, natural=False):
     """Yield the one or two KernelLaunches that compute y and lse, as forward_launch(), with any tile.parts.
 
-    empty(dtype, *shape) returns an array without values; dtype: "float32" or "float16".
+    empty(dtype, *shape) returns an uninitialised array; dtype: "float32" or "float16".
     """
     if isinstance(tile, GluonTile) or tile.parts == 1:
         yield forward_launch(y, lse, q, k, v, tile, precision, causal, natural)
@@ -186,8 +180,8 @@ def backward_launches(
         written = map(heads_of, parts) if parts else gradients
         arrays = *descriptors(tile.block_m, *written, dy, y), lse, *descriptors(tile.block_m, q, k, v)
         masks = dict(CAUSAL=causal, MASK_KEYS=mask_keys(T_q, T_k, tile.block_n, causal), EVEN=T_q % tile.block_m == 0)
-        options = launch_options(tile, D, precision, NATURAL=natural, SPLIT=tile.parts > 1, **masks)
-        grid = with_parts((B * H, 2 * triton.cdiv(max(T_q, T_k), tile.block_m)), tile)
+        options = launch_options(tile, D, precision, NATURAL=natural, IN_PARTS=tile.parts > 1, **masks)
+        grid = parts_grid((B * H, 2 * triton.cdiv(max(T_q, T_k), tile.block_m)), tile)
         yield KernelLaunch(both_kernel, grid, (*arrays, T_q, T_k, H, scale), options)
         if parts:
             yield add_parts_launch(gradients, parts, tile)
@@ -215,6 +209,9 @@ def backward_launches(
         yield KernelLaunch(dkdv_kernel, (B * H, triton.cdiv(T_k, tile.block_n)), (*arrays, T_q, H, scale), options)
 
 
+# An array of all parts (B, H * parts, T, D) is that of attention_parts.py, (B, H, parts, T, D), with two axes in one.
+
+
 def forward_parts(q, tile, empty):
     """The arrays of y and lse of all parts."""
     B, H, T, D = q.shape
@@ -224,10 +221,8 @@ def forward_parts(q, tile, empty):
 def combine_launch(y, lse, parts, tile, natural):
     """The KernelLaunch that computes y and lse from forward_parts()."""
     B, H, T, D = y.shape
-    options = dict(PARTS=tile.parts, ROWS=ROWS, HEAD_DIM=padded_head_size(D), NATURAL=natural, num_warps=NUM_WARPS)
-    return KernelLaunch(
-        combine_kernel, (B * H, triton.cdiv(T, ROWS)), (y.descriptor(ROWS), lse, *parts, T, D, H), options
-    )
+    grid, arguments = (B * H, triton.cdiv(T, PART_ROWS)), (y.descriptor(PART_ROWS), lse, *parts, T, D, H)
+    return KernelLaunch(combine_kernel, grid, arguments, parts_options(tile, D, NATURAL=natural))
 
 
 def backward_parts(inputs, tile, empty):
@@ -240,19 +235,29 @@ def backward_parts(inputs, tile, empty):
 def add_parts_launch(gradients, parts, tile):
     """The KernelLaunch that computes dq, dk and dv (`gradients`) from backward_parts()."""
     (B, H, T_q, D), T_k = gradients[0].shape, gradients[1].shape[2]
-    options = dict(PARTS=tile.parts, ROWS=ROWS, HEAD_DIM=padded_head_size(D), num_warps=NUM_WARPS)
-    arguments = *descriptors(ROWS, *gradients), *parts, T_q, T_k, D, H
-    return KernelLaunch(add_parts_kernel, (B * H, triton.cdiv(max(T_q, T_k), ROWS), 3), arguments, options)
+    arguments = *descriptors(PART_ROWS, *gradients), *parts, T_q, T_k, D, H
+    grid = B * H, triton.cdiv(max(T_q, T_k), PART_ROWS), 3
+    return KernelLaunch(add_parts_kernel, grid, arguments, parts_options(tile, D))
 
 
-def with_parts(grid, tile):
+def parts_options(tile, D, **constants):
+    shared = {"PARTS": tile.parts, "ROWS": PART_ROWS, "HEAD_DIM": padded_head_size(D)}
+    return {**shared, "num_warps": PART_WARPS, **constants}
+
+
+def parts_grid(grid, tile):
     return (*grid, tile.parts) if tile.parts > 1 else grid
 
 
 def heads_of(array):
     """Heads of a contiguous array (B, H, T, D)."""
-    (_, H, T, D), base = array.shape, array if hasattr(array, "data_ptr") else Pointer(array)
-    return Heads(base, tuple(array.shape), (H * T * D, T * D, D, 1))
+    _, H, T, D = array.shape
+    return Heads(pointer(array), tuple(array.shape), (H * T * D, T * D, D, 1))
+
+
+def pointer(array):
+    """The base of Heads: a PyTorch tensor itself, a Pointer to another array."""
+    return array if hasattr(array, "data_ptr") else Pointer(array)
 
 
 def descriptors(block_rows, *heads):
@@ -264,7 +269,7 @@ def row_descriptor(array, size, block_rows):
 
     T must be a multiple of block_rows; otherwise a block would contain rows of the next head.
     """
-    base = array if hasattr(array, "data_ptr") else Pointer(array)
+    base = pointer(array)
     return TensorDescriptor(base, [size], [1], [block_rows])
 
 
@@ -274,10 +279,14 @@ def padded_head_size(D):
 
 
 def launch_options(tile, D, precision, **constants):
-    """`constants` with the constants and launch parameters that all attention kernels share."""
-    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
-    shared = {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "HEAD_DIM": padded_head_size(D), "LOOPS": tile.loops}
-    return {**shared, "PRECISION": precision, **options, **constants}
+    """`constants` with the constants and launch parameters that all attention kernels of this file share."""
+    return tile_options(tile, D, LOOPS=tile.loops, PRECISION=precision, **constants)
+
+
+def tile_options(tile, D, **constants):
+    """`constants` with the block sizes and the launch parameters of `tile`."""
+    shared = {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "HEAD_DIM": padded_head_size(D)}
+    return {**shared, "num_warps": tile.num_warps, "num_stages": tile.num_stages, **constants}
 
 
 # -- packed arrays of a model ------------------------------------------------------------------------------------------

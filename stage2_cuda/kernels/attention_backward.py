@@ -73,9 +73,10 @@ def row_delta(y, dy):
 def dq_tile(
     dq_desc, delta_ptr, lse2_ptr, dy_desc, y_desc, lse_ptr, q_desc, k_desc, v_desc, b, h, start_m, T_q, T_k, scale,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, LOOPS: tl.constexpr,
-    CAUSAL: tl.constexpr, MASK_KEYS: tl.constexpr, NATURAL: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
+    CAUSAL: tl.constexpr, MASK_KEYS: tl.constexpr, NATURAL: tl.constexpr, IN_PARTS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dq of the queries [start_m, start_m + BLOCK_M). With SPLIT: the terms of a part of the keys.
+    """dq of the queries [start_m, start_m + BLOCK_M). With IN_PARTS: the terms of a part of the keys.
 
     lse_ptr, and delta_ptr and lse2_ptr unless they are None, point to the T_q elements of this head. To delta_ptr the
     program writes delta, to lse2_ptr the logsumexp in base 2.
@@ -94,7 +95,7 @@ def dq_tile(
     dq = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
     for loop in tl.static_range(LOOPS):
         begin, end = key_range(start_m, T_k, loop, BLOCK_M, BLOCK_N, LOOPS, CAUSAL, MASK_KEYS)
-        if SPLIT:
+        if IN_PARTS:
             begin, end = part_of_range(begin, end, BLOCK_N)
         for start_n in tl.range(begin, end, BLOCK_N):
             start_n = tl.multiple_of(start_n, BLOCK_N)
@@ -107,7 +108,7 @@ def dq_tile(
                 p = mask_tile(p, 0.0, offs_m, start_m, start_n, T_k, BLOCK_N, CAUSAL, MASK_KEYS)
             ds = p * (dp - delta[:, None])
             dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
-    store_tile(dq_desc, dq * scale, b, head_of_output(h, SPLIT), start_m, BLOCK_M, HEAD_DIM)
+    store_tile(dq_desc, dq * scale, b, head_of_output(h, IN_PARTS), start_m, BLOCK_M, HEAD_DIM)
 
 
 @triton.jit
@@ -115,9 +116,9 @@ def dkdv_tile(
     dk_desc, dv_desc, delta_in, dy_desc, y_desc, lse_in, q_desc, k_desc, v_desc, b, h, head_start, start_n, T_q, scale,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, LOOPS: tl.constexpr,
     CAUSAL: tl.constexpr, NATURAL: tl.constexpr, EVEN: tl.constexpr, USE_DESCRIPTOR: tl.constexpr,
-    SPLIT: tl.constexpr, PRECISION: tl.constexpr,
+    IN_PARTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of the keys [start_n, start_n + BLOCK_N). With SPLIT: the terms of a part of the queries.
+    """dk and dv of the keys [start_n, start_n + BLOCK_N). With IN_PARTS: the terms of a part of the queries.
 
     Here the tiles of s, p, dp and ds are transposed.
 
@@ -130,7 +131,7 @@ def dkdv_tile(
     dk, dv = tl.zeros([BLOCK_N, HEAD_DIM], tl.float32), tl.zeros([BLOCK_N, HEAD_DIM], tl.float32)
     for loop in tl.static_range(LOOPS):
         begin, end = query_range(start_n, T_q, loop, BLOCK_M, BLOCK_N, LOOPS, CAUSAL)
-        if SPLIT:
+        if IN_PARTS:
             begin, end = part_of_range(begin, end, BLOCK_M)
         for start_m in tl.range(begin, end, BLOCK_M):
             start_m = tl.multiple_of(start_m, BLOCK_M)
@@ -153,7 +154,7 @@ def dkdv_tile(
                 delta = load_rows(delta_in, head_start, offs_m, start_m, T_q, EVEN, USE_DESCRIPTOR)
             ds = p * (dp - delta[None, :])
             dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
-    head = head_of_output(h, SPLIT)
+    head = head_of_output(h, IN_PARTS)
     store_tile(dv_desc, dv, b, head, start_n, BLOCK_N, HEAD_DIM)
     store_tile(dk_desc, dk * scale, b, head, start_n, BLOCK_N, HEAD_DIM)
 
@@ -208,12 +209,12 @@ def dkdv_kernel(
 def both_kernel(
     dq_desc, dk_desc, dv_desc, dy_desc, y_desc, lse_ptr, q_desc, k_desc, v_desc, T_q, T_k, H, scale,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, LOOPS: tl.constexpr,
-    CAUSAL: tl.constexpr, MASK_KEYS: tl.constexpr, NATURAL: tl.constexpr, EVEN: tl.constexpr, SPLIT: tl.constexpr,
+    CAUSAL: tl.constexpr, MASK_KEYS: tl.constexpr, NATURAL: tl.constexpr, EVEN: tl.constexpr, IN_PARTS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of BLOCK_N keys in the even programs, dq of BLOCK_M = BLOCK_N queries in the odd programs.
 
-    Both kinds of program compute delta themselves. With SPLIT, add_parts_kernel in attention_parts.py adds the results.
+    Both kinds of program compute delta themselves. With IN_PARTS, add_parts_kernel (attention_parts.py) adds them.
     """
     b, h, head_start = tl.program_id(0) // H, tl.program_id(0) % H, tl.program_id(0).to(tl.int64) * T_q
     tile, n_tiles, lse_ptr = tl.program_id(1) // 2, tl.num_programs(1) // 2, lse_ptr + head_start
@@ -221,11 +222,11 @@ def both_kernel(
         start_n = tile * BLOCK_M
         dkdv_tile(
             dk_desc, dv_desc, None, dy_desc, y_desc, lse_ptr, q_desc, k_desc, v_desc, b, h, 0, start_n, T_q, scale,
-            BLOCK_M, BLOCK_N, HEAD_DIM, LOOPS, CAUSAL, NATURAL, EVEN, False, SPLIT, PRECISION,
+            BLOCK_M, BLOCK_N, HEAD_DIM, LOOPS, CAUSAL, NATURAL, EVEN, False, IN_PARTS, PRECISION,
         )  # fmt: skip
     else:
         start_m = (n_tiles - 1 - tile) * BLOCK_M
         dq_tile(
             dq_desc, None, None, dy_desc, y_desc, lse_ptr, q_desc, k_desc, v_desc, b, h, start_m, T_q, T_k, scale,
-            BLOCK_M, BLOCK_N, HEAD_DIM, LOOPS, CAUSAL, MASK_KEYS, NATURAL, SPLIT, PRECISION,
+            BLOCK_M, BLOCK_N, HEAD_DIM, LOOPS, CAUSAL, MASK_KEYS, NATURAL, IN_PARTS, PRECISION,
         )  # fmt: skip

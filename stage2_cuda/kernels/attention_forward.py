@@ -11,7 +11,7 @@ in a softmax.
 # a tile of the scores s is BLOCK_M queries (rows) by BLOCK_N keys (columns); offs_m and offs_n are their positions
 # CAUSAL: query i attends to the keys 0 to i. MASK_KEYS: tiles may contain keys beyond T_k that no causal mask hides.
 # LOOPS: 1 or 2, see TileConfig in attention.py
-# SPLIT: several programs have one tile, each with a part of its loop; tl.program_id(2) is the number of the part
+# IN_PARTS: several programs divide the loop of one tile; tl.program_id(2) is the number of the part
 
 import math
 
@@ -20,7 +20,7 @@ import triton.language as tl
 
 # The kernels compute exp(x) as exp2(x LOG2E), because the GPU has an instruction for exp2, but none for exp.
 LOG2E, LN2 = tl.constexpr(math.log2(math.e)), tl.constexpr(math.log(2))
-LOWEST = tl.constexpr(-1.0e30)  # below every score
+LOWEST = tl.constexpr(-3.4028234663852886e38)  # the lowest float32; unlike -inf, LOWEST - LOWEST is 0
 
 
 # -- tiles -------------------------------------------------------------------------------------------------------------
@@ -70,9 +70,9 @@ def part_of_range(begin, end, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def head_of_output(h, SPLIT: tl.constexpr):
-    """The index of this program's output among the heads: with SPLIT, a head has one output for each part."""
-    if SPLIT:
+def head_of_output(h, IN_PARTS: tl.constexpr):
+    """The index of this program's output among the heads: with IN_PARTS, a head has one output for each part."""
+    if IN_PARTS:
         h = h * tl.num_programs(2) + tl.program_id(2)
     return h
 
@@ -118,12 +118,12 @@ def softmax_step(s, row_max, row_sum, acc, scale):
 def forward_kernel(
     y_desc, lse_ptr, q_desc, k_desc, v_desc, T_q, T_k, H, scale,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, LOOPS: tl.constexpr,
-    CAUSAL: tl.constexpr, MASK_KEYS: tl.constexpr, SPLIT: tl.constexpr, NATURAL: tl.constexpr,
+    CAUSAL: tl.constexpr, MASK_KEYS: tl.constexpr, IN_PARTS: tl.constexpr, NATURAL: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """y and the logsumexp of BLOCK_M queries; scale: log2(e) / sqrt(D).
 
-    NATURAL: store the logsumexp as a natural logarithm; otherwise in base 2, as the kernels compute it. With SPLIT,
+    NATURAL: store the logsumexp as a natural logarithm; otherwise in base 2, as the kernels compute it. With IN_PARTS,
     both are those of a part of the keys, for combine_kernel in attention_parts.py.
     """
     b, h = tl.program_id(0) // H, tl.program_id(0) % H
@@ -131,12 +131,12 @@ def forward_kernel(
     offs_m = start_m + tl.arange(0, BLOCK_M)
     q = load_tile(q_desc, b, h, start_m, BLOCK_M, HEAD_DIM)
     # in a part, all scores of a row may be -inf, and the difference of two infinities would be NaN
-    row_max = tl.full([BLOCK_M], LOWEST if SPLIT else float("-inf"), tl.float32)
+    row_max = tl.full([BLOCK_M], LOWEST if IN_PARTS else float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
     for loop in tl.static_range(LOOPS):
         begin, end = key_range(start_m, T_k, loop, BLOCK_M, BLOCK_N, LOOPS, CAUSAL, MASK_KEYS)
-        if SPLIT:
+        if IN_PARTS:
             begin, end = part_of_range(begin, end, BLOCK_N)
         for start_n in tl.range(begin, end, BLOCK_N):
             start_n = tl.multiple_of(start_n, BLOCK_N)
@@ -150,8 +150,8 @@ def forward_kernel(
     lse = row_max + tl.math.log2(row_sum)
     if NATURAL:
         lse *= LN2
-    if SPLIT:
+    if IN_PARTS:
         row_sum = tl.where(row_sum > 0, row_sum, 1.0)  # a part without keys: y is 0, the logsumexp is -inf
-    head = head_of_output(tl.program_id(0).to(tl.int64), SPLIT)
+    head = head_of_output(tl.program_id(0).to(tl.int64), IN_PARTS)
     tl.store(lse_ptr + head * T_q + offs_m, lse, mask=offs_m < T_q)
-    store_tile(y_desc, acc / row_sum[:, None], b, head_of_output(h, SPLIT), start_m, BLOCK_M, HEAD_DIM)
+    store_tile(y_desc, acc / row_sum[:, None], b, head_of_output(h, IN_PARTS), start_m, BLOCK_M, HEAD_DIM)

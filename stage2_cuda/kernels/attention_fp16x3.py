@@ -1,22 +1,27 @@
 """Attention of float32 arrays on tensor cores: each product is the sum of three products of fp16 numbers.
 
 A float32 array x is multiplied by a power of two, its scale, and written as x_high + x_low, both fp16: about 22 bits.
-Then a b = a_high b_high + a_high b_low + a_low b_high, with sums in float32; a_low b_low is too small to matter. The
-three products of fp16 are faster than three products of tf32, and a tile of x takes half of the shared memory.
+Then a b = a_high b_high + a_high b_low + a_low b_high, with sums in float32; a_low b_low is too small to matter. Three
+products of fp16 are faster than three products of tf32, whose two tf32 numbers take 8 bytes instead of 4.
 
-Each head of q, k, v and dy has its own scale. It brings the largest norm of a row to [2^14, 2^15), so
+Each head of q, k, v and dy has its own scale. The largest norm of its rows, multiplied by the scale, is in
+[2^14, 2^15), or smaller if the norm is below 2^-112. So
 
-- no element of x exceeds 2^15; the largest fp16 number is 65504;
-- |dp| <= 2^30 and |dp - delta| <= 2^31 in these units, because a scalar product is at most the product of the norms. So
-  ds, multiplied by 2^-16, does not exceed 2^15.
+- no element of x, multiplied by the scale, exceeds 2^15; the largest fp16 number is 65504;
+- |dp| <= 2^30 and |dp - delta| <= 2^31, both multiplied by the scales of dy and v, because a scalar product is at most
+  the product of the norms. So ds, multiplied by 2^-16 too, does not exceed 2^15.
 
-p is at most 1 and is multiplied by 2^14. All scales are powers of two, so they add no rounding errors.
+Errors: below 2^-22 of an element, or 2^-39 of the largest norm of the head if that is more: a row that is much smaller
+than the largest one keeps fewer bits. p is at most 1 and is multiplied by 2^14. All scales are powers of two, so they
+add no rounding errors. q, k, v and dy must be finite.
 
 Launches: norms_kernel, split_kernel (which also computes delta), then forward_kernel or backward_kernel. The formulas
 are those of attention.py.
 """
 
 # Symbols and constants: see attention_forward.py. x, x_low: the high and the low fp16 numbers of a tile.
+# scale: log2(e) / sqrt(D) in forward, 1 / sqrt(D) in backward; lse and delta (B, H, T_q): float32
+# q_desc, k_desc, v_desc, dy_desc: descriptors of float32 arrays in norms_kernel and split_kernel, then of halves
 # An array of halves (2 B, H, T, D) is contiguous fp16: x_high of batch entry b is entry b, x_low is entry B + b.
 # norms (arrays, B H, tiles), scales (arrays, B H): float32; the arrays are q, k, v and in backward dy, in this order.
 
@@ -41,6 +46,8 @@ from stage2_cuda.kernels.attention_forward import (
 ROWS = tl.constexpr(64)  # of one program of norms_kernel and split_kernel
 NORMS = tl.constexpr(256)  # that split_kernel loads at a time
 P_SCALE, DS_SCALE = tl.constexpr(2.0**14), tl.constexpr(2.0**-16)
+P_UNSCALE, DS_UNSCALE = tl.constexpr(2.0**-14), tl.constexpr(2.0**16)
+SMALLEST = tl.constexpr(2.0**-126)  # the smallest normal float32
 
 
 # -- halves ------------------------------------------------------------------------------------------------------------
@@ -57,8 +64,8 @@ def split(x):
 def multiply(a, a_low, b, b_low):
     """a b; the largest product is added last.
 
-    A sum over many tiles must not be an operand of tl.dot, because tensor cores truncate when they add. So the callers
-    multiply the result by a constant and add it in float32 arithmetic.
+    Tensor cores truncate when they add, so they must not add a sum over many tiles. The callers multiply the result by
+    a constant before they add it: otherwise Triton would make their sum the accumulator of tl.dot.
     """
     tile = tl.dot(a_low, b)
     tile = tl.dot(a, b_low, tile)
@@ -73,14 +80,15 @@ def load_halves(desc, b, h, row, H, BLOCK_ROWS: tl.constexpr, HEAD_DIM: tl.const
 
 @triton.jit
 def scale_of(norm):
-    """The power of two that brings `norm` to [2^14, 2^15). The bits 23 to 30 of a float32 are its exponent + 127."""
-    exponent = tl.maximum(norm.to(tl.int32, bitcast=True) >> 23, 15)  # so that the result is finite
+    """The power of two that brings `norm` to [2^14, 2^15), if `norm` is at least 2^-112; otherwise 2^126."""
+    # the bits 23 to 30 of a float32 are its exponent + 127
+    exponent = tl.maximum(norm.to(tl.int32, bitcast=True) >> 23, 15)  # so that 1 / scale is a normal number
     return ((2 * 127 + 14 - exponent) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def array_number():
-    """The index of this program's array and head in `norms` and `scales`."""
+def scale_index():
+    """The index of this program's array and head in `scales`, and of its first tile in `norms` / tiles."""
     return tl.program_id(2).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
 
 
@@ -90,7 +98,7 @@ def store_norm(desc, norms, H, HEAD_DIM: tl.constexpr):
     largest = tl.max(tl.abs(x))  # dividing by it avoids squares that are too large or too small for float32
     x = x / tl.where(largest > 0, largest, 1.0)
     norm = largest * tl.sqrt(tl.max(tl.sum(x * x, 1)))
-    tl.store(norms + array_number() * tl.num_programs(1) + tl.program_id(1), norm)
+    tl.store(norms + scale_index() * tl.num_programs(1) + tl.program_id(1), norm)
 
 
 @triton.jit
@@ -113,11 +121,11 @@ def split_rows(desc, halves, norms, scales, T, D, H, HEAD_DIM: tl.constexpr):
     largest = 0.0
     for first in range(0, tiles, NORMS):
         offs = first + tl.arange(0, NORMS)
-        norm = tl.load(norms + array_number() * tiles + offs, mask=offs < tiles, other=0.0)
+        norm = tl.load(norms + scale_index() * tiles + offs, mask=offs < tiles, other=0.0)
         largest = tl.maximum(largest, tl.max(norm))
     scale = scale_of(largest)
     if tl.program_id(1) == 0:
-        tl.store(scales + array_number(), scale)
+        tl.store(scales + scale_index(), scale)
     x = load_tile(desc, tl.program_id(0) // H, tl.program_id(0) % H, start, ROWS, HEAD_DIM)
     high, low = split(x * scale)
     rows, cols = start + tl.arange(0, ROWS), tl.arange(0, HEAD_DIM)
@@ -153,22 +161,21 @@ def split_kernel(
 def forward_kernel(
     y_desc, lse_ptr, q_desc, k_desc, v_desc, scales, T_q, T_k, H, scale,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr,
-    CAUSAL: tl.constexpr, MASK_KEYS: tl.constexpr, SPLIT: tl.constexpr, NATURAL: tl.constexpr,
+    CAUSAL: tl.constexpr, MASK_KEYS: tl.constexpr, IN_PARTS: tl.constexpr, NATURAL: tl.constexpr,
 ):  # fmt: skip
     """As forward_kernel in attention_forward.py; q_desc, k_desc and v_desc are those of the halves."""
     b, h, heads = tl.program_id(0) // H, tl.program_id(0) % H, tl.num_programs(0)
     start_m = (tl.num_programs(1) - 1 - tl.program_id(1)) * BLOCK_M
     offs_m = start_m + tl.arange(0, BLOCK_M)
     scales += tl.program_id(0)
-    scale = scale / tl.load(scales) / tl.load(scales + heads)
+    # not 0, or a masked score would become -inf * 0 = NaN
+    scale = tl.maximum(scale / tl.load(scales) / tl.load(scales + heads), SMALLEST)
     q, q_low = load_halves(q_desc, b, h, start_m, H, BLOCK_M, HEAD_DIM)
-    row_max, row_sum = (
-        tl.full([BLOCK_M], LOWEST if SPLIT else float("-inf"), tl.float32),
-        tl.zeros([BLOCK_M], tl.float32),
-    )
+    row_max = tl.full([BLOCK_M], LOWEST if IN_PARTS else float("-inf"), tl.float32)  # see attention_forward.py
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
     begin, end = key_range(start_m, T_k, 0, BLOCK_M, BLOCK_N, 1, CAUSAL, MASK_KEYS)
-    if SPLIT:
+    if IN_PARTS:
         begin, end = part_of_range(begin, end, BLOCK_N)
     for start_n in tl.range(begin, end, BLOCK_N):
         start_n = tl.multiple_of(start_n, BLOCK_N)
@@ -177,16 +184,16 @@ def forward_kernel(
         s = mask_tile(s, float("-inf"), offs_m, start_m, start_n, T_k, BLOCK_N, CAUSAL, MASK_KEYS)
         p, row_max, row_sum, acc = softmax_step(s, row_max, row_sum, acc, scale)
         v, v_low = load_halves(v_desc, b, h, start_n, H, BLOCK_N, HEAD_DIM)
-        p, p_low = split(p * P_SCALE)
-        acc += multiply(p, p_low, v, v_low) / P_SCALE
+        p_high, p_low = split(p * P_SCALE)
+        acc += multiply(p_high, p_low, v, v_low) * P_UNSCALE
     lse = row_max + tl.math.log2(row_sum)
     if NATURAL:
         lse *= LN2
-    if SPLIT:
+    if IN_PARTS:
         row_sum = tl.where(row_sum > 0, row_sum, 1.0)  # a part without keys: y is 0, the logsumexp is -inf
-    tl.store(lse_ptr + head_of_output(tl.program_id(0).to(tl.int64), SPLIT) * T_q + offs_m, lse, mask=offs_m < T_q)
+    tl.store(lse_ptr + head_of_output(tl.program_id(0).to(tl.int64), IN_PARTS) * T_q + offs_m, lse, mask=offs_m < T_q)
     y = acc / row_sum[:, None] / tl.load(scales + 2 * heads)
-    store_tile(y_desc, y, b, head_of_output(h, SPLIT), start_m, BLOCK_M, HEAD_DIM)
+    store_tile(y_desc, y, b, head_of_output(h, IN_PARTS), start_m, BLOCK_M, HEAD_DIM)
 
 
 # -- backward ----------------------------------------------------------------------------------------------------------
@@ -209,9 +216,9 @@ def load_scales(scales):
 def dq_tile(
     dq_desc, delta_ptr, dy_desc, lse_ptr, q_desc, k_desc, v_desc, scales, b, h, start_m, T_q, T_k, H, scale,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr,
-    CAUSAL: tl.constexpr, MASK_KEYS: tl.constexpr, NATURAL: tl.constexpr, SPLIT: tl.constexpr,
+    CAUSAL: tl.constexpr, MASK_KEYS: tl.constexpr, NATURAL: tl.constexpr, IN_PARTS: tl.constexpr,
 ):  # fmt: skip
-    """dq of the queries [start_m, start_m + BLOCK_M). With SPLIT: the terms of a part of the keys.
+    """dq of the queries [start_m, start_m + BLOCK_M). With IN_PARTS: the terms of a part of the keys.
 
     lse_ptr and delta_ptr point to the T_q elements of this head.
     """
@@ -226,7 +233,7 @@ def dq_tile(
     s_scale = scale * LOG2E / q_scale / k_scale
     dq = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
     begin, end = key_range(start_m, T_k, 0, BLOCK_M, BLOCK_N, 1, CAUSAL, MASK_KEYS)
-    if SPLIT:
+    if IN_PARTS:
         begin, end = part_of_range(begin, end, BLOCK_N)
     for start_n in tl.range(begin, end, BLOCK_N):
         start_n = tl.multiple_of(start_n, BLOCK_N)
@@ -237,18 +244,18 @@ def dq_tile(
         p = tl.math.exp2(s * s_scale - lse[:, None])
         p = mask_tile(p, 0.0, offs_m, start_m, start_n, T_k, BLOCK_N, CAUSAL, MASK_KEYS)
         ds, ds_low = ds_halves(p, dp, delta[:, None])
-        dq += multiply(ds, ds_low, k, k_low) / DS_SCALE
+        dq += multiply(ds, ds_low, k, k_low) * DS_UNSCALE
     dq = dq / dy_scale * (scale / v_scale / k_scale)
-    store_tile(dq_desc, dq, b, head_of_output(h, SPLIT), start_m, BLOCK_M, HEAD_DIM)
+    store_tile(dq_desc, dq, b, head_of_output(h, IN_PARTS), start_m, BLOCK_M, HEAD_DIM)
 
 
 @triton.jit
 def dkdv_tile(
     dk_desc, dv_desc, delta_ptr, dy_desc, lse_ptr, q_desc, k_desc, v_desc, scales, b, h, start_n, T_q, H, scale,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr,
-    CAUSAL: tl.constexpr, NATURAL: tl.constexpr, EVEN: tl.constexpr, SPLIT: tl.constexpr,
+    CAUSAL: tl.constexpr, NATURAL: tl.constexpr, EVEN: tl.constexpr, IN_PARTS: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of the keys [start_n, start_n + BLOCK_N). With SPLIT: the terms of a part of the queries.
+    """dk and dv of the keys [start_n, start_n + BLOCK_N). With IN_PARTS: the terms of a part of the queries.
 
     Here the tiles of s, p, dp and ds are transposed.
     """
@@ -259,7 +266,7 @@ def dkdv_tile(
     s_scale = scale * LOG2E / q_scale / k_scale
     dk, dv = tl.zeros([BLOCK_N, HEAD_DIM], tl.float32), tl.zeros([BLOCK_N, HEAD_DIM], tl.float32)
     begin, end = query_range(start_n, T_q, 0, BLOCK_M, BLOCK_N, 1, CAUSAL)
-    if SPLIT:
+    if IN_PARTS:
         begin, end = part_of_range(begin, end, BLOCK_M)
     for start_m in tl.range(begin, end, BLOCK_M):
         start_m = tl.multiple_of(start_m, BLOCK_M)
@@ -274,13 +281,13 @@ def dkdv_tile(
             if start_m < start_n + BLOCK_N:
                 p = tl.where(causal_mask(offs_m, offs_n).T, p, 0.0)
         dy, dy_low = load_halves(dy_desc, b, h, start_m, H, BLOCK_M, HEAD_DIM)
-        p16, p16_low = split(p * P_SCALE)
-        dv += multiply(p16, p16_low, dy, dy_low) / P_SCALE
+        p_high, p_low = split(p * P_SCALE)
+        dv += multiply(p_high, p_low, dy, dy_low) * P_UNSCALE
         dp = multiply(v, v_low, dy.T, dy_low.T)
         delta = load_rows(delta_ptr, 0, offs_m, start_m, T_q, EVEN, False) * dy_scale * v_scale
         ds, ds_low = ds_halves(p, dp, delta[None, :])
-        dk += multiply(ds, ds_low, q, q_low) / DS_SCALE
-    head = head_of_output(h, SPLIT)
+        dk += multiply(ds, ds_low, q, q_low) * DS_UNSCALE
+    head = head_of_output(h, IN_PARTS)
     store_tile(dv_desc, dv / dy_scale, b, head, start_n, BLOCK_N, HEAD_DIM)
     store_tile(dk_desc, dk / dy_scale * (scale / v_scale / q_scale), b, head, start_n, BLOCK_N, HEAD_DIM)
 
@@ -289,7 +296,7 @@ def dkdv_tile(
 def backward_kernel(
     dq_desc, dk_desc, dv_desc, delta_ptr, dy_desc, lse_ptr, q_desc, k_desc, v_desc, scales, T_q, T_k, H, scale,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr,
-    CAUSAL: tl.constexpr, MASK_KEYS: tl.constexpr, NATURAL: tl.constexpr, EVEN: tl.constexpr, SPLIT: tl.constexpr,
+    CAUSAL: tl.constexpr, MASK_KEYS: tl.constexpr, NATURAL: tl.constexpr, EVEN: tl.constexpr, IN_PARTS: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of BLOCK_N keys in the even programs, dq of BLOCK_M = BLOCK_N queries in the odd programs."""
     b, h, head_start = tl.program_id(0) // H, tl.program_id(0) % H, tl.program_id(0).to(tl.int64) * T_q
@@ -298,10 +305,10 @@ def backward_kernel(
     if tl.program_id(1) % 2 == 0:
         dkdv_tile(
             dk_desc, dv_desc, delta_ptr, dy_desc, lse_ptr, q_desc, k_desc, v_desc, scales, b, h, tile * BLOCK_N,
-            T_q, H, scale, BLOCK_M, BLOCK_N, HEAD_DIM, CAUSAL, NATURAL, EVEN, SPLIT,
+            T_q, H, scale, BLOCK_M, BLOCK_N, HEAD_DIM, CAUSAL, NATURAL, EVEN, IN_PARTS,
         )  # fmt: skip
     else:
         dq_tile(
             dq_desc, delta_ptr, dy_desc, lse_ptr, q_desc, k_desc, v_desc, scales, b, h, (n_tiles - 1 - tile) * BLOCK_M,
-            T_q, T_k, H, scale, BLOCK_M, BLOCK_N, HEAD_DIM, CAUSAL, MASK_KEYS, NATURAL, SPLIT,
+            T_q, T_k, H, scale, BLOCK_M, BLOCK_N, HEAD_DIM, CAUSAL, MASK_KEYS, NATURAL, IN_PARTS,
         )  # fmt: skip

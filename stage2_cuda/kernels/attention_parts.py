@@ -17,8 +17,8 @@ import triton.language as tl
 
 from stage2_cuda.kernels.attention_forward import LN2, store_tile
 
-ROWS = 16  # of a program: few, because the arrays are small and should occupy all multiprocessors
-NUM_WARPS = 4
+PART_ROWS = 16  # rows of one program: few, so that small arrays have enough programs for all multiprocessors
+PART_WARPS = 4
 
 
 @triton.jit
@@ -58,7 +58,7 @@ def add_parts(sum_desc, parts_ptr, T, D, H, PARTS: tl.constexpr, ROWS: tl.conste
     total = tl.zeros([ROWS, HEAD_DIM], tl.float32)
     for part in tl.static_range(PARTS):
         total += load_part(parts_ptr, tl.program_id(0).to(tl.int64), part, offs, T, D, PARTS, HEAD_DIM)
-    if start < T:
+    if start < T:  # the grid is that of the longest of the three arrays
         store_tile(sum_desc, total, tl.program_id(0) // H, tl.program_id(0) % H, start, ROWS, HEAD_DIM)
 
 

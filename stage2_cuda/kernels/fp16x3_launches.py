@@ -17,7 +17,8 @@ from stage2_cuda.kernels.attention import (
     forward_parts,
     heads_of,
     padded_head_size,
-    with_parts,
+    parts_grid,
+    tile_options,
 )
 from stage2_cuda.kernels.attention_forward import LOG2E
 from stage2_cuda.kernels.gluon_launches import mask_keys
@@ -32,16 +33,17 @@ TILES = {
 
 
 def split_launches(inputs, halves, scales, empty, dy=None, y=None, dy_halves=None, delta=None):
-    """Yield the two KernelLaunches that write scales and halves of `inputs`, and of dy, with delta, unless it is None.
+    """Yield the two KernelLaunches that write the scales and halves of q, k and v; with dy also those of dy, and delta.
 
-    inputs: Heads of q, k and v; halves: an array (2 B, H, T, D) float16 for each; scales (4, B H).
+    inputs: Heads of q, k and v; halves: an array (2 B, H, T, D) float16 for each; scales (4, B H) float32. dy and y are
+    Heads, delta is (B, H, T_q) float32.
     """
     (B, H, T_q, D), T_k = inputs[0].shape, inputs[1].shape[2]
     grid = B * H, triton.cdiv(max(T_q, T_k), ROWS), 3 if dy is None else 4
-    arrays = [x and x.descriptor(ROWS) for x in (*inputs, dy)]
-    norms, options = empty("float32", *grid), dict(HEAD_DIM=padded_head_size(D), num_warps=4)
+    *arrays, y = (None if x is None else x.descriptor(ROWS) for x in (*inputs, dy, y))
+    norms, options = empty("float32", grid[2], *grid[:2]), dict(HEAD_DIM=padded_head_size(D), num_warps=4)
     yield KernelLaunch(attention_fp16x3.norms_kernel, grid, (*arrays, norms, H), options)
-    arguments = *arrays, y and y.descriptor(ROWS), *halves, dy_halves, delta, norms, scales, T_q, T_k, D, H
+    arguments = *arrays, y, *halves, dy_halves, delta, norms, scales, T_q, T_k, D, H
     yield KernelLaunch(attention_fp16x3.split_kernel, grid, arguments, options)
 
 
@@ -49,12 +51,6 @@ def halves_of(x, empty):
     """An array for the halves of Heads x."""
     B, H, T, D = x.shape
     return empty("float16", 2 * B, H, T, D)
-
-
-def options_of(tile, D, natural, **constants):
-    shared = {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "HEAD_DIM": padded_head_size(D)}
-    launch = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
-    return {**shared, **launch, "SPLIT": tile.parts > 1, "NATURAL": natural, **constants}
 
 
 def forward_launches(y, lse, q, k, v, tile, empty, causal=True, natural=False):
@@ -70,15 +66,18 @@ def forward_launches(y, lse, q, k, v, tile, empty, causal=True, natural=False):
     )
     arguments = y_out.descriptor(tile.block_m), lse_out, q_m, k_n, v_n, scales, T_q, T_k, H, LOG2E.value / math.sqrt(D)
     masks = dict(CAUSAL=causal, MASK_KEYS=mask_keys(T_q, T_k, tile.block_n, causal))
-    options = options_of(tile, D, natural and not parts, **masks)
-    grid = with_parts((B * H, triton.cdiv(T_q, tile.block_m)), tile)
+    options = tile_options(tile, D, IN_PARTS=tile.parts > 1, NATURAL=natural and not parts, **masks)
+    grid = parts_grid((B * H, triton.cdiv(T_q, tile.block_m)), tile)
     yield KernelLaunch(attention_fp16x3.forward_kernel, grid, arguments, options)
     if parts:
         yield combine_launch(y, lse, parts, tile, natural)
 
 
 def backward_launches(dq, dk, dv, delta, dy, q, k, v, y, lse, tile, empty, causal=True, natural=False):
-    """Yield the KernelLaunches that compute dq, dk and dv. delta (B, H, T_q): float32 scratch; tile: a square one."""
+    """Yield the KernelLaunches that compute dq, dk and dv.
+
+    tile: a TileConfig with block_m = block_n. The other arguments are those of attention.backward_launches().
+    """
     (B, H, T_q, D), T_k = q.shape, k.shape[2]
     halves, scales = [halves_of(x, empty) for x in (q, k, v, dy)], empty("float32", 4, B * H)
     yield from split_launches((q, k, v), halves[:3], scales, empty, dy, y, halves[3], delta)
@@ -87,7 +86,8 @@ def backward_launches(dq, dk, dv, delta, dy, q, k, v, y, lse, tile, empty, causa
     q_m, k_n, v_n, dy_m = descriptors(tile.block_m, *map(heads_of, halves))
     arguments = *written, delta, dy_m, lse, q_m, k_n, v_n, scales, T_q, T_k, H, 1 / math.sqrt(D)
     masks = dict(CAUSAL=causal, MASK_KEYS=mask_keys(T_q, T_k, tile.block_n, causal), EVEN=T_q % tile.block_m == 0)
-    grid = with_parts((B * H, 2 * triton.cdiv(max(T_q, T_k), tile.block_m)), tile)
-    yield KernelLaunch(attention_fp16x3.backward_kernel, grid, arguments, options_of(tile, D, natural, **masks))
+    grid = parts_grid((B * H, 2 * triton.cdiv(max(T_q, T_k), tile.block_m)), tile)
+    options = tile_options(tile, D, IN_PARTS=tile.parts > 1, NATURAL=natural, **masks)
+    yield KernelLaunch(attention_fp16x3.backward_kernel, grid, arguments, options)
     if parts:
         yield add_parts_launch(gradients, parts, tile)

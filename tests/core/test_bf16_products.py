@@ -183,7 +183,7 @@ def test_a_run_is_logged_resumed_and_validated_and_its_model_generates(
 
 def test_openblas_is_an_error_that_names_both_flags(library, train):
     result = train("--precision", "bf16", "--blas", "openblas")
-    text = "--blas openblas has no products of --precision bf16: use --blas mkl or --precision fp32"
+    text = "--blas openblas cannot multiply in --precision bf16: use --blas mkl or --precision fp32"
     assert result.code == 2 and text in result.err
 
 
@@ -197,7 +197,7 @@ def test_without_mkl_or_amx_bf16_is_an_error(monkeypatch):
     monkeypatch.setattr(cpu_runtime, "has_amx", lambda: False)
     monkeypatch.setattr(cpu_runtime, "processor", lambda: "AMD EPYC 9354")
     text = (
-        "^--precision bf16 needs a CPU with the instructions amx_bf16, and AMD EPYC 9354 has none: use --precision fp32"
+        "^--precision bf16 needs amx_bf16 in the flags of /proc/cpuinfo, and AMD EPYC 9354 does not list it: use --pre"
     )
     with pytest.raises(ConfigError, match=text):
         NumpyBackend("bf16")

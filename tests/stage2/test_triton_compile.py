@@ -24,6 +24,11 @@ SHARED = {"a100": 163 << 10, "h200": 227 << 10}
 SPILLS = {
     ("h200", "attention_backward.dq_kernel", "tf32x3"): "144 bytes: three products keep an operand of 64 x 64 twice",
     ("h200", "attention_backward.dkdv_kernel", "tf32x3"): "496 bytes, for the same reason",
+    (
+        "h200",
+        "attention_fp16x3.backward_kernel",
+        None,
+    ): "up to 472 bytes with heads of 128: dk, dv and a product of a tile",
     ("h200", "gluon_attention_forward.specialized_kernel", None): "16 bytes with Triton 3.9: 160 registers per thread",
     ("h200", "gluon_attention_dq.specialized_kernel", None): "up to 112 bytes with Triton 3.9, for the same reason",
     ("h200", "gluon_attention_dkdv.pipelined_kernel", None): "up to 56 bytes: 168 registers let three programs fit",

@@ -113,6 +113,27 @@ def test_large_scores_do_not_overflow(rng, function):
     assert all(x.isfinite().all() for x in got.values())
 
 
+@needs_interpreter
+def test_float32_of_any_magnitude_keeps_its_precision(rng):
+    q, k, v, do = inputs(rng, (2,), 40, 70, 16)
+    q, k, v, do = 1e-18 * q, 1e18 * k, 1e12 * v, 1e-25 * do
+    q[0, 3], v[1] = 0.0, 0.0  # one query of head 0, and all values of head 1: its scale must be finite
+    k[:, ::2] *= 1e-4  # rows that are small beside the largest one
+    got, want = results(FlashAttention2Triton, q, k, v, do, True), oracle(q, k, v, do, True)
+    for name, x in want.items():
+        assert (got[name].double() - x).norm() <= TOLERANCE * x.norm(), name
+
+
+@needs_interpreter
+@pytest.mark.parametrize("parts", [1, 4])
+def test_a_head_of_zeros_gives_the_mean_of_the_values(rng, monkeypatch, parts):
+    tiles = AttentionTiles(SQUARE._replace(parts=parts), both=SQUARE._replace(parts=parts))
+    monkeypatch.setattr(attention_ops, "select_tiles", lambda *_: tiles)
+    q, k, v, do = inputs(rng, (2,), 40, 70, 16)
+    q[0], k[0] = 0.0, 0.0  # the product of the scales is so large that 1 / it would be 0
+    assert_near(results(FlashAttention2Triton, q, k, v, do, True), oracle(q, k, v, do, True), TOLERANCE)
+
+
 # -- strides -----------------------------------------------------------------------------------------------------------
 
 

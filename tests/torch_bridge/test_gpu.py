@@ -113,7 +113,7 @@ def test_float32_products_follow_the_precision_of_torch(rng, precision):
 def test_the_error_of_float32_does_not_grow_with_the_number_of_tiles(rng, heads, T, D):
     q, k, v, do = inputs(rng, (heads,), T, T, D, torch.float32)
     got, want = results(FlashAttention2Triton, q, k, v, do, True), oracle(q, k, v, do, True)
-    assert_near(got, want, 2e-6, lse_tolerance=2e-6)  # 5e-7 was measured; sums by tensor cores alone had 9e-5
+    assert_near(got, want, 2e-6, lse_tolerance=2e-6)  # 5e-7 was measured; sums only by tensor cores had 9e-5
 
 
 @pytest.mark.parametrize("T", [256, 4096, 16384])
