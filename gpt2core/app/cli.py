@@ -21,7 +21,7 @@ PRECISION = (
 TRANSPORT = "how stage 3 sends arrays: nccl, or mpi (through host memory); default: nccl if each rank has its own GPU"
 BLAS = (
     "library of the matrix products in stages 0 and 1: openblas (contained in NumPy), mkl (after `pip install mkl`) or "
-    "auto, which is mkl with --precision bf16 or, if it is installed, on an Intel CPU, otherwise openblas (default auto)"
+    "auto (default): mkl with --precision bf16 or, if it is installed, on an Intel CPU, otherwise openblas"
 )
 EDITED = "load a checkpoint even if its files were changed after they were saved (default: refuse it)"
 THREADS = "stages 0 and 1 only (default: the cores that this process may use, divided by the ranks that share them)"

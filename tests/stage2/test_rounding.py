@@ -245,7 +245,7 @@ def test_rounding_without_a_bf16_copy_is_a_one_line_error(command, corpus, backe
     result = command(cli.train, *flags, backend=backend)
     assert result.code == 2 and result.err == (
         "error: --rounding stochastic applies to the bf16 copy of the parameters, and --precision fp32 has no such "
-        "copy: use --precision bf16, on a GPU, or --rounding nearest\n"
+        "copy in this stage: use --precision bf16 in stage 2 or 3, or --rounding nearest\n"
     )
     if backend is CudaBackend:
         assert (

@@ -183,6 +183,12 @@ ELSEWHERE = {
         for name in ("forward", "dq", "dkdv")
         for design in ("pipelined", "specialized")
     },
+    **{
+        f"attention_fp16x3.{name}_kernel": "torch_bridge: attention of float32 arrays"
+        for name in ("norms", "split", "forward", "backward")
+    },
+    "attention_parts.combine_kernel": "torch_bridge: attention with few programs",
+    "attention_parts.add_parts_kernel": "torch_bridge: attention with few programs",
     "gluon_gelu.gelu_kernel": "16 bits on a Hopper GPU",
     "cast.cast_kernel": "16 bits: the copy of the parameters that kernels read, when they are loaded",
     "cast.scale_kernel": "backward() with a gradient other than 1",
