@@ -346,8 +346,8 @@ def float32_tables(rows):
     for shape, case in cases.items():
         if {"naive", "sdpa", "ours"} <= case.keys():
             cells = {
-                f"{kind}: {name}": "out of memory" if row.get("oom") else cell(row[kind])
-                for kind in ("forward", "both")
+                f"{title}: {name}": "out of memory" if row.get("oom") else cell(row[kind])
+                for title, kind in (("forward", "forward"), ("forward and backward", "both"))
                 for name, row in case.items()
             }
             found.append({"": shape} | cells)

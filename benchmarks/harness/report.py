@@ -123,9 +123,10 @@ def cpu_suffix():
     """The end of the names of the files about this kind of CPU, "" for others. Shipped files without it: AMD Zen 4."""
     if "Intel" in cpu():
         return "_intel"
-    if "AMD" in cpu() and cpu_field("cpu family") == "25" and "avx512f" not in cpu_field("flags").split():
-        return "_zen3"
-    return "_zen5" if "AMD" in cpu() and cpu_field("cpu family") == "26" else ""
+    if "AMD" not in cpu():
+        return ""
+    family, has_avx512 = cpu_field("cpu family"), "avx512f" in cpu_field("flags").split()  # Zen 3 and 4: family 25
+    return {("25", False): "_zen3", ("26", True): "_zen5"}.get((family, has_avx512), "")
 
 
 def cpu_field(name):

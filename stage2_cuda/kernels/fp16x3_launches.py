@@ -60,11 +60,9 @@ def forward_launches(y, lse, q, k, v, tile, empty, causal=True, natural=False):
     yield from split_launches((q, k, v), halves, scales, empty)
     parts = forward_parts(q, tile, empty) if tile.parts > 1 else None
     y_out, lse_out = (heads_of(parts[0]), parts[1]) if parts else (y, lse)
-    q_m, (k_n, v_n) = (
-        heads_of(halves[0]).descriptor(tile.block_m),
-        descriptors(tile.block_n, *map(heads_of, halves[1:])),
-    )
-    arguments = y_out.descriptor(tile.block_m), lse_out, q_m, k_n, v_n, scales, T_q, T_k, H, LOG2E.value / math.sqrt(D)
+    y_m, q_m = descriptors(tile.block_m, y_out, heads_of(halves[0]))
+    k_n, v_n = descriptors(tile.block_n, *map(heads_of, halves[1:]))
+    arguments = y_m, lse_out, q_m, k_n, v_n, scales, T_q, T_k, H, LOG2E.value / math.sqrt(D)
     masks = dict(CAUSAL=causal, MASK_KEYS=mask_keys(T_q, T_k, tile.block_n, causal))
     options = tile_options(tile, D, IN_PARTS=tile.parts > 1, NATURAL=natural and not parts, **masks)
     grid = parts_grid((B * H, triton.cdiv(T_q, tile.block_m)), tile)
