@@ -314,10 +314,14 @@ def start_driver():
 
 
 def triton_utils():
-    """Triton's CudaUtils, a module in C. With an empty cache Triton first compiles it, which needs no GPU."""
+    """Triton's CudaUtils, a module in C. With an empty cache Triton first compiles it, which needs no GPU.
+
+    Triton creates it when PyTorch first launches a kernel. To create it again would define its types again, and kernels
+    that are already loaded would then refuse new descriptors.
+    """
     from triton.backends.nvidia.driver import CudaUtils
 
-    return CudaUtils()
+    return getattr(CudaUtils, "instance", None) or CudaUtils()
 
 
 def cupy_driver(gpu, utils):

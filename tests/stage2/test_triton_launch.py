@@ -389,6 +389,15 @@ def fake_cupy(count=1, capability="90"):
     )
 
 
+def test_the_utils_that_triton_has_created_are_used_again(monkeypatch):
+    from triton.backends.nvidia.driver import CudaUtils
+
+    existing = SimpleNamespace()
+    monkeypatch.setattr(CudaUtils, "instance", existing, raising=False)
+    monkeypatch.setattr(CudaUtils, "__init__", lambda self: pytest.fail("created a second time"))
+    assert triton_launch.triton_utils() is existing
+
+
 @pytest.mark.parametrize(
     "module, says",
     [

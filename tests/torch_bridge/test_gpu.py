@@ -178,8 +178,6 @@ def test_stage_2_and_a_kernel_of_inductor_run_beside_the_bridge(rng):
     from stage2_cuda.kernels.attention import attention_forward
     from stage2_cuda.runtime.triton_launch import array_module
 
-    assert array_module() is cupy  # makes CuPy's driver Triton's active one
-    driver = triton.runtime.driver.active
     B, T, H, D = 2, 300, 3, 64
     packed = torch.randn(B, T, 3 * H * D, device="cuda", dtype=torch.float16)
     halve = torch.compile(lambda x: x * 0.5)
@@ -192,6 +190,9 @@ def test_stage_2_and_a_kernel_of_inductor_run_beside_the_bridge(rng):
     def bridge(x):
         return FlashAttention2Triton.apply(*x.view(B, T, 3, H, D).permute(2, 0, 3, 1, 4).unbind(), True)
 
+    bridge(packed)  # a kernel with descriptors that is loaded before stage 2 starts must also work after it
+    assert array_module() is cupy  # makes CuPy's driver Triton's active one
+    driver = triton.runtime.driver.active
     late = torch.full_like(packed, float("nan"))
     for function in (halve, stage_2):  # compiles
         function(packed)
