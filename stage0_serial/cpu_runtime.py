@@ -1,9 +1,12 @@
 """The Runtime of NumPy: the library of the matrix products, and its number of threads."""
 
+import contextlib
+import functools
 import warnings
 from pathlib import Path
 
 import numpy as np
+import threadpoolctl
 
 from gpt2core.errors import ConfigError
 from gpt2core.parallel.threads import limit_blas
@@ -64,6 +67,28 @@ class CpuRuntime(Runtime):
         limit_blas(count)
         if count > 1:  # mkl.py loads MKL without threads
             self.use_product(np.matmul)
+
+    @contextlib.contextmanager
+    def one_blas_thread(self):
+        """A context in which OpenBLAS computes each product on the thread of its caller.
+
+        Several threads may then call it. Its own threads would wait in a busy loop, on the cores of these threads.
+        """
+        libraries = blas_libraries()
+        counts = [library.num_threads for library in libraries]
+        for library in libraries:
+            library.set_num_threads(1)
+        try:
+            yield
+        finally:
+            for library, count in zip(libraries, counts, strict=True):
+                library.set_num_threads(count)
+
+
+@functools.cache
+def blas_libraries():
+    """threadpoolctl's controllers of the BLAS libraries of this process; limit_blas() would search for them again."""
+    return threadpoolctl.ThreadpoolController().select(user_api="blas").lib_controllers
 
 
 def check_bf16(blas):

@@ -65,6 +65,12 @@ class GenerationKernels(Backend):
         step = token_step(model)
         return BatchDecoder(model, step) if step else None
 
+    def for_worker(self):
+        """A new backend of the same precision and library of products, for a worker thread."""
+        worker = type(self)(self.precision)
+        worker.runtime.use_blas(self.runtime.blas)
+        return worker
+
     def one_row(self, x, w, y):
         """Write x (1, C) @ w (C, K) to y (1, K) and return it."""
         if self.row_products is None:

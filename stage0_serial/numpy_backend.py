@@ -144,6 +144,8 @@ class NumpyBackend(VocabularyKernels, GenerationKernels):
 
     def gelu(self, x, bias, y, derivative):
         """Write gelu(x + bias) to y, which may be x, and gelu'(x + bias) to `derivative` unless it is None."""
+        if derivative is None and x.size == x.shape[-1]:
+            return gelu_of_one_row(x, bias, y)
         x, y, derivative = rows(x), rows(y), None if derivative is None else rows(derivative)
         square, sigmoid = (self.empty((min(len(x), block_rows(x)), x.shape[1]), x.dtype) for _ in range(2))
         for block in blocks(x):
@@ -367,6 +369,19 @@ def decay_blocks(decays, width):
     for first, last in zip(edges, edges[1:], strict=False):
         for start in range(first * ARENA_BLOCK, last * ARENA_BLOCK, width):
             yield slice(start, min(start + width, last * ARENA_BLOCK)), decays[first]
+
+
+def gelu_of_one_row(x, bias, y):
+    """Write gelu(x + bias) to y, which may be x: fewer NumPy calls, which dominate the time of one row."""
+    x = x if bias is None else np.add(x, bias, out=y)
+    u = x * x
+    u *= GELU_A * GELU_B
+    u += GELU_A
+    u *= x
+    np.tanh(u, out=u)
+    u += 1
+    u *= 0.5
+    np.multiply(x, u, out=y)
 
 
 def heads(x, n_head):

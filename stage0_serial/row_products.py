@@ -28,7 +28,6 @@ class RowProducts:
         self.runtime, self.ways = runtime, {}  # {layout of a weight: the way that was chosen, a function}
         self.names = {}  # {description of a layout: the name of the way}
         self.directory = cache_directory()
-        self.blas = threadpoolctl.ThreadpoolController().select(user_api="blas").lib_controllers
 
     def __call__(self, x, w, y):
         layout = w.shape, w.strides, w.dtype
@@ -70,11 +69,8 @@ class RowProducts:
 
     def on_one_thread(self, x, w, y):
         """Write x @ w to y by BLAS on one thread."""
-        for library in self.blas:
-            library.set_num_threads(1)
-        np.matmul(x, w, out=y)
-        for library in self.blas:
-            library.set_num_threads(self.runtime.threads)
+        with self.runtime.one_blas_thread():
+            np.matmul(x, w, out=y)
 
 
 def in_parts(x, w, y):

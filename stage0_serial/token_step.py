@@ -3,8 +3,7 @@
 One token takes little more than the time to read the weights. If each operation made a Tensor, a large part of this
 time would be spent in Python. The new positions of several sequences are rows of the same products, so that the
 weights are read once for all of them; attention is computed for each sequence, or for all together if they have similar
-lengths. A full window is computed as a whole, except in the last layer: there only the keys and values of all T
-positions are needed, and the rest of the last position.
+lengths. A full window is computed by window.py.
 """
 
 # n sequences, N new positions of all of them, T positions, C channels, H heads, D = C // H, K columns, V vocabulary
@@ -13,21 +12,25 @@ import numpy as np
 
 from gpt2core.communicator import Solo
 from gpt2core.sampler import next_logits
-from gpt2core.tensor import no_grad
+from stage0_serial.window import Window
 
 MODULES = "ln_1", "attn.c_attn", "attn.c_proj", "ln_2", "mlp.c_fc", "mlp.c_proj"  # of a layer
 
 
 def token_step(model):
     """A function to use instead of sampler.next_logits, or None if ranks share the layers of the model."""
-    return TokenStep(model) if isinstance(model.group, Solo) else None
+    return TokenStep(model, model.head.backend) if isinstance(model.group, Solo) else None
 
 
 class TokenStep:
-    """Called as step(model, ids, cache) -> logits (V), like next_logits; it computes a token or a window itself."""
+    """Called as step(model, ids, cache) -> logits (V), like next_logits; it computes a token or a window itself.
 
-    def __init__(self, model):
-        config, backend = model.config, model.head.backend
+    backend: the backend of the model, or another one for the same arrays.
+    """
+
+    def __init__(self, model, backend):
+        config = model.config
+        self.window = None  # made when a window is full
         self.backend, self.eps, self.n_head = backend, config.layer_norm_epsilon, config.n_head
         self.block_size = config.block_size
         arrays = {name: tensor.data for name, tensor in model.parameters.items()}
@@ -48,10 +51,22 @@ class TokenStep:
     def __call__(self, model, ids, cache):
         if len(ids) == self.block_size > 1:
             cache.length = self.block_size  # the cache counts as full, and the next token begins a new one
-            return self.full_window(ids)
+            self.window = self.window or Window(self.worker_steps(model))
+            return self.window.logits(ids).copy()
         if len(ids) > 1:
             return next_logits(model, ids, cache)
         return self.next_positions([ids], [cache])[0]
+
+    def worker_steps(self, model):
+        """A TokenStep for each worker thread of a full window, with a backend of its own; [self] for one worker.
+
+        With MKL, which is loaded without threads, the workers divide the rows of a product. OpenBLAS divides a product
+        over its own threads, which is as fast or faster.
+        """
+        runtime = self.backend.runtime
+        if runtime.threads == 1 or runtime.blas != "mkl":
+            return [self]
+        return [TokenStep(model, self.backend.for_worker()) for _ in range(min(runtime.threads, self.block_size))]
 
     def next_positions(self, uncached, caches, batch_cache=None):
         """The logits (n, V) after n sequences. uncached: the last tokens of each sequence, which follow its cache.
@@ -69,7 +84,7 @@ class TokenStep:
         together = batch_cache and len(ids) == len(caches) and similar_lengths(positions + 1)
         x = self.wte[ids] + self.wpe[positions]  # (N, C)
         branch, branch_bias = None, None  # what the next norm adds to x
-        for layer, (ln_1, c_attn, attn_proj, ln_2, c_fc, mlp_proj) in enumerate(self.layers):
+        for layer, (ln_1, c_attn, *_) in enumerate(self.layers):
             x, y = self.normalize(x, branch, branch_bias, *ln_1)
             qkv = self.product(y, c_attn[0])
             qkv += c_attn[1]
@@ -81,39 +96,22 @@ class TokenStep:
             if layer == len(self.layers) - 1 and len(x) > len(ends):
                 last = np.array(ends) - 1  # only the last position's logits are needed
                 x, y = x[last], y[last]  # (n, C)
-            x, y = self.normalize(x, self.product(y, attn_proj[0]), attn_proj[1], *ln_2)
-            h = self.product(y, c_fc[0])
-            self.backend.gelu(h, c_fc[1], h, None)
-            branch, branch_bias = self.product(h, mlp_proj[0]), mlp_proj[1]
-        y = self.normalize(x, branch, branch_bias, *self.ln_f)[1]
+            x, branch, branch_bias = self.after_attention(x, y, self.layers[layer])
         for ids, cache in zip(uncached, caches, strict=True):
             cache.length += len(ids)
-        return self.product(y, self.head).copy()
+        return self.logits(x, branch, branch_bias).copy()
 
-    @no_grad()
-    def full_window(self, ids):
-        """The logits (V) after block_size tokens. Nothing is cached: the window slides, and all positions change."""
-        backend, branch, branch_bias = self.backend, None, None
-        x = self.wte[ids] + self.wpe  # (T, C)
-        for ln_1, c_attn, attn_proj, ln_2, c_fc, mlp_proj in self.layers:
-            x, y, _ = backend.residual_layernorm_forward(x, branch, branch_bias, *ln_1, self.eps)
-            if ln_1 is self.layers[-1][0]:
-                x, y = x[-1:], self.attention_of_last(y, *c_attn)  # (1, C)
-            else:
-                y = backend.attention_forward(backend.linear_forward(y, *c_attn)[None], self.n_head)[0][0]
-            branch = backend.linear_forward(y, attn_proj[0])
-            x, y, _ = backend.residual_layernorm_forward(x, branch, attn_proj[1], *ln_2, self.eps)
-            h, _ = backend.linear_gelu_forward(y, *c_fc)
-            branch, branch_bias = backend.linear_forward(h, mlp_proj[0]), mlp_proj[1]
-        y = backend.residual_layernorm_forward(x, branch, branch_bias, *self.ln_f, self.eps)[1]
-        return self.product(y, self.head)[0].copy()
+    def after_attention(self, x, y, layer):
+        """x (n, C) and attention's result y (n, C) -> (x, branch, bias), whose sum is the result of the layer."""
+        _, _, attn_proj, ln_2, c_fc, mlp_proj = layer
+        x, y = self.normalize(x, self.product(y, attn_proj[0]), attn_proj[1], *ln_2)
+        h = self.product(y, c_fc[0])
+        self.backend.gelu(h, c_fc[1], h, None)
+        return x, self.product(h, mlp_proj[0]), mlp_proj[1]
 
-    def attention_of_last(self, y, w, b):
-        """y (T, C), w (C, 3C), b (3C) -> the attention of the last position to all positions, (1, C)."""
-        T, C = y.shape
-        q = self.backend.linear_forward(y[-1:], w[:, :C], b[:C])
-        k, v = self.backend.linear_forward(y, w[:, C:], b[C:]).reshape(T, 2, self.n_head, -1).transpose(1, 2, 0, 3)
-        return self.weighted_sum(q.reshape(self.n_head, -1), k.transpose(0, 2, 1), v)
+    def logits(self, x, branch, branch_bias):
+        """The logits (n, V) of x + branch + branch_bias, from (n, C), (n, C), (C); the next call overwrites one row."""
+        return self.product(self.normalize(x, branch, branch_bias, *self.ln_f)[1], self.head)
 
     def normalize(self, x, branch, branch_bias, w, b):
         """x (n, C) -> x + branch + branch_bias, and its LayerNorm."""

@@ -18,6 +18,7 @@ from stage0_serial.generation import BatchDecoder
 from stage0_serial.numpy_backend import NumpyBackend
 from stage0_serial.row_products import PART, RowProducts
 from stage0_serial.token_step import TokenStep, token_step
+from stage0_serial.window import Window
 
 
 def runtime_of(threads):
@@ -155,6 +156,55 @@ def test_a_full_window_without_autograd_has_the_logits_of_the_model(rng, models)
         assert cache.length == block  # the next token begins a new cache
         expected = model.logits(np.array(ids)[None], last_only=True).data[0, -1]
         assert_allclose(logits, expected, rtol=1e-9, atol=1e-9)  # as above
+
+
+def steps_of_workers(model, count):
+    return [TokenStep(model, model.head.backend.for_worker()) for _ in range(count)]
+
+
+@pytest.mark.parametrize("workers", [2, 3, 7])
+def test_workers_compute_the_window_of_the_model(rng, models, workers):
+    """Also with more workers than heads, with parts of different sizes, and in arrays of an earlier window."""
+    for model in models:
+        with no_grad():
+            window = Window(steps_of_workers(model, workers))
+            for _ in range(2):
+                ids = rng.integers(0, 37, model.config.block_size).tolist()
+                expected = model.logits(np.array(ids)[None], last_only=True).data[0, -1]
+                assert_allclose(window.logits(ids), expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("failing", [0, 2])
+def test_an_error_of_one_worker_ends_the_others(rng, models, monkeypatch, failing):
+    model = models[0]
+    window = Window(steps_of_workers(model, 3))
+    monkeypatch.setattr(window.pool.backends[failing], "attention_forward", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        window.logits(rng.integers(0, 37, model.config.block_size).tolist())
+
+
+def test_threads_of_a_window_are_workers_with_mkl_and_threads_of_blas_without(models, monkeypatch):
+    model = models[0]
+    backend = model.head.backend
+    monkeypatch.setattr(backend.runtime, "threads", 2)
+    step = token_step(model)
+    assert step.worker_steps(model) == [step]
+    monkeypatch.setattr(backend.runtime, "blas", "mkl")
+    monkeypatch.setattr(CpuRuntime, "use_blas", lambda self, name: setattr(self, "blas", name))
+    workers = step.worker_steps(model)
+    assert len({id(worker.backend) for worker in [step, *workers]}) == 3
+    assert {(worker.backend.runtime.blas, worker.backend.dtype) for worker in workers} == {("mkl", backend.dtype)}
+    monkeypatch.setattr(backend.runtime, "threads", 1000)
+    assert len(step.worker_steps(model)) == model.config.block_size
+
+
+def test_blas_has_one_thread_in_the_context_and_the_earlier_number_afterwards():
+    runtime = runtime_of(2)
+    libraries = threadpoolctl.ThreadpoolController().select(user_api="blas").lib_controllers
+    with pytest.raises(ZeroDivisionError), runtime.one_blas_thread():
+        assert {library.num_threads for library in libraries} == {1}
+        raise ZeroDivisionError
+    assert {library.num_threads for library in libraries} == {2}
 
 
 @pytest.mark.parametrize("lengths", [(1, 1), (1, 7, 7, 90, 95), (96, 5, 100), (3, 96)])
