@@ -336,24 +336,6 @@ def attention_tables(rows):
     return table_rows(rows)
 
 
-def float32_tables(rows):
-    """The time of PyTorch's implementations and of ours for each D and T that has all of them."""
-    cases = {}
-    for row in rows:
-        _, _, head_size, length, implementation = row["name"].split(" / ")
-        cases.setdefault(f"{head_size}, {length}", {})[implementation] = row
-    found = []
-    for shape, case in cases.items():
-        if {"naive", "sdpa", "ours"} <= case.keys():
-            cells = {
-                f"{title}: {name}": "out of memory" if row.get("oom") else cell(row[kind])
-                for title, kind in (("forward", "forward"), ("forward and backward", "both"))
-                for name, row in case.items()
-            }
-            found.append({"": shape} | cells)
-    return {"grid": found}
-
-
 def table(file, function, title, only=""):
     """(rows, [file]) of the table `title` that `function` makes of results/<file>.json; no rows without the file.
 
@@ -415,7 +397,6 @@ TABLES = {
             **{f"grid-{kind}": f"grid, {kind}, ms" for kind in ("forward", "backward", "both")},
         },
     ),
-    **tables_of("torch/attention_fp32", float32_tables, {"grid-float32": "grid"}),
     **tables_of("torch/all_reduce", all_reduce_tables, {"all-reduce": "libraries", "all-reduce-ours": "algorithms"}),
     **tables_of("torch/ddp", ddp_tables, {"ddp": "rows"}),
     **tables_of("torch/ddp_timeline", timeline_tables, {"ddp-timeline": "rows"}),

@@ -398,6 +398,7 @@ TABLES = {
     "gpu-attention": lambda: attention("gpu/attention"),
     "gpu-attention-h100": lambda: attention("gpu/attention_h100"),
     "gpu-attention-h100-long": lambda: attention("gpu/attention_h100_long"),
+    "gpu-attention-h100-128": lambda: attention("gpu/attention_h100_128"),
     "gpu-gluon-ladder": gluon_ladder,
     "gpu-tune": gpu_tune,
     "gpu-products": gpu_products,
