@@ -191,9 +191,9 @@ def ranks_idle():
     return rows, ["ranks/collectives_idle"]
 
 
-def ranks_parity():
-    rows = []
-    for preset, found in load("ranks/parity")["results"].items():
+def ranks_parity(suffix=""):
+    rows, source = [], f"ranks/parity{suffix}"
+    for preset, found in load(source)["results"].items():
         for ranks in sorted({run["ranks"] for run in found["runs"]}):
             runs = [run for run in found["runs"] if run["ranks"] == ranks]
             rows.append(
@@ -205,7 +205,7 @@ def ranks_parity():
                     "bit-identical runs": f"{sum(run['difference'] is None for run in runs)} of {len(runs)}",
                 }
             )
-    return rows, ["ranks/parity"]
+    return rows, [source]
 
 
 def kills(name):
@@ -250,5 +250,6 @@ TABLES = {
     "ranks-fit": ranks_fit,
     "ranks-idle": ranks_idle,
     "ranks-parity": ranks_parity,
+    "ranks-parity-intel": lambda: ranks_parity("_intel"),
     "ranks-kill": lambda: kills("ranks/kill"),
 }
