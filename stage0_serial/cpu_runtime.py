@@ -62,7 +62,10 @@ class CpuRuntime(Runtime):
         return self.product.rounded(x) if self.bf16 else x
 
     def use_threads(self, count):
-        """Let OpenBLAS divide each product over `count` threads of its own; training divides the batch instead."""
+        """Divide each product of generation over `count` threads of OpenBLAS; training divides the batch instead.
+
+        With MKL a full window is divided over worker threads (window.py).
+        """
         self.threads = count
         limit_blas(count)
         if count > 1:  # mkl.py loads MKL without threads
@@ -70,15 +73,15 @@ class CpuRuntime(Runtime):
 
     @contextlib.contextmanager
     def one_blas_thread(self):
-        """A context in which OpenBLAS computes each product on the thread of its caller.
+        """A context in which OpenBLAS computes each product on the thread of its caller; only one thread may enter it.
 
-        Several threads may then call it. Its own threads would wait in a busy loop, on the cores of these threads.
+        Worker threads may call OpenBLAS inside. Its own threads would wait in a busy loop, on the cores of the workers.
         """
         libraries = blas_libraries()
         counts = [library.num_threads for library in libraries]
-        for library in libraries:
-            library.set_num_threads(1)
         try:
+            for library in libraries:
+                library.set_num_threads(1)
             yield
         finally:
             for library, count in zip(libraries, counts, strict=True):
@@ -87,7 +90,7 @@ class CpuRuntime(Runtime):
 
 @functools.cache
 def blas_libraries():
-    """threadpoolctl's controllers of the BLAS libraries of this process; limit_blas() would search for them again."""
+    """threadpoolctl's controllers of this process's BLAS libraries; limit_blas() searches for them in each call."""
     return threadpoolctl.ThreadpoolController().select(user_api="blas").lib_controllers
 
 

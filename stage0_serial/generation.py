@@ -5,6 +5,7 @@ import math
 import numpy as np
 
 from gpt2core.backend import Backend
+from gpt2core.parallel.threads import WorkerPool
 from gpt2core.sampler import Decoder, KVCache
 from stage0_serial.row_products import RowProducts
 from stage0_serial.token_step import token_step
@@ -60,16 +61,20 @@ class GenerationKernels(Backend):
 
     decoder_batch = 32  # more prompts need more memory for their caches
     row_products = None  # made at the first use
+    worker_pool = None  # made at the first use
 
     def decoder(self, model, batch):
         step = token_step(model)
         return BatchDecoder(model, step) if step else None
 
-    def for_worker(self):
-        """A new backend of the same precision and library of products, for a worker thread."""
-        worker = type(self)(self.precision)
-        worker.runtime.use_blas(self.runtime.blas)
-        return worker
+    def workers(self, count):
+        """A WorkerPool of `count` backends of the same precision, whose products use runtime.blas on one thread."""
+        if self.worker_pool is None or self.worker_pool.size != count:
+            backends = [type(self)(self.precision) for _ in range(count)]
+            for backend in backends:
+                backend.runtime.use_blas(self.runtime.blas)
+            self.worker_pool = WorkerPool(backends)
+        return self.worker_pool
 
     def one_row(self, x, w, y):
         """Write x (1, C) @ w (C, K) to y (1, K) and return it."""

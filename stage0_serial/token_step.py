@@ -11,7 +11,9 @@ lengths. A full window is computed by window.py.
 import numpy as np
 
 from gpt2core.communicator import Solo
+from gpt2core.parallel.threads import WorkerPool
 from gpt2core.sampler import next_logits
+from stage0_serial.bf16_products import MIN_ROWS
 from stage0_serial.window import Window
 
 MODULES = "ln_1", "attn.c_attn", "attn.c_proj", "ln_2", "mlp.c_fc", "mlp.c_proj"  # of a layer
@@ -25,7 +27,7 @@ def token_step(model):
 class TokenStep:
     """Called as step(model, ids, cache) -> logits (V), like next_logits; it computes a token or a window itself.
 
-    backend: the backend of the model, or another one for the same arrays.
+    backend: the model's backend, or one of a worker thread with the same precision.
     """
 
     def __init__(self, model, backend):
@@ -51,22 +53,24 @@ class TokenStep:
     def __call__(self, model, ids, cache):
         if len(ids) == self.block_size > 1:
             cache.length = self.block_size  # the cache counts as full, and the next token begins a new one
-            self.window = self.window or Window(self.worker_steps(model))
+            self.window = self.window or self.new_window(model)
             return self.window.logits(ids).copy()
         if len(ids) > 1:
             return next_logits(model, ids, cache)
         return self.next_positions([ids], [cache])[0]
 
-    def worker_steps(self, model):
-        """A TokenStep for each worker thread of a full window, with a backend of its own; [self] for one worker.
+    def new_window(self, model):
+        """A Window with worker threads if the library is MKL, which is loaded without threads.
 
-        With MKL, which is loaded without threads, the workers divide the rows of a product. OpenBLAS divides a product
-        over its own threads, which is as fast or faster.
+        OpenBLAS has threads of its own, which were as fast as workers or faster. A worker has at least MIN_ROWS rows:
+        with fewer, bf16 products would be computed in fp32.
         """
         runtime = self.backend.runtime
-        if runtime.threads == 1 or runtime.blas != "mkl":
-            return [self]
-        return [TokenStep(model, self.backend.for_worker()) for _ in range(min(runtime.threads, self.block_size))]
+        count = min(runtime.threads, self.block_size // MIN_ROWS) if runtime.blas == "mkl" else 1
+        if count <= 1:
+            return Window([self], WorkerPool([self.backend]))
+        pool = self.backend.workers(count)
+        return Window([TokenStep(model, backend) for backend in pool.backends], pool)
 
     def next_positions(self, uncached, caches, batch_cache=None):
         """The logits (n, V) after n sequences. uncached: the last tokens of each sequence, which follow its cache.
@@ -110,7 +114,7 @@ class TokenStep:
         return x, self.product(h, mlp_proj[0]), mlp_proj[1]
 
     def logits(self, x, branch, branch_bias):
-        """The logits (n, V) of x + branch + branch_bias, from (n, C), (n, C), (C); the next call overwrites one row."""
+        """The logits (n, V) of x + branch + branch_bias, from (n, C), (n, C), (C); one row is overwritten later."""
         return self.product(self.normalize(x, branch, branch_bias, *self.ln_f)[1], self.head)
 
     def normalize(self, x, branch, branch_bias, w, b):

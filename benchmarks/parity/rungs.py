@@ -419,8 +419,8 @@ def examine_on_gpus(host):
 
     world = NcclCommunicator(host)
     world.use_transport(None)  # NCCL if each rank has a GPU of its own
-    # one micro-batch for each of the two ranks: then weight gradients are computed on the side stream, as by default
-    make = trainer_maker(CudaBackend, MODEL, batch_size=8, micro_batches=2, dp="bucket")
+    # one micro-batch per rank: only then are weight gradients computed on the side stream
+    make = trainer_maker(CudaBackend, MODEL, batch_size=8, micro_batches=world.size, dp="bucket")
     return examine(make, windows_of(MODEL), 2, LR, world, exact=True)
 
 

@@ -12,23 +12,31 @@ def limit_blas(threads):
 
 
 class WorkerPool:
-    """`size` worker threads, one for each backend. map() waits for all threads and raises the first exception."""
+    """`size` worker threads, one for each backend."""
 
     def __init__(self, backends):
         self.backends, self.size = list(backends), len(backends)
         self.executor = ThreadPoolExecutor(self.size, "worker") if self.size > 1 else None
 
-    def map(self, function, *items):
+    def map(self, function, *items, stop=lambda: None):
         """[function(item, ...) of each worker]; each of `items` is a list that has one element for each worker.
 
         A worker's call runs in its thread, with the caller's context variables, so that no_grad() applies there too.
+        Waits for all calls, also after a failure, and raises the first exception. stop() is called if this wait is
+        interrupted: it must let calls that wait for each other return.
         """
-        calls = list(zip(*items, strict=True))  # the arguments of each worker's call
+        calls, jobs = list(zip(*items, strict=True)), []  # calls: the arguments of each worker's call
         if self.executor is None:
             return [function(*arguments) for arguments in calls]
-        jobs = [self.executor.submit(contextvars.copy_context().run, function, *arguments) for arguments in calls]
-        while wait(jobs, 0.1).not_done:  # wait for all, also after a failure: no thread may write after map() returns
-            pass  # because of the timeout, Python can handle a signal that arrives during the wait
+        try:
+            for arguments in calls:
+                jobs.append(self.executor.submit(contextvars.copy_context().run, function, *arguments))
+            while wait(jobs, 0.1).not_done:
+                pass  # because of the timeout, Python can handle a signal that arrives during the wait
+        except BaseException:  # for example KeyboardInterrupt, or a thread that cannot be started
+            stop()
+            wait(jobs)  # no thread may write after map() returns
+            raise
         return [job.result() for job in jobs]
 
     def map_parts(self, function, arena, owner=0, owners=1):

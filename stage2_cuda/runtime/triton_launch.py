@@ -316,12 +316,13 @@ def start_driver():
 def triton_utils():
     """Triton's CudaUtils, a module in C. With an empty cache Triton first compiles it, which needs no GPU.
 
-    Triton creates it when PyTorch first launches a kernel. To create it again would define its types again, and kernels
-    that are already loaded would then refuse new descriptors.
+    Triton's own driver, which PyTorch uses, creates it too. A second CudaUtils() would load the C module again, and kernels
+    that were loaded before would refuse descriptors of its new types.
     """
     from triton.backends.nvidia.driver import CudaUtils
 
-    return getattr(CudaUtils, "instance", None) or CudaUtils()
+    existing = getattr(CudaUtils, "instance", None)  # without its functions if an earlier call has failed
+    return existing if hasattr(existing, "load_binary") else CudaUtils()
 
 
 def cupy_driver(gpu, utils):

@@ -1,19 +1,22 @@
 """Generation in NumPy: every way to multiply one row, the choice between them, one token without autograd, threads."""
 
 import json
+from concurrent.futures import wait
+from threading import current_thread
 
 import numpy as np
 import pytest
 import threadpoolctl
-from numpy.testing import assert_allclose
+from numpy.testing import assert_allclose, assert_array_equal
 
 from gpt2core.model import GPT2Config
+from gpt2core.parallel import threads
 from gpt2core.parallel.tensor_parallel import load_model
 from gpt2core.parallel.whole_parameters import initial_parameters
 from gpt2core.sampler import Greedy, KVCache, generate, generate_batch
 from gpt2core.tensor import no_grad
-from stage0_serial import row_products
-from stage0_serial.cpu_runtime import CpuRuntime
+from stage0_serial import mkl, row_products
+from stage0_serial.cpu_runtime import CpuRuntime, blas_libraries
 from stage0_serial.generation import BatchDecoder
 from stage0_serial.numpy_backend import NumpyBackend
 from stage0_serial.row_products import PART, RowProducts
@@ -158,8 +161,9 @@ def test_a_full_window_without_autograd_has_the_logits_of_the_model(rng, models)
         assert_allclose(logits, expected, rtol=1e-9, atol=1e-9)  # as above
 
 
-def steps_of_workers(model, count):
-    return [TokenStep(model, model.head.backend.for_worker()) for _ in range(count)]
+def window_of(model, workers):
+    pool = model.head.backend.workers(workers)
+    return Window([TokenStep(model, backend) for backend in pool.backends], pool)
 
 
 @pytest.mark.parametrize("workers", [2, 3, 7])
@@ -167,44 +171,133 @@ def test_workers_compute_the_window_of_the_model(rng, models, workers):
     """Also with more workers than heads, with parts of different sizes, and in arrays of an earlier window."""
     for model in models:
         with no_grad():
-            window = Window(steps_of_workers(model, workers))
+            window = window_of(model, workers)
             for _ in range(2):
                 ids = rng.integers(0, 37, model.config.block_size).tolist()
                 expected = model.logits(np.array(ids)[None], last_only=True).data[0, -1]
                 assert_allclose(window.logits(ids), expected, rtol=1e-9, atol=1e-9)
 
 
+@no_grad()
+@pytest.mark.parametrize(
+    "block, heads, layers, vocabulary", [(2, 1, 1, 37), (9, 1, 2, 16), (64, 4, 1, 48), (33, 2, 3, 64)]
+)
+def test_windows_of_small_and_odd_shapes(rng, block, heads, layers, vocabulary):
+    """Also a vocabulary of C, 3 C or 4 C, whose logits have the width of another product."""
+    config = GPT2Config(vocab_size=vocabulary, block_size=block, n_layer=layers, n_head=heads, n_embd=16)
+    model = load_model(config, dict(initial_parameters(config, 1)), NumpyBackend("fp64"))
+    ids = rng.integers(0, vocabulary, block).tolist()
+    expected = model.logits(np.array(ids)[None], last_only=True).data[0, -1]
+    for workers in {1, block // 2}:  # a worker has at least two rows
+        assert_allclose(window_of(model, workers).logits(ids), expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("kernel", ["attention_forward", "residual_layernorm_forward"])
 @pytest.mark.parametrize("failing", [0, 2])
-def test_an_error_of_one_worker_ends_the_others(rng, models, monkeypatch, failing):
+def test_an_error_of_one_worker_ends_the_others(rng, models, monkeypatch, failing, kernel):
+    """Before and after the first barrier; the next window is right, and OpenBLAS has its threads again."""
     model = models[0]
-    window = Window(steps_of_workers(model, 3))
-    monkeypatch.setattr(window.pool.backends[failing], "attention_forward", lambda *_: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        window.logits(rng.integers(0, 37, model.config.block_size).tolist())
+    model.head.backend.runtime.use_threads(2)
+    window, ids = window_of(model, 3), rng.integers(0, 37, model.config.block_size).tolist()
+    want = window.logits(ids).copy()
+    with monkeypatch.context() as patch:
+        patch.setattr(window.pool.backends[failing], kernel, lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            window.logits(ids)
+    assert_array_equal(window.logits(ids), want)
+    assert {library.num_threads for library in blas_libraries()} == {2}
 
 
-def test_threads_of_a_window_are_workers_with_mkl_and_threads_of_blas_without(models, monkeypatch):
+def test_an_interrupted_window_stops_its_workers(rng, models, monkeypatch):
+    """A thread that cannot be started, and Ctrl-C during the wait: no worker waits forever or writes later."""
     model = models[0]
-    backend = model.head.backend
-    monkeypatch.setattr(backend.runtime, "threads", 2)
-    step = token_step(model)
-    assert step.worker_steps(model) == [step]
-    monkeypatch.setattr(backend.runtime, "blas", "mkl")
-    monkeypatch.setattr(CpuRuntime, "use_blas", lambda self, name: setattr(self, "blas", name))
-    workers = step.worker_steps(model)
-    assert len({id(worker.backend) for worker in [step, *workers]}) == 3
-    assert {(worker.backend.runtime.blas, worker.backend.dtype) for worker in workers} == {("mkl", backend.dtype)}
-    monkeypatch.setattr(backend.runtime, "threads", 1000)
-    assert len(step.worker_steps(model)) == model.config.block_size
+    window, ids = window_of(model, 2), rng.integers(0, 37, model.config.block_size).tolist()
+    want = window.logits(ids).copy()
+    submit = window.pool.executor.submit
+
+    def submit_one(*arguments):
+        if len(submitted) == 1:
+            raise RuntimeError("can't start new thread")
+        submitted.append(submit(*arguments))
+        return submitted[0]
+
+    submitted = []
+    with monkeypatch.context() as patch:
+        patch.setattr(window.pool.executor, "submit", submit_one)
+        with pytest.raises(RuntimeError, match="new thread"):
+            window.logits(ids)
+    assert submitted[0].done()
+
+    def interrupted(jobs, timeout=None):
+        if timeout:
+            raise KeyboardInterrupt
+        waited.extend(jobs)
+        return wait(jobs)
+
+    waited = []
+    with monkeypatch.context() as patch:
+        patch.setattr(threads, "wait", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            window.logits(ids)
+    assert len(waited) == 2 and all(job.done() for job in waited)
+    assert_array_equal(window.logits(ids), want)
+
+
+@pytest.fixture
+def fake_mkl(monkeypatch):
+    """`use_blas("mkl")` uses NumPy's product, because MKL may not be installed."""
+    monkeypatch.setattr(mkl, "load", dict)
+    monkeypatch.setattr(mkl, "product", lambda a, b, out: np.matmul(a, b, out=out))
+
+
+def test_generation_with_mkl_and_two_threads_continues_as_with_one(rng, models, fake_mkl, monkeypatch):
+    """Past the end of the window, which workers compute; only the caller's thread times products of one row."""
+    model, runtime, timing_threads = models[0], models[0].head.backend.runtime, set()
+    prompt = rng.integers(0, 37, model.config.block_size - 3).tolist()
+    one = list(generate(model, prompt, 8))
+    runtime.use_blas("mkl")
+    runtime.use_threads(2)
+    fastest = row_products.fastest
+    monkeypatch.setattr(row_products, "fastest", lambda *a: timing_threads.add(current_thread()) or fastest(*a))
+    computed = []
+    run_worker = Window.run_worker
+    monkeypatch.setattr(Window, "run_worker", lambda *a: computed.append(a[1].backend) or run_worker(*a))
+    assert list(generate(model, prompt, 8)) == one
+    assert len(set(computed)) == 2 and model.head.backend not in computed
+    assert timing_threads <= {current_thread()}
+    assert {library.num_threads for library in blas_libraries()} == {2}
+
+
+def test_the_number_of_workers_of_a_window(models, fake_mkl):
+    """One with OpenBLAS, which has threads; with MKL at least 32 rows for each. Decoders share the threads."""
+    model, backend = models[0], models[0].head.backend  # 96 positions
+    assert model.config.block_size == 96
+    for blas, count, workers in (("openblas", 2, 1), ("mkl", 1, 1), ("mkl", 2, 2), ("mkl", 1000, 3)):
+        backend.runtime.blas, backend.runtime.threads = blas, count
+        windows = [token_step(model).new_window(model) for _ in range(2)]
+        assert {len(window.steps) for window in windows} == {workers}
+        assert {step.backend for step in windows[0].steps} == {step.backend for step in windows[1].steps}
+        assert (windows[0].steps[0].backend is backend) == (workers == 1)
+        assert {step.backend.runtime.blas for step in windows[0].steps} == {blas}
 
 
 def test_blas_has_one_thread_in_the_context_and_the_earlier_number_afterwards():
     runtime = runtime_of(2)
-    libraries = threadpoolctl.ThreadpoolController().select(user_api="blas").lib_controllers
     with pytest.raises(ZeroDivisionError), runtime.one_blas_thread():
-        assert {library.num_threads for library in libraries} == {1}
+        assert {library.num_threads for library in blas_libraries()} == {1}
         raise ZeroDivisionError
-    assert {library.num_threads for library in libraries} == {2}
+    assert {library.num_threads for library in blas_libraries()} == {2}
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_gelu_of_one_row_has_the_bits_of_the_row_among_others(rng, dtype):
+    backend = NumpyBackend("fp64" if dtype == np.float64 else "fp32")
+    x, bias = rng.standard_normal((3, 70)).astype(dtype) * 4, rng.standard_normal(70).astype(dtype)
+    for b in (None, bias):
+        several, one = np.empty_like(x), np.empty_like(x[:1])
+        backend.gelu(x, b, several, None)
+        backend.gelu(x[:1], b, one, None)
+        assert_array_equal(one, several[:1])
 
 
 @pytest.mark.parametrize("lengths", [(1, 1), (1, 7, 7, 90, 95), (96, 5, 100), (3, 96)])

@@ -392,10 +392,12 @@ def fake_cupy(count=1, capability="90"):
 def test_the_utils_that_triton_has_created_are_used_again(monkeypatch):
     from triton.backends.nvidia.driver import CudaUtils
 
-    existing = SimpleNamespace()
+    existing, created = SimpleNamespace(load_binary=None), []
     monkeypatch.setattr(CudaUtils, "instance", existing, raising=False)
-    monkeypatch.setattr(CudaUtils, "__init__", lambda self: pytest.fail("created a second time"))
-    assert triton_launch.triton_utils() is existing
+    monkeypatch.setattr(CudaUtils, "__init__", created.append)
+    assert triton_launch.triton_utils() is existing and not created
+    monkeypatch.setattr(CudaUtils, "instance", object.__new__(CudaUtils))  # as after an error of __init__
+    assert triton_launch.triton_utils() is CudaUtils.instance and created == [CudaUtils.instance]
 
 
 @pytest.mark.parametrize(
