@@ -13,8 +13,12 @@ class StopSignals(contextlib.AbstractContextManager):
     """In this context, the first SIGINT, SIGTERM or SIGHUP only sets `received` to its number.
 
     A second signal of the same number has its usual effect, for example KeyboardInterrupt. prints: whether the first
-    signal prints STOPPING on standard error; of many ranks, only the root should print it.
+    signal prints STOPPING on standard error; of many ranks, only the root should print it. Set `ends` to true if a
+    signal, also one that only another rank has received, ends the program after this context. Then a first signal that
+    reaches this rank late still has no other effect.
     """
+
+    ends = False
 
     def __init__(self, prints=True):
         self.prints = prints
@@ -37,5 +41,5 @@ class StopSignals(contextlib.AbstractContextManager):
                 os.write(sys.stderr.fileno(), text)  # not print(), which the signal may have interrupted
 
     def __exit__(self, *error):
-        for number, handler in self.previous.items():
+        for number, handler in () if self.ends else self.previous.items():
             signal.signal(number, handler)

@@ -290,6 +290,21 @@ def test_without_out_a_stopped_run_says_that_nothing_was_saved(corpus, number, c
     assert done.stdout.endswith("after 3 of 20 steps: nothing was saved, because --out was not given\n")
 
 
+@pytest.mark.parametrize("ends, code, out", [(True, 0, "15"), (False, -signal.SIGTERM, "")])
+def test_a_rank_that_gets_the_signal_late_ends_as_the_others(ends, code, out):
+    """With `ends`, the run was stopped by a signal that another rank has received."""
+    script = f"""
+import os, signal
+from gpt2core.app.stop_signals import StopSignals
+with StopSignals() as stop:
+    stop.ends = {ends}
+os.kill(os.getpid(), signal.SIGTERM)
+print(stop.received)
+"""
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout.strip(), done.stderr) == (code, out, STOPPING.decode() * ends)
+
+
 def test_a_signal_from_outside_in_mid_run_is_resumable(train, corpus, tmp_path):
     out, log = tmp_path / "run", tmp_path / "log.jsonl"
     flags = ["--preset", "nano", "--data", corpus, "--out", out, "--log", log, "--steps", 10**7, "--log-every", 1]
