@@ -18,12 +18,13 @@ class WorkerPool:
         self.backends, self.size = list(backends), len(backends)
         self.executor = ThreadPoolExecutor(self.size, "worker") if self.size > 1 else None
 
-    def map(self, function, *items, stop=lambda: None):
+    def map(self, function, *items, stop=None):
         """[function(item, ...) of each worker]; each of `items` is a list that has one element for each worker.
 
         A worker's call runs in its thread, with the caller's context variables, so that no_grad() applies there too.
-        Waits for all calls, also after a failure, and raises the first exception. stop() is called if this wait is
-        interrupted: it must let calls that wait for each other return.
+        Waits for all calls, also after one has failed, and raises the first exception. If this wait is interrupted, for
+        example by Ctrl-C, map() raises at once, and the calls continue; if `stop` is given, map() calls stop(), which
+        must let them return soon, and waits for them.
         """
         calls, jobs = list(zip(*items, strict=True)), []  # calls: the arguments of each worker's call
         if self.executor is None:
@@ -33,9 +34,10 @@ class WorkerPool:
                 jobs.append(self.executor.submit(contextvars.copy_context().run, function, *arguments))
             while wait(jobs, 0.1).not_done:
                 pass  # because of the timeout, Python can handle a signal that arrives during the wait
-        except BaseException:  # for example KeyboardInterrupt, or a thread that cannot be started
-            stop()
-            wait(jobs)  # no thread may write after map() returns
+        except BaseException:  # KeyboardInterrupt, or a thread cannot be started
+            if stop:
+                stop()
+                wait(jobs)
             raise
         return [job.result() for job in jobs]
 

@@ -394,7 +394,7 @@ def test_the_utils_that_triton_has_created_are_used_again(monkeypatch):
 
     existing, created = SimpleNamespace(load_binary=None), []
     monkeypatch.setattr(CudaUtils, "instance", existing, raising=False)
-    monkeypatch.setattr(CudaUtils, "__init__", created.append)
+    monkeypatch.setattr(CudaUtils, "__init__", lambda self: created.append(self))
     assert triton_launch.triton_utils() is existing and not created
     monkeypatch.setattr(CudaUtils, "instance", object.__new__(CudaUtils))  # as after an error of __init__
     assert triton_launch.triton_utils() is CudaUtils.instance and created == [CudaUtils.instance]
