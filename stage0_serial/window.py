@@ -29,10 +29,9 @@ class Window:
 
     def __init__(self, steps, pool):
         self.steps, self.pool = steps, pool
-        (T, C), H = steps[0].wpe.shape, steps[0].n_head
+        T, C = steps[0].wpe.shape
         self.x, self.y, self.qkv = (np.empty((T, width), steps[0].backend.dtype) for width in (C, C, 3 * C))
-        self.rows = even_slices(T, pool.size)  # of each worker
-        self.columns = [slice(part.start * C // H, part.stop * C // H) for part in even_slices(H, pool.size)]
+        self.rows, self.heads = (even_slices(n, pool.size) for n in (T, steps[0].n_head))  # of each worker
 
     @no_grad()
     def logits(self, ids):
@@ -40,7 +39,7 @@ class Window:
         step, (T, C), count = self.steps[0], self.x.shape, self.pool.size
         barrier = threading.Barrier(count)
         with step.backend.runtime.one_blas_thread() if count > 1 else contextlib.nullcontext():
-            arguments = self.steps, [ids] * count, self.rows, self.columns, [barrier] * count
+            arguments = self.steps, [ids] * count, self.rows, self.heads, [barrier] * count
             self.pool.map(self.run_worker, *arguments, stop=barrier.abort)
             ln_1, (w, b), *_ = step.layers[-1]
             q = step.product(step.normalize(self.x[-1:], None, None, *ln_1)[1], w[:, :C]) + b[:C]
@@ -48,13 +47,13 @@ class Window:
             y = step.weighted_sum(q.reshape(step.n_head, -1), k.transpose(0, 2, 1), v)
             return step.logits(*step.after_attention(self.x[-1:], y, step.layers[-1]))[0]
 
-    def run_worker(self, step, ids, rows, columns, barrier):
-        """Compute some rows of x and of the q, k, v of each layer, and some columns of y, attention's result."""
+    def run_worker(self, step, ids, rows, heads, barrier):
+        """Compute some rows of x and of the q, k, v of each layer, and some heads of y, attention's result."""
         try:
             self.project(step, rows, step.wte[ids[rows]] + step.wpe[rows], None, None, step.layers[0])
             for layer, following in zip(step.layers, step.layers[1:], strict=False):
                 barrier.wait()
-                self.attend(step, columns)
+                self.attend(step, heads)
                 barrier.wait()
                 self.project(step, rows, *step.after_attention(self.x[rows], self.y[rows], layer), following)
         except threading.BrokenBarrierError:
@@ -64,18 +63,20 @@ class Window:
             raise
 
     def project(self, step, rows, x, branch, bias, layer):
-        """Write x + branch + bias to some rows of x, and q, k, v of their LayerNorm to these rows of qkv.
+        """Write x + branch + bias to these rows of self.x, and q, k, v of their LayerNorm to these rows of self.qkv.
 
-        x and branch: (n, C) for n rows. In the last layer, only k and v are computed.
+        x, branch: (n, C) for n rows; bias: (C). In the first layer, branch and bias are None. In the last layer, only k
+        and v are written.
         """
         ln_1, (w, b), *_ = layer
         self.x[rows], h = step.normalize(x, branch, bias, *ln_1)
         first = self.x.shape[1] if layer is step.layers[-1] else 0  # column
         np.add(step.product(h, w[:, first:]), b[first:], out=self.qkv[rows, first:])
 
-    def attend(self, step, columns):
-        """Compute the columns of y that belong to some heads: their causal attention."""
-        (T, C), width = self.x.shape, columns.stop - columns.start
-        if width:  # there may be fewer heads than workers
-            qkv = self.qkv.reshape(T, 3, C)[:, :, columns].reshape(1, T, 3 * width)
-            self.y[:, columns] = step.backend.attention_forward(qkv, width * step.n_head // C)[0][0]
+    def attend(self, step, heads):
+        """Compute the causal attention of some heads: their columns of y."""
+        T, count = len(self.y), heads.stop - heads.start
+        if count:  # there may be fewer heads than workers
+            qkv = self.qkv.reshape(T, 3, step.n_head, -1)[:, :, heads].reshape(1, T, -1)
+            y = step.backend.attention_forward(qkv, count)[0]
+            self.y.reshape(T, step.n_head, -1)[:, heads] = y.reshape(T, count, -1)

@@ -413,13 +413,12 @@ def locate_in_stage_3(ranks):
 
 
 def examine_on_gpus(host):
-    """examine() on the ranks of an MPI job, each with its GPU."""
+    """examine() on the ranks of an MPI job. With one micro-batch, each of them uses the side stream of its GPU."""
     from stage2_cuda.cuda_backend import CudaBackend
     from stage3_mpi_cuda.nccl_communicator import NcclCommunicator
 
     world = NcclCommunicator(host)
     world.use_transport(None)  # NCCL if each rank has a GPU of its own
-    # one micro-batch per rank: only then are weight gradients computed on the side stream
     make = trainer_maker(CudaBackend, MODEL, batch_size=8, micro_batches=world.size, dp="bucket")
     return examine(make, windows_of(MODEL), 2, LR, world, exact=True)
 

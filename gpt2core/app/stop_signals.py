@@ -13,12 +13,13 @@ class StopSignals(contextlib.AbstractContextManager):
     """In this context, the first SIGINT, SIGTERM or SIGHUP only sets `received` to its number.
 
     A second signal of the same number has its usual effect, for example KeyboardInterrupt. prints: whether the first
-    signal prints STOPPING on standard error; of many ranks, only the root should print it. Set `ends` to true if a
-    signal, also one that only another rank has received, ends the program after this context. Then a first signal that
-    reaches this rank late still has no other effect.
+    signal prints STOPPING on standard error; of many ranks, only the root should print it.
+
+    ended_by: set it to the number of the signal that has ended the run, also if only another rank has received it. The
+    same signal may reach this rank after the context; it then has no other effect than inside.
     """
 
-    ends = False
+    ended_by = None
 
     def __init__(self, prints=True):
         self.prints = prints
@@ -41,5 +42,6 @@ class StopSignals(contextlib.AbstractContextManager):
                 os.write(sys.stderr.fileno(), text)  # not print(), which the signal may have interrupted
 
     def __exit__(self, *error):
-        for number, handler in () if self.ends else self.previous.items():
-            signal.signal(number, handler)
+        for number, handler in self.previous.items():
+            if number != self.ended_by:
+                signal.signal(number, handler)

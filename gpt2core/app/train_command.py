@@ -245,7 +245,7 @@ def run_steps(config, corpus, trainer, windows, validation, schedule, log, trace
                 verify_every=config.verify_every,
                 received_signal=lambda: stop.received or 0,
             )
-            stop.ends = signal is not None
+            stop.ended_by = signal
             return signal, time.perf_counter() - start
     except LogLost as error:
         if config.out:

@@ -316,8 +316,8 @@ def start_driver():
 def triton_utils():
     """Triton's CudaUtils, a module in C. With an empty cache Triton first compiles it, which needs no GPU.
 
-    Triton's own driver, which PyTorch uses, creates it too. A second CudaUtils() would load the C module again, and kernels
-    that were loaded before would refuse descriptors of its new types.
+    Triton's own driver, which PyTorch uses, creates it too. A second CudaUtils() would load the C module again, and
+    kernels that were loaded before would refuse descriptors of its new types.
     """
     from triton.backends.nvidia.driver import CudaUtils
 

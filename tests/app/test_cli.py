@@ -290,19 +290,19 @@ def test_without_out_a_stopped_run_says_that_nothing_was_saved(corpus, number, c
     assert done.stdout.endswith("after 3 of 20 steps: nothing was saved, because --out was not given\n")
 
 
-@pytest.mark.parametrize("ends, code, out", [(True, 0, "15"), (False, -signal.SIGTERM, "")])
-def test_a_rank_that_gets_the_signal_late_ends_as_the_others(ends, code, out):
-    """With `ends`, the run was stopped by a signal that another rank has received."""
+@pytest.mark.parametrize("number, code, out", [(15, 0, "15"), (2, -signal.SIGTERM, ""), (None, -signal.SIGTERM, "")])
+def test_a_rank_that_gets_the_signal_late_ends_as_the_others(number, code, out):
+    """`number` is the signal, received by another rank, that has ended the run."""
     script = f"""
 import os, signal
 from gpt2core.app.stop_signals import StopSignals
 with StopSignals() as stop:
-    stop.ends = {ends}
+    stop.ended_by = {number}
 os.kill(os.getpid(), signal.SIGTERM)
 print(stop.received)
 """
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stdout.strip(), done.stderr) == (code, out, STOPPING.decode() * ends)
+    assert (done.returncode, done.stdout.strip(), done.stderr) == (code, out, STOPPING.decode() * bool(out))
 
 
 def test_a_signal_from_outside_in_mid_run_is_resumable(train, corpus, tmp_path):
