@@ -2,23 +2,21 @@
 
 A product of one row reads each element of the weight once, so its time is that of reading memory. The fastest way
 differs between CPUs: on AMD Zen 4 it is einsum, on an Intel Xeon it is BLAS. Therefore the ways are timed when a weight
-of a new shape is used first, and the choice is kept in a file. A choice can change the last bits of logits, but no
-training curve, because a training step multiplies many rows.
+of a new shape is used first, and the choice is kept in a file. A training step multiplies many rows, so its bits do not
+depend on this choice.
 """
 
-import time
+import functools
 
 import numpy as np
-import threadpoolctl
 
-from gpt2core.parallel.tuned_choices import cache_directory, cache_file, processor, read_choices, write_choices
-from stage0_serial import mkl
+from stage0_serial import mkl, timed_choice
 
 MIN_ELEMENTS = 1 << 16  # of a weight for which the ways are timed; a product with a smaller one is a short call of BLAS
 MAX_EINSUM = 1 << 14  # rows of the weight: einsum adds them one by one, which is inaccurate for long sums
 PART = 384  # rows of the weight in one product of in_parts()
+ROUNDS = 3  # of the timing
 MEMORY = 1 << 25  # bytes of copies of the weight that are timed in turn, so that they are not in the first cache levels
-ROUNDS = 3  # number of times that each way is timed
 
 
 class RowProducts:
@@ -27,7 +25,6 @@ class RowProducts:
     def __init__(self, runtime):
         self.runtime, self.ways = runtime, {}  # {layout of a weight: the way that was chosen, a function}
         self.names = {}  # {description of a layout: the name of the way}
-        self.directory = cache_directory()
 
     def __call__(self, x, w, y):
         layout = w.shape, w.strides, w.dtype
@@ -44,14 +41,7 @@ class RowProducts:
         order = "by rows" if w.flags.c_contiguous else "by columns"
         what = f"one row, {w.dtype} {w.shape[0]} x {w.shape[1]} stored {order}, threads {self.runtime.threads}"
         what += ", with MKL" if "mkl" in ways else ""
-        tuned_for = f"{processor()}, {blas_version()}, NumPy {np.__version__}"
-        file = self.directory and cache_file(self.directory, tuned_for)
-        name = read_choices(file, tuned_for).get(what) if file else None
-        if name not in ways:
-            name = fastest(ways, x, w, y)
-            if file:
-                write_choices(file, tuned_for, {what: name})
-        self.names[what] = name
+        self.names[what] = name = timed_choice.choose(what, ways, lambda ways: fastest(ways, x, w, y))
         return ways[name]
 
     def candidates(self, w):
@@ -82,19 +72,9 @@ def in_parts(x, w, y):
 def fastest(ways, x, w, y):
     """The name of the way that takes the least time with weights like w that are not in the first cache levels."""
     copies = [w] + [w.copy(order="K") for _ in range(min(MEMORY // w.nbytes, 64))]
-    times = dict.fromkeys(ways, float("inf"))
-    for _ in range(ROUNDS):
-        for name, way in ways.items():
-            start = time.perf_counter()
-            for each in copies:
-                way(x, each, y)
-            times[name] = min(times[name], time.perf_counter() - start)
-    return min(times, key=times.get)
 
+    def each_copy(way):
+        for copy in copies:
+            way(x, copy, y)
 
-def blas_version():
-    """The name, version and kernels of NumPy's BLAS library."""
-    for library in threadpoolctl.threadpool_info():
-        if library["user_api"] == "blas" and library["internal_api"] != "mkl":
-            return f"{library['internal_api']} {library['version']} {library.get('architecture', '')}".strip()
-    return "unknown BLAS"
+    return timed_choice.fastest({name: functools.partial(each_copy, way) for name, way in ways.items()}, ROUNDS)

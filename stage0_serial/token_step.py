@@ -8,12 +8,15 @@ lengths. A full window is computed by window.py.
 
 # n sequences, N new positions of all of them, T positions, C channels, H heads, D = C // H, K columns, V vocabulary
 
+import functools
+
 import numpy as np
 
 from gpt2core.communicator import Solo
 from gpt2core.parallel.threads import WorkerPool
 from gpt2core.sampler import next_logits
 from stage0_serial.bf16_products import MIN_ROWS
+from stage0_serial.timed_choice import choose, fastest
 from stage0_serial.window import Window
 
 MODULES = "ln_1", "attn.c_attn", "attn.c_proj", "ln_2", "mlp.c_fc", "mlp.c_proj"  # of a layer
@@ -53,24 +56,27 @@ class TokenStep:
     def __call__(self, model, ids, cache):
         if len(ids) == self.block_size > 1:
             cache.length = self.block_size  # the cache counts as full, and the next token begins a new one
-            self.window = self.window or self.new_window(model)
+            self.window = self.window or self.new_window(model, ids)
             return self.window.logits(ids).copy()
         if len(ids) > 1:
             return next_logits(model, ids, cache)
         return self.next_positions([ids], [cache])[0]
 
-    def new_window(self, model):
-        """A Window with worker threads if the library is MKL, which is loaded without threads.
+    def new_window(self, model, ids):
+        """The faster Window for `ids`: with BLAS's threads, or with worker threads, each with at least MIN_ROWS rows.
 
-        OpenBLAS has threads of its own, which were as fast as workers or faster. A worker has at least MIN_ROWS rows:
-        with fewer, bf16 products would be computed in fp32.
+        With fewer rows, bf16 products would be computed in fp32.
         """
-        runtime = self.backend.runtime
-        count = min(runtime.threads, self.block_size // MIN_ROWS) if runtime.blas == "mkl" else 1
-        if count <= 1:
-            return Window([self], WorkerPool([self.backend]))
-        pool = self.backend.workers(count)
-        return Window([TokenStep(model, backend) for backend in pool.backends], pool)
+        runtime, T = self.backend.runtime, self.block_size
+        windows = {"BLAS threads": Window([self], WorkerPool([self.backend]))}
+        count = min(runtime.threads, T // MIN_ROWS)
+        if count > 1:
+            pool = self.backend.workers(count)
+            windows["workers"] = Window([TokenStep(model, backend) for backend in pool.backends], pool)
+        ways = {name: functools.partial(window.logits, ids) for name, window in windows.items()}
+        what = f"window {T} x {self.wte.shape[1]}, {len(self.layers)} layers, {self.n_head} heads, {runtime.blas}, "
+        what += f"{self.backend.precision}, threads {runtime.threads}"
+        return windows[choose(what, ways, fastest) if count > 1 else "BLAS threads"]
 
     def next_positions(self, uncached, caches, batch_cache=None):
         """The logits (n, V) after n sequences. uncached: the last tokens of each sequence, which follow its cache.

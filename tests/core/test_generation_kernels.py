@@ -1,6 +1,7 @@
 """Generation in NumPy: every way to multiply one row, the choice between them, one token without autograd, threads."""
 
 import json
+import time
 from concurrent.futures import wait
 from threading import current_thread
 
@@ -15,7 +16,8 @@ from gpt2core.parallel.tensor_parallel import load_model
 from gpt2core.parallel.whole_parameters import initial_parameters
 from gpt2core.sampler import Greedy, KVCache, generate, generate_batch
 from gpt2core.tensor import no_grad
-from stage0_serial import mkl, row_products
+from stage0_serial import mkl, row_products, timed_choice
+from stage0_serial import token_step as token_step_module
 from stage0_serial.cpu_runtime import CpuRuntime, blas_libraries
 from stage0_serial.generation import BatchDecoder
 from stage0_serial.numpy_backend import NumpyBackend
@@ -38,7 +40,7 @@ def one_blas_thread_afterwards():
 
 @pytest.fixture(autouse=True)
 def empty_cache(monkeypatch, tmp_path):
-    monkeypatch.setattr(row_products, "cache_directory", lambda: tmp_path)
+    monkeypatch.setattr(timed_choice, "cache_directory", lambda: tmp_path)
     monkeypatch.setattr(row_products, "MEMORY", 0)  # times are not compared here
     monkeypatch.setattr(row_products, "MIN_ELEMENTS", 0)
 
@@ -100,7 +102,7 @@ def test_with_mkl_its_product_is_timed_too_and_has_a_choice_of_its_own(rng, monk
 
 
 def test_without_a_home_directory_the_choice_is_made_in_memory(rng, monkeypatch):
-    monkeypatch.setattr(row_products, "cache_directory", lambda: None)
+    monkeypatch.setattr(timed_choice, "cache_directory", lambda: None)
     x, w = rng.standard_normal((1, 8), np.float32), rng.standard_normal((8, 4), np.float32)
     assert_allclose(RowProducts(runtime_of(1))(x, w, np.empty((1, 4), np.float32)), x @ w, rtol=1e-5)
 
@@ -192,7 +194,7 @@ def test_windows_of_small_and_odd_shapes(rng, block, heads, layers, vocabulary):
         assert_allclose(window_of(model, workers).logits(ids), expected, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("kernel", ["attention_forward", "residual_layernorm_forward"])
+@pytest.mark.parametrize("kernel", ["attention_of_heads", "residual_layernorm_forward"])
 @pytest.mark.parametrize("failing", [0, 2])
 def test_an_error_of_one_worker_ends_the_others(rng, models, monkeypatch, failing, kernel):
     """Before and after the first barrier; the next window is right, and OpenBLAS has its threads again."""
@@ -257,6 +259,7 @@ def test_generation_with_mkl_and_two_threads_continues_as_with_one(rng, models, 
     one = list(generate(model, prompt, 8))
     runtime.use_blas("mkl")
     runtime.use_threads(2)
+    monkeypatch.setattr(token_step_module, "choose", lambda *_: "workers")
     fastest = row_products.fastest
     monkeypatch.setattr(row_products, "fastest", lambda *a: timing_threads.add(current_thread()) or fastest(*a))
     computed = []
@@ -268,17 +271,47 @@ def test_generation_with_mkl_and_two_threads_continues_as_with_one(rng, models, 
     assert {library.num_threads for library in blas_libraries()} == {2}
 
 
-def test_the_number_of_workers_of_a_window(models, fake_mkl):
-    """One with OpenBLAS, which has threads; with MKL at least 32 rows for each. Decoders share the threads."""
-    model, backend = models[0], models[0].head.backend  # 96 positions
-    assert model.config.block_size == 96
-    for blas, count, workers in (("openblas", 2, 1), ("mkl", 1, 1), ("mkl", 2, 2), ("mkl", 1000, 3)):
-        backend.runtime.blas, backend.runtime.threads = blas, count
-        windows = [token_step(model).new_window(model) for _ in range(2)]
+@no_grad()
+@pytest.mark.parametrize("blas", ["openblas", "mkl"])
+def test_a_window_has_workers_if_they_are_faster(models, fake_mkl, monkeypatch, blas):
+    """Each worker has at least 32 rows, and decoders share the threads. One thread has no choice to make."""
+    model, backend, offered = models[0], models[0].head.backend, []  # 96 positions
+    ids = [0] * model.config.block_size
+    backend.runtime.blas = blas
+    for faster, count, workers in (("", 1, 1), ("BLAS threads", 2, 1), ("workers", 2, 2), ("workers", 1000, 3)):
+        backend.runtime.threads = count
+        monkeypatch.setattr(
+            token_step_module, "choose", lambda what, ways, _, name=faster: offered.append(ways) or name
+        )
+        windows = [token_step(model).new_window(model, ids) for _ in range(2)]
         assert {len(window.steps) for window in windows} == {workers}
         assert {step.backend for step in windows[0].steps} == {step.backend for step in windows[1].steps}
         assert (windows[0].steps[0].backend is backend) == (workers == 1)
         assert {step.backend.runtime.blas for step in windows[0].steps} == {blas}
+    assert len(offered) == 6
+    for ways in offered:
+        of_blas, of_workers = (ways[name]().copy() for name in ("BLAS threads", "workers"))
+        assert_allclose(of_blas, of_workers, rtol=1e-9, atol=1e-9)
+
+
+def test_the_choice_of_a_window_is_kept_in_a_file(rng, models, monkeypatch, tmp_path):
+    model, timed = models[1], []
+    monkeypatch.setattr(token_step_module, "fastest", lambda ways: timed.append(list(ways)) or "workers")
+    prompt = rng.integers(0, 37, model.config.block_size).tolist()
+    one = list(generate(models[0], prompt, 4))
+    for _ in range(2):  # a second process reads the file
+        assert list(generate(model, prompt, 4)) == one
+    assert timed == [["BLAS threads", "workers"]]
+    (file,) = tmp_path.iterdir()
+    windows = {what: way for what, way in json.loads(file.read_text())["choices"].items() if "window" in what}
+    assert windows == {"window 96 x 24, 2 layers, 4 heads, openblas, fp64, threads 3": "workers"}
+
+
+def test_the_fastest_way_has_the_least_time():
+    calls = []
+    ways = {"slow": lambda: calls.append("slow") or time.sleep(0.02), "fast": lambda: calls.append("fast")}
+    assert timed_choice.fastest(ways, rounds=2) == "fast"
+    assert calls == ["slow", "slow", "fast", "fast"] * 2
 
 
 def test_blas_has_one_thread_in_the_context_and_the_earlier_number_afterwards():
